@@ -1,0 +1,172 @@
+"""`FP8Config`: every choice a user has, in one frozen, printable object that goes through JSON."""
+
+import json
+import os
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from torch_fp8.formats import FORMATS
+from torch_fp8.recipe import GEMMS, RECIPES
+
+ENV_VAR = "TORCH_FP8_CONFIG"
+_DELAYED_ONLY = ("amax_history_len", "amax_compute_algo", "margin")
+
+
+@dataclass(frozen=True)
+class FP8Config:
+    """What runs in FP8, and how.
+
+    Raises:
+        ValueError: an unknown value (the message names the valid ones), or options that
+            contradict each other.
+        TypeError: a value of the wrong type.
+    """
+
+    recipe: str = "auto"
+    """``auto``, ``tensorwise``, ``delayed``, ``rowwise``, ``blockwise`` or ``mxfp8``. ``auto``: the
+    fastest recipe that keeps parity with BF16 on the hardware at hand (the CPU gives what Hopper
+    gives); the start-up summary says which. A named recipe runs as named or raises."""
+
+    wgrad: str = "fp8"
+    """``fp8`` or ``bf16``: the precision of the weight-gradient GEMM (``bf16``: SwitchBack)."""
+
+    grad_format: str | None = None
+    """``e5m2`` or ``e4m3`` for gradients. None: by recipe (E5M2 for tensorwise and delayed, whose
+    one scale needs the range; E4M3 for finer scales)."""
+
+    fast_accum: tuple[str, ...] = ("fprop",)
+    """The GEMMs, of ``fprop``, ``dgrad`` and ``wgrad``, that use the tensor core's fast
+    accumulation. Default: the forward one, as Transformer Engine and torchao do."""
+
+    amax_history_len: int = 1024
+    """Recipe ``delayed``: the number of past amaxes that the scale looks at."""
+
+    amax_compute_algo: str = "max"
+    """Recipe ``delayed``: ``max`` of the history, or its ``most_recent`` entry."""
+
+    margin: int = 0
+    """Recipe ``delayed``: headroom in powers of two; the scale is multiplied by 2^margin."""
+
+    opt_level: str = "O1"
+    """``O1``: FP8 GEMMs; weights, gradients and optimizer states as the user has them."""
+
+    eval_fp8: bool = True
+    """Whether a module in evaluation mode runs its forward GEMM in FP8 too."""
+
+    skip: tuple[str, ...] = ("lm_head",)
+    """Patterns on the qualified name of modules that stay in high precision. A pattern matches
+    whole components, anywhere in the name, and everything below: ``layers.2`` matches
+    ``model.layers.2.mlp.up_proj`` and not ``model.layers.20``. ``*`` matches within a component,
+    ``**`` across components."""
+
+    emulate: bool = False
+    """Run GEMMs that the hardware cannot run natively through the reference path. The CPU always
+    emulates."""
+
+    def __post_init__(self) -> None:
+        for name in ("skip", "fast_accum"):
+            object.__setattr__(self, name, _str_tuple(name, getattr(self, name)))
+        _check_choice("recipe", self.recipe, ("auto", *RECIPES))
+        _check_choice("wgrad", self.wgrad, ("fp8", "bf16"))
+        _check_choice("grad_format", self.grad_format, (None, *FORMATS))
+        _check_choice("amax_compute_algo", self.amax_compute_algo, ("max", "most_recent"))
+        for gemm in self.fast_accum:
+            _check_choice("fast_accum", gemm, GEMMS)
+        for name in ("eval_fp8", "emulate"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"FP8Config.{name} must be a bool, got {getattr(self, name)!r}")
+        for name, least in (("amax_history_len", 1), ("margin", None)):
+            _check_int(name, getattr(self, name), least)
+        if self.opt_level in ("O2", "O3"):
+            raise ValueError(
+                f"FP8Config.opt_level={self.opt_level!r} is not available in this version of "
+                "torch-fp8; the valid choice is 'O1'"
+            )
+        _check_choice("opt_level", self.opt_level, ("O1",))
+        self._check_contradictions()
+
+    def _check_contradictions(self) -> None:
+        given = [name for name in _DELAYED_ONLY if getattr(self, name) != _DEFAULTS[name]]
+        if given and self.recipe != "delayed":
+            raise ValueError(
+                f"FP8Config: {', '.join(given)} apply to recipe='delayed' only, but recipe is "
+                f"{self.recipe!r}; name recipe='delayed', or leave them out"
+            )
+        if self.wgrad == "bf16" and "wgrad" in self.fast_accum:
+            raise ValueError(
+                "FP8Config: fast_accum names 'wgrad', but wgrad='bf16' runs that GEMM in high "
+                "precision; leave one of them out"
+            )
+
+    def to_json(self) -> str:
+        """All fields as a JSON object; `from_json` reads it back."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, source: str | os.PathLike[str]) -> "FP8Config":
+        """Read a JSON object of field names and values, given as text or as the path of a file.
+
+        Raises:
+            ValueError: neither JSON nor a readable file, an unknown field, or a bad value.
+        """
+        values = _read_json(source)
+        names = [f.name for f in fields(cls)]
+        unknown = sorted(set(values) - set(names))
+        if unknown:
+            raise ValueError(
+                f"unknown FP8Config option(s) {', '.join(map(repr, unknown))}; "
+                f"the valid ones are {', '.join(names)}"
+            )
+        return cls(**values)
+
+    @classmethod
+    def from_env(cls) -> "FP8Config | None":
+        """The configuration in the environment variable ``TORCH_FP8_CONFIG``, None if unset."""
+        source = os.environ.get(ENV_VAR, "").strip()
+        if not source:
+            return None
+        try:
+            return cls.from_json(source)
+        except (ValueError, TypeError) as error:
+            raise type(error)(f"{ENV_VAR}: {error}") from error
+
+
+_DEFAULTS: dict[str, Any] = {f.name: f.default for f in fields(FP8Config)}
+
+
+def _read_json(source: str | os.PathLike[str]) -> dict[str, Any]:
+    text = os.fspath(source).strip()
+    if not text.startswith("{"):
+        try:
+            text = Path(text).read_text()
+        except OSError as error:
+            raise ValueError(f"{text!r} is neither a JSON object nor a readable file") from error
+    try:
+        values = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not valid JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"expected a JSON object of FP8Config options, got {values!r}")
+    return values
+
+
+def _check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
+    if value not in choices:
+        valid = ", ".join(repr(c) for c in choices)
+        raise ValueError(f"FP8Config.{name}={value!r} is unknown; the valid choices are {valid}")
+
+
+def _check_int(name: str, value: object, least: int | None) -> None:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"FP8Config.{name} must be an int, got {value!r}")
+    if least is not None and value < least:
+        raise ValueError(f"FP8Config.{name} must be at least {least}, got {value}")
+
+
+def _str_tuple(name: str, value: object) -> tuple[str, ...]:
+    if isinstance(value, str) or not isinstance(value, (tuple, list)):
+        raise TypeError(f"FP8Config.{name} must be a tuple of strings, got {value!r}")
+    if not all(isinstance(item, str) and item for item in value):
+        raise TypeError(f"FP8Config.{name} must hold non-empty strings, got {value!r}")
+    return tuple(value)

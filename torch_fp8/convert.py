@@ -1,0 +1,202 @@
+"""Verbs on a model: `convert_to_float8`, `revert`, and the scaling state of delayed scaling.
+
+Conversion swaps ``__class__`` in place. The Parameter objects stay the same, so whatever holds them
+(an optimizer, a tied module, FSDP's maps, a state dict) never notices.
+"""
+
+import functools
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from torch_fp8.config import FP8Config
+from torch_fp8.gemm import check_device, resolve_auto
+from torch_fp8.linear import Float8Linear
+from torch_fp8.recipe import Recipe, make_recipe
+from torch_fp8.report import ConversionReport, SkippedModule, matmul_flops
+from torch_fp8.selection import (
+    expert_weights,
+    high_precision_modules,
+    is_linear,
+    matches,
+    skip_reason,
+)
+
+
+def convert_to_float8(
+    model: nn.Module,
+    config: FP8Config | None = None,
+    *,
+    device: torch.device | str | None = None,
+) -> ConversionReport:
+    """Make the linear layers of `model` run their GEMMs in FP8, in place.
+
+    Converted are modules of exactly ``nn.Linear``, and FSDP2's dynamic class of it. Never
+    converted: LoRA adapters, and what `config.skip` names. Parameters, tying, ``requires_grad`` and
+    ``state_dict`` keys stay as they are. Converting again is harmless; another config replaces the
+    first. `revert` undoes it.
+
+    Args:
+        model: any module, also itself an ``nn.Linear``.
+        config: None: ``TORCH_FP8_CONFIG`` if set, else ``FP8Config()``.
+        device: where the model will run, for the check of its capability. None: where it is.
+    Returns:
+        What was converted, what was skipped and why, the share of matmul FLOPs in FP8.
+    Raises:
+        ValueError: nothing to convert; a device that cannot run the recipe (see
+            `torch_fp8.gemm.check_device`); a `skip` pattern is not raised but warned about.
+    """
+    config = config or FP8Config.from_env() or FP8Config()
+    target = torch.device(device) if device is not None else _device_of(model)
+    recipe = _resolve(config, target)
+    check_device(target, recipe.name, config.emulate)
+
+    kept_high = high_precision_modules(model, config.skip)
+    converted, skipped = [], []
+    for name, module in model.named_modules():
+        if not is_linear(module):
+            skipped += [SkippedModule(*entry) for entry in expert_weights(name, module)]
+            continue
+        reason = skip_reason(name, module, config.skip, kept_high)
+        if reason is None:
+            _to_float8(module, name, config, recipe)
+            converted.append(name)
+        else:
+            if isinstance(module, Float8Linear):  # a second conversion that skips more
+                _to_linear(module)
+            skipped.append(SkippedModule(name, reason))
+    if not converted:
+        raise ValueError(_nothing_converted(model, skipped))
+    return ConversionReport(
+        converted=tuple(converted),
+        skipped=tuple(skipped),
+        recipe=recipe,
+        config=config,
+        device=target,
+        unused_skip=tuple(p for p in config.skip if not _names_a_module(model, p)),
+        flops=matmul_flops(model, recipe),
+    )
+
+
+def revert(model: nn.Module) -> int:
+    """Turn every FP8 linear of `model` back into the class it came from, in place.
+
+    Returns:
+        The number of modules reverted. Parameters stay the same objects.
+    """
+    modules = [m for m in model.modules() if isinstance(m, Float8Linear)]
+    for module in modules:
+        _to_linear(module)
+    return len(modules)
+
+
+def scaling_state_dict(model: nn.Module) -> dict[str, Tensor]:
+    """Delayed scaling's state as plain float32 tensors on the CPU; empty for other recipes.
+
+    Keys are ``<qualified name>.amax_history``, (3, H): the amaxes of input, weight and grad_output,
+    the most recent first; and ``<qualified name>.last_scale``, (2,).
+    """
+    state = {}
+    for name, module in _delayed_modules(model):
+        state[f"{name}.amax_history"] = module.fp8_amax_history.detach().cpu().clone()
+        state[f"{name}.last_scale"] = module.fp8_last_scale.detach().cpu().clone()
+    return state
+
+
+def load_scaling_state_dict(model: nn.Module, state: dict[str, Tensor]) -> None:
+    """Restore what `scaling_state_dict` returned; training then goes on exactly as it was.
+
+    An empty `state` (a checkpoint of another recipe, or of stock training) changes nothing.
+
+    Raises:
+        ValueError: `state` is of another model or history length; nothing is loaded then.
+    """
+    if not state:
+        return
+    targets = {}
+    for name, module in _delayed_modules(model):
+        targets[f"{name}.amax_history"] = module.fp8_amax_history
+        targets[f"{name}.last_scale"] = module.fp8_last_scale
+    if not targets:
+        return
+    for key in sorted(targets.keys() ^ state.keys()):
+        where = "in the model, not in the state" if key in targets else "in the state only"
+        raise ValueError(f"FP8 scaling state does not fit the model: {key!r} is {where}")
+    for key, target in targets.items():
+        if state[key].shape != target.shape:
+            raise ValueError(
+                f"FP8 scaling state {key!r} has shape {tuple(state[key].shape)}, expected "
+                f"{tuple(target.shape)}; was it saved with another amax_history_len?"
+            )
+    with torch.no_grad():
+        for key, target in targets.items():
+            target.copy_(state[key])
+
+
+def _resolve(config: FP8Config, device: torch.device) -> Recipe:
+    name = resolve_auto(device) if config.recipe == "auto" else config.recipe
+    return make_recipe(
+        name,
+        wgrad=config.wgrad,
+        grad_format=config.grad_format,
+        fast_accum=config.fast_accum,
+    )
+
+
+def _to_float8(module: nn.Module, name: str, config: FP8Config, recipe: Recipe) -> None:
+    if isinstance(module, Float8Linear):
+        if (module.fp8_config, module.fp8_recipe) == (config, recipe):
+            return
+        module.drop_scaling()
+    else:
+        module.__class__ = _float8_class(type(module))
+    assert isinstance(module, Float8Linear)
+    module.fp8_config, module.fp8_recipe, module.fp8_name = config, recipe, name
+    module.init_scaling()
+
+
+def _to_linear(module: Float8Linear) -> None:
+    module.drop_scaling()
+    for name in ("fp8_config", "fp8_recipe", "fp8_name"):
+        delattr(module, name)
+    module.__class__ = _linear_class(type(module))
+
+
+@functools.cache
+def _float8_class(cls: type[nn.Module]) -> type[nn.Module]:
+    """`Float8Linear`, or FSDP2's dynamic class rebuilt over it: ``(FSDPModule, Float8Linear)``."""
+    return Float8Linear if cls is nn.Linear else _rebase(cls, Float8Linear)
+
+
+@functools.cache
+def _linear_class(cls: type[nn.Module]) -> type[nn.Module]:
+    return nn.Linear if cls is Float8Linear else _rebase(cls, nn.Linear)
+
+
+def _rebase(cls: type[nn.Module], linear: type[nn.Linear]) -> type[nn.Module]:
+    own = {k: v for k, v in cls.__dict__.items() if k not in ("__dict__", "__weakref__")}
+    return type(f"FSDP{linear.__name__}", (cls.__bases__[0], linear), own)
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    return next((p.device for p in model.parameters()), torch.device("cpu"))
+
+
+def _delayed_modules(model: nn.Module) -> Iterator[tuple[str, Float8Linear]]:
+    for name, module in model.named_modules():
+        if isinstance(module, Float8Linear) and module.fp8_recipe.delayed:
+            yield name, module
+
+
+def _names_a_module(model: nn.Module, pattern: str) -> bool:
+    # The default stands for the usual name of an output layer; not every model has one.
+    return pattern == "lm_head" or any(matches(pattern, n) for n, _ in model.named_modules())
+
+
+def _nothing_converted(model: nn.Module, skipped: list[SkippedModule]) -> str:
+    if not skipped:
+        return f"{type(model).__name__} has no nn.Linear: there is nothing to run in FP8"
+    reasons = "; ".join(f"'{s.name}': {s.reason}" for s in skipped[:5])
+    more = f"; and {len(skipped) - 5} more" if len(skipped) > 5 else ""
+    return f"no linear layer of {type(model).__name__} can run in FP8 ({reasons}{more})"

@@ -1,0 +1,54 @@
+"""The two 8-bit floating-point formats, and every number that follows from them.
+
+This is the only home of 448 and 57344. E4M3 holds weights and activations, E5M2 gradients, whose
+range is wider (Micikevicius et al., "FP8 Formats for Deep Learning", arXiv 2209.05433, table 1).
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Format:
+    """An FP8 format.
+
+    Attributes:
+        name: ``"e4m3"`` or ``"e5m2"``.
+        dtype: torch's dtype of the payload.
+        max: largest finite magnitude.
+        smallest: smallest positive (subnormal) magnitude.
+        mantissa_bits: stored mantissa bits; one ulp of 1.0 is ``2 ** -mantissa_bits``.
+        has_inf: whether infinities exist. E4M3 has NaN only.
+        cast_sqnr_db: signal-to-quantization-noise floor in dB of a scaled cast of Gaussian data,
+            at any granularity (measured; the tests assert it).
+    """
+
+    name: str
+    dtype: torch.dtype
+    max: float
+    smallest: float
+    mantissa_bits: int
+    has_inf: bool
+    cast_sqnr_db: float
+
+
+E4M3 = Format("e4m3", torch.float8_e4m3fn, 448.0, 2.0**-9, 3, False, 31.5)
+E5M2 = Format("e5m2", torch.float8_e5m2, 57344.0, 2.0**-16, 2, True, 25.5)
+
+FORMATS = {f.name: f for f in (E4M3, E5M2)}
+_BY_DTYPE = {f.dtype: f for f in FORMATS.values()}
+
+GEMM_SQNR_DB = {("e4m3", "e4m3"): 28.5, ("e5m2", "e4m3"): 24.6}
+"""SQNR floor in dB of a GEMM of Gaussian operands in these formats, independent of shape."""
+
+MIN_SCALE = 2.0**-126
+"""Smallest dequantization scale: the smallest normal float32, so that x / scale stays exact."""
+
+GEMM_ALIGNMENT = 16
+"""Elements that the contraction and output dimensions of an FP8 GEMM are multiples of (16 bytes)."""
+
+
+def format_of(dtype: torch.dtype) -> Format:
+    """The `Format` whose payload has this dtype."""
+    return _BY_DTYPE[dtype]

@@ -1,0 +1,243 @@
+"""`Float8Linear`: a linear layer whose three GEMMs run in FP8.
+
+How it works
+============
+``nn.Linear`` computes ``y = x w^T + b``. Training it takes three GEMMs, the other two in backward:
+``dx = g w`` and ``dw = g^T x``. Here each of them runs on FP8 payloads with scales, as the module's
+recipe says (see `torch_fp8.recipe`); bias, and everything between the layers, stays as it is.
+
+The module is an ``nn.Linear`` with another ``__class__``: its parameters are the very same plain
+tensors, so optimizers, tying, ``requires_grad`` and ``state_dict`` keys never notice. FP8 exists
+only while it is used:
+
+* the weight is cast when a GEMM wants it, with a scale taken from the weight itself, once in forward
+  and once, transposed, in backward. What is saved for backward is the Parameter, never a payload:
+  nothing can be stale, and FSDP frees what it gathered;
+* the input is saved for backward as its transposed FP8 payload, 1 byte an element, and only if the
+  weight takes a gradient. A frozen layer saves nothing of its input and runs no wgrad; a forward
+  without gradients builds nothing for a backward.
+
+Delayed scaling keeps a history of amaxes in non-persistent buffers, moved with the module and kept
+out of ``state_dict``. It is advanced by forwards in training mode and by backwards; a forward that
+activation checkpointing repeats uses the scales of the first.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from torch_fp8.config import FP8Config
+from torch_fp8.gemm import scaled_matmul
+from torch_fp8.quantize import QuantizedTensor, quantize_layouts
+from torch_fp8.recipe import Recipe
+from torch_fp8.scaling import delayed_scale, push_amax, tensor_amax
+
+_INPUT, _WEIGHT, _GRAD_OUTPUT = range(3)
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class _Options(NamedTuple):
+    """What the autograd function needs beside tensors."""
+
+    recipe: Recipe
+    config: FP8Config
+    out_dtype: torch.dtype
+    save_for_backward: bool
+
+
+class Float8Linear(nn.Linear):
+    """An ``nn.Linear`` whose fprop, dgrad and wgrad GEMMs run in FP8.
+
+    Made by `torch_fp8.convert_to_float8`, which swaps the class of an existing module in place.
+
+    Shapes: input (..., K), weight (N, K), output (..., N); any K, N and number of tokens, zero
+    included. The output has autocast's dtype where autocast is on, else the input's.
+
+    Raises:
+        TypeError: an input that is not float32, bfloat16 or float16.
+    """
+
+    fp8_recipe: Recipe
+    fp8_config: FP8Config
+    fp8_name: str
+
+    def forward(self, input: Tensor) -> Tensor:
+        if not self.training and not self.fp8_config.eval_fp8:
+            return super().forward(input)
+        if input.dtype not in _DTYPES:
+            raise TypeError(
+                f"FP8 linear '{self.fp8_name}' takes float32, bfloat16 or float16 input, got "
+                f"{input.dtype}; cast it, or keep the module in high precision with "
+                f"FP8Config(skip=('{self.fp8_name}',))"
+            )
+        grad_enabled = torch.is_grad_enabled()
+        options = _Options(self.fp8_recipe, self.fp8_config, _output_dtype(input), grad_enabled)
+        input_scale, weight_scale, history = None, None, None
+        if self.fp8_recipe.delayed:
+            input_scale, weight_scale = self._delayed_scales(input)
+            history = self.fp8_amax_history[_GRAD_OUTPUT]
+        output = _Float8LinearFunction.apply(
+            input.reshape(-1, self.in_features),
+            self.weight,
+            input_scale,
+            weight_scale,
+            history,
+            options,
+        ).reshape(*input.shape[:-1], self.out_features)
+        return output if self.bias is None else output + self.bias.to(output.dtype)
+
+    @torch.no_grad()
+    def _delayed_scales(self, input: Tensor) -> tuple[Tensor, Tensor]:
+        """The () scales of input and weight, from their histories, which move on in training."""
+        if _in_backward():  # activation checkpointing repeats a forward that was counted already
+            return self.fp8_last_scale[_INPUT].clone(), self.fp8_last_scale[_WEIGHT].clone()
+        config, recipe = self.fp8_config, self.fp8_recipe
+        scales = []
+        operands = ((_INPUT, input, recipe.input), (_WEIGHT, self.weight, recipe.weight))
+        for i, tensor, spec in operands:
+            amax = tensor_amax(tensor)
+            history = self.fp8_amax_history[i]
+            scales.append(
+                delayed_scale(history, amax, spec.format, config.amax_compute_algo, config.margin)
+            )
+            if self.training:
+                push_amax(history, amax)
+        if self.training:
+            self.fp8_last_scale.copy_(torch.stack(scales))
+        return scales[_INPUT], scales[_WEIGHT]
+
+    def init_scaling(self) -> None:
+        """Create the buffers of delayed scaling, if the recipe has them, with empty histories."""
+        if not self.fp8_recipe.delayed:
+            return
+        length, device = self.fp8_config.amax_history_len, self.weight.device
+        self.register_buffer(
+            "fp8_amax_history", torch.zeros(3, length, device=device), persistent=False
+        )
+        self.register_buffer("fp8_last_scale", torch.ones(2, device=device), persistent=False)
+
+    def drop_scaling(self) -> None:
+        """Remove what `init_scaling` made."""
+        for name in ("fp8_amax_history", "fp8_last_scale"):
+            self._buffers.pop(name, None)
+            self._non_persistent_buffers_set.discard(name)
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        if "fp8_amax_history" in self._buffers:  # a module on the meta device was materialised
+            self.fp8_amax_history.zero_()
+            self.fp8_last_scale.fill_(1.0)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> "Float8Linear":
+        # Module.to(bfloat16) casts every floating buffer; amaxes follow the device only.
+        kept = {n: b for n, b in self._buffers.items() if n.startswith("fp8_") and b is not None}
+        super()._apply(fn, recurse)
+        for name, buffer in kept.items():
+            moved = self._buffers[name]
+            if moved is not None and moved.dtype != buffer.dtype:
+                self._buffers[name] = buffer.to(moved.device)
+        return self
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, fp8={self.fp8_recipe}"
+
+
+class _Float8LinearFunction(torch.autograd.Function):
+    """y = x w^T on FP8 payloads, with dgrad and wgrad likewise.
+
+    x: (M, K); weight: (N, K); input_scale, weight_scale: () float32 or None (from the tensors);
+    grad_history: (H,) float32 amaxes of grad_output, written in backward, or None.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        input_scale: Tensor | None,
+        weight_scale: Tensor | None,
+        grad_history: Tensor | None,
+        options: _Options,
+    ) -> Tensor:
+        recipe = options.recipe
+        wants_wgrad = options.save_for_backward and ctx.needs_input_grad[1]
+        fp8_wgrad = wants_wgrad and recipe.wgrad is not None
+        x_row, x_col = quantize_layouts(x, recipe.input, input_scale, row=True, col=fp8_wgrad)
+        w_row, _ = quantize_layouts(weight, recipe.weight, weight_scale, row=True, col=False)
+        assert x_row is not None
+        assert w_row is not None
+        output = scaled_matmul(
+            x_row,
+            w_row,
+            options.out_dtype,
+            fast_accum=recipe.fprop.fast_accum,
+            emulate=options.config.emulate,
+        )
+        if options.save_for_backward:
+            # One scale for the whole weight serves both layouts: backward need not look for it.
+            w_scale = w_row.scale if w_row.granularity == "tensorwise" else None
+            high_precision_x = x.to(options.out_dtype) if wants_wgrad and x_col is None else None
+            ctx.save_for_backward(
+                weight if ctx.needs_input_grad[0] else None,
+                w_scale,
+                x_col.qdata if x_col is not None else high_precision_x,
+                x_col.scale if x_col is not None else None,
+            )
+            ctx.dtypes = (x.dtype, weight.dtype)
+            ctx.options, ctx.grad_history = options, grad_history
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        weight, w_scale, saved_x, x_scale = ctx.saved_tensors
+        options: _Options = ctx.options
+        recipe, emulate = options.recipe, options.config.emulate
+        wants_dgrad, wants_wgrad = ctx.needs_input_grad[:2]
+        fp8_wgrad = wants_wgrad and recipe.wgrad is not None
+        g_scale = _grad_scale(grad_output, ctx.grad_history, options)
+        g_row = g_col = grad_input = grad_weight = None
+        if wants_dgrad or fp8_wgrad:
+            g_row, g_col = quantize_layouts(
+                grad_output, recipe.grad_output, g_scale, row=wants_dgrad, col=fp8_wgrad
+            )
+        if g_row is not None:
+            _, w_col = quantize_layouts(weight, recipe.weight, w_scale, row=False, col=True)
+            assert w_col is not None
+            grad_input = scaled_matmul(
+                g_row, w_col, ctx.dtypes[0], fast_accum=recipe.dgrad.fast_accum, emulate=emulate
+            )
+        if g_col is not None:
+            assert recipe.wgrad is not None
+            x_col = QuantizedTensor(saved_x, x_scale, recipe.wgrad.b.granularity)
+            grad_weight = scaled_matmul(
+                g_col, x_col, ctx.dtypes[1], fast_accum=recipe.wgrad.fast_accum, emulate=emulate
+            )
+        elif wants_wgrad:
+            grad_weight = (grad_output.t() @ saved_x.to(grad_output.dtype)).to(ctx.dtypes[1])
+        return grad_input, grad_weight, None, None, None, None
+
+
+def _grad_scale(grad: Tensor, history: Tensor | None, options: _Options) -> Tensor | None:
+    """The () scale of grad_output from its history, which moves on; None: current scaling."""
+    if history is None:
+        return None
+    config, format = options.config, options.recipe.grad_output.format
+    amax = tensor_amax(grad)
+    scale = delayed_scale(history, amax, format, config.amax_compute_algo, config.margin)
+    push_amax(history, amax)
+    return scale
+
+
+def _output_dtype(input: Tensor) -> torch.dtype:
+    device_type = input.device.type
+    if torch.is_autocast_enabled(device_type):
+        return torch.get_autocast_dtype(device_type)
+    return input.dtype
+
+
+def _in_backward() -> bool:
+    """Whether this forward runs inside a backward pass: the recomputation of a checkpoint."""
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1

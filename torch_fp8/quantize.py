@@ -1,0 +1,232 @@
+"""Casting to FP8 and back: `QuantizedTensor`, `quantize`, `dequantize`.
+
+One operator, ``torch_fp8::quantize_2d``, does every cast. It reads a matrix once and writes the
+layouts that are asked for: ``row``, quantized along the last dimension, and ``col``, the transpose,
+quantized along *its* last dimension. torch.compile sees one opaque op. On the CPU it is
+`quantize_2d_reference`, plain torch; on CUDA it is a Triton kernel with the same bytes.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from torch_fp8.formats import Format, format_of
+from torch_fp8.recipe import CastSpec, Granularity
+from torch_fp8.scaling import scale_from_amax, tensor_amax
+
+BLOCK_SHAPE: dict[str, tuple[int, int]] = {
+    "block_1x128": (1, 128),
+    "block_128x128": (128, 128),
+    "block_1x32": (1, 32),
+}
+"""Rows and columns that share a scale."""
+
+
+class QuantizedTensor(NamedTuple):
+    """``x ~= qdata.float() * scale``, a plain container: torch operations on it fail loudly.
+
+    Attributes:
+        qdata: (R, C) FP8, contiguous.
+        scale: float32 dequantization scale: () tensorwise, (R, 1) rowwise, (R, ceil(C / 128)) for
+            block_1x128, (ceil(R / 128), ceil(C / 128)) for block_128x128, (R, ceil(C / 32)) for
+            block_1x32, there always a power of two.
+        granularity: how many elements share a scale.
+    """
+
+    qdata: Tensor
+    scale: Tensor
+    granularity: Granularity
+
+
+def quantize(x: Tensor, spec: CastSpec, scale: Tensor | None = None) -> QuantizedTensor:
+    """Cast x to FP8 along its last dimension, so that ``x ~= qdata.float() * scale``.
+
+    Finite overflow saturates; NaN stays NaN; an infinite element makes its group NaN (with a given
+    scale: the element alone becomes NaN in E4M3 and stays infinite in E5M2).
+
+    Args:
+        x: (R, C) float32, bfloat16 or float16, any strides.
+        spec: format and granularity.
+        scale: () float32 dequantization scale, for tensorwise; None: from the amax of x.
+    """
+    row, _ = quantize_layouts(x, spec, scale, row=True, col=False)
+    assert row is not None
+    return row
+
+
+def quantize_layouts(
+    x: Tensor, spec: CastSpec, scale: Tensor | None = None, *, row: bool, col: bool
+) -> tuple[QuantizedTensor | None, QuantizedTensor | None]:
+    """Cast x and its transpose in one read.
+
+    Args:
+        x: (R, C) float32, bfloat16 or float16, any strides.
+        spec: format and granularity, of both layouts.
+        scale: () float32 dequantization scale, for tensorwise; None: from the amax of x.
+        row: whether to make x, (R, C), quantized along C.
+        col: whether to make x^T, (C, R) contiguous, quantized along R.
+    Returns:
+        ``(row, col)``, None for what was not asked for. Tensorwise, both share one scale.
+    """
+    tensorwise = spec.granularity == "tensorwise"
+    if tensorwise and scale is None:
+        scale = scale_from_amax(tensor_amax(x), spec.format, spec.power_of_two)
+    qdata, scales, qdata_t, scales_t = torch.ops.torch_fp8.quantize_2d(
+        x, scale, spec.format.dtype, spec.granularity, spec.power_of_two, row, col
+    )
+    if tensorwise:
+        scales = scales_t = scale
+    return (
+        QuantizedTensor(qdata, scales, spec.granularity) if row else None,
+        QuantizedTensor(qdata_t, scales_t, spec.granularity) if col else None,
+    )
+
+
+def dequantize(x: QuantizedTensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """``qdata.float() * scale``, (R, C), rounded to `dtype`."""
+    scale = x.scale
+    if x.granularity in BLOCK_SHAPE:
+        rows, cols = x.qdata.shape
+        block_rows, block_cols = BLOCK_SHAPE[x.granularity]
+        scale = scale.repeat_interleave(block_rows, 0)[:rows]
+        scale = scale.repeat_interleave(block_cols, 1)[:, :cols]
+    return (x.qdata.float() * scale).to(dtype)
+
+
+def cast_saturating(x: Tensor, scale: Tensor, format: Format) -> Tensor:
+    """``x / scale`` rounded to FP8: to nearest even, finite overflow saturated, NaN kept.
+
+    An infinite x gives NaN in E4M3 and infinity in E5M2. `.to(float8_e4m3fn)` alone would turn an
+    infinity into 448 and so hide a diverged gradient; `.to(float8_e5m2)` overflows to infinity.
+
+    Args:
+        x, scale: float32, broadcastable.
+    """
+    nonfinite = x - x  # 0 for finite x, NaN otherwise
+    if format.has_inf:
+        nonfinite = torch.where(x.isinf(), x, nonfinite)
+    return ((x / scale).clamp(-format.max, format.max) + nonfinite).to(format.dtype)
+
+
+def quantize_2d_reference(
+    x: Tensor,
+    scale: Tensor | None,
+    dtype: torch.dtype,
+    granularity: str,
+    power_of_two: bool,
+    row: bool,
+    col: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The reference of ``torch_fp8::quantize_2d``; what was not asked for is an empty tensor.
+
+    Args:
+        x: (R, C), any strides.
+        scale: () float32 for tensorwise, None otherwise.
+        dtype: FP8 dtype of the payload.
+        granularity: see `torch_fp8.recipe`.
+        power_of_two: round scales up to powers of two (not for tensorwise, whose scale is given).
+        row, col: the layouts to make.
+    Returns:
+        qdata (R, C), its scale, qdata of x^T (C, R), its scale. Tensorwise scales are empty: they
+        are the caller's own.
+    """
+    absent = x.new_empty(0, dtype=dtype), x.new_empty(0, dtype=torch.float32)
+    format = format_of(dtype)
+
+    def one(matrix: Tensor) -> tuple[Tensor, Tensor]:
+        return _quantize_rows(matrix.float(), scale, format, granularity, power_of_two)
+
+    return (*(one(x) if row else absent), *(one(x.t()) if col else absent))
+
+
+def _quantize_rows(
+    x: Tensor, scale: Tensor | None, format: Format, granularity: str, power_of_two: bool
+) -> tuple[Tensor, Tensor]:
+    """x (R, C) float32 quantized along C -> contiguous payload (R, C), scale."""
+    if granularity == "tensorwise":
+        assert scale is not None
+        return cast_saturating(x, scale, format).contiguous(), x.new_empty(0)
+    if granularity == "rowwise":
+        amax = x.abs().amax(1, keepdim=True) if x.shape[1] else x.new_zeros(x.shape[0], 1)
+        scale = scale_from_amax(amax, format, power_of_two)
+        return cast_saturating(x, scale, format).contiguous(), scale
+    return _quantize_blocks(x, BLOCK_SHAPE[granularity], format, power_of_two)
+
+
+def _quantize_blocks(
+    x: Tensor, block: tuple[int, int], format: Format, power_of_two: bool
+) -> tuple[Tensor, Tensor]:
+    rows, cols = x.shape
+    num_rows, num_cols = _num_blocks(rows, block[0]), _num_blocks(cols, block[1])
+    padded = F.pad(x, (0, num_cols * block[1] - cols, 0, num_rows * block[0] - rows))
+    blocks = padded.reshape(num_rows, block[0], num_cols, block[1])
+    amax = blocks.abs().amax((1, 3)) if x.numel() else x.new_zeros(num_rows, num_cols)
+    scale = scale_from_amax(amax, format, power_of_two)
+    qdata = cast_saturating(blocks, scale[:, None, :, None], format)
+    qdata = qdata.reshape(num_rows * block[0], num_cols * block[1])[:rows, :cols]
+    return qdata.contiguous(), scale
+
+
+def _num_blocks(size: int, block: int) -> int:
+    return -(-size // block)
+
+
+def _scale_shape(rows: int, cols: int, granularity: str) -> tuple[int, ...]:
+    if granularity == "tensorwise":
+        return (0,)
+    if granularity == "rowwise":
+        return (rows, 1)
+    block_rows, block_cols = BLOCK_SHAPE[granularity]
+    return (_num_blocks(rows, block_rows), _num_blocks(cols, block_cols))
+
+
+def _quantize_2d_cuda(
+    x: Tensor,
+    scale: Tensor | None,
+    dtype: torch.dtype,
+    granularity: str,
+    power_of_two: bool,
+    row: bool,
+    col: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    from torch_fp8.kernels.quantize import quantize_2d  # Triton is imported where it is used
+
+    made = quantize_2d(x, scale, dtype, granularity, power_of_two, row, col)
+    absent = x.new_empty(0, dtype=dtype), x.new_empty(0, dtype=torch.float32)
+    shared = granularity == "tensorwise"
+    return (
+        absent[0] if made[0] is None else made[0],
+        absent[1] if shared or made[1] is None else made[1],
+        absent[0] if made[2] is None else made[2],
+        absent[1] if shared or made[3] is None else made[3],
+    )
+
+
+def _quantize_2d_fake(
+    x: Tensor,
+    scale: Tensor | None,
+    dtype: torch.dtype,
+    granularity: str,
+    power_of_two: bool,
+    row: bool,
+    col: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def one(rows: int, cols: int, wanted: bool) -> tuple[Tensor, Tensor]:
+        shape = (rows, cols) if wanted else (0,)
+        scale_shape = _scale_shape(rows, cols, granularity) if wanted else (0,)
+        return x.new_empty(shape, dtype=dtype), x.new_empty(scale_shape, dtype=torch.float32)
+
+    rows, cols = x.shape
+    return (*one(rows, cols, row), *one(cols, rows, col))
+
+
+_LIBRARY = torch.library.Library("torch_fp8", "DEF")
+_LIBRARY.define(
+    "quantize_2d(Tensor x, Tensor? scale, ScalarType dtype, str granularity, bool power_of_two, "
+    "bool row, bool col) -> (Tensor, Tensor, Tensor, Tensor)"
+)
+_LIBRARY.impl("quantize_2d", quantize_2d_reference, "CPU")
+_LIBRARY.impl("quantize_2d", _quantize_2d_cuda, "CUDA")
+torch.library.register_fake("torch_fp8::quantize_2d", _quantize_2d_fake, lib=_LIBRARY)

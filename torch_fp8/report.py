@@ -1,0 +1,139 @@
+"""What a conversion did: `ConversionReport`, and the start-up summary made of it."""
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from torch_fp8.config import FP8Config
+from torch_fp8.gemm import backend_name
+from torch_fp8.linear import Float8Linear
+from torch_fp8.memory import expected_bytes_per_param
+from torch_fp8.recipe import Recipe
+from torch_fp8.selection import expert_weights, is_linear
+
+_NAMES_PER_REASON = 3
+
+
+class SkippedModule(NamedTuple):
+    """A matrix product that stays in high precision: its qualified name, and why."""
+
+    name: str
+    reason: str
+
+
+class MatmulFlops(NamedTuple):
+    """Multiply-adds per token of all GEMMs with a weight, forward and backward, and those in FP8."""
+
+    total: float
+    fp8: float
+
+
+@dataclass(frozen=True)
+class ConversionReport:
+    """What `torch_fp8.convert_to_float8` did.
+
+    Attributes:
+        converted: qualified names of the modules that run in FP8.
+        skipped: those that do not, with the reason.
+        recipe: the recipe they run, ``auto`` resolved.
+        config: the configuration asked for.
+        device: where the model will run.
+        unused_skip: patterns of `config.skip` that match no module.
+        flops: of the model, per token.
+    """
+
+    converted: tuple[str, ...]
+    skipped: tuple[SkippedModule, ...]
+    recipe: Recipe
+    config: FP8Config
+    device: torch.device
+    unused_skip: tuple[str, ...]
+    flops: MatmulFlops
+
+    @property
+    def flops_share(self) -> float:
+        """Share of the FLOPs of all GEMMs with a weight, forward and backward, that run in FP8."""
+        return self.flops.fp8 / self.flops.total
+
+    def summary(
+        self, model: nn.Module | None = None, optimizers: Iterable[torch.optim.Optimizer] = ()
+    ) -> str:
+        """The start-up summary, several lines.
+
+        Args:
+            model: for the bytes per parameter.
+            optimizers: those that train it, as far as they are known.
+        """
+        total = len(self.converted) + len(self.skipped)
+        chosen = "auto -> " if self.config.recipe == "auto" else ""
+        backend = backend_name(self.device, self.recipe.name, self.config.emulate)
+        lines = [
+            f"FP8: {len(self.converted)} of {total} linear layers, "
+            f"{100 * self.flops_share:.1f} % of the matmul FLOPs, level {self.config.opt_level}",
+            f"  recipe    {chosen}{self.recipe}",
+            f"  GEMMs     {backend}",
+            *(f"  skipped   {line}" for line in self._skipped_by_reason()),
+        ]
+        if self.unused_skip:
+            patterns = ", ".join(map(repr, self.unused_skip))
+            lines.append(f"  warning   skip pattern(s) {patterns} match no module")
+        if model is not None:
+            lines.append(f"  memory    {expected_bytes_per_param(model, optimizers)}")
+        return "\n".join(lines)
+
+    def _skipped_by_reason(self) -> list[str]:
+        names = defaultdict(list)
+        for name, reason in self.skipped:
+            names[reason].append(name)
+        lines = []
+        for reason, members in names.items():
+            shown = ", ".join(members[:_NAMES_PER_REASON])
+            more = len(members) - _NAMES_PER_REASON
+            lines.append(f"{shown}{f' and {more} more' if more > 0 else ''}: {reason}")
+        return lines
+
+    __str__ = summary
+
+
+def matmul_flops(model: nn.Module, recipe: Recipe) -> MatmulFlops:
+    """Count the GEMMs with a weight: fprop and dgrad for each, wgrad where it takes a gradient.
+
+    Expert weights (E, K, N) count for the experts that a token visits, if their module says how
+    many (``top_k`` or ``num_experts_per_tok``), else for all. Attention's products have no weight
+    and are not counted.
+    """
+    total = fp8 = 0.0
+    for name, module in model.named_modules():
+        if not is_linear(module):
+            for parameter in _experts(name, module):
+                gemms = 2 + parameter.requires_grad
+                total += gemms * parameter.numel() * _active_share(model, module, parameter)
+            continue
+        weight = module.weight
+        assert isinstance(weight, torch.Tensor)
+        total += (2 + weight.requires_grad) * weight.numel()
+        if isinstance(module, Float8Linear):
+            fp8_wgrad = weight.requires_grad and recipe.wgrad is not None
+            fp8 += (2 + fp8_wgrad) * weight.numel()
+    return MatmulFlops(total, fp8)
+
+
+def _experts(name: str, module: nn.Module) -> list[torch.Tensor]:
+    prefix = f"{name}." if name else ""
+    return [
+        getattr(module, full_name.removeprefix(prefix))
+        for full_name, _ in expert_weights(name, module)
+    ]
+
+
+def _active_share(model: nn.Module, module: nn.Module, parameter: torch.Tensor) -> float:
+    for owner in (module, getattr(model, "config", None)):
+        for attribute in ("top_k", "num_experts_per_tok"):
+            active = getattr(owner, attribute, None)
+            if isinstance(active, int):
+                return min(active / parameter.shape[0], 1.0)
+    return 1.0

@@ -1,0 +1,73 @@
+"""From amax to scale.
+
+The scale is the dequantization scale, ``x ~= qdata.float() * scale``, always float32; its reciprocal
+is never stored. ``scale = amax / format.max``, so that the largest element lands on the format's
+largest number. Edges: an all-zero group has scale 1; a scale below the smallest normal float32 is
+raised to it; a non-finite amax gives a non-finite scale, so that the group reads NaN.
+"""
+
+import torch
+from torch import Tensor
+
+from torch_fp8.formats import MIN_SCALE, Format
+
+_MANTISSA_MASK = 0x007FFFFF
+_EXPONENT_MASK = 0x7F800000
+
+
+def tensor_amax(x: Tensor) -> Tensor:
+    """max |x| as a () float32 tensor; NaN if any element is NaN, 0 for an empty tensor."""
+    if x.numel() == 0:
+        return x.new_zeros((), dtype=torch.float32)
+    return torch.linalg.vector_norm(x.detach(), ord=float("inf"), dtype=torch.float32)
+
+
+def scale_from_amax(amax: Tensor, format: Format, power_of_two: bool = False) -> Tensor:
+    """The dequantization scale, ``amax / format.max``, elementwise.
+
+    Args:
+        amax: any shape, float32, non-negative.
+        format: E4M3 or E5M2.
+        power_of_two: round the scale up to a power of two. Up, because rounding down lets the
+            largest element saturate (arXiv 2506.08027 section 3 saw training diverge).
+    """
+    scale = amax / format.max
+    if power_of_two:
+        scale = round_up_to_power_of_two(scale)
+    return torch.where(amax == 0, 1.0, scale.clamp(min=MIN_SCALE))
+
+
+def round_up_to_power_of_two(x: Tensor) -> Tensor:
+    """The smallest power of two >= x, exact: for non-negative float32; Inf and NaN stay."""
+    bits = x.view(torch.int32)
+    rounded = ((bits + _MANTISSA_MASK) & _EXPONENT_MASK).view(torch.float32)
+    return torch.where(x.isfinite(), rounded, x)
+
+
+def delayed_scale(
+    history: Tensor, amax: Tensor, format: Format, algorithm: str, margin: int
+) -> Tensor:
+    """The scale that past amaxes suggest: ``f(history) * 2^margin / format.max``.
+
+    Args:
+        history: (H,) float32, the most recent amax first; 0 where nothing was recorded yet.
+        amax: () float32 of the tensor at hand, used while the history is empty.
+        format: E4M3 or E5M2.
+        algorithm: ``max`` of the history or its ``most_recent`` entry.
+        margin: headroom in powers of two.
+
+    As Transformer Engine's ``DelayedScaling``, except that an empty history means current scaling
+    there is no history for, where Transformer Engine starts with scale 1 and flushes gradients.
+    """
+    past = history.amax() if algorithm == "max" else history[0]
+    return scale_from_amax(torch.where(past > 0, past, amax) * 2.0**margin, format)
+
+
+def push_amax(history: Tensor, amax: Tensor) -> None:
+    """Record `amax` (() float32) in front of `history` ((H,) float32), in place.
+
+    A non-finite amax is not recorded: one bad batch, which the loop may skip, would otherwise
+    poison the scale for H steps. It repeats the most recent entry instead.
+    """
+    newest = torch.where(amax.isfinite(), amax, history[0])
+    history.copy_(torch.cat([newest.reshape(1), history[:-1]]))
