@@ -1,0 +1,30 @@
+"""FP8 for Lightning: ``precision="fp8-mixed"`` in Trainer and Fabric, and the plugin behind it.
+
+Where torch's autoload of extensions is on, nothing has to be imported for the flag. Importing this
+package registers it where autoload is off, before or after Lightning was imported.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+import _fp8_autoload
+
+if TYPE_CHECKING:
+    from lightning_fp8.precision import FP8Precision
+    from torch_fp8 import FP8Config
+
+__all__ = ["FP8Config", "FP8Precision"]
+
+_fp8_autoload.load("lightning_fp8")
+
+
+def __getattr__(name: str) -> Any:
+    # Lazily: this module is imported together with Lightning, also by those who do not use FP8.
+    if name == "FP8Precision":
+        from lightning_fp8.precision import FP8Precision
+
+        return FP8Precision
+    if name == "FP8Config":
+        from torch_fp8 import FP8Config
+
+        return FP8Config
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,125 @@
+"""What is extended in Lightning, and how; called by `_fp8_autoload` with the module just imported.
+
+Lightning is published twice, as ``lightning`` (with ``lightning.fabric`` and ``lightning.pytorch``)
+and as ``lightning_fabric`` and ``pytorch_lightning``: two full copies of the code with classes of
+their own. Three points are extended in each: the choices of ``precision``, and the two connectors
+that turn ``precision`` and ``plugins`` into a precision plugin. The rest goes through the Precision
+interface of Lightning.
+
+Each function may be called twice, and raises AttributeError before it changed anything if the
+upstream name has moved.
+"""
+
+import functools
+import sys
+from importlib import import_module
+from types import ModuleType
+from typing import Any, Union, get_args
+
+PRECISION = "fp8-mixed"
+
+# Connector module -> the module with the plugin class for whatever that connector serves.
+PLUGINS = {
+    "lightning.fabric.connector": "lightning_fp8.unified_fabric",
+    "lightning.pytorch.trainer.connectors.accelerator_connector": "lightning_fp8.unified_trainer",
+    "lightning_fabric.connector": "lightning_fp8.standalone_fabric",
+    "pytorch_lightning.trainer.connectors.accelerator_connector": (
+        "lightning_fp8.standalone_trainer"
+    ),
+}
+
+
+def extend_precision_choices(module: Any) -> None:
+    """Add ``fp8-mixed`` to the precision strings in the module that defines them.
+
+    Every other module copies the two names, so they are replaced before it does. Where Lightning
+    was imported first that is too late; then the type is changed in place, which all copies share.
+    """
+    literal = module._PRECISION_INPUT_STR
+    if PRECISION in get_args(literal):
+        return
+    choices = (*get_args(literal), PRECISION)
+    fabric = module.__name__.removesuffix(".plugins.precision.precision")
+    if f"{fabric}.connector" in sys.modules:
+        literal.__args__ = choices
+        return
+    extended = literal.copy_with(choices)
+    number, alias = module._PRECISION_INPUT_INT, module._PRECISION_INPUT_STR_ALIAS
+    module._PRECISION_INPUT_STR = extended
+    module._PRECISION_INPUT = Union[number, extended, alias]  # noqa: UP007
+
+
+def extend_fabric_connector(module: ModuleType) -> None:
+    """Make Fabric's connector know ``fp8-mixed`` and `FP8Precision`."""
+    _extend_connector(module, "_Connector", "_precision_input", "_precision_instance")
+
+
+def extend_trainer_connector(module: ModuleType) -> None:
+    """Make the Trainer's connector know ``fp8-mixed`` and `FP8Precision`."""
+    _extend_connector(module, "_AcceleratorConnector", "_precision_flag", "_precision_plugin_flag")
+
+
+def _extend_connector(module: ModuleType, name: str, flag: str, instance: str) -> None:
+    """Wrap the connector's ``__init__`` and ``_check_and_init_precision``.
+
+    Args:
+        module: where the connector is defined.
+        name: of its class.
+        flag: the attribute that holds the precision string.
+        instance: the attribute that holds the plugin that the user gave, or None.
+    """
+    try:
+        connector = getattr(module, name)
+        init, check = connector.__init__, connector._check_and_init_precision
+    except AttributeError:
+        _withdraw_choice(module)
+        raise
+    if hasattr(check, "_fp8_original"):
+        return
+    plugin_module = PLUGINS[module.__name__]
+
+    @functools.wraps(init)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        if "plugins" in kwargs:
+            kwargs["plugins"] = _for_host(plugin_module, kwargs["plugins"])
+        init(self, *args, **kwargs)
+
+    @functools.wraps(check)
+    def _check_and_init_precision(self: Any) -> Any:
+        plugin = getattr(self, instance, None)
+        if plugin is None and getattr(self, flag, None) == PRECISION:
+            plugin = import_module(plugin_module).FP8Precision()
+        plugin = _for_host(plugin_module, plugin)
+        if not _is_ours(plugin):
+            return check(self)
+        plugin.attach(self.strategy, self.accelerator)
+        return plugin
+
+    _replace(connector, "__init__", __init__, init)
+    _replace(connector, "_check_and_init_precision", _check_and_init_precision, check)
+
+
+def _replace(owner: type, name: str, wrapper: Any, original: Any) -> None:
+    wrapper._fp8_original = original
+    setattr(owner, name, wrapper)
+
+
+def _for_host(plugin_module: str, plugins: Any) -> Any:
+    """`plugins`, one or a list, with every `FP8Precision` turned into that of `plugin_module`."""
+    if isinstance(plugins, (list, tuple)):
+        return [_for_host(plugin_module, plugin) for plugin in plugins]
+    if not _is_ours(plugins):
+        return plugins
+    return plugins.for_host(import_module(plugin_module).FP8Precision)
+
+
+def _is_ours(plugin: Any) -> bool:
+    precision = sys.modules.get("lightning_fp8.precision")
+    return precision is not None and isinstance(plugin, precision.FP8Precision)
+
+
+def _withdraw_choice(connector_module: ModuleType) -> None:
+    """Take ``fp8-mixed`` back where it could not be served: the host then refuses it itself."""
+    literal = getattr(connector_module, "_PRECISION_INPUT_STR", None)
+    if literal is not None:
+        literal.__args__ = tuple(choice for choice in get_args(literal) if choice != PRECISION)

@@ -1,0 +1,220 @@
+"""`FP8Precision`: the precision plugin, for the Trainer and for Fabric.
+
+The user writes one name, ``FP8Precision(FP8Config(...))``, and gives it to ``plugins=[...]`` of a
+Trainer or a Fabric. Lightning exists in two copies with separate base classes, so the object that
+the user makes is only the request; the connector that receives it asks `FP8Precision.for_host` for
+the plugin of its own copy (`unified_trainer`, `unified_fabric`, `standalone_trainer`,
+`standalone_fabric`), a subclass of that copy's ``MixedPrecision``.
+
+What the plugin does: bfloat16 autocast around forward, as ``bf16-mixed``; the linear layers are
+converted in place when the strategy sets the model up, and are stock ``nn.Linear`` again when it is
+torn down, so that whoever saves, exports or trains the model on finds nothing of ours in it.
+"""
+
+import weakref
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from torch_fp8 import (
+    ConversionReport,
+    FP8Config,
+    convert_to_float8,
+    load_scaling_state_dict,
+    revert,
+    scaling_state_dict,
+)
+
+# Strategies that cannot host the plugin, with what to use instead. By name: a strategy's module
+# need not be importable where it is not used.
+_MODEL_PARALLEL = "use ModelParallelStrategy (FSDP2) instead"
+_REFUSED_STRATEGIES = {
+    "FSDPStrategy": _MODEL_PARALLEL,
+    "DeepSpeedStrategy": _MODEL_PARALLEL,
+    "DataParallelStrategy": "use strategy='ddp' instead",
+    "XLAStrategy": "FP8 needs a CUDA device",
+    "XLAFSDPStrategy": "FP8 needs a CUDA device",
+    "SingleDeviceXLAStrategy": "FP8 needs a CUDA device",
+}
+
+
+class FP8Precision:
+    """FP8 training: ``Trainer(plugins=[FP8Precision(FP8Config(...))])``; Fabric likewise.
+
+    ``precision="fp8-mixed"`` is the same with the default configuration.
+
+    Args:
+        config: what runs in FP8, and how. None: ``TORCH_FP8_CONFIG`` if set, else ``FP8Config()``.
+
+    Raises:
+        TypeError: `config` is not an FP8Config.
+        ValueError: a bad value in ``TORCH_FP8_CONFIG``.
+    """
+
+    config: FP8Config
+
+    def __init__(self, config: FP8Config | None = None) -> None:
+        if config is not None and not isinstance(config, FP8Config):
+            raise TypeError(f"FP8Precision takes an FP8Config, got {config!r}")
+        self.config = config or FP8Config.from_env() or FP8Config()
+
+    def for_host(self, plugin: type["HostPrecision"]) -> "HostPrecision":
+        """This request as a plugin of class `plugin`, or itself if it already is one."""
+        if isinstance(self, plugin):
+            return self
+        if not (type(self) is FP8Precision or isinstance(self, HostPrecision)):
+            raise TypeError(
+                f"{type(self).__name__} derives from lightning_fp8.FP8Precision, which only holds "
+                f"the configuration; derive from {plugin.__module__}.{plugin.__name__}"
+            )
+        return plugin(self.config)
+
+    def __repr__(self) -> str:
+        return f"FP8Precision({self.config})"
+
+
+@dataclass
+class _Converted:
+    """A model that the plugin was given. Not kept alive by it: Fabric has no teardown."""
+
+    module: weakref.ref[nn.Module]
+    report: ConversionReport
+    announced: bool = False
+    history: dict[str, Tensor] = field(default_factory=dict)
+    """Delayed scaling's state from the last teardown, while the model is a stock one."""
+
+
+class HostPrecision(FP8Precision):
+    """What the plugins of all hosts share; a ``MixedPrecision`` comes after it in their bases."""
+
+    info: ClassVar[Any]
+    warn: ClassVar[Any]
+
+    def __init__(self, config: FP8Config | None = None) -> None:
+        super().__init__(config)
+        super(FP8Precision, self).__init__("bf16-mixed", device="cuda")  # type: ignore[call-arg]
+        self.precision = "fp8-mixed"
+        self.device = "cuda"
+        self._strategy: Any = None
+        self._models: list[_Converted] = []
+
+    def attach(self, strategy: Any, accelerator: Any) -> None:
+        """Called by the connector: the plugin belongs to `strategy` from now on.
+
+        Raises:
+            ValueError: a strategy that cannot run FP8 linears.
+        """
+        for cls in type(strategy).__mro__:
+            if cls.__name__ in _REFUSED_STRATEGIES:
+                raise ValueError(
+                    f"precision='fp8-mixed' does not run under {cls.__name__}: "
+                    f"{_REFUSED_STRATEGIES[cls.__name__]}"
+                )
+        self._strategy = strategy
+        name = accelerator.name()
+        self.device = name if name in ("cpu", "mps") else "cuda"
+
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        """Convert `module` in place and return it (the DDP strategies ignore what is returned).
+
+        Raises:
+            ValueError: nothing to convert, or a device that cannot run the recipe.
+        """
+        report = convert_to_float8(module, self.config, device=self._strategy.root_device)
+        converted = next((m for m in self._models if m.module() is module), None)
+        if converted is None:
+            converted = _Converted(weakref.ref(module), report)
+            self._models = [*self._live(), converted]
+        converted.report = report
+        load_scaling_state_dict(module, converted.history)
+        return module
+
+    def state_dict(self) -> dict[str, Any]:
+        """Delayed scaling's history, per model in the order of set-up; empty for other recipes."""
+        states = [self._history(converted) for converted in self._live()]
+        return {"scaling": states} if any(states) else {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore what `state_dict` returned, into models that are set up already.
+
+        Raises:
+            ValueError: the state is of other models.
+        """
+        states = state_dict.get("scaling")
+        if not states:
+            return
+        models = self._live()
+        if len(states) != len(models):
+            raise ValueError(
+                f"FP8 scaling state of {len(states)} model(s), but {len(models)} are set up; set "
+                "the models up before loading, in the order in which they were when it was saved"
+            )
+        for converted, state in zip(models, states, strict=True):
+            if not converted.report.recipe.delayed:
+                self.warn(
+                    "The checkpoint holds the history of FP8Config(recipe='delayed'), which is not "
+                    f"used: the recipe is {converted.report.recipe.name!r}"
+                )
+                continue
+            module = converted.module()
+            assert module is not None
+            load_scaling_state_dict(module, state)
+
+    def teardown(self) -> None:
+        """Leave stock models behind; one that is set up again goes on with its history."""
+        for converted in self._live():
+            module = converted.module()
+            assert module is not None
+            converted.history = self._history(converted)
+            revert(module)
+        super().teardown()  # type: ignore[misc]
+
+    def _live(self) -> list[_Converted]:
+        return [converted for converted in self._models if converted.module() is not None]
+
+    def _history(self, converted: _Converted) -> dict[str, Tensor]:
+        module = converted.module()
+        assert module is not None
+        return scaling_state_dict(module) or converted.history
+
+    def _announce(self, converted: _Converted, optimizers: list[torch.optim.Optimizer]) -> None:
+        """The start-up summary, once per model, on rank zero."""
+        if not converted.announced:
+            self.info(converted.report.summary(converted.module(), optimizers))
+            converted.announced = True
+
+    def __getstate__(self) -> dict[str, Any]:
+        # To a spawned process goes the plugin, not what was converted in this one.
+        return {**self.__dict__, "_models": []}
+
+
+class TrainerPrecision(HostPrecision):
+    """The part of the Trainer's plugins: a Trainer has one model at a time, and connects it."""
+
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        self._models = [converted for converted in self._models if converted.module() is module]
+        return super().convert_module(module)
+
+    def connect(
+        self, model: nn.Module, optimizers: list[torch.optim.Optimizer], lr_schedulers: list[Any]
+    ) -> Any:
+        """Called once the model is wrapped and its optimizers exist."""
+        for converted in self._live():
+            self._announce(converted, optimizers)
+        return super().connect(model, optimizers, lr_schedulers)  # type: ignore[misc]
+
+    def autocast_context_manager(self) -> torch.autocast:
+        # The host's own takes bfloat16 for the string "bf16-mixed" only, float16 for any other.
+        return torch.autocast(self.device, dtype=torch.bfloat16, cache_enabled=False)
+
+
+class FabricPrecision(HostPrecision):
+    """The part of Fabric's plugins: models are set up one by one, optimizers come later."""
+
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        super().convert_module(module)
+        for converted in self._live():
+            self._announce(converted, [])
+        return module
