@@ -1,0 +1,40 @@
+"""FP8 training for Hugging Face Accelerate, transformers, TRL and PEFT, with one flag.
+
+With this distribution installed, ``accelerate launch --mixed_precision fp8 script.py`` and
+``Accelerator(mixed_precision="fp8")`` run their linear layers through the engine `torch_fp8`; no
+script imports this package. It has two uses by hand:
+
+* ``accelerate_fp8.FP8Kwargs(FP8Config(...))`` in ``Accelerator(kwargs_handlers=[...])``, for a
+  choice that belongs into the script;
+* ``import accelerate_fp8`` where torch's autoload is off (``TORCH_DEVICE_BACKEND_AUTOLOAD=0``).
+"""
+
+from typing import TYPE_CHECKING, Any
+
+import _fp8_autoload
+
+if TYPE_CHECKING:
+    from accelerate_fp8.handler import FP8Kwargs
+    from torch_fp8 import FP8Config
+
+__all__ = ["FP8Config", "FP8Kwargs"]
+
+_fp8_autoload.load("accelerate_fp8")
+
+
+def __getattr__(name: str) -> Any:
+    # Lazily: this package is imported while Accelerate is half imported, and by those who do not
+    # use FP8.
+    if name == "FP8Config":
+        from torch_fp8 import FP8Config
+
+        return FP8Config
+    if name != "FP8Kwargs":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        from accelerate_fp8.handler import FP8Kwargs
+    except ModuleNotFoundError as error:
+        raise ImportError(
+            f"accelerate_fp8.FP8Kwargs needs {error.name}; install torch-fp8[accelerate]"
+        ) from error
+    return FP8Kwargs

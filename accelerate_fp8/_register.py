@@ -1,0 +1,179 @@
+"""What is extended in Accelerate and transformers; called by `_fp8_autoload` on import of a module.
+
+Each function may be called twice, and raises AttributeError before it changed anything if an
+upstream name has moved: the host then works as without us. A wrapper keeps what it wraps as
+``_fp8_original``. Nothing is imported here but the standard library, for Accelerate is half
+imported at that time; what the wrapped methods do is in `accelerate_fp8.accelerator` and
+`accelerate_fp8.trainer`.
+"""
+
+import functools
+import os
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+# Modules that copy names of others; rebound where they were imported before us.
+_COPIES = (
+    "accelerate.utils",
+    "accelerate.state",
+    "accelerate.utils.launch",
+    "accelerate.commands.config.cluster",
+)
+_PRECISION = "_mixed_precision"  # key in AcceleratorState's shared state
+
+
+def extend_imports(module: ModuleType) -> None:
+    """``is_fp8_available``: FP8 needs none of Accelerate's optional libraries any more.
+
+    The launcher and AcceleratorState ask it before they accept the flag; an explicitly chosen
+    library that is missing is still refused by its recipe handler.
+    """
+    original = module.is_fp8_available
+    if hasattr(original, "_fp8_original"):
+        return
+
+    @functools.wraps(original)
+    def is_fp8_available() -> bool:
+        return True
+
+    is_fp8_available._fp8_original = original  # type: ignore[attr-defined]
+    for holder in (module, *map(sys.modules.get, _COPIES)):
+        if getattr(holder, "is_fp8_available", None) is original:
+            holder.is_fp8_available = is_fp8_available  # type: ignore[union-attr]
+
+
+def extend_state(module: ModuleType) -> None:
+    """``check_cuda_fp8_capability`` as AcceleratorState uses it: no silent FP16 on older cards.
+
+    Also the second occasion to extend Accelerator: ``import accelerate`` before ``import torch``
+    finds accelerate.accelerator half imported when torch calls us.
+    """
+    check, state = module.check_cuda_fp8_capability, module.AcceleratorState
+    state_init = state.__init__
+    if hasattr(check, "_fp8_original"):
+        return
+
+    @functools.wraps(check)
+    def check_cuda_fp8_capability() -> bool:
+        backend = import_module("accelerate_fp8.backend")
+        return bool(backend.is_precision_kept() or check())
+
+    @functools.wraps(state_init)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        import_module("_fp8_autoload").load("accelerate_fp8")
+        state_init(self, *args, **kwargs)
+
+    check_cuda_fp8_capability._fp8_original = check  # type: ignore[attr-defined]
+    __init__._fp8_original = state_init  # type: ignore[attr-defined]
+    module.check_cuda_fp8_capability = check_cuda_fp8_capability  # type: ignore[attr-defined]
+    state.__init__ = __init__
+
+
+def extend_accelerator(module: ModuleType) -> None:
+    """The methods of Accelerator that choose the FP8 backend and prepare models."""
+    cls = module.Accelerator
+    backend: property = cls.fp8_backend
+    if hasattr(backend.fget, "_fp8_original"):
+        return
+    _wrap_methods(
+        cls,
+        "accelerate_fp8.accelerator",
+        {
+            "__init__": "init",
+            "prepare": "prepare",
+            "prepare_model": "prepare_model",
+            "_prepare_fsdp2": "prepare_fsdp2",
+        },
+        wanted=_may_use_engine,
+    )
+    original: Any = backend.fget
+
+    @functools.wraps(original)
+    def fp8_backend(self: Any) -> Any:
+        if getattr(self, "_fp8_preparation", None) is None:
+            return original(self)
+        return import_module("accelerate_fp8.backend").FP8Engine.TORCH_FP8
+
+    fp8_backend._fp8_original = original  # type: ignore[attr-defined]
+    cls.fp8_backend = property(fp8_backend)
+
+
+def extend_training_args(module: ModuleType) -> None:
+    """``TrainingArguments.__post_init__``: ``bf16=True`` does not undo the launcher's FP8."""
+    _wrap_methods(
+        module.TrainingArguments,
+        "accelerate_fp8.trainer",
+        {"__post_init__": "post_init"},
+        wanted=lambda *_: _launched_with_fp8(),
+    )
+
+
+def extend_trainer(module: ModuleType) -> None:
+    """Trainer's checkpoints, which do not go through ``save_state``, and its DataParallel."""
+    _wrap_methods(
+        module.Trainer,
+        "accelerate_fp8.trainer",
+        {
+            "_save_optimizer_and_scheduler": "save_optimizer_and_scheduler",
+            "_load_optimizer_and_scheduler": "load_optimizer_and_scheduler",
+            "_wrap_model": "wrap_model",
+        },
+        wanted=lambda trainer, *_: _may_use_engine(trainer.accelerator, (), {}),
+    )
+
+
+def _may_use_engine(accelerator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """False: surely no FP8, so that nothing of ours is imported for a run in BF16.
+
+    Args:
+        accelerator: whose method is called; before its ``__init__`` too.
+        args: of the method.
+        kwargs: of the method.
+    """
+    if "state" in accelerator.__dict__:  # constructed
+        return "_fp8_preparation" in accelerator.__dict__
+    state = getattr(sys.modules.get("accelerate.state"), "AcceleratorState", None)
+    precisions = [*args, *kwargs.values(), getattr(state, "_shared_state", {}).get(_PRECISION)]
+    return (
+        "accelerate_fp8.handler" in sys.modules
+        or _launched_with_fp8()
+        or any(isinstance(p, str) and p.lower() == "fp8" for p in precisions)
+    )
+
+
+def _launched_with_fp8() -> bool:
+    return os.environ.get("ACCELERATE_MIXED_PRECISION", "").lower() == "fp8"
+
+
+def _wrap_methods(
+    cls: Any,
+    package: str,
+    names: dict[str, str],
+    wanted: Callable[[Any, tuple[Any, ...], dict[str, Any]], bool],
+) -> None:
+    """Let ``package.function(original, self, ...)`` run for methods of `cls`; all or none.
+
+    Args:
+        cls: the host's class.
+        package: where the functions are; imported when first wanted.
+        names: method of `cls` to function.
+        wanted: asked at each call with self, args, kwargs; False: straight to the original.
+    """
+    originals = {method: getattr(cls, method) for method in names}
+
+    def wrap(original: Any, function: str) -> Any:
+        @functools.wraps(original)
+        def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if not wanted(self, args, kwargs):
+                return original(self, *args, **kwargs)
+            return getattr(import_module(package), function)(original, self, *args, **kwargs)
+
+        wrapper._fp8_original = original  # type: ignore[attr-defined]
+        return wrapper
+
+    for method, original in originals.items():
+        if not hasattr(original, "_fp8_original"):
+            setattr(cls, method, wrap(original, names[method]))

@@ -1,0 +1,130 @@
+"""What Accelerator's methods do under this engine; `accelerate_fp8._register` puts them in place.
+
+Each function takes the method that it wraps as its first argument, then the method's own.
+"""
+
+import functools
+import inspect
+from typing import Any
+
+import torch
+from accelerate.logging import get_logger
+from accelerate.utils import DistributedType
+from torch import nn
+
+from accelerate_fp8.backend import (
+    is_engine_chosen,
+    precision_kept,
+    refuse_tensor_parallel,
+    refuse_unsupported,
+    repair_backend_variable,
+    requested_precision,
+)
+from accelerate_fp8.flags import resolve_config
+from accelerate_fp8.handler import FP8Kwargs
+from accelerate_fp8.history import load_history, save_history
+from accelerate_fp8.preparation import LOGGER_NAME, Preparation
+from torch_fp8.gemm import check_device, resolve_auto
+
+
+def init(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+    """``Accelerator.__init__``: decide whose FP8 it is, and refuse early what cannot run.
+
+    Raises:
+        ValueError: `FP8Kwargs` without ``mixed_precision="fp8"``, or beside another backend; an
+            option or flag that cannot be honoured; DeepSpeed, Megatron-LM, tensor parallelism; a
+            device that cannot run the recipe.
+    """
+    bound = inspect.signature(original).bind(self, *args, **kwargs)
+    explicit, others = _take_out(bound.arguments.get("kwargs_handlers") or [])
+    if explicit is not None:
+        bound.arguments["kwargs_handlers"] = others
+    if requested_precision(bound.arguments.get("mixed_precision")) != "fp8":
+        if explicit is not None:
+            raise ValueError("Passing in FP8Kwargs requires setting `mixed_precision='fp8'`.")
+        original(*bound.args, **bound.kwargs)
+        return
+    repair_backend_variable()
+    if not is_engine_chosen(others, explicit is not None):
+        original(*bound.args, **bound.kwargs)
+        return
+    refuse_unsupported(bound.arguments)
+    config, notes = resolve_config(explicit.config if explicit is not None else None)
+    self._fp8_preparation = Preparation(config)
+    with precision_kept():
+        original(*bound.args, **bound.kwargs)
+    refuse_tensor_parallel(self.parallelism_config)
+    recipe = resolve_auto(self.device) if config.recipe == "auto" else config.recipe
+    check_device(self.device, recipe, config.emulate)
+    self.register_save_state_pre_hook(functools.partial(_save_state_hook, self))
+    self.register_load_state_pre_hook(functools.partial(_load_state_hook, self))
+    for note in notes:
+        get_logger(LOGGER_NAME).warning(f"FP8: {note}")
+
+
+def prepare(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """``Accelerator.prepare``: the summary comes last, when the optimizers are known."""
+    preparation = preparation_of(self)
+    if preparation is None:
+        return original(self, *args, **kwargs)
+    with preparation.collected(self):
+        return original(self, *args, **kwargs)
+
+
+def prepare_model(
+    original: Any,
+    self: Any,
+    model: nn.Module,
+    device_placement: bool | None = None,
+    evaluation_mode: bool = False,
+) -> nn.Module:
+    """``Accelerator.prepare_model``: convert before autocast, DDP, FSDP or compilation wrap it."""
+    preparation = preparation_of(self)
+    if preparation is None:
+        return original(self, model, device_placement, evaluation_mode)
+    with preparation.collected(self):
+        device = _device_to_be(self, model, device_placement)
+        preparation.convert(model, device, evaluation_mode)
+        return original(self, model, device_placement, evaluation_mode)
+
+
+def prepare_fsdp2(original: Any, self: Any, *args: Any) -> Any:
+    """``Accelerator._prepare_fsdp2``: convert before the model is sharded."""
+    preparation = preparation_of(self)
+    if preparation is not None:
+        for model in args:
+            if isinstance(model, nn.Module):
+                preparation.convert(model, self.device)
+    return original(self, *args)
+
+
+def preparation_of(accelerator: Any) -> Preparation | None:
+    """The engine's part of this Accelerator; None if it does not use the engine."""
+    return getattr(accelerator, "_fp8_preparation", None)
+
+
+def _take_out(handlers: list[Any]) -> tuple[FP8Kwargs | None, list[Any]]:
+    ours = [handler for handler in handlers if isinstance(handler, FP8Kwargs)]
+    if len(ours) > 1:
+        raise ValueError(f"You can only pass one {FP8Kwargs} in `kwargs_handlers`.")
+    return (ours[0] if ours else None), [h for h in handlers if not isinstance(h, FP8Kwargs)]
+
+
+def _device_to_be(
+    accelerator: Any, model: nn.Module, device_placement: bool | None
+) -> torch.device | None:
+    """Where `model` will run; None: where its parameters are, spread by a ``device_map`` or so."""
+    placed = accelerator.device_placement if device_placement is None else device_placement
+    placed = placed or accelerator.distributed_type == DistributedType.FSDP
+    return accelerator.device if placed and not accelerator.verify_device_map(model) else None
+
+
+def _save_state_hook(
+    accelerator: Any, models: list[nn.Module], weights: list[Any], output_dir: str
+) -> None:
+    save_history(models, output_dir, accelerator.process_index)
+
+
+def _load_state_hook(accelerator: Any, models: list[nn.Module], input_dir: str) -> None:
+    # Not `models`: Accelerate leaves those out that FSDP loads itself.
+    load_history(accelerator._models, input_dir, accelerator.process_index)

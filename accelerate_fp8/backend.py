@@ -1,0 +1,132 @@
+"""Whose FP8 it is: this engine, unless the user chose torchao, Transformer Engine or MS-AMP.
+
+They are chosen, as Accelerate has it, by ``--fp8_backend``, by ``fp8_config.backend`` of a config
+file (both arrive as ``ACCELERATE_FP8_BACKEND``), or by one of their recipe handlers.
+"""
+
+import contextlib
+import enum
+import os
+from collections.abc import Iterable, Iterator
+from contextvars import ContextVar
+from typing import Any
+
+BACKEND_VARIABLE = "ACCELERATE_FP8_BACKEND"
+_THEIRS = ("AO", "TE", "MSAMP")
+
+# True while an Accelerator that runs this engine is constructed; see `precision_kept`.
+_keep_fp8: ContextVar[bool] = ContextVar("keep_fp8", default=False)
+
+
+class FP8Engine(str, enum.Enum):
+    """What ``Accelerator.fp8_backend`` returns for this engine.
+
+    Equal to no member of Accelerate's FP8BackendType, so that none of its branches for a backend is
+    taken, while ``native_amp`` stays on: all between the linear layers runs in BF16 autocast.
+    """
+
+    TORCH_FP8 = "TORCH_FP8"
+
+
+def requested_precision(mixed_precision: object) -> str:
+    """The precision that ``Accelerator(mixed_precision=...)`` is going to have."""
+    from accelerate.state import AcceleratorState
+
+    if mixed_precision is None:
+        mixed_precision = AcceleratorState._shared_state.get("_mixed_precision")
+    if mixed_precision is None:
+        mixed_precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    return str(mixed_precision).lower()
+
+
+def repair_backend_variable() -> None:
+    """Write ``ACCELERATE_FP8_BACKEND`` the way Accelerate reads it.
+
+    ``accelerate launch --fp8_backend ao`` exports "ao", and Accelerate 1.15 then fails with
+    "'ao' is not a valid FP8BackendType": its enum has "AO", which config files hold.
+    """
+    backend = os.environ.get(BACKEND_VARIABLE, "")
+    if backend.upper() in _THEIRS:
+        os.environ[BACKEND_VARIABLE] = backend.upper()
+
+
+def is_engine_chosen(handlers: Iterable[object], explicit: bool) -> bool:
+    """Whether FP8 means this engine.
+
+    Args:
+        handlers: ``kwargs_handlers`` without `FP8Kwargs`.
+        explicit: whether there was an `FP8Kwargs`.
+    Raises:
+        ValueError: `explicit`, and another backend was chosen too.
+    """
+    other = _other_backend(handlers)
+    if other is None:
+        return True
+    if explicit:
+        raise ValueError(
+            f"FP8Kwargs chooses the engine torch_fp8, but {other} was given too; leave one out"
+        )
+    return False
+
+
+def _other_backend(handlers: Iterable[object]) -> str | None:
+    from accelerate.utils import AORecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
+
+    for handler in handlers:  # the deprecated FP8RecipeKwargs derives from the latter two
+        if isinstance(handler, (AORecipeKwargs, TERecipeKwargs, MSAMPRecipeKwargs)):
+            return type(handler).__name__
+    backend = os.environ.get(BACKEND_VARIABLE, "").upper()
+    if backend in ("", "NO", FP8Engine.TORCH_FP8.value):
+        return None
+    return f"--fp8_backend {backend.lower()} ({BACKEND_VARIABLE})"
+
+
+@contextlib.contextmanager
+def precision_kept() -> Iterator[None]:
+    """Within, AcceleratorState does not turn FP8 into FP16 on a GPU below sm_89.
+
+    The engine then refuses such a card by name, or emulates where that was asked for.
+    """
+    token = _keep_fp8.set(True)
+    try:
+        yield
+    finally:
+        _keep_fp8.reset(token)
+
+
+def is_precision_kept() -> bool:
+    return _keep_fp8.get()
+
+
+def refuse_unsupported(arguments: dict[str, Any]) -> None:
+    """Raise ValueError for a way of distributing that this engine does not run under.
+
+    Args:
+        arguments: those of ``Accelerator.__init__``, by name.
+    """
+    from accelerate.state import AcceleratorState
+
+    running = str(AcceleratorState._shared_state.get("distributed_type", ""))
+    for name, variable, keys in (
+        ("DeepSpeed", "ACCELERATE_USE_DEEPSPEED", ("deepspeed_plugin", "deepspeed_plugins")),
+        ("Megatron-LM", "ACCELERATE_USE_MEGATRON_LM", ("megatron_lm_plugin",)),
+    ):
+        asked = os.environ.get(variable, "false").lower() == "true"
+        asked = asked or any(arguments.get(key) is not None for key in keys)
+        if asked or running.endswith(name.upper().replace("-", "_")):
+            raise ValueError(
+                f"mixed_precision='fp8' with the engine torch_fp8 does not run under {name}, which "
+                "owns the model's GEMMs or parameters; it runs on a single device, under DDP and "
+                "under FSDP. Use one of these, or --mixed_precision bf16, or another FP8 backend "
+                "(--fp8_backend ao or te)"
+            )
+
+
+def refuse_tensor_parallel(parallelism_config: Any) -> None:
+    """Raise ValueError if the weights are sharded across a tensor-parallel group."""
+    if parallelism_config is not None and parallelism_config.tp_enabled:
+        raise ValueError(
+            f"mixed_precision='fp8' with the engine torch_fp8 does not run with tensor parallelism "
+            f"yet (tp_size={parallelism_config.tp_size}); set tp_size=1, or use "
+            "--mixed_precision bf16"
+        )

@@ -1,0 +1,193 @@
+"""The configuration: from the script, from ``TORCH_FP8_CONFIG``, from Accelerate's own flags.
+
+``accelerate launch`` exports every ``--fp8_*`` flag as ``ACCELERATE_FP8_*``, given or not, and so
+does ``fp8_config`` of a config file, whose keys are spelled a little differently. A value equal to
+the launcher's default therefore counts as not given.
+
+| flag | here | launcher's default |
+|---|---|---|
+| ``--fp8_format E4M3`` | ``grad_format="e4m3"``; E5M2 is refused | HYBRID |
+| ``--fp8_opt_level`` | ``opt_level`` | O2 |
+| ``--fp8_amax_history_len``, ``--fp8_margin`` | the same, and ``recipe="delayed"`` | 1024, 0 |
+| ``--fp8_amax_compute_algo max`` | the same, and ``recipe="delayed"`` | most_recent |
+| ``--fp8_use_autocast_during_eval`` | ``eval_fp8=True``, the default here | not given |
+| ``--fp8_override_linear_precision false,false,true`` | ``wgrad="bf16"``; others: refused | none |
+| ``use_mxfp8_block_scaling`` (config file) | ``recipe="mxfp8"`` | false |
+| ``--fp8_interval``, ``--fp8_pad_inner_dim`` | refused | 1, true |
+| ``--fp8_enable_fsdp_float8_all_gather false`` | holds: weights are gathered as they are | true |
+"""
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch_fp8 import FP8Config
+
+_PREFIX = "ACCELERATE_FP8_"
+_CONFIG_VARIABLE = "TORCH_FP8_CONFIG"
+_DELAYED = ("amax_history_len", "amax_compute_algo", "margin")
+
+
+class Flag(NamedTuple):
+    """A flag that was given: the name and text to show, and the option it stands for."""
+
+    text: str
+    value: Any
+
+
+class _Meaning(NamedTuple):
+    """What a variable without its prefix means.
+
+    Attributes:
+        flag: the name that a user knows it by.
+        default: the launcher's, as parsed.
+        parse: text to value.
+        field: of FP8Config; None: cannot be honoured.
+        to_option: parsed value to the field's value.
+        refusal: why it cannot be honoured.
+    """
+
+    flag: str
+    default: Any
+    parse: Callable[[str], Any]
+    field: str | None = None
+    to_option: Callable[[Any], Any] = lambda value: value
+    refusal: str = ""
+
+
+def resolve_config(explicit: FP8Config | None) -> tuple[FP8Config, list[str]]:
+    """The configuration, and a line for each thing given that is not applied.
+
+    An explicit FP8Config wins over ``TORCH_FP8_CONFIG``, which wins, option by option, over the
+    launcher's flags.
+
+    Raises:
+        ValueError: a flag that cannot be honoured, a bad value, options that contradict each other.
+    """
+    flags = given_flags()
+    environment = _environment_options()
+    if explicit is not None:
+        source = "the FP8Config in kwargs_handlers"
+        notes = _overridden(flags, asdict(explicit), source)
+        if environment is not None and FP8Config.from_env() != explicit:
+            notes.append(f"{_CONFIG_VARIABLE} is not applied: {source} wins")
+        return explicit, notes
+    environment = environment or {}
+    notes = _overridden(flags, environment, _CONFIG_VARIABLE)
+    options = {**{name: flag.value for name, flag in flags.items()}, **environment}
+    if options.get("recipe", "auto") == "auto" and any(name in flags for name in _DELAYED):
+        options["recipe"] = "delayed"
+    try:
+        return FP8Config(**options), notes
+    except (ValueError, TypeError) as error:
+        sources = [flag.text for flag in flags.values()]
+        sources += [_CONFIG_VARIABLE] if environment else []
+        raise ValueError(f"{error} (given: {', '.join(sources)})") from error
+
+
+def given_flags() -> dict[str, Flag]:
+    """Accelerate's FP8 flags that differ from the launcher's defaults, by field of FP8Config.
+
+    Raises:
+        ValueError: a flag that cannot be honoured, or one option given two different values.
+    """
+    flags: dict[str, Flag] = {}
+    for variable, meaning in _MEANINGS.items():
+        text = os.environ.get(_PREFIX + variable)
+        if text is None:
+            continue
+        try:
+            value = meaning.parse(text)
+        except ValueError as error:
+            raise ValueError(f"{meaning.flag}={text!r} ({_PREFIX}{variable}): {error}") from error
+        if value == meaning.default:
+            continue
+        if meaning.field is None:
+            raise ValueError(
+                f"{meaning.flag}={text} ({_PREFIX}{variable}) cannot be honoured by the engine "
+                f"torch_fp8: {meaning.refusal}. Leave it out, or choose the backend that has it "
+                "with --fp8_backend"
+            )
+        flag = Flag(f"{meaning.flag}={text}", meaning.to_option(value))
+        other = flags.setdefault(meaning.field, flag)
+        if other.value != flag.value:
+            raise ValueError(f"{other.text} and {flag.text} contradict each other")
+    return flags
+
+
+def _environment_options() -> dict[str, Any] | None:
+    """The options that ``TORCH_FP8_CONFIG`` names, validated; None if it is unset."""
+    if FP8Config.from_env() is None:
+        return None
+    text = os.environ[_CONFIG_VARIABLE].strip()
+    return json.loads(text if text.startswith("{") else Path(text).read_text())
+
+
+def _overridden(flags: Mapping[str, Flag], options: Mapping[str, Any], source: str) -> list[str]:
+    return [
+        f"{flag.text} is not applied: {source} says {name}={options[name]!r}"
+        for name, flag in flags.items()
+        if name in options and options[name] != flag.value
+    ]
+
+
+def _bool(text: str) -> bool:
+    value = text.strip().lower()
+    if value in ("1", "true", "yes", "y", "t", "on"):
+        return True
+    if value in ("0", "false", "no", "n", "f", "off", "none", ""):
+        return False
+    raise ValueError("expected true or false")
+
+
+def _int(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError("expected an integer") from None
+
+
+def _format(text: str) -> str:
+    value = text.upper()
+    if value == "E5M2":
+        raise ValueError(
+            "E5M2 in forward is in no recipe of the engine torch_fp8; the valid formats are HYBRID "
+            "(E4M3 forward, gradients by recipe) and E4M3"
+        )
+    if value not in ("HYBRID", "E4M3"):
+        raise ValueError("the valid formats are HYBRID and E4M3")
+    return value
+
+
+_HISTORY = _Meaning("--fp8_amax_history_len", 1024, _int, "amax_history_len")
+_ALGORITHM = _Meaning("--fp8_amax_compute_algo", "most_recent", str.lower, "amax_compute_algo")
+_LEVEL = _Meaning("--fp8_opt_level", "O2", str.upper, "opt_level")
+_OVERRIDE = "--fp8_override_linear_precision"
+_HIGH_PRECISION = "keeping {} alone in high precision is not an option; wgrad is the one that is"
+
+_MEANINGS: dict[str, _Meaning] = {
+    "FORMAT": _Meaning("--fp8_format", "HYBRID", _format, "grad_format", str.lower),
+    "OPT_LEVEL": _LEVEL,
+    "OPTIMIZATION_LEVEL": _LEVEL._replace(flag="fp8_config.optimization_level"),
+    "AMAX_HISTORY_LEN": _HISTORY,
+    "AMAX_HISTORY_LENGTH": _HISTORY._replace(flag="fp8_config.amax_history_length"),
+    "AMAX_COMPUTE_ALGO": _ALGORITHM,
+    "AMAX_COMPUTE_ALGORITHM": _ALGORITHM._replace(flag="fp8_config.amax_compute_algorithm"),
+    "MARGIN": _Meaning("--fp8_margin", 0, _int, "margin"),
+    "USE_AUTOCAST_DURING_EVAL": _Meaning(
+        "--fp8_use_autocast_during_eval", False, _bool, "eval_fp8"
+    ),
+    "USE_MXFP8_BLOCK_SCALING": _Meaning(
+        "fp8_config.use_mxfp8_block_scaling", False, _bool, "recipe", lambda _: "mxfp8"
+    ),
+    "OVERRIDE_WGRAD": _Meaning(_OVERRIDE, False, _bool, "wgrad", lambda _: "bf16"),
+    "OVERRIDE_FPROP": _Meaning(_OVERRIDE, False, _bool, refusal=_HIGH_PRECISION.format("fprop")),
+    "OVERRIDE_DGRAD": _Meaning(_OVERRIDE, False, _bool, refusal=_HIGH_PRECISION.format("dgrad")),
+    "INTERVAL": _Meaning("--fp8_interval", 1, _int, refusal="scales are computed at every step"),
+    "PAD_INNER_DIM": _Meaning(
+        "--fp8_pad_inner_dim", True, _bool, refusal="sizes that need padding are always padded"
+    ),
+}

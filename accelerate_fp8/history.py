@@ -1,0 +1,70 @@
+"""Delayed scaling's history in checkpoint folders: a small file of its own beside the weights.
+
+The weights' own files stay what stock libraries write and read. Each process has a file, for each
+sees other activations; a resume with more processes than files takes the first one's.
+"""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import safetensors.torch
+from accelerate.logging import get_logger
+from accelerate.utils import extract_model_from_parallel
+from torch import Tensor, nn
+
+from torch_fp8 import load_scaling_state_dict, scaling_state_dict
+
+_NAME = "fp8_scaling_{}.safetensors"
+
+
+def save_history(models: Sequence[nn.Module], directory: str | Path, process_index: int) -> None:
+    """Write the histories of `models`, if they have any, in one atomic step.
+
+    Args:
+        models: keyed by their position, then by qualified name.
+        directory: of the checkpoint.
+        process_index: of this process among all.
+    """
+    state: dict[str, Tensor] = {}
+    for i, model in enumerate(models):
+        for key, value in scaling_state_dict(_unwrap(model)).items():
+            state[f"{i}.{key}"] = value
+    path = Path(directory) / _NAME.format(process_index)
+    if not state:
+        path.unlink(missing_ok=True)  # of an earlier run into the same folder
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(f".{os.getpid()}.partial")
+    try:
+        safetensors.torch.save_file(state, partial)
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def load_history(models: Sequence[nn.Module], directory: str | Path, process_index: int) -> None:
+    """Restore what `save_history` wrote; without a file, histories start empty.
+
+    Raises:
+        ValueError: the file is of other models or another length of history.
+    """
+    path = Path(directory) / _NAME.format(process_index)
+    if not path.is_file():
+        path = path.with_name(_NAME.format(0))
+    if not path.is_file():
+        if any(scaling_state_dict(_unwrap(model)) for model in models):
+            get_logger("accelerate_fp8").info(
+                f"FP8: {directory} holds no amax history; delayed scaling starts with an empty one"
+            )
+        return
+    state = safetensors.torch.load_file(path)
+    for i, model in enumerate(models):
+        prefix = f"{i}."
+        own = {k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)}
+        load_scaling_state_dict(_unwrap(model), own)
+
+
+def _unwrap(model: nn.Module) -> nn.Module:
+    unwrapped: nn.Module = extract_model_from_parallel(model, keep_torch_compile=False)
+    return unwrapped

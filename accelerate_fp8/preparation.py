@@ -1,0 +1,138 @@
+"""What preparing a model means under this engine: conversion, and the start-up summary."""
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from types import MethodType
+from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
+
+import torch
+from accelerate.logging import get_logger
+from torch import nn
+
+from torch_fp8 import ConversionReport, Float8Linear, FP8Config, convert_to_float8
+
+LOGGER_NAME = "accelerate_fp8"
+
+
+class Preparation:
+    """One Accelerator's use of the engine: its configuration, and the models that it prepared.
+
+    Attributes:
+        config: resolved from the script, the environment and the launcher's flags.
+    """
+
+    def __init__(self, config: FP8Config) -> None:
+        self.config = config
+        self._reports: WeakKeyDictionary[nn.Module, ConversionReport] = WeakKeyDictionary()
+        self._announced: WeakSet[nn.Module] = WeakSet()
+        self._waiting: list[nn.Module] = []
+        self._collecting = False
+
+    def convert(
+        self, model: nn.Module, device: torch.device | None, evaluation_mode: bool = False
+    ) -> None:
+        """Convert `model` in place; a second time changes nothing.
+
+        Models that are prepared for evaluation (reference and reward models, or the trained one
+        before training) are converted too: two models that are compared then see the same FP8.
+
+        Args:
+            model: as given to ``prepare``; its Parameters stay the same objects.
+            device: where it is going to run; None: where it is.
+            evaluation_mode: nothing to convert is then a warning, for such a model may be small.
+        Raises:
+            ValueError: nothing to convert in a model that is to be trained; see
+                `torch_fp8.convert_to_float8`.
+        """
+        prepared = getattr(model, "_is_accelerate_prepared", False)
+        if not (prepared and any(isinstance(m, Float8Linear) for m in model.modules())):
+            try:
+                with _forwards_reachable(model):
+                    self._reports[model] = convert_to_float8(model, self.config, device=device)
+            except ValueError as error:
+                if not evaluation_mode:
+                    raise
+                get_logger(LOGGER_NAME).warning(
+                    f"FP8: {type(model).__name__}, prepared for evaluation, runs as it is: {error}"
+                )
+                return
+        if model not in self._reports:
+            return
+        if evaluation_mode:
+            self._announce_evaluation(model)
+        elif model not in self._announced:
+            self._waiting.append(model)
+
+    @contextlib.contextmanager
+    def collected(self, accelerator: Any) -> Iterator[None]:
+        """Announce the models converted within at the end, when their optimizers are known."""
+        outermost, self._collecting = not self._collecting, True
+        try:
+            yield
+            if outermost:
+                # AcceleratedOptimizer wraps the user's own.
+                optimizers = [getattr(o, "optimizer", o) for o in accelerator._optimizers]
+                for model in self._waiting:
+                    self._announced.add(model)
+                    log_visibly(self._reports[model].summary(model, optimizers))
+        finally:
+            if outermost:
+                self._waiting, self._collecting = [], False
+
+    def _announce_evaluation(self, model: nn.Module) -> None:
+        if model in self._announced:
+            return
+        report = self._reports[model]
+        total = len(report.converted) + len(report.skipped)
+        log_visibly(
+            f"FP8: {type(model).__name__}, prepared for evaluation: {len(report.converted)} of "
+            f"{total} linear layers, recipe {report.recipe.name}"
+        )
+
+
+def log_visibly(message: str) -> None:
+    """Log at INFO on the main process, so that it is seen unless somebody chose otherwise.
+
+    Python shows nothing below WARNING by default, and few training scripts configure logging; yet
+    that FP8 runs, and where it does not, is no warning. Hence the level of this package's own
+    logger is INFO where nobody set one, and a message that would reach no handler goes to stderr.
+    ``logging.getLogger("accelerate_fp8").setLevel(logging.WARNING)``, a root level above WARNING,
+    or ``ACCELERATE_LOG_LEVEL=warning`` silence it.
+    """
+    logger = get_logger(LOGGER_NAME)
+    own = logger.logger
+    if own.level == logging.NOTSET and logging.root.level <= logging.WARNING:
+        own.setLevel(logging.INFO)
+    if own.hasHandlers():
+        logger.info(message)
+        return
+    handler = logging.StreamHandler()
+    own.addHandler(handler)
+    try:
+        logger.info(message)
+    finally:
+        own.removeHandler(handler)
+
+
+@contextlib.contextmanager
+def _forwards_reachable(model: nn.Module) -> Iterator[None]:
+    """Lay bare the linear layers under Accelerate's hooks (``device_map``) while converting.
+
+    A hook keeps the bound ``forward`` of the class the module had, in ``_old_forward``, and puts
+    its own on the instance: another class would not be noticed. Afterwards it calls the new one.
+    """
+    hooked = [
+        module
+        for module in model.modules()
+        if type(module) is nn.Linear
+        and getattr(module.__dict__.get("_old_forward"), "__func__", None) is nn.Linear.forward
+    ]
+    forwards = [module.__dict__.pop("forward") for module in hooked]
+    try:
+        yield
+    finally:
+        for module, forward in zip(hooked, forwards, strict=True):
+            module.__dict__["_old_forward"] = MethodType(type(module).forward, module)
+            module.__dict__["forward"] = forward

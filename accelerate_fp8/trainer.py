@@ -1,0 +1,64 @@
+"""What transformers' TrainingArguments and Trainer do under this engine; TRL's derive from them.
+
+Put in place by `accelerate_fp8._register`. Each function takes the method that it wraps as its
+first argument, then the method's own.
+"""
+
+import os
+from typing import Any
+
+from torch import nn
+from transformers.utils import logging
+
+from accelerate_fp8.accelerator import preparation_of
+from accelerate_fp8.backend import is_engine_chosen
+from accelerate_fp8.history import load_history, save_history
+
+
+def post_init(original: Any, self: Any) -> None:
+    """``TrainingArguments.__post_init__``, under ``ACCELERATE_MIXED_PRECISION=fp8``.
+
+    ``bf16=True`` makes the Trainer hand "bf16" to Accelerate, and TRL's configurations default to
+    it: every TRL trainer would silently train in BF16. FP8 includes BF16 autocast, so the flag
+    wins; that a script said ``bf16=True`` itself cannot be told apart. ``fp16=True`` stays.
+    """
+    original(self)
+    if self.mixed_precision != "bf16" or not is_engine_chosen((), explicit=False):
+        return
+    self.mixed_precision = "fp8"
+    if int(os.environ.get("RANK", "0")) == 0:
+        logging.get_logger("transformers").warning_once(
+            "FP8: bf16=True in the training arguments (TRL's default) is overridden by "
+            "--mixed_precision fp8, which includes BF16 autocast"
+        )
+
+
+def save_optimizer_and_scheduler(original: Any, self: Any, output_dir: str) -> None:
+    """``Trainer._save_optimizer_and_scheduler``: delayed scaling's history beside them."""
+    original(self, output_dir)
+    if preparation_of(self.accelerator) is not None:
+        save_history([self.model], output_dir, self.args.process_index)
+
+
+def load_optimizer_and_scheduler(original: Any, self: Any, checkpoint: str | None) -> None:
+    """``Trainer._load_optimizer_and_scheduler``: and the history back."""
+    original(self, checkpoint)
+    if checkpoint is not None and preparation_of(self.accelerator) is not None:
+        load_history([self.model], checkpoint, self.args.process_index)
+
+
+def wrap_model(original: Any, self: Any, *args: Any, **kwargs: Any) -> nn.Module:
+    """``Trainer._wrap_model``: refuse DataParallel, which Trainer keeps from Accelerate.
+
+    Raises:
+        ValueError: several GPUs are visible to one process, so that the Trainer uses DataParallel.
+    """
+    model: nn.Module = original(self, *args, **kwargs)
+    if isinstance(model, nn.DataParallel) and preparation_of(self.accelerator) is not None:
+        raise ValueError(
+            f"the Trainer wraps the model in DataParallel, for this one process sees "
+            f"{self.args.n_gpu} GPUs; Accelerate then does not prepare it, and FP8 would not run. "
+            "Launch a process for each GPU (accelerate launch --multi_gpu), or set "
+            "CUDA_VISIBLE_DEVICES to one"
+        )
+    return model
