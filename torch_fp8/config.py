@@ -58,7 +58,7 @@ class FP8Config:
     """Patterns on the qualified name of modules that stay in high precision. A pattern matches
     whole components, anywhere in the name, and everything below: ``layers.2`` matches
     ``model.layers.2.mlp.up_proj`` and not ``model.layers.20``. ``*`` matches within a component,
-    ``**`` across components."""
+    ``**`` across components. A value replaces the default: name ``lm_head`` again to keep it."""
 
     emulate: bool = False
     """Run GEMMs that the hardware cannot run natively through the reference path. The CPU always

@@ -46,7 +46,7 @@ MIN_SCALE = 2.0**-126
 """Smallest dequantization scale: the smallest normal float32, so that x / scale stays exact."""
 
 GEMM_ALIGNMENT = 16
-"""Elements that the contraction and output dimensions of an FP8 GEMM are multiples of (16 bytes)."""
+"""The contraction and output dimensions of an FP8 GEMM are multiples of this many elements."""
 
 
 def format_of(dtype: torch.dtype) -> Format:

@@ -10,9 +10,9 @@ The module is an ``nn.Linear`` with another ``__class__``: its parameters are th
 tensors, so optimizers, tying, ``requires_grad`` and ``state_dict`` keys never notice. FP8 exists
 only while it is used:
 
-* the weight is cast when a GEMM wants it, with a scale taken from the weight itself, once in forward
-  and once, transposed, in backward. What is saved for backward is the Parameter, never a payload:
-  nothing can be stale, and FSDP frees what it gathered;
+* the weight is cast when a GEMM wants it, with a scale taken from the weight itself, once in
+  forward and once, transposed, in backward. What is saved for backward is the Parameter, never a
+  payload: nothing can be stale, and FSDP frees what it gathered;
 * the input is saved for backward as its transposed FP8 payload, 1 byte an element, and only if the
   weight takes a gradient. A frozen layer saves nothing of its input and runs no wgrad; a forward
   without gradients builds nothing for a backward.

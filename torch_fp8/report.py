@@ -26,7 +26,7 @@ class SkippedModule(NamedTuple):
 
 
 class MatmulFlops(NamedTuple):
-    """Multiply-adds per token of all GEMMs with a weight, forward and backward, and those in FP8."""
+    """Multiply-adds per token of all GEMMs with a weight, both directions, and those in FP8."""
 
     total: float
     fp8: float

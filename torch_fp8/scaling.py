@@ -1,9 +1,9 @@
 """From amax to scale.
 
-The scale is the dequantization scale, ``x ~= qdata.float() * scale``, always float32; its reciprocal
-is never stored. ``scale = amax / format.max``, so that the largest element lands on the format's
-largest number. Edges: an all-zero group has scale 1; a scale below the smallest normal float32 is
-raised to it; a non-finite amax gives a non-finite scale, so that the group reads NaN.
+The scale is the dequantization scale, ``x ~= qdata.float() * scale``, always float32; its
+reciprocal is never stored. ``scale = amax / format.max``, so that the largest element lands on the
+format's largest number. Edges: an all-zero group has scale 1; a scale below the smallest normal
+float32 is raised to it; a non-finite amax gives a non-finite scale, so that the group reads NaN.
 """
 
 import torch
