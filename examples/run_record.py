@@ -1,0 +1,120 @@
+"""What a training run leaves behind for people and for the comparison: losses.csv and result.json.
+
+Written by the training script itself, from tensors and classes that any model has.
+"""
+
+import csv
+import json
+import time
+from collections import Counter
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+COLUMNS = ["step", "loss", "eval_loss", "seconds"]
+
+
+class RunRecord:
+    """Losses by optimizer step, in `folder`/losses.csv, one row written at a time.
+
+    Args:
+        folder: made if it does not exist.
+        resume_at: keep what an earlier run recorded up to this step and drop what it did beyond.
+            0: start empty.
+        write: whether this process is the one that writes (rank zero).
+    """
+
+    def __init__(self, folder: Path, resume_at: int = 0, write: bool = True) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder = folder
+        self.write = write
+        self.facts: dict = {}
+        self.path = folder / "losses.csv"
+        self.rows = (
+            [row for row in read_losses(self.path) if row["step"] <= resume_at] if resume_at else []
+        )
+        self._before = max((row["seconds"] for row in self.rows), default=0.0)
+        self._started = time.perf_counter()
+        if not write:
+            return
+        with self.path.open("w", newline="") as file:
+            csv.DictWriter(file, COLUMNS, lineterminator="\n").writeheader()
+        for row in self.rows:
+            self._append(row)
+
+    def train(self, step: int, loss: float) -> None:
+        self._add({"step": step, "loss": loss})
+
+    def evaluation(self, step: int, loss: float) -> None:
+        self._add({"step": step, "eval_loss": loss})
+
+    def measure(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Count linear layers and bytes per parameter, while the last gradients are there."""
+        linears = Counter(type(m).__name__ for m in model.modules() if isinstance(m, nn.Linear))
+        self.facts = {
+            "device": next(model.parameters()).device.type,
+            "linear_layers": dict(linears),
+            "bytes_per_parameter": bytes_per_parameter(model, optimizer),
+        }
+
+    def finish(self, **facts: str | int | float) -> dict:
+        """Write and return result.json: first and last losses, what was measured, and `facts`."""
+        losses = [row["loss"] for row in self.rows if "loss" in row]
+        evaluations = [row["eval_loss"] for row in self.rows if "eval_loss" in row]
+        last = losses[-max(1, len(losses) // 10) :]
+        result = {
+            **facts,
+            **self.facts,
+            "steps": self.rows[-1]["step"],
+            "final_train_loss": sum(last) / len(last),  # over the last tenth of the steps
+            "first_eval_loss": evaluations[0],
+            "final_eval_loss": evaluations[-1],
+            "seconds": self.rows[-1]["seconds"],
+        }
+        if self.write:
+            (self.folder / "result.json").write_text(json.dumps(result, indent=2) + "\n")
+        return result
+
+    def _add(self, row: dict) -> None:
+        row["seconds"] = round(self._before + time.perf_counter() - self._started, 2)
+        self.rows.append(row)
+        self._append(row)
+
+    def _append(self, row: dict) -> None:
+        if not self.write:
+            return
+        with self.path.open("a", newline="") as file:
+            csv.DictWriter(file, COLUMNS, lineterminator="\n").writerow(row)
+
+
+def read_losses(path: Path) -> list[dict]:
+    """Return the rows of a losses.csv as numbers; a cell that is empty is left out of its row."""
+    if not path.exists():
+        return []
+    with path.open(newline="") as file:
+        rows = [
+            {name: float(cell) for name, cell in row.items() if cell}
+            for row in csv.DictReader(file)
+        ]
+    return [{**row, "step": int(row["step"])} for row in rows]
+
+
+def bytes_per_parameter(model: nn.Module, optimizer: torch.optim.Optimizer) -> float:
+    """Return the bytes of weights, gradients and optimizer state over the number of parameters."""
+    parameters = list(model.parameters())
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    states = [
+        v for state in optimizer.state.values() for v in state.values() if isinstance(v, Tensor)
+    ]
+    total = sum(_num_bytes(tensor) for tensor in [*parameters, *gradients, *states])
+    return total / sum(p.numel() for p in parameters)
+
+
+def _num_bytes(tensor: Tensor) -> int:
+    if hasattr(
+        tensor, "__tensor_flatten__"
+    ):  # a tensor made of other tensors: a payload and its scale, for example
+        names, _ = tensor.__tensor_flatten__()
+        return sum(_num_bytes(getattr(tensor, name)) for name in names)
+    return tensor.numel() * tensor.element_size()

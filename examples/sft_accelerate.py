@@ -1,0 +1,150 @@
+"""Supervised fine-tuning of a causal language model with a training loop on Accelerate.
+
+    python examples/sft_accelerate.py           # BF16 and FP8 compared; nothing to prepare
+    accelerate launch --mixed_precision fp8 examples/sft_accelerate.py \
+        --model meta-llama/Llama-3.2-1B-Instruct --data chats.jsonl
+
+Precision is the launcher's flag and nothing here depends on it.
+"""
+
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import set_seed
+from tqdm import tqdm
+from transformers import get_cosine_schedule_with_warmup
+
+import comparison
+from run_record import RunRecord
+from sft_arguments import argument_parser, num_targets, prepare
+
+
+def train(arguments) -> dict:
+    """Fine-tune, save the model to <output>/model and return the run's result."""
+    accelerator = Accelerator(gradient_accumulation_steps=arguments.accumulate)
+    set_seed(arguments.seed)
+    with accelerator.main_process_first():
+        run = prepare(arguments, accelerator.num_processes)
+    optimizer = torch.optim.AdamW(
+        run.model.parameters(), lr=arguments.learning_rate, weight_decay=arguments.weight_decay
+    )
+    schedule = get_cosine_schedule_with_warmup(optimizer, run.warmup_steps, run.steps)
+    accelerator.register_for_checkpointing(schedule)
+    model, optimizer, train_loader, eval_loader = accelerator.prepare(
+        run.model.train(),
+        optimizer,
+        run.train_loader(num_processes=accelerator.num_processes),
+        run.eval_loader(),
+    )
+
+    step = 0
+    checkpoints = arguments.output / "checkpoints"
+    if arguments.resume and (last := last_checkpoint(checkpoints)):
+        accelerator.load_state(last)
+        step = int(last.name.removeprefix("step-"))
+        train_loader = accelerator.skip_first_batches(train_loader, step * arguments.accumulate)
+    record = RunRecord(arguments.output, resume_at=step, write=accelerator.is_main_process)
+    if step == 0:
+        record.evaluation(0, evaluate(accelerator, model, eval_loader))
+
+    bar = tqdm(
+        total=run.steps,
+        initial=step,
+        disable=not accelerator.is_local_main_process,
+        mininterval=1.0,
+    )
+    micro_losses = []
+    for batch in train_loader:
+        with accelerator.accumulate(model):
+            loss = model(**batch, use_cache=False).loss
+            accelerator.backward(loss)
+            micro_losses.append(loss.detach())
+            if not accelerator.sync_gradients:
+                continue
+            accelerator.clip_grad_norm_(model.parameters(), arguments.clip)
+            optimizer.step()
+            schedule.step()
+            step += 1
+            record.measure(model, optimizer)
+            optimizer.zero_grad()
+        record.train(step, float(torch.stack(micro_losses).mean()))
+        micro_losses.clear()
+        bar.update()
+        bar.set_postfix(loss=f"{record.rows[-1]['loss']:.3f}")
+        if step % arguments.eval_every == 0 or step == run.steps:
+            record.evaluation(step, evaluate(accelerator, model, eval_loader))
+            save_checkpoint(accelerator, checkpoints, step)
+    bar.close()
+
+    accelerator.unwrap_model(model).save_pretrained(
+        arguments.output / "model",
+        is_main_process=accelerator.is_main_process,
+        save_function=accelerator.save,
+        state_dict=accelerator.get_state_dict(model),
+    )
+    if accelerator.is_main_process:
+        run.tokenizer.save_pretrained(arguments.output / "model")
+    return record.finish(precision=accelerator.mixed_precision, seed=arguments.seed)
+
+
+@torch.no_grad()
+def evaluate(
+    accelerator: Accelerator, model: torch.nn.Module, loader: torch.utils.data.DataLoader
+) -> float:
+    """Return the mean loss over all answer tokens of all processes."""
+    model.eval()
+    sums = torch.zeros(2, device=accelerator.device)  # loss * tokens, tokens
+    for batch in loader:
+        tokens = num_targets(batch)
+        loss = float(model(**batch, use_cache=False).loss)
+        sums += torch.tensor([loss * tokens, tokens], device=sums.device)
+    model.train()
+    total, tokens = accelerator.reduce(sums, "sum").tolist()
+    return total / tokens
+
+
+def save_checkpoint(accelerator: Accelerator, folder: Path, step: int) -> None:
+    """Save to <folder>/step-<step>, which is complete when it exists, and remove earlier ones."""
+    partial = folder / "partial"
+    accelerator.save_state(partial)
+    accelerator.wait_for_everyone()
+    if accelerator.is_main_process:
+        earlier = list(folder.glob("step-*"))
+        complete = folder / f"step-{step}"
+        shutil.rmtree(complete, ignore_errors=True)
+        os.replace(partial, complete)
+        for path in earlier:
+            if path != complete:
+                shutil.rmtree(path)
+    accelerator.wait_for_everyone()
+
+
+def last_checkpoint(folder: Path) -> Path | None:
+    return max(
+        folder.glob("step-*"), key=lambda path: int(path.name.removeprefix("step-")), default=None
+    )
+
+
+def main() -> None:
+    arguments = argument_parser(__doc__.splitlines()[0]).parse_args()
+    arguments.output = arguments.output or Path("runs/sft_accelerate")
+    if "ACCELERATE_MIXED_PRECISION" in os.environ:  # started by `accelerate launch`
+        train(arguments)
+        return
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "1"]
+    script = [__file__, *sys.argv[1:]]
+    comparison.compare(
+        {
+            precision: [*launch, "--mixed_precision", precision, *script]
+            for precision in ("bf16", "fp8")
+        },
+        arguments.output,
+    )
+
+
+if __name__ == "__main__":
+    main()

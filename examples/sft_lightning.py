@@ -1,0 +1,136 @@
+"""Supervised fine-tuning of a causal language model with the Lightning Trainer.
+
+    python examples/sft_lightning.py            # BF16 and FP8 compared; nothing to prepare
+    python examples/sft_lightning.py --precision fp8-mixed \
+        --model meta-llama/Llama-3.2-1B-Instruct --data chats.jsonl
+
+Precision is Trainer's argument and nothing else here depends on it.
+"""
+
+import sys
+from pathlib import Path
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor
+from transformers import get_cosine_schedule_with_warmup
+
+import comparison
+from run_record import RunRecord
+from sft_arguments import FineTuning, argument_parser, num_targets, prepare
+
+
+class SupervisedFineTuning(L.LightningModule):
+    def __init__(self, run: FineTuning) -> None:
+        super().__init__()
+        self.run = run
+        self.model = run.model.train()
+        self.micro_losses: list[Tensor] = []
+        self.eval_sums = torch.zeros(2, dtype=torch.float64)  # loss * tokens, tokens
+        self.record: RunRecord | None = None
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        loss = self.model(**batch, use_cache=False).loss
+        self.micro_losses.append(loss.detach())
+        self.log("loss", loss, prog_bar=True)
+        return loss
+
+    def on_fit_start(self) -> None:
+        step = self.global_step  # not zero where the run is resumed
+        self.record = RunRecord(
+            self.run.arguments.output, resume_at=step, write=self.trainer.is_global_zero
+        )
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self.record.train(self.global_step + 1, float(torch.stack(self.micro_losses).mean()))
+        self.micro_losses.clear()
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        tokens = num_targets(batch)
+        self.eval_sums += torch.tensor(
+            [float(self.model(**batch, use_cache=False).loss) * tokens, tokens]
+        )
+
+    def on_validation_epoch_end(self) -> None:
+        loss = float(self.eval_sums[0] / self.eval_sums[1])
+        self.eval_sums.zero_()
+        self.log("eval_loss", loss, prog_bar=True)
+        self.record.evaluation(self.global_step, loss)
+
+    def on_train_end(self) -> None:
+        self.record.measure(self.model, self.trainer.optimizers[0])
+
+    def configure_optimizers(self) -> dict:
+        arguments = self.run.arguments
+        optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=arguments.learning_rate, weight_decay=arguments.weight_decay
+        )
+        schedule = get_cosine_schedule_with_warmup(optimizer, self.run.warmup_steps, self.run.steps)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def train_dataloader(self) -> torch.utils.data.DataLoader:
+        trainer = self.trainer
+        seen = trainer.global_step * self.run.arguments.accumulate
+        return self.run.train_loader(seen, trainer.world_size, trainer.global_rank)
+
+    def val_dataloader(self) -> torch.utils.data.DataLoader:
+        return self.run.eval_loader()
+
+
+def train(arguments, precision: str) -> dict:
+    """Fine-tune, save the model to <output>/model and return the run's result."""
+    L.seed_everything(arguments.seed)
+    run = prepare(arguments)
+    module = SupervisedFineTuning(run)
+    checkpoints = arguments.output / "checkpoints"
+    trainer = L.Trainer(
+        precision=precision,
+        max_steps=run.steps,
+        accumulate_grad_batches=arguments.accumulate,
+        gradient_clip_val=arguments.clip,
+        val_check_interval=arguments.eval_every * arguments.accumulate,
+        check_val_every_n_epoch=None,
+        num_sanity_val_steps=-1,  # a full evaluation of the model as it came
+        use_distributed_sampler=False,  # the run's own order knows ranks and resuming
+        default_root_dir=arguments.output,
+        logger=False,  # losses.csv is written by the record
+        enable_model_summary=False,
+        callbacks=[
+            ModelCheckpoint(
+                checkpoints, every_n_train_steps=arguments.eval_every, save_top_k=0, save_last=True
+            )
+        ],
+    )
+    last = checkpoints / "last.ckpt"
+    trainer.fit(module, ckpt_path=last if arguments.resume and last.exists() else None)
+    if module.record.rows[-1].get("eval_loss") is None:
+        trainer.validate(module, verbose=False)
+    if trainer.is_global_zero:
+        run.model.save_pretrained(arguments.output / "model")
+        run.tokenizer.save_pretrained(arguments.output / "model")
+    return module.record.finish(precision=precision, seed=arguments.seed)
+
+
+def main() -> None:
+    parser = argument_parser(__doc__.splitlines()[0])
+    parser.add_argument(
+        "--precision", help="Trainer's precision; none: bf16-mixed and fp8-mixed, compared"
+    )
+    arguments = parser.parse_args()
+    arguments.output = arguments.output or Path("runs/sft_lightning")
+    if arguments.precision is not None:
+        train(arguments, arguments.precision)
+        return
+    script = [sys.executable, __file__, *sys.argv[1:]]
+    comparison.compare(
+        {
+            precision: [*script, "--precision", precision]
+            for precision in ("bf16-mixed", "fp8-mixed")
+        },
+        arguments.output,
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,76 @@
+"""Python's standard library as a corpus: its source files, and its functions with their docstrings.
+
+Every machine that can run the examples has this text. The list of files is sorted, and a file
+belongs to the held-out part by the hash of its name, so two runs on one Python version see the
+same text in the same order.
+"""
+
+import ast
+import hashlib
+import sysconfig
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+EXCLUDED_DIRECTORIES = {
+    "__pycache__",
+    "dist-packages",
+    "encodings",  # character tables
+    "idle_test",
+    "pydoc_data",  # one 700 kB dictionary of prose
+    "site-packages",
+    "test",
+    "tests",
+}
+HELD_OUT_ONE_IN = 10
+
+
+def source_files(root: Path | None = None, one_in: int = 1) -> list[Path]:
+    """Return the library's modules, sorted; `one_in` keeps about every n-th of them, by hash.
+
+    Args:
+        root: where to look. None: the standard library of the running Python.
+        one_in: 1 keeps all files.
+    """
+    root = root or Path(sysconfig.get_path("stdlib"))
+    names = sorted(path.relative_to(root) for path in root.rglob("*.py"))
+    kept = (n for n in names if EXCLUDED_DIRECTORIES.isdisjoint(n.parts) and _readable(root / n))
+    return [root / n for n in kept if _hash(f"sample {n.as_posix()}") % one_in == 0]
+
+
+def is_held_out(path: Path) -> bool:
+    """Whether the file is kept from pre-training and from the training half of the instructions."""
+    return _hash(f"held out {path.parent.name}/{path.name}") % HELD_OUT_ONE_IN == 0
+
+
+def documented_functions(path: Path) -> Iterator[tuple[str, str]]:
+    """Yield (source of a function without its docstring, first paragraph of the docstring).
+
+    Args:
+        path: a Python file.
+    """
+    source = path.read_text(encoding="utf-8")
+    lines = source.splitlines(keepends=True)
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or len(node.body) < 2:
+            continue
+        docstring = ast.get_docstring(node)
+        if docstring is None or node.body[0].lineno == node.lineno:
+            continue
+        first, last = node.body[0].lineno - 1, node.body[0].end_lineno
+        code = textwrap.dedent(
+            "".join(lines[node.lineno - 1 : first] + lines[last : node.end_lineno])
+        )
+        yield code.rstrip(), " ".join(docstring.split("\n\n")[0].split())
+
+
+def _readable(path: Path) -> bool:
+    try:
+        ast.parse(path.read_text(encoding="utf-8"))
+    except (SyntaxError, UnicodeDecodeError, ValueError):
+        return False  # templates and files that only older Pythons parse
+    return True
+
+
+def _hash(text: str) -> int:
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
