@@ -1,0 +1,297 @@
+"""The autoload module: a failure in it would break `import torch`, so each way to fail is tried."""
+
+import ast
+import importlib
+import importlib.metadata
+import importlib.util
+import json
+import os
+import py_compile
+import shutil
+import subprocess
+import sys
+import textwrap
+import types
+import warnings
+from pathlib import Path
+
+import pytest
+
+import _fp8_autoload
+from _fp8_autoload import EXTENSIONS, ExtensionFinder
+
+COST_LIMIT_MS = 1.0
+
+
+def run_python(code: str, cwd: Path | None = None, **env: str) -> str:
+    """Run `code` in a fresh interpreter (modules in `cwd` come first) and return its output."""
+    run = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        cwd=cwd,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **env},
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stderr
+    return run.stdout.strip()
+
+
+@pytest.fixture
+def host(tmp_path, monkeypatch):
+    """A package `host`, whose `host.core` is to be extended by `host_fp8._register:extend`."""
+    files = {
+        "host/__init__.py": "from host import core",
+        "host/core.py": "VALUE = 1",
+        "host_fp8/__init__.py": "",
+        "host_fp8/_register.py": "def extend(module): module.VALUE += 1",
+    }
+    for name, text in files.items():
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield tmp_path
+    for name in [n for n in sys.modules if n.partition(".")[0] in ("host", "host_fp8")]:
+        del sys.modules[name]
+
+
+@pytest.fixture
+def finder(monkeypatch):
+    finder = ExtensionFinder()
+    monkeypatch.setattr(sys, "meta_path", [finder, *sys.meta_path])
+    return finder
+
+
+def test_entry_point_is_what_torch_calls():
+    (entry,) = [
+        e for e in importlib.metadata.entry_points(group="torch.backends") if "fp8" in e.name
+    ]
+    assert entry.load() is _fp8_autoload.load
+
+
+def test_file_is_small_and_imports_the_standard_library_only():
+    source = Path(_fp8_autoload.__file__).read_text()
+    imported = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            imported |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            imported.add((node.module or "").partition(".")[0])
+    assert imported <= sys.stdlib_module_names
+    assert len(source.splitlines()) < 150
+
+
+def test_every_extension_function_exists():
+    for target in EXTENSIONS.values():
+        package, _, function = target.partition(":")
+        assert callable(getattr(importlib.import_module(package), function)), target
+
+
+def test_loading_imports_nothing_and_takes_under_a_millisecond(tmp_path):
+    # As torch does it: at the end of `import torch`, with everything of torch's own imported; and
+    # compiled, as pip installs it. The fastest of five: the machine may be busy otherwise.
+    installed = shutil.copy(_fp8_autoload.__file__, tmp_path)
+    py_compile.compile(installed, doraise=True)
+    code = """
+        import json, sys, time
+        import torch
+        before = set(sys.modules)
+        start = time.perf_counter()
+        import _fp8_autoload
+        _fp8_autoload.load()
+        ms = 1000 * (time.perf_counter() - start)
+        print(json.dumps([ms, sorted(set(sys.modules) - before)]))
+    """
+    runs = [
+        json.loads(run_python(code, tmp_path, TORCH_DEVICE_BACKEND_AUTOLOAD="0")) for _ in range(5)
+    ]
+    assert all(new == ["_fp8_autoload"] for _, new in runs)
+    assert min(ms for ms, _ in runs) < COST_LIMIT_MS
+
+
+def test_import_torch_registers_and_imports_no_package_of_ours():
+    code = """
+        import sys, torch, _fp8_autoload
+        assert _fp8_autoload._finder in sys.meta_path
+        ours = ("torch_fp8", "lightning_fp8", "accelerate_fp8", "lightning", "accelerate")
+        print([name for name in sys.modules if name.partition(".")[0] in ours])
+    """
+    assert run_python(code) == "[]"
+
+
+def test_autoload_can_be_switched_off():
+    code = "import sys, torch; print('_fp8_autoload' in sys.modules)"
+    assert run_python(code, TORCH_DEVICE_BACKEND_AUTOLOAD="0") == "False"
+
+
+def test_registering_twice_adds_one_finder():
+    before = list(sys.meta_path)
+    _fp8_autoload.load()
+    once = list(sys.meta_path)
+    _fp8_autoload.load()
+    _fp8_autoload.load("lightning_fp8")
+    assert sys.meta_path == once
+    assert len(once) - len(before) <= 1
+
+
+def test_module_is_extended_once_it_ran(host, finder):
+    finder.add("host.core", "host_fp8._register:extend")
+    assert importlib.import_module("host").core.VALUE == 2
+
+
+def test_module_imported_before_is_extended_at_once(host, finder):
+    core = importlib.import_module("host.core")
+    finder.add("host.core", "host_fp8._register:extend")
+    finder.fire_pending()
+    assert core.VALUE == 2
+
+
+def test_half_imported_module_is_extended_when_it_is_complete(host, finder, monkeypatch):
+    # As with `import accelerate`: host.core imports torch, which loads us; VALUE is not there yet.
+    monkeypatch.setattr(_fp8_autoload, "_finder", finder)
+    monkeypatch.setattr(_fp8_autoload, "EXTENSIONS", {"host.core": "host_fp8._register:extend"})
+    (host / "host/core.py").write_text("import _fp8_autoload\n_fp8_autoload.load()\nVALUE = 1\n")
+    (host / "host/__init__.py").write_text("from host import core\nimport host.later\n")
+    (host / "host/later.py").write_text("")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert importlib.import_module("host").core.VALUE == 2
+    assert not finder.pending
+
+
+def test_module_whose_import_failed_half_way_is_extended_at_the_next_try(host, finder, monkeypatch):
+    monkeypatch.setattr(_fp8_autoload, "_finder", finder)
+    monkeypatch.setattr(_fp8_autoload, "EXTENSIONS", {"host.core": "host_fp8._register:extend"})
+    (host / "host/core.py").write_text("import _fp8_autoload\n_fp8_autoload.load()\n1 / 0\n")
+    with pytest.raises(ZeroDivisionError):
+        importlib.import_module("host.core")
+    (host / "host/core.py").write_text("VALUE = 1   # a file of another size, so no stale cache\n")
+    assert importlib.import_module("host.core").VALUE == 2
+
+
+def test_reload_is_extended_again(host, finder):
+    finder.add("host.core", "host_fp8._register:extend")
+    core = importlib.import_module("host.core")
+    assert importlib.reload(core).VALUE == 2
+
+
+def test_loader_is_stock_after_the_import(host, finder):
+    finder.add("host.core", "host_fp8._register:extend")
+    loader = importlib.import_module("host.core").__spec__.loader
+    assert type(loader).__name__ == "SourceFileLoader"
+    assert "exec_module" not in vars(loader)
+    assert loader.get_source("host.core") == "VALUE = 1"
+
+
+def test_finder_that_asks_the_whole_path_in_turn_does_not_recurse(host, finder):
+    class AsksEverybody:
+        asked = 0
+
+        def find_spec(self, fullname, path=None, target=None):
+            self.asked += 1
+            assert self.asked < 5
+            return importlib.util.find_spec(fullname) if fullname == "host.core" else None
+
+    finder.add("host.core", "host_fp8._register:extend")
+    sys.meta_path.insert(1, AsksEverybody())
+    with pytest.raises(AssertionError):  # it recurses by itself, as any two of its kind would ...
+        importlib.import_module("host.core")
+    sys.meta_path.pop(1)
+    assert importlib.import_module("host.core").VALUE == 2
+
+
+def test_loader_that_takes_no_attributes_is_extended_later(host, finder):
+    class SlotLoader:
+        __slots__ = ()
+
+        def create_module(self, spec):
+            return None
+
+        def exec_module(self, module):
+            module.VALUE = 1
+
+    class SlotFinder:
+        def find_spec(self, fullname, path=None, target=None):
+            if fullname == "host.core":
+                return importlib.machinery.ModuleSpec(fullname, SlotLoader())
+            return None
+
+    finder.add("host.core", "host_fp8._register:extend")
+    sys.meta_path.insert(1, SlotFinder())
+    core = importlib.import_module("host.core")
+    importlib.import_module("host_fp8")
+    assert core.VALUE == 2
+
+
+@pytest.mark.parametrize(
+    ("register", "message"),
+    [
+        ("def extend(module): raise RuntimeError('no such luck')", "RuntimeError: no such luck"),
+        ("def extend(module): module.MOVED", "AttributeError"),
+        ("", "AttributeError"),
+        ("import not_installed_anywhere", "ModuleNotFoundError"),
+        ("def extend(:", "SyntaxError"),
+    ],
+    ids=["raises", "upstream-name-moved", "function-missing", "import-fails", "syntax-error"],
+)
+def test_failing_extension_is_one_warning_and_a_stock_host(host, finder, register, message):
+    (host / "host_fp8/_register.py").write_text(register)
+    finder.add("host.core", "host_fp8._register:extend")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert importlib.import_module("host").core.VALUE == 1
+        finder.fire_pending()
+    (warning,) = caught
+    assert "FP8 is not available through host.core" in str(warning.message)
+    assert message in str(warning.message)
+
+
+def test_failing_extension_does_not_raise_where_warnings_are_errors(host, finder, capsys):
+    (host / "host_fp8/_register.py").write_text("def extend(module): module.MOVED")
+    finder.add("host.core", "host_fp8._register:extend")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert importlib.import_module("host").core.VALUE == 1
+    assert "FP8 is not available through host.core" in capsys.readouterr().err
+
+
+def test_failing_registration_is_a_warning(monkeypatch):
+    def fail(*args):
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr(_fp8_autoload._finder, "add", fail)
+    with pytest.warns(RuntimeWarning, match="FP8 was not registered: RuntimeError: broken"):
+        _fp8_autoload.load()
+
+
+def test_finder_that_raises_is_left_to_the_import_system(host, finder):
+    class Blocks:
+        def find_spec(self, fullname, path=None, target=None):
+            if fullname == "host.core":
+                raise ModuleNotFoundError("blocked on purpose")
+
+    finder.add("host.core", "host_fp8._register:extend")
+    sys.meta_path.insert(1, Blocks())
+    with pytest.raises(ModuleNotFoundError, match="blocked on purpose"):
+        importlib.import_module("host.core")
+
+
+def test_module_object_made_by_hand_is_not_extended(host, finder):
+    finder.add("host.core", "host_fp8._register:extend")
+    sys.modules["host.core"] = types.ModuleType("host.core")
+    assert not hasattr(importlib.import_module("host.core"), "VALUE")
+
+
+@pytest.mark.parametrize("first", ["accelerate", "lightning.fabric", "torch"])
+def test_real_hosts_are_extended_whichever_is_imported_first(first):
+    # `import accelerate` has accelerate.accelerator half imported when torch loads us.
+    code = f"""
+        import {first}
+        import accelerate, lightning.fabric, _fp8_autoload
+        assert not _fp8_autoload._finder.pending
+        from typing import get_args
+        from lightning.fabric.plugins.precision import precision
+        assert "fp8-mixed" in get_args(precision._PRECISION_INPUT_STR)
+        assert hasattr(accelerate.utils.imports.is_fp8_available, "__wrapped__")
+    """
+    run_python(code, PYTHONWARNINGS="error:FP8:RuntimeWarning")
