@@ -37,7 +37,8 @@ class FP8Config:
 
     fast_accum: tuple[str, ...] = ("fprop",)
     """The GEMMs, of ``fprop``, ``dgrad`` and ``wgrad``, that use the tensor core's fast
-    accumulation. Default: the forward one, as Transformer Engine and torchao do."""
+    accumulation. Default: the forward one, as Transformer Engine and torchao do. Block-scaled GEMMs
+    (``blockwise``, ``mxfp8``) are promoted to float32 after every block and have no such choice."""
 
     amax_history_len: int = 1024
     """Recipe ``delayed``: the number of past amaxes that the scale looks at."""
@@ -92,6 +93,11 @@ class FP8Config:
             raise ValueError(
                 f"FP8Config: {', '.join(given)} apply to recipe='delayed' only, but recipe is "
                 f"{self.recipe!r}; name recipe='delayed', or leave them out"
+            )
+        if self.grad_format == "e5m2" and self.recipe in ("blockwise", "mxfp8"):
+            raise ValueError(
+                f"FP8Config: recipe={self.recipe!r} takes gradients in E4M3 only (torch's "
+                "block-scaled GEMMs multiply E4M3 with E4M3); leave grad_format out"
             )
         if self.wgrad == "bf16" and "wgrad" in self.fast_accum:
             raise ValueError(

@@ -9,13 +9,15 @@ asked for, and raises otherwise. The CPU is emulation as a whole: torch's operat
 and rowwise there, block scales go through the reference.
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.functional import ScalingType, SwizzleType
 
 from torch_fp8.formats import GEMM_ALIGNMENT
-from torch_fp8.quantize import QuantizedTensor, dequantize
+from torch_fp8.quantize import BLOCK_SHAPE, QuantizedTensor, dequantize
 from torch_fp8.recipe import RECIPES, Granularity, make_recipe
 
 MIN_CAPABILITY = (8, 9)
@@ -24,7 +26,7 @@ MIN_CAPABILITY = (8, 9)
 # for Hopper alone and need CUDA 12.9 (cuBLASLt); MX block scales need Blackwell's tensor cores.
 _CAPABILITIES: dict[str, tuple[tuple[int, int], tuple[int, int]]] = {
     "tensorwise": ((8, 9), (99, 9)),
-    "rowwise": ((9, 0), (99, 9)),
+    "rowwise": ((8, 9), (99, 9)),
     "block_1x128": ((9, 0), (9, 0)),
     "block_128x128": ((9, 0), (9, 0)),
     "block_1x32": ((10, 0), (99, 9)),
@@ -69,11 +71,10 @@ def scaled_matmul(
     if device.type == "cpu":
         if a.granularity not in _CPU_NATIVE:
             return scaled_matmul_reference(a, b, out_dtype)
-        # A padded GEMM would give the same sums; the CPU takes any shape.
         return _scaled_mm(a, b, out_dtype, fast_accum)
     reason = _unsupported(a.granularity, device) or _unsupported(b.granularity, device)
     if reason is None:
-        return _scaled_mm(_pad(a), _pad(b, rows=True), out_dtype, fast_accum)[:, :cols]
+        return _scaled_mm_cuda(a, b, out_dtype, fast_accum)
     if emulate:
         return scaled_matmul_reference(a, b, out_dtype)
     raise ValueError(f"{reason}; choose another recipe, or FP8Config(emulate=True)")
@@ -163,32 +164,94 @@ def _cuda_version() -> tuple[int, ...]:
 def _scaled_mm(
     a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype, fast_accum: bool
 ) -> Tensor:
-    scale_a, scale_b = a.scale, b.scale
-    if a.granularity == "rowwise":
-        scale_b = scale_b.t()
+    """One call of torch's operator; scales as `_operand` lays them out."""
+    scale_b = b.scale.t() if b.granularity == "rowwise" else b.scale
+    swizzle = SwizzleType.NO_SWIZZLE
+    if a.granularity == "block_1x32":
+        swizzle = SwizzleType.SWIZZLE_32_4_4
     return F.scaled_mm(
         a.qdata,
         b.qdata.t(),
-        scale_a,
+        a.scale,
         _SCALING_TYPE[a.granularity],
         scale_b,
         _SCALING_TYPE[b.granularity],
-        swizzle_a=SwizzleType.NO_SWIZZLE,
-        swizzle_b=SwizzleType.NO_SWIZZLE,
+        swizzle_a=swizzle,
+        swizzle_b=swizzle,
         output_dtype=out_dtype,
         use_fast_accum=fast_accum,
     )
 
 
-def _pad(x: QuantizedTensor, rows: bool = False) -> QuantizedTensor:
-    """x with its contraction dimension (and its rows) zero-padded to what the tensor core takes."""
-    num_rows, num_cols = x.qdata.shape
-    pad_cols = -num_cols % GEMM_ALIGNMENT
-    pad_rows = -num_rows % GEMM_ALIGNMENT if rows else 0
-    if not pad_cols and not pad_rows:
-        return x
-    qdata = F.pad(x.qdata.view(torch.uint8), (0, pad_cols, 0, pad_rows)).view(x.qdata.dtype)
+def _scaled_mm_cuda(
+    a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype, fast_accum: bool
+) -> Tensor:
+    rows, cols = a.qdata.shape[0], b.qdata.shape[0]
+    # Rowwise GEMMs write float32 on Hopper only (cuBLASLt); elsewhere CUTLASS's kernel does not.
+    native_dtype = out_dtype
+    if a.granularity == "rowwise" and out_dtype == torch.float32:
+        hopper = torch.cuda.get_device_capability(a.qdata.device)[0] == 9
+        native_dtype = out_dtype if hopper else torch.bfloat16
+    output = _scaled_mm(_operand(a, is_b=False), _operand(b, is_b=True), native_dtype, fast_accum)
+    return output[:rows, :cols].to(out_dtype)
+
+
+def _operand(x: QuantizedTensor, *, is_b: bool) -> QuantizedTensor:
+    """x with payload padded and scales laid out as the CUDA operator takes them.
+
+    The contraction dimension goes to a multiple of 16, with block scales of 128 to one of 128; the
+    rows of b, and of a with block scales, to one of 16, with square blocks to one of 128. The
+    scales of the padding are 1.
+    """
+    blocks_of_128 = x.granularity in ("block_1x128", "block_128x128")
+    col_multiple = 128 if blocks_of_128 else GEMM_ALIGNMENT
+    row_multiple = GEMM_ALIGNMENT if is_b or blocks_of_128 else 1
+    if x.granularity == "block_128x128":
+        row_multiple = 128
+    rows, cols = x.qdata.shape
+    qdata = _pad(x.qdata.view(torch.uint8), -rows % row_multiple, -cols % col_multiple, 0)
+    qdata = qdata.view(x.qdata.dtype)
     scale = x.scale
-    if pad_rows and scale.ndim == 2 and scale.shape[0] == num_rows:
-        scale = F.pad(scale, (0, 0, 0, pad_rows), value=1.0)
+    if x.granularity == "rowwise":
+        scale = _pad(scale, qdata.shape[0] - rows, 0, 1.0)
+    elif x.granularity in BLOCK_SHAPE:
+        block_rows, block_cols = BLOCK_SHAPE[x.granularity]
+        num_rows, num_cols = -(-qdata.shape[0] // block_rows), -(-qdata.shape[1] // block_cols)
+        scale = _pad(scale, num_rows - scale.shape[0], num_cols - scale.shape[1], 1.0)
+        scale = _LAY_OUT[x.granularity](scale)
     return QuantizedTensor(qdata, scale, x.granularity)
+
+
+def _pad(x: Tensor, rows: int, cols: int, value: float) -> Tensor:
+    return F.pad(x, (0, cols, 0, rows), value=value) if rows or cols else x
+
+
+def _column_major(scale: Tensor) -> Tensor:
+    """(R, L) with strides (1, R)."""
+    return scale.t().contiguous().t()
+
+
+def _square_blocks(scale: Tensor) -> Tensor:
+    """(ceil(R / 128), L) -> (L rounded up to 4, ceil(R / 128)), its first dimension contiguous."""
+    return _pad(scale, 0, -scale.shape[1] % 4, 1.0).contiguous().t()
+
+
+def _swizzled_e8m0(scale: Tensor) -> Tensor:
+    """(R, L) float32 powers of two -> flat E8M0 bytes in tiles of 128 rows x 4 blocks.
+
+    Within a tile the byte of row r and block c lies at (r % 32) * 16 + (r // 32) * 4 + c; tiles
+    follow each other row by row (cuBLAS documentation, "1D block scaling factors layout"). An E8M0
+    byte is the exponent field of the float32; Inf and NaN both give 255, its NaN.
+    """
+    exponent = (scale.view(torch.int32) >> 23).to(torch.uint8)
+    exponent = _pad(exponent, -scale.shape[0] % 128, -scale.shape[1] % 4, 0)
+    rows, cols = exponent.shape
+    tiles = exponent.view(rows // 128, 4, 32, cols // 4, 4).permute(0, 3, 2, 1, 4)
+    return tiles.reshape(-1).view(torch.float8_e8m0fnu)
+
+
+_LAY_OUT: dict[str, Callable[[Tensor], Tensor]] = {
+    "block_1x128": _column_major,
+    "block_128x128": _square_blocks,
+    "block_1x32": _swizzled_e8m0,
+}

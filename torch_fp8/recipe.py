@@ -161,6 +161,8 @@ def make_recipe(
             grad_output.delayed,
             grad_output.power_of_two,
         )
+    if input.granularity.startswith("block_"):
+        fast_accum = ()  # promoted to float32 after every block
     return Recipe(
         name,
         fprop=Gemm(input, weight, "fprop" in fast_accum),
