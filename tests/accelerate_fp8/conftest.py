@@ -1,0 +1,160 @@
+"""Runs scripts as a user would, with a meter of GEMMs in their processes, and makes a tiny model."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+SCRIPTS = Path(__file__).parent / "scripts"
+PROBE = Path(__file__).parents[1] / "probe"
+
+
+@dataclass
+class Run:
+    """What a run of a script left behind.
+
+    Attributes:
+        fp8: calls of torch's scaled matmul, over all processes of the script.
+        linear: calls of torch's ordinary linear, likewise.
+        processes: of the script, without the launcher's.
+    """
+
+    returncode: int
+    stdout: str
+    stderr: str
+    fp8: int
+    linear: int
+    processes: int
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> dict[str, str]:
+    """A user's environment: nothing chosen for Accelerate, no configuration file, no network."""
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("ACCELERATE_", "TORCH_FP8_", "TORCH_DEVICE_BACKEND"))
+    }
+    search = [str(PROBE), *filter(None, [kept.get("PYTHONPATH")])]
+    return {
+        **kept,
+        "PYTHONPATH": os.pathsep.join(search),
+        "HF_HOME": str(tmp_path / "hf_home"),
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+
+
+@pytest.fixture
+def run(tmp_path: Path, environment: dict[str, str]) -> Callable[..., Run]:
+    """``run("loop.py", *arguments, launch=("--mixed_precision", "fp8"), **environment)``.
+
+    `launch` None: ``python script``; else ``accelerate launch`` with these flags, on the CPU.
+    """
+
+    def run_script(
+        script: str,
+        *arguments: object,
+        launch: tuple[str, ...] | None = None,
+        fails: bool = False,
+        **variables: str,
+    ) -> Run:
+        counts = tmp_path / f"counts{len(list(tmp_path.glob('counts*')))}"
+        counts.mkdir()
+        command = [sys.executable]
+        if launch is not None:
+            command += ["-m", "accelerate.commands.launch", "--cpu", *launch]
+            if "--num_processes" not in launch:
+                command += ["--num_processes", "1"]
+        command += [str(SCRIPTS / script), *map(str, arguments)]
+        done = subprocess.run(
+            command,
+            env={**environment, "FP8_PROBE_OUT": str(counts), **variables},
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+        assert (done.returncode != 0) == fails, done.stdout + done.stderr
+        of_script = [
+            entry
+            for entry in (json.loads(path.read_text()) for path in counts.iterdir())
+            if entry["argv"][0].endswith(script)
+        ]
+        return Run(
+            done.returncode,
+            done.stdout,
+            done.stderr,
+            sum(entry["scaled_mm"] for entry in of_script),
+            sum(entry["linear"] for entry in of_script),
+            len(of_script),
+        )
+
+    return run_script
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a Llama of two layers, hidden size 32, and a tokenizer of whole words."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, set_seed
+
+    folder = tmp_path_factory.mktemp("tiny_model")
+    words = Tokenizer(models.WordLevel(unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    special = ["<unk>", "<pad>", "<s>", "</s>"]
+    text = "the cat sat on a mat and one dog ran in this park for ever user assistant :"
+    words.train_from_iterator([text], trainers.WordLevelTrainer(special_tokens=special))
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=words,
+        unk_token="<unk>",
+        pad_token="<pad>",
+        bos_token="<s>",
+        eos_token="</s>",
+        chat_template="{% for m in messages %}{{ m['role'] + ' : ' + m['content'] + ' ' }}"
+        "{% endfor %}",
+    )
+    tokenizer.save_pretrained(folder)
+    set_seed(0)
+    config = LlamaConfig(
+        vocab_size=32,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        pad_token_id=1,
+        bos_token_id=2,
+        eos_token_id=3,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def accelerate(monkeypatch: pytest.MonkeyPatch) -> Iterator[object]:
+    """The module, with nothing chosen in the environment and its shared state reset afterwards."""
+    import accelerate
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+
+    for name in list(os.environ):
+        if name.startswith(("ACCELERATE_", "TORCH_FP8_")):
+            monkeypatch.delenv(name)
+
+    def reset() -> None:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+        PartialState._reset_state()
+
+    reset()
+    yield accelerate
+    reset()

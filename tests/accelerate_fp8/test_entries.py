@@ -1,0 +1,73 @@
+"""Every entry with an unmodified script: FP8 GEMMs ran with the flag, and none without it."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+SCRIPTS = Path(__file__).parent / "scripts"
+TRAINERS = ("trainer", "sft", "lora", "dpo", "grpo", "reward_model")
+
+# loop.py: 8 micro-batches through 3 layers; fprop and wgrad for each, dgrad for all but the first.
+LOOP_GEMMS = 8 * (3 + 3 + 2)
+
+
+@pytest.mark.parametrize("script", ["loop.py", "trainers.py"])
+def test_scripts_say_nothing_of_fp8(script: str) -> None:
+    assert "fp8" not in (SCRIPTS / script).read_text().lower()
+
+
+def test_launcher_flag_runs_fp8_gemms(run: Callable) -> None:
+    done = run("loop.py", launch=("--mixed_precision", "fp8"))
+    assert (done.fp8, done.linear) == (LOOP_GEMMS, 0)
+    assert "layer torch_fp8.linear.Float8Linear" in done.stdout
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_launcher_without_fp8_runs_none(run: Callable, precision: str) -> None:
+    done = run("loop.py", launch=("--mixed_precision", precision))
+    assert done.fp8 == 0
+    assert done.linear > 0
+    assert "layer torch.nn.modules.linear.Linear" in done.stdout
+
+
+def test_constructor_argument_runs_fp8_gemms(run: Callable) -> None:
+    assert run("loop.py", "fp8").fp8 == LOOP_GEMMS
+
+
+def test_constructor_without_fp8_runs_none(run: Callable) -> None:
+    assert run("loop.py", "bf16").fp8 == 0
+
+
+def test_summary_is_shown_once_by_default(run: Callable) -> None:
+    done = run("loop.py", "fp8")
+    assert done.stderr.count("linear layers") == 1
+    assert "3 of 3 linear layers, 100.0 % of the matmul FLOPs, level O1" in done.stderr
+    assert "emulation on CPU" in done.stderr
+    assert "bytes per parameter" in done.stderr
+
+
+def test_trainers_of_transformers_and_trl_run_fp8_gemms(run: Callable, tiny_model: Path) -> None:
+    done = run("trainers.py", tiny_model, launch=("--mixed_precision", "fp8"))
+    counts = _counts(done.stdout)
+    assert set(counts) == set(TRAINERS)
+    for name, (trained, evaluated) in counts.items():
+        assert trained > 0, name
+        assert evaluated > 0, name
+    # 14 linear layers, 2 steps, three GEMMs each.
+    assert counts["trainer"][0] == 14 * 2 * 3
+    # TRL recomputes activations by default, and LoRA's base weights are frozen: no wgrad.
+    assert counts["sft"][0] == 14 * 2 * 4
+    assert counts["lora"][0] == 14 * 2 * 3
+    assert done.stderr.count("bf16=True in the training arguments") == 1
+
+
+def test_trainers_without_the_flag_run_none(run: Callable, tiny_model: Path) -> None:
+    done = run("trainers.py", tiny_model, launch=("--mixed_precision", "no"))
+    assert _counts(done.stdout) == dict.fromkeys(TRAINERS, (0, 0))
+
+
+def _counts(stdout: str) -> dict[str, tuple[int, int]]:
+    lines = re.findall(r"^(\w+): trained (\d+) evaluated (\d+)$", stdout, re.MULTILINE)
+    return {name: (int(trained), int(evaluated)) for name, trained, evaluated in lines}
