@@ -193,7 +193,9 @@ def _scaled_mm_cuda(
         hopper = torch.cuda.get_device_capability(a.qdata.device)[0] == 9
         native_dtype = out_dtype if hopper else torch.bfloat16
     output = _scaled_mm(_operand(a, is_b=False), _operand(b, is_b=True), native_dtype, fast_accum)
-    return output[:rows, :cols].to(out_dtype)
+    if output.shape != (rows, cols):
+        output = output[:rows, :cols]
+    return output.to(out_dtype)
 
 
 def _operand(x: QuantizedTensor, *, is_b: bool) -> QuantizedTensor:

@@ -1,0 +1,94 @@
+import json
+
+import pytest
+
+from torch_fp8 import FP8Config
+
+
+def test_json_round_trip():
+    config = FP8Config(recipe="delayed", amax_history_len=16, skip=("a", "b.*"), wgrad="bf16")
+    assert FP8Config.from_json(config.to_json()) == config
+
+
+def test_reads_a_file(tmp_path):
+    path = tmp_path / "fp8.json"
+    path.write_text('{"recipe": "rowwise"}')
+    assert FP8Config.from_json(path) == FP8Config(recipe="rowwise")
+
+
+def test_reads_the_environment(monkeypatch, tmp_path):
+    assert FP8Config.from_env() is None
+    monkeypatch.setenv("TORCH_FP8_CONFIG", json.dumps({"recipe": "mxfp8", "skip": ["head"]}))
+    assert FP8Config.from_env() == FP8Config(recipe="mxfp8", skip=("head",))
+    path = tmp_path / "fp8.json"
+    path.write_text('{"wgrad": "bf16"}')
+    monkeypatch.setenv("TORCH_FP8_CONFIG", str(path))
+    assert FP8Config.from_env() == FP8Config(wgrad="bf16")
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"recipe": "tensorwize"}, "tensorwise"),
+        ({"wgrad": "fp32"}, "bf16"),
+        ({"grad_format": "e3m4"}, "e5m2"),
+        ({"amax_compute_algo": "mean", "recipe": "delayed"}, "most_recent"),
+        ({"fast_accum": ("forward",)}, "fprop"),
+        ({"opt_level": "O4"}, "O1"),
+        ({"opt_level": "O3"}, "not available"),
+        ({"amax_history_len": 0, "recipe": "delayed"}, "at least 1"),
+    ],
+    ids=lambda v: str(v),
+)
+def test_unknown_values_name_the_valid_ones(options, named):
+    with pytest.raises(ValueError, match=named) as raised:
+        FP8Config(**options)
+    assert next(iter(options)) in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"amax_history_len": 16}, "amax_history_len"),
+        ({"recipe": "rowwise", "margin": 1}, "margin"),
+        ({"wgrad": "bf16", "fast_accum": ("wgrad",)}, "wgrad"),
+        ({"recipe": "blockwise", "grad_format": "e5m2"}, "E4M3 only"),
+    ],
+    ids=["history-without-delayed", "margin-without-delayed", "fast-bf16-wgrad", "e5m2-blocks"],
+)
+def test_contradictions_raise(options, named):
+    with pytest.raises(ValueError, match=named):
+        FP8Config(**options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"skip": "lm_head"}, {"skip": (1,)}, {"eval_fp8": 1}, {"margin": 0.5, "recipe": "delayed"}],
+    ids=lambda v: str(v),
+)
+def test_wrong_types_raise(options):
+    with pytest.raises(TypeError, match=next(iter(options))):
+        FP8Config(**options)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"recipee": "auto"}', "'recipee'.*valid ones are recipe, wgrad"),
+        ("{recipe}", "not valid JSON"),
+        ("no/such/file.json", "neither a JSON object nor a readable file"),
+    ],
+)
+def test_bad_json_raises(monkeypatch, text, message):
+    with pytest.raises(ValueError, match=message):
+        FP8Config.from_json(text)
+    monkeypatch.setenv("TORCH_FP8_CONFIG", text)
+    with pytest.raises(ValueError, match="TORCH_FP8_CONFIG"):
+        FP8Config.from_env()
+
+
+def test_a_json_list_is_refused(tmp_path):
+    path = tmp_path / "fp8.json"
+    path.write_text("[1]")
+    with pytest.raises(ValueError, match="JSON object"):
+        FP8Config.from_json(path)
