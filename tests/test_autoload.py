@@ -183,21 +183,22 @@ def test_loader_is_stock_after_the_import(host, finder):
     assert loader.get_source("host.core") == "VALUE = 1"
 
 
-def test_finder_that_asks_the_whole_path_in_turn_does_not_recurse(host, finder):
-    class AsksEverybody:
-        asked = 0
+def test_finder_that_asks_the_whole_path_in_turn_is_no_trouble(host, finder):
+    class AsksEverybody:  # as wrapt's does
+        asking = False
 
         def find_spec(self, fullname, path=None, target=None):
-            self.asked += 1
-            assert self.asked < 5
-            return importlib.util.find_spec(fullname) if fullname == "host.core" else None
+            if self.asking or fullname != "host.core":
+                return None
+            self.asking = True
+            try:
+                return importlib.util.find_spec(fullname)
+            finally:
+                self.asking = False
 
     finder.add("host.core", "host_fp8._register:extend")
     sys.meta_path.insert(1, AsksEverybody())
-    with pytest.raises(AssertionError):  # it recurses by itself, as any two of its kind would ...
-        importlib.import_module("host.core")
-    sys.meta_path.pop(1)
-    assert importlib.import_module("host.core").VALUE == 2
+    assert importlib.import_module("host.core").VALUE == 2  # extended, and only once
 
 
 def test_loader_that_takes_no_attributes_is_extended_later(host, finder):

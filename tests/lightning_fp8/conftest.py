@@ -1,0 +1,75 @@
+"""Runs scripts that say nothing of FP8 but the flag, and counts the GEMMs that they ran."""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parent.parent
+SCRIPTS = Path(__file__).parent / "scripts"
+TIMEOUT_S = 180
+
+
+@dataclass
+class Run:
+    """A finished script: its exit status and output, and what each of its processes counted."""
+
+    returncode: int
+    output: str
+    counts: list[dict[str, int]]
+
+    @property
+    def fp8_gemms(self) -> list[int]:
+        """FP8 GEMMs per process, of those that ran any."""
+        return [count["scaled_mm"] for count in self.counts if count["scaled_mm"]]
+
+
+def run_script(folder: Path, command: list[str], env: dict[str, str]) -> Run:
+    command = [str(SCRIPTS / part) if part.endswith(".py") else part for part in command]
+    inherited = os.environ.get("PYTHONPATH")
+    process = subprocess.run(
+        [sys.executable, *command],
+        cwd=folder,
+        env={
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": os.pathsep.join(filter(None, [str(TESTS / "probe"), inherited])),
+            "FP8_PROBE_OUT": str(folder),
+            **env,
+        },
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=TIMEOUT_S,
+    )
+    counts = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+    return Run(process.returncode, process.stdout, counts)
+
+
+@pytest.fixture
+def run(tmp_path):
+    """run(command, command, ...): the scripts, all at the same time.
+
+    A command is a list of arguments, and perhaps a dictionary of environment variables.
+    """
+
+    def run(*commands: list) -> list[Run]:
+        with ThreadPoolExecutor(len(commands)) as pool:
+            jobs = [
+                pool.submit(
+                    run_script,
+                    Path(tempfile.mkdtemp(dir=tmp_path)),
+                    [part for part in command if isinstance(part, str)],
+                    next((part for part in command if isinstance(part, dict)), {}),
+                )
+                for command in commands
+            ]
+        return [job.result() for job in jobs]
+
+    return run

@@ -1,0 +1,146 @@
+"""Unmodified scripts: each entry with the flag runs FP8 GEMMs, and without it none."""
+
+import socket
+
+import pytest
+
+FLAG = "fp8-mixed"
+# Two linear layers, forward, wgrad, and dgrad but for the first layer: 5 GEMMs a training step.
+GEMMS_PER_STEP, GEMMS_PER_EVALUATION = 5, 2
+TRAINER_GEMMS = 2 * GEMMS_PER_STEP + 2 * GEMMS_PER_EVALUATION  # with Lightning's sanity check
+
+
+def assert_fp8_only_with_flag(flagged, plain, gemms_per_process):
+    assert flagged.returncode == 0, flagged.output
+    assert plain.returncode == 0, plain.output
+    assert flagged.fp8_gemms == gemms_per_process, flagged.output
+    assert plain.fp8_gemms == []
+    assert flagged.output.count("of the matmul FLOPs") == 1, flagged.output
+    assert "FP8" not in plain.output
+
+
+@pytest.mark.parametrize("host", ["lightning", "pytorch_lightning"])  # lightning.pytorch: see below
+def test_trainer(run, host):
+    command = ["trainer.py", host, "auto", "1"]
+    assert_fp8_only_with_flag(*run([*command, FLAG], command), [TRAINER_GEMMS])
+
+
+@pytest.mark.parametrize("host", ["lightning", "lightning_fabric"])  # lightning.fabric: see below
+def test_fabric(run, host):
+    command = ["fabric.py", host, "auto", "1"]
+    assert_fp8_only_with_flag(*run([*command, FLAG], command), [2 * GEMMS_PER_STEP])
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "ddp_fork", "ddp_spawn"])
+def test_trainer_ddp(run, strategy):
+    command = ["trainer.py", "lightning.pytorch", strategy, "2"]
+    flagged, plain = run([*command, FLAG, port()], [*command, port()])
+    assert_fp8_only_with_flag(flagged, plain, [TRAINER_GEMMS] * 2)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "host"),
+    [
+        ("ddp", "lightning.fabric"),
+        ("ddp_fork", "lightning.fabric"),
+        ("ddp_spawn", "lightning_fabric"),
+    ],
+)
+def test_fabric_ddp(run, strategy, host):
+    command = ["fabric.py", host, strategy, "2"]
+    flagged, plain = run([*command, FLAG, port()], [*command, port()])
+    assert_fp8_only_with_flag(flagged, plain, [2 * GEMMS_PER_STEP] * 2)
+
+
+@pytest.mark.parametrize("kind", ["trainer", "fabric"])
+def test_model_parallel(run, kind):
+    command = ["model_parallel.py", kind]
+    flagged, plain = run([*command, FLAG, port()], [*command, port()])
+    # Three linear layers, so 8 GEMMs a step.
+    assert_fp8_only_with_flag(flagged, plain, [2 * 8] * 2)
+
+
+@pytest.mark.parametrize("host", ["lightning.pytorch", "pytorch_lightning"])
+def test_cli_argument_and_yaml(run, tmp_path, host):
+    trainer = {
+        "accelerator": "cpu",
+        "devices": "1",
+        "max_steps": "2",
+        "logger": "false",
+        "enable_checkpointing": "false",
+        "enable_progress_bar": "false",
+        "enable_model_summary": "false",
+    }
+    yaml = tmp_path / "config.yaml"
+    lines = [f"  {name}: {value}" for name, value in {**trainer, "precision": FLAG}.items()]
+    yaml.write_text("\n".join(["trainer:", *lines]))
+    plain = ["cli.py", "fit", *(f"--trainer.{name}={value}" for name, value in trainer.items())]
+    env = {"HOST": host}
+    by_argument, without = run([*plain, f"--trainer.precision={FLAG}", env], [*plain, env])
+    assert_fp8_only_with_flag(by_argument, without, [2 * GEMMS_PER_STEP])
+    by_yaml, misspelt = run(
+        ["cli.py", "fit", f"--config={yaml}", env],
+        [*plain, "--trainer.precision=fp8-mixd", env],
+    )
+    assert by_yaml.fp8_gemms == [2 * GEMMS_PER_STEP], by_yaml.output
+    assert misspelt.returncode == 2
+    assert "'fp8-mixed'" in misspelt.output
+
+
+@pytest.mark.parametrize("package", ["lightning.fabric", "lightning_fabric"])
+def test_fabric_run(run, package):
+    # What the console script `fabric` does; it belongs to one of the two packages.
+    start = f"from {package}.cli import _main; _main()"
+    launcher = ["-c", start, "run", f"--main-port={free_port()}"]
+    script = ["--accelerator=cpu", "fabric.py", package, "auto", "1"]
+    flagged, misspelt = run(
+        [*launcher, f"--precision={FLAG}", *script], [*launcher, "--precision=fp8-mixd", *script]
+    )
+    assert flagged.returncode == 0, flagged.output
+    assert flagged.fp8_gemms == [2 * GEMMS_PER_STEP]
+    assert misspelt.returncode == 2
+    assert "'fp8-mixed'" in misspelt.output
+
+
+def test_environment_variables_of_the_hosts(run):
+    trainer, fabric = run(
+        ["trainer.py", "lightning.pytorch", "auto", "1", {"PL_TRAINER_PRECISION": FLAG}],
+        ["fabric.py", "lightning.fabric", "auto", "1", {"LT_PRECISION": FLAG}],
+    )
+    assert trainer.fp8_gemms == [TRAINER_GEMMS], trainer.output
+    assert fabric.fp8_gemms == [2 * GEMMS_PER_STEP], fabric.output
+
+
+def test_environment_variable_for_every_choice(run):
+    command = ["trainer.py", "lightning.pytorch", "auto", "1", FLAG]
+    rowwise, bad = run(
+        [*command, {"TORCH_FP8_CONFIG": '{"recipe": "rowwise", "eval_fp8": false}'}],
+        [*command, {"TORCH_FP8_CONFIG": '{"recipe": "columnwise"}'}],
+    )
+    assert rowwise.fp8_gemms == [2 * GEMMS_PER_STEP], rowwise.output  # none in evaluation
+    assert "recipe    rowwise" in rowwise.output
+    assert bad.returncode == 1
+    assert "recipe='columnwise' is unknown" in bad.output
+
+
+def test_autoload_switched_off_is_stock_behaviour(run):
+    off = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    trainer, fabric = run(
+        ["trainer.py", "lightning.pytorch", "auto", "1", FLAG, off],
+        ["fabric.py", "lightning_fabric", "auto", "1", FLAG, off],
+    )
+    for stock in (trainer, fabric):
+        assert stock.returncode == 1
+        assert "Precision 'fp8-mixed' is invalid" in stock.output
+        assert "'fp8-mixed', 64" not in stock.output
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def port() -> dict[str, str]:
+    """Two launches at the same time must not meet at one port."""
+    return {"MASTER_PORT": str(free_port())}
