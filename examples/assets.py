@@ -26,14 +26,12 @@ import tiny_llama
 from code_tokenizer import END, train_tokenizer
 from stdlib_corpus import documented_functions, is_held_out, source_files
 
-MAX_FUNCTION_CHARACTERS = 1200
-MAX_DOCSTRING_CHARACTERS = 300
-MIN_DOCSTRING_CHARACTERS = 20
+DOCSTRING_CHARACTERS = range(20, 301)
 
 
 @dataclass(frozen=True)
 class Preset:
-    """Sizes of what is made, and the length of the fine-tuning run that fits it."""
+    """How much of the library is read, and how large a model is made of it."""
 
     name: str
     files_one_in: int
@@ -43,8 +41,7 @@ class Preset:
     pretraining_steps: int
     pretraining_batch: int
     pretraining_length: int
-    finetuning_steps: int
-    max_eval_examples: int
+    max_function_characters: int
 
 
 DEFAULT = Preset(
@@ -56,8 +53,7 @@ DEFAULT = Preset(
     pretraining_steps=1000,
     pretraining_batch=8,
     pretraining_length=128,
-    finetuning_steps=120,
-    max_eval_examples=192,
+    max_function_characters=600,
 )
 QUICK = Preset(
     name="quick",
@@ -68,8 +64,7 @@ QUICK = Preset(
     pretraining_steps=200,
     pretraining_batch=8,
     pretraining_length=128,
-    finetuning_steps=40,
-    max_eval_examples=24,
+    max_function_characters=600,
 )
 
 
@@ -123,17 +118,7 @@ def _make(preset: Preset, folder: Path) -> None:
         f"standard library, {len(stream):,} tokens, a vocabulary of {len(tokenizer):,}"
     )
 
-    seen: set[tuple[str, str]] = set()
-    for name, held_out in (("train", False), ("eval", True)):
-        rows = [
-            row
-            for path in files
-            if is_held_out(path) == held_out
-            for row in _instructions(path, seen)
-        ]
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        print(f"  {name}.jsonl: {len(rows)} functions with their docstrings")
-
+    _write_instructions(preset, files, folder)
     torch.manual_seed(0)
     model = tiny_llama.build(
         len(tokenizer),
@@ -158,21 +143,24 @@ def _make(preset: Preset, folder: Path) -> None:
     )
 
 
-def _instructions(path: Path, seen: set[tuple[str, str]]) -> list[dict]:
+def _write_instructions(preset: Preset, files: list[Path], folder: Path) -> None:
+    seen: set[tuple[str, str]] = set()
+    for name, held_out in (("train", False), ("eval", True)):
+        rows = []
+        for path in (path for path in files if is_held_out(path) == held_out):
+            rows += _instructions(path, preset.max_function_characters, seen)
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        print(f"  {name}.jsonl: {len(rows)} functions with their docstrings")
+
+
+def _instructions(path: Path, max_characters: int, seen: set[tuple[str, str]]) -> list[dict]:
     rows = []
     for code, docstring in documented_functions(path):
-        fits = len(code) <= MAX_FUNCTION_CHARACTERS
-        if not fits or not MIN_DOCSTRING_CHARACTERS <= len(docstring) <= MAX_DOCSTRING_CHARACTERS:
+        if len(code) > max_characters or len(docstring) not in DOCSTRING_CHARACTERS:
             continue
         if (code, docstring) in seen:
             continue
         seen.add((code, docstring))
-        rows.append(
-            {
-                "messages": [
-                    {"role": "user", "content": f"Describe this function.\n\n{code}"},
-                    {"role": "assistant", "content": docstring},
-                ]
-            }
-        )
+        question = {"role": "user", "content": f"Describe this function.\n\n{code}"}
+        rows.append({"messages": [question, {"role": "assistant", "content": docstring}]})
     return rows

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 COLUMNS = ["step", "loss", "eval_loss", "seconds"]
+MEASURED = ["device", "linear_layers", "bytes_per_parameter"]
 
 
 class RunRecord:
@@ -29,7 +30,7 @@ class RunRecord:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
         self.write = write
-        self.facts: dict = {}
+        self.facts = self._earlier_facts() if resume_at else {}
         self.path = folder / "losses.csv"
         self.rows = (
             [row for row in read_losses(self.path) if row["step"] <= resume_at] if resume_at else []
@@ -50,7 +51,9 @@ class RunRecord:
         self._add({"step": step, "eval_loss": loss})
 
     def measure(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Count linear layers and bytes per parameter, while the last gradients are there."""
+        """Count linear layers and bytes per parameter once, between a step and `zero_grad`."""
+        if self.facts:
+            return
         linears = Counter(type(m).__name__ for m in model.modules() if isinstance(m, nn.Linear))
         self.facts = {
             "device": next(model.parameters()).device.type,
@@ -75,6 +78,12 @@ class RunRecord:
         if self.write:
             (self.folder / "result.json").write_text(json.dumps(result, indent=2) + "\n")
         return result
+
+    def _earlier_facts(self) -> dict:
+        """What a run that was complete measured; one that was cut off measures again."""
+        path = self.folder / "result.json"
+        result = json.loads(path.read_text()) if path.exists() else {}
+        return {name: result[name] for name in MEASURED if name in result}
 
     def _add(self, row: dict) -> None:
         row["seconds"] = round(self._before + time.perf_counter() - self._started, 2)

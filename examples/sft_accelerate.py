@@ -16,7 +16,6 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 from tqdm import tqdm
-from transformers import get_cosine_schedule_with_warmup
 
 import comparison
 from run_record import RunRecord
@@ -28,16 +27,18 @@ def train(arguments) -> dict:
     accelerator = Accelerator(gradient_accumulation_steps=arguments.accumulate)
     set_seed(arguments.seed)
     with accelerator.main_process_first():
-        run = prepare(arguments, accelerator.num_processes)
+        run = prepare(arguments)
+    processes = accelerator.num_processes
+    steps = run.steps(processes)
     optimizer = torch.optim.AdamW(
         run.model.parameters(), lr=arguments.learning_rate, weight_decay=arguments.weight_decay
     )
-    schedule = get_cosine_schedule_with_warmup(optimizer, run.warmup_steps, run.steps)
+    schedule = run.schedule(optimizer, processes)
     accelerator.register_for_checkpointing(schedule)
     model, optimizer, train_loader, eval_loader = accelerator.prepare(
         run.model.train(),
         optimizer,
-        run.train_loader(num_processes=accelerator.num_processes),
+        run.train_loader(processes),
         run.eval_loader(),
     )
 
@@ -52,7 +53,7 @@ def train(arguments) -> dict:
         record.evaluation(0, evaluate(accelerator, model, eval_loader))
 
     bar = tqdm(
-        total=run.steps,
+        total=steps,
         initial=step,
         disable=not accelerator.is_local_main_process,
         mininterval=1.0,
@@ -75,7 +76,7 @@ def train(arguments) -> dict:
         micro_losses.clear()
         bar.update()
         bar.set_postfix(loss=f"{record.rows[-1]['loss']:.3f}")
-        if step % arguments.eval_every == 0 or step == run.steps:
+        if step % arguments.eval_every == 0 or step == steps:
             record.evaluation(step, evaluate(accelerator, model, eval_loader))
             save_checkpoint(accelerator, checkpoints, step)
     bar.close()

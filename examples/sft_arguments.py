@@ -2,23 +2,30 @@
 
 import argparse
 import math
+import random
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, Dataset
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     PreTrainedModel,
     PreTrainedTokenizerBase,
+    get_cosine_schedule_with_warmup,
 )
 
 import assets
 from instruction_data import hold_out, load_examples, pack, pad, stack
 from run_order import RunOrder
+
+# For the model and the data that the script makes itself.
+OWN_STEPS, OWN_EVAL_EXAMPLES = 80, 160
+OWN_STEPS_QUICK, OWN_EVAL_EXAMPLES_QUICK = 40, 24
 
 
 def argument_parser(description: str) -> argparse.ArgumentParser:
@@ -60,7 +67,7 @@ def argument_parser(description: str) -> argparse.ArgumentParser:
         default=512,
         help="tokens in a packed row, and in the longest example",
     )
-    add("--batch-size", type=int, default=2, help="rows of a micro-batch, per process")
+    add("--batch-size", type=int, default=1, help="rows of a micro-batch, per process")
     add("--accumulate", type=int, default=2, help="micro-batches to an optimizer step")
     add(
         "--epochs",
@@ -85,7 +92,7 @@ def argument_parser(description: str) -> argparse.ArgumentParser:
     add(
         "--eval-every",
         type=int,
-        default=30,
+        default=20,
         help="optimizer steps from one evaluation and checkpoint to the next",
     )
     add("--seed", type=int, default=0, help="of the order of the data")
@@ -102,24 +109,34 @@ class FineTuning:
     tokenizer: PreTrainedTokenizerBase
     train_data: Dataset
     eval_data: Dataset
-    steps: int
+    fixed_steps: int | None
 
-    @property
-    def warmup_steps(self) -> int:
-        return round(self.arguments.warmup * self.steps)
+    def steps(self, num_processes: int) -> int:
+        """Return the run's optimizer steps: as given, or what makes --epochs of the data."""
+        if self.fixed_steps is not None:
+            return self.fixed_steps
+        arguments = self.arguments
+        rows_per_step = arguments.batch_size * arguments.accumulate * num_processes
+        return math.ceil(arguments.epochs * len(self.train_data) / rows_per_step)
+
+    def schedule(self, optimizer: torch.optim.Optimizer, num_processes: int) -> LambdaLR:
+        """Return a linear warm-up and a cosine to zero, to be stepped with the optimizer."""
+        steps = self.steps(num_processes)
+        warmup = round(self.arguments.warmup * steps)
+        return get_cosine_schedule_with_warmup(optimizer, warmup, steps)
 
     def train_loader(
-        self, start: int = 0, num_processes: int = 1, rank: int | None = None
+        self, num_processes: int, rank: int | None = None, start: int = 0
     ) -> DataLoader:
         """Return the micro-batches of the whole run.
 
         Args:
-            start: how many of them were read before the run was resumed.
-            num_processes: how many processes share the data.
+            num_processes: how many share the data.
             rank: this process, for its own share. None: everybody's, for a host that deals them.
+            start: how many of its batches a process had read before the run was resumed.
         """
         size = self.arguments.batch_size
-        samples = self.steps * self.arguments.accumulate * size
+        samples = self.steps(num_processes) * self.arguments.accumulate * size
         if rank is None:
             samples, rank, num_processes = samples * num_processes, 0, 1
         order = RunOrder(
@@ -137,12 +154,11 @@ class FineTuning:
         return partial(pad, pad_token_id=_pad_token_id(self.tokenizer))
 
 
-def prepare(arguments: argparse.Namespace, num_processes: int = 1) -> FineTuning:
+def prepare(arguments: argparse.Namespace) -> FineTuning:
     """Load (or first make) the model and the data.
 
     Args:
         arguments: of `argument_parser`.
-        num_processes: how many share the data; shortens a run that is given in epochs.
     Raises:
         ValueError: see instruction_data.load_examples.
     """
@@ -162,22 +178,17 @@ def prepare(arguments: argparse.Namespace, num_processes: int = 1) -> FineTuning
     elif arguments.data is not None:
         train, evaluation = hold_out(train, 0.05, seed=0)
     else:
-        evaluation = load_examples(own.eval, tokenizer, length)[: preset.max_eval_examples]
+        own_eval = OWN_EVAL_EXAMPLES_QUICK if arguments.quick else OWN_EVAL_EXAMPLES
+        evaluation = load_examples(own.eval, tokenizer, length)
+        evaluation = random.Random(0).sample(evaluation, min(own_eval, len(evaluation)))
 
     if arguments.batching == "packed":
         pad_token_id = _pad_token_id(tokenizer)
         train = pack(train, length, pad_token_id)
         evaluation = pack(evaluation, length, pad_token_id)
-    if arguments.steps is not None:
-        steps = arguments.steps
-    elif arguments.data is None:
-        steps = preset.finetuning_steps
-    else:
-        steps = math.ceil(
-            arguments.epochs
-            * len(train)
-            / (arguments.batch_size * arguments.accumulate * num_processes)
-        )
+    steps = arguments.steps
+    if steps is None and arguments.data is None:
+        steps = OWN_STEPS_QUICK if arguments.quick else OWN_STEPS
     return FineTuning(arguments, model, tokenizer, train, evaluation, steps)
 
 
@@ -188,8 +199,6 @@ def num_targets(batch: dict[str, Tensor]) -> int:
 
 def _pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
     """Padding is masked everywhere, so any token serves a tokenizer that has none for it."""
-    return (
-        tokenizer.pad_token_id
-        if tokenizer.pad_token_id is not None
-        else (tokenizer.eos_token_id or 0)
-    )
+    if tokenizer.pad_token_id is not None:
+        return tokenizer.pad_token_id
+    return tokenizer.eos_token_id or 0

@@ -14,7 +14,6 @@ import lightning as L
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
-from transformers import get_cosine_schedule_with_warmup
 
 import comparison
 from run_record import RunRecord
@@ -36,15 +35,19 @@ class SupervisedFineTuning(L.LightningModule):
         self.log("loss", loss, prog_bar=True)
         return loss
 
-    def on_fit_start(self) -> None:
-        step = self.global_step  # not zero where the run is resumed
-        self.record = RunRecord(
-            self.run.arguments.output, resume_at=step, write=self.trainer.is_global_zero
-        )
+    def on_validation_start(self) -> None:
+        self._open_record()
+
+    def on_train_start(self) -> None:
+        self._open_record()  # resumed: there was no evaluation before
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         self.record.train(self.global_step + 1, float(torch.stack(self.micro_losses).mean()))
         self.micro_losses.clear()
+
+    def on_train_batch_end(self, *_: object) -> None:
+        if self.trainer.optimizers[0].state:
+            self.record.measure(self.model, self.trainer.optimizers[0])
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
         tokens = num_targets(batch)
@@ -58,24 +61,26 @@ class SupervisedFineTuning(L.LightningModule):
         self.log("eval_loss", loss, prog_bar=True)
         self.record.evaluation(self.global_step, loss)
 
-    def on_train_end(self) -> None:
-        self.record.measure(self.model, self.trainer.optimizers[0])
-
     def configure_optimizers(self) -> dict:
         arguments = self.run.arguments
         optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=arguments.learning_rate, weight_decay=arguments.weight_decay
         )
-        schedule = get_cosine_schedule_with_warmup(optimizer, self.run.warmup_steps, self.run.steps)
+        schedule = self.run.schedule(optimizer, self.trainer.world_size)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     def train_dataloader(self) -> torch.utils.data.DataLoader:
         trainer = self.trainer
         seen = trainer.global_step * self.run.arguments.accumulate
-        return self.run.train_loader(seen, trainer.world_size, trainer.global_rank)
+        return self.run.train_loader(trainer.world_size, trainer.global_rank, start=seen)
 
     def val_dataloader(self) -> torch.utils.data.DataLoader:
         return self.run.eval_loader()
+
+    def _open_record(self) -> None:
+        if self.record is None:
+            output, step = self.run.arguments.output, self.global_step
+            self.record = RunRecord(output, resume_at=step, write=self.trainer.is_global_zero)
 
 
 def train(arguments, precision: str) -> dict:
@@ -83,10 +88,13 @@ def train(arguments, precision: str) -> dict:
     L.seed_everything(arguments.seed)
     run = prepare(arguments)
     module = SupervisedFineTuning(run)
-    checkpoints = arguments.output / "checkpoints"
+    last = arguments.output / "checkpoints" / "last.ckpt"
+    checkpoint = ModelCheckpoint(
+        last.parent, last.stem, enable_version_counter=False, save_on_train_epoch_end=False
+    )  # one, after every evaluation
     trainer = L.Trainer(
         precision=precision,
-        max_steps=run.steps,
+        max_epochs=1,  # the loader reads the data --epochs times
         accumulate_grad_batches=arguments.accumulate,
         gradient_clip_val=arguments.clip,
         val_check_interval=arguments.eval_every * arguments.accumulate,
@@ -96,13 +104,8 @@ def train(arguments, precision: str) -> dict:
         default_root_dir=arguments.output,
         logger=False,  # losses.csv is written by the record
         enable_model_summary=False,
-        callbacks=[
-            ModelCheckpoint(
-                checkpoints, every_n_train_steps=arguments.eval_every, save_top_k=0, save_last=True
-            )
-        ],
+        callbacks=[checkpoint],
     )
-    last = checkpoints / "last.ckpt"
     trainer.fit(module, ckpt_path=last if arguments.resume and last.exists() else None)
     if module.record.rows[-1].get("eval_loss") is None:
         trainer.validate(module, verbose=False)
