@@ -93,7 +93,9 @@ class ExtensionFinder:
 
     def fire_pending(self) -> None:
         """Extend those pending modules that have been imported completely by now."""
-        for name in [n for n in self.extensions if n in self.pending]:
+        for name in self.extensions.copy():
+            if name not in self.pending:  # extending another one may have come here before
+                continue
             module = sys.modules.get(name)
             half_imported = getattr(getattr(module, "__spec__", None), "_initializing", False)
             if module is not None and not half_imported:
