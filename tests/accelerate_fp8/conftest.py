@@ -1,4 +1,4 @@
-"""Runs scripts as a user would, with a meter of GEMMs in their processes, and makes a tiny model."""
+"""Runs scripts as a user would, with a meter of GEMMs in their processes; a tiny model."""
 
 import json
 import os
@@ -57,6 +57,8 @@ def run(tmp_path: Path, environment: dict[str, str]) -> Callable[..., Run]:
     """``run("loop.py", *arguments, launch=("--mixed_precision", "fp8"), **environment)``.
 
     `launch` None: ``python script``; else ``accelerate launch`` with these flags, on the CPU.
+    `fails`: whether it is to fail. `before`: a folder to search for modules first. `processes`: on
+    the CPU Accelerate's launcher starts one, or torch's, which starts more.
     """
 
     def run_script(
@@ -64,19 +66,26 @@ def run(tmp_path: Path, environment: dict[str, str]) -> Callable[..., Run]:
         *arguments: object,
         launch: tuple[str, ...] | None = None,
         fails: bool = False,
+        processes: int = 1,
+        before: Path | None = None,
         **variables: str,
     ) -> Run:
         counts = tmp_path / f"counts{len(list(tmp_path.glob('counts*')))}"
         counts.mkdir()
         command = [sys.executable]
         if launch is not None:
-            command += ["-m", "accelerate.commands.launch", "--cpu", *launch]
-            if "--num_processes" not in launch:
-                command += ["--num_processes", "1"]
+            command += ["-m", "accelerate.commands.launch", "--cpu", "--num_processes", "1"]
+            command += launch
+        if processes > 1:
+            command += ["--module", "torch.distributed.run", "--standalone"]
+            command += ["--nproc_per_node", str(processes)]
         command += [str(SCRIPTS / script), *map(str, arguments)]
+        variables = {**environment, "FP8_PROBE_OUT": str(counts), **variables}
+        if before is not None:
+            variables["PYTHONPATH"] = os.pathsep.join([str(before), variables["PYTHONPATH"]])
         done = subprocess.run(
             command,
-            env={**environment, "FP8_PROBE_OUT": str(counts), **variables},
+            env=variables,
             cwd=tmp_path,
             capture_output=True,
             text=True,

@@ -1,0 +1,313 @@
+"""What Accelerator does with models, optimizers and precisions when FP8 is asked for."""
+
+import gc
+import logging
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from accelerate.hooks import ModelHook, add_hook_to_module
+from torch import nn
+
+import accelerate_fp8
+from accelerate_fp8 import FP8Config, FP8Kwargs
+from torch_fp8 import Float8Linear
+
+
+class Block(nn.Module):
+    def __init__(self, num_features: int = 32) -> None:
+        super().__init__()
+        self.up = nn.Linear(num_features, 2 * num_features)
+        self.down = nn.Linear(2 * num_features, num_features)
+        self.lm_head = nn.Linear(num_features, num_features)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.lm_head(self.down(self.up(x).relu()))
+
+
+@pytest.fixture
+def fp8(accelerate: Any) -> Any:
+    return accelerate.Accelerator(mixed_precision="fp8", cpu=True)
+
+
+@pytest.fixture
+def gemms(monkeypatch: pytest.MonkeyPatch) -> list[torch.dtype]:
+    """The output dtype of every scaled matmul."""
+    calls: list[torch.dtype] = []
+    original = torch.nn.functional.scaled_mm
+
+    def counted(*args: Any, **kwargs: Any) -> torch.Tensor:
+        calls.append(kwargs["output_dtype"])
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_mm", counted)
+    return calls
+
+
+def test_prepare_converts_in_place_and_keeps_parameters(fp8: Any) -> None:
+    model = Block()
+    optimizer = torch.optim.AdamW(model.parameters())
+    parameters = list(model.parameters())
+    prepared, _ = fp8.prepare(model, optimizer)
+    assert prepared is model
+    assert [type(m) for m in (model.up, model.down)] == [Float8Linear] * 2
+    assert type(model.lm_head) is nn.Linear
+    assert all(p is q for p, q in zip(parameters, model.parameters(), strict=True))
+
+
+def test_forward_runs_in_bf16_between_the_layers_and_returns_float32(
+    fp8: Any, gemms: list[torch.dtype]
+) -> None:
+    model = fp8.prepare(Block())
+    output = model(torch.randn(4, 32))
+    assert output.dtype == torch.float32
+    assert gemms == [torch.bfloat16] * 2
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_other_precisions_are_untouched(accelerate: Any, precision: str) -> None:
+    accelerator = accelerate.Accelerator(mixed_precision=precision, cpu=True)
+    model = accelerator.prepare(Block())
+    assert type(model.up) is nn.Linear
+    assert accelerator.fp8_backend == "NO"
+
+
+def test_wrong_precision_is_accelerates_own_error(accelerate: Any) -> None:
+    with pytest.raises(ValueError, match="Unknown mixed_precision mode: fp9"):
+        accelerate.Accelerator(mixed_precision="fp9", cpu=True)
+
+
+def test_launchers_variable_chooses_fp8(accelerate: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")
+    assert type(accelerate.Accelerator(cpu=True).prepare(Block()).up) is Float8Linear
+
+
+def test_second_accelerator_of_the_same_run_is_fp8_too(accelerate: Any, fp8: Any) -> None:
+    assert type(accelerate.Accelerator().prepare(Block()).up) is Float8Linear
+
+
+def test_subclass_with_attributes_of_its_own_is_fp8_too(accelerate: Any) -> None:
+    class Custom(accelerate.Accelerator):
+        def __init__(self) -> None:
+            self.custom = True
+            super().__init__(mixed_precision="fp8", cpu=True)
+
+    assert type(Custom().prepare(Block()).up) is Float8Linear
+
+
+def test_fp8_kwargs_set_the_configuration(accelerate: Any) -> None:
+    handlers = [
+        FP8Kwargs(FP8Config(recipe="rowwise", skip=("down",))),
+        accelerate.utils.DistributedDataParallelKwargs(find_unused_parameters=True),
+    ]
+    accelerator = accelerate.Accelerator(mixed_precision="fp8", kwargs_handlers=handlers, cpu=True)
+    model = accelerator.prepare(Block())
+    assert model.up.fp8_recipe.name == "rowwise"
+    assert type(model.down) is nn.Linear
+    assert accelerator.ddp_handler.find_unused_parameters
+    assert len(handlers) == 2  # the caller's list is left alone
+
+
+def test_fp8_kwargs_without_config_are_the_default(accelerate: Any) -> None:
+    handlers = [FP8Kwargs()]
+    accelerator = accelerate.Accelerator(mixed_precision="fp8", kwargs_handlers=handlers, cpu=True)
+    assert accelerator.prepare(Block()).up.fp8_config == FP8Config()
+
+
+def test_fp8_kwargs_refuse_what_is_no_config() -> None:
+    with pytest.raises(TypeError, match="takes an FP8Config"):
+        FP8Kwargs({"recipe": "rowwise"})  # type: ignore[arg-type]
+
+
+def test_fp8_kwargs_need_fp8(accelerate: Any) -> None:
+    with pytest.raises(ValueError, match="requires setting `mixed_precision='fp8'`"):
+        accelerate.Accelerator(mixed_precision="bf16", kwargs_handlers=[FP8Kwargs()], cpu=True)
+
+
+def test_two_fp8_kwargs_are_refused(accelerate: Any) -> None:
+    handlers = [FP8Kwargs(), FP8Kwargs()]
+    with pytest.raises(ValueError, match="You can only pass one"):
+        accelerate.Accelerator(mixed_precision="fp8", kwargs_handlers=handlers, cpu=True)
+
+
+def test_unknown_name_of_the_package_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="FP8Karwgs"):
+        accelerate_fp8.FP8Karwgs  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    ("variable", "name"),
+    [
+        ("ACCELERATE_USE_DEEPSPEED", "DeepSpeed"),
+        ("ACCELERATE_USE_MEGATRON_LM", "Megatron-LM"),
+    ],
+)
+def test_deepspeed_and_megatron_are_refused_by_name(
+    accelerate: Any, monkeypatch: pytest.MonkeyPatch, variable: str, name: str
+) -> None:
+    monkeypatch.setenv(variable, "true")
+    with pytest.raises(ValueError, match=rf"{name}.*DDP and under FSDP.*--fp8_backend ao or te"):
+        accelerate.Accelerator(mixed_precision="fp8", cpu=True)
+
+
+def test_tensor_parallelism_is_refused(accelerate: Any) -> None:
+    from accelerate_fp8.backend import refuse_tensor_parallel
+
+    refuse_tensor_parallel(None)
+    refuse_tensor_parallel(accelerate.ParallelismConfig(tp_size=1))
+    with pytest.raises(ValueError, match="tp_size=2"):
+        refuse_tensor_parallel(accelerate.ParallelismConfig(tp_size=2))
+
+
+def test_nothing_to_convert_is_an_error(fp8: Any) -> None:
+    with pytest.raises(ValueError, match=r"no nn\.Linear: there is nothing to run in FP8"):
+        fp8.prepare(nn.Sequential(nn.Conv1d(16, 16, 3)))
+
+
+def test_nothing_to_convert_in_an_evaluation_model_is_a_warning(
+    fp8: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = nn.Sequential(nn.Conv1d(16, 16, 3))
+    fp8.prepare_model(model, evaluation_mode=True)
+    assert "prepared for evaluation, runs as it is" in caplog.text
+    with pytest.raises(ValueError, match="nothing to run in FP8"):
+        fp8.prepare_model(model)  # trained after all
+
+
+@pytest.fixture
+def old_card(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A machine with an A100, as far as Accelerate and the engine can see."""
+    from accelerate.utils import environment
+
+    def no_nvidia_smi() -> str:
+        raise FileNotFoundError
+
+    monkeypatch.setattr(environment, "_nvidia_smi", no_nvidia_smi)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "NVIDIA A100-SXM4-40GB")
+    environment.check_cuda_fp8_capability.cache_clear()
+    yield
+    environment.check_cuda_fp8_capability.cache_clear()
+
+
+@pytest.mark.usefixtures("old_card")
+def test_card_without_fp8_is_refused_by_name_and_not_run_in_fp16(
+    accelerate: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(accelerate.Accelerator, "device", torch.device("cuda", 0))
+    with pytest.raises(ValueError, match=r"A100-SXM4-40GB \(sm_80\) has no FP8 tensor cores"):
+        accelerate.Accelerator(mixed_precision="fp8")
+
+
+@pytest.mark.usefixtures("old_card")
+def test_card_without_fp8_emulates_when_asked(
+    accelerate: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(accelerate.Accelerator, "device", torch.device("cuda", 0))
+    handlers = [FP8Kwargs(FP8Config(emulate=True))]
+    accelerator = accelerate.Accelerator(mixed_precision="fp8", kwargs_handlers=handlers)
+    assert accelerator.mixed_precision == "fp8"
+
+
+@pytest.mark.usefixtures("old_card")
+def test_card_without_fp8_stays_accelerates_matter_for_other_backends(
+    accelerate: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ACCELERATE_FP8_BACKEND", "AO")
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")
+    accelerator = accelerate.Accelerator(cpu=True)
+    assert accelerator.mixed_precision == "fp16"
+
+
+def test_model_prepared_twice_is_converted_once(fp8: Any, gemms: list[torch.dtype]) -> None:
+    model = Block()
+    fp8.prepare_model(model, evaluation_mode=True)
+    fp8.prepare(model)
+    model(torch.randn(4, 32)).sum().backward()
+    assert len(gemms) == 2 + 3  # the first layer's input takes no gradient
+
+
+def test_evaluation_runs_in_fp8_by_default(fp8: Any, gemms: list[torch.dtype]) -> None:
+    model = fp8.prepare(Block()).eval()
+    model(torch.randn(4, 32))
+    assert len(gemms) == 2
+
+
+def test_evaluation_runs_in_high_precision_when_configured(
+    accelerate: Any, gemms: list[torch.dtype]
+) -> None:
+    handlers = [FP8Kwargs(FP8Config(eval_fp8=False))]
+    accelerator = accelerate.Accelerator(mixed_precision="fp8", kwargs_handlers=handlers, cpu=True)
+    model = accelerator.prepare(Block())
+    model.eval()(torch.randn(4, 32))
+    assert gemms == []
+    model.train()(torch.randn(4, 32))
+    assert len(gemms) == 2
+
+
+def test_layers_under_a_device_map_hook_run_in_fp8(fp8: Any, gemms: list[torch.dtype]) -> None:
+    model = Block()
+    for layer in (model.up, model.down):
+        add_hook_to_module(layer, ModelHook())
+    fp8.prepare(model)
+    model(torch.randn(4, 32))
+    assert len(gemms) == 2
+
+
+def test_summary_waits_for_the_optimizers_and_comes_once(
+    fp8: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="accelerate_fp8")
+    model = Block()
+    fp8.prepare(model, torch.optim.AdamW(model.parameters()))
+    fp8.prepare(model)
+    fp8.prepare_model(model, evaluation_mode=True)
+    messages = [r.getMessage() for r in caplog.records if r.name == "accelerate_fp8"]
+    assert len(messages) == 1
+    assert "2 of 3 linear layers" in messages[0]
+    assert "16.00 bytes per parameter" in messages[0]
+    assert "lm_head: skip='lm_head'" in messages[0]
+
+
+def test_summary_of_a_model_prepared_alone_comes_at_once(
+    fp8: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="accelerate_fp8")
+    fp8.prepare_model(Block(), evaluation_mode=True)
+    fp8.prepare_model(Block())
+    messages = [r.getMessage() for r in caplog.records if r.name == "accelerate_fp8"]
+    assert [message.count("\n") > 1 for message in messages] == [False, True]
+
+
+def test_summary_can_be_silenced(fp8: Any, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, logger="accelerate_fp8")
+    fp8.prepare(Block())
+    assert not caplog.records
+
+
+def test_what_is_not_applied_is_warned_about(
+    accelerate: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("ACCELERATE_FP8_MARGIN", "2")
+    handlers = [FP8Kwargs(FP8Config(recipe="rowwise"))]
+    accelerate.Accelerator(mixed_precision="fp8", kwargs_handlers=handlers, cpu=True)
+    warnings = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    assert len([w for w in warnings if "--fp8_margin=2 is not applied" in w]) == 1
+
+
+def test_unwrapped_model_still_runs(fp8: Any) -> None:
+    unwrapped = fp8.unwrap_model(fp8.prepare(Block()), keep_fp32_wrapper=False)
+    assert type(unwrapped.up) is Float8Linear
+    assert unwrapped(torch.randn(4, 32)).isfinite().all()
+
+
+def test_free_memory_lets_the_model_go(fp8: Any) -> None:
+    model = fp8.prepare(Block())
+    alive = weakref.ref(model)
+    (model,) = fp8.free_memory(model)
+    gc.collect()
+    assert model is None
+    assert alive() is None

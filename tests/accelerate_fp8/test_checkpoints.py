@@ -1,0 +1,241 @@
+"""Checkpoints: plain tensors under their own names, and delayed scaling's history beside them."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, load_model
+from torch import nn
+
+from accelerate_fp8 import FP8Config, FP8Kwargs
+from accelerate_fp8.history import load_history, save_history
+from torch_fp8 import convert_to_float8, scaling_state_dict
+
+DELAYED = FP8Config(recipe="delayed", amax_history_len=4)
+HISTORY = "fp8_scaling_0.safetensors"
+
+
+def _model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(32, 48), nn.Tanh(), nn.Linear(48, 32))
+
+
+class Training:
+    """Model and optimizer of an Accelerator, and steps on data that depend on their number only."""
+
+    def __init__(self, accelerate: Any, config: FP8Config | None, precision: str = "fp8") -> None:
+        handlers = [FP8Kwargs(config)] if config else None
+        self.accelerator = accelerate.Accelerator(
+            mixed_precision=precision, kwargs_handlers=handlers, cpu=True
+        )
+        model = _model()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
+
+    def steps(self, *numbers: int) -> list[float]:
+        losses = []
+        for number in numbers:
+            generator = torch.Generator().manual_seed(number)
+            x = torch.randn(16, 32, generator=generator) * (1 + number % 3)
+            loss = nn.functional.mse_loss(self.model(x), x)
+            self.accelerator.backward(loss)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+
+def test_history_resumes_exactly(accelerate: Any, tmp_path: Path) -> None:
+    run = Training(accelerate, DELAYED)
+    run.steps(*range(6))
+    run.accelerator.save_state(tmp_path)
+    history = scaling_state_dict(run.model)
+    expected = run.steps(6, 7, 8)
+
+    resumed = Training(accelerate, DELAYED)
+    resumed.accelerator.load_state(tmp_path)
+    restored = scaling_state_dict(resumed.model)
+    assert history
+    assert all(torch.equal(history[key], restored[key]) for key in history)
+    assert resumed.steps(6, 7, 8) == expected
+
+
+def test_resume_without_the_history_differs(accelerate: Any, tmp_path: Path) -> None:
+    """The control of the test above: the history matters for these data."""
+    run = Training(accelerate, DELAYED)
+    run.steps(*range(6))
+    run.accelerator.save_state(tmp_path)
+    expected = run.steps(6, 7, 8)
+    (tmp_path / HISTORY).unlink()
+
+    resumed = Training(accelerate, DELAYED)
+    resumed.accelerator.load_state(tmp_path)
+    assert resumed.steps(6, 7, 8) != expected
+
+
+def test_other_recipes_write_no_history(accelerate: Any, tmp_path: Path) -> None:
+    (tmp_path / HISTORY).write_bytes(b"of an earlier run into this folder")
+    Training(accelerate, FP8Config()).accelerator.save_state(tmp_path)
+    assert not (tmp_path / HISTORY).exists()
+
+
+def test_history_of_another_length_is_refused(accelerate: Any, tmp_path: Path) -> None:
+    run = Training(accelerate, DELAYED)
+    run.steps(0)
+    run.accelerator.save_state(tmp_path)
+    resumed = Training(accelerate, FP8Config(recipe="delayed", amax_history_len=8))
+    with pytest.raises(ValueError, match="amax_history_len"):
+        resumed.accelerator.load_state(tmp_path)
+
+
+def test_history_is_per_process_and_falls_back_to_the_first(tmp_path: Path) -> None:
+    models = []
+    for rank in range(2):
+        model = _model()
+        convert_to_float8(model, DELAYED)
+        model(torch.full((16, 32), 1.0 + rank))
+        save_history([model], tmp_path, rank)
+        models.append(model)
+    for rank, source in ((0, 0), (1, 1), (2, 0)):
+        model = _model()
+        convert_to_float8(model, DELAYED)
+        load_history([model], tmp_path, rank)
+        expected, loaded = scaling_state_dict(models[source]), scaling_state_dict(model)
+        assert all(torch.equal(expected[key], loaded[key]) for key in expected)
+
+
+def test_history_is_written_atomically(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = _model()
+    convert_to_float8(model, DELAYED)
+    save_history([model], tmp_path, 0)
+    before = (tmp_path / HISTORY).read_bytes()
+
+    def interrupted(tensors: dict[str, torch.Tensor], path: Path) -> None:
+        Path(path).write_bytes(b"half a fi")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("safetensors.torch.save_file", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        save_history([model], tmp_path, 0)
+    assert (tmp_path / HISTORY).read_bytes() == before
+    assert [path.name for path in tmp_path.iterdir()] == [HISTORY]
+
+
+@pytest.mark.parametrize("safe", [True, False], ids=["safetensors", "pickle"])
+def test_save_model_writes_plain_tensors_under_their_names(
+    accelerate: Any, tmp_path: Path, safe: bool
+) -> None:
+    run = Training(accelerate, DELAYED)
+    run.steps(0, 1)
+    run.accelerator.save_model(run.model, tmp_path, safe_serialization=safe)
+    if safe:
+        saved = load_file(tmp_path / "model.safetensors")
+    else:
+        saved = torch.load(tmp_path / "pytorch_model.bin", weights_only=True)
+    stock = _model()
+    assert saved.keys() == stock.state_dict().keys()
+    assert {(type(tensor), tensor.dtype) for tensor in saved.values()} == {
+        (torch.Tensor, torch.float32)
+    }
+    stock.load_state_dict(saved)
+    if safe:
+        load_model(stock, tmp_path / "model.safetensors")
+    for ours, theirs in zip(run.model.parameters(), stock.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize(("saved", "loaded"), [("bf16", "fp8"), ("fp8", "bf16")])
+def test_state_moves_between_stock_training_and_fp8(
+    accelerate: Any, tmp_path: Path, saved: str, loaded: str
+) -> None:
+    config = {"fp8": DELAYED, "bf16": None}
+    run = Training(accelerate, config[saved], saved)
+    run.steps(0, 1)
+    run.accelerator.save_state(tmp_path)
+    weights = [parameter.clone() for parameter in run.model.parameters()]
+
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    other = Training(accelerate, config[loaded], loaded)
+    other.accelerator.load_state(tmp_path)
+    assert all(map(torch.equal, weights, other.model.parameters()))
+    assert all(loss < 10 for loss in other.steps(2, 3))
+
+
+def test_checkpoints_open_in_stock_libraries(
+    accelerate: Any, run: Callable, tiny_model: Path, tmp_path: Path
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    handlers = [FP8Kwargs(DELAYED)]
+    accelerator = accelerate.Accelerator(mixed_precision="fp8", kwargs_handlers=handlers, cpu=True)
+    model = AutoModelForCausalLM.from_pretrained(tiny_model)
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    tokens = torch.arange(16).reshape(2, 8)
+    for _ in range(2):
+        accelerator.backward(model(tokens, labels=tokens).loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    accelerator.save_state(tmp_path / "state")
+    unwrapped = accelerator.unwrap_model(model)
+    unwrapped.save_pretrained(tmp_path / "pretrained", state_dict=accelerator.get_state_dict(model))
+
+    stock = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    done = run("stock_reader.py", tmp_path / "pretrained", tmp_path / "state", **stock)
+    read = json.loads(done.stdout.splitlines()[-1])
+    assert read["ours"] == []
+    assert done.fp8 == 0
+
+    reloaded = AutoModelForCausalLM.from_pretrained(tmp_path / "pretrained").eval()
+    with torch.no_grad():
+        logits = reloaded(torch.arange(8)[None]).logits
+    assert read["logits"] == pytest.approx(logits.double().sum().item(), rel=1e-5)
+
+
+def test_trainer_resumes_delayed_scaling_exactly(
+    accelerate: Any, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")
+    monkeypatch.setenv("TORCH_FP8_CONFIG", DELAYED.to_json())
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(4, 32, (16, 12), generator=generator)
+    rows = [{"input_ids": row, "labels": row} for row in tokens]
+
+    def train(resume: Path | None = None) -> Any:
+        from accelerate.state import AcceleratorState
+
+        AcceleratorState._reset_state(reset_partial_state=True)
+        arguments = TrainingArguments(
+            output_dir=str(tmp_path / "trainer"),
+            max_steps=6,
+            save_steps=3,
+            per_device_train_batch_size=2,
+            learning_rate=1e-2,
+            report_to="none",
+            disable_tqdm=True,
+            use_cpu=True,
+        )
+        model = AutoModelForCausalLM.from_pretrained(tiny_model)
+        trainer = Trainer(model, arguments, train_dataset=rows)
+        trainer.train(resume_from_checkpoint=str(resume) if resume else None)
+        return trainer.model
+
+    checkpoint = tmp_path / "checkpoint-3"
+    through = train()
+    shutil.copytree(tmp_path / "trainer" / "checkpoint-3", checkpoint)
+    assert (checkpoint / HISTORY).is_file()
+    resumed = train(checkpoint)
+    expected, restored = scaling_state_dict(through), scaling_state_dict(resumed)
+    assert all(torch.equal(expected[key], restored[key]) for key in expected)
+    assert all(map(torch.equal, through.parameters(), resumed.parameters()))
+
+    (checkpoint / HISTORY).unlink()  # the control: without it the run goes another way
+    other = train(checkpoint)
+    assert not all(map(torch.equal, through.parameters(), other.parameters()))

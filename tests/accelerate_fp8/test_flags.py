@@ -1,0 +1,189 @@
+"""Accelerate's own FP8 flags, as its launcher exports them, and their precedence."""
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from accelerate.commands.launch import launch_command_parser
+from accelerate.utils.launch import setup_fp8_env
+
+from accelerate_fp8.flags import given_flags, resolve_config
+from torch_fp8 import FP8Config
+
+Export = Callable[..., None]
+
+
+@pytest.fixture
+def export(monkeypatch: pytest.MonkeyPatch) -> Export:
+    """``export("--fp8_margin", "2", amax_history_length=16)``: what the launcher would export.
+
+    Positional: its arguments. Named: entries of ``fp8_config`` in a configuration file.
+    """
+
+    def from_launcher(*arguments: str, **config_file: object) -> None:
+        args = launch_command_parser().parse_args([*arguments, "script.py"])
+        assert isinstance(args, argparse.Namespace)
+        for key, value in config_file.items():  # as accelerate's _validate_launch_command does
+            setattr(args, key if key.startswith("fp8") else f"fp8_{key}", value)
+        for name, value in setup_fp8_env(args, {}).items():
+            monkeypatch.setenv(name, value)
+
+    monkeypatch.delenv("TORCH_FP8_CONFIG", raising=False)
+    return from_launcher
+
+
+def test_launchers_defaults_count_as_not_given(export: Export) -> None:
+    export()
+    assert given_flags() == {}
+    assert resolve_config(None) == (FP8Config(), [])
+
+
+def test_nothing_exported_gives_the_default() -> None:
+    assert resolve_config(None) == (FP8Config(), [])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (("--fp8_format", "E4M3"), FP8Config(grad_format="e4m3")),
+        (("--fp8_opt_level", "O1"), FP8Config(opt_level="O1")),
+        (
+            ("--fp8_amax_history_len", "16"),
+            FP8Config(recipe="delayed", amax_history_len=16),
+        ),
+        (
+            ("--fp8_amax_history_len", "16", "--fp8_amax_compute_algo", "max", "--fp8_margin", "1"),
+            FP8Config(recipe="delayed", amax_history_len=16, margin=1),
+        ),
+        (("--fp8_amax_compute_algo", "max"), FP8Config(recipe="delayed")),
+        (("--fp8_use_autocast_during_eval",), FP8Config(eval_fp8=True)),
+        (("--fp8_override_linear_precision", "false,false,true"), FP8Config(wgrad="bf16")),
+        (("--fp8_enable_fsdp_float8_all_gather", "false"), FP8Config()),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_flag_is_honoured(export: Export, arguments: tuple[str, ...], expected: FP8Config) -> None:
+    export(*arguments)
+    assert resolve_config(None) == (expected, [])
+
+
+@pytest.mark.parametrize(
+    ("config_file", "expected"),
+    [
+        (
+            {"amax_history_length": 16, "amax_compute_algorithm": "max"},
+            FP8Config(recipe="delayed", amax_history_len=16),
+        ),
+        ({"optimization_level": "O1"}, FP8Config()),
+        ({"use_mxfp8_block_scaling": True}, FP8Config(recipe="mxfp8")),
+        ({"use_autocast_during_eval": True, "fp8_format": "HYBRID"}, FP8Config()),
+        ({"override_linear_precision": [False, False, True]}, FP8Config(wgrad="bf16")),
+    ],
+    ids=lambda value: ",".join(value) if isinstance(value, dict) else "",
+)
+def test_config_files_spelling_is_honoured(
+    export: Export, config_file: dict[str, object], expected: FP8Config
+) -> None:
+    export(**config_file)
+    assert resolve_config(None) == (expected, [])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--fp8_format", "E5M2"), r"--fp8_format='E5M2'.*valid formats are HYBRID .* and E4M3"),
+        (("--fp8_interval", "2"), r"--fp8_interval=2 .*cannot be honoured.*every step"),
+        (("--fp8_override_linear_precision", "true,false,false"), r"fprop alone in high precision"),
+        (("--fp8_override_linear_precision", "false,true,false"), r"dgrad alone in high precision"),
+        (("--fp8_pad_inner_dim", "false"), r"--fp8_pad_inner_dim=0 .*cannot be honoured"),
+        (("--fp8_amax_history_len", "0"), r"amax_history_len.*--fp8_amax_history_len=0"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_what_cannot_be_honoured_is_refused_by_name(
+    export: Export, arguments: tuple[str, ...], message: str
+) -> None:
+    export(*arguments)
+    with pytest.raises(ValueError, match=message):
+        resolve_config(None)
+
+
+@pytest.mark.parametrize(
+    ("config_file", "message"),
+    [
+        ({"opt_level": "O3"}, r"opt_level='O3' is not available.*--fp8_opt_level=O3"),
+        ({"margin": "much"}, r"--fp8_margin='much'.*expected an integer"),
+        ({"use_mxfp8_block_scaling": "maybe"}, r"expected true or false"),
+        ({"amax_compute_algorithm": "mean"}, r"amax_compute_algo='mean'.*amax_compute_algorithm"),
+        (
+            {"use_mxfp8_block_scaling": True, "amax_history_len": 16},
+            r"apply to recipe='delayed' only.*use_mxfp8_block_scaling=True",
+        ),
+        (
+            {"amax_history_len": 16, "amax_history_length": 32},
+            r"--fp8_amax_history_len=16 and fp8_config.amax_history_length=32 contradict",
+        ),
+    ],
+    ids=lambda value: ",".join(value) if isinstance(value, dict) else "",
+)
+def test_bad_or_contradictory_values_are_refused(
+    export: Export, config_file: dict[str, object], message: str
+) -> None:
+    export(**config_file)
+    with pytest.raises(ValueError, match=message):
+        resolve_config(None)
+
+
+def test_environment_wins_over_flags_option_by_option(
+    export: Export, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    export("--fp8_amax_history_len", "16", "--fp8_margin", "2")
+    monkeypatch.setenv("TORCH_FP8_CONFIG", '{"recipe": "delayed", "amax_history_len": 1024}')
+    config, notes = resolve_config(None)
+    assert config == FP8Config(recipe="delayed", amax_history_len=1024, margin=2)
+    assert notes == [
+        "--fp8_amax_history_len=16 is not applied: TORCH_FP8_CONFIG says amax_history_len=1024"
+    ]
+
+
+def test_environment_may_be_a_path(
+    export: Export, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    export("--fp8_format", "E4M3")
+    path = tmp_path / "fp8.json"
+    path.write_text(json.dumps({"recipe": "rowwise", "skip": ["lm_head", "layers.0"]}))
+    monkeypatch.setenv("TORCH_FP8_CONFIG", str(path))
+    config, notes = resolve_config(None)
+    expected = FP8Config(recipe="rowwise", skip=("lm_head", "layers.0"), grad_format="e4m3")
+    assert (config, notes) == (expected, [])
+
+
+def test_flag_for_another_recipe_than_the_environments_is_refused(
+    export: Export, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    export("--fp8_amax_history_len", "16")
+    monkeypatch.setenv("TORCH_FP8_CONFIG", '{"recipe": "rowwise"}')
+    with pytest.raises(ValueError, match=r"'rowwise'.*--fp8_amax_history_len=16, TORCH_FP8_CONFIG"):
+        resolve_config(None)
+
+
+def test_explicit_config_wins_and_says_what_is_not_applied(
+    export: Export, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    export("--fp8_margin", "2", "--fp8_opt_level", "O1")
+    monkeypatch.setenv("TORCH_FP8_CONFIG", '{"recipe": "rowwise"}')
+    explicit = FP8Config(recipe="blockwise")
+    config, notes = resolve_config(explicit)
+    assert config is explicit
+    assert len(notes) == 2
+    assert notes[0].startswith("--fp8_margin=2 is not applied: the FP8Config in kwargs_handlers")
+    assert notes[1].startswith("TORCH_FP8_CONFIG is not applied")
+
+
+def test_bad_environment_is_refused(export: Export, monkeypatch: pytest.MonkeyPatch) -> None:
+    export()
+    monkeypatch.setenv("TORCH_FP8_CONFIG", '{"recipe": "rowise"}')
+    with pytest.raises(ValueError, match=r"TORCH_FP8_CONFIG.*'rowise' is unknown"):
+        resolve_config(None)

@@ -1,0 +1,106 @@
+"""How the extensions get into Accelerate and transformers, and how they stay out."""
+
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from accelerate_fp8 import _register
+
+OFF = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+FP8 = {"ACCELERATE_MIXED_PRECISION": "fp8"}
+
+
+def test_without_autoload_accelerate_is_stock(run: Callable) -> None:
+    done = run("explicit_import.py", "never", **OFF, **FP8)
+    assert "layer torchao.float8.float8_linear arguments bf16" in done.stdout
+    assert "engine imported False" in done.stdout
+    assert done.fp8 == 0
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_explicit_import_restores_the_engine(run: Callable, when: str) -> None:
+    done = run("explicit_import.py", when, **OFF, **FP8)
+    assert "layer torch_fp8.linear arguments fp8" in done.stdout
+    assert done.fp8 > 0
+
+
+def test_moved_upstream_name_is_one_warning_and_stock_behaviour(run: Callable) -> None:
+    done = run("explicit_import.py", "broken", **OFF, **FP8)
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("warnings")]
+    assert line.count("FP8 is not available through accelerate.accelerator") == 1
+    assert line.count("FP8 is not available") == 1
+    assert "_prepare_fsdp2" in line
+    assert "layer torchao.float8.float8_linear" in done.stdout
+
+
+def test_run_in_bf16_imports_nothing_of_the_engine(run: Callable) -> None:
+    done = run("explicit_import.py", "never", "bf16")
+    assert "layer torch.nn.modules.linear arguments bf16" in done.stdout
+    assert "engine imported False" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("function", "host", "missing"),
+    [
+        ("extend_accelerator", "accelerate.accelerator", "prepare_model"),
+        ("extend_accelerator", "accelerate.accelerator", "fp8_backend"),
+        ("extend_trainer", "transformers.trainer", "_load_optimizer_and_scheduler"),
+    ],
+)
+def test_all_methods_of_a_class_are_extended_or_none(
+    function: str, host: str, missing: str
+) -> None:
+    names = {
+        "accelerate.accelerator": ["prepare", "prepare_model", "_prepare_fsdp2", "fp8_backend"],
+        "transformers.trainer": [
+            "_save_optimizer_and_scheduler",
+            "_load_optimizer_and_scheduler",
+            "_wrap_model",
+        ],
+    }[host]
+    methods: dict[str, Any] = {
+        name: property(lambda self: None) if name == "fp8_backend" else lambda self: None
+        for name in names
+        if name != missing
+    }
+    class_name = "Accelerator" if host.startswith("accelerate") else "Trainer"
+    cls = type(class_name, (), dict(methods))
+    module = ModuleType(host)
+    setattr(module, class_name, cls)
+    with pytest.raises(AttributeError, match=missing):
+        getattr(_register, function)(module)
+    assert all(cls.__dict__[name] is method for name, method in methods.items())
+
+
+@pytest.mark.parametrize(
+    ("function", "module"),
+    [
+        ("extend_imports", "accelerate.utils.imports"),
+        ("extend_state", "accelerate.state"),
+        ("extend_accelerator", "accelerate.accelerator"),
+        ("extend_training_args", "transformers.training_args"),
+        ("extend_trainer", "transformers.trainer"),
+    ],
+)
+def test_extending_twice_changes_nothing(function: str, module: str) -> None:
+    import importlib
+
+    host = importlib.import_module(module)
+
+    def wrapped() -> list[object]:
+        holders = [host, *(vars(host).get(n) for n in ("Accelerator", "Trainer"))]
+        return [
+            value
+            for holder in holders
+            for value in vars(holder or SimpleNamespace()).values()
+            if hasattr(getattr(value, "fget", value), "_fp8_original")
+        ]
+
+    before = wrapped()
+    getattr(_register, function)(host)
+    assert wrapped() == before
+    for value in before:
+        original = getattr(value, "fget", value)._fp8_original
+        assert not hasattr(original, "_fp8_original")
