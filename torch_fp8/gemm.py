@@ -64,6 +64,15 @@ def scaled_matmul(
     Raises:
         ValueError: the device cannot run this GEMM natively and `emulate` is False.
     """
+    device = a.qdata.device
+    # Emulation multiplies dequantized operands: autocast would round them to bfloat16 first.
+    with torch.autocast(device.type, enabled=False):
+        return _scaled_matmul(a, b, out_dtype, fast_accum, emulate)
+
+
+def _scaled_matmul(
+    a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype, fast_accum: bool, emulate: bool
+) -> Tensor:
     rows, cols = a.qdata.shape[0], b.qdata.shape[0]
     device = a.qdata.device
     if 0 in (rows, cols, a.qdata.shape[1]):

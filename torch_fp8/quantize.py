@@ -70,14 +70,13 @@ def quantize_layouts(
     Returns:
         ``(row, col)``, None for what was not asked for. Tensorwise, both share one scale.
     """
-    tensorwise = spec.granularity == "tensorwise"
-    if tensorwise and scale is None:
-        scale = scale_from_amax(tensor_amax(x), spec.format, spec.power_of_two)
     qdata, scales, qdata_t, scales_t = torch.ops.torch_fp8.quantize_2d(
         x, scale, spec.format.dtype, spec.granularity, spec.power_of_two, row, col
     )
-    if tensorwise:
-        scales = scales_t = scale
+    if scale is not None:
+        scales = scale
+    if spec.granularity == "tensorwise":
+        scales_t = scales
     return (
         QuantizedTensor(qdata, scales, spec.granularity) if row else None,
         QuantizedTensor(qdata_t, scales_t, spec.granularity) if col else None,
@@ -126,28 +125,37 @@ def quantize_2d_reference(
         scale: () float32 for tensorwise, None otherwise.
         dtype: FP8 dtype of the payload.
         granularity: see `torch_fp8.recipe`.
-        power_of_two: round scales up to powers of two (not for tensorwise, whose scale is given).
+        power_of_two: round scales up to powers of two.
         row, col: the layouts to make.
     Returns:
-        qdata (R, C), its scale, qdata of x^T (C, R), its scale. Tensorwise scales are empty: they
-        are the caller's own.
+        qdata (R, C), its scale, qdata of x^T (C, R), its scale. Tensorwise, the second is the one
+        scale of both layouts, or empty if it was given, and the fourth is empty.
     """
-    absent = x.new_empty(0, dtype=dtype), x.new_empty(0, dtype=torch.float32)
     format = format_of(dtype)
+    if granularity == "tensorwise":
+        made = _no_scale(x)
+        if scale is None:
+            scale = made = scale_from_amax(tensor_amax(x), format, power_of_two)
+        qdata = cast_saturating(x.float(), scale, format)
+        return (
+            qdata.contiguous() if row else _no_qdata(x, dtype),
+            made,
+            qdata.t().clone(memory_format=torch.contiguous_format) if col else _no_qdata(x, dtype),
+            _no_scale(x),
+        )
 
-    def one(matrix: Tensor) -> tuple[Tensor, Tensor]:
-        return _quantize_rows(matrix.float(), scale, format, granularity, power_of_two)
+    def one(matrix: Tensor, wanted: bool) -> tuple[Tensor, Tensor]:
+        if not wanted:
+            return _no_qdata(x, dtype), _no_scale(x)
+        return _quantize_rows(matrix.float(), format, granularity, power_of_two)
 
-    return (*(one(x) if row else absent), *(one(x.t()) if col else absent))
+    return (*one(x, row), *one(x.t(), col))
 
 
 def _quantize_rows(
-    x: Tensor, scale: Tensor | None, format: Format, granularity: str, power_of_two: bool
+    x: Tensor, format: Format, granularity: str, power_of_two: bool
 ) -> tuple[Tensor, Tensor]:
     """x (R, C) float32 quantized along C -> contiguous payload (R, C), scale."""
-    if granularity == "tensorwise":
-        assert scale is not None
-        return cast_saturating(x, scale, format).contiguous(), x.new_empty(0)
     if granularity == "rowwise":
         amax = x.abs().amax(1, keepdim=True) if x.shape[1] else x.new_zeros(x.shape[0], 1)
         scale = scale_from_amax(amax, format, power_of_two)
@@ -169,13 +177,19 @@ def _quantize_blocks(
     return qdata.contiguous(), scale
 
 
+def _no_qdata(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x.new_empty(0, dtype=dtype)
+
+
+def _no_scale(x: Tensor) -> Tensor:
+    return x.new_empty(0, dtype=torch.float32)
+
+
 def _num_blocks(size: int, block: int) -> int:
     return -(-size // block)
 
 
 def _scale_shape(rows: int, cols: int, granularity: str) -> tuple[int, ...]:
-    if granularity == "tensorwise":
-        return (0,)
     if granularity == "rowwise":
         return (rows, 1)
     block_rows, block_cols = BLOCK_SHAPE[granularity]
@@ -193,14 +207,17 @@ def _quantize_2d_cuda(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     from torch_fp8.kernels.quantize import quantize_2d  # Triton is imported where it is used
 
-    made = quantize_2d(x, scale, dtype, granularity, power_of_two, row, col)
-    absent = x.new_empty(0, dtype=dtype), x.new_empty(0, dtype=torch.float32)
-    shared = granularity == "tensorwise"
+    qdata, scale_row, qdata_t, scale_col = quantize_2d(
+        x, scale, dtype, granularity, power_of_two, row, col
+    )
+    if granularity == "tensorwise":  # an operator may not return its input, nor one tensor twice
+        made = scale_col if scale_row is None else scale_row
+        scale_row, scale_col = (made if scale is None else None), None
     return (
-        absent[0] if made[0] is None else made[0],
-        absent[1] if shared or made[1] is None else made[1],
-        absent[0] if made[2] is None else made[2],
-        absent[1] if shared or made[3] is None else made[3],
+        _no_qdata(x, dtype) if qdata is None else qdata,
+        _no_scale(x) if scale_row is None else scale_row,
+        _no_qdata(x, dtype) if qdata_t is None else qdata_t,
+        _no_scale(x) if scale_col is None else scale_col,
     )
 
 
@@ -213,13 +230,19 @@ def _quantize_2d_fake(
     row: bool,
     col: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    rows, cols = x.shape
+
     def one(rows: int, cols: int, wanted: bool) -> tuple[Tensor, Tensor]:
-        shape = (rows, cols) if wanted else (0,)
-        scale_shape = _scale_shape(rows, cols, granularity) if wanted else (0,)
+        shape: tuple[int, ...] = (rows, cols) if wanted else (0,)
+        scale_shape: tuple[int, ...] = (0,)
+        if wanted and granularity != "tensorwise":
+            scale_shape = _scale_shape(rows, cols, granularity)
         return x.new_empty(shape, dtype=dtype), x.new_empty(scale_shape, dtype=torch.float32)
 
-    rows, cols = x.shape
-    return (*one(rows, cols, row), *one(cols, rows, col))
+    qdata, scale_row = one(rows, cols, row)
+    if granularity == "tensorwise" and scale is None:
+        scale_row = x.new_empty((), dtype=torch.float32)
+    return (qdata, scale_row, *one(cols, rows, col))
 
 
 _LIBRARY = torch.library.Library("torch_fp8", "DEF")

@@ -31,7 +31,7 @@ def scale_from_amax(amax: Tensor, format: Format, power_of_two: bool = False) ->
         power_of_two: round the scale up to a power of two. Up, because rounding down lets the
             largest element saturate (arXiv 2506.08027 section 3 saw training diverge).
     """
-    scale = amax / format.max
+    scale = amax / torch.finfo(format.dtype).max  # a constant also where shapes are dynamic
     if power_of_two:
         scale = round_up_to_power_of_two(scale)
     return torch.where(amax == 0, 1.0, scale.clamp(min=MIN_SCALE))
@@ -60,7 +60,7 @@ def delayed_scale(
     there is no history for, where Transformer Engine starts with scale 1 and flushes gradients.
     """
     past = history.amax() if algorithm == "max" else history[0]
-    return scale_from_amax(torch.where(past > 0, past, amax) * 2.0**margin, format)
+    return scale_from_amax(torch.where(past > 0, past, amax), format) * 2.0**margin
 
 
 def push_amax(history: Tensor, amax: Tensor) -> None:

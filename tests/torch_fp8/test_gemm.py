@@ -52,6 +52,15 @@ def test_agrees_with_the_reference_on_the_same_payload(recipe_name, dtype):
     assert sqnr_db(dequantize(a) @ dequantize(b).t(), result) >= 50
 
 
+@pytest.mark.parametrize("recipe_name", RECIPES)
+def test_autocast_does_not_round_the_operands(recipe_name):
+    recipe = make_recipe(recipe_name)
+    a, b = quantize(torch.randn(8, 64), recipe.input), quantize(torch.randn(16, 64), recipe.weight)
+    expected = scaled_matmul(a, b, torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(scaled_matmul(a, b, torch.float32), expected)
+
+
 @pytest.mark.parametrize("shape", [(1, 1, 1), (5, 17, 33), (31, 129, 16), (7, 300, 1)], ids=str)
 @pytest.mark.parametrize("recipe_name", RECIPES)
 def test_any_shape(recipe_name, shape):

@@ -1,0 +1,63 @@
+import pytest
+import torch
+from torch import nn
+
+from torch_fp8 import FP8Config, convert_to_float8, memory_report
+from torch_fp8.memory import expected_bytes_per_param
+
+
+def _step(model, optimizer):
+    model(torch.randn(4, 32)).sum().backward()
+    optimizer.step()
+
+
+def test_counts_what_exists():
+    model = nn.Linear(32, 32, bias=False)
+    optimizer = torch.optim.AdamW(model.parameters())
+    assert memory_report(model, optimizer).bytes_per_param == 4
+    _step(model, optimizer)
+    report = memory_report(model, optimizer)
+    size = 32 * 32
+    assert (report.weights, report.gradients, report.moments) == (4 * size, 4 * size, 8 * size)
+    assert report.bytes_per_param == 16
+    optimizer.zero_grad()
+    assert memory_report(model, optimizer).bytes_per_param == 12
+
+
+def test_tied_and_shared_storages_count_once():
+    a, b = nn.Linear(32, 32, bias=False), nn.Linear(32, 32, bias=False)
+    b.weight = a.weight
+    report = memory_report(nn.Sequential(a, b))
+    assert report.num_params == 1024
+    assert report.weights == 4096
+
+
+def test_histories_count_as_scales():
+    model = nn.Sequential(nn.Linear(32, 32))
+    convert_to_float8(model, FP8Config(recipe="delayed", amax_history_len=16))
+    assert memory_report(model).scales == 4 * (3 * 16 + 2)
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        (lambda p: torch.optim.AdamW(p), 16),
+        (lambda p: torch.optim.Adam(p, amsgrad=True), 20),
+        (lambda p: torch.optim.SGD(p, 0.1), 8),
+        (lambda p: torch.optim.SGD(p, 0.1, momentum=0.9), 12),
+    ],
+    ids=["adamw", "amsgrad", "sgd", "momentum"],
+)
+def test_expectation_is_what_a_step_then_holds(make, expected):
+    model = nn.Linear(32, 32, bias=False)
+    optimizer = make(model.parameters())
+    text = expected_bytes_per_param(model, [optimizer])
+    assert text.startswith(f"{expected:.2f} bytes per parameter")
+    _step(model, optimizer)
+    assert memory_report(model, optimizer).bytes_per_param == expected
+
+
+def test_expectation_does_not_guess_other_optimizers():
+    model = nn.Linear(32, 32)
+    text = expected_bytes_per_param(model, [torch.optim.Rprop(model.parameters())])
+    assert "not counted: the states of Rprop" in text
