@@ -1,0 +1,416 @@
+"""`FP8Precision` in Trainer and Fabric of both copies of Lightning, in this process."""
+
+import copy
+import functools
+import gc
+import importlib
+import logging
+import pickle
+import weakref
+
+import lightning.fabric
+import lightning.pytorch
+import lightning_fabric
+import pytest
+import pytorch_lightning
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from lightning_fp8 import FP8Config, FP8Precision, _register
+from lightning_fp8.precision import HostPrecision
+from torch_fp8 import Float8Linear, scaling_state_dict
+
+TRAINERS = [lightning.pytorch, pytorch_lightning]
+FABRICS = [lightning.fabric, lightning_fabric]
+DELAYED = FP8Config(recipe="delayed", amax_history_len=4)
+
+
+def host_id(host):
+    return host.__name__
+
+
+each_trainer = pytest.mark.parametrize("host", TRAINERS, ids=host_id)
+each_fabric = pytest.mark.parametrize("host", FABRICS, ids=host_id)
+each_host = pytest.mark.parametrize("host", TRAINERS + FABRICS, ids=host_id)
+
+
+def make_net():
+    return nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 16))
+
+
+def make_model(host, net=None):
+    class Regression(host.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.net = make_net() if net is None else net
+            self.seen = []
+
+        def training_step(self, batch, batch_idx):
+            self.seen.append((type(self.net[0]), torch.is_autocast_enabled("cpu")))
+            return self.net(batch).float().pow(2).mean()
+
+        def validation_step(self, batch, batch_idx):
+            self.seen.append((type(self.net[0]), self.net(batch).dtype))
+
+        test_step = validation_step
+
+        def predict_step(self, batch, batch_idx):
+            self.validation_step(batch, batch_idx)
+            return self.net(batch)
+
+        def configure_optimizers(self):
+            return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+    return Regression()
+
+
+def make_trainer(host, tmp_path, **kwargs):
+    kwargs.setdefault("max_epochs", 1)
+    return host.Trainer(
+        accelerator="cpu",
+        devices=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+        default_root_dir=tmp_path,
+        **kwargs,
+    )
+
+
+def make_host(host, **kwargs):
+    """A Trainer or a Fabric, and its precision plugin."""
+    if hasattr(host, "Trainer"):
+        made = host.Trainer(accelerator="cpu", devices=1, logger=False, **kwargs)
+        return made, made.strategy.precision_plugin
+    made = host.Fabric(accelerator="cpu", devices=1, **kwargs)
+    return made, made.strategy.precision
+
+
+def lightning_accelerator():
+    return lightning.fabric.accelerators.CPUAccelerator()
+
+
+def data(num=4):
+    return DataLoader(torch.randn(4 * num, 32), batch_size=4)
+
+
+# -- which plugin ------------------------------------------------------------------------------
+
+
+@each_host
+@pytest.mark.parametrize("given", ["flag", "plugin", "list", "tuple"])
+def test_every_host_gets_the_plugin_of_its_own_copy(host, given):
+    request = FP8Precision(FP8Config(recipe="rowwise"))
+    choices = {
+        "flag": {"precision": "fp8-mixed"},
+        "plugin": {"plugins": request},
+        "list": {"plugins": [request]},
+        "tuple": {"plugins": (request,)},
+    }
+    _, plugin = make_host(host, **choices[given])
+    base = importlib.import_module(f"{host.__name__}.plugins.precision").MixedPrecision
+    assert isinstance(plugin, base)
+    assert isinstance(plugin, FP8Precision)
+    assert plugin.precision == "fp8-mixed"
+    assert plugin.config == (FP8Config() if given == "flag" else request.config)
+
+
+@each_host
+def test_one_request_serves_several_hosts(host):
+    request = FP8Precision()
+    plugins = [make_host(h, plugins=[request])[1] for h in (host, *TRAINERS, *FABRICS, host)]
+    assert len({id(plugin) for plugin in plugins}) == len(plugins)
+    assert type(plugins[0]) is type(plugins[-1])
+
+
+def test_plugin_set_on_a_strategy():
+    for trainer_host in TRAINERS:
+        strategies = importlib.import_module(f"{trainer_host.__name__}.strategies")
+        strategy = strategies.SingleDeviceStrategy(precision_plugin=FP8Precision(DELAYED))
+        trainer, plugin = make_host(trainer_host, strategy=strategy)
+        assert isinstance(plugin, HostPrecision)
+        assert plugin.config == DELAYED
+        assert trainer.strategy.precision_plugin is plugin
+
+
+@each_host
+def test_explicit_other_plugin_wins(host):
+    other = importlib.import_module(f"{host.__name__}.plugins.precision").HalfPrecision("bf16-true")
+    assert make_host(host, plugins=[other])[1] is other
+
+
+@each_host
+def test_flag_and_plugin_together_are_refused_by_the_host(host):
+    with pytest.raises(
+        ValueError, match="Received both `precision=fp8-mixed` and `plugins=FP8Prec"
+    ):
+        make_host(host, precision="fp8-mixed", plugins=[FP8Precision()])
+
+
+@each_host
+def test_other_precisions_are_untouched(host):
+    for precision in ("32-true", "bf16-mixed", "64-true"):
+        _, plugin = make_host(host, precision=precision)
+        assert type(plugin).__module__.startswith(host.__name__.partition(".")[0])
+
+
+def test_environment_gives_the_configuration_and_an_explicit_one_wins(monkeypatch):
+    monkeypatch.setenv("TORCH_FP8_CONFIG", '{"recipe": "rowwise"}')
+    _, by_flag = make_host(lightning.pytorch, precision="fp8-mixed")
+    _, explicit = make_host(lightning.pytorch, plugins=[FP8Precision(DELAYED)])
+    assert (by_flag.config.recipe, explicit.config.recipe) == ("rowwise", "delayed")
+    monkeypatch.setenv("TORCH_FP8_CONFIG", '{"recipes": "rowwise"}')
+    with pytest.raises(ValueError, match="TORCH_FP8_CONFIG: unknown FP8Config option"):
+        make_host(lightning.pytorch, precision="fp8-mixed")
+
+
+def test_config_of_another_type_is_refused():
+    with pytest.raises(TypeError, match="takes an FP8Config, got 'rowwise'"):
+        FP8Precision("rowwise")
+
+
+def test_subclass_of_the_request_is_refused_with_the_class_to_derive_from():
+    class Mine(FP8Precision):
+        pass
+
+    with pytest.raises(TypeError, match=r"derive from lightning_fp8.unified_trainer.FP8Precision"):
+        make_host(lightning.pytorch, plugins=[Mine()])
+
+
+def test_subclass_of_a_host_plugin_is_used_as_it_is():
+    from lightning_fp8.unified_trainer import FP8Precision as TrainerPlugin
+
+    class Mine(TrainerPlugin):
+        pass
+
+    mine = Mine()
+    assert make_host(lightning.pytorch, plugins=[mine])[1] is mine
+
+
+@pytest.mark.parametrize("module", _register.PLUGINS.values())
+def test_plugin_pickles_and_leaves_the_models_of_this_process_behind(module):
+    plugin = importlib.import_module(module).FP8Precision(DELAYED)
+    plugin.attach(lightning.pytorch.strategies.SingleDeviceStrategy(), lightning_accelerator())
+    plugin.convert_module(net := make_net())
+    for other in (pickle.loads(pickle.dumps(plugin)), copy.deepcopy(plugin)):
+        assert type(other) is type(plugin)
+        assert other.config == DELAYED
+        assert other.state_dict() == {}
+    assert plugin.state_dict()
+    assert isinstance(net[0], Float8Linear)
+
+
+# -- strategies --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("given", [{"precision": "fp8-mixed"}, {"plugins": [FP8Precision()]}])
+@pytest.mark.parametrize(
+    ("host", "name", "advice"),
+    [
+        (lightning.pytorch, "FSDPStrategy", "ModelParallelStrategy"),
+        (pytorch_lightning, "FSDPStrategy", "ModelParallelStrategy"),
+        (lightning.fabric, "FSDPStrategy", "ModelParallelStrategy"),
+        (lightning_fabric, "FSDPStrategy", "ModelParallelStrategy"),
+        (lightning.fabric, "DataParallelStrategy", "strategy='ddp'"),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_strategy_that_cannot_host_fp8_is_refused_with_what_to_use(
+    monkeypatch, host, name, advice, given
+):
+    # Lightning refuses FSDP on the CPU before it looks at the precision.
+    for connector in _register.PLUGINS:
+        cls = importlib.import_module(connector)
+        cls = getattr(cls, "_Connector", None) or cls._AcceleratorConnector
+        monkeypatch.setattr(cls, "_check_strategy_and_fallback", lambda self: None)
+    strategy = getattr(importlib.import_module(f"{host.__name__}.strategies"), name)()
+    with pytest.raises(ValueError, match=rf"does not run under {name}: use {advice}"):
+        make_host(host, strategy=strategy, **given)
+
+
+def test_subclass_of_a_refused_strategy_is_refused():
+    class FSDPStrategy:
+        pass
+
+    class Mine(FSDPStrategy):
+        pass
+
+    plugin = importlib.import_module("lightning_fp8.unified_fabric").FP8Precision()
+    with pytest.raises(ValueError, match="does not run under FSDPStrategy"):
+        plugin.attach(Mine(), lightning_accelerator())
+
+
+@each_trainer
+def test_device_that_the_strategy_uses_is_the_one_checked(host, monkeypatch, tmp_path):
+    trainer, plugin = make_host(host, precision="fp8-mixed")
+    monkeypatch.setattr(type(trainer.strategy), "root_device", torch.device("cuda", 0))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "NVIDIA A100")
+    net = make_net()
+    with pytest.raises(ValueError, match=r"NVIDIA A100 \(sm_80\) has no FP8 tensor cores"):
+        plugin.convert_module(net)
+    assert type(net[0]) is nn.Linear
+
+
+# -- what runs ---------------------------------------------------------------------------------
+
+
+@each_trainer
+def test_trainer_converts_for_each_verb_and_leaves_a_stock_model(host, tmp_path):
+    model = make_model(host)
+    parameters = list(model.parameters())
+    trainer = make_trainer(host, tmp_path, precision="fp8-mixed")
+    for verb in (trainer.fit, trainer.validate, trainer.test, trainer.predict):
+        model.seen.clear()
+        verb(model, data(2))
+        assert {cls for cls, _ in model.seen} == {Float8Linear}, verb.__name__
+        assert {type(m) for m in model.net} == {nn.Linear, nn.ReLU}
+        expected = True if verb == trainer.fit else torch.bfloat16
+        assert {seen for _, seen in model.seen} == {expected}
+    assert all(a is b for a, b in zip(parameters, model.parameters(), strict=True))
+
+
+@each_trainer
+def test_model_is_stock_after_an_exception_in_training(host, tmp_path):
+    class Failed(RuntimeError):
+        pass
+
+    def fail(batch, batch_idx):
+        assert isinstance(model.net[0], Float8Linear)
+        raise Failed
+
+    model = make_model(host)
+    model.training_step = fail
+    with pytest.raises(Failed):
+        make_trainer(host, tmp_path, precision="fp8-mixed").fit(model, data())
+    assert type(model.net[0]) is nn.Linear
+
+
+@each_trainer
+def test_training_in_fp8_follows_bf16(host, tmp_path):
+    losses = {}
+    for precision in ("fp8-mixed", "bf16-mixed"):
+        torch.manual_seed(0)
+        model, loader = make_model(host), data(40)
+        make_trainer(host, tmp_path, precision=precision).fit(model, loader)
+        with torch.no_grad():
+            losses[precision] = torch.stack([model.net(x).pow(2).mean() for x in loader]).mean()
+    start = make_net()(torch.randn(512, 32)).pow(2).mean()
+    assert losses["bf16-mixed"] < 0.8 * start
+    torch.testing.assert_close(*losses.values(), rtol=0.02, atol=0)
+    assert losses["fp8-mixed"] != losses["bf16-mixed"]
+
+
+@each_fabric
+def test_fabric_converts_at_setup_and_trains_under_autocast(host):
+    fabric = host.Fabric(accelerator="cpu", devices=1, precision="fp8-mixed")
+    net = make_net()
+    model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    output = model(torch.randn(4, 32))
+    fabric.backward(output.pow(2).mean())
+    optimizer.step()
+    assert isinstance(net[0], Float8Linear)
+    assert output.dtype == torch.float32  # as under bf16-mixed: Fabric converts outputs back
+    with fabric.autocast():
+        assert net(torch.randn(4, 32)).dtype == torch.bfloat16
+
+
+@each_fabric
+def test_fabric_does_not_keep_a_model_alive(host):
+    fabric, plugin = make_host(host, plugins=[FP8Precision(DELAYED)])
+    first, second = make_net(), make_net()
+    gone = weakref.ref(first)
+    fabric.setup(first)
+    fabric.setup(second)
+    assert len(plugin.state_dict()["scaling"]) == 2
+    del first
+    gc.collect()
+    assert gone() is None
+    assert len(plugin.state_dict()["scaling"]) == 1
+
+
+@each_host
+def test_model_without_linears_is_an_error(host, tmp_path):
+    net = nn.Sequential(nn.Conv1d(32, 16, 1), nn.ReLU())
+    if hasattr(host, "Trainer"):
+        trainer = make_trainer(host, tmp_path, precision="fp8-mixed")
+        start = functools.partial(trainer.fit, make_model(host, net), data())
+    else:
+        start = functools.partial(make_host(host, precision="fp8-mixed")[0].setup, net)
+    with pytest.raises(ValueError, match=r"no nn\.Linear"):
+        start()
+
+
+@each_trainer
+def test_eval_fp8_off_keeps_evaluation_in_high_precision(host, tmp_path, monkeypatch):
+    calls = []
+    original = torch.nn.functional.scaled_mm
+    monkeypatch.setattr(
+        torch.nn.functional, "scaled_mm", lambda *a, **k: calls.append(1) or original(*a, **k)
+    )
+    for eval_fp8, count in ((True, 2 * 4), (False, 0)):
+        calls.clear()
+        plugin = FP8Precision(FP8Config(eval_fp8=eval_fp8))
+        make_trainer(host, tmp_path, plugins=[plugin]).validate(
+            make_model(host), data(4), verbose=False
+        )
+        assert len(calls) == count
+
+
+# -- the start-up summary ----------------------------------------------------------------------
+
+
+@pytest.fixture
+def summaries(monkeypatch):
+    """The start-up summaries that went through Lightning's own log."""
+    records = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record)
+    names = ("lightning.pytorch", "lightning.fabric", "pytorch_lightning", "lightning_fabric")
+    for name in names:
+        logging.getLogger(name).addHandler(handler)
+    yield lambda: [r.getMessage() for r in records if "matmul FLOPs" in r.getMessage()]
+    for name in names:
+        logging.getLogger(name).removeHandler(handler)
+
+
+@each_trainer
+def test_trainer_summary_is_logged_once_per_model_with_the_optimizer(host, tmp_path, summaries):
+    trainer, model = make_trainer(host, tmp_path, precision="fp8-mixed"), make_model(host)
+    trainer.fit(model, data(2))
+    trainer.validate(model, data(2), verbose=False)
+    (summary,) = summaries()
+    assert "FP8: 2 of 2 linear layers" in summary
+    assert "auto -> tensorwise" in summary
+    assert "emulation on CPU" in summary
+    assert "16.00 bytes per parameter" in summary  # AdamW's moments are known here
+    trainer.validate(make_model(host), data(2), verbose=False)
+    assert len(summaries()) == 2
+
+
+@each_fabric
+def test_fabric_summary_is_logged_at_setup(host, summaries):
+    fabric, _ = make_host(host, precision="fp8-mixed")
+    fabric.setup(make_net())
+    (summary,) = summaries()
+    assert "FP8: 2 of 2 linear layers" in summary
+
+
+# -- delayed scaling over a teardown ------------------------------------------------------------
+
+
+@each_trainer
+def test_history_survives_the_teardown_between_two_verbs(host, tmp_path):
+    trainer = make_trainer(host, tmp_path, plugins=[FP8Precision(DELAYED)])
+    model = make_model(host)
+    trainer.fit(model, data(4))
+    saved = trainer.precision_plugin.state_dict()["scaling"][0]
+    assert saved["net.0.amax_history"].count_nonzero() == 3 * 4
+    at_validation = []
+    model.on_validation_start = lambda: at_validation.append(scaling_state_dict(model))
+    trainer.validate(model, data(1), verbose=False)
+    torch.testing.assert_close(at_validation[0], saved, rtol=0, atol=0)
+    torch.testing.assert_close(trainer.precision_plugin.state_dict()["scaling"][0], saved)
