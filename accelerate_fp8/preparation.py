@@ -123,11 +123,11 @@ def _forwards_reachable(model: nn.Module) -> Iterator[None]:
     A hook keeps the bound ``forward`` of the class the module had, in ``_old_forward``, and puts
     its own on the instance: another class would not be noticed. Afterwards it calls the new one.
     """
+    kept = (nn.Linear.forward, Float8Linear.forward)
     hooked = [
         module
         for module in model.modules()
-        if type(module) is nn.Linear
-        and getattr(module.__dict__.get("_old_forward"), "__func__", None) is nn.Linear.forward
+        if getattr(module.__dict__.get("_old_forward"), "__func__", None) in kept
     ]
     forwards = [module.__dict__.pop("forward") for module in hooked]
     try:

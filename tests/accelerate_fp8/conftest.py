@@ -110,6 +110,17 @@ def run(tmp_path: Path, environment: dict[str, str]) -> Callable[..., Run]:
     return run_script
 
 
+@pytest.fixture
+def hidden_torchao(tmp_path: Path) -> Path:
+    """A folder that shadows torchao: the module fails to import, its metadata is too old."""
+    folder = tmp_path / "hidden"
+    metadata = folder / "torchao-0.0.1.dist-info"
+    metadata.mkdir(parents=True)
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: torchao\nVersion: 0.0.1\n")
+    (folder / "torchao.py").write_text("raise ImportError('hidden')\n")
+    return folder
+
+
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a Llama of two layers, hidden size 32, and a tokenizer of whole words."""

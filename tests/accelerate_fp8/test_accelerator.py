@@ -13,6 +13,7 @@ from torch import nn
 
 import accelerate_fp8
 from accelerate_fp8 import FP8Config, FP8Kwargs
+from accelerate_fp8.accelerator import preparation_of
 from torch_fp8 import Float8Linear
 
 
@@ -152,13 +153,12 @@ def test_deepspeed_and_megatron_are_refused_by_name(
         accelerate.Accelerator(mixed_precision="fp8", cpu=True)
 
 
-def test_tensor_parallelism_is_refused(accelerate: Any) -> None:
-    from accelerate_fp8.backend import refuse_tensor_parallel
-
-    refuse_tensor_parallel(None)
-    refuse_tensor_parallel(accelerate.ParallelismConfig(tp_size=1))
-    with pytest.raises(ValueError, match="tp_size=2"):
-        refuse_tensor_parallel(accelerate.ParallelismConfig(tp_size=2))
+def test_tensor_parallelism_is_refused(accelerate: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    parallelism = accelerate.ParallelismConfig(tp_size=2)
+    monkeypatch.setattr(parallelism, "get_device_mesh", lambda _: None)
+    monkeypatch.setattr(parallelism, "_validate_accelerator", lambda _: None)
+    with pytest.raises(ValueError, match=r"tensor parallelism yet \(tp_size=2\)"):
+        accelerate.Accelerator(mixed_precision="fp8", parallelism_config=parallelism, cpu=True)
 
 
 def test_nothing_to_convert_is_an_error(fp8: Any) -> None:
@@ -252,6 +252,7 @@ def test_layers_under_a_device_map_hook_run_in_fp8(fp8: Any, gemms: list[torch.d
     model = Block()
     for layer in (model.up, model.down):
         add_hook_to_module(layer, ModelHook())
+    preparation_of(fp8).convert(model, None)
     fp8.prepare(model)
     model(torch.randn(4, 32))
     assert len(gemms) == 2
@@ -311,3 +312,14 @@ def test_free_memory_lets_the_model_go(fp8: Any) -> None:
     gc.collect()
     assert model is None
     assert alive() is None
+
+
+def test_compiled_model_runs_in_fp8(accelerate: Any, gemms: list[torch.dtype]) -> None:
+    accelerator = accelerate.Accelerator(mixed_precision="fp8", cpu=True, dynamo_backend="eager")
+    model = Block()
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    x = torch.randn(16, 32)
+    accelerator.backward(model(x).square().mean())
+    optimizer.step()
+    assert type(accelerator.unwrap_model(model, keep_torch_compile=False).up) is Float8Linear
+    assert len(gemms) >= 2

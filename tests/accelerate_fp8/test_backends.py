@@ -124,14 +124,3 @@ def test_hidden_torchao_is_what_stock_accelerate_misses(
     off = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
     done = run("loop.py", "fp8", fails=True, before=hidden_torchao, **off)
     assert "Using `fp8` precision requires" in done.stderr
-
-
-@pytest.fixture
-def hidden_torchao(tmp_path: Path) -> Path:
-    """A folder that shadows torchao: the module fails to import, its metadata is too old."""
-    folder = tmp_path / "hidden"
-    metadata = folder / "torchao-0.0.1.dist-info"
-    metadata.mkdir(parents=True)
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: torchao\nVersion: 0.0.1\n")
-    (folder / "torchao.py").write_text("raise ImportError('hidden')\n")
-    return folder

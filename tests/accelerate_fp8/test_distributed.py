@@ -14,10 +14,7 @@ def test_ddp_runs_fp8_gemms_and_keeps_replicas_equal(run: Callable) -> None:
     weights = re.findall(r"rank (\d): weights (\S+)", done.stdout)
     assert sorted(rank for rank, _ in weights) == ["0", "1"]
     assert len({value for _, value in weights}) == 1
-
-
-def test_summary_comes_from_rank_zero_only(run: Callable) -> None:
-    done = run("loop.py", launch=FP8, processes=2)
+    # The summary comes from rank zero only.
     assert re.findall(r"\[RANK (\d)\] FP8: 3 of 3 linear layers", done.stderr) == ["0"]
 
 

@@ -1,11 +1,13 @@
 """How the extensions get into Accelerate and transformers, and how they stay out."""
 
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
+import _fp8_autoload
 from accelerate_fp8 import _register
 
 OFF = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
@@ -20,8 +22,10 @@ def test_without_autoload_accelerate_is_stock(run: Callable) -> None:
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_explicit_import_restores_the_engine(run: Callable, when: str) -> None:
-    done = run("explicit_import.py", when, **OFF, **FP8)
+def test_explicit_import_restores_the_engine(
+    run: Callable, when: str, hidden_torchao: Path
+) -> None:
+    done = run("explicit_import.py", when, before=hidden_torchao, **OFF, **FP8)
     assert "layer torch_fp8.linear arguments fp8" in done.stdout
     assert done.fp8 > 0
 
@@ -104,3 +108,14 @@ def test_extending_twice_changes_nothing(function: str, module: str) -> None:
     for value in before:
         original = getattr(value, "fget", value)._fp8_original
         assert not hasattr(original, "_fp8_original")
+
+
+def test_construction_is_a_second_occasion_to_extend(
+    accelerate: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Accelerate is half imported when torch calls us; nothing may be imported after it."""
+    calls = []
+    monkeypatch.setattr(_fp8_autoload, "load", lambda *args: calls.append(args))
+    accelerate.Accelerator(cpu=True)
+    assert calls
+    assert set(calls) == {("accelerate_fp8",)}

@@ -20,18 +20,25 @@ def _precision(tmp_path: Path, **options: Any) -> str:
     return arguments.mixed_precision
 
 
-@pytest.mark.usefixtures("launched")
-def test_flag_wins_over_bf16_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(("rank", "messages"), [("0", 1), ("1", 0)])
+def test_flag_wins_over_bf16_and_says_so_once(
+    launched: pytest.MonkeyPatch,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    rank: str,
+    messages: int,
+) -> None:
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.warning_once.cache_clear()
     logging.getLogger("transformers").addHandler(caplog.handler)
+    launched.setenv("RANK", rank)
     try:
         assert _precision(tmp_path, bf16=True) == "fp8"
         assert _precision(tmp_path, bf16=True) == "fp8"
     finally:
         logging.getLogger("transformers").removeHandler(caplog.handler)
-    assert caplog.text.count("is overridden by --mixed_precision fp8") == 1
+    assert caplog.text.count("is overridden by --mixed_precision fp8") == messages
 
 
 def test_bf16_without_the_flag_stays(accelerate: Any, tmp_path: Path) -> None:
