@@ -1,0 +1,171 @@
+"""Runs the kernels under Triton's CPU interpreter and prints, as JSON, which cases differ how.
+
+Run by test_quantize_interpreted.py in a process of its own: the interpreter is chosen when Triton
+decorates the kernels. Two of its operations are replaced, because they are not what the hardware
+does: its FP8 conversion loses carries, and its fused multiply-add rounds twice. Both are given
+torch's and float64's arithmetic here, so that what is left is compared bit for bit. The hardware's
+own conversion is compared on a card (test_quantize_gpu.py).
+"""
+
+import itertools
+import json
+import os
+import sys
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+import numpy as np
+import torch
+import triton.language as tl
+from triton.runtime import interpreter
+
+from torch_fp8.formats import format_of
+from torch_fp8.kernels.quantize import quantize_2d, quantize_with_amax
+from torch_fp8.quantize import quantize_2d_reference
+from torch_fp8.scaling import scale_from_amax, tensor_amax
+
+# (format, power_of_two, row, col)
+CHOICES = (
+    ("e4m3", False, True, True),
+    ("e4m3", False, True, False),
+    ("e4m3", False, False, True),
+    ("e4m3", True, True, True),
+    ("e5m2", False, True, True),
+)
+FP8 = {tl.float8e4nv: torch.float8_e4m3fn, tl.float8e5: torch.float8_e5m2}
+DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+GRANULARITIES = ("tensorwise", "rowwise", "block_1x128", "block_128x128", "block_1x32")
+
+
+def exact_fma(self, x, y, z):
+    with np.errstate(all="ignore"):
+        value = x.data.astype(np.float64) * y.data + z.data
+        return interpreter.TensorHandle(value.astype(np.float32), z.dtype.scalar)
+
+
+def torch_fp_to_fp(self, src, dst_type, rounding_mode):
+    dtype = FP8[dst_type.scalar]
+    data = torch.from_numpy(np.ascontiguousarray(src.data)).to(dtype).view(torch.uint8).numpy()
+    return interpreter.TensorHandle(data, dst_type.scalar)
+
+
+patch_lang_tensor = interpreter._patch_lang_tensor
+
+
+def patch_lang_tensor_for_numpy_2(tensor, scope):
+    """As the original, which fails with NumPy >= 2.4: int() of an array of shape (1,)."""
+    patch_lang_tensor(tensor, scope)
+    scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+
+interpreter._patch_lang_tensor = patch_lang_tensor_for_numpy_2
+interpreter.InterpreterBuilder.create_fma = exact_fma
+interpreter.InterpreterBuilder.create_fp_to_fp = torch_fp_to_fp
+
+
+def spread(rows, cols, generator):
+    """Gaussian, with rows of very different size."""
+    x = torch.randn(rows, cols, generator=generator)
+    return x * 2.0 ** torch.randint(-8, 9, (rows, 1), generator=generator)
+
+
+def matrices(generator):
+    """Name -> matrix: odd shapes, strides, types and values."""
+    big = spread(270, 440, generator)
+    yield "one element", torch.randn(1, 1, generator=generator)
+    yield "odd shape", spread(37, 131, generator).bfloat16()
+    yield "one tile", spread(128, 128, generator).bfloat16()
+    yield "tails", spread(130, 140, generator).half()
+    yield "transposed", spread(150, 70, generator).bfloat16().t()
+    yield "sliced", big[::2, 1:200].bfloat16()[1:]
+    yield "no unit stride", big[::2, ::3]
+    yield "expanded", torch.randn(1, 96, generator=generator).expand(20, 96)
+    yield "no rows", torch.zeros(0, 48)
+    yield "no columns", torch.zeros(48, 0)
+    zeros = spread(30, 140, generator)
+    zeros[:, 20:60] = 0
+    zeros[3] = -0.0
+    yield "zeros", zeros
+    yield "denormal", spread(20, 150, generator) * 1e-40
+    yield "tiny", spread(20, 150, generator) * 1e-33
+    yield "huge", (torch.rand(20, 150, generator=generator) - 0.5) * 6e38
+    for name, value in (("inf", float("inf")), ("-inf", -float("inf")), ("nan", float("nan"))):
+        x = spread(20, 150, generator)
+        x[3, 140] = value
+        yield name, x.bfloat16()
+
+
+def difference(got, want):
+    """What differs, or ''. NaN equals NaN: which one comes out is the platform's choice."""
+    if got is None or want is None:
+        return "" if got is None and (want is None or want.numel() == 0) else "missing"
+    if got.shape != want.shape or got.dtype != want.dtype or not got.is_contiguous():
+        return f"{got.dtype} {tuple(got.shape)} {got.stride()}, want {want.dtype} {want.shape}"
+    if got.dtype.itemsize == 1:
+        bits, wanted = got.view(torch.uint8), want.view(torch.uint8)
+    else:
+        bits, wanted = got.view(torch.int32), want.view(torch.int32)
+    wrong = (bits != wanted) & ~(got.float().isnan() & want.float().isnan())
+    if not wrong.any():
+        return ""
+    i = tuple(wrong.nonzero()[0].tolist())
+    return f"{int(wrong.sum())} differ, first {i}: {got[i].item()} instead of {want[i].item()}"
+
+
+def compare(got, want):
+    parts = ("row", "row scale", "col", "col scale")
+    found = {p: difference(g, w) for p, g, w in zip(parts, got, want, strict=True)}
+    return "; ".join(f"{part}: {text}" for part, text in found.items() if text)
+
+
+def reference(x, scale, dtype, granularity, power_of_two, row, col):
+    if granularity == "tensorwise" and scale is None:
+        scale = scale_from_amax(tensor_amax(x), format_of(dtype), power_of_two)
+    power_of_two = power_of_two or granularity == "block_1x32"
+    a, a_scale, b, b_scale = quantize_2d_reference(
+        x, scale, dtype, granularity, power_of_two, row, col
+    )
+    if granularity == "tensorwise":
+        a_scale = b_scale = scale
+    return (
+        a if row else None,
+        a_scale if row else None,
+        b if col else None,
+        b_scale if col else None,
+    )
+
+
+def results():
+    for granularity, (name, x) in itertools.product(
+        GRANULARITIES, matrices(torch.Generator().manual_seed(0))
+    ):
+        failures = []
+        for fmt, power_of_two, row, col in CHOICES:
+            arguments = (x, None, DTYPES[fmt], granularity, power_of_two, row, col)
+            found = compare(quantize_2d(*arguments), reference(*arguments))
+            if found:
+                failures.append(f"{fmt} power_of_two={power_of_two} {row=} {col=}: {found}")
+        yield f"{granularity}, {name}", failures
+
+    for name, x in matrices(torch.Generator().manual_seed(1)):
+        failures = []
+        for fmt, value in itertools.product(DTYPES, (0.37, 2.0**-120, float("inf"))):
+            scale = torch.tensor(value)
+            arguments = (x, scale, DTYPES[fmt], "tensorwise", False, True, True)
+            row, _, col, _ = want = reference(*arguments)
+            found = compare(quantize_2d(*arguments), want)
+            got_row, got_col, amax = quantize_with_amax(x, scale, DTYPES[fmt], True, True)
+            found += difference(got_row, row) + difference(got_col, col)
+            found += difference(amax, tensor_amax(x))
+            if found:
+                failures.append(f"{fmt} scale {value}: {found}")
+        yield f"known scale, {name}", failures
+
+    generator = torch.Generator().manual_seed(2)
+    long = spread(3, 16500, generator).bfloat16()
+    arguments = (long, None, torch.float8_e4m3fn, "rowwise", False, True, False)
+    found = compare(quantize_2d(*arguments), reference(*arguments))
+    yield "rowwise, longer than the registers hold", [found] if found else []
+
+
+json.dump(dict(results()), sys.stdout)
