@@ -114,7 +114,10 @@ def bytes_per_parameter(model: nn.Module, optimizer: torch.optim.Optimizer) -> f
     parameters = list(model.parameters())
     gradients = [p.grad for p in parameters if p.grad is not None]
     states = [
-        v for state in optimizer.state.values() for v in state.values() if isinstance(v, Tensor)
+        value
+        for state in optimizer.state.values()
+        for value in state.values()
+        if isinstance(value, Tensor) and value.dim() > 0  # not AdamW's step counters
     ]
     total = sum(_num_bytes(tensor) for tensor in [*parameters, *gradients, *states])
     return total / sum(p.numel() for p in parameters)

@@ -1,0 +1,177 @@
+"""Both fine-tuning scripts end to end, in processes of their own."""
+
+import csv
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from run_record import read_losses
+from safetensors.torch import load_file
+
+from .conftest import EXAMPLES, environment_in, gemm_counts, run_example
+
+LAUNCH = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "1", "--cpu"]
+
+
+@dataclass(frozen=True)
+class Host:
+    script: str
+    bf16: str
+    fp8: str
+
+    def command(self, precision: str | None, *arguments: str) -> list[str]:
+        script = [str(EXAMPLES / self.script), *arguments]
+        if precision is None:
+            return [sys.executable, *script]
+        if self.script == "sft_lightning.py":
+            return [sys.executable, *script, "--precision", precision]
+        return [*LAUNCH, "--mixed_precision", precision, *script]
+
+
+HOSTS = {
+    "lightning": Host("sft_lightning.py", "bf16-mixed", "fp8-mixed"),
+    "accelerate": Host("sft_accelerate.py", "bf16", "fp8"),
+}
+
+
+def arguments(assets_cache: Path) -> list[str]:
+    return ["--quick", "--steps", "6", "--eval-every", "2", "--assets", str(assets_cache)]
+
+
+@pytest.fixture(params=HOSTS.values(), ids=list(HOSTS))
+def host(request) -> Host:
+    return request.param
+
+
+@pytest.fixture
+def compared(once, assets_cache):
+    """`compared(host)`: the folder in which the host's script compared the two precisions."""
+
+    def compare(host: Host) -> Path:
+        def make(folder: Path) -> None:
+            command = host.command(None, *arguments(assets_cache), "--output", str(folder / "out"))
+            (folder / "printed").write_text(run_example(command, folder))
+
+        return once(host.script, make)
+
+    return compare
+
+
+def test_the_scripts_say_nothing_of_fp8_but_the_flag(host):
+    source = (EXAMPLES / host.script).read_text()
+    assert not re.search(r"torch_fp8|lightning_fp8|accelerate_fp8|Float8", source)
+
+
+def test_without_arguments_two_precisions_are_compared(host, compared):
+    folder = compared(host)
+    rows = list(csv.DictReader((folder / "out/comparison.csv").open()))
+    assert [row["precision"] for row in rows] == [host.bf16, host.fp8]
+    assert [row["fp8_linears"] for row in rows] == ["0 of 15", "14 of 15"]
+    assert [row["bytes_per_parameter"] for row in rows] == ["16.0", "16.0"]
+    for row in rows:
+        assert float(row["final_eval_loss"]) < float(row["first_eval_loss"]) - 0.05
+    assert 0 < abs(float(rows[1]["difference"])) < 0.005
+    assert (folder / "out/comparison.png").read_bytes().startswith(b"\x89PNG")
+    printed = (folder / "printed").read_text()
+    assert "14 of 15" in printed
+    assert "emulated" in printed
+
+
+def test_fp8_gemms_run_in_the_fp8_run_only(host, compared):
+    folder = compared(host)
+    assert gemm_counts(folder, f"/{host.bf16}")["scaled_mm"] == 0
+    assert gemm_counts(folder, f"/{host.bf16}")["linear"] > 0
+    assert gemm_counts(folder, f"/{host.fp8}")["scaled_mm"] > 14 * 3 * 6  # layers, GEMMs, steps
+
+
+def test_both_hosts_train_alike(compared):
+    """The same data in the same order, clipped and scheduled alike: the same losses."""
+    lightning, accelerate = (
+        read_losses(compared(host) / "out" / host.bf16 / "losses.csv") for host in HOSTS.values()
+    )
+    assert [row["step"] for row in lightning] == [row["step"] for row in accelerate]
+    for row, other in zip(lightning, accelerate, strict=True):
+        for key in {"loss", "eval_loss"} & row.keys():
+            assert row[key] == pytest.approx(other[key], rel=1e-5)
+
+
+def test_the_model_is_saved_plain(host, compared, assets_cache):
+    saved = load_file(compared(host) / "out" / host.fp8 / "model/model.safetensors")
+    original = load_file(assets_cache / "quick/model/model.safetensors")
+    assert {k: (v.shape, v.dtype) for k, v in saved.items()} == {
+        k: (v.shape, v.dtype) for k, v in original.items()
+    }
+
+
+def test_a_killed_run_goes_on_to_the_same_losses(host, compared, assets_cache, tmp_path):
+    output = tmp_path / "out"
+    command = host.command(host.fp8, *arguments(assets_cache), "--output", str(output))
+    with (tmp_path / "log").open("w") as log:
+        run = subprocess.Popen(
+            command,
+            env=environment_in(tmp_path),
+            stdout=log,
+            stderr=log,
+            start_new_session=True,  # the launcher's child is to die with it
+        )
+        deadline = time.monotonic() + 200
+        while not (len(read_losses(output / "losses.csv")) >= 6 and complete_checkpoints(output)):
+            assert run.poll() is None, (tmp_path / "log").read_text()[-4000:]
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        os.killpg(run.pid, signal.SIGKILL)
+        run.wait()
+    assert not (output / "result.json").exists()
+    run_example([*command, "--resume"], tmp_path)
+    rows = read_losses(output / "losses.csv")
+    whole = read_losses(compared(host) / "out" / host.fp8 / "losses.csv")
+    assert [{**row, "seconds": 0} for row in rows] == [{**row, "seconds": 0} for row in whole]
+
+
+def complete_checkpoints(output: Path) -> list[Path]:
+    folder = output / "checkpoints"
+    return [*folder.glob("last.ckpt"), *folder.glob("step-*")]
+
+
+ROWS = {
+    "chat": lambda i: {
+        "messages": [
+            {"role": "user", "content": f"what is {i}"},
+            {"role": "assistant", "content": f"the number {i}"},
+        ]
+    },
+    "prompt": lambda i: {"prompt": f"what is {i}? ", "completion": f"the number {i}"},
+}
+
+
+@pytest.mark.parametrize("rows", ["chat", "prompt"])
+def test_any_model_and_any_data(host, rows, assets_cache, tmp_path):
+    """Padded batches of one's own data, one epoch of it."""
+    data = tmp_path / "data.jsonl"
+    data.write_text("".join(json.dumps(ROWS[rows](i)) + "\n" for i in range(21)))
+    model = assets_cache / "quick/model"
+    own = ["--model", str(model), "--data", str(data), "--batching", "padded"]
+    run_example(
+        host.command(host.fp8, *own, "--batch-size", "4", "--output", str(tmp_path / "out")),
+        tmp_path,
+    )
+    result = json.loads((tmp_path / "out/result.json").read_text())
+    assert result["steps"] == 3  # 20 examples, one of 21 held out, 4 rows x 2 micro-batches a step
+    assert result["final_eval_loss"] < result["first_eval_loss"]
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "fp8-mixed"])
+def test_the_fabric_loop_runs(precision, assets_cache, tmp_path):
+    script = [str(EXAMPLES / "fabric_loop.py"), "--steps", "4", "--assets", str(assets_cache)]
+    printed = run_example([sys.executable, *script, "--precision", precision], tmp_path)
+    losses = [float(loss) for loss in re.findall(r"step +\d+  loss ([\d.]+)", printed)]
+    assert len(losses) == 4
+    assert losses[-1] < losses[0]
+    assert (gemm_counts(tmp_path, precision)["scaled_mm"] > 0) == (precision == "fp8-mixed")
