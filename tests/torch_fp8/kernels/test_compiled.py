@@ -53,7 +53,7 @@ def test_every_kernel_compiles_without_spills(
         ptx, used = compile_for(launch, target)
         print(f"{target} {launch.name}: {used}")
         record_property(launch.name, str(used))
-        # Sizes that are no multiple of 16 are moved byte by byte; FP8 GEMMs do not take them either.
+        # Sizes that are no multiple of 16 move byte by byte; FP8 GEMMs do not take them either.
         allowed = 256 if "odd" in name and "blocks" in launch.name else 0
         assert used.stack <= allowed, f"{launch.name} spills: {used}"
         assert used.local == 0

@@ -1,0 +1,52 @@
+"""The layer shapes that the benchmarks run, and smaller ones that stand in for them on a CPU."""
+
+# (in_features K, out_features N) of the linears of a Llama-3.1-8B block.
+LLAMA_3_1_8B_BLOCK = {
+    "q_proj": (4096, 4096),
+    "k_proj": (4096, 1024),
+    "v_proj": (4096, 1024),
+    "o_proj": (4096, 4096),
+    "gate_proj": (4096, 14336),
+    "up_proj": (4096, 14336),
+    "down_proj": (14336, 4096),
+}
+TOKENS = (8192, 32768, 4096, 1024, 16384, 2048)
+"""Rows M, the most telling first: a benchmark that runs out of time leaves out the last ones."""
+
+# Keyword arguments of transformers.LlamaConfig.
+LLAMA_3_2_1B = {
+    "vocab_size": 128256,
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": True,
+}
+SEQUENCE = 4096
+
+TOY_BLOCK = {
+    "q_proj": (64, 64),
+    "k_proj": (64, 16),
+    "v_proj": (64, 16),
+    "o_proj": (64, 64),
+    "gate_proj": (64, 176),
+    "up_proj": (64, 176),
+    "down_proj": (176, 64),
+}
+TOY_TOKENS = (48,)
+TOY_LLAMA = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 176,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": True,
+}
+TOY_SEQUENCE = 64
