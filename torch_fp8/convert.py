@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from torch_fp8.config import FP8Config
 from torch_fp8.gemm import check_device, resolve_auto
@@ -68,6 +69,7 @@ def convert_to_float8(
             skipped.append(SkippedModule(name, reason))
     if not converted:
         raise ValueError(_nothing_converted(model, skipped))
+    _keep_scaling_local(model)
     return ConversionReport(
         converted=tuple(converted),
         skipped=tuple(skipped),
@@ -88,6 +90,7 @@ def revert(model: nn.Module) -> int:
     modules = [m for m in model.modules() if isinstance(m, Float8Linear)]
     for module in modules:
         _to_linear(module)
+    _keep_scaling_local(model)
     return len(modules)
 
 
@@ -161,6 +164,28 @@ def _to_linear(module: Float8Linear) -> None:
     for name in ("fp8_config", "fp8_recipe", "fp8_name"):
         delattr(module, name)
     module.__class__ = _linear_class(type(module))
+
+
+def _keep_scaling_local(model: nn.Module) -> None:
+    """Keep DistributedDataParallel from copying rank 0's amaxes over every other rank's.
+
+    It broadcasts buffers before each forward by default; a rank whose activations are larger than
+    rank 0's would then saturate, for its scales would come from amaxes that are not its own.
+    """
+    ours = {
+        f"{name}.{buffer}".removeprefix(".")
+        for name, module in model.named_modules()
+        if isinstance(module, Float8Linear)
+        for buffer in module._buffers
+        if buffer.startswith("fp8_")
+    }
+    ignored = model.__dict__.get("_ddp_params_and_buffers_to_ignore", [])
+    others = [name for name in ignored if not name.rpartition(".")[2].startswith("fp8_")]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
+        model, [*others, *sorted(ours)]
+    )
+    if not others and not ours:
+        del model._ddp_params_and_buffers_to_ignore
 
 
 @functools.cache
