@@ -2,6 +2,7 @@
 
 import gc
 import logging
+import sys
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -80,12 +81,20 @@ def test_wrong_precision_is_accelerates_own_error(accelerate: Any) -> None:
         accelerate.Accelerator(mixed_precision="fp9", cpu=True)
 
 
+@pytest.fixture
+def no_handler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a script that never imported `FP8Kwargs`."""
+    monkeypatch.delitem(sys.modules, "accelerate_fp8.handler", raising=False)
+
+
+@pytest.mark.usefixtures("no_handler")
 def test_launchers_variable_chooses_fp8(accelerate: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")
     assert type(accelerate.Accelerator(cpu=True).prepare(Block()).up) is Float8Linear
 
 
-def test_second_accelerator_of_the_same_run_is_fp8_too(accelerate: Any, fp8: Any) -> None:
+@pytest.mark.usefixtures("fp8", "no_handler")
+def test_second_accelerator_of_the_same_run_is_fp8_too(accelerate: Any) -> None:
     assert type(accelerate.Accelerator().prepare(Block()).up) is Float8Linear
 
 
@@ -131,6 +140,13 @@ def test_two_fp8_kwargs_are_refused(accelerate: Any) -> None:
     handlers = [FP8Kwargs(), FP8Kwargs()]
     with pytest.raises(ValueError, match="You can only pass one"):
         accelerate.Accelerator(mixed_precision="fp8", kwargs_handlers=handlers, cpu=True)
+
+
+@pytest.mark.usefixtures("no_handler")
+def test_missing_accelerate_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "accelerate.utils", None)
+    with pytest.raises(ImportError, match=r"needs accelerate.*torch-fp8\[accelerate\]"):
+        accelerate_fp8.FP8Kwargs  # noqa: B018
 
 
 def test_unknown_name_of_the_package_is_an_attribute_error() -> None:
@@ -283,10 +299,28 @@ def test_summary_of_a_model_prepared_alone_comes_at_once(
     assert [message.count("\n") > 1 for message in messages] == [False, True]
 
 
-def test_summary_can_be_silenced(fp8: Any, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.WARNING, logger="accelerate_fp8")
-    fp8.prepare(Block())
-    assert not caplog.records
+@pytest.mark.parametrize(
+    ("own", "root", "messages"),
+    [
+        (logging.NOTSET, logging.WARNING, 1),
+        (logging.WARNING, logging.WARNING, 0),
+        (logging.NOTSET, logging.ERROR, 0),
+    ],
+    ids=["nobody chose", "own level", "root level"],
+)
+def test_summary_is_visible_unless_silenced(
+    fp8: Any, caplog: pytest.LogCaptureFixture, own: int, root: int, messages: int
+) -> None:
+    logger = logging.getLogger("accelerate_fp8")
+    levels = logger.level, logging.root.level
+    try:
+        logger.setLevel(own)
+        logging.root.setLevel(root)
+        fp8.prepare(Block())
+    finally:
+        logger.setLevel(levels[0])
+        logging.root.setLevel(levels[1])
+    assert len(caplog.records) == messages
 
 
 def test_what_is_not_applied_is_warned_about(

@@ -28,3 +28,10 @@ def test_fsdp2_converts_before_sharding(run: Callable) -> None:
         in (done.stdout)
     )
     assert re.findall(r"\[RANK (\d)\] FP8: 3 of 3 linear layers", done.stderr) == ["0"]
+
+
+def test_ddp_leaves_each_rank_the_amaxes_of_its_own_data(run: Callable) -> None:
+    delayed = {"TORCH_FP8_CONFIG": '{"recipe": "delayed"}'}
+    done = run("uneven_ranks.py", launch=FP8, processes=2, **delayed)
+    amaxes = re.findall(r"rank (\d): amaxes (.*)", done.stdout)
+    assert sorted(amaxes) == [("0", "[1.0, 1.0, 1.0]"), ("1", "[10.0, 10.0, 10.0]")]
