@@ -124,9 +124,7 @@ def bytes_per_parameter(model: nn.Module, optimizer: torch.optim.Optimizer) -> f
 
 
 def _num_bytes(tensor: Tensor) -> int:
-    if hasattr(
-        tensor, "__tensor_flatten__"
-    ):  # a tensor made of other tensors: a payload and its scale, for example
+    if hasattr(tensor, "__tensor_flatten__"):  # made of others: a payload and its scale, say
         names, _ = tensor.__tensor_flatten__()
         return sum(_num_bytes(getattr(tensor, name)) for name in names)
     return tensor.numel() * tensor.element_size()

@@ -137,6 +137,7 @@ def main() -> None:
         train(arguments)
         return
     launch = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "1"]
+    launch += ["--num_cpu_threads_per_process", str(torch.get_num_threads())]
     script = [__file__, *sys.argv[1:]]
     comparison.compare(
         {

@@ -72,14 +72,9 @@ def argument_parser(description: str) -> argparse.ArgumentParser:
     add(
         "--epochs",
         type=float,
-        default=1.0,
-        help="passes over the data, where --steps does not say otherwise",
+        help="passes over the data; none: 1, on the script's own data 80 steps",
     )
-    add(
-        "--steps",
-        type=int,
-        help="optimizer steps; none: by --epochs, and for the script's own data by its size",
-    )
+    add("--steps", type=int, help="optimizer steps, instead of --epochs")
     add("--learning-rate", type=float, default=5e-4, help="peak of the cosine schedule")
     add(
         "--warmup",
@@ -109,6 +104,7 @@ class FineTuning:
     tokenizer: PreTrainedTokenizerBase
     train_data: Dataset
     eval_data: Dataset
+    epochs: float
     fixed_steps: int | None
 
     def steps(self, num_processes: int) -> int:
@@ -117,7 +113,7 @@ class FineTuning:
             return self.fixed_steps
         arguments = self.arguments
         rows_per_step = arguments.batch_size * arguments.accumulate * num_processes
-        return math.ceil(arguments.epochs * len(self.train_data) / rows_per_step)
+        return math.ceil(self.epochs * len(self.train_data) / rows_per_step)
 
     def schedule(self, optimizer: torch.optim.Optimizer, num_processes: int) -> LambdaLR:
         """Return a linear warm-up and a cosine to zero, to be stepped with the optimizer."""
@@ -187,9 +183,10 @@ def prepare(arguments: argparse.Namespace) -> FineTuning:
         train = pack(train, length, pad_token_id)
         evaluation = pack(evaluation, length, pad_token_id)
     steps = arguments.steps
-    if steps is None and arguments.data is None:
+    if steps is None and arguments.epochs is None and arguments.data is None:
         steps = OWN_STEPS_QUICK if arguments.quick else OWN_STEPS
-    return FineTuning(arguments, model, tokenizer, train, evaluation, steps)
+    epochs = 1.0 if arguments.epochs is None else arguments.epochs
+    return FineTuning(arguments, model, tokenizer, train, evaluation, epochs, steps)
 
 
 def num_targets(batch: dict[str, Tensor]) -> int:

@@ -17,7 +17,8 @@ from safetensors.torch import load_file
 
 from .conftest import EXAMPLES, environment_in, gemm_counts, run_example
 
-LAUNCH = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "1", "--cpu"]
+LAUNCH = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "1"]
+LAUNCH += ["--num_cpu_threads_per_process", "1"]
 
 
 @dataclass(frozen=True)
