@@ -32,7 +32,9 @@ _CAPABILITIES: dict[str, tuple[tuple[int, int], tuple[int, int]]] = {
     "block_1x32": ((10, 0), (99, 9)),
 }
 _MIN_CUDA_OF_BLOCKS = (12, 9)
-_CPU_NATIVE = ("tensorwise", "rowwise")
+# torch 2.11 has F.scaled_mm for CUDA only; there the CPU has its predecessor, tensorwise.
+_CPU_HAS_F_SCALED_MM = torch._C._dispatch_has_kernel_for_dispatch_key("aten::_scaled_mm_v2", "CPU")
+_CPU_NATIVE = ("tensorwise", "rowwise") if _CPU_HAS_F_SCALED_MM else ("tensorwise",)
 
 _SCALING_TYPE: dict[str, ScalingType] = {
     "tensorwise": ScalingType.TensorWise,
@@ -93,7 +95,15 @@ def scaled_matmul_reference(
     a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype
 ) -> Tensor:
     """``dequantize(a) @ dequantize(b).T`` in float32, rounded once to `out_dtype`."""
-    return (dequantize(a) @ dequantize(b).t()).to(out_dtype)
+    return cast(dequantize(a) @ dequantize(b).t(), out_dtype)
+
+
+def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """``x.to(dtype)``, without the call if there is nothing to do.
+
+    A gradient that ends in a no-op ``.to`` reads zero in a graph compiled by torch 2.11.
+    """
+    return x if x.dtype == dtype else x.to(dtype)
 
 
 def check_device(device: torch.device, recipe_name: str, emulate: bool) -> None:
@@ -175,6 +185,10 @@ def _scaled_mm(
 ) -> Tensor:
     """One call of torch's operator; scales as `_operand` lays them out."""
     scale_b = b.scale.t() if b.granularity == "rowwise" else b.scale
+    if a.qdata.device.type == "cpu" and not _CPU_HAS_F_SCALED_MM:
+        return torch._scaled_mm(
+            a.qdata, b.qdata.t(), a.scale, scale_b, out_dtype=out_dtype, use_fast_accum=fast_accum
+        )
     swizzle = SwizzleType.NO_SWIZZLE
     if a.granularity == "block_1x32":
         swizzle = SwizzleType.SWIZZLE_32_4_4
@@ -204,7 +218,7 @@ def _scaled_mm_cuda(
     output = _scaled_mm(_operand(a, is_b=False), _operand(b, is_b=True), native_dtype, fast_accum)
     if output.shape != (rows, cols):
         output = output[:rows, :cols]
-    return output.to(out_dtype)
+    return cast(output, out_dtype)
 
 
 def _operand(x: QuantizedTensor, *, is_b: bool) -> QuantizedTensor:

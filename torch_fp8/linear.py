@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from torch_fp8.config import FP8Config
-from torch_fp8.gemm import scaled_matmul
+from torch_fp8.gemm import cast, scaled_matmul
 from torch_fp8.quantize import QuantizedTensor, quantize_layouts
 from torch_fp8.recipe import Recipe
 from torch_fp8.scaling import delayed_scale, push_amax, tensor_amax
@@ -179,12 +179,15 @@ class _Float8LinearFunction(torch.autograd.Function):
             # One scale for the whole weight serves both layouts: backward need not look for it.
             w_scale = w_row.scale if w_row.granularity == "tensorwise" else None
             high_precision_x = x.to(options.out_dtype) if wants_wgrad and x_col is None else None
-            ctx.save_for_backward(
-                weight if ctx.needs_input_grad[0] else None,
-                w_scale,
-                x_col.qdata if x_col is not None else high_precision_x,
-                x_col.scale if x_col is not None else None,
-            )
+            saved = {
+                "weight": weight if ctx.needs_input_grad[0] else None,
+                "w_scale": w_scale,
+                "x": x_col.qdata if x_col is not None else high_precision_x,
+                "x_scale": x_col.scale if x_col is not None else None,
+            }
+            # By name: torch.compile of torch 2.11 shifts saved tensors when one of them is None.
+            ctx.saved_names = tuple(name for name, t in saved.items() if t is not None)
+            ctx.save_for_backward(*(t for t in saved.values() if t is not None))
             ctx.dtypes = (x.dtype, weight.dtype)
             ctx.options, ctx.grad_history = options, grad_history
         return output
@@ -192,7 +195,7 @@ class _Float8LinearFunction(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        weight, w_scale, saved_x, x_scale = ctx.saved_tensors
+        saved = dict(zip(ctx.saved_names, ctx.saved_tensors, strict=True))
         options: _Options = ctx.options
         recipe, emulate = options.recipe, options.config.emulate
         wants_dgrad, wants_wgrad = ctx.needs_input_grad[:2]
@@ -204,19 +207,21 @@ class _Float8LinearFunction(torch.autograd.Function):
                 grad_output, recipe.grad_output, g_scale, row=wants_dgrad, col=fp8_wgrad
             )
         if g_row is not None:
-            _, w_col = quantize_layouts(weight, recipe.weight, w_scale, row=False, col=True)
+            _, w_col = quantize_layouts(
+                saved["weight"], recipe.weight, saved.get("w_scale"), row=False, col=True
+            )
             assert w_col is not None
             grad_input = scaled_matmul(
                 g_row, w_col, ctx.dtypes[0], fast_accum=recipe.dgrad.fast_accum, emulate=emulate
             )
         if g_col is not None:
             assert recipe.wgrad is not None
-            x_col = QuantizedTensor(saved_x, x_scale, recipe.wgrad.b.granularity)
+            x_col = QuantizedTensor(saved["x"], saved["x_scale"], recipe.wgrad.b.granularity)
             grad_weight = scaled_matmul(
                 g_col, x_col, ctx.dtypes[1], fast_accum=recipe.wgrad.fast_accum, emulate=emulate
             )
         elif wants_wgrad:
-            grad_weight = (grad_output.t() @ saved_x.to(grad_output.dtype)).to(ctx.dtypes[1])
+            grad_weight = cast(grad_output.t() @ saved["x"].to(grad_output.dtype), ctx.dtypes[1])
         return grad_input, grad_weight, None, None, None, None
 
 
