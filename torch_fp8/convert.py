@@ -6,6 +6,7 @@ Conversion swaps ``__class__`` in place. The Parameter objects stay the same, so
 
 import functools
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -153,7 +154,8 @@ def _to_float8(module: nn.Module, name: str, config: FP8Config, recipe: Recipe) 
             return
         module.drop_scaling()
     else:
-        module.__class__ = _float8_class(type(module))
+        cls: Any = type(module)
+        module.__class__ = _float8_class(cls)
     assert isinstance(module, Float8Linear)
     module.fp8_config, module.fp8_recipe, module.fp8_name = config, recipe, name
     module.init_scaling()
@@ -163,7 +165,8 @@ def _to_linear(module: Float8Linear) -> None:
     module.drop_scaling()
     for name in ("fp8_config", "fp8_recipe", "fp8_name"):
         delattr(module, name)
-    module.__class__ = _linear_class(type(module))
+    cls: Any = type(module)
+    module.__class__ = _linear_class(cls)
 
 
 def _keep_scaling_local(model: nn.Module) -> None:

@@ -1,0 +1,163 @@
+"""What the design forbids: imports against the order of the rooms, and effects of importing."""
+
+import ast
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ("torch_fp8", "lightning_fp8", "accelerate_fp8")
+
+# A module of the engine imports only from the lines above its own.
+ROOMS = [
+    {"formats"},
+    {"numerics", "recipe"},
+    {"config", "scaling", "kernels"},
+    {"quantize"},
+    {"gemm"},
+    {"linear"},
+    {"selection", "memory"},
+    {"report"},
+    {"convert"},
+]
+MAY_IMPORT = {
+    "torch_fp8": {"torch", "torch_fp8"},
+    "lightning_fp8": {
+        "torch",
+        "torch_fp8",
+        "lightning",
+        "lightning_fabric",
+        "pytorch_lightning",
+        "lightning_fp8",
+        "_fp8_autoload",
+    },
+    "accelerate_fp8": {
+        "torch",
+        "torch_fp8",
+        "accelerate",
+        "transformers",
+        "trl",
+        "peft",
+        "accelerate_fp8",
+        "_fp8_autoload",
+        "packaging",
+        "safetensors",
+    },
+}
+
+
+def _imports(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def _sources(package):
+    return sorted((ROOT / package).rglob("*.py"))
+
+
+def test_rooms_import_only_from_rooms_above():
+    order = {room: i for i, rooms in enumerate(ROOMS) for room in rooms}
+    for path in _sources("torch_fp8"):
+        parts = path.relative_to(ROOT / "torch_fp8").with_suffix("").parts
+        if parts == ("__init__",):
+            continue
+        assert parts[0] in order, f"{path.name} has no place in the order of the rooms"
+        for name in _imports(path):
+            target = name.split(".")
+            if target[0] == "torch_fp8" and len(target) > 1 and target[1] in order:
+                within_room = target[1] == parts[0] == "kernels"
+                # The cast calls its kernels where a CUDA tensor arrives.
+                assert within_room or order[target[1]] < order[parts[0]], (path.name, name)
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_packages_import_only_what_their_prefix_names(package):
+    for path in _sources(package):
+        allowed = MAY_IMPORT[package] | set(sys.stdlib_module_names)
+        if "kernels" in path.parts:
+            allowed = allowed | {"triton"}
+        for name in _imports(path):
+            assert name.split(".")[0] in allowed, f"{path}: imports {name}"
+
+
+def test_autoload_is_small_and_needs_the_standard_library_alone():
+    path = ROOT / "_fp8_autoload.py"
+    assert len(path.read_text().splitlines()) < 150
+    for name in _imports(path):
+        assert name.split(".")[0] in sys.stdlib_module_names
+
+
+def test_the_numbers_of_the_formats_have_one_home():
+    """448 and 57344 stand in formats.py; a kernel has them as its compiler's constants too."""
+    for path in _sources("torch_fp8"):
+        if path.name == "formats.py" or "kernels" in path.parts:
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Constant) and type(node.value) in (int, float):
+                assert node.value not in (448, 57344), path
+
+
+def _run(code, **environment):
+    result = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, **environment},
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+def test_importing_the_engine_changes_nothing_of_torch():
+    changed, imported = _run(
+        """
+        import json, sys
+        import torch, torch._dynamo, torch.distributed as dist, torch.nn.functional as F
+        from torch.distributed import fsdp
+        owners = [torch, torch.Tensor, F, torch.nn, torch.nn.Linear, torch.nn.Module, dist,
+                  torch.nn.parallel, torch.optim, torch.optim.AdamW, torch.optim.Optimizer, fsdp,
+                  torch.autograd, torch.library]
+        snapshot = lambda: {(i, k): id(v) for i, o in enumerate(owners) for k, v in vars(o).items()}
+        before, modules = snapshot(), set(sys.modules)
+        import torch_fp8
+        after = snapshot()
+        changed = [str(k) for k in before if after.get(k) != before[k]]
+        hosts = ("triton", "lightning", "pytorch_lightning", "lightning_fabric", "accelerate",
+                 "transformers", "trl", "peft", "numpy")
+        new = {m.split(".")[0] for m in set(sys.modules) - modules}
+        print(json.dumps([changed, sorted(new & set(hosts))]))
+        """
+    )
+    assert changed == []
+    assert imported == []
+
+
+def test_torch_alone_imports_none_of_our_packages():
+    imported = _run(
+        """
+        import json, sys, torch
+        ours = ("torch_fp8", "lightning_fp8", "accelerate_fp8")
+        print(json.dumps([[m for m in ours if m in sys.modules], "_fp8_autoload" in sys.modules]))
+        """
+    )
+    assert imported == [[], True]
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_files_are_short_and_typed(package):
+    assert (ROOT / package / "py.typed").exists()
+    for path in _sources(package):
+        lines = len(path.read_text().splitlines())
+        assert lines <= (600 if "kernels" in path.parts else 400), f"{path}: {lines} lines"
