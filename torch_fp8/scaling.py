@@ -19,7 +19,10 @@ def tensor_amax(x: Tensor) -> Tensor:
     """max |x| as a () float32 tensor; NaN if any element is NaN, 0 for an empty tensor."""
     if x.numel() == 0:
         return x.new_zeros((), dtype=torch.float32)
-    return torch.linalg.vector_norm(x.detach(), ord=float("inf"), dtype=torch.float32)
+    x = x.detach()
+    if x.device.type == "cpu":  # the norm reads once but is not vectorized: 14x slower here
+        return x.abs().amax().float()
+    return torch.linalg.vector_norm(x, ord=float("inf"), dtype=torch.float32)
 
 
 def scale_from_amax(amax: Tensor, format: Format, power_of_two: bool = False) -> Tensor:
