@@ -132,20 +132,34 @@ class HostPrecision(FP8Precision):
         return module
 
     def state_dict(self) -> dict[str, Any]:
-        """Delayed scaling's history, per model in the order of set-up; empty for other recipes."""
+        """Delayed scaling's history; empty for other recipes. All ranks must call it together.
+
+        Returns:
+            ``{"scaling": [[state of a model, in the order of set-up], ... for each rank]}``: each
+            rank has seen other data.
+        """
         states = [self._history(converted) for converted in self._live()]
-        return {"scaling": states} if any(states) else {}
+        if not any(states):
+            return {}
+        if not _is_distributed():
+            return {"scaling": [states]}
+        of_ranks: list[Any] = [None] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(of_ranks, states)
+        return {"scaling": of_ranks}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore what `state_dict` returned, into models that are set up already.
 
+        Exact for as many ranks as saved it; else a rank takes over the history of another one.
+
         Raises:
             ValueError: the state is of other models.
         """
-        states = state_dict.get("scaling")
-        if not states:
+        of_ranks = state_dict.get("scaling")
+        if not of_ranks:
             return
-        models = self._live()
+        rank = torch.distributed.get_rank() if _is_distributed() else 0
+        states, models = of_ranks[rank % len(of_ranks)], self._live()
         if len(states) != len(models):
             raise ValueError(
                 f"FP8 scaling state of {len(states)} model(s), but {len(models)} are set up; set "
@@ -218,3 +232,7 @@ class FabricPrecision(HostPrecision):
         for converted in self._live():
             self._announce(converted, [])
         return module
+
+
+def _is_distributed() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()

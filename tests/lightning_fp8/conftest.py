@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import tempfile
@@ -41,6 +42,7 @@ def run_script(folder: Path, command: list[str], env: dict[str, str]) -> Run:
             "OMP_NUM_THREADS": "1",
             "PYTHONPATH": os.pathsep.join(filter(None, [str(TESTS / "probe"), inherited])),
             "FP8_PROBE_OUT": str(folder),
+            "MASTER_PORT": str(free_port()),  # launches at the same time must not meet at one
             **env,
         },
         stdout=subprocess.PIPE,
@@ -50,6 +52,12 @@ def run_script(folder: Path, command: list[str], env: dict[str, str]) -> Run:
     )
     counts = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
     return Run(process.returncode, process.stdout, counts)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 @pytest.fixture

@@ -189,6 +189,23 @@ def test_history_of_another_length_is_refused(tmp_path):
         fit(host, tmp_path, other, 2, ckpt_path=tmp_path / "delayed.ckpt")
 
 
+@pytest.mark.parametrize("strategy", ["ddp", "model_parallel"])
+def test_two_ranks_resume_exactly_with_delayed_scaling(run, tmp_path, strategy):
+    # Each rank has a history of its own.
+    (resumed,) = run(["resume.py", strategy, str(tmp_path)])
+    assert resumed.returncode == 0, resumed.output
+
+
+def test_state_of_another_number_of_ranks_is_taken_over():
+    fabric, state = start(lightning.fabric, DELAYED)
+    train(fabric, state, batches())
+    (of_rank,) = state["precision"].state_dict()["scaling"]
+    other = [{k: torch.zeros_like(v) for k, v in s.items()} for s in of_rank]
+    state["precision"].load_state_dict({"scaling": [other, of_rank]})
+    (loaded,) = state["precision"].state_dict()["scaling"]
+    assert same(loaded[0], other[0])
+
+
 # -- Fabric ------------------------------------------------------------------------------------
 
 
@@ -231,7 +248,7 @@ def test_fabric_state_of_several_models_belongs_to_each(tmp_path):
     train(fabric, state, batches())
     second(torch.ones(4, 32))
     saved = state["precision"].state_dict()
-    first_history, second_history = (s["0.amax_history"] for s in saved["scaling"])
+    first_history, second_history = (s["0.amax_history"] for s in saved["scaling"][0])
     assert second_history[0, 0] == 1
     assert not torch.equal(first_history, second_history)
 
@@ -240,5 +257,7 @@ def test_fabric_state_of_several_models_belongs_to_each(tmp_path):
         state["precision"].load_state_dict(saved)
     state["second"] = fabric.setup(make_net())
     state["precision"].load_state_dict(saved)
-    for old, new in zip(saved["scaling"], state["precision"].state_dict()["scaling"], strict=True):
+    for old, new in zip(
+        saved["scaling"][0], state["precision"].state_dict()["scaling"][0], strict=True
+    ):
         assert same(old, new)

@@ -325,11 +325,11 @@ def test_fabric_does_not_keep_a_model_alive(host):
     gone = weakref.ref(first)
     fabric.setup(first)
     fabric.setup(second)
-    assert len(plugin.state_dict()["scaling"]) == 2
+    assert len(plugin.state_dict()["scaling"][0]) == 2
     del first
     gc.collect()
     assert gone() is None
-    assert len(plugin.state_dict()["scaling"]) == 1
+    assert len(plugin.state_dict()["scaling"][0]) == 1
 
 
 @each_host
@@ -407,10 +407,10 @@ def test_history_survives_the_teardown_between_two_verbs(host, tmp_path):
     trainer = make_trainer(host, tmp_path, plugins=[FP8Precision(DELAYED)])
     model = make_model(host)
     trainer.fit(model, data(4))
-    saved = trainer.precision_plugin.state_dict()["scaling"][0]
+    saved = trainer.precision_plugin.state_dict()["scaling"][0][0]
     assert saved["net.0.amax_history"].count_nonzero() == 3 * 4
     at_validation = []
     model.on_validation_start = lambda: at_validation.append(scaling_state_dict(model))
     trainer.validate(model, data(1), verbose=False)
     torch.testing.assert_close(at_validation[0], saved, rtol=0, atol=0)
-    torch.testing.assert_close(trainer.precision_plugin.state_dict()["scaling"][0], saved)
+    torch.testing.assert_close(trainer.precision_plugin.state_dict()["scaling"][0][0], saved)

@@ -1,7 +1,5 @@
 """Unmodified scripts: each entry with the flag runs FP8 GEMMs, and without it none."""
 
-import socket
-
 import pytest
 
 FLAG = "fp8-mixed"
@@ -34,7 +32,7 @@ def test_fabric(run, host):
 @pytest.mark.parametrize("strategy", ["ddp", "ddp_fork", "ddp_spawn"])
 def test_trainer_ddp(run, strategy):
     command = ["trainer.py", "lightning.pytorch", strategy, "2"]
-    flagged, plain = run([*command, FLAG, port()], [*command, port()])
+    flagged, plain = run([*command, FLAG], [*command])
     assert_fp8_only_with_flag(flagged, plain, [TRAINER_GEMMS] * 2)
 
 
@@ -48,14 +46,14 @@ def test_trainer_ddp(run, strategy):
 )
 def test_fabric_ddp(run, strategy, host):
     command = ["fabric.py", host, strategy, "2"]
-    flagged, plain = run([*command, FLAG, port()], [*command, port()])
+    flagged, plain = run([*command, FLAG], [*command])
     assert_fp8_only_with_flag(flagged, plain, [2 * GEMMS_PER_STEP] * 2)
 
 
 @pytest.mark.parametrize("kind", ["trainer", "fabric"])
 def test_model_parallel(run, kind):
     command = ["model_parallel.py", kind]
-    flagged, plain = run([*command, FLAG, port()], [*command, port()])
+    flagged, plain = run([*command, FLAG], [*command])
     # Three linear layers, so 8 GEMMs a step.
     assert_fp8_only_with_flag(flagged, plain, [2 * 8] * 2)
 
@@ -91,7 +89,7 @@ def test_cli_argument_and_yaml(run, tmp_path, host):
 def test_fabric_run(run, package):
     # What the console script `fabric` does; it belongs to one of the two packages.
     start = f"from {package}.cli import _main; _main()"
-    launcher = ["-c", start, "run", f"--main-port={free_port()}"]
+    launcher = ["-c", start, "run", "--main-port=0"]
     script = ["--accelerator=cpu", "fabric.py", package, "auto", "1"]
     flagged, misspelt = run(
         [*launcher, f"--precision={FLAG}", *script], [*launcher, "--precision=fp8-mixd", *script]
@@ -133,14 +131,3 @@ def test_autoload_switched_off_is_stock_behaviour(run):
         assert stock.returncode == 1
         assert "Precision 'fp8-mixed' is invalid" in stock.output
         assert "'fp8-mixed', 64" not in stock.output
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-def port() -> dict[str, str]:
-    """Two launches at the same time must not meet at one port."""
-    return {"MASTER_PORT": str(free_port())}
