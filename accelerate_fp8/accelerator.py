@@ -5,6 +5,7 @@ Each function takes the method that it wraps as its first argument, then the met
 
 import functools
 import inspect
+import os
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from accelerate_fp8.backend import (
     repair_backend_variable,
     requested_precision,
 )
-from accelerate_fp8.flags import resolve_config
+from accelerate_fp8.flags import CONFIG_VARIABLE, resolve_config
 from accelerate_fp8.handler import FP8Kwargs
 from accelerate_fp8.history import load_history, save_history
 from accelerate_fp8.preparation import LOGGER_NAME, Preparation
@@ -47,6 +48,10 @@ def init(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
     repair_backend_variable()
     if not is_engine_chosen(others, explicit is not None):
         original(*bound.args, **bound.kwargs)
+        if os.environ.get(CONFIG_VARIABLE):
+            get_logger(LOGGER_NAME).warning(
+                f"FP8: {CONFIG_VARIABLE} is not applied: another FP8 backend was chosen"
+            )
         return
     refuse_unsupported(bound.arguments)
     config, notes = resolve_config(explicit.config if explicit is not None else None)

@@ -26,8 +26,8 @@ from typing import Any, NamedTuple
 
 from torch_fp8 import FP8Config
 
+CONFIG_VARIABLE = "TORCH_FP8_CONFIG"
 _PREFIX = "ACCELERATE_FP8_"
-_CONFIG_VARIABLE = "TORCH_FP8_CONFIG"
 _DELAYED = ("amax_history_len", "amax_compute_algo", "margin")
 
 
@@ -73,10 +73,10 @@ def resolve_config(explicit: FP8Config | None) -> tuple[FP8Config, list[str]]:
         source = "the FP8Config in kwargs_handlers"
         notes = _overridden(flags, asdict(explicit), source)
         if environment is not None and FP8Config.from_env() != explicit:
-            notes.append(f"{_CONFIG_VARIABLE} is not applied: {source} wins")
+            notes.append(f"{CONFIG_VARIABLE} is not applied: {source} wins")
         return explicit, notes
     environment = environment or {}
-    notes = _overridden(flags, environment, _CONFIG_VARIABLE)
+    notes = _overridden(flags, environment, CONFIG_VARIABLE)
     options = {**{name: flag.value for name, flag in flags.items()}, **environment}
     if options.get("recipe", "auto") == "auto" and any(name in flags for name in _DELAYED):
         options["recipe"] = "delayed"
@@ -84,7 +84,7 @@ def resolve_config(explicit: FP8Config | None) -> tuple[FP8Config, list[str]]:
         return FP8Config(**options), notes
     except (ValueError, TypeError) as error:
         sources = [flag.text for flag in flags.values()]
-        sources += [_CONFIG_VARIABLE] if environment else []
+        sources += [CONFIG_VARIABLE] if environment else []
         raise ValueError(f"{error} (given: {', '.join(sources)})") from error
 
 
@@ -122,7 +122,7 @@ def _environment_options() -> dict[str, Any] | None:
     """The options that ``TORCH_FP8_CONFIG`` names, validated; None if it is unset."""
     if FP8Config.from_env() is None:
         return None
-    text = os.environ[_CONFIG_VARIABLE].strip()
+    text = os.environ[CONFIG_VARIABLE].strip()
     return json.loads(text if text.startswith("{") else Path(text).read_text())
 
 

@@ -41,6 +41,15 @@ def test_backend_variable_chooses_torchao(
     assert _prepared_layer(accelerator) == "torchao"
 
 
+def test_configuration_of_ours_beside_another_backend_is_warned_about(
+    accelerate: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("ACCELERATE_FP8_BACKEND", "ao")
+    monkeypatch.setenv("TORCH_FP8_CONFIG", '{"recipe": "rowwise"}')
+    accelerate.Accelerator(mixed_precision="fp8", cpu=True)
+    assert caplog.text.count("TORCH_FP8_CONFIG is not applied") == 1
+
+
 def test_recipe_handler_chooses_torchao(accelerate: Any) -> None:
     handlers = [accelerate.utils.AORecipeKwargs()]
     accelerator = accelerate.Accelerator(mixed_precision="fp8", kwargs_handlers=handlers, cpu=True)

@@ -2,7 +2,7 @@
 
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator, FullyShardedDataParallelPlugin
+from accelerate import Accelerator, FullyShardedDataParallelPlugin, PartialState
 from accelerate.utils import DistributedType, set_seed
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
@@ -16,18 +16,37 @@ plugin = FullyShardedDataParallelPlugin(
 )
 accelerator = Accelerator(fsdp_plugin=plugin)
 accelerator.state.fsdp_plugin = plugin
-accelerator.state.distributed_type = DistributedType.FSDP
+for shared in (PartialState(), accelerator.state):
+    shared.distributed_type = DistributedType.FSDP
 set_seed(0)
 model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 32))
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 model, optimizer = accelerator.prepare(model, optimizer)
 torch.manual_seed(dist.get_rank())
-for _ in range(3):
-    x = torch.randn(8, 32)
-    loss = nn.functional.mse_loss(model(x), x)
-    accelerator.backward(loss)
-    optimizer.step()
-    optimizer.zero_grad()
+
+
+def train(num_steps: int) -> torch.Tensor:
+    for _ in range(num_steps):
+        x = torch.randn(8, 32)
+        loss = nn.functional.mse_loss(model(x), x)
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    return loss
+
+
+def histories() -> list[torch.Tensor]:
+    return [buffer.clone() for buffer in model.buffers()]
+
+
+loss = train(3)
+saved = histories()
+accelerator.save_state("state")
+train(1)
+moved = not all(map(torch.equal, saved, histories()))
+accelerator.load_state("state")
+restored = all(map(torch.equal, saved, histories()))
+print(f"rank {dist.get_rank()}: {len(saved)} buffers moved {moved} restored {restored}")
 sharded = all(isinstance(parameter, DTensor) for parameter in model.parameters())
 state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
 if accelerator.is_main_process:
