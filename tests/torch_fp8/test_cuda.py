@@ -1,0 +1,108 @@
+"""The engine on a card: native GEMMs and Triton casts against the CPU's reference."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import torch_fp8
+from torch_fp8 import FP8Config
+from torch_fp8.gemm import check_device, scaled_matmul, scaled_matmul_reference
+from torch_fp8.numerics import sqnr_db
+from torch_fp8.quantize import quantize_layouts
+from torch_fp8.recipe import RECIPES, make_recipe
+
+pytestmark = pytest.mark.gpu
+CUDA = torch.device("cuda")
+
+
+@pytest.fixture(params=RECIPES)
+def recipe(request):
+    """Each recipe that this card runs natively."""
+    try:
+        check_device(CUDA, request.param, emulate=False)
+    except ValueError as error:
+        pytest.skip(str(error))
+    return request.param
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("shape", [(256, 512, 384), (1000, 208, 72), (1, 16, 16), (77, 300, 130)])
+def test_native_gemm_agrees_with_the_reference(recipe, shape, dtype):
+    """>= 50 dB with full accumulation; every shape goes through padding."""
+    m, k, n = shape
+    spec = make_recipe(recipe)
+    x, w, g = (torch.randn(*s, device=CUDA) for s in ((m, k), (n, k), (m, n)))
+    x_row, x_col = quantize_layouts(x, spec.input, row=True, col=True)
+    w_row, w_col = quantize_layouts(w, spec.weight, row=True, col=True)
+    g_row, g_col = quantize_layouts(g, spec.grad_output, row=True, col=True)
+    for a, b in ((x_row, w_row), (g_row, w_col), (g_col, x_col)):
+        result = scaled_matmul(a, b, dtype)
+        assert result.shape == (a.qdata.shape[0], b.qdata.shape[0])
+        assert sqnr_db(scaled_matmul_reference(a, b, torch.float32), result) >= 50
+
+
+@pytest.mark.parametrize("wgrad", ["fp8", "bf16"])
+def test_layer_agrees_with_the_cpu(recipe, wgrad):
+    model = nn.Sequential(nn.Linear(272, 144))
+    on_card = copy.deepcopy(model).to(CUDA)
+    config = FP8Config(recipe=recipe, wgrad=wgrad, fast_accum=())
+    torch_fp8.convert_to_float8(model, config)
+    torch_fp8.convert_to_float8(on_card, config)
+    for _ in range(3):
+        x, grad = torch.randn(5, 40, 272), torch.randn(5, 40, 144)
+        results = []
+        for net in (model, on_card):
+            device = net[0].weight.device
+            leaf = x.to(device).requires_grad_()
+            net.zero_grad()
+            y = net(leaf)
+            y.backward(grad.to(device))
+            results.append([t.cpu() for t in (y, leaf.grad, net[0].weight.grad)])
+        for expected, ours in zip(*results, strict=True):
+            assert sqnr_db(expected, ours) > 40
+
+
+def test_compiled_layer_gives_the_same_values(recipe):
+    torch._dynamo.reset()
+    model = nn.Sequential(nn.Linear(256, 512), nn.GELU(), nn.Linear(512, 256)).to(CUDA)
+    torch_fp8.convert_to_float8(model, FP8Config(recipe=recipe))
+    twin = copy.deepcopy(model)
+    compiled = torch.compile(twin, fullgraph=True)
+    x = torch.randn(64, 256, device=CUDA)
+    for net, source in ((model, model), (compiled, twin)):
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            net(x).float().square().sum().backward()
+        assert all(p.grad.abs().sum() > 0 for p in source.parameters())
+    for a, b in zip(model.parameters(), twin.parameters(), strict=True):
+        assert sqnr_db(a.grad, b.grad) > 25
+
+
+def test_no_tokens(recipe):
+    model = nn.Linear(64, 32).to(CUDA)
+    torch_fp8.convert_to_float8(model, FP8Config(recipe=recipe))
+    model(torch.randn(0, 64, device=CUDA)).sum().backward()
+    assert (model.weight.grad == 0).all()
+
+
+def test_a_recipe_that_the_card_lacks_runs_emulated_when_asked():
+    for recipe in RECIPES:
+        model = nn.Linear(64, 32).to(CUDA)
+        torch_fp8.convert_to_float8(model, FP8Config(recipe=recipe, emulate=True))
+        model(torch.randn(8, 64, device=CUDA)).sum().backward()
+        assert model.weight.grad.isfinite().all()
+
+
+def test_summary_names_the_card():
+    model = nn.Linear(64, 32).to(CUDA)
+    text = torch_fp8.convert_to_float8(model).summary(model)
+    assert torch.cuda.get_device_name() in text
+    assert "torch scaled_mm" in text
+
+
+def test_wrong_device_is_torchs_own_error():
+    model = nn.Linear(64, 32).to(CUDA)
+    torch_fp8.convert_to_float8(model)
+    with pytest.raises((RuntimeError, ValueError), match=r"device|cpu|cuda"):
+        model(torch.randn(4, 64))
