@@ -169,6 +169,20 @@ def test_module_whose_import_failed_half_way_is_extended_at_the_next_try(host, f
     assert importlib.import_module("host.core").VALUE == 2
 
 
+def test_extension_that_imports_does_not_extend_another_twice(host, finder):
+    # An import made by an extension comes back to the finder while others are still pending.
+    (host / "host/other.py").write_text("VALUE = 1")
+    (host / "host_fp8/more.py").write_text("")
+    (host / "host_fp8/_register.py").write_text(
+        "def extend(module):\n    module.VALUE += 1\n    import host_fp8.more\n"
+    )
+    for name in ("host.core", "host.other"):
+        importlib.import_module(name)
+        finder.add(name, "host_fp8._register:extend")
+    finder.fire_pending()
+    assert [sys.modules[name].VALUE for name in ("host.core", "host.other")] == [2, 2]
+
+
 def test_reload_is_extended_again(host, finder):
     finder.add("host.core", "host_fp8._register:extend")
     core = importlib.import_module("host.core")

@@ -10,9 +10,11 @@ import weakref
 
 import lightning.fabric
 import lightning.pytorch
+import lightning.pytorch.demos.boring_classes
 import lightning_fabric
 import pytest
 import pytorch_lightning
+import pytorch_lightning.demos.boring_classes
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
@@ -124,6 +126,22 @@ def test_one_request_serves_several_hosts(host):
     plugins = [make_host(h, plugins=[request])[1] for h in (host, *TRAINERS, *FABRICS, host)]
     assert len({id(plugin) for plugin in plugins}) == len(plugins)
     assert type(plugins[0]) is type(plugins[-1])
+
+
+@each_trainer
+def test_cli_takes_the_plugin_with_its_configuration(host, tmp_path):
+    family = {lightning.pytorch: "unified", pytorch_lightning: "standalone"}[host]
+    config = {"recipe": "rowwise", "skip": ["lm_head", "net.2"]}
+    plugin = {
+        "class_path": f"lightning_fp8.{family}_trainer.FP8Precision",
+        "init_args": {"config": config},
+    }
+    trainer = {"accelerator": "cpu", "devices": 1, "logger": False, "plugins": [plugin]}
+    cli = importlib.import_module(f"{host.__name__}.cli").LightningCLI(
+        host.demos.boring_classes.BoringModel, args={"trainer": trainer}, run=False
+    )
+    given = cli.trainer.precision_plugin.config
+    assert given == FP8Config(recipe="rowwise", skip=("lm_head", "net.2"))
 
 
 def test_plugin_set_on_a_strategy():
