@@ -20,7 +20,7 @@ from measurement import ENVIRONMENT, RESULTS, ROOT, default_device, environment,
 
 COLUMNS = ("part", "seconds", "result", *ENVIRONMENT)
 BUDGET = 570.0
-TEST_SHARE, STEP_SHARE = 0.25, 0.35  # of the time that is left; the linears get the rest
+TEST_SHARE, STEP_SHARE = 0.3, 0.35  # of the time that is left; the linears get the rest
 GRACE = 20.0  # seconds that a part may overrun before it is ended
 
 

@@ -90,7 +90,10 @@ def cast_bounded(x, scale, E5M2: tl.constexpr, POWER_OF_TWO: tl.constexpr):
     Nothing can overflow then; a non-finite x made its scale non-finite, and becomes NaN itself.
     """
     r, s = reciprocal(scale, POWER_OF_TWO)
-    y = divide(x, r, s, POWER_OF_TWO) + 0.0  # -0.0 becomes 0.0, as in the reference
+    y = divide(x, r, s, POWER_OF_TWO)
+    # -0.0 becomes 0.0, as in the reference. Added to a product, 0.0 would be fused with it, and a
+    # product that underflows keep its sign.
+    y = tl.where(y == 0.0, 0.0, y) if POWER_OF_TWO else y + 0.0
     if E5M2:
         return y.to(tl.float8e5).to(tl.uint8, bitcast=True)
     return y.to(tl.float8e4nv).to(tl.uint8, bitcast=True)

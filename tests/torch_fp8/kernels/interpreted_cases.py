@@ -27,11 +27,10 @@ from torch_fp8.scaling import scale_from_amax, tensor_amax
 # (format, power_of_two, row, col)
 CHOICES = (
     ("e4m3", False, True, True),
-    ("e4m3", False, True, False),
-    ("e4m3", False, False, True),
     ("e4m3", True, True, True),
     ("e5m2", False, True, True),
 )
+ONE_LAYOUT = (("e4m3", False, True, False), ("e4m3", False, False, True))
 FP8 = {tl.float8e4nv: torch.float8_e4m3fn, tl.float8e5: torch.float8_e5m2}
 DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 GRANULARITIES = ("tensorwise", "rowwise", "block_1x128", "block_128x128", "block_1x32")
@@ -140,7 +139,7 @@ def results():
         GRANULARITIES, matrices(torch.Generator().manual_seed(0))
     ):
         failures = []
-        for fmt, power_of_two, row, col in CHOICES:
+        for fmt, power_of_two, row, col in CHOICES + (ONE_LAYOUT if name == "tails" else ()):
             arguments = (x, None, DTYPES[fmt], granularity, power_of_two, row, col)
             found = compare(quantize_2d(*arguments), reference(*arguments))
             if found:

@@ -20,6 +20,7 @@ INPUTS = {
     "bf16 odd rows": torch.empty(1001, 512, dtype=torch.bfloat16),
     "bf16 odd": torch.empty(1001, 515, dtype=torch.bfloat16),
     "bf16 long rows": torch.empty(64, 32768, dtype=torch.bfloat16),
+    "bf16 one element": torch.empty(1, 1, dtype=torch.bfloat16),
     "bf16 14336": torch.empty(512, 14336, dtype=torch.bfloat16),
     "bf16 no unit stride": torch.empty(2048, 8192, dtype=torch.bfloat16)[:, ::2],
 }

@@ -13,8 +13,22 @@ pytestmark = pytest.mark.gpu
 
 FORMATS = (torch.float8_e4m3fn, torch.float8_e5m2)
 GRANULARITIES = ("tensorwise", "rowwise", "block_1x128", "block_128x128", "block_1x32")
-SHAPES = ((1, 1), (128, 128), (37, 131), (129, 4096), (1000, 515), (4096, 257), (3, 20000), (0, 48))
-KINDS = ("gaussian", "row spread", "zeros", "denormal", "tiny", "huge", "inf", "nan", "boundaries")
+SHAPES = ((1, 1), (37, 131), (129, 4096), (512, 272), (3, 20000), (0, 48))
+CHOICES = ((torch.float8_e4m3fn, False), (torch.float8_e4m3fn, True), (torch.float8_e5m2, False))
+BOTH = ((True, True),)
+EACH = ((True, True), (True, False), (False, True))
+KINDS = (
+    "gaussian",
+    "row spread",
+    "zeros",
+    "denormal",
+    "tiny",
+    "huge",
+    "inf",
+    "nan",
+    "range",
+    "boundaries",
+)
 
 
 def matrix(kind, shape, dtype):
@@ -34,6 +48,8 @@ def matrix(kind, shape, dtype):
         x *= 1e-33
     elif kind == "huge":
         x *= 1e37
+    elif kind == "range":  # quotients that underflow float32
+        x *= 10.0 ** torch.randint(-40, 38, shape, generator=generator)
     elif kind in ("inf", "nan") and x.numel():
         x[-1, -1] = float(kind)
     elif kind == "boundaries":
@@ -70,13 +86,16 @@ def assert_same(got, want):
 def test_kernel_equals_reference_bit_for_bit(granularity, kind):
     from torch_fp8.kernels.quantize import quantize_2d
 
-    for shape, dtype, source in itertools.product(
-        SHAPES, FORMATS, (torch.bfloat16, torch.float16, torch.float32)
-    ):
+    # Every type and both single layouts for one shape: each combination is a compilation.
+    for shape, source in [(s, torch.bfloat16) for s in SHAPES] + [
+        ((129, 4096), torch.float16),
+        ((129, 4096), torch.float32),
+    ]:
         x = matrix(kind, shape, source)
-        for power_of_two in (False, True):
+        layouts = EACH if source == torch.bfloat16 and shape == (129, 4096) else BOTH
+        for dtype, power_of_two in CHOICES:
             want = reference(x, None, dtype, granularity, power_of_two, True, True)
-            for row, col in ((True, True), (True, False), (False, True)):
+            for row, col in layouts:
                 made = quantize_2d(x.cuda(), None, dtype, granularity, power_of_two, row, col)
                 for got, expected, wanted in zip(made, want, (row, row, col, col), strict=True):
                     if wanted:
@@ -89,7 +108,7 @@ def test_kernel_equals_reference_bit_for_bit(granularity, kind):
 def test_known_scale_and_amax_equal_reference(kind):
     from torch_fp8.kernels.quantize import quantize_2d, quantize_with_amax
 
-    for shape, dtype, value in itertools.product(SHAPES, FORMATS, (1.0, 0.37, 2.0**-100)):
+    for shape, dtype, value in itertools.product(SHAPES, FORMATS, (0.37, 2.0**-100)):
         x, scale = matrix(kind, shape, torch.bfloat16), torch.tensor(value)
         want = reference(x, scale, dtype, "tensorwise", False, True, True)
         made = quantize_2d(x.cuda(), scale.cuda(), dtype, "tensorwise", False, True, True)
