@@ -197,6 +197,20 @@ def test_loader_is_stock_after_the_import(host, finder):
     assert loader.get_source("host.core") == "VALUE = 1"
 
 
+def test_two_finders_do_not_ask_each_other_for_ever(host, finder, monkeypatch):
+    # Two of ours are there if this module was reloaded or is installed twice.
+    second, searches = ExtensionFinder(), []
+    original = _fp8_autoload._find_elsewhere
+    monkeypatch.setattr(
+        _fp8_autoload, "_find_elsewhere", lambda *args: searches.append(args) or original(*args)
+    )
+    monkeypatch.setattr(sys, "meta_path", [second, *sys.meta_path])
+    for each in (finder, second):
+        each.add("host.core", "host_fp8._register:extend")
+    assert importlib.import_module("host.core").VALUE == 2  # one loader, extended once
+    assert len(searches) == 2
+
+
 def test_finder_that_asks_the_whole_path_in_turn_is_no_trouble(host, finder):
     class AsksEverybody:  # as wrapt's does
         asking = False
@@ -289,6 +303,15 @@ def test_finder_that_raises_is_left_to_the_import_system(host, finder):
     sys.meta_path.insert(1, Blocks())
     with pytest.raises(ModuleNotFoundError, match="blocked on purpose"):
         importlib.import_module("host.core")
+
+
+def test_mistake_of_the_finder_itself_leaves_the_import_alone(host, finder, monkeypatch):
+    def fail(loader):
+        raise RuntimeError("broken")
+
+    finder.add("host.core", "host_fp8._register:extend")
+    monkeypatch.setattr(finder, "_extend_after_exec", fail)
+    assert importlib.import_module("host.core").VALUE == 1
 
 
 def test_module_object_made_by_hand_is_not_extended(host, finder):
