@@ -72,6 +72,13 @@ def test_trainers_without_the_flag_run_none(run: Callable, tiny_model: Path) -> 
     assert _counts(done.stdout) == dict.fromkeys(TRAINERS, (0, 0))
 
 
+@pytest.mark.gpu
+def test_constructor_argument_runs_fp8_gemms_on_the_card(run: Callable) -> None:
+    done = run("loop.py", "fp8", CUDA_VISIBLE_DEVICES="0")
+    assert done.fp8 == LOOP_GEMMS
+    assert "torch scaled_mm on " in done.stderr
+
+
 def _counts(stdout: str) -> dict[str, tuple[int, int]]:
     lines = re.findall(r"^(\w+): trained (\d+) evaluated (\d+)$", stdout, re.MULTILINE)
     return {name: (int(trained), int(evaluated)) for name, trained, evaluated in lines}
