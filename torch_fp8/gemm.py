@@ -113,14 +113,14 @@ def check_device(device: torch.device, recipe_name: str, emulate: bool) -> None:
     if device.type != "cuda" or torch.version.hip is not None:
         raise ValueError(
             f"FP8 runs on NVIDIA GPUs of compute capability 8.9 and above, and in emulation on the "
-            f"CPU; this device is {device.type!r}. Use precision 'bf16-mixed' here, or "
+            f"CPU; this device is {device.type!r}. Use BF16 mixed precision here, or "
             "FP8Config(emulate=True)"
         )
     capability, name = torch.cuda.get_device_capability(device), torch.cuda.get_device_name(device)
     if capability < MIN_CAPABILITY:
         raise ValueError(
             f"{name} (sm_{capability[0]}{capability[1]}) has no FP8 tensor cores: they come with "
-            "sm_89 (Ada), sm_90 (Hopper) and later. Use precision 'bf16-mixed' on this card, or "
+            "sm_89 (Ada), sm_90 (Hopper) and later. Use BF16 mixed precision on this card, or "
             "FP8Config(emulate=True) to try out the numerics, slowly"
         )
     reason = _unsupported_recipe(recipe_name, device)

@@ -103,7 +103,7 @@ CUDA = torch.device("cuda")
 
 def test_an_old_card_is_named_with_what_to_do(monkeypatch):
     _pretend_card(monkeypatch, (8, 0), name="NVIDIA A100")
-    with pytest.raises(ValueError, match=r"A100 \(sm_80\).*bf16-mixed.*emulate=True"):
+    with pytest.raises(ValueError, match=r"A100 \(sm_80\).*BF16.*emulate=True"):
         check_device(CUDA, "tensorwise", emulate=False)
     check_device(CUDA, "tensorwise", emulate=True)
 
