@@ -1,10 +1,11 @@
 """Runs the kernels under Triton's CPU interpreter and prints, as JSON, which cases differ how.
 
 Run by test_quantize_interpreted.py in a process of its own: the interpreter is chosen when Triton
-decorates the kernels. Two of its operations are replaced, because they are not what the hardware
-does: its FP8 conversion loses carries, and its fused multiply-add rounds twice. Both are given
-torch's and float64's arithmetic here, so that what is left is compared bit for bit. The hardware's
-own conversion is compared on a card (test_quantize_gpu.py).
+decorates the kernels. Three of its operations are replaced, because they are not what the hardware
+does: its FP8 conversion loses carries, its fused multiply-add rounds twice, its fast division is
+exact. They are given torch's conversion, float64's arithmetic and an error of 2 ulp, so that what
+is left is compared bit for bit. The hardware's own conversion is compared on a card
+(test_quantize_gpu.py).
 """
 
 import itertools
@@ -16,11 +17,13 @@ os.environ["TRITON_INTERPRET"] = "1"
 
 import numpy as np
 import torch
+import triton
 import triton.language as tl
 from triton.runtime import interpreter
 
 from torch_fp8.formats import format_of
 from torch_fp8.kernels.quantize import quantize_2d, quantize_with_amax
+from torch_fp8.kernels.rounding import divide, reciprocal
 from torch_fp8.quantize import quantize_2d_reference
 from torch_fp8.scaling import scale_from_amax, tensor_amax
 
@@ -42,6 +45,15 @@ def exact_fma(self, x, y, z):
         return interpreter.TensorHandle(value.astype(np.float32), z.dtype.scalar)
 
 
+def approximate_division(self, lhs, rhs):
+    """2 ulp off, up or down: what the hardware's fast division may be."""
+    with np.errstate(all="ignore"):
+        quotient = (lhs.data / rhs.data).astype(np.float32)
+        towards = np.where(rhs.data.view(np.int32) % 2, np.float32(-np.inf), np.float32(np.inf))
+        off = np.nextafter(np.nextafter(quotient, towards), towards)
+    return interpreter.TensorHandle(off, lhs.dtype.scalar)
+
+
 def torch_fp_to_fp(self, src, dst_type, rounding_mode):
     dtype = FP8[dst_type.scalar]
     data = torch.from_numpy(np.ascontiguousarray(src.data)).to(dtype).view(torch.uint8).numpy()
@@ -59,7 +71,29 @@ def patch_lang_tensor_for_numpy_2(tensor, scope):
 
 interpreter._patch_lang_tensor = patch_lang_tensor_for_numpy_2
 interpreter.InterpreterBuilder.create_fma = exact_fma
+interpreter.InterpreterBuilder.create_fdiv = approximate_division
 interpreter.InterpreterBuilder.create_fp_to_fp = torch_fp_to_fp
+
+
+@triton.jit
+def divide_kernel(x_ptr, scale_ptr, r_ptr, y_ptr, SIZE: tl.constexpr):
+    i = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    r, s = reciprocal(tl.load(scale_ptr + i), False)
+    tl.store(r_ptr + i, r)
+    tl.store(y_ptr + i, divide(tl.load(x_ptr + i), r, s, False))
+
+
+def division():
+    """Quotients of the mantissas whose reciprocals are hardest to round, on FP8's boundaries."""
+    scale = (torch.arange(2**24 - 2**17, 2**24) * 2.0**-23).float()
+    boundaries = torch.tensor([1.0, 1.0625, 1.3125, 1.375, 1.5, 1.6875, 1.9375])
+    x = boundaries.repeat(2**15)[: 2**17] * scale
+    x = x + (torch.arange(2**17) % 5 - 2) * 2.0**-23
+    x[-1] = 1.0  # over 2 - 2^-23: the one quotient known to need the second correction
+    r, y = torch.empty_like(x), torch.empty_like(x)
+    divide_kernel[(2,)](x, scale, r, y, SIZE=2**16)
+    found = difference(r, 1.0 / scale), difference(y, x / scale)
+    return [text for text in found if text]
 
 
 def spread(rows, cols, generator):
@@ -165,6 +199,7 @@ def results():
     arguments = (long, None, torch.float8_e4m3fn, "rowwise", False, True, False)
     found = compare(quantize_2d(*arguments), reference(*arguments))
     yield "rowwise, longer than the registers hold", [found] if found else []
+    yield "division", division()
 
 
 json.dump(dict(results()), sys.stdout)

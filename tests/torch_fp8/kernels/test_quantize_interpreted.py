@@ -35,6 +35,7 @@ CASES = [
         for name in INPUTS
     ),
     "rowwise, longer than the registers hold",
+    "division",
 ]
 
 
