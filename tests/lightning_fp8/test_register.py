@@ -1,11 +1,13 @@
 """The extension of Lightning itself: choices, the late import, and an upstream that has moved."""
 
+import importlib
 import re
 import shutil
 import types
 from pathlib import Path
 from typing import Literal, Union, get_args
 
+import click.testing
 import lightning.fabric
 import lightning.pytorch
 import lightning_fabric
@@ -59,9 +61,26 @@ def test_misspelt_precision_is_refused_by_the_host_with_ours_among_the_choices(h
         host(accelerator="cpu", precision="fp8-mixd")
 
 
+@pytest.mark.parametrize("host", ["lightning.pytorch", "pytorch_lightning"])
+def test_misspelt_precision_is_refused_by_the_cli_with_ours_among_the_choices(host, capsys):
+    cli = importlib.import_module(f"{host}.cli")
+    model = importlib.import_module(f"{host}.demos.boring_classes").BoringModel
+    with pytest.raises(SystemExit):
+        cli.LightningCLI(model, args=["fit", "--trainer.precision=fp8-mixd"])
+    assert "'fp8-mixed'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("package", ["lightning.fabric", "lightning_fabric"])
+def test_misspelt_precision_is_refused_by_fabric_run_with_ours_among_the_choices(package):
+    command = importlib.import_module(f"{package}.cli")._main
+    result = click.testing.CliRunner().invoke(command, ["run", "--precision=fp8-mixd", __file__])
+    assert result.exit_code == 2
+    assert "'fp8-mixed'" in result.output
+
+
 @pytest.mark.parametrize("package", ["lightning.fabric", "lightning_fabric"])
 def test_choices_hold_ours_once_and_all_of_the_host(package):
-    precision = __import__(f"{package}.plugins.precision.precision", fromlist=["_"])
+    precision = importlib.import_module(f"{package}.plugins.precision.precision")
     choices = get_args(precision._PRECISION_INPUT_STR)
     assert choices.count("fp8-mixed") == 1
     assert {"32-true", "bf16-mixed", "16-mixed"} < set(choices)
@@ -72,7 +91,7 @@ def test_choices_hold_ours_once_and_all_of_the_host(package):
 
 @pytest.mark.parametrize("connector", _register.PLUGINS)
 def test_connectors_keep_the_original_and_are_wrapped_once(connector):
-    module = __import__(connector, fromlist=["_"])
+    module = importlib.import_module(connector)
     name = "_Connector" if "fabric" in connector else "_AcceleratorConnector"
     extend = _register.extend_fabric_connector
     if "trainer" in connector:
