@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from torch_fp8.config import FP8Config
-from torch_fp8.gemm import check_device, resolve_auto
+from torch_fp8.gemm import check_device, resolve_auto, runs_natively
 from torch_fp8.linear import Float8Linear
 from torch_fp8.recipe import Recipe, make_recipe
 from torch_fp8.report import ConversionReport, SkippedModule, matmul_flops
@@ -53,6 +53,7 @@ def convert_to_float8(
     target = torch.device(device) if device is not None else _device_of(model)
     recipe = _resolve(config, target)
     check_device(target, recipe.name, config.emulate)
+    emulate = config.emulate and not runs_natively(target, recipe.name)
 
     kept_high = high_precision_modules(model, config.skip)
     converted, skipped = [], []
@@ -62,7 +63,7 @@ def convert_to_float8(
             continue
         reason = skip_reason(name, module, config.skip, kept_high)
         if reason is None:
-            _to_float8(module, name, config, recipe)
+            _to_float8(module, name, config, recipe, emulate)
             converted.append(name)
         else:
             if isinstance(module, Float8Linear):  # a second conversion that skips more
@@ -77,6 +78,7 @@ def convert_to_float8(
         recipe=recipe,
         config=config,
         device=target,
+        emulated=emulate or target.type != "cuda",
         unused_skip=tuple(p for p in config.skip if not _names_a_module(model, p)),
         flops=matmul_flops(model, recipe),
     )
@@ -148,22 +150,26 @@ def _resolve(config: FP8Config, device: torch.device) -> Recipe:
     )
 
 
-def _to_float8(module: nn.Module, name: str, config: FP8Config, recipe: Recipe) -> None:
+def _to_float8(
+    module: nn.Module, name: str, config: FP8Config, recipe: Recipe, emulate: bool
+) -> None:
     if isinstance(module, Float8Linear):
         if (module.fp8_config, module.fp8_recipe) == (config, recipe):
+            module.fp8_emulate = emulate
             return
         module.drop_scaling()
     else:
         cls: Any = type(module)
         module.__class__ = _float8_class(cls)
     assert isinstance(module, Float8Linear)
-    module.fp8_config, module.fp8_recipe, module.fp8_name = config, recipe, name
+    module.fp8_config, module.fp8_recipe = config, recipe
+    module.fp8_emulate, module.fp8_name = emulate, name
     module.init_scaling()
 
 
 def _to_linear(module: Float8Linear) -> None:
     module.drop_scaling()
-    for name in ("fp8_config", "fp8_recipe", "fp8_name"):
+    for name in ("fp8_config", "fp8_recipe", "fp8_emulate", "fp8_name"):
         delattr(module, name)
     cls: Any = type(module)
     module.__class__ = _linear_class(cls)

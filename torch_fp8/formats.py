@@ -45,6 +45,9 @@ GEMM_SQNR_DB = {("e4m3", "e4m3"): 28.5, ("e5m2", "e4m3"): 24.6}
 MIN_SCALE = 2.0**-126
 """Smallest dequantization scale: the smallest normal float32, so that x / scale stays exact."""
 
+MIN_CAPABILITY = (8, 9)
+"""The first CUDA compute capability that casts to FP8 and multiplies it: Ada."""
+
 GEMM_ALIGNMENT = 16
 """The contraction and output dimensions of an FP8 GEMM are multiples of this many elements."""
 

@@ -5,8 +5,9 @@ the one layout that Hopper's FP8 tensor cores take. Sizes that they do not take 
 here, so that any shape works; zeros add nothing to a sum.
 
 What the device at hand cannot run natively runs through `scaled_matmul_reference` if emulation was
-asked for, and raises otherwise. The CPU is emulation as a whole: torch's operator runs tensorwise
-and rowwise there, block scales go through the reference.
+asked for, and is refused otherwise: once, by `check_device` at conversion, so that a step asks
+nothing. The CPU is emulation as a whole: torch's operator runs tensorwise and rowwise there, block
+scales go through the reference.
 """
 
 from collections.abc import Callable
@@ -16,11 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.functional import ScalingType, SwizzleType
 
-from torch_fp8.formats import GEMM_ALIGNMENT
+from torch_fp8.formats import GEMM_ALIGNMENT, MIN_CAPABILITY
 from torch_fp8.quantize import BLOCK_SHAPE, QuantizedTensor, dequantize
 from torch_fp8.recipe import RECIPES, Granularity, make_recipe
-
-MIN_CAPABILITY = (8, 9)
 
 # granularity -> CUDA compute capabilities whose scaled matmul takes it. Block scales of 128 exist
 # for Hopper alone and need CUDA 12.9 (cuBLASLt); MX block scales need Blackwell's tensor cores.
@@ -60,35 +59,23 @@ def scaled_matmul(
         b: (S, C). At most one of a and b is E5M2.
         out_dtype: float32, bfloat16 or float16.
         fast_accum: let the tensor core accumulate in its own, narrower format.
-        emulate: run the reference path where the device cannot run this GEMM.
+        emulate: run the reference path instead of torch's operator. The CPU takes the operator
+            wherever it has one.
     Returns:
         (R, S) of `out_dtype`.
-    Raises:
-        ValueError: the device cannot run this GEMM natively and `emulate` is False.
     """
     device = a.qdata.device
+    rows, cols = a.qdata.shape[0], b.qdata.shape[0]
     # Emulation multiplies dequantized operands: autocast would round them to bfloat16 first.
     with torch.autocast(device.type, enabled=False):
-        return _scaled_matmul(a, b, out_dtype, fast_accum, emulate)
-
-
-def _scaled_matmul(
-    a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype, fast_accum: bool, emulate: bool
-) -> Tensor:
-    rows, cols = a.qdata.shape[0], b.qdata.shape[0]
-    device = a.qdata.device
-    if 0 in (rows, cols, a.qdata.shape[1]):
-        return torch.zeros(rows, cols, dtype=out_dtype, device=device)
-    if device.type == "cpu":
-        if a.granularity not in _CPU_NATIVE:
+        if 0 in (rows, cols, a.qdata.shape[1]):
+            return torch.zeros(rows, cols, dtype=out_dtype, device=device)
+        on_cpu = device.type == "cpu"
+        if a.granularity not in _CPU_NATIVE if on_cpu else emulate:
             return scaled_matmul_reference(a, b, out_dtype)
-        return _scaled_mm(a, b, out_dtype, fast_accum)
-    reason = _unsupported(a.granularity, device) or _unsupported(b.granularity, device)
-    if reason is None:
+        if on_cpu:
+            return _scaled_mm(a, b, out_dtype, fast_accum)
         return _scaled_mm_cuda(a, b, out_dtype, fast_accum)
-    if emulate:
-        return scaled_matmul_reference(a, b, out_dtype)
-    raise ValueError(f"{reason}; choose another recipe, or FP8Config(emulate=True)")
 
 
 def scaled_matmul_reference(
@@ -108,20 +95,21 @@ def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 def check_device(device: torch.device, recipe_name: str, emulate: bool) -> None:
     """Raise ValueError if `device` cannot run the recipe and emulation was not asked for."""
-    if device.type in ("cpu", "meta") or emulate:
+    if device.type in ("cpu", "meta"):
         return
     if device.type != "cuda" or torch.version.hip is not None:
         raise ValueError(
-            f"FP8 runs on NVIDIA GPUs of compute capability 8.9 and above, and in emulation on the "
-            f"CPU; this device is {device.type!r}. Use BF16 mixed precision here, or "
-            "FP8Config(emulate=True)"
+            "FP8 runs on NVIDIA GPUs of compute capability 8.9 and above, and in emulation on the "
+            f"CPU; this device is {device.type!r}. Use BF16 mixed precision here"
         )
-    capability, name = torch.cuda.get_device_capability(device), torch.cuda.get_device_name(device)
+    if emulate:
+        return
+    capability = torch.cuda.get_device_capability(device)
     if capability < MIN_CAPABILITY:
         raise ValueError(
-            f"{name} (sm_{capability[0]}{capability[1]}) has no FP8 tensor cores: they come with "
-            "sm_89 (Ada), sm_90 (Hopper) and later. Use BF16 mixed precision on this card, or "
-            "FP8Config(emulate=True) to try out the numerics, slowly"
+            f"{_card(device)} has no FP8 tensor cores: they come with sm_89 (Ada), sm_90 (Hopper) "
+            "and later. Use BF16 mixed precision on this card, or FP8Config(emulate=True) to try "
+            "out the numerics, slowly"
         )
     reason = _unsupported_recipe(recipe_name, device)
     if reason is not None:
@@ -130,6 +118,11 @@ def check_device(device: torch.device, recipe_name: str, emulate: bool) -> None:
             f"recipe {recipe_name!r}: {reason}. It runs {', '.join(runs)}; "
             "choose one of these, recipe='auto', or FP8Config(emulate=True)"
         )
+
+
+def runs_natively(device: torch.device, recipe_name: str) -> bool:
+    """Whether `device` runs all GEMMs of the recipe on FP8 tensor cores."""
+    return device.type == "cuda" and _unsupported_recipe(recipe_name, device) is None
 
 
 def resolve_auto(device: torch.device) -> str:
@@ -143,16 +136,16 @@ def resolve_auto(device: torch.device) -> str:
     return "tensorwise"
 
 
-def backend_name(device: torch.device, recipe_name: str, emulate: bool) -> str:
+def backend_name(device: torch.device, emulated: bool) -> str:
     """One line on what runs the GEMMs, for the start-up summary."""
     if device.type != "cuda":
         return f"emulation on {device.type.upper() if device.type == 'cpu' else device.type}"
+    return f"{'emulation' if emulated else 'torch scaled_mm'} on {_card(device)}"
+
+
+def _card(device: torch.device) -> str:
     capability = torch.cuda.get_device_capability(device)
-    card = f"{torch.cuda.get_device_name(device)} (sm_{capability[0]}{capability[1]})"
-    native = capability >= MIN_CAPABILITY and _unsupported_recipe(recipe_name, device) is None
-    if emulate and not native:
-        return f"emulation on {card}"
-    return f"torch scaled_mm on {card}"
+    return f"{torch.cuda.get_device_name(device)} (sm_{capability[0]}{capability[1]})"
 
 
 def _unsupported_recipe(name: str, device: torch.device) -> str | None:
@@ -169,8 +162,7 @@ def _unsupported(granularity: Granularity, device: torch.device) -> str | None:
     capability = torch.cuda.get_device_capability(device)
     least, most = _CAPABILITIES[granularity]
     if not least <= capability <= most:
-        card = f"{torch.cuda.get_device_name(device)} (sm_{capability[0]}{capability[1]})"
-        return f"{card} cannot run {granularity} GEMMs"
+        return f"{_card(device)} cannot run {granularity} GEMMs"
     if granularity.startswith("block_") and _cuda_version() < _MIN_CUDA_OF_BLOCKS:
         return f"{granularity} GEMMs need CUDA 12.9, this torch was built with {torch.version.cuda}"
     return None
@@ -210,11 +202,9 @@ def _scaled_mm_cuda(
     a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype, fast_accum: bool
 ) -> Tensor:
     rows, cols = a.qdata.shape[0], b.qdata.shape[0]
-    # Rowwise GEMMs write float32 on Hopper only (cuBLASLt); elsewhere CUTLASS's kernel does not.
-    native_dtype = out_dtype
-    if a.granularity == "rowwise" and out_dtype == torch.float32:
-        hopper = torch.cuda.get_device_capability(a.qdata.device)[0] == 9
-        native_dtype = out_dtype if hopper else torch.bfloat16
+    # The rowwise kernel of all cards but Hopper (CUTLASS's) writes no float32.
+    no_float32 = a.granularity == "rowwise" and out_dtype == torch.float32
+    native_dtype = torch.bfloat16 if no_float32 else out_dtype
     output = _scaled_mm(_operand(a, is_b=False), _operand(b, is_b=True), native_dtype, fast_accum)
     if output.shape != (rows, cols):
         output = output[:rows, :cols]

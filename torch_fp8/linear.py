@@ -44,6 +44,7 @@ class _Options(NamedTuple):
     recipe: Recipe
     config: FP8Config
     out_dtype: torch.dtype
+    emulate: bool
     save_for_backward: bool
 
 
@@ -61,6 +62,7 @@ class Float8Linear(nn.Linear):
 
     fp8_recipe: Recipe
     fp8_config: FP8Config
+    fp8_emulate: bool
     fp8_name: str
 
     def forward(self, input: Tensor) -> Tensor:
@@ -73,7 +75,9 @@ class Float8Linear(nn.Linear):
                 f"FP8Config(skip=('{self.fp8_name}',))"
             )
         grad_enabled = torch.is_grad_enabled()
-        options = _Options(self.fp8_recipe, self.fp8_config, _output_dtype(input), grad_enabled)
+        options = _Options(
+            self.fp8_recipe, self.fp8_config, _output_dtype(input), self.fp8_emulate, grad_enabled
+        )
         input_scale, weight_scale, history = None, None, None
         if self.fp8_recipe.delayed:
             input_scale, weight_scale = self._delayed_scales(input)
@@ -173,7 +177,7 @@ class _Float8LinearFunction(torch.autograd.Function):
             w_row,
             options.out_dtype,
             fast_accum=recipe.fprop.fast_accum,
-            emulate=options.config.emulate,
+            emulate=options.emulate,
         )
         if options.save_for_backward:
             # One scale for the whole weight serves both layouts: backward need not look for it.
@@ -197,7 +201,7 @@ class _Float8LinearFunction(torch.autograd.Function):
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         saved = dict(zip(ctx.saved_names, ctx.saved_tensors, strict=True))
         options: _Options = ctx.options
-        recipe, emulate = options.recipe, options.config.emulate
+        recipe, emulate = options.recipe, options.emulate
         wants_dgrad, wants_wgrad = ctx.needs_input_grad[:2]
         fp8_wgrad = wants_wgrad and recipe.wgrad is not None
         g_scale = _grad_scale(grad_output, ctx.grad_history, options)

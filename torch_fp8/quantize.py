@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torch_fp8.formats import Format, format_of
+from torch_fp8.formats import MIN_CAPABILITY, Format, format_of
 from torch_fp8.recipe import CastSpec, Granularity
 from torch_fp8.scaling import scale_from_amax, tensor_amax
 
@@ -205,6 +205,8 @@ def _quantize_2d_cuda(
     row: bool,
     col: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    if torch.cuda.get_device_capability(x.device) < MIN_CAPABILITY:  # emulation on an older card
+        return quantize_2d_reference(x, scale, dtype, granularity, power_of_two, row, col)
     from torch_fp8.kernels.quantize import quantize_2d  # Triton is imported where it is used
 
     qdata, scale_row, qdata_t, scale_col = quantize_2d(

@@ -42,6 +42,7 @@ class ConversionReport:
         recipe: the recipe they run, ``auto`` resolved.
         config: the configuration asked for.
         device: where the model will run.
+        emulated: whether its FP8 GEMMs run through the reference path there.
         unused_skip: patterns of `config.skip` that match no module.
         flops: of the model, per token.
     """
@@ -51,6 +52,7 @@ class ConversionReport:
     recipe: Recipe
     config: FP8Config
     device: torch.device
+    emulated: bool
     unused_skip: tuple[str, ...]
     flops: MatmulFlops
 
@@ -70,7 +72,7 @@ class ConversionReport:
         """
         total = len(self.converted) + len(self.skipped)
         chosen = "auto -> " if self.config.recipe == "auto" else ""
-        backend = backend_name(self.device, self.recipe.name, self.config.emulate)
+        backend = backend_name(self.device, self.emulated)
         lines = [
             f"FP8: {len(self.converted)} of {total} linear layers, "
             f"{100 * self.flops_share:.1f} % of the matmul FLOPs, level {self.config.opt_level}",
