@@ -15,7 +15,7 @@ class MemoryReport:
     """Exact bytes of the tensors that exist, by category; a storage shared by several counts once.
 
     Attributes:
-        num_params: parameters of the model, tied ones once.
+        num_params: parameters of the model, tied ones once; of a sharded one, this rank's part.
         weights: the parameters' storages.
         gradients: the storages of ``p.grad``.
         moments: optimizer state of a parameter's shape (exp_avg, momentum buffers, ...).
@@ -61,7 +61,7 @@ def memory_report(model: nn.Module, optimizer: torch.optim.Optimizer | None = No
     moments = [t for state in states for t in _tensors(state) if t.ndim > 0]
     scales = [b for n, b in model.named_buffers() if n.rpartition(".")[2].startswith("fp8_")]
     return MemoryReport(
-        num_params=sum(p.numel() for p in parameters),
+        num_params=sum(_local(p).numel() for p in parameters),
         weights=_num_bytes(parameters),
         gradients=_num_bytes([p.grad for p in parameters if p.grad is not None]),
         moments=_num_bytes(moments),
@@ -78,10 +78,10 @@ def expected_bytes_per_param(
     The states of Adam's family and of SGD with momentum are known from their class; another
     optimizer's are not guessed.
     """
-    parameters = list(model.parameters())
+    parameters = [_local(p) for p in model.parameters()]
     count = max(sum(p.numel() for p in parameters), 1)
     weights = _num_bytes(parameters)
-    gradients = sum(p.numel() * p.element_size() for p in parameters if p.requires_grad)
+    gradients = sum(_local(p).nbytes for p in model.parameters() if p.requires_grad)
     moments, unknown = 0, []
     for optimizer in optimizers:
         num = _num_moments(optimizer)
@@ -89,7 +89,7 @@ def expected_bytes_per_param(
             unknown.append(type(optimizer).__name__)
             continue
         trained = [p for group in optimizer.param_groups for p in group["params"]]
-        moments += num * sum(p.numel() * p.element_size() for p in trained if p.requires_grad)
+        moments += num * sum(_local(p).nbytes for p in trained if p.requires_grad)
     text = (
         f"{(weights + gradients + moments) / count:.2f} bytes per parameter, before and after "
         f"(weights {weights / count:.2f}, gradients {gradients / count:.2f}, "
@@ -108,6 +108,12 @@ def _num_moments(optimizer: torch.optim.Optimizer) -> int | None:
     return None
 
 
+def _local(tensor: Tensor) -> Tensor:
+    """This rank's shard of a DTensor; any other tensor itself."""
+    local: Tensor = getattr(tensor, "_local_tensor", tensor)
+    return local
+
+
 def _tensors(state: dict[str, object]) -> list[Tensor]:
     return [value for value in state.values() if isinstance(value, Tensor)]
 
@@ -116,7 +122,7 @@ def _num_bytes(tensors: list[Tensor]) -> int:
     """Bytes of the distinct storages behind `tensors`; of the local shard for a DTensor."""
     seen: dict[int, int] = {}
     for tensor in tensors:
-        local = getattr(tensor, "_local_tensor", tensor)
+        local = _local(tensor)
         if local.device.type == "meta":
             seen[id(tensor)] = local.numel() * local.element_size()
         else:

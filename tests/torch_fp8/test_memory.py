@@ -57,6 +57,16 @@ def test_expectation_is_what_a_step_then_holds(make, expected):
     assert memory_report(model, optimizer).bytes_per_param == expected
 
 
+def test_a_sharded_parameter_counts_with_this_ranks_part():
+    model = nn.Linear(32, 32, bias=False)
+    model.weight._local_tensor = model.weight.detach()[:16].clone()  # as a DTensor holds its shard
+    text = expected_bytes_per_param(model, [torch.optim.AdamW(model.parameters())])
+    assert "16.00 bytes per parameter" in text
+    assert "weights 4.00, gradients 4.00, moments 8.00" in text
+    report = memory_report(model)
+    assert (report.num_params, report.weights) == (512, 2048)
+
+
 def test_expectation_does_not_guess_other_optimizers():
     model = nn.Linear(32, 32)
     text = expected_bytes_per_param(model, [torch.optim.Rprop(model.parameters())])
