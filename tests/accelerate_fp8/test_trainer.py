@@ -1,5 +1,6 @@
 """transformers' arguments and Trainer under the launcher's flag."""
 
+import io
 import logging
 from pathlib import Path
 from typing import Any
@@ -24,21 +25,22 @@ def _precision(tmp_path: Path, **options: Any) -> str:
 def test_flag_wins_over_bf16_and_says_so_once(
     launched: pytest.MonkeyPatch,
     tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
     rank: str,
     messages: int,
 ) -> None:
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.warning_once.cache_clear()
-    logging.getLogger("transformers").addHandler(caplog.handler)
+    stream = io.StringIO()
+    handler = logging.StreamHandler(stream)  # caplog would see a propagated record twice
+    logging.getLogger("transformers").addHandler(handler)
     launched.setenv("RANK", rank)
     try:
         assert _precision(tmp_path, bf16=True) == "fp8"
         assert _precision(tmp_path, bf16=True) == "fp8"
     finally:
-        logging.getLogger("transformers").removeHandler(caplog.handler)
-    assert caplog.text.count("is overridden by --mixed_precision fp8") == messages
+        logging.getLogger("transformers").removeHandler(handler)
+    assert stream.getvalue().count("is overridden by --mixed_precision fp8") == messages
 
 
 def test_bf16_without_the_flag_stays(accelerate: Any, tmp_path: Path) -> None:
