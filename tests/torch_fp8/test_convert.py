@@ -227,6 +227,24 @@ def test_auto_says_what_it_resolved_to():
     assert "emulation on CPU" in report.summary()
 
 
+@pytest.mark.parametrize(
+    ("recipe", "emulate", "emulated"),
+    [("tensorwise", False, False), ("tensorwise", True, False), ("mxfp8", True, True)],
+    ids=str,
+)
+def test_emulation_is_decided_at_conversion(monkeypatch, recipe, emulate, emulated):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "NVIDIA H100")
+    model = Model()
+    config = FP8Config(recipe=recipe, emulate=emulate)
+    report = convert_to_float8(model, config, device="cuda:0")
+    assert report.emulated is emulated
+    assert model.layers[0]["up"].fp8_emulate is emulated
+    backend = "emulation" if emulated else "torch scaled_mm"
+    assert f"{backend} on NVIDIA H100 (sm_90)" in report.summary()
+    assert convert_to_float8(Model()).emulated
+
+
 def test_an_old_card_is_refused_before_anything_changes(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "NVIDIA A100")

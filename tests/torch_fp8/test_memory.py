@@ -32,6 +32,14 @@ def test_tied_and_shared_storages_count_once():
     assert report.weights == 4096
 
 
+def test_gradients_in_one_bucket_count_once():
+    model = nn.Sequential(*(nn.Linear(32, 32, bias=False) for _ in range(2)))
+    bucket = torch.zeros(2, 32, 32)
+    for layer, view in zip(model, bucket, strict=True):
+        layer.weight.grad = view
+    assert memory_report(model).gradients == bucket.nbytes
+
+
 def test_histories_count_as_scales():
     model = nn.Sequential(nn.Linear(32, 32))
     convert_to_float8(model, FP8Config(recipe="delayed", amax_history_len=16))
