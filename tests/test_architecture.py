@@ -160,4 +160,4 @@ def test_files_are_short_and_typed(package):
     assert (ROOT / package / "py.typed").exists()
     for path in _sources(package):
         lines = len(path.read_text().splitlines())
-        assert lines <= (600 if "kernels" in path.parts else 400), f"{path}: {lines} lines"
+        assert lines <= 400, f"{path}: {lines} lines"

@@ -1,0 +1,259 @@
+"""The kernels behind `torch_fp8.kernels.quantize`, which launches them.
+
+Legend: R rows, C columns of x; ``row`` is x quantized along C, ``col`` is x^T quantized along R.
+A program works on a tile of x in registers; every size that is a launch's choice is a parameter.
+"""
+
+import triton
+import triton.language as tl
+
+from torch_fp8.kernels.rounding import abs_bits, cast_bounded, cast_saturating, scale_from_amax
+
+
+@triton.jit
+def _offsets(index, BLOCK_SIZE: tl.constexpr):
+    """int64 positions of block `index`: tensors of more than 2^31 elements need them."""
+    return index.to(tl.int64) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
+
+
+@triton.jit
+def _load_tile(x_ptr, stride_r, stride_c, r, c, mask):
+    """x[r, c] as float32; 0, which moves no maximum, outside."""
+    offsets = r[:, None] * stride_r + c[None, :] * stride_c
+    return tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _per_row(scale, r, rows):
+    """The scalar as a column vector: with the scalar itself the cast to both layouts spills.
+
+    Triton 3.6 casts every element twice there, once in the layout of each store, rather than move
+    the bytes through shared memory (see the count of cvt in the PTX); free while memory is the
+    bound, to be looked at again on a card.
+    """
+    return tl.where(r < rows, scale, 1.0)[:, None]
+
+
+@triton.jit
+def amax_kernel(
+    x_ptr,
+    partial_ptr,
+    stride_r,
+    stride_c,
+    rows,
+    cols,
+    num_tiles,
+    BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """partial[p] = max of abs_bits over the tiles p, p + P, ... of P programs."""
+    tiles_c = tl.cdiv(cols, BLOCK_C)
+    largest = tl.zeros((BLOCK_R, BLOCK_C), dtype=tl.int32)
+    for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
+        r = _offsets(tile // tiles_c, BLOCK_R)
+        c = _offsets(tile % tiles_c, BLOCK_C)
+        mask = (r[:, None] < rows) & (c[None, :] < cols)
+        x = _load_tile(x_ptr, stride_r, stride_c, r, c, mask)
+        largest = tl.maximum(largest, abs_bits(x))
+    tl.store(partial_ptr + tl.program_id(0), tl.max(tl.max(largest, axis=1), axis=0))
+
+
+@triton.jit
+def column_amax_kernel(
+    x_ptr,
+    partial_ptr,
+    stride_r,
+    stride_c,
+    rows,
+    cols,
+    rows_per_slab,
+    BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """partial[s, c] = max of abs_bits over rows of slab s."""
+    c = _offsets(tl.program_id(0), BLOCK_C)
+    slab = tl.program_id(1)
+    first = slab.to(tl.int64) * rows_per_slab
+    last = tl.minimum(first + rows_per_slab, rows)
+    largest = tl.zeros((BLOCK_R, BLOCK_C), dtype=tl.int32)
+    for start in range(first, last, BLOCK_R):
+        r = start + tl.arange(0, BLOCK_R)
+        mask = (r[:, None] < last) & (c[None, :] < cols)
+        x = _load_tile(x_ptr, stride_r, stride_c, r, c, mask)
+        largest = tl.maximum(largest, abs_bits(x))
+    partial = partial_ptr + slab.to(tl.int64) * cols + c
+    tl.store(partial, tl.max(largest, axis=0), mask=c < cols)
+
+
+@triton.jit
+def cast_kernel(
+    x_ptr,
+    scale_ptr,
+    partial_ptr,
+    row_ptr,
+    col_ptr,
+    amax_ptr,
+    stride_r,
+    stride_c,
+    rows,
+    cols,
+    num_partials,
+    SCALE: tl.constexpr,  # "given", "tensor" from partials of amax_kernel, "columns" from slabs
+    E5M2: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+    ROW: tl.constexpr,
+    COL: tl.constexpr,
+    AMAX: tl.constexpr,
+    PARTIALS: tl.constexpr,  # num_partials rounded up to a power of two
+    BLOCK_SIZE: tl.constexpr,
+):
+    """One tile of x in the layouts asked for, with a scale per tensor or per column."""
+    FMAX: tl.constexpr = 57344.0 if E5M2 else 448.0
+    tile, tiles_c = tl.program_id(0), tl.cdiv(cols, BLOCK_SIZE)
+    r = _offsets(tile // tiles_c, BLOCK_SIZE)
+    c = _offsets(tile % tiles_c, BLOCK_SIZE)
+    mask = (r[:, None] < rows) & (c[None, :] < cols)
+    x = _load_tile(x_ptr, stride_r, stride_c, r, c, mask)
+
+    if SCALE == "given":
+        scale = tl.load(scale_ptr)
+    elif SCALE == "tensor":
+        p = tl.arange(0, PARTIALS)
+        partials = tl.load(partial_ptr + p, mask=p < num_partials, other=0)
+        scale = scale_from_amax(tl.max(partials, axis=0), FMAX, POWER_OF_TWO)
+        if tile == 0:
+            tl.store(scale_ptr, scale)
+    else:
+        p = tl.arange(0, PARTIALS)
+        partials = tl.load(
+            partial_ptr + p[:, None].to(tl.int64) * cols + c[None, :],
+            mask=(p[:, None] < num_partials) & (c[None, :] < cols),
+            other=0,
+        )
+        scale = scale_from_amax(tl.max(partials, axis=0), FMAX, POWER_OF_TWO)
+        tl.store(scale_ptr + c, scale, mask=(c < cols) & (tile < tiles_c))
+        scale = scale[None, :]
+
+    if AMAX:
+        largest = tl.max(tl.max(abs_bits(x), axis=1), axis=0)
+        tl.atomic_max(amax_ptr, largest, sem="relaxed")
+    if SCALE != "columns":
+        scale = _per_row(scale, r, rows)
+    if SCALE == "given":
+        q = cast_saturating(x, scale, E5M2)
+    else:
+        q = cast_bounded(x, scale, E5M2, POWER_OF_TWO)
+    if ROW:
+        tl.store(row_ptr + r[:, None] * cols + c[None, :], q, mask=mask)
+    if COL:
+        tl.store(col_ptr + c[None, :] * rows + r[:, None], q, mask=mask)
+
+
+@triton.jit
+def quantize_rows_kernel(
+    x_ptr,
+    row_ptr,
+    scale_ptr,
+    stride_r,
+    stride_c,
+    rows,
+    cols,
+    E5M2: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    IN_REGISTERS: tl.constexpr,  # BLOCK_C >= cols: x is read once
+):
+    """BLOCK_R whole rows, a scale each."""
+    FMAX: tl.constexpr = 57344.0 if E5M2 else 448.0
+    r = _offsets(tl.program_id(0), BLOCK_R)
+    c = tl.arange(0, BLOCK_C).to(tl.int64)
+    if IN_REGISTERS:
+        mask = (r[:, None] < rows) & (c[None, :] < cols)
+        x = _load_tile(x_ptr, stride_r, stride_c, r, c, mask)
+        scale = scale_from_amax(tl.max(abs_bits(x), axis=1), FMAX, POWER_OF_TWO)
+        q = cast_bounded(x, scale[:, None], E5M2, POWER_OF_TWO)
+        tl.store(row_ptr + r[:, None] * cols + c[None, :], q, mask=mask)
+    else:
+        largest = tl.zeros((BLOCK_R, BLOCK_C), dtype=tl.int32)
+        for start in range(0, cols, BLOCK_C):
+            mask = (r[:, None] < rows) & (start + c[None, :] < cols)
+            x = _load_tile(x_ptr, stride_r, stride_c, r, start + c, mask)
+            largest = tl.maximum(largest, abs_bits(x))
+        scale = scale_from_amax(tl.max(largest, axis=1), FMAX, POWER_OF_TWO)
+        for start in range(0, cols, BLOCK_C):
+            mask = (r[:, None] < rows) & (start + c[None, :] < cols)
+            x = _load_tile(x_ptr, stride_r, stride_c, r, start + c, mask)
+            q = cast_bounded(x, scale[:, None], E5M2, POWER_OF_TWO)
+            tl.store(row_ptr + r[:, None] * cols + start + c[None, :], q, mask=mask)
+    tl.store(scale_ptr + r, scale, mask=r < rows)
+
+
+@triton.jit
+def quantize_blocks_kernel(
+    x_ptr,
+    row_ptr,
+    row_scale_ptr,
+    col_ptr,
+    col_scale_ptr,
+    stride_r,
+    stride_c,
+    rows,
+    cols,
+    GROUP_R: tl.constexpr,  # rows and columns that share a scale in the row layout,
+    GROUP_C: tl.constexpr,  # and columns and rows in the column layout
+    E5M2: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+    ROW: tl.constexpr,
+    COL: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+):
+    """One tile of x in the layouts asked for, with a scale per block."""
+    FMAX: tl.constexpr = 57344.0 if E5M2 else 448.0
+    GROUPS: tl.constexpr = BLOCK_SIZE // GROUP_C  # per tile and row
+    tiles_c = tl.cdiv(cols, BLOCK_SIZE)
+    tile_r, tile_c = tl.program_id(0) // tiles_c, tl.program_id(0) % tiles_c
+    r, c = _offsets(tile_r, BLOCK_SIZE), _offsets(tile_c, BLOCK_SIZE)
+    mask = (r[:, None] < rows) & (c[None, :] < cols)
+    x = _load_tile(x_ptr, stride_r, stride_c, r, c, mask)
+    bits = abs_bits(x)
+    row_offsets = r[:, None] * cols + c[None, :]
+    col_offsets = c[None, :] * rows + r[:, None]
+
+    if GROUP_R == BLOCK_SIZE:  # one scale for the tile, in both layouts
+        scale = scale_from_amax(tl.max(tl.max(bits, axis=1), axis=0), FMAX, POWER_OF_TWO)
+        q = cast_bounded(x, _per_row(scale, r, rows), E5M2, POWER_OF_TWO)
+        if ROW:
+            tl.store(row_ptr + row_offsets, q, mask=mask)
+            tl.store(row_scale_ptr + tile_r.to(tl.int64) * tiles_c + tile_c, scale)
+        if COL:
+            tl.store(col_ptr + col_offsets, q, mask=mask)
+            tiles_r = tl.cdiv(rows, BLOCK_SIZE)
+            tl.store(col_scale_ptr + tile_c.to(tl.int64) * tiles_r + tile_r, scale)
+    else:
+        if ROW:
+            groups = tl.reshape(bits, (BLOCK_SIZE, GROUPS, GROUP_C))
+            scale = scale_from_amax(tl.max(groups, axis=2), FMAX, POWER_OF_TWO)
+            num_groups = tl.cdiv(cols, GROUP_C)
+            g = tile_c * GROUPS + tl.arange(0, GROUPS)
+            tl.store(
+                row_scale_ptr + r[:, None] * num_groups + g[None, :],
+                scale,
+                mask=(r[:, None] < rows) & (g[None, :] < num_groups),
+            )
+            scale = tl.broadcast_to(scale[:, :, None], (BLOCK_SIZE, GROUPS, GROUP_C))
+            scale = tl.reshape(scale, (BLOCK_SIZE, BLOCK_SIZE))
+            tl.store(row_ptr + row_offsets, cast_bounded(x, scale, E5M2, POWER_OF_TWO), mask=mask)
+        if COL:
+            groups = tl.reshape(bits, (GROUPS, GROUP_C, BLOCK_SIZE))
+            scale = scale_from_amax(tl.max(groups, axis=1), FMAX, POWER_OF_TWO)
+            num_groups = tl.cdiv(rows, GROUP_C)
+            g = tile_r * GROUPS + tl.arange(0, GROUPS)
+            tl.store(
+                col_scale_ptr + c[None, :] * num_groups + g[:, None],
+                scale,
+                mask=(c[None, :] < cols) & (g[:, None] < num_groups),
+            )
+            scale = tl.broadcast_to(scale[:, None, :], (GROUPS, GROUP_C, BLOCK_SIZE))
+            scale = tl.reshape(scale, (BLOCK_SIZE, BLOCK_SIZE))
+            tl.store(col_ptr + col_offsets, cast_bounded(x, scale, E5M2, POWER_OF_TWO), mask=mask)
