@@ -65,6 +65,10 @@ class FP8Config:
     """Run GEMMs that the hardware cannot run natively through the reference path. The CPU always
     emulates."""
 
+    def __new__(cls, *args: Any, **options: Any) -> "FP8Config":
+        _check_names(options)
+        return super().__new__(cls)
+
     def __post_init__(self) -> None:
         for name in ("skip", "fast_accum"):
             object.__setattr__(self, name, _str_tuple(name, getattr(self, name)))
@@ -117,13 +121,6 @@ class FP8Config:
             ValueError: neither JSON nor a readable file, an unknown field, or a bad value.
         """
         values = _read_json(source)
-        names = [f.name for f in fields(cls)]
-        unknown = sorted(set(values) - set(names))
-        if unknown:
-            raise ValueError(
-                f"unknown FP8Config option(s) {', '.join(map(repr, unknown))}; "
-                f"the valid ones are {', '.join(names)}"
-            )
         return cls(**values)
 
     @classmethod
@@ -139,6 +136,15 @@ class FP8Config:
 
 
 _DEFAULTS: dict[str, Any] = {f.name: f.default for f in fields(FP8Config)}
+
+
+def _check_names(options: dict[str, Any]) -> None:
+    unknown = sorted(set(options) - set(_DEFAULTS))
+    if unknown:
+        raise ValueError(
+            f"unknown FP8Config option(s) {', '.join(map(repr, unknown))}; "
+            f"the valid ones are {', '.join(_DEFAULTS)}"
+        )
 
 
 def _read_json(source: str | os.PathLike[str]) -> dict[str, Any]:

@@ -47,7 +47,8 @@ def convert_to_float8(
         What was converted, what was skipped and why, the share of matmul FLOPs in FP8.
     Raises:
         ValueError: nothing to convert; a device that cannot run the recipe (see
-            `torch_fp8.gemm.check_device`); a `skip` pattern is not raised but warned about.
+            `torch_fp8.gemm.check_device`). A `skip` pattern that matches nothing is no error: the
+            report names it.
     """
     config = config or FP8Config.from_env() or FP8Config()
     target = torch.device(device) if device is not None else _device_of(model)

@@ -1,4 +1,7 @@
+import copy
+import dataclasses
 import json
+import pickle
 
 import pytest
 
@@ -44,6 +47,18 @@ def test_unknown_values_name_the_valid_ones(options, named):
     with pytest.raises(ValueError, match=named) as raised:
         FP8Config(**options)
     assert next(iter(options)) in str(raised.value)
+
+
+def test_an_unknown_option_names_the_valid_ones():
+    with pytest.raises(ValueError, match=r"'recipee'.*valid ones are recipe, wgrad"):
+        FP8Config(recipee="auto")
+
+
+def test_copies_and_pickles():
+    config = FP8Config(recipe="delayed", margin=1)
+    assert copy.deepcopy(config) == config
+    assert pickle.loads(pickle.dumps(config)) == config
+    assert dataclasses.replace(config, margin=0) == FP8Config(recipe="delayed")
 
 
 @pytest.mark.parametrize(
