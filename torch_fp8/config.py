@@ -1,7 +1,9 @@
 """`FP8Config`: every choice a user has, in one frozen, printable object that goes through JSON."""
 
+import functools
 import json
 import os
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -64,10 +66,6 @@ class FP8Config:
     emulate: bool = False
     """Run GEMMs that the hardware cannot run natively through the reference path. The CPU always
     emulates."""
-
-    def __new__(cls, *args: Any, **options: Any) -> "FP8Config":
-        _check_names(options)
-        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         for name in ("skip", "fast_accum"):
@@ -136,6 +134,20 @@ class FP8Config:
 
 
 _DEFAULTS: dict[str, Any] = {f.name: f.default for f in fields(FP8Config)}
+
+
+def _naming_valid_options(init: Callable[..., None]) -> Callable[..., None]:
+    """`init`, its signature kept for those who inspect it, with a better error for a wrong name."""
+
+    @functools.wraps(init)
+    def __init__(self: FP8Config, *args: Any, **options: Any) -> None:
+        _check_names(options)
+        init(self, *args, **options)
+
+    return __init__
+
+
+FP8Config.__init__ = _naming_valid_options(FP8Config.__init__)  # type: ignore[method-assign]
 
 
 def _check_names(options: dict[str, Any]) -> None:
