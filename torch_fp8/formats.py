@@ -55,3 +55,52 @@ GEMM_ALIGNMENT = 16
 def format_of(dtype: torch.dtype) -> Format:
     """The `Format` whose payload has this dtype."""
     return _BY_DTYPE[dtype]
+
+
+@dataclass(frozen=True)
+class ByteFloat:
+    """An 8-bit float that lives in memory only, as an integer code in a uint8; it never multiplies.
+
+    A code counts the representable magnitudes from zero upwards: exponent field above the mantissa,
+    subnormals below the first exponent, no infinities and no NaN. A signed one has its sign in bit
+    7. Tensors hold the codes in groups of 32 with a shared power-of-two scale (see
+    `torch_fp8.block_scaled`), which also carries what is not finite.
+
+    Attributes:
+        name: as in the literature: exponent and mantissa bits, ``u`` for unsigned.
+        mantissa_bits: stored mantissa bits, M.
+        bias: of the exponent; the smallest normal magnitude is ``2 ** (1 - bias)``.
+        max_code: the code of the largest magnitude.
+        signed: whether bit 7 is the sign; else it belongs to the exponent.
+    """
+
+    name: str
+    mantissa_bits: int
+    bias: int
+    max_code: int
+    signed: bool
+
+    @property
+    def max(self) -> float:
+        """Largest magnitude."""
+        fraction = self.max_code & ((1 << self.mantissa_bits) - 1)
+        exponent = (self.max_code >> self.mantissa_bits) - self.bias
+        return float((1 + fraction / (1 << self.mantissa_bits)) * 2.0**exponent)
+
+    @property
+    def smallest(self) -> float:
+        """Smallest positive magnitude."""
+        return float(2.0 ** (1 - self.bias - self.mantissa_bits))
+
+
+MOMENT1 = ByteFloat("e4m3", 3, 7, 0x7E, True)
+"""The first moment: E4M3, whose codes are the bytes of ``torch.float8_e4m3fn``."""
+
+MOMENT2 = ByteFloat("ue5m3", 3, 15, 0xFF, False)
+"""The second moment: E5M2's range, and its unused sign as a third mantissa bit."""
+
+GRADIENT = ByteFloat("e3m4", 4, 3, 0x7F, True)
+"""An accumulated gradient: a fourth mantissa bit, since every micro-batch rounds the sum again."""
+
+GROUP_SIZE = 32
+"""Consecutive elements of a row that share a power-of-two scale, as in MXFP8."""

@@ -1,0 +1,79 @@
+"""Random bits for stochastic rounding, from a counter: no state, and the same on every device.
+
+The bits of an element depend on a seed, the step, the parameter and the element's index in the
+whole (unsharded) tensor, and on nothing else. Replicas therefore round alike and stay equal, a
+sharded tensor rounds as the whole one would, and a resumed run repeats the uninterrupted one.
+
+A word is two rounds of a 32-bit integer hash (xor-shift and multiply, the constants of C. Wellons'
+search for low bias) over the index, keyed twice. Philox costs four times as many instructions, more
+than an optimizer step that is to be bound by memory has to spare.
+"""
+
+import torch
+from torch import Tensor
+
+_MASK64 = (1 << 64) - 1
+_SPREAD = 0x9E3779B1
+_FIRST, _SECOND = 0x21F0AAAD, 0x735A2D97
+
+
+def stream_keys(*counters: int) -> tuple[int, int]:
+    """Two 32-bit keys, as signed integers, that name a stream of random words.
+
+    Args:
+        counters: what the stream belongs to: seed, step, parameter, ...; any integers.
+    """
+    state = 0
+    for counter in counters:
+        state = _mix64((state + 0x9E3779B97F4A7C15 + counter) & _MASK64)
+    return _signed(state & 0xFFFFFFFF), _signed(state >> 32)
+
+
+def random_words(index: Tensor, keys: tuple[int, int]) -> Tensor:
+    """32 random bits for each index.
+
+    Args:
+        index: int32, any shape: the element's index modulo 2^32.
+        keys: from `stream_keys`.
+    Returns:
+        int32, the shape of `index`; all 32 bits are random.
+    """
+    x = index * _signed(_SPREAD) + keys[0]
+    x = (x ^ _shifted(x, 16)) * _FIRST + keys[1]
+    x = (x ^ _shifted(x, 15)) * _SECOND
+    return x ^ _shifted(x, 15)
+
+
+def second_words(words: Tensor, keys: tuple[int, int]) -> Tensor:
+    """32 more bits for each element that already has a word of `random_words`."""
+    return random_words(words, (keys[1], keys[0]))
+
+
+def element_index(
+    rows: int, cols: int, row: int, col: int, row_length: int, device: torch.device
+) -> Tensor:
+    """(rows, cols) int32 indices, modulo 2^32, of a part of a matrix with `row_length` columns.
+
+    Args:
+        rows, cols: extent of the part.
+        row, col: where it starts in the whole matrix.
+    """
+    r = torch.arange(row, row + rows, device=device).mul_(row_length)
+    c = torch.arange(col, col + cols, device=device)
+    return (r[:, None] + c).to(torch.int32)
+
+
+def _shifted(x: Tensor, bits: int) -> Tensor:
+    """x >> bits, logically."""
+    return (x >> bits) & ((1 << (32 - bits)) - 1)
+
+
+def _mix64(x: int) -> int:
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK64
+    return x ^ (x >> 31)
+
+
+def _signed(x: int) -> int:
+    x &= 0xFFFFFFFF
+    return x - (1 << 32) if x >= 1 << 31 else x

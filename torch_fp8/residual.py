@@ -1,0 +1,88 @@
+"""Split master weights: a float32 weight as a BF16 Parameter and a residual of k = 8, 4 or 0 bits.
+
+The bits of a float32, read as an integer, are rounded to 16 + k bits; the upper part, rounded to
+nearest, is the BF16 weight, and what is left is the residual, in [-2^(k-1), 2^(k-1)). Joined they
+are the rounded float32. With k = 16 the split is exact.
+
+A residual that is stale, because somebody wrote the Parameter, is wrong by half an ulp of BF16 at
+most: such writes need no notice.
+"""
+
+import torch
+from torch import Tensor
+
+RESIDUAL_BITS = (8, 4, 0)
+"""What `FP8Config.residual_bits` may be; 8 is the default, 4 is stored two to a byte."""
+
+_INF = 0x7F800000
+_ABS = 0x7FFFFFFF
+_QUIET = 0x00400000
+
+
+def split(weight: Tensor, bits: int, random: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    """The BF16 part and the residual of a float32 weight.
+
+    Args:
+        weight: float32, any shape, contiguous.
+        bits: k, of the residual: 16, 8, 4 or 0.
+        random: int32, like `weight`: its low 16 - k bits are added below the last kept bit, so that
+            what is kept is right in the mean. None: to nearest.
+    Returns:
+        bfloat16 and int32 residual, both of the weight's shape; None with k = 0. An Inf or NaN has
+        the residual 0.
+    """
+    i, dropped = weight.view(torch.int32), 16 - bits
+    if dropped == 0:
+        word = i
+    else:
+        offset = (1 << dropped) >> 1 if random is None else random & ((1 << dropped) - 1)
+        word = (i + offset) >> dropped
+    high = (word + ((1 << bits) >> 1)) >> bits
+    finite = (i & _ABS) < _INF
+    quiet = torch.where((i & _ABS) > _INF, i | _QUIET, i) >> 16
+    high = torch.where(finite, high, quiet)
+    residual = torch.where(finite, word - (high << bits), 0) if bits else None
+    return high.to(torch.int16).view(torch.bfloat16), residual
+
+
+def join(weight: Tensor, residual: Tensor | None, bits: int) -> Tensor:
+    """The float32 weight.
+
+    Args:
+        weight: bfloat16, contiguous.
+        residual: integers of the weight's shape, as from `split`; None with k = 0.
+        bits: k.
+    """
+    word = weight.view(torch.int16).to(torch.int32) << bits
+    if residual is not None:
+        word = word + residual.to(torch.int32)
+    joined = (word << (16 - bits)).view(torch.float32)
+    return joined if residual is None else torch.where(weight.isfinite(), joined, weight.float())
+
+
+def pack(residual: Tensor, bits: int) -> Tensor:
+    """Residuals (R, K) int32 as stored: int8 (R, K) for 8 bits, two to a byte for 4, int16 for 16.
+
+    Of four bits the even column is the low half of byte (r, c // 2), as int8 (R, ceil(K / 2)).
+    """
+    if bits == 16:
+        return residual.to(torch.int16)
+    if bits == 8:
+        return residual.to(torch.int8)
+    even, odd = residual[:, 0::2], residual[:, 1::2]
+    odd = torch.nn.functional.pad(odd, (0, even.shape[1] - odd.shape[1]))
+    return ((even & 0xF) | (odd << 4)).to(torch.int8)
+
+
+def unpack(stored: Tensor, bits: int, cols: int) -> Tensor:
+    """What `pack` stored, as int32 (R, cols)."""
+    stored = stored.to(torch.int32)
+    if bits != 4:
+        return stored
+    even, odd = (stored << 28) >> 28, stored >> 4
+    return torch.stack([even, odd], dim=-1).view(stored.shape[0], -1)[:, :cols]
+
+
+def stored_cols(cols: int, bits: int) -> int:
+    """Columns of the stored residual of a row with `cols` elements."""
+    return -(-cols // 2) if bits == 4 else cols
