@@ -9,6 +9,12 @@ from torch_fp8.convert import (
 )
 from torch_fp8.linear import Float8Linear
 from torch_fp8.memory import MemoryReport, memory_report
+from torch_fp8.optimizer_conversion import (
+    OptimizerReport,
+    convert_optimizer,
+    merged_state_dict,
+    restore_weights,
+)
 from torch_fp8.report import ConversionReport
 
 __all__ = [
@@ -16,9 +22,13 @@ __all__ = [
     "FP8Config",
     "Float8Linear",
     "MemoryReport",
+    "OptimizerReport",
+    "convert_optimizer",
     "convert_to_float8",
     "load_scaling_state_dict",
     "memory_report",
+    "merged_state_dict",
+    "restore_weights",
     "revert",
     "scaling_state_dict",
 ]

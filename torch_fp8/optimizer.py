@@ -1,0 +1,254 @@
+"""`Float8Optimizer`: Adam and AdamW with 8-bit states and split master weights.
+
+`torch_fp8.convert_optimizer` swaps the class of the user's object for one that derives from this
+and from its own, with another ``step``, ``state_dict`` and ``load_state_dict``; groups, hooks and
+the scheduler that holds it never notice.
+
+A float32 weight becomes a BF16 Parameter, and the bits below it an 8-bit residual in the optimizer
+(`torch_fp8.residual`); both moments have 8 bits (`torch_fp8.adamw`). With the BF16 gradient a
+weight then takes 2 + 1 + 2 + 1 + 1 bytes and the scales, 7.06, where float32 takes 16.
+"""
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from torch_fp8.config import FP8Config
+from torch_fp8.optimizer_state import (
+    State,
+    check_entry,
+    check_residual,
+    from_checkpoint,
+    is_large,
+    local,
+    new_moments,
+    residual_from_checkpoint,
+    to_checkpoint,
+    zero_residual,
+)
+from torch_fp8.optimizer_step import (
+    SMALL_RESIDUAL_BITS,
+    new_small_state,
+    step_large,
+    step_small,
+)
+
+FORMAT_VERSION = 1
+"""Of what `Float8Optimizer.state_dict` adds to torch.optim.AdamW's."""
+
+_GROUP_KEY = "torch_fp8"
+
+
+class Float8Optimizer(Optimizer):
+    """What `convert_optimizer` puts in front of Adam and AdamW: methods alone, no ``__init__``.
+
+    Attributes:
+        fp8_config: what it was converted with.
+    """
+
+    fp8_config: FP8Config
+    _fp8_base: type[Optimizer]
+    # Parameter -> residual as stored, until its first step moves it into the state.
+    _fp8_residuals: dict[Tensor, Tensor]
+    # Parameter -> the dtype it had before it became BF16.
+    _fp8_dtypes: dict[Tensor, torch.dtype]
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step of all parameters that have a gradient, as torch.optim.AdamW's."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._step_parameters(self.indexed_parameters())
+        return loss
+
+    def indexed_parameters(self) -> list[tuple[int, dict[str, Any], Tensor]]:
+        """Every parameter with its group and its place among all: it keys the random bits."""
+        parameters = ((g, p) for g in self.param_groups for p in g["params"])
+        return [(i, group, parameter) for i, (group, parameter) in enumerate(parameters)]
+
+    def _step_parameters(self, indexed: Iterable[tuple[int, dict[str, Any], Tensor]]) -> None:
+        large, small = [], []
+        for index, group, parameter in indexed:
+            if parameter.grad is None:
+                continue
+            if parameter.grad.is_sparse:
+                raise RuntimeError(f"{self._fp8_base.__name__} does not support sparse gradients")
+            state = self._state_of(parameter)
+            if "exp_avg_qdata" in state:
+                state["step"] += 1
+                large.append((index, group, parameter, state))
+            else:
+                small.append((group, parameter, state))
+        step_large(large, self.fp8_config)
+        for group in self.param_groups:
+            step_small(group, [(p, s) for g, p, s in small if g is group])
+
+    def _state_of(self, parameter: Tensor) -> State:
+        """The state of a parameter, made at its first step and repaired after outside changes."""
+        state: State = self.state[parameter]
+        if "step" not in state:
+            large = is_large(parameter)
+            state.update(new_moments(parameter) if large else new_small_state(parameter))
+            residual = self._fp8_residuals.pop(parameter, None)
+            if residual is not None:
+                state["residual"] = residual
+        if state["step"].device.type != "cpu":
+            state["step"] = state["step"].cpu()
+        bits = self.residual_bits(parameter)
+        if not bits:
+            state.pop("residual", None)
+        elif "residual" not in state:
+            state["residual"] = zero_residual(parameter, bits)
+        device = local(parameter).device
+        for name, value in state.items():
+            if name != "step" and value.device != device:
+                state[name] = value.to(device)
+        return state
+
+    def set_config(self, config: FP8Config) -> None:
+        """Take over a configuration; residuals change their bits with it."""
+        old = self.__dict__.get("fp8_config", config)
+        self.fp8_config = config
+        self.__dict__.setdefault("_fp8_residuals", {})
+        self.__dict__.setdefault("_fp8_dtypes", {})
+        # GradScaler shall unscale and check the gradients itself, not leave it to a fused step.
+        self._step_supports_amp_scaling = False
+        if old.residual_bits == config.residual_bits:
+            return
+        for _, _, parameter in self.indexed_parameters():
+            residual = self.residual_of(parameter)
+            if residual is not None and is_large(parameter):
+                self.set_residual(
+                    parameter,
+                    residual_from_checkpoint(
+                        parameter, residual, old.residual_bits, config.residual_bits
+                    ),
+                )
+
+    def residual_of(self, parameter: Tensor) -> Tensor | None:
+        """The bits of a weight below BF16, as stored."""
+        residual: Tensor | None = self.state.get(parameter, {}).get("residual")
+        return self._fp8_residuals.get(parameter) if residual is None else residual
+
+    def set_residual(self, parameter: Tensor, residual: Tensor | None) -> None:
+        """Replace the residual; None: there is none."""
+        self._fp8_residuals.pop(parameter, None)
+        state = self.state.get(parameter, {})
+        state.pop("residual", None)
+        if residual is not None and state:
+            state["residual"] = residual
+        elif residual is not None:
+            self._fp8_residuals[parameter] = residual
+
+    def residual_bits(self, parameter: Tensor) -> int:
+        """k of a parameter: none where it is not BF16 (any more)."""
+        if parameter.dtype != torch.bfloat16:
+            return 0
+        return self.fp8_config.residual_bits if is_large(parameter) else SMALL_RESIDUAL_BITS
+
+    @torch.no_grad()
+    def state_dict(self) -> dict[str, Any]:
+        """In torch.optim.AdamW's format, on the CPU, plus ``residual``: stock AdamW opens it."""
+        packed = super().state_dict()
+        parameters = {i: p for i, _, p in self.indexed_parameters()}
+        packed["state"] = {
+            i: to_checkpoint(parameters[i], state) if "step" in state else dict(state)
+            for i, state in packed["state"].items()
+        }
+        for group in packed["param_groups"]:
+            group[_GROUP_KEY] = {
+                "version": FORMAT_VERSION,
+                "residual_bits": self.fp8_config.residual_bits,
+                "seed": self.fp8_config.seed,
+            }
+        return packed
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state of this class, of torch.optim.AdamW or Adam; ours goes on bit for bit.
+
+        A state without residuals (a stock one) leaves the residuals that the weights have.
+
+        Raises:
+            ValueError: another number of groups or parameters, another shape, another version of
+                the format; the entry is named, and nothing is loaded.
+        """
+        indexed = self.indexed_parameters()
+        saved_bits = self._check(state_dict, indexed)
+        residuals = {p: s["residual"] for p, s in self.state.items() if "residual" in s}
+        self._fp8_residuals.update(residuals)
+        super().load_state_dict({**state_dict, "state": {}})
+        for group in self.param_groups:
+            saved = group.pop(_GROUP_KEY, None)
+            if saved is not None:
+                self.fp8_config = dataclasses.replace(self.fp8_config, seed=saved["seed"])
+        ids = itertools.chain.from_iterable(g["params"] for g in state_dict["param_groups"])
+        for saved_id, (_, _, parameter) in zip(ids, indexed, strict=True):
+            entry = state_dict["state"].get(saved_id)
+            if not entry:
+                continue
+            state = from_checkpoint(parameter, entry, is_large(parameter))
+            bits = self.residual_bits(parameter)
+            if bits and "residual" in entry:
+                saved_k = saved_bits if is_large(parameter) else bits
+                state["residual"] = residual_from_checkpoint(
+                    parameter, entry["residual"], saved_k, bits
+                )
+                self._fp8_residuals.pop(parameter, None)
+            elif parameter in self._fp8_residuals:
+                state["residual"] = self._fp8_residuals.pop(parameter)
+            self.state[parameter] = state
+
+    def _check(self, state_dict: Mapping[str, Any], indexed: list[Any]) -> int:
+        """Raise ValueError unless `state_dict` fits; returns its residual bits."""
+        groups = state_dict["param_groups"]
+        if [len(g["params"]) for g in groups] != [len(g["params"]) for g in self.param_groups]:
+            raise ValueError(
+                "the optimizer's checkpoint has parameter groups of "
+                f"{[len(g['params']) for g in groups]} parameters, the optimizer of "
+                f"{[len(g['params']) for g in self.param_groups]}"
+            )
+        bits = self.fp8_config.residual_bits
+        for i, group in enumerate(groups):
+            saved = group.get(_GROUP_KEY)
+            if saved is None:
+                continue
+            if saved.get("version") != FORMAT_VERSION:
+                raise ValueError(
+                    f"param_groups[{i}][{_GROUP_KEY!r}]['version'] is {saved.get('version')!r}, "
+                    f"but this version of torch-fp8 reads {FORMAT_VERSION}"
+                )
+            bits = saved["residual_bits"]
+        ids = itertools.chain.from_iterable(g["params"] for g in groups)
+        for saved_id, (_, _, parameter) in zip(ids, indexed, strict=True):
+            entry = state_dict["state"].get(saved_id)
+            if entry:
+                check_entry(parameter, entry, f"state[{saved_id}]")
+                check_residual(parameter, entry, bits, f"state[{saved_id}]")
+        return int(bits)
+
+    def __getstate__(self) -> dict[str, Any]:
+        ours = ("fp8_config", "_fp8_base", "_fp8_residuals", "_fp8_dtypes")
+        return {**super().__getstate__(), **{name: self.__dict__[name] for name in ours}}
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # The class is made at run time; pickle and deepcopy rebuild it from the user's.
+        return _rebuild, (self._fp8_base,), self.__getstate__()
+
+
+@functools.cache
+def float8_class(base: Any) -> type[Float8Optimizer]:
+    return type(f"Float8{base.__name__}", (Float8Optimizer, base), {"__module__": __name__})
+
+
+def _rebuild(base: Any) -> Any:
+    cls: Any = float8_class(base)
+    return cls.__new__(cls)

@@ -1,0 +1,293 @@
+"""Verbs on an optimizer: `convert_optimizer`, `restore_weights`, `merged_state_dict`."""
+
+import functools
+import warnings
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Adam, AdamW, Optimizer
+
+from torch_fp8.config import FP8Config
+from torch_fp8.optimizer import Float8Optimizer, float8_class
+from torch_fp8.optimizer_state import (
+    State,
+    from_checkpoint,
+    is_large,
+    join_weight,
+    local,
+    split_weight,
+)
+
+_BASES = (AdamW, Adam)
+_REFUSED_OPTIONS = ("amsgrad", "capturable", "differentiable")
+
+
+@dataclass(frozen=True)
+class OptimizerReport:
+    """What `convert_optimizer` did.
+
+    Attributes:
+        optimizer: name of the user's class.
+        converted: whether it has 8-bit states now.
+        reason: why not; None if it has.
+        num_split: float32 weights that became BF16 with a residual.
+        num_float32: large weights that stay float32.
+        why_float32: the reason for that; None if there are none.
+        num_fp8_gradients: weights whose gradients have 8 bits.
+    """
+
+    optimizer: str
+    converted: bool
+    reason: str | None = None
+    num_split: int = 0
+    num_float32: int = 0
+    why_float32: str | None = None
+    num_fp8_gradients: int = 0
+
+    def __str__(self) -> str:
+        if not self.converted:
+            return f"{self.optimizer} keeps its own states: {self.reason}"
+        text = f"{self.optimizer} with 8-bit states"
+        if self.num_fp8_gradients:
+            text += f", {self.num_fp8_gradients} gradients in 8 bits"
+        if self.num_float32:
+            text += f", {self.num_float32} weights stay float32: {self.why_float32}"
+        return text
+
+
+def convert_optimizer(
+    optimizer: Optimizer, config: FP8Config | None = None, *, model: nn.Module | None = None
+) -> OptimizerReport:
+    """Give Adam or AdamW 8-bit states and split master weights, in place.
+
+    The object stays the same, with its groups, hooks and scheduler; so do the Parameters, of which
+    large float32 ones become BF16 (their residual is in the optimizer then). States that exist are
+    quantized. Left alone, with the reason in the report: other optimizers, and subclasses with a
+    ``step`` of their own. Converting again is harmless.
+
+    Args:
+        optimizer: of exactly Adam or AdamW, or a subclass that inherits their ``step``.
+        config: None: ``TORCH_FP8_CONFIG`` if set, else ``FP8Config()``. With level O1 nothing is
+            done.
+        model: that it trains. Under DistributedDataParallel, whose buckets have the dtype of the
+            weights that it wrapped, float32 weights stay float32; as DTensors do, which are sharded
+            already.
+    Raises:
+        ValueError: ``amsgrad``, ``capturable`` or ``differentiable``.
+    """
+    config = config or FP8Config.from_env() or FP8Config()
+    name = _name(optimizer)
+    if config.opt_level == "O1":
+        return OptimizerReport(name, False, "level O1")
+    reason = _reason_to_leave(optimizer)
+    if reason is not None:
+        return OptimizerReport(name, False, reason)
+    _refuse_options(optimizer, name)
+    _warn_if_lossy(optimizer, config)
+    if not isinstance(optimizer, Float8Optimizer):
+        _swap_class(optimizer)
+    assert isinstance(optimizer, Float8Optimizer)
+    optimizer.set_config(config)
+    wrapped = isinstance(model, DistributedDataParallel)
+    num_split, float32 = 0, []
+    for _, _, parameter in optimizer.indexed_parameters():
+        _quantize_state(optimizer, parameter)
+        if parameter.dtype != torch.float32 or not is_large(parameter):
+            continue
+        if not parameter.requires_grad:
+            continue
+        if wrapped or isinstance(parameter, DTensor):
+            float32.append(parameter)
+            continue
+        split_parameter(optimizer, parameter)
+        num_split += 1
+    why = "they were sharded before" if any(isinstance(p, DTensor) for p in float32) else None
+    if float32 and why is None:
+        why = "DistributedDataParallel has wrapped them before"
+    return OptimizerReport(name, True, None, num_split, len(float32), why)
+
+
+@torch.no_grad()
+def split_parameter(optimizer: Float8Optimizer, parameter: Tensor) -> None:
+    """Make a float32 Parameter BF16, in place, its residual kept by the optimizer."""
+    high, residual = split_weight(parameter.detach(), optimizer.fp8_config.residual_bits)
+    optimizer._fp8_dtypes.setdefault(parameter, parameter.dtype)
+    grad, parameter.grad = parameter.grad, None
+    parameter.data = high
+    if grad is not None:
+        parameter.grad = grad.to(torch.bfloat16)
+    optimizer.set_residual(parameter, residual)
+
+
+@torch.no_grad()
+def restore_weights(optimizer: Optimizer) -> int:
+    """Give each weight the dtype back that it had, joined with its residual, in place.
+
+    Another `convert_optimizer` splits them again, exactly.
+
+    Returns:
+        The number of weights that are float32 again; 0 for an optimizer that was not converted.
+    """
+    if not isinstance(optimizer, Float8Optimizer):
+        return 0
+    restored = 0
+    for _, _, parameter in optimizer.indexed_parameters():
+        dtype = optimizer._fp8_dtypes.pop(parameter, None)
+        if dtype is None or parameter.dtype != torch.bfloat16:
+            continue
+        joined = join_parameter(optimizer, parameter)
+        optimizer.set_residual(parameter, None)
+        grad, parameter.grad = parameter.grad, None
+        parameter.data = joined.to(dtype)
+        if grad is not None:
+            parameter.grad = grad.to(dtype)
+        restored += 1
+    return restored
+
+
+def join_parameter(optimizer: Optimizer, parameter: Tensor) -> Tensor:
+    """The float32 weight of a parameter, with its residual if the optimizer has one."""
+    residual = None
+    if isinstance(optimizer, Float8Optimizer) and parameter.dtype == torch.bfloat16:
+        residual = optimizer.residual_of(parameter)
+    shard = local(parameter.detach())
+    if residual is None:
+        return shard.float()
+    assert isinstance(optimizer, Float8Optimizer)
+    return join_weight(shard, local(residual), optimizer.residual_bits(parameter))
+
+
+@torch.no_grad()
+def merged_state_dict(
+    model: nn.Module,
+    optimizer: Optimizer | Iterable[Optimizer],
+    dtype: torch.dtype = torch.float32,
+) -> dict[str, Any]:
+    """``model.state_dict()`` with every weight joined with its residual, on the CPU.
+
+    Tensor by tensor: on the weights' device there is never more than one joined weight.
+
+    Args:
+        model: as given to the optimizer, or its DistributedDataParallel.
+        optimizer: one that `convert_optimizer` has converted, or several; weights of others are
+            taken as they are.
+        dtype: of the floating-point parameters in the result; buffers keep theirs.
+    Raises:
+        ValueError: a sharded model: its weights are to be gathered by
+            torch.distributed.checkpoint.state_dict.
+    """
+    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+    module = model.module if isinstance(model, DistributedDataParallel) else model
+    owner = {p: o for o in optimizers for g in o.param_groups for p in g["params"]}
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    joined: dict[Tensor, Tensor] = {}
+    merged = {}
+    for name, value in module.state_dict(keep_vars=True).items():
+        parameter = parameters.get(name)
+        if parameter is None:
+            merged[name] = value.detach().cpu().clone() if isinstance(value, Tensor) else value
+            continue
+        if isinstance(parameter, DTensor):
+            raise ValueError(
+                f"{name!r} is sharded; gather the model's and the optimizer's state with "
+                "torch.distributed.checkpoint.state_dict instead"
+            )
+        if parameter not in joined:
+            joined[parameter] = _merged(parameter, owner.get(parameter), dtype)
+        merged[name] = joined[parameter]
+    return merged
+
+
+def _merged(parameter: Tensor, optimizer: Optimizer | None, dtype: torch.dtype) -> Tensor:
+    if not parameter.is_floating_point():
+        return parameter.detach().cpu().clone()
+    if optimizer is None:
+        return parameter.detach().to(device="cpu", dtype=dtype, copy=True)
+    return join_parameter(optimizer, parameter).to(device="cpu", dtype=dtype, copy=True)
+
+
+def _name(optimizer: Optimizer) -> str:
+    base = optimizer._fp8_base if isinstance(optimizer, Float8Optimizer) else type(optimizer)
+    return base.__name__
+
+
+def _reason_to_leave(optimizer: Optimizer) -> str | None:
+    cls = optimizer._fp8_base if isinstance(optimizer, Float8Optimizer) else type(optimizer)
+    if cls in _BASES:
+        return None
+    if not isinstance(optimizer, _BASES):
+        return "8-bit states are for Adam and AdamW"
+    inherited = all(
+        getattr(cls, method) in [getattr(base, method) for base in _BASES]
+        for method in ("step", "state_dict", "load_state_dict", "_init_group")
+    )
+    return None if inherited else f"{cls.__name__} has a step of its own"
+
+
+def _refuse_options(optimizer: Optimizer, name: str) -> None:
+    for i, group in enumerate(optimizer.param_groups):
+        for option in _REFUSED_OPTIONS:
+            if group.get(option):
+                raise ValueError(
+                    f"{name}({option}=True), in parameter group {i}, cannot have 8-bit states; "
+                    "leave it out, or keep the optimizer as it is with FP8Config(opt_level='O1')"
+                )
+
+
+def _warn_if_lossy(optimizer: Optimizer, config: FP8Config) -> None:
+    """Stochastic rounding keeps the mean of updates; their noise grows as lr falls."""
+    least = {8: 0.0, 4: 1e-6, 0: 1e-5}[config.residual_bits]
+    rates = [float(g.get("initial_lr", g["lr"])) for g in optimizer.param_groups]
+    small = [rate for rate in rates if 0 < rate < least]
+    if small:
+        warnings.warn(
+            f"FP8Config(residual_bits={config.residual_bits}) at the learning rate {min(small):g}: "
+            "rounding noise then hides a part of the updates (their direction agrees with "
+            "float32's by a cosine under 0.995); residual_bits=8 has none to see",
+            stacklevel=3,
+        )
+
+
+def _quantize_state(optimizer: Float8Optimizer, parameter: Tensor) -> None:
+    """Turn a stock state, of steps before the conversion, into ours."""
+    state: State = optimizer.state.get(parameter, {})
+    if "exp_avg" not in state:
+        return
+    large = is_large(parameter)
+    if large or (parameter.dtype == torch.bfloat16 and state["exp_avg"].dtype != torch.float32):
+        optimizer.state[parameter] = from_checkpoint(parameter, state, large)
+
+
+def _swap_class(optimizer: Optimizer) -> None:
+    """Change the class; whatever wraps the old ``step`` on the instance then wraps the new one."""
+    base: Any = type(optimizer)
+    cls: Any = float8_class(base)
+    optimizer.__class__ = cls
+    optimizer.__dict__["_fp8_base"] = base
+    optimizer._patch_step_function()  # hooks and the profiler are put around step once per class
+    wrapped = optimizer.__dict__.get("step")
+    if getattr(wrapped, "_wrapped_by_lr_sched", False):
+        optimizer.__dict__["step"] = _scheduler_wrapper(optimizer, cls.step)
+
+
+def _scheduler_wrapper(optimizer: Optimizer, function: Any) -> Any:
+    """A scheduler's wrapper around ``step``, as in torch.optim.lr_scheduler, of another function.
+
+    The scheduler's own holds the old class's function: the new step would never be called.
+    """
+    reference = weakref.ref(optimizer)
+
+    @functools.wraps(function)
+    def step(*args: Any, **kwargs: Any) -> Any:
+        instance: Any = reference()
+        instance._opt_called = True
+        return function.__get__(instance, type(instance))(*args, **kwargs)
+
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    return step

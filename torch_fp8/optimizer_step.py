@@ -1,0 +1,190 @@
+"""Steps on a parameter's state: `torch_fp8.adamw` for large weights, torch's Adam for the rest."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.optim.adam import adam
+
+from torch_fp8.adamw import (
+    GradientParts,
+    StepScalars,
+    WeightMatrix,
+    adamw_step_reference,
+    update_rms_reference,
+)
+from torch_fp8.config import FP8Config
+from torch_fp8.optimizer_state import (
+    State,
+    join_weight,
+    local,
+    matrix_shape,
+    moment,
+    split_weight,
+)
+from torch_fp8.random_bits import stream_keys
+
+SMALL_RESIDUAL_BITS = 16
+"""Of a small BF16 parameter: with them it is a float32 number."""
+
+Entry = tuple[int, dict[str, Any], Tensor, State]
+"""Place among all parameters, group, parameter, state."""
+
+
+def step_large(entries: list[Entry], config: FP8Config) -> None:
+    """Step parameters with 8-bit states, whose ``step`` counts this step already."""
+    prepared = []
+    for index, group, parameter, state in entries:
+        if local(parameter).device.type == "meta":
+            continue
+        weight = local(parameter)
+        in_place = weight.is_contiguous()
+        matrix = _matrix(parameter, state, weight if in_place else weight.contiguous(), config)
+        scalars = _scalars(group, float(state["step"]), (config.seed, index))
+        prepared.append((matrix, scalars, state, None if in_place else weight))
+    for matrix, scalars, state, write_back in prepared:
+        if config.update_clipping:
+            rms = update_rms_reference(matrix, scalars)
+            state["update_rms"] = rms
+            scalars = _clipped(scalars, float(rms))
+        adamw_step_reference(matrix, scalars)
+        if write_back is not None:
+            write_back.copy_(matrix.weight.view(write_back.shape))
+
+
+def step_small(group: dict[str, Any], entries: list[tuple[Tensor, State]]) -> None:
+    """Step parameters of one group whose moments have full precision, with torch's own function."""
+    if not entries:
+        return
+    weights = [_full_precision(p, s) for p, s in entries]
+    grads = [_dense(p.grad).to(w.dtype) for (p, _), w in zip(entries, weights, strict=True)]
+    beta1, beta2 = group["betas"]
+    adam(
+        weights,
+        grads,
+        [s["exp_avg"] for _, s in entries],
+        [s["exp_avg_sq"] for _, s in entries],
+        [],
+        [s["step"] for _, s in entries],
+        has_complex=any(torch.is_complex(p) for p, _ in entries),
+        decoupled_weight_decay=group["decoupled_weight_decay"],
+        amsgrad=False,
+        beta1=float(beta1),
+        beta2=float(beta2),
+        lr=float(group["lr"]),
+        weight_decay=group["weight_decay"],
+        eps=group["eps"],
+        maximize=group["maximize"],
+    )
+    for (parameter, state), weight in zip(entries, weights, strict=True):
+        if parameter.dtype == torch.bfloat16:
+            high, residual = split_weight(weight, SMALL_RESIDUAL_BITS)
+            local(parameter).copy_(high)
+            local(state["residual"]).copy_(residual)
+
+
+def new_small_state(parameter: Tensor) -> State:
+    """Zero moments in float32, or in the parameter's dtype where that is another than BF16."""
+    dtype = torch.float32 if parameter.dtype == torch.bfloat16 else parameter.dtype
+    like = parameter.detach()
+    return {
+        "step": torch.zeros((), dtype=torch.float32),
+        "exp_avg": torch.zeros_like(like, dtype=dtype),
+        "exp_avg_sq": torch.zeros_like(like, dtype=dtype),
+    }
+
+
+def _full_precision(parameter: Tensor, state: State) -> Tensor:
+    if parameter.dtype != torch.bfloat16:
+        return parameter
+    joined = join_weight(local(parameter), local(state["residual"]), SMALL_RESIDUAL_BITS)
+    return _like(parameter, joined)
+
+
+def _like(parameter: Tensor, data: Tensor) -> Tensor:
+    if not isinstance(parameter, DTensor):
+        return data
+    return DTensor.from_local(
+        data,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+
+
+def _dense(grad: Tensor | None) -> Tensor:
+    assert grad is not None
+    return grad
+
+
+def _matrix(parameter: Tensor, state: State, weight: Tensor, config: FP8Config) -> WeightMatrix:
+    shape = matrix_shape(weight.shape)
+    grad = parameter.grad
+    assert grad is not None
+    row, col, row_length = _origin(parameter)
+    residual = state.get("residual")
+    return WeightMatrix(
+        weight=weight.view(shape),
+        residual=None if residual is None else local(residual),
+        residual_bits=0 if residual is None else config.residual_bits,
+        grad=gradient_matrix(local(grad), shape),
+        exp_avg=moment(state, "exp_avg"),
+        exp_avg_sq=moment(state, "exp_avg_sq"),
+        row=row,
+        col=col,
+        row_length=row_length,
+    )
+
+
+def gradient_matrix(grad: Tensor, shape: tuple[int, int]) -> Tensor | GradientParts:
+    """A gradient as the step takes it: an (R, K) tensor, or the parts of an 8-bit one."""
+    parts = getattr(grad, "parts", None)
+    if parts is not None:
+        result: GradientParts = parts()
+        return result
+    if grad.dtype not in (torch.bfloat16, torch.float32):
+        grad = grad.float()
+    return grad.contiguous().view(shape)
+
+
+def _origin(parameter: Tensor) -> tuple[int, int, int]:
+    """Row and column where this rank's shard starts in the whole matrix, and that one's columns."""
+    if not isinstance(parameter, DTensor):
+        return 0, 0, matrix_shape(parameter.shape)[1]
+    _, offset = compute_local_shape_and_global_offset(
+        parameter.shape, parameter.device_mesh, parameter.placements
+    )
+    row_length = matrix_shape(parameter.shape)[1]
+    element = sum(o * s for o, s in zip(offset, parameter.stride(), strict=True))
+    return element // row_length, element % row_length, row_length
+
+
+def _scalars(group: dict[str, Any], step: float, key: tuple[int, int]) -> StepScalars:
+    beta1, beta2 = (float(beta) for beta in group["betas"])
+    lr, weight_decay = float(group["lr"]), float(group["weight_decay"])
+    decoupled = bool(group["decoupled_weight_decay"])
+    seed, index = key
+    return StepScalars(
+        beta1_complement=1 - beta1,
+        beta2=beta2,
+        beta2_complement=1 - beta2,
+        step_size=lr / (1 - beta1**step),
+        inv_sqrt_correction=(1 - beta2**step) ** -0.5,
+        eps=float(group["eps"]),
+        decay=1 - lr * weight_decay if decoupled else 1.0,
+        weight_decay=0.0 if decoupled else weight_decay,
+        maximize=bool(group["maximize"]),
+        keys=stream_keys(seed, int(step), index),
+    )
+
+
+def _clipped(scalars: StepScalars, rms: float) -> StepScalars:
+    """StableAdamW: lr / max(1, RMS), for the update and the decoupled decay."""
+    factor = 1 / max(1.0, rms)
+    return scalars._replace(
+        step_size=scalars.step_size * factor, decay=1 - (1 - scalars.decay) * factor
+    )
