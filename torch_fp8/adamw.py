@@ -30,7 +30,7 @@ from torch_fp8.formats import GRADIENT, GROUP_SIZE, MOMENT1, MOMENT2
 from torch_fp8.random_bits import element_index, random_words, second_words
 from torch_fp8.residual import join, pack, split, unpack
 
-_CHUNK = 1 << 17  # elements at a time, so that no temporary has a tensor's size
+_CHUNK = 1 << 15  # elements at a time, so that no temporary has a tensor's size
 
 
 class StepScalars(NamedTuple):

@@ -56,6 +56,8 @@ class Float8Optimizer(Optimizer):
     _fp8_base: type[Optimizer]
     # Parameter -> residual as stored, until its first step moves it into the state.
     _fp8_residuals: dict[Tensor, Tensor]
+    # Parameters whose gradients have 8 bits.
+    _fp8_gradients: set[Tensor]
     # Parameter -> the dtype it had before it became BF16.
     _fp8_dtypes: dict[Tensor, torch.dtype]
 
@@ -119,6 +121,7 @@ class Float8Optimizer(Optimizer):
         self.fp8_config = config
         self.__dict__.setdefault("_fp8_residuals", {})
         self.__dict__.setdefault("_fp8_dtypes", {})
+        self.__dict__.setdefault("_fp8_gradients", set())
         # GradScaler shall unscale and check the gradients itself, not leave it to a fused step.
         self._step_supports_amp_scaling = False
         if old.residual_bits == config.residual_bits:
@@ -153,6 +156,14 @@ class Float8Optimizer(Optimizer):
         if parameter.dtype != torch.bfloat16:
             return 0
         return self.fp8_config.residual_bits if is_large(parameter) else SMALL_RESIDUAL_BITS
+
+    def original_dtype(self, parameter: Tensor) -> torch.dtype:
+        """The dtype that a parameter had before it became BF16."""
+        return self._fp8_dtypes.get(parameter, parameter.dtype)
+
+    def has_fp8_gradient(self, parameter: Tensor) -> bool:
+        """Whether the gradient of a parameter is quantized as soon as it is there."""
+        return parameter in self._fp8_gradients
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
@@ -236,7 +247,7 @@ class Float8Optimizer(Optimizer):
         return int(bits)
 
     def __getstate__(self) -> dict[str, Any]:
-        ours = ("fp8_config", "_fp8_base", "_fp8_residuals", "_fp8_dtypes")
+        ours = ("fp8_config", "_fp8_base", "_fp8_residuals", "_fp8_gradients", "_fp8_dtypes")
         return {**super().__getstate__(), **{name: self.__dict__[name] for name in ours}}
 
     def __reduce_ex__(self, protocol: Any) -> Any:

@@ -47,7 +47,8 @@ def is_large(parameter: Tensor) -> bool:
 
 def local(tensor: Tensor) -> Tensor:
     """This rank's shard of a DTensor; any other tensor itself."""
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    shard: Tensor = getattr(tensor, "_local_tensor", tensor)
+    return shard
 
 
 def matrix_shape(shape: torch.Size) -> tuple[int, int]:
@@ -115,7 +116,8 @@ def split_weight(weight: Tensor, bits: int) -> tuple[Tensor, Tensor | None]:
     if bits:
         dtype = torch.int16 if bits == 16 else torch.int8
         stored = torch.empty((rows, stored_cols(cols, bits)), dtype=dtype, device=weight.device)
-    for part in row_parts(rows, cols):
+    parts = [] if weight.device.type == "meta" else row_parts(rows, cols)
+    for part in parts:
         upper, residual = split(contiguous[part], bits)
         target[part] = upper
         if stored is not None:

@@ -12,6 +12,7 @@ from torch_fp8.config import FP8Config
 from torch_fp8.gemm import backend_name
 from torch_fp8.linear import Float8Linear
 from torch_fp8.memory import expected_bytes_per_param
+from torch_fp8.optimizer_conversion import OptimizerReport
 from torch_fp8.recipe import Recipe
 from torch_fp8.selection import expert_weights, is_linear
 
@@ -62,13 +63,17 @@ class ConversionReport:
         return self.flops.fp8 / self.flops.total
 
     def summary(
-        self, model: nn.Module | None = None, optimizers: Iterable[torch.optim.Optimizer] = ()
+        self,
+        model: nn.Module | None = None,
+        optimizers: Iterable[torch.optim.Optimizer] = (),
+        optimizer_reports: Iterable[OptimizerReport] = (),
     ) -> str:
         """The start-up summary, several lines.
 
         Args:
             model: for the bytes per parameter.
             optimizers: those that train it, as far as they are known.
+            optimizer_reports: what `torch_fp8.convert_optimizer` said of them.
         """
         total = len(self.converted) + len(self.skipped)
         chosen = "auto -> " if self.config.recipe == "auto" else ""
@@ -83,6 +88,8 @@ class ConversionReport:
         if self.unused_skip:
             patterns = ", ".join(map(repr, self.unused_skip))
             lines.append(f"  warning   skip pattern(s) {patterns} match no module")
+        if self.config.opt_level != "O1":
+            lines += [f"  optimizer {report}" for report in optimizer_reports]
         if model is not None:
             lines.append(f"  memory    {expected_bytes_per_param(model, optimizers)}")
         return "\n".join(lines)
