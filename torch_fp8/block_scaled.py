@@ -5,15 +5,16 @@ two in E8M0, ``2 ** (byte - 127)``; groups lie along the last dimension and neve
 shard on dim 0 is quantized as the whole is. ``x ~= decode(codes) * 2 ** (scale - 127)``.
 
 * The scale is the smallest that holds the group's largest magnitude. An all-zero group has scale 1.
-* A group with an Inf or a NaN has the scale byte 255 and reads NaN throughout.
+* A group with an Inf or a NaN has the scale byte 255 and reads NaN throughout. What rounds to 2^128
+  reads Inf, as in a cast to BF16.
 * Rounding is stochastic where random bits are given (the expectation of what is stored is what came
   in), else to nearest even. Quantizing what was dequantized, to nearest, changes no value: scales
   are powers of two, so every stored value stays representable.
 * An unsigned format keeps what is positive positive: a second moment never becomes zero under a
   live first one.
 
-All steps are integer operations on the bits of float32, exact, so that kernels repeat them bit for
-bit. The layout is MXFP8's (arXiv 2506.08027).
+All steps are integer operations on the bits of float32, or single float32 ones, so that kernels
+repeat them bit for bit. The layout is MXFP8's (arXiv 2506.08027).
 """
 
 from typing import NamedTuple
@@ -62,7 +63,7 @@ def encode(x: Tensor, format: ByteFloat, random: Tensor | None = None) -> BlockS
     scale = _scale_of(amax, format)
     # 2 ** (127 - scale); of the byte 255 something that does not matter.
     reciprocal = ((254 - scale).clamp(min=1) << 23).view(torch.float32)
-    y = (padded * reciprocal[..., None]).view(rows, -1)[:, :cols]
+    y = (padded * reciprocal[..., None]).view(rows, groups * GROUP_SIZE)[:, :cols]
     codes = _round(y, format, random)
     if format.signed:
         negative = (y < 0) & (codes != 0)
@@ -105,7 +106,8 @@ def _round(y: Tensor, format: ByteFloat, random: Tensor | None) -> Tensor:
     magnitude = y.abs()
     smallest_normal = 2.0 ** (1 - format.bias)
     normal = magnitude >= smallest_normal
-    # Added to the smallest normal, subnormals have the mantissa's spacing, too.
+    # Added to the smallest normal, subnormals have the mantissa's spacing, too. What the sum loses
+    # is at most 2^-(24 - mantissa_bits) of that spacing, nearer to a tie than random bits can tell.
     bits = torch.where(normal, magnitude, magnitude + smallest_normal).view(torch.int32)
     if random is None:
         offset = ((bits >> shift) & 1) + ((1 << (shift - 1)) - 1)

@@ -48,6 +48,8 @@ def split(weight: Tensor, bits: int, random: Tensor | None = None) -> tuple[Tens
 def join(weight: Tensor, residual: Tensor | None, bits: int) -> Tensor:
     """The float32 weight.
 
+    A residual that cannot be this weight's, of an Inf or a negative one of a zero, does not count.
+
     Args:
         weight: bfloat16, contiguous.
         residual: integers of the weight's shape, as from `split`; None with k = 0.
@@ -57,7 +59,12 @@ def join(weight: Tensor, residual: Tensor | None, bits: int) -> Tensor:
     if residual is not None:
         word = word + residual.to(torch.int32)
     joined = (word << (16 - bits)).view(torch.float32)
-    return joined if residual is None else torch.where(weight.isfinite(), joined, weight.float())
+    if residual is None:
+        return joined
+    # The residuals of a zero are not negative. A stale one, of a weight that somebody has zeroed,
+    # would borrow from the sign bit and make a NaN.
+    applies = weight.isfinite() & ((weight != 0) | (residual >= 0))
+    return torch.where(applies, joined, weight.float())
 
 
 def pack(residual: Tensor, bits: int) -> Tensor:
