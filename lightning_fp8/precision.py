@@ -7,22 +7,29 @@ the plugin of its own copy (`unified_trainer`, `unified_fabric`, `standalone_tra
 `standalone_fabric`), a subclass of that copy's ``MixedPrecision``.
 
 What the plugin does: bfloat16 autocast around forward, as ``bf16-mixed``; the linear layers are
-converted in place when the strategy sets the model up, and are stock ``nn.Linear`` again when it is
-torn down, so that whoever saves, exports or trains the model on finds nothing of ours in it.
+converted in place when the strategy sets the model up, and the optimizers (levels O2 and O3) as
+soon as they are known. When the strategy tears down, the layers are stock ``nn.Linear`` again and
+the weights have the user's dtype, so that whoever saves, exports or trains the model on finds
+nothing of ours in it.
 """
 
 import weakref
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from torch_fp8 import (
     ConversionReport,
     FP8Config,
+    OptimizerReport,
+    convert_optimizer,
     convert_to_float8,
     load_scaling_state_dict,
+    restore_weights,
     revert,
     scaling_state_dict,
 )
@@ -76,11 +83,12 @@ class FP8Precision:
 
 
 @dataclass
-class _Converted:
+class Converted:
     """A model that the plugin was given. Not kept alive by it: Fabric has no teardown."""
 
     module: weakref.ref[nn.Module]
     report: ConversionReport
+    optimizers: dict[Optimizer, OptimizerReport] = field(default_factory=dict)
     announced: bool = False
     history: dict[str, Tensor] = field(default_factory=dict)
     """Delayed scaling's state from the last teardown, while the model is a stock one."""
@@ -98,7 +106,7 @@ class HostPrecision(FP8Precision):
         self.precision = "fp8-mixed"
         self.device = "cuda"
         self._strategy: Any = None
-        self._models: list[_Converted] = []
+        self._models: list[Converted] = []
 
     def attach(self, strategy: Any, accelerator: Any) -> None:
         """Called by the connector: the plugin belongs to `strategy` from now on.
@@ -125,7 +133,7 @@ class HostPrecision(FP8Precision):
         report = convert_to_float8(module, self.config, device=self._strategy.root_device)
         converted = next((m for m in self._models if m.module() is module), None)
         if converted is None:
-            converted = _Converted(weakref.ref(module), report)
+            converted = Converted(weakref.ref(module), report)
             self._models = [*self._live(), converted]
         converted.report = report
         load_scaling_state_dict(module, converted.history)
@@ -182,56 +190,39 @@ class HostPrecision(FP8Precision):
             module = converted.module()
             assert module is not None
             converted.history = self._history(converted)
+            for optimizer in converted.optimizers:
+                restore_weights(optimizer)
+            converted.optimizers.clear()
             revert(module)
         super().teardown()  # type: ignore[misc]
 
-    def _live(self) -> list[_Converted]:
+    def _live(self) -> list[Converted]:
         return [converted for converted in self._models if converted.module() is not None]
 
-    def _history(self, converted: _Converted) -> dict[str, Tensor]:
+    def _history(self, converted: Converted) -> dict[str, Tensor]:
         module = converted.module()
         assert module is not None
         return scaling_state_dict(module) or converted.history
 
-    def _announce(self, converted: _Converted, optimizers: list[torch.optim.Optimizer]) -> None:
+    def _convert_optimizers(
+        self, converted: Converted, optimizers: Iterable[Optimizer], model: nn.Module
+    ) -> None:
+        """Convert the optimizers of `model`, which holds the module of `converted`."""
+        for optimizer in optimizers:
+            converted.optimizers[optimizer] = convert_optimizer(optimizer, self.config, model=model)
+
+    def _announce(self, converted: Converted) -> None:
         """The start-up summary, once per model, on rank zero."""
-        if not converted.announced:
-            self.info(converted.report.summary(converted.module(), optimizers))
-            converted.announced = True
+        if converted.announced:
+            return
+        converted.announced = True
+        optimizers = converted.optimizers
+        reports = [] if self.config.opt_level == "O1" else optimizers.values()
+        self.info(converted.report.summary(converted.module(), list(optimizers), reports))
 
     def __getstate__(self) -> dict[str, Any]:
         # To a spawned process goes the plugin, not what was converted in this one.
         return {**self.__dict__, "_models": []}
-
-
-class TrainerPrecision(HostPrecision):
-    """The part of the Trainer's plugins: a Trainer has one model at a time, and connects it."""
-
-    def convert_module(self, module: nn.Module) -> nn.Module:
-        self._models = [converted for converted in self._models if converted.module() is module]
-        return super().convert_module(module)
-
-    def connect(
-        self, model: nn.Module, optimizers: list[torch.optim.Optimizer], lr_schedulers: list[Any]
-    ) -> Any:
-        """Called once the model is wrapped and its optimizers exist."""
-        for converted in self._live():
-            self._announce(converted, optimizers)
-        return super().connect(model, optimizers, lr_schedulers)  # type: ignore[misc]
-
-    def autocast_context_manager(self) -> torch.autocast:
-        # The host's own takes bfloat16 for the string "bf16-mixed" only, float16 for any other.
-        return torch.autocast(self.device, dtype=torch.bfloat16, cache_enabled=False)
-
-
-class FabricPrecision(HostPrecision):
-    """The part of Fabric's plugins: models are set up one by one, optimizers come later."""
-
-    def convert_module(self, module: nn.Module) -> nn.Module:
-        super().convert_module(module)
-        for converted in self._live():
-            self._announce(converted, [])
-        return module
 
 
 def _is_distributed() -> bool:

@@ -6,7 +6,7 @@ The class stands in a module of its own, with a fixed name, because ``ddp_spawn`
 from lightning_fabric.plugins.precision import MixedPrecision
 from lightning_fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_fp8.precision import FabricPrecision
+from lightning_fp8.fabric import FabricPrecision
 
 
 class FP8Precision(FabricPrecision, MixedPrecision):

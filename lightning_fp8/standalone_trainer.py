@@ -6,7 +6,7 @@ The class stands in a module of its own, with a fixed name, because ``ddp_spawn`
 from pytorch_lightning.plugins.precision import MixedPrecision
 from pytorch_lightning.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_fp8.precision import TrainerPrecision
+from lightning_fp8.trainer import TrainerPrecision
 
 
 class FP8Precision(TrainerPrecision, MixedPrecision):
