@@ -20,7 +20,7 @@ ROOMS = [
     {"adamw"},
     {"config", "scaling", "kernels"},
     {"quantize", "optimizer_state"},
-    {"gemm", "optimizer_step"},
+    {"gemm", "weight_cache", "optimizer_step"},
     {"linear", "optimizer"},
     {"optimizer_conversion"},
     {"selection", "memory"},

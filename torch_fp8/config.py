@@ -13,6 +13,8 @@ from torch_fp8.recipe import GEMMS, RECIPES
 from torch_fp8.residual import RESIDUAL_BITS
 
 ENV_VAR = "TORCH_FP8_CONFIG"
+_BOOLS = ("eval_fp8", "emulate", "gradient_release", "cache_weights", "update_clipping")
+_OPTIMIZER_ONLY = ("residual_bits", "gradient_release", "cache_weights", "update_clipping", "seed")
 _DELAYED_ONLY = ("amax_history_len", "amax_compute_algo", "margin")
 
 
@@ -68,6 +70,11 @@ class FP8Config:
     O2, 1 at O3. Not with clipping by global norm, accumulation over micro-batches, manual
     optimization or DDP: refused there."""
 
+    cache_weights: bool = False
+    """Keep the FP8 payload of a weight from one optimizer step to the next, instead of casting it
+    in every forward: one byte per parameter more. Any write to the weight in between is seen. Not
+    with recipe ``delayed``; within torch.compile weights are cast as without it."""
+
     update_clipping: bool = False
     """StableAdamW's: divide a parameter's learning rate by the RMS of ``g / sqrt(v)`` where that is
     above 1 (arXiv 2304.13013)."""
@@ -97,7 +104,7 @@ class FP8Config:
         _check_choice("amax_compute_algo", self.amax_compute_algo, ("max", "most_recent"))
         for gemm in self.fast_accum:
             _check_choice("fast_accum", gemm, GEMMS)
-        for name in ("eval_fp8", "emulate", "gradient_release", "update_clipping"):
+        for name in _BOOLS:
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"FP8Config.{name} must be a bool, got {getattr(self, name)!r}")
         for name, least in (("amax_history_len", 1), ("margin", None), ("seed", None)):
@@ -119,11 +126,13 @@ class FP8Config:
                 f"FP8Config: recipe={self.recipe!r} takes gradients in E4M3 only (torch's "
                 "block-scaled GEMMs multiply E4M3 with E4M3); leave grad_format out"
             )
-        optimizer = [
-            name
-            for name in ("residual_bits", "gradient_release", "update_clipping", "seed")
-            if getattr(self, name) != _DEFAULTS[name]
-        ]
+        if self.cache_weights and self.recipe == "delayed":
+            raise ValueError(
+                "FP8Config: cache_weights=True keeps payloads whose scale is the weight's own; "
+                "recipe='delayed' takes it from a history that moves with every forward; leave one "
+                "of them out"
+            )
+        optimizer = [n for n in _OPTIMIZER_ONLY if getattr(self, n) != _DEFAULTS[n]]
         if optimizer and self.opt_level == "O1":
             raise ValueError(
                 f"FP8Config: {', '.join(optimizer)} apply to the optimizer, which opt_level='O1' "

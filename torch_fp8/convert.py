@@ -24,6 +24,7 @@ from torch_fp8.selection import (
     matches,
     skip_reason,
 )
+from torch_fp8.weight_cache import unwatch
 
 
 def convert_to_float8(
@@ -170,6 +171,8 @@ def _to_float8(
 
 def _to_linear(module: Float8Linear) -> None:
     module.drop_scaling()
+    module.__dict__.pop("fp8_weight_cache", None)
+    unwatch(module.weight)
     for name in ("fp8_config", "fp8_recipe", "fp8_emulate", "fp8_name"):
         delattr(module, name)
     cls: Any = type(module)

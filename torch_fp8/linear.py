@@ -12,7 +12,8 @@ only while it is used:
 
 * the weight is cast when a GEMM wants it, with a scale taken from the weight itself, once in
   forward and once, transposed, in backward. What is saved for backward is the Parameter, never a
-  payload: nothing can be stale, and FSDP frees what it gathered;
+  payload: nothing can be stale, and FSDP frees what it gathered. (`torch_fp8.weight_cache` keeps
+  the payload, by choice;)
 * the input is saved for backward as its transposed FP8 payload, 1 byte an element, and only if the
   weight takes a gradient. A frozen layer saves nothing of its input and runs no wgrad; a forward
   without gradients builds nothing for a backward.
@@ -33,6 +34,7 @@ from torch_fp8.gemm import cast, scaled_matmul
 from torch_fp8.quantize import QuantizedTensor, quantize_layouts
 from torch_fp8.recipe import Recipe
 from torch_fp8.scaling import delayed_scale, push_amax, tensor_amax
+from torch_fp8.weight_cache import WeightCache
 
 _INPUT, _WEIGHT, _GRAD_OUTPUT = range(3)
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -46,6 +48,7 @@ class _Options(NamedTuple):
     out_dtype: torch.dtype
     emulate: bool
     save_for_backward: bool
+    weight_cache: WeightCache | None
 
 
 class Float8Linear(nn.Linear):
@@ -64,6 +67,7 @@ class Float8Linear(nn.Linear):
     fp8_config: FP8Config
     fp8_emulate: bool
     fp8_name: str
+    fp8_weight_cache: WeightCache | None = None
 
     def forward(self, input: Tensor) -> Tensor:
         if not self.training and not self.fp8_config.eval_fp8:
@@ -76,7 +80,12 @@ class Float8Linear(nn.Linear):
             )
         grad_enabled = torch.is_grad_enabled()
         options = _Options(
-            self.fp8_recipe, self.fp8_config, _output_dtype(input), self.fp8_emulate, grad_enabled
+            self.fp8_recipe,
+            self.fp8_config,
+            _output_dtype(input),
+            self.fp8_emulate,
+            grad_enabled,
+            self.fp8_weight_cache,
         )
         input_scale, weight_scale, history = None, None, None
         if self.fp8_recipe.delayed:
@@ -169,7 +178,10 @@ class _Float8LinearFunction(torch.autograd.Function):
         wants_wgrad = options.save_for_backward and ctx.needs_input_grad[1]
         fp8_wgrad = wants_wgrad and recipe.wgrad is not None
         x_row, x_col = quantize_layouts(x, recipe.input, input_scale, row=True, col=fp8_wgrad)
-        w_row, _ = quantize_layouts(weight, recipe.weight, weight_scale, row=True, col=False)
+        if options.weight_cache is None:
+            w_row, _ = quantize_layouts(weight, recipe.weight, weight_scale, row=True, col=False)
+        else:
+            w_row = options.weight_cache.row(weight, recipe.weight)
         assert x_row is not None
         assert w_row is not None
         output = scaled_matmul(
@@ -211,9 +223,13 @@ class _Float8LinearFunction(torch.autograd.Function):
                 grad_output, recipe.grad_output, g_scale, row=wants_dgrad, col=fp8_wgrad
             )
         if g_row is not None:
-            _, w_col = quantize_layouts(
-                saved["weight"], recipe.weight, saved.get("w_scale"), row=False, col=True
-            )
+            w_col = None
+            if options.weight_cache is not None:
+                w_col = options.weight_cache.col(saved["weight"], recipe.weight)
+            if w_col is None:
+                _, w_col = quantize_layouts(
+                    saved["weight"], recipe.weight, saved.get("w_scale"), row=False, col=True
+                )
             assert w_col is not None
             grad_input = scaled_matmul(
                 g_row, w_col, ctx.dtypes[0], fast_accum=recipe.dgrad.fast_accum, emulate=emulate

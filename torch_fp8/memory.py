@@ -1,5 +1,6 @@
 """Bytes per parameter: `memory_report` of what exists, and what a training run is about to need."""
 
+import dataclasses
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -10,10 +11,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from torch_fp8.block_scaled import num_groups
+from torch_fp8.linear import Float8Linear
 from torch_fp8.optimizer import Float8Optimizer
 from torch_fp8.optimizer_state import is_large, local, matrix_shape, residual_shape
 
-_CATEGORIES = ("weights", "gradients", "moments", "master", "scales")
+_CATEGORIES = ("weights", "gradients", "moments", "master", "scales", "caches")
 _NUM_MOMENTS = {"Adam": 2, "AdamW": 2, "NAdam": 2, "RAdam": 2, "Adamax": 2}
 
 
@@ -29,6 +31,7 @@ class MemoryReport:
         moments: optimizer state of a parameter's shape (exp_avg, momentum buffers, ...).
         master: residuals of split master weights.
         scales: scaling factors and amax histories.
+        caches: payloads of FP8 weights that are kept between optimizer steps.
     """
 
     num_params: int
@@ -37,6 +40,7 @@ class MemoryReport:
     moments: int
     master: int
     scales: int
+    caches: int = 0
 
     @property
     def total(self) -> int:
@@ -75,6 +79,7 @@ def memory_report(
     states = _by_category(_optimizers(optimizer), counted)
     buffers = [] if parameters is not None else list(model.named_buffers())
     histories = [b for name, b in buffers if name.rpartition(".")[2].startswith("fp8_")]
+    caches = [] if parameters is not None else [m.fp8_weight_cache for m in _layers(model)]
     return MemoryReport(
         num_params=sum(local(p).numel() for p in _distinct(counted)),
         weights=_num_bytes(counted),
@@ -82,6 +87,7 @@ def memory_report(
         moments=_num_bytes(states["moments"]),
         master=_num_bytes(states["master"]),
         scales=_num_bytes([*states["scales"], *histories, *(s for _, ss in gradients for s in ss)]),
+        caches=_num_bytes([t for cache in caches if cache is not None for t in cache.tensors]),
     )
 
 
@@ -98,9 +104,12 @@ def expected_bytes_per_param(model: nn.Module, optimizers: Iterable[Optimizer] =
             unknown.append(type(optimizer).__name__)
         owner |= {p: optimizer for group in optimizer.param_groups for p in group["params"]}
     before = after = _NOTHING
+    cached = {m.weight for m in _layers(model) if m.fp8_weight_cache is not None}
     for parameter in model.parameters():
         before = _sum(before, _expected(parameter, owner.get(parameter), converted=False))
         after = _sum(after, _expected(parameter, owner.get(parameter), converted=True))
+        if parameter in cached:
+            after = dataclasses.replace(after, caches=after.caches + parameter.numel())
     text = str(after)
     change = (
         ", before and after (" if after == before else f", {before.bytes_per_param:.2f} before ("
@@ -140,6 +149,10 @@ def _expected(parameter: Tensor, optimizer: Optimizer | None, *, converted: bool
     if is_large(parameter):
         return MemoryReport(numel, numel * size, gradients, 2 * numel, master, scales + 2 * groups)
     return MemoryReport(numel, numel * size, gradients, 2 * 4 * numel, master, 0)
+
+
+def _layers(model: nn.Module) -> list[Float8Linear]:
+    return [module for module in model.modules() if isinstance(module, Float8Linear)]
 
 
 def _num_scales(shard: Tensor) -> int:

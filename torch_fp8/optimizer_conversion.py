@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Adam, AdamW, Optimizer
 
 from torch_fp8.config import FP8Config
+from torch_fp8.linear import Float8Linear
 from torch_fp8.optimizer import Float8Optimizer, float8_class
 from torch_fp8.optimizer_state import (
     State,
@@ -23,6 +24,7 @@ from torch_fp8.optimizer_state import (
     local,
     split_weight,
 )
+from torch_fp8.weight_cache import WeightCache, watch
 
 _BASES = (AdamW, Adam)
 _REFUSED_OPTIONS = ("amsgrad", "capturable", "differentiable")
@@ -40,6 +42,7 @@ class OptimizerReport:
         num_float32: large weights that stay float32.
         why_float32: the reason for that; None if there are none.
         num_fp8_gradients: weights whose gradients have 8 bits.
+        num_cached: weights whose FP8 payloads are kept between steps.
     """
 
     optimizer: str
@@ -49,6 +52,7 @@ class OptimizerReport:
     num_float32: int = 0
     why_float32: str | None = None
     num_fp8_gradients: int = 0
+    num_cached: int = 0
 
     def __str__(self) -> str:
         if not self.converted:
@@ -56,6 +60,8 @@ class OptimizerReport:
         text = f"{self.optimizer} with 8-bit states"
         if self.num_fp8_gradients:
             text += f", {self.num_fp8_gradients} gradients in 8 bits"
+        if self.num_cached:
+            text += f", {self.num_cached} weight payloads kept"
         if self.num_float32:
             text += f", {self.num_float32} weights stay float32: {self.why_float32}"
         return text
@@ -79,7 +85,8 @@ def convert_optimizer(
             weights that it wrapped, float32 weights stay float32; as DTensors do, which are sharded
             already.
     Raises:
-        ValueError: ``amsgrad``, ``capturable`` or ``differentiable``.
+        ValueError: ``amsgrad``, ``capturable`` or ``differentiable``; no `model` where the
+            configuration needs one.
     """
     config = config or FP8Config.from_env() or FP8Config()
     name = _name(optimizer)
@@ -110,7 +117,14 @@ def convert_optimizer(
     why = "they were sharded before" if any(isinstance(p, DTensor) for p in float32) else None
     if float32 and why is None:
         why = "DistributedDataParallel has wrapped them before"
-    return OptimizerReport(name, True, None, num_split, len(float32), why)
+    return OptimizerReport(
+        name,
+        True,
+        num_split=num_split,
+        num_float32=len(float32),
+        why_float32=why,
+        num_cached=_cache_weights(optimizer, model),
+    )
 
 
 @torch.no_grad()
@@ -210,6 +224,24 @@ def _merged(parameter: Tensor, optimizer: Optimizer | None, dtype: torch.dtype) 
     if optimizer is None:
         return parameter.detach().to(device="cpu", dtype=dtype, copy=True)
     return join_parameter(optimizer, parameter).to(device="cpu", dtype=dtype, copy=True)
+
+
+def _cache_weights(optimizer: Float8Optimizer, model: nn.Module | None) -> int:
+    """Let the FP8 layers whose weights the optimizer steps keep their payloads, if asked for."""
+    if not optimizer.fp8_config.cache_weights:
+        return 0
+    if model is None:
+        raise ValueError("FP8Config(cache_weights=True) needs the model: pass model=")
+    stepped = {p for _, _, p in optimizer.indexed_parameters() if not isinstance(p, DTensor)}
+    layers = [
+        module
+        for module in model.modules()
+        if isinstance(module, Float8Linear) and module.weight in stepped
+    ]
+    for layer in layers:
+        watch(layer.weight)
+        layer.fp8_weight_cache = WeightCache()
+    return len(layers)
 
 
 def _name(optimizer: Optimizer) -> str:

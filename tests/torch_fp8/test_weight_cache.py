@@ -1,0 +1,182 @@
+"""Payloads of weights that are kept between optimizer steps, and never stale."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+import torch_fp8.linear
+import torch_fp8.weight_cache
+from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8, memory_report, revert
+from torch_fp8.memory import expected_bytes_per_param
+
+RECIPES = ["tensorwise", "rowwise", "blockwise", "mxfp8"]
+
+
+def _model(cache=True, recipe="tensorwise"):
+    torch.manual_seed(0)
+    config = FP8Config(recipe=recipe, cache_weights=cache)
+    model = nn.Sequential(nn.Linear(128, 192), nn.GELU(), nn.Linear(192, 128))
+    convert_to_float8(model, config)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    convert_optimizer(optimizer, config, model=model)
+    return model, optimizer
+
+
+def _backward(model, seed):
+    x = torch.randn(8, 128, generator=torch.Generator().manual_seed(seed))
+    with torch.autocast("cpu", torch.bfloat16):
+        output = model(x)
+    output.float().square().mean().backward()
+    return output
+
+
+@pytest.fixture
+def weight_casts(monkeypatch):
+    """The shapes of the weights that are cast, in order."""
+    shapes = []
+    original = torch_fp8.weight_cache.quantize_layouts
+
+    def counted(x, *args, **kwargs):
+        if isinstance(x, nn.Parameter):
+            shapes.append(tuple(x.shape))
+        return original(x, *args, **kwargs)
+
+    monkeypatch.setattr(torch_fp8.weight_cache, "quantize_layouts", counted)
+    monkeypatch.setattr(torch_fp8.linear, "quantize_layouts", counted)
+    return shapes
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_training_is_the_same_with_and_without(recipe):
+    plain, cached = _model(False, recipe), _model(True, recipe)
+    for step in range(6):
+        for model, optimizer in (plain, cached):
+            _backward(model, 2 * step)
+            _backward(model, 2 * step + 1)
+            optimizer.step()
+            optimizer.zero_grad()
+    for p, q in zip(plain[0].parameters(), cached[0].parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
+def test_a_weight_is_cast_once_per_optimizer_step(weight_casts):
+    model, optimizer = _model()
+    for _ in range(2):
+        for micro_batch in range(3):
+            _backward(model, micro_batch)
+        optimizer.step()
+    assert weight_casts == [(192, 128), (128, 192)] * 2
+
+
+def _through_data(weight):
+    weight.data.mul_(2)
+
+
+def _as_data(weight):
+    weight.data = weight.detach() * 2
+
+
+def _in_place(weight):
+    with torch.no_grad():
+        weight.mul_(2)
+
+
+def _through_detach(weight):
+    weight.detach().view(-1).mul_(2)
+
+
+def _foreach(weight):
+    torch._foreach_mul_([weight.data], 2)
+
+
+def _foreach_no_grad(weight):
+    with torch.no_grad():
+        torch._foreach_mul_([weight], 2)
+
+
+@pytest.mark.parametrize(
+    "write", [_through_data, _as_data, _in_place, _through_detach, _foreach, _foreach_no_grad]
+)
+def test_a_write_from_outside_is_seen(write):
+    models = [_model(cache)[0] for cache in (False, True)]
+    for model in models:
+        _backward(model, 0)
+        write(model[2].weight)
+    plain, cached = (_backward(model, 1) for model in models)
+    assert torch.equal(plain, cached)
+
+
+def test_a_write_between_forward_and_backward_is_seen():
+    gradients = []
+    for cache in (False, True):
+        model, _ = _model(cache)
+        x = torch.randn(8, 128, generator=torch.Generator().manual_seed(3), requires_grad=True)
+        with torch.autocast("cpu", torch.bfloat16):
+            output = model(x)
+        model[2].weight.data.mul_(2)
+        output.float().sum().backward()
+        gradients.append(x.grad)
+    assert torch.equal(*gradients)
+
+
+def test_loading_is_seen():
+    plain, cached = _model(False)[0], _model(True)[0]
+    other = {name: value * 0.5 for name, value in plain.state_dict().items()}
+    for assign in (False, True):
+        for model in (plain, cached):
+            _backward(model, 0)
+            model.load_state_dict(other, assign=assign)
+        assert torch.equal(_backward(plain, 1), _backward(cached, 1))
+        other = {name: value * 0.5 for name, value in other.items()}
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_a_copy_has_a_cache_of_its_own(copied):
+    model, optimizer = _model()
+    _backward(model, 0)
+    twin, other = copied((model, optimizer))
+    twin[0].weight.data.mul_(2)
+    assert not torch.equal(_backward(model, 1), _backward(twin, 1))
+    other.step()
+    _backward(twin, 2)
+
+
+def test_one_byte_per_parameter_that_the_report_counts():
+    model, optimizer = _model()
+    expected = expected_bytes_per_param(model, [optimizer])
+    _backward(model, 0)
+    optimizer.step()
+    _backward(model, 1)
+    report = memory_report(model, optimizer)
+    weights = 2 * 128 * 192
+    assert weights <= report.caches <= weights + 8
+    assert "caches 0.99" in expected
+    assert revert(model) == 2
+    assert all(type(p) is nn.Parameter for p in model.parameters())
+    assert memory_report(model, optimizer).caches == 0
+
+
+def test_compiled_layers_train_without_it():
+    model, optimizer = _model()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    reference, other = _model(False)
+    for step in range(3):
+        outputs = []
+        for m, o in ((compiled, optimizer), (reference, other)):
+            outputs.append(_backward(m, step))
+            o.step()
+            o.zero_grad()
+        torch.testing.assert_close(*outputs, rtol=0.05, atol=0.02)
+
+
+def test_what_cannot_be_kept_is_refused():
+    with pytest.raises(ValueError, match="recipe='delayed' takes it from a history"):
+        FP8Config(recipe="delayed", cache_weights=True)
+    with pytest.raises(ValueError, match="cache_weights apply to the optimizer"):
+        FP8Config(opt_level="O1", cache_weights=True)
+    optimizer = torch.optim.AdamW(nn.Linear(64, 64).parameters())
+    with pytest.raises(ValueError, match="needs the model"):
+        convert_optimizer(optimizer, FP8Config(cache_weights=True))
