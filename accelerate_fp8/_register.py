@@ -73,7 +73,7 @@ def extend_state(module: ModuleType) -> None:
 
 
 def extend_accelerator(module: ModuleType) -> None:
-    """The methods of Accelerator that choose the FP8 backend and prepare models."""
+    """The methods of Accelerator that choose the FP8 backend and prepare models and optimizers."""
     cls = module.Accelerator
     backend: property = cls.fp8_backend
     if hasattr(backend.fget, "_fp8_original"):
@@ -85,7 +85,9 @@ def extend_accelerator(module: ModuleType) -> None:
             "__init__": "init",
             "prepare": "prepare",
             "prepare_model": "prepare_model",
+            "prepare_optimizer": "prepare_optimizer",
             "_prepare_fsdp2": "prepare_fsdp2",
+            "unwrap_model": "unwrap_model",
         },
         wanted=_may_use_engine,
     )

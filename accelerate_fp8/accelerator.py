@@ -6,6 +6,7 @@ Each function takes the method that it wraps as its first argument, then the met
 import functools
 import inspect
 import os
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -68,11 +69,21 @@ def init(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def prepare(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """``Accelerator.prepare``: the summary comes last, when the optimizers are known."""
+    """``Accelerator.prepare``: models and optimizers are converted before either is wrapped.
+
+    The summary comes last, when the optimizers are known.
+    """
     preparation = preparation_of(self)
     if preparation is None:
         return original(self, *args, **kwargs)
     with preparation.collected(self):
+        if self.distributed_type != DistributedType.FSDP:
+            placements = kwargs.get("device_placement") or [None] * len(args)
+            models = _of_type(args, nn.Module)
+            for obj, placement in zip(args, placements, strict=False):
+                if isinstance(obj, nn.Module):
+                    preparation.convert(obj, _device_to_be(self, obj, placement))
+            preparation.optimizers.convert(self, models, _of_type(args, torch.optim.Optimizer))
         return original(self, *args, **kwargs)
 
 
@@ -90,7 +101,43 @@ def prepare_model(
     with preparation.collected(self):
         device = _device_to_be(self, model, device_placement)
         preparation.convert(model, device, evaluation_mode)
+        if self.distributed_type != DistributedType.FSDP:
+            preparation.optimizers.convert(self, [model])
         return original(self, model, device_placement, evaluation_mode)
+
+
+def prepare_optimizer(
+    original: Any, self: Any, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
+) -> Any:
+    """``Accelerator.prepare_optimizer``: convert where the model is known already.
+
+    Accelerate places states on the device by a round trip through ``state_dict``, which has them in
+    float32; those of a converted optimizer follow their parameters by themselves.
+    """
+    preparation = preparation_of(self)
+    if preparation is None:
+        return original(self, optimizer, device_placement)
+    with preparation.collected(self):
+        if self.distributed_type != DistributedType.FSDP:
+            preparation.optimizers.convert(self, optimizers=[optimizer])
+        if preparation.optimizers.is_converted(optimizer):
+            device_placement = False
+        return original(self, optimizer, device_placement)
+
+
+def unwrap_model(
+    original: Any, self: Any, model: nn.Module, *args: Any, **kwargs: Any
+) -> nn.Module:
+    """``Accelerator.unwrap_model``: without autocast, weights have the dtype again that they had.
+
+    Layers that are not in FP8 could not multiply BF16 weights with float32 inputs otherwise.
+    """
+    preparation = preparation_of(self)
+    bound = inspect.signature(original).bind(self, model, *args, **kwargs)
+    if preparation is not None and not bound.arguments.get("keep_fp32_wrapper", True):
+        preparation.optimizers.restore(self, model)
+    unwrapped: nn.Module = original(*bound.args, **bound.kwargs)
+    return unwrapped
 
 
 def prepare_fsdp2(original: Any, self: Any, *args: Any) -> Any:
@@ -113,6 +160,10 @@ def _take_out(handlers: list[Any]) -> tuple[FP8Kwargs | None, list[Any]]:
     if len(ours) > 1:
         raise ValueError(f"You can only pass one {FP8Kwargs} in `kwargs_handlers`.")
     return (ours[0] if ours else None), [h for h in handlers if not isinstance(h, FP8Kwargs)]
+
+
+def _of_type(objects: Iterable[Any], kind: type[Any]) -> list[Any]:
+    return [obj for obj in objects if isinstance(obj, kind)]
 
 
 def _device_to_be(

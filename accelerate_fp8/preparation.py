@@ -1,4 +1,4 @@
-"""What preparing a model means under this engine: conversion, and the start-up summary."""
+"""What preparing means under this engine: conversion, and the start-up summary."""
 
 import contextlib
 import logging
@@ -11,6 +11,7 @@ import torch
 from accelerate.logging import get_logger
 from torch import nn
 
+from accelerate_fp8.optimizers import PreparedOptimizers
 from torch_fp8 import ConversionReport, Float8Linear, FP8Config, convert_to_float8
 
 LOGGER_NAME = "accelerate_fp8"
@@ -21,10 +22,12 @@ class Preparation:
 
     Attributes:
         config: resolved from the script, the environment and the launcher's flags.
+        optimizers: those that were prepared.
     """
 
     def __init__(self, config: FP8Config) -> None:
         self.config = config
+        self.optimizers = PreparedOptimizers(config)
         self._reports: WeakKeyDictionary[nn.Module, ConversionReport] = WeakKeyDictionary()
         self._announced: WeakSet[nn.Module] = WeakSet()
         self._waiting: list[nn.Module] = []
@@ -62,7 +65,7 @@ class Preparation:
             return
         if evaluation_mode:
             self._announce_evaluation(model)
-        elif model not in self._announced:
+        elif model not in self._announced and all(model is not other for other in self._waiting):
             self._waiting.append(model)
 
     @contextlib.contextmanager
@@ -72,11 +75,13 @@ class Preparation:
         try:
             yield
             if outermost:
-                # AcceleratedOptimizer wraps the user's own.
-                optimizers = [getattr(o, "optimizer", o) for o in accelerator._optimizers]
                 for model in self._waiting:
                     self._announced.add(model)
-                    log_visibly(self._reports[model].summary(model, optimizers))
+                    optimizers = self.optimizers.that_train(accelerator, model)
+                    reports = self.optimizers.reports_of(accelerator, model)
+                    log_visibly(self._reports[model].summary(model, optimizers, reports))
+                for line in self.optimizers.take_unannounced(accelerator):
+                    log_visibly(f"FP8: optimizer {line}")
         finally:
             if outermost:
                 self._waiting, self._collecting = [], False

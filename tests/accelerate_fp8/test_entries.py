@@ -35,7 +35,8 @@ def test_constructor_argument_runs_fp8_gemms_and_shows_the_summary_once(run: Cal
     done = run("loop.py", "fp8")
     assert done.fp8 == LOOP_GEMMS
     assert done.stderr.count("linear layers") == 1
-    assert "3 of 3 linear layers, 100.0 % of the matmul FLOPs, level O1" in done.stderr
+    assert "3 of 3 linear layers, 100.0 % of the matmul FLOPs, level O2" in done.stderr
+    assert "  optimizer AdamW with 8-bit states" in done.stderr
     assert "emulation on CPU" in done.stderr
     assert "bytes per parameter" in done.stderr
 

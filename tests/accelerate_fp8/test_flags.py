@@ -49,6 +49,7 @@ def test_nothing_exported_gives_the_default() -> None:
     [
         (("--fp8_format", "E4M3"), FP8Config(grad_format="e4m3")),
         (("--fp8_opt_level", "O1"), FP8Config(opt_level="O1")),
+        (("--fp8_opt_level", "O2"), FP8Config(opt_level="O2")),
         (
             ("--fp8_amax_history_len", "16"),
             FP8Config(recipe="delayed", amax_history_len=16),
@@ -76,7 +77,8 @@ def test_flag_is_honoured(export: Export, arguments: tuple[str, ...], expected: 
             {"amax_history_length": 16, "amax_compute_algorithm": "max"},
             FP8Config(recipe="delayed", amax_history_len=16),
         ),
-        ({"optimization_level": "O1"}, FP8Config()),
+        ({"optimization_level": "O1"}, FP8Config(opt_level="O1")),
+        ({"opt_level": "O3"}, FP8Config(opt_level="O3")),
         ({"use_mxfp8_block_scaling": True}, FP8Config(recipe="mxfp8")),
         ({"use_autocast_during_eval": True, "fp8_format": "HYBRID"}, FP8Config()),
         ({"override_linear_precision": [False, False, True]}, FP8Config(wgrad="bf16")),
@@ -113,7 +115,7 @@ def test_what_cannot_be_honoured_is_refused_by_name(
 @pytest.mark.parametrize(
     ("config_file", "message"),
     [
-        ({"opt_level": "O3"}, r"opt_level='O3' is not available.*--fp8_opt_level=O3"),
+        ({"opt_level": "O4"}, r"opt_level='O4' is unknown.*'O1', 'O2', 'O3'.*--fp8_opt_level=O4"),
         ({"margin": "much"}, r"--fp8_margin='much'.*expected an integer"),
         ({"use_mxfp8_block_scaling": "maybe"}, r"expected true or false"),
         ({"amax_compute_algorithm": "mean"}, r"amax_compute_algo='mean'.*amax_compute_algorithm"),
@@ -177,9 +179,11 @@ def test_explicit_config_wins_and_says_what_is_not_applied(
     explicit = FP8Config(recipe="blockwise")
     config, notes = resolve_config(explicit)
     assert config is explicit
-    assert len(notes) == 2
-    assert notes[0].startswith("--fp8_margin=2 is not applied: the FP8Config in kwargs_handlers")
-    assert notes[1].startswith("TORCH_FP8_CONFIG is not applied")
+    assert notes == [
+        "--fp8_opt_level=O1 is not applied: the FP8Config in kwargs_handlers says opt_level='O2'",
+        "--fp8_margin=2 is not applied: the FP8Config in kwargs_handlers says margin=0",
+        "TORCH_FP8_CONFIG is not applied: the FP8Config in kwargs_handlers wins",
+    ]
 
 
 def test_bad_environment_is_refused(export: Export, monkeypatch: pytest.MonkeyPatch) -> None:

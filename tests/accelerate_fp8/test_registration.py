@@ -49,6 +49,7 @@ def test_run_in_bf16_imports_nothing_of_the_engine(run: Callable) -> None:
     ("function", "host", "missing"),
     [
         ("extend_accelerator", "accelerate.accelerator", "prepare_model"),
+        ("extend_accelerator", "accelerate.accelerator", "prepare_optimizer"),
         ("extend_accelerator", "accelerate.accelerator", "fp8_backend"),
         ("extend_trainer", "transformers.trainer", "_load_optimizer_and_scheduler"),
     ],
@@ -57,7 +58,14 @@ def test_all_methods_of_a_class_are_extended_or_none(
     function: str, host: str, missing: str
 ) -> None:
     names = {
-        "accelerate.accelerator": ["prepare", "prepare_model", "_prepare_fsdp2", "fp8_backend"],
+        "accelerate.accelerator": [
+            "prepare",
+            "prepare_model",
+            "prepare_optimizer",
+            "unwrap_model",
+            "_prepare_fsdp2",
+            "fp8_backend",
+        ],
         "transformers.trainer": [
             "_save_optimizer_and_scheduler",
             "_load_optimizer_and_scheduler",

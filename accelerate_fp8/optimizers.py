@@ -1,0 +1,123 @@
+"""Optimizers at levels O2 and O3: each is converted as soon as the models that it trains are known.
+
+Accelerate may see them in any order and in several calls of ``prepare``. Only weights that run
+under its autocast may become BF16, and only before DistributedDataParallel wraps them.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from torch_fp8 import FP8Config, OptimizerReport, convert_optimizer, restore_weights
+from torch_fp8.memory import expected_bytes_per_param
+from torch_fp8.optimizer import Float8Optimizer
+from torch_fp8.optimizer_state import is_large
+
+
+class PreparedOptimizers:
+    """The user's own optimizers that one Accelerator has prepared, and what became of each."""
+
+    def __init__(self, config: FP8Config) -> None:
+        self._config = config
+        self._reports: WeakKeyDictionary[Optimizer, OptimizerReport] = WeakKeyDictionary()
+        self._unannounced: list[Optimizer] = []
+
+    def convert(
+        self, accelerator: Any, models: Iterable[nn.Module] = (), optimizers: Iterable[Any] = ()
+    ) -> None:
+        """Convert the optimizers all of whose weights are known by now; others wait.
+
+        Args:
+            accelerator: of the models and optimizers that were prepared before.
+            models: that are about to be prepared, not wrapped yet.
+            optimizers: that are about to be prepared.
+        Raises:
+            ValueError: an optimizer with an option that 8-bit states do not have.
+        """
+        if self._config.opt_level == "O1":
+            return
+        known = [*models, *accelerator._models]
+        for optimizer in dict.fromkeys(map(bare, [*optimizers, *accelerator._optimizers])):
+            if optimizer in self._reports:
+                continue
+            trained = _trained_by(optimizer, known)
+            if trained is None:
+                continue
+            self._reports[optimizer] = convert_optimizer(optimizer, self._config, model=trained)
+            self._unannounced.append(optimizer)
+
+    def reports_of(self, accelerator: Any, model: nn.Module) -> list[OptimizerReport]:
+        """What became of the optimizers that train `model`; they count as announced then."""
+        reports = []
+        for optimizer in self.that_train(accelerator, model):
+            report = self._reports.get(optimizer)
+            if report is None and self._config.opt_level != "O1":
+                why = "some of its weights are of no model that was prepared"
+                report = OptimizerReport(type(optimizer).__name__, False, why)
+            if report is not None:
+                reports.append(report)
+            self._unannounced = [o for o in self._unannounced if o is not optimizer]
+        return reports
+
+    def take_unannounced(self, accelerator: Any) -> list[str]:
+        """The reports of those that no summary has named yet, with the memory of their models."""
+        waiting, self._unannounced = self._unannounced, []
+        lines = []
+        for optimizer in waiting:
+            lines.append(str(self._reports[optimizer]))
+            for model in map(_without_compilation, accelerator._models):
+                if not set(_parameters(optimizer)).isdisjoint(model.parameters()):
+                    lines[-1] += f"\n  memory    {expected_bytes_per_param(model, [optimizer])}"
+        return lines
+
+    def that_train(self, accelerator: Any, model: nn.Module) -> list[Optimizer]:
+        """The user's own optimizers, of those prepared, that hold a parameter of `model`."""
+        parameters = set(model.parameters())
+        optimizers = map(bare, accelerator._optimizers)
+        return [o for o in optimizers if not parameters.isdisjoint(_parameters(o))]
+
+    def is_converted(self, optimizer: Any) -> bool:
+        """Whether a prepared optimizer, or the user's own, has 8-bit states."""
+        return isinstance(bare(optimizer), Float8Optimizer)
+
+    def restore(self, accelerator: Any, model: nn.Module) -> int:
+        """Give the weights of `model` the dtype back that they had; returns their number."""
+        return sum(restore_weights(o) for o in self.that_train(accelerator, model))
+
+
+def bare(optimizer: Any) -> Any:
+    """The user's own optimizer: Accelerate wraps it."""
+    return getattr(optimizer, "optimizer", optimizer)
+
+
+def _trained_by(optimizer: Optimizer, known: list[nn.Module]) -> nn.Module | None:
+    """The model, or several in a list, that hold every large weight of `optimizer`; else None.
+
+    A weight of no model that was prepared is used outside of autocast, where BF16 would not do.
+    """
+    parameters = set(_parameters(optimizer))
+    missing = {p for p in parameters if is_large(p) and p.requires_grad}
+    trained: list[nn.Module] = []
+    for model in map(_without_compilation, known):
+        held = parameters.intersection(model.parameters())
+        if held and all(model is not other for other in trained):
+            trained.append(model)
+            missing -= held
+    if missing or not trained:
+        return None
+    wrapped = [model for model in trained if isinstance(model, DistributedDataParallel)]
+    if wrapped or len(trained) == 1:
+        return (wrapped or trained)[0]
+    return nn.ModuleList(trained)
+
+
+def _without_compilation(model: nn.Module) -> nn.Module:
+    return getattr(model, "_orig_mod", model)
+
+
+def _parameters(optimizer: Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]

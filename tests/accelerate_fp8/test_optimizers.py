@@ -1,0 +1,323 @@
+"""Level O2: what becomes of the user's optimizers, weights and schedulers."""
+
+import logging
+import math
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import CosineAnnealingLR
+
+from accelerate_fp8 import FP8Config, FP8Kwargs
+from torch_fp8 import Float8Linear
+from torch_fp8.optimizer import Float8Optimizer
+
+O1 = FP8Config(opt_level="O1")
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up = nn.Linear(64, 96)
+        self.norm = nn.LayerNorm(96)
+        self.down = nn.Linear(96, 64)
+        self.lm_head = nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.lm_head(self.down(self.norm(self.up(x)).relu()))
+
+
+@pytest.fixture
+def accelerator_with(accelerate: Any) -> Callable[..., Any]:
+    """``accelerator_with(config=None, **options)``: one of FP8 on the CPU."""
+
+    def make(config: FP8Config | None = None, **options: Any) -> Any:
+        handlers = [FP8Kwargs(config)] if config else None
+        return accelerate.Accelerator(
+            mixed_precision="fp8", kwargs_handlers=handlers, cpu=True, **options
+        )
+
+    return make
+
+
+@pytest.fixture
+def messages(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
+    caplog.set_level(logging.INFO, logger="accelerate_fp8")
+    return lambda: [r.getMessage() for r in caplog.records if r.name == "accelerate_fp8"]
+
+
+def _train(accelerator: Any, model: Any, optimizer: Any, num_steps: int, *others: Any) -> list:
+    losses = []
+    for step in range(num_steps):
+        x = torch.randn(16, 64, generator=torch.Generator().manual_seed(step))
+        loss = nn.functional.mse_loss(model(x), x)
+        accelerator.backward(loss)
+        optimizer.step()
+        for scheduler in others:
+            scheduler.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def _prepare(accelerator: Any, order: str, *objects: Any) -> list[Any]:
+    """Prepare model, optimizer and scheduler in one call, or in three, in the order of letters."""
+    named = dict(zip("mos", objects, strict=True))
+    letters = order.replace(" ", "")
+    if " " in order:
+        done = [accelerator.prepare(named[letter]) for letter in letters]
+    else:
+        done = accelerator.prepare(*(named[letter] for letter in letters))
+    return [dict(zip(letters, done, strict=True))[letter] for letter in "mos"]
+
+
+@pytest.fixture
+def expected_losses(accelerator_with: Callable) -> list[float]:
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scheduler = CosineAnnealingLR(optimizer, 10)
+    accelerator = accelerator_with()
+    model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+    return _train(accelerator, model, optimizer, 4, scheduler)
+
+
+@pytest.mark.parametrize("order", ["mos", "oms", "som", "m o s", "o m s"])
+def test_any_order_converts_weights_and_optimizer(
+    accelerator_with: Callable, expected_losses: list[float], order: str
+) -> None:
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    parameters, groups = list(model.parameters()), optimizer.param_groups
+    scheduler = CosineAnnealingLR(optimizer, 10)
+    accelerator = accelerator_with()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)  # "lr_scheduler.step before optimizer.step"
+        prepared = _prepare(accelerator, order, model, optimizer, scheduler)
+        losses = _train(accelerator, prepared[0], prepared[1], 4, prepared[2])
+    assert losses == expected_losses
+    assert prepared[1].optimizer is optimizer
+    assert isinstance(optimizer, Float8Optimizer)
+    assert isinstance(optimizer, torch.optim.AdamW)
+    if order != "o m s":  # Accelerate reloads the state of a stock optimizer, and so its groups
+        assert optimizer.param_groups is groups
+    assert all(p is q for p, q in zip(parameters, model.parameters(), strict=True))
+    split = [name for name, p in model.named_parameters() if p.dtype == torch.bfloat16]
+    assert split == ["up.weight", "down.weight", "lm_head.weight"]
+    assert optimizer.state[model.up.weight]["residual"].any()
+    assert scheduler.get_last_lr()[0] == pytest.approx(0.5e-2 * (1 + math.cos(0.4 * math.pi)))
+
+
+def test_hooks_and_groups_of_the_user_stay(accelerator_with: Callable) -> None:
+    model = Net()
+    no_decay = [p for p in model.parameters() if p.ndim < 2]
+    decay = [p for p in model.parameters() if p.ndim >= 2]
+    optimizer = torch.optim.AdamW(
+        [{"params": decay}, {"params": no_decay, "weight_decay": 0.0, "name": "small"}]
+    )
+    calls = []
+    optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+    optimizer.register_step_post_hook(lambda *_: calls.append("after"))
+    accelerator = accelerator_with()
+    model, prepared = accelerator.prepare(model, optimizer)
+    _train(accelerator, model, prepared, 1)
+    assert calls == ["before", "after"]
+    assert [g["weight_decay"] for g in optimizer.param_groups] == [1e-2, 0.0]
+    assert optimizer.param_groups[1]["name"] == "small"
+
+
+def test_accumulation_steps_once_per_window_and_clipping_clips(accelerator_with: Callable) -> None:
+    accelerator = accelerator_with(gradient_accumulation_steps=4)
+    model = Net()
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    norms = []
+    for micro in range(8):
+        x = torch.randn(4, 64, generator=torch.Generator().manual_seed(micro))
+        with accelerator.accumulate(model):
+            accelerator.backward(nn.functional.mse_loss(model(x), x))
+            if accelerator.sync_gradients:
+                before = accelerator.clip_grad_norm_(model.parameters(), 1e-3)
+                after = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
+                norms.append((before.item(), after.item()))
+                accelerator.clip_grad_value_(model.parameters(), 1e-5)
+                assert max(p.grad.abs().max() for p in model.parameters()) <= 1.001e-5
+            optimizer.step()
+            optimizer.zero_grad()
+    assert len(norms) == 2
+    assert all(before > 1e-2 and after == pytest.approx(1e-3, rel=0.01) for before, after in norms)
+    assert optimizer.state[model.up.weight]["step"] == 2
+
+
+def test_two_models_with_an_optimizer_each(
+    accelerator_with: Callable, messages: Callable[[], list[str]]
+) -> None:
+    accelerator = accelerator_with()
+    generator, critic = Net(), Net()
+    adam = torch.optim.Adam(generator.parameters(), lr=1e-2, betas=(0.0, 0.99))
+    adamw = torch.optim.AdamW(critic.parameters(), lr=1e-2)
+    critic, first, second, generator = accelerator.prepare(critic, adam, adamw, generator)
+    for _ in range(2):
+        fake = generator(torch.randn(16, 64))
+        accelerator.backward(critic(fake.detach()).mean() - critic(torch.randn(16, 64)).mean())
+        second.step()
+        second.zero_grad()
+        accelerator.backward(-critic(fake).mean())
+        first.step()
+        first.zero_grad()
+    assert isinstance(adam, Float8Optimizer)
+    assert isinstance(adamw, Float8Optimizer)
+    assert [p.dtype for p in (generator.up.weight, critic.up.weight)] == [torch.bfloat16] * 2
+    of_critic, of_generator = messages()
+    assert "  optimizer AdamW with 8-bit states" in of_critic
+    assert "  optimizer Adam with 8-bit states" in of_generator
+
+
+def test_one_optimizer_of_two_models_waits_for_both(accelerator_with: Callable) -> None:
+    accelerator = accelerator_with()
+    encoder, decoder = Net(), Net()
+    optimizer = torch.optim.AdamW([*encoder.parameters(), *decoder.parameters()])
+    encoder, _ = accelerator.prepare(encoder, optimizer)
+    assert encoder.up.weight.dtype == torch.float32
+    decoder = accelerator.prepare(decoder)
+    assert isinstance(optimizer, Float8Optimizer)
+    assert {encoder.up.weight.dtype, decoder.up.weight.dtype} == {torch.bfloat16}
+
+
+def test_weights_that_run_without_autocast_keep_the_optimizer_as_it_is(
+    accelerator_with: Callable, messages: Callable[[], list[str]]
+) -> None:
+    accelerator = accelerator_with()
+    model, forgotten = Net(), nn.Linear(64, 64)
+    optimizer = torch.optim.AdamW([*model.parameters(), *forgotten.parameters()])
+    model, prepared = accelerator.prepare(model, optimizer)
+    prepared.zero_grad()
+    accelerator.backward(forgotten(model(torch.randn(4, 64))).mean())
+    prepared.step()
+    assert type(optimizer) is torch.optim.AdamW
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert "AdamW keeps its own states: some of its weights are of no model" in messages()[0]
+
+
+@pytest.mark.parametrize("training_follows", [False, True])
+def test_evaluation_models_keep_their_dtype_unless_an_optimizer_trains_them(
+    accelerator_with: Callable, training_follows: bool
+) -> None:
+    accelerator = accelerator_with()
+    model = accelerator.prepare_model(Net(), evaluation_mode=True)
+    if training_follows:
+        accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    expected = torch.bfloat16 if training_follows else torch.float32
+    assert model.up.weight.dtype == expected
+    assert type(model.up) is Float8Linear
+
+
+class OwnStep(torch.optim.AdamW):
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (lambda p: torch.optim.SGD(p, lr=0.1), "SGD keeps its own states"),
+        (lambda p: OwnStep(p, lr=0.1), "OwnStep has a step of its own"),
+    ],
+    ids=["SGD", "own step"],
+)
+def test_other_optimizers_are_left_alone_and_named_once(
+    accelerator_with: Callable, messages: Callable[[], list[str]], make: Callable, reason: str
+) -> None:
+    accelerator = accelerator_with()
+    model = Net()
+    optimizer = make(model.parameters())
+    cls = type(optimizer)
+    model, prepared = accelerator.prepare(model, optimizer)
+    _train(accelerator, model, prepared, 2)
+    assert type(optimizer) is cls
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert sum(message.count(reason) for message in messages()) == 1
+    assert "bytes per parameter, before and after" in messages()[0]
+
+
+def test_unsupported_option_names_the_way_out(accelerator_with: Callable) -> None:
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), amsgrad=True)
+    with pytest.raises(ValueError, match=r"amsgrad=True.*opt_level='O1'"):
+        accelerator_with().prepare(model, optimizer)
+
+
+def test_level_o1_leaves_weights_and_optimizer_as_they_are(
+    accelerator_with: Callable, messages: Callable[[], list[str]]
+) -> None:
+    accelerator = accelerator_with(O1)
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), amsgrad=True)
+    model, prepared = accelerator.prepare(model, optimizer)
+    _train(accelerator, model, prepared, 1)
+    assert type(optimizer) is torch.optim.AdamW
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    (summary,) = messages()
+    assert "level O1" in summary
+    assert "optimizer" not in summary
+
+
+def test_optimizer_prepared_after_its_model_is_reported_then(
+    accelerator_with: Callable, messages: Callable[[], list[str]]
+) -> None:
+    accelerator = accelerator_with()
+    model = accelerator.prepare(Net())
+    accelerator.prepare(torch.optim.AdamW(model.parameters()))
+    accelerator.prepare(model)
+    summary, later = messages()
+    assert "linear layers" in summary
+    assert "FP8: optimizer AdamW with 8-bit states\n  memory " in later
+
+
+def test_states_make_no_round_trip_through_float32(
+    accelerator_with: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    accelerator = accelerator_with()
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()  # in the user's loop, before anything was prepared
+    calls = []
+    monkeypatch.setattr(Float8Optimizer, "state_dict", lambda *_: calls.append("saved") or {})
+    accelerator.prepare(model, optimizer)
+    assert calls == []
+    assert optimizer.state[model.up.weight]["exp_avg_qdata"].any()
+
+
+def test_placeholder_of_deepspeed_is_handed_through(accelerator_with: Callable) -> None:
+    from accelerate.utils.deepspeed import DummyOptim
+
+    model = Net()
+    placeholder = DummyOptim(model.parameters())
+    assert accelerator_with().prepare(model, placeholder)[1] is placeholder
+    assert model.up.weight.dtype == torch.float32
+
+
+def test_model_unwrapped_from_autocast_has_its_dtype_again(accelerator_with: Callable) -> None:
+    accelerator = accelerator_with()
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model, prepared = accelerator.prepare(model, optimizer)
+    _train(accelerator, model, prepared, 2)
+    assert accelerator.unwrap_model(model).up.weight.dtype == torch.bfloat16
+    unwrapped = accelerator.unwrap_model(model, keep_fp32_wrapper=False)
+    assert {p.dtype for p in unwrapped.parameters()} == {torch.float32}
+    assert unwrapped(torch.randn(4, 64)).isfinite().all()
+    rounded = unwrapped.up.weight.bfloat16().float()
+    assert not torch.equal(rounded, unwrapped.up.weight)  # the residual is in the weight again
+
+
+def test_compiled_model_prepared_before_its_optimizer(accelerate: Any) -> None:
+    accelerator = accelerate.Accelerator(mixed_precision="fp8", cpu=True, dynamo_backend="eager")
+    model = accelerator.prepare(Net())
+    optimizer = accelerator.prepare(torch.optim.AdamW(model.parameters()))
+    _train(accelerator, model, optimizer, 1)
+    assert isinstance(optimizer.optimizer, Float8Optimizer)
