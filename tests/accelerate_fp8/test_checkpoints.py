@@ -1,4 +1,5 @@
-"""Checkpoints: plain tensors under their own names, and delayed scaling's history beside them."""
+"""Checkpoints: plain tensors under their own names, residuals in the optimizer's, and delayed
+scaling's history beside them."""
 
 import json
 import shutil
@@ -16,12 +17,13 @@ from accelerate_fp8.history import load_history, save_history
 from torch_fp8 import convert_to_float8, scaling_state_dict
 
 DELAYED = FP8Config(recipe="delayed", amax_history_len=4)
+DELAYED_O1 = FP8Config(recipe="delayed", amax_history_len=4, opt_level="O1")
 HISTORY = "fp8_scaling_0.safetensors"
 
 
 def _model() -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(32, 48), nn.Tanh(), nn.Linear(48, 32))
+    return nn.Sequential(nn.Linear(64, 96), nn.LayerNorm(96), nn.Tanh(), nn.Linear(96, 64))
 
 
 class Training:
@@ -40,7 +42,7 @@ class Training:
         losses = []
         for number in numbers:
             generator = torch.Generator().manual_seed(number)
-            x = torch.randn(16, 32, generator=generator) * (1 + number % 3)
+            x = torch.randn(16, 64, generator=generator) * (1 + number % 3)
             loss = nn.functional.mse_loss(self.model(x), x)
             self.accelerator.backward(loss)
             self.optimizer.step()
@@ -48,20 +50,53 @@ class Training:
             losses.append(loss.item())
         return losses
 
+    def bits(self) -> list[torch.Tensor]:
+        """All that training goes on from: weights and optimizer states."""
+        parameters = list(self.model.parameters())
+        states = [self.optimizer.state[p] for p in parameters]
+        return [*parameters, *(state[key] for state in states for key in sorted(state))]
 
-def test_history_resumes_exactly(accelerate: Any, tmp_path: Path) -> None:
-    run = Training(accelerate, DELAYED)
+
+@pytest.mark.parametrize("safe", [True, False], ids=["safetensors", "pickle"])
+@pytest.mark.parametrize(
+    "config",
+    [DELAYED, DELAYED_O1, FP8Config(residual_bits=4), FP8Config(opt_level="O3")],
+    ids=["O2", "O1", "4 bits", "O3"],
+)
+def test_training_resumes_bit_for_bit(
+    accelerate: Any, tmp_path: Path, config: FP8Config, safe: bool
+) -> None:
+    run = Training(accelerate, config)
     run.steps(*range(6))
-    run.accelerator.save_state(tmp_path)
+    run.accelerator.save_state(tmp_path, safe_serialization=safe)
     history = scaling_state_dict(run.model)
     expected = run.steps(6, 7, 8)
+    large = run.model[0].weight
+    assert large.dtype == (torch.float32 if config.opt_level == "O1" else torch.bfloat16)
+    assert ("residual" in run.optimizer.state[large]) == (config.opt_level != "O1")
 
-    resumed = Training(accelerate, DELAYED)
+    resumed = Training(accelerate, config)
     resumed.accelerator.load_state(tmp_path)
     restored = scaling_state_dict(resumed.model)
-    assert history
+    assert bool(history) == (config.recipe == "delayed")
     assert all(torch.equal(history[key], restored[key]) for key in history)
     assert resumed.steps(6, 7, 8) == expected
+    assert all(map(torch.equal, run.bits(), resumed.bits()))
+
+
+def test_resume_without_the_residual_differs(accelerate: Any, tmp_path: Path) -> None:
+    """The control of the test above: the residual matters."""
+    run = Training(accelerate, FP8Config())
+    run.steps(*range(6))
+    run.accelerator.save_state(tmp_path)
+    expected = run.steps(6, 7, 8)
+    state = torch.load(tmp_path / "optimizer.bin")
+    assert state["state"][0].pop("residual").any()
+    torch.save(state, tmp_path / "optimizer.bin")
+
+    resumed = Training(accelerate, FP8Config())
+    resumed.accelerator.load_state(tmp_path)
+    assert resumed.steps(6, 7, 8) != expected
 
 
 def test_resume_without_the_history_differs(accelerate: Any, tmp_path: Path) -> None:
@@ -97,7 +132,7 @@ def test_history_is_per_process_and_falls_back_to_the_first(tmp_path: Path) -> N
     for rank in range(2):
         model = _model()
         convert_to_float8(model, DELAYED)
-        model(torch.full((16, 32), 1.0 + rank))
+        model(torch.full((16, 64), 1.0 + rank))
         save_history([model], tmp_path, rank)
         models.append(model)
     for rank, source in ((0, 0), (1, 1), (2, 0)):
@@ -138,32 +173,40 @@ def test_save_model_writes_plain_tensors_under_their_names(
         saved = torch.load(tmp_path / "pytorch_model.bin", weights_only=True)
     stock = _model()
     assert saved.keys() == stock.state_dict().keys()
-    assert {(type(tensor), tensor.dtype) for tensor in saved.values()} == {
-        (torch.Tensor, torch.float32)
-    }
+    assert {type(tensor) for tensor in saved.values()} == {torch.Tensor}
+    large = {"0.weight", "3.weight"}
+    for name, tensor in saved.items():
+        assert tensor.dtype == (torch.bfloat16 if name in large else torch.float32)
     stock.load_state_dict(saved)
     if safe:
         load_model(stock, tmp_path / "model.safetensors")
     for ours, theirs in zip(run.model.parameters(), stock.parameters(), strict=True):
-        assert torch.equal(ours, theirs)
+        assert torch.equal(ours.float(), theirs)
 
 
 @pytest.mark.parametrize(("saved", "loaded"), [("bf16", "fp8"), ("fp8", "bf16")])
+@pytest.mark.parametrize("config", [DELAYED, DELAYED_O1], ids=["O2", "O1"])
 def test_state_moves_between_stock_training_and_fp8(
-    accelerate: Any, tmp_path: Path, saved: str, loaded: str
+    accelerate: Any, tmp_path: Path, saved: str, loaded: str, config: FP8Config
 ) -> None:
-    config = {"fp8": DELAYED, "bf16": None}
-    run = Training(accelerate, config[saved], saved)
+    configs = {"fp8": config, "bf16": None}
+    run = Training(accelerate, configs[saved], saved)
     run.steps(0, 1)
     run.accelerator.save_state(tmp_path)
-    weights = [parameter.clone() for parameter in run.model.parameters()]
+    weights = [parameter.detach().clone() for parameter in run.model.parameters()]
+    state = run.optimizer.state_dict()["state"]
 
     from accelerate.state import AcceleratorState
 
     AcceleratorState._reset_state(reset_partial_state=True)
-    other = Training(accelerate, config[loaded], loaded)
+    other = Training(accelerate, configs[loaded], loaded)
     other.accelerator.load_state(tmp_path)
-    assert all(map(torch.equal, weights, other.model.parameters()))
+    for weight, parameter in zip(weights, other.model.parameters(), strict=True):
+        assert torch.equal(weight.to(parameter.dtype), parameter.to(parameter.dtype))
+    for index, entry in other.optimizer.state_dict()["state"].items():
+        assert entry["step"] == 2
+        error = entry["exp_avg"] - state[index]["exp_avg"]
+        assert error.norm() <= 0.06 * state[index]["exp_avg"].norm()
     assert all(loss < 10 for loss in other.steps(2, 3))
 
 
