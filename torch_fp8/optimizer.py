@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from torch_fp8.config import FP8Config
+from torch_fp8.gradient_hooks import attach_hooks, hook_of
 from torch_fp8.optimizer_state import (
     State,
     check_entry,
@@ -38,6 +39,7 @@ from torch_fp8.optimizer_step import (
     step_large,
     step_small,
 )
+from torch_fp8.release import finish_release
 
 FORMAT_VERSION = 1
 """Of what `Float8Optimizer.state_dict` adds to torch.optim.AdamW's."""
@@ -50,14 +52,20 @@ class Float8Optimizer(Optimizer):
 
     Attributes:
         fp8_config: what it was converted with.
+        fp8_gradients: places, among all parameters, of those with 8-bit gradients.
+        fp8_hooks_restored: gradient hooks that were lost and put back so far.
+        fp8_released: places of the parameters that were stepped in backward, since ``step``.
+        fp8_exchange: what averages 8-bit gradients over ranks (`torch_fp8.ddp`); None without.
     """
 
     fp8_config: FP8Config
+    fp8_gradients: frozenset[int]
+    fp8_hooks_restored: int
+    fp8_released: set[int]
+    fp8_exchange: Any = None
     _fp8_base: type[Optimizer]
     # Parameter -> residual as stored, until its first step moves it into the state.
     _fp8_residuals: dict[Tensor, Tensor]
-    # Parameters whose gradients have 8 bits.
-    _fp8_gradients: set[Tensor]
     # Parameter -> the dtype it had before it became BF16.
     _fp8_dtypes: dict[Tensor, torch.dtype]
 
@@ -68,7 +76,9 @@ class Float8Optimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._step_parameters(self.indexed_parameters())
+        self.fp8_hooks_restored += attach_hooks(self)
+        finish_release(self)
+        self.step_parameters(self.indexed_parameters())
         return loss
 
     def indexed_parameters(self) -> list[tuple[int, dict[str, Any], Tensor]]:
@@ -76,7 +86,8 @@ class Float8Optimizer(Optimizer):
         parameters = ((g, p) for g in self.param_groups for p in g["params"])
         return [(i, group, parameter) for i, (group, parameter) in enumerate(parameters)]
 
-    def _step_parameters(self, indexed: Iterable[tuple[int, dict[str, Any], Tensor]]) -> None:
+    def step_parameters(self, indexed: Iterable[tuple[int, dict[str, Any], Tensor]]) -> None:
+        """One step of some of `indexed_parameters`: of those that have a gradient."""
         large, small = [], []
         for index, group, parameter in indexed:
             if parameter.grad is None:
@@ -121,9 +132,12 @@ class Float8Optimizer(Optimizer):
         self.fp8_config = config
         self.__dict__.setdefault("_fp8_residuals", {})
         self.__dict__.setdefault("_fp8_dtypes", {})
-        self.__dict__.setdefault("_fp8_gradients", set())
-        # GradScaler shall unscale and check the gradients itself, not leave it to a fused step.
-        self._step_supports_amp_scaling = False
+        self.__dict__.setdefault("fp8_gradients", frozenset())
+        self.__dict__.setdefault("fp8_hooks_restored", 0)
+        self.__dict__.setdefault("fp8_released", set())
+        # GradScaler shall unscale and check the gradients itself, not leave it to a fused step;
+        # only where they are gone by then does the step tell it that it cannot.
+        self._step_supports_amp_scaling = config.gradient_release
         if old.residual_bits == config.residual_bits:
             return
         for _, _, parameter in self.indexed_parameters():
@@ -163,7 +177,8 @@ class Float8Optimizer(Optimizer):
 
     def has_fp8_gradient(self, parameter: Tensor) -> bool:
         """Whether the gradient of a parameter is quantized as soon as it is there."""
-        return parameter in self._fp8_gradients
+        hook = hook_of(parameter)
+        return hook is not None and hook.quantize
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
@@ -247,8 +262,21 @@ class Float8Optimizer(Optimizer):
         return int(bits)
 
     def __getstate__(self) -> dict[str, Any]:
-        ours = ("fp8_config", "_fp8_base", "_fp8_residuals", "_fp8_gradients", "_fp8_dtypes")
+        ours = (
+            "fp8_config",
+            "fp8_gradients",
+            "fp8_hooks_restored",
+            "fp8_released",
+            "_fp8_base",
+            "_fp8_residuals",
+            "_fp8_dtypes",
+        )
         return {**super().__getstate__(), **{name: self.__dict__[name] for name in ours}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._step_supports_amp_scaling = self.fp8_config.gradient_release
+        attach_hooks(self)  # the copied parameters have none
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # The class is made at run time; pickle and deepcopy rebuild it from the user's.

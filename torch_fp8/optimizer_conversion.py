@@ -4,7 +4,7 @@ import functools
 import warnings
 import weakref
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Adam, AdamW, Optimizer
 
 from torch_fp8.config import FP8Config
+from torch_fp8.gradient_hooks import attach_hooks, detach_hooks
 from torch_fp8.linear import Float8Linear
 from torch_fp8.optimizer import Float8Optimizer, float8_class
 from torch_fp8.optimizer_state import (
@@ -27,6 +28,7 @@ from torch_fp8.optimizer_state import (
 from torch_fp8.weight_cache import WeightCache, watch
 
 _BASES = (AdamW, Adam)
+_WRAPPED = "DistributedDataParallel has wrapped them before"
 _REFUSED_OPTIONS = ("amsgrad", "capturable", "differentiable")
 
 
@@ -42,6 +44,7 @@ class OptimizerReport:
         num_float32: large weights that stay float32.
         why_float32: the reason for that; None if there are none.
         num_fp8_gradients: weights whose gradients have 8 bits.
+        why_bf16_gradients: why at level O3 no gradients have 8 bits; None where some have.
         num_cached: weights whose FP8 payloads are kept between steps.
     """
 
@@ -52,6 +55,7 @@ class OptimizerReport:
     num_float32: int = 0
     why_float32: str | None = None
     num_fp8_gradients: int = 0
+    why_bf16_gradients: str | None = None
     num_cached: int = 0
 
     def __str__(self) -> str:
@@ -60,6 +64,8 @@ class OptimizerReport:
         text = f"{self.optimizer} with 8-bit states"
         if self.num_fp8_gradients:
             text += f", {self.num_fp8_gradients} gradients in 8 bits"
+        if self.why_bf16_gradients:
+            text += f", no gradients in 8 bits: {self.why_bf16_gradients}"
         if self.num_cached:
             text += f", {self.num_cached} weight payloads kept"
         if self.num_float32:
@@ -96,6 +102,11 @@ def convert_optimizer(
     if reason is not None:
         return OptimizerReport(name, False, reason)
     _refuse_options(optimizer, name)
+    if config.opt_level == "O3" and model is None:
+        raise ValueError(
+            "opt_level='O3' makes the gradients of FP8 layers 8 bits wide: pass the model that has "
+            "them, convert_optimizer(optimizer, config, model=model)"
+        )
     _warn_if_lossy(optimizer, config)
     if not isinstance(optimizer, Float8Optimizer):
         _swap_class(optimizer)
@@ -116,15 +127,42 @@ def convert_optimizer(
         num_split += 1
     why = "they were sharded before" if any(isinstance(p, DTensor) for p in float32) else None
     if float32 and why is None:
-        why = "DistributedDataParallel has wrapped them before"
-    return OptimizerReport(
+        why = _WRAPPED
+    report = OptimizerReport(
         name,
         True,
         num_split=num_split,
         num_float32=len(float32),
         why_float32=why,
+        why_bf16_gradients=_convert_gradients(optimizer, model),
         num_cached=_cache_weights(optimizer, model),
     )
+    return gradients_report(optimizer, report)
+
+
+def gradients_report(optimizer: Optimizer, report: OptimizerReport) -> OptimizerReport:
+    """`report` with the number of gradients that have 8 bits now."""
+    if not isinstance(optimizer, Float8Optimizer):
+        return report
+    parameters = optimizer.indexed_parameters()
+    count = sum(optimizer.has_fp8_gradient(parameter) for _, _, parameter in parameters)
+    return replace(report, num_fp8_gradients=count)
+
+
+def _convert_gradients(optimizer: Float8Optimizer, model: nn.Module | None) -> str | None:
+    """Put hooks on what shall have 8-bit gradients or be released; why no gradient has 8 bits."""
+    optimizer.fp8_gradients, why = frozenset(), None
+    if optimizer.fp8_config.opt_level == "O3":
+        assert model is not None
+        if isinstance(model, DistributedDataParallel):
+            why = _WRAPPED
+        else:
+            layers = (m for m in model.modules() if isinstance(m, Float8Linear))
+            weights = {layer.weight for layer in layers if is_large(layer.weight)}
+            parameters = optimizer.indexed_parameters()
+            optimizer.fp8_gradients = frozenset(i for i, _, p in parameters if p in weights)
+    attach_hooks(optimizer)
+    return why
 
 
 @torch.no_grad()
@@ -150,6 +188,7 @@ def restore_weights(optimizer: Optimizer) -> int:
     """
     if not isinstance(optimizer, Float8Optimizer):
         return 0
+    detach_hooks(optimizer)
     restored = 0
     for _, _, parameter in optimizer.indexed_parameters():
         dtype = optimizer._fp8_dtypes.pop(parameter, None)

@@ -125,7 +125,7 @@ def _matrix(parameter: Tensor, state: State, weight: Tensor, config: FP8Config) 
     shape = matrix_shape(weight.shape)
     grad = parameter.grad
     assert grad is not None
-    row, col, row_length = _origin(parameter)
+    row, col, row_length = shard_origin(parameter)
     residual = state.get("residual")
     return WeightMatrix(
         weight=weight.view(shape),
@@ -151,7 +151,7 @@ def gradient_matrix(grad: Tensor, shape: tuple[int, int]) -> Tensor | GradientPa
     return grad.contiguous().view(shape)
 
 
-def _origin(parameter: Tensor) -> tuple[int, int, int]:
+def shard_origin(parameter: Tensor) -> tuple[int, int, int]:
     """Row and column where this rank's shard starts in the whole matrix, and that one's columns."""
     if not isinstance(parameter, DTensor):
         return 0, 0, matrix_shape(parameter.shape)[1]

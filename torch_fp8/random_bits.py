@@ -13,8 +13,10 @@ import torch
 from torch import Tensor
 
 _MASK64 = (1 << 64) - 1
-_SPREAD = 0x9E3779B1
-_FIRST, _SECOND = 0x21F0AAAD, 0x735A2D97
+MULTIPLIERS = (0x9E3779B1, 0x21F0AAAD, 0x735A2D97)
+"""Of the hash: one spreads the index, the others mix."""
+
+_SPREAD, _FIRST, _SECOND = MULTIPLIERS
 
 
 def stream_keys(*counters: int) -> tuple[int, int]:

@@ -1,0 +1,181 @@
+"""Gradients of 8 bits per element: encoding, adding and decoding the parts of one.
+
+A sum over micro-batches is decoded, added to and encoded again each time, a few rows at a time, and
+every encoding rounds stochastically. To nearest, the sum would lose whatever is the same in each
+micro-batch; independent random bits would double the noise. So roundings come in antithetic pairs:
+the second takes the complement of the first one's random bits, and tends to round down what that
+rounded up (benchmarks/accumulation.py).
+
+On CUDA these are `kernels.gradients`, with the same bytes.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_fp8.adamw import GradientParts
+from torch_fp8.block_scaled import BlockScaled, decode, encode, num_groups
+from torch_fp8.formats import GRADIENT
+from torch_fp8.optimizer_state import row_parts
+from torch_fp8.random_bits import MULTIPLIERS, element_index, random_words, stream_keys
+
+_SCALE_ONE, _SCALE_NAN = 127, 255
+
+Keys = tuple[int, int]
+
+
+def _no_counters() -> tuple[int, ...]:
+    return ()
+
+
+class Rounding:
+    """The random bits of a gradient's roundings, one after another, in antithetic pairs.
+
+    Args:
+        counters: gives what the stream belongs to: seed, step, parameter, ...
+        offset: index, in the whole tensor, of this shard's first element.
+        rank: whose gradient it is. Ranks round their own sums with bits of their own, so that the
+            noise averages out, and averages with the same.
+
+    Attributes:
+        count: roundings since the gradient was zero.
+        exchanges: averages over ranks since then.
+    """
+
+    def __init__(
+        self,
+        counters: Callable[[], tuple[int, ...]] = _no_counters,
+        offset: int = 0,
+        rank: int = 0,
+    ) -> None:
+        self.counters, self.offset, self.rank = counters, offset, rank
+        self.reset()
+
+    def reset(self) -> None:
+        """The gradient is zero again."""
+        self.count = self.exchanges = 0
+
+    def next(self) -> tuple[Keys, bool]:
+        """Keys of the next rounding, and whether it takes the complement of their bits."""
+        pair, second = divmod(self.count, 2)
+        self.count += 1
+        return self._keys(self.rank, pair), bool(second)
+
+    def next_exchanged(self) -> tuple[Keys, bool]:
+        """Those of the rounding of an average over ranks: equal on all of them."""
+        self.exchanges += 1
+        return self._keys(-1, self.exchanges), False
+
+    def _keys(self, *which: int) -> Keys:
+        first, second = stream_keys(*self.counters(), *which)
+        first = (first + self.offset * MULTIPLIERS[0]) & 0xFFFFFFFF
+        return first - (1 << 32) if first >= 1 << 31 else first, second
+
+    def copy(self) -> "Rounding":
+        """One that goes on independently."""
+        twin = Rounding(self.counters, self.offset, self.rank)
+        twin.count, twin.exchanges = self.count, self.exchanges
+        return twin
+
+    def __reduce__(self) -> Any:
+        # What gives the counters is a live optimizer; a pickled gradient goes on without one.
+        return Rounding, (_no_counters, self.offset, self.rank)
+
+
+def empty_parts(rows: int, cols: int, device: torch.device) -> GradientParts:
+    """Of an (R, K) gradient; codes and scales have any values, the multiplier is 1."""
+    return GradientParts(
+        torch.empty((rows, cols), dtype=torch.uint8, device=device),
+        torch.empty((rows, num_groups(cols)), dtype=torch.uint8, device=device),
+        torch.ones((), dtype=torch.float32, device=device),
+    )
+
+
+def encode_gradient(target: GradientParts, x: Tensor, keys: Keys, complement: bool) -> None:
+    """Quantize `x` into `target`.
+
+    Args:
+        target: of an (R, K) matrix.
+        x: (R, K) bfloat16 or float32, contiguous.
+        keys: of the random bits.
+        complement: whether to take their complement.
+    """
+    if x.is_cuda:
+        from torch_fp8.kernels.gradients import quantize_gradient
+
+        qdata, scale = quantize_gradient(x, keys, complement)
+        target.qdata.copy_(qdata)
+        target.scale.copy_(scale)
+    elif x.device.type != "meta":
+        for part in row_parts(*x.shape):
+            _encode_rows(target, part, x[part].float(), keys, complement)
+    target.multiplier.fill_(1.0)
+
+
+def accumulate_gradient(target: GradientParts, x: Tensor, keys: Keys, complement: bool) -> None:
+    """Add `x`; arguments as of `encode_gradient`."""
+    if x.is_cuda:
+        from torch_fp8.kernels import gradients
+
+        gradients.accumulate_gradient(*target, x, keys, complement)
+    elif x.device.type != "meta":
+        for part in row_parts(*x.shape):
+            total = decode_rows(target, part) + x[part].float()
+            _encode_rows(target, part, total, keys, complement)
+    target.multiplier.fill_(1.0)
+
+
+def decode_gradient(source: GradientParts, dtype: torch.dtype) -> Tensor:
+    """(R, K) in a floating-point `dtype`, rounded to nearest."""
+    if source.qdata.is_cuda:
+        from torch_fp8.kernels.gradients import dequantize_gradient
+
+        made = dtype if dtype in (torch.bfloat16, torch.float32) else torch.float32
+        return dequantize_gradient(*source, made).to(dtype)
+    dense = torch.empty(source.qdata.shape, dtype=dtype, device=source.qdata.device)
+    if dense.device.type != "meta":
+        for part in row_parts(*dense.shape):
+            dense[part] = decode_rows(source, part)
+    return dense
+
+
+def decode_rows(source: GradientParts, part: slice) -> Tensor:
+    """Some rows as float32."""
+    if source.qdata.is_cuda:
+        from torch_fp8.kernels.gradients import dequantize_gradient
+
+        rows = source.qdata[part], source.scale[part]
+        return dequantize_gradient(*rows, source.multiplier, torch.float32)
+    block = BlockScaled(source.qdata[part], source.scale[part])
+    return decode(block, GRADIENT) * source.multiplier
+
+
+def zero_gradient(target: GradientParts) -> None:
+    """Make it zero, as `encode_gradient` of zeros does."""
+    target.qdata.zero_()
+    target.scale.fill_(_SCALE_ONE)
+    target.multiplier.fill_(1.0)
+
+
+def has_nonfinite(source: GradientParts) -> Tensor:
+    """() bool: whether an element is infinite or NaN; read from scales and multiplier alone."""
+    if not source.scale.numel():
+        return torch.zeros((), dtype=torch.bool, device=source.scale.device)
+    largest = source.scale.amax().to(torch.int32)
+    factor = torch.where(largest == _SCALE_NAN, torch.nan, (largest << 23).view(torch.float32))
+    return ~(factor * GRADIENT.max * source.multiplier).isfinite()
+
+
+def _encode_rows(
+    target: GradientParts, part: slice, value: Tensor, keys: Keys, complement: bool
+) -> None:
+    rows, cols = value.shape
+    index = element_index(rows, cols, part.start, 0, cols, value.device)
+    bits = random_words(index, keys) & 0xFFFF
+    if complement:
+        bits = bits ^ 0xFFFF
+    codes = encode(value, GRADIENT, bits << 3 | 4)
+    target.qdata[part] = codes.qdata
+    target.scale[part] = codes.scale
