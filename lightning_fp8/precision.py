@@ -14,7 +14,8 @@ nothing of ours in it.
 """
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterator, MutableMapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -45,6 +46,10 @@ _REFUSED_STRATEGIES = {
     "XLAFSDPStrategy": "FP8 needs a CUDA device",
     "SingleDeviceXLAStrategy": "FP8 needs a CUDA device",
 }
+
+
+RELEASE = "FP8Config(gradient_release=True)"
+_RELEASED = "each gradient is used and freed in backward; leave gradient_release out"
 
 
 class FP8Precision:
@@ -88,7 +93,10 @@ class Converted:
 
     module: weakref.ref[nn.Module]
     report: ConversionReport
-    optimizers: dict[Optimizer, OptimizerReport] = field(default_factory=dict)
+    optimizers: MutableMapping[Optimizer, OptimizerReport] = field(
+        default_factory=weakref.WeakKeyDictionary
+    )
+    wrapped: weakref.ref[nn.Module] | None = None
     announced: bool = False
     history: dict[str, Tensor] = field(default_factory=dict)
     """Delayed scaling's state from the last teardown, while the model is a stock one."""
@@ -204,12 +212,48 @@ class HostPrecision(FP8Precision):
         assert module is not None
         return scaling_state_dict(module) or converted.history
 
+    def main_params(self, optimizer: Optimizer) -> Any:
+        """Called by both hosts for the parameters whose gradients are to be clipped.
+
+        Raises:
+            ValueError: gradient release, which leaves no gradient to clip.
+        """
+        if self.config.gradient_release:
+            raise ValueError(f"{RELEASE} cannot clip gradients: {_RELEASED}")
+        return super().main_params(optimizer)  # type: ignore[misc]
+
     def _convert_optimizers(
-        self, converted: Converted, optimizers: Iterable[Optimizer], model: nn.Module
+        self, converted: Converted, optimizers: Sequence[Optimizer], model: nn.Module
     ) -> None:
-        """Convert the optimizers of `model`, which holds the module of `converted`."""
+        """Convert the optimizers of `model`, which is the module of `converted` or wraps it."""
         for optimizer in optimizers:
-            converted.optimizers[optimizer] = convert_optimizer(optimizer, self.config, model=model)
+            if self.config.opt_level != "O1" and _shares_parameters(optimizer, optimizers):
+                name, reason = type(optimizer).__name__, "another optimizer has some of its weights"
+                report = OptimizerReport(name, False, reason)
+            else:
+                report = convert_optimizer(optimizer, self.config, model=model)
+            converted.optimizers[optimizer] = report
+
+    @contextmanager
+    def _ddp_options(self, strategy: Any, converted: Converted) -> Iterator[None]:
+        """What the level asks of DistributedDataParallel, while `strategy` wraps the module in it.
+
+        Raises:
+            ValueError: gradient release.
+        """
+        module = converted.module()
+        assert module is not None
+        if self.config.opt_level == "O1" or not hasattr(strategy, "_ddp_kwargs"):
+            yield
+            return
+        if self.config.gradient_release:
+            raise ValueError(f"{RELEASE} does not run under {type(strategy).__name__}: {_RELEASED}")
+        given = strategy._ddp_kwargs
+        strategy._ddp_kwargs = {"gradient_as_bucket_view": True, **given}
+        try:
+            yield
+        finally:
+            strategy._ddp_kwargs = given
 
     def _announce(self, converted: Converted) -> None:
         """The start-up summary, once per model, on rank zero."""
@@ -227,3 +271,12 @@ class HostPrecision(FP8Precision):
 
 def _is_distributed() -> bool:
     return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def _shares_parameters(optimizer: Optimizer, optimizers: Sequence[Optimizer]) -> bool:
+    own = parameters_of(optimizer)
+    return any(own & parameters_of(other) for other in optimizers if other is not optimizer)
+
+
+def parameters_of(optimizer: Optimizer) -> set[Tensor]:
+    return {parameter for group in optimizer.param_groups for parameter in group["params"]}

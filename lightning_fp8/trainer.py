@@ -1,6 +1,6 @@
 """`TrainerPrecision`: what the Trainer's plugins do beyond those of Fabric.
 
-A Trainer makes the optimizers itself, after the model was wrapped, and connects both to the plugin;
+A Trainer makes the optimizers itself, after the model was set up, and connects both to the plugin;
 when it tears down, every weight has the dtype again that the user gave it.
 """
 
@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_fp8.precision import HostPrecision
+from lightning_fp8.precision import RELEASE, HostPrecision
 
 
 class TrainerPrecision(HostPrecision):
@@ -19,7 +19,14 @@ class TrainerPrecision(HostPrecision):
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Convert `module`, the only one from now on."""
         self._models = [converted for converted in self._models if converted.module() is module]
-        return super().convert_module(module)
+        super().convert_module(module)
+        if self._is_fitting() and self.config.opt_level != "O1":
+            _refuse_release(self.config.gradient_release, self._strategy.lightning_module)
+            if hasattr(self._strategy, "configure_ddp"):
+                # DistributedDataParallel has buckets of the dtype that weights have when it wraps
+                # them, and the Trainer wraps before there are optimizers: let it wait for these.
+                self._strategy.configure_ddp = _wait
+        return module
 
     def connect(
         self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
@@ -27,18 +34,61 @@ class TrainerPrecision(HostPrecision):
         """Called once the model is on its device and its optimizers exist, before their states.
 
         Raises:
-            ValueError: an option of an optimizer, or of the Trainer, that the level cannot have.
+            ValueError: an option of an optimizer that the level cannot have.
         """
         (converted,) = self._live()
         # Validating after a fit, the Trainer still has the optimizers of the fit.
-        optimizers_in_use = optimizers if self._is_fitting() else []
-        self._convert_optimizers(converted, optimizers_in_use, model)
+        in_use = optimizers if self._is_fitting() else []
+        self._convert_optimizers(converted, in_use, model)
+        if self._let_ddp_go_on():
+            with self._ddp_options(self._strategy, converted):
+                self._strategy.configure_ddp()
+            model = self._strategy.model
         self._announce(converted)
         return super().connect(model, optimizers, lr_schedulers)  # type: ignore[misc]
+
+    def teardown(self) -> None:
+        """Leave a stock model behind, its weights in the user's dtype."""
+        self._let_ddp_go_on()
+        super().teardown()
 
     def autocast_context_manager(self) -> torch.autocast:
         # The host's own takes bfloat16 for the string "bf16-mixed" only, float16 for any other.
         return torch.autocast(self.device, dtype=torch.bfloat16, cache_enabled=False)
 
     def _is_fitting(self) -> bool:
-        return bool(self._strategy.lightning_module.trainer.state.fn == "fit")
+        module = self._strategy.lightning_module
+        return module is not None and module.trainer.state.fn == "fit"
+
+    def _let_ddp_go_on(self) -> bool:
+        return vars(self._strategy).pop("configure_ddp", None) is not None
+
+
+def _wait() -> None:
+    """Stands for the strategy's ``configure_ddp`` until the optimizers exist."""
+
+
+def _refuse_release(gradient_release: bool, module: Any) -> None:
+    """Raise ValueError where the loop needs gradients after backward."""
+    if not gradient_release:
+        return
+    trainer = module.trainer
+    accumulates = any(
+        callback.going_to_accumulate_grad_batches()
+        for callback in trainer.callbacks
+        if hasattr(callback, "going_to_accumulate_grad_batches")
+    )
+    reason = None
+    if not module.automatic_optimization:
+        reason = "manual optimization"
+    elif trainer.gradient_clip_val:
+        reason = f"Trainer(gradient_clip_val={trainer.gradient_clip_val})"
+    elif trainer.accumulate_grad_batches > 1:
+        reason = f"Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches})"
+    elif accumulates:
+        reason = "GradientAccumulationScheduler"
+    if reason is not None:
+        raise ValueError(
+            f"{RELEASE} does not go together with {reason}: each gradient is used and freed in "
+            "backward; leave one of them out"
+        )

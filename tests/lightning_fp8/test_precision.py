@@ -410,11 +410,21 @@ def test_trainer_summary_is_logged_once_per_model_with_the_optimizer(host, tmp_p
 
 
 @each_fabric
-def test_fabric_summary_is_logged_at_setup(host, summaries):
+def test_fabric_summary_is_logged_once_the_optimizers_are_known(host, summaries):
     fabric, _ = make_host(host, precision="fp8-mixed")
-    fabric.setup(make_net())
-    (summary,) = summaries()
-    assert "FP8: 2 of 2 linear layers" in summary
+    net, later, alone = make_net(), make_net(), make_net()
+    fabric.setup(net, torch.optim.AdamW(net.parameters()))
+    assert "FP8: 2 of 2 linear layers" in summaries()[0]
+    assert "optimizer AdamW" in summaries()[0]
+    model, _ = fabric.setup_module(later), fabric.setup_module(alone)
+    optimizer = fabric.setup_optimizers(torch.optim.SGD(model.parameters(), lr=0.1))
+    assert len(summaries()) == 1
+    for _ in range(2):
+        fabric.backward(model(torch.randn(4, 32)).sum())
+        optimizer.step()
+        assert len(summaries()) == 3
+    assert "optimizer SGD keeps its own states" in summaries()[1]
+    assert "optimizer" not in summaries()[2]
 
 
 # -- delayed scaling over a teardown ------------------------------------------------------------
