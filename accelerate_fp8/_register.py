@@ -88,6 +88,8 @@ def extend_accelerator(module: ModuleType) -> None:
             "prepare_optimizer": "prepare_optimizer",
             "_prepare_fsdp2": "prepare_fsdp2",
             "unwrap_model": "unwrap_model",
+            "clip_grad_norm_": "clip_grad_norm_",
+            "clip_grad_value_": "clip_grad_value_",
         },
         wanted=_may_use_engine,
     )

@@ -26,6 +26,7 @@ from accelerate_fp8.flags import CONFIG_VARIABLE, resolve_config
 from accelerate_fp8.handler import FP8Kwargs
 from accelerate_fp8.history import load_history, save_history
 from accelerate_fp8.preparation import LOGGER_NAME, Preparation
+from accelerate_fp8.release import refuse_accelerator, refuse_clipping
 from torch_fp8.gemm import check_device, resolve_auto
 
 
@@ -62,6 +63,7 @@ def init(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
     refuse_tensor_parallel(self.parallelism_config)
     recipe = resolve_auto(self.device) if config.recipe == "auto" else config.recipe
     check_device(self.device, recipe, config.emulate)
+    refuse_accelerator(config, self)
     self.register_save_state_pre_hook(functools.partial(_save_state_hook, self))
     self.register_load_state_pre_hook(functools.partial(_load_state_hook, self))
     for note in notes:
@@ -123,6 +125,24 @@ def prepare_optimizer(
         if preparation.optimizers.is_converted(optimizer):
             device_placement = False
         return original(self, optimizer, device_placement)
+
+
+def clip_grad_norm_(
+    original: Any, self: Any, parameters: Any, max_norm: float, *args: Any, **kwargs: Any
+) -> Any:
+    """``Accelerator.clip_grad_norm_``: refused under gradient release, unless it measures only."""
+    preparation = preparation_of(self)
+    if preparation is not None:
+        refuse_clipping(preparation.config, "clip_grad_norm_", float(max_norm))
+    return original(self, parameters, max_norm, *args, **kwargs)
+
+
+def clip_grad_value_(original: Any, self: Any, parameters: Any, clip_value: float) -> Any:
+    """``Accelerator.clip_grad_value_``: refused under gradient release."""
+    preparation = preparation_of(self)
+    if preparation is not None:
+        refuse_clipping(preparation.config, "clip_grad_value_", float(clip_value))
+    return original(self, parameters, clip_value)
 
 
 def unwrap_model(

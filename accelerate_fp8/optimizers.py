@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from accelerate_fp8.release import refuse_accelerator
 from torch_fp8 import FP8Config, OptimizerReport, convert_optimizer, restore_weights
 from torch_fp8.memory import expected_bytes_per_param
 from torch_fp8.optimizer import Float8Optimizer
@@ -36,7 +37,8 @@ class PreparedOptimizers:
             models: that are about to be prepared, not wrapped yet.
             optimizers: that are about to be prepared.
         Raises:
-            ValueError: an optimizer with an option that 8-bit states do not have.
+            ValueError: an optimizer with an option that 8-bit states do not have; gradient release
+                where it cannot be.
         """
         if self._config.opt_level == "O1":
             return
@@ -47,6 +49,7 @@ class PreparedOptimizers:
             trained = _trained_by(optimizer, known)
             if trained is None:
                 continue
+            refuse_accelerator(self._config, accelerator)
             self._reports[optimizer] = convert_optimizer(optimizer, self._config, model=trained)
             self._unannounced.append(optimizer)
 

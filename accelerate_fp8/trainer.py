@@ -13,6 +13,7 @@ from transformers.utils import logging
 from accelerate_fp8.accelerator import preparation_of
 from accelerate_fp8.backend import is_engine_chosen
 from accelerate_fp8.history import load_history, save_history
+from accelerate_fp8.release import refuse_training_arguments
 
 
 def post_init(original: Any, self: Any) -> None:
@@ -48,13 +49,19 @@ def load_optimizer_and_scheduler(original: Any, self: Any, checkpoint: str | Non
 
 
 def wrap_model(original: Any, self: Any, *args: Any, **kwargs: Any) -> nn.Module:
-    """``Trainer._wrap_model``: refuse DataParallel, which Trainer keeps from Accelerate.
+    """``Trainer._wrap_model``: refuse what the Trainer does without asking Accelerate.
 
     Raises:
-        ValueError: several GPUs are visible to one process, so that the Trainer uses DataParallel.
+        ValueError: several GPUs are visible to one process, so that the Trainer uses DataParallel;
+            gradient release with clipping or accumulation.
     """
     model: nn.Module = original(self, *args, **kwargs)
-    if isinstance(model, nn.DataParallel) and preparation_of(self.accelerator) is not None:
+    preparation = preparation_of(self.accelerator)
+    if preparation is None:
+        return model
+    if self.optimizer is not None:  # training, not evaluation
+        refuse_training_arguments(preparation.config, self.args)
+    if isinstance(model, nn.DataParallel):
         raise ValueError(
             f"the Trainer wraps the model in DataParallel, for this one process sees "
             f"{self.args.n_gpu} GPUs; Accelerate then does not prepare it, and FP8 would not run. "

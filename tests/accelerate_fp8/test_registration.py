@@ -63,6 +63,8 @@ def test_all_methods_of_a_class_are_extended_or_none(
             "prepare_model",
             "prepare_optimizer",
             "unwrap_model",
+            "clip_grad_norm_",
+            "clip_grad_value_",
             "_prepare_fsdp2",
             "fp8_backend",
         ],

@@ -1,0 +1,63 @@
+"""Gradient release refuses loops that need all gradients at once; here those Accelerate shows.
+
+With ``FP8Config(gradient_release=True)`` the optimizer has applied and freed each gradient by the
+end of backward. What Accelerate cannot see, the engine refuses in backward.
+"""
+
+from typing import Any
+
+from accelerate.utils import DistributedType
+
+from torch_fp8 import FP8Config
+
+_WAY_OUT = "or leave gradient_release out of the FP8Config"
+
+
+def refuse_accelerator(config: FP8Config, accelerator: Any) -> None:
+    """Raise ValueError for accumulation over micro-batches, and for DDP."""
+    if not config.gradient_release:
+        return
+    if accelerator.gradient_accumulation_steps > 1:
+        _refuse(
+            f"gradient_accumulation_steps={accelerator.gradient_accumulation_steps} adds up "
+            "gradients",
+            "set gradient_accumulation_steps=1",
+        )
+    if accelerator.multi_device and accelerator.distributed_type != DistributedType.FSDP:
+        _refuse(
+            "DistributedDataParallel averages gradients after backward has made them",
+            "train in one process",
+        )
+
+
+def refuse_clipping(config: FP8Config, method: str, limit: float) -> None:
+    """Raise ValueError where gradients would be changed; an infinite limit only measures them."""
+    if config.gradient_release and limit != float("inf"):
+        _refuse(
+            f"Accelerator.{method} finds no gradients",
+            "do not call it (transformers' and TRL's trainers: max_grad_norm=0)",
+        )
+
+
+def refuse_training_arguments(config: FP8Config, arguments: Any) -> None:
+    """Raise ValueError for transformers' arguments: the Trainer accumulates and clips by itself."""
+    if not config.gradient_release:
+        return
+    if arguments.gradient_accumulation_steps > 1:
+        _refuse(
+            f"gradient_accumulation_steps={arguments.gradient_accumulation_steps} adds up "
+            "gradients",
+            "set gradient_accumulation_steps=1",
+        )
+    if arguments.max_grad_norm:
+        _refuse(
+            f"max_grad_norm={arguments.max_grad_norm} clips by the norm of all gradients",
+            "set max_grad_norm=0",
+        )
+
+
+def _refuse(what: str, instead: str) -> None:
+    raise ValueError(
+        f"FP8Config(gradient_release=True) frees each gradient in backward, but {what}; "
+        f"{instead}, {_WAY_OUT}"
+    )

@@ -1,0 +1,114 @@
+"""Gradient release through Accelerate: what it does, and the loops that it refuses by name."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from accelerate_fp8 import FP8Config, FP8Kwargs
+from torch_fp8.optimizer import Float8Optimizer
+
+RELEASE = FP8Config(gradient_release=True)
+
+
+@pytest.fixture
+def accelerator_with(accelerate: Any) -> Callable[..., Any]:
+    def make(config: FP8Config = RELEASE, **options: Any) -> Any:
+        return accelerate.Accelerator(
+            mixed_precision="fp8", kwargs_handlers=[FP8Kwargs(config)], cpu=True, **options
+        )
+
+    return make
+
+
+def _model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 96), nn.LayerNorm(96), nn.Linear(96, 64))
+
+
+def _train(accelerator: Any) -> list[torch.Tensor]:
+    model = _model()
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    for step in range(3):
+        x = torch.randn(16, 64, generator=torch.Generator().manual_seed(step))
+        accelerator.backward(nn.functional.mse_loss(model(x), x))
+        released = accelerator._fp8_preparation.config.gradient_release
+        assert all((p.grad is None) == released for p in model.parameters())
+        optimizer.step()
+        optimizer.zero_grad()
+    return list(model.parameters())
+
+
+def test_training_is_the_same_bit_for_bit(accelerator_with: Callable) -> None:
+    expected = _train(accelerator_with(FP8Config()))
+    assert all(map(torch.equal, expected, _train(accelerator_with())))
+
+
+def test_accumulation_is_refused_at_construction(accelerator_with: Callable) -> None:
+    with pytest.raises(ValueError, match=r"gradient_release.*gradient_accumulation_steps=4.*set"):
+        accelerator_with(gradient_accumulation_steps=4)
+
+
+def test_accumulation_chosen_later_is_refused(accelerator_with: Callable) -> None:
+    accelerator = accelerator_with()
+    accelerator.gradient_accumulation_steps = 2
+    model = _model()
+    with pytest.raises(ValueError, match="gradient_accumulation_steps=2"):
+        accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+
+
+def test_ddp_is_refused(accelerator_with: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    accelerator = accelerator_with()
+    monkeypatch.setattr(type(accelerator), "multi_device", True)
+    model = _model()
+    with pytest.raises(ValueError, match="DistributedDataParallel averages gradients"):
+        accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    assert model[0].weight.dtype == torch.float32
+
+
+def test_clipping_is_refused_and_measuring_is_not(accelerator_with: Callable) -> None:
+    accelerator = accelerator_with()
+    parameters = list(_model().parameters())
+    with pytest.raises(ValueError, match=r"clip_grad_norm_ finds no gradients.*max_grad_norm=0"):
+        accelerator.clip_grad_norm_(parameters, 1.0)
+    with pytest.raises(ValueError, match="clip_grad_value_ finds no gradients"):
+        accelerator.clip_grad_value_(parameters, clip_value=1.0)
+    assert accelerator.clip_grad_norm_(parameters, float("inf")) == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "refusal"),
+    [
+        ({}, r"max_grad_norm=1.0 clips.*set max_grad_norm=0"),
+        ({"gradient_accumulation_steps": 2, "max_grad_norm": 0.0}, "gradient_accumulation_steps=2"),
+        ({"max_grad_norm": 0.0}, None),
+    ],
+    ids=["clipping", "accumulation", "runs"],
+)
+def test_trainer(
+    accelerate: Any,
+    tiny_model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    options: dict[str, Any],
+    refusal: str | None,
+) -> None:
+    from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")
+    monkeypatch.setenv("TORCH_FP8_CONFIG", RELEASE.to_json())
+    rows = [{"input_ids": torch.arange(8), "labels": torch.arange(8)}] * 8
+    arguments = TrainingArguments(
+        str(tmp_path), max_steps=2, report_to="none", use_cpu=True, disable_tqdm=True, **options
+    )
+    model = AutoModelForCausalLM.from_pretrained(tiny_model)
+    trainer = Trainer(model, arguments, train_dataset=rows)
+    if refusal is None:
+        trainer.train()
+        assert isinstance(trainer.optimizer.optimizer, Float8Optimizer)
+        return
+    with pytest.raises(ValueError, match=refusal):
+        trainer.train()
