@@ -53,6 +53,7 @@ class Float8Optimizer(Optimizer):
     Attributes:
         fp8_config: what it was converted with.
         fp8_gradients: places, among all parameters, of those with 8-bit gradients.
+        fp8_why_bf16_gradients: why at level O3 there are none of these; None where there are.
         fp8_hooks_restored: gradient hooks that were lost and put back so far.
         fp8_released: places of the parameters that were stepped in backward, since ``step``.
         fp8_exchange: what averages 8-bit gradients over ranks (`torch_fp8.ddp`); None without.
@@ -60,6 +61,7 @@ class Float8Optimizer(Optimizer):
 
     fp8_config: FP8Config
     fp8_gradients: frozenset[int]
+    fp8_why_bf16_gradients: str | None
     fp8_hooks_restored: int
     fp8_released: set[int]
     fp8_exchange: Any = None
@@ -133,6 +135,7 @@ class Float8Optimizer(Optimizer):
         self.__dict__.setdefault("_fp8_residuals", {})
         self.__dict__.setdefault("_fp8_dtypes", {})
         self.__dict__.setdefault("fp8_gradients", frozenset())
+        self.__dict__.setdefault("fp8_why_bf16_gradients", None)
         self.__dict__.setdefault("fp8_hooks_restored", 0)
         self.__dict__.setdefault("fp8_released", set())
         # GradScaler shall unscale and check the gradients itself, not leave it to a fused step;
@@ -265,6 +268,7 @@ class Float8Optimizer(Optimizer):
         ours = (
             "fp8_config",
             "fp8_gradients",
+            "fp8_why_bf16_gradients",
             "fp8_hooks_restored",
             "fp8_released",
             "_fp8_base",

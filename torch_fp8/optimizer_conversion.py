@@ -134,35 +134,35 @@ def convert_optimizer(
         num_split=num_split,
         num_float32=len(float32),
         why_float32=why,
-        why_bf16_gradients=_convert_gradients(optimizer, model),
         num_cached=_cache_weights(optimizer, model),
     )
+    _convert_gradients(optimizer, model)
     return gradients_report(optimizer, report)
 
 
 def gradients_report(optimizer: Optimizer, report: OptimizerReport) -> OptimizerReport:
-    """`report` with the number of gradients that have 8 bits now."""
+    """`report` with the number of gradients that have 8 bits now, which wrapping can change."""
     if not isinstance(optimizer, Float8Optimizer):
         return report
     parameters = optimizer.indexed_parameters()
     count = sum(optimizer.has_fp8_gradient(parameter) for _, _, parameter in parameters)
-    return replace(report, num_fp8_gradients=count)
+    why = optimizer.fp8_why_bf16_gradients
+    return replace(report, num_fp8_gradients=count, why_bf16_gradients=why)
 
 
-def _convert_gradients(optimizer: Float8Optimizer, model: nn.Module | None) -> str | None:
-    """Put hooks on what shall have 8-bit gradients or be released; why no gradient has 8 bits."""
-    optimizer.fp8_gradients, why = frozenset(), None
+def _convert_gradients(optimizer: Float8Optimizer, model: nn.Module | None) -> None:
+    """Put hooks on what shall have 8-bit gradients or be released, and only there."""
+    optimizer.fp8_gradients, optimizer.fp8_why_bf16_gradients = frozenset(), None
     if optimizer.fp8_config.opt_level == "O3":
         assert model is not None
         if isinstance(model, DistributedDataParallel):
-            why = _WRAPPED
+            optimizer.fp8_why_bf16_gradients = _WRAPPED
         else:
             layers = (m for m in model.modules() if isinstance(m, Float8Linear))
             weights = {layer.weight for layer in layers if is_large(layer.weight)}
             parameters = optimizer.indexed_parameters()
             optimizer.fp8_gradients = frozenset(i for i, _, p in parameters if p in weights)
     attach_hooks(optimizer)
-    return why
 
 
 @torch.no_grad()

@@ -1,0 +1,205 @@
+"""DistributedDataParallel around a model whose optimizer is converted: what to do before and after.
+
+::
+
+    convert_to_float8(model, config)
+    convert_optimizer(optimizer, config, model=model)
+    ddp = DistributedDataParallel(model, **ddp_options(model, [optimizer]))
+    connect(ddp, [optimizer])
+
+At all levels gradients live in DDP's buckets (``gradient_as_bucket_view``), where they would exist
+twice. At O3 the weights with 8-bit gradients are kept from DDP, and averaged by
+`torch_fp8.gradient_exchange`. Residuals are rank 0's on every rank, as weights are.
+"""
+
+import hashlib
+import warnings
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from torch_fp8.gradient_exchange import ForwardHook, GradientExchange
+from torch_fp8.gradient_hooks import attach_hooks
+from torch_fp8.optimizer import Float8Optimizer
+from torch_fp8.optimizer_state import zero_residual
+
+_NAMES = "_fp8_kept_from_ddp"
+_IGNORED = "_ddp_params_and_buffers_to_ignore"
+
+
+def ddp_options(
+    module: nn.Module,
+    optimizers: Iterable[Optimizer],
+    options: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Prepare a module for DistributedDataParallel, and the keyword arguments to wrap it with.
+
+    At level O3 its weights with 8-bit gradients go on DDP's ignore list (until `connect`) and are
+    broadcast from rank 0, unless ``init_sync=False``; so are all residuals. With
+    ``find_unused_parameters`` or ``static_graph``, which need DDP's own bookkeeping, gradients stay
+    BF16; a warning and the optimizer's report say so.
+
+    Args:
+        module: on its device, not wrapped.
+        optimizers: that train it, after `convert_optimizer`.
+        options: the user's keyword arguments.
+    Returns:
+        The user's arguments, and ``gradient_as_bucket_view=True`` where they do not name it.
+    Raises:
+        ValueError: gradient release; ranks that have converted different weights.
+    """
+    made = {"gradient_as_bucket_view": True, **(options or {})}
+    ours = [o for o in optimizers if isinstance(o, Float8Optimizer)]
+    if any(o.fp8_config.gradient_release for o in ours):
+        raise ValueError(
+            "FP8Config(gradient_release=True) steps on gradients before DistributedDataParallel "
+            "has averaged them; set gradient_release=False, or run on one device"
+        )
+    asked = [name for name in ("find_unused_parameters", "static_graph") if made.get(name)]
+    if asked and any(o.fp8_gradients for o in ours):
+        reason = f"DistributedDataParallel({asked[0]}=True) needs plain ones"
+        warnings.warn(f"gradients stay in BF16, as at level O2: {reason}", stacklevel=2)
+        for optimizer in ours:
+            _keep_plain(optimizer, optimizer.fp8_gradients, reason)
+    _leave_one(module, ours)
+    _ignore(module, [p for p in module.parameters() if any(o.has_fp8_gradient(p) for o in ours)])
+    if dist.is_available() and dist.is_initialized() and made.get("init_sync", True):
+        _synchronize(module, ours, _process_group(made))
+    return made
+
+
+def connect(ddp: nn.Module, optimizers: Iterable[Optimizer]) -> None:
+    """Have the 8-bit gradients that `ddp_options` kept from DDP averaged, from the next forward on.
+
+    Args:
+        ddp: the DistributedDataParallel, or what torch.compile made of it.
+        optimizers: as given to `ddp_options`.
+    """
+    ddp = getattr(ddp, "_orig_mod", ddp)
+    assert isinstance(ddp, DistributedDataParallel)
+    kept = _unignore(ddp.module)
+    exchange = None
+    if kept and dist.get_world_size(ddp.process_group) > 1:
+        ranks = dist.get_process_group_ranks(ddp.process_group)
+        group = dist.new_group(ranks, use_local_synchronization=True)
+        exchange = GradientExchange(kept, group)
+        ddp.register_forward_hook(ForwardHook(exchange))
+        ddp.join_hook = _refuse_join
+    for optimizer in optimizers:
+        if isinstance(optimizer, Float8Optimizer):
+            optimizer.fp8_exchange = exchange
+
+
+def _refuse_join(**kwargs: Any) -> None:
+    raise ValueError(
+        "join (uneven inputs) of DistributedDataParallel does not know the 8-bit gradients of "
+        "opt_level='O3', which are averaged beside it; use opt_level='O2', or even inputs"
+    )
+
+
+def _keep_plain(optimizer: Float8Optimizer, places: Iterable[int], reason: str | None) -> None:
+    optimizer.fp8_gradients -= set(places)
+    optimizer.fp8_why_bf16_gradients = reason
+    attach_hooks(optimizer)
+
+
+def _leave_one(module: nn.Module, optimizers: list[Float8Optimizer]) -> None:
+    """DDP refuses to wrap a module of which it is to ignore everything: leave it the smallest."""
+    trained = [p for p in module.parameters() if p.requires_grad]
+    places = {p: (o, i) for o in optimizers for i, _, p in o.indexed_parameters()}
+    eight_bit = [p for p in trained if p in places and places[p][0].has_fp8_gradient(p)]
+    if trained and len(eight_bit) == len(trained):
+        optimizer, index = places[min(trained, key=Tensor.numel)]
+        _keep_plain(optimizer, [index], None)
+
+
+def _ignore(module: nn.Module, parameters: list[Tensor]) -> None:
+    """Put parameters on DDP's ignore list, beside what is there."""
+    _unignore(module)
+    ignored = module.__dict__.get(_IGNORED, [])
+    wanted = set(parameters)
+    names = {}
+    for owner_name, owner in module.named_modules(remove_duplicate=False):
+        for name, parameter in owner.named_parameters(recurse=False):
+            # DDP asks for both spellings of a parameter of the module itself.
+            spellings = {f"{owner_name}.{name}", f"{owner_name}.{name}".removeprefix(".")}
+            if parameter in wanted and not spellings & set(ignored):
+                names.update(dict.fromkeys(spellings, parameter))
+    if names:
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
+            module, [*ignored, *names]
+        )
+        module.__dict__[_NAMES] = names
+
+
+def _unignore(module: nn.Module) -> list[Tensor]:
+    """Undo `_ignore`, of which a DDP that exists has its own copy; the parameters, each once.
+
+    Another wrapping of the module, without us, would else leave them out for good.
+    """
+    names: dict[str, Tensor] = module.__dict__.pop(_NAMES, {})
+    parameters = list(dict.fromkeys(names.values()))
+    for parameter in parameters:
+        parameter.__dict__.pop("_ddp_ignored", None)
+    if names:
+        left = [name for name in module.__dict__[_IGNORED] if name not in names]
+        module.__dict__[_IGNORED] = left
+        if not left:
+            del module.__dict__[_IGNORED]
+    return parameters
+
+
+def _process_group(options: Mapping[str, Any]) -> Any:
+    mesh = options.get("device_mesh")
+    group = options.get("process_group") if mesh is None else mesh.get_group(mesh_dim=0)
+    return group or dist.group.WORLD
+
+
+@torch.no_grad()
+def _synchronize(module: nn.Module, optimizers: list[Float8Optimizer], group: Any) -> None:
+    """Rank 0's weights, where DDP does not broadcast them, and rank 0's residuals on every rank."""
+    if dist.get_world_size(group) == 1:
+        return
+    ignored = set(module.__dict__.get(_NAMES, {}).values())
+    trained = {p for p in module.parameters() if p.requires_grad}
+    tensors: list[Tensor] = []
+    for optimizer in optimizers:
+        for _, _, parameter in optimizer.indexed_parameters():
+            if parameter not in trained or parameter.device.type == "meta":
+                continue
+            if parameter in ignored:
+                tensors.append(parameter.detach())
+            bits = optimizer.residual_bits(parameter)
+            if bits:
+                residual = optimizer.residual_of(parameter)
+                if residual is None:
+                    residual = zero_residual(parameter, bits)
+                residual = residual.to(parameter.device)
+                optimizer.set_residual(parameter, residual)
+                tensors.append(residual)
+    _check_equal(tensors, group, next(module.parameters()).device)
+    for tensor in tensors:
+        # As bytes: gloo has no int16.
+        data = tensor.contiguous().view(torch.uint8)
+        dist.broadcast(data, group=group, group_src=0)
+        if data.data_ptr() != tensor.data_ptr():
+            tensor.copy_(data.view(tensor.dtype).view(tensor.shape))
+
+
+def _check_equal(tensors: list[Tensor], group: Any, device: torch.device) -> None:
+    """Ranks that broadcast different things would wait for each other forever."""
+    shapes = [(tuple(t.shape), str(t.dtype)) for t in tensors]
+    digest = hashlib.sha256(repr(shapes).encode()).digest()[:7]
+    mine = torch.tensor([int.from_bytes(digest, "big")], device=device)
+    every = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(every, mine, group=group)
+    if len({int(t) for t in every}) > 1:
+        raise ValueError(
+            "ranks have converted different weights: each needs the same model, the same FP8Config "
+            "and the same parameter groups"
+        )
