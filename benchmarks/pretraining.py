@@ -1,0 +1,108 @@
+"""A Llama of half a million parameters from scratch, in BF16 or on a level of FP8.
+
+    python -m benchmarks.pretraining --level O2 --output runs/pretraining    # from the root
+
+3,000 steps of 512 tokens of the standard library at a learning rate of 3e-3, a loop of its own with
+`convert_to_float8` and `convert_optimizer`. `benchmarks.optimizer_loss --pretraining` compares the
+levels.
+"""
+
+import argparse
+import json
+import time
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import LlamaForCausalLM, get_cosine_schedule_with_warmup
+
+from examples import stdlib_corpus, tiny_llama
+from examples.code_tokenizer import END, train_tokenizer
+from examples.run_record import bytes_per_parameter
+from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8
+
+STEPS = 3000
+LEARNING_RATE, BATCH, LENGTH, EVAL_WINDOWS = 3e-3, 4, 128, 256
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--level", choices=["O1", "O2", "O3"], help="none: BF16")
+    parser.add_argument("--seed", type=int, default=0, help="of the weights and the data's order")
+    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--output", type=Path, required=True)
+    arguments = parser.parse_args()
+    result = pretrain(arguments.level, arguments.seed, arguments.steps)
+    arguments.output.mkdir(parents=True, exist_ok=True)
+    (arguments.output / "result.json").write_text(json.dumps(result, indent=2))
+
+
+def pretrain(level: str | None, seed: int, steps: int) -> dict:
+    """Train from scratch and return losses, bytes per parameter and seconds."""
+    started = time.perf_counter()
+    tokens, held_out, vocab_size = corpus()
+    torch.manual_seed(seed)
+    model = tiny_llama.build(vocab_size, 128, 2, pad_token_id=0, eos_token_id=1)
+    config = None
+    if level is not None:
+        config = FP8Config(opt_level=level)
+        convert_to_float8(model, config)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95))
+    if config is not None:
+        convert_optimizer(optimizer, config, model=model)
+    schedule = get_cosine_schedule_with_warmup(optimizer, steps // 20, steps)
+    generator = torch.Generator().manual_seed(seed)
+    losses: list[float] = []
+    for _ in range(steps):
+        loss = loss_of(model, windows(tokens, BATCH, generator))
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        if not losses:
+            memory = bytes_per_parameter(model, optimizer)
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    last = losses[-max(1, steps // 10) :]
+    return {
+        "steps": steps,
+        "bytes_per_parameter": memory,
+        "final_train_loss": sum(last) / len(last),
+        "final_eval_loss": evaluate(model, held_out),
+        "seconds": time.perf_counter() - started,
+    }
+
+
+def corpus() -> tuple[Tensor, Tensor, int]:
+    """Tokens of a quarter of the standard library, of its held-out files, and the vocabulary."""
+    files = stdlib_corpus.source_files(one_in=4)
+    texts: dict[bool, list[str]] = {False: [], True: []}
+    for path in files:
+        texts[stdlib_corpus.is_held_out(path)].append(path.read_text(encoding="utf-8"))
+    tokenizer = train_tokenizer(texts[False], 1024)
+    streams = [
+        torch.tensor([i for ids in tokenizer([t + END for t in part])["input_ids"] for i in ids])
+        for part in texts.values()
+    ]
+    return streams[0], streams[1], len(tokenizer)
+
+
+def windows(tokens: Tensor, count: int, generator: torch.Generator) -> Tensor:
+    starts = torch.randint(len(tokens) - LENGTH, (count,), generator=generator)
+    return tokens[starts[:, None] + torch.arange(LENGTH)]
+
+
+def loss_of(model: LlamaForCausalLM, tokens: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return model(input_ids=tokens, labels=tokens, use_cache=False).loss
+
+
+@torch.no_grad()
+def evaluate(model: LlamaForCausalLM, held_out: Tensor) -> float:
+    """Mean loss of the same windows of the held-out files every time."""
+    chosen = windows(held_out, EVAL_WINDOWS, torch.Generator().manual_seed(0))
+    return sum(float(loss_of(model, part)) for part in chosen.split(16)) / (EVAL_WINDOWS // 16)
+
+
+if __name__ == "__main__":
+    main()

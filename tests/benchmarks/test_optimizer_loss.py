@@ -1,0 +1,96 @@
+"""The benchmark of levels keeps finished rows and compares to BF16 of the same seed."""
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import optimizer_loss as bench
+from benchmarks import pretraining
+
+
+@pytest.fixture
+def runs(monkeypatch):
+    """Stands for the scripts: notes (script, level, seed) and ends with a loss made of them."""
+    started = []
+
+    def run(command, env=None, **_):
+        if command[0] == "git":
+            return subprocess.CompletedProcess(command, 0, stdout="abc1234\n")
+        script = command[1] if command[1] != "-m" else command[2]
+        if script == "benchmarks.pretraining":
+            level = command[command.index("--level") + 1] if "--level" in command else "bf16-mixed"
+        else:
+            level = json.loads(env.get("TORCH_FP8_CONFIG", '{"opt_level": "bf16-mixed"}'))
+            level = level["opt_level"]
+            precision = command[command.index("--precision") + 1]
+            assert (precision == "bf16-mixed") == (level == "bf16-mixed")
+        seed = int(command[command.index("--seed") + 1])
+        started.append((script, level, seed))
+        loss = 4.0 + seed + 0.04 * (level != "bf16-mixed")
+        result = {"final_train_loss": 3.0, "final_eval_loss": loss, "seconds": 1.0}
+        result |= {"steps": 80, "bytes_per_parameter": 7.0612}
+        (Path(command[command.index("--output") + 1]) / "result.json").write_text(
+            json.dumps(result)
+        )
+        return subprocess.CompletedProcess(command, 0, stdout="")
+
+    monkeypatch.setattr(bench.subprocess, "run", run)
+    return started
+
+
+def _start(monkeypatch, path, *arguments):
+    monkeypatch.setattr("sys.argv", ["optimizer_loss", "--csv", str(path), *arguments])
+    bench.main()
+
+
+@pytest.mark.parametrize("long", [False, True], ids=["fine-tuning", "pretraining"])
+def test_every_level_is_compared_to_bf16_of_its_seed(runs, monkeypatch, tmp_path, capsys, long):
+    path = tmp_path / "results" / "levels.csv"
+    monkeypatch.setenv("TORCH_FP8_CONFIG", '{"opt_level": "O2"}')  # of the user, not of a run
+    _start(monkeypatch, path, "--seeds", "0", "1", *(["--pretraining"] if long else []))
+    rows = bench.read_rows(path)
+    run = "pretraining" if long else "fine-tuning"
+    levels = "bf16-mixed", "O1", "O2", "O3"
+    assert set(rows) == {(run, level, seed) for level in levels for seed in (0, 1)}
+    row = rows[run, "O3", 1]
+    assert float(row["bf16_eval_loss"]) == 5.0
+    assert float(row["rel_diff"]) == pytest.approx(0.04 / 5.0)
+    assert row["bytes_per_parameter"] == "7.06"
+    assert "O3" in row["command"]
+    assert row["command"].endswith("--seed 1")
+    assert "+0.900%" in capsys.readouterr().out  # the mean of 1 % and 0.8 %
+
+
+def test_finished_rows_are_not_run_again(runs, monkeypatch, tmp_path):
+    path = tmp_path / "levels.csv"
+    _start(monkeypatch, path, "--seeds", "0", "--levels", "O2")
+    _start(monkeypatch, path, "--seeds", "0", "--levels", "O2", "O3")
+    _start(monkeypatch, path, "--seeds", "0", "--levels", "O2", "--pretraining")
+    script, long = "examples/sft_lightning.py", "benchmarks.pretraining"
+    fine_tuning = [(script, level, 0) for level in ("bf16-mixed", "O2", "O3")]
+    assert runs == [*fine_tuning, (long, "bf16-mixed", 0), (long, "O2", 0)]
+
+
+def test_a_failed_run_says_why_and_leaves_no_row(monkeypatch, tmp_path):
+    failed = subprocess.CompletedProcess([], 1, stdout="the reason")
+    monkeypatch.setattr(bench.subprocess, "run", lambda *_, **__: failed)
+    path = tmp_path / "levels.csv"
+    with pytest.raises(RuntimeError, match="the reason"):
+        _start(monkeypatch, path, "--seeds", "0")
+    assert not path.exists()
+
+
+@pytest.mark.parametrize("level", [None, "O1", "O2", "O3"])
+def test_the_pretraining_learns_on_every_level(monkeypatch, level):
+    """On a stream that repeats itself; bytes per parameter tell that the level was applied."""
+    stream = torch.arange(64).repeat(40)
+    monkeypatch.setattr(pretraining, "corpus", lambda: (stream, stream, 64))
+    monkeypatch.setattr(pretraining, "LENGTH", 32)
+    monkeypatch.setattr(pretraining, "EVAL_WINDOWS", 16)
+    result = pretraining.pretrain(level, seed=0, steps=12)
+    assert result["final_eval_loss"] < 3.5  # chance: 4.16
+    expected = {None: 16.0, "O1": 16.0, "O2": 7.07, "O3": 6.12}[level]
+    assert result["bytes_per_parameter"] == pytest.approx(expected, abs=0.05)
