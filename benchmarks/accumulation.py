@@ -78,7 +78,8 @@ def antithetic_bits(index: Tensor, seed: int, accumulated: int) -> Tensor:
     What the first of a pair rounded up the second tends to round down. Of independent gradients
     that leaves the noise of rounding to nearest, half the variance of independent bits.
     """
-    bits = random_words(index, stream_keys(seed, accumulated // 2)) & 0xFFFF
+    rank = 0
+    bits = random_words(index, stream_keys(seed, rank, accumulated // 2)) & 0xFFFF
     if accumulated % 2:
         bits = bits ^ 0xFFFF
     return bits << 3 | 4

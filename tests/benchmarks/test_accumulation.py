@@ -3,8 +3,16 @@
 import csv
 
 import pytest
+import torch
 
 from benchmarks import accumulation as bench
+from torch_fp8.gradient_parts import (
+    Rounding,
+    accumulate_gradient,
+    decode_gradient,
+    empty_parts,
+    encode_gradient,
+)
 
 
 def _recorded():
@@ -41,3 +49,14 @@ def test_the_recorded_figures_are_those_of_this_code(input_name):
         was = recorded[bench.PRODUCT, input_name, row["micro_batches"]]
         assert row["error"] == pytest.approx(float(was["error"]), rel=0.04)
         assert abs(row["projection"]) <= 0.005
+
+
+def test_the_measured_sum_is_the_packages():
+    """Bit for bit, though written twice."""
+    gradients = bench.independent(9).bfloat16()
+    rounding, parts = Rounding(lambda: (5,)), empty_parts(*bench.SHAPE, torch.device("cpu"))
+    expected = bench.accumulate(gradients.float(), bench.METHODS[bench.PRODUCT], seed=5)
+    for accumulated, (gradient, total) in enumerate(zip(gradients, expected, strict=True)):
+        add = accumulate_gradient if accumulated else encode_gradient
+        add(parts, gradient, *rounding.next())
+        assert torch.equal(decode_gradient(parts, torch.float32), total)
