@@ -80,10 +80,19 @@ class WeightMatrix(NamedTuple):
     row_length: int
 
 
-def adamw_step_reference(matrix: WeightMatrix, scalars: StepScalars) -> None:
-    """The step above, part by part, in plain torch; the twin of `kernels.adamw`."""
+def adamw_step_reference(
+    matrix: WeightMatrix, scalars: StepScalars, lr_multiplier: Tensor | None = None
+) -> None:
+    """The step above, part by part, in plain torch; the twin of `kernels.adamw`.
+
+    Args:
+        matrix: updated in place.
+        scalars: of this step.
+        lr_multiplier: () float32, a factor of the learning rate, in ``step_size`` and ``decay``:
+            what update clipping, say, computes on the device.
+    """
     for part in _parts(matrix):
-        _step_part(part, scalars)
+        _step_part(part, scalars, lr_multiplier)
 
 
 def update_rms_reference(matrix: WeightMatrix, scalars: StepScalars) -> Tensor:
@@ -102,15 +111,23 @@ def update_rms_reference(matrix: WeightMatrix, scalars: StepScalars) -> Tensor:
     return (total / max(matrix.weight.numel(), 1)).sqrt()
 
 
-def _step_part(part: WeightMatrix, scalars: StepScalars) -> None:
+def _step_part(part: WeightMatrix, scalars: StepScalars, lr_multiplier: Tensor | None) -> None:
+    decay: float | Tensor = scalars.decay
+    step_size: float | Tensor = scalars.step_size
+    if lr_multiplier is not None:
+        decay = torch.full_like(lr_multiplier, scalars.decay)
+        decay = decay + (1 - decay) * (1 - lr_multiplier)
+        step_size = lr_multiplier * scalars.step_size
     weight = _joined(part)
     grad = _gradient(part, weight, scalars)
-    weight = weight * scalars.decay
+    weight = weight * decay
     exp_avg = decode(part.exp_avg, MOMENT1)
     exp_avg = exp_avg + (grad - exp_avg) * scalars.beta1_complement
     exp_avg_sq = _second_moment(part, grad, scalars)
-    denominator = exp_avg_sq.sqrt() * scalars.inv_sqrt_correction + scalars.eps
-    weight = weight - (exp_avg / denominator) * scalars.step_size
+    # Of float32, torch's root on the CPU is wrong in the last bit of every fifth element.
+    root = exp_avg_sq.double().sqrt().float()
+    denominator = root * scalars.inv_sqrt_correction + scalars.eps
+    weight = weight - (exp_avg / denominator) * step_size
 
     rows, cols = weight.shape
     index = element_index(rows, cols, part.row, part.col, part.row_length, weight.device)

@@ -91,7 +91,8 @@ def convert_optimizer(
             weights that it wrapped, float32 weights stay float32; as DTensors do, which are sharded
             already.
     Raises:
-        ValueError: ``amsgrad``, ``capturable`` or ``differentiable``; no `model` where the
+        ValueError: ``amsgrad``, ``capturable`` or ``differentiable``; update clipping of sharded
+            weights; no `model` where the
             configuration needs one.
     """
     config = config or FP8Config.from_env() or FP8Config()
@@ -101,7 +102,7 @@ def convert_optimizer(
     reason = _reason_to_leave(optimizer)
     if reason is not None:
         return OptimizerReport(name, False, reason)
-    _refuse_options(optimizer, name)
+    _refuse_options(optimizer, name, config)
     if config.opt_level == "O3" and model is None:
         raise ValueError(
             "opt_level='O3' makes the gradients of FP8 layers 8 bits wide: pass the model that has "
@@ -301,7 +302,13 @@ def _reason_to_leave(optimizer: Optimizer) -> str | None:
     return None if inherited else f"{cls.__name__} has a step of its own"
 
 
-def _refuse_options(optimizer: Optimizer, name: str) -> None:
+def _refuse_options(optimizer: Optimizer, name: str, config: FP8Config) -> None:
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    if config.update_clipping and any(isinstance(p, DTensor) for p in parameters):
+        raise ValueError(
+            "FP8Config(update_clipping=True) takes the RMS of whole weights, but those of "
+            f"{name} are sharded; leave it out"
+        )
     for i, group in enumerate(optimizer.param_groups):
         for option in _REFUSED_OPTIONS:
             if group.get(option):

@@ -1,5 +1,6 @@
 """Steps on a parameter's state: `torch_fp8.adamw` for large weights, torch's Adam for the rest."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -44,14 +45,40 @@ def step_large(entries: list[Entry], config: FP8Config) -> None:
         matrix = _matrix(parameter, state, weight if in_place else weight.contiguous(), config)
         scalars = _scalars(group, float(state["step"]), (config.seed, index))
         prepared.append((matrix, scalars, state, None if in_place else weight))
-    for matrix, scalars, state, write_back in prepared:
-        if config.update_clipping:
-            rms = update_rms_reference(matrix, scalars)
-            state["update_rms"] = rms
-            scalars = _clipped(scalars, float(rms))
-        adamw_step_reference(matrix, scalars)
+    for device in dict.fromkeys(matrix.weight.device for matrix, *_ in prepared):
+        _step_on(device, [p for p in prepared if p[0].weight.device == device], config)
+    for matrix, _, _, write_back in prepared:
         if write_back is not None:
             write_back.copy_(matrix.weight.view(write_back.shape))
+
+
+def _step_on(device: torch.device, prepared: list[Any], config: FP8Config) -> None:
+    entries = [(matrix, scalars) for matrix, scalars, _, _ in prepared]
+    multipliers: list[Tensor | None] = [None] * len(entries)
+    if config.update_clipping:
+        # StableAdamW: lr / max(1, RMS), for the update and the decoupled decay.
+        for i, rms in enumerate(_update_rms(device, entries)):
+            prepared[i][2]["update_rms"] = rms
+            multipliers[i] = 1 / rms.clamp(min=1)
+    if device.type == "cuda":
+        from torch_fp8.kernels.adamw import adamw_step
+
+        adamw_step(entries, multipliers)
+        # Kernels write past torch: whoever looks at versions shall see it.
+        torch.autograd.graph.increment_version([matrix.weight for matrix, _ in entries])
+        return
+    for (matrix, scalars), multiplier in zip(entries, multipliers, strict=True):
+        adamw_step_reference(matrix, scalars, multiplier)
+
+
+def _update_rms(
+    device: torch.device, entries: list[tuple[WeightMatrix, StepScalars]]
+) -> Iterable[Tensor]:
+    if device.type == "cuda":
+        from torch_fp8.kernels.adamw import update_rms
+
+        return update_rms(entries).unbind()
+    return [update_rms_reference(*entry) for entry in entries]
 
 
 def step_small(group: dict[str, Any], entries: list[tuple[Tensor, State]]) -> None:
@@ -179,12 +206,4 @@ def _scalars(group: dict[str, Any], step: float, key: tuple[int, int]) -> StepSc
         weight_decay=0.0 if decoupled else weight_decay,
         maximize=bool(group["maximize"]),
         keys=stream_keys(seed, int(step), index),
-    )
-
-
-def _clipped(scalars: StepScalars, rms: float) -> StepScalars:
-    """StableAdamW: lr / max(1, RMS), for the update and the decoupled decay."""
-    factor = 1 / max(1.0, rms)
-    return scalars._replace(
-        step_size=scalars.step_size * factor, decay=1 - (1 - scalars.decay) * factor
     )

@@ -335,3 +335,10 @@ def test_clipping_limits_an_update_that_its_second_moment_underestimates():
     assert rms == pytest.approx((1 - 0.99**31) ** 0.5 / 0.01**0.5, rel=0.02)
     assert moved[True] == pytest.approx(moved[False] / rms, rel=0.05)
     assert "update_rms" not in optimizer.state_dict()["state"][0]
+
+
+def test_clipping_of_sharded_weights_is_refused(monkeypatch):
+    sharded = nn.Parameter(torch.zeros(64, 64))
+    monkeypatch.setattr("torch_fp8.optimizer_conversion.DTensor", nn.Parameter)
+    with pytest.raises(ValueError, match=r"update_clipping=True\) takes the RMS of whole weights"):
+        convert_optimizer(torch.optim.AdamW([sharded]), FP8Config(update_clipping=True))
