@@ -22,6 +22,7 @@ from accelerate_fp8.backend import (
     repair_backend_variable,
     requested_precision,
 )
+from accelerate_fp8.ddp import connect_engine, engine_options, wraps_in_ddp
 from accelerate_fp8.flags import CONFIG_VARIABLE, resolve_config
 from accelerate_fp8.handler import FP8Kwargs
 from accelerate_fp8.history import load_history, save_history
@@ -103,9 +104,18 @@ def prepare_model(
     with preparation.collected(self):
         device = _device_to_be(self, model, device_placement)
         preparation.convert(model, device, evaluation_mode)
+        optimizers = preparation.optimizers
         if self.distributed_type != DistributedType.FSDP:
-            preparation.optimizers.convert(self, [model])
-        return original(self, model, device_placement, evaluation_mode)
+            optimizers.convert(self, [model])
+        prepared = getattr(model, "_is_accelerate_prepared", False)
+        if evaluation_mode or prepared or not optimizers.enabled or not wraps_in_ddp(self):
+            return original(self, model, device_placement, evaluation_mode)
+        if device is not None:
+            model = model.to(device)
+        with engine_options(self, model, optimizers):
+            wrapped: nn.Module = original(self, model, device_placement, evaluation_mode)
+        connect_engine(self, model, wrapped, optimizers)
+        return wrapped
 
 
 def prepare_optimizer(

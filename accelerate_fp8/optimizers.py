@@ -6,7 +6,7 @@ under its autocast may become BF16, and only before DistributedDataParallel wrap
 
 from collections.abc import Iterable
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -16,6 +16,7 @@ from accelerate_fp8.release import refuse_accelerator
 from torch_fp8 import FP8Config, OptimizerReport, convert_optimizer, restore_weights
 from torch_fp8.memory import expected_bytes_per_param
 from torch_fp8.optimizer import Float8Optimizer
+from torch_fp8.optimizer_conversion import gradients_report
 from torch_fp8.optimizer_state import is_large
 
 
@@ -26,6 +27,17 @@ class PreparedOptimizers:
         self._config = config
         self._reports: WeakKeyDictionary[Optimizer, OptimizerReport] = WeakKeyDictionary()
         self._unannounced: list[Optimizer] = []
+        # Model to its DistributedDataParallel, which Accelerate does not keep.
+        self._wrapped: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
+
+    @property
+    def enabled(self) -> bool:
+        """Whether the level has to do with optimizers at all."""
+        return self._config.opt_level != "O1"
+
+    def set_wrapped(self, model: nn.Module, ddp: DistributedDataParallel) -> None:
+        """Remember that DDP has made its buckets: an optimizer that comes later finds them."""
+        self._wrapped[model] = ref(ddp)
 
     def convert(
         self, accelerator: Any, models: Iterable[nn.Module] = (), optimizers: Iterable[Any] = ()
@@ -40,9 +52,9 @@ class PreparedOptimizers:
             ValueError: an optimizer with an option that 8-bit states do not have; gradient release
                 where it cannot be.
         """
-        if self._config.opt_level == "O1":
+        if not self.enabled:
             return
-        known = [*models, *accelerator._models]
+        known = [self._as_wrapped(model) for model in [*models, *accelerator._models]]
         for optimizer in dict.fromkeys(map(bare, [*optimizers, *accelerator._optimizers])):
             if optimizer in self._reports:
                 continue
@@ -58,11 +70,11 @@ class PreparedOptimizers:
         reports = []
         for optimizer in self.that_train(accelerator, model):
             report = self._reports.get(optimizer)
-            if report is None and self._config.opt_level != "O1":
+            if report is None and self.enabled:
                 why = "some of its weights are of no model that was prepared"
                 report = OptimizerReport(type(optimizer).__name__, False, why)
             if report is not None:
-                reports.append(report)
+                reports.append(gradients_report(optimizer, report))
             self._unannounced = [o for o in self._unannounced if o is not optimizer]
         return reports
 
@@ -71,17 +83,17 @@ class PreparedOptimizers:
         waiting, self._unannounced = self._unannounced, []
         lines = []
         for optimizer in waiting:
-            lines.append(str(self._reports[optimizer]))
+            lines.append(str(gradients_report(optimizer, self._reports[optimizer])))
             for model in map(_without_compilation, accelerator._models):
                 if not set(_parameters(optimizer)).isdisjoint(model.parameters()):
                     lines[-1] += f"\n  memory    {expected_bytes_per_param(model, [optimizer])}"
         return lines
 
     def that_train(self, accelerator: Any, model: nn.Module) -> list[Optimizer]:
-        """The user's own optimizers, of those prepared, that hold a parameter of `model`."""
+        """The user's own optimizers that hold a parameter of `model`, also those just converted."""
         parameters = set(model.parameters())
-        optimizers = map(bare, accelerator._optimizers)
-        return [o for o in optimizers if not parameters.isdisjoint(_parameters(o))]
+        prepared = dict.fromkeys([*map(bare, accelerator._optimizers), *self._unannounced])
+        return [o for o in prepared if not parameters.isdisjoint(_parameters(o))]
 
     def is_converted(self, optimizer: Any) -> bool:
         """Whether a prepared optimizer, or the user's own, has 8-bit states."""
@@ -90,6 +102,12 @@ class PreparedOptimizers:
     def restore(self, accelerator: Any, model: nn.Module) -> int:
         """Give the weights of `model` the dtype back that they had; returns their number."""
         return sum(restore_weights(o) for o in self.that_train(accelerator, model))
+
+    def _as_wrapped(self, model: nn.Module) -> nn.Module:
+        """The DistributedDataParallel of a model, if it has one; nothing of compilation."""
+        model = _without_compilation(model)
+        ddp = self._wrapped.get(model)
+        return model if ddp is None else ddp() or model
 
 
 def bare(optimizer: Any) -> Any:
@@ -105,7 +123,7 @@ def _trained_by(optimizer: Optimizer, known: list[nn.Module]) -> nn.Module | Non
     parameters = set(_parameters(optimizer))
     missing = {p for p in parameters if is_large(p) and p.requires_grad}
     trained: list[nn.Module] = []
-    for model in map(_without_compilation, known):
+    for model in known:
         held = parameters.intersection(model.parameters())
         if held and all(model is not other for other in trained):
             trained.append(model)

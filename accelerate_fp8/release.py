@@ -23,7 +23,7 @@ def refuse_accelerator(config: FP8Config, accelerator: Any) -> None:
             "gradients",
             "set gradient_accumulation_steps=1",
         )
-    if accelerator.multi_device and accelerator.distributed_type != DistributedType.FSDP:
+    if accelerator.num_processes > 1 and accelerator.distributed_type != DistributedType.FSDP:
         _refuse(
             "DistributedDataParallel averages gradients after backward has made them",
             "train in one process",

@@ -3,6 +3,8 @@
 import re
 from collections.abc import Callable
 
+import pytest
+
 FP8 = ("--mixed_precision", "fp8")
 DELAYED = {"TORCH_FP8_CONFIG": '{"recipe": "delayed"}'}
 
@@ -17,6 +19,34 @@ def test_ddp_runs_fp8_gemms_and_keeps_replicas_equal(run: Callable) -> None:
     assert len({value for _, value in weights}) == 1
     # The summary comes from rank zero only.
     assert re.findall(r"\[RANK (\d)\] FP8: 3 of 3 linear layers", done.stderr) == ["0"]
+
+
+def test_levels_under_ddp_keep_replicas_equal(run: Callable) -> None:
+    """Weights and residuals; ranks start from other weights, and accumulate over two backwards."""
+    modes = ("O1", "O2", "O3", "unused", "late")
+    done = run("replicas.py", *modes, launch=FP8, processes=2)
+    line = r"(\w+) rank (\d): (weight \S+ grad \S+ view \S+) loss (\S+) (sums \S+ \S+)"
+    lines = re.findall(line, done.stdout)
+    of = {mode: sorted(line[1:] for line in lines if line[0] == mode) for mode in modes}
+    for mode, ranks in of.items():
+        assert [rank for rank, *_ in ranks] == ["0", "1"], mode
+        assert ranks[0][1:] == ranks[1][1:], mode
+    formats = {mode: ranks[0][1] for mode, ranks in of.items()}
+    assert formats == {
+        "O1": "weight torch.float32 grad Tensor view False",
+        "O2": "weight torch.bfloat16 grad Tensor view True",
+        "O3": "weight torch.bfloat16 grad Float8Grad view True",
+        "unused": "weight torch.bfloat16 grad Tensor view True",
+        "late": "weight torch.float32 grad Tensor view True",
+    }
+    losses = {mode: float(ranks[0][2]) for mode, ranks in of.items()}
+    assert losses == pytest.approx(dict.fromkeys(modes, losses["O1"]), rel=0.01)
+    residuals = {mode: ranks[0][3].split()[-1] for mode, ranks in of.items()}
+    assert residuals["O1"] == residuals["late"] == "0"
+    assert "0" not in (residuals["O2"], residuals["O3"])
+    assert "2 gradients in 8 bits" in done.stderr
+    assert "no gradients in 8 bits: DistributedDataParallel(find_unused_parameters" in done.stderr
+    assert "2 weights stay float32: DistributedDataParallel has wrapped them" in done.stderr
 
 
 def test_fsdp2_converts_before_sharding_and_restores_histories(run: Callable) -> None:

@@ -62,7 +62,7 @@ def test_accumulation_chosen_later_is_refused(accelerator_with: Callable) -> Non
 
 def test_ddp_is_refused(accelerator_with: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     accelerator = accelerator_with()
-    monkeypatch.setattr(type(accelerator), "multi_device", True)
+    monkeypatch.setattr(type(accelerator), "num_processes", 2)
     model = _model()
     with pytest.raises(ValueError, match="DistributedDataParallel averages gradients"):
         accelerator.prepare(model, torch.optim.AdamW(model.parameters()))

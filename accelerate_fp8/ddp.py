@@ -1,0 +1,72 @@
+"""DistributedDataParallel as Accelerate builds it, with the engine's options."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from accelerate_fp8.optimizers import PreparedOptimizers
+from torch_fp8.ddp import connect, ddp_options
+
+
+class _Handler:
+    """Stands in for the user's DistributedDataParallelKwargs while a model is wrapped."""
+
+    def __init__(self, users: Any, options: dict[str, Any]) -> None:
+        self._users, self._options = users, options
+
+    def to_kwargs(self) -> dict[str, Any]:
+        return self._options
+
+    def register_comm_hook(self, model: nn.Module) -> None:
+        if self._users is not None:
+            self._users.register_comm_hook(model)
+
+
+def wraps_in_ddp(accelerator: Any) -> bool:
+    """Whether this Accelerator is going to wrap the models that it trains."""
+    return str(accelerator.distributed_type.value).startswith("MULTI_")
+
+
+@contextlib.contextmanager
+def engine_options(
+    accelerator: Any, model: nn.Module, optimizers: PreparedOptimizers
+) -> Iterator[None]:
+    """Within, Accelerate wraps `model` with `torch_fp8.ddp.ddp_options`.
+
+    Accelerate's handler does not tell ``gradient_as_bucket_view=False`` from no choice.
+
+    Args:
+        accelerator: that is about to wrap it.
+        model: on its device.
+        optimizers: that are known so far.
+    Raises:
+        ValueError: ranks that have converted different weights.
+    """
+    users = accelerator.ddp_handler
+    chosen = users.to_kwargs() if users is not None else {}
+    options = ddp_options(model, optimizers.that_train(accelerator, model), chosen)
+    accelerator.ddp_handler = _Handler(users, options)
+    try:
+        yield
+    finally:
+        accelerator.ddp_handler = users
+
+
+def connect_engine(
+    accelerator: Any, model: nn.Module, prepared: nn.Module, optimizers: PreparedOptimizers
+) -> None:
+    """Have 8-bit gradients exchanged, and remember that `model` is wrapped.
+
+    Args:
+        accelerator: that wrapped it.
+        model: bare.
+        prepared: what became of it.
+        optimizers: as for `engine_options`.
+    """
+    ddp = getattr(prepared, "_orig_mod", prepared)
+    if isinstance(ddp, DistributedDataParallel):
+        connect(ddp, optimizers.that_train(accelerator, model))
+        optimizers.set_wrapped(model, ddp)
