@@ -4,17 +4,21 @@ A Trainer makes the optimizers itself, after the model was set up, and connects 
 when it tears down, every weight has the dtype again that the user gave it.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_fp8.averaging import SplitWeights, average_whole_weights
 from lightning_fp8.precision import RELEASE, HostPrecision
 
 
 class TrainerPrecision(HostPrecision):
     """The part of the Trainer's plugins: a Trainer has one model at a time, and connects it."""
+
+    _undo_averaging: Callable[[], None] | None = None
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Convert `module`, the only one from now on."""
@@ -44,12 +48,28 @@ class TrainerPrecision(HostPrecision):
             with self._ddp_options(self._strategy, converted):
                 self._strategy.configure_ddp()
             model = self._strategy.model
+        if in_use and self.config.opt_level != "O1":
+            callbacks = self._strategy.lightning_module.trainer.callbacks
+            self._undo_averaging = average_whole_weights(callbacks, SplitWeights(in_use))
         self._announce(converted)
         return super().connect(model, optimizers, lr_schedulers)  # type: ignore[misc]
+
+    def clip_gradients(self, optimizer: Any, clip_val: float = 0.0, *args: Any, **kw: Any) -> None:
+        """As the host's.
+
+        Raises:
+            ValueError: gradient release.
+        """
+        if clip_val and self.config.gradient_release:
+            self.main_params(optimizer)
+        super().clip_gradients(optimizer, clip_val, *args, **kw)  # type: ignore[misc]
 
     def teardown(self) -> None:
         """Leave a stock model behind, its weights in the user's dtype."""
         self._let_ddp_go_on()
+        if self._undo_averaging is not None:
+            self._undo_averaging()
+            self._undo_averaging = None
         super().teardown()
 
     def autocast_context_manager(self) -> torch.autocast:
