@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_fp8.adamw import GradientParts
 from torch_fp8.gradient_parts import decode_rows, zero_gradient
 from torch_fp8.optimizer_state import row_parts
 
@@ -27,18 +26,12 @@ def _view_as_is(grad: Any, size: Any) -> Any:
     return grad.alias() if shape == tuple(grad.shape) else NotImplemented
 
 
-def _clone(grad: Any, *, memory_format: Any = None) -> Any:
-    return grad.with_parts(GradientParts(*(t.clone() for t in grad.parts())))
-
-
-def _to_copy(grad: Any, *, dtype: Any = None, device: Any = None, **options: Any) -> Any:
-    if dtype not in (None, grad.dtype):
-        dense = grad.dequantize(dtype) if dtype.is_floating_point else grad.dequantize().to(dtype)
-        return dense if device is None else dense.to(device)
-    device = device or grad.device
-    parts = (t.to(device, non_blocking=options.get("non_blocking", False)) for t in grad.parts())
-    same = torch.device(device) == grad.device
-    return _clone(grad) if same else grad.with_parts(GradientParts(*parts))
+def _to_copy(
+    grad: Any, *, dtype: Any = None, device: Any = None, non_blocking: bool = False, **_: Any
+) -> Any:
+    if dtype is None or not dtype.is_floating_point:
+        return NotImplemented
+    return grad.dequantize(dtype).to(device or grad.device, non_blocking=non_blocking)
 
 
 def _scale(function: str) -> Any:
@@ -118,7 +111,6 @@ HANDLERS = {
     _aten.alias.default: lambda grad: grad.alias(),
     _aten.view.default: _view_as_is,
     _aten._unsafe_view.default: _view_as_is,
-    _aten.clone.default: _clone,
     _aten._to_copy.default: _to_copy,
     _aten.mul_.Tensor: _scale("mul_"),
     _aten.mul_.Scalar: _scale("mul_"),

@@ -8,6 +8,7 @@ scale for each group of 32, 1.03 bytes per element, and one () float32 ``multipl
   reads NaN. Norms decode a few rows at a time;
 * a product with a number, which is what clipping and unscaling are, moves the multiplier alone;
 * ``add_``, with which autograd accumulates, encodes the sum again: it stays at 8 bits;
+* copies are plain: an optimizer's momentum that starts as ``grad.clone()`` keeps its precision;
 * any other write decodes the tensor, writes and encodes it, also in lists (``torch._foreach_*``,
   one tensor after the other) and through views.
 
@@ -113,10 +114,6 @@ class Float8Grad(Tensor):
         """Another one with the same parts."""
         return Float8Grad(self.parts(), self.shape, self.dtype, self.rounding)
 
-    def with_parts(self, parts: GradientParts) -> "Float8Grad":
-        """Another one of the same shape and dtype, that rounds as this one would."""
-        return Float8Grad(parts, self.shape, self.dtype, self.rounding.copy())
-
     def _matrix(self, x: Tensor) -> Tensor:
         if isinstance(x, (Float8Grad, Float8GradView)):
             x = x.dequantize()
@@ -134,7 +131,8 @@ class Float8Grad(Tensor):
         return Float8Grad(GradientParts(**inner), *context)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Float8Grad":
-        memo[id(self)] = result = self.with_parts(GradientParts(*(t.clone() for t in self.parts())))
+        parts = GradientParts(*(part.clone() for part in self.parts()))
+        memo[id(self)] = result = Float8Grad(parts, self.shape, self.dtype, self.rounding.copy())
         return result
 
     def __reduce_ex__(self, protocol: Any) -> Any:
