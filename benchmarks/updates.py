@@ -188,7 +188,8 @@ class PlainRun:
         weight = self._merged * scalars.decay
         m = self._exp_avg + (gradient - self._exp_avg) * scalars.beta1_complement
         v = self._exp_avg_sq * scalars.beta2 + gradient * gradient * scalars.beta2_complement
-        denominator = v.sqrt() * scalars.inv_sqrt_correction + scalars.eps
+        # As in the package: torch's float32 root is wrong in the last bit here and there.
+        denominator = v.double().sqrt().float() * scalars.inv_sqrt_correction + scalars.eps
         weight = weight - m / denominator * scalars.step_size
         words = random_words(_index(weight), scalars.keys)
         self._exp_avg = _rounded(m, store.moment1, ((words >> 8) & 0xFF) << 12 | 1 << 11)

@@ -165,6 +165,8 @@ def test_a_group_that_is_not_finite_reads_nan_throughout_and_no_other_does(forma
             expected[2, 32:64] = True
             assert torch.equal(decode(stored, format).isnan(), expected)
             assert torch.equal(stored.scale == 255, expected[:, ::32])
+            magnitude = stored.qdata & 0x7F if format.signed else stored.qdata
+            assert (magnitude <= format.max_code).all()
 
 
 @EVERY_FORMAT
