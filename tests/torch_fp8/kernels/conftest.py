@@ -13,6 +13,11 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
+from torch_fp8.adamw import GradientParts, WeightMatrix
+from torch_fp8.block_scaled import BlockScaled, encode
+from torch_fp8.formats import GRADIENT, MOMENT1, MOMENT2
+from torch_fp8.residual import pack, split
+
 TARGETS = {"sm_90": GPUTarget("cuda", 90, 32), "sm_100": GPUTarget("cuda", 100, 32)}
 
 _POINTER = {
@@ -20,8 +25,10 @@ _POINTER = {
     torch.float16: "*fp16",
     torch.float32: "*fp32",
     torch.int32: "*i32",
+    torch.int64: "*i64",
     torch.uint8: "*u8",
 }
+_OPTIONS = ("num_warps", "enable_fp_fusion")
 
 
 @dataclass(frozen=True)
@@ -32,8 +39,12 @@ class Launch:
     signature: tuple[tuple[str, str], ...]  # argument -> Triton type, "constexpr" if specialised
     constants: tuple[tuple[str, object], ...]
     divisible: tuple[str, ...]  # pointers and integers that are multiples of 16
-    num_warps: int
+    options: tuple[tuple[str, object], ...]  # of the compiler
     grid: tuple[int, ...]
+
+    @property
+    def num_warps(self) -> int:
+        return dict(self.options)["num_warps"]
 
     @property
     def name(self) -> str:
@@ -50,7 +61,7 @@ class Launch:
             self.signature,
             self.constants,
             self.divisible,
-            self.num_warps,
+            self.options,
         )
 
 
@@ -59,10 +70,10 @@ class _Recorder:
         self.kernel, self.launches = kernel, launches
 
     def __getitem__(self, grid: tuple[int, ...]):
-        def launch(*args: object, num_warps: int = 4, **constants: object) -> None:
+        def launch(*args: object, **constants: object) -> None:
             names = self.kernel.arg_names
             signature, divisible = {}, []
-            constants = dict(constants)
+            options = {name: constants.pop(name) for name in _OPTIONS if name in constants}
             for name, value in zip(names, args, strict=False):
                 if isinstance(value, torch.Tensor):
                     signature[name] = _POINTER[value.dtype]
@@ -81,7 +92,7 @@ class _Recorder:
                     tuple((name, signature[name]) for name in names),
                     tuple((name, constants[name]) for name in names if name in constants),
                     tuple(divisible),
-                    num_warps,
+                    tuple(({"num_warps": 4} | options).items()),
                     grid,
                 )
             )
@@ -122,7 +133,7 @@ def compile_launch(launch: Launch, target: GPUTarget):
         constexprs={(names.index(k),): v for k, v in launch.constants},
         attrs={(names.index(k),): [["tt.divisibility", 16]] for k in launch.divisible},
     )
-    return triton.compile(source, target=target, options={"num_warps": launch.num_warps})
+    return triton.compile(source, target=target, options=dict(launch.options))
 
 
 def resources(compiled, directory: Path) -> Resources:
@@ -136,6 +147,95 @@ def resources(compiled, directory: Path) -> Resources:
     found = {key: int(value) for key, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", text)}
     shared = compiled.metadata.shared
     return Resources(found["REG"], found["STACK"], found["LOCAL"], shared)
+
+
+def optimizer_matrix(
+    rows, cols, weight_dtype, residual_bits, grad_dtype, seed=0, exponent=0, place=(0, 0, None)
+):
+    """A weight with residual, gradient and moments, of rows of different size, on the CPU.
+
+    Args:
+        grad_dtype: of the gradient; torch.uint8: `GradientParts`.
+        exponent: gradients and moments are about 2 ** exponent.
+        place: row, col and row_length of the `WeightMatrix`.
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    def values(power=1):
+        spread = 2.0 ** torch.randint(-8, 9, (rows, 1), generator=generator)
+        return (torch.randn(rows, cols, generator=generator) * spread * 2.0**exponent) ** power
+
+    weight, residual = torch.randn(rows, cols, generator=generator) / 8, None
+    if weight_dtype == torch.bfloat16:
+        random = torch.randint(0, 1 << 16, (rows, cols), generator=generator).int()
+        weight, residual = split(weight, residual_bits, random)
+        residual = None if residual is None else pack(residual, residual_bits)
+    grad = values()
+    if grad_dtype == torch.uint8:
+        grad = GradientParts(*encode(grad, GRADIENT), torch.tensor(0.37))
+    else:
+        grad = grad.to(grad_dtype)
+    exp_avg, exp_avg_sq = encode(values(), MOMENT1), encode(values(2), MOMENT2)
+    row, col, row_length = place
+    return WeightMatrix(
+        weight,
+        residual,
+        0 if residual is None else residual_bits,
+        grad,
+        exp_avg,
+        exp_avg_sq,
+        row,
+        col,
+        row_length or cols,
+    )
+
+
+def moved(matrix, device, copy=True):
+    """The matrix on another device, in new memory."""
+
+    def move(x):
+        if isinstance(x, torch.Tensor):
+            return x.to(device, copy=copy)
+        return type(x)(*map(move, x)) if isinstance(x, (BlockScaled, GradientParts)) else x
+
+    return WeightMatrix(*map(move, matrix))
+
+
+def matrix_differences(got, want):
+    """What a step wrote differently. NaN equals NaN, and codes of groups that read NaN are free."""
+    found = []
+    for name in ("weight", "residual"):
+        a, b = getattr(got, name), getattr(want, name)
+        if b is not None:
+            same = (a.cpu() == b) | (a.cpu().isnan() & b.isnan())
+            found += [f"{name}: {int((~same).sum())} differ"] * (not same.all())
+    for name in ("exp_avg", "exp_avg_sq"):
+        a, b = (BlockScaled(*(x.cpu() for x in getattr(m, name))) for m in (got, want))
+        found += [f"{name} scale: {int((a.scale != b.scale).sum())} differ"] * (
+            not torch.equal(a.scale, b.scale)
+        )
+        free = (b.scale == 255).repeat_interleave(32, 1)[:, : b.qdata.shape[1]]
+        wrong = (a.qdata != b.qdata) & ~free
+        found += [f"{name}: {int(wrong.sum())} differ"] * bool(wrong.any())
+    return found
+
+
+@pytest.fixture
+def make_matrix():
+    """`optimizer_matrix`."""
+    return optimizer_matrix
+
+
+@pytest.fixture
+def move_matrix():
+    """`moved`."""
+    return moved
+
+
+@pytest.fixture
+def differences_of():
+    """`matrix_differences`."""
+    return matrix_differences
 
 
 @pytest.fixture

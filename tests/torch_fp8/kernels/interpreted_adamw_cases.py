@@ -1,0 +1,290 @@
+"""Runs the optimizer's kernels under Triton's CPU interpreter; prints, as JSON, what differs how.
+
+Run by test_adamw_interpreted.py in a process of its own, as interpreted_cases.py is. Three of the
+interpreter's operations are replaced: its fused multiply-add rounds twice, and the hardware's
+approximate reciprocal and root have errors, of which it has none; they are given an ulp. All other
+arithmetic is integers or correctly rounded, so results are compared bit for bit.
+"""
+
+import json
+import os
+import sys
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from conftest import matrix_differences, moved, optimizer_matrix
+from triton.runtime import interpreter
+
+from torch_fp8.adamw import StepScalars, adamw_step_reference, update_rms_reference
+from torch_fp8.block_scaled import BlockScaled
+from torch_fp8.block_scaled import decode as decode_reference
+from torch_fp8.block_scaled import encode as encode_reference
+from torch_fp8.formats import GRADIENT, MOMENT1, MOMENT2
+from torch_fp8.kernels import adamw, block_scaled, quotient
+from torch_fp8.kernels.block_scaled import decode, encode, scale_of
+from torch_fp8.random_bits import stream_keys
+
+adamw.CHUNK = 32  # several chunks of small matrices
+
+WEIGHTS = {
+    "bf16 with 8 bits": (torch.bfloat16, 8),
+    "bf16 with 4 bits": (torch.bfloat16, 4),
+    "bf16 alone": (torch.bfloat16, 0),
+    "fp32": (torch.float32, 0),
+}
+GRADS = {"bf16": torch.bfloat16, "fp32": torch.float32, "8-bit": torch.uint8}
+# Flat in several chunks, the last one partial; rows of one and a half groups; odd ones; one row;
+# one that is shorter than a group; rows longer than a chunk; nothing.
+SHAPES = ((75, 32), (5, 48), (36, 33), (1, 96), (3, 7), (2, 1040), (1, 1), (0, 64), (64, 0))
+SCALARS = StepScalars(
+    beta1_complement=1 - 0.9,
+    beta2=0.999,
+    beta2_complement=1 - 0.999,
+    step_size=1e-3 / (1 - 0.9**3),
+    inv_sqrt_correction=(1 - 0.999**3) ** -0.5,
+    eps=1e-8,
+    decay=1 - 1e-3 * 0.1,
+    weight_decay=0.0,
+    maximize=False,
+    keys=stream_keys(1, 2, 3),
+)
+
+
+def with_error(value):
+    """An ulp off, up or down."""
+    towards = np.where(value.view(np.int32) % 2, np.float32(-np.inf), np.float32(np.inf))
+    return np.nextafter(value, towards)
+
+
+def exact_fma(self, x, y, z):
+    with np.errstate(all="ignore"):
+        value = x.data.astype(np.float64) * y.data + z.data
+        return interpreter.TensorHandle(value.astype(np.float32), z.dtype.scalar)
+
+
+def approximate_root(self, x):
+    with np.errstate(all="ignore"):
+        value = (1 / np.sqrt(x.data.astype(np.float64))).astype(np.float32)
+    return interpreter.TensorHandle(with_error(value), x.dtype.scalar)
+
+
+def approximate_reciprocal(x):
+    with np.errstate(all="ignore"):
+        value = (1 / x.handle.data).astype(np.float32)
+    return tl.core.tensor(interpreter.TensorHandle(with_error(value), tl.float32), x.type)
+
+
+patch_lang_tensor = interpreter._patch_lang_tensor
+
+
+def patch_lang_tensor_for_numpy_2(tensor, scope):
+    """As the original, which fails with NumPy >= 2.4: int() of an array of shape (1,)."""
+    patch_lang_tensor(tensor, scope)
+    scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+
+interpreter._patch_lang_tensor = patch_lang_tensor_for_numpy_2
+interpreter.InterpreterBuilder.create_fma = exact_fma
+interpreter.InterpreterBuilder.create_rsqrt = approximate_root
+quotient._approximate_reciprocal = approximate_reciprocal
+
+
+def stepped(matrices, scalars, lr_multipliers=None):
+    """What differs from the reference after a step on all of them."""
+    want = [moved(matrix, "cpu") for matrix in matrices]
+    adamw.adamw_step(list(zip(matrices, scalars, strict=True)), lr_multipliers)
+    failures = []
+    for i, (matrix, expected) in enumerate(zip(matrices, want, strict=True)):
+        adamw_step_reference(expected, scalars[i], lr_multipliers and lr_multipliers[i])
+        found = matrix_differences(matrix, expected)
+        failures += [f"{tuple(matrix.weight.shape)}: {text}" for text in found]
+    return failures
+
+
+def default(*shape, **choices):
+    return optimizer_matrix(*shape, torch.bfloat16, 8, torch.bfloat16, **choices)
+
+
+def classes():
+    """Every class; matrices of many shapes in one call, each with scalars of its own."""
+    for (weight, kind), (grad, dtype) in ((w, g) for w in WEIGHTS.items() for g in GRADS.items()):
+        matrices = [
+            optimizer_matrix(*shape, *kind, dtype, seed=i) for i, shape in enumerate(SHAPES)
+        ]
+        scalars = [
+            SCALARS._replace(keys=stream_keys(i), step_size=1e-3 * (i + 1), beta2=0.99 + i / 1000)
+            for i in range(len(SHAPES))
+        ]
+        yield f"{weight}, gradient {grad}", stepped(matrices, scalars)
+
+
+def choices():
+    coupled = SCALARS._replace(weight_decay=0.1, decay=1.0)
+    yield (
+        "coupled weight decay",
+        stepped(
+            [optimizer_matrix(9, 64, *kind, torch.float32) for kind in WEIGHTS.values()],
+            [coupled] * 4,
+        ),
+    )
+    yield (
+        "maximize",
+        stepped(
+            [optimizer_matrix(9, 64, torch.bfloat16, 8, dtype) for dtype in GRADS.values()],
+            [SCALARS._replace(maximize=True)] * 3,
+        ),
+    )
+    multipliers = [torch.tensor(0.37), None, torch.tensor(1.0)]
+    matrices = [default(9, 64, seed=i) for i in range(3)]
+    yield "multiplier of the learning rate", stepped(matrices, [SCALARS] * 3, multipliers)
+    # Indices beyond 2^32, and shards that begin within a row.
+    places = [(2**20 + 1, 0, 2**14), (3, 16, 4096), (70000, 2**16, 2**18)]
+    matrices = [default(9, cols, place=p) for cols, p in zip((2**14, 48, 33), places, strict=True)]
+    yield "shards", stepped(matrices[1:], [SCALARS] * 2) + stepped(matrices[:1], [SCALARS])
+    shifted = default(9, 64)
+    shifted = shifted._replace(weight=torch.empty(577).bfloat16()[1:].view(9, 64).copy_(shifted[0]))
+    yield "address of an odd element", stepped([shifted], [SCALARS])
+    matrices = [default(9, 64, seed=1), optimizer_matrix(5, 33, torch.bfloat16, 4, torch.uint8)]
+    failures = []
+    for step in range(3):
+        failures += stepped(matrices, [SCALARS._replace(keys=stream_keys(step))] * 2)
+    yield "three steps", failures
+
+
+def values():
+    for name, exponent in (("tiny", -30), ("huge", 30)):
+        yield name, stepped([default(9, 64, exponent=exponent)], [SCALARS])
+    zeros = default(9, 64)
+    for tensor in (zeros.grad, zeros.exp_avg.qdata, zeros.exp_avg_sq.qdata):
+        tensor[:, 5:50] = 0
+        tensor[4] = 0
+    zeros.weight[:, :20] = 0
+    yield "zeros", stepped([zeros], [SCALARS])
+    # Of a group with an Inf the moments read NaN afterwards, so it does not matter what follows.
+    nonfinite = default(9, 64)
+    nonfinite.grad[1, 3], nonfinite.grad[5, 60] = float("nan"), float("inf")
+    nonfinite.weight[2, 2], nonfinite.weight[3, 3] = float("inf"), float("nan")
+    yield "Inf and NaN", stepped([nonfinite], [SCALARS])
+    overflow = optimizer_matrix(1, 32, torch.bfloat16, 8, torch.float32)
+    overflow.grad[0, 7] = 1e25
+    adamw.adamw_step([(overflow, SCALARS)])
+    bad = overflow.weight.isnan().nonzero().tolist()
+    yield "g^2 overflows", [] if bad == [[0, 7]] else [f"NaN at {bad}"]
+
+
+def rms():
+    matrices = [
+        optimizer_matrix(*shape, *kind, dtype, seed=i)
+        for i, shape in enumerate(SHAPES)
+        for kind in WEIGHTS.values()
+        for dtype in (torch.bfloat16, torch.uint8)
+    ]
+    for name, scalars in (
+        ("decoupled", SCALARS),
+        ("coupled", SCALARS._replace(weight_decay=0.1, eps=0.1)),
+    ):
+        got = adamw.update_rms([(matrix, scalars) for matrix in matrices])
+        want = torch.stack([update_rms_reference(matrix, scalars) for matrix in matrices])
+        off = ((got - want).abs() / want.clamp(min=1e-6)).max().item()
+        yield f"update RMS, {name}", [] if off < 1e-6 else [f"off by {off}"]
+
+
+@triton.jit
+def encode_kernel(x_ptr, random_ptr, codes_ptr, scale_ptr, FORMAT: tl.constexpr):
+    group = tl.program_id(0) * 256 + tl.arange(0, 256)
+    position = group[:, None] * 32 + tl.arange(0, 32)[None, :]
+    x = tl.load(x_ptr + position)
+    scale = scale_of(x, FORMAT)
+    offset = tl.load(random_ptr + position).to(tl.uint32, bitcast=True)
+    tl.store(scale_ptr + group, scale)
+    tl.store(codes_ptr + position, encode(x, scale, offset, FORMAT))
+
+
+@triton.jit
+def decode_kernel(codes_ptr, scale_ptr, x_ptr, FORMAT: tl.constexpr):
+    group = tl.arange(0, 2048)
+    position = group[:, None] * 32 + tl.arange(0, 32)[None, :]
+    x = decode(tl.load(codes_ptr + position), tl.load(scale_ptr + group), FORMAT)
+    tl.store(x_ptr + position, x)
+
+
+def codec():
+    generator = torch.Generator().manual_seed(0)
+    for format in (MOMENT1, MOMENT2, GRADIENT):
+        constant = getattr(
+            block_scaled, {"e4m3": "MOMENT1", "ue5m3": "MOMENT2", "e3m4": "GRADIENT"}[format.name]
+        )
+        # Exponents from a group's largest down to far below the format's smallest.
+        shape = (4096, 32)
+        x = torch.randn(shape, generator=generator)
+        x *= 2.0 ** torch.randint(-40, 3, shape, generator=generator)
+        x *= 2.0 ** torch.randint(-100, 100, (4096, 1), generator=generator)
+        x[:256] *= 2.0**-60  # denormal ones
+        x[256:512] = 0
+        x[300, 3], x[301, 3], x[302, 3] = float("inf"), float("nan"), -0.0
+        x = x.abs() if not format.signed else x
+        below = 1 << (23 - format.mantissa_bits)
+        random = torch.randint(0, below, shape, generator=generator).int()
+        random[:8], random[8:16] = 0, below - 1
+        want = encode_reference(x, format, random)
+        codes, scale = torch.empty_like(want.qdata), torch.empty_like(want.scale)
+        encode_kernel[(16,)](x, random, codes, scale, FORMAT=constant)
+        wrong = int((scale != want.scale).sum())
+        wrong += int(((codes != want.qdata) & (scale != 255)).sum())
+        yield f"encode {format.name}", [f"{wrong} differ"] if wrong else []
+
+        codes = torch.arange(256).to(torch.uint8)
+        codes = codes[(codes & (0x7F if format.signed else 0xFF)) <= format.max_code]
+        codes = codes[torch.randint(0, len(codes), (2048, 32), generator=generator)]
+        scale = (torch.arange(2048) % 256).to(torch.uint8)[:, None]
+        want, got = decode_reference(BlockScaled(codes, scale), format), torch.empty(2048, 32)
+        decode_kernel[(1,)](codes, scale, got, FORMAT=constant)
+        same = (got.view(torch.int32) == want.view(torch.int32)) | (got.isnan() & want.isnan())
+        yield f"decode {format.name}", [] if same.all() else [f"{int((~same).sum())} differ"]
+
+
+@triton.jit
+def quotient_kernel(x_ptr, x_scale_ptr, y_ptr, y_scale_ptr, root_ptr, q_ptr, factor):
+    group = tl.program_id(0) * 512 + tl.arange(0, 512)
+    position = group[:, None] * 32 + tl.arange(0, 32)[None, :]
+    x, y = tl.load(x_ptr + position), tl.load(y_ptr + position)
+    root = quotient.square_root(x, tl.load(x_scale_ptr + group), factor)
+    tl.store(root_ptr + position, root)
+    tl.store(
+        q_ptr + position,
+        quotient.scaled_quotient(y, tl.load(y_scale_ptr + group), root + 1e-8, factor),
+    )
+
+
+def quotients():
+    """Correctly rounded, whatever the scale, and down to 2^-100 of the group's largest."""
+    generator, shape = torch.Generator().manual_seed(0), (1 << 14, 32)
+    x = torch.rand(shape, generator=generator) + 0.5
+    x *= 2.0 ** torch.randint(-100, 1, shape, generator=generator)
+    y = torch.randn(shape, generator=generator)
+    y *= 2.0 ** torch.randint(-60, 1, shape, generator=generator)
+    for matrix in (x, y):
+        matrix *= 2.0 ** torch.randint(-24, 25, (shape[0], 1), generator=generator)
+        matrix[:, 0] = 0
+    factor = np.float32(1.7)
+    root, got = torch.empty(shape), torch.empty(shape)
+    scales = encode_reference(x, MOMENT2).scale, encode_reference(y, MOMENT1).scale
+    quotient_kernel[(32,)](x, scales[0], y, scales[1], root, got, float(factor))
+    want = np.sqrt(x.numpy()) * factor
+    wrong = int((root.numpy() != want).sum())
+    yield "square root", [f"{wrong} differ"] if wrong else []
+    want = (y.numpy() / (want + np.float32(1e-8))) * factor
+    wrong = int((got.numpy() != want).sum())
+    yield "quotient", [f"{wrong} differ"] if wrong else []
+
+
+def results():
+    for cases in (classes, choices, values, rms, codec, quotients):
+        yield from cases()
+
+
+json.dump(dict(results()), sys.stdout)

@@ -1,0 +1,114 @@
+"""Every optimizer kernel compiles for Hopper and Blackwell, without a card, and what comes out."""
+
+import itertools
+import re
+
+import pytest
+import torch
+
+from torch_fp8.adamw import StepScalars
+from torch_fp8.kernels import adamw
+
+WEIGHTS = {
+    "bf16 with 8 bits": (torch.bfloat16, 8),
+    "bf16 with 4 bits": (torch.bfloat16, 4),
+    "bf16 alone": (torch.bfloat16, 0),
+    "fp32": (torch.float32, 0),
+}
+GRADS = {"bf16": torch.bfloat16, "fp32": torch.float32, "8-bit": torch.uint8}
+COLS = {"flat": 64, "rows": 48, "any": 33}
+SCALARS = StepScalars(0.1, 0.999, 0.001, 1e-3, 1.0, 1e-8, 1.0, 0.0, False, (1, 2))
+
+
+@pytest.fixture
+def launch_of(make_matrix, record_launches):
+    """`launch_of(weight, grad, layout)` -> the launches of a step and of the RMS, both decays."""
+
+    def launch(weight, grad, layout):
+        matrix = make_matrix(4, COLS[layout], *WEIGHTS[weight], GRADS[grad])
+        entries = [(matrix, SCALARS), (matrix, SCALARS._replace(weight_decay=0.1))]
+        with record_launches(adamw) as launches:
+            adamw.adamw_step(entries)
+            adamw.update_rms(entries)
+        return {launch.key: launch for launch in launches}.values()
+
+    return launch
+
+
+@pytest.mark.parametrize("target", ["sm_90", "sm_100"])
+@pytest.mark.parametrize("layout", COLS)
+@pytest.mark.parametrize("grad", GRADS)
+@pytest.mark.parametrize("weight", WEIGHTS)
+def test_every_class_compiles_without_spills(
+    weight, grad, layout, target, launch_of, compile_for, record_property
+):
+    launches = launch_of(weight, grad, layout)
+    assert [launch.kernel.__name__ for launch in launches] == [
+        "adamw_step_kernel",
+        "update_squares_kernel",
+        "update_rms_kernel",
+        "update_squares_kernel",
+    ]
+    for launch in launches:
+        _, used = compile_for(launch, target)
+        print(f"{target} {launch.name}: {used}")
+        record_property(launch.name, str(used))
+        assert used.stack == 0, f"{launch.name} spills: {used}"
+        assert used.local == 0
+        # 12 programs of a warp in a multiprocessor of 65536 registers.
+        assert used.registers <= 168
+        assert used.shared <= 4096
+
+
+def step_of(launches, compile_for):
+    """The step's instructions, as PTX."""
+    step, *_ = launches
+    ptx, _ = compile_for(step, "sm_90")
+    return ptx.split(".section")[0]
+
+
+@pytest.mark.parametrize("layout", ["flat", "rows"])
+def test_step_moves_16_bytes_at_a_time(layout, launch_of, compile_for):
+    """A thread has 16 elements: of 2 bytes in two accesses, of 1 byte in one."""
+    ptx = step_of(launch_of("bf16 with 8 bits", "bf16", layout), compile_for)
+    assert ptx.count("ld.global.v4.b32") == 2 + 2 + 1 + 1 + 1
+    assert ptx.count("st.global.v4.b32") == 2 + 1 + 1 + 1
+    narrow = set(re.findall(r"(?:ld|st)\.global\.b\d+", ptx))
+    # Scales, and what is loaded of the table once.
+    assert narrow == {"ld.global.b8", "st.global.b8", "ld.global.b32", "ld.global.b64"}
+
+
+@pytest.mark.parametrize(("weight", "grad"), [*itertools.product(WEIGHTS, GRADS)])
+def test_step_rounds_every_product_and_keeps_denormals(weight, grad, launch_of, compile_for):
+    """Nothing is contracted but the residuals of a root and of a quotient, 16 elements each."""
+    ptx = step_of(launch_of(weight, grad, "flat"), compile_for)
+    assert ptx.count("fma.rn.f32") == 16 * (2 + 4)
+    flushing = set(re.findall(r"\S+\.ftz\S*", ptx))
+    assert flushing == {"rsqrt.approx.ftz.f32", "rcp.approx.ftz.f32"}
+    assert "call" not in ptx
+
+
+def test_step_has_time_for_its_instructions(launch_of, compile_for):
+    """Under 130 PTX instructions for each of a thread's 16 elements, the prologue included.
+
+    H200 issues 132 * 4 * 32 instructions per cycle at 1.7 GHz or more: 28.7e12 per second. At 80 %
+    of a copy bandwidth of 4.1e12 bytes per second and 14.2 bytes per element, 124 for each element.
+    """
+    ptx = step_of(launch_of("bf16 with 8 bits", "bf16", "flat"), compile_for)
+    instructions = re.findall(r"^\s*(?:@!?%p\d+ )?[a-z][\w.]*\s[^:\n]*;", ptx, re.MULTILINE)
+    assert 100 < len(instructions) / 16 < 130
+
+
+def test_one_launch_for_each_class(make_matrix, record_launches):
+    """However many matrices, of whatever shape; a program for each chunk of 16384 elements."""
+    shapes = ((64, 64), (128, 256), (3, 8192), (1, 32))
+    kinds = [(WEIGHTS["bf16 with 8 bits"], torch.bfloat16), (WEIGHTS["fp32"], torch.float32)]
+    entries = [
+        (make_matrix(*shape, *kind, dtype), SCALARS) for shape in shapes for kind, dtype in kinds
+    ]
+    with record_launches(adamw) as launches:
+        adamw.adamw_step(entries)
+        assert [launch.grid for launch in launches] == [(1 + 2 + 2 + 1,)] * 2
+        adamw.adamw_step([])
+        adamw.adamw_step([(make_matrix(0, 64, *kinds[0][0], torch.bfloat16), SCALARS)])
+    assert len(launches) == 2

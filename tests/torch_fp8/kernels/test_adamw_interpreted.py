@@ -1,0 +1,53 @@
+"""The optimizer's kernels without a GPU: indexing, masks, tables, codec, random words, rounding."""
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+WEIGHTS = ("bf16 with 8 bits", "bf16 with 4 bits", "bf16 alone", "fp32")
+GRADS = ("bf16", "fp32", "8-bit")
+CASES = [
+    *(f"{weight}, gradient {grad}" for weight, grad in itertools.product(WEIGHTS, GRADS)),
+    "coupled weight decay",
+    "maximize",
+    "multiplier of the learning rate",
+    "shards",
+    "address of an odd element",
+    "three steps",
+    "tiny",
+    "huge",
+    "zeros",
+    "Inf and NaN",
+    "g^2 overflows",
+    "update RMS, decoupled",
+    "update RMS, coupled",
+    *(f"{what} {name}" for name in ("e4m3", "ue5m3", "e3m4") for what in ("encode", "decode")),
+    "square root",
+    "quotient",
+]
+
+
+@pytest.fixture(scope="module")
+def differences():
+    """Case -> what differed from the reference."""
+    script = Path(__file__).with_name("interpreted_adamw_cases.py")
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    run = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, env=environment
+    )
+    assert run.returncode == 0, run.stderr[-4000:]
+    return json.loads(run.stdout)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_interpreted_kernel_equals_reference_bit_for_bit(differences, case):
+    assert differences[case] == []
+
+
+def test_every_case_is_listed(differences):
+    assert sorted(differences) == sorted(CASES)

@@ -1,0 +1,225 @@
+"""The optimizer step on CUDA: the twin of `torch_fp8.adamw`, many matrices to a launch.
+
+Matrices are sorted into classes, by what the compiler must know: dtypes, residual bits, layout (see
+`kernels.groups`). A launch works on all of a class: their addresses and scalars are a table that is
+built here and goes to the card in one asynchronous copy of 224 bytes per matrix and 4 per chunk.
+
+The result is `adamw_step_reference`'s bit for bit, except in the last bit where an element is
+2^-100 of its group's largest (see `kernels.quotient`), and where g^2 overflows: there the weight
+becomes NaN at once, the reference's one step later. Codes of groups whose scale says NaN differ.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from torch_fp8.adamw import GradientParts, StepScalars, WeightMatrix
+from torch_fp8.block_scaled import num_groups
+from torch_fp8.formats import GROUP_SIZE
+from torch_fp8.kernels.adamw_tiles import (
+    adamw_step_kernel,
+    update_rms_kernel,
+    update_squares_kernel,
+)
+
+CHUNK = 512
+# Groups of a program, 16384 elements: long enough that the read of the table, two dependent loads
+# from memory, is a small part of it, and a billion elements still are 61,000 programs.
+GROUPS, ODD_GROUPS = 16, 4
+# Of a tile: 16 elements for each thread of the one warp. Where elements are moved one by one, each
+# with an address and a mask in registers, 4: with 16 the kernels spill.
+PARTIALS = 1024
+# Partial sums that are added at once: a matrix of 16 million elements has as many.
+
+_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float32: tl.float32, torch.uint8: tl.uint8}
+_MASK32 = (1 << 32) - 1
+
+Entry = tuple[WeightMatrix, StepScalars]
+
+
+class _Class(NamedTuple):
+    """What is compiled into a kernel."""
+
+    weight: torch.dtype
+    residual_bits: int
+    grad: torch.dtype
+    layout: str
+
+    @property
+    def constants(self) -> dict[str, object]:
+        return {
+            "WEIGHT": _DTYPES[self.weight],
+            "BITS": self.residual_bits,
+            "GRAD": _DTYPES[self.grad],
+            "LAYOUT": self.layout,
+            "CHUNK": CHUNK,
+            "GROUPS": ODD_GROUPS if self.layout == "any" else GROUPS,
+        }
+
+
+def adamw_step(
+    entries: Sequence[Entry], lr_multipliers: Sequence[Tensor | None] | None = None
+) -> None:
+    """Step every matrix, in place; equal to `adamw_step_reference` on each.
+
+    Args:
+        entries: on one CUDA device.
+        lr_multipliers: () float32 on the same device for each entry: factors of the learning rate,
+            as in the reference.
+    """
+    multipliers = lr_multipliers or [None] * len(entries)
+    for kind, chosen in _classes(entries).items():
+        table, chunks, num_chunks = _tables(
+            [entries[i] for i in chosen], lr_multipliers=[multipliers[i] for i in chosen]
+        )
+        with torch.cuda.device_of(table):
+            adamw_step_kernel[(num_chunks,)](
+                table, chunks, **kind.constants, num_warps=1, enable_fp_fusion=False
+            )
+
+
+def update_rms(entries: Sequence[Entry]) -> Tensor:
+    """`update_rms_reference` of every matrix, (len(entries),) float32; the same in every run."""
+    if not entries:
+        return torch.zeros(0)
+    result = torch.zeros(len(entries), device=entries[0][0].weight.device)
+    for kind, chosen in _classes(entries).items():
+        for coupled in (False, True):
+            of_kind = [i for i in chosen if bool(entries[i][1].weight_decay) is coupled]
+            if not of_kind:
+                continue
+            table, chunks, num_chunks = _tables(
+                [entries[i] for i in of_kind], update_rms=[result[i] for i in of_kind]
+            )
+            partial = result.new_empty(num_chunks)
+            with torch.cuda.device_of(table):
+                update_squares_kernel[(num_chunks,)](
+                    table,
+                    chunks,
+                    partial,
+                    COUPLED=coupled,
+                    **kind.constants,
+                    num_warps=1,
+                    enable_fp_fusion=False,
+                )
+                update_rms_kernel[(len(of_kind),)](
+                    table, partial, CHUNK=CHUNK, BLOCK_SIZE=PARTIALS, num_warps=4
+                )
+    return result
+
+
+def _classes(entries: Sequence[Entry]) -> dict[_Class, list[int]]:
+    """Class -> which entries are of it; empty matrices are of none."""
+    classes: dict[_Class, list[int]] = {}
+    for i, (matrix, _) in enumerate(entries):
+        if matrix.weight.numel():
+            classes.setdefault(_class_of(matrix), []).append(i)
+    return classes
+
+
+def _class_of(matrix: WeightMatrix) -> _Class:
+    grad = matrix.grad.qdata if isinstance(matrix.grad, GradientParts) else matrix.grad
+    tensors = [matrix.weight, grad, matrix.exp_avg.qdata, matrix.exp_avg_sq.qdata]
+    if matrix.residual is not None:
+        tensors.append(matrix.residual)
+    assert all(tensor.is_contiguous() for tensor in tensors)
+    cols = matrix.weight.shape[1]
+    if cols % 16 or any(tensor.data_ptr() % 16 for tensor in tensors):
+        layout = "any"
+    else:
+        whole = matrix.row_length == cols and cols % GROUP_SIZE == 0
+        layout = "flat" if whole else "rows"
+    bits = 0 if matrix.residual is None else matrix.residual_bits
+    return _Class(matrix.weight.dtype, bits, grad.dtype, layout)
+
+
+def _tables(
+    entries: list[Entry],
+    lr_multipliers: list[Tensor | None] | None = None,
+    update_rms: list[Tensor] | None = None,
+) -> tuple[Tensor, Tensor, int]:
+    """Records of the matrices and, for each program, which is its: on their device.
+
+    Returns:
+        (M, fields of Record) int64, (P or P + 1,) int32, P.
+    """
+    none = [None] * len(entries)
+    places, counts, first = [], [], 0
+    for (matrix, scalars), multiplier, rms in zip(
+        entries, lr_multipliers or none, update_rms or none, strict=True
+    ):
+        groups = matrix.weight.shape[0] * num_groups(matrix.weight.shape[1])
+        places.append(_places(matrix, scalars, multiplier, rms, first, groups))
+        counts.append(triton.cdiv(groups, CHUNK))
+        first += counts[-1]
+    numbers = torch.tensor([_numbers(scalars) for _, scalars in entries], dtype=torch.float32)
+    records = torch.cat([torch.tensor(places), numbers.view(torch.int32).long()], dim=1)
+    device = entries[0][0].weight.device
+    # Pinned, or the copy would wait for the kernels before it.
+    host = torch.empty(
+        records.numel() + triton.cdiv(first, 2),
+        dtype=torch.int64,
+        pin_memory=device.type == "cuda",
+    )
+    host[: records.numel()] = records.view(-1)
+    owners = torch.arange(len(entries), dtype=torch.int32)
+    chunks = host[records.numel() :].view(torch.int32)
+    chunks[:first] = owners.repeat_interleave(torch.tensor(counts), output_size=first)
+    buffer = host.to(device, non_blocking=True)
+    chunks = buffer[records.numel() :].view(torch.int32)
+    return buffer[: records.numel()].view(len(entries), -1), chunks, first
+
+
+def _places(
+    matrix: WeightMatrix,
+    scalars: StepScalars,
+    lr_multiplier: Tensor | None,
+    update_rms: Tensor | None,
+    first_chunk: int,
+    groups: int,
+) -> list[int]:
+    """The addresses and integers of a `Record`."""
+    if isinstance(matrix.grad, GradientParts):
+        grad = [part.data_ptr() for part in matrix.grad]
+    else:
+        grad = [matrix.grad.data_ptr(), 0, 0]
+    return [
+        matrix.weight.data_ptr(),
+        _address(matrix.residual),
+        *grad,
+        matrix.exp_avg.qdata.data_ptr(),
+        matrix.exp_avg.scale.data_ptr(),
+        matrix.exp_avg_sq.qdata.data_ptr(),
+        matrix.exp_avg_sq.scale.data_ptr(),
+        _address(lr_multiplier),
+        _address(update_rms),
+        first_chunk,
+        groups,
+        *matrix.weight.shape,
+        matrix.row_length & _MASK32,
+        (matrix.row * matrix.row_length + matrix.col) & _MASK32,
+        *scalars.keys,
+    ]
+
+
+def _numbers(scalars: StepScalars) -> list[float]:
+    """The float32 of a `Record`."""
+    return [
+        -1.0 if scalars.maximize else 1.0,
+        scalars.beta1_complement,
+        scalars.beta2,
+        scalars.beta2_complement,
+        scalars.step_size,
+        scalars.inv_sqrt_correction,
+        scalars.eps,
+        scalars.decay,
+        scalars.weight_decay,
+    ]
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()

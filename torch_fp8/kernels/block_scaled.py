@@ -1,0 +1,106 @@
+"""8-bit groups in registers: `torch_fp8.block_scaled`, bit for bit, in fewer instructions.
+
+A tile is (G, 32): a group per row, so that a scale is a reduction over the last dimension and
+belongs to a row. Formats are the `ByteFloat` objects themselves, as compile-time constants.
+
+Decoding shifts a code to where float32 has exponent and mantissa and multiplies by the difference
+of the biases: an exact product, for subnormal codes, too, which are subnormal float32 then.
+"""
+
+import triton
+import triton.language as tl
+
+from torch_fp8.formats import GRADIENT, MOMENT1, MOMENT2
+
+MOMENT1 = tl.constexpr(MOMENT1)
+MOMENT2 = tl.constexpr(MOMENT2)
+GRADIENT = tl.constexpr(GRADIENT)
+
+_ABS = tl.constexpr(0x7FFFFFFF)
+_MANTISSA = tl.constexpr(0x007FFFFF)
+_INF = tl.constexpr(0x7F800000)
+_SCALE_ONE = tl.constexpr(127)
+_SCALE_NAN = tl.constexpr(255)
+_NAN_BITS = tl.constexpr(0x7FC00000)
+
+
+@triton.jit
+def decode(codes, scale, FORMAT: tl.constexpr):
+    """(G, 32) float32 from uint8 codes and (G,) uint8 scales; exact."""
+    SHIFT: tl.constexpr = 23 - FORMAT.value.mantissa_bits
+    REBIAS: tl.constexpr = 2.0 ** (127 - FORMAT.value.bias)
+    if FORMAT.value.name == "e4m3":  # which the hardware knows
+        value = codes.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    elif FORMAT.value.signed:
+        # With the sign in all upper bits, one mask leaves sign, exponent and mantissa.
+        bits = codes.to(tl.int8, bitcast=True).to(tl.int32) << SHIFT
+        bits = bits & ((0x7F << SHIFT) | -(1 << 31))
+        value = bits.to(tl.float32, bitcast=True) * REBIAS
+    else:
+        value = (codes.to(tl.int32) << SHIFT).to(tl.float32, bitcast=True) * REBIAS
+    return value * _factor(scale)[:, None]
+
+
+@triton.jit
+def _factor(scale):
+    """2 ** (scale - 127); NaN of the byte 255."""
+    scale = scale.to(tl.int32)
+    bits = tl.where(scale == _SCALE_NAN, _NAN_BITS, scale << 23)
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def reciprocal_of(scale):
+    """2 ** (127 - scale), (G,) float32; 1 of the byte 255."""
+    scale = scale.to(tl.int32)
+    exponent = tl.where(scale == _SCALE_NAN, _SCALE_ONE, 254 - scale)
+    return (exponent << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def scale_of(x, FORMAT: tl.constexpr):
+    """(G,) uint8 scales of (G, 32) float32."""
+    bits = x.to(tl.uint32, bitcast=True)
+    if FORMAT.value.signed:
+        bits = bits & _ABS
+    return _scale_of_amax(tl.max(bits, axis=1).to(tl.int32, bitcast=True), FORMAT)
+
+
+@triton.jit
+def encode(x, scale, offset, FORMAT: tl.constexpr):
+    """Quantize (G, 32) float32 with the scales of `scale_of`, rounding stochastically, to uint8.
+
+    Brought to float32's smallest exponents, magnitudes have the codes' own bits on top, subnormal
+    ones, too: the product rounds to nearest where the reference's sum with the smallest normal
+    does, 23 bits under it.
+
+    Args:
+        offset: (G, 32) uint32 below 2 ** (23 - mantissa bits), added below the last kept bit.
+    """
+    SHIFT: tl.constexpr = 23 - FORMAT.value.mantissa_bits
+    UNBIAS: tl.constexpr = 2.0 ** (FORMAT.value.bias - 127)
+    y = x * reciprocal_of(scale)[:, None]
+    bits = (tl.abs(y) * UNBIAS).to(tl.uint32, bitcast=True)
+    codes = tl.minimum((bits + offset) >> SHIFT, FORMAT.value.max_code)
+    if FORMAT.value.signed:
+        codes = tl.where((y < 0) & (codes != 0), codes | 0x80, codes)
+    else:
+        # What is positive stays so, however small.
+        codes = tl.maximum(codes, tl.minimum(x.to(tl.uint32, bitcast=True), 1))
+    return codes.to(tl.uint8)
+
+
+@triton.jit
+def _scale_of_amax(amax, FORMAT: tl.constexpr):
+    """The scale's byte, as int32, of the bits of a group's largest magnitude."""
+    FRACTION: tl.constexpr = FORMAT.value.max_code & ((1 << FORMAT.value.mantissa_bits) - 1)
+    MAX_MANTISSA: tl.constexpr = FRACTION << (23 - FORMAT.value.mantissa_bits)
+    MAX_EXPONENT: tl.constexpr = (
+        FORMAT.value.max_code >> FORMAT.value.mantissa_bits
+    ) - FORMAT.value.bias
+    over = ((amax & _MANTISSA) > MAX_MANTISSA).to(tl.int32)
+    scale = tl.maximum((amax >> 23) - MAX_EXPONENT + over, 1)
+    scale = tl.where(amax == 0, _SCALE_ONE, scale)
+    # As unsigned: a NaN with its sign is negative.
+    nonfinite = amax.to(tl.uint32, bitcast=True) >= _INF
+    return tl.where(nonfinite, _SCALE_NAN, scale).to(tl.uint8)

@@ -1,0 +1,70 @@
+"""Square roots and quotients, correctly rounded, without a branch per element.
+
+`sqrt_rn` and `div_rn` test each element's exponent and call a slow path: no spills here, but a
+dozen instructions and a barrier of the warp for each element, of the hundred that an element has
+time for. Their fast paths alone, below, need operands far from float32's limits. Groups of 32 with
+a common scale, which the caller has anyway, make them so: an element that is smaller than 2^-100 of
+the largest of its group is where these differ from IEEE 754, and there by an ulp.
+"""
+
+import triton
+import triton.language as tl
+
+_SCALE_NAN = tl.constexpr(255)
+
+
+@triton.jit
+def _power_of_two(exponent):
+    return ((exponent + 127) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _negative(x):
+    """-x, which Triton makes a subtraction from zero; a product with -1 becomes a mere sign."""
+    return x * -1.0
+
+
+@triton.jit
+def square_root(x, scale, factor):
+    """sqrt(x) * factor, two roundings.
+
+    Args:
+        x: (G, 32) float32 >= 0; Inf becomes NaN.
+        scale: (G,) uint8, as `block_scaled.scale_of` has it.
+        factor: () float32.
+    """
+    scale = scale.to(tl.int32)
+    half = tl.where(scale == _SCALE_NAN, 0, (scale - 127) >> 1)
+    x = x * _power_of_two(-2 * half)[:, None]
+    approximate = tl.rsqrt(x + 1.1754943508222875e-38)  # not Inf at 0; elsewhere the sum is x
+    root = x * approximate
+    root = tl.fma(tl.fma(_negative(root), root, x), approximate * 0.5, root)
+    return root * (factor * _power_of_two(half))[:, None]
+
+
+@triton.jit
+def scaled_quotient(x, scale, y, factor):
+    """(x / y) * factor, two roundings.
+
+    Args:
+        x: (G, 32) float32.
+        scale: (G,) uint8, as `block_scaled.scale_of` has it.
+        y: (G, 32) float32 within 2^-64 and 2^64; 0, Inf and NaN give NaN.
+        factor: () float32.
+    """
+    scale = scale.to(tl.int32)
+    exponent = tl.where(scale == _SCALE_NAN, 0, scale - 127)
+    x = x * _power_of_two(-exponent)[:, None]
+    r = _approximate_reciprocal(y)
+    r = tl.fma(tl.fma(_negative(y), r, 1.0), r, r)
+    quotient = x * r
+    quotient = tl.fma(tl.fma(_negative(y), quotient, x), r, quotient)
+    return quotient * (factor * _power_of_two(exponent))[:, None]
+
+
+@triton.jit
+def _approximate_reciprocal(x):
+    """1 / x within an ulp, one instruction."""
+    return tl.inline_asm_elementwise(
+        "rcp.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1
+    )
