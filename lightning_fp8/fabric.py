@@ -56,8 +56,8 @@ class FabricPrecision(HostPrecision):
         of_this_one = [o for o in waiting if self._model_of(o) is converted]
         self._waiting = [weakref.ref(o) for o in waiting if o not in of_this_one]
         self._convert_optimizers(converted, of_this_one, module)
-        with self._ddp_options(strategy, converted):
-            wrapped: nn.Module = type(strategy).setup_module(strategy, module)
+        set_up = functools.partial(type(strategy).setup_module, strategy, module)
+        wrapped = self._wrap(strategy, converted, set_up)
         converted.wrapped = weakref.ref(wrapped)
         return wrapped
 

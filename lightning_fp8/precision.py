@@ -14,13 +14,13 @@ nothing of ours in it.
 """
 
 import weakref
-from collections.abc import Iterator, MutableMapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from torch_fp8 import (
@@ -34,6 +34,8 @@ from torch_fp8 import (
     revert,
     scaling_state_dict,
 )
+from torch_fp8.ddp import connect, ddp_options
+from torch_fp8.optimizer_conversion import gradients_report
 
 # Strategies that cannot host the plugin, with what to use instead. By name: a strategy's module
 # need not be importable where it is not used.
@@ -234,26 +236,31 @@ class HostPrecision(FP8Precision):
                 report = convert_optimizer(optimizer, self.config, model=model)
             converted.optimizers[optimizer] = report
 
-    @contextmanager
-    def _ddp_options(self, strategy: Any, converted: Converted) -> Iterator[None]:
-        """What the level asks of DistributedDataParallel, while `strategy` wraps the module in it.
+    def _wrap(
+        self, strategy: Any, converted: Converted, wrap: Callable[[], nn.Module]
+    ) -> nn.Module:
+        """What `wrap`, a part of `strategy`, makes of the module; with our options if that is DDP.
 
         Raises:
-            ValueError: gradient release.
+            ValueError: gradient release under DistributedDataParallel.
         """
-        module = converted.module()
-        assert module is not None
         if self.config.opt_level == "O1" or not hasattr(strategy, "_ddp_kwargs"):
-            yield
-            return
+            return wrap()
         if self.config.gradient_release:
             raise ValueError(f"{RELEASE} does not run under {type(strategy).__name__}: {_RELEASED}")
+        module, optimizers = converted.module(), list(converted.optimizers)
+        assert module is not None
         given = strategy._ddp_kwargs
-        strategy._ddp_kwargs = {"gradient_as_bucket_view": True, **given}
+        strategy._ddp_kwargs = ddp_options(module, optimizers, given)
         try:
-            yield
+            wrapped = wrap()
         finally:
             strategy._ddp_kwargs = given
+        if isinstance(wrapped, DistributedDataParallel):
+            connect(wrapped, optimizers)
+        for optimizer, report in converted.optimizers.items():
+            converted.optimizers[optimizer] = gradients_report(optimizer, report)
+        return wrapped
 
     def _announce(self, converted: Converted) -> None:
         """The start-up summary, once per model, on rank zero."""

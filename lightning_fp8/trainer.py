@@ -45,14 +45,23 @@ class TrainerPrecision(HostPrecision):
         in_use = optimizers if self._is_fitting() else []
         self._convert_optimizers(converted, in_use, model)
         if self._let_ddp_go_on():
-            with self._ddp_options(self._strategy, converted):
-                self._strategy.configure_ddp()
-            model = self._strategy.model
+            model = self._wrap(self._strategy, converted, self._configure_ddp)
         if in_use and self.config.opt_level != "O1":
             callbacks = self._strategy.lightning_module.trainer.callbacks
             self._undo_averaging = average_whole_weights(callbacks, SplitWeights(in_use))
         self._announce(converted)
         return super().connect(model, optimizers, lr_schedulers)  # type: ignore[misc]
+
+    def pre_backward(self, tensor: torch.Tensor, module: Any) -> Any:
+        """As the host's; with manual optimization, where a backward that averages begins."""
+        ddp = self._strategy.model
+        if not module.automatic_optimization and getattr(ddp, "require_backward_grad_sync", False):
+            # The forward ran with this off, for Lightning turns it on for backward alone.
+            for converted in self._live():
+                for exchange in {getattr(o, "fp8_exchange", None) for o in converted.optimizers}:
+                    if exchange is not None:
+                        exchange.prepare(tensor, synchronize=True)
+        return super().pre_backward(tensor, module)  # type: ignore[misc]
 
     def clip_gradients(self, optimizer: Any, clip_val: float = 0.0, *args: Any, **kw: Any) -> None:
         """As the host's.
@@ -79,6 +88,10 @@ class TrainerPrecision(HostPrecision):
     def _is_fitting(self) -> bool:
         module = self._strategy.lightning_module
         return module is not None and module.trainer.state.fn == "fit"
+
+    def _configure_ddp(self) -> Any:
+        self._strategy.configure_ddp()
+        return self._strategy.model
 
     def _let_ddp_go_on(self) -> bool:
         return vars(self._strategy).pop("configure_ddp", None) is not None

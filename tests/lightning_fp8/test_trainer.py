@@ -373,7 +373,7 @@ def test_gradient_release_is_refused_by_name(host, arguments, name):
 
 def test_gradient_release_is_refused_for_manual_optimization():
     model = manual(HOST, several=False)
-    with pytest.raises(ValueError, match="gradient_release=True.*manual optimization"):
+    with pytest.raises(ValueError, match=r"gradient_release=True.*manual optimization"):
         make_trainer(HOST, RELEASE).fit(model, data())
 
 
@@ -382,5 +382,5 @@ def test_gradient_release_refuses_clipping_in_a_hook():
     model.configure_gradient_clipping = lambda optimizer, *args, **kwargs: model.clip_gradients(
         optimizer, 1.0, "norm"
     )
-    with pytest.raises(ValueError, match="gradient_release=True.*cannot clip"):
+    with pytest.raises(ValueError, match=r"gradient_release=True.*cannot clip"):
         make_trainer(HOST, RELEASE).fit(model, data())

@@ -1,0 +1,37 @@
+"""DDP at levels O2 and O3: two ranks train as one process does, and stay equal bit for bit."""
+
+import pytest
+
+
+@pytest.mark.parametrize(
+    ("host", "strategy", "level", "kind"),
+    [
+        ("lightning.pytorch", "ddp", "O2", "automatic"),
+        ("pytorch_lightning", "ddp_fork", "O3", "accumulate"),
+        ("lightning.pytorch", "ddp_spawn", "O3", "manual"),
+        ("pytorch_lightning", "ddp_fork", "O3", "unused"),
+        ("lightning.fabric", "ddp_spawn", "O3", "fabric"),
+        ("lightning_fabric", "ddp_fork", "O2", "fabric"),
+    ],
+)
+def test_two_ranks_train_as_one_process(run, host, strategy, level, kind):
+    (result,) = run(["data_parallel.py", host, strategy, level, kind])
+    assert result.returncode == 0, result.output
+    assert result.output.count("ranks agree") == 2, result.output
+    assert result.output.count("of the matmul FLOPs") == 1
+    reason = "no gradients in 8 bits: DistributedDataParallel(find_unused_parameters=True)"
+    assert (reason in result.output) == (kind == "unused")
+
+
+@pytest.mark.parametrize("script", ["trainer.py", "fabric.py"])
+def test_gradient_release_is_refused_under_ddp(run, script):
+    config = {"TORCH_FP8_CONFIG": '{"gradient_release": true}'}
+    (result,) = run([script, "lightning", "ddp_fork", "2", "fp8-mixed", config])
+    assert result.returncode != 0
+    assert "gradient_release=True) does not run under DDPStrategy" in result.output
+
+
+def test_model_that_fabric_wrapped_before_its_optimizer_keeps_float32(run):
+    (result,) = run(["apart.py"])
+    assert result.returncode == 0, result.output
+    assert result.output.count("2 weights stay float32: DistributedDataParallel") == 1
