@@ -49,7 +49,8 @@ def finish_release(optimizer: Any) -> None:
         RuntimeError: GradScaler runs the step: the gradients had its scale.
     """
     optimizer.fp8_released.clear()
-    if optimizer.fp8_config.gradient_release and getattr(optimizer, "grad_scale", None) is not None:
+    # What GradScaler tells an optimizer that unscales by itself.
+    if optimizer.fp8_config.gradient_release and hasattr(optimizer, "found_inf"):
         raise RuntimeError(
             "GradScaler cannot unscale gradients that FP8Config(gradient_release=True) has applied "
             "in backward; BF16 needs no GradScaler, or set gradient_release=False"
