@@ -146,7 +146,10 @@ def test_residuals_change_their_bits_with_the_configuration():
     convert_optimizer(optimizer, FP8Config(residual_bits=8))
     again = merged_state_dict(model, optimizer)
     name = "1.weight"
-    assert 0 < (eight[name] - four[name]).abs().max() <= 2**-11 * eight[name].abs().max()
+    unit = 2**-4 * 2.0 ** (eight[name].abs().log2().floor() - 7)  # of BF16's spacing
+    error = (eight[name] - four[name]).abs() / unit
+    assert error.max() < 1
+    assert 0.2 < error.mean() < 0.3  # to nearest: a quarter; cut off, it would be half
     assert torch.equal(four[name], again[name])
     _train(model, optimizer, 1)
 

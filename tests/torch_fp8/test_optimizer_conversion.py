@@ -10,6 +10,7 @@ from torch_fp8 import (
     FP8Config,
     convert_optimizer,
     convert_to_float8,
+    memory_report,
     merged_state_dict,
     restore_weights,
 )
@@ -53,6 +54,34 @@ def test_large_float32_weights_become_bf16_and_the_rest_stays():
     merged = merged_state_dict(model, optimizer)
     for before, after in zip(weights, merged.values(), strict=True):
         torch.testing.assert_close(after, before, rtol=2**-16, atol=0)
+
+
+def test_a_step_that_changes_nothing_keeps_every_bit():
+    model = _model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
+    convert_optimizer(optimizer, model=model)
+    before = merged_state_dict(model, optimizer)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    after = merged_state_dict(model, optimizer)
+    assert all(torch.equal(value, after[name]) for name, value in before.items())
+
+
+def test_a_checkpoint_without_residuals_leaves_those_of_the_weights():
+    model, twin = _model(), _model()
+    stock = torch.optim.AdamW(twin.parameters())
+    for parameter in twin.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    stock.step()
+    model.load_state_dict(twin.state_dict())
+    optimizer = torch.optim.AdamW(model.parameters())
+    convert_optimizer(optimizer, model=model)
+    before = merged_state_dict(model, optimizer)
+    for _ in range(2):  # before the first step, and once there are states
+        optimizer.load_state_dict(stock.state_dict())
+        after = merged_state_dict(model, optimizer)
+        assert all(torch.equal(value, after[name]) for name, value in before.items())
 
 
 def test_the_object_keeps_its_groups_options_and_type():
@@ -284,6 +313,7 @@ def test_restored_weights_are_float32_and_split_again_exactly():
     merged = merged_state_dict(model, optimizer)
     assert restore_weights(optimizer) == 2
     assert all(p.dtype == torch.float32 for p in model.parameters())
+    assert memory_report(model, optimizer).master == 0
     for name, value in model.state_dict().items():
         assert torch.equal(value, merged[name])
     convert_optimizer(optimizer, model=model)

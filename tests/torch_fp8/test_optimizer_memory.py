@@ -75,12 +75,23 @@ def test_bytes_of_converted_weights(config, most):
     optimizer = torch.optim.AdamW(model.parameters())
     convert_optimizer(optimizer, config, model=model)
     expected = expected_bytes_per_param(model, [optimizer])
+    stored = (256 * 256 * config.residual_bits // 8) * 2
+    assert memory_report(model, optimizer).master == stored  # before any step
     _backward(model)
     optimizer.step()
     report = memory_report(model, optimizer)
     assert report.bytes_per_param <= most
     assert report.bytes_per_param == pytest.approx(float(expected.split()[0]), abs=0.006)
     assert "16.00 before" in expected
+
+
+def test_a_convolution_has_as_few_scales_as_a_matrix():
+    model = nn.Conv2d(64, 64, 3, bias=False)
+    optimizer = torch.optim.AdamW(model.parameters())
+    convert_optimizer(optimizer, model=model)
+    model.weight.grad = torch.ones_like(model.weight)
+    optimizer.step()
+    assert memory_report(model, optimizer).bytes_per_param == 7.0625
 
 
 @pytest.mark.parametrize("level", ["O2", "O3", "O3, 4 residual bits"])
