@@ -16,7 +16,7 @@ from torch_fp8.adamw import (
 from torch_fp8.block_scaled import BlockScaled, decode, encode, num_groups
 from torch_fp8.formats import GRADIENT, MOMENT1, MOMENT2
 from torch_fp8.random_bits import stream_keys
-from torch_fp8.residual import join, pack, split, stored_cols, unpack
+from torch_fp8.residual import join, pack, split, unpack
 
 STEPS = 25
 OPTIONS = {
@@ -64,9 +64,10 @@ def _zeros(rows, cols):
     return BlockScaled(torch.zeros(rows, cols, dtype=torch.uint8), scale)
 
 
-def _matrix(rows, cols, bits, spread=3.0):
+def _matrix(rows, cols, bits, start=None):
     """A fresh parameter; bits None is a float32 weight."""
-    start = torch.randn(rows, cols) * torch.exp(spread * torch.randn(rows, cols))
+    if start is None:
+        start = torch.randn(rows, cols) * torch.exp(3 * torch.randn(rows, cols))
     moments = _zeros(rows, cols), _zeros(rows, cols)
     if bits is None:
         return WeightMatrix(start, None, 0, start, *moments, 0, 0, cols)
@@ -245,23 +246,22 @@ def test_shards_give_the_bits_of_the_whole(bits):
 
 def _cut(matrix, rows, cols):
     """A rank's own copy of a part."""
-    r, c, groups = slice(*rows), slice(*cols), slice(cols[0] // 32, -(-cols[1] // 32))
+    r, groups = slice(*rows), slice(cols[0] // 32, cols[1] // 32)
+    packed = 2 if matrix.residual_bits == 4 else 1
     residual = matrix.residual
-    if residual is not None:
-        packed = 2 if matrix.residual_bits == 4 else 1
-        residual = residual[r, cols[0] // packed : cols[1] // packed].clone()
-    return matrix._replace(
-        weight=matrix.weight[r, c].clone(),
-        residual=residual,
-        exp_avg=BlockScaled(*(t[r, s].clone() for t, s in _with(matrix.exp_avg, c, groups))),
-        exp_avg_sq=BlockScaled(*(t[r, s].clone() for t, s in _with(matrix.exp_avg_sq, c, groups))),
+    moments = [
+        BlockScaled(m.qdata[r, slice(*cols)], m.scale[r, groups])
+        for m in (matrix.exp_avg, matrix.exp_avg_sq)
+    ]
+    part = matrix._replace(
+        weight=matrix.weight[r, slice(*cols)],
+        residual=None if residual is None else residual[r, cols[0] // packed : cols[1] // packed],
+        exp_avg=moments[0],
+        exp_avg_sq=moments[1],
         row=rows[0],
         col=cols[0],
     )
-
-
-def _with(moment, cols, groups):
-    return (moment.qdata, cols), (moment.scale, groups)
+    return _clone(part)
 
 
 class _Allocations(TorchDispatchMode):
@@ -322,11 +322,7 @@ def test_the_three_roundings_are_unrelated():
     A constant gradient, so that m, v and the weight have the same fraction everywhere.
     """
     rows, cols = 256, 512
-    start = torch.full((rows, cols), 1.0)
-    weight, residual = split(start, 8)
-    matrix = WeightMatrix(
-        weight, pack(residual, 8), 8, weight, _zeros(rows, cols), _zeros(rows, cols), 0, 0, cols
-    )
+    matrix = _matrix(rows, cols, 8, start=torch.ones(rows, cols))
     grad = torch.full((rows, cols), 0.777)
     adamw_step_reference(matrix._replace(grad=grad), _scalars(1, lr=0.7e-6))
     values = _merged(matrix), decode(matrix.exp_avg, MOMENT1), decode(matrix.exp_avg_sq, MOMENT2)
@@ -340,12 +336,7 @@ def test_the_three_roundings_are_unrelated():
 def test_an_update_below_the_spacing_arrives_in_the_mean(bits):
     """Steps of 1e-5 on weights of 1: below 1 BF16's spacing is 390 times, with 8 bits 1.5 times."""
     rows, cols = 64, 512
-    start = torch.full((rows, cols), 1.0)
-    weight, residual = split(start, bits)
-    packed = None if residual is None else pack(residual, bits)
-    matrix = WeightMatrix(
-        weight, packed, bits, weight, _zeros(rows, cols), _zeros(rows, cols), 0, 0, cols
-    )
+    matrix = _matrix(rows, cols, bits, start=torch.ones(rows, cols))
     for step in range(1, 41):
         grad = torch.full((rows, cols), 0.5)
         adamw_step_reference(matrix._replace(grad=grad), _scalars(step, lr=1e-5))
@@ -365,6 +356,26 @@ def test_a_second_moment_stays_positive_under_a_dying_gradient():
     assert _merged(matrix).isfinite().all()
 
 
+@EVERY_LENGTH
+def test_a_factor_of_the_learning_rate_is_that(bits):
+    """Half of it, without decay, gives the bits of half the rate; the moments do not notice."""
+    matrix, grad = _matrix(8, 70, bits), _gradient(8, 70, 1)
+    halved, slower = _clone(matrix), _clone(matrix)
+    adamw_step_reference(halved._replace(grad=grad), _scalars(1, lr=0.25), torch.tensor(0.5))
+    adamw_step_reference(slower._replace(grad=grad), _scalars(1, lr=0.125))
+    assert _equal(halved, slower)
+    assert not torch.equal(_merged(halved), _merged(matrix))
+
+
+def test_a_factor_of_the_learning_rate_holds_for_the_decay():
+    matrix = _matrix(8, 70, None)
+    grad = torch.zeros(8, 70)
+    expected = matrix.weight * (1 - 0.5 * 0.25 * 0.1)
+    scalars = _scalars(1, lr=0.25, weight_decay=0.1)
+    adamw_step_reference(matrix._replace(grad=grad), scalars, torch.tensor(0.5))
+    assert torch.allclose(matrix.weight, expected, rtol=3e-7, atol=0)
+
+
 def test_an_empty_matrix_is_left_alone():
     for shape in ((0, 64), (5, 0)):
         matrix = _matrix(*shape, 8)
@@ -377,7 +388,7 @@ def test_an_empty_matrix_is_left_alone():
 def test_update_rms_is_stable_adamws(monkeypatch, options, bits):
     """sqrt(mean(g^2 / max(v_hat, eps^2))), arXiv 2304.13013, of the v that the step will have."""
     monkeypatch.setattr(adamw, "_CHUNK", 256)
-    matrix = _matrix(20, 100, bits, spread=0.1)
+    matrix = _matrix(20, 100, bits, start=torch.randn(20, 100))
     for step in range(1, 4):
         matrix = matrix._replace(grad=_gradient(20, 100, step, torch.float32))
         adamw_step_reference(matrix, _scalars(step))
@@ -393,7 +404,3 @@ def test_update_rms_is_stable_adamws(monkeypatch, options, bits):
     expected = (g**2 / (v / (1 - 0.999**4)).clamp(min=1e-6)).mean().sqrt()
     assert float(rms) == pytest.approx(float(expected), rel=1e-5)
     assert rms.dtype == torch.float32
-
-
-def test_four_bits_are_packed_by_two():
-    assert stored_cols(33, 4) == _matrix(2, 33, 4).residual.shape[1] == 17
