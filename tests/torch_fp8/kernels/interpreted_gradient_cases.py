@@ -1,0 +1,100 @@
+"""Runs the kernels of 8-bit gradients under Triton's CPU interpreter; prints what differs, as JSON.
+
+Run by test_gradients_interpreted.py in a process of its own, as interpreted_cases.py is.
+"""
+
+import json
+import os
+import sys
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+import numpy as np
+import torch
+from triton.runtime import interpreter
+
+from torch_fp8 import gradient_parts
+from torch_fp8.kernels import gradients
+from torch_fp8.random_bits import stream_keys
+
+SHAPES = {
+    "flat, several programs": (9, 512),
+    "a group and a half": (5, 48),
+    "odd": (40, 33),
+    "one row": (1, 96),
+    "short": (3, 7),
+    "long rows": (2, 2064),
+    "no rows": (0, 64),
+    "no columns": (64, 0),
+}
+
+patch_lang_tensor = interpreter._patch_lang_tensor
+
+
+def patch_lang_tensor_for_numpy_2(tensor, scope):
+    """As the original, which fails with NumPy >= 2.4: int() of an array of shape (1,)."""
+    patch_lang_tensor(tensor, scope)
+    scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+
+def torch_fp_trunc(self, src, dst_type):
+    """To nearest even; the interpreter cuts the lower bits off."""
+    data = torch.from_numpy(np.ascontiguousarray(src.data)).bfloat16().view(torch.int16)
+    return interpreter.TensorHandle(data.numpy().view(np.uint16), dst_type.scalar)
+
+
+interpreter._patch_lang_tensor = patch_lang_tensor_for_numpy_2
+interpreter.InterpreterBuilder.create_fp_trunc = torch_fp_trunc
+
+
+def gradient(rows, cols, dtype, seed):
+    """Rows of every size, an Inf and a NaN where there is room."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, cols, generator=generator)
+    x *= 2.0 ** torch.randint(-8, 9, (rows, 1), generator=generator)
+    if rows > 4 and cols:
+        x[4, 1], x[3, 2], x[2] = float("inf"), float("nan"), 0
+    return x.to(dtype)
+
+
+def difference(got, want):
+    """Of codes and scales; codes of groups that read NaN are free."""
+    free = (want.scale == 255).repeat_interleave(32, 1)[:, : want.qdata.shape[1]]
+    wrong = int(((got[0] != want.qdata) & ~free).sum()), int((got[1] != want.scale).sum())
+    return f"{wrong[0]} codes, {wrong[1]} scales" if any(wrong) else ""
+
+
+def sums(shape, dtype):
+    """Encoding, and accumulating with a multiplier, with bits and with their complement."""
+    target = gradient_parts.empty_parts(*shape, torch.device("cpu"))
+    for i, complement in enumerate((False, True, False)):
+        keys, x = stream_keys(i // 2), gradient(*shape, dtype, i)
+        if i == 0:
+            got = gradients.quantize_gradient(x, keys, complement)
+            gradient_parts.encode_gradient(target, x, keys, complement)
+        else:
+            got = tuple(part.clone() for part in target[:2])
+            target.multiplier.fill_(0.37)
+            gradients.accumulate_gradient(*got, target.multiplier, x, keys, complement)
+            gradient_parts.accumulate_gradient(target, x, keys, complement)
+        yield difference(got, target)
+    target.multiplier.fill_(0.37)
+    got = gradients.dequantize_gradient(*target, dtype)
+    want = gradient_parts.decode_gradient(target, dtype)
+    same = (got == want) | (got.isnan() & want.isnan())
+    yield "" if got.dtype == dtype and same.all() else f"{int((~same).sum())} decoded"
+
+
+def results():
+    for name, shape in SHAPES.items():
+        for dtype in (torch.bfloat16, torch.float32):
+            failures = [text for text in sums(shape, dtype) if text]
+            yield f"{name}, {str(dtype).removeprefix('torch.')}", failures
+    shifted = torch.randn(1 + 9 * 512)[1:].view(9, 512)
+    target = gradient_parts.empty_parts(9, 512, torch.device("cpu"))
+    gradient_parts.encode_gradient(target, shifted, (1, 2), False)
+    found = difference(gradients.quantize_gradient(shifted, (1, 2), False), target)
+    yield "address of an odd element", [found] if found else []
+
+
+json.dump(dict(results()), sys.stdout)
