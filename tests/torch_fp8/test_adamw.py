@@ -167,10 +167,8 @@ def test_each_step_is_torchs_within_the_formats_spacing(options, bits, kind):
         weight, exp_avg, exp_avg_sq = _torch_step(matrix, before, grad, step, options)
         adamw_step_reference(matrix._replace(grad=grad), _scalars(step, **options))
 
-        for exact, stored, format in (
-            (exp_avg, matrix.exp_avg, MOMENT1),
-            (exp_avg_sq, matrix.exp_avg_sq, MOMENT2),
-        ):
+        first, second = (exp_avg, matrix.exp_avg), (exp_avg_sq, matrix.exp_avg_sq)
+        for (exact, stored), format in ((first, MOMENT1), (second, MOMENT2)):
             spacing = _spacing(exact, stored.scale, format)
             deviation = (decode(stored, format).double() - exact.double()) / spacing
             assert deviation.abs().max() <= 1.0001
@@ -302,8 +300,7 @@ def test_no_temporary_has_a_tensors_size(monkeypatch, bits, shape, step_of):
 @EVERY_LENGTH
 def test_a_gradient_that_is_not_finite_shows(bits, bad):
     """In its weight, and in the moments of its group; nobody else's."""
-    matrix = _matrix(4, 100, bits)
-    grad = _gradient(4, 100, 1, torch.float32)
+    matrix, grad = _matrix(4, 100, bits), _gradient(4, 100, 1, torch.float32)
     grad[1, 40] = bad
     adamw_step_reference(matrix._replace(grad=grad), _scalars(1))
     element = torch.zeros(4, 100, dtype=torch.bool)
@@ -321,15 +318,14 @@ def test_the_three_roundings_are_unrelated():
 
     A constant gradient, so that m, v and the weight have the same fraction everywhere.
     """
-    rows, cols = 256, 512
-    matrix = _matrix(rows, cols, 8, start=torch.ones(rows, cols))
-    grad = torch.full((rows, cols), 0.777)
+    matrix = _matrix(256, 512, 8, start=torch.ones(256, 512))
+    grad = torch.full((256, 512), 0.777)
     adamw_step_reference(matrix._replace(grad=grad), _scalars(1, lr=0.7e-6))
     values = _merged(matrix), decode(matrix.exp_avg, MOMENT1), decode(matrix.exp_avg_sq, MOMENT2)
     flat = torch.stack([v.double().flatten() for v in values])
     assert (flat.std(1) > 0).all()
     correlation = torch.corrcoef(flat) - torch.eye(3)
-    assert correlation.abs().max() < 5 / (rows * cols) ** 0.5
+    assert correlation.abs().max() < 5 / grad.numel() ** 0.5
 
 
 @pytest.mark.parametrize("bits", [8, 4, 0])
@@ -368,11 +364,9 @@ def test_a_factor_of_the_learning_rate_is_that(bits):
 
 
 def test_a_factor_of_the_learning_rate_holds_for_the_decay():
-    matrix = _matrix(8, 70, None)
-    grad = torch.zeros(8, 70)
+    matrix, scalars = _matrix(8, 70, None), _scalars(1, lr=0.25, weight_decay=0.1)
     expected = matrix.weight * (1 - 0.5 * 0.25 * 0.1)
-    scalars = _scalars(1, lr=0.25, weight_decay=0.1)
-    adamw_step_reference(matrix._replace(grad=grad), scalars, torch.tensor(0.5))
+    adamw_step_reference(matrix._replace(grad=torch.zeros(8, 70)), scalars, torch.tensor(0.5))
     assert torch.allclose(matrix.weight, expected, rtol=3e-7, atol=0)
 
 
@@ -394,13 +388,13 @@ def test_update_rms_is_stable_adamws(monkeypatch, options, bits):
         adamw_step_reference(matrix, _scalars(step))
     grad = 5 * _gradient(20, 100, 4, torch.float32)
     grad[:, :8] = 0.0
-    scalars = _scalars(4, eps=1e-3, **options)
-    before = [t.clone() for t in _tensors(matrix)]
+    scalars = _scalars(4, eps=0.1, **options)
+    before = _clone(matrix)
     rms = update_rms_reference(matrix._replace(grad=grad), scalars)
-    assert all(torch.equal(a, b) for a, b in zip(_tensors(matrix), before, strict=True))
+    assert _equal(matrix, before)
     g = grad.double() * (-1 if scalars.maximize else 1)
     g = g + scalars.weight_decay * _merged(matrix).double()
     v = decode(matrix.exp_avg_sq, MOMENT2).double() * 0.999 + 0.001 * g**2
-    expected = (g**2 / (v / (1 - 0.999**4)).clamp(min=1e-6)).mean().sqrt()
+    expected = (g**2 / (v / (1 - 0.999**4)).clamp(min=0.01)).mean().sqrt()
     assert float(rms) == pytest.approx(float(expected), rel=1e-5)
     assert rms.dtype == torch.float32
