@@ -34,7 +34,7 @@ from torch.utils.data import DataLoader
 class Regression(L.LightningModule):
     def __init__(self):
         super().__init__()
-        self.net = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 16))
+        self.net = nn.Sequential(nn.Linear(32, 128), nn.ReLU(), nn.Linear(128, 64))
     def training_step(self, batch, batch_idx):
         return self.net(batch).float().pow(2).mean()
     def configure_optimizers(self):
@@ -55,7 +55,7 @@ assert trainer.global_step == 8 + 2, trainer.global_step
 
 def make_net():
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 16))
+    return nn.Sequential(nn.Linear(32, 128), nn.ReLU(), nn.Linear(128, 64))
 
 
 def batches(num=8):
@@ -105,7 +105,9 @@ def same(a, b):
 
 @each_trainer
 @pytest.mark.parametrize(
-    "config", [FP8Config(), FP8Config(recipe="rowwise"), DELAYED], ids=lambda config: config.recipe
+    "config",
+    [FP8Config(opt_level="O1"), FP8Config(recipe="rowwise"), DELAYED, FP8Config(opt_level="O3")],
+    ids=lambda config: f"{config.recipe} {config.opt_level}",
 )
 def test_resumed_training_equals_the_uninterrupted_run(host, tmp_path, config):
     uninterrupted = fit(host, tmp_path, config, max_epochs=2)
