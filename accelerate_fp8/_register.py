@@ -78,21 +78,18 @@ def extend_accelerator(module: ModuleType) -> None:
     backend: property = cls.fp8_backend
     if hasattr(backend.fget, "_fp8_original"):
         return
-    _wrap_methods(
-        cls,
-        "accelerate_fp8.accelerator",
-        {
-            "__init__": "init",
-            "prepare": "prepare",
-            "prepare_model": "prepare_model",
-            "prepare_optimizer": "prepare_optimizer",
-            "_prepare_fsdp2": "prepare_fsdp2",
-            "unwrap_model": "unwrap_model",
-            "clip_grad_norm_": "clip_grad_norm_",
-            "clip_grad_value_": "clip_grad_value_",
-        },
-        wanted=_may_use_engine,
-    )
+    methods = {
+        "__init__": "init",
+        "prepare": "prepare",
+        "prepare_model": "prepare_model",
+        "prepare_optimizer": "prepare_optimizer",
+        "_prepare_fsdp2": "prepare_fsdp2",
+        "unwrap_model": "unwrap_model",
+        "clip_grad_norm_": "clip_grad_norm_",
+        "clip_grad_value_": "clip_grad_value_",
+    }
+    functions = {"fsdp2_prepare_model": "fsdp2_prepare_model"}
+    _wrap({cls: methods, module: functions}, "accelerate_fp8.accelerator", wanted=_may_use_engine)
     original: Any = backend.fget
 
     @functools.wraps(original)
@@ -107,24 +104,23 @@ def extend_accelerator(module: ModuleType) -> None:
 
 def extend_training_args(module: ModuleType) -> None:
     """``TrainingArguments.__post_init__``: ``bf16=True`` does not undo the launcher's FP8."""
-    _wrap_methods(
-        module.TrainingArguments,
+    _wrap(
+        {module.TrainingArguments: {"__post_init__": "post_init"}},
         "accelerate_fp8.trainer",
-        {"__post_init__": "post_init"},
         wanted=lambda *_: _launched_with_fp8(),
     )
 
 
 def extend_trainer(module: ModuleType) -> None:
     """Trainer's checkpoints, which do not go through ``save_state``, and its DataParallel."""
-    _wrap_methods(
-        module.Trainer,
+    methods = {
+        "_save_optimizer_and_scheduler": "save_optimizer_and_scheduler",
+        "_load_optimizer_and_scheduler": "load_optimizer_and_scheduler",
+        "_wrap_model": "wrap_model",
+    }
+    _wrap(
+        {module.Trainer: methods},
         "accelerate_fp8.trainer",
-        {
-            "_save_optimizer_and_scheduler": "save_optimizer_and_scheduler",
-            "_load_optimizer_and_scheduler": "load_optimizer_and_scheduler",
-            "_wrap_model": "wrap_model",
-        },
         wanted=lambda trainer, *_: _may_use_engine(trainer.accelerator, (), {}),
     )
 
@@ -152,21 +148,20 @@ def _launched_with_fp8() -> bool:
     return os.environ.get("ACCELERATE_MIXED_PRECISION", "").lower() == "fp8"
 
 
-def _wrap_methods(
-    cls: Any,
+def _wrap(
+    names: dict[Any, dict[str, str]],
     package: str,
-    names: dict[str, str],
     wanted: Callable[[Any, tuple[Any, ...], dict[str, Any]], bool],
 ) -> None:
-    """Let ``package.function(original, self, ...)`` run for methods of `cls`; all or none.
+    """Let ``package.function(original, self, ...)`` run for methods and functions; all or none.
 
     Args:
-        cls: the host's class.
+        names: by class or module of the host: a name there to the function that wraps it.
         package: where the functions are; imported when first wanted.
-        names: method of `cls` to function.
-        wanted: asked at each call with self, args, kwargs; False: straight to the original.
+        wanted: asked at each call with the first argument, args, kwargs; False: straight to the
+            original.
     """
-    originals = {method: getattr(cls, method) for method in names}
+    originals = [(h, n, f, getattr(h, n)) for h, group in names.items() for n, f in group.items()]
 
     def wrap(original: Any, function: str) -> Any:
         @functools.wraps(original)
@@ -178,6 +173,6 @@ def _wrap_methods(
         wrapper._fp8_original = original  # type: ignore[attr-defined]
         return wrapper
 
-    for method, original in originals.items():
+    for holder, name, function, original in originals:
         if not hasattr(original, "_fp8_original"):
-            setattr(cls, method, wrap(original, names[method]))
+            setattr(holder, name, wrap(original, function))

@@ -24,10 +24,11 @@ from accelerate_fp8.backend import (
 )
 from accelerate_fp8.ddp import connect_engine, engine_options, wraps_in_ddp
 from accelerate_fp8.flags import CONFIG_VARIABLE, resolve_config
+from accelerate_fp8.fsdp import WithoutUpcast, prepare_sharded
 from accelerate_fp8.handler import FP8Kwargs
 from accelerate_fp8.history import load_history, save_history
 from accelerate_fp8.preparation import LOGGER_NAME, Preparation
-from accelerate_fp8.release import refuse_accelerator, refuse_clipping
+from accelerate_fp8.release import refuse_accumulation, refuse_clipping
 from torch_fp8.gemm import check_device, resolve_auto
 
 
@@ -64,7 +65,7 @@ def init(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
     refuse_tensor_parallel(self.parallelism_config)
     recipe = resolve_auto(self.device) if config.recipe == "auto" else config.recipe
     check_device(self.device, recipe, config.emulate)
-    refuse_accelerator(config, self)
+    refuse_accumulation(config, self)
     self.register_save_state_pre_hook(functools.partial(_save_state_hook, self))
     self.register_load_state_pre_hook(functools.partial(_load_state_hook, self))
     for note in notes:
@@ -173,11 +174,20 @@ def unwrap_model(
 def prepare_fsdp2(original: Any, self: Any, *args: Any) -> Any:
     """``Accelerator._prepare_fsdp2``: convert before the model is sharded."""
     preparation = preparation_of(self)
-    if preparation is not None:
-        for model in args:
-            if isinstance(model, nn.Module):
-                preparation.convert(model, self.device)
-    return original(self, *args)
+    if preparation is None:
+        return original(self, *args)
+    for model in _of_type(args, nn.Module):
+        preparation.convert(model, self.device)
+    return prepare_sharded(original, self, preparation.optimizers, args)
+
+
+def fsdp2_prepare_model(original: Any, accelerator: Any, model: nn.Module) -> nn.Module:
+    """``fsdp2_prepare_model``, without its upcast where the weights have their dtype already."""
+    preparation = preparation_of(accelerator)
+    if preparation is not None and preparation.optimizers.keep_dtype:
+        accelerator = WithoutUpcast(accelerator)
+    prepared: nn.Module = original(accelerator, model)
+    return prepared
 
 
 def preparation_of(accelerator: Any) -> Preparation | None:

@@ -9,10 +9,11 @@ from typing import Any
 from weakref import WeakKeyDictionary, ref
 
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from accelerate_fp8.release import refuse_accelerator
+from accelerate_fp8.release import refuse_accumulation, refuse_distributed
 from torch_fp8 import FP8Config, OptimizerReport, convert_optimizer, restore_weights
 from torch_fp8.memory import expected_bytes_per_param
 from torch_fp8.optimizer import Float8Optimizer
@@ -21,10 +22,16 @@ from torch_fp8.optimizer_state import is_large
 
 
 class PreparedOptimizers:
-    """The user's own optimizers that one Accelerator has prepared, and what became of each."""
+    """The user's own optimizers that one Accelerator has prepared, and what became of each.
+
+    Attributes:
+        config: of the Accelerator.
+        keep_dtype: True while a model is sharded whose weights are BF16 on purpose.
+    """
 
     def __init__(self, config: FP8Config) -> None:
-        self._config = config
+        self.config = config
+        self.keep_dtype = False
         self._reports: WeakKeyDictionary[Optimizer, OptimizerReport] = WeakKeyDictionary()
         self._unannounced: list[Optimizer] = []
         # Model to its DistributedDataParallel, which Accelerate does not keep.
@@ -33,7 +40,7 @@ class PreparedOptimizers:
     @property
     def enabled(self) -> bool:
         """Whether the level has to do with optimizers at all."""
-        return self._config.opt_level != "O1"
+        return self.config.opt_level != "O1"
 
     def set_wrapped(self, model: nn.Module, ddp: DistributedDataParallel) -> None:
         """Remember that DDP has made its buckets: an optimizer that comes later finds them."""
@@ -61,9 +68,14 @@ class PreparedOptimizers:
             trained = _trained_by(optimizer, known)
             if trained is None:
                 continue
-            refuse_accelerator(self._config, accelerator)
-            self._reports[optimizer] = convert_optimizer(optimizer, self._config, model=trained)
-            self._unannounced.append(optimizer)
+            refuse_accumulation(self.config, accelerator)
+            refuse_distributed(self.config, accelerator)
+            self.record(optimizer, convert_optimizer(optimizer, self.config, model=trained))
+
+    def record(self, optimizer: Optimizer, report: OptimizerReport) -> None:
+        """Keep the report of an optimizer for the next summary."""
+        self._reports[optimizer] = report
+        self._unannounced.append(optimizer)
 
     def reports_of(self, accelerator: Any, model: nn.Module) -> list[OptimizerReport]:
         """What became of the optimizers that train `model`; they count as announced then."""
@@ -100,7 +112,12 @@ class PreparedOptimizers:
         return isinstance(bare(optimizer), Float8Optimizer)
 
     def restore(self, accelerator: Any, model: nn.Module) -> int:
-        """Give the weights of `model` the dtype back that they had; returns their number."""
+        """Give the weights of `model` the dtype back that they had; returns their number.
+
+        Sharded ones stay as they are.
+        """
+        if any(isinstance(p, DTensor) for p in model.parameters()):
+            return 0
         return sum(restore_weights(o) for o in self.that_train(accelerator, model))
 
     def _as_wrapped(self, model: nn.Module) -> nn.Module:

@@ -13,17 +13,20 @@ from torch_fp8 import FP8Config
 _WAY_OUT = "or leave gradient_release out of the FP8Config"
 
 
-def refuse_accelerator(config: FP8Config, accelerator: Any) -> None:
-    """Raise ValueError for accumulation over micro-batches, and for DDP."""
-    if not config.gradient_release:
-        return
-    if accelerator.gradient_accumulation_steps > 1:
+def refuse_accumulation(config: FP8Config, accelerator: Any) -> None:
+    """Raise ValueError for accumulation over micro-batches."""
+    if config.gradient_release and accelerator.gradient_accumulation_steps > 1:
         _refuse(
             f"gradient_accumulation_steps={accelerator.gradient_accumulation_steps} adds up "
             "gradients",
             "set gradient_accumulation_steps=1",
         )
-    if accelerator.num_processes > 1 and accelerator.distributed_type != DistributedType.FSDP:
+
+
+def refuse_distributed(config: FP8Config, accelerator: Any) -> None:
+    """Raise ValueError for DDP; FSDP reduces each gradient before the optimizer sees it."""
+    several = accelerator.num_processes > 1
+    if config.gradient_release and several and accelerator.distributed_type != DistributedType.FSDP:
         _refuse(
             "DistributedDataParallel averages gradients after backward has made them",
             "train in one process",

@@ -26,7 +26,7 @@ ROOMS = [
     {"gradient_hooks"},
     {"linear", "optimizer", "gradient_exchange"},
     {"optimizer_conversion", "ddp"},
-    {"selection", "memory"},
+    {"selection", "memory", "fsdp"},
     {"report"},
     {"convert"},
 ]

@@ -161,9 +161,13 @@ def residual_from_checkpoint(
 ) -> Tensor:
     """A saved residual, rounded to nearest where it has more bits than are kept."""
     residual = zero_residual(parameter, bits)
-    target, source = local(residual), local(saved)
+    target = local(residual)
     if not bits:
         return residual
+    source = local(saved)
+    if isinstance(saved, DTensor):
+        source = source.contiguous().view(torch.int16 if saved_bits == 16 else torch.int8)
+        source = source.view(residual_shape(local(parameter).shape, saved_bits))
     if saved_bits == bits:
         target.copy_(source)
         return residual
@@ -187,10 +191,30 @@ def check_residual(parameter: Tensor, entry: Mapping[str, Any], bits: int, where
     if saved is None or parameter.dtype != torch.bfloat16:
         return
     bits = bits if is_large(parameter) else 16
-    fits = (residual_shape(parameter.shape, bits), residual_shape(local(parameter).shape, bits))
+    fits = [residual_shape(parameter.shape, bits), residual_shape(local(parameter).shape, bits)]
+    if isinstance(saved, DTensor):
+        fits = [_sharded_shape(parameter, fits[0], 2 if bits == 16 else 1)]
     if not isinstance(saved, Tensor) or tuple(saved.shape) not in fits:
         shape = tuple(saved.shape) if isinstance(saved, Tensor) else saved
         raise ValueError(f"{where}['residual'] has shape {shape}, expected {fits[0]}")
+
+
+def residual_to_checkpoint(parameter: Tensor, residual: Tensor) -> Tensor:
+    """A residual as it is saved: on the CPU, or as a DTensor where it is.
+
+    Of a sharded parameter it is saved as int8 (S, n), S the parameter's first dimension: the matrix
+    of a vector, or of stacked matrices, has other rows than the parameter is sharded by, and
+    neither gloo nor NCCL sends int16.
+    """
+    if not isinstance(parameter, DTensor):
+        return _copied(residual)
+    shape = _sharded_shape(parameter, residual.shape, residual.element_size())
+    shard = local(residual).contiguous().view(torch.int8)
+    return like_parameter(parameter, shard.view(local(parameter).shape[0], shape[1]).clone(), shape)
+
+
+def _sharded_shape(parameter: Tensor, shape: tuple[int, ...], element_size: int) -> tuple[int, int]:
+    return parameter.shape[0], math.prod(shape) * element_size // parameter.shape[0]
 
 
 def row_parts(rows: int, cols: int) -> list[slice]:
@@ -204,12 +228,13 @@ def to_checkpoint(parameter: Tensor, state: State) -> State:
     entry: State = {"step": state["step"].clone()}
     for name, format in _MOMENTS.items():
         if f"{name}_qdata" in state:
-            value = _decoded(moment(state, name), format, local(parameter).shape)
+            device = _saved_on(parameter)
+            value = _decoded(moment(state, name), format, local(parameter).shape, device)
             entry[name] = like_parameter(parameter, value, tuple(parameter.shape))
         elif name in state:
             entry[name] = _copied(state[name])
     if "residual" in state:
-        entry["residual"] = _copied(state["residual"])
+        entry["residual"] = residual_to_checkpoint(parameter, state["residual"])
     return entry
 
 
@@ -255,9 +280,9 @@ def check_entry(parameter: Tensor, entry: Mapping[str, Any], where: str) -> None
             )
 
 
-def _decoded(x: BlockScaled, format: ByteFloat, shape: torch.Size) -> Tensor:
+def _decoded(x: BlockScaled, format: ByteFloat, shape: torch.Size, device: torch.device) -> Tensor:
     rows, cols = x.qdata.shape
-    value = torch.empty((rows, cols), dtype=torch.float32, device=_saved_on(x.qdata))
+    value = torch.empty((rows, cols), dtype=torch.float32, device=device)
     for part in row_parts(rows, cols):
         value[part] = decode(BlockScaled(x.qdata[part], x.scale[part]), format)
     return value.view(shape)
@@ -279,4 +304,6 @@ def _copied(tensor: Tensor) -> Tensor:
 
 
 def _saved_on(tensor: Tensor) -> torch.device:
+    if isinstance(tensor, DTensor):
+        return local(tensor).device  # from there torch.distributed.checkpoint gathers or writes it
     return tensor.device if tensor.device.type == "meta" else torch.device("cpu")

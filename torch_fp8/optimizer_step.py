@@ -107,7 +107,7 @@ def step_small(group: dict[str, Any], entries: list[tuple[Tensor, State]]) -> No
     )
     for (parameter, state), weight in zip(entries, weights, strict=True):
         if parameter.dtype == torch.bfloat16:
-            high, residual = split_weight(weight, SMALL_RESIDUAL_BITS)
+            high, residual = split_weight(local(weight), SMALL_RESIDUAL_BITS)
             local(parameter).copy_(high)
             local(state["residual"]).copy_(residual)
 

@@ -1,0 +1,122 @@
+"""FSDP2 at every level: training, what it saves, and how it resumes.
+
+Usage: fsdp2_levels.py MODE...; the modes are below. One process runs them unsharded.
+"""
+
+import os
+import sys
+import tempfile
+import warnings
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator, FullyShardedDataParallelPlugin, PartialState
+from accelerate.utils import DistributedType
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+from torch.distributed.tensor import DTensor
+
+from accelerate_fp8 import FP8Config, FP8Kwargs
+
+# Mode: options of FP8Config, of the plugin, of the test.
+MODES = {
+    "O1": ({"opt_level": "O1"}, {}),
+    "O2": ({}, {}),
+    "four_bits": ({"residual_bits": 4}, {}),
+    "full": ({}, {"state_dict_type": "FULL_STATE_DICT"}),
+    "sparing": ({}, {"cpu_ram_efficient_loading": True}),
+    "O3": ({"opt_level": "O3"}, {}),
+    "release": ({"gradient_release": True}, {}),
+    "sgd": ({}, {}),
+    "frozen": ({}, {}),
+    "own_dtype": ({}, {"mixed_precision_policy": "none"}),
+}
+SHARDED = int(os.environ.get("WORLD_SIZE", "1")) > 1
+warnings.filterwarnings("ignore", "Detected an existing checkpoint")
+
+
+class Training:
+    def __init__(self, mode: str) -> None:
+        options, chosen = MODES[mode]
+        handlers = [FP8Kwargs(FP8Config(**options))]
+        plugin = None
+        if SHARDED:
+            plugin = FullyShardedDataParallelPlugin(
+                fsdp_version=2,
+                auto_wrap_policy="size_based_wrap",
+                min_num_params=500,
+                **{"cpu_ram_efficient_loading": False, **chosen, "mixed_precision_policy": None},
+            )
+        self.accelerator = Accelerator(
+            mixed_precision="fp8", cpu=True, fsdp_plugin=plugin, kwargs_handlers=handlers
+        )
+        if plugin is not None:  # what Accelerate does on GPUs only
+            self.accelerator.state.fsdp_plugin = plugin
+            if "mixed_precision_policy" not in chosen:
+                plugin.set_mixed_precision("fp8")
+            for shared in (PartialState(), self.accelerator.state):
+                shared.distributed_type = DistributedType.FSDP
+        # Weights that are loaded sparingly are rank 0's, whatever the other ranks have.
+        torch.manual_seed(dist.get_rank() if mode == "sparing" and SHARDED else 0)
+        model = nn.Sequential(
+            nn.Linear(64, 97), nn.LayerNorm(97), nn.Linear(97, 112), nn.ReLU(), nn.Linear(112, 64)
+        )
+        if mode == "frozen":
+            model[0].requires_grad_(False)
+        kind = torch.optim.SGD if mode == "sgd" else torch.optim.AdamW
+        trained = [p for p in model.parameters() if p.requires_grad]
+        optimizer = kind(trained, lr=1e-2)
+        self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
+        self.clip = mode != "release"
+
+    def steps(self, *numbers: int) -> list[float]:
+        losses = []
+        for number in numbers:
+            x = torch.randn(16, 64, generator=torch.Generator().manual_seed(number))
+            loss = nn.functional.mse_loss(self.model(x).float(), x)
+            self.accelerator.backward(loss)
+            if self.clip:
+                self.accelerator.clip_grad_norm_(self.model.parameters(), 1.0)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    def bits(self) -> list[Tensor]:
+        parameters = list(self.model.parameters())
+        states = [self.optimizer.state.get(p, {}) for p in parameters]
+        tensors = [*parameters, *(s[k] for s in states for k in sorted(s))]
+        return [t.to_local().clone() if isinstance(t, DTensor) else t.clone() for t in tensors]
+
+
+def run(mode: str, folder: Path) -> str:
+    training = Training(mode)
+    losses = training.steps(*range(6))
+    dtypes = "+".join(sorted({str(p.dtype)[6:] for p in training.model.parameters()}))
+    said = f"{mode} losses {losses[0]:.4f} {losses[-1]:.4f} dtypes {dtypes}"
+    if not SHARDED:
+        return said
+    training.accelerator.save_state(folder)
+    expected, bits = training.steps(6, 7, 8), training.bits()
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    state = get_optimizer_state_dict(training.model, training.optimizer, options=options)
+    entries = state.get("state", {}).values()  # on the first rank only
+    kinds = sorted({key for entry in entries for key in entry})
+    resumed = Training(mode)
+    resumed.accelerator.load_state(folder)
+    same = resumed.steps(6, 7, 8) == expected and all(map(torch.equal, bits, resumed.bits()))
+    return f"{said} saved {'+'.join(kinds)} resumed {same}"
+
+
+for mode in sys.argv[1:]:
+    with tempfile.TemporaryDirectory() as own:
+        folder = [own]
+        if SHARDED:
+            PartialState(cpu=True)
+            dist.broadcast_object_list(folder)
+        line = run(mode, Path(folder[0]) / "state")
+        rank = dist.get_rank() if SHARDED else 0
+        print(f"rank {rank}: {line}\n", end="", flush=True)
+        if SHARDED:
+            dist.barrier()
