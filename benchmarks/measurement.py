@@ -17,6 +17,7 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 ENVIRONMENT = ("gpu", "driver", "torch", "cuda", "triton", "commit", "date", "command")
+CYCLES_PER_MS = 2_000_000  # of a GPU's clock, at most
 FLUSH_BYTES = 256 * 2**20  # five times the largest L2 (50 MB on H100 and H200)
 
 
@@ -30,7 +31,11 @@ class Timing:
 
 
 def interleaved(
-    variants: dict[str, Callable[[], None]], device: torch.device, repetitions: int, warmup: int = 3
+    variants: dict[str, Callable[[], None]],
+    device: torch.device,
+    repetitions: int,
+    warmup: int = 3,
+    wait_ms: float = 0.0,
 ) -> dict[str, Timing]:
     """Time every variant in turn, so that drift of clocks and temperature hits all alike.
 
@@ -39,6 +44,8 @@ def interleaved(
         device: where they run; on a GPU the L2 cache is flushed before each call.
         repetitions: calls of each variant.
         warmup: calls of each variant before.
+        wait_ms: how long a GPU waits before each call, about: longer than the host needs to launch
+            it, where that is not to be measured.
     """
     for _ in range(warmup):
         for run in variants.values():
@@ -53,6 +60,8 @@ def interleaved(
         for i in range(len(names)):  # another one goes first each time
             name = names[(repetition + i) % len(names)]
             flush.zero_()
+            if wait_ms and device.type == "cuda":
+                torch.cuda._sleep(int(wait_ms * CYCLES_PER_MS))
             samples[name].append(clock(variants[name]))
     return {name: _timing(values) for name, values in samples.items()}
 

@@ -28,6 +28,18 @@ LLAMA_3_2_1B = {
 }
 SEQUENCE = 4096
 
+# TinyLlama-1.1B, its embedding and head tied: 200 tensors with 1.03e9 elements.
+TINY_LLAMA_1_1B = {
+    "vocab_size": 32000,
+    "hidden_size": 2048,
+    "intermediate_size": 5632,
+    "num_hidden_layers": 22,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "tie_word_embeddings": True,
+}
+
 TOY_BLOCK = {
     "q_proj": (64, 64),
     "k_proj": (64, 16),
@@ -50,3 +62,22 @@ TOY_LLAMA = {
     "tie_word_embeddings": True,
 }
 TOY_SEQUENCE = 64
+
+
+def parameter_shapes(**layout: int) -> list[tuple[int, ...]]:
+    """Shapes of the parameters of a Llama with a tied embedding, from LlamaConfig's arguments."""
+    hidden, inner = layout["hidden_size"], layout["intermediate_size"]
+    queries = layout["num_attention_heads"] * layout["head_dim"]
+    keys = layout["num_key_value_heads"] * layout["head_dim"]
+    layer = [
+        (queries, hidden),
+        (keys, hidden),
+        (keys, hidden),
+        (hidden, queries),
+        (inner, hidden),
+        (inner, hidden),
+        (hidden, inner),
+        (hidden,),
+        (hidden,),
+    ]
+    return [(layout["vocab_size"], hidden), *layer * layout["num_hidden_layers"], (hidden,)]
