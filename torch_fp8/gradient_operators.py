@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_fp8.gradient_parts import decode_rows, zero_gradient
-from torch_fp8.optimizer_state import row_parts
+from torch_fp8.gradient_parts import norm, zero_gradient
 
 _aten: Any = torch.ops.aten
 
@@ -98,12 +97,7 @@ def _norm(
     every = dim is None or len(dim) in (0, grad.ndim)
     if not every or keepdim or ord == 0 or not grad.numel() or grad.device.type == "meta":
         return NotImplemented
-    matrix = grad.parts()
-    norms = [
-        torch.linalg.vector_norm(decode_rows(matrix, part), ord)
-        for part in row_parts(*matrix.qdata.shape)
-    ]
-    return torch.linalg.vector_norm(torch.stack(norms), ord).to(dtype or grad.dtype)
+    return norm(grad.parts(), ord).to(dtype or grad.dtype)
 
 
 HANDLERS = {

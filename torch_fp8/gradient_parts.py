@@ -22,6 +22,8 @@ from torch_fp8.optimizer_state import row_parts
 from torch_fp8.random_bits import MULTIPLIERS, element_index, random_words, stream_keys
 
 _SCALE_ONE, _SCALE_NAN = 127, 255
+_NORM_ELEMENTS = (1 << 20, 1 << 24)
+"""Decoded at a time for a norm: what the CPU's caches hold; on CUDA 64 MiB, for fewer launches."""
 
 Keys = tuple[int, int]
 
@@ -84,38 +86,31 @@ class Rounding:
         return Rounding, (_no_counters, self.offset, self.rank)
 
 
-def empty_parts(rows: int, cols: int, device: torch.device) -> GradientParts:
-    """Of an (R, K) gradient; codes and scales have any values, the multiplier is 1."""
-    return GradientParts(
-        torch.empty((rows, cols), dtype=torch.uint8, device=device),
-        torch.empty((rows, num_groups(cols)), dtype=torch.uint8, device=device),
-        torch.ones((), dtype=torch.float32, device=device),
-    )
-
-
-def encode_gradient(target: GradientParts, x: Tensor, keys: Keys, complement: bool) -> None:
-    """Quantize `x` into `target`.
+def quantize_gradient(x: Tensor, keys: Keys, complement: bool) -> GradientParts:
+    """The parts of a gradient.
 
     Args:
-        target: of an (R, K) matrix.
         x: (R, K) bfloat16 or float32, contiguous.
         keys: of the random bits.
         complement: whether to take their complement.
     """
+    rows, cols = x.shape
+    multiplier = torch.ones((), dtype=torch.float32, device=x.device)
     if x.is_cuda:
-        from torch_fp8.kernels.gradients import quantize_gradient
+        from torch_fp8.kernels import gradients
 
-        qdata, scale = quantize_gradient(x, keys, complement)
-        target.qdata.copy_(qdata)
-        target.scale.copy_(scale)
-    elif x.device.type != "meta":
-        for part in row_parts(*x.shape):
-            _encode_rows(target, part, x[part].float(), keys, complement)
-    target.multiplier.fill_(1.0)
+        return GradientParts(*gradients.quantize_gradient(x, keys, complement), multiplier)
+    qdata = torch.empty((rows, cols), dtype=torch.uint8, device=x.device)
+    scale = torch.empty((rows, num_groups(cols)), dtype=torch.uint8, device=x.device)
+    parts = GradientParts(qdata, scale, multiplier)
+    if x.device.type != "meta":
+        for part in row_parts(rows, cols):
+            _encode_rows(parts, part, x[part].float(), keys, complement)
+    return parts
 
 
 def accumulate_gradient(target: GradientParts, x: Tensor, keys: Keys, complement: bool) -> None:
-    """Add `x`; arguments as of `encode_gradient`."""
+    """Add `x` in place; arguments as of `quantize_gradient`."""
     if x.is_cuda:
         from torch_fp8.kernels import gradients
 
@@ -153,10 +148,21 @@ def decode_rows(source: GradientParts, part: slice) -> Tensor:
 
 
 def zero_gradient(target: GradientParts) -> None:
-    """Make it zero, as `encode_gradient` of zeros does."""
+    """Make it zero, in place."""
     target.qdata.zero_()
     target.scale.fill_(_SCALE_ONE)
     target.multiplier.fill_(1.0)
+
+
+def norm(source: GradientParts, ord: float) -> Tensor:
+    """() float32: the norm of all elements, except of order 0; decodes some rows at a time."""
+    rows, cols = source.qdata.shape
+    step = max(1, _NORM_ELEMENTS[source.qdata.is_cuda] // cols)
+    norms = [
+        torch.linalg.vector_norm(decode_rows(source, slice(row, row + step)), ord)
+        for row in range(0, rows, step)
+    ]
+    return torch.linalg.vector_norm(torch.stack(norms), ord)
 
 
 def has_nonfinite(source: GradientParts) -> Tensor:

@@ -27,9 +27,8 @@ from torch_fp8.gradient_parts import (
     Rounding,
     accumulate_gradient,
     decode_gradient,
-    empty_parts,
-    encode_gradient,
     has_nonfinite,
+    quantize_gradient,
 )
 from torch_fp8.optimizer_state import matrix_shape
 
@@ -85,16 +84,19 @@ class Float8Grad(Tensor):
             dtype: that it reads as; None: that of `x`.
             exchanged: whether it is an average over ranks, which all of them round alike.
         """
-        parts = empty_parts(*matrix_shape(x.shape), x.device)
-        grad = Float8Grad(parts, x.shape, dtype or x.dtype, rounding)
-        grad.store(x, exchanged=exchanged)
-        return grad
+        rounding = rounding or Rounding()
+        bits = rounding.next_exchanged() if exchanged else rounding.next()
+        matrix = x.contiguous().view(matrix_shape(x.shape))
+        parts = quantize_gradient(matrix, *bits)
+        return Float8Grad(parts, x.shape, dtype or x.dtype, rounding)
 
     @torch.no_grad()
     def store(self, x: Tensor, *, exchanged: bool = False) -> None:
         """Encode `x`, of this shape; `exchanged` as of `quantize`."""
         bits = self.rounding.next_exchanged() if exchanged else self.rounding.next()
-        encode_gradient(self.parts(), self._matrix(x), *bits)
+        made = quantize_gradient(self._matrix(x), *bits)
+        for target, part in zip(self.parts(), made, strict=True):
+            target.copy_(part)
 
     @torch.no_grad()
     def accumulate(self, x: Tensor) -> None:

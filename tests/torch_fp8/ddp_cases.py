@@ -341,6 +341,16 @@ def case_order():
     return events
 
 
+def case_no_sync():
+    ddp, optimizer, _ = wrapped()
+    train(ddp, optimizer, 1)
+    with ddp.no_sync():
+        backward(ddp, 5)
+    local = [equal_on_ranks([p.grad]) for p in ddp.parameters()]
+    kinds = [type(p.grad) is Float8Grad for p in ddp.parameters()]
+    return {"equal": any(local), "8-bit": sum(kinds)}
+
+
 def case_reentrant():
     class Model(nn.Module):
         def __init__(self):

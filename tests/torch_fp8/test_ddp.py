@@ -159,6 +159,10 @@ def test_averages_are_sent_while_backward_runs(case):
         assert value[6:] == learned
 
 
+def test_without_synchronization_gradients_stay_local(case):
+    assert case("no_sync") == [{"equal": False, "8-bit": 3}] * 2
+
+
 def test_reentrant_checkpoints(case):
     for value in case("reentrant"):
         assert value == {"equal": True, "as without": True}

@@ -120,14 +120,21 @@ def test_a_resumed_run_equals_the_uninterrupted_one(set_to_none):
     assert _equal(model, resumed)
 
 
-def test_the_seed_changes_the_rounding():
+def test_seed_and_step_change_the_rounding():
     gradients = []
     for seed in (0, 0, 1):
-        model, _optimizer, _ = _converted(FP8Config(opt_level="O3", seed=seed))
-        _backward(model, 0)
-        gradients.append(model[0].weight.grad.float())
-    assert torch.equal(gradients[0], gradients[1])
-    assert not torch.equal(gradients[0], gradients[2])
+        model, optimizer, _ = _converted(FP8Config(opt_level="O3", seed=seed))
+        optimizer.param_groups[0]["lr"] = 0.0
+        for _ in range(2):
+            _backward(model, 0)
+            gradients.append(model[0].weight.grad.float())
+            optimizer.step()
+            optimizer.zero_grad()
+    assert torch.equal(gradients[0], gradients[2])
+    assert torch.equal(gradients[1], gradients[3])
+    first, next_step, _, _, another_seed, _ = gradients
+    assert not torch.equal(first, next_step)
+    assert not torch.equal(first, another_seed)
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
