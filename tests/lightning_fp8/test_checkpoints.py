@@ -191,11 +191,16 @@ def test_history_of_another_length_is_refused(tmp_path):
         fit(host, tmp_path, other, 2, ckpt_path=tmp_path / "delayed.ckpt")
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "model_parallel"])
-def test_two_ranks_resume_exactly_with_delayed_scaling(run, tmp_path, strategy):
+@pytest.mark.parametrize(
+    ("strategy", "level"),
+    [("ddp", "O1"), ("ddp", "O3"), ("model_parallel", "O2"), ("model_parallel", "O3")],
+)
+def test_two_ranks_resume_exactly_with_delayed_scaling(run, tmp_path, strategy, level):
     # Each rank has a history of its own.
-    (resumed,) = run(["resume.py", strategy, str(tmp_path)])
+    (resumed,) = run(["resume.py", strategy, str(tmp_path), level])
     assert resumed.returncode == 0, resumed.output
+    sharded = resumed.output.count("2 weights stay float32: they were sharded before")
+    assert bool(sharded) == (strategy == "model_parallel")
 
 
 def test_state_of_another_number_of_ranks_is_taken_over():

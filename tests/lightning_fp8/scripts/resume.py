@@ -1,5 +1,5 @@
-"""resume.py ddp|model_parallel FOLDER: on two processes, training that is saved and resumed equals
-the uninterrupted run, exactly."""
+"""resume.py ddp|model_parallel FOLDER LEVEL: on two processes, training that is saved and resumed
+equals the uninterrupted run, exactly. Sharded weights stay float32; their states have 8 bits."""
 
 import sys
 
@@ -11,21 +11,25 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.utils.data import DataLoader
 
 from lightning_fp8 import FP8Config, FP8Precision
+from torch_fp8.optimizer import Float8Optimizer
 
-name, folder = sys.argv[1:]
+name, folder, level = sys.argv[1:]
+CONFIG = FP8Config(opt_level=level, recipe="delayed", amax_history_len=4)
 
 
 class Regression(L.LightningModule):
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.net = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 16))
+        self.net = nn.Sequential(nn.Linear(32, 128), nn.ReLU(), nn.Linear(128, 64))
 
     def configure_model(self):
         if name == "model_parallel" and not isinstance(self.net, FSDPModule):
             fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
 
     def training_step(self, batch, batch_idx):
+        sharded = name == "model_parallel" or level == "O1"
+        assert self.net[0].weight.dtype == (torch.float32 if sharded else torch.bfloat16)
         return self.net(batch).float().pow(2).mean()
 
     def configure_optimizers(self):
@@ -43,7 +47,7 @@ def fit(max_epochs, sharded, ckpt_path=None, save_to=None):
     trainer = L.Trainer(
         accelerator="cpu",
         devices=2,
-        plugins=[FP8Precision(FP8Config(recipe="delayed", amax_history_len=4))],
+        plugins=[FP8Precision(CONFIG)],
         strategy=strategy,
         max_epochs=max_epochs,
         logger=False,
@@ -53,6 +57,7 @@ def fit(max_epochs, sharded, ckpt_path=None, save_to=None):
     )
     model = Regression()
     trainer.fit(model, DataLoader(torch.cat(batches), batch_size=4), ckpt_path=ckpt_path)
+    assert isinstance(trainer.optimizers[0], Float8Optimizer) == (level != "O1")
     if save_to is not None:
         trainer.save_checkpoint(save_to)
         trainer.strategy.barrier()
