@@ -1,0 +1,180 @@
+"""Levels O2 and O3 in Fabric: optimizers that are set up with their model, after it, before it."""
+
+import logging
+
+import lightning.fabric
+import lightning_fabric
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, AdamW
+
+from lightning_fp8 import FP8Config, FP8Precision
+from torch_fp8.optimizer import Float8Optimizer
+
+each_fabric = pytest.mark.parametrize(
+    "host", [lightning.fabric, lightning_fabric], ids=lambda host: host.__name__
+)
+HOST = lightning.fabric
+
+
+def make_net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.LayerNorm(128), nn.Linear(128, 64))
+
+
+def make_fabric(host, config):
+    config = config if isinstance(config, FP8Config) else FP8Config(opt_level=config)
+    return host.Fabric(accelerator="cpu", devices=1, plugins=[FP8Precision(config)])
+
+
+def together(fabric, net, optimizer):
+    return fabric.setup(net, optimizer)
+
+
+def model_first(fabric, net, optimizer):
+    return fabric.setup_module(net), fabric.setup_optimizers(optimizer)
+
+
+def optimizer_first(fabric, net, optimizer):
+    optimizer = fabric.setup_optimizers(optimizer)
+    return fabric.setup_module(net), optimizer
+
+
+def loss(model):
+    x = torch.linspace(-1, 1, 8 * 64).view(8, 64)
+    return (model(x) - x).pow(2).mean()
+
+
+def train(fabric, model, optimizers, steps=4):
+    for _ in range(steps):
+        fabric.backward(loss(model))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.fixture
+def log():
+    """What went through Fabric's own log: a function that returns it as one text."""
+    records = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())
+    names = ("lightning.fabric", "lightning_fabric")
+    for name in names:
+        logging.getLogger(name).addHandler(handler)
+    yield lambda: "\n".join(records)
+    for name in names:
+        logging.getLogger(name).removeHandler(handler)
+
+
+@each_fabric
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+@pytest.mark.parametrize("set_up", [together, model_first, optimizer_first])
+def test_optimizer_is_converted_with_its_model(host, level, set_up, log):
+    fabric, net = make_fabric(host, level), make_net()
+    parameters = list(net.parameters())
+    given = AdamW(parameters, lr=1e-2)
+    model, optimizer = set_up(fabric, net, given)
+    fabric.backward(loss(model))
+    gradient = type(net[0].weight.grad).__name__
+    optimizer.step()
+    assert all(a is b for a, b in zip(parameters, net.parameters(), strict=True))
+    assert optimizer.optimizer is given
+    assert isinstance(given, Float8Optimizer) == (level != "O1")
+    assert net[0].weight.dtype == (torch.float32 if level == "O1" else torch.bfloat16)
+    assert gradient == ("Float8Grad" if level == "O3" else "Tensor")
+    assert log().count("of the matmul FLOPs") == 1
+    assert log().count("optimizer AdamW with 8-bit states") == (level != "O1")
+
+
+@each_fabric
+def test_order_of_setting_up_makes_no_difference(host):
+    trained = []
+    for set_up in (together, model_first, optimizer_first):
+        fabric, net = make_fabric(host, "O3"), make_net()
+        model, optimizer = set_up(fabric, net, AdamW(net.parameters(), lr=1e-2))
+        train(fabric, model, [optimizer])
+        trained.append(net[0].weight)
+    assert torch.equal(trained[0], trained[1])
+    assert torch.equal(trained[0], trained[2])
+
+
+def test_several_optimizers_and_a_scheduler():
+    fabric, net = make_fabric(HOST, "O2"), make_net()
+    first = AdamW(net[0].parameters(), lr=1e-2)
+    second = SGD(net[3].parameters(), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.StepLR(first, 1, gamma=0.5)
+    model, *optimizers, same = fabric.setup(net, first, second, scheduler=scheduler)
+    train(fabric, model, optimizers, steps=1)
+    same.step()
+    assert first.param_groups[0]["lr"] == 5e-3
+    assert net[0].weight.dtype == torch.bfloat16
+    assert net[3].weight.dtype == torch.float32  # no residual could be kept for it
+
+
+def test_optimizer_that_takes_over_gets_the_residuals():
+    fabric, net = make_fabric(HOST, "O2"), make_net()
+    first = AdamW(net.parameters(), lr=1e-2)
+    model, wrapped = fabric.setup(net, first)
+    train(fabric, model, [wrapped])
+    residual = first.residual_of(net[0].weight).clone()
+    assert residual.any()
+    second = AdamW(net.parameters(), lr=1e-3)
+    fabric.setup_optimizers(second)
+    assert torch.equal(second.residual_of(net[0].weight), residual)
+    assert first.residual_of(net[0].weight) is None
+
+
+def test_optimizer_of_another_model_is_left_alone():
+    fabric, other = make_fabric(HOST, "O2"), make_net()
+    fabric.setup(make_net())
+    optimizer = AdamW(other.parameters())
+    fabric.setup_optimizers(optimizer)
+    assert type(optimizer) is AdamW
+    assert other[0].weight.dtype == torch.float32
+
+
+@each_fabric
+def test_unsupported_option_is_refused(host):
+    net = make_net()
+    with pytest.raises(ValueError, match=r"amsgrad=True.*opt_level='O1'"):
+        make_fabric(host, "O2").setup(net, AdamW(net.parameters(), amsgrad=True))
+
+
+@each_fabric
+@pytest.mark.parametrize("clip", [{"max_norm": 1e-3}, {"clip_val": 1e-5}], ids=str)
+def test_clipping_moves_8_bit_gradients(host, clip):
+    fabric, net = make_fabric(host, "O3"), make_net()
+    model, optimizer = fabric.setup(net, AdamW(net.parameters()))
+    fabric.backward(loss(model))
+    before = net[0].weight.grad.norm()
+    fabric.clip_gradients(model, optimizer, **clip)
+    assert type(net[0].weight.grad).__name__ == "Float8Grad"
+    if "max_norm" in clip:
+        norm = torch.nn.utils.get_total_norm([p.grad for p in net.parameters()])
+        torch.testing.assert_close(norm.float(), torch.tensor(1e-3), rtol=0.02, atol=0)
+    else:
+        assert net[0].weight.grad.abs().max() <= 1e-5 * (1 + 2**-5)  # E3M4 rounds
+    assert net[0].weight.grad.norm() < before
+
+
+@each_fabric
+def test_gradient_release(host):
+    release = FP8Config(opt_level="O3", gradient_release=True)
+    weights = []
+    for config in (release, "O3"):
+        fabric, net = make_fabric(host, config), make_net()
+        model, optimizer = fabric.setup(net, AdamW(net.parameters(), lr=1e-2))
+        train(fabric, model, [optimizer])
+        weights.append(net[0].weight)
+    assert torch.equal(*weights)
+
+    fabric, net = make_fabric(host, release), make_net()
+    model, optimizer = fabric.setup(net, AdamW(net.parameters(), lr=1e-2))
+    fabric.backward(loss(model))
+    assert net[0].weight.grad is None
+    with pytest.raises(ValueError, match=r"gradient_release=True\) cannot clip gradients"):
+        fabric.clip_gradients(model, optimizer, max_norm=1.0)
+    with pytest.raises(RuntimeError, match="second gradient before"):
+        fabric.backward(loss(model))
