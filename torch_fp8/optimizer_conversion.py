@@ -92,8 +92,7 @@ def convert_optimizer(
             already.
     Raises:
         ValueError: ``amsgrad``, ``capturable`` or ``differentiable``; update clipping of sharded
-            weights; no `model` where the
-            configuration needs one.
+            weights; no `model` where the configuration needs one.
     """
     config = config or FP8Config.from_env() or FP8Config()
     name = _name(optimizer)
