@@ -53,8 +53,12 @@ def test_environment_reaches_every_option_of_an_unmodified_script(run: Callable)
     assert "2: skip='2'" in done.stderr
 
 
-def test_trainers_of_transformers_and_trl_run_fp8_gemms(run: Callable, tiny_model: Path) -> None:
-    done = run("trainers.py", tiny_model, launch=("--mixed_precision", "fp8"))
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_trainers_of_transformers_and_trl_run_fp8_gemms(
+    run: Callable, tiny_model: Path, level: str
+) -> None:
+    chosen = {} if level == "O2" else {"TORCH_FP8_CONFIG": f'{{"opt_level": "{level}"}}'}
+    done = run("trainers.py", tiny_model, launch=("--mixed_precision", "fp8"), **chosen)
     counts = _counts(done.stdout)
     assert set(counts) == set(TRAINERS)
     for name, (trained, evaluated) in counts.items():
@@ -66,6 +70,10 @@ def test_trainers_of_transformers_and_trl_run_fp8_gemms(run: Callable, tiny_mode
     assert counts["sft"][0] == 14 * 2 * 4
     assert counts["lora"][0] == 14 * 2 * 3
     assert done.stderr.count("bf16=True in the training arguments") == 1
+    # 14 linear layers, embedding and output layer; the adapters of 4 layers, two matrices each.
+    full = "optimizer Float8AdamW {'trained bfloat16': 16} and 16 more"
+    assert done.stdout.count(full) == 4
+    assert "lora optimizer Float8AdamW {'frozen float32': 16, 'trained bfloat16': 8}" in done.stdout
 
 
 def test_trainers_without_the_flag_run_none(run: Callable, tiny_model: Path) -> None:

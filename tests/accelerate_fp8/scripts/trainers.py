@@ -1,11 +1,12 @@
 """transformers' and TRL's trainers, as their documentation shows them, one after the other.
 
-Usage: trainers.py MODEL_FOLDER. After each trainer a line says how many scaled matmuls it ran; the
-meter is the tests' sitecustomize.
+Usage: trainers.py MODEL_FOLDER. After each trainer a line says how many scaled matmuls it ran, and
+another what it trained; the meter is the tests' sitecustomize.
 """
 
 import sys
 import tempfile
+from collections import Counter
 
 import sitecustomize
 from datasets import Dataset
@@ -68,7 +69,7 @@ def sft(peft_config=None):
 
 
 def lora():
-    return sft(LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
+    return sft(LoraConfig(r=64, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
 
 
 def dpo():
@@ -97,3 +98,11 @@ for make in (trainer, sft, lora, dpo, grpo, reward_model):
     evaluated = sitecustomize._counts["scaled_mm"]
     built.save_model(tempfile.mkdtemp())
     print(f"{make.__name__}: trained {trained - start} evaluated {evaluated - trained}")
+    optimizer = getattr(built.optimizer, "optimizer", built.optimizer)
+    kinds = Counter(
+        f"{'trained' if p.requires_grad else 'frozen'} {str(p.dtype)[6:]}"
+        for p in built.model.parameters()
+        if p.ndim == 2
+    )
+    extra = sum("residual" in state for state in optimizer.state.values())
+    print(f"{make.__name__} optimizer {type(optimizer).__name__} {dict(kinds)} and {extra} more")
