@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 from torch.distributed.tensor import DTensor
 
 from accelerate_fp8 import FP8Config, FP8Kwargs
+from torch_fp8.optimizer_conversion import join_parameter
 
 # Mode: options of FP8Config, of the plugin, of the test.
 MODES = {
@@ -34,6 +35,12 @@ MODES = {
 }
 SHARDED = int(os.environ.get("WORLD_SIZE", "1")) > 1
 warnings.filterwarnings("ignore", "Detected an existing checkpoint")
+
+
+def new_model() -> nn.Module:
+    return nn.Sequential(
+        nn.Linear(64, 97), nn.LayerNorm(97), nn.Linear(97, 112), nn.ReLU(), nn.Linear(112, 64)
+    )
 
 
 class Training:
@@ -59,9 +66,7 @@ class Training:
                 shared.distributed_type = DistributedType.FSDP
         # Weights that are loaded sparingly are rank 0's, whatever the other ranks have.
         torch.manual_seed(dist.get_rank() if mode == "sparing" and SHARDED else 0)
-        model = nn.Sequential(
-            nn.Linear(64, 97), nn.LayerNorm(97), nn.Linear(97, 112), nn.ReLU(), nn.Linear(112, 64)
-        )
+        model = new_model()
         if mode == "frozen":
             model[0].requires_grad_(False)
         kind = torch.optim.SGD if mode == "sgd" else torch.optim.AdamW
@@ -83,6 +88,17 @@ class Training:
             losses.append(loss.item())
         return losses
 
+    def error(self) -> float:
+        """The largest difference of this rank's weights, with residuals, from rank 0's at first."""
+        torch.manual_seed(0)
+        errors = []
+        for whole, parameter in zip(new_model().parameters(), self.model.parameters(), strict=True):
+            shard = join_parameter(self.optimizer.optimizer, parameter)
+            parts = whole.detach().chunk(dist.get_world_size())
+            part = parts[dist.get_rank()] if dist.get_rank() < len(parts) else whole[:0]
+            errors.append(((shard - part).abs() / part.abs().clamp(min=1e-6)).max().item())
+        return max(errors)
+
     def bits(self) -> list[Tensor]:
         parameters = list(self.model.parameters())
         states = [self.optimizer.state.get(p, {}) for p in parameters]
@@ -92,9 +108,10 @@ class Training:
 
 def run(mode: str, folder: Path) -> str:
     training = Training(mode)
+    error = training.error() if SHARDED else 0.0
     losses = training.steps(*range(6))
     dtypes = "+".join(sorted({str(p.dtype)[6:] for p in training.model.parameters()}))
-    said = f"{mode} losses {losses[0]:.4f} {losses[-1]:.4f} dtypes {dtypes}"
+    said = f"{mode} losses {losses[0]:.7f} {losses[-1]:.7f} error {error:.3g} dtypes {dtypes}"
     if not SHARDED:
         return said
     training.accelerator.save_state(folder)
