@@ -61,11 +61,12 @@ def ddp_options(
             "has averaged them; set gradient_release=False, or run on one device"
         )
     asked = [name for name in ("find_unused_parameters", "static_graph") if made.get(name)]
-    if asked and any(o.fp8_gradients for o in ours):
+    eight_bit = [(o, _places(o, module)) for o in ours]
+    if asked and any(places for _, places in eight_bit):
         reason = f"DistributedDataParallel({asked[0]}=True) needs plain ones"
         warnings.warn(f"gradients stay in BF16, as at level O2: {reason}", stacklevel=2)
-        for optimizer in ours:
-            _keep_plain(optimizer, optimizer.fp8_gradients, reason)
+        for optimizer, places in eight_bit:
+            _keep_plain(optimizer, places, reason)
     _leave_one(module, ours)
     _ignore(module, [p for p in module.parameters() if any(o.has_fp8_gradient(p) for o in ours)])
     if dist.is_available() and dist.is_initialized() and made.get("init_sync", True):
@@ -76,6 +77,8 @@ def ddp_options(
 def connect(ddp: nn.Module, optimizers: Iterable[Optimizer]) -> None:
     """Have the 8-bit gradients that `ddp_options` kept from DDP averaged, from the next forward on.
 
+    A second call for the same DistributedDataParallel does nothing.
+
     Args:
         ddp: the DistributedDataParallel, or what torch.compile made of it.
         optimizers: as given to `ddp_options`.
@@ -83,6 +86,8 @@ def connect(ddp: nn.Module, optimizers: Iterable[Optimizer]) -> None:
     ddp = getattr(ddp, "_orig_mod", ddp)
     assert isinstance(ddp, DistributedDataParallel)
     kept = _unignore(ddp.module)
+    if any(isinstance(hook, ForwardHook) for hook in ddp._forward_hooks.values()):
+        return
     exchange = None
     if kept and dist.get_world_size(ddp.process_group) > 1:
         ranks = dist.get_process_group_ranks(ddp.process_group)
@@ -90,9 +95,12 @@ def connect(ddp: nn.Module, optimizers: Iterable[Optimizer]) -> None:
         exchange = GradientExchange(kept, group)
         ddp.register_forward_hook(ForwardHook(exchange))
         ddp.join_hook = _refuse_join
+    parameters = frozenset(ddp.module.parameters())
     for optimizer in optimizers:
         if isinstance(optimizer, Float8Optimizer):
-            optimizer.fp8_exchange = exchange
+            # Those of other modules stay: an optimizer may train several.
+            others = [e for e in optimizer.fp8_exchanges if not e.parameters & parameters]
+            optimizer.fp8_exchanges = tuple(others if exchange is None else [*others, exchange])
 
 
 def _refuse_join(**kwargs: Any) -> None:
@@ -102,9 +110,17 @@ def _refuse_join(**kwargs: Any) -> None:
     )
 
 
-def _keep_plain(optimizer: Float8Optimizer, places: Iterable[int], reason: str | None) -> None:
-    optimizer.fp8_gradients -= set(places)
-    optimizer.fp8_why_bf16_gradients = reason
+def _places(optimizer: Float8Optimizer, module: nn.Module) -> set[int]:
+    """Those of the module's parameters with 8-bit gradients."""
+    own = set(module.parameters())
+    indexed = optimizer.indexed_parameters()
+    return {i for i, _, p in indexed if i in optimizer.fp8_gradients and p in own}
+
+
+def _keep_plain(optimizer: Float8Optimizer, places: set[int], reason: str | None) -> None:
+    optimizer.fp8_gradients -= places
+    if not optimizer.fp8_gradients:
+        optimizer.fp8_why_bf16_gradients = reason
     attach_hooks(optimizer)
 
 
@@ -115,7 +131,7 @@ def _leave_one(module: nn.Module, optimizers: list[Float8Optimizer]) -> None:
     eight_bit = [p for p in trained if p in places and places[p][0].has_fp8_gradient(p)]
     if trained and len(eight_bit) == len(trained):
         optimizer, index = places[min(trained, key=Tensor.numel)]
-        _keep_plain(optimizer, [index], None)
+        _keep_plain(optimizer, {index}, None)
 
 
 def _ignore(module: nn.Module, parameters: list[Tensor]) -> None:

@@ -47,11 +47,15 @@ class GradientExchange:
     Args:
         parameters: the same ones in the same order on all ranks.
         group: process group of its own.
+
+    Attributes:
+        parameters: those that it averages.
+        rank: this process's.
     """
 
     def __init__(self, parameters: Iterable[Tensor], group: Any) -> None:
         self._order = list(parameters)[::-1]
-        self._known = set(self._order)
+        self.parameters = frozenset(self._order)
         self._group = group
         self._world_size = dist.get_world_size(group)
         self.rank = dist.get_rank(group)
@@ -77,11 +81,11 @@ class GradientExchange:
             for tensor in tensors:
                 tensor.register_hook(self._begin)
 
-    def wants(self, parameter: Tensor) -> bool:
-        """Whether this backward averages the gradient that a parameter has got."""
+    def begun(self) -> bool:
+        """Whether the backward that runs averages gradients."""
         if self._without_output_hooks and not self._active:
             self._begin()
-        return self._active and parameter in self._known
+        return self._active
 
     def ready(self, parameter: Tensor) -> None:
         """Take over ``parameter.grad``, which is complete on this rank."""

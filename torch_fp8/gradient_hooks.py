@@ -45,8 +45,8 @@ class GradientHook:
         optimizer = self._optimizer()
         if optimizer is None or parameter.grad is None:
             return
-        exchange = optimizer.fp8_exchange
-        if self.quantize and exchange is not None and exchange.wants(parameter):
+        exchange = _exchange(optimizer, parameter)
+        if self.quantize and exchange is not None and exchange.begun():
             exchange.ready(parameter)
         elif self.quantize:
             self.to_float8(parameter)
@@ -74,7 +74,7 @@ class GradientHook:
     def rounding(self, parameter: Tensor) -> Rounding:
         """Of a new gradient."""
         row, col, row_length = shard_origin(parameter)
-        exchange = getattr(self._optimizer(), "fp8_exchange", None)
+        exchange = _exchange(self._optimizer(), parameter)
         rank = 0 if exchange is None else exchange.rank
         return Rounding(self._counters, row * row_length + col, rank)
 
@@ -140,6 +140,11 @@ def remove_hook(parameter: Tensor) -> None:
     hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
     for key in [key for key, hook in hooks.items() if isinstance(hook, GradientHook)]:
         del hooks[key]
+
+
+def _exchange(optimizer: Any, parameter: Tensor) -> Any:
+    exchanges = getattr(optimizer, "fp8_exchanges", ())
+    return next((e for e in exchanges if parameter in e.parameters), None)
 
 
 def _like(grad: Tensor, quantized: Float8Grad) -> Tensor:

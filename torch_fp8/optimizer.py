@@ -56,7 +56,7 @@ class Float8Optimizer(Optimizer):
         fp8_why_bf16_gradients: why at level O3 there are none of these; None where there are.
         fp8_hooks_restored: gradient hooks that were lost and put back so far.
         fp8_released: places of the parameters that were stepped in backward, since ``step``.
-        fp8_exchange: what averages 8-bit gradients over ranks (`torch_fp8.ddp`); None without.
+        fp8_exchanges: what averages 8-bit gradients over ranks, one for each DDP module.
     """
 
     fp8_config: FP8Config
@@ -64,7 +64,7 @@ class Float8Optimizer(Optimizer):
     fp8_why_bf16_gradients: str | None
     fp8_hooks_restored: int
     fp8_released: set[int]
-    fp8_exchange: Any = None
+    fp8_exchanges: tuple[Any, ...] = ()
     _fp8_base: type[Optimizer]
     # Parameter -> residual as stored, until its first step moves it into the state.
     _fp8_residuals: dict[Tensor, Tensor]

@@ -36,7 +36,8 @@ def release_gradient(optimizer: Any, index: int, group: dict[str, Any], paramete
             "gradient_release=False"
         )
     optimizer.step_parameters([(index, group, parameter)])
-    # Kernels write past torch; a graph that still needs the old value shall say so.
+    # A sharded parameter has a version beside its shard's: a graph that still needs the old value
+    # shall say so.
     torch.autograd.graph.increment_version(parameter)
     parameter.grad = None
     optimizer.fp8_released.add(index)

@@ -341,6 +341,29 @@ def case_order():
     return events
 
 
+def case_several_modules():
+    """One optimizer trains three, each wrapped on its own, the last with plain gradients."""
+    modules = [model_of(RANK), model_of(RANK + 2), model_of(RANK + 4)]
+    config = FP8Config(opt_level="O3")
+    for module in modules:
+        convert_to_float8(module, config)
+    parameters = [p for module in modules for p in module.parameters()]
+    optimizer = torch.optim.AdamW(parameters, lr=1e-3)
+    convert_optimizer(optimizer, config, model=nn.ModuleList(modules))
+    wrapped = []
+    for module, options in zip(modules, ({}, {}, {"static_graph": True}), strict=True):
+        options = ddp_options(module, [optimizer], options)
+        wrapped.append(DistributedDataParallel(module, **options))
+        connect(wrapped[-1], [optimizer])
+    for step in range(3):
+        for ddp in wrapped:
+            backward(ddp, step)
+        eight = [sum(type(p.grad) is Float8Grad for p in ddp.parameters()) for ddp in wrapped]
+        optimizer.step()
+        optimizer.zero_grad()
+    return [eight, equal_on_ranks(merged_state_dict(nn.ModuleList(modules), optimizer).values())]
+
+
 def case_no_sync():
     ddp, optimizer, _ = wrapped()
     train(ddp, optimizer, 1)
@@ -383,12 +406,11 @@ def case_after_an_error():
     def fail(_):
         raise ArithmeticError
 
-    # Where DDP itself has nothing left to average in this backward.
-    with ddp.no_sync():
-        handle = ddp.module[0].weight.register_hook(fail)
-        with contextlib.suppress(ArithmeticError):
-            backward(ddp, 3)
-        handle.remove()
+    # The first gradient of all: DDP itself has not begun to average then, and can go on.
+    handle = ddp.module[3].bias.register_hook(fail)
+    with contextlib.suppress(ArithmeticError):
+        backward(ddp, 3)
+    handle.remove()
     optimizer.zero_grad()
     train(ddp, optimizer, 2)
     return equal_on_ranks(merged_state_dict(ddp, optimizer).values())
@@ -438,7 +460,7 @@ def case_wrapped_again():
 def case_compiled():
     ddp, optimizer, _ = wrapped()
     compiled = torch.compile(ddp, backend="aot_eager")
-    connect(compiled, [optimizer])
+    connect(compiled, [optimizer])  # once more
     for step in range(2):
         with torch.autocast("cpu", torch.bfloat16):
             loss = compiled(batch(step)).float().square().mean()
@@ -446,14 +468,15 @@ def case_compiled():
         eight = sum(type(p.grad) is Float8Grad for p in ddp.parameters())
         optimizer.step()
         optimizer.zero_grad()
-    return [eight, equal_on_ranks(merged_state_dict(ddp, optimizer).values())]
+    equal = equal_on_ranks(merged_state_dict(ddp, optimizer).values())
+    return [eight, equal, len(optimizer.fp8_exchanges), len(ddp._forward_hooks)]
 
 
 def case_copied():
     ddp, optimizer, _ = wrapped()
     train(ddp, optimizer, 1)
     twin = copy.deepcopy(ddp.module)
-    return [len(twin.state_dict()), "fp8_exchange" in copy.deepcopy(optimizer).__dict__]
+    return [len(twin.state_dict()), "fp8_exchanges" in copy.deepcopy(optimizer).__dict__]
 
 
 def case_one_process():
@@ -471,7 +494,7 @@ def case_one_process():
         single.step()
         single.zero_grad()
     pairs = zip(model.parameters(), ddp.module.parameters(), strict=True)
-    return [optimizer.fp8_exchange is None, all(torch.equal(p, q) for p, q in pairs)]
+    return [optimizer.fp8_exchanges == (), all(torch.equal(p, q) for p, q in pairs)]
 
 
 def main():

@@ -159,6 +159,10 @@ def test_averages_are_sent_while_backward_runs(case):
         assert value[6:] == learned
 
 
+def test_an_optimizer_of_several_modules(case):
+    assert case("several_modules") == [[[3, 3, 0], True]] * 2
+
+
 def test_without_synchronization_gradients_stay_local(case):
     assert case("no_sync") == [{"equal": False, "8-bit": 3}] * 2
 
@@ -185,7 +189,7 @@ def test_other_levels_later_find_nothing_of_o3(case):
 
 
 def test_compiled_around_ddp(case):
-    assert case("compiled") == [[3, True]] * 2
+    assert case("compiled") == [[3, True, 1, 1]] * 2
 
 
 def test_copies_have_no_exchange(case):
