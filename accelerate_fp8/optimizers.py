@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
+from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -96,7 +97,7 @@ class PreparedOptimizers:
         lines = []
         for optimizer in waiting:
             lines.append(str(gradients_report(optimizer, self._reports[optimizer])))
-            for model in map(_without_compilation, accelerator._models):
+            for model in accelerator._models:
                 if not set(_parameters(optimizer)).isdisjoint(model.parameters()):
                     lines[-1] += f"\n  memory    {expected_bytes_per_param(model, [optimizer])}"
         return lines
@@ -121,15 +122,14 @@ class PreparedOptimizers:
         return sum(restore_weights(o) for o in self.that_train(accelerator, model))
 
     def _as_wrapped(self, model: nn.Module) -> nn.Module:
-        """The DistributedDataParallel of a model, if it has one; nothing of compilation."""
-        model = _without_compilation(model)
+        """The DistributedDataParallel of a model, if it has one."""
         ddp = self._wrapped.get(model)
         return model if ddp is None else ddp() or model
 
 
 def bare(optimizer: Any) -> Any:
-    """The user's own optimizer: Accelerate wraps it."""
-    return getattr(optimizer, "optimizer", optimizer)
+    """The user's own optimizer, which Accelerate wraps; what the user wrapped stays so."""
+    return optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
 
 
 def _trained_by(optimizer: Optimizer, known: list[nn.Module]) -> nn.Module | None:
@@ -151,10 +151,6 @@ def _trained_by(optimizer: Optimizer, known: list[nn.Module]) -> nn.Module | Non
     if wrapped or len(trained) == 1:
         return (wrapped or trained)[0]
     return nn.ModuleList(trained)
-
-
-def _without_compilation(model: nn.Module) -> nn.Module:
-    return getattr(model, "_orig_mod", model)
 
 
 def _parameters(optimizer: Optimizer) -> list[Tensor]:

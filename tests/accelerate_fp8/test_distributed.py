@@ -21,7 +21,7 @@ def test_ddp_runs_fp8_gemms_and_keeps_replicas_equal(run: Callable) -> None:
     assert re.findall(r"\[RANK (\d)\] FP8: 3 of 3 linear layers", done.stderr) == ["0"]
 
 
-def test_levels_under_ddp_keep_replicas_equal(run: Callable) -> None:
+def test_levels_under_ddp_keep_replicas_equal_and_resume_bit_for_bit(run: Callable) -> None:
     """Weights and residuals; ranks start from other weights, and accumulate over two backwards."""
     modes = ("O1", "O2", "O3", "unused", "late")
     done = run("replicas.py", *modes, launch=FP8, processes=2)
@@ -44,6 +44,7 @@ def test_levels_under_ddp_keep_replicas_equal(run: Callable) -> None:
     residuals = {mode: ranks[0][3].split()[-1] for mode, ranks in of.items()}
     assert residuals["O1"] == residuals["late"] == "0"
     assert "0" not in (residuals["O2"], residuals["O3"])
+    assert done.stdout.count("resumed True") == 2 * len(modes)
     assert "2 gradients in 8 bits" in done.stderr
     assert "no gradients in 8 bits: DistributedDataParallel(find_unused_parameters" in done.stderr
     assert "2 weights stay float32: DistributedDataParallel has wrapped them" in done.stderr

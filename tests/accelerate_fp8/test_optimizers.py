@@ -219,13 +219,25 @@ class OwnStep(torch.optim.AdamW):
         return super().step(closure)
 
 
+class Lookahead(torch.optim.Optimizer):
+    """As such wrappers are: an optimizer that has another, and weights of its own in float32."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+        self.optimizer = torch.optim.AdamW(self.param_groups[0]["params"])
+
+    def step(self, closure: Any = None) -> Any:
+        return self.optimizer.step(closure)
+
+
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
+        (Lookahead, "Lookahead keeps its own states"),
         (lambda p: torch.optim.SGD(p, lr=0.1), "SGD keeps its own states"),
         (lambda p: OwnStep(p, lr=0.1), "OwnStep has a step of its own"),
     ],
-    ids=["SGD", "own step"],
+    ids=["wrapper", "SGD", "own step"],
 )
 def test_other_optimizers_are_left_alone_and_named_once(
     accelerator_with: Callable, messages: Callable[[], list[str]], make: Callable, reason: str
@@ -255,7 +267,8 @@ def test_level_o1_leaves_weights_and_optimizer_as_they_are(
     accelerator = accelerator_with(O1)
     model = Net()
     optimizer = torch.optim.AdamW(model.parameters(), amsgrad=True)
-    model, prepared = accelerator.prepare(model, optimizer)
+    model = accelerator.prepare(model)
+    prepared = accelerator.prepare(optimizer)
     _train(accelerator, model, prepared, 1)
     assert type(optimizer) is torch.optim.AdamW
     assert {p.dtype for p in model.parameters()} == {torch.float32}

@@ -18,50 +18,67 @@ LEVELS = {
 }
 
 
-def train(mode: str) -> str:
-    handlers = [FP8Kwargs(LEVELS[mode])]
-    if mode == "unused":
-        handlers.append(DistributedDataParallelKwargs(find_unused_parameters=True))
-    accelerator = Accelerator(
-        mixed_precision="fp8",
-        kwargs_handlers=handlers,
-        cpu=True,
-        gradient_accumulation_steps=2,
+class Training:
+    def __init__(self, mode: str) -> None:
+        handlers = [FP8Kwargs(LEVELS[mode])]
+        if mode == "unused":
+            handlers.append(DistributedDataParallelKwargs(find_unused_parameters=True))
+        self.accelerator = Accelerator(
+            mixed_precision="fp8", kwargs_handlers=handlers, cpu=True, gradient_accumulation_steps=2
+        )
+        self.rank = self.accelerator.process_index
+        torch.manual_seed(self.rank)  # DDP makes the ranks equal
+        model = nn.Sequential(nn.Linear(64, 96), nn.LayerNorm(96), nn.Linear(96, 64))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=8)
+        if mode == "late":
+            model = self.accelerator.prepare(model)
+            optimizer, scheduler = self.accelerator.prepare(optimizer, scheduler)
+        else:
+            optimizer, model, scheduler = self.accelerator.prepare(optimizer, model, scheduler)
+        self.model, self.optimizer, self.scheduler = model, optimizer, scheduler
+
+    def steps(self, *numbers: int) -> float:
+        """The ranks' mean loss of the last micro-batch; `grad` is then what the step has used."""
+        for number in numbers:
+            generator = torch.Generator().manual_seed(2 * number + self.rank)
+            x = torch.randn(8, 64, generator=generator)
+            with self.accelerator.accumulate(self.model):
+                loss = nn.functional.mse_loss(self.model(x), x)
+                self.accelerator.backward(loss)
+                if self.accelerator.sync_gradients:
+                    self.accelerator.clip_grad_norm_(self.model.parameters(), 1.0)
+                    self.grad = self.model.module[0].weight.grad
+                self.optimizer.step()
+                self.scheduler.step()
+                self.optimizer.zero_grad()
+        return self.accelerator.reduce(loss.detach(), "mean").item()
+
+    def sums(self) -> str:
+        weight = self.model.module[0].weight
+        residual = self.optimizer.state[weight].get("residual", torch.zeros(1))
+        total = sum(p.detach().double().sum() for p in self.model.parameters())
+        return f"{total.item():.17g} {residual.double().sum().item():.0f}"
+
+
+def run(mode: str) -> str:
+    training = Training(mode)
+    loss = training.steps(*range(8))
+    weight, kind = training.model.module[0].weight, type(training.grad).__name__
+    said = (
+        f"{mode} rank {training.rank}: "
+        f"weight {weight.dtype} grad {kind} view {training.model.gradient_as_bucket_view} "
+        f"loss {loss:.4f} sums {training.sums()}"
     )
-    rank = accelerator.process_index
-    torch.manual_seed(rank)  # DDP makes the ranks equal
-    model = nn.Sequential(nn.Linear(64, 96), nn.LayerNorm(96), nn.Linear(96, 64))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=8)
-    if mode == "late":
-        model = accelerator.prepare(model)
-        optimizer, scheduler = accelerator.prepare(optimizer, scheduler)
-    else:
-        optimizer, model, scheduler = accelerator.prepare(optimizer, model, scheduler)
-    for step in range(8):
-        x = torch.randn(8, 64, generator=torch.Generator().manual_seed(2 * step + rank))
-        with accelerator.accumulate(model):
-            loss = nn.functional.mse_loss(model(x), x)
-            accelerator.backward(loss)
-            if accelerator.sync_gradients:
-                accelerator.clip_grad_norm_(model.parameters(), 1.0)
-                grad = model.module[0].weight.grad
-            optimizer.step()
-            scheduler.step()
-            optimizer.zero_grad()
-    weight = model.module[0].weight
-    residual = optimizer.state[weight].get("residual", torch.zeros(1))
-    total = sum(p.detach().double().sum() for p in model.parameters())
-    return (
-        f"{mode} rank {rank}: "
-        f"weight {weight.dtype} grad {type(grad).__name__} view {model.gradient_as_bucket_view} "
-        f"loss {accelerator.reduce(loss, 'mean').item():.4f} "
-        f"sums {total.item():.17g} {residual.double().sum().item():.0f}\n"
-    )
+    training.accelerator.save_state(f"state_{mode}")
+    expected = training.steps(8, 9, 10, 11), training.sums()
+    resumed = Training(mode)
+    resumed.accelerator.load_state(f"state_{mode}")
+    return f"{said} resumed {(resumed.steps(8, 9, 10, 11), resumed.sums()) == expected}\n"
 
 
 for mode in sys.argv[1:]:
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         warnings.filterwarnings("ignore", "gradients stay in BF16")
-        print(train(mode), end="", flush=True)
+        print(run(mode), end="", flush=True)
