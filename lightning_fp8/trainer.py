@@ -58,9 +58,9 @@ class TrainerPrecision(HostPrecision):
         if not module.automatic_optimization and getattr(ddp, "require_backward_grad_sync", False):
             # The forward ran with this off, for Lightning turns it on for backward alone.
             for converted in self._live():
-                exchanges = (getattr(o, "fp8_exchanges", ()) for o in converted.optimizers)
-                for exchange in {e for several in exchanges for e in several}:
-                    exchange.prepare(tensor, synchronize=True)
+                for exchange in {getattr(o, "fp8_exchange", None) for o in converted.optimizers}:
+                    if exchange is not None:
+                        exchange.prepare(tensor, synchronize=True)
         return super().pre_backward(tensor, module)  # type: ignore[misc]
 
     def clip_gradients(self, optimizer: Any, clip_val: float = 0.0, *args: Any, **kw: Any) -> None:

@@ -120,7 +120,7 @@ def assert_stock(model):
 
 @each_trainer
 @each_level
-def test_weights_are_split_while_it_fits_and_whole_after(host, level):
+def test_weights_are_split_while_it_fits_and_whole_after(host, level, log):
     kept = []
 
     def configure(model):
@@ -137,6 +137,8 @@ def test_weights_are_split_while_it_fits_and_whole_after(host, level):
     assert set(model.gradients) == {"Float8Grad" if level == "O3" else "Tensor"}
     assert all(a is b for a, b in zip(parameters, model.parameters(), strict=True))
     assert_stock(model)
+    assert log().count("optimizer AdamW with 8-bit states") == 1
+    assert f"{'7.30' if level == 'O2' else '6.36'} bytes per parameter, 16.00 before" in log()
 
 
 @each_trainer
