@@ -1,6 +1,7 @@
 """The benchmark of levels keeps finished rows and compares to BF16 of the same seed."""
 
 import json
+import statistics
 import subprocess
 from pathlib import Path
 
@@ -94,3 +95,13 @@ def test_the_pretraining_learns_on_every_level(monkeypatch, level):
     assert result["final_eval_loss"] < 3.5  # chance: 4.16
     expected = {None: 16.0, "O1": 16.0, "O2": 7.07, "O3": 6.12}[level]
     assert result["bytes_per_parameter"] == pytest.approx(expected, abs=0.05)
+
+
+@pytest.mark.parametrize("level", bench.LEVELS)
+def test_recorded_fine_tunings_are_complete_and_within_the_band(level):
+    rows = bench.read_rows(Path(bench.__file__).parent / "results/optimizer_loss.csv")
+    of_level = [
+        row for (run, name, _), row in rows.items() if (run, name) == ("fine-tuning", level)
+    ]
+    assert sorted(int(row["seed"]) for row in of_level) == [0, 1, 2]
+    assert abs(statistics.mean(float(row["rel_diff"]) for row in of_level)) < bench.BAND
