@@ -6,13 +6,8 @@ import pytest
 import torch
 
 from benchmarks import accumulation as bench
-from torch_fp8.gradient_parts import (
-    Rounding,
-    accumulate_gradient,
-    decode_gradient,
-    empty_parts,
-    encode_gradient,
-)
+from torch_fp8.gradient_parts import Rounding
+from torch_fp8.gradients import Float8Grad
 
 
 def _recorded():
@@ -54,9 +49,11 @@ def test_the_recorded_figures_are_those_of_this_code(input_name):
 def test_the_measured_sum_is_the_packages():
     """Bit for bit, though written twice."""
     gradients = bench.independent(9).bfloat16()
-    rounding, parts = Rounding(lambda: (5,)), empty_parts(*bench.SHAPE, torch.device("cpu"))
     expected = bench.accumulate(gradients.float(), bench.METHODS[bench.PRODUCT], seed=5)
-    for accumulated, (gradient, total) in enumerate(zip(gradients, expected, strict=True)):
-        add = accumulate_gradient if accumulated else encode_gradient
-        add(parts, gradient, *rounding.next())
-        assert torch.equal(decode_gradient(parts, torch.float32), total)
+    grad = None
+    for gradient, total in zip(gradients, expected, strict=True):
+        if grad is None:
+            grad = Float8Grad.quantize(gradient, Rounding(lambda: (5,)))
+        else:
+            grad.add_(gradient)  # as autograd does
+        assert torch.equal(grad.dequantize(torch.float32), total)
