@@ -29,9 +29,9 @@ from torch_fp8.kernels.adamw_tiles import (
 CHUNK = 512
 # Groups of a program, 16384 elements: long enough that the read of the table, two dependent loads
 # from memory, is a small part of it, and a billion elements still are 61,000 programs.
-GROUPS, ODD_GROUPS = 16, 4
+GROUPS, ODD_GROUPS = 16, 2
 # Of a tile: 16 elements for each thread of the one warp. Where elements are moved one by one, each
-# with an address and a mask in registers, 4: with 16 the kernels spill.
+# with an address and a mask in registers, 2: with 16 the kernels spill, with 4 nearly.
 PARTIALS = 1024
 # Partial sums that are added at once: a matrix of 16 million elements has as many.
 
@@ -87,28 +87,30 @@ def update_rms(entries: Sequence[Entry]) -> Tensor:
     if not entries:
         return torch.zeros(0)
     result = torch.zeros(len(entries), device=entries[0][0].weight.device)
+    classes: dict[tuple[_Class, bool], list[int]] = {}
     for kind, chosen in _classes(entries).items():
-        for coupled in (False, True):
-            of_kind = [i for i in chosen if bool(entries[i][1].weight_decay) is coupled]
-            if not of_kind:
-                continue
-            table, chunks, num_chunks = _tables(
-                [entries[i] for i in of_kind], update_rms=[result[i] for i in of_kind]
+        without_weight = kind._replace(weight=torch.bfloat16, residual_bits=0)
+        for i in chosen:
+            coupled = bool(entries[i][1].weight_decay)
+            classes.setdefault((kind if coupled else without_weight, coupled), []).append(i)
+    for (kind, coupled), chosen in classes.items():
+        table, chunks, num_chunks = _tables(
+            [entries[i] for i in chosen], update_rms=[result[i] for i in chosen]
+        )
+        partial = result.new_empty(num_chunks)
+        with torch.cuda.device_of(table):
+            update_squares_kernel[(num_chunks,)](
+                table,
+                chunks,
+                partial,
+                COUPLED=coupled,
+                **kind.constants,
+                num_warps=1,
+                enable_fp_fusion=False,
             )
-            partial = result.new_empty(num_chunks)
-            with torch.cuda.device_of(table):
-                update_squares_kernel[(num_chunks,)](
-                    table,
-                    chunks,
-                    partial,
-                    COUPLED=coupled,
-                    **kind.constants,
-                    num_warps=1,
-                    enable_fp_fusion=False,
-                )
-                update_rms_kernel[(len(of_kind),)](
-                    table, partial, CHUNK=CHUNK, BLOCK_SIZE=PARTIALS, num_warps=4
-                )
+            update_rms_kernel[(len(chosen),)](
+                table, partial, CHUNK=CHUNK, BLOCK_SIZE=PARTIALS, num_warps=4
+            )
     return result
 
 

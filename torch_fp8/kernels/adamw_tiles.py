@@ -186,8 +186,7 @@ def adamw_step_kernel(
             high, residual = split(weight, words, BITS)
             tl.store(weight_ptr + position, high, mask=mask)
             if BITS:
-                # The half byte after an odd last column is 0.
-                residual = residual if LAYOUT != "any" else tl.where(mask, residual, 0)
+                # Of zero, which is read beyond the last column, the residual is 0.
                 tl.store(residual_ptr + stored_position, pack(residual, BITS), mask=stored_mask)
 
 

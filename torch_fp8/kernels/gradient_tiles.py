@@ -11,7 +11,8 @@ from torch_fp8.kernels.groups import at_origin, places
 from torch_fp8.kernels.random_bits import random_words
 
 
-@triton.jit(do_not_specialize=["key0", "key1", "flipped"])
+# One binary for all sizes and keys, whatever they happen to be multiples of.
+@triton.jit(do_not_specialize=["num_groups", "cols", "key0", "key1", "flipped"])
 def encode_gradient_kernel(
     x_ptr,
     qdata_ptr,
@@ -45,7 +46,7 @@ def encode_gradient_kernel(
     tl.store(scale_ptr + first + local, scale, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_groups", "cols"])
 def decode_gradient_kernel(
     qdata_ptr,
     scale_ptr,

@@ -8,6 +8,7 @@ import torch
 
 from torch_fp8.adamw import StepScalars
 from torch_fp8.kernels import adamw
+from torch_fp8.kernels.adamw_tiles import Record
 
 WEIGHTS = {
     "bf16 with 8 bits": (torch.bfloat16, 8),
@@ -97,6 +98,11 @@ def test_step_has_time_for_its_instructions(launch_of, compile_for):
     ptx = step_of(launch_of("bf16 with 8 bits", "bf16", "flat"), compile_for)
     instructions = re.findall(r"^\s*(?:@!?%p\d+ )?[a-z][\w.]*\s[^:\n]*;", ptx, re.MULTILINE)
     assert 100 < len(instructions) / 16 < 130
+
+
+def test_what_follows_the_table_is_aligned_however_many_matrices():
+    """Or Triton would compile each kernel twice, for even and odd numbers of them."""
+    assert len(Record._fields) * 8 % 16 == 0
 
 
 def test_one_launch_for_each_class(make_matrix, record_launches):
