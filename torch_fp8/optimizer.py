@@ -26,10 +26,12 @@ from torch_fp8.optimizer_state import (
     check_entry,
     check_residual,
     from_checkpoint,
+    has_residual,
     is_large,
     local,
     new_moments,
     residual_from_checkpoint,
+    residual_to_checkpoint,
     to_checkpoint,
     zero_residual,
 )
@@ -45,6 +47,7 @@ FORMAT_VERSION = 1
 """Of what `Float8Optimizer.state_dict` adds to torch.optim.AdamW's."""
 
 _GROUP_KEY = "torch_fp8"
+_RESIDUALS_KEY = "torch_fp8_residuals"
 
 
 class Float8Optimizer(Optimizer):
@@ -185,7 +188,11 @@ class Float8Optimizer(Optimizer):
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
-        """In torch.optim.AdamW's format, on the CPU, plus ``residual``: stock AdamW opens it."""
+        """In torch.optim.AdamW's format, on the CPU, plus ``residual``: stock AdamW opens it.
+
+        Of weights that have not been stepped yet, which have no state in that format, residuals are
+        under a key of their own beside ``state`` and ``param_groups``.
+        """
         packed = super().state_dict()
         parameters = {i: p for i, _, p in self.indexed_parameters()}
         packed["state"] = {
@@ -198,6 +205,11 @@ class Float8Optimizer(Optimizer):
                 "residual_bits": self.fp8_config.residual_bits,
                 "seed": self.fp8_config.seed,
             }
+        packed[_RESIDUALS_KEY] = {
+            i: residual_to_checkpoint(p, self._fp8_residuals[p])
+            for i, p in parameters.items()
+            if p in self._fp8_residuals
+        }
         return packed
 
     @torch.no_grad()
@@ -221,18 +233,17 @@ class Float8Optimizer(Optimizer):
                 self.fp8_config = dataclasses.replace(self.fp8_config, seed=saved["seed"])
         ids = itertools.chain.from_iterable(g["params"] for g in state_dict["param_groups"])
         for saved_id, (_, _, parameter) in zip(ids, indexed, strict=True):
-            entry = state_dict["state"].get(saved_id)
-            if not entry:
-                continue
-            state = from_checkpoint(parameter, entry, is_large(parameter))
+            entry = _entry(state_dict, saved_id)
             bits = self.residual_bits(parameter)
-            if bits and "residual" in entry:
+            if bits and has_residual(entry):
                 saved_k = saved_bits if is_large(parameter) else bits
-                state["residual"] = residual_from_checkpoint(
+                self._fp8_residuals[parameter] = residual_from_checkpoint(
                     parameter, entry["residual"], saved_k, bits
                 )
-                self._fp8_residuals.pop(parameter, None)
-            elif parameter in self._fp8_residuals:
+            if "step" not in entry:
+                continue
+            state = from_checkpoint(parameter, entry, is_large(parameter))
+            if parameter in self._fp8_residuals:
                 state["residual"] = self._fp8_residuals.pop(parameter)
             self.state[parameter] = state
 
@@ -258,10 +269,10 @@ class Float8Optimizer(Optimizer):
             bits = saved["residual_bits"]
         ids = itertools.chain.from_iterable(g["params"] for g in groups)
         for saved_id, (_, _, parameter) in zip(ids, indexed, strict=True):
-            entry = state_dict["state"].get(saved_id)
-            if entry:
+            entry = _entry(state_dict, saved_id)
+            if state_dict["state"].get(saved_id):
                 check_entry(parameter, entry, f"state[{saved_id}]")
-                check_residual(parameter, entry, bits, f"state[{saved_id}]")
+            check_residual(parameter, entry, bits, f"state[{saved_id}]")
         return int(bits)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -285,6 +296,13 @@ class Float8Optimizer(Optimizer):
     def __reduce_ex__(self, protocol: Any) -> Any:
         # The class is made at run time; pickle and deepcopy rebuild it from the user's.
         return _rebuild, (self._fp8_base,), self.__getstate__()
+
+
+def _entry(state_dict: Mapping[str, Any], saved_id: int) -> dict[str, Any]:
+    """What a checkpoint has of one parameter: a state, or a residual alone, or nothing."""
+    residual = state_dict.get(_RESIDUALS_KEY, {}).get(saved_id)
+    entry = {} if residual is None else {"residual": residual}
+    return {**entry, **(state_dict["state"].get(saved_id) or {})}
 
 
 @functools.cache

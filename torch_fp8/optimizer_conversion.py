@@ -238,22 +238,20 @@ def merged_state_dict(
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
     module = model.module if isinstance(model, DistributedDataParallel) else model
     owner = {p: o for o in optimizers for g in o.param_groups for p in g["params"]}
-    parameters = dict(module.named_parameters(remove_duplicate=False))
     joined: dict[Tensor, Tensor] = {}
     merged = {}
     for name, value in module.state_dict(keep_vars=True).items():
-        parameter = parameters.get(name)
-        if parameter is None:
-            merged[name] = value.detach().cpu().clone() if isinstance(value, Tensor) else value
-            continue
-        if isinstance(parameter, DTensor):
+        if isinstance(value, DTensor):
             raise ValueError(
                 f"{name!r} is sharded; gather the model's and the optimizer's state with "
                 "torch.distributed.checkpoint.state_dict instead"
             )
-        if parameter not in joined:
-            joined[parameter] = _merged(parameter, owner.get(parameter), dtype)
-        merged[name] = joined[parameter]
+        if not isinstance(value, nn.Parameter):
+            merged[name] = value.detach().cpu().clone() if isinstance(value, Tensor) else value
+            continue
+        if value not in joined:
+            joined[value] = _merged(value, owner.get(value), dtype)
+        merged[name] = joined[value]
     return merged
 
 

@@ -185,11 +185,20 @@ def residual_from_checkpoint(
     return residual
 
 
+def has_residual(entry: Mapping[str, Any]) -> bool:
+    """Whether a checkpoint's entry has a residual of the weight that it was saved with.
+
+    Stock AdamW carries ours along in the dtype of its weights, and changes those without it.
+    """
+    saved = entry.get("residual")
+    return saved is not None and not (isinstance(saved, Tensor) and saved.is_floating_point())
+
+
 def check_residual(parameter: Tensor, entry: Mapping[str, Any], bits: int, where: str) -> None:
     """Raise ValueError unless a checkpoint's residual, if it has one, fits the parameter."""
-    saved = entry.get("residual")
-    if saved is None or parameter.dtype != torch.bfloat16:
+    if not has_residual(entry) or parameter.dtype != torch.bfloat16:
         return
+    saved = entry["residual"]
     bits = bits if is_large(parameter) else 16
     fits = [residual_shape(parameter.shape, bits), residual_shape(local(parameter).shape, bits)]
     if isinstance(saved, DTensor):

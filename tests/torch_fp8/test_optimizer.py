@@ -78,6 +78,39 @@ def test_a_stopped_run_goes_on_bit_for_bit():
     assert all(torch.equal(expected[name], merged[name]) for name in expected)
 
 
+def test_a_checkpoint_before_the_first_step_has_the_residuals():
+    model, optimizer = _converted()
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    expected = merged_state_dict(model, optimizer)
+    resumed, other = _converted()
+    _train(resumed, other, 2)
+    resumed.load_state_dict(saved[0])
+    other.load_state_dict(saved[1])
+    merged = merged_state_dict(resumed, other)
+    assert all(torch.equal(expected[name], merged[name]) for name in expected)
+    torch.optim.AdamW(_model().parameters()).load_state_dict(saved[1])
+    saved[1]["torch_fp8_residuals"][0] = torch.zeros(3, 3, dtype=torch.int8)
+    with pytest.raises(ValueError, match=r"state\[0\]\['residual'\] has shape \(3, 3\)"):
+        other.load_state_dict(saved[1])
+
+
+def test_a_residual_that_stock_adamw_carried_along_is_not_taken():
+    model, optimizer = _converted()
+    _train(model, optimizer, 2)
+    stock = _model()
+    stock.load_state_dict(merged_state_dict(model, optimizer))
+    plain = torch.optim.AdamW(stock.parameters(), lr=1e-3)
+    plain.load_state_dict(optimizer.state_dict())
+    _train(stock, plain, 2)
+    back = _model()
+    back.load_state_dict(stock.state_dict())
+    again = torch.optim.AdamW(back.parameters(), lr=1e-3)
+    convert_optimizer(again, model=back)
+    again.load_state_dict(plain.state_dict())
+    for name, value in merged_state_dict(back, again).items():
+        torch.testing.assert_close(value, stock.state_dict()[name], rtol=2**-16, atol=0)
+
+
 def test_stock_adamw_opens_the_checkpoint_and_ours_a_stock_one():
     model, optimizer = _converted()
     _train(model, optimizer, 5)
