@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from torch_fp8.gradient_parts import Rounding
 from torch_fp8.gradients import Float8Grad
-from torch_fp8.optimizer_state import local
+from torch_fp8.optimizer_state import local, with_data
 from torch_fp8.optimizer_step import shard_origin
 from torch_fp8.release import release_gradient
 
@@ -69,7 +69,7 @@ class GradientHook:
         if isinstance(grad, DTensor) and any(p.is_partial() for p in grad.placements):
             return  # the addends of a sum that is still to be made
         quantized = Float8Grad.quantize(shard, self.rounding(parameter), exchanged=exchanged)
-        parameter.grad = _like(grad, quantized)
+        parameter.grad = with_data(grad, quantized)
 
     def rounding(self, parameter: Tensor) -> Rounding:
         """Of a new gradient."""
@@ -145,16 +145,3 @@ def remove_hook(parameter: Tensor) -> None:
 def _exchange(optimizer: Any, parameter: Tensor) -> Any:
     exchanges = getattr(optimizer, "fp8_exchanges", ())
     return next((e for e in exchanges if parameter in e.parameters), None)
-
-
-def _like(grad: Tensor, quantized: Float8Grad) -> Tensor:
-    if not isinstance(grad, DTensor):
-        return quantized
-    return DTensor.from_local(
-        quantized,
-        grad.device_mesh,
-        grad.placements,
-        run_check=False,
-        shape=grad.shape,
-        stride=grad.stride(),
-    )

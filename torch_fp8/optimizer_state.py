@@ -76,6 +76,20 @@ def like_parameter(parameter: Tensor, data: Tensor, shape: tuple[int, ...]) -> T
     )
 
 
+def with_data(tensor: Tensor, data: Tensor) -> Tensor:
+    """`data`, of this rank's shard, sharded as `tensor`, a parameter or a gradient, is."""
+    if not isinstance(tensor, DTensor):
+        return data
+    return DTensor.from_local(
+        data,
+        tensor.device_mesh,
+        tensor.placements,
+        run_check=False,
+        shape=tensor.shape,
+        stride=tensor.stride(),
+    )
+
+
 def new_moments(parameter: Tensor) -> State:
     """Zero moments and step of a large parameter."""
     state: State = {"step": torch.zeros((), dtype=torch.float32)}

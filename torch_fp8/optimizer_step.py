@@ -24,6 +24,7 @@ from torch_fp8.optimizer_state import (
     matrix_shape,
     moment,
     split_weight,
+    with_data,
 )
 from torch_fp8.random_bits import stream_keys
 
@@ -127,20 +128,7 @@ def _full_precision(parameter: Tensor, state: State) -> Tensor:
     if parameter.dtype != torch.bfloat16:
         return parameter
     joined = join_weight(local(parameter), local(state["residual"]), SMALL_RESIDUAL_BITS)
-    return _like(parameter, joined)
-
-
-def _like(parameter: Tensor, data: Tensor) -> Tensor:
-    if not isinstance(parameter, DTensor):
-        return data
-    return DTensor.from_local(
-        data,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
+    return with_data(parameter, joined)
 
 
 def _dense(grad: Tensor | None) -> Tensor:
