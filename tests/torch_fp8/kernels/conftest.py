@@ -1,7 +1,10 @@
 """Records what the host functions launch, and compiles it for a GPU that is not there."""
 
+import json
+import os
 import re
 import subprocess
+import sys
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -255,3 +258,20 @@ def compile_for(tmp_path):
         return compiled.asm["ptx"], resources(compiled, tmp_path)
 
     return compile_and_measure
+
+
+@pytest.fixture(scope="session")
+def interpreted():
+    """`interpreted(name)`: what a script of cases prints under Triton's interpreter, read as JSON.
+
+    A process of its own: the interpreter is chosen when Triton is imported.
+    """
+
+    def run(name):
+        environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, str(Path(__file__).with_name(name))]
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+        assert done.returncode == 0, done.stderr[-4000:]
+        return json.loads(done.stdout)
+
+    return run

@@ -1,11 +1,6 @@
 """The optimizer's kernels without a GPU: indexing, masks, tables, codec, random words, rounding."""
 
 import itertools
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
@@ -33,15 +28,9 @@ CASES = [
 
 
 @pytest.fixture(scope="module")
-def differences():
+def differences(interpreted):
     """Case -> what differed from the reference."""
-    script = Path(__file__).with_name("interpreted_adamw_cases.py")
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    run = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, env=environment
-    )
-    assert run.returncode == 0, run.stderr[-4000:]
-    return json.loads(run.stdout)
+    return interpreted("interpreted_adamw_cases.py")
 
 
 @pytest.mark.parametrize("case", CASES)

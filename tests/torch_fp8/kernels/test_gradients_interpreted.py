@@ -1,11 +1,6 @@
 """The kernels of 8-bit gradients without a GPU: indexing, masks, random words, complements."""
 
 import itertools
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
@@ -26,15 +21,9 @@ CASES = [
 
 
 @pytest.fixture(scope="module")
-def differences():
+def differences(interpreted):
     """Case -> what differed from the reference."""
-    script = Path(__file__).with_name("interpreted_gradient_cases.py")
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    run = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, env=environment
-    )
-    assert run.returncode == 0, run.stderr[-4000:]
-    return json.loads(run.stdout)
+    return interpreted("interpreted_gradient_cases.py")
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -1,11 +1,5 @@
 """Indexing, masks, strides, scales and edges of the cast kernels, without a GPU."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
 GRANULARITIES = ("tensorwise", "rowwise", "block_1x128", "block_128x128", "block_1x32")
@@ -40,15 +34,9 @@ CASES = [
 
 
 @pytest.fixture(scope="module")
-def differences():
+def differences(interpreted):
     """Case -> what differed from the reference."""
-    script = Path(__file__).with_name("interpreted_cases.py")
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    run = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, env=environment
-    )
-    assert run.returncode == 0, run.stderr[-4000:]
-    return json.loads(run.stdout)
+    return interpreted("interpreted_cases.py")
 
 
 @pytest.mark.parametrize("case", CASES)
