@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from lightning_fp8.averaging import SplitWeights, average_whole_weights
 from lightning_fp8.precision import RELEASE, HostPrecision
+from torch_fp8.optimizer import Float8Optimizer
 
 
 class TrainerPrecision(HostPrecision):
@@ -58,9 +59,9 @@ class TrainerPrecision(HostPrecision):
         if not module.automatic_optimization and getattr(ddp, "require_backward_grad_sync", False):
             # The forward ran with this off, for Lightning turns it on for backward alone.
             for converted in self._live():
-                for exchange in {getattr(o, "fp8_exchange", None) for o in converted.optimizers}:
-                    if exchange is not None:
-                        exchange.prepare(tensor, synchronize=True)
+                ours = [o for o in converted.optimizers if isinstance(o, Float8Optimizer)]
+                for exchange in {exchange for o in ours for exchange in o.fp8_exchanges}:
+                    exchange.prepare(tensor, synchronize=True)
         return super().pre_backward(tensor, module)  # type: ignore[misc]
 
     def clip_gradients(self, optimizer: Any, clip_val: float = 0.0, *args: Any, **kw: Any) -> None:
