@@ -1,6 +1,7 @@
 """Runs scripts that say nothing of FP8 but the flag, and counts the GEMMs that they ran."""
 
 import json
+import logging
 import os
 import socket
 import subprocess
@@ -81,3 +82,21 @@ def run(tmp_path):
         return [job.result() for job in jobs]
 
     return run
+
+
+@pytest.fixture
+def log():
+    """What went through Lightning's own log: a function that returns it as one text.
+
+    Where both copies are imported, one logs through the other's.
+    """
+    records = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())
+    names = ("lightning.fabric", "lightning_fabric", "lightning.pytorch", "pytorch_lightning")
+    loggers = [logging.getLogger(name) for name in names]
+    for logger in loggers:
+        logger.addHandler(handler)
+    yield lambda: "\n".join(records)
+    for logger in loggers:
+        logger.removeHandler(handler)

@@ -1,7 +1,5 @@
 """Levels O2 and O3 in Fabric: optimizers that are set up with their model, after it, before it."""
 
-import logging
-
 import lightning.fabric
 import lightning_fabric
 import pytest
@@ -52,20 +50,6 @@ def train(fabric, model, optimizers, steps=4):
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-
-
-@pytest.fixture
-def log():
-    """What went through Fabric's own log: a function that returns it as one text."""
-    records = []
-    handler = logging.Handler()
-    handler.emit = lambda record: records.append(record.getMessage())
-    names = ("lightning.fabric", "lightning_fabric")
-    for name in names:
-        logging.getLogger(name).addHandler(handler)
-    yield lambda: "\n".join(records)
-    for name in names:
-        logging.getLogger(name).removeHandler(handler)
 
 
 @each_fabric

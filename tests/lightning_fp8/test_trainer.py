@@ -1,7 +1,6 @@
 """Levels O2 and O3 in the Trainer: which weights are split when, in every kind of loop."""
 
 import importlib
-import logging
 
 import lightning.pytorch
 import pytest
@@ -89,20 +88,6 @@ def fit(host, level, configure_optimizers=None, max_epochs=1, model=None, **kwar
     trainer = make_trainer(host, level, max_epochs, **kwargs)
     trainer.fit(model, data(), data(1))
     return model, trainer
-
-
-@pytest.fixture
-def log():
-    """What went through Lightning's own log: a function that returns it as one text."""
-    records = []
-    handler = logging.Handler()
-    handler.emit = lambda record: records.append(record.getMessage())
-    names = ("lightning.pytorch", "pytorch_lightning")
-    for name in names:
-        logging.getLogger(name).addHandler(handler)
-    yield lambda: "\n".join(records)
-    for name in names:
-        logging.getLogger(name).removeHandler(handler)
 
 
 def assert_stock(model):

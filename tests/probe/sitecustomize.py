@@ -44,8 +44,10 @@ def _counting(name, function):
 def _write():
     if "torch" in sys.modules:
         path = os.path.join(os.environ["FP8_PROBE_OUT"], f"{os.getpid()}.json")
-        with open(path, "w") as file:
+        # Renamed when it is whole: a process that its launcher kills leaves nothing half written.
+        with open(f"{path}.partial", "w") as file:
             json.dump({**_counts, "argv": sys.argv}, file)
+        os.replace(f"{path}.partial", path)
 
 
 def _count_in_fork(_):
