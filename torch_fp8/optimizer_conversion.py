@@ -80,8 +80,8 @@ def convert_optimizer(
 
     The object stays the same, with its groups, hooks and scheduler; so do the Parameters, of which
     large float32 ones become BF16 (their residual is in the optimizer then). States that exist are
-    quantized. Left alone, with the reason in the report: other optimizers, and subclasses with a
-    ``step`` of their own. Converting again is harmless.
+    quantized. Left alone, with the reason in the report: other optimizers, and (with a warning)
+    subclasses with a ``step`` of their own. Converting again is harmless.
 
     Args:
         optimizer: of exactly Adam or AdamW, or a subclass that inherits their ``step``.
@@ -100,6 +100,8 @@ def convert_optimizer(
         return OptimizerReport(name, False, "level O1")
     reason = _reason_to_leave(optimizer)
     if reason is not None:
+        if isinstance(optimizer, _BASES):
+            warnings.warn(f"{reason}: it keeps its own states", stacklevel=2)
         return OptimizerReport(name, False, reason)
     _refuse_options(optimizer, name, config)
     if config.opt_level == "O3" and model is None:
@@ -277,7 +279,9 @@ def _cache_weights(optimizer: Float8Optimizer, model: nn.Module | None) -> int:
     ]
     for layer in layers:
         watch(layer.weight)
-        layer.fp8_weight_cache = WeightCache()
+        cache = layer.fp8_weight_cache = WeightCache()
+        known = optimizer.fp8_caches.setdefault(layer.weight, [])
+        known.append((weakref.ref(cache), layer.fp8_recipe.weight))
     return len(layers)
 
 

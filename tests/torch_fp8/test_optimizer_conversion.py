@@ -135,7 +135,12 @@ def test_other_optimizers_are_left_alone_with_the_reason(make, reason):
     model = _model()
     optimizer = make(model.parameters())
     cls = type(optimizer)
-    report = convert_optimizer(optimizer, model=model)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        report = convert_optimizer(optimizer, model=model)
+    assert [str(w.message) for w in caught] == (
+        [f"{reason}: it keeps its own states"] if isinstance(optimizer, torch.optim.AdamW) else []
+    )
     assert not report.converted
     assert reason in str(report)
     assert type(optimizer) is cls
