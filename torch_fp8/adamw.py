@@ -67,6 +67,8 @@ class WeightMatrix(NamedTuple):
         exp_avg, exp_avg_sq: the moments, `MOMENT1` and `MOMENT2`.
         row, col: where this shard starts in the whole matrix.
         row_length: columns of the whole matrix.
+        amax: () float32, raised to the largest magnitude among the new weights, for whoever casts
+            them next; a NaN among them makes it NaN. None: it is not wanted.
     """
 
     weight: Tensor
@@ -78,6 +80,7 @@ class WeightMatrix(NamedTuple):
     row: int
     col: int
     row_length: int
+    amax: Tensor | None = None
 
 
 def adamw_step_reference(
@@ -136,14 +139,21 @@ def _step_part(part: WeightMatrix, scalars: StepScalars, lr_multiplier: Tensor |
     _store(part.exp_avg_sq, encode(exp_avg_sq, MOMENT2, ((words >> 16) & 0xFFFF) << 4 | 1 << 3))
     if part.weight.dtype == torch.float32:
         part.weight.copy_(weight)
+        _raise_amax(part)
         return
     if part.residual_bits < 8:
         words = second_words(words, scalars.keys)
     high, residual = split(weight, part.residual_bits, words)
     part.weight.copy_(high)
+    _raise_amax(part)
     if residual is not None:
         assert part.residual is not None
         part.residual.copy_(pack(residual, part.residual_bits))
+
+
+def _raise_amax(part: WeightMatrix) -> None:
+    if part.amax is not None:
+        part.amax.copy_(torch.maximum(part.amax, part.weight.abs().amax().float()))
 
 
 def _joined(part: WeightMatrix) -> Tensor:
@@ -212,6 +222,7 @@ def _part(matrix: WeightMatrix, rows: slice, cols: slice) -> WeightMatrix:
         matrix.row + rows.start,
         matrix.col + cols.start,
         matrix.row_length,
+        matrix.amax,
     )
 
 

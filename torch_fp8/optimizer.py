@@ -37,6 +37,7 @@ from torch_fp8.optimizer_state import (
 )
 from torch_fp8.optimizer_step import (
     SMALL_RESIDUAL_BITS,
+    Caches,
     new_small_state,
     step_large,
     step_small,
@@ -59,6 +60,7 @@ class Float8Optimizer(Optimizer):
         fp8_why_bf16_gradients: why at level O3 there are none of these; None where there are.
         fp8_hooks_restored: gradient hooks that were lost and put back so far.
         fp8_released: places of the parameters that were stepped in backward, since ``step``.
+        fp8_caches: of the payloads of weights; a copy has none, its layers cast when they run.
         fp8_exchanges: what averages 8-bit gradients over ranks, one for each DDP module.
     """
 
@@ -67,6 +69,7 @@ class Float8Optimizer(Optimizer):
     fp8_why_bf16_gradients: str | None
     fp8_hooks_restored: int
     fp8_released: set[int]
+    fp8_caches: Caches
     fp8_exchanges: tuple[Any, ...] = ()
     _fp8_base: type[Optimizer]
     # Parameter -> residual as stored, until its first step moves it into the state.
@@ -105,7 +108,7 @@ class Float8Optimizer(Optimizer):
                 large.append((index, group, parameter, state))
             else:
                 small.append((group, parameter, state))
-        step_large(large, self.fp8_config)
+        step_large(large, self.fp8_config, self.fp8_caches)
         for group in self.param_groups:
             step_small(group, [(p, s) for g, p, s in small if g is group])
 
@@ -137,6 +140,7 @@ class Float8Optimizer(Optimizer):
         self.fp8_config = config
         self.__dict__.setdefault("_fp8_residuals", {})
         self.__dict__.setdefault("_fp8_dtypes", {})
+        self.fp8_caches = {}
         self.__dict__.setdefault("fp8_gradients", frozenset())
         self.__dict__.setdefault("fp8_why_bf16_gradients", None)
         self.__dict__.setdefault("fp8_hooks_restored", 0)
@@ -290,6 +294,7 @@ class Float8Optimizer(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        self.fp8_caches = self.__dict__.get("fp8_caches", {})
         self._step_supports_amp_scaling = self.fp8_config.gradient_release
         attach_hooks(self)  # the copied parameters have none
 

@@ -1,5 +1,6 @@
 """Steps on a parameter's state: `torch_fp8.adamw` for large weights, torch's Adam for the rest."""
 
+import weakref
 from collections.abc import Iterable
 from typing import Any
 
@@ -27,6 +28,8 @@ from torch_fp8.optimizer_state import (
     with_data,
 )
 from torch_fp8.random_bits import stream_keys
+from torch_fp8.recipe import CastSpec
+from torch_fp8.weight_cache import WeightCache
 
 SMALL_RESIDUAL_BITS = 16
 """Of a small BF16 parameter: with them it is a float32 number."""
@@ -35,15 +38,26 @@ Entry = tuple[int, dict[str, Any], Tensor, State]
 """Place among all parameters, group, parameter, state."""
 
 
-def step_large(entries: list[Entry], config: FP8Config) -> None:
-    """Step parameters with 8-bit states, whose ``step`` counts this step already."""
+Caches = dict[Tensor, list[tuple["weakref.ref[WeightCache]", CastSpec]]]
+"""Weight -> the caches of its payload, one for each layer that has it, with how it is cast."""
+
+
+def step_large(entries: list[Entry], config: FP8Config, caches: Caches) -> None:
+    """Step parameters with 8-bit states, whose ``step`` counts this step already.
+
+    Args:
+        entries: the parameters.
+        config: of their optimizer.
+        caches: of the payloads of some weights, which are cast anew.
+    """
     prepared = []
-    for index, group, parameter, state in entries:
-        if local(parameter).device.type == "meta":
-            continue
+    stepped = [entry for entry in entries if local(entry[2]).device.type != "meta"]
+    for index, group, parameter, state in stepped:
         weight = local(parameter)
         in_place = weight.is_contiguous()
         matrix = _matrix(parameter, state, weight if in_place else weight.contiguous(), config)
+        if _alive(caches, parameter):
+            matrix = matrix._replace(amax=weight.new_zeros((), dtype=torch.float32))
         scalars = _scalars(group, float(state["step"]), (config.seed, index))
         prepared.append((matrix, scalars, state, None if in_place else weight))
     for device in dict.fromkeys(matrix.weight.device for matrix, *_ in prepared):
@@ -51,6 +65,9 @@ def step_large(entries: list[Entry], config: FP8Config) -> None:
     for matrix, _, _, write_back in prepared:
         if write_back is not None:
             write_back.copy_(matrix.weight.view(write_back.shape))
+    for (_, _, parameter, _), (matrix, *_) in zip(stepped, prepared, strict=True):
+        for cache, spec in _alive(caches, parameter):
+            cache.refill(parameter, spec, matrix.amax)
 
 
 def _step_on(device: torch.device, prepared: list[Any], config: FP8Config) -> None:
@@ -80,6 +97,12 @@ def _update_rms(
 
         return update_rms(entries).unbind()
     return [update_rms_reference(*entry) for entry in entries]
+
+
+def _alive(caches: Caches, parameter: Tensor) -> list[tuple[WeightCache, CastSpec]]:
+    """The caches of a weight whose layers still use them."""
+    found = ((reference(), spec) for reference, spec in caches.get(parameter, ()))
+    return [(cache, spec) for cache, spec in found if cache is not None]
 
 
 def step_small(group: dict[str, Any], entries: list[tuple[Tensor, State]]) -> None:

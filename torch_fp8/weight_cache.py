@@ -1,7 +1,10 @@
 """The FP8 payload of a weight, kept between optimizer steps: ``FP8Config(cache_weights=True)``.
 
-Without it a weight is cast in every forward; with it once per optimizer step, for one more byte per
-parameter. It must never be stale, and a weight can be written in three ways:
+Without it a weight is cast in every forward; with it once, by the optimizer's step, for one more
+byte per parameter. Kernels of the step find the largest new weight on their way; the cast, which
+needs it for its scale, is a launch of its own after them.
+
+A payload must never be stale, and a weight can be written in three ways:
 
 * in place, by an optimizer, a loader, ``p.copy_()`` or through ``p.detach()``: that moves
   ``p._version``;
@@ -20,6 +23,7 @@ from torch import Tensor, nn
 
 from torch_fp8.quantize import QuantizedTensor, quantize_layouts
 from torch_fp8.recipe import CastSpec
+from torch_fp8.scaling import scale_from_amax
 
 _SYMMETRIC = ("tensorwise", "block_128x128")
 
@@ -71,6 +75,21 @@ class WeightCache:
         assert payload is not None
         self._stamp, self._payload = (None, None) if stamp is None else (stamp, payload)
         return payload
+
+    def refill(self, weight: Tensor, spec: CastSpec, amax: Tensor | None = None) -> None:
+        """Cast a weight that the optimizer has just written, for the next forward.
+
+        Args:
+            weight: (N, K).
+            spec: of the cast.
+            amax: () float32 of the weight, if the step has it: a scale per tensor then takes no
+                read of its own.
+        """
+        scale = None
+        if amax is not None and spec.granularity == "tensorwise":
+            scale = scale_from_amax(amax, spec.format, spec.power_of_two)
+        self._payload, _ = quantize_layouts(weight, spec, scale, row=True, col=False)
+        self._stamp = _stamp(weight)
 
     def col(self, weight: Tensor, spec: CastSpec) -> QuantizedTensor | None:
         """The transposed weight, (K, N), from the payload; None: it has to be cast.

@@ -62,13 +62,26 @@ def test_training_is_the_same_with_and_without(recipe):
         assert torch.equal(p, q)
 
 
-def test_a_weight_is_cast_once_per_optimizer_step(weight_casts):
+def test_a_weight_is_cast_once_per_optimizer_step_and_by_it(weight_casts):
     model, optimizer = _model()
-    for _ in range(2):
-        for micro_batch in range(3):
-            _backward(model, micro_batch)
+    _backward(model, 0)
+    assert weight_casts == [(192, 128), (128, 192)]
+    for step in range(2):
+        weight_casts.clear()
         optimizer.step()
-    assert weight_casts == [(192, 128), (128, 192)] * 2
+        assert weight_casts == [(192, 128), (128, 192)]
+        for micro_batch in range(3):
+            _backward(model, 3 * step + micro_batch)
+        assert len(weight_casts) == 2
+
+
+def test_a_layer_that_is_gone_is_not_cast_for(weight_casts):
+    model, optimizer = _model()
+    _backward(model, 0)
+    revert(model)
+    weight_casts.clear()
+    optimizer.step()
+    assert weight_casts == []
 
 
 def _through_data(weight):

@@ -48,6 +48,7 @@ class _Class(NamedTuple):
     residual_bits: int
     grad: torch.dtype
     layout: str
+    amax: bool
 
     @property
     def constants(self) -> dict[str, object]:
@@ -78,7 +79,12 @@ def adamw_step(
         )
         with torch.cuda.device_of(table):
             adamw_step_kernel[(num_chunks,)](
-                table, chunks, **kind.constants, num_warps=1, enable_fp_fusion=False
+                table,
+                chunks,
+                AMAX=kind.amax,
+                **kind.constants,
+                num_warps=1,
+                enable_fp_fusion=False,
             )
 
 
@@ -136,7 +142,7 @@ def _class_of(matrix: WeightMatrix) -> _Class:
         whole = matrix.row_length == cols and cols % GROUP_SIZE == 0
         layout = "flat" if whole else "rows"
     bits = 0 if matrix.residual is None else matrix.residual_bits
-    return _Class(matrix.weight.dtype, bits, grad.dtype, layout)
+    return _Class(matrix.weight.dtype, bits, grad.dtype, layout, matrix.amax is not None)
 
 
 def _tables(
@@ -199,6 +205,7 @@ def _places(
         matrix.exp_avg_sq.scale.data_ptr(),
         _address(lr_multiplier),
         _address(update_rms),
+        _address(matrix.amax),
         first_chunk,
         groups,
         *matrix.weight.shape,
@@ -220,6 +227,7 @@ def _numbers(scalars: StepScalars) -> list[float]:
         scalars.eps,
         scalars.decay,
         scalars.weight_decay,
+        0.0,
     ]
 
 

@@ -19,6 +19,7 @@ from torch_fp8.kernels.groups import at_origin, places
 from torch_fp8.kernels.quotient import scaled_quotient, square_root
 from torch_fp8.kernels.random_bits import random_words, second_words
 from torch_fp8.kernels.residual import join, pack, split, unpack
+from torch_fp8.kernels.rounding import abs_bits
 
 
 class Record(NamedTuple):
@@ -38,6 +39,7 @@ class Record(NamedTuple):
     exp_avg_sq_scale: int
     lr_multiplier: int  # 0: there is none
     update_rms: int
+    amax: int  # 0: it is not wanted
     first_chunk: int
     num_groups: int
     rows: int
@@ -55,6 +57,7 @@ class Record(NamedTuple):
     eps: int
     decay: int
     weight_decay: int
+    unused: int = 0
 
 
 _RECORD = tl.constexpr(len(Record._fields))
@@ -100,6 +103,7 @@ def adamw_step_kernel(
     BITS: tl.constexpr,  # of the residual
     GRAD: tl.constexpr,  # uint8: 8-bit gradient
     LAYOUT: tl.constexpr,
+    AMAX: tl.constexpr,  # of the new weights
     CHUNK: tl.constexpr,
     GROUPS: tl.constexpr,  # of a tile
 ):
@@ -137,6 +141,7 @@ def adamw_step_kernel(
     exp_avg_scale_ptr = _pointer(record, _AT.value.exp_avg_scale, tl.uint8) + first
     exp_avg_sq_scale_ptr = _pointer(record, _AT.value.exp_avg_sq_scale, tl.uint8) + first
 
+    largest = tl.zeros((GROUPS, 32), dtype=tl.int32)
     for done in range(0, tl.minimum(num_groups - first, CHUNK), GROUPS):
         local = done + tl.arange(0, GROUPS)
         inside = first + local < num_groups
@@ -180,14 +185,24 @@ def adamw_step_kernel(
         tl.store(exp_avg_sq_ptr + position, codes, mask=mask)
         if tl.float32 == WEIGHT:
             tl.store(weight_ptr + position, weight, mask=mask)
+            if AMAX:
+                largest = tl.maximum(largest, tl.where(mask, abs_bits(weight), 0))
         else:
             if BITS < 8:
                 words = second_words(words, key0, key1)
             high, residual = split(weight, words, BITS)
             tl.store(weight_ptr + position, high, mask=mask)
+            if AMAX:
+                bits = abs_bits(high.to(tl.float32))
+                largest = tl.maximum(largest, tl.where(mask, bits, 0))
             if BITS:
                 # Of zero, which is read beyond the last column, the residual is 0.
                 tl.store(residual_ptr + stored_position, pack(residual, BITS), mask=stored_mask)
+
+    if AMAX:
+        # Of magnitudes, bits are ordered as the numbers are; in any order the result is the same.
+        amax_ptr = _pointer(record, _AT.value.amax, tl.int32)
+        tl.atomic_max(amax_ptr, tl.max(tl.max(largest, axis=1), axis=0), sem="relaxed")
 
 
 @triton.jit

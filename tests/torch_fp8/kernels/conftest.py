@@ -209,7 +209,7 @@ def moved(matrix, device, copy=True):
 def matrix_differences(got, want):
     """What a step wrote differently. NaN equals NaN, and codes of groups that read NaN are free."""
     found = []
-    for name in ("weight", "residual"):
+    for name in ("weight", "residual", "amax"):
         a, b = getattr(got, name), getattr(want, name)
         if b is not None:
             same = (a.cpu() == b) | (a.cpu().isnan() & b.isnan())

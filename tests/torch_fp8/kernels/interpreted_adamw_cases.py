@@ -122,6 +122,19 @@ def classes():
         yield f"{weight}, gradient {grad}", stepped(matrices, scalars)
 
 
+def amaxes():
+    """Of the new weights, with and without in one call; raised from what was there; of a NaN."""
+    kinds = [(torch.bfloat16, 8), (torch.bfloat16, 4), (torch.float32, 0)]
+    matrices = [
+        optimizer_matrix(*shape, *kind, torch.bfloat16, seed=i)._replace(
+            amax=None if i % 3 == 2 else torch.tensor(0.0 if i % 3 else 0.3)
+        )
+        for i, (shape, kind) in enumerate((s, k) for s in SHAPES for k in kinds)
+    ]
+    matrices[0].weight[1, 3] = float("nan")
+    yield "amax", stepped(matrices, [SCALARS] * len(matrices))
+
+
 def choices():
     coupled = SCALARS._replace(weight_decay=0.1, decay=1.0)
     yield (
@@ -283,7 +296,7 @@ def quotients():
 
 
 def results():
-    for cases in (classes, choices, values, rms, codec, quotients):
+    for cases in (classes, amaxes, choices, values, rms, codec, quotients):
         yield from cases()
 
 

@@ -61,6 +61,23 @@ def test_every_class_compiles_without_spills(
         assert used.shared <= 4096
 
 
+@pytest.mark.parametrize("target", ["sm_90", "sm_100"])
+@pytest.mark.parametrize("layout", COLS)
+@pytest.mark.parametrize("grad", ["bf16", "8-bit"])
+@pytest.mark.parametrize("weight", ["bf16 with 8 bits", "bf16 with 4 bits"])
+def test_a_step_with_the_amax_compiles_without_spills(
+    weight, grad, layout, target, make_matrix, record_launches, compile_for, record_property
+):
+    matrix = make_matrix(4, COLS[layout], *WEIGHTS[weight], GRADS[grad])
+    with record_launches(adamw) as launches:
+        adamw.adamw_step([(matrix._replace(amax=torch.zeros(())), SCALARS)])
+    (launch,) = launches
+    _, used = compile_for(launch, target)
+    record_property(launch.name, str(used))
+    assert (used.stack, used.local) == (0, 0), f"spills: {used}"
+    assert used.registers <= 168
+
+
 def step_of(launches, compile_for):
     """The step's instructions, as PTX."""
     step, *_ = launches

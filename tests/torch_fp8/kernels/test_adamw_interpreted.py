@@ -14,6 +14,7 @@ CASES = [
     "shards",
     "address of an odd element",
     "three steps",
+    "amax",
     "tiny",
     "huge",
     "zeros",
