@@ -16,7 +16,7 @@ PACKAGES = ("torch_fp8", "lightning_fp8", "accelerate_fp8")
 # A module of the engine imports only from the lines above its own.
 ROOMS = [
     {"formats"},
-    {"numerics", "recipe", "random_bits", "block_scaled", "residual"},
+    {"numerics", "recipe", "random_bits", "block_scaled", "residual", "output_dtype"},
     {"adamw"},
     {"config", "scaling", "kernels"},
     {"quantize", "optimizer_state"},

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch_fp8.config import FP8Config
 from torch_fp8.gemm import check_device, resolve_auto, runs_natively
 from torch_fp8.linear import Float8Linear
+from torch_fp8.output_dtype import restore_output_dtype
 from torch_fp8.recipe import Recipe, make_recipe
 from torch_fp8.report import ConversionReport, SkippedModule, matmul_flops
 from torch_fp8.selection import (
@@ -89,9 +90,12 @@ def convert_to_float8(
 def revert(model: nn.Module) -> int:
     """Turn every FP8 linear of `model` back into the class it came from, in place.
 
+    After `torch_fp8.restore_weights` nothing of ours is left in the model then.
+
     Returns:
         The number of modules reverted. Parameters stay the same objects.
     """
+    restore_output_dtype(model)
     modules = [m for m in model.modules() if isinstance(m, Float8Linear)]
     for module in modules:
         _to_linear(module)

@@ -33,6 +33,7 @@ from torch_fp8.optimizer_state import (
     split_weight,
 )
 from torch_fp8.optimizer_step import SMALL_RESIDUAL_BITS
+from torch_fp8.output_dtype import restore_output_dtype
 
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 
@@ -70,6 +71,7 @@ def split_for_sharding(
     trained = {
         name: p for name, p in model.named_parameters() if p.requires_grad and p.is_floating_point()
     }
+    restore_output_dtype(model, everywhere=True)
     complete = all(r.converted for r in reports) and all(p in owners for p in trained.values())
     if not complete:
         for optimizer in optimizers:

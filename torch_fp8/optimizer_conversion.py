@@ -25,6 +25,7 @@ from torch_fp8.optimizer_state import (
     local,
     split_weight,
 )
+from torch_fp8.output_dtype import keep_output_dtype
 from torch_fp8.weight_cache import WeightCache, watch
 
 _BASES = (AdamW, Adam)
@@ -87,9 +88,10 @@ def convert_optimizer(
         optimizer: of exactly Adam or AdamW, or a subclass that inherits their ``step``.
         config: None: ``TORCH_FP8_CONFIG`` if set, else ``FP8Config()``. With level O1 nothing is
             done.
-        model: that it trains. Under DistributedDataParallel, whose buckets have the dtype of the
-            weights that it wrapped, float32 weights stay float32; as DTensors do, which are sharded
-            already.
+        model: that it trains. Its embeddings go on to return float32 where their float32 weights
+            became BF16 (`torch_fp8.output_dtype`); without a model they return BF16. Under
+            DistributedDataParallel, whose buckets have the dtype of the weights that it wrapped,
+            float32 weights stay float32; as DTensors do, which are sharded already.
     Raises:
         ValueError: ``amsgrad``, ``capturable`` or ``differentiable``; update clipping of sharded
             weights; no `model` where the configuration needs one.
@@ -127,6 +129,10 @@ def convert_optimizer(
             continue
         split_parameter(optimizer, parameter)
         num_split += 1
+    if model is not None:
+        dtypes = optimizer._fp8_dtypes
+        split = {p for p, dtype in dtypes.items() if dtype == torch.float32}
+        keep_output_dtype(model, {p for p in split if not isinstance(p, DTensor)})
     why = "they were sharded before" if any(isinstance(p, DTensor) for p in float32) else None
     if float32 and why is None:
         why = _WRAPPED
