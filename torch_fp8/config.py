@@ -82,6 +82,13 @@ class FP8Config:
     seed: int = 0
     """Of stochastic rounding in the optimizer. Equal on all ranks; kept in checkpoints."""
 
+    communication: str = "fp8"
+    """How gradients, and the weights that FSDP2 gathers, travel between ranks. ``fp8``: 8-bit
+    values in groups of 32 with power-of-two scales, 1.03 bytes each, summed in float32; a DDP
+    communication hook of your own wins. ``fp8-lm``: gradients under DDP by FP8-LM's rule, one scale
+    per tensor that all ranks share and an FP8 sum (arXiv 2310.18313); at O1 and O2, to compare.
+    ``off``: torch's own collectives, in the tensors' dtype."""
+
     eval_fp8: bool = True
     """Whether a module in evaluation mode runs its forward GEMM in FP8 too."""
 
@@ -110,6 +117,7 @@ class FP8Config:
         for name, least in (("amax_history_len", 1), ("margin", None), ("seed", None)):
             _check_int(name, getattr(self, name), least)
         _check_choice("opt_level", self.opt_level, ("O1", "O2", "O3"))
+        _check_choice("communication", self.communication, ("fp8", "fp8-lm", "off"))
         _check_int("residual_bits", self.residual_bits, None)
         _check_choice("residual_bits", self.residual_bits, RESIDUAL_BITS)
         self._check_contradictions()
@@ -131,6 +139,12 @@ class FP8Config:
                 "FP8Config: cache_weights=True keeps payloads whose scale is the weight's own; "
                 "recipe='delayed' takes it from a history that moves with every forward; leave one "
                 "of them out"
+            )
+        if self.communication == "fp8-lm" and self.opt_level == "O3":
+            raise ValueError(
+                "FP8Config: communication='fp8-lm' rounds gradients with one scale per tensor, but "
+                "at opt_level='O3' they are kept in groups of 32 with a scale each, and would be "
+                "rounded a second time; name opt_level='O2' or 'O1', or communication='fp8'"
             )
         optimizer = [n for n in _OPTIMIZER_ONLY if getattr(self, n) != _DEFAULTS[n]]
         if optimizer and self.opt_level == "O1":

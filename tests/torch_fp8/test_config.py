@@ -9,7 +9,13 @@ from torch_fp8 import FP8Config
 
 
 def test_json_round_trip():
-    config = FP8Config(recipe="delayed", amax_history_len=16, skip=("a", "b.*"), wgrad="bf16")
+    config = FP8Config(
+        recipe="delayed",
+        amax_history_len=16,
+        skip=("a", "b.*"),
+        wgrad="bf16",
+        communication="fp8-lm",
+    )
     assert FP8Config.from_json(config.to_json()) == config
 
 
@@ -24,9 +30,9 @@ def test_reads_the_environment(monkeypatch, tmp_path):
     monkeypatch.setenv("TORCH_FP8_CONFIG", json.dumps({"recipe": "mxfp8", "skip": ["head"]}))
     assert FP8Config.from_env() == FP8Config(recipe="mxfp8", skip=("head",))
     path = tmp_path / "fp8.json"
-    path.write_text('{"wgrad": "bf16"}')
+    path.write_text('{"wgrad": "bf16", "communication": "off"}')
     monkeypatch.setenv("TORCH_FP8_CONFIG", str(path))
-    assert FP8Config.from_env() == FP8Config(wgrad="bf16")
+    assert FP8Config.from_env() == FP8Config(wgrad="bf16", communication="off")
 
 
 @pytest.mark.parametrize(
@@ -39,6 +45,7 @@ def test_reads_the_environment(monkeypatch, tmp_path):
         ({"fast_accum": ("forward",)}, "fprop"),
         ({"opt_level": "O4"}, "O1"),
         ({"residual_bits": 6}, "8, 4, 0"),
+        ({"communication": "bf16"}, "'fp8', 'fp8-lm', 'off'"),
         ({"opt_level": "O1", "residual_bits": 4}, "residual_bits apply to the optimizer"),
         ({"amax_history_len": 0, "recipe": "delayed"}, "at least 1"),
     ],
@@ -69,12 +76,29 @@ def test_copies_and_pickles():
         ({"recipe": "rowwise", "margin": 1}, "margin"),
         ({"wgrad": "bf16", "fast_accum": ("wgrad",)}, "wgrad"),
         ({"recipe": "blockwise", "grad_format": "e5m2"}, "E4M3 only"),
+        ({"communication": "fp8-lm", "opt_level": "O3"}, "rounded a second time.*'O2' or 'O1'"),
     ],
-    ids=["history-without-delayed", "margin-without-delayed", "fast-bf16-wgrad", "e5m2-blocks"],
+    ids=[
+        "history-without-delayed",
+        "margin-without-delayed",
+        "fast-bf16-wgrad",
+        "e5m2-blocks",
+        "fp8-lm-at-O3",
+    ],
 )
 def test_contradictions_raise(options, named):
     with pytest.raises(ValueError, match=named):
         FP8Config(**options)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_the_rule_of_fp8_lm_goes_with_plain_gradients(level):
+    assert FP8Config(communication="fp8-lm", opt_level=level).communication == "fp8-lm"
+
+
+def test_gradients_travel_in_fp8_unless_told_otherwise():
+    assert FP8Config().communication == "fp8"
+    assert FP8Config(communication="off", opt_level="O3").communication == "off"
 
 
 @pytest.mark.parametrize(
