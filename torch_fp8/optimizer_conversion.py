@@ -46,6 +46,8 @@ class OptimizerReport:
         why_float32: the reason for that; None if there are none.
         num_fp8_gradients: weights whose gradients have 8 bits.
         why_bf16_gradients: why at level O3 no gradients have 8 bits; None where some have.
+        num_hooks_restored: gradient hooks that were lost (to ``fully_shard``, deepcopy, pickling,
+            ``assign=True``) and put back.
         num_cached: weights whose FP8 payloads are kept between steps.
     """
 
@@ -57,6 +59,7 @@ class OptimizerReport:
     why_float32: str | None = None
     num_fp8_gradients: int = 0
     why_bf16_gradients: str | None = None
+    num_hooks_restored: int = 0
     num_cached: int = 0
 
     def __str__(self) -> str:
@@ -65,6 +68,8 @@ class OptimizerReport:
         text = f"{self.optimizer} with 8-bit states"
         if self.num_fp8_gradients:
             text += f", {self.num_fp8_gradients} gradients in 8 bits"
+        if self.num_hooks_restored:
+            text += f" ({self.num_hooks_restored} hooks put back)"
         if self.why_bf16_gradients:
             text += f", no gradients in 8 bits: {self.why_bf16_gradients}"
         if self.num_cached:
@@ -149,17 +154,24 @@ def convert_optimizer(
 
 
 def gradients_report(optimizer: Optimizer, report: OptimizerReport) -> OptimizerReport:
-    """`report` with the number of gradients that have 8 bits now, which wrapping can change."""
+    """`report` with what wrapping can change: the gradients that have 8 bits now, and hooks."""
     if not isinstance(optimizer, Float8Optimizer):
         return report
     parameters = optimizer.indexed_parameters()
     count = sum(optimizer.has_fp8_gradient(parameter) for _, _, parameter in parameters)
     why = optimizer.fp8_why_bf16_gradients
-    return replace(report, num_fp8_gradients=count, why_bf16_gradients=why)
+    restored = optimizer.fp8_hooks_restored
+    return replace(
+        report,
+        num_fp8_gradients=count,
+        why_bf16_gradients=why,
+        num_hooks_restored=restored,
+    )
 
 
 def _convert_gradients(optimizer: Float8Optimizer, model: nn.Module | None) -> None:
     """Put hooks on what shall have 8-bit gradients or be released, and only there."""
+    had_hooks = optimizer.fp8_gradients
     optimizer.fp8_gradients, optimizer.fp8_why_bf16_gradients = frozenset(), None
     if optimizer.fp8_config.opt_level == "O3":
         assert model is not None
@@ -170,7 +182,9 @@ def _convert_gradients(optimizer: Float8Optimizer, model: nn.Module | None) -> N
             weights = {layer.weight for layer in layers if is_large(layer.weight)}
             parameters = optimizer.indexed_parameters()
             optimizer.fp8_gradients = frozenset(i for i, _, p in parameters if p in weights)
-    attach_hooks(optimizer)
+    missing = attach_hooks(optimizer)
+    if had_hooks:
+        optimizer.fp8_hooks_restored += missing
 
 
 @torch.no_grad()
@@ -197,6 +211,7 @@ def restore_weights(optimizer: Optimizer) -> int:
     if not isinstance(optimizer, Float8Optimizer):
         return 0
     detach_hooks(optimizer)
+    optimizer.fp8_gradients = frozenset()
     restored = 0
     for _, _, parameter in optimizer.indexed_parameters():
         dtype = optimizer._fp8_dtypes.pop(parameter, None)

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8, restore_weights
 from torch_fp8.gradient_hooks import hook_of
 from torch_fp8.gradients import Float8Grad
+from torch_fp8.optimizer_conversion import OptimizerReport, gradients_report
 
 O3 = FP8Config(opt_level="O3")
 
@@ -163,7 +164,17 @@ def test_lost_hooks_are_put_back_and_counted():
     optimizer.zero_grad()
     _backward(model, 2)
     assert type(model[0].weight.grad) is Float8Grad
-    assert convert_optimizer(optimizer, O3, model=model).num_fp8_gradients == 3
+    report = convert_optimizer(optimizer, O3, model=model)
+    assert report.num_fp8_gradients == report.num_hooks_restored == 3
+
+
+def test_hooks_that_were_taken_away_on_purpose_are_not_counted():
+    model, optimizer, _ = _converted()
+    restore_weights(optimizer)
+    assert gradients_report(optimizer, OptimizerReport("AdamW", True)).num_fp8_gradients == 0
+    report = convert_optimizer(optimizer, O3, model=model)
+    assert (report.num_fp8_gradients, report.num_hooks_restored) == (3, 0)
+    assert "put back" not in str(report)
 
 
 def test_hooks_are_attached_once_and_follow_the_configuration():
@@ -298,7 +309,9 @@ def test_sharded_weights(mesh, order):
         _, optimizer, _ = _converted(model=model)
         shard()
         optimizer.param_groups[0]["params"] = list(model.parameters())
-        assert convert_optimizer(optimizer, O3, model=model).num_fp8_gradients == 3
+        report = convert_optimizer(optimizer, O3, model=model)
+        assert report.num_fp8_gradients == report.num_hooks_restored == 3
+        assert "3 gradients in 8 bits (3 hooks put back)" in str(report)
     else:
         shard()
         _, optimizer, _ = _converted(model=model)
