@@ -26,6 +26,7 @@ from benchmarks.recipes_loss import ROOT, commit, print_means
 
 BASELINE = "bf16-mixed"
 LEVELS = ["O1", "O2", "O3"]
+PERTURBED = {f"{BASELINE}, perturbed by {n}e-6": n for n in (1, 2, 3)}
 FINE_TUNING, PRETRAINING = "fine-tuning", "pretraining"
 BAND = 0.005  # of the evaluation loss, mean over the seeds
 COLUMNS = [
@@ -47,12 +48,14 @@ COLUMNS = [
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--levels", nargs="+", choices=LEVELS, default=LEVELS)
+    parser.add_argument("--levels", nargs="+", choices=[*LEVELS, *PERTURBED], default=LEVELS)
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--csv", type=Path, default=ROOT / "benchmarks/results/optimizer_loss.csv")
     parser.add_argument("--pretraining", action="store_true")
     parser.add_argument("script_arguments", nargs="*", help="for the script, after --")
     arguments = parser.parse_args()
+    if not arguments.pretraining and not PERTURBED.keys().isdisjoint(arguments.levels):
+        parser.error("perturbed runs are of --pretraining")
     run = PRETRAINING if arguments.pretraining else FINE_TUNING
     for seed in arguments.seeds:  # outside: an interrupted benchmark has compared every level
         for level in (BASELINE, *arguments.levels):
@@ -80,6 +83,8 @@ def fine_tuning(level: str, seed: int) -> tuple[list[str], dict[str, str]]:
 def pretraining(level: str, seed: int) -> tuple[list[str], dict[str, str]]:
     """Arguments of python and environment of a run."""
     arguments = [] if level == BASELINE else ["--level", level]
+    if level in PERTURBED:
+        arguments = ["--perturbed", str(PERTURBED[level])]
     return ["-m", "benchmarks.pretraining", *arguments, "--seed", str(seed)], {}
 
 

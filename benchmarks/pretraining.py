@@ -30,19 +30,28 @@ def main() -> None:
     parser.add_argument("--level", choices=["O1", "O2", "O3"], help="none: BF16")
     parser.add_argument("--seed", type=int, default=0, help="of the weights and the data's order")
     parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument(
+        "--perturbed",
+        type=int,
+        default=0,
+        help="multiply the embedding by 1 + this * 1e-6: runs that differ in nothing else show how "
+        "far apart chance alone carries them",
+    )
     parser.add_argument("--output", type=Path, required=True)
     arguments = parser.parse_args()
-    result = pretrain(arguments.level, arguments.seed, arguments.steps)
+    result = pretrain(arguments.level, arguments.seed, arguments.steps, arguments.perturbed)
     arguments.output.mkdir(parents=True, exist_ok=True)
     (arguments.output / "result.json").write_text(json.dumps(result, indent=2))
 
 
-def pretrain(level: str | None, seed: int, steps: int) -> dict:
+def pretrain(level: str | None, seed: int, steps: int, perturbed: int = 0) -> dict:
     """Train from scratch and return losses, bytes per parameter and seconds."""
     started = time.perf_counter()
     tokens, held_out, vocab_size = corpus()
     torch.manual_seed(seed)
     model = tiny_llama.build(vocab_size, 128, 2, pad_token_id=0, eos_token_id=1)
+    with torch.no_grad():
+        model.get_input_embeddings().weight *= 1 + perturbed * 1e-6
     config = None
     if level is not None:
         config = FP8Config(opt_level=level)

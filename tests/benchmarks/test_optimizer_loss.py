@@ -75,6 +75,15 @@ def test_finished_rows_are_not_run_again(runs, monkeypatch, tmp_path):
     assert runs == [*fine_tuning, (long, "bf16-mixed", 0), (long, "O2", 0)]
 
 
+def test_perturbed_runs_are_of_the_pretraining(runs, monkeypatch, tmp_path):
+    path, level = tmp_path / "levels.csv", "bf16-mixed, perturbed by 2e-6"
+    _start(monkeypatch, path, "--seeds", "0", "--levels", level, "--pretraining")
+    row = bench.read_rows(path)["pretraining", level, 0]
+    assert "--perturbed 2 --seed 0" in row["command"]
+    with pytest.raises(SystemExit):
+        _start(monkeypatch, path, "--seeds", "0", "--levels", level)
+
+
 def test_a_failed_run_says_why_and_leaves_no_row(monkeypatch, tmp_path):
     failed = subprocess.CompletedProcess([], 1, stdout="the reason")
     monkeypatch.setattr(bench.subprocess, "run", lambda *_, **__: failed)
@@ -95,6 +104,8 @@ def test_the_pretraining_learns_on_every_level(monkeypatch, level):
     assert result["final_eval_loss"] < 3.5  # chance: 4.16
     expected = {None: 16.0, "O1": 16.0, "O2": 7.07, "O3": 6.12}[level]
     assert result["bytes_per_parameter"] == pytest.approx(expected, abs=0.05)
+    other = pretraining.pretrain(level, seed=0, steps=12, perturbed=1000)
+    assert other["final_train_loss"] != result["final_train_loss"]
 
 
 @pytest.mark.parametrize("level", bench.LEVELS)
