@@ -16,10 +16,18 @@ PACKAGES = ("torch_fp8", "lightning_fp8", "accelerate_fp8")
 # A module of the engine imports only from the lines above its own.
 ROOMS = [
     {"formats"},
-    {"numerics", "recipe", "random_bits", "block_scaled", "residual", "output_dtype"},
+    {
+        "numerics",
+        "recipe",
+        "random_bits",
+        "block_scaled",
+        "residual",
+        "output_dtype",
+        "collectives",
+    },
     {"adamw"},
     {"config", "scaling", "kernels"},
-    {"quantize", "optimizer_state"},
+    {"quantize", "optimizer_state", "wire"},
     {"gemm", "weight_cache", "gradient_parts"},
     {"optimizer_step", "gradient_operators", "release"},
     {"gradients"},
