@@ -24,6 +24,7 @@ ROOMS = [
         "residual",
         "output_dtype",
         "collectives",
+        "communication_count",
     },
     {"adamw"},
     {"config", "scaling", "kernels"},

@@ -1,5 +1,6 @@
 """FP8 mixed-precision training for PyTorch: the engine. Importing it runs nothing."""
 
+from torch_fp8.communication_count import CommunicationCount, count_communication
 from torch_fp8.config import FP8Config
 from torch_fp8.convert import (
     convert_to_float8,
@@ -18,6 +19,7 @@ from torch_fp8.optimizer_conversion import (
 from torch_fp8.report import ConversionReport
 
 __all__ = [
+    "CommunicationCount",
     "ConversionReport",
     "FP8Config",
     "Float8Linear",
@@ -25,6 +27,7 @@ __all__ = [
     "OptimizerReport",
     "convert_optimizer",
     "convert_to_float8",
+    "count_communication",
     "load_scaling_state_dict",
     "memory_report",
     "merged_state_dict",

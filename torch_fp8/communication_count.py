@@ -1,0 +1,343 @@
+"""Counts the bytes that collectives move, by kind and dtype: `count_communication`.
+
+Every collective of ``torch.distributed`` is an operator (``c10d::*``; ``_c10d_functional::*`` for
+the functional ones, DTensor's and torch.compile's), and a TorchDispatchMode sees each, whoever
+issues it: DDP's reducer and FSDP2 from within backward, too, for autograd takes the mode along to
+its threads. What N ranks send, each:
+
+| kind | bytes sent by a rank |
+|---|---|
+| all-reduce | 2 (N - 1) / N of the buffer |
+| all-gather, reduce-scatter | (N - 1) / N of the gathered, the unscattered buffer |
+| all-to-all | what of its buffer is for others: (N - 1) / N if the parts are equal |
+| broadcast, scatter | on the source all of the buffer, all parts but its own; else nothing |
+| reduce, gather | its own buffer; on the destination nothing |
+| send, recv | the buffer; nothing |
+
+These are what ring algorithms send, and the least that any can for all but the all-reduce of small
+buffers; a backend may send more. Barriers move no data and are left out. Not seen are collectives
+of torch's symmetric memory, and those that a future's callback issues in a thread of the backend,
+as PowerSGD's hook does, unless the callback went through `counted`.
+"""
+
+import contextlib
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.utils import _python_dispatch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+class _Collective(NamedTuple):
+    """What is to be known of an operator: its kind, and the argument that has its data.
+
+    Attributes:
+        kind: as in the table above.
+        buffer: name of the argument.
+        part: whether that is one rank's part of the buffer.
+    """
+
+    kind: str
+    buffer: str
+    part: bool = False
+
+
+_C10D = {
+    "allreduce_": _Collective("all-reduce", "tensors"),
+    "allreduce_coalesced_": _Collective("all-reduce", "tensors"),
+    "allgather_": _Collective("all-gather", "output_tensors"),
+    "allgather_coalesced_": _Collective("all-gather", "output_lists"),
+    "_allgather_base_": _Collective("all-gather", "output_tensor"),
+    "allgather_into_tensor_coalesced_": _Collective("all-gather", "outputs"),
+    "reduce_scatter_": _Collective("reduce-scatter", "input_tensors"),
+    "_reduce_scatter_base_": _Collective("reduce-scatter", "input_tensor"),
+    "reduce_scatter_tensor_coalesced_": _Collective("reduce-scatter", "inputs"),
+    "alltoall_": _Collective("all-to-all", "input_tensors"),
+    "alltoall_base_": _Collective("all-to-all", "input"),
+    "broadcast_": _Collective("broadcast", "tensors"),
+    "scatter_": _Collective("scatter", "output_tensors", part=True),
+    "reduce_": _Collective("reduce", "tensors"),
+    "gather_": _Collective("gather", "input_tensors", part=True),
+    "send": _Collective("send", "tensors"),
+    "recv_": _Collective("recv", "tensors"),
+    "recv_any_source_": _Collective("recv", "tensors"),
+}
+_FUNCTIONAL = {
+    "all_reduce": _Collective("all-reduce", "input"),
+    "all_reduce_": _Collective("all-reduce", "input"),
+    "all_reduce_coalesced": _Collective("all-reduce", "inputs"),
+    "all_reduce_coalesced_": _Collective("all-reduce", "inputs"),
+    "all_gather_into_tensor": _Collective("all-gather", "input", part=True),
+    "all_gather_into_tensor_out": _Collective("all-gather", "input", part=True),
+    "all_gather_into_tensor_coalesced": _Collective("all-gather", "inputs", part=True),
+    "reduce_scatter_tensor": _Collective("reduce-scatter", "input"),
+    "reduce_scatter_tensor_out": _Collective("reduce-scatter", "input"),
+    "reduce_scatter_tensor_coalesced": _Collective("reduce-scatter", "inputs"),
+    "all_to_all_single": _Collective("all-to-all", "input"),
+    "broadcast": _Collective("broadcast", "input"),
+    "broadcast_": _Collective("broadcast", "input"),
+    "isend": _Collective("send", "tensor"),
+    "irecv": _Collective("recv", "tensor"),
+}
+_COLLECTIVES: dict[str, dict[str, _Collective]] = {
+    "c10d": _C10D,
+    "_c10d_functional": _FUNCTIONAL,
+    "_c10d_functional_autograd": _FUNCTIONAL,
+    "_dtensor": {"shard_dim_alltoall": _Collective("all-to-all", "input")},
+}
+_NO_DISPATCH = torch._C._disabled_torch_dispatch_impl
+_TRACED = (FakeTensor, FunctionalTensor)
+_BATCH = "batch_p2p_ops"  # of _c10d_functional: sends and receives in one operator
+
+
+@dataclass(frozen=True)
+class CommunicationRow:
+    """What collectives of one kind moved in one dtype among one number of ranks.
+
+    Attributes:
+        kind: ``"all-reduce"``, ``"all-gather"``, ``"reduce-scatter"``, ``"all-to-all"``,
+            ``"broadcast"``, ``"scatter"``, ``"reduce"``, ``"gather"``, ``"send"`` or ``"recv"``.
+        dtype: of the buffers. FP8 travels as ``torch.uint8``.
+        ranks: number of ranks in the process group, N.
+        calls: number of collectives.
+        payload_bytes: of the full buffers (gathered, unscattered), whoever holds them.
+        bytes_sent: by this rank, as in the table of the module; a fraction where N does not divide.
+    """
+
+    kind: str
+    dtype: torch.dtype
+    ranks: int
+    calls: int
+    payload_bytes: int
+    bytes_sent: float
+
+
+class CommunicationCount:
+    """What `count_communication` has counted so far, on this rank; printed, a table.
+
+    Attributes:
+        rows: a `CommunicationRow` for each kind, dtype and number of ranks, in this order.
+    """
+
+    def __init__(self, rows: Iterable[CommunicationRow] = ()) -> None:
+        self._rows = {(row.kind, str(row.dtype), row.ranks): row for row in rows}
+        self._lock = threading.Lock()  # autograd has a thread per device
+
+    @property
+    def rows(self) -> list[CommunicationRow]:
+        return [self._rows[key] for key in sorted(self._rows)]
+
+    @property
+    def calls(self) -> int:
+        """Number of collectives."""
+        return sum(row.calls for row in self._rows.values())
+
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes of the full buffers."""
+        return sum(row.payload_bytes for row in self._rows.values())
+
+    @property
+    def bytes_sent(self) -> float:
+        """Bytes that this rank sent."""
+        return sum(row.bytes_sent for row in self._rows.values())
+
+    def of(
+        self,
+        kind: str | None = None,
+        dtype: torch.dtype | None = None,
+        ranks: int | None = None,
+    ) -> "CommunicationCount":
+        """The rows of this kind, dtype and number of ranks; None: of any."""
+        return CommunicationCount(
+            row
+            for row in self.rows
+            if kind in (None, row.kind)
+            and dtype in (None, row.dtype)
+            and ranks in (None, row.ranks)
+        )
+
+    def _add(self, row: CommunicationRow) -> None:
+        key = (row.kind, str(row.dtype), row.ranks)
+        with self._lock:
+            old = self._rows.get(key)
+            if old is not None:
+                row = CommunicationRow(
+                    row.kind,
+                    row.dtype,
+                    row.ranks,
+                    old.calls + row.calls,
+                    old.payload_bytes + row.payload_bytes,
+                    old.bytes_sent + row.bytes_sent,
+                )
+            self._rows[key] = row
+
+    def __str__(self) -> str:
+        head = ("kind", "dtype", "ranks", "calls", "payload bytes", "bytes sent")
+        lines = [head]
+        for row in self.rows:
+            dtype = str(row.dtype).removeprefix("torch.")
+            lines.append((row.kind, dtype, str(row.ranks), *_numbers(row)))
+        lines.append(("total", "", "", *_numbers(self)))
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        return "\n".join(
+            "  ".join(
+                cell.ljust(width) if i < 2 else cell.rjust(width)
+                for i, (cell, width) in enumerate(zip(line, widths, strict=True))
+            )
+            for line in lines
+        )
+
+
+def _numbers(count: CommunicationRow | CommunicationCount) -> tuple[str, str, str]:
+    return f"{count.calls:,}", f"{count.payload_bytes:,}", f"{count.bytes_sent:,.0f}"
+
+
+@contextlib.contextmanager
+def count_communication() -> Iterator[CommunicationCount]:
+    """Count the collectives that this process issues within, in this thread and in backward.
+
+    Results are those without it; contexts may be nested, and each counts. While one is open every
+    operator takes a detour through Python, so a step is not to be timed within. What a collective
+    sends is counted when it is issued.
+
+    ::
+
+        with torch_fp8.count_communication() as count:
+            model(x).sum().backward()
+        print(count, count.of("all-gather", torch.uint8).bytes_sent)
+    """
+    count = CommunicationCount()
+    with _Recorder(count):
+        yield count
+
+
+def counted(callback: _Function) -> _Function:
+    """`callback`, whose collectives are counted by the contexts that are open now.
+
+    For callbacks of futures: gloo runs these in threads of its own.
+    """
+    counts = _open_counts()
+    if not counts:
+        return callback
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        here = _open_counts()
+        with contextlib.ExitStack() as stack:
+            for count in counts:
+                if not any(count is other for other in here):
+                    stack.enter_context(_Recorder(count))
+            return callback(*args, **kwargs)
+
+    return run  # type: ignore[return-value]
+
+
+def _open_counts() -> list[CommunicationCount]:
+    modes = _python_dispatch._get_current_dispatch_mode_stack()
+    return [mode.count for mode in modes if isinstance(mode, _Recorder)]
+
+
+class _Recorder(TorchDispatchMode):
+    """Tells a count of every collective."""
+
+    def __init__(self, count: CommunicationCount) -> None:
+        super().__init__()
+        self.count = count
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        # Else torch.compile would run eagerly within.
+        return True
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if any(issubclass(t, _TRACED) for t in types):
+            return func(*args, **(kwargs or {}))  # nothing moves, as DTensor asks for shapes
+        if any(_has_own_dispatch(t) for t in types):
+            # A DTensor turns its operators into collectives, which come here again.
+            return NotImplemented
+        result = func(*args, **(kwargs or {}))
+        known = _COLLECTIVES.get(func.namespace)
+        if known is not None:
+            name = func._schema.name.rpartition("::")[2]
+            given = dict(zip((a.name for a in func._schema.arguments), args, strict=False))
+            given.update(kwargs or {})
+            if name == _BATCH:
+                for operation, tensor in zip(given["op_list"], given["tensors"], strict=True):
+                    self._record(_FUNCTIONAL[operation], {**given, "tensor": tensor})
+            elif name in known:
+                self._record(known[name], given)
+        return result
+
+    def _record(self, collective: _Collective, given: Mapping[str, Any]) -> None:
+        group = _group_of(given)
+        ranks, rank = group.size(), group.rank()
+        sizes: dict[torch.dtype, int] = defaultdict(int)
+        for tensor in _tensors(given[collective.buffer]):
+            sizes[tensor.dtype] += tensor.numel() * tensor.element_size()
+        for dtype, size in sizes.items():
+            full = size * ranks if collective.part else size
+            sent = _bytes_sent(collective, full, ranks, rank, given)
+            self.count._add(CommunicationRow(collective.kind, dtype, ranks, 1, full, sent))
+
+
+def _bytes_sent(
+    collective: _Collective, full: int, ranks: int, rank: int, given: Mapping[str, Any]
+) -> float:
+    kind = collective.kind
+    if kind == "send":
+        return full
+    if kind == "recv" or ranks == 1:
+        return 0
+    if kind == "all-to-all":
+        return full - _own_part(full, ranks, rank, given)
+    if kind in ("broadcast", "scatter", "reduce", "gather"):
+        at_root = rank == given.get("root_rank", given.get("src"))
+        if kind == "broadcast":
+            return full if at_root else 0
+        if kind == "scatter":
+            return full * (ranks - 1) / ranks if at_root else 0
+        own = full / ranks if kind == "gather" else full
+        return 0 if at_root else own
+    rounds = 2 if kind == "all-reduce" else 1
+    return rounds * full * (ranks - 1) / ranks
+
+
+def _own_part(full: int, ranks: int, rank: int, given: Mapping[str, Any]) -> float:
+    """Bytes of an all-to-all's input that stay on this rank."""
+    parts = given.get("input_tensors")
+    if parts is not None:
+        return int(parts[rank].numel() * parts[rank].element_size())
+    splits = given.get("input_split_sizes")
+    return full * splits[rank] / max(sum(splits), 1) if splits else full / ranks
+
+
+def _group_of(given: Mapping[str, Any]) -> Any:
+    group = given.get("process_group", given.get("group_name"))
+    if isinstance(group, str):
+        return torch._C._distributed_c10d._resolve_process_group(group)
+    return group if isinstance(group, dist.ProcessGroup) else dist.ProcessGroup.unbox(group)
+
+
+def _has_own_dispatch(kind: type) -> bool:
+    return getattr(kind, "__torch_dispatch__", _NO_DISPATCH) is not _NO_DISPATCH
+
+
+def _tensors(buffer: Any) -> Iterator[Tensor]:
+    """The tensors in a tensor, a list, or a list of lists."""
+    if isinstance(buffer, Tensor):
+        yield buffer
+    else:
+        for item in buffer:
+            yield from _tensors(item)
