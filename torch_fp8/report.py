@@ -67,6 +67,7 @@ class ConversionReport:
         model: nn.Module | None = None,
         optimizers: Iterable[torch.optim.Optimizer] = (),
         optimizer_reports: Iterable[OptimizerReport] = (),
+        communication: object | None = None,
     ) -> str:
         """The start-up summary, several lines.
 
@@ -74,6 +75,8 @@ class ConversionReport:
             model: for the bytes per parameter.
             optimizers: those that train it, as far as they are known.
             optimizer_reports: what `torch_fp8.convert_optimizer` said of them.
+            communication: what travels between ranks in FP8, as whoever connected it says; None in
+                a single process.
         """
         total = len(self.converted) + len(self.skipped)
         chosen = "auto -> " if self.config.recipe == "auto" else ""
@@ -90,6 +93,8 @@ class ConversionReport:
             lines.append(f"  warning   skip pattern(s) {patterns} match no module")
         if self.config.opt_level != "O1":
             lines += [f"  optimizer {report}" for report in optimizer_reports]
+        if communication is not None:
+            lines.append(f"  ranks     {communication}")
         if model is not None:
             lines.append(f"  memory    {expected_bytes_per_param(model, optimizers)}")
         return "\n".join(lines)

@@ -225,6 +225,8 @@ def test_auto_says_what_it_resolved_to():
     assert report.recipe.name == "tensorwise"
     assert "auto -> tensorwise" in report.summary()
     assert "emulation on CPU" in report.summary()
+    assert "ranks" not in report.summary()
+    assert "  ranks     as asked" in report.summary(communication="as asked").splitlines()
 
 
 @pytest.mark.parametrize(
