@@ -328,7 +328,8 @@ def _random(
     """Bits for `encode` of groups from `first` on."""
     if keys is None:
         return None
-    bits = random_words(element_index(*shape, first, 0, GROUP_SIZE, device), keys) & 0xFFFF
+    index = element_index(shape[0], shape[1], first, 0, GROUP_SIZE, device)
+    bits = random_words(index, keys) & 0xFFFF
     if complement:
         bits = bits ^ 0xFFFF
     return bits << 3 | 4

@@ -68,19 +68,22 @@ def scale_of(x, FORMAT: tl.constexpr):
 
 @triton.jit
 def encode(x, scale, offset, FORMAT: tl.constexpr):
-    """Quantize (G, 32) float32 with the scales of `scale_of`, rounding stochastically, to uint8.
+    """Quantize (G, 32) float32 with the scales of `scale_of` to uint8.
 
     Brought to float32's smallest exponents, magnitudes have the codes' own bits on top, subnormal
     ones, too: the product rounds to nearest where the reference's sum with the smallest normal
     does, 23 bits under it.
 
     Args:
-        offset: (G, 32) uint32 below 2 ** (23 - mantissa bits), added below the last kept bit.
+        offset: (G, 32) uint32 below 2 ** (23 - mantissa bits), added below the last kept bit for
+            stochastic rounding; None: to nearest even.
     """
     SHIFT: tl.constexpr = 23 - FORMAT.value.mantissa_bits
     UNBIAS: tl.constexpr = 2.0 ** (FORMAT.value.bias - 127)
     y = x * reciprocal_of(scale)[:, None]
     bits = (tl.abs(y) * UNBIAS).to(tl.uint32, bitcast=True)
+    if offset is None:
+        offset = ((bits >> SHIFT) & 1) + ((1 << (SHIFT - 1)) - 1)
     codes = tl.minimum((bits + offset) >> SHIFT, FORMAT.value.max_code)
     if FORMAT.value.signed:
         codes = tl.where((y < 0) & (codes != 0), codes | 0x80, codes)

@@ -81,6 +81,8 @@ class _Recorder:
                 if isinstance(value, torch.Tensor):
                     signature[name] = _POINTER[value.dtype]
                     divisible.append(name)  # every allocation starts at a multiple of 256 bytes
+                elif isinstance(value, float):
+                    signature[name] = "fp32"
                 elif self.kernel.params[names.index(name)].do_not_specialize:
                     signature[name] = "i32"
                 elif value == 1:
