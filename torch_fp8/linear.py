@@ -13,7 +13,7 @@ only while it is used:
 * the weight is cast when a GEMM wants it, with a scale taken from the weight itself, once in
   forward and once, transposed, in backward. What is saved for backward is the Parameter, never a
   payload: nothing can be stale, and FSDP frees what it gathered. (`torch_fp8.weight_cache` keeps
-  the payload, by choice;)
+  the payload, by choice; a weight that FSDP2 has gathered in FP8 brings its own;)
 * the input is saved for backward as its transposed FP8 payload, 1 byte an element, and only if the
   weight takes a gradient. A frozen layer saves nothing of its input and runs no wgrad; a forward
   without gradients builds nothing for a backward.
@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from torch_fp8.config import FP8Config
+from torch_fp8.gathered_weight import GatheredWeight
 from torch_fp8.gemm import cast, scaled_matmul
 from torch_fp8.quantize import QuantizedTensor, quantize_layouts
 from torch_fp8.recipe import Recipe
@@ -110,11 +111,15 @@ class Float8Linear(nn.Linear):
         scales = []
         operands = ((_INPUT, input, recipe.input), (_WEIGHT, self.weight, recipe.weight))
         for i, tensor, spec in operands:
-            amax = tensor_amax(tensor)
             history = self.fp8_amax_history[i]
-            scales.append(
-                delayed_scale(history, amax, spec.format, config.amax_compute_algo, config.margin)
-            )
+            if isinstance(tensor, GatheredWeight):  # cast so already, by the same rule
+                amax, scale = tensor.amax, tensor.scale
+            else:
+                amax = tensor_amax(tensor)
+                scale = delayed_scale(
+                    history, amax, spec.format, config.amax_compute_algo, config.margin
+                )
+            scales.append(scale)
             if self.training:
                 push_amax(history, amax)
         if self.training:
@@ -178,12 +183,8 @@ class _Float8LinearFunction(torch.autograd.Function):
         wants_wgrad = options.save_for_backward and ctx.needs_input_grad[1]
         fp8_wgrad = wants_wgrad and recipe.wgrad is not None
         x_row, x_col = quantize_layouts(x, recipe.input, input_scale, row=True, col=fp8_wgrad)
-        if options.weight_cache is None:
-            w_row, _ = quantize_layouts(weight, recipe.weight, weight_scale, row=True, col=False)
-        else:
-            w_row = options.weight_cache.row(weight, recipe.weight)
+        w_row = _weight_row(weight, weight_scale, options)
         assert x_row is not None
-        assert w_row is not None
         output = scaled_matmul(
             x_row,
             w_row,
@@ -223,14 +224,7 @@ class _Float8LinearFunction(torch.autograd.Function):
                 grad_output, recipe.grad_output, g_scale, row=wants_dgrad, col=fp8_wgrad
             )
         if g_row is not None:
-            w_col = None
-            if options.weight_cache is not None:
-                w_col = options.weight_cache.col(saved["weight"], recipe.weight)
-            if w_col is None:
-                _, w_col = quantize_layouts(
-                    saved["weight"], recipe.weight, saved.get("w_scale"), row=False, col=True
-                )
-            assert w_col is not None
+            w_col = _weight_col(saved["weight"], saved.get("w_scale"), options)
             grad_input = scaled_matmul(
                 g_row, w_col, ctx.dtypes[0], fast_accum=recipe.dgrad.fast_accum, emulate=emulate
             )
@@ -243,6 +237,29 @@ class _Float8LinearFunction(torch.autograd.Function):
         elif wants_wgrad:
             grad_weight = cast(grad_output.t() @ saved["x"].to(grad_output.dtype), ctx.dtypes[1])
         return grad_input, grad_weight, None, None, None, None
+
+
+def _weight_row(weight: Tensor, scale: Tensor | None, options: _Options) -> QuantizedTensor:
+    """The weight (N, K), quantized along K: gathered so, kept so, or cast now."""
+    if isinstance(weight, GatheredWeight):
+        return weight.row()
+    if options.weight_cache is not None:
+        return options.weight_cache.row(weight, options.recipe.weight)
+    row, _ = quantize_layouts(weight, options.recipe.weight, scale, row=True, col=False)
+    assert row is not None
+    return row
+
+
+def _weight_col(weight: Tensor, scale: Tensor | None, options: _Options) -> QuantizedTensor:
+    """The transposed weight (K, N), quantized along N, likewise."""
+    if isinstance(weight, GatheredWeight):
+        return weight.col()
+    kept = None if options.weight_cache is None else options.weight_cache.col(weight)
+    if kept is not None:
+        return kept
+    _, col = quantize_layouts(weight, options.recipe.weight, scale, row=False, col=True)
+    assert col is not None
+    return col
 
 
 def _grad_scale(grad: Tensor, history: Tensor | None, options: _Options) -> Tensor | None:

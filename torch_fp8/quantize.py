@@ -94,6 +94,17 @@ def dequantize(x: QuantizedTensor, dtype: torch.dtype = torch.float32) -> Tensor
     return (x.qdata.float() * scale).to(dtype)
 
 
+def transposed(x: QuantizedTensor) -> QuantizedTensor | None:
+    """x^T, (C, R) contiguous, with the very codes; None where its scales would be others.
+
+    They are the same where a scale belongs to as many rows as columns.
+    """
+    if x.granularity not in ("tensorwise", "block_128x128"):
+        return None
+    scale = x.scale.t().contiguous() if x.scale.ndim else x.scale
+    return QuantizedTensor(x.qdata.t().contiguous(), scale, x.granularity)
+
+
 def cast_saturating(x: Tensor, scale: Tensor, format: Format) -> Tensor:
     """``x / scale`` rounded to FP8: to nearest even, finite overflow saturated, NaN kept.
 

@@ -21,11 +21,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from torch_fp8.quantize import QuantizedTensor, quantize_layouts
+from torch_fp8.quantize import QuantizedTensor, quantize_layouts, transposed
 from torch_fp8.recipe import CastSpec
 from torch_fp8.scaling import scale_from_amax
-
-_SYMMETRIC = ("tensorwise", "block_128x128")
 
 
 class WatchedParameter(nn.Parameter):
@@ -91,20 +89,15 @@ class WeightCache:
         self._payload, _ = quantize_layouts(weight, spec, scale, row=True, col=False)
         self._stamp = _stamp(weight)
 
-    def col(self, weight: Tensor, spec: CastSpec) -> QuantizedTensor | None:
+    def col(self, weight: Tensor) -> QuantizedTensor | None:
         """The transposed weight, (K, N), from the payload; None: it has to be cast.
 
-        Where a scale belongs to as many rows as columns, the transposed payload is the payload
-        transposed.
+        See `torch_fp8.quantize.transposed`.
         """
         stamp = _stamp(weight)
-        payload = self._payload
-        valid = payload is not None and stamp is not None and stamp == self._stamp
-        if not valid or spec.granularity not in _SYMMETRIC:
+        if self._payload is None or stamp is None or stamp != self._stamp:
             return None
-        assert payload is not None
-        scale = payload.scale.t().contiguous() if payload.scale.ndim else payload.scale
-        return QuantizedTensor(payload.qdata.t().contiguous(), scale, payload.granularity)
+        return transposed(self._payload)
 
     @property
     def tensors(self) -> list[Tensor]:

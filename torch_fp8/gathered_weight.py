@@ -1,0 +1,161 @@
+"""`GatheredWeight`: a weight whose shards FSDP2 has all-gathered as FP8 bytes.
+
+`Float8Linear` runs its GEMMs on the payload as it is. Whoever else reads the weight gets it
+dequantized, in the dtype that it would have had; whoever writes it gets an error, for the values
+belong to the sharded parameter.
+
+FSDP frees the payload by resizing its storage and fills it again at the next all-gather, so a
+weight and its aliases share one `Payload`, of which the scale is replaced then.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_fp8.quantize import QuantizedTensor, dequantize, quantize_layouts, transposed
+from torch_fp8.recipe import CastSpec
+
+_aten: Any = torch.ops.aten
+_ALIASES = (_aten.detach.default, _aten.alias.default)
+_VIEWS = (_aten.view.default, _aten._unsafe_view.default, _aten.as_strided.default)
+
+
+@dataclass
+class Payload:
+    """The FP8 bytes of a whole weight (N, K).
+
+    Attributes:
+        quantized: qdata is a view of what FSDP has gathered.
+        spec: how it was cast.
+        amax: () float32 of the weight, where its recipe keeps a history of these.
+    """
+
+    quantized: QuantizedTensor
+    spec: CastSpec
+    amax: Tensor | None = None
+
+
+class GatheredWeight(Tensor):
+    """A weight (N, K), read-only, in FP8; reads as a tensor of another dtype.
+
+    Attributes:
+        payload: shared with all aliases.
+    """
+
+    payload: Payload
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, payload: Payload, dtype: torch.dtype) -> "GatheredWeight":
+        qdata = payload.quantized.qdata
+        self: GatheredWeight = torch.Tensor._make_wrapper_subclass(
+            cls, qdata.shape, dtype=dtype, device=qdata.device
+        )
+        self.payload = payload
+        return self
+
+    def row(self) -> QuantizedTensor:
+        """The weight, quantized along K."""
+        self._check_gathered()
+        return self.payload.quantized
+
+    def col(self) -> QuantizedTensor:
+        """The transposed weight, (K, N), quantized along N.
+
+        The very payload, transposed, where a scale belongs to as many rows as columns. Else what
+        the payload stands for is cast again; its scales are powers of two, which keeps every
+        mantissa, so only what the other scale makes subnormal is rounded a second time.
+        """
+        same = transposed(self.row())
+        if same is not None:
+            return same
+        # BF16 holds 4 significant bits times a power of two exactly.
+        whole = dequantize(self.row(), torch.bfloat16)
+        _, col = quantize_layouts(whole, self.payload.spec, None, row=False, col=True)
+        assert col is not None
+        return col
+
+    def dequantize(self) -> Tensor:
+        """A plain tensor of this shape and dtype."""
+        return dequantize(self.row(), self.dtype)
+
+    def _check_gathered(self) -> None:
+        qdata = self.payload.quantized.qdata
+        if qdata.numel() and not qdata.untyped_storage().size():
+            raise RuntimeError(
+                "the unsharded weight was freed by FSDP; read it within the forward or backward of "
+                "its module, or between unshard() and reshard()"
+            )
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        names = ["qdata", "scale", *(["amax"] if self.payload.amax is not None else [])]
+        return names, (self.payload.quantized.granularity, self.payload.spec, self.dtype)
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: dict[str, Tensor], context: Any, outer_size: Any, outer_stride: Any
+    ) -> "GatheredWeight":
+        granularity, spec, dtype = context
+        quantized = QuantizedTensor(inner["qdata"], inner["scale"], granularity)
+        return GatheredWeight(Payload(quantized, spec, inner.get("amax")), dtype)
+
+    @property
+    def qdata(self) -> Tensor:
+        return self.payload.quantized.qdata
+
+    @property
+    def scale(self) -> Tensor:
+        return self.payload.quantized.scale
+
+    @property
+    def amax(self) -> Any:
+        return self.payload.amax
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        memo[id(self)] = result = self.dequantize()
+        return result
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.dequantize().__reduce_ex__(protocol)
+
+    def __repr__(self) -> str:
+        return f"GatheredWeight(shape={tuple(self.shape)}, dtype={self.dtype}, {self.payload.spec})"
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        weight = args[0] if args else None
+        if isinstance(weight, GatheredWeight) and _is_alias(func, weight, args):
+            return GatheredWeight(weight.payload, weight.dtype)
+        for argument, value in zip(func._schema.arguments, args, strict=False):
+            if argument.is_write and _contains_weight(value):
+                raise RuntimeError(
+                    f"{func._schema.name} writes an unsharded FP8 weight, which is a copy; write "
+                    "the sharded parameter, outside of forward, backward and unshard()"
+                )
+        return func(*_plain(args), **{name: _plain(value) for name, value in kwargs.items()})
+
+
+def _is_alias(func: Any, weight: GatheredWeight, args: tuple[Any, ...]) -> bool:
+    if func in _ALIASES:
+        return True
+    return func in _VIEWS and tuple(args[1]) == tuple(weight.shape)
+
+
+def _contains_weight(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return any(_contains_weight(v) for v in value)
+    return isinstance(value, GatheredWeight)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, GatheredWeight):
+        return value.dequantize()
+    if isinstance(value, (list, tuple)):
+        return type(value)(_plain(v) for v in value)
+    return value
