@@ -29,6 +29,7 @@ from accelerate_fp8.handler import FP8Kwargs
 from accelerate_fp8.history import load_history, save_history
 from accelerate_fp8.preparation import LOGGER_NAME, Preparation
 from accelerate_fp8.release import refuse_accumulation, refuse_clipping
+from torch_fp8.agreement import check_same_config
 from torch_fp8.gemm import check_device, resolve_auto
 
 
@@ -38,7 +39,7 @@ def init(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
     Raises:
         ValueError: `FP8Kwargs` without ``mixed_precision="fp8"``, or beside another backend; an
             option or flag that cannot be honoured; DeepSpeed, Megatron-LM, tensor parallelism; a
-            device that cannot run the recipe.
+            device that cannot run the recipe; ranks with different configurations.
     """
     bound = inspect.signature(original).bind(self, *args, **kwargs)
     explicit, others = _take_out(bound.arguments.get("kwargs_handlers") or [])
@@ -62,6 +63,8 @@ def init(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
     self._fp8_preparation = Preparation(config)
     with precision_kept():
         original(*bound.args, **bound.kwargs)
+    if self.num_processes > 1:
+        check_same_config(config)
     refuse_tensor_parallel(self.parallelism_config)
     recipe = resolve_auto(self.device) if config.recipe == "auto" else config.recipe
     check_device(self.device, recipe, config.emulate)

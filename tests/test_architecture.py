@@ -28,7 +28,7 @@ ROOMS = [
     },
     {"adamw"},
     {"config", "scaling", "kernels"},
-    {"quantize", "optimizer_state", "wire"},
+    {"quantize", "optimizer_state", "wire", "agreement"},
     {"gemm", "weight_cache", "gathered_weight", "gradient_parts"},
     {"optimizer_step", "gradient_operators", "release"},
     {"gradients"},

@@ -68,3 +68,18 @@ def test_ddp_leaves_each_rank_the_amaxes_of_its_own_data(run: Callable) -> None:
     # The ranks share one pipe: a line of one may follow the other's without a line break.
     amaxes = re.findall(r"rank (\d): amaxes (\[.*?\])", done.stdout)
     assert sorted(amaxes) == [("0", "[1.0, 1.0, 1.0]"), ("1", "[10.0, 10.0, 10.0]")]
+
+
+@pytest.mark.parametrize("mode", ["different", "missing"])
+def test_ranks_that_ask_for_different_things_are_told(run: Callable, mode: str) -> None:
+    done = run("different_ranks.py", mode, launch=(), processes=2)
+    said = dict(re.findall(r"rank (\d): (.*)", done.stdout))
+    if mode == "missing":
+        assert said["0"].startswith("rank 1 did not ask for FP8 while rank 0 did")
+        assert said["1"] == "alone"
+        return
+    for rank in ("0", "1"):
+        assert said[rank].startswith("ranks have different FP8Configs: "), said
+        assert "recipe is 'auto' on rank 0, 'rowwise' on rank 1" in said[rank]
+        assert "opt_level is 'O2' on rank 0, 'O3' on rank 1" in said[rank]
+        assert "TORCH_FP8_CONFIG is set on rank 1 only" in said[rank]
