@@ -130,7 +130,7 @@ def step_small(group: dict[str, Any], entries: list[tuple[Tensor, State]]) -> No
         maximize=group["maximize"],
     )
     for (parameter, state), weight in zip(entries, weights, strict=True):
-        if parameter.dtype == torch.bfloat16:
+        if parameter.dtype == torch.bfloat16 and local(weight).numel():  # some ranks have none
             high, residual = split_weight(local(weight), SMALL_RESIDUAL_BITS)
             local(parameter).copy_(high)
             local(state["residual"]).copy_(residual)
