@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch_fp8.config import FP8Config
 from torch_fp8.gemm import check_device, resolve_auto, runs_natively
 from torch_fp8.linear import Float8Linear
+from torch_fp8.local_operands import plain
 from torch_fp8.output_dtype import restore_output_dtype
 from torch_fp8.recipe import Recipe, make_recipe
 from torch_fp8.report import ConversionReport, SkippedModule, matmul_flops
@@ -25,6 +26,7 @@ from torch_fp8.selection import (
     matches,
     skip_reason,
 )
+from torch_fp8.tensor_parallel import check_style
 from torch_fp8.weight_cache import unwatch
 
 
@@ -111,8 +113,8 @@ def scaling_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """
     state = {}
     for name, module in _delayed_modules(model):
-        state[f"{name}.amax_history"] = module.fp8_amax_history.detach().cpu().clone()
-        state[f"{name}.last_scale"] = module.fp8_last_scale.detach().cpu().clone()
+        state[f"{name}.amax_history"] = plain(module.fp8_amax_history).detach().cpu().clone()
+        state[f"{name}.last_scale"] = plain(module.fp8_last_scale).detach().cpu().clone()
     return state
 
 
@@ -128,8 +130,8 @@ def load_scaling_state_dict(model: nn.Module, state: dict[str, Tensor]) -> None:
         return
     targets = {}
     for name, module in _delayed_modules(model):
-        targets[f"{name}.amax_history"] = module.fp8_amax_history
-        targets[f"{name}.last_scale"] = module.fp8_last_scale
+        targets[f"{name}.amax_history"] = plain(module.fp8_amax_history)
+        targets[f"{name}.last_scale"] = plain(module.fp8_last_scale)
     if not targets:
         return
     for key in sorted(targets.keys() ^ state.keys()):
@@ -171,6 +173,7 @@ def _to_float8(
     module.fp8_config, module.fp8_recipe = config, recipe
     module.fp8_emulate, module.fp8_name = emulate, name
     module.init_scaling()
+    check_style(module)
 
 
 def _to_linear(module: Float8Linear) -> None:

@@ -18,6 +18,10 @@ only while it is used:
   weight takes a gradient. A frozen layer saves nothing of its input and runs no wgrad; a forward
   without gradients builds nothing for a backward.
 
+Under tensor parallelism all this happens on the rank's own parts of input and weight
+(`torch_fp8.local_operands`); an input or a gradient that its group gathers in FP8 brings its
+payload along (`torch_fp8.gathered_activation`).
+
 Delayed scaling keeps a history of amaxes in non-persistent buffers, moved with the module and kept
 out of ``state_dict``. It is advanced by forwards in training mode and by backwards; a forward that
 activation checkpointing repeats uses the scales of the first.
@@ -29,15 +33,18 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from torch_fp8.activation_gather import group_amax
 from torch_fp8.config import FP8Config
+from torch_fp8.gathered_activation import GatheredActivation
 from torch_fp8.gathered_weight import GatheredWeight
 from torch_fp8.gemm import cast, scaled_matmul
+from torch_fp8.local_operands import local_operands, plain
 from torch_fp8.quantize import QuantizedTensor, quantize_layouts
-from torch_fp8.recipe import Recipe
-from torch_fp8.scaling import delayed_scale, push_amax, tensor_amax
+from torch_fp8.recipe import CastSpec, Recipe
+from torch_fp8.scaling import delayed_scale, push_amax, scale_from_amax
 from torch_fp8.weight_cache import WeightCache
 
-_INPUT, _WEIGHT, _GRAD_OUTPUT = range(3)
+INPUT, WEIGHT, GRAD_OUTPUT = range(3)
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -50,6 +57,7 @@ class _Options(NamedTuple):
     emulate: bool
     save_for_backward: bool
     weight_cache: WeightCache | None
+    group: Any
 
 
 class Float8Linear(nn.Linear):
@@ -69,9 +77,16 @@ class Float8Linear(nn.Linear):
     fp8_emulate: bool
     fp8_name: str
     fp8_weight_cache: WeightCache | None = None
+    fp8_adds_bias: bool = True
+    """False where a parallel style adds it, after its group has summed the output."""
+
+    @property
+    def runs_fp8(self) -> bool:
+        """Whether a forward runs in FP8 now."""
+        return self.training or self.fp8_config.eval_fp8
 
     def forward(self, input: Tensor) -> Tensor:
-        if not self.training and not self.fp8_config.eval_fp8:
+        if not self.runs_fp8:
             return super().forward(input)
         if input.dtype not in _DTYPES:
             raise TypeError(
@@ -80,51 +95,66 @@ class Float8Linear(nn.Linear):
                 f"FP8Config(skip=('{self.fp8_name}',))"
             )
         grad_enabled = torch.is_grad_enabled()
+        local = local_operands(input, self.weight, self.fp8_name)
+        x, weight = local.input, local.weight
         options = _Options(
             self.fp8_recipe,
             self.fp8_config,
-            _output_dtype(input),
+            output_dtype(input),
             self.fp8_emulate,
             grad_enabled,
             self.fp8_weight_cache,
+            local.group,
         )
         input_scale, weight_scale, history = None, None, None
         if self.fp8_recipe.delayed:
-            input_scale, weight_scale = self._delayed_scales(input)
-            history = self.fp8_amax_history[_GRAD_OUTPUT]
+            if not isinstance(x, GatheredActivation):
+                input_scale = self.operand_scale(INPUT, x, local.group)
+            weight_scale = self.operand_scale(WEIGHT, weight, local.group)
+            history = plain(self.fp8_amax_history)[GRAD_OUTPUT]
         output = _Float8LinearFunction.apply(
-            input.reshape(-1, self.in_features),
-            self.weight,
-            input_scale,
-            weight_scale,
-            history,
-            options,
-        ).reshape(*input.shape[:-1], self.out_features)
-        return output if self.bias is None else output + self.bias.to(output.dtype)
+            x.reshape(-1, weight.shape[1]), weight, input_scale, weight_scale, history, options
+        ).reshape(*x.shape[:-1], weight.shape[0])
+        if self.bias is not None and self.fp8_adds_bias:
+            output = output + local.bias(self.bias).to(output.dtype)
+        return local.whole(output)
 
     @torch.no_grad()
-    def _delayed_scales(self, input: Tensor) -> tuple[Tensor, Tensor]:
-        """The () scales of input and weight, from their histories, which move on in training."""
+    def operand_scale(self, operand: int, x: Tensor, group: Any = None) -> Tensor | None:
+        """The () scale of an operand; None where its granularity has others.
+
+        With delayed scaling from the operand's history, which moves on in training.
+
+        Args:
+            operand: INPUT, WEIGHT or GRAD_OUTPUT.
+            x: of this rank.
+            group: of ranks with other parts of it, which shall have the same scale; or None.
+        """
+        spec = self.operand_spec(operand)
+        if spec.granularity != "tensorwise":
+            return None
+        if not spec.delayed:
+            return scale_from_amax(group_amax(x, group), spec.format, spec.power_of_two)
+        history, last = plain(self.fp8_amax_history)[operand], plain(self.fp8_last_scale)
+        if operand == GRAD_OUTPUT:
+            return _advance(history, group_amax(x, group), spec, self.fp8_config)
         if _in_backward():  # activation checkpointing repeats a forward that was counted already
-            return self.fp8_last_scale[_INPUT].clone(), self.fp8_last_scale[_WEIGHT].clone()
-        config, recipe = self.fp8_config, self.fp8_recipe
-        scales = []
-        operands = ((_INPUT, input, recipe.input), (_WEIGHT, self.weight, recipe.weight))
-        for i, tensor, spec in operands:
-            history = self.fp8_amax_history[i]
-            if isinstance(tensor, GatheredWeight):  # cast so already, by the same rule
-                amax, scale = tensor.amax, tensor.scale
-            else:
-                amax = tensor_amax(tensor)
-                scale = delayed_scale(
-                    history, amax, spec.format, config.amax_compute_algo, config.margin
-                )
-            scales.append(scale)
+            return last[operand].clone()
+        if isinstance(x, GatheredWeight):  # cast so already, by the same rule
+            scale, amax = x.scale, x.amax
             if self.training:
                 push_amax(history, amax)
+        else:
+            amax = group_amax(x, group)
+            scale = _advance(history, amax, spec, self.fp8_config, move=self.training)
         if self.training:
-            self.fp8_last_scale.copy_(torch.stack(scales))
-        return scales[_INPUT], scales[_WEIGHT]
+            last[operand].copy_(scale)
+        return scale
+
+    def operand_spec(self, operand: int) -> CastSpec:
+        """How the recipe casts INPUT, WEIGHT or GRAD_OUTPUT."""
+        recipe = self.fp8_recipe
+        return (recipe.input, recipe.weight, recipe.grad_output)[operand]
 
     def init_scaling(self) -> None:
         """Create the buffers of delayed scaling, if the recipe has them, with empty histories."""
@@ -182,8 +212,11 @@ class _Float8LinearFunction(torch.autograd.Function):
         recipe = options.recipe
         wants_wgrad = options.save_for_backward and ctx.needs_input_grad[1]
         fp8_wgrad = wants_wgrad and recipe.wgrad is not None
-        x_row, x_col = quantize_layouts(x, recipe.input, input_scale, row=True, col=fp8_wgrad)
-        w_row = _weight_row(weight, weight_scale, options)
+        w_row = _weight_row(weight, weight_scale, options)  # while x may still be on its way
+        gathered = isinstance(x, GatheredActivation)
+        x_row, x_col = _layouts(
+            x, recipe.input, input_scale, row=True, col=fp8_wgrad and not gathered
+        )
         assert x_row is not None
         output = scaled_matmul(
             x_row,
@@ -195,18 +228,23 @@ class _Float8LinearFunction(torch.autograd.Function):
         if options.save_for_backward:
             # One scale for the whole weight serves both layouts: backward need not look for it.
             w_scale = w_row.scale if w_row.granularity == "tensorwise" else None
-            high_precision_x = x.to(options.out_dtype) if wants_wgrad and x_col is None else None
+            x_kept, x_scale = (None, None) if x_col is None else (x_col.qdata, x_col.scale)
+            if gathered and fp8_wgrad:
+                x_kept, x_scale = x.keep()
+            elif wants_wgrad and x_col is None:
+                x_kept = x.to(options.out_dtype)
             saved = {
                 "weight": weight if ctx.needs_input_grad[0] else None,
                 "w_scale": w_scale,
-                "x": x_col.qdata if x_col is not None else high_precision_x,
-                "x_scale": x_col.scale if x_col is not None else None,
+                "x": x_kept,
+                "x_scale": x_scale,
             }
             # By name: torch.compile of torch 2.11 shifts saved tensors when one of them is None.
             ctx.saved_names = tuple(name for name, t in saved.items() if t is not None)
             ctx.save_for_backward(*(t for t in saved.values() if t is not None))
             ctx.dtypes = (x.dtype, weight.dtype)
             ctx.options, ctx.grad_history = options, grad_history
+            ctx.x_source = x.source if gathered else None
         return output
 
     @staticmethod
@@ -217,26 +255,44 @@ class _Float8LinearFunction(torch.autograd.Function):
         recipe, emulate = options.recipe, options.emulate
         wants_dgrad, wants_wgrad = ctx.needs_input_grad[:2]
         fp8_wgrad = wants_wgrad and recipe.wgrad is not None
-        g_scale = _grad_scale(grad_output, ctx.grad_history, options)
-        g_row = g_col = grad_input = grad_weight = None
+        w_col = g_scale = g_row = g_col = grad_input = grad_weight = None
+        if fp8_wgrad and ctx.x_source is not None:
+            ctx.x_source.start(saved["x"], saved.get("x_scale"))
+        if wants_dgrad:  # before the gradient is touched, which may still be on its way
+            w_col = _weight_col(saved["weight"], saved.get("w_scale"), options)
+        if ctx.grad_history is not None and not isinstance(grad_output, GatheredActivation):
+            amax = group_amax(grad_output, options.group)
+            g_scale = _advance(ctx.grad_history, amax, recipe.grad_output, options.config)
         if wants_dgrad or fp8_wgrad:
-            g_row, g_col = quantize_layouts(
+            g_row, g_col = _layouts(
                 grad_output, recipe.grad_output, g_scale, row=wants_dgrad, col=fp8_wgrad
             )
         if g_row is not None:
-            w_col = _weight_col(saved["weight"], saved.get("w_scale"), options)
+            assert w_col is not None
             grad_input = scaled_matmul(
                 g_row, w_col, ctx.dtypes[0], fast_accum=recipe.dgrad.fast_accum, emulate=emulate
             )
         if g_col is not None:
             assert recipe.wgrad is not None
-            x_col = QuantizedTensor(saved["x"], saved["x_scale"], recipe.wgrad.b.granularity)
+            if ctx.x_source is None:
+                x_col = QuantizedTensor(saved["x"], saved["x_scale"], recipe.wgrad.b.granularity)
+            else:
+                x_col = ctx.x_source.col(saved["x"], saved.get("x_scale"))
             grad_weight = scaled_matmul(
                 g_col, x_col, ctx.dtypes[1], fast_accum=recipe.wgrad.fast_accum, emulate=emulate
             )
         elif wants_wgrad:
             grad_weight = cast(grad_output.t() @ saved["x"].to(grad_output.dtype), ctx.dtypes[1])
         return grad_input, grad_weight, None, None, None, None
+
+
+def _layouts(
+    x: Tensor, spec: CastSpec, scale: Tensor | None, *, row: bool, col: bool
+) -> tuple[QuantizedTensor | None, QuantizedTensor | None]:
+    """x and its transpose, as `quantize_layouts`; what was gathered in FP8 is cast already."""
+    if isinstance(x, GatheredActivation):
+        return x.row() if row else None, x.col() if col else None
+    return quantize_layouts(x, spec, scale, row=row, col=col)
 
 
 def _weight_row(weight: Tensor, scale: Tensor | None, options: _Options) -> QuantizedTensor:
@@ -262,18 +318,18 @@ def _weight_col(weight: Tensor, scale: Tensor | None, options: _Options) -> Quan
     return col
 
 
-def _grad_scale(grad: Tensor, history: Tensor | None, options: _Options) -> Tensor | None:
-    """The () scale of grad_output from its history, which moves on; None: current scaling."""
-    if history is None:
-        return None
-    config, format = options.config, options.recipe.grad_output.format
-    amax = tensor_amax(grad)
-    scale = delayed_scale(history, amax, format, config.amax_compute_algo, config.margin)
-    push_amax(history, amax)
+def _advance(
+    history: Tensor, amax: Tensor, spec: CastSpec, config: FP8Config, *, move: bool = True
+) -> Tensor:
+    """The () scale of delayed scaling; its history (H,) moves on, if it shall."""
+    scale = delayed_scale(history, amax, spec.format, config.amax_compute_algo, config.margin)
+    if move:
+        push_amax(history, amax)
     return scale
 
 
-def _output_dtype(input: Tensor) -> torch.dtype:
+def output_dtype(input: Tensor) -> torch.dtype:
+    """What a linear layer returns: autocast's dtype where autocast is on, else the input's."""
     device_type = input.device.type
     if torch.is_autocast_enabled(device_type):
         return torch.get_autocast_dtype(device_type)
