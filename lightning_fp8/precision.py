@@ -13,6 +13,7 @@ the weights have the user's dtype, so that whoever saves, exports or trains the 
 nothing of ours in it.
 """
 
+import functools
 import weakref
 from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass, field
@@ -34,6 +35,7 @@ from torch_fp8 import (
     revert,
     scaling_state_dict,
 )
+from torch_fp8.agreement import check_same_config
 from torch_fp8.ddp import connect, ddp_options
 from torch_fp8.optimizer_conversion import gradients_report
 
@@ -133,6 +135,19 @@ class HostPrecision(FP8Precision):
         self._strategy = strategy
         name = accelerator.name()
         self.device = name if name in ("cpu", "mps") else "cuda"
+        # After it ranks can talk, and have not yet. Of module and class level functions alone:
+        # ddp_spawn pickles the strategy.
+        strategy.setup_environment = functools.partial(self._setup_environment, strategy)
+
+    def _setup_environment(self, strategy: Any) -> None:
+        """As the strategy's.
+
+        Raises:
+            ValueError: ranks with different configurations.
+        """
+        type(strategy).setup_environment(strategy)
+        if getattr(strategy, "world_size", 1) > 1:
+            check_same_config(self.config)
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Convert `module` in place and return it (the DDP strategies ignore what is returned).
