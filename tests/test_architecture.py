@@ -33,7 +33,7 @@ ROOMS = [
     {"optimizer_step", "gradient_operators", "release", "gathered_activation", "ddp_hook"},
     {"gradients", "local_operands"},
     {"gradient_hooks"},
-    {"linear", "optimizer", "gradient_exchange"},
+    {"linear", "optimizer", "gradient_exchange", "state_sharding"},
     {"optimizer_conversion", "ddp", "fsdp_gather", "fsdp_scatter", "redistribution"},
     {"selection", "memory", "fsdp", "fsdp_communication", "tensor_parallel"},
     {"report"},

@@ -39,6 +39,7 @@ from torch_fp8.optimizer_step import (
     SMALL_RESIDUAL_BITS,
     Caches,
     new_small_state,
+    settle_gradient,
     step_large,
     step_small,
 )
@@ -102,6 +103,7 @@ class Float8Optimizer(Optimizer):
                 continue
             if parameter.grad.is_sparse:
                 raise RuntimeError(f"{self._fp8_base.__name__} does not support sparse gradients")
+            settle_gradient(parameter)
             state = self._state_of(parameter)
             if "exp_avg_qdata" in state:
                 state["step"] += 1

@@ -26,6 +26,7 @@ from torch_fp8.optimizer_state import (
     split_weight,
 )
 from torch_fp8.output_dtype import keep_output_dtype
+from torch_fp8.state_sharding import check_shardings
 from torch_fp8.weight_cache import WeightCache, watch
 
 _BASES = (AdamW, Adam)
@@ -99,7 +100,9 @@ def convert_optimizer(
             float32 weights stay float32; as DTensors do, which are sharded already.
     Raises:
         ValueError: ``amsgrad``, ``capturable`` or ``differentiable``; update clipping of sharded
-            weights; no `model` where the configuration needs one.
+            weights; weights sharded as states cannot be
+            (`torch_fp8.state_sharding`); no `model` where the configuration needs
+            one.
     """
     config = config or FP8Config.from_env() or FP8Config()
     name = _name(optimizer)
@@ -111,6 +114,7 @@ def convert_optimizer(
             warnings.warn(f"{reason}: it keeps its own states", stacklevel=2)
         return OptimizerReport(name, False, reason)
     _refuse_options(optimizer, name, config)
+    check_shardings(optimizer, model, config)
     if config.opt_level == "O3" and model is None:
         raise ValueError(
             "opt_level='O3' makes the gradients of FP8 layers 8 bits wide: pass the model that has "

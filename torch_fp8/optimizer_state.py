@@ -233,7 +233,9 @@ def residual_to_checkpoint(parameter: Tensor, residual: Tensor) -> Tensor:
         return _copied(residual)
     shape = _sharded_shape(parameter, residual.shape, residual.element_size())
     shard = local(residual).contiguous().view(torch.int8)
-    return like_parameter(parameter, shard.view(local(parameter).shape[0], shape[1]).clone(), shape)
+    rows = local(parameter).shape[0]
+    cols = shard.numel() // rows if rows else shape[1]  # fewer where columns are sharded
+    return like_parameter(parameter, shard.view(rows, cols).clone(), shape)
 
 
 def _sharded_shape(parameter: Tensor, shape: tuple[int, ...], element_size: int) -> tuple[int, int]:

@@ -25,7 +25,6 @@ from torch_fp8.optimizer_state import (
     matrix_shape,
     moment,
     split_weight,
-    with_data,
 )
 from torch_fp8.random_bits import stream_keys
 from torch_fp8.recipe import CastSpec
@@ -106,17 +105,20 @@ def _alive(caches: Caches, parameter: Tensor) -> list[tuple[WeightCache, CastSpe
 
 
 def step_small(group: dict[str, Any], entries: list[tuple[Tensor, State]]) -> None:
-    """Step parameters of one group whose moments have full precision, with torch's own function."""
+    """Step parameters of one group whose moments have full precision, with torch's own function.
+
+    Of DTensors this rank's parts: torch's function takes no list of DTensors and other tensors.
+    """
     if not entries:
         return
     weights = [_full_precision(p, s) for p, s in entries]
-    grads = [_dense(p.grad).to(w.dtype) for (p, _), w in zip(entries, weights, strict=True)]
+    grads = [local(_dense(p.grad)).to(w.dtype) for (p, _), w in zip(entries, weights, strict=True)]
     beta1, beta2 = group["betas"]
     adam(
         weights,
         grads,
-        [s["exp_avg"] for _, s in entries],
-        [s["exp_avg_sq"] for _, s in entries],
+        [local(s["exp_avg"]) for _, s in entries],
+        [local(s["exp_avg_sq"]) for _, s in entries],
         [],
         [s["step"] for _, s in entries],
         has_complex=any(torch.is_complex(p) for p, _ in entries),
@@ -130,8 +132,8 @@ def step_small(group: dict[str, Any], entries: list[tuple[Tensor, State]]) -> No
         maximize=group["maximize"],
     )
     for (parameter, state), weight in zip(entries, weights, strict=True):
-        if parameter.dtype == torch.bfloat16 and local(weight).numel():  # some ranks have none
-            high, residual = split_weight(local(weight), SMALL_RESIDUAL_BITS)
+        if parameter.dtype == torch.bfloat16 and weight.numel():  # some ranks have none
+            high, residual = split_weight(weight, SMALL_RESIDUAL_BITS)
             local(parameter).copy_(high)
             local(state["residual"]).copy_(residual)
 
@@ -149,9 +151,20 @@ def new_small_state(parameter: Tensor) -> State:
 
 def _full_precision(parameter: Tensor, state: State) -> Tensor:
     if parameter.dtype != torch.bfloat16:
-        return parameter
-    joined = join_weight(local(parameter), local(state["residual"]), SMALL_RESIDUAL_BITS)
-    return with_data(parameter, joined)
+        return local(parameter)
+    return join_weight(local(parameter), local(state["residual"]), SMALL_RESIDUAL_BITS)
+
+
+def settle_gradient(parameter: Tensor) -> None:
+    """Lay a DTensor's gradient as the parameter lies.
+
+    Where ranks have different tokens, torch leaves the gradient of what they all have (of a norm
+    under sequence parallelism) as partial sums.
+    """
+    grad = parameter.grad
+    both = isinstance(grad, DTensor) and isinstance(parameter, DTensor)
+    if both and grad.placements != parameter.placements:
+        parameter.grad = grad.redistribute(placements=parameter.placements)
 
 
 def _dense(grad: Tensor | None) -> Tensor:
