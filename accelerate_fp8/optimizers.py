@@ -9,6 +9,7 @@ from typing import Any
 from weakref import WeakKeyDictionary, ref
 
 from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.utils import DistributedType
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -84,7 +85,7 @@ class PreparedOptimizers:
         for optimizer in self.that_train(accelerator, model):
             report = self._reports.get(optimizer)
             if report is None and self.enabled:
-                why = "some of its weights are of no model that was prepared"
+                why = _why_as_it_was(accelerator)
                 report = OptimizerReport(type(optimizer).__name__, False, why)
             if report is not None:
                 reports.append(gradients_report(optimizer, report))
@@ -151,6 +152,13 @@ def _trained_by(optimizer: Optimizer, known: list[nn.Module]) -> nn.Module | Non
     if wrapped or len(trained) == 1:
         return (wrapped or trained)[0]
     return nn.ModuleList(trained)
+
+
+def _why_as_it_was(accelerator: Any) -> str:
+    sharded = accelerator.distributed_type == DistributedType.FSDP
+    if sharded and accelerator.state.fsdp_plugin.fsdp_version == 1:
+        return "FSDP1 flattens the weights, and the GEMMs alone run in FP8; use fsdp_version: 2"
+    return "some of its weights are of no model that was prepared"
 
 
 def _parameters(optimizer: Optimizer) -> list[Tensor]:

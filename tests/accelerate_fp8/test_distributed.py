@@ -63,6 +63,13 @@ def test_fsdp2_converts_before_sharding_and_restores_histories(run: Callable) ->
     assert sorted(restored) == ["0", "1"]
 
 
+def test_fsdp1_runs_the_gemms_alone_and_says_so(run: Callable) -> None:
+    done = run("fsdp1.py", launch=FP8, processes=2)
+    assert (done.fp8, done.linear) == (2 * 4 * (3 + 3 + 2), 0)
+    assert done.stdout.count("FullyShardedDataParallel torch.float32") == 2
+    assert "AdamW keeps its own states: FSDP1 flattens the weights" in done.stderr
+
+
 def test_ddp_leaves_each_rank_the_amaxes_of_its_own_data(run: Callable) -> None:
     done = run("uneven_ranks.py", launch=FP8, processes=2, **DELAYED)
     # The ranks share one pipe: a line of one may follow the other's without a line break.
