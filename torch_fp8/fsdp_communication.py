@@ -150,8 +150,7 @@ def _gathers_of(
             continue
         reason = _why_not_gathered(group, param, owners)
         if reason is None:
-            process_group = param.mesh_info.shard_process_group
-            gathers.append(WeightGather(param, info.module, group.device, process_group))
+            gathers.append(WeightGather(param, group, info.module))
         else:
             skipped.append((f"{names.get(info.module, '')}.{info.param_name}".lstrip("."), reason))
     for gather in gathers:

@@ -21,13 +21,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from torch_fp8.gathered_weight import GatheredWeight, Payload
+from torch_fp8.gathered_weight import GatheredWeight, Payload, exponent_bytes
 from torch_fp8.linear import Float8Linear
 from torch_fp8.quantize import BLOCK_SHAPE, QuantizedTensor, cast_saturating, quantize
 from torch_fp8.scaling import delayed_scale, scale_from_amax, tensor_amax
 
 _WEIGHT = 1  # the row of a history of amaxes
-_EXPONENT_SHIFT = 23
 _ATTRIBUTES = ("fsdp_pre_all_gather", "fsdp_post_all_gather", "to", "__deepcopy__", "__getstate__")
 
 
@@ -36,22 +35,27 @@ class WeightGather:
 
     Args:
         fsdp_param: FSDP's record of it.
-        module: that has it.
-        device: where it is gathered.
-        group: process group of its shards.
+        param_group: FSDP's group of parameters that are gathered in one collective.
+        module: that has the weight.
 
     Attributes:
-        siblings: it and the others of its FSDP group, which are gathered in one collective.
+        device: where it is gathered.
+        group: process group of its shards.
+        siblings: it and the others of its `param_group`.
         announced: whether a forward that runs has made its scale.
+        made: event in the stream that made it; None on the CPU.
     """
 
-    def __init__(self, fsdp_param: Any, module: Float8Linear, device: Any, group: Any) -> None:
+    def __init__(self, fsdp_param: Any, param_group: Any, module: Float8Linear) -> None:
         self.fsdp_param, self.module = fsdp_param, module
-        self.device, self.group = device, group
+        self._param_group = param_group
+        self.device = param_group.device
+        self.group = fsdp_param.mesh_info.shard_process_group
         self.spec = module.fp8_recipe.weight
         self.siblings: list[WeightGather] = [self]
         self.announced = False
         self._made_for_this_gather = False
+        self.made: Any = None
         self._amax: Tensor | None = None
         self._scale: Tensor | None = None
 
@@ -73,6 +77,7 @@ class WeightGather:
 
     def attach(self) -> None:
         """Have FSDP ask us from the next all-gather on."""
+        self._param_group.reshard()
         shard = self.shard
         _make_askable(shard, self)
         if self.fsdp_param.offload_to_cpu:
@@ -84,6 +89,7 @@ class WeightGather:
 
     def detach(self) -> None:
         """Undo `attach`."""
+        self._param_group.reshard()
         for name in _ATTRIBUTES:
             self.shard.__dict__.pop(name, None)
         self._start_afresh()
@@ -168,13 +174,15 @@ class WeightGather:
             for sibling in self.siblings:
                 sibling._made_for_this_gather = True
         self._made_for_this_gather = False
+        if self.made is not None:
+            torch.cuda.current_stream(self.device).wait_event(self.made)
         rows = self.fsdp_param.padded_sharded_param_size[0]
         if shard.shape[0] != rows:
             shard = F.pad(shard, (0, 0, 0, rows - shard.shape[0]))
         quantized = self._cast(shard)
         inputs = [quantized.qdata.view(torch.uint8)]
         if self.spec.granularity == "block_1x32":
-            inputs.append(_scale_bytes(quantized.scale))
+            inputs.append(exponent_bytes(quantized.scale))
         return tuple(inputs), (self._scale, self._amax)
 
     @property
@@ -203,17 +211,20 @@ class WeightGather:
         rows, cols = self.fsdp_param._orig_size
         qdata = outputs[0].view(-1)[: rows * cols].view(rows, cols).view(self.spec.format.dtype)
         if len(outputs) == 2:
-            scale = _scale_of_bytes(outputs[1].view(-1, outputs[1].shape[-1])[:rows])
-        quantized = QuantizedTensor(qdata, scale, self.spec.granularity)
+            scale = outputs[1].view(rows, -1)
+        elif scale.is_cuda:  # it may be of the stream in which FSDP casts
+            scale.record_stream(torch.cuda.current_stream(scale.device))
         if out is None:
-            return GatheredWeight(Payload(quantized, self.spec, amax), dtype), ()
+            return GatheredWeight(Payload(qdata, scale, self.spec, amax), dtype), ()
         weight = out._local_tensor if isinstance(out, DTensor) else out
         assert isinstance(weight, GatheredWeight)
-        weight.payload.quantized, weight.payload.amax = quantized, amax
+        weight.payload.qdata, weight.payload.scale = qdata, scale
+        weight.payload.amax = amax
         return None
 
 
 @torch.no_grad()
+@torch.inference_mode(False)  # training may use what an evaluation has made
 def make_scales(gathers: Iterable[WeightGather]) -> None:
     """Make the scales of some weights: one collective for each process group among them.
 
@@ -244,6 +255,9 @@ def _make_scales(group: Any, gathers: list[WeightGather]) -> None:
     parts = zip(amax.split(sizes), scale.split(sizes), shapes, strict=True)
     for gather, (amax_part, scale_part, shape) in zip(gathers, parts, strict=True):
         gather.set_amax(amax_part.view(shape), scale_part.view(shape))
+    made = torch.cuda.current_stream(amax.device).record_event() if amax.is_cuda else None
+    for gather in gathers:
+        gather.made = made
 
 
 def _make_askable(tensor: Tensor, gather: WeightGather) -> None:
@@ -264,15 +278,6 @@ def _make_askable(tensor: Tensor, gather: WeightGather) -> None:
 
     tensor.fsdp_pre_all_gather = fsdp_pre_all_gather
     tensor.fsdp_post_all_gather = fsdp_post_all_gather
-
-
-def _scale_bytes(scale: Tensor) -> Tensor:
-    """Powers of two as E8M0 bytes; a non-finite one as 255."""
-    return (scale.view(torch.int32) >> _EXPONENT_SHIFT & 0xFF).to(torch.uint8)
-
-
-def _scale_of_bytes(scale: Tensor) -> Tensor:
-    return (scale.to(torch.int32) << _EXPONENT_SHIFT).view(torch.float32)
 
 
 def _in_backward() -> bool:

@@ -4,8 +4,8 @@
 dequantized, in the dtype that it would have had; whoever writes it gets an error, for the values
 belong to the sharded parameter.
 
-FSDP frees the payload by resizing its storage and fills it again at the next all-gather, so a
-weight and its aliases share one `Payload`, of which the scale is replaced then.
+FSDP frees what it gathered by resizing the storage and fills it again at the next all-gather, so a
+weight and its aliases share one `Payload`, whose scale is replaced then.
 """
 
 from dataclasses import dataclass
@@ -17,6 +17,7 @@ from torch import Tensor
 from torch_fp8.quantize import QuantizedTensor, dequantize, quantize_layouts, transposed
 from torch_fp8.recipe import CastSpec
 
+_EXPONENT_SHIFT = 23
 _aten: Any = torch.ops.aten
 _ALIASES = (_aten.detach.default, _aten.alias.default)
 _VIEWS = (_aten.view.default, _aten._unsafe_view.default, _aten.as_strided.default)
@@ -27,12 +28,15 @@ class Payload:
     """The FP8 bytes of a whole weight (N, K).
 
     Attributes:
-        quantized: qdata is a view of what FSDP has gathered.
+        qdata: (N, K) FP8, a view of what FSDP has gathered.
+        scale: float32 as of `QuantizedTensor`; or uint8, powers of two as E8M0 bytes, a view of
+            what FSDP has gathered.
         spec: how it was cast.
         amax: () float32 of the weight, where its recipe keeps a history of these.
     """
 
-    quantized: QuantizedTensor
+    qdata: Tensor
+    scale: Tensor
     spec: CastSpec
     amax: Tensor | None = None
 
@@ -50,9 +54,8 @@ class GatheredWeight(Tensor):
 
     @staticmethod
     def __new__(cls, payload: Payload, dtype: torch.dtype) -> "GatheredWeight":
-        qdata = payload.quantized.qdata
         self: GatheredWeight = torch.Tensor._make_wrapper_subclass(
-            cls, qdata.shape, dtype=dtype, device=qdata.device
+            cls, payload.qdata.shape, dtype=dtype, device=payload.qdata.device
         )
         self.payload = payload
         return self
@@ -60,7 +63,10 @@ class GatheredWeight(Tensor):
     def row(self) -> QuantizedTensor:
         """The weight, quantized along K."""
         self._check_gathered()
-        return self.payload.quantized
+        scale = self.scale
+        if scale.dtype == torch.uint8:
+            scale = powers_of_two(scale)
+        return QuantizedTensor(self.qdata, scale, self.payload.spec.granularity)
 
     def col(self) -> QuantizedTensor:
         """The transposed weight, (K, N), quantized along N.
@@ -83,8 +89,7 @@ class GatheredWeight(Tensor):
         return dequantize(self.row(), self.dtype)
 
     def _check_gathered(self) -> None:
-        qdata = self.payload.quantized.qdata
-        if qdata.numel() and not qdata.untyped_storage().size():
+        if self.numel() and not self.qdata.untyped_storage().size():
             raise RuntimeError(
                 "the unsharded weight was freed by FSDP; read it within the forward or backward of "
                 "its module, or between unshard() and reshard()"
@@ -92,23 +97,23 @@ class GatheredWeight(Tensor):
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         names = ["qdata", "scale", *(["amax"] if self.payload.amax is not None else [])]
-        return names, (self.payload.quantized.granularity, self.payload.spec, self.dtype)
+        return names, (self.payload.spec, self.dtype)
 
     @staticmethod
     def __tensor_unflatten__(
         inner: dict[str, Tensor], context: Any, outer_size: Any, outer_stride: Any
     ) -> "GatheredWeight":
-        granularity, spec, dtype = context
-        quantized = QuantizedTensor(inner["qdata"], inner["scale"], granularity)
-        return GatheredWeight(Payload(quantized, spec, inner.get("amax")), dtype)
+        spec, dtype = context
+        payload = Payload(inner["qdata"], inner["scale"], spec, inner.get("amax"))
+        return GatheredWeight(payload, dtype)
 
     @property
     def qdata(self) -> Tensor:
-        return self.payload.quantized.qdata
+        return self.payload.qdata
 
     @property
     def scale(self) -> Tensor:
-        return self.payload.quantized.scale
+        return self.payload.scale
 
     @property
     def amax(self) -> Any:
@@ -132,13 +137,24 @@ class GatheredWeight(Tensor):
         weight = args[0] if args else None
         if isinstance(weight, GatheredWeight) and _is_alias(func, weight, args):
             return GatheredWeight(weight.payload, weight.dtype)
-        for argument, value in zip(func._schema.arguments, args, strict=False):
+        for i, argument in enumerate(func._schema.arguments):
+            value = args[i] if i < len(args) else kwargs.get(argument.name)
             if argument.is_write and _contains_weight(value):
                 raise RuntimeError(
                     f"{func._schema.name} writes an unsharded FP8 weight, which is a copy; write "
                     "the sharded parameter, outside of forward, backward and unshard()"
                 )
         return func(*_plain(args), **{name: _plain(value) for name, value in kwargs.items()})
+
+
+def exponent_bytes(scale: Tensor) -> Tensor:
+    """Powers of two (float32) as E8M0 bytes, ``2 ** (byte - 127)``; non-finite ones as 255."""
+    return (scale.view(torch.int32) >> _EXPONENT_SHIFT & 0xFF).to(torch.uint8)
+
+
+def powers_of_two(scale: Tensor) -> Tensor:
+    """`exponent_bytes` undone; 255 is infinite."""
+    return (scale.to(torch.int32) << _EXPONENT_SHIFT).view(torch.float32)
 
 
 def _is_alias(func: Any, weight: GatheredWeight, args: tuple[Any, ...]) -> bool:

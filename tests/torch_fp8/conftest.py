@@ -1,5 +1,11 @@
 """Fixtures for the engine's tests."""
 
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -11,6 +17,41 @@ def single_process_group(tmp_path):
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     yield
     dist.destroy_process_group()
+
+
+@pytest.fixture(scope="session")
+def run_fsdp_cases(tmp_path_factory):
+    """``run_fsdp_cases(module, ranks)``: what its cases returned, ``{name: [of each rank]}``."""
+
+    def run(module, ranks):
+        folder, here = tmp_path_factory.mktemp("fsdp"), Path(__file__).parent
+        search = os.pathsep.join(filter(None, [str(here.parents[1]), os.environ.get("PYTHONPATH")]))
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": search}
+        paths = [folder / f"{rank}.json" for rank in range(ranks)]
+        command = [sys.executable, "-W", "ignore", here / "fsdp_ranks.py"]
+        processes = [
+            subprocess.Popen(
+                [*command, str(rank), str(ranks), module, folder / "store", path],
+                env=environment,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for rank, path in enumerate(paths)
+        ]
+        try:
+            errors = [process.communicate(timeout=300)[1] for process in processes]
+        finally:
+            for process in processes:
+                process.kill()
+        assert [process.returncode for process in processes] == [0] * ranks, errors
+        results = [json.loads(path.read_text()) for path in paths]
+        failed = [
+            case["error"] for result in results for case in result.values() if "error" in case
+        ]
+        assert not failed, failed[0]
+        return {name: [result[name]["value"] for result in results] for name in results[0]}
+
+    return run
 
 
 @pytest.fixture

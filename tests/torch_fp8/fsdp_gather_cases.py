@@ -1,0 +1,408 @@
+"""Weights that FSDP2 gathers in FP8; run by fsdp_ranks.py."""
+
+import copy
+import functools
+import io
+import pickle
+
+import torch
+from fsdp_ranks import (
+    BF16,
+    RANK,
+    RANKS,
+    Block,
+    attached,
+    batch,
+    loss_of,
+    model_of,
+    reshard,
+    sharded,
+    unshard,
+    weights_of,
+)
+from torch import nn
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+from torch.distributed.tensor import Shard
+from torch.utils.checkpoint import checkpoint
+
+from torch_fp8 import FP8Config, convert_to_float8, count_communication
+from torch_fp8.fsdp_communication import connect_fsdp
+from torch_fp8.gathered_weight import GatheredWeight
+from torch_fp8.quantize import quantize, quantize_layouts
+
+
+def case_bits():
+    """Gathered bytes and scales against a cast of the whole, where shards and blocks straddle."""
+    result = {}
+    for recipe in ("tensorwise", "delayed", "rowwise", "blockwise", "mxfp8"):
+        for policy in (None, BF16):
+            config = FP8Config(recipe=recipe, opt_level="O1", emulate=True)
+            hidden = 203 if recipe == "blockwise" else 33
+            plain, model = model_of(hidden=hidden), model_of(hidden=hidden)
+            model, report = sharded(config, policy, model)
+            with torch.no_grad():
+                for p, q in zip(plain.parameters(), model.parameters(), strict=True):
+                    p.mul_(3)
+                    q.mul_(3)
+            unshard(model)
+            same = []
+            for name, weight in weights_of(model).items():
+                spec = model.get_submodule(name).fp8_recipe.weight
+                exact = plain.get_submodule(name).weight.detach()
+                whole = quantize(exact, spec)
+                same.append(
+                    torch.equal(whole.qdata.view(torch.uint8), weight.qdata.view(torch.uint8))
+                    and torch.equal(whole.scale, weight.row().scale)
+                    and weight.dtype == (torch.bfloat16 if policy else torch.float32)
+                )
+            key = f"{recipe} {'bf16' if policy else 'fp32'}"
+            result[key] = [report.num_gathers, len(same), all(same)]
+    return result
+
+
+def case_freed():
+    """Bytes of payloads: unsharded, after forward, within backward, after it."""
+    result = {}
+    for recipe in ("tensorwise", "mxfp8"):
+        for after_forward in (True, False):
+            config = FP8Config(recipe=recipe, opt_level="O1", emulate=True)
+            model, _ = sharded(config, reshard_after_forward=after_forward)
+            unshard(model)
+            payloads = [w.payload for w in weights_of(model).values()]
+            storages = {
+                t.untyped_storage() for p in payloads for t in (p.qdata, p.scale) if t.numel() > 1
+            }
+
+            def held(storages=tuple(storages)):
+                return sum(storage.size() for storage in storages)
+
+            whole = held()
+            loss = loss_of(model, batch(0))
+            forward = held()
+            loss.backward()
+            numel = sum(p.qdata.numel() for p in payloads)
+            reads = "nothing"
+            try:
+                GatheredWeight(payloads[0], torch.float32).sum()
+            except RuntimeError as error:
+                reads = str(error)
+            result[f"{recipe} {after_forward}"] = [whole / numel, forward / numel, held(), reads]
+    return result
+
+
+def case_nonfinite():
+    """One rank has an Inf or NaN in its shard of a weight, or in its gradients."""
+    result = {}
+    for recipe in ("tensorwise", "rowwise", "blockwise", "mxfp8"):
+        for bad in (torch.inf, torch.nan):
+            config = FP8Config(recipe=recipe, opt_level="O1", emulate=True)
+            model, _ = sharded(config)
+            if RANK == RANKS - 1:
+                model[1].down.weight._local_tensor[0, 0] = bad
+            unshard(model)
+            weight = model[1].down.weight.dequantize()
+            result[f"{recipe} {bad}"] = [bool(weight.isnan().any()), bool(weight.isnan().all())]
+            reshard(model)
+    model, _ = sharded(FP8Config(opt_level="O1"))
+    x = batch(0)
+    if RANK == 0:
+        x[0, 0] = torch.nan
+    loss_of(model, x).backward()
+    result["gradients"] = [
+        bool(p.grad.to_local().isnan().any()) for p in model.parameters() if p.to_local().numel()
+    ]
+    return result
+
+
+def case_options():
+    """Who shares, freezes or reshards otherwise: what is gathered, and why the rest is not."""
+    config = FP8Config(opt_level="O1")
+    result = {}
+
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding, self.out = nn.Embedding(64, 64), nn.Linear(64, 64, bias=False)
+            self.one, self.two = nn.Linear(64, 64), nn.Linear(64, 64)
+            self.out.weight, self.two.weight = self.embedding.weight, self.one.weight
+
+        def forward(self, x):
+            return self.out(self.two(self.one(self.embedding(x))))
+
+    torch.manual_seed(0)
+    model = Tied()
+    plain = Tied()
+    plain.load_state_dict(model.state_dict())
+    for made in (model, plain):
+        convert_to_float8(made, config)
+    fully_shard(model)
+    report = connect_fsdp(model, config)
+    x = torch.arange(8).view(1, 8) + RANK
+    losses = [float(loss_of(made, x)) for made in (model, plain)]
+    result["tied"] = [report.num_gathers, *losses]
+
+    model = Tied()
+    some = FP8Config(opt_level="O1", skip=("two",))
+    convert_to_float8(model, some)
+    fully_shard(model)
+    report = connect_fsdp(model, some)
+    loss_of(model, x).backward()
+    result["tied to a plain layer"] = [report.num_gathers, str(report)]
+
+    frozen = model_of()
+    for parameter in frozen[1].parameters():
+        parameter.requires_grad_(False)
+    model, report = sharded(config, BF16, frozen)
+    loss_of(model, batch(0)).backward()
+    grads = {n for n, p in model.named_parameters() if p.grad is not None}
+    result["frozen"] = [report.num_gathers, sorted(n for n in grads if n.startswith("1."))]
+
+    model, report = sharded(config, reshard_after_forward=2 if RANKS > 2 else True)
+    loss_of(model, batch(0)).backward()
+    result["number"] = [report.num_gathers, report.num_scatters, str(report)]
+
+    model, report = sharded(FP8Config(opt_level="O1", communication="off"))
+    loss_of(model, batch(0)).backward()
+    result["off"] = [report.num_gathers, report.num_scatters, len(weights_of(unshard(model)))]
+    reshard(model)
+    result["on again"] = [connect_fsdp(model, config).num_gathers, len(weights_of(unshard(model)))]
+    try:
+        connect_fsdp(model, FP8Config(communication="fp8-lm"))
+    except ValueError as error:
+        result["fp8-lm"] = str(error)
+
+    sharding = {"shard_placement_fn": lambda p: Shard(1) if p.ndim == 2 else None}
+    made = {}
+    for recipe in ("tensorwise", "rowwise"):
+        recipe_config = FP8Config(opt_level="O1", recipe=recipe, emulate=True)
+        model, report = sharded(recipe_config, **sharding)
+        alone = model_of()
+        convert_to_float8(alone, recipe_config)
+        losses = [loss_of(one, batch(0)) for one in (model, alone)]
+        losses[0].backward()
+        losses = [float(loss) for loss in losses]
+        made[recipe] = [report.num_gathers, str(report), *losses]
+    result["second dimension"] = made
+
+    model, report = sharded(config, offload_policy=CPUOffloadPolicy(pin_memory=False))
+    local = model[1].up.weight._local_tensor
+    moved = local.to(torch.float64)
+    loss_of(model, batch(0)).backward()
+    inputs, _ = moved.fsdp_pre_all_gather(None, None, None, None, None)
+    result["offload"] = [
+        report.num_gathers,
+        str(inputs[0].dtype),
+        moved is local,
+        local.to("cpu") is local,
+    ]
+    return result
+
+
+def case_lost():
+    """Shards that were replaced have no methods; the next forward puts them back."""
+    config = FP8Config(opt_level="O1")
+    alone = model_of()
+    convert_to_float8(alone, config)
+    result = {}
+    for when in ("before the first forward", "after it"):
+        model, _ = sharded(config)
+        if when == "after it":
+            loss_of(model, batch(0)).backward()
+            model.zero_grad()
+        before = attached(model)
+        model._apply(torch.clone)  # as another device does
+        after = attached(model)
+        if when != "after it":
+            model.to(torch.bfloat16)
+        losses = [float(loss_of(one, batch(0))) for one in (model, alone)]
+        loss_of(model, batch(0)).backward()
+        dtypes = {str(w.dtype) for w in weights_of(unshard(model)).values()}
+        reshard(model)
+        result[when] = [before, after, attached(model), sorted(dtypes), *losses]
+
+    model, _ = sharded(config)
+    loss_of(model, batch(0))
+    reshard(model)
+    state = {name: value.detach() * 2 for name, value in model.state_dict().items()}
+    model.load_state_dict(state, assign=True)
+    after = attached(model)
+    with torch.no_grad():
+        for parameter in alone.parameters():
+            parameter.mul_(2)
+    losses = [float(loss_of(one, batch(0))) for one in (model, alone)]
+    reshard(model)
+    result["assign"] = [after, attached(model), *losses]
+
+    again = connect_fsdp(model, config)
+    hooks = [len(m._forward_pre_hooks) + len(m._forward_hooks) for m in model.modules()]
+    connect_fsdp(model, config)
+    result["again"] = [
+        again.num_gathers,
+        hooks == [len(m._forward_pre_hooks) + len(m._forward_hooks) for m in model.modules()],
+    ]
+
+    model, _ = sharded(FP8Config(opt_level="O1", eval_fp8=False))
+    model.set_requires_gradient_sync(False)
+    loss_of(model, batch(0)).backward()
+    with torch.no_grad():
+        evaluated = model.eval()(batch(1))
+    kinds = len(weights_of(unshard(model)))
+    reshard(model)
+    model.train().set_requires_gradient_sync(True)
+    loss_of(model, batch(1)).backward()
+    other, _ = sharded(FP8Config(opt_level="O1"))
+    other.set_requires_gradient_sync(False)
+    loss_of(other, batch(0)).backward()
+    other.set_requires_gradient_sync(True)
+    loss_of(other, batch(1)).backward()
+    exact = model_of()(batch(1))
+    result["evaluation"] = [
+        torch.equal(evaluated, exact),
+        kinds,
+        all(
+            torch.equal(p.grad.to_local(), q.grad.to_local())
+            for p, q in zip(model.parameters(), other.parameters(), strict=True)
+        ),
+    ]
+    return result
+
+
+def case_without_root():
+    """Gathers that no forward of the root announces: collectives, and if weights are new ones."""
+    result = {}
+    config = FP8Config(opt_level="O1")
+    model, _ = sharded(config)
+    alone = model_of()
+    convert_to_float8(alone, config)
+    loss_of(model, batch(0)).backward()
+
+    def grown(factor):
+        with torch.no_grad():
+            for one in (model, alone):
+                for parameter in one.parameters():
+                    parameter.data.mul_(factor)
+
+    def right():
+        named = weights_of(model).items()
+        return [
+            torch.equal(
+                w.scale,
+                quantize_layouts(
+                    alone.get_submodule(n).weight.detach(), w.payload.spec, row=True, col=False
+                )[0].scale,
+            )
+            for n, w in named
+        ]
+
+    grown(2)
+    with count_communication() as count:
+        model.unshard()
+        model[1].unshard()
+    result["unshard"] = [right(), count.of("all-reduce").calls]
+    loss_of(model, batch(0)).backward()
+    grown(2)
+    with count_communication() as count, torch.no_grad():
+        model[1](torch.randn(2, 64))
+    model[1].unshard()
+    result["child"] = [count.of("all-reduce").calls, right()]
+    reshard(model)
+
+    class Method(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(3))
+
+        def generate(self, x):
+            for layer in self.layers:
+                x = layer(x)
+            return x
+
+    torch.manual_seed(0)
+    one = Method()
+    other = Method()
+    other.load_state_dict(one.state_dict())
+    for made in (one, other):
+        convert_to_float8(made, config)
+    for layer in one.layers[:2]:
+        fully_shard(layer)
+    fully_shard(one)
+    connect_fsdp(one, config)
+    register_fsdp_forward_method(one, "generate")
+    losses = []
+    for factor in (1, 3):
+        for made in (one, other):
+            with torch.no_grad():
+                for parameter in made.parameters():
+                    parameter.mul_(factor)
+            x = torch.ones(4, 64)
+            loss = made.generate(x).float().square().mean()
+            loss.backward()
+            losses.append(float(loss))
+    result["method"] = losses
+    return result
+
+
+def case_recomputed():
+    """Activation checkpointing, prefetching, and a plain run: losses and gradients are equal."""
+    made = []
+    for kind in ("plain", "reentrant", "not reentrant", "prefetched"):
+        config = FP8Config(recipe="delayed", opt_level="O1")
+        model, _ = sharded(config)
+        if "reentrant" in kind:
+            for block in model:
+                if isinstance(block, Block):
+                    block.forward = functools.partial(
+                        checkpoint, block.forward, use_reentrant=kind == "reentrant"
+                    )
+        if kind == "prefetched":
+            model.set_modules_to_forward_prefetch([model[1], model[2]])
+            model[2].set_modules_to_backward_prefetch([model[1]])
+        for step in range(2):
+            model.zero_grad()
+            with count_communication() as count:
+                loss = loss_of(model, batch(step))
+                loss.backward()
+        grads = torch.cat([p.grad.to_local().flatten() for p in model.parameters()])
+        history = model[1].up.fp8_amax_history.clone()
+        made.append((float(loss), grads, history, count.of("all-reduce").calls))
+    return [
+        [m[0] == made[0][0], torch.equal(m[1], made[0][1]), torch.equal(m[2], made[0][2]), m[3]]
+        for m in made
+    ]
+
+
+def case_copies():
+    """Copies and pickles of shards are plain; a state dict has nothing of ours."""
+    model, _ = sharded(FP8Config(opt_level="O1"))
+    parameter = model[1].up.weight
+    shard = parameter._local_tensor
+    buffer = io.BytesIO()
+    torch.save({"shard": shard, **model.state_dict()}, buffer)
+    buffer.seek(0)
+    loaded = torch.load(buffer, weights_only=True)
+    copies = [copy.deepcopy(shard), copy.deepcopy(parameter)._local_tensor, loaded["shard"]]
+    copies += [v._local_tensor for k, v in loaded.items() if k != "shard"]
+    still_attached = attached(model)
+    unshard(model)
+    gathered = model[1].up.weight
+    written = "nothing"
+    try:
+        with torch.no_grad():
+            gathered.mul_(2)
+    except RuntimeError as error:
+        written = str(error)
+    return {
+        "plain": [type(c) is torch.Tensor and not c.__dict__ for c in copies],
+        "equal": torch.equal(copies[0], shard),
+        "attached": still_attached,
+        "gathered": [
+            type(copy.deepcopy(gathered)).__name__,
+            bool(torch.equal(pickle.loads(pickle.dumps(gathered)), gathered.dequantize())),
+            torch.equal(gathered.detach().view(gathered.shape) + 0, gathered.dequantize()),
+        ],
+        "written": written,
+    }
