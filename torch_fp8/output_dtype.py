@@ -2,8 +2,9 @@
 
 Autocast casts what enters a linear layer, but not what an embedding looks up: that has the weight's
 dtype. With a float32 weight the residual stream of a transformer is float32 under ``bf16-mixed``;
-with the BF16 weight of a split master it would be BF16: 0.8 % of the evaluation loss after 3,000 steps
-(benchmarks/results/optimizer_loss.csv, "residual stream in BF16"). So a hook casts the output.
+with the BF16 weight of a split master it would be BF16, at the price of 0.8 % of the evaluation
+loss after 3,000 steps (benchmarks/results/optimizer_loss.csv, "residual stream in BF16"). So a hook
+casts the output.
 
 Not under FSDP2 with a policy that computes in BF16: there the stream is BF16 with stock weights,
 too.
