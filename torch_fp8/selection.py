@@ -7,10 +7,13 @@ import torch
 from torch import nn
 
 from torch_fp8.formats import GEMM_ALIGNMENT
+from torch_fp8.gathered_weight import GatheredWeight
 from torch_fp8.linear import Float8Linear
+from torch_fp8.weight_cache import WatchedParameter
 
 _LORA = re.compile(r"(^|\.)lora_[A-Za-z_]+(\.|$)")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_WEIGHTS = (nn.Parameter, torch.Tensor, WatchedParameter)
 
 
 def matches(pattern: str, name: str) -> bool:
@@ -93,8 +96,8 @@ def _weight_reason(module: nn.Linear) -> str | None:
     weight = module.weight
     if weight.dtype not in _DTYPES:
         return f"weight is {weight.dtype}"
-    plain = type(weight) in (nn.Parameter, torch.Tensor) or hasattr(weight, "_local_tensor")
-    if not plain:
+    sharded = hasattr(weight, "_local_tensor") or isinstance(weight, GatheredWeight)
+    if not (sharded or type(weight) in _WEIGHTS):
         return f"weight is a {type(weight).__name__}"
     for dim in ("in_features", "out_features"):
         if getattr(module, dim) < GEMM_ALIGNMENT:

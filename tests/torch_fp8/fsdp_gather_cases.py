@@ -237,6 +237,11 @@ def case_lost():
     reshard(model)
     result["assign"] = [after, attached(model), *losses]
 
+    unshard(model)
+    kinds = [type(weight).__name__ for weight in weights_of(model).values()]
+    converted = len(convert_to_float8(model, config).converted)
+    result["converted again"] = [kinds, converted]
+    reshard(model)
     again = connect_fsdp(model, config)
     hooks = [len(m._forward_pre_hooks) + len(m._forward_hooks) for m in model.modules()]
     connect_fsdp(model, config)

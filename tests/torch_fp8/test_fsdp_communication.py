@@ -1,4 +1,4 @@
-"""FSDP2 with gathers and scatters in FP8, on two gloo ranks."""
+"""FSDP2 with gathers and scatters in FP8, on two and on four gloo ranks."""
 
 import pytest
 
@@ -9,6 +9,11 @@ FREED = "the unsharded weight was freed by FSDP"
 @pytest.fixture(scope="module")
 def gathers(run_fsdp_cases):
     return run_fsdp_cases("fsdp_gather_cases", 2)
+
+
+@pytest.fixture(scope="module")
+def meshes(run_fsdp_cases):
+    return run_fsdp_cases("fsdp_mesh_cases", 4)
 
 
 @pytest.fixture(scope="module")
@@ -104,6 +109,11 @@ def test_weights_that_were_assigned_are_gathered(gathers):
         assert value["again"] == [5, True]  # and connecting twice adds no hook
 
 
+def test_converting_again_takes_gathered_weights_for_weights(gathers):
+    for value in gathers["lost"]:
+        assert value["converted again"] == [["GatheredWeight"] * 5, 5]
+
+
 def test_an_evaluation_in_high_precision_gathers_so_and_keeps_gradients(gathers):
     """``eval_fp8=False``, between two micro-batches."""
     for value in gathers["lost"]:
@@ -150,8 +160,9 @@ def test_losses_of_two_ranks_are_those_of_one(scatters, level, policy):
         assert sum(ranks) == pytest.approx(sum(alone), rel=0.01)
 
 
-def test_bytes_against_bf16(scatters):
-    for value in scatters["bytes"]:
+@pytest.mark.parametrize("ranks", ["scatters", "meshes"])
+def test_bytes_against_bf16(request, ranks):
+    for value in request.getfixturevalue(ranks)["bytes"]:
         stock = {kind: (calls, sent) for kind, _, calls, sent in value["off"]}
         ours = {kind: (dtype, calls, sent) for kind, dtype, calls, sent in value["fp8"]}
         assert sorted(ours) == ["all-gather", "all-reduce", "all-to-all"]
@@ -196,3 +207,35 @@ def test_gradients_of_8_bits_accumulate_and_are_clipped(scatters, micro_batches)
         assert eight_bit == 4
         assert norm == pytest.approx(plain, rel=0.01)
         assert clipped == pytest.approx(1e-3, rel=0.02)
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise", "mxfp8"])
+def test_shards_of_few_rows_and_of_none(meshes, recipe):
+    """33, 5, 3 and 1 rows on four ranks."""
+    for value in meshes["few_rows"]:
+        number, equal, errors = value[recipe]
+        assert number == (0 if recipe == "mxfp8" else 4)
+        assert equal == [True] * number
+        assert max(errors) < 0.06  # of gradients against one rank's
+
+
+def test_replicas_of_shards(meshes):
+    for value in meshes["two_dimensions"]:
+        ranks, alone, rows = value
+        assert ranks == pytest.approx(alone, rel=0.05)
+        assert sum(ranks) == pytest.approx(sum(alone), rel=0.01)
+        assert rows == [
+            ["all-gather", "torch.uint8", 2, 5],
+            ["all-reduce", "torch.bfloat16", 2, 3],  # among replicas, as it was
+            ["all-reduce", "torch.float32", 2, 1],
+            ["all-to-all", "torch.uint8", 2, 3],
+        ]
+
+
+def test_resharding_to_a_number_of_ranks_gathers_as_it_is_and_says_so(meshes):
+    for value in meshes["number"]:
+        gathers, scatters, report, rows = value
+        assert (gathers, scatters) == (0, 3)
+        assert "not '0.weight' and 4 more: reshard_after_forward is a number" in report
+        assert ["all-to-all", "torch.uint8", 4] in rows
+        assert ["all-gather", "torch.uint8", 4] not in rows

@@ -185,6 +185,12 @@ def test_compiled_layers_train_without_it():
         torch.testing.assert_close(*outputs, rtol=0.05, atol=0.02)
 
 
+def test_converting_again_is_harmless():
+    model, _ = _model()
+    report = convert_to_float8(model, FP8Config(cache_weights=True))
+    assert report.converted == ("0", "2")
+
+
 def test_what_cannot_be_kept_is_refused():
     with pytest.raises(ValueError, match="recipe='delayed' takes it from a history"):
         FP8Config(recipe="delayed", cache_weights=True)
