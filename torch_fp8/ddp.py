@@ -5,10 +5,11 @@
     convert_to_float8(model, config)
     convert_optimizer(optimizer, config, model=model)
     ddp = DistributedDataParallel(model, **ddp_options(model, [optimizer]))
-    connect(ddp, [optimizer])
+    connect(ddp, [optimizer], config)
 
 At all levels gradients live in DDP's buckets (``gradient_as_bucket_view``), where they would exist
-twice. At O3 the weights with 8-bit gradients are kept from DDP, and averaged by
+twice, and are averaged in 8 bits by a communication hook (`torch_fp8.bucket_exchange`), unless the
+user has registered one. At O3 the weights with 8-bit gradients are kept from DDP, and averaged by
 `torch_fp8.gradient_exchange`. Residuals are rank 0's on every rank, as weights are.
 """
 
@@ -23,6 +24,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from torch_fp8.config import FP8Config
+from torch_fp8.ddp_hook import DDPReport, connect_hook, is_connected, reason_without_hook
 from torch_fp8.gradient_exchange import ForwardHook, GradientExchange
 from torch_fp8.gradient_hooks import attach_hooks
 from torch_fp8.optimizer import Float8Optimizer
@@ -74,20 +77,55 @@ def ddp_options(
     return made
 
 
-def connect(ddp: nn.Module, optimizers: Iterable[Optimizer]) -> None:
-    """Have the 8-bit gradients that `ddp_options` kept from DDP averaged, from the next forward on.
+def connect(
+    ddp: nn.Module,
+    optimizers: Iterable[Optimizer],
+    config: FP8Config | None = None,
+    *,
+    reason: str | None = None,
+) -> DDPReport:
+    """Have gradients averaged in FP8, from the next forward on.
 
-    A second call for the same DistributedDataParallel does nothing.
+    DDP's own go through our communication hook, unless another one is registered before the first
+    forward; the 8-bit ones that `ddp_options` kept from DDP are averaged beside it, in any case.
+    With ``communication="off"`` both travel in their dtype. A second call for the same
+    DistributedDataParallel changes nothing.
 
     Args:
         ddp: the DistributedDataParallel, or what torch.compile made of it.
         optimizers: as given to `ddp_options`.
+        config: None: that of the optimizers, ``TORCH_FP8_CONFIG`` or ``FP8Config()``.
+        reason: why our hook is not wanted, such as the user's own that the host has dropped.
     """
     ddp = getattr(ddp, "_orig_mod", ddp)
     assert isinstance(ddp, DistributedDataParallel)
+    optimizers = list(optimizers)
+    config = config or _config_of(optimizers)
     kept = _unignore(ddp.module)
-    if any(isinstance(hook, ForwardHook) for hook in ddp._forward_hooks.values()):
-        return
+    num_ranks = dist.get_world_size(ddp.process_group)
+    if config.communication == "off":
+        reason = "communication='off'"
+    reason = reason or reason_without_hook(ddp)
+    if reason is None and num_ranks > 1 and not is_connected(ddp):
+        connect_hook(ddp)
+    if not any(isinstance(hook, ForwardHook) for hook in ddp._forward_hooks.values()):
+        _connect_exchange(ddp, optimizers, kept)
+    exchanges = {e for o in optimizers for e in getattr(o, "fp8_exchanges", ())}
+    parameters = {p for e in exchanges for p in e.parameters}.intersection(ddp.module.parameters())
+    return DDPReport(num_ranks, reason, len(parameters), config.communication != "off")
+
+
+def _config_of(optimizers: Iterable[Optimizer]) -> FP8Config:
+    for optimizer in optimizers:
+        if isinstance(optimizer, Float8Optimizer):
+            return optimizer.fp8_config
+    return FP8Config.from_env() or FP8Config()
+
+
+def _connect_exchange(
+    ddp: DistributedDataParallel, optimizers: list[Optimizer], kept: list[Tensor]
+) -> None:
+    """Average the gradients that `ddp_options` kept from DDP."""
     exchange = None
     if kept and dist.get_world_size(ddp.process_group) > 1:
         ranks = dist.get_process_group_ranks(ddp.process_group)
