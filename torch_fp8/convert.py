@@ -12,6 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from torch_fp8.automatic_scaling import (
+    automatic_scaling_state,
+    set_automatic_scaling,
+    take_automatic_scaling_state,
+)
 from torch_fp8.config import FP8Config
 from torch_fp8.gemm import check_device, resolve_auto, runs_natively
 from torch_fp8.linear import Float8Linear
@@ -98,6 +103,7 @@ def revert(model: nn.Module) -> int:
         The number of modules reverted. Parameters stay the same objects.
     """
     restore_output_dtype(model)
+    set_automatic_scaling(model, None)
     modules = [m for m in model.modules() if isinstance(m, Float8Linear)]
     for module in modules:
         _to_linear(module)
@@ -106,12 +112,13 @@ def revert(model: nn.Module) -> int:
 
 
 def scaling_state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """Delayed scaling's state as plain float32 tensors on the CPU; empty for other recipes.
+    """What scaling remembers, as plain float32 tensors on the CPU; empty for most configurations.
 
-    Keys are ``<qualified name>.amax_history``, (3, H): the amaxes of input, weight and grad_output,
-    the most recent first; and ``<qualified name>.last_scale``, (2,).
+    Keys of delayed scaling are ``<qualified name>.amax_history``, (3, H): the amaxes of input,
+    weight and grad_output, the most recent first; and ``<qualified name>.last_scale``, (2,).
+    ``communication="fp8-lm"`` has ``automatic_scaling.mu``, ().
     """
-    state = {}
+    state = automatic_scaling_state(model)
     for name, module in _delayed_modules(model):
         state[f"{name}.amax_history"] = plain(module.fp8_amax_history).detach().cpu().clone()
         state[f"{name}.last_scale"] = plain(module.fp8_last_scale).detach().cpu().clone()
@@ -121,11 +128,13 @@ def scaling_state_dict(model: nn.Module) -> dict[str, Tensor]:
 def load_scaling_state_dict(model: nn.Module, state: dict[str, Tensor]) -> None:
     """Restore what `scaling_state_dict` returned; training then goes on exactly as it was.
 
-    An empty `state` (a checkpoint of another recipe, or of stock training) changes nothing.
+    An empty `state` (a checkpoint of another recipe, or of stock training) changes nothing. The
+    ``mu`` of another communication is left unused.
 
     Raises:
         ValueError: `state` is of another model or history length; nothing is loaded then.
     """
+    state = take_automatic_scaling_state(model, state)
     if not state:
         return
     targets = {}
