@@ -51,9 +51,10 @@ class LocalOperands(NamedTuple):
         if not isinstance(bias, DTensor):
             return bias
         assert self.output is not None
-        if self.output.is_partial():  # all ranks' parts are summed: each adds its share
-            bias = bias.redistribute(placements=[self.output])
-        return waited(bias.to_local(grad_placements=[self.bias_grad]))
+        local = waited(bias.to_local(grad_placements=[self.bias_grad]))
+        if self.output.is_partial():  # all ranks' parts will be summed
+            return _Share.apply(local, self.mesh.size())
+        return local
 
     def whole(self, output: Tensor) -> Tensor:
         """This rank's part of the output as the DTensor that it belongs to."""
@@ -111,6 +112,18 @@ def local_operands(input: Tensor, weight: Tensor, name: str) -> LocalOperands:
         layout.bias_grad,
         (*input.shape[:-1], weight.shape[0]),
     )
+
+
+class _Share(torch.autograd.Function):
+    """One of `ranks` equal addends, whose sum has the gradient that each of them sees."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: int) -> Tensor:
+        return x / ranks
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad, None
 
 
 class _Layout(NamedTuple):
