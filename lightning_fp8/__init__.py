@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 import _fp8_autoload
 
 if TYPE_CHECKING:
+    from lightning_fp8.fsdp import FP8FSDPStrategy
     from lightning_fp8.precision import FP8Precision
     from torch_fp8 import FP8Config
 
-__all__ = ["FP8Config", "FP8Precision"]
+__all__ = ["FP8Config", "FP8FSDPStrategy", "FP8Precision"]
 
 _fp8_autoload.load("lightning_fp8")
 
@@ -23,6 +24,11 @@ def __getattr__(name: str) -> Any:
         from lightning_fp8.precision import FP8Precision
 
         return FP8Precision
+    if name == "FP8FSDPStrategy":
+        from lightning_fp8.fsdp import FP8FSDPStrategy, register_as_strategy
+
+        register_as_strategy()
+        return FP8FSDPStrategy
     if name == "FP8Config":
         from torch_fp8 import FP8Config
 

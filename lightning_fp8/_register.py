@@ -28,6 +28,9 @@ PLUGINS = {
     ),
 }
 
+# What a user makes, and what becomes one of the host's own in the modules above.
+REQUESTS = {"FP8Precision": "lightning_fp8.precision", "FP8FSDPStrategy": "lightning_fp8.fsdp"}
+
 
 def extend_precision_choices(module: Any) -> None:
     """Add ``fp8-mixed`` to the precision strings in the module that defines them.
@@ -80,8 +83,8 @@ def _extend_connector(module: ModuleType, name: str, flag: str, instance: str) -
 
     @functools.wraps(init)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        if "plugins" in kwargs:
-            kwargs["plugins"] = _for_host(plugin_module, kwargs["plugins"])
+        for name in {"plugins", "strategy"} & kwargs.keys():
+            kwargs[name] = _for_host(plugin_module, kwargs[name])
         init(self, *args, **kwargs)
 
     @functools.wraps(check)
@@ -90,7 +93,12 @@ def _extend_connector(module: ModuleType, name: str, flag: str, instance: str) -
         if plugin is None and getattr(self, flag, None) == PRECISION:
             plugin = import_module(plugin_module).FP8Precision()
         plugin = _for_host(plugin_module, plugin)
-        if not _is_ours(plugin):
+        if _class_of_ours(plugin) is None:
+            if _class_of_ours(self.strategy) is not None:
+                raise ValueError(
+                    "FP8FSDPStrategy runs FP8 alone: set precision='fp8-mixed' or "
+                    "plugins=[FP8Precision(...)]; without FP8 use ModelParallelStrategy"
+                )
             return check(self)
         plugin.attach(self.strategy, self.accelerator)
         return plugin
@@ -104,18 +112,21 @@ def _replace(owner: type, name: str, wrapper: Any, original: Any) -> None:
     setattr(owner, name, wrapper)
 
 
-def _for_host(plugin_module: str, plugins: Any) -> Any:
-    """`plugins`, one or a list, with every `FP8Precision` turned into that of `plugin_module`."""
-    if isinstance(plugins, (list, tuple)):
-        return [_for_host(plugin_module, plugin) for plugin in plugins]
-    if not _is_ours(plugins):
-        return plugins
-    return plugins.for_host(import_module(plugin_module).FP8Precision)
+def _for_host(plugin_module: str, given: Any) -> Any:
+    """`given`, one or a list; what the user asked of us is turned into that of `plugin_module`."""
+    if isinstance(given, (list, tuple)):
+        return [_for_host(plugin_module, one) for one in given]
+    name = _class_of_ours(given)
+    return given if name is None else given.for_host(getattr(import_module(plugin_module), name))
 
 
-def _is_ours(plugin: Any) -> bool:
-    precision = sys.modules.get("lightning_fp8.precision")
-    return precision is not None and isinstance(plugin, precision.FP8Precision)
+def _class_of_ours(given: Any) -> str | None:
+    """The public class of which `given` is an object; None if it is not ours."""
+    for name, defined_in in REQUESTS.items():
+        cls = getattr(sys.modules.get(defined_in), name, None)
+        if cls is not None and isinstance(given, cls):
+            return name
+    return None
 
 
 def _withdraw_choice(connector_module: ModuleType) -> None:

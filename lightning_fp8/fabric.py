@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_fp8.fsdp import FP8FSDPStrategy
 from lightning_fp8.precision import Converted, HostPrecision, parameters_of
 from torch_fp8.optimizer import Float8Optimizer
 
@@ -42,7 +43,8 @@ class FabricPrecision(HostPrecision):
         self, strategy: Any, module: nn.Module, optimizers: list[Optimizer], *scheduler: Any
     ) -> Any:
         converted = self._converted(module)
-        self._convert_optimizers(converted, optimizers, module)
+        if not isinstance(strategy, FP8FSDPStrategy):  # else `_setup_optimizer` does it
+            self._convert_optimizers(converted, optimizers, module)
         # Calls the other two in turn.
         set_up = type(strategy).setup_module_and_optimizers(
             strategy, module, optimizers, *scheduler
@@ -58,6 +60,7 @@ class FabricPrecision(HostPrecision):
         self._convert_optimizers(converted, of_this_one, module)
         set_up = functools.partial(type(strategy).setup_module, strategy, module)
         wrapped = self._wrap(strategy, converted, set_up)
+        self._connect_sharded(converted)
         converted.wrapped = weakref.ref(wrapped)
         return wrapped
 

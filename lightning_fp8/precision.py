@@ -16,14 +16,16 @@ nothing of ours in it.
 import functools
 import weakref
 from collections.abc import Callable, MutableMapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from lightning_fp8.fsdp import FP8FSDPStrategy
 from torch_fp8 import (
     ConversionReport,
     FP8Config,
@@ -37,7 +39,9 @@ from torch_fp8 import (
 )
 from torch_fp8.agreement import check_same_config
 from torch_fp8.ddp import connect, ddp_options
+from torch_fp8.fsdp_communication import FSDPReport, connect_fsdp
 from torch_fp8.optimizer_conversion import gradients_report
+from torch_fp8.sharded_weights import join_sharded, reshard, split_sharded
 
 # Strategies that cannot host the plugin, with what to use instead. By name: a strategy's module
 # need not be importable where it is not used.
@@ -102,6 +106,8 @@ class Converted:
     )
     wrapped: weakref.ref[nn.Module] | None = None
     announced: bool = False
+    communication: object | None = None
+    """What travels between ranks in FP8; None until the model is wrapped or sharded."""
     history: dict[str, Tensor] = field(default_factory=dict)
     """Delayed scaling's state from the last teardown, while the model is a stock one."""
 
@@ -215,6 +221,10 @@ class HostPrecision(FP8Precision):
             module = converted.module()
             assert module is not None
             converted.history = self._history(converted)
+            if isinstance(converted.communication, FSDPReport):
+                reshard(module)
+                connect_fsdp(module, replace(self.config, communication="off"))
+            join_sharded(module, converted.optimizers)
             for optimizer in converted.optimizers:
                 restore_weights(optimizer)
             converted.optimizers.clear()
@@ -243,6 +253,9 @@ class HostPrecision(FP8Precision):
         self, converted: Converted, optimizers: Sequence[Optimizer], model: nn.Module
     ) -> None:
         """Convert the optimizers of `model`, which is the module of `converted` or wraps it."""
+        if isinstance(self._strategy, FP8FSDPStrategy):
+            self._split(converted, optimizers)
+            return
         for optimizer in optimizers:
             if self.config.opt_level != "O1" and _shares_parameters(optimizer, optimizers):
                 name, reason = type(optimizer).__name__, "another optimizer has some of its weights"
@@ -250,6 +263,25 @@ class HostPrecision(FP8Precision):
             else:
                 report = convert_optimizer(optimizer, self.config, model=model)
             converted.optimizers[optimizer] = report
+
+    def _split(self, converted: Converted, optimizers: Sequence[Optimizer]) -> None:
+        """Convert `optimizers`, and split the weights once all that train them are there.
+
+        FSDP2 wants the weights of a block in one dtype.
+        """
+        module = converted.module()
+        assert module is not None
+        together = list(dict.fromkeys([*converted.optimizers, *optimizers]))
+        reports = split_sharded(module, together, self.config)
+        converted.optimizers.update(zip(together, reports, strict=True))
+        self._connect_sharded(converted)  # to the shards that there are now
+
+    def _connect_sharded(self, converted: Converted) -> None:
+        """Have FSDP2 gather and scatter in FP8 where the model is sharded; again is harmless."""
+        module = converted.module()
+        assert module is not None
+        if any(isinstance(part, FSDPModule) for part in module.modules()):
+            converted.communication = connect_fsdp(module, self.config)
 
     def _wrap(
         self, strategy: Any, converted: Converted, wrap: Callable[[], nn.Module]
@@ -284,7 +316,11 @@ class HostPrecision(FP8Precision):
         converted.announced = True
         optimizers = converted.optimizers
         reports = [] if self.config.opt_level == "O1" else optimizers.values()
-        self.info(converted.report.summary(converted.module(), list(optimizers), reports))
+        self.info(
+            converted.report.summary(
+                converted.module(), list(optimizers), reports, converted.communication
+            )
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         # To a spawned process goes the plugin, not what was converted in this one.

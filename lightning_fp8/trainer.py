@@ -47,11 +47,17 @@ class TrainerPrecision(HostPrecision):
         self._convert_optimizers(converted, in_use, model)
         if self._let_ddp_go_on():
             model = self._wrap(self._strategy, converted, self._configure_ddp)
+        self._connect_sharded(converted)
         if in_use and self.config.opt_level != "O1":
             callbacks = self._strategy.lightning_module.trainer.callbacks
             self._undo_averaging = average_whole_weights(callbacks, SplitWeights(in_use))
         self._announce(converted)
         return super().connect(model, optimizers, lr_schedulers)  # type: ignore[misc]
+
+    def split_again(self) -> None:
+        """Called by `FP8FSDPStrategy` once it has loaded weights in float32."""
+        (converted,) = self._live()
+        self._split(converted, ())
 
     def pre_backward(self, tensor: torch.Tensor, module: Any) -> Any:
         """As the host's; with manual optimization, where a backward that averages begins."""

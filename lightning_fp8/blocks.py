@@ -1,0 +1,87 @@
+"""Which parts of a model FSDP2 gathers one at a time: the blocks, found by structure."""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from torch import nn
+
+_UNIMPLEMENTED = nn.Module.forward
+
+
+def find_blocks(
+    model: nn.Module, classes: Sequence[str | type[nn.Module]] | None = None
+) -> list[nn.Module]:
+    """The blocks of a model, in the order in which they stand in it; none within another.
+
+    They are the modules of the named classes; else those of the classes that a Hugging Face model
+    names in ``_no_split_modules``; else, in each ``ModuleList`` or ``Sequential``, the modules of
+    a class that stands there twice or more, has modules of its own, and parameters.
+
+    Args:
+        model: not wrapped yet.
+        classes: names of classes or classes, for models whose blocks have no such structure.
+    Raises:
+        ValueError: a named class that no module of the model has.
+    """
+    if classes is not None:
+        wanted = [cls if isinstance(cls, str) else cls.__name__ for cls in classes]
+        present = {type(module).__name__ for module in model.modules()}
+        missing = [name for name in wanted if name not in present]
+        if missing:
+            raise ValueError(
+                f"blocks={tuple(wanted)!r}: {type(model).__name__} has no module of class "
+                f"{', '.join(missing)}"
+            )
+        return _outermost(model, wanted)
+    declared = {
+        name
+        for module in model.modules()
+        for name in getattr(module, "_no_split_modules", None) or ()
+    }
+    return _outermost(model, declared) or _repeated(model)
+
+
+def find_roots(model: nn.Module) -> list[nn.Module]:
+    """The modules that are called as a whole and hold every parameter of `model` between them.
+
+    These are its children, unless it has parameters of its own, or a child that has no ``forward``
+    (a list of layers), or parameters that two children share: then it is itself the only one.
+    """
+    children = [child for child in model.children() if any(True for _ in child.parameters())]
+    held = Counter(parameter for child in children for parameter in child.parameters())
+    own = any(True for _ in model.parameters(recurse=False))
+    if own or max(held.values(), default=2) > 1 or not all(map(_has_forward, children)):
+        return [model]
+    return children
+
+
+def _outermost(model: nn.Module, names: Iterable[str]) -> list[nn.Module]:
+    wanted = set(names)
+    found, inner = [], set[nn.Module]()
+    for module in model.modules():  # from the outside inwards
+        if module not in inner and type(module).__name__ in wanted:
+            found.append(module)
+            inner.update(module.modules())
+    return found
+
+
+def _repeated(model: nn.Module) -> list[nn.Module]:
+    found, inner = [], set[nn.Module]()
+    for container in model.modules():
+        if container in inner or not isinstance(container, (nn.ModuleList, nn.Sequential)):
+            continue
+        count = Counter(map(type, container))
+        for module in dict.fromkeys(container):
+            if count[type(module)] > 1 and module not in inner and _is_block(module):
+                found.append(module)
+                inner.update(module.modules())
+    return found
+
+
+def _is_block(module: nn.Module) -> bool:
+    inner = any(True for _ in module.children())
+    return inner and _has_forward(module) and any(True for _ in module.parameters())
+
+
+def _has_forward(module: nn.Module) -> bool:
+    return type(module).forward is not _UNIMPLEMENTED

@@ -1,0 +1,315 @@
+"""`FP8FSDPStrategy`: FSDP2 for models that shard nothing themselves, in the Trainer and in Fabric.
+
+As with `lightning_fp8.FP8Precision`, the object that the user makes is only the request; the
+connector that receives it asks `FP8FSDPStrategy.for_host` for the strategy of its own copy of
+Lightning, a subclass of that copy's ``ModelParallelStrategy``.
+
+What it shards: each transformer block, and what is left of each root, which is the module that is
+called as a whole. They compute in BF16 and keep the master weights in shards: float32 at level O1,
+BF16 and its residual at O2 and O3. As under ``bf16-mixed``, what flows between the layers is
+float32: inputs are not cast, and embeddings return float32.
+"""
+
+import sys
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+from torch.optim import Optimizer
+
+from lightning_fp8.blocks import find_blocks, find_roots
+from lightning_fp8.stream import keep_stream, release_stream
+from torch_fp8.sharded_weights import is_split, join_sharded, reshard
+
+_TRAINERS = ("lightning.pytorch", "pytorch_lightning")
+_STATE_DICT = "state_dict"
+
+
+class FP8FSDPStrategy:
+    """``Trainer(strategy=FP8FSDPStrategy(), precision="fp8-mixed")``; Fabric likewise.
+
+    The LightningModule needs no ``configure_model``. All devices are one data-parallel group; for
+    tensor parallelism use ``ModelParallelStrategy``.
+
+    Args:
+        blocks: names of the classes (or classes) of which each module is sharded as a unit. None:
+            found by structure, see `lightning_fp8.blocks.find_blocks`.
+        reshard_after_forward: whether a block is freed after forward and gathered again in
+            backward. False takes the memory of the whole BF16 or FP8 model, and spares a gather.
+        cpu_offload: keep shards, gradients and optimizer states in the memory of the CPU.
+        save_distributed_checkpoint: whether a checkpoint is a folder with the shards of each rank;
+            else one file with the full weights.
+        process_group_backend: None: the device's.
+        timeout: of collectives; None: torch's.
+    """
+
+    def __init__(
+        self,
+        blocks: Sequence[str] | None = None,
+        reshard_after_forward: bool = True,
+        cpu_offload: bool = False,
+        save_distributed_checkpoint: bool = True,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = None,
+    ) -> None:
+        if isinstance(blocks, str):
+            raise TypeError(f"blocks takes a sequence of names of classes, got {blocks!r}")
+        self.blocks = blocks
+        self.reshard_after_forward = reshard_after_forward
+        self.cpu_offload = cpu_offload
+        self.save_distributed_checkpoint = save_distributed_checkpoint
+        self.process_group_backend_choice = process_group_backend
+        self.timeout_choice = timeout
+
+    def for_host(self, strategy: type["HostStrategy"]) -> "HostStrategy":
+        """This request as a strategy of class `strategy`, or itself if it already is one."""
+        if isinstance(self, strategy):
+            return self
+        if not (type(self) is FP8FSDPStrategy or isinstance(self, HostStrategy)):
+            raise TypeError(
+                f"{type(self).__name__} derives from lightning_fp8.FP8FSDPStrategy, which only "
+                f"holds options; derive from {strategy.__module__}.{strategy.__name__}"
+            )
+        return strategy(
+            self.blocks,
+            self.reshard_after_forward,
+            self.cpu_offload,
+            self.save_distributed_checkpoint,
+            self.process_group_backend_choice,
+            self.timeout_choice,
+        )
+
+
+def register_as_strategy() -> None:
+    """Make `FP8FSDPStrategy` count as a strategy of the Trainers that are imported.
+
+    LightningCLI asks for a subclass before any Trainer can turn the request into its own.
+    """
+    for host in _TRAINERS:
+        module = sys.modules.get(f"{host}.strategies.strategy")
+        if module is not None:
+            module.Strategy.register(FP8FSDPStrategy)
+
+
+class HostStrategy(FP8FSDPStrategy):
+    """What the strategies of all hosts share; a ``ModelParallelStrategy`` comes after it."""
+
+    warn: Any
+    # Of that class.
+    num_nodes: Any
+    num_processes: Any
+    device_mesh: Any
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        options: dict[str, Any] = {
+            "save_distributed_checkpoint": self.save_distributed_checkpoint,
+            "process_group_backend": self.process_group_backend_choice,
+            **self._host_options(),
+        }
+        if self.timeout_choice is not None:
+            options["timeout"] = self.timeout_choice
+        super(FP8FSDPStrategy, self).__init__(**options)
+
+    def _host_options(self) -> dict[str, Any]:
+        return {}
+
+    def setup_environment(self) -> None:
+        """As the host's; all processes are one data-parallel group."""
+        self._data_parallel_size = self.num_nodes * self.num_processes
+        self._tensor_parallel_size = 1
+        super().setup_environment()  # type: ignore[misc]
+
+    def shard(self, model: nn.Module, roots: Sequence[nn.Module]) -> None:
+        """Apply ``fully_shard`` to the blocks of `model` and to `roots`, where nobody has yet.
+
+        Raises:
+            ValueError: a class in ``blocks`` that no module has.
+        """
+        if any(isinstance(root, FSDPModule) for root in roots):  # set up again
+            reshard(model)
+            keep_stream(model)
+            return
+        blocks = find_blocks(model, self.blocks)
+        if not blocks:
+            self.warn(
+                f"FP8FSDPStrategy found no repeated blocks in {type(model).__name__}: the whole "
+                "model is gathered at once. Name the classes to shard: "
+                "FP8FSDPStrategy(blocks=('MyBlock',))"
+            )
+        offload = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
+        options: dict[str, Any] = {
+            "mesh": self.device_mesh["data_parallel"],
+            "mp_policy": MixedPrecisionPolicy(
+                param_dtype=torch.bfloat16, cast_forward_inputs=False
+            ),
+            "offload_policy": offload if self.cpu_offload else OffloadPolicy(),
+        }
+        for block in reversed(blocks):
+            if not isinstance(block, FSDPModule):
+                fully_shard(block, reshard_after_forward=self.reshard_after_forward, **options)
+        for root in roots:
+            if not isinstance(root, FSDPModule):
+                fully_shard(root, **options)
+        keep_stream(model)
+
+
+class TrainerStrategy(HostStrategy):
+    """The part of the Trainer's strategies."""
+
+    lightning_module: Any
+    model: Any
+    optimizers: Any
+    precision_plugin: Any
+    root_device: Any
+    broadcast: Any
+    _forward_redirection: Any
+
+    def setup(self, trainer: Any) -> None:
+        """Shard the model, then set up as the host does with one that its user has sharded.
+
+        Raises:
+            ValueError: manual optimization of a LightningModule that has to be its own root.
+        """
+        module = self.lightning_module
+        roots = find_roots(module)
+        if roots == [module] and not module.automatic_optimization:
+            raise ValueError(
+                f"{type(module).__name__} has parameters, or lists of layers, of its own, so "
+                "FP8FSDPStrategy gathers them around training_step; with manual optimization, "
+                "put them into a module with a forward, self.model = ..."
+            )
+        self.shard(module, roots)
+        # The host wants this hook overridden, to shard there; it has been called, if it is.
+        own = vars(module).get("configure_model")
+        module.configure_model = own or _sharded
+        try:
+            super().setup(trainer)  # type: ignore[misc]
+        finally:
+            if own is None:
+                del module.configure_model
+
+    def teardown(self) -> None:
+        """As the host's; hooks that kept the stream in float32 go with the conversion."""
+        super().teardown()  # type: ignore[misc]
+        release_stream(self.lightning_module)
+
+    def model_to_device(self) -> None:
+        """As the host's; shards that are offloaded stay."""
+        if not self.cpu_offload:
+            super().model_to_device()  # type: ignore[misc]
+            return
+        module = self.lightning_module
+        for child in module.children():
+            if not isinstance(child, FSDPModule):
+                child.to(self.root_device)
+
+    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> Any:
+        """As the host's; float32 weights (of stock training, say) are read as such, then split."""
+        optimizers = self.optimizers
+        path = Path(self.broadcast(checkpoint_path))
+        model = self.model
+        weights_only = kwargs.get("weights_only")
+        split = any(map(is_split, optimizers))
+        whole = split and _has_float32_weights(path, model, weights_only)
+        if whole:
+            join_sharded(model, optimizers)
+        loaded = super().load_checkpoint(checkpoint_path, *args, **kwargs)  # type: ignore[misc]
+        if whole:
+            self.precision_plugin.split_again()
+        return loaded
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """As the host's, through the hooks of a LightningModule that is its own root."""
+        return self._step("training_step", self.precision_plugin.train_step_context, args, kwargs)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """As `training_step`."""
+        return self._step("validation_step", self.precision_plugin.val_step_context, args, kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """As `training_step`."""
+        return self._step("test_step", self.precision_plugin.test_step_context, args, kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """As `training_step`."""
+        return self._step("predict_step", self.precision_plugin.predict_step_context, args, kwargs)
+
+    def _step(self, name: str, context: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        module = self.lightning_module
+        if not isinstance(module, FSDPModule):
+            return getattr(super(), name)(*args, **kwargs)
+        with context():
+            redirect = self._forward_redirection
+            return redirect(module, module, name, *args, **kwargs)
+
+
+class FabricStrategy(HostStrategy):
+    """The part of Fabric's strategies."""
+
+    setup_module: Any
+    setup_optimizer: Any
+
+    def _host_options(self) -> dict[str, Any]:
+        return {"parallelize_fn": self._parallelize}
+
+    def _parallelize(self, module: nn.Module, _: Any) -> nn.Module:
+        self.shard(module, [module])
+        return module
+
+    def setup_module_and_optimizers(
+        self, module: nn.Module, optimizers: list[Optimizer], *scheduler: Any
+    ) -> tuple[Any, ...]:
+        """Shard the module, and give the optimizers its new parameters.
+
+        Raises:
+            ValueError: an optimizer that has states already, of whole parameters.
+        """
+        for optimizer in optimizers:
+            if optimizer.state:
+                raise ValueError(
+                    f"{type(optimizer).__name__} has states of parameters that are not sharded "
+                    "yet; set it up before its first step and before its checkpoint is loaded"
+                )
+        names = dict(module.named_parameters(remove_duplicate=False))
+        sharded = self.setup_module(module)
+        new: dict[Tensor, Tensor] = {
+            names[name]: p for name, p in sharded.named_parameters(remove_duplicate=False)
+        }
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["params"] = [new.get(p, p) for p in group["params"]]
+        set_up = [self.setup_optimizer(o) for o in optimizers]
+        return sharded, set_up, *(scheduler or (None,))
+
+
+def _sharded() -> None:
+    """Stands for ``configure_model`` while the host looks for it."""
+
+
+def _has_float32_weights(path: Path, model: nn.Module, weights_only: bool | None) -> bool:
+    """Whether a checkpoint has a weight of `model` in float32 that is BF16 there."""
+    split = {name for name, p in model.named_parameters() if p.dtype == torch.bfloat16}
+    if path.is_dir():
+        metadata = FileSystemReader(path).read_metadata().state_dict_metadata
+        prefix = f"{_STATE_DICT}."
+        dtypes = {
+            key.removeprefix(prefix): value.properties.dtype
+            for key, value in metadata.items()
+            if key.startswith(prefix) and hasattr(value, "properties")
+        }
+    else:
+        saved = torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
+        dtypes = {name: tensor.dtype for name, tensor in saved[_STATE_DICT].items()}
+    return any(dtypes.get(name) == torch.float32 for name in split)

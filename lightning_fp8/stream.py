@@ -1,0 +1,46 @@
+"""What flows between the layers of a sharded model is float32, as under ``bf16-mixed``.
+
+FSDP2 gathers all weights of a block in BF16. Linear layers are autocast anyway, but an embedding's
+output has the weight's dtype, and with it the residual stream, whose sums would lose bits.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torch_fp8.output_dtype import keep_output_dtype
+
+_NORMS = (nn.LayerNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase)
+
+
+class WeightsDtype:
+    """A hook before torch's norms, which on the CPU refuse float32 with a BF16 weight.
+
+    CUDA's autocast casts the weight up instead.
+    """
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> Any:
+        weight = module.weight
+        if not isinstance(weight, Tensor) or weight.dtype != torch.bfloat16:
+            return args
+        if not args or not isinstance(args[0], Tensor) or args[0].device.type != "cpu":
+            return args
+        return (args[0].to(torch.bfloat16), *args[1:])
+
+
+def keep_stream(model: nn.Module) -> None:
+    """Put hooks on embeddings and norms; again is harmless."""
+    release_stream(model)
+    keep_output_dtype(model, set(model.parameters()))
+    for module in model.modules():
+        if isinstance(module, _NORMS):
+            module.register_forward_pre_hook(WeightsDtype())
+
+
+def release_stream(model: nn.Module) -> None:
+    """Take the hooks on norms away; `torch_fp8.revert` does the embeddings'."""
+    for module in model.modules():
+        hooks = module._forward_pre_hooks
+        for key in [key for key, hook in hooks.items() if isinstance(hook, WeightsDtype)]:
+            del hooks[key]

@@ -1,0 +1,84 @@
+"""`FP8FSDPStrategy`, and FSDP2 of the user's own, in two processes: see the scripts."""
+
+import re
+
+import pytest
+
+import lightning_fp8
+from lightning_fp8 import FP8FSDPStrategy
+
+FLAG = "fp8-mixed"
+TRAINER = (
+    "O1 O2 O3 accumulate clip own manual sgd evaluate",
+    "resume named users offload",
+)
+FABRIC = "O1 O2 O3 apart resume"
+
+
+@pytest.mark.parametrize(
+    ("script", "host", "cases"),
+    [
+        ("fsdp.py", "lightning.pytorch", TRAINER[0]),
+        ("fsdp.py", "lightning.pytorch", TRAINER[1]),
+        ("fsdp.py", "pytorch_lightning", "O3 resume"),
+        ("fsdp_fabric.py", "lightning.fabric", FABRIC),
+        ("fsdp_fabric.py", "lightning_fabric", "O2 resume"),
+    ],
+    ids=lambda value: value.replace(" ", "-"),
+)
+def test_two_ranks_train_as_one_process(run, script, host, cases):
+    (result,) = run([script, host, *cases.split()])
+    assert result.returncode == 0, result.output
+    said = re.findall(r"rank (\d): (\w+) ", result.output)
+    assert sorted(said) == sorted((rank, case) for case in cases.split() for rank in "01")
+    line = "ranks     FSDP2: 4 weights gathered in FP8, gradients of 2 modules scattered in FP8"
+    assert line in result.output
+    if script == "fsdp.py":
+        assert "  optimizer AdamW with 8-bit states" in result.output
+    if "sgd" in cases:
+        assert "optimizer SGD keeps its own states" in result.output
+
+
+@pytest.mark.parametrize("host", ["lightning.pytorch", "pytorch_lightning"])
+def test_cli(run, host):
+    options = {
+        "accelerator": "cpu",
+        "devices": "2",
+        "max_steps": "2",
+        "logger": "false",
+        "enable_checkpointing": "false",
+        "enable_progress_bar": "false",
+        "enable_model_summary": "false",
+        "precision": FLAG,
+        "strategy": "lightning_fp8.FP8FSDPStrategy",
+    }
+    (result,) = run(
+        [
+            "cli.py",
+            "fit",
+            *(f"--trainer.{name}={value}" for name, value in options.items()),
+            "--trainer.strategy.save_distributed_checkpoint=false",
+            "--trainer.strategy.reshard_after_forward=false",
+            {"HOST": host},
+        ]
+    )
+    assert result.returncode == 0, result.output
+    assert result.fp8_gemms == [10, 10], result.output
+    assert "2 weights gathered in FP8" in result.output
+    assert result.output.count("found no repeated blocks in Regression") == 1
+
+
+def test_a_string_of_blocks_and_a_derived_request_are_refused():
+    with pytest.raises(TypeError, match="blocks takes a sequence of names of classes, got 'Block'"):
+        FP8FSDPStrategy(blocks="Block")
+    from lightning_fp8.unified_trainer import FP8FSDPStrategy as Own
+
+    class Derived(FP8FSDPStrategy):
+        pass
+
+    with pytest.raises(TypeError, match=r"derive from lightning_fp8.unified_trainer.FP8FSDP"):
+        Derived().for_host(Own)
+    own = FP8FSDPStrategy(save_distributed_checkpoint=False, blocks=("Block",)).for_host(Own)
+    assert (own._save_distributed_checkpoint, own.blocks) == (False, ("Block",))
+    assert own.for_host(Own) is own
+    assert "FP8FSDPStrategy" in lightning_fp8.__all__
