@@ -107,12 +107,13 @@ def connect(
         reason = "communication='off'"
     reason = reason or reason_without_hook(ddp)
     if reason is None and num_ranks > 1 and not is_connected(ddp):
-        connect_hook(ddp)
+        connect_hook(ddp, config.communication)
     if not any(isinstance(hook, ForwardHook) for hook in ddp._forward_hooks.values()):
         _connect_exchange(ddp, optimizers, kept)
     exchanges = {e for o in optimizers for e in getattr(o, "fp8_exchanges", ())}
     parameters = {p for e in exchanges for p in e.parameters}.intersection(ddp.module.parameters())
-    return DDPReport(num_ranks, reason, len(parameters), config.communication != "off")
+    rule = config.communication
+    return DDPReport(num_ranks, reason, len(parameters), rule != "off", rule == "fp8-lm")
 
 
 def _config_of(optimizers: Iterable[Optimizer]) -> FP8Config:

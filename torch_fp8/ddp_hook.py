@@ -12,7 +12,13 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from torch_fp8.automatic_scaling import (
+    AutomaticScaling,
+    automatic_scaling,
+    set_automatic_scaling,
+)
 from torch_fp8.bucket_exchange import BucketExchange, average_bucket
+from torch_fp8.fp8_lm import SharedScaleExchange
 
 
 @dataclass(frozen=True)
@@ -24,17 +30,21 @@ class DDPReport:
         reason: why its buckets are not exchanged in FP8; None if they are.
         num_fp8_gradients: weights with 8-bit gradients (O3), which are averaged beside it.
         fp8_exchange: whether these travel in FP8.
+        fp8_lm: whether the buckets are exchanged by FP8-LM's rule.
     """
 
     num_ranks: int
     reason: str | None = None
     num_fp8_gradients: int = 0
     fp8_exchange: bool = True
+    fp8_lm: bool = False
 
     def __str__(self) -> str:
         if self.num_ranks == 1:
             return "1, which has nothing to exchange"
         text = f"{self.num_ranks}, gradients averaged in "
+        if self.reason is None and self.fp8_lm:
+            return f"{text}FP8 by FP8-LM's rule, 1 byte each"
         if self.reason is None:
             return f"{text}FP8, 1.03 bytes each"
         if self.num_fp8_gradients and self.fp8_exchange:
@@ -66,17 +76,30 @@ def is_connected(ddp: DistributedDataParallel) -> bool:
     return any(isinstance(h, HookRegistration) for h in ddp._forward_pre_hooks.values())
 
 
-def connect_hook(ddp: DistributedDataParallel) -> None:
-    """Have the buckets of `ddp` averaged in FP8, if no other hook is there when it is first run."""
-    registration = HookRegistration()
+def connect_hook(ddp: DistributedDataParallel, communication: str = "fp8") -> None:
+    """Have the buckets of `ddp` averaged in FP8, if no other hook is there when it is first run.
+
+    Args:
+        ddp: not connected yet.
+        communication: that of FP8Config, ``"fp8"`` or ``"fp8-lm"``.
+    """
+    fp8_lm = communication == "fp8-lm"
+    scaling = (automatic_scaling(ddp.module) or AutomaticScaling()) if fp8_lm else None
+    set_automatic_scaling(ddp.module, scaling)
+    registration = HookRegistration(fp8_lm)
     ddp.register_forward_pre_hook(registration)
     ddp.join_hook = _JoinHook(ddp, registration)
 
 
 class HookRegistration:
-    """A forward pre-hook of a DistributedDataParallel; a copy of both registers its own."""
+    """A forward pre-hook of a DistributedDataParallel; a copy of both registers its own.
 
-    def __init__(self) -> None:
+    Args:
+        fp8_lm: whether by FP8-LM's rule, with the automatic scaling of ``ddp.module``.
+    """
+
+    def __init__(self, fp8_lm: bool) -> None:
+        self._fp8_lm = fp8_lm
         self._registered = False
 
     @torch._dynamo.disable
@@ -87,10 +110,17 @@ class HookRegistration:
         # The hooks that are listed in a copy are of the original.
         ddp._comm_hooks = [entry for entry in ddp._comm_hooks if entry[0] is not average_bucket]
         if reason_without_hook(ddp) is None and dist.get_world_size(ddp.process_group) > 1:
-            ddp.register_comm_hook(BucketExchange(ddp.process_group), average_bucket)
+            ddp.register_comm_hook(self._exchange(ddp), average_bucket)
+
+    def _exchange(self, ddp: DistributedDataParallel) -> BucketExchange:
+        if not self._fp8_lm:
+            return BucketExchange(ddp.process_group)
+        scaling = automatic_scaling(ddp.module)
+        assert scaling is not None
+        return SharedScaleExchange(ddp.process_group, scaling)
 
     def __reduce__(self) -> Any:
-        return HookRegistration, ()
+        return HookRegistration, (self._fp8_lm,)
 
 
 class _JoinHook:
