@@ -21,12 +21,15 @@ def single_process_group(tmp_path):
 
 @pytest.fixture(scope="session")
 def run_fsdp_cases(tmp_path_factory):
-    """``run_fsdp_cases(module, ranks)``: what its cases returned, ``{name: [of each rank]}``."""
+    """``run_fsdp_cases(module, ranks)``: what its cases returned, ``{name: [of each rank]}``.
 
-    def run(module, ranks):
+    Environment variables may be given by name; ``ONLY`` has parts of the names of cases to run.
+    """
+
+    def run(module, ranks, **variables):
         folder, here = tmp_path_factory.mktemp("fsdp"), Path(__file__).parent
         search = os.pathsep.join(filter(None, [str(here.parents[1]), os.environ.get("PYTHONPATH")]))
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": search}
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": search, **variables}
         paths = [folder / f"{rank}.json" for rank in range(ranks)]
         command = [sys.executable, "-W", "ignore", here / "fsdp_ranks.py"]
         processes = [
