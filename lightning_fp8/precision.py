@@ -49,6 +49,7 @@ _MODEL_PARALLEL = "use ModelParallelStrategy (FSDP2) instead"
 _REFUSED_STRATEGIES = {
     "FSDPStrategy": _MODEL_PARALLEL,
     "DeepSpeedStrategy": _MODEL_PARALLEL,
+    "MegatronStrategy": _MODEL_PARALLEL,
     "DataParallelStrategy": "use strategy='ddp' instead",
     "XLAStrategy": "FP8 needs a CUDA device",
     "XLAFSDPStrategy": "FP8 needs a CUDA device",
@@ -171,7 +172,9 @@ class HostPrecision(FP8Precision):
         return module
 
     def state_dict(self) -> dict[str, Any]:
-        """Delayed scaling's history; empty for other recipes. All ranks must call it together.
+        """What scaling remembers: delayed scaling's history, FP8-LM's mu; empty for most.
+
+        All ranks must call it together.
 
         Returns:
             ``{"scaling": [[state of a model, in the order of set-up], ... for each rank]}``: each
@@ -205,12 +208,11 @@ class HostPrecision(FP8Precision):
                 "the models up before loading, in the order in which they were when it was saved"
             )
         for converted, state in zip(models, states, strict=True):
-            if not converted.report.recipe.delayed:
+            if any("amax_history" in key for key in state) and not converted.report.recipe.delayed:
                 self.warn(
                     "The checkpoint holds the history of FP8Config(recipe='delayed'), which is not "
                     f"used: the recipe is {converted.report.recipe.name!r}"
                 )
-                continue
             module = converted.module()
             assert module is not None
             load_scaling_state_dict(module, state)
