@@ -17,7 +17,6 @@ hook. Ranks that have joined (uneven inputs) send zeros, and the average counts 
 with torch's own hooks.
 """
 
-import contextlib
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +26,7 @@ from torch import Tensor
 
 from torch_fp8 import wire
 from torch_fp8.collectives import all_gather, all_to_all
+from torch_fp8.communication_stream import CommunicationStream
 from torch_fp8.formats import GROUP_SIZE
 from torch_fp8.optimizer_state import MIN_NUMEL
 
@@ -73,7 +73,7 @@ class BucketExchange:
         self.group = group
         self.world_size = dist.get_world_size(group)
         self._in_flight: list[_Bucket | _Stock] = []
-        self._stream: Any = None
+        self._stream = CommunicationStream()
 
     def average(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Begin the average of a bucket; it replaces the bucket's buffer and is in the future."""
@@ -98,12 +98,7 @@ class BucketExchange:
 
     def _beside(self, device: torch.device) -> Any:
         """Within, CUDA work is queued behind what computes now, on a stream beside it."""
-        if device.type != "cuda":
-            return contextlib.nullcontext()
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(device)
-        self._stream.wait_stream(torch.cuda.current_stream(device))
-        return torch.cuda.stream(self._stream)
+        return self._stream.beside(device)
 
     def __reduce__(self) -> Any:
         # Goes with DDP's own process group, which a copy gets anew.

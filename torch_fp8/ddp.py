@@ -72,7 +72,7 @@ def ddp_options(
             _keep_plain(optimizer, places, reason)
     _leave_one(module, ours)
     _ignore(module, [p for p in module.parameters() if any(o.has_fp8_gradient(p) for o in ours)])
-    if dist.is_available() and dist.is_initialized() and made.get("init_sync", True):
+    if ours and dist.is_available() and dist.is_initialized() and made.get("init_sync", True):
         _synchronize(module, ours, _process_group(made))
     return made
 
@@ -109,7 +109,7 @@ def connect(
     if reason is None and num_ranks > 1 and not is_connected(ddp):
         connect_hook(ddp, config.communication)
     if not any(isinstance(hook, ForwardHook) for hook in ddp._forward_hooks.values()):
-        _connect_exchange(ddp, optimizers, kept)
+        _connect_exchange(ddp, optimizers, kept, config.communication == "fp8")
     exchanges = {e for o in optimizers for e in getattr(o, "fp8_exchanges", ())}
     parameters = {p for e in exchanges for p in e.parameters}.intersection(ddp.module.parameters())
     rule = config.communication
@@ -124,14 +124,14 @@ def _config_of(optimizers: Iterable[Optimizer]) -> FP8Config:
 
 
 def _connect_exchange(
-    ddp: DistributedDataParallel, optimizers: list[Optimizer], kept: list[Tensor]
+    ddp: DistributedDataParallel, optimizers: list[Optimizer], kept: list[Tensor], fp8: bool
 ) -> None:
     """Average the gradients that `ddp_options` kept from DDP."""
     exchange = None
     if kept and dist.get_world_size(ddp.process_group) > 1:
         ranks = dist.get_process_group_ranks(ddp.process_group)
         group = dist.new_group(ranks, use_local_synchronization=True)
-        exchange = GradientExchange(kept, group)
+        exchange = GradientExchange(kept, group, fp8)
         ddp.register_forward_hook(ForwardHook(exchange))
         ddp.join_hook = _refuse_join
     parameters = frozenset(ddp.module.parameters())

@@ -2,22 +2,27 @@
 
 DDP's reducer wants plain gradients in its buckets, 2 bytes per parameter that stay. Weights with
 8-bit gradients are therefore on its ignore list, and are averaged here: as a gradient becomes ready
-it is sent, and as soon as its average is there it is quantized and the plain tensor freed.
+it is quantized and the plain tensor freed; several together, a bucket, are sent as messages whose
+codes and scales replace those in ``p.grad`` when they come back (`torch_fp8.gradient_bucket`). With
+``communication="off"`` each is sent in its dtype, and its average quantized.
 
 * Collectives run in one order on all ranks, first that of the module, reversed, then the order in
   which rank 0's gradients became ready; in a process group of their own, since DDP's collectives
   come in between at places that differ.
-* What has not become ready when backward ends is sent then. A rank without a gradient sends minus
-  zeros: an average of nothing but these says that nobody had one, and leaves ``p.grad`` None.
+* What has not become ready when backward ends is sent then. A rank without a gradient sends zeros
+  and says so (without FP8: minus zeros), so that ``p.grad`` stays None where nobody had one.
 * Gradients that were accumulated under ``no_sync`` are averaged with the last micro-batch's.
-* All ranks round the average with the same random bits, so they stay equal bit for bit; an Inf or
-  NaN of one is seen by all.
+* All ranks have the same average, bit for bit; an Inf or NaN of one is seen by all.
+* In FP8 nothing waits for other ranks before backward ends: on CUDA the second collective of a
+  bucket follows the next bucket's first, on a stream beside the one that computes; on the CPU all
+  second ones come at the end. Waiting in between, a rank whose gradients become ready in another
+  order than its peers' could wait for one that waits for it in DDP's own hook.
 """
 
 import dataclasses
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,20 +30,16 @@ from torch import Tensor
 from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
+from torch_fp8.communication_stream import CommunicationStream
+from torch_fp8.gradient_bucket import GradientBucket
 from torch_fp8.gradient_hooks import hook_of
 from torch_fp8.gradients import Float8Grad
 
+_BUCKET_NUMEL = 8 << 20
+"""Elements that are sent together at least; a bucket of DDP has 13 million in BF16."""
+
 _MAX_IN_FLIGHT = 50 << 20
 """Bytes of plain gradients that are sent before the oldest is waited for: two of DDP's buckets."""
-
-
-class _Sent(NamedTuple):
-    """A gradient on its way: the parameter, its buffer, the collective, whether it has none."""
-
-    parameter: Tensor
-    buffer: Tensor
-    work: Any
-    missing: bool
 
 
 class GradientExchange:
@@ -47,33 +48,34 @@ class GradientExchange:
     Args:
         parameters: the same ones in the same order on all ranks.
         group: process group of its own.
+        fp8: whether gradients travel in FP8; else in their dtype.
 
     Attributes:
         parameters: those that it averages.
         rank: this process's.
     """
 
-    def __init__(self, parameters: Iterable[Tensor], group: Any) -> None:
+    def __init__(self, parameters: Iterable[Tensor], group: Any, fp8: bool = True) -> None:
         self._order = list(parameters)[::-1]
         self.parameters = frozenset(self._order)
-        self._group = group
-        self._world_size = dist.get_world_size(group)
+        self._group, self._fp8 = group, fp8
         self.rank = dist.get_rank(group)
+        self._stream = CommunicationStream()
         self._learned = False
         self._active = False
         self._without_output_hooks = False
         self._start()
 
     def _start(self) -> None:
-        self._next = 0
+        self._buckets = deque(_buckets(self._order, _BUCKET_NUMEL if self._fp8 else 1))
         self._ready: dict[Tensor, None] = {}
-        self._in_flight: deque[_Sent] = deque()
+        self._in_flight: deque[GradientBucket | _PlainGradient] = deque()
 
     def prepare(self, output: Any, synchronize: bool) -> None:
         """A forward has run; the backward through its `output` is to average, or not."""
         if self._active:  # the last backward raised
             for sent in self._in_flight:
-                sent.work.wait()
+                sent.wait()
             self._active = False
         tensors = [t for t in _tensors(output) if t.requires_grad]
         self._without_output_hooks = synchronize and not tensors
@@ -90,9 +92,10 @@ class GradientExchange:
     def ready(self, parameter: Tensor) -> None:
         """Take over ``parameter.grad``, which is complete on this rank."""
         self._ready[parameter] = None
-        while self._next < len(self._order) and self._order[self._next] in self._ready:
-            self._send(self._order[self._next])
-            self._next += 1
+        if self._fp8:
+            self._quantize(parameter)
+        while self._buckets and self._ready.keys() >= _trained(self._buckets[0]):
+            self._send(self._buckets.popleft())
 
     def _begin(self, _: Any = None) -> None:
         # The output's gradient comes before any nested backward (of a reentrant checkpoint), so
@@ -104,42 +107,52 @@ class GradientExchange:
 
     @torch.no_grad()
     def _finish(self) -> None:
-        for parameter in self._order[self._next :]:
-            if parameter.requires_grad:
-                self._send(parameter)
-        while self._in_flight:
-            self._complete(self._in_flight.popleft())
+        while self._buckets:
+            self._send(self._buckets.popleft())
+        with self._stream.beside(self._order[0].device):
+            if self._fp8:
+                for sent in self._in_flight:
+                    sent.gather()
+            while self._in_flight:
+                self._in_flight.popleft().finish()
+        self._stream.join()
         self._active = False
         if not self._learned:
             self._learn_order()
         self._start()
 
-    def _send(self, parameter: Tensor) -> None:
-        grad = parameter.grad
-        if grad is None:
-            buffer = torch.full_like(parameter, -0.0, memory_format=torch.contiguous_format)
-        elif isinstance(grad, Float8Grad):
-            buffer = grad.dequantize()
-        else:
-            buffer = grad.contiguous()
-        buffer.div_(self._world_size)
-        work = dist.all_reduce(buffer, group=self._group, async_op=True)
-        self._in_flight.append(_Sent(parameter, buffer, work, grad is None))
-        while sum(sent.buffer.nbytes for sent in self._in_flight) > _MAX_IN_FLIGHT:
-            self._complete(self._in_flight.popleft())
-
-    def _complete(self, sent: _Sent) -> None:
-        parameter, average, work, missing = sent
-        work.wait()
-        if missing and bool((average.signbit() & (average == 0)).all()):
-            return  # nobody had one
-        if isinstance(parameter.grad, Float8Grad):
-            parameter.grad.store(average, exchanged=True)
+    def _send(self, bucket: list[Tensor]) -> None:
+        parameters = [p for p in bucket if p.requires_grad]
+        if not parameters:
             return
-        parameter.grad = average
-        hook = hook_of(parameter)
-        if hook is not None:
-            hook.to_float8(parameter, exchanged=True)
+        if not self._fp8:
+            self._in_flight.append(_PlainGradient(parameters[0], self._group))
+            while sum(sent.nbytes for sent in self._in_flight) > _MAX_IN_FLIGHT:
+                self._in_flight.popleft().finish()
+            return
+        for parameter in parameters:
+            if parameter not in self._ready:
+                self._quantize(parameter)
+        with self._stream.beside(parameters[0].device):
+            self._in_flight.append(GradientBucket(parameters, self._group))
+            if parameters[0].is_cuda:
+                if len(self._in_flight) > 1:
+                    self._in_flight[-2].gather()
+                if len(self._in_flight) > 2:
+                    self._in_flight.popleft().finish()
+
+    def _quantize(self, parameter: Tensor) -> None:
+        """Make ``parameter.grad`` what a `GradientBucket` takes."""
+        grad, hook = parameter.grad, hook_of(parameter)
+        if grad is None:
+            return
+        if isinstance(grad, Float8Grad):
+            if parameter not in self._ready:  # it may have been scaled since it was accumulated
+                grad.store(grad.dequantize(torch.float32))
+        elif hook is not None:
+            hook.to_float8(parameter)
+        else:
+            parameter.grad = Float8Grad.quantize(grad)
 
     def _learn_order(self) -> None:
         """From now on, the order in which rank 0's gradients became ready."""
@@ -166,6 +179,59 @@ class ForwardHook:
     def __call__(self, ddp: DistributedDataParallel, args: Any, output: Any) -> None:
         if self._exchange is not None and torch.is_grad_enabled():
             self._exchange.prepare(output, ddp.require_backward_grad_sync)
+
+
+class _PlainGradient:
+    """A gradient on its way in its dtype: one all-reduce; `finish` quantizes the average."""
+
+    def __init__(self, parameter: Tensor, group: Any) -> None:
+        self._parameter = parameter
+        grad = parameter.grad
+        self._missing = grad is None
+        if grad is None:
+            buffer = torch.full_like(parameter, -0.0, memory_format=torch.contiguous_format)
+        elif isinstance(grad, Float8Grad):
+            buffer = grad.dequantize()
+        else:
+            buffer = grad.contiguous()
+        self._buffer = buffer.div_(dist.get_world_size(group))
+        self.nbytes = buffer.nbytes
+        self._work = dist.all_reduce(buffer, group=group, async_op=True)
+
+    def gather(self) -> None:
+        """Nothing: one collective does it."""
+
+    def finish(self) -> None:
+        """Make the average ``p.grad``; None if nobody had one."""
+        self._work.wait()
+        parameter, average = self._parameter, self._buffer
+        if self._missing and bool((average.signbit() & (average == 0)).all()):
+            return
+        if isinstance(parameter.grad, Float8Grad):
+            parameter.grad.store(average, exchanged=True)
+            return
+        parameter.grad = average
+        hook = hook_of(parameter)
+        if hook is not None:
+            hook.to_float8(parameter, exchanged=True)
+
+    def wait(self) -> None:
+        """Wait for the collective, and leave it at that."""
+        self._work.wait()
+
+
+def _buckets(order: list[Tensor], numel: int) -> list[list[Tensor]]:
+    """Neighbours in the order, until they have `numel` elements."""
+    buckets: list[list[Tensor]] = [[]]
+    for parameter in order:
+        if sum(p.numel() for p in buckets[-1]) >= numel:
+            buckets.append([])
+        buckets[-1].append(parameter)
+    return buckets
+
+
+def _trained(parameters: list[Tensor]) -> set[Tensor]:
+    return {parameter for parameter in parameters if parameter.requires_grad}
 
 
 def _nothing() -> None:

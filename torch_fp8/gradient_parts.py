@@ -19,7 +19,7 @@ from torch_fp8.adamw import GradientParts
 from torch_fp8.block_scaled import BlockScaled, decode, encode, num_groups
 from torch_fp8.formats import GRADIENT
 from torch_fp8.optimizer_state import row_parts
-from torch_fp8.random_bits import MULTIPLIERS, element_index, random_words, stream_keys
+from torch_fp8.random_bits import element_index, random_words, shifted_keys, stream_keys
 
 _SCALE_ONE, _SCALE_NAN = 127, 255
 _NORM_ELEMENTS = (1 << 20, 1 << 24)
@@ -71,9 +71,7 @@ class Rounding:
         return self._keys(-1, self.exchanges), False
 
     def _keys(self, *which: int) -> Keys:
-        first, second = stream_keys(*self.counters(), *which)
-        first = (first + self.offset * MULTIPLIERS[0]) & 0xFFFFFFFF
-        return first - (1 << 32) if first >= 1 << 31 else first, second
+        return shifted_keys(stream_keys(*self.counters(), *which), self.offset)
 
     def copy(self) -> "Rounding":
         """One that goes on independently."""

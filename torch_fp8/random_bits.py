@@ -31,6 +31,11 @@ def stream_keys(*counters: int) -> tuple[int, int]:
     return _signed(state & 0xFFFFFFFF), _signed(state >> 32)
 
 
+def shifted_keys(keys: tuple[int, int], offset: int) -> tuple[int, int]:
+    """Keys whose words for index i are those of `keys` for ``i + offset``."""
+    return _signed((keys[0] + offset * _SPREAD) & 0xFFFFFFFF), keys[1]
+
+
 def random_words(index: Tensor, keys: tuple[int, int]) -> Tensor:
     """32 random bits for each index.
 

@@ -24,6 +24,8 @@ from torch_fp8 import (
     FP8Config,
     convert_optimizer,
     convert_to_float8,
+    count_communication,
+    gradient_exchange,
     memory_report,
     merged_state_dict,
     restore_weights,
@@ -57,9 +59,9 @@ def model_of(rank, width=96):
     )
 
 
-def wrapped(level="O3", model=None, options=None, wrap=True):
+def wrapped(level="O3", model=None, options=None, wrap=True, communication="fp8"):
     model = model or model_of(RANK)
-    config = FP8Config(opt_level=level)
+    config = FP8Config(opt_level=level, communication=communication)
     convert_to_float8(model, config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     report = convert_optimizer(optimizer, config, model=model)
@@ -175,20 +177,21 @@ def case_replicas():
 
 def case_averages():
     made = {}
-    for micro_batches in (1, 8):
-        for every in (False, True):
-            ddp, _optimizer, _ = wrapped()
-            sums = local_gradients(ddp)
-            for i in range(micro_batches):
-                last = i == micro_batches - 1
-                with contextlib.nullcontext() if last or every else ddp.no_sync():
-                    backward(ddp, i)
-            grads = [p.grad for p in ddp.parameters()]
-            made[f"{micro_batches} {every}"] = {
-                "error": error_of_average(ddp, sums),
-                "equal": equal_on_ranks(grads),
-                "8-bit": sum(type(g) is Float8Grad for g in grads),
-            }
+    for communication in ("fp8", "off"):
+        for micro_batches in (1, 8):
+            for every in (False, True):
+                ddp, _optimizer, _ = wrapped(communication=communication)
+                sums = local_gradients(ddp)
+                for i in range(micro_batches):
+                    last = i == micro_batches - 1
+                    with contextlib.nullcontext() if last or every else ddp.no_sync():
+                        backward(ddp, i)
+                grads = [p.grad for p in ddp.parameters()]
+                made[f"{communication} {micro_batches} {every}"] = {
+                    "error": error_of_average(ddp, sums),
+                    "equal": equal_on_ranks(grads),
+                    "8-bit": sum(type(g) is Float8Grad for g in grads),
+                }
     return made
 
 
@@ -287,6 +290,42 @@ def case_unused():
     }
 
 
+def case_unused_beside_many_buckets():
+    """Ranks whose 8-bit gradients become ready in another order, beside several buckets of DDP."""
+
+    class Chain(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.parts = nn.ModuleList(Branches() for _ in range(3))
+
+        def forward(self, x):
+            for i, part in enumerate(self.parts):
+                x = part(x, i % 2 == RANK, i % 2 != RANK)
+            return x
+
+    usual, gradient_exchange._BUCKET_NUMEL = gradient_exchange._BUCKET_NUMEL, 1
+    ddp, optimizer, _ = wrapped(model=Chain(), options={"bucket_cap_mb": 1e-4})
+    for step in range(4):
+        backward(ddp, step)
+        optimizer.step()
+        optimizer.zero_grad()
+    gradient_exchange._BUCKET_NUMEL = usual
+    buckets = ddp._get_ddp_logging_data()["rebuilt_bucket_sizes"]
+    return [len(buckets.split(",")), equal_on_ranks(merged_state_dict(ddp, optimizer).values())]
+
+
+def case_scaled_before_it_is_averaged():
+    """A gradient of an earlier micro-batch was multiplied, and has none in the last."""
+    ddp, _optimizer, _ = wrapped(model=Branches())
+    with ddp.no_sync():
+        backward(ddp, 0, True, True)
+    left = ddp.module.left.weight
+    exact = torch.stack(gathered(left.grad)).mean(0) * 0.25
+    left.grad.mul_(0.25)
+    backward(ddp, 1, False, True)
+    return float((left.grad.float() - exact).norm() / exact.norm())
+
+
 def case_not_finite():
     ddp, _optimizer, _ = wrapped()
     handle = ddp.module[2].weight.register_hook(lambda g: g * float("inf") if RANK == 1 else g)
@@ -321,24 +360,45 @@ def case_order():
                 x = layer(x)
             return x
 
-    layers = nn.Linear(80, 64), nn.Linear(96, 80), nn.Linear(96, 96)
-    ddp, optimizer, _ = wrapped(model=LastToFirst(*layers))
-    events = []
-    original = dist.all_reduce
+    made = {}
+    for communication, name in (("fp8", "all_to_all_single"), ("off", "all_reduce")):
+        layers = nn.Linear(80, 64), nn.Linear(96, 80), nn.Linear(96, 96)
+        usual, gradient_exchange._BUCKET_NUMEL = gradient_exchange._BUCKET_NUMEL, 1
+        ddp, optimizer, _ = wrapped(model=LastToFirst(*layers), communication=communication)
+        made[communication] = events = []
+        original = getattr(dist, name)
 
-    def recorded(tensor, *args, **kwargs):
-        events.append(["sent", tensor.numel()])
-        return original(tensor, *args, **kwargs)
+        def recorded(tensor, *args, events=events, original=original, **kwargs):
+            events.append(["sent", tensor.numel()])
+            return original(tensor, *args, **kwargs)
 
-    for parameter in ddp.parameters():
-        if parameter.ndim == 2:
-            parameter.register_hook(lambda g: events.append(["ready", g.numel()]))
-    dist.all_reduce = recorded
-    for step in range(2):
-        backward(ddp, step)
-        optimizer.zero_grad()
-    dist.all_reduce = original
-    return events
+        for parameter in ddp.parameters():
+            if parameter.ndim == 2:
+                parameter.register_hook(lambda g, e=events: e.append(["ready", g.numel()]))
+        setattr(dist, name, recorded)
+        for step in range(2):
+            backward(ddp, step)
+            optimizer.zero_grad()
+        setattr(dist, name, original)
+        gradient_exchange._BUCKET_NUMEL = usual
+    return made
+
+
+def case_messages():
+    """Several weights in a message, odd ones too, give what one message for each gives."""
+    made = []
+    for numel in (1, 8 << 20):
+        usual, gradient_exchange._BUCKET_NUMEL = gradient_exchange._BUCKET_NUMEL, numel
+        layers = nn.Linear(96, 65), nn.Linear(65, 67), nn.Linear(67, 96), nn.Linear(96, 96)
+        torch.manual_seed(RANK)
+        ddp, _optimizer, _ = wrapped(model=nn.Sequential(*layers))
+        sums = local_gradients(ddp)
+        with count_communication() as count:
+            backward(ddp, 0)
+        gradient_exchange._BUCKET_NUMEL = usual
+        equal = equal_on_ranks(p.grad for p in ddp.parameters())
+        made.append([error_of_average(ddp, sums), equal, sum(row.calls for row in count.rows)])
+    return made
 
 
 def case_several_modules():

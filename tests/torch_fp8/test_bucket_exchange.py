@@ -212,7 +212,7 @@ def test_each_bucket_is_sent_as_soon_as_it_is_full_in_one_order(case):
 
 
 @RANKS
-@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
 def test_bytes_sent_are_a_quarter_of_float32s_and_half_of_bf16s(case, level, ranks):
     for value in case("bytes", ranks):
         of_float32, of_bf16, kinds, calls = value[level]

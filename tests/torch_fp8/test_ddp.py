@@ -89,20 +89,33 @@ def test_replicas_stay_equal_bit_for_bit(case, micro_batches):
 
 
 @pytest.mark.parametrize("every", [False, True], ids=["no_sync", "each averaged"])
-@pytest.mark.parametrize(("micro_batches", "most"), [(1, 0.02), (8, 0.05)])
-def test_averages_are_exact_up_to_their_rounding(case, micro_batches, most, every):
-    """One rounding of E3M4 is 0.019."""
+@pytest.mark.parametrize(
+    ("communication", "micro_batches", "most"),
+    [("fp8", 1, 0.03), ("fp8", 8, 0.06), ("off", 1, 0.02), ("off", 8, 0.05)],
+)
+def test_averages_are_exact_up_to_their_rounding(case, communication, micro_batches, most, every):
+    """One rounding of E3M4 is 0.019, two are 0.027."""
     for value in case("averages"):
-        average = value[f"{micro_batches} {every}"]
+        average = value[f"{communication} {micro_batches} {every}"]
         assert average["8-bit"] == 3
         assert average["equal"]
         assert average["error"] < most
 
 
+def test_messages_of_several_weights(case):
+    """The rows of some are no multiple of 32."""
+    for one_each, together in case("messages"):
+        for error, equal, _ in (one_each, together):
+            assert 0.01 < error < 0.03
+            assert equal
+        assert one_each[2] == together[2] + 2 * 3
+
+
 def test_two_ranks_train_as_one(case):
     for value in case("one_rank"):
         assert max(value["distances"]) < 0.12  # of the way gone, after 20 steps
-        assert value["losses"][0] == pytest.approx(value["losses"][1], rel=0.005)
+        # Another seed of the rounding alone moves this loss by up to 1.3 %.
+        assert value["losses"][0] == pytest.approx(value["losses"][1], rel=0.02)
 
 
 @pytest.mark.parametrize("option", ["find_unused_parameters", "static_graph"])
@@ -149,14 +162,30 @@ def test_join_is_refused_at_o3_alone(case):
         assert all("opt_level='O2', or even inputs" in message for message in value)
 
 
-def test_averages_are_sent_while_backward_runs(case):
+@pytest.mark.parametrize("communication", ["fp8", "off"])
+def test_averages_are_sent_while_backward_runs(case, communication):
     """In the first backward in the module's order, then in that of the gradients."""
-    sizes = [64 * 80, 80 * 96, 96 * 96]
-    ready, sent = [["ready", n] for n in sizes], [["sent", n] for n in sizes]
+    numels = [64 * 80, 80 * 96, 96 * 96]
+    sizes = numels
+    if communication == "fp8":  # two messages: codes and scales of rows of 96 and a flag, padded
+        groups = [64 * 3, 80 * 3, 96 * 3]
+        sizes = [2 * (-(-(g // 2) * 33 // 16) * 16 + 16) for g in groups]
+    ready, sent = [["ready", n] for n in numels], [["sent", n] for n in sizes]
     learned = [event for pair in zip(ready, sent, strict=True) for event in pair]
     for value in case("order"):
-        assert value[:6] == [*ready, *sent[::-1]]
-        assert value[6:] == learned
+        ours = [e for e in value[communication] if e[0] == "ready" or e[1] in sizes]
+        assert ours[:6] == [*ready, *sent[::-1]]
+        assert ours[6:] == learned
+
+
+def test_ranks_that_are_ready_in_different_orders_do_not_wait_for_each_other(case):
+    for num_buckets, equal in case("unused_beside_many_buckets"):
+        assert num_buckets >= 3
+        assert equal
+
+
+def test_a_gradient_that_was_scaled_is_averaged_as_it_reads(case):
+    assert all(error < 0.03 for error in case("scaled_before_it_is_averaged"))
 
 
 def test_an_optimizer_of_several_modules(case):
