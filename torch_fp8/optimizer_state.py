@@ -178,10 +178,8 @@ def residual_from_checkpoint(
     target = local(residual)
     if not bits:
         return residual
-    source = local(saved)
-    if isinstance(saved, DTensor):
-        source = source.contiguous().view(torch.int16 if saved_bits == 16 else torch.int8)
-        source = source.view(residual_shape(local(parameter).shape, saved_bits))
+    source = local(saved).contiguous().view(torch.int16 if saved_bits == 16 else torch.int8)
+    source = source.view(residual_shape(local(parameter).shape, saved_bits))
     if saved_bits == bits:
         target.copy_(source)
         return residual
@@ -215,8 +213,9 @@ def check_residual(parameter: Tensor, entry: Mapping[str, Any], bits: int, where
     saved = entry["residual"]
     bits = bits if is_large(parameter) else 16
     fits = [residual_shape(parameter.shape, bits), residual_shape(local(parameter).shape, bits)]
-    if isinstance(saved, DTensor):
-        fits = [_sharded_shape(parameter, fits[0], 2 if bits == 16 else 1)]
+    # As it was sharded where it was saved, though it may have been gathered since.
+    sharded = _sharded_shape(parameter, fits[0], 2 if bits == 16 else 1)
+    fits = [sharded] if isinstance(saved, DTensor) else [*fits, sharded]
     if not isinstance(saved, Tensor) or tuple(saved.shape) not in fits:
         shape = tuple(saved.shape) if isinstance(saved, Tensor) else saved
         raise ValueError(f"{where}['residual'] has shape {shape}, expected {fits[0]}")

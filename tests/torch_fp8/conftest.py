@@ -19,6 +19,33 @@ def single_process_group(tmp_path):
     dist.destroy_process_group()
 
 
+def _run_cases(folder, script, module, ranks, variables):
+    here = Path(__file__).parent
+    search = os.pathsep.join(filter(None, [str(here.parents[1]), os.environ.get("PYTHONPATH")]))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": search, **variables}
+    paths = [folder / f"{rank}.json" for rank in range(ranks)]
+    command = [sys.executable, "-W", "ignore", here / script]
+    processes = [
+        subprocess.Popen(
+            [*command, str(rank), str(ranks), module, folder / "store", path],
+            env=environment,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank, path in enumerate(paths)
+    ]
+    try:
+        errors = [process.communicate(timeout=300)[1] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [0] * ranks, errors
+    results = [json.loads(path.read_text()) for path in paths]
+    failed = [case["error"] for result in results for case in result.values() if "error" in case]
+    assert not failed, failed[0]
+    return {name: [result[name]["value"] for result in results] for name in results[0]}
+
+
 @pytest.fixture(scope="session")
 def run_fsdp_cases(tmp_path_factory):
     """``run_fsdp_cases(module, ranks)``: what its cases returned, ``{name: [of each rank]}``.
@@ -27,32 +54,19 @@ def run_fsdp_cases(tmp_path_factory):
     """
 
     def run(module, ranks, **variables):
-        folder, here = tmp_path_factory.mktemp("fsdp"), Path(__file__).parent
-        search = os.pathsep.join(filter(None, [str(here.parents[1]), os.environ.get("PYTHONPATH")]))
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": search, **variables}
-        paths = [folder / f"{rank}.json" for rank in range(ranks)]
-        command = [sys.executable, "-W", "ignore", here / "fsdp_ranks.py"]
-        processes = [
-            subprocess.Popen(
-                [*command, str(rank), str(ranks), module, folder / "store", path],
-                env=environment,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            for rank, path in enumerate(paths)
-        ]
-        try:
-            errors = [process.communicate(timeout=300)[1] for process in processes]
-        finally:
-            for process in processes:
-                process.kill()
-        assert [process.returncode for process in processes] == [0] * ranks, errors
-        results = [json.loads(path.read_text()) for path in paths]
-        failed = [
-            case["error"] for result in results for case in result.values() if "error" in case
-        ]
-        assert not failed, failed[0]
-        return {name: [result[name]["value"] for result in results] for name in results[0]}
+        folder = tmp_path_factory.mktemp("fsdp")
+        return _run_cases(folder, "fsdp_ranks.py", module, ranks, variables)
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def run_parallel_cases(tmp_path_factory):
+    """As `run_fsdp_cases`, of tensor, sequence and pipeline parallelism."""
+
+    def run(module, ranks, **variables):
+        folder = tmp_path_factory.mktemp("parallel")
+        return _run_cases(folder, "parallel_ranks.py", module, ranks, variables)
 
     return run
 

@@ -297,10 +297,7 @@ def case_bytes():
         ("tensor parallel", False, False),
     ):
         plain = parallelize_module(Pair(128, 256, False).bfloat16(), mesh_of(), stock[sequence])
-        if again:
-            bf16 = sent(AgainInBFloat16(plain), True)
-        else:
-            bf16 = sent(plain, sequence)
+        bf16 = sent(AgainInBFloat16(plain), True) if again else sent(plain, sequence)
         model, _ = parallel(Pair(128, 256, False).bfloat16(), pair_plan(sequence, again=again))
         off, _ = parallel(
             Pair(128, 256, False).bfloat16(),

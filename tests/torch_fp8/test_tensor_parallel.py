@@ -1,48 +1,14 @@
 """Tensor and sequence parallelism: the cases of tensor_parallel_cases.py, on two ranks."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
-HERE = Path(__file__).parent
 GEMM_DB = 28.0  # style of the numerics ladder: the floor of (E4M3, E4M3), less half a dB
 MIXED_GEMM_DB = 24.0  # of (E5M2, E4M3)
 
 
-def run_cases(folder, module, ranks):
-    """What the cases of a module returned: ``{name: [of each rank]}``."""
-    search = os.pathsep.join(filter(None, [str(HERE.parents[1]), os.environ.get("PYTHONPATH")]))
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": search}
-    paths = [folder / f"{rank}.json" for rank in range(ranks)]
-    command = [sys.executable, "-W", "ignore", HERE / "parallel_ranks.py"]
-    processes = [
-        subprocess.Popen(
-            [*command, str(rank), str(ranks), module, folder / "store", path],
-            env=environment,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank, path in enumerate(paths)
-    ]
-    try:
-        errors = [process.communicate(timeout=300)[1] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert [process.returncode for process in processes] == [0] * ranks, errors
-    results = [json.loads(path.read_text()) for path in paths]
-    failed = [case["error"] for result in results for case in result.values() if "error" in case]
-    assert not failed, failed[0]
-    return {name: [result[name]["value"] for result in results] for name in results[0]}
-
-
 @pytest.fixture(scope="module")
-def cases(tmp_path_factory):
-    return run_cases(tmp_path_factory.mktemp("ranks"), "tensor_parallel_cases", 2)
+def cases(run_parallel_cases):
+    return run_parallel_cases("tensor_parallel_cases", 2)
 
 
 def test_single_layers_are_at_the_floor_of_the_format(cases):
