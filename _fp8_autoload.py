@@ -20,25 +20,23 @@ from typing import Any
 
 _LIGHTNING = "lightning_fp8._register"
 _ACCELERATE = "accelerate_fp8._register"
+_CONNECTOR = "trainer.connectors.accelerator_connector"
 
 # Module -> function that extends it. Per host in the order in which their modules are imported:
 # where a name is copied by later modules, it is extended in the module that defines it.
 EXTENSIONS: dict[str, str] = {
     "lightning.fabric.plugins.precision.precision": f"{_LIGHTNING}:extend_precision_choices",
     "lightning.fabric.connector": f"{_LIGHTNING}:extend_fabric_connector",
-    "lightning.pytorch.trainer.connectors.accelerator_connector": (
-        f"{_LIGHTNING}:extend_trainer_connector"
-    ),
+    f"lightning.pytorch.{_CONNECTOR}": f"{_LIGHTNING}:extend_trainer_connector",
     "lightning_fabric.plugins.precision.precision": f"{_LIGHTNING}:extend_precision_choices",
     "lightning_fabric.connector": f"{_LIGHTNING}:extend_fabric_connector",
-    "pytorch_lightning.trainer.connectors.accelerator_connector": (
-        f"{_LIGHTNING}:extend_trainer_connector"
-    ),
+    f"pytorch_lightning.{_CONNECTOR}": f"{_LIGHTNING}:extend_trainer_connector",
     "accelerate.utils.imports": f"{_ACCELERATE}:extend_imports",
     "accelerate.state": f"{_ACCELERATE}:extend_state",
     "accelerate.accelerator": f"{_ACCELERATE}:extend_accelerator",
     "transformers.training_args": f"{_ACCELERATE}:extend_training_args",
     "transformers.trainer": f"{_ACCELERATE}:extend_trainer",
+    "trl.models.utils": f"{_ACCELERATE}:extend_trl_models",
 }
 
 

@@ -1,4 +1,4 @@
-"""What is extended in Accelerate and transformers; called by `_fp8_autoload` on import of a module.
+"""What is extended in Accelerate, transformers and TRL; called by `_fp8_autoload` on an import.
 
 Each function may be called twice, and raises AttributeError before it changed anything if an
 upstream name has moved: the host then works as without us. A wrapper keeps what it wraps as
@@ -123,6 +123,24 @@ def extend_trainer(module: ModuleType) -> None:
         "accelerate_fp8.trainer",
         wanted=lambda trainer, *_: _may_use_engine(trainer.accelerator, (), {}),
     )
+
+
+def extend_trl_models(module: ModuleType) -> None:
+    """``prepare_fsdp``, which shards reference and teacher models without asking Accelerate."""
+    original: Any = module.prepare_fsdp
+    if hasattr(original, "_fp8_original"):
+        return
+    _wrap(
+        {module: {"prepare_fsdp": "prepare_fsdp"}},
+        "accelerate_fp8.trainer",
+        wanted=lambda model, args, kwargs: _may_use_engine(
+            args[0] if args else kwargs["accelerator"], (), {}
+        ),
+    )
+    for name, holder in list(sys.modules.items()):  # trainers that were imported before us
+        copied = name.startswith("trl.") and vars(holder).get("prepare_fsdp") is original
+        if copied:
+            vars(holder)["prepare_fsdp"] = module.prepare_fsdp
 
 
 def _may_use_engine(accelerator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -175,13 +175,17 @@ def unwrap_model(
 
 
 def prepare_fsdp2(original: Any, self: Any, *args: Any) -> Any:
-    """``Accelerator._prepare_fsdp2``: convert before the model is sharded."""
+    """``Accelerator._prepare_fsdp2``: convert before the model is sharded, connect after it."""
     preparation = preparation_of(self)
     if preparation is None:
         return original(self, *args)
-    for model in _of_type(args, nn.Module):
+    models = _of_type(args, nn.Module)
+    for model in models:
         preparation.convert(model, self.device)
-    return prepare_sharded(original, self, preparation.optimizers, args)
+    prepared = prepare_sharded(original, self, preparation.optimizers, args)
+    for model, sharded in zip(models, _of_type(prepared, nn.Module), strict=True):
+        preparation.connect_sharded(model, sharded)
+    return prepared
 
 
 def fsdp2_prepare_model(original: Any, accelerator: Any, model: nn.Module) -> nn.Module:

@@ -10,9 +10,11 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 from accelerate.logging import get_logger
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from accelerate_fp8.optimizers import PreparedOptimizers
 from torch_fp8 import ConversionReport, Float8Linear, FP8Config, convert_to_float8
+from torch_fp8.fsdp_communication import connect_fsdp
 
 LOGGER_NAME = "accelerate_fp8"
 
@@ -29,6 +31,7 @@ class Preparation:
         self.config = config
         self.optimizers = PreparedOptimizers(config)
         self._reports: WeakKeyDictionary[nn.Module, ConversionReport] = WeakKeyDictionary()
+        self._communication: WeakKeyDictionary[nn.Module, object] = WeakKeyDictionary()
         self._announced: WeakSet[nn.Module] = WeakSet()
         self._waiting: list[nn.Module] = []
         self._collecting = False
@@ -68,6 +71,24 @@ class Preparation:
         elif model not in self._announced and all(model is not other for other in self._waiting):
             self._waiting.append(model)
 
+    def connect_sharded(
+        self, model: nn.Module, sharded: nn.Module, evaluation_mode: bool = False
+    ) -> None:
+        """Have FSDP2 gather the weights and scatter the gradients of a converted model in FP8.
+
+        Args:
+            model: as given to `convert`.
+            sharded: what FSDP2 has made of it.
+            evaluation_mode: it is to be said at once, for no summary follows.
+        Raises:
+            ValueError: ``communication="fp8-lm"``, a rule for DDP.
+        """
+        if model in self._reports and any(isinstance(m, FSDPModule) for m in sharded.modules()):
+            report = self._communication[model] = connect_fsdp(sharded, self.config)
+            if evaluation_mode:
+                name = type(model).__name__.removeprefix("FSDP")
+                log_visibly(f"FP8: {name}, prepared for evaluation: {report}")
+
     @contextlib.contextmanager
     def collected(self, accelerator: Any) -> Iterator[None]:
         """Announce the models converted within at the end, when their optimizers are known."""
@@ -79,7 +100,9 @@ class Preparation:
                     self._announced.add(model)
                     optimizers = self.optimizers.that_train(accelerator, model)
                     reports = self.optimizers.reports_of(accelerator, model)
-                    log_visibly(self._reports[model].summary(model, optimizers, reports))
+                    communication = self._communication.get(model)
+                    summary = self._reports[model].summary
+                    log_visibly(summary(model, optimizers, reports, communication))
                 for line in self.optimizers.take_unannounced(accelerator):
                     log_visibly(f"FP8: optimizer {line}")
         finally:

@@ -69,3 +69,15 @@ def wrap_model(original: Any, self: Any, *args: Any, **kwargs: Any) -> nn.Module
             "CUDA_VISIBLE_DEVICES to one"
         )
     return model
+
+
+def prepare_fsdp(original: Any, model: nn.Module, accelerator: Any) -> nn.Module:
+    """TRL's ``prepare_fsdp``: a reference model runs the same FP8 as the one that is trained."""
+    preparation = preparation_of(accelerator)
+    if preparation is None:
+        sharded: nn.Module = original(model, accelerator)
+        return sharded
+    preparation.convert(model, accelerator.device, evaluation_mode=True)
+    sharded = original(model, accelerator)
+    preparation.connect_sharded(model, sharded, evaluation_mode=True)
+    return sharded

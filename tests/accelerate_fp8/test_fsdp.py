@@ -1,9 +1,14 @@
-"""Levels O2 and O3 under Accelerate's FSDP2, in two processes on gloo."""
+"""Accelerate's FSDP2 in two processes on gloo: the levels, configuration files, trainers."""
 
 import re
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
+
+SCRIPTS = Path(__file__).parent / "scripts"
 
 FP8 = ("--mixed_precision", "fp8")
 LINE = re.compile(
@@ -42,12 +47,61 @@ def test_sharded_training_is_that_of_one_process_and_resumes_bit_for_bit(run: Ca
         assert found[mode, "0"][3] == found["O2", "0"][3], mode
     for said in (
         "optimizer AdamW with 8-bit states\n",
-        "optimizer AdamW with 8-bit states, 3 gradients in 8 bits\n",
+        "optimizer AdamW with 8-bit states, 3 gradients in 8 bits (3 hooks put back)\n",
         "optimizer AdamW with 8-bit states, 3 weights stay float32: they were sharded before\n",
         "optimizer SGD keeps its own states",
+        "ranks     FSDP2: 3 weights gathered in FP8, gradients of 3 modules scattered in FP8",
         "memory    7.21 bytes per parameter, 16.00 before",
     ):
         assert said in done.stderr
+
+
+CONFIG = """
+compute_environment: LOCAL_MACHINE
+distributed_type: FSDP
+mixed_precision: fp8
+num_machines: 1
+num_processes: 2
+fsdp_config:
+  fsdp_version: 2
+  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
+  fsdp_transformer_layer_cls_to_wrap: LlamaDecoderLayer
+  fsdp_cpu_ram_efficient_loading: {}
+  fsdp_reshard_after_forward: true
+  fsdp_state_dict_type: SHARDED_STATE_DICT
+"""
+
+
+@pytest.mark.parametrize(
+    ("sparing", "kinds"),
+    [("false", ["loop", "trainer", "dpo"]), ("true", ["loop"])],
+    ids=["each-rank-loads", "rank-0-loads"],
+)
+def test_configuration_file_shards_unmodified_code(
+    tmp_path: Path, environment: dict[str, str], tiny_model: Path, sparing: str, kinds: list[str]
+) -> None:
+    config = tmp_path / "fsdp.yaml"
+    config.write_text(CONFIG.format(sparing))
+    command = ["-m", "accelerate.commands.launch", "--config_file", str(config)]
+    command += ["--main_process_port", "0", str(SCRIPTS / "fsdp2_config.py"), str(tiny_model)]
+    done = subprocess.run(
+        [sys.executable, *command, *kinds],
+        env={**environment, "FP8_PROBE_OUT": str(tmp_path)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    said = re.findall(r"rank (\d): (\w+) ", done.stdout)
+    assert sorted(said) == sorted((rank, kind) for kind in kinds for rank in "01"), done.stdout
+    line = "ranks     FSDP2: 14 weights gathered in FP8, gradients of 2 modules scattered in FP8"
+    assert line in done.stderr
+    if "dpo" in kinds:
+        prepared = "LlamaForCausalLM, prepared for evaluation"
+        assert f"{prepared}: 14 of 15 linear layers, recipe tensorwise" in done.stderr
+        assert f"{prepared}: FSDP2: 14 weights gathered in FP8" in done.stderr
 
 
 def _numbers(text: str) -> list[float]:

@@ -1,5 +1,6 @@
 """How the extensions get into Accelerate and transformers, and how they stay out."""
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -99,6 +100,7 @@ def test_all_methods_of_a_class_are_extended_or_none(
         ("extend_accelerator", "accelerate.accelerator"),
         ("extend_training_args", "transformers.training_args"),
         ("extend_trainer", "transformers.trainer"),
+        ("extend_trl_models", "trl.models.utils"),
     ],
 )
 def test_extending_twice_changes_nothing(function: str, module: str) -> None:
@@ -107,7 +109,10 @@ def test_extending_twice_changes_nothing(function: str, module: str) -> None:
     host = importlib.import_module(module)
 
     def wrapped() -> list[object]:
-        holders = [host, *(vars(host).get(n) for n in ("Accelerator", "Trainer"))]
+        holders = [
+            host,
+            *(vars(host).get(n) for n in ("Accelerator", "Trainer", "TrainingArguments")),
+        ]
         return [
             value
             for holder in holders
@@ -116,11 +121,33 @@ def test_extending_twice_changes_nothing(function: str, module: str) -> None:
         ]
 
     before = wrapped()
+    assert before
     getattr(_register, function)(host)
     assert wrapped() == before
     for value in before:
         original = getattr(value, "fget", value)._fp8_original
         assert not hasattr(original, "_fp8_original")
+
+
+def test_trainers_of_trl_that_were_imported_before_get_the_extended_function(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def prepare_fsdp(model: object, accelerator: object) -> object:
+        return model
+
+    leaf, trainer, other = (ModuleType(n) for n in ("trl.models.utils", "trl.trainer.x", "mine"))
+    for module in (leaf, trainer, other):
+        module.prepare_fsdp = prepare_fsdp  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    _register.extend_trl_models(leaf)
+    assert trainer.prepare_fsdp is leaf.prepare_fsdp is not prepare_fsdp
+    assert leaf.prepare_fsdp._fp8_original is prepare_fsdp
+    assert other.prepare_fsdp is prepare_fsdp
+    accelerator = SimpleNamespace(state=None)  # one without this engine
+    assert leaf.prepare_fsdp("model", accelerator) == "model"
+    assert leaf.prepare_fsdp("model", accelerator=accelerator) == "model"
+    with pytest.raises(AttributeError, match="prepare_fsdp"):
+        _register.extend_trl_models(ModuleType("trl.models.utils"))
 
 
 def test_construction_is_a_second_occasion_to_extend(

@@ -1,0 +1,153 @@
+"""FSDP2 as a configuration file of ``accelerate launch`` asks for it, in unmodified code.
+
+Usage: fsdp2_config.py MODEL_FOLDER KIND..., of loop, trainer and dpo. Accelerate runs FSDP on GPUs
+only; so this process counts as one that has a GPU. Each rank has half of the data.
+"""
+
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator, PartialState
+from accelerate.utils import DistributedType
+from datasets import Dataset
+from safetensors.torch import load_file
+from torch import nn
+from torch.distributed.tensor import DTensor
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DataCollatorForSeq2Seq,
+    Trainer,
+    TrainingArguments,
+)
+from trl import DPOConfig, DPOTrainer
+
+import torch_fp8
+
+folder, *kinds = sys.argv[1:]
+init = PartialState.__init__
+
+
+def init_with_gpu(self, *args, **kwargs):
+    init(self, *args, **kwargs)
+    if self.distributed_type == DistributedType.MULTI_CPU:
+        self.distributed_type = DistributedType.MULTI_GPU
+
+
+PartialState.__init__ = init_with_gpu
+PartialState(cpu=True)
+shared_folder = [tempfile.mkdtemp()]
+dist.broadcast_object_list(shared_folder)
+output = Path(shared_folder[0])
+text = ["the cat sat on a mat", "one dog ran in this park", "a cat ran for ever"] * 4
+
+
+def whole(model: nn.Module) -> list[torch.Tensor]:
+    return [p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters()]
+
+
+def loop() -> str:
+    accelerator = Accelerator()
+    model, optimizer = prepared(accelerator)
+    with torch_fp8.count_communication() as counted:
+        losses = train(accelerator, model, optimizer, range(3))
+    # A gather of the block in forward and one in backward; one exchange of its gradients.
+    assert counted.of("all-gather", torch.uint8).calls == 3 * 2 * 2, counted
+    assert counted.of("all-to-all", torch.uint8).calls == 3 * 2, counted
+    accelerator.save_state(str(output / "state"))
+    losses += train(accelerator, model, optimizer, range(3, 5))
+    expected = whole(model)
+    accelerator.load_state(str(output / "state"))
+    assert train(accelerator, model, optimizer, range(3, 5)) == losses[3:]
+    assert all(map(torch.equal, whole(model), expected))
+    assert losses[-1] < losses[0], losses
+    state = accelerator.get_state_dict(model)
+    accelerator.save_model(model, str(output / "model"))
+    accelerator.wait_for_everyone()
+    if accelerator.is_main_process:
+        saved = load_file(output / "model" / "model.safetensors")
+        assert saved.keys() <= state.keys()
+        for (name, tensor), value in zip(model.named_parameters(), expected, strict=True):
+            assert type(state[name]) is torch.Tensor
+            assert torch.equal(saved[name], value.cpu().to(saved[name].dtype)), name
+            assert tensor.dtype == torch.bfloat16
+    return f"{losses[0]:.4f} {losses[-1]:.4f}"
+
+
+def prepared(accelerator: Accelerator) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+
+
+def train(accelerator, model, optimizer, steps) -> list[float]:
+    losses = []
+    for step in steps:
+        generator = torch.Generator().manual_seed(2 * (step % 2) + dist.get_rank())
+        tokens = torch.randint(4, 64, (2, 12), generator=generator)
+        loss = model(input_ids=tokens, labels=tokens).loss
+        accelerator.backward(loss)
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(accelerator.reduce(loss.detach(), "mean").item())
+    return losses
+
+
+common = {
+    "output_dir": str(output),
+    "per_device_train_batch_size": 2,
+    "report_to": "none",
+    "disable_tqdm": True,
+    "use_cpu": True,
+}
+
+
+def trainer() -> str:
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    encoded = [dict(row, labels=row["input_ids"]) for row in map(tokenizer, text)]
+
+    def fit(steps: int, checkpoint: str | None = None, **more: object) -> Trainer:
+        made = Trainer(
+            AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32),
+            TrainingArguments(**common, max_steps=steps, learning_rate=1e-2, **more),
+            train_dataset=encoded,
+            eval_dataset=encoded,
+            data_collator=DataCollatorForSeq2Seq(tokenizer),
+        )
+        made.train(resume_from_checkpoint=checkpoint)
+        return made
+
+    full = fit(4, save_strategy="steps", save_steps=2, lr_scheduler_type="constant")
+    resumed = fit(4, str(output / "checkpoint-2"), save_strategy="no", lr_scheduler_type="constant")
+    assert all(map(torch.equal, whole(full.model), whole(resumed.model)))
+    assert {p.dtype for p in resumed.model.parameters()} == {torch.bfloat16}
+    return f"{resumed.evaluate()['eval_loss']:.4f}"
+
+
+def dpo() -> str:
+    pairs = Dataset.from_dict({"prompt": text, "chosen": text[::-1], "rejected": text})
+    made = DPOTrainer(
+        folder,
+        args=DPOConfig(**common, max_steps=2, save_strategy="no"),
+        train_dataset=pairs,
+        processing_class=AutoTokenizer.from_pretrained(folder),
+    )
+    reference = made.ref_model
+    assert isinstance(next(reference.parameters()), DTensor)
+    layers = [m for m in reference.modules() if isinstance(m, torch_fp8.Float8Linear)]
+    assert len(layers) == 14, len(layers)
+    before = whole(reference)
+    with torch_fp8.count_communication() as counted:
+        made.train()
+    assert counted.of("all-gather", torch.uint8).calls > 0
+    assert all(map(torch.equal, whole(reference), before))
+    return "reference"
+
+
+for kind in kinds:
+    said = {"loop": loop, "trainer": trainer, "dpo": dpo}[kind]()
+    print(f"rank {dist.get_rank()}: {kind} {said}\n", end="", flush=True)
+    dist.barrier()
