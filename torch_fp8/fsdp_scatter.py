@@ -118,7 +118,8 @@ class Float8ReduceScatter(ReduceScatter):
             name = self._param_group._module_fqn or "the root"
             warnings.warn(
                 f"some parameters of {name!r} got no gradient: those of the others, which FSDP "
-                "does not name, are reduced in BF16 this time",
+                "does not name, are reduced in BF16 this time; in FP8 with "
+                "set_reduce_scatter_unused_params(True), from torch 2.13 on",
                 stacklevel=2,
             )
             self._structures[numel] = structure_of([(numel, False)])

@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8
 from torch_fp8.optimizer_conversion import join_parameter
 from torch_fp8.optimizer_state import local
+from torch_fp8.sharded_weights import split_sharded
 
 FOLDER = Path(os.environ["FSDP_FOLDER"])
 LEVELS = ("O1", "O2", "O3")
@@ -150,7 +151,16 @@ def case_3_stock_to_ours():
     expected = weights(stock, of_stock)
     for key, value in weights(model, optimizer).items():
         far = max(far, float((value - expected[key]).norm() / expected[key].norm()))
-    return [refused, rounded, far]
+    converted, of_converted = made("O1")
+    load(converted, of_converted, "2 stock")
+    split_sharded(converted, [of_converted], FP8Config(opt_level="O2"))
+    converted_far = 0.0
+    known_step(converted, of_converted)
+    for key, value in weights(converted, of_converted).items():
+        distance = (value - expected[key]).norm() / expected[key].norm()
+        converted_far = max(converted_far, float(distance))
+    train(converted, of_converted, [9])
+    return [refused, rounded, far, converted_far, attached(converted)]
 
 
 def case_4_alone():

@@ -54,7 +54,13 @@ def test_stock_adamw_loads_it(runs, level):
 
 def test_a_stock_checkpoint_needs_a_planner_that_takes_a_part(runs):
     """It has no residuals; weights are rounded to BF16, states are taken over."""
-    for refused, rounded, distance in runs[2]["3_stock_to_ours"]:
+    for refused, rounded, distance, _, _ in runs[2]["3_stock_to_ours"]:
         assert refused
         assert rounded
         assert distance < 2**-8
+
+
+def test_a_stock_checkpoint_is_loaded_exactly_before_the_optimizer_is_converted(runs):
+    for *_, distance, attached in runs[2]["3_stock_to_ours"]:
+        assert distance < 2e-4  # of a step on 8-bit moments; 16 significand bits
+        assert attached == 5
