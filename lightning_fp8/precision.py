@@ -293,7 +293,7 @@ class HostPrecision(FP8Precision):
         Raises:
             ValueError: gradient release under DistributedDataParallel.
         """
-        if self.config.opt_level == "O1" or not hasattr(strategy, "_ddp_kwargs"):
+        if not hasattr(strategy, "_ddp_kwargs"):
             return wrap()
         if self.config.gradient_release:
             raise ValueError(f"{RELEASE} does not run under {type(strategy).__name__}: {_RELEASED}")
@@ -306,7 +306,10 @@ class HostPrecision(FP8Precision):
         finally:
             strategy._ddp_kwargs = given
         if isinstance(wrapped, DistributedDataParallel):
-            connect(wrapped, optimizers)
+            # On the CPU Lightning drops the user's hook; ours does not take its place there.
+            users = getattr(strategy, "_ddp_comm_hook", None)
+            reason = None if users is None else f"ddp_comm_hook of {type(strategy).__name__}"
+            converted.communication = connect(wrapped, optimizers, self.config, reason=reason)
         for optimizer, report in converted.optimizers.items():
             converted.optimizers[optimizer] = gradients_report(optimizer, report)
         return wrapped

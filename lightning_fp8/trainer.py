@@ -25,7 +25,7 @@ class TrainerPrecision(HostPrecision):
         """Convert `module`, the only one from now on."""
         self._models = [converted for converted in self._models if converted.module() is module]
         super().convert_module(module)
-        if self._is_fitting() and self.config.opt_level != "O1":
+        if self._is_fitting():
             _refuse_release(self.config.gradient_release, self._strategy.lightning_module)
             if hasattr(self._strategy, "configure_ddp"):
                 # DistributedDataParallel has buckets of the dtype that weights have when it wraps

@@ -1,4 +1,4 @@
-"""DDP at levels O2 and O3: two ranks train as one process does, and stay equal bit for bit."""
+"""DDP at every level: two ranks train as one process does, and stay equal bit for bit."""
 
 import pytest
 
@@ -7,6 +7,8 @@ import pytest
     ("host", "strategy", "level", "kind"),
     [
         ("lightning.pytorch", "ddp", "O2", "automatic"),
+        ("lightning.pytorch", "ddp_fork", "O1", "accumulate"),
+        ("pytorch_lightning", "ddp_fork", "O1", "hook"),
         ("pytorch_lightning", "ddp_fork", "O3", "accumulate"),
         ("lightning.pytorch", "ddp_spawn", "O3", "manual"),
         ("pytorch_lightning", "ddp_fork", "O3", "unused"),
@@ -19,6 +21,9 @@ def test_two_ranks_train_as_one_process(run, host, strategy, level, kind):
     assert result.returncode == 0, result.output
     assert result.output.count("ranks agree") == 2, result.output
     assert result.output.count("of the matmul FLOPs") == 1
+    users = "ranks     2, gradients averaged in their dtype: ddp_comm_hook of DDPStrategy"
+    ours = "ranks     2, gradients averaged in FP8, 1.03 bytes each"
+    assert result.output.count(users if kind == "hook" else ours) == 1, result.output
     reason = "no gradients in 8 bits: DistributedDataParallel(find_unused_parameters=True)"
     assert (reason in result.output) == (kind == "unused")
 

@@ -1,7 +1,8 @@
 """data_parallel.py HOST STRATEGY LEVEL KIND: two ranks train as one process does on all the data.
 
-KIND is automatic, accumulate, manual, unused (``find_unused_parameters``), or fabric. The ranks
-start from different weights, of which rank 0's count, and have half of each batch.
+KIND is automatic, accumulate, manual, unused (``find_unused_parameters``), hook (a communication
+hook of the user), or fabric. The ranks start from different weights, of which rank 0's count, and
+have half of each batch.
 """
 
 import importlib
@@ -13,6 +14,9 @@ L = importlib.import_module(host)
 import torch  # noqa: E402  (the host comes first, as in most scripts)
 import torch.distributed as dist  # noqa: E402
 from torch import nn  # noqa: E402
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (  # noqa: E402
+    allreduce_hook,
+)
 from torch.utils.data import DataLoader  # noqa: E402
 
 import torch_fp8  # noqa: E402
@@ -56,11 +60,14 @@ def check(net, optimizer, ddp, gradient):
     """On every rank, after the last step."""
     weight = net[0].weight
     eight_bit = level == "O3" and kind != "unused"
-    assert weight.dtype == torch.bfloat16
+    assert weight.dtype == (torch.float32 if level == "O1" else torch.bfloat16)
+    hook = ddp._get_ddp_logging_data().get("comm_hook")
+    assert hook == (None if kind == "hook" else "average_bucket"), hook
     assert gradient == ("Float8Grad" if eight_bit else "Tensor"), gradient
     assert ddp.gradient_as_bucket_view
     assert ddp.find_unused_parameters == (kind == "unused")
-    for tensor in (weight, optimizer.state[weight]["residual"]):
+    residual = [] if level == "O1" else [optimizer.state[weight]["residual"]]
+    for tensor in (weight, *residual):
         every = [torch.empty_like(tensor.view(torch.uint8)) for _ in range(2)]
         dist.all_gather(every, tensor.detach().view(torch.uint8))
         assert torch.equal(*every)  # bit for bit
@@ -111,10 +118,12 @@ class Regression(L.LightningModule if kind != "fabric" else nn.Module):
 
 def fit():
     chosen = strategy
-    if kind == "unused":
+    if kind in ("unused", "hook"):
+        options = {"find_unused_parameters": True}
+        if kind == "hook":
+            options = {"ddp_comm_hook": allreduce_hook}
         ddp = importlib.import_module(f"{host}.strategies").DDPStrategy
-        start_method = strategy.partition("_")[2] or "popen"
-        chosen = ddp(find_unused_parameters=True, start_method=start_method)
+        chosen = ddp(start_method=strategy.partition("_")[2] or "popen", **options)
     trainer = L.Trainer(
         accelerator="cpu",
         strategy=chosen,
