@@ -62,7 +62,9 @@ def _wait_for_all(group: Any) -> None:
     if store is None:
         return
     size, rank = dist.get_world_size(group), dist.get_rank(group)
-    prefix = f"{_KEY}/{group.group_name}"
+    # torchrun's store outlives a restart, with what was written before it.
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    prefix = f"{_KEY}/{attempt}/{group.group_name}"
     turn = store.add(f"{prefix}/turn of {rank}", 1)
     if store.add(f"{prefix}/{turn}/count", 1) == size:
         store.set(f"{prefix}/{turn}/all", "")

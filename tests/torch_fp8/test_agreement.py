@@ -79,6 +79,10 @@ def test_after_an_error_checks_go_on(ranks):
     assert errors(ranks, "again") == [None] * 4
 
 
+def test_after_a_restart_before_which_not_all_had_come(ranks):
+    assert errors(ranks, "restarted") == [None] * 4
+
+
 def test_a_rank_that_does_not_ask_for_fp8_is_named_after_the_timeout(ranks):
     for results in ranks[:3]:
         message, sent = results["missing"]
