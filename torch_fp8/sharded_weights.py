@@ -30,6 +30,7 @@ from torch_fp8.optimizer_state import (
     zero_residual,
 )
 from torch_fp8.optimizer_step import SMALL_RESIDUAL_BITS
+from torch_fp8.state_sharding import check_sharding
 
 
 @torch.no_grad()
@@ -42,11 +43,11 @@ def split_sharded(
     parameter is in none of them. Again is harmless.
 
     Args:
-        model: sharded along the first dimension, not in the middle of a forward or backward.
+        model: not in the middle of a forward or backward.
         optimizers: all that train it; each holds the sharded parameters.
         config: of any level; nothing is done at O1.
     Raises:
-        ValueError: a parameter sharded along another dimension; see
+        ValueError: a parameter sharded as states cannot be (`torch_fp8.state_sharding`); see
             `torch_fp8.convert_optimizer`.
     """
     optimizers = list(optimizers)
@@ -64,8 +65,8 @@ def split_sharded(
     residuals: dict[Tensor, Tensor] = {}
     for name, parameter in trained.items():
         if isinstance(parameter, DTensor) and parameter.dtype == torch.float32:
-            _refuse_other_dimensions(parameter, name)
             bits = _bits(parameter, config)
+            check_sharding(parameter, bits, f"'{name}'")
             high, residual = split_weight(local(parameter.detach()), bits)
             halves[parameter] = _sharded(parameter, high)
             residuals[parameter] = (
@@ -163,11 +164,3 @@ def _detach_hooks(optimizers: Iterable[Optimizer]) -> None:
         detach_hooks(optimizer)
         if isinstance(optimizer, Float8Optimizer):
             optimizer.fp8_gradients = frozenset()
-
-
-def _refuse_other_dimensions(parameter: DTensor, name: str) -> None:
-    if any(p.is_shard() and not p.is_shard(0) for p in parameter.placements):
-        raise ValueError(
-            f"{name!r} is sharded as {parameter.placements}; split weights are sharded along their "
-            "first dimension only. Shard it so, or use opt_level='O1'"
-        )

@@ -33,9 +33,10 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import parallelize_module
 
-from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8
+from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8, restore_weights
 from torch_fp8.gradients import Float8Grad
 from torch_fp8.optimizer_state import local
+from torch_fp8.sharded_weights import join_sharded, split_sharded
 
 STEPS = 40
 
@@ -253,6 +254,31 @@ def case_refused_shardings():
     convert_to_float8(model[0])
     results["stacked"] = message(adamw, model, FP8Config(opt_level="O2"))
     return results
+
+
+def case_split_float32():
+    """Float32 weights sharded on dimensions 0 and 1 become BF16 and residual, as on one rank."""
+    config = FP8Config(opt_level="O2")
+    torch.manual_seed(0)
+    model, one = parallel(Pair(128, 256), pair_plan(), config)
+    before = [full(p).clone() for p in model.parameters()]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    split_sharded(model, [optimizer], config)
+    single = adamw(one, config, 1e-2)
+    dtypes = {str(p.dtype) for n, p in model.named_parameters() if "weight" in n}
+    for i, (p, q) in enumerate(zip(model.parameters(), one.parameters(), strict=True)):
+        q.grad = rand(*q.shape, seed=i, dtype=q.dtype)
+        p.grad = distribute_tensor(q.grad.to(p.dtype), mesh_of(), p.placements)
+    optimizer.step()
+    single.step()
+    join_sharded(model, [optimizer])
+    restore_weights(single)
+    moved = [
+        [torch.equal(full(p), q), not torch.equal(full(p), old)]
+        for p, q, old in zip(model.parameters(), one.parameters(), before, strict=True)
+        if p.ndim == 2
+    ]
+    return [sorted(dtypes), moved]
 
 
 def case_mixed_parameters():
