@@ -112,13 +112,13 @@ def prepare_model(
         if self.distributed_type != DistributedType.FSDP:
             optimizers.convert(self, [model])
         prepared = getattr(model, "_is_accelerate_prepared", False)
-        if evaluation_mode or prepared or not optimizers.enabled or not wraps_in_ddp(self):
+        if evaluation_mode or prepared or not wraps_in_ddp(self):
             return original(self, model, device_placement, evaluation_mode)
         if device is not None:
             model = model.to(device)
         with engine_options(self, model, optimizers):
             wrapped: nn.Module = original(self, model, device_placement, evaluation_mode)
-        connect_engine(self, model, wrapped, optimizers)
+        preparation.communication[model] = connect_engine(self, model, wrapped, optimizers)
         return wrapped
 
 

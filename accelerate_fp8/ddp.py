@@ -9,6 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from accelerate_fp8.optimizers import PreparedOptimizers
 from torch_fp8.ddp import connect, ddp_options
+from torch_fp8.ddp_hook import DDPReport
 
 
 class _Handler:
@@ -57,16 +58,21 @@ def engine_options(
 
 def connect_engine(
     accelerator: Any, model: nn.Module, prepared: nn.Module, optimizers: PreparedOptimizers
-) -> None:
-    """Have 8-bit gradients exchanged, and remember that `model` is wrapped.
+) -> DDPReport | None:
+    """Have gradients exchanged in FP8, and remember that `model` is wrapped.
+
+    A hook of DistributedDataParallelKwargs, which is registered by now, wins.
 
     Args:
         accelerator: that wrapped it.
         model: bare.
         prepared: what became of it.
         optimizers: as for `engine_options`.
+    Returns:
+        How gradients travel; None if `model` was not wrapped.
     """
     ddp = getattr(prepared, "_orig_mod", prepared)
-    if isinstance(ddp, DistributedDataParallel):
-        connect(ddp, optimizers.that_train(accelerator, model))
-        optimizers.set_wrapped(model, ddp)
+    if not isinstance(ddp, DistributedDataParallel):
+        return None
+    optimizers.set_wrapped(model, ddp)
+    return connect(ddp, optimizers.that_train(accelerator, model), optimizers.config)

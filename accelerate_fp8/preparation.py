@@ -25,13 +25,14 @@ class Preparation:
     Attributes:
         config: resolved from the script, the environment and the launcher's flags.
         optimizers: those that were prepared.
+        communication: model to what travels between ranks in FP8, and why not.
     """
 
     def __init__(self, config: FP8Config) -> None:
         self.config = config
         self.optimizers = PreparedOptimizers(config)
+        self.communication: WeakKeyDictionary[nn.Module, object] = WeakKeyDictionary()
         self._reports: WeakKeyDictionary[nn.Module, ConversionReport] = WeakKeyDictionary()
-        self._communication: WeakKeyDictionary[nn.Module, object] = WeakKeyDictionary()
         self._announced: WeakSet[nn.Module] = WeakSet()
         self._waiting: list[nn.Module] = []
         self._collecting = False
@@ -84,7 +85,7 @@ class Preparation:
             ValueError: ``communication="fp8-lm"``, a rule for DDP.
         """
         if model in self._reports and any(isinstance(m, FSDPModule) for m in sharded.modules()):
-            report = self._communication[model] = connect_fsdp(sharded, self.config)
+            report = self.communication[model] = connect_fsdp(sharded, self.config)
             if evaluation_mode:
                 name = type(model).__name__.removeprefix("FSDP")
                 log_visibly(f"FP8: {name}, prepared for evaluation: {report}")
@@ -100,7 +101,7 @@ class Preparation:
                     self._announced.add(model)
                     optimizers = self.optimizers.that_train(accelerator, model)
                     reports = self.optimizers.reports_of(accelerator, model)
-                    communication = self._communication.get(model)
+                    communication = self.communication.get(model)
                     summary = self._reports[model].summary
                     log_visibly(summary(model, optimizers, reports, communication))
                 for line in self.optimizers.take_unannounced(accelerator):

@@ -23,7 +23,7 @@ def test_ddp_runs_fp8_gemms_and_keeps_replicas_equal(run: Callable) -> None:
 
 def test_levels_under_ddp_keep_replicas_equal_and_resume_bit_for_bit(run: Callable) -> None:
     """Weights and residuals; ranks start from other weights, and accumulate over two backwards."""
-    modes = ("O1", "O2", "O3", "unused", "late")
+    modes = ("O1", "O2", "O3", "unused", "late", "hook")
     done = run("replicas.py", *modes, launch=FP8, processes=2)
     line = r"(\w+) rank (\d): (weight \S+ grad \S+ view \S+) loss (\S+) (sums \S+ \S+)"
     lines = re.findall(line, done.stdout)
@@ -33,19 +33,23 @@ def test_levels_under_ddp_keep_replicas_equal_and_resume_bit_for_bit(run: Callab
         assert ranks[0][1:] == ranks[1][1:], mode
     formats = {mode: ranks[0][1] for mode, ranks in of.items()}
     assert formats == {
-        "O1": "weight torch.float32 grad Tensor view False",
+        "O1": "weight torch.float32 grad Tensor view True",
         "O2": "weight torch.bfloat16 grad Tensor view True",
         "O3": "weight torch.bfloat16 grad Float8Grad view True",
         "unused": "weight torch.bfloat16 grad Tensor view True",
         "late": "weight torch.float32 grad Tensor view True",
+        "hook": "weight torch.float32 grad Tensor view True",
     }
     losses = {mode: float(ranks[0][2]) for mode, ranks in of.items()}
     assert losses == pytest.approx(dict.fromkeys(modes, losses["O1"]), rel=0.01)
     residuals = {mode: ranks[0][3].split()[-1] for mode, ranks in of.items()}
-    assert residuals["O1"] == residuals["late"] == "0"
+    assert residuals["O1"] == residuals["late"] == residuals["hook"] == "0"
     assert "0" not in (residuals["O2"], residuals["O3"])
     assert done.stdout.count("resumed True") == 2 * len(modes)
     assert "2 gradients in 8 bits" in done.stderr
+    assert done.stderr.count("ranks     2, gradients averaged in FP8, 1.03 bytes each") == 10
+    users = "gradients averaged in their dtype: the communication hook fp16_compress_hook is"
+    assert done.stderr.count(users) == 2
     assert "no gradients in 8 bits: DistributedDataParallel(find_unused_parameters" in done.stderr
     assert "2 weights stay float32: DistributedDataParallel has wrapped them" in done.stderr
 

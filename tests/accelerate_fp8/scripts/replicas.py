@@ -5,6 +5,7 @@ import warnings
 
 import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs
+from accelerate.utils import DDPCommunicationHookType
 from torch import nn
 
 from accelerate_fp8 import FP8Config, FP8Kwargs
@@ -15,6 +16,7 @@ LEVELS = {
     "O3": FP8Config(opt_level="O3"),
     "unused": FP8Config(opt_level="O3"),
     "late": FP8Config(),
+    "hook": FP8Config(opt_level="O1"),
 }
 
 
@@ -23,6 +25,9 @@ class Training:
         handlers = [FP8Kwargs(LEVELS[mode])]
         if mode == "unused":
             handlers.append(DistributedDataParallelKwargs(find_unused_parameters=True))
+        if mode == "hook":
+            users = DDPCommunicationHookType.FP16
+            handlers.append(DistributedDataParallelKwargs(comm_hook=users))
         self.accelerator = Accelerator(
             mixed_precision="fp8", kwargs_handlers=handlers, cpu=True, gradient_accumulation_steps=2
         )
