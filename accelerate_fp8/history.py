@@ -1,7 +1,8 @@
-"""Delayed scaling's history in checkpoint folders: a small file of its own beside the weights.
+"""What scaling remembers, in checkpoint folders: a small file of its own beside the weights.
 
-The weights' own files stay what stock libraries write and read. Each process has a file, for each
-sees other activations; a resume with more processes than files takes the first one's.
+That is delayed scaling's history, and FP8-LM's mu with ``communication="fp8-lm"``. The weights' own
+files stay what stock libraries write and read. Each process has a file, for each sees other
+activations; a resume with more processes than files takes the first one's.
 """
 
 import os
@@ -53,7 +54,8 @@ def load_history(models: Sequence[nn.Module], directory: str | Path, process_ind
     if not path.is_file():
         path = path.with_name(_NAME.format(0))
     if not path.is_file():
-        if any(scaling_state_dict(_unwrap(model)) for model in models):
+        states = [scaling_state_dict(_unwrap(model)) for model in models]
+        if any("amax_history" in key for state in states for key in state):
             get_logger("accelerate_fp8").info(
                 f"FP8: {directory} holds no amax history; delayed scaling starts with an empty one"
             )
