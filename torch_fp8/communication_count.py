@@ -17,25 +17,22 @@ its threads. What N ranks send, each:
 These are what ring algorithms send, and the least that any can for all but the all-reduce of small
 buffers; a backend may send more. Barriers move no data and are left out. Not seen are collectives
 of torch's symmetric memory, and those that a future's callback issues in a thread of the backend,
-as PowerSGD's hook does, unless the callback went through `counted`.
+as PowerSGD's hook does on gloo.
 """
 
 import contextlib
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
-from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
-
-_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 class _Collective(NamedTuple):
@@ -220,31 +217,6 @@ def count_communication() -> Iterator[CommunicationCount]:
     count = CommunicationCount()
     with _Recorder(count):
         yield count
-
-
-def counted(callback: _Function) -> _Function:
-    """`callback`, whose collectives are counted by the contexts that are open now.
-
-    For callbacks of futures: gloo runs these in threads of its own.
-    """
-    counts = _open_counts()
-    if not counts:
-        return callback
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        here = _open_counts()
-        with contextlib.ExitStack() as stack:
-            for count in counts:
-                if not any(count is other for other in here):
-                    stack.enter_context(_Recorder(count))
-            return callback(*args, **kwargs)
-
-    return run  # type: ignore[return-value]
-
-
-def _open_counts() -> list[CommunicationCount]:
-    modes = _python_dispatch._get_current_dispatch_mode_stack()
-    return [mode.count for mode in modes if isinstance(mode, _Recorder)]
 
 
 class _Recorder(TorchDispatchMode):

@@ -27,7 +27,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from torch_fp8 import count_communication
-from torch_fp8.communication_count import counted
 
 RANK, WORLD = int(sys.argv[1]), 4
 
@@ -187,26 +186,23 @@ def case_data_parallel():
     return made
 
 
-def case_hooks_callback():
+def case_callback():
     """A hook whose second collective is issued in gloo's thread."""
-    made = {}
-    for name in ("counted", "as it is"):
 
-        def hook(_, bucket, name=name):
-            message = floats(16)
-            time.sleep(0.2 * RANK)  # the others' callbacks run when this rank has come
+    def hook(_, bucket):
+        message = floats(16)
+        time.sleep(0.2 * RANK)  # the others' callbacks run when this rank has come
 
-            def again(_):
-                dist.all_reduce(message)
-                return bucket.buffer()
+        def again(_):
+            dist.all_reduce(message)
+            return bucket.buffer()
 
-            work = dist.all_to_all_single(torch.empty(16), message, async_op=True)
-            return work.get_future().then(counted(again) if name == "counted" else again)
+        work = dist.all_to_all_single(torch.empty(16), message, async_op=True)
+        return work.get_future().then(again)
 
-        model = DistributedDataParallel(model_of())
-        model.register_comm_hook(None, hook)
-        made[name] = counting(lambda model=model: train(model))
-    return made
+    model = DistributedDataParallel(model_of())
+    model.register_comm_hook(None, hook)
+    return counting(lambda: train(model))
 
 
 def case_fsdp():

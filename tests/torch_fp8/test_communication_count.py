@@ -154,12 +154,9 @@ def test_data_parallel(case):
     assert case("data_parallel") == [list(expected)] * 4
 
 
-def test_callbacks_in_threads_of_the_backend(case):
-    first = row("all-to-all", 64, 48)
-    for value in case("hooks_callback"):
-        assert value["counted"] == [row("all-reduce", 64, 96), first]
-    # The last rank's callback may run at once, in its own thread.
-    assert case("hooks_callback")[0]["as it is"] == [first]
+def test_callbacks_in_threads_of_the_backend_are_not_seen(case):
+    """As the module says; the last rank's may run at once, in its own thread."""
+    assert case("callback")[0] == [row("all-to-all", 64, 48)]
 
 
 def test_fully_sharded(case):
