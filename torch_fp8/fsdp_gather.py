@@ -22,11 +22,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from torch_fp8.gathered_weight import GatheredWeight, Payload, exponent_bytes
-from torch_fp8.linear import Float8Linear
+from torch_fp8.linear import WEIGHT, Float8Linear
+from torch_fp8.local_operands import plain
 from torch_fp8.quantize import BLOCK_SHAPE, QuantizedTensor, cast_saturating, quantize
 from torch_fp8.scaling import delayed_scale, scale_from_amax, tensor_amax
 
-_WEIGHT = 1  # the row of a history of amaxes
 _ATTRIBUTES = ("fsdp_pre_all_gather", "fsdp_post_all_gather", "to", "__deepcopy__", "__getstate__")
 
 
@@ -73,7 +73,7 @@ class WeightGather:
     @property
     def wanted(self) -> bool:
         """Whether the module runs in FP8 now: an evaluation in high precision gathers so, too."""
-        return self.module.training or self.module.fp8_config.eval_fp8
+        return self.module.runs_fp8
 
     def attach(self) -> None:
         """Have FSDP ask us from the next all-gather on."""
@@ -157,7 +157,7 @@ class WeightGather:
             return
         self._scale = scale.view(())
         if self.spec.delayed:
-            config, history = self.module.fp8_config, self.module.fp8_amax_history[_WEIGHT]
+            config, history = self.module.fp8_config, plain(self.module.fp8_amax_history)[WEIGHT]
             self._amax = amax.view(())
             self._scale = delayed_scale(
                 history, self._amax, self.spec.format, config.amax_compute_algo, config.margin

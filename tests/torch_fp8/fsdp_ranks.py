@@ -1,6 +1,6 @@
 """Runs cases of FSDP2 on one of several gloo ranks and writes, as JSON, what each returns.
 
-``python fsdp_ranks.py <rank> <number of ranks> <module with the cases> <store> <result>``; see
+``python fsdp_ranks.py <rank> <number of ranks> <modules with the cases> <store> <result>``; see
 `run_ranks` in conftest.py. What several modules of cases need is here, too.
 """
 
@@ -132,7 +132,7 @@ def averaged(value):
 
 
 def main():
-    module, store, output = sys.argv[3:]
+    modules, store, output = sys.argv[3:]
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     dist.init_process_group(
@@ -144,7 +144,8 @@ def main():
     )
     wanted = os.environ.get("ONLY", "case_").split(",")
     results = {}
-    for name, case in inspect.getmembers(importlib.import_module(module)):
+    modules = [importlib.import_module(module) for module in modules.split(",")]
+    for name, case in [case for module in modules for case in inspect.getmembers(module)]:
         if not name.startswith("case_") or not any(part in name for part in wanted):
             continue
         try:

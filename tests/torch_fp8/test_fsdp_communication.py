@@ -8,7 +8,7 @@ FREED = "the unsharded weight was freed by FSDP"
 
 @pytest.fixture(scope="module")
 def gathers(run_fsdp_cases):
-    return run_fsdp_cases("fsdp_gather_cases", 2)
+    return run_fsdp_cases("fsdp_gather_cases,fsdp_lifecycle_cases", 2)
 
 
 @pytest.fixture(scope="module")
@@ -134,6 +134,19 @@ def test_gathers_that_no_forward_announced_have_scales_of_their_own(gathers):
         assert right == [True] * 2
         first, alone, grown, alone_grown = value["method"]
         assert (first, grown) == (alone, alone_grown)
+
+
+def test_delayed_scales_are_those_of_one_device(gathers):
+    """Histories and scales, bit for bit; the next gather's is of the history as it is then."""
+    for value in gathers["delayed"]:
+        *steps, next_scale = value
+        assert steps == [[True, True]] * 3
+        assert next_scale == pytest.approx(1.5)
+
+
+def test_compiled_blocks_take_gathered_weights(gathers):
+    for eager, compiled in gathers["compiled"]:
+        assert compiled == pytest.approx(eager, rel=1e-6)
 
 
 def test_recomputed_and_prefetched_weights_are_those_of_a_plain_run(gathers):
