@@ -10,8 +10,10 @@ BF16 and its residual at O2 and O3. As under ``bf16-mixed``, what flows between 
 float32: inputs are not cast, and embeddings return float32.
 """
 
+import contextlib
+import functools
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -30,7 +32,7 @@ from torch.optim import Optimizer
 
 from lightning_fp8.blocks import find_blocks, find_roots
 from lightning_fp8.stream import keep_stream, release_stream
-from torch_fp8.sharded_weights import is_split, join_sharded, reshard
+from torch_fp8.sharded_weights import reshard
 
 _TRAINERS = ("lightning.pytorch", "pytorch_lightning")
 _STATE_DICT = "state_dict"
@@ -164,13 +166,25 @@ class HostStrategy(FP8FSDPStrategy):
                 fully_shard(root, **options)
         keep_stream(model)
 
+    @contextlib.contextmanager
+    def _weights_as_saved(
+        self, precision: Any, model: nn.Module, path: Path, key: str | None, weights_only: Any
+    ) -> Iterator[None]:
+        """Within, weights that are split are float32 if a checkpoint has them so."""
+        split = {n for n, p in model.named_parameters() if p.dtype == torch.bfloat16}
+        dtypes = _saved_dtypes(path, key, weights_only) if split else {}
+        if any(dtypes.get(name) == torch.float32 for name in split):
+            with precision.joined(model):
+                yield
+        else:
+            yield
+
 
 class TrainerStrategy(HostStrategy):
     """The part of the Trainer's strategies."""
 
     lightning_module: Any
     model: Any
-    optimizers: Any
     precision_plugin: Any
     root_device: Any
     broadcast: Any
@@ -217,18 +231,10 @@ class TrainerStrategy(HostStrategy):
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> Any:
         """As the host's; float32 weights (of stock training, say) are read as such, then split."""
-        optimizers = self.optimizers
         path = Path(self.broadcast(checkpoint_path))
-        model = self.model
-        weights_only = kwargs.get("weights_only")
-        split = any(map(is_split, optimizers))
-        whole = split and _has_float32_weights(path, model, weights_only)
-        if whole:
-            join_sharded(model, optimizers)
-        loaded = super().load_checkpoint(checkpoint_path, *args, **kwargs)  # type: ignore[misc]
-        if whole:
-            self.precision_plugin.split_again()
-        return loaded
+        key, weights_only = _STATE_DICT, kwargs.get("weights_only")
+        with self._weights_as_saved(self.precision_plugin, self.model, path, key, weights_only):
+            return super().load_checkpoint(checkpoint_path, *args, **kwargs)  # type: ignore[misc]
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """As the host's, through the hooks of a LightningModule that is its own root."""
@@ -260,6 +266,8 @@ class FabricStrategy(HostStrategy):
 
     setup_module: Any
     setup_optimizer: Any
+    precision: Any
+    broadcast: Any
 
     def _host_options(self) -> dict[str, Any]:
         return {"parallelize_fn": self._parallelize}
@@ -293,23 +301,36 @@ class FabricStrategy(HostStrategy):
         set_up = [self.setup_optimizer(o) for o in optimizers]
         return sharded, set_up, *(scheduler or (None,))
 
+    def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """As the host's; float32 weights (of stock training, say) are read as such, then split."""
+        found = {None: state} if isinstance(state, nn.Module) else dict(state or {})
+        models = [(key, value) for key, value in found.items() if isinstance(value, nn.Module)]
+        load = functools.partial(super().load_checkpoint, path, state, *args, **kwargs)  # type: ignore[misc]
+        if len(models) != 1:  # the host refuses it, or loads no weights
+            return load()
+        ((key, model),) = models
+        where = Path(self.broadcast(path))
+        weights_only = kwargs.get("weights_only")
+        with self._weights_as_saved(self.precision, model, where, key, weights_only):
+            return load()
+
 
 def _sharded() -> None:
     """Stands for ``configure_model`` while the host looks for it."""
 
 
-def _has_float32_weights(path: Path, model: nn.Module, weights_only: bool | None) -> bool:
-    """Whether a checkpoint has a weight of `model` in float32 that is BF16 there."""
-    split = {name for name, p in model.named_parameters() if p.dtype == torch.bfloat16}
+def _saved_dtypes(path: Path, key: str | None, weights_only: bool | None) -> dict[str, Any]:
+    """The dtypes of a model's weights in a checkpoint.
+
+    Args:
+        path: a folder of shards or a file.
+        key: of the model in it; None: the file has its weights alone.
+        weights_only: as of ``torch.load``.
+    """
     if path.is_dir():
-        metadata = FileSystemReader(path).read_metadata().state_dict_metadata
-        prefix = f"{_STATE_DICT}."
-        dtypes = {
-            key.removeprefix(prefix): value.properties.dtype
-            for key, value in metadata.items()
-            if key.startswith(prefix) and hasattr(value, "properties")
-        }
-    else:
-        saved = torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
-        dtypes = {name: tensor.dtype for name, tensor in saved[_STATE_DICT].items()}
-    return any(dtypes.get(name) == torch.float32 for name in split)
+        entries = FileSystemReader(path).read_metadata().state_dict_metadata
+        dtypes = {k: v.properties.dtype for k, v in entries.items() if hasattr(v, "properties")}
+        return {k.removeprefix(f"{key}."): dtype for k, dtype in dtypes.items()}
+    saved = torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
+    state = saved if key is None else saved[key]
+    return {name: value.dtype for name, value in state.items() if isinstance(value, Tensor)}

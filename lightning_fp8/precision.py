@@ -13,9 +13,10 @@ the weights have the user's dtype, so that whoever saves, exports or trains the 
 nothing of ours in it.
 """
 
+import contextlib
 import functools
 import weakref
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -277,6 +278,16 @@ class HostPrecision(FP8Precision):
         reports = split_sharded(module, together, self.config)
         converted.optimizers.update(zip(together, reports, strict=True))
         self._connect_sharded(converted)  # to the shards that there are now
+
+    @contextlib.contextmanager
+    def joined(self, module: nn.Module) -> Iterator[None]:
+        """Within, the weights that `_split` has split are float32; called by `FP8FSDPStrategy`."""
+        converted = next(c for c in self._live() if c.module() is module)
+        join_sharded(module, converted.optimizers)
+        try:
+            yield
+        finally:
+            self._split(converted, ())
 
     def _connect_sharded(self, converted: Converted) -> None:
         """Have FSDP2 gather and scatter in FP8 where the model is sharded; again is harmless."""

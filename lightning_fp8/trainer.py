@@ -54,11 +54,6 @@ class TrainerPrecision(HostPrecision):
         self._announce(converted)
         return super().connect(model, optimizers, lr_schedulers)  # type: ignore[misc]
 
-    def split_again(self) -> None:
-        """Called by `FP8FSDPStrategy` once it has loaded weights in float32."""
-        (converted,) = self._live()
-        self._split(converted, ())
-
     def pre_backward(self, tensor: torch.Tensor, module: Any) -> Any:
         """As the host's; with manual optimization, where a backward that averages begins."""
         ddp = self._strategy.model

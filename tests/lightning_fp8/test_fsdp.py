@@ -10,9 +10,9 @@ from lightning_fp8 import FP8FSDPStrategy
 FLAG = "fp8-mixed"
 TRAINER = (
     "O1 O2 O3 accumulate clip own manual sgd evaluate",
-    "resume named users offload",
+    "resume tested named users offload meta release",
 )
-FABRIC = "O1 O2 O3 apart resume"
+FABRIC = "O1 O2 O3 apart resume stock"
 
 
 @pytest.mark.parametrize(
@@ -20,9 +20,9 @@ FABRIC = "O1 O2 O3 apart resume"
     [
         ("fsdp.py", "lightning.pytorch", TRAINER[0]),
         ("fsdp.py", "lightning.pytorch", TRAINER[1]),
-        ("fsdp.py", "pytorch_lightning", "O3 resume"),
+        ("fsdp.py", "pytorch_lightning", "O3 users"),
         ("fsdp_fabric.py", "lightning.fabric", FABRIC),
-        ("fsdp_fabric.py", "lightning_fabric", "O2 resume"),
+        ("fsdp_fabric.py", "lightning_fabric", "O2 stock"),
     ],
     ids=lambda value: value.replace(" ", "-"),
 )

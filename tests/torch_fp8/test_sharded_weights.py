@@ -164,8 +164,18 @@ def test_four_bits_and_none():
         torch.testing.assert_close(values(net)[2], before[2], rtol=2**-16, atol=0)  # a norm
 
 
-def test_another_dimension_is_refused():
+def test_columns_are_split_too_and_an_inner_dimension_is_refused():
     net, optimizer = make(shard_placement_fn=lambda p: Shard(1) if p.ndim > 1 else Shard(0))
     assert isinstance(net[2], FSDPModule)
-    with pytest.raises(ValueError, match=r"'2.weight' is sharded as \(Shard\(dim=1\),\)"):
-        split_sharded(net, [optimizer], FP8Config())
+    before = values(net)
+    split_sharded(net, [optimizer], FP8Config())
+    assert net[2].weight.placements == (Shard(1),)
+    assert {p.dtype for p in net.parameters()} == {torch.bfloat16}
+    join_sharded(net, [optimizer])
+    for joined, value in zip(values(net), before, strict=True):
+        torch.testing.assert_close(joined, value, rtol=2**-16, atol=0)
+    conv = nn.Sequential(nn.Conv1d(32, 64, 3), nn.Linear(64, 64))
+    fully_shard(conv, shard_placement_fn=lambda p: Shard(1) if p.ndim == 3 else Shard(0))
+    optimizer = torch.optim.AdamW(conv.parameters())
+    with pytest.raises(ValueError, match=r"'0.weight' is sharded as \(Shard\(dim=1\),\)"):
+        split_sharded(conv, [optimizer], FP8Config())

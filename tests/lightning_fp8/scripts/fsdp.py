@@ -60,6 +60,8 @@ class Regression(L.LightningModule):
 
     def on_before_optimizer_step(self, optimizer):
         self.dtypes |= {p.dtype for p in self.parameters()}
+        if self.kind == "release":
+            return
         grad = getattr(self.layers if self.kind == "own" else self.net.layers, "0").up.weight.grad
         self.gradient = type(grad.to_local()).__name__
 
@@ -230,6 +232,51 @@ def resume():
     return "bit for bit"
 
 
+def test_from_checkpoint():
+    """A checkpoint of a fit that goes on, tested by its Trainer and by a new one."""
+    config = FP8Config()
+    trainer(config).validate(Regression(config), data(1), verbose=False)  # starts the ranks
+    for sharded in (True, False):
+        path = [f"{tempfile.mkdtemp()}/last"]
+        dist.broadcast_object_list(path)
+        strategy = FP8FSDPStrategy(save_distributed_checkpoint=sharded)
+        first = trainer(config, strategy, callbacks=[SaveAtEnd(path[0])])
+        model = Regression(config)
+        first.fit(model, data())
+        (fitted,) = first.test(model, data(2), verbose=False)
+        (again,) = first.test(model, data(2), ckpt_path=path[0], verbose=False)
+        strategy = FP8FSDPStrategy(save_distributed_checkpoint=sharded)
+        (fresh,) = trainer(config, strategy).test(
+            Regression(config), data(2), ckpt_path=path[0], verbose=False
+        )
+        # In a checkpoint of a fit weights have BF16's bits, the others are in the optimizer.
+        assert again == fresh
+        assert abs(again["loss"] - fitted["loss"]) < 0.01, (again, fitted)
+    return "tested"
+
+
+def meta():
+    """Weights that are made where they are sharded, of a model without any."""
+    config = FP8Config()
+    host_trainer = trainer(config)
+    with torch.device("meta"):
+        model = Regression(config)
+    host_trainer.fit(model, data())
+    assert model.dtypes == {torch.bfloat16}
+    assert model.losses[-1] < model.losses[0]
+    return f"loss {model.losses[0]:.3f} {model.losses[-1]:.3f}"
+
+
+def release():
+    config = FP8Config(gradient_release=True)
+    model = Regression(config, "release")
+    trainer(config).fit(model, data())
+    assert model.dtypes == {torch.bfloat16}
+    reached = similarity(model.net.parameters(), FP8Config())
+    assert reached > 0.95, reached
+    return f"similarity {reached:.3f}"
+
+
 class SaveAtEnd(L.Callback):
     def __init__(self, path):
         self.path = path
@@ -307,8 +354,10 @@ CASES = {
     "O1": lambda: level("O1"),
     "O2": lambda: level("O2"),
     "O3": lambda: level("O3"),
-    **{f.__name__: f for f in (accumulate, clip, own, manual, sgd, evaluate, resume, named, users)},
+    **{f.__name__: f for f in (accumulate, clip, own, manual, sgd, evaluate, resume, named)},
+    **{f.__name__: f for f in (users, meta, release)},
     "offload": offload,
+    "tested": test_from_checkpoint,
 }
 
 

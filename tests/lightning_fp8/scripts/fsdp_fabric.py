@@ -88,12 +88,43 @@ def resume():
     return "bit for bit"
 
 
+def stock():
+    """Float32 weights, with a state and alone: nothing of them is lost, nor kept of the others."""
+    config = FP8Config()
+    whole_net = make_net()
+    with torch.no_grad():
+        for parameter in whole_net.parameters():
+            parameter.mul_(1.1)
+    fabric = fabric_of(config)
+    folder = fabric.broadcast(tempfile.mkdtemp())
+    state = {"weights": whole_net.state_dict(), "step": 7}
+    if fabric.global_rank == 0:
+        torch.save(state, f"{folder}/state")
+        torch.save(state["weights"], f"{folder}/alone")
+    fabric.barrier()
+    for name in ("state", "alone"):
+        model, optimizer = set_up(fabric)
+        if name == "alone":
+            fabric.load_raw(f"{folder}/alone", model)
+        else:
+            loaded = {"weights": model, "step": 0}
+            fabric.load(f"{folder}/state", loaded)
+            assert loaded["step"] == 7
+        assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+        with fabric.strategy.precision.joined(model._forward_module):
+            for ours, theirs in zip(whole(model.parameters()), whole_net.parameters(), strict=True):
+                torch.testing.assert_close(ours, theirs, rtol=2**-16, atol=0)
+        train(fabric, model, optimizer, range(2))
+    return "exact"
+
+
 CASES = {
     "O1": lambda: level("O1"),
     "O2": lambda: level("O2"),
     "O3": lambda: level("O3", accumulate=2, clip=0.5),
     "apart": apart,
     "resume": resume,
+    "stock": stock,
 }
 
 
