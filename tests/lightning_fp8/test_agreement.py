@@ -8,9 +8,8 @@ import pytest
 @pytest.mark.parametrize(
     ("host", "kind"),
     [
-        ("pytorch_lightning", "trainer"),
         ("lightning.pytorch", "sharded"),
-        ("lightning.fabric", "fabric"),
+        ("lightning_fabric", "fabric"),
     ],
 )
 def test_ranks_with_different_configurations_are_told_before_anything_can_hang(run, host, kind):

@@ -168,6 +168,13 @@ def case_dtensor():
     return counts, torch.equal(x.grad.to_local(), torch.full((2, 8), float(RANK)))
 
 
+def case_operator_of_dtensor():
+    """A product that gathers an operand by itself, within DTensor's own dispatch."""
+    mesh = init_device_mesh("cpu", (4,))
+    a, b = (distribute_tensor(torch.ones(8, 8), mesh, [Shard(1)]) for _ in range(2))
+    return counting(lambda: a @ b)
+
+
 def case_tensor_parallel():
     mesh = init_device_mesh("cpu", (4,))
     model = parallelize_module(model_of(), mesh, {"0": ColwiseParallel(), "1": RowwiseParallel()})

@@ -143,6 +143,10 @@ def test_what_dtensor_makes_of_its_operators(case):
     assert case("dtensor") == [[[row("all-gather", 256, 192)], True]] * 4
 
 
+def test_what_an_operator_of_dtensor_gathers_by_itself(case):
+    assert case("operator_of_dtensor") == [[row("all-gather", 256, 192)]] * 4
+
+
 def test_tensor_parallel(case):
     """An all-reduce of (2, 8) after the row-wise layer, one before the column-wise in backward."""
     assert case("tensor_parallel") == [[row("all-reduce", 128, 192, calls=2)]] * 4

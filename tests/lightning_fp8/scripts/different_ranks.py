@@ -1,6 +1,6 @@
 """different_ranks.py HOST KIND: TORCH_FP8_CONFIG is set on rank 1 of 2 alone; what each is told.
 
-KIND is trainer, sharded (ModelParallelStrategy) or fabric.
+KIND is sharded (a Trainer with ModelParallelStrategy) or fabric.
 """
 
 import datetime
