@@ -45,8 +45,8 @@ ROOMS = [
     {"gradient_bucket"},
     {"linear", "optimizer", "gradient_exchange", "state_sharding"},
     {"optimizer_conversion", "ddp", "fsdp_gather", "fsdp_scatter", "redistribution"},
-    {"selection", "memory", "fsdp", "sharded_weights", "fsdp_communication", "tensor_parallel"},
-    {"report"},
+    {"selection", "memory", "fsdp", "sharded_weights", "tensor_parallel"},
+    {"report", "fsdp_communication"},
     {"convert"},
 ]
 MAY_IMPORT = {

@@ -6,6 +6,7 @@
     splits = split_for_sharding(model, [optimizer], config)
     fully_shard(model)  # and the optimizer gets the new parameters
     reports = shard_residuals(model, [optimizer], splits, config)
+    connect_fsdp(model, config)  # of torch_fp8.fsdp_communication
 
 The trainable parameters of an FSDP2 group must have one dtype. So small ones become BF16, too, with
 16 bits of residual, which makes them float32 numbers still.

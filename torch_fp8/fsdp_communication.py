@@ -26,6 +26,7 @@ from torch_fp8.config import FP8Config
 from torch_fp8.fsdp_gather import WeightGather, make_scales
 from torch_fp8.fsdp_scatter import Float8ReduceScatter, in_groups
 from torch_fp8.linear import Float8Linear
+from torch_fp8.sharded_weights import param_groups
 
 
 @dataclass(frozen=True)
@@ -81,11 +82,11 @@ def connect_fsdp(model: nn.Module, config: FP8Config) -> FSDPReport:
     skipped: list[tuple[str, str]] = []
     gathers: dict[Any, list[WeightGather]] = {}
     for module in _sharded_modules(model):
-        for group in _groups(module):
+        for group in param_groups(module):
             if group not in gathers:
                 gathers[group] = _gathers_of(group, names, skipped)
     for module in _sharded_modules(model):
-        groups = dict.fromkeys(g for inner in _sharded_modules(module) for g in _groups(inner))
+        groups = dict.fromkeys(g for inner in _sharded_modules(module) for g in param_groups(inner))
         own = [gather for group in groups for gather in gathers[group]]
         if own:
             Announcement(module, own)
@@ -195,6 +196,8 @@ def _why_not_gathered(group: Any, param: Any, owners: list[nn.Module]) -> str | 
     if param.fsdp_placement.dim != 0 and granularity != "tensorwise":
         return f"it is sharded along dimension 1, and {granularity} scales are of whole rows"
     size = param.mesh_info.shard_mesh_size
+    if granularity == "block_1x32" and size == 1:
+        return "it is on one rank, where torch passes one tensor only"
     if granularity == "block_1x32" and param._orig_size[0] % size:
         return f"its rows do not divide by {size} ranks, and torch pads one tensor only"
     return None
@@ -204,22 +207,13 @@ def _sharded_modules(model: nn.Module) -> Iterator[Any]:
     return (module for module in model.modules() if isinstance(module, FSDPModule))
 
 
-def _groups(module: Any) -> list[Any]:
-    """FSDP's parameter groups of one module: torch 2.11 has one at most, later several."""
-    state = module._get_fsdp_state()
-    groups = getattr(state, "_fsdp_param_groups", None)
-    if groups is None:
-        groups = [state._fsdp_param_group]
-    return [group for group in groups if group is not None]
-
-
 def _disconnect(model: nn.Module) -> None:
     for module in _sharded_modules(model):
         hooks = [getattr(hook, "__self__", None) for hook in module._forward_pre_hooks.values()]
         for hook in hooks:
             if isinstance(hook, Announcement):
                 hook.remove()
-        for group in _groups(module):
+        for group in param_groups(module):
             if isinstance(group._reduce_scatter_comm, Float8ReduceScatter):
                 group._reduce_scatter_comm = DefaultReduceScatter()
 

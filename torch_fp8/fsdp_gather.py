@@ -136,9 +136,6 @@ class WeightGather:
         shard = self.shard
         if not shard.numel() or not target.numel():
             return
-        if self.spec.granularity == "tensorwise":
-            target.copy_(tensor_amax(shard))
-            return
         first = self._first_row()
         if self.spec.granularity == "rowwise":
             target[first : first + shard.shape[0]] = shard.abs().amax(1, keepdim=True).float()
@@ -243,8 +240,11 @@ def _make_scales(group: Any, gathers: list[WeightGather]) -> None:
     sizes = [torch.Size(shape).numel() for shape in shapes]
     origin = gathers[0].shard.device
     amax = torch.zeros(sum(sizes), dtype=torch.float32, device=origin)
-    for gather, part, shape in zip(gathers, amax.split(sizes), shapes, strict=True):
-        gather.write_amax(part.view(shape))
+    if all(gather.spec.granularity == "tensorwise" for gather in gathers):
+        _write_amaxes([gather.shard for gather in gathers], amax)
+    else:
+        for gather, part, shape in zip(gathers, amax.split(sizes), shapes, strict=True):
+            gather.write_amax(part.view(shape))
     amax = amax.to(gathers[0].device)
     if amax.numel() and dist.get_world_size(group) > 1:
         # A maximum need not keep a NaN; every backend's keeps an Inf.
@@ -258,6 +258,19 @@ def _make_scales(group: Any, gathers: list[WeightGather]) -> None:
     made = torch.cuda.current_stream(amax.device).record_event() if amax.is_cuda else None
     for gather in gathers:
         gather.made = made
+
+
+def _write_amaxes(shards: list[Tensor], target: Tensor) -> None:
+    """The amax of each shard, () float32, in `target`; all of them in a few launches on CUDA."""
+    places = [i for i, shard in enumerate(shards) if shard.numel()]
+    if not places:
+        return
+    present = [shards[i].detach() for i in places]
+    if present[0].is_cuda:
+        amaxes = torch._foreach_norm(present, torch.inf, dtype=torch.float32)
+    else:
+        amaxes = tuple(tensor_amax(shard) for shard in present)
+    target[torch.tensor(places, device=target.device)] = torch.stack(amaxes)
 
 
 def _make_askable(tensor: Tensor, gather: WeightGather) -> None:

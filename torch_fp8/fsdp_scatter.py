@@ -5,7 +5,8 @@ module, one behind the other. `Float8ReduceScatter` makes a message of each such
 (`torch_fp8.wire`): gradients of FP8 weights as 8-bit codes in groups of 32, which begin anew with
 every parameter, all others (norms, biases, embeddings) as BF16. An all-to-all brings each rank the
 N messages of its shards, and it adds them in float32: every gradient is rounded once, before the
-sum. An Inf or NaN of one rank makes the sum of its group NaN.
+sum. (A `reduce_dtype` is what the sum is written in, not the message.) An Inf or NaN of one rank
+makes the sum of its group NaN.
 
 With two mesh dimensions (HSDP) that is the exchange among the ranks that shard; FSDP's all-reduce
 among replicas stays as it is.

@@ -23,6 +23,7 @@ from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     fully_shard,
 )
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 from torch.distributed.tensor import Shard
 
 from torch_fp8 import FP8Config, convert_to_float8
@@ -40,6 +41,10 @@ def case_bits():
             config = FP8Config(recipe=recipe, opt_level="O1", emulate=True)
             hidden = 203 if recipe == "blockwise" else 33
             plain, model = model_of(hidden=hidden), model_of(hidden=hidden)
+            with torch.no_grad():  # blocks and rows differ
+                for parameter in (*plain.parameters(), *model.parameters()):
+                    if parameter.ndim == 2:
+                        parameter.mul_(2.0 ** torch.linspace(-8, 8, len(parameter))[:, None])
             model, report = sharded(config, policy, model)
             with torch.no_grad():
                 for p, q in zip(plain.parameters(), model.parameters(), strict=True):
@@ -171,6 +176,15 @@ def case_options():
         connect_fsdp(model, FP8Config(communication="fp8-lm"))
     except ValueError as error:
         result["fp8-lm"] = str(error)
+
+    model, _ = sharded(config, connected=False)
+    own = DefaultReduceScatter()
+    own.__class__ = type("Own", (DefaultReduceScatter,), {})
+    model[1].set_custom_reduce_scatter(own)
+    report = connect_fsdp(model, config)
+    connect_fsdp(model, FP8Config(opt_level="O1", communication="off"))
+    kept = model[1]._get_fsdp_state()._fsdp_param_group._reduce_scatter_comm is own
+    result["users scatter"] = [report.num_gathers, report.num_scatters, str(report), kept]
 
     sharding = {"shard_placement_fn": lambda p: Shard(1) if p.ndim == 2 else None}
     made = {}

@@ -1,6 +1,13 @@
 """FSDP2 with gathers and scatters in FP8, on two and on four gloo ranks."""
 
 import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+from torch_fp8 import FP8Config, convert_to_float8
+from torch_fp8.fsdp_communication import connect_fsdp
+from torch_fp8.gathered_weight import GatheredWeight
 
 RECIPES = ["tensorwise", "delayed", "rowwise", "blockwise", "mxfp8"]
 FREED = "the unsharded weight was freed by FSDP"
@@ -75,6 +82,14 @@ def test_communication_off_is_stock_and_can_be_undone(gathers):
         assert value["off"] == [0, 0, 0]
         assert value["on again"] == [5, 5]
         assert "use communication='fp8' or 'off'" in value["fp8-lm"]
+
+
+def test_a_reduce_scatter_of_the_users_stays(gathers):
+    for value in gathers["options"]:
+        gathered, scattered, report, kept = value["users scatter"]
+        assert (gathered, scattered) == (5, 2)
+        assert "not '1': it has a reduce-scatter of the user's" in report
+        assert kept
 
 
 def test_shards_of_the_second_dimension(gathers):
@@ -252,3 +267,24 @@ def test_resharding_to_a_number_of_ranks_gathers_as_it_is_and_says_so(meshes):
         assert "not '0.weight' and 4 more: reshard_after_forward is a number" in report
         assert ["all-to-all", "torch.uint8", 4] in rows
         assert ["all-gather", "torch.uint8", 4] not in rows
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_single_rank_trains_as_without_fsdp(single_process_group, recipe):
+    torch.manual_seed(0)
+    model, alone = (nn.Sequential(nn.Linear(64, 48), nn.Linear(48, 32)) for _ in range(2))
+    alone.load_state_dict(model.state_dict())
+    config = FP8Config(recipe=recipe, emulate=True)
+    for one in (model, alone):
+        convert_to_float8(one, config)
+    fully_shard(model)
+    report = connect_fsdp(model, config)
+    assert report.num_gathers == (0 if recipe == "mxfp8" else 2)
+    losses = []
+    for one in (model, alone):
+        loss = one(torch.ones(4, 64)).square().mean()
+        loss.backward()
+        losses.append(loss.item())
+    assert losses[0] == losses[1]
+    model.unshard()
+    assert isinstance(model[0].weight, GatheredWeight) == (recipe != "mxfp8")

@@ -1,0 +1,159 @@
+"""Bytes that FSDP2 sends for Llama-3.1-8B in a step, counted without running it.
+
+    python -m benchmarks.fsdp_bytes
+
+The model is made of fake tensors, which have shapes and no memory, on a fake process group; FSDP2,
+our gathers and our scatters run as ever, and `torch_fp8.count_communication` counts what they hand
+to the collectives: one forward and backward, weights gathered again in backward. Blocks and root
+are sharded as everybody does it. Written to ``results/wire_bytes.csv``: bytes that a rank sends,
+against BF16 collectives. The scales' collective counts as gathering.
+"""
+
+import argparse
+import csv
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from benchmarks.measurement import RESULTS, environment, print_table, write_rows
+from benchmarks.shapes import LLAMA_3_1_8B_BLOCK
+from torch_fp8 import FP8Config, communication_count, convert_to_float8
+from torch_fp8.fsdp_communication import connect_fsdp
+
+COLUMNS = (
+    *("case", "model", "ranks", "bf16_bytes", "fp8_bytes", "ratio"),
+    *("torch", "commit", "date", "command"),
+)
+LAYERS, VOCABULARY, HIDDEN = 32, 128256, 4096
+
+
+class Linears(nn.Module):
+    """The linear layers of a block of Llama-3.1-8B; the arithmetic is made up."""
+
+    def __init__(self):
+        super().__init__()
+        for name, (k, n) in LLAMA_3_1_8B_BLOCK.items():
+            setattr(self, name, nn.Linear(k, n, bias=False))
+
+    def forward(self, x):
+        keys = self.k_proj(x) + self.v_proj(x)
+        x = x + self.o_proj(self.q_proj(x) + keys.repeat(1, 4))
+        return x + self.down_proj(self.gate_proj(x) * self.up_proj(x))
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linears = Linears()
+        self.input_layernorm = nn.RMSNorm(HIDDEN)
+        self.post_attention_layernorm = nn.RMSNorm(HIDDEN)
+
+    def forward(self, x):
+        return self.post_attention_layernorm(self.linears(self.input_layernorm(x)))
+
+
+class Llama(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed_tokens = nn.Embedding(VOCABULARY, HIDDEN)
+        self.layers = nn.ModuleList(Block() for _ in range(LAYERS))
+        self.norm = nn.RMSNorm(HIDDEN)
+        self.lm_head = nn.Linear(HIDDEN, VOCABULARY, bias=False)
+
+    def forward(self, tokens):
+        x = self.embed_tokens(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.lm_head(self.norm(x))
+
+
+class _Recorder(communication_count._Recorder):
+    """Counts collectives of fake tensors, too."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        types = [t for t in types if not issubclass(t, FakeTensor)]
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+@contextmanager
+def fake_ranks(number):
+    """A process group of which this process alone exists."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=number)
+    try:
+        yield init_device_mesh("cpu", (number,))
+    finally:
+        dist.destroy_process_group()
+
+
+def count(communication, ranks, name):
+    """What rank 0 of `ranks` sends in a step, as a `CommunicationCount`."""
+    only_linears = name != "Llama-3.1-8B"
+    config = FP8Config(opt_level="O1", communication=communication)
+    with torch.device("meta"):
+        model = (nn.Sequential(Linears()) if only_linears else Llama()).bfloat16()
+    convert_to_float8(model, config, device="cpu")
+    with fake_ranks(ranks) as mesh, FakeTensorMode(allow_non_fake_inputs=True):
+        model.to_empty(device="cpu")
+        blocks = list(model if only_linears else model.layers)
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+        for module in [*blocks, model]:
+            fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+        connect_fsdp(model, config)
+        made = communication_count.CommunicationCount()
+        x = torch.randn(16, HIDDEN, dtype=torch.bfloat16) if only_linears else torch.arange(16)
+        with _Recorder(made):
+            model(x).float().sum().backward()
+    return made
+
+
+def rows(ranks):
+    """One for each way and model: bytes that a rank sends with BF16 collectives, and with ours."""
+    made = []
+    for model in ("a block's linears", "Llama-3.1-8B"):
+        stock, ours = (count(communication, ranks, model) for communication in ("off", "fp8"))
+        print(model, stock, ours, sep="\n")
+        gathered = ours.of("all-gather").bytes_sent + ours.of("all-reduce").bytes_sent
+        scattered = ours.of("all-to-all").bytes_sent + ours.of("reduce-scatter").bytes_sent
+        for way, before, after in (
+            ("gather", stock.of("all-gather").bytes_sent, gathered),
+            ("scatter", stock.of("reduce-scatter").bytes_sent, scattered),
+        ):
+            made.append(
+                {
+                    "case": f"FSDP2 {way}",
+                    "model": model,
+                    "ranks": ranks,
+                    "bf16_bytes": int(before),
+                    "fp8_bytes": int(after),
+                    "ratio": f"{after / before:.4f}",
+                }
+            )
+    return made
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 8])
+    parser.add_argument("--csv", type=Path, default=RESULTS / "wire_bytes.csv")
+    options = parser.parse_args()
+    kept = []
+    if options.csv.exists():  # rows of others stay
+        with options.csv.open(newline="") as file:
+            kept = [row for row in csv.DictReader(file) if not row["case"].startswith("FSDP2")]
+    where = {**environment(torch.device("cpu")), "command": "python -m benchmarks.fsdp_bytes"}
+    made = []
+    for ranks in options.ranks:
+        made += [{**row, **{c: where[c] for c in COLUMNS[6:]}} for row in rows(ranks)]
+        write_rows(options.csv, COLUMNS, kept + made)
+    print_table(COLUMNS[:6], made)
+
+
+if __name__ == "__main__":
+    main()
