@@ -60,11 +60,15 @@ class GradientBucket:
         flags = torch.tensor([not missing for missing in self._missing], dtype=torch.bfloat16)
         _lay_out([flags.to(device, non_blocking=True)], layout.plain(self._sent))
         self.nbytes = self._sent.nbytes
+        self._gathered = False
         self._received = torch.empty_like(self._sent)
         self._work = all_to_all(self._received, self._sent, group, async_op=True)
 
     def gather(self) -> None:
-        """Average the part that this rank owns, and give it to all."""
+        """Average the part that this rank owns, and give it to all; done once."""
+        if self._gathered:
+            return
+        self._gathered = True
         self._work.wait()
         scale = 1 / self._world_size
         combined = wire.combine(self._received, self._layout, scale, keys=self._keys)

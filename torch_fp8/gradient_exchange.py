@@ -61,6 +61,7 @@ class GradientExchange:
         self._group, self._fp8 = group, fp8
         self.rank = dist.get_rank(group)
         self._stream = CommunicationStream()
+        self._overlaps = self._order[0].is_cuda
         self._learned = False
         self._active = False
         self._without_output_hooks = False
@@ -135,7 +136,7 @@ class GradientExchange:
                 self._quantize(parameter)
         with self._stream.beside(parameters[0].device):
             self._in_flight.append(GradientBucket(parameters, self._group))
-            if parameters[0].is_cuda:
+            if self._overlaps:
                 if len(self._in_flight) > 1:
                     self._in_flight[-2].gather()
                 if len(self._in_flight) > 2:

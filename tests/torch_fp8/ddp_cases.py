@@ -290,6 +290,22 @@ def case_unused():
     }
 
 
+def case_overlapped():
+    """As on CUDA, where second collectives are queued in backward: the same, to the bit."""
+    usual, gradient_exchange._BUCKET_NUMEL = gradient_exchange._BUCKET_NUMEL, 1
+    made = []
+    for overlaps in (False, True):
+        torch.manual_seed(RANK)
+        layers = [nn.Linear(96, 96) for _ in range(5)]
+        ddp, optimizer, _ = wrapped(model=nn.Sequential(*layers, nn.LayerNorm(96)))
+        (exchange,) = optimizer.fp8_exchanges
+        exchange._overlaps = overlaps
+        train(ddp, optimizer, 3, 2)
+        made.append(merged_state_dict(ddp, optimizer))
+    gradient_exchange._BUCKET_NUMEL = usual
+    return all(torch.equal(made[0][name], made[1][name]) for name in made[0])
+
+
 def case_unused_beside_many_buckets():
     """Ranks whose 8-bit gradients become ready in another order, beside several buckets of DDP."""
 
@@ -389,8 +405,8 @@ def case_messages():
     made = []
     for numel in (1, 8 << 20):
         usual, gradient_exchange._BUCKET_NUMEL = gradient_exchange._BUCKET_NUMEL, numel
-        layers = nn.Linear(96, 65), nn.Linear(65, 67), nn.Linear(67, 96), nn.Linear(96, 96)
         torch.manual_seed(RANK)
+        layers = nn.Linear(96, 65), nn.Linear(65, 67), nn.Linear(67, 96), nn.Linear(96, 96)
         ddp, _optimizer, _ = wrapped(model=nn.Sequential(*layers))
         sums = local_gradients(ddp)
         with count_communication() as count:

@@ -184,6 +184,10 @@ def test_ranks_that_are_ready_in_different_orders_do_not_wait_for_each_other(cas
         assert equal
 
 
+def test_the_schedule_of_cuda_gives_the_same(case):
+    assert case("overlapped") == [True, True]
+
+
 def test_a_gradient_that_was_scaled_is_averaged_as_it_reads(case):
     assert all(error < 0.03 for error in case("scaled_before_it_is_averaged"))
 
