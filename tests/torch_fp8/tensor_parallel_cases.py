@@ -433,6 +433,10 @@ def case_not_a_number():
                 nan = [bool((~t.isfinite()).any()) for t in seen]
                 results[f"{recipe} {where} {bad}"] = nan if where == "input" else nan[1:]
                 model.zero_grad()
+    group = mesh_of().get_group()
+    for bad in (float("nan"), float("inf")):
+        amax = group_amax(torch.tensor([1.0, bad if RANK else 2.0]), group)
+        results[f"amax {bad}"] = [not amax.isfinite().item()]
     return {name: seen for name, seen in results.items() if not all(seen[-2:])}
 
 
@@ -491,19 +495,18 @@ def case_torchs_own_styles():
         with count_communication() as count:
             y = model(part(x) if sequence else x)
             y.backward(part(g) if sequence else g)
-        for module in (exact, one):
-            module(x).backward(g)
-        results.append(
-            [
-                sorted({str(row.dtype) for row in count.rows}),
-                [
-                    [db(e.grad, p.grad), db(e.grad, q.grad)]
-                    for e, p, q in zip(
-                        exact.parameters(), model.parameters(), one.parameters(), strict=True
-                    )
-                ],
-            ]
-        )
+        expected = [module(x) for module in (exact, one)]
+        for z in expected:
+            z.backward(g)
+        whole, alone = (part(z) if sequence else z for z in expected)
+        gradients = [
+            [db(e.grad, p.grad), db(e.grad, q.grad)]
+            for e, p, q in zip(
+                exact.parameters(), model.parameters(), one.parameters(), strict=True
+            )
+        ]
+        dtypes = sorted({str(row.dtype) for row in count.rows})
+        results.append([dtypes, [[db(whole, y), db(whole, alone)], *gradients]])
     return results
 
 

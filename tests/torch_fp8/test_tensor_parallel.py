@@ -132,9 +132,9 @@ def test_refusals_name_the_layer_and_the_way_out(cases):
 
 def test_torchs_own_styles_run_fp8_gemms_and_16_bit_collectives(cases):
     for result in cases["torchs_own_styles"]:
-        for dtypes, gradients in result:
+        for dtypes, values in result:
             assert dtypes == ["torch.bfloat16"]
-            for parallel, one in gradients:
+            for parallel, one in values:
                 assert parallel >= one - 0.5
 
 

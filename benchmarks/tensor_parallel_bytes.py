@@ -1,0 +1,134 @@
+"""Bytes that tensor and sequence parallelism send, counted without running anything.
+
+    python -m benchmarks.tensor_parallel_bytes
+
+The MLP and the attention's projections of a Llama-3.1-8B block on 8,192 tokens, forward and
+backward, made of fake tensors on a fake process group; `torch_fp8.count_communication` counts what
+torch's styles (``communication="off"``) and ours hand to the collectives. Where our layers gather
+their input again in backward, torch's gather of it counts twice. Written to
+``results/wire_bytes.csv``: bytes that a rank sends, against BF16 collectives.
+"""
+
+import argparse
+import csv
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import parallelize_module
+
+from benchmarks.fsdp_bytes import COLUMNS, HIDDEN, _Recorder, fake_ranks
+from benchmarks.measurement import RESULTS, environment, print_table, write_rows
+from benchmarks.shapes import LLAMA_3_1_8B_BLOCK
+from torch_fp8 import FP8Config, communication_count, convert_to_float8
+from torch_fp8.tensor_parallel import (
+    Float8ColwiseParallel,
+    Float8RowwiseParallel,
+    PrepareFloat8ModuleInput,
+)
+
+TOKENS = 8192
+
+
+class Part(nn.Module):
+    """Column-wise layers that share an input, and the row-wise one after them."""
+
+    def __init__(self, columns, row):
+        super().__init__()
+        for name in (*columns, row):
+            setattr(self, name, nn.Linear(*LLAMA_3_1_8B_BLOCK[name], bias=False))
+        self.columns, self.row = columns, row
+
+    def forward(self, x):
+        made = [getattr(self, name)(x) for name in self.columns]
+        y = made[0]
+        for other in made[1:]:
+            y = y + other.sum(-1, keepdim=True)
+        return getattr(self, self.row)(y)
+
+
+def parts():
+    return {
+        "a pair (up, down)": Part(("up_proj",), "down_proj"),
+        "MLP (gate and up, down)": Part(("gate_proj", "up_proj"), "down_proj"),
+        "attention (q, k and v, o)": Part(("q_proj", "k_proj", "v_proj"), "o_proj"),
+    }
+
+
+def plan_of(part, sequence, again):
+    prepared = PrepareFloat8ModuleInput(
+        input_layouts=Shard(1) if sequence else Replicate(),
+        desired_input_layouts=Replicate(),
+        gather_in_backward=again,
+    )
+    out = Float8RowwiseParallel(output_layouts=Shard(1) if sequence else Replicate())
+    return {"": prepared, **{n: Float8ColwiseParallel() for n in part.columns}, part.row: out}
+
+
+def count(name, communication, ranks, sequence, again):
+    """What rank 0 of `ranks` sends in a step, as a `CommunicationCount`."""
+    with torch.device("meta"):
+        part = parts()[name].bfloat16()
+    config = FP8Config(opt_level="O1", communication=communication)
+    convert_to_float8(part, config, device="cpu")
+    with fake_ranks(ranks) as mesh, FakeTensorMode(allow_non_fake_inputs=True):
+        part.to_empty(device="cpu")
+        parallelize_module(part, mesh, plan_of(part, sequence, again), src_data_rank=None)
+        local = TOKENS // ranks if sequence else TOKENS
+        x = torch.randn(1, local, HIDDEN, dtype=torch.bfloat16, requires_grad=True)
+        placement = Shard(1) if sequence else Replicate()
+        made = communication_count.CommunicationCount()
+        with _Recorder(made):
+            part(DTensor.from_local(x, mesh, [placement])).float().sum().backward()
+    return made
+
+
+def rows(ranks):
+    made = []
+    for name in parts():
+        for case, sequence, again in (
+            ("sequence parallel", True, False),
+            ("sequence parallel, gathered again", True, True),
+            ("tensor parallel", False, False),
+        ):
+            stock = count(name, "off", ranks, sequence, False)
+            ours = count(name, "fp8", ranks, sequence, again)
+            print(case, name, stock, ours, sep="\n")
+            before, after = stock.bytes_sent, ours.bytes_sent
+            if again:  # of the input and of the gradient of the output, which are as large
+                before += stock.of("all-gather").bytes_sent / 2
+            made.append(
+                {
+                    "case": case,
+                    "model": name,
+                    "ranks": ranks,
+                    "bf16_bytes": int(before),
+                    "fp8_bytes": int(after),
+                    "ratio": f"{after / before:.4f}",
+                }
+            )
+    return made
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 8])
+    parser.add_argument("--csv", type=Path, default=RESULTS / "wire_bytes.csv")
+    options = parser.parse_args()
+    made = []
+    command = "python -m benchmarks.tensor_parallel_bytes"
+    where = {**environment(torch.device("cpu")), "command": command}
+    for ranks in options.ranks:
+        made += [{**row, **{c: where[c] for c in COLUMNS[6:]}} for row in rows(ranks)]
+    kept = []
+    if options.csv.exists():  # rows of others stay
+        with options.csv.open(newline="") as file:
+            kept = [row for row in csv.DictReader(file) if "parallel" not in row["case"]]
+    write_rows(options.csv, COLUMNS, kept + made)
+    print_table(COLUMNS[:6], made)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,11 @@
+"""Bytes of tensor and sequence parallelism, counted on fake tensors."""
+
+from benchmarks.tensor_parallel_bytes import rows
+
+
+def test_bytes_of_a_block_of_llama():
+    made = rows(8)
+    assert len(made) == 9
+    most = {"sequence parallel": 0.76, "sequence parallel, gathered again": 0.71}
+    for row in made:
+        assert float(row["ratio"]) <= most.get(row["case"], 1), row
