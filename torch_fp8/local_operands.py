@@ -92,7 +92,8 @@ def local_operands(input: Tensor, weight: Tensor, name: str) -> LocalOperands:
         raise ValueError(
             f"the weight of FP8 linear '{name}' is sharded as {weight.placements}, but its input "
             "is no DTensor; have parallelize_module give it a style that prepares its input, such "
-            "as Float8ColwiseParallel or Float8RowwiseParallel"
+            "as Float8ColwiseParallel or Float8RowwiseParallel (sharded by FSDP2, it can be called "
+            "within the forward of the module that fully_shard was given)"
         )
     if weight.device_mesh.ndim != 1:
         raise ValueError(
