@@ -171,7 +171,7 @@ def _distribute(
     source: Tensor, output: Tensor, runs: tuple[tuple[int, int], ...], multiple: int
 ) -> None:
     """Copy runs, each padded to a multiple of some number, to their places, if not there yet."""
-    if source.untyped_storage().data_ptr() == output.untyped_storage().data_ptr():
+    if source._is_view():  # of the output
         return
     offset = 0
     for start, stop in runs:

@@ -51,9 +51,13 @@ def test_payloads_are_freed_as_fsdp_frees_weights(gathers, recipe, after_forward
 
 
 @pytest.mark.parametrize("bad", ["inf", "nan"])
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise", "mxfp8"])
-def test_every_rank_sees_a_bad_weight_of_one(gathers, recipe, bad):
-    assert [value[f"{recipe} {bad}"][0] for value in gathers["nonfinite"]] == [True, True]
+@pytest.mark.parametrize(
+    ("recipe", "number"),
+    [("tensorwise", 64 * 96), ("rowwise", 96), ("blockwise", 64 * 96), ("mxfp8", 32)],
+)
+def test_every_rank_sees_a_bad_weight_of_one(gathers, recipe, number, bad):
+    """Whatever shares its scale is NaN."""
+    assert [value[f"{recipe} {bad}"] for value in gathers["nonfinite"]] == [number] * 2
 
 
 def test_every_rank_sees_the_nan_of_ones_gradients(gathers):
@@ -86,10 +90,11 @@ def test_communication_off_is_stock_and_can_be_undone(gathers):
 
 def test_a_reduce_scatter_of_the_users_stays(gathers):
     for value in gathers["options"]:
-        gathered, scattered, report, kept = value["users scatter"]
+        gathered, scattered, report, kept, stock_when_off = value["users scatter"]
         assert (gathered, scattered) == (5, 2)
         assert "not '1': it has a reduce-scatter of the user's" in report
         assert kept
+        assert stock_when_off
 
 
 def test_shards_of_the_second_dimension(gathers):

@@ -1,0 +1,20 @@
+"""Bytes that FSDP2 sends, counted on fake tensors; see benchmarks/fsdp_bytes.py."""
+
+import pytest
+
+from benchmarks.fsdp_bytes import rows
+
+
+@pytest.fixture(scope="module")
+def ratios():
+    return {(row["case"], row["model"]): float(row["ratio"]) for row in rows(4)}
+
+
+def test_bytes_of_converted_weights(ratios):
+    assert ratios["FSDP2 gather", "a block's linears"] <= 0.52
+    assert ratios["FSDP2 scatter", "a block's linears"] <= 0.53
+
+
+def test_bytes_of_llama_3_1_8b(ratios):
+    assert ratios["FSDP2 gather", "Llama-3.1-8B"] <= 0.57
+    assert ratios["FSDP2 scatter", "Llama-3.1-8B"] <= 0.58
