@@ -207,7 +207,8 @@ def split_parameter(optimizer: Float8Optimizer, parameter: Tensor) -> None:
 def restore_weights(optimizer: Optimizer) -> int:
     """Give each weight the dtype back that it had, joined with its residual, in place.
 
-    Another `convert_optimizer` splits them again, exactly.
+    Another `convert_optimizer` splits them again, exactly. Sharded weights stay as they are, for
+    their model has to know: `torch_fp8.sharded_weights.join_sharded`.
 
     Returns:
         The number of weights that are float32 again; 0 for an optimizer that was not converted.
@@ -218,6 +219,8 @@ def restore_weights(optimizer: Optimizer) -> int:
     optimizer.fp8_gradients = frozenset()
     restored = 0
     for _, _, parameter in optimizer.indexed_parameters():
+        if isinstance(parameter, DTensor):
+            continue
         dtype = optimizer._fp8_dtypes.pop(parameter, None)
         if dtype is None or parameter.dtype != torch.bfloat16:
             continue

@@ -159,7 +159,7 @@ def _sharded(parameter: Tensor, shard: Tensor) -> DTensor:
 
 
 def _detach_hooks(optimizers: Iterable[Optimizer]) -> None:
-    """Take gradient hooks away, which stay with a tensor that is replaced."""
+    """Take gradient hooks away; conversion attaches them to what is there then."""
     for optimizer in optimizers:
         detach_hooks(optimizer)
         if isinstance(optimizer, Float8Optimizer):

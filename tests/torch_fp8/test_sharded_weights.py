@@ -65,6 +65,9 @@ def test_parameters_stay_the_same_objects_through_split_training_and_join(level)
     assert report.num_hooks_restored == 0
     assert {p.dtype for p in net.parameters()} == {torch.bfloat16}
     assert all(isinstance(p, DTensor) for p in net.parameters())
+    assert torch_fp8.restore_weights(optimizer) == 0  # not its business
+    assert {p.to_local().dtype for p in net.parameters()} == {torch.bfloat16}
+    split_sharded(net, [optimizer], config)  # with its hooks again
     assert join_sharded(net, [optimizer]) == len(parameters)
     assert not is_split(optimizer)
     for joined, value in zip(values(net), before, strict=True):

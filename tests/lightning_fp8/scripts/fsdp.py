@@ -125,7 +125,8 @@ def assert_stock(model):
     sharded = {type(m).__name__ for m in model.modules() if isinstance(m, FSDPModule)}
     assert sharded >= {"FSDPBlock"}, sharded
     assert not any(isinstance(m, torch_fp8.Float8Linear) for m in model.modules())
-    assert all(isinstance(p, DTensor) and p.dtype == torch.float32 for p in model.parameters())
+    assert all(isinstance(p, DTensor) for p in model.parameters())
+    assert {p.to_local().dtype for p in model.parameters()} == {torch.float32}
     assert not any(m._forward_hooks for m in model.modules() if isinstance(m, nn.Embedding))
     assert "configure_model" not in vars(model)
 
@@ -197,6 +198,7 @@ def evaluate():
     assert model.dtypes == {torch.bfloat16}
     assert model.losses[-1] < model.losses[0]
     assert not all(map(torch.equal, state, whole(model.parameters())))
+    assert model.net.streams == {torch.float32}
     return f"loss {before['loss']:.3f} {after['loss']:.3f}"
 
 
