@@ -11,7 +11,8 @@ smaller than each of them by sqrt(N), and so are the roundings of the first phas
 
 ``fp8`` is what runs at O1 and O2, ``fp8, O3`` what runs at O3, where both roundings are stochastic.
 ``bf16`` is torch's ``bf16_compress_hook``. ``fp8 sum`` sums in E4M3, one scale for the tensor, with
-room for the sum: what an all-reduce of FP8 would do.
+room for the sum: what an all-reduce of FP8 would do. ``fp8-lm`` is that sum by FP8-LM's rule, in
+the first step, where mu is 1 / sqrt(N).
 """
 
 import argparse
@@ -115,10 +116,16 @@ def fp8_sum(gradient: Tensor) -> Tensor:
 METHODS: dict[str, Callable[[Tensor], Tensor]] = {
     "fp8": of_communication("fp8"),
     "fp8, O3": o3,
+    "fp8-lm": of_communication("fp8-lm"),
     "bf16": bf16,
     "fp8 sum": fp8_sum,
 }
-COUNTED = ("fp8", "fp8, O3", "bf16")  # the sum's collectives here are not those of an all-reduce
+COUNTED = (
+    "fp8",
+    "fp8, O3",
+    "fp8-lm",
+    "bf16",
+)  # the sum's collectives here are not those of an all-reduce
 
 
 def measure(rank: int, ranks: int, store: str, results: Path) -> None:

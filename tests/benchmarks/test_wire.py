@@ -29,12 +29,14 @@ def test_recorded_averages_keep_28_3_db_and_every_row_26_5(recorded, method, ran
 
 @RANKS
 @INPUTS
-def test_a_sum_in_fp8_is_worse_and_bf16_better(recorded, ranks, input_name):
-    ours, bf16, fp8_sum = (
-        float(recorded[method, ranks, input_name]["sqnr_db"])
-        for method in ("fp8", "bf16", "fp8 sum")
+@pytest.mark.parametrize("name", ["sqnr_db", "worst_row_sqnr_db"])
+def test_a_sum_in_fp8_is_worse_and_bf16_better(recorded, ranks, input_name, name):
+    ours, bf16, fp8_sum, fp8_lm = (
+        float(recorded[method, ranks, input_name][name])
+        for method in ("fp8", "bf16", "fp8 sum", "fp8-lm")
     )
     assert fp8_sum < ours - 5
+    assert fp8_lm < ours - 5
     assert bf16 > ours
 
 
