@@ -57,7 +57,8 @@ def test_float32_shards_are_split_and_joined_as_on_one_rank(cases):
 
 
 def test_one_optimizer_steps_sharded_and_plain_parameters(cases):
-    assert max(cases["mixed_parameters"]) < 0.1
+    # Three steps of 3e-3, in FP8 on both sides, of weights around 0.1.
+    assert max(cases["mixed_parameters"]) < 0.02
 
 
 def test_a_pipeline_is_one_process_bit_for_bit(cases):
