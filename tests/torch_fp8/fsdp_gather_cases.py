@@ -3,6 +3,7 @@
 import copy
 import io
 import pickle
+import warnings
 
 import torch
 from fsdp_ranks import (
@@ -161,7 +162,14 @@ def case_options():
     model, report = sharded(config, BF16, frozen)
     loss_of(model, batch(0)).backward()
     grads = {n for n, p in model.named_parameters() if p.grad is not None}
-    result["frozen"] = [report.num_gathers, sorted(n for n in grads if n.startswith("1."))]
+    some = model_of()
+    some[1].up.requires_grad_(False)
+    model, _ = sharded(config, BF16, some)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        loss_of(model, batch(0)).backward()
+    missing = sum("got no gradient" in str(w.message) for w in caught)
+    result["frozen"] = [report.num_gathers, sum(n.startswith("1.") for n in grads), missing]
 
     model, report = sharded(config, reshard_after_forward=2 if RANKS > 2 else True)
     loss_of(model, batch(0)).backward()

@@ -76,9 +76,9 @@ def test_tied_layers_gather_once_and_what_a_plain_layer_shares_as_it_is(gathers)
         assert "a module in high precision shares it" in report
 
 
-def test_frozen_weights_are_gathered_in_fp8(gathers):
+def test_frozen_weights_are_gathered_in_fp8_and_are_no_missing_gradients(gathers):
     for value in gathers["options"]:
-        assert value["frozen"] == [5, []]
+        assert value["frozen"] == [5, 0, 0]
 
 
 def test_communication_off_is_stock_and_can_be_undone(gathers):
