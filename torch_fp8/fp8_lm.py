@@ -71,7 +71,8 @@ class SharedScaleExchange(BucketExchange):
             average = self._average_stock if stock else self._average
             self._stages.insert(0, average(bucket, buffer, future))
             self._advance()
-            while bucket.is_last() and self._stages:
+            # See `BucketExchange.average` for number 0.
+            while (bucket.is_last() or bucket.index() == 0) and self._stages:
                 self._advance()
             if bucket.is_last() and self._saturated:
                 saturated = torch.stack(self._saturated).sum()

@@ -34,7 +34,7 @@ from torch_fp8.numerics import sqnr_db, worst_row_sqnr_db
 
 RANK, RANKS = int(sys.argv[1]), int(sys.argv[2])
 CONFIG = FP8Config(opt_level="O1")
-SHAPES = ((96, 64), (64,), (4096,), (128, 33), (7, 5), (64, 128), (64, 80), (3,), (0,), (80, 96))
+SHAPES = ((96, 64), (64,), (4096,), (65, 77), (7, 5), (64, 128), (64, 80), (3,), (0,), (80, 96))
 MANY_BUCKETS = {"bucket_cap_mb": 0.02}
 
 
@@ -126,10 +126,14 @@ def case_options():
 
 def case_static_graph_of_two_dtypes():
     """Has two buckets in its first backward."""
-    module = Given([*SHAPES, (64, 64), (9,)])
-    for i in (1, 3, len(SHAPES)):
-        module.weights[i].data = module.weights[i].data.bfloat16()
-    return steps_of(wrapped(module, static_graph=True, **MANY_BUCKETS))
+    made = []
+    for communication in ("fp8", "fp8-lm"):
+        module = Given([*SHAPES, (64, 64), (9,)])
+        for i in (1, 3, len(SHAPES)):
+            module.weights[i].data = module.weights[i].data.bfloat16()
+        config = FP8Config(opt_level="O1", communication=communication)
+        made.append(steps_of(wrapped(module, config, static_graph=True, **MANY_BUCKETS)))
+    return made
 
 
 def case_dtypes():
@@ -262,7 +266,7 @@ def case_users_hook():
     def users(state, bucket):
         return allreduce_hook(state, bucket)
 
-    for when in ("before", "after", "built in"):
+    for when in ("before", "after", "built in", "built in, after"):
         ddp = DistributedDataParallel(Given())
         if when == "before":
             ddp.register_comm_hook(None, users)
@@ -271,6 +275,8 @@ def case_users_hook():
         report = connect(ddp, [], CONFIG)
         if when == "after":
             ddp.register_comm_hook(None, users)
+        if when == "built in, after":
+            ddp._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
         made[when] = [*steps_of(ddp), str(report)]
     ddp = DistributedDataParallel(Given())
     report = connect(ddp, [], CONFIG, reason="the host says so")

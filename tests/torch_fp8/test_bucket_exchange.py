@@ -101,9 +101,10 @@ def test_buckets_of_every_kind(case, shapes):
 
 def test_a_static_graph_whose_first_backward_has_several_buckets(case):
     """DDP gives all of them the number 0 then, and none is the last."""
-    for error, equal, _ in case("static_graph_of_two_dtypes"):
-        assert error < TWO_ROUNDINGS
-        assert equal
+    for value in case("static_graph_of_two_dtypes"):
+        for (error, equal, _), most in zip(value, (TWO_ROUNDINGS, 0.1), strict=True):
+            assert error < most
+            assert equal
 
 
 @RANKS
@@ -165,7 +166,7 @@ def test_all_ranks_see_what_is_not_finite_on_one(case, ranks):
         assert equal
 
 
-@pytest.mark.parametrize("when", ["before", "after", "built in", "reason"])
+@pytest.mark.parametrize("when", ["before", "after", "built in", "built in, after", "reason"])
 def test_a_users_hook_wins(case, when):
     for value in case("users_hook"):
         error, equal, hook, report = value[when]
@@ -177,6 +178,7 @@ def test_a_users_hook_wins(case, when):
             "built in": "the communication hook BuiltinCommHookType.ALLREDUCE is registered",
             "reason": "the host says so",
             "after": "FP8, 1.03 bytes each",  # nobody can know
+            "built in, after": "FP8, 1.03 bytes each",
         }
         assert told[when] in report
 
