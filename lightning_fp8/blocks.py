@@ -68,7 +68,7 @@ def _outermost(model: nn.Module, names: Iterable[str]) -> list[nn.Module]:
 def _repeated(model: nn.Module) -> list[nn.Module]:
     found, inner = [], set[nn.Module]()
     for container in model.modules():
-        if container in inner or not isinstance(container, (nn.ModuleList, nn.Sequential)):
+        if not isinstance(container, (nn.ModuleList, nn.Sequential)):
             continue
         count = Counter(map(type, container))
         for module in dict.fromkeys(container):

@@ -13,7 +13,7 @@ float32: inputs are not cast, and embeddings return float32.
 import contextlib
 import functools
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -194,9 +194,11 @@ class TrainerStrategy(HostStrategy):
         """Shard the model, then set up as the host does with one that its user has sharded.
 
         Raises:
-            ValueError: manual optimization of a LightningModule that has to be its own root.
+            ValueError: manual optimization of a LightningModule that has to be its own root; a
+                callback that averages weights.
         """
         module = self.lightning_module
+        _refuse_averaging(trainer.callbacks)
         roots = find_roots(module)
         if roots == [module] and not module.automatic_optimization:
             raise ValueError(
@@ -313,6 +315,17 @@ class FabricStrategy(HostStrategy):
         weights_only = kwargs.get("weights_only")
         with self._weights_as_saved(self.precision, model, where, key, weights_only):
             return load()
+
+
+def _refuse_averaging(callbacks: Iterable[Any]) -> None:
+    """Raise ValueError for EMA and SWA: their copy of the model is made before it is sharded."""
+    for callback in callbacks:
+        names = {cls.__name__ for cls in type(callback).__mro__}
+        if names & {"WeightAveraging", "StochasticWeightAveraging"}:
+            raise ValueError(
+                f"{type(callback).__name__} averages whole weights, which FP8FSDPStrategy shards; "
+                "leave it out, or use strategy='ddp'"
+            )
 
 
 def _sharded() -> None:

@@ -49,7 +49,8 @@ class Regression(L.LightningModule):
         return Net.forward(self, x) * self.scale if self.kind == "own" else self.net(x)
 
     def training_step(self, _, step):
-        value = loss(self, tokens(step, self.global_rank, 2))
+        # No call of the module: where it is its own root, the strategy runs its hooks.
+        value = loss(self.forward, tokens(step, self.global_rank, 2))
         self.losses.append(value.item())
         if self.kind == "manual":
             optimizer = self.optimizers()
@@ -66,12 +67,12 @@ class Regression(L.LightningModule):
         self.gradient = type(grad.to_local()).__name__
 
     def validation_step(self, _, step):
-        self.log("loss", loss(self, tokens(step, self.global_rank, 2)), sync_dist=True)
+        self.log("loss", loss(self.forward, tokens(step, self.global_rank, 2)), sync_dist=True)
 
     test_step = validation_step
 
     def predict_step(self, _, step):
-        return self(tokens(step)).float()
+        return self.forward(tokens(step)).float()
 
     def configure_optimizers(self):
         trained = [p for p in self.parameters() if p.requires_grad]
@@ -299,6 +300,9 @@ def named():
     assert sharded == ["net", "net.layers.0.norm", "net.layers.1.norm", "net.norm"], sharded
     with pytest.raises(ValueError, match="Regression has no module of class Blok"):
         trainer(config, FP8FSDPStrategy(blocks=["Blok"])).fit(Regression(config), data(1))
+    swa = L.callbacks.StochasticWeightAveraging(swa_lrs=1e-2)
+    with pytest.raises(ValueError, match="StochasticWeightAveraging averages whole weights"):
+        trainer(config, callbacks=[swa]).fit(Regression(config), data(1))
     with pytest.raises(ValueError, match="set precision='fp8-mixed'"):
         L.Trainer(accelerator="cpu", devices=2, strategy=FP8FSDPStrategy())
     return "as named"
