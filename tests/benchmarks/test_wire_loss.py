@@ -54,7 +54,7 @@ def test_each_run_is_compared_to_bf16_on_two_ranks_and_to_one_rank(runs, monkeyp
 
 def test_recorded_runs_are_within_the_band():
     rows = bench.read_rows(bench.ROOT / "benchmarks/results/wire_loss.csv")
-    assert ("O2", 0) in rows
+    assert {("O2", 0), ("O3", 0)} <= rows.keys()
     for row in rows.values():
         assert abs(float(row["rel_diff"])) < optimizer_loss.BAND
         assert abs(float(row["rel_diff_to_one_rank"])) < optimizer_loss.BAND
