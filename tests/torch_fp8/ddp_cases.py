@@ -32,6 +32,7 @@ from torch_fp8 import (
     revert,
 )
 from torch_fp8.ddp import connect, ddp_options
+from torch_fp8.gradient_bucket import GradientBucket
 from torch_fp8.gradients import Float8Grad
 from torch_fp8.optimizer_conversion import gradients_report
 
@@ -304,6 +305,24 @@ def case_overlapped():
         made.append(merged_state_dict(ddp, optimizer))
     gradient_exchange._BUCKET_NUMEL = usual
     return all(torch.equal(made[0][name], made[1][name]) for name in made[0])
+
+
+def case_rounding():
+    """The same 8-bit gradients averaged 32 times: error of the averages, and of their mean."""
+    weight = nn.Parameter(torch.zeros(64, 96))
+    x = torch.randn(64, 96, generator=torch.Generator().manual_seed(RANK))
+    sent = Float8Grad.quantize(x)
+    exact, errors = torch.stack(gathered(sent)).mean(0), []
+    for _ in range(32):
+        weight.grad = copy.deepcopy(sent)
+        bucket = GradientBucket([weight], dist.group.WORLD)
+        bucket.gather()
+        bucket.finish()
+        errors.append(weight.grad.float() - exact)
+        sent.rounding.next_exchanged()
+    errors = torch.stack(errors)
+    mean = errors.mean(0).norm() / exact.norm()
+    return [float(errors[0].norm() / exact.norm()), float(mean)]
 
 
 def case_unused_beside_many_buckets():

@@ -184,6 +184,13 @@ def test_ranks_that_are_ready_in_different_orders_do_not_wait_for_each_other(cas
         assert equal
 
 
+def test_averages_are_rounded_stochastically(case):
+    """To nearest, all 32 would be the same, and their mean no better than one of them."""
+    for one, mean in case("rounding"):
+        assert 0.01 < one < 0.03
+        assert mean < 0.3 * one  # 0.18, were the averages independent
+
+
 def test_the_schedule_of_cuda_gives_the_same(case):
     assert case("overlapped") == [True, True]
 
