@@ -105,6 +105,13 @@ class GatheredActivation(Tensor):
         """A plain tensor of this shape and dtype."""
         return dequantize(self.row(), self.dtype).view(self.shape)
 
+    def __coerce_same_metadata_as_tangent__(self, *expected: Any) -> Any:
+        raise NotImplementedError(
+            "torch.compile does not trace what is gathered in FP8: leave the parallel layers out "
+            "of it with torch.compiler.disable, or gather in 16 bits with "
+            "FP8Config(communication='off')"
+        )
+
     def __repr__(self) -> str:
         shape = tuple(self.shape)
         return f"GatheredActivation(shape={shape}, dtype={self.dtype}, {self.gather.spec})"

@@ -619,6 +619,24 @@ def case_issued_before_it_is_needed():
     return [forward, events]
 
 
+def case_compiled():
+    """Refused by name where something is gathered in FP8; else what eager mode computes."""
+    results = {}
+    for communication in ("fp8", "off"):
+        torch.manual_seed(0)
+        config = FP8Config(communication=communication)
+        model, _ = parallel(Pair().bfloat16(), pair_plan(), config)
+        x = part(rand(2, 16, WIDTH))
+        expected = model(x)
+        output = torch.compile(model, backend="aot_eager")(x)
+        try:
+            output.sum().backward()
+            results[communication] = torch.equal(output, expected)
+        except NotImplementedError as error:
+            results[communication] = str(error)
+    return results
+
+
 def case_read_only():
     x = rand(4, WIDTH)
     shards = Shards(x.shape, 0, mesh_of().get_group())

@@ -165,5 +165,11 @@ def test_gathers_are_issued_before_the_weight_is_cast(cases):
         assert backward[5:] == ["issue", "cast", "gemm", "wait", "gemm"]
 
 
+def test_compilation_is_refused_by_name(cases):
+    for result in cases["compiled"]:
+        assert "torch.compile does not trace what is gathered in FP8" in result["fp8"]
+        assert result["off"] is True
+
+
 def test_what_was_gathered_reads_as_a_plain_tensor(cases):
     assert cases["read_only"] == [[True, True, True]] * 2
