@@ -270,7 +270,10 @@ def _write_amaxes(shards: list[Tensor], target: Tensor) -> None:
         amaxes = torch._foreach_norm(present, torch.inf, dtype=torch.float32)
     else:
         amaxes = tuple(tensor_amax(shard) for shard in present)
-    target[torch.tensor(places, device=target.device)] = torch.stack(amaxes)
+    if len(places) == len(shards):
+        target.copy_(torch.stack(amaxes))
+    else:
+        target[torch.tensor(places, device=target.device)] = torch.stack(amaxes)
 
 
 def _make_askable(tensor: Tensor, gather: WeightGather) -> None:
