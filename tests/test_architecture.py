@@ -44,6 +44,7 @@ ROOMS = [
     {"gradient_hooks"},
     {"gradient_bucket"},
     {"linear", "optimizer", "gradient_exchange", "state_sharding"},
+    {"ddp_join"},
     {"optimizer_conversion", "ddp", "fsdp_gather", "fsdp_scatter", "redistribution"},
     {"selection", "memory", "fsdp", "sharded_weights", "tensor_parallel"},
     {"report", "fsdp_communication"},

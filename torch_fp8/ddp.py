@@ -13,12 +13,10 @@ user has registered one. At O3 the weights with 8-bit gradients are kept from DD
 `torch_fp8.gradient_exchange`. Residuals are rank 0's on every rank, as weights are.
 """
 
-import hashlib
 import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -26,10 +24,10 @@ from torch.optim import Optimizer
 
 from torch_fp8.config import FP8Config
 from torch_fp8.ddp_hook import DDPReport, connect_hook, is_connected, reason_without_hook
+from torch_fp8.ddp_join import broadcast_state, connect_join
 from torch_fp8.gradient_exchange import ForwardHook, GradientExchange
 from torch_fp8.gradient_hooks import attach_hooks
 from torch_fp8.optimizer import Float8Optimizer
-from torch_fp8.optimizer_state import zero_residual
 
 _NAMES = "_fp8_kept_from_ddp"
 _IGNORED = "_ddp_params_and_buffers_to_ignore"
@@ -73,7 +71,8 @@ def ddp_options(
     _leave_one(module, ours)
     _ignore(module, [p for p in module.parameters() if any(o.has_fp8_gradient(p) for o in ours)])
     if ours and dist.is_available() and dist.is_initialized() and made.get("init_sync", True):
-        _synchronize(module, ours, _process_group(made))
+        kept = set(module.__dict__.get(_NAMES, {}).values())
+        broadcast_state(module, ours, kept, _process_group(made))
     return made
 
 
@@ -109,7 +108,9 @@ def connect(
     if reason is None and num_ranks > 1 and not is_connected(ddp):
         connect_hook(ddp, config.communication)
     if not any(isinstance(hook, ForwardHook) for hook in ddp._forward_hooks.values()):
-        _connect_exchange(ddp, optimizers, kept, config.communication == "fp8")
+        exchange = _connect_exchange(ddp, optimizers, kept, config.communication == "fp8")
+        if num_ranks > 1:
+            connect_join(ddp, exchange, optimizers)
     exchanges = {e for o in optimizers for e in getattr(o, "fp8_exchanges", ())}
     parameters = {p for e in exchanges for p in e.parameters}.intersection(ddp.module.parameters())
     rule = config.communication
@@ -125,7 +126,7 @@ def _config_of(optimizers: Iterable[Optimizer]) -> FP8Config:
 
 def _connect_exchange(
     ddp: DistributedDataParallel, optimizers: list[Optimizer], kept: list[Tensor], fp8: bool
-) -> None:
+) -> GradientExchange | None:
     """Average the gradients that `ddp_options` kept from DDP."""
     exchange = None
     if kept and dist.get_world_size(ddp.process_group) > 1:
@@ -133,20 +134,13 @@ def _connect_exchange(
         group = dist.new_group(ranks, use_local_synchronization=True)
         exchange = GradientExchange(kept, group, fp8)
         ddp.register_forward_hook(ForwardHook(exchange))
-        ddp.join_hook = _refuse_join
     parameters = frozenset(ddp.module.parameters())
     for optimizer in optimizers:
         if isinstance(optimizer, Float8Optimizer):
             # Those of other modules stay: an optimizer may train several.
             others = [e for e in optimizer.fp8_exchanges if not e.parameters & parameters]
             optimizer.fp8_exchanges = tuple(others if exchange is None else [*others, exchange])
-
-
-def _refuse_join(**kwargs: Any) -> None:
-    raise ValueError(
-        "join (uneven inputs) of DistributedDataParallel does not know the 8-bit gradients of "
-        "opt_level='O3', which are averaged beside it; use opt_level='O2', or even inputs"
-    )
+    return exchange
 
 
 def _places(optimizer: Float8Optimizer, module: nn.Module) -> set[int]:
@@ -213,48 +207,3 @@ def _process_group(options: Mapping[str, Any]) -> Any:
     mesh = options.get("device_mesh")
     group = options.get("process_group") if mesh is None else mesh.get_group(mesh_dim=0)
     return group or dist.group.WORLD
-
-
-@torch.no_grad()
-def _synchronize(module: nn.Module, optimizers: list[Float8Optimizer], group: Any) -> None:
-    """Rank 0's weights, where DDP does not broadcast them, and rank 0's residuals on every rank."""
-    if dist.get_world_size(group) == 1:
-        return
-    ignored = set(module.__dict__.get(_NAMES, {}).values())
-    trained = {p for p in module.parameters() if p.requires_grad}
-    tensors: list[Tensor] = []
-    for optimizer in optimizers:
-        for _, _, parameter in optimizer.indexed_parameters():
-            if parameter not in trained or parameter.device.type == "meta":
-                continue
-            if parameter in ignored:
-                tensors.append(parameter.detach())
-            bits = optimizer.residual_bits(parameter)
-            if bits:
-                residual = optimizer.residual_of(parameter)
-                if residual is None:
-                    residual = zero_residual(parameter, bits)
-                residual = residual.to(parameter.device)
-                optimizer.set_residual(parameter, residual)
-                tensors.append(residual)
-    _check_equal(tensors, group, next(module.parameters()).device)
-    for tensor in tensors:
-        # As bytes: gloo has no int16.
-        data = tensor.contiguous().view(torch.uint8)
-        dist.broadcast(data, group=group, group_src=0)
-        if data.data_ptr() != tensor.data_ptr():
-            tensor.copy_(data.view(tensor.dtype).view(tensor.shape))
-
-
-def _check_equal(tensors: list[Tensor], group: Any, device: torch.device) -> None:
-    """Ranks that broadcast different things would wait for each other forever."""
-    shapes = [(tuple(t.shape), str(t.dtype)) for t in tensors]
-    digest = hashlib.sha256(repr(shapes).encode()).digest()[:7]
-    mine = torch.tensor([int.from_bytes(digest, "big")], device=device)
-    every = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(every, mine, group=group)
-    if len({int(t) for t in every}) > 1:
-        raise ValueError(
-            "ranks have converted different weights: each needs the same model, the same FP8Config "
-            "and the same parameter groups"
-        )

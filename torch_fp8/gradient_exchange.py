@@ -98,6 +98,16 @@ class GradientExchange:
         while self._buckets and self._ready.keys() >= _trained(self._buckets[0]):
             self._send(self._buckets.popleft())
 
+    def take_part(self) -> None:
+        """Send zeros in a backward of the other ranks; gradients of this rank stay as they are."""
+        kept = [(parameter, parameter.grad) for parameter in self._order]
+        for parameter, _ in kept:
+            parameter.grad = None
+        self._start()
+        self._finish()
+        for parameter, grad in kept:
+            parameter.grad = grad
+
     def _begin(self, _: Any = None) -> None:
         # The output's gradient comes before any nested backward (of a reentrant checkpoint), so
         # the end that is waited for is the outermost one's.

@@ -372,18 +372,49 @@ def case_not_finite():
 
 
 def case_join():
-    ddp, _optimizer, _ = wrapped()
-    plain, _, _ = wrapped("O2")
-    messages = []
-    for enter in (ddp.join, lambda: Join([ddp])):
-        try:
-            enter()
-        except ValueError as error:
-            messages.append(str(error))
-    with plain.join():
-        for step in range(2 + RANK):
-            backward(plain, step)
-    return messages
+    """Uneven inputs: rank 1 has two steps more, the first of two micro-batches."""
+    made = {}
+    for level, communication in (("O2", "fp8"), ("O3", "fp8"), ("O3", "off")):
+        ddp, optimizer, _ = wrapped(level, communication=communication)
+        exact = local_gradients(ddp)
+        with ddp.join() if communication == "fp8" else Join([ddp]):
+            for step in range(3 + 2 * RANK):
+                optimizer.zero_grad()
+                for total in exact.values():
+                    total.zero_()
+                if step == 3:
+                    with ddp.no_sync():
+                        backward(ddp, 50)
+                backward(ddp, step)
+                before = [p.grad.clone() for p in ddp.parameters()]
+                optimizer.step()
+            mine = [t.clone() for t in _weights_and_residuals(ddp, optimizer)]
+        after = [p.grad for p in ddp.parameters()]
+        # Rank 0 sent zeros in the last step, and its own gradients are those of its last.
+        errors = [
+            float((p.grad.float() - exact[name] / 2).norm() / exact[name].norm() * 2)
+            for name, p in ddp.module.named_parameters()
+        ]
+        state = _weights_and_residuals(ddp, optimizer)
+        made[f"{level} {communication}"] = {
+            "errors": errors if RANK == 1 else [],
+            "untouched": all(torch.equal(g, h) for g, h in zip(before, after, strict=True)),
+            "equal": equal_on_ranks(state),
+            "mine": all(torch.equal(s, t) for s, t in zip(state, mine, strict=True)),
+        }
+        with copy.deepcopy(ddp).join():
+            pass
+        optimizer.zero_grad()
+        train(ddp, optimizer, 1)  # even again
+        made[f"{level} {communication}"]["goes on"] = all(
+            torch.isfinite(p).all().item() for p in ddp.parameters()
+        )
+    return made
+
+
+def _weights_and_residuals(ddp, optimizer):
+    residuals = [optimizer.residual_of(p) for p in ddp.parameters()]
+    return [*ddp.parameters(), *(r for r in residuals if r is not None)]
 
 
 def case_order():
