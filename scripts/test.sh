@@ -8,7 +8,7 @@ if [ $# -eq 0 ]; then
   "$venv/bin/python" -m ruff check .
   "$venv/bin/python" -m ruff format --check .
   "$venv/bin/python" -m mypy
-  set -- -n "${TEST_PROCESSES:-2}" --dist loadgroup --durations 15
+  set -- -n "${TEST_PROCESSES:-2}" --dist loadfile --durations 15
 fi
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 exec "$venv/bin/python" -m pytest "$@"
