@@ -1,6 +1,6 @@
 """Checks configurations on one of four gloo ranks, in turn; the errors are written as JSON.
 
-Started by test_agreement.py: ``python agreement_cases.py <rank> <store> <result>``.
+Started by test_agreement.py: ``python agreement_cases.py <rank> <ranks> <store> <result>``.
 """
 
 import datetime
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch_fp8 import FP8Config, count_communication
 from torch_fp8.agreement import check_same_config
 
-RANK = int(sys.argv[1])
+RANK, RANKS = int(sys.argv[1]), int(sys.argv[2])
 
 
 def error(config, group=None):
@@ -30,9 +30,9 @@ def error(config, group=None):
 def main():
     dist.init_process_group(
         "gloo",
-        init_method=f"file://{sys.argv[2]}",
+        init_method=f"file://{sys.argv[3]}",
         rank=RANK,
-        world_size=4,
+        world_size=RANKS,
         timeout=datetime.timedelta(seconds=20),
     )
     results = {}
@@ -59,7 +59,7 @@ def main():
     start = time.monotonic()
     results["missing"] = error(FP8Config()) if RANK != 3 else (None, [])
     results["waited"] = time.monotonic() - start
-    with open(sys.argv[3], "w") as file:
+    with open(sys.argv[4], "w") as file:
         json.dump(results, file)
     os._exit(0)  # gloo may hang at exit
 

@@ -1,6 +1,7 @@
 """Counts known collectives on one of four gloo ranks; what each case returns is written as JSON.
 
-Started by test_communication_count.py: ``python communication_cases.py <rank> <store> <result>``.
+Started by test_communication_count.py:
+``python communication_cases.py <rank> <ranks> <store> <result>``.
 """
 
 import json
@@ -28,7 +29,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from torch_fp8 import count_communication
 
-RANK, WORLD = int(sys.argv[1]), 4
+RANK, WORLD = int(sys.argv[1]), int(sys.argv[2])
 
 
 def rows(count):
@@ -312,7 +313,9 @@ def case_table():
 
 def main():
     warnings.simplefilter("ignore")
-    dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank=RANK, world_size=4)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{sys.argv[3]}", rank=RANK, world_size=WORLD
+    )
     results = {}
     for name, case in list(globals().items()):
         if name.startswith("case_"):
@@ -320,7 +323,7 @@ def main():
                 results[name.removeprefix("case_")] = {"value": case()}
             except BaseException:
                 results[name.removeprefix("case_")] = {"error": traceback.format_exc()}
-    with open(sys.argv[3], "w") as file:
+    with open(sys.argv[4], "w") as file:
         json.dump(results, file)
     dist.barrier()
     os._exit(0)  # gloo may hang at exit

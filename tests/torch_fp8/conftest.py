@@ -1,5 +1,6 @@
 """Fixtures for the engine's tests."""
 
+import functools
 import json
 import os
 import subprocess
@@ -19,56 +20,72 @@ def single_process_group(tmp_path):
     dist.destroy_process_group()
 
 
-def _run_cases(folder, script, module, ranks, variables):
-    here = Path(__file__).parent
-    search = os.pathsep.join(filter(None, [str(here.parents[1]), os.environ.get("PYTHONPATH")]))
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": search, **variables}
-    paths = [folder / f"{rank}.json" for rank in range(ranks)]
-    command = [sys.executable, "-W", "ignore", here / script]
-    processes = [
-        subprocess.Popen(
-            [*command, str(rank), str(ranks), module, folder / "store", path],
-            env=environment,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank, path in enumerate(paths)
-    ]
-    try:
-        errors = [process.communicate(timeout=300)[1] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert [process.returncode for process in processes] == [0] * ranks, errors
-    results = [json.loads(path.read_text()) for path in paths]
-    failed = [case["error"] for result in results for case in result.values() if "error" in case]
-    assert not failed, failed[0]
-    return {name: [result[name]["value"] for result in results] for name in results[0]}
+@pytest.fixture(scope="session")
+def run_ranks(tmp_path_factory):
+    """``run_ranks(script, ranks, *arguments)``: the JSON that each of its processes has written.
+
+    Each is ``python script <rank> <ranks> <file of the store> <file of the result> <arguments>``;
+    environment variables may be given by name.
+    """
+
+    def run(script, ranks, *arguments, **variables):
+        here, folder = Path(__file__).parent, tmp_path_factory.mktemp(Path(script).stem)
+        search = os.pathsep.join(filter(None, [str(here.parents[1]), os.environ.get("PYTHONPATH")]))
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": search, **variables}
+        results = [folder / f"{rank}.json" for rank in range(ranks)]
+        command = [sys.executable, "-W", "ignore", here / script]
+        processes = [
+            subprocess.Popen(
+                [*command, str(rank), str(ranks), folder / "store", result, *arguments],
+                env=environment,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for rank, result in enumerate(results)
+        ]
+        try:
+            errors = [process.communicate(timeout=300)[1] for process in processes]
+        finally:
+            for process in processes:
+                process.kill()
+        assert [process.returncode for process in processes] == [0] * ranks, errors
+        return [json.loads(result.read_text()) for result in results]
+
+    return run
+
+
+@pytest.fixture
+def case(ranks):
+    """``case(name)``: what it returned on each rank, of the module's fixture ``ranks``."""
+
+    def values(name):
+        for results in ranks:
+            assert "error" not in results[name], results[name]["error"]
+        return [results[name]["value"] for results in ranks]
+
+    return values
 
 
 @pytest.fixture(scope="session")
-def run_fsdp_cases(tmp_path_factory):
+def run_fsdp_cases(run_ranks):
     """``run_fsdp_cases(module, ranks)``: what its cases returned, ``{name: [of each rank]}``.
 
     Environment variables may be given by name; ``ONLY`` has parts of the names of cases to run.
     """
-
-    def run(module, ranks, **variables):
-        folder = tmp_path_factory.mktemp("fsdp")
-        return _run_cases(folder, "fsdp_ranks.py", module, ranks, variables)
-
-    return run
+    return functools.partial(_run_cases, run_ranks, "fsdp_ranks.py")
 
 
 @pytest.fixture(scope="session")
-def run_parallel_cases(tmp_path_factory):
+def run_parallel_cases(run_ranks):
     """As `run_fsdp_cases`, of tensor, sequence and pipeline parallelism."""
+    return functools.partial(_run_cases, run_ranks, "parallel_ranks.py")
 
-    def run(module, ranks, **variables):
-        folder = tmp_path_factory.mktemp("parallel")
-        return _run_cases(folder, "parallel_ranks.py", module, ranks, variables)
 
-    return run
+def _run_cases(run_ranks, script, module, ranks, **variables):
+    results = run_ranks(script, ranks, module, **variables)
+    failed = [case["error"] for result in results for case in result.values() if "error" in case]
+    assert not failed, failed[0]
+    return {name: [result[name]["value"] for result in results] for name in results[0]}
 
 
 @pytest.fixture

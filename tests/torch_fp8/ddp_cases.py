@@ -1,6 +1,6 @@
 """Runs each case on one of two gloo ranks and writes, as JSON, what it returns or how it fails.
 
-Started twice by test_ddp.py: ``python ddp_cases.py <rank> <store> <result>``.
+Started twice by test_ddp.py: ``python ddp_cases.py <rank> <ranks> <store> <result>``.
 """
 
 import contextlib
@@ -624,13 +624,13 @@ def case_one_process():
 
 
 def main():
-    _, rank, store, result = sys.argv
+    _, rank, ranks, store, result = sys.argv
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
         init_method=f"file://{store}",
         rank=int(rank),
-        world_size=2,
+        world_size=int(ranks),
         timeout=datetime.timedelta(seconds=60),
     )
     results = {}

@@ -1,6 +1,6 @@
 """FP8-LM's exchange on one of four gloo ranks; what each case returns is written as JSON.
 
-Started by test_fp8_lm.py: ``python fp8_lm_cases.py <rank> <store> <result>``.
+Started by test_fp8_lm.py: ``python fp8_lm_cases.py <rank> <ranks> <store> <result>``.
 """
 
 import copy
@@ -28,7 +28,7 @@ from torch_fp8.ddp import connect, ddp_options
 from torch_fp8.fp8_lm import SharedScaleExchange
 from torch_fp8.numerics import sqnr_db, worst_row_sqnr_db
 
-RANK, WORLD = int(sys.argv[1]), 4
+RANK, WORLD = int(sys.argv[1]), int(sys.argv[2])
 FP8 = torch.float8_e4m3fn
 
 
@@ -287,7 +287,9 @@ def case_uneven():
 
 
 def main():
-    dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank=RANK, world_size=4)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{sys.argv[3]}", rank=RANK, world_size=WORLD
+    )
     results = {}
     for name, case in list(globals().items()):
         if name.startswith("case_"):
@@ -295,7 +297,7 @@ def main():
                 results[name.removeprefix("case_")] = {"value": case()}
             except BaseException:
                 results[name.removeprefix("case_")] = {"error": traceback.format_exc()}
-    with open(sys.argv[3], "w") as file:
+    with open(sys.argv[4], "w") as file:
         json.dump(results, file)
     dist.barrier()
     os._exit(0)  # gloo may hang at exit

@@ -1,6 +1,6 @@
 """Runs cases of FSDP2 on one of several gloo ranks and writes, as JSON, what each returns.
 
-``python fsdp_ranks.py <rank> <number of ranks> <modules with the cases> <store> <result>``; see
+``python fsdp_ranks.py <rank> <number of ranks> <store> <result> <modules with the cases>``; see
 `run_ranks` in conftest.py. What several modules of cases need is here, too.
 """
 
@@ -132,7 +132,7 @@ def averaged(value):
 
 
 def main():
-    modules, store, output = sys.argv[3:]
+    store, output, modules = sys.argv[3:]
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     dist.init_process_group(

@@ -1,6 +1,6 @@
 """Runs cases of tensor, sequence and pipeline parallelism on one of several gloo ranks.
 
-``python parallel_ranks.py <rank> <number of ranks> <module with the cases> <store> <result>``
+``python parallel_ranks.py <rank> <number of ranks> <store> <result> <module with the cases>``
 writes, as JSON, what each case returns or how it fails. What several modules of cases need is here,
 too.
 """
@@ -145,7 +145,7 @@ def message(call, *args):
 
 
 def main():
-    module, store, output = sys.argv[3:]
+    store, output, module = sys.argv[3:]
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     dist.init_process_group(

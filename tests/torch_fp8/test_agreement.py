@@ -1,43 +1,15 @@
 """Ranks that have different configurations: the cases of agreement_cases.py, on four ranks."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
 from torch_fp8 import FP8Config, count_communication
 from torch_fp8.agreement import check_same_config
 
-CASES = Path(__file__).parent / "agreement_cases.py"
-ROOT = Path(__file__).parents[2]
-
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
+def ranks(run_ranks):
     """What the checks said on each rank."""
-    folder = tmp_path_factory.mktemp("agreement")
-    search = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": search}
-    results = [folder / f"{rank}.json" for rank in range(4)]
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-W", "ignore", CASES, str(rank), folder / "store", result],
-            env=environment,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank, result in enumerate(results)
-    ]
-    try:
-        errors = [process.communicate(timeout=120)[1] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert [process.returncode for process in processes] == [0] * 4, errors
-    return [json.loads(result.read_text()) for result in results]
+    return run_ranks("agreement_cases.py", 4)
 
 
 def errors(ranks, name):

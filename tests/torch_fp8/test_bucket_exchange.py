@@ -1,18 +1,10 @@
 """The communication hook of DistributedDataParallel: bucket_exchange_cases.py on 2 and 4 ranks."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
 from torch_fp8.bucket_exchange import Run, runs_of
 
-CASES = Path(__file__).parent / "bucket_exchange_cases.py"
-ROOT = Path(__file__).parents[2]
 ON_FOUR = ("options", "unused", "join", "subgroup", "not_finite", "bytes", "sqnr", "accumulation")
 OPTIONS = (
     "default",
@@ -28,33 +20,10 @@ RANKS = pytest.mark.parametrize("ranks", [2, 4])
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory):
+def results(run_ranks):
     """Number of ranks -> what each case returned, by rank."""
-    return {2: _run(tmp_path_factory, 2, ()), 4: _run(tmp_path_factory, 4, ON_FOUR)}
-
-
-def _run(tmp_path_factory, ranks, cases):
-    folder = tmp_path_factory.mktemp(f"bucket_exchange_{ranks}")
-    search = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": search}
-    files = [folder / f"{rank}.json" for rank in range(ranks)]
-    command = [sys.executable, "-W", "ignore", CASES]
-    processes = [
-        subprocess.Popen(
-            [*command, str(rank), str(ranks), folder / "store", file, *cases],
-            env=environment,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank, file in enumerate(files)
-    ]
-    try:
-        errors = [process.communicate(timeout=300)[1] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert [process.returncode for process in processes] == [0] * ranks, errors
-    return [json.loads(file.read_text()) for file in files]
+    script = "bucket_exchange_cases.py"
+    return {2: run_ranks(script, 2), 4: run_ranks(script, 4, *ON_FOUR)}
 
 
 @pytest.fixture

@@ -1,56 +1,17 @@
 """Bytes that collectives move, counted: the cases of communication_cases.py, on four ranks."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
 from torch_fp8 import CommunicationCount, count_communication
 
-CASES = Path(__file__).parent / "communication_cases.py"
-ROOT = Path(__file__).parents[2]
 RANKS = range(4)
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
+def ranks(run_ranks):
     """What each case returned, by rank."""
-    folder = tmp_path_factory.mktemp("communication")
-    search = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": search}
-    results = [folder / f"{rank}.json" for rank in RANKS]
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-W", "ignore", CASES, str(rank), folder / "store", results[rank]],
-            env=environment,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in RANKS
-    ]
-    try:
-        errors = [process.communicate(timeout=200)[1] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert [process.returncode for process in processes] == [0] * 4, errors
-    return [json.loads(result.read_text()) for result in results]
-
-
-@pytest.fixture
-def case(ranks):
-    """``case(name)``: what it returned on each rank."""
-
-    def values(name):
-        for results in ranks:
-            assert "error" not in results[name], results[name]["error"]
-        return [results[name]["value"] for results in ranks]
-
-    return values
+    return run_ranks("communication_cases.py", len(RANKS))
 
 
 def row(kind, payload, sent, *, calls=1, dtype="float32", ranks=4):

@@ -1,11 +1,5 @@
 """DistributedDataParallel around a converted model: the cases of ddp_cases.py, on two ranks."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from torch import nn
@@ -13,45 +7,11 @@ from torch import nn
 from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8
 from torch_fp8.ddp import ddp_options
 
-CASES = Path(__file__).parent / "ddp_cases.py"
-ROOT = Path(__file__).parents[2]
-
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
+def ranks(run_ranks):
     """What each case returned, by rank."""
-    folder = tmp_path_factory.mktemp("ddp")
-    search = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": search}
-    results = [folder / f"{rank}.json" for rank in range(2)]
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-W", "ignore", CASES, str(rank), folder / "store", result],
-            env=environment,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank, result in enumerate(results)
-    ]
-    try:
-        errors = [process.communicate(timeout=300)[1] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert [process.returncode for process in processes] == [0, 0], errors
-    return [json.loads(result.read_text()) for result in results]
-
-
-@pytest.fixture
-def case(ranks):
-    """``case(name)``: what it returned on the two ranks."""
-
-    def values(name):
-        for results in ranks:
-            assert "error" not in results[name], results[name]["error"]
-        return [results[name]["value"] for results in ranks]
-
-    return values
+    return run_ranks("ddp_cases.py", 2)
 
 
 def test_all_ranks_start_with_rank_0s_weights_and_residuals(case):

@@ -1,52 +1,12 @@
 """FP8-LM's exchange of gradients: the cases of fp8_lm_cases.py, on four ranks."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
-
-CASES = Path(__file__).parent / "fp8_lm_cases.py"
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
+def ranks(run_ranks):
     """What each case returned, by rank."""
-    folder = tmp_path_factory.mktemp("fp8_lm")
-    search = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": search}
-    results = [folder / f"{rank}.json" for rank in range(4)]
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-W", "ignore", CASES, str(rank), folder / "store", result],
-            env=environment,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank, result in enumerate(results)
-    ]
-    try:
-        errors = [process.communicate(timeout=200)[1] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert [process.returncode for process in processes] == [0] * 4, errors
-    return [json.loads(result.read_text()) for result in results]
-
-
-@pytest.fixture
-def case(ranks):
-    """``case(name)``: what it returned on each rank."""
-
-    def values(name):
-        for results in ranks:
-            assert "error" not in results[name], results[name]["error"]
-        return [results[name]["value"] for results in ranks]
-
-    return values
+    return run_ranks("fp8_lm_cases.py", 4)
 
 
 def test_the_papers_rule(case):
