@@ -219,7 +219,8 @@ def case_one_rank():
         float((one[n] - two[n]).norm() / (one[n] - value).norm()) for n, value in start.items()
     ]
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        losses = [m(batch(99, 0)).float().square().mean().item() for m in (model, ddp.module)]
+        held_out = torch.cat([batch(step, rank) for step in range(100, 140) for rank in range(2)])
+        losses = [m(held_out).float().square().mean().item() for m in (model, ddp.module)]
     return {"distances": distances, "losses": losses}
 
 

@@ -74,8 +74,8 @@ def test_messages_of_several_weights(case):
 def test_two_ranks_train_as_one(case):
     for value in case("one_rank"):
         assert max(value["distances"]) < 0.12  # of the way gone, after 20 steps
-        # Another seed of the rounding alone moves this loss by up to 1.3 %.
-        assert value["losses"][0] == pytest.approx(value["losses"][1], rel=0.02)
+        # On 80 batches: on one, another seed of the rounding alone moves it by up to 1.3 %.
+        assert value["losses"][0] == pytest.approx(value["losses"][1], rel=0.005)
 
 
 @pytest.mark.parametrize("option", ["find_unused_parameters", "static_graph"])
