@@ -33,6 +33,7 @@ ROOMS = [
     {"quantize", "optimizer_state", "wire", "agreement"},
     {
         "gemm",
+        "produced_activation",
         "weight_cache",
         "gathered_weight",
         "activation_gather",

@@ -20,7 +20,8 @@ only while it is used:
 
 Under tensor parallelism all this happens on the rank's own parts of input and weight
 (`torch_fp8.local_operands`); an input or a gradient that its group gathers in FP8 brings its
-payload along (`torch_fp8.gathered_activation`).
+payload along (`torch_fp8.gathered_activation`). So does what a converted norm or MLP hands over,
+cast once for all layers that share it (`torch_fp8.produced_activation`).
 
 Delayed scaling keeps a history of amaxes in non-persistent buffers, moved with the module and kept
 out of ``state_dict``. It is advanced by forwards in training mode and by backwards; a forward that
@@ -39,6 +40,8 @@ from torch_fp8.gathered_activation import GatheredActivation
 from torch_fp8.gathered_weight import GatheredWeight
 from torch_fp8.gemm import cast, scaled_matmul
 from torch_fp8.local_operands import local_operands, plain
+from torch_fp8.produced_activation import ProducedActivation
+from torch_fp8.produced_activation import plain as plain_activation
 from torch_fp8.quantize import QuantizedTensor, quantize_layouts
 from torch_fp8.recipe import CastSpec, Recipe
 from torch_fp8.scaling import delayed_scale, push_amax, scale_from_amax
@@ -87,7 +90,7 @@ class Float8Linear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         if not self.runs_fp8:
-            return super().forward(input)
+            return super().forward(plain_activation(input))
         if input.dtype not in _DTYPES:
             raise TypeError(
                 f"FP8 linear '{self.fp8_name}' takes float32, bfloat16 or float16 input, got "
@@ -97,6 +100,11 @@ class Float8Linear(nn.Linear):
         grad_enabled = torch.is_grad_enabled()
         local = local_operands(input, self.weight, self.fp8_name)
         x, weight = local.input, local.weight
+        if x.shape[-1] != weight.shape[1]:
+            raise ValueError(
+                f"FP8 linear '{self.fp8_name}' takes inputs (..., {weight.shape[1]}), got "
+                f"{tuple(x.shape)}"
+            )
         options = _Options(
             self.fp8_recipe,
             self.fp8_config,
@@ -112,9 +120,13 @@ class Float8Linear(nn.Linear):
                 input_scale = self.operand_scale(INPUT, x, local.group)
             weight_scale = self.operand_scale(WEIGHT, weight, local.group)
             history = plain(self.fp8_amax_history)[GRAD_OUTPUT]
+        # Compiled with DTensors, torch 2.13 loses views in the function's backward: keep them out.
+        rows = x.reshape(-1, weight.shape[1]) if torch.compiler.is_compiling() else x
         output = _Float8LinearFunction.apply(
-            x.reshape(-1, weight.shape[1]), weight, input_scale, weight_scale, history, options
-        ).reshape(*x.shape[:-1], weight.shape[0])
+            rows, weight, input_scale, weight_scale, history, options
+        )
+        if rows is not x:
+            output = output.reshape(*x.shape[:-1], weight.shape[0])
         if self.bias is not None and self.fp8_adds_bias:
             output = output + local.bias(self.bias).to(output.dtype)
         return local.whole(output)
@@ -134,10 +146,10 @@ class Float8Linear(nn.Linear):
         if spec.granularity != "tensorwise":
             return None
         if not spec.delayed:
-            return scale_from_amax(group_amax(x, group), spec.format, spec.power_of_two)
+            return scale_from_amax(_amax(x, group), spec.format, spec.power_of_two)
         history, last = plain(self.fp8_amax_history)[operand], plain(self.fp8_last_scale)
         if operand == GRAD_OUTPUT:
-            return _advance(history, group_amax(x, group), spec, self.fp8_config)
+            return _advance(history, _amax(x, group), spec, self.fp8_config)
         if _in_backward():  # activation checkpointing repeats a forward that was counted already
             return last[operand].clone()
         if isinstance(x, GatheredWeight):  # cast so already, by the same rule
@@ -145,7 +157,7 @@ class Float8Linear(nn.Linear):
             if self.training:
                 push_amax(history, amax)
         else:
-            amax = group_amax(x, group)
+            amax = _amax(x, group)
             scale = _advance(history, amax, spec, self.fp8_config, move=self.training)
         if self.training:
             last[operand].copy_(scale)
@@ -195,7 +207,7 @@ class Float8Linear(nn.Linear):
 class _Float8LinearFunction(torch.autograd.Function):
     """y = x w^T on FP8 payloads, with dgrad and wgrad likewise.
 
-    x: (M, K); weight: (N, K); input_scale, weight_scale: () float32 or None (from the tensors);
+    x: (..., K); weight: (N, K); input_scale, weight_scale: () float32 or None (from the tensors);
     grad_history: (H,) float32 amaxes of grad_output, written in backward, or None.
     """
 
@@ -232,7 +244,7 @@ class _Float8LinearFunction(torch.autograd.Function):
             if gathered and fp8_wgrad:
                 x_kept, x_scale = x.keep()
             elif wants_wgrad and x_col is None:
-                x_kept = x.to(options.out_dtype)
+                x_kept = _matrix(x).to(options.out_dtype)
             saved = {
                 "weight": weight if ctx.needs_input_grad[0] else None,
                 "w_scale": w_scale,
@@ -245,7 +257,8 @@ class _Float8LinearFunction(torch.autograd.Function):
             ctx.dtypes = (x.dtype, weight.dtype)
             ctx.options, ctx.grad_history = options, grad_history
             ctx.x_source = x.source if gathered else None
-        return output
+            ctx.input_shape = x.shape
+        return output.view(*x.shape[:-1], weight.shape[0])
 
     @staticmethod
     @once_differentiable
@@ -261,7 +274,7 @@ class _Float8LinearFunction(torch.autograd.Function):
         if wants_dgrad:  # before the gradient is touched, which may still be on its way
             w_col = _weight_col(saved["weight"], saved.get("w_scale"), options)
         if ctx.grad_history is not None and not isinstance(grad_output, GatheredActivation):
-            amax = group_amax(grad_output, options.group)
+            amax = _amax(grad_output, options.group)
             g_scale = _advance(ctx.grad_history, amax, recipe.grad_output, options.config)
         if wants_dgrad or fp8_wgrad:
             g_row, g_col = _layouts(
@@ -282,17 +295,37 @@ class _Float8LinearFunction(torch.autograd.Function):
                 g_col, x_col, ctx.dtypes[1], fast_accum=recipe.wgrad.fast_accum, emulate=emulate
             )
         elif wants_wgrad:
-            grad_weight = cast(grad_output.t() @ saved["x"].to(grad_output.dtype), ctx.dtypes[1])
+            g = _matrix(grad_output)
+            grad_weight = cast(g.t() @ saved["x"].to(g.dtype), ctx.dtypes[1])
+        if grad_input is not None:
+            grad_input = grad_input.view(ctx.input_shape)
         return grad_input, grad_weight, None, None, None, None
 
 
 def _layouts(
     x: Tensor, spec: CastSpec, scale: Tensor | None, *, row: bool, col: bool
 ) -> tuple[QuantizedTensor | None, QuantizedTensor | None]:
-    """x and its transpose, as `quantize_layouts`; what was gathered in FP8 is cast already."""
+    """x (..., C), as a matrix, and its transpose, as `quantize_layouts`.
+
+    What was gathered in FP8 is cast already; a produced activation is cast by its producer.
+    """
     if isinstance(x, GatheredActivation):
         return x.row() if row else None, x.col() if col else None
-    return quantize_layouts(x, spec, scale, row=row, col=col)
+    if isinstance(x, ProducedActivation):
+        return x.layouts(spec, scale, row=row, col=col)
+    return quantize_layouts(_matrix(x), spec, scale, row=row, col=col)
+
+
+def _matrix(x: Tensor) -> Tensor:
+    """x (..., C) as (R, C)."""
+    if isinstance(x, ProducedActivation):
+        return x.production.dense()
+    return x.reshape(-1, x.shape[-1])
+
+
+def _amax(x: Tensor, group: Any) -> Tensor:
+    """`group_amax`; a produced activation has its own."""
+    return group_amax(x.production.amax() if isinstance(x, ProducedActivation) else x, group)
 
 
 def _weight_row(weight: Tensor, scale: Tensor | None, options: _Options) -> QuantizedTensor:

@@ -1,0 +1,248 @@
+"""`ProducedActivation`: what a norm or an activation function returns before anyone has read it.
+
+Whoever reads it decides what it becomes. An FP8 linear layer asks for its payload, and the producer
+writes that directly, from its own inputs, in the layouts that are wanted; the next layer with the
+same input (k and v after q, up after gate) finds it made. Everybody else gets a plain tensor, the
+very one that the unconverted module returns. So a norm in front of FP8 layers never writes its
+16-bit output, one in front of a LoRA adapter writes both, and the last norm of a model the plain
+one alone.
+
+Quantized is what the plain tensor would have held, rounded to its dtype: fused and unfused have the
+same bytes.
+
+The results live in the activation itself, not in a table on the side: they go when it goes, and
+belong to no other tensor. Inputs that were written to in between are noticed.
+
+Gradients are such tensors, too: the backward of SwiGLU returns two.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_fp8.quantize import QuantizedTensor, quantize_layouts
+from torch_fp8.recipe import CastSpec
+
+_aten: Any = torch.ops.aten
+_ALIASES = (_aten.detach.default, _aten.alias.default)
+_VIEWS = (_aten.view.default, _aten._unsafe_view.default)
+
+Layouts = tuple[QuantizedTensor | None, QuantizedTensor | None]
+
+
+class Production:
+    """One result of a producer, (R, C): each form of it is made when it is first asked for.
+
+    Args:
+        name: qualified name of the producing module, for errors.
+        sources: what the forms are made from; not to be written to meanwhile.
+        make_dense: makes the plain tensor (R, C).
+        make_layouts: casts, given ``(spec, scale, row, col)`` as `quantize_layouts` takes them
+            except for the tensor.
+        make_amax: the largest magnitude of the plain tensor, () float32, as `tensor_amax`.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        sources: Sequence[Tensor],
+        make_dense: Callable[[], Tensor],
+        make_layouts: Callable[[CastSpec, Tensor | None, bool, bool], Layouts],
+        make_amax: Callable[[], Tensor],
+    ) -> None:
+        self.name, self.sources = name, tuple(sources)
+        self.make_dense, self.make_layouts, self.make_amax = make_dense, make_layouts, make_amax
+        self.versions = self._versions()
+        self.connected: Tensor | None = None
+        self._dense: Tensor | None = None
+        self._layouts: dict[CastSpec, Layouts] = {}
+
+    def dense(self) -> Tensor:
+        """The plain tensor, (R, C)."""
+        if self._dense is None:
+            self._check_sources()
+            self._dense = self.make_dense()
+        return self._dense
+
+    def amax(self) -> Tensor:
+        """Its largest magnitude, () float32; NaN if any element is."""
+        return self.make_amax()
+
+    def layouts(
+        self, spec: CastSpec, scale: Tensor | None, *, row: bool, col: bool
+    ) -> tuple[QuantizedTensor | None, QuantizedTensor | None]:
+        """As `quantize_layouts` of the plain tensor; what was made before is returned again.
+
+        Args:
+            spec, row, col: as there.
+            scale: as there; who asks first decides for all, since delayed scaling has them agree.
+        """
+        old_row, old_col = self._layouts.get(spec, (None, None))
+        new_row, new_col = row and old_row is None, col and old_col is None
+        if new_row or new_col:
+            other = old_row or old_col
+            if other is not None and spec.granularity == "tensorwise":
+                scale = other.scale
+            made_row, made_col = self._make(spec, scale, new_row, new_col)
+            old_row, old_col = old_row or made_row, old_col or made_col
+            self._layouts[spec] = old_row, old_col
+        return old_row if row else None, old_col if col else None
+
+    def _make(self, spec: CastSpec, scale: Tensor | None, row: bool, col: bool) -> Layouts:
+        if self._dense is not None:
+            return quantize_layouts(self._dense, spec, scale, row=row, col=col)
+        self._check_sources()
+        return self.make_layouts(spec, scale, row, col)
+
+    def _versions(self) -> list[int]:
+        return [0 if s.is_inference() else s._version for s in self.sources]
+
+    def _check_sources(self) -> None:
+        if self._versions() != self.versions:
+            raise RuntimeError(
+                f"the input of '{self.name}' was modified in place after its forward and before "
+                "its output was used, which is computed at its first use; leave the module as it "
+                f"is with FP8Config(skip=('{self.name}',))"
+            )
+
+
+class ProducedActivation(Tensor):
+    """(..., C), read-only; see the module.
+
+    Attributes:
+        production: its forms, as matrices (R, C); shared with all aliases.
+    """
+
+    production: Production
+
+    @staticmethod
+    def __new__(
+        cls, production: Production, shape: Sequence[int], dtype: torch.dtype
+    ) -> "ProducedActivation":
+        device = production.sources[0].device
+        self: ProducedActivation = torch.Tensor._make_wrapper_subclass(
+            cls, torch.Size(shape), dtype=dtype, device=device
+        )
+        self.production = production
+        return self
+
+    def layouts(
+        self, spec: CastSpec, scale: Tensor | None, *, row: bool, col: bool
+    ) -> tuple[QuantizedTensor | None, QuantizedTensor | None]:
+        """The FP8 payloads; see `Production.layouts`."""
+        return self.production.layouts(spec, scale, row=row, col=col)
+
+    def __repr__(self) -> str:
+        return (
+            f"ProducedActivation(shape={tuple(self.shape)}, dtype={self.dtype}, "
+            f"by '{self.production.name}')"
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return plain(self).__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        memo[id(self)] = result = plain(self.detach()).clone()
+        return result
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        # Before autograd: whoever is not of ours gets a plain tensor, and saves that.
+        kwargs = kwargs or {}
+        if func in _KEPT:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        if _writes(func) and isinstance(args[0], ProducedActivation):
+            raise RuntimeError(
+                f"{func.__name__} would modify the output of '{args[0].production.name}' in "
+                "place, which is kept in FP8; use the operation that returns a new tensor, or "
+                f"leave the module as it is with FP8Config(skip=('{args[0].production.name}',))"
+            )
+        return func(*_map(args, plain), **_map(kwargs, plain))
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        # Below autograd: what autograd itself does with activations and their gradients.
+        x = args[0] if args else None
+        if isinstance(x, ProducedActivation):
+            shape = _view_shape(func, x, args)
+            if shape is not None:
+                return ProducedActivation(x.production, shape, x.dtype)
+        return func(*_map(args, _dense), **_map(kwargs or {}, _dense))
+
+
+def plain(x: Any) -> Any:
+    """A plain tensor, connected to the producer where autograd records; others as they are."""
+    if not isinstance(x, ProducedActivation):
+        return x
+    if not (x.requires_grad and torch.is_grad_enabled()):
+        return _dense(x)
+    production = x.production
+    if production.connected is None or production.connected.shape != x.shape:
+        production.connected = _Plain.apply(x)
+    return production.connected
+
+
+class _Plain(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: ProducedActivation) -> Tensor:
+        return _dense(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+def _dense(x: Any) -> Any:
+    if not isinstance(x, ProducedActivation):
+        return x
+    with torch._C.DisableTorchFunctionSubclass():
+        shape = x.shape
+    # Not a view, so that autograd takes it for a result of its own.
+    return _aten._unsafe_view(x.production.dense(), shape)
+
+
+def _view_shape(func: Any, x: ProducedActivation, args: tuple[Any, ...]) -> torch.Size | None:
+    """The new shape, where `func` makes a view that keeps the last dimension; else None."""
+    with torch._C.DisableTorchFunctionSubclass():
+        shape, numel = x.shape, x.numel()
+    if func in _ALIASES:
+        return shape
+    if func not in _VIEWS:
+        return None
+    size = list(args[1])
+    if -1 in size and numel:
+        size[size.index(-1)] = numel // -math.prod(size)
+    keeps = bool(size) and size[-1] == shape[-1] and math.prod(size) == numel
+    return torch.Size(size) if keeps else None
+
+
+def _writes(func: Any) -> bool:
+    name = getattr(func, "__name__", "")
+    return name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+
+
+def _map(value: Any, function: Callable[[Any], Any]) -> Any:
+    if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
+        return type(value)(_map(v, function) for v in value)
+    if type(value) is dict:
+        return {k: _map(v, function) for k, v in value.items()}
+    return function(value)
+
+
+_PROPERTIES = """shape dtype device layout ndim requires_grad grad_fn is_leaf is_cpu is_cuda is_meta
+    is_sparse is_quantized is_nested output_nr""".split()
+_METHODS = """size dim numel nelement ndimension element_size get_device is_floating_point is_complex
+    is_contiguous is_inference stride requires_grad_ register_hook retain_grad detach __len__
+    __hash__""".split()
+_KEPT = {getattr(Tensor, name).__get__ for name in _PROPERTIES}
+_KEPT |= {getattr(Tensor, name) for name in _METHODS}
+_KEPT |= {Tensor.requires_grad.__set__}
+"""What of torch may see a `ProducedActivation` as it is: it looks at no element."""
