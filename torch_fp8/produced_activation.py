@@ -237,11 +237,12 @@ def _map(value: Any, function: Callable[[Any], Any]) -> Any:
     return function(value)
 
 
-_PROPERTIES = """shape dtype device layout ndim requires_grad grad_fn is_leaf is_cpu is_cuda is_meta
-    is_sparse is_quantized is_nested output_nr""".split()
-_METHODS = """size dim numel nelement ndimension element_size get_device is_floating_point is_complex
-    is_contiguous is_inference stride requires_grad_ register_hook retain_grad detach __len__
-    __hash__""".split()
+_PROPERTIES: tuple[str, ...] = ("shape", "dtype", "device", "layout", "ndim", "is_leaf", "grad_fn")
+_PROPERTIES += ("requires_grad", "output_nr", "is_cpu", "is_cuda", "is_meta", "is_sparse")
+_PROPERTIES += ("is_quantized", "is_nested")
+_METHODS: tuple[str, ...] = ("size", "stride", "dim", "ndimension", "numel", "nelement", "__len__")
+_METHODS += ("element_size", "get_device", "is_floating_point", "is_complex", "is_contiguous")
+_METHODS += ("is_inference", "requires_grad_", "register_hook", "retain_grad", "detach", "__hash__")
 _KEPT = {getattr(Tensor, name).__get__ for name in _PROPERTIES}
 _KEPT |= {getattr(Tensor, name) for name in _METHODS}
 _KEPT |= {Tensor.requires_grad.__set__}
