@@ -31,6 +31,8 @@ ROOMS = [
     {"adamw"},
     {"config", "scaling", "kernels"},
     {"quantize", "optimizer_state", "wire", "agreement"},
+    {"producer_cast"},
+    {"rms_norm", "swiglu"},
     {
         "gemm",
         "produced_activation",

@@ -1,0 +1,1 @@
+"""SwiGLU on CUDA: the twin of `torch_fp8.swiglu`."""

@@ -1,0 +1,144 @@
+"""What RMSNorm and SwiGLU that emit FP8 share: the cast of their result, and what they save.
+
+Legend: R rows, C columns. Layouts are those of ``torch_fp8::quantize_2d``: ``(q, s, qt, st)`` is
+y quantized along C, its scale, y^T quantized along R, its scale; what was not asked for is an
+empty tensor. A tensorwise scale must be known before the cast, as `scale` or as `amax`: a producer
+that computed its result in order to find the maximum would compute it twice.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_fp8.formats import E4M3, MIN_CAPABILITY, format_of
+from torch_fp8.quantize import BLOCK_SHAPE, QuantizedTensor, dequantize, quantize_2d_reference
+from torch_fp8.recipe import Granularity
+from torch_fp8.scaling import scale_from_amax
+
+SAVED: Granularity = "block_1x128"
+"""Granularity of what is saved for backward: E4M3 along C, scales powers of two (as COAT's groups,
+arXiv 2410.19313 section 4, with Hopper's block length)."""
+
+Layouts = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+def check_scale(granularity: str, amax: Tensor | None, scale: Tensor | None) -> None:
+    """Raises ValueError unless a tensorwise scale is known, in one way, and no other is given."""
+    given = (amax is not None) + (scale is not None)
+    if granularity == "tensorwise" and given != 1:
+        raise ValueError("a tensorwise producer takes either amax or scale")
+    if granularity != "tensorwise" and given:
+        raise ValueError(f"{granularity} scales are made from the tensor, got amax or scale")
+
+
+def cast_reference(
+    y: Tensor,
+    amax: Tensor | None,
+    scale: Tensor | None,
+    dtype: torch.dtype,
+    granularity: str,
+    power_of_two: bool,
+    row: bool,
+    col: bool,
+) -> Layouts:
+    """y in the layouts asked for, on any device.
+
+    Args:
+        y: (R, C), any strides.
+        amax: () float32, at least that of y: tensorwise, the scale is made from it.
+        scale: () float32 dequantization scale: tensorwise, it is used as it is.
+        dtype: float8_e4m3fn or float8_e5m2.
+        granularity: see `torch_fp8.recipe`.
+        power_of_two: round scales up to powers of two.
+        row, col: the layouts to make.
+    Returns:
+        Layouts; tensorwise, s is () if it was made here and empty if it was given, st is empty.
+    """
+    check_scale(granularity, amax, scale)
+    made = None if amax is None else scale_from_amax(amax, format_of(dtype), power_of_two)
+    q, s, qt, st = quantize_2d_reference(
+        y, scale if made is None else made, dtype, granularity, power_of_two, row, col
+    )
+    return q, s if made is None else made, qt, st
+
+
+def cast_fake(
+    x: Tensor,
+    amax: Tensor | None,
+    scale: Tensor | None,
+    dtype: torch.dtype,
+    granularity: str,
+    power_of_two: bool,
+    row: bool,
+    col: bool,
+) -> Layouts:
+    """Empty tensors of the shapes that `cast_reference` returns for a result of x's shape."""
+    check_scale(granularity, amax, scale)
+    rows, cols = x.shape
+
+    def one(rows: int, cols: int, wanted: bool) -> tuple[Tensor, Tensor]:
+        shape: tuple[int, ...] = (rows, cols) if wanted else (0,)
+        scale_shape: tuple[int, ...] = (0,)
+        if wanted and granularity == "rowwise":
+            scale_shape = (rows, 1)
+        elif wanted and granularity != "tensorwise":
+            block_rows, block_cols = BLOCK_SHAPE[granularity]
+            scale_shape = (-(-rows // block_rows), -(-cols // block_cols))
+        return x.new_empty(shape, dtype=dtype), x.new_empty(scale_shape, dtype=torch.float32)
+
+    q, s = one(rows, cols, row)
+    if amax is not None:
+        s = x.new_empty((), dtype=torch.float32)
+    return (q, s, *one(cols, rows, col))
+
+
+def save_reference(x: Tensor, wanted: bool = True) -> tuple[Tensor, Tensor]:
+    """x as saved for backward: E4M3 (R, C), scale (R, ceil(C / 128)); or two empty tensors."""
+    q, s, _, _ = quantize_2d_reference(x, None, E4M3.dtype, SAVED, True, wanted, False)
+    return q, s
+
+
+def save_fake(x: Tensor, wanted: bool = True) -> tuple[Tensor, Tensor]:
+    """Empty tensors of the shapes that `save_reference` returns."""
+    q, s, _, _ = cast_fake(x, None, None, E4M3.dtype, SAVED, True, wanted, False)
+    return q, s
+
+
+def saved_values(x: Tensor, scale: Tensor | None) -> Tensor:
+    """float32 (R, C) of what was saved: FP8 with its scale, or the tensor itself with None."""
+    return x.float() if scale is None else dequantize(QuantizedTensor(x, scale, SAVED))
+
+
+def no_amax(x: Tensor) -> Tensor:
+    """An amax that was not asked for."""
+    return x.new_empty(0, dtype=torch.float32)
+
+
+def register(
+    library: torch.library.Library,
+    schema: str,
+    reference: Callable[..., Any],
+    fake: Callable[..., Any],
+    kernels: Callable[[], Any],
+) -> None:
+    """Define an operator: its reference on the CPU, its kernels on CUDA, its fake for tracing.
+
+    Args:
+        schema: as of `torch.library.Library.define`; the first argument is a tensor.
+        reference, fake: take and return what the schema says.
+        kernels: returns the module whose function of the operator's name launches its kernels; it
+            is asked only where they run, for Triton is imported there.
+    """
+    name = schema.partition("(")[0]
+
+    def cuda(x: Tensor, *args: Any) -> Any:
+        if torch.cuda.get_device_capability(x.device) < MIN_CAPABILITY:  # emulated on older cards
+            return reference(x, *args)
+        return getattr(kernels(), name)(x, *args)
+
+    library.define(schema)
+    library.impl(name, reference, "CPU")
+    library.impl(name, cuda, "CUDA")
+    torch.library.register_fake(f"torch_fp8::{name}", fake, lib=library)
