@@ -13,8 +13,8 @@ moves a weight by at most 5e-5 of itself, a hundredth of BF16's spacing, and 2,0
 Stores: ``residual_k``: BF16 and k residual bits, with float32 moments; ``o2_k``: with 8-bit moments
 and a BF16 gradient; ``o3_k``: with an 8-bit gradient, too; ``bf16_nearest`` and ``fp16_nearest``:
 16-bit master weights without a residual, and float32 moments, as other systems have them.
-``e4m3_m_only``, ``ue5m3_v_only``, ``e3m4_gradient_only``: one part of a level by itself, on float32
-weights.
+``e4m3_m_only``, ``ue5m3_v_only``, ``tapered_gradient_only``: one part of a level by itself, on
+float32 weights.
 """
 
 import argparse
@@ -91,7 +91,7 @@ STORES = {
     "fp16_nearest": Store(torch.float16),
     "e4m3_m_only": Store(moment1=MOMENT1),
     "ue5m3_v_only": Store(moment2=MOMENT2),
-    "e3m4_gradient_only": Store(gradient=GRADIENT),
+    "tapered_gradient_only": Store(gradient=GRADIENT),
 }
 TARGETS = {"residual_8": (0.999, 0.01), "o2_8": (0.99, 0.05), "o3_8": (0.99, 0.05)}
 """Smallest cosine and largest difference of the norm ratio from 1."""
@@ -208,7 +208,7 @@ class PlainRun:
 def encode_gradient(gradient: Tensor, step: int) -> BlockScaled:
     """The gradient of one micro-batch, BF16 before that, as the level stores it."""
     words = random_words(_index(gradient), stream_keys(SEED, step, 0, 0))
-    return encode(gradient.bfloat16().float(), GRADIENT, (words & 0xFFFF) << 3 | 4)
+    return encode(gradient.bfloat16().float(), GRADIENT, (words & 0xFFFF) << 4 | 8)
 
 
 def scalars_of(lr: float, step: int) -> StepScalars:

@@ -50,7 +50,7 @@ def encode(x: Tensor, format: ByteFloat, random: Tensor | None = None) -> BlockS
         x: (R, K) float32.
         format: of the codes.
         random: (R, K) int32, whose low ``23 - format.mantissa_bits`` bits decide the rounding: an
-            offset added below the last kept bit. None: to nearest even.
+            offset added below the last bit of the code. None: to nearest, ties to the even code.
     """
     rows, cols = x.shape
     groups = num_groups(cols)
@@ -77,8 +77,8 @@ def decode(x: BlockScaled, format: ByteFloat) -> Tensor:
     """(R, K) float32; exact."""
     codes = x.qdata.to(torch.int32)
     magnitude = codes & 0x7F if format.signed else codes
-    shift = 23 - format.mantissa_bits
-    normal = ((magnitude << shift) + ((127 - format.bias) << 23)).view(torch.float32)
+    bits = _unfolded(magnitude << (23 - format.mantissa_bits), format)
+    normal = (bits + ((127 - format.bias) << 23)).view(torch.float32)
     subnormal = magnitude * format.smallest
     value = torch.where(magnitude >> format.mantissa_bits != 0, normal, subnormal)
     if format.signed:
@@ -90,11 +90,8 @@ def decode(x: BlockScaled, format: ByteFloat) -> Tensor:
 
 def _scale_of(amax: Tensor, format: ByteFloat) -> Tensor:
     """The scale's byte, as int32: the exponent of amax / format.max, rounded up."""
-    mantissa_bits = format.mantissa_bits
-    max_mantissa = (format.max_code & ((1 << mantissa_bits) - 1)) << (23 - mantissa_bits)
-    max_exponent = (format.max_code >> mantissa_bits) - format.bias
-    over = ((amax & _MANTISSA) > max_mantissa).to(torch.int32)
-    scale = ((amax >> 23) - max_exponent + over).clamp(min=1)
+    over = ((amax & _MANTISSA) > (format.max_bits & _MANTISSA)).to(torch.int32)
+    scale = ((amax >> 23) - (format.max_bits >> 23) + 127 + over).clamp(min=1)
     scale = torch.where(amax == 0, _SCALE_ONE, scale)
     return torch.where(amax >= _INF, _SCALE_NAN, scale)
 
@@ -102,16 +99,32 @@ def _scale_of(amax: Tensor, format: ByteFloat) -> Tensor:
 def _round(y: Tensor, format: ByteFloat, random: Tensor | None) -> Tensor:
     """Codes of |y| <= format.max, without the sign, as int32."""
     shift = 23 - format.mantissa_bits
-    one = 1 << format.mantissa_bits  # the code of the smallest normal magnitude
     magnitude = y.abs()
     smallest_normal = 2.0 ** (1 - format.bias)
     normal = magnitude >= smallest_normal
     # Added to the smallest normal, subnormals have the mantissa's spacing, too. What the sum loses
     # is at most 2^-(24 - mantissa_bits) of that spacing, nearer to a tie than random bits can tell.
     bits = torch.where(normal, magnitude, magnitude + smallest_normal).view(torch.int32)
+    # From zero on, with the smallest normal at the exponent 1.
+    bits = _folded(bits - ((127 - format.bias + (~normal).to(torch.int32)) << 23), format)
     if random is None:
         offset = ((bits >> shift) & 1) + ((1 << (shift - 1)) - 1)
     else:
         offset = random & ((1 << shift) - 1)
-    codes = ((bits + offset) >> shift) - ((127 - format.bias) << format.mantissa_bits)
-    return torch.where(normal, codes, codes - one).clamp(0, format.max_code)
+    return ((bits + offset) >> shift).clamp(0, format.max_code)
+
+
+def _folded(bits: Tensor, format: ByteFloat) -> Tensor:
+    """int32 bits of a magnitude, as `ByteFloat` says, so that those on top are the code."""
+    codes = bits
+    for i, intercept in enumerate(format.intercepts[1:], 1):
+        codes = torch.maximum(codes, (bits << i) - (intercept << (23 - format.mantissa_bits)))
+    return codes
+
+
+def _unfolded(codes: Tensor, format: ByteFloat) -> Tensor:
+    """The inverse of `_folded`, exact for codes without anything below them."""
+    bits = codes
+    for i, intercept in enumerate(format.intercepts[1:], 1):
+        bits = torch.minimum(bits, (codes + (intercept << (23 - format.mantissa_bits))) >> i)
+    return bits

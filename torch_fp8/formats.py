@@ -4,6 +4,7 @@ This is the only home of 448 and 57344. E4M3 holds weights and activations, E5M2
 range is wider (Micikevicius et al., "FP8 Formats for Deep Learning", arXiv 2209.05433, table 1).
 """
 
+import struct
 from dataclasses import dataclass
 
 import torch
@@ -66,12 +67,20 @@ class ByteFloat:
     7. Tensors hold the codes in groups of 32 with a shared power-of-two scale (see
     `torch_fp8.block_scaled`), which also carries what is not finite.
 
+    A tapered one has more codes in the binades near its largest magnitude, where a group's scale
+    puts what is large, than in those below. Let n be what the code would be if all binades had M
+    mantissa bits, with a fraction: a float's own bits. The code is the largest of
+    ``(n << i) - c[i]``, and n the smallest of ``(code + c[i]) >> i``, with c the `intercepts`:
+    lines that meet where the spacing changes.
+
     Attributes:
         name: as in the literature: exponent and mantissa bits, ``u`` for unsigned.
         mantissa_bits: stored mantissa bits, M.
         bias: of the exponent; the smallest normal magnitude is ``2 ** (1 - bias)``.
         max_code: the code of the largest magnitude.
         signed: whether bit 7 is the sign; else it belongs to the exponent.
+        finer_from: first codes of the binades from which on there is one mantissa bit more, and
+            again one more.
     """
 
     name: str
@@ -79,13 +88,27 @@ class ByteFloat:
     bias: int
     max_code: int
     signed: bool
+    finer_from: tuple[int, ...] = ()
+
+    @property
+    def intercepts(self) -> tuple[int, ...]:
+        """c: one of each spacing, from the coarsest; 0 alone where all binades are alike."""
+        lines = [0]
+        for code in self.finer_from:
+            lines.append(code + 2 * lines[-1])
+        return tuple(lines)
 
     @property
     def max(self) -> float:
         """Largest magnitude."""
-        fraction = self.max_code & ((1 << self.mantissa_bits) - 1)
-        exponent = (self.max_code >> self.mantissa_bits) - self.bias
-        return float((1 + fraction / (1 << self.mantissa_bits)) * 2.0**exponent)
+        n = min((self.max_code + c) / (1 << i) for i, c in enumerate(self.intercepts))
+        exponent, fraction = divmod(n / (1 << self.mantissa_bits), 1)
+        return float((1 + fraction) * 2.0 ** (exponent - self.bias))
+
+    @property
+    def max_bits(self) -> int:
+        """The largest magnitude as the bits of a float32."""
+        return int.from_bytes(struct.pack("<f", self.max), "little")
 
     @property
     def smallest(self) -> float:
@@ -99,8 +122,14 @@ MOMENT1 = ByteFloat("e4m3", 3, 7, 0x7E, True)
 MOMENT2 = ByteFloat("ue5m3", 3, 15, 0xFF, False)
 """The second moment: E5M2's range, and its unused sign as a third mantissa bit."""
 
-GRADIENT = ByteFloat("e3m4", 4, 3, 0x7F, True)
-"""An accumulated gradient: a fourth mantissa bit, since every micro-batch rounds the sum again."""
+GRADIENT = ByteFloat("tapered", 3, 3, 0x7F, True, (48, 96))
+"""An accumulated gradient: tapered precision (R. Morris, IEEE Transactions on Computers, 1971).
+
+Five mantissa bits in the largest binade, four in the next three, three in five more and in the
+subnormals. Every micro-batch rounds the sum again, and most of its noise is that of the elements
+that are largest in their group: there the spacing is finest. The smallest step is 2^-12 of the
+range, so that small elements stay, too (benchmarks/accumulation.py).
+"""
 
 GROUP_SIZE = 32
 """Consecutive elements of a row that share a power-of-two scale, as in MXFP8."""

@@ -48,7 +48,7 @@ class GradientBucket:
         self._numels = [rows * num_groups(cols) * GROUP_SIZE for rows, cols in shapes]
         layout = wire.split_layout(sum(self._numels), len(parameters), self._world_size)
         self._layout = layout
-        keys, _ = _rounding(parameters[0]).next_exchanged()
+        keys = _rounding(parameters[0]).next_exchanged()
         self._keys = shifted_keys(keys, dist.get_rank(group) * layout.num_values)
         device = parameters[0].device
         size = (self._world_size, layout.num_bytes)

@@ -1,10 +1,9 @@
 """Gradients of 8 bits per element: encoding, adding and decoding the parts of one.
 
 A sum over micro-batches is decoded, added to and encoded again each time, a few rows at a time, and
-every encoding rounds stochastically. To nearest, the sum would lose whatever is the same in each
-micro-batch; independent random bits would double the noise. So roundings come in antithetic pairs:
-the second takes the complement of the first one's random bits, and tends to round down what that
-rounded up (benchmarks/accumulation.py).
+every encoding rounds stochastically, with random bits of its own: the expectation of the stored sum
+is the sum. To nearest, it would lose whatever is the same in each micro-batch; with bits that
+depend on earlier ones it would be biased (benchmarks/accumulation.py).
 
 On CUDA these are `kernels.gradients`, with the same bytes.
 """
@@ -33,7 +32,7 @@ def _no_counters() -> tuple[int, ...]:
 
 
 class Rounding:
-    """The random bits of a gradient's roundings, one after another, in antithetic pairs.
+    """The random bits of a gradient's roundings, one after another.
 
     Args:
         counters: gives what the stream belongs to: seed, step, parameter, ...
@@ -59,16 +58,15 @@ class Rounding:
         """The gradient is zero again."""
         self.count = self.exchanges = 0
 
-    def next(self) -> tuple[Keys, bool]:
-        """Keys of the next rounding, and whether it takes the complement of their bits."""
-        pair, second = divmod(self.count, 2)
+    def next(self) -> Keys:
+        """Keys of the next rounding."""
         self.count += 1
-        return self._keys(self.rank, pair), bool(second)
+        return self._keys(self.rank, self.count)
 
-    def next_exchanged(self) -> tuple[Keys, bool]:
+    def next_exchanged(self) -> Keys:
         """Those of the rounding of an average over ranks: equal on all of them."""
         self.exchanges += 1
-        return self._keys(-1, self.exchanges), False
+        return self._keys(-1, self.exchanges)
 
     def _keys(self, *which: int) -> Keys:
         return shifted_keys(stream_keys(*self.counters(), *which), self.offset)
@@ -84,39 +82,38 @@ class Rounding:
         return Rounding, (_no_counters, self.offset, self.rank)
 
 
-def quantize_gradient(x: Tensor, keys: Keys, complement: bool) -> GradientParts:
+def quantize_gradient(x: Tensor, keys: Keys) -> GradientParts:
     """The parts of a gradient.
 
     Args:
         x: (R, K) bfloat16 or float32, contiguous.
         keys: of the random bits.
-        complement: whether to take their complement.
     """
     rows, cols = x.shape
     multiplier = torch.ones((), dtype=torch.float32, device=x.device)
     if x.is_cuda:
         from torch_fp8.kernels import gradients
 
-        return GradientParts(*gradients.quantize_gradient(x, keys, complement), multiplier)
+        return GradientParts(*gradients.quantize_gradient(x, keys), multiplier)
     qdata = torch.empty((rows, cols), dtype=torch.uint8, device=x.device)
     scale = torch.empty((rows, num_groups(cols)), dtype=torch.uint8, device=x.device)
     parts = GradientParts(qdata, scale, multiplier)
     if x.device.type != "meta":
         for part in row_parts(rows, cols):
-            _encode_rows(parts, part, x[part].float(), keys, complement)
+            _encode_rows(parts, part, x[part].float(), keys)
     return parts
 
 
-def accumulate_gradient(target: GradientParts, x: Tensor, keys: Keys, complement: bool) -> None:
+def accumulate_gradient(target: GradientParts, x: Tensor, keys: Keys) -> None:
     """Add `x` in place; arguments as of `quantize_gradient`."""
     if x.is_cuda:
         from torch_fp8.kernels import gradients
 
-        gradients.accumulate_gradient(*target, x, keys, complement)
+        gradients.accumulate_gradient(*target, x, keys)
     elif x.device.type != "meta":
         for part in row_parts(*x.shape):
             total = decode_rows(target, part) + x[part].float()
-            _encode_rows(target, part, total, keys, complement)
+            _encode_rows(target, part, total, keys)
     target.multiplier.fill_(1.0)
 
 
@@ -172,14 +169,10 @@ def has_nonfinite(source: GradientParts) -> Tensor:
     return ~(factor * GRADIENT.max * source.multiplier).isfinite()
 
 
-def _encode_rows(
-    target: GradientParts, part: slice, value: Tensor, keys: Keys, complement: bool
-) -> None:
+def _encode_rows(target: GradientParts, part: slice, value: Tensor, keys: Keys) -> None:
     rows, cols = value.shape
     index = element_index(rows, cols, part.start, 0, cols, value.device)
     bits = random_words(index, keys) & 0xFFFF
-    if complement:
-        bits = bits ^ 0xFFFF
-    codes = encode(value, GRADIENT, bits << 3 | 4)
+    codes = encode(value, GRADIENT, bits << 4 | 8)
     target.qdata[part] = codes.qdata
     target.scale[part] = codes.scale

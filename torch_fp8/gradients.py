@@ -1,7 +1,7 @@
 """`Float8Grad`: a gradient of 8 bits per element that reads as a tensor of the weight's dtype.
 
-It is what ``p.grad`` holds at level O3: codes of `formats.GRADIENT` (E3M4) with a power-of-two
-scale for each group of 32, 1.03 bytes per element, and one () float32 ``multiplier`` of all
+It is what ``p.grad`` holds at level O3: codes of `formats.GRADIENT` with a power-of-two scale for
+each group of 32, 1.03 bytes per element, and one () float32 ``multiplier`` of all
 (`torch_fp8.gradient_parts` has the arithmetic). Whoever finds it takes it for a plain tensor:
 
 * reading decodes: norms, loggers, ``isfinite``, stock optimizers. A group with an Inf or a NaN
@@ -85,23 +85,23 @@ class Float8Grad(Tensor):
             exchanged: whether it is an average over ranks, which all of them round alike.
         """
         rounding = rounding or Rounding()
-        bits = rounding.next_exchanged() if exchanged else rounding.next()
+        keys = rounding.next_exchanged() if exchanged else rounding.next()
         matrix = x.contiguous().view(matrix_shape(x.shape))
-        parts = quantize_gradient(matrix, *bits)
+        parts = quantize_gradient(matrix, keys)
         return Float8Grad(parts, x.shape, dtype or x.dtype, rounding)
 
     @torch.no_grad()
     def store(self, x: Tensor, *, exchanged: bool = False) -> None:
         """Encode `x`, of this shape; `exchanged` as of `quantize`."""
-        bits = self.rounding.next_exchanged() if exchanged else self.rounding.next()
-        made = quantize_gradient(self._matrix(x), *bits)
+        keys = self.rounding.next_exchanged() if exchanged else self.rounding.next()
+        made = quantize_gradient(self._matrix(x), keys)
         for target, part in zip(self.parts(), made, strict=True):
             target.copy_(part)
 
     @torch.no_grad()
     def accumulate(self, x: Tensor) -> None:
         """Add `x`, of this shape."""
-        accumulate_gradient(self.parts(), self._matrix(x), *self.rounding.next())
+        accumulate_gradient(self.parts(), self._matrix(x), self.rounding.next())
 
     @torch.no_grad()
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:

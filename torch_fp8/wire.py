@@ -1,7 +1,7 @@
 """Messages of 8 bits per element: how values travel between ranks.
 
-A message has groups of 32 values as codes of `formats.GRADIENT` (E3M4) with an E8M0 scale each, and
-behind them plain values as BF16, for what is small or not worth it:
+A message has groups of 32 values as codes of `formats.GRADIENT` with an E8M0 scale each, and behind
+them plain values as BF16, for what is small or not worth it:
 
 =========  =========================================================================
 codes      32 bytes for each of G groups (`torch_fp8.block_scaled`)
@@ -14,8 +14,8 @@ of such messages: each rank `pack`s its gradient into N of them, one for the ran
 part, which sums what it receives in float32, encodes the average again (`combine`) and gives it to
 all. Everybody decodes the same bytes and so has the same average, to the bit.
 
-* E3M4 has one mantissa bit more than E4M3; groups of 32 need no more range. Two roundings to
-  nearest keep 34 dB of a Gaussian gradient, where two of E4M3 keep 28.5.
+* Groups of 32 need less range than E4M3 has, and the format has more bits where they are large: two
+  roundings to nearest keep 36 dB of a Gaussian gradient, where two of E4M3 keep 28.5.
 * An Inf or a NaN makes its group NaN, in every sum that it takes part in: all ranks see it.
 * No addition is made in 8 bits, and the order of the additions is that of the ranks.
 
@@ -95,7 +95,6 @@ def pack(
     plain: Tensor | None = None,
     *,
     keys: Keys | None = None,
-    complement: bool = False,
 ) -> Tensor:
     """One message for each row.
 
@@ -104,7 +103,6 @@ def pack(
         plain: (N, P), any floating-point dtype; None: nothing.
         keys: of the random bits of stochastic rounding, one word for each value by its index in
             `groups`; None: to nearest even.
-        complement: whether to take the complement of the random bits.
     Returns:
         (N, B) uint8.
     """
@@ -114,7 +112,7 @@ def pack(
     num_plain = 0 if plain is None else plain.shape[1]
     layout = Layout(groups.shape[1] // GROUP_SIZE, num_plain)
     flat = None if plain is None else plain.reshape(-1)
-    return pack_flat(groups.reshape(-1), flat, layout, rows, keys=keys, complement=complement)
+    return pack_flat(groups.reshape(-1), flat, layout, rows, keys=keys)
 
 
 def pack_flat(
@@ -124,7 +122,6 @@ def pack_flat(
     num_messages: int,
     *,
     keys: Keys | None = None,
-    complement: bool = False,
 ) -> Tensor:
     """`pack` of flat buffers that are shared out over the messages, with zeros behind their ends.
 
@@ -133,7 +130,7 @@ def pack_flat(
         plain: (F,), any floating-point dtype, F at most ``num_messages * P``; None: nothing.
         layout: of each message.
         num_messages: N.
-        keys, complement: as of `pack`.
+        keys: as of `pack`.
     Returns:
         (N, B) uint8.
     """
@@ -144,9 +141,9 @@ def pack_flat(
     if values.is_cuda:
         from torch_fp8.kernels import wire
 
-        wire.pack(values, layout, messages, keys, complement)
+        wire.pack(values, layout, messages, keys)
     elif layout.num_groups and values.device.type != "meta":
-        _encode(values, layout, messages, keys, complement)
+        _encode(values, layout, messages, keys)
     if layout.num_plain:
         part = layout.plain(messages)
         flat = torch.zeros(part.numel(), dtype=torch.bfloat16, device=part.device)
@@ -194,13 +191,12 @@ def combine(
     scale: float = 1.0,
     *,
     keys: Keys | None = None,
-    complement: bool = False,
 ) -> Tensor:
     """`unpack_sum`, encoded again, without the float32 sum in memory.
 
     Args:
         messages, layout, scale: as of `unpack_sum`.
-        keys, complement: as of `pack`; a value's index is that in the result.
+        keys: as of `pack`; a value's index is that in the result.
     Returns:
         (1, B) uint8, the message of the sum.
     """
@@ -208,14 +204,14 @@ def combine(
     if messages.is_cuda:
         from torch_fp8.kernels import wire
 
-        wire.combine(messages, layout, combined, scale, keys, complement)
+        wire.combine(messages, layout, combined, scale, keys)
         if layout.num_plain:
             wire.sum_plain(layout.plain(messages), layout.plain(combined)[0], scale)
         return combined
     codes, scales = layout.codes(combined)[0], layout.scales(combined)[0]
     for part in _parts(layout.num_groups):
         total = _sum_groups(messages, layout, part) * scale
-        random = _random(total.shape, part.start, total.device, keys, complement)
+        random = _random(total.shape, part.start, total.device, keys)
         made = encode(total, GRADIENT, random)
         codes[part.start * GROUP_SIZE : part.stop * GROUP_SIZE] = made.qdata.view(-1)
         scales[part] = made.scale.view(-1)
@@ -277,9 +273,7 @@ def _parts(num_groups: int) -> list[slice]:
     return [slice(start, min(start + _PART_GROUPS, num_groups)) for start in starts]
 
 
-def _encode(
-    values: Tensor, layout: Layout, messages: Tensor, keys: Keys | None, complement: bool
-) -> None:
+def _encode(values: Tensor, layout: Layout, messages: Tensor, keys: Keys | None) -> None:
     """Codes and scales of every message; a part of one at a time."""
     for row, message in enumerate(messages.split(1)):
         codes, scales = layout.codes(message)[0], layout.scales(message)[0]
@@ -288,7 +282,7 @@ def _encode(
             wanted = (part.stop - part.start) * GROUP_SIZE
             x = values[first * GROUP_SIZE :][:wanted].float()
             x = F.pad(x, (0, wanted - x.numel())).view(-1, GROUP_SIZE)
-            made = encode(x, GRADIENT, _random(x.shape, first, x.device, keys, complement))
+            made = encode(x, GRADIENT, _random(x.shape, first, x.device, keys))
             codes[part.start * GROUP_SIZE : part.stop * GROUP_SIZE] = made.qdata.view(-1)
             scales[part] = made.scale.view(-1)
 
@@ -323,13 +317,10 @@ def _sum_plain(messages: Tensor, layout: Layout) -> Tensor:
 
 
 def _random(
-    shape: torch.Size, first: int, device: torch.device, keys: Keys | None, complement: bool
+    shape: torch.Size, first: int, device: torch.device, keys: Keys | None
 ) -> Tensor | None:
     """Bits for `encode` of groups from `first` on."""
     if keys is None:
         return None
     index = element_index(shape[0], shape[1], first, 0, GROUP_SIZE, device)
-    bits = random_words(index, keys) & 0xFFFF
-    if complement:
-        bits = bits ^ 0xFFFF
-    return bits << 3 | 4
+    return (random_words(index, keys) & 0xFFFF) << 4 | 8

@@ -269,7 +269,7 @@ def test_loop_with_automatic_optimization_follows_float32_states(level, loop):
     reference, _ = fit(HOST, "O1", max_epochs=3, **LOOPS[loop])
     assert set(model.dtypes) == {torch.bfloat16}
     assert model.rates == reference.rates
-    # Of the first gradients, after clipping; E3M4 has 5 significand bits.
+    # Of the first gradients, after clipping; the smaller of a group have 4 significand bits.
     torch.testing.assert_close(model.norms[0].float(), reference.norms[0], rtol=2**-5, atol=0)
     assert_follows(model, reference, 0.92 if loop == "clip value" else 0.97)
 

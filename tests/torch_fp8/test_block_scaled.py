@@ -1,6 +1,8 @@
 """Codes are the format's, rounding is what it says, and what is stored stays as it is."""
 
 import bisect
+import math
+from collections import Counter
 from fractions import Fraction
 
 import pytest
@@ -14,17 +16,22 @@ EVERY_FORMAT = pytest.mark.parametrize("format", FORMATS.values(), ids=list(FORM
 SHAPES = [(0, 32), (4, 0), (3, 1), (7, 5), (2, 31), (5, 32), (3, 33), (2, 64), (9, 100)]
 
 
-def _magnitude(code, format):
-    """What a code is by the definition of a minifloat, exactly."""
-    exponent, mantissa = divmod(code, 1 << format.mantissa_bits)
-    fraction = Fraction(mantissa, 1 << format.mantissa_bits)
-    if exponent == 0:
-        return fraction * Fraction(2) ** (1 - format.bias)
-    return (1 + fraction) * Fraction(2) ** (exponent - format.bias)
-
-
 def _magnitudes(format):
-    return [_magnitude(code, format) for code in range(format.max_code + 1)]
+    """What the codes are by the definition of a minifloat, exactly: one binade after the other."""
+    exponent, bits = 1 - format.bias, format.mantissa_bits
+    found = [Fraction(i, 1 << bits) * Fraction(2) ** exponent for i in range(1 << bits)]
+    while len(found) <= format.max_code:
+        bits += len(found) in format.finer_from
+        found += [(1 + Fraction(i, 1 << bits)) * Fraction(2) ** exponent for i in range(1 << bits)]
+        exponent += 1
+    return found[: format.max_code + 1]
+
+
+def _spacing(x, format):
+    """Between the neighbours of magnitudes up to the largest one, as float64."""
+    magnitudes = torch.tensor([float(m) for m in _magnitudes(format)], dtype=torch.float64)
+    lower = torch.searchsorted(magnitudes, x, right=True) - 1
+    return magnitudes.diff()[lower.clamp(max=format.max_code - 1)]
 
 
 def _codes(format):
@@ -80,6 +87,17 @@ def test_numbers_of_the_format_follow_from_its_codes(format):
     assert format.max == magnitudes[-1]
     assert format.smallest == magnitudes[1]
     assert magnitudes == sorted(set(magnitudes))
+    assert torch.tensor(format.max_bits, dtype=torch.int32).view(torch.float32) == format.max
+
+
+def test_a_gradient_has_five_mantissa_bits_on_top_then_four_then_three():
+    magnitudes = _magnitudes(GRADIENT)
+    of_binades = Counter(math.frexp(m)[1] for m in magnitudes if m >= magnitudes[8])
+    sizes = [of_binades[exponent] for exponent in sorted(of_binades, reverse=True)]
+    assert sizes == [32, 16, 16, 16, 8, 8, 8, 8, 8]
+    top = 2.0 ** math.frexp(GRADIENT.max)[1]
+    assert GRADIENT.smallest == top / 4096
+    assert [float(m) for m in magnitudes[:8]] == [i * GRADIENT.smallest for i in range(8)]
 
 
 @EVERY_FORMAT
@@ -89,9 +107,10 @@ def test_every_code_decodes_to_its_value_and_encodes_to_itself(format, scale):
     qdata = _in_groups(codes, format.max_code).to(torch.uint8)
     stored = BlockScaled(qdata, torch.full((len(codes), 1), scale, dtype=torch.uint8))
     values = decode(stored, format)
+    magnitudes = _magnitudes(format)
     for code, value in zip(codes.tolist(), values[:, 0].tolist(), strict=True):
         negative = format.signed and code >= 0x80
-        expected = _magnitude(code - 0x80 * negative, format) * (-1 if negative else 1)
+        expected = magnitudes[code - 0x80 * negative] * (-1 if negative else 1)
         assert Fraction(value) == expected * Fraction(2) ** (scale - 127), code
     for random in (None, _random(values.shape), torch.full(values.shape, -1, dtype=torch.int32)):
         again = encode(values, format, random)
@@ -155,6 +174,22 @@ def test_tiny_groups_have_the_smallest_scale_and_zero_ones_scale_one(format):
 
 
 @EVERY_FORMAT
+def test_scales_reach_the_ends_of_float32(format):
+    """What a group is divided by is a normal float32 at either end, so every product is exact."""
+    ends = [2.0**-127, 2.0**-126, 2.0**-120, 2.0**120, 2.0**127, 3.4028234e38]
+    for amax in ends:
+        for x in {amax, amax / 2, amax * 0.75, min(amax * 1.7, 3.4028234e38)}:
+            stored = encode(_in_groups(torch.zeros(1), x), format)
+            scale = int(stored.scale)
+            assert 1 <= scale <= 253
+            assert x <= format.max * 2.0 ** (scale - 127)
+            assert scale == 1 or x > format.max * 2.0 ** (scale - 128)
+            back = decode(stored, format)[0, 1]
+            spacing = float(_spacing(torch.tensor(x * 2.0 ** (127 - scale)).double(), format))
+            assert back.isinf() if x > 3.4e38 else abs(back - x) <= spacing * 2.0 ** (scale - 128)
+
+
+@EVERY_FORMAT
 def test_a_group_that_is_not_finite_reads_nan_throughout_and_no_other_does(format):
     for bad in (torch.inf, -torch.inf, torch.nan):
         x = torch.rand(4, 100) + 0.5
@@ -206,8 +241,7 @@ def test_wild_inputs_are_off_by_less_than_the_spacing(format):
         finite = x.isfinite().view(16, 3, 32).all(-1).repeat_interleave(32, 1)
         nearest = encode(x, format)
         scale = torch.exp2(nearest.scale.double() - 127).repeat_interleave(32, 1)
-        exponent = torch.frexp(x.double() / scale).exponent - 1
-        spacing = torch.exp2(exponent.clamp(min=1 - format.bias).double() - format.mantissa_bits)
+        spacing = _spacing(x.double().abs() / scale, format)
         for random, share in ((None, 0.5), (_random(x.shape, seed), 1.0)):
             back = decode(encode(x, format, random), format)
             error = (back.double() - x.double()).abs() / (spacing * scale)
@@ -272,7 +306,7 @@ def test_a_positive_second_moment_never_becomes_zero(random):
     assert torch.equal(back > 0, x > 0)
 
 
-@pytest.mark.parametrize("format", [MOMENT1, GRADIENT], ids=["e4m3", "e3m4"])
+@pytest.mark.parametrize("format", [MOMENT1, GRADIENT], ids=["e4m3", "tapered"])
 def test_rounding_is_symmetric_and_writes_no_negative_zero(format):
     x, random = _wild((16, 64), format), _random((16, 64))
     for bits in (None, random):

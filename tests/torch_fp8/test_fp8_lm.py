@@ -90,7 +90,7 @@ def test_uneven_inputs(case):
 
 
 def test_one_scale_and_a_sum_in_fp8_are_less_exact_than_our_exchange(case):
-    """Ours has two roundings of E3M4 with a scale for each 32, and a sum in float32."""
+    """Ours has two roundings with a scale for each 32, and a sum in float32."""
     for value in case("quality"):
         (ours, our_row), (theirs, their_row) = value["ours"], value["fp8-lm"]
         assert ours > 28.3

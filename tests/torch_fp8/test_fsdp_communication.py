@@ -218,10 +218,10 @@ def test_bytes_against_bf16(request, ranks):
     ],
 )
 def test_gradients_are_exact_up_to_their_rounding(scatters, policy, plain, option):
-    """Of FP8 weights: one rounding of E3M4, 0.019 of an addend. Of others: of BF16."""
+    """Of FP8 weights: one rounding, at most 0.0155 of an addend. Of others: of BF16."""
     for value in scatters["scatter"]:
         eight_bit, others = value[f"{policy} {option}"]
-        assert 0.005 < eight_bit < 0.019
+        assert 0.005 < eight_bit < 0.0155
         assert others <= plain
 
 

@@ -65,5 +65,5 @@ def test_the_error_of_an_average_is_that_of_one_rounding(ranks):
     output = torch.empty(128 * 96)
     unpack_parts(pack_parts(parts, structure), structure, output, 1 / ranks)
     mean, made = (x.view(128, 96) for x in (parts.mean(0), output))
-    assert sqnr_db(mean, made) >= 36.5  # E3M4's, in groups of 32; 28.3 is asked for
-    assert worst_row_sqnr_db(mean, made) >= 35
+    assert sqnr_db(mean, made) >= 38.0  # in groups of 32; 28.3 is asked for
+    assert worst_row_sqnr_db(mean, made) >= 36.3

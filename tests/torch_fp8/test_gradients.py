@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from torch_fp8 import gradient_parts
+from torch_fp8.adamw import GradientParts
 from torch_fp8.gradient_parts import Rounding
 from torch_fp8.gradients import Float8Grad, Float8GradView
 
@@ -287,22 +288,56 @@ def test_products_with_numbers_are_exact_and_move_no_codes():
     assert torch.equal(grad.float(), before / 4)
 
 
-def test_roundings_come_in_pairs_of_complements():
-    rounding = Rounding(lambda: (1, 2, 3))
-    (first, plain), (second, complement), (third, _) = (rounding.next() for _ in range(3))
-    assert first == second != third
-    assert (plain, complement) == (False, True)
-    x = torch.full((4, 4096), 1.01)
+def test_every_rounding_has_keys_of_its_own():
+    ranks = [Rounding(lambda: (1, 2, 3), rank=rank) for rank in (0, 1)]
+    keys = [rounding.next() for rounding in ranks for _ in range(100)]
+    averages = [[rounding.next_exchanged() for _ in range(100)] for rounding in ranks]
+    assert averages[0] == averages[1]
+    assert len({*keys, *averages[0]}) == 300
+
+
+def test_one_rounding_tells_nothing_of_the_next():
+    """Of writes, of sums and of averages, whatever comes after whatever; and a stream repeats."""
+    x = torch.full((64, 512), 1.03)
     x[:, ::32] = 8.0
-    up = Float8Grad.quantize(x, Rounding(lambda: (5,)))
-    again = Float8Grad.quantize(x, Rounding(lambda: (5,)))
-    assert torch.equal(up.float(), again.float())
-    once = up.float()
-    again.store(x)
-    # 1.01 lies at 0.16 between two codes: no element is rounded up both times.
-    both = (once > x) & (again.float() > x)
-    assert 0.1 < (once > x).float().mean() < 0.2
-    assert not both.any()
+    grad, again = (Float8Grad.quantize(x, Rounding(lambda: (5,))) for _ in range(2))
+    assert torch.equal(grad.float(), again.float())
+    ups = [grad.float() > x]
+    grad.store(x, exchanged=True)
+    ups.append(grad.float() > x)
+    for _ in range(4):
+        grad.qdata.zero_()
+        grad.accumulate(x)
+        ups.append(grad.float() > x)
+    ups = torch.stack(ups).float()[:, x == 1.03]
+    # 1.03 lies at 0.48 between two codes.
+    assert ((ups.mean(1) - 0.48).abs() < 0.02).all()
+    assert torch.corrcoef(ups).fill_diagonal_(0).abs().max() < 5 / ups.shape[1] ** 0.5
+
+
+def test_random_words_round_to_the_mean_everywhere_in_the_format(monkeypatch):
+    """With each of the 2^16 words once, the mean is right to half of one of their steps."""
+    monkeypatch.setattr(gradient_parts, "random_words", lambda index, keys: index // 32)
+    magnitudes = gradient_parts.decode_gradient(
+        GradientParts(
+            torch.arange(128).to(torch.uint8)[None],
+            torch.full((1, 4), 127, dtype=torch.uint8),
+            torch.ones(()),
+        ),
+        torch.float64,
+    )[0]
+    # At both ends of the format and on both sides of where the spacing changes.
+    below = torch.tensor([0, 1, 6, 7, 8, 46, 47, 48, 49, 62, 63, 64, 94, 95, 96, 97, 125, 126])
+    for first in (below[:9], below[9:]):
+        lower, upper = magnitudes[first], magnitudes[first + 1]
+        fractions = torch.tensor([0.0100003, 0.3333333, 0.9876543], dtype=torch.float64)
+        x = (lower + fractions[:, None] * (upper - lower)).float().flatten()
+        group = torch.cat([torch.tensor([126.0]), x, -x[:4]])
+        grad = Float8Grad.quantize(group.expand(1 << 16, 32).contiguous())
+        error = grad.double().mean(0) - group.double()
+        step = (upper - lower).repeat(3) * 2.0**-16
+        step = torch.cat([step[:1], step, step[:4]])
+        assert (error.abs() <= step * 0.51).all()
 
 
 def test_a_shard_rounds_as_the_whole():

@@ -32,9 +32,9 @@ def decode(codes, scale, FORMAT: tl.constexpr):
     if FORMAT.value.name == "e4m3":  # which the hardware knows
         value = codes.to(tl.float8e4nv, bitcast=True).to(tl.float32)
     elif FORMAT.value.signed:
-        # With the sign in all upper bits, one mask leaves sign, exponent and mantissa.
+        # The sign comes to where float32 has it, as it is in all upper bits.
         bits = codes.to(tl.int8, bitcast=True).to(tl.int32) << SHIFT
-        bits = bits & ((0x7F << SHIFT) | -(1 << 31))
+        bits = _unfolded(bits & (0x7F << SHIFT), FORMAT) | (bits & -(1 << 31))
         value = bits.to(tl.float32, bitcast=True) * REBIAS
     else:
         value = (codes.to(tl.int32) << SHIFT).to(tl.float32, bitcast=True) * REBIAS
@@ -76,12 +76,12 @@ def encode(x, scale, offset, FORMAT: tl.constexpr):
 
     Args:
         offset: (G, 32) uint32 below 2 ** (23 - mantissa bits), added below the last kept bit for
-            stochastic rounding; None: to nearest even.
+            stochastic rounding; None: to nearest, ties to the even code.
     """
     SHIFT: tl.constexpr = 23 - FORMAT.value.mantissa_bits
     UNBIAS: tl.constexpr = 2.0 ** (FORMAT.value.bias - 127)
     y = x * reciprocal_of(scale)[:, None]
-    bits = (tl.abs(y) * UNBIAS).to(tl.uint32, bitcast=True)
+    bits = _folded((tl.abs(y) * UNBIAS).to(tl.uint32, bitcast=True), FORMAT)
     if offset is None:
         offset = ((bits >> SHIFT) & 1) + ((1 << (SHIFT - 1)) - 1)
     codes = tl.minimum((bits + offset) >> SHIFT, FORMAT.value.max_code)
@@ -94,13 +94,31 @@ def encode(x, scale, offset, FORMAT: tl.constexpr):
 
 
 @triton.jit
+def _folded(bits, FORMAT: tl.constexpr):
+    """uint32 bits of a magnitude, as `ByteFloat` says, so that those on top are the code."""
+    SHIFT: tl.constexpr = 23 - FORMAT.value.mantissa_bits
+    codes = bits
+    for i in tl.static_range(1, len(FORMAT.value.intercepts)):
+        line = (bits << i) - (FORMAT.value.intercepts[i] << SHIFT)
+        codes = tl.maximum(codes.to(tl.int32), line.to(tl.int32)).to(tl.uint32)
+    return codes
+
+
+@triton.jit
+def _unfolded(codes, FORMAT: tl.constexpr):
+    """The inverse, of int32 codes without anything below them."""
+    SHIFT: tl.constexpr = 23 - FORMAT.value.mantissa_bits
+    bits = codes
+    for i in tl.static_range(1, len(FORMAT.value.intercepts)):
+        bits = tl.minimum(bits, (codes >> i) + ((FORMAT.value.intercepts[i] << SHIFT) >> i))
+    return bits
+
+
+@triton.jit
 def _scale_of_amax(amax, FORMAT: tl.constexpr):
     """The scale's byte, as int32, of the bits of a group's largest magnitude."""
-    FRACTION: tl.constexpr = FORMAT.value.max_code & ((1 << FORMAT.value.mantissa_bits) - 1)
-    MAX_MANTISSA: tl.constexpr = FRACTION << (23 - FORMAT.value.mantissa_bits)
-    MAX_EXPONENT: tl.constexpr = (
-        FORMAT.value.max_code >> FORMAT.value.mantissa_bits
-    ) - FORMAT.value.bias
+    MAX_MANTISSA: tl.constexpr = FORMAT.value.max_bits % (1 << 23)
+    MAX_EXPONENT: tl.constexpr = (FORMAT.value.max_bits >> 23) - 127
     over = ((amax & _MANTISSA) > MAX_MANTISSA).to(tl.int32)
     scale = tl.maximum((amax >> 23) - MAX_EXPONENT + over, 1)
     scale = tl.where(amax == 0, _SCALE_ONE, scale)

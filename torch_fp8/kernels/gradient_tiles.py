@@ -12,7 +12,7 @@ from torch_fp8.kernels.random_bits import random_words
 
 
 # One binary for all sizes and keys, whatever they happen to be multiples of.
-@triton.jit(do_not_specialize=["num_groups", "cols", "key0", "key1", "flipped"])
+@triton.jit(do_not_specialize=["num_groups", "cols", "key0", "key1"])
 def encode_gradient_kernel(
     x_ptr,
     qdata_ptr,
@@ -22,7 +22,6 @@ def encode_gradient_kernel(
     cols,
     key0,
     key1,
-    flipped,  # 0xFFFF: the complement of the random bits
     ACCUMULATE: tl.constexpr,  # onto what is there, times the multiplier
     LAYOUT: tl.constexpr,
     GROUPS: tl.constexpr,
@@ -40,9 +39,9 @@ def encode_gradient_kernel(
         scale = tl.load(scale_ptr + first + local, mask=inside, other=127)
         x = decode(codes, scale, GRADIENT) * tl.load(multiplier_ptr) + x
     index = (row * cols)[:, None] + col
-    bits = (random_words(index, key0, key1) & 0xFFFF) ^ flipped.to(tl.uint32)
+    bits = random_words(index, key0, key1) & 0xFFFF
     scale = scale_of(x, GRADIENT)
-    tl.store(qdata_ptr + position, encode(x, scale, bits << 3 | 4, GRADIENT), mask=mask)
+    tl.store(qdata_ptr + position, encode(x, scale, bits << 4 | 8, GRADIENT), mask=mask)
     tl.store(scale_ptr + first + local, scale, mask=inside)
 
 

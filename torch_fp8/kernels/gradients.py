@@ -18,18 +18,17 @@ GROUPS, ODD_GROUPS = 64, 16
 WARPS = 4
 
 
-def quantize_gradient(x: Tensor, keys: tuple[int, int], complement: bool) -> tuple[Tensor, Tensor]:
+def quantize_gradient(x: Tensor, keys: tuple[int, int]) -> tuple[Tensor, Tensor]:
     """Codes and scales of a gradient, rounded stochastically.
 
     Args:
         x: (R, K) bfloat16 or float32.
         keys: of the random words, one for each element by its index in x.
-        complement: whether to take the complement of their bits.
     """
     rows, cols = x.shape
     qdata = torch.empty((rows, cols), dtype=torch.uint8, device=x.device)
     scale = torch.empty((rows, num_groups(cols)), dtype=torch.uint8, device=x.device)
-    _encode(x, qdata, scale, None, keys, complement)
+    _encode(x, qdata, scale, None, keys)
     return qdata, scale
 
 
@@ -39,16 +38,15 @@ def accumulate_gradient(
     multiplier: Tensor,
     x: Tensor,
     keys: tuple[int, int],
-    complement: bool,
 ) -> None:
     """Encode decode(codes, scales) * multiplier + x into `qdata` and `scale`.
 
     Args:
         qdata, scale: of an (R, K) gradient. The multiplier of what they hold afterwards is 1.
         multiplier: () float32; only read.
-        x, keys, complement: as of `quantize_gradient`.
+        x, keys: as of `quantize_gradient`.
     """
-    _encode(x, qdata, scale, multiplier, keys, complement)
+    _encode(x, qdata, scale, multiplier, keys)
 
 
 def dequantize_gradient(
@@ -81,7 +79,6 @@ def _encode(
     scale: Tensor,
     multiplier: Tensor | None,
     keys: tuple[int, int],
-    complement: bool,
 ) -> None:
     if not x.numel():
         return
@@ -96,7 +93,6 @@ def _encode(
             count,
             x.shape[1],
             *keys,
-            0xFFFF if complement else 0,
             ACCUMULATE=multiplier is not None,
             LAYOUT=layout,
             GROUPS=groups,

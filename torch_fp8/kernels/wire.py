@@ -27,9 +27,7 @@ WARPS = 4
 _COMPILE = {"num_warps": WARPS, "enable_fp_fusion": False}
 
 
-def pack(
-    values: Tensor, layout: Any, messages: Tensor, keys: Keys | None, complement: bool
-) -> None:
+def pack(values: Tensor, layout: Any, messages: Tensor, keys: Keys | None) -> None:
     """Write the groups of a flat buffer into the messages; arguments as of `wire.pack_flat`."""
     if not layout.num_groups:
         return
@@ -42,7 +40,6 @@ def pack(
             layout.num_groups,
             messages.stride(0),
             *(keys or (0, 0)),
-            0xFFFF if complement else 0,
             STOCHASTIC=keys is not None,
             ALIGNED=aligned,
             GROUPS=groups,
@@ -93,7 +90,6 @@ def combine(
     combined: Tensor,
     scale: float,
     keys: Keys | None,
-    complement: bool,
 ) -> None:
     """Write codes and scales of the message (1, B) of the sum, times `scale`."""
     if not layout.num_groups:
@@ -107,7 +103,6 @@ def combine(
             messages.stride(0),
             float(scale),
             *(keys or (0, 0)),
-            0xFFFF if complement else 0,
             STOCHASTIC=keys is not None,
             GROUPS=GROUPS,
             **_COMPILE,

@@ -68,7 +68,6 @@ def _store(
     inside,
     key0,
     key1,
-    flipped,
     STOCHASTIC: tl.constexpr,
     GROUPS: tl.constexpr,
 ):
@@ -76,8 +75,8 @@ def _store(
     scale = scale_of(x, GRADIENT)
     if STOCHASTIC:
         index = first.to(tl.int32) + _local(GROUPS)
-        bits = (random_words(index, key0, key1) & 0xFFFF) ^ flipped.to(tl.uint32)
-        codes = encode(x, scale, bits << 3 | 4, GRADIENT)
+        bits = random_words(index, key0, key1) & 0xFFFF
+        codes = encode(x, scale, bits << 4 | 8, GRADIENT)
     else:
         codes = encode(x, scale, None, GRADIENT)
     tl.store(codes_ptr, codes, mask=inside[:, None])
@@ -85,7 +84,7 @@ def _store(
 
 
 # One binary for all sizes and keys, whatever they happen to be multiples of.
-@triton.jit(do_not_specialize=["numel", "num_groups", "stride", "key0", "key1", "flipped"])
+@triton.jit(do_not_specialize=["numel", "num_groups", "stride", "key0", "key1"])
 def pack_kernel(
     values_ptr,
     messages_ptr,
@@ -94,7 +93,6 @@ def pack_kernel(
     stride,
     key0,
     key1,
-    flipped,  # 0xFFFF: the complement of the random bits
     STOCHASTIC: tl.constexpr,
     ALIGNED: tl.constexpr,  # whether 16 values can be moved at once
     GROUPS: tl.constexpr,
@@ -106,7 +104,7 @@ def pack_kernel(
     first = (row * num_groups + tile * GROUPS) * 32
     places, mask = _values_of(values_ptr, first, numel, inside, ALIGNED, GROUPS)
     x = tl.load(places, mask=mask, other=0.0).to(tl.float32)
-    _store(x, first, codes_ptr, scales_ptr, inside, key0, key1, flipped, STOCHASTIC, GROUPS)
+    _store(x, first, codes_ptr, scales_ptr, inside, key0, key1, STOCHASTIC, GROUPS)
 
 
 @triton.jit(do_not_specialize=["numel", "num_groups", "stride"])
@@ -149,7 +147,7 @@ def unpack_sum_kernel(
     tl.store(places, total.to(values_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["num_messages", "num_groups", "stride", "key0", "key1", "flipped"])
+@triton.jit(do_not_specialize=["num_messages", "num_groups", "stride", "key0", "key1"])
 def combine_kernel(
     messages_ptr,
     combined_ptr,
@@ -159,7 +157,6 @@ def combine_kernel(
     scale,
     key0,
     key1,
-    flipped,
     STOCHASTIC: tl.constexpr,
     GROUPS: tl.constexpr,
 ):
@@ -169,7 +166,7 @@ def combine_kernel(
     total = _load_sum(codes_ptr, scales_ptr, inside, num_messages, stride) * scale
     codes_ptr, scales_ptr, inside = _tile_of(combined_ptr, tile, num_groups, GROUPS)
     first = tile * (GROUPS * 32)
-    _store(total, first, codes_ptr, scales_ptr, inside, key0, key1, flipped, STOCHASTIC, GROUPS)
+    _store(total, first, codes_ptr, scales_ptr, inside, key0, key1, STOCHASTIC, GROUPS)
 
 
 @triton.jit(do_not_specialize=["num_messages", "count", "stride"])

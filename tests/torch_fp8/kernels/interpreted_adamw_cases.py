@@ -225,11 +225,24 @@ def decode_kernel(codes_ptr, scale_ptr, x_ptr, FORMAT: tl.constexpr):
     tl.store(x_ptr + position, x)
 
 
+def around_codes(format):
+    """(512, 31): every magnitude, what is next to it, and the middles between neighbours."""
+    codes = torch.arange(format.max_code + 1).to(torch.uint8)[:, None]
+    ones = torch.full_like(codes, 127)
+    values = decode_reference(BlockScaled(codes, ones), format).flatten()
+    middles = (values[1:] + values[:-1]) / 2
+    values = torch.cat([values[1:], middles])
+    values = torch.cat([values, values.nextafter(torch.zeros(())), values.nextafter(values * 2)])
+    values = values[values <= format.max]
+    return values.repeat(-(-512 * 31 // len(values)))[: 512 * 31].view(512, 31)
+
+
 def codec():
     generator = torch.Generator().manual_seed(0)
     for format in (MOMENT1, MOMENT2, GRADIENT):
         constant = getattr(
-            block_scaled, {"e4m3": "MOMENT1", "ue5m3": "MOMENT2", "e3m4": "GRADIENT"}[format.name]
+            block_scaled,
+            {"e4m3": "MOMENT1", "ue5m3": "MOMENT2", "tapered": "GRADIENT"}[format.name],
         )
         # Exponents from a group's largest down to far below the format's smallest.
         shape = (4096, 32)
@@ -239,6 +252,7 @@ def codec():
         x[:256] *= 2.0**-60  # denormal ones
         x[256:512] = 0
         x[300, 3], x[301, 3], x[302, 3] = float("inf"), float("nan"), -0.0
+        x[512:1024, 0], x[512:1024, 1:] = format.max, around_codes(format)
         x = x.abs() if not format.signed else x
         below = 1 << (23 - format.mantissa_bits)
         random = torch.randint(0, below, shape, generator=generator).int()

@@ -77,14 +77,14 @@ def values_differ(got, want):
 
 def differences(layout, numel, dtype):
     x = values_of(numel, dtype)
-    for keys, complement in ((None, False), (KEYS, False), (KEYS, True)):
-        want = wire.pack_flat(x, None, layout, 2, keys=keys, complement=complement)
+    for keys in (None, KEYS):
+        want = wire.pack_flat(x, None, layout, 2, keys=keys)
         got = torch.zeros_like(want)
-        kernels.pack(x, layout, got, keys, complement)
+        kernels.pack(x, layout, got, keys)
         yield messages_differ(got, want, layout)
-        combined = wire.combine(want, layout, 1 / 3, keys=keys, complement=complement)
+        combined = wire.combine(want, layout, 1 / 3, keys=keys)
         got = torch.zeros_like(combined)
-        kernels.combine(want, layout, got, 1 / 3, keys, complement)
+        kernels.combine(want, layout, got, 1 / 3, keys)
         yield messages_differ(got, combined, layout)
     got, expected = torch.full((2, numel), 7.0, dtype=dtype)
     wire.unpack_flat(want, layout, expected, None)
@@ -112,7 +112,7 @@ def shifted_differences():
     x, layout = values_of(4097, torch.float32)[1:], Layout(128)
     want = wire.pack_flat(x, None, layout, 1)
     got = torch.zeros_like(want)
-    kernels.pack(x, layout, got, None, False)
+    kernels.pack(x, layout, got, None)
     yield messages_differ(got, want, layout)
     out = torch.zeros(2, 4097)
     kernels.unpack(want, layout, out[0, 1:])

@@ -1,4 +1,4 @@
-"""The kernels of 8-bit gradients without a GPU: indexing, masks, random words, complements."""
+"""The kernels of 8-bit gradients without a GPU: indexing, masks, random words."""
 
 import itertools
 

@@ -20,8 +20,8 @@ def launches_of(record_launches):
         out = torch.zeros(3200 + (numel == "any"), dtype=DTYPES[dtype])
         with record_launches(wire) as launches:
             for keys in (None, (16, 1)):
-                wire.pack(values, layout, messages, keys, False)
-                wire.combine(messages, layout, messages[:1], 0.25, keys, True)
+                wire.pack(values, layout, messages, keys)
+                wire.combine(messages, layout, messages[:1], 0.25, keys)
             wire.unpack(messages, layout, values)
             wire.unpack_sum(messages, layout, out[numel == "any" :], 0.25)
             wire.sum_plain(layout.plain(messages), out[:9], 1 / 3)
