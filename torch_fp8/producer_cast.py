@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from torch_fp8.formats import E4M3, MIN_CAPABILITY, format_of
-from torch_fp8.quantize import BLOCK_SHAPE, QuantizedTensor, dequantize, quantize_2d_reference
+from torch_fp8.quantize import QuantizedTensor, dequantize
 from torch_fp8.recipe import Granularity
 from torch_fp8.scaling import scale_from_amax
 
@@ -33,7 +33,7 @@ def check_scale(granularity: str, amax: Tensor | None, scale: Tensor | None) -> 
         raise ValueError(f"{granularity} scales are made from the tensor, got amax or scale")
 
 
-def cast_reference(
+def cast_result(
     y: Tensor,
     amax: Tensor | None,
     scale: Tensor | None,
@@ -43,7 +43,7 @@ def cast_reference(
     row: bool,
     col: bool,
 ) -> Layouts:
-    """y in the layouts asked for, on any device.
+    """y in the layouts asked for: for references, and, of empty tensors, for fakes.
 
     Args:
         y: (R, C), any strides.
@@ -58,51 +58,15 @@ def cast_reference(
     """
     check_scale(granularity, amax, scale)
     made = None if amax is None else scale_from_amax(amax, format_of(dtype), power_of_two)
-    q, s, qt, st = quantize_2d_reference(
+    q, s, qt, st = torch.ops.torch_fp8.quantize_2d(
         y, scale if made is None else made, dtype, granularity, power_of_two, row, col
     )
     return q, s if made is None else made, qt, st
 
 
-def cast_fake(
-    x: Tensor,
-    amax: Tensor | None,
-    scale: Tensor | None,
-    dtype: torch.dtype,
-    granularity: str,
-    power_of_two: bool,
-    row: bool,
-    col: bool,
-) -> Layouts:
-    """Empty tensors of the shapes that `cast_reference` returns for a result of x's shape."""
-    check_scale(granularity, amax, scale)
-    rows, cols = x.shape
-
-    def one(rows: int, cols: int, wanted: bool) -> tuple[Tensor, Tensor]:
-        shape: tuple[int, ...] = (rows, cols) if wanted else (0,)
-        scale_shape: tuple[int, ...] = (0,)
-        if wanted and granularity == "rowwise":
-            scale_shape = (rows, 1)
-        elif wanted and granularity != "tensorwise":
-            block_rows, block_cols = BLOCK_SHAPE[granularity]
-            scale_shape = (-(-rows // block_rows), -(-cols // block_cols))
-        return x.new_empty(shape, dtype=dtype), x.new_empty(scale_shape, dtype=torch.float32)
-
-    q, s = one(rows, cols, row)
-    if amax is not None:
-        s = x.new_empty((), dtype=torch.float32)
-    return (q, s, *one(cols, rows, col))
-
-
-def save_reference(x: Tensor, wanted: bool = True) -> tuple[Tensor, Tensor]:
+def save_input(x: Tensor, wanted: bool = True) -> tuple[Tensor, Tensor]:
     """x as saved for backward: E4M3 (R, C), scale (R, ceil(C / 128)); or two empty tensors."""
-    q, s, _, _ = quantize_2d_reference(x, None, E4M3.dtype, SAVED, True, wanted, False)
-    return q, s
-
-
-def save_fake(x: Tensor, wanted: bool = True) -> tuple[Tensor, Tensor]:
-    """Empty tensors of the shapes that `save_reference` returns."""
-    q, s, _, _ = cast_fake(x, None, None, E4M3.dtype, SAVED, True, wanted, False)
+    q, s, _, _ = cast_result(x, None, None, E4M3.dtype, SAVED, True, wanted, False)
     return q, s
 
 

@@ -23,12 +23,10 @@ from torch import Tensor
 
 from torch_fp8.producer_cast import (
     Layouts,
-    cast_fake,
-    cast_reference,
+    cast_result,
     no_amax,
     register,
-    save_fake,
-    save_reference,
+    save_input,
     saved_values,
 )
 from torch_fp8.scaling import tensor_amax
@@ -196,7 +194,7 @@ def rms_norm_statistics_reference(
     squares = x.float().square().sum(1) / max(x.shape[1], 1)
     rstd = (squares + eps).rsqrt()
     y = rms_norm_reference(x, weight, rstd, offset, out_dtype)
-    return (rstd, tensor_amax(y), *save_reference(x, save))
+    return (rstd, tensor_amax(y), *save_input(x, save))
 
 
 def rms_norm_quantize_reference(
@@ -215,7 +213,7 @@ def rms_norm_quantize_reference(
 ) -> Layouts:
     """The reference of `rms_norm_quantize`."""
     y = rms_norm_reference(x, weight, rstd, offset, out_dtype)
-    return cast_reference(y, amax, scale, dtype, granularity, power_of_two, row, col)
+    return cast_result(y, amax, scale, dtype, granularity, power_of_two, row, col)
 
 
 def rms_norm_quantize_once_reference(
@@ -235,7 +233,7 @@ def rms_norm_quantize_once_reference(
     """The reference of `rms_norm_quantize_once`."""
     rstd, amax, *saved = rms_norm_statistics_reference(x, weight, eps, offset, out_dtype, save)
     y = rms_norm_reference(x, weight, rstd, offset, out_dtype)
-    made = cast_reference(y, None, scale, dtype, granularity, power_of_two, row, col)
+    made = cast_result(y, None, scale, dtype, granularity, power_of_two, row, col)
     return (*made, rstd, *saved, amax if scale is not None else no_amax(x))
 
 
@@ -262,7 +260,7 @@ def _statistics_fake(
     x: Tensor, weight: Tensor, eps: float, offset: float, out_dtype: torch.dtype, save: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     rstd = x.new_empty(x.shape[0], dtype=torch.float32)
-    return (rstd, x.new_empty((), dtype=torch.float32), *save_fake(x, save))
+    return (rstd, x.new_empty((), dtype=torch.float32), *save_input(x, save))
 
 
 def _rms_norm_fake(
@@ -281,7 +279,7 @@ def _quantize_fake(
     scale: Tensor | None,
     *cast: Any,
 ) -> Layouts:
-    return cast_fake(x, amax, scale, *cast)
+    return cast_result(x, amax, scale, *cast)
 
 
 def _once_fake(
@@ -296,7 +294,7 @@ def _once_fake(
     *cast, save = cast_and_save
     rstd, amax, *saved = _statistics_fake(x, weight, eps, offset, out_dtype, save)
     return (
-        *cast_fake(x, None, scale, *cast),
+        *cast_result(x, None, scale, *cast),
         rstd,
         *saved,
         amax if scale is not None else no_amax(x),

@@ -21,12 +21,10 @@ import torch
 from torch import Tensor
 
 from torch_fp8.producer_cast import (
-    cast_fake,
-    cast_reference,
+    cast_result,
     no_amax,
     register,
-    save_fake,
-    save_reference,
+    save_input,
     saved_values,
 )
 from torch_fp8.scaling import tensor_amax
@@ -195,7 +193,7 @@ def swiglu_save_reference(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The reference of `swiglu_save`."""
     amax = tensor_amax(swiglu_reference(gate, up, smooth))
-    return (*save_reference(gate), *save_reference(up), amax)
+    return (*save_input(gate), *save_input(up), amax)
 
 
 def swiglu_quantize_reference(
@@ -213,8 +211,8 @@ def swiglu_quantize_reference(
 ) -> tuple[Tensor, ...]:
     """The reference of `swiglu_quantize`."""
     h = swiglu_reference(gate, up, smooth)
-    made = cast_reference(h, amax, scale, dtype, granularity, power_of_two, row, col)
-    saved = (*save_reference(gate, save), *save_reference(up, save))
+    made = cast_result(h, amax, scale, dtype, granularity, power_of_two, row, col)
+    saved = (*save_input(gate, save), *save_input(up, save))
     return (*made, *saved, no_amax(h) if scale is None else tensor_amax(h))
 
 
@@ -249,13 +247,13 @@ def swiglu_backward_quantize_reference(grad: Tensor, *args: Any) -> tuple[Tensor
     scales = (None, None) if scale is None else scale.unbind()
     made: list[Tensor] = []
     for d, its_amax, its_scale in zip(gradients, amaxes, scales, strict=True):
-        made += cast_reference(d, its_amax, its_scale, *cast)
+        made += cast_result(d, its_amax, its_scale, *cast)
     taken = [tensor_amax(d) for d in gradients] if scale is not None else []
     return (*made, torch.stack(taken) if taken else no_amax(grad))
 
 
 def _save_fake(gate: Tensor, up: Tensor, smooth: Tensor | None) -> tuple[Tensor, ...]:
-    return (*save_fake(gate), *save_fake(up), gate.new_empty((), dtype=torch.float32))
+    return (*save_input(gate), *save_input(up), gate.new_empty((), dtype=torch.float32))
 
 
 def _swiglu_fake(gate: Tensor, up: Tensor, smooth: Tensor | None) -> Tensor:
@@ -272,8 +270,8 @@ def _quantize_fake(
 ) -> tuple[Tensor, ...]:
     *cast, save = cast_and_save
     taken = no_amax(gate) if scale is None else gate.new_empty((), dtype=torch.float32)
-    saved = (*save_fake(gate, save), *save_fake(up, save))
-    return (*cast_fake(gate, amax, scale, *cast), *saved, taken)
+    saved = (*save_input(gate, save), *save_input(up, save))
+    return (*cast_result(gate, amax, scale, *cast), *saved, taken)
 
 
 def _backward_fake(grad: Tensor, *inputs: Any) -> tuple[Tensor, Tensor]:
@@ -288,8 +286,8 @@ def _backward_amax_fake(grad: Tensor, *inputs: Any) -> Tensor:
 def _backward_quantize_fake(grad: Tensor, *args: Any) -> tuple[Tensor, ...]:
     amax, scale, *cast = args[6:]
     taken = no_amax(grad) if scale is None else grad.new_empty(2, dtype=torch.float32)
-    made = (cast_fake(grad, amax, scale, *cast) for _ in range(2))
-    return (*next(made), *next(made), taken)
+    of_one: list[Any] = [None if t is None else t[0] for t in (amax, scale)]
+    return (*cast_result(grad, *of_one, *cast), *cast_result(grad, *of_one, *cast), taken)
 
 
 def _kernels() -> Any:
