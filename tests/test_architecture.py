@@ -27,6 +27,7 @@ ROOMS = [
         "communication_stream",
         "communication_count",
         "automatic_scaling",
+        "module_class",
     },
     {"adamw"},
     {"config", "scaling", "kernels"},
@@ -46,11 +47,11 @@ ROOMS = [
     {"gradients", "local_operands", "ddp_hook"},
     {"gradient_hooks"},
     {"gradient_bucket"},
-    {"linear", "optimizer", "gradient_exchange", "state_sharding"},
-    {"ddp_join"},
+    {"linear", "float8_rms_norm", "optimizer", "gradient_exchange", "state_sharding"},
+    {"ddp_join", "gated_mlp"},
     {"optimizer_conversion", "ddp", "fsdp_gather", "fsdp_scatter", "redistribution"},
     {"selection", "memory", "fsdp", "sharded_weights", "tensor_parallel"},
-    {"report", "fsdp_communication"},
+    {"report", "producers", "fsdp_communication"},
     {"convert"},
 ]
 MAY_IMPORT = {

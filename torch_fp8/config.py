@@ -89,6 +89,11 @@ class FP8Config:
     per tensor that all ranks share and an FP8 sum (arXiv 2310.18313); at O1 and O2, to compare.
     ``off``: torch's own collectives, in the tensors' dtype."""
 
+    save_activations: str = "fp8"
+    """``fp8`` or ``bf16``: what norms and gated MLPs keep for backward, E4M3 with a scale for each
+    128 elements or their inputs as they are. Linear layers keep the FP8 payload that their GEMM
+    takes, except for ``wgrad="bf16"``."""
+
     eval_fp8: bool = True
     """Whether a module in evaluation mode runs its forward GEMM in FP8 too."""
 
@@ -117,6 +122,7 @@ class FP8Config:
         for name, least in (("amax_history_len", 1), ("margin", None), ("seed", None)):
             _check_int(name, getattr(self, name), least)
         _check_choice("opt_level", self.opt_level, ("O1", "O2", "O3"))
+        _check_choice("save_activations", self.save_activations, ("fp8", "bf16"))
         _check_choice("communication", self.communication, ("fp8", "fp8-lm", "off"))
         _check_int("residual_bits", self.residual_bits, None)
         _check_choice("residual_bits", self.residual_bits, RESIDUAL_BITS)

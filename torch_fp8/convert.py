@@ -21,7 +21,9 @@ from torch_fp8.config import FP8Config
 from torch_fp8.gemm import check_device, resolve_auto, runs_natively
 from torch_fp8.linear import Float8Linear
 from torch_fp8.local_operands import plain
+from torch_fp8.module_class import rebase
 from torch_fp8.output_dtype import restore_output_dtype
+from torch_fp8.producers import convert_producers, revert_producers
 from torch_fp8.recipe import Recipe, make_recipe
 from torch_fp8.report import ConversionReport, SkippedModule, matmul_flops
 from torch_fp8.selection import (
@@ -43,8 +45,9 @@ def convert_to_float8(
 ) -> ConversionReport:
     """Make the linear layers of `model` run their GEMMs in FP8, in place.
 
-    Converted are modules of exactly ``nn.Linear``, and FSDP2's dynamic class of it. Never
-    converted: LoRA adapters, and what `config.skip` names. Parameters, tying, ``requires_grad`` and
+    Converted are modules of exactly ``nn.Linear``, and FSDP2's dynamic class of it, and what stands
+    between them: RMSNorms and gated MLPs, found by what they compute. Never converted: LoRA
+    adapters, and what `config.skip` names. Parameters, tying, ``requires_grad`` and
     ``state_dict`` keys stay as they are. Converting again is harmless; another config replaces the
     first. `revert` undoes it.
 
@@ -81,6 +84,7 @@ def convert_to_float8(
             skipped.append(SkippedModule(name, reason))
     if not converted:
         raise ValueError(_nothing_converted(model, skipped))
+    producers = convert_producers(model, config)
     _keep_scaling_local(model)
     return ConversionReport(
         converted=tuple(converted),
@@ -91,6 +95,7 @@ def convert_to_float8(
         emulated=emulate or target.type != "cuda",
         unused_skip=tuple(p for p in config.skip if not _names_a_module(model, p)),
         flops=matmul_flops(model, recipe),
+        producers=producers,
     )
 
 
@@ -103,6 +108,7 @@ def revert(model: nn.Module) -> int:
         The number of modules reverted. Parameters stay the same objects.
     """
     restore_output_dtype(model)
+    revert_producers(model)
     set_automatic_scaling(model, None)
     modules = [m for m in model.modules() if isinstance(m, Float8Linear)]
     for module in modules:
@@ -220,17 +226,12 @@ def _keep_scaling_local(model: nn.Module) -> None:
 @functools.cache
 def _float8_class(cls: type[nn.Module]) -> type[nn.Module]:
     """`Float8Linear`, or FSDP2's dynamic class rebuilt over it: ``(FSDPModule, Float8Linear)``."""
-    return Float8Linear if cls is nn.Linear else _rebase(cls, Float8Linear)
+    return Float8Linear if cls is nn.Linear else rebase(cls, Float8Linear)
 
 
 @functools.cache
 def _linear_class(cls: type[nn.Module]) -> type[nn.Module]:
-    return nn.Linear if cls is Float8Linear else _rebase(cls, nn.Linear)
-
-
-def _rebase(cls: type[nn.Module], linear: type[nn.Linear]) -> type[nn.Module]:
-    own = {k: v for k, v in cls.__dict__.items() if k not in ("__dict__", "__weakref__")}
-    return type(f"FSDP{linear.__name__}", (cls.__bases__[0], linear), own)
+    return nn.Linear if cls is Float8Linear else rebase(cls, nn.Linear)
 
 
 def _device_of(model: nn.Module) -> torch.device:

@@ -25,12 +25,32 @@ from torch import Tensor
 
 from torch_fp8.quantize import QuantizedTensor, quantize_layouts
 from torch_fp8.recipe import CastSpec
+from torch_fp8.scaling import tensor_amax
 
 _aten: Any = torch.ops.aten
 _ALIASES = (_aten.detach.default, _aten.alias.default)
 _VIEWS = (_aten.view.default, _aten._unsafe_view.default)
 
 Layouts = tuple[QuantizedTensor | None, QuantizedTensor | None]
+
+
+def to_layouts(
+    made: Sequence[Tensor], spec: CastSpec, scale: Tensor | None, row: bool, col: bool
+) -> Layouts:
+    """What an operator that casts returns, ``(qdata, scale, qdata_t, scale_t)``, as two payloads.
+
+    Args:
+        made: see ``torch_fp8::quantize_2d``.
+        spec, row, col: what was asked for.
+        scale: that was given, or None.
+    """
+    qdata, scale_row, qdata_t, scale_col = made
+    if spec.granularity == "tensorwise":
+        scale_row = scale_col = scale_row if scale is None else scale
+    return (
+        QuantizedTensor(qdata, scale_row, spec.granularity) if row else None,
+        QuantizedTensor(qdata_t, scale_col, spec.granularity) if col else None,
+    )
 
 
 class Production:
@@ -90,6 +110,10 @@ class Production:
             old_row, old_col = old_row or made_row, old_col or made_col
             self._layouts[spec] = old_row, old_col
         return old_row if row else None, old_col if col else None
+
+    def keep(self, spec: CastSpec, made: Layouts) -> None:
+        """Take payloads that were made beforehand."""
+        self._layouts[spec] = made
 
     def _make(self, spec: CastSpec, scale: Tensor | None, row: bool, col: bool) -> Layouts:
         if self._dense is not None:
@@ -176,6 +200,37 @@ class ProducedActivation(Tensor):
             if shape is not None:
                 return ProducedActivation(x.production, shape, x.dtype)
         return func(*_map(args, _dense), **_map(kwargs or {}, _dense))
+
+
+def shared(x: Tensor, name: str) -> Tensor:
+    """x (..., C), a plain tensor, as an activation that several layers read: it is cast once.
+
+    Args:
+        x: anything else is returned as it is.
+        name: of the module whose layers share it.
+    """
+    if type(x) is not Tensor or torch.compiler.is_compiling():
+        return x
+    output: Tensor = _Shared.apply(x, name)
+    return output
+
+
+class _Shared(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, name: str) -> Tensor:
+        matrix = x.detach().reshape(-1, x.shape[-1])
+        production = Production(
+            name,
+            (matrix,),
+            lambda: matrix,
+            lambda spec, scale, row, col: quantize_layouts(matrix, spec, scale, row=row, col=col),
+            lambda: tensor_amax(matrix),
+        )
+        return ProducedActivation(production, x.shape, x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
 
 
 def plain(x: Any) -> Any:

@@ -46,6 +46,7 @@ class ConversionReport:
         emulated: whether its FP8 GEMMs run through the reference path there.
         unused_skip: patterns of `config.skip` that match no module.
         flops: of the model, per token.
+        producers: qualified names of the norms and gated MLPs that hand over FP8.
     """
 
     converted: tuple[str, ...]
@@ -56,6 +57,7 @@ class ConversionReport:
     emulated: bool
     unused_skip: tuple[str, ...]
     flops: MatmulFlops
+    producers: tuple[str, ...] = ()
 
     @property
     def flops_share(self) -> float:
@@ -86,6 +88,7 @@ class ConversionReport:
             f"{100 * self.flops_share:.1f} % of the matmul FLOPs, level {self.config.opt_level}",
             f"  recipe    {chosen}{self.recipe}",
             f"  GEMMs     {backend}",
+            *self._producer_lines(),
             *(f"  skipped   {line}" for line in self._skipped_by_reason()),
         ]
         if self.unused_skip:
@@ -98,6 +101,15 @@ class ConversionReport:
         if model is not None:
             lines.append(f"  memory    {expected_bytes_per_param(model, optimizers)}")
         return "\n".join(lines)
+
+    def _producer_lines(self) -> list[str]:
+        if not self.producers:
+            return []
+        kept = "in FP8" if self.config.save_activations == "fp8" else "as it is"
+        return [
+            f"  fused     {len(self.producers)} norms and gated MLPs, which hand over FP8 and keep "
+            f"{kept} what backward needs"
+        ]
 
     def _skipped_by_reason(self) -> list[str]:
         names = defaultdict(list)

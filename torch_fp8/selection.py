@@ -9,6 +9,7 @@ from torch import nn
 from torch_fp8.formats import GEMM_ALIGNMENT
 from torch_fp8.gathered_weight import GatheredWeight
 from torch_fp8.linear import Float8Linear
+from torch_fp8.module_class import is_fsdp_class
 from torch_fp8.weight_cache import WatchedParameter
 
 _LORA = re.compile(r"(^|\.)lora_[A-Za-z_]+(\.|$)")
@@ -85,11 +86,7 @@ def expert_weights(name: str, module: nn.Module) -> Iterator[tuple[str, str]]:
 
 def _is_plain_linear(cls: type) -> bool:
     """nn.Linear, or the class ``(FSDPModule, nn.Linear)`` that ``fully_shard`` makes of it."""
-    if cls is nn.Linear:
-        return True
-    return len(cls.__bases__) == 2 and (
-        cls.__bases__[0].__name__ == "FSDPModule" and cls.__bases__[1] is nn.Linear
-    )
+    return cls is nn.Linear or (is_fsdp_class(cls) and cls.__bases__[1] is nn.Linear)
 
 
 def _weight_reason(module: nn.Linear) -> str | None:

@@ -1,0 +1,263 @@
+"""`Float8RMSNorm`: an RMSNorm whose output FP8 layers take in FP8, and which saves its input so.
+
+Converted are the RMSNorms of Hugging Face and torch, by what they compute, not by their names: a
+module with one weight (C,) and an epsilon, whose own forward gives ``x * rstd * weight``, or
+``x * rstd * (1 + weight)``, on trial data. Gemma's is of the second kind.
+
+For backward it keeps x in E4M3 with a scale for each 128 elements of a row, and one float32 rstd
+per row: 1.03 bytes an element, where eager Hugging Face code keeps 6 (x in float32 and the
+normalized x in BF16). ``FP8Config(save_activations="bf16")`` keeps x itself.
+
+The result is computed in float32 and rounded once, also where the module itself would round the
+normalized x before the weight.
+"""
+
+import copy
+import functools
+import warnings
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from torch_fp8.config import FP8Config
+from torch_fp8.gemm import cast
+from torch_fp8.module_class import add_mixin, remove_mixin
+from torch_fp8.produced_activation import ProducedActivation, Production, plain, to_layouts
+from torch_fp8.rms_norm import (
+    rms_norm,
+    rms_norm_backward,
+    rms_norm_quantize,
+    rms_norm_statistics,
+)
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_EPS_NAMES = ("variance_epsilon", "eps")
+
+
+class NormForm(NamedTuple):
+    """What a norm computes: ``x / sqrt(mean(x^2) + eps) * (weight + offset)``.
+
+    Attributes:
+        eps_name: the attribute that holds eps.
+        offset: 0 or 1.
+        promotes: whether the result has the common dtype of x and weight; else that of x.
+    """
+
+    eps_name: str
+    offset: float
+    promotes: bool
+
+
+class _Options(NamedTuple):
+    name: str
+    eps: float
+    offset: float
+    out_dtype: torch.dtype
+    keep: bool
+    save_fp8: bool
+    feeds: bool
+
+
+class Float8RMSNorm(nn.Module):
+    """The part of a converted RMSNorm that goes in front of its own class.
+
+    Shapes: input (..., C), weight (C,), output (..., C).
+    """
+
+    fp8_config: FP8Config
+    fp8_name: str
+    fp8_form: NormForm
+    fp8_feeds: bool
+    weight: Tensor
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        x, weight = plain(hidden_states), self.weight
+        runs = self.training or self.fp8_config.eval_fp8
+        usual = type(x) in (Tensor, nn.Parameter) and _is_plain(weight)
+        if not (runs and usual and x.dtype in _DTYPES and x.shape[-1:] == weight.shape):
+            stock: Tensor = super().forward(x)
+            return stock
+        form = self.fp8_form
+        options = _Options(
+            self.fp8_name,
+            getattr(self, form.eps_name),
+            form.offset,
+            torch.promote_types(x.dtype, weight.dtype) if form.promotes else x.dtype,
+            torch.is_grad_enabled(),
+            self.fp8_config.save_activations == "fp8",
+            self.fp8_feeds and not torch.compiler.is_compiling(),
+        )
+        output: Tensor = _RMSNormFunction.apply(x, weight, options)
+        return output
+
+
+class _RMSNormFunction(torch.autograd.Function):
+    """x (..., C), weight (C,) -> `ProducedActivation`, or plain: in a compiled graph it is."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, options: _Options) -> Tensor:
+        matrix = x.reshape(-1, x.shape[-1])
+        keep = options.keep and any(ctx.needs_input_grad[:2])
+        eps, offset, out_dtype = options.eps, options.offset, options.out_dtype
+        rstd, amax, saved, saved_scale = rms_norm_statistics(
+            matrix, weight, eps, offset, out_dtype, keep and options.save_fp8
+        )
+        if keep:
+            of_x = (saved, saved_scale) if options.save_fp8 else (x,)
+            ctx.save_for_backward(weight, rstd, *of_x)
+            ctx.offset, ctx.shape, ctx.dtype = offset, x.shape, x.dtype
+        if not options.feeds:
+            return rms_norm(matrix, weight, rstd, offset, out_dtype).view(x.shape)
+        matrix, weight = matrix.detach(), weight.detach()
+        production = Production(
+            options.name,
+            (matrix, weight),
+            lambda: rms_norm(matrix, weight, rstd, offset, out_dtype),
+            lambda spec, scale, row, col: to_layouts(
+                rms_norm_quantize(
+                    matrix,
+                    weight,
+                    rstd,
+                    offset,
+                    out_dtype,
+                    amax if spec.granularity == "tensorwise" and scale is None else None,
+                    scale,
+                    spec.format.dtype,
+                    spec.granularity,
+                    spec.power_of_two,
+                    row,
+                    col,
+                ),
+                spec,
+                scale,
+                row,
+                col,
+            ),
+            lambda: amax,
+        )
+        return ProducedActivation(production, x.shape, out_dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        weight, rstd, x, *scale = ctx.saved_tensors
+        wants_x, wants_weight = ctx.needs_input_grad[:2]
+        grad_x, grad_weight = rms_norm_backward(
+            plain(grad).reshape(-1, ctx.shape[-1]),
+            x.reshape(-1, ctx.shape[-1]),
+            scale[0] if scale else None,
+            weight,
+            rstd,
+            ctx.offset,
+            ctx.dtype,
+            wants_weight,
+        )
+        return (
+            grad_x.view(ctx.shape) if wants_x else None,
+            cast(grad_weight, weight.dtype) if wants_weight else None,
+            None,
+        )
+
+
+def convert_rms_norm(module: nn.Module, name: str, config: FP8Config, *, feeds: bool) -> bool:
+    """Make an RMSNorm a `Float8RMSNorm`, in place; False, and nothing done, if it is none.
+
+    Args:
+        name: of the module.
+        config: its options.
+        feeds: whether FP8 layers read its output. If not, it returns plain tensors at once.
+    """
+    if not isinstance(module, Float8RMSNorm):
+        form = _form_of(module)
+        if form is None:
+            return False
+        add_mixin(module, Float8RMSNorm)
+        assert isinstance(module, Float8RMSNorm)
+        module.fp8_form = form
+    module.fp8_config, module.fp8_name, module.fp8_feeds = config, name, feeds
+    return True
+
+
+def revert_rms_norm(module: Float8RMSNorm) -> None:
+    """Undo `convert_rms_norm`."""
+    for name in ("fp8_config", "fp8_name", "fp8_form", "fp8_feeds"):
+        delattr(module, name)
+    remove_mixin(module, Float8RMSNorm)
+
+
+def _is_plain(weight: Tensor) -> bool:
+    return isinstance(weight, nn.Parameter) or type(weight) is Tensor
+
+
+def _form_of(module: nn.Module) -> NormForm | None:
+    """What a module computes, if it is an RMSNorm."""
+    weight = module._parameters.get("weight")
+    if weight is None or weight.ndim != 1 or len(module._parameters) != 1 or module._modules:
+        return None
+    if "forward" in module.__dict__ or module._buffers:
+        return None
+    eps_name = next((n for n in _EPS_NAMES if isinstance(getattr(module, n, None), float)), None)
+    if eps_name is None:
+        return None
+    return _tried(_Trial(module), eps_name)
+
+
+class _Trial:
+    """A module without its weight, and what decides its form as a key: one trial for its kind."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = copy.copy(module)
+        self.module.__dict__ = {**module.__dict__, "_parameters": {}}
+        self.size = module._parameters["weight"].shape[0]
+        plain_attributes = {
+            k: v for k, v in vars(module).items() if isinstance(v, (int, float, str, tuple))
+        }
+        plain_attributes.pop("training")
+        self.key = (type(module), self.size, tuple(sorted(plain_attributes.items())))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Trial) and self.key == other.key
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+
+@functools.lru_cache(maxsize=64)
+def _tried(trial: _Trial, eps_name: str) -> NormForm | None:
+    """The form whose results the module's own forward gives on the CPU, in all dtypes."""
+    eps = getattr(trial.module, eps_name)
+    generator = torch.Generator().manual_seed(0)
+    # A row of the order of eps tells where it is added.
+    scale = torch.tensor([[eps**0.5], [1.0], [8.0]], device="cpu")
+    x = torch.randn(3, trial.size, generator=generator, device="cpu") * scale
+    weight = torch.rand(trial.size, generator=generator, device="cpu") + 0.5
+    for form in (NormForm(eps_name, o, p) for o in (0.0, 1.0) for p in (True, False)):
+        dtypes = ((a, b) for a in _TRIED for b in _TRIED)
+        if all(_agrees(trial.module, form, x.to(a), weight.to(b)) for a, b in dtypes):
+            return form
+    return None
+
+
+_TRIED = (torch.float32, torch.bfloat16)
+
+
+def _agrees(module: nn.Module, form: NormForm, x: Tensor, weight: Tensor) -> bool:
+    twin = copy.copy(module)
+    twin.__dict__ = {**module.__dict__, "_parameters": {"weight": nn.Parameter(weight)}}
+    try:
+        with torch.no_grad(), torch.autocast("cpu", enabled=False), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of mixed dtypes
+            got = type(module).forward(twin, x)
+    except Exception:
+        return False
+    dtype = torch.promote_types(x.dtype, weight.dtype) if form.promotes else x.dtype
+    if not isinstance(got, Tensor) or got.dtype != dtype or got.shape != x.shape:
+        return False
+    eps = getattr(module, form.eps_name)
+    rstd, *_ = rms_norm_statistics(x, weight, eps, form.offset, dtype, False)
+    want = rms_norm(x, weight, rstd, form.offset, dtype)
+    # Twice rounded, to 8 bits in BF16, where we round once.
+    coarse = torch.bfloat16 in (x.dtype, weight.dtype)
+    return torch.allclose(got.float(), want.float(), rtol=2.0**-7 if coarse else 1e-5, atol=0.0)

@@ -1,0 +1,60 @@
+"""Giving an existing module another class, in place, and taking it back.
+
+The new class has a mixin in front of the module's own, and its name, so that ``isinstance``, wrap
+policies and summaries go on as before. Where ``fully_shard`` has put a class of its own in front,
+that one stays in front.
+"""
+
+import functools
+from typing import Any
+
+from torch import nn
+
+
+def add_mixin(module: nn.Module, mixin: type[nn.Module]) -> None:
+    """Put `mixin` in front of the module's class."""
+    classes: Any = (type(module), mixin)
+    module.__class__ = _mixed(*classes)
+
+
+def remove_mixin(module: nn.Module, mixin: type[nn.Module]) -> None:
+    """Undo `add_mixin`."""
+    classes: Any = (type(module), mixin)
+    module.__class__ = _unmixed(*classes)
+
+
+def rebase(cls: type[nn.Module], base: type[nn.Module]) -> type[nn.Module]:
+    """FSDP2's dynamic class ``(FSDPModule, X)`` as ``(FSDPModule, base)``."""
+    own = {k: v for k, v in cls.__dict__.items() if k not in ("__dict__", "__weakref__")}
+    return type(f"FSDP{base.__name__}", (cls.__bases__[0], base), own)
+
+
+def is_fsdp_class(cls: type) -> bool:
+    """Whether ``fully_shard`` made this class of another."""
+    return len(cls.__bases__) == 2 and cls.__bases__[0].__name__ == "FSDPModule"
+
+
+@functools.cache
+def _mixed(cls: Any, mixin: Any) -> Any:
+    if is_fsdp_class(cls):
+        return rebase(cls, _mixed(cls.__bases__[1], mixin))
+    own = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+    return type(cls.__name__, (mixin, cls), {**own, "__reduce_ex__": _reduce})
+
+
+@functools.cache
+def _unmixed(cls: Any, mixin: Any) -> Any:
+    if is_fsdp_class(cls):
+        return rebase(cls, _unmixed(cls.__bases__[1], mixin))
+    assert cls.__bases__[0] is mixin
+    return cls.__bases__[1]
+
+
+def _reduce(self: nn.Module, protocol: Any) -> Any:
+    # A class made at run time has no import path: pickle its two parts.
+    return _rebuild, type(self).__bases__, self.__dict__.copy()
+
+
+def _rebuild(mixin: Any, cls: Any) -> Any:
+    mixed = _mixed(cls, mixin)
+    return mixed.__new__(mixed)
