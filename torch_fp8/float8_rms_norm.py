@@ -24,13 +24,22 @@ from torch.autograd.function import once_differentiable
 from torch_fp8.config import FP8Config
 from torch_fp8.gemm import cast
 from torch_fp8.module_class import add_mixin, remove_mixin
-from torch_fp8.produced_activation import ProducedActivation, Production, plain, to_layouts
+from torch_fp8.produced_activation import (
+    Layouts,
+    ProducedActivation,
+    Production,
+    plain,
+    to_layouts,
+)
+from torch_fp8.recipe import CastSpec
 from torch_fp8.rms_norm import (
     rms_norm,
     rms_norm_backward,
     rms_norm_quantize,
+    rms_norm_quantize_once,
     rms_norm_statistics,
 )
+from torch_fp8.scaling import tensor_amax
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _EPS_NAMES = ("variance_epsilon", "eps")
@@ -50,6 +59,18 @@ class NormForm(NamedTuple):
     promotes: bool
 
 
+class Consumers(NamedTuple):
+    """The FP8 layers that read a norm's output.
+
+    Attributes:
+        spec: how they cast it.
+        wgrad: whether one of them takes a weight gradient in FP8, and so wants both layouts.
+    """
+
+    spec: CastSpec
+    wgrad: bool
+
+
 class _Options(NamedTuple):
     name: str
     eps: float
@@ -57,7 +78,7 @@ class _Options(NamedTuple):
     out_dtype: torch.dtype
     keep: bool
     save_fp8: bool
-    feeds: bool
+    consumers: Consumers | None
 
 
 class Float8RMSNorm(nn.Module):
@@ -69,7 +90,7 @@ class Float8RMSNorm(nn.Module):
     fp8_config: FP8Config
     fp8_name: str
     fp8_form: NormForm
-    fp8_feeds: bool
+    fp8_consumers: Consumers | None
     weight: Tensor
 
     def forward(self, hidden_states: Tensor) -> Tensor:
@@ -87,7 +108,7 @@ class Float8RMSNorm(nn.Module):
             torch.promote_types(x.dtype, weight.dtype) if form.promotes else x.dtype,
             torch.is_grad_enabled(),
             self.fp8_config.save_activations == "fp8",
-            self.fp8_feeds and not torch.compiler.is_compiling(),
+            None if torch.compiler.is_compiling() else self.fp8_consumers,
         )
         output: Tensor = _RMSNormFunction.apply(x, weight, options)
         return output
@@ -100,44 +121,15 @@ class _RMSNormFunction(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, options: _Options) -> Tensor:
         matrix = x.reshape(-1, x.shape[-1])
         keep = options.keep and any(ctx.needs_input_grad[:2])
-        eps, offset, out_dtype = options.eps, options.offset, options.out_dtype
-        rstd, amax, saved, saved_scale = rms_norm_statistics(
-            matrix, weight, eps, offset, out_dtype, keep and options.save_fp8
-        )
+        save = keep and options.save_fp8
+        produced = _Produced(matrix.detach(), weight.detach(), options, save)
         if keep:
-            of_x = (saved, saved_scale) if options.save_fp8 else (x,)
-            ctx.save_for_backward(weight, rstd, *of_x)
-            ctx.offset, ctx.shape, ctx.dtype = offset, x.shape, x.dtype
-        if not options.feeds:
-            return rms_norm(matrix, weight, rstd, offset, out_dtype).view(x.shape)
-        matrix, weight = matrix.detach(), weight.detach()
-        production = Production(
-            options.name,
-            (matrix, weight),
-            lambda: rms_norm(matrix, weight, rstd, offset, out_dtype),
-            lambda spec, scale, row, col: to_layouts(
-                rms_norm_quantize(
-                    matrix,
-                    weight,
-                    rstd,
-                    offset,
-                    out_dtype,
-                    amax if spec.granularity == "tensorwise" and scale is None else None,
-                    scale,
-                    spec.format.dtype,
-                    spec.granularity,
-                    spec.power_of_two,
-                    row,
-                    col,
-                ),
-                spec,
-                scale,
-                row,
-                col,
-            ),
-            lambda: amax,
-        )
-        return ProducedActivation(production, x.shape, out_dtype)
+            of_x = produced.saved if save else (x,)
+            ctx.save_for_backward(weight, produced.rstd, *of_x)
+            ctx.offset, ctx.shape, ctx.dtype = options.offset, x.shape, x.dtype
+        if options.consumers is None:
+            return produced.dense().view(x.shape)
+        return ProducedActivation(produced.production(), x.shape, options.out_dtype)
 
     @staticmethod
     @once_differentiable
@@ -161,13 +153,80 @@ class _RMSNormFunction(torch.autograd.Function):
         )
 
 
-def convert_rms_norm(module: nn.Module, name: str, config: FP8Config, *, feeds: bool) -> bool:
+class _Produced:
+    """One output of a norm: its statistics at once, the rest when it is asked for.
+
+    A cast in blocks needs nothing but x: where one will be asked for it is made with the
+    statistics, in the same read.
+
+    Args:
+        x: (R, C).
+        weight: (C,).
+        options: of the norm.
+        save: whether to keep x in FP8.
+    """
+
+    def __init__(self, x: Tensor, weight: Tensor, options: _Options, save: bool) -> None:
+        self.x, self.weight, self.options = x, weight, options
+        self.made: Layouts | None = None
+        eps, offset, out_dtype = options.eps, options.offset, options.out_dtype
+        consumers = options.consumers
+        if consumers is not None and consumers.spec.granularity.startswith("block"):
+            spec, col = consumers.spec, consumers.wgrad and options.keep
+            casts = (spec.format.dtype, spec.granularity, spec.power_of_two, True, col)
+            once = rms_norm_quantize_once(x, weight, eps, offset, out_dtype, None, *casts, save)
+            self.made = to_layouts(once[:4], spec, None, True, col)
+            self.rstd, *saved = once[4:7]
+        else:
+            self.rstd, self._amax, *saved = rms_norm_statistics(
+                x, weight, eps, offset, out_dtype, save
+            )
+        self.saved = tuple(saved)
+
+    def production(self) -> Production:
+        """It, for those who read it."""
+        production = Production(
+            self.options.name, (self.x, self.weight), self.dense, self.layouts, self.amax
+        )
+        if self.made is not None and self.options.consumers is not None:
+            production.keep(self.options.consumers.spec, self.made)
+        return production
+
+    def dense(self) -> Tensor:
+        options = self.options
+        return rms_norm(self.x, self.weight, self.rstd, options.offset, options.out_dtype)
+
+    def amax(self) -> Tensor:
+        return tensor_amax(self.dense()) if self.made is not None else self._amax
+
+    def layouts(self, spec: CastSpec, scale: Tensor | None, row: bool, col: bool) -> Layouts:
+        current = spec.granularity == "tensorwise" and scale is None
+        made = rms_norm_quantize(
+            self.x,
+            self.weight,
+            self.rstd,
+            self.options.offset,
+            self.options.out_dtype,
+            self.amax() if current else None,
+            scale,
+            spec.format.dtype,
+            spec.granularity,
+            spec.power_of_two,
+            row,
+            col,
+        )
+        return to_layouts(made, spec, scale, row, col)
+
+
+def convert_rms_norm(
+    module: nn.Module, name: str, config: FP8Config, consumers: Consumers | None
+) -> bool:
     """Make an RMSNorm a `Float8RMSNorm`, in place; False, and nothing done, if it is none.
 
     Args:
         name: of the module.
         config: its options.
-        feeds: whether FP8 layers read its output. If not, it returns plain tensors at once.
+        consumers: the FP8 layers that read its output; None: it returns plain tensors at once.
     """
     if not isinstance(module, Float8RMSNorm):
         form = _form_of(module)
@@ -176,13 +235,13 @@ def convert_rms_norm(module: nn.Module, name: str, config: FP8Config, *, feeds: 
         add_mixin(module, Float8RMSNorm)
         assert isinstance(module, Float8RMSNorm)
         module.fp8_form = form
-    module.fp8_config, module.fp8_name, module.fp8_feeds = config, name, feeds
+    module.fp8_config, module.fp8_name, module.fp8_consumers = config, name, consumers
     return True
 
 
 def revert_rms_norm(module: Float8RMSNorm) -> None:
     """Undo `convert_rms_norm`."""
-    for name in ("fp8_config", "fp8_name", "fp8_form", "fp8_feeds"):
+    for name in ("fp8_config", "fp8_name", "fp8_form", "fp8_consumers"):
         delattr(module, name)
     remove_mixin(module, Float8RMSNorm)
 

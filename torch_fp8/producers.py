@@ -3,9 +3,9 @@
 from torch import nn
 
 from torch_fp8.config import FP8Config
-from torch_fp8.float8_rms_norm import Float8RMSNorm, convert_rms_norm, revert_rms_norm
+from torch_fp8.float8_rms_norm import Consumers, Float8RMSNorm, convert_rms_norm, revert_rms_norm
 from torch_fp8.gated_mlp import Float8GatedMLP, convert_gated_mlp, revert_gated_mlp
-from torch_fp8.linear import Float8Linear
+from torch_fp8.linear import INPUT, Float8Linear
 from torch_fp8.selection import matches
 
 
@@ -26,7 +26,7 @@ def convert_producers(model: nn.Module, config: FP8Config) -> tuple[str, ...]:
             _revert(module)
             continue
         parent = modules.get(name.rpartition(".")[0])
-        if convert_rms_norm(module, name, config, feeds=_feeds(module, parent)) or (
+        if convert_rms_norm(module, name, config, _consumers(module, parent)) or (
             any(isinstance(m, Float8Linear) for m in module.modules())
             and convert_gated_mlp(module, name, config)
         ):
@@ -40,18 +40,22 @@ def revert_producers(model: nn.Module) -> None:
         _revert(module)
 
 
-def _feeds(norm: nn.Module, parent: nn.Module | None) -> bool:
-    """Whether an FP8 layer that takes as many features as `norm` has stands beside it.
+def _consumers(norm: nn.Module, parent: nn.Module | None) -> Consumers | None:
+    """The FP8 layers beside `norm`, or within what is, that take as many features as it has.
 
     Not so for the last norm of a model, beside the list of its layers: that one's output is the
     model's.
     """
     weight = norm._parameters.get("weight")
     if weight is None or parent is None:
-        return False
+        return None
     beside = (m for m in parent.children() if not isinstance(m, (nn.ModuleList, nn.ModuleDict)))
-    layers = (m for child in beside for m in child.modules() if isinstance(m, Float8Linear))
-    return any(layer.in_features == weight.shape[0] for layer in layers)
+    inner = (m for child in beside for m in child.modules() if isinstance(m, Float8Linear))
+    layers = [layer for layer in inner if layer.in_features == weight.shape[0]]
+    if not layers:
+        return None
+    wgrad = any(m.weight.requires_grad and m.fp8_recipe.wgrad is not None for m in layers)
+    return Consumers(layers[0].operand_spec(INPUT), wgrad)
 
 
 def _revert(module: nn.Module) -> None:
