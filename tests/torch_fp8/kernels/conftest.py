@@ -19,6 +19,7 @@ from triton.runtime.jit import JITFunction
 from torch_fp8.adamw import GradientParts, WeightMatrix
 from torch_fp8.block_scaled import BlockScaled, encode
 from torch_fp8.formats import GRADIENT, MOMENT1, MOMENT2
+from torch_fp8.random_bits import random_words
 from torch_fp8.residual import pack, split
 
 TARGETS = {"sm_90": GPUTarget("cuda", 90, 32), "sm_100": GPUTarget("cuda", 100, 32)}
@@ -154,6 +155,19 @@ def resources(compiled, directory: Path) -> Resources:
     found = {key: int(value) for key, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", text)}
     shared = compiled.metadata.shared
     return Resources(found["REG"], found["STACK"], found["LOCAL"], shared)
+
+
+def just_rounded_up(rows, cols, keys):
+    """(R, K) float32, K a multiple of 32, that 8-bit gradients round up by half a random step.
+
+    Without the half bit below the 16 random ones, or with the words of other elements, they round
+    down: what random values do not tell in 2^16 draws.
+    """
+    words = random_words(torch.arange(rows * cols, dtype=torch.int32), keys) & 0xFFFF
+    below = (1 << 20) - (words << 4) - 4  # of the spacing of three mantissa bits
+    x = (torch.tensor(2.5).view(torch.int32) + below).view(torch.float32).view(rows, cols)
+    x[:, ::32] = 100.0  # so that the scale is one
+    return x
 
 
 def optimizer_matrix(

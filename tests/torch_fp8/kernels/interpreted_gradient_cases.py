@@ -11,6 +11,7 @@ os.environ["TRITON_INTERPRET"] = "1"
 
 import numpy as np
 import torch
+from conftest import just_rounded_up
 from triton.runtime import interpreter
 
 from torch_fp8 import gradient_parts
@@ -93,6 +94,11 @@ def results():
     want = gradient_parts.quantize_gradient(shifted, (1, 2))
     found = difference(gradients.quantize_gradient(shifted, (1, 2)), want)
     yield "address of an odd element", [found] if found else []
+    x = just_rounded_up(64, 512, (1, 2))
+    want = gradient_parts.quantize_gradient(x, (1, 2))
+    up = gradient_parts.decode_gradient(want, x.dtype) >= x
+    found = difference(gradients.quantize_gradient(x, (1, 2)), want)
+    yield "just rounded up", [found] * bool(found) + ["by the reference"] * (not up.all())
 
 
 json.dump(dict(results()), sys.stdout)

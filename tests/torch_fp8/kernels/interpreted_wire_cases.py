@@ -11,6 +11,7 @@ os.environ["TRITON_INTERPRET"] = "1"
 
 import numpy as np
 import torch
+from conftest import just_rounded_up
 from triton.runtime import interpreter
 
 from torch_fp8 import wire
@@ -121,6 +122,16 @@ def shifted_differences():
     yield values_differ(out[0, 1:], expected)
 
 
+def rounded_up_differences():
+    x, layout = just_rounded_up(1, 2 * 70 * 32, KEYS).view(-1), Layout(70)
+    want = wire.pack_flat(x, None, layout, 2, keys=KEYS)
+    got = torch.zeros_like(want)
+    kernels.pack(x, layout, got, KEYS)
+    yield messages_differ(got, want, layout)
+    values = wire.unpack(want, layout, torch.float32)[0].view(-1)
+    yield "" if bool((values >= x).all()) else "not by the reference"
+
+
 def results():
     for name, (layout, numel) in CASES.items():
         for dtype in (torch.bfloat16, torch.float32):
@@ -128,6 +139,7 @@ def results():
             yield f"{name}, {str(dtype).removeprefix('torch.')}", failures
     yield "plain values", [text for text in plain_differences() if text]
     yield "address of an odd element", [text for text in shifted_differences() if text]
+    yield "just rounded up", [text for text in rounded_up_differences() if text]
 
 
 json.dump(dict(results()), sys.stdout)

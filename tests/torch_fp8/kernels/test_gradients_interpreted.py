@@ -17,6 +17,7 @@ SHAPES = (
 CASES = [
     *(f"{shape}, {dtype}" for shape, dtype in itertools.product(SHAPES, ("bfloat16", "float32"))),
     "address of an odd element",
+    "just rounded up",
 ]
 
 

@@ -17,6 +17,7 @@ CASES = [
     *(f"{name}, {dtype}" for name, dtype in itertools.product(NAMES, ("bfloat16", "float32"))),
     "plain values",
     "address of an odd element",
+    "just rounded up",
 ]
 
 
