@@ -30,7 +30,8 @@ from accelerate_fp8.history import load_history, save_history
 from accelerate_fp8.preparation import LOGGER_NAME, Preparation
 from accelerate_fp8.release import refuse_accumulation, refuse_clipping
 from torch_fp8.agreement import check_same_config
-from torch_fp8.gemm import check_device, resolve_auto
+from torch_fp8.convert import check_config
+from torch_fp8.transformer_engine import refuse_sharding
 
 
 def init(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
@@ -39,7 +40,8 @@ def init(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
     Raises:
         ValueError: `FP8Kwargs` without ``mixed_precision="fp8"``, or beside another backend; an
             option or flag that cannot be honoured; DeepSpeed, Megatron-LM, tensor parallelism; a
-            device that cannot run the recipe; ranks with different configurations.
+            device that cannot run the recipe; ranks with different configurations; Transformer
+            Engine as the engine's backend under FSDP.
     """
     bound = inspect.signature(original).bind(self, *args, **kwargs)
     explicit, others = _take_out(bound.arguments.get("kwargs_handlers") or [])
@@ -66,8 +68,9 @@ def init(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
     if self.num_processes > 1:
         check_same_config(config)
     refuse_tensor_parallel(self.parallelism_config)
-    recipe = resolve_auto(self.device) if config.recipe == "auto" else config.recipe
-    check_device(self.device, recipe, config.emulate)
+    if self.distributed_type == DistributedType.FSDP:
+        refuse_sharding(config)
+    check_config(config, self.device)
     refuse_accumulation(config, self)
     self.register_save_state_pre_hook(functools.partial(_save_state_hook, self))
     self.register_load_state_pre_hook(functools.partial(_load_state_hook, self))

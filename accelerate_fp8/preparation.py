@@ -152,11 +152,10 @@ def _forwards_reachable(model: nn.Module) -> Iterator[None]:
     A hook keeps the bound ``forward`` of the class the module had, in ``_old_forward``, and puts
     its own on the instance: another class would not be noticed. Afterwards it calls the new one.
     """
-    kept = (nn.Linear.forward, Float8Linear.forward)
     hooked = [
         module
         for module in model.modules()
-        if getattr(module.__dict__.get("_old_forward"), "__func__", None) in kept
+        if isinstance(module, nn.Linear) and _old_forward(module) is type(module).forward
     ]
     forwards = [module.__dict__.pop("forward") for module in hooked]
     try:
@@ -165,3 +164,7 @@ def _forwards_reachable(model: nn.Module) -> Iterator[None]:
         for module, forward in zip(hooked, forwards, strict=True):
             module.__dict__["_old_forward"] = MethodType(type(module).forward, module)
             module.__dict__["forward"] = forward
+
+
+def _old_forward(module: nn.Module) -> Any:
+    return getattr(module.__dict__.get("_old_forward"), "__func__", None)

@@ -31,7 +31,7 @@ ROOMS = [
     },
     {"adamw"},
     {"config", "scaling", "kernels"},
-    {"quantize", "optimizer_state", "wire", "agreement"},
+    {"quantize", "optimizer_state", "wire", "agreement", "transformer_engine"},
     {"producer_cast"},
     {"rms_norm", "swiglu"},
     {
@@ -48,7 +48,7 @@ ROOMS = [
     {"gradient_hooks"},
     {"gradient_bucket"},
     {"linear", "float8_rms_norm", "optimizer", "gradient_exchange", "state_sharding"},
-    {"ddp_join", "gated_mlp"},
+    {"ddp_join", "gated_mlp", "transformer_engine_linear"},
     {"optimizer_conversion", "ddp", "fsdp_gather", "fsdp_scatter", "redistribution"},
     {"selection", "memory", "fsdp", "sharded_weights", "tensor_parallel"},
     {"report", "producers", "fsdp_communication"},
@@ -115,6 +115,8 @@ def test_packages_import_only_what_their_prefix_names(package):
         allowed = MAY_IMPORT[package] | set(sys.stdlib_module_names)
         if "kernels" in path.parts:
             allowed = allowed | {"triton"}
+        if path.parts[-2:] == ("torch_fp8", "transformer_engine.py"):
+            allowed = allowed | {"transformer_engine"}
         for name in _imports(path):
             assert name.split(".")[0] in allowed, f"{path}: imports {name}"
 
@@ -164,7 +166,7 @@ def test_importing_the_engine_changes_nothing_of_torch():
         after = snapshot()
         changed = [str(k) for k in before if after.get(k) != before[k]]
         hosts = ("triton", "lightning", "pytorch_lightning", "lightning_fabric", "accelerate",
-                 "transformers", "trl", "peft", "numpy")
+                 "transformers", "trl", "peft", "numpy", "transformer_engine")
         new = {m.split(".")[0] for m in set(sys.modules) - modules}
         print(json.dumps([changed, sorted(new & set(hosts))]))
         """

@@ -15,6 +15,7 @@ from torch_fp8.residual import RESIDUAL_BITS
 ENV_VAR = "TORCH_FP8_CONFIG"
 _BOOLS = ("eval_fp8", "emulate", "gradient_release", "cache_weights", "update_clipping")
 _OPTIMIZER_ONLY = ("residual_bits", "gradient_release", "cache_weights", "update_clipping", "seed")
+_TORCH_ONLY = ("wgrad", "fast_accum", "cache_weights", "emulate")
 _DELAYED_ONLY = ("amax_history_len", "amax_compute_algo", "margin")
 
 
@@ -107,6 +108,12 @@ class FP8Config:
     """Run GEMMs that the hardware cannot run natively through the reference path. The CPU always
     emulates."""
 
+    backend: str = "torch"
+    """Who runs the GEMMs of linear layers: ``torch``, with casts of this package, or
+    ``transformer-engine``, NVIDIA's package of that name with casts and recipes of its own. Norms
+    and gated MLPs stay as they are then. Linear layers only, on CUDA, on one device or under
+    DDP."""
+
     def __post_init__(self) -> None:
         for name in ("skip", "fast_accum"):
             object.__setattr__(self, name, _str_tuple(name, getattr(self, name)))
@@ -122,6 +129,7 @@ class FP8Config:
         for name, least in (("amax_history_len", 1), ("margin", None), ("seed", None)):
             _check_int(name, getattr(self, name), least)
         _check_choice("opt_level", self.opt_level, ("O1", "O2", "O3"))
+        _check_choice("backend", self.backend, ("torch", "transformer-engine"))
         _check_choice("save_activations", self.save_activations, ("fp8", "bf16"))
         _check_choice("communication", self.communication, ("fp8", "fp8-lm", "off"))
         _check_int("residual_bits", self.residual_bits, None)
@@ -162,6 +170,23 @@ class FP8Config:
             raise ValueError(
                 "FP8Config: fast_accum names 'wgrad', but wgrad='bf16' runs that GEMM in high "
                 "precision; leave one of them out"
+            )
+        if self.backend == "transformer-engine":
+            self._check_transformer_engine()
+
+    def _check_transformer_engine(self) -> None:
+        if self.recipe == "rowwise":
+            raise ValueError(
+                "FP8Config: Transformer Engine has no recipe with a scale per row; name recipe="
+                "'tensorwise', 'delayed', 'blockwise' or 'mxfp8', or leave backend out"
+            )
+        given = [name for name in _TORCH_ONLY if getattr(self, name) != _DEFAULTS[name]]
+        if self.recipe == "delayed" and self.amax_history_len == 1:
+            given.append("amax_history_len=1")
+        if given:
+            raise ValueError(
+                f"FP8Config: {', '.join(given)} cannot be had of Transformer Engine; leave that "
+                "out, or backend"
             )
 
     def to_json(self) -> str:

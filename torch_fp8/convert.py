@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from torch_fp8.automatic_scaling import (
@@ -34,7 +35,16 @@ from torch_fp8.selection import (
     skip_reason,
 )
 from torch_fp8.tensor_parallel import check_style
+from torch_fp8.transformer_engine import (
+    NOT_SHARDED,
+    check_transformer_engine,
+    runs_recipe,
+    unaligned,
+)
+from torch_fp8.transformer_engine_linear import TransformerEngineLinear, place_regions
 from torch_fp8.weight_cache import unwatch
+
+_SCALING = ("amax_history", "last_scale")
 
 
 def convert_to_float8(
@@ -59,15 +69,18 @@ def convert_to_float8(
         What was converted, what was skipped and why, the share of matmul FLOPs in FP8.
     Raises:
         ValueError: nothing to convert; a device that cannot run the recipe (see
-            `torch_fp8.gemm.check_device`). A `skip` pattern that matches nothing is no error: the
-            report names it.
+            `torch_fp8.gemm.check_device`); with Transformer Engine, sharded weights. A `skip`
+            pattern that matches nothing is no error: the report names it.
+        ImportError: Transformer Engine is asked for and is not installed.
     """
     config = config or FP8Config.from_env() or FP8Config()
     target = torch.device(device) if device is not None else _device_of(model)
-    recipe = _resolve(config, target)
-    check_device(target, recipe.name, config.emulate)
+    recipe = check_config(config, target)
     emulate = config.emulate and not runs_natively(target, recipe.name)
 
+    is_te = _is_te(config)
+    if is_te and any(isinstance(p, DTensor) for p in model.parameters()):
+        raise ValueError(NOT_SHARDED)
     kept_high = high_precision_modules(model, config.skip)
     converted, skipped = [], []
     for name, module in model.named_modules():
@@ -75,6 +88,8 @@ def convert_to_float8(
             skipped += [SkippedModule(*entry) for entry in expert_weights(name, module)]
             continue
         reason = skip_reason(name, module, config.skip, kept_high)
+        if reason is None and is_te:
+            reason = unaligned(module, recipe)
         if reason is None:
             _to_float8(module, name, config, recipe, emulate)
             converted.append(name)
@@ -84,7 +99,10 @@ def convert_to_float8(
             skipped.append(SkippedModule(name, reason))
     if not converted:
         raise ValueError(_nothing_converted(model, skipped))
-    producers = convert_producers(model, config)
+    if is_te:
+        revert_producers(model)
+    producers = () if is_te else convert_producers(model, config)
+    place_regions(model)
     _keep_scaling_local(model)
     return ConversionReport(
         converted=tuple(converted),
@@ -113,8 +131,24 @@ def revert(model: nn.Module) -> int:
     modules = [m for m in model.modules() if isinstance(m, Float8Linear)]
     for module in modules:
         _to_linear(module)
+    place_regions(model)
     _keep_scaling_local(model)
     return len(modules)
+
+
+def check_config(config: FP8Config, device: torch.device) -> Recipe:
+    """The recipe that `config` runs on `device`.
+
+    Raises:
+        ValueError: a device that cannot run it.
+        ImportError: Transformer Engine is asked for and is not installed.
+    """
+    recipe = _resolve(config, device)
+    if _is_te(config):
+        check_transformer_engine(device, recipe.name)
+    else:
+        check_device(device, recipe.name, config.emulate)
+    return recipe
 
 
 def scaling_state_dict(model: nn.Module) -> dict[str, Tensor]:
@@ -126,8 +160,8 @@ def scaling_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """
     state = automatic_scaling_state(model)
     for name, module in _delayed_modules(model):
-        state[f"{name}.amax_history"] = plain(module.fp8_amax_history).detach().cpu().clone()
-        state[f"{name}.last_scale"] = plain(module.fp8_last_scale).detach().cpu().clone()
+        for key, value in zip(_SCALING, _scaling(module), strict=True):
+            state[f"{name}.{key}"] = value.detach().cpu().clone()
     return state
 
 
@@ -143,10 +177,12 @@ def load_scaling_state_dict(model: nn.Module, state: dict[str, Tensor]) -> None:
     state = take_automatic_scaling_state(model, state)
     if not state:
         return
-    targets = {}
-    for name, module in _delayed_modules(model):
-        targets[f"{name}.amax_history"] = plain(module.fp8_amax_history)
-        targets[f"{name}.last_scale"] = plain(module.fp8_last_scale)
+    modules = dict(_delayed_modules(model))
+    targets = {
+        f"{name}.{key}": value
+        for name, module in modules.items()
+        for key, value in zip(_SCALING, _scaling(module), strict=True)
+    }
     if not targets:
         return
     for key in sorted(targets.keys() ^ state.keys()):
@@ -159,12 +195,32 @@ def load_scaling_state_dict(model: nn.Module, state: dict[str, Tensor]) -> None:
                 f"{tuple(target.shape)}; was it saved with another amax_history_len?"
             )
     with torch.no_grad():
-        for key, target in targets.items():
-            target.copy_(state[key])
+        for name, module in modules.items():
+            history, last_scale = (state[f"{name}.{key}"] for key in _SCALING)
+            if isinstance(module, TransformerEngineLinear):
+                module.load_scaling_state(history, last_scale)
+            else:
+                for target, value in zip(_scaling(module), (history, last_scale), strict=True):
+                    target.copy_(value)
+
+
+def _scaling(module: Float8Linear) -> tuple[Tensor, Tensor]:
+    """What delayed scaling of a layer remembers, in the order of `_SCALING`."""
+    if isinstance(module, TransformerEngineLinear):
+        return module.scaling_state
+    return plain(module.fp8_amax_history), plain(module.fp8_last_scale)
+
+
+def _is_te(config: FP8Config) -> bool:
+    return config.backend == "transformer-engine"
 
 
 def _resolve(config: FP8Config, device: torch.device) -> Recipe:
-    name = resolve_auto(device) if config.recipe == "auto" else config.recipe
+    name = config.recipe
+    if name == "auto":
+        name = resolve_auto(device)
+        if _is_te(config) and not runs_recipe(name):
+            name = "tensorwise"
     return make_recipe(
         name,
         wgrad=config.wgrad,
@@ -181,9 +237,11 @@ def _to_float8(
             module.fp8_emulate = emulate
             return
         module.drop_scaling()
-    else:
+        if isinstance(module, TransformerEngineLinear) != _is_te(config):
+            _to_linear(module)
+    if not isinstance(module, Float8Linear):
         cls: Any = type(module)
-        module.__class__ = _float8_class(cls)
+        module.__class__ = _float8_class(cls, _is_te(config))
     assert isinstance(module, Float8Linear)
     module.fp8_config, module.fp8_recipe = config, recipe
     module.fp8_emulate, module.fp8_name = emulate, name
@@ -224,14 +282,16 @@ def _keep_scaling_local(model: nn.Module) -> None:
 
 
 @functools.cache
-def _float8_class(cls: type[nn.Module]) -> type[nn.Module]:
+def _float8_class(cls: type[nn.Module], is_te: bool) -> type[nn.Module]:
     """`Float8Linear`, or FSDP2's dynamic class rebuilt over it: ``(FSDPModule, Float8Linear)``."""
-    return Float8Linear if cls is nn.Linear else rebase(cls, Float8Linear)
+    linear = TransformerEngineLinear if is_te else Float8Linear
+    return linear if cls is nn.Linear else rebase(cls, linear)
 
 
 @functools.cache
 def _linear_class(cls: type[nn.Module]) -> type[nn.Module]:
-    return nn.Linear if cls is Float8Linear else rebase(cls, nn.Linear)
+    ours = (Float8Linear, TransformerEngineLinear)
+    return nn.Linear if cls in ours else rebase(cls, nn.Linear)
 
 
 def _device_of(model: nn.Module) -> torch.device:

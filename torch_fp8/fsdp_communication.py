@@ -27,6 +27,7 @@ from torch_fp8.fsdp_gather import WeightGather, make_scales
 from torch_fp8.fsdp_scatter import Float8ReduceScatter, in_groups
 from torch_fp8.linear import Float8Linear
 from torch_fp8.sharded_weights import param_groups
+from torch_fp8.transformer_engine import refuse_sharding
 
 
 @dataclass(frozen=True)
@@ -68,8 +69,9 @@ def connect_fsdp(model: nn.Module, config: FP8Config) -> FSDPReport:
         model: converted, then sharded by ``fully_shard``; or what contains such modules.
         config: as it was converted with.
     Raises:
-        ValueError: ``communication="fp8-lm"``.
+        ValueError: ``communication="fp8-lm"``; Transformer Engine as the backend.
     """
+    refuse_sharding(config)
     if config.communication == "fp8-lm":
         raise ValueError(
             "FP8Config(communication='fp8-lm') is a rule for DistributedDataParallel's all-reduce "

@@ -15,6 +15,7 @@ from torch_fp8.memory import expected_bytes_per_param
 from torch_fp8.optimizer_conversion import OptimizerReport
 from torch_fp8.recipe import Recipe
 from torch_fp8.selection import expert_weights, is_linear
+from torch_fp8.transformer_engine import version
 
 _NAMES_PER_REASON = 3
 
@@ -83,6 +84,8 @@ class ConversionReport:
         total = len(self.converted) + len(self.skipped)
         chosen = "auto -> " if self.config.recipe == "auto" else ""
         backend = backend_name(self.device, self.emulated)
+        if self.config.backend == "transformer-engine":
+            backend = backend.replace("torch scaled_mm", f"Transformer Engine {version()}")
         lines = [
             f"FP8: {len(self.converted)} of {total} linear layers, "
             f"{100 * self.flops_share:.1f} % of the matmul FLOPs, level {self.config.opt_level}",

@@ -33,6 +33,8 @@ from torch.distributed.tensor.placement_types import Placement
 
 from torch_fp8.linear import Float8Linear
 from torch_fp8.redistribution import reduce, refuse_gather, replicate
+from torch_fp8.transformer_engine import NOT_SHARDED
+from torch_fp8.transformer_engine_linear import TransformerEngineLinear
 
 
 class Float8ColwiseParallel(ColwiseParallel):
@@ -169,13 +171,15 @@ class PrepareFloat8ModuleInput(PrepareModuleInput):
 
 
 def check_style(module: nn.Module, gathered: Placement | None = None) -> None:
-    """Raise ValueError if the style of a layer and its recipe do not go together.
+    """Raise ValueError if the style of a layer and its recipe or backend do not go together.
 
     Args:
         module: converted or not; it remembers `gathered` for its conversion.
         gathered: how what the style gathers is sharded; None: as it was said before.
     """
     if gathered is not None:
+        if isinstance(module, TransformerEngineLinear):
+            raise ValueError(NOT_SHARDED)
         module.fp8_gathered = gathered
     layout = module.__dict__.get("fp8_gathered")
     if not isinstance(layout, Shard) or not isinstance(module, Float8Linear):
