@@ -1,0 +1,46 @@
+"""What autograd keeps between forward and backward, counted with saved-tensor hooks."""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+
+class SavedBytes:
+    """Bytes of the distinct storages that were saved."""
+
+    def __init__(self, excluded: Iterable[Tensor] = ()) -> None:
+        self._excluded = {_key(tensor) for tensor in excluded}
+        self._sizes: dict[int, int] = {}
+        self.tensors: list[Tensor] = []
+
+    def note(self, tensor: Tensor) -> Tensor:
+        """The pack hook; keeps the tensor alive, so that no address is used twice."""
+        key = _key(tensor)
+        if key not in self._excluded and key not in self._sizes:
+            self._sizes[key] = tensor.untyped_storage().nbytes()
+            self.tensors.append(tensor.detach())
+        return tensor
+
+    @property
+    def total(self) -> int:
+        """Bytes in all."""
+        return sum(self._sizes.values())
+
+
+@contextmanager
+def count_saved(excluded: Iterable[Tensor] = ()) -> Iterator[SavedBytes]:
+    """Count what is saved within.
+
+    Args:
+        excluded: tensors that are there anyway: parameters.
+    """
+    saved = SavedBytes(excluded)
+    with torch.autograd.graph.saved_tensors_hooks(saved.note, lambda tensor: tensor):
+        yield saved
+
+
+def _key(tensor: Tensor) -> int:
+    storage = tensor.untyped_storage()
+    return storage.data_ptr() or id(storage)
