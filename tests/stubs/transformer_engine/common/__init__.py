@@ -1,0 +1,1 @@
+"""Common to all frameworks."""
