@@ -74,7 +74,7 @@ def pack_shard(shard: Tensor, shards: Shards, spec: CastSpec, scale: Tensor | No
     if spec.granularity != "tensorwise":
         exponents = (quantized.scale.view(torch.int32) >> 23).to(torch.uint8)
         per_row = _scales_per_row(spec, shard.shape[-1])
-        parts.append(_padded(exponents.view(*shard.shape[:-1], per_row), shards))
+        parts.append(_padded(exponents.reshape(*shard.shape[:-1], per_row), shards))
     return parts[0].view(-1) if len(parts) == 1 else torch.cat([p.reshape(-1) for p in parts])
 
 

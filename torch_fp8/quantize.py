@@ -4,8 +4,21 @@ One operator, ``torch_fp8::quantize_2d``, does every cast. It reads a matrix onc
 layouts that are asked for: ``row``, quantized along the last dimension, and ``col``, the transpose,
 quantized along *its* last dimension. torch.compile sees one opaque op. On the CPU it is
 `quantize_2d_reference`, plain torch; on CUDA it is a Triton kernel with the same bytes.
+
+What a cast reads and writes, in bytes per element of a BF16 matrix, both layouts:
+
+| scale | bytes | launches | why |
+|---|---|---|---|
+| tensorwise, scale or amax given | 4 | 1 | |
+| blocks | 4, and 4 / 128 for each layout's scales of 1x128 | 1 | a tile holds whole blocks |
+| tensorwise | 6 | 2 | its amax is a read of its own |
+| rowwise | 8 | 3 | rows are read once; columns are no tile's, and read twice on their own |
+
+Casts with delayed scaling are in `torch_fp8.delayed_scaling`, those that add up rows on their way
+in `torch_fp8.bias_gradient`.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -30,14 +43,19 @@ class QuantizedTensor(NamedTuple):
     Attributes:
         qdata: (R, C) FP8, contiguous.
         scale: float32 dequantization scale: () tensorwise, (R, 1) rowwise, (R, ceil(C / 128)) for
-            block_1x128, (ceil(R / 128), ceil(C / 128)) for block_128x128, (R, ceil(C / 32)) for
-            block_1x32, there always a power of two.
+            block_1x128, its transpose contiguous as the GEMM takes it, (ceil(R / 128),
+            ceil(C / 128)) for block_128x128, (R, ceil(C / 32)) for block_1x32, there always a power
+            of two.
         granularity: how many elements share a scale.
     """
 
     qdata: Tensor
     scale: Tensor
     granularity: Granularity
+
+
+Layouts = tuple[Tensor, Tensor, Tensor, Tensor]
+"""qdata (R, C), its scale, qdata of x^T (C, R), its scale: what the operators return."""
 
 
 def quantize(x: Tensor, spec: CastSpec, scale: Tensor | None = None) -> QuantizedTensor:
@@ -57,7 +75,13 @@ def quantize(x: Tensor, spec: CastSpec, scale: Tensor | None = None) -> Quantize
 
 
 def quantize_layouts(
-    x: Tensor, spec: CastSpec, scale: Tensor | None = None, *, row: bool, col: bool
+    x: Tensor,
+    spec: CastSpec,
+    scale: Tensor | None = None,
+    *,
+    row: bool,
+    col: bool,
+    amax: Tensor | None = None,
 ) -> tuple[QuantizedTensor | None, QuantizedTensor | None]:
     """Cast x and its transpose in one read.
 
@@ -67,12 +91,20 @@ def quantize_layouts(
         scale: () float32 dequantization scale, for tensorwise; None: from the amax of x.
         row: whether to make x, (R, C), quantized along C.
         col: whether to make x^T, (C, R) contiguous, quantized along R.
+        amax: () float32 of x, where it is known, for tensorwise: saves the read for it.
     Returns:
         ``(row, col)``, None for what was not asked for. Tensorwise, both share one scale.
     """
-    qdata, scales, qdata_t, scales_t = torch.ops.torch_fp8.quantize_2d(
-        x, scale, spec.format.dtype, spec.granularity, spec.power_of_two, row, col
+    made = torch.ops.torch_fp8.quantize_2d(
+        x, scale, spec.format.dtype, spec.granularity, spec.power_of_two, row, col, amax
     )
+    return as_layouts(made, spec, scale, row, col)
+
+
+def as_layouts(
+    made: Sequence[Tensor], spec: CastSpec, scale: Tensor | None, row: bool, col: bool
+) -> tuple[QuantizedTensor | None, QuantizedTensor | None]:
+    qdata, scales, qdata_t, scales_t = made
     if scale is not None:
         scales = scale
     if spec.granularity == "tensorwise":
@@ -128,7 +160,8 @@ def quantize_2d_reference(
     power_of_two: bool,
     row: bool,
     col: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    amax: Tensor | None = None,
+) -> Layouts:
     """The reference of ``torch_fp8::quantize_2d``; what was not asked for is an empty tensor.
 
     Args:
@@ -138,15 +171,18 @@ def quantize_2d_reference(
         granularity: see `torch_fp8.recipe`.
         power_of_two: round scales up to powers of two.
         row, col: the layouts to make.
+        amax: () float32 of x, for tensorwise, where it is known.
     Returns:
         qdata (R, C), its scale, qdata of x^T (C, R), its scale. Tensorwise, the second is the one
-        scale of both layouts, or empty if it was given, and the fourth is empty.
+        scale of both layouts, or empty if it was given, and the fourth is empty. All contiguous;
+        the operator's scales of block_1x128 have a contiguous transpose instead.
     """
     format = format_of(dtype)
     if granularity == "tensorwise":
         made = _no_scale(x)
         if scale is None:
-            scale = made = scale_from_amax(tensor_amax(x), format, power_of_two)
+            amax = tensor_amax(x) if amax is None else amax
+            scale = made = scale_from_amax(amax, format, power_of_two)
         qdata = cast_saturating(x.float(), scale, format)
         return (
             qdata.contiguous() if row else _no_qdata(x, dtype),
@@ -207,6 +243,28 @@ def _scale_shape(rows: int, cols: int, granularity: str) -> tuple[int, ...]:
     return (_num_blocks(rows, block_rows), _num_blocks(cols, block_cols))
 
 
+def quantize_2d_cpu(
+    x: Tensor,
+    scale: Tensor | None,
+    dtype: torch.dtype,
+    granularity: str,
+    power_of_two: bool,
+    row: bool,
+    col: bool,
+    amax: Tensor | None = None,
+) -> Layouts:
+    made = quantize_2d_reference(x, scale, dtype, granularity, power_of_two, row, col, amax)
+    return laid_out(made, granularity)
+
+
+def laid_out(made: Sequence[Tensor], granularity: str) -> Layouts:
+    """With scales as the operators return them."""
+    qdata, scale, qdata_t, scale_t = made
+    if granularity == "block_1x128":
+        scale, scale_t = (s.t().contiguous().t() for s in (scale, scale_t))
+    return qdata, scale, qdata_t, scale_t
+
+
 def _quantize_2d_cuda(
     x: Tensor,
     scale: Tensor | None,
@@ -215,17 +273,33 @@ def _quantize_2d_cuda(
     power_of_two: bool,
     row: bool,
     col: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    if torch.cuda.get_device_capability(x.device) < MIN_CAPABILITY:  # emulation on an older card
-        return quantize_2d_reference(x, scale, dtype, granularity, power_of_two, row, col)
+    amax: Tensor | None = None,
+) -> Layouts:
+    if emulates_casts(x.device):
+        return quantize_2d_cpu(x, scale, dtype, granularity, power_of_two, row, col, amax)
     from torch_fp8.kernels.quantize import quantize_2d  # Triton is imported where it is used
 
-    qdata, scale_row, qdata_t, scale_col = quantize_2d(
-        x, scale, dtype, granularity, power_of_two, row, col
-    )
+    made = quantize_2d(x, scale, dtype, granularity, power_of_two, row, col, amax)
+    return as_outputs(x, made, scale, dtype, granularity)
+
+
+def emulates_casts(device: torch.device) -> bool:
+    """Whether a CUDA device is older than FP8, so that the reference runs on it."""
+    return torch.cuda.get_device_capability(device) < MIN_CAPABILITY
+
+
+def as_outputs(
+    x: Tensor,
+    made: tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None],
+    scale: Tensor | None,
+    dtype: torch.dtype,
+    granularity: str,
+) -> Layouts:
+    """What an operator returns: an empty tensor for what there is not."""
+    qdata, scale_row, qdata_t, scale_col = made
     if granularity == "tensorwise":  # an operator may not return its input, nor one tensor twice
-        made = scale_col if scale_row is None else scale_row
-        scale_row, scale_col = (made if scale is None else None), None
+        one = scale_col if scale_row is None else scale_row
+        scale_row, scale_col = (one if scale is None else None), None
     return (
         _no_qdata(x, dtype) if qdata is None else qdata,
         _no_scale(x) if scale_row is None else scale_row,
@@ -234,7 +308,7 @@ def _quantize_2d_cuda(
     )
 
 
-def _quantize_2d_fake(
+def quantize_2d_fake(
     x: Tensor,
     scale: Tensor | None,
     dtype: torch.dtype,
@@ -242,15 +316,18 @@ def _quantize_2d_fake(
     power_of_two: bool,
     row: bool,
     col: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    amax: Tensor | None = None,
+) -> Layouts:
     rows, cols = x.shape
 
     def one(rows: int, cols: int, wanted: bool) -> tuple[Tensor, Tensor]:
-        shape: tuple[int, ...] = (rows, cols) if wanted else (0,)
-        scale_shape: tuple[int, ...] = (0,)
-        if wanted and granularity != "tensorwise":
-            scale_shape = _scale_shape(rows, cols, granularity)
-        return x.new_empty(shape, dtype=dtype), x.new_empty(scale_shape, dtype=torch.float32)
+        qdata = x.new_empty((rows, cols) if wanted else (0,), dtype=dtype)
+        if not wanted or granularity == "tensorwise":
+            return qdata, _no_scale(x)
+        shape = _scale_shape(rows, cols, granularity)
+        if granularity == "block_1x128":
+            return qdata, x.new_empty(shape[::-1], dtype=torch.float32).t()
+        return qdata, x.new_empty(shape, dtype=torch.float32)
 
     qdata, scale_row = one(rows, cols, row)
     if granularity == "tensorwise" and scale is None:
@@ -261,8 +338,8 @@ def _quantize_2d_fake(
 _LIBRARY = torch.library.Library("torch_fp8", "DEF")
 _LIBRARY.define(
     "quantize_2d(Tensor x, Tensor? scale, ScalarType dtype, str granularity, bool power_of_two, "
-    "bool row, bool col) -> (Tensor, Tensor, Tensor, Tensor)"
+    "bool row, bool col, Tensor? amax=None) -> (Tensor, Tensor, Tensor, Tensor)"
 )
-_LIBRARY.impl("quantize_2d", quantize_2d_reference, "CPU")
+_LIBRARY.impl("quantize_2d", quantize_2d_cpu, "CPU")
 _LIBRARY.impl("quantize_2d", _quantize_2d_cuda, "CUDA")
-torch.library.register_fake("torch_fp8::quantize_2d", _quantize_2d_fake, lib=_LIBRARY)
+torch.library.register_fake("torch_fp8::quantize_2d", quantize_2d_fake, lib=_LIBRARY)

@@ -16,6 +16,7 @@ import triton
 from torch import Tensor
 
 from torch_fp8.formats import format_of
+from torch_fp8.kernels.sums import TileSums
 from torch_fp8.kernels.tiles import (
     amax_kernel,
     cast_kernel,
@@ -52,6 +53,7 @@ MAX_SLABS = 32
 BLOCK_GRANULARITIES = ("block_1x128", "block_128x128", "block_1x32")
 
 Layout = tuple[Tensor | None, Tensor | None]
+Layouts = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 
 
 def quantize_2d(
@@ -62,7 +64,9 @@ def quantize_2d(
     power_of_two: bool,
     row: bool,
     col: bool,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+    amax: Tensor | None = None,
+    sums: TileSums | None = None,
+) -> Layouts:
     """Quantize x along its last dimension (row) and x^T along its own (col).
 
     Args:
@@ -73,45 +77,50 @@ def quantize_2d(
         power_of_two: round scales up to powers of two; a given scale must be one already.
             Implied by ``block_1x32``.
         row, col: the layouts to make.
+        amax: () float32 of x, if it is known: tensorwise, the scale is made of it.
+        sums: filled, if given, where x is cast in tiles.
     Returns:
-        qdata (R, C), its float32 scale, qdata of x^T (C, R), its scale, all contiguous, None for
-        what was not asked for. Tensorwise, both scales are the same () tensor.
+        qdata (R, C), its float32 scale, qdata of x^T (C, R), its scale, None for what was not asked
+        for. All are contiguous, but scales of block_1x128, whose transpose is. Tensorwise, both
+        scales are the same () tensor.
     """
     if x.stride(1) != 1 and x.stride(0) == 1:  # loads run along the contiguous dimension
-        made = quantize_2d(x.t(), scale, dtype, granularity, power_of_two, col, row)
+        if sums is not None:
+            sums.turn()
+        made = quantize_2d(x.t(), scale, dtype, granularity, power_of_two, col, row, amax, sums)
+        if sums is not None:
+            sums.turn()
         return (*made[2:], *made[:2])
     with torch.cuda.device_of(x):
         if granularity == "tensorwise":
-            return _tensorwise(x, scale, dtype, power_of_two, row, col)
+            return _tensorwise(x, scale, dtype, power_of_two, row, col, amax, sums)
         if granularity == "rowwise":
             by_row = _rows(x, dtype, power_of_two) if row else (None, None)
-            by_col = _columns(x, dtype, power_of_two) if col else (None, None)
+            by_col = _columns(x, dtype, power_of_two, sums) if col else (None, None)
             return (*by_row, *by_col)
         if granularity in BLOCK_GRANULARITIES:
-            return _blocks(x, dtype, granularity, power_of_two, row, col)
+            return _blocks(x, dtype, granularity, power_of_two, row, col, sums)
     raise ValueError(f"unknown granularity {granularity!r}")
 
 
-def quantize_with_amax(
-    x: Tensor, scale: Tensor, dtype: torch.dtype, row: bool, col: bool
-) -> tuple[Tensor | None, Tensor | None, Tensor]:
-    """Cast with a known tensorwise scale and take the amax of x in the same read.
+def quantize_2d_sum(
+    x: Tensor,
+    scale: Tensor | None,
+    dtype: torch.dtype,
+    granularity: str,
+    power_of_two: bool,
+    row: bool,
+    col: bool,
+    sum_dtype: torch.dtype,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor]:
+    """As `quantize_2d`, and (C,) sums over the rows of x: float32, rounded once to `sum_dtype`.
 
-    Args:
-        x: (R, C) float32, bfloat16 or float16, any strides.
-        scale: () float32 dequantization scale.
-        dtype: float8_e4m3fn or float8_e5m2.
-        row, col: the layouts to make.
-    Returns:
-        qdata (R, C) or None, qdata of x^T (C, R) or None, amax () float32: NaN if any element is.
+    Where x is cast in tiles, the read is the same; a cast by row alone has no tiles.
     """
-    if x.stride(1) != 1 and x.stride(0) == 1:
-        by_col, by_row, amax = quantize_with_amax(x.t(), scale, dtype, col, row)
-        return by_row, by_col, amax
-    amax_bits = x.new_zeros((), dtype=torch.int32)
+    sums = TileSums(axis=0)
+    made = quantize_2d(x, scale, dtype, granularity, power_of_two, row, col, None, sums)
     with torch.cuda.device_of(x):
-        by_row, by_col = _cast_tiles(x, "given", scale, None, dtype, False, row, col, amax_bits)
-    return by_row, by_col, amax_bits.view(torch.float32)
+        return (*made, sums.total(x, sum_dtype))
 
 
 def _tensorwise(
@@ -121,16 +130,18 @@ def _tensorwise(
     power_of_two: bool,
     row: bool,
     col: bool,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    if scale is not None:
-        by_row, by_col = _cast_tiles(x, "given", scale, None, dtype, False, row, col)
-    elif x.numel() == 0:
+    amax: Tensor | None,
+    sums: TileSums | None,
+) -> Layouts:
+    source, partial = "given", None
+    if scale is None and x.numel() == 0:
         scale = torch.ones((), dtype=torch.float32, device=x.device)
-        by_row, by_col = _cast_tiles(x, "given", scale, None, dtype, False, row, col)
-    else:
-        scale = torch.empty((), dtype=torch.float32, device=x.device)
-        partial = _partial_amax(x)
-        by_row, by_col = _cast_tiles(x, "tensor", scale, partial, dtype, power_of_two, row, col)
+    elif scale is None:
+        source, scale = "tensor", torch.empty((), dtype=torch.float32, device=x.device)
+        partial = _partial_amax(x) if amax is None else amax.view(1).view(torch.int32)
+    by_row, by_col = _cast_tiles(
+        x, source, scale, partial, dtype, power_of_two and source == "tensor", row, col, sums
+    )
     return by_row, scale if row else None, by_col, scale if col else None
 
 
@@ -154,7 +165,9 @@ def _partial_amax(x: Tensor) -> Tensor:
     return partial
 
 
-def _columns(x: Tensor, dtype: torch.dtype, power_of_two: bool) -> Layout:
+def _columns(
+    x: Tensor, dtype: torch.dtype, power_of_two: bool, sums: TileSums | None = None
+) -> Layout:
     """x^T (C, R) with a scale per column of x, (C, 1)."""
     rows, cols = x.shape
     if x.numel() == 0:
@@ -164,6 +177,7 @@ def _columns(x: Tensor, dtype: torch.dtype, power_of_two: bool) -> Layout:
     rows_per_slab = triton.cdiv(triton.cdiv(rows, slabs), AMAX_ROWS) * AMAX_ROWS
     slabs = triton.cdiv(rows, rows_per_slab)
     partial = torch.empty((slabs, cols), dtype=torch.int32, device=x.device)
+    by_slab = sums is not None and sums.axis == 0
     column_amax_kernel[(column_blocks, slabs)](
         x,
         partial,
@@ -172,9 +186,11 @@ def _columns(x: Tensor, dtype: torch.dtype, power_of_two: bool) -> Layout:
         rows,
         cols,
         rows_per_slab,
+        sums.allocate(x, slabs) if sums is not None and by_slab else partial,
+        SUMS=by_slab,
         BLOCK_R=AMAX_ROWS,
         BLOCK_C=BLOCK,
-        num_warps=4,
+        num_warps=8 if by_slab else 4,  # a sum beside each maximum
     )
     scale = torch.empty((cols, 1), dtype=torch.float32, device=x.device)
     _, by_col = _cast_tiles(x, "columns", scale, partial, dtype, power_of_two, False, True)
@@ -190,32 +206,32 @@ def _cast_tiles(
     power_of_two: bool,
     row: bool,
     col: bool,
-    amax_bits: Tensor | None = None,
+    sums: TileSums | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
     """The payloads; fills `scale` from `partial` unless `source` is "given"."""
     rows, cols = x.shape
     by_row, by_col = _outputs(x, dtype, row, col)
-    if x.numel() and (row or col or amax_bits is not None):
+    if x.numel() and (row or col):
         num_partials = 1 if partial is None else partial.shape[0]
-        block, warps = (ODD_BLOCK, ODD_WARPS) if _odd(x) else (BLOCK, TILE_WARPS)
+        block, warps = (ODD_BLOCK, ODD_WARPS) if is_odd(x) else (BLOCK, TILE_WARPS)
         cast_kernel[(triton.cdiv(rows, block) * triton.cdiv(cols, block),)](
             x,
             scale,
             scale if partial is None else partial,
             _bytes(by_row, scale),
             _bytes(by_col, scale),
-            scale if amax_bits is None else amax_bits,
             x.stride(0),
             x.stride(1),
             rows,
             cols,
             num_partials,
+            _partial_sums(x, sums, block, scale),
+            SUM_AXIS=-1 if sums is None else sums.axis,
             SCALE=source,
             E5M2=format_of(dtype).has_inf,
             POWER_OF_TWO=power_of_two,
             ROW=row,
             COL=col,
-            AMAX=amax_bits is not None,
             PARTIALS=triton.next_power_of_2(num_partials),
             BLOCK_SIZE=block,
             num_warps=warps,
@@ -251,19 +267,34 @@ def _rows(x: Tensor, dtype: torch.dtype, power_of_two: bool) -> Layout:
     return qdata, scale
 
 
+def _partial_sums(x: Tensor, sums: TileSums | None, block: int, unused: Tensor) -> Tensor:
+    """Where tiles of `block` rows and columns put their sums; some pointer if they do not."""
+    return unused if sums is None else sums.allocate(x, triton.cdiv(x.shape[sums.axis], block))
+
+
 def _blocks(
-    x: Tensor, dtype: torch.dtype, granularity: str, power_of_two: bool, row: bool, col: bool
-) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+    x: Tensor,
+    dtype: torch.dtype,
+    granularity: str,
+    power_of_two: bool,
+    row: bool,
+    col: bool,
+    sums: TileSums | None = None,
+) -> Layouts:
     rows, cols = x.shape
-    if row and col and _odd(x):
-        by_row = _blocks(x, dtype, granularity, power_of_two, True, False)
+    if row and col and is_odd(x):
+        by_row = _blocks(x, dtype, granularity, power_of_two, True, False, sums)
         by_col = _blocks(x, dtype, granularity, power_of_two, False, True)
         return (*by_row[:2], *by_col[2:])
     group_c = 32 if granularity == "block_1x32" else BLOCK
     group_r = BLOCK if granularity == "block_128x128" else 1
+    if group_r == BLOCK or is_odd(x):
+        sums = None  # squares are for weights; with sums these kernels spill
 
     def scales(outer: int, inner: int) -> Tensor:
         shape = (triton.cdiv(outer, group_r), triton.cdiv(inner, group_c))
+        if granularity == "block_1x128":
+            return torch.empty(shape[::-1], dtype=torch.float32, device=x.device).t()
         return torch.empty(shape, dtype=torch.float32, device=x.device)
 
     by_row, by_col = _outputs(x, dtype, row, col)
@@ -271,6 +302,7 @@ def _blocks(
     col_scale = scales(cols, rows) if col else None
     if x.numel() and (row or col):
         unused = row_scale if row_scale is not None else col_scale
+        assert unused is not None
         quantize_blocks_kernel[(triton.cdiv(rows, BLOCK) * triton.cdiv(cols, BLOCK),)](
             x,
             _bytes(by_row, unused),
@@ -281,6 +313,8 @@ def _blocks(
             x.stride(1),
             rows,
             cols,
+            _partial_sums(x, sums, BLOCK, unused),
+            SUM_AXIS=-1 if sums is None else sums.axis,
             GROUP_R=group_r,
             GROUP_C=group_c,
             E5M2=format_of(dtype).has_inf,
@@ -293,7 +327,7 @@ def _blocks(
     return by_row, row_scale, by_col, col_scale
 
 
-def _odd(x: Tensor) -> bool:
+def is_odd(x: Tensor) -> bool:
     return x.shape[0] % 16 != 0 or x.shape[1] % 16 != 0 or x.stride(1) != 1
 
 

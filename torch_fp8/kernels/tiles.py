@@ -11,20 +11,20 @@ from torch_fp8.kernels.rounding import abs_bits, cast_bounded, cast_saturating, 
 
 
 @triton.jit
-def _offsets(index, BLOCK_SIZE: tl.constexpr):
+def positions(index, BLOCK_SIZE: tl.constexpr):
     """int64 positions of block `index`: tensors of more than 2^31 elements need them."""
     return index.to(tl.int64) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
 
 
 @triton.jit
-def _load_tile(x_ptr, stride_r, stride_c, r, c, mask):
+def load_tile(x_ptr, stride_r, stride_c, r, c, mask):
     """x[r, c] as float32; 0, which moves no maximum, outside."""
     offsets = r[:, None] * stride_r + c[None, :] * stride_c
     return tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def _per_row(scale, r, rows):
+def per_row(scale, r, rows):
     """The scalar as a column vector: with the scalar itself the cast to both layouts spills.
 
     Triton 3.6 casts every element twice there, once in the layout of each store, rather than move
@@ -32,6 +32,15 @@ def _per_row(scale, r, rows):
     bound, to be looked at again on a card.
     """
     return tl.where(r < rows, scale, 1.0)[:, None]
+
+
+@triton.jit
+def store_sums(x, sum_ptr, tile_r, tile_c, r, c, rows, cols, AXIS: tl.constexpr):
+    """The tile's sums along AXIS: sum[tile_r, c] over its rows, or sum[tile_c, r] over columns."""
+    if AXIS == 0:
+        tl.store(sum_ptr + tile_r.to(tl.int64) * cols + c, tl.sum(x, axis=0), mask=c < cols)
+    if AXIS == 1:
+        tl.store(sum_ptr + tile_c.to(tl.int64) * rows + r, tl.sum(x, axis=1), mask=r < rows)
 
 
 @triton.jit
@@ -50,10 +59,10 @@ def amax_kernel(
     tiles_c = tl.cdiv(cols, BLOCK_C)
     largest = tl.zeros((BLOCK_R, BLOCK_C), dtype=tl.int32)
     for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
-        r = _offsets(tile // tiles_c, BLOCK_R)
-        c = _offsets(tile % tiles_c, BLOCK_C)
+        r = positions(tile // tiles_c, BLOCK_R)
+        c = positions(tile % tiles_c, BLOCK_C)
         mask = (r[:, None] < rows) & (c[None, :] < cols)
-        x = _load_tile(x_ptr, stride_r, stride_c, r, c, mask)
+        x = load_tile(x_ptr, stride_r, stride_c, r, c, mask)
         largest = tl.maximum(largest, abs_bits(x))
     tl.store(partial_ptr + tl.program_id(0), tl.max(tl.max(largest, axis=1), axis=0))
 
@@ -67,22 +76,29 @@ def column_amax_kernel(
     rows,
     cols,
     rows_per_slab,
+    sum_ptr,
+    SUMS: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """partial[s, c] = max of abs_bits over rows of slab s."""
-    c = _offsets(tl.program_id(0), BLOCK_C)
+    """partial[s, c] = max of abs_bits over rows of slab s, and sum[s, c] their sum."""
+    c = positions(tl.program_id(0), BLOCK_C)
     slab = tl.program_id(1)
     first = slab.to(tl.int64) * rows_per_slab
     last = tl.minimum(first + rows_per_slab, rows)
     largest = tl.zeros((BLOCK_R, BLOCK_C), dtype=tl.int32)
+    total = tl.zeros((BLOCK_R, BLOCK_C), dtype=tl.float32)
     for start in range(first, last, BLOCK_R):
         r = start + tl.arange(0, BLOCK_R)
         mask = (r[:, None] < last) & (c[None, :] < cols)
-        x = _load_tile(x_ptr, stride_r, stride_c, r, c, mask)
+        x = load_tile(x_ptr, stride_r, stride_c, r, c, mask)
         largest = tl.maximum(largest, abs_bits(x))
-    partial = partial_ptr + slab.to(tl.int64) * cols + c
-    tl.store(partial, tl.max(largest, axis=0), mask=c < cols)
+        if SUMS:
+            total += x
+    offsets = slab.to(tl.int64) * cols + c
+    tl.store(partial_ptr + offsets, tl.max(largest, axis=0), mask=c < cols)
+    if SUMS:
+        tl.store(sum_ptr + offsets, tl.sum(total, axis=0), mask=c < cols)
 
 
 @triton.jit
@@ -92,28 +108,29 @@ def cast_kernel(
     partial_ptr,
     row_ptr,
     col_ptr,
-    amax_ptr,
     stride_r,
     stride_c,
     rows,
     cols,
     num_partials,
+    sum_ptr,
+    SUM_AXIS: tl.constexpr,  # along which the tile's sums are stored, or -1
     SCALE: tl.constexpr,  # "given", "tensor" from partials of amax_kernel, "columns" from slabs
     E5M2: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
     ROW: tl.constexpr,
     COL: tl.constexpr,
-    AMAX: tl.constexpr,
     PARTIALS: tl.constexpr,  # num_partials rounded up to a power of two
     BLOCK_SIZE: tl.constexpr,
 ):
     """One tile of x in the layouts asked for, with a scale per tensor or per column."""
     FMAX: tl.constexpr = 57344.0 if E5M2 else 448.0
     tile, tiles_c = tl.program_id(0), tl.cdiv(cols, BLOCK_SIZE)
-    r = _offsets(tile // tiles_c, BLOCK_SIZE)
-    c = _offsets(tile % tiles_c, BLOCK_SIZE)
+    r = positions(tile // tiles_c, BLOCK_SIZE)
+    c = positions(tile % tiles_c, BLOCK_SIZE)
     mask = (r[:, None] < rows) & (c[None, :] < cols)
-    x = _load_tile(x_ptr, stride_r, stride_c, r, c, mask)
+    x = load_tile(x_ptr, stride_r, stride_c, r, c, mask)
+    store_sums(x, sum_ptr, tile // tiles_c, tile % tiles_c, r, c, rows, cols, SUM_AXIS)
 
     if SCALE == "given":
         scale = tl.load(scale_ptr)
@@ -134,11 +151,8 @@ def cast_kernel(
         tl.store(scale_ptr + c, scale, mask=(c < cols) & (tile < tiles_c))
         scale = scale[None, :]
 
-    if AMAX:
-        largest = tl.max(tl.max(abs_bits(x), axis=1), axis=0)
-        tl.atomic_max(amax_ptr, largest, sem="relaxed")
     if SCALE != "columns":
-        scale = _per_row(scale, r, rows)
+        scale = per_row(scale, r, rows)
     if SCALE == "given":
         q = cast_saturating(x, scale, E5M2)
     else:
@@ -166,11 +180,11 @@ def quantize_rows_kernel(
 ):
     """BLOCK_R whole rows, a scale each."""
     FMAX: tl.constexpr = 57344.0 if E5M2 else 448.0
-    r = _offsets(tl.program_id(0), BLOCK_R)
+    r = positions(tl.program_id(0), BLOCK_R)
     c = tl.arange(0, BLOCK_C).to(tl.int64)
     if IN_REGISTERS:
         mask = (r[:, None] < rows) & (c[None, :] < cols)
-        x = _load_tile(x_ptr, stride_r, stride_c, r, c, mask)
+        x = load_tile(x_ptr, stride_r, stride_c, r, c, mask)
         scale = scale_from_amax(tl.max(abs_bits(x), axis=1), FMAX, POWER_OF_TWO)
         q = cast_bounded(x, scale[:, None], E5M2, POWER_OF_TWO)
         tl.store(row_ptr + r[:, None] * cols + c[None, :], q, mask=mask)
@@ -178,15 +192,23 @@ def quantize_rows_kernel(
         largest = tl.zeros((BLOCK_R, BLOCK_C), dtype=tl.int32)
         for start in range(0, cols, BLOCK_C):
             mask = (r[:, None] < rows) & (start + c[None, :] < cols)
-            x = _load_tile(x_ptr, stride_r, stride_c, r, start + c, mask)
+            x = load_tile(x_ptr, stride_r, stride_c, r, start + c, mask)
             largest = tl.maximum(largest, abs_bits(x))
         scale = scale_from_amax(tl.max(largest, axis=1), FMAX, POWER_OF_TWO)
         for start in range(0, cols, BLOCK_C):
             mask = (r[:, None] < rows) & (start + c[None, :] < cols)
-            x = _load_tile(x_ptr, stride_r, stride_c, r, start + c, mask)
+            x = load_tile(x_ptr, stride_r, stride_c, r, start + c, mask)
             q = cast_bounded(x, scale[:, None], E5M2, POWER_OF_TWO)
             tl.store(row_ptr + r[:, None] * cols + start + c[None, :], q, mask=mask)
     tl.store(scale_ptr + r, scale, mask=r < rows)
+
+
+@triton.jit
+def _scale_offsets(r, g, rows, num_groups, GROUP_C: tl.constexpr):
+    """Where the scale of group g of row r lies."""
+    if GROUP_C == 128:
+        return g.to(tl.int64) * rows + r
+    return r * num_groups + g
 
 
 @triton.jit
@@ -200,6 +222,8 @@ def quantize_blocks_kernel(
     stride_c,
     rows,
     cols,
+    sum_ptr,
+    SUM_AXIS: tl.constexpr,  # along which the tile's sums are stored, or -1
     GROUP_R: tl.constexpr,  # rows and columns that share a scale in the row layout,
     GROUP_C: tl.constexpr,  # and columns and rows in the column layout
     E5M2: tl.constexpr,
@@ -208,21 +232,26 @@ def quantize_blocks_kernel(
     COL: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
 ):
-    """One tile of x in the layouts asked for, with a scale per block."""
+    """One tile of x in the layouts asked for, with a scale per block.
+
+    Scales of 1x128 blocks lie block by block, as torch's scaled matmul takes them, others row by
+    row.
+    """
     FMAX: tl.constexpr = 57344.0 if E5M2 else 448.0
     GROUPS: tl.constexpr = BLOCK_SIZE // GROUP_C  # per tile and row
     tiles_c = tl.cdiv(cols, BLOCK_SIZE)
     tile_r, tile_c = tl.program_id(0) // tiles_c, tl.program_id(0) % tiles_c
-    r, c = _offsets(tile_r, BLOCK_SIZE), _offsets(tile_c, BLOCK_SIZE)
+    r, c = positions(tile_r, BLOCK_SIZE), positions(tile_c, BLOCK_SIZE)
     mask = (r[:, None] < rows) & (c[None, :] < cols)
-    x = _load_tile(x_ptr, stride_r, stride_c, r, c, mask)
+    x = load_tile(x_ptr, stride_r, stride_c, r, c, mask)
+    store_sums(x, sum_ptr, tile_r, tile_c, r, c, rows, cols, SUM_AXIS)
     bits = abs_bits(x)
     row_offsets = r[:, None] * cols + c[None, :]
     col_offsets = c[None, :] * rows + r[:, None]
 
     if GROUP_R == BLOCK_SIZE:  # one scale for the tile, in both layouts
         scale = scale_from_amax(tl.max(tl.max(bits, axis=1), axis=0), FMAX, POWER_OF_TWO)
-        q = cast_bounded(x, _per_row(scale, r, rows), E5M2, POWER_OF_TWO)
+        q = cast_bounded(x, per_row(scale, r, rows), E5M2, POWER_OF_TWO)
         if ROW:
             tl.store(row_ptr + row_offsets, q, mask=mask)
             tl.store(row_scale_ptr + tile_r.to(tl.int64) * tiles_c + tile_c, scale)
@@ -237,7 +266,7 @@ def quantize_blocks_kernel(
             num_groups = tl.cdiv(cols, GROUP_C)
             g = tile_c * GROUPS + tl.arange(0, GROUPS)
             tl.store(
-                row_scale_ptr + r[:, None] * num_groups + g[None, :],
+                row_scale_ptr + _scale_offsets(r[:, None], g[None, :], rows, num_groups, GROUP_C),
                 scale,
                 mask=(r[:, None] < rows) & (g[None, :] < num_groups),
             )
@@ -250,7 +279,7 @@ def quantize_blocks_kernel(
             num_groups = tl.cdiv(rows, GROUP_C)
             g = tile_r * GROUPS + tl.arange(0, GROUPS)
             tl.store(
-                col_scale_ptr + c[None, :] * num_groups + g[:, None],
+                col_scale_ptr + _scale_offsets(c[None, :], g[:, None], cols, num_groups, GROUP_C),
                 scale,
                 mask=(c[None, :] < cols) & (g[:, None] < num_groups),
             )

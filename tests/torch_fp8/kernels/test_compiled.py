@@ -8,7 +8,8 @@ import itertools
 import pytest
 import torch
 
-from torch_fp8.kernels import quantize
+from torch_fp8.kernels import delayed_scaling, quantize, sums
+from torch_fp8.kernels.sums import TileSums
 
 GRANULARITIES = ("tensorwise", "rowwise", "block_1x128", "block_128x128", "block_1x32")
 FORMATS = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -38,7 +39,26 @@ def launch_everything(name):
     scale = torch.ones(())
     for dtype, (row, col) in itertools.product(formats, layouts):
         quantize.quantize_2d(x, scale, dtype, "tensorwise", False, row, col)
-        quantize.quantize_with_amax(x, scale, dtype, row, col)
+        quantize.quantize_2d(x, None, dtype, "tensorwise", False, row, col, scale)
+        for granularity in GRANULARITIES:
+            quantize.quantize_2d(x, None, dtype, granularity, False, row, col, None, TileSums())
+        quantize.quantize_2d(x, scale, dtype, "tensorwise", False, row, col, None, TileSums())
+
+
+def launch_delayed(name):
+    """The same of delayed scaling, with sums and without."""
+    x, progress = INPUTS[name], torch.zeros(2, dtype=torch.int32)
+    full = name == "bf16"
+    layouts = (*LAYOUTS, (False, False)) if full else LAYOUTS[2:]
+    histories = ((1024, "max"), (16, "most_recent")) if full else ((1024, "max"),)
+    for dtype, (row, col) in itertools.product(FORMATS if full else FORMATS[:1], layouts):
+        for (length, algorithm), wanted in itertools.product(histories, (None, TileSums())):
+            state = (torch.zeros(length), progress, torch.ones(()))
+            delayed_scaling.quantize_2d_delayed(x, *state, dtype, algorithm, 0, row, col, wanted)
+    amax = torch.ones(())
+    for length, algorithm in histories:
+        for dtype, last in itertools.product(FORMATS, (None, torch.ones(()))):
+            delayed_scaling.advance_history(torch.zeros(length), last, amax, dtype, algorithm, 0)
 
 
 @pytest.mark.parametrize("target", ["sm_90", "sm_100"])
@@ -48,9 +68,49 @@ def test_every_kernel_compiles_without_spills(
 ):
     with record_launches(quantize) as launches:
         launch_everything(name)
-    distinct = {launch.key: launch for launch in launches}
     assert len({launch.kernel.__name__ for launch in launches}) == 5
-    for launch in distinct.values():
+    _compile(launches, name, target, compile_for, record_property)
+
+
+@pytest.mark.parametrize("target", ["sm_90", "sm_100"])
+@pytest.mark.parametrize("name", INPUTS)
+def test_every_kernel_of_delayed_scaling_compiles_without_spills(
+    name, target, record_launches, compile_for, record_property
+):
+    with record_launches(delayed_scaling) as launches:
+        launch_delayed(name)
+    _compile(launches, name, target, compile_for, record_property)
+
+
+@pytest.mark.parametrize("target", ["sm_90", "sm_100"])
+@pytest.mark.parametrize("size", [4096, 515])
+def test_sums_compile_without_spills(size, target, record_launches, compile_for, record_property):
+    with record_launches(sums) as launches:
+        for dtype in (torch.bfloat16, torch.float16, torch.float32):
+            TileSums(0, torch.empty(128, size)).total(torch.empty(16384, size), dtype)
+    _compile(launches, str(size), target, compile_for, record_property)
+
+
+def test_all_read_the_history_before_the_last_program_writes_it(record_launches, compile_for):
+    """A barrier, then the count with release and acquire, on which everything after depends."""
+    with record_launches(delayed_scaling) as launches:
+        launch_delayed("bf16")
+    for launch in {launch.key: launch for launch in launches}.values():
+        if "cast" not in launch.name:
+            continue
+        ptx, _ = compile_for(launch, "sm_90")
+        code = [line.strip() for line in ptx.splitlines()]
+        (count,) = [i for i, line in enumerate(code) if "acq_rel" in line and "add" in line]
+        largest = next(i for i, line in enumerate(code) if "max" in line and ".global" in line)
+        assert largest < count
+        assert any("bar.sync" in line for line in code[largest:count])
+        assert any("exch" in line for line in code[count:])
+        name = launch.kernel.arg_names.index("history_ptr")
+        assert f"param_{name}" in ptx
+
+
+def _compile(launches, name, target, compile_for, record_property):
+    for launch in {launch.key: launch for launch in launches}.values():
         ptx, used = compile_for(launch, target)
         print(f"{target} {launch.name}: {used}")
         record_property(launch.name, str(used))

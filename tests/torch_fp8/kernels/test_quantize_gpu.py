@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from torch_fp8.formats import format_of
-from torch_fp8.quantize import quantize_2d_reference
+from torch_fp8.quantize import laid_out, quantize_2d_reference
 from torch_fp8.scaling import scale_from_amax, tensor_amax
 
 pytestmark = pytest.mark.gpu
@@ -64,7 +64,8 @@ def reference(x, scale, dtype, granularity, power_of_two, row, col):
     if granularity == "tensorwise" and scale is None:
         scale = scale_from_amax(tensor_amax(x), format_of(dtype), power_of_two)
     power_of_two = power_of_two or granularity == "block_1x32"
-    made = list(quantize_2d_reference(x, scale, dtype, granularity, power_of_two, row, col))
+    made = quantize_2d_reference(x, scale, dtype, granularity, power_of_two, row, col)
+    made = list(laid_out(made, granularity))
     if granularity == "tensorwise":
         made[1] = made[3] = scale
     return made
@@ -74,7 +75,9 @@ def assert_same(got, want):
     """Same shape and bits; NaN equals NaN, which one is the platform's choice."""
     got = got.cpu()
     assert got.shape == want.shape
-    assert got.is_contiguous()
+    assert got.is_contiguous() == want.is_contiguous()
+    if got.ndim == 2:
+        assert got.t().is_contiguous() == want.t().is_contiguous()
     integer = torch.uint8 if want.dtype.itemsize == 1 else torch.int32
     same = got.view(integer) == want.view(integer)
     same |= got.float().isnan() & want.float().isnan()
@@ -106,18 +109,61 @@ def test_kernel_equals_reference_bit_for_bit(granularity, kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_known_scale_and_amax_equal_reference(kind):
-    from torch_fp8.kernels.quantize import quantize_2d, quantize_with_amax
+    from torch_fp8.kernels.quantize import quantize_2d
 
     for shape, dtype, value in itertools.product(SHAPES, FORMATS, (0.37, 2.0**-100)):
         x, scale = matrix(kind, shape, torch.bfloat16), torch.tensor(value)
         want = reference(x, scale, dtype, "tensorwise", False, True, True)
         made = quantize_2d(x.cuda(), scale.cuda(), dtype, "tensorwise", False, True, True)
-        row, col, amax = quantize_with_amax(x.cuda(), scale.cuda(), dtype, True, True)
-        for got in (made[0], row):
-            assert_same(got, want[0])
-        for got in (made[2], col):
-            assert_same(got, want[2])
-        assert_same(amax, tensor_amax(x))
+        assert_same(made[0], want[0])
+        assert_same(made[2], want[2])
+        amax = tensor_amax(x)
+        want = reference(x, None, dtype, "tensorwise", False, True, True)
+        made = quantize_2d(x.cuda(), None, dtype, "tensorwise", False, True, True, amax.cuda())
+        for got, expected in zip(made, want, strict=True):
+            assert_same(got, expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_delayed_scaling_equals_reference(kind):
+    """Payloads, scales and histories, over steps; a grid of many programs that end in any order."""
+    from torch_fp8.delayed_scaling import quantize_2d_delayed_reference
+    from torch_fp8.kernels.delayed_scaling import quantize_2d_delayed
+
+    for shape, dtype, algorithm in itertools.product(
+        (*SHAPES, (2048, 4096)), FORMATS, ("max", "most_recent")
+    ):
+        theirs, last = torch.zeros(40), torch.ones(())
+        ours, our_last = theirs.cuda(), last.cuda()
+        progress = torch.zeros(2, dtype=torch.int32, device="cuda")
+        for step in range(4):
+            x = matrix(kind, shape, torch.bfloat16) * 2.0**step
+            if x.numel() == 0:
+                continue
+            how = (dtype, algorithm, 0, True, True)
+            want = quantize_2d_delayed_reference(x, theirs, progress, last, *how, None)
+            made = quantize_2d_delayed(x.cuda(), ours, progress, our_last, *how)
+            for got, expected in zip(made, want[:3], strict=True):
+                assert_same(got, expected)
+            assert_same(ours, theirs)
+            assert_same(our_last, last)
+            assert not progress.any()
+
+
+@pytest.mark.parametrize("granularity", ["tensorwise", "rowwise", "block_1x128"])
+def test_sums_are_right_and_repeat(granularity):
+    from torch_fp8.kernels.quantize import quantize_2d
+    from torch_fp8.kernels.sums import TileSums
+
+    x = matrix("row spread", (5000, 1040), torch.bfloat16)
+    exact, size = x.double().sum(0), x.double().abs().sum(0)
+    made = []
+    for _ in range(2):
+        sums = TileSums()
+        quantize_2d(x.cuda(), None, FORMATS[0], granularity, False, True, True, None, sums)
+        made.append(sums.total(x.cuda(), torch.float32).cpu())
+    assert torch.equal(*made)
+    assert ((made[0] - exact).abs() <= size * 5000 * 2.0**-24).all()
 
 
 @pytest.mark.parametrize("granularity", GRANULARITIES)

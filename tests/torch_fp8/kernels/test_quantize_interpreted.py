@@ -28,6 +28,11 @@ CASES = [
         for granularity in (*GRANULARITIES, "known scale")
         for name in INPUTS
     ),
+    *(
+        f"sums, {granularity}, {name}"
+        for granularity in ("tensorwise", "rowwise", "block_1x128", "block_1x32")
+        for name in ("odd shape", "one tile", "tails", "transposed", "nan")
+    ),
     "rowwise, longer than the registers hold",
     "division",
 ]
