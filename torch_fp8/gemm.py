@@ -4,6 +4,8 @@ Every GEMM has the form ``a @ b.T`` with both operands contiguous along the cont
 the one layout that Hopper's FP8 tensor cores take. Sizes that they do not take are zero-padded
 here, so that any shape works; zeros add nothing to a sum.
 
+A bias is added in the GEMM's epilogue, before its one rounding, where torch's operator takes one.
+
 What the device at hand cannot run natively runs through `scaled_matmul_reference` if emulation was
 asked for, and is refused otherwise: once, by `check_device` at conversion, so that a step asks
 nothing. The CPU is emulation as a whole: torch's operator runs tensorwise and rowwise there, block
@@ -49,15 +51,17 @@ def scaled_matmul(
     b: QuantizedTensor,
     out_dtype: torch.dtype,
     *,
+    bias: Tensor | None = None,
     fast_accum: bool = False,
     emulate: bool = False,
 ) -> Tensor:
-    """``dequantize(a) @ dequantize(b).T`` on the FP8 payloads.
+    """``dequantize(a) @ dequantize(b).T + bias`` on the FP8 payloads.
 
     Args:
         a: (R, C).
         b: (S, C). At most one of a and b is E5M2.
         out_dtype: float32, bfloat16 or float16.
+        bias: (S,) of any floating dtype, rounded to `out_dtype`; or None.
         fast_accum: let the tensor core accumulate in its own, narrower format.
         emulate: run the reference path instead of torch's operator. The CPU takes the operator
             wherever it has one.
@@ -68,21 +72,24 @@ def scaled_matmul(
     rows, cols = a.qdata.shape[0], b.qdata.shape[0]
     # Emulation multiplies dequantized operands: autocast would round them to bfloat16 first.
     with torch.autocast(device.type, enabled=False):
+        bias = None if bias is None else cast(bias, out_dtype)
         if 0 in (rows, cols, a.qdata.shape[1]):
-            return torch.zeros(rows, cols, dtype=out_dtype, device=device)
+            zeros = torch.zeros(rows, cols, dtype=out_dtype, device=device)
+            return zeros if bias is None else zeros + bias
         on_cpu = device.type == "cpu"
         if a.granularity not in _CPU_NATIVE if on_cpu else emulate:
-            return scaled_matmul_reference(a, b, out_dtype)
+            return scaled_matmul_reference(a, b, out_dtype, bias)
         if on_cpu:
-            return _scaled_mm(a, b, out_dtype, fast_accum)
-        return _scaled_mm_cuda(a, b, out_dtype, fast_accum)
+            return _scaled_mm(a, b, out_dtype, fast_accum, bias)
+        return _scaled_mm_cuda(a, b, out_dtype, fast_accum, bias)
 
 
 def scaled_matmul_reference(
-    a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype
+    a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype, bias: Tensor | None = None
 ) -> Tensor:
-    """``dequantize(a) @ dequantize(b).T`` in float32, rounded once to `out_dtype`."""
-    return cast(dequantize(a) @ dequantize(b).t(), out_dtype)
+    """``dequantize(a) @ dequantize(b).T + bias`` in float32, rounded once to `out_dtype`."""
+    output = dequantize(a) @ dequantize(b).t()
+    return cast(output if bias is None else output + bias, out_dtype)
 
 
 def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -173,13 +180,23 @@ def _cuda_version() -> tuple[int, ...]:
 
 
 def _scaled_mm(
-    a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype, fast_accum: bool
+    a: QuantizedTensor,
+    b: QuantizedTensor,
+    out_dtype: torch.dtype,
+    fast_accum: bool,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """One call of torch's operator; scales as `_operand` lays them out."""
     scale_b = b.scale.t() if b.granularity == "rowwise" else b.scale
     if a.qdata.device.type == "cpu" and not _CPU_HAS_F_SCALED_MM:
         return torch._scaled_mm(
-            a.qdata, b.qdata.t(), a.scale, scale_b, out_dtype=out_dtype, use_fast_accum=fast_accum
+            a.qdata,
+            b.qdata.t(),
+            a.scale,
+            scale_b,
+            bias=bias,
+            out_dtype=out_dtype,
+            use_fast_accum=fast_accum,
         )
     swizzle = SwizzleType.NO_SWIZZLE
     if a.granularity == "block_1x32":
@@ -193,22 +210,41 @@ def _scaled_mm(
         _SCALING_TYPE[b.granularity],
         swizzle_a=swizzle,
         swizzle_b=swizzle,
+        bias=bias,
         output_dtype=out_dtype,
         use_fast_accum=fast_accum,
     )
 
 
 def _scaled_mm_cuda(
-    a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype, fast_accum: bool
+    a: QuantizedTensor,
+    b: QuantizedTensor,
+    out_dtype: torch.dtype,
+    fast_accum: bool,
+    bias: Tensor | None,
 ) -> Tensor:
     rows, cols = a.qdata.shape[0], b.qdata.shape[0]
     # The rowwise kernel of all cards but Hopper (CUTLASS's) writes no float32.
     no_float32 = a.granularity == "rowwise" and out_dtype == torch.float32
     native_dtype = torch.bfloat16 if no_float32 else out_dtype
-    output = _scaled_mm(_operand(a, is_b=False), _operand(b, is_b=True), native_dtype, fast_accum)
+    in_gemm = bias is not None and _takes_bias(a.granularity, out_dtype)
+    a, b = _operand(a, is_b=False), _operand(b, is_b=True)
+    padding = b.qdata.shape[0] - cols
+    in_epilogue = F.pad(bias, (0, padding)) if in_gemm and padding else bias
+    output = _scaled_mm(a, b, native_dtype, fast_accum, in_epilogue if in_gemm else None)
     if output.shape != (rows, cols):
         output = output[:rows, :cols]
-    return cast(output, out_dtype)
+    output = cast(output, out_dtype)
+    return output if bias is None or in_gemm else output + bias
+
+
+def _takes_bias(granularity: Granularity, out_dtype: torch.dtype) -> bool:
+    """Whether the CUDA operator adds a bias of the output's dtype.
+
+    It refuses one with a float32 output. With block scales nobody documents that cuBLASLt takes
+    one: to be tried on a card.
+    """
+    return granularity in ("tensorwise", "rowwise") and out_dtype != torch.float32
 
 
 def _operand(x: QuantizedTensor, *, is_b: bool) -> QuantizedTensor:

@@ -4,7 +4,8 @@ How it works
 ============
 ``nn.Linear`` computes ``y = x w^T + b``. Training it takes three GEMMs, the other two in backward:
 ``dx = g w`` and ``dw = g^T x``. Here each of them runs on FP8 payloads with scales, as the module's
-recipe says (see `torch_fp8.recipe`); bias, and everything between the layers, stays as it is.
+recipe says (see `torch_fp8.recipe`); everything between the layers stays as it is. The bias is
+added where the GEMM is rounded, and its gradient added up by the cast that reads g anyway.
 
 The module is an ``nn.Linear`` with another ``__class__``: its parameters are the very same plain
 tensors, so optimizers, tying, ``requires_grad`` and ``state_dict`` keys never notice. FP8 exists
@@ -28,39 +29,37 @@ out of ``state_dict``. It is advanced by forwards in training mode and by backwa
 activation checkpointing repeats uses the scales of the first.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from torch_fp8.activation_gather import group_amax
 from torch_fp8.config import FP8Config
+from torch_fp8.delayed_scaling import History
 from torch_fp8.gathered_activation import GatheredActivation
 from torch_fp8.gathered_weight import GatheredWeight
 from torch_fp8.gemm import cast, scaled_matmul
 from torch_fp8.local_operands import local_operands, plain
-from torch_fp8.produced_activation import ProducedActivation
+from torch_fp8.operand_casts import (
+    LinearOptions,
+    amax_of,
+    as_matrix,
+    cast_operand,
+    casts_by_history,
+    weight_col,
+    weight_row,
+)
 from torch_fp8.produced_activation import plain as plain_activation
-from torch_fp8.quantize import QuantizedTensor, quantize_layouts
+from torch_fp8.quantize import QuantizedTensor
 from torch_fp8.recipe import CastSpec, Recipe
-from torch_fp8.scaling import delayed_scale, push_amax, scale_from_amax
+from torch_fp8.scaling import delayed_scale, scale_from_amax
 from torch_fp8.weight_cache import WeightCache
 
 INPUT, WEIGHT, GRAD_OUTPUT = range(3)
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
-class _Options(NamedTuple):
-    """What the autograd function needs beside tensors."""
-
-    recipe: Recipe
-    config: FP8Config
-    out_dtype: torch.dtype
-    emulate: bool
-    save_for_backward: bool
-    weight_cache: WeightCache | None
-    group: Any
+_BUFFERS = ("fp8_amax_history", "fp8_cast_progress", "fp8_last_scale")
+"""Of delayed scaling: a row for each operand, see `History`; none of the last for GRAD_OUTPUT."""
 
 
 class Float8Linear(nn.Linear):
@@ -105,7 +104,7 @@ class Float8Linear(nn.Linear):
                 f"FP8 linear '{self.fp8_name}' takes inputs (..., {weight.shape[1]}), got "
                 f"{tuple(x.shape)}"
             )
-        options = _Options(
+        options = LinearOptions(
             self.fp8_recipe,
             self.fp8_config,
             output_dtype(input),
@@ -114,22 +113,26 @@ class Float8Linear(nn.Linear):
             self.fp8_weight_cache,
             local.group,
         )
-        input_scale, weight_scale, history = None, None, None
+        input_scale, weight_scale, buffers = None, None, (None, None, None)
         if self.fp8_recipe.delayed:
-            if not isinstance(x, GatheredActivation):
+            if not (isinstance(x, GatheredActivation) or self._moves_history(x, local.group)):
                 input_scale = self.operand_scale(INPUT, x, local.group)
-            weight_scale = self.operand_scale(WEIGHT, weight, local.group)
-            history = plain(self.fp8_amax_history)[GRAD_OUTPUT]
+            if not self._moves_history(weight, local.group):
+                weight_scale = self.operand_scale(WEIGHT, weight, local.group)
+            buffers = tuple(plain(getattr(self, name)) for name in _BUFFERS)
+        bias = local.bias(self.bias) if self.bias is not None and self.fp8_adds_bias else None
         # Compiled with DTensors, torch 2.13 loses views in the function's backward: keep them out.
         rows = x.reshape(-1, weight.shape[1]) if torch.compiler.is_compiling() else x
         output = _Float8LinearFunction.apply(
-            rows, weight, input_scale, weight_scale, history, options
+            rows, weight, bias, input_scale, weight_scale, *buffers, options
         )
         if rows is not x:
             output = output.reshape(*x.shape[:-1], weight.shape[0])
-        if self.bias is not None and self.fp8_adds_bias:
-            output = output + local.bias(self.bias).to(output.dtype)
         return local.whole(output)
+
+    def _moves_history(self, x: Tensor, group: Any) -> bool:
+        """Whether the cast of an operand itself finds its delayed scale and moves its history."""
+        return self.training and casts_by_history(x, group) and not _in_backward()
 
     @torch.no_grad()
     def operand_scale(self, operand: int, x: Tensor, group: Any = None) -> Tensor | None:
@@ -146,22 +149,25 @@ class Float8Linear(nn.Linear):
         if spec.granularity != "tensorwise":
             return None
         if not spec.delayed:
-            return scale_from_amax(_amax(x, group), spec.format, spec.power_of_two)
-        history, last = plain(self.fp8_amax_history)[operand], plain(self.fp8_last_scale)
+            return scale_from_amax(amax_of(x, group), spec.format, spec.power_of_two)
+        history, config = self._history(operand), self.fp8_config
         if operand == GRAD_OUTPUT:
-            return _advance(history, _amax(x, group), spec, self.fp8_config)
+            return history.advance(amax_of(x, group), spec, config)
+        assert history.last is not None
         if _in_backward():  # activation checkpointing repeats a forward that was counted already
-            return last[operand].clone()
-        if isinstance(x, GatheredWeight):  # cast so already, by the same rule
-            scale, amax = x.scale, x.amax
-            if self.training:
-                push_amax(history, amax)
-        else:
-            amax = _amax(x, group)
-            scale = _advance(history, amax, spec, self.fp8_config, move=self.training)
+            return history.last.clone()
+        # A gathered weight was cast already, by the same rule.
+        amax = x.amax if isinstance(x, GatheredWeight) else amax_of(x, group)
         if self.training:
-            last[operand].copy_(scale)
-        return scale
+            return history.advance(amax, spec, config)
+        if isinstance(x, GatheredWeight):
+            return x.scale
+        algorithm, margin = config.amax_compute_algo, config.margin
+        return delayed_scale(history.amaxes, amax, spec.format, algorithm, margin)
+
+    def _history(self, operand: int) -> History:
+        amaxes, progress, last = (plain(getattr(self, name)) for name in _BUFFERS)
+        return _history(amaxes, progress, last, operand)
 
     def operand_spec(self, operand: int) -> CastSpec:
         """How the recipe casts INPUT, WEIGHT or GRAD_OUTPUT."""
@@ -173,14 +179,17 @@ class Float8Linear(nn.Linear):
         if not self.fp8_recipe.delayed:
             return
         length, device = self.fp8_config.amax_history_len, self.weight.device
-        self.register_buffer(
-            "fp8_amax_history", torch.zeros(3, length, device=device), persistent=False
+        made = (
+            torch.zeros(3, length, device=device),
+            torch.zeros(3, 2, dtype=torch.int32, device=device),
+            torch.ones(2, device=device),
         )
-        self.register_buffer("fp8_last_scale", torch.ones(2, device=device), persistent=False)
+        for name, buffer in zip(_BUFFERS, made, strict=True):
+            self.register_buffer(name, buffer, persistent=False)
 
     def drop_scaling(self) -> None:
         """Remove what `init_scaling` made."""
-        for name in ("fp8_amax_history", "fp8_last_scale"):
+        for name in _BUFFERS:
             self._buffers.pop(name, None)
             self._non_persistent_buffers_set.discard(name)
 
@@ -188,6 +197,7 @@ class Float8Linear(nn.Linear):
         super().reset_parameters()
         if "fp8_amax_history" in self._buffers:  # a module on the meta device was materialised
             self.fp8_amax_history.zero_()
+            self.fp8_cast_progress.zero_()
             self.fp8_last_scale.fill_(1.0)
 
     def _apply(self, fn: Any, recurse: bool = True) -> "Float8Linear":
@@ -207,8 +217,9 @@ class Float8Linear(nn.Linear):
 class _Float8LinearFunction(torch.autograd.Function):
     """y = x w^T on FP8 payloads, with dgrad and wgrad likewise.
 
-    x: (..., K); weight: (N, K); input_scale, weight_scale: () float32 or None (from the tensors);
-    grad_history: (H,) float32 amaxes of grad_output, written in backward, or None.
+    x: (..., K); weight: (N, K); bias: (N,) or None; input_scale, weight_scale: () float32 or None
+    (from the tensors, or with delayed scaling from their histories, which are written then);
+    amaxes, progress, last: see `_BUFFERS`, or None.
     """
 
     @staticmethod
@@ -216,24 +227,38 @@ class _Float8LinearFunction(torch.autograd.Function):
         ctx: Any,
         x: Tensor,
         weight: Tensor,
+        bias: Tensor | None,
         input_scale: Tensor | None,
         weight_scale: Tensor | None,
-        grad_history: Tensor | None,
-        options: _Options,
+        amaxes: Tensor | None,
+        progress: Tensor | None,
+        last: Tensor | None,
+        options: LinearOptions,
     ) -> Tensor:
         recipe = options.recipe
         wants_wgrad = options.save_for_backward and ctx.needs_input_grad[1]
         fp8_wgrad = wants_wgrad and recipe.wgrad is not None
-        w_row = _weight_row(weight, weight_scale, options)  # while x may still be on its way
+        of_input, of_weight, of_grad = (
+            None if amaxes is None or progress is None else _history(amaxes, progress, last, i)
+            for i in (INPUT, WEIGHT, GRAD_OUTPUT)
+        )
+        # The weight first, while x may still be on its way.
+        w_row = weight_row(weight, weight_scale, of_weight, options)
         gathered = isinstance(x, GatheredActivation)
-        x_row, x_col = _layouts(
-            x, recipe.input, input_scale, row=True, col=fp8_wgrad and not gathered
+        x_row, x_col, _ = cast_operand(
+            x,
+            recipe.input,
+            of_input if input_scale is None else input_scale,
+            options,
+            row=True,
+            col=fp8_wgrad and not gathered,
         )
         assert x_row is not None
         output = scaled_matmul(
             x_row,
             w_row,
             options.out_dtype,
+            bias=bias,
             fast_accum=recipe.fprop.fast_accum,
             emulate=options.emulate,
         )
@@ -244,7 +269,7 @@ class _Float8LinearFunction(torch.autograd.Function):
             if gathered and fp8_wgrad:
                 x_kept, x_scale = x.keep()
             elif wants_wgrad and x_col is None:
-                x_kept = _matrix(x).to(options.out_dtype)
+                x_kept = as_matrix(x).to(options.out_dtype)
             saved = {
                 "weight": weight if ctx.needs_input_grad[0] else None,
                 "w_scale": w_scale,
@@ -254,8 +279,8 @@ class _Float8LinearFunction(torch.autograd.Function):
             # By name: torch.compile of torch 2.11 shifts saved tensors when one of them is None.
             ctx.saved_names = tuple(name for name, t in saved.items() if t is not None)
             ctx.save_for_backward(*(t for t in saved.values() if t is not None))
-            ctx.dtypes = (x.dtype, weight.dtype)
-            ctx.options, ctx.grad_history = options, grad_history
+            ctx.dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
+            ctx.options, ctx.grad_history = options, of_grad
             ctx.x_source = x.source if gathered else None
             ctx.input_shape = x.shape
         return output.view(*x.shape[:-1], weight.shape[0])
@@ -264,22 +289,29 @@ class _Float8LinearFunction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         saved = dict(zip(ctx.saved_names, ctx.saved_tensors, strict=True))
-        options: _Options = ctx.options
+        options: LinearOptions = ctx.options
         recipe, emulate = options.recipe, options.emulate
         wants_dgrad, wants_wgrad = ctx.needs_input_grad[:2]
         fp8_wgrad = wants_wgrad and recipe.wgrad is not None
-        w_col = g_scale = g_row = g_col = grad_input = grad_weight = None
+        sum_dtype = ctx.dtypes[2] if ctx.needs_input_grad[2] else None
+        w_col = grad_input = grad_weight = None
         if fp8_wgrad and ctx.x_source is not None:
             ctx.x_source.start(saved["x"], saved.get("x_scale"))
         if wants_dgrad:  # before the gradient is touched, which may still be on its way
-            w_col = _weight_col(saved["weight"], saved.get("w_scale"), options)
-        if ctx.grad_history is not None and not isinstance(grad_output, GatheredActivation):
-            amax = _amax(grad_output, options.group)
-            g_scale = _advance(ctx.grad_history, amax, recipe.grad_output, options.config)
-        if wants_dgrad or fp8_wgrad:
-            g_row, g_col = _layouts(
-                grad_output, recipe.grad_output, g_scale, row=wants_dgrad, col=fp8_wgrad
-            )
+            w_col = weight_col(saved["weight"], saved.get("w_scale"), options)
+        scale, g_gathered = ctx.grad_history, isinstance(grad_output, GatheredActivation)
+        if not (scale is None or casts_by_history(grad_output, options.group) or g_gathered):
+            amax = amax_of(grad_output, options.group)
+            scale = scale.advance(amax, recipe.grad_output, options.config)
+        g_row, g_col, grad_bias = cast_operand(
+            grad_output,
+            recipe.grad_output,
+            scale,
+            options,
+            row=wants_dgrad,
+            col=fp8_wgrad,
+            sum_dtype=sum_dtype,
+        )
         if g_row is not None:
             assert w_col is not None
             grad_input = scaled_matmul(
@@ -295,70 +327,11 @@ class _Float8LinearFunction(torch.autograd.Function):
                 g_col, x_col, ctx.dtypes[1], fast_accum=recipe.wgrad.fast_accum, emulate=emulate
             )
         elif wants_wgrad:
-            g = _matrix(grad_output)
+            g = as_matrix(grad_output)
             grad_weight = cast(g.t() @ saved["x"].to(g.dtype), ctx.dtypes[1])
         if grad_input is not None:
             grad_input = grad_input.view(ctx.input_shape)
-        return grad_input, grad_weight, None, None, None, None
-
-
-def _layouts(
-    x: Tensor, spec: CastSpec, scale: Tensor | None, *, row: bool, col: bool
-) -> tuple[QuantizedTensor | None, QuantizedTensor | None]:
-    """x (..., C), as a matrix, and its transpose, as `quantize_layouts`.
-
-    What was gathered in FP8 is cast already; a produced activation is cast by its producer.
-    """
-    if isinstance(x, GatheredActivation):
-        return x.row() if row else None, x.col() if col else None
-    if isinstance(x, ProducedActivation):
-        return x.layouts(spec, scale, row=row, col=col)
-    return quantize_layouts(_matrix(x), spec, scale, row=row, col=col)
-
-
-def _matrix(x: Tensor) -> Tensor:
-    """x (..., C) as (R, C)."""
-    if isinstance(x, ProducedActivation):
-        return x.production.dense()
-    return x.reshape(-1, x.shape[-1])
-
-
-def _amax(x: Tensor, group: Any) -> Tensor:
-    """`group_amax`; a produced activation has its own."""
-    return group_amax(x.production.amax() if isinstance(x, ProducedActivation) else x, group)
-
-
-def _weight_row(weight: Tensor, scale: Tensor | None, options: _Options) -> QuantizedTensor:
-    """The weight (N, K), quantized along K: gathered so, kept so, or cast now."""
-    if isinstance(weight, GatheredWeight):
-        return weight.row()
-    if options.weight_cache is not None:
-        return options.weight_cache.row(weight, options.recipe.weight)
-    row, _ = quantize_layouts(weight, options.recipe.weight, scale, row=True, col=False)
-    assert row is not None
-    return row
-
-
-def _weight_col(weight: Tensor, scale: Tensor | None, options: _Options) -> QuantizedTensor:
-    """The transposed weight (K, N), quantized along N, likewise."""
-    if isinstance(weight, GatheredWeight):
-        return weight.col()
-    kept = None if options.weight_cache is None else options.weight_cache.col(weight)
-    if kept is not None:
-        return kept
-    _, col = quantize_layouts(weight, options.recipe.weight, scale, row=False, col=True)
-    assert col is not None
-    return col
-
-
-def _advance(
-    history: Tensor, amax: Tensor, spec: CastSpec, config: FP8Config, *, move: bool = True
-) -> Tensor:
-    """The () scale of delayed scaling; its history (H,) moves on, if it shall."""
-    scale = delayed_scale(history, amax, spec.format, config.amax_compute_algo, config.margin)
-    if move:
-        push_amax(history, amax)
-    return scale
+        return grad_input, grad_weight, grad_bias, *[None] * 6
 
 
 def output_dtype(input: Tensor) -> torch.dtype:
@@ -372,3 +345,9 @@ def output_dtype(input: Tensor) -> torch.dtype:
 def _in_backward() -> bool:
     """Whether this forward runs inside a backward pass: the recomputation of a checkpoint."""
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+
+
+def _history(amaxes: Tensor, progress: Tensor, last: Tensor | None, operand: int) -> History:
+    """An operand's part of `_BUFFERS`."""
+    used_last = last[operand] if last is not None and operand != GRAD_OUTPUT else None
+    return History(amaxes[operand], progress[operand], used_last)

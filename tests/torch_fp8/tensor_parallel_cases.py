@@ -584,8 +584,8 @@ def case_issued_before_it_is_needed():
     events = []
     watched = [
         (activation_gather, "all_gather", "issue"),
-        (linear, "_weight_row", "cast"),
-        (linear, "_weight_col", "cast"),
+        (linear, "weight_row", "cast"),
+        (linear, "weight_col", "cast"),
         (linear, "scaled_matmul", "gemm"),
     ]
     originals = [(module, name, getattr(module, name)) for module, name, _ in watched]

@@ -158,16 +158,20 @@ def test_an_input_without_gradient_costs_no_dgrad(scaled_mm_calls):
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_no_grad_forward_builds_nothing_for_a_backward(monkeypatch, recipe):
-    import torch_fp8.linear as linear
+    from torch_fp8 import delayed_scaling, operand_casts
 
     layouts = []
-    real = linear.quantize_layouts
 
-    def seen(*args, row, col):
-        layouts.append((row, col))
-        return real(*args, row=row, col=col)
+    def recording(real):
+        def seen(*args, row, col, **options):
+            layouts.append((row, col))
+            return real(*args, row=row, col=col, **options)
 
-    monkeypatch.setattr(linear, "quantize_layouts", seen)
+        return seen
+
+    casts = ((operand_casts, "quantize_layouts"), (delayed_scaling.History, "cast"))
+    for owner, name in casts:
+        monkeypatch.setattr(owner, name, recording(getattr(owner, name)))
     _, fp8 = _pair(recipe)
     with torch.no_grad():
         y = fp8(torch.randn(8, K))

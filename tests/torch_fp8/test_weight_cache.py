@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-import torch_fp8.linear
+import torch_fp8.operand_casts
 import torch_fp8.weight_cache
 from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8, memory_report, revert
 from torch_fp8.memory import expected_bytes_per_param
@@ -45,7 +45,7 @@ def weight_casts(monkeypatch):
         return original(x, *args, **kwargs)
 
     monkeypatch.setattr(torch_fp8.weight_cache, "quantize_layouts", counted)
-    monkeypatch.setattr(torch_fp8.linear, "quantize_layouts", counted)
+    monkeypatch.setattr(torch_fp8.operand_casts, "quantize_layouts", counted)
     return shapes
 
 

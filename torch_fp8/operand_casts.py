@@ -1,0 +1,123 @@
+"""How a linear layer's operands become FP8 payloads: cast now, cast by others, or kept.
+
+Legend: M tokens, K in, N out. Operands are the input (..., K), the weight (N, K) and the gradient
+of the output (..., N).
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from torch_fp8.activation_gather import group_amax
+from torch_fp8.bias_gradient import quantize_layouts_and_sum
+from torch_fp8.config import FP8Config
+from torch_fp8.delayed_scaling import History
+from torch_fp8.gathered_activation import GatheredActivation
+from torch_fp8.gathered_weight import GatheredWeight
+from torch_fp8.gemm import cast
+from torch_fp8.produced_activation import ProducedActivation
+from torch_fp8.quantize import QuantizedTensor, quantize_layouts
+from torch_fp8.recipe import CastSpec, Recipe
+from torch_fp8.weight_cache import WeightCache
+
+
+class LinearOptions(NamedTuple):
+    """What the autograd function needs beside tensors."""
+
+    recipe: Recipe
+    config: FP8Config
+    out_dtype: torch.dtype
+    emulate: bool
+    save_for_backward: bool
+    weight_cache: WeightCache | None
+    group: Any
+
+
+def casts_by_history(x: Tensor, group: Any) -> bool:
+    """Whether the cast of x can find a delayed scale itself, in the read that it takes anyway.
+
+    Not where others have parts of x, or cast it.
+    """
+    others = (GatheredActivation, GatheredWeight, ProducedActivation)
+    return group is None and not isinstance(x, others)
+
+
+def cast_operand(
+    x: Tensor,
+    spec: CastSpec,
+    scale: Tensor | History | None,
+    options: LinearOptions,
+    *,
+    row: bool,
+    col: bool,
+    sum_dtype: torch.dtype | None = None,
+) -> tuple[QuantizedTensor | None, QuantizedTensor | None, Tensor | None]:
+    """x (..., C), as a matrix, and its transpose, as `quantize_layouts`; its sums over all rows.
+
+    What was gathered in FP8 is cast already; a produced activation is cast by its producer.
+
+    Args:
+        x: INPUT, WEIGHT or GRAD_OUTPUT.
+        spec, row, col: as `quantize_layouts`.
+        scale: as there, or the history that the scale comes from.
+        sum_dtype: of the sums (C,), added up in float32; None: not wanted.
+    """
+    by_others = isinstance(x, (GatheredActivation, ProducedActivation))
+    if isinstance(scale, History) and not by_others:
+        return scale.cast(as_matrix(x), spec, options.config, row=row, col=col, sum_dtype=sum_dtype)
+    if isinstance(x, GatheredActivation):
+        scale = None  # it brings its own
+    assert not isinstance(scale, History)
+    if sum_dtype is not None and (row or col) and not by_others:
+        return quantize_layouts_and_sum(
+            as_matrix(x), spec, scale, row=row, col=col, sum_dtype=sum_dtype
+        )
+    sums = None
+    if sum_dtype is not None:
+        sums = cast(as_matrix(x).sum(0, dtype=torch.float32), sum_dtype)
+    if not row and not col:
+        return None, None, sums
+    if isinstance(x, GatheredActivation):
+        return x.row() if row else None, x.col() if col else None, sums
+    if isinstance(x, ProducedActivation):
+        return *x.layouts(spec, scale, row=row, col=col), sums
+    return *quantize_layouts(as_matrix(x), spec, scale, row=row, col=col), sums
+
+
+def as_matrix(x: Tensor) -> Tensor:
+    """x (..., C) as (R, C)."""
+    if isinstance(x, ProducedActivation):
+        return x.production.dense()
+    return x.reshape(-1, x.shape[-1])
+
+
+def amax_of(x: Tensor, group: Any) -> Tensor:
+    """`group_amax`; a produced activation has its own."""
+    return group_amax(x.production.amax() if isinstance(x, ProducedActivation) else x, group)
+
+
+def weight_row(
+    weight: Tensor, scale: Tensor | None, history: History | None, options: LinearOptions
+) -> QuantizedTensor:
+    """The weight (N, K), quantized along K: gathered so, kept so, or cast now."""
+    if isinstance(weight, GatheredWeight):
+        return weight.row()
+    if options.weight_cache is not None:
+        return options.weight_cache.row(weight, options.recipe.weight)
+    how = history if scale is None else scale
+    row, _, _ = cast_operand(weight, options.recipe.weight, how, options, row=True, col=False)
+    assert row is not None
+    return row
+
+
+def weight_col(weight: Tensor, scale: Tensor | None, options: LinearOptions) -> QuantizedTensor:
+    """The transposed weight (K, N), quantized along N, likewise."""
+    if isinstance(weight, GatheredWeight):
+        return weight.col()
+    kept = None if options.weight_cache is None else options.weight_cache.col(weight)
+    if kept is not None:
+        return kept
+    _, col = quantize_layouts(weight, options.recipe.weight, scale, row=False, col=True)
+    assert col is not None
+    return col
