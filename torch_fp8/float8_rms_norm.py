@@ -23,7 +23,7 @@ from torch.autograd.function import once_differentiable
 
 from torch_fp8.config import FP8Config
 from torch_fp8.gemm import cast
-from torch_fp8.module_class import add_mixin, remove_mixin
+from torch_fp8.module_class import add_mixin, is_fsdp_class, remove_mixin
 from torch_fp8.produced_activation import (
     Layouts,
     ProducedActivation,
@@ -108,10 +108,17 @@ class Float8RMSNorm(nn.Module):
             torch.promote_types(x.dtype, weight.dtype) if form.promotes else x.dtype,
             torch.is_grad_enabled(),
             self.fp8_config.save_activations == "fp8",
-            None if torch.compiler.is_compiling() else self.fp8_consumers,
+            self.fp8_consumers if self._may_wait() else None,
         )
         output: Tensor = _RMSNormFunction.apply(x, weight, options)
         return output
+
+    def _may_wait(self) -> bool:
+        """Whether its output may be computed when it is read.
+
+        Not where FSDP2 shards the norm by itself: the weight is gone after its forward.
+        """
+        return not (torch.compiler.is_compiling() or is_fsdp_class(type(self)))
 
 
 class _RMSNormFunction(torch.autograd.Function):

@@ -152,14 +152,19 @@ class _SwiGLUFunction(torch.autograd.Function):
 
 
 def _product(gate: Tensor, up: Tensor, amax: Tensor | None, options: _Options) -> Production:
+    # None of these may hold the production: a cycle would keep gate and up until it is collected.
+    def dense() -> Tensor:
+        return swiglu(gate, up, None)
+
     def layouts(spec: CastSpec, scale: Tensor | None, row: bool, col: bool) -> Layouts:
-        if spec.granularity == "tensorwise" and scale is None and amax is None:
-            return quantize_layouts(production.dense(), spec, None, row=row, col=col)
-        op = swiglu_quantize(
+        current = spec.granularity == "tensorwise" and scale is None
+        if current and amax is None:
+            return quantize_layouts(dense(), spec, None, row=row, col=col)
+        made = swiglu_quantize(
             gate,
             up,
             None,
-            amax if spec.granularity == "tensorwise" and scale is None else None,
+            amax if current else None,
             scale,
             spec.format.dtype,
             spec.granularity,
@@ -168,15 +173,12 @@ def _product(gate: Tensor, up: Tensor, amax: Tensor | None, options: _Options) -
             col,
             False,
         )
-        return to_layouts(op[:4], spec, scale, row, col)
+        return to_layouts(made[:4], spec, scale, row, col)
 
     def largest() -> Tensor:
-        return tensor_amax(production.dense()) if amax is None else amax
+        return tensor_amax(dense()) if amax is None else amax
 
-    production = Production(
-        options.name, (gate, up), lambda: swiglu(gate, up, None), layouts, largest
-    )
-    return production
+    return Production(options.name, (gate, up), dense, layouts, largest)
 
 
 def _cast_and_save(

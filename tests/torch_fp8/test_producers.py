@@ -1,13 +1,17 @@
 """Norms and gated MLPs that hand over FP8: values, sharing, what they keep, and what they leave."""
 
 import copy
+import gc
 import io
 import pickle
+import weakref
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -424,6 +428,56 @@ def test_reads_as_a_tensor():
     assert "attn_norm" in repr(y)
     assert y.isfinite().all()
     assert type(model(x)) is torch.Tensor  # the last norm's output is the model's
+
+
+def test_outputs_are_freed_with_their_last_reader():
+    """Without waiting for the garbage collector: what they hold is large."""
+    block = _model().layers[0]
+    alive = []
+
+    def watch(module, args, y):
+        sources = y.production.sources if isinstance(y, ProducedActivation) else ()
+        alive.extend(weakref.ref(t) for t in (y, *sources) if t is not module.weight)
+
+    def watch_input(module, args):
+        alive.extend(weakref.ref(t) for t in (args[0].production, *args[0].production.sources))
+
+    def watch_grad(module, grads):
+        alive.append(weakref.ref(grads[0].production))
+
+    for norm in (block.attn_norm, block.mlp_norm):
+        norm.register_forward_hook(watch)
+    block.mlp.down_proj.register_forward_pre_hook(watch_input)
+    for layer in (block.mlp.gate_proj, block.mlp.up_proj):
+        layer.register_full_backward_pre_hook(watch_grad)
+    gc.disable()
+    try:
+        y = block(_x(8, 64).requires_grad_())
+        assert len(alive) == 2 * 3 + 3
+        assert not any(ref() is not None for ref in alive)
+        alive.clear()
+        y.sum().backward()
+        assert len(alive) == 2
+        assert not any(ref() is not None for ref in alive)
+    finally:
+        gc.enable()
+
+
+def test_a_norm_that_is_sharded_by_itself_computes_at_once(single_process_group):
+    """FSDP2 frees its weight when its forward is over."""
+    model = _model()
+    want = model(_x(2, 5, 64))
+    mesh = init_device_mesh("cpu", (1,))
+    fully_shard(model.layers[0].attn_norm, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    seen = []
+    model.layers[0].attn_norm.register_forward_hook(lambda m, args, y: seen.append(type(y)))
+    assert torch.equal(model(_x(2, 5, 64)), want)
+    assert seen == [torch.Tensor]
+    model(_x(2, 5, 64)).sum().backward()
+    revert(model)
+    assert isinstance(model.layers[0].attn_norm, Norm)
+    assert not isinstance(model.layers[0].attn_norm, Float8RMSNorm)
 
 
 def test_writing_to_an_output_in_place_is_refused_by_name():
