@@ -43,6 +43,7 @@ from torch_fp8.ddp import connect, ddp_options
 from torch_fp8.fsdp_communication import FSDPReport, connect_fsdp
 from torch_fp8.optimizer_conversion import gradients_report
 from torch_fp8.sharded_weights import join_sharded, reshard, split_sharded
+from torch_fp8.transformer_engine import refuse_sharding
 
 # Strategies that cannot host the plugin, with what to use instead. By name: a strategy's module
 # need not be importable where it is not used.
@@ -132,7 +133,7 @@ class HostPrecision(FP8Precision):
         """Called by the connector: the plugin belongs to `strategy` from now on.
 
         Raises:
-            ValueError: a strategy that cannot run FP8 linears.
+            ValueError: a strategy that cannot run FP8 linears, or those of Transformer Engine.
         """
         for cls in type(strategy).__mro__:
             if cls.__name__ in _REFUSED_STRATEGIES:
@@ -140,6 +141,8 @@ class HostPrecision(FP8Precision):
                     f"precision='fp8-mixed' does not run under {cls.__name__}: "
                     f"{_REFUSED_STRATEGIES[cls.__name__]}"
                 )
+            if cls.__name__ == "ModelParallelStrategy":
+                refuse_sharding(self.config)
         self._strategy = strategy
         name = accelerator.name()
         self.device = name if name in ("cpu", "mps") else "cuda"

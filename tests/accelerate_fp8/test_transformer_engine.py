@@ -1,0 +1,130 @@
+"""``FP8Config(backend="transformer-engine")`` in Accelerate, on the stub; its own stays its own."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate.hooks import ModelHook, add_hook_to_module
+from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedType
+from torch import nn
+
+from accelerate_fp8 import FP8Config, FP8Kwargs
+from torch_fp8 import Float8Linear
+from torch_fp8.transformer_engine_linear import TransformerEngineLinear
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up = nn.Linear(64, 128)
+        self.down = nn.Linear(128, 64)
+        self.lm_head = nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.lm_head(self.down(self.up(x).relu()))
+
+
+def make(accelerate: Any, backend: str = "transformer-engine", **options: Any) -> Any:
+    handler = FP8Kwargs(FP8Config(backend=backend, **options))
+    return accelerate.Accelerator(mixed_precision="fp8", cpu=True, kwargs_handlers=[handler])
+
+
+def train(accelerator: Any, steps: int = 8) -> tuple[list[float], nn.Module]:
+    model = Block()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    losses = []
+    for step in range(steps):
+        x = torch.randn(5, 64, generator=torch.Generator().manual_seed(step))
+        loss = (model(x) - x).float().pow(2).mean()
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, model
+
+
+@pytest.mark.parametrize("options", [{"opt_level": "O2"}, {"opt_level": "O3"}], ids=str)
+def test_trains_as_with_our_own_layers(
+    accelerate: Any, te: Any, caplog: pytest.LogCaptureFixture, options: dict[str, Any]
+) -> None:
+    caplog.set_level(logging.INFO, logger="accelerate_fp8")
+    losses, model = train(make(accelerate, **options))
+    assert [type(layer) for layer in model.children()] == [
+        TransformerEngineLinear,
+        TransformerEngineLinear,
+        nn.Linear,
+    ]
+    AcceleratorState._reset_state(True)
+    ours, _ = train(make(accelerate, backend="torch", **options))
+    assert losses == pytest.approx(ours, rel=0.05)
+    summaries = [r.getMessage() for r in caplog.records if "linear layers" in r.getMessage()]
+    assert summaries[0] == summaries[1]
+
+
+def test_saves_what_a_stock_model_saves(accelerate: Any, te: Any, tmp_path: Path) -> None:
+    options = {"recipe": "delayed", "amax_history_len": 8, "opt_level": "O1"}
+    accelerator = make(accelerate, **options)
+    _, model = train(accelerator)
+    accelerator.save_state(tmp_path)
+    accelerator.save_model(model, tmp_path / "model")
+    from safetensors.torch import load_file
+
+    saved = load_file(tmp_path / "model" / "model.safetensors")
+    assert sorted(saved) == sorted(Block().state_dict())
+    before = [p.clone() for p in model.parameters()]
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    accelerator.load_state(tmp_path)
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+def test_layers_under_a_device_map_hook(accelerate: Any, te: Any) -> None:
+    accelerator = make(accelerate, opt_level="O1")
+    model = Block()
+    for layer in (model.up, model.down):
+        add_hook_to_module(layer, ModelHook())
+    for _ in range(2):
+        accelerator.prepare(model)
+        assert model(torch.randn(5, 64)).shape == (5, 64)
+        assert isinstance(model.up, TransformerEngineLinear)
+        assert model.up.fp8_engine is not None
+
+
+def test_fsdp_is_refused_by_name(accelerate: Any, te: Any, monkeypatch: Any) -> None:
+    fsdp = property(lambda self: DistributedType.FSDP)
+    monkeypatch.setattr(accelerate.Accelerator, "distributed_type", fsdp)
+    with pytest.raises(ValueError, match="one device and under DDP"):
+        make(accelerate)
+
+
+def test_the_cpu_is_refused_by_name(accelerate: Any, te: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr("torch_fp8.transformer_engine._is_cuda", lambda device: False)
+    with pytest.raises(ValueError, match="CUDA devices alone; this one is 'cpu'"):
+        make(accelerate)
+
+
+def test_not_installed_says_what_to_install(accelerate: Any, monkeypatch: Any) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "transformer_engine.pytorch", None)
+    with pytest.raises(ImportError, match=r"torch-fp8\[transformer-engine\]"):
+        make(accelerate)
+
+
+def test_accelerates_own_flag_stays_accelerates_own(
+    accelerate: Any, te: Any, monkeypatch: Any
+) -> None:
+    """``--fp8_backend te`` is Accelerate's integration, which asks for the CUDA package itself."""
+    monkeypatch.setenv("ACCELERATE_FP8_BACKEND", "te")
+    with pytest.raises(ImportError, match="TransformerEngine is not available"):
+        accelerate.Accelerator(mixed_precision="fp8", cpu=True)
+
+
+def test_our_own_layers_are_the_default(accelerate: Any) -> None:
+    accelerator = accelerate.Accelerator(mixed_precision="fp8", cpu=True)
+    model = accelerator.prepare(Block())
+    assert type(model.up) is Float8Linear
