@@ -188,7 +188,8 @@ class Float8Linear(nn.Linear):
             self.register_buffer(name, buffer, persistent=False)
 
     def drop_scaling(self) -> None:
-        """Remove what `init_scaling` made."""
+        """Remove what `init_scaling` made, and what is kept of the weight as it was cast."""
+        self.__dict__.pop("fp8_weight_cache", None)
         for name in _BUFFERS:
             self._buffers.pop(name, None)
             self._non_persistent_buffers_set.discard(name)

@@ -104,7 +104,8 @@ def expected_bytes_per_param(model: nn.Module, optimizers: Iterable[Optimizer] =
             unknown.append(type(optimizer).__name__)
         owner |= {p: optimizer for group in optimizer.param_groups for p in group["params"]}
     before = after = _NOTHING
-    cached = {m.weight for m in _layers(model) if m.fp8_weight_cache is not None}
+    caches = {m.weight: m.fp8_weight_cache for m in _layers(model)}
+    cached = {p for p, cache in caches.items() if cache is not None and cache.keeps_payload}
     for parameter in model.parameters():
         before = _sum(before, _expected(parameter, owner.get(parameter), converted=False))
         after = _sum(after, _expected(parameter, owner.get(parameter), converted=True))

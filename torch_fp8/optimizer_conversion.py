@@ -27,7 +27,7 @@ from torch_fp8.optimizer_state import (
 )
 from torch_fp8.output_dtype import keep_output_dtype
 from torch_fp8.state_sharding import check_shardings
-from torch_fp8.weight_cache import WeightCache, watch
+from torch_fp8.weight_cache import WeightCache, keeps_scale, watch
 
 _BASES = (AdamW, Adam)
 _WRAPPED = "DistributedDataParallel has wrapped them before"
@@ -151,7 +151,7 @@ def convert_optimizer(
         num_split=num_split,
         num_float32=len(float32),
         why_float32=why,
-        num_cached=_cache_weights(optimizer, model),
+        num_cached=_keep_weights(optimizer, model),
     )
     _convert_gradients(optimizer, model)
     return gradients_report(optimizer, report)
@@ -293,24 +293,22 @@ def _merged(parameter: Tensor, optimizer: Optimizer | None, dtype: torch.dtype) 
     return join_parameter(optimizer, parameter).to(device="cpu", dtype=dtype, copy=True)
 
 
-def _cache_weights(optimizer: Float8Optimizer, model: nn.Module | None) -> int:
-    """Let the FP8 layers whose weights the optimizer steps keep their payloads, if asked for."""
-    if not optimizer.fp8_config.cache_weights:
-        return 0
-    if model is None:
+def _keep_weights(optimizer: Float8Optimizer, model: nn.Module | None) -> int:
+    """Let layers whose weights it steps keep scales, or payloads if asked for: how many."""
+    payloads = optimizer.fp8_config.cache_weights
+    if payloads and model is None:
         raise ValueError("FP8Config(cache_weights=True) needs the model: pass model=")
     stepped = {p for _, _, p in optimizer.indexed_parameters() if not isinstance(p, DTensor)}
-    layers = [
-        module
-        for module in model.modules()
-        if isinstance(module, Float8Linear) and module.weight in stepped
-    ]
+    layers = [m for m in model.modules() if isinstance(m, Float8Linear)] if model else []
+    kept = 0
     for layer in layers:
-        watch(layer.weight)
-        cache = layer.fp8_weight_cache = WeightCache()
-        known = optimizer.fp8_caches.setdefault(layer.weight, [])
-        known.append((weakref.ref(cache), layer.fp8_recipe.weight))
-    return len(layers)
+        spec = layer.fp8_recipe.weight
+        if layer.weight in stepped and (payloads or keeps_scale(spec)):
+            watch(layer.weight)
+            cache = layer.fp8_weight_cache = WeightCache(payloads)
+            optimizer.fp8_caches.setdefault(layer.weight, []).append((weakref.ref(cache), spec))
+            kept += payloads
+    return kept
 
 
 def _name(optimizer: Optimizer) -> str:

@@ -51,12 +51,13 @@ def step_large(entries: list[Entry], config: FP8Config, caches: Caches) -> None:
     """
     prepared = []
     stepped = [entry for entry in entries if local(entry[2]).device.type != "meta"]
+    amaxes = _zero_amaxes([p for _, _, p, _ in stepped if _alive(caches, p)])
     for index, group, parameter, state in stepped:
         weight = local(parameter)
         in_place = weight.is_contiguous()
         matrix = _matrix(parameter, state, weight if in_place else weight.contiguous(), config)
-        if _alive(caches, parameter):
-            matrix = matrix._replace(amax=weight.new_zeros((), dtype=torch.float32))
+        if parameter in amaxes:
+            matrix = matrix._replace(amax=amaxes[parameter])
         scalars = _scalars(group, float(state["step"]), (config.seed, index))
         prepared.append((matrix, scalars, state, None if in_place else weight))
     for device in dict.fromkeys(matrix.weight.device for matrix, *_ in prepared):
@@ -67,6 +68,16 @@ def step_large(entries: list[Entry], config: FP8Config, caches: Caches) -> None:
     for (_, _, parameter, _), (matrix, *_) in zip(stepped, prepared, strict=True):
         for cache, spec in _alive(caches, parameter):
             cache.refill(parameter, spec, matrix.amax)
+
+
+def _zero_amaxes(parameters: list[Tensor]) -> dict[Tensor, Tensor]:
+    """A () float32 zero for each parameter; one launch for all of a device."""
+    made: dict[Tensor, Tensor] = {}
+    for device in dict.fromkeys(local(p).device for p in parameters):
+        here = [p for p in parameters if local(p).device == device]
+        zeros = torch.zeros(len(here), 4, dtype=torch.float32, device=device)  # 16 bytes each
+        made |= zip(here, zeros[:, 0].unbind(), strict=True)
+    return made
 
 
 def _step_on(device: torch.device, prepared: list[Any], config: FP8Config) -> None:

@@ -1,10 +1,18 @@
-"""The FP8 payload of a weight, kept between optimizer steps: ``FP8Config(cache_weights=True)``.
+"""What is kept of a weight from one optimizer step to the next: its scale, or its FP8 payload.
 
-Without it a weight is cast in every forward; with it once, by the optimizer's step, for one more
-byte per parameter. Kernels of the step find the largest new weight on their way; the cast, which
-needs it for its scale, is a launch of its own after them.
+A weight is cast in every forward and once more, transposed, in every backward. With a scale for the
+tensor each cast would need a read for the amax; but the kernels of the optimizer's step find the
+largest new weight on their way, and until the next step it stays what it is. With
+``FP8Config(cache_weights=True)`` the payload is kept, too, for one more byte per parameter. Bytes
+read and written to quantize a BF16 weight, for each of its elements, with a scale per tensor:
 
-A payload must never be stale, and a weight can be written in three ways:
+| kept | at the step | per micro-batch |
+|---|---|---|
+| nothing (O1, the user's own optimizer, compiled layers, no `model` at conversion) | | 8 |
+| scale | 0 | 6: cast by row, and by column in backward |
+| payload | 3: cast by row | 2: the payload is transposed in backward |
+
+Nothing kept must ever be stale, and a weight can be written in three ways:
 
 * in place, by an optimizer, a loader, ``p.copy_()`` or through ``p.detach()``: that moves
   ``p._version``;
@@ -23,7 +31,6 @@ from torch import Tensor, nn
 
 from torch_fp8.quantize import QuantizedTensor, quantize_layouts, transposed
 from torch_fp8.recipe import CastSpec
-from torch_fp8.scaling import scale_from_amax
 
 
 class WatchedParameter(nn.Parameter):
@@ -53,29 +60,49 @@ class _Stamp(NamedTuple):
 
 
 class WeightCache:
-    """The payload of one module's weight. Copies and pickles start empty."""
+    """The scale or the payload of one module's weight. Copies and pickles start empty.
 
-    def __init__(self) -> None:
+    Args:
+        payload: whether to keep the payload.
+    """
+
+    def __init__(self, payload: bool = True) -> None:
+        self.keeps_payload = payload
+        self._forget()
+
+    def _forget(self) -> None:
         self._stamp: _Stamp | None = None
         self._payload: QuantizedTensor | None = None
+        self._scale: Tensor | None = None
+        self._amax: Tensor | None = None
 
     def row(self, weight: Tensor, spec: CastSpec) -> QuantizedTensor:
-        """The weight, (N, K), quantized along K; cast anew only if it was written since.
+        """The weight, (N, K), quantized along K; what is kept is used unless it was written since.
 
         Args:
             weight: (N, K).
             spec: of the cast.
         """
         stamp = _stamp(weight)
-        if self._payload is not None and stamp is not None and stamp == self._stamp:
+        if stamp is None or stamp != self._stamp:
+            self._forget()
+        if self._payload is not None:
             return self._payload
-        payload, _ = quantize_layouts(weight, spec, None, row=True, col=False)
+        payload, _ = quantize_layouts(
+            weight, spec, self._scale, row=True, col=False, amax=self._amax
+        )
         assert payload is not None
-        self._stamp, self._payload = (None, None) if stamp is None else (stamp, payload)
+        if stamp is not None:
+            self._keep(stamp, payload)
         return payload
 
+    def _keep(self, stamp: _Stamp | None, payload: QuantizedTensor) -> None:
+        self._stamp = stamp
+        self._payload = payload if self.keeps_payload else None
+        self._scale = payload.scale if payload.granularity == "tensorwise" else None
+
     def refill(self, weight: Tensor, spec: CastSpec, amax: Tensor | None = None) -> None:
-        """Cast a weight that the optimizer has just written, for the next forward.
+        """Keep what the next forward needs of a weight that the optimizer has just written.
 
         Args:
             weight: (N, K).
@@ -83,10 +110,12 @@ class WeightCache:
             amax: () float32 of the weight, if the step has it: a scale per tensor then takes no
                 read of its own.
         """
-        scale = None
-        if amax is not None and spec.granularity == "tensorwise":
-            scale = scale_from_amax(amax, spec.format, spec.power_of_two)
-        self._payload, _ = quantize_layouts(weight, spec, scale, row=True, col=False)
+        self._forget()
+        self._amax = amax if spec.granularity == "tensorwise" else None
+        if self.keeps_payload:
+            payload, _ = quantize_layouts(weight, spec, None, row=True, col=False, amax=self._amax)
+            assert payload is not None
+            self._keep(_stamp(weight), payload)
         self._stamp = _stamp(weight)
 
     def col(self, weight: Tensor) -> QuantizedTensor | None:
@@ -102,10 +131,17 @@ class WeightCache:
     @property
     def tensors(self) -> list[Tensor]:
         """What the cache holds now."""
-        return [] if self._payload is None else [self._payload.qdata, self._payload.scale]
+        if self._payload is not None:
+            return [self._payload.qdata, self._payload.scale]
+        return [t for t in (self._amax if self._scale is None else self._scale,) if t is not None]
 
     def __reduce__(self) -> Any:
-        return WeightCache, ()
+        return WeightCache, (self.keeps_payload,)
+
+
+def keeps_scale(spec: CastSpec) -> bool:
+    """Whether the scale alone is worth keeping: it would take a read of its own."""
+    return spec.granularity == "tensorwise" and not spec.delayed
 
 
 def watch(weight: nn.Parameter) -> None:

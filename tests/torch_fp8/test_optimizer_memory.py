@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_iter
 from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8, memory_report
 from torch_fp8.linear import Float8Linear
 from torch_fp8.memory import expected_bytes_per_param
+from torch_fp8.weight_cache import WatchedParameter
 
 CONFIGS = {
     "O2": (FP8Config(), 7.2),
@@ -32,7 +33,7 @@ class _Storages(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         for value in tree_iter((args, kwargs)):
-            if type(value) in (torch.Tensor, nn.Parameter):
+            if type(value) in (torch.Tensor, nn.Parameter, WatchedParameter):
                 key = value.untyped_storage()._cdata
                 self._before |= {key} - self._tensors.keys()
         result = function(*args, **(kwargs or {}))

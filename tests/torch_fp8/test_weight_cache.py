@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import torch_fp8.operand_casts
+import torch_fp8.quantize
 import torch_fp8.weight_cache
 from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8, memory_report, revert
 from torch_fp8.memory import expected_bytes_per_param
@@ -16,12 +17,14 @@ RECIPES = ["tensorwise", "rowwise", "blockwise", "mxfp8"]
 
 
 def _model(cache=True, recipe="tensorwise"):
+    """Layers that keep their payloads, or (``False``) scales, or (``None``) nothing."""
     torch.manual_seed(0)
+    kept, cache = cache, bool(cache)
     config = FP8Config(recipe=recipe, cache_weights=cache)
     model = nn.Sequential(nn.Linear(128, 192), nn.GELU(), nn.Linear(192, 128))
     convert_to_float8(model, config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    convert_optimizer(optimizer, config, model=model)
+    convert_optimizer(optimizer, config, model=None if kept is None else model)
     return model, optimizer
 
 
@@ -49,17 +52,68 @@ def weight_casts(monkeypatch):
     return shapes
 
 
+@pytest.fixture
+def weight_reads(monkeypatch):
+    """What is read of weights to find their amax: their shapes, in order."""
+    shapes = []
+    original = torch_fp8.quantize.tensor_amax
+
+    def counted(x):
+        shapes.append(tuple(x.shape))
+        return original(x)
+
+    monkeypatch.setattr(torch_fp8.quantize, "tensor_amax", counted)
+    return shapes
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_training_is_the_same_with_and_without(recipe):
-    plain, cached = _model(False, recipe), _model(True, recipe)
+    models = [_model(cache, recipe) for cache in (None, False, True)]
     for step in range(6):
-        for model, optimizer in (plain, cached):
+        for model, optimizer in models:
             _backward(model, 2 * step)
             _backward(model, 2 * step + 1)
             optimizer.step()
             optimizer.zero_grad()
-    for p, q in zip(plain[0].parameters(), cached[0].parameters(), strict=True):
+    plain, scales, payloads = (model.parameters() for model, _ in models)
+    for p, q, r in zip(plain, scales, payloads, strict=True):
         assert torch.equal(p, q)
+        assert torch.equal(p, r)
+
+
+@pytest.mark.parametrize("cache", [False, True])
+def test_a_weight_is_never_read_for_its_amax_after_the_first_forward(weight_reads, cache):
+    model, optimizer = _model(cache)
+    weights = {(192, 128), (128, 192)}
+    _backward(model, 0)
+    assert weights <= set(weight_reads)
+    for step in range(3):
+        weight_reads.clear()
+        for micro_batch in range(3):
+            _backward(model, 3 * step + micro_batch)
+        optimizer.step()
+        assert not weights & set(weight_reads)
+    weight_reads.clear()
+    model[0].weight.data.mul_(2)
+    _backward(model, 20)
+    assert [shape for shape in weight_reads if shape in weights] == [(192, 128)]
+
+
+def test_a_scale_is_kept_where_it_takes_a_read_of_its_own():
+    for recipe in RECIPES:
+        kept = [layer.fp8_weight_cache for layer in _model(False, recipe)[0][::2]]
+        assert [cache is not None for cache in kept] == [recipe == "tensorwise"] * 2
+    assert _model(None)[0][0].fp8_weight_cache is None
+
+
+def test_another_recipe_starts_afresh():
+    """Of the first nothing is left: a payload of squares is none of rows."""
+    model, _ = _model(True)
+    _backward(model, 0)
+    config = FP8Config(recipe="blockwise", cache_weights=True)
+    convert_to_float8(model, config)
+    fresh = _model(None, "blockwise")[0]
+    assert torch.equal(_backward(model, 1), _backward(fresh, 1))
 
 
 def test_a_weight_is_cast_once_per_optimizer_step_and_by_it(weight_casts):
@@ -113,18 +167,23 @@ def _foreach_no_grad(weight):
 @pytest.mark.parametrize(
     "write", [_through_data, _as_data, _in_place, _through_detach, _foreach, _foreach_no_grad]
 )
-def test_a_write_from_outside_is_seen(write):
-    models = [_model(cache)[0] for cache in (False, True)]
-    for model in models:
-        _backward(model, 0)
-        write(model[2].weight)
-    plain, cached = (_backward(model, 1) for model in models)
-    assert torch.equal(plain, cached)
+@pytest.mark.parametrize("cache", [False, True])
+def test_a_write_from_outside_is_seen(write, cache):
+    models = [_model(which) for which in (None, cache)]
+    for after_step in (False, True):
+        for model, optimizer in models:
+            _backward(model, 0)
+            if after_step:
+                optimizer.step()
+            write(model[2].weight)
+        plain, cached = (_backward(model, 1) for model, _ in models)
+        assert torch.equal(plain, cached)
 
 
-def test_a_write_between_forward_and_backward_is_seen():
+@pytest.mark.parametrize("kept", [False, True])
+def test_a_write_between_forward_and_backward_is_seen(kept):
     gradients = []
-    for cache in (False, True):
+    for cache in (None, kept):
         model, _ = _model(cache)
         x = torch.randn(8, 128, generator=torch.Generator().manual_seed(3), requires_grad=True)
         with torch.autocast("cpu", torch.bfloat16):
@@ -135,8 +194,9 @@ def test_a_write_between_forward_and_backward_is_seen():
     assert torch.equal(*gradients)
 
 
-def test_loading_is_seen():
-    plain, cached = _model(False)[0], _model(True)[0]
+@pytest.mark.parametrize("cache", [False, True])
+def test_loading_is_seen(cache):
+    plain, cached = _model(None)[0], _model(cache)[0]
     other = {name: value * 0.5 for name, value in plain.state_dict().items()}
     for assign in (False, True):
         for model in (plain, cached):
@@ -146,9 +206,10 @@ def test_loading_is_seen():
         other = {name: value * 0.5 for name, value in other.items()}
 
 
+@pytest.mark.parametrize("cache", [False, True])
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
-def test_a_copy_has_a_cache_of_its_own(copied):
-    model, optimizer = _model()
+def test_a_copy_has_a_cache_of_its_own(copied, cache):
+    model, optimizer = _model(cache)
     _backward(model, 0)
     twin, other = copied((model, optimizer))
     twin[0].weight.data.mul_(2)
@@ -175,7 +236,7 @@ def test_one_byte_per_parameter_that_the_report_counts():
 def test_compiled_layers_train_without_it():
     model, optimizer = _model()
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    reference, other = _model(False)
+    reference, other = _model(None)
     for step in range(3):
         outputs = []
         for m, o in ((compiled, optimizer), (reference, other)):
