@@ -27,6 +27,7 @@ from torch_fp8.transformer_engine_linear import TransformerEngineLinear
 STUB = Path(__file__).parents[1] / "stubs" / "transformer_engine"
 TE = FP8Config(backend="transformer-engine", opt_level="O1")
 DELAYED = FP8Config(backend="transformer-engine", recipe="delayed", amax_history_len=8)
+FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 RECIPES = ("tensorwise", "delayed", "blockwise")
 
 
@@ -56,6 +57,18 @@ def layers(model):
 
 def batch(step, tokens=7):
     return torch.randint(48, (3, tokens), generator=torch.Generator().manual_seed(step))
+
+
+def recorded(monkeypatch, te, what):
+    """What ``what(te.Linear, its input)`` returns in each forward."""
+    seen, forward = [], te.Linear.forward
+
+    def recording(self, inp):
+        seen.append(what(self, inp))
+        return forward(self, inp)
+
+    monkeypatch.setattr(te.Linear, "forward", recording)
+    return seen
 
 
 def train(model, steps=4, optimizer=None):
@@ -171,7 +184,9 @@ def test_trains_as_a_stock_model(te, recipe):
 
 
 @pytest.mark.parametrize("shape", [(32,), (1, 32), (16, 32), (3, 5, 32), (0, 32), (2, 0, 32)])
-def test_any_number_of_tokens(te, shape):
+def test_any_number_of_tokens(te, monkeypatch, shape):
+    """Transformer Engine sees a multiple of 16, and never none."""
+    seen = recorded(monkeypatch, te, lambda layer, inp: inp.shape[0])
     linear = nn.Linear(32, 48)
     stock = copy.deepcopy(linear)
     convert_to_float8(linear, TE)
@@ -184,21 +199,26 @@ def test_any_number_of_tokens(te, shape):
     torch.testing.assert_close(linear.x.grad, stock.x.grad)
     torch.testing.assert_close(linear.weight.grad, stock.weight.grad)
     torch.testing.assert_close(linear.bias.grad, stock.bias.grad)
+    assert seen in ([16], [32])
 
 
 @pytest.mark.parametrize(
-    ("x", "weight", "bias", "autocast", "expected"),
+    ("x", "weight", "bias", "autocast", "expected", "multiplied"),
     [
-        (torch.float32, torch.float32, torch.float32, None, torch.float32),
-        (torch.bfloat16, torch.bfloat16, torch.bfloat16, None, torch.bfloat16),
-        (torch.float32, torch.bfloat16, torch.float32, None, torch.float32),
-        (torch.bfloat16, torch.float32, torch.float32, None, torch.bfloat16),
-        (torch.bfloat16, torch.bfloat16, torch.float32, None, torch.bfloat16),
-        (torch.float32, torch.bfloat16, torch.float32, torch.bfloat16, torch.bfloat16),
-        (torch.float32, torch.float32, torch.float32, torch.bfloat16, torch.bfloat16),
+        (FP32, FP32, FP32, None, FP32, FP32),
+        (BF16, BF16, BF16, None, BF16, BF16),
+        (FP32, BF16, FP32, None, FP32, BF16),
+        (FP32, FP16, FP32, None, FP32, FP16),
+        (BF16, FP32, FP32, None, BF16, BF16),
+        (BF16, BF16, FP32, None, BF16, BF16),
+        (FP32, BF16, FP32, BF16, BF16, BF16),
+        (FP32, FP32, FP32, BF16, BF16, BF16),
     ],
 )
-def test_dtypes_are_those_of_our_own_layers(te, x, weight, bias, autocast, expected):
+def test_dtypes_are_those_of_our_own_layers(
+    te, monkeypatch, x, weight, bias, autocast, expected, multiplied
+):
+    seen = recorded(monkeypatch, te, lambda layer, inp: layer._activation_dtype(inp))
     linear = nn.Linear(32, 32)
     linear.weight.data = linear.weight.data.to(weight)
     linear.bias.data = linear.bias.data.to(bias)
@@ -218,6 +238,7 @@ def test_dtypes_are_those_of_our_own_layers(te, x, weight, bias, autocast, expec
         assert grad.dtype == getattr(ours, name).grad.dtype
         error = grad.float() - getattr(ours, name).grad.float()
         assert error.norm() < 0.1 * grad.float().norm()
+    assert seen == [multiplied]
 
 
 @pytest.mark.parametrize("eval_fp8", [True, False])
@@ -274,6 +295,22 @@ def test_keeps_parameters_tying_and_requires_grad(te):
         assert layer.bias is None or layer.fp8_engine.linear.bias is layer.bias
 
 
+def test_transformer_engine_makes_no_weights(te, monkeypatch):
+    made, init = [], te.Linear.__init__
+
+    def recording(self, *args, **options):
+        init(self, *args, **options)
+        made.append(self.weight)
+
+    monkeypatch.setattr(te.Linear, "__init__", recording)
+    linear = nn.Linear(32, 48, dtype=BF16)
+    convert_to_float8(linear, TE)
+    numbers = torch.random.get_rng_state()
+    linear(torch.ones(16, 32, dtype=BF16))
+    assert [(w.device.type, w.dtype, w.shape) for w in made] == [("meta", BF16, (48, 32))]
+    assert torch.equal(torch.random.get_rng_state(), numbers)
+
+
 def test_a_frozen_weight_gets_no_gradient(te):
     model = Model()
     for name in ("middle", "down"):
@@ -324,7 +361,13 @@ def test_copies_and_pickles_are_models_of_their_own(te, recipe, make):
     model = Model()
     convert_to_float8(model, FP8Config(recipe=recipe, backend="transformer-engine"))
     train(model, steps=2)
+    assert b"transformer_engine.pytorch" not in pickle.dumps(model)
     copied = make(model)
+    assert [layer.fp8_engine for layer in layers(copied)] == [None] * 4
+    if recipe == "delayed":
+        for ours, theirs in zip(layers(copied), layers(model), strict=True):
+            assert torch.equal(ours.scaling_state[0], theirs.scaling_state[0])
+            assert ours.scaling_state[0].any()
     assert [type(layer) for layer in layers(copied)] == [TransformerEngineLinear] * 4
     assert copied.middle.weight is copied.again.weight
     before = [p.clone() for p in model.parameters()]
@@ -428,8 +471,8 @@ def test_an_error_within_leaves_no_region_open(te):
     convert_to_float8(model, DELAYED)
     with pytest.raises(ValueError, match="takes inputs"):
         model(torch.ones(16, 48))
-    assert te._Global.depth == 0
-    assert not te._Global.enabled
+    assert te._STATE.depth == 0
+    assert not te._STATE.enabled
     model(torch.ones(16, 32)).sum().backward()
     history, _ = model[0].scaling_state
     assert history[0, 0] == 1
@@ -440,7 +483,7 @@ def test_activation_checkpointing_runs(te):
     convert_to_float8(model, DELAYED)
     x = torch.ones(16, 32, requires_grad=True)
     checkpoint(model, x, use_reentrant=False).sum().backward()
-    assert te._Global.depth == 0
+    assert te._STATE.depth == 0
     assert model[0].weight.grad.abs().sum() > 0
 
 
@@ -566,12 +609,7 @@ def test_mxfp8_takes_blocks_of_32(te, monkeypatch):
     report = convert_to_float8(model, FP8Config(recipe="mxfp8", backend="transformer-engine"))
     assert report.converted == ("1",)
     assert report.skipped == (("0", "out_features=48 is no multiple of 32 (Transformer Engine)"),)
-    seen = []
-    model[1](torch.ones(5, 64))
-    forward = te.Linear.forward
-    monkeypatch.setattr(
-        te.Linear, "forward", lambda self, inp: seen.append(inp.shape) or forward(self, inp)
-    )
+    seen = recorded(monkeypatch, te, lambda layer, inp: inp.shape)
     model[1](torch.ones(5, 64))
     assert seen == [(32, 64)]
     assert type(model[1].fp8_engine.recipe).__name__ == "MXFP8BlockScaling"

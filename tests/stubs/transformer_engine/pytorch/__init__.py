@@ -1,7 +1,8 @@
 """te.Linear, te.autocast, and the questions what a card can do."""
 
 import math
-from typing import Any, ClassVar, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -19,15 +20,19 @@ class _Tracked(NamedTuple):
     maximum: float
 
 
-class _Global:
+@dataclass
+class _State:
     """What the original keeps in FP8GlobalStateManager."""
 
-    enabled = False
+    enabled: bool = False
     recipe: Recipe | None = None
-    depth = 0
-    is_first_fp8_module = False
-    forward: ClassVar[list[_Tracked]] = []
-    backward: ClassVar[list[_Tracked]] = []
+    depth: int = 0
+    is_first_fp8_module: bool = False
+    forward: list[_Tracked] = field(default_factory=list)
+    backward: list[_Tracked] = field(default_factory=list)
+
+
+_STATE = _State()
 
 
 def _update(tracked: list[_Tracked]) -> None:
@@ -58,19 +63,19 @@ class autocast:
     def __enter__(self) -> "autocast":
         if self._before is not None:
             raise RuntimeError("autocast context manager cannot be entered more than once")
-        self._before = (_Global.enabled, _Global.recipe, _Global.is_first_fp8_module)
-        _Global.enabled, _Global.recipe = self._enabled, self._recipe
-        if _Global.depth == 0:
-            _Global.is_first_fp8_module = True
-        _Global.depth += 1
+        self._before = (_STATE.enabled, _STATE.recipe, _STATE.is_first_fp8_module)
+        _STATE.enabled, _STATE.recipe = self._enabled, self._recipe
+        if _STATE.depth == 0:
+            _STATE.is_first_fp8_module = True
+        _STATE.depth += 1
         return self
 
     def __exit__(self, exc_type: Any, exc_val: Any, exc_tb: Any) -> None:
-        _Global.enabled, _Global.recipe, _Global.is_first_fp8_module = self._before
+        _STATE.enabled, _STATE.recipe, _STATE.is_first_fp8_module = self._before
         self._before = None
-        _Global.depth -= 1
-        if self._enabled and _Global.depth == 0 and torch.is_grad_enabled():
-            _update(_Global.forward)
+        _STATE.depth -= 1
+        if self._enabled and _STATE.depth == 0 and torch.is_grad_enabled():
+            _update(_STATE.forward)
 
 
 class Linear(nn.Module):
@@ -122,18 +127,18 @@ class Linear(nn.Module):
         fp8_output: bool | None = False,
         fp8_grad: bool | None = False,
     ) -> Tensor:
-        if not _Global.enabled:
+        if not _STATE.enabled:
             raise AssertionError("te.Linear runs outside te.autocast")
         weight, bias = self.weight, self.bias if self.use_bias else None
         dtype = self._activation_dtype(inp)
         for x in (inp, weight):
             if math.prod(x.shape[:-1]) % 8 != 0 or x.shape[-1] % 16 != 0:
                 raise ValueError(f"FP8 execution requires other dims than {list(x.size())}")
-        if not isinstance(_Global.recipe, DelayedScaling):
+        if not isinstance(_STATE.recipe, DelayedScaling):
             return _Multiply.apply(weight, inp, bias, dtype, self, None)
         backward, first = self._record(inp, weight), False
         if torch.is_grad_enabled() and (inp.requires_grad or weight.requires_grad):
-            first, _Global.is_first_fp8_module = _Global.is_first_fp8_module, False
+            first, _STATE.is_first_fp8_module = _STATE.is_first_fp8_module, False
         return _Multiply.apply(weight, inp, bias, dtype, self, (first, backward))
 
     def _activation_dtype(self, inp: Tensor) -> torch.dtype:
@@ -149,12 +154,12 @@ class Linear(nn.Module):
 
     @torch.no_grad()
     def _record(self, inp: Tensor, weight: Tensor) -> _Tracked:
-        recipe, device = _Global.recipe, inp.device
+        recipe, device = _STATE.recipe, inp.device
         assert isinstance(recipe, DelayedScaling)
         if not self.fp8_meta:
             for key, columns, tracked, maximum in (
-                ("scaling_fwd", 3, _Global.forward, recipe.fp8_format.value.max_fwd),
-                ("scaling_bwd", 2, _Global.backward, recipe.fp8_format.value.max_bwd),
+                ("scaling_fwd", 3, _STATE.forward, recipe.fp8_format.value.max_fwd),
+                ("scaling_bwd", 2, _STATE.backward, recipe.fp8_format.value.max_bwd),
             ):
                 history = torch.zeros(recipe.amax_history_len, columns, device=device)
                 scale = torch.ones(columns, device=device)
@@ -200,7 +205,7 @@ class _Multiply(torch.autograd.Function):
             first, tracked = ctx.delayed
             tracked.amax_history[0, 0] = grad.abs().amax()
             if first:
-                _update(_Global.backward)
+                _update(_STATE.backward)
         wants_weight, wants_input, wants_bias = ctx.needs_input_grad[:3]
         grad_weight = None
         if wants_weight:
