@@ -300,6 +300,7 @@ def _keep_weights(optimizer: Float8Optimizer, model: nn.Module | None) -> int:
         raise ValueError("FP8Config(cache_weights=True) needs the model: pass model=")
     stepped = {p for _, _, p in optimizer.indexed_parameters() if not isinstance(p, DTensor)}
     layers = [m for m in model.modules() if isinstance(m, Float8Linear)] if model else []
+    layers = [m for m in layers if m.fp8_config.backend == "torch"]
     kept = 0
     for layer in layers:
         spec = layer.fp8_recipe.weight

@@ -24,7 +24,6 @@ from torch.distributed.tensor import DTensor
 
 from torch_fp8.config import FP8Config
 from torch_fp8.linear import Float8Linear, output_dtype
-from torch_fp8.produced_activation import plain
 from torch_fp8.recipe import Recipe
 from torch_fp8.transformer_engine import (
     NOT_SHARDED,
@@ -63,11 +62,10 @@ class TransformerEngineLinear(Float8Linear):
     """Delayed scaling of a checkpoint or of the module that this is a copy of, for the engine."""
 
     def forward(self, input: Tensor) -> Tensor:
-        x = plain(input)
         if not self.runs_fp8:
-            return nn.Linear.forward(self, x)
-        self._check_operands(x)
-        rows = x.reshape(-1, self.in_features)
+            return nn.Linear.forward(self, input)
+        self._check_operands(input)
+        rows = input.reshape(-1, self.in_features)
         multiple, num_rows = alignment(self.fp8_recipe), rows.shape[0]
         padding = -num_rows % multiple if num_rows else multiple
         if padding:
@@ -75,7 +73,7 @@ class TransformerEngineLinear(Float8Linear):
         output = self._multiply(rows)
         if padding:
             output = output[:num_rows]
-        return output.reshape(*x.shape[:-1], self.out_features)
+        return output.reshape(*input.shape[:-1], self.out_features)
 
     @property
     def scaling_state(self) -> tuple[Tensor, Tensor]:

@@ -23,6 +23,7 @@ from torch_fp8.fsdp_communication import connect_fsdp
 from torch_fp8.gradients import Float8Grad
 from torch_fp8.tensor_parallel import Float8ColwiseParallel
 from torch_fp8.transformer_engine_linear import TransformerEngineLinear
+from torch_fp8.weight_cache import WatchedParameter
 
 STUB = Path(__file__).parents[1] / "stubs" / "transformer_engine"
 TE = FP8Config(backend="transformer-engine", opt_level="O1")
@@ -423,6 +424,30 @@ def test_another_backend_replaces_the_first_and_comes_back(te):
     assert all(p is q for p, q in zip(parameters, model.parameters(), strict=True))
 
 
+class GatedMLP(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate_proj, self.up_proj = (nn.Linear(32, 64, bias=False) for _ in range(2))
+        self.down_proj = nn.Linear(64, 32, bias=False)
+        self.act_fn = nn.SiLU()
+
+    def forward(self, x):
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+def test_an_mlp_with_a_layer_of_each_backend_hands_over_plain_tensors(te):
+    model = nn.Sequential(GatedMLP())
+    stock = copy.deepcopy(model)
+    assert convert_to_float8(model).producers == ("0",)
+    convert_to_float8(model[0].up_proj, TE)
+    x = torch.randn(16, 32, requires_grad=True)
+    model(x).sum().backward()
+    assert type(model[0].up_proj.weight.grad) is torch.Tensor
+    gradient, x.grad = x.grad, None
+    stock(x).sum().backward()
+    assert (gradient - x.grad).norm() < 0.1 * x.grad.norm()
+
+
 def test_norms_stay_as_they_are(te):
     model = nn.ModuleDict({"norm": nn.RMSNorm(32, eps=1e-6), "up": nn.Linear(32, 64)})
     norm = type(model["norm"])
@@ -753,6 +778,9 @@ def test_levels_run_as_with_our_own_layers(te, options):
         convert_to_float8(model, config)
         torch_fp8.convert_optimizer(optimizer, config, model=model)
         assert model.up.weight.dtype == torch.bfloat16
+        kind = WatchedParameter if config == FP8Config(**options) else nn.Parameter
+        if "recipe" not in options:
+            assert type(model.up.weight) is kind  # whose scale or payload our own layers keep
         losses[backend] = []
         for step in range(12):
             x = torch.randn(16, 64, generator=torch.Generator().manual_seed(step))

@@ -186,11 +186,18 @@ class Linear(nn.Module):
     def set_extra_state(self, state: Tensor) -> None: ...
 
 
+def _check_plain(x: Tensor) -> None:
+    """The original hands it to C++, which asks for its storage."""
+    if type(x) not in (Tensor, nn.Parameter):
+        raise RuntimeError(f"Attempted to access the data pointer of a {type(x).__name__}")
+
+
 class _Multiply(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, weight: Tensor, inp: Tensor, bias: Any, dtype: Any, layer: Any, delayed: Any
     ) -> Tensor:
+        _check_plain(inp)
         saved = inp if weight.requires_grad else inp.new_empty(0)
         ctx.save_for_backward(weight, saved)
         ctx.dtype, ctx.has_bias, ctx.delayed = dtype, bias is not None, delayed
@@ -201,6 +208,8 @@ class _Multiply(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         weight, inp = ctx.saved_tensors
+        grad = grad.reshape(-1, grad.shape[-1])  # the original's first deed, too
+        _check_plain(grad)
         if ctx.delayed is not None:
             first, tracked = ctx.delayed
             tracked.amax_history[0, 0] = grad.abs().amax()
