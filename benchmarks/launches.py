@@ -1,0 +1,296 @@
+"""What a step launches on a card, and the bytes that its kernels move, counted without one.
+
+Our operators run their Triton kernels in Triton's interpreter, on CPU tensors; every load and store
+is counted as it is executed, masks applied, and put down to the tensor whose memory it touches. So
+a kernel that reads twice is seen, whatever anybody says of it. torch's own operators are launches
+too, one each, unless they make a view or only memory. A GEMM is padded and laid out as on a card;
+its result is zeros.
+
+Import this before anything of ``torch_fp8``: the interpreter is chosen when Triton is imported, and
+the implementations for CUDA are noted as they are registered. Formats of FP8 that the interpreter
+rounds wrongly do not matter here, where only addresses do.
+"""
+
+import contextlib
+import importlib
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from unittest import mock
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_iter
+from triton.runtime import interpreter
+
+
+def _cuda_implementations() -> dict[str, Callable]:
+    """Operator of torch_fp8 -> its implementation for CUDA."""
+    assert "torch_fp8" not in sys.modules, "import benchmarks.launches first"
+    found: dict[str, Callable] = {}
+    register = torch.library.Library.impl
+
+    def noting(self, name, function, dispatch_key="", **options):
+        if dispatch_key == "CUDA":
+            found[str(name)] = function
+        return register(self, name, function, dispatch_key, **options)
+
+    with mock.patch.object(torch.library.Library, "impl", noting):
+        importlib.import_module("torch_fp8")
+    return found
+
+
+_CUDA = _cuda_implementations()
+
+IN_L2 = 64 * 1024
+"""Bytes of a tensor that every program may read again without asking the memory: a few kB of
+amaxes, beside an L2 cache of 50 MB."""
+
+_ONLY_MEMORY = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach")
+
+
+@dataclass
+class Traffic:
+    """Bytes of one tensor that one launch moved.
+
+    Attributes:
+        read, written: of memory; what stays in L2 counts once.
+        requested: by all programs together.
+    """
+
+    read: int = 0
+    written: int = 0
+    requested: int = 0
+
+
+@dataclass
+class Launch:
+    """A kernel, a GEMM, or an operator of torch.
+
+    Attributes:
+        name: of it.
+        kind: ``kernel``, ``gemm`` or ``torch``.
+        tensors: argument -> traffic. Arguments with one memory count as the first.
+        sources: names of the tensors (see `count_launches`) that it reads, or else of those that
+            what it reads was made of.
+    """
+
+    name: str
+    kind: str
+    tensors: dict[str, Traffic] = field(default_factory=dict)
+    sources: tuple[str, ...] = ()
+
+    @property
+    def moved(self) -> int:
+        """Bytes read and written."""
+        return sum(t.read + t.written for t in self.tensors.values())
+
+    @property
+    def requested(self) -> int:
+        """Bytes that programs asked for, from whatever cache."""
+        return sum(t.requested for t in self.tensors.values())
+
+
+def count_launches(
+    function: Callable[[], object], **tensors: Tensor | Sequence[Tensor]
+) -> list[Launch]:
+    """What `function` launches, in order.
+
+    Args:
+        function: of CPU tensors, forward and backward.
+        tensors: name -> a tensor or several; a launch that reads one of them, or what such a launch
+            wrote, is put down to that name.
+    """
+    launches: list[Launch] = []
+    names = _Names({_address(t): name for name, value in tensors.items() for t in tree_iter(value)})
+    with (
+        mock.patch.object(torch.cuda, "get_device_capability", return_value=(9, 0)),
+        _interpreted(launches, names),
+        _as_on_a_card(launches),
+        _Operators(launches, names),
+    ):
+        function()
+    return launches
+
+
+class _Names:
+    """What memory belongs to: a named tensor, or one that was made of such."""
+
+    def __init__(self, given: dict[int, str]) -> None:
+        self.given = given
+        self.made: dict[int, tuple[str, ...]] = {}
+
+    def attribute(self, read: list[int], written: list[int]) -> tuple[str, ...]:
+        """The sources of a launch; what it wrote is theirs from now on."""
+        sources = [self.given[a] for a in read if a in self.given]
+        if not sources:
+            sources = [name for a in read for name in self.made.get(a, ())]
+        unique = tuple(dict.fromkeys(sources))
+        self.made |= dict.fromkeys(written, unique)
+        return unique
+
+
+class _Operators(TorchDispatchMode):
+    """Routes our operators to their kernels and counts torch's."""
+
+    def __init__(self, launches: list[Launch], names: _Names) -> None:
+        super().__init__()
+        self.launches, self.names = launches, names
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        namespace, _, name = func._schema.name.partition("::")
+        if namespace == "torch_fp8":
+            with self:  # what it allocates and what it leaves to torch
+                return _CUDA[name](*args, **(kwargs or {}))
+        made = func(*args, **(kwargs or {}))
+        if not _is_free(func, name, args, kwargs or {}, made):
+            launch = Launch(func._schema.name, "torch")
+            read = [t for t in tree_iter((args, kwargs)) if isinstance(t, Tensor)]
+            written = [t for t in tree_iter(made) if isinstance(t, Tensor)]
+            for i, tensor in enumerate(read):
+                size = tensor.numel() * tensor.element_size()
+                launch.tensors[f"input {i}"] = Traffic(read=size, requested=size)
+            for i, tensor in enumerate(written):
+                size = tensor.numel() * tensor.element_size()
+                launch.tensors[f"output {i}"] = Traffic(written=size, requested=size)
+            addresses = [_address(t) for t in read], [_address(t) for t in written]
+            launch.sources = self.names.attribute(*addresses)
+            self.launches.append(launch)
+        return made
+
+
+def _is_free(func, name, args, kwargs, made) -> bool:
+    """Whether nothing runs on the device: views, memory, and what has no elements."""
+    if name in _ONLY_MEMORY or func.is_view or name == "set_":
+        return True
+    results = [t for t in tree_iter(made) if isinstance(t, Tensor)]
+    inputs = {_address(t) for t in tree_iter((args, kwargs)) if isinstance(t, Tensor)}
+    writes = any(a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments)
+    alias = all(_address(t) in inputs for t in results)
+    return (bool(results) and alias and not writes) or not any(t.numel() for t in results)
+
+
+def _address(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+@contextlib.contextmanager
+def _as_on_a_card(launches: list[Launch]) -> Iterator[None]:
+    """What asks for a tensor's device: GEMMs, padded and laid out and then one launch; the amax."""
+    gemm = sys.modules["torch_fp8.gemm"]
+
+    def operator(a, b, out_dtype, fast_accum, bias=None):
+        launches.append(Launch("scaled_mm", "gemm"))
+        with _disable_current_modes():
+            return torch.zeros(a.qdata.shape[0], b.qdata.shape[0], dtype=out_dtype)
+
+    def on_a_card(a, b, out_dtype, *, bias=None, fast_accum=False, emulate=False):
+        bias = None if bias is None else gemm.cast(bias, out_dtype)
+        return gemm._scaled_mm_cuda(a, b, out_dtype, fast_accum, bias)
+
+    def amax(x):
+        return torch.linalg.vector_norm(x.detach(), ord=float("inf"), dtype=torch.float32)
+
+    users = [m for name, m in sys.modules.items() if name.startswith("torch_fp8")]
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(gemm, "_scaled_mm", operator))
+        for name, other in (("scaled_matmul", on_a_card), ("tensor_amax", amax)):
+            for module in users:
+                if hasattr(module, name):
+                    stack.enter_context(mock.patch.object(module, name, other))
+        yield
+
+
+@contextlib.contextmanager
+def _interpreted(launches: list[Launch], names: _Names) -> Iterator[None]:
+    """Kernels in the interpreter, each a launch with its traffic."""
+    accesses: list[tuple[np.ndarray, int, bool]] = []
+    builder, executor = interpreter.InterpreterBuilder, interpreter.GridExecutor
+    load, store, rmw = (
+        builder.create_masked_load,
+        builder.create_masked_store,
+        builder.create_atomic_rmw,
+    )
+    run, patch_tensor = executor.__call__, interpreter._patch_lang_tensor
+
+    def note(ptrs, mask, is_write):
+        size = max(ptrs.get_element_ty().primitive_bitwidth // 8, 1)
+        accesses.append((ptrs.data[mask.data.astype(bool)].ravel(), size, is_write))
+
+    def noted_load(self, ptrs, mask, *rest):
+        note(ptrs, mask, False)
+        return load(self, ptrs, mask, *rest)
+
+    def noted_store(self, ptrs, value, mask, *rest):
+        note(ptrs, mask, True)
+        return store(self, ptrs, value, mask, *rest)
+
+    def noted_rmw(self, op, ptr, value, mask, *rest):
+        note(ptr, mask, True)
+        return rmw(self, op, ptr, value, mask, *rest)
+
+    def noted_run(self, *args, **kwargs):
+        accesses.clear()
+        with _disable_current_modes():
+            run(self, *args, **kwargs)
+        launches.append(_launch(self, args, accesses, names))
+
+    def patch_for_numpy_2(tensor, scope):
+        # As the original, which fails with NumPy >= 2.4: int() of an array of shape (1,).
+        patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    with (
+        mock.patch.object(builder, "create_masked_load", noted_load),
+        mock.patch.object(builder, "create_masked_store", noted_store),
+        mock.patch.object(builder, "create_atomic_rmw", noted_rmw),
+        mock.patch.object(executor, "__call__", noted_run),
+        mock.patch.object(interpreter, "_patch_lang_tensor", patch_for_numpy_2),
+    ):
+        yield
+
+
+def _launch(executor, args, accesses, names) -> Launch:
+    """One kernel's launch; what it wrote belongs to what it read."""
+    tensors = {}
+    for name, value in zip(executor.arg_names, args, strict=False):
+        if isinstance(value, Tensor):
+            tensors.setdefault(_address(value), (name, value))
+    launch = Launch(executor.fn.__name__.strip("_"), "kernel")
+    total = 0
+    for address, (name, tensor) in tensors.items():
+        size = tensor.untyped_storage().nbytes()
+        traffic = Traffic()
+        for is_write in (False, True):
+            parts, requested = [], 0
+            for pointers, itemsize, wrote in accesses:
+                if wrote is not is_write:
+                    continue
+                inside = pointers[(pointers >= address) & (pointers < address + size)]
+                requested += inside.size * itemsize
+                parts.append((inside, itemsize))
+            moved = requested
+            if size <= IN_L2 and parts:
+                # Elements of one size each: of a small tensor no kernel takes two views.
+                itemsize = next((i for p, i in parts if p.size), 1)
+                touched = np.unique(np.concatenate([p for p, _ in parts]))
+                moved = touched.size * itemsize
+            if is_write:
+                traffic.written = moved
+            else:
+                traffic.read = moved
+            traffic.requested += requested
+            total += requested
+        if traffic.requested:
+            launch.tensors[name] = traffic
+    asked = sum(pointers.size * itemsize for pointers, itemsize, _ in accesses)
+    assert total == asked, f"{launch.name} touched memory of no argument: {asked - total} bytes"
+    used = {a: launch.tensors[n] for a, (n, _) in tensors.items() if n in launch.tensors}
+    read = [a for a, traffic in used.items() if traffic.read]
+    launch.sources = names.attribute(read, [a for a, traffic in used.items() if traffic.written])
+    return launch
