@@ -1,250 +1,382 @@
 """Forward and backward of the seven linears of a Llama-3.1-8B block, casts included.
 
-    python benchmarks/bench_linear.py            # on a GPU; benchmarks/results/linear.csv
-    python benchmarks/bench_linear.py --toy      # small sizes, also on a CPU
+    python -m benchmarks.bench_linear            # on a GPU; benchmarks/results/linear.csv
+    python -m benchmarks.bench_linear --toy      # small sizes, also on a CPU
 
-Every variant runs in this process, interleaved: BF16, each FP8 recipe, torchao's tensorwise and
-rowwise, all eager and compiled. A variant that cannot run here has a row that says why. Rows of
-linear "block" are the sums over the seven.
+Every variant of a number of rows M runs in this process, interleaved: BF16, each FP8 recipe, with
+fast accumulation in all GEMMs, with cached weights, torchao's and Transformer Engine's recipes. A
+variant that cannot run here has a row that says why. Linears:
+
+* each of the seven alone, eager; ``block``: the sum of their medians;
+* ``together``: all seven in one call, q, k, v and gate, up with one input each;
+* ``chain``: these between Hugging Face's RMSNorm, SwiGLU and residual additions, a decoder layer
+  without its attention, where producers can write FP8. Eager and compiled, as ``together``.
+
+``median_ms`` is the GPU's time, which waits until all is launched; ``host_ms`` the host's.
+``..._db``: SQNR against float32. ``floor_ms``: of GEMMs and casts, from counted bytes and FLOPs
+(benchmarks/roofline.py) at the card's measured copy bandwidth and BF16 rate, FP8 twice that;
+``fused_floor_ms``: the same where producers cast, and the optimizer.
+
+linear_shapes.csv, beside it, has the times of the recipes per shape, and the fastest.
 """
 
-import argparse
 import copy
-import gc
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
-from measurement import (
-    ENVIRONMENT,
-    RESULTS,
+from torch import Tensor, nn
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
+
+from benchmarks import peers
+from benchmarks.card import free, measured_rates, peak_mib
+from benchmarks.measurement import (
+    NOT_REACHED,
+    Budget,
+    Table,
     Timing,
     default_device,
     environment,
     interleaved,
+    note_of,
+    parser,
     print_table,
+    read_rows,
     write_rows,
 )
-from shapes import LLAMA_3_1_8B_BLOCK, TOKENS, TOY_BLOCK, TOY_TOKENS
-from torch import nn
+from benchmarks.plot import draw
+from benchmarks.roofline import TRAFFIC, Rates, Traffic, linears_seconds
+from benchmarks.shapes import LLAMA_3_1_8B_BLOCK, TOKENS, TOY_BLOCK, TOY_TOKENS
+from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8
+from torch_fp8.numerics import sqnr_db
+from torch_fp8.recipe import GEMMS, RECIPES
 
-from torch_fp8 import FP8Config, convert_to_float8
-
-RECIPES = ("tensorwise", "delayed", "rowwise", "blockwise", "mxfp8")
 COLUMNS = (
-    "linear",
-    "M",
-    "K",
-    "N",
-    "variant",
-    "mode",
-    "median_ms",
-    "p20_ms",
-    "p80_ms",
-    "tflops",
-    "peak_share",
-    "speedup",
-    "peak_mib",
-    "note",
-    *ENVIRONMENT,
+    *("linear", "M", "K", "N", "variant", "mode", "median_ms", "p20_ms", "p80_ms", "host_ms"),
+    *("tflops", "floor_ms", "floor_share", "fused_floor_ms", "speedup"),
+    *("output_db", "grad_input_db", "grad_weight_db", "peak_mib", "note"),
 )
-# Dense tensor core peaks in TFLOP/s, (BF16, FP8): NVIDIA H100 and H200 data sheets, SXM, half of
-# the figures given "with sparsity".
-PEAKS = {"H100": (989.4, 1978.9), "H200": (989.4, 1978.9)}
+SHAPE_COLUMNS = ("M", "K", "N", "fastest", "speedup", "bf16_ms", *(f"{r}_ms" for r in RECIPES))
+BF16 = "bf16"
+OURS: dict[str, dict[str, Any]] = {
+    **{recipe: {"recipe": recipe} for recipe in RECIPES},
+    "tensorwise, fast accumulation": {"recipe": "tensorwise", "fast_accum": GEMMS},
+    "rowwise, fast accumulation": {"recipe": "rowwise", "fast_accum": GEMMS},
+    "tensorwise, weights cached": {"recipe": "tensorwise", "cache_weights": True},
+    "blockwise, weights cached": {"recipe": "blockwise", "cache_weights": True},
+}
+PEERS = (
+    *(f"torchao {recipe}" for recipe in peers.TORCHAO_RECIPES),
+    *(f"Transformer Engine {recipe}" for recipe in peers.TRANSFORMER_ENGINE_RECIPES),
+)
+VARIANTS = (BF16, *OURS, *PEERS)
+# Each takes half a minute to compile, for each M.
+COMPILED = (BF16, "tensorwise", "delayed", "blockwise", "torchao tensorwise", "torchao rowwise")
 SAMPLES_MS = 400.0  # per variant; at least 5 repetitions, at most 30
+WAIT_MS = {"alone": 3.0, "together": 15.0, "chain": 20.0}  # longer than the host takes to launch
+CORNER = 256
+"""Rows of the output, of the input gradient and of the weight gradient whose error is measured."""
+
+
+class Together(nn.Module):
+    """Seven linears; (M, hidden) and (M, inner) -> their outputs."""
+
+    def __init__(self, block: dict[str, tuple[int, int]]) -> None:
+        super().__init__()
+        for name, (k, n) in block.items():
+            setattr(self, name, nn.Linear(k, n, bias=False))
+
+    def forward(self, x: Tensor, attended: Tensor, y: Tensor, h: Tensor) -> tuple[Tensor, ...]:
+        attention = self.q_proj(x), self.k_proj(x), self.v_proj(x), self.o_proj(attended)
+        return *attention, self.gate_proj(y), self.up_proj(y), self.down_proj(h)
+
+
+class Chain(nn.Module):
+    """A Llama decoder layer without its attention, of Hugging Face's modules."""
+
+    def __init__(self, block: dict[str, tuple[int, int]]) -> None:
+        super().__init__()
+        hidden, inner = block["gate_proj"]
+        for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+            setattr(self, name, nn.Linear(*block[name], bias=False))
+        self.input_layernorm = LlamaRMSNorm(hidden, eps=1e-5)
+        self.post_attention_layernorm = LlamaRMSNorm(hidden, eps=1e-5)
+        self.mlp = LlamaMLP(LlamaConfig(hidden_size=hidden, intermediate_size=inner))
+
+    def forward(self, x: Tensor, attended: Tensor) -> tuple[Tensor, ...]:
+        y = self.input_layernorm(x)
+        x = x + self.o_proj(attended)
+        out = x + self.mlp(self.post_attention_layernorm(x))
+        return self.q_proj(y), self.k_proj(y), self.v_proj(y), out
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--toy", action="store_true", help="small sizes, eager only")
-    parser.add_argument("--tokens", nargs="+", type=int, help="rows M")
-    parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=RECIPES)
-    parser.add_argument("--modes", nargs="+", choices=("eager", "compiled"))
-    parser.add_argument("--budget", type=float, default=float("inf"), help="seconds")
-    parser.add_argument("--csv", type=Path, default=RESULTS / "linear.csv")
-    arguments = parser.parse_args()
+    arguments = parser("linear", __doc__)
+    arguments.add_argument("--tokens", nargs="+", type=int, help="rows M")
+    arguments.add_argument("--variants", nargs="+", choices=VARIANTS, default=VARIANTS)
+    arguments.add_argument("--modes", nargs="+", choices=("eager", "compiled"))
+    arguments = arguments.parse_args()
     block = TOY_BLOCK if arguments.toy else LLAMA_3_1_8B_BLOCK
     tokens = arguments.tokens or (TOY_TOKENS if arguments.toy else TOKENS)
     modes = arguments.modes or (("eager",) if arguments.toy else ("eager", "compiled"))
+    device, budget = default_device(), Budget(arguments.budget)
+    table = Table(arguments.csv, COLUMNS, ("M", "mode"), environment(device))
+    for mode in modes:  # all sizes eager come before the first that is compiled
+        for m in tokens:
+            if not budget.fits():
+                table.add([{"M": m, "mode": mode, "note": NOT_REACHED}])
+                continue
+            with budget.piece():
+                rates = measured_rates(device, toy=arguments.toy)
+                table.add(measure(block, m, arguments.variants, mode, rates, device))
+    write_shapes(arguments.csv)
+    draw(arguments.csv)
+    totals = [row for row in table.rows if row.get("linear") in ("block", "together", "chain")]
+    columns = ("linear", "M", "variant", "mode", "median_ms", "host_ms", "floor_share", "speedup")
+    print_table((*columns, "note"), totals)
 
-    device, start, rows = default_device(), time.monotonic(), []
-    about = environment(device)
-    slowest = 0.0
-    for num_tokens in tokens:
-        began = time.monotonic()
-        if began - start + slowest > arguments.budget:
-            rows.append({"M": num_tokens, "note": "not reached within the budget", **about})
-            continue
-        measured = measure_block(block, num_tokens, arguments.recipes, modes, device)
-        rows += [row | about for row in measured]
-        write_rows(arguments.csv, COLUMNS, rows)
-        slowest = max(slowest, time.monotonic() - began)
-    write_rows(arguments.csv, COLUMNS, rows)
-    totals = [row for row in rows if row.get("linear") == "block"]
-    print_table(("M", "variant", "mode", "median_ms", "tflops", "speedup", "note"), totals)
 
-
-def measure_block(
+def measure(
     block: dict[str, tuple[int, int]],
-    num_tokens: int,
-    recipes: list[str],
-    modes: tuple[str, ...],
+    m: int,
+    variants: tuple[str, ...],
+    mode: str,
+    rates: Rates,
     device: torch.device,
 ) -> list[dict[str, object]]:
-    """Rows for every linear and variant at M = num_tokens, and their sums over the block."""
+    """Rows of every linear and variant on m rows."""
     rows: list[dict[str, object]] = []
-    by_shape: dict[tuple[int, int], list[dict[str, object]]] = {}
-    for linear, shape in block.items():
-        if shape not in by_shape:  # k and v, gate and up are the same GEMMs
-            by_shape[shape] = list(measure_linear(*shape, num_tokens, recipes, modes, device))
-        rows += [{"linear": linear, **row} for row in by_shape[shape]]
-    keys = dict.fromkeys((row["variant"], row["mode"]) for row in rows)
-    return rows + [_total(variant, mode, rows, num_tokens) for variant, mode in keys]
+    if mode == "eager":
+        shapes = dict.fromkeys(block.values())  # k and v, gate and up are the same GEMMs
+        of_shape = {s: alone(*s, m, variants, rates, device) for s in shapes}
+        rows += [{"linear": name, **row} for name, s in block.items() for row in of_shape[s]]
+        rows += [_total(variant, rows, block, m, rates) for variant in variants]
+    elif mode == "compiled":
+        variants = tuple(v for v in variants if v in COMPILED)
+    for name, module in (("together", Together), ("chain", Chain)):
+        rows += whole(name, module(block), block, m, variants, mode, rates, device)
+    return [{"M": m, "mode": mode, **row} for row in rows]
 
 
-def measure_linear(
-    in_features: int,
-    out_features: int,
-    num_tokens: int,
-    recipes: list[str],
-    modes: tuple[str, ...],
-    device: torch.device,
-) -> Iterator[dict[str, object]]:
-    """A row per variant and mode for one linear."""
+def alone(
+    k: int, n: int, m: int, variants: tuple[str, ...], rates: Rates, device: torch.device
+) -> list[dict[str, object]]:
+    """A row per variant of one linear."""
     torch.manual_seed(0)
-    stock = nn.Linear(in_features, out_features, bias=False, device=device, dtype=torch.bfloat16)
-    x = torch.randn(num_tokens, in_features, device=device, dtype=torch.bfloat16)
-    grad = torch.randn(num_tokens, out_features, device=device, dtype=torch.bfloat16) * 1e-3
-    runs: dict[str, Callable[[], None]] = {}
+    stock = nn.Linear(k, n, bias=False, device=device, dtype=torch.bfloat16)
+    x = torch.randn(m, k, device=device, dtype=torch.bfloat16)
+    grad = torch.randn(m, n, device=device, dtype=torch.bfloat16) * 1e-3
+    rows = _variants(stock, (x,), (grad,), variants, "eager", {"": (k, n)}, m, rates, device)
+    return [{"K": k, "N": n, **row} for row in rows]
+
+
+def whole(
+    name: str,
+    module: nn.Module,
+    block: dict[str, tuple[int, int]],
+    m: int,
+    variants: tuple[str, ...],
+    mode: str,
+    rates: Rates,
+    device: torch.device,
+) -> list[dict[str, object]]:
+    """A row per variant of a module that holds all linears of a block."""
+    torch.manual_seed(0)
+    module = module.to(device, torch.bfloat16)
+
+    def random(linear: str, side: int, size: float = 1.0) -> Tensor:
+        shape = (m, block[linear][side])
+        return torch.randn(shape, device=device, dtype=torch.bfloat16) * size
+
+    attention = ("q_proj", "k_proj", "v_proj")
+    if name == "together":
+        inputs = [random(linear, 0) for linear in ("q_proj", "o_proj", "gate_proj", "down_proj")]
+        outputs = tuple(block)
+    else:
+        inputs = [random("q_proj", 0), random("o_proj", 0)]
+        outputs = (*attention, "down_proj")
+    grads = [random(linear, 1, 1e-3) for linear in outputs]
+    rows = _variants(module, tuple(inputs), tuple(grads), variants, mode, block, m, rates, device)
+    free(device)
+    return [{"linear": name, **row} for row in rows]
+
+
+def _variants(
+    stock: nn.Module,
+    inputs: tuple[Tensor, ...],
+    grads: tuple[Tensor, ...],
+    variants: tuple[str, ...],
+    mode: str,
+    linears: dict[str, tuple[int, int]],
+    m: int,
+    rates: Rates,
+    device: torch.device,
+) -> list[dict[str, object]]:
+    """Build, check and time all variants of a module, interleaved."""
+    kind = {"Linear": "alone", "Together": "together", "Chain": "chain"}[type(stock).__name__]
+    runs: dict[str, Callable[[], object]] = {}
     notes: dict[str, str] = {}
-    peaks: dict[str, float] = {}
-    for name in (f"{variant}/{mode}" for variant in _variants(recipes) for mode in modes):
-        variant, mode = name.split("/")
+    figures: dict[str, dict[str, object]] = {variant: {} for variant in variants}
+    for variant in variants:
         try:
-            module = _build(variant, copy.deepcopy(stock))
-            run = _step(torch.compile(module) if mode == "compiled" else module, x, grad)
-            peaks[name] = _peak_mib(run, device)
-        except Exception as error:  # whatever a variant cannot do here becomes its row's note
-            notes[name] = f"{type(error).__name__}: {str(error).splitlines()[0][:160]}"
+            module = build(variant, copy.deepcopy(stock))
+            compiled = torch.compile(module) if mode == "compiled" else module
+            run = step(compiled, list(module.parameters()), inputs, grads)
+            run()
+            if kind == "alone":
+                figures[variant] = errors(stock, inputs[0], grads[0], *run())
+            figures[variant]["peak_mib"] = round(peak_mib(run, device), 1)
+        except Exception as error:
+            notes[variant] = note_of(error)
         else:
-            runs[name] = run
-    repetitions = _repetitions(runs, device)
-    timings = interleaved(runs, device, repetitions)
+            runs[variant] = run
+    first = interleaved(runs, device, 1, warmup=1, failures=notes)
+    longest = max((timing.median for timing in first.values()), default=1.0)
+    timings = interleaved(
+        {name: runs[name] for name in first},
+        device,
+        int(min(max(SAMPLES_MS / longest, 5), 30)),
+        wait_ms=WAIT_MS[kind],
+        failures=notes,
+    )
     torch.compiler.reset()
-    gc.collect()
-    flops = 6 * num_tokens * in_features * out_features
-    for name in runs | notes:
-        variant, mode = name.split("/")
-        row = {"M": num_tokens, "K": in_features, "N": out_features}
-        row |= {"variant": variant, "mode": mode, "note": notes.get(name, "")}
-        if name in timings:
-            baseline = timings.get(f"bf16/{mode}")
-            row |= _figures(timings[name], flops, variant, baseline, device)
-            row["peak_mib"] = round(peaks[name], 1)
-        yield row
+    free(device)
+    rows = []
+    for variant in variants:
+        row: dict[str, object] = {"variant": variant, "mode": mode, "note": notes.get(variant, "")}
+        if variant in timings:
+            timing = timings[variant]
+            row |= timing.columns() | figures[variant] | {"host_ms": round(timing.host, 4)}
+            row |= speed(timing, timings.get(BF16), variant, linears, m, rates, kind != "alone")
+        rows.append(row)
+    return rows
 
 
-def _variants(recipes: list[str]) -> tuple[str, ...]:
-    return ("bf16", *recipes, "torchao tensorwise", "torchao rowwise")
-
-
-def _build(variant: str, module: nn.Linear) -> nn.Module:
-    if variant == "bf16":
+def build(variant: str, module: nn.Module) -> nn.Module:
+    """The module as a variant runs it."""
+    if variant == BF16:
         return module
     if variant.startswith("torchao "):
-        try:
-            from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-        except ImportError as error:
-            raise ImportError("torchao is not installed") from error
-        config = Float8LinearConfig.from_recipe_name(variant.removeprefix("torchao "))
-        holder = nn.Sequential(module)
-        return convert_to_float8_training(holder, config=config)[0]
-    convert_to_float8(module, FP8Config(recipe=variant))
+        return peers.torchao(module, variant.removeprefix("torchao "))
+    if variant.startswith("Transformer Engine "):
+        return peers.TransformerEngine(module, variant.removeprefix("Transformer Engine "))
+    config = FP8Config(**OURS[variant])
+    convert_to_float8(module, config)
+    if config.cache_weights:  # the optimizer, which steps once per several calls, fills the caches
+        optimizer = torch.optim.AdamW(module.parameters())
+        convert_optimizer(optimizer, config, model=module)
     return module
 
 
-def _step(
-    module: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, grad: torch.Tensor
-) -> Callable[[], None]:
-    """One forward and backward with the gradients of input and weight."""
-    leaf = x.detach().requires_grad_()
-    parameters = list(module.parameters())
+def step(
+    module: Callable[..., Any],
+    parameters: list[nn.Parameter],
+    inputs: tuple[Tensor, ...],
+    grads: tuple[Tensor, ...],
+) -> Callable[[], tuple[Tensor, Tensor, Tensor]]:
+    """One forward and backward -> output, gradients of the first input and the first weight."""
+    leaves = [x.detach().requires_grad_() for x in inputs]
 
-    def run() -> None:
-        leaf.grad = None
-        for parameter in parameters:
-            parameter.grad = None
-        module(leaf).backward(grad)
+    def run() -> tuple[Tensor, Tensor, Tensor]:
+        for leaf in (*leaves, *parameters):
+            leaf.grad = None
+        outputs = module(*leaves)
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        torch.autograd.backward(outputs, grads)
+        return outputs[0].detach(), leaves[0].grad, parameters[0].grad
 
     return run
 
 
-def _peak_mib(run: Callable[[], None], device: torch.device) -> float:
-    """Peak memory of one call beyond what is there before, in MiB; 0 on the CPU."""
-    run()
-    if device.type != "cuda":
-        return 0.0
-    torch.cuda.synchronize(device)
-    before = torch.cuda.memory_allocated(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    run()
-    torch.cuda.synchronize(device)
-    return (torch.cuda.max_memory_allocated(device) - before) / 2**20
-
-
-def _repetitions(runs: dict[str, Callable[[], None]], device: torch.device) -> int:
-    first = interleaved(runs, device, repetitions=1, warmup=1)
-    longest = max(timing.median for timing in first.values())
-    return int(min(max(SAMPLES_MS / longest, 5), 30))
-
-
-def _figures(
-    timing: Timing, flops: float, variant: str, baseline: Timing | None, device: torch.device
+def errors(
+    stock: nn.Module, x: Tensor, grad: Tensor, output: Tensor, dx: Tensor, dw: Tensor
 ) -> dict[str, object]:
-    tflops = flops / timing.median / 1e9
+    """SQNR of the three results against float32, on their first rows."""
+    weight, some = stock.weight.float(), slice(0, CORNER)
+    exact = {
+        "output_db": (x[some].float() @ weight.t(), output[some]),
+        "grad_input_db": (grad[some].float() @ weight, dx[some]),
+        "grad_weight_db": (grad[:, some].float().t() @ x.float(), dw[some]),
+    }
+    return {name: round(sqnr_db(want, got), 2) for name, (want, got) in exact.items()}
+
+
+def speed(
+    timing: Timing,
+    baseline: Timing | None,
+    variant: str,
+    linears: dict[str, tuple[int, int]],
+    m: int,
+    rates: Rates,
+    share_inputs: bool,
+) -> dict[str, object]:
+    """TFLOP/s of the GEMMs, the floors, and the speed-up over BF16."""
+    flops = sum(6 * m * k * n for k, n in linears.values())
+    used = traffic(variant)
+    floor = linears_seconds(m, linears, rates, used, share_inputs=share_inputs) * 1e3
+    fused = None if used is None else TRAFFIC["fused"]
+    fused_floor = linears_seconds(m, linears, rates, fused, share_inputs=share_inputs) * 1e3
     return {
-        "median_ms": round(timing.median, 4),
-        "p20_ms": round(timing.p20, 4),
-        "p80_ms": round(timing.p80, 4),
-        "tflops": round(tflops, 3),
-        "peak_share": _peak_share(tflops, variant, device),
+        "tflops": round(flops / timing.median / 1e9, 3),
+        "floor_ms": round(floor, 4),
+        "floor_share": round(floor / timing.median, 3),
+        "fused_floor_ms": round(fused_floor, 4),
         "speedup": round(baseline.median / timing.median, 3) if baseline else "",
     }
 
 
-def _peak_share(tflops: float, variant: str, device: torch.device) -> object:
-    if device.type != "cuda":
-        return ""
-    name = torch.cuda.get_device_name(device)
-    peak = next((peaks[variant != "bf16"] for card, peaks in PEAKS.items() if card in name), None)
-    return round(tflops / peak, 3) if peak else ""
+def traffic(variant: str) -> Traffic | None:
+    """What the casts of a variant move; None for BF16."""
+    if variant == BF16:
+        return None
+    if variant in TRAFFIC:
+        return TRAFFIC[variant]
+    recipe, _, option = variant.partition(", ")
+    of_recipe = TRAFFIC[recipe]
+    return Traffic(of_recipe.x, 0, of_recipe.g) if option == "weights cached" else of_recipe
 
 
 def _total(
-    variant: object, mode: object, rows: list[dict[str, object]], num_tokens: int
+    variant: str,
+    rows: list[dict[str, object]],
+    block: dict[str, tuple[int, int]],
+    m: int,
+    rates: Rates,
 ) -> dict[str, object]:
-    """The sum of the medians over the linears, and the speed-up over BF16 in the same mode."""
+    """The sum of the medians over the linears."""
 
-    def medians(name: object) -> list[float]:
-        found = [row for row in rows if (row["variant"], row["mode"]) == (name, mode)]
-        return [row["median_ms"] for row in found if "median_ms" in row]
+    def medians(name: str) -> list[float]:
+        return [row["median_ms"] for row in rows if row["variant"] == name and "median_ms" in row]
 
-    total = {"linear": "block", "M": num_tokens, "variant": variant, "mode": mode}
-    mine, baseline = medians(variant), medians("bf16")
+    mine, baseline = medians(variant), medians(BF16)
     missing = next((row["note"] for row in rows if row["variant"] == variant and row["note"]), "")
-    num_linears = len({row["linear"] for row in rows})
-    if len(mine) < num_linears:
+    total: dict[str, object] = {"linear": "block", "variant": variant, "mode": "eager"}
+    if len(mine) < len(block):
         return total | {"note": missing}
-    flops = sum(6 * num_tokens * k * n for k, n in _shapes(rows))
-    total |= {"median_ms": round(sum(mine), 4), "tflops": round(flops / sum(mine) / 1e9, 3)}
-    if len(baseline) == num_linears:
-        total["speedup"] = round(sum(baseline) / sum(mine), 3)
-    return total
+    total["median_ms"] = round(sum(mine), 4)
+    sums = [Timing(sum(ms), 0, 0) if len(ms) == len(block) else None for ms in (mine, baseline)]
+    assert sums[0] is not None
+    return total | speed(*sums, variant, block, m, rates, share_inputs=False)
 
 
-def _shapes(rows: list[dict[str, object]]) -> list[tuple[int, int]]:
-    return list({row["linear"]: (row["K"], row["N"]) for row in rows}.values())
+def write_shapes(path: Path) -> None:
+    """The times of the recipes per shape, from the rows of single linears, and the fastest."""
+    shapes: dict[tuple[int, ...], dict[str, float]] = {}
+    for row in read_rows(path):
+        if row["K"] and row["median_ms"] and row["variant"] in (BF16, *RECIPES):
+            shape = tuple(int(row[column]) for column in ("M", "K", "N"))
+            shapes.setdefault(shape, {})[row["variant"]] = float(row["median_ms"])
+    rows: list[dict[str, object]] = []
+    for shape, times in sorted(shapes.items()):
+        fastest = min(times, key=lambda name: times[name])
+        row = dict(zip(("M", "K", "N"), shape, strict=True)) | {"fastest": fastest}
+        row |= {f"{name}_ms": ms for name, ms in times.items()}
+        if BF16 in times:
+            row["speedup"] = round(times[BF16] / times[fastest], 3)
+        rows.append(row)
+    write_rows(path.with_name("linear_shapes.csv"), SHAPE_COLUMNS, rows)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""One optimizer step on a billion parameters: 8-bit AdamW against torch's fused one in FP32.
+"""One optimizer step on a billion parameters: 8-bit AdamW against torch's fused one and torchao's.
 
-    python benchmarks/bench_optimizer.py         # on a GPU; benchmarks/results/optimizer.csv
-    python benchmarks/bench_optimizer.py --toy   # a tiny model, also on a CPU: the reference path
+    python -m benchmarks.bench_optimizer         # on a GPU; benchmarks/results/optimizer.csv
+    python -m benchmarks.bench_optimizer --toy   # a tiny model, also on a CPU: the reference path
 
 The parameters of a TinyLlama-1.1B layout with tied embeddings: 200 tensors, 1.03e9 elements. All
 variants step in this process, interleaved, with gradients that are there already. Before each call
@@ -9,151 +9,185 @@ the GPU is given something to wait on, so that `median_ms` is the GPU's time; `h
 host's, which a training loop hides behind the backward pass or does not.
 
 `bytes` are counted from the tensors: weights and states read and written, gradients read, once
-each, also where update clipping reads gradients and second moments before. Takes 60 GB of memory.
-`copy_share` is their rate over the card's copy bandwidth, measured between the steps; `speedup` is
-over torch's fused AdamW.
+each, also where update clipping reads gradients and second moments before. Takes 90 GB of memory.
+`floor_ms` is their time at the card's copy bandwidth, measured between the steps, and `copy_share`
+the floor over the median; `speedup` is over torch's fused AdamW. `loss`: of a small regression that
+the variant has trained for `LOSS_STEPS` steps.
 """
 
 import argparse
-import statistics
-import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
-from measurement import (
-    ENVIRONMENT,
-    RESULTS,
+from torch import Tensor, nn
+
+from benchmarks import peers
+from benchmarks.card import copying, free
+from benchmarks.measurement import (
+    NOT_REACHED,
+    Budget,
+    Table,
     default_device,
     environment,
     interleaved,
+    note_of,
+    parser,
     print_table,
-    write_rows,
 )
-from shapes import TINY_LLAMA_1_1B, TOY_LLAMA, parameter_shapes
-from torch import Tensor, nn
-
+from benchmarks.memory_tracker import plain_parts
+from benchmarks.plot import draw
+from benchmarks.shapes import TINY_LLAMA_1_1B, TOY_LLAMA, parameter_shapes
 from torch_fp8 import FP8Config, convert_optimizer
 from torch_fp8.gradients import Float8Grad
 from torch_fp8.optimizer_state import is_large
 
 COLUMNS = (
-    "variant",
-    "tensors",
-    "parameters",
-    "median_ms",
-    "p20_ms",
-    "p80_ms",
-    "host_ms",
-    "bytes",
-    "bytes_per_parameter",
-    "gb_per_s",
-    "copy_share",
-    "speedup",
-    "note",
-    *ENVIRONMENT,
+    *("variant", "tensors", "parameters", "median_ms", "p20_ms", "p80_ms", "host_ms"),
+    *("bytes", "bytes_per_parameter", "gb_per_s", "floor_ms", "copy_share", "speedup"),
+    *("loss", "note"),
 )
 FUSED = "torch AdamW, fp32"
+FUSED_BF16 = "torch AdamW, bf16"
 COPY = "copy"
 # Name -> (residual bits, update clipping, 8-bit gradients).
-VARIANTS = {
+OURS = {
     "fp8, 8 residual bits": (8, False, False),
     "fp8, 4 residual bits": (4, False, False),
     "fp8, no residual": (0, False, False),
     "fp8, 8 residual bits, 8-bit gradients": (8, False, True),
     "fp8, 8 residual bits, update clipping": (8, True, False),
 }
+PEERS = tuple(f"torchao {name}" for name in peers.TORCHAO_OPTIMIZERS)
+VARIANTS = (FUSED, FUSED_BF16, *OURS, *PEERS)
 COPY_BYTES = 4 * 2**30
 WAIT_MS = 30.0  # longer than the host takes for any step
+LOSS_FEATURES, LOSS_STEPS = 128, 60
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--toy", action="store_true", help="a tiny model")
-    parser.add_argument("--repetitions", type=int, default=30)
-    parser.add_argument("--budget", type=float, default=float("inf"), help="seconds")
-    parser.add_argument("--csv", type=Path, default=RESULTS / "optimizer.csv")
-    arguments = parser.parse_args()
+    arguments = parser("optimizer", __doc__)
+    arguments.add_argument("--variants", nargs="+", choices=VARIANTS)
+    arguments.add_argument("--repetitions", type=int, default=30)
+    arguments = arguments.parse_args()
+    # torchao's compile for each shape, minutes on a CPU.
+    every = (FUSED, FUSED_BF16, *OURS) if arguments.toy else VARIANTS
+    arguments.variants = arguments.variants or every
     if arguments.toy:
         arguments.repetitions = 2
     device = default_device()
-    rows = measure(arguments, device)
-    about = environment(device)
-    write_rows(arguments.csv, COLUMNS, [row | about for row in rows])
-    print_table(("variant", "median_ms", "host_ms", "gb_per_s", "copy_share", "speedup"), rows)
+    table = Table(arguments.csv, COLUMNS, ("tensors", "parameters"), environment(device))
+    table.add(measure(arguments, device))
+    draw(arguments.csv)
+    columns = ("variant", "median_ms", "host_ms", "gb_per_s", "copy_share", "speedup", "loss")
+    print_table((*columns, "note"), table.rows)
 
 
 def measure(arguments: argparse.Namespace, device: torch.device) -> list[dict[str, object]]:
     """A row per variant, and one of the copy."""
-    start = time.monotonic()
+    budget = Budget(arguments.budget)
     shapes = parameter_shapes(**(TOY_LLAMA if arguments.toy else TINY_LLAMA_1_1B))
-    runs: dict[str, Callable[[], None]] = {}
+    runs: dict[str, Callable[[], object]] = {}
     num_bytes: dict[str, int] = {}
-    host_ms: dict[str, list[float]] = {}
+    losses: dict[str, float] = {}
     notes: dict[str, str] = {}
-    for name in (FUSED, *VARIANTS):
-        try:
-            optimizer = build(name, shapes, device)
-            optimizer.step()  # compiles, and makes the states
-        except Exception as error:  # whatever cannot run here becomes its row's note
-            notes[name] = f"{type(error).__name__}: {str(error).splitlines()[0][:160]}"
+    for name in arguments.variants:
+        if not budget.fits():
+            notes[name] = NOT_REACHED
             continue
-        runs[name] = timed_on_host(optimizer.step, host_ms.setdefault(name, []))
+        with budget.piece():
+            try:
+                losses[name] = training_loss(name, device)
+                optimizer = build(name, shapes, device)
+                optimizer.step()  # compiles, and makes the states
+            except Exception as error:
+                notes[name] = note_of(error)
+                continue
+        runs[name] = optimizer.step
         num_bytes[name] = moved_bytes(optimizer)
-    runs[COPY], num_bytes[COPY] = copy(2**20 if arguments.toy else COPY_BYTES, device)
-    if time.monotonic() - start > arguments.budget:
-        return [{"variant": FUSED, "note": "not reached within the budget"}]
+    runs[COPY], num_bytes[COPY] = copying(2**20 if arguments.toy else COPY_BYTES, device)
     wait = 0.0 if arguments.toy else WAIT_MS
-    timings = interleaved(runs, device, arguments.repetitions, wait_ms=wait)
-    rate = {name: num_bytes[name] / timing.median / 1e6 for name, timing in timings.items()}
+    timings = interleaved(runs, device, arguments.repetitions, wait_ms=wait, failures=notes)
+    copy_rate = num_bytes[COPY] / timings[COPY].median / 1e6
     parameters = sum(torch.Size(shape).numel() for shape in shapes)
     rows: list[dict[str, object]] = []
-    for name in (FUSED, *VARIANTS, COPY):
+    for name in (*arguments.variants, COPY):
         row: dict[str, object] = {"variant": name, "note": notes.get(name, "")}
+        row |= {"tensors": len(shapes), "parameters": parameters}
         if name in timings:
             timing = timings[name]
-            row |= {
-                "median_ms": round(timing.median, 4),
-                "p20_ms": round(timing.p20, 4),
-                "p80_ms": round(timing.p80, 4),
+            rate = num_bytes[name] / timing.median / 1e6
+            row |= timing.columns() | {
+                "host_ms": round(timing.host, 4),
                 "bytes": num_bytes[name],
-                "gb_per_s": round(rate[name], 1),
-                "copy_share": round(rate[name] / rate[COPY], 3),
+                "gb_per_s": round(rate, 1),
+                "floor_ms": round(num_bytes[name] / copy_rate / 1e6, 4),
+                "copy_share": round(rate / copy_rate, 3),
             }
         if name in timings and name != COPY:
-            row |= {
-                "tensors": len(shapes),
-                "parameters": parameters,
-                "host_ms": round(statistics.median(host_ms[name]), 4),
-                "bytes_per_parameter": round(num_bytes[name] / parameters, 3),
-                "speedup": round(timings[FUSED].median / timings[name].median, 3)
-                if FUSED in timings
-                else "",
-            }
+            row["bytes_per_parameter"] = round(num_bytes[name] / parameters, 3)
+            row["loss"] = round(losses[name], 6)
+            if FUSED in timings:
+                row["speedup"] = round(timings[FUSED].median / timings[name].median, 3)
         rows.append(row)
+    free(device)
     return rows
+
+
+def training_loss(name: str, device: torch.device) -> float:
+    """Mean squared error of a small network that the variant has trained."""
+    torch.manual_seed(0)
+    dtype = torch.bfloat16 if name in (FUSED_BF16, *PEERS) else torch.float32
+    width = LOSS_FEATURES
+    network = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+    x, target = torch.randn(512, width), torch.randn(width, width) / width**0.5
+    network, x, target = network.to(device, dtype), x.to(device), (x @ target).to(device)
+    optimizer = make_optimizer(name, list(network.parameters()), 3e-3, device)
+    for _ in range(LOSS_STEPS):
+        optimizer.zero_grad()
+        with torch.autocast(device.type, torch.bfloat16):
+            output = network(x)
+        loss = (output.float() - target).square().mean()
+        loss.backward()
+        for parameter in network.parameters():
+            parameter.grad = as_stored(name, parameter, parameter.grad)
+        optimizer.step()
+    return float(loss)
+
+
+def make_optimizer(
+    name: str, parameters: list[nn.Parameter], lr: float, device: torch.device
+) -> torch.optim.Optimizer:
+    """The variant's AdamW of these parameters."""
+    if name in PEERS:
+        return peers.torchao_optimizer(name.removeprefix("torchao "), parameters, lr=lr)
+    fused = name not in OURS and device.type == "cuda"
+    optimizer = torch.optim.AdamW(parameters, lr=lr, fused=fused)
+    if name in OURS:
+        residual_bits, clipping, _ = OURS[name]
+        config = FP8Config(opt_level="O2", residual_bits=residual_bits, update_clipping=clipping)
+        convert_optimizer(optimizer, config)
+    return optimizer
+
+
+def as_stored(name: str, parameter: nn.Parameter, grad: Tensor) -> Tensor:
+    """A gradient in the variant's format."""
+    quantized = name in OURS and OURS[name][2] and is_large(parameter)
+    return Float8Grad.quantize(grad) if quantized else grad
 
 
 def build(name: str, shapes: list[tuple[int, ...]], device: torch.device) -> torch.optim.Optimizer:
     """An optimizer whose parameters have gradients."""
     generator = torch.Generator(device).manual_seed(0)
+    dtype = torch.bfloat16 if name in (FUSED_BF16, *PEERS) else torch.float32
 
     def random(shape: tuple[int, ...], size: float) -> Tensor:
         return torch.randn(shape, generator=generator, device=device) * size
 
-    parameters = [nn.Parameter(random(shape, 0.02)) for shape in shapes]
-    optimizer = torch.optim.AdamW(parameters, lr=1e-4, fused=name == FUSED)
-    if name == FUSED:
-        for parameter in parameters:
-            parameter.grad = random(parameter.shape, 1e-3)
-        return optimizer
-    residual_bits, clipping, small_gradients = VARIANTS[name]
-    config = FP8Config(opt_level="O2", residual_bits=residual_bits, update_clipping=clipping)
-    convert_optimizer(optimizer, config)
+    parameters = [nn.Parameter(random(shape, 0.02).to(dtype)) for shape in shapes]
+    optimizer = make_optimizer(name, parameters, 1e-4, device)
     for parameter in parameters:
         grad = random(parameter.shape, 1e-3).to(parameter.dtype)
-        quantized = small_gradients and is_large(parameter)
-        parameter.grad = Float8Grad.quantize(grad) if quantized else grad
+        parameter.grad = as_stored(name, parameter, grad)
     return optimizer
 
 
@@ -163,33 +197,9 @@ def moved_bytes(optimizer: torch.optim.Optimizer) -> int:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             states = [s for s in optimizer.state[parameter].values() if s.ndim]
-            grad = parameter.grad
-            parts = grad.parts() if isinstance(grad, Float8Grad) else [grad]
-            total += sum(2 * tensor.nbytes for tensor in (parameter, *states))
-            total += sum(part.nbytes for part in parts)
+            total += 2 * sum(part.nbytes for t in (parameter, *states) for part in plain_parts(t))
+            total += sum(part.nbytes for part in plain_parts(parameter.grad))
     return total
-
-
-def timed_on_host(run: Callable[[], object], milliseconds: list[float]) -> Callable[[], None]:
-    """`run`, noting how long the host takes for each call."""
-
-    def timed() -> None:
-        began = time.perf_counter()
-        run()
-        milliseconds.append((time.perf_counter() - began) * 1e3)
-
-    return timed
-
-
-def copy(size: int, device: torch.device) -> tuple[Callable[[], None], int]:
-    """A copy on the device, and the bytes that it reads and writes."""
-    source = torch.zeros(size, dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-
-    def run() -> None:
-        target.copy_(source)
-
-    return run, 2 * size
 
 
 if __name__ == "__main__":

@@ -1,222 +1,296 @@
-"""One fine-tuning step of the Llama-3.2-1B layout through the real Lightning Trainer.
+"""A full fine-tuning step of Llama layouts through the real Lightning Trainer and Accelerate.
 
-    python benchmarks/bench_step.py            # on a GPU; benchmarks/results/step.csv
-    python benchmarks/bench_step.py --toy      # a tiny model, also on a CPU
+    python -m benchmarks.bench_step            # on a GPU; benchmarks/results/step.csv
+    python -m benchmarks.bench_step --toy      # a tiny model, also on a CPU
 
-bf16-mixed against fp8-mixed, eager and with the decoder layers compiled, in one process: each round
-runs a few steps of every variant in turn. Random weights (transformers.LlamaConfig), random tokens,
-one sequence of 4096 per step, fused AdamW, no checkpoint, no logger. The loss is the mean over the
-measured steps: a sanity check that both train, not a comparison of quality.
+Layouts of Llama-3.2-3B, -1B and 3.1-8B with random weights, sequences of 4096, learnable tokens,
+AdamW. BF16-mixed, our levels, torchao (its linears with fused AdamW, and with its low-bit AdamW on
+BF16 weights) and Transformer Engine, eager and with the decoder layers compiled, in one process:
+each round runs a few steps of every variant in turn, from the same weights on the same tokens.
+
+* ``median_ms``: from a step's begin to the next one's, on the GPU; ``forward_ms``,
+  ``backward_ms``, ``optimizer_ms``: medians of its phases (with gradient release the optimizer
+  runs in backward).
+* ``loss``: of the last step; ``loss_difference``: of the mean over the measured steps, against
+  bf16-mixed in the same host and mode.
+* ``speedup``: over bf16-mixed in the same host and mode, ``speedup_over_compiled``: over compiled
+  bf16-mixed, at equal batch.
+* ``peak_mib``: of the measured steps; ``run_peak_mib``: with everything before them.
+* ``floor_ms``: counted bytes and FLOPs at the card's measured rates (benchmarks/roofline.py).
+* ``--largest``: each variant at the largest batch that fits, too, found from its peaks at 1 and 2.
 """
 
 import argparse
-import gc
-import os
-import time
-from collections.abc import Iterator
-from pathlib import Path
+import math
+import statistics
+from typing import Any, NamedTuple
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-
-import lightning
 import torch
-from lightning.pytorch.callbacks import Callback
-from measurement import (
-    ENVIRONMENT,
-    RESULTS,
+
+from benchmarks.bench_linear import traffic
+from benchmarks.card import free, measured_rates
+from benchmarks.measurement import (
+    NOT_REACHED,
+    Budget,
+    Table,
     default_device,
     environment,
+    note_of,
+    parser,
     print_table,
     timing_of,
-    write_rows,
 )
-from shapes import LLAMA_3_2_1B, SEQUENCE, TOY_LLAMA, TOY_SEQUENCE
-from torch.utils.data import DataLoader, TensorDataset
-from transformers import LlamaConfig, LlamaForCausalLM
-
-from torch_fp8 import Float8Linear
+from benchmarks.plot import draw
+from benchmarks.roofline import Rates, step_seconds
+from benchmarks.shapes import LAYOUTS, SEQUENCE, TOY_LLAMA, TOY_SEQUENCE, parameter_count
+from benchmarks.training_run import HOSTS, PHASES, WARMUP_STEPS, Run, Variant, bigram_tokens
 
 COLUMNS = (
-    "model",
-    "precision",
-    "mode",
-    "batch",
-    "sequence",
-    "median_ms",
-    "p20_ms",
-    "p80_ms",
-    "tokens_per_s",
-    "speedup",
-    "peak_mib",
-    "fp8_linears",
-    "loss",
-    "steps",
-    "note",
-    *ENVIRONMENT,
+    *("model", "host", "variant", "mode", "batch", "sequence", "median_ms", "p20_ms", "p80_ms"),
+    *(f"{phase}_ms" for phase in PHASES),
+    *("tokens_per_s", "floor_ms", "floor_share", "speedup", "speedup_over_compiled"),
+    *("peak_mib", "run_peak_mib", "peak_share", "fp8_linears"),
+    *("loss", "loss_difference", "steps", "note"),
 )
-PRECISIONS = ("bf16-mixed", "fp8-mixed")
-WARMUP_STEPS = 3  # of each round: compilation, allocator and optimizer state
+BF16, FP8 = "bf16-mixed", "fp8-mixed"
+VARIANTS = {
+    BF16: Variant(BF16),
+    FP8: Variant(FP8, optimizer_bytes=12.1),
+    "fp8-mixed, O3": Variant(FP8, {"opt_level": "O3"}, optimizer_bytes=11.2),
+    "fp8-mixed, O3, release": Variant(
+        FP8, {"opt_level": "O3", "gradient_release": True}, optimizer_bytes=11.2
+    ),
+    "fp8-mixed, cached weights": Variant(FP8, {"cache_weights": True}, optimizer_bytes=12.1),
+    "fp8-mixed, delayed": Variant(FP8, {"recipe": "delayed"}, optimizer_bytes=12.1),
+    "fp8-mixed, blockwise": Variant(FP8, {"recipe": "blockwise"}, optimizer_bytes=12.1),
+    "fp8-mixed, Transformer Engine": Variant(
+        FP8, {"backend": "transformer-engine"}, optimizer_bytes=12.1
+    ),
+    "torchao tensorwise": Variant(BF16, peer="torchao tensorwise"),
+    "torchao rowwise": Variant(BF16, peer="torchao rowwise"),
+    "torchao tensorwise, AdamWFp8": Variant(
+        "bf16-true", peer="torchao tensorwise", optimizer="AdamWFp8", optimizer_bytes=10.0
+    ),
+    "torchao rowwise, AdamW8bit": Variant(
+        "bf16-true", peer="torchao rowwise", optimizer="AdamW8bit", optimizer_bytes=10.0
+    ),
+    "torchao by Accelerate": Variant(BF16, peer="torchao by Accelerate"),
+    "Transformer Engine delayed": Variant(BF16, peer="Transformer Engine delayed"),
+    "Transformer Engine blockwise": Variant(BF16, peer="Transformer Engine blockwise"),
+    "bf16-true": Variant("bf16-true", optimizer_bytes=14.0),
+}
+# (host, mode, variant), the most telling first: a budget that runs out leaves out the last ones.
+CASES = [
+    ("lightning", "compiled", BF16),
+    ("lightning", "compiled", FP8),
+    ("lightning", "eager", FP8),
+    ("lightning", "compiled", "torchao tensorwise"),
+    ("lightning", "compiled", "torchao tensorwise, AdamWFp8"),
+    ("lightning", "compiled", "torchao rowwise"),
+    ("lightning", "eager", BF16),
+    ("lightning", "eager", "fp8-mixed, O3, release"),
+    ("accelerate", "compiled", BF16),
+    ("accelerate", "compiled", FP8),
+    ("lightning", "compiled", "torchao rowwise, AdamW8bit"),
+    ("lightning", "compiled", "fp8-mixed, cached weights"),
+    ("lightning", "compiled", "fp8-mixed, delayed"),
+    ("lightning", "compiled", "fp8-mixed, blockwise"),
+    ("lightning", "eager", "Transformer Engine delayed"),
+    ("lightning", "eager", "Transformer Engine blockwise"),
+    ("lightning", "eager", "fp8-mixed, Transformer Engine"),
+    ("lightning", "eager", "fp8-mixed, O3"),
+    ("lightning", "compiled", "bf16-true"),
+    ("accelerate", "eager", BF16),
+    ("accelerate", "eager", FP8),
+    ("accelerate", "eager", "torchao by Accelerate"),
+]
+BATCHES = {"Llama-3.2-1B": 4, "Llama-3.2-3B": 2, "Llama-3.1-8B": 1}
+"""Sequences per step at which bf16-mixed fits into 139 GiB; 8B does not at all."""
+USABLE = 0.97  # of the card's memory: the rest is fragments, and other libraries'
 
 
-class CausalLM(lightning.LightningModule):
-    """A causal language model that trains on its own random tokens."""
+class Case(NamedTuple):
+    """One of `CASES` at a batch size."""
 
-    def __init__(self, config: LlamaConfig, compiled: bool) -> None:
-        super().__init__()
-        self.model = LlamaForCausalLM(config)
-        self.compiled = compiled
-
-    def on_train_start(self) -> None:
-        """Compile layer by layer, after the precision plugin has converted them."""
-        if self.compiled:
-            for layer in self.model.model.layers:
-                layer.compile()
-
-    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
-        (tokens,) = batch
-        return self.model(input_ids=tokens, labels=tokens, use_cache=False).loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        fused = next(self.parameters()).device.type == "cuda"
-        return torch.optim.AdamW(self.parameters(), lr=1e-5, fused=fused)
-
-
-class StepTimer(Callback):
-    """Milliseconds and loss of each step after the warm-up, synchronized with the device."""
-
-    def __init__(self) -> None:
-        self.milliseconds: list[float] = []
-        self.losses: list[float] = []
-        self.num_fp8_linears = 0
-        self._began = 0.0
-
-    def on_train_batch_start(self, trainer, module, batch, batch_idx) -> None:
-        self._synchronize(module)
-        self._began = time.perf_counter()
-
-    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx) -> None:
-        self._synchronize(module)
-        self.num_fp8_linears = sum(isinstance(m, Float8Linear) for m in module.modules())
-        if batch_idx >= WARMUP_STEPS:
-            self.milliseconds.append((time.perf_counter() - self._began) * 1e3)
-            self.losses.append(float(outputs["loss"]))
-
-    @staticmethod
-    def _synchronize(module: lightning.LightningModule) -> None:
-        if module.device.type == "cuda":
-            torch.cuda.synchronize(module.device)
+    host: str
+    mode: str
+    variant: str
+    batch: int
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--toy", action="store_true", help="a tiny model, eager only")
-    parser.add_argument("--batch", type=int, default=1, help="sequences per step")
-    parser.add_argument("--steps", type=int, default=8, help="measured steps per round")
-    parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--modes", nargs="+", choices=("eager", "compiled"))
-    parser.add_argument("--budget", type=float, default=float("inf"), help="seconds")
-    parser.add_argument("--csv", type=Path, default=RESULTS / "step.csv")
-    arguments = parser.parse_args()
-    if arguments.toy:
-        arguments.steps, arguments.rounds = 2, 1
+    arguments = parser("step", __doc__)
+    arguments.add_argument("--models", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
+    arguments.add_argument("--hosts", nargs="+", choices=HOSTS, default=list(HOSTS))
+    arguments.add_argument("--modes", nargs="+", choices=("eager", "compiled"))
+    arguments.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
+    arguments.add_argument("--batch", type=int, help="sequences per step; default: by model")
+    arguments.add_argument("--largest", action="store_true", help="the largest batches, too")
+    arguments.add_argument("--steps", type=int, default=6, help="measured steps per round")
+    arguments.add_argument("--rounds", type=int, default=2)
+    arguments = arguments.parse_args()
     modes = arguments.modes or (("eager",) if arguments.toy else ("eager", "compiled"))
-    device = default_device()
-    rows = list(measure(arguments, modes, device))
-    about = environment(device)
-    write_rows(arguments.csv, COLUMNS, [row | about for row in rows])
-    columns = ("precision", "mode", "median_ms", "tokens_per_s", "speedup", "peak_mib", "note")
-    print_table(columns, rows)
+    layouts = {name: LAYOUTS[name] for name in arguments.models}
+    if arguments.toy:
+        layouts = {"toy": TOY_LLAMA}
+        arguments.steps, arguments.rounds = 2, 1
+    device, budget = default_device(), Budget(arguments.budget)
+    key = ("model", "host", "variant", "mode", "batch", "sequence")
+    table = Table(arguments.csv, COLUMNS, key, environment(device))
+    for model, layout in layouts.items():
+        batch = arguments.batch or BATCHES.get(model, 2)
+        cases = [
+            Case(host, mode, variant, batch)
+            for host, mode, variant in CASES
+            if host in arguments.hosts and mode in modes and variant in arguments.variants
+        ]
+        bench = Bench(model, layout, arguments, device)
+        for _ in range(arguments.rounds):
+            bench.round(cases, budget, table)
+        if arguments.largest and device.type == "cuda":
+            bench.largest(cases, budget, table)
+    draw(arguments.csv)
+    shown = ("model", "host", "variant", "mode", "batch", "median_ms", "speedup_over_compiled")
+    print_table((*shown, "peak_mib", "loss", "note"), table.rows)
 
 
-def measure(
-    arguments: argparse.Namespace, modes: tuple[str, ...], device: torch.device
-) -> Iterator[dict[str, object]]:
-    """A row per precision and mode."""
-    layout = TOY_LLAMA if arguments.toy else LLAMA_3_2_1B
-    sequence = TOY_SEQUENCE if arguments.toy else SEQUENCE
-    start = time.monotonic()
-    timers: dict[tuple[str, str], list[StepTimer]] = {}
-    peaks: dict[tuple[str, str], float] = {}
-    notes: dict[tuple[str, str], str] = {}
-    variants = [(precision, mode) for mode in modes for precision in PRECISIONS]
-    slowest = 0.0
-    for _ in range(arguments.rounds):
-        for variant in variants:
-            began = time.monotonic()
-            if variant in notes or (
-                variant in timers and began - start > arguments.budget - slowest
-            ):
+class Bench:
+    """The runs of one model.
+
+    Args:
+        model: its name.
+        layout: of transformers.LlamaConfig.
+        arguments: of the command.
+        device: where.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        layout: dict[str, Any],
+        arguments: argparse.Namespace,
+        device: torch.device,
+    ) -> None:
+        self.model, self.layout, self.device = model, layout, device
+        self.sequence = TOY_SEQUENCE if arguments.toy else SEQUENCE
+        self.steps = arguments.steps
+        self.rates: Rates = measured_rates(device, toy=arguments.toy)
+        self.runs: dict[Case, list[Run]] = {}
+        self.notes: dict[Case, str] = {}
+
+    def round(self, cases: list[Case], budget: Budget, table: Table) -> None:
+        """A few steps of each case; its rows are in the table when it ends."""
+        for case in cases:
+            if case in self.notes and self.notes[case] != NOT_REACHED:
                 continue
-            try:
-                timer, peak = run(*variant, layout, sequence, arguments, device)
-            except Exception as error:  # whatever a variant cannot do here becomes its row's note
-                notes[variant] = f"{type(error).__name__}: {str(error).splitlines()[0][:160]}"
+            if not budget.fits():
+                self.notes.setdefault(case, NOT_REACHED)
                 continue
-            timers.setdefault(variant, []).append(timer)
-            peaks[variant] = max(peaks.get(variant, 0.0), peak)
-            slowest = max(slowest, time.monotonic() - began)
-    medians = {
-        variant: timing_of([ms for timer in rounds for ms in timer.milliseconds])
-        for variant, rounds in timers.items()
-    }
-    for variant in variants:
-        precision, mode = variant
-        row = {"model": "toy" if arguments.toy else "Llama-3.2-1B layout", "precision": precision}
-        row |= {"mode": mode, "batch": arguments.batch, "sequence": sequence}
-        row["note"] = notes.get(variant, "")
-        if variant in medians:
-            timing, baseline = medians[variant], medians.get(("bf16-mixed", mode))
-            losses = [loss for timer in timers[variant] for loss in timer.losses]
-            row |= {
-                "median_ms": round(timing.median, 2),
-                "p20_ms": round(timing.p20, 2),
-                "p80_ms": round(timing.p80, 2),
-                "tokens_per_s": round(arguments.batch * sequence / timing.median * 1e3),
-                "speedup": round(baseline.median / timing.median, 3) if baseline else "",
-                "peak_mib": round(peaks[variant], 1),
-                "fp8_linears": timers[variant][-1].num_fp8_linears,
-                "loss": round(sum(losses) / len(losses), 4),
-                "steps": len(losses),
-            }
-        yield row
+            with budget.piece():
+                self.try_run(case)
+            table.add(self.rows(cases))
+        table.add(self.rows(cases))
+
+    def try_run(self, case: Case) -> Run | None:
+        """Run a case; what fails becomes its note."""
+        steps = WARMUP_STEPS + self.steps + 1  # the last one ends the one before
+        tokens = bigram_tokens(steps * case.batch, self.sequence, self.layout["vocab_size"])
+        run = None
+        try:
+            run = HOSTS[case.host](
+                VARIANTS[case.variant],
+                case.mode == "compiled",
+                self.layout,
+                tokens,
+                case.batch,
+                self.device,
+            )
+        except Exception as error:
+            self.notes[case] = note_of(error)
+        else:
+            self.notes.pop(case, None)
+            self.runs.setdefault(case, []).append(run)
+        torch.compiler.reset()
+        free(self.device)  # outside of the handler: its traceback holds what the run held
+        return run
+
+    def largest(self, cases: list[Case], budget: Budget, table: Table) -> None:
+        """Each case at the largest batch that fits."""
+        memory = torch.cuda.get_device_properties(self.device).total_memory / 2**20 * USABLE
+        for case in cases:
+            if not budget.fits() or not self.runs.get(case):
+                continue
+            with budget.piece():
+                peaks = [self._peak_at(case, batch) for batch in (1, 2)]
+                if None in peaks:
+                    continue
+                batch = 1 + math.floor((memory - peaks[0]) / (peaks[1] - peaks[0]))
+                found = None
+                while batch > 2 and found is None:
+                    found = self.try_run(case._replace(batch=batch))
+                    batch -= 1
+            table.add(self.rows([case._replace(batch=batch + 1)]))
+
+    def _peak_at(self, case: Case, batch: int) -> float | None:
+        case = case._replace(batch=batch)
+        run = self.runs[case][0] if self.runs.get(case) else self.try_run(case)
+        return None if run is None else run.run_peak_mib
+
+    def rows(self, cases: list[Case]) -> list[dict[str, object]]:
+        """A row for each case that has run, or has a note."""
+        return [self._row(case) for case in cases if case in self.runs or case in self.notes]
+
+    def _row(self, case: Case) -> dict[str, object]:
+        row: dict[str, object] = {"model": self.model, "sequence": self.sequence}
+        row |= {**case._asdict(), "note": self.notes.get(case, "")}
+        if case not in self.runs:
+            return row
+        runs, variant = self.runs[case], VARIANTS[case.variant]
+        samples = [ms for run in runs for ms in run.milliseconds]
+        timing = timing_of([ms["step"] for ms in samples])
+        baseline = self.runs.get(case._replace(variant=BF16))
+        compiled = self.runs.get(case._replace(variant=BF16, mode="compiled"))
+        tokens, parameters = case.batch * self.sequence, parameter_count(**self.layout)
+        used = _traffic(case.variant, variant)
+        optimizer_bytes = variant.optimizer_bytes * parameters
+        floor = 1e3 * step_seconds(
+            tokens, self.sequence, self.layout, self.rates, used, optimizer_bytes
+        )
+        for phase in PHASES:
+            row[f"{phase}_ms"] = round(statistics.median(ms[phase] for ms in samples), 3)
+        row |= timing.columns() | {
+            "tokens_per_s": round(tokens / timing.median * 1e3),
+            "floor_ms": round(floor, 3),
+            "floor_share": round(floor / timing.median, 3),
+            "peak_mib": round(max(run.peak_mib for run in runs), 1),
+            "run_peak_mib": round(max(run.run_peak_mib for run in runs), 1),
+            "fp8_linears": runs[-1].num_fp8_linears,
+            "loss": round(runs[-1].losses[-1], 5),
+            "steps": len(samples),
+        }
+        for column, others in (("speedup", baseline), ("speedup_over_compiled", compiled)):
+            if others:
+                theirs = [ms["step"] for run in others for ms in run.milliseconds]
+                row[column] = round(timing_of(theirs).median / timing.median, 3)
+        if baseline:
+            row["loss_difference"] = f"{_mean_loss(runs) / _mean_loss(baseline) - 1:+.6f}"
+            if baseline[0].peak_mib:
+                row["peak_share"] = round(runs[0].peak_mib / baseline[0].peak_mib, 3)
+        return row
 
 
-def run(
-    precision: str,
-    mode: str,
-    layout: dict[str, object],
-    sequence: int,
-    arguments: argparse.Namespace,
-    device: torch.device,
-) -> tuple[StepTimer, float]:
-    """A few steps of a fresh model -> (times and losses, peak memory in MiB)."""
-    lightning.seed_everything(0, verbose=False)
-    with device:  # a billion random numbers take a minute on a CPU
-        module = CausalLM(LlamaConfig(**layout), compiled=mode == "compiled")
-    num_steps = WARMUP_STEPS + arguments.steps
-    tokens = torch.randint(layout["vocab_size"], (num_steps * arguments.batch, sequence))
-    timer = StepTimer()
-    trainer = lightning.Trainer(
-        precision=precision,
-        accelerator="gpu" if device.type == "cuda" else "cpu",
-        devices=1,
-        max_steps=num_steps,
-        callbacks=[timer],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-    trainer.fit(module, DataLoader(TensorDataset(tokens), batch_size=arguments.batch))
-    peak = torch.cuda.max_memory_allocated(device) / 2**20 if device.type == "cuda" else 0.0
-    del module, trainer
-    torch.compiler.reset()
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-    return timer, peak
+def _mean_loss(runs: list[Run]) -> float:
+    return statistics.mean(loss for run in runs for loss in run.losses[WARMUP_STEPS:])
+
+
+def _traffic(name: str, variant: Variant):
+    """What the casts move; None for BF16."""
+    if variant.precision == FP8:
+        recipe = variant.config.get("recipe", "tensorwise")
+        return traffic(f"{recipe}, weights cached" if "cached" in name else recipe)
+    if variant.peer == "torchao by Accelerate":
+        return traffic("torchao tensorwise")
+    return traffic(variant.peer) if variant.peer else None
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """Interleaved timing, and CSV rows that say where they come from."""
 
+import argparse
 import csv
 import datetime
 import platform
@@ -8,7 +9,8 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +18,7 @@ import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
+TOY_RESULTS = ROOT / "runs" / "toy"
 ENVIRONMENT = ("gpu", "driver", "torch", "cuda", "triton", "commit", "date", "command")
 CYCLES_PER_MS = 2_000_000  # of a GPU's clock, at most
 FLUSH_BYTES = 256 * 2**20  # five times the largest L2 (50 MB on H100 and H200)
@@ -23,11 +26,17 @@ FLUSH_BYTES = 256 * 2**20  # five times the largest L2 (50 MB on H100 and H200)
 
 @dataclass(frozen=True)
 class Timing:
-    """Milliseconds of one call over the repetitions."""
+    """Milliseconds of one call over the repetitions; `host`: until all is launched, median."""
 
     median: float
     p20: float
     p80: float
+    host: float = 0.0
+
+    def columns(self) -> dict[str, object]:
+        """As columns of a row."""
+        names = {"median_ms": self.median, "p20_ms": self.p20, "p80_ms": self.p80}
+        return {name: round(value, 4) for name, value in names.items()}
 
 
 def interleaved(
@@ -36,6 +45,7 @@ def interleaved(
     repetitions: int,
     warmup: int = 3,
     wait_ms: float = 0.0,
+    failures: dict[str, str] | None = None,
 ) -> dict[str, Timing]:
     """Time every variant in turn, so that drift of clocks and temperature hits all alike.
 
@@ -46,52 +56,67 @@ def interleaved(
         warmup: calls of each variant before.
         wait_ms: how long a GPU waits before each call, about: longer than the host needs to launch
             it, where that is not to be measured.
+        failures: gets a note for each variant that raises, which the others then go on without;
+            None: it raises here.
     """
-    for _ in range(warmup):
-        for run in variants.values():
-            run()
-    samples: dict[str, list[float]] = {name: [] for name in variants}
+    runs = dict(variants)
+    samples: dict[str, list[tuple[float, float]]] = {name: [] for name in runs}
     clock = _time_on_gpu if device.type == "cuda" else _time_on_cpu
     flush = torch.empty(
         FLUSH_BYTES if device.type == "cuda" else 1, dtype=torch.int8, device=device
     )
-    names = list(variants)
-    for repetition in range(repetitions):
+    for repetition in range(-warmup, repetitions):
+        names = list(runs)
         for i in range(len(names)):  # another one goes first each time
             name = names[(repetition + i) % len(names)]
             flush.zero_()
-            if wait_ms and device.type == "cuda":
+            if wait_ms and repetition >= 0 and device.type == "cuda":
                 torch.cuda._sleep(int(wait_ms * CYCLES_PER_MS))
-            samples[name].append(clock(variants[name]))
-    return {name: _timing(values) for name, values in samples.items()}
+            try:
+                sample = clock(runs[name])
+            except Exception as error:
+                if failures is None:
+                    raise
+                failures[name] = note_of(error)
+                del runs[name]
+                continue
+            if repetition >= 0:
+                samples[name].append(sample)
+    return {name: _timing(samples[name]) for name in runs if samples[name]}
 
 
-def _time_on_gpu(run: Callable[[], None]) -> float:
+def _time_on_gpu(run: Callable[[], None]) -> tuple[float, float]:
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
+    began = time.perf_counter()
     run()
+    host = (time.perf_counter() - began) * 1e3
     end.record()
     end.synchronize()
-    return start.elapsed_time(end)
+    return start.elapsed_time(end), host
 
 
-def _time_on_cpu(run: Callable[[], None]) -> float:
+def _time_on_cpu(run: Callable[[], None]) -> tuple[float, float]:
     start = time.perf_counter()
     run()
-    return (time.perf_counter() - start) * 1e3
+    milliseconds = (time.perf_counter() - start) * 1e3
+    return milliseconds, milliseconds
 
 
-def _timing(values: list[float]) -> Timing:
-    ordered = sorted(values)
+def _timing(samples: list[tuple[float, float]]) -> Timing:
+    ordered = sorted(milliseconds for milliseconds, _ in samples)
     last = len(ordered) - 1
     return Timing(
-        statistics.median(ordered), ordered[round(0.2 * last)], ordered[round(0.8 * last)]
+        statistics.median(ordered),
+        ordered[round(0.2 * last)],
+        ordered[round(0.8 * last)],
+        statistics.median(host for _, host in samples),
     )
 
 
 def timing_of(values: list[float]) -> Timing:
     """Median and percentiles of samples in milliseconds that were taken elsewhere."""
-    return _timing(values)
+    return _timing([(value, 0.0) for value in values])
 
 
 def environment(device: torch.device) -> dict[str, str]:
@@ -104,15 +129,139 @@ def environment(device: torch.device) -> dict[str, str]:
         "triton": _triton_version(),
         "commit": _output("git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"),
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d"),
-        "command": shlex.join(["python", *sys.argv]),
+        "command": command_line(),
     }
+
+
+def command_line() -> str:
+    """The command that this process runs, as one would type it."""
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    if spec is None:
+        return shlex.join(["python", *sys.argv])
+    return shlex.join(["python", "-m", spec.name.removesuffix(".__main__"), *sys.argv[1:]])
+
+
+def parser(
+    name: str, description: str, *, without_gpu: tuple[str, ...] = ()
+) -> argparse.ArgumentParser:
+    """The arguments that every benchmark has: ``--toy``, ``--budget`` and ``--csv``.
+
+    Args:
+        name: of the CSV, without its ending.
+        without_gpu: flags with which it runs at full size without a card, too.
+    """
+
+    class Parser(argparse.ArgumentParser):
+        def parse_args(self, *given, **options):  # type: ignore[override]
+            arguments = super().parse_args(*given, **options)
+            if arguments.csv is None:
+                arguments.csv = (TOY_RESULTS if arguments.toy else RESULTS) / f"{name}.csv"
+            if arguments.toy and arguments.csv.resolve().is_relative_to(RESULTS):
+                self.error("toy figures do not belong into benchmarks/results")
+            flags = ("toy", *(flag.lstrip("-") for flag in without_gpu))
+            runs = torch.cuda.is_available() or any(getattr(arguments, f) for f in flags)
+            if not runs:
+                self.error("there is no GPU here; --toy runs it at toy size on the CPU")
+            return arguments
+
+    arguments = Parser(description=description.splitlines()[0])
+    arguments.add_argument("--toy", action="store_true", help="toy sizes, also on a CPU")
+    arguments.add_argument("--budget", type=float, default=float("inf"), help="seconds")
+    arguments.add_argument("--csv", type=Path, help=f"default: benchmarks/results/{name}.csv")
+    return arguments
+
+
+class Budget:
+    """Seconds that a benchmark may take. A piece begins where the longest so far would still fit.
+
+    The first piece always does: a benchmark without a row would be worth nothing.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._deadline = time.monotonic() + seconds
+        self._longest = 0.0
+        self._any = False
+
+    def fits(self) -> bool:
+        """Whether another piece may begin."""
+        return not self._any or time.monotonic() + self._longest <= self._deadline
+
+    @contextmanager
+    def piece(self) -> Iterator[None]:
+        """Around each piece."""
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            self._any = True
+            self._longest = max(self._longest, time.monotonic() - began)
+
+
+NOT_REACHED = "not reached within the budget"
+
+
+def note_of(error: BaseException) -> str:
+    """A failure as one line of a row."""
+    message = (str(error).strip().splitlines() or [""])[0][:160]
+    if isinstance(error, torch.cuda.OutOfMemoryError):
+        return f"out of memory: {message}"
+    return f"{type(error).__name__}: {message}"
+
+
+class Table:
+    """The rows of a CSV, written whole whenever some are added: a cut-off run keeps its rows.
+
+    Rows stay until their group is added again, those of an earlier run, too: several runs fill one
+    file, and each row has its own commit and date.
+
+    Args:
+        path: of the CSV.
+        columns: in order, without the environment's.
+        group: the columns that name what is measured together; its rows come and go together.
+        about: the environment, see `environment`.
+    """
+
+    def __init__(
+        self, path: Path, columns: tuple[str, ...], group: tuple[str, ...], about: dict[str, str]
+    ) -> None:
+        self.path, self.columns, self.group = path, (*columns, *ENVIRONMENT), group
+        self.about = about
+        self.rows: list[dict[str, object]] = []
+        self._earlier = read_rows(path)
+
+    def add(self, rows: list[dict[str, object]]) -> None:
+        """Add rows, in place of those of the same groups, and write the file.
+
+        What was not reached this time takes nobody's place.
+        """
+        have = {self._group_of(row) for row in (*self._earlier, *self.rows)}
+        rows = [
+            row | self.about
+            for row in rows
+            if row.get("note") != NOT_REACHED or self._group_of(row) not in have
+        ]
+        new = {self._group_of(row) for row in rows}
+        self._earlier = [row for row in self._earlier if self._group_of(row) not in new]
+        self.rows = [row for row in self.rows if self._group_of(row) not in new] + rows
+        write_rows(self.path, self.columns, [*self._earlier, *self.rows])
+
+    def _group_of(self, row: dict[str, object]) -> tuple[str, ...]:
+        return tuple(str(row.get(column, "")) for column in self.group)
+
+
+def read_rows(path: Path) -> list[dict[str, object]]:
+    """The rows of a CSV; none where it does not exist."""
+    if not path.exists():
+        return []
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
 
 
 def write_rows(path: Path, columns: tuple[str, ...], rows: list[dict[str, object]]) -> None:
     """Replace `path` by these rows; written whole each time: a cut-off run keeps its rows."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, columns)
+        writer = csv.DictWriter(file, columns, extrasaction="ignore", lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
 

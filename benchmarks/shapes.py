@@ -1,5 +1,7 @@
 """The layer shapes that the benchmarks run, and smaller ones that stand in for them on a CPU."""
 
+import math
+
 # (in_features K, out_features N) of the linears of a Llama-3.1-8B block.
 LLAMA_3_1_8B_BLOCK = {
     "q_proj": (4096, 4096),
@@ -26,6 +28,25 @@ LLAMA_3_2_1B = {
     "rms_norm_eps": 1e-5,
     "tie_word_embeddings": True,
 }
+LLAMA_3_2_3B = LLAMA_3_2_1B | {
+    "hidden_size": 3072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 24,
+    "head_dim": 128,
+}
+LLAMA_3_1_8B = LLAMA_3_2_1B | {
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "head_dim": 128,
+    "tie_word_embeddings": False,
+}
+LAYOUTS = {
+    "Llama-3.2-3B": LLAMA_3_2_3B,
+    "Llama-3.2-1B": LLAMA_3_2_1B,
+    "Llama-3.1-8B": LLAMA_3_1_8B,
+}
+"""Of models, numbers from their configurations on the Hugging Face hub; the most telling first."""
 SEQUENCE = 4096
 
 # TinyLlama-1.1B, its embedding and head tied: 200 tensors with 1.03e9 elements.
@@ -64,8 +85,14 @@ TOY_LLAMA = {
 TOY_SEQUENCE = 64
 
 
+def parameter_count(**layout: int) -> int:
+    """Parameters of a Llama, a tied head counted once."""
+    own_head = 0 if layout["tie_word_embeddings"] else layout["vocab_size"] * layout["hidden_size"]
+    return own_head + sum(math.prod(shape) for shape in parameter_shapes(**layout))
+
+
 def parameter_shapes(**layout: int) -> list[tuple[int, ...]]:
-    """Shapes of the parameters of a Llama with a tied embedding, from LlamaConfig's arguments."""
+    """Shapes of the parameters of a Llama without a head of its own, by LlamaConfig's arguments."""
     hidden, inner = layout["hidden_size"], layout["intermediate_size"]
     queries = layout["num_attention_heads"] * layout["head_dim"]
     keys = layout["num_key_value_heads"] * layout["head_dim"]

@@ -9,19 +9,23 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.shapes import TOY_LLAMA, parameter_count
+
 ROOT = Path(__file__).resolve().parents[2]
-COMMAND = [sys.executable, str(ROOT / "benchmarks" / "run_gpu.py")]
+COMMAND = [sys.executable, "-m", "benchmarks.run_gpu"]
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 RECIPES = ("tensorwise", "delayed", "rowwise", "blockwise", "mxfp8")
+PEERS = ("torchao tensorwise", "torchao rowwise", "Transformer Engine delayed")
+PARTS = ("linear", "block", "step", "memory", "gemm", "optimizer")
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     """Directory of the CSV files of one toy run."""
     directory = tmp_path_factory.mktemp("results")
-    command = [*COMMAND, "--toy", "--budget", "400", "--results", str(directory)]
+    command = [*COMMAND, "--toy", "--budget", "900", "--results", str(directory)]
     run = subprocess.run(
-        command, capture_output=True, text=True, timeout=420, env=ENVIRONMENT, check=False
+        command, capture_output=True, text=True, timeout=920, env=ENVIRONMENT, check=False, cwd=ROOT
     )
     assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-4000:]
     return directory
@@ -35,29 +39,105 @@ def rows(directory, name):
 @pytest.mark.parametrize("recipe", ["bf16", *RECIPES])
 def test_every_recipe_has_a_time_for_every_linear_and_the_block(results, recipe):
     measured = [row for row in rows(results, "linear.csv") if row["variant"] == recipe]
-    assert len(measured) == 8
+    assert len(measured) == 10
     assert all(float(row["median_ms"]) > 0 for row in measured), measured
-    *linears, block = measured
-    assert block["linear"] == "block"
+    *linears, block, together, chain = measured
+    named = [row["linear"] for row in (block, together, chain)]
+    assert named == ["block", "together", "chain"]
     total = sum(float(row["median_ms"]) for row in linears)
     assert float(block["median_ms"]) == pytest.approx(total, rel=1e-3)
 
 
-@pytest.mark.parametrize("recipe", ["torchao tensorwise", "torchao rowwise"])
+@pytest.mark.parametrize("recipe", PEERS)
 def test_a_peer_has_a_time_or_a_reason(results, recipe):
     measured = [row for row in rows(results, "linear.csv") if row["variant"] == recipe]
-    assert len(measured) == 8
+    assert len(measured) == 10
     assert all(row["median_ms"] or row["note"] for row in measured)
 
 
+def test_errors_of_linears_are_those_of_their_formats(results):
+    """GEMMs of E4M3 28.5 dB, of E5M2 gradients 24.6 dB, on normal operands."""
+    measured = {
+        row["variant"]: row for row in rows(results, "linear.csv") if row["linear"] == "up_proj"
+    }
+    found = {
+        name: [float(measured[name][f"{what}_db"]) for what in ("output", "grad_input")]
+        for name in ("bf16", "tensorwise", "blockwise")
+    }
+    assert found["tensorwise"] == pytest.approx([28.5, 24.6], abs=0.7)
+    # A gradient of 176 columns has blocks of 128 and of 48, the smaller ones a bit finer.
+    assert found["blockwise"] == pytest.approx([28.5, 28.5], abs=0.9)
+    assert min(found["bf16"]) > 50
+
+
+def test_floors_are_below_the_times(results):
+    """Of BF16, whose operands the floor's rates come from."""
+    for name in ("linear.csv", "gemm.csv", "block.csv"):
+        for row in rows(results, name):
+            if row["median_ms"] and row["variant"] == "bf16":
+                assert 0 < float(row["floor_ms"]) < 1.5 * float(row["median_ms"]), row
+
+
+def test_the_fastest_of_each_shape_is_told(results):
+    found = rows(results, "linear_shapes.csv")
+    assert len(found) == 4
+    for row in found:
+        times = {n: float(row[f"{n}_ms"]) for n in ("bf16", *RECIPES)}
+        assert row["fastest"] == min(times, key=times.get)
+        assert float(row["speedup"]) >= 1
+
+
+def test_gemms_have_errors_and_times(results):
+    found = rows(results, "gemm.csv")
+    timed = [row for row in found if row["gemm"] in ("fprop", "dgrad", "wgrad")]
+    assert {row["gemm"] for row in timed} == {"fprop", "dgrad", "wgrad"}
+    assert all(float(row["median_ms"]) > 0 for row in timed if not row["note"])
+    # The CPU accumulates in float32; what BF16 loses is the rounding of its result.
+    fp8 = [float(row["error"]) for row in found if row["error"] and row["variant"] != "bf16"]
+    bf16 = [float(row["error"]) for row in found if row["error"] and row["variant"] == "bf16"]
+    assert max(fp8) < 1e-6
+    assert 1e-3 < min(bf16) <= max(bf16) < 3e-3
+
+
+def test_a_block_keeps_fewer_bytes_in_fp8(results):
+    found = {(row["variant"], row["mode"]): row for row in rows(results, "block.csv")}
+    bf16, ours = found["bf16", "eager"], found["default", "eager"]
+    assert bf16["saved_share"] == "1.0"
+    assert float(ours["saved_bytes_per_token"]) < 0.6 * float(bf16["saved_bytes_per_token"])
+    # Seven GEMMs of 24.6 dB and more, one after the other at worst; BF16 is at 40 and more.
+    for name in ("output_db", "grad_input_db", "grad_weight_db"):
+        assert 15 < float(ours[name]) < 30 < float(bf16[name]), name
+    assert any(row["kernel"] == "all" for row in rows(results, "block_kernels.csv"))
+
+
 def test_step_runs_fp8_linears_under_fp8_mixed_only(results):
-    measured = {row["precision"]: row for row in rows(results, "step.csv")}
-    assert set(measured) == {"bf16-mixed", "fp8-mixed"}
-    assert measured["bf16-mixed"]["fp8_linears"] == "0"
-    assert measured["fp8-mixed"]["fp8_linears"] == "14"
-    assert all(float(row["median_ms"]) > 0 for row in measured.values())
-    losses = [float(row["loss"]) for row in measured.values()]
-    assert losses[0] == pytest.approx(losses[1], rel=0.01)
+    measured = {(row["host"], row["variant"]): row for row in rows(results, "step.csv")}
+    for host in ("lightning", "accelerate"):
+        bf16, fp8 = measured[host, "bf16-mixed"], measured[host, "fp8-mixed"]
+        assert bf16["fp8_linears"] == "0"
+        assert fp8["fp8_linears"] == "14"
+        assert float(bf16["loss"]) == pytest.approx(float(fp8["loss"]), rel=0.01)
+        assert abs(float(fp8["loss_difference"])) < 0.01
+        for row in (bf16, fp8):
+            phases = [float(row[f"{p}_ms"]) for p in ("forward", "backward", "optimizer")]
+            assert min(phases) > 0
+            assert sum(phases) < 2 * float(row["median_ms"])
+    assert all(row["median_ms"] or row["note"] for row in measured.values())
+
+
+def test_memory_by_category_falls_with_the_level(results):
+    found = {
+        row["variant"]: row
+        for row in rows(results, "memory.csv")
+        if row["checkpointing"] == "False"
+    }
+    assert set(found) == {"bf16-mixed", "O1", "O2", "O3", "O3, release"}
+    assert not any(row["note"] for row in found.values()), found
+    assert all(float(row["peak_mib"]) > 0 for row in found.values())
+    in_mib = parameter_count(**TOY_LLAMA) / 2**20  # one decimal is shown
+    for level, weights, states in (("bf16-mixed", 4, 8), ("O1", 4, 8), ("O2", 2, 2), ("O3", 2, 2)):
+        assert float(found[level]["weights"]) == pytest.approx(weights * in_mib, abs=0.06)
+        assert float(found[level]["states"]) == pytest.approx(states * in_mib, abs=0.06)
 
 
 def test_optimizer_counts_the_bytes_of_each_variant(results):
@@ -80,24 +160,37 @@ def test_optimizer_counts_the_bytes_of_each_variant(results):
         name: float(row["bytes_per_parameter"]) for name, row in measured.items() if name != "copy"
     }
     assert moved.pop("torch AdamW, fp32") == small
+    assert moved.pop("torch AdamW, bf16") == small / 2
     assert moved == {
         name: pytest.approx(0.9543 * value + 0.0457 * small, rel=1e-3)
         for name, value in large.items()
     }
     assert measured["copy"]["copy_share"] == "1.0"
     assert measured["torch AdamW, fp32"]["speedup"] == "1.0"
+    losses = [float(row["loss"]) for name, row in measured.items() if name != "copy"]
+    assert max(losses) < 1.1 * min(losses) < 0.02  # from 1.0
 
 
-@pytest.mark.parametrize("name", ["linear.csv", "step.csv", "optimizer.csv", "gpu_run.csv"])
+@pytest.mark.parametrize("name", [*(f"{part}.csv" for part in PARTS), "gpu_run.csv"])
 def test_rows_say_where_they_come_from(results, name):
-    for row in rows(results, name):
+    found = rows(results, name)
+    assert found
+    for row in found:
         assert row["torch"] == torch.__version__
         for column in ("gpu", "driver", "triton", "commit", "date", "command"):
             assert row[column], column
+        assert row["command"].startswith("python -m benchmarks.")
+
+
+def test_every_part_is_drawn(results):
+    pytest.importorskip("matplotlib")
+    assert {path.stem for path in results.glob("*.png")} == set(PARTS)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
 def test_without_a_gpu_the_full_size_is_refused():
-    run = subprocess.run(COMMAND, capture_output=True, text=True, env=ENVIRONMENT, check=False)
+    run = subprocess.run(
+        COMMAND, capture_output=True, text=True, env=ENVIRONMENT, check=False, cwd=ROOT
+    )
     assert run.returncode == 2
     assert "--toy" in run.stderr

@@ -1,0 +1,271 @@
+"""Forward and backward of one Hugging Face decoder layer of the Llama-3.1-8B layout.
+
+    python -m benchmarks.bench_block            # on a GPU; benchmarks/results/block.csv
+    python -m benchmarks.bench_block --toy      # small sizes, also on a CPU
+
+The real LlamaDecoderLayer with SDPA and BF16 weights, sequences of 4096; BF16, our recipes,
+torchao's and Transformer Engine's, eager and compiled, interleaved in this process.
+
+* ``median_ms``: the GPU's time, which waits until all is launched; ``host_ms``: the host's.
+* ``saved_bytes_per_token``: distinct storages that autograd saves, parameters apart, by
+  saved-tensor hooks; ``held_bytes_per_token``: by how much allocated memory grows in forward.
+* ``output_db``, ``grad_input_db``, ``grad_weight_db``: SQNR against the layer in float32, of what
+  the layer adds to the residual stream and to its gradient; the last is the linears' worst.
+* ``floor_ms``: counted bytes and FLOPs at the card's measured rates (benchmarks/roofline.py).
+
+block_kernels.csv, beside it, has the kernels that take the time.
+"""
+
+import argparse
+import copy
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
+
+from benchmarks import kernels, peers
+from benchmarks.bench_linear import BF16, PEERS, traffic
+from benchmarks.bench_linear import OURS as OF_LINEARS
+from benchmarks.card import free, measured_rates, peak_mib
+from benchmarks.measurement import (
+    NOT_REACHED,
+    Budget,
+    Table,
+    default_device,
+    environment,
+    interleaved,
+    note_of,
+    parser,
+    print_table,
+)
+from benchmarks.plot import draw
+from benchmarks.roofline import TRAFFIC, block_seconds
+from benchmarks.saved_activations import count_saved
+from benchmarks.shapes import LLAMA_3_1_8B, SEQUENCE, TOY_LLAMA, TOY_SEQUENCE
+from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8
+from torch_fp8.numerics import sqnr_db
+
+COLUMNS = (
+    *("batch", "sequence", "variant", "mode", "median_ms", "p20_ms", "p80_ms", "host_ms"),
+    *("floor_ms", "floor_share", "fused_floor_ms", "speedup", "speedup_over_compiled"),
+    *("saved_bytes_per_token", "held_bytes_per_token", "saved_share", "peak_mib"),
+    *("output_db", "grad_input_db", "grad_weight_db", "note"),
+)
+DEFAULT = "default"
+OURS: dict[str, dict[str, object]] = {
+    DEFAULT: {},
+    **{name: dict(options) for name, options in OF_LINEARS.items() if name != "tensorwise"},
+    "wgrad in BF16": {"wgrad": "bf16"},
+    "Transformer Engine as our backend": {"backend": "transformer-engine"},
+}
+VARIANTS = (BF16, *OURS, *PEERS)
+COMPILED = (BF16, DEFAULT, "torchao tensorwise", "torchao rowwise", "delayed", "blockwise")
+PROFILED = (f"{BF16}/eager", f"{BF16}/compiled", f"{DEFAULT}/eager", f"{DEFAULT}/compiled")
+REPETITIONS, TOY_REPETITIONS = 15, 2
+WAIT_MS = 25.0  # longer than the host takes to launch a layer
+
+
+def main() -> None:
+    arguments = parser("block", __doc__)
+    arguments.add_argument("--batches", nargs="+", type=int, default=(2, 4, 1), help="sequences")
+    arguments.add_argument("--variants", nargs="+", choices=VARIANTS, default=VARIANTS)
+    arguments.add_argument("--modes", nargs="+", choices=("eager", "compiled"))
+    arguments = arguments.parse_args()
+    if arguments.toy:
+        arguments.batches = (2,)
+    arguments.modes = arguments.modes or (("eager",) if arguments.toy else ("eager", "compiled"))
+    device, budget = default_device(), Budget(arguments.budget)
+    about = environment(device)
+    table = Table(arguments.csv, COLUMNS, ("batch", "sequence"), about)
+    where = arguments.csv.with_name("block_kernels.csv")
+    profiles = Table(
+        where, ("batch", "variant", "mode", *kernels.COLUMNS), ("batch", "sequence"), about
+    )
+    for batch in arguments.batches:
+        if not budget.fits():
+            sequence = TOY_SEQUENCE if arguments.toy else SEQUENCE
+            table.add([{"batch": batch, "sequence": sequence, "note": NOT_REACHED}])
+            continue
+        with budget.piece():
+            rows, profiled = measure(batch, arguments, device)
+            table.add(rows)
+            profiles.add(profiled)
+    draw(arguments.csv)
+    columns = ("batch", "variant", "mode", "median_ms", "host_ms", "speedup_over_compiled")
+    print_table((*columns, "saved_share", "peak_mib", "note"), table.rows)
+
+
+def measure(
+    batch: int, arguments: argparse.Namespace, device: torch.device
+) -> tuple[list[dict[str, object]], list[dict[str, object]]]:
+    """Rows of all variants at a batch size, and the kernels of some of them."""
+    layout = TOY_LLAMA if arguments.toy else LLAMA_3_1_8B
+    sequence = TOY_SEQUENCE if arguments.toy else SEQUENCE
+    tokens = batch * sequence
+    rates = measured_rates(device, toy=arguments.toy)
+    stock, inputs = layer_and_inputs(layout, batch, sequence, device)
+    exact = results(copy.deepcopy(stock).float(), stock, *(x.float() for x in inputs))
+    runs: dict[str, Callable[[], None]] = {}
+    notes: dict[str, str] = {}
+    figures: dict[str, dict[str, object]] = {}
+    names = [f"{v}/{m}" for m in arguments.modes for v in arguments.variants]
+    names = [n for n in names if n.endswith("/eager") or n.partition("/")[0] in COMPILED]
+    for name in names:
+        variant, mode = name.split("/")
+        try:
+            layer = build(variant, copy.deepcopy(stock))
+            # The optimizer's copies of weights, our own autograd functions: all is in `layer`.
+            called = torch.compile(layer) if mode == "compiled" else layer
+            figures[name] = errors(exact, results(called, layer, *inputs))
+            figures[name] |= kept(called, layer, inputs, tokens, device)
+            run = step(called, layer, inputs)
+            figures[name]["peak_mib"] = round(peak_mib(run, device), 1)
+        except Exception as error:
+            notes[name] = note_of(error)
+        else:
+            runs[name] = run
+    timings = interleaved(
+        runs,
+        device,
+        TOY_REPETITIONS if arguments.toy else REPETITIONS,
+        wait_ms=0.0 if arguments.toy else WAIT_MS,
+        failures=notes,
+    )
+    profiled: list[dict[str, object]] = []
+    for name in timings:
+        if name in PROFILED:
+            variant, mode = name.split("/")
+            found = kernels.kernel_rows(runs[name], device)
+            profiled += [{"batch": batch, "variant": variant, "mode": mode, **row} for row in found]
+    baseline = figures.get(f"{BF16}/eager", {}).get("saved_bytes_per_token")
+    rows = []
+    for name in names:
+        variant, mode = name.split("/")
+        row: dict[str, object] = {"batch": batch, "sequence": sequence, "variant": variant}
+        row |= {"mode": mode, "note": notes.get(name, ""), **figures.get(name, {})}
+        if baseline and "saved_bytes_per_token" in row:
+            row["saved_share"] = round(row["saved_bytes_per_token"] / baseline, 3)
+        if name in timings:
+            median, used = timings[name].median, traffic_of(variant)
+            floor = block_seconds(tokens, sequence, layout, rates, used) * 1e3
+            fused = None if used is None else TRAFFIC["fused"]
+            row |= timings[name].columns() | {
+                "host_ms": round(timings[name].host, 4),
+                "floor_ms": round(floor, 4),
+                "floor_share": round(floor / median, 3),
+                "fused_floor_ms": round(
+                    block_seconds(tokens, sequence, layout, rates, fused) * 1e3, 4
+                ),
+            }
+            for column, of in (("speedup", mode), ("speedup_over_compiled", "compiled")):
+                if f"{BF16}/{of}" in timings:
+                    row[column] = round(timings[f"{BF16}/{of}"].median / median, 3)
+        rows.append(row)
+    torch.compiler.reset()
+    free(device)
+    return rows, profiled
+
+
+def layer_and_inputs(
+    layout: dict[str, object], batch: int, sequence: int, device: torch.device
+) -> tuple[LlamaDecoderLayer, tuple[Tensor, ...]]:
+    """The layer in BF16; hidden states, the gradient of the output, cosines and sines."""
+    torch.manual_seed(0)
+    config = LlamaConfig(**layout, attn_implementation="sdpa")
+    with device:
+        layer = LlamaDecoderLayer(config, 0).to(torch.bfloat16)
+        rotary = LlamaRotaryEmbedding(config)
+        shape = (batch, sequence, config.hidden_size)
+        hidden = torch.randn(shape, dtype=torch.bfloat16)
+        grad = torch.randn(shape, dtype=torch.bfloat16) * 1e-3
+        cos, sin = rotary(hidden, torch.arange(sequence)[None])
+    for parameter in layer.parameters():
+        if parameter.ndim == 2:
+            nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5)
+    return layer.train(), (hidden, grad, cos, sin)
+
+
+def build(variant: str, layer: nn.Module) -> nn.Module:
+    """The layer as a variant runs it."""
+    if variant == BF16:
+        return layer
+    if variant.startswith("torchao "):
+        return peers.torchao(layer, variant.removeprefix("torchao "))
+    if variant.startswith("Transformer Engine "):
+        return peers.TransformerEngine(layer, variant.removeprefix("Transformer Engine "))
+    config = FP8Config(**OURS[variant])
+    convert_to_float8(layer, config)
+    if config.cache_weights:
+        convert_optimizer(torch.optim.AdamW(layer.parameters()), config, model=layer)
+    return layer
+
+
+def traffic_of(variant: str):
+    """What the casts of a variant move; None for BF16."""
+    if variant in OURS and variant not in OF_LINEARS:  # the default recipe's
+        return traffic("tensorwise")
+    return traffic(variant)
+
+
+def step(called: Callable, layer: nn.Module, inputs: tuple[Tensor, ...]) -> Callable[[], None]:
+    """One forward and backward."""
+    hidden, grad, cos, sin = inputs
+    leaf = hidden.detach().requires_grad_()
+    parameters = list(layer.parameters())
+
+    def run() -> None:
+        for tensor in (leaf, *parameters):
+            tensor.grad = None
+        called(leaf, position_embeddings=(cos, sin)).backward(grad)
+
+    return run
+
+
+def results(
+    called: Callable, layer: nn.Module, hidden: Tensor, grad: Tensor, cos: Tensor, sin: Tensor
+) -> dict[str, Tensor]:
+    """What is added to the input and to its gradient; gradients of the linears' weights."""
+    leaf = hidden.detach().requires_grad_()
+    owner = called if isinstance(called, nn.Module) else layer
+    out = called(leaf, position_embeddings=(cos, sin))
+    out.backward(grad)
+    weights = [p.grad for p in owner.parameters() if p.ndim == 2 and p.grad is not None]
+    found = {"output": out.detach() - hidden, "grad_input": leaf.grad - grad}
+    found |= {f"grad_weight {i}": weight for i, weight in enumerate(weights)}
+    return found
+
+
+def errors(exact: dict[str, Tensor], got: dict[str, Tensor]) -> dict[str, object]:
+    """SQNR of each result in dB; the worst of the weights'."""
+    db = {name: sqnr_db(exact[name], got[name].float()) for name in exact}
+    weights = min(value for name, value in db.items() if name.startswith("grad_weight"))
+    kept = {"output": db["output"], "grad_input": db["grad_input"], "grad_weight": weights}
+    return {f"{name}_db": round(value, 2) for name, value in kept.items()}
+
+
+def kept(
+    called: Callable,
+    layer: nn.Module,
+    inputs: tuple[Tensor, ...],
+    tokens: int,
+    device: torch.device,
+) -> dict[str, object]:
+    """Bytes per token that live between forward and backward, counted and measured."""
+    hidden, grad, cos, sin = inputs
+    leaf = hidden.detach().requires_grad_()
+    on_gpu = device.type == "cuda"
+    before = torch.cuda.memory_allocated(device) if on_gpu else 0
+    out = called(leaf, position_embeddings=(cos, sin))
+    held = torch.cuda.memory_allocated(device) - before - out.nbytes if on_gpu else 0
+    out.backward(grad)
+    del out
+    with count_saved((*layer.parameters(), cos, sin)) as saved:
+        called(leaf, position_embeddings=(cos, sin))
+    counted = {"saved_bytes_per_token": round(saved.total / tokens, 1)}
+    return counted | ({"held_bytes_per_token": round(held / tokens, 1)} if on_gpu else {})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,174 @@
+"""The three GEMMs of the linears of a Llama-3.1-8B block, without casts: time and error of each.
+
+    python -m benchmarks.bench_gemm            # on a GPU; benchmarks/results/gemm.csv
+    python -m benchmarks.bench_gemm --toy      # small sizes, also on a CPU
+
+BF16, and FP8 with one scale per tensor, per row and per block, accumulated fast (in the tensor
+core's own accumulator) and not, interleaved. ``error`` is ``|out - exact| / |exact|`` against the
+product of the same FP8 operands in float64, on a corner of the result: what the accumulation (and,
+where the kernel writes no float32, the rounding of the result to BF16) loses. Rows of gemm
+``contraction`` have a small result and a growing contraction dimension: the error against K, on
+normal operands and on positive ones, whose sums grow with K.
+"""
+
+import torch
+from torch import Tensor
+
+from benchmarks.card import free, measured_rates
+from benchmarks.measurement import (
+    NOT_REACHED,
+    Budget,
+    Table,
+    default_device,
+    environment,
+    interleaved,
+    note_of,
+    parser,
+    print_table,
+)
+from benchmarks.plot import draw
+from benchmarks.roofline import Rates, gemm_seconds
+from benchmarks.shapes import LLAMA_3_1_8B_BLOCK, TOKENS, TOY_BLOCK, TOY_TOKENS
+from torch_fp8.gemm import scaled_matmul
+from torch_fp8.quantize import QuantizedTensor, dequantize, quantize
+from torch_fp8.recipe import GEMMS, CastSpec, make_recipe
+
+COLUMNS = (
+    *("gemm", "M", "K", "N", "rows", "cols", "contracted", "input", "variant"),
+    *("median_ms", "p20_ms", "p80_ms", "tflops", "floor_ms", "floor_share", "speedup"),
+    *("error", "note"),
+)
+BF16 = "bf16"
+# Name -> (recipe, fast accumulation). Block-scaled GEMMs are promoted after every block.
+VARIANTS = {
+    "tensorwise": ("tensorwise", False),
+    "tensorwise, fast": ("tensorwise", True),
+    "rowwise": ("rowwise", False),
+    "rowwise, fast": ("rowwise", True),
+    "blockwise": ("blockwise", False),
+    "mxfp8": ("mxfp8", False),
+}
+CORNER = 256
+"""Rows and columns of the result whose error is measured."""
+CONTRACTIONS, TOY_CONTRACTIONS = (512, 2048, 8192, 32768, 131072), (64, 256)
+REPETITIONS = 15
+WAIT_MS = 1.0
+
+
+def main() -> None:
+    arguments = parser("gemm", __doc__)
+    arguments.add_argument("--tokens", nargs="+", type=int, help="rows M")
+    arguments = arguments.parse_args()
+    device, budget = default_device(), Budget(arguments.budget)
+    table = Table(arguments.csv, COLUMNS, ("gemm", "M", "K", "N"), environment(device))
+    block = TOY_BLOCK if arguments.toy else LLAMA_3_1_8B_BLOCK
+    table.add(contraction_rows(TOY_CONTRACTIONS if arguments.toy else CONTRACTIONS, device))
+    for m in arguments.tokens or (TOY_TOKENS if arguments.toy else TOKENS):
+        for k, n in dict.fromkeys(block.values()):
+            if not budget.fits():
+                table.add([{"gemm": g, "M": m, "K": k, "N": n, "note": NOT_REACHED} for g in GEMMS])
+                continue
+            with budget.piece():
+                rates = measured_rates(device, toy=arguments.toy)
+                for gemm in GEMMS:
+                    table.add(gemm_rows(gemm, m, k, n, rates, device))
+                    free(device)
+    draw(arguments.csv)
+    shown = ("gemm", "M", "K", "N", "variant", "median_ms", "speedup", "error", "note")
+    print_table(shown, table.rows)
+
+
+def gemm_rows(
+    gemm: str, m: int, k: int, n: int, rates: Rates, device: torch.device
+) -> list[dict[str, object]]:
+    """A row per variant of one GEMM of a linear on m rows, K = k, N = n."""
+    torch.manual_seed(0)
+    rows, cols, contracted = {"fprop": (m, n, k), "dgrad": (m, k, n), "wgrad": (n, k, m)}[gemm]
+    a = torch.randn(rows, contracted, device=device, dtype=torch.bfloat16)
+    b = torch.randn(cols, contracted, device=device, dtype=torch.bfloat16)
+    out = torch.empty(rows, cols, device=device, dtype=torch.bfloat16)
+    runs = {BF16: lambda: torch.mm(a, b.t(), out=out)}
+    errors = {BF16: error(torch.mm(a[:CORNER], b[:CORNER].t()), a, b)}
+    notes: dict[str, str] = {}
+    for name, (recipe, fast) in VARIANTS.items():
+        try:
+            pair = operands(recipe, gemm, a, b)
+            errors[name] = error(
+                scaled_matmul(*pair, torch.float32, fast_accum=fast), *map(dequantized, pair)
+            )
+        except Exception as failure:
+            notes[name] = note_of(failure)
+            continue
+
+        def run(pair=pair, fast=fast) -> None:
+            scaled_matmul(*pair, torch.bfloat16, fast_accum=fast)
+
+        runs[name] = run
+    timings = interleaved(runs, device, REPETITIONS, wait_ms=WAIT_MS, failures=notes)
+    result = []
+    for name in (BF16, *VARIANTS):
+        row = {"gemm": gemm, "M": m, "K": k, "N": n, "rows": rows, "cols": cols}
+        row |= {"contracted": contracted, "input": "normal", "variant": name}
+        row["note"] = notes.get(name, "")
+        if name in timings:
+            median = timings[name].median
+            floor = gemm_seconds(rows, cols, contracted, rates, fp8=name != BF16) * 1e3
+            row |= timings[name].columns() | {
+                "tflops": round(2 * rows * cols * contracted / median / 1e9, 1),
+                "floor_ms": round(floor, 4),
+                "floor_share": round(floor / median, 3),
+                "speedup": round(timings[BF16].median / median, 3) if BF16 in timings else "",
+                "error": f"{errors[name]:.3g}",
+            }
+        result.append(row)
+    return result
+
+
+def contraction_rows(
+    contractions: tuple[int, ...], device: torch.device
+) -> list[dict[str, object]]:
+    """Errors of each variant against the contraction dimension, (CORNER, K) times (K, CORNER)."""
+    result = []
+    for contracted in contractions:
+        for kind in ("normal", "positive"):
+            torch.manual_seed(0)
+            a, b = (torch.randn(CORNER, contracted, device=device) for _ in range(2))
+            if kind == "positive":
+                a, b = a.abs(), b.abs()
+            for name, (recipe, fast) in VARIANTS.items():
+                row: dict[str, object] = {"gemm": "contraction", "contracted": contracted}
+                row |= {"K": contracted, "rows": CORNER, "cols": CORNER}
+                row |= {"input": kind, "variant": name}
+                try:
+                    pair = operands(recipe, "fprop", a, b)
+                    out = scaled_matmul(*pair, torch.float32, fast_accum=fast)
+                    row["error"] = f"{error(out, *map(dequantized, pair)):.3g}"
+                except Exception as failure:
+                    row["note"] = note_of(failure)
+                result.append(row)
+    return result
+
+
+def operands(
+    recipe: str, gemm: str, a: Tensor, b: Tensor
+) -> tuple[QuantizedTensor, QuantizedTensor]:
+    """Both operands of a GEMM as the recipe casts them."""
+    specs: dict[str, tuple[CastSpec, CastSpec]] = {
+        name: (of.a, of.b) for name, of in zip(GEMMS, make_recipe(recipe).gemms, strict=True)
+    }
+    return quantize(a, specs[gemm][0]), quantize(b, specs[gemm][1])
+
+
+def dequantized(x: QuantizedTensor) -> Tensor:
+    """The first rows of an operand, whose scales lie in them, as float32."""
+    return dequantize(x)[:CORNER]
+
+
+def error(out: Tensor, a: Tensor, b: Tensor) -> float:
+    """``|out - a b^T| / |a b^T|`` in float64 on the first CORNER rows and columns."""
+    exact = a[:CORNER].double() @ b[:CORNER].double().t()
+    return float((out[:CORNER, :CORNER].double() - exact).norm() / exact.norm())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,125 @@
+"""Peak memory by category: every storage that operators make is followed from birth to death.
+
+Works on CUDA, on the CPU and on fake tensors, which have shapes and no memory: a peak can be
+counted without a card. What kernels allocate within one operator is not seen (on CUDA, the
+difference to the allocator's own peak shows it).
+"""
+
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+CATEGORIES = ("weights", "residuals", "gradients", "states", "saved activations", "workspace")
+
+
+class MemoryTracker(TorchDispatchMode):
+    """Bytes that live now and at the peak, by category.
+
+    A storage is workspace until something says otherwise: `assign`, the saved-tensor hooks that
+    `entering` the tracker sets, and the gradients of the parameters given to it.
+
+    Attributes:
+        current: category -> bytes that live now.
+        peak: the same when their sum was largest, since `reset_peak`.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter] = ()) -> None:
+        super().__init__()
+        self.current = dict.fromkeys(CATEGORIES, 0)
+        self.peak = dict(self.current)
+        self._known: dict[int, tuple[str, int]] = {}
+        self._parameters = list(parameters)
+        self._hooks: list[Any] = []
+        self._saving: Any = None
+
+    def __enter__(self) -> "MemoryTracker":
+        self._saving = torch.autograd.graph.saved_tensors_hooks(self._save, lambda tensor: tensor)
+        self._saving.__enter__()
+        self._hooks = [
+            p.register_post_accumulate_grad_hook(self._gradient)
+            for p in self._parameters
+            if p.requires_grad
+        ]
+        super().__enter__()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        for hook in self._hooks:
+            hook.remove()
+        self._saving.__exit__(*exception)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, Tensor):
+                self.assign(leaf, "workspace", again=False)
+        return out
+
+    def assign(self, tensor: Tensor, category: str, *, again: bool = True) -> None:
+        """Count a tensor's storages under a category.
+
+        Args:
+            tensor: a subclass counts by the tensors that it holds.
+            category: one of CATEGORIES.
+            again: whether a storage that has a category already changes it.
+        """
+        for part in plain_parts(tensor):
+            storage = part.untyped_storage()
+            key = storage._cdata
+            old = self._known.get(key)
+            if old is not None and not again:
+                continue
+            num_bytes = storage.nbytes()
+            if old is None:
+                weakref.finalize(storage, self._free, key)
+            else:
+                self.current[old[0]] -= old[1]
+            self._known[key] = category, num_bytes
+            self.current[category] += num_bytes
+        if self.total > sum(self.peak.values()):
+            self.peak = dict(self.current)
+
+    @property
+    def total(self) -> int:
+        """Bytes that live now."""
+        return sum(self.current.values())
+
+    def reset_peak(self) -> None:
+        """Start over from what lives now."""
+        self.peak = dict(self.current)
+
+    def _free(self, key: int) -> None:
+        category, num_bytes = self._known.pop(key)
+        self.current[category] -= num_bytes
+
+    def _save(self, tensor: Tensor) -> Tensor:
+        for part in plain_parts(tensor):
+            known = self._known.get(part.untyped_storage()._cdata)
+            if known is None or known[0] == "workspace":
+                self.assign(part, "saved activations")
+        return tensor
+
+    def _gradient(self, parameter: Tensor) -> None:
+        if parameter.grad is not None:
+            self.assign(parameter.grad, "gradients")
+
+
+def plain_parts(tensor: Tensor) -> list[Tensor]:
+    """The tensors with memory behind one: what a wrapper subclass holds, where it says."""
+    if isinstance(tensor, nn.Parameter) or type(tensor) in (Tensor, FakeTensor):
+        return [tensor]
+    if hasattr(tensor, "parts"):
+        return [part for part in tensor.parts() if isinstance(part, Tensor)]
+    if hasattr(tensor, "__tensor_flatten__"):
+        names, _ = tensor.__tensor_flatten__()
+        return [leaf for name in names for leaf in plain_parts(getattr(tensor, name))]
+    return []

@@ -1,0 +1,94 @@
+"""The peers that the benchmarks run beside us: torchao and Transformer Engine.
+
+Each builder raises ImportError or whatever the peer raises where it cannot run; the benchmark makes
+that the note of its row. Both are used through their public interfaces, as their documents say.
+"""
+
+import importlib.util
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+TORCHAO_RECIPES = ("tensorwise", "rowwise")
+TORCHAO_OPTIMIZERS = ("AdamW8bit", "AdamWFp8", "AdamW4bit")
+TRANSFORMER_ENGINE_RECIPES = {
+    "delayed": "DelayedScaling",
+    "current": "Float8CurrentScaling",
+    "blockwise": "Float8BlockScaling",
+}
+
+
+def torchao(module: nn.Module, recipe: str, *, skip: tuple[str, ...] = ("lm_head",)) -> nn.Module:
+    """`module` with its linears converted by ``torchao.float8.convert_to_float8_training``."""
+    _require("torchao")
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    def converts(child: nn.Module, fqn: str) -> bool:
+        return fqn.rpartition(".")[2] not in skip
+
+    config = Float8LinearConfig.from_recipe_name(recipe)
+    holder = nn.Sequential(module)  # it replaces children, and `module` may itself be a linear
+    return convert_to_float8_training(holder, config=config, module_filter_fn=converts)[0]
+
+
+def torchao_optimizer(
+    name: str, parameters: Iterable[nn.Parameter], **options: float
+) -> torch.optim.Optimizer:
+    """A low-bit AdamW of torchao, BF16 weights rounded stochastically: its own recommendation."""
+    _require("torchao")
+    import torchao.optim
+
+    return getattr(torchao.optim, name)(parameters, bf16_stochastic_round=True, **options)
+
+
+class TransformerEngine(nn.Module):
+    """A module whose linears are Transformer Engine's, and which runs under its autocast.
+
+    Args:
+        module: in BF16 on a GPU; its ``nn.Linear`` children are replaced, and their weights kept.
+        recipe: a key of `TRANSFORMER_ENGINE_RECIPES`.
+        skip: last components of names that stay as they are.
+    """
+
+    def __init__(
+        self, module: nn.Module, recipe: str, *, skip: tuple[str, ...] = ("lm_head",)
+    ) -> None:
+        super().__init__()
+        _require("transformer_engine")
+        import transformer_engine.pytorch as te
+        from transformer_engine.common import recipe as recipes
+
+        self._autocast = te.autocast
+        options = {"reduce_amax": False} if recipe == "delayed" else {}  # one process
+        self.recipe = getattr(recipes, TRANSFORMER_ENGINE_RECIPES[recipe])(**options)
+        self.module = _as_te_linear(te, module) if type(module) is nn.Linear else module
+        for parent in list(self.module.modules()):
+            for name, child in list(parent.named_children()):
+                if type(child) is nn.Linear and name not in skip:
+                    setattr(parent, name, _as_te_linear(te, child))
+
+    def forward(self, *args, **kwargs):
+        """The module's, in FP8."""
+        with self._autocast(enabled=True, recipe=self.recipe):
+            return self.module(*args, **kwargs)
+
+
+def _as_te_linear(te, linear: nn.Linear) -> nn.Module:
+    out = te.Linear(
+        linear.in_features,
+        linear.out_features,
+        bias=linear.bias is not None,
+        params_dtype=linear.weight.dtype,
+        device=linear.weight.device,
+    )
+    with torch.no_grad():
+        out.weight.copy_(linear.weight)
+        if linear.bias is not None:
+            out.bias.copy_(linear.bias)
+    return out
+
+
+def _require(package: str) -> None:
+    if importlib.util.find_spec(package) is None:
+        raise ImportError(f"{package.replace('_', '-')} is not installed")

@@ -1,0 +1,250 @@
+"""How fast a linear, a block and a step can be at best: a model on paper, no measurement.
+
+    python -m benchmarks.roofline       # writes benchmarks/results/roofline.csv
+
+A linear with input x (M, K), weight w (N, K) and gradient g (M, N) runs three GEMMs of 2 M N K
+floating-point operations each. A GEMM takes the longer of its arithmetic and of its bytes (each
+operand read once, the result written once); casts take the bytes that they read and write, at copy
+bandwidth; launches are free. The ceiling is BF16's time over FP8's.
+
+`TRAFFIC` has the bytes of the casts per element of x, w and g, for one forward and backward. With
+BF16 at 2 bytes and FP8 at 1: an amax reads 2; a cast into both layouts reads 2 and writes 1 + 1.
+
+    tensorwise            amax and cast, 6
+    delayed, blockwise    the cast alone, 4 (and two float32 scales for 128 elements)
+    rowwise               the amaxes of rows and of columns in one read, then the cast, 6
+    fused                 x and g leave their producers in FP8 instead of BF16, 0; w leaves the
+                          optimizer in both layouts, 2 per optimizer step (one micro-batch here)
+    peers                 by their sources: torchao's roofline_utils.py, Transformer Engine's
+                          quantizer.cpp
+
+The model's cards: data sheet peaks times the shares that are reached (`SHARE_OF_FLOPS`,
+`SHARE_OF_BANDWIDTH`), FP8 twice BF16. Benchmarks take measured rates instead: see
+benchmarks/card.py.
+"""
+
+from dataclasses import dataclass
+
+from benchmarks.measurement import RESULTS, command_line, print_table, write_rows
+from benchmarks.shapes import LLAMA_3_1_8B_BLOCK, TOKENS
+
+COLUMNS = (
+    *("kind", "card", "linears", "M", "method", "x_bytes", "w_bytes", "g_bytes"),
+    *("cast_mib", "gemm_ms", "cast_ms", "bf16_ms", "ceiling", "command"),
+)
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Of a card: bytes per second that it copies (read and written), and FLOP per second."""
+
+    bandwidth: float
+    bf16: float
+    fp8: float
+
+
+# NVIDIA's data sheets, SXM: dense BF16 is half of the figure given with sparsity.
+# https://www.nvidia.com/en-us/data-center/h100/  https://www.nvidia.com/en-us/data-center/h200/
+PEAKS = {"H100": (3.35e12, 989.4e12), "H200": (4.8e12, 989.4e12)}
+# What torchao finds reachable: torchao/testing/training/roofline_utils.py, H100 and B200.
+SHARE_OF_FLOPS, SHARE_OF_BANDWIDTH = 0.78, 0.92
+CARDS = {
+    name: Rates(
+        SHARE_OF_BANDWIDTH * bytes_per_s, SHARE_OF_FLOPS * flops, 2 * SHARE_OF_FLOPS * flops
+    )
+    for name, (bytes_per_s, flops) in PEAKS.items()
+}
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes that casts read and write per element of x, w and g."""
+
+    x: float
+    w: float
+    g: float
+
+
+_SCALES = 2 * 4 / 128
+TRAFFIC = {
+    "tensorwise": Traffic(6, 6, 6),
+    "tensorwise, amax from the producer": Traffic(4, 6, 4),
+    "delayed": Traffic(4, 4, 4),
+    "rowwise": Traffic(6, 6, 6),
+    "blockwise": Traffic(4 + _SCALES, 4, 4 + _SCALES),
+    "blockwise, weight once per step": Traffic(4 + _SCALES, 2, 4 + _SCALES),
+    "mxfp8": Traffic(4 + 2 / 32, 4 + 2 / 32, 4 + 2 / 32),
+    "fused": Traffic(0, 2, 0),
+    "torchao tensorwise": Traffic(6, 8, 6),
+    "torchao rowwise": Traffic(8, 10, 8),
+    "torchao blockwise": Traffic(6, 6, 6),
+    "Transformer Engine delayed": Traffic(4, 4, 4),
+    "Transformer Engine current": Traffic(6, 6, 6),
+    "Transformer Engine blockwise": Traffic(4 + _SCALES, 4, 4 + _SCALES),
+}
+
+# Inputs of the linears that read the same tensor, which is cast once for all of them.
+SHARED_INPUTS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+
+
+def gemm_seconds(m: int, n: int, k: int, rates: Rates, *, fp8: bool) -> float:
+    """(m, k) times (k, n) into BF16."""
+    arithmetic = 2 * m * n * k / (rates.fp8 if fp8 else rates.bf16)
+    num_bytes = (1 if fp8 else 2) * (m * k + n * k) + 2 * m * n
+    return max(arithmetic, num_bytes / rates.bandwidth)
+
+
+def gemms_seconds(m: int, k: int, n: int, rates: Rates, *, fp8: bool) -> float:
+    """The three GEMMs of a linear: fprop, dgrad, wgrad."""
+    shapes = ((m, n, k), (m, k, n), (n, k, m))
+    return sum(gemm_seconds(*shape, rates, fp8=fp8) for shape in shapes)
+
+
+def cast_bytes(m: int, k: int, n: int, traffic: Traffic) -> float:
+    """What the casts of a linear read and write."""
+    return traffic.x * m * k + traffic.w * n * k + traffic.g * m * n
+
+
+def linear_seconds(m: int, k: int, n: int, rates: Rates, traffic: Traffic | None) -> float:
+    """Forward and backward of a linear with its casts; `traffic` None: in BF16."""
+    gemms = gemms_seconds(m, k, n, rates, fp8=traffic is not None)
+    return gemms + (cast_bytes(m, k, n, traffic) / rates.bandwidth if traffic else 0.0)
+
+
+def linears_seconds(
+    m: int,
+    linears: dict[str, tuple[int, int]],
+    rates: Rates,
+    traffic: Traffic | None,
+    *,
+    share_inputs: bool = False,
+) -> float:
+    """Forward and backward of several linears (K, N) on m rows."""
+    total = sum(linear_seconds(m, k, n, rates, traffic) for k, n in linears.values())
+    if traffic is not None and share_inputs:
+        total -= traffic.x * _repeated_inputs(m, linears) / rates.bandwidth
+    return total
+
+
+def _repeated_inputs(m: int, linears: dict[str, tuple[int, int]]) -> int:
+    """Elements of inputs that are another linear's, too."""
+    repeated = 0
+    for group in SHARED_INPUTS:
+        repeated += sum(m * linears[name][0] for name in group[1:] if name in linears)
+    return repeated
+
+
+def fused_linears(linears: dict[str, tuple[int, int]]) -> dict[str, tuple[int, int]]:
+    """Linears that read the same tensor as one: Transformer Engine's and Megatron's layout."""
+    fused = dict(linears)
+    for group in SHARED_INPUTS:
+        shapes = [fused.pop(name) for name in group if name in fused]
+        if shapes:
+            fused["+".join(group)] = (shapes[0][0], sum(n for _, n in shapes))
+    return fused
+
+
+def block_seconds(
+    m: int, sequence: int, layout: dict[str, int], rates: Rates, traffic: Traffic | None
+) -> float:
+    """Forward and backward of a decoder layer on m tokens: linears, attention, and what is between.
+
+    Causal attention takes 2 m S Q operations forward and 2.5 times as many backward (S tokens per
+    sequence, Q features of all heads), in BF16. Norms, rotary embedding, SwiGLU, attention and the
+    residual additions read and write each of their BF16 tensors once.
+    """
+    hidden, inner = layout["hidden_size"], layout["intermediate_size"]
+    queries = layout["num_attention_heads"] * layout["head_dim"]
+    keys = layout["num_key_value_heads"] * layout["head_dim"]
+    linears = linears_seconds(m, block_linears(layout), rates, traffic, share_inputs=True)
+    attention = 3.5 * 2 * m * min(sequence, m) * queries / rates.bf16
+    forward = 2 * 2 * hidden + 2 * 3 * hidden + 4 * (queries + keys) + 3 * inner
+    backward = 2 * 3 * hidden + 2 * 3 * hidden + 4 * (queries + keys) + 5 * inner
+    return linears + attention + 2 * m * (forward + backward) / rates.bandwidth
+
+
+def block_linears(layout: dict[str, int]) -> dict[str, tuple[int, int]]:
+    """(K, N) of the linears of a decoder layer, from LlamaConfig's arguments."""
+    hidden, inner = layout["hidden_size"], layout["intermediate_size"]
+    queries = layout["num_attention_heads"] * layout["head_dim"]
+    keys = layout["num_key_value_heads"] * layout["head_dim"]
+    return {
+        "q_proj": (hidden, queries),
+        "k_proj": (hidden, keys),
+        "v_proj": (hidden, keys),
+        "o_proj": (queries, hidden),
+        "gate_proj": (hidden, inner),
+        "up_proj": (hidden, inner),
+        "down_proj": (inner, hidden),
+    }
+
+
+def step_seconds(
+    m: int,
+    sequence: int,
+    layout: dict[str, int],
+    rates: Rates,
+    traffic: Traffic | None,
+    optimizer_bytes: float,
+) -> float:
+    """A training step of a whole model: its blocks, the head in BF16, the optimizer's bytes.
+
+    The loss reads the float32 logits once forward and, with their gradient written, once backward.
+
+    Args:
+        optimizer_bytes: that a step of it reads and writes.
+    """
+    vocabulary = layout["vocab_size"]
+    blocks = layout["num_hidden_layers"] * block_seconds(m, sequence, layout, rates, traffic)
+    head = gemms_seconds(m, layout["hidden_size"], vocabulary, rates, fp8=False)
+    loss = 3 * 4 * m * vocabulary / rates.bandwidth
+    return blocks + head + loss + optimizer_bytes / rates.bandwidth
+
+
+def rows() -> list[dict[str, object]]:
+    """Ceilings of each method for the linears of a Llama-3.1-8B block."""
+    return [
+        _row(card, rates, m, shared, method, traffic)
+        for card, rates in CARDS.items()
+        for shared in (False, True)
+        for m in sorted(TOKENS)
+        for method, traffic in TRAFFIC.items()
+    ]
+
+
+def _row(
+    card: str, rates: Rates, m: int, shared: bool, method: str, traffic: Traffic
+) -> dict[str, object]:
+    linears = LLAMA_3_1_8B_BLOCK
+    bf16 = linears_seconds(m, linears, rates, None)
+    gemms = sum(gemms_seconds(m, k, n, rates, fp8=True) for k, n in linears.values())
+    total = linears_seconds(m, linears, rates, traffic, share_inputs=shared)
+    return {
+        "kind": "model",
+        "card": card,
+        "linears": "seven, inputs shared" if shared else "seven",
+        "M": m,
+        "method": method,
+        "x_bytes": traffic.x,
+        "w_bytes": traffic.w,
+        "g_bytes": traffic.g,
+        "cast_mib": round((total - gemms) * rates.bandwidth / 2**20, 1),
+        "gemm_ms": round(gemms * 1e3, 3),
+        "cast_ms": round((total - gemms) * 1e3, 3),
+        "bf16_ms": round(bf16 * 1e3, 3),
+        "ceiling": round(bf16 / total, 3),
+        "command": command_line(),
+    }
+
+
+def main() -> None:
+    """Write the CSV, its picture, and print the H200's ceilings."""
+    table = rows()
+    path = RESULTS / "roofline.csv"
+    write_rows(path, COLUMNS, table)
+    shown = [r for r in table if (r["card"], r["linears"]) == ("H200", "seven, inputs shared")]
+    print_table(("card", "linears", "M", "method", "cast_ms", "ceiling"), shown)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,74 @@
+"""Peaks that are counted without memory, and what is said of them."""
+
+import argparse
+
+import pytest
+import torch
+
+from benchmarks import bench_memory
+from benchmarks.bench_memory import Case, measure, print_verdict
+from benchmarks.memory_tracker import CATEGORIES
+from benchmarks.shapes import parameter_count
+
+LAYOUT = {
+    "vocab_size": 512,
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "tie_word_embeddings": True,
+}
+MIB = 2**20
+
+
+def counted(variant, *, fake=True, checkpointing=False):
+    arguments = argparse.Namespace(fake=fake, toy=True)
+    case = Case("toy", variant, checkpointing, 1)
+    return measure(case, LAYOUT, arguments, torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("variant", "weights", "states", "residuals"),
+    [("bf16-mixed", 4, 8, 0), ("O1", 4, 8, 0), ("O2", 2, 2 + 2 / 32, 1), ("O3", 2, 2 + 2 / 32, 1)],
+)
+def test_what_stands_between_steps(variant, weights, states, residuals):
+    """Bytes per parameter; of norms, 0.1 % of all, a little more."""
+    found, parameters = counted(variant), parameter_count(**LAYOUT) / MIB
+    expected = [weights * parameters, states * parameters, residuals * parameters]
+    assert [found[c] for c in ("weights", "states", "residuals")] == pytest.approx(
+        expected, rel=0.01, abs=0.1
+    )
+    assert found["peak_mib"] == pytest.approx(sum(found[c] for c in CATEGORIES), abs=0.3)
+
+
+def test_counting_without_memory_agrees_with_running():
+    fake, real = counted("bf16-mixed"), counted("bf16-mixed", fake=False)
+    assert real.pop("loss") > 0
+    assert fake["weights"] == real["weights"]
+    assert fake["states"] == real["states"]
+    assert fake["peak_mib"] == pytest.approx(real["peak_mib"], rel=0.05)
+
+
+def test_checkpointing_saves_less(monkeypatch):
+    monkeypatch.setattr(bench_memory, "TOY_SEQUENCE", 2048)
+    kept, again = counted("O2"), counted("O2", checkpointing=True)
+    assert again["peak_mib"] < 0.8 * kept["peak_mib"]
+
+
+def test_the_verdict_on_8b_is_of_the_measured_peak(capsys):
+    base = {"model": "Llama-3.1-8B", "checkpointing": False}
+    print_verdict(
+        [
+            base | {"variant": "O2", "peak_mib": 70 * 1024.0, "measured_mib": 81 * 1024.0},
+            base | {"variant": "O3", "peak_mib": 79.9 * 1024},
+            base | {"variant": "bf16-mixed", "note": "out of memory: x"},
+            base | {"variant": "O2", "model": "Llama-3.2-1B", "peak_mib": 1.0},
+        ]
+    )
+    assert capsys.readouterr().out.splitlines() == [
+        "8B, O2: 81.0 GiB, NOT under 80",
+        "8B, O3: 79.9 GiB, under 80",
+        "8B, bf16-mixed: out of memory: x",
+    ]

@@ -1,0 +1,115 @@
+"""Timing, tables and budgets of the benchmarks."""
+
+import sys
+
+import pytest
+import torch
+
+from benchmarks import measurement
+from benchmarks.measurement import (
+    ENVIRONMENT,
+    NOT_REACHED,
+    RESULTS,
+    Budget,
+    Table,
+    interleaved,
+    note_of,
+    parser,
+    read_rows,
+)
+
+CPU = torch.device("cpu")
+ABOUT = dict.fromkeys(ENVIRONMENT, "x")
+
+
+def test_variants_take_turns_and_another_goes_first_each_time():
+    calls = []
+    variants = {name: lambda name=name: calls.append(name) for name in "abc"}
+    interleaved(variants, CPU, repetitions=3, warmup=1)
+    rounds = ["".join(calls[i : i + 3]) for i in range(0, 12, 3)]
+    assert all(sorted(found) == ["a", "b", "c"] for found in rounds)
+    assert len(set(rounds[1:])) == 3
+
+
+def test_a_failing_variant_leaves_a_note_and_the_others_go_on():
+    calls = {"good": 0, "bad": 0}
+
+    def good():
+        calls["good"] += 1
+
+    def bad():
+        calls["bad"] += 1
+        if calls["bad"] == 3:
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
+
+    failures = {}
+    variants = {"good": good, "bad": bad}
+    timings = interleaved(variants, CPU, repetitions=4, warmup=1, failures=failures)
+    assert set(timings) == {"good"}
+    assert failures["bad"].startswith("out of memory: CUDA out of memory")
+    assert calls == {"good": 5, "bad": 3}
+    calls["bad"] = 0
+    with pytest.raises(torch.cuda.OutOfMemoryError):
+        interleaved(variants, CPU, repetitions=4)
+
+
+def test_a_note_is_one_line():
+    assert note_of(ValueError("first\nsecond")) == "ValueError: first"
+    assert note_of(AssertionError()) == "AssertionError: "
+
+
+def test_a_budget_lets_the_first_piece_begin_and_no_other_that_would_not_fit(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(measurement.time, "monotonic", lambda: now[0])
+    budget = Budget(10.0)
+    assert budget.fits()
+    with budget.piece():
+        now[0] = 4.0
+    assert budget.fits()  # 4 + 4 <= 10
+    with budget.piece():
+        now[0] = 7.0
+    assert not budget.fits()  # 7 + 4 > 10
+    assert Budget(-1.0).fits()
+
+
+def test_rows_of_earlier_runs_stay_until_their_group_is_measured_again(tmp_path):
+    path = tmp_path / "t.csv"
+
+    def table():
+        return Table(path, ("M", "variant", "ms", "note"), ("M",), ABOUT)
+
+    first = table()
+    first.add([{"M": m, "variant": v, "ms": 1} for m in (1, 2) for v in "ab"])
+    second = table()
+    second.add([{"M": 2, "variant": "c", "ms": 2}])
+    second.add([{"M": 1, "note": NOT_REACHED}, {"M": 3, "note": NOT_REACHED}])
+    found = [(row["M"], row["variant"], row["ms"]) for row in read_rows(path)]
+    assert found == [("1", "a", "1"), ("1", "b", "1"), ("2", "c", "2"), ("3", "", "")]
+    second.add([{"M": 3, "variant": "d", "ms": 4}])  # reached after all
+    assert [row["variant"] for row in read_rows(path)] == ["a", "b", "c", "d"]
+    assert read_rows(path)[-1]["gpu"] == "x"
+
+
+def test_toy_figures_never_go_to_the_results(monkeypatch, capsys):
+    def parse(*arguments):
+        monkeypatch.setattr(sys, "argv", ["x", *arguments])
+        return parser("linear", "Text.").parse_args()
+
+    assert not parse("--toy").csv.is_relative_to(RESULTS)
+    with pytest.raises(SystemExit):
+        parse("--toy", "--csv", str(RESULTS / "linear.csv"))
+    assert "toy figures" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_full_sizes_need_a_gpu_or_a_flag_that_does_without(monkeypatch, capsys):
+    def parse(*arguments):
+        monkeypatch.setattr(sys, "argv", ["x", *arguments])
+        made = parser("memory", "Text.", without_gpu=("--fake",))
+        made.add_argument("--fake", action="store_true")
+        return made.parse_args()
+
+    assert parse("--fake").csv == RESULTS / "memory.csv"
+    with pytest.raises(SystemExit):
+        parse()
+    assert "no GPU" in capsys.readouterr().err
