@@ -198,3 +198,42 @@ def test_e8m0_scales_lie_where_the_tensor_core_looks():
         r = row % 128
         offset = tile * 512 + (r % 32) * 16 + (r // 32) * 4 + block % 4
         assert flat[offset].item() == exponents[row, block].item() + 127
+
+
+@pytest.mark.parametrize("recipe_name", RECIPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_a_bias_is_added_before_the_one_rounding(recipe_name, dtype):
+    recipe = make_recipe(recipe_name)
+    x, w, bias = torch.randn(24, 64), torch.randn(40, 64), torch.randn(40)
+    x_row, _ = quantize_layouts(x, recipe.input, row=True, col=False)
+    w_row, _ = quantize_layouts(w, recipe.weight, row=True, col=False)
+    made = gemm.scaled_matmul(x_row, w_row, dtype, bias=bias)
+    plain = gemm.scaled_matmul(x_row, w_row, torch.float32)
+    expected = (plain + bias.to(dtype)).to(dtype)
+    torch.testing.assert_close(made, expected, rtol=torch.finfo(dtype).eps, atol=1e-6)
+    empty = x_row._replace(qdata=x_row.qdata[:0])
+    assert gemm.scaled_matmul(empty, w_row, dtype, bias=bias).shape == (0, 40)
+
+
+@pytest.mark.parametrize("recipe_name", RECIPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_on_a_card_the_gemm_takes_a_bias_where_it_can(monkeypatch, recipe_name, dtype):
+    """Padded with the output; never with a float32 output, which the operator refuses."""
+    recipe, given = make_recipe(recipe_name), []
+
+    def operator(a, b, out_dtype, fast_accum, bias=None):
+        given.append(bias)
+        output = torch.zeros(a.qdata.shape[0], b.qdata.shape[0], dtype=out_dtype)
+        return output if bias is None else output + bias
+
+    monkeypatch.setattr(gemm, "_scaled_mm", operator)
+    bias = torch.randn(40).to(dtype)
+    a, _ = quantize_layouts(torch.randn(24, 64), recipe.input, row=True, col=False)
+    b, _ = quantize_layouts(torch.randn(40, 64), recipe.weight, row=True, col=False)
+    made = gemm._scaled_mm_cuda(a, b, dtype, False, bias)
+    assert torch.equal(made, bias.expand(24, 40))
+    (in_gemm,) = given
+    fits = recipe_name in ("tensorwise", "delayed", "rowwise") and dtype != torch.float32
+    assert (in_gemm is not None) == fits
+    if fits:
+        assert in_gemm.shape == (48,)

@@ -374,3 +374,65 @@ def _run_compiled(compiled, model, x):
     y = compiled(x)
     y.backward(torch.ones_like(y))
     return y.detach(), x.grad, model[0].weight.grad
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_gradient_of_the_bias_is_the_sum_of_the_gradient(recipe):
+    """In float32, rounded once: nearer than torch's own in BF16."""
+    _, fp8 = _pair(recipe)
+    fp8 = fp8.bfloat16()
+    x, grad = torch.randn(3, 100, K).bfloat16(), torch.randn(3, 100, N).bfloat16()
+    for frozen_weight in (False, True):
+        for needs_input in (False, True):
+            fp8[0].weight.requires_grad_(not frozen_weight)
+            fp8.zero_grad()
+            fp8(x.detach().requires_grad_(needs_input)).backward(grad)
+            exact = grad.double().sum((0, 1))
+            assert fp8[0].bias.grad.dtype == torch.bfloat16
+            assert (fp8[0].bias.grad - exact).abs().max() <= 2**-8 * exact.abs().max()
+            assert torch.equal(fp8[0].bias.grad, grad.float().sum((0, 1)).bfloat16())
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_float32_bias_keeps_a_float32_gradient_under_autocast(recipe):
+    _, fp8 = _pair(recipe)
+    grad = torch.randn(64, N).bfloat16()
+    with torch.autocast("cpu", torch.bfloat16):
+        fp8(torch.randn(64, K)).backward(grad)
+    torch.testing.assert_close(fp8[0].bias.grad, grad.float().sum(0), rtol=1e-6, atol=1e-5)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_bias_is_added_before_the_one_rounding(recipe):
+    """As exact as the float32 sum allows; two roundings lose half a bit of it."""
+    _, fp8 = _pair(recipe)
+    with torch.no_grad():
+        fp8[0].bias.copy_(fp8[0].bias.bfloat16())  # the operator takes it in the output's dtype
+    exact = copy.deepcopy(fp8)
+    x = torch.randn(64, K)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        rounded = fp8(x)
+    with torch.no_grad():
+        assert torch.equal(rounded, exact(x).bfloat16())
+
+
+def test_a_frozen_bias_costs_nothing(monkeypatch):
+    """No sums are made, in a cast or otherwise."""
+    from torch_fp8 import delayed_scaling, operand_casts
+
+    asked = []
+    monkeypatch.setattr(operand_casts, "quantize_layouts_and_sum", asked.append)
+    real = delayed_scaling.History.cast
+
+    def cast(self, *args, sum_dtype=None, **options):
+        asked.extend([] if sum_dtype is None else [sum_dtype])
+        return real(self, *args, **options)
+
+    monkeypatch.setattr(delayed_scaling.History, "cast", cast)
+    for recipe in RECIPES:
+        _, fp8 = _pair(recipe)
+        fp8[0].bias.requires_grad_(False)
+        fp8(torch.randn(8, K)).sum().backward()
+        assert fp8[0].bias.grad is None
+        assert fp8[0].weight.grad is not None
+    assert asked == []
