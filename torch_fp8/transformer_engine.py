@@ -25,6 +25,8 @@ NOT_SHARDED = (
     "by FSDP or tensor parallelism Transformer Engine would keep a whole FP8 copy from forward to "
     "backward. Leave backend out"
 )
+# Not installed; a library of CUDA is missing; only the empty meta package; versions that differ.
+_NOT_LOADED = (ImportError, OSError, RuntimeError, AssertionError)
 # Of tokens, and of the features of a layer: what cuBLAS takes, and with MX scales whole blocks.
 _ALIGNMENT_OF_MXFP8 = 32
 _AVAILABLE = {
@@ -43,7 +45,7 @@ def load() -> Any:
     """
     try:
         import transformer_engine.pytorch as te
-    except (ImportError, OSError) as error:  # OSError: a library of CUDA is missing
+    except _NOT_LOADED as error:
         raise ImportError(
             "FP8Config(backend='transformer-engine') needs the package transformer-engine, which "
             f"could not be imported ({error}): pip install --no-build-isolation '{EXTRA}' on a "
@@ -221,7 +223,7 @@ class DelayedState:
 
     def _scale(self, history: Tensor, start: Tensor, maximum: float) -> Tensor:
         """Of one tensor, by Transformer Engine's rule: an amax of 0 leaves the scale as it was."""
-        recorded = history[history > 0]
+        recorded = history[(history > 0) & history.isfinite()]
         if not len(recorded):
             return start
         latest = self._config.amax_compute_algo == "most_recent"

@@ -87,6 +87,7 @@ class TransformerEngineLinear(Float8Linear):
     def load_scaling_state(self, history: Tensor, last_scale: Tensor) -> None:
         """Go on from what `scaling_state` was."""
         if self._recorded() is None:
+            self.drop_scaling()
             self.fp8_pending_scaling = (history.clone(), last_scale.clone())
         else:
             self._delayed.write(history, last_scale)

@@ -682,6 +682,34 @@ def test_not_installed(monkeypatch):
     assert type(linear) is nn.Linear
 
 
+@pytest.mark.parametrize(
+    "error", ["OSError('libcudart.so.13')", "RuntimeError('Found empty meta package')"]
+)
+def test_installed_in_part(te, monkeypatch, tmp_path, error):
+    package = tmp_path / "transformer_engine"
+    package.mkdir()
+    (package / "__init__.py").write_text(f"raise {error}\n")
+    for name in [name for name in sys.modules if name.startswith("transformer_engine")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ImportError, match=r"(libcudart|empty meta package).*pip install"):
+        convert_to_float8(nn.Linear(32, 32), TE)
+
+
+def test_scaling_is_taken_over_after_a_forward_that_failed(te, monkeypatch):
+    linear = nn.Linear(32, 32)
+    convert_to_float8(linear, DELAYED)
+    state = {".amax_history": torch.full((3, 8), 7.0), ".last_scale": torch.ones(2)}
+    with monkeypatch.context() as patch:
+        patch.setattr(te.Linear, "_record", None)
+        with pytest.raises(TypeError):
+            linear(torch.ones(16, 32))
+    torch_fp8.load_scaling_state_dict(linear, state)
+    linear(torch.ones(16, 32)).sum().backward()
+    history, _ = linear.scaling_state
+    assert history[0].tolist() == [1, 7, 7, 7, 7, 7, 7, 0]
+
+
 def test_too_old(te, monkeypatch):
     monkeypatch.delattr(te, "autocast")
     with pytest.raises(ImportError, match=r"2.20 or newer, this is 2.20.2.*--upgrade"):
