@@ -42,5 +42,4 @@ def count_saved(excluded: Iterable[Tensor] = ()) -> Iterator[SavedBytes]:
 
 
 def _key(tensor: Tensor) -> int:
-    storage = tensor.untyped_storage()
-    return storage.data_ptr() or id(storage)
+    return tensor.untyped_storage()._cdata

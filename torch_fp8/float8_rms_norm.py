@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.utils._python_dispatch import _disable_current_modes
 
 from torch_fp8.config import FP8Config
 from torch_fp8.gemm import cast
@@ -293,6 +294,11 @@ class _Trial:
 @functools.lru_cache(maxsize=64)
 def _tried(trial: _Trial, eps_name: str) -> NormForm | None:
     """The form whose results the module's own forward gives on the CPU, in all dtypes."""
+    with _disable_current_modes():  # a model of fake tensors is tried on real ones
+        return _try(trial, eps_name)
+
+
+def _try(trial: _Trial, eps_name: str) -> NormForm | None:
     eps = getattr(trial.module, eps_name)
     generator = torch.Generator().manual_seed(0)
     # A row of the order of eps tells where it is added.

@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.utils._python_dispatch import _disable_current_modes
 
 from torch_fp8.config import FP8Config
 from torch_fp8.linear import INPUT, Float8Linear
@@ -344,6 +345,6 @@ def _has_linear(child: nn.Module) -> bool:
 
 
 def _is_silu(activation: nn.Module) -> bool:
-    x = torch.linspace(-8, 8, 33, device="cpu")
-    with torch.no_grad():
+    with torch.no_grad(), _disable_current_modes():
+        x = torch.linspace(-8, 8, 33, device="cpu")
         return torch.allclose(activation(x), F.silu(x), rtol=1e-6, atol=1e-7)

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -248,6 +249,16 @@ def test_other_norms_stay_as_they_are(norm):
     cls = type(norm)
     assert convert_to_float8(model).producers == ()
     assert type(norm) is cls
+
+
+def test_models_of_no_substance_are_converted_alike():
+    """On the meta device, and under a mode that has all tensors there or fake."""
+    with torch.device("meta"):
+        model = nn.Sequential(Norm(80), MLP(80, 176))
+        assert convert_to_float8(model).producers == ("0", "1")
+    model = nn.Sequential(Norm(112), MLP(112, 176))
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        assert convert_to_float8(model).producers == ("0", "1")
 
 
 def test_norms_that_do_something_else_stay_as_they_are():
