@@ -76,6 +76,7 @@ def main() -> None:
     if arguments.toy:
         arguments.batches = (2,)
     arguments.modes = arguments.modes or (("eager",) if arguments.toy else ("eager", "compiled"))
+    torch._dynamo.config.recompile_limit = 64  # all variants share the code of their forward
     device, budget = default_device(), Budget(arguments.budget)
     about = environment(device)
     table = Table(arguments.csv, COLUMNS, ("batch", "sequence"), about)

@@ -93,9 +93,7 @@ def gemm_rows(
     for name, (recipe, fast) in VARIANTS.items():
         try:
             pair = operands(recipe, gemm, a, b)
-            errors[name] = error(
-                scaled_matmul(*pair, torch.float32, fast_accum=fast), *map(dequantized, pair)
-            )
+            errors[name] = error(product(*pair, fast), *map(dequantized, pair))
         except Exception as failure:
             notes[name] = note_of(failure)
             continue
@@ -141,8 +139,7 @@ def contraction_rows(
                 row |= {"input": kind, "variant": name}
                 try:
                     pair = operands(recipe, "fprop", a, b)
-                    out = scaled_matmul(*pair, torch.float32, fast_accum=fast)
-                    row["error"] = f"{error(out, *map(dequantized, pair)):.3g}"
+                    row["error"] = f"{error(product(*pair, fast), *map(dequantized, pair)):.3g}"
                 except Exception as failure:
                     row["note"] = note_of(failure)
                 result.append(row)
@@ -157,6 +154,14 @@ def operands(
         name: (of.a, of.b) for name, of in zip(GEMMS, make_recipe(recipe).gemms, strict=True)
     }
     return quantize(a, specs[gemm][0]), quantize(b, specs[gemm][1])
+
+
+def product(a: QuantizedTensor, b: QuantizedTensor, fast: bool) -> Tensor:
+    """The result in float32 where the kernel writes that, else in BF16."""
+    try:
+        return scaled_matmul(a, b, torch.float32, fast_accum=fast)
+    except (RuntimeError, ValueError):
+        return scaled_matmul(a, b, torch.bfloat16, fast_accum=fast)
 
 
 def dequantized(x: QuantizedTensor) -> Tensor:

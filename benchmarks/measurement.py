@@ -3,6 +3,7 @@
 import argparse
 import csv
 import datetime
+import os
 import platform
 import shlex
 import statistics
@@ -127,7 +128,9 @@ def environment(device: torch.device) -> dict[str, str]:
         "torch": torch.__version__,
         "cuda": torch.version.cuda or "none",
         "triton": _triton_version(),
-        "commit": _output("git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"),
+        # A copy without its history is told by the variable.
+        "commit": os.environ.get("COMMIT")
+        or _output("git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"),
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d"),
         "command": command_line(),
     }

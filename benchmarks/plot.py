@@ -57,6 +57,7 @@ def lines(
     series: tuple[str, ...],
     keep: Callable[[dict[str, Any]], bool] = lambda row: True,
     *,
+    title: str = "",
     log_y: bool = False,
 ) -> Callable[[Any, Rows], None]:
     """A panel with a line per distinct value of the columns `series`."""
@@ -67,9 +68,10 @@ def lines(
             if keep(row) and row.get(x) and row.get(y):
                 name = ", ".join(row[column] for column in series if row[column])
                 points.setdefault(name, []).append((float(row[x]), float(row[y])))
-        for name, line in points.items():
-            axis.plot(*zip(*sorted(line), strict=True), marker="o", label=name)
-        axis.set(xlabel=x, ylabel=y, xscale="log")
+        for i, (name, line) in enumerate(points.items()):
+            style = ("-", "--", ":")[i // 10 % 3]  # there are ten colours
+            axis.plot(*zip(*sorted(line), strict=True), marker="o", linestyle=style, label=name)
+        axis.set(xlabel=x, ylabel=y, xscale="log", title=title)
         if log_y and points:
             axis.set_yscale("log")
 
@@ -131,21 +133,33 @@ PICTURES: dict[str, tuple[str, list[Callable[[Any, Rows], None]]]] = {
     "roofline": (
         "Ceilings of the speed-up over BF16, seven linears of a Llama-3.1-8B block: a model",
         [
-            lines("M", "ceiling", ("method",), _is(card=card, linears="seven, inputs shared"))
+            lines(
+                "M",
+                "ceiling",
+                ("method",),
+                _is(card=card, linears="seven, inputs shared"),
+                title=card,
+            )
             for card in ("H100", "H200")
         ],
     ),
     "gemm": (
         "GEMMs of a Llama-3.1-8B block, without casts",
         [
-            lines("M", "tflops", ("variant",), _is(gemm="fprop", K="4096", N="14336")),
+            lines(
+                "M",
+                "tflops",
+                ("variant",),
+                _is(gemm="fprop", K="4096", N="14336"),
+                title="fprop of gate_proj",
+            ),
             lines("contracted", "error", ("variant", "input"), _is(gemm="contraction"), log_y=True),
         ],
     ),
     "linear": (
         "Linears of a Llama-3.1-8B block, forward and backward with casts: speed-up over BF16",
         [
-            lines("M", "speedup", ("variant", "mode"), _is(linear=linear))
+            lines("M", "speedup", ("variant", "mode"), _is(linear=linear), title=linear)
             for linear in ("together", "chain")
         ],
     ),

@@ -26,6 +26,7 @@ benchmarks/card.py.
 from dataclasses import dataclass
 
 from benchmarks.measurement import RESULTS, command_line, print_table, write_rows
+from benchmarks.plot import draw
 from benchmarks.shapes import LLAMA_3_1_8B_BLOCK, TOKENS
 
 COLUMNS = (
@@ -242,6 +243,7 @@ def main() -> None:
     table = rows()
     path = RESULTS / "roofline.csv"
     write_rows(path, COLUMNS, table)
+    draw(path)
     shown = [r for r in table if (r["card"], r["linears"]) == ("H200", "seven, inputs shared")]
     print_table(("card", "linears", "M", "method", "cast_ms", "ceiling"), shown)
 

@@ -130,9 +130,13 @@ class _Recorder:
         self.losses.append(loss.detach())
         self.num_fp8_linears = sum(isinstance(m, Float8Linear) for m in model.modules())
 
+    def close(self) -> None:
+        """The last step is over, and what comes now is not to be measured."""
+        synchronize(self.device)
+        self._note_peak()
+
     def result(self) -> Run:
         milliseconds = self.marks.milliseconds()
-        self._note_peak()
         losses = [float(loss) for loss in self.losses]
         return Run(milliseconds, losses, self._peaks[-1], max(self._peaks), self.num_fp8_linears)
 
@@ -207,6 +211,10 @@ class CausalLM(lightning.LightningModule):
         device = next(self.parameters()).device
         return optimizer_of(self.variant, self.parameters(), device)
 
+    def cpu(self) -> "CausalLM":
+        """Stays where it is: at the end of a fit Lightning would copy it, and nobody wants it."""
+        return self
+
 
 class _RecordingCallback(Callback):
     def __init__(self, recorder: _Recorder) -> None:
@@ -223,6 +231,19 @@ class _RecordingCallback(Callback):
 
     def on_train_batch_end(self, trainer, module, outputs, *_: Any) -> None:
         self.recorder.finish(outputs["loss"], module)
+
+    def on_train_end(self, trainer, *_: Any) -> None:
+        self.recorder.close()
+        self._drop(trainer)
+
+    def on_exception(self, trainer, *_: Any) -> None:
+        self._drop(trainer)
+
+    @staticmethod
+    def _drop(trainer: lightning.Trainer) -> None:
+        # Lightning would copy states to the CPU, tens of gigabytes.
+        for optimizer in trainer.optimizers:
+            optimizer.state.clear()
 
 
 def run_lightning(
@@ -303,9 +324,9 @@ def run_accelerate(
         optimizer.step()
         optimizer.zero_grad()
         recorder.finish(loss, model)
-    result = recorder.result()
+    recorder.close()
     accelerator.free_memory()
-    return result
+    return recorder.result()
 
 
 HOSTS = {"lightning": run_lightning, "accelerate": run_accelerate}
