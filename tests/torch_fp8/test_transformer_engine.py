@@ -15,10 +15,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.distributed.tensor.parallel import parallelize_module
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import torch_fp8
 from torch_fp8 import Float8Linear, FP8Config, convert_to_float8, revert
+from torch_fp8.ddp import connect, ddp_options
 from torch_fp8.fsdp_communication import connect_fsdp
 from torch_fp8.gradients import Float8Grad
 from torch_fp8.tensor_parallel import Float8ColwiseParallel
@@ -829,3 +831,31 @@ def test_levels_run_as_with_our_own_layers(te, options):
         assert {p.dtype for p in model.parameters()} == {torch.float32}
     assert losses["transformer-engine"][-1] < 0.8 * losses["transformer-engine"][0]
     assert losses["transformer-engine"] == pytest.approx(losses["torch"], rel=0.05)
+
+
+@pytest.mark.parametrize(
+    "options", [{"opt_level": "O2", "recipe": "delayed"}, {"opt_level": "O3"}], ids=str
+)
+def test_ddp_runs_as_with_our_own_layers(te, single_process_group, options):
+    losses = {}
+    for backend in ("torch", "transformer-engine"):
+        torch.manual_seed(0)
+        model, config = Wide(), FP8Config(backend=backend, **options)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        convert_to_float8(model, config)
+        torch_fp8.convert_optimizer(optimizer, config, model=model)
+        wrapped = DistributedDataParallel(model, **ddp_options(model, [optimizer]))
+        connect(wrapped, [optimizer], config)
+        losses[backend] = []
+        for step in range(6):
+            x = torch.randn(5, 64, generator=torch.Generator().manual_seed(step))
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = (wrapped(x) - x).float().pow(2).mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses[backend].append(loss.item())
+    assert losses["transformer-engine"] == pytest.approx(losses["torch"], rel=0.05)
+    if options.get("recipe") == "delayed":
+        history, _ = model.up.scaling_state
+        assert (history > 0).sum(1).tolist() == [6, 6, 6]
