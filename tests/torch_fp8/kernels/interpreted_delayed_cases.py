@@ -71,7 +71,8 @@ def results():
         if x.numel() == 0 or not (which in ALL_INPUTS or name in FEW):
             continue
         failures = []
-        for (fmt, dtype), filled in itertools.product(cases.DTYPES.items(), (False, True)):
+        formats = list(cases.DTYPES.items())[: 2 if which in ALL_INPUTS else 1]
+        for (fmt, dtype), filled in itertools.product(formats, (False, True)):
             twin = Twin(length, filled)
             for step, (row, col) in enumerate(LAYOUTS):
                 # The third time the history is full of other things, or still empty for zeros.

@@ -91,22 +91,23 @@ def test_sums_compile_without_spills(size, target, record_launches, compile_for,
     _compile(launches, str(size), target, compile_for, record_property)
 
 
-def test_all_read_the_history_before_the_last_program_writes_it(record_launches, compile_for):
-    """A barrier, then the count with release and acquire, on which everything after depends."""
+@pytest.mark.parametrize(("row", "col"), [(True, True), (False, False)])
+def test_all_read_the_history_before_the_last_program_writes_it(
+    record_launches, compile_for, row, col
+):
+    """What a program reads and writes, a barrier, then the count with release and acquire."""
+    state = (torch.zeros(1024), torch.zeros(2, dtype=torch.int32), None)
     with record_launches(delayed_scaling) as launches:
-        launch_delayed("bf16")
-    for launch in {launch.key: launch for launch in launches}.values():
-        if "cast" not in launch.name:
-            continue
-        ptx, _ = compile_for(launch, "sm_90")
-        code = [line.strip() for line in ptx.splitlines()]
-        (count,) = [i for i, line in enumerate(code) if "acq_rel" in line and "add" in line]
-        largest = next(i for i, line in enumerate(code) if "max" in line and ".global" in line)
-        assert largest < count
-        assert any("bar.sync" in line for line in code[largest:count])
-        assert any("exch" in line for line in code[count:])
-        name = launch.kernel.arg_names.index("history_ptr")
-        assert f"param_{name}" in ptx
+        delayed_scaling.quantize_2d_delayed(INPUTS["bf16"], *state, FORMATS[0], "max", 0, row, col)
+    ptx, _ = compile_for(launches[0], "sm_90")
+    code = [line.strip() for line in ptx.splitlines()]
+    (count,) = [i for i, line in enumerate(code) if "atom.global" in line and ".add." in line]
+    assert ".gpu.acq_rel." in code[count]
+    accesses = [i for i, line in enumerate(code) if "ld.global" in line or "st.global" in line]
+    assert any("bar.sync" in line for line in code[max(i for i in accesses if i < count) : count])
+    # What the last one takes and writes comes after.
+    (taken,) = [i for i, line in enumerate(code) if "atom.global" in line and "exch" in line]
+    assert count < taken < max(accesses)
 
 
 def _compile(launches, name, target, compile_for, record_property):
