@@ -334,9 +334,7 @@ def traffic(variant: str) -> Traffic | None:
         return None
     if variant in TRAFFIC:
         return TRAFFIC[variant]
-    recipe, _, option = variant.partition(", ")
-    of_recipe = TRAFFIC[recipe]
-    return Traffic(of_recipe.x, 0, of_recipe.g) if option == "weights cached" else of_recipe
+    return TRAFFIC[variant.partition(", ")[0]]  # accumulation moves nothing
 
 
 def _total(
