@@ -202,6 +202,7 @@ def load_scaling_state_dict(model: nn.Module, state: dict[str, Tensor]) -> None:
             else:
                 for target, value in zip(_scaling(module), (history, last_scale), strict=True):
                     target.copy_(value)
+                plain(module.fp8_cast_progress).zero_()  # of no launch, wherever its memory is from
 
 
 def _scaling(module: Float8Linear) -> tuple[Tensor, Tensor]:

@@ -303,8 +303,8 @@ def _keep_weights(optimizer: Float8Optimizer, model: nn.Module | None) -> int:
     layers = [m for m in layers if m.fp8_config.backend == "torch"]
     kept = 0
     for layer in layers:
-        spec = layer.fp8_recipe.weight
-        if layer.weight in stepped and (payloads or keeps_scale(spec)):
+        spec, ours = layer.fp8_recipe.weight, layer.fp8_config.backend == "torch"
+        if ours and layer.weight in stepped and (payloads or keeps_scale(spec)):
             watch(layer.weight)
             cache = layer.fp8_weight_cache = WeightCache(payloads)
             optimizer.fp8_caches.setdefault(layer.weight, []).append((weakref.ref(cache), spec))

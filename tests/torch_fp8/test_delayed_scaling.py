@@ -7,7 +7,12 @@ import pytest
 import torch
 from torch import nn
 
-from torch_fp8 import FP8Config, convert_to_float8
+from torch_fp8 import (
+    FP8Config,
+    convert_to_float8,
+    load_scaling_state_dict,
+    scaling_state_dict,
+)
 from torch_fp8.delayed_scaling import History
 from torch_fp8.formats import E4M3
 from torch_fp8.quantize import quantize_layouts
@@ -123,3 +128,16 @@ def test_a_forward_without_gradients_in_training_moves_the_history():
     assert torch.equal(model[0].fp8_amax_history, twin[0].fp8_amax_history)
     assert (model[0].fp8_amax_history[:2, 0] > 0).all()
     assert torch.equal(model[0].fp8_last_scale, twin[0].fp8_last_scale)
+
+
+def test_memory_that_was_never_written_is_made_usable_by_loading():
+    """``to_empty`` leaves what was there; a count that starts elsewhere would never be full."""
+    saved, model = (nn.Sequential(nn.Linear(32, 48)) for _ in range(2))
+    for m in (saved, model):
+        convert_to_float8(m, FP8Config(recipe="delayed", amax_history_len=4))
+    model[0].fp8_cast_progress.fill_(7)
+    load_scaling_state_dict(model, scaling_state_dict(saved))
+    assert not model[0].fp8_cast_progress.any()
+    model[0].fp8_cast_progress.fill_(7)
+    model[0].reset_parameters()
+    assert not model[0].fp8_cast_progress.any()
