@@ -1,1 +1,304 @@
-"""RMSNorm on CUDA: the twin of `torch_fp8.rms_norm`."""
+"""RMSNorm on CUDA: the twin of `torch_fp8.rms_norm`, byte for byte where rstd is the same.
+
+What each reads of x and writes, per element of BF16, is: `rms_norm_statistics` 2 and, saving, 1;
+`rms_norm_quantize` 2 and 1 for each layout; `rms_norm_quantize_once` 2, 1 and 1 for each layout;
+`rms_norm_backward` 2 of the gradient, 1 of saved x, and 2 of dx.
+
+Legend: R rows, C columns of x. Launch configurations are fixed, not tuned at run time.
+"""
+
+import torch
+import triton
+from torch import Tensor
+
+from torch_fp8.kernels.producers import (
+    TYPES,
+    Cast,
+    Layouts,
+    amax_bits,
+    payload,
+    saved_outputs,
+)
+from torch_fp8.kernels.quantize import BLOCK, MAX_ROW_IN_REGISTERS, ROW_CHUNK, TILE_WARPS
+from torch_fp8.kernels.rms_norm_backward_tiles import (
+    norm_backward_kernel,
+    wide_norm_backward_kernel,
+)
+from torch_fp8.kernels.rms_norm_tiles import (
+    norm_cast_kernel,
+    norm_cast_once_kernel,
+    norm_kernel,
+    statistics_kernel,
+)
+
+# 32 elements for each thread of 8 warps; 512 contiguous bytes of BF16.
+NORM_ROWS, NORM_COLS, NORM_WARPS = 32, 256, 8
+
+# A band of rows is read from memory once as long as the bands at work stay in the L2 cache: 36 MiB
+# of an H200's 50, one band on each of 132 multiprocessors, 16 warps with more than 64 registers.
+BAND_ROWS = {"tensorwise": 32, "block_1x32": 32, "block_1x128": 128, "block_128x128": 128}
+MULTIPROCESSORS = 132
+BANDS_IN_CACHE = 36 * 2**20
+
+# Backward holds a row of the gradient, of x, of the weight and of dw, 16 elements each for every
+# thread; two slabs of rows for each multiprocessor, whose parts of dw are 4 bytes per column.
+BACKWARD_ROW_IN_REGISTERS = 8192
+BACKWARD_SLABS = 264
+WIDE_ROWS, WIDE_CHUNK = 4, 1024
+
+# Rows that are moved one element at a time take an address and a mask for each.
+ODD_ROW_IN_REGISTERS, ODD_CHUNK = 2048, 512
+
+
+def rms_norm_statistics(
+    x: Tensor, weight: Tensor, eps: float, offset: float, out_dtype: torch.dtype, save: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """See `torch_fp8.rms_norm.rms_norm_statistics`."""
+    rows, cols = x.shape
+    rstd = x.new_empty(rows, dtype=torch.float32)
+    largest = amax_bits(x)
+    saved, saved_scale = saved_outputs(x, save)
+    if not x.numel():
+        return rstd.fill_(eps).rsqrt_(), largest.view(torch.float32), saved, saved_scale
+    in_registers = cols <= MAX_ROW_IN_REGISTERS
+    block_c = max(triton.next_power_of_2(cols), BLOCK) if in_registers else ROW_CHUNK
+    block_r = max(1, 4096 // block_c)  # short rows: several of them, 32 elements per thread
+    with torch.cuda.device_of(x):
+        statistics_kernel[(triton.cdiv(rows, block_r),)](
+            x,
+            weight,
+            rstd,
+            largest,
+            payload(saved),
+            saved_scale,
+            x.stride(0),
+            x.stride(1),
+            weight.stride(0),
+            rows,
+            cols,
+            1.0 / cols,
+            eps,
+            offset,
+            OUT=TYPES[out_dtype],
+            SAVE=save,
+            BLOCK_R=block_r,
+            BLOCK_C=block_c,
+            IN_REGISTERS=in_registers,
+            num_warps=max(4, block_c // 1024),
+            enable_fp_fusion=False,
+        )
+    return rstd, largest.view(torch.float32), saved, saved_scale
+
+
+def rms_norm(
+    x: Tensor, weight: Tensor, rstd: Tensor, offset: float, out_dtype: torch.dtype
+) -> Tensor:
+    """See `torch_fp8.rms_norm.rms_norm`."""
+    rows, cols = x.shape
+    y = x.new_empty((rows, cols), dtype=out_dtype)
+    if x.numel():
+        with torch.cuda.device_of(x):
+            norm_kernel[(triton.cdiv(rows, NORM_ROWS) * triton.cdiv(cols, NORM_COLS),)](
+                x,
+                weight,
+                rstd,
+                y,
+                x.stride(0),
+                x.stride(1),
+                weight.stride(0),
+                rstd.stride(0),
+                rows,
+                cols,
+                offset,
+                BLOCK_R=NORM_ROWS,
+                BLOCK_C=NORM_COLS,
+                num_warps=NORM_WARPS,
+                enable_fp_fusion=False,
+            )
+    return y
+
+
+def rms_norm_quantize(
+    x: Tensor,
+    weight: Tensor,
+    rstd: Tensor,
+    offset: float,
+    out_dtype: torch.dtype,
+    amax: Tensor | None,
+    scale: Tensor | None,
+    dtype: torch.dtype,
+    granularity: str,
+    power_of_two: bool,
+    row: bool,
+    col: bool,
+) -> Layouts:
+    """See `torch_fp8.rms_norm.rms_norm_quantize`."""
+    cast = Cast(amax, scale, dtype, granularity, power_of_two, row, col)
+    if not cast.is_fused(x):
+        return cast.unfused(rms_norm(x, weight, rstd, offset, out_dtype))
+    rows, cols = x.shape
+    q, s, qt, st = made = cast.outputs(x)
+    with torch.cuda.device_of(x):
+        norm_cast_kernel[(triton.cdiv(rows, BLOCK) * triton.cdiv(cols, BLOCK),)](
+            x,
+            weight,
+            rstd,
+            cast.source(s),
+            payload(q),
+            s,
+            payload(qt),
+            st,
+            x.stride(0),
+            x.stride(1),
+            weight.stride(0),
+            rstd.stride(0),
+            rows,
+            cols,
+            offset,
+            OUT=TYPES[out_dtype],
+            **cast.flags(),
+            BLOCK_SIZE=BLOCK,
+            num_warps=TILE_WARPS,
+            enable_fp_fusion=False,
+        )
+    return made
+
+
+def rms_norm_quantize_once(
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    offset: float,
+    out_dtype: torch.dtype,
+    scale: Tensor | None,
+    dtype: torch.dtype,
+    granularity: str,
+    power_of_two: bool,
+    row: bool,
+    col: bool,
+    save: bool,
+) -> tuple[Tensor, ...]:
+    """See `torch_fp8.rms_norm.rms_norm_quantize_once`."""
+    cast = Cast(None, scale, dtype, granularity, power_of_two, row, col)
+    given = scale is not None
+    if not cast.is_fused(x) or not bands_fill_the_card(x, granularity):
+        made = rms_norm_statistics(x, weight, eps, offset, out_dtype, save)
+        rstd, amax, saved, saved_scale = made
+        results = rms_norm_quantize(x, weight, rstd, offset, out_dtype, *cast)
+        amax = amax if given else x.new_empty(0, dtype=torch.float32)
+        return (*results, rstd, saved, saved_scale, amax)
+    return _bands(x, weight, eps, offset, out_dtype, cast, save)
+
+
+def bands_fill_the_card(x: Tensor, granularity: str) -> bool:
+    """Whether bands of whole rows are work for every multiprocessor, and stay in the L2 cache."""
+    rows, cols = x.shape
+    band = BAND_ROWS[granularity]
+    at_work = MULTIPROCESSORS * band * cols * x.element_size()
+    return rows >= MULTIPROCESSORS * band and at_work <= BANDS_IN_CACHE
+
+
+def _bands(
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    offset: float,
+    out_dtype: torch.dtype,
+    cast: Cast,
+    save: bool,
+) -> tuple[Tensor, ...]:
+    rows, cols = x.shape
+    q, s, qt, st = made = cast.outputs(x)
+    saved, saved_scale = saved_outputs(x, save)
+    rstd = x.new_empty(rows, dtype=torch.float32)
+    given = cast.scale is not None
+    largest = amax_bits(x) if given else amax_bits(x, 0)
+    band = BAND_ROWS[cast.granularity]
+    with torch.cuda.device_of(x):
+        norm_cast_once_kernel[(triton.cdiv(rows, band),)](
+            x,
+            weight,
+            rstd,
+            largest,
+            payload(saved),
+            saved_scale,
+            cast.source(s),
+            payload(q),
+            s,
+            payload(qt),
+            st,
+            x.stride(0),
+            x.stride(1),
+            weight.stride(0),
+            rows,
+            cols,
+            1.0 / cols,
+            eps,
+            offset,
+            OUT=TYPES[out_dtype],
+            **cast.flags(),
+            SAVE=save,
+            AMAX=given,
+            BLOCK_R=band,
+            BLOCK_C=BLOCK if band == BLOCK else 2 * BLOCK,
+            num_warps=TILE_WARPS if band == BLOCK or x.element_size() == 2 else TILE_WARPS // 2,
+            enable_fp_fusion=False,
+        )
+    return (*made, rstd, saved, saved_scale, largest.view(torch.float32))
+
+
+def rms_norm_backward(
+    grad: Tensor,
+    x: Tensor,
+    x_scale: Tensor | None,
+    weight: Tensor,
+    rstd: Tensor,
+    offset: float,
+    dx_dtype: torch.dtype,
+    weight_grad: bool,
+) -> tuple[Tensor, Tensor]:
+    """See `torch_fp8.rms_norm.rms_norm_backward`."""
+    rows, cols = grad.shape
+    dx = grad.new_empty((rows, cols), dtype=dx_dtype)
+    if not grad.numel():
+        return dx, grad.new_zeros(cols if weight_grad else 0, dtype=torch.float32)
+    odd = cols % 16 or grad.stride(1) != 1 or x.stride(1) != 1
+    wide = cols > (ODD_ROW_IN_REGISTERS if odd else BACKWARD_ROW_IN_REGISTERS)
+    chunk = ODD_CHUNK if odd else WIDE_CHUNK
+    block_c = chunk if wide else max(triton.next_power_of_2(cols), BLOCK)
+    block_r = WIDE_ROWS if wide else max(1, 2048 // block_c)
+    rows_per_slab = triton.cdiv(triton.cdiv(rows, BACKWARD_SLABS), block_r) * block_r
+    slabs = triton.cdiv(rows, rows_per_slab)
+    partial = grad.new_empty((slabs, cols) if weight_grad else (0,), dtype=torch.float32)
+    saved = x_scale is not None
+    kernel = wide_norm_backward_kernel if wide else norm_backward_kernel
+    with torch.cuda.device_of(x):
+        kernel[(slabs,)](
+            grad,
+            payload(x) if saved else x,
+            x_scale if saved else partial,
+            weight,
+            rstd,
+            dx,
+            partial,
+            grad.stride(0),
+            grad.stride(1),
+            x.stride(0),
+            x.stride(1),
+            x_scale.stride(0) if saved else 0,
+            x_scale.stride(1) if saved else 0,
+            weight.stride(0),
+            rstd.stride(0),
+            rows,
+            cols,
+            rows_per_slab,
+            1.0 / cols,
+            offset,
+            SAVED=saved,
+            WEIGHT_GRAD=weight_grad,
+            BLOCK_R=block_r,
+            BLOCK_C=block_c,
+            num_warps=max(4, block_r * block_c // 512),
+            enable_fp_fusion=False,
+        )
+    return dx, partial.sum(0) if weight_grad else partial

@@ -124,12 +124,13 @@ def recorded(module):
 
 @dataclass(frozen=True)
 class Resources:
-    """Per-thread registers, bytes of stack (spills live there) and bytes of shared memory."""
+    """Per-thread registers, bytes of stack (spills live there) and of shared memory, and warps."""
 
     registers: int
     stack: int
     local: int
     shared: int
+    warps: int
 
 
 def compile_launch(launch: Launch, target: GPUTarget):
@@ -153,8 +154,10 @@ def resources(compiled, directory: Path) -> Resources:
         [str(tool), "-res-usage", str(cubin)], check=True, capture_output=True, text=True
     ).stdout
     found = {key: int(value) for key, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", text)}
-    shared = compiled.metadata.shared
-    return Resources(found["REG"], found["STACK"], found["LOCAL"], shared)
+    metadata = compiled.metadata
+    return Resources(
+        found["REG"], found["STACK"], found["LOCAL"], metadata.shared, metadata.num_warps
+    )
 
 
 def just_rounded_up(rows, cols, keys):

@@ -1,0 +1,313 @@
+"""Runs the kernels of RMSNorm and SwiGLU under Triton's CPU interpreter; prints what differs.
+
+Run by test_producers_interpreted.py in a process of its own. The interpreter's conversions to and
+from FP8 and BF16, its fused multiply-add and its division are replaced, as in interpreted_cases.py.
+
+Bytes are compared bit for bit with the cast of the value that the kernel for plain results makes of
+the same input, and that value with the reference's, within a few ulp of float32: sums have another
+order, and exp and division other last bits, as on a card.
+"""
+
+import itertools
+import json
+import os
+import sys
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+import numpy as np
+import torch
+import triton.language as tl
+from triton.runtime import interpreter
+
+from torch_fp8 import producer_cast, rms_norm, swiglu
+from torch_fp8.kernels import rms_norm as norm_kernels
+from torch_fp8.kernels import swiglu as swiglu_kernels
+from torch_fp8.scaling import tensor_amax
+
+BF16, EPS = torch.bfloat16, 1e-5
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+FP8 = {tl.float8e4nv: E4M3, tl.float8e5: E5M2}
+# (dtype, granularity, what is known of the scale, power_of_two, row, col)
+CHOICES = (
+    (E4M3, "tensorwise", "amax", True, True, True),
+    (E4M3, "tensorwise", "scale", False, True, True),
+    (E4M3, "block_1x128", None, True, True, True),
+    (E4M3, "block_128x128", None, True, True, True),
+)
+MORE_CHOICES = (  # for one input
+    (E5M2, "tensorwise", "amax", False, True, False),
+    (E4M3, "tensorwise", "scale", False, True, False),
+    (E4M3, "rowwise", None, False, True, True),
+    (E5M2, "block_1x128", None, False, False, True),
+    (E4M3, "block_1x128", None, True, True, False),
+    (E4M3, "block_128x128", None, True, True, False),
+    (E4M3, "block_1x32", None, True, True, True),
+)
+
+
+def exact_fma(self, x, y, z):
+    with np.errstate(all="ignore"):
+        value = x.data.astype(np.float64) * y.data + z.data
+        return interpreter.TensorHandle(value.astype(np.float32), z.dtype.scalar)
+
+
+def approximate_division(self, lhs, rhs):
+    """2 ulp off, up or down: what the hardware's fast division may be."""
+    with np.errstate(all="ignore"):
+        quotient = (lhs.data / rhs.data).astype(np.float32)
+        towards = np.where(rhs.data.view(np.int32) % 2, np.float32(-np.inf), np.float32(np.inf))
+        off = np.nextafter(np.nextafter(quotient, towards), towards)
+    return interpreter.TensorHandle(np.where(quotient == 0, quotient, off), lhs.dtype.scalar)
+
+
+def torch_fp_to_fp(self, src, dst_type, rounding_mode):
+    data = torch.from_numpy(np.ascontiguousarray(src.data))
+    if src.dtype.scalar in FP8:
+        data = data.view(FP8[src.dtype.scalar]).float()
+    else:
+        data = data.to(FP8[dst_type.scalar]).view(torch.uint8)
+    return interpreter.TensorHandle(data.numpy(), dst_type.scalar)
+
+
+fp_trunc = interpreter.InterpreterBuilder.create_fp_trunc
+
+
+def torch_fp_trunc(self, src, dst_type):
+    """BF16 to nearest even; the interpreter cuts the lower bits off."""
+    if dst_type.scalar != tl.bfloat16:
+        return fp_trunc(self, src, dst_type)
+    data = torch.from_numpy(np.ascontiguousarray(src.data)).bfloat16().view(torch.int16)
+    return interpreter.TensorHandle(data.numpy().view(np.uint16), dst_type.scalar)
+
+
+patch_lang_tensor = interpreter._patch_lang_tensor
+
+
+def patch_lang_tensor_for_numpy_2(tensor, scope):
+    """As the original, which fails with NumPy >= 2.4: int() of an array of shape (1,)."""
+    patch_lang_tensor(tensor, scope)
+    scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+
+interpreter._patch_lang_tensor = patch_lang_tensor_for_numpy_2
+interpreter.InterpreterBuilder.create_fma = exact_fma
+interpreter.InterpreterBuilder.create_fdiv = approximate_division
+interpreter.InterpreterBuilder.create_fp_to_fp = torch_fp_to_fp
+interpreter.InterpreterBuilder.create_fp_trunc = torch_fp_trunc
+
+
+def spread(rows, cols, generator):
+    """Gaussian, with rows of very different size."""
+    x = torch.randn(rows, cols, generator=generator)
+    return x * 2.0 ** torch.randint(-4, 5, (rows, 1), generator=generator)
+
+
+def matrices():
+    """Name -> (R, C): shapes, strides, types and values."""
+    generator = torch.Generator().manual_seed(0)
+    big = spread(600, 660, generator)
+    yield "one tile", spread(128, 128, generator).bfloat16()
+    yield "tails", spread(144, 208, generator).bfloat16()
+    yield "tails, float32", spread(272, 48, generator)
+    yield "float16", spread(32, 160, generator).half()
+    yield "odd", spread(37, 131, generator).bfloat16()
+    yield "127", spread(127, 127, generator).bfloat16()
+    yield "129", spread(129, 129, generator).bfloat16()
+    yield "one row", spread(1, 160, generator).bfloat16()
+    yield "one column", spread(48, 1, generator).bfloat16()
+    yield "one element", spread(1, 1, generator)
+    yield "no rows", torch.zeros(0, 48)
+    yield "no columns", torch.zeros(48, 0)
+    yield "transposed", spread(160, 48, generator).bfloat16().t()
+    yield "sliced", big[::2, 16:176].bfloat16()[:144]
+    yield "no unit stride", big[:48, ::3].bfloat16()
+    zeros = spread(32, 144, generator)
+    zeros[:, 20:60], zeros[3] = 0, -0.0
+    yield "zeros", zeros.bfloat16()
+    for name, value in (("inf", float("inf")), ("-inf", -float("inf")), ("nan", float("nan"))):
+        x = spread(48, 176, generator)
+        x[3, 140] = value
+        yield name, x.bfloat16()
+
+
+def differs(got, want):
+    """What differs in bits, or ''. NaN equals NaN: which one comes out is the platform's choice."""
+    if got.shape != want.shape or got.dtype != want.dtype:
+        return f"{got.dtype} {tuple(got.shape)}, want {want.dtype} {tuple(want.shape)}"
+    if got.is_contiguous() != want.is_contiguous():
+        return f"strides {got.stride()}, want {want.stride()}"
+    same = (got.float() == want.float()) | (got.float().isnan() & want.float().isnan())
+    return "" if bool(same.all()) else f"{int((~same).sum())} of {same.numel()} differ"
+
+
+def far(got, want, ulps=16):
+    """What is further apart than an ulp of its type, or some of float32 of the row's largest."""
+    if got.shape != want.shape or got.dtype != want.dtype or not got.is_contiguous():
+        return f"{got.dtype} {tuple(got.shape)}, want {want.dtype} {tuple(want.shape)}"
+    if not got.numel():
+        return ""
+    step = torch.finfo(got.dtype).eps
+    got, want = got.float(), want.float()
+    size = want.nan_to_num(0, 0, 0).abs()
+    largest = size.amax(-1, keepdim=True) if size.ndim else size
+    near = (got - want).abs() <= step * size + ulps * 2.0**-23 * largest
+    near |= (got == want) | (got.isnan() & want.isnan())
+    return "" if bool(near.all()) else f"{int((~near).sum())} of {near.numel()} far off"
+
+
+def named(found):
+    return [f"{name}: {text}" for name, text in found if text]
+
+
+def columns(cols, value=1.0):
+    """(C,) of a stride that is not 1."""
+    return (torch.rand(cols, 2, generator=torch.Generator().manual_seed(1)) + value)[:, 1]
+
+
+def casts(known_amax, more):
+    """Name and arguments of every cast."""
+    for dtype, granularity, known, *flags in CHOICES + (MORE_CHOICES if more else ()):
+        amax = known_amax if known == "amax" else None
+        scale = torch.tensor(0.02).expand(known_amax.shape).clone() if known == "scale" else None
+        name = f"{granularity} {known} {str(dtype)[-6:]} {flags}"
+        yield name, (amax, scale, dtype, granularity, *flags)
+
+
+LAYOUTS = ("row", "row scale", "col", "col scale")
+
+
+def compare(name, got, want, parts=LAYOUTS):
+    for part, g, w in zip(parts, got, want, strict=True):
+        yield f"{name} {part}", differs(g, w)
+
+
+def norm_forward(x, offset, more=False):
+    weight, out = columns(x.shape[1]), x.dtype
+    arguments = (x, weight, EPS, offset, out)
+    want = rms_norm.rms_norm_statistics_reference(*arguments, True)
+    got = norm_kernels.rms_norm_statistics(*arguments, True)
+    yield "rstd", far(got[0], want[0])
+    yield "amax", far(got[1], want[1], 2**16 if out != torch.float32 else 16)
+    yield from compare("saved", got[2:], want[2:], ("x", "scale"))
+    without = norm_kernels.rms_norm_statistics(*arguments, False)
+    yield from compare(
+        "not saved",
+        without[1:],
+        (got[1], torch.empty(0, dtype=E4M3), torch.empty(0)),
+        ("amax", "x", "scale"),
+    )
+    rstd = torch.stack([got[0], got[0]], 1)[:, 1]
+    y = norm_kernels.rms_norm(x, weight, rstd, offset, out)
+    yield "y", differs(y, rms_norm.rms_norm_reference(x, weight, rstd, offset, out))
+    yield "amax of y", differs(got[1], tensor_amax(y))
+    for name, cast in casts(got[1], more):
+        made = norm_kernels.rms_norm_quantize(x, weight, rstd, offset, out, *cast)
+        yield from compare(name, made, producer_cast.cast_result(y, *cast))
+
+
+def norm_once(x, offset, more=False):
+    weight, out = columns(x.shape[1]), x.dtype
+    for name, cast in casts(torch.ones(()), more):
+        for save in (True, False) if more else (True,):
+            if cast[0] is not None:
+                continue
+            made = norm_kernels.rms_norm_quantize_once(x, weight, EPS, offset, out, *cast[1:], save)
+            *layouts, rstd, saved, saved_scale, amax = made
+            want = rms_norm.rms_norm_statistics_reference(x, weight, EPS, offset, out, save)
+            yield f"{name} rstd", far(rstd, want[0])
+            yield from compare(f"{name} saved", (saved, saved_scale), want[2:], ("x", "scale"))
+            y = rms_norm.rms_norm_reference(x, weight, rstd, offset, out)
+            yield from compare(name, layouts, producer_cast.cast_result(y, *cast))
+            known = cast[1] is not None
+            yield f"{name} amax", differs(amax, tensor_amax(y) if known else torch.empty(0))
+
+
+def norm_backward(x, offset):
+    weight = columns(x.shape[1])
+    generator = torch.Generator().manual_seed(2)
+    grad = spread(*x.shape, generator).to(x.dtype).as_strided(x.shape, x.contiguous().stride())
+    grad = grad.t().contiguous().t()
+    rstd, _, saved, scale = rms_norm.rms_norm_statistics_reference(
+        x, weight, EPS, offset, x.dtype, True
+    )
+    for what, inputs in (("plain", (x, None)), ("saved", (saved, scale))):
+        for dx_dtype, weight_grad in ((torch.float32, True), (BF16, False)):
+            arguments = (grad, *inputs, weight, rstd, offset, dx_dtype, weight_grad)
+            got = norm_kernels.rms_norm_backward(*arguments)
+            want = rms_norm.rms_norm_backward_reference(*arguments)
+            yield f"{what} dx", far(got[0], want[0])
+            yield f"{what} dw", far(got[1], want[1])
+
+
+def swiglu_forward(gate, smooth, more=False):
+    up = gate.flip(0).as_strided(gate.shape, gate.flip(0).stride()) if gate.numel() else gate
+    factor = columns(gate.shape[1]) if smooth else None
+    h = swiglu_kernels.swiglu(gate, up, factor)
+    yield "h", far(h, swiglu.swiglu_reference(gate, up, factor), 512)
+    want = (*producer_cast.save_input(gate), *producer_cast.save_input(up), tensor_amax(h))
+    parts = ("gate", "gate scale", "up", "up scale", "amax")
+    yield from compare("save", swiglu_kernels.swiglu_save(gate, up, factor), want, parts)
+    for (name, cast), save in itertools.product(
+        casts(want[4], more), (True, False) if more else (True,)
+    ):
+        made = swiglu_kernels.swiglu_quantize(gate, up, factor, *cast, save)
+        saved = (*producer_cast.save_input(gate, save), *producer_cast.save_input(up, save))
+        amax = torch.empty(0) if cast[1] is None else want[4]
+        expected = (*producer_cast.cast_result(h, *cast), *saved, amax)
+        yield from compare(f"{name} {save=}", made, expected, LAYOUTS + parts)
+
+
+def swiglu_backward(gate, smooth, more=False):
+    up = gate.flip(1) if gate.numel() else gate
+    generator = torch.Generator().manual_seed(3)
+    grad = spread(*gate.shape, generator).to(gate.dtype)
+    factor = columns(gate.shape[1]) if smooth else None
+    gate_q, gate_s = producer_cast.save_input(gate)
+    up_q, up_s = producer_cast.save_input(up)
+    operands = {"saved": (gate_q, gate_s, up_q, up_s)}
+    if more:
+        operands |= {"plain": (gate, None, up, None), "one saved": (gate_q, gate_s, up, None)}
+    for what, inputs in operands.items():
+        arguments = (grad, *inputs, factor, gate.dtype)
+        gradients = swiglu_kernels.swiglu_backward(*arguments)
+        exact = swiglu.swiglu_backward_reference(*arguments)
+        for name, d, want in zip(("dgate", "dup"), gradients, exact, strict=True):
+            yield f"{what} {name}", far(d, want, 512)
+        amax = torch.stack([tensor_amax(d) for d in gradients])
+        yield f"{what} amax", differs(swiglu_kernels.swiglu_backward_amax(*arguments), amax)
+        for name, cast in casts(amax, more):
+            made = swiglu_kernels.swiglu_backward_quantize(*arguments, *cast)
+            for i, d in enumerate(gradients):
+                of_one = [None if t is None else t[i] for t in cast[:2]]
+                want = producer_cast.cast_result(d, *of_one, *cast[2:])
+                yield from compare(f"{what} {name} {i}", made[4 * i : 4 * i + 4], want)
+            taken = torch.empty(0) if cast[1] is None else amax
+            yield f"{what} {name} amax", differs(made[8], taken)
+
+
+def results():
+    for name, x in matrices():
+        more = name == "tails"
+        yield f"norm, {name}", named(norm_forward(x, 1.0, more))
+        yield f"swiglu, {name}", named(swiglu_forward(x, True, more))
+        yield f"swiglu backward, {name}", named(swiglu_backward(x, True, more))
+        if more:
+            yield "norm without offset", named(norm_forward(x, 0.0))
+            yield "swiglu, not smooth", named(swiglu_forward(x, False))
+            yield "swiglu backward, not smooth", named(swiglu_backward(x, False))
+        yield f"norm backward, {name}", named(norm_backward(x, 1.0))
+    norm_kernels.MULTIPROCESSORS = 0  # bands for any number of rows
+    for name, x in matrices():
+        yield f"norm once, {name}", named(norm_once(x, 1.0, name == "tails"))
+    generator = torch.Generator().manual_seed(4)
+    for cols in (4112, 16500):
+        x = spread(3, cols, generator).bfloat16()
+        yield f"norm, {cols} columns", named(norm_forward(x, 0.0))
+    for rows, cols in ((9, 8208), (1060, 16), (5, 2100)):
+        x = spread(rows, cols, generator)
+        yield f"norm backward, {rows} x {cols}", named(norm_backward(x, 0.0))
+
+
+np.seterr(all="ignore")
+json.dump(dict(results()), sys.stdout)

@@ -1,0 +1,163 @@
+"""What the launchers of fused producers share: outputs, and what a kernel takes for an absent one.
+
+Legend: R rows, C columns of the result; ``row`` is it quantized along C, ``col`` its transpose
+quantized along R.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from torch_fp8.formats import format_of
+from torch_fp8.kernels.quantize import BLOCK, quantize_2d
+
+TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+GROUPS = {"block_1x128": 128, "block_1x32": 32}
+
+Layouts = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+class Cast(NamedTuple):
+    """How a result is cast; see `torch_fp8.producer_cast.cast_result`."""
+
+    amax: Tensor | None
+    scale: Tensor | None
+    dtype: torch.dtype
+    granularity: str
+    power_of_two: bool
+    row: bool
+    col: bool
+
+    def is_fused(self, *inputs: Tensor) -> bool:
+        """Whether one launch makes it in tiles.
+
+        A rowwise scale belongs to more than a tile. Sizes that are no multiple of 16 are moved one
+        element at a time, each with an address and a mask in registers, and FP8 GEMMs do not take
+        them: these are computed first and cast then.
+        """
+        assert (self.amax is None) + (self.scale is None) == 2 - (self.granularity == "tensorwise")
+        rows, cols = inputs[0].shape
+        odd = cols % 16 or (self.col and rows % 16) or any(x.stride(1) != 1 for x in inputs)
+        return self.granularity != "rowwise" and not odd and inputs[0].numel() > 0
+
+    def part(self, i: int) -> "Cast":
+        """Of the i-th of several results, whose amaxes or scales stand in one tensor."""
+        amax, scale = (None if t is None else t[i] for t in (self.amax, self.scale))
+        return self._replace(amax=amax, scale=scale)
+
+    def source(self, unused: Tensor) -> Tensor:
+        """What `cast_tiles.store_cast` reads the scale from."""
+        if self.amax is not None:
+            return self.amax.view(torch.int32)
+        return unused if self.scale is None else self.scale
+
+    def flags(self) -> dict[str, object]:
+        """Compile-time arguments of `cast_tiles.store_cast`."""
+        if self.granularity == "tensorwise":
+            source = "given" if self.amax is None else "amax"
+        else:
+            source = "square" if self.granularity == "block_128x128" else "groups"
+        return {
+            "SCALE": source,
+            "GROUP": GROUPS.get(self.granularity, BLOCK),
+            "E5M2": format_of(self.dtype).has_inf,
+            "POWER_OF_TWO": self.power_of_two or self.granularity == "block_1x32",
+            "ROW": self.row,
+            "COL": self.col,
+        }
+
+    def unfused(self, y: Tensor) -> Layouts:
+        """The cast of a result that was written."""
+        q, s, qt, st = quantize_2d(
+            y,
+            self.scale,
+            self.dtype,
+            self.granularity,
+            self.power_of_two,
+            self.row,
+            self.col,
+            self.amax,
+        )
+        if self.granularity == "tensorwise":  # no output may be an input, nor come twice
+            s, st = (None if self.amax is None else s if st is None else st), None
+        return present(q, s, qt, st, y, self.dtype)
+
+    def outputs(self, x: Tensor) -> Layouts:
+        """Room for the layouts of a result of x's shape; empty tensors for what is not wanted."""
+        rows, cols = x.shape
+        s = self._scales(x, rows, cols) if self.row else None
+        st = self._scales(x, cols, rows) if self.col else None
+        if self.amax is not None:
+            s = x.new_empty((), dtype=torch.float32)
+        return present(
+            x.new_empty((rows, cols), dtype=self.dtype) if self.row else None,
+            s,
+            x.new_empty((cols, rows), dtype=self.dtype) if self.col else None,
+            st,
+            x,
+            self.dtype,
+        )
+
+    def _scales(self, x: Tensor, rows: int, cols: int) -> Tensor | None:
+        if self.granularity == "tensorwise":
+            return None
+        if self.granularity == "block_128x128":
+            shape = (triton.cdiv(rows, BLOCK), triton.cdiv(cols, BLOCK))
+            return x.new_empty(shape, dtype=torch.float32)
+        return group_scales(x, rows, cols, GROUPS[self.granularity])
+
+
+def group_scales(x: Tensor, rows: int, cols: int, group: int) -> Tensor:
+    """Room for a scale per `group` columns; of 128 they lie block by block, of 32 row by row."""
+    groups = triton.cdiv(cols, group)
+    if group == BLOCK:
+        return x.new_empty((groups, rows), dtype=torch.float32).t()
+    return x.new_empty((rows, groups), dtype=torch.float32)
+
+
+def saved_outputs(x: Tensor, wanted: bool = True) -> tuple[Tensor, Tensor]:
+    """Room for x as it is saved for backward; empty tensors if it is not."""
+    if not wanted:
+        return x.new_empty(0, dtype=torch.float8_e4m3fn), x.new_empty((0,), dtype=torch.float32)
+    rows, cols = x.shape
+    return x.new_empty((rows, cols), dtype=torch.float8_e4m3fn), group_scales(x, rows, cols, BLOCK)
+
+
+def save_unfused(x: Tensor, wanted: bool = True) -> tuple[Tensor, Tensor]:
+    """x as it is saved for backward, in a launch of its own."""
+    if not wanted:
+        return saved_outputs(x, False)
+    q, s, *_ = quantize_2d(x, None, torch.float8_e4m3fn, "block_1x128", True, True, False)
+    assert q is not None
+    assert s is not None
+    return q, s
+
+
+def present(
+    q: Tensor | None,
+    s: Tensor | None,
+    qt: Tensor | None,
+    st: Tensor | None,
+    x: Tensor,
+    dtype: torch.dtype,
+) -> Layouts:
+    """What an operator returns: empty tensors for None."""
+    return (
+        x.new_empty(0, dtype=dtype) if q is None else q,
+        x.new_empty(0, dtype=torch.float32) if s is None else s,
+        x.new_empty(0, dtype=dtype) if qt is None else qt,
+        x.new_empty(0, dtype=torch.float32) if st is None else st,
+    )
+
+
+def payload(qdata: Tensor) -> Tensor:
+    """What a kernel takes for FP8: its bytes."""
+    return qdata.view(torch.uint8)
+
+
+def amax_bits(x: Tensor, *shape: int) -> Tensor:
+    """Bits of amaxes, to be raised from 0."""
+    return x.new_zeros(shape, dtype=torch.int32)

@@ -1,0 +1,270 @@
+"""The kernels behind `torch_fp8.kernels.rms_norm`, which launches them.
+
+Legend: R rows, C columns of x; ``xhat = x * rstd``, ``w = weight + offset``, ``y = xhat * w``.
+Float32 inside; no multiplication is fused with an addition, so that every kernel finds the same y.
+"""
+
+import triton
+import triton.language as tl
+
+from torch_fp8.kernels.cast_tiles import push_amax, rounded, store_cast, store_groups
+from torch_fp8.kernels.rounding import abs_bits
+from torch_fp8.kernels.tiles import load_tile, positions
+
+
+@triton.jit
+def load_columns(weight_ptr, stride, offset, c, cols):
+    """weight + offset as a row of float32."""
+    weight = tl.load(weight_ptr + c * stride, mask=c < cols, other=0.0).to(tl.float32)
+    return (weight + offset)[None, :]
+
+
+@triton.jit
+def load_rows(rstd_ptr, stride, r, rows):
+    return tl.load(rstd_ptr + r * stride, mask=r < rows, other=0.0)[:, None]
+
+
+@triton.jit
+def statistics_kernel(
+    x_ptr,
+    weight_ptr,
+    rstd_ptr,
+    amax_ptr,
+    saved_ptr,
+    saved_scale_ptr,
+    stride_r,
+    stride_c,
+    weight_stride,
+    rows,
+    cols,
+    inverse,
+    eps,
+    offset,
+    OUT: tl.constexpr,
+    SAVE: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    IN_REGISTERS: tl.constexpr,  # BLOCK_C >= cols: x is read once
+):
+    """rstd of BLOCK_R whole rows, the amax of y and x in E4M3; `inverse` is 1 / C."""
+    r = positions(tl.program_id(0), BLOCK_R)
+    c = tl.arange(0, BLOCK_C).to(tl.int64)
+    if IN_REGISTERS:
+        mask = (r[:, None] < rows) & (c[None, :] < cols)
+        x = load_tile(x_ptr, stride_r, stride_c, r, c, mask)
+        rstd = tl.rsqrt(tl.sum(x * x, axis=1) * inverse + eps)
+        y = (x * rstd[:, None]) * load_columns(weight_ptr, weight_stride, offset, c, cols)
+        push_amax(amax_ptr, tl.where(mask, rounded(y, OUT), 0.0))
+        if SAVE:
+            store_groups(x, saved_ptr, saved_scale_ptr, r, c, 0, rows, cols, mask, 128, False, True)
+    else:
+        squares = tl.zeros((BLOCK_R, BLOCK_C), dtype=tl.float32)
+        for start in range(0, cols, BLOCK_C):
+            mask = (r[:, None] < rows) & (start + c[None, :] < cols)
+            x = load_tile(x_ptr, stride_r, stride_c, r, start + c, mask)
+            squares += x * x
+        rstd = tl.rsqrt(tl.sum(squares, axis=1) * inverse + eps)
+        largest = tl.zeros((BLOCK_R, BLOCK_C), dtype=tl.int32)
+        for start in range(0, cols, BLOCK_C):  # out of the cache: BLOCK_R rows are small
+            columns = start + c
+            mask = (r[:, None] < rows) & (columns[None, :] < cols)
+            x = load_tile(x_ptr, stride_r, stride_c, r, columns, mask)
+            weight = load_columns(weight_ptr, weight_stride, offset, columns, cols)
+            y = tl.where(mask, rounded((x * rstd[:, None]) * weight, OUT), 0.0)
+            largest = tl.maximum(largest, abs_bits(y))
+            if SAVE:
+                first = start // 128
+                store_groups(
+                    x,
+                    saved_ptr,
+                    saved_scale_ptr,
+                    r,
+                    columns,
+                    first,
+                    rows,
+                    cols,
+                    mask,
+                    128,
+                    False,
+                    True,
+                )
+        push_amax(amax_ptr, largest.to(tl.float32, bitcast=True))
+    tl.store(rstd_ptr + r, rstd, mask=r < rows)
+
+
+@triton.jit
+def norm_kernel(
+    x_ptr,
+    weight_ptr,
+    rstd_ptr,
+    y_ptr,
+    stride_r,
+    stride_c,
+    weight_stride,
+    rstd_stride,
+    rows,
+    cols,
+    offset,
+    BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """One tile of y."""
+    tiles_c = tl.cdiv(cols, BLOCK_C)
+    r = positions(tl.program_id(0) // tiles_c, BLOCK_R)
+    c = positions(tl.program_id(0) % tiles_c, BLOCK_C)
+    mask = (r[:, None] < rows) & (c[None, :] < cols)
+    x = load_tile(x_ptr, stride_r, stride_c, r, c, mask)
+    y = x * load_rows(rstd_ptr, rstd_stride, r, rows)
+    y *= load_columns(weight_ptr, weight_stride, offset, c, cols)
+    tl.store(y_ptr + r[:, None] * cols + c[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def norm_cast_kernel(
+    x_ptr,
+    weight_ptr,
+    rstd_ptr,
+    scale_ptr,
+    q_ptr,
+    s_ptr,
+    qt_ptr,
+    st_ptr,
+    stride_r,
+    stride_c,
+    weight_stride,
+    rstd_stride,
+    rows,
+    cols,
+    offset,
+    OUT: tl.constexpr,
+    SCALE: tl.constexpr,
+    GROUP: tl.constexpr,
+    E5M2: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+    ROW: tl.constexpr,
+    COL: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+):
+    """One tile of y, cast, see `store_cast`."""
+    tiles_c = tl.cdiv(cols, BLOCK_SIZE)
+    tile_r, tile_c = tl.program_id(0) // tiles_c, tl.program_id(0) % tiles_c
+    r, c = positions(tile_r, BLOCK_SIZE), positions(tile_c, BLOCK_SIZE)
+    mask = (r[:, None] < rows) & (c[None, :] < cols)
+    x = load_tile(x_ptr, stride_r, stride_c, r, c, mask)
+    y = x * load_rows(rstd_ptr, rstd_stride, r, rows)
+    y = rounded(y * load_columns(weight_ptr, weight_stride, offset, c, cols), OUT)
+    store_cast(
+        tl.where(mask, y, 0.0),
+        scale_ptr,
+        q_ptr,
+        s_ptr,
+        qt_ptr,
+        st_ptr,
+        tile_r,
+        tile_c,
+        r,
+        c,
+        rows,
+        cols,
+        mask,
+        SCALE,
+        GROUP,
+        E5M2,
+        POWER_OF_TWO,
+        ROW,
+        COL,
+    )
+
+
+@triton.jit
+def norm_cast_once_kernel(
+    x_ptr,
+    weight_ptr,
+    rstd_ptr,
+    amax_ptr,
+    saved_ptr,
+    saved_scale_ptr,
+    scale_ptr,
+    q_ptr,
+    s_ptr,
+    qt_ptr,
+    st_ptr,
+    stride_r,
+    stride_c,
+    weight_stride,
+    rows,
+    cols,
+    inverse,
+    eps,
+    offset,
+    OUT: tl.constexpr,
+    SCALE: tl.constexpr,
+    GROUP: tl.constexpr,
+    E5M2: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+    ROW: tl.constexpr,
+    COL: tl.constexpr,
+    SAVE: tl.constexpr,
+    AMAX: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """A band of BLOCK_R whole rows: `statistics_kernel` and then `norm_cast_kernel` on it."""
+    band = tl.program_id(0)
+    r = positions(band, BLOCK_R)
+    columns = tl.arange(0, BLOCK_C).to(tl.int64)
+    squares = tl.zeros((BLOCK_R, BLOCK_C), dtype=tl.float32)
+    for start in range(0, cols, BLOCK_C):
+        c = start + columns
+        mask = (r[:, None] < rows) & (c[None, :] < cols)
+        x = load_tile(x_ptr, stride_r, stride_c, r, c, mask)
+        squares += x * x
+    rstd = tl.rsqrt(tl.sum(squares, axis=1) * inverse + eps)
+    tl.store(rstd_ptr + r, rstd, mask=r < rows)
+    largest = tl.zeros((BLOCK_R, BLOCK_C), dtype=tl.int32)
+    for start in range(0, cols, BLOCK_C):
+        c = start + columns
+        mask = (r[:, None] < rows) & (c[None, :] < cols)
+        x = load_tile(x_ptr, stride_r, stride_c, r, c, mask)
+        if SAVE:
+            store_groups(
+                x,
+                saved_ptr,
+                saved_scale_ptr,
+                r,
+                c,
+                start // 128,
+                rows,
+                cols,
+                mask,
+                128,
+                False,
+                True,
+            )
+        weight = load_columns(weight_ptr, weight_stride, offset, c, cols)
+        y = tl.where(mask, rounded((x * rstd[:, None]) * weight, OUT), 0.0)
+        if AMAX:
+            largest = tl.maximum(largest, abs_bits(y))
+        store_cast(
+            y,
+            scale_ptr,
+            q_ptr,
+            s_ptr,
+            qt_ptr,
+            st_ptr,
+            band,
+            start // BLOCK_C,
+            r,
+            c,
+            rows,
+            cols,
+            mask,
+            SCALE,
+            GROUP,
+            E5M2,
+            POWER_OF_TWO,
+            ROW,
+            COL,
+        )
+    if AMAX:
+        push_amax(amax_ptr, largest.to(tl.float32, bitcast=True))
