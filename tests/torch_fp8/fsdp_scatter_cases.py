@@ -141,19 +141,27 @@ def case_o3():
 
 
 def case_one_rank():
-    """Losses of N ranks, and of one with all of their data."""
+    """Losses of N ranks, and of one with all of their data, averaged over two runs each."""
     result = {}
     for level in ("O1", "O2", "O3"):
         for policy in (None, BF16):
-            config = FP8Config(opt_level=level)
-            made = model_of(hidden=99)
-            model, optimizer = trained(config, policy, made)
-            alone = model_of(hidden=99)
-            convert_to_float8(alone, config)
-            single = torch.optim.AdamW(alone.parameters(), lr=3e-3)
-            convert_optimizer(single, config, model=alone)
-            losses = []
-            for one, stepped, ranks in ((model, optimizer, (RANK,)), (alone, single, range(RANKS))):
-                losses.append([averaged(train(one, stepped, [step], ranks)) for step in range(8)])
-            result[f"{level} {'bf16' if policy else 'fp32'}"] = losses
+            runs = [_ranks_and_one(FP8Config(opt_level=level), policy, first) for first in (0, 8)]
+            means = [
+                [(a + b) / 2 for a, b in zip(*both, strict=True)]
+                for both in zip(*runs, strict=True)
+            ]
+            result[f"{level} {'bf16' if policy else 'fp32'}"] = means
     return result
+
+
+def _ranks_and_one(config, policy, first):
+    """Losses of 8 steps from `first` on, of all ranks and of one."""
+    model, optimizer = trained(config, policy, model_of(hidden=99))
+    alone = model_of(hidden=99)
+    convert_to_float8(alone, config)
+    single = torch.optim.AdamW(alone.parameters(), lr=3e-3)
+    convert_optimizer(single, config, model=alone)
+    return [
+        [averaged(train(one, stepped, [first + step], ranks)) for step in range(8)]
+        for one, stepped, ranks in ((model, optimizer, (RANK,)), (alone, single, range(RANKS)))
+    ]
