@@ -26,7 +26,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from benchmarks.card import free
 from benchmarks.measurement import (
@@ -43,7 +43,14 @@ from benchmarks.memory_tracker import CATEGORIES, MemoryTracker
 from benchmarks.plot import draw
 from benchmarks.shapes import LAYOUTS, SEQUENCE, TOY_LLAMA, TOY_SEQUENCE
 from benchmarks.training_run import Variant, bigram_tokens, causal_lm, optimizer_of
-from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8, gradients
+from torch_fp8 import (
+    FP8Config,
+    convert_optimizer,
+    convert_to_float8,
+    float8_rms_norm,
+    gated_mlp,
+    gradients,
+)
 from torch_fp8 import optimizer as float8_optimizer
 from torch_fp8.adamw import GradientParts
 from torch_fp8.block_scaled import num_groups
@@ -201,8 +208,13 @@ def optimizer_for(case: Case, model: nn.Module, device: torch.device) -> torch.o
 
 @contextlib.contextmanager
 def without_memory() -> Iterator[None]:
-    """Tensors with shapes alone. What one kernel does in place on a GPU does nothing here."""
+    """Tensors with shapes alone. What one kernel does in place on a GPU does nothing here.
+
+    Norms and gated MLPs leave tensor subclasses to their stock forward; here these are the rule.
+    """
     with (
+        mock.patch.object(float8_rms_norm, "Tensor", FakeTensor),
+        mock.patch.object(gated_mlp, "Tensor", FakeTensor),
         FakeTensorMode(allow_non_fake_inputs=True),
         mock.patch.object(float8_optimizer, "step_large"),
         mock.patch.object(float8_optimizer, "step_small"),
