@@ -1,0 +1,43 @@
+import csv
+
+import pytest
+
+from benchmarks import kernel_resources as bench
+
+FEW = "tests/torch_fp8/kernels/test_producers_compiled.py::test_norm_compiles_and_fits"
+
+
+@pytest.fixture(scope="module")
+def recorded():
+    with bench.RESULTS.open() as file:
+        return list(csv.DictReader(file))
+
+
+def test_recorded_figures_are_those_of_this_code(recorded):
+    """Of a few variants; all are the largest among inputs, of which these tests have one."""
+    rows = {tuple(row[c] for c in bench.COLUMNS[:3]): row for row in recorded}
+    measured = bench.measure(f"{FEW}[short rows-sm_90]")
+    assert len(measured) >= 5
+    for row in measured:
+        was = rows[tuple(row[c] for c in bench.COLUMNS[:3])]
+        assert int(was["registers"]) >= row["registers"]
+        assert int(was["shared_bytes"]) >= row["shared_bytes"]
+        assert int(was["warps"]) == row["warps"]
+
+
+def test_every_kernel_is_recorded_for_both_targets_without_spills(recorded):
+    for target in ("sm_90", "sm_100"):
+        kernels = {row["kernel"] for row in recorded if row["target"] == target}
+        assert {"statistics_kernel", "norm_cast_kernel", "swiglu_backward_cast_kernel"} <= kernels
+        assert {"quantize_blocks_kernel", "adamw_step_kernel", "pack_kernel"} <= kernels
+    producers = ("norm", "swiglu", "statistics")
+    assert not [
+        row for row in recorded if row["kernel"].startswith(producers) and int(row["spilled_bytes"])
+    ]
+
+
+def test_the_largest_of_what_inputs_need_is_kept():
+    one = dict(zip(bench.COLUMNS, ("k", "A=1", "sm_90", 40, 0, 128, 4), strict=True))
+    other = one | {"registers": 30, "spilled_bytes": 8}
+    (row,) = bench.merged(iter([dict(one), other]))
+    assert (row["registers"], row["spilled_bytes"]) == (40, 8)
