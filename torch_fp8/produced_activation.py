@@ -76,7 +76,6 @@ class Production:
         self.name, self.sources = name, tuple(sources)
         self.make_dense, self.make_layouts, self.make_amax = make_dense, make_layouts, make_amax
         self.versions = self._versions()
-        self.connected: Tensor | None = None
         self._dense: Tensor | None = None
         self._layouts: dict[CastSpec, Layouts] = {}
 
@@ -138,9 +137,11 @@ class ProducedActivation(Tensor):
 
     Attributes:
         production: its forms, as matrices (R, C); shared with all aliases.
+        connected: the plain tensor for whoever autograd records; each alias has its own.
     """
 
     production: Production
+    connected: Tensor | None = None
 
     @staticmethod
     def __new__(
@@ -239,10 +240,12 @@ def plain(x: Any) -> Any:
         return x
     if not (x.requires_grad and torch.is_grad_enabled()):
         return _dense(x)
-    production = x.production
-    if production.connected is None or production.connected.shape != x.shape:
-        production.connected = _Plain.apply(x)
-    return production.connected
+    if x.is_leaf:  # kept, it would hold itself through its gradient's accumulator
+        leaf: Tensor = _Plain.apply(x)
+        return leaf
+    if x.connected is None:
+        x.connected = _Plain.apply(x)
+    return x.connected
 
 
 class _Plain(torch.autograd.Function):
@@ -293,12 +296,13 @@ def _map(value: Any, function: Callable[[Any], Any]) -> Any:
 
 
 _PROPERTIES: tuple[str, ...] = ("shape", "dtype", "device", "layout", "ndim", "is_leaf", "grad_fn")
-_PROPERTIES += ("requires_grad", "output_nr", "is_cpu", "is_cuda", "is_meta", "is_sparse")
+_PROPERTIES += ("requires_grad", "grad", "output_nr", "is_cpu", "is_cuda", "is_meta", "is_sparse")
 _PROPERTIES += ("is_quantized", "is_nested")
 _METHODS: tuple[str, ...] = ("size", "stride", "dim", "ndimension", "numel", "nelement", "__len__")
 _METHODS += ("element_size", "get_device", "is_floating_point", "is_complex", "is_contiguous")
 _METHODS += ("is_inference", "requires_grad_", "register_hook", "retain_grad", "detach", "__hash__")
 _KEPT = {getattr(Tensor, name).__get__ for name in _PROPERTIES}
 _KEPT |= {getattr(Tensor, name) for name in _METHODS}
-_KEPT |= {Tensor.requires_grad.__set__}
-"""What of torch may see a `ProducedActivation` as it is: it looks at no element."""
+_KEPT |= {Tensor.requires_grad.__set__, Tensor.grad.__set__, Tensor.backward}
+_KEPT |= {torch.autograd.backward, torch.autograd.grad}
+"""What of torch may see a `ProducedActivation` as it is: it looks at no element, or is autograd."""

@@ -528,6 +528,56 @@ def test_activation_checkpointing_changes_nothing(recipe, reentrant):
             model.zero_grad()
 
 
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointed_regions_that_end_with_a_norm(reentrant):
+    """Their outputs, and the inputs of what comes next, are such activations themselves."""
+
+    class Ends(nn.Module):
+        def __init__(self, norm):
+            super().__init__()
+            self.mlp, self.norm = MLP(64, 176), norm
+
+        def forward(self, x):
+            return self.norm(x + self.mlp(x))
+
+    for norm in (Norm(64), nn.LayerNorm(64)):
+        torch.manual_seed(0)
+        plain = nn.Sequential(Ends(norm), Ends(copy.deepcopy(norm)), nn.Linear(64, 64)).bfloat16()
+        convert_to_float8(plain)
+        recomputed = copy.deepcopy(plain)
+
+        def run(x, model=recomputed):
+            for part in model:
+                x = checkpoint(part, x, use_reentrant=reentrant)
+            return x
+
+        x = _x(32, 64)
+        assert isinstance(plain[0](x), ProducedActivation)
+        twin = nn.Module()
+        twin.forward, twin._modules = run, recomputed._modules
+        want, got = _run(plain, x), _run(twin, x)
+        assert torch.equal(want[0], got[0])
+        assert torch.equal(want[1], got[1])
+        assert all(torch.equal(want[2][n], got[2][n]) for n in want[2])
+
+
+def test_gradients_of_a_detached_output_are_its_own():
+    model = nn.Sequential(Norm(64), nn.Linear(64, 64)).bfloat16()
+    convert_to_float8(model)
+    x = _x(4, 64).requires_grad_()
+    y = model[0](x)
+    (y * 1).sum()  # a plain tensor that belongs to x
+    leaf = y.detach().requires_grad_()
+    assert isinstance(leaf, ProducedActivation)
+    (leaf * 3).sum().backward()
+    assert x.grad is None
+    assert torch.equal(leaf.grad, torch.full((4, 64), 3.0, dtype=torch.bfloat16))
+    model[1](leaf).sum().backward()
+    assert x.grad is None
+    torch.autograd.backward([y], [torch.ones_like(x)])
+    assert x.grad.abs().sum() > 0
+
+
 class Checkpointed(nn.Module):
     def __init__(self, model, reentrant):
         super().__init__()
