@@ -86,7 +86,8 @@ for precision in ("bf16-mixed", "fp8-mixed"):
         trainer.fit(model, DataLoader(data, batch_size=2))
     assert all(p.dtype == torch.float32 for p in model.parameters())
     assert {type(layer) for layer in model.modules() if isinstance(layer, nn.Linear)} == {nn.Linear}
-    losses[precision] = model.losses[-1]
+    # Of the last five steps: a single one of so few rows goes up and down by a percent.
+    losses[precision] = sum(model.losses[-5:]) / 5
     assert losses[precision] < 0.5 * model.losses[0]
     gathers = count.of("all-gather")
     share = gathers.of(dtype=torch.uint8).bytes_sent / gathers.bytes_sent
