@@ -244,9 +244,7 @@ def _to_float8(
         cls: Any = type(module)
         module.__class__ = _float8_class(cls, _is_te(config))
     assert isinstance(module, Float8Linear)
-    module.fp8_config, module.fp8_recipe = config, recipe
-    module.fp8_emulate, module.fp8_name = emulate, name
-    module.init_scaling()
+    module.configure(name, config, recipe, emulate)
     check_style(module)
 
 

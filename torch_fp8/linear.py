@@ -174,6 +174,18 @@ class Float8Linear(nn.Linear):
         recipe = self.fp8_recipe
         return (recipe.input, recipe.weight, recipe.grad_output)[operand]
 
+    def configure(self, name: str, config: FP8Config, recipe: Recipe, emulate: bool) -> None:
+        """Run `recipe` from now on, with what it remembers empty.
+
+        Args:
+            name: qualified, for errors.
+            config, recipe: what was asked for, and what that is here.
+            emulate: run its GEMMs through the reference path.
+        """
+        self.fp8_config, self.fp8_recipe = config, recipe
+        self.fp8_emulate, self.fp8_name = emulate, name
+        self.init_scaling()
+
     def init_scaling(self) -> None:
         """Create the buffers of delayed scaling, if the recipe has them, with empty histories."""
         if not self.fp8_recipe.delayed:
