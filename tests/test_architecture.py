@@ -53,7 +53,7 @@ ROOMS = [
     {"optimizer", "gradient_exchange", "state_sharding"},
     {"ddp_join", "gated_mlp", "transformer_engine_linear"},
     {"optimizer_conversion", "ddp", "fsdp_gather", "fsdp_scatter", "redistribution"},
-    {"selection", "memory", "fsdp", "sharded_weights", "tensor_parallel"},
+    {"layer_timing", "selection", "memory", "fsdp", "sharded_weights", "tensor_parallel"},
     {"report", "producers", "fsdp_communication"},
     {"convert"},
 ]
