@@ -54,6 +54,7 @@ ROOMS = [
     {"ddp_join", "gated_mlp", "transformer_engine_linear"},
     {"optimizer_conversion", "ddp", "fsdp_gather", "fsdp_scatter", "redistribution"},
     {"layer_timing", "selection", "memory", "fsdp", "sharded_weights", "tensor_parallel"},
+    {"recipe_choice"},
     {"report", "producers", "fsdp_communication"},
     {"convert"},
 ]

@@ -5,12 +5,14 @@ both hang or, worse, do not. `check_same_config` finds that out first: by way of
 process group was made with, that all ranks have come (a rank that does not ask for FP8 never does),
 then with a collective of 8 bytes that their configurations are the same; the configurations
 themselves travel where they are not.
+
+What is measured differs from rank to rank by itself: `answer_of_one` gives all the same.
 """
 
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from itertools import groupby
 from typing import Any
@@ -53,6 +55,48 @@ def check_same_config(config: FP8Config, group: Any = None) -> None:
     raise ValueError(_difference(gathered, dist.get_process_group_ranks(group)))
 
 
+def answer_of_one(question: str, answer: Callable[[], str]) -> str:
+    """What `answer` returned on the rank of the default process group that asked first.
+
+    No collective: the ranks that ask may be some of them, and come in any order, at any time and
+    repeatedly. Who comes while the first one is at it waits. In a single process, and before there
+    is a process group, each answers for itself.
+
+    Args:
+        question: what ranks that are to have the same answer have in common.
+        answer: called here or not at all.
+    Raises:
+        RuntimeError: the first one has not answered within the timeout of the process group.
+    """
+    store = _store() if in_several_ranks() else None
+    if store is None:
+        return answer()
+    key = f"{_KEY}/{_attempt()}/{hashlib.sha256(question.encode()).hexdigest()}"
+    if store.add(f"{key}/asked", 1) == 1:
+        store.set(f"{key}/answer", said := answer())
+        return said
+    try:
+        store.wait([f"{key}/answer"])
+    except RuntimeError as error:  # DistStoreError, in a timeout
+        raise RuntimeError(
+            "another rank was to measure what this one waits for, and has not finished within the "
+            "timeout of the process group; look for its error, or name FP8Config(recipe=...), "
+            "with which nothing is measured"
+        ) from error
+    return bytes(store.get(f"{key}/answer")).decode()
+
+
+def in_several_ranks() -> bool:
+    """Whether this process has others to agree with."""
+    initialized = dist.is_available() and dist.is_initialized()
+    return initialized and dist.get_world_size() > 1
+
+
+def can_ask() -> bool:
+    """Whether `answer_of_one` can give all ranks the same; not with MPI, nor with a fake group."""
+    return not in_several_ranks() or (dist.get_backend() != "fake" and _store() is not None)
+
+
 def _wait_for_all(group: Any) -> None:
     """Raise ValueError with the ranks that have not come within the timeout.
 
@@ -62,9 +106,7 @@ def _wait_for_all(group: Any) -> None:
     if store is None:
         return
     size, rank = dist.get_world_size(group), dist.get_rank(group)
-    # torchrun's store outlives a restart, with what was written before it.
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    prefix = f"{_KEY}/{attempt}/{group.group_name}"
+    prefix = f"{_KEY}/{_attempt()}/{group.group_name}"
     turn = store.add(f"{prefix}/turn of {rank}", 1)
     if store.add(f"{prefix}/{turn}/count", 1) == size:
         store.set(f"{prefix}/{turn}/all", "")
@@ -82,6 +124,11 @@ def _wait_for_all(group: Any) -> None:
             "ranks the same script, flags and environment "
             f"({ENV_VAR} is {'' if os.environ.get(ENV_VAR) else 'not '}set on this one)"
         ) from error
+
+
+def _attempt() -> str:
+    """torchrun's store outlives a restart, with what was written before it."""
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
 
 
 def _store() -> Any:

@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from torch_fp8.formats import FORMATS
-from torch_fp8.recipe import GEMMS, RECIPES
+from torch_fp8.recipe import E4M3_ONLY, GEMMS, RECIPES
 from torch_fp8.residual import RESIDUAL_BITS
 
 ENV_VAR = "TORCH_FP8_CONFIG"
 _BOOLS = ("eval_fp8", "emulate", "gradient_release", "cache_weights", "update_clipping")
 _OPTIMIZER_ONLY = ("residual_bits", "gradient_release", "cache_weights", "update_clipping", "seed")
 _TORCH_ONLY = ("wgrad", "fast_accum", "cache_weights", "emulate")
+_AUTO_ONLY = ("tokens",)
 _DELAYED_ONLY = ("amax_history_len", "amax_compute_algo", "margin")
 
 
@@ -30,9 +31,11 @@ class FP8Config:
     """
 
     recipe: str = "auto"
-    """``auto``, ``tensorwise``, ``delayed``, ``rowwise``, ``blockwise`` or ``mxfp8``. ``auto``: the
-    fastest recipe that keeps parity with BF16 on the hardware at hand (the CPU gives what Hopper
-    gives); the start-up summary says which. A named recipe runs as named or raises."""
+    """``auto``, ``tensorwise``, ``delayed``, ``rowwise``, ``blockwise`` or ``mxfp8``. ``auto``: of
+    tensorwise, rowwise and blockwise, which keep parity with BF16, the one that is measured to be
+    the fastest on this card and this model's layers; layers that are no faster in FP8 stay in BF16.
+    Where FP8 is emulated nothing is measured, and it is tensorwise. The start-up summary says what
+    it chose. A named recipe runs as named or raises."""
 
     wgrad: str = "fp8"
     """``fp8`` or ``bf16``: the precision of the weight-gradient GEMM (``bf16``: SwitchBack)."""
@@ -54,6 +57,9 @@ class FP8Config:
 
     margin: int = 0
     """Recipe ``delayed``: headroom in powers of two; the scale is multiplied by 2^margin."""
+
+    tokens: int = 8192
+    """Recipe ``auto``: the tokens that it measures with; those of a rank's micro-batch are best."""
 
     opt_level: str = "O2"
     """``O1``: FP8 GEMMs; weights, gradients and optimizer states as the user has them. ``O2``: Adam
@@ -126,7 +132,12 @@ class FP8Config:
         for name in _BOOLS:
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"FP8Config.{name} must be a bool, got {getattr(self, name)!r}")
-        for name, least in (("amax_history_len", 1), ("margin", None), ("seed", None)):
+        for name, least in (
+            ("tokens", 1),
+            ("amax_history_len", 1),
+            ("margin", None),
+            ("seed", None),
+        ):
             _check_int(name, getattr(self, name), least)
         _check_choice("opt_level", self.opt_level, ("O1", "O2", "O3"))
         _check_choice("backend", self.backend, ("torch", "transformer-engine"))
@@ -137,13 +148,14 @@ class FP8Config:
         self._check_contradictions()
 
     def _check_contradictions(self) -> None:
-        given = [name for name in _DELAYED_ONLY if getattr(self, name) != _DEFAULTS[name]]
-        if given and self.recipe != "delayed":
-            raise ValueError(
-                f"FP8Config: {', '.join(given)} apply to recipe='delayed' only, but recipe is "
-                f"{self.recipe!r}; name recipe='delayed', or leave them out"
-            )
-        if self.grad_format == "e5m2" and self.recipe in ("blockwise", "mxfp8"):
+        for recipe, names in (("auto", _AUTO_ONLY), ("delayed", _DELAYED_ONLY)):
+            given = [name for name in names if getattr(self, name) != _DEFAULTS[name]]
+            if given and self.recipe != recipe:
+                raise ValueError(
+                    f"FP8Config: {', '.join(given)} apply to recipe={recipe!r} only, but recipe is "
+                    f"{self.recipe!r}; name recipe={recipe!r}, or leave them out"
+                )
+        if self.grad_format == "e5m2" and self.recipe in E4M3_ONLY:
             raise ValueError(
                 f"FP8Config: recipe={self.recipe!r} takes gradients in E4M3 only (torch's "
                 "block-scaled GEMMs multiply E4M3 with E4M3); leave grad_format out"

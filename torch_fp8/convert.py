@@ -5,6 +5,7 @@ Conversion swaps ``__class__`` in place. The Parameter objects stay the same, so
 """
 
 import functools
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -25,7 +26,8 @@ from torch_fp8.local_operands import plain
 from torch_fp8.module_class import rebase
 from torch_fp8.output_dtype import restore_output_dtype
 from torch_fp8.producers import convert_producers, revert_producers
-from torch_fp8.recipe import Recipe, make_recipe
+from torch_fp8.recipe import Recipe
+from torch_fp8.recipe_choice import choose_recipe, recipe_of
 from torch_fp8.report import ConversionReport, SkippedModule, matmul_flops
 from torch_fp8.selection import (
     expert_weights,
@@ -64,7 +66,8 @@ def convert_to_float8(
     Args:
         model: any module, also itself an ``nn.Linear``.
         config: None: ``TORCH_FP8_CONFIG`` if set, else ``FP8Config()``.
-        device: where the model will run, for the check of its capability. None: where it is.
+        device: where the model will run, for the check of its capability, and where recipe
+            ``auto`` measures (`torch_fp8.recipe_choice`). None: where it is.
     Returns:
         What was converted, what was skipped and why, the share of matmul FLOPs in FP8.
     Raises:
@@ -72,24 +75,28 @@ def convert_to_float8(
             `torch_fp8.gemm.check_device`); with Transformer Engine, sharded weights. A `skip`
             pattern that matches nothing is no error: the report names it.
         ImportError: Transformer Engine is asked for and is not installed.
+        RuntimeError: another rank was to measure for this one, and has not finished in time.
     """
     config = config or FP8Config.from_env() or FP8Config()
     target = torch.device(device) if device is not None else _device_of(model)
     recipe = check_config(config, target)
-    emulate = config.emulate and not runs_natively(target, recipe.name)
-
     is_te = _is_te(config)
     if is_te and any(isinstance(p, DTensor) for p in model.parameters()):
         raise ValueError(NOT_SHARDED)
-    kept_high = high_precision_modules(model, config.skip)
+    plan = list(_plan(model, config, recipe))
+    linears = {name: module for name, module, reason in plan if reason is None}
+    choice = None
+    if config.recipe == "auto":
+        choice = choose_recipe(model, linears, config, target)
+        if choice.not_measured is None:
+            recipe = recipe_of(config, choice.recipe)
+            check_device(target, recipe.name, config.emulate)  # another rank's card may be better
+    left = {} if choice is None else choice.left
+    emulate = config.emulate and not runs_natively(target, recipe.name)
+
     converted, skipped = [], []
-    for name, module in model.named_modules():
-        if not is_linear(module):
-            skipped += [SkippedModule(*entry) for entry in expert_weights(name, module)]
-            continue
-        reason = skip_reason(name, module, config.skip, kept_high)
-        if reason is None and is_te:
-            reason = unaligned(module, recipe)
+    for name, module, reason in plan:
+        reason = left.get(name) if reason is None else reason
         if reason is None:
             _to_float8(module, name, config, recipe, emulate)
             converted.append(name)
@@ -97,8 +104,15 @@ def convert_to_float8(
             if isinstance(module, Float8Linear):  # a second conversion that skips more
                 _to_linear(module)
             skipped.append(SkippedModule(name, reason))
-    if not converted:
+    if not linears:
         raise ValueError(_nothing_converted(model, skipped))
+    if not converted:
+        warnings.warn(
+            f"{_nothing_converted(model, skipped)}: all of it runs in high precision. Name a "
+            "recipe to run them in FP8 all the same, or the tokens of your micro-batches "
+            "(FP8Config.tokens) to have them measured with as many",
+            stacklevel=2,
+        )
     if is_te:
         revert_producers(model)
     producers = () if is_te else convert_producers(model, config)
@@ -114,6 +128,7 @@ def convert_to_float8(
         unused_skip=tuple(p for p in config.skip if not _names_a_module(model, p)),
         flops=matmul_flops(model, recipe),
         producers=producers,
+        choice=choice,
     )
 
 
@@ -222,12 +237,22 @@ def _resolve(config: FP8Config, device: torch.device) -> Recipe:
         name = resolve_auto(device)
         if _is_te(config) and not runs_recipe(name):
             name = "tensorwise"
-    return make_recipe(
-        name,
-        wgrad=config.wgrad,
-        grad_format=config.grad_format,
-        fast_accum=config.fast_accum,
-    )
+    return recipe_of(config, name)
+
+
+def _plan(
+    model: nn.Module, config: FP8Config, recipe: Recipe
+) -> Iterator[tuple[str, Any, str | None]]:
+    """Each matrix product with a weight, its module, and why it stays in high precision or None."""
+    kept_high = high_precision_modules(model, config.skip)
+    for name, module in model.named_modules():
+        if not is_linear(module):
+            yield from ((full, module, why) for full, why in expert_weights(name, module))
+            continue
+        reason = skip_reason(name, module, config.skip, kept_high)
+        if reason is None and _is_te(config):
+            reason = unaligned(module, recipe)
+        yield name, module, reason
 
 
 def _to_float8(

@@ -133,7 +133,7 @@ def runs_natively(device: torch.device, recipe_name: str) -> bool:
 
 
 def resolve_auto(device: torch.device) -> str:
-    """The recipe that ``auto`` stands for on `device`.
+    """The recipe that ``auto`` stands for on `device` where nothing is measured.
 
     Tensorwise everywhere today: it is the fastest that published measurements show on Hopper among
     those that quantize by the tensor at hand, and the CPU gives what Hopper gives. A measurement on

@@ -135,6 +135,8 @@ _PRESETS: dict[str, tuple[CastSpec, CastSpec, CastSpec]] = {
     ),
 }
 RECIPES = tuple(_PRESETS)
+E4M3_ONLY = ("blockwise", "mxfp8")
+"""Recipes that have no E5M2 gradients: block-scaled GEMMs multiply E4M3 with E4M3."""
 
 
 def make_recipe(

@@ -14,6 +14,7 @@ from torch_fp8.linear import Float8Linear
 from torch_fp8.memory import expected_bytes_per_param
 from torch_fp8.optimizer_conversion import OptimizerReport
 from torch_fp8.recipe import Recipe
+from torch_fp8.recipe_choice import RecipeChoice
 from torch_fp8.selection import expert_weights, is_linear
 from torch_fp8.transformer_engine import version
 
@@ -48,6 +49,7 @@ class ConversionReport:
         unused_skip: patterns of `config.skip` that match no module.
         flops: of the model, per token.
         producers: qualified names of the norms and gated MLPs that hand over FP8.
+        choice: how ``auto`` was resolved; None for a named recipe.
     """
 
     converted: tuple[str, ...]
@@ -59,6 +61,7 @@ class ConversionReport:
     unused_skip: tuple[str, ...]
     flops: MatmulFlops
     producers: tuple[str, ...] = ()
+    choice: RecipeChoice | None = None
 
     @property
     def flops_share(self) -> float:
@@ -90,6 +93,7 @@ class ConversionReport:
             f"FP8: {len(self.converted)} of {total} linear layers, "
             f"{100 * self.flops_share:.1f} % of the matmul FLOPs, level {self.config.opt_level}",
             f"  recipe    {chosen}{self.recipe}",
+            *([f"  measured  {self.choice}"] if self.choice is not None else []),
             f"  GEMMs     {backend}",
             *self._producer_lines(),
             *(f"  skipped   {line}" for line in self._skipped_by_reason()),

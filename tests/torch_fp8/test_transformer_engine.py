@@ -2,6 +2,7 @@
 
 import ast
 import copy
+import dataclasses
 import importlib.util
 import io
 import pickle
@@ -744,10 +745,12 @@ def test_the_summary_names_it(te, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "H200")
     model = Model()
-    summary = convert_to_float8(model, TE, device="cuda").summary(model)
+    named = dataclasses.replace(TE, recipe="tensorwise")  # auto would measure without TE
+    summary = convert_to_float8(model, named, device="cuda").summary(model)
     assert "  GEMMs     Transformer Engine 2.20.2 on H200 (sm_90)" in summary.splitlines()
     assert "FP8: 4 of 5 linear layers" in summary
-    plain = convert_to_float8(model, FP8Config(opt_level="O1"), device="cuda").summary(model)
+    other = dataclasses.replace(named, backend="torch")
+    plain = convert_to_float8(model, other, device="cuda").summary(model)
     ours, theirs = (
         [line for line in text.splitlines() if "GEMMs" not in line] for text in (plain, summary)
     )

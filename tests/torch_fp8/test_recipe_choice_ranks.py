@@ -1,0 +1,61 @@
+"""Ranks whose clocks differ choose alike: the cases of recipe_choice_cases.py, on two ranks."""
+
+import pytest
+
+
+@pytest.fixture(scope="module")
+def ranks(run_ranks):
+    """What was chosen on each rank."""
+    return run_ranks("recipe_choice_cases.py", 2)
+
+
+ALIKE = ("together", "again", "after", "fsdp", "tensor", "restarted", "failed", "failed again")
+
+
+@pytest.mark.parametrize("name", ALIKE)
+def test_all_ranks_choose_alike(ranks, name):
+    first, second = (results[name] for results in ranks)
+    assert (first["recipe"], first["skipped"]) == (second["recipe"], second["skipped"])
+
+
+@pytest.mark.parametrize("name", ["together", "fsdp", "tensor"])
+def test_one_of_them_measures(ranks, name):
+    """And chooses by its own clock, by which one of the layers is faster in BF16."""
+    measured = [results[name]["measured"] for results in ranks]
+    assert sorted(measured) == [False, True]
+    assert ranks[0][name]["recipe"] == ("rowwise", "blockwise")[measured.index(True)]
+    assert len(ranks[0][name]["skipped"]) == 1
+
+
+def test_nothing_is_measured_twice(ranks):
+    for results in ranks:
+        assert results["again"] == {**results["together"], "measured": False}
+
+
+def test_a_rank_that_converts_alone_waits_for_nobody(ranks):
+    assert ranks[1]["before"]["recipe"] == "blockwise"
+    assert ranks[1]["before"]["measured"]
+    assert ranks[1]["alone"]["recipe"] == "blockwise"
+
+
+def test_stages_of_a_pipeline_are_measured_by_the_ranks_that_have_them(ranks):
+    assert [results["stages"]["recipe"] for results in ranks] == ["rowwise", "blockwise"]
+
+
+def test_shapes_are_those_that_a_rank_multiplies(ranks):
+    whole = {"0": "128x64", "1": "48x128", "2": "80x48"}
+    for results in ranks:
+        assert results["shapes under fsdp"] == whole
+        assert results["shapes under tensor"] == {**whole, "0": "64x64", "1": "48x64"}
+
+
+def test_a_failure_is_told_once(ranks):
+    assert {results["failed"]["recipe"] for results in ranks} == {"tensorwise"}
+    assert sum(results["failed"]["warned"] for results in ranks) == 1
+    assert sum(results["failed again"]["warned"] for results in ranks) == 0
+
+
+def test_who_waits_longer_than_the_timeout_is_told_why(ranks):
+    assert ranks[0]["late"] == "late"
+    assert "another rank was to measure what this one waits for" in ranks[1]["late"]
+    assert "name FP8Config(recipe=...)" in ranks[1]["late"]
