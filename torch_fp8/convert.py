@@ -108,9 +108,9 @@ def convert_to_float8(
         raise ValueError(_nothing_converted(model, skipped))
     if not converted:
         warnings.warn(
-            f"{_nothing_converted(model, skipped)}: all of it runs in high precision. Name a "
-            "recipe to run them in FP8 all the same, or the tokens of your micro-batches "
-            "(FP8Config.tokens) to have them measured with as many",
+            f"no linear layer of {type(model).__name__} is faster in FP8 on this device, so all "
+            f"stay in high precision ({_reasons(skipped)}). Name a recipe to run them in FP8 all "
+            "the same, or the tokens of your micro-batches, FP8Config(tokens=...)",
             stacklevel=2,
         )
     if is_te:
@@ -336,6 +336,10 @@ def _names_a_module(model: nn.Module, pattern: str) -> bool:
 def _nothing_converted(model: nn.Module, skipped: list[SkippedModule]) -> str:
     if not skipped:
         return f"{type(model).__name__} has no nn.Linear: there is nothing to run in FP8"
+    return f"no linear layer of {type(model).__name__} can run in FP8 ({_reasons(skipped)})"
+
+
+def _reasons(skipped: list[SkippedModule]) -> str:
     reasons = "; ".join(f"'{s.name}': {s.reason}" for s in skipped[:5])
     more = f"; and {len(skipped) - 5} more" if len(skipped) > 5 else ""
-    return f"no linear layer of {type(model).__name__} can run in FP8 ({reasons}{more})"
+    return f"{reasons}{more}"

@@ -28,6 +28,7 @@ from torch_fp8.gemm import resolve_auto, runs_natively
 from torch_fp8.layer_timing import Card, LayerShape, LayerTimes, layer_times
 from torch_fp8.recipe import E4M3_ONLY, Recipe, make_recipe
 from torch_fp8.sharded_weights import param_groups
+from torch_fp8.tensor_parallel import gathers_features
 
 CANDIDATES = ("tensorwise", "rowwise", "blockwise")
 """Recipes with the loss of BF16 whose scales are the tensors' own: what they give does not hang on
@@ -80,13 +81,16 @@ def choose_recipe(
         RuntimeError: see `torch_fp8.agreement.answer_of_one`.
     """
     default, names = resolve_auto(device), candidates(config, device)
+    by_tensor = config.communication != "off" and any(map(gathers_features, layers.values()))
+    if by_tensor:
+        names = tuple(name for name in names if name == "tensorwise")
     reason = _why_not_measured(config, names) if layers else "there is no layer to measure"
     if reason is not None:
         return RecipeChoice(default, config.tokens, not_measured=reason)
     shapes = layer_shapes(model, layers)
     distinct = sorted(set(shapes.values()), key=repr)
     recipes = tuple(recipe_of(config, name) for name in names)
-    options = (config.tokens, config.wgrad, config.grad_format, config.fast_accum)
+    options = (config.tokens, config.wgrad, config.grad_format, config.fast_accum, by_tensor)
     answer: dict[str, Any] = json.loads(
         answer_of_one(
             repr((options, distinct)),

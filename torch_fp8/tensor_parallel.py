@@ -188,6 +188,15 @@ def check_style(module: nn.Module, gathered: Placement | None = None) -> None:
         refuse_gather(module.fp8_name, module.fp8_recipe, layout)
 
 
+def gathers_features(module: nn.Module) -> bool:
+    """Whether a layer's style gathers features, which rules out scales that run along them.
+
+    As far as the style says: dimension 1 is the features of a matrix, but the tokens of a batch.
+    """
+    layout = module.__dict__.get("fp8_gathered")
+    return isinstance(layout, Shard) and layout.dim not in (0, 1)
+
+
 def _gathers(module: nn.Module) -> TypeGuard[Float8Linear]:
     """Whether what a layer needs of other ranks travels in FP8."""
     if not isinstance(module, Float8Linear) or not module.runs_fp8:

@@ -7,11 +7,13 @@ import warnings
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import Shard
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from torch_fp8 import Float8Linear, FP8Config, convert_optimizer, convert_to_float8, layer_timing
 from torch_fp8.layer_timing import LayerShape, layer_times
 from torch_fp8.recipe_choice import MARGIN, candidates, layer_shapes
+from torch_fp8.tensor_parallel import check_style
 
 AUTO = FP8Config(tokens=16)
 H200 = torch.device("cuda:0")
@@ -259,6 +261,19 @@ def test_where_no_layer_is_faster_all_stay_in_bf16_with_a_warning(timed):
     assert report.converted == report.producers == ()
     assert not any(isinstance(m, Float8Linear) for m in net.modules())
     assert "FP8: 0 of 5 linear layers, 0.0 % of the matmul FLOPs" in report.summary(net)
+
+
+@pytest.mark.parametrize(
+    ("dim", "communication", "recipe"),
+    [(-1, "fp8", "tensorwise"), (1, "fp8", "blockwise"), (-1, "off", "blockwise")],
+    ids=["features", "tokens", "features-in-16-bits"],
+)
+def test_a_parallel_style_that_gathers_features_takes_one_scale(timed, dim, communication, recipe):
+    timed({shape: (100, fp8(60, 60, 50)) for shape in (WIDE, NARROW, SMALL)})
+    net = model()
+    check_style(net["wide"][0], Shard(dim))  # what the style does
+    config = dataclasses.replace(AUTO, communication=communication)
+    assert convert_to_float8(net, config).recipe.name == recipe
 
 
 def test_nothing_is_measured_of_what_stays_anyway(timed):
