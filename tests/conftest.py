@@ -36,3 +36,35 @@ def te(monkeypatch):
     monkeypatch.setattr(transformer_engine, "_is_cuda", lambda device: True)
     yield importlib.import_module("transformer_engine.pytorch")
     forget()
+
+
+class _Clock:
+    """Stands for a card's; its table has microseconds of each (N, K), without FP8 and by recipe."""
+
+    def __init__(self, table):
+        self.table, self.runs = table, []
+
+    def __call__(self, device, run):
+        run()
+        self.runs.append(run)
+        plain, fp8 = self.table[tuple(run.layer.weight.shape)]
+        return 1e-6 * (plain if run.recipe is None else fp8[run.recipe.name])
+
+
+@pytest.fixture
+def timed(monkeypatch):
+    """``timed({(N, K): (us, {recipe: us})})``: recipe auto finds these times, on the CPU, too.
+
+    It returns an object whose ``runs`` are the passes that were timed.
+    """
+    from torch_fp8 import layer_timing
+
+    def install(table):
+        clock = _Clock(table)
+        monkeypatch.setattr(layer_timing, "seconds", clock)
+        monkeypatch.setattr("torch_fp8.recipe_choice.runs_natively", lambda device, recipe: True)
+        return clock
+
+    layer_timing.layer_times.cache_clear()
+    yield install
+    layer_timing.layer_times.cache_clear()

@@ -68,6 +68,23 @@ def test_forward_runs_in_bf16_between_the_layers_and_returns_float32(
     assert gemms == [torch.bfloat16] * 2
 
 
+def test_auto_leaves_in_bf16_what_is_no_faster_in_fp8(
+    accelerate: Any, gemms: list[torch.dtype], timed: Any
+) -> None:
+    fast, slow = (dict.fromkeys(("tensorwise", "rowwise", "blockwise"), us) for us in (50, 200))
+    timed({(64, 32): (100, fast), (32, 64): (100, slow)})
+    handler = FP8Kwargs(FP8Config(tokens=8))
+    fp8 = accelerate.Accelerator(mixed_precision="fp8", cpu=True, kwargs_handlers=[handler])
+    model = Block()
+    model, optimizer = fp8.prepare(model, torch.optim.AdamW(model.parameters()))
+    assert [type(m) for m in (model.up, model.down)] == [Float8Linear, nn.Linear]
+    gemms.clear()
+    fp8.backward(model(torch.randn(4, 32)).sum())
+    optimizer.step()
+    assert len(gemms) == 2  # fprop and wgrad of the first layer
+    assert fp8.unwrap_model(model).down.weight.isfinite().all()
+
+
 @pytest.mark.parametrize("precision", ["no", "bf16"])
 def test_other_precisions_are_untouched(accelerate: Any, precision: str) -> None:
     accelerator = accelerate.Accelerator(mixed_precision=precision, cpu=True)

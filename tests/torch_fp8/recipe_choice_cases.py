@@ -11,6 +11,7 @@ import sys
 import time
 import warnings
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -19,6 +20,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from torch_fp8 import FP8Config, convert_to_float8, layer_timing, recipe_choice
 from torch_fp8.agreement import answer_of_one, can_ask
+from torch_fp8.fsdp_communication import connect_fsdp
 from torch_fp8.recipe_choice import layer_shapes
 from torch_fp8.tensor_parallel import Float8ColwiseParallel, Float8RowwiseParallel
 
@@ -79,6 +81,15 @@ def sharded(data, tensor):
     return net
 
 
+def step(net):
+    """Whether the gradients of a step are finite; and what FSDP2 gathers in FP8."""
+    report = connect_fsdp(net, FP8Config())
+    x = torch.randn(16, 64, requires_grad=True)
+    net(x).square().sum().backward()
+    grads = [x.grad, *(getattr(p.grad, "_local_tensor", p.grad) for p in net.parameters())]
+    return all(bool(g.isfinite().all()) for g in grads), report.num_gathers
+
+
 def slow_answer():
     time.sleep(6)
     return "late"
@@ -107,6 +118,7 @@ def main():
         net = sharded(data, tensor)
         results[name] = choice(net, tokens=64)
         results[f"shapes under {name}"] = shapes(net)
+        results[f"step under {name}"] = step(net)
     # As after a restart by torchrun, before which a rank had asked and not answered.
     os.environ["TORCHELASTIC_RESTART_COUNT"] = "1"
     results["restarted"] = choice(tokens=32)

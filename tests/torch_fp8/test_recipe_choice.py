@@ -6,8 +6,10 @@ import warnings
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from torch_fp8 import Float8Linear, FP8Config, convert_optimizer, convert_to_float8, layer_timing
@@ -17,34 +19,6 @@ from torch_fp8.tensor_parallel import check_style
 
 AUTO = FP8Config(tokens=16)
 H200 = torch.device("cuda:0")
-
-
-class Timer:
-    """Stands for the clock; what it is told of (N, K): microseconds, first those without FP8."""
-
-    def __init__(self, table):
-        self.table, self.runs = table, []
-
-    def __call__(self, device, run):
-        run()
-        self.runs.append(run)
-        plain, fp8 = self.table[tuple(run.layer.weight.shape)]
-        return 1e-6 * (plain if run.recipe is None else fp8[run.recipe.name])
-
-
-@pytest.fixture
-def timed(monkeypatch):
-    """``timed({(N, K): (plain, {recipe: us})})``: this CPU runs all candidates, in these times."""
-
-    def install(table):
-        timer = Timer(table)
-        monkeypatch.setattr(layer_timing, "seconds", timer)
-        monkeypatch.setattr("torch_fp8.recipe_choice.runs_natively", lambda device, recipe: True)
-        return timer
-
-    layer_times.cache_clear()
-    yield install
-    layer_times.cache_clear()
 
 
 @pytest.fixture
@@ -283,6 +257,18 @@ def test_nothing_is_measured_of_what_stays_anyway(timed):
     assert {tuple(run.layer.weight.shape) for run in timer.runs} == {WIDE, SMALL}
     with pytest.raises(ValueError, match="skip="):
         convert_to_float8(model(), FP8Config(skip=("**",)))
+
+
+def test_ranks_that_cannot_agree_do_not_measure(timed):
+    clock = timed({})
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        report = convert_to_float8(model(), AUTO)
+    finally:
+        dist.destroy_process_group()
+    assert report.recipe.name == "tensorwise"
+    assert "the ranks of this process group cannot agree" in report.choice.not_measured
+    assert not clock.runs
 
 
 def test_modes_and_random_states_are_left_alone(timed):

@@ -49,6 +49,12 @@ def test_shapes_are_those_that_a_rank_multiplies(ranks):
         assert results["shapes under tensor"] == {**whole, "0": "64x64", "1": "48x64"}
 
 
+def test_sharded_models_train_with_a_layer_left(ranks):
+    for results in ranks:
+        assert results["step under fsdp"] == [True, 2]
+        assert results["step under tensor"] == [True, 0]
+
+
 def test_a_failure_is_told_once(ranks):
     assert {results["failed"]["recipe"] for results in ranks} == {"tensorwise"}
     assert sum(results["failed"]["warned"] for results in ranks) == 1
