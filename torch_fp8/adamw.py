@@ -20,7 +20,7 @@ against the spacing, that and more.
 """
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -56,6 +56,26 @@ class GradientParts(NamedTuple):
     multiplier: Tensor
 
 
+class WeightPayload(NamedTuple):
+    """The FP8 weight of the last step, to be overwritten with the next: E4M3, power-of-two scales.
+
+    Attributes:
+        granularity: tensorwise or block_128x128.
+        qdata: (R, K) as `torch_fp8.quantize.QuantizedTensor` has it.
+        scale: of qdata: () or (ceil(R / 128), ceil(K / 128)) float32.
+        new_scale: where the new scale goes: for tensorwise another tensor, else the very same.
+        qdata_t: (K, R), of the transpose, or None.
+        scale_t: (ceil(K / 128), ceil(R / 128)), of block_128x128, or None.
+    """
+
+    granularity: Literal["tensorwise", "block_128x128"]
+    qdata: Tensor
+    scale: Tensor
+    new_scale: Tensor
+    qdata_t: Tensor | None
+    scale_t: Tensor | None
+
+
 class WeightMatrix(NamedTuple):
     """A parameter's tensors, as matrices that share its memory; updated in place.
 
@@ -69,6 +89,8 @@ class WeightMatrix(NamedTuple):
         row_length: columns of the whole matrix.
         amax: () float32, raised to the largest magnitude among the new weights, for whoever casts
             them next; a NaN among them makes it NaN. None: it is not wanted.
+        payload: of the weight, written by the kernel alone (the reference leaves it; whoever keeps
+            it casts then); None: there is none.
     """
 
     weight: Tensor
@@ -81,6 +103,7 @@ class WeightMatrix(NamedTuple):
     col: int
     row_length: int
     amax: Tensor | None = None
+    payload: WeightPayload | None = None
 
 
 def adamw_step_reference(

@@ -13,7 +13,7 @@ from torch_fp8.recipe import E4M3_ONLY, GEMMS, RECIPES
 from torch_fp8.residual import RESIDUAL_BITS
 
 ENV_VAR = "TORCH_FP8_CONFIG"
-_BOOLS = ("eval_fp8", "emulate", "gradient_release", "cache_weights", "update_clipping")
+_BOOLS = ("eval_fp8", "emulate", "gradient_release", "update_clipping")
 _OPTIMIZER_ONLY = ("residual_bits", "gradient_release", "cache_weights", "update_clipping", "seed")
 _TORCH_ONLY = ("wgrad", "fast_accum", "cache_weights", "emulate")
 _AUTO_ONLY = ("tokens",)
@@ -77,10 +77,12 @@ class FP8Config:
     O2, 1 at O3. Not with clipping by global norm, accumulation over micro-batches, manual
     optimization or DDP: refused there."""
 
-    cache_weights: bool = False
-    """Keep the FP8 payload of a weight from one optimizer step to the next, instead of casting it
-    in every forward: one byte per parameter more. Any write to the weight in between is seen. Not
-    with recipe ``delayed``; within torch.compile weights are cast as without it."""
+    cache_weights: bool | str = False
+    """Keep the FP8 payload of a weight from one optimizer step, which writes it, to the next,
+    instead of casting it in every forward: one byte per parameter more. ``"both"``: its transpose,
+    too, which backward takes: two bytes. Any write to the weight in between is seen. Scales of
+    weights are powers of two then. Not with recipe ``delayed``; within torch.compile weights are
+    cast as without it."""
 
     update_clipping: bool = False
     """StableAdamW's: divide a parameter's learning rate by the RMS of ``g / sqrt(v)`` where that is
@@ -132,6 +134,10 @@ class FP8Config:
         for name in _BOOLS:
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"FP8Config.{name} must be a bool, got {getattr(self, name)!r}")
+        if not isinstance(self.cache_weights, bool) and self.cache_weights != "both":
+            raise TypeError(
+                f"FP8Config.cache_weights must be a bool or 'both', got {self.cache_weights!r}"
+            )
         for name, least in (
             ("tokens", 1),
             ("amax_history_len", 1),

@@ -105,12 +105,12 @@ def expected_bytes_per_param(model: nn.Module, optimizers: Iterable[Optimizer] =
         owner |= {p: optimizer for group in optimizer.param_groups for p in group["params"]}
     before = after = _NOTHING
     caches = {m.weight: m.fp8_weight_cache for m in _layers(model)}
-    cached = {p for p, cache in caches.items() if cache is not None and cache.keeps_payload}
+    cached = {p: cache.num_layouts for p, cache in caches.items() if cache is not None}
     for parameter in model.parameters():
         before = _sum(before, _expected(parameter, owner.get(parameter), converted=False))
         after = _sum(after, _expected(parameter, owner.get(parameter), converted=True))
-        if parameter in cached:
-            after = dataclasses.replace(after, caches=after.caches + parameter.numel())
+        kept = cached.get(parameter, 0) * parameter.numel()
+        after = dataclasses.replace(after, caches=after.caches + kept)
     text = str(after)
     change = (
         ", before and after (" if after == before else f", {before.bytes_per_param:.2f} before ("

@@ -297,7 +297,7 @@ def _keep_weights(optimizer: Float8Optimizer, model: nn.Module | None) -> int:
     """Let layers whose weights it steps keep scales, or payloads if asked for: how many."""
     payloads = optimizer.fp8_config.cache_weights
     if payloads and model is None:
-        raise ValueError("FP8Config(cache_weights=True) needs the model: pass model=")
+        raise ValueError(f"FP8Config(cache_weights={payloads!r}) needs the model: pass model=")
     stepped = {p for _, _, p in optimizer.indexed_parameters() if not isinstance(p, DTensor)}
     layers = [m for m in model.modules() if isinstance(m, Float8Linear)] if model else []
     layers = [m for m in layers if m.fp8_config.backend == "torch"]
@@ -308,7 +308,7 @@ def _keep_weights(optimizer: Float8Optimizer, model: nn.Module | None) -> int:
             watch(layer.weight)
             cache = layer.fp8_weight_cache = WeightCache(payloads)
             optimizer.fp8_caches.setdefault(layer.weight, []).append((weakref.ref(cache), spec))
-            kept += payloads
+            kept += bool(payloads)
     return kept
 
 

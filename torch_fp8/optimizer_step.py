@@ -26,6 +26,7 @@ from torch_fp8.optimizer_state import (
     moment,
     split_weight,
 )
+from torch_fp8.quantize import emulates_casts
 from torch_fp8.random_bits import stream_keys
 from torch_fp8.recipe import CastSpec
 from torch_fp8.weight_cache import WeightCache
@@ -51,13 +52,13 @@ def step_large(entries: list[Entry], config: FP8Config, caches: Caches) -> None:
     """
     prepared = []
     stepped = [entry for entry in entries if local(entry[2]).device.type != "meta"]
-    amaxes = _zero_amaxes([p for _, _, p, _ in stepped if _alive(caches, p)])
+    numbers = _zeros([p for _, _, p, _ in stepped if _alive(caches, p)])
     for index, group, parameter, state in stepped:
         weight = local(parameter)
         in_place = weight.is_contiguous()
         matrix = _matrix(parameter, state, weight if in_place else weight.contiguous(), config)
-        if parameter in amaxes:
-            matrix = matrix._replace(amax=amaxes[parameter])
+        if parameter in numbers:
+            matrix = _with_payload(matrix, *_alive(caches, parameter)[0], numbers[parameter])
         scalars = _scalars(group, float(state["step"]), (config.seed, index))
         prepared.append((matrix, scalars, state, None if in_place else weight))
     for device in dict.fromkeys(matrix.weight.device for matrix, *_ in prepared):
@@ -67,17 +68,37 @@ def step_large(entries: list[Entry], config: FP8Config, caches: Caches) -> None:
             write_back.copy_(matrix.weight.view(write_back.shape))
     for (_, _, parameter, _), (matrix, *_) in zip(stepped, prepared, strict=True):
         for cache, spec in _alive(caches, parameter):
-            cache.refill(parameter, spec, matrix.amax)
+            cache.refill(parameter, spec, matrix.amax, matrix.payload)
 
 
-def _zero_amaxes(parameters: list[Tensor]) -> dict[Tensor, Tensor]:
-    """A () float32 zero for each parameter; one launch for all of a device."""
+def _zeros(parameters: list[Tensor]) -> dict[Tensor, Tensor]:
+    """(2, 4) float32 zeros for each parameter; one launch for all of a device."""
     made: dict[Tensor, Tensor] = {}
     for device in dict.fromkeys(local(p).device for p in parameters):
         here = [p for p in parameters if local(p).device == device]
-        zeros = torch.zeros(len(here), 4, dtype=torch.float32, device=device)  # 16 bytes each
-        made |= zip(here, zeros[:, 0].unbind(), strict=True)
+        zeros = torch.zeros(len(here), 2, 4, dtype=torch.float32, device=device)
+        made |= zip(here, zeros.unbind(), strict=True)
     return made
+
+
+def _with_payload(
+    matrix: WeightMatrix, cache: WeightCache, spec: CastSpec, zeros: Tensor
+) -> WeightMatrix:
+    """The matrix with its amax, and with its payload where the step's kernel can write that.
+
+    Args:
+        zeros: (2, 4) float32: for the amax and the payload's scale, 16 bytes each.
+    """
+    if spec.granularity == "tensorwise":
+        matrix = matrix._replace(amax=zeros[0, 0])
+    payload = cache.to_overwrite(spec, zeros[1, 0])
+    if payload is None or matrix.weight.device.type != "cuda":
+        return matrix
+    from torch_fp8.kernels.adamw import writes_payload
+
+    if emulates_casts(matrix.weight.device) or not writes_payload(matrix, payload):
+        return matrix
+    return matrix._replace(payload=payload)
 
 
 def _step_on(device: torch.device, prepared: list[Any], config: FP8Config) -> None:

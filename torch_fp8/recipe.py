@@ -18,7 +18,7 @@ Granularity: how many elements share a scale.
     block_1x32      32 elements along the contraction dimension, scale a power of two (E8M0)
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from torch_fp8.formats import E4M3, E5M2, FORMATS, Format
@@ -145,6 +145,7 @@ def make_recipe(
     wgrad: str = "fp8",
     grad_format: str | None = None,
     fast_accum: tuple[str, ...] = ("fprop",),
+    power_of_two_weights: bool = False,
 ) -> Recipe:
     """The recipe of this name, with its options applied.
 
@@ -154,8 +155,12 @@ def make_recipe(
             dimension is tokens, the longest of the three (SwitchBack, arXiv 2304.13013).
         grad_format: ``"e4m3"`` or ``"e5m2"`` for grad_output; None: the preset's.
         fast_accum: names of the GEMMs that accumulate fast.
+        power_of_two_weights: round the scales of weights up to powers of two, as the finer recipes
+            do: they hardly ever change in an optimizer step.
     """
     input, weight, grad_output = _PRESETS[name]
+    if power_of_two_weights:
+        weight = replace(weight, power_of_two=True)
     if grad_format is not None:
         grad_output = CastSpec(
             FORMATS[grad_format],

@@ -124,6 +124,7 @@ def recipe_of(config: FP8Config, name: str) -> Recipe:
         wgrad=config.wgrad,
         grad_format=config.grad_format,
         fast_accum=config.fast_accum,
+        power_of_two_weights=bool(config.cache_weights),
     )
 
 

@@ -3,14 +3,20 @@
 A weight is cast in every forward and once more, transposed, in every backward. With a scale for the
 tensor each cast would need a read for the amax; but the kernels of the optimizer's step find the
 largest new weight on their way, and until the next step it stays what it is. With
-``FP8Config(cache_weights=True)`` the payload is kept, too, for one more byte per parameter. Bytes
-read and written to quantize a BF16 weight, for each of its elements, with a scale per tensor:
+``FP8Config(cache_weights=True)`` the payload is kept, too, with ``"both"`` also its transpose.
+Bytes read and written to quantize a BF16 weight, for each element, with a scale per tensor:
 
 | kept | at the step | per micro-batch |
 |---|---|---|
 | nothing (O1, the user's own optimizer, compiled layers, no `model` at conversion) | | 8 |
 | scale | 0 | 6: cast by row, and by column in backward |
-| payload | 3: cast by row | 2: the payload is transposed in backward |
+| payload, +1 byte of memory | 1: the step writes it | 2: it is transposed in backward |
+| payload and its transpose, +2 bytes | 2: the step writes both | 0 |
+
+The step writes payloads whose scales belong to the tensor or to 128 x 128 elements, and it has the
+weight in registers then (see `torch_fp8.kernels.weight_payload_tiles`). Such scales are powers of
+two where payloads are kept, tensorwise ones too: from one step to the next they hardly ever change.
+Others, and weights of odd sizes, are cast after the step: 2 bytes more.
 
 Nothing kept must ever be stale, and a weight can be written in three ways:
 
@@ -29,6 +35,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from torch_fp8.adamw import WeightPayload
 from torch_fp8.quantize import QuantizedTensor, quantize_layouts, transposed
 from torch_fp8.recipe import CastSpec
 
@@ -63,18 +70,24 @@ class WeightCache:
     """The scale or the payload of one module's weight. Copies and pickles start empty.
 
     Args:
-        payload: whether to keep the payload.
+        payload: whether to keep the payload; ``"both"``: and its transpose.
     """
 
-    def __init__(self, payload: bool = True) -> None:
+    def __init__(self, payload: bool | str = True) -> None:
         self.keeps_payload = payload
         self._forget()
 
     def _forget(self) -> None:
         self._stamp: _Stamp | None = None
-        self._payload: QuantizedTensor | None = None
+        self._row: QuantizedTensor | None = None
+        self._col: QuantizedTensor | None = None
         self._scale: Tensor | None = None
         self._amax: Tensor | None = None
+
+    @property
+    def num_layouts(self) -> int:
+        """Of the payload: bytes per element that are kept."""
+        return 2 if self.keeps_payload == "both" else int(self.keeps_payload)
 
     def row(self, weight: Tensor, spec: CastSpec) -> QuantizedTensor:
         """The weight, (N, K), quantized along K; what is kept is used unless it was written since.
@@ -86,22 +99,51 @@ class WeightCache:
         stamp = _stamp(weight)
         if stamp is None or stamp != self._stamp:
             self._forget()
-        if self._payload is not None:
-            return self._payload
-        payload, _ = quantize_layouts(
-            weight, spec, self._scale, row=True, col=False, amax=self._amax
-        )
-        assert payload is not None
+        if self._row is not None:
+            return self._row
+        both = stamp is not None and self.keeps_payload == "both"
+        row, col = quantize_layouts(weight, spec, self._scale, row=True, col=both, amax=self._amax)
+        assert row is not None
         if stamp is not None:
-            self._keep(stamp, payload)
-        return payload
+            self._keep(stamp, row, col)
+        return row
 
-    def _keep(self, stamp: _Stamp | None, payload: QuantizedTensor) -> None:
+    def _keep(
+        self, stamp: _Stamp | None, row: QuantizedTensor, col: QuantizedTensor | None
+    ) -> None:
         self._stamp = stamp
-        self._payload = payload if self.keeps_payload else None
-        self._scale = payload.scale if payload.granularity == "tensorwise" else None
+        self._row, self._col = (row, col) if self.keeps_payload else (None, None)
+        self._scale = row.scale if row.granularity == "tensorwise" else None
 
-    def refill(self, weight: Tensor, spec: CastSpec, amax: Tensor | None = None) -> None:
+    def to_overwrite(self, spec: CastSpec, new_scale: Tensor) -> WeightPayload | None:
+        """The payload's memory, where the optimizer's step can write the next one to it.
+
+        Args:
+            spec: of the cast.
+            new_scale: () float32, for a scale of the tensor.
+        """
+        row, col = self._row, self._col
+        if row is None or row.granularity not in ("tensorwise", "block_128x128"):
+            return None
+        assert row.granularity == spec.granularity
+        assert spec.power_of_two
+        blocks = row.granularity == "block_128x128"
+        return WeightPayload(
+            row.granularity,
+            row.qdata,
+            row.scale,
+            row.scale if blocks else new_scale,
+            None if col is None else col.qdata,
+            col.scale if blocks and col is not None else None,
+        )
+
+    def refill(
+        self,
+        weight: Tensor,
+        spec: CastSpec,
+        amax: Tensor | None = None,
+        written: WeightPayload | None = None,
+    ) -> None:
         """Keep what the next forward needs of a weight that the optimizer has just written.
 
         Args:
@@ -109,30 +151,35 @@ class WeightCache:
             spec: of the cast.
             amax: () float32 of the weight, if the step has it: a scale per tensor then takes no
                 read of its own.
+            written: the payload, where the step has written it.
         """
         self._forget()
         self._amax = amax if spec.granularity == "tensorwise" else None
-        if self.keeps_payload:
-            payload, _ = quantize_layouts(weight, spec, None, row=True, col=False, amax=self._amax)
-            assert payload is not None
-            self._keep(_stamp(weight), payload)
+        if written is not None:
+            self._keep(None, *_layouts(written))
+        elif self.keeps_payload:
+            both = self.keeps_payload == "both"
+            row, col = quantize_layouts(weight, spec, None, row=True, col=both, amax=self._amax)
+            assert row is not None
+            self._keep(None, row, col)
         self._stamp = _stamp(weight)
 
     def col(self, weight: Tensor) -> QuantizedTensor | None:
-        """The transposed weight, (K, N), from the payload; None: it has to be cast.
+        """The transposed weight, (K, N), as kept or from the payload; None: it has to be cast.
 
         See `torch_fp8.quantize.transposed`.
         """
         stamp = _stamp(weight)
-        if self._payload is None or stamp is None or stamp != self._stamp:
+        if self._row is None or stamp is None or stamp != self._stamp:
             return None
-        return transposed(self._payload)
+        return transposed(self._row) if self._col is None else self._col
 
     @property
     def tensors(self) -> list[Tensor]:
         """What the cache holds now."""
-        if self._payload is not None:
-            return [self._payload.qdata, self._payload.scale]
+        if self._row is not None:
+            kept = [self._row] if self._col is None else [self._row, self._col]
+            return list({id(t): t for x in kept for t in (x.qdata, x.scale)}.values())
         return [t for t in (self._amax if self._scale is None else self._scale,) if t is not None]
 
     def __reduce__(self) -> Any:
@@ -155,6 +202,14 @@ def unwatch(weight: nn.Parameter) -> None:
     if type(weight) is WatchedParameter:
         weight.__class__ = nn.Parameter
         weight.__dict__.pop("uses", None)
+
+
+def _layouts(written: WeightPayload) -> tuple[QuantizedTensor, QuantizedTensor | None]:
+    row = QuantizedTensor(written.qdata, written.new_scale, written.granularity)
+    if written.qdata_t is None:
+        return row, None
+    scale_t = written.new_scale if written.scale_t is None else written.scale_t
+    return row, QuantizedTensor(written.qdata_t, scale_t, written.granularity)
 
 
 def _stamp(weight: Tensor) -> _Stamp | None:

@@ -106,3 +106,42 @@ def test_wrong_device_is_torchs_own_error():
     torch_fp8.convert_to_float8(model, FP8Config(recipe="tensorwise"))
     with pytest.raises((RuntimeError, ValueError), match=r"device|cpu|cuda"):
         model(torch.randn(4, 64))
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "blockwise"])
+@pytest.mark.parametrize("cache", [True, "both"])
+def test_the_optimizer_step_writes_the_payload_of_a_weight(recipe, cache, monkeypatch):
+    """After the first forward no weight is cast, and training is as if each one were."""
+    try:
+        check_device(CUDA, recipe, emulate=False)
+    except ValueError as error:
+        pytest.skip(str(error))
+    cast = []
+    original = torch_fp8.weight_cache.quantize_layouts
+
+    def counted(x, *args, **kwargs):
+        cast.append(tuple(x.shape))
+        return original(x, *args, **kwargs)
+
+    monkeypatch.setattr(torch_fp8.weight_cache, "quantize_layouts", counted)
+    models = []
+    for kept in (False, cache):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(256, 384), nn.GELU(), nn.Linear(384, 256)).to(CUDA)
+        torch_fp8.convert_to_float8(model, FP8Config(recipe=recipe, cache_weights=cache))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        config = FP8Config(recipe=recipe, cache_weights=kept)
+        torch_fp8.convert_optimizer(optimizer, config, model=model if kept else None)
+        models.append((model, optimizer))
+    for step in range(5):
+        for model, optimizer in models:
+            for seed in (2 * step, 2 * step + 1):
+                generator = torch.Generator(CUDA).manual_seed(seed)
+                x = torch.randn(64, 256, device=CUDA, generator=generator)
+                with torch.autocast("cuda", torch.bfloat16):
+                    model(x).float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert cast == [(384, 256), (256, 384)]
+    for p, q in zip(*(model.parameters() for model, _ in models), strict=True):
+        assert torch.equal(p, q)

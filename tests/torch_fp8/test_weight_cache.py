@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,15 +17,18 @@ from torch_fp8.memory import expected_bytes_per_param
 RECIPES = ["tensorwise", "rowwise", "blockwise", "mxfp8"]
 
 
-def _model(cache=True, recipe="tensorwise"):
-    """Layers that keep their payloads, or (``False``) scales, or (``None``) nothing."""
+def _model(cache=True, recipe="tensorwise", like=False):
+    """Layers that keep payloads in one or ``"both"`` layouts, scales (``False``), nothing (None).
+
+    Args:
+        like: cast as layers do that have this ``cache_weights``.
+    """
     torch.manual_seed(0)
-    kept, cache = cache, bool(cache)
-    config = FP8Config(recipe=recipe, cache_weights=cache)
+    config = FP8Config(recipe=recipe, cache_weights=cache or False)
     model = nn.Sequential(nn.Linear(128, 192), nn.GELU(), nn.Linear(192, 128))
-    convert_to_float8(model, config)
+    convert_to_float8(model, replace(config, cache_weights=cache or like))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    convert_optimizer(optimizer, config, model=None if kept is None else model)
+    convert_optimizer(optimizer, config, model=None if cache is None else model)
     return model, optimizer
 
 
@@ -66,22 +70,33 @@ def weight_reads(monkeypatch):
     return shapes
 
 
+@pytest.mark.parametrize("like", [False, True])
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_training_is_the_same_with_and_without(recipe):
-    models = [_model(cache, recipe) for cache in (None, False, True)]
+def test_training_is_the_same_with_and_without(recipe, like):
+    """With payloads, scales of weights are powers of two: so are those they are compared with."""
+    kept = (True, "both") if like else (False,)
+    models = [_model(None, recipe, like), *(_model(cache, recipe) for cache in kept)]
     for step in range(6):
         for model, optimizer in models:
             _backward(model, 2 * step)
             _backward(model, 2 * step + 1)
             optimizer.step()
             optimizer.zero_grad()
-    plain, scales, payloads = (model.parameters() for model, _ in models)
-    for p, q, r in zip(plain, scales, payloads, strict=True):
-        assert torch.equal(p, q)
-        assert torch.equal(p, r)
+    plain, *kept = [list(model.parameters()) for model, _ in models]
+    for parameters in kept:
+        for p, q in zip(plain, parameters, strict=True):
+            assert torch.equal(p, q)
 
 
-@pytest.mark.parametrize("cache", [False, True])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_kept_weights_have_scales_that_hardly_ever_change(recipe):
+    model, _ = _model(True, recipe)
+    _backward(model, 0)
+    scale = model[0].fp8_weight_cache.row(model[0].weight, model[0].fp8_recipe.weight).scale
+    assert torch.equal(scale.log2(), scale.log2().round())
+
+
+@pytest.mark.parametrize("cache", [False, True, "both"])
 def test_a_weight_is_never_read_for_its_amax_after_the_first_forward(weight_reads, cache):
     model, optimizer = _model(cache)
     weights = {(192, 128), (128, 192)}
@@ -116,8 +131,9 @@ def test_another_recipe_starts_afresh():
     assert torch.equal(_backward(model, 1), _backward(fresh, 1))
 
 
-def test_a_weight_is_cast_once_per_optimizer_step_and_by_it(weight_casts):
-    model, optimizer = _model()
+@pytest.mark.parametrize("cache", [True, "both"])
+def test_a_weight_is_cast_once_per_optimizer_step_and_by_it(weight_casts, cache):
+    model, optimizer = _model(cache)
     _backward(model, 0)
     assert weight_casts == [(192, 128), (128, 192)]
     for step in range(2):
@@ -167,9 +183,9 @@ def _foreach_no_grad(weight):
 @pytest.mark.parametrize(
     "write", [_through_data, _as_data, _in_place, _through_detach, _foreach, _foreach_no_grad]
 )
-@pytest.mark.parametrize("cache", [False, True])
+@pytest.mark.parametrize("cache", [False, True, "both"])
 def test_a_write_from_outside_is_seen(write, cache):
-    models = [_model(which) for which in (None, cache)]
+    models = [_model(None, like=cache), _model(cache)]
     for after_step in (False, True):
         for model, optimizer in models:
             _backward(model, 0)
@@ -180,11 +196,11 @@ def test_a_write_from_outside_is_seen(write, cache):
         assert torch.equal(plain, cached)
 
 
-@pytest.mark.parametrize("kept", [False, True])
+@pytest.mark.parametrize("kept", [False, True, "both"])
 def test_a_write_between_forward_and_backward_is_seen(kept):
     gradients = []
     for cache in (None, kept):
-        model, _ = _model(cache)
+        model, _ = _model(cache, like=kept)
         x = torch.randn(8, 128, generator=torch.Generator().manual_seed(3), requires_grad=True)
         with torch.autocast("cpu", torch.bfloat16):
             output = model(x)
@@ -196,7 +212,7 @@ def test_a_write_between_forward_and_backward_is_seen(kept):
 
 @pytest.mark.parametrize("cache", [False, True])
 def test_loading_is_seen(cache):
-    plain, cached = _model(None)[0], _model(cache)[0]
+    plain, cached = _model(None, like=cache)[0], _model(cache)[0]
     other = {name: value * 0.5 for name, value in plain.state_dict().items()}
     for assign in (False, True):
         for model in (plain, cached):
@@ -218,16 +234,17 @@ def test_a_copy_has_a_cache_of_its_own(copied, cache):
     _backward(twin, 2)
 
 
-def test_one_byte_per_parameter_that_the_report_counts():
-    model, optimizer = _model()
+@pytest.mark.parametrize(("cache", "num_layouts"), [(True, 1), ("both", 2)])
+def test_bytes_per_parameter_that_the_report_counts(cache, num_layouts):
+    model, optimizer = _model(cache)
     expected = expected_bytes_per_param(model, [optimizer])
     _backward(model, 0)
     optimizer.step()
     _backward(model, 1)
     report = memory_report(model, optimizer)
-    weights = 2 * 128 * 192
+    weights = num_layouts * 2 * 128 * 192
     assert weights <= report.caches <= weights + 8
-    assert "caches 0.99" in expected
+    assert f"caches {num_layouts * 0.9935:.2f}" in expected
     assert revert(model) == 2
     assert all(type(p) is nn.Parameter for p in model.parameters())
     assert memory_report(model, optimizer).caches == 0
@@ -236,7 +253,7 @@ def test_one_byte_per_parameter_that_the_report_counts():
 def test_compiled_layers_train_without_it():
     model, optimizer = _model()
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    reference, other = _model(None)
+    reference, other = _model(None, like=True)
     for step in range(3):
         outputs = []
         for m, o in ((compiled, optimizer), (reference, other)):
@@ -255,6 +272,8 @@ def test_converting_again_is_harmless():
 def test_what_cannot_be_kept_is_refused():
     with pytest.raises(ValueError, match="recipe='delayed' takes it from a history"):
         FP8Config(recipe="delayed", cache_weights=True)
+    with pytest.raises(TypeError, match="must be a bool or 'both', got 'row'"):
+        FP8Config(cache_weights="row")
     with pytest.raises(ValueError, match="cache_weights apply to the optimizer"):
         FP8Config(opt_level="O1", cache_weights=True)
     optimizer = torch.optim.AdamW(nn.Linear(64, 64).parameters())

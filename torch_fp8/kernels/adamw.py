@@ -2,7 +2,11 @@
 
 Matrices are sorted into classes, by what the compiler must know: dtypes, residual bits, layout (see
 `kernels.groups`). A launch works on all of a class: their addresses and scalars are a table that is
-built here and goes to the card in one asynchronous copy of 224 bytes per matrix and 4 per chunk.
+built here and goes to the card in one asynchronous copy of 272 bytes per matrix and 4 per chunk.
+
+Where a weight's FP8 payload is kept, the step writes it, too (see `weight_payload_tiles`). With a
+scale for each weight a second launch follows for all of a class, which has something to do where a
+scale changed.
 
 The result is `adamw_step_reference`'s bit for bit, except in the last bit where an element is
 2^-100 of its group's largest (see `kernels.quotient`), and where g^2 overflows: there the weight
@@ -17,11 +21,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torch_fp8.adamw import GradientParts, StepScalars, WeightMatrix
+from torch_fp8.adamw import GradientParts, StepScalars, WeightMatrix, WeightPayload
 from torch_fp8.block_scaled import num_groups
 from torch_fp8.formats import GROUP_SIZE
 from torch_fp8.kernels.adamw_tiles import (
     adamw_step_kernel,
+    recast_kernel,
     update_rms_kernel,
     update_squares_kernel,
 )
@@ -29,14 +34,17 @@ from torch_fp8.kernels.adamw_tiles import (
 CHUNK = 512
 # Groups of a program, 16384 elements: long enough that the read of the table, two dependent loads
 # from memory, is a small part of it, and a billion elements still are 61,000 programs.
+SQUARE_CHUNK = 512  # a square of 128 x 128
 GROUPS, ODD_GROUPS = 16, 2
 # Of a tile: 16 elements for each thread of the one warp. Where elements are moved one by one, each
 # with an address and a mask in registers, 2: with 16 the kernels spill, with 4 nearly.
+REGISTERS = 168  # of a thread: 12 programs in a multiprocessor of 65536
 PARTIALS = 1024
 # Partial sums that are added at once: a matrix of 16 million elements has as many.
 
 _DTYPES = {torch.bfloat16: tl.bfloat16, torch.float32: tl.float32, torch.uint8: tl.uint8}
 _MASK32 = (1 << 32) - 1
+_LARGEST_SIDE = (1 << 31) // 128 - 1  # of a weight with payload: positions in a square are 32 bits
 
 Entry = tuple[WeightMatrix, StepScalars]
 
@@ -49,6 +57,12 @@ class _Class(NamedTuple):
     grad: torch.dtype
     layout: str
     amax: bool
+    payload: str
+    transposed: bool
+
+    @property
+    def chunk(self) -> int:
+        return SQUARE_CHUNK if self.layout == "squares" else CHUNK
 
     @property
     def constants(self) -> dict[str, object]:
@@ -57,7 +71,7 @@ class _Class(NamedTuple):
             "BITS": self.residual_bits,
             "GRAD": _DTYPES[self.grad],
             "LAYOUT": self.layout,
-            "CHUNK": CHUNK,
+            "CHUNK": self.chunk,
             "GROUPS": ODD_GROUPS if self.layout == "any" else GROUPS,
         }
 
@@ -75,23 +89,48 @@ def adamw_step(
     multipliers = lr_multipliers or [None] * len(entries)
     for kind, chosen in _classes(entries).items():
         table, chunks, num_chunks = _tables(
-            [entries[i] for i in chosen], lr_multipliers=[multipliers[i] for i in chosen]
+            [entries[i] for i in chosen], kind, lr_multipliers=[multipliers[i] for i in chosen]
         )
         with torch.cuda.device_of(table):
             adamw_step_kernel[(num_chunks,)](
                 table,
                 chunks,
                 AMAX=kind.amax,
+                PAYLOAD=kind.payload,
+                TRANSPOSED=kind.transposed,
                 **kind.constants,
                 num_warps=1,
                 enable_fp_fusion=False,
+                maxnreg=REGISTERS,
             )
+            if kind.payload == "tensorwise":
+                recast_kernel[(num_chunks,)](
+                    table,
+                    chunks,
+                    WEIGHT=_DTYPES[kind.weight],
+                    TRANSPOSED=kind.transposed,
+                    GROUPS=GROUPS,
+                    num_warps=1,
+                )
+
+
+def writes_payload(matrix: WeightMatrix, payload: WeightPayload) -> bool:
+    """Whether the step can write the payload of a matrix: whole squares, moved 16 bytes at once."""
+    tensors = [payload.qdata] if payload.qdata_t is None else [payload.qdata, payload.qdata_t]
+    rows, cols = matrix.weight.shape
+    return (
+        _class_of(matrix).layout == "flat"
+        and all(tensor.data_ptr() % 16 == 0 for tensor in tensors)
+        and (rows % 16 == 0 or payload.qdata_t is None)
+        and max(rows, cols) <= _LARGEST_SIDE
+    )
 
 
 def update_rms(entries: Sequence[Entry]) -> Tensor:
     """`update_rms_reference` of every matrix, (len(entries),) float32; the same in every run."""
     if not entries:
         return torch.zeros(0)
+    entries = [(matrix._replace(amax=None, payload=None), scalars) for matrix, scalars in entries]
     result = torch.zeros(len(entries), device=entries[0][0].weight.device)
     classes: dict[tuple[_Class, bool], list[int]] = {}
     for kind, chosen in _classes(entries).items():
@@ -101,7 +140,7 @@ def update_rms(entries: Sequence[Entry]) -> Tensor:
             classes.setdefault((kind if coupled else without_weight, coupled), []).append(i)
     for (kind, coupled), chosen in classes.items():
         table, chunks, num_chunks = _tables(
-            [entries[i] for i in chosen], update_rms=[result[i] for i in chosen]
+            [entries[i] for i in chosen], kind, update_rms=[result[i] for i in chosen]
         )
         partial = result.new_empty(num_chunks)
         with torch.cuda.device_of(table):
@@ -142,11 +181,18 @@ def _class_of(matrix: WeightMatrix) -> _Class:
         whole = matrix.row_length == cols and cols % GROUP_SIZE == 0
         layout = "flat" if whole else "rows"
     bits = 0 if matrix.residual is None else matrix.residual_bits
-    return _Class(matrix.weight.dtype, bits, grad.dtype, layout, matrix.amax is not None)
+    kind = _Class(matrix.weight.dtype, bits, grad.dtype, layout, matrix.amax is not None, "", False)
+    if matrix.payload is None:
+        return kind
+    granularity, transposed = matrix.payload.granularity, matrix.payload.qdata_t is not None
+    assert layout == "flat"
+    assert granularity == "block_128x128" or matrix.amax is not None
+    return kind._replace(layout="squares", payload=granularity, transposed=transposed)
 
 
 def _tables(
     entries: list[Entry],
+    kind: _Class,
     lr_multipliers: list[Tensor | None] | None = None,
     update_rms: list[Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, int]:
@@ -160,9 +206,12 @@ def _tables(
     for (matrix, scalars), multiplier, rms in zip(
         entries, lr_multipliers or none, update_rms or none, strict=True
     ):
-        groups = matrix.weight.shape[0] * num_groups(matrix.weight.shape[1])
+        rows, cols = matrix.weight.shape
+        groups = rows * num_groups(cols)
+        if kind.layout == "squares":
+            groups = triton.cdiv(rows, 128) * triton.cdiv(cols, 128) * SQUARE_CHUNK
         places.append(_places(matrix, scalars, multiplier, rms, first, groups))
-        counts.append(triton.cdiv(groups, CHUNK))
+        counts.append(triton.cdiv(groups, kind.chunk))
         first += counts[-1]
     numbers = torch.tensor([_numbers(scalars) for _, scalars in entries], dtype=torch.float32)
     records = torch.cat([torch.tensor(places), numbers.view(torch.int32).long()], dim=1)
@@ -206,6 +255,7 @@ def _places(
         _address(lr_multiplier),
         _address(update_rms),
         _address(matrix.amax),
+        *_payload_places(matrix.payload),
         first_chunk,
         groups,
         *matrix.weight.shape,
@@ -227,8 +277,15 @@ def _numbers(scalars: StepScalars) -> list[float]:
         scalars.eps,
         scalars.decay,
         scalars.weight_decay,
-        0.0,
     ]
+
+
+def _payload_places(payload: WeightPayload | None) -> list[int]:
+    """The addresses of a payload in a `Record`."""
+    if payload is None:
+        return [0] * 5
+    places = [payload.qdata, payload.qdata_t, payload.scale, payload.new_scale, payload.scale_t]
+    return [_address(tensor) for tensor in places]
 
 
 def _address(tensor: Tensor | None) -> int:

@@ -15,11 +15,23 @@ import triton
 import triton.language as tl
 
 from torch_fp8.kernels.block_scaled import GRADIENT, MOMENT1, MOMENT2, decode, encode, scale_of
-from torch_fp8.kernels.groups import at_origin, places
+from torch_fp8.kernels.groups import (
+    at_origin,
+    places,
+    scale_places,
+    scales_at_origin,
+    square,
+)
 from torch_fp8.kernels.quotient import scaled_quotient, square_root
 from torch_fp8.kernels.random_bits import random_words, second_words
 from torch_fp8.kernels.residual import join, pack, split, unpack
-from torch_fp8.kernels.rounding import abs_bits
+from torch_fp8.kernels.rounding import abs_bits, scale_from_amax
+from torch_fp8.kernels.weight_payload_tiles import (
+    cast_square,
+    payload_at_origin,
+    scale_of_square,
+    store_payload,
+)
 
 
 class Record(NamedTuple):
@@ -40,6 +52,11 @@ class Record(NamedTuple):
     lr_multiplier: int  # 0: there is none
     update_rms: int
     amax: int  # 0: it is not wanted
+    payload: int  # 0: there is none; so are the rest
+    payload_t: int
+    payload_scale: int
+    new_scale: int
+    new_scale_t: int
     first_chunk: int
     num_groups: int
     rows: int
@@ -57,7 +74,6 @@ class Record(NamedTuple):
     eps: int
     decay: int
     weight_decay: int
-    unused: int = 0
 
 
 _RECORD = tl.constexpr(len(Record._fields))
@@ -104,13 +120,16 @@ def adamw_step_kernel(
     GRAD: tl.constexpr,  # uint8: 8-bit gradient
     LAYOUT: tl.constexpr,
     AMAX: tl.constexpr,  # of the new weights
+    PAYLOAD: tl.constexpr,  # whose scale belongs to "tensorwise" or "block_128x128"; "": none
+    TRANSPOSED: tl.constexpr,  # also of its transpose
     CHUNK: tl.constexpr,
     GROUPS: tl.constexpr,  # of a tile
 ):
-    """`torch_fp8.adamw.adamw_step_reference`."""
+    """`torch_fp8.adamw.adamw_step_reference`; payloads see `weight_payload_tiles`."""
     record = table_ptr + tl.load(chunk_ptr + tl.program_id(0)) * _RECORD
     first = (tl.program_id(0) - _integer(record, _AT.value.first_chunk)) * CHUNK
     num_groups, cols = _integer(record, _AT.value.num_groups), _integer(record, _AT.value.cols)
+    rows = _integer(record, _AT.value.rows)
     row_length, start = _integer(record, _AT.value.row_length), _integer(record, _AT.value.start)
     key0, key1 = _integer(record, _AT.value.key0), _integer(record, _AT.value.key1)
     grad_factor = _factor(record, _AT.value.grad_multiplier) * _number(record, _AT.value.grad_sign)
@@ -137,30 +156,38 @@ def adamw_step_kernel(
     stored_cols = (cols + 1) // 2 if BITS == 4 else cols
     residual_ptr = _pointer(record, _AT.value.residual, tl.int8)
     residual_ptr = at_origin(residual_ptr, first, stored_cols, LAYOUT, WIDTH)
-    grad_scale_ptr = _pointer(record, _AT.value.grad_scale, tl.uint8) + first
-    exp_avg_scale_ptr = _pointer(record, _AT.value.exp_avg_scale, tl.uint8) + first
-    exp_avg_sq_scale_ptr = _pointer(record, _AT.value.exp_avg_sq_scale, tl.uint8) + first
+    grad_scale_ptr = _pointer(record, _AT.value.grad_scale, tl.uint8)
+    grad_scale_ptr = scales_at_origin(grad_scale_ptr, first, cols, LAYOUT)
+    exp_avg_scale_ptr = _pointer(record, _AT.value.exp_avg_scale, tl.uint8)
+    exp_avg_scale_ptr = scales_at_origin(exp_avg_scale_ptr, first, cols, LAYOUT)
+    exp_avg_sq_scale_ptr = _pointer(record, _AT.value.exp_avg_sq_scale, tl.uint8)
+    exp_avg_sq_scale_ptr = scales_at_origin(exp_avg_sq_scale_ptr, first, cols, LAYOUT)
+    if PAYLOAD != "":
+        payload_ptr, payload_t_ptr, payload_scale_ptr = _payload(
+            record, first, rows, cols, PAYLOAD, TRANSPOSED
+        )
+        payload_scale = tl.load(payload_scale_ptr)
 
     largest = tl.zeros((GROUPS, 32), dtype=tl.int32)
     for done in range(0, tl.minimum(num_groups - first, CHUNK), GROUPS):
         local = done + tl.arange(0, GROUPS)
-        inside = first + local < num_groups
-        position, mask, row, col = places(first, local, num_groups, cols, LAYOUT)
+        position, mask, row, col = places(first, local, num_groups, cols, LAYOUT, rows=rows)
+        at_scale, inside = scale_places(first, local, num_groups, cols, LAYOUT, rows)
         weight = tl.load(weight_ptr + position, mask=mask, other=0.0)
         grad = tl.load(grad_ptr + position, mask=mask, other=0)
         exp_avg = tl.load(exp_avg_ptr + position, mask=mask, other=0)
         exp_avg_sq = tl.load(exp_avg_sq_ptr + position, mask=mask, other=0)
-        exp_avg_scale = tl.load(exp_avg_scale_ptr + local, mask=inside, other=127)
-        exp_avg_sq_scale = tl.load(exp_avg_sq_scale_ptr + local, mask=inside, other=127)
+        exp_avg_scale = tl.load(exp_avg_scale_ptr + at_scale, mask=inside, other=127)
+        exp_avg_sq_scale = tl.load(exp_avg_sq_scale_ptr + at_scale, mask=inside, other=127)
         residual = 0
         if BITS:
-            places_stored = places(first, local, num_groups, stored_cols, LAYOUT, WIDTH)
+            places_stored = places(first, local, num_groups, stored_cols, LAYOUT, WIDTH, rows)
             stored_position, stored_mask, _, _ = places_stored
             residual = tl.load(residual_ptr + stored_position, mask=stored_mask, other=0)
             residual = unpack(residual, BITS)
 
         weight = join(weight, residual, BITS)
-        grad = _gradient(grad, grad_scale_ptr, local, inside, grad_factor)
+        grad = _gradient(grad, grad_scale_ptr, at_scale, inside, grad_factor)
         if weight_decay != 0.0:
             grad += weight * weight_decay
         weight *= decay
@@ -175,8 +202,8 @@ def adamw_step_kernel(
 
         index = (start + row * row_length)[:, None] + col
         words = random_words(index, key0, key1)
-        tl.store(exp_avg_scale_ptr + local, exp_avg_scale, mask=inside)
-        tl.store(exp_avg_sq_scale_ptr + local, exp_avg_sq_scale, mask=inside)
+        tl.store(exp_avg_scale_ptr + at_scale, exp_avg_scale, mask=inside)
+        tl.store(exp_avg_sq_scale_ptr + at_scale, exp_avg_sq_scale, mask=inside)
         offset = ((words >> 8) & 0xFF) << 12 | 1 << 11
         codes = encode(exp_avg, exp_avg_scale, offset, MOMENT1)
         tl.store(exp_avg_ptr + position, codes, mask=mask)
@@ -185,24 +212,99 @@ def adamw_step_kernel(
         tl.store(exp_avg_sq_ptr + position, codes, mask=mask)
         if tl.float32 == WEIGHT:
             tl.store(weight_ptr + position, weight, mask=mask)
-            if AMAX:
-                largest = tl.maximum(largest, tl.where(mask, abs_bits(weight), 0))
         else:
             if BITS < 8:
                 words = second_words(words, key0, key1)
-            high, residual = split(weight, words, BITS)
-            tl.store(weight_ptr + position, high, mask=mask)
-            if AMAX:
-                bits = abs_bits(high.to(tl.float32))
-                largest = tl.maximum(largest, tl.where(mask, bits, 0))
+            weight, residual = split(weight, words, BITS)
+            tl.store(weight_ptr + position, weight, mask=mask)
             if BITS:
                 # Of zero, which is read beyond the last column, the residual is 0.
                 tl.store(residual_ptr + stored_position, pack(residual, BITS), mask=stored_mask)
+        weight = weight.to(tl.float32)
+        if AMAX or PAYLOAD == "block_128x128":
+            largest = tl.maximum(largest, tl.where(mask, abs_bits(weight), 0))
+        if PAYLOAD != "":
+            store_payload(
+                weight,
+                payload_scale,
+                payload_ptr,
+                payload_t_ptr,
+                local,
+                position,
+                mask,
+                rows,
+                TRANSPOSED,
+            )
 
     if AMAX:
         # Of magnitudes, bits are ordered as the numbers are; in any order the result is the same.
         amax_ptr = _pointer(record, _AT.value.amax, tl.int32)
         tl.atomic_max(amax_ptr, tl.max(tl.max(largest, axis=1), axis=0), sem="relaxed")
+    if PAYLOAD == "block_128x128":
+        scale = scale_of_square(largest)
+        if scale != payload_scale:
+            tl.debug_barrier()  # the weights are read again, by other threads
+            cast_square(
+                weight_ptr,
+                scale,
+                payload_ptr,
+                payload_t_ptr,
+                first,
+                rows,
+                cols,
+                TRANSPOSED,
+                GROUPS,
+            )
+            tl.store(payload_scale_ptr, scale)
+            if TRANSPOSED:
+                square_row, square_col = square(first, cols // 32)
+                scale_t_ptr = _pointer(record, _AT.value.new_scale_t, tl.float32)
+                tl.store(scale_t_ptr + square_col * tl.cdiv(rows, 128) + square_row, scale)
+
+
+@triton.jit
+def _payload(record, first, rows, cols, PAYLOAD: tl.constexpr, TRANSPOSED: tl.constexpr):
+    """Pointers to a square's codes, its transposed codes and its scale."""
+    payload_ptr, payload_t_ptr = payload_at_origin(
+        _pointer(record, _AT.value.payload, tl.uint8),
+        _pointer(record, _AT.value.payload_t, tl.uint8),
+        first,
+        rows,
+        cols,
+        TRANSPOSED,
+    )
+    scale_ptr = _pointer(record, _AT.value.payload_scale, tl.float32)
+    if PAYLOAD == "block_128x128":
+        scale_ptr += first // 512
+    return payload_ptr, payload_t_ptr, scale_ptr
+
+
+@triton.jit
+def recast_kernel(
+    table_ptr,
+    chunk_ptr,
+    WEIGHT: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    GROUPS: tl.constexpr,
+):
+    """Store the scale of the new weights; where it is another, cast them with it."""
+    record = table_ptr + tl.load(chunk_ptr + tl.program_id(0)) * _RECORD
+    first = (tl.program_id(0) - _integer(record, _AT.value.first_chunk)) * 512
+    amax_bits = tl.load(_pointer(record, _AT.value.amax, tl.int32))
+    scale = scale_from_amax(amax_bits, 448.0, True)
+    # The old scale stays where it is: other programs have yet to compare.
+    if first == 0:
+        tl.store(_pointer(record, _AT.value.new_scale, tl.float32), scale)
+    if scale != tl.load(_pointer(record, _AT.value.payload_scale, tl.float32)):
+        rows, cols = _integer(record, _AT.value.rows), _integer(record, _AT.value.cols)
+        weight_ptr = _pointer(record, _AT.value.weight, WEIGHT)
+        weight_ptr = at_origin(weight_ptr, first, cols, "squares")
+        payload_ptr, payload_t_ptr, _ = _payload(
+            record, first, rows, cols, "tensorwise", TRANSPOSED
+        )
+        cast_square(
+            weight_ptr, scale, payload_ptr, payload_t_ptr, first, rows, cols, TRANSPOSED, GROUPS
+        )
 
 
 @triton.jit

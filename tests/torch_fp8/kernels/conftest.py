@@ -32,7 +32,7 @@ _POINTER = {
     torch.int64: "*i64",
     torch.uint8: "*u8",
 }
-_OPTIONS = ("num_warps", "enable_fp_fusion")
+_OPTIONS = ("num_warps", "enable_fp_fusion", "maxnreg")
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,10 @@
 """Runs the optimizer's kernels under Triton's CPU interpreter; prints, as JSON, what differs how.
 
-Run by test_adamw_interpreted.py in a process of its own, as interpreted_cases.py is. Three of the
-interpreter's operations are replaced: its fused multiply-add rounds twice, and the hardware's
-approximate reciprocal and root have errors, of which it has none; they are given an ulp. All other
-arithmetic is integers or correctly rounded, so results are compared bit for bit.
+Run by test_adamw_interpreted.py in a process of its own, as interpreted_cases.py is. Four of the
+interpreter's operations are replaced: its fused multiply-add rounds twice, its conversion to FP8 in
+a way of its own, and the hardware's approximate reciprocal and root have errors, of which it has
+none; they are given an ulp. All other arithmetic is integers or correctly rounded, so results are
+compared bit for bit.
 """
 
 import json
@@ -19,14 +20,21 @@ import triton.language as tl
 from conftest import matrix_differences, moved, optimizer_matrix
 from triton.runtime import interpreter
 
-from torch_fp8.adamw import StepScalars, adamw_step_reference, update_rms_reference
+from torch_fp8.adamw import (
+    StepScalars,
+    WeightPayload,
+    adamw_step_reference,
+    update_rms_reference,
+)
 from torch_fp8.block_scaled import BlockScaled
 from torch_fp8.block_scaled import decode as decode_reference
 from torch_fp8.block_scaled import encode as encode_reference
-from torch_fp8.formats import GRADIENT, MOMENT1, MOMENT2
+from torch_fp8.formats import E4M3, GRADIENT, MOMENT1, MOMENT2
 from torch_fp8.kernels import adamw, block_scaled, quotient
 from torch_fp8.kernels.block_scaled import decode, encode, scale_of
+from torch_fp8.quantize import quantize_layouts
 from torch_fp8.random_bits import stream_keys
+from torch_fp8.recipe import CastSpec
 
 adamw.CHUNK = 32  # several chunks of small matrices
 
@@ -78,6 +86,17 @@ def approximate_reciprocal(x):
     return tl.core.tensor(interpreter.TensorHandle(with_error(value), tl.float32), x.type)
 
 
+fp_to_fp = interpreter.InterpreterBuilder.create_fp_to_fp
+
+
+def torch_fp_to_fp(self, src, dst_type, rounding_mode):
+    """To E4M3 as torch does; the interpreter's own rounds otherwise."""
+    if dst_type.scalar != tl.float8e4nv:
+        return fp_to_fp(self, src, dst_type, rounding_mode)
+    data = torch.from_numpy(np.ascontiguousarray(src.data)).to(torch.float8_e4m3fn)
+    return interpreter.TensorHandle(data.view(torch.uint8).numpy(), dst_type.scalar)
+
+
 patch_lang_tensor = interpreter._patch_lang_tensor
 
 
@@ -89,6 +108,7 @@ def patch_lang_tensor_for_numpy_2(tensor, scope):
 
 interpreter._patch_lang_tensor = patch_lang_tensor_for_numpy_2
 interpreter.InterpreterBuilder.create_fma = exact_fma
+interpreter.InterpreterBuilder.create_fp_to_fp = torch_fp_to_fp
 interpreter.InterpreterBuilder.create_rsqrt = approximate_root
 quotient._approximate_reciprocal = approximate_reciprocal
 
@@ -133,6 +153,77 @@ def amaxes():
     ]
     matrices[0].weight[1, 3] = float("nan")
     yield "amax", stepped(matrices, [SCALARS] * len(matrices))
+
+
+def with_payload(matrix, granularity, transposed, wrong):
+    """The matrix, and the payload that it has before its step, some of the scales not its own."""
+    spec = CastSpec(E4M3, granularity, power_of_two=True)
+    row, col = quantize_layouts(matrix.weight, spec, row=True, col=transposed)
+    scale, scale_t = row.scale.clone(), None if col is None else col.scale.clone()
+    if wrong:
+        scale.view(-1)[::2] *= wrong
+    blocks = granularity == "block_128x128"
+    payload = WeightPayload(
+        granularity,
+        row.qdata.view(torch.uint8),
+        scale,
+        scale if blocks else torch.full((), -1.0),
+        None if col is None else col.qdata.view(torch.uint8),
+        scale_t if blocks else None,
+    )
+    return matrix._replace(payload=payload, amax=None if blocks else torch.zeros(()))
+
+
+def payload_differences(matrix):
+    """What differs from a cast of the weight as it is now."""
+    payload = matrix.payload
+    spec = CastSpec(E4M3, payload.granularity, power_of_two=True)
+    row, col = quantize_layouts(matrix.weight, spec, row=True, col=True)
+    pairs = [("payload", payload.qdata, row.qdata), ("scale", payload.new_scale, row.scale)]
+    if payload.qdata_t is not None:
+        pairs.append(("transposed payload", payload.qdata_t, col.qdata))
+        if payload.scale_t is not None:
+            pairs.append(("transposed scale", payload.scale_t, col.scale))
+    return [name for name, got, want in pairs if not same(got, want)]
+
+
+def same(got, want):
+    """Bit for bit, NaN as NaN."""
+    if got.dtype == torch.uint8:
+        got, want = got.view(torch.float8_e4m3fn).float(), want.float()
+    bits = got.view(torch.int32) == want.view(torch.int32)
+    return bool((bits | (got.isnan() & want.isnan())).all())
+
+
+PAYLOADS = (  # whole squares take long here: one of two by two, edges only, and small ones
+    ((144, 160), "bf16 with 8 bits", "bf16", None),
+    ((16, 32), "bf16 with 8 bits", "8-bit", 0.5),
+    ((32, 96), "bf16 with 4 bits", "bf16", 2.0),
+    ((16, 160), "fp32", "fp32", float("nan")),
+)
+
+
+def payloads():
+    """Scales that stay, grow, shrink, are NaN; edges of squares; both layouts or one."""
+    for granularity in ("tensorwise", "block_128x128"):
+        for transposed in (False, True):
+            matrices = []
+            for i, (shape, weight, grad, wrong) in enumerate(PAYLOADS):
+                matrix = optimizer_matrix(*shape, *WEIGHTS[weight], GRADS[grad], seed=i)
+                matrices.append(with_payload(matrix, granularity, transposed, wrong))
+            if transposed:
+                matrices[0].weight[130, 3] = float("nan")
+                matrices[1].weight.zero_()
+            failures = stepped(matrices, [SCALARS] * len(matrices))
+            for matrix in matrices:
+                found = payload_differences(matrix)
+                failures += [f"{tuple(matrix.weight.shape)}: {text}" for text in found]
+            yield f"payload {granularity}{', transposed' if transposed else ''}", failures
+    large = with_payload(default(32, 160), "tensorwise", False, None)
+    large.grad[0, 0] = 1e6
+    steps = SCALARS._replace(step_size=1e3)
+    failures = stepped([large, default(9, 64)], [steps, SCALARS])
+    yield "payload of a weight that doubles", failures + payload_differences(large)
 
 
 def choices():
@@ -311,7 +402,7 @@ def quotients():
 
 
 def results():
-    for cases in (classes, amaxes, choices, values, rms, codec, quotients):
+    for cases in (classes, amaxes, payloads, choices, values, rms, codec, quotients):
         yield from cases()
 
 

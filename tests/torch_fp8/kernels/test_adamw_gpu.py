@@ -3,8 +3,16 @@
 import pytest
 import torch
 
-from torch_fp8.adamw import StepScalars, adamw_step_reference, update_rms_reference
+from torch_fp8.adamw import (
+    StepScalars,
+    WeightPayload,
+    adamw_step_reference,
+    update_rms_reference,
+)
+from torch_fp8.formats import E4M3
+from torch_fp8.quantize import quantize_layouts
 from torch_fp8.random_bits import stream_keys
+from torch_fp8.recipe import CastSpec
 
 pytestmark = pytest.mark.gpu
 
@@ -72,6 +80,49 @@ def test_choices_equal_the_reference(changes, make_matrix, move_matrix, differen
         adamw_step([(got, scalars)], [multiplier.cuda()])
         adamw_step_reference(want, scalars, multiplier)
         assert differences_of(got, want) == []
+
+
+@pytest.mark.parametrize("wrong", [None, 0.5, float("nan")], ids=["kept", "grown", "nan"])
+@pytest.mark.parametrize("transposed", [False, True], ids=["row", "both"])
+@pytest.mark.parametrize("granularity", ["tensorwise", "block_128x128"])
+@pytest.mark.parametrize("weight", ["bf16 with 8 bits", "bf16 with 4 bits", "fp32"])
+def test_the_payload_is_a_cast_of_the_new_weight(
+    weight, granularity, transposed, wrong, make_matrix, move_matrix, differences_of
+):
+    from torch_fp8.kernels.adamw import adamw_step
+
+    spec = CastSpec(E4M3, granularity, power_of_two=True)
+    want, got, payloads = [], [], []
+    for i, shape in enumerate(((1024, 1024), (144, 160), (16, 32), (4304, 96))):
+        matrix = make_matrix(*shape, *WEIGHTS[weight], torch.bfloat16, seed=i)
+        row, col = quantize_layouts(matrix.weight.cuda(), spec, row=True, col=transposed)
+        if wrong is not None:
+            row.scale.view(-1)[::2] *= wrong
+        blocks = granularity == "block_128x128"
+        payload = WeightPayload(
+            granularity,
+            row.qdata,
+            row.scale,
+            row.scale if blocks else torch.zeros((), device="cuda"),
+            None if col is None else col.qdata,
+            None if col is None or not blocks else col.scale,
+        )
+        want.append(matrix._replace(amax=None if blocks else torch.zeros(())))
+        got.append(move_matrix(want[-1], "cuda")._replace(payload=payload))
+        payloads.append(payload)
+    scalars = [scalars_of(1, i) for i in range(len(want))]
+    adamw_step(list(zip(got, scalars, strict=True)))
+    for matrix, expected, numbers, payload in zip(got, want, scalars, payloads, strict=True):
+        adamw_step_reference(expected, numbers)
+        assert differences_of(matrix, expected) == []
+        row, col = quantize_layouts(expected.weight, spec, row=True, col=True)
+        pairs = [(payload.qdata.view(torch.uint8), row.qdata.view(torch.uint8))]
+        pairs.append((payload.new_scale, row.scale))
+        if payload.qdata_t is not None:
+            pairs.append((payload.qdata_t.view(torch.uint8), col.qdata.view(torch.uint8)))
+        if payload.scale_t is not None:
+            pairs.append((payload.scale_t, col.scale))
+        assert all(torch.equal(mine.cpu(), reference) for mine, reference in pairs)
 
 
 def test_two_runs_give_the_same_bits(make_matrix, move_matrix, differences_of):

@@ -15,6 +15,12 @@ CASES = [
     "address of an odd element",
     "three steps",
     "amax",
+    *(
+        f"payload {granularity}{transposed}"
+        for granularity in ("tensorwise", "block_128x128")
+        for transposed in ("", ", transposed")
+    ),
+    "payload of a weight that doubles",
     "tiny",
     "huge",
     "zeros",
