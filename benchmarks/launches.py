@@ -104,10 +104,13 @@ def count_launches(
     Args:
         function: of CPU tensors, forward and backward.
         tensors: name -> a tensor or several; a launch that reads one of them, or what such a launch
-            wrote, is put down to that name.
+            wrote, is put down to that name. Kernels know memory as an argument, or as one of these.
     """
     launches: list[Launch] = []
-    names = _Names({_address(t): name for name, value in tensors.items() for t in tree_iter(value)})
+    named = [(name, t) for name, value in tensors.items() for t in tree_iter(value)]
+    names = _Names(
+        {_address(t): name for name, t in named}, {_address(t): t for _, t in named if t.numel()}
+    )
     with (
         mock.patch.object(torch.cuda, "get_device_capability", return_value=(9, 0)),
         _interpreted(launches, names),
@@ -121,8 +124,8 @@ def count_launches(
 class _Names:
     """What memory belongs to: a named tensor, or one that was made of such."""
 
-    def __init__(self, given: dict[int, str]) -> None:
-        self.given = given
+    def __init__(self, given: dict[int, str], memory: dict[int, Tensor]) -> None:
+        self.given, self.memory = given, memory
         self.made: dict[int, tuple[str, ...]] = {}
 
     def attribute(self, read: list[int], written: list[int]) -> tuple[str, ...]:
@@ -245,7 +248,9 @@ def _interpreted(launches: list[Launch], names: _Names) -> Iterator[None]:
         patch_tensor(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
+    quotient = importlib.import_module("torch_fp8.kernels.quotient")
     with (
+        mock.patch.object(quotient, "_approximate_reciprocal", lambda x: 1.0 / x),  # assembly
         mock.patch.object(builder, "create_masked_load", noted_load),
         mock.patch.object(builder, "create_masked_store", noted_store),
         mock.patch.object(builder, "create_atomic_rmw", noted_rmw),
@@ -261,6 +266,8 @@ def _launch(executor, args, accesses, names) -> Launch:
     for name, value in zip(executor.arg_names, args, strict=False):
         if isinstance(value, Tensor):
             tensors.setdefault(_address(value), (name, value))
+    for address, tensor in names.memory.items():  # whose address may be in a table
+        tensors.setdefault(address, (f"{names.given[address]} at {address:x}", tensor))
     launch = Launch(executor.fn.__name__.strip("_"), "kernel")
     total = 0
     for address, (name, tensor) in tensors.items():
@@ -289,7 +296,7 @@ def _launch(executor, args, accesses, names) -> Launch:
         if traffic.requested:
             launch.tensors[name] = traffic
     asked = sum(pointers.size * itemsize for pointers, itemsize, _ in accesses)
-    assert total == asked, f"{launch.name} touched memory of no argument: {asked - total} bytes"
+    assert total == asked, f"{launch.name} touched unknown memory: {asked - total} bytes"
     used = {a: launch.tensors[n] for a, (n, _) in tensors.items() if n in launch.tensors}
     read = [a for a, traffic in used.items() if traffic.read]
     launch.sources = names.attribute(read, [a for a, traffic in used.items() if traffic.written])

@@ -22,8 +22,16 @@ from torch import Tensor, nn
 
 from benchmarks.measurement import RESULTS, environment, print_table, write_rows
 from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8
+from torch_fp8.adamw import StepScalars, WeightMatrix
+from torch_fp8.kernels.adamw import adamw_step
+from torch_fp8.linear import Float8Linear
+from torch_fp8.optimizer_state import moment
 
 TOKENS = IN = OUT = 512
+STEP_IN, STEP_OUT = (
+    128,
+    256,
+)  # of a weight in the optimizer's step, which takes the interpreter long
 RECIPES = ("tensorwise", "delayed", "rowwise", "blockwise")
 OPERANDS = ("input", "gradient", "weight")
 COLUMNS = (
@@ -43,7 +51,8 @@ class Case:
         bias: whether the layer has one.
         frozen: ``weight``, ``input`` or nothing.
         steps: whether the optimizer is ours, and has stepped before.
-        ending: what is counted: ``backward`` (with the forward), ``inference`` or ``refill``.
+        ending: what is counted: ``backward`` (with the forward), ``inference``, ``amax``, or
+            ``step``: what the payload adds to the optimizer's step.
     """
 
     name: str
@@ -63,7 +72,9 @@ CASES = (
     Case("training, wgrad in BF16", (("wgrad", "bf16"),)),
     Case("inference", ending="inference"),
     Case("micro-batch, payload cache", (("cache_weights", True),)),
-    Case("optimizer step, payload cache", (("cache_weights", True),), ending="refill"),
+    Case("micro-batch, both payloads cached", (("cache_weights", "both"),)),
+    Case("optimizer step, payload cache", (("cache_weights", True),), ending="step"),
+    Case("optimizer step, both payloads cached", (("cache_weights", "both"),), ending="step"),
     Case("amax given", ending="amax"),
 )
 
@@ -78,13 +89,14 @@ def applies(recipe: str, case: Case) -> bool:
 def count(recipe: str, case: Case) -> tuple[list[Launch], dict[str, Tensor]]:
     """What a layer launches, and its operands."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(IN, OUT, bias=case.bias, dtype=torch.bfloat16))
+    num_in, num_out = (STEP_IN, STEP_OUT) if case.ending == "step" else (IN, OUT)
+    model = nn.Sequential(nn.Linear(num_in, num_out, bias=case.bias, dtype=torch.bfloat16))
     config = FP8Config(recipe=recipe, **dict(case.options))
     convert_to_float8(model, config)
     linear, weight = model[0], model[0].weight
     weight.requires_grad_(case.frozen != "weight")
-    x = torch.randn(TOKENS, IN, dtype=torch.bfloat16, requires_grad=case.frozen != "input")
-    grad = torch.randn(TOKENS, OUT, dtype=torch.bfloat16)
+    x = torch.randn(TOKENS, num_in, dtype=torch.bfloat16, requires_grad=case.frozen != "input")
+    grad = torch.randn(TOKENS, num_out, dtype=torch.bfloat16)
     optimizer = torch.optim.AdamW(model.parameters())
     if case.steps:
         convert_optimizer(optimizer, config, model=model)
@@ -95,9 +107,6 @@ def count(recipe: str, case: Case) -> tuple[list[Launch], dict[str, Tensor]]:
     def inference() -> None:
         with torch.no_grad():
             model.eval()(x)
-
-    def refill() -> None:
-        linear.fp8_weight_cache.refill(weight, linear.fp8_recipe.weight, amax)
 
     def both_layouts() -> None:
         spec = linear.fp8_recipe.input
@@ -111,10 +120,11 @@ def count(recipe: str, case: Case) -> tuple[list[Launch], dict[str, Tensor]]:
         optimizer.step()
     x.grad = None
     model.zero_grad()
+    if case.ending == "step":
+        return count_step(linear, optimizer.state[weight]), {"weight": weight}
     run: dict[str, Callable[[], None]] = {
         "backward": forward_and_backward,
         "inference": inference,
-        "refill": refill,
         "amax": both_layouts,
     }
     operands = {"input": x, "gradient": grad, "weight": weight}
@@ -124,8 +134,64 @@ def count(recipe: str, case: Case) -> tuple[list[Launch], dict[str, Tensor]]:
     return launches, operands
 
 
+def count_step(linear: Float8Linear, state: dict[str, Tensor]) -> list[Launch]:
+    """What the step of a layer's weight launches, its payload included."""
+    weight, spec, cache = linear.weight, linear.fp8_recipe.weight, linear.fp8_weight_cache
+    assert cache is not None
+    amax, new_scale = torch.zeros(4)[:1].view(()), torch.zeros(4)[:1].view(())
+    payload = cache.to_overwrite(spec, new_scale)
+    if payload is None:  # cast after the step
+        return count_launches(lambda: cache.refill(weight, spec), weight=weight)
+    matrix = WeightMatrix(
+        weight.detach(),
+        state["residual"],
+        linear.fp8_config.residual_bits,
+        torch.randn_like(weight),
+        moment(state, "exp_avg"),
+        moment(state, "exp_avg_sq"),
+        row=0,
+        col=0,
+        row_length=weight.shape[1],
+        amax=amax if spec.granularity == "tensorwise" else None,
+        payload=payload,
+    )
+    scalars = StepScalars(0.1, 0.999, 0.001, 1e-6, 1.0, 1e-8, 1.0, 0.0, False, (1, 2))
+    payload_tensors = [t for t in payload if isinstance(t, Tensor)]
+    others = [matrix.residual, matrix.grad, *matrix.exp_avg, *matrix.exp_avg_sq]
+    return count_launches(
+        lambda: adamw_step([(matrix, scalars)]),
+        payload=[*payload_tensors, amax],
+        weight=weight,
+        other=others,
+    )
+
+
+def step_rows(recipe: str, case: Case) -> list[dict[str, object]]:
+    """What the payload adds to the step: traffic of its own memory, launches beyond the first."""
+    launches, operands = count(recipe, case)
+    traffic = [
+        traffic
+        for launch in launches
+        for name, traffic in launch.tensors.items()
+        if launch.name == "quantize_rows_kernel" or name.startswith("payload")
+    ]
+    numel = operands["weight"].numel()
+    return [
+        {
+            "recipe": recipe,
+            "case": case.name,
+            "tensor": "weight",
+            "bytes_per_element": f"{sum(t.read + t.written for t in traffic) / numel:.3f}",
+            "requested_per_element": f"{sum(t.requested for t in traffic) / numel:.3f}",
+            **_launched(launches),
+        }
+    ]
+
+
 def rows(recipe: str, case: Case) -> list[dict[str, object]]:
     """One for each operand, and one for what belongs to none."""
+    if case.ending == "step":
+        return step_rows(recipe, case)
     launches, operands = count(recipe, case)
     assert not [name for launch in launches for name in launch.sources if name not in OPERANDS]
     made = []

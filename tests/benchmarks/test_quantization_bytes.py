@@ -23,7 +23,9 @@ CASES = [
     "training, bias",
     "training, frozen weight",
     "micro-batch, payload cache",
+    "micro-batch, both payloads cached",
     "optimizer step, payload cache",
+    "optimizer step, both payloads cached",
     "amax given",
 ]
 
@@ -75,12 +77,25 @@ def test_weight_that_is_not_ours_to_watch(counted):
 
 
 @pytest.mark.parametrize("recipe", ["blockwise", "tensorwise"])
-def test_weight_with_payload_cache(counted, recipe):
-    step = counted[recipe, "optimizer step, payload cache", "weight"]
-    assert step["kernels"] == 1
-    assert float(step["bytes_per_element"]) <= 3.01
-    micro_batch = counted[recipe, "micro-batch, payload cache", "weight"]
-    assert float(micro_batch["bytes_per_element"]) <= 2.01
+@pytest.mark.parametrize(
+    ("cached", "at_the_step", "per_micro_batch"),
+    [("payload cache", 1, 2), ("both payloads cached", 2, 0)],
+)
+def test_weight_with_payload_cache(counted, recipe, cached, at_the_step, per_micro_batch):
+    """The step writes codes alone: no read of a weight, and no launch for each of them."""
+    step = counted[recipe, f"optimizer step, {cached}", "weight"]
+    assert float(step["bytes_per_element"]) == pytest.approx(at_the_step, abs=0.01)
+    assert step["kernels"] == (2 if recipe == "tensorwise" else 1)
+    micro_batch = counted.get((recipe, f"micro-batch, {cached}", "weight"))
+    found = 0 if micro_batch is None else float(micro_batch["bytes_per_element"])
+    assert found == pytest.approx(per_micro_batch, abs=0.01)
+
+
+@pytest.mark.parametrize("recipe", ["blockwise", "tensorwise"])
+def test_a_kept_weight_takes_no_launch(counted, recipe):
+    launched = counted[recipe, "micro-batch, both payloads cached", "all"]
+    casts = 2 if recipe == "blockwise" else 4
+    assert (launched["gemms"], launched["kernels"], launched["torch_operators"]) == (3, casts, 0)
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "blockwise"])
