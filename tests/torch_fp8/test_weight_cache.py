@@ -88,7 +88,7 @@ def test_training_is_the_same_with_and_without(recipe, like):
             assert torch.equal(p, q)
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", [*RECIPES, "auto"])
 def test_kept_weights_have_scales_that_hardly_ever_change(recipe):
     model, _ = _model(True, recipe)
     _backward(model, 0)
