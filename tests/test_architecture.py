@@ -28,6 +28,7 @@ ROOMS = [
         "communication_count",
         "automatic_scaling",
         "module_class",
+        "gated_mlp_form",
     },
     {"adamw"},
     {"config", "scaling", "kernels"},
@@ -36,6 +37,7 @@ ROOMS = [
     {"rms_norm", "swiglu"},
     {
         "gemm",
+        "gate_up",
         "bias_gradient",
         "delayed_scaling",
         "produced_activation",

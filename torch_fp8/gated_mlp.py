@@ -1,29 +1,34 @@
 """`Float8GatedMLP`: ``down(silu(gate(x)) * up(x))`` whose product is handed over in FP8.
 
-Converted are modules whose own forward is exactly this of three of their children, whatever their
-names: it is run once on symbols that record what is done with them. The children are called as the
-module calls them, so hooks, adapters and parallel styles on them go on; only the product in between
-is ours, and x is cast once for gate and up.
+Converted are modules whose own forward is exactly this, see `torch_fp8.gated_mlp_form`: gate and up
+are two layers, or one whose output holds both. The children are called as the module calls them, so
+hooks, adapters and parallel styles on them go on; only the product in between is ours, and x is
+cast once for gate and up.
 
 For backward the product keeps gate and up in E4M3 with a scale for each 128 elements of a row, 2.06
 bytes for each of their elements together, where eager Hugging Face code keeps 8 (gate, silu(gate),
 up and the product in BF16); silu is computed again. The gradients of gate and up leave the backward
-in FP8, in the layouts that the two layers' GEMMs take.
+in FP8, in the layouts that the two layers' GEMMs take, or as one gradient for the one layer.
 
 The product is computed in float32 and rounded once.
 """
 
-import functools
-from types import SimpleNamespace
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.utils._python_dispatch import _disable_current_modes
 
 from torch_fp8.config import FP8Config
+from torch_fp8.gate_up import (
+    gate_up_backward,
+    gate_up_backward_amax,
+    gate_up_backward_quantize,
+    halves,
+)
+from torch_fp8.gated_mlp_form import JoinedForm, MLPForm, form_of
 from torch_fp8.linear import INPUT, Float8Linear
 from torch_fp8.module_class import add_mixin, remove_mixin
 from torch_fp8.produced_activation import (
@@ -49,14 +54,6 @@ from torch_fp8.swiglu import (
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-class MLPForm(NamedTuple):
-    """Names of the children of a gated MLP."""
-
-    gate: str
-    up: str
-    down: str
-
-
 class _Options(NamedTuple):
     name: str
     keep: bool
@@ -64,6 +61,8 @@ class _Options(NamedTuple):
     row_only: bool
     blocks: CastSpec | None
     """The cast that the layer behind makes, where its scales need nothing but the product."""
+    gate_first: bool
+    """Of a tensor that holds both."""
 
 
 class Float8GatedMLP(nn.Module):
@@ -71,24 +70,35 @@ class Float8GatedMLP(nn.Module):
 
     fp8_config: FP8Config
     fp8_name: str
-    fp8_form: MLPForm
+    fp8_form: MLPForm | JoinedForm
 
     def forward(self, x: Tensor) -> Tensor:
-        names = self.fp8_form
-        gate_layer, up_layer, down_layer = (getattr(self, name) for name in names)
         if not (self.training or self.fp8_config.eval_fp8):
             stock: Tensor = super().forward(x)
             return stock
-        if _in_fp8(gate_layer) and _in_fp8(up_layer):
-            x = shared(x, self.fp8_name)
-        gate, up = gate_layer(x), up_layer(x)
-        if type(gate) is Tensor and type(up) is Tensor and _alike(gate, up):
-            product = _SwiGLUFunction.apply(gate, up, self._options(down_layer))
+        form = self.fp8_form
+        down_layer = getattr(self, form.down)
+        inputs = self._joined(x, form) if isinstance(form, JoinedForm) else self._pair(x, form)
+        options = self._options(down_layer)
+        if all(type(t) is Tensor for t in inputs) and _fit(inputs):
+            product = _SwiGLUFunction.apply(options, *inputs)
         else:  # DTensors, or what an adapter makes of them
-            product = F.silu(plain(gate)) * plain(up)
-        del gate, up
+            gate, up = _gate_and_up([plain(t) for t in inputs], options.gate_first)
+            product = F.silu(gate) * up
+            del gate, up
+        del inputs
         output: Tensor = down_layer(product)
         return output
+
+    def _joined(self, x: Tensor, form: JoinedForm) -> tuple[Tensor]:
+        both: Tensor = getattr(self, form.gate_up)(x)
+        return (both,)
+
+    def _pair(self, x: Tensor, form: MLPForm) -> tuple[Tensor, Tensor]:
+        gate_layer, up_layer = getattr(self, form.gate), getattr(self, form.up)
+        if _in_fp8(gate_layer) and _in_fp8(up_layer):
+            x = shared(x, self.fp8_name)
+        return gate_layer(x), up_layer(x)
 
     def _options(self, down_layer: nn.Module) -> _Options:
         blocks, row_only = None, False
@@ -105,33 +115,39 @@ class Float8GatedMLP(nn.Module):
             self.fp8_config.save_activations == "fp8",
             row_only,
             blocks,
+            not isinstance(self.fp8_form, JoinedForm) or self.fp8_form.gate_first,
         )
 
 
 class _SwiGLUFunction(torch.autograd.Function):
-    """gate, up (..., C) -> silu(gate) * up, a `ProducedActivation`; plain in a compiled graph."""
+    """silu(gate) * up (..., C), a `ProducedActivation`; plain in a compiled graph.
+
+    inputs: gate and up, (..., C), or both in one, (..., 2 C).
+    """
 
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor, options: _Options) -> Tensor:
+    def forward(ctx: Any, options: _Options, *inputs: Tensor) -> Tensor:
         compiling = torch.compiler.is_compiling()
-        shape, dtype = gate.shape, gate.dtype
-        gate_rows, up_rows = _matrix(gate), _matrix(up)
-        keep = options.keep and any(ctx.needs_input_grad[:2])
+        gate, up = _gate_and_up([_matrix(t) for t in inputs], options.gate_first)
+        shape, dtype = (*inputs[0].shape[:-1], gate.shape[1]), gate.dtype
+        keep = options.keep and any(ctx.needs_input_grad[1:])
         save = keep and options.save_fp8
         made: Layouts | None = None
         amax: Tensor | None = None
-        saved: tuple[Tensor, ...] = (gate, up)
+        saved = inputs
         if save and options.blocks is not None and not compiling:
-            made, saved = _cast_and_save(gate_rows, up_rows, options.blocks, not options.row_only)
+            made, saved = _cast_and_save(gate, up, options.blocks, not options.row_only)
         elif save:
-            *saved_parts, amax = swiglu_save(gate_rows, up_rows, None)
+            *saved_parts, amax = swiglu_save(gate, up, None)
             saved = tuple(saved_parts)
         if keep:
             ctx.save_for_backward(*saved)
-            ctx.name, ctx.shape, ctx.dtype, ctx.plain = options.name, shape, dtype, compiling
+            ctx.name, ctx.dtype, ctx.plain = options.name, dtype, compiling
+            ctx.shape, ctx.joined = inputs[0].shape, len(inputs) == 1
+            ctx.gate_first, ctx.saved_fp8 = options.gate_first, save
         if compiling:
-            return swiglu(gate_rows, up_rows, None).view(shape)
-        product = _product(gate_rows.detach(), up_rows.detach(), amax, options)
+            return swiglu(gate, up, None).view(shape)
+        product = _product(gate.detach(), up.detach(), amax, options)
         if made is not None and options.blocks is not None:
             product.keep(options.blocks, made)
         return ProducedActivation(product, shape, dtype)
@@ -139,17 +155,23 @@ class _SwiGLUFunction(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        gradients = _Gradients(_matrix(plain(grad)), ctx.saved_tensors, ctx.dtype)
+        if ctx.saved_fp8:
+            gate, gate_scale, up, up_scale = ctx.saved_tensors
+        else:
+            gate, up = _gate_and_up([_matrix(t) for t in ctx.saved_tensors], ctx.gate_first)
+            gate_scale = up_scale = None
+        rows = _matrix(plain(grad))
+        saved = (rows, gate, gate_scale, up, up_scale, None, ctx.dtype)
+        made = _JoinedGradient(saved, ctx.gate_first) if ctx.joined else _Gradients(saved)
         grads: list[Tensor | None] = []
-        for i, wanted in enumerate(ctx.needs_input_grad[:2]):
+        for i, wanted in enumerate(ctx.needs_input_grad[1:]):
             if not wanted:
                 grads.append(None)
             elif ctx.plain:
-                grads.append(gradients.dense(i).view(ctx.shape))
+                grads.append(made.dense(i).view(ctx.shape))
             else:
-                production = gradients.production(i, ctx.name)
-                grads.append(ProducedActivation(production, ctx.shape, ctx.dtype))
-        return (*grads, None)
+                grads.append(ProducedActivation(made.production(i, ctx.name), ctx.shape, ctx.dtype))
+        return (None, *grads)
 
 
 def _product(gate: Tensor, up: Tensor, amax: Tensor | None, options: _Options) -> Production:
@@ -202,22 +224,15 @@ def _cast_and_save(
     return to_layouts(made[:4], spec, None, True, col), made[4:8]
 
 
+_Inputs = tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor | None, None, torch.dtype]
+"""What `swiglu_backward` takes."""
+
+
 class _Gradients:
-    """Both gradients, cast in one read when the first of them is asked for.
+    """Both gradients, cast in one read when the first of them is asked for."""
 
-    Args:
-        grad: (R, C), of the product.
-        saved: gate, up, or gate, its scale, up, its scale.
-        dtype: of gate and up.
-    """
-
-    def __init__(self, grad: Tensor, saved: tuple[Tensor, ...], dtype: torch.dtype) -> None:
-        if len(saved) == 2:
-            gate, up = _matrix(saved[0]), _matrix(saved[1])
-            self.inputs = (grad, gate, None, up, None, None, dtype)
-        else:
-            gate, gate_scale, up, up_scale = saved
-            self.inputs = (grad, gate, gate_scale, up, up_scale, None, dtype)
+    def __init__(self, inputs: _Inputs) -> None:
+        self.inputs = inputs
         self._dense: dict[int, Tensor] = {}
         self._made: dict[tuple[int, CastSpec, bool, bool], Layouts] = {}
         self._amax: Tensor | None = None
@@ -268,13 +283,44 @@ class _Gradients:
         return self._made.pop((i, spec, row, col))
 
 
+class _JoinedGradient:
+    """The gradient (R, 2 C) of both in one; its methods are those of `_Gradients`."""
+
+    def __init__(self, inputs: _Inputs, gate_first: bool) -> None:
+        self.inputs, self.gate_first = inputs, gate_first
+
+    def production(self, i: int, name: str) -> Production:
+        return Production(name, self.inputs[:1], lambda: self.dense(i), self.layouts, self.amax)
+
+    def dense(self, i: int) -> Tensor:
+        return gate_up_backward(*self.inputs, self.gate_first)
+
+    def amax(self) -> Tensor:
+        return gate_up_backward_amax(*self.inputs)
+
+    def layouts(self, spec: CastSpec, scale: Tensor | None, row: bool, col: bool) -> Layouts:
+        current = spec.granularity == "tensorwise" and scale is None
+        made = gate_up_backward_quantize(
+            *self.inputs,
+            self.gate_first,
+            self.amax() if current else None,
+            scale,
+            spec.format.dtype,
+            spec.granularity,
+            spec.power_of_two,
+            row,
+            col,
+        )
+        return to_layouts(made[:4], spec, scale, row, col)
+
+
 def convert_gated_mlp(module: nn.Module, name: str, config: FP8Config) -> bool:
     """Make a gated MLP a `Float8GatedMLP`, in place; False, and nothing done, if it is none.
 
-    Only where one of its three layers runs in FP8.
+    Only where one of its layers runs in FP8.
     """
     if not isinstance(module, Float8GatedMLP):
-        form = _form_of(module)
+        form = form_of(module)
         if form is None:
             return False
         add_mixin(module, Float8GatedMLP)
@@ -295,56 +341,20 @@ def _in_fp8(layer: nn.Module) -> bool:
     return isinstance(layer, Float8Linear) and layer.runs_fp8
 
 
-def _alike(gate: Tensor, up: Tensor) -> bool:
+def _fit(inputs: Sequence[Tensor]) -> bool:
+    """Whether gate and up, or their halves of one tensor, are alike and of a dtype of ours."""
+    if len(inputs) == 1:
+        return inputs[0].dtype in _DTYPES and inputs[0].shape[-1] % 2 == 0
+    gate, up = inputs
     return gate.shape == up.shape and gate.dtype == up.dtype and gate.dtype in _DTYPES
+
+
+def _gate_and_up(inputs: Sequence[Tensor], gate_first: bool) -> tuple[Tensor, Tensor]:
+    if len(inputs) == 1:
+        return halves(inputs[0], gate_first)
+    gate, up = inputs
+    return gate, up
 
 
 def _matrix(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1])
-
-
-class _Symbol:
-    """A value of which only is known how it came about."""
-
-    def __init__(self, *made: Any) -> None:
-        self.made = made
-
-    def __mul__(self, other: Any) -> "_Symbol":
-        return _Symbol("mul", self, other)
-
-    def __rmul__(self, other: Any) -> "_Symbol":
-        return _Symbol("mul", other, self)
-
-
-def _form_of(module: nn.Module) -> MLPForm | None:
-    """The names of gate, up and down, if that is what the module computes."""
-    children = dict(module.named_children())
-    layers = [name for name, child in children.items() if _has_linear(child)]
-    if len(layers) != 3 or "forward" in module.__dict__:
-        return None
-    x = _Symbol("x")
-    trial = SimpleNamespace(**{n: functools.partial(_Symbol, n) for n in children})
-    try:
-        output = type(module).forward(trial, x)
-        down, product = output.made
-        _, left, right = product.made
-        for activated, up in ((left, right), (right, left)):
-            if len(activated.made) == 2 and len(up.made) == 2 and up.made[1] is x:
-                activation, gate = activated.made
-                if gate.made[1] is x and _is_silu(children[activation]):
-                    form = MLPForm(gate.made[0], up.made[0], down)
-                    return form if sorted(form) == sorted(layers) else None
-    except Exception:  # it does something else with them
-        return None
-    return None
-
-
-def _has_linear(child: nn.Module) -> bool:
-    """A linear layer, or an adapter around one."""
-    return any(isinstance(m, nn.Linear) for m in child.modules())
-
-
-def _is_silu(activation: nn.Module) -> bool:
-    with torch.no_grad(), _disable_current_modes():
-        x = torch.linspace(-8, 8, 33, device="cpu")
-        return torch.allclose(activation(x), F.silu(x), rtol=1e-6, atol=1e-7)

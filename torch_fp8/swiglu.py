@@ -297,11 +297,11 @@ def _kernels() -> Any:
 
 
 _FORWARD = "Tensor gate, Tensor up, Tensor? smooth"
-_BACKWARD = (
+BACKWARD_ARGUMENTS = (
     "Tensor grad, Tensor gate, Tensor? gate_scale, Tensor up, Tensor? up_scale, Tensor? smooth, "
     "ScalarType out_dtype"
 )
-_CAST = (
+CAST_ARGUMENTS = (
     "Tensor? amax, Tensor? scale, ScalarType dtype, str granularity, bool power_of_two, "
     "bool row, bool col"
 )
@@ -316,22 +316,22 @@ for _schema, _reference, _fake in (
     ),
     (f"swiglu({_FORWARD}) -> Tensor", swiglu_reference, _swiglu_fake),
     (
-        f"swiglu_quantize({_FORWARD}, {_CAST}, bool save) -> ({_NINE})",
+        f"swiglu_quantize({_FORWARD}, {CAST_ARGUMENTS}, bool save) -> ({_NINE})",
         swiglu_quantize_reference,
         _quantize_fake,
     ),
     (
-        f"swiglu_backward({_BACKWARD}) -> (Tensor, Tensor)",
+        f"swiglu_backward({BACKWARD_ARGUMENTS}) -> (Tensor, Tensor)",
         swiglu_backward_reference,
         _backward_fake,
     ),
     (
-        f"swiglu_backward_amax({_BACKWARD}) -> Tensor",
+        f"swiglu_backward_amax({BACKWARD_ARGUMENTS}) -> Tensor",
         swiglu_backward_amax_reference,
         _backward_amax_fake,
     ),
     (
-        f"swiglu_backward_quantize({_BACKWARD}, {_CAST}) -> ({_NINE})",
+        f"swiglu_backward_quantize({BACKWARD_ARGUMENTS}, {CAST_ARGUMENTS}) -> ({_NINE})",
         swiglu_backward_quantize_reference,
         _backward_quantize_fake,
     ),

@@ -4,8 +4,11 @@ import copy
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
+from transformers.models.moonshine.modeling_moonshine import MoonshineDecoderMLP
 
 from benchmarks.saved_activations import count_saved
 from torch_fp8 import FP8Config, convert_to_float8
@@ -33,7 +36,12 @@ FAMILIES = {  # what is converted of each: the last components of the names
     | {"mlp", "q_norm", "k_norm"},
     "gemma": RMS_NORMS,  # whose MLP has GELU
     "gemma2": GEMMA,
-    "phi3": RMS_NORMS,  # whose MLP has gate and up in one layer
+    # Their MLPs have gate and up in one layer.
+    "phi3": RMS_NORMS | {"mlp"},
+    "glm4": RMS_NORMS | {"post_self_attn_layernorm", "post_mlp_layernorm", "mlp"},
+    "granitemoeshared": RMS_NORMS | {"shared_mlp"},
+    "lfm2": {"embedding_norm", "ffn_norm", "operator_norm", "q_layernorm", "k_layernorm"}
+    | {"feed_forward"},
     "mixtral": RMS_NORMS,
     "cohere": {"mlp"},
     "stablelm": {"mlp"},
@@ -45,6 +53,7 @@ FAMILIES = {  # what is converted of each: the last components of the names
 def test_families(family):
     more = {"num_local_experts": 4, "num_experts_per_tok": 2} if family == "mixtral" else {}
     more |= {"ffn_dim": 128, "word_embed_proj_dim": 64} if family == "opt" else {}
+    more |= {"shared_intermediate_size": 176} if family == "granitemoeshared" else {}
     torch.manual_seed(0)
     config = AutoConfig.for_model(family, **TINY, **more)
     stock = AutoModelForCausalLM.from_config(config).bfloat16()
@@ -60,6 +69,34 @@ def test_families(family):
             assert parameter.grad.isfinite().all(), name
     hidden = fused(ids, output_hidden_states=True).hidden_states
     assert all(type(h) is torch.Tensor for h in hidden)
+
+
+def test_an_mlp_that_has_up_first():
+    config = AutoConfig.for_model("moonshine", hidden_size=64, intermediate_size=128)
+    mlp = MoonshineDecoderMLP(config, "silu").bfloat16()
+    assert convert_to_float8(nn.Sequential(mlp)).producers == ("0",)
+    assert mlp.fp8_form == ("fc1", "fc2", False)
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "blockwise"])
+def test_lora_on_a_joined_layer(recipe):
+    """PEFT around gate_up_proj: adapters train as around the unconverted model."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model("phi3", **{**TINY, "num_hidden_layers": 1})
+    lora = LoraConfig(r=8, target_modules=["gate_up_proj"], init_lora_weights=False)
+    stock = get_peft_model(AutoModelForCausalLM.from_config(config).bfloat16(), lora)
+    fused = copy.deepcopy(stock)
+    report = convert_to_float8(fused, FP8Config(recipe=recipe))
+    assert any(name.endswith(".mlp") for name in report.producers)
+    ids = torch.randint(1, 128, (4, 32))
+    for model in (stock, fused):
+        model(ids, labels=ids).loss.backward()
+    stock_grads = {n: p.grad for n, p in stock.named_parameters() if p.requires_grad}
+    assert len(stock_grads) == 2
+    for name, parameter in fused.named_parameters():
+        assert (parameter.grad is None) == (name not in stock_grads), name
+        if parameter.grad is not None:
+            assert sqnr_db(stock_grads[name], parameter.grad) > 13, name
 
 
 @pytest.mark.parametrize("family", ["cohere", "opt", "llama"])

@@ -85,9 +85,14 @@ class Cast(NamedTuple):
             s, st = (None if self.amax is None else s if st is None else st), None
         return present(q, s, qt, st, y, self.dtype)
 
-    def outputs(self, x: Tensor) -> Layouts:
-        """Room for the layouts of a result of x's shape; empty tensors for what is not wanted."""
-        rows, cols = x.shape
+    def outputs(self, x: Tensor, cols: int | None = None) -> Layouts:
+        """Room for the layouts of a result of x's rows; empty tensors for what is not wanted.
+
+        Args:
+            x: (R, C).
+            cols: of the result; None: C.
+        """
+        rows, cols = x.shape[0], x.shape[1] if cols is None else cols
         s = self._scales(x, rows, cols) if self.row else None
         st = self._scales(x, cols, rows) if self.col else None
         if self.amax is not None:

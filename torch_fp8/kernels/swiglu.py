@@ -7,6 +7,8 @@ What each reads and writes, per element of BF16, is: `swiglu_save` 4 of gate and
 Legend: R rows, C columns. Launch configurations are fixed, not tuned at run time.
 """
 
+from collections.abc import Sequence
+
 import torch
 import triton
 from torch import Tensor
@@ -91,7 +93,7 @@ def swiglu_quantize(
 ) -> tuple[Tensor, ...]:
     """See `torch_fp8.swiglu.swiglu_quantize`."""
     cast = Cast(amax, scale, dtype, granularity, power_of_two, row, col)
-    if _is_fused(cast, gate, up):
+    if is_fused(cast, gate, up):
         return _cast(gate, up, smooth, cast, save=save, amax=scale is not None)
     made = cast.unfused(swiglu(gate, up, smooth))
     saved = (*save_unfused(gate, save), *save_unfused(up, save))
@@ -144,7 +146,7 @@ def _cast(
     return (*made, gate_q, gate_s, up_q, up_s, largest.view(torch.float32))
 
 
-def _is_fused(cast: Cast, *inputs: Tensor) -> bool:
+def is_fused(cast: Cast, *inputs: Tensor) -> bool:
     """Whether one launch makes it, without a spill.
 
     A tile of 128 rows takes a few registers more than there are where scales are no powers of two,
@@ -180,7 +182,7 @@ def swiglu_backward(
     dgate = grad.new_empty(grad.shape, dtype=out_dtype)
     dup = grad.new_empty(grad.shape, dtype=out_dtype)
     inputs = (grad, gate, gate_scale, up, up_scale, smooth)
-    _backward(inputs, out_dtype, dgate, dup, None)
+    store_gradients(inputs, out_dtype, dgate, dup, None)
     return dgate, dup
 
 
@@ -195,14 +197,15 @@ def swiglu_backward_amax(
 ) -> Tensor:
     """See `torch_fp8.swiglu.swiglu_backward_amax`."""
     largest = amax_bits(grad, 2)
-    _backward((grad, gate, gate_scale, up, up_scale, smooth), out_dtype, None, None, largest)
+    inputs = (grad, gate, gate_scale, up, up_scale, smooth)
+    store_gradients(inputs, out_dtype, None, None, largest)
     return largest.view(torch.float32)
 
 
-_Inputs = tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor | None, Tensor | None]
+Inputs = tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor | None, Tensor | None]
 
 
-def _operands(inputs: _Inputs, unused: Tensor) -> tuple[list[Tensor], list[int], dict[str, bool]]:
+def _operands(inputs: Inputs, unused: Tensor) -> tuple[list[Tensor], list[int], dict[str, bool]]:
     """Pointers, strides and flags of what backward reads, in the order of its kernels."""
     grad, gate, gate_scale, up, up_scale, smooth = inputs
     pointers, strides = [grad], [*grad.stride()]
@@ -219,14 +222,20 @@ def _operands(inputs: _Inputs, unused: Tensor) -> tuple[list[Tensor], list[int],
     return pointers, strides, flags
 
 
-def _backward(
-    inputs: _Inputs,
+def store_gradients(
+    inputs: Inputs,
     out_dtype: torch.dtype,
     dgate: Tensor | None,
     dup: Tensor | None,
     largest: Tensor | None,
+    joined: bool = False,
 ) -> None:
-    """Fills both gradients, or their amaxes, or all."""
+    """Fills both gradients, or their amaxes, or all.
+
+    Args:
+        dgate, dup: (R, C) contiguous, or, `joined`, the halves of the rows of a matrix.
+        largest: int32 bits, two, or `joined` one.
+    """
     grad = inputs[0]
     rows, cols = grad.shape
     if not grad.numel():
@@ -244,6 +253,7 @@ def _backward(
             cols,
             OUT=TYPES[out_dtype],
             **flags,
+            JOINED=joined,
             STORE=dgate is not None,
             AMAX=largest is not None,
             BLOCK_R=ROWS,
@@ -270,16 +280,35 @@ def swiglu_backward_quantize(
     col: bool,
 ) -> tuple[Tensor, ...]:
     """See `torch_fp8.swiglu.swiglu_backward_quantize`."""
-    inputs: _Inputs = (grad, gate, gate_scale, up, up_scale, smooth)
+    inputs: Inputs = (grad, gate, gate_scale, up, up_scale, smooth)
     cast = Cast(amax, scale, dtype, granularity, power_of_two, row, col)
     largest = amax_bits(grad, 0 if scale is None else 2)
-    rows, cols = grad.shape
-    if not _is_fused(cast, grad, gate, up):
+    if not is_fused(cast, grad, gate, up):
         dgate, dup = (grad.new_empty(grad.shape, dtype=out_dtype) for _ in range(2))
-        _backward(inputs, out_dtype, dgate, dup, None if scale is None else largest)
+        store_gradients(inputs, out_dtype, dgate, dup, None if scale is None else largest)
         made = (*cast.part(0).unfused(dgate), *cast.part(1).unfused(dup))
         return (*made, largest.view(torch.float32))
     made = (*cast.outputs(grad), *cast.outputs(grad))
+    cast_gradients(inputs, out_dtype, cast, made, largest)
+    return (*made, largest.view(torch.float32))
+
+
+def cast_gradients(
+    inputs: Inputs,
+    out_dtype: torch.dtype,
+    cast: Cast,
+    made: Sequence[Tensor],
+    largest: Tensor,
+    joined: bool = False,
+) -> None:
+    """Fills the layouts of both gradients, and their amaxes where the scale was given.
+
+    Args:
+        made: ``(q, s, qt, st)`` of dgate and of dup; `joined`, views of those of one matrix.
+        largest: as of `store_gradients`.
+    """
+    grad = inputs[0]
+    rows, cols = grad.shape
     pointers, strides, flags = _operands(inputs, grad)
     source = cast.source(made[1])
     block_r, warps = _tile(cast)
@@ -288,18 +317,18 @@ def swiglu_backward_quantize(
             *pointers,
             source,
             largest,
-            *(t.view(torch.uint8) if t.dtype == dtype else t for t in made),
+            *(payload(t) if t.dtype == cast.dtype else t for t in made),
             *strides,
             source.stride(0) if source.ndim == 1 else 0,
             rows,
             cols,
             OUT=TYPES[out_dtype],
             **flags,
-            AMAX=scale is not None,
+            JOINED=joined,
+            AMAX=cast.scale is not None,
             **cast.flags(),
             BLOCK_R=block_r,
             BLOCK_C=BLOCK,
             num_warps=warps,
             enable_fp_fusion=False,
         )
-    return (*made, largest.view(torch.float32))

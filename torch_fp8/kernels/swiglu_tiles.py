@@ -166,6 +166,12 @@ def _gradients(grad, gate, up):
 
 
 @triton.jit
+def _row_length(cols, JOINED: tl.constexpr):
+    """Of the matrix that a gradient of `cols` columns is written to."""
+    return cols * 2 if JOINED else cols
+
+
+@triton.jit
 def swiglu_backward_kernel(
     grad_ptr,
     gate_ptr,
@@ -193,12 +199,13 @@ def swiglu_backward_kernel(
     SMOOTH: tl.constexpr,
     GATE_SAVED: tl.constexpr,
     UP_SAVED: tl.constexpr,
+    JOINED: tl.constexpr,  # both gradients are halves of the rows of one matrix
     STORE: tl.constexpr,
     AMAX: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """One tile of dgate and dup, stored, and its part of their amaxes."""
+    """One tile of dgate and dup, stored, and its part of their amaxes, or of the one of both."""
     tiles_c = tl.cdiv(cols, BLOCK_C)
     tile_r, tile_c = tl.program_id(0) // tiles_c, tl.program_id(0) % tiles_c
     r, c = positions(tile_r, BLOCK_R), positions(tile_c, BLOCK_C)
@@ -224,12 +231,12 @@ def swiglu_backward_kernel(
     grad = _times_smooth(grad, smooth_ptr, smooth_stride, c, cols, SMOOTH)
     dgate, dup = _gradients(grad, gate, up)
     if STORE:
-        offsets = r[:, None] * cols + c[None, :]
+        offsets = r[:, None] * _row_length(cols, JOINED) + c[None, :]
         tl.store(dgate_ptr + offsets, dgate.to(OUT), mask=mask)
         tl.store(dup_ptr + offsets, dup.to(OUT), mask=mask)
     if AMAX:
         push_amax(amax_ptr, rounded(dgate, OUT))
-        push_amax(amax_ptr + 1, rounded(dup, OUT))
+        push_amax(amax_ptr + (0 if JOINED else 1), rounded(dup, OUT))
 
 
 @triton.jit
@@ -268,6 +275,7 @@ def swiglu_backward_cast_kernel(
     SMOOTH: tl.constexpr,
     GATE_SAVED: tl.constexpr,
     UP_SAVED: tl.constexpr,
+    JOINED: tl.constexpr,  # as above; with a scale per group it is to divide a half
     AMAX: tl.constexpr,
     SCALE: tl.constexpr,
     GROUP: tl.constexpr,
@@ -319,7 +327,7 @@ def swiglu_backward_cast_kernel(
         dgate_qt_ptr, dgate_st_ptr = dup_qt_ptr, dup_st_ptr
     d = rounded(d, OUT)
     if AMAX:
-        push_amax(amax_ptr + gradient, d)
+        push_amax(amax_ptr + (0 if JOINED else gradient), d)
     store_cast(
         d,
         scale_ptr + gradient * scale_stride,
@@ -332,7 +340,7 @@ def swiglu_backward_cast_kernel(
         r,
         c,
         rows,
-        cols,
+        _row_length(cols, JOINED),
         mask,
         SCALE,
         GROUP,

@@ -20,7 +20,8 @@ import torch
 import triton.language as tl
 from triton.runtime import interpreter
 
-from torch_fp8 import producer_cast, rms_norm, swiglu
+from torch_fp8 import gate_up, producer_cast, rms_norm, swiglu
+from torch_fp8.kernels import gate_up as gate_up_kernels
 from torch_fp8.kernels import rms_norm as norm_kernels
 from torch_fp8.kernels import swiglu as swiglu_kernels
 from torch_fp8.scaling import tensor_amax
@@ -286,12 +287,39 @@ def swiglu_backward(gate, smooth, more=False):
             yield f"{what} {name} amax", differs(made[8], taken)
 
 
+def gate_up_backward(x, gate_first, more=False):
+    """Both gradients in one matrix: those of `swiglu_backward` side by side, and their cast."""
+    generator = torch.Generator().manual_seed(3)
+    grad = spread(*x.shape, generator).to(x.dtype)
+    both = torch.cat([x, x.flip(1)], 1) if x.numel() else torch.cat([x, x], 1)
+    gate, up = gate_up.halves(both, gate_first)
+    gate_q, gate_s = producer_cast.save_input(gate)
+    up_q, up_s = producer_cast.save_input(up)
+    operands = {"saved": (gate_q, gate_s, up_q, up_s)}
+    if more:
+        operands["plain"] = (gate, None, up, None)
+    for what, inputs in operands.items():
+        arguments = (grad, *inputs, columns(x.shape[1]), x.dtype)
+        dgate, dup = swiglu_kernels.swiglu_backward(*arguments)
+        want = torch.cat([dgate, dup] if gate_first else [dup, dgate], 1)
+        made = gate_up_kernels.gate_up_backward(*arguments, gate_first)
+        yield f"{what} gradient", differs(made, want)
+        amax = tensor_amax(want)
+        yield f"{what} amax", differs(gate_up_kernels.gate_up_backward_amax(*arguments), amax)
+        for name, cast in casts(amax, more):
+            *made, taken = gate_up_kernels.gate_up_backward_quantize(*arguments, gate_first, *cast)
+            yield from compare(f"{what} {name}", made, producer_cast.cast_result(want, *cast))
+            expected = torch.empty(0) if cast[1] is None else amax
+            yield f"{what} {name} amax", differs(taken, expected)
+
+
 def results():
     for name, x in matrices():
         more = name == "tails"
         yield f"norm, {name}", named(norm_forward(x, 1.0, more))
         yield f"swiglu, {name}", named(swiglu_forward(x, True, more))
         yield f"swiglu backward, {name}", named(swiglu_backward(x, True, more))
+        yield f"gate_up backward, {name}", named(gate_up_backward(x, True, more))
         if more:
             yield "norm without offset", named(norm_forward(x, 0.0))
             yield "swiglu, not smooth", named(swiglu_forward(x, False))
@@ -301,6 +329,9 @@ def results():
     for name, x in matrices():
         yield f"norm once, {name}", named(norm_once(x, 1.0, name == "tails"))
     generator = torch.Generator().manual_seed(4)
+    x = spread(144, 256, generator).bfloat16()
+    yield "gate_up backward, whole tiles", named(gate_up_backward(x, True, True))
+    yield "gate_up backward, up first", named(gate_up_backward(x, False, True))
     for cols in (4112, 16500):
         x = spread(3, cols, generator).bfloat16()
         yield f"norm, {cols} columns", named(norm_forward(x, 0.0))

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from torch_fp8.kernels import quantize, rms_norm, swiglu
+from torch_fp8.kernels import gate_up, quantize, rms_norm, swiglu
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 EPS = 1e-5
@@ -79,6 +79,8 @@ def launch_swiglu(x):
     for inputs in ((x, None, x, None), saved(x) * 2):
         swiglu.swiglu_backward(x, *inputs, smooth, x.dtype)
         swiglu.swiglu_backward_amax(x, *inputs, None, x.dtype)
+        gate_up.gate_up_backward(x, *inputs, smooth, x.dtype, True)
+        gate_up.gate_up_backward_amax(x, *inputs, None, x.dtype)
 
 
 def launch_swiglu_casts(dtype):
@@ -89,6 +91,9 @@ def launch_swiglu_casts(dtype):
     for cast in casts(2):
         for inputs in ((x, None, x, None), saved(x) * 2):
             swiglu.swiglu_backward_quantize(x, *inputs, smooth, dtype, *cast)
+    for cast in casts():
+        for inputs in ((x, None, x, None), saved(x) * 2):
+            gate_up.gate_up_backward_quantize(x, *inputs, smooth, dtype, True, *cast)
 
 
 def assert_fits(launches, compile_for, target, record_property):
@@ -168,16 +173,48 @@ def test_launches_of_a_gated_mlp(record_launches):
     x = torch.empty(2048, 4096, dtype=torch.bfloat16)
     for cast in casts():
         if cast[3] == "block_1x128" and not (cast[4] and cast[5]):
-            continue  # see _is_fused
+            continue  # see is_fused
         with record_launches(swiglu) as launches:
             swiglu.swiglu_quantize(x, x, None, *cast, True)
         assert names(launches) == ["swiglu_cast"]
     for cast in casts(2):
         if cast[3] == "block_1x128" and not (cast[4] and cast[5]):
-            continue  # see _is_fused
+            continue  # see is_fused
         with record_launches(swiglu) as launches:
             swiglu.swiglu_backward_quantize(x, *saved(x) * 2, None, x.dtype, *cast)
         assert names(launches) == ["swiglu_backward_cast"]
+    for cast in casts():
+        if cast[3] == "block_1x128" and not (cast[4] and cast[5]):
+            continue  # see is_fused
+        with record_launches(swiglu) as launches:
+            arguments = (x, *saved(x) * 2, None, x.dtype, True)
+            gate_up.gate_up_backward_quantize(*arguments, *cast)
+        assert names(launches) == ["swiglu_backward_cast"]
+
+
+@pytest.mark.parametrize(
+    ("shape", "granularity", "fused"),
+    [
+        ((2048, 4096), "block_1x128", True),
+        ((2048, 4112), "block_1x128", False),  # a block with a part of gate's and of up's gradient
+        ((2048, 4160), "block_1x32", False),
+        ((2048, 4112), "tensorwise", True),
+        ((2048, 4100), "tensorwise", False),
+        ((2040, 4096), "tensorwise", False),
+        ((2048, 4096), "rowwise", False),
+    ],
+    ids=str,
+)
+def test_one_gradient_is_cast_in_one_launch_by_rule(record_launches, shape, granularity, fused):
+    x = torch.empty(shape, dtype=torch.bfloat16)
+    scale = torch.ones(()) if granularity == "tensorwise" else None
+    cast = (None, scale, E4M3, granularity, True, True, True)
+    with record_launches(swiglu) as launches, record_launches(quantize) as casts_after:
+        arguments = (x, *saved(x) * 2, None, x.dtype, True)
+        q, _, qt, *_ = gate_up.gate_up_backward_quantize(*arguments, *cast)
+    assert q.shape == qt.t().shape == (shape[0], 2 * shape[1])
+    assert names(launches) == (["swiglu_backward_cast"] if fused else ["swiglu_backward"])
+    assert bool(casts_after) == (not fused)
 
 
 def test_tiles_move_in_16_byte_accesses(record_launches, compile_for):

@@ -10,7 +10,7 @@ import itertools
 import pytest
 import torch
 
-from torch_fp8 import producer_cast, rms_norm, swiglu
+from torch_fp8 import gate_up, producer_cast, rms_norm, swiglu
 from torch_fp8.scaling import tensor_amax
 
 pytestmark = pytest.mark.gpu
@@ -179,6 +179,26 @@ def test_swiglu_backward_and_its_casts(shape, smooth, saved):
             want = producer_cast.cast_result(d, *of_one, *cast[2:])
             for got, expected in zip(made[4 * i : 4 * i + 4], want, strict=True):
                 assert_same(got, expected)
+        assert_same(taken, amax if cast[1] is not None else amax.new_empty(0))
+
+
+@pytest.mark.parametrize("gate_first", [True, False])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_one_gradient_of_gate_and_up_and_its_casts(shape, gate_first):
+    both = matrix((shape[0], 2 * shape[1]), BF16)
+    gate, up = gate_up.halves(both, gate_first)
+    inputs = swiglu.swiglu_save(gate, up, None)[:4]
+    arguments = (matrix(shape, BF16, seed=2), *inputs, torch.rand(shape[1]) + 0.25, BF16)
+    on_card = [t.cuda() if isinstance(t, torch.Tensor) else t for t in arguments]
+    made = gate_up.gate_up_backward(*on_card, gate_first)
+    dgate, dup = swiglu.swiglu_backward(*on_card)
+    assert_same(made, torch.cat([dgate, dup] if gate_first else [dup, dgate], 1))
+    amax = gate_up.gate_up_backward_amax(*on_card)
+    assert_same(amax, tensor_amax(made))
+    for cast in casts(amax):
+        *layouts, taken = gate_up.gate_up_backward_quantize(*on_card, gate_first, *cast)
+        for got, expected in zip(layouts, producer_cast.cast_result(made, *cast), strict=True):
+            assert_same(got, expected)
         assert_same(taken, amax if cast[1] is not None else amax.new_empty(0))
 
 

@@ -25,12 +25,14 @@ INPUTS = (
     "-inf",
     "nan",
 )
-KINDS = ("norm", "norm once", "norm backward", "swiglu", "swiglu backward")
+KINDS = ("norm", "norm once", "norm backward", "swiglu", "swiglu backward", "gate_up backward")
 CASES = [
     *(f"{kind}, {name}" for kind, name in itertools.product(KINDS, INPUTS)),
     "norm without offset",
     "swiglu, not smooth",
     "swiglu backward, not smooth",
+    "gate_up backward, whole tiles",
+    "gate_up backward, up first",
     *(f"norm, {cols} columns" for cols in (4112, 16500)),
     *(f"norm backward, {shape}" for shape in ("9 x 8208", "1060 x 16", "5 x 2100")),
 ]

@@ -1,0 +1,411 @@
+"""Gated MLPs whose gate and up are one layer: what is written once, kept, and handed over in FP8.
+
+What they share with those of three layers is tested in test_producers.py.
+"""
+
+import copy
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from torch_fp8 import FP8Config, convert_to_float8, revert
+from torch_fp8.gated_mlp import Float8GatedMLP
+from torch_fp8.linear import Float8Linear
+from torch_fp8.numerics import sqnr_db
+from torch_fp8.produced_activation import ProducedActivation
+
+RECIPES = ("tensorwise", "delayed", "rowwise", "blockwise", "mxfp8")
+INNER = 256
+
+
+class Pair(nn.Module):
+    def __init__(self, size, inner, bias=False):
+        super().__init__()
+        self.gate_proj = nn.Linear(size, inner, bias=bias)
+        self.up_proj = nn.Linear(size, inner, bias=bias)
+        self.down_proj = nn.Linear(inner, size, bias=bias)
+        self.act_fn = nn.SiLU()
+
+    def forward(self, x):
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Joined(nn.Module):
+    """As Phi-3 and GLM-4 have it."""
+
+    def __init__(self, size, inner, bias=False):
+        super().__init__()
+        self.gate_up_proj = nn.Linear(size, 2 * inner, bias=bias)
+        self.down_proj = nn.Linear(inner, size, bias=bias)
+        self.act_fn = nn.SiLU()
+
+    def forward(self, x):
+        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
+        return self.down_proj(up * self.act_fn(gate))
+
+
+class UpFirst(Joined):
+    def forward(self, x):
+        up, gate = self.gate_up_proj(x).chunk(2, dim=-1)
+        return self.down_proj(self.act_fn(gate) * up)
+
+
+def _x(*shape, dtype=torch.bfloat16, seed=1):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def _model(cls=Joined, size=64, inner=INNER, bias=False, dtype=torch.bfloat16, **options):
+    """A norm and the MLP, converted."""
+    torch.manual_seed(0)
+    norm = nn.RMSNorm(size, eps=1e-5)
+    model = nn.Sequential(norm, cls(size, inner, bias)).to(dtype)
+    report = convert_to_float8(model, FP8Config(**options))
+    assert report.producers == ("0", "1")
+    return model
+
+
+def _run(model, x):
+    x = x.clone().requires_grad_()
+    y = model(x)
+    (y.float() * _x(*y.shape, dtype=torch.float32, seed=2)).sum().backward()
+    return y.detach(), x.grad, {n: p.grad for n, p in model.named_parameters()}
+
+
+def assert_equal(want, got):
+    """Of `_run`, to the bit."""
+    assert torch.equal(want[0], got[0])
+    assert torch.equal(want[1], got[1])
+    for name, grad in want[2].items():
+        assert (grad is None) == (got[2][name] is None), name
+        assert grad is None or torch.equal(grad, got[2][name]), name
+
+
+class _Calls(TorchDispatchMode):
+    """Names of our operators, in the order of their calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "torch_fp8":
+            self.names.append(func._schema.name.removeprefix("torch_fp8::"))
+        return func(*args, **(kwargs or {}))
+
+
+def _saved_bytes(model, x):
+    """Bytes that a forward saves for backward, parameters, histories and x left out."""
+    known = {t.untyped_storage().data_ptr() for t in (x, *model.parameters(), *model.buffers())}
+    sizes = {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in known:
+            sizes[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        y = model(x)
+    y.sum().backward()
+    return sum(sizes.values())
+
+
+# Values.
+
+
+@pytest.mark.parametrize("cls", [Joined, UpFirst])
+@pytest.mark.parametrize("inner", [256, 176, 84], ids="C={}".format)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_fused_and_unfused_have_the_same_bytes(recipe, inner, cls):
+    """What is cast is what the plain product and the plain gradient would have been.
+
+    Blocks do not divide 176, nor what moves 16 elements at a time 84: cast in another launch.
+    """
+    fused, unfused = (_model(cls, inner=inner, recipe=recipe) for _ in range(2))
+    mlp, plain = unfused[1], []
+
+    def to_plain(grad):
+        assert isinstance(grad, ProducedActivation)
+        plain.append(grad + 0)
+        return plain[-1]
+
+    mlp.gate_up_proj.register_forward_hook(lambda m, args, y: y.register_hook(to_plain) and None)
+    mlp.down_proj.register_forward_pre_hook(lambda m, args: (args[0] + 0,))
+    for step in range(2):  # delayed: the second with a history
+        x = _x(2, 33, 64, seed=step)
+        assert_equal(_run(unfused, x), _run(fused, x))
+    assert [g.shape for g in plain] == [(2, 33, 2 * inner)] * 2
+    assert type(plain[0]) is torch.Tensor
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "blockwise", "mxfp8"])
+def test_one_layer_computes_what_two_do(recipe):
+    """To the bit where no scale is of both, but for the sum over both in the input's gradient."""
+    two, one = _model(Pair, recipe=recipe), _model(Joined, recipe=recipe)
+    with torch.no_grad():
+        one[0].weight.copy_(two[0].weight)
+        one[1].down_proj.weight.copy_(two[1].down_proj.weight)
+        parts = [two[1].gate_proj.weight, two[1].up_proj.weight]
+        one[1].gate_up_proj.weight.copy_(torch.cat(parts))
+    want, got = _run(two, _x(128, 64)), _run(one, _x(128, 64))
+    assert torch.equal(want[0], got[0])
+    both = torch.cat([want[2]["1.gate_proj.weight"], want[2]["1.up_proj.weight"]])
+    assert torch.equal(both, got[2]["1.gate_up_proj.weight"])
+    assert torch.equal(want[2]["1.down_proj.weight"], got[2]["1.down_proj.weight"])
+    assert sqnr_db(want[1], got[1]) > 40
+
+
+@pytest.mark.parametrize("cls", [Joined, UpFirst])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_training_signal_stays_that_of_the_plain_model(recipe, dtype, cls):
+    """A GEMM has 28 dB: a product of two results 25, and behind another GEMM 23.2.
+
+    What is saved in E4M3 has 31 dB, an FP8 gradient 24.6 dB per GEMM that it went through.
+    """
+    fused = _model(cls, dtype=dtype, recipe=recipe)
+    plain = copy.deepcopy(fused)
+    revert(plain)
+    assert type(plain[1]) is cls
+    want, got = _run(plain, _x(2, 64, 64, dtype=dtype)), _run(fused, _x(2, 64, 64, dtype=dtype))
+    assert sqnr_db(want[0], got[0]) > 23
+    assert sqnr_db(want[1], got[1]) > 18
+    assert all(sqnr_db(want[2][n], got[2][n]) > 13 for n in want[2])
+
+
+@pytest.mark.parametrize("saved", ["fp8", "bf16"])
+@pytest.mark.parametrize("cls", [Joined, UpFirst])
+def test_gradient_against_float64(saved, cls):
+    mlp = _model(cls, dtype=torch.float32, save_activations=saved)[1]
+    outputs = []
+    mlp.gate_up_proj.register_forward_hook(lambda m, args, y: outputs.append(y) or y.retain_grad())
+    mlp(_x(50, 64, dtype=torch.float32)).sum().backward()
+    (both,) = outputs
+    exact = both.detach().double().requires_grad_()
+    first, second = exact.chunk(2, dim=-1)
+    gate, up = (first, second) if cls is Joined else (second, first)
+    grad = mlp.down_proj.weight.double().sum(0).expand(50, INNER)
+    (F.silu(gate) * up * grad).sum().backward()
+    assert sqnr_db(exact.grad, both.grad + 0) > 24  # of the gradient that down_proj's dgrad gave
+
+
+# What is written, and kept.
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_product_and_gradient_are_cast_as_they_are_made(recipe):
+    model = _model(recipe=recipe)
+    with _Calls() as calls:
+        model(_x(128, 64).requires_grad_()).sum().backward()
+    count = calls.names.count
+    assert count("swiglu_quantize") == count("gate_up_backward_quantize") == 1
+    assert count("gate_up_backward_amax") == (recipe in ("tensorwise", "delayed"))
+    weights, grad_of_down = 2 * 2, 1
+    casts = count("quantize_2d") + count("quantize_2d_delayed")
+    assert casts == weights + grad_of_down
+    dense = ("swiglu", "swiglu_backward", "gate_up_backward", "swiglu_backward_quantize")
+    assert not any(name in calls.names for name in dense)
+
+
+@pytest.mark.parametrize("options", [{}, {"recipe": "blockwise"}, {"save_activations": "bf16"}])
+def test_bytes_kept_are_those_of_two_layers(options):
+    x = _x(256, 64)
+    two, one = (_saved_bytes(_model(c, **options), x.requires_grad_()) for c in (Pair, Joined))
+    scales = 4 if options.get("recipe") is None else 0  # one weight fewer has one
+    assert one == two - scales
+
+
+def test_frozen_layers_keep_and_cast_no_more_than_their_gradients_need():
+    model = _model()
+    mlp, seen = model[1], []
+    mlp.gate_up_proj.weight.requires_grad_(False)
+
+    def note(module, grads):
+        seen.append(grads[0].production)
+
+    mlp.gate_up_proj.register_full_backward_pre_hook(note)
+    y = model(_x(32, 64).requires_grad_())
+    y.sum().backward()
+    ((row, col),) = seen[0]._layouts.values()
+    assert row is not None  # of dgrad
+    assert col is None
+    assert mlp.gate_up_proj.weight.grad is None
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        model.requires_grad_(False)(_x(32, 64))
+    assert kept == []
+
+
+def test_a_frozen_input_leaves_the_weight_gradient_alone():
+    mlp, seen = _model()[1], []
+    mlp.gate_up_proj.register_full_backward_pre_hook(lambda m, g: seen.append(g[0].production))
+    mlp(_x(32, 64)).sum().backward()
+    ((row, col),) = seen[0]._layouts.values()
+    assert row is None
+    assert col.qdata.shape == (2 * INNER, 32)
+
+
+# Around them.
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_biases(recipe):
+    fused = _model(bias=True, recipe=recipe)
+    plain = copy.deepcopy(fused)
+    revert(plain)
+    want, got = _run(plain, _x(64, 64)), _run(fused, _x(64, 64))
+    for name in ("1.gate_up_proj.bias", "1.down_proj.bias"):
+        assert sqnr_db(want[2][name], got[2][name]) > 16, name
+
+
+class Adapter(nn.Module):
+    """LoRA around a layer, as PEFT has it."""
+
+    def __init__(self, base, rank=4):
+        super().__init__()
+        self.base_layer = base
+        self.lora_A = nn.Linear(base.in_features, rank, bias=False, dtype=base.weight.dtype)
+        self.lora_B = nn.Linear(rank, base.out_features, bias=False, dtype=base.weight.dtype)
+
+    def forward(self, x):
+        return self.base_layer(x) + self.lora_B(self.lora_A(x))
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "blockwise"])
+def test_an_adapter_around_the_layer(recipe):
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.RMSNorm(64, eps=1e-5), Joined(64, INNER)).bfloat16()
+    plain.requires_grad_(False)
+    plain[1].gate_up_proj = Adapter(plain[1].gate_up_proj)
+    fused = copy.deepcopy(plain)
+    report = convert_to_float8(
+        fused, FP8Config(recipe=recipe, skip=(r"1.gate_up_proj.lora_A", r"1.gate_up_proj.lora_B"))
+    )
+    assert "1" in report.producers
+    assert isinstance(fused[1].gate_up_proj.base_layer, Float8Linear)
+    want, got = _run(plain, _x(64, 64)), _run(fused, _x(64, 64))
+    assert sqnr_db(want[0], got[0]) > 22
+    assert sqnr_db(want[1], got[1]) > 16
+    trained = {n for n, g in got[2].items() if g is not None}
+    assert trained == {f"1.gate_up_proj.lora_{x}.weight" for x in "AB"}
+    assert all(sqnr_db(want[2][n], got[2][n]) > 13 for n in trained)
+
+
+def test_hooks_of_the_layers_go_on():
+    model = _model()
+    mlp, seen = model[1], []
+    mlp.gate_up_proj.register_forward_pre_hook(lambda m, args: seen.append("before"))
+    mlp.gate_up_proj.register_forward_hook(lambda m, args, y: y * 2)
+    mlp.gate_up_proj.register_full_backward_hook(lambda m, gi, go: seen.append("backward"))
+    mlp.down_proj.register_forward_hook(lambda m, args, y: seen.append("down"))
+    other = _model()
+    with torch.no_grad():
+        other[1].gate_up_proj.weight.mul_(2)
+    want, got = _run(other, _x(32, 64)), _run(model, _x(32, 64))
+    assert seen == ["before", "down", "backward"]
+    assert torch.equal(want[0], got[0])  # powers of two pass through every rounding
+    assert torch.equal(want[1], got[1])
+
+
+def test_an_output_that_cannot_be_halved_is_the_modules_own_matter():
+    mlp = _model()[1]
+    handle = mlp.gate_up_proj.register_forward_hook(lambda m, args, y: y[..., :-1])
+    with pytest.raises(RuntimeError):
+        mlp(_x(4, 64))
+    handle.remove()
+    mlp.gate_up_proj.register_forward_hook(lambda m, args, y: y.double())
+    with pytest.raises(TypeError, match="float64"):  # what down_proj says of it
+        mlp(_x(4, 64))
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "blockwise"])
+def test_activation_checkpointing_changes_nothing(recipe, reentrant):
+    plain, recomputed = _model(recipe=recipe), _model(recipe=recipe)
+
+    class Checkpointed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self._modules = recomputed._modules
+
+        def forward(self, x):
+            return checkpoint(recomputed, x, use_reentrant=reentrant)
+
+    for _ in range(2):
+        assert_equal(_run(plain, _x(2, 32, 64)), _run(Checkpointed(), _x(2, 32, 64)))
+        plain.zero_grad()
+        recomputed.zero_grad()
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "rowwise", "blockwise"])
+@pytest.mark.parametrize("cls", [Joined, UpFirst])
+def test_compiles_without_graph_breaks(cls, recipe):
+    eager = _model(cls, recipe=recipe)
+    twin = copy.deepcopy(eager)
+    compiled = torch.compile(twin, fullgraph=True, backend="aot_eager")
+    for _ in range(2):
+        want, got = _run(eager, _x(2, 32, 64)), _run(compiled, _x(2, 32, 64))
+        assert sqnr_db(want[0], got[0]) > 40
+        assert sqnr_db(want[1], got[1]) > 35
+        for name, grad in want[2].items():
+            assert sqnr_db(grad, dict(twin.named_parameters())[name].grad) > 30, name
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("shape", [(0, 64), (1, 64), (3, 0, 64), (5, 1, 64), (129, 64)], ids=str)
+def test_any_number_of_tokens(shape, recipe):
+    y, grad_x, grads = _run(_model(recipe=recipe), _x(*shape))
+    assert y.shape == grad_x.shape == shape
+    assert all(g.isfinite().all() for g in grads.values())
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_what_is_not_finite_stays_visible(bad, recipe):
+    model = _model(recipe=recipe)
+    x = _x(8, 64)
+    x[3, 5] = bad
+    y, _, grads = _run(model, x)
+    assert not y[3].isfinite().all()
+    assert not grads["1.gate_up_proj.weight"].isfinite().all()
+
+
+def test_evaluation_and_autocast():
+    model = _model(eval_fp8=False).eval()
+    reference = copy.deepcopy(model)
+    revert(reference)
+    assert torch.equal(model(_x(4, 64)), reference(_x(4, 64)))
+    model = _model(dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = model(_x(4, 64, dtype=torch.float32))
+    assert y.dtype == torch.bfloat16
+    y.float().sum().backward()
+    assert model[1].gate_up_proj.weight.grad.dtype == torch.float32
+
+
+def test_conversion_keeps_class_and_name_and_reverts():
+    model = _model()
+    mlp = model[1]
+    assert isinstance(mlp, Joined)
+    assert isinstance(mlp, Float8GatedMLP)
+    assert type(mlp).__name__ == "Joined"
+    assert mlp.fp8_form == ("gate_up_proj", "down_proj", True)
+    want = _run(model, _x(4, 64))
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        twin.zero_grad()
+        assert_equal(want, _run(twin, _x(4, 64)))
+        assert type(twin[1]) is type(mlp)
+    assert convert_to_float8(model).producers == ("0", "1")
+    model.append(nn.Linear(64, 64).bfloat16())
+    assert convert_to_float8(model, FP8Config(skip=("1",))).producers == ("0",)
+    assert type(mlp) is Joined
+    convert_to_float8(model)
+    assert type(mlp) is not Joined
+    revert(model)
+    assert type(mlp) is Joined
+    assert not any(k.startswith("fp8") for k in vars(mlp))
