@@ -93,8 +93,11 @@ def as_matrix(x: Tensor) -> Tensor:
 
 
 def amax_of(x: Tensor, group: Any) -> Tensor:
-    """`group_amax`; a produced activation has its own."""
-    return group_amax(x.production.amax() if isinstance(x, ProducedActivation) else x, group)
+    """`group_amax`; a produced activation has its own, which nothing is launched for again."""
+    if not isinstance(x, ProducedActivation):
+        return group_amax(x, group)
+    amax = x.production.amax()
+    return amax if group is None else group_amax(amax, group)
 
 
 def weight_row(
