@@ -17,6 +17,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 from unittest import mock
 
 os.environ["TRITON_INTERPRET"] = "1"
@@ -51,6 +52,11 @@ IN_L2 = 64 * 1024
 """Bytes of a tensor that every program may read again without asking the memory: a few kB of
 amaxes, beside an L2 cache of 50 MB."""
 
+AT_ONCE = 132
+"""Consecutive programs that are taken to run together, one on each multiprocessor of an H200: what
+several of them read, or one of them twice, comes from memory once and out of the L2 cache then."""
+
+_FILLS = ("new_zeros", "new_full", "zeros_like", "full_like")
 _ONLY_MEMORY = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach")
 
 
@@ -59,7 +65,7 @@ class Traffic:
     """Bytes of one tensor that one launch moved.
 
     Attributes:
-        read, written: of memory; what stays in L2 counts once.
+        read, written: of memory; what stays in L2 counts once (`IN_L2`, `AT_ONCE`).
         requested: by all programs together.
     """
 
@@ -78,12 +84,14 @@ class Launch:
         tensors: argument -> traffic. Arguments with one memory count as the first.
         sources: names of the tensors (see `count_launches`) that it reads, or else of those that
             what it reads was made of.
+        within: the operator of ours that it is a part of; empty for none.
     """
 
     name: str
     kind: str
     tensors: dict[str, Traffic] = field(default_factory=dict)
     sources: tuple[str, ...] = ()
+    within: str = ""
 
     @property
     def moved(self) -> int:
@@ -106,27 +114,52 @@ def count_launches(
         tensors: name -> a tensor or several; a launch that reads one of them, or what such a launch
             wrote, is put down to that name. Kernels know memory as an argument, or as one of these.
     """
-    launches: list[Launch] = []
-    named = [(name, t) for name, value in tensors.items() for t in tree_iter(value)]
-    names = _Names(
-        {_address(t): name for name, t in named}, {_address(t): t for _, t in named if t.numel()}
-    )
+    with recorded() as recording:
+        for name, value in tensors.items():
+            recording.name(name, value)
+        function()
+    return recording.launches
+
+
+class Recording:
+    """What is launched, and whose: `name` says it of tensors that come about meanwhile."""
+
+    def __init__(self) -> None:
+        self.launches: list[Launch] = []
+        self.names = _Names()
+
+    def name(self, name: str, value: Tensor | Sequence[Tensor]) -> None:
+        """A launch that reads one of these, or what such a launch wrote, is put down to `name`."""
+        self.names.given |= {_address(t): name for t in tree_iter(value)}
+        self.names.memory |= {_address(t): t for t in tree_iter(value) if t.numel()}
+
+    def ignore(self, value: Sequence[Tensor]) -> None:
+        """These tell nothing: a history that several tensors are written to."""
+        self.names.ignored |= {_address(t) for t in tree_iter(value)}
+
+
+@contextlib.contextmanager
+def recorded() -> Iterator[Recording]:
+    """As `count_launches`, of what runs inside."""
+    recording = Recording()
+    launches, names = recording.launches, recording.names
     with (
         mock.patch.object(torch.cuda, "get_device_capability", return_value=(9, 0)),
         _interpreted(launches, names),
-        _as_on_a_card(launches),
+        _as_on_a_card(launches, names),
         _Operators(launches, names),
     ):
-        function()
-    return launches
+        yield recording
 
 
 class _Names:
     """What memory belongs to: a named tensor, or one that was made of such."""
 
-    def __init__(self, given: dict[int, str], memory: dict[int, Tensor]) -> None:
-        self.given, self.memory = given, memory
+    def __init__(self) -> None:
+        self.given: dict[int, str] = {}
+        self.memory: dict[int, Tensor] = {}
         self.made: dict[int, tuple[str, ...]] = {}
+        self.ignored: set[int] = set()
 
     def attribute(self, read: list[int], written: list[int]) -> tuple[str, ...]:
         """The sources of a launch; what it wrote is theirs from now on."""
@@ -134,7 +167,7 @@ class _Names:
         if not sources:
             sources = [name for a in read for name in self.made.get(a, ())]
         unique = tuple(dict.fromkeys(sources))
-        self.made |= dict.fromkeys(written, unique)
+        self.made |= dict.fromkeys((a for a in written if a not in self.ignored), unique)
         return unique
 
 
@@ -148,12 +181,21 @@ class _Operators(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         namespace, _, name = func._schema.name.partition("::")
         if namespace == "torch_fp8":
-            with self:  # what it allocates and what it leaves to torch
-                return _CUDA[name](*args, **(kwargs or {}))
+            first = len(self.launches)
+            try:
+                with self:  # what it allocates and what it leaves to torch
+                    return _CUDA[name](*args, **(kwargs or {}))
+            finally:
+                own = self.launches[first:]
+                sources = tuple(dict.fromkeys(n for launch in own for n in launch.sources))
+                for launch in own:
+                    launch.within = launch.within or name
+                    launch.sources = launch.sources or sources  # what is filled was made of nothing
         made = func(*args, **(kwargs or {}))
         if not _is_free(func, name, args, kwargs or {}, made):
             launch = Launch(func._schema.name, "torch")
-            read = [t for t in tree_iter((args, kwargs)) if isinstance(t, Tensor)]
+            given = () if name in _FILLS else (args, kwargs)
+            read = [t for t in tree_iter(given) if isinstance(t, Tensor)]
             written = [t for t in tree_iter(made) if isinstance(t, Tensor)]
             for i, tensor in enumerate(read):
                 size = tensor.numel() * tensor.element_size()
@@ -164,6 +206,8 @@ class _Operators(TorchDispatchMode):
             addresses = [_address(t) for t in read], [_address(t) for t in written]
             launch.sources = self.names.attribute(*addresses)
             self.launches.append(launch)
+        elif name in _ONLY_MEMORY and name != "detach":
+            self.names.made.pop(_address(made), None)  # of another tensor that was there before
         return made
 
 
@@ -183,14 +227,16 @@ def _address(tensor: Tensor) -> int:
 
 
 @contextlib.contextmanager
-def _as_on_a_card(launches: list[Launch]) -> Iterator[None]:
+def _as_on_a_card(launches: list[Launch], names: _Names) -> Iterator[None]:
     """What asks for a tensor's device: GEMMs, padded and laid out and then one launch; the amax."""
     gemm = sys.modules["torch_fp8.gemm"]
 
     def operator(a, b, out_dtype, fast_accum, bias=None):
         launches.append(Launch("scaled_mm", "gemm"))
         with _disable_current_modes():
-            return torch.zeros(a.qdata.shape[0], b.qdata.shape[0], dtype=out_dtype)
+            output = torch.zeros(a.qdata.shape[0], b.qdata.shape[0], dtype=out_dtype)
+        names.made.pop(_address(output), None)
+        return output
 
     def on_a_card(a, b, out_dtype, *, bias=None, fast_accum=False, emulate=False):
         bias = None if bias is None else gemm.cast(bias, out_dtype)
@@ -209,10 +255,19 @@ def _as_on_a_card(launches: list[Launch]) -> Iterator[None]:
         yield
 
 
+class _Access(NamedTuple):
+    """Elements that one program touched: their addresses and size, and which ones ran with it."""
+
+    pointers: np.ndarray
+    itemsize: int
+    is_write: bool
+    window: int
+
+
 @contextlib.contextmanager
 def _interpreted(launches: list[Launch], names: _Names) -> Iterator[None]:
     """Kernels in the interpreter, each a launch with its traffic."""
-    accesses: list[tuple[np.ndarray, int, bool]] = []
+    accesses: list[_Access] = []
     builder, executor = interpreter.InterpreterBuilder, interpreter.GridExecutor
     load, store, rmw = (
         builder.create_masked_load,
@@ -221,20 +276,23 @@ def _interpreted(launches: list[Launch], names: _Names) -> Iterator[None]:
     )
     run, patch_tensor = executor.__call__, interpreter._patch_lang_tensor
 
-    def note(ptrs, mask, is_write):
+    def note(at, ptrs, mask, is_write):
         size = max(ptrs.get_element_ty().primitive_bitwidth // 8, 1)
-        accesses.append((ptrs.data[mask.data.astype(bool)].ravel(), size, is_write))
+        x, y, z = at.grid_idx
+        program = x + at.grid_dim[0] * (y + at.grid_dim[1] * z)
+        inside = ptrs.data[mask.data.astype(bool)].ravel()
+        accesses.append(_Access(inside, size, is_write, program // AT_ONCE))
 
     def noted_load(self, ptrs, mask, *rest):
-        note(ptrs, mask, False)
+        note(self, ptrs, mask, False)
         return load(self, ptrs, mask, *rest)
 
     def noted_store(self, ptrs, value, mask, *rest):
-        note(ptrs, mask, True)
+        note(self, ptrs, mask, True)
         return store(self, ptrs, value, mask, *rest)
 
     def noted_rmw(self, op, ptr, value, mask, *rest):
-        note(ptr, mask, True)
+        note(self, ptr, mask, True)
         return rmw(self, op, ptr, value, mask, *rest)
 
     def noted_run(self, *args, **kwargs):
@@ -260,6 +318,14 @@ def _interpreted(launches: list[Launch], names: _Names) -> Iterator[None]:
         yield
 
 
+def _distinct(pointers: list[np.ndarray], address: int, size: int) -> int:
+    """How many different ones there are, of a tensor of `size` bytes."""
+    touched = np.zeros(size, dtype=bool)
+    for some in pointers:
+        touched[some - address] = True
+    return int(np.count_nonzero(touched))
+
+
 def _launch(executor, args, accesses, names) -> Launch:
     """One kernel's launch; what it wrote belongs to what it read."""
     tensors = {}
@@ -274,19 +340,25 @@ def _launch(executor, args, accesses, names) -> Launch:
         size = tensor.untyped_storage().nbytes()
         traffic = Traffic()
         for is_write in (False, True):
-            parts, requested = [], 0
-            for pointers, itemsize, wrote in accesses:
-                if wrote is not is_write:
+            parts: dict[int, list[np.ndarray]] = {}
+            itemsize = requested = 0
+            for access in accesses:
+                if access.is_write is not is_write:
                     continue
+                pointers = access.pointers
                 inside = pointers[(pointers >= address) & (pointers < address + size)]
+                if not inside.size:
+                    continue
+                # Elements of one size each: no kernel takes two views of a tensor.
+                assert itemsize in (0, access.itemsize)
+                itemsize = access.itemsize
                 requested += inside.size * itemsize
-                parts.append((inside, itemsize))
+                parts.setdefault(0 if size <= IN_L2 else access.window, []).append(inside)
             moved = requested
-            if size <= IN_L2 and parts:
-                # Elements of one size each: of a small tensor no kernel takes two views.
-                itemsize = next((i for p, i in parts if p.size), 1)
-                touched = np.unique(np.concatenate([p for p, _ in parts]))
-                moved = touched.size * itemsize
+            if size <= IN_L2 or not is_write:
+                moved = (
+                    sum(_distinct(window, address, size) for window in parts.values()) * itemsize
+                )
             if is_write:
                 traffic.written = moved
             else:
@@ -295,7 +367,7 @@ def _launch(executor, args, accesses, names) -> Launch:
             total += requested
         if traffic.requested:
             launch.tensors[name] = traffic
-    asked = sum(pointers.size * itemsize for pointers, itemsize, _ in accesses)
+    asked = sum(access.pointers.size * access.itemsize for access in accesses)
     assert total == asked, f"{launch.name} touched unknown memory: {asked - total} bytes"
     used = {a: launch.tensors[n] for a, (n, _) in tensors.items() if n in launch.tensors}
     read = [a for a, traffic in used.items() if traffic.read]

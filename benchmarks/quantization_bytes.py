@@ -6,7 +6,8 @@ A `Float8Linear` runs once per recipe and circumstance, its real kernels in Trit
 (`benchmarks.launches`), and every load and store is counted. Written to
 ``results/quantization_bytes.csv``: for input, gradient and weight the bytes per element, the
 launches, and the bytes that programs asked for, which come from L2 where all read the same few kB
-(a history of amaxes, partial maxima). Bytes and launches do not depend on the card.
+(a history of amaxes, partial maxima). Bytes and launches do not depend on the card. Rows of a block
+say what it adds to BF16's bytes (`benchmarks.block_bytes`).
 """
 
 import argparse
@@ -14,7 +15,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.launches import Launch, count_launches  # before torch_fp8
+from benchmarks import block_bytes  # before torch_fp8
+from benchmarks.launches import Launch, count_launches
 
 # isort: split
 import torch
@@ -232,6 +234,9 @@ def main() -> None:
         for case in CASES:
             if applies(recipe, case):
                 made += [row | about for row in rows(recipe, case)]
+        write_rows(options.csv, COLUMNS, [{c: row.get(c, "") for c in COLUMNS} for row in made])
+    for recipe in block_bytes.RECIPES:
+        made += [row | about for row in block_bytes.rows(recipe)]
         write_rows(options.csv, COLUMNS, [{c: row.get(c, "") for c in COLUMNS} for row in made])
     print_table(COLUMNS[:9], made)
 
