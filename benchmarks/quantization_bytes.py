@@ -1,6 +1,6 @@
 """Bytes that quantization reads and writes in a linear layer's forward and backward, and launches.
 
-    python -m benchmarks.quantization_bytes
+    python -m benchmarks.quantization_bytes    # --block: only a whole block's rows
 
 A `Float8Linear` runs once per recipe and circumstance, its real kernels in Triton's interpreter
 (`benchmarks.launches`), and every load and store is counted. Written to
@@ -22,7 +22,7 @@ from benchmarks.launches import Launch, count_launches
 import torch
 from torch import Tensor, nn
 
-from benchmarks.measurement import RESULTS, environment, print_table, write_rows
+from benchmarks.measurement import RESULTS, environment, print_table, read_rows, write_rows
 from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8
 from torch_fp8.adamw import StepScalars, WeightMatrix
 from torch_fp8.kernels.adamw import adamw_step
@@ -227,17 +227,20 @@ def _launched(launches: list[Launch]) -> dict[str, object]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--csv", type=Path, default=RESULTS / "quantization_bytes.csv")
+    parser.add_argument("--block", action="store_true", help="only the rows of the block, anew")
     options = parser.parse_args()
     about = environment(torch.device("cpu"))
-    made = []
-    for recipe in RECIPES:
+    made: list[dict[str, object]] = []
+    if options.block:
+        made += [row for row in read_rows(options.csv) if row["case"] != block_bytes.CASE]
+    for recipe in () if options.block else RECIPES:
         for case in CASES:
             if applies(recipe, case):
                 made += [row | about for row in rows(recipe, case)]
         write_rows(options.csv, COLUMNS, [{c: row.get(c, "") for c in COLUMNS} for row in made])
     for recipe in block_bytes.RECIPES:
         made += [row | about for row in block_bytes.rows(recipe)]
-        write_rows(options.csv, COLUMNS, [{c: row.get(c, "") for c in COLUMNS} for row in made])
+    write_rows(options.csv, COLUMNS, [{c: row.get(c, "") for c in COLUMNS} for row in made])
     print_table(COLUMNS[:9], made)
 
 
