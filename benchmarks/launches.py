@@ -340,8 +340,8 @@ def _launch(executor, args, accesses, names) -> Launch:
         size = tensor.untyped_storage().nbytes()
         traffic = Traffic()
         for is_write in (False, True):
-            parts: dict[int, list[np.ndarray]] = {}
-            itemsize = requested = 0
+            parts: dict[tuple[int, int], list[np.ndarray]] = {}  # window, size of an element
+            requested = 0
             for access in accesses:
                 if access.is_write is not is_write:
                     continue
@@ -349,15 +349,14 @@ def _launch(executor, args, accesses, names) -> Launch:
                 inside = pointers[(pointers >= address) & (pointers < address + size)]
                 if not inside.size:
                     continue
-                # Elements of one size each: no kernel takes two views of a tensor.
-                assert itemsize in (0, access.itemsize)
-                itemsize = access.itemsize
-                requested += inside.size * itemsize
-                parts.setdefault(0 if size <= IN_L2 else access.window, []).append(inside)
+                requested += inside.size * access.itemsize
+                window = 0 if size <= IN_L2 else access.window
+                parts.setdefault((window, access.itemsize), []).append(inside)
             moved = requested
             if size <= IN_L2 or not is_write:
-                moved = (
-                    sum(_distinct(window, address, size) for window in parts.values()) * itemsize
+                moved = sum(
+                    _distinct(pointers, address, size) * itemsize
+                    for (_, itemsize), pointers in parts.items()
                 )
             if is_write:
                 traffic.written = moved

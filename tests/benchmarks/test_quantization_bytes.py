@@ -126,29 +126,36 @@ def test_a_frozen_weight_needs_one_layout(counted, recipe):
 
 
 def test_the_count_is_of_what_runs():
-    """A kernel that reads twice, masked; memory beside a tensor that nobody names; L2."""
+    """What programs read that run at once is read once, and again by later ones; masks; L2."""
     counts = _run("""
-from benchmarks.launches import count_launches
+from benchmarks.launches import AT_ONCE, count_launches
 import json, torch, triton, triton.language as tl
 
 @triton.jit
-def kernel(x_ptr, y_ptr, small_ptr, size, BLOCK: tl.constexpr):
+def kernel(x_ptr, y_ptr, small_ptr, size, far, BLOCK: tl.constexpr):
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(x_ptr + i, mask=i < size) + tl.load(x_ptr + i, mask=i < size - 1)
+    if far:
+        x += tl.load(x_ptr + i - far, mask=(i >= far) & (i < size), other=0.0)
     tl.store(y_ptr + i, x + tl.load(small_ptr), mask=i < size)
 
 x, y, small = torch.randn(100_003), torch.empty(100_003), torch.ones(4)
 def run():
-    kernel[(25,)](x, y, small, x.numel(), BLOCK=4096)
+    kernel[(25,)](x, y, small, x.numel(), 0, BLOCK=4096)
+    kernel[(391,)](x, y, small, x.numel(), AT_ONCE * 256, BLOCK=256)
     y.mul_(2)
     y.view(-1).t().detach()
     torch.empty_like(y)
 launches = count_launches(run, x=x)
-print(json.dumps([[k.kind, k.name, k.sources, k.moved, k.requested] for k in launches]))
+counts = [[k.kind, k.name, k.sources, k.moved, k.requested] for k in launches]
+print(json.dumps([AT_ONCE, counts]))
 """)
+    at_once, counts = counts
     size = 100_003
-    both = (size + size - 1 + size) * 4
+    again = size - at_once * 256
+    moved, requested = 2 * size * 4, (3 * size - 1) * 4
     assert counts == [
-        ["kernel", "kernel", ["x"], both + 4, both + 25 * 4],
+        ["kernel", "kernel", ["x"], moved + 4, requested + 25 * 4],
+        ["kernel", "kernel", ["x"], moved + again * 4 + 4, requested + again * 4 + 391 * 4],
         ["torch", "aten::mul_", ["x"], 2 * 4 * size, 2 * 4 * size],
     ]
