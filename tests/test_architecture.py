@@ -29,6 +29,7 @@ ROOMS = [
         "automatic_scaling",
         "module_class",
         "gated_mlp_form",
+        "activation_checkpointing",
     },
     {"adamw"},
     {"config", "scaling", "kernels"},

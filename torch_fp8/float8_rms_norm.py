@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import _disable_current_modes
 
+from torch_fp8.activation_checkpointing import saves_nothing
 from torch_fp8.config import FP8Config
 from torch_fp8.gemm import cast
 from torch_fp8.module_class import add_mixin, is_fsdp_class, remove_mixin
@@ -32,6 +33,7 @@ from torch_fp8.produced_activation import (
     plain,
     to_layouts,
 )
+from torch_fp8.producer_cast import saved_stand_ins
 from torch_fp8.recipe import CastSpec
 from torch_fp8.rms_norm import (
     rms_norm,
@@ -130,9 +132,13 @@ class _RMSNormFunction(torch.autograd.Function):
         matrix = x.reshape(-1, x.shape[-1])
         keep = options.keep and any(ctx.needs_input_grad[:2])
         save = keep and options.save_fp8
-        produced = _Produced(matrix.detach(), weight.detach(), options, save)
+        dropped = options.keep and saves_nothing()
+        col = options.keep and not dropped
+        produced = _Produced(matrix.detach(), weight.detach(), options, save and not dropped, col)
         if keep:
-            of_x = produced.saved if save else (x,)
+            of_x = (x,)
+            if save:
+                of_x = saved_stand_ins(matrix) if dropped else produced.saved
             ctx.save_for_backward(weight, produced.rstd, *of_x)
             ctx.offset, ctx.shape, ctx.dtype = options.offset, x.shape, x.dtype
         if options.consumers is None:
@@ -172,15 +178,16 @@ class _Produced:
         weight: (C,).
         options: of the norm.
         save: whether to keep x in FP8.
+        col: whether a backward will want the result transposed.
     """
 
-    def __init__(self, x: Tensor, weight: Tensor, options: _Options, save: bool) -> None:
+    def __init__(self, x: Tensor, weight: Tensor, options: _Options, save: bool, col: bool) -> None:
         self.x, self.weight, self.options = x, weight, options
         self.made: Layouts | None = None
         eps, offset, out_dtype = options.eps, options.offset, options.out_dtype
         consumers = options.consumers
         if consumers is not None and consumers.spec.granularity.startswith("block"):
-            spec, col = consumers.spec, consumers.wgrad and options.keep
+            spec, col = consumers.spec, consumers.wgrad and col
             casts = (spec.format.dtype, spec.granularity, spec.power_of_two, True, col)
             once = rms_norm_quantize_once(x, weight, eps, offset, out_dtype, None, *casts, save)
             self.made = to_layouts(once[:4], spec, None, True, col)

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from torch_fp8.activation_checkpointing import saves_nothing
 from torch_fp8.config import FP8Config
 from torch_fp8.gate_up import (
     gate_up_backward,
@@ -39,6 +40,7 @@ from torch_fp8.produced_activation import (
     shared,
     to_layouts,
 )
+from torch_fp8.producer_cast import saved_stand_ins
 from torch_fp8.quantize import quantize_layouts
 from torch_fp8.recipe import CastSpec
 from torch_fp8.scaling import tensor_amax
@@ -135,11 +137,15 @@ class _SwiGLUFunction(torch.autograd.Function):
         made: Layouts | None = None
         amax: Tensor | None = None
         saved = inputs
-        if save and options.blocks is not None and not compiling:
-            made, saved = _cast_and_save(gate, up, options.blocks, not options.row_only)
-        elif save:
-            *saved_parts, amax = swiglu_save(gate, up, None)
-            saved = tuple(saved_parts)
+        dropped = save and saves_nothing()
+        blocks = None if compiling else options.blocks
+        if save and blocks is not None and not dropped:
+            made, saved = _cast_and_save(gate, up, blocks, not options.row_only)
+        elif save and blocks is None:
+            *parts, amax = swiglu_save(gate, up, None, not dropped)
+            saved = tuple(parts)
+        if dropped:
+            saved = (*saved_stand_ins(gate), *saved_stand_ins(up))
         if keep:
             ctx.save_for_backward(*saved)
             ctx.name, ctx.dtype, ctx.plain = options.name, dtype, compiling

@@ -27,6 +27,9 @@ cast once for all layers that share it (`torch_fp8.produced_activation`).
 Delayed scaling keeps a history of amaxes in non-persistent buffers, moved with the module and kept
 out of ``state_dict``. It is advanced by forwards in training mode and by backwards; a forward that
 activation checkpointing repeats uses the scales of the first.
+
+In the first pass of a checkpoint, which saves nothing, the transposed payload is not made
+(`torch_fp8.activation_checkpointing`).
 """
 
 from typing import Any
@@ -35,6 +38,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from torch_fp8.activation_checkpointing import repeats_forward, saves_nothing, stand_in
 from torch_fp8.config import FP8Config
 from torch_fp8.delayed_scaling import History
 from torch_fp8.gathered_activation import GatheredActivation
@@ -51,7 +55,7 @@ from torch_fp8.operand_casts import (
     weight_row,
 )
 from torch_fp8.produced_activation import plain as plain_activation
-from torch_fp8.quantize import QuantizedTensor
+from torch_fp8.quantize import QuantizedTensor, scale_shape
 from torch_fp8.recipe import CastSpec, Recipe
 from torch_fp8.scaling import delayed_scale, scale_from_amax
 from torch_fp8.weight_cache import WeightCache
@@ -132,7 +136,7 @@ class Float8Linear(nn.Linear):
 
     def _moves_history(self, x: Tensor, group: Any) -> bool:
         """Whether the cast of an operand itself finds its delayed scale and moves its history."""
-        return self.training and casts_by_history(x, group) and not _in_backward()
+        return self.training and casts_by_history(x, group) and not repeats_forward()
 
     @torch.no_grad()
     def operand_scale(self, operand: int, x: Tensor, group: Any = None) -> Tensor | None:
@@ -154,7 +158,7 @@ class Float8Linear(nn.Linear):
         if operand == GRAD_OUTPUT:
             return history.advance(amax_of(x, group), spec, config)
         assert history.last is not None
-        if _in_backward():  # activation checkpointing repeats a forward that was counted already
+        if repeats_forward():
             return history.last.clone()
         # A gathered weight was cast already, by the same rule.
         amax = x.amax if isinstance(x, GatheredWeight) else amax_of(x, group)
@@ -258,13 +262,14 @@ class _Float8LinearFunction(torch.autograd.Function):
         # The weight first, while x may still be on its way.
         w_row = weight_row(weight, weight_scale, of_weight, options)
         gathered = isinstance(x, GatheredActivation)
+        dropped = wants_wgrad and not gathered and saves_nothing()
         x_row, x_col, _ = cast_operand(
             x,
             recipe.input,
             of_input if input_scale is None else input_scale,
             options,
             row=True,
-            col=fp8_wgrad and not gathered,
+            col=fp8_wgrad and not gathered and not dropped,
         )
         assert x_row is not None
         output = scaled_matmul(
@@ -279,7 +284,9 @@ class _Float8LinearFunction(torch.autograd.Function):
             # One scale for the whole weight serves both layouts: backward need not look for it.
             w_scale = w_row.scale if w_row.granularity == "tensorwise" else None
             x_kept, x_scale = (None, None) if x_col is None else (x_col.qdata, x_col.scale)
-            if gathered and fp8_wgrad:
+            if dropped:
+                x_kept, x_scale = _input_stand_ins(x, x_row, fp8_wgrad, options.out_dtype)
+            elif gathered and fp8_wgrad:
                 x_kept, x_scale = x.keep()
             elif wants_wgrad and x_col is None:
                 x_kept = as_matrix(x).to(options.out_dtype)
@@ -347,17 +354,26 @@ class _Float8LinearFunction(torch.autograd.Function):
         return grad_input, grad_weight, grad_bias, *[None] * 6
 
 
+def _input_stand_ins(
+    x: Tensor, row: QuantizedTensor, fp8: bool, out_dtype: torch.dtype
+) -> tuple[Tensor, Tensor | None]:
+    """For what forward saves of x (..., K): its transposed payload and scale, or x itself."""
+    tokens, features = row.qdata.shape
+    if not fp8:
+        return stand_in((tokens, features), out_dtype, row.qdata), None
+    if row.granularity == "tensorwise":
+        return stand_in((features, tokens), row.qdata.dtype, row.qdata), row.scale
+    shape = scale_shape(features, tokens, row.granularity)
+    scale = stand_in(shape, torch.float32, row.qdata)
+    return stand_in((features, tokens), row.qdata.dtype, row.qdata), scale
+
+
 def output_dtype(input: Tensor) -> torch.dtype:
     """What a linear layer returns: autocast's dtype where autocast is on, else the input's."""
     device_type = input.device.type
     if torch.is_autocast_enabled(device_type):
         return torch.get_autocast_dtype(device_type)
     return input.dtype
-
-
-def _in_backward() -> bool:
-    """Whether this forward runs inside a backward pass: the recomputation of a checkpoint."""
-    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
 def _history(amaxes: Tensor, progress: Tensor, last: Tensor | None, operand: int) -> History:

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torch_fp8.activation_checkpointing import stand_in
 from torch_fp8.formats import E4M3, MIN_CAPABILITY, format_of
-from torch_fp8.quantize import QuantizedTensor, dequantize
+from torch_fp8.quantize import QuantizedTensor, dequantize, scale_shape
 from torch_fp8.recipe import Granularity
 from torch_fp8.scaling import scale_from_amax
 
@@ -68,6 +69,12 @@ def save_input(x: Tensor, wanted: bool = True) -> tuple[Tensor, Tensor]:
     """x as saved for backward: E4M3 (R, C), scale (R, ceil(C / 128)); or two empty tensors."""
     q, s, _, _ = cast_result(x, None, None, E4M3.dtype, SAVED, True, wanted, False)
     return q, s
+
+
+def saved_stand_ins(x: Tensor) -> tuple[Tensor, Tensor]:
+    """What passes for `save_input` of x, (R, C), where nothing is saved."""
+    shape = scale_shape(x.shape[0], x.shape[1], SAVED)
+    return stand_in(x.shape, E4M3.dtype, x), stand_in(shape, torch.float32, x)
 
 
 def saved_values(x: Tensor, scale: Tensor | None) -> Tensor:

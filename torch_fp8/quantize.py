@@ -236,7 +236,8 @@ def _num_blocks(size: int, block: int) -> int:
     return -(-size // block)
 
 
-def _scale_shape(rows: int, cols: int, granularity: str) -> tuple[int, ...]:
+def scale_shape(rows: int, cols: int, granularity: str) -> tuple[int, ...]:
+    """Of the scale of a (rows, cols) payload, unless it is tensorwise."""
     if granularity == "rowwise":
         return (rows, 1)
     block_rows, block_cols = BLOCK_SHAPE[granularity]
@@ -324,7 +325,7 @@ def quantize_2d_fake(
         qdata = x.new_empty((rows, cols) if wanted else (0,), dtype=dtype)
         if not wanted or granularity == "tensorwise":
             return qdata, _no_scale(x)
-        shape = _scale_shape(rows, cols, granularity)
+        shape = scale_shape(rows, cols, granularity)
         if granularity == "block_1x128":
             return qdata, x.new_empty(shape[::-1], dtype=torch.float32).t()
         return qdata, x.new_empty(shape, dtype=torch.float32)

@@ -33,18 +33,19 @@ _ops: Any = torch.ops.torch_fp8
 
 
 def swiglu_save(
-    gate: Tensor, up: Tensor, smooth: Tensor | None
+    gate: Tensor, up: Tensor, smooth: Tensor | None, save: bool = True
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """gate and up as backward saves them, and the amax of h, from one read.
 
     Args:
         gate, up: (R, C) float32, bfloat16 or float16, of one dtype.
         smooth: (C,) float32 factor of each channel, or None.
+        save: False: the amax alone.
     Returns:
-        gate in E4M3 (R, C) and its power-of-two scale (R, ceil(C / 128)), the same of up; amax ()
-        float32, NaN if any element of h is.
+        gate in E4M3 (R, C) and its power-of-two scale (R, ceil(C / 128)), the same of up, all empty
+        unless `save`; amax () float32, NaN if any element of h is.
     """
-    return _ops.swiglu_save(gate, up, smooth)
+    return _ops.swiglu_save(gate, up, smooth, save)
 
 
 def swiglu(gate: Tensor, up: Tensor, smooth: Tensor | None) -> Tensor:
@@ -189,11 +190,11 @@ def swiglu_reference(gate: Tensor, up: Tensor, smooth: Tensor | None) -> Tensor:
 
 
 def swiglu_save_reference(
-    gate: Tensor, up: Tensor, smooth: Tensor | None
+    gate: Tensor, up: Tensor, smooth: Tensor | None, save: bool = True
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The reference of `swiglu_save`."""
     amax = tensor_amax(swiglu_reference(gate, up, smooth))
-    return (*save_input(gate), *save_input(up), amax)
+    return (*save_input(gate, save), *save_input(up, save), amax)
 
 
 def swiglu_quantize_reference(
@@ -252,8 +253,11 @@ def swiglu_backward_quantize_reference(grad: Tensor, *args: Any) -> tuple[Tensor
     return (*made, torch.stack(taken) if taken else no_amax(grad))
 
 
-def _save_fake(gate: Tensor, up: Tensor, smooth: Tensor | None) -> tuple[Tensor, ...]:
-    return (*save_input(gate), *save_input(up), gate.new_empty((), dtype=torch.float32))
+def _save_fake(
+    gate: Tensor, up: Tensor, smooth: Tensor | None, save: bool = True
+) -> tuple[Tensor, ...]:
+    amax = gate.new_empty((), dtype=torch.float32)
+    return (*save_input(gate, save), *save_input(up, save), amax)
 
 
 def _swiglu_fake(gate: Tensor, up: Tensor, smooth: Tensor | None) -> Tensor:
@@ -310,7 +314,7 @@ _NINE = ", ".join(["Tensor"] * 9)
 _LIBRARY = torch.library.Library("torch_fp8", "FRAGMENT")
 for _schema, _reference, _fake in (
     (
-        f"swiglu_save({_FORWARD}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+        f"swiglu_save({_FORWARD}, bool save=True) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
         swiglu_save_reference,
         _save_fake,
     ),

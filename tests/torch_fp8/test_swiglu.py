@@ -69,6 +69,9 @@ def test_bytes_are_those_of_the_product_and_a_cast(granularity, shape):
         assert same_bits(made[8], amax if known == "scale" else torch.empty(0))
         without = ops.swiglu_quantize(gate, up, smooth, *arguments, False)
         assert [t.shape for t in without[4:8]] == [(0,)] * 4
+    *nothing, alone = ops.swiglu_save(gate, up, None, False)
+    assert same_bits(alone, ops.swiglu_save(gate, up, None)[4])
+    assert [t.shape for t in nothing] == [(0,)] * 4
 
 
 def test_what_is_saved_is_the_input():
@@ -210,7 +213,7 @@ def test_operators_that_cast_are_well_formed(granularity, layouts):
 def test_other_operators_are_well_formed(flag):
     gate, up, factor = inputs(20, 140)
     check, library = torch.library.opcheck, torch.ops.torch_fp8
-    check(library.swiglu_save.default, (gate, up, factor if flag else None))
+    check(library.swiglu_save.default, (gate, up, factor if flag else None, flag))
     check(library.swiglu.default, (gate, up, factor if flag else None))
     arguments = backward_inputs((20, 140), flag, not flag)
     check(library.swiglu_backward.default, arguments, test_utils=CHECKS[not flag])

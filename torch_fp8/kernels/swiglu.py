@@ -72,9 +72,11 @@ def swiglu(gate: Tensor, up: Tensor, smooth: Tensor | None) -> Tensor:
     return h
 
 
-def swiglu_save(gate: Tensor, up: Tensor, smooth: Tensor | None) -> tuple[Tensor, ...]:
+def swiglu_save(
+    gate: Tensor, up: Tensor, smooth: Tensor | None, save: bool = True
+) -> tuple[Tensor, ...]:
     """See `torch_fp8.swiglu.swiglu_save`."""
-    *saved, amax = _cast(gate, up, smooth, None, save=True, amax=True)[4:]
+    *saved, amax = _cast(gate, up, smooth, None, save=save, amax=True)[4:]
     return (*saved, amax)
 
 

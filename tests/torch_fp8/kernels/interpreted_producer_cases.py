@@ -249,6 +249,9 @@ def swiglu_forward(gate, smooth, more=False):
     want = (*producer_cast.save_input(gate), *producer_cast.save_input(up), tensor_amax(h))
     parts = ("gate", "gate scale", "up", "up scale", "amax")
     yield from compare("save", swiglu_kernels.swiglu_save(gate, up, factor), want, parts)
+    *nothing, amax = swiglu_kernels.swiglu_save(gate, up, factor, False)
+    yield from compare("save=False", [amax], [want[4]], ("amax",))
+    yield "nothing saved", sum(t.numel() for t in nothing)
     for (name, cast), save in itertools.product(
         casts(want[4], more), (True, False) if more else (True,)
     ):

@@ -1,0 +1,79 @@
+"""Which of its two passes a checkpointed forward is in, and what it saves in the first.
+
+``torch.utils.checkpoint`` runs a region twice: in forward, where it throws away what autograd would
+save, and in backward, where it keeps that. With ``use_reentrant=False`` the first pass runs with
+gradients enabled, and what a layer makes for backward alone is made in vain: a stand-in takes its
+place, with the dtype, shape and device that checkpoint compares, and without memory or a kernel.
+
+Checkpoint offers no way to ask for the pass. It is told by the saved-tensor hooks that are
+installed, which are known by name; where anything looks different, nothing is stood in for.
+"""
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+
+_FIRST_PASS = ("torch.utils.checkpoint", "_checkpoint_hook.__init__.<locals>.pack_hook")
+
+
+def saves_nothing() -> bool:
+    """Whether whatever autograd saves now is dropped: in the first pass of a checkpoint.
+
+    Not where other saved-tensor hooks lie above those of the checkpoint, as of offloading, nor
+    where it was given a ``context_fn``, which may keep results of operators for the second pass.
+    """
+    if torch.compiler.is_compiling():
+        return False
+    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    hooks = None if top is None else top(False)
+    if hooks is None:
+        return False
+    pack = hooks[0]
+    name = (getattr(pack, "__module__", None), getattr(pack, "__qualname__", None))
+    if name != _FIRST_PASS:
+        return False
+    recompute = getattr(_enclosed(pack, "frame"), "recompute_fn", None)
+    return isinstance(_enclosed(recompute, "recompute_context"), contextlib.nullcontext)
+
+
+def _enclosed(function: Any, name: str) -> Any:
+    """A variable that a function has from where it was defined, or None."""
+    names = getattr(getattr(function, "__code__", None), "co_freevars", ())
+    if name not in names:
+        return None
+    return function.__closure__[names.index(name)].cell_contents
+
+
+def stand_in(shape: Sequence[int], dtype: torch.dtype, like: Tensor) -> Tensor:
+    """A tensor of one element that passes for one of this shape and dtype on the device of `like`.
+
+    For ``save_for_backward`` where `saves_nothing`; nobody ever reads it.
+    """
+    return like.new_empty(1, dtype=dtype).expand(tuple(shape))
+
+
+class Replay(TorchDispatchMode):
+    """A second pass that issues the operators of the first, some of which do not run.
+
+    Attributes:
+        first_in_backward: whether the first pass itself ran inside a backward.
+    """
+
+    first_in_backward: bool
+
+
+def repeats_forward() -> bool:
+    """Whether this forward was counted already: it is the second pass of a checkpoint.
+
+    Not in a `Replay`, whose layers are to do what they did in the first pass.
+    """
+    if torch.compiler.is_compiling() or torch._C._current_graph_task_id() == -1:
+        return False
+    for mode in reversed(_get_current_dispatch_mode_stack()):
+        if isinstance(mode, Replay):
+            return mode.first_in_backward
+    return True
