@@ -17,6 +17,7 @@ from torch_fp8.optimizer_conversion import (
     restore_weights,
 )
 from torch_fp8.report import ConversionReport
+from torch_fp8.selective_checkpoint import selective_checkpoint_contexts
 
 __all__ = [
     "CommunicationCount",
@@ -34,4 +35,5 @@ __all__ = [
     "restore_weights",
     "revert",
     "scaling_state_dict",
+    "selective_checkpoint_contexts",
 ]

@@ -11,11 +11,13 @@ installed, which are known by name; where anything looks different, nothing is s
 
 import contextlib
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+
+Mode = TypeVar("Mode", bound=TorchDispatchMode)
 
 _FIRST_PASS = ("torch.utils.checkpoint", "_checkpoint_hook.__init__.<locals>.pack_hook")
 
@@ -56,14 +58,88 @@ def stand_in(shape: Sequence[int], dtype: torch.dtype, like: Tensor) -> Tensor:
     return like.new_empty(1, dtype=dtype).expand(tuple(shape))
 
 
-class Replay(TorchDispatchMode):
-    """A second pass that issues the operators of the first, some of which do not run.
+class Unavailable(Tensor):
+    """A result that the second pass of a selective checkpoint has not computed: nobody needs it.
+
+    It passes for a plain tensor of its shape, strides, dtype and device, and has no memory. Whoever
+    reads it past that pass gets an error.
+    """
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(
+        cls,
+        size: Sequence[int],
+        stride: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> "Unavailable":
+        self: Unavailable = torch.Tensor._make_wrapper_subclass(
+            cls, torch.Size(size), strides=tuple(stride), dtype=dtype, device=device
+        )
+        torch._C._set_throw_on_mutable_data_ptr(self)
+        return self
+
+    def __repr__(self) -> str:
+        return f"Unavailable(shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if any(not issubclass(t, Unavailable) for t in types):
+            return NotImplemented
+        raise RuntimeError(
+            f"{func} reads a tensor that backward's recomputation of a selective checkpoint did "
+            "not compute, since no gradient needs it. A module or hook has kept it from there: let "
+            "it keep what it saw in the forward itself (torch._C._current_graph_task_id() is -1 "
+            "there), or checkpoint this region without torch_fp8.selective_checkpoint_contexts"
+        )
+
+
+PLAIN = (Tensor, Unavailable)
+"""Classes of tensors that are nothing else, or stand for one that is."""
+
+
+class SelectivePass(TorchDispatchMode):
+    """A pass of a selective checkpoint: both issue the same operators.
+
+    Attributes:
+        forms: what this pass has made of activations that come from outside its region, which may
+            be made there, too, before, between or after the passes.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.forms: dict[Any, Any] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+class Replay(SelectivePass):
+    """The second pass, where not every operator runs.
 
     Attributes:
         first_in_backward: whether the first pass itself ran inside a backward.
     """
 
     first_in_backward: bool
+
+
+def selective_pass() -> SelectivePass | None:
+    """The innermost one that runs now."""
+    if torch.compiler.is_compiling():
+        return None
+    return _innermost(SelectivePass)
+
+
+def _innermost(kind: type[Mode]) -> Mode | None:
+    stack = reversed(_get_current_dispatch_mode_stack())
+    return next((mode for mode in stack if isinstance(mode, kind)), None)
 
 
 def repeats_forward() -> bool:
@@ -73,7 +149,5 @@ def repeats_forward() -> bool:
     """
     if torch.compiler.is_compiling() or torch._C._current_graph_task_id() == -1:
         return False
-    for mode in reversed(_get_current_dispatch_mode_stack()):
-        if isinstance(mode, Replay):
-            return mode.first_in_backward
-    return True
+    replay = _innermost(Replay)
+    return replay is None or replay.first_in_backward

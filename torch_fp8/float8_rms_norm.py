@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import _disable_current_modes
 
-from torch_fp8.activation_checkpointing import saves_nothing
+from torch_fp8.activation_checkpointing import PLAIN, saves_nothing
 from torch_fp8.config import FP8Config
 from torch_fp8.gemm import cast
 from torch_fp8.module_class import add_mixin, is_fsdp_class, remove_mixin
@@ -99,7 +99,7 @@ class Float8RMSNorm(nn.Module):
     def forward(self, hidden_states: Tensor) -> Tensor:
         x, weight = plain(hidden_states), self.weight
         runs = self.training or self.fp8_config.eval_fp8
-        usual = type(x) in (Tensor, nn.Parameter) and _is_plain(weight)
+        usual = type(x) in (*PLAIN, nn.Parameter) and _is_plain(weight)
         if not (runs and usual and x.dtype in _DTYPES and x.shape[-1:] == weight.shape):
             stock: Tensor = super().forward(x)
             return stock

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from torch_fp8.activation_checkpointing import saves_nothing
+from torch_fp8.activation_checkpointing import PLAIN, saves_nothing
 from torch_fp8.config import FP8Config
 from torch_fp8.gate_up import (
     gate_up_backward,
@@ -82,7 +82,7 @@ class Float8GatedMLP(nn.Module):
         down_layer = getattr(self, form.down)
         inputs = self._joined(x, form) if isinstance(form, JoinedForm) else self._pair(x, form)
         options = self._options(down_layer)
-        if all(type(t) is Tensor for t in inputs) and _fit(inputs):
+        if all(type(t) in PLAIN for t in inputs) and _fit(inputs):
             product = _SwiGLUFunction.apply(options, *inputs)
         else:  # DTensors, or what an adapter makes of them
             gate, up = _gate_and_up([plain(t) for t in inputs], options.gate_first)

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torch_fp8.activation_checkpointing import PLAIN, selective_pass
 from torch_fp8.quantize import QuantizedTensor, quantize_layouts
 from torch_fp8.recipe import CastSpec
 from torch_fp8.scaling import tensor_amax
@@ -53,6 +54,14 @@ def to_layouts(
     )
 
 
+class _Forms:
+    """What was made of a result."""
+
+    def __init__(self) -> None:
+        self.dense: Tensor | None = None
+        self.layouts: dict[CastSpec, Layouts] = {}
+
+
 class Production:
     """One result of a producer, (R, C): each form of it is made when it is first asked for.
 
@@ -76,15 +85,25 @@ class Production:
         self.name, self.sources = name, tuple(sources)
         self.make_dense, self.make_layouts, self.make_amax = make_dense, make_layouts, make_amax
         self.versions = self._versions()
-        self._dense: Tensor | None = None
-        self._layouts: dict[CastSpec, Layouts] = {}
+        self._made_in = selective_pass()
+        self._own_forms = _Forms()
+
+    @property
+    def forms(self) -> "_Forms":
+        """What was made so far: in a region that both passes of a checkpoint run, within it."""
+        now = selective_pass()
+        if now is None or now is self._made_in:
+            return self._own_forms
+        forms: _Forms = now.forms.setdefault(self, _Forms())
+        return forms
 
     def dense(self) -> Tensor:
         """The plain tensor, (R, C)."""
-        if self._dense is None:
+        forms = self.forms
+        if forms.dense is None:
             self._check_sources()
-            self._dense = self.make_dense()
-        return self._dense
+            forms.dense = self.make_dense()
+        return forms.dense
 
     def amax(self) -> Tensor:
         """Its largest magnitude, () float32; NaN if any element is."""
@@ -99,7 +118,8 @@ class Production:
             spec, row, col: as there.
             scale: as there; who asks first decides for all, since delayed scaling has them agree.
         """
-        old_row, old_col = self._layouts.get(spec, (None, None))
+        forms = self.forms
+        old_row, old_col = forms.layouts.get(spec, (None, None))
         new_row, new_col = row and old_row is None, col and old_col is None
         if new_row or new_col:
             other = old_row or old_col
@@ -107,16 +127,17 @@ class Production:
                 scale = other.scale
             made_row, made_col = self._make(spec, scale, new_row, new_col)
             old_row, old_col = old_row or made_row, old_col or made_col
-            self._layouts[spec] = old_row, old_col
+            forms.layouts[spec] = old_row, old_col
         return old_row if row else None, old_col if col else None
 
     def keep(self, spec: CastSpec, made: Layouts) -> None:
         """Take payloads that were made beforehand."""
-        self._layouts[spec] = made
+        self.forms.layouts[spec] = made
 
     def _make(self, spec: CastSpec, scale: Tensor | None, row: bool, col: bool) -> Layouts:
-        if self._dense is not None:
-            return quantize_layouts(self._dense, spec, scale, row=row, col=col)
+        dense = self.forms.dense
+        if dense is not None:
+            return quantize_layouts(dense, spec, scale, row=row, col=col)
         self._check_sources()
         return self.make_layouts(spec, scale, row, col)
 
@@ -210,7 +231,7 @@ def shared(x: Tensor, name: str) -> Tensor:
         x: anything else is returned as it is.
         name: of the module whose layers share it.
     """
-    if type(x) is not Tensor or torch.compiler.is_compiling():
+    if type(x) not in PLAIN or torch.compiler.is_compiling():
         return x
     output: Tensor = _Shared.apply(x, name)
     return output

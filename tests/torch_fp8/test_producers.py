@@ -386,11 +386,11 @@ def test_frozen_layers_get_no_transposed_input():
     y = model[0](_x(8, 64))
     assert isinstance(y, ProducedActivation)
     model[1](y)
-    ((row, col),) = y.production._layouts.values()
+    ((row, col),) = y.production.forms.layouts.values()
     assert row is not None
     assert col is None
     model[2](y)  # which wants it
-    ((again, col),) = y.production._layouts.values()
+    ((again, col),) = y.production.forms.layouts.values()
     assert again is row
     assert torch.equal(col.qdata.view(torch.uint8), row.qdata.view(torch.uint8).t())
 
