@@ -6,17 +6,32 @@ Hugging Face's decoder layer with BF16 weights and torch's attention, on 256 tok
 converted with each recipe. Counted are the distinct storages that saved-tensor hooks see in one
 forward, without parameters and without the rotary angles, which all layers share. `share` is that
 of eager BF16. COAT publishes 0.59 for Llama-2-7B (arXiv 2410.19313, table 3).
+
+The last two, with the default recipe, are inside ``torch.utils.checkpoint``, as it is and with
+`torch_fp8.selective_checkpoint_contexts`. Counted are the layer's input and what the contexts keep;
+`gemms_again` are the forward's GEMMs that backward runs again.
 """
 
 import argparse
+import functools
+from collections.abc import Callable
+from typing import Any
 
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
 from benchmarks.measurement import RESULTS, environment, print_table, write_rows
 from benchmarks.saved_activations import count_saved
-from torch_fp8 import FP8Config, convert_to_float8
+from torch_fp8 import (
+    Float8Linear,
+    FP8Config,
+    convert_to_float8,
+    selective_checkpoint_contexts,
+)
 
 TOKENS = 256
 LAYOUTS = {
@@ -42,7 +57,11 @@ VARIANTS = {
     "wgrad bf16": {"wgrad": "bf16"},
     "save_activations bf16": {"save_activations": "bf16"},
 }
-COLUMNS = ("layout", "variant", "bytes_per_token", "share", "torch", "commit", "command")
+CHECKPOINTED = {"checkpointed": False, "selective": True}
+COLUMNS = (
+    *("layout", "variant", "bytes_per_token", "share", "gemms_again"),
+    *("torch", "commit", "command"),
+)
 
 
 def main() -> None:
@@ -51,18 +70,52 @@ def main() -> None:
     about = {k: v for k, v in environment(torch.device("cpu")).items() if k in COLUMNS}
     rows = []
     for layout, sizes in LAYOUTS.items():
-        counted = {"BF16 eager": kept(sizes, None)}
+        counted = {"BF16 eager": (kept(sizes, None), 0)}
         for variant, options in VARIANTS.items():
-            counted[variant] = kept(sizes, FP8Config(**options))
-        for variant, total in counted.items():
+            counted[variant] = kept(sizes, FP8Config(**options)), 0
+        for variant, selective in CHECKPOINTED.items():
+            counted[variant] = kept_checkpointed(sizes, selective)
+        for variant, (total, gemms) in counted.items():
             row = {"layout": layout, "variant": variant, "bytes_per_token": round(total, 1)}
-            rows.append({**row, "share": round(total / counted["BF16 eager"], 4), **about})
+            share = round(total / counted["BF16 eager"][0], 4)
+            rows.append({**row, "share": share, "gemms_again": gemms, **about})
         write_rows(RESULTS / "activation_bytes.csv", COLUMNS, rows)
-    print_table(COLUMNS[:4], rows)
+    print_table(COLUMNS[:5], rows)
 
 
 def kept(sizes: dict[str, int], config: FP8Config | None) -> float:
     """Bytes per token of a layer of these sizes; None: not converted."""
+    _, there, run, x = _forward(sizes, config)
+    with count_saved(there) as saved:
+        run(x)
+    return saved.total / TOKENS
+
+
+def kept_checkpointed(sizes: dict[str, int], selective: bool) -> tuple[float, int]:
+    """The same of a checkpointed layer, and how many GEMMs run again."""
+    layer, there, run, x = _forward(sizes, FP8Config())
+    options, passes = {}, []
+
+    def contexts() -> Any:
+        passes.extend(selective_checkpoint_contexts())
+        return passes[0], passes[1]
+
+    if selective:
+        options["context_fn"] = contexts
+    with count_saved(there) as saved:
+        y = checkpoint(run, x, use_reentrant=False, **options)
+        for tensor in passes[1].kept if selective else ():
+            saved.note(tensor)
+    with _Gemms() as gemms:
+        y.backward(torch.ones_like(y))
+    linears = sum(isinstance(m, Float8Linear) for m in layer.modules())
+    return saved.total / TOKENS, gemms.count - 2 * linears
+
+
+def _forward(
+    sizes: dict[str, int], config: FP8Config | None
+) -> tuple[LlamaDecoderLayer, list[Tensor], Callable[[Tensor], Tensor], Tensor]:
+    """A layer, tensors that are there anyway, the layer as a function, and its argument."""
     of_model = LlamaConfig(num_hidden_layers=1, **sizes)
     of_model._attn_implementation = "sdpa"
     layer, rotary = LlamaDecoderLayer(of_model, 0).bfloat16(), LlamaRotaryEmbedding(of_model)
@@ -70,9 +123,20 @@ def kept(sizes: dict[str, int], config: FP8Config | None) -> float:
         convert_to_float8(layer, config)
     x = torch.randn(1, TOKENS, of_model.hidden_size, dtype=torch.bfloat16, requires_grad=True)
     angles = rotary(x, torch.arange(TOKENS)[None])
-    with count_saved([*layer.parameters(), *angles]) as saved:
-        layer(x, position_embeddings=angles)
-    return saved.total / TOKENS
+    run = functools.partial(layer, position_embeddings=angles)
+    return layer, [*layer.parameters(), *angles], run, x
+
+
+class _Gemms(TorchDispatchMode):
+    """Counts FP8 GEMMs."""
+
+    count = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        self.count += "scaled_mm" in func._schema.name
+        return func(*args, **(kwargs or {}))
 
 
 if __name__ == "__main__":
