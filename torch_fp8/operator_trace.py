@@ -73,6 +73,11 @@ class Recorder(SelectivePass):
         self._made: set[int] = set()  # storages that are not there anyway; see `Kind.CHEAP`
         self._unwritten: set[int] = set()
 
+    def forget(self) -> None:
+        """Let go of tensors and storages; the trace stays."""
+        for held in (self.kept, self.forms, self._numbers, self._storages):
+            held.clear()
+
     def note_saved(self, x: Tensor) -> None:
         """Autograd saves x."""
         trace = self.trace
@@ -245,8 +250,10 @@ def signature_of(tensors: list[Tensor]) -> Signature:
 def _parts(x: Tensor) -> Iterator[Tensor | None]:
     """The plain tensors that x is made of; None for what cannot be told."""
     if is_traceable_wrapper_subclass(x):
-        for name in x.__tensor_flatten__()[0]:
-            yield from _parts(getattr(x, name))
+        parts = (getattr(x, name) for name in x.__tensor_flatten__()[0])
+        for part in parts:
+            if isinstance(part, Tensor):  # a DTensor has its mesh among them
+                yield from _parts(part)
     else:
         yield None if type(x).__torch_dispatch__ is not Tensor.__torch_dispatch__ else x
 

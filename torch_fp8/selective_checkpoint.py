@@ -130,9 +130,11 @@ class _FirstPass:
 
     def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
         self._contexts.close()
-        if kind is None and self._recorder is not None:
+        if self._recorder is None:
+            return
+        if kind is None:
             self.region.close(self._recorder)
-        self._recorder = None
+        self._recorder.forget()  # autograd holds the hook as long as the graph
 
 
 class _SecondPass(Replay):

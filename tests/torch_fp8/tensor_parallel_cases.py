@@ -38,6 +38,7 @@ from torch_fp8 import (
     count_communication,
     revert,
     scaling_state_dict,
+    selective_checkpoint_contexts,
 )
 from torch_fp8.activation_gather import Shards, group_amax
 from torch_fp8.gathered_activation import GatheredActivation, gather_activation
@@ -546,17 +547,21 @@ def case_layers_that_are_not_converted():
 def case_checkpointing_of_activations():
     """With delayed scaling: the repeated forward gathers with the scales of the first."""
     results = []
-    for repeat in (False, True):
+    selective = {"context_fn": selective_checkpoint_contexts}
+    for options in (None, {}, selective):
         torch.manual_seed(0)
         model, _ = parallel(Block().bfloat16(), block_plan(), FP8Config(recipe="delayed"))
         for step in range(2):
             x = part(rand(2, 32, WIDTH, seed=step)).requires_grad_()
-            y = checkpoint(model, x, use_reentrant=False) if repeat else model(x)
+            plain = options is None
+            y = model(x) if plain else checkpoint(model, x, use_reentrant=False, **options)
             y.backward(part(rand(2, 32, WIDTH, seed=9)))
         state = scaling_state_dict(model)
         results.append([x.grad, *(p.grad._local_tensor for p in model.parameters())])
         results[-1] += [state[key] for key in sorted(state)]
-    return all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    return all(
+        torch.equal(want, a) and torch.equal(want, b) for want, a, b in zip(*results, strict=True)
+    )
 
 
 def case_delayed_histories():
