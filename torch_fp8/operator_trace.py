@@ -4,6 +4,7 @@ Which results may be kept for the second pass is decided here, operator by opera
 decided by `torch_fp8.recomputation_plan` when the region has ended.
 """
 
+import functools
 import sys
 from collections.abc import Iterator
 from types import FrameType
@@ -199,6 +200,7 @@ def _is_fsdp() -> bool:
     return False
 
 
+@functools.cache
 def name_of(func: Any) -> str:
     """Without overload; of torch's and our operators alone."""
     if not isinstance(func, torch._ops.OpOverload) or func.namespace not in ("aten", "torch_fp8"):
@@ -216,12 +218,17 @@ def tensors_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Tensor
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Tensor]:
+    for i, name in _writable(func):
+        yield from tensors_of((args[i] if i < len(args) else kwargs.get(name),), {})
+
+
+@functools.cache
+def _writable(func: Any) -> tuple[tuple[int, str], ...]:
+    """Position and name of the arguments that an operator writes."""
     if not isinstance(func, torch._ops.OpOverload):
-        return
-    for i, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[i] if i < len(args) else kwargs.get(argument.name)
-            yield from tensors_of((value,), {})
+        return ()
+    arguments = enumerate(func._schema.arguments)
+    return tuple((i, a.name) for i, a in arguments if a.alias_info and a.alias_info.is_write)
 
 
 def is_random(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
