@@ -10,7 +10,7 @@ installed, which are known by name; where anything looks different, nothing is s
 """
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -108,7 +108,10 @@ class SelectivePass(TorchDispatchMode):
     Attributes:
         forms: what this pass has made of activations that come from outside its region, which may
             be made there, too, before, between or after the passes.
+        pauses: whether operators run without being part of it; see `untraced`.
     """
+
+    pauses = False
 
     def __init__(self) -> None:
         super().__init__()
@@ -135,6 +138,20 @@ def selective_pass() -> SelectivePass | None:
     if torch.compiler.is_compiling():
         return None
     return _innermost(SelectivePass)
+
+
+@contextlib.contextmanager
+def untraced() -> Iterator[None]:
+    """Operators in here are no part of a selective pass: they fill what the next one finds full."""
+    passes = [m for m in _get_current_dispatch_mode_stack() if isinstance(m, SelectivePass)]
+    before = [mode.pauses for mode in passes]
+    for mode in passes:
+        mode.pauses = True
+    try:
+        yield
+    finally:
+        for mode, paused in zip(passes, before, strict=True):
+            mode.pauses = paused
 
 
 def _innermost(kind: type[Mode]) -> Mode | None:

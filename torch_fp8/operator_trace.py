@@ -93,7 +93,7 @@ class Recorder(SelectivePass):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if is_unrecorded(func):
+        if self.pauses or is_unrecorded(func):
             return func(*args, **kwargs)
         if types:
             return NotImplemented  # a subclass says what it is made of

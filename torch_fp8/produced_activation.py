@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_fp8.activation_checkpointing import PLAIN, selective_pass
+from torch_fp8.activation_checkpointing import PLAIN, SelectivePass, selective_pass
 from torch_fp8.quantize import QuantizedTensor, quantize_layouts
 from torch_fp8.recipe import CastSpec
 from torch_fp8.scaling import tensor_amax
@@ -91,11 +91,17 @@ class Production:
     @property
     def forms(self) -> "_Forms":
         """What was made so far: in a region that both passes of a checkpoint run, within it."""
-        now = selective_pass()
-        if now is None or now is self._made_in:
+        now = self.foreign_pass
+        if now is None:
             return self._own_forms
         forms: _Forms = now.forms.setdefault(self, _Forms())
         return forms
+
+    @property
+    def foreign_pass(self) -> SelectivePass | None:
+        """The pass of a checkpointed region that runs now, unless this was made within it."""
+        now = selective_pass()
+        return None if now is self._made_in else now
 
     def dense(self) -> Tensor:
         """The plain tensor, (R, C)."""
@@ -261,9 +267,10 @@ def plain(x: Any) -> Any:
         return x
     if not (x.requires_grad and torch.is_grad_enabled()):
         return _dense(x)
-    if x.is_leaf:  # kept, it would hold itself through its gradient's accumulator
-        leaf: Tensor = _Plain.apply(x)
-        return leaf
+    # Kept, a leaf would hold itself through its gradient's accumulator.
+    if x.is_leaf or x.production.foreign_pass is not None:
+        fresh: Tensor = _Plain.apply(x)
+        return fresh
     if x.connected is None:
         x.connected = _Plain.apply(x)
     return x.connected

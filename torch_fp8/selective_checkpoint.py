@@ -182,7 +182,7 @@ class _SecondPass(Replay):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if is_unrecorded(func):
+        if self.pauses or is_unrecorded(func):
             if Unavailable in types:
                 return _stands_for(args[0])
             return func(*args, **kwargs)

@@ -35,6 +35,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from torch_fp8.activation_checkpointing import selective_pass, untraced
 from torch_fp8.adamw import WeightPayload
 from torch_fp8.quantize import QuantizedTensor, quantize_layouts, transposed
 from torch_fp8.recipe import CastSpec
@@ -101,12 +102,21 @@ class WeightCache:
             self._forget()
         if self._row is not None:
             return self._row
-        both = stamp is not None and self.keeps_payload == "both"
+        if stamp is not None and (self.keeps_payload or self._scale is None):
+            with untraced():
+                row, col = self._cast(weight, spec, self.keeps_payload == "both")
+            self._keep(stamp, row, col)
+            # Without a payload, the second pass of a checkpoint will cast with the scale again.
+            if self.keeps_payload or selective_pass() is None:
+                return row
+        return self._cast(weight, spec, False)[0]
+
+    def _cast(
+        self, weight: Tensor, spec: CastSpec, both: bool
+    ) -> tuple[QuantizedTensor, QuantizedTensor | None]:
         row, col = quantize_layouts(weight, spec, self._scale, row=True, col=both, amax=self._amax)
         assert row is not None
-        if stamp is not None:
-            self._keep(stamp, row, col)
-        return row
+        return row, col
 
     def _keep(
         self, stamp: _Stamp | None, row: QuantizedTensor, col: QuantizedTensor | None

@@ -22,8 +22,10 @@ from tests.torch_fp8.test_producers import MLP, Attention, Block, Norm
 from torch_fp8 import FP8Config, convert_to_float8, selective_checkpoint_contexts
 from torch_fp8.activation_checkpointing import Unavailable
 from torch_fp8.fsdp_communication import connect_fsdp
+from torch_fp8.linear import Float8Linear
 from torch_fp8.operator_trace import ATTENTION, CASTS, is_random
 from torch_fp8.recipe import RECIPES
+from torch_fp8.weight_cache import WeightCache, watch
 
 BF16 = torch.bfloat16
 
@@ -281,6 +283,30 @@ def test_dropout_in_attention():
     _assert_nothing_changes(_converted(nn.Sequential(Norm(64), Drops(64)).bfloat16()))
 
 
+@pytest.mark.parametrize("recipe", ["tensorwise", "blockwise"])
+@pytest.mark.parametrize("payload", [False, True, "both"])
+def test_weights_that_are_kept_between_steps(recipe, payload):
+    """The first pass may be the one that fills a cache."""
+    if recipe == "blockwise" and not payload:
+        pytest.skip("there is no scale of the tensor to keep")
+    results = []
+    for selective in (False, True):
+        model = _block(recipe=recipe)
+        layers = [m for m in model.modules() if isinstance(m, Float8Linear)]
+        for layer in layers:
+            layer.fp8_weight_cache = WeightCache(payload)
+            watch(layer.weight)
+        run = functools.partial(_selective, model) if selective else model
+        for _ in range(2):
+            results.append(_run(model, run))
+        with torch.no_grad():
+            for layer in layers:
+                layer.weight.mul_(1.5)
+        results.append(_run(model, run))
+    for want, got in zip(results[:3], results[3:], strict=True):
+        _assert_equal(want, got)
+
+
 def test_attention_is_random_where_it_drops():
     aten = torch.ops.aten
     fused, tensors = aten._scaled_dot_product_flash_attention.default, [None] * 3
@@ -332,6 +358,23 @@ def test_nested_checkpoints(recipe):
             _assert_equal(want, _run(recomputed, nested))
         for name, buffer in plain.named_buffers():
             assert torch.equal(buffer, dict(recomputed.named_buffers())[name]), name
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "blockwise"])
+def test_a_region_that_starts_behind_the_norm(recipe):
+    """Its input is made when it is read, in each pass, in FP8 and plain."""
+    torch.manual_seed(0)
+    model = _converted(Rest().bfloat16(), recipe=recipe, skip=("lora_a", "lora_b"))
+
+    def branch(model, y):
+        return model.attention(y) + model.lora_b(model.lora_a(y))
+
+    plain, recomputed = model, copy.deepcopy(model)
+    for _ in range(2):
+        want = _run(plain, lambda x: branch(plain, plain.norm(x)))
+        inside = functools.partial(branch, recomputed)
+        got = _run(recomputed, lambda x, i=inside: _selective(i, recomputed.norm(x)))
+        _assert_equal(want, got)
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
