@@ -15,9 +15,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
+from tests.torch_fp8.test_hugging_face import FAMILIES, TINY
 from tests.torch_fp8.test_producers import MLP, Attention, Block, Norm
 from torch_fp8 import FP8Config, convert_to_float8, selective_checkpoint_contexts
 from torch_fp8.activation_checkpointing import Unavailable
@@ -443,6 +444,33 @@ def test_a_model_that_hugging_face_checkpoints():
             assert torch.equal(a, b), name
     more = operators[recomputed].count("scaled_mm") - operators[plain].count("scaled_mm")
     assert more == 2 * 3
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, "qwen3_moe"])
+def test_families(family):
+    more = {"ffn_dim": 128, "word_embed_proj_dim": 64} if family == "opt" else {}
+    if family in ("mixtral", "qwen3_moe"):
+        more = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2}
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(family, **TINY, **more)
+    plain = _converted(AutoModelForCausalLM.from_config(config).bfloat16(), recipe="delayed")
+    recomputed = copy.deepcopy(plain)
+    recomputed.gradient_checkpointing_enable(
+        gradient_checkpointing_kwargs={
+            "use_reentrant": False,
+            "context_fn": selective_checkpoint_contexts,
+        }
+    )
+    ids = torch.randint(1, 128, (2, 32))
+    for _ in range(2):
+        for model in (plain, recomputed):
+            torch.manual_seed(3)
+            model.train()
+            model(ids, labels=ids, use_cache=False).loss.backward()
+    for (name, a), b in zip(plain.named_parameters(), recomputed.parameters(), strict=True):
+        assert (a.grad is None and b.grad is None) or torch.equal(a.grad, b.grad), name
+    for (name, a), b in zip(plain.named_buffers(), recomputed.buffers(), strict=True):
+        assert torch.equal(a, b), name
 
 
 def test_weights_that_autocast_casts():
