@@ -231,7 +231,7 @@ def test_frozen_layers_keep_and_cast_no_more_than_their_gradients_need():
     mlp.gate_up_proj.register_full_backward_pre_hook(note)
     y = model(_x(32, 64).requires_grad_())
     y.sum().backward()
-    ((row, col),) = seen[0]._layouts.values()
+    ((row, col),) = seen[0].forms.layouts.values()
     assert row is not None  # of dgrad
     assert col is None
     assert mlp.gate_up_proj.weight.grad is None
@@ -245,7 +245,7 @@ def test_a_frozen_input_leaves_the_weight_gradient_alone():
     mlp, seen = _model()[1], []
     mlp.gate_up_proj.register_full_backward_pre_hook(lambda m, g: seen.append(g[0].production))
     mlp(_x(32, 64)).sum().backward()
-    ((row, col),) = seen[0]._layouts.values()
+    ((row, col),) = seen[0].forms.layouts.values()
     assert row is None
     assert col.qdata.shape == (2 * INNER, 32)
 
