@@ -15,6 +15,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from torch_fp8.adamw import GradientParts, WeightMatrix
 from torch_fp8.block_scaled import BlockScaled, encode
@@ -32,6 +33,7 @@ _POINTER = {
     torch.int64: "*i64",
     torch.uint8: "*u8",
 }
+_FP8 = {torch.float8_e4m3fn: "fp8e4nv", torch.float8_e5m2: "fp8e5"}
 _OPTIONS = ("num_warps", "enable_fp_fusion", "maxnreg")
 
 
@@ -82,6 +84,8 @@ class _Recorder:
                 if isinstance(value, torch.Tensor):
                     signature[name] = _POINTER[value.dtype]
                     divisible.append(name)  # every allocation starts at a multiple of 256 bytes
+                elif isinstance(value, TensorDescriptor):
+                    signature[name] = f"tensordesc<{_FP8[value.base.dtype]}{value.block_shape}>"
                 elif isinstance(value, float):
                     signature[name] = "fp32"
                 elif self.kernel.params[names.index(name)].do_not_specialize:
