@@ -1,0 +1,130 @@
+"""A block-scaled FP8 GEMM in Triton, which `bench_gemm` measures beside torch's scaled matmul.
+
+``C = A B^T`` on the payloads and scales of `torch_fp8.quantize`. A program sums one tile of C over
+blocks of 128 in order: the tensor core multiplies one block, whose result is scaled and added up in
+float32. That is the promotion that Hopper needs, whose FP8 accumulator is narrower than float32;
+within a block, four instructions long, it accumulates as it does. No sum is split, so every run
+gives the same bits.
+
+Operands come to shared memory by TMA, which puts zeros outside of them: any number of rows takes no
+copy, where torch's operator wants rows padded and square scales transposed. A contraction dimension
+that is no multiple of 16, which TMA does not take, is padded.
+
+Which tile is the fastest, and whether one beats torch's GEMM, is for a card to say: each has rows
+of its own. None is in the library before that. Legend: R rows of A and C, S rows of B and columns
+of C, C contracted.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from torch_fp8.formats import GEMM_ALIGNMENT
+from torch_fp8.quantize import QuantizedTensor
+
+BLOCK = 128
+"""Elements along the contraction that share a scale, and that are multiplied at a time."""
+GROUP = 8
+"""Tiles of rows that programs at a time share columns of B with: both meet in the L2 cache."""
+
+
+class Tile(NamedTuple):
+    """What a program computes of C, and with how much.
+
+    Attributes:
+        rows, cols: of C; the columns, which lie in one square block of B, divide 128.
+        warps: of a program. A thread holds the tile's sums and the block's, so that 64 x 128
+            elements for four of them are the most that registers take.
+        stages: blocks of A and B in shared memory at a time.
+    """
+
+    rows: int
+    cols: int
+    warps: int
+    stages: int
+
+    def __str__(self) -> str:
+        return f"{self.rows}x{self.cols}"
+
+
+TILES = (
+    Tile(128, 128, warps=8, stages=4),
+    Tile(256, 64, warps=8, stages=4),
+    # Two programs on a multiprocessor: one multiplies while the other adds up.
+    Tile(64, 128, warps=4, stages=4),
+    Tile(128, 64, warps=4, stages=4),
+)
+
+
+def runs_triton_gemm(device: torch.device) -> bool:
+    """Whether `device` has FP8 tensor cores and TMA: CUDA's compute capability 9.0 or later."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def blockwise_gemm(
+    a: QuantizedTensor,
+    b: QuantizedTensor,
+    out_dtype: torch.dtype,
+    tile: Tile,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """``dequantize(a) @ dequantize(b).T + bias``, rounded once.
+
+    Args:
+        a: (R, C) of block_1x128, E4M3 or E5M2.
+        b: (S, C) of block_1x128 or block_128x128, E4M3 or E5M2.
+        out_dtype: float32, bfloat16 or float16.
+        tile: of `TILES`.
+        bias: (S,) of any floating dtype, or None.
+    Returns:
+        (R, S) of `out_dtype`.
+    Raises:
+        ValueError: other granularities.
+    """
+    if a.granularity != "block_1x128" or b.granularity not in ("block_1x128", "block_128x128"):
+        raise ValueError(
+            "the Triton GEMM takes block_1x128 with block_1x128 or block_128x128, got "
+            f"{a.granularity} with {b.granularity}"
+        )
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    from benchmarks import triton_gemm_kernel as kernels  # Triton is imported where it is used
+
+    square = b.granularity == "block_128x128"
+    assert a.scale.t().is_contiguous()
+    assert (b.scale if square else b.scale.t()).is_contiguous()
+    rows, (cols, contracted) = a.qdata.shape[0], b.qdata.shape
+    out = torch.empty(rows, cols, dtype=out_dtype, device=a.qdata.device)
+    if 0 in (rows, cols, contracted):
+        return out.zero_() if bias is None else out.copy_(bias.expand(rows, cols))
+    programs = -(-rows // tile.rows) * -(-cols // tile.cols)
+    with torch.cuda.device_of(out):
+        kernels.blockwise_gemm_kernel[(programs,)](
+            TensorDescriptor.from_tensor(_padded(a.qdata), [tile.rows, BLOCK]),
+            TensorDescriptor.from_tensor(_padded(b.qdata), [tile.cols, BLOCK]),
+            a.scale,
+            b.scale,
+            out if bias is None else bias,
+            out,
+            rows,
+            cols,
+            -(-contracted // BLOCK),
+            SQUARE=square,
+            BIAS=bias is not None,
+            TILE_R=tile.rows,
+            TILE_S=tile.cols,
+            BLOCK=BLOCK,
+            GROUP=GROUP,
+            STAGES=tile.stages,
+            num_warps=tile.warps,
+        )
+    return out
+
+
+def _padded(qdata: Tensor) -> Tensor:
+    padding = -qdata.shape[1] % GEMM_ALIGNMENT
+    if padding == 0:
+        return qdata
+    return F.pad(qdata.view(torch.uint8), (0, padding)).view(qdata.dtype)
