@@ -4,12 +4,15 @@
     python -m benchmarks.bench_gemm --toy      # small sizes, also on a CPU
 
 BF16, and FP8 with one scale per tensor, per row and per block, accumulated fast (in the tensor
-core's own accumulator) and not, interleaved. ``error`` is ``|out - exact| / |exact|`` against the
+core's own accumulator) and not, interleaved; ``blockwise`` by torch and, a row per tile, by the
+kernel of `benchmarks.triton_gemm`. ``error`` is ``|out - exact| / |exact|`` against the
 product of the same FP8 operands in float64, on a corner of the result: what the accumulation (and,
 where the kernel writes no float32, the rounding of the result to BF16) loses. Rows of gemm
 ``contraction`` have a small result and a growing contraction dimension: the error against K, on
 normal operands and on positive ones, whose sums grow with K.
 """
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,6 +32,7 @@ from benchmarks.measurement import (
 from benchmarks.plot import draw
 from benchmarks.roofline import Rates, gemm_seconds
 from benchmarks.shapes import LLAMA_3_1_8B_BLOCK, TOKENS, TOY_BLOCK, TOY_TOKENS
+from benchmarks.triton_gemm import TILES, Tile, blockwise_gemm, runs_triton_gemm
 from torch_fp8.gemm import scaled_matmul
 from torch_fp8.quantize import QuantizedTensor, dequantize, quantize
 from torch_fp8.recipe import GEMMS, CastSpec, make_recipe
@@ -39,14 +43,37 @@ COLUMNS = (
     *("error", "note"),
 )
 BF16 = "bf16"
-# Name -> (recipe, fast accumulation). Block-scaled GEMMs are promoted after every block.
+
+
+class Variant(NamedTuple):
+    """An FP8 GEMM: what casts its operands, and what multiplies them.
+
+    Attributes:
+        recipe: its name.
+        fast: accumulate fast. Block-scaled GEMMs are promoted after every block.
+        tile: of the Triton kernel; None: torch's scaled matmul.
+    """
+
+    recipe: str
+    fast: bool = False
+    tile: Tile | None = None
+
+    def __call__(self, a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype) -> Tensor:
+        if self.tile is None:
+            return scaled_matmul(a, b, out_dtype, fast_accum=self.fast)
+        if not runs_triton_gemm(a.qdata.device):
+            raise ValueError("the Triton kernel needs sm_90 or later")
+        return blockwise_gemm(a, b, out_dtype, self.tile)
+
+
 VARIANTS = {
-    "tensorwise": ("tensorwise", False),
-    "tensorwise, fast": ("tensorwise", True),
-    "rowwise": ("rowwise", False),
-    "rowwise, fast": ("rowwise", True),
-    "blockwise": ("blockwise", False),
-    "mxfp8": ("mxfp8", False),
+    "tensorwise": Variant("tensorwise"),
+    "tensorwise, fast": Variant("tensorwise", fast=True),
+    "rowwise": Variant("rowwise"),
+    "rowwise, fast": Variant("rowwise", fast=True),
+    "blockwise": Variant("blockwise"),
+    "mxfp8": Variant("mxfp8"),
+    **{f"blockwise, Triton {tile}": Variant("blockwise", tile=tile) for tile in TILES},
 }
 CORNER = 256
 """Rows and columns of the result whose error is measured."""
@@ -90,16 +117,16 @@ def gemm_rows(
     runs = {BF16: lambda: torch.mm(a, b.t(), out=out)}
     errors = {BF16: error(torch.mm(a[:CORNER], b[:CORNER].t()), a, b)}
     notes: dict[str, str] = {}
-    for name, (recipe, fast) in VARIANTS.items():
+    for name, variant in VARIANTS.items():
         try:
-            pair = operands(recipe, gemm, a, b)
-            errors[name] = error(product(*pair, fast), *map(dequantized, pair))
+            pair = operands(variant.recipe, gemm, a, b)
+            errors[name] = error(product(variant, *pair), *map(dequantized, pair))
         except Exception as failure:
             notes[name] = note_of(failure)
             continue
 
-        def run(pair=pair, fast=fast) -> None:
-            scaled_matmul(*pair, torch.bfloat16, fast_accum=fast)
+        def run(variant=variant, pair=pair) -> None:
+            variant(*pair, torch.bfloat16)
 
         runs[name] = run
     timings = interleaved(runs, device, REPETITIONS, wait_ms=WAIT_MS, failures=notes)
@@ -133,13 +160,13 @@ def contraction_rows(
             a, b = (torch.randn(CORNER, contracted, device=device) for _ in range(2))
             if kind == "positive":
                 a, b = a.abs(), b.abs()
-            for name, (recipe, fast) in VARIANTS.items():
+            for name, variant in VARIANTS.items():
                 row: dict[str, object] = {"gemm": "contraction", "contracted": contracted}
                 row |= {"K": contracted, "rows": CORNER, "cols": CORNER}
                 row |= {"input": kind, "variant": name}
                 try:
-                    pair = operands(recipe, "fprop", a, b)
-                    row["error"] = f"{error(product(*pair, fast), *map(dequantized, pair)):.3g}"
+                    pair = operands(variant.recipe, "fprop", a, b)
+                    row["error"] = f"{error(product(variant, *pair), *map(dequantized, pair)):.3g}"
                 except Exception as failure:
                     row["note"] = note_of(failure)
                 result.append(row)
@@ -156,12 +183,12 @@ def operands(
     return quantize(a, specs[gemm][0]), quantize(b, specs[gemm][1])
 
 
-def product(a: QuantizedTensor, b: QuantizedTensor, fast: bool) -> Tensor:
+def product(variant: Variant, a: QuantizedTensor, b: QuantizedTensor) -> Tensor:
     """The result in float32 where the kernel writes that, else in BF16."""
     try:
-        return scaled_matmul(a, b, torch.float32, fast_accum=fast)
+        return variant(a, b, torch.float32)
     except (RuntimeError, ValueError):
-        return scaled_matmul(a, b, torch.bfloat16, fast_accum=fast)
+        return variant(a, b, torch.bfloat16)
 
 
 def dequantized(x: QuantizedTensor) -> Tensor:
