@@ -171,12 +171,9 @@ def count_step(linear: Float8Linear, state: dict[str, Tensor]) -> list[Launch]:
 def step_rows(recipe: str, case: Case) -> list[dict[str, object]]:
     """What the payload adds to the step: traffic of its own memory, launches beyond the first."""
     launches, operands = count(recipe, case)
-    traffic = [
-        traffic
-        for launch in launches
-        for name, traffic in launch.tensors.items()
-        if launch.name == "quantize_rows_kernel" or name.startswith("payload")
-    ]
+    by_name = [item for launch in launches for item in launch.tensors.items()]
+    written = [traffic for name, traffic in by_name if name.startswith("payload")]
+    traffic = written or [traffic for _, traffic in by_name]  # or casts after the step
     numel = operands["weight"].numel()
     return [
         {
