@@ -15,7 +15,7 @@ class Layers(nn.Module):
         super().__init__()
         self.w, self.d = nn.Linear(8, 32), nn.Linear(16, 8)
         self.act, self.gelu, self.drop = nn.SiLU(), nn.GELU(), nn.Dropout(0.1)
-        self.n, self.other = 16, 8
+        self.n, self.other, self.parts = 16, 8, 1
 
 
 def _form(forward, base=Layers):
@@ -130,6 +130,16 @@ def _every_other(self, x):
     return self.d(self.act(both[..., ::2]) * both[..., 1::2])
 
 
+def _every_other_of_halves(self, x):
+    both = self.w(x)
+    return self.d(self.act(both[..., : self.n : 2]) * both[..., self.n :: 2])
+
+
+def _by_a_number(self, x):  # which may change after it was looked at
+    gate, up = self.w(x).chunk(2, dim=-1)
+    return self.d(self.act(gate) * up) if self.parts == 1 else self.d(up)
+
+
 def _of_rows(self, x):
     both = self.w(x)
     return self.d(self.act(both[:, : self.n]) * both[:, self.n :])
@@ -189,6 +199,8 @@ OTHERS = (
     _other_size,
     _uneven,
     _every_other,
+    _every_other_of_halves,
+    _by_a_number,
     _of_rows,
     _gelu,
     _without_activation,
@@ -259,6 +271,28 @@ def test_two_layers_with_an_activation_by_name_or_function():
 
     for forward in (module, reversed_, function):
         assert _form(forward, Pair) == MLPForm("w", "v", "d")
+
+
+@pytest.mark.parametrize(
+    "activation",
+    [
+        lambda x: torch.where(x < 0, torch.zeros_like(x), F.silu(x)),
+        lambda x: x * torch.sigmoid(1.001 * x),
+        F.hardswish,
+    ],
+    ids=["half", "steeper", "hardswish"],
+)
+def test_an_activation_that_is_almost_silu(activation):
+    class Almost(nn.Module):
+        def forward(self, x):
+            return activation(x)
+
+    class Uses(Layers):
+        def __init__(self):
+            super().__init__()
+            self.act = Almost()
+
+    assert _form(_chunk, Uses) is None
 
 
 def test_halves_of_two_layers_are_no_form():
