@@ -124,6 +124,13 @@ def test_operators_are_well_formed(granularity, layouts, saved):
     check(library.gate_up_backward_amax.default, arguments, test_utils=CHECKS[saved])
 
 
+def test_results_have_the_dtype_asked_for():
+    *arguments, _ = inputs((20, 140), False)
+    operator = torch.ops.torch_fp8.gate_up_backward.default
+    assert operator(*arguments, torch.float32, True).dtype == torch.float32
+    torch.library.opcheck(operator, (*arguments, torch.float32, True), test_utils=CHECKS[False])
+
+
 def everything(grad, both, smooth):
     gate, up = ops.halves(both, True)
     *saved, _ = swiglu.swiglu_save(gate, up, smooth)
