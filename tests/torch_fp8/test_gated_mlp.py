@@ -5,6 +5,7 @@ What they share with those of three layers is tested in test_producers.py.
 
 import copy
 import pickle
+import weakref
 
 import pytest
 import torch
@@ -143,6 +144,24 @@ def test_fused_and_unfused_have_the_same_bytes(recipe, inner, cls):
     assert type(plain[0]) is torch.Tensor
 
 
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_fused_and_unfused_have_the_same_bytes_with_two_layers(recipe):
+    fused, unfused = (_model(Pair, inner=176, recipe=recipe) for _ in range(2))
+    mlp, plain = unfused[1], []
+
+    def to_plain(grad):
+        plain.append(type(grad))
+        return grad + 0
+
+    for layer in (mlp.gate_proj, mlp.up_proj):
+        layer.register_forward_hook(lambda m, args, y: y.register_hook(to_plain) and None)
+    mlp.down_proj.register_forward_pre_hook(lambda m, args: (args[0] + 0,))
+    for step in range(2):  # delayed: the second with a history
+        x = _x(2, 33, 64, seed=step)
+        assert_equal(_run(unfused, x), _run(fused, x))
+    assert plain == [ProducedActivation] * 4
+
+
 @pytest.mark.parametrize("recipe", ["rowwise", "blockwise", "mxfp8"])
 def test_one_layer_computes_what_two_do(recipe):
     """To the bit where no scale is of both, but for the sum over both in the input's gradient."""
@@ -212,6 +231,46 @@ def test_product_and_gradient_are_cast_as_they_are_made(recipe):
     assert not any(name in calls.names for name in dense)
 
 
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "blockwise"])
+def test_two_layers_share_their_input_and_the_maximum_of_their_gradients(recipe):
+    """No norm in front, which would share it."""
+    mlp = nn.Sequential(Pair(64, INNER)).bfloat16()
+    convert_to_float8(mlp, FP8Config(recipe=recipe))
+    with _Calls() as calls:
+        mlp(_x(128, 64).requires_grad_()).sum().backward()
+    count = calls.names.count
+    weights, x_and_grad_of_down = 2 * 3, 2
+    others = 2 if recipe == "delayed" else 0  # gradients with a scale of each
+    casts = count("quantize_2d") + count("quantize_2d_delayed")
+    assert casts == weights + x_and_grad_of_down + others
+    assert count("swiglu_backward_quantize") == (recipe != "delayed")
+    assert count("swiglu_backward_amax") == (recipe != "blockwise")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "operator"),
+    [("tensorwise", "swiglu_backward_quantize"), ("rowwise", "swiglu_backward")],
+)
+def test_the_first_gradient_is_gone_when_the_second_is_taken(recipe, operator):
+    model, made, alive = _model(Pair, recipe=recipe), [], []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            results = func(*args, **(kwargs or {}))
+            if func._schema.name == f"torch_fp8::{operator}":
+                parts = len(results) // 2
+                made.append([weakref.ref(results[i * parts]) for i in range(2)])
+            return results
+
+    for layer in (model[1].gate_proj, model[1].up_proj):  # told when the layer's backward is over
+        layer.weight.register_post_accumulate_grad_hook(
+            lambda p: alive.append(sum(ref() is not None for ref in made[0]))
+        )
+    with Watch():
+        model(_x(32, 64).requires_grad_()).sum().backward()
+    assert alive == [1, 0]
+
+
 @pytest.mark.parametrize("options", [{}, {"recipe": "blockwise"}, {"save_activations": "bf16"}])
 def test_bytes_kept_are_those_of_two_layers(options):
     x = _x(256, 64)
@@ -250,7 +309,42 @@ def test_a_frozen_input_leaves_the_weight_gradient_alone():
     assert col.qdata.shape == (2 * INNER, 32)
 
 
+def test_a_frozen_layer_behind_gets_no_transposed_blocks():
+    """They are cast with what is saved, before the layer asks."""
+    for frozen, options in ((False, {}), (True, {}), (False, {"wgrad": "bf16"})):
+        mlp, seen = _model(recipe="blockwise", **options)[1], []
+        mlp.down_proj.weight.requires_grad_(not frozen)
+        mlp.down_proj.register_forward_pre_hook(
+            lambda m, args, seen=seen: seen.extend(args[0].production.forms.layouts.values())
+        )
+        mlp(_x(32, 64))
+        ((row, col),) = seen
+        assert row is not None
+        assert (col is None) == (frozen or bool(options))
+
+
+def test_a_layer_behind_that_does_not_run_in_fp8_gets_no_blocks():
+    mlp = _model(recipe="blockwise", eval_fp8=False)[1]
+    mlp.down_proj.eval()
+    with _Calls() as calls:
+        mlp(_x(32, 64).requires_grad_())
+    assert "swiglu_quantize" not in calls.names
+    assert "swiglu" in calls.names
+
+
 # Around them.
+
+
+def test_gate_and_up_of_different_dtypes_are_multiplied_as_the_module_does():
+    mlp, seen = _model(Pair, dtype=torch.float32)[1], {}
+    mlp.gate_proj.register_forward_hook(lambda m, args, y: seen.setdefault("gate", y.float()))
+    mlp.up_proj.register_forward_hook(lambda m, args, y: seen.setdefault("up", y))
+    mlp.down_proj.register_forward_pre_hook(lambda m, args: seen.setdefault("product", args[0]))
+    with torch.autocast("cpu", torch.bfloat16):
+        mlp(_x(4, 64, dtype=torch.float32))
+    assert (seen["gate"].dtype, seen["up"].dtype) == (torch.float32, torch.bfloat16)
+    assert type(seen["product"]) is torch.Tensor
+    assert torch.equal(seen["product"], F.silu(seen["gate"]) * seen["up"])
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -406,6 +500,9 @@ def test_conversion_keeps_class_and_name_and_reverts():
     assert type(mlp) is Joined
     convert_to_float8(model)
     assert type(mlp) is not Joined
+    config = FP8Config(save_activations="bf16")
+    convert_to_float8(model, config)
+    assert mlp.fp8_config is config
     revert(model)
     assert type(mlp) is Joined
     assert not any(k.startswith("fp8") for k in vars(mlp))

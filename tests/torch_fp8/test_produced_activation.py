@@ -150,9 +150,7 @@ def test_what_a_region_of_a_checkpoint_makes_of_its_own_is_there_after_it():
         return y, y * 2
 
     x = _x(4, 64).requires_grad_()
-    y, twice = checkpoint(
-        region, x, use_reentrant=False, context_fn=selective_checkpoint_contexts
-    )
+    y, twice = checkpoint(region, x, use_reentrant=False, context_fn=selective_checkpoint_contexts)
     with _Names() as operators:
         again = y * 2
     assert torch.equal(again, twice)
