@@ -315,6 +315,38 @@ def test_mlps_that_compute_something_else_stay_as_they_are():
     assert model[0].fp8_form == ("up_proj", "down_proj", "gate_proj")
 
 
+def test_mlps_without_a_layer_in_fp8_stay_as_they_are():
+    model = nn.Sequential(Norm(64), MLP(64, 176), nn.Linear(64, 64))
+    report = convert_to_float8(model, FP8Config(skip=("gate_proj", "up_proj", "down_proj")))
+    assert report.producers == ("0",)
+    assert type(model[1]) is MLP
+
+
+def test_norms_that_no_layer_of_their_width_reads_return_plain_tensors():
+    """Of heads; and the last one, beside the blocks of the model by name or by number."""
+
+    class Heads(Attention):
+        def __init__(self):
+            super().__init__(64)
+            self.q_norm = Norm(16)
+
+    heads = Heads().bfloat16()
+    blocks = nn.ModuleDict({"a": nn.Linear(64, 64)})
+    models = [
+        nn.ModuleDict({"blocks": b, "norm": Norm(64)})
+        for b in (blocks, nn.ModuleList(blocks.values()))
+    ]
+    convert_to_float8(heads)
+    norms = [heads.q_norm]
+    for model in models:
+        assert convert_to_float8(model.bfloat16()).producers == ("norm",)
+        norms.append(model["norm"])
+    for norm in norms:
+        assert isinstance(norm, Float8RMSNorm)
+        assert norm.fp8_consumers is None
+        assert type(norm(_x(4, norm.weight.shape[0]))) is torch.Tensor
+
+
 # Sharing, and what is kept.
 
 
