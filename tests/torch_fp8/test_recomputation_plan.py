@@ -53,6 +53,11 @@ def test_what_writes_a_needed_storage_runs():
     assert _plan(chain, saved=[(1, 2)]) == ([0], set())
 
 
+def test_a_write_to_a_part_needs_the_rest():
+    chain = (_operation([0], [1]), _operation([2], [], writes=[1]), _operation([1], [3]))
+    assert _plan(chain, saved=[(3, 3)]) == ([0, 1, 2], set())
+
+
 def test_views_carry_the_storage_they_show():
     chain = (_operation([0], [1]), _operation([1], [1], Kind.VIEW), _operation([1], [2]))
     assert _plan(chain, saved=[(2, 3)]) == ([0, 2], set())
