@@ -22,8 +22,9 @@ from tests.torch_fp8.test_hugging_face import FAMILIES, TINY
 from tests.torch_fp8.test_producers import MLP, Attention, Block, Norm
 from torch_fp8 import FP8Config, convert_to_float8, selective_checkpoint_contexts
 from torch_fp8.activation_checkpointing import Unavailable
+from torch_fp8.delayed_scaling import History
 from torch_fp8.fsdp_communication import connect_fsdp
-from torch_fp8.linear import Float8Linear
+from torch_fp8.linear import INPUT, Float8Linear
 from torch_fp8.operator_trace import ATTENTION, CASTS, is_random
 from torch_fp8.recipe import RECIPES
 from torch_fp8.weight_cache import WeightCache, watch
@@ -230,6 +231,25 @@ def test_nothing_is_left_where_no_backward_comes():
         gc.enable()
 
 
+def test_a_backward_leaves_nothing_with_what_was_kept():
+    """The graph of the second pass, and what it made of its input, go before a next backward."""
+
+    class Headed(Attention):
+        def forward(self, x):
+            q, k, v = (layer(x)[:, None] for layer in (self.q_proj, self.k_proj, self.v_proj))
+            return self.o_proj(F.scaled_dot_product_attention(q, k, v)[:, 0])
+
+    model = _converted(nn.Sequential(Norm(64), Headed(64)).bfloat16())
+    contexts, made = _contexts()
+    y = checkpoint(
+        model[1], model[0](_x().requires_grad_()), use_reentrant=False, context_fn=contexts
+    )
+    y.sum().backward(retain_graph=True)
+    assert any(t.dtype == BF16 for t in made[1].kept)  # attention's, which autograd records
+    assert not any(t.requires_grad for t in made[1].kept)
+    assert not made[1].forms
+
+
 class Rest(nn.Module):
     """Around a block: dropout, tuples, keywords, and an adapter in 16 bits."""
 
@@ -351,7 +371,9 @@ def test_nested_checkpoints(recipe):
 
         return around(both, x)
 
-    for around, inside in ((full, _selective), (_selective, full), (_selective, _selective)):
+    reentrant = functools.partial(checkpoint, use_reentrant=True)  # its backward runs both passes
+    nestings = ((full, _selective), (_selective, full), (_selective, _selective))
+    for around, inside in (*nestings, (reentrant, _selective)):
         plain, recomputed = copy.deepcopy(model), copy.deepcopy(model)
         for _ in range(2):
             want = _run(plain, plain)
@@ -597,6 +619,23 @@ def test_a_kept_result_that_is_modified_in_place():
         y.sum().backward()
 
 
+def test_a_history_does_not_move_twice_for_a_scale_that_is_modified():
+    history, config = (
+        History(torch.zeros(4), torch.zeros(2, dtype=torch.int32)),
+        FP8Config("delayed"),
+    )
+    spec = _converted(nn.Sequential(nn.Linear(64, 64)))[0].operand_spec(INPUT)
+
+    def function(x):
+        row, _, _ = history.cast(x.detach(), spec, config, row=True, col=False)
+        row.scale.mul_(2)
+        return x * row.scale
+
+    with pytest.raises(RuntimeError, match=r"quantize_2d_delayed.* was modified in place"):
+        _selective(function, _x(32, 64).requires_grad_())
+    assert _installed() == (0, None, True)
+
+
 class _PastTorch(torch.autograd.Function):
     """sin(x), computed past torch's operators, with x or its result saved."""
 
@@ -639,7 +678,12 @@ def test_kernels_past_torch_that_read_what_is_not_there_are_told():
         y = model[0](x)
         return model[1](y * float(y.detach().numpy().sum()))
 
-    for asks in (function, in_numpy):
+    def address(x):
+        y = model[0](x)
+        y.detach().data_ptr()
+        return model[1](y)
+
+    for asks in (function, in_numpy, address):
         y = _selective(asks, _x(dtype=torch.float32).requires_grad_())
         with pytest.raises(RuntimeError, match="what is no operator of torch"):
             y.sum().backward()
@@ -684,21 +728,29 @@ def fresh_dynamo():
     torch._dynamo.reset()
 
 
+def _results(graph):
+    """The tensors, without substance, that a traced graph returns."""
+    (output,) = (node for node in graph.graph.nodes if node.op == "output")
+    values = [n.meta["val"] for n in output.args[0] if isinstance(n, torch.fx.Node)]
+    return [v for v in values if isinstance(v, torch.Tensor)]
+
+
 @pytest.mark.parametrize("recipe", ["tensorwise", "blockwise"])
 def test_in_a_compiled_graph_torch_keeps_fp8(recipe, fresh_dynamo):
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch.partitioners import min_cut_rematerialization_partition
 
     model, x = Llama(recipe=recipe), _x(2, 32, 128)
-    results, casts = {}, {}
+    results, casts, kept = {}, {}, {}
     for how, options in {
         "full": {},
         "selective": {"context_fn": selective_checkpoint_contexts},
     }.items():
-        twin, graphs = copy.deepcopy(model), []
+        twin, graphs, payloads = copy.deepcopy(model), [], []
 
-        def keep(graph, inputs, graphs=graphs):
+        def keep(graph, inputs, graphs=graphs, payloads=payloads):
             graphs.append(str(graph.graph))
+            payloads.append([v.shape for v in _results(graph) if v.dtype == torch.float8_e4m3fn])
             return graph
 
         torch._dynamo.reset()
@@ -708,5 +760,9 @@ def test_in_a_compiled_graph_torch_keeps_fp8(recipe, fresh_dynamo):
         function = functools.partial(checkpoint, twin, use_reentrant=False, **options)
         results[how] = _run(twin, torch.compile(function, backend=backend, fullgraph=True), x)
         casts[how] = graphs[1].count("torch.ops.torch_fp8.rms_norm_statistics")
+        kept[how] = payloads[0]
     _assert_equal(results["full"], results["selective"])
     assert casts == {"full": 2, "selective": 0}
+    assert kept["full"] == []
+    assert kept["selective"]
+    assert all(64 in shape for shape in kept["selective"])  # tokens: of weights they are made again
