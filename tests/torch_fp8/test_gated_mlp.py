@@ -1,6 +1,6 @@
-"""Gated MLPs whose gate and up are one layer: what is written once, kept, and handed over in FP8.
+"""Gated MLPs: what is written once, kept, and handed over in FP8; gate and up in one layer or two.
 
-What they share with those of three layers is tested in test_producers.py.
+What a whole block does with them is tested in test_producers.py.
 """
 
 import copy

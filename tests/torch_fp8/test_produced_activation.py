@@ -91,6 +91,8 @@ def test_a_copy_of_what_is_held_twice_is_one():
     first, second = copy.deepcopy([y, y])
     assert type(first) is torch.Tensor
     assert first is second
+    first.zero_()
+    assert torch.equal(y + 0, _x(4, 64))
 
 
 class Grouped(nn.Module):

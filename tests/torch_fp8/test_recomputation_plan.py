@@ -56,6 +56,8 @@ def test_what_writes_a_needed_storage_runs():
 def test_a_write_to_a_part_needs_the_rest():
     chain = (_operation([0], [1]), _operation([2], [], writes=[1]), _operation([1], [3]))
     assert _plan(chain, saved=[(3, 3)]) == ([0, 1, 2], set())
+    forced = _operation([2], [], Kind.FORCED, writes=[1])
+    assert _plan((chain[0], forced)) == ([0, 1], set())
 
 
 def test_views_carry_the_storage_they_show():

@@ -633,6 +633,8 @@ def test_a_history_does_not_move_twice_for_a_scale_that_is_modified():
 
     with pytest.raises(RuntimeError, match=r"quantize_2d_delayed.* was modified in place"):
         _selective(function, _x(32, 64).requires_grad_())
+    with pytest.raises(LookupError):  # which came first
+        _selective(lambda x: _Fails()(function(x)), _x(32, 64).requires_grad_())
     assert _installed() == (0, None, True)
 
 
