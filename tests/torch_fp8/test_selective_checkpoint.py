@@ -214,6 +214,7 @@ def test_what_nothing_needs_is_gone_after_the_first_pass(recipe):
     kept = {t.untyped_storage().data_ptr() for t in made[1].kept}
     # beside the result, and the state of the generator that checkpoint restores
     more = [t for t in alive if t.untyped_storage().data_ptr() not in kept and t is not y]
+    more = [t for t in more if t.numel()]  # torch 2.11 has two without elements
     assert [t.dtype for t in more] == [torch.uint8]
 
 
