@@ -215,8 +215,8 @@ def without_memory() -> Iterator[None]:
     Norms and gated MLPs leave tensor subclasses to their stock forward; here these are the rule.
     """
     with (
-        mock.patch.object(float8_rms_norm, "Tensor", FakeTensor),
-        mock.patch.object(gated_mlp, "Tensor", FakeTensor),
+        mock.patch.object(float8_rms_norm, "PLAIN", (FakeTensor,)),
+        mock.patch.object(gated_mlp, "PLAIN", (FakeTensor,)),
         FakeTensorMode(allow_non_fake_inputs=True),
         mock.patch.object(float8_optimizer, "step_large"),
         mock.patch.object(float8_optimizer, "step_small"),

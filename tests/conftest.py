@@ -21,6 +21,15 @@ def _no_config_from_outside(monkeypatch):
     monkeypatch.delenv("TORCH_FP8_CONFIG", raising=False)
 
 
+@pytest.fixture(autouse=True)
+def _nothing_compiled_before():
+    """Dynamo compiles a function a limited number of times in a process."""
+    yield
+    dynamo = sys.modules.get("torch._dynamo")
+    if dynamo is not None:
+        dynamo.reset()
+
+
 @pytest.fixture
 def te(monkeypatch):
     """The stub of ``transformer_engine.pytorch``, on any device."""

@@ -723,14 +723,6 @@ def test_the_list_of_casts_is_complete():
         assert hasattr(torch.ops.aten, name)
 
 
-@pytest.fixture
-def fresh_dynamo():
-    """No graphs of other tests, and none for other tests: their number is limited."""
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
 def _results(graph):
     """The tensors, without substance, that a traced graph returns."""
     (output,) = (node for node in graph.graph.nodes if node.op == "output")
@@ -739,7 +731,7 @@ def _results(graph):
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "blockwise"])
-def test_in_a_compiled_graph_torch_keeps_fp8(recipe, fresh_dynamo):
+def test_in_a_compiled_graph_torch_keeps_fp8(recipe):
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch.partitioners import min_cut_rematerialization_partition
 
