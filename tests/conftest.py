@@ -24,7 +24,6 @@ def _no_config_from_outside(monkeypatch):
 @pytest.fixture(autouse=True)
 def _nothing_compiled_before():
     """Dynamo compiles a function a limited number of times in a process."""
-    yield
     dynamo = sys.modules.get("torch._dynamo")
     if dynamo is not None:
         dynamo.reset()
