@@ -278,8 +278,13 @@ def _pad(x: Tensor, rows: int, cols: int, value: float) -> Tensor:
 
 
 def _column_major(scale: Tensor) -> Tensor:
-    """(R, L) with strides (1, R)."""
-    return scale.t().contiguous().t()
+    """(R, L) with strides (1, R), also where L is 1.
+
+    There any stride would do, but torch 2.11 takes another for one operand only if the other has it
+    as well.
+    """
+    scale = scale.t().contiguous().t()
+    return scale.as_strided(scale.shape, (1, scale.shape[0])) if scale.shape[1] == 1 else scale
 
 
 def _square_blocks(scale: Tensor) -> Tensor:

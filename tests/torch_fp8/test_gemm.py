@@ -4,11 +4,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks import numerics as bench
 from torch_fp8 import gemm
-from torch_fp8.formats import GEMM_SQNR_DB
+from torch_fp8.formats import E4M3, GEMM_SQNR_DB
 from torch_fp8.gemm import check_device, scaled_matmul, scaled_matmul_reference
 from torch_fp8.numerics import sqnr_db, worst_row_sqnr_db
 from torch_fp8.quantize import dequantize, quantize, quantize_layouts
-from torch_fp8.recipe import RECIPES, make_recipe
+from torch_fp8.recipe import RECIPES, CastSpec, make_recipe
 
 M, K, N = 384, 512, 320
 
@@ -140,7 +140,7 @@ def test_other_accelerators_are_refused():
         check_device(torch.device("mps"), "tensorwise", emulate=False)
 
 
-@pytest.mark.parametrize("shape", [(256, 256, 384), (100, 200, 72), (1, 16, 16)], ids=str)
+@pytest.mark.parametrize("shape", [(256, 256, 384), (100, 200, 72), (100, 208, 72), (1, 16, 16)], ids=str)
 @pytest.mark.parametrize("recipe_name", RECIPES)
 def test_cuda_operands_pass_the_operators_own_checks(monkeypatch, recipe_name, shape):
     """torch's shape function for CUDA checks alignment, strides and the scales' layout."""
@@ -163,6 +163,26 @@ def test_cuda_operands_pass_the_operators_own_checks(monkeypatch, recipe_name, s
 
 def _fake(x):
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cuda")
+
+
+@pytest.mark.parametrize("rows", [144, 137, 1])
+@pytest.mark.parametrize("cols", [300, 128, 100])
+@pytest.mark.parametrize("granularity", ["block_1x128", "block_128x128"])
+def test_cuda_scales_have_the_strides_that_the_operator_asks_for(granularity, cols, rows):
+    """By torch's ScaledBlas.cpp, of all versions the strictest: also of one block, padded or not.
+
+    128x128: (L rounded up to 4, R) with strides (1, that L).
+    """
+    spec = CastSpec(E4M3, granularity, power_of_two=True)
+    for x in quantize_layouts(torch.randn(rows, cols), spec, row=True, col=True):
+        for is_b in (False, True) if granularity == "block_1x128" else (True,):
+            padded = gemm._operand(x, is_b=is_b)
+            num_rows, num_blocks = padded.qdata.shape[0], padded.qdata.shape[1] // 128
+            shape = (num_rows, num_blocks)
+            if granularity == "block_128x128":
+                shape = (-(-num_blocks // 4) * 4, num_rows // 128)
+            assert padded.scale.shape == shape
+            assert padded.scale.stride() == (1, shape[0])
 
 
 @pytest.mark.parametrize("granularity", ["rowwise", "block_1x128", "block_128x128"])
