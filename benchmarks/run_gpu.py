@@ -4,17 +4,22 @@
     python -m benchmarks.run_gpu --parts linear block     # some; several calls cover everything
     python -m benchmarks.run_gpu --toy                    # the same at toy size, also on a CPU
 
-Parts, the most telling first: tests, linear, block, step, memory, gemm, optimizer. Each is a
-process of its own that gets its share of the time that is left, by the weights in `PARTS`, and
+Parts, the most telling first: tests, timing, linear, block, step, memory, gemm, optimizer. Each is
+a process of its own that gets its share of the time that is left, by the weights in `PARTS`, and
 writes its CSV, a row at a time, and its picture under benchmarks/results; gpu_run.csv says how each
 went. Rows stay until they are measured again. What follows ``--`` goes to every part that is named:
 
     python -m benchmarks.run_gpu --parts step -- --models Llama-3.1-8B --modes compiled
 
-The exit status is that of the worst part.
+``tests`` are the GPU tests, in several processes where pytest-xdist is there, for most of their
+time goes into compiling kernels; ``timing`` those that compare times, which need the card to
+themselves. The exit status is 0 if that of every part is.
 """
 
 import argparse
+import contextlib
+import importlib.util
+import os
 import re
 import signal
 import subprocess
@@ -31,11 +36,15 @@ from benchmarks.measurement import (
     Table,
     default_device,
     environment,
+    note_of,
 )
+from benchmarks.plot import draw
 
-BUDGET = 570.0
+BUDGET = 540.0
+"""Seconds, so that ten minutes hold the start of Python and what is done with the results, too."""
 PARTS = {
-    "tests": 2.0,
+    "tests": 2.5,
+    "timing": 0.5,
     "linear": 2.5,
     "block": 1.5,
     "step": 4.0,
@@ -44,6 +53,8 @@ PARTS = {
     "optimizer": 1.0,
 }
 """Name -> weight of its share in the time that is left to it and those after it."""
+TESTS = {"tests": "gpu and not alone", "timing": "gpu and alone"}
+"""The parts that run tests -> which of them."""
 GRACE = 20.0
 """Seconds before the end of its share in which a part begins nothing new."""
 
@@ -68,31 +79,66 @@ def main() -> None:
         share = PARTS[name] / sum(PARTS[later] for later in names[i:])
         seconds = share * (deadline - time.monotonic())
         toy = ["--toy"] if arguments.toy else []
-        command = [*command_of(name, results), *(toy if name != "tests" else [])]
+        command = [*command_of(name, results), *(toy if name not in TESTS else [])]
         began = time.monotonic()
         status, result = run_part(name, [*command, *arguments.options], seconds)
         statuses.append(status)
         spent = round(time.monotonic() - began, 1)
         table.add([{"part": name, "seconds": spent, "result": result}])
         print(f"== {name}: {result} in {spent} s", flush=True)
-    sys.exit(max(statuses))
+        if status and name not in TESTS:
+            draw_what_there_is(results / f"{name}.csv")
+    sys.exit(any(statuses))  # of a process that a signal has ended it is negative
 
 
 def command_of(name: str, results: Path) -> list[str]:
     """The command of a part; without a card the GPU tests are only collected."""
-    if name == "tests":
-        command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", str(ROOT / "tests")]
-        return command if torch.cuda.is_available() else [*command, "--collect-only"]
-    csv = str(results / f"{name}.csv")
-    return [sys.executable, "-m", f"benchmarks.bench_{name}", "--csv", csv]
+    if name not in TESTS:
+        csv = str(results / f"{name}.csv")
+        return [sys.executable, "-m", f"benchmarks.bench_{name}", "--csv", csv]
+    command = [sys.executable, "-m", "pytest", "-q", "-m", TESTS[name], *gpu_tests()]
+    if not torch.cuda.is_available():
+        return [*command, "--collect-only"]
+    parallel = name == "tests" and importlib.util.find_spec("xdist") is not None
+    return [*command, "-n", str(num_processes())] if parallel else command
+
+
+def gpu_tests() -> list[str]:
+    """The files with GPU tests: the others may need packages that a machine with a card lacks."""
+    files = sorted((ROOT / "tests").rglob("test_*.py"))
+    return [str(path) for path in files if "mark.gpu" in path.read_text(encoding="utf-8")]
+
+
+def num_processes() -> int:
+    """That run tests; each compiles on one core and holds up to 24 GiB of the card, seldom."""
+    return max(1, min(12, (os.cpu_count() or 1) * 3 // 4))
+
+
+def draw_what_there_is(csv: Path) -> None:
+    """The picture of a part that was ended before it drew its own."""
+    try:
+        if csv.exists():
+            draw(csv)
+    except Exception as error:  # the rows are what counts
+        print(f"no picture of {csv.name}: {note_of(error)}", flush=True)
 
 
 def run_part(name: str, command: list[str], seconds: float) -> tuple[int, str]:
     """Run one part -> (exit status, one line on how it went)."""
     print(f"== {name}: up to {seconds:.0f} s", flush=True)
-    if name != "tests":
+    environment = dict(os.environ)
+    if name in TESTS:
+        environment["OMP_NUM_THREADS"] = "1"  # beside other processes
+    else:
         command = [*command, "--budget", f"{max(seconds - GRACE, 0.5 * seconds):.0f}"]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        text=True,
+        preexec_fn=os.setpgrp,  # a group of its own: what it starts may hold the pipe as it does
+    )
     try:
         output, _ = process.communicate(timeout=max(seconds, 1.0))
     except subprocess.TimeoutExpired:
@@ -101,22 +147,30 @@ def run_part(name: str, command: list[str], seconds: float) -> tuple[int, str]:
         try:
             output, _ = process.communicate(timeout=GRACE / 2)
         except subprocess.TimeoutExpired:
-            process.kill()
+            end_all(process)
             output, _ = process.communicate()
         print(output, flush=True)
         return 1, f"ended after {seconds:.0f} s{_counted(name, output)}"
+    finally:
+        end_all(process)  # and what it may have left running, beside which nothing is to be timed
     print(output, flush=True)
-    if name == "tests" and _counted(name, output):
+    if name in TESTS and _counted(name, output):
         return process.returncode, _counted(name, output).removeprefix(", ")
     status = process.returncode
     return status, "done" if status == 0 else f"exit status {status}"
+
+
+def end_all(process: subprocess.Popen) -> None:
+    """End a part and all processes that it has started."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 def _counted(name: str, output: str) -> str:
     """What pytest says that it has run."""
     last = (output.strip().splitlines() or [""])[-1]
     found = re.search(r"\d+ (passed|failed|error|tests? collected|deselected).*", last)
-    return f", {found.group(0).strip('= ')}" if name == "tests" and found else ""
+    return f", {found.group(0).strip('= ')}" if name in TESTS and found else ""
 
 
 if __name__ == "__main__":

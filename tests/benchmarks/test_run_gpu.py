@@ -4,11 +4,13 @@ import csv
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
+from benchmarks import run_gpu
 from benchmarks.shapes import TOY_LLAMA, parameter_count
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -185,6 +187,95 @@ def test_rows_say_where_they_come_from(results, name):
 def test_every_part_is_drawn(results):
     pytest.importorskip("matplotlib")
     assert {path.stem for path in results.glob("*.png")} == set(PARTS)
+
+
+def test_the_files_with_gpu_tests_are_all_that_is_collected():
+    """The others need packages that a machine with a card may lack: an error when collecting."""
+    files = {Path(path).relative_to(ROOT).as_posix() for path in run_gpu.gpu_tests()}
+    assert "tests/torch_fp8/test_cuda.py" in files
+    assert "tests/torch_fp8/test_recipe_choice.py" in files
+    assert "tests/torch_fp8/test_linear.py" not in files
+    for path in (ROOT / "tests").rglob("*.py"):
+        if "pytest.mark.gpu" in path.read_text():
+            assert path.relative_to(ROOT).as_posix() in files | {"tests/benchmarks/test_run_gpu.py"}
+
+
+def test_tests_run_side_by_side_but_those_that_compare_times(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(os, "cpu_count", lambda: 16)
+    tests, timing = (run_gpu.command_of(name, ROOT) for name in ("tests", "timing"))
+    assert tests[tests.index("-m", 3) + 1] == "gpu and not alone"
+    assert tests[-2:] == ["-n", "12"]
+    assert timing[timing.index("-m", 3) + 1] == "gpu and alone"
+    assert "-n" not in timing
+    monkeypatch.setattr(run_gpu.importlib.util, "find_spec", lambda name: None)
+    assert "-n" not in run_gpu.command_of("tests", ROOT)
+
+
+def script(tmp_path, text):
+    path = tmp_path / "part.py"
+    path.write_text(text)
+    return [sys.executable, str(path)]
+
+
+def test_a_part_that_a_signal_ends_is_a_failure(tmp_path, monkeypatch):
+    died = script(tmp_path, "import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
+    monkeypatch.setattr(run_gpu, "command_of", lambda name, results: died)
+    monkeypatch.setattr(sys, "argv", ["run_gpu", "--toy", "--parts", "gemm", "--results", "x"])
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        run_gpu.main()
+    assert ended.value.code == 1
+    (row,) = rows(tmp_path / "x", "gpu_run.csv")
+    assert row["result"] == "exit status -9"
+
+
+@pytest.mark.parametrize("stubborn", [False, True])
+def test_a_part_is_ended_in_time_with_all_that_it_started(tmp_path, monkeypatch, stubborn):
+    """A worker that holds the pipe may not hold the run, nor be there beside the next part."""
+    monkeypatch.setattr(run_gpu, "GRACE", 2.0)
+    command = script(
+        tmp_path,
+        "import signal, subprocess, sys, time\n"
+        f"if {stubborn}: signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+        "worker = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
+        "print(worker.pid, flush=True)\n"
+        "time.sleep(60)\n",
+    )
+    began = time.monotonic()
+    status, result = run_gpu.run_part("gemm", command, 2.0)
+    assert time.monotonic() - began < 10
+    assert (status, result) == (1, "ended after 2 s")
+
+
+def test_what_a_part_left_running_is_ended(tmp_path, capsys):
+    command = script(
+        tmp_path,
+        "import subprocess, sys\n"
+        "worker = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'],"
+        " stdout=subprocess.DEVNULL)\n"
+        "print(worker.pid)\n",
+    )
+    assert run_gpu.run_part("gemm", command, 30.0) == (0, "done")
+    worker = int(capsys.readouterr().out.split()[-1])
+    for _ in range(50):
+        state = Path(f"/proc/{worker}/stat")
+        if not state.exists() or state.read_text().rsplit(")", 1)[1].split()[0] == "Z":
+            return
+        time.sleep(0.1)
+    raise AssertionError("it still runs")
+
+
+def test_a_part_that_was_ended_is_drawn_from_the_rows_it_has(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(run_gpu, "draw", drawn.append)
+    run_gpu.draw_what_there_is(tmp_path / "gemm.csv")
+    assert not drawn
+    (tmp_path / "gemm.csv").write_text("gemm\n")
+    run_gpu.draw_what_there_is(tmp_path / "gemm.csv")
+    assert drawn == [tmp_path / "gemm.csv"]
+    monkeypatch.setattr(run_gpu, "draw", lambda path: 1 / 0)
+    run_gpu.draw_what_there_is(tmp_path / "gemm.csv")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")

@@ -149,6 +149,7 @@ def test_what_was_timed_on_such_a_card_is_not_timed_again(timer):
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_a_card_times_its_layers():
     device = torch.device("cuda")
     shape, tokens = LayerShape(4096, 4096, True, torch.bfloat16), 8192

@@ -346,6 +346,7 @@ def test_layers_left_are_as_if_they_were_named_in_skip(timed, slow, level):
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_on_a_card_it_chooses_for_a_llama():
     """Native FP8 wins where GEMMs are large; only what it says must hold, whichever wins."""
     layers = {"up": nn.Linear(4096, 14336, False), "tiny": nn.Linear(16, 16)}
