@@ -15,6 +15,8 @@ each round runs a few steps of every variant in turn, from the same weights on t
   bf16-mixed in the same host and mode.
 * ``speedup``: over bf16-mixed in the same host and mode, ``speedup_over_compiled``: over compiled
   bf16-mixed, at equal batch.
+* ``recipe``: of our linears (``fp8-mixed`` alone has ``auto`` measure and choose; it may leave some
+  in BF16: see ``fp8_linears``), and ``floor_ms`` is that recipe's.
 * ``peak_mib``: of the measured steps; ``run_peak_mib``: with everything before them.
 * ``floor_ms``: counted bytes and FLOPs at the card's measured rates (benchmarks/roofline.py).
 * ``--largest``: each variant at the largest batch that fits, too, found from its peaks at 1 and 2.
@@ -49,7 +51,7 @@ COLUMNS = (
     *("model", "host", "variant", "mode", "batch", "sequence", "median_ms", "p20_ms", "p80_ms"),
     *(f"{phase}_ms" for phase in PHASES),
     *("tokens_per_s", "floor_ms", "floor_share", "speedup", "speedup_over_compiled"),
-    *("peak_mib", "run_peak_mib", "peak_share", "fp8_linears"),
+    *("peak_mib", "run_peak_mib", "peak_share", "fp8_linears", "recipe"),
     *("loss", "loss_difference", "steps", "note"),
 )
 BF16, FP8 = "bf16-mixed", "fp8-mixed"
@@ -251,7 +253,7 @@ class Bench:
         baseline = self.runs.get(case._replace(variant=BF16))
         compiled = self.runs.get(case._replace(variant=BF16, mode="compiled"))
         tokens, parameters = case.batch * self.sequence, parameter_count(**self.layout)
-        used = _traffic(case.variant, variant)
+        used = _traffic(case.variant, variant, runs[-1].recipe)
         optimizer_bytes = variant.optimizer_bytes * parameters
         floor = 1e3 * step_seconds(
             tokens, self.sequence, self.layout, self.rates, used, optimizer_bytes
@@ -265,6 +267,7 @@ class Bench:
             "peak_mib": round(max(run.peak_mib for run in runs), 1),
             "run_peak_mib": round(max(run.run_peak_mib for run in runs), 1),
             "fp8_linears": runs[-1].num_fp8_linears,
+            "recipe": runs[-1].recipe,
             "loss": round(runs[-1].losses[-1], 5),
             "steps": len(samples),
         }
@@ -283,10 +286,11 @@ def _mean_loss(runs: list[Run]) -> float:
     return statistics.mean(loss for run in runs for loss in run.losses[WARMUP_STEPS:])
 
 
-def _traffic(name: str, variant: Variant):
-    """What the casts move; None for BF16."""
+def _traffic(name: str, variant: Variant, recipe: str):
+    """What the casts of a variant move whose linears have run `recipe`; None for BF16."""
     if variant.precision == FP8:
-        recipe = variant.config.get("recipe", "tensorwise")
+        if not recipe:  # no linear is faster in FP8
+            return None
         return traffic(f"{recipe}, weights cached" if "cached" in name else recipe)
     if variant.peer == "torchao by Accelerate":
         return traffic("torchao tensorwise")

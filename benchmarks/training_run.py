@@ -100,6 +100,7 @@ class Run:
         peak_mib: of the steps after the warm-up.
         run_peak_mib: of everything, set-up included.
         num_fp8_linears: that were ours.
+        recipe: of these, the one that ``auto`` chose where none was named; empty without any.
     """
 
     milliseconds: list[dict[str, float]]
@@ -107,6 +108,7 @@ class Run:
     peak_mib: float
     run_peak_mib: float
     num_fp8_linears: int
+    recipe: str = ""
 
 
 class _Recorder:
@@ -115,7 +117,7 @@ class _Recorder:
     def __init__(self, device: torch.device) -> None:
         self.device, self.marks = device, Marks(device)
         self.losses: list[Tensor] = []
-        self.num_fp8_linears = 0
+        self.recipes: list[str] = []
         self._peaks: list[float] = []
         self._reset()
 
@@ -128,7 +130,9 @@ class _Recorder:
     def finish(self, loss: Tensor, model: nn.Module) -> None:
         self.marks.end("optimizer")
         self.losses.append(loss.detach())
-        self.num_fp8_linears = sum(isinstance(m, Float8Linear) for m in model.modules())
+        if len(self.losses) == 1:
+            linears = [m for m in model.modules() if isinstance(m, Float8Linear)]
+            self.recipes = [m.fp8_recipe.name for m in linears]
 
     def close(self) -> None:
         """The last step is over, and what comes now is not to be measured."""
@@ -138,7 +142,9 @@ class _Recorder:
     def result(self) -> Run:
         milliseconds = self.marks.milliseconds()
         losses = [float(loss) for loss in self.losses]
-        return Run(milliseconds, losses, self._peaks[-1], max(self._peaks), self.num_fp8_linears)
+        peaks = self._peaks[-1], max(self._peaks)
+        names = ", ".join(dict.fromkeys(self.recipes))
+        return Run(milliseconds, losses, *peaks, len(self.recipes), names)
 
     def _note_peak(self) -> None:
         on_gpu = self.device.type == "cuda"

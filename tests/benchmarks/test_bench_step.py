@@ -9,16 +9,16 @@ import torch
 from benchmarks import bench_step
 from benchmarks.bench_step import BF16, FP8, Bench, Case
 from benchmarks.measurement import ENVIRONMENT, NOT_REACHED, Budget, Table
-from benchmarks.shapes import TOY_LLAMA
+from benchmarks.shapes import TOY_LLAMA, parameter_count
 from benchmarks.training_run import WARMUP_STEPS, Marks, Run, bigram_tokens
 
 CPU = torch.device("cpu")
 GIB = 1024.0
 
 
-def run_of(step_ms, peak=0.0, loss=2.0):
+def run_of(step_ms, peak=0.0, loss=2.0, recipe=""):
     phases = {"forward": step_ms / 4, "backward": step_ms / 2, "optimizer": step_ms / 8}
-    return Run([phases | {"step": step_ms}] * 3, [9.0] * WARMUP_STEPS + [loss] * 3, peak, peak, 0)
+    return Run([phases | {"step": step_ms}] * 3, [9.0] * WARMUP_STEPS + [loss] * 3, peak, peak, 0, recipe)
 
 
 @pytest.fixture
@@ -55,6 +55,25 @@ def test_speed_loss_and_memory_are_against_bf16(bench, tmp_path):
     assert fp8["steps"] == 6
     assert (fp8["forward_ms"], fp8["backward_ms"], fp8["optimizer_ms"]) == (5.0, 10.0, 2.5)
     assert fp8["tokens_per_s"] == round(2 * bench.sequence / 20.0 * 1e3)
+
+
+def test_the_floor_is_that_of_the_recipe_that_ran(bench, tmp_path):
+    """Whichever one auto chose; without an FP8 linear BF16's."""
+    floors = {}
+    case = Case("lightning", "compiled", FP8, 2)
+    for recipe in ("tensorwise", "rowwise", "blockwise", ""):
+        bench.answers[FP8] = lambda _, recipe=recipe: run_of(20.0, recipe=recipe)
+        bench.runs.clear()
+        found = table(tmp_path)
+        bench.round([case], Budget(100.0), found)
+        assert found.rows[0]["recipe"] == recipe
+        floors[recipe] = found.rows[0]["floor_ms"]
+    assert floors["blockwise"] < floors["tensorwise"] < floors["rowwise"]
+    bench.answers[BF16] = lambda _: run_of(30.0)
+    found = table(tmp_path)
+    bench.round([case._replace(variant=BF16)], Budget(100.0), found)
+    moments = 1e3 * (28.0 - 12.1) * parameter_count(**TOY_LLAMA) / bench.rates.bandwidth
+    assert found.rows[0]["floor_ms"] == pytest.approx(floors[""] + moments, abs=2e-3)
 
 
 def test_out_of_memory_is_a_row_and_the_others_go_on(bench, tmp_path):

@@ -118,6 +118,7 @@ def test_step_runs_fp8_linears_under_fp8_mixed_only(results):
         bf16, fp8 = measured[host, "bf16-mixed"], measured[host, "fp8-mixed"]
         assert bf16["fp8_linears"] == "0"
         assert fp8["fp8_linears"] == "14"
+        assert (bf16["recipe"], fp8["recipe"]) == ("", "tensorwise")
         assert float(bf16["loss"]) == pytest.approx(float(fp8["loss"]), rel=0.01)
         assert abs(float(fp8["loss_difference"])) < 0.01
         for row in (bf16, fp8):
