@@ -11,7 +11,9 @@ torchao's and Transformer Engine's, eager and compiled, interleaved in this proc
   saved-tensor hooks; ``held_bytes_per_token``: by how much allocated memory grows in forward.
 * ``output_db``, ``grad_input_db``, ``grad_weight_db``: SQNR against the layer in float32, of what
   the layer adds to the residual stream and to its gradient; the last is the linears' worst.
-* ``floor_ms``: counted bytes and FLOPs at the card's measured rates (benchmarks/roofline.py).
+* ``recipe``: of our linears, chosen by ``auto`` where the variant names none.
+* ``floor_ms``: of that recipe, from counted bytes and FLOPs at the card's measured rates
+  (benchmarks/roofline.py).
 
 block_kernels.csv, beside it, has the kernels that take the time.
 """
@@ -44,13 +46,13 @@ from benchmarks.plot import draw
 from benchmarks.roofline import TRAFFIC, block_seconds
 from benchmarks.saved_activations import count_saved
 from benchmarks.shapes import LLAMA_3_1_8B, SEQUENCE, TOY_LLAMA, TOY_SEQUENCE
-from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8
+from torch_fp8 import Float8Linear, FP8Config, convert_optimizer, convert_to_float8
 from torch_fp8.numerics import sqnr_db
 
 COLUMNS = (
     *("batch", "sequence", "variant", "mode", "median_ms", "p20_ms", "p80_ms", "host_ms"),
     *("floor_ms", "floor_share", "fused_floor_ms", "speedup", "speedup_over_compiled"),
-    *("saved_bytes_per_token", "held_bytes_per_token", "saved_share", "peak_mib"),
+    *("saved_bytes_per_token", "held_bytes_per_token", "saved_share", "peak_mib", "recipe"),
     *("output_db", "grad_input_db", "grad_weight_db", "note"),
 )
 DEFAULT = "default"
@@ -119,7 +121,8 @@ def measure(
             layer = build(variant, copy.deepcopy(stock))
             # The optimizer's copies of weights, our own autograd functions: all is in `layer`.
             called = torch.compile(layer) if mode == "compiled" else layer
-            figures[name] = errors(exact, results(called, layer, *inputs))
+            figures[name] = {"recipe": recipe_of(layer)}
+            figures[name] |= errors(exact, results(called, layer, *inputs))
             figures[name] |= kept(called, layer, inputs, tokens, device)
             run = step(called, layer, inputs)
             figures[name]["peak_mib"] = round(peak_mib(run, device), 1)
@@ -149,7 +152,7 @@ def measure(
         if baseline and "saved_bytes_per_token" in row:
             row["saved_share"] = round(row["saved_bytes_per_token"] / baseline, 3)
         if name in timings:
-            median, used = timings[name].median, traffic_of(variant)
+            median, used = timings[name].median, traffic_of(variant, figures[name]["recipe"])
             floor = block_seconds(tokens, sequence, layout, rates, used) * 1e3
             fused = None if used is None else TRAFFIC["fused"]
             row |= timings[name].columns() | {
@@ -203,10 +206,16 @@ def build(variant: str, layer: nn.Module) -> nn.Module:
     return layer
 
 
-def traffic_of(variant: str):
-    """What the casts of a variant move; None for BF16."""
-    if variant in OURS and variant not in OF_LINEARS:  # the default recipe's
-        return traffic("tensorwise")
+def recipe_of(layer: nn.Module) -> str:
+    """The recipe of our linears; empty without any."""
+    linears = [module for module in layer.modules() if isinstance(module, Float8Linear)]
+    return linears[0].fp8_recipe.name if linears else ""
+
+
+def traffic_of(variant: str, recipe: str):
+    """What the casts of a variant move whose linears run `recipe`; None for BF16."""
+    if variant in OURS and variant not in OF_LINEARS:
+        return traffic(recipe or BF16)  # auto may find no linear faster in FP8
     return traffic(variant)
 
 

@@ -18,7 +18,9 @@ GIB = 1024.0
 
 def run_of(step_ms, peak=0.0, loss=2.0, recipe=""):
     phases = {"forward": step_ms / 4, "backward": step_ms / 2, "optimizer": step_ms / 8}
-    return Run([phases | {"step": step_ms}] * 3, [9.0] * WARMUP_STEPS + [loss] * 3, peak, peak, 0, recipe)
+    return Run(
+        [phases | {"step": step_ms}] * 3, [9.0] * WARMUP_STEPS + [loss] * 3, peak, peak, 0, recipe
+    )
 
 
 @pytest.fixture

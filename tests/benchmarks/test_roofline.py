@@ -2,6 +2,7 @@
 
 import pytest
 
+from benchmarks import bench_block
 from benchmarks.measurement import RESULTS, read_rows
 from benchmarks.roofline import (
     CARDS,
@@ -113,3 +114,11 @@ def test_rows_say_that_they_are_a_model():
     }
     assert ceilings[8192] == pytest.approx(1.97, abs=0.01)
     assert list(ceilings.values()) == sorted(ceilings.values())
+
+
+@pytest.mark.parametrize("variant", ["default", "wgrad in BF16"])
+def test_a_block_whose_recipe_auto_chose_has_the_floor_of_that_recipe(variant):
+    assert bench_block.traffic_of(variant, "blockwise") is TRAFFIC["blockwise"]
+    assert bench_block.traffic_of(variant, "tensorwise") is TRAFFIC["tensorwise"]
+    assert bench_block.traffic_of(variant, "") is None
+    assert bench_block.traffic_of("rowwise", "rowwise") is TRAFFIC["rowwise"]

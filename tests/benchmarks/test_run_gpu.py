@@ -109,6 +109,8 @@ def test_a_block_keeps_fewer_bytes_in_fp8(results):
     # Seven GEMMs of 24.6 dB and more, one after the other at worst; BF16 is at 40 and more.
     for name in ("output_db", "grad_input_db", "grad_weight_db"):
         assert 15 < float(ours[name]) < 30 < float(bf16[name]), name
+    assert (bf16["recipe"], ours["recipe"]) == ("", "tensorwise")
+    assert found["blockwise", "eager"]["recipe"] == "blockwise"
     assert any(row["kernel"] == "all" for row in rows(results, "block_kernels.csv"))
 
 

@@ -140,7 +140,9 @@ def test_other_accelerators_are_refused():
         check_device(torch.device("mps"), "tensorwise", emulate=False)
 
 
-@pytest.mark.parametrize("shape", [(256, 256, 384), (100, 200, 72), (100, 208, 72), (1, 16, 16)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(256, 256, 384), (100, 200, 72), (100, 208, 72), (1, 16, 16)], ids=str
+)
 @pytest.mark.parametrize("recipe_name", RECIPES)
 def test_cuda_operands_pass_the_operators_own_checks(monkeypatch, recipe_name, shape):
     """torch's shape function for CUDA checks alignment, strides and the scales' layout."""
