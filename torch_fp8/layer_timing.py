@@ -1,8 +1,8 @@
 """How long a linear layer takes on the device at hand, forward and backward, in FP8 and without.
 
-The layers timed are `Float8Linear` and ``nn.Linear`` as training calls them: operands are cast in
-each pass, the weight anew (as without ``cache_weights``), and every input takes a gradient. Legend:
-M tokens, K in, N out.
+The layers timed are `Float8Linear` and ``nn.Linear`` as training calls them for one micro-batch of
+several: operands are cast in each pass, but for what is kept of the weight from one optimizer step
+to the next, and every input takes a gradient. Legend: M tokens, K in, N out.
 """
 
 import contextlib
@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch_fp8.config import FP8Config
 from torch_fp8.linear import Float8Linear
 from torch_fp8.recipe import Recipe
+from torch_fp8.weight_cache import WeightCache, keeps_scale, watch
 
 WARMUP, REPETITIONS = 1, 5
 
@@ -39,6 +40,16 @@ class LayerShape(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.out_features}x{self.in_features}"
+
+
+Kept = bool | str | None
+"""Of a weight between optimizer steps: nothing (None), its scale alone (False), its payload (True),
+or ``"both"`` payloads, as in ``FP8Config.cache_weights``."""
+
+
+def kept_weights(config: FP8Config) -> Kept:
+    """What layers keep under `config`: at O1 the optimizer is the user's, and fills nothing."""
+    return None if config.opt_level == "O1" else config.cache_weights
 
 
 class LayerTimes(NamedTuple):
@@ -85,21 +96,26 @@ class LayerPass:
 
 @functools.cache
 def layer_times(
-    card: Card, shape: LayerShape, tokens: int, recipes: tuple[Recipe, ...]
+    card: Card,
+    shape: LayerShape,
+    tokens: int,
+    recipes: tuple[Recipe, ...],
+    kept: Kept = None,
 ) -> LayerTimes:
     """Time one layer with each of `recipes` and without FP8, in turns; once in this process.
 
-    Takes the memory of one layer's forward and backward, and leaves random states, autocast and
-    the modes of gradients as they are.
+    Takes the memory of one layer's forward and backward, and of the payloads that are kept, and
+    leaves random states, autocast and the modes of gradients as they are.
 
     Args:
         card: where.
         shape: of the layer.
         tokens: M.
         recipes: that the card runs natively.
+        kept: of the weight, see `kept_weights`.
     """
     with _undisturbed(card.device):
-        samples = _samples(card.device, _passes(card.device, shape, tokens, recipes))
+        samples = _samples(card.device, _passes(card.device, shape, tokens, recipes, kept))
     plain, *fp8 = (statistics.median(times) for times in samples)
     return LayerTimes(plain, {r.name: time for r, time in zip(recipes, fp8, strict=True)})
 
@@ -132,7 +148,7 @@ def _samples(device: torch.device, passes: Sequence[LayerPass]) -> list[list[flo
 
 
 def _passes(
-    device: torch.device, shape: LayerShape, tokens: int, recipes: Sequence[Recipe]
+    device: torch.device, shape: LayerShape, tokens: int, recipes: Sequence[Recipe], kept: Kept
 ) -> list[LayerPass]:
     generator = torch.Generator(device).manual_seed(0)  # the user's stays where it is
 
@@ -143,10 +159,12 @@ def _passes(
     weight = nn.Parameter(random(num_out, num_in).mul_(num_in**-0.5))
     bias = nn.Parameter(random(num_out)) if shape.bias else None
     x, grad = random(tokens, num_in).requires_grad_(), random(tokens, num_out)
-    return [LayerPass(_layer(weight, bias, r), r, x, grad) for r in (None, *recipes)]
+    return [LayerPass(_layer(weight, bias, r, kept), r, x, grad) for r in (None, *recipes)]
 
 
-def _layer(weight: nn.Parameter, bias: nn.Parameter | None, recipe: Recipe | None) -> nn.Linear:
+def _layer(
+    weight: nn.Parameter, bias: nn.Parameter | None, recipe: Recipe | None, kept: Kept
+) -> nn.Linear:
     num_out, num_in = weight.shape
     layer = nn.Linear(num_in, num_out, bias=bias is not None, device="meta")
     layer.weight, layer.bias = weight, bias
@@ -155,6 +173,9 @@ def _layer(weight: nn.Parameter, bias: nn.Parameter | None, recipe: Recipe | Non
         layer.__class__ = cls
         assert isinstance(layer, Float8Linear)
         layer.configure(f"{num_out}x{num_in}", FP8Config(), recipe, emulate=False)
+        if kept or (kept is not None and keeps_scale(recipe.weight)):
+            watch(weight)  # the first pass, which is not timed, fills the cache
+            layer.fp8_weight_cache = WeightCache(kept)
     return layer
 
 

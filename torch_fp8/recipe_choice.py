@@ -25,7 +25,14 @@ from torch.distributed.tensor import DTensor, Shard
 from torch_fp8.agreement import answer_of_one, can_ask
 from torch_fp8.config import FP8Config
 from torch_fp8.gemm import resolve_auto, runs_natively
-from torch_fp8.layer_timing import Card, LayerShape, LayerTimes, layer_times
+from torch_fp8.layer_timing import (
+    Card,
+    Kept,
+    LayerShape,
+    LayerTimes,
+    kept_weights,
+    layer_times,
+)
 from torch_fp8.recipe import E4M3_ONLY, Recipe, make_recipe
 from torch_fp8.sharded_weights import param_groups
 from torch_fp8.tensor_parallel import gathers_features
@@ -90,11 +97,13 @@ def choose_recipe(
     shapes = layer_shapes(model, layers)
     distinct = sorted(set(shapes.values()), key=repr)
     recipes = tuple(recipe_of(config, name) for name in names)
-    options = (config.tokens, config.wgrad, config.grad_format, config.fast_accum, by_tensor)
+    sharded = any(isinstance(layer.weight, DTensor) for layer in layers.values())
+    kept = None if sharded else kept_weights(config)
+    options = (config.tokens, config.wgrad, config.grad_format, config.fast_accum, kept, by_tensor)
     answer: dict[str, Any] = json.loads(
         answer_of_one(
             repr((options, distinct)),
-            lambda: json.dumps(_measured(device, distinct, config.tokens, recipes, default)),
+            lambda: json.dumps(_measured(device, distinct, config.tokens, recipes, kept, default)),
         )
     )
     if "failure" in answer:
@@ -179,13 +188,14 @@ def _measured(
     shapes: Sequence[LayerShape],
     tokens: int,
     recipes: tuple[Recipe, ...],
+    kept: Kept,
     default: str,
 ) -> dict[str, Any]:
     """``{"times": [LayerTimes of each shape]}``, or ``{"failure": why there are none}``."""
     times, failure = [], None
     for shape in shapes:
         try:
-            times.append(layer_times(Card.of(device), shape, tokens, recipes))
+            times.append(layer_times(Card.of(device), shape, tokens, recipes, kept))
         except Exception as error:
             line = (str(error).strip().splitlines() or [""])[0][:200]
             failure = f"timing a layer of {shape} failed ({type(error).__name__}: {line})"

@@ -6,13 +6,14 @@ import pytest
 import torch
 from torch import nn
 
-from torch_fp8 import Float8Linear, layer_timing
-from torch_fp8.layer_timing import Card, LayerShape, layer_times
+from torch_fp8 import Float8Linear, FP8Config, layer_timing
+from torch_fp8.layer_timing import Card, LayerShape, kept_weights, layer_times
 from torch_fp8.recipe import make_recipe
 
 CPU = Card.of(torch.device("cpu"))
 SHAPE = LayerShape(48, 32, True, torch.bfloat16)
-RECIPES = tuple(make_recipe(name) for name in ("tensorwise", "rowwise", "blockwise"))
+NAMES = ("tensorwise", "rowwise", "blockwise")
+RECIPES = tuple(make_recipe(name) for name in NAMES)
 
 
 @pytest.fixture(autouse=True)
@@ -121,6 +122,68 @@ def test_the_casts_and_gemms_are_those_of_the_recipe(timer, scaled_mm_calls):
     layer_times(CPU, SHAPE, 16, (recipe,))
     per_pass = len(scaled_mm_calls) // 6
     assert [call["use_fast_accum"] for call in scaled_mm_calls[:per_pass]] == [False, True]
+
+
+@pytest.fixture
+def weight_casts(monkeypatch):
+    """Of each cast of a weight since the list was cleared: granularity, by column, scale given."""
+    casts = []
+    original = torch.ops.torch_fp8.quantize_2d
+
+    def noted(x, scale, dtype, granularity, power_of_two, row, col, amax=None):
+        if x.shape == (SHAPE.out_features, SHAPE.in_features):
+            casts.append((granularity, col, scale is not None))
+        return original(x, scale, dtype, granularity, power_of_two, row, col, amax)
+
+    monkeypatch.setattr(torch.ops.torch_fp8, "quantize_2d", noted)
+    return casts
+
+
+# Of a pass, by row in forward and by column in backward; tensorwise that takes forward's scale.
+CAST = {name: [(RECIPES[i].weight.granularity, False, False)] for i, name in enumerate(NAMES)}
+TRANSPOSED = {
+    name: [(RECIPES[i].weight.granularity, True, name == "tensorwise")]
+    for i, name in enumerate(NAMES)
+}
+
+
+@pytest.mark.parametrize(
+    ("kept", "expected"),
+    [
+        (None, {name: CAST[name] + TRANSPOSED[name] for name in NAMES}),
+        (
+            False,
+            {name: CAST[name] + TRANSPOSED[name] for name in NAMES}
+            | {"tensorwise": [("tensorwise", False, True), ("tensorwise", True, True)]},
+        ),
+        (True, {"tensorwise": [], "rowwise": TRANSPOSED["rowwise"], "blockwise": []}),
+        ("both", {name: [] for name in NAMES}),
+    ],
+    ids=["nothing", "scale", "payload", "both payloads"],
+)
+def test_a_weight_is_cast_as_it_is_between_two_steps(monkeypatch, weight_casts, kept, expected):
+    """What is kept of it is not made again, in any pass that is timed."""
+    seen = []
+
+    def timed(device, run):
+        run()
+        weight_casts.clear()
+        run()
+        seen.append((name(run), list(weight_casts)))
+        return 1.0
+
+    monkeypatch.setattr(layer_timing, "seconds", timed)
+    layer_times(CPU, SHAPE, 24, RECIPES, kept)
+    assert [of for of, _ in seen] == [None, *NAMES] * 6
+    for of, casts in seen:
+        assert casts == ([] if of is None else expected[of]), of
+
+
+def test_what_is_kept_is_as_the_level_and_the_options_say():
+    assert kept_weights(FP8Config(opt_level="O1")) is None
+    assert kept_weights(FP8Config()) is False
+    assert kept_weights(FP8Config(opt_level="O3", cache_weights=True)) is True
+    assert kept_weights(FP8Config(cache_weights="both")) == "both"
 
 
 def test_random_states_stay_where_they_are(timer):

@@ -157,6 +157,27 @@ def test_every_candidate_has_the_users_options(timed):
     assert convert_to_float8(model(), config).recipe == recipes["tensorwise"]
 
 
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("cache", [False, True, "both"])
+def test_layers_are_timed_with_what_is_kept_of_their_weights(timed, cache, level):
+    """And what was timed with other things kept does not answer."""
+    timer = timed({shape: (100, fp8(60)) for shape in (WIDE, NARROW, SMALL)})
+    if level == "O1":
+        cache = False
+    convert_to_float8(model(), dataclasses.replace(AUTO, opt_level="O3", cache_weights=False))
+    runs = len(timer.runs)
+    convert_to_float8(model(), dataclasses.replace(AUTO, opt_level=level, cache_weights=cache))
+    fresh = timer.runs[runs:] if cache or level == "O1" else timer.runs
+    assert fresh
+    caches = {run.recipe.name: run.layer.fp8_weight_cache for run in fresh if run.recipe}
+    of_tensor = caches["tensorwise"]
+    if level == "O1":
+        assert set(caches.values()) == {None}
+    else:
+        assert of_tensor.keeps_payload == cache
+        assert (caches["blockwise"] is None) == (cache is False)
+
+
 @pytest.mark.parametrize(
     ("config", "capability", "version", "expected"),
     [
