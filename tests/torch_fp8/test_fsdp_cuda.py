@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
@@ -19,9 +20,18 @@ pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
 
 
+@pytest.fixture
+def process_group(tmp_path):
+    """One process, with the backends that torch takes by default where there is a card."""
+    store = f"file://{tmp_path}/store"
+    dist.init_process_group("cpu:gloo,cuda:nccl", init_method=store, rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
 @pytest.mark.parametrize("offload", [False, True], ids=["on the card", "CPU offload"])
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "rowwise", "blockwise"])
-def test_one_rank_trains_as_without_fsdp(single_process_group, recipe, offload):
+def test_one_rank_trains_as_without_fsdp(process_group, recipe, offload):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(256, 384), nn.Linear(384, 128))
     config = FP8Config(recipe=recipe, emulate=True, opt_level="O1")
