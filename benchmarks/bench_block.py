@@ -19,8 +19,10 @@ block_kernels.csv, beside it, has the kernels that take the time.
 """
 
 import argparse
+import contextlib
 import copy
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +37,7 @@ from benchmarks.measurement import (
     NOT_REACHED,
     Budget,
     Table,
+    Timing,
     default_device,
     environment,
     interleaved,
@@ -43,7 +46,7 @@ from benchmarks.measurement import (
     print_table,
 )
 from benchmarks.plot import draw
-from benchmarks.roofline import TRAFFIC, block_seconds
+from benchmarks.roofline import TRAFFIC, Traffic, block_seconds
 from benchmarks.saved_activations import count_saved
 from benchmarks.shapes import LLAMA_3_1_8B, SEQUENCE, TOY_LLAMA, TOY_SEQUENCE
 from torch_fp8 import Float8Linear, FP8Config, convert_optimizer, convert_to_float8
@@ -81,7 +84,7 @@ def main() -> None:
     torch._dynamo.config.recompile_limit = 64  # all variants share the code of their forward
     device, budget = default_device(), Budget(arguments.budget)
     about = environment(device)
-    table = Table(arguments.csv, COLUMNS, ("batch", "sequence"), about)
+    table = Table(arguments.csv, COLUMNS, ("batch", "sequence", "mode"), about)
     where = arguments.csv.with_name("block_kernels.csv")
     profiles = Table(
         where, ("batch", "variant", "mode", *kernels.COLUMNS), ("batch", "sequence"), about
@@ -89,10 +92,10 @@ def main() -> None:
     for batch in arguments.batches:
         if not budget.fits():
             sequence = TOY_SEQUENCE if arguments.toy else SEQUENCE
-            table.add([{"batch": batch, "sequence": sequence, "note": NOT_REACHED}])
+            row = {"batch": batch, "sequence": sequence, "note": NOT_REACHED}
+            table.add([row | {"mode": mode} for mode in arguments.modes])
             continue
-        with budget.piece():
-            rows, profiled = measure(batch, arguments, device)
+        for rows, profiled in measure(batch, arguments, device, budget):
             table.add(rows)
             profiles.add(profiled)
     draw(arguments.csv)
@@ -101,9 +104,13 @@ def main() -> None:
 
 
 def measure(
-    batch: int, arguments: argparse.Namespace, device: torch.device
-) -> tuple[list[dict[str, object]], list[dict[str, object]]]:
-    """Rows of all variants at a batch size, and the kernels of some of them."""
+    batch: int, arguments: argparse.Namespace, device: torch.device, budget: Budget
+) -> Iterator[tuple[list[dict[str, object]], list[dict[str, object]]]]:
+    """Rows of all variants at a batch size, and the kernels of some of them.
+
+    First of the eager ones, which take less time than it takes to compile one; then of all, timed
+    together, compiled as far as the budget goes.
+    """
     layout = TOY_LLAMA if arguments.toy else LLAMA_3_1_8B
     sequence = TOY_SEQUENCE if arguments.toy else SEQUENCE
     tokens = batch * sequence
@@ -113,9 +120,8 @@ def measure(
     runs: dict[str, Callable[[], None]] = {}
     notes: dict[str, str] = {}
     figures: dict[str, dict[str, object]] = {}
-    names = [f"{v}/{m}" for m in arguments.modes for v in arguments.variants]
-    names = [n for n in names if n.endswith("/eager") or n.partition("/")[0] in COMPILED]
-    for name in names:
+
+    def make(name: str) -> None:
         variant, mode = name.split("/")
         try:
             layer = build(variant, copy.deepcopy(stock))
@@ -130,46 +136,72 @@ def measure(
             notes[name] = note_of(error)
         else:
             runs[name] = run
-    timings = interleaved(
-        runs,
-        device,
-        TOY_REPETITIONS if arguments.toy else REPETITIONS,
-        wait_ms=0.0 if arguments.toy else WAIT_MS,
-        failures=notes,
-    )
-    profiled: list[dict[str, object]] = []
-    for name in timings:
-        if name in PROFILED:
-            variant, mode = name.split("/")
-            found = kernels.kernel_rows(runs[name], device)
-            profiled += [{"batch": batch, "variant": variant, "mode": mode, **row} for row in found]
-    baseline = figures.get(f"{BF16}/eager", {}).get("saved_bytes_per_token")
-    rows = []
-    for name in names:
-        variant, mode = name.split("/")
-        row: dict[str, object] = {"batch": batch, "sequence": sequence, "variant": variant}
-        row |= {"mode": mode, "note": notes.get(name, ""), **figures.get(name, {})}
-        if baseline and "saved_bytes_per_token" in row:
-            row["saved_share"] = round(row["saved_bytes_per_token"] / baseline, 3)
-        if name in timings:
-            median, used = timings[name].median, traffic_of(variant, figures[name]["recipe"])
-            floor = block_seconds(tokens, sequence, layout, rates, used) * 1e3
-            fused = None if used is None else TRAFFIC["fused"]
-            row |= timings[name].columns() | {
-                "host_ms": round(timings[name].host, 4),
-                "floor_ms": round(floor, 4),
-                "floor_share": round(floor / median, 3),
-                "fused_floor_ms": round(
-                    block_seconds(tokens, sequence, layout, rates, fused) * 1e3, 4
-                ),
-            }
-            for column, of in (("speedup", mode), ("speedup_over_compiled", "compiled")):
-                if f"{BF16}/{of}" in timings:
-                    row[column] = round(timings[f"{BF16}/{of}"].median / median, 3)
-        rows.append(row)
+
+    names: list[str] = []
+    for mode in arguments.modes:
+        of_mode = [f"{v}/{mode}" for v in arguments.variants if mode == "eager" or v in COMPILED]
+        names += of_mode
+        with budget.piece() if mode == "eager" else contextlib.nullcontext():
+            for name in of_mode:
+                if mode == "eager":
+                    make(name)
+                elif budget.fits():
+                    with budget.piece():
+                        make(name)
+                else:
+                    notes[name] = NOT_REACHED
+            timings = interleaved(
+                runs,
+                device,
+                TOY_REPETITIONS if arguments.toy else REPETITIONS,
+                wait_ms=0.0 if arguments.toy else WAIT_MS,
+                failures=notes,
+            )
+        profiled: list[dict[str, object]] = []
+        for name in timings:
+            if name in PROFILED:
+                about = dict(zip(("variant", "mode"), name.split("/"), strict=True))
+                found = kernels.kernel_rows(runs[name], device)
+                profiled += [{"batch": batch, **about, **row} for row in found]
+        where = {"batch": batch, "sequence": sequence}
+        floors = functools.partial(block_seconds, tokens, sequence, layout, rates)
+        yield [where | row_of(name, figures, notes, timings, floors) for name in names], profiled
     torch.compiler.reset()
     free(device)
-    return rows, profiled
+
+
+def row_of(
+    name: str,
+    figures: dict[str, dict[str, object]],
+    notes: dict[str, str],
+    timings: dict[str, Timing],
+    floors: Callable[[Traffic | None], float],
+) -> dict[str, object]:
+    """The row of ``variant/mode``.
+
+    Args:
+        floors: the seconds that a block takes at best, of what its casts move.
+    """
+    variant, mode = name.split("/")
+    row: dict[str, object] = {"variant": variant, "mode": mode, "note": notes.get(name, "")}
+    row |= figures.get(name, {})
+    baseline = figures.get(f"{BF16}/eager", {}).get("saved_bytes_per_token")
+    if baseline and "saved_bytes_per_token" in row:
+        row["saved_share"] = round(row["saved_bytes_per_token"] / baseline, 3)
+    if name not in timings:
+        return row
+    median, used = timings[name].median, traffic_of(variant, figures[name]["recipe"])
+    floor = floors(used) * 1e3
+    row |= timings[name].columns() | {
+        "host_ms": round(timings[name].host, 4),
+        "floor_ms": round(floor, 4),
+        "floor_share": round(floor / median, 3),
+        "fused_floor_ms": round(floors(None if used is None else TRAFFIC["fused"]) * 1e3, 4),
+    }
+    for column, of in (("speedup", mode), ("speedup_over_compiled", "compiled")):
+        if f"{BF16}/{of}" in timings:
+            row[column] = round(timings[f"{BF16}/{of}"].median / median, 3)
+    return row
 
 
 def layer_and_inputs(

@@ -20,6 +20,7 @@ variant that cannot run here has a row that says why. Linears:
 linear_shapes.csv, beside it, has the times of the recipes per shape, and the fastest.
 """
 
+import contextlib
 import copy
 from collections.abc import Callable
 from pathlib import Path
@@ -129,10 +130,11 @@ def main() -> None:
             if not budget.fits():
                 table.add([{"M": m, "mode": mode, "note": NOT_REACHED}])
                 continue
-            with budget.piece():
+            # Compiled, a variant is a piece: together they would take more than there may be.
+            with budget.piece() if mode == "eager" else contextlib.nullcontext():
                 rates = measured_rates(device, toy=arguments.toy)
-                table.add(measure(block, m, arguments.variants, mode, rates, device))
-    write_shapes(arguments.csv)
+                table.add(measure(block, m, arguments.variants, mode, rates, device, budget))
+            write_shapes(arguments.csv)
     draw(arguments.csv)
     totals = [row for row in table.rows if row.get("linear") in ("block", "together", "chain")]
     columns = ("linear", "M", "variant", "mode", "median_ms", "host_ms", "floor_share", "speedup")
@@ -146,30 +148,38 @@ def measure(
     mode: str,
     rates: Rates,
     device: torch.device,
+    budget: Budget,
 ) -> list[dict[str, object]]:
     """Rows of every linear and variant on m rows."""
     rows: list[dict[str, object]] = []
     if mode == "eager":
         shapes = dict.fromkeys(block.values())  # k and v, gate and up are the same GEMMs
-        of_shape = {s: alone(*s, m, variants, rates, device) for s in shapes}
+        of_shape = {s: alone(*s, m, variants, rates, device, budget) for s in shapes}
         rows += [{"linear": name, **row} for name, s in block.items() for row in of_shape[s]]
         rows += [_total(variant, rows, block, m, rates) for variant in variants]
     elif mode == "compiled":
         variants = tuple(v for v in variants if v in COMPILED)
     for name, module in (("together", Together), ("chain", Chain)):
-        rows += whole(name, module(block), block, m, variants, mode, rates, device)
+        rows += whole(name, module(block), block, m, variants, mode, rates, device, budget)
     return [{"M": m, "mode": mode, **row} for row in rows]
 
 
 def alone(
-    k: int, n: int, m: int, variants: tuple[str, ...], rates: Rates, device: torch.device
+    k: int,
+    n: int,
+    m: int,
+    variants: tuple[str, ...],
+    rates: Rates,
+    device: torch.device,
+    budget: Budget,
 ) -> list[dict[str, object]]:
     """A row per variant of one linear."""
     torch.manual_seed(0)
     stock = nn.Linear(k, n, bias=False, device=device, dtype=torch.bfloat16)
     x = torch.randn(m, k, device=device, dtype=torch.bfloat16)
     grad = torch.randn(m, n, device=device, dtype=torch.bfloat16) * 1e-3
-    rows = _variants(stock, (x,), (grad,), variants, "eager", {"": (k, n)}, m, rates, device)
+    of = {"": (k, n)}
+    rows = _variants(stock, (x,), (grad,), variants, "eager", of, m, rates, device, budget)
     return [{"K": k, "N": n, **row} for row in rows]
 
 
@@ -182,6 +192,7 @@ def whole(
     mode: str,
     rates: Rates,
     device: torch.device,
+    budget: Budget,
 ) -> list[dict[str, object]]:
     """A row per variant of a module that holds all linears of a block."""
     torch.manual_seed(0)
@@ -199,7 +210,8 @@ def whole(
         inputs = [random("q_proj", 0), random("o_proj", 0)]
         outputs = (*attention, "down_proj")
     grads = [random(linear, 1, 1e-3) for linear in outputs]
-    rows = _variants(module, tuple(inputs), tuple(grads), variants, mode, block, m, rates, device)
+    tensors = tuple(inputs), tuple(grads)
+    rows = _variants(module, *tensors, variants, mode, block, m, rates, device, budget)
     free(device)
     return [{"linear": name, **row} for row in rows]
 
@@ -214,6 +226,7 @@ def _variants(
     m: int,
     rates: Rates,
     device: torch.device,
+    budget: Budget,
 ) -> list[dict[str, object]]:
     """Build, check and time all variants of a module, interleaved."""
     kind = {"Linear": "alone", "Together": "together", "Chain": "chain"}[type(stock).__name__]
@@ -221,18 +234,22 @@ def _variants(
     notes: dict[str, str] = {}
     figures: dict[str, dict[str, object]] = {variant: {} for variant in variants}
     for variant in variants:
-        try:
-            module = build(variant, copy.deepcopy(stock))
-            compiled = torch.compile(module) if mode == "compiled" else module
-            run = step(compiled, list(module.parameters()), inputs, grads)
-            run()
-            if kind == "alone":
-                figures[variant] = errors(stock, inputs[0], grads[0], *run())
-            figures[variant]["peak_mib"] = round(peak_mib(run, device), 1)
-        except Exception as error:
-            notes[variant] = note_of(error)
-        else:
-            runs[variant] = run
+        if mode == "compiled" and not budget.fits():
+            notes[variant] = NOT_REACHED
+            continue
+        with budget.piece() if mode == "compiled" else contextlib.nullcontext():
+            try:
+                module = build(variant, copy.deepcopy(stock))
+                compiled = torch.compile(module) if mode == "compiled" else module
+                run = step(compiled, list(module.parameters()), inputs, grads)
+                run()
+                if kind == "alone":
+                    figures[variant] = errors(stock, inputs[0], grads[0], *run())
+                figures[variant]["peak_mib"] = round(peak_mib(run, device), 1)
+            except Exception as error:
+                notes[variant] = note_of(error)
+            else:
+                runs[variant] = run
     first = interleaved(runs, device, 1, warmup=1, failures=notes)
     longest = max((timing.median for timing in first.values()), default=1.0)
     timings = interleaved(
