@@ -17,7 +17,6 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -30,6 +29,7 @@ from torch_fp8.kernels.adamw_tiles import (
     update_rms_kernel,
     update_squares_kernel,
 )
+from torch_fp8.kernels.grid import cdiv
 
 CHUNK = 512
 # Groups of a program, 16384 elements: long enough that the read of the table, two dependent loads
@@ -211,16 +211,16 @@ def _tables(
         rows, cols = matrix.weight.shape
         groups = rows * num_groups(cols)
         if kind.layout == "squares":
-            groups = triton.cdiv(rows, 128) * triton.cdiv(cols, 128) * SQUARE_CHUNK
+            groups = cdiv(rows, 128) * cdiv(cols, 128) * SQUARE_CHUNK
         places.append(_places(matrix, scalars, multiplier, rms, first, groups))
-        counts.append(triton.cdiv(groups, kind.chunk))
+        counts.append(cdiv(groups, kind.chunk))
         first += counts[-1]
     numbers = torch.tensor([_numbers(scalars) for _, scalars in entries], dtype=torch.float32)
     records = torch.cat([torch.tensor(places), numbers.view(torch.int32).long()], dim=1)
     device = entries[0][0].weight.device
     # Pinned, or the copy would wait for the kernels before it.
     host = torch.empty(
-        records.numel() + triton.cdiv(first, 2),
+        records.numel() + cdiv(first, 2),
         dtype=torch.int64,
         pin_memory=device.type == "cuda",
     )

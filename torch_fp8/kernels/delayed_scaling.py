@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from torch_fp8.formats import format_of
+from torch_fp8.kernels.grid import cdiv
 from torch_fp8.kernels.quantize import BLOCK, ODD_BLOCK, ODD_WARPS, TILE_WARPS, is_odd
 from torch_fp8.kernels.rounding import abs_bits, cast_saturating, scale_from_amax
 from torch_fp8.kernels.sums import TileSums
@@ -211,9 +212,9 @@ def quantize_2d_delayed(
     scale = x.new_empty((), dtype=torch.float32)
     partial = scale
     if sums is not None:
-        partial = sums.allocate(x, triton.cdiv(x.shape[sums.axis], block))
+        partial = sums.allocate(x, cdiv(x.shape[sums.axis], block))
     with torch.cuda.device_of(x):
-        cast_delayed_kernel[(triton.cdiv(rows, block) * triton.cdiv(cols, block),)](
+        cast_delayed_kernel[(cdiv(rows, block) * cdiv(cols, block),)](
             x,
             history,
             progress,

@@ -5,12 +5,12 @@ contiguous. Codes of groups whose scale says NaN are free.
 """
 
 import torch
-import triton
 from torch import Tensor
 
 from torch_fp8.block_scaled import num_groups
 from torch_fp8.formats import GROUP_SIZE
 from torch_fp8.kernels.gradient_tiles import decode_gradient_kernel, encode_gradient_kernel
+from torch_fp8.kernels.grid import cdiv
 
 GROUPS, ODD_GROUPS = 64, 16
 # Of a tile: 16 elements for each thread of four warps, in accesses of 16 bytes; 4 where elements
@@ -58,7 +58,7 @@ def dequantize_gradient(
         layout, groups = _layout(out, qdata)
         count = qdata.shape[0] * num_groups(qdata.shape[1])
         with torch.cuda.device_of(out):
-            decode_gradient_kernel[(triton.cdiv(count, groups),)](
+            decode_gradient_kernel[(cdiv(count, groups),)](
                 qdata,
                 scale,
                 multiplier,
@@ -85,7 +85,7 @@ def _encode(
     layout, groups = _layout(x, qdata)
     count = x.shape[0] * num_groups(x.shape[1])
     with torch.cuda.device_of(x):
-        encode_gradient_kernel[(triton.cdiv(count, groups),)](
+        encode_gradient_kernel[(cdiv(count, groups),)](
             x,
             qdata,
             scale,

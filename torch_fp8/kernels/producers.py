@@ -7,11 +7,11 @@ quantized along R.
 from typing import NamedTuple
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from torch_fp8.formats import format_of
+from torch_fp8.kernels.grid import cdiv
 from torch_fp8.kernels.quantize import BLOCK, quantize_2d
 
 TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
@@ -110,14 +110,14 @@ class Cast(NamedTuple):
         if self.granularity == "tensorwise":
             return None
         if self.granularity == "block_128x128":
-            shape = (triton.cdiv(rows, BLOCK), triton.cdiv(cols, BLOCK))
+            shape = (cdiv(rows, BLOCK), cdiv(cols, BLOCK))
             return x.new_empty(shape, dtype=torch.float32)
         return group_scales(x, rows, cols, GROUPS[self.granularity])
 
 
 def group_scales(x: Tensor, rows: int, cols: int, group: int) -> Tensor:
     """Room for a scale per `group` columns; of 128 they lie block by block, of 32 row by row."""
-    groups = triton.cdiv(cols, group)
+    groups = cdiv(cols, group)
     if group == BLOCK:
         return x.new_empty((groups, rows), dtype=torch.float32).t()
     return x.new_empty((rows, groups), dtype=torch.float32)

@@ -12,10 +12,10 @@ fast. The reasons stand beside them.
 """
 
 import torch
-import triton
 from torch import Tensor
 
 from torch_fp8.formats import format_of
+from torch_fp8.kernels.grid import cdiv, next_power_of_2
 from torch_fp8.kernels.sums import TileSums
 from torch_fp8.kernels.tiles import (
     amax_kernel,
@@ -148,7 +148,7 @@ def _tensorwise(
 def _partial_amax(x: Tensor) -> Tensor:
     """(P,) int32 whose maximum is the bits of the amax of x."""
     rows, cols = x.shape
-    num_tiles = triton.cdiv(rows, AMAX_ROWS) * triton.cdiv(cols, BLOCK)
+    num_tiles = cdiv(rows, AMAX_ROWS) * cdiv(cols, BLOCK)
     partial = torch.empty(min(num_tiles, AMAX_PROGRAMS), dtype=torch.int32, device=x.device)
     amax_kernel[(partial.numel(),)](
         x,
@@ -172,10 +172,10 @@ def _columns(
     rows, cols = x.shape
     if x.numel() == 0:
         return x.new_empty((cols, rows), dtype=dtype), x.new_ones((cols, 1), dtype=torch.float32)
-    column_blocks = triton.cdiv(cols, BLOCK)
-    slabs = min(triton.cdiv(COLUMN_PROGRAMS, column_blocks), MAX_SLABS, triton.cdiv(rows, BLOCK))
-    rows_per_slab = triton.cdiv(triton.cdiv(rows, slabs), AMAX_ROWS) * AMAX_ROWS
-    slabs = triton.cdiv(rows, rows_per_slab)
+    column_blocks = cdiv(cols, BLOCK)
+    slabs = min(cdiv(COLUMN_PROGRAMS, column_blocks), MAX_SLABS, cdiv(rows, BLOCK))
+    rows_per_slab = cdiv(cdiv(rows, slabs), AMAX_ROWS) * AMAX_ROWS
+    slabs = cdiv(rows, rows_per_slab)
     partial = torch.empty((slabs, cols), dtype=torch.int32, device=x.device)
     by_slab = sums is not None and sums.axis == 0
     column_amax_kernel[(column_blocks, slabs)](
@@ -214,7 +214,7 @@ def _cast_tiles(
     if x.numel() and (row or col):
         num_partials = 1 if partial is None else partial.shape[0]
         block, warps = (ODD_BLOCK, ODD_WARPS) if is_odd(x) else (BLOCK, TILE_WARPS)
-        cast_kernel[(triton.cdiv(rows, block) * triton.cdiv(cols, block),)](
+        cast_kernel[(cdiv(rows, block) * cdiv(cols, block),)](
             x,
             scale,
             scale if partial is None else partial,
@@ -232,7 +232,7 @@ def _cast_tiles(
             POWER_OF_TWO=power_of_two,
             ROW=row,
             COL=col,
-            PARTIALS=triton.next_power_of_2(num_partials),
+            PARTIALS=next_power_of_2(num_partials),
             BLOCK_SIZE=block,
             num_warps=warps,
         )
@@ -247,9 +247,9 @@ def _rows(x: Tensor, dtype: torch.dtype, power_of_two: bool) -> Layout:
         return qdata, x.new_ones((rows, 1), dtype=torch.float32)
     scale = torch.empty((rows, 1), dtype=torch.float32, device=x.device)
     in_registers = cols <= MAX_ROW_IN_REGISTERS
-    block_c = max(triton.next_power_of_2(cols), 16) if in_registers else ROW_CHUNK
+    block_c = max(next_power_of_2(cols), 16) if in_registers else ROW_CHUNK
     block_r = max(1, 4096 // block_c)  # short rows: several of them, 32 elements per thread
-    quantize_rows_kernel[(triton.cdiv(rows, block_r),)](
+    quantize_rows_kernel[(cdiv(rows, block_r),)](
         x,
         _bytes(qdata, scale),
         scale,
@@ -269,7 +269,7 @@ def _rows(x: Tensor, dtype: torch.dtype, power_of_two: bool) -> Layout:
 
 def _partial_sums(x: Tensor, sums: TileSums | None, block: int, unused: Tensor) -> Tensor:
     """Where tiles of `block` rows and columns put their sums; some pointer if they do not."""
-    return unused if sums is None else sums.allocate(x, triton.cdiv(x.shape[sums.axis], block))
+    return unused if sums is None else sums.allocate(x, cdiv(x.shape[sums.axis], block))
 
 
 def _blocks(
@@ -292,7 +292,7 @@ def _blocks(
         sums = None  # squares are for weights; with sums these kernels spill
 
     def scales(outer: int, inner: int) -> Tensor:
-        shape = (triton.cdiv(outer, group_r), triton.cdiv(inner, group_c))
+        shape = (cdiv(outer, group_r), cdiv(inner, group_c))
         if granularity == "block_1x128":
             return torch.empty(shape[::-1], dtype=torch.float32, device=x.device).t()
         return torch.empty(shape, dtype=torch.float32, device=x.device)
@@ -303,7 +303,7 @@ def _blocks(
     if x.numel() and (row or col):
         unused = row_scale if row_scale is not None else col_scale
         assert unused is not None
-        quantize_blocks_kernel[(triton.cdiv(rows, BLOCK) * triton.cdiv(cols, BLOCK),)](
+        quantize_blocks_kernel[(cdiv(rows, BLOCK) * cdiv(cols, BLOCK),)](
             x,
             _bytes(by_row, unused),
             unused if row_scale is None else row_scale,

@@ -8,9 +8,9 @@ Legend: R rows, C columns of x. Launch configurations are fixed, not tuned at ru
 """
 
 import torch
-import triton
 from torch import Tensor
 
+from torch_fp8.kernels.grid import cdiv, next_power_of_2
 from torch_fp8.kernels.producers import (
     TYPES,
     Cast,
@@ -61,10 +61,10 @@ def rms_norm_statistics(
     if not x.numel():
         return rstd.fill_(eps).rsqrt_(), largest.view(torch.float32), saved, saved_scale
     in_registers = cols <= MAX_ROW_IN_REGISTERS
-    block_c = max(triton.next_power_of_2(cols), BLOCK) if in_registers else ROW_CHUNK
+    block_c = max(next_power_of_2(cols), BLOCK) if in_registers else ROW_CHUNK
     block_r = max(1, 4096 // block_c)  # short rows: several of them, 32 elements per thread
     with torch.cuda.device_of(x):
-        statistics_kernel[(triton.cdiv(rows, block_r),)](
+        statistics_kernel[(cdiv(rows, block_r),)](
             x,
             weight,
             rstd,
@@ -98,7 +98,7 @@ def rms_norm(
     y = x.new_empty((rows, cols), dtype=out_dtype)
     if x.numel():
         with torch.cuda.device_of(x):
-            norm_kernel[(triton.cdiv(rows, NORM_ROWS) * triton.cdiv(cols, NORM_COLS),)](
+            norm_kernel[(cdiv(rows, NORM_ROWS) * cdiv(cols, NORM_COLS),)](
                 x,
                 weight,
                 rstd,
@@ -139,7 +139,7 @@ def rms_norm_quantize(
     rows, cols = x.shape
     q, s, qt, st = made = cast.outputs(x)
     with torch.cuda.device_of(x):
-        norm_cast_kernel[(triton.cdiv(rows, BLOCK) * triton.cdiv(cols, BLOCK),)](
+        norm_cast_kernel[(cdiv(rows, BLOCK) * cdiv(cols, BLOCK),)](
             x,
             weight,
             rstd,
@@ -215,7 +215,7 @@ def _bands(
     largest = amax_bits(x) if given else amax_bits(x, 0)
     band = BAND_ROWS[cast.granularity]
     with torch.cuda.device_of(x):
-        norm_cast_once_kernel[(triton.cdiv(rows, band),)](
+        norm_cast_once_kernel[(cdiv(rows, band),)](
             x,
             weight,
             rstd,
@@ -265,10 +265,10 @@ def rms_norm_backward(
     odd = cols % 16 or grad.stride(1) != 1 or x.stride(1) != 1
     wide = cols > (ODD_ROW_IN_REGISTERS if odd else BACKWARD_ROW_IN_REGISTERS)
     chunk = ODD_CHUNK if odd else WIDE_CHUNK
-    block_c = chunk if wide else max(triton.next_power_of_2(cols), BLOCK)
+    block_c = chunk if wide else max(next_power_of_2(cols), BLOCK)
     block_r = WIDE_ROWS if wide else max(1, 2048 // block_c)
-    rows_per_slab = triton.cdiv(triton.cdiv(rows, BACKWARD_SLABS), block_r) * block_r
-    slabs = triton.cdiv(rows, rows_per_slab)
+    rows_per_slab = cdiv(cdiv(rows, BACKWARD_SLABS), block_r) * block_r
+    slabs = cdiv(rows, rows_per_slab)
     partial = grad.new_empty((slabs, cols) if weight_grad else (0,), dtype=torch.float32)
     saved = x_scale is not None
     kernel = wide_norm_backward_kernel if wide else norm_backward_kernel

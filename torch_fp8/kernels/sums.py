@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from torch_fp8.kernels.grid import cdiv
 from torch_fp8.kernels.tiles import positions
 
 # Narrow blocks of columns fill the card; 64 rows at a time are 16 loads in flight for each thread.
@@ -60,7 +61,7 @@ class TileSums:
         tiles, size = self.partial.shape
         total = x.new_empty(size, dtype=dtype)
         with torch.cuda.device_of(x):
-            reduce_sums_kernel[(triton.cdiv(size, BLOCK_COLS),)](
+            reduce_sums_kernel[(cdiv(size, BLOCK_COLS),)](
                 self.partial,
                 total,
                 tiles,

@@ -10,9 +10,9 @@ Legend: R rows, C columns. Launch configurations are fixed, not tuned at run tim
 from collections.abc import Sequence
 
 import torch
-import triton
 from torch import Tensor
 
+from torch_fp8.kernels.grid import cdiv
 from torch_fp8.kernels.producers import (
     TYPES,
     Cast,
@@ -53,7 +53,7 @@ def swiglu(gate: Tensor, up: Tensor, smooth: Tensor | None) -> Tensor:
     h = gate.new_empty((rows, cols))
     if h.numel():
         with torch.cuda.device_of(gate):
-            swiglu_kernel[(triton.cdiv(rows, ROWS) * triton.cdiv(cols, BLOCK),)](
+            swiglu_kernel[(cdiv(rows, ROWS) * cdiv(cols, BLOCK),)](
                 gate,
                 up,
                 h if smooth is None else smooth,
@@ -116,7 +116,7 @@ def _cast(
     block_r, warps = _tile(cast)
     if gate.numel():
         with torch.cuda.device_of(gate):
-            swiglu_cast_kernel[(triton.cdiv(rows, block_r) * triton.cdiv(cols, BLOCK),)](
+            swiglu_cast_kernel[(cdiv(rows, block_r) * cdiv(cols, BLOCK),)](
                 gate,
                 up,
                 gate_s if smooth is None else smooth,
@@ -245,7 +245,7 @@ def store_gradients(
     unused = grad if dgate is None else dgate
     pointers, strides, flags = _operands(inputs, unused)
     with torch.cuda.device_of(grad):
-        swiglu_backward_kernel[(triton.cdiv(rows, ROWS) * triton.cdiv(cols, BLOCK),)](
+        swiglu_backward_kernel[(cdiv(rows, ROWS) * cdiv(cols, BLOCK),)](
             *pointers,
             unused,
             unused if dup is None else dup,
@@ -315,7 +315,7 @@ def cast_gradients(
     source = cast.source(made[1])
     block_r, warps = _tile(cast)
     with torch.cuda.device_of(grad):
-        swiglu_backward_cast_kernel[(2 * triton.cdiv(rows, block_r) * triton.cdiv(cols, BLOCK),)](
+        swiglu_backward_cast_kernel[(2 * cdiv(rows, block_r) * cdiv(cols, BLOCK),)](
             *pointers,
             source,
             largest,

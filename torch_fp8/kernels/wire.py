@@ -6,9 +6,9 @@ Codes of groups whose scale says NaN are free.
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
+from torch_fp8.kernels.grid import cdiv
 from torch_fp8.kernels.wire_tiles import (
     combine_kernel,
     pack_kernel,
@@ -33,7 +33,7 @@ def pack(values: Tensor, layout: Any, messages: Tensor, keys: Keys | None) -> No
         return
     aligned, groups = _tile(values)
     with torch.cuda.device_of(messages):
-        pack_kernel[(triton.cdiv(layout.num_groups, groups), messages.shape[0])](
+        pack_kernel[(cdiv(layout.num_groups, groups), messages.shape[0])](
             values,
             messages,
             values.numel(),
@@ -53,7 +53,7 @@ def unpack(messages: Tensor, layout: Any, values: Tensor) -> None:
         return
     aligned, groups = _tile(values)
     with torch.cuda.device_of(messages):
-        unpack_kernel[(triton.cdiv(layout.num_groups, groups), messages.shape[0])](
+        unpack_kernel[(cdiv(layout.num_groups, groups), messages.shape[0])](
             messages,
             values,
             values.numel(),
@@ -71,7 +71,7 @@ def unpack_sum(messages: Tensor, layout: Any, out: Tensor, scale: float) -> None
         return
     aligned, groups = _tile(out)
     with torch.cuda.device_of(messages):
-        unpack_sum_kernel[(triton.cdiv(layout.num_groups, groups),)](
+        unpack_sum_kernel[(cdiv(layout.num_groups, groups),)](
             messages,
             out,
             messages.shape[0],
@@ -95,7 +95,7 @@ def combine(
     if not layout.num_groups:
         return
     with torch.cuda.device_of(messages):
-        combine_kernel[(triton.cdiv(layout.num_groups, GROUPS),)](
+        combine_kernel[(cdiv(layout.num_groups, GROUPS),)](
             messages,
             combined,
             messages.shape[0],
@@ -113,7 +113,7 @@ def sum_plain(plain: Tensor, out: Tensor, scale: float) -> None:
     """Write the sum over the rows of `plain` (N, P) bfloat16, times `scale`, into `out` (P,)."""
     assert out.stride(0) == 1
     with torch.cuda.device_of(plain):
-        sum_plain_kernel[(triton.cdiv(out.numel(), PLAIN),)](
+        sum_plain_kernel[(cdiv(out.numel(), PLAIN),)](
             plain,
             out,
             plain.shape[0],

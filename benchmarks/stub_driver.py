@@ -1,0 +1,167 @@
+"""A CUDA driver that does nothing: what the host does for launches can be timed without a card.
+
+Our operators run their implementations for CUDA on CPU tensors. Triton's own launcher runs, the C
+code that it generates for every kernel included, down to a ``libcuda.so.1`` of a few lines, built
+here, that takes every launch and counts it. Kernels are not compiled. GEMMs return memory that
+nobody has written. So all is there that Python, torch and Triton do for a step on a card, and
+nothing else: what the real driver takes for a launch is missing, in BF16 as in FP8.
+
+Import this before anything of ``torch_fp8``: the implementations are chosen as they are registered.
+"""
+
+import contextlib
+import ctypes
+import importlib
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+import torch
+from triton import compiler, knobs
+from triton.backends import nvidia
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+CAPABILITY = (9, 0)
+_SOURCE = """
+#include "cuda.h"
+long launches = 0;
+CUresult cuLaunchKernelEx(const CUlaunchConfig *c, CUfunction f, void **p, void **e) {
+  launches++;
+  return CUDA_SUCCESS;
+}
+CUresult cuPointerGetAttribute(void *data, CUpointer_attribute a, CUdeviceptr p) {
+  *(CUdeviceptr *)data = p;
+  return CUDA_SUCCESS;
+}
+CUresult cuCtxGetCurrent(CUcontext *c) { *c = (CUcontext)1; return CUDA_SUCCESS; }
+CUresult cuCtxSetCurrent(CUcontext c) { return CUDA_SUCCESS; }
+CUresult cuDeviceGet(CUdevice *d, int i) { *d = 0; return CUDA_SUCCESS; }
+CUresult cuDevicePrimaryCtxRetain(CUcontext *c, CUdevice d) { return CUDA_SUCCESS; }
+CUresult cuFuncSetAttribute(CUfunction f, CUfunction_attribute a, int v) { return CUDA_SUCCESS; }
+CUresult cuGetErrorString(CUresult r, const char **s) { *s = ""; return CUDA_SUCCESS; }
+"""
+
+
+def _cuda_implementations_on_cpu() -> None:
+    """Imports ``torch_fp8`` with its operators' implementations for CUDA registered for the CPU."""
+    assert "torch_fp8" not in sys.modules, "import benchmarks.stub_driver first"
+    register = torch.library.Library.impl
+
+    def registering(self, name, function, dispatch_key="", **options):
+        if dispatch_key == "CUDA":
+            return register(self, name, function, "CPU", **options)
+        return None if dispatch_key == "CPU" else register(self, name, function, dispatch_key)
+
+    with mock.patch.object(torch.library.Library, "impl", registering):
+        importlib.import_module("torch_fp8")
+
+
+_cuda_implementations_on_cpu()
+
+
+class Counts:
+    """Launches so far: of our kernels, and GEMMs in FP8."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._kernels = ctypes.c_long.in_dll(library, "launches")
+        self.gemms = 0
+
+    @property
+    def kernels(self) -> int:
+        return self._kernels.value
+
+
+@contextlib.contextmanager
+def stub_driver() -> Iterator[Counts]:
+    """Whatever is launched inside goes to the stub."""
+    gemm = importlib.import_module("torch_fp8.gemm")
+    step = importlib.import_module("torch_fp8.optimizer_step")
+    calls_operator, steps_on = gemm._scaled_mm, step._step_on
+    inside = False
+
+    def on_a_card(a, b, out_dtype, fast_accum, bias=None):
+        nonlocal inside
+        if inside:
+            return calls_operator(a, b, out_dtype, fast_accum, bias)
+        inside = True
+        try:
+            return gemm._scaled_mm_cuda(a, b, out_dtype, fast_accum, bias)
+        finally:
+            inside = False
+
+    def product(a, b, *rest):
+        counts.gemms += 1
+        return a.new_empty((a.shape[0], b.shape[1]), dtype=rest[-3])
+
+    def step_on(device, *rest):
+        steps_on(torch.device("cuda"), *rest)
+
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        counts = Counts(_load(Path(folder)))
+        for owner, name, stub in (
+            (knobs.nvidia, "libcuda_path", folder),
+            (driver, "_active", _Driver()),
+            (compiler, "compile", _Uncompiled),
+            (torch.cuda, "get_device_capability", _capability),
+            (torch, "_scaled_mm_v2", product),
+            (gemm, "_scaled_mm", on_a_card),
+            (gemm, "_CPU_NATIVE", tuple(gemm._SCALING_TYPE)),
+            (step, "_step_on", step_on),
+        ):
+            stack.enter_context(mock.patch.object(owner, name, stub))
+        yield counts
+
+
+def _load(folder: Path) -> ctypes.CDLL:
+    """Builds the stub, where launchers are linked with it and find it under its name."""
+    source, library = folder / "stub.c", folder / "libcuda.so.1"
+    source.write_text(_SOURCE)
+    include = Path(nvidia.__path__[0]) / "include"
+    command = ["cc", "-shared", "-fPIC", "-O2", f"-I{include}", "-Wl,-soname,libcuda.so.1"]
+    subprocess.run([*command, str(source), "-o", str(library)], check=True)
+    return ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+
+
+class _Driver:
+    """What Triton asks its driver for in a launch."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 10 * CAPABILITY[0] + CAPABILITY[1], 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+class _Uncompiled:
+    """A kernel with its real launcher and no code."""
+
+    function = 1
+
+    def __init__(self, src, target, options) -> None:
+        src.hash()  # finds out which globals a kernel uses: each launch compares them
+        metadata = SimpleNamespace(
+            num_ctas=1,
+            global_scratch_size=0,
+            global_scratch_align=1,
+            profile_scratch_size=0,
+            profile_scratch_align=1,
+            launch_cooperative_grid=False,
+            launch_pdl=False,
+        )
+        self.run = nvidia.driver.CudaLauncher(src, metadata)
+        self.packed_metadata = (options["num_warps"], 1, 0)
+
+    def launch_metadata(self, grid, stream, *args) -> None:
+        return None
+
+
+def _capability(device: object = None) -> tuple[int, int]:
+    return CAPABILITY
