@@ -68,20 +68,29 @@ def scaled_matmul(
     Returns:
         (R, S) of `out_dtype`.
     """
-    device = a.qdata.device
     rows, cols = a.qdata.shape[0], b.qdata.shape[0]
-    # Emulation multiplies dequantized operands: autocast would round them to bfloat16 first.
-    with torch.autocast(device.type, enabled=False):
-        bias = None if bias is None else cast(bias, out_dtype)
-        if 0 in (rows, cols, a.qdata.shape[1]):
-            zeros = torch.zeros(rows, cols, dtype=out_dtype, device=device)
-            return zeros if bias is None else zeros + bias
-        on_cpu = device.type == "cpu"
-        if a.granularity not in _CPU_NATIVE if on_cpu else emulate:
-            return scaled_matmul_reference(a, b, out_dtype, bias)
-        if on_cpu:
+    bias = None if bias is None else cast(bias, out_dtype)
+    if 0 in (rows, cols, a.qdata.shape[1]):
+        zeros = torch.zeros(rows, cols, dtype=out_dtype, device=a.qdata.device)
+        return zeros if bias is None else zeros + bias
+    if emulate or a.qdata.device.type == "cpu":
+        return _emulated(a, b, out_dtype, fast_accum, bias)
+    return _scaled_mm_cuda(a, b, out_dtype, fast_accum, bias)
+
+
+def _emulated(
+    a: QuantizedTensor,
+    b: QuantizedTensor,
+    out_dtype: torch.dtype,
+    fast_accum: bool,
+    bias: Tensor | None,
+) -> Tensor:
+    device_type = a.qdata.device.type
+    # Either multiplies dequantized operands: autocast would round them to bfloat16 first.
+    with torch.autocast(device_type, enabled=False):
+        if device_type == "cpu" and a.granularity in _CPU_NATIVE:
             return _scaled_mm(a, b, out_dtype, fast_accum, bias)
-        return _scaled_mm_cuda(a, b, out_dtype, fast_accum, bias)
+        return scaled_matmul_reference(a, b, out_dtype, bias)
 
 
 def scaled_matmul_reference(
@@ -260,9 +269,12 @@ def _operand(x: QuantizedTensor, *, is_b: bool) -> QuantizedTensor:
     if x.granularity == "block_128x128":
         row_multiple = 128
     rows, cols = x.qdata.shape
-    qdata = _pad(x.qdata.view(torch.uint8), -rows % row_multiple, -cols % col_multiple, 0)
-    qdata = qdata.view(x.qdata.dtype)
-    scale = x.scale
+    qdata, scale = x.qdata, x.scale
+    more_rows, more_cols = -rows % row_multiple, -cols % col_multiple
+    if more_rows or more_cols:
+        qdata = _pad(qdata.view(torch.uint8), more_rows, more_cols, 0).view(qdata.dtype)
+    elif scale.ndim == 0:
+        return x
     if x.granularity == "rowwise":
         scale = _pad(scale, qdata.shape[0] - rows, 0, 1.0)
     elif x.granularity in BLOCK_SHAPE:
@@ -283,6 +295,8 @@ def _column_major(scale: Tensor) -> Tensor:
     There any stride would do, but torch 2.11 takes another for one operand only if the other has it
     as well.
     """
+    if scale.stride() == (1, scale.shape[0]):
+        return scale
     scale = scale.t().contiguous().t()
     return scale.as_strided(scale.shape, (1, scale.shape[0])) if scale.shape[1] == 1 else scale
 
