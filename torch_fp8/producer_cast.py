@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from torch_fp8.activation_checkpointing import stand_in
-from torch_fp8.formats import E4M3, MIN_CAPABILITY, format_of
-from torch_fp8.quantize import QuantizedTensor, dequantize, scale_shape
+from torch_fp8.formats import E4M3, format_of
+from torch_fp8.quantize import QuantizedTensor, dequantize, emulates_casts, scale_shape
 from torch_fp8.recipe import Granularity
 from torch_fp8.scaling import scale_from_amax
 
@@ -105,7 +105,7 @@ def register(
     name = schema.partition("(")[0]
 
     def cuda(x: Tensor, *args: Any) -> Any:
-        if torch.cuda.get_device_capability(x.device) < MIN_CAPABILITY:  # emulated on older cards
+        if emulates_casts(x.device):
             return reference(x, *args)
         return getattr(kernels(), name)(x, *args)
 

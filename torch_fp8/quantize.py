@@ -18,6 +18,7 @@ Casts with delayed scaling are in `torch_fp8.delayed_scaling`, those that add up
 in `torch_fp8.bias_gradient`.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -284,8 +285,9 @@ def _quantize_2d_cuda(
     return as_outputs(x, made, scale, dtype, granularity)
 
 
+@functools.cache
 def emulates_casts(device: torch.device) -> bool:
-    """Whether a CUDA device is older than FP8, so that the reference runs on it."""
+    """Whether a tensor's CUDA device is older than FP8, so that the reference runs on it."""
     return torch.cuda.get_device_capability(device) < MIN_CAPABILITY
 
 
