@@ -80,6 +80,7 @@ class Counts:
 def stub_driver() -> Iterator[Counts]:
     """Whatever is launched inside goes to the stub."""
     gemm = importlib.import_module("torch_fp8.gemm")
+    operators = importlib.import_module("torch_fp8.operators")
     step = importlib.import_module("torch_fp8.optimizer_step")
     steps_on = step._step_on
 
@@ -100,9 +101,22 @@ def stub_driver() -> Iterator[Counts]:
             (torch, "_scaled_mm_v2", product),
             (gemm, "_emulated", gemm._scaled_mm_cuda),
             (step, "_step_on", step_on),
+            (operators, "_on_cuda", lambda x: True),
         ):
             stack.enter_context(mock.patch.object(owner, name, stub))
         yield counts
+
+
+@contextlib.contextmanager
+def references() -> Iterator[None]:
+    """Around a conversion, which finds norms by their results: here they are computed."""
+    norms = importlib.import_module("torch_fp8.float8_rms_norm")
+    operators = importlib.import_module("torch_fp8.rms_norm")
+    with contextlib.ExitStack() as stack:
+        for name in ("rms_norm", "rms_norm_statistics"):
+            reference = getattr(operators, f"{name}_reference")
+            stack.enter_context(mock.patch.object(norms, name, reference))
+        yield
 
 
 def _load(folder: Path) -> ctypes.CDLL:

@@ -27,6 +27,7 @@ ROOMS = [
         "communication_stream",
         "communication_count",
         "automatic_scaling",
+        "operators",
         "module_class",
         "gated_mlp_form",
         "activation_checkpointing",

@@ -8,6 +8,7 @@ these up, in an order that the shape alone decides.
 import torch
 from torch import Tensor
 
+from torch_fp8.operators import define, operators
 from torch_fp8.quantize import (
     QuantizedTensor,
     as_layouts,
@@ -32,7 +33,7 @@ def quantize_layouts_and_sum(
     sum_dtype: torch.dtype,
 ) -> tuple[QuantizedTensor | None, QuantizedTensor | None, Tensor]:
     """As `quantize_layouts`, and (C,) ``x.sum(0)``, in float32 and rounded once to `sum_dtype`."""
-    *made, sums = torch.ops.torch_fp8.quantize_2d_sum(
+    *made, sums = operators.quantize_2d_sum(
         x, scale, spec.format.dtype, spec.granularity, spec.power_of_two, row, col, sum_dtype
     )
     return (*as_layouts(made, spec, scale, row, col), sums)
@@ -106,12 +107,11 @@ def _quantize_2d_sum_fake(
     return (*made, x.new_empty(x.shape[1], dtype=sum_dtype))
 
 
-_LIBRARY = torch.library.Library("torch_fp8", "FRAGMENT")
-_LIBRARY.define(
+define(
     "quantize_2d_sum(Tensor x, Tensor? scale, ScalarType dtype, str granularity, "
     "bool power_of_two, bool row, bool col, ScalarType sum_dtype) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _quantize_2d_sum_cpu,
+    _quantize_2d_sum_cuda,
+    _quantize_2d_sum_fake,
 )
-_LIBRARY.impl("quantize_2d_sum", _quantize_2d_sum_cpu, "CPU")
-_LIBRARY.impl("quantize_2d_sum", _quantize_2d_sum_cuda, "CUDA")
-torch.library.register_fake("torch_fp8::quantize_2d_sum", _quantize_2d_sum_fake, lib=_LIBRARY)

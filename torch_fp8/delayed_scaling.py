@@ -17,6 +17,7 @@ from torch import Tensor
 
 from torch_fp8.config import FP8Config
 from torch_fp8.formats import format_of
+from torch_fp8.operators import define, operators
 from torch_fp8.quantize import (
     QuantizedTensor,
     emulates_casts,
@@ -60,7 +61,7 @@ class History(NamedTuple):
         Returns:
             ``(row, col, sums)``, None for what was not asked for.
         """
-        qdata, scale, qdata_t, sums = torch.ops.torch_fp8.quantize_2d_delayed(
+        qdata, scale, qdata_t, sums = operators.quantize_2d_delayed(
             x,
             *self,
             spec.format.dtype,
@@ -78,7 +79,7 @@ class History(NamedTuple):
 
     def advance(self, amax: Tensor, spec: CastSpec, config: FP8Config) -> Tensor:
         """The () scale for a matrix with this amax (() float32), which is recorded."""
-        scale: Tensor = torch.ops.torch_fp8.advance_history(
+        scale: Tensor = operators.advance_history(
             self.amaxes,
             self.last,
             amax,
@@ -228,21 +229,18 @@ def _advance_history_fake(
     return torch.empty_like(amax)
 
 
-_LIBRARY = torch.library.Library("torch_fp8", "FRAGMENT")
-_LIBRARY.define(
+define(
     "quantize_2d_delayed(Tensor x, Tensor(a!) amaxes, Tensor(b!) progress, Tensor(c!)? last, "
     "ScalarType dtype, str algorithm, int margin, bool row, bool col, ScalarType? sum_dtype) "
-    "-> (Tensor, Tensor, Tensor, Tensor)"
+    "-> (Tensor, Tensor, Tensor, Tensor)",
+    quantize_2d_delayed_reference,
+    _quantize_2d_delayed_cuda,
+    _quantize_2d_delayed_fake,
 )
-_LIBRARY.impl("quantize_2d_delayed", quantize_2d_delayed_reference, "CPU")
-_LIBRARY.impl("quantize_2d_delayed", _quantize_2d_delayed_cuda, "CUDA")
-torch.library.register_fake(
-    "torch_fp8::quantize_2d_delayed", _quantize_2d_delayed_fake, lib=_LIBRARY
-)
-_LIBRARY.define(
+define(
     "advance_history(Tensor(a!) amaxes, Tensor(b!)? last, Tensor amax, ScalarType dtype, "
-    "str algorithm, int margin) -> Tensor"
+    "str algorithm, int margin) -> Tensor",
+    advance_history_reference,
+    _advance_history_cuda,
+    _advance_history_fake,
 )
-_LIBRARY.impl("advance_history", advance_history_reference, "CPU")
-_LIBRARY.impl("advance_history", _advance_history_cuda, "CUDA")
-torch.library.register_fake("torch_fp8::advance_history", _advance_history_fake, lib=_LIBRARY)

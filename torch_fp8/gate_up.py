@@ -15,11 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torch_fp8.operators import operators
 from torch_fp8.producer_cast import Layouts, cast_result, no_amax, register
 from torch_fp8.scaling import tensor_amax
 from torch_fp8.swiglu import BACKWARD_ARGUMENTS, CAST_ARGUMENTS, swiglu_backward_reference
-
-_ops: Any = torch.ops.torch_fp8
 
 
 def halves(both: Tensor, gate_first: bool) -> tuple[Tensor, Tensor]:
@@ -44,7 +43,7 @@ def gate_up_backward(
         grad, gate, gate_scale, up, up_scale, smooth, out_dtype: as of `swiglu_backward`.
         gate_first: whether dgate is the first half of each row.
     """
-    return _ops.gate_up_backward(
+    return operators.gate_up_backward(
         grad, gate, gate_scale, up, up_scale, smooth, out_dtype, gate_first
     )
 
@@ -63,7 +62,7 @@ def gate_up_backward_amax(
     Args:
         grad, gate, gate_scale, up, up_scale, smooth, out_dtype: as there.
     """
-    return _ops.gate_up_backward_amax(grad, gate, gate_scale, up, up_scale, smooth, out_dtype)
+    return operators.gate_up_backward_amax(grad, gate, gate_scale, up, up_scale, smooth, out_dtype)
 
 
 def gate_up_backward_quantize(
@@ -99,7 +98,7 @@ def gate_up_backward_quantize(
     Raises:
         ValueError: if tensorwise has not exactly one of amax and scale, or another has any.
     """
-    return _ops.gate_up_backward_quantize(
+    return operators.gate_up_backward_quantize(
         grad,
         gate,
         gate_scale,
@@ -159,7 +158,6 @@ def _kernels() -> Any:
     return gate_up
 
 
-_LIBRARY = torch.library.Library("torch_fp8", "FRAGMENT")
 for _schema, _reference, _fake in (
     (
         f"gate_up_backward({BACKWARD_ARGUMENTS}, bool gate_first) -> Tensor",
@@ -178,4 +176,4 @@ for _schema, _reference, _fake in (
         _quantize_fake,
     ),
 ):
-    register(_LIBRARY, _schema, _reference, _fake, _kernels)
+    register(_schema, _reference, _fake, _kernels)

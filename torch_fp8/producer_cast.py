@@ -14,6 +14,7 @@ from torch import Tensor
 
 from torch_fp8.activation_checkpointing import stand_in
 from torch_fp8.formats import E4M3, format_of
+from torch_fp8.operators import define, operators
 from torch_fp8.quantize import QuantizedTensor, dequantize, emulates_casts, scale_shape
 from torch_fp8.recipe import Granularity
 from torch_fp8.scaling import scale_from_amax
@@ -59,7 +60,7 @@ def cast_result(
     """
     check_scale(granularity, amax, scale)
     made = None if amax is None else scale_from_amax(amax, format_of(dtype), power_of_two)
-    q, s, qt, st = torch.ops.torch_fp8.quantize_2d(
+    q, s, qt, st = operators.quantize_2d(
         y, scale if made is None else made, dtype, granularity, power_of_two, row, col
     )
     return q, s if made is None else made, qt, st
@@ -88,7 +89,6 @@ def no_amax(x: Tensor) -> Tensor:
 
 
 def register(
-    library: torch.library.Library,
     schema: str,
     reference: Callable[..., Any],
     fake: Callable[..., Any],
@@ -109,7 +109,4 @@ def register(
             return reference(x, *args)
         return getattr(kernels(), name)(x, *args)
 
-    library.define(schema)
-    library.impl(name, reference, "CPU")
-    library.impl(name, cuda, "CUDA")
-    torch.library.register_fake(f"torch_fp8::{name}", fake, lib=library)
+    define(schema, reference, cuda, fake)

@@ -27,6 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torch_fp8.formats import MIN_CAPABILITY, Format, format_of
+from torch_fp8.operators import define, operators
 from torch_fp8.recipe import CastSpec, Granularity
 from torch_fp8.scaling import scale_from_amax, tensor_amax
 
@@ -96,7 +97,7 @@ def quantize_layouts(
     Returns:
         ``(row, col)``, None for what was not asked for. Tensorwise, both share one scale.
     """
-    made = torch.ops.torch_fp8.quantize_2d(
+    made = operators.quantize_2d(
         x, scale, spec.format.dtype, spec.granularity, spec.power_of_two, row, col, amax
     )
     return as_layouts(made, spec, scale, row, col)
@@ -338,11 +339,10 @@ def quantize_2d_fake(
     return (qdata, scale_row, *one(cols, rows, col))
 
 
-_LIBRARY = torch.library.Library("torch_fp8", "DEF")
-_LIBRARY.define(
+define(
     "quantize_2d(Tensor x, Tensor? scale, ScalarType dtype, str granularity, bool power_of_two, "
-    "bool row, bool col, Tensor? amax=None) -> (Tensor, Tensor, Tensor, Tensor)"
+    "bool row, bool col, Tensor? amax=None) -> (Tensor, Tensor, Tensor, Tensor)",
+    quantize_2d_cpu,
+    _quantize_2d_cuda,
+    quantize_2d_fake,
 )
-_LIBRARY.impl("quantize_2d", quantize_2d_cpu, "CPU")
-_LIBRARY.impl("quantize_2d", _quantize_2d_cuda, "CUDA")
-torch.library.register_fake("torch_fp8::quantize_2d", quantize_2d_fake, lib=_LIBRARY)

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torch_fp8.operators import operators
 from torch_fp8.producer_cast import (
     Layouts,
     cast_result,
@@ -30,8 +31,6 @@ from torch_fp8.producer_cast import (
     saved_values,
 )
 from torch_fp8.scaling import tensor_amax
-
-_ops: Any = torch.ops.torch_fp8
 
 
 def rms_norm_statistics(
@@ -50,7 +49,7 @@ def rms_norm_statistics(
         rstd (R,) float32; amax () float32, NaN if any element of the result is; x in E4M3 (R, C)
         and its power-of-two scale (R, ceil(C / 128)), both empty unless `save`.
     """
-    return _ops.rms_norm_statistics(x, weight, eps, offset, out_dtype, save)
+    return operators.rms_norm_statistics(x, weight, eps, offset, out_dtype, save)
 
 
 def rms_norm(
@@ -65,7 +64,7 @@ def rms_norm(
         offset: added to the weight.
         out_dtype: of the result.
     """
-    return _ops.rms_norm(x, weight, rstd, offset, out_dtype)
+    return operators.rms_norm(x, weight, rstd, offset, out_dtype)
 
 
 def rms_norm_quantize(
@@ -97,7 +96,7 @@ def rms_norm_quantize(
     Raises:
         ValueError: if tensorwise has not exactly one of amax and scale, or another has any.
     """
-    return _ops.rms_norm_quantize(
+    return operators.rms_norm_quantize(
         x,
         weight,
         rstd,
@@ -146,7 +145,7 @@ def rms_norm_quantize_once(
     Raises:
         ValueError: if tensorwise has no scale, or another granularity has one.
     """
-    return _ops.rms_norm_quantize_once(
+    return operators.rms_norm_quantize_once(
         x, weight, eps, offset, out_dtype, scale, dtype, granularity, power_of_two, row, col, save
     )
 
@@ -176,7 +175,9 @@ def rms_norm_backward(
     Returns:
         dx (R, C) of `dx_dtype`, dw (C,) float32 or empty.
     """
-    return _ops.rms_norm_backward(grad, x, x_scale, weight, rstd, offset, dx_dtype, weight_grad)
+    return operators.rms_norm_backward(
+        grad, x, x_scale, weight, rstd, offset, dx_dtype, weight_grad
+    )
 
 
 def rms_norm_reference(
@@ -322,7 +323,6 @@ def _kernels() -> Any:
     return rms_norm
 
 
-_LIBRARY = torch.library.Library("torch_fp8", "FRAGMENT")
 for _schema, _reference, _fake in (
     (
         "rms_norm_statistics(Tensor x, Tensor weight, float eps, float offset, "
@@ -358,4 +358,4 @@ for _schema, _reference, _fake in (
         _backward_fake,
     ),
 ):
-    register(_LIBRARY, _schema, _reference, _fake, _kernels)
+    register(_schema, _reference, _fake, _kernels)

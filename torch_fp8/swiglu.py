@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torch_fp8.operators import operators
 from torch_fp8.producer_cast import (
     cast_result,
     no_amax,
@@ -28,8 +29,6 @@ from torch_fp8.producer_cast import (
     saved_values,
 )
 from torch_fp8.scaling import tensor_amax
-
-_ops: Any = torch.ops.torch_fp8
 
 
 def swiglu_save(
@@ -45,7 +44,7 @@ def swiglu_save(
         gate in E4M3 (R, C) and its power-of-two scale (R, ceil(C / 128)), the same of up, all empty
         unless `save`; amax () float32, NaN if any element of h is.
     """
-    return _ops.swiglu_save(gate, up, smooth, save)
+    return operators.swiglu_save(gate, up, smooth, save)
 
 
 def swiglu(gate: Tensor, up: Tensor, smooth: Tensor | None) -> Tensor:
@@ -54,7 +53,7 @@ def swiglu(gate: Tensor, up: Tensor, smooth: Tensor | None) -> Tensor:
     Args:
         gate, up, smooth: as of `swiglu_save`.
     """
-    return _ops.swiglu(gate, up, smooth)
+    return operators.swiglu(gate, up, smooth)
 
 
 def swiglu_quantize(
@@ -88,7 +87,7 @@ def swiglu_quantize(
     Raises:
         ValueError: if tensorwise has not exactly one of amax and scale, or another has any.
     """
-    return _ops.swiglu_quantize(
+    return operators.swiglu_quantize(
         gate, up, smooth, amax, scale, dtype, granularity, power_of_two, row, col, save
     )
 
@@ -115,7 +114,7 @@ def swiglu_backward(
     Returns:
         dgate and dup, (R, C) of `out_dtype`.
     """
-    return _ops.swiglu_backward(grad, gate, gate_scale, up, up_scale, smooth, out_dtype)
+    return operators.swiglu_backward(grad, gate, gate_scale, up, up_scale, smooth, out_dtype)
 
 
 def swiglu_backward_amax(
@@ -132,7 +131,7 @@ def swiglu_backward_amax(
     Args:
         grad, gate, gate_scale, up, up_scale, smooth, out_dtype: as of `swiglu_backward`.
     """
-    return _ops.swiglu_backward_amax(grad, gate, gate_scale, up, up_scale, smooth, out_dtype)
+    return operators.swiglu_backward_amax(grad, gate, gate_scale, up, up_scale, smooth, out_dtype)
 
 
 def swiglu_backward_quantize(
@@ -164,7 +163,7 @@ def swiglu_backward_quantize(
     Raises:
         ValueError: if tensorwise has not exactly one of amax and scale, or another has any.
     """
-    return _ops.swiglu_backward_quantize(
+    return operators.swiglu_backward_quantize(
         grad,
         gate,
         gate_scale,
@@ -311,7 +310,6 @@ CAST_ARGUMENTS = (
 )
 _NINE = ", ".join(["Tensor"] * 9)
 
-_LIBRARY = torch.library.Library("torch_fp8", "FRAGMENT")
 for _schema, _reference, _fake in (
     (
         f"swiglu_save({_FORWARD}, bool save=True) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
@@ -340,4 +338,4 @@ for _schema, _reference, _fake in (
         _backward_quantize_fake,
     ),
 ):
-    register(_LIBRARY, _schema, _reference, _fake, _kernels)
+    register(_schema, _reference, _fake, _kernels)
