@@ -24,8 +24,6 @@ from torch_fp8.kernels.tiles import load_tile, per_row, positions, store_sums
 
 HISTORY_CHUNK = 1024  # of a history, at a time: Transformer Engine's length, and our default
 
-_INF_BITS = tl.constexpr(0x7F800000)
-
 
 @triton.jit
 def _past_amax(history_ptr, length, MOST_RECENT: tl.constexpr, CHUNK: tl.constexpr):
@@ -45,8 +43,9 @@ def _past_amax(history_ptr, length, MOST_RECENT: tl.constexpr, CHUNK: tl.constex
 @triton.jit
 def _push_amax(history_ptr, length, bits, CHUNK: tl.constexpr):
     """Shift the history by one and put the amax in front; its newest entry again if not finite."""
+    INF_BITS: tl.constexpr = 0x7F800000
     newest = tl.load(history_ptr)
-    newest = tl.where(bits < _INF_BITS, bits.to(tl.float32, bitcast=True), newest)
+    newest = tl.where(bits < INF_BITS, bits.to(tl.float32, bitcast=True), newest)
     chunks = tl.cdiv(length, CHUNK)
     for chunk in range(0, chunks):
         i = (chunks - 1 - chunk) * CHUNK + tl.arange(0, CHUNK)
