@@ -25,12 +25,15 @@ def define(
     cpu: Callable[..., Any],
     cuda: Callable[..., Any],
     fake: Callable[..., Any],
+    eager: Callable[..., Any] | None = None,
 ) -> None:
     """Define ``torch.ops.torch_fp8.<name>`` and ``operators.<name>``.
 
     Args:
         schema: as of `torch.library.Library.define`; the first argument is a tensor.
         cpu, cuda, fake: take and return what it says.
+        eager: instead of `cuda` where the dispatcher is not asked, which alone minds what is
+            returned; `operators.<name>` may then return that, too.
     """
     name = schema.partition("(")[0]
     _LIBRARY.define(schema)
@@ -38,11 +41,12 @@ def define(
     _LIBRARY.impl(name, cuda, "CUDA")
     torch.library.register_fake(f"torch_fp8::{name}", fake, lib=_LIBRARY)
     operator = getattr(torch.ops.torch_fp8, name).default
+    shortcut = eager or cuda
 
     def call(x: Tensor, *args: Any) -> Any:
         if torch.compiler.is_compiling() or is_watched(x):
             return operator(x, *args)
-        return cuda(x, *args)
+        return shortcut(x, *args)
 
     setattr(operators, name, call)
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from torch_fp8.activation_checkpointing import stand_in
 from torch_fp8.formats import E4M3, format_of
-from torch_fp8.operators import define, operators
+from torch_fp8.operators import define
 from torch_fp8.quantize import QuantizedTensor, dequantize, emulates_casts, scale_shape
 from torch_fp8.recipe import Granularity
 from torch_fp8.scaling import scale_from_amax
@@ -60,7 +60,7 @@ def cast_result(
     """
     check_scale(granularity, amax, scale)
     made = None if amax is None else scale_from_amax(amax, format_of(dtype), power_of_two)
-    q, s, qt, st = operators.quantize_2d(
+    q, s, qt, st = torch.ops.torch_fp8.quantize_2d(
         y, scale if made is None else made, dtype, granularity, power_of_two, row, col
     )
     return q, s if made is None else made, qt, st

@@ -20,7 +20,7 @@ in `torch_fp8.bias_gradient`.
 
 import functools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -58,6 +58,9 @@ class QuantizedTensor(NamedTuple):
 
 Layouts = tuple[Tensor, Tensor, Tensor, Tensor]
 """qdata (R, C), its scale, qdata of x^T (C, R), its scale: what the operators return."""
+
+Made = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+"""The same, with None for what was not asked for."""
 
 
 def quantize(x: Tensor, spec: CastSpec, scale: Tensor | None = None) -> QuantizedTensor:
@@ -104,7 +107,7 @@ def quantize_layouts(
 
 
 def as_layouts(
-    made: Sequence[Tensor], spec: CastSpec, scale: Tensor | None, row: bool, col: bool
+    made: Sequence[Any], spec: CastSpec, scale: Tensor | None, row: bool, col: bool
 ) -> tuple[QuantizedTensor | None, QuantizedTensor | None]:
     qdata, scales, qdata_t, scales_t = made
     if scale is not None:
@@ -278,12 +281,33 @@ def _quantize_2d_cuda(
     col: bool,
     amax: Tensor | None = None,
 ) -> Layouts:
-    if emulates_casts(x.device):
-        return quantize_2d_cpu(x, scale, dtype, granularity, power_of_two, row, col, amax)
-    from torch_fp8.kernels.quantize import quantize_2d  # Triton is imported where it is used
-
-    made = quantize_2d(x, scale, dtype, granularity, power_of_two, row, col, amax)
+    made = _quantize_2d_eager(x, scale, dtype, granularity, power_of_two, row, col, amax)
     return as_outputs(x, made, scale, dtype, granularity)
+
+
+def _quantize_2d_eager(
+    x: Tensor,
+    scale: Tensor | None,
+    dtype: torch.dtype,
+    granularity: str,
+    power_of_two: bool,
+    row: bool,
+    col: bool,
+    amax: Tensor | None = None,
+) -> Made:
+    """None, or anything, for what was not asked for."""
+    arguments = (x, scale, dtype, granularity, power_of_two, row, col, amax)
+    if emulates_casts(x.device):
+        return quantize_2d_cpu(*arguments)
+    made: Made = _kernels().quantize_2d(*arguments)
+    return made
+
+
+@functools.cache
+def _kernels() -> Any:
+    from torch_fp8.kernels import quantize  # Triton is imported where it is used
+
+    return quantize
 
 
 @functools.cache
@@ -294,7 +318,7 @@ def emulates_casts(device: torch.device) -> bool:
 
 def as_outputs(
     x: Tensor,
-    made: tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None],
+    made: Made,
     scale: Tensor | None,
     dtype: torch.dtype,
     granularity: str,
@@ -345,4 +369,5 @@ define(
     quantize_2d_cpu,
     _quantize_2d_cuda,
     quantize_2d_fake,
+    eager=_quantize_2d_eager,
 )
