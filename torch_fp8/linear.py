@@ -94,24 +94,26 @@ class Float8Linear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         if not self.runs_fp8:
             return super().forward(plain_activation(input))
-        if input.dtype not in _DTYPES:
+        dtype = input.dtype  # asked once: a produced activation answers in Python
+        if dtype not in _DTYPES:
             raise TypeError(
                 f"FP8 linear '{self.fp8_name}' takes float32, bfloat16 or float16 input, got "
-                f"{input.dtype}; cast it, or keep the module in high precision with "
+                f"{dtype}; cast it, or keep the module in high precision with "
                 f"FP8Config(skip=('{self.fp8_name}',))"
             )
         grad_enabled = torch.is_grad_enabled()
         local = local_operands(input, self.weight, self.fp8_name)
         x, weight = local.input, local.weight
-        if x.shape[-1] != weight.shape[1]:
+        shape, (num_out, num_in) = x.shape, weight.shape
+        if shape[-1] != num_in:
             raise ValueError(
-                f"FP8 linear '{self.fp8_name}' takes inputs (..., {weight.shape[1]}), got "
-                f"{tuple(x.shape)}"
+                f"FP8 linear '{self.fp8_name}' takes inputs (..., {num_in}), got {tuple(shape)}"
             )
         options = LinearOptions(
             self.fp8_recipe,
             self.fp8_config,
-            output_dtype(input),
+            dtype,
+            _autocast_dtype(weight.device.type) or dtype,
             self.fp8_emulate,
             grad_enabled,
             self.fp8_weight_cache,
@@ -126,12 +128,12 @@ class Float8Linear(nn.Linear):
             buffers = tuple(plain(getattr(self, name)) for name in _BUFFERS)
         bias = local.bias(self.bias) if self.bias is not None and self.fp8_adds_bias else None
         # Compiled with DTensors, torch 2.13 loses views in the function's backward: keep them out.
-        rows = x.reshape(-1, weight.shape[1]) if torch.compiler.is_compiling() else x
+        rows = x.reshape(-1, num_in) if torch.compiler.is_compiling() else x
         output = _Float8LinearFunction.apply(
             rows, weight, bias, input_scale, weight_scale, *buffers, options
         )
         if rows is not x:
-            output = output.reshape(*x.shape[:-1], weight.shape[0])
+            output = output.reshape(*shape[:-1], num_out)
         return local.whole(output)
 
     def _moves_history(self, x: Tensor, group: Any) -> bool:
@@ -252,13 +254,14 @@ class _Float8LinearFunction(torch.autograd.Function):
         last: Tensor | None,
         options: LinearOptions,
     ) -> Tensor:
-        recipe = options.recipe
+        recipe, shape = options.recipe, x.shape
         wants_wgrad = options.save_for_backward and ctx.needs_input_grad[1]
         fp8_wgrad = wants_wgrad and recipe.wgrad is not None
-        of_input, of_weight, of_grad = (
-            None if amaxes is None or progress is None else _history(amaxes, progress, last, i)
-            for i in (INPUT, WEIGHT, GRAD_OUTPUT)
-        )
+        of_input = of_weight = of_grad = None
+        if amaxes is not None and progress is not None:
+            of_input, of_weight, of_grad = (
+                _history(amaxes, progress, last, i) for i in (INPUT, WEIGHT, GRAD_OUTPUT)
+            )
         # The weight first, while x may still be on its way.
         w_row = weight_row(weight, weight_scale, of_weight, options)
         gathered = isinstance(x, GatheredActivation)
@@ -299,11 +302,11 @@ class _Float8LinearFunction(torch.autograd.Function):
             # By name: torch.compile of torch 2.11 shifts saved tensors when one of them is None.
             ctx.saved_names = tuple(name for name, t in saved.items() if t is not None)
             ctx.save_for_backward(*(t for t in saved.values() if t is not None))
-            ctx.dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
+            ctx.dtypes = (options.dtype, weight.dtype, None if bias is None else bias.dtype)
             ctx.options, ctx.grad_history = options, of_grad
             ctx.x_source = x.source if gathered else None
-            ctx.input_shape = x.shape
-        return output.view(*x.shape[:-1], weight.shape[0])
+            ctx.input_shape = shape
+        return output.view(*shape[:-1], weight.shape[0])
 
     @staticmethod
     @once_differentiable
@@ -370,10 +373,14 @@ def _input_stand_ins(
 
 def output_dtype(input: Tensor) -> torch.dtype:
     """What a linear layer returns: autocast's dtype where autocast is on, else the input's."""
-    device_type = input.device.type
+    return _autocast_dtype(input.device.type) or input.dtype
+
+
+def _autocast_dtype(device_type: str) -> torch.dtype | None:
+    """None where autocast is off."""
     if torch.is_autocast_enabled(device_type):
         return torch.get_autocast_dtype(device_type)
-    return input.dtype
+    return None
 
 
 def _history(amaxes: Tensor, progress: Tensor, last: Tensor | None, operand: int) -> History:

@@ -27,6 +27,8 @@ class LinearOptions(NamedTuple):
 
     recipe: Recipe
     config: FP8Config
+    dtype: torch.dtype
+    """Of the input."""
     out_dtype: torch.dtype
     emulate: bool
     save_for_backward: bool
