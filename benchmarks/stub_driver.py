@@ -62,6 +62,7 @@ def _cuda_implementations_on_cpu() -> None:
 
 
 _cuda_implementations_on_cpu()
+GradientParts = importlib.import_module("torch_fp8.adamw").GradientParts
 
 
 class Counts:
@@ -91,6 +92,12 @@ def stub_driver() -> Iterator[Counts]:
     def step_on(device, *rest):
         steps_on(torch.device("cuda"), *rest)
 
+    def quantize_gradient(x, keys):
+        parts = gradients.quantize_gradient(x, keys)
+        return GradientParts(*parts, torch.ones((), dtype=torch.float32, device=x.device))
+
+    gradients = importlib.import_module("torch_fp8.kernels.gradients")
+    tensors = importlib.import_module("torch_fp8.gradients")
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         counts = Counts(_load(Path(folder)))
         for owner, name, stub in (
@@ -101,6 +108,7 @@ def stub_driver() -> Iterator[Counts]:
             (torch, "_scaled_mm_v2", product),
             (gemm, "_emulated", gemm._scaled_mm_cuda),
             (step, "_step_on", step_on),
+            (tensors, "quantize_gradient", quantize_gradient),
             (operators, "_on_cuda", lambda x: True),
         ):
             stack.enter_context(mock.patch.object(owner, name, stub))

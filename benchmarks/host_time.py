@@ -1,0 +1,196 @@
+"""What the host takes to launch a Llama block and an optimizer step, measured without a card.
+
+    python -m benchmarks.host_time    # benchmarks/results/host_time.csv
+
+A Hugging Face LlamaDecoderLayer runs forward and backward in eager mode on a few tokens and
+features, so that arithmetic takes next to nothing. Our implementations for CUDA run, on CPU
+tensors, and their launches go through Triton to a driver that does nothing
+(`benchmarks.stub_driver`). What a real driver takes for a launch, 2 to 3 us, comes on top, in BF16
+as in FP8. Variants are interleaved in this process.
+
+* ``host_us``: CPU time of the thread, the least of all repetitions: what others do on the machine
+  only adds; ``median_us``: the median;
+* ``ratio``: of ``host_us`` to BF16's in the same circumstance;
+* ``launch_us``: what is saved where Triton is called and returns at once;
+* ``kernels``, ``gemms``: launches of ours, and GEMMs in FP8;
+* ``calls``: of functions from Python, of Python and of C: the same in every run.
+"""
+
+import argparse
+import gc
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from benchmarks.stub_driver import Counts, references, stub_driver  # before torch_fp8
+
+# isort: split
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
+from triton.runtime.jit import JITFunction
+
+from benchmarks.measurement import RESULTS, environment, print_table, write_rows
+from benchmarks.shapes import LLAMA_3_2_3B, parameter_shapes
+from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8
+
+TOKENS, HIDDEN, INNER, HEADS, GROUPS = 16, 128, 256, 2, 1
+RECIPES = ("tensorwise", "delayed", "rowwise", "blockwise")
+BF16 = "BF16"
+COLUMNS = (
+    *("what", "recipe", "host_us", "ratio", "median_us", "launch_us", "kernels", "gemms", "calls"),
+    *("torch", "triton", "commit", "date", "command"),
+)
+CASES: dict[str, dict[str, object]] = {
+    "training": {},
+    "training, checkpointed": {},
+    "training, cache_weights": {"cache_weights": True},
+    "training, O3": {"opt_level": "O3"},
+    "inference": {},
+}
+STEP = "optimizer step"
+TENSORS = 4096
+"""Elements of a weight in the optimizer's step: the least that has 8-bit states."""
+
+Run = Callable[[], None]
+
+
+def block(case: str, recipe: str) -> Run:
+    """One forward and backward of a block in a circumstance."""
+    torch.manual_seed(0)
+    of_model = LlamaConfig(
+        hidden_size=HIDDEN,
+        intermediate_size=INNER,
+        num_attention_heads=HEADS,
+        num_key_value_heads=GROUPS,
+        num_hidden_layers=1,
+    )
+    of_model._attn_implementation = "sdpa"
+    layer, rotary = LlamaDecoderLayer(of_model, 0).bfloat16(), LlamaRotaryEmbedding(of_model)
+    x = torch.randn(1, TOKENS, HIDDEN, dtype=torch.bfloat16, requires_grad=True)
+    grad = torch.randn(1, TOKENS, HIDDEN, dtype=torch.bfloat16)
+    angles = rotary(x, torch.arange(TOKENS)[None])
+    tensors = [x, *layer.parameters()]
+    if recipe != BF16:
+        config = FP8Config(recipe=recipe, **CASES[case])
+        with references():
+            convert_to_float8(layer, config)
+        optimizer = torch.optim.AdamW(layer.parameters())
+        convert_optimizer(optimizer, config, model=layer)
+        layer._optimizer = optimizer  # whose hooks at O3 live as long as it
+
+    def inference() -> None:
+        with torch.no_grad():
+            layer(x, position_embeddings=angles)
+
+    def training() -> None:
+        if case == "training, checkpointed":
+            y = checkpoint(layer, x, position_embeddings=angles, use_reentrant=False)
+        else:
+            y = layer(x, position_embeddings=angles)
+        y.backward(grad)
+        for tensor in tensors:
+            tensor.grad = None
+
+    return inference if case == "inference" else training
+
+
+def optimizer_step(level: str) -> Run:
+    """A step on as many tensors as Llama-3.2-3B has; `level` of ours, or torch's fused AdamW."""
+    parameters = []
+    for shape in parameter_shapes(**LLAMA_3_2_3B):
+        size = (1,) if level == BF16 else (64, TENSORS // 64) if len(shape) == 2 else (64,)
+        parameters.append(nn.Parameter(torch.zeros(size)))
+    optimizer = torch.optim.AdamW(parameters, fused=level == BF16)
+    if level != BF16:
+        convert_optimizer(optimizer, FP8Config(opt_level=level))
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    return optimizer.step
+
+
+def measure(runs: dict[str, Run], repetitions: int) -> dict[str, tuple[float, float]]:
+    """Least and median CPU time of each in microseconds, in turn."""
+    samples: dict[str, list[float]] = {name: [] for name in runs}
+    gc.collect()
+    for _ in range(repetitions):
+        for name, run in runs.items():
+            began = time.thread_time_ns()
+            run()
+            samples[name].append((time.thread_time_ns() - began) / 1e3)
+    return {name: (min(s), statistics.median(s)) for name, s in samples.items()}
+
+
+def count_calls(run: Run) -> int:
+    """Calls of functions from Python."""
+    calls = 0
+
+    def count(frame, event, argument) -> None:
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    sys.setprofile(count)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return calls
+
+
+def rows(what: str, runs: dict[str, Run], counts: Counts, repetitions: int) -> list[dict]:
+    """A row for each run, the first of which is what the others are compared to."""
+    for run in runs.values():
+        for _ in range(3):  # launchers are built, states and scales are there
+            run()
+    made = []
+    for name, run in runs.items():
+        kernels, gemms = counts.kernels, counts.gemms
+        run()
+        launched = counts.kernels - kernels, counts.gemms - gemms
+        made.append({"what": what, "recipe": name, "calls": count_calls(run)})
+        made[-1] |= dict(zip(("kernels", "gemms"), launched, strict=True))
+    times = measure(runs, repetitions)
+    launch, JITFunction.run = JITFunction.run, lambda *args, **kwargs: None
+    try:
+        without = measure(runs, repetitions)
+    finally:
+        JITFunction.run = launch
+    baseline = next(iter(times.values()))[0]
+    for row in made:
+        least, median = times[row["recipe"]]
+        row |= {"host_us": round(least), "median_us": round(median)}
+        row["ratio"] = f"{least / baseline:.2f}"
+        row["launch_us"] = max(round(least - without[row["recipe"]][0]), 0)
+    return made
+
+
+def runs_of(case: str, recipes: tuple[str, ...] = RECIPES) -> dict[str, Run]:
+    """BF16 and all recipes that have the circumstance."""
+    names = [r for r in recipes if not (r == "delayed" and "cache_weights" in case)]
+    return {name: block(case, name) for name in (BF16, *names)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--repetitions", type=int, default=300)
+    parser.add_argument("--csv", type=Path, default=RESULTS / "host_time.csv")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    about = environment(torch.device("cpu"))
+    made: list[dict] = []
+    with stub_driver() as counts:
+        for case in CASES:
+            made += rows(case, runs_of(case), counts, options.repetitions)
+        runs = {level: optimizer_step(level) for level in (BF16, "O2")}
+        made += rows(f"{STEP}, 254 tensors", runs, counts, options.repetitions // 10)
+    made = [{column: (row | about).get(column, "") for column in COLUMNS} for row in made]
+    write_rows(options.csv, COLUMNS, made)
+    print_table(COLUMNS[:9], made)
+
+
+if __name__ == "__main__":
+    main()
