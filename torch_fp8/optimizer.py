@@ -106,10 +106,11 @@ class Float8Optimizer(Optimizer):
             settle_gradient(parameter)
             state = self._state_of(parameter)
             if "exp_avg_qdata" in state:
-                state["step"] += 1
                 large.append((index, group, parameter, state))
             else:
                 small.append((group, parameter, state))
+        if large:
+            torch._foreach_add_([state["step"] for *_, state in large], 1)
         step_large(large, self.fp8_config, self.fp8_caches)
         for group in self.param_groups:
             step_small(group, [(p, s) for g, p, s in small if g is group])

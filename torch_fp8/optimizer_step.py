@@ -53,13 +53,18 @@ def step_large(entries: list[Entry], config: FP8Config, caches: Caches) -> None:
     prepared = []
     stepped = [entry for entry in entries if local(entry[2]).device.type != "meta"]
     numbers = _zeros([p for _, _, p, _ in stepped if _alive(caches, p)])
+    of_groups: dict[tuple[int, float], StepScalars] = {}
     for index, group, parameter, state in stepped:
         weight = local(parameter)
         in_place = weight.is_contiguous()
         matrix = _matrix(parameter, state, weight if in_place else weight.contiguous(), config)
         if parameter in numbers:
             matrix = _with_payload(matrix, *_alive(caches, parameter)[0], numbers[parameter])
-        scalars = _scalars(group, float(state["step"]), (config.seed, index))
+        step = float(state["step"])
+        if (id(group), step) not in of_groups:
+            of_groups[id(group), step] = _scalars(group, step)
+        keys = stream_keys(config.seed, int(step), index)
+        scalars = of_groups[id(group), step]._replace(keys=keys)
         prepared.append((matrix, scalars, state, None if in_place else weight))
     for device in dict.fromkeys(matrix.weight.device for matrix, *_ in prepared):
         _step_on(device, [p for p in prepared if p[0].weight.device == device], config)
@@ -246,11 +251,11 @@ def shard_origin(parameter: Tensor) -> tuple[int, int, int]:
     return element // row_length, element % row_length, row_length
 
 
-def _scalars(group: dict[str, Any], step: float, key: tuple[int, int]) -> StepScalars:
+def _scalars(group: dict[str, Any], step: float) -> StepScalars:
+    """Those of a group's parameters at a step, still without keys."""
     beta1, beta2 = (float(beta) for beta in group["betas"])
     lr, weight_decay = float(group["lr"]), float(group["weight_decay"])
     decoupled = bool(group["decoupled_weight_decay"])
-    seed, index = key
     return StepScalars(
         beta1_complement=1 - beta1,
         beta2=beta2,
@@ -261,5 +266,5 @@ def _scalars(group: dict[str, Any], step: float, key: tuple[int, int]) -> StepSc
         decay=1 - lr * weight_decay if decoupled else 1.0,
         weight_decay=0.0 if decoupled else weight_decay,
         maximize=bool(group["maximize"]),
-        keys=stream_keys(seed, int(step), index),
+        keys=(0, 0),
     )

@@ -13,6 +13,7 @@ The result is `adamw_step_reference`'s bit for bit, except in the last bit where
 becomes NaN at once, the reference's one step later. Codes of groups whose scale says NaN differ.
 """
 
+from array import array
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -204,7 +205,9 @@ def _tables(
         (M, fields of Record) int64, (P or P + 1,) int32, P.
     """
     none = [None] * len(entries)
-    places, counts, first = [], [], 0
+    # Arrays: torch.tensor looks at each number of a list by itself.
+    places, numbers = array("q"), array("f")
+    counts, first = [], 0
     for (matrix, scalars), multiplier, rms in zip(
         entries, lr_multipliers or none, update_rms or none, strict=True
     ):
@@ -212,11 +215,13 @@ def _tables(
         groups = rows * num_groups(cols)
         if kind.layout == "squares":
             groups = cdiv(rows, 128) * cdiv(cols, 128) * SQUARE_CHUNK
-        places.append(_places(matrix, scalars, multiplier, rms, first, groups))
+        places.extend(_places(matrix, scalars, multiplier, rms, first, groups))
+        numbers.extend(_numbers(scalars))
         counts.append(cdiv(groups, kind.chunk))
         first += counts[-1]
-    numbers = torch.tensor([_numbers(scalars) for _, scalars in entries], dtype=torch.float32)
-    records = torch.cat([torch.tensor(places), numbers.view(torch.int32).long()], dim=1)
+    integers = torch.frombuffer(places, dtype=torch.int64).view(len(entries), -1)
+    bits = torch.frombuffer(numbers, dtype=torch.int32).view(len(entries), -1)
+    records = torch.cat([integers, bits.long()], dim=1)
     device = entries[0][0].weight.device
     # Pinned, or the copy would wait for the kernels before it.
     host = torch.empty(
