@@ -1,0 +1,108 @@
+"""What a block calls on the host: counted, so the same on every machine."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = """
+import collections, json, os, sys
+from benchmarks import host_time
+from benchmarks.stub_driver import stub_driver
+
+def called(run):
+    names = collections.Counter()
+    def note(frame, event, argument):
+        if event == "call":
+            code = frame.f_code
+            names[os.path.basename(code.co_filename) + ":" + code.co_name] += 1
+    sys.setprofile(note)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return names
+
+with stub_driver() as counts:
+    rows = host_time.rows("training", host_time.runs_of("training"), counts, 2)
+    rows += host_time.rows("step", {"O2": host_time.optimizer_step("O2")}, counts, 2)
+    names = {}
+    for recipe in host_time.RECIPES:
+        run = host_time.block("training", recipe)
+        for _ in range(3):
+            run()
+        names[recipe] = called(run)
+print(json.dumps([rows, names]))
+"""
+RECIPES = ("tensorwise", "delayed", "rowwise", "blockwise")
+
+pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="Triton's launchers need cc")
+
+
+@pytest.fixture(scope="module")
+def run():
+    """A process of its own: operators are registered when they are imported."""
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.fixture
+def rows(run):
+    return {row["recipe"]: row for row in run[0]}
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_all_gemms_and_kernels_are_launched(rows, recipe):
+    assert rows[recipe]["gemms"] == 21
+    most = {"tensorwise": 36, "delayed": 40, "rowwise": 63, "blockwise": 28}
+    assert 0 < rows[recipe]["kernels"] <= most[recipe]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_eager_calls_nothing_that_it_can_do_without(run, recipe):
+    names = run[1][recipe]
+    assert names["stub_driver.py:product"] == 21
+    for name in (
+        "_ops.py:__call__",  # torch's dispatcher
+        "autocast_mode.py:__enter__",
+        "stub_driver.py:_capability",  # of the device
+        "standard.py:cdiv",  # Triton's
+        "utils.py:cdiv",
+    ):
+        assert name not in names, name
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_globals_of_kernels_are_few(run, recipe):
+    """Triton compares each of them in each launch."""
+    launches = run[1][recipe]["driver.py:__call__"]
+    assert run[1][recipe].get("core.py:__ne__", 0) <= launches
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_produced_activations_are_asked_seldom(run, recipe):
+    assert run[1][recipe]["produced_activation.py:__torch_function__"] <= 20
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_calls_of_a_block(rows, recipe):
+    most = {"tensorwise": 6200, "delayed": 7100, "rowwise": 7700, "blockwise": 6200}
+    assert rows[recipe]["calls"] <= most[recipe]
+
+
+def test_calls_of_an_optimizer_step(rows):
+    assert rows["O2"]["kernels"] == 1
+    assert rows["O2"]["calls"] <= 33_000
