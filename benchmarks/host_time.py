@@ -186,7 +186,7 @@ def main() -> None:
         for case in CASES:
             made += rows(case, runs_of(case), counts, options.repetitions)
         runs = {level: optimizer_step(level) for level in (BF16, "O2")}
-        made += rows(f"{STEP}, 254 tensors", runs, counts, options.repetitions // 10)
+        made += rows(f"{STEP}, 254 tensors", runs, counts, max(options.repetitions // 10, 1))
     made = [{column: (row | about).get(column, "") for column in COLUMNS} for row in made]
     write_rows(options.csv, COLUMNS, made)
     print_table(COLUMNS[:9], made)
