@@ -155,8 +155,10 @@ def untraced() -> Iterator[None]:
 
 
 def _innermost(kind: type[Mode]) -> Mode | None:
-    stack = reversed(_get_current_dispatch_mode_stack())
-    return next((mode for mode in stack if isinstance(mode, kind)), None)
+    stack = _get_current_dispatch_mode_stack()
+    if not stack:  # asked several times for each activation
+        return None
+    return next((mode for mode in reversed(stack) if isinstance(mode, kind)), None)
 
 
 def repeats_forward() -> bool:

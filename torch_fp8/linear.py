@@ -300,8 +300,9 @@ class _Float8LinearFunction(torch.autograd.Function):
                 "x_scale": x_scale,
             }
             # By name: torch.compile of torch 2.11 shifts saved tensors when one of them is None.
-            ctx.saved_names = tuple(name for name, t in saved.items() if t is not None)
-            ctx.save_for_backward(*(t for t in saved.values() if t is not None))
+            kept = {name: t for name, t in saved.items() if t is not None}
+            ctx.saved_names = tuple(kept)
+            ctx.save_for_backward(*kept.values())
             ctx.dtypes = (options.dtype, weight.dtype, None if bias is None else bias.dtype)
             ctx.options, ctx.grad_history = options, of_grad
             ctx.x_source = x.source if gathered else None

@@ -137,7 +137,7 @@ def _tensorwise(
     if scale is None and x.numel() == 0:
         scale = torch.ones((), dtype=torch.float32, device=x.device)
     elif scale is None:
-        source, scale = "tensor", torch.empty((), dtype=torch.float32, device=x.device)
+        source, scale = "tensor", x.new_empty((), dtype=torch.float32)
         partial = _partial_amax(x) if amax is None else amax.view(1).view(torch.int32)
     by_row, by_col = _cast_tiles(
         x, source, scale, partial, dtype, power_of_two and source == "tensor", row, col, sums
@@ -149,8 +149,9 @@ def _partial_amax(x: Tensor) -> Tensor:
     """(P,) int32 whose maximum is the bits of the amax of x."""
     rows, cols = x.shape
     num_tiles = cdiv(rows, AMAX_ROWS) * cdiv(cols, BLOCK)
-    partial = torch.empty(min(num_tiles, AMAX_PROGRAMS), dtype=torch.int32, device=x.device)
-    amax_kernel[(partial.numel(),)](
+    programs = min(num_tiles, AMAX_PROGRAMS)
+    partial = x.new_empty(programs, dtype=torch.int32)
+    amax_kernel[(programs,)](
         x,
         partial,
         x.stride(0),

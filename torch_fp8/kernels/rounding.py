@@ -15,10 +15,6 @@ Byte for byte what `torch_fp8.scaling` and `torch_fp8.quantize.cast_saturating` 
 import triton
 import triton.language as tl
 
-from torch_fp8.formats import MIN_SCALE
-
-_MIN_SCALE = tl.constexpr(MIN_SCALE)
-
 
 @triton.jit
 def abs_bits(x):
@@ -31,6 +27,7 @@ def scale_from_amax(bits, FMAX: tl.constexpr, POWER_OF_TWO: tl.constexpr):
     """amax / FMAX, correctly rounded: see divide."""
     INF_BITS: tl.constexpr = 0x7F800000
     MANTISSA: tl.constexpr = 0x007FFFFF
+    MIN_SCALE: tl.constexpr = 2.0**-126
     amax = bits.to(tl.float32, bitcast=True)
     scale = amax * (1.0 / FMAX)
     scale = tl.fma(tl.fma(-scale, FMAX, amax), 1.0 / FMAX, scale)
@@ -40,7 +37,7 @@ def scale_from_amax(bits, FMAX: tl.constexpr, POWER_OF_TWO: tl.constexpr):
         rounded = (scale_bits + MANTISSA) & INF_BITS
         rounded = rounded.to(tl.float32, bitcast=True)
         scale = tl.where(scale_bits < INF_BITS, rounded, scale)
-    scale = tl.where(scale < _MIN_SCALE, _MIN_SCALE, scale)
+    scale = tl.where(scale < MIN_SCALE, MIN_SCALE, scale)
     return tl.where(bits == 0, 1.0, scale)
 
 
