@@ -107,6 +107,7 @@ def stub_driver() -> Iterator[Counts]:
             (torch.cuda, "get_device_capability", _capability),
             (torch, "_scaled_mm_v2", product),
             (gemm, "_emulated", gemm._scaled_mm_cuda),
+            (gemm, "_CPU_HAS_F_SCALED_MM", True),
             (gemm, "_pad", lambda x, *rest: x),  # sizes of models need none
             (step, "_step_on", step_on),
             (tensors, "quantize_gradient", quantize_gradient),
