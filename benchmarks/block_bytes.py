@@ -23,7 +23,14 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
-from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8, rms_norm, swiglu
+from torch_fp8 import (
+    FP8Config,
+    convert_optimizer,
+    convert_to_float8,
+    rms_norm,
+    swiglu,
+    swiglu_backward,
+)
 from torch_fp8.kernels import rms_norm as norm_kernels
 
 BF16 = torch.bfloat16
@@ -205,5 +212,5 @@ def _bf16_product() -> tuple[int, int]:
     arguments = (grad, gate, None, up, None, None, BF16)
     return (
         _moved(lambda: swiglu.swiglu(gate, up, None)),
-        _moved(lambda: swiglu.swiglu_backward(*arguments)),
+        _moved(lambda: swiglu_backward.swiglu_backward(*arguments)),
     )

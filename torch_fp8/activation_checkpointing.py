@@ -128,9 +128,11 @@ class Replay(SelectivePass):
 
     Attributes:
         first_in_backward: whether the first pass itself ran inside a backward.
+        upcoming: name of the operator that casts next, as the first pass issued it.
     """
 
     first_in_backward: bool
+    upcoming: str
 
 
 def selective_pass() -> SelectivePass | None:
@@ -152,6 +154,12 @@ def untraced() -> Iterator[None]:
     finally:
         for mode, paused in zip(passes, before, strict=True):
             mode.pauses = paused
+
+
+def replayed_operator() -> str | None:
+    """Which operator casts next, in the second pass of a selective checkpoint; else None."""
+    replay = _innermost(Replay)
+    return None if replay is None else replay.upcoming
 
 
 def _innermost(kind: type[Mode]) -> Mode | None:

@@ -2,7 +2,8 @@
 
 ``torch_fp8::quantize_2d_delayed`` casts a matrix in both layouts with the scale that its history
 suggests, takes the amax on its way and records it in the history: on CUDA in one launch, 4 bytes
-per element of a BF16 matrix. ``torch_fp8::advance_history`` does the rest where the amax is known
+per element of a BF16 matrix. Producers likewise cast what they make with the scale that a history
+suggests, and take the amax. ``torch_fp8::advance_history`` does the rest where the amax is known
 already, from a producer or from a group of ranks.
 
 The rules are those of `torch_fp8.scaling`: `delayed_scale` and `push_amax`. While a history is
@@ -18,6 +19,7 @@ from torch import Tensor
 from torch_fp8.config import FP8Config
 from torch_fp8.formats import format_of
 from torch_fp8.operators import define, operators
+from torch_fp8.producer_cast import DelayedCast
 from torch_fp8.quantize import (
     QuantizedTensor,
     emulates_casts,
@@ -77,6 +79,21 @@ class History(NamedTuple):
             None if sum_dtype is None else sums,
         )
 
+    def casts(self, spec: CastSpec, config: FP8Config, *, row: bool, col: bool) -> DelayedCast:
+        """What a producer is told that casts with the scale that this history suggests.
+
+        Args:
+            spec, config, row, col: as of `cast`.
+        """
+        algorithm, margin = config.amax_compute_algo, config.margin
+        return DelayedCast(
+            self.amaxes, self.progress, spec.format.dtype, algorithm, margin, row, col
+        )
+
+    def is_same(self, other: "History") -> bool:
+        """Whether both are one history: views of the same memory."""
+        return same_memory(self.amaxes, other.amaxes)
+
     def advance(self, amax: Tensor, spec: CastSpec, config: FP8Config) -> Tensor:
         """The () scale for a matrix with this amax (() float32), which is recorded."""
         scale: Tensor = operators.advance_history(
@@ -88,6 +105,12 @@ class History(NamedTuple):
             config.margin,
         )
         return scale
+
+
+def same_memory(a: Tensor, b: Tensor) -> bool:
+    """Whether two histories of amaxes are one."""
+    same = a.untyped_storage()._cdata == b.untyped_storage()._cdata
+    return same and a.storage_offset() == b.storage_offset()
 
 
 def advance_history_reference(

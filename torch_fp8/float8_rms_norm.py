@@ -15,6 +15,7 @@ normalized x before the weight.
 import copy
 import functools
 import warnings
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -22,14 +23,21 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import _disable_current_modes
 
-from torch_fp8.activation_checkpointing import PLAIN, saves_nothing
+from torch_fp8.activation_checkpointing import (
+    PLAIN,
+    repeats_forward,
+    replayed_operator,
+    saves_nothing,
+)
 from torch_fp8.config import FP8Config
+from torch_fp8.delayed_scaling import History
 from torch_fp8.gemm import cast
 from torch_fp8.module_class import add_mixin, is_fsdp_class, remove_mixin
 from torch_fp8.produced_activation import (
     Layouts,
     ProducedActivation,
     Production,
+    delayed_layouts,
     plain,
     to_layouts,
 )
@@ -39,6 +47,7 @@ from torch_fp8.rms_norm import (
     rms_norm,
     rms_norm_backward,
     rms_norm_quantize,
+    rms_norm_quantize_delayed,
     rms_norm_quantize_once,
     rms_norm_statistics,
 )
@@ -74,6 +83,13 @@ class Consumers(NamedTuple):
     wgrad: bool
 
 
+class Reader(NamedTuple):
+    """The layer that read a norm's output first last time, with delayed scaling."""
+
+    history: History
+    config: FP8Config
+
+
 class _Options(NamedTuple):
     name: str
     eps: float
@@ -82,6 +98,7 @@ class _Options(NamedTuple):
     keep: bool
     save_fp8: bool
     consumers: Consumers | None
+    reader: Reader | None
 
 
 class Float8RMSNorm(nn.Module):
@@ -94,6 +111,7 @@ class Float8RMSNorm(nn.Module):
     fp8_name: str
     fp8_form: NormForm
     fp8_consumers: Consumers | None
+    fp8_reader: Reader | None
     weight: Tensor
 
     def forward(self, hidden_states: Tensor) -> Tensor:
@@ -103,7 +121,7 @@ class Float8RMSNorm(nn.Module):
         if not (runs and usual and x.dtype in _DTYPES and x.shape[-1:] == weight.shape):
             stock: Tensor = super().forward(x)
             return stock
-        form = self.fp8_form
+        form, waits = self.fp8_form, self._may_wait()
         options = _Options(
             self.fp8_name,
             getattr(self, form.eps_name),
@@ -111,10 +129,27 @@ class Float8RMSNorm(nn.Module):
             torch.promote_types(x.dtype, weight.dtype) if form.promotes else x.dtype,
             torch.is_grad_enabled(),
             self.fp8_config.save_activations == "fp8",
-            self.fp8_consumers if self._may_wait() else None,
+            self.fp8_consumers if waits else None,
+            self._expected_reader(x) if waits else None,
         )
-        output: Tensor = _RMSNormFunction.apply(x, weight, options)
+        output: Tensor = _RMSNormFunction.apply(x, weight, options, self._note_reader)
         return output
+
+    def _expected_reader(self, x: Tensor) -> Reader | None:
+        """Who is to read what this forward returns, if it may be cast for that one already.
+
+        Not in evaluation, nor where a forward runs again with the scales that it had.
+        """
+        reader, replayed = self.fp8_reader, replayed_operator()
+        if reader is None or not self.training or repeats_forward():
+            return None
+        if replayed is not None:  # the first pass may have come before anybody had read
+            return reader if replayed == "rms_norm_quantize_delayed" else None
+        amaxes = reader.history.amaxes
+        return reader if type(amaxes) is type(x.detach()) and amaxes.device == x.device else None
+
+    def _note_reader(self, history: History, config: FP8Config) -> None:
+        self.fp8_reader = Reader(history, config)
 
     def _may_wait(self) -> bool:
         """Whether its output may be computed when it is read.
@@ -128,7 +163,13 @@ class _RMSNormFunction(torch.autograd.Function):
     """x (..., C), weight (C,) -> `ProducedActivation`, or plain: in a compiled graph it is."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, options: _Options) -> Tensor:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        options: _Options,
+        on_read: Callable[[History, FP8Config], None],
+    ) -> Tensor:
         matrix = x.reshape(-1, x.shape[-1])
         keep = options.keep and any(ctx.needs_input_grad[:2])
         save = keep and options.save_fp8
@@ -143,7 +184,7 @@ class _RMSNormFunction(torch.autograd.Function):
             ctx.offset, ctx.shape, ctx.dtype = options.offset, x.shape, x.dtype
         if options.consumers is None:
             return produced.dense().view(x.shape)
-        return ProducedActivation(produced.production(), x.shape, options.out_dtype)
+        return ProducedActivation(produced.production(on_read), x.shape, options.out_dtype)
 
     @staticmethod
     @once_differentiable
@@ -164,14 +205,15 @@ class _RMSNormFunction(torch.autograd.Function):
             grad_x.view(ctx.shape) if wants_x else None,
             cast(grad_weight, weight.dtype) if wants_weight else None,
             None,
+            None,
         )
 
 
 class _Produced:
     """One output of a norm: its statistics at once, the rest when it is asked for.
 
-    A cast in blocks needs nothing but x: where one will be asked for it is made with the
-    statistics, in the same read.
+    A cast in blocks needs nothing but x, one with delayed scaling a history: where one will be
+    asked for it is made with the statistics, in the same read.
 
     Args:
         x: (R, C).
@@ -184,6 +226,7 @@ class _Produced:
     def __init__(self, x: Tensor, weight: Tensor, options: _Options, save: bool, col: bool) -> None:
         self.x, self.weight, self.options = x, weight, options
         self.made: Layouts | None = None
+        self._amax: Tensor | None = None
         eps, offset, out_dtype = options.eps, options.offset, options.out_dtype
         consumers = options.consumers
         if consumers is not None and consumers.spec.granularity.startswith("block"):
@@ -192,19 +235,32 @@ class _Produced:
             once = rms_norm_quantize_once(x, weight, eps, offset, out_dtype, None, *casts, save)
             self.made = to_layouts(once[:4], spec, None, True, col)
             self.rstd, *saved = once[4:7]
+        elif consumers is not None and options.reader is not None:
+            history, config = options.reader
+            how = history.casts(consumers.spec, config, row=True, col=consumers.wgrad and col)
+            made = rms_norm_quantize_delayed(x, weight, eps, offset, out_dtype, how, save)
+            self.made, self._amax = delayed_layouts(made, how), made[6]
+            self.rstd, *saved = made[3:6]
         else:
             self.rstd, self._amax, *saved = rms_norm_statistics(
                 x, weight, eps, offset, out_dtype, save
             )
         self.saved = tuple(saved)
 
-    def production(self) -> Production:
+    def production(self, on_read: Callable[[History, FP8Config], None]) -> Production:
         """It, for those who read it."""
+        consumers, reader = self.options.consumers, self.options.reader
         production = Production(
-            self.options.name, (self.x, self.weight), self.dense, self.layouts, self.amax
+            self.options.name,
+            (self.x, self.weight),
+            self.dense,
+            self.layouts,
+            self.amax,
+            on_read=on_read,
         )
-        if self.made is not None and self.options.consumers is not None:
-            production.keep(self.options.consumers.spec, self.made)
+        if self.made is not None and consumers is not None:
+            history = None if reader is None else reader.history
+            production.keep(consumers.spec, self.made, self._amax, history)
         return production
 
     def dense(self) -> Tensor:
@@ -212,7 +268,7 @@ class _Produced:
         return rms_norm(self.x, self.weight, self.rstd, options.offset, options.out_dtype)
 
     def amax(self) -> Tensor:
-        return tensor_amax(self.dense()) if self.made is not None else self._amax
+        return tensor_amax(self.dense()) if self._amax is None else self._amax
 
     def layouts(self, spec: CastSpec, scale: Tensor | None, row: bool, col: bool) -> Layouts:
         current = spec.granularity == "tensorwise" and scale is None
@@ -251,12 +307,13 @@ def convert_rms_norm(
         assert isinstance(module, Float8RMSNorm)
         module.fp8_form = form
     module.fp8_config, module.fp8_name, module.fp8_consumers = config, name, consumers
+    module.fp8_reader = None
     return True
 
 
 def revert_rms_norm(module: Float8RMSNorm) -> None:
     """Undo `convert_rms_norm`."""
-    for name in ("fp8_config", "fp8_name", "fp8_form", "fp8_consumers"):
+    for name in ("fp8_config", "fp8_name", "fp8_form", "fp8_consumers", "fp8_reader"):
         delattr(module, name)
     remove_mixin(module, Float8RMSNorm)
 

@@ -4,7 +4,7 @@ Forward takes them as they lie, as two strided views (`torch_fp8.swiglu`). Backw
 to hand over, (R, 2 C), with one scale for both halves where a tensor has one: these operators write
 both halves into one buffer, plain or in FP8, which the layer's dgrad and wgrad take as it is.
 
-Formulas, rounding and the rules of `torch_fp8.swiglu` hold: the bytes are those of the two
+Formulas, rounding and the rules of `torch_fp8.swiglu_backward` hold: the bytes are those of the two
 gradients, side by side, put through ``torch_fp8::quantize_2d``.
 
 Legend: R rows (tokens), C columns of gate and of up.
@@ -16,9 +16,17 @@ import torch
 from torch import Tensor
 
 from torch_fp8.operators import operators
-from torch_fp8.producer_cast import Layouts, cast_result, no_amax, register
+from torch_fp8.producer_cast import (
+    CAST_ARGUMENTS,
+    DELAYED_ARGUMENTS,
+    DelayedCast,
+    Layouts,
+    cast_result,
+    no_amax,
+    register,
+)
 from torch_fp8.scaling import tensor_amax
-from torch_fp8.swiglu import BACKWARD_ARGUMENTS, CAST_ARGUMENTS, swiglu_backward_reference
+from torch_fp8.swiglu_backward import BACKWARD_ARGUMENTS, swiglu_backward_reference
 
 
 def halves(both: Tensor, gate_first: bool) -> tuple[Tensor, Tensor]:
@@ -117,6 +125,29 @@ def gate_up_backward_quantize(
     )
 
 
+def gate_up_backward_quantize_delayed(
+    grad: Tensor,
+    gate: Tensor,
+    gate_scale: Tensor | None,
+    up: Tensor,
+    up_scale: Tensor | None,
+    smooth: Tensor | None,
+    out_dtype: torch.dtype,
+    gate_first: bool,
+    how: DelayedCast,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`gate_up_backward_quantize` with the tensorwise scale that a history suggests.
+
+    Args:
+        grad, gate, gate_scale, up, up_scale, smooth, out_dtype, gate_first: as there.
+        how: the cast.
+    Returns:
+        ``(q, scale, qt, amax)``; scale () and amax () float32.
+    """
+    inputs = (grad, gate, gate_scale, up, up_scale, smooth, out_dtype, gate_first)
+    return operators.gate_up_backward_quantize_delayed(*inputs, *how)
+
+
 def gate_up_backward_reference(grad: Tensor, *args: Any) -> Tensor:
     """The reference of `gate_up_backward`."""
     *inputs, gate_first = args
@@ -137,6 +168,11 @@ def gate_up_backward_quantize_reference(grad: Tensor, *args: Any) -> tuple[Tenso
     return (*made, no_amax(grad) if scale is None else tensor_amax(both))
 
 
+def gate_up_backward_quantize_delayed_reference(grad: Tensor, *args: Any) -> tuple[Tensor, ...]:
+    """The reference of `gate_up_backward_quantize_delayed`."""
+    return DelayedCast(*args[7:]).reference(gate_up_backward_reference(grad, *args[:7]))
+
+
 def _backward_fake(grad: Tensor, *args: Any) -> Tensor:
     rows, cols = grad.shape
     return grad.new_empty((rows, 2 * cols), dtype=args[5])
@@ -150,6 +186,10 @@ def _quantize_fake(grad: Tensor, *args: Any) -> tuple[Tensor, ...]:
     amax, scale, *cast = args[7:]
     made: Layouts = cast_result(_backward_fake(grad, *args), amax, scale, *cast)
     return (*made, no_amax(grad) if scale is None else _amax_fake(grad))
+
+
+def _delayed_fake(grad: Tensor, *args: Any) -> tuple[Tensor, ...]:
+    return DelayedCast(*args[7:]).fake(_backward_fake(grad, *args))
 
 
 def _kernels() -> Any:
@@ -174,6 +214,12 @@ for _schema, _reference, _fake in (
         "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
         gate_up_backward_quantize_reference,
         _quantize_fake,
+    ),
+    (
+        f"gate_up_backward_quantize_delayed({BACKWARD_ARGUMENTS}, bool gate_first, "
+        f"{DELAYED_ARGUMENTS}) -> (Tensor, Tensor, Tensor, Tensor)",
+        gate_up_backward_quantize_delayed_reference,
+        _delayed_fake,
     ),
 ):
     register(_schema, _reference, _fake, _kernels)

@@ -23,35 +23,16 @@ from torch.autograd.function import once_differentiable
 
 from torch_fp8.activation_checkpointing import PLAIN, saves_nothing
 from torch_fp8.config import FP8Config
-from torch_fp8.gate_up import (
-    gate_up_backward,
-    gate_up_backward_amax,
-    gate_up_backward_quantize,
-    halves,
-)
+from torch_fp8.delayed_scaling import History
+from torch_fp8.gate_up import halves
 from torch_fp8.gated_mlp_form import JoinedForm, MLPForm, form_of
-from torch_fp8.linear import INPUT, Float8Linear
+from torch_fp8.gated_product import Ahead, Gradients, JoinedGradient, cast_and_save, product
+from torch_fp8.linear import GRAD_OUTPUT, INPUT, Float8Linear
 from torch_fp8.module_class import add_mixin, remove_mixin
-from torch_fp8.produced_activation import (
-    Layouts,
-    ProducedActivation,
-    Production,
-    plain,
-    shared,
-    to_layouts,
-)
+from torch_fp8.produced_activation import Layouts, ProducedActivation, plain
 from torch_fp8.producer_cast import saved_stand_ins
-from torch_fp8.quantize import quantize_layouts
-from torch_fp8.recipe import CastSpec
-from torch_fp8.scaling import tensor_amax
-from torch_fp8.swiglu import (
-    swiglu,
-    swiglu_backward,
-    swiglu_backward_amax,
-    swiglu_backward_quantize,
-    swiglu_quantize,
-    swiglu_save,
-)
+from torch_fp8.shared_output import shared
+from torch_fp8.swiglu import swiglu, swiglu_save
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -60,9 +41,10 @@ class _Options(NamedTuple):
     name: str
     keep: bool
     save_fp8: bool
-    row_only: bool
-    blocks: CastSpec | None
-    """The cast that the layer behind makes, where its scales need nothing but the product."""
+    ahead: Ahead | None
+    """The cast of the layer behind, if it may be made with the product."""
+    gradients: tuple[History, History] | None
+    """The histories of gate's and up's gradients, if both layers take them with delayed scaling."""
     gate_first: bool
     """Of a tensor that holds both."""
 
@@ -103,22 +85,32 @@ class Float8GatedMLP(nn.Module):
         return gate_layer(x), up_layer(x)
 
     def _options(self, down_layer: nn.Module) -> _Options:
-        blocks, row_only = None, False
+        ahead = None
         if _in_fp8(down_layer):
             assert isinstance(down_layer, Float8Linear)
-            spec = down_layer.operand_spec(INPUT)
-            if spec.granularity.startswith("block"):
-                blocks = spec
+            spec, history = down_layer.operand_spec(INPUT), down_layer.producer_history(INPUT)
             wgrad = down_layer.weight.requires_grad and down_layer.fp8_recipe.wgrad is not None
-            row_only = not (wgrad and torch.is_grad_enabled())
+            if history is not None or spec.granularity.startswith("block"):
+                col = wgrad and torch.is_grad_enabled()
+                ahead = Ahead(spec, col, history, down_layer.fp8_config)
         return _Options(
             self.fp8_name,
             torch.is_grad_enabled(),
             self.fp8_config.save_activations == "fp8",
-            row_only,
-            blocks,
+            ahead,
+            self._gradient_histories(),
             not isinstance(self.fp8_form, JoinedForm) or self.fp8_form.gate_first,
         )
+
+    def _gradient_histories(self) -> tuple[History, History] | None:
+        """Of the gradients of gate and up, where two layers take them with delayed scaling."""
+        if isinstance(self.fp8_form, JoinedForm):
+            return None
+        layers = getattr(self, self.fp8_form.gate), getattr(self, self.fp8_form.up)
+        if not all(map(_in_fp8, layers)) or layers[0].fp8_config != layers[1].fp8_config:
+            return None
+        of_gate, of_up = (layer.producer_history(GRAD_OUTPUT) for layer in layers)
+        return None if of_gate is None or of_up is None else (of_gate, of_up)
 
 
 class _SwiGLUFunction(torch.autograd.Function):
@@ -138,10 +130,10 @@ class _SwiGLUFunction(torch.autograd.Function):
         amax: Tensor | None = None
         saved = inputs
         dropped = save and saves_nothing()
-        blocks = None if compiling else options.blocks
-        if save and blocks is not None and not dropped:
-            made, saved = _cast_and_save(gate, up, blocks, not options.row_only)
-        elif save and blocks is None:
+        ahead = None if compiling else options.ahead
+        if save and ahead is not None and not dropped:
+            made, amax, saved = cast_and_save(gate, up, ahead)
+        elif save and ahead is None:
             *parts, amax = swiglu_save(gate, up, None, not dropped)
             saved = tuple(parts)
         if dropped:
@@ -151,12 +143,13 @@ class _SwiGLUFunction(torch.autograd.Function):
             ctx.name, ctx.dtype, ctx.plain = options.name, dtype, compiling
             ctx.shape, ctx.joined = inputs[0].shape, len(inputs) == 1
             ctx.gate_first, ctx.saved_fp8 = options.gate_first, save
+            ctx.histories = options.gradients
         if compiling:
             return swiglu(gate, up, None).view(shape)
-        product = _product(gate.detach(), up.detach(), amax, options)
-        if made is not None and options.blocks is not None:
-            product.keep(options.blocks, made)
-        return ProducedActivation(product, shape, dtype)
+        production = product(gate.detach(), up.detach(), amax, options.name)
+        if made is not None and ahead is not None:
+            production.keep(ahead.spec, made, amax, ahead.history)
+        return ProducedActivation(production, shape, dtype)
 
     @staticmethod
     @once_differentiable
@@ -168,7 +161,11 @@ class _SwiGLUFunction(torch.autograd.Function):
             gate_scale = up_scale = None
         rows = _matrix(plain(grad))
         saved = (rows, gate, gate_scale, up, up_scale, None, ctx.dtype)
-        made = _JoinedGradient(saved, ctx.gate_first) if ctx.joined else _Gradients(saved)
+        made: JoinedGradient | Gradients
+        if ctx.joined:
+            made = JoinedGradient(saved, ctx.gate_first)
+        else:
+            made = Gradients(saved, ctx.histories)
         grads: list[Tensor | None] = []
         for i, wanted in enumerate(ctx.needs_input_grad[1:]):
             if not wanted:
@@ -178,146 +175,6 @@ class _SwiGLUFunction(torch.autograd.Function):
             else:
                 grads.append(ProducedActivation(made.production(i, ctx.name), ctx.shape, ctx.dtype))
         return (None, *grads)
-
-
-def _product(gate: Tensor, up: Tensor, amax: Tensor | None, options: _Options) -> Production:
-    # None of these may hold the production: a cycle would keep gate and up until it is collected.
-    def dense() -> Tensor:
-        return swiglu(gate, up, None)
-
-    def layouts(spec: CastSpec, scale: Tensor | None, row: bool, col: bool) -> Layouts:
-        current = spec.granularity == "tensorwise" and scale is None
-        if current and amax is None:
-            return quantize_layouts(dense(), spec, None, row=row, col=col)
-        made = swiglu_quantize(
-            gate,
-            up,
-            None,
-            amax if current else None,
-            scale,
-            spec.format.dtype,
-            spec.granularity,
-            spec.power_of_two,
-            row,
-            col,
-            False,
-        )
-        return to_layouts(made[:4], spec, scale, row, col)
-
-    def largest() -> Tensor:
-        return tensor_amax(dense()) if amax is None else amax
-
-    return Production(options.name, (gate, up), dense, layouts, largest)
-
-
-def _cast_and_save(
-    gate: Tensor, up: Tensor, spec: CastSpec, col: bool
-) -> tuple[Layouts, tuple[Tensor, ...]]:
-    """The product in blocks, and gate and up as they are saved, in one read."""
-    made = swiglu_quantize(
-        gate,
-        up,
-        None,
-        None,
-        None,
-        spec.format.dtype,
-        spec.granularity,
-        spec.power_of_two,
-        True,
-        col,
-        True,
-    )
-    return to_layouts(made[:4], spec, None, True, col), made[4:8]
-
-
-_Inputs = tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor | None, None, torch.dtype]
-"""What `swiglu_backward` takes."""
-
-
-class _Gradients:
-    """Both gradients, cast in one read when the first of them is asked for."""
-
-    def __init__(self, inputs: _Inputs) -> None:
-        self.inputs = inputs
-        self._dense: dict[int, Tensor] = {}
-        self._made: dict[tuple[int, CastSpec, bool, bool], Layouts] = {}
-        self._amax: Tensor | None = None
-
-    def production(self, i: int, name: str) -> Production:
-        """Gradient `i`."""
-        return Production(
-            name,
-            self.inputs[:1],
-            lambda: self.dense(i),
-            lambda spec, scale, row, col: self.layouts(i, spec, scale, row, col),
-            lambda: self.amax()[i],
-        )
-
-    def dense(self, i: int) -> Tensor:
-        """Gradient `i`, plain; to be asked for once."""
-        if i not in self._dense:
-            self._dense = dict(enumerate(swiglu_backward(*self.inputs)))
-        return self._dense.pop(i)
-
-    def amax(self) -> Tensor:
-        """(2,) float32."""
-        if self._amax is None:
-            self._amax = swiglu_backward_amax(*self.inputs)
-        return self._amax
-
-    def layouts(
-        self, i: int, spec: CastSpec, scale: Tensor | None, row: bool, col: bool
-    ) -> Layouts:
-        """Gradient `i` in FP8."""
-        if scale is not None or spec.granularity == "rowwise":  # a scale of each, or no fusion
-            return quantize_layouts(self.dense(i), spec, scale, row=row, col=col)
-        if (i, spec, row, col) not in self._made:
-            tensorwise = spec.granularity == "tensorwise"
-            made = swiglu_backward_quantize(
-                *self.inputs,
-                self.amax() if tensorwise else None,
-                None,
-                spec.format.dtype,
-                spec.granularity,
-                spec.power_of_two,
-                row,
-                col,
-            )
-            for j in range(2):
-                part = made[4 * j : 4 * j + 4]
-                self._made[j, spec, row, col] = to_layouts(part, spec, None, row, col)
-        return self._made.pop((i, spec, row, col))
-
-
-class _JoinedGradient:
-    """The gradient (R, 2 C) of both in one; its methods are those of `_Gradients`."""
-
-    def __init__(self, inputs: _Inputs, gate_first: bool) -> None:
-        self.inputs, self.gate_first = inputs, gate_first
-
-    def production(self, i: int, name: str) -> Production:
-        return Production(name, self.inputs[:1], lambda: self.dense(i), self.layouts, self.amax)
-
-    def dense(self, i: int) -> Tensor:
-        return gate_up_backward(*self.inputs, self.gate_first)
-
-    def amax(self) -> Tensor:
-        return gate_up_backward_amax(*self.inputs)
-
-    def layouts(self, spec: CastSpec, scale: Tensor | None, row: bool, col: bool) -> Layouts:
-        current = spec.granularity == "tensorwise" and scale is None
-        made = gate_up_backward_quantize(
-            *self.inputs,
-            self.gate_first,
-            self.amax() if current else None,
-            scale,
-            spec.format.dtype,
-            spec.granularity,
-            spec.power_of_two,
-            row,
-            col,
-        )
-        return to_layouts(made[:4], spec, scale, row, col)
 
 
 def convert_gated_mlp(module: nn.Module, name: str, config: FP8Config) -> bool:

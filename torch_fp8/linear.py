@@ -37,6 +37,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor
 
 from torch_fp8.activation_checkpointing import repeats_forward, saves_nothing, stand_in
 from torch_fp8.config import FP8Config
@@ -170,6 +171,16 @@ class Float8Linear(nn.Linear):
             return x.scale
         algorithm, margin = config.amax_compute_algo, config.margin
         return delayed_scale(history.amaxes, amax, spec.format, algorithm, margin)
+
+    def producer_history(self, operand: int) -> History | None:
+        """The history of INPUT or GRAD_OUTPUT, if a producer may cast for it now with its scale.
+
+        Not where a group of ranks agrees on one, nor where a forward runs again with the last.
+        """
+        frozen = not self.training or repeats_forward()
+        if not self.fp8_recipe.delayed or isinstance(self.weight, DTensor):
+            return None
+        return None if operand == INPUT and frozen else self._history(operand)
 
     def _history(self, operand: int) -> History:
         amaxes, progress, last = (plain(getattr(self, name)) for name in _BUFFERS)

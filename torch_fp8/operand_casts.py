@@ -39,9 +39,9 @@ class LinearOptions(NamedTuple):
 def casts_by_history(x: Tensor, group: Any) -> bool:
     """Whether the cast of x can find a delayed scale itself, in the read that it takes anyway.
 
-    Not where others have parts of x, or cast it.
+    Not where others have parts of x, or have cast it.
     """
-    others = (GatheredActivation, GatheredWeight, ProducedActivation)
+    others = (GatheredActivation, GatheredWeight)
     return group is None and not isinstance(x, others)
 
 
@@ -70,14 +70,18 @@ def cast_operand(
         return scale.cast(as_matrix(x), spec, options.config, row=row, col=col, sum_dtype=sum_dtype)
     if isinstance(x, GatheredActivation):
         scale = None  # it brings its own
-    assert not isinstance(scale, History)
     if sum_dtype is not None and (row or col) and not by_others:
+        assert not isinstance(scale, History)
         return quantize_layouts_and_sum(
             as_matrix(x), spec, scale, row=row, col=col, sum_dtype=sum_dtype
         )
     sums = None
     if sum_dtype is not None:
         sums = cast(as_matrix(x).sum(0, dtype=torch.float32), sum_dtype)
+    if isinstance(scale, History):
+        assert isinstance(x, ProducedActivation)
+        made = x.production.delayed_layouts(spec, scale, options.config, row=row, col=col)
+        return *made, sums
     if not row and not col:
         return None, None, sums
     if isinstance(x, GatheredActivation):

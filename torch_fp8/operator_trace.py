@@ -28,12 +28,19 @@ CASTS = (
     "rms_norm_statistics",
     "rms_norm_quantize",
     "rms_norm_quantize_once",
+    "rms_norm_quantize_delayed",
     "swiglu_save",
     "swiglu_quantize",
+    "swiglu_quantize_delayed",
 )
 """Operators of torch_fp8 that return FP8, scales and statistics, and no 16-bit tensor."""
-HISTORY = {"quantize_2d_delayed": 0, "advance_history": -1}
-"""Those that move a history, and which of their tensors is no part of it."""
+HISTORY = {
+    "quantize_2d_delayed": slice(1),
+    "advance_history": slice(-1, None),
+    "rms_norm_quantize_delayed": slice(2),
+    "swiglu_quantize_delayed": slice(-2),
+}
+"""Those that read or move a history, and which of their tensors are no part of it."""
 ATTENTION = (
     "_scaled_dot_product_flash_attention",
     "_scaled_dot_product_flash_attention_for_cpu",
@@ -119,7 +126,7 @@ class Recorder(SelectivePass):
         reads = {n for n in numbers if n is not None and name not in OF_METADATA}
         writes = {n for t in written if (n := self._number(t)) is not None}
         if name in HISTORY:
-            reads, writes = {n for n in (numbers[HISTORY[name]],) if n is not None}, set()
+            reads, writes = {n for n in numbers[HISTORY[name]] if n is not None}, set()
         returned = {r.storage for r in results if r is not None}
         told = isinstance(func, torch._ops.OpOverload) and None not in numbers
         fixed = fixed and all(t is None or r for t, r in zip(values, results, strict=True))

@@ -10,6 +10,11 @@ one alone.
 Quantized is what the plain tensor would have held, rounded to its dtype: fused and unfused have the
 same bytes.
 
+With delayed scaling a producer casts with the scale that its first reader's history suggests, and
+takes the amax in the same read. The amax is recorded by each reader in its own history when it
+reads, and by nobody else. A producer that knows that reader beforehand casts ahead; should another
+one read, or one that brings a scale, what was made is made again.
+
 The results live in the activation itself, not in a table on the side: they go when it goes, and
 belong to no other tensor. Inputs that were written to in between are noticed.
 
@@ -23,10 +28,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_fp8.activation_checkpointing import PLAIN, SelectivePass, selective_pass
+from torch_fp8.activation_checkpointing import SelectivePass, selective_pass
+from torch_fp8.config import FP8Config
+from torch_fp8.delayed_scaling import History
+from torch_fp8.producer_cast import DelayedCast
 from torch_fp8.quantize import QuantizedTensor, quantize_layouts
 from torch_fp8.recipe import CastSpec
-from torch_fp8.scaling import tensor_amax
 
 _aten: Any = torch.ops.aten
 _ALIASES = (_aten.detach.default, _aten.alias.default)
@@ -54,12 +61,28 @@ def to_layouts(
     )
 
 
+def delayed_layouts(made: Sequence[Tensor], how: DelayedCast) -> Layouts:
+    """What an operator that casts as told returns, ``(q, scale, qt)`` first, as two payloads."""
+    q, scale, qt = made[:3]
+    return (
+        QuantizedTensor(q, scale, "tensorwise") if how.row else None,
+        QuantizedTensor(qt, scale, "tensorwise") if how.col else None,
+    )
+
+
 class _Forms:
-    """What was made of a result."""
+    """What was made of a result.
+
+    Attributes:
+        dense, layouts, amax: it.
+        ahead: the history of the reader that payloads were made for, until somebody reads them.
+    """
 
     def __init__(self) -> None:
         self.dense: Tensor | None = None
         self.layouts: dict[CastSpec, Layouts] = {}
+        self.amax: Tensor | None = None
+        self.ahead: History | None = None
 
 
 class Production:
@@ -72,6 +95,9 @@ class Production:
         make_layouts: casts, given ``(spec, scale, row, col)`` as `quantize_layouts` takes them
             except for the tensor.
         make_amax: the largest magnitude of the plain tensor, () float32, as `tensor_amax`.
+        make_delayed: casts as told, and takes the amax in the same read; None: in the read that
+            `make_amax` takes.
+        on_read: told of the history and configuration of who reads first with delayed scaling.
     """
 
     def __init__(
@@ -81,9 +107,12 @@ class Production:
         make_dense: Callable[[], Tensor],
         make_layouts: Callable[[CastSpec, Tensor | None, bool, bool], Layouts],
         make_amax: Callable[[], Tensor],
+        make_delayed: Callable[[DelayedCast], tuple[Layouts, Tensor]] | None = None,
+        on_read: Callable[[History, FP8Config], None] | None = None,
     ) -> None:
         self.name, self.sources = name, tuple(sources)
         self.make_dense, self.make_layouts, self.make_amax = make_dense, make_layouts, make_amax
+        self.make_delayed, self.on_read = make_delayed, on_read
         self.versions = self._versions()
         self._made_in = selective_pass()
         self._own_forms = _Forms()
@@ -113,7 +142,10 @@ class Production:
 
     def amax(self) -> Tensor:
         """Its largest magnitude, () float32; NaN if any element is."""
-        return self.make_amax()
+        forms = self.forms
+        if forms.amax is None:
+            forms.amax = self.make_amax()
+        return forms.amax
 
     def layouts(
         self, spec: CastSpec, scale: Tensor | None, *, row: bool, col: bool
@@ -125,6 +157,8 @@ class Production:
             scale: as there; who asks first decides for all, since delayed scaling has them agree.
         """
         forms = self.forms
+        if forms.ahead is not None:
+            self._not_ahead(forms)
         old_row, old_col = forms.layouts.get(spec, (None, None))
         new_row, new_col = row and old_row is None, col and old_col is None
         if new_row or new_col:
@@ -136,9 +170,51 @@ class Production:
             forms.layouts[spec] = old_row, old_col
         return old_row if row else None, old_col if col else None
 
-    def keep(self, spec: CastSpec, made: Layouts) -> None:
-        """Take payloads that were made beforehand."""
-        self.forms.layouts[spec] = made
+    def delayed_layouts(
+        self, spec: CastSpec, history: History, config: FP8Config, *, row: bool, col: bool
+    ) -> tuple[QuantizedTensor | None, QuantizedTensor | None]:
+        """As `layouts`, with the scale that a reader's history suggests; it gets the amax.
+
+        Args:
+            spec, row, col: as there.
+            history: of the reader; who asks first decides for all.
+            config: of the reader, with the algorithm and margin of delayed scaling.
+        """
+        forms = self.forms
+        if forms.ahead is not None and not forms.ahead.is_same(history):
+            self._not_ahead(forms)
+        forms.ahead = None
+        if self.on_read is not None and forms is self._own_forms:
+            self.on_read(history, config)
+            self.on_read = None
+        if spec not in forms.layouts and self.make_delayed is not None and (row or col):
+            self._check_sources()
+            how = history.casts(spec, config, row=row, col=col)
+            forms.layouts[spec], forms.amax = self.make_delayed(how)
+        scale = history.advance(self.amax(), spec, config)
+        return self.layouts(spec, scale, row=row, col=col)
+
+    @staticmethod
+    def _not_ahead(forms: _Forms) -> None:
+        forms.layouts.clear()
+        forms.ahead = None
+
+    def keep(
+        self,
+        spec: CastSpec,
+        made: Layouts,
+        amax: Tensor | None = None,
+        history: History | None = None,
+    ) -> None:
+        """Take payloads that were made beforehand.
+
+        Args:
+            spec, made: they.
+            amax: where it is known.
+            history: that the scale comes from; None: it needs none.
+        """
+        forms = self.forms
+        forms.layouts[spec], forms.amax, forms.ahead = made, amax, history
 
     def _make(self, spec: CastSpec, scale: Tensor | None, row: bool, col: bool) -> Layouts:
         dense = self.forms.dense
@@ -228,37 +304,6 @@ class ProducedActivation(Tensor):
             if shape is not None:
                 return ProducedActivation(x.production, shape, x.dtype)
         return func(*_map(args, _dense), **_map(kwargs or {}, _dense))
-
-
-def shared(x: Tensor, name: str) -> Tensor:
-    """x (..., C), a plain tensor, as an activation that several layers read: it is cast once.
-
-    Args:
-        x: anything else is returned as it is.
-        name: of the module whose layers share it.
-    """
-    if type(x) not in PLAIN or torch.compiler.is_compiling():
-        return x
-    output: Tensor = _Shared.apply(x, name)
-    return output
-
-
-class _Shared(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, name: str) -> Tensor:
-        matrix = x.detach().reshape(-1, x.shape[-1])
-        production = Production(
-            name,
-            (matrix,),
-            lambda: matrix,
-            lambda spec, scale, row, col: quantize_layouts(matrix, spec, scale, row=row, col=col),
-            lambda: tensor_amax(matrix),
-        )
-        return ProducedActivation(production, x.shape, x.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
 
 
 def plain(x: Any) -> Any:

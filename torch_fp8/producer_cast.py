@@ -3,11 +3,12 @@
 Legend: R rows, C columns. Layouts are those of ``torch_fp8::quantize_2d``: ``(q, s, qt, st)`` is
 y quantized along C, its scale, y^T quantized along R, its scale; what was not asked for is an
 empty tensor. A tensorwise scale must be known before the cast, as `scale` or as `amax`: a producer
-that computed its result in order to find the maximum would compute it twice.
+that computed its result in order to find the maximum would compute it twice. Or it comes from the
+amaxes of the past, see `DelayedCast`.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,13 +18,64 @@ from torch_fp8.formats import E4M3, format_of
 from torch_fp8.operators import define
 from torch_fp8.quantize import QuantizedTensor, dequantize, emulates_casts, scale_shape
 from torch_fp8.recipe import Granularity
-from torch_fp8.scaling import scale_from_amax
+from torch_fp8.scaling import delayed_scale, scale_from_amax, tensor_amax
 
 SAVED: Granularity = "block_1x128"
 """Granularity of what is saved for backward: E4M3 along C, scales powers of two (as COAT's groups,
 arXiv 2410.19313 section 4, with Hopper's block length)."""
 
 Layouts = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+class DelayedCast(NamedTuple):
+    """A tensorwise cast with the scale that a history suggests, and the amax in the same read.
+
+    The history stays as it is: who reads the result records the amax in its own.
+
+    Attributes:
+        amaxes: (H,) float32, the most recent first; 0 where nothing was recorded yet.
+        progress: (2,) int32, zeros; written on CUDA, and zeros again afterwards.
+        dtype: float8_e4m3fn or float8_e5m2.
+        algorithm, margin: see `torch_fp8.scaling.delayed_scale`.
+        row, col: the layouts to make.
+    """
+
+    amaxes: Tensor
+    progress: Tensor
+    dtype: torch.dtype
+    algorithm: str
+    margin: int
+    row: bool
+    col: bool
+
+    def reference(self, y: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """``(q, scale, qt, amax)`` of y (R, C); scale and amax are () float32."""
+        amax = tensor_amax(y)
+        scale = delayed_scale(self.amaxes, amax, format_of(self.dtype), self.algorithm, self.margin)
+        q, _, qt, _ = cast_result(
+            y, None, scale, self.dtype, "tensorwise", False, self.row, self.col
+        )
+        return q, scale, qt, amax
+
+    def fake(self, y: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Of the shapes of `reference`."""
+        scale, amax = (y.new_empty((), dtype=torch.float32) for _ in range(2))
+        q, _, qt, _ = cast_result(
+            y, None, scale, self.dtype, "tensorwise", False, self.row, self.col
+        )
+        return q, scale, qt, amax
+
+
+CAST_ARGUMENTS = (
+    "Tensor? amax, Tensor? scale, ScalarType dtype, str granularity, bool power_of_two, "
+    "bool row, bool col"
+)
+"""Of an operator that casts, as `cast_result`."""
+DELAYED_ARGUMENTS = (
+    "Tensor amaxes, Tensor(a!) progress, ScalarType dtype, str algorithm, int margin, "
+    "bool row, bool col"
+)
+"""Of an operator, as `DelayedCast`."""
 
 
 def check_scale(granularity: str, amax: Tensor | None, scale: Tensor | None) -> None:

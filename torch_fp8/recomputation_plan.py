@@ -28,7 +28,7 @@ class Kind(Enum):
     VIEW = "reads nothing"
     KEPT = "what is needed of its results is kept"
     CHEAP = "as PLAIN, but single numbers that it returns are kept"
-    HISTORY = "as CHEAP; it moves a history of delayed scaling, which happens once"
+    HISTORY = "as CHEAP; a history of delayed scaling decides, as it was in the first pass"
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,8 @@ that returns it, and only then cast: the bytes are those of the norm followed by
 A row's statistic needs the whole row, a scale along R needs 128 rows or the tensor; hence two
 operators: `rms_norm_statistics` reads x once and returns what the second needs and what backward
 saves, `rms_norm_quantize` reads x again and writes FP8 where the norm would write y. Where the
-rule of the scales is known beforehand, `rms_norm_quantize_once` does both.
+rule of the scales is known beforehand, `rms_norm_quantize_once` does both, and so does
+`rms_norm_quantize_delayed` where a history suggests the scale.
 
 Every operator is opaque to torch.compile, plain torch on the CPU and a Triton kernel on CUDA. With
 the same rstd the two agree byte for byte; rstd itself may differ in its last bits, as sums in
@@ -23,6 +24,8 @@ from torch import Tensor
 
 from torch_fp8.operators import operators
 from torch_fp8.producer_cast import (
+    DELAYED_ARGUMENTS,
+    DelayedCast,
     Layouts,
     cast_result,
     no_amax,
@@ -150,6 +153,27 @@ def rms_norm_quantize_once(
     )
 
 
+def rms_norm_quantize_delayed(
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    offset: float,
+    out_dtype: torch.dtype,
+    how: DelayedCast,
+    save: bool,
+) -> tuple[Tensor, ...]:
+    """`rms_norm_quantize_once` with the tensorwise scale that a history suggests.
+
+    Args:
+        x, weight, eps, offset, out_dtype, save: as of `rms_norm_statistics`.
+        how: the cast.
+    Returns:
+        ``(q, scale, qt, rstd, saved_q, saved_scale, amax)``; scale () and the amax () of the
+        rounded result float32.
+    """
+    return operators.rms_norm_quantize_delayed(x, weight, eps, offset, out_dtype, *how, save)
+
+
 def rms_norm_backward(
     grad: Tensor,
     x: Tensor,
@@ -200,22 +224,10 @@ def rms_norm_statistics_reference(
 
 
 def rms_norm_quantize_reference(
-    x: Tensor,
-    weight: Tensor,
-    rstd: Tensor,
-    offset: float,
-    out_dtype: torch.dtype,
-    amax: Tensor | None,
-    scale: Tensor | None,
-    dtype: torch.dtype,
-    granularity: str,
-    power_of_two: bool,
-    row: bool,
-    col: bool,
+    x: Tensor, weight: Tensor, rstd: Tensor, offset: float, out_dtype: torch.dtype, *cast: Any
 ) -> Layouts:
     """The reference of `rms_norm_quantize`."""
-    y = rms_norm_reference(x, weight, rstd, offset, out_dtype)
-    return cast_result(y, amax, scale, dtype, granularity, power_of_two, row, col)
+    return cast_result(rms_norm_reference(x, weight, rstd, offset, out_dtype), *cast)
 
 
 def rms_norm_quantize_once_reference(
@@ -225,18 +237,25 @@ def rms_norm_quantize_once_reference(
     offset: float,
     out_dtype: torch.dtype,
     scale: Tensor | None,
-    dtype: torch.dtype,
-    granularity: str,
-    power_of_two: bool,
-    row: bool,
-    col: bool,
-    save: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    *cast_and_save: Any,
+) -> tuple[Tensor, ...]:
     """The reference of `rms_norm_quantize_once`."""
+    *cast, save = cast_and_save
     rstd, amax, *saved = rms_norm_statistics_reference(x, weight, eps, offset, out_dtype, save)
     y = rms_norm_reference(x, weight, rstd, offset, out_dtype)
-    made = cast_result(y, None, scale, dtype, granularity, power_of_two, row, col)
+    made = cast_result(y, None, scale, *cast)
     return (*made, rstd, *saved, amax if scale is not None else no_amax(x))
+
+
+def rms_norm_quantize_delayed_reference(
+    x: Tensor, weight: Tensor, eps: float, offset: float, out_dtype: torch.dtype, *how: Any
+) -> tuple[Tensor, ...]:
+    """The reference of `rms_norm_quantize_delayed`."""
+    *cast, save = how
+    rstd, _, *saved = rms_norm_statistics_reference(x, weight, eps, offset, out_dtype, save)
+    y = rms_norm_reference(x, weight, rstd, offset, out_dtype)
+    q, scale, qt, amax = DelayedCast(*cast).reference(y)
+    return (q, scale, qt, rstd, *saved, amax)
 
 
 def rms_norm_backward_reference(
@@ -303,6 +322,15 @@ def _once_fake(
     )
 
 
+def _delayed_fake(
+    x: Tensor, weight: Tensor, eps: float, offset: float, out_dtype: torch.dtype, *how: Any
+) -> tuple[Tensor, ...]:
+    *cast, save = how
+    rstd, _, *saved = _statistics_fake(x, weight, eps, offset, out_dtype, save)
+    q, scale, qt, amax = DelayedCast(*cast).fake(x)
+    return (q, scale, qt, rstd, *saved, amax)
+
+
 def _backward_fake(
     grad: Tensor,
     x: Tensor,
@@ -350,6 +378,13 @@ for _schema, _reference, _fake in (
         "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
         rms_norm_quantize_once_reference,
         _once_fake,
+    ),
+    (
+        "rms_norm_quantize_delayed(Tensor x, Tensor weight, float eps, float offset, "
+        f"ScalarType out_dtype, {DELAYED_ARGUMENTS}, bool save) "
+        "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+        rms_norm_quantize_delayed_reference,
+        _delayed_fake,
     ),
     (
         "rms_norm_backward(Tensor grad, Tensor x, Tensor? x_scale, Tensor weight, Tensor rstd, "

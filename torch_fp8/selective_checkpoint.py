@@ -152,6 +152,11 @@ class _SecondPass(Replay):
         return self.region.first_in_backward
 
     @property
+    def upcoming(self) -> str:  # type: ignore[override]
+        names = (name_of(o.func) for o in self.region.operations[self.next :])
+        return next((name for name in names if name in CASTS), "")
+
+    @property
     def kept(self) -> list[Tensor]:
         """What is kept until backward."""
         return [t for t, _ in self.region.kept.values()]
@@ -198,7 +203,7 @@ class _SecondPass(Replay):
         if not self.region.plan.runs[index]:
             return self._without_running(index, operation, arguments)
         if operation.kind is Kind.HISTORY:
-            return self._cast_again(index, *args, **kwargs)
+            return self._cast_again(index, name_of(func), args)
         if name_of(func) in OF_METADATA:
             args = tuple(_with_memory(a) for a in args)
         elif missing:
@@ -242,26 +247,26 @@ class _SecondPass(Replay):
             )
         return kept.detach()
 
-    def _cast_again(
-        self,
-        index: int,
-        x: Tensor,
-        amaxes: Tensor,
-        progress: Tensor,
-        last: Tensor | None,
-        dtype: torch.dtype,
-        algorithm: str,
-        margin: int,
-        row: bool,
-        col: bool,
-        sum_dtype: None,
-    ) -> tuple[Tensor, ...]:
-        """``quantize_2d_delayed`` of a weight with the scale that it had, and no other effect."""
-        scale = self._given(index, 1, self.region.operations[index].results[1], [])
-        qdata, _, qdata_t, _ = torch.ops.torch_fp8.quantize_2d(
-            x, scale, dtype, "tensorwise", False, row, col
-        )
-        return qdata, scale, qdata_t, x.new_empty(0, dtype=torch.float32)
+    def _cast_again(self, index: int, name: str, args: tuple[Any, ...]) -> tuple[Tensor, ...]:
+        """What cast with a delayed scale, with the scale that it had, and no other effect."""
+        ops, (scale, amax) = torch.ops.torch_fp8, self._scale_and_amax(index)
+        if name == "quantize_2d_delayed":
+            x, _, _, _, dtype, _, _, row, col, _ = args
+            q, _, qt, _ = ops.quantize_2d(x, scale, dtype, "tensorwise", False, row, col)
+            return q, scale, qt, x.new_empty(0, dtype=torch.float32)
+        _, _, dtype, _, _, row, col, save = args[-8:]
+        cast = (scale, dtype, "tensorwise", False, row, col, save)
+        if name == "rms_norm_quantize_delayed":
+            q, _, qt, _, *others, _ = ops.rms_norm_quantize_once(*args[:-8], *cast)
+        else:
+            q, _, qt, _, *others, _ = ops.swiglu_quantize(*args[:-8], None, *cast)
+        return q, scale, qt, *others, amax
+
+    def _scale_and_amax(self, index: int) -> tuple[Tensor, Tensor]:
+        """Of a cast with a delayed scale, its second result and its last one."""
+        results = self.region.operations[index].results
+        scale, amax = (self._given(index, j % len(results), results[j], []) for j in (1, -1))
+        return scale, amax
 
     def _place(self) -> str:
         """Where the code is that issues the operator at hand."""

@@ -1,9 +1,15 @@
 """`SharedOutput`: a norm of another kind, whose output FP8 layers cast once for all of them."""
 
+from typing import Any
+
+import torch
 from torch import Tensor, nn
 
+from torch_fp8.activation_checkpointing import PLAIN
 from torch_fp8.module_class import add_mixin, remove_mixin
-from torch_fp8.produced_activation import shared
+from torch_fp8.produced_activation import ProducedActivation, Production
+from torch_fp8.quantize import quantize_layouts
+from torch_fp8.scaling import tensor_amax
 
 
 class SharedOutput(nn.Module):
@@ -37,3 +43,34 @@ def keep_output(module: SharedOutput) -> None:
     """Undo `share_output`."""
     del module.fp8_name
     remove_mixin(module, SharedOutput)
+
+
+def shared(x: Tensor, name: str) -> Tensor:
+    """x (..., C), a plain tensor, as an activation that several layers read: it is cast once.
+
+    Args:
+        x: anything else is returned as it is.
+        name: of the module whose layers share it.
+    """
+    if type(x) not in PLAIN or torch.compiler.is_compiling():
+        return x
+    output: Tensor = _Shared.apply(x, name)
+    return output
+
+
+class _Shared(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, name: str) -> Tensor:
+        matrix = x.detach().reshape(-1, x.shape[-1])
+        production = Production(
+            name,
+            (matrix,),
+            lambda: matrix,
+            lambda spec, scale, row, col: quantize_layouts(matrix, spec, scale, row=row, col=col),
+            lambda: tensor_amax(matrix),
+        )
+        return ProducedActivation(production, x.shape, x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None

@@ -1,12 +1,11 @@
-"""SwiGLU that emits FP8: ``h = silu(gate) * up``, or ``h * smooth``, and its backward.
+"""SwiGLU that emits FP8: ``h = silu(gate) * up``, or ``h * smooth``.
 
 Shazeer, arXiv 2002.05202; ``silu(g) = g * sigmoid(g)``. Smooth-SwiGLU (arXiv 2409.12517 section 4)
 multiplies every channel of h by a factor that keeps its outliers within FP8's range and divides the
 next weight's column by it: `smooth` is that factor, a constant to backward.
 
 Float32 inside; h is rounded once, to the dtype of gate, as by a gated MLP that returns it, and only
-then cast: the bytes are those of the rounded h put through ``torch_fp8::quantize_2d``. Likewise the
-gradients, which are rounded to `out_dtype`.
+then cast: the bytes are those of the rounded h put through ``torch_fp8::quantize_2d``.
 
 Every operator is opaque to torch.compile, plain torch on the CPU and a Triton kernel on CUDA. The
 two round the same values to the same bytes; exp differs in its last bits between a processor's
@@ -22,11 +21,13 @@ from torch import Tensor
 
 from torch_fp8.operators import operators
 from torch_fp8.producer_cast import (
+    CAST_ARGUMENTS,
+    DELAYED_ARGUMENTS,
+    DelayedCast,
     cast_result,
     no_amax,
     register,
     save_input,
-    saved_values,
 )
 from torch_fp8.scaling import tensor_amax
 
@@ -92,93 +93,18 @@ def swiglu_quantize(
     )
 
 
-def swiglu_backward(
-    grad: Tensor,
-    gate: Tensor,
-    gate_scale: Tensor | None,
-    up: Tensor,
-    up_scale: Tensor | None,
-    smooth: Tensor | None,
-    out_dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:
-    """``dgate = g * up * (sig + gate * sig * (1 - sig))``, ``dup = g * silu(gate)``.
-
-    With ``sig = sigmoid(gate)`` and ``g = grad * smooth``, in one read.
-
-    Args:
-        grad: (R, C) float32, bfloat16 or float16, the gradient of h.
-        gate, up: (R, C), or, with their scales, the FP8 that was saved of them.
-        gate_scale, up_scale: (R, ceil(C / 128)) float32 or None.
-        smooth: (C,) float32 or None.
-        out_dtype: of the gradients.
-    Returns:
-        dgate and dup, (R, C) of `out_dtype`.
-    """
-    return operators.swiglu_backward(grad, gate, gate_scale, up, up_scale, smooth, out_dtype)
-
-
-def swiglu_backward_amax(
-    grad: Tensor,
-    gate: Tensor,
-    gate_scale: Tensor | None,
-    up: Tensor,
-    up_scale: Tensor | None,
-    smooth: Tensor | None,
-    out_dtype: torch.dtype,
-) -> Tensor:
-    """(2,) float32: the amaxes of what `swiglu_backward` returns, which is not written.
-
-    Args:
-        grad, gate, gate_scale, up, up_scale, smooth, out_dtype: as of `swiglu_backward`.
-    """
-    return operators.swiglu_backward_amax(grad, gate, gate_scale, up, up_scale, smooth, out_dtype)
-
-
-def swiglu_backward_quantize(
-    grad: Tensor,
-    gate: Tensor,
-    gate_scale: Tensor | None,
-    up: Tensor,
-    up_scale: Tensor | None,
-    smooth: Tensor | None,
-    out_dtype: torch.dtype,
-    amax: Tensor | None,
-    scale: Tensor | None,
-    dtype: torch.dtype,
-    granularity: str,
-    power_of_two: bool,
-    row: bool,
-    col: bool,
+def swiglu_quantize_delayed(
+    gate: Tensor, up: Tensor, smooth: Tensor | None, how: DelayedCast, save: bool
 ) -> tuple[Tensor, ...]:
-    """`swiglu_backward` cast to FP8 in the layouts asked for, in one read (rowwise: unfused).
+    """`swiglu_quantize` with the tensorwise scale that a history suggests.
 
     Args:
-        grad, gate, gate_scale, up, up_scale, smooth, out_dtype: as of `swiglu_backward`.
-        amax: (2,) float32 of `swiglu_backward_amax`, for tensorwise with current scaling.
-        scale: (2,) float32, of dgate and dup, for tensorwise with delayed scaling.
-        dtype, granularity, power_of_two, row, col: as of `swiglu_quantize`.
+        gate, up, smooth, save: as of `swiglu_quantize`.
+        how: the cast.
     Returns:
-        ``(q, s, qt, st)`` of dgate, the same of dup, and their amaxes (2,) where `scale` was given,
-        empty otherwise: nine tensors.
-    Raises:
-        ValueError: if tensorwise has not exactly one of amax and scale, or another has any.
+        ``(q, scale, qt, gate_q, gate_s, up_q, up_s, amax)``; scale () and the amax () of h float32.
     """
-    return operators.swiglu_backward_quantize(
-        grad,
-        gate,
-        gate_scale,
-        up,
-        up_scale,
-        smooth,
-        out_dtype,
-        amax,
-        scale,
-        dtype,
-        granularity,
-        power_of_two,
-        row,
-        col,
-    )
+    return operators.swiglu_quantize_delayed(gate, up, smooth, *how, save)
 
 
 def swiglu_reference(gate: Tensor, up: Tensor, smooth: Tensor | None) -> Tensor:
@@ -216,40 +142,13 @@ def swiglu_quantize_reference(
     return (*made, *saved, no_amax(h) if scale is None else tensor_amax(h))
 
 
-def swiglu_backward_reference(
-    grad: Tensor,
-    gate: Tensor,
-    gate_scale: Tensor | None,
-    up: Tensor,
-    up_scale: Tensor | None,
-    smooth: Tensor | None,
-    out_dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:
-    """The reference of `swiglu_backward`."""
-    g, u = saved_values(gate, gate_scale), saved_values(up, up_scale)
-    dh = grad.float() if smooth is None else grad.float() * smooth
-    sig = g.sigmoid()
-    silu = g * sig
-    dgate, dup = dh * u * (sig + silu * (1 - sig)), dh * silu
-    return dgate.to(out_dtype).contiguous(), dup.to(out_dtype).contiguous()
-
-
-def swiglu_backward_amax_reference(grad: Tensor, *inputs: Any) -> Tensor:
-    """The reference of `swiglu_backward_amax`."""
-    return torch.stack([tensor_amax(d) for d in swiglu_backward_reference(grad, *inputs)])
-
-
-def swiglu_backward_quantize_reference(grad: Tensor, *args: Any) -> tuple[Tensor, ...]:
-    """The reference of `swiglu_backward_quantize`."""
-    inputs, (amax, scale, *cast) = args[:6], args[6:]
-    gradients = swiglu_backward_reference(grad, *inputs)
-    amaxes = (None, None) if amax is None else amax.unbind()
-    scales = (None, None) if scale is None else scale.unbind()
-    made: list[Tensor] = []
-    for d, its_amax, its_scale in zip(gradients, amaxes, scales, strict=True):
-        made += cast_result(d, its_amax, its_scale, *cast)
-    taken = [tensor_amax(d) for d in gradients] if scale is not None else []
-    return (*made, torch.stack(taken) if taken else no_amax(grad))
+def swiglu_quantize_delayed_reference(
+    gate: Tensor, up: Tensor, smooth: Tensor | None, *how: Any
+) -> tuple[Tensor, ...]:
+    """The reference of `swiglu_quantize_delayed`."""
+    *cast, save = how
+    q, scale, qt, amax = DelayedCast(*cast).reference(swiglu_reference(gate, up, smooth))
+    return (q, scale, qt, *save_input(gate, save), *save_input(up, save), amax)
 
 
 def _save_fake(
@@ -277,20 +176,10 @@ def _quantize_fake(
     return (*cast_result(gate, amax, scale, *cast), *saved, taken)
 
 
-def _backward_fake(grad: Tensor, *inputs: Any) -> tuple[Tensor, Tensor]:
-    out_dtype = inputs[-1]
-    return grad.new_empty(grad.shape, dtype=out_dtype), grad.new_empty(grad.shape, dtype=out_dtype)
-
-
-def _backward_amax_fake(grad: Tensor, *inputs: Any) -> Tensor:
-    return grad.new_empty(2, dtype=torch.float32)
-
-
-def _backward_quantize_fake(grad: Tensor, *args: Any) -> tuple[Tensor, ...]:
-    amax, scale, *cast = args[6:]
-    taken = no_amax(grad) if scale is None else grad.new_empty(2, dtype=torch.float32)
-    of_one: list[Any] = [None if t is None else t[0] for t in (amax, scale)]
-    return (*cast_result(grad, *of_one, *cast), *cast_result(grad, *of_one, *cast), taken)
+def _delayed_fake(gate: Tensor, up: Tensor, smooth: Tensor | None, *how: Any) -> tuple[Tensor, ...]:
+    *cast, save = how
+    q, scale, qt, amax = DelayedCast(*cast).fake(gate)
+    return (q, scale, qt, *save_input(gate, save), *save_input(up, save), amax)
 
 
 def _kernels() -> Any:
@@ -300,15 +189,7 @@ def _kernels() -> Any:
 
 
 _FORWARD = "Tensor gate, Tensor up, Tensor? smooth"
-BACKWARD_ARGUMENTS = (
-    "Tensor grad, Tensor gate, Tensor? gate_scale, Tensor up, Tensor? up_scale, Tensor? smooth, "
-    "ScalarType out_dtype"
-)
-CAST_ARGUMENTS = (
-    "Tensor? amax, Tensor? scale, ScalarType dtype, str granularity, bool power_of_two, "
-    "bool row, bool col"
-)
-_NINE = ", ".join(["Tensor"] * 9)
+_EIGHT, _NINE = (", ".join(["Tensor"] * n) for n in (8, 9))
 
 for _schema, _reference, _fake in (
     (
@@ -323,19 +204,9 @@ for _schema, _reference, _fake in (
         _quantize_fake,
     ),
     (
-        f"swiglu_backward({BACKWARD_ARGUMENTS}) -> (Tensor, Tensor)",
-        swiglu_backward_reference,
-        _backward_fake,
-    ),
-    (
-        f"swiglu_backward_amax({BACKWARD_ARGUMENTS}) -> Tensor",
-        swiglu_backward_amax_reference,
-        _backward_amax_fake,
-    ),
-    (
-        f"swiglu_backward_quantize({BACKWARD_ARGUMENTS}, {CAST_ARGUMENTS}) -> ({_NINE})",
-        swiglu_backward_quantize_reference,
-        _backward_quantize_fake,
+        f"swiglu_quantize_delayed({_FORWARD}, {DELAYED_ARGUMENTS}, bool save) -> ({_EIGHT})",
+        swiglu_quantize_delayed_reference,
+        _delayed_fake,
     ),
 ):
     register(_schema, _reference, _fake, _kernels)

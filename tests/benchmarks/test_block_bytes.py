@@ -66,7 +66,7 @@ def test_bf16_reads_and_writes_everything_once(run):
     ("recipe", "least", "most"),
     [
         ("tensorwise", 2, 2.1),  # x again, once the amax is known
-        ("delayed", 2, 2.2),
+        ("delayed", 0, 0.4),  # one launch; histories
         ("blockwise", 2, 2.2),  # bands of 128 rows of 4,096 features do not stay in the cache
         ("mxfp8", 0, 0.4),  # one launch; scales of groups of 32
     ],
@@ -85,8 +85,8 @@ def test_what_comes_from_no_producer(counted, recipe, most):
         assert most - 0.4 < _added(counted, recipe, tensor) <= most, tensor
 
 
-@pytest.mark.parametrize("recipe", ["blockwise", "mxfp8"])
-def test_products_in_blocks_add_their_scales_alone(counted, recipe):
+@pytest.mark.parametrize("recipe", ["delayed", "blockwise", "mxfp8"])
+def test_products_add_scales_and_histories_alone(counted, recipe):
     """What is kept in FP8 is written in forward, and half of BF16's bytes are read in backward."""
     product = _added(counted, recipe, "input of down")
     gradient = _added(counted, recipe, "gradients of gate, up")
@@ -100,6 +100,14 @@ def test_launches(counted):
     for tensor, kernel in zip(("input of down", "gradients of gate, up"), swiglu, strict=True):
         assert counted["blockwise", tensor]["launched"] == kernel
     assert counted["mxfp8", "input of q, k, v"]["launched"].startswith("norm_cast_once_kernel ")
+    for tensor, kernel, readers in (
+        ("input of q, k, v", "norm_cast_once_kernel", 3),
+        ("input of gate, up", "norm_cast_once_kernel", 2),
+        ("input of down", swiglu[0], 1),
+        ("gradients of gate, up", swiglu[1], 2),
+    ):
+        launched = counted["delayed", tensor]["launched"].split()
+        assert launched[: 1 + readers] == [kernel, *["advance_history_kernel"] * readers]
     one_each = counted["delayed", "gradients of q, k, v"]
     assert one_each["launched"] == " ".join(["cast_delayed_kernel"] * 3)
 

@@ -13,7 +13,8 @@ from torch.utils.checkpoint import checkpoint
 from tests.torch_fp8.test_producers import MLP, Norm
 from torch_fp8 import FP8Config, convert_to_float8, selective_checkpoint_contexts
 from torch_fp8.linear import INPUT
-from torch_fp8.produced_activation import ProducedActivation, shared
+from torch_fp8.produced_activation import ProducedActivation
+from torch_fp8.shared_output import shared
 
 
 def _norm_and_layer():

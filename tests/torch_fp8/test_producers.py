@@ -13,15 +13,16 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from tests.torch_fp8.training_step import Calls, assert_equal, gaussian, saved_bytes, train
 from torch_fp8 import FP8Config, convert_to_float8, revert
 from torch_fp8.float8_rms_norm import Float8RMSNorm
 from torch_fp8.gated_mlp import Float8GatedMLP
 from torch_fp8.linear import Float8Linear
 from torch_fp8.numerics import sqnr_db
-from torch_fp8.produced_activation import ProducedActivation, shared
+from torch_fp8.produced_activation import ProducedActivation
+from torch_fp8.shared_output import shared
 
 FUSED = ("tensorwise", "delayed", "rowwise", "blockwise", "mxfp8")
 
@@ -98,48 +99,6 @@ def _model(dtype=torch.bfloat16, seed=0, **options):
     return model
 
 
-def _x(*shape, dtype=torch.bfloat16, seed=1):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
-def _run(model, x):
-    x = x.clone().requires_grad_()
-    y = model(x)
-    (y.float() * _x(*y.shape, dtype=torch.float32, seed=2)).sum().backward()
-    return y.detach(), x.grad, {n: p.grad for n, p in model.named_parameters()}
-
-
-class _Calls(TorchDispatchMode):
-    """Names of our operators, in the order of their calls."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace == "torch_fp8":
-            self.names.append(func._schema.name.removeprefix("torch_fp8::"))
-        return func(*args, **(kwargs or {}))
-
-
-def _saved_bytes(model, x):
-    """Bytes that a forward saves for backward, parameters and the input left out."""
-    known = {t.untyped_storage().data_ptr() for t in (x, *model.parameters(), *model.buffers())}
-    kept, sizes = [], {}
-
-    def pack(tensor):
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in known:
-            sizes[storage.data_ptr()] = storage.nbytes()
-        kept.append(tensor)
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        y = model(x)
-    y.sum().backward()
-    return sum(sizes.values())
-
-
 # Values.
 
 
@@ -150,12 +109,8 @@ def test_fused_and_unfused_products_have_the_same_bytes(recipe):
     for module in unfused.modules():
         if isinstance(module, Float8RMSNorm):
             module.register_forward_hook(lambda m, i, y: y + 0)  # plain from here on
-    x = _x(2, 33, 64)
-    y, grad_x, grads = _run(fused, x)
-    other_y, other_grad_x, other_grads = _run(unfused, x)
-    assert torch.equal(y, other_y)
-    assert torch.equal(grad_x, other_grad_x)
-    assert all(torch.equal(grads[n], other_grads[n]) for n in grads)
+    x = gaussian(2, 33, 64)
+    assert_equal(train(unfused, x), train(fused, x))
 
 
 @pytest.mark.parametrize("recipe", FUSED)
@@ -169,7 +124,10 @@ def test_training_signal_stays_that_of_the_plain_model(recipe, dtype):
     plain = Model().to(dtype)
     fused = copy.deepcopy(plain)
     convert_to_float8(fused, FP8Config(recipe=recipe))
-    want, got = _run(plain, _x(2, 64, 64, dtype=dtype)), _run(fused, _x(2, 64, 64, dtype=dtype))
+    want, got = (
+        train(plain, gaussian(2, 64, 64, dtype=dtype)),
+        train(fused, gaussian(2, 64, 64, dtype=dtype)),
+    )
     assert sqnr_db(want[0], got[0]) > 24
     assert sqnr_db(want[1], got[1]) > 18
     assert all(sqnr_db(want[2][n], got[2][n]) > 13 for n in want[2])
@@ -185,10 +143,10 @@ def test_norm_against_float64(dtype, weight_dtype, saved):
     convert_to_float8(norm, FP8Config(save_activations=saved))
     assert isinstance(norm[0], Float8RMSNorm)
     stock = type(norm[0]).__bases__[1]
-    x = _x(3, 7, 96, dtype=dtype).requires_grad_()
+    x = gaussian(3, 7, 96, dtype=dtype).requires_grad_()
     y = norm[0](x)
     assert y.dtype == stock.forward(norm[0], x).dtype == torch.promote_types(dtype, weight_dtype)
-    g = _x(3, 7, 96, dtype=torch.float32, seed=3)
+    g = gaussian(3, 7, 96, dtype=torch.float32, seed=3)
     (y.float() * g).sum().backward()
     x64 = x.detach().double().requires_grad_()
     y64 = x64 * torch.rsqrt(x64.pow(2).mean(-1, keepdim=True) + 1e-5) * exact.weight
@@ -208,7 +166,7 @@ def test_product_against_float64(saved):
     mlp.gate_proj.register_forward_hook(lambda m, i, y: calls.append(y) or y.retain_grad())
     mlp.up_proj.register_forward_hook(lambda m, i, y: calls.append(y) or y.retain_grad())
     mlp.down_proj.register_full_backward_pre_hook(lambda m, g: None)
-    mlp(_x(50, 64, dtype=torch.float32)).sum().backward()
+    mlp(gaussian(50, 64, dtype=torch.float32)).sum().backward()
     gate, up = calls
     grad = mlp.down_proj.weight.double().sum(0).expand(50, 176)
     g64, u64 = (t.detach().double().requires_grad_() for t in (gate, up))
@@ -229,7 +187,7 @@ def test_gemma_norm_and_torch_norm_are_found_by_what_they_compute():
         model = nn.Sequential(copy.deepcopy(norm), nn.Linear(64, 64)).bfloat16()
         report = convert_to_float8(model)
         assert report.producers == ("0",)
-        x = _x(5, 64)
+        x = gaussian(5, 64)
         want = copy.deepcopy(norm).bfloat16()(x)
         assert sqnr_db(want, model[0](x) + 0) > 48
 
@@ -344,7 +302,7 @@ def test_norms_that_no_layer_of_their_width_reads_return_plain_tensors():
     for norm in norms:
         assert isinstance(norm, Float8RMSNorm)
         assert norm.fp8_consumers is None
-        assert type(norm(_x(4, norm.weight.shape[0]))) is torch.Tensor
+        assert type(norm(gaussian(4, norm.weight.shape[0]))) is torch.Tensor
 
 
 # Sharing, and what is kept.
@@ -353,8 +311,8 @@ def test_norms_that_no_layer_of_their_width_reads_return_plain_tensors():
 @pytest.mark.parametrize("recipe", ["tensorwise", "blockwise"])
 def test_an_input_is_cast_once_for_all_that_share_it(recipe):
     model = _model(recipe=recipe)
-    with _Calls() as calls:
-        model.layers[0](_x(2, 64, 64).requires_grad_()).sum().backward()
+    with Calls() as calls:
+        model.layers[0](gaussian(2, 64, 64).requires_grad_()).sum().backward()
     count = calls.names.count
     casts = count("rms_norm_statistics"), count("rms_norm_quantize")
     # One for q, k, v; one for gate, up. In blocks, whose scales need the tile alone, at once.
@@ -373,8 +331,8 @@ def test_an_mlp_behind_another_norm_casts_its_input_once():
     torch.manual_seed(0)
     model = nn.Sequential(nn.LayerNorm(64), MLP(64, 176)).bfloat16()
     convert_to_float8(model)
-    with _Calls() as calls:
-        model(_x(32, 64)).sum().backward()
+    with Calls() as calls:
+        model(gaussian(32, 64)).sum().backward()
     assert calls.names.count("quantize_2d") == 1 + 2 * 3 + 1  # x; weights; down's gradient
 
 
@@ -394,7 +352,7 @@ def test_bytes_that_backward_needs(options, norm_bytes, product_bytes, linear_by
     model = nn.Sequential(Norm(128), MLP(128, 384)).bfloat16()
     convert_to_float8(model, FP8Config(**options))
     tokens = 256
-    saved = _saved_bytes(model, _x(tokens, 128).requires_grad_()) / tokens
+    saved = saved_bytes(model, gaussian(tokens, 128).requires_grad_()) / tokens
     payloads = 128 * (norm_bytes + linear_bytes) + 384 * (product_bytes + linear_bytes)
     scales_and_rstd = 4 * (1 + 1 + 3 + 3) + (0 if options.get("recipe") is None else 4 * 4)
     assert payloads <= saved <= payloads + scales_and_rstd + 1
@@ -404,10 +362,10 @@ def test_nothing_is_kept_where_nothing_takes_a_gradient():
     model = _model().requires_grad_(False)
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
-        model(_x(8, 64))
+        model(gaussian(8, 64))
         assert kept == []
         with torch.no_grad():
-            model.requires_grad_(True)(_x(8, 64))
+            model.requires_grad_(True)(gaussian(8, 64))
         assert kept == []
 
 
@@ -415,7 +373,7 @@ def test_frozen_layers_get_no_transposed_input():
     model = nn.Sequential(Norm(64), nn.Linear(64, 64), nn.Linear(64, 64)).bfloat16()
     model[1].requires_grad_(False)
     convert_to_float8(model)
-    y = model[0](_x(8, 64))
+    y = model[0](gaussian(8, 64))
     assert isinstance(y, ProducedActivation)
     model[1](y)
     ((row, col),) = y.production.forms.layouts.values()
@@ -433,7 +391,7 @@ def test_others_get_the_plain_tensor_and_its_gradient():
     norm, adapter = Norm(64).bfloat16(), nn.Linear(64, 8, bias=False).bfloat16()
     model = nn.ModuleDict({"norm": norm, "base": nn.Linear(64, 64).bfloat16()})
     convert_to_float8(model)
-    x = _x(4, 64).requires_grad_()
+    x = gaussian(4, 64).requires_grad_()
     y = model["norm"](x)
     base = model["base"](y)
     seen = []
@@ -454,7 +412,7 @@ def test_others_get_the_plain_tensor_and_its_gradient():
 def test_reads_as_a_tensor():
     model = _model()
     block = model.layers[0]
-    x = _x(2, 3, 64).requires_grad_()
+    x = gaussian(2, 3, 64).requires_grad_()
     y = block.attn_norm(x)
     assert isinstance(y, ProducedActivation)
     assert (y.shape, y.dtype, y.ndim, y.requires_grad) == ((2, 3, 64), torch.bfloat16, 3, True)
@@ -495,7 +453,7 @@ def test_outputs_are_freed_with_their_last_reader():
         layer.register_full_backward_pre_hook(watch_grad)
     gc.disable()
     try:
-        y = block(_x(8, 64).requires_grad_())
+        y = block(gaussian(8, 64).requires_grad_())
         assert len(alive) == 2 * 3 + 3
         assert not any(ref() is not None for ref in alive)
         alive.clear()
@@ -509,15 +467,15 @@ def test_outputs_are_freed_with_their_last_reader():
 def test_a_norm_that_is_sharded_by_itself_computes_at_once(single_process_group):
     """FSDP2 frees its weight when its forward is over."""
     model = _model()
-    want = model(_x(2, 5, 64))
+    want = model(gaussian(2, 5, 64))
     mesh = init_device_mesh("cpu", (1,))
     fully_shard(model.layers[0].attn_norm, mesh=mesh)
     fully_shard(model, mesh=mesh)
     seen = []
     model.layers[0].attn_norm.register_forward_hook(lambda m, args, y: seen.append(type(y)))
-    assert torch.equal(model(_x(2, 5, 64)), want)
+    assert torch.equal(model(gaussian(2, 5, 64)), want)
     assert seen == [torch.Tensor]
-    model(_x(2, 5, 64)).sum().backward()
+    model(gaussian(2, 5, 64)).sum().backward()
     revert(model)
     assert isinstance(model.layers[0].attn_norm, Norm)
     assert not isinstance(model.layers[0].attn_norm, Float8RMSNorm)
@@ -525,7 +483,7 @@ def test_a_norm_that_is_sharded_by_itself_computes_at_once(single_process_group)
 
 def test_writing_to_an_output_in_place_is_refused_by_name():
     block = _model().layers[1]
-    y = block.attn_norm(_x(4, 64))
+    y = block.attn_norm(gaussian(4, 64))
     with pytest.raises(RuntimeError, match=r"layers\.1\.attn_norm.*skip"):
         y.mul_(2)
     with pytest.raises(RuntimeError, match=r"layers\.1\.attn_norm"):
@@ -534,7 +492,7 @@ def test_writing_to_an_output_in_place_is_refused_by_name():
 
 def test_an_input_written_to_before_its_use_is_noticed():
     block = _model().layers[0]
-    x = _x(4, 64)
+    x = gaussian(4, 64)
     y = block.attn_norm(x)
     x.add_(1)
     with pytest.raises(RuntimeError, match=r"layers\.0\.attn_norm.*modified in place"):
@@ -548,10 +506,10 @@ def test_an_input_written_to_before_its_use_is_noticed():
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "blockwise"])
 def test_activation_checkpointing_changes_nothing(recipe, reentrant):
     plain, recomputed = _model(recipe=recipe), _model(recipe=recipe)
-    x = _x(2, 32, 64)
+    x = gaussian(2, 32, 64)
     for _ in range(2):
-        want = _run(plain, x)
-        got = _run(Checkpointed(recomputed, reentrant), x)
+        want = train(plain, x)
+        got = train(Checkpointed(recomputed, reentrant), x)
         assert torch.equal(want[0], got[0])
         assert torch.equal(want[1], got[1])
         for name, grad in want[2].items():
@@ -583,11 +541,11 @@ def test_checkpointed_regions_that_end_with_a_norm(reentrant):
                 x = checkpoint(part, x, use_reentrant=reentrant)
             return x
 
-        x = _x(32, 64)
+        x = gaussian(32, 64)
         assert isinstance(plain[0](x), ProducedActivation)
         twin = nn.Module()
         twin.forward, twin._modules = run, recomputed._modules
-        want, got = _run(plain, x), _run(twin, x)
+        want, got = train(plain, x), train(twin, x)
         assert torch.equal(want[0], got[0])
         assert torch.equal(want[1], got[1])
         assert all(torch.equal(want[2][n], got[2][n]) for n in want[2])
@@ -596,7 +554,7 @@ def test_checkpointed_regions_that_end_with_a_norm(reentrant):
 def test_gradients_of_a_detached_output_are_its_own():
     model = nn.Sequential(Norm(64), nn.Linear(64, 64)).bfloat16()
     convert_to_float8(model)
-    x = _x(4, 64).requires_grad_()
+    x = gaussian(4, 64).requires_grad_()
     y = model[0](x)
     (y * 1).sum()  # a plain tensor that belongs to x
     leaf = y.detach().requires_grad_()
@@ -626,9 +584,9 @@ def test_a_whole_block_compiles_without_graph_breaks(recipe):
     eager = _model(recipe=recipe).layers[0]
     twin = copy.deepcopy(eager)
     compiled = torch.compile(twin, fullgraph=True, backend="aot_eager")
-    x = _x(2, 32, 64)
+    x = gaussian(2, 32, 64)
     for _ in range(2):
-        want, got = _run(eager, x), _run(compiled, x)
+        want, got = train(eager, x), train(compiled, x)
         assert sqnr_db(want[0], got[0]) > 40
         assert sqnr_db(want[1], got[1]) > 35
         for name, grad in want[2].items():
@@ -653,7 +611,7 @@ def test_a_compiled_block_keeps_fp8_and_casts_a_shared_input_once():
         )(graph, example_inputs)
 
     torch.compile(twin, fullgraph=True, backend=backend)(
-        _x(2, 32, 64).requires_grad_()
+        gaussian(2, 32, 64).requires_grad_()
     ).sum().backward()
     forward = [str(node.target) for node in graphs[0].graph.nodes]
     casts = sum("quantize_2d" in target for target in forward)
@@ -664,15 +622,15 @@ def test_a_compiled_block_keeps_fp8_and_casts_a_shared_input_once():
 @pytest.mark.parametrize("shape", [(0, 64), (1, 64), (3, 0, 64), (5, 1, 64), (129, 64)], ids=str)
 def test_any_number_of_tokens(shape, options):
     model = _model(**options).layers[0].mlp
-    y, grad_x, grads = _run(model, _x(*shape))
+    y, grad_x, grads = train(model, gaussian(*shape))
     assert y.shape == grad_x.shape == shape
     assert all(g.isfinite().all() for g in grads.values())
 
 
 def test_strided_inputs():
     model = _model().layers[0]
-    x = _x(64, 2, 32).transpose(0, 2).transpose(0, 1)  # (2, 32, 64), strides of another order
-    want, got = _run(model, x.contiguous()), _run(model, x)
+    x = gaussian(64, 2, 32).transpose(0, 2).transpose(0, 1)  # (2, 32, 64), strides of another order
+    want, got = train(model, x.contiguous()), train(model, x)
     assert torch.equal(want[0], got[0])
     assert torch.equal(want[1], got[1])
 
@@ -681,9 +639,9 @@ def test_strided_inputs():
 @pytest.mark.parametrize("recipe", FUSED)
 def test_what_is_not_finite_stays_visible(bad, recipe):
     model = _model(recipe=recipe)
-    x = _x(8, 64)
+    x = gaussian(8, 64)
     x[3, 5] = bad
-    y, _, grads = _run(model, x)
+    y, _, grads = train(model, x)
     assert not y[3].isfinite().all()
     assert not grads["layers.0.attention.q_proj.weight"].isfinite().all()
     assert not grads["layers.0.mlp.down_proj.weight"].isfinite().all()
@@ -691,7 +649,7 @@ def test_what_is_not_finite_stays_visible(bad, recipe):
 
 def test_evaluation_and_inference():
     model = _model().eval()
-    x = _x(4, 64)
+    x = gaussian(4, 64)
     with torch.no_grad():
         want = model(x)
     with torch.inference_mode():
@@ -732,10 +690,10 @@ def test_conversion_is_idempotent_and_reverts():
 
 def test_copies_and_pickles_go_on():
     model = _model()
-    x = _x(4, 64)
-    want = _run(model, x)
+    x = gaussian(4, 64)
+    want = train(model, x)
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        got = _run(twin.requires_grad_(), x)
+        got = train(twin.requires_grad_(), x)
         assert torch.equal(want[0], got[0])
         twin.zero_grad()
         assert type(twin.layers[0].mlp) is type(model.layers[0].mlp)
@@ -769,13 +727,13 @@ def test_autocast_gives_the_dtypes_of_the_stock_modules():
     record(fused, 1)
     with torch.autocast("cpu", torch.bfloat16):
         for model in (stock, fused):
-            model(_x(4, 64, dtype=torch.float32)).sum().backward()
+            model(gaussian(4, 64, dtype=torch.float32)).sum().backward()
     names = [n for w, n in seen if w == 0 and not n.endswith("act_fn")]
     assert all(seen[0, n] == seen[1, n] for n in names)
 
 
 def test_a_plain_tensor_is_shared_as_itself():
-    x = _x(4, 64).requires_grad_()
+    x = gaussian(4, 64).requires_grad_()
     y = shared(x, "mlp")
     assert torch.equal(y + 0, x)
     y.sum().backward()

@@ -1,17 +1,20 @@
 """SwiGLU's backward on CUDA into one gradient: the twin of `torch_fp8.gate_up`.
 
-The kernels and what they read and write are those of `torch_fp8.kernels.swiglu`; the two gradients
-are told where in one matrix they lie.
+The kernels and what they read and write are those of `torch_fp8.kernels.swiglu_backward`; the two
+gradients are told where in one matrix they lie.
 
 Legend: R rows, C columns of gate and of up.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from torch_fp8.kernels.producers import Cast, amax_bits
+from torch_fp8.kernels.producers import Cast, Layouts, amax_bits
 from torch_fp8.kernels.quantize import BLOCK
-from torch_fp8.kernels.swiglu import Inputs, cast_gradients, is_fused, store_gradients
+from torch_fp8.kernels.swiglu import is_fused
+from torch_fp8.kernels.swiglu_backward import Inputs, cast_gradients, store_gradients
 
 
 def gate_up_backward(
@@ -69,14 +72,41 @@ def gate_up_backward_quantize(
     # A block that had a part of both would be a matter of two tiles.
     whole = granularity == "tensorwise" or cols % BLOCK == 0
     if whole and is_fused(cast, grad, gate, up):
-        made = cast.outputs(grad, 2 * cols)
-        halves = [_halves(t, dim, gate_first) for t, dim in zip(made, (1, 1, 0, 0), strict=True)]
-        dgate, dup = zip(*halves, strict=True)
-        cast_gradients(inputs, out_dtype, cast, (*dgate, *dup), largest, joined=True)
+        made = _cast(inputs, out_dtype, gate_first, cast, largest)
     else:
         taken = None if scale is None else largest
         made = cast.unfused(_plain(inputs, out_dtype, gate_first, taken))
     return (*made, largest.view(torch.float32))
+
+
+def gate_up_backward_quantize_delayed(grad: Tensor, *inputs_and_how: Any) -> tuple[Tensor, ...]:
+    """See `torch_fp8.gate_up.gate_up_backward_quantize_delayed`."""
+    *operands, out_dtype, gate_first = inputs_and_how[:7]
+    inputs: Inputs = (grad, *operands)
+    cast = Cast.delayed(*inputs_and_how[7:])
+    if is_fused(cast, grad, operands[0], operands[2]):
+        largest = grad.new_empty((), dtype=torch.int32)
+        q, s, qt, _ = _cast(inputs, out_dtype, gate_first, cast, largest)
+        return q, s, qt, largest.view(torch.float32)
+    largest = amax_bits(grad)
+    both = _plain(inputs, out_dtype, gate_first, largest)
+    amax = largest.view(torch.float32)
+    cast = cast.known(amax)
+    q, _, qt, _ = cast.unfused(both)
+    assert cast.scale is not None
+    return q, cast.scale, qt, amax
+
+
+def _cast(
+    inputs: Inputs, out_dtype: torch.dtype, gate_first: bool, cast: Cast, largest: Tensor
+) -> Layouts:
+    """The gradient (R, 2 C) in FP8, and its amax where that is taken; see `cast_gradients`."""
+    grad = inputs[0]
+    made = cast.outputs(grad, 2 * grad.shape[1])
+    halves = [_halves(t, dim, gate_first) for t, dim in zip(made, (1, 1, 0, 0), strict=True)]
+    dgate, dup = zip(*halves, strict=True)
+    cast_gradients(inputs, out_dtype, cast, (*dgate, *dup), largest, joined=True)
+    return made
 
 
 def _plain(

@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from torch_fp8.formats import format_of
+from torch_fp8.kernels.delayed_scaling import advance_history
 from torch_fp8.kernels.grid import cdiv
 from torch_fp8.kernels.quantize import BLOCK, quantize_2d
 
@@ -20,8 +21,26 @@ GROUPS = {"block_1x128": 128, "block_1x32": 32}
 Layouts = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
+class Past(NamedTuple):
+    """The history that a delayed scale comes from; see `torch_fp8.producer_cast.DelayedCast`."""
+
+    amaxes: Tensor
+    progress: Tensor
+    algorithm: str
+    margin: int
+
+    def scale(self, amax: Tensor, dtype: torch.dtype) -> Tensor:
+        """() float32, where the amax () of the result is known."""
+        return advance_history(
+            self.amaxes, None, amax, dtype, self.algorithm, self.margin, record=False
+        )
+
+
 class Cast(NamedTuple):
-    """How a result is cast; see `torch_fp8.producer_cast.cast_result`."""
+    """How a result is cast; see `torch_fp8.producer_cast.cast_result`.
+
+    `past`: None, or where the scale comes from instead; of several results, the first one's.
+    """
 
     amax: Tensor | None
     scale: Tensor | None
@@ -30,6 +49,27 @@ class Cast(NamedTuple):
     power_of_two: bool
     row: bool
     col: bool
+    past: Past | None = None
+
+    @classmethod
+    def delayed(
+        cls,
+        amaxes: Tensor,
+        progress: Tensor,
+        dtype: torch.dtype,
+        algorithm: str,
+        margin: int,
+        row: bool,
+        col: bool,
+    ) -> "Cast":
+        """See `torch_fp8.producer_cast.DelayedCast`."""
+        past = Past(amaxes, progress, algorithm, margin)
+        return cls(None, None, dtype, "tensorwise", False, row, col, past)
+
+    def known(self, amax: Tensor) -> "Cast":
+        """A delayed one of a result whose amax () is known: with the scale."""
+        assert self.past is not None
+        return self._replace(scale=self.past.scale(amax, self.dtype), past=None)
 
     def is_fused(self, *inputs: Tensor) -> bool:
         """Whether one launch makes it in tiles.
@@ -38,7 +78,8 @@ class Cast(NamedTuple):
         element at a time, each with an address and a mask in registers, and FP8 GEMMs do not take
         them: these are computed first and cast then.
         """
-        assert (self.amax is None) + (self.scale is None) == 2 - (self.granularity == "tensorwise")
+        given = [how for how in (self.amax, self.scale, self.past) if how is not None]
+        assert len(given) == (self.granularity == "tensorwise")
         rows, cols = inputs[0].shape
         odd = cols % 16 or (self.col and rows % 16) or any(x.stride(1) != 1 for x in inputs)
         return self.granularity != "rowwise" and not odd and inputs[0].numel() > 0
@@ -54,9 +95,18 @@ class Cast(NamedTuple):
             return self.amax.view(torch.int32)
         return unused if self.scale is None else self.scale
 
+    def history(self, unused: Tensor) -> tuple[Tensor, Tensor, int, float]:
+        """Amaxes, progress, length and headroom that a kernel takes for delayed scaling."""
+        if self.past is None:
+            return unused, unused, 0, 1.0
+        past = self.past
+        return past.amaxes, past.progress, past.amaxes.shape[0], 2.0**past.margin
+
     def flags(self) -> dict[str, object]:
-        """Compile-time arguments of `cast_tiles.store_cast`."""
-        if self.granularity == "tensorwise":
+        """Compile-time arguments of a kernel that casts."""
+        if self.past is not None:
+            source = "recent" if self.past.algorithm == "most_recent" else "history"
+        elif self.granularity == "tensorwise":
             source = "given" if self.amax is None else "amax"
         else:
             source = "square" if self.granularity == "block_128x128" else "groups"
@@ -95,7 +145,7 @@ class Cast(NamedTuple):
         rows, cols = x.shape[0], x.shape[1] if cols is None else cols
         s = self._scales(x, rows, cols) if self.row else None
         st = self._scales(x, cols, rows) if self.col else None
-        if self.amax is not None:
+        if self.amax is not None or self.past is not None:
             s = x.new_empty((), dtype=torch.float32)
         return present(
             x.new_empty((rows, cols), dtype=self.dtype) if self.row else None,
@@ -156,6 +206,15 @@ def present(
         x.new_empty(0, dtype=dtype) if qt is None else qt,
         x.new_empty(0, dtype=torch.float32) if st is None else st,
     )
+
+
+def registers(warps: int) -> int:
+    """Of a thread, where one program at a time has a multiprocessor.
+
+    For kernels that end as `history_tiles` says: left to itself, the assembler takes half as many
+    for most of them, so that two programs fit, and spills a few bytes.
+    """
+    return min(65536 // (32 * warps), 255)
 
 
 def payload(qdata: Tensor) -> Tensor:

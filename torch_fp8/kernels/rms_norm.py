@@ -7,6 +7,8 @@ What each reads of x and writes, per element of BF16, is: `rms_norm_statistics` 
 Legend: R rows, C columns of x. Launch configurations are fixed, not tuned at run time.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -17,6 +19,7 @@ from torch_fp8.kernels.producers import (
     Layouts,
     amax_bits,
     payload,
+    registers,
     saved_outputs,
 )
 from torch_fp8.kernels.quantize import BLOCK, MAX_ROW_IN_REGISTERS, ROW_CHUNK, TILE_WARPS
@@ -184,10 +187,25 @@ def rms_norm_quantize_once(
     if not cast.is_fused(x) or not bands_fill_the_card(x, granularity):
         made = rms_norm_statistics(x, weight, eps, offset, out_dtype, save)
         rstd, amax, saved, saved_scale = made
-        results = rms_norm_quantize(x, weight, rstd, offset, out_dtype, *cast)
+        results = rms_norm_quantize(x, weight, rstd, offset, out_dtype, *cast[:7])
         amax = amax if given else x.new_empty(0, dtype=torch.float32)
         return (*results, rstd, saved, saved_scale, amax)
     return _bands(x, weight, eps, offset, out_dtype, cast, save)
+
+
+def rms_norm_quantize_delayed(
+    x: Tensor, weight: Tensor, eps: float, offset: float, out_dtype: torch.dtype, *how: Any
+) -> tuple[Tensor, ...]:
+    """See `torch_fp8.rms_norm.rms_norm_quantize_delayed`."""
+    cast, save = Cast.delayed(*how[:-1]), how[-1]
+    if cast.is_fused(x) and bands_fill_the_card(x, cast.granularity):
+        q, s, qt, _, *others = _bands(x, weight, eps, offset, out_dtype, cast, save)
+        return (q, s, qt, *others)
+    rstd, amax, *saved = rms_norm_statistics(x, weight, eps, offset, out_dtype, save)
+    cast = cast.known(amax)
+    q, _, qt, _ = rms_norm_quantize(x, weight, rstd, offset, out_dtype, *cast[:7])
+    assert cast.scale is not None
+    return (q, cast.scale, qt, rstd, *saved, amax)
 
 
 def bands_fill_the_card(x: Tensor, granularity: str) -> bool:
@@ -211,9 +229,14 @@ def _bands(
     q, s, qt, st = made = cast.outputs(x)
     saved, saved_scale = saved_outputs(x, save)
     rstd = x.new_empty(rows, dtype=torch.float32)
-    given = cast.scale is not None
-    largest = amax_bits(x) if given else amax_bits(x, 0)
+    delayed, given = cast.past is not None, cast.scale is not None
+    if delayed:
+        largest = x.new_empty((), dtype=torch.int32)
+    else:
+        largest = amax_bits(x) if given else amax_bits(x, 0)
     band = BAND_ROWS[cast.granularity]
+    narrow = band != BLOCK and x.element_size() > 2
+    warps = TILE_WARPS // 2 if narrow else TILE_WARPS
     with torch.cuda.device_of(x):
         norm_cast_once_kernel[(cdiv(rows, band),)](
             x,
@@ -227,6 +250,7 @@ def _bands(
             s,
             payload(qt),
             st,
+            *cast.history(s),
             x.stride(0),
             x.stride(1),
             weight.stride(0),
@@ -238,10 +262,11 @@ def _bands(
             OUT=TYPES[out_dtype],
             **cast.flags(),
             SAVE=save,
-            AMAX=given,
+            AMAX=given or delayed,
             BLOCK_R=band,
             BLOCK_C=BLOCK if band == BLOCK else 2 * BLOCK,
-            num_warps=TILE_WARPS if band == BLOCK or x.element_size() == 2 else TILE_WARPS // 2,
+            num_warps=warps,
+            maxnreg=registers(warps) if delayed else None,
             enable_fp_fusion=False,
         )
     return (*made, rstd, saved, saved_scale, largest.view(torch.float32))

@@ -8,6 +8,13 @@ import triton
 import triton.language as tl
 
 from torch_fp8.kernels.cast_tiles import push_amax, rounded, store_cast, store_groups
+from torch_fp8.kernels.history_tiles import (
+    FEW_ROWS,
+    count_in,
+    delayed_scale,
+    past_amax,
+    store_scaled,
+)
 from torch_fp8.kernels.rounding import abs_bits
 from torch_fp8.kernels.tiles import load_tile, positions
 
@@ -177,6 +184,13 @@ def norm_cast_kernel(
 
 
 @triton.jit
+def _normed(x, rstd, weight_ptr, weight_stride, offset, c, cols, mask, OUT: tl.constexpr):
+    """A tile of y, rounded; 0 outside."""
+    weight = load_columns(weight_ptr, weight_stride, offset, c, cols)
+    return tl.where(mask, rounded((x * rstd[:, None]) * weight, OUT), 0.0)
+
+
+@triton.jit
 def norm_cast_once_kernel(
     x_ptr,
     weight_ptr,
@@ -189,6 +203,10 @@ def norm_cast_once_kernel(
     s_ptr,
     qt_ptr,
     st_ptr,
+    history_ptr,
+    progress_ptr,
+    length,
+    headroom,
     stride_r,
     stride_c,
     weight_stride,
@@ -198,7 +216,7 @@ def norm_cast_once_kernel(
     eps,
     offset,
     OUT: tl.constexpr,
-    SCALE: tl.constexpr,
+    SCALE: tl.constexpr,  # as of `store_cast`, or the "history" or its "recent" entry
     GROUP: tl.constexpr,
     E5M2: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
@@ -210,6 +228,7 @@ def norm_cast_once_kernel(
     BLOCK_C: tl.constexpr,
 ):
     """A band of BLOCK_R whole rows: `statistics_kernel` and then `norm_cast_kernel` on it."""
+    DELAYED: tl.constexpr = SCALE == "history" or SCALE == "recent"
     band = tl.program_id(0)
     r = positions(band, BLOCK_R)
     columns = tl.arange(0, BLOCK_C).to(tl.int64)
@@ -221,6 +240,9 @@ def norm_cast_once_kernel(
         squares += x * x
     rstd = tl.rsqrt(tl.sum(squares, axis=1) * inverse + eps)
     tl.store(rstd_ptr + r, rstd, mask=r < rows)
+    if DELAYED:
+        past = past_amax(history_ptr, length, SCALE == "recent")
+        scale = delayed_scale(past, headroom, E5M2)
     largest = tl.zeros((BLOCK_R, BLOCK_C), dtype=tl.int32)
     for start in range(0, cols, BLOCK_C):
         c = start + columns
@@ -241,30 +263,55 @@ def norm_cast_once_kernel(
                 False,
                 True,
             )
-        weight = load_columns(weight_ptr, weight_stride, offset, c, cols)
-        y = tl.where(mask, rounded((x * rstd[:, None]) * weight, OUT), 0.0)
+        y = _normed(x, rstd, weight_ptr, weight_stride, offset, c, cols, mask, OUT)
         if AMAX:
             largest = tl.maximum(largest, abs_bits(y))
-        store_cast(
-            y,
-            scale_ptr,
-            q_ptr,
-            s_ptr,
-            qt_ptr,
-            st_ptr,
-            band,
-            start // BLOCK_C,
-            r,
-            c,
-            rows,
-            cols,
-            mask,
-            SCALE,
-            GROUP,
-            E5M2,
-            POWER_OF_TWO,
-            ROW,
-            COL,
-        )
-    if AMAX:
+        if DELAYED:  # without a history, what is not zero is written over by the last program
+            store_scaled(y, scale, q_ptr, qt_ptr, r, c, rows, cols, mask, E5M2, ROW, COL)
+        else:
+            store_cast(
+                y,
+                scale_ptr,
+                q_ptr,
+                s_ptr,
+                qt_ptr,
+                st_ptr,
+                band,
+                start // BLOCK_C,
+                r,
+                c,
+                rows,
+                cols,
+                mask,
+                SCALE,
+                GROUP,
+                E5M2,
+                POWER_OF_TWO,
+                ROW,
+                COL,
+            )
+    if DELAYED:
+        bits = tl.max(tl.max(largest, axis=1), axis=0)
+        is_last, amax = count_in(progress_ptr, bits, tl.num_programs(0))
+        if is_last:
+            bands = 0
+            if (past == 0) & (amax != 0):
+                scale = delayed_scale(amax, headroom, E5M2)
+                bands = tl.cdiv(rows, FEW_ROWS)
+            for other in range(0, bands):
+                row = other * FEW_ROWS + tl.arange(0, FEW_ROWS).to(tl.int64)
+                factor = tl.load(rstd_ptr + row, mask=row < rows, other=0.0)
+                for start in range(0, cols, BLOCK_C):
+                    col = start + columns
+                    inside = (row[:, None] < rows) & (col[None, :] < cols)
+                    values = load_tile(x_ptr, stride_r, stride_c, row, col, inside)
+                    normed = _normed(
+                        values, factor, weight_ptr, weight_stride, offset, col, cols, inside, OUT
+                    )
+                    store_scaled(
+                        normed, scale, q_ptr, qt_ptr, row, col, rows, cols, inside, E5M2, ROW, COL
+                    )
+            tl.store(s_ptr, scale)
+            tl.store(amax_ptr, amax)
+    elif AMAX:
         push_amax(amax_ptr, largest.to(tl.float32, bitcast=True))

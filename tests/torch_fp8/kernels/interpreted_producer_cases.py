@@ -21,9 +21,11 @@ import triton.language as tl
 from triton.runtime import interpreter
 
 from torch_fp8 import gate_up, producer_cast, rms_norm, swiglu
+from torch_fp8 import swiglu_backward as backward
 from torch_fp8.kernels import gate_up as gate_up_kernels
 from torch_fp8.kernels import rms_norm as norm_kernels
 from torch_fp8.kernels import swiglu as swiglu_kernels
+from torch_fp8.kernels import swiglu_backward as backward_kernels
 from torch_fp8.scaling import tensor_amax
 
 BF16, EPS = torch.bfloat16, 1e-5
@@ -176,6 +178,48 @@ def casts(known_amax, more):
 
 
 LAYOUTS = ("row", "row scale", "col", "col scale")
+SAVED_PARTS = ("gate", "gate scale", "up", "up scale")
+
+
+class Past:
+    """A history that a producer casts with, empty or filled; `left_behind` after it has."""
+
+    def __init__(self, filled, dtype, algorithm, margin, row, col, length=5):
+        generator = torch.Generator().manual_seed(length + len(algorithm))
+        amaxes = torch.rand(length, generator=generator) * 8 + 1
+        self.before = amaxes if filled else torch.zeros(length)
+        self.how = producer_cast.DelayedCast(
+            self.before.clone(),
+            torch.zeros(2, dtype=torch.int32),
+            dtype,
+            algorithm,
+            margin,
+            row,
+            col,
+        )
+
+    def left_behind(self):
+        changed = not torch.equal(self.how.amaxes, self.before)
+        return "history changed" * changed + "progress" * bool(self.how.progress.any())
+
+
+def pasts(more):
+    """Name and history of every delayed cast; one of them longer than a chunk."""
+    choices = [(filled, E4M3, "max", 0, True, True) for filled in (True, False)]
+    if more:
+        choices += [
+            (filled, E5M2, "most_recent", 2, row, not row, 1500)
+            for filled, row in itertools.product((True, False), repeat=2)
+        ]
+    for choice in choices:
+        yield f"delayed {choice}", Past(*choice)
+
+
+def compare_delayed(name, got, y, past):
+    """``(q, scale, qt, amax)`` with the reference's of y, the plain result."""
+    parts = ("row", "scale", "col", "amax")
+    yield from compare(name, got, past.how.reference(y), parts)
+    yield f"{name} left behind", past.left_behind()
 
 
 def compare(name, got, want, parts=LAYOUTS):
@@ -224,6 +268,18 @@ def norm_once(x, offset, more=False):
             yield f"{name} amax", differs(amax, tensor_amax(y) if known else torch.empty(0))
 
 
+def norm_delayed(x, offset, more=False):
+    weight, out = columns(x.shape[1]), x.dtype
+    for (name, past), save in itertools.product(pasts(more), (True, False) if more else (True,)):
+        made = norm_kernels.rms_norm_quantize_delayed(x, weight, EPS, offset, out, *past.how, save)
+        *layouts, rstd, saved, saved_scale, amax = made
+        want = rms_norm.rms_norm_statistics_reference(x, weight, EPS, offset, out, save)
+        yield f"{name} rstd", far(rstd, want[0])
+        yield from compare(f"{name} saved", (saved, saved_scale), want[2:], ("x", "scale"))
+        y = rms_norm.rms_norm_reference(x, weight, rstd, offset, out)
+        yield from compare_delayed(name, (*layouts, amax), y, past)
+
+
 def norm_backward(x, offset):
     weight = columns(x.shape[1])
     generator = torch.Generator().manual_seed(2)
@@ -260,6 +316,11 @@ def swiglu_forward(gate, smooth, more=False):
         amax = torch.empty(0) if cast[1] is None else want[4]
         expected = (*producer_cast.cast_result(h, *cast), *saved, amax)
         yield from compare(f"{name} {save=}", made, expected, LAYOUTS + parts)
+    for (name, past), save in itertools.product(pasts(more), (True, False) if more else (True,)):
+        made = swiglu_kernels.swiglu_quantize_delayed(gate, up, factor, *past.how, save)
+        saved = (*producer_cast.save_input(gate, save), *producer_cast.save_input(up, save))
+        yield from compare(f"{name} {save=}", made[3:7], saved, SAVED_PARTS)
+        yield from compare_delayed(f"{name} {save=}", (*made[:3], made[7]), h, past)
 
 
 def swiglu_backward(gate, smooth, more=False):
@@ -274,20 +335,29 @@ def swiglu_backward(gate, smooth, more=False):
         operands |= {"plain": (gate, None, up, None), "one saved": (gate_q, gate_s, up, None)}
     for what, inputs in operands.items():
         arguments = (grad, *inputs, factor, gate.dtype)
-        gradients = swiglu_kernels.swiglu_backward(*arguments)
-        exact = swiglu.swiglu_backward_reference(*arguments)
+        gradients = backward_kernels.swiglu_backward(*arguments)
+        exact = backward.swiglu_backward_reference(*arguments)
         for name, d, want in zip(("dgate", "dup"), gradients, exact, strict=True):
             yield f"{what} {name}", far(d, want, 512)
         amax = torch.stack([tensor_amax(d) for d in gradients])
-        yield f"{what} amax", differs(swiglu_kernels.swiglu_backward_amax(*arguments), amax)
+        yield f"{what} amax", differs(backward_kernels.swiglu_backward_amax(*arguments), amax)
         for name, cast in casts(amax, more):
-            made = swiglu_kernels.swiglu_backward_quantize(*arguments, *cast)
+            made = backward_kernels.swiglu_backward_quantize(*arguments, *cast)
             for i, d in enumerate(gradients):
                 of_one = [None if t is None else t[i] for t in cast[:2]]
                 want = producer_cast.cast_result(d, *of_one, *cast[2:])
                 yield from compare(f"{what} {name} {i}", made[4 * i : 4 * i + 4], want)
             taken = torch.empty(0) if cast[1] is None else amax
             yield f"{what} {name} amax", differs(made[8], taken)
+        for (name, past), (_, of_up) in zip(pasts(more), reversed([*pasts(more)]), strict=True):
+            other = past.how._replace(amaxes=of_up.how.amaxes, progress=of_up.how.progress)
+            of_up.how = other  # another history, often empty where the first is not
+            made = backward_kernels.swiglu_backward_quantize_delayed(
+                *arguments, *other[:2], *past.how
+            )
+            for i, (d, its) in enumerate(zip(gradients, (past, of_up), strict=True)):
+                part = (*made[3 * i : 3 * i + 3], made[6][i])
+                yield from compare_delayed(f"{what} {name} {i}", part, d, its)
 
 
 def gate_up_backward(x, gate_first, more=False):
@@ -303,7 +373,7 @@ def gate_up_backward(x, gate_first, more=False):
         operands["plain"] = (gate, None, up, None)
     for what, inputs in operands.items():
         arguments = (grad, *inputs, columns(x.shape[1]), x.dtype)
-        dgate, dup = swiglu_kernels.swiglu_backward(*arguments)
+        dgate, dup = backward_kernels.swiglu_backward(*arguments)
         want = torch.cat([dgate, dup] if gate_first else [dup, dgate], 1)
         made = gate_up_kernels.gate_up_backward(*arguments, gate_first)
         yield f"{what} gradient", differs(made, want)
@@ -314,6 +384,11 @@ def gate_up_backward(x, gate_first, more=False):
             yield from compare(f"{what} {name}", made, producer_cast.cast_result(want, *cast))
             expected = torch.empty(0) if cast[1] is None else amax
             yield f"{what} {name} amax", differs(taken, expected)
+        for name, past in pasts(more):
+            made = gate_up_kernels.gate_up_backward_quantize_delayed(
+                *arguments, gate_first, *past.how
+            )
+            yield from compare_delayed(f"{what} {name}", made, want, past)
 
 
 def results():
@@ -328,9 +403,11 @@ def results():
             yield "swiglu, not smooth", named(swiglu_forward(x, False))
             yield "swiglu backward, not smooth", named(swiglu_backward(x, False))
         yield f"norm backward, {name}", named(norm_backward(x, 1.0))
+    yield "norm delayed, two launches", named(norm_delayed(dict(matrices())["tails"], 1.0, True))
     norm_kernels.MULTIPROCESSORS = 0  # bands for any number of rows
     for name, x in matrices():
         yield f"norm once, {name}", named(norm_once(x, 1.0, name == "tails"))
+        yield f"norm delayed, {name}", named(norm_delayed(x, 1.0, name == "tails"))
     generator = torch.Generator().manual_seed(4)
     x = spread(144, 256, generator).bfloat16()
     yield "gate_up backward, whole tiles", named(gate_up_backward(x, True, True))

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from torch_fp8.kernels import gate_up, quantize, rms_norm, swiglu
+from torch_fp8.kernels import gate_up, quantize, rms_norm, swiglu, swiglu_backward
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 EPS = 1e-5
@@ -20,6 +20,14 @@ CASTS = (
     (None, E5M2, "block_1x128", False, True, True),
     (None, E4M3, "block_128x128", False, True, True),
     (None, E4M3, "block_1x32", True, True, True),
+)
+# (format, algorithm, row, col)
+DELAYED = (
+    (E4M3, "max", True, True),
+    (E5M2, "max", True, True),
+    (E5M2, "most_recent", True, True),
+    (E4M3, "most_recent", True, False),
+    (E5M2, "max", False, True),
 )
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 ODD = {
@@ -39,6 +47,16 @@ def casts(*shape):
     for known, *rest in CASTS:
         amax = torch.ones(shape) if known == "amax" else None
         yield amax, torch.ones(shape) if known == "scale" else None, *rest
+
+
+def delayed_casts():
+    """Arguments of every cast with delayed scaling."""
+    for dtype, algorithm, row, col in DELAYED:
+        yield *history(), dtype, algorithm, 0, row, col
+
+
+def history():
+    return torch.empty(1024), torch.zeros(2, dtype=torch.int32)
 
 
 def saved(x):
@@ -69,6 +87,9 @@ def launch_norm_casts(dtype):
             rms_norm.rms_norm_quantize_once(
                 bands, weight[: bands.shape[1]], EPS, 0.0, dtype, scale, *cast, True
             )
+    for how in delayed_casts():
+        for save in (True, False):
+            rms_norm.rms_norm_quantize_delayed(x, weight, EPS, 0.0, dtype, *how, save)
 
 
 def launch_swiglu(x):
@@ -78,8 +99,8 @@ def launch_swiglu(x):
     for save in (True, False):
         swiglu.swiglu_save(x, x, None, save)
     for inputs in ((x, None, x, None), saved(x) * 2):
-        swiglu.swiglu_backward(x, *inputs, smooth, x.dtype)
-        swiglu.swiglu_backward_amax(x, *inputs, None, x.dtype)
+        swiglu_backward.swiglu_backward(x, *inputs, smooth, x.dtype)
+        swiglu_backward.swiglu_backward_amax(x, *inputs, None, x.dtype)
         gate_up.gate_up_backward(x, *inputs, smooth, x.dtype, True)
         gate_up.gate_up_backward_amax(x, *inputs, None, x.dtype)
 
@@ -91,10 +112,17 @@ def launch_swiglu_casts(dtype):
             swiglu.swiglu_quantize(x, x, smooth, *cast, save)
     for cast in casts(2):
         for inputs in ((x, None, x, None), saved(x) * 2):
-            swiglu.swiglu_backward_quantize(x, *inputs, smooth, dtype, *cast)
+            swiglu_backward.swiglu_backward_quantize(x, *inputs, smooth, dtype, *cast)
     for cast in casts():
         for inputs in ((x, None, x, None), saved(x) * 2):
             gate_up.gate_up_backward_quantize(x, *inputs, smooth, dtype, True, *cast)
+    for how in delayed_casts():
+        for save in (True, False):
+            swiglu.swiglu_quantize_delayed(x, x, smooth, *how, save)
+        for inputs in ((x, None, x, None), saved(x) * 2):
+            arguments = (x, *inputs, smooth, dtype)
+            swiglu_backward.swiglu_backward_quantize_delayed(*arguments, *history(), *how)
+            gate_up.gate_up_backward_quantize_delayed(*arguments, True, *how)
 
 
 def assert_fits(launches, compile_for, target, record_property):
@@ -124,11 +152,15 @@ def test_norm_compiles_and_fits(record_launches, compile_for, record_property, n
 @pytest.mark.parametrize("target", ["sm_90", "sm_100"])
 @pytest.mark.parametrize("name", [*DTYPES, *ODD])
 def test_swiglu_compiles_and_fits(record_launches, compile_for, record_property, name, target):
-    with record_launches(quantize), record_launches(swiglu) as launches:
+    with (
+        record_launches(quantize),
+        record_launches(swiglu) as forward,
+        record_launches(swiglu_backward) as backward,
+    ):
         if name in DTYPES:
             launch_swiglu_casts(DTYPES[name])
         launch_swiglu(torch.empty(4096, 4096, dtype=DTYPES[name]) if name in DTYPES else ODD[name])
-    assert_fits(launches, compile_for, target, record_property)
+    assert_fits(forward + backward, compile_for, target, record_property)
 
 
 def names(launches):
@@ -181,13 +213,13 @@ def test_launches_of_a_gated_mlp(record_launches):
     for cast in casts(2):
         if cast[3] == "block_1x128" and not (cast[4] and cast[5]):
             continue  # see is_fused
-        with record_launches(swiglu) as launches:
-            swiglu.swiglu_backward_quantize(x, *saved(x) * 2, None, x.dtype, *cast)
+        with record_launches(swiglu_backward) as launches:
+            swiglu_backward.swiglu_backward_quantize(x, *saved(x) * 2, None, x.dtype, *cast)
         assert names(launches) == ["swiglu_backward_cast"]
     for cast in casts():
         if cast[3] == "block_1x128" and not (cast[4] and cast[5]):
             continue  # see is_fused
-        with record_launches(swiglu) as launches:
+        with record_launches(swiglu_backward) as launches:
             arguments = (x, *saved(x) * 2, None, x.dtype, True)
             gate_up.gate_up_backward_quantize(*arguments, *cast)
         assert names(launches) == ["swiglu_backward_cast"]
@@ -210,7 +242,7 @@ def test_one_gradient_is_cast_in_one_launch_by_rule(record_launches, shape, gran
     x = torch.empty(shape, dtype=torch.bfloat16)
     scale = torch.ones(()) if granularity == "tensorwise" else None
     cast = (None, scale, E4M3, granularity, True, True, True)
-    with record_launches(swiglu) as launches, record_launches(quantize) as casts_after:
+    with record_launches(swiglu_backward) as launches, record_launches(quantize) as casts_after:
         arguments = (x, *saved(x) * 2, None, x.dtype, True)
         q, _, qt, *_ = gate_up.gate_up_backward_quantize(*arguments, *cast)
     assert q.shape == qt.t().shape == (shape[0], 2 * shape[1])
@@ -221,12 +253,35 @@ def test_one_gradient_is_cast_in_one_launch_by_rule(record_launches, shape, gran
 def test_tiles_move_in_16_byte_accesses(record_launches, compile_for):
     x = torch.empty(2048, 4096, dtype=torch.bfloat16)
     cast = (None, None, E4M3, "block_1x128", True, True, True)
-    with record_launches(swiglu) as launches:
+    with record_launches(swiglu) as forward, record_launches(swiglu_backward) as backward:
         swiglu.swiglu_quantize(x, x, None, *cast, True)
-        swiglu.swiglu_backward_quantize(x, *saved(x) * 2, None, x.dtype, *cast)
+        swiglu_backward.swiglu_backward_quantize(x, *saved(x) * 2, None, x.dtype, *cast)
     with record_launches(rms_norm) as norms:
         rms_norm.rms_norm_quantize(x, x[0], torch.empty(2048), 0.0, x.dtype, *cast)
-    for launch in (*launches, *norms):
+    for launch in (*forward, *backward, *norms):
         ptx, _ = compile_for(launch, "sm_90")
         assert "ld.global.v4.b32" in ptx
         assert "st.global.b8" not in ptx
+
+
+@pytest.mark.parametrize("module", [rms_norm, swiglu, swiglu_backward], ids=lambda m: m.__name__)
+def test_a_program_counts_itself_in_when_it_has_written(record_launches, compile_for, module):
+    """A barrier for its threads, the count with release and acquire, then what the last does."""
+    x, how = torch.empty(8192, 2048, dtype=torch.bfloat16), next(delayed_casts())
+    with record_launches(module) as launches:
+        if module is rms_norm:
+            rms_norm.rms_norm_quantize_delayed(x, x[0], EPS, 0.0, x.dtype, *how, True)
+        elif module is swiglu:
+            swiglu.swiglu_quantize_delayed(x, x, None, *how, True)
+        else:
+            arguments = (x, *saved(x) * 2, None, x.dtype, *history(), *how)
+            swiglu_backward.swiglu_backward_quantize_delayed(*arguments)
+    ptx, _ = compile_for(launches[0], "sm_90")
+    code = [line.strip() for line in ptx.splitlines()]
+    (count,) = [i for i, line in enumerate(code) if "atom.global" in line and ".add." in line]
+    assert ".gpu.acq_rel." in code[count]
+    accesses = [i for i, line in enumerate(code) if "ld.global" in line or "st.global" in line]
+    before = max(i for i in accesses if i < count)
+    assert any("bar.sync" in line for line in code[before:count])
+    (taken,) = [i for i, line in enumerate(code) if "atom.global" in line and "exch" in line]
+    assert count < taken < max(accesses)

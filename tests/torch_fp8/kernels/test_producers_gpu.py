@@ -10,7 +10,7 @@ import itertools
 import pytest
 import torch
 
-from torch_fp8 import gate_up, producer_cast, rms_norm, swiglu
+from torch_fp8 import gate_up, producer_cast, rms_norm, swiglu, swiglu_backward
 from torch_fp8.scaling import tensor_amax
 
 pytestmark = pytest.mark.gpu
@@ -167,13 +167,13 @@ def test_swiglu_backward_and_its_casts(shape, smooth, saved):
     inputs = swiglu.swiglu_save(gate, up, None)[:4] if saved else (gate, None, up, None)
     arguments = (grad, *inputs, factor, BF16)
     on_card = [t.cuda() if isinstance(t, torch.Tensor) else t for t in arguments]
-    gradients = swiglu.swiglu_backward(*on_card)
-    for got, want in zip(gradients, swiglu.swiglu_backward(*arguments), strict=True):
+    gradients = swiglu_backward.swiglu_backward(*on_card)
+    for got, want in zip(gradients, swiglu_backward.swiglu_backward(*arguments), strict=True):
         assert_near(got, want)
-    amax = swiglu.swiglu_backward_amax(*on_card)
+    amax = swiglu_backward.swiglu_backward_amax(*on_card)
     assert_same(amax, torch.stack([tensor_amax(d) for d in gradients]))
     for cast in casts(amax):
-        *made, taken = swiglu.swiglu_backward_quantize(*on_card, *cast)
+        *made, taken = swiglu_backward.swiglu_backward_quantize(*on_card, *cast)
         for i, d in enumerate(gradients):
             of_one = [None if t is None else t[i] for t in cast[:2]]
             want = producer_cast.cast_result(d, *of_one, *cast[2:])
@@ -191,7 +191,7 @@ def test_one_gradient_of_gate_and_up_and_its_casts(shape, gate_first):
     arguments = (matrix(shape, BF16, seed=2), *inputs, torch.rand(shape[1]) + 0.25, BF16)
     on_card = [t.cuda() if isinstance(t, torch.Tensor) else t for t in arguments]
     made = gate_up.gate_up_backward(*on_card, gate_first)
-    dgate, dup = swiglu.swiglu_backward(*on_card)
+    dgate, dup = swiglu_backward.swiglu_backward(*on_card)
     assert_same(made, torch.cat([dgate, dup] if gate_first else [dup, dgate], 1))
     amax = gate_up.gate_up_backward_amax(*on_card)
     assert_same(amax, tensor_amax(made))
@@ -200,6 +200,53 @@ def test_one_gradient_of_gate_and_up_and_its_casts(shape, gate_first):
         for got, expected in zip(layouts, producer_cast.cast_result(made, *cast), strict=True):
             assert_same(got, expected)
         assert_same(taken, amax if cast[1] is not None else amax.new_empty(0))
+
+
+def delayed(y, filled):
+    """Every delayed cast of a result y, with a history that is empty or of about its size."""
+    amaxes = torch.zeros(1024, device="cuda")
+    if filled:
+        amaxes[3] = tensor_amax(y).nan_to_num(1.0, 1.0) / 2
+    for dtype, algorithm, (row, col) in itertools.product(
+        (E4M3, E5M2), ("max", "most_recent"), ((True, True), (True, False), (False, True))
+    ):
+        progress = torch.zeros(2, dtype=torch.int32, device="cuda")
+        yield producer_cast.DelayedCast(amaxes, progress, dtype, algorithm, 0, row, col)
+
+
+def assert_delayed(made, y, how):
+    for got, expected in zip(made, how.reference(y), strict=True):
+        assert_same(got, expected)
+    assert not how.progress.any()
+
+
+@pytest.mark.parametrize("filled", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", [*SHAPES, (8192, 4096)], ids=str)
+def test_delayed_casts(shape, kind, filled):
+    """Without a history the last program casts everything: what it does is the same each time."""
+    x, up, grad = (matrix(shape, BF16, kind, seed=i).cuda() for i in range(3))
+    weight = torch.rand(shape[1], device="cuda") + 0.5
+    rstd, *_ = rms_norm.rms_norm_statistics(x, weight, EPS, 0.0, BF16, False)
+    y = rms_norm.rms_norm(x, weight, rstd, 0.0, BF16)
+    for how in delayed(y, filled):
+        made = rms_norm.rms_norm_quantize_delayed(x, weight, EPS, 0.0, BF16, how, True)
+        y = rms_norm.rms_norm(x, weight, made[3], 0.0, BF16)  # its sums have an order of their own
+        assert_delayed((*made[:3], made[6]), y, how)
+    h, inputs = swiglu.swiglu(x, up, None), (grad, x, None, up, None, None, BF16)
+    for how in delayed(h, filled):
+        made = swiglu.swiglu_quantize_delayed(x, up, None, how, True)
+        assert_delayed((*made[:3], made[7]), h, how)
+    gradients = swiglu_backward.swiglu_backward(*inputs)
+    casts_of_both = zip(delayed(gradients[0], filled), delayed(gradients[1], True), strict=True)
+    for pair in casts_of_both:
+        made = swiglu_backward.swiglu_backward_quantize_delayed(*inputs, *pair)
+        for i, (d, how) in enumerate(zip(gradients, pair, strict=True)):
+            assert_delayed((*made[3 * i : 3 * i + 3], made[6][i]), d, how)
+    both = gate_up.gate_up_backward(*inputs, True)
+    for how in delayed(both, filled):
+        made = gate_up.gate_up_backward_quantize_delayed(*inputs, True, how)
+        assert_delayed(made, both, how)
 
 
 def test_more_than_2_to_the_31_elements():

@@ -25,10 +25,14 @@ INPUTS = (
     "-inf",
     "nan",
 )
-KINDS = ("norm", "norm once", "norm backward", "swiglu", "swiglu backward", "gate_up backward")
+KINDS = (
+    *("norm", "norm once", "norm delayed", "norm backward"),
+    *("swiglu", "swiglu backward", "gate_up backward"),
+)
 CASES = [
     *(f"{kind}, {name}" for kind, name in itertools.product(KINDS, INPUTS)),
     "norm without offset",
+    "norm delayed, two launches",
     "swiglu, not smooth",
     "swiglu backward, not smooth",
     "gate_up backward, whole tiles",

@@ -1,0 +1,56 @@
+"""A training step of a small model in the tests of producers: what it returns, calls and saves."""
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+def gaussian(*shape, dtype=torch.bfloat16, seed=1):
+    """The same for the same shape and seed."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def train(model, x):
+    """Output, gradient of x and gradients of the parameters by name."""
+    x = x.clone().requires_grad_()
+    y = model(x)
+    (y.float() * gaussian(*y.shape, dtype=torch.float32, seed=2)).sum().backward()
+    return y.detach(), x.grad, {n: p.grad for n, p in model.named_parameters()}
+
+
+def assert_equal(want, got):
+    """Of `train`, to the bit."""
+    assert torch.equal(want[0], got[0])
+    assert torch.equal(want[1], got[1])
+    for name, grad in want[2].items():
+        assert (grad is None) == (got[2][name] is None), name
+        assert grad is None or torch.equal(grad, got[2][name]), name
+
+
+class Calls(TorchDispatchMode):
+    """Names of our operators, in the order of their calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "torch_fp8":
+            self.names.append(func._schema.name.removeprefix("torch_fp8::"))
+        return func(*args, **(kwargs or {}))
+
+
+def saved_bytes(model, x):
+    """Bytes that a forward saves for backward, parameters, histories and x left out."""
+    known = {t.untyped_storage().data_ptr() for t in (x, *model.parameters(), *model.buffers())}
+    sizes = {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in known:
+            sizes[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        y = model(x)
+    y.sum().backward()
+    return sum(sizes.values())

@@ -1,0 +1,97 @@
+"""Delayed scaling within a kernel that casts: what it reads of a history, and who ends the launch.
+
+The scale comes from the amaxes of the past, so that a program casts its tile at once. When it is
+done it counts itself in; nobody waits. The last one knows the amax of all. Where the history is
+empty the scale is that of the tensor at hand, which only the last program knows: it then casts all
+of it, alone. That takes milliseconds, once in a training run, for a history is empty until
+something other than zeros was seen, and zeros need no scale: each program casts those itself.
+"""
+
+import triton
+import triton.language as tl
+
+from torch_fp8.kernels.rounding import abs_bits, cast_saturating, scale_from_amax
+from torch_fp8.kernels.tiles import per_row
+
+FEW_ROWS = tl.constexpr(16)  # that the last program casts at a time, in few registers
+CHUNK = tl.constexpr(1024)  # of a history, at a time: Transformer Engine's length, and our default
+
+
+@triton.jit
+def past_amax(history_ptr, length, MOST_RECENT: tl.constexpr):
+    """Bits of what the history suggests: its maximum or its newest entry; 0 if it is empty."""
+    if MOST_RECENT:
+        bits = abs_bits(tl.load(history_ptr))
+    else:
+        largest = tl.zeros((CHUNK,), dtype=tl.int32)
+        for start in range(0, length, CHUNK):
+            i = start + tl.arange(0, CHUNK)
+            amax = tl.load(history_ptr + i, mask=i < length, other=0.0)
+            largest = tl.maximum(largest, abs_bits(amax))
+        bits = tl.max(largest, axis=0)
+    return bits
+
+
+@triton.jit
+def record_amax(history_ptr, length, bits):
+    """Shift the history by one and put the amax in front; its newest entry again if not finite."""
+    INF_BITS: tl.constexpr = 0x7F800000
+    newest = tl.load(history_ptr)
+    newest = tl.where(bits < INF_BITS, bits.to(tl.float32, bitcast=True), newest)
+    chunks = tl.cdiv(length, CHUNK)
+    for chunk in range(0, chunks):
+        i = (chunks - 1 - chunk) * CHUNK + tl.arange(0, CHUNK)
+        older = tl.load(history_ptr + i - 1, mask=(i > 0) & (i < length), other=0.0)
+        tl.debug_barrier()  # all of the chunk is read before any of it is written
+        tl.store(history_ptr + i, tl.where(i == 0, newest, older), mask=i < length)
+
+
+@triton.jit
+def delayed_scale(bits, headroom, E5M2: tl.constexpr):
+    """The scale for what a history suggests, or for the amax at hand."""
+    FMAX: tl.constexpr = 57344.0 if E5M2 else 448.0
+    return scale_from_amax(bits, FMAX, False) * headroom
+
+
+@triton.jit
+def largest_bits(x):
+    return tl.max(tl.max(abs_bits(x), axis=1), axis=0)
+
+
+@triton.jit
+def store_scaled(
+    x,
+    scale,
+    row_ptr,
+    col_ptr,
+    r,
+    c,
+    rows,
+    cols,
+    mask,
+    E5M2: tl.constexpr,
+    ROW: tl.constexpr,
+    COL: tl.constexpr,
+):
+    """A tile of x, cast with the scale, in the layouts asked for."""
+    q = cast_saturating(x, per_row(scale, r, rows), E5M2)
+    if ROW:
+        tl.store(row_ptr + r[:, None] * cols + c[None, :], q, mask=mask)
+    if COL:
+        tl.store(col_ptr + c[None, :] * rows + r[:, None], q, mask=mask)
+
+
+@triton.jit
+def count_in(progress_ptr, largest, programs):
+    """(whether this program is the last of `programs`, and then the largest bits of them all).
+
+    progress: the largest bits so far, programs that are done; both 0 between launches, which the
+    last one sees to.
+    """
+    tl.atomic_max(progress_ptr, largest, sem="relaxed")
+    tl.debug_barrier()  # all threads have read the history and written their bytes
+    is_last = tl.atomic_add(progress_ptr + 1, 1, sem="acq_rel") == programs - 1
+    if is_last:
+        largest = tl.atomic_xchg(progress_ptr, 0, sem="relaxed")
+        tl.store(progress_ptr + 1, 0)
+    return is_last, largest

@@ -1,0 +1,220 @@
+"""SwiGLU's backward on CUDA: the twin of `torch_fp8.swiglu_backward`, up to the last bits of exp.
+
+What each reads and writes, per element of BF16, is: `swiglu_backward_quantize` 2 of the gradient,
+2 of saved gate and up, and 2 for each layout; `swiglu_backward_amax` 4 of the same.
+
+Legend: R rows, C columns. Launch configurations are fixed, not tuned at run time.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_fp8.kernels.grid import cdiv
+from torch_fp8.kernels.producers import TYPES, Cast, Past, amax_bits, payload
+from torch_fp8.kernels.quantize import BLOCK
+from torch_fp8.kernels.swiglu import ROWS, WARPS, is_fused, tile
+from torch_fp8.kernels.swiglu_backward_tiles import (
+    swiglu_backward_cast_kernel,
+    swiglu_backward_kernel,
+)
+
+
+def swiglu_backward(
+    grad: Tensor,
+    gate: Tensor,
+    gate_scale: Tensor | None,
+    up: Tensor,
+    up_scale: Tensor | None,
+    smooth: Tensor | None,
+    out_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """See `torch_fp8.swiglu_backward.swiglu_backward`."""
+    dgate = grad.new_empty(grad.shape, dtype=out_dtype)
+    dup = grad.new_empty(grad.shape, dtype=out_dtype)
+    inputs = (grad, gate, gate_scale, up, up_scale, smooth)
+    store_gradients(inputs, out_dtype, dgate, dup, None)
+    return dgate, dup
+
+
+def swiglu_backward_amax(
+    grad: Tensor,
+    gate: Tensor,
+    gate_scale: Tensor | None,
+    up: Tensor,
+    up_scale: Tensor | None,
+    smooth: Tensor | None,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """See `torch_fp8.swiglu_backward.swiglu_backward_amax`."""
+    largest = amax_bits(grad, 2)
+    inputs = (grad, gate, gate_scale, up, up_scale, smooth)
+    store_gradients(inputs, out_dtype, None, None, largest)
+    return largest.view(torch.float32)
+
+
+Inputs = tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor | None, Tensor | None]
+
+
+def _operands(inputs: Inputs, unused: Tensor) -> tuple[list[Tensor], list[int], dict[str, bool]]:
+    """Pointers, strides and flags of what backward reads, in the order of its kernels."""
+    grad, gate, gate_scale, up, up_scale, smooth = inputs
+    pointers, strides = [grad], [*grad.stride()]
+    for x, scale in ((gate, gate_scale), (up, up_scale)):
+        pointers += [x, unused] if scale is None else [payload(x), scale]
+        strides += [*x.stride(), *((0, 0) if scale is None else scale.stride())]
+    pointers.append(unused if smooth is None else smooth)
+    strides.append(0 if smooth is None else smooth.stride(0))
+    flags = {
+        "SMOOTH": smooth is not None,
+        "GATE_SAVED": gate_scale is not None,
+        "UP_SAVED": up_scale is not None,
+    }
+    return pointers, strides, flags
+
+
+def store_gradients(
+    inputs: Inputs,
+    out_dtype: torch.dtype,
+    dgate: Tensor | None,
+    dup: Tensor | None,
+    largest: Tensor | None,
+    joined: bool = False,
+) -> None:
+    """Fills both gradients, or their amaxes, or all.
+
+    Args:
+        dgate, dup: (R, C) contiguous, or, `joined`, the halves of the rows of a matrix.
+        largest: int32 bits, two, or `joined` one.
+    """
+    grad = inputs[0]
+    rows, cols = grad.shape
+    if not grad.numel():
+        return
+    unused = grad if dgate is None else dgate
+    pointers, strides, flags = _operands(inputs, unused)
+    with torch.cuda.device_of(grad):
+        swiglu_backward_kernel[(cdiv(rows, ROWS) * cdiv(cols, BLOCK),)](
+            *pointers,
+            unused,
+            unused if dup is None else dup,
+            unused if largest is None else largest,
+            *strides,
+            rows,
+            cols,
+            OUT=TYPES[out_dtype],
+            **flags,
+            JOINED=joined,
+            STORE=dgate is not None,
+            AMAX=largest is not None,
+            BLOCK_R=ROWS,
+            BLOCK_C=BLOCK,
+            num_warps=WARPS,
+            enable_fp_fusion=False,
+        )
+
+
+def swiglu_backward_quantize(
+    grad: Tensor,
+    gate: Tensor,
+    gate_scale: Tensor | None,
+    up: Tensor,
+    up_scale: Tensor | None,
+    smooth: Tensor | None,
+    out_dtype: torch.dtype,
+    amax: Tensor | None,
+    scale: Tensor | None,
+    dtype: torch.dtype,
+    granularity: str,
+    power_of_two: bool,
+    row: bool,
+    col: bool,
+) -> tuple[Tensor, ...]:
+    """See `torch_fp8.swiglu_backward.swiglu_backward_quantize`."""
+    inputs: Inputs = (grad, gate, gate_scale, up, up_scale, smooth)
+    cast = Cast(amax, scale, dtype, granularity, power_of_two, row, col)
+    largest = amax_bits(grad, 0 if scale is None else 2)
+    if not is_fused(cast, grad, gate, up):
+        dgate, dup = (grad.new_empty(grad.shape, dtype=out_dtype) for _ in range(2))
+        store_gradients(inputs, out_dtype, dgate, dup, None if scale is None else largest)
+        made = (*cast.part(0).unfused(dgate), *cast.part(1).unfused(dup))
+        return (*made, largest.view(torch.float32))
+    made = (*cast.outputs(grad), *cast.outputs(grad))
+    cast_gradients(inputs, out_dtype, cast, made, largest)
+    return (*made, largest.view(torch.float32))
+
+
+def swiglu_backward_quantize_delayed(grad: Tensor, *inputs_and_how: Any) -> tuple[Tensor, ...]:
+    """See `torch_fp8.swiglu_backward.swiglu_backward_quantize_delayed`."""
+    *operands, out_dtype, up_amaxes, up_progress = inputs_and_how[:8]
+    inputs: Inputs = (grad, *operands)
+    cast = Cast.delayed(*inputs_and_how[8:])
+    assert cast.past is not None
+    of_up = cast._replace(past=cast.past._replace(amaxes=up_amaxes, progress=up_progress))
+    if is_fused(cast, grad, operands[0], operands[2]):
+        largest = grad.new_empty(2, dtype=torch.int32)
+        made = (*cast.outputs(grad), *cast.outputs(grad))
+        cast_gradients(inputs, out_dtype, cast, made, largest, up_past=of_up.past)
+        return (*made[:3], *made[4:7], largest.view(torch.float32))
+    largest = amax_bits(grad, 2)
+    gradients = [grad.new_empty(grad.shape, dtype=out_dtype) for _ in range(2)]
+    store_gradients(inputs, out_dtype, *gradients, largest)
+    amaxes, results = largest.view(torch.float32), []
+    for d, amax, how in zip(gradients, amaxes.unbind(), (cast, of_up), strict=True):
+        known = how.known(amax)
+        q, _, qt, _ = known.unfused(d)
+        assert known.scale is not None
+        results += [q, known.scale, qt]
+    return (*results, amaxes)
+
+
+def cast_gradients(
+    inputs: Inputs,
+    out_dtype: torch.dtype,
+    cast: Cast,
+    made: Sequence[Tensor],
+    largest: Tensor,
+    joined: bool = False,
+    up_past: Past | None = None,
+) -> None:
+    """Fills the layouts of both gradients, and their amaxes where the scale was given, or delayed.
+
+    Args:
+        made: ``(q, s, qt, st)`` of dgate and of dup; `joined`, views of those of one matrix.
+        largest: as of `store_gradients`.
+        up_past: where the delayed scale of dup comes from; None: where that of dgate does.
+    """
+    grad = inputs[0]
+    rows, cols = grad.shape
+    pointers, strides, flags = _operands(inputs, grad)
+    source = cast.source(made[1])
+    gate_past, (length, headroom) = cast.history(grad)[:2], cast.history(grad)[2:]
+    past = gate_past if up_past is None else (up_past.amaxes, up_past.progress)
+    block_r, warps, maxnreg = tile(cast)
+    with torch.cuda.device_of(grad):
+        swiglu_backward_cast_kernel[(2 * cdiv(rows, block_r) * cdiv(cols, BLOCK),)](
+            *pointers,
+            source,
+            largest,
+            *(payload(t) if t.dtype == cast.dtype else t for t in made),
+            *gate_past,
+            *past,
+            length,
+            headroom,
+            *strides,
+            source.stride(0) if source.ndim == 1 else 0,
+            rows,
+            cols,
+            OUT=TYPES[out_dtype],
+            **flags,
+            JOINED=joined,
+            AMAX=cast.scale is not None,
+            **cast.flags(),
+            BLOCK_R=block_r,
+            BLOCK_C=BLOCK,
+            num_warps=warps,
+            maxnreg=maxnreg,
+            enable_fp_fusion=False,
+        )
