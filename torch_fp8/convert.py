@@ -22,7 +22,6 @@ from torch_fp8.automatic_scaling import (
 from torch_fp8.config import FP8Config
 from torch_fp8.gemm import check_device, resolve_auto, runs_natively
 from torch_fp8.linear import Float8Linear
-from torch_fp8.local_operands import plain
 from torch_fp8.module_class import rebase
 from torch_fp8.output_dtype import restore_output_dtype
 from torch_fp8.producers import convert_producers, revert_producers
@@ -175,7 +174,7 @@ def scaling_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """
     state = automatic_scaling_state(model)
     for name, module in _delayed_modules(model):
-        for key, value in zip(_SCALING, _scaling(module), strict=True):
+        for key, value in zip(_SCALING, module.scaling_state, strict=True):
             state[f"{name}.{key}"] = value.detach().cpu().clone()
     return state
 
@@ -196,7 +195,7 @@ def load_scaling_state_dict(model: nn.Module, state: dict[str, Tensor]) -> None:
     targets = {
         f"{name}.{key}": value
         for name, module in modules.items()
-        for key, value in zip(_SCALING, _scaling(module), strict=True)
+        for key, value in zip(_SCALING, module.scaling_state, strict=True)
     }
     if not targets:
         return
@@ -212,19 +211,7 @@ def load_scaling_state_dict(model: nn.Module, state: dict[str, Tensor]) -> None:
     with torch.no_grad():
         for name, module in modules.items():
             history, last_scale = (state[f"{name}.{key}"] for key in _SCALING)
-            if isinstance(module, TransformerEngineLinear):
-                module.load_scaling_state(history, last_scale)
-            else:
-                for target, value in zip(_scaling(module), (history, last_scale), strict=True):
-                    target.copy_(value)
-                plain(module.fp8_cast_progress).zero_()  # of no launch, wherever its memory is from
-
-
-def _scaling(module: Float8Linear) -> tuple[Tensor, Tensor]:
-    """What delayed scaling of a layer remembers, in the order of `_SCALING`."""
-    if isinstance(module, TransformerEngineLinear):
-        return module.scaling_state
-    return plain(module.fp8_amax_history), plain(module.fp8_last_scale)
+            module.load_scaling_state(history, last_scale)
 
 
 def _is_te(config: FP8Config) -> bool:

@@ -39,7 +39,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
-from torch_fp8.activation_checkpointing import repeats_forward, saves_nothing, stand_in
+from torch_fp8.activation_checkpointing import repeats_forward, saves_nothing
 from torch_fp8.config import FP8Config
 from torch_fp8.delayed_scaling import History
 from torch_fp8.gathered_activation import GatheredActivation
@@ -52,19 +52,27 @@ from torch_fp8.operand_casts import (
     as_matrix,
     cast_operand,
     casts_by_history,
+    input_stand_ins,
     weight_col,
     weight_row,
 )
 from torch_fp8.produced_activation import plain as plain_activation
-from torch_fp8.quantize import QuantizedTensor, scale_shape
+from torch_fp8.quantize import QuantizedTensor
 from torch_fp8.recipe import CastSpec, Recipe
 from torch_fp8.scaling import delayed_scale, scale_from_amax
 from torch_fp8.weight_cache import WeightCache
 
 INPUT, WEIGHT, GRAD_OUTPUT = range(3)
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_BUFFERS = ("fp8_amax_history", "fp8_cast_progress", "fp8_last_scale")
-"""Of delayed scaling: a row for each operand, see `History`; none of the last for GRAD_OUTPUT."""
+_BUFFERS = (
+    *("fp8_amax_history", "fp8_cast_progress", "fp8_last_scale"),
+    *("fp8_grad_amax_history", "fp8_grad_cast_progress"),
+)
+"""Of delayed scaling, see `History`: a row for each operand of a forward, and the gradient's.
+
+These are apart, for torch.compile gives backward the values that a tensor had after its own
+forward, if both write to it: what another forward has recorded since would be lost.
+"""
 
 
 class Float8Linear(nn.Linear):
@@ -120,7 +128,7 @@ class Float8Linear(nn.Linear):
             self.fp8_weight_cache,
             local.group,
         )
-        input_scale, weight_scale, buffers = None, None, (None, None, None)
+        input_scale, weight_scale, buffers = None, None, (None,) * len(_BUFFERS)
         if self.fp8_recipe.delayed:
             if not (isinstance(x, GatheredActivation) or self._moves_history(x, local.group)):
                 input_scale = self.operand_scale(INPUT, x, local.group)
@@ -183,8 +191,7 @@ class Float8Linear(nn.Linear):
         return None if operand == INPUT and frozen else self._history(operand)
 
     def _history(self, operand: int) -> History:
-        amaxes, progress, last = (plain(getattr(self, name)) for name in _BUFFERS)
-        return _history(amaxes, progress, last, operand)
+        return _history(tuple(plain(getattr(self, name)) for name in _BUFFERS), operand)
 
     def operand_spec(self, operand: int) -> CastSpec:
         """How the recipe casts INPUT, WEIGHT or GRAD_OUTPUT."""
@@ -209,12 +216,31 @@ class Float8Linear(nn.Linear):
             return
         length, device = self.fp8_config.amax_history_len, self.weight.device
         made = (
-            torch.zeros(3, length, device=device),
-            torch.zeros(3, 2, dtype=torch.int32, device=device),
+            torch.zeros(2, length, device=device),
+            torch.zeros(2, 2, dtype=torch.int32, device=device),
             torch.ones(2, device=device),
+            torch.zeros(length, device=device),
+            torch.zeros(2, dtype=torch.int32, device=device),
         )
         for name, buffer in zip(_BUFFERS, made, strict=True):
             self.register_buffer(name, buffer, persistent=False)
+
+    @property
+    def scaling_state(self) -> tuple[Tensor, Tensor]:
+        """Delayed scaling's amaxes (3, H), the newest first, and last scales (2,)."""
+        amaxes, _, last, of_grad, _ = (plain(getattr(self, name)) for name in _BUFFERS)
+        return torch.cat([amaxes, of_grad[None]]), last
+
+    def load_scaling_state(self, history: Tensor, last_scale: Tensor) -> None:
+        """Go on from what `scaling_state` was."""
+        amaxes, progress, last, of_grad, grad_progress = (
+            plain(getattr(self, name)) for name in _BUFFERS
+        )
+        amaxes.copy_(history[:GRAD_OUTPUT])
+        of_grad.copy_(history[GRAD_OUTPUT])
+        last.copy_(last_scale)
+        for count in (progress, grad_progress):
+            count.zero_()  # of no launch, wherever its memory is from
 
     def drop_scaling(self) -> None:
         """Remove what `init_scaling` made, and what is kept of the weight as it was cast."""
@@ -225,10 +251,9 @@ class Float8Linear(nn.Linear):
 
     def reset_parameters(self) -> None:
         super().reset_parameters()
-        if "fp8_amax_history" in self._buffers:  # a module on the meta device was materialised
-            self.fp8_amax_history.zero_()
-            self.fp8_cast_progress.zero_()
-            self.fp8_last_scale.fill_(1.0)
+        # A module on the meta device was materialised.
+        for name in self._buffers.keys() & set(_BUFFERS):
+            getattr(self, name).fill_(1 if name == "fp8_last_scale" else 0)
 
     def _apply(self, fn: Any, recurse: bool = True) -> "Float8Linear":
         # Module.to(bfloat16) casts every floating buffer; amaxes follow the device only.
@@ -249,7 +274,7 @@ class _Float8LinearFunction(torch.autograd.Function):
 
     x: (..., K); weight: (N, K); bias: (N,) or None; input_scale, weight_scale: () float32 or None
     (from the tensors, or with delayed scaling from their histories, which are written then);
-    amaxes, progress, last: see `_BUFFERS`, or None.
+    amaxes, progress, last, grad_amaxes, grad_progress: see `_BUFFERS`, or None.
     """
 
     @staticmethod
@@ -263,15 +288,18 @@ class _Float8LinearFunction(torch.autograd.Function):
         amaxes: Tensor | None,
         progress: Tensor | None,
         last: Tensor | None,
+        grad_amaxes: Tensor | None,
+        grad_progress: Tensor | None,
         options: LinearOptions,
     ) -> Tensor:
         recipe, shape = options.recipe, x.shape
         wants_wgrad = options.save_for_backward and ctx.needs_input_grad[1]
         fp8_wgrad = wants_wgrad and recipe.wgrad is not None
         of_input = of_weight = of_grad = None
-        if amaxes is not None and progress is not None:
+        if amaxes is not None:
+            buffers = (amaxes, progress, last, grad_amaxes, grad_progress)
             of_input, of_weight, of_grad = (
-                _history(amaxes, progress, last, i) for i in (INPUT, WEIGHT, GRAD_OUTPUT)
+                _history(buffers, i) for i in (INPUT, WEIGHT, GRAD_OUTPUT)
             )
         # The weight first, while x may still be on its way.
         w_row = weight_row(weight, weight_scale, of_weight, options)
@@ -299,7 +327,7 @@ class _Float8LinearFunction(torch.autograd.Function):
             w_scale = w_row.scale if w_row.granularity == "tensorwise" else None
             x_kept, x_scale = (None, None) if x_col is None else (x_col.qdata, x_col.scale)
             if dropped:
-                x_kept, x_scale = _input_stand_ins(x, x_row, fp8_wgrad, options.out_dtype)
+                x_kept, x_scale = input_stand_ins(x, x_row, fp8_wgrad, options.out_dtype)
             elif gathered and fp8_wgrad:
                 x_kept, x_scale = x.keep()
             elif wants_wgrad and x_col is None:
@@ -366,21 +394,7 @@ class _Float8LinearFunction(torch.autograd.Function):
             grad_weight = cast(g.t() @ saved["x"].to(g.dtype), ctx.dtypes[1])
         if grad_input is not None:
             grad_input = grad_input.view(ctx.input_shape)
-        return grad_input, grad_weight, grad_bias, *[None] * 6
-
-
-def _input_stand_ins(
-    x: Tensor, row: QuantizedTensor, fp8: bool, out_dtype: torch.dtype
-) -> tuple[Tensor, Tensor | None]:
-    """For what forward saves of x (..., K): its transposed payload and scale, or x itself."""
-    tokens, features = row.qdata.shape
-    if not fp8:
-        return stand_in((tokens, features), out_dtype, row.qdata), None
-    if row.granularity == "tensorwise":
-        return stand_in((features, tokens), row.qdata.dtype, row.qdata), row.scale
-    shape = scale_shape(features, tokens, row.granularity)
-    scale = stand_in(shape, torch.float32, row.qdata)
-    return stand_in((features, tokens), row.qdata.dtype, row.qdata), scale
+        return grad_input, grad_weight, grad_bias, *[None] * 8
 
 
 def output_dtype(input: Tensor) -> torch.dtype:
@@ -395,7 +409,9 @@ def _autocast_dtype(device_type: str) -> torch.dtype | None:
     return None
 
 
-def _history(amaxes: Tensor, progress: Tensor, last: Tensor | None, operand: int) -> History:
+def _history(buffers: tuple[Any, ...], operand: int) -> History:
     """An operand's part of `_BUFFERS`."""
-    used_last = last[operand] if last is not None and operand != GRAD_OUTPUT else None
-    return History(amaxes[operand], progress[operand], used_last)
+    amaxes, progress, last, grad_amaxes, grad_progress = buffers
+    if operand == GRAD_OUTPUT:
+        return History(grad_amaxes, grad_progress)
+    return History(amaxes[operand], progress[operand], last[operand])

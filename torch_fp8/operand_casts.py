@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from torch_fp8.activation_checkpointing import stand_in
 from torch_fp8.activation_gather import group_amax
 from torch_fp8.bias_gradient import quantize_layouts_and_sum
 from torch_fp8.config import FP8Config
@@ -17,7 +18,7 @@ from torch_fp8.gathered_activation import GatheredActivation
 from torch_fp8.gathered_weight import GatheredWeight
 from torch_fp8.gemm import cast
 from torch_fp8.produced_activation import ProducedActivation
-from torch_fp8.quantize import QuantizedTensor, quantize_layouts
+from torch_fp8.quantize import QuantizedTensor, quantize_layouts, scale_shape
 from torch_fp8.recipe import CastSpec, Recipe
 from torch_fp8.weight_cache import WeightCache
 
@@ -89,6 +90,20 @@ def cast_operand(
     if isinstance(x, ProducedActivation):
         return *x.layouts(spec, scale, row=row, col=col), sums
     return *quantize_layouts(as_matrix(x), spec, scale, row=row, col=col), sums
+
+
+def input_stand_ins(
+    x: Tensor, row: QuantizedTensor, fp8: bool, out_dtype: torch.dtype
+) -> tuple[Tensor, Tensor | None]:
+    """For what forward saves of x (..., K): its transposed payload and scale, or x itself."""
+    tokens, features = row.qdata.shape
+    if not fp8:
+        return stand_in((tokens, features), out_dtype, row.qdata), None
+    if row.granularity == "tensorwise":
+        return stand_in((features, tokens), row.qdata.dtype, row.qdata), row.scale
+    shape = scale_shape(features, tokens, row.granularity)
+    scale = stand_in(shape, torch.float32, row.qdata)
+    return stand_in((features, tokens), row.qdata.dtype, row.qdata), scale
 
 
 def as_matrix(x: Tensor) -> Tensor:

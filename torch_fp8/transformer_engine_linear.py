@@ -77,10 +77,7 @@ class TransformerEngineLinear(Float8Linear):
 
     @property
     def scaling_state(self) -> tuple[Tensor, Tensor]:
-        """Delayed scaling's amaxes (3, H), the newest first, and last scales (2,).
-
-        As `Float8Linear` has them in ``fp8_amax_history`` and ``fp8_last_scale``.
-        """
+        """Delayed scaling's amaxes (3, H), the newest first, and last scales (2,)."""
         empty = torch.zeros(3, self.fp8_config.amax_history_len), torch.ones(2)
         return self._recorded() or self.fp8_pending_scaling or empty
 
