@@ -57,7 +57,7 @@ ROOMS = [
         "gated_product",
         "fp8_lm",
     },
-    {"gradients", "local_operands", "operand_casts", "ddp_hook"},
+    {"gradients", "local_operands", "operand_casts", "ddp_hook", "traced_casts"},
     {"gradient_hooks"},
     {"gradient_bucket"},
     {"linear", "float8_rms_norm", "shared_output"},

@@ -99,6 +99,8 @@ class _Options(NamedTuple):
     save_fp8: bool
     consumers: Consumers | None
     reader: Reader | None
+    waits: bool
+    """Whether the result is computed when it is read."""
 
 
 class Float8RMSNorm(nn.Module):
@@ -121,7 +123,10 @@ class Float8RMSNorm(nn.Module):
         if not (runs and usual and x.dtype in _DTYPES and x.shape[-1:] == weight.shape):
             stock: Tensor = super().forward(x)
             return stock
-        form, waits = self.fp8_form, self._may_wait()
+        form, compiling = self.fp8_form, torch.compiler.is_compiling()
+        # Not where FSDP2 shards the norm by itself: the weight is gone after its forward.
+        in_fp8 = self.fp8_consumers is not None and not is_fsdp_class(type(self))
+        waits = in_fp8 and not compiling
         options = _Options(
             self.fp8_name,
             getattr(self, form.eps_name),
@@ -129,8 +134,9 @@ class Float8RMSNorm(nn.Module):
             torch.promote_types(x.dtype, weight.dtype) if form.promotes else x.dtype,
             torch.is_grad_enabled(),
             self.fp8_config.save_activations == "fp8",
-            self.fp8_consumers if waits else None,
+            self.fp8_consumers if in_fp8 else None,
             self._expected_reader(x) if waits else None,
+            waits,
         )
         output: Tensor = _RMSNormFunction.apply(x, weight, options, self._note_reader)
         return output
@@ -151,16 +157,10 @@ class Float8RMSNorm(nn.Module):
     def _note_reader(self, history: History, config: FP8Config) -> None:
         self.fp8_reader = Reader(history, config)
 
-    def _may_wait(self) -> bool:
-        """Whether its output may be computed when it is read.
-
-        Not where FSDP2 shards the norm by itself: the weight is gone after its forward.
-        """
-        return not (torch.compiler.is_compiling() or is_fsdp_class(type(self)))
-
 
 class _RMSNormFunction(torch.autograd.Function):
-    """x (..., C), weight (C,) -> `ProducedActivation`, or plain: in a compiled graph it is."""
+    """x (..., C), weight (C,) -> `ProducedActivation`; plain in a compiled graph, whose casts find
+    what is made here (`torch_fp8.traced_casts`)."""
 
     @staticmethod
     def forward(
@@ -182,7 +182,7 @@ class _RMSNormFunction(torch.autograd.Function):
                 of_x = saved_stand_ins(matrix) if dropped else produced.saved
             ctx.save_for_backward(weight, produced.rstd, *of_x)
             ctx.offset, ctx.shape, ctx.dtype = options.offset, x.shape, x.dtype
-        if options.consumers is None:
+        if not options.waits:
             return produced.dense().view(x.shape)
         return ProducedActivation(produced.production(on_read), x.shape, options.out_dtype)
 

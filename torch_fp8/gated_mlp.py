@@ -89,8 +89,13 @@ class Float8GatedMLP(nn.Module):
         if _in_fp8(down_layer):
             assert isinstance(down_layer, Float8Linear)
             spec, history = down_layer.operand_spec(INPUT), down_layer.producer_history(INPUT)
+            compiling = torch.compiler.is_compiling()
+            history = None if compiling else history
+            # A rowwise cast is not fused, but in a compiled graph what is saved goes with the cast:
+            # by itself, selective checkpointing would leave it to backward, and repeat two GEMMs.
+            rowwise = spec.granularity == "rowwise" and compiling
             wgrad = down_layer.weight.requires_grad and down_layer.fp8_recipe.wgrad is not None
-            if history is not None or spec.granularity.startswith("block"):
+            if history is not None or rowwise or spec.granularity.startswith("block"):
                 col = wgrad and torch.is_grad_enabled()
                 ahead = Ahead(spec, col, history, down_layer.fp8_config)
         return _Options(
@@ -104,7 +109,7 @@ class Float8GatedMLP(nn.Module):
 
     def _gradient_histories(self) -> tuple[History, History] | None:
         """Of the gradients of gate and up, where two layers take them with delayed scaling."""
-        if isinstance(self.fp8_form, JoinedForm):
+        if isinstance(self.fp8_form, JoinedForm) or torch.compiler.is_compiling():
             return None
         layers = getattr(self, self.fp8_form.gate), getattr(self, self.fp8_form.up)
         if not all(map(_in_fp8, layers)) or layers[0].fp8_config != layers[1].fp8_config:
@@ -130,7 +135,7 @@ class _SwiGLUFunction(torch.autograd.Function):
         amax: Tensor | None = None
         saved = inputs
         dropped = save and saves_nothing()
-        ahead = None if compiling else options.ahead
+        ahead = options.ahead
         if save and ahead is not None and not dropped:
             made, amax, saved = cast_and_save(gate, up, ahead)
         elif save and ahead is None:

@@ -1,0 +1,247 @@
+"""Compiled blocks, partitioned as inductor does: they compute what eager ones do, with the same."""
+
+import collections
+import copy
+import functools
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+from transformers import LlamaConfig, Phi3Config
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
+from transformers.models.phi3.modeling_phi3 import Phi3DecoderLayer
+
+from benchmarks.saved_activations import count_saved
+from torch_fp8 import FP8Config, convert_to_float8, selective_checkpoint_contexts
+
+RECIPES = ("tensorwise", "delayed", "rowwise", "blockwise", "mxfp8")
+LAYERS = {"llama": (LlamaConfig, LlamaDecoderLayer), "phi3": (Phi3Config, Phi3DecoderLayer)}
+TOKENS = 256
+GEMMS = ("_scaled_mm_v2", "_scaled_mm", "mm")
+
+
+class Block(nn.Module):
+    """A decoder layer of one argument."""
+
+    def __init__(self, family="llama", **options):
+        super().__init__()
+        config_class, layer_class = LAYERS[family]
+        config = config_class(
+            hidden_size=128,
+            intermediate_size=384,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            pad_token_id=0,
+        )
+        config._attn_implementation = "sdpa"
+        torch.manual_seed(0)
+        self.layer = layer_class(config, 0).bfloat16()
+        self.angles = LlamaRotaryEmbedding(config)(
+            torch.zeros(1, dtype=torch.bfloat16), torch.arange(TOKENS // 2)[None]
+        )
+        convert_to_float8(self, FP8Config(**options))
+
+    def forward(self, x):
+        return self.layer(x, position_embeddings=self.angles)
+
+
+class Partitioned:
+    """A backend that partitions as inductor does, and keeps the graphs."""
+
+    def __init__(self, **options):
+        self.graphs = []
+        self.backend = aot_autograd(
+            fw_compiler=self._keep,
+            bw_compiler=self._keep,
+            partition_fn=min_cut_rematerialization_partition,
+            **options,
+        )
+
+    def _keep(self, graph, inputs):
+        self.graphs.append(graph)
+        return graph
+
+    def compile(self, function):
+        torch._dynamo.reset()
+        return torch.compile(function, fullgraph=True, backend=self.backend)
+
+    def operators(self):
+        """How often each of ours is called, and the GEMMs, by graph."""
+        return [
+            collections.Counter(
+                name for node in graph.graph.nodes if (name := _name(node.target)) is not None
+            )
+            for graph in self.graphs
+        ]
+
+
+def _name(target):
+    if not isinstance(target, torch._ops.OpOverload):
+        return None
+    name = target._schema.name.partition("::")[2]
+    if name in GEMMS:
+        return "gemm"
+    return name if target.namespace == "torch_fp8" else None
+
+
+class Operators(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.count = collections.Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if _name(func) is not None:
+            self.count[_name(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def _run(model, parameters, seed):
+    x = torch.randn(2, TOKENS // 2, 128, generator=torch.Generator().manual_seed(seed))
+    x = x.bfloat16().requires_grad_()
+    for parameter in parameters:
+        parameter.grad = None
+    y = model(x)
+    y.float().square().sum().backward()
+    return [y, x.grad, *(p.grad for p in parameters)]
+
+
+def _assert_equal(want, got):
+    for a, b in zip(want, got, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("family", LAYERS)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_compiled_block_gives_the_very_bytes(recipe, family):
+    block = Block(family, recipe=recipe)
+    twin = copy.deepcopy(block)
+    compiled = Partitioned().compile(twin)
+    for step in range(3):
+        want = _run(block, list(block.parameters()), step)
+        _assert_equal(want, _run(compiled, list(twin.parameters()), step))
+    _assert_equal(list(block.buffers()), list(twin.buffers()))
+
+
+@pytest.mark.parametrize("family", LAYERS)
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise", "mxfp8"])
+def test_a_compiled_block_runs_the_operators_of_an_eager_one(recipe, family):
+    block = Block(family, recipe=recipe)
+    twin = copy.deepcopy(block)
+    with Operators() as eager:
+        _run(block, list(block.parameters()), 0)
+    backend = Partitioned()
+    _run(backend.compile(twin), list(twin.parameters()), 0)
+    # What is saved of gate and up rowwise comes with the product's cast, for checkpoints.
+    less = collections.Counter(swiglu_save=recipe == "rowwise")
+    assert sum(backend.operators(), less) == eager.count
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise", "mxfp8"])
+def test_a_compiled_block_keeps_for_backward_what_an_eager_one_keeps(recipe):
+    block = Block(recipe=recipe)
+    there = [*block.parameters(), *block.angles]
+    x = torch.randn(2, TOKENS // 2, 128).bfloat16().requires_grad_()
+    with count_saved(there) as saved:
+        block(x)
+    backend = Partitioned()
+    backend.compile(block)(x)
+    outputs = next(n for n in backend.graphs[0].graph.nodes if n.op == "output").args[0]
+    kept = {n for n in outputs[1:] if n.op != "placeholder"}
+    values = [n.meta["val"] for n in kept]
+    total = sum(v.numel() * v.element_size() for v in values if isinstance(v, torch.Tensor))
+    assert total == pytest.approx(saved.total, rel=0.01)
+
+
+@pytest.mark.parametrize(("recipe", "again"), [*((r, 3) for r in RECIPES if r != "delayed")])
+def test_a_selective_checkpoint_repeats_three_gemms(recipe, again):
+    block = Block(recipe=recipe)
+    twin = copy.deepcopy(block)
+    backend = Partitioned()
+    function = functools.partial(
+        checkpoint, twin, use_reentrant=False, context_fn=selective_checkpoint_contexts
+    )
+    got = _run(backend.compile(function), list(twin.parameters()), 0)
+    _assert_equal(_run(block, list(block.parameters()), 0), got)
+    forward, backward = backend.operators()
+    assert (forward["gemm"], backward["gemm"]) == (7, 14 + again)
+    assert not any("swiglu" in name and "backward" not in name for name in backward)
+
+
+def test_histories_survive_forwards_between_a_forward_and_its_backward():
+    """Backward records the gradient's amax, and nothing else of what its forward has seen."""
+    block = Block(recipe="delayed")
+    twin = copy.deepcopy(block)
+    for model in (block, Partitioned(keep_inference_input_mutations=True).compile(twin)):
+        generator = torch.Generator().manual_seed(0)
+        outputs = [
+            model((i + 1) * torch.randn(1, TOKENS // 2, 128, generator=generator).bfloat16())
+            for i in range(3)
+        ]
+        for i, y in enumerate(outputs):
+            (y.float() * (i + 1)).square().sum().backward()
+    _assert_equal(list(block.buffers()), list(twin.buffers()))
+
+
+class Read(nn.Module):
+    """A norm and two layers of the same input, which this module reads, too."""
+
+    def __init__(self, how):
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm = nn.RMSNorm(64, eps=1e-5)
+        self.first, self.second = nn.Linear(64, 64), nn.Linear(64, 64)
+        self.how = how
+        convert_to_float8(self, FP8Config(recipe="blockwise"))
+
+    def forward(self, x):
+        y = self.norm(x)
+        return self.first(y) + self.second(self.how(y)) + y
+
+
+@pytest.mark.parametrize(
+    ("how", "fused"),
+    [
+        (lambda y: y, 2),
+        (lambda y: y.view(4, 2, 64).view(8, 64), 2),
+        (lambda y: y.t().contiguous().view(8, 64), 1),
+        (lambda y: y.t().reshape(-1, 8).reshape(8, 64), 1),
+        (lambda y: y * 2, 1),
+        (lambda y: y.flip(0), 1),
+    ],
+)
+def test_fused_is_what_the_norm_made_and_nothing_else(how, fused):
+    model = Read(how)
+    twin = copy.deepcopy(model)
+    x = torch.randn(8, 64)
+    backend = Partitioned()
+    leaves = [x.clone().requires_grad_() for _ in range(2)]
+    results = []
+    for function, leaf in zip((model, backend.compile(twin)), leaves, strict=True):
+        y = function(leaf)
+        y.square().sum().backward()
+        results.append((y, leaf.grad))
+    _assert_equal(*results)
+    casts = [n for n in backend.graphs[0].graph.nodes if _name(n.target) == "quantize_2d"]
+    assert len(casts) == 2 + (2 - fused)  # of the weights, and of what is not the norm's
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "blockwise"])
+def test_lengths_that_change(recipe):
+    block = Block(recipe=recipe).layer.mlp
+    twin = copy.deepcopy(block)
+    torch._dynamo.reset()
+    compiled = torch.compile(twin, fullgraph=True, dynamic=True, backend=Partitioned().backend)
+    for tokens in (24, 40):
+        x = torch.randn(2, tokens, 128).bfloat16()
+        with torch._dynamo.config.patch(error_on_recompile=tokens == 40):
+            results = []
+            for model in (block, compiled):
+                leaf = x.clone().requires_grad_()
+                y = model(leaf)
+                y.float().square().sum().backward()
+                results.append((y, leaf.grad))
+            _assert_equal(*results)
