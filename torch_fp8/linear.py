@@ -50,6 +50,7 @@ from torch_fp8.operand_casts import (
     LinearOptions,
     amax_of,
     as_matrix,
+    autocast_dtype,
     cast_operand,
     casts_by_history,
     input_stand_ins,
@@ -122,7 +123,7 @@ class Float8Linear(nn.Linear):
             self.fp8_recipe,
             self.fp8_config,
             dtype,
-            _autocast_dtype(weight.device.type) or dtype,
+            autocast_dtype(weight.device.type) or dtype,
             self.fp8_emulate,
             grad_enabled,
             self.fp8_weight_cache,
@@ -395,18 +396,6 @@ class _Float8LinearFunction(torch.autograd.Function):
         if grad_input is not None:
             grad_input = grad_input.view(ctx.input_shape)
         return grad_input, grad_weight, grad_bias, *[None] * 8
-
-
-def output_dtype(input: Tensor) -> torch.dtype:
-    """What a linear layer returns: autocast's dtype where autocast is on, else the input's."""
-    return _autocast_dtype(input.device.type) or input.dtype
-
-
-def _autocast_dtype(device_type: str) -> torch.dtype | None:
-    """None where autocast is off."""
-    if torch.is_autocast_enabled(device_type):
-        return torch.get_autocast_dtype(device_type)
-    return None
 
 
 def _history(buffers: tuple[Any, ...], operand: int) -> History:

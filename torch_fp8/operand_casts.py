@@ -145,3 +145,15 @@ def weight_col(weight: Tensor, scale: Tensor | None, options: LinearOptions) -> 
     _, col = quantize_layouts(weight, options.recipe.weight, scale, row=False, col=True)
     assert col is not None
     return col
+
+
+def output_dtype(input: Tensor) -> torch.dtype:
+    """What a linear layer returns: autocast's dtype where autocast is on, else the input's."""
+    return autocast_dtype(input.device.type) or input.dtype
+
+
+def autocast_dtype(device_type: str) -> torch.dtype | None:
+    """None where autocast is off."""
+    if torch.is_autocast_enabled(device_type):
+        return torch.get_autocast_dtype(device_type)
+    return None

@@ -13,7 +13,8 @@ from torch.distributed.tensor.placement_types import Placement
 
 from torch_fp8.activation_gather import Shards, waited
 from torch_fp8.gathered_activation import GatheredActivation, gather_activation
-from torch_fp8.linear import GRAD_OUTPUT, INPUT, Float8Linear, output_dtype
+from torch_fp8.linear import GRAD_OUTPUT, INPUT, Float8Linear
+from torch_fp8.operand_casts import output_dtype
 from torch_fp8.recipe import Recipe
 
 

@@ -23,7 +23,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from torch_fp8.config import FP8Config
-from torch_fp8.linear import Float8Linear, output_dtype
+from torch_fp8.linear import Float8Linear
+from torch_fp8.operand_casts import output_dtype
 from torch_fp8.recipe import Recipe
 from torch_fp8.transformer_engine import (
     NOT_SHARDED,
