@@ -26,7 +26,7 @@ cast once for all layers that share it (`torch_fp8.produced_activation`).
 
 Delayed scaling keeps a history of amaxes in non-persistent buffers, moved with the module and kept
 out of ``state_dict``. It is advanced by forwards in training mode and by backwards; a forward that
-activation checkpointing repeats uses the scales of the first.
+activation checkpointing repeats uses the scales of the first (compiled, it takes newer ones).
 
 In the first pass of a checkpoint, which saves nothing, the transposed payload is not made
 (`torch_fp8.activation_checkpointing`).
@@ -111,7 +111,6 @@ class Float8Linear(nn.Linear):
                 f"{dtype}; cast it, or keep the module in high precision with "
                 f"FP8Config(skip=('{self.fp8_name}',))"
             )
-        grad_enabled = torch.is_grad_enabled()
         local = local_operands(input, self.weight, self.fp8_name)
         x, weight = local.input, local.weight
         shape, (num_out, num_in) = x.shape, weight.shape
@@ -125,7 +124,7 @@ class Float8Linear(nn.Linear):
             dtype,
             autocast_dtype(weight.device.type) or dtype,
             self.fp8_emulate,
-            grad_enabled,
+            torch.is_grad_enabled(),
             self.fp8_weight_cache,
             local.group,
         )
@@ -234,14 +233,10 @@ class Float8Linear(nn.Linear):
 
     def load_scaling_state(self, history: Tensor, last_scale: Tensor) -> None:
         """Go on from what `scaling_state` was."""
-        amaxes, progress, last, of_grad, grad_progress = (
-            plain(getattr(self, name)) for name in _BUFFERS
-        )
-        amaxes.copy_(history[:GRAD_OUTPUT])
-        of_grad.copy_(history[GRAD_OUTPUT])
-        last.copy_(last_scale)
-        for count in (progress, grad_progress):
-            count.zero_()  # of no launch, wherever its memory is from
+        none = torch.zeros(2)  # progress of no launch, wherever its memory is from
+        state = (history[:GRAD_OUTPUT], none, last_scale, history[GRAD_OUTPUT], none)
+        for name, value in zip(_BUFFERS, state, strict=True):
+            plain(getattr(self, name)).copy_(value)
 
     def drop_scaling(self) -> None:
         """Remove what `init_scaling` made, and what is kept of the weight as it was cast."""
@@ -299,9 +294,7 @@ class _Float8LinearFunction(torch.autograd.Function):
         of_input = of_weight = of_grad = None
         if amaxes is not None:
             buffers = (amaxes, progress, last, grad_amaxes, grad_progress)
-            of_input, of_weight, of_grad = (
-                _history(buffers, i) for i in (INPUT, WEIGHT, GRAD_OUTPUT)
-            )
+            of_input, of_weight, of_grad = (_history(buffers, i) for i in range(3))
         # The weight first, while x may still be on its way.
         w_row = weight_row(weight, weight_scale, of_weight, options)
         gathered = isinstance(x, GatheredActivation)
