@@ -22,6 +22,7 @@ from torch_fp8.kernels.tiles import (
     cast_kernel,
     column_amax_kernel,
     quantize_blocks_kernel,
+    quantize_odd_squares_kernel,
     quantize_rows_kernel,
 )
 
@@ -32,10 +33,11 @@ BLOCK = 128
 TILE_WARPS = 16
 
 # Sizes that are no multiple of 16 are moved one element at a time, each with an address and a mask
-# in registers. Casts then work on smaller tiles; blocks cannot, and make one layout per launch (and
-# still spill a little where C is odd). FP8 GEMMs take multiples of 16, so this is the rare case.
+# in registers. Casts then work on smaller tiles, those with 1x128 or 1x32 blocks for one layout per
+# launch, and squares are read a slice at a time. FP8 GEMMs take multiples of 16: the rare case.
 ODD_BLOCK = 64
 ODD_WARPS = 8
+ODD_SLICE = 32
 
 # The amax pass only loads: 64 x 128 tiles of 16 kB, and two waves of four CTAs on 132 SMs.
 AMAX_ROWS = 64
@@ -283,13 +285,14 @@ def _blocks(
     sums: TileSums | None = None,
 ) -> Layouts:
     rows, cols = x.shape
-    if row and col and is_odd(x):
+    odd, squares = is_odd(x), granularity == "block_128x128"
+    if row and col and odd and not squares:
         by_row = _blocks(x, dtype, granularity, power_of_two, True, False, sums)
         by_col = _blocks(x, dtype, granularity, power_of_two, False, True)
         return (*by_row[:2], *by_col[2:])
     group_c = 32 if granularity == "block_1x32" else BLOCK
-    group_r = BLOCK if granularity == "block_128x128" else 1
-    if group_r == BLOCK or is_odd(x):
+    group_r = BLOCK if squares else 1
+    if squares or odd:
         sums = None  # squares are for weights; with sums these kernels spill
 
     def scales(outer: int, inner: int) -> Tensor:
@@ -304,27 +307,39 @@ def _blocks(
     if x.numel() and (row or col):
         unused = row_scale if row_scale is not None else col_scale
         assert unused is not None
-        quantize_blocks_kernel[(cdiv(rows, BLOCK) * cdiv(cols, BLOCK),)](
+        pointers = (
             x,
             _bytes(by_row, unused),
             unused if row_scale is None else row_scale,
             _bytes(by_col, unused),
             unused if col_scale is None else col_scale,
-            x.stride(0),
-            x.stride(1),
-            rows,
-            cols,
-            _partial_sums(x, sums, BLOCK, unused),
-            SUM_AXIS=-1 if sums is None else sums.axis,
-            GROUP_R=group_r,
-            GROUP_C=group_c,
-            E5M2=format_of(dtype).has_inf,
-            POWER_OF_TWO=power_of_two or granularity == "block_1x32",
-            ROW=row,
-            COL=col,
-            BLOCK_SIZE=BLOCK,
-            num_warps=TILE_WARPS,
         )
+        sizes = (x.stride(0), x.stride(1), rows, cols)
+        how = {
+            "E5M2": format_of(dtype).has_inf,
+            "POWER_OF_TWO": power_of_two or granularity == "block_1x32",
+            "ROW": row,
+            "COL": col,
+        }
+        if squares and odd:
+            quantize_odd_squares_kernel[(cdiv(rows, BLOCK) * cdiv(cols, BLOCK),)](
+                *pointers, *sizes, **how, BLOCK_SIZE=BLOCK, SLICE=ODD_SLICE, num_warps=ODD_WARPS
+            )
+        else:
+            block_r = ODD_SLICE if odd and row else BLOCK
+            block_c = ODD_SLICE if odd and col else BLOCK
+            quantize_blocks_kernel[(cdiv(rows, block_r) * cdiv(cols, block_c),)](
+                *pointers,
+                *sizes,
+                _partial_sums(x, sums, BLOCK, unused),
+                SUM_AXIS=-1 if sums is None else sums.axis,
+                GROUP_R=group_r,
+                GROUP_C=group_c,
+                **how,
+                BLOCK_R=block_r,
+                BLOCK_C=block_c,
+                num_warps=ODD_WARPS if odd else TILE_WARPS,
+            )
     return by_row, row_scale, by_col, col_scale
 
 

@@ -230,18 +230,18 @@ def quantize_blocks_kernel(
     POWER_OF_TWO: tl.constexpr,
     ROW: tl.constexpr,
     COL: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr,
 ):
-    """One tile of x in the layouts asked for, with a scale per block.
+    """One tile of x, (BLOCK_R, BLOCK_C), in the layouts asked for, with a scale per block.
 
-    Scales of 1x128 blocks lie block by block, as torch's scaled matmul takes them, others row by
-    row.
+    It has whole blocks of these layouts. Scales of 1x128 blocks lie block by block, as torch's
+    scaled matmul takes them, others row by row.
     """
     FMAX: tl.constexpr = 57344.0 if E5M2 else 448.0
-    GROUPS: tl.constexpr = BLOCK_SIZE // GROUP_C  # per tile and row
-    tiles_c = tl.cdiv(cols, BLOCK_SIZE)
+    tiles_c = tl.cdiv(cols, BLOCK_C)
     tile_r, tile_c = tl.program_id(0) // tiles_c, tl.program_id(0) % tiles_c
-    r, c = positions(tile_r, BLOCK_SIZE), positions(tile_c, BLOCK_SIZE)
+    r, c = positions(tile_r, BLOCK_R), positions(tile_c, BLOCK_C)
     mask = (r[:, None] < rows) & (c[None, :] < cols)
     x = load_tile(x_ptr, stride_r, stride_c, r, c, mask)
     store_sums(x, sum_ptr, tile_r, tile_c, r, c, rows, cols, SUM_AXIS)
@@ -249,7 +249,7 @@ def quantize_blocks_kernel(
     row_offsets = r[:, None] * cols + c[None, :]
     col_offsets = c[None, :] * rows + r[:, None]
 
-    if GROUP_R == BLOCK_SIZE:  # one scale for the tile, in both layouts
+    if GROUP_R == BLOCK_R:  # one scale for the tile, in both layouts
         scale = scale_from_amax(tl.max(tl.max(bits, axis=1), axis=0), FMAX, POWER_OF_TWO)
         q = cast_bounded(x, per_row(scale, r, rows), E5M2, POWER_OF_TWO)
         if ROW:
@@ -257,32 +257,78 @@ def quantize_blocks_kernel(
             tl.store(row_scale_ptr + tile_r.to(tl.int64) * tiles_c + tile_c, scale)
         if COL:
             tl.store(col_ptr + col_offsets, q, mask=mask)
-            tiles_r = tl.cdiv(rows, BLOCK_SIZE)
+            tiles_r = tl.cdiv(rows, BLOCK_R)
             tl.store(col_scale_ptr + tile_c.to(tl.int64) * tiles_r + tile_r, scale)
     else:
         if ROW:
-            groups = tl.reshape(bits, (BLOCK_SIZE, GROUPS, GROUP_C))
+            GROUPS_C: tl.constexpr = BLOCK_C // GROUP_C  # per tile and row
+            groups = tl.reshape(bits, (BLOCK_R, GROUPS_C, GROUP_C))
             scale = scale_from_amax(tl.max(groups, axis=2), FMAX, POWER_OF_TWO)
             num_groups = tl.cdiv(cols, GROUP_C)
-            g = tile_c * GROUPS + tl.arange(0, GROUPS)
+            g = tile_c * GROUPS_C + tl.arange(0, GROUPS_C)
             tl.store(
                 row_scale_ptr + _scale_offsets(r[:, None], g[None, :], rows, num_groups, GROUP_C),
                 scale,
                 mask=(r[:, None] < rows) & (g[None, :] < num_groups),
             )
-            scale = tl.broadcast_to(scale[:, :, None], (BLOCK_SIZE, GROUPS, GROUP_C))
-            scale = tl.reshape(scale, (BLOCK_SIZE, BLOCK_SIZE))
+            scale = tl.broadcast_to(scale[:, :, None], (BLOCK_R, GROUPS_C, GROUP_C))
+            scale = tl.reshape(scale, (BLOCK_R, BLOCK_C))
             tl.store(row_ptr + row_offsets, cast_bounded(x, scale, E5M2, POWER_OF_TWO), mask=mask)
         if COL:
-            groups = tl.reshape(bits, (GROUPS, GROUP_C, BLOCK_SIZE))
+            GROUPS_R: tl.constexpr = BLOCK_R // GROUP_C
+            groups = tl.reshape(bits, (GROUPS_R, GROUP_C, BLOCK_C))
             scale = scale_from_amax(tl.max(groups, axis=1), FMAX, POWER_OF_TWO)
             num_groups = tl.cdiv(rows, GROUP_C)
-            g = tile_r * GROUPS + tl.arange(0, GROUPS)
+            g = tile_r * GROUPS_R + tl.arange(0, GROUPS_R)
             tl.store(
                 col_scale_ptr + _scale_offsets(c[None, :], g[:, None], cols, num_groups, GROUP_C),
                 scale,
                 mask=(c[None, :] < cols) & (g[:, None] < num_groups),
             )
-            scale = tl.broadcast_to(scale[:, None, :], (GROUPS, GROUP_C, BLOCK_SIZE))
-            scale = tl.reshape(scale, (BLOCK_SIZE, BLOCK_SIZE))
+            scale = tl.broadcast_to(scale[:, None, :], (GROUPS_R, GROUP_C, BLOCK_C))
+            scale = tl.reshape(scale, (BLOCK_R, BLOCK_C))
             tl.store(col_ptr + col_offsets, cast_bounded(x, scale, E5M2, POWER_OF_TWO), mask=mask)
+
+
+@triton.jit
+def quantize_odd_squares_kernel(
+    x_ptr,
+    row_ptr,
+    row_scale_ptr,
+    col_ptr,
+    col_scale_ptr,
+    stride_r,
+    stride_c,
+    rows,
+    cols,
+    E5M2: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+    ROW: tl.constexpr,
+    COL: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    SLICE: tl.constexpr,
+):
+    """A square of x with one scale, in the layouts asked for, SLICE rows at a time, read twice."""
+    FMAX: tl.constexpr = 57344.0 if E5M2 else 448.0
+    tiles_r, tiles_c = tl.cdiv(rows, BLOCK_SIZE), tl.cdiv(cols, BLOCK_SIZE)
+    tile_r, tile_c = tl.program_id(0) // tiles_c, tl.program_id(0) % tiles_c
+    c = positions(tile_c, BLOCK_SIZE)
+    largest = tl.zeros((SLICE, BLOCK_SIZE), dtype=tl.int32)
+    for first in range(0, BLOCK_SIZE, SLICE):
+        r = tile_r.to(tl.int64) * BLOCK_SIZE + first + tl.arange(0, SLICE)
+        mask = (r[:, None] < rows) & (c[None, :] < cols)
+        largest = tl.maximum(largest, abs_bits(load_tile(x_ptr, stride_r, stride_c, r, c, mask)))
+    scale = scale_from_amax(tl.max(tl.max(largest, axis=1), axis=0), FMAX, POWER_OF_TWO)
+    for first in range(0, BLOCK_SIZE, SLICE):
+        r = tile_r.to(tl.int64) * BLOCK_SIZE + first + tl.arange(0, SLICE)
+        mask = (r[:, None] < rows) & (c[None, :] < cols)
+        x = load_tile(x_ptr, stride_r, stride_c, r, c, mask)
+        q = cast_bounded(x, per_row(scale, r, rows), E5M2, POWER_OF_TWO)
+        if ROW:
+            tl.store(row_ptr + r[:, None] * cols + c[None, :], q, mask=mask)
+        if COL:
+            tl.store(col_ptr + c[None, :] * rows + r[:, None], q, mask=mask)
+    if ROW:
+        tl.store(row_scale_ptr + tile_r.to(tl.int64) * tiles_c + tile_c, scale)
+    if COL:
+        tl.store(col_scale_ptr + tile_c.to(tl.int64) * tiles_r + tile_r, scale)

@@ -68,7 +68,9 @@ def test_every_kernel_compiles_without_spills(
 ):
     with record_launches(quantize) as launches:
         launch_everything(name)
-    assert len({launch.kernel.__name__ for launch in launches}) == 5
+    assert len({launch.kernel.__name__ for launch in launches}) == (
+        6 if quantize.is_odd(INPUTS[name]) else 5
+    )
     _compile(launches, name, target, compile_for, record_property)
 
 
@@ -115,9 +117,7 @@ def _compile(launches, name, target, compile_for, record_property):
         ptx, used = compile_for(launch, target)
         print(f"{target} {launch.name}: {used}")
         record_property(launch.name, str(used))
-        # Sizes that are no multiple of 16 move byte by byte; FP8 GEMMs do not take them either.
-        allowed = 256 if "odd" in name and "blocks" in launch.name else 0
-        assert used.stack <= allowed, f"{launch.name} spills: {used}"
+        assert used.stack == 0, f"{launch.name} spills: {used}"
         assert used.local == 0
         # One program fits the register file, two the shared memory of a multiprocessor.
         assert used.registers * launch.num_warps * 32 <= 65536
