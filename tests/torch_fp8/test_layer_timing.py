@@ -8,6 +8,7 @@ from torch import nn
 
 from torch_fp8 import Float8Linear, FP8Config, layer_timing
 from torch_fp8.layer_timing import Card, LayerShape, kept_weights, layer_times
+from torch_fp8.operators import operators
 from torch_fp8.recipe import make_recipe
 
 CPU = Card.of(torch.device("cpu"))
@@ -128,14 +129,14 @@ def test_the_casts_and_gemms_are_those_of_the_recipe(timer, scaled_mm_calls):
 def weight_casts(monkeypatch):
     """Of each cast of a weight since the list was cleared: granularity, by column, scale given."""
     casts = []
-    original = torch.ops.torch_fp8.quantize_2d
+    original = operators.quantize_2d
 
     def noted(x, scale, dtype, granularity, power_of_two, row, col, amax=None):
         if x.shape == (SHAPE.out_features, SHAPE.in_features):
             casts.append((granularity, col, scale is not None))
         return original(x, scale, dtype, granularity, power_of_two, row, col, amax)
 
-    monkeypatch.setattr(torch.ops.torch_fp8, "quantize_2d", noted)
+    monkeypatch.setattr(operators, "quantize_2d", noted)
     return casts
 
 

@@ -354,8 +354,9 @@ def test_a_second_backward(recipe):
     first = torch.autograd.grad(y.sum(), [x, *block.parameters()], retain_graph=True)
     histories = {n: b.clone() for n, b in block.named_buffers()}
     second = torch.autograd.grad(y.sum(), [x, *block.parameters()], retain_graph=True)
-    for name, buffer in histories.items():  # the gradient's history moves with each backward
-        assert torch.equal(buffer[:2], dict(block.named_buffers())[name][:2]), name
+    for name, buffer in histories.items():
+        if "grad" not in name:  # the gradient's history moves with each backward
+            assert torch.equal(buffer, dict(block.named_buffers())[name]), name
     if recipe != "delayed":
         assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 

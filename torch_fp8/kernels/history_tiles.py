@@ -13,9 +13,6 @@ import triton.language as tl
 from torch_fp8.kernels.rounding import abs_bits, cast_saturating, scale_from_amax
 from torch_fp8.kernels.tiles import per_row
 
-FEW_ROWS = tl.constexpr(16)  # that the last program casts at a time, in few registers
-CHUNK = tl.constexpr(1024)  # of a history, at a time: Transformer Engine's length, and our default
-
 
 @triton.jit
 def past_amax(history_ptr, length, MOST_RECENT: tl.constexpr):
@@ -23,6 +20,7 @@ def past_amax(history_ptr, length, MOST_RECENT: tl.constexpr):
     if MOST_RECENT:
         bits = abs_bits(tl.load(history_ptr))
     else:
+        CHUNK: tl.constexpr = 1024  # Transformer Engine's length, and our default
         largest = tl.zeros((CHUNK,), dtype=tl.int32)
         for start in range(0, length, CHUNK):
             i = start + tl.arange(0, CHUNK)
@@ -38,6 +36,7 @@ def record_amax(history_ptr, length, bits):
     INF_BITS: tl.constexpr = 0x7F800000
     newest = tl.load(history_ptr)
     newest = tl.where(bits < INF_BITS, bits.to(tl.float32, bitcast=True), newest)
+    CHUNK: tl.constexpr = 1024
     chunks = tl.cdiv(length, CHUNK)
     for chunk in range(0, chunks):
         i = (chunks - 1 - chunk) * CHUNK + tl.arange(0, CHUNK)

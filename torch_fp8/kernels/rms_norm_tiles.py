@@ -9,7 +9,6 @@ import triton.language as tl
 
 from torch_fp8.kernels.cast_tiles import push_amax, rounded, store_cast, store_groups
 from torch_fp8.kernels.history_tiles import (
-    FEW_ROWS,
     count_in,
     delayed_scale,
     past_amax,
@@ -292,6 +291,7 @@ def norm_cast_once_kernel(
             )
     if DELAYED:
         bits = tl.max(tl.max(largest, axis=1), axis=0)
+        FEW_ROWS: tl.constexpr = 16  # that the last program casts at a time
         is_last, amax = count_in(progress_ptr, bits, tl.num_programs(0))
         if is_last:
             bands = 0

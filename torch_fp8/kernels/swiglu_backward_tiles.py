@@ -11,7 +11,6 @@ import triton.language as tl
 
 from torch_fp8.kernels.cast_tiles import load_saved, push_amax, rounded, store_cast
 from torch_fp8.kernels.history_tiles import (
-    FEW_ROWS,
     count_in,
     delayed_scale,
     largest_bits,
@@ -302,6 +301,7 @@ def swiglu_backward_cast_kernel(
         largest = largest_bits(d)
         if (past != 0) | (largest == 0):
             store_scaled(d, scale, q_ptr, qt_ptr, r, c, rows, row_length, mask, E5M2, ROW, COL)
+        FEW_ROWS: tl.constexpr = 16  # that the last program casts at a time
         is_last, amax = count_in(progress_ptr, largest, programs)
         if is_last:
             tiles = 0

@@ -9,7 +9,6 @@ import triton.language as tl
 
 from torch_fp8.kernels.cast_tiles import push_amax, rounded, store_cast, store_groups
 from torch_fp8.kernels.history_tiles import (
-    FEW_ROWS,
     count_in,
     delayed_scale,
     largest_bits,
@@ -118,6 +117,7 @@ def swiglu_cast_kernel(
         largest = largest_bits(h)
         if (past != 0) | (largest == 0):
             store_scaled(h, scale, q_ptr, qt_ptr, r, c, rows, cols, mask, E5M2, ROW, COL)
+        FEW_ROWS: tl.constexpr = 16  # that the last program casts at a time
         is_last, amax = count_in(progress_ptr, largest, tl.num_programs(0))
         if is_last:
             tiles = 0
