@@ -28,8 +28,6 @@ from torch_fp8.kernels.rounding import abs_bits
 from torch_fp8.kernels.sums import TileSums
 from torch_fp8.kernels.tiles import load_tile, positions, store_sums
 
-HISTORY_CHUNK = 1024  # of a history, at a time: Transformer Engine's length, and our default
-
 
 @triton.jit
 def cast_delayed_kernel(
