@@ -4,7 +4,9 @@
 
 Formats, in groups of 32 or 128 along a row:
 
-* ``ue5m3``: the package's, E5M2's range with its unused sign as a third mantissa bit.
+* ``tapered``: the package's, four mantissa bits in the upper eight binades, three in those below.
+* ``ue5m3``: three in all: E5M2's range with its unused sign as a third mantissa bit.
+* ``ue4m4``: four in all, with half the range.
 * ``e5m2``: with a power-of-two scale (FP8 states of arXiv 2409.12517, finer scaled).
 * ``sqrt_e4m3``: E4M3 of sqrt(v); stochastic rounding chooses the upper neighbour with the
   probability that keeps v itself right in the mean.
@@ -21,7 +23,7 @@ Scenarios, at beta2 = 0.999:
 * ``rounded_once``: v = g^2, the log of whose scale has a standard deviation of 3, rounded once.
 
 ``zero`` is the fraction of elements stored as 0 although positive: with a live first moment each
-makes its weight explode. UE5M3 stores the smallest positive code instead.
+makes its weight explode. The unsigned formats store the smallest positive code instead.
 """
 
 import csv
@@ -55,6 +57,8 @@ BAND = 0.15
 SCENARIOS = ("up", "down", "up_3nats", "down_3nats")
 ROWS, COLS = 16, 256  # of each scenario
 E5M2 = ByteFloat("e5m2", 2, 15, 0x7B, False)
+UE5M3 = ByteFloat("ue5m3", 3, 15, 0xFF, False)
+UE4M4 = ByteFloat("ue4m4", 4, 7, 0xFF, False)
 
 
 class Grid(NamedTuple):
@@ -67,9 +71,23 @@ class Grid(NamedTuple):
 def neighbours(y: Tensor, format: ByteFloat) -> Grid:
     """The grid of a format around 0 <= y <= format.max; lower is y where y is representable."""
     exponent = torch.frexp(y).exponent - 1
-    spacing = torch.exp2(exponent.clamp(min=1 - format.bias).float() - format.mantissa_bits)
+    bits = torch.full_like(y, format.mantissa_bits)
+    for binade in finer_binades(format):
+        bits += exponent >= binade
+    spacing = torch.exp2(exponent.clamp(min=1 - format.bias).float() - bits)
     lower = (y / spacing).floor() * spacing
     return Grid(lower, torch.where(lower < y, lower + spacing, lower))
+
+
+def finer_binades(format: ByteFloat) -> list[int]:
+    """Exponents from which on a tapered format has one mantissa bit more, and again one more."""
+    exponent, code, bits = -format.bias, 0, format.mantissa_bits
+    found = []
+    for start in format.finer_from:
+        exponent += (start - code) >> bits
+        found.append(exponent)
+        code, bits = start, bits + 1
+    return found
 
 
 def choose(exact: Tensor, lower: Tensor, upper: Tensor, uniform: Tensor | None) -> Tensor:
@@ -86,11 +104,23 @@ def block_scaled(v: Tensor, format: ByteFloat, uniform: Tensor | None) -> Tensor
     return torch.where(up, grid.upper, grid.lower) * scale
 
 
-def ue5m3(v: Tensor, uniform: Tensor | None) -> Tensor:
-    """The package's format: a positive v stays positive."""
-    smallest = MOMENT2.smallest * _scale(v, MOMENT2)
-    stored = block_scaled(v, MOMENT2, uniform)
+def never_zero(v: Tensor, format: ByteFloat, uniform: Tensor | None) -> Tensor:
+    """The same, and a positive v stays positive."""
+    smallest = format.smallest * _scale(v, format)
+    stored = block_scaled(v, format, uniform)
     return torch.where((stored == 0) & (v > 0), smallest, stored)
+
+
+def tapered(v: Tensor, uniform: Tensor | None) -> Tensor:
+    return never_zero(v, MOMENT2, uniform)
+
+
+def ue5m3(v: Tensor, uniform: Tensor | None) -> Tensor:
+    return never_zero(v, UE5M3, uniform)
+
+
+def ue4m4(v: Tensor, uniform: Tensor | None) -> Tensor:
+    return never_zero(v, UE4M4, uniform)
 
 
 def e5m2(v: Tensor, uniform: Tensor | None) -> Tensor:
@@ -129,21 +159,23 @@ def fitted_e4m3(v: Tensor, uniform: Tensor | None) -> Tensor:
 
 
 FORMATS: dict[str, Callable[[Tensor, Tensor | None], Tensor]] = {
+    "tapered": tapered,
     "ue5m3": ue5m3,
+    "ue4m4": ue4m4,
     "e5m2": e5m2,
     "sqrt_e4m3": sqrt_e4m3,
     "expanded_e4m3": expanded_e4m3,
     "fitted_e4m3": fitted_e4m3,
 }
-PRODUCT = ("ue5m3", GROUP_SIZE, "stochastic")
+PRODUCT = ("tapered", GROUP_SIZE, "stochastic")
 
 
 def stored(v: Tensor, format_name: str, group: int, rounding: str) -> Tensor:
     """v (R, K) as it reads after storage."""
-    if (format_name, group) == ("ue5m3", GROUP_SIZE):  # as the optimizer has it
+    if (format_name, group) == PRODUCT[:2]:  # as the optimizer has it
         random = None
         if rounding == "stochastic":
-            random = torch.randint(1 << 16, v.shape, dtype=torch.int32) << 4 | 8
+            random = torch.randint(1 << 20, v.shape, dtype=torch.int32)
         return decode(encode(v, MOMENT2, random), MOMENT2)
     groups = v.view(-1, group)
     uniform = torch.rand(groups.shape) if rounding == "stochastic" else None

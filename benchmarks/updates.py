@@ -13,7 +13,7 @@ moves a weight by at most 5e-5 of itself, a hundredth of BF16's spacing, and 2,0
 Stores: ``residual_k``: BF16 and k residual bits, with float32 moments; ``o2_k``: with 8-bit moments
 and a BF16 gradient; ``o3_k``: with an 8-bit gradient, too; ``bf16_nearest`` and ``fp16_nearest``:
 16-bit master weights without a residual, and float32 moments, as other systems have them.
-``e4m3_m_only``, ``ue5m3_v_only``, ``tapered_gradient_only``: one part of a level by itself, on
+``e4m3_m_only``, ``tapered_v_only``, ``tapered_gradient_only``: one part of a level by itself, on
 float32 weights.
 """
 
@@ -90,7 +90,7 @@ STORES = {
     "bf16_nearest": Store(torch.bfloat16),
     "fp16_nearest": Store(torch.float16),
     "e4m3_m_only": Store(moment1=MOMENT1),
-    "ue5m3_v_only": Store(moment2=MOMENT2),
+    "tapered_v_only": Store(moment2=MOMENT2),
     "tapered_gradient_only": Store(gradient=GRADIENT),
 }
 TARGETS = {"residual_8": (0.999, 0.01), "o2_8": (0.99, 0.05), "o3_8": (0.99, 0.05)}
@@ -193,7 +193,7 @@ class PlainRun:
         weight = weight - m / denominator * scalars.step_size
         words = random_words(_index(weight), scalars.keys)
         self._exp_avg = _rounded(m, store.moment1, ((words >> 8) & 0xFF) << 12 | 1 << 11)
-        self._exp_avg_sq = _rounded(v, store.moment2, ((words >> 16) & 0xFFFF) << 4 | 1 << 3)
+        self._exp_avg_sq = _rounded(v, store.moment2, (words >> 12) & 0xFFFFF)
         few_bits = store.residual_bits is not None and store.residual_bits < 8
         words = second_words(words, scalars.keys) if few_bits else words
         self._merged = self._rounded_weight(weight, words)

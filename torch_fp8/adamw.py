@@ -14,9 +14,9 @@ with ``step_size = lr / (1 - beta1^t)`` and ``inv_sqrt_correction = 1 / sqrt(1 -
 update uses m and v before they are rounded. Then all three are rounded stochastically: a v at
 beta2 = 0.999 changes by less than its spacing, and rounded to nearest would stand still.
 
-One random word per element decides: bits 0-7 the weight, 8-15 m, 16-31 v; with fewer than 8
-residual bits the weight takes a second word. 8 bits for m, 16 for v: what the change per step is
-against the spacing, that and more.
+One random word per element decides: bits 0-7 the weight, 8-15 m, 12-31 v; with fewer than 8
+residual bits the weight takes a second word. 8 bits for m, 16 and more for v: what the change per
+step is against the spacing, that and more. The four that m and v share are the lowest of v's.
 """
 
 from collections.abc import Iterator
@@ -159,7 +159,7 @@ def _step_part(part: WeightMatrix, scalars: StepScalars, lr_multiplier: Tensor |
     index = element_index(rows, cols, part.row, part.col, part.row_length, weight.device)
     words = random_words(index, scalars.keys)
     _store(part.exp_avg, encode(exp_avg, MOMENT1, ((words >> 8) & 0xFF) << 12 | 1 << 11))
-    _store(part.exp_avg_sq, encode(exp_avg_sq, MOMENT2, ((words >> 16) & 0xFFFF) << 4 | 1 << 3))
+    _store(part.exp_avg_sq, encode(exp_avg_sq, MOMENT2, (words >> 12) & 0xFFFFF))
     if part.weight.dtype == torch.float32:
         part.weight.copy_(weight)
         _raise_amax(part)

@@ -66,8 +66,7 @@ def encode(x: Tensor, format: ByteFloat, random: Tensor | None = None) -> BlockS
     y = (padded * reciprocal[..., None]).view(rows, groups * GROUP_SIZE)[:, :cols]
     codes = _round(y, format, random)
     if format.signed:
-        negative = (y < 0) & (codes != 0)
-        codes = codes | (negative.to(torch.int32) << 7)
+        codes = codes | (y.signbit().to(torch.int32) << 7)
     else:
         codes = torch.where((codes == 0) & (x > 0), 1, codes)
     return BlockScaled(codes.to(torch.uint8), scale.to(torch.uint8))

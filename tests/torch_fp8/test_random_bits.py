@@ -57,7 +57,7 @@ def test_bits_are_uniform(keys, second):
         chi_squared = ((counts - N / 256) ** 2 / (N / 256)).sum()
         assert abs(chi_squared - 255) < SIGMAS * (2 * 255) ** 0.5
     # The bits that round a second moment, as a number: its first two moments.
-    uniform = ((words >> 16) & 0xFFFF).double() / 65536
+    uniform = ((words >> 12) & 0xFFFFF).double() / (1 << 20)
     assert abs(uniform.mean() - 0.5) < SIGMAS * (1 / 12 / N) ** 0.5
     assert abs(uniform.var() - 1 / 12) < SIGMAS * (1 / 180 / N) ** 0.5
 
@@ -91,7 +91,7 @@ def test_an_element_sees_uniform_bits_over_the_steps():
     words = torch.stack([random_words(index, stream_keys(0, step, 5)) for step in range(4096)])
     _assert_even(_bits(words).transpose(1, 2))
     _assert_even(_bits(words[1:] ^ words[:-1]).transpose(1, 2))
-    uniform = ((words >> 16) & 0xFFFF).double() / 65536
+    uniform = ((words >> 12) & 0xFFFFF).double() / (1 << 20)
     assert (uniform.mean(0) - 0.5).abs().max() < SIGMAS * (1 / 12 / 4096) ** 0.5
 
 

@@ -207,8 +207,7 @@ def adamw_step_kernel(
         offset = ((words >> 8) & 0xFF) << 12 | 1 << 11
         codes = encode(exp_avg, exp_avg_scale, offset, MOMENT1)
         tl.store(exp_avg_ptr + position, codes, mask=mask)
-        offset = (words >> 16) << 4 | 1 << 3
-        codes = encode(exp_avg_sq, exp_avg_sq_scale, offset, MOMENT2)
+        codes = encode(exp_avg_sq, exp_avg_sq_scale, words >> 12, MOMENT2)
         tl.store(exp_avg_sq_ptr + position, codes, mask=mask)
         if tl.float32 == WEIGHT:
             tl.store(weight_ptr + position, weight, mask=mask)

@@ -37,7 +37,8 @@ def decode(codes, scale, FORMAT: tl.constexpr):
         bits = _unfolded(bits & (0x7F << SHIFT), FORMAT) | (bits & -(1 << 31))
         value = bits.to(tl.float32, bitcast=True) * REBIAS
     else:
-        value = (codes.to(tl.int32) << SHIFT).to(tl.float32, bitcast=True) * REBIAS
+        bits = _unfolded(codes.to(tl.int32) << SHIFT, FORMAT)
+        value = bits.to(tl.float32, bitcast=True) * REBIAS
     return value * _factor(scale)[:, None]
 
 
@@ -84,12 +85,14 @@ def encode(x, scale, offset, FORMAT: tl.constexpr):
     bits = _folded((tl.abs(y) * UNBIAS).to(tl.uint32, bitcast=True), FORMAT)
     if offset is None:
         offset = ((bits >> SHIFT) & 1) + ((1 << (SHIFT - 1)) - 1)
-    codes = tl.minimum((bits + offset) >> SHIFT, FORMAT.value.max_code)
+    bits += offset
+    # No code exceeds the largest, to which the scale brings the group; in a group that reads NaN
+    # codes do not matter.
     if FORMAT.value.signed:
-        codes = tl.where((y < 0) & (codes != 0), codes | 0x80, codes)
+        codes = (bits >> SHIFT) | ((y.to(tl.uint32, bitcast=True) >> 24) & 0x80)
     else:
         # What is positive stays so, however small.
-        codes = tl.maximum(codes, tl.minimum(x.to(tl.uint32, bitcast=True), 1))
+        codes = tl.maximum(bits, tl.where(x > 0, 1 << SHIFT, 0).to(tl.uint32)) >> SHIFT
     return codes.to(tl.uint8)
 
 

@@ -10,6 +10,8 @@ the largest of its group is where these differ from IEEE 754, and there by an ul
 import triton
 import triton.language as tl
 
+from torch_fp8.kernels.block_scaled import reciprocal_of
+
 _SCALE_NAN = tl.constexpr(255)
 
 
@@ -52,9 +54,10 @@ def scaled_quotient(x, scale, y, factor):
         y: (G, 32) float32 within 2^-64 and 2^64; 0, Inf and NaN give NaN.
         factor: () float32.
     """
+    # As `block_scaled.encode` brings it there: one product for both.
+    x = x * reciprocal_of(scale)[:, None]
     scale = scale.to(tl.int32)
     exponent = tl.where(scale == _SCALE_NAN, 0, scale - 127)
-    x = x * _power_of_two(-exponent)[:, None]
     r = _approximate_reciprocal(y)
     r = tl.fma(tl.fma(_negative(y), r, 1.0), r, r)
     quotient = x * r

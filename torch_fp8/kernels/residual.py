@@ -17,8 +17,8 @@ def join(weight, residual, BITS: tl.constexpr):
     if BITS:
         word = high.to(tl.int32, bitcast=True) + (residual << (16 - BITS))
         joined = word.to(tl.float32, bitcast=True)
-        # Stale residuals make a number of an Inf, and a NaN of a zero.
-        high = tl.where((tl.abs(high) < _INF) & (joined == joined), joined, high)
+        # Stale residuals make a number of an Inf, and a NaN of a zero: neither is close to it.
+        high = tl.where(tl.abs(joined - high) < _INF, joined, high)
     return high
 
 
@@ -32,8 +32,9 @@ def split(weight, words, BITS: tl.constexpr):
     DROPPED: tl.constexpr = 16 - BITS
     HALF: tl.constexpr = 0x8000 if BITS else 0
     offset = words.to(tl.int32, bitcast=True) & ((1 << DROPPED) - 1)
-    # An Inf has no bits that the offset could carry out of; the hardware's NaN is all ones.
-    word = tl.where(weight == weight, weight.to(tl.int32, bitcast=True), _NAN_BITS) + offset
+    # An Inf has no bits that the offset could carry out of; the hardware's NaN is all ones, but
+    # for the sign.
+    word = tl.minimum(weight.to(tl.int32, bitcast=True), _NAN_BITS) + offset
     high = ((word + HALF) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
     return high, word >> DROPPED
 

@@ -164,6 +164,15 @@ def resources(compiled, directory: Path) -> Resources:
     )
 
 
+def instructions(compiled, directory: Path) -> int:
+    """How many the kernel has, as the nvdisasm that comes with Triton lists them."""
+    cubin = directory / "kernel.cubin"
+    cubin.write_bytes(compiled.asm["cubin"])
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
+    text = subprocess.run([str(tool), "-c", str(cubin)], check=True, capture_output=True, text=True)
+    return len(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/", text.stdout, re.MULTILINE))
+
+
 def just_rounded_up(rows, cols, keys):
     """(R, K) float32, K a multiple of 32, that 8-bit gradients round up by half a random step.
 
@@ -281,6 +290,12 @@ def compile_for(tmp_path):
         return compiled.asm["ptx"], resources(compiled, tmp_path)
 
     return compile_and_measure
+
+
+@pytest.fixture
+def count_instructions(tmp_path):
+    """`count_instructions(launch, "sm_90")`, without a GPU."""
+    return lambda launch, target: instructions(compile_launch(launch, TARGETS[target]), tmp_path)
 
 
 @pytest.fixture(scope="session")

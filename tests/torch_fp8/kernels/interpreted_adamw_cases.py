@@ -333,7 +333,7 @@ def codec():
     for format in (MOMENT1, MOMENT2, GRADIENT):
         constant = getattr(
             block_scaled,
-            {"e4m3": "MOMENT1", "ue5m3": "MOMENT2", "tapered": "GRADIENT"}[format.name],
+            {"e4m3": "MOMENT1", "tapered_unsigned": "MOMENT2", "tapered": "GRADIENT"}[format.name],
         )
         # Exponents from a group's largest down to far below the format's smallest.
         shape = (4096, 32)

@@ -28,7 +28,11 @@ CASES = [
     "g^2 overflows",
     "update RMS, decoupled",
     "update RMS, coupled",
-    *(f"{what} {name}" for name in ("e4m3", "ue5m3", "tapered") for what in ("encode", "decode")),
+    *(
+        f"{what} {name}"
+        for name in ("e4m3", "tapered_unsigned", "tapered")
+        for what in ("encode", "decode")
+    ),
     "square root",
     "quotient",
 ]
