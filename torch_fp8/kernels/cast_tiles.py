@@ -7,8 +7,14 @@ along R. All offsets are int64, for tensors of more than 2^31 elements.
 import triton
 import triton.language as tl
 
-from torch_fp8.kernels.rounding import abs_bits, cast_bounded, cast_saturating, scale_from_amax
-from torch_fp8.kernels.tiles import per_row
+from torch_fp8.kernels.rounding import (
+    abs_bits,
+    cast_bounded,
+    cast_saturating,
+    largest_bits,
+    scale_from_amax,
+)
+from torch_fp8.kernels.tiles import load_tile, per_row
 
 
 @triton.jit
@@ -20,8 +26,7 @@ def rounded(y, OUT: tl.constexpr):
 @triton.jit
 def push_amax(amax_ptr, y):
     """The amax of all tiles, in whatever order they come: a maximum has none."""
-    largest = tl.max(tl.max(abs_bits(y), axis=1), axis=0)
-    tl.atomic_max(amax_ptr, largest, sem="relaxed")
+    tl.atomic_max(amax_ptr, largest_bits(y), sem="relaxed")
 
 
 @triton.jit
@@ -130,13 +135,11 @@ def store_cast(
             q = cast_saturating(y, per_row(tl.load(scale_ptr), r, rows), E5M2)
         else:
             if SCALE == "amax":
-                bits = tl.load(scale_ptr)
-                scale = scale_from_amax(bits, FMAX, POWER_OF_TWO)
+                scale = scale_from_amax(tl.load(scale_ptr), FMAX, POWER_OF_TWO)
                 if tile_r + tile_c == 0:
                     tl.store(s_ptr, scale)
             else:
-                bits = tl.max(tl.max(abs_bits(y), axis=1), axis=0)
-                scale = scale_from_amax(bits, FMAX, POWER_OF_TWO)
+                scale = scale_from_amax(largest_bits(y), FMAX, POWER_OF_TWO)
                 # There are fewer than 2^31 tiles of 128 x 128.
                 tiles_r, tiles_c = tl.cdiv(rows, y.shape[0]), tl.cdiv(cols, y.shape[1])
                 if ROW:
@@ -151,12 +154,19 @@ def store_cast(
 
 
 @triton.jit
-def load_saved(x_ptr, scale_ptr, stride_r, stride_c, scale_r, scale_c, r, c, g, rows, cols, mask):
-    """float32 of an E4M3 tile with a scale per 128 columns, g its groups; 0 outside."""
-    x = tl.load(x_ptr + r[:, None] * stride_r + c[None, :] * stride_c, mask=mask, other=0)
-    x = x.to(tl.float8e4nv, bitcast=True).to(tl.float32)
-    inside = (r[:, None] < rows) & (g[None, :] < tl.cdiv(cols, 128))
-    scale = tl.load(scale_ptr + r[:, None] * scale_r + g[None, :] * scale_c, mask=inside, other=0.0)
-    shape: tl.constexpr = (x.shape[0], x.shape[1] // 128, 128)
-    scale = tl.reshape(tl.broadcast_to(scale[:, :, None], shape), (x.shape[0], x.shape[1]))
-    return x * scale
+def load_saved(x, r, c, g, rows, cols, mask, SAVED: tl.constexpr):
+    """float32 of a tile, 0 outside: of a plain tensor, or SAVED in E4M3 with scales.
+
+    x: pointers to it and to a scale per 128 columns, strides of both; g: groups of 128 columns.
+    """
+    x_ptr, scale_ptr, stride_r, stride_c, scale_r, scale_c = x
+    if SAVED:
+        q = tl.load(x_ptr + r[:, None] * stride_r + c[None, :] * stride_c, mask=mask, other=0)
+        q = q.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+        inside = (r[:, None] < rows) & (g[None, :] < tl.cdiv(cols, 128))
+        scale_ptrs = scale_ptr + r[:, None] * scale_r + g[None, :] * scale_c
+        scale = tl.load(scale_ptrs, mask=inside, other=0.0)
+        shape: tl.constexpr = (q.shape[0], q.shape[1] // 128, 128)
+        scale = tl.reshape(tl.broadcast_to(scale[:, :, None], shape), (q.shape[0], q.shape[1]))
+        return q * scale
+    return load_tile(x_ptr, stride_r, stride_c, r, c, mask)

@@ -18,13 +18,12 @@ from torch_fp8.kernels.grid import cdiv
 from torch_fp8.kernels.history_tiles import (
     count_in,
     delayed_scale,
-    largest_bits,
     past_amax,
     record_amax,
     store_scaled,
 )
 from torch_fp8.kernels.quantize import BLOCK, ODD_BLOCK, ODD_WARPS, TILE_WARPS, is_odd
-from torch_fp8.kernels.rounding import abs_bits
+from torch_fp8.kernels.rounding import abs_bits, largest_bits
 from torch_fp8.kernels.sums import TileSums
 from torch_fp8.kernels.tiles import load_tile, positions, store_sums
 

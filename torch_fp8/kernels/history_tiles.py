@@ -53,11 +53,6 @@ def delayed_scale(bits, headroom, E5M2: tl.constexpr):
 
 
 @triton.jit
-def largest_bits(x):
-    return tl.max(tl.max(abs_bits(x), axis=1), axis=0)
-
-
-@triton.jit
 def store_scaled(
     x,
     scale,

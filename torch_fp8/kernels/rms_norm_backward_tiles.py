@@ -15,29 +15,6 @@ from torch_fp8.kernels.tiles import load_tile
 
 
 @triton.jit
-def _load_normalized(
-    x_ptr,
-    scale_ptr,
-    stride_r,
-    stride_c,
-    scale_r,
-    scale_c,
-    r,
-    c,
-    g,
-    rows,
-    cols,
-    mask,
-    SAVED: tl.constexpr,
-):
-    if SAVED:
-        return load_saved(
-            x_ptr, scale_ptr, stride_r, stride_c, scale_r, scale_c, r, c, g, rows, cols, mask
-        )
-    return load_tile(x_ptr, stride_r, stride_c, r, c, mask)
-
-
-@triton.jit
 def norm_backward_kernel(
     grad_ptr,
     x_ptr,
@@ -68,6 +45,7 @@ def norm_backward_kernel(
     slab = tl.program_id(0)
     first = slab.to(tl.int64) * rows_per_slab
     last = tl.minimum(first + rows_per_slab, rows)
+    source = (x_ptr, scale_ptr, stride_r, stride_c, scale_r, scale_c)
     c = tl.arange(0, BLOCK_C).to(tl.int64)
     g = tl.arange(0, BLOCK_C // 128).to(tl.int64)
     weight = load_columns(weight_ptr, weight_stride, offset, c, cols)
@@ -75,9 +53,7 @@ def norm_backward_kernel(
     for start in range(first, last, BLOCK_R):
         r = start + tl.arange(0, BLOCK_R)
         mask = (r[:, None] < last) & (c[None, :] < cols)
-        x = _load_normalized(
-            x_ptr, scale_ptr, stride_r, stride_c, scale_r, scale_c, r, c, g, rows, cols, mask, SAVED
-        )
+        x = load_saved(source, r, c, g, rows, cols, mask, SAVED)
         rstd = load_rows(rstd_ptr, rstd_stride, r, rows)
         xhat = x * rstd
         grad = load_tile(grad_ptr, grad_r, grad_c, r, c, mask)
@@ -126,6 +102,7 @@ def wide_norm_backward_kernel(
     slab = tl.program_id(0)
     first = slab.to(tl.int64) * rows_per_slab
     last = tl.minimum(first + rows_per_slab, rows)
+    source = (x_ptr, scale_ptr, stride_r, stride_c, scale_r, scale_c)
     columns = tl.arange(0, BLOCK_C).to(tl.int64)
     groups = tl.arange(0, BLOCK_C // 128).to(tl.int64)
     for start in range(first, last, BLOCK_R):
@@ -135,10 +112,7 @@ def wide_norm_backward_kernel(
         for chunk in range(0, cols, BLOCK_C):
             c, g = chunk + columns, chunk // 128 + groups
             mask = (r[:, None] < last) & (c[None, :] < cols)
-            x = _load_normalized(
-                *(x_ptr, scale_ptr, stride_r, stride_c, scale_r, scale_c),
-                *(r, c, g, rows, cols, mask, SAVED),
-            )
+            x = load_saved(source, r, c, g, rows, cols, mask, SAVED)
             grad = load_tile(grad_ptr, grad_r, grad_c, r, c, mask)
             grad *= load_columns(weight_ptr, weight_stride, offset, c, cols)
             products += tl.where(mask, grad * (x * rstd), 0.0)
@@ -146,10 +120,7 @@ def wide_norm_backward_kernel(
         for chunk in range(0, cols, BLOCK_C):
             c, g = chunk + columns, chunk // 128 + groups
             mask = (r[:, None] < last) & (c[None, :] < cols)
-            x = _load_normalized(
-                *(x_ptr, scale_ptr, stride_r, stride_c, scale_r, scale_c),
-                *(r, c, g, rows, cols, mask, SAVED),
-            )
+            x = load_saved(source, r, c, g, rows, cols, mask, SAVED)
             xhat = x * rstd
             grad = load_tile(grad_ptr, grad_r, grad_c, r, c, mask)
             if WEIGHT_GRAD:

@@ -23,6 +23,12 @@ def abs_bits(x):
 
 
 @triton.jit
+def largest_bits(x):
+    """The largest of `abs_bits` of a tile: the bits of its amax."""
+    return tl.max(tl.max(abs_bits(x), axis=1), axis=0)
+
+
+@triton.jit
 def scale_from_amax(bits, FMAX: tl.constexpr, POWER_OF_TWO: tl.constexpr):
     """amax / FMAX, correctly rounded: see divide."""
     INF_BITS: tl.constexpr = 0x7F800000

@@ -13,35 +13,12 @@ from torch_fp8.kernels.cast_tiles import load_saved, push_amax, rounded, store_c
 from torch_fp8.kernels.history_tiles import (
     count_in,
     delayed_scale,
-    largest_bits,
     past_amax,
     store_scaled,
 )
+from torch_fp8.kernels.rounding import largest_bits
 from torch_fp8.kernels.swiglu_tiles import times_smooth
 from torch_fp8.kernels.tiles import load_tile, positions
-
-
-@triton.jit
-def _load(
-    x_ptr,
-    scale_ptr,
-    stride_r,
-    stride_c,
-    scale_r,
-    scale_c,
-    r,
-    c,
-    g,
-    rows,
-    cols,
-    mask,
-    SAVED: tl.constexpr,
-):
-    if SAVED:
-        return load_saved(
-            x_ptr, scale_ptr, stride_r, stride_c, scale_r, scale_c, r, c, g, rows, cols, mask
-        )
-    return load_tile(x_ptr, stride_r, stride_c, r, c, mask)
 
 
 @triton.jit
@@ -50,6 +27,14 @@ def _gradients(grad, gate, up):
     sig = tl.sigmoid(gate)
     silu = gate * sig
     return grad * up * (sig + silu * (1.0 - sig)), grad * silu
+
+
+@triton.jit
+def _place(tile_r, tile_c, rows, cols, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
+    """Rows and columns of a tile, its groups of 128 columns, and what of it there is."""
+    r, c = positions(tile_r, BLOCK_R), positions(tile_c, BLOCK_C)
+    g = positions(tile_c, BLOCK_C // 128)
+    return r, c, g, (r[:, None] < rows) & (c[None, :] < cols)
 
 
 @triton.jit
@@ -95,25 +80,11 @@ def swiglu_backward_kernel(
     """One tile of dgate and dup, stored, and its part of their amaxes, or of the one of both."""
     tiles_c = tl.cdiv(cols, BLOCK_C)
     tile_r, tile_c = tl.program_id(0) // tiles_c, tl.program_id(0) % tiles_c
-    r, c = positions(tile_r, BLOCK_R), positions(tile_c, BLOCK_C)
-    g = positions(tile_c, BLOCK_C // 128)
-    mask = (r[:, None] < rows) & (c[None, :] < cols)
-    gate = _load(
-        gate_ptr,
-        gate_s_ptr,
-        gate_r,
-        gate_c,
-        gate_s_r,
-        gate_s_c,
-        r,
-        c,
-        g,
-        rows,
-        cols,
-        mask,
-        GATE_SAVED,
-    )
-    up = _load(up_ptr, up_s_ptr, up_r, up_c, up_s_r, up_s_c, r, c, g, rows, cols, mask, UP_SAVED)
+    r, c, g, mask = _place(tile_r, tile_c, rows, cols, BLOCK_R, BLOCK_C)
+    gate = (gate_ptr, gate_s_ptr, gate_r, gate_c, gate_s_r, gate_s_c)
+    gate = load_saved(gate, r, c, g, rows, cols, mask, GATE_SAVED)
+    up = (up_ptr, up_s_ptr, up_r, up_c, up_s_r, up_s_c)
+    up = load_saved(up, r, c, g, rows, cols, mask, UP_SAVED)
     grad = load_tile(grad_ptr, grad_r, grad_c, r, c, mask)
     grad = times_smooth(grad, smooth_ptr, smooth_stride, c, cols, SMOOTH)
     dgate, dup = _gradients(grad, gate, up)
@@ -129,58 +100,27 @@ def swiglu_backward_kernel(
 @triton.jit
 def _gradient(
     gradient,
-    grad_ptr,
-    gate_ptr,
-    gate_s_ptr,
-    up_ptr,
-    up_s_ptr,
-    smooth_ptr,
-    grad_r,
-    grad_c,
-    gate_r,
-    gate_c,
-    gate_s_r,
-    gate_s_c,
-    up_r,
-    up_c,
-    up_s_r,
-    up_s_c,
-    smooth_stride,
+    inputs,
+    place,
     rows,
     cols,
-    r,
-    c,
-    g,
-    mask,
     OUT: tl.constexpr,
     SMOOTH: tl.constexpr,
     GATE_SAVED: tl.constexpr,
     UP_SAVED: tl.constexpr,
 ):
-    """A tile of dgate (0) or dup (1), rounded."""
-    gate = _load(
-        gate_ptr,
-        gate_s_ptr,
-        gate_r,
-        gate_c,
-        gate_s_r,
-        gate_s_c,
-        r,
-        c,
-        g,
-        rows,
-        cols,
-        mask,
-        GATE_SAVED,
-    )
+    """A tile of dgate (0) or dup (1), rounded; `inputs` as the kernel has them."""
+    grad, gate, up, smooth = inputs
+    grad_ptr, grad_r, grad_c = grad
+    smooth_ptr, smooth_stride = smooth
+    r, c, g, mask = place
+    gate = load_saved(gate, r, c, g, rows, cols, mask, GATE_SAVED)
     d = load_tile(grad_ptr, grad_r, grad_c, r, c, mask)
     d = times_smooth(d, smooth_ptr, smooth_stride, c, cols, SMOOTH)
     sig = tl.sigmoid(gate)
     silu = gate * sig
     if gradient == 0:
-        d *= _load(
-            up_ptr, up_s_ptr, up_r, up_c, up_s_r, up_s_c, r, c, g, rows, cols, mask, UP_SAVED
-        )
+        d *= load_saved(up, r, c, g, rows, cols, mask, UP_SAVED)
         d *= sig + silu * (1.0 - sig)
     else:
         d *= silu
@@ -248,49 +188,22 @@ def swiglu_backward_cast_kernel(
     tiles_c = tl.cdiv(cols, BLOCK_C)
     gradient, tile = tl.program_id(0) % 2, tl.program_id(0) // 2
     tile_r, tile_c = tile // tiles_c, tile % tiles_c
-    r, c = positions(tile_r, BLOCK_R), positions(tile_c, BLOCK_C)
-    g = positions(tile_c, BLOCK_C // 128)
-    mask = (r[:, None] < rows) & (c[None, :] < cols)
-    d = _gradient(
-        gradient,
-        grad_ptr,
-        gate_ptr,
-        gate_s_ptr,
-        up_ptr,
-        up_s_ptr,
-        smooth_ptr,
-        grad_r,
-        grad_c,
-        gate_r,
-        gate_c,
-        gate_s_r,
-        gate_s_c,
-        up_r,
-        up_c,
-        up_s_r,
-        up_s_c,
-        smooth_stride,
-        rows,
-        cols,
-        r,
-        c,
-        g,
-        mask,
-        OUT,
-        SMOOTH,
-        GATE_SAVED,
-        UP_SAVED,
+    inputs = (
+        (grad_ptr, grad_r, grad_c),
+        (gate_ptr, gate_s_ptr, gate_r, gate_c, gate_s_r, gate_s_c),
+        (up_ptr, up_s_ptr, up_r, up_c, up_s_r, up_s_c),
+        (smooth_ptr, smooth_stride),
     )
+    place = _place(tile_r, tile_c, rows, cols, BLOCK_R, BLOCK_C)
+    d = _gradient(gradient, inputs, place, rows, cols, OUT, SMOOTH, GATE_SAVED, UP_SAVED)
+    r, c, _, mask = place
     row_length = _row_length(cols, JOINED)
     q_ptr, s_ptr, qt_ptr, st_ptr = dgate_q_ptr, dgate_s_ptr, dgate_qt_ptr, dgate_st_ptr
     if gradient == 1:
         q_ptr, s_ptr, qt_ptr, st_ptr = dup_q_ptr, dup_s_ptr, dup_qt_ptr, dup_st_ptr
     if SCALE == "history" or SCALE == "recent":
-        history_ptr, progress_ptr, programs = (
-            gate_history_ptr,
-            gate_progress_ptr,
-            tl.num_programs(0),
-        )
+        history_ptr, progress_ptr = gate_history_ptr, gate_progress_ptr
+        programs = tl.num_programs(0)
         if not JOINED:
             programs = programs // 2
             amax_ptr += gradient
@@ -317,39 +230,11 @@ def swiglu_backward_cast_kernel(
                 else:
                     tile = index
                 tile_r, tile_c = tile // tiles_c, tile % tiles_c
-                row, col = positions(tile_r, FEW_ROWS), positions(tile_c, BLOCK_C)
-                group = positions(tile_c, BLOCK_C // 128)
-                inside = (row[:, None] < rows) & (col[None, :] < cols)
+                there = _place(tile_r, tile_c, rows, cols, FEW_ROWS, BLOCK_C)
                 y = _gradient(
-                    gradient,
-                    grad_ptr,
-                    gate_ptr,
-                    gate_s_ptr,
-                    up_ptr,
-                    up_s_ptr,
-                    smooth_ptr,
-                    grad_r,
-                    grad_c,
-                    gate_r,
-                    gate_c,
-                    gate_s_r,
-                    gate_s_c,
-                    up_r,
-                    up_c,
-                    up_s_r,
-                    up_s_c,
-                    smooth_stride,
-                    rows,
-                    cols,
-                    row,
-                    col,
-                    group,
-                    inside,
-                    OUT,
-                    SMOOTH,
-                    GATE_SAVED,
-                    UP_SAVED,
+                    gradient, inputs, there, rows, cols, OUT, SMOOTH, GATE_SAVED, UP_SAVED
                 )
+                row, col, _, inside = there
                 store_scaled(
                     y, scale, q_ptr, qt_ptr, row, col, rows, row_length, inside, E5M2, ROW, COL
                 )

@@ -11,10 +11,10 @@ from torch_fp8.kernels.cast_tiles import push_amax, rounded, store_cast, store_g
 from torch_fp8.kernels.history_tiles import (
     count_in,
     delayed_scale,
-    largest_bits,
     past_amax,
     store_scaled,
 )
+from torch_fp8.kernels.rounding import largest_bits
 from torch_fp8.kernels.tiles import load_tile, positions
 
 
