@@ -30,6 +30,7 @@ ROOMS = [
         "operators",
         "module_class",
         "gated_mlp_form",
+        "swiglu_inputs",
         "activation_checkpointing",
         "recomputation_plan",
     },

@@ -7,7 +7,7 @@ both halves into one buffer, plain or in FP8, which the layer's dgrad and wgrad 
 Formulas, rounding and the rules of `torch_fp8.swiglu_backward` hold: the bytes are those of the two
 gradients, side by side, put through ``torch_fp8::quantize_2d``.
 
-Legend: R rows (tokens), C columns of gate and of up.
+Legend: R rows (tokens), C columns of gate and of up; `inputs` of all of them: see `BackwardInputs`.
 """
 
 from typing import Any
@@ -26,7 +26,10 @@ from torch_fp8.producer_cast import (
     register,
 )
 from torch_fp8.scaling import tensor_amax
-from torch_fp8.swiglu_backward import BACKWARD_ARGUMENTS, swiglu_backward_reference
+from torch_fp8.swiglu_backward import swiglu_backward_reference
+from torch_fp8.swiglu_inputs import BACKWARD_ARGUMENTS, NUM_INPUTS, BackwardInputs
+
+_NUM_PLAIN = NUM_INPUTS + 1  # with gate_first: the arguments of `gate_up_backward`
 
 
 def halves(both: Tensor, gate_first: bool) -> tuple[Tensor, Tensor]:
@@ -35,52 +38,22 @@ def halves(both: Tensor, gate_first: bool) -> tuple[Tensor, Tensor]:
     return (first, second) if gate_first else (second, first)
 
 
-def gate_up_backward(
-    grad: Tensor,
-    gate: Tensor,
-    gate_scale: Tensor | None,
-    up: Tensor,
-    up_scale: Tensor | None,
-    smooth: Tensor | None,
-    out_dtype: torch.dtype,
-    gate_first: bool,
-) -> Tensor:
-    """Both results of `swiglu_backward` in one matrix: (R, 2 C) of `out_dtype`.
+def gate_up_backward(inputs: BackwardInputs, gate_first: bool) -> Tensor:
+    """Both results of `swiglu_backward` in one matrix: (R, 2 C) of `inputs.out_dtype`.
 
     Args:
-        grad, gate, gate_scale, up, up_scale, smooth, out_dtype: as of `swiglu_backward`.
         gate_first: whether dgate is the first half of each row.
     """
-    return operators.gate_up_backward(
-        grad, gate, gate_scale, up, up_scale, smooth, out_dtype, gate_first
-    )
+    return operators.gate_up_backward(*inputs, gate_first)
 
 
-def gate_up_backward_amax(
-    grad: Tensor,
-    gate: Tensor,
-    gate_scale: Tensor | None,
-    up: Tensor,
-    up_scale: Tensor | None,
-    smooth: Tensor | None,
-    out_dtype: torch.dtype,
-) -> Tensor:
-    """() float32: the amax of what `gate_up_backward` returns, which is not written.
-
-    Args:
-        grad, gate, gate_scale, up, up_scale, smooth, out_dtype: as there.
-    """
-    return operators.gate_up_backward_amax(grad, gate, gate_scale, up, up_scale, smooth, out_dtype)
+def gate_up_backward_amax(inputs: BackwardInputs) -> Tensor:
+    """() float32: the amax of what `gate_up_backward` returns, which is not written."""
+    return operators.gate_up_backward_amax(*inputs)
 
 
 def gate_up_backward_quantize(
-    grad: Tensor,
-    gate: Tensor,
-    gate_scale: Tensor | None,
-    up: Tensor,
-    up_scale: Tensor | None,
-    smooth: Tensor | None,
-    out_dtype: torch.dtype,
+    inputs: BackwardInputs,
     gate_first: bool,
     amax: Tensor | None,
     scale: Tensor | None,
@@ -96,7 +69,7 @@ def gate_up_backward_quantize(
     so that a block would have a part of both halves.
 
     Args:
-        grad, gate, gate_scale, up, up_scale, smooth, out_dtype, gate_first: as there.
+        gate_first: as there.
         amax: () float32 of `gate_up_backward_amax`, for tensorwise with current scaling.
         scale: () float32 dequantization scale, for tensorwise with delayed scaling.
         dtype, granularity, power_of_two, row, col: as of `swiglu_quantize`.
@@ -107,89 +80,68 @@ def gate_up_backward_quantize(
         ValueError: if tensorwise has not exactly one of amax and scale, or another has any.
     """
     return operators.gate_up_backward_quantize(
-        grad,
-        gate,
-        gate_scale,
-        up,
-        up_scale,
-        smooth,
-        out_dtype,
-        gate_first,
-        amax,
-        scale,
-        dtype,
-        granularity,
-        power_of_two,
-        row,
-        col,
+        *inputs, gate_first, amax, scale, dtype, granularity, power_of_two, row, col
     )
 
 
 def gate_up_backward_quantize_delayed(
-    grad: Tensor,
-    gate: Tensor,
-    gate_scale: Tensor | None,
-    up: Tensor,
-    up_scale: Tensor | None,
-    smooth: Tensor | None,
-    out_dtype: torch.dtype,
-    gate_first: bool,
-    how: DelayedCast,
+    inputs: BackwardInputs, gate_first: bool, how: DelayedCast
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`gate_up_backward_quantize` with the tensorwise scale that a history suggests.
 
     Args:
-        grad, gate, gate_scale, up, up_scale, smooth, out_dtype, gate_first: as there.
+        gate_first: as there.
         how: the cast.
     Returns:
         ``(q, scale, qt, amax)``; scale () and amax () float32.
     """
-    inputs = (grad, gate, gate_scale, up, up_scale, smooth, out_dtype, gate_first)
-    return operators.gate_up_backward_quantize_delayed(*inputs, *how)
+    return operators.gate_up_backward_quantize_delayed(*inputs, gate_first, *how)
 
 
-def gate_up_backward_reference(grad: Tensor, *args: Any) -> Tensor:
+def gate_up_backward_reference(*args: Any) -> Tensor:
     """The reference of `gate_up_backward`."""
     *inputs, gate_first = args
-    dgate, dup = swiglu_backward_reference(grad, *inputs)
+    dgate, dup = swiglu_backward_reference(*inputs)
     return torch.cat([dgate, dup] if gate_first else [dup, dgate], dim=1)
 
 
-def gate_up_backward_amax_reference(grad: Tensor, *inputs: Any) -> Tensor:
+def gate_up_backward_amax_reference(*args: Any) -> Tensor:
     """The reference of `gate_up_backward_amax`."""
-    return tensor_amax(gate_up_backward_reference(grad, *inputs, True))
+    return tensor_amax(gate_up_backward_reference(*args, True))
 
 
-def gate_up_backward_quantize_reference(grad: Tensor, *args: Any) -> tuple[Tensor, ...]:
+def gate_up_backward_quantize_reference(*args: Any) -> tuple[Tensor, ...]:
     """The reference of `gate_up_backward_quantize`."""
-    inputs, (amax, scale, *cast) = args[:7], args[7:]
-    both = gate_up_backward_reference(grad, *inputs)
+    both, (amax, scale, *cast) = gate_up_backward_reference(*args[:_NUM_PLAIN]), args[_NUM_PLAIN:]
     made = cast_result(both, amax, scale, *cast)
-    return (*made, no_amax(grad) if scale is None else tensor_amax(both))
+    return (*made, no_amax(both) if scale is None else tensor_amax(both))
 
 
-def gate_up_backward_quantize_delayed_reference(grad: Tensor, *args: Any) -> tuple[Tensor, ...]:
+def gate_up_backward_quantize_delayed_reference(*args: Any) -> tuple[Tensor, ...]:
     """The reference of `gate_up_backward_quantize_delayed`."""
-    return DelayedCast(*args[7:]).reference(gate_up_backward_reference(grad, *args[:7]))
+    both = gate_up_backward_reference(*args[:_NUM_PLAIN])
+    return DelayedCast(*args[_NUM_PLAIN:]).reference(both)
 
 
-def _backward_fake(grad: Tensor, *args: Any) -> Tensor:
+def _backward_fake(*args: Any) -> Tensor:
+    grad, out_dtype = args[0], args[NUM_INPUTS - 1]
     rows, cols = grad.shape
-    return grad.new_empty((rows, 2 * cols), dtype=args[5])
+    both: Tensor = grad.new_empty((rows, 2 * cols), dtype=out_dtype)
+    return both
 
 
-def _amax_fake(grad: Tensor, *inputs: Any) -> Tensor:
+def _amax_fake(grad: Tensor, *args: Any) -> Tensor:
     return grad.new_empty((), dtype=torch.float32)
 
 
-def _quantize_fake(grad: Tensor, *args: Any) -> tuple[Tensor, ...]:
-    amax, scale, *cast = args[7:]
-    made: Layouts = cast_result(_backward_fake(grad, *args), amax, scale, *cast)
-    return (*made, no_amax(grad) if scale is None else _amax_fake(grad))
+def _quantize_fake(*args: Any) -> tuple[Tensor, ...]:
+    both, (amax, scale, *cast) = _backward_fake(*args[:_NUM_PLAIN]), args[_NUM_PLAIN:]
+    made: Layouts = cast_result(both, amax, scale, *cast)
+    return (*made, no_amax(both) if scale is None else _amax_fake(both))
 
 
-def _delayed_fake(grad: Tensor, *args: Any) -> tuple[Tensor, ...]:
-    return DelayedCast(*args[7:]).fake(_backward_fake(grad, *args))
+def _delayed_fake(*args: Any) -> tuple[Tensor, ...]:
+    return DelayedCast(*args[_NUM_PLAIN:]).fake(_backward_fake(*args[:_NUM_PLAIN]))
 
 
 def _kernels() -> Any:

@@ -33,6 +33,7 @@ from torch_fp8.produced_activation import Layouts, ProducedActivation, plain
 from torch_fp8.producer_cast import saved_stand_ins
 from torch_fp8.shared_output import shared
 from torch_fp8.swiglu import swiglu, swiglu_save
+from torch_fp8.swiglu_inputs import BackwardInputs
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -165,12 +166,12 @@ class _SwiGLUFunction(torch.autograd.Function):
             gate, up = _gate_and_up([_matrix(t) for t in ctx.saved_tensors], ctx.gate_first)
             gate_scale = up_scale = None
         rows = _matrix(plain(grad))
-        saved = (rows, gate, gate_scale, up, up_scale, None, ctx.dtype)
+        inputs = BackwardInputs(rows, gate, gate_scale, up, up_scale, None, ctx.dtype)
         made: JoinedGradient | Gradients
         if ctx.joined:
-            made = JoinedGradient(saved, ctx.gate_first)
+            made = JoinedGradient(inputs, ctx.gate_first)
         else:
-            made = Gradients(saved, ctx.histories)
+            made = Gradients(inputs, ctx.histories)
         grads: list[Tensor | None] = []
         for i, wanted in enumerate(ctx.needs_input_grad[1:]):
             if not wanted:

@@ -7,7 +7,6 @@ gradients that two layers take, both are cast when the first is asked for.
 
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from torch_fp8.config import FP8Config
@@ -18,9 +17,9 @@ from torch_fp8.gate_up import (
     gate_up_backward_quantize,
     gate_up_backward_quantize_delayed,
 )
-from torch_fp8.produced_activation import Layouts, Production, delayed_layouts, to_layouts
+from torch_fp8.produced_activation import Layouts, Production, delayed_layouts
 from torch_fp8.producer_cast import DelayedCast
-from torch_fp8.quantize import quantize_layouts
+from torch_fp8.quantize import as_layouts, quantize_layouts
 from torch_fp8.recipe import CastSpec
 from torch_fp8.scaling import tensor_amax
 from torch_fp8.swiglu import swiglu, swiglu_quantize, swiglu_quantize_delayed
@@ -30,6 +29,7 @@ from torch_fp8.swiglu_backward import (
     swiglu_backward_quantize,
     swiglu_backward_quantize_delayed,
 )
+from torch_fp8.swiglu_inputs import BackwardInputs
 
 
 def product(gate: Tensor, up: Tensor, amax: Tensor | None, name: str) -> Production:
@@ -62,7 +62,7 @@ def product(gate: Tensor, up: Tensor, amax: Tensor | None, name: str) -> Product
             col,
             False,
         )
-        return to_layouts(made[:4], spec, scale, row, col)
+        return as_layouts(made[:4], spec, scale, row, col)
 
     def largest() -> Tensor:
         return tensor_amax(dense()) if amax is None else amax
@@ -106,22 +106,18 @@ def cast_and_save(
         return delayed_layouts(made, how), made[7], made[3:7]
     cast = (spec.format.dtype, spec.granularity, spec.power_of_two, True, col)
     made = swiglu_quantize(gate, up, None, None, None, *cast, True)
-    return to_layouts(made[:4], spec, None, True, col), None, tuple(made[4:8])
-
-
-Inputs = tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor | None, None, torch.dtype]
-"""What `swiglu_backward` takes."""
+    return as_layouts(made[:4], spec, None, True, col), None, tuple(made[4:8])
 
 
 class Gradients:
     """Both gradients, cast in one read when the first of them is asked for.
 
     Args:
-        inputs: of `swiglu_backward`.
+        inputs: of both.
         histories: of both, if both are taken with delayed scaling.
     """
 
-    def __init__(self, inputs: Inputs, histories: tuple[History, History] | None) -> None:
+    def __init__(self, inputs: BackwardInputs, histories: tuple[History, History] | None) -> None:
         self.inputs, self.histories = inputs, histories
         self._dense: dict[int, Tensor] = {}
         self._made: dict[tuple[int, CastSpec, bool, bool], Layouts] = {}
@@ -132,7 +128,7 @@ class Gradients:
         """Gradient `i`."""
         return Production(
             name,
-            self.inputs[:1],
+            (self.inputs.grad,),
             lambda: self.dense(i),
             lambda spec, scale, row, col: self.layouts(i, spec, scale, row, col),
             lambda: self.amax()[i],
@@ -146,7 +142,7 @@ class Gradients:
             other = self.histories[1 - i]
             casts = [how._replace(amaxes=other.amaxes, progress=other.progress)] * 2
             casts[i] = how
-            made = swiglu_backward_quantize_delayed(*self.inputs, *casts)
+            made = swiglu_backward_quantize_delayed(self.inputs, *casts)
             for j in range(2):
                 layouts = delayed_layouts(made[3 * j : 3 * j + 3], how)
                 self._delayed[j] = casts[j], layouts, made[6][j]
@@ -156,13 +152,13 @@ class Gradients:
     def dense(self, i: int) -> Tensor:
         """Gradient `i`, plain; to be asked for once."""
         if i not in self._dense:
-            self._dense = dict(enumerate(swiglu_backward(*self.inputs)))
+            self._dense = dict(enumerate(swiglu_backward(self.inputs)))
         return self._dense.pop(i)
 
     def amax(self) -> Tensor:
         """(2,) float32."""
         if self._amax is None:
-            self._amax = swiglu_backward_amax(*self.inputs)
+            self._amax = swiglu_backward_amax(self.inputs)
         return self._amax
 
     def layouts(
@@ -174,7 +170,7 @@ class Gradients:
         if (i, spec, row, col) not in self._made:
             tensorwise = spec.granularity == "tensorwise"
             made = swiglu_backward_quantize(
-                *self.inputs,
+                self.inputs,
                 self.amax() if tensorwise else None,
                 None,
                 spec.format.dtype,
@@ -185,35 +181,35 @@ class Gradients:
             )
             for j in range(2):
                 part = made[4 * j : 4 * j + 4]
-                self._made[j, spec, row, col] = to_layouts(part, spec, None, row, col)
+                self._made[j, spec, row, col] = as_layouts(part, spec, None, row, col)
         return self._made.pop((i, spec, row, col))
 
 
 class JoinedGradient:
     """The gradient (R, 2 C) of both in one; its methods are those of `Gradients`."""
 
-    def __init__(self, inputs: Inputs, gate_first: bool) -> None:
+    def __init__(self, inputs: BackwardInputs, gate_first: bool) -> None:
         self.inputs, self.gate_first = inputs, gate_first
 
     def production(self, i: int, name: str) -> Production:
         return Production(
-            name, self.inputs[:1], lambda: self.dense(i), self.layouts, self.amax, self.delayed
+            name, (self.inputs.grad,), lambda: self.dense(i), self.layouts, self.amax, self.delayed
         )
 
     def delayed(self, how: DelayedCast) -> tuple[Layouts, Tensor]:
-        made = gate_up_backward_quantize_delayed(*self.inputs, self.gate_first, how)
+        made = gate_up_backward_quantize_delayed(self.inputs, self.gate_first, how)
         return delayed_layouts(made, how), made[3]
 
     def dense(self, i: int) -> Tensor:
-        return gate_up_backward(*self.inputs, self.gate_first)
+        return gate_up_backward(self.inputs, self.gate_first)
 
     def amax(self) -> Tensor:
-        return gate_up_backward_amax(*self.inputs)
+        return gate_up_backward_amax(self.inputs)
 
     def layouts(self, spec: CastSpec, scale: Tensor | None, row: bool, col: bool) -> Layouts:
         current = spec.granularity == "tensorwise" and scale is None
         made = gate_up_backward_quantize(
-            *self.inputs,
+            self.inputs,
             self.gate_first,
             self.amax() if current else None,
             scale,
@@ -223,7 +219,7 @@ class JoinedGradient:
             row,
             col,
         )
-        return to_layouts(made[:4], spec, scale, row, col)
+        return as_layouts(made[:4], spec, scale, row, col)
 
 
 def _is_same(made: DelayedCast, wanted: DelayedCast) -> bool:

@@ -2,7 +2,8 @@
 
 The rules of `torch_fp8.swiglu` hold. Gradients are rounded to `out_dtype`, and only then cast.
 
-Legend: R rows (tokens), C columns (features). Inputs have any strides, results are contiguous.
+Legend: R rows (tokens), C columns (features); `inputs` of all of them: see `BackwardInputs`.
+Results are contiguous.
 """
 
 from typing import Any
@@ -21,58 +22,27 @@ from torch_fp8.producer_cast import (
     saved_values,
 )
 from torch_fp8.scaling import tensor_amax
+from torch_fp8.swiglu_inputs import BACKWARD_ARGUMENTS, NUM_INPUTS, BackwardInputs
 
 
-def swiglu_backward(
-    grad: Tensor,
-    gate: Tensor,
-    gate_scale: Tensor | None,
-    up: Tensor,
-    up_scale: Tensor | None,
-    smooth: Tensor | None,
-    out_dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:
+def swiglu_backward(inputs: BackwardInputs) -> tuple[Tensor, Tensor]:
     """``dgate = g * up * (sig + gate * sig * (1 - sig))``, ``dup = g * silu(gate)``.
 
     With ``sig = sigmoid(gate)`` and ``g = grad * smooth``, in one read.
 
-    Args:
-        grad: (R, C) float32, bfloat16 or float16, the gradient of h.
-        gate, up: (R, C), or, with their scales, the FP8 that was saved of them.
-        gate_scale, up_scale: (R, ceil(C / 128)) float32 or None.
-        smooth: (C,) float32 or None.
-        out_dtype: of the gradients.
     Returns:
-        dgate and dup, (R, C) of `out_dtype`.
+        dgate and dup, (R, C) of `inputs.out_dtype`.
     """
-    return operators.swiglu_backward(grad, gate, gate_scale, up, up_scale, smooth, out_dtype)
+    return operators.swiglu_backward(*inputs)
 
 
-def swiglu_backward_amax(
-    grad: Tensor,
-    gate: Tensor,
-    gate_scale: Tensor | None,
-    up: Tensor,
-    up_scale: Tensor | None,
-    smooth: Tensor | None,
-    out_dtype: torch.dtype,
-) -> Tensor:
-    """(2,) float32: the amaxes of what `swiglu_backward` returns, which is not written.
-
-    Args:
-        grad, gate, gate_scale, up, up_scale, smooth, out_dtype: as of `swiglu_backward`.
-    """
-    return operators.swiglu_backward_amax(grad, gate, gate_scale, up, up_scale, smooth, out_dtype)
+def swiglu_backward_amax(inputs: BackwardInputs) -> Tensor:
+    """(2,) float32: the amaxes of what `swiglu_backward` returns, which is not written."""
+    return operators.swiglu_backward_amax(*inputs)
 
 
 def swiglu_backward_quantize(
-    grad: Tensor,
-    gate: Tensor,
-    gate_scale: Tensor | None,
-    up: Tensor,
-    up_scale: Tensor | None,
-    smooth: Tensor | None,
-    out_dtype: torch.dtype,
+    inputs: BackwardInputs,
     amax: Tensor | None,
     scale: Tensor | None,
     dtype: torch.dtype,
@@ -84,7 +54,6 @@ def swiglu_backward_quantize(
     """`swiglu_backward` cast to FP8 in the layouts asked for, in one read (rowwise: unfused).
 
     Args:
-        grad, gate, gate_scale, up, up_scale, smooth, out_dtype: as of `swiglu_backward`.
         amax: (2,) float32 of `swiglu_backward_amax`, for tensorwise with current scaling.
         scale: (2,) float32, of dgate and dup, for tensorwise with delayed scaling.
         dtype, granularity, power_of_two, row, col: as of `swiglu_quantize`.
@@ -95,58 +64,28 @@ def swiglu_backward_quantize(
         ValueError: if tensorwise has not exactly one of amax and scale, or another has any.
     """
     return operators.swiglu_backward_quantize(
-        grad,
-        gate,
-        gate_scale,
-        up,
-        up_scale,
-        smooth,
-        out_dtype,
-        amax,
-        scale,
-        dtype,
-        granularity,
-        power_of_two,
-        row,
-        col,
+        *inputs, amax, scale, dtype, granularity, power_of_two, row, col
     )
 
 
 def swiglu_backward_quantize_delayed(
-    grad: Tensor,
-    gate: Tensor,
-    gate_scale: Tensor | None,
-    up: Tensor,
-    up_scale: Tensor | None,
-    smooth: Tensor | None,
-    out_dtype: torch.dtype,
-    of_gate: DelayedCast,
-    of_up: DelayedCast,
+    inputs: BackwardInputs, of_gate: DelayedCast, of_up: DelayedCast
 ) -> tuple[Tensor, ...]:
     """`swiglu_backward_quantize` with the tensorwise scales that two histories suggest.
 
     Args:
-        grad, gate, gate_scale, up, up_scale, smooth, out_dtype: as of `swiglu_backward`.
         of_gate, of_up: the casts of dgate and dup, which differ in the history alone.
     Returns:
         ``(q, scale, qt)`` of dgate, the same of dup, and their amaxes (2,): seven tensors.
     """
-    inputs = (grad, gate, gate_scale, up, up_scale, smooth, out_dtype)
     return operators.swiglu_backward_quantize_delayed(
         *inputs, of_up.amaxes, of_up.progress, *of_gate
     )
 
 
-def swiglu_backward_reference(
-    grad: Tensor,
-    gate: Tensor,
-    gate_scale: Tensor | None,
-    up: Tensor,
-    up_scale: Tensor | None,
-    smooth: Tensor | None,
-    out_dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:
-    """The reference of `swiglu_backward`."""
+def swiglu_backward_reference(*args: Any) -> tuple[Tensor, Tensor]:
+    """The reference of `swiglu_backward`; all references take what the operators do."""
+    grad, gate, gate_scale, up, up_scale, smooth, out_dtype = BackwardInputs(*args)
     g, u = saved_values(gate, gate_scale), saved_values(up, up_scale)
     dh = grad.float() if smooth is None else grad.float() * smooth
     sig = g.sigmoid()
@@ -155,28 +94,28 @@ def swiglu_backward_reference(
     return dgate.to(out_dtype).contiguous(), dup.to(out_dtype).contiguous()
 
 
-def swiglu_backward_amax_reference(grad: Tensor, *inputs: Any) -> Tensor:
+def swiglu_backward_amax_reference(*args: Any) -> Tensor:
     """The reference of `swiglu_backward_amax`."""
-    return torch.stack([tensor_amax(d) for d in swiglu_backward_reference(grad, *inputs)])
+    return torch.stack([tensor_amax(d) for d in swiglu_backward_reference(*args)])
 
 
-def swiglu_backward_quantize_reference(grad: Tensor, *args: Any) -> tuple[Tensor, ...]:
+def swiglu_backward_quantize_reference(*args: Any) -> tuple[Tensor, ...]:
     """The reference of `swiglu_backward_quantize`."""
-    inputs, (amax, scale, *cast) = args[:6], args[6:]
-    gradients = swiglu_backward_reference(grad, *inputs)
+    inputs, (amax, scale, *cast) = args[:NUM_INPUTS], args[NUM_INPUTS:]
+    gradients = swiglu_backward_reference(*inputs)
     amaxes = (None, None) if amax is None else amax.unbind()
     scales = (None, None) if scale is None else scale.unbind()
     made: list[Tensor] = []
     for d, its_amax, its_scale in zip(gradients, amaxes, scales, strict=True):
         made += cast_result(d, its_amax, its_scale, *cast)
-    taken = [tensor_amax(d) for d in gradients] if scale is not None else []
-    return (*made, torch.stack(taken) if taken else no_amax(grad))
+    if scale is None:
+        return (*made, no_amax(gradients[0]))
+    return (*made, torch.stack([tensor_amax(d) for d in gradients]))
 
 
-def swiglu_backward_quantize_delayed_reference(grad: Tensor, *args: Any) -> tuple[Tensor, ...]:
+def swiglu_backward_quantize_delayed_reference(*args: Any) -> tuple[Tensor, ...]:
     """The reference of `swiglu_backward_quantize_delayed`."""
-    inputs, casts = args[:6], _two_casts(args[6:])
-    gradients = swiglu_backward_reference(grad, *inputs)
+    gradients, casts = swiglu_backward_reference(*args[:NUM_INPUTS]), _two_casts(args[NUM_INPUTS:])
     made = [cast.reference(d) for cast, d in zip(casts, gradients, strict=True)]
     return (*made[0][:3], *made[1][:3], torch.stack([amax for *_, amax in made]))
 
@@ -187,25 +126,26 @@ def _two_casts(args: tuple[Any, ...]) -> tuple[DelayedCast, DelayedCast]:
     return of_gate, of_gate._replace(amaxes=up_amaxes, progress=up_progress)
 
 
-def _backward_fake(grad: Tensor, *inputs: Any) -> tuple[Tensor, Tensor]:
-    out_dtype = inputs[-1]
+def _backward_fake(*args: Any) -> tuple[Tensor, Tensor]:
+    grad, out_dtype = args[0], args[NUM_INPUTS - 1]
     return grad.new_empty(grad.shape, dtype=out_dtype), grad.new_empty(grad.shape, dtype=out_dtype)
 
 
-def _backward_amax_fake(grad: Tensor, *inputs: Any) -> Tensor:
+def _backward_amax_fake(grad: Tensor, *args: Any) -> Tensor:
     return grad.new_empty(2, dtype=torch.float32)
 
 
 def _backward_quantize_fake(grad: Tensor, *args: Any) -> tuple[Tensor, ...]:
-    amax, scale, *cast = args[6:]
-    taken = no_amax(grad) if scale is None else grad.new_empty(2, dtype=torch.float32)
+    amax, scale, *cast = args[NUM_INPUTS - 1 :]
+    taken = no_amax(grad) if scale is None else _backward_amax_fake(grad)
     of_one: list[Any] = [None if t is None else t[0] for t in (amax, scale)]
     return (*cast_result(grad, *of_one, *cast), *cast_result(grad, *of_one, *cast), taken)
 
 
 def _backward_delayed_fake(grad: Tensor, *args: Any) -> tuple[Tensor, ...]:
-    made = [part for cast in _two_casts(args[6:]) for part in cast.fake(grad)[:3]]
-    return (*made, grad.new_empty(2, dtype=torch.float32))
+    casts = _two_casts(args[NUM_INPUTS - 1 :])
+    made = [part for cast in casts for part in cast.fake(grad)[:3]]
+    return (*made, _backward_amax_fake(grad))
 
 
 def _kernels() -> Any:
@@ -214,10 +154,6 @@ def _kernels() -> Any:
     return swiglu_backward
 
 
-BACKWARD_ARGUMENTS = (
-    "Tensor grad, Tensor gate, Tensor? gate_scale, Tensor up, Tensor? up_scale, Tensor? smooth, "
-    "ScalarType out_dtype"
-)
 _SEVEN, _NINE = (", ".join(["Tensor"] * n) for n in (7, 9))
 
 for _schema, _reference, _fake in (

@@ -9,6 +9,7 @@ from torch_fp8 import gate_up as ops
 from torch_fp8 import swiglu, swiglu_backward
 from torch_fp8.formats import E4M3, E5M2
 from torch_fp8.scaling import scale_from_amax, tensor_amax
+from torch_fp8.swiglu_inputs import BackwardInputs
 
 BF16 = torch.bfloat16
 GRANULARITIES = ("tensorwise", "rowwise", "block_1x128", "block_128x128", "block_1x32")
@@ -28,7 +29,8 @@ def inputs(shape, saved, smooth=True, gate_first=True):
     gate_s = up_s = None
     if saved:
         gate, gate_s, up, up_s, _ = swiglu.swiglu_save(gate, up, None)
-    return grad, gate, gate_s, up, up_s, torch.rand(cols) + 0.25 if smooth else None, BF16
+    factor = torch.rand(cols) + 0.25 if smooth else None
+    return BackwardInputs(grad, gate, gate_s, up, up_s, factor, BF16)
 
 
 def same_bits(a, b):
@@ -57,15 +59,15 @@ def test_bytes_are_those_of_the_gradients_and_a_cast(granularity, shape, gate_fi
         (True, False), (True, False), scales, (E4M3.dtype, E5M2.dtype), LAYOUTS
     ):
         tensors = inputs(shape, saved, smooth, gate_first)
-        dgate, dup = swiglu_backward.swiglu_backward(*tensors)
+        dgate, dup = swiglu_backward.swiglu_backward(tensors)
         want = torch.cat([dgate, dup] if gate_first else [dup, dgate], 1)
-        assert same_bits(ops.gate_up_backward(*tensors, gate_first), want)
-        amax = ops.gate_up_backward_amax(*tensors)
+        assert same_bits(ops.gate_up_backward(tensors, gate_first), want)
+        amax = ops.gate_up_backward_amax(tensors)
         assert same_bits(amax, tensor_amax(want))
         cast = (dtype, granularity, True, row, col)
         scale = torch.tensor(0.02) if known == "scale" else None
         known_amax = amax if known == "amax" else None
-        *made, taken = ops.gate_up_backward_quantize(*tensors, gate_first, known_amax, scale, *cast)
+        *made, taken = ops.gate_up_backward_quantize(tensors, gate_first, known_amax, scale, *cast)
         if known_amax is not None:
             scale = scale_from_amax(amax, E4M3 if dtype == E4M3.dtype else E5M2, True)
         q, s, qt, st = torch.ops.torch_fp8.quantize_2d(want, scale, *cast)
@@ -77,10 +79,10 @@ def test_bytes_are_those_of_the_gradients_and_a_cast(granularity, shape, gate_fi
 def test_one_scale_is_that_of_the_larger_half():
     grad = torch.ones(4, 16)
     gate, up = torch.full((4, 16), 50.0), torch.full((4, 16), 0.5)
-    arguments = (grad, gate, None, up, None, None, torch.float32)
-    assert ops.gate_up_backward_amax(*arguments) == 50  # dup is silu(gate)
+    arguments = BackwardInputs(grad, gate, None, up, None, None, torch.float32)
+    assert ops.gate_up_backward_amax(arguments) == 50  # dup is silu(gate)
     q, s, _, _, _ = ops.gate_up_backward_quantize(
-        *arguments, True, torch.tensor(50.0), None, E4M3.dtype, "tensorwise", False, True, False
+        arguments, True, torch.tensor(50.0), None, E4M3.dtype, "tensorwise", False, True, False
     )
     assert torch.allclose(q.float() * s, torch.tensor([[0.5] * 16 + [50.0] * 16] * 4), rtol=0.04)
 
@@ -88,9 +90,9 @@ def test_one_scale_is_that_of_the_larger_half():
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")], ids=str)
 def test_an_element_that_is_not_finite_is_seen(bad):
     arguments = inputs((40, 128), True)
-    arguments[0][5, 7] = bad
-    assert not ops.gate_up_backward_amax(*arguments).isfinite()
-    both = ops.gate_up_backward(*arguments, True)
+    arguments.grad[5, 7] = bad
+    assert not ops.gate_up_backward_amax(arguments).isfinite()
+    both = ops.gate_up_backward(arguments, True)
     assert not both[5, [7, 135]].isfinite().any()
     assert both[6:].isfinite().all()
 
@@ -100,11 +102,11 @@ def test_scales_that_cannot_be_known_are_refused():
     for known in ((None, None), (one, one)):
         with pytest.raises(ValueError, match="either amax or scale"):
             ops.gate_up_backward_quantize(
-                *arguments, True, *known, E4M3.dtype, "tensorwise", True, True, True
+                arguments, True, *known, E4M3.dtype, "tensorwise", True, True, True
             )
     with pytest.raises(ValueError, match="made from the tensor"):
         ops.gate_up_backward_quantize(
-            *arguments, True, one, None, E4M3.dtype, "rowwise", True, True, True
+            arguments, True, one, None, E4M3.dtype, "rowwise", True, True, True
         )
 
 
@@ -134,11 +136,11 @@ def test_results_have_the_dtype_asked_for():
 def everything(grad, both, smooth):
     gate, up = ops.halves(both, True)
     *saved, _ = swiglu.swiglu_save(gate, up, smooth)
-    arguments = (grad, *saved, smooth, both.dtype)
-    amax = ops.gate_up_backward_amax(*arguments)
+    arguments = BackwardInputs(grad, *saved, smooth, both.dtype)
+    amax = ops.gate_up_backward_amax(arguments)
     cast = (E5M2.dtype, "tensorwise", False, True, True)
-    made = ops.gate_up_backward_quantize(*arguments, True, amax, None, *cast)
-    return *made, amax, ops.gate_up_backward(*arguments, True)
+    made = ops.gate_up_backward_quantize(arguments, True, amax, None, *cast)
+    return *made, amax, ops.gate_up_backward(arguments, True)
 
 
 def test_compiles_with_shapes_that_change():

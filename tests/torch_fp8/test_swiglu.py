@@ -9,6 +9,7 @@ from torch_fp8.formats import E4M3, E5M2
 from torch_fp8.numerics import sqnr_db
 from torch_fp8.quantize import QuantizedTensor, dequantize
 from torch_fp8.scaling import scale_from_amax
+from torch_fp8.swiglu_inputs import BackwardInputs
 
 BF16 = torch.bfloat16
 GRANULARITIES = ("tensorwise", "rowwise", "block_1x128", "block_128x128", "block_1x32")
@@ -92,11 +93,13 @@ def test_backward_is_the_derivative(smooth):
     h = torch.nn.functional.silu(gate) * up
     (h * factor if smooth else h).backward(grad)
     plain = [t.detach().float() for t in (grad, gate, up)]
-    arguments = (plain[0], plain[1], None, plain[2], None, factor.float() if smooth else None)
-    made = backward.swiglu_backward(*arguments, torch.float32)
+    inputs_of_it = (plain[0], plain[1], None, plain[2], None, factor.float() if smooth else None)
+    arguments = BackwardInputs(*inputs_of_it, torch.float32)
+    made = backward.swiglu_backward(arguments)
     torch.testing.assert_close(made[0], gate.grad.float(), rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(made[1], up.grad.float(), rtol=1e-4, atol=1e-5)
-    for rounded, exact in zip(backward.swiglu_backward(*arguments, BF16), made, strict=True):
+    rounded_ones = backward.swiglu_backward(arguments._replace(out_dtype=BF16))
+    for rounded, exact in zip(rounded_ones, made, strict=True):
         assert torch.equal(rounded, exact.bfloat16())
 
 
@@ -106,14 +109,15 @@ def backward_inputs(shape, smooth, saved):
     if saved:
         gate, gate_s, up, up_s, _ = ops.swiglu_save(gate, up, None)
     grad = torch.randn(shape).bfloat16()
-    return grad, gate, gate_s, up, up_s, factor if smooth else None, BF16
+    return BackwardInputs(grad, gate, gate_s, up, up_s, factor if smooth else None, BF16)
 
 
 def test_backward_of_what_was_saved():
     saved = backward_inputs((64, 300), True, True)
     gate, up = (dequantize(QuantizedTensor(saved[i], saved[i + 1], "block_1x128")) for i in (1, 3))
-    plain = backward.swiglu_backward(saved[0], gate, None, up, None, *saved[5:])
-    for a, b in zip(backward.swiglu_backward(*saved), plain, strict=True):
+    plain = saved._replace(gate=gate, gate_scale=None, up=up, up_scale=None)
+    pairs = zip(backward.swiglu_backward(saved), backward.swiglu_backward(plain), strict=True)
+    for a, b in pairs:
         assert torch.equal(a, b)
 
 
@@ -126,15 +130,15 @@ def test_bytes_are_those_of_the_gradients_and_a_cast(granularity, shape):
     ):
         tensors = backward_inputs(shape, smooth, saved)
         gradients, amax = (
-            backward.swiglu_backward(*tensors),
-            backward.swiglu_backward_amax(*tensors),
+            backward.swiglu_backward(tensors),
+            backward.swiglu_backward_amax(tensors),
         )
         for g, largest in zip(gradients, amax, strict=True):
             assert largest == (g.abs().max() if g.numel() else 0)
         cast = (dtype, granularity, True, row, col)
         scale = torch.tensor([0.02, 0.3]) if known == "scale" else None
         known_amax = amax if known == "amax" else None
-        *made, taken = backward.swiglu_backward_quantize(*tensors, known_amax, scale, *cast)
+        *made, taken = backward.swiglu_backward_quantize(tensors, known_amax, scale, *cast)
         want = []
         for i, g in enumerate(gradients):
             of_one = [None if t is None else t[i] for t in (known_amax, scale)]
@@ -168,7 +172,8 @@ def test_an_element_that_is_not_finite_is_seen(where, bad):
     back = dequantize(QuantizedTensor(made[0], made[1], "block_1x128"))
     assert not back[5, 7].isfinite()
     assert back[6:].isfinite().all()
-    gradients = backward.swiglu_backward(torch.ones_like(gate), *saved, None, BF16)
+    inputs_of_it = BackwardInputs(torch.ones_like(gate), *saved, None, BF16)
+    gradients = backward.swiglu_backward(inputs_of_it)
     assert not (gradients[0][5, 7] + gradients[1][5, 7]).isfinite()
 
 
@@ -177,7 +182,8 @@ def test_large_gates_pass_and_small_ones_close():
     h = ops.swiglu(gate, torch.full_like(gate, 2.0), None)
     assert h.tolist() == [[2e4, 0.0, 0.0, 400.0, 0.0]]
     ones = torch.ones_like(gate)
-    dgate, dup = backward.swiglu_backward(ones, gate, None, ones, None, None, torch.float32)
+    arguments = BackwardInputs(ones, gate, None, ones, None, None, torch.float32)
+    dgate, dup = backward.swiglu_backward(arguments)
     assert dgate.tolist() == [[1.0, 0.0, 0.5, 1.0, 0.0]]
     assert dup.tolist() == [[1e4, 0.0, 0.0, 200.0, 0.0]]
 
@@ -192,7 +198,7 @@ def test_scales_that_cannot_be_known_are_refused():
             )
     with pytest.raises(ValueError, match="made from the tensor"):
         backward.swiglu_backward_quantize(
-            *backward_inputs((4, 16), False, False),
+            backward_inputs((4, 16), False, False),
             *(torch.ones(2), None, E4M3.dtype, "rowwise", True, True, True),
         )
 
@@ -228,11 +234,11 @@ def everything(gate, up, smooth):
     *saved, amax = ops.swiglu_save(gate, up, smooth)
     cast = (None, E4M3.dtype, "tensorwise", False, True, True)
     made = ops.swiglu_quantize(gate, up, smooth, amax, *cast, True)
-    inputs = (ops.swiglu(gate, up, smooth), *saved, smooth, gate.dtype)
+    inputs = BackwardInputs(ops.swiglu(gate, up, smooth), *saved, smooth, gate.dtype)
     blocks = (None, None, E5M2.dtype, "block_1x128", True, True, True)
-    amaxes = backward.swiglu_backward_amax(*inputs)
-    gradients = backward.swiglu_backward_quantize(*inputs, *blocks)
-    return *made, *gradients, amaxes, *backward.swiglu_backward(*inputs)
+    amaxes = backward.swiglu_backward_amax(inputs)
+    gradients = backward.swiglu_backward_quantize(inputs, *blocks)
+    return *made, *gradients, amaxes, *backward.swiglu_backward(inputs)
 
 
 def test_compiles_with_shapes_that_change():

@@ -14,82 +14,49 @@ from torch import Tensor
 from torch_fp8.kernels.producers import Cast, Layouts, amax_bits
 from torch_fp8.kernels.quantize import BLOCK
 from torch_fp8.kernels.swiglu import is_fused
-from torch_fp8.kernels.swiglu_backward import Inputs, cast_gradients, store_gradients
+from torch_fp8.kernels.swiglu_backward import cast_gradients, store_gradients
+from torch_fp8.swiglu_inputs import NUM_INPUTS, BackwardInputs
 
 
-def gate_up_backward(
-    grad: Tensor,
-    gate: Tensor,
-    gate_scale: Tensor | None,
-    up: Tensor,
-    up_scale: Tensor | None,
-    smooth: Tensor | None,
-    out_dtype: torch.dtype,
-    gate_first: bool,
-) -> Tensor:
+def gate_up_backward(*args: Any) -> Tensor:
     """See `torch_fp8.gate_up.gate_up_backward`."""
-    return _plain((grad, gate, gate_scale, up, up_scale, smooth), out_dtype, gate_first, None)
+    *inputs, gate_first = args
+    return _plain(BackwardInputs(*inputs), gate_first, None)
 
 
-def gate_up_backward_amax(
-    grad: Tensor,
-    gate: Tensor,
-    gate_scale: Tensor | None,
-    up: Tensor,
-    up_scale: Tensor | None,
-    smooth: Tensor | None,
-    out_dtype: torch.dtype,
-) -> Tensor:
+def gate_up_backward_amax(*args: Any) -> Tensor:
     """See `torch_fp8.gate_up.gate_up_backward_amax`."""
-    largest = amax_bits(grad)
-    inputs: Inputs = (grad, gate, gate_scale, up, up_scale, smooth)
-    store_gradients(inputs, out_dtype, None, None, largest, joined=True)
+    inputs = BackwardInputs(*args)
+    largest = amax_bits(inputs.grad)
+    store_gradients(inputs, None, None, largest, joined=True)
     return largest.view(torch.float32)
 
 
-def gate_up_backward_quantize(
-    grad: Tensor,
-    gate: Tensor,
-    gate_scale: Tensor | None,
-    up: Tensor,
-    up_scale: Tensor | None,
-    smooth: Tensor | None,
-    out_dtype: torch.dtype,
-    gate_first: bool,
-    amax: Tensor | None,
-    scale: Tensor | None,
-    dtype: torch.dtype,
-    granularity: str,
-    power_of_two: bool,
-    row: bool,
-    col: bool,
-) -> tuple[Tensor, ...]:
+def gate_up_backward_quantize(*args: Any) -> tuple[Tensor, ...]:
     """See `torch_fp8.gate_up.gate_up_backward_quantize`."""
-    inputs: Inputs = (grad, gate, gate_scale, up, up_scale, smooth)
-    cast = Cast(amax, scale, dtype, granularity, power_of_two, row, col)
-    largest = amax_bits(grad) if scale is not None else amax_bits(grad, 0)
-    cols = grad.shape[1]
+    inputs, (gate_first, *how) = BackwardInputs(*args[:NUM_INPUTS]), args[NUM_INPUTS:]
+    grad, cast = inputs.grad, Cast(*how)
+    given = cast.scale is not None
+    largest = amax_bits(grad) if given else amax_bits(grad, 0)
     # A block that had a part of both would be a matter of two tiles.
-    whole = granularity == "tensorwise" or cols % BLOCK == 0
-    if whole and is_fused(cast, grad, gate, up):
-        made = _cast(inputs, out_dtype, gate_first, cast, largest)
+    whole = cast.granularity == "tensorwise" or grad.shape[1] % BLOCK == 0
+    if whole and is_fused(cast, grad, inputs.gate, inputs.up):
+        made = _cast(inputs, gate_first, cast, largest)
     else:
-        taken = None if scale is None else largest
-        made = cast.unfused(_plain(inputs, out_dtype, gate_first, taken))
+        made = cast.unfused(_plain(inputs, gate_first, largest if given else None))
     return (*made, largest.view(torch.float32))
 
 
-def gate_up_backward_quantize_delayed(grad: Tensor, *inputs_and_how: Any) -> tuple[Tensor, ...]:
+def gate_up_backward_quantize_delayed(*args: Any) -> tuple[Tensor, ...]:
     """See `torch_fp8.gate_up.gate_up_backward_quantize_delayed`."""
-    *operands, out_dtype, gate_first = inputs_and_how[:7]
-    inputs: Inputs = (grad, *operands)
-    cast = Cast.delayed(*inputs_and_how[7:])
-    if is_fused(cast, grad, operands[0], operands[2]):
+    inputs, (gate_first, *how) = BackwardInputs(*args[:NUM_INPUTS]), args[NUM_INPUTS:]
+    grad, cast = inputs.grad, Cast.delayed(*how)
+    if is_fused(cast, grad, inputs.gate, inputs.up):
         largest = grad.new_empty((), dtype=torch.int32)
-        q, s, qt, _ = _cast(inputs, out_dtype, gate_first, cast, largest)
+        q, s, qt, _ = _cast(inputs, gate_first, cast, largest)
         return q, s, qt, largest.view(torch.float32)
     largest = amax_bits(grad)
-    both = _plain(inputs, out_dtype, gate_first, largest)
+    both = _plain(inputs, gate_first, largest)
     amax = largest.view(torch.float32)
     cast = cast.known(amax)
     q, _, qt, _ = cast.unfused(both)
@@ -97,26 +64,20 @@ def gate_up_backward_quantize_delayed(grad: Tensor, *inputs_and_how: Any) -> tup
     return q, cast.scale, qt, amax
 
 
-def _cast(
-    inputs: Inputs, out_dtype: torch.dtype, gate_first: bool, cast: Cast, largest: Tensor
-) -> Layouts:
+def _cast(inputs: BackwardInputs, gate_first: bool, cast: Cast, largest: Tensor) -> Layouts:
     """The gradient (R, 2 C) in FP8, and its amax where that is taken; see `cast_gradients`."""
-    grad = inputs[0]
-    made = cast.outputs(grad, 2 * grad.shape[1])
+    made = cast.outputs(inputs.grad, 2 * inputs.grad.shape[1])
     halves = [_halves(t, dim, gate_first) for t, dim in zip(made, (1, 1, 0, 0), strict=True)]
     dgate, dup = zip(*halves, strict=True)
-    cast_gradients(inputs, out_dtype, cast, (*dgate, *dup), largest, joined=True)
+    cast_gradients(inputs, cast, (*dgate, *dup), largest, joined=True)
     return made
 
 
-def _plain(
-    inputs: Inputs, out_dtype: torch.dtype, gate_first: bool, largest: Tensor | None
-) -> Tensor:
-    """The gradient (R, 2 C) of `out_dtype`, and its amax."""
-    grad = inputs[0]
-    rows, cols = grad.shape
-    both = grad.new_empty((rows, 2 * cols), dtype=out_dtype)
-    store_gradients(inputs, out_dtype, *_halves(both, 1, gate_first), largest, joined=True)
+def _plain(inputs: BackwardInputs, gate_first: bool, largest: Tensor | None) -> Tensor:
+    """The gradient (R, 2 C) of `inputs.out_dtype`, and its amax."""
+    rows, cols = inputs.grad.shape
+    both = inputs.grad.new_empty((rows, 2 * cols), dtype=inputs.out_dtype)
+    store_gradients(inputs, *_halves(both, 1, gate_first), largest, joined=True)
     return both
 
 

@@ -20,47 +20,35 @@ from torch_fp8.kernels.swiglu_backward_tiles import (
     swiglu_backward_cast_kernel,
     swiglu_backward_kernel,
 )
+from torch_fp8.swiglu_inputs import NUM_INPUTS, BackwardInputs
 
 
-def swiglu_backward(
-    grad: Tensor,
-    gate: Tensor,
-    gate_scale: Tensor | None,
-    up: Tensor,
-    up_scale: Tensor | None,
-    smooth: Tensor | None,
-    out_dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:
+def swiglu_backward(*args: Any) -> tuple[Tensor, Tensor]:
     """See `torch_fp8.swiglu_backward.swiglu_backward`."""
-    dgate = grad.new_empty(grad.shape, dtype=out_dtype)
-    dup = grad.new_empty(grad.shape, dtype=out_dtype)
-    inputs = (grad, gate, gate_scale, up, up_scale, smooth)
-    store_gradients(inputs, out_dtype, dgate, dup, None)
+    inputs = BackwardInputs(*args)
+    dgate, dup = _room(inputs), _room(inputs)
+    store_gradients(inputs, dgate, dup, None)
     return dgate, dup
 
 
-def swiglu_backward_amax(
-    grad: Tensor,
-    gate: Tensor,
-    gate_scale: Tensor | None,
-    up: Tensor,
-    up_scale: Tensor | None,
-    smooth: Tensor | None,
-    out_dtype: torch.dtype,
-) -> Tensor:
+def swiglu_backward_amax(*args: Any) -> Tensor:
     """See `torch_fp8.swiglu_backward.swiglu_backward_amax`."""
-    largest = amax_bits(grad, 2)
-    inputs = (grad, gate, gate_scale, up, up_scale, smooth)
-    store_gradients(inputs, out_dtype, None, None, largest)
+    inputs = BackwardInputs(*args)
+    largest = amax_bits(inputs.grad, 2)
+    store_gradients(inputs, None, None, largest)
     return largest.view(torch.float32)
 
 
-Inputs = tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor | None, Tensor | None]
+def _room(inputs: BackwardInputs) -> Tensor:
+    """For dgate or dup."""
+    return inputs.grad.new_empty(inputs.grad.shape, dtype=inputs.out_dtype)
 
 
-def _operands(inputs: Inputs, unused: Tensor) -> tuple[list[Tensor], list[int], dict[str, bool]]:
+def _operands(
+    inputs: BackwardInputs, unused: Tensor
+) -> tuple[list[Tensor], list[int], dict[str, object]]:
     """Pointers, strides and flags of what backward reads, in the order of its kernels."""
-    grad, gate, gate_scale, up, up_scale, smooth = inputs
+    grad, gate, gate_scale, up, up_scale, smooth, out_dtype = inputs
     pointers, strides = [grad], [*grad.stride()]
     for x, scale in ((gate, gate_scale), (up, up_scale)):
         pointers += [x, unused] if scale is None else [payload(x), scale]
@@ -68,6 +56,7 @@ def _operands(inputs: Inputs, unused: Tensor) -> tuple[list[Tensor], list[int], 
     pointers.append(unused if smooth is None else smooth)
     strides.append(0 if smooth is None else smooth.stride(0))
     flags = {
+        "OUT": TYPES[out_dtype],
         "SMOOTH": smooth is not None,
         "GATE_SAVED": gate_scale is not None,
         "UP_SAVED": up_scale is not None,
@@ -76,8 +65,7 @@ def _operands(inputs: Inputs, unused: Tensor) -> tuple[list[Tensor], list[int], 
 
 
 def store_gradients(
-    inputs: Inputs,
-    out_dtype: torch.dtype,
+    inputs: BackwardInputs,
     dgate: Tensor | None,
     dup: Tensor | None,
     largest: Tensor | None,
@@ -89,7 +77,7 @@ def store_gradients(
         dgate, dup: (R, C) contiguous, or, `joined`, the halves of the rows of a matrix.
         largest: int32 bits, two, or `joined` one.
     """
-    grad = inputs[0]
+    grad = inputs.grad
     rows, cols = grad.shape
     if not grad.numel():
         return
@@ -104,7 +92,6 @@ def store_gradients(
             *strides,
             rows,
             cols,
-            OUT=TYPES[out_dtype],
             **flags,
             JOINED=joined,
             STORE=dgate is not None,
@@ -116,54 +103,38 @@ def store_gradients(
         )
 
 
-def swiglu_backward_quantize(
-    grad: Tensor,
-    gate: Tensor,
-    gate_scale: Tensor | None,
-    up: Tensor,
-    up_scale: Tensor | None,
-    smooth: Tensor | None,
-    out_dtype: torch.dtype,
-    amax: Tensor | None,
-    scale: Tensor | None,
-    dtype: torch.dtype,
-    granularity: str,
-    power_of_two: bool,
-    row: bool,
-    col: bool,
-) -> tuple[Tensor, ...]:
+def swiglu_backward_quantize(*args: Any) -> tuple[Tensor, ...]:
     """See `torch_fp8.swiglu_backward.swiglu_backward_quantize`."""
-    inputs: Inputs = (grad, gate, gate_scale, up, up_scale, smooth)
-    cast = Cast(amax, scale, dtype, granularity, power_of_two, row, col)
-    largest = amax_bits(grad, 0 if scale is None else 2)
-    if not is_fused(cast, grad, gate, up):
-        dgate, dup = (grad.new_empty(grad.shape, dtype=out_dtype) for _ in range(2))
-        store_gradients(inputs, out_dtype, dgate, dup, None if scale is None else largest)
+    inputs, cast = BackwardInputs(*args[:NUM_INPUTS]), Cast(*args[NUM_INPUTS:])
+    grad = inputs.grad
+    largest = amax_bits(grad, 0 if cast.scale is None else 2)
+    if not is_fused(cast, grad, inputs.gate, inputs.up):
+        dgate, dup = _room(inputs), _room(inputs)
+        store_gradients(inputs, dgate, dup, None if cast.scale is None else largest)
         made = (*cast.part(0).unfused(dgate), *cast.part(1).unfused(dup))
         return (*made, largest.view(torch.float32))
     made = (*cast.outputs(grad), *cast.outputs(grad))
-    cast_gradients(inputs, out_dtype, cast, made, largest)
+    cast_gradients(inputs, cast, made, largest)
     return (*made, largest.view(torch.float32))
 
 
-def swiglu_backward_quantize_delayed(grad: Tensor, *inputs_and_how: Any) -> tuple[Tensor, ...]:
+def swiglu_backward_quantize_delayed(*args: Any) -> tuple[Tensor, ...]:
     """See `torch_fp8.swiglu_backward.swiglu_backward_quantize_delayed`."""
-    *operands, out_dtype, up_amaxes, up_progress = inputs_and_how[:8]
-    inputs: Inputs = (grad, *operands)
-    cast = Cast.delayed(*inputs_and_how[8:])
+    inputs, (up_amaxes, up_progress, *how) = BackwardInputs(*args[:NUM_INPUTS]), args[NUM_INPUTS:]
+    grad, cast = inputs.grad, Cast.delayed(*how)
     assert cast.past is not None
     of_up = cast._replace(past=cast.past._replace(amaxes=up_amaxes, progress=up_progress))
-    if is_fused(cast, grad, operands[0], operands[2]):
+    if is_fused(cast, grad, inputs.gate, inputs.up):
         largest = grad.new_empty(2, dtype=torch.int32)
         made = (*cast.outputs(grad), *cast.outputs(grad))
-        cast_gradients(inputs, out_dtype, cast, made, largest, up_past=of_up.past)
+        cast_gradients(inputs, cast, made, largest, up_past=of_up.past)
         return (*made[:3], *made[4:7], largest.view(torch.float32))
     largest = amax_bits(grad, 2)
-    gradients = [grad.new_empty(grad.shape, dtype=out_dtype) for _ in range(2)]
-    store_gradients(inputs, out_dtype, *gradients, largest)
+    gradients = _room(inputs), _room(inputs)
+    store_gradients(inputs, *gradients, largest)
     amaxes, results = largest.view(torch.float32), []
-    for d, amax, how in zip(gradients, amaxes.unbind(), (cast, of_up), strict=True):
-        known = how.known(amax)
+    for d, amax, how_of_it in zip(gradients, amaxes.unbind(), (cast, of_up), strict=True):
+        known = how_of_it.known(amax)
         q, _, qt, _ = known.unfused(d)
         assert known.scale is not None
         results += [q, known.scale, qt]
@@ -171,8 +142,7 @@ def swiglu_backward_quantize_delayed(grad: Tensor, *inputs_and_how: Any) -> tupl
 
 
 def cast_gradients(
-    inputs: Inputs,
-    out_dtype: torch.dtype,
+    inputs: BackwardInputs,
     cast: Cast,
     made: Sequence[Tensor],
     largest: Tensor,
@@ -186,7 +156,7 @@ def cast_gradients(
         largest: as of `store_gradients`.
         up_past: where the delayed scale of dup comes from; None: where that of dgate does.
     """
-    grad = inputs[0]
+    grad = inputs.grad
     rows, cols = grad.shape
     pointers, strides, flags = _operands(inputs, grad)
     source = cast.source(made[1])
@@ -207,7 +177,6 @@ def cast_gradients(
             source.stride(0) if source.ndim == 1 else 0,
             rows,
             cols,
-            OUT=TYPES[out_dtype],
             **flags,
             JOINED=joined,
             AMAX=cast.scale is not None,

@@ -12,6 +12,7 @@ import torch
 
 from torch_fp8 import gate_up, producer_cast, rms_norm, swiglu, swiglu_backward
 from torch_fp8.scaling import tensor_amax
+from torch_fp8.swiglu_inputs import BackwardInputs
 
 pytestmark = pytest.mark.gpu
 
@@ -165,15 +166,15 @@ def test_swiglu_backward_and_its_casts(shape, smooth, saved):
     gate, up, grad = (matrix(shape, BF16, seed=i) for i in range(3))
     factor = torch.rand(shape[1]) + 0.25 if smooth else None
     inputs = swiglu.swiglu_save(gate, up, None)[:4] if saved else (gate, None, up, None)
-    arguments = (grad, *inputs, factor, BF16)
-    on_card = [t.cuda() if isinstance(t, torch.Tensor) else t for t in arguments]
-    gradients = swiglu_backward.swiglu_backward(*on_card)
-    for got, want in zip(gradients, swiglu_backward.swiglu_backward(*arguments), strict=True):
+    arguments = BackwardInputs(grad, *inputs, factor, BF16)
+    on_card = BackwardInputs(*(t.cuda() if isinstance(t, torch.Tensor) else t for t in arguments))
+    gradients = swiglu_backward.swiglu_backward(on_card)
+    for got, want in zip(gradients, swiglu_backward.swiglu_backward(arguments), strict=True):
         assert_near(got, want)
-    amax = swiglu_backward.swiglu_backward_amax(*on_card)
+    amax = swiglu_backward.swiglu_backward_amax(on_card)
     assert_same(amax, torch.stack([tensor_amax(d) for d in gradients]))
     for cast in casts(amax):
-        *made, taken = swiglu_backward.swiglu_backward_quantize(*on_card, *cast)
+        *made, taken = swiglu_backward.swiglu_backward_quantize(on_card, *cast)
         for i, d in enumerate(gradients):
             of_one = [None if t is None else t[i] for t in cast[:2]]
             want = producer_cast.cast_result(d, *of_one, *cast[2:])
@@ -189,14 +190,14 @@ def test_one_gradient_of_gate_and_up_and_its_casts(shape, gate_first):
     gate, up = gate_up.halves(both, gate_first)
     inputs = swiglu.swiglu_save(gate, up, None)[:4]
     arguments = (matrix(shape, BF16, seed=2), *inputs, torch.rand(shape[1]) + 0.25, BF16)
-    on_card = [t.cuda() if isinstance(t, torch.Tensor) else t for t in arguments]
-    made = gate_up.gate_up_backward(*on_card, gate_first)
-    dgate, dup = swiglu_backward.swiglu_backward(*on_card)
+    on_card = BackwardInputs(*(t.cuda() if isinstance(t, torch.Tensor) else t for t in arguments))
+    made = gate_up.gate_up_backward(on_card, gate_first)
+    dgate, dup = swiglu_backward.swiglu_backward(on_card)
     assert_same(made, torch.cat([dgate, dup] if gate_first else [dup, dgate], 1))
-    amax = gate_up.gate_up_backward_amax(*on_card)
+    amax = gate_up.gate_up_backward_amax(on_card)
     assert_same(amax, tensor_amax(made))
     for cast in casts(amax):
-        *layouts, taken = gate_up.gate_up_backward_quantize(*on_card, gate_first, *cast)
+        *layouts, taken = gate_up.gate_up_backward_quantize(on_card, gate_first, *cast)
         for got, expected in zip(layouts, producer_cast.cast_result(made, *cast), strict=True):
             assert_same(got, expected)
         assert_same(taken, amax if cast[1] is not None else amax.new_empty(0))
@@ -233,19 +234,19 @@ def test_delayed_casts(shape, kind, filled):
         made = rms_norm.rms_norm_quantize_delayed(x, weight, EPS, 0.0, BF16, how, True)
         y = rms_norm.rms_norm(x, weight, made[3], 0.0, BF16)  # its sums have an order of their own
         assert_delayed((*made[:3], made[6]), y, how)
-    h, inputs = swiglu.swiglu(x, up, None), (grad, x, None, up, None, None, BF16)
+    h, inputs = swiglu.swiglu(x, up, None), BackwardInputs(grad, x, None, up, None, None, BF16)
     for how in delayed(h, filled):
         made = swiglu.swiglu_quantize_delayed(x, up, None, how, True)
         assert_delayed((*made[:3], made[7]), h, how)
-    gradients = swiglu_backward.swiglu_backward(*inputs)
+    gradients = swiglu_backward.swiglu_backward(inputs)
     casts_of_both = zip(delayed(gradients[0], filled), delayed(gradients[1], True), strict=True)
     for pair in casts_of_both:
-        made = swiglu_backward.swiglu_backward_quantize_delayed(*inputs, *pair)
+        made = swiglu_backward.swiglu_backward_quantize_delayed(inputs, *pair)
         for i, (d, how) in enumerate(zip(gradients, pair, strict=True)):
             assert_delayed((*made[3 * i : 3 * i + 3], made[6][i]), d, how)
-    both = gate_up.gate_up_backward(*inputs, True)
+    both = gate_up.gate_up_backward(inputs, True)
     for how in delayed(both, filled):
-        made = gate_up.gate_up_backward_quantize_delayed(*inputs, True, how)
+        made = gate_up.gate_up_backward_quantize_delayed(inputs, True, how)
         assert_delayed(made, both, how)
 
 
