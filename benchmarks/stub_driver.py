@@ -120,7 +120,7 @@ def stub_driver() -> Iterator[Counts]:
 @contextlib.contextmanager
 def references() -> Iterator[None]:
     """Around a conversion, which finds norms by their results: here they are computed."""
-    norms = importlib.import_module("torch_fp8.float8_rms_norm")
+    norms = importlib.import_module("torch_fp8.rms_norm_form")
     operators = importlib.import_module("torch_fp8.rms_norm")
     with contextlib.ExitStack() as stack:
         for name in ("rms_norm", "rms_norm_statistics"):

@@ -42,6 +42,7 @@ ROOMS = [
     {
         "gemm",
         "gate_up",
+        "rms_norm_form",
         "bias_gradient",
         "produced_activation",
         "weight_cache",
