@@ -5,6 +5,8 @@ each tile stores the sums of its 128 rows, a hundredth of the bytes of g, and on
 these up, in an order that the shape alone decides.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -39,72 +41,39 @@ def quantize_layouts_and_sum(
     return (*as_layouts(made, spec, scale, row, col), sums)
 
 
-def quantize_2d_sum_reference(
-    x: Tensor,
-    scale: Tensor | None,
-    dtype: torch.dtype,
-    granularity: str,
-    power_of_two: bool,
-    row: bool,
-    col: bool,
-    sum_dtype: torch.dtype,
-) -> Outputs:
+def quantize_2d_sum_reference(x: Tensor, *how: Any) -> Outputs:
     """The reference of ``torch_fp8::quantize_2d_sum``: `quantize_2d_reference`, and ``x.sum(0)``.
 
     The kernel adds in another order.
+
+    Args:
+        how: as `quantize_2d_reference` without an amax, and last the dtype of the sums.
     """
-    made = quantize_2d_reference(x, scale, dtype, granularity, power_of_two, row, col)
-    return (*made, x.sum(0, dtype=torch.float32).to(sum_dtype))
+    *cast, sum_dtype = how
+    return (*quantize_2d_reference(x, *cast), x.sum(0, dtype=torch.float32).to(sum_dtype))
 
 
-def _quantize_2d_sum_cpu(
-    x: Tensor,
-    scale: Tensor | None,
-    dtype: torch.dtype,
-    granularity: str,
-    power_of_two: bool,
-    row: bool,
-    col: bool,
-    sum_dtype: torch.dtype,
-) -> Outputs:
-    *made, sums = quantize_2d_sum_reference(
-        x, scale, dtype, granularity, power_of_two, row, col, sum_dtype
-    )
+def _quantize_2d_sum_cpu(x: Tensor, *how: Any) -> Outputs:
+    granularity = how[2]
+    *made, sums = quantize_2d_sum_reference(x, *how)
     return (*laid_out(made, granularity), sums)
 
 
-def _quantize_2d_sum_cuda(
-    x: Tensor,
-    scale: Tensor | None,
-    dtype: torch.dtype,
-    granularity: str,
-    power_of_two: bool,
-    row: bool,
-    col: bool,
-    sum_dtype: torch.dtype,
-) -> Outputs:
+def _quantize_2d_sum_cuda(x: Tensor, *how: Any) -> Outputs:
     if emulates_casts(x.device):
-        return _quantize_2d_sum_cpu(x, scale, dtype, granularity, power_of_two, row, col, sum_dtype)
+        return _quantize_2d_sum_cpu(x, *how)
     from torch_fp8.kernels.quantize import quantize_2d
     from torch_fp8.kernels.sums import TileSums
 
+    scale, dtype, granularity, power_of_two, row, col, sum_dtype = how
     sums = TileSums()
-    made = quantize_2d(x, scale, dtype, granularity, power_of_two, row, col, None, sums)
+    made = quantize_2d(x, scale, dtype, granularity, power_of_two, row, col, sums=sums)
     return (*as_outputs(x, made, scale, dtype, granularity), sums.total(x, sum_dtype))
 
 
-def _quantize_2d_sum_fake(
-    x: Tensor,
-    scale: Tensor | None,
-    dtype: torch.dtype,
-    granularity: str,
-    power_of_two: bool,
-    row: bool,
-    col: bool,
-    sum_dtype: torch.dtype,
-) -> Outputs:
-    made = quantize_2d_fake(x, scale, dtype, granularity, power_of_two, row, col)
-    return (*made, x.new_empty(x.shape[1], dtype=sum_dtype))
+def _quantize_2d_sum_fake(x: Tensor, *how: Any) -> Outputs:
+    *cast, sum_dtype = how
+    return (*quantize_2d_fake(x, *cast), x.new_empty(x.shape[1], dtype=sum_dtype))
 
 
 define(

@@ -42,25 +42,6 @@ _VIEWS = (_aten.view.default, _aten._unsafe_view.default)
 Layouts = tuple[QuantizedTensor | None, QuantizedTensor | None]
 
 
-def to_layouts(
-    made: Sequence[Tensor], spec: CastSpec, scale: Tensor | None, row: bool, col: bool
-) -> Layouts:
-    """What an operator that casts returns, ``(qdata, scale, qdata_t, scale_t)``, as two payloads.
-
-    Args:
-        made: see ``torch_fp8::quantize_2d``.
-        spec, row, col: what was asked for.
-        scale: that was given, or None.
-    """
-    qdata, scale_row, qdata_t, scale_col = made
-    if spec.granularity == "tensorwise":
-        scale_row = scale_col = scale_row if scale is None else scale
-    return (
-        QuantizedTensor(qdata, scale_row, spec.granularity) if row else None,
-        QuantizedTensor(qdata_t, scale_col, spec.granularity) if col else None,
-    )
-
-
 def delayed_layouts(made: Sequence[Tensor], how: DelayedCast) -> Layouts:
     """What an operator that casts as told returns, ``(q, scale, qt)`` first, as two payloads."""
     q, scale, qt = made[:3]

@@ -109,6 +109,12 @@ def quantize_layouts(
 def as_layouts(
     made: Sequence[Any], spec: CastSpec, scale: Tensor | None, row: bool, col: bool
 ) -> tuple[QuantizedTensor | None, QuantizedTensor | None]:
+    """What an operator that casts returns, ``(qdata, scale, qdata_t, scale_t)``, as two payloads.
+
+    Args:
+        made: see ``torch_fp8::quantize_2d``.
+        spec, scale, row, col: what was asked for.
+    """
     qdata, scales, qdata_t, scales_t = made
     if scale is not None:
         scales = scale

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from torch_fp8.operators import operators
 from torch_fp8.producer_cast import (
+    CAST_ARGUMENTS,
     DELAYED_ARGUMENTS,
     DelayedCast,
     Layouts,
@@ -366,8 +367,7 @@ for _schema, _reference, _fake in (
     ),
     (
         "rms_norm_quantize(Tensor x, Tensor weight, Tensor rstd, float offset, "
-        "ScalarType out_dtype, Tensor? amax, Tensor? scale, ScalarType dtype, str granularity, "
-        "bool power_of_two, bool row, bool col) -> (Tensor, Tensor, Tensor, Tensor)",
+        f"ScalarType out_dtype, {CAST_ARGUMENTS}) -> (Tensor, Tensor, Tensor, Tensor)",
         rms_norm_quantize_reference,
         _quantize_fake,
     ),

@@ -105,26 +105,6 @@ def quantize_2d(
     raise ValueError(f"unknown granularity {granularity!r}")
 
 
-def quantize_2d_sum(
-    x: Tensor,
-    scale: Tensor | None,
-    dtype: torch.dtype,
-    granularity: str,
-    power_of_two: bool,
-    row: bool,
-    col: bool,
-    sum_dtype: torch.dtype,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor]:
-    """As `quantize_2d`, and (C,) sums over the rows of x: float32, rounded once to `sum_dtype`.
-
-    Where x is cast in tiles, the read is the same; a cast by row alone has no tiles.
-    """
-    sums = TileSums(axis=0)
-    made = quantize_2d(x, scale, dtype, granularity, power_of_two, row, col, None, sums)
-    with torch.cuda.device_of(x):
-        return (*made, sums.total(x, sum_dtype))
-
-
 def _tensorwise(
     x: Tensor,
     scale: Tensor | None,
