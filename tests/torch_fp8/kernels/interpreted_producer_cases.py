@@ -115,22 +115,23 @@ def matrices():
     yield "tails, float32", spread(272, 48, generator)
     yield "float16", spread(32, 160, generator).half()
     yield "odd", spread(37, 131, generator).bfloat16()
-    yield "127", spread(127, 127, generator).bfloat16()
-    yield "129", spread(129, 129, generator).bfloat16()
+    yield "129 x 127", spread(129, 127, generator).bfloat16()
     yield "one row", spread(1, 160, generator).bfloat16()
     yield "one column", spread(48, 1, generator).bfloat16()
     yield "one element", spread(1, 1, generator)
     yield "no rows", torch.zeros(0, 48)
     yield "no columns", torch.zeros(48, 0)
     yield "transposed", spread(160, 48, generator).bfloat16().t()
-    yield "sliced", big[::2, 16:176].bfloat16()[:144]
+    yield "sliced", big[::2, 16:176].bfloat16()[:48]
     yield "no unit stride", big[:48, ::3].bfloat16()
     zeros = spread(32, 144, generator)
     zeros[:, 20:60], zeros[3] = 0, -0.0
     yield "zeros", zeros.bfloat16()
-    for name, value in (("inf", float("inf")), ("-inf", -float("inf")), ("nan", float("nan"))):
+    inf = float("inf")
+    for name, values in (("inf", (inf, -inf)), ("nan", (float("nan"),))):
         x = spread(48, 176, generator)
-        x[3, 140] = value
+        for i, value in enumerate(values):
+            x[3 + i, 140 - 20 * i] = value
         yield name, x.bfloat16()
 
 
@@ -207,10 +208,7 @@ def pasts(more):
     """Name and history of every delayed cast; one of them longer than a chunk."""
     choices = [(filled, E4M3, "max", 0, True, True) for filled in (True, False)]
     if more:
-        choices += [
-            (filled, E5M2, "most_recent", 2, row, not row, 1500)
-            for filled, row in itertools.product((True, False), repeat=2)
-        ]
+        choices += [(f, E5M2, "most_recent", 2, f, not f, 1500) for f in (True, False)]
     for choice in choices:
         yield f"delayed {choice}", Past(*choice)
 
@@ -227,7 +225,8 @@ def compare(name, got, want, parts=LAYOUTS):
         yield f"{name} {part}", differs(g, w)
 
 
-def norm_forward(x, offset, more=False):
+def norm_statistics(x, offset):
+    """Those, and the result."""
     weight, out = columns(x.shape[1]), x.dtype
     arguments = (x, weight, EPS, offset, out)
     want = rms_norm.rms_norm_statistics_reference(*arguments, True)
@@ -246,7 +245,14 @@ def norm_forward(x, offset, more=False):
     y = norm_kernels.rms_norm(x, weight, rstd, offset, out)
     yield "y", differs(y, rms_norm.rms_norm_reference(x, weight, rstd, offset, out))
     yield "amax of y", differs(got[1], tensor_amax(y))
-    for name, cast in casts(got[1], more):
+
+
+def norm_casts(x, offset, more=False):
+    weight, out = columns(x.shape[1]), x.dtype
+    rstd, *_ = rms_norm.rms_norm_statistics_reference(x, weight, EPS, offset, out, False)
+    rstd = torch.stack([rstd, rstd], 1)[:, 1]
+    y = rms_norm.rms_norm_reference(x, weight, rstd, offset, out)
+    for name, cast in casts(tensor_amax(y), more):
         made = norm_kernels.rms_norm_quantize(x, weight, rstd, offset, out, *cast)
         yield from compare(name, made, producer_cast.cast_result(y, *cast))
 
@@ -308,15 +314,19 @@ def swiglu_forward(gate, smooth, more=False):
     *nothing, amax = swiglu_kernels.swiglu_save(gate, up, factor, False)
     yield from compare("save=False", [amax], [want[4]], ("amax",))
     yield "nothing saved", sum(t.numel() for t in nothing)
-    for (name, cast), save in itertools.product(
-        casts(want[4], more), (True, False) if more else (True,)
-    ):
+    every = [(*cast, True) for cast in casts(want[4], more)]
+    if more:  # fused and not
+        some = [c for c in casts(want[4], True) if c[1][3] in ("tensorwise", "rowwise")]
+        every += [(*cast, False) for cast in some]
+    for name, cast, save in every:
         made = swiglu_kernels.swiglu_quantize(gate, up, factor, *cast, save)
         saved = (*producer_cast.save_input(gate, save), *producer_cast.save_input(up, save))
         amax = torch.empty(0) if cast[1] is None else want[4]
         expected = (*producer_cast.cast_result(h, *cast), *saved, amax)
         yield from compare(f"{name} {save=}", made, expected, LAYOUTS + parts)
-    for (name, past), save in itertools.product(pasts(more), (True, False) if more else (True,)):
+    every = [(*past, True) for past in pasts(more)]
+    every += [(*past, False) for past in pasts(False) if more]
+    for name, past, save in every:
         made = swiglu_kernels.swiglu_quantize_delayed(gate, up, factor, *past.how, save)
         saved = (*producer_cast.save_input(gate, save), *producer_cast.save_input(up, save))
         yield from compare(f"{name} {save=}", made[3:7], saved, SAVED_PARTS)
@@ -341,7 +351,8 @@ def swiglu_backward(gate, smooth, more=False):
             yield f"{what} {name}", far(d, want, 512)
         amax = torch.stack([tensor_amax(d) for d in gradients])
         yield f"{what} amax", differs(backward_kernels.swiglu_backward_amax(*arguments), amax)
-        for name, cast in casts(amax, more):
+        every = more and what == "saved"  # what is read and how it is cast are two things
+        for name, cast in casts(amax, every):
             made = backward_kernels.swiglu_backward_quantize(*arguments, *cast)
             for i, d in enumerate(gradients):
                 of_one = [None if t is None else t[i] for t in cast[:2]]
@@ -349,15 +360,17 @@ def swiglu_backward(gate, smooth, more=False):
                 yield from compare(f"{what} {name} {i}", made[4 * i : 4 * i + 4], want)
             taken = torch.empty(0) if cast[1] is None else amax
             yield f"{what} {name} amax", differs(made[8], taken)
-        for (name, past), (_, of_up) in zip(pasts(more), reversed([*pasts(more)]), strict=True):
+        others = [past for _, past in pasts(every)]
+        for i, (name, past) in enumerate(pasts(every)):
+            of_up = others[i ^ 1]  # as long, and empty where the first is not
             other = past.how._replace(amaxes=of_up.how.amaxes, progress=of_up.how.progress)
-            of_up.how = other  # another history, often empty where the first is not
+            of_up.how = other
             made = backward_kernels.swiglu_backward_quantize_delayed(
                 *arguments, *other[:2], *past.how
             )
-            for i, (d, its) in enumerate(zip(gradients, (past, of_up), strict=True)):
-                part = (*made[3 * i : 3 * i + 3], made[6][i])
-                yield from compare_delayed(f"{what} {name} {i}", part, d, its)
+            for j, (d, its) in enumerate(zip(gradients, (past, of_up), strict=True)):
+                part = (*made[3 * j : 3 * j + 3], made[6][j])
+                yield from compare_delayed(f"{what} {name} {j}", part, d, its)
 
 
 def gate_up_backward(x, gate_first, more=False):
@@ -379,12 +392,13 @@ def gate_up_backward(x, gate_first, more=False):
         yield f"{what} gradient", differs(made, want)
         amax = tensor_amax(want)
         yield f"{what} amax", differs(gate_up_kernels.gate_up_backward_amax(*arguments), amax)
-        for name, cast in casts(amax, more):
+        every = more and what == "saved"
+        for name, cast in casts(amax, every):
             *made, taken = gate_up_kernels.gate_up_backward_quantize(*arguments, gate_first, *cast)
             yield from compare(f"{what} {name}", made, producer_cast.cast_result(want, *cast))
             expected = torch.empty(0) if cast[1] is None else amax
             yield f"{what} {name} amax", differs(taken, expected)
-        for name, past in pasts(more):
+        for name, past in pasts(every):
             made = gate_up_kernels.gate_up_backward_quantize_delayed(
                 *arguments, gate_first, *past.how
             )
@@ -394,12 +408,14 @@ def gate_up_backward(x, gate_first, more=False):
 def results():
     for name, x in matrices():
         more = name == "tails"
-        yield f"norm, {name}", named(norm_forward(x, 1.0, more))
+        yield f"norm, {name}", named(norm_statistics(x, 1.0))
+        yield f"norm casts, {name}", named(norm_casts(x, 1.0, more))
         yield f"swiglu, {name}", named(swiglu_forward(x, True, more))
         yield f"swiglu backward, {name}", named(swiglu_backward(x, True, more))
-        yield f"gate_up backward, {name}", named(gate_up_backward(x, True, more))
+        yield f"gate_up backward, {name}", named(gate_up_backward(x, True))
         if more:
-            yield "norm without offset", named(norm_forward(x, 0.0))
+            yield "norm without offset", named(norm_statistics(x, 0.0))
+            yield "norm casts without offset", named(norm_casts(x, 0.0))
             yield "swiglu, not smooth", named(swiglu_forward(x, False))
             yield "swiglu backward, not smooth", named(swiglu_backward(x, False))
         yield f"norm backward, {name}", named(norm_backward(x, 1.0))
@@ -411,10 +427,10 @@ def results():
     generator = torch.Generator().manual_seed(4)
     x = spread(144, 256, generator).bfloat16()
     yield "gate_up backward, whole tiles", named(gate_up_backward(x, True, True))
-    yield "gate_up backward, up first", named(gate_up_backward(x, False, True))
+    yield "gate_up backward, up first", named(gate_up_backward(x, False))
     for cols in (4112, 16500):
         x = spread(3, cols, generator).bfloat16()
-        yield f"norm, {cols} columns", named(norm_forward(x, 0.0))
+        yield f"norm, {cols} columns", named(norm_statistics(x, 0.0))
     for rows, cols in ((9, 8208), (1060, 16), (5, 2100)):
         x = spread(rows, cols, generator)
         yield f"norm backward, {rows} x {cols}", named(norm_backward(x, 0.0))
