@@ -1,6 +1,7 @@
-"""Hugging Face's own decoder layers: what is converted, what it keeps for backward, compilation."""
+"""Hugging Face's own decoder layers: what is converted, and what it keeps for backward."""
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -140,9 +141,13 @@ def _kept(layer, rotary):
     x = torch.randn(1, TOKENS, HIDDEN, dtype=torch.bfloat16, requires_grad=True)
     angles = rotary(x, torch.arange(TOKENS)[None])
     with count_saved([*layer.parameters(), *angles]) as saved:
-        y = layer(x, position_embeddings=angles)
-    y.sum().backward()
+        layer(x, position_embeddings=angles)
     return saved.total / TOKENS
+
+
+@functools.cache
+def _kept_by_stock(layout):
+    return _kept(*_layer(layout))
 
 
 @pytest.mark.parametrize(
@@ -161,6 +166,5 @@ def _kept(layer, rotary):
 def test_saved_activations_are_at_most_half_of_eager_bf16(layout, options, most):
     """The target is 0.50 with the default; COAT (arXiv 2410.19313, table 3) has 0.59."""
     layer, rotary = _layer(layout)
-    bf16 = _kept(layer, rotary)
     convert_to_float8(layer, FP8Config(**options))
-    assert _kept(layer, rotary) / bf16 <= most
+    assert _kept(layer, rotary) / _kept_by_stock(layout) <= most
