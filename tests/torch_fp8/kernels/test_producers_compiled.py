@@ -29,6 +29,7 @@ DELAYED = (
     (E4M3, "most_recent", True, False),
     (E5M2, "max", False, True),
 )
+FORWARD = (E4M3,)  # E5M2 is for gradients, in all recipes
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 ODD = {
     "odd": torch.empty(1001, 515, dtype=torch.bfloat16),
@@ -42,17 +43,19 @@ ODD = {
 }
 
 
-def casts(*shape):
-    """Arguments of every cast."""
+def casts(*shape, formats=(E4M3, E5M2)):
+    """Arguments of every cast to these formats."""
     for known, *rest in CASTS:
         amax = torch.ones(shape) if known == "amax" else None
-        yield amax, torch.ones(shape) if known == "scale" else None, *rest
+        if rest[0] in formats:
+            yield amax, torch.ones(shape) if known == "scale" else None, *rest
 
 
-def delayed_casts():
+def delayed_casts(formats=(E4M3, E5M2)):
     """Arguments of every cast with delayed scaling."""
     for dtype, algorithm, row, col in DELAYED:
-        yield *history(), dtype, algorithm, 0, row, col
+        if dtype in formats:
+            yield *history(), dtype, algorithm, 0, row, col
 
 
 def history():
@@ -79,7 +82,7 @@ def launch_norms(x):
 def launch_norm_casts(dtype):
     x, weight = torch.empty(8192, 2048, dtype=dtype), torch.empty(2048, dtype=dtype)
     narrow = torch.empty(33792, 512, dtype=dtype)
-    for amax, scale, *cast in casts():
+    for amax, scale, *cast in casts(formats=FORWARD):
         arguments = (torch.empty(8192), 0.0, dtype, amax, scale, *cast)
         rms_norm.rms_norm_quantize(x, weight, *arguments)
         if amax is None:
@@ -87,7 +90,7 @@ def launch_norm_casts(dtype):
             rms_norm.rms_norm_quantize_once(
                 bands, weight[: bands.shape[1]], EPS, 0.0, dtype, scale, *cast, True
             )
-    for how in delayed_casts():
+    for how in delayed_casts(FORWARD):
         for save in (True, False):
             rms_norm.rms_norm_quantize_delayed(x, weight, EPS, 0.0, dtype, *how, save)
 
@@ -107,7 +110,7 @@ def launch_swiglu(x):
 
 def launch_swiglu_casts(dtype):
     x, smooth = torch.empty(2048, 4096, dtype=dtype), torch.empty(4096)
-    for cast in casts():
+    for cast in casts(formats=FORWARD):
         for save in (True, False):
             swiglu.swiglu_quantize(x, x, smooth, *cast, save)
     for cast in casts(2):
@@ -116,9 +119,10 @@ def launch_swiglu_casts(dtype):
     for cast in casts():
         for inputs in ((x, None, x, None), saved(x) * 2):
             gate_up.gate_up_backward_quantize(x, *inputs, smooth, dtype, True, *cast)
-    for how in delayed_casts():
+    for how in delayed_casts(FORWARD):
         for save in (True, False):
             swiglu.swiglu_quantize_delayed(x, x, smooth, *how, save)
+    for how in delayed_casts():
         for inputs in ((x, None, x, None), saved(x) * 2):
             arguments = (x, *inputs, smooth, dtype)
             swiglu_backward.swiglu_backward_quantize_delayed(*arguments, *history(), *how)
