@@ -123,21 +123,12 @@ def swiglu_save_reference(
 
 
 def swiglu_quantize_reference(
-    gate: Tensor,
-    up: Tensor,
-    smooth: Tensor | None,
-    amax: Tensor | None,
-    scale: Tensor | None,
-    dtype: torch.dtype,
-    granularity: str,
-    power_of_two: bool,
-    row: bool,
-    col: bool,
-    save: bool,
+    gate: Tensor, up: Tensor, smooth: Tensor | None, *how: Any
 ) -> tuple[Tensor, ...]:
     """The reference of `swiglu_quantize`."""
+    (amax, scale, *cast), save = how[:-1], how[-1]
     h = swiglu_reference(gate, up, smooth)
-    made = cast_result(h, amax, scale, dtype, granularity, power_of_two, row, col)
+    made = cast_result(h, amax, scale, *cast)
     saved = (*save_input(gate, save), *save_input(up, save))
     return (*made, *saved, no_amax(h) if scale is None else tensor_amax(h))
 
@@ -163,14 +154,9 @@ def _swiglu_fake(gate: Tensor, up: Tensor, smooth: Tensor | None) -> Tensor:
 
 
 def _quantize_fake(
-    gate: Tensor,
-    up: Tensor,
-    smooth: Tensor | None,
-    amax: Tensor | None,
-    scale: Tensor | None,
-    *cast_and_save: Any,
+    gate: Tensor, up: Tensor, smooth: Tensor | None, *how: Any
 ) -> tuple[Tensor, ...]:
-    *cast, save = cast_and_save
+    (amax, scale, *cast), save = how[:-1], how[-1]
     taken = no_amax(gate) if scale is None else gate.new_empty((), dtype=torch.float32)
     saved = (*save_input(gate, save), *save_input(up, save))
     return (*cast_result(gate, amax, scale, *cast), *saved, taken)

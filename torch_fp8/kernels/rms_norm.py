@@ -122,21 +122,10 @@ def rms_norm(
 
 
 def rms_norm_quantize(
-    x: Tensor,
-    weight: Tensor,
-    rstd: Tensor,
-    offset: float,
-    out_dtype: torch.dtype,
-    amax: Tensor | None,
-    scale: Tensor | None,
-    dtype: torch.dtype,
-    granularity: str,
-    power_of_two: bool,
-    row: bool,
-    col: bool,
+    x: Tensor, weight: Tensor, rstd: Tensor, offset: float, out_dtype: torch.dtype, *how: Any
 ) -> Layouts:
     """See `torch_fp8.rms_norm.rms_norm_quantize`."""
-    cast = Cast(amax, scale, dtype, granularity, power_of_two, row, col)
+    cast = Cast(*how)
     if not cast.is_fused(x):
         return cast.unfused(rms_norm(x, weight, rstd, offset, out_dtype))
     rows, cols = x.shape
@@ -168,23 +157,12 @@ def rms_norm_quantize(
 
 
 def rms_norm_quantize_once(
-    x: Tensor,
-    weight: Tensor,
-    eps: float,
-    offset: float,
-    out_dtype: torch.dtype,
-    scale: Tensor | None,
-    dtype: torch.dtype,
-    granularity: str,
-    power_of_two: bool,
-    row: bool,
-    col: bool,
-    save: bool,
+    x: Tensor, weight: Tensor, eps: float, offset: float, out_dtype: torch.dtype, *how: Any
 ) -> tuple[Tensor, ...]:
     """See `torch_fp8.rms_norm.rms_norm_quantize_once`."""
-    cast = Cast(None, scale, dtype, granularity, power_of_two, row, col)
-    given = scale is not None
-    if not cast.is_fused(x) or not bands_fill_the_card(x, granularity):
+    cast, save = Cast(None, *how[:-1]), how[-1]
+    given = cast.scale is not None
+    if not cast.is_fused(x) or not bands_fill_the_card(x, cast.granularity):
         made = rms_norm_statistics(x, weight, eps, offset, out_dtype, save)
         rstd, amax, saved, saved_scale = made
         results = rms_norm_quantize(x, weight, rstd, offset, out_dtype, *cast[:7])

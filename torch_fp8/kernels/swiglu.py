@@ -76,25 +76,16 @@ def swiglu_save(
 
 
 def swiglu_quantize(
-    gate: Tensor,
-    up: Tensor,
-    smooth: Tensor | None,
-    amax: Tensor | None,
-    scale: Tensor | None,
-    dtype: torch.dtype,
-    granularity: str,
-    power_of_two: bool,
-    row: bool,
-    col: bool,
-    save: bool,
+    gate: Tensor, up: Tensor, smooth: Tensor | None, *how: Any
 ) -> tuple[Tensor, ...]:
     """See `torch_fp8.swiglu.swiglu_quantize`."""
-    cast = Cast(amax, scale, dtype, granularity, power_of_two, row, col)
+    cast, save = Cast(*how[:-1]), how[-1]
+    given = cast.scale is not None
     if is_fused(cast, gate, up):
-        return _cast(gate, up, smooth, cast, save=save, amax=scale is not None)
+        return _cast(gate, up, smooth, cast, save=save, amax=given)
     made = cast.unfused(swiglu(gate, up, smooth))
     saved = (*save_unfused(gate, save), *save_unfused(up, save))
-    if scale is None:
+    if not given:
         return (*made, *saved, gate.new_empty(0, dtype=torch.float32))
     return (*made, *saved, _cast(gate, up, smooth, None, save=False, amax=True)[8])
 

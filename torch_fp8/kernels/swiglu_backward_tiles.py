@@ -171,7 +171,7 @@ def swiglu_backward_cast_kernel(
     UP_SAVED: tl.constexpr,
     JOINED: tl.constexpr,  # as above; with a scale per group it is to divide a half
     AMAX: tl.constexpr,
-    SCALE: tl.constexpr,  # as above
+    SCALE: tl.constexpr,  # as of `swiglu_cast_kernel`
     GROUP: tl.constexpr,
     E5M2: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
