@@ -20,7 +20,7 @@ HISTORIES = {
     "long": (1500, "max", 0),
 }
 ALL_INPUTS = ("short",)
-FEW = ("odd shape", "tails", "transposed", "zeros", "nan", "inf")
+FEW = ("odd shape", "zeros", "nan", "inf")
 LAYOUTS = ((True, True), (True, False), (False, True), (False, False))
 
 
@@ -30,6 +30,8 @@ class Twin:
     def __init__(self, length, filled):
         generator = torch.Generator().manual_seed(length)
         amaxes = torch.rand(length, generator=generator) * 8 if filled else torch.zeros(length)
+        if filled:
+            amaxes[-length // 4 :] += 8  # the largest, in the last chunk
         self.ours, self.theirs = amaxes.clone(), amaxes.clone()
         self.last, self.their_last = torch.ones(()), torch.ones(())
         self.progress = torch.zeros(2, dtype=torch.int32)

@@ -16,10 +16,9 @@ INPUTS = (
     "tiny",
     "huge",
     "inf",
-    "-inf",
     "nan",
 )
-FEW = ("odd shape", "tails", "transposed", "zeros", "nan", "inf")
+FEW = ("odd shape", "zeros", "nan", "inf")
 HISTORIES = ("one", "most recent", "default", "long")
 CASES = [
     *(f"short, {name}" for name in INPUTS),
