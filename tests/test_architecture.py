@@ -60,7 +60,7 @@ ROOMS = [
         "fp8_lm",
     },
     {"gradients", "local_operands", "operand_casts", "ddp_hook", "traced_casts"},
-    {"gradient_hooks"},
+    {"gradient_hooks", "traced_delayed_casts"},
     {"gradient_bucket"},
     {"linear", "float8_rms_norm", "shared_output"},
     {"optimizer", "gradient_exchange", "state_sharding"},

@@ -23,10 +23,16 @@ from torch.autograd.function import once_differentiable
 
 from torch_fp8.activation_checkpointing import PLAIN, saves_nothing
 from torch_fp8.config import FP8Config
-from torch_fp8.delayed_scaling import History
 from torch_fp8.gate_up import halves
 from torch_fp8.gated_mlp_form import JoinedForm, MLPForm, form_of
-from torch_fp8.gated_product import Ahead, Gradients, JoinedGradient, cast_and_save, product
+from torch_fp8.gated_product import (
+    Ahead,
+    GradientReaders,
+    Gradients,
+    JoinedGradient,
+    cast_and_save,
+    product,
+)
 from torch_fp8.linear import GRAD_OUTPUT, INPUT, Float8Linear
 from torch_fp8.module_class import add_mixin, remove_mixin
 from torch_fp8.produced_activation import Layouts, ProducedActivation, plain
@@ -44,8 +50,8 @@ class _Options(NamedTuple):
     save_fp8: bool
     ahead: Ahead | None
     """The cast of the layer behind, if it may be made with the product."""
-    gradients: tuple[History, History] | None
-    """The histories of gate's and up's gradients, if both layers take them with delayed scaling."""
+    gradients: GradientReaders | None
+    """Who takes gate's and up's gradients, if both layers do with delayed scaling."""
     gate_first: bool
     """Of a tensor that holds both."""
 
@@ -95,28 +101,30 @@ class Float8GatedMLP(nn.Module):
             # A rowwise cast is not fused, but in a compiled graph what is saved goes with the cast:
             # by itself, selective checkpointing would leave it to backward, and repeat two GEMMs.
             rowwise = spec.granularity == "rowwise" and compiling
-            wgrad = down_layer.weight.requires_grad and down_layer.fp8_recipe.wgrad is not None
             if history is not None or rowwise or spec.granularity.startswith("block"):
-                col = wgrad and torch.is_grad_enabled()
+                col = _wants_wgrad(down_layer) and torch.is_grad_enabled()
                 ahead = Ahead(spec, col, history, down_layer.fp8_config)
         return _Options(
             self.fp8_name,
             torch.is_grad_enabled(),
             self.fp8_config.save_activations == "fp8",
             ahead,
-            self._gradient_histories(),
+            self._gradient_readers(),
             not isinstance(self.fp8_form, JoinedForm) or self.fp8_form.gate_first,
         )
 
-    def _gradient_histories(self) -> tuple[History, History] | None:
+    def _gradient_readers(self) -> GradientReaders | None:
         """Of the gradients of gate and up, where two layers take them with delayed scaling."""
-        if isinstance(self.fp8_form, JoinedForm) or torch.compiler.is_compiling():
+        if isinstance(self.fp8_form, JoinedForm):
             return None
         layers = getattr(self, self.fp8_form.gate), getattr(self, self.fp8_form.up)
         if not all(map(_in_fp8, layers)) or layers[0].fp8_config != layers[1].fp8_config:
             return None
         of_gate, of_up = (layer.producer_history(GRAD_OUTPUT) for layer in layers)
-        return None if of_gate is None or of_up is None else (of_gate, of_up)
+        if of_gate is None or of_up is None:
+            return None
+        spec, wgrad = layers[0].operand_spec(GRAD_OUTPUT), any(map(_wants_wgrad, layers))
+        return GradientReaders((of_gate, of_up), spec, layers[0].fp8_config, wgrad)
 
 
 class _SwiGLUFunction(torch.autograd.Function):
@@ -149,7 +157,7 @@ class _SwiGLUFunction(torch.autograd.Function):
             ctx.name, ctx.dtype, ctx.plain = options.name, dtype, compiling
             ctx.shape, ctx.joined = inputs[0].shape, len(inputs) == 1
             ctx.gate_first, ctx.saved_fp8 = options.gate_first, save
-            ctx.histories = options.gradients
+            ctx.readers = options.gradients
         if compiling:
             return swiglu(gate, up, None).view(shape)
         production = product(gate.detach(), up.detach(), amax, options.name)
@@ -171,7 +179,9 @@ class _SwiGLUFunction(torch.autograd.Function):
         if ctx.joined:
             made = JoinedGradient(inputs, ctx.gate_first)
         else:
-            made = Gradients(inputs, ctx.histories)
+            made = Gradients(inputs, ctx.readers)
+            if ctx.plain:
+                made.cast_ahead()
         grads: list[Tensor | None] = []
         for i, wanted in enumerate(ctx.needs_input_grad[1:]):
             if not wanted:
@@ -208,6 +218,10 @@ def revert_gated_mlp(module: Float8GatedMLP) -> None:
 
 def _in_fp8(layer: nn.Module) -> bool:
     return isinstance(layer, Float8Linear) and layer.runs_fp8
+
+
+def _wants_wgrad(layer: Float8Linear) -> bool:
+    return layer.weight.requires_grad and layer.fp8_recipe.wgrad is not None
 
 
 def _fit(inputs: Sequence[Tensor]) -> bool:

@@ -109,16 +109,31 @@ def cast_and_save(
     return as_layouts(made[:4], spec, None, True, col), None, tuple(made[4:8])
 
 
+class GradientReaders(NamedTuple):
+    """The two layers that take both gradients with delayed scaling.
+
+    Attributes:
+        histories: of both.
+        spec, config: of both layers.
+        col: whether one of them takes a weight gradient in FP8.
+    """
+
+    histories: tuple[History, History]
+    spec: CastSpec
+    config: FP8Config
+    col: bool
+
+
 class Gradients:
     """Both gradients, cast in one read when the first of them is asked for.
 
     Args:
         inputs: of both.
-        histories: of both, if both are taken with delayed scaling.
+        readers: of both, if both are taken with delayed scaling.
     """
 
-    def __init__(self, inputs: BackwardInputs, histories: tuple[History, History] | None) -> None:
-        self.inputs, self.histories = inputs, histories
+    def __init__(self, inputs: BackwardInputs, readers: GradientReaders | None) -> None:
+        self.inputs, self.readers = inputs, readers
         self._dense: dict[int, Tensor] = {}
         self._made: dict[tuple[int, CastSpec, bool, bool], Layouts] = {}
         self._delayed: dict[int, tuple[DelayedCast, Layouts, Tensor]] = {}
@@ -132,14 +147,14 @@ class Gradients:
             lambda: self.dense(i),
             lambda spec, scale, row, col: self.layouts(i, spec, scale, row, col),
             lambda: self.amax()[i],
-            None if self.histories is None else lambda how: self.delayed(i, how),
+            None if self.readers is None else lambda how: self.delayed(i, how),
         )
 
     def delayed(self, i: int, how: DelayedCast) -> tuple[Layouts, Tensor]:
         """Gradient `i` and its amax, with the other one's scale from its own history."""
         if i not in self._delayed or not _is_same(self._delayed[i][0], how):
-            assert self.histories is not None
-            other = self.histories[1 - i]
+            assert self.readers is not None
+            other = self.readers.histories[1 - i]
             casts = [how._replace(amaxes=other.amaxes, progress=other.progress)] * 2
             casts[i] = how
             made = swiglu_backward_quantize_delayed(self.inputs, *casts)
@@ -148,6 +163,12 @@ class Gradients:
                 self._delayed[j] = casts[j], layouts, made[6][j]
         _, layouts, amax = self._delayed.pop(i)
         return layouts, amax
+
+    def cast_ahead(self) -> None:
+        """In a compiled graph, let the layers' casts find both made, if these are as expected."""
+        if self.readers is not None:
+            histories, spec, config, col = self.readers
+            self.delayed(0, histories[0].casts(spec, config, row=True, col=col))
 
     def dense(self, i: int) -> Tensor:
         """Gradient `i`, plain; to be asked for once."""

@@ -26,7 +26,7 @@ cast once for all layers that share it (`torch_fp8.produced_activation`).
 
 Delayed scaling keeps a history of amaxes in non-persistent buffers, moved with the module and kept
 out of ``state_dict``. It is advanced by forwards in training mode and by backwards; a forward that
-activation checkpointing repeats uses the scales of the first (compiled, it takes newer ones).
+activation checkpointing repeats uses the scales of the first.
 
 In the first pass of a checkpoint, which saves nothing, the transposed payload is not made
 (`torch_fp8.activation_checkpointing`).

@@ -34,7 +34,8 @@ class DelayedCast(NamedTuple):
 
     Attributes:
         amaxes: (H,) float32, the most recent first; 0 where nothing was recorded yet.
-        progress: (2,) int32, zeros; written on CUDA, and zeros again afterwards.
+        progress: (2,) int32, zeros; written on CUDA, and zeros again afterwards: to schemas it is
+            not written, so that a graph can drop what nobody reads.
         dtype: float8_e4m3fn or float8_e5m2.
         algorithm, margin: see `torch_fp8.scaling.delayed_scale`.
         row, col: the layouts to make.
@@ -72,7 +73,7 @@ CAST_ARGUMENTS = (
 )
 """Of an operator that casts, as `cast_result`."""
 DELAYED_ARGUMENTS = (
-    "Tensor amaxes, Tensor(a!) progress, ScalarType dtype, str algorithm, int margin, "
+    "Tensor amaxes, Tensor progress, ScalarType dtype, str algorithm, int margin, "
     "bool row, bool col"
 )
 """Of an operator, as `DelayedCast`."""

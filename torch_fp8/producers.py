@@ -2,7 +2,7 @@
 
 from torch import nn
 
-import torch_fp8.traced_casts  # noqa: F401, where there are producers
+import torch_fp8.traced_delayed_casts  # noqa: F401, where there are producers
 from torch_fp8.config import FP8Config
 from torch_fp8.float8_rms_norm import Consumers, Float8RMSNorm, convert_rms_norm, revert_rms_norm
 from torch_fp8.gated_mlp import Float8GatedMLP, convert_gated_mlp, revert_gated_mlp

@@ -174,7 +174,7 @@ for _schema, _reference, _fake in (
     ),
     (
         f"swiglu_backward_quantize_delayed({BACKWARD_ARGUMENTS}, Tensor up_amaxes, "
-        f"Tensor(b!) up_progress, {DELAYED_ARGUMENTS}) -> ({_SEVEN})",
+        f"Tensor up_progress, {DELAYED_ARGUMENTS}) -> ({_SEVEN})",
         swiglu_backward_quantize_delayed_reference,
         _backward_delayed_fake,
     ),

@@ -6,8 +6,8 @@ looks up in the graph what made its input. If that is a producer, with nothing b
 the producer's operator that emits FP8 takes its place; a 16-bit tensor that nobody else reads is
 dropped as dead code. Forward and backward are traced alike, and the bytes are the same.
 
-Not fused is what eager code does not fuse either, and what delayed scaling casts with a history
-that it writes.
+Not fused is what eager code does not fuse either. What delayed scaling casts with a history that it
+writes is told in `torch_fp8.traced_delayed_casts`.
 """
 
 import operator
@@ -20,6 +20,7 @@ from torch._subclasses import FakeTensor
 from torch.fx import Node, Proxy
 from torch.fx.experimental.proxy_tensor import (
     ProxyTorchDispatchMode,
+    disable_proxy_modes_tracing,
     get_proxy_slot,
     track_tensor_tree,
 )
@@ -35,7 +36,7 @@ import torch_fp8.swiglu_backward  # noqa: F401
 
 _aten: Any = torch.ops.aten
 _ops: Any = torch.ops.torch_fp8
-_VIEWS = (
+VIEWS = (
     _aten.view.default,
     _aten._unsafe_view.default,
     _aten.alias.default,
@@ -64,7 +65,7 @@ class _Cast(NamedTuple):
         return (scale, *how[:3]) == self[:4] and row >= self.row and col >= self.col
 
 
-class _Call(NamedTuple):
+class Call(NamedTuple):
     """An operator that takes the place of a cast.
 
     Attributes:
@@ -77,7 +78,7 @@ class _Call(NamedTuple):
     first: int = 0
 
 
-class _Trace:
+class Trace:
     """The graph so far, of a mode that traces."""
 
     def __init__(self, mode: ProxyTorchDispatchMode) -> None:
@@ -91,7 +92,7 @@ class _Trace:
     def source_of(self, x: Tensor) -> Node | None:
         """The call whose result x is, of the same shape, whatever views lie in between."""
         node = self.node_of(x)
-        while node is not None and node.target in _VIEWS:
+        while node is not None and node.target in VIEWS:
             node = _as_node(node.args[0])
         shape = getattr(None if node is None else node.meta.get("val"), "shape", ())
         same = len(shape) == x.ndim and all(
@@ -107,7 +108,7 @@ class _Trace:
             if alike and user.meta.get("ac_graph_id") == region:
                 yield user
 
-    def results(self, call: _Call) -> Any:
+    def results(self, call: Call) -> Any:
         """Of a call that is in the graph already, or is put there."""
         made = next(self.calls(call.func, *call.args), None)
         if made is None:
@@ -115,8 +116,22 @@ class _Trace:
             proxy = self.tracer.create_proxy("call_function", call.func, args, {})
         else:
             proxy = Proxy(made, self.tracer)
-        values = call.func(*(a.meta["val"] if isinstance(a, Node) else a for a in call.args))
+        with disable_proxy_modes_tracing():
+            values = call.func(*(a.meta["val"] if isinstance(a, Node) else a for a in call.args))
         return track_tensor_tree(values, proxy, constant=None, tracer=self.tracer)
+
+    def node_of_call(self, call: Call) -> Node:
+        """The call itself, likewise."""
+        self.results(call)
+        return next(self.calls(call.func, *call.args))
+
+    def tensor_of(self, node: Node) -> Tensor:
+        """A tensor that a node stands for."""
+        with disable_proxy_modes_tracing():
+            value = node.meta["val"].clone()
+        proxy = Proxy(node, self.tracer)
+        tensor: Tensor = track_tensor_tree(value, proxy, constant=None, tracer=self.tracer)
+        return tensor
 
 
 def _trace_cast(
@@ -126,86 +141,84 @@ def _trace_cast(
     x, scale, *how = args
     call = None
     if isinstance(x, FakeTensor) and len(how) == 5:  # a sixth would be the amax, known already
-        trace = _Trace(mode)
+        trace = Trace(mode)
         call = _fused(trace, trace.source_of(x), scale, how)
     if call is None:
         return mode.__torch_dispatch__(func, types, args, kwargs)
     return trace.results(call)[call.first : call.first + 4]
 
 
-def _fused(
-    trace: _Trace, source: Node | None, scale: Tensor | None, how: list[Any]
-) -> _Call | None:
+def _fused(trace: Trace, source: Node | None, scale: Tensor | None, how: list[Any]) -> Call | None:
     cast = _Cast(None if scale is None else trace.node_of(scale), *how)
     if source is None or (cast.scale is None) != (scale is None):
         return None
     if source.target is operator.getitem:
         source, i = source.args
-        return _of_gradients(trace, source, i, cast) if source.target is _BACKWARD else None
+        return _of_gradients(trace, source, i, cast) if source.target is SWIGLU_BACKWARD else None
     fuse = _PRODUCERS.get(source.target)
     return None if fuse is None else fuse(trace, source, cast)
 
 
-def _of_norm(trace: _Trace, norm: Node, cast: _Cast) -> _Call | None:
+def _of_norm(trace: Trace, norm: Node, cast: _Cast) -> Call | None:
     x, weight, rstd, offset, out_dtype = norm.args
     # What made rstd has the rest of it as well.
     once, statistics = _ops.rms_norm_quantize_once.default, _ops.rms_norm_statistics.default
     for made in trace.calls(once, x, weight):
         of_it = made in rstd.args and made.args[3:5] == (offset, out_dtype)
         if of_it and cast.is_made_by(*made.args[5:11]):
-            return _Call(once, made.args)
+            return Call(once, made.args)
     amax = None
     if cast.needs_amax:
         for made in trace.calls(statistics, x, weight):
             if made in rstd.args and made.args[3:5] == (offset, out_dtype):
-                amax = _result(made, 1)
+                amax = result(made, 1)
         if amax is None:
             return None
     args = (x, weight, rstd, offset, out_dtype, amax, *cast)
-    return _Call(_ops.rms_norm_quantize.default, args)
+    return Call(_ops.rms_norm_quantize.default, args)
 
 
-def _of_product(trace: _Trace, product: Node, cast: _Cast) -> _Call | None:
+def _of_product(trace: Trace, product: Node, cast: _Cast) -> Call | None:
     amax, quantized = None, _ops.swiglu_quantize.default
     if cast.needs_amax:
         for save in trace.calls(_ops.swiglu_save.default, *product.args):
-            amax = _result(save, 4)
+            amax = result(save, 4)
         if amax is None:
             return None
     for made in trace.calls(quantized, *product.args, amax):
         if cast.is_made_by(*made.args[4:10]):
-            return _Call(quantized, made.args)
-    return _Call(quantized, (*product.args, amax, *cast, False))
+            return Call(quantized, made.args)
+    return Call(quantized, (*product.args, amax, *cast, False))
 
 
-def _of_gradients(trace: _Trace, backward: Node, i: int, cast: _Cast) -> _Call | None:
+def _of_gradients(trace: Trace, backward: Node, i: int, cast: _Cast) -> Call | None:
     if cast.granularity == "rowwise" or cast.scale is not None:
         return None
     amax = _amax(trace, _ops.swiglu_backward_amax.default, backward.args, cast)
     args = (*backward.args, amax, *cast)
-    return _Call(_ops.swiglu_backward_quantize.default, args, 4 * i)
+    return Call(_ops.swiglu_backward_quantize.default, args, 4 * i)
 
 
-def _of_joined_gradient(trace: _Trace, backward: Node, cast: _Cast) -> _Call | None:
+def _of_joined_gradient(trace: Trace, backward: Node, cast: _Cast) -> Call | None:
     amax = _amax(trace, _ops.gate_up_backward_amax.default, backward.args[:7], cast)
-    return _Call(_ops.gate_up_backward_quantize.default, (*backward.args, amax, *cast))
+    return Call(_ops.gate_up_backward_quantize.default, (*backward.args, amax, *cast))
 
 
-def _amax(trace: _Trace, func: Any, args: tuple[Any, ...], cast: _Cast) -> Node | None:
-    return trace.node_of(trace.results(_Call(func, args))) if cast.needs_amax else None
+def _amax(trace: Trace, func: Any, args: tuple[Any, ...], cast: _Cast) -> Node | None:
+    return trace.node_of(trace.results(Call(func, args))) if cast.needs_amax else None
 
 
 def _as_node(argument: Any) -> Node | None:
     return argument if isinstance(argument, Node) else None
 
 
-def _result(call: Node, i: int) -> Node:
+def result(call: Node, i: int) -> Node:
     """One of the results of a call, which tracing has put beside it."""
     return next(n for n in call.users if n.target is operator.getitem and n.args[1] == i)
 
 
-_BACKWARD = _ops.swiglu_backward.default
-_PRODUCERS: dict[Any, Callable[[_Trace, Node, _Cast], _Call | None]] = {
+SWIGLU_BACKWARD = _ops.swiglu_backward.default
+_PRODUCERS: dict[Any, Callable[[Trace, Node, _Cast], Call | None]] = {
     _ops.rms_norm.default: _of_norm,
     _ops.swiglu.default: _of_product,
     _ops.gate_up_backward.default: _of_joined_gradient,
