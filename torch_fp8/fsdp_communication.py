@@ -121,15 +121,9 @@ class Announcement:
             if gather.attached:
                 gather.detach()
 
+    # As FSDP's own: torch.compile passes over a hook that is marked, and stops at one that marks.
+    @torch.compiler.disable
     def before(self, module: nn.Module, args: Any) -> None:
-        _untraced(self._announce)()
-
-    def after(self, module: nn.Module, args: Any, output: Any) -> None:
-        for gather in self._announced:
-            gather.announced = False
-        self._announced = []
-
-    def _announce(self) -> None:
         if all(gather.announced for gather in self.gathers) or _in_backward():
             return
         for gather in self.gathers:
@@ -140,6 +134,12 @@ class Announcement:
         for gather in mine:
             gather.announced = True
         self._announced += mine
+
+    @torch.compiler.disable
+    def after(self, module: nn.Module, args: Any, output: Any) -> None:
+        for gather in self._announced:
+            gather.announced = False
+        self._announced = []
 
 
 def _gathers_of(
@@ -222,8 +222,3 @@ def _disconnect(model: nn.Module) -> None:
 
 def _in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
-
-
-def _untraced(function: Any) -> Any:
-    """FSDP's hooks are not traced by torch.compile either."""
-    return torch._dynamo.disable(function) if torch.compiler.is_compiling() else function

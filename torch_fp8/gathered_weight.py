@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_fp8.quantize import QuantizedTensor, dequantize, quantize_layouts, transposed
+from torch_fp8.operators import define, operators
+from torch_fp8.quantize import SQUARE, QuantizedTensor, dequantize, quantize_layouts, transposed
 from torch_fp8.recipe import CastSpec
 
 _EXPONENT_SHIFT = 23
@@ -62,33 +63,18 @@ class GatheredWeight(Tensor):
 
     def row(self) -> QuantizedTensor:
         """The weight, quantized along K."""
-        self._check_gathered()
-        scale = self.scale
-        if scale.dtype == torch.uint8:
-            scale = powers_of_two(scale)
-        return QuantizedTensor(self.qdata, scale, self.payload.spec.granularity)
+        return gathered_row(self, self.payload.spec)
 
     def col(self) -> QuantizedTensor:
-        """The transposed weight, (K, N), quantized along N.
-
-        The very payload, transposed, where a scale belongs to as many rows as columns. Else what
-        the payload stands for is cast again; its scales are powers of two, which keeps every
-        mantissa, so only what the other scale makes subnormal is rounded a second time.
-        """
-        same = transposed(self.row())
-        if same is not None:
-            return same
-        # BF16 holds 4 significant bits times a power of two exactly.
-        whole = dequantize(self.row(), torch.bfloat16)
-        _, col = quantize_layouts(whole, self.payload.spec, None, row=False, col=True)
-        assert col is not None
-        return col
+        """The transposed weight, (K, N), quantized along N; see `gathered_col`."""
+        return gathered_col(self, self.payload.spec)
 
     def dequantize(self) -> Tensor:
         """A plain tensor of this shape and dtype."""
         return dequantize(self.row(), self.dtype)
 
-    def _check_gathered(self) -> None:
+    def check_gathered(self) -> None:
+        """Raises RuntimeError where FSDP has freed it."""
         if self.numel() and not self.qdata.untyped_storage().size():
             raise RuntimeError(
                 "the unsharded weight was freed by FSDP; read it within the forward or backward of "
@@ -147,6 +133,59 @@ class GatheredWeight(Tensor):
         return func(*_plain(args), **{name: _plain(value) for name, value in kwargs.items()})
 
 
+# Functions, for torch.compile takes a method of a tensor for an operator.
+def gathered_row(weight: GatheredWeight, spec: CastSpec) -> QuantizedTensor:
+    """The weight (N, K), quantized along K.
+
+    Args:
+        weight: gathered, and not freed since.
+        spec: how it was cast.
+    """
+    if not torch.compiler.is_compiling():
+        weight.check_gathered()
+    scale = weight.scale
+    if scale.dtype == torch.uint8:
+        scale = powers_of_two(scale)
+    return QuantizedTensor(weight.qdata, scale, spec.granularity)
+
+
+def gathered_col(
+    weight: GatheredWeight, spec: CastSpec, grad_output: Tensor | None = None
+) -> QuantizedTensor:
+    """The transposed weight, (K, N), quantized along N.
+
+    The very payload, transposed, where a scale belongs to as many rows as columns. Else what the
+    payload stands for is cast again; its scales are powers of two, which keeps every mantissa, so
+    only what the other scale makes subnormal is rounded a second time.
+
+    Args:
+        weight, spec: as of `gathered_row`.
+        grad_output: in a backward that is compiled: forward is not to keep a transposed copy.
+    """
+    row = gathered_row(weight, spec)
+    if grad_output is not None and torch.compiler.is_compiling() and spec.granularity in SQUARE:
+        qdata = operators.transposed_in_backward(row.qdata, grad_output)
+        scale = row.scale.t().contiguous() if row.scale.ndim else row.scale
+        return QuantizedTensor(qdata, scale, spec.granularity)
+    same = transposed(row)
+    if same is not None:
+        return same
+    # BF16 holds 4 significant bits times a power of two exactly.
+    whole = dequantize(row, torch.bfloat16)
+    _, col = quantize_layouts(whole, spec, None, row=False, col=True)
+    assert col is not None
+    return col
+
+
+def transposed_in_backward(qdata: Tensor, grad_output: Tensor) -> Tensor:
+    """The reference of ``torch_fp8::transposed_in_backward``: qdata^T, contiguous.
+
+    A graph that torch.compile cuts in two cannot move it to forward, for it takes the gradient.
+    """
+    del grad_output
+    return qdata.t().clone(memory_format=torch.contiguous_format)
+
+
 def exponent_bytes(scale: Tensor) -> Tensor:
     """Powers of two (float32) as E8M0 bytes, ``2 ** (byte - 127)``; non-finite ones as 255."""
     return (scale.view(torch.int32) >> _EXPONENT_SHIFT & 0xFF).to(torch.uint8)
@@ -175,3 +214,11 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return type(value)(_plain(v) for v in value)
     return value
+
+
+define(
+    "transposed_in_backward(Tensor qdata, Tensor grad_output) -> Tensor",
+    transposed_in_backward,
+    transposed_in_backward,
+    transposed_in_backward,
+)

@@ -355,7 +355,7 @@ class _Float8LinearFunction(torch.autograd.Function):
         if fp8_wgrad and ctx.x_source is not None:
             ctx.x_source.start(saved["x"], saved.get("x_scale"))
         if wants_dgrad:  # before the gradient is touched, which may still be on its way
-            w_col = weight_col(saved["weight"], saved.get("w_scale"), options)
+            w_col = weight_col(saved["weight"], saved.get("w_scale"), options, grad_output)
         scale, g_gathered = ctx.grad_history, isinstance(grad_output, GatheredActivation)
         if not (scale is None or casts_by_history(grad_output, options.group) or g_gathered):
             amax = amax_of(grad_output, options.group)

@@ -15,7 +15,7 @@ from torch_fp8.bias_gradient import quantize_layouts_and_sum
 from torch_fp8.config import FP8Config
 from torch_fp8.delayed_scaling import History
 from torch_fp8.gathered_activation import GatheredActivation
-from torch_fp8.gathered_weight import GatheredWeight
+from torch_fp8.gathered_weight import GatheredWeight, gathered_col, gathered_row
 from torch_fp8.gemm import cast
 from torch_fp8.produced_activation import ProducedActivation
 from torch_fp8.quantize import QuantizedTensor, quantize_layouts, scale_shape
@@ -126,7 +126,7 @@ def weight_row(
 ) -> QuantizedTensor:
     """The weight (N, K), quantized along K: gathered so, kept so, or cast now."""
     if isinstance(weight, GatheredWeight):
-        return weight.row()
+        return gathered_row(weight, options.recipe.weight)
     if options.weight_cache is not None:
         return options.weight_cache.row(weight, options.recipe.weight)
     how = history if scale is None else scale
@@ -135,10 +135,12 @@ def weight_row(
     return row
 
 
-def weight_col(weight: Tensor, scale: Tensor | None, options: LinearOptions) -> QuantizedTensor:
-    """The transposed weight (K, N), quantized along N, likewise."""
+def weight_col(
+    weight: Tensor, scale: Tensor | None, options: LinearOptions, grad_output: Tensor
+) -> QuantizedTensor:
+    """The transposed weight (K, N), quantized along N, likewise; for the layer's backward."""
     if isinstance(weight, GatheredWeight):
-        return weight.col()
+        return gathered_col(weight, options.recipe.weight, grad_output)
     kept = None if options.weight_cache is None else options.weight_cache.col(weight)
     if kept is not None:
         return kept

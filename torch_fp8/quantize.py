@@ -37,6 +37,8 @@ BLOCK_SHAPE: dict[str, tuple[int, int]] = {
     "block_1x32": (1, 32),
 }
 """Rows and columns that share a scale."""
+SQUARE = ("tensorwise", "block_128x128")
+"""Where a scale belongs to as many rows as columns."""
 
 
 class QuantizedTensor(NamedTuple):
@@ -142,7 +144,7 @@ def transposed(x: QuantizedTensor) -> QuantizedTensor | None:
 
     They are the same where a scale belongs to as many rows as columns.
     """
-    if x.granularity not in ("tensorwise", "block_128x128"):
+    if x.granularity not in SQUARE:
         return None
     scale = x.scale.t().contiguous() if x.scale.ndim else x.scale
     return QuantizedTensor(x.qdata.t().contiguous(), scale, x.granularity)

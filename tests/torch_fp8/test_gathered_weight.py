@@ -3,6 +3,8 @@
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.partitioners import min_cut_rematerialization_partition
 
 from torch_fp8 import FP8Config, convert_to_float8
 from torch_fp8.gathered_weight import GatheredWeight, Payload, exponent_bytes, powers_of_two
@@ -69,6 +71,43 @@ def test_a_layer_takes_it_as_it_would_take_the_weight(recipe):
         assert sqnr_db(input_grad, others[2]) > 40
     else:
         assert torch.equal(input_grad, others[2])
+
+
+class Gated(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate, self.up = nn.Linear(64, 96), nn.Linear(64, 96)
+        self.down = nn.Linear(96, 64)
+
+    def forward(self, x):
+        return self.down(self.gate(x).relu() * self.up(x))
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_compiled_layers_take_it_in_one_graph_and_keep_no_copy(recipe):
+    model = Gated()
+    convert_to_float8(model, FP8Config(recipe=recipe))
+    for layer in model.children():
+        layer.weight = nn.Parameter(gathered(layer.weight.detach(), layer.fp8_recipe.weight))
+    graphs = []
+
+    def keep(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    partition = min_cut_rematerialization_partition
+    backend = aot_autograd(fw_compiler=keep, bw_compiler=keep, partition_fn=partition)
+    made = []
+    for function in (model, torch.compile(model, fullgraph=True, backend=backend)):
+        model.zero_grad()
+        x = torch.randn(8, 64, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        y = function(x)
+        y.square().sum().backward()
+        made.append((y, x.grad, *(p.grad for p in model.parameters())))
+    assert all(torch.equal(a, b) for a, b in zip(*made, strict=True))
+    (results,) = (n.args[0] for n in graphs[0].graph.nodes if n.op == "output")
+    kept = [n for n in results if isinstance(n, torch.fx.Node) and n.op != "placeholder"]
+    assert all(n.meta["val"].numel() < 64 * 96 for n in kept)
 
 
 def test_it_reads_as_a_tensor_of_its_dtype():
