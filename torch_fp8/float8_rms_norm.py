@@ -72,7 +72,6 @@ class Reader(NamedTuple):
 
 class _Options(NamedTuple):
     name: str
-    eps: float
     offset: float
     out_dtype: torch.dtype
     keep: bool
@@ -109,7 +108,6 @@ class Float8RMSNorm(nn.Module):
         waits = in_fp8 and not compiling
         options = _Options(
             self.fp8_name,
-            getattr(self, form.eps_name),
             form.offset,
             torch.promote_types(x.dtype, weight.dtype) if form.promotes else x.dtype,
             torch.is_grad_enabled(),
@@ -118,7 +116,9 @@ class Float8RMSNorm(nn.Module):
             self._expected_reader(x) if waits else None,
             waits,
         )
-        output: Tensor = _RMSNormFunction.apply(x, weight, options, self._note_reader)
+        # By itself: compiled with dynamic=True it is an input of the graph, as a tensor is.
+        eps = getattr(self, form.eps_name)
+        output: Tensor = _RMSNormFunction.apply(x, weight, eps, options, self._note_reader)
         return output
 
     def _expected_reader(self, x: Tensor) -> Reader | None:
@@ -147,6 +147,7 @@ class _RMSNormFunction(torch.autograd.Function):
         ctx: Any,
         x: Tensor,
         weight: Tensor,
+        eps: float,
         options: _Options,
         on_read: Callable[[History, FP8Config], None],
     ) -> Tensor:
@@ -155,7 +156,8 @@ class _RMSNormFunction(torch.autograd.Function):
         save = keep and options.save_fp8
         dropped = options.keep and saves_nothing()
         col = options.keep and not dropped
-        produced = _Produced(matrix.detach(), weight.detach(), options, save and not dropped, col)
+        sources = matrix.detach(), weight.detach(), eps
+        produced = _Produced(*sources, options, save and not dropped, col)
         if keep:
             of_x = (x,)
             if save:
@@ -181,12 +183,9 @@ class _RMSNormFunction(torch.autograd.Function):
             ctx.dtype,
             wants_weight,
         )
-        return (
-            grad_x.view(ctx.shape) if wants_x else None,
-            cast(grad_weight, weight.dtype) if wants_weight else None,
-            None,
-            None,
-        )
+        dx = grad_x.view(ctx.shape) if wants_x else None
+        dw = cast(grad_weight, weight.dtype) if wants_weight else None
+        return dx, dw, None, None, None
 
 
 class _Produced:
@@ -196,18 +195,20 @@ class _Produced:
     asked for it is made with the statistics, in the same read.
 
     Args:
-        x: (R, C).
-        weight: (C,).
+        x, weight: (R, C) and (C,).
+        eps: added to the mean of squares.
         options: of the norm.
         save: whether to keep x in FP8.
         col: whether a backward will want the result transposed.
     """
 
-    def __init__(self, x: Tensor, weight: Tensor, options: _Options, save: bool, col: bool) -> None:
+    def __init__(
+        self, x: Tensor, weight: Tensor, eps: float, options: _Options, save: bool, col: bool
+    ) -> None:
         self.x, self.weight, self.options = x, weight, options
         self.made: Layouts | None = None
         self._amax: Tensor | None = None
-        eps, offset, out_dtype = options.eps, options.offset, options.out_dtype
+        offset, out_dtype = options.offset, options.out_dtype
         consumers = options.consumers
         if consumers is not None and consumers.spec.granularity.startswith("block"):
             spec, col = consumers.spec, consumers.wgrad and col

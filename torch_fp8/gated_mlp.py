@@ -130,11 +130,14 @@ class Float8GatedMLP(nn.Module):
 class _SwiGLUFunction(torch.autograd.Function):
     """silu(gate) * up (..., C), a `ProducedActivation`; plain in a compiled graph.
 
-    inputs: gate and up, (..., C), or both in one, (..., 2 C).
+    first, second: gate and up, (..., C); or both in one, (..., 2 C), and None. Named, for
+    torch.compile of torch 2.13 leaves ``ctx`` out where no gradient is wanted and as many arguments
+    come as the signature has names.
     """
 
     @staticmethod
-    def forward(ctx: Any, options: _Options, *inputs: Tensor) -> Tensor:
+    def forward(ctx: Any, options: _Options, first: Tensor, second: Tensor | None = None) -> Tensor:
+        inputs: tuple[Tensor, ...] = (first,) if second is None else (first, second)
         compiling = torch.compiler.is_compiling()
         gate, up = _gate_and_up([_matrix(t) for t in inputs], options.gate_first)
         shape, dtype = (*inputs[0].shape[:-1], gate.shape[1]), gate.dtype

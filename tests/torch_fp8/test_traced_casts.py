@@ -321,3 +321,21 @@ def test_lengths_that_change(options):
                 y.float().square().sum().backward()
                 results.append((y, leaf.grad))
             _assert_equal(*results)
+
+
+def test_two_norms_of_one_epsilon_with_symbolic_shapes():
+    """There a float that a module holds is an input of the graph."""
+    block = Block()
+    twin = copy.deepcopy(block)
+    torch._dynamo.reset()
+    compiled = torch.compile(twin, fullgraph=True, dynamic=True, backend=Partitioned().backend)
+    x = torch.randn(2, TOKENS // 2, 128).bfloat16()
+    _assert_equal([block(x)], [compiled(x)])
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_without_gradients_a_block_is_one_graph(mode):
+    block = Block()
+    x = torch.randn(2, TOKENS // 2, 128).bfloat16()
+    with mode():
+        _assert_equal([block(x)], [Partitioned().compile(block)(x)])
