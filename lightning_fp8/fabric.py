@@ -75,9 +75,12 @@ class FabricPrecision(HostPrecision):
         if converted is None:
             self._waiting.append(weakref.ref(optimizer))
             return
-        model = converted.wrapped and converted.wrapped()
+        model = None if converted.wrapped is None else converted.wrapped()
+        if model is None:
+            model = converted.module()
+        assert model is not None
         predecessors = list(converted.optimizers)
-        self._convert_optimizers(converted, [optimizer], model or converted.module())
+        self._convert_optimizers(converted, [optimizer], model)
         for predecessor in predecessors:
             _hand_over(predecessor, optimizer)
 

@@ -299,8 +299,8 @@ def _keep_weights(optimizer: Float8Optimizer, model: nn.Module | None) -> int:
     if payloads and model is None:
         raise ValueError(f"FP8Config(cache_weights={payloads!r}) needs the model: pass model=")
     stepped = {p for _, _, p in optimizer.indexed_parameters() if not isinstance(p, DTensor)}
-    layers = [m for m in model.modules() if isinstance(m, Float8Linear)] if model else []
-    layers = [m for m in layers if m.fp8_config.backend == "torch"]
+    modules = [] if model is None else model.modules()  # a compiled one has no truth value
+    layers = [m for m in modules if isinstance(m, Float8Linear)]
     kept = 0
     for layer in layers:
         spec, ours = layer.fp8_recipe.weight, layer.fp8_config.backend == "torch"

@@ -56,6 +56,15 @@ def test_large_float32_weights_become_bf16_and_the_rest_stays():
         torch.testing.assert_close(after, before, rtol=2**-16, atol=0)
 
 
+def test_a_compiled_model_keeps_weights_as_well():
+    """It has no length, and so no truth value."""
+    config = FP8Config(cache_weights=True)
+    model = torch.compile(nn.Linear(96, 128), backend="eager")
+    convert_to_float8(model, config)
+    report = convert_optimizer(torch.optim.AdamW(model.parameters()), config, model=model)
+    assert report.num_cached == 1
+
+
 def test_a_step_that_changes_nothing_keeps_every_bit():
     model = _model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
