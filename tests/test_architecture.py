@@ -29,6 +29,7 @@ ROOMS = [
         "automatic_scaling",
         "operators",
         "module_class",
+        "autograd_function",
         "gated_mlp_form",
         "swiglu_inputs",
         "activation_checkpointing",

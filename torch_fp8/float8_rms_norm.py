@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from torch_fp8.activation_checkpointing import (
     PLAIN,
@@ -23,6 +22,7 @@ from torch_fp8.activation_checkpointing import (
     replayed_operator,
     saves_nothing,
 )
+from torch_fp8.autograd_function import once_differentiable, refuse_transforms, reshaped
 from torch_fp8.config import FP8Config
 from torch_fp8.delayed_scaling import History
 from torch_fp8.gemm import cast
@@ -102,12 +102,13 @@ class Float8RMSNorm(nn.Module):
         if not (runs and usual and x.dtype in _DTYPES and x.shape[-1:] == weight.shape):
             stock: Tensor = super().forward(x)
             return stock
+        refuse_transforms(self.fp8_name)
         form, compiling = self.fp8_form, torch.compiler.is_compiling()
         # Not where FSDP2 shards the norm by itself: the weight is gone after its forward.
         in_fp8 = self.fp8_consumers is not None and not is_fsdp_class(type(self))
         waits = in_fp8 and not compiling
         options = _Options(
-            self.fp8_name,
+            "" if compiling else self.fp8_name,
             form.offset,
             torch.promote_types(x.dtype, weight.dtype) if form.promotes else x.dtype,
             torch.is_grad_enabled(),
@@ -163,9 +164,9 @@ class _RMSNormFunction(torch.autograd.Function):
             if save:
                 of_x = saved_stand_ins(matrix) if dropped else produced.saved
             ctx.save_for_backward(weight, produced.rstd, *of_x)
-            ctx.offset, ctx.shape, ctx.dtype = options.offset, x.shape, x.dtype
+            ctx.name, ctx.offset, ctx.shape, ctx.dtype = *options[:2], x.shape, x.dtype
         if not options.waits:
-            return produced.dense().view(x.shape)
+            return reshaped(produced.dense(), x.shape)
         return ProducedActivation(produced.production(on_read), x.shape, options.out_dtype)
 
     @staticmethod
@@ -195,8 +196,7 @@ class _Produced:
     asked for it is made with the statistics, in the same read.
 
     Args:
-        x, weight: (R, C) and (C,).
-        eps: added to the mean of squares.
+        x, weight, eps: (R, C), (C,), and what is added to the mean of squares.
         options: of the norm.
         save: whether to keep x in FP8.
         col: whether a backward will want the result transposed.

@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from torch_fp8.activation_checkpointing import PLAIN, saves_nothing
+from torch_fp8.autograd_function import once_differentiable, refuse_transforms
 from torch_fp8.config import FP8Config
 from torch_fp8.gate_up import halves
 from torch_fp8.gated_mlp_form import JoinedForm, MLPForm, form_of
@@ -42,6 +42,7 @@ from torch_fp8.swiglu import swiglu, swiglu_save
 from torch_fp8.swiglu_inputs import BackwardInputs
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 class _Options(NamedTuple):
@@ -64,9 +65,10 @@ class Float8GatedMLP(nn.Module):
     fp8_form: MLPForm | JoinedForm
 
     def forward(self, x: Tensor) -> Tensor:
-        if not (self.training or self.fp8_config.eval_fp8):
+        if not (self.training or self.fp8_config.eval_fp8) or self._is_listened_to():
             stock: Tensor = super().forward(x)
             return stock
+        refuse_transforms(self.fp8_name)
         form = self.fp8_form
         down_layer = getattr(self, form.down)
         inputs = self._joined(x, form) if isinstance(form, JoinedForm) else self._pair(x, form)
@@ -81,6 +83,11 @@ class Float8GatedMLP(nn.Module):
         output: Tensor = down_layer(product)
         return output
 
+    def _is_listened_to(self) -> bool:
+        """Whether the activation, which is not called here, has hooks."""
+        others = [m for name, m in self._modules.items() if name not in self.fp8_form]
+        return any(m is not None and getattr(m, name) for m in others for name in _HOOKS)
+
     def _joined(self, x: Tensor, form: JoinedForm) -> tuple[Tensor]:
         both: Tensor = getattr(self, form.gate_up)(x)
         return (both,)
@@ -92,11 +99,10 @@ class Float8GatedMLP(nn.Module):
         return gate_layer(x), up_layer(x)
 
     def _options(self, down_layer: nn.Module) -> _Options:
-        ahead = None
+        ahead, compiling = None, torch.compiler.is_compiling()
         if _in_fp8(down_layer):
             assert isinstance(down_layer, Float8Linear)
             spec, history = down_layer.operand_spec(INPUT), down_layer.producer_history(INPUT)
-            compiling = torch.compiler.is_compiling()
             history = None if compiling else history
             # A rowwise cast is not fused, but in a compiled graph what is saved goes with the cast:
             # by itself, selective checkpointing would leave it to backward, and repeat two GEMMs.
@@ -105,7 +111,7 @@ class Float8GatedMLP(nn.Module):
                 col = _wants_wgrad(down_layer) and torch.is_grad_enabled()
                 ahead = Ahead(spec, col, history, down_layer.fp8_config)
         return _Options(
-            self.fp8_name,
+            "" if compiling else self.fp8_name,  # a graph serves all blocks, whatever their names
             torch.is_grad_enabled(),
             self.fp8_config.save_activations == "fp8",
             ahead,

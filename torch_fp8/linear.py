@@ -27,7 +27,6 @@ cast once for all layers that share it (`torch_fp8.produced_activation`).
 Delayed scaling keeps a history of amaxes in non-persistent buffers, moved with the module and kept
 out of ``state_dict``. It is advanced by forwards in training mode and by backwards; a forward that
 activation checkpointing repeats uses the scales of the first.
-
 In the first pass of a checkpoint, which saves nothing, the transposed payload is not made
 (`torch_fp8.activation_checkpointing`).
 """
@@ -36,10 +35,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
 from torch_fp8.activation_checkpointing import repeats_forward, saves_nothing
+from torch_fp8.autograd_function import once_differentiable, refuse_transforms, reshaped
 from torch_fp8.config import FP8Config
 from torch_fp8.delayed_scaling import History
 from torch_fp8.gathered_activation import GatheredActivation
@@ -111,6 +110,7 @@ class Float8Linear(nn.Linear):
                 f"{dtype}; cast it, or keep the module in high precision with "
                 f"FP8Config(skip=('{self.fp8_name}',))"
             )
+        refuse_transforms(self.fp8_name)
         local = local_operands(input, self.weight, self.fp8_name)
         x, weight = local.input, local.weight
         shape, (num_out, num_in) = x.shape, weight.shape
@@ -119,6 +119,7 @@ class Float8Linear(nn.Linear):
                 f"FP8 linear '{self.fp8_name}' takes inputs (..., {num_in}), got {tuple(shape)}"
             )
         options = LinearOptions(
+            "" if torch.compiler.is_compiling() else self.fp8_name,
             self.fp8_recipe,
             self.fp8_config,
             dtype,
@@ -337,10 +338,10 @@ class _Float8LinearFunction(torch.autograd.Function):
             ctx.saved_names = tuple(kept)
             ctx.save_for_backward(*kept.values())
             ctx.dtypes = (options.dtype, weight.dtype, None if bias is None else bias.dtype)
-            ctx.options, ctx.grad_history = options, of_grad
+            ctx.options, ctx.name, ctx.grad_history = options, options.name, of_grad
             ctx.x_source = x.source if gathered else None
             ctx.input_shape = shape
-        return output.view(*shape[:-1], weight.shape[0])
+        return reshaped(output, (*shape[:-1], weight.shape[0]))
 
     @staticmethod
     @once_differentiable

@@ -26,6 +26,7 @@ from torch_fp8.weight_cache import WeightCache
 class LinearOptions(NamedTuple):
     """What the autograd function needs beside tensors."""
 
+    name: str
     recipe: Recipe
     config: FP8Config
     dtype: torch.dtype

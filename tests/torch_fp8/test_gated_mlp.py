@@ -362,6 +362,16 @@ def test_hooks_of_the_layers_go_on():
     assert torch.equal(want[1], got[1])
 
 
+@pytest.mark.parametrize("register", ["register_forward_hook", "register_full_backward_hook"])
+def test_hooks_of_the_activation_are_called(register):
+    model, seen = _model(), []
+    reference = copy.deepcopy(model)
+    getattr(model[1].act_fn, register)(lambda *args: seen.append(args[0]))
+    want, got = train(reference, gaussian(32, 64)), train(model, gaussian(32, 64))
+    assert seen == [model[1].act_fn]
+    assert all(sqnr_db(want[2][name], got[2][name]) > 20 for name in want[2])
+
+
 def test_an_output_that_cannot_be_halved_is_the_modules_own_matter():
     mlp = _model()[1]
     handle = mlp.gate_up_proj.register_forward_hook(lambda m, args, y: y[..., :-1])

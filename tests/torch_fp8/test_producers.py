@@ -490,6 +490,13 @@ def test_writing_to_an_output_in_place_is_refused_by_name():
         y[0] = 1
 
 
+def test_what_a_norm_without_readers_returns_may_be_written_to():
+    model = nn.Sequential(nn.Linear(64, 96), Norm(96), nn.ReLU(inplace=True))
+    convert_to_float8(model)
+    assert isinstance(model[1], Float8RMSNorm)
+    model(torch.randn(2, 3, 64)).sum().backward()
+
+
 def test_an_input_written_to_before_its_use_is_noticed():
     block = _model().layers[0]
     x = gaussian(4, 64)

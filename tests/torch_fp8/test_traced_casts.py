@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -339,3 +340,21 @@ def test_without_gradients_a_block_is_one_graph(mode):
     x = torch.randn(2, TOKENS // 2, 128).bfloat16()
     with mode():
         _assert_equal([block(x)], [Partitioned().compile(block)(x)])
+
+
+@pytest.mark.parametrize("family", LAYERS)
+def test_blocks_that_are_compiled_one_by_one_share_a_graph(family):
+    """Whatever their names; past 8 graphs of one function torch.compile leaves it eager."""
+    layers = [Block(family).layer for _ in range(3)]
+    model = nn.ModuleList(layers)
+    convert_to_float8(model)
+    assert [layer.mlp.fp8_name for layer in layers] == ["0.mlp", "1.mlp", "2.mlp"]
+    torch._dynamo.reset()
+    backend = CompileCounterWithBackend("aot_eager")
+    angles = Block(family).angles
+    x = torch.randn(2, TOKENS // 2, 128).bfloat16().requires_grad_()
+    for layer in layers:
+        layer.compile(backend=backend, fullgraph=True)
+        x = layer(x, position_embeddings=angles)
+    x.float().sum().backward()
+    assert backend.frame_count == 1

@@ -1,0 +1,64 @@
+"""What our autograd functions share: results that may be written to, and what they refuse.
+
+They are neither differentiated twice nor go through transforms of torch.func. torch's own errors
+name neither the module nor a way out, and where the gradient that comes in needs no gradient
+itself, as that of ``y.sum()``, its ``once_differentiable`` returns what looks like a constant: a
+penalty on gradients would then be silently left out of those of the weights.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_unsafe_view: Any = torch.ops.aten._unsafe_view.default
+_LEAVE = "leave the module as it is with FP8Config(skip=({name!r},)), or torch_fp8.revert the model"
+
+
+def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """A ``backward(ctx, *grads)`` that raises, by name, where its results are differentiated.
+
+    Args:
+        backward: of a function that has kept the qualified name of its module as ``ctx.name``.
+    """
+
+    @functools.wraps(backward)
+    def wrapper(ctx: Any, *grads: Tensor) -> Any:
+        with torch.no_grad():
+            results = backward(ctx, *grads)
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return results
+        message = (
+            f"the backward of '{ctx.name}' runs in FP8 and cannot be differentiated, as a penalty "
+            f"on gradients would; {_LEAVE.format(name=ctx.name)}"
+        )
+        raises = torch._C._functions.DelayedError(message.encode(), len(results))
+        return raises(*(None if r is None else r.detach().requires_grad_() for r in results))
+
+    return wrapper
+
+
+def reshaped(result: Tensor, shape: Sequence[int]) -> Tensor:
+    """A function's result in another shape, and no view: autograd refuses to have these written to.
+
+    Args:
+        result: that nobody else holds.
+        shape: with as many elements.
+    """
+    reshaped: Tensor = _unsafe_view(result, shape)
+    return reshaped
+
+
+def refuse_transforms(name: str) -> None:
+    """Raise RuntimeError under torch.func's transforms.
+
+    Args:
+        name: of the module.
+    """
+    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+        raise RuntimeError(
+            f"'{name}' runs in FP8 and does not go through transforms of torch.func (vmap, grad, "
+            f"vjp, jvp); use torch.autograd, or {_LEAVE.format(name=name)}"
+        )
