@@ -13,6 +13,7 @@ from torch_fp8.module_class import is_fsdp_class
 from torch_fp8.weight_cache import WatchedParameter
 
 _LORA = re.compile(r"(^|\.)lora_[A-Za-z_]+(\.|$)")
+_WRAPPERS = re.compile(r"(?<![^.])(_orig_mod|_checkpoint_wrapped_module)(\.|$)")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _WEIGHTS = (nn.Parameter, torch.Tensor, WatchedParameter)
 
@@ -21,8 +22,10 @@ def matches(pattern: str, name: str) -> bool:
     """Whether `pattern` matches whole components of the qualified `name`, or one above it.
 
     ``layers.2`` matches ``model.layers.2`` and ``model.layers.2.mlp``, not ``model.layers.20``.
-    ``*`` stands for anything within a component, ``**`` across components.
+    ``*`` stands for anything within a component, ``**`` across components. What torch.compile and
+    torch's checkpoint wrapper put into a name does not count.
     """
+    name = _WRAPPERS.sub("", name)
     parts = re.split(r"(\*\*|\*)", pattern)
     wildcard = {"**": ".*", "*": "[^.]*"}
     body = "".join(wildcard.get(part, re.escape(part)) for part in parts)

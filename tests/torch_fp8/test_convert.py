@@ -120,6 +120,9 @@ def test_tied_linears_stay_tied():
         ("layers.**.up", "model.layers.20.mlp.up", True),
         ("*_proj", "layers.0.q_proj", True),
         ("l.0", "lx0", False),
+        ("model.lm_head", "model._orig_mod.lm_head", True),
+        ("layers.0.mlp", "_orig_mod.layers.0._checkpoint_wrapped_module.mlp.up", True),
+        ("a.b", "a._my_orig_mod.b", False),
     ],
 )
 def test_skip_patterns_are_anchored_to_components(pattern, name, expected):
