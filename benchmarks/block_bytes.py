@@ -32,6 +32,7 @@ from torch_fp8 import (
     swiglu_backward,
 )
 from torch_fp8.kernels import rms_norm as norm_kernels
+from torch_fp8.swiglu_inputs import BackwardInputs
 
 BF16 = torch.bfloat16
 TOKENS, HIDDEN, INNER, HEADS, GROUPS = 512, 512, 1792, 8, 2  # as Llama-3, at an eighth
@@ -209,8 +210,8 @@ def _bf16_norm() -> int:
 def _bf16_product() -> tuple[int, int]:
     """Of SwiGLU and of its backward."""
     gate, up, grad = (torch.randn(TOKENS, INNER).to(BF16) for _ in range(3))
-    arguments = (grad, gate, None, up, None, None, BF16)
+    inputs = BackwardInputs(grad, gate, None, up, None, None, BF16)
     return (
         _moved(lambda: swiglu.swiglu(gate, up, None)),
-        _moved(lambda: swiglu_backward.swiglu_backward(*arguments)),
+        _moved(lambda: swiglu_backward.swiglu_backward(inputs)),
     )

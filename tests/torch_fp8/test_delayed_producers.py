@@ -26,6 +26,7 @@ from torch_fp8.linear import INPUT
 from torch_fp8.produced_activation import ProducedActivation
 from torch_fp8.recipe import make_recipe
 from torch_fp8.scaling import delayed_scale, tensor_amax
+from torch_fp8.swiglu_inputs import BackwardInputs
 
 SPEC = make_recipe("delayed").input
 SIZE, INNER = 64, 128
@@ -356,14 +357,14 @@ def test_values_are_those_of_the_result_and_the_rules(shape, algorithm, margin, 
         _check((q, s, qt, amax), rms_norm.rms_norm(x, weight, rstd, 1.0, x.dtype), how)
         *made, amax = swiglu.swiglu_quantize_delayed(x, up, None, how, True)
         _check((*made[:3], amax), swiglu.swiglu(x, up, None), how)
-        inputs = (grad, *made[3:], None, x.dtype)
+        inputs = BackwardInputs(grad, *made[3:], None, x.dtype)
         other = how._replace(amaxes=torch.full((3,), 7.0), progress=how.progress.clone())
-        gradients = swiglu_backward.swiglu_backward(*inputs)
-        made = swiglu_backward.swiglu_backward_quantize_delayed(*inputs, how, other)
+        gradients = swiglu_backward.swiglu_backward(inputs)
+        made = swiglu_backward.swiglu_backward_quantize_delayed(inputs, how, other)
         for i, (d, its) in enumerate(zip(gradients, (how, other), strict=True)):
             _check((*made[3 * i : 3 * i + 3], made[6][i]), d, its)
-        both = gate_up.gate_up_backward(*inputs, False)
-        _check(gate_up.gate_up_backward_quantize_delayed(*inputs, False, how), both, how)
+        both = gate_up.gate_up_backward(inputs, False)
+        _check(gate_up.gate_up_backward_quantize_delayed(inputs, False, how), both, how)
         assert torch.equal(how.amaxes, _history(filled).amaxes)
 
 
