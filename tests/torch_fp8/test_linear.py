@@ -264,7 +264,10 @@ def test_transforms_of_torch_func_are_refused_by_name():
 def test_an_output_may_be_written_to_in_place(shape):
     model = nn.Sequential(nn.Linear(K, 50), nn.ReLU(inplace=True))
     torch_fp8.convert_to_float8(model)
-    model(torch.randn(shape)).sum().backward()
+    x = torch.randn(shape)
+    y = model(x)
+    y.sum().backward()
+    assert torch.equal(torch.compile(model, fullgraph=True, backend="aot_eager")(x), y)
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False], ids=["reentrant", "non-reentrant"])
