@@ -94,6 +94,7 @@ class Production:
         self.name, self.sources = name, tuple(sources)
         self.make_dense, self.make_layouts, self.make_amax = make_dense, make_layouts, make_amax
         self.make_delayed, self.on_read = make_delayed, on_read
+        self.written_by: str | None = None
         self.versions = self._versions()
         self._made_in = selective_pass()
         self._own_forms = _Forms()
@@ -123,6 +124,7 @@ class Production:
 
     def amax(self) -> Tensor:
         """Its largest magnitude, () float32; NaN if any element is."""
+        self._check_written()
         forms = self.forms
         if forms.amax is None:
             forms.amax = self.make_amax()
@@ -137,6 +139,7 @@ class Production:
             spec, row, col: as there.
             scale: as there; who asks first decides for all, since delayed scaling has them agree.
         """
+        self._check_written()
         forms = self.forms
         if forms.ahead is not None:
             self._not_ahead(forms)
@@ -161,6 +164,7 @@ class Production:
             history: of the reader; who asks first decides for all.
             config: of the reader, with the algorithm and margin of delayed scaling.
         """
+        self._check_written()
         forms = self.forms
         if forms.ahead is not None and not forms.ahead.is_same(history):
             self._not_ahead(forms)
@@ -206,6 +210,10 @@ class Production:
 
     def _versions(self) -> list[int]:
         return [0 if s.is_inference() else s._version for s in self.sources]
+
+    def _check_written(self) -> None:
+        if self.written_by is not None:
+            raise RuntimeError(_modifies(self.written_by, self.name))
 
     def _check_sources(self) -> None:
         if self._versions() != self.versions:
@@ -266,12 +274,14 @@ class ProducedActivation(Tensor):
         if func in _KEPT:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        if _writes(func) and isinstance(args[0], ProducedActivation):
-            raise RuntimeError(
-                f"{func.__name__} would modify the output of '{args[0].production.name}' in "
-                "place, which is kept in FP8; use the operation that returns a new tensor, or "
-                f"leave the module as it is with FP8Config(skip=('{args[0].production.name}',))"
-            )
+        if _writes(func):
+            _map(args[0], _refuse_to_be_written(func))
+        if "out" in kwargs:
+            _map(kwargs["out"], _refuse_to_be_written(func))
+        if kwargs.get("inplace"):  # the result can be read, the activation by no layer any more
+            for x in (*args[:1], kwargs.get("input")):
+                if isinstance(x, ProducedActivation):
+                    x.production.written_by = func.__name__
         return func(*_map(args, plain), **_map(kwargs, plain))
 
     @classmethod
@@ -339,6 +349,21 @@ def _view_shape(func: Any, x: ProducedActivation, args: tuple[Any, ...]) -> torc
 def _writes(func: Any) -> bool:
     name = getattr(func, "__name__", "")
     return name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+
+
+def _refuse_to_be_written(func: Any) -> Callable[[Any], None]:
+    def refuse(x: Any) -> None:
+        if isinstance(x, ProducedActivation):
+            raise RuntimeError(_modifies(func.__name__, x.production.name))
+
+    return refuse
+
+
+def _modifies(func: str, name: str) -> str:
+    return (
+        f"{func} modifies the output of '{name}' in place, which is kept in FP8; use the operation "
+        f"that returns a new tensor, or leave the module as it is with FP8Config(skip=('{name}',))"
+    )
 
 
 def _map(value: Any, function: Callable[[Any], Any]) -> Any:
