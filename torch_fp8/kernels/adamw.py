@@ -40,8 +40,9 @@ GROUPS, ODD_GROUPS = 16, 2
 # Of a tile: 16 elements for each thread of the one warp. Where elements are moved one by one, each
 # with an address and a mask in registers, 2: with 16 the kernels spill, with 4 nearly.
 REGISTERS = 168
-# Of a thread where the payload is written, so that a multiprocessor of 65536 runs 12 programs: left
-# alone the compiler takes up to 222. Elsewhere it takes no more, but held to that number it spills.
+# Of a thread where the payload is written, or the amax of rows wanted, so that a multiprocessor of
+# 65536 runs 12 programs: left alone the compiler takes up to 226. Elsewhere it takes no more, but
+# held to that number it spills.
 PARTIALS = 1024
 # Partial sums that are added at once: a matrix of 16 million elements has as many.
 
@@ -66,6 +67,10 @@ class _Class(NamedTuple):
     @property
     def chunk(self) -> int:
         return SQUARE_CHUNK if self.layout == "squares" else CHUNK
+
+    @property
+    def registers(self) -> int | None:
+        return REGISTERS if self.payload or (self.amax and self.layout == "rows") else None
 
     @property
     def constants(self) -> dict[str, object]:
@@ -104,7 +109,7 @@ def adamw_step(
                 **kind.constants,
                 num_warps=1,
                 enable_fp_fusion=False,
-                maxnreg=REGISTERS if kind.payload else None,
+                maxnreg=kind.registers,
             )
             if kind.payload == "tensorwise":
                 recast_kernel[(num_chunks,)](
