@@ -275,7 +275,7 @@ class ProducedActivation(Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         if _writes(func):
-            _map(args[0], _refuse_to_be_written(func))
+            _map([*args[:1], kwargs.get("input")], _refuse_to_be_written(func))
         if "out" in kwargs:
             _map(kwargs["out"], _refuse_to_be_written(func))
         if kwargs.get("inplace"):  # the result can be read, the activation by no layer any more

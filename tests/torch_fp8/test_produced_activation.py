@@ -83,6 +83,7 @@ def test_writing_to_it_is_refused_however_it_is_said():
         lambda: y.add_(1),
         lambda: torch.add(other, 1, out=y),
         lambda: torch._foreach_mul_([y], 2.0),
+        lambda: torch.relu_(input=y),
         lambda: y.__setitem__(0, 0.0),
     ):
         with pytest.raises(RuntimeError, match="modifies the output of '0' in place"):
