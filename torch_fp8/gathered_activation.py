@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from torch_fp8.activation_gather import Gather, Shards, pack_shard
-from torch_fp8.quantize import QuantizedTensor, dequantize, quantize_layouts, transposed
+from torch_fp8.gathered_weight import transposed_or_recast
+from torch_fp8.quantize import QuantizedTensor, dequantize
 from torch_fp8.recipe import CastSpec
 
 _aten: Any = torch.ops.aten
@@ -48,13 +49,15 @@ class GatheredInput:
         """
         if self.shards is None:
             assert scale is not None
-            return _transposed(QuantizedTensor(kept, scale, self.spec.granularity), self.spec)
+            return transposed_or_recast(
+                QuantizedTensor(kept, scale, self.spec.granularity), self.spec
+            )
         assert self._gather is not None
         row = self._gather.result()
         self.users -= 1
         if self.users <= 0:
             self._gather = None
-        return _transposed(row, self.spec)
+        return transposed_or_recast(row, self.spec)
 
 
 class GatheredActivation(Tensor):
@@ -91,7 +94,7 @@ class GatheredActivation(Tensor):
         scales are powers of two, which keeps every mantissa, so only what the other scale makes
         subnormal is rounded a second time.
         """
-        return _transposed(self.row(), self.gather.spec)
+        return transposed_or_recast(self.row(), self.gather.spec)
 
     def keep(self) -> tuple[Tensor, Tensor | None]:
         """What to save for a wgrad in backward: bytes or payload, and the scale if it has one."""
@@ -148,17 +151,6 @@ def gather_activation(
     message = pack_shard(shard, shards, spec, scale)
     source = GatheredInput(spec, shards if gather_again else None)
     return GatheredActivation(Gather(message, shards, spec, scale), source, shards.shape, dtype)
-
-
-def _transposed(row: QuantizedTensor, spec: CastSpec) -> QuantizedTensor:
-    same = transposed(row)
-    if same is not None:
-        return same
-    # BF16 holds 4 significant bits times a power of two exactly.
-    whole = dequantize(row, torch.bfloat16)
-    _, col = quantize_layouts(whole, spec, None, row=False, col=True)
-    assert col is not None
-    return col
 
 
 def _view_shape(func: Any, x: Tensor, args: tuple[Any, ...]) -> torch.Size | None:

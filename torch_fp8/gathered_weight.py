@@ -167,6 +167,16 @@ def gathered_col(
         qdata = operators.transposed_in_backward(row.qdata, grad_output)
         scale = row.scale.t().contiguous() if row.scale.ndim else row.scale
         return QuantizedTensor(qdata, scale, spec.granularity)
+    return transposed_or_recast(row, spec)
+
+
+def transposed_or_recast(row: QuantizedTensor, spec: CastSpec) -> QuantizedTensor:
+    """The transpose (C, R), quantized along R, of what was gathered as (R, C), quantized along C.
+
+    Args:
+        row: whose scales are powers of two where they do not belong to as many rows as columns.
+        spec: how it was cast.
+    """
     same = transposed(row)
     if same is not None:
         return same
@@ -181,6 +191,12 @@ def transposed_in_backward(qdata: Tensor, grad_output: Tensor) -> Tensor:
     """The reference of ``torch_fp8::transposed_in_backward``: qdata^T, contiguous.
 
     A graph that torch.compile cuts in two cannot move it to forward, for it takes the gradient.
+
+    Args:
+        qdata: (N, K), FP8.
+        grad_output: that backward begins with; not read.
+    Returns:
+        (K, N), FP8.
     """
     del grad_output
     return qdata.t().clone(memory_format=torch.contiguous_format)
