@@ -63,9 +63,12 @@ class Float8GatedMLP(nn.Module):
     fp8_config: FP8Config
     fp8_name: str
     fp8_form: MLPForm | JoinedForm
+    fp8_activation: tuple[nn.Module, ...]
+    """The children beside the layers, which are not called; in a tuple, not to own them twice."""
 
     def forward(self, x: Tensor) -> Tensor:
-        if not (self.training or self.fp8_config.eval_fp8) or self._is_listened_to():
+        in_fp8 = self.training or self.fp8_config.eval_fp8
+        if not in_fp8 or self._has_own_activation():
             stock: Tensor = super().forward(x)
             return stock
         refuse_transforms(self.fp8_name)
@@ -83,10 +86,12 @@ class Float8GatedMLP(nn.Module):
         output: Tensor = down_layer(product)
         return output
 
-    def _is_listened_to(self) -> bool:
-        """Whether the activation, which is not called here, has hooks."""
-        others = [m for name, m in self._modules.items() if name not in self.fp8_form]
-        return any(m is not None and getattr(m, name) for m in others for name in _HOOKS)
+    def _has_own_activation(self) -> bool:
+        """Whether the activation has hooks, or is no longer the one that conversion has seen."""
+        others = _others(self, self.fp8_form)
+        if others != self.fp8_activation:
+            return True
+        return any(getattr(m, name) for m in others for name in _HOOKS)
 
     def _joined(self, x: Tensor, form: JoinedForm) -> tuple[Tensor]:
         both: Tensor = getattr(self, form.gate_up)(x)
@@ -213,16 +218,22 @@ def convert_gated_mlp(module: nn.Module, name: str, config: FP8Config) -> bool:
             return False
         add_mixin(module, Float8GatedMLP)
         assert isinstance(module, Float8GatedMLP)
-        module.fp8_form = form
+        module.fp8_form, module.fp8_activation = form, _others(module, form)
     module.fp8_config, module.fp8_name = config, name
     return True
 
 
 def revert_gated_mlp(module: Float8GatedMLP) -> None:
     """Undo `convert_gated_mlp`."""
-    for name in ("fp8_config", "fp8_name", "fp8_form"):
+    for name in ("fp8_config", "fp8_name", "fp8_form", "fp8_activation"):
         delattr(module, name)
     remove_mixin(module, Float8GatedMLP)
+
+
+def _others(module: nn.Module, form: MLPForm | JoinedForm) -> tuple[nn.Module, ...]:
+    """The children that are no layers of the form."""
+    children = module._modules.items()
+    return tuple(m for name, m in children if m is not None and name not in form)
 
 
 def _in_fp8(layer: nn.Module) -> bool:

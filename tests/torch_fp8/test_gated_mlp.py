@@ -372,6 +372,25 @@ def test_hooks_of_the_activation_are_called(register):
     assert all(sqnr_db(want[2][name], got[2][name]) > 20 for name in want[2])
 
 
+@pytest.mark.parametrize("cls", [Pair, Joined])
+def test_an_activation_that_is_replaced_after_conversion_is_the_one_that_counts(cls):
+    model, x = _model(cls, recipe="delayed"), gaussian(32, 64)
+    model[1].act_fn = nn.GELU()
+    stock = copy.deepcopy(model)
+    revert(stock)
+    assert sqnr_db(stock(x), model(x)) > 20
+    compiled = copy.deepcopy(model)
+    compiled.compile(backend="eager", fullgraph=True)
+    assert_equal(train(model, x), train(compiled, x))
+
+
+def test_a_copy_has_an_activation_of_its_own_and_stays_fused():
+    model = _model()
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert copied[1].fp8_activation == (copied[1].act_fn,) != (model[1].act_fn,)
+        assert_equal(train(copy.deepcopy(model), gaussian(32, 64)), train(copied, gaussian(32, 64)))
+
+
 def test_an_output_that_cannot_be_halved_is_the_modules_own_matter():
     mlp = _model()[1]
     handle = mlp.gate_up_proj.register_forward_hook(lambda m, args, y: y[..., :-1])
