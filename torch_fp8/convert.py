@@ -22,7 +22,7 @@ from torch_fp8.automatic_scaling import (
 from torch_fp8.config import FP8Config
 from torch_fp8.gemm import check_device, resolve_auto, runs_natively
 from torch_fp8.linear import Float8Linear
-from torch_fp8.module_class import rebase
+from torch_fp8.module_class import rebase, unwrapped_name
 from torch_fp8.output_dtype import restore_output_dtype
 from torch_fp8.producers import convert_producers, revert_producers
 from torch_fp8.recipe import Recipe
@@ -169,7 +169,8 @@ def scaling_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """What scaling remembers, as plain float32 tensors on the CPU; empty for most configurations.
 
     Keys of delayed scaling are ``<qualified name>.amax_history``, (3, H): the amaxes of input,
-    weight and grad_output, the most recent first; and ``<qualified name>.last_scale``, (2,).
+    weight and grad_output, the most recent first; and ``<qualified name>.last_scale``, (2,). Names
+    are those of the model without compiled and checkpointed wrappers around its modules.
     ``communication="fp8-lm"`` has ``automatic_scaling.mu``, ().
     """
     state = automatic_scaling_state(model)
@@ -189,6 +190,7 @@ def load_scaling_state_dict(model: nn.Module, state: dict[str, Tensor]) -> None:
         ValueError: `state` is of another model or history length; nothing is loaded then.
     """
     state = take_automatic_scaling_state(model, state)
+    state = {unwrapped_name(key): value for key, value in state.items()}
     if not state:
         return
     modules = dict(_delayed_modules(model))
@@ -312,7 +314,7 @@ def _device_of(model: nn.Module) -> torch.device:
 def _delayed_modules(model: nn.Module) -> Iterator[tuple[str, Float8Linear]]:
     for name, module in model.named_modules():
         if isinstance(module, Float8Linear) and module.fp8_recipe.delayed:
-            yield name, module
+            yield unwrapped_name(name), module
 
 
 def _names_a_module(model: nn.Module, pattern: str) -> bool:

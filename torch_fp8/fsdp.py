@@ -23,6 +23,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.optim import Optimizer
 
 from torch_fp8.config import FP8Config
+from torch_fp8.module_class import unwrapped_name
 from torch_fp8.optimizer import Float8Optimizer
 from torch_fp8.optimizer_conversion import OptimizerReport, convert_optimizer, restore_weights
 from torch_fp8.optimizer_state import (
@@ -35,8 +36,6 @@ from torch_fp8.optimizer_state import (
 )
 from torch_fp8.optimizer_step import SMALL_RESIDUAL_BITS
 from torch_fp8.output_dtype import restore_output_dtype
-
-_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 
 
 class Split(NamedTuple):
@@ -78,7 +77,7 @@ def split_for_sharding(
         for optimizer in optimizers:
             restore_weights(optimizer)
         return {}
-    return {_plain(name): _split(p, owners[p]) for name, p in trained.items()}
+    return {unwrapped_name(name): _split(p, owners[p]) for name, p in trained.items()}
 
 
 @torch.no_grad()
@@ -106,7 +105,7 @@ def shard_residuals(
     optimizers = list(optimizers)
     reports = [convert_optimizer(o, config, model=model) for o in optimizers]
     owners = _owners(optimizers)
-    parameters = {_plain(name): p for name, p in model.named_parameters()}
+    parameters = {unwrapped_name(name): p for name, p in model.named_parameters()}
     for name, split in splits.items():
         parameter = parameters[name]
         owner = owners[parameter]
@@ -173,9 +172,3 @@ def _owners(optimizers: list[Optimizer]) -> dict[Tensor, Float8Optimizer]:
         if isinstance(optimizer, Float8Optimizer)
         for _, _, p in optimizer.indexed_parameters()
     }
-
-
-def _plain(name: str) -> str:
-    for wrapper in _WRAPPERS:
-        name = name.replace(wrapper, "")
-    return name

@@ -1,4 +1,4 @@
-"""Giving an existing module another class, in place, and taking it back.
+"""Giving an existing module another class, in place, and taking it back; its name without wrappers.
 
 The new class has a mixin in front of the module's own, and its name, so that ``isinstance``, wrap
 policies and summaries go on as before. Where ``fully_shard`` has put a class of its own in front,
@@ -9,6 +9,8 @@ import functools
 from typing import Any
 
 from torch import nn
+
+_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
 
 
 def add_mixin(module: nn.Module, mixin: type[nn.Module]) -> None:
@@ -27,6 +29,11 @@ def rebase(cls: type[nn.Module], base: type[nn.Module]) -> type[nn.Module]:
     """FSDP2's dynamic class ``(FSDPModule, X)`` as ``(FSDPModule, base)``."""
     own = {k: v for k, v in cls.__dict__.items() if k not in ("__dict__", "__weakref__")}
     return type(f"FSDP{base.__name__}", (cls.__bases__[0], base), own)
+
+
+def unwrapped_name(name: str) -> str:
+    """A qualified name without what torch.compile and torch's checkpoint wrapper put into it."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def is_fsdp_class(cls: type) -> bool:

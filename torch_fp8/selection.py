@@ -9,11 +9,10 @@ from torch import nn
 from torch_fp8.formats import GEMM_ALIGNMENT
 from torch_fp8.gathered_weight import GatheredWeight
 from torch_fp8.linear import Float8Linear
-from torch_fp8.module_class import is_fsdp_class
+from torch_fp8.module_class import is_fsdp_class, unwrapped_name
 from torch_fp8.weight_cache import WatchedParameter
 
 _LORA = re.compile(r"(^|\.)lora_[A-Za-z_]+(\.|$)")
-_WRAPPERS = re.compile(r"(?<![^.])(_orig_mod|_checkpoint_wrapped_module)(\.|$)")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _WEIGHTS = (nn.Parameter, torch.Tensor, WatchedParameter)
 
@@ -25,7 +24,7 @@ def matches(pattern: str, name: str) -> bool:
     ``*`` stands for anything within a component, ``**`` across components. What torch.compile and
     torch's checkpoint wrapper put into a name does not count.
     """
-    name = _WRAPPERS.sub("", name)
+    name = unwrapped_name(name)
     parts = re.split(r"(\*\*|\*)", pattern)
     wildcard = {"**": ".*", "*": "[^.]*"}
     body = "".join(wildcard.get(part, re.escape(part)) for part in parts)

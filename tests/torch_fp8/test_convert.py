@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 import torch_fp8
@@ -325,6 +326,27 @@ def test_scaling_state_resumes_exactly():
     assert torch.equal(
         whole.layers[0]["up"].fp8_amax_history, resumed.layers[0]["up"].fp8_amax_history
     )
+
+
+def test_scaling_state_does_not_depend_on_wrappers_around_a_module():
+    def made(wrap):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32)) for _ in range(3)))
+        if wrap:
+            model[0] = torch.compile(model[0], backend="eager")
+            model[1][0] = checkpoint_wrapper(torch.compile(model[1][0], backend="eager"))
+        convert_to_float8(model, FP8Config(recipe="delayed"))
+        return model
+
+    plain, wrapped = made(wrap=False), made(wrap=True)
+    plain(torch.randn(16, 32)).sum().backward()
+    state = torch_fp8.scaling_state_dict(plain)
+    torch_fp8.load_scaling_state_dict(wrapped, state)
+    again = torch_fp8.scaling_state_dict(wrapped)
+    assert all(torch.equal(value, again[key]) for key, value in state.items())
+    assert again.keys() == state.keys()
+    of_names = {key.replace("0.0.", "0._orig_mod.0."): value for key, value in state.items()}
+    torch_fp8.load_scaling_state_dict(plain, of_names)  # as they were written before
 
 
 def test_scaling_state_of_another_model_is_refused_whole():
