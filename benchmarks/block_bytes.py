@@ -11,6 +11,7 @@ The layer is a small one. Where a launcher asks whether its shape suits a card i
 for `SHAPE`. `benchmarks.quantization_bytes` runs this and writes the rows.
 """
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 from unittest import mock
@@ -54,6 +55,7 @@ class Part(NamedTuple):
     in_bf16: int
 
 
+@functools.cache
 def parts() -> dict[str, Part]:
     """Name of every input and gradient -> what it is; norms' backwards count to their outputs."""
     rows, kv = TOKENS, HIDDEN * GROUPS // HEADS
@@ -113,6 +115,7 @@ def _row(
     }
 
 
+@functools.cache
 def count(recipe: str) -> list[Launch]:
     """What a training step of the block launches, put down to the names of `parts`."""
     torch.manual_seed(0)
