@@ -53,6 +53,15 @@ def reshaped(result: Tensor, shape: Sequence[int]) -> Tensor:
     return reshaped
 
 
+def name_of(module: Any) -> str:
+    """The qualified name of a converted module; "" while it is compiled.
+
+    A graph serves all blocks of a model, whatever their names: past 8 of them torch.compile leaves
+    a function eager. torch 2.11 guards on a name as soon as it is handed to a function.
+    """
+    return "" if torch.compiler.is_compiling() else module.fp8_name
+
+
 def refuse_transforms(name: str) -> None:
     """Raise RuntimeError under torch.func's transforms.
 

@@ -22,7 +22,7 @@ from torch_fp8.activation_checkpointing import (
     replayed_operator,
     saves_nothing,
 )
-from torch_fp8.autograd_function import once_differentiable, refuse_transforms, reshaped
+from torch_fp8.autograd_function import name_of, once_differentiable, refuse_transforms, reshaped
 from torch_fp8.config import FP8Config
 from torch_fp8.delayed_scaling import History
 from torch_fp8.gemm import cast
@@ -102,13 +102,14 @@ class Float8RMSNorm(nn.Module):
         if not (runs and usual and x.dtype in _DTYPES and x.shape[-1:] == weight.shape):
             stock: Tensor = super().forward(x)
             return stock
-        refuse_transforms(self.fp8_name)
+        name = name_of(self)
+        refuse_transforms(name)
         form, compiling = self.fp8_form, torch.compiler.is_compiling()
         # Not where FSDP2 shards the norm by itself: the weight is gone after its forward.
         in_fp8 = self.fp8_consumers is not None and not is_fsdp_class(type(self))
         waits = in_fp8 and not compiling
         options = _Options(
-            "" if compiling else self.fp8_name,
+            name,
             form.offset,
             torch.promote_types(x.dtype, weight.dtype) if form.promotes else x.dtype,
             torch.is_grad_enabled(),

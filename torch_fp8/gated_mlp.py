@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torch_fp8.activation_checkpointing import PLAIN, saves_nothing
-from torch_fp8.autograd_function import once_differentiable, refuse_transforms
+from torch_fp8.autograd_function import name_of, once_differentiable, refuse_transforms
 from torch_fp8.config import FP8Config
 from torch_fp8.gate_up import halves
 from torch_fp8.gated_mlp_form import JoinedForm, MLPForm, form_of
@@ -71,7 +71,7 @@ class Float8GatedMLP(nn.Module):
         if not in_fp8 or self._has_own_activation():
             stock: Tensor = super().forward(x)
             return stock
-        refuse_transforms(self.fp8_name)
+        refuse_transforms(name_of(self))
         form = self.fp8_form
         down_layer = getattr(self, form.down)
         inputs = self._joined(x, form) if isinstance(form, JoinedForm) else self._pair(x, form)
@@ -100,7 +100,7 @@ class Float8GatedMLP(nn.Module):
     def _pair(self, x: Tensor, form: MLPForm) -> tuple[Tensor, Tensor]:
         gate_layer, up_layer = getattr(self, form.gate), getattr(self, form.up)
         if _in_fp8(gate_layer) and _in_fp8(up_layer):
-            x = shared(x, self.fp8_name)
+            x = shared(x, name_of(self))
         return gate_layer(x), up_layer(x)
 
     def _options(self, down_layer: nn.Module) -> _Options:
@@ -116,7 +116,7 @@ class Float8GatedMLP(nn.Module):
                 col = _wants_wgrad(down_layer) and torch.is_grad_enabled()
                 ahead = Ahead(spec, col, history, down_layer.fp8_config)
         return _Options(
-            "" if compiling else self.fp8_name,  # a graph serves all blocks, whatever their names
+            name_of(self),
             torch.is_grad_enabled(),
             self.fp8_config.save_activations == "fp8",
             ahead,

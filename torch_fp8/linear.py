@@ -26,9 +26,8 @@ cast once for all layers that share it (`torch_fp8.produced_activation`).
 
 Delayed scaling keeps a history of amaxes in non-persistent buffers, moved with the module and kept
 out of ``state_dict``. It is advanced by forwards in training mode and by backwards; a forward that
-activation checkpointing repeats uses the scales of the first.
-In the first pass of a checkpoint, which saves nothing, the transposed payload is not made
-(`torch_fp8.activation_checkpointing`).
+activation checkpointing repeats uses the scales of the first, which saves nothing and makes no
+transposed payload (`torch_fp8.activation_checkpointing`).
 """
 
 from typing import Any
@@ -38,7 +37,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from torch_fp8.activation_checkpointing import repeats_forward, saves_nothing
-from torch_fp8.autograd_function import once_differentiable, refuse_transforms, reshaped
+from torch_fp8.autograd_function import name_of, once_differentiable, refuse_transforms, reshaped
 from torch_fp8.config import FP8Config
 from torch_fp8.delayed_scaling import History
 from torch_fp8.gathered_activation import GatheredActivation
@@ -110,8 +109,9 @@ class Float8Linear(nn.Linear):
                 f"{dtype}; cast it, or keep the module in high precision with "
                 f"FP8Config(skip=('{self.fp8_name}',))"
             )
-        refuse_transforms(self.fp8_name)
-        local = local_operands(input, self.weight, self.fp8_name)
+        name = name_of(self)
+        refuse_transforms(name)
+        local = local_operands(self, input)
         x, weight = local.input, local.weight
         shape, (num_out, num_in) = x.shape, weight.shape
         if shape[-1] != num_in:
@@ -119,7 +119,7 @@ class Float8Linear(nn.Linear):
                 f"FP8 linear '{self.fp8_name}' takes inputs (..., {num_in}), got {tuple(shape)}"
             )
         options = LinearOptions(
-            "" if torch.compiler.is_compiling() else self.fp8_name,
+            name,
             self.fp8_recipe,
             self.fp8_config,
             dtype,

@@ -71,33 +71,33 @@ class LocalOperands(NamedTuple):
         )
 
 
-def local_operands(input: Tensor, weight: Tensor, name: str) -> LocalOperands:
+def local_operands(linear: Any, input: Tensor) -> LocalOperands:
     """This rank's parts of input and weight.
 
     Args:
+        linear: a converted layer, weight (N, K); its name is read for errors alone.
         input: (..., K).
-        weight: (N, K).
-        name: of the module, for errors.
     Raises:
         ValueError: one of them is a DTensor and the other is not; a mesh of several dimensions.
     """
+    weight: Tensor = linear.weight
     if not isinstance(weight, DTensor):
         if isinstance(input, DTensor):
             raise ValueError(
-                f"FP8 linear '{name}' got a DTensor, but its weight is none; give it a parallel "
-                "style in parallelize_module, or input.to_local()"
+                f"FP8 linear '{linear.fp8_name}' got a DTensor, but its weight is none; give it a "
+                "parallel style in parallelize_module, or input.to_local()"
             )
         return LocalOperands(input, weight)
     if not isinstance(input, DTensor):
         raise ValueError(
-            f"the weight of FP8 linear '{name}' is sharded as {weight.placements}, but its input "
-            "is no DTensor; have parallelize_module give it a style that prepares its input, such "
-            "as Float8ColwiseParallel or Float8RowwiseParallel (sharded by FSDP2, it can be called "
-            "within the forward of the module that fully_shard was given)"
+            f"the weight of FP8 linear '{linear.fp8_name}' is sharded as {weight.placements}, but "
+            "its input is no DTensor; have parallelize_module give it a style that prepares its "
+            "input, such as Float8ColwiseParallel or Float8RowwiseParallel (sharded by FSDP2, it "
+            "can be called within the forward of the module that fully_shard was given)"
         )
     if weight.device_mesh.ndim != 1:
         raise ValueError(
-            f"the weight of FP8 linear '{name}' is sharded over a mesh of "
+            f"the weight of FP8 linear '{linear.fp8_name}' is sharded over a mesh of "
             f"{weight.device_mesh.ndim} dimensions, {weight.placements}: FP8 GEMMs take one, "
             "and FSDP2 in the others only within the forward of its module"
         )

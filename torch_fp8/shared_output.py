@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_fp8.activation_checkpointing import PLAIN
+from torch_fp8.autograd_function import name_of
 from torch_fp8.module_class import add_mixin, remove_mixin
 from torch_fp8.produced_activation import ProducedActivation, Production
 from torch_fp8.quantize import quantize_layouts
@@ -19,7 +20,7 @@ class SharedOutput(nn.Module):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         output: Tensor = super().forward(hidden_states)
-        return shared(output, self.fp8_name)
+        return shared(output, name_of(self))
 
 
 def share_output(module: nn.Module, name: str) -> bool:
