@@ -5,17 +5,21 @@ import logging
 import sys
 import weakref
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from accelerate.hooks import ModelHook, add_hook_to_module
+from accelerate.state import AcceleratorState
+from accelerate.utils import TorchDynamoPlugin
 from torch import nn
 
 import accelerate_fp8
 from accelerate_fp8 import FP8Config, FP8Kwargs
 from accelerate_fp8.accelerator import preparation_of
-from torch_fp8 import Float8Linear
+from accelerate_fp8.history import load_history, save_history
+from torch_fp8 import Float8Linear, scaling_state_dict
 
 
 class Block(nn.Module):
@@ -27,6 +31,17 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.lm_head(self.down(self.up(x).relu()))
+
+
+class Blocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
 
 
 @pytest.fixture
@@ -374,3 +389,42 @@ def test_compiled_model_runs_in_fp8(accelerate: Any, gemms: list[torch.dtype]) -
     optimizer.step()
     assert type(accelerator.unwrap_model(model, keep_torch_compile=False).up) is Float8Linear
     assert len(gemms) >= 2
+
+
+def test_blocks_that_accelerate_compiles_one_by_one(accelerate: Any, tmp_path: Path) -> None:
+    """The same losses; and a history goes on where nothing is compiled."""
+    x = torch.arange(512.0).view(16, 32).sin()
+
+    def start(plugin: TorchDynamoPlugin | None) -> tuple[Any, Any, Any]:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        accelerator = accelerate.Accelerator(
+            mixed_precision="fp8",
+            cpu=True,
+            dynamo_plugin=plugin,
+            kwargs_handlers=[FP8Kwargs(FP8Config(recipe="delayed"))],
+        )
+        torch.manual_seed(0)
+        model = Blocks()
+        return accelerator, *accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+
+    def step(accelerator: Any, model: Any, optimizer: Any) -> float:
+        loss = model(x).square().mean()
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.item()
+
+    plain = start(None)
+    losses = [step(*plain) for _ in range(2)]
+    in_regions = TorchDynamoPlugin(backend="aot_eager", use_regional_compilation=True)
+    compiled = start(in_regions)
+    assert [step(*compiled) for _ in range(2)] == losses
+    assert isinstance(compiled[1].layers[0], torch._dynamo.OptimizedModule)
+    states = [scaling_state_dict(model) for model in (plain[1], compiled[1])]
+    save_history([compiled[1]], tmp_path, 0)
+    again = start(None)
+    load_history([again[1]], tmp_path, 0)
+    states.append(scaling_state_dict(again[1]))
+    for state in states[1:]:
+        assert state.keys() == states[0].keys()
+        assert all(torch.equal(value, states[0][key]) for key, value in state.items())
