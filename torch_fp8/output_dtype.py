@@ -2,7 +2,7 @@
 
 Autocast casts what enters a linear layer, but not what an embedding looks up: that has the weight's
 dtype. With a float32 weight the residual stream of a transformer is float32 under ``bf16-mixed``;
-with the BF16 weight of a split master it would be BF16, at the price of 0.8 % of the evaluation
+with the BF16 weight of a split master it would be BF16, at the price of 0.9 % of the evaluation
 loss after 3,000 steps (benchmarks/results/optimizer_loss.csv, "residual stream in BF16"). So a hook
 casts the output.
 
