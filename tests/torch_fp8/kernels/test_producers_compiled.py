@@ -24,10 +24,10 @@ CASTS = (
 # (format, algorithm, row, col)
 DELAYED = (
     (E4M3, "max", True, True),
+    (E4M3, "max", True, False),
+    (E4M3, "most_recent", True, True),
     (E5M2, "max", True, True),
-    (E5M2, "most_recent", True, True),
-    (E4M3, "most_recent", True, False),
-    (E5M2, "max", False, True),
+    (E5M2, "most_recent", False, True),
 )
 FORWARD = (E4M3,)  # E5M2 is for gradients, in all recipes
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
