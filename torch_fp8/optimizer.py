@@ -315,7 +315,9 @@ def _entry(state_dict: Mapping[str, Any], saved_id: int) -> dict[str, Any]:
 
 @functools.cache
 def float8_class(base: Any) -> type[Float8Optimizer]:
-    return type(f"Float8{base.__name__}", (Float8Optimizer, base), {"__module__": __name__})
+    """`Float8Optimizer` in front of `base`, under its name, which hosts log learning rates by."""
+    named = {"__module__": base.__module__, "__qualname__": base.__qualname__}
+    return type(base.__name__, (Float8Optimizer, base), {**named, "__doc__": base.__doc__})
 
 
 def _rebuild(base: Any) -> Any:

@@ -128,6 +128,22 @@ def test_stock_adamw_opens_the_checkpoint_and_ours_a_stock_one():
     assert _train(back, other, 5, first=10) == pytest.approx(expected, rel=0.01)
 
 
+class _Named(torch.optim.AdamW):
+    """A user's class."""
+
+
+@pytest.mark.parametrize("cls", [torch.optim.AdamW, torch.optim.Adam, _Named])
+def test_the_class_keeps_its_name_and_says_where_it_is_from(cls):
+    _, optimizer = _converted(cls=cls)
+    ours = type(optimizer)
+    assert (ours.__name__, ours.__qualname__) == (cls.__name__, cls.__qualname__)
+    assert (ours.__module__, ours.__doc__) == (cls.__module__, cls.__doc__)
+    assert repr(optimizer).startswith(f"{cls.__name__} (")
+    for other in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+        assert type(other) is ours
+        assert isinstance(other, Float8Optimizer)
+
+
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
 def test_a_copy_trains_on_as_the_original(copied):
     model, optimizer = _converted()
