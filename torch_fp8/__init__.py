@@ -3,6 +3,7 @@
 from torch_fp8.communication_count import CommunicationCount, count_communication
 from torch_fp8.config import FP8Config
 from torch_fp8.convert import (
+    conversion_report,
     convert_to_float8,
     load_scaling_state_dict,
     revert,
@@ -26,6 +27,7 @@ __all__ = [
     "Float8Linear",
     "MemoryReport",
     "OptimizerReport",
+    "conversion_report",
     "convert_optimizer",
     "convert_to_float8",
     "count_communication",

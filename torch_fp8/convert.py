@@ -4,6 +4,7 @@ Conversion swaps ``__class__`` in place. The Parameter objects stay the same, so
 (an optimizer, a tied module, FSDP's maps, a state dict) never notices.
 """
 
+import copy
 import functools
 import warnings
 from collections.abc import Iterator
@@ -129,6 +130,33 @@ def convert_to_float8(
         producers=producers,
         choice=choice,
     )
+
+
+def conversion_report(
+    model: nn.Module,
+    config: FP8Config | None = None,
+    *,
+    device: torch.device | str | None = None,
+) -> ConversionReport:
+    """What `convert_to_float8` would do to `model`, which stays as it is.
+
+    A copy without data, on the meta device, is converted: this takes neither the memory of the
+    weights nor, on the CPU, more than a moment. Where recipe ``auto`` measures, it does so now, and
+    the conversion that follows in this process has its result.
+
+    Args:
+        model, config, device: as of `convert_to_float8`.
+    Raises:
+        ValueError, ImportError, RuntimeError: as `convert_to_float8`.
+    """
+    memo: dict[int, Any] = {}
+    for parameter in model.parameters():
+        empty = torch.empty_like(parameter, device="meta")
+        memo[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+    for buffer in model.buffers():
+        memo[id(buffer)] = torch.empty_like(buffer, device="meta")
+    twin = copy.deepcopy(model, memo)
+    return convert_to_float8(twin, config, device=_device_of(model) if device is None else device)
 
 
 def revert(model: nn.Module) -> int:

@@ -54,6 +54,20 @@ def test_converts_in_place_with_the_same_parameters():
     assert not torch.equal(old, model.layers[1]["up"].weight)
 
 
+def test_a_report_alone_converts_nothing_and_moves_no_data():
+    model = Model().to(torch.bfloat16)
+    classes = [type(m) for m in model.modules()]
+    config = FP8Config(recipe="delayed", skip=("lm_head", "layers.0"))
+    report = torch_fp8.conversion_report(model, config)
+    assert [type(m) for m in model.modules()] == classes
+    assert not dict(model.named_buffers())
+    assert {p.device.type for p in model.parameters()} == {"cpu"}
+    assert str(report) == str(convert_to_float8(model, config))
+    assert str(torch_fp8.conversion_report(model, config)) == str(report)  # converted already
+    with pytest.raises(ValueError, match=r"no linear layer .* can run in FP8"):
+        torch_fp8.conversion_report(nn.Sequential(nn.Linear(8, 8)))
+
+
 def test_converting_twice_changes_nothing():
     model = Model()
     config = FP8Config(recipe="delayed", amax_history_len=4)
