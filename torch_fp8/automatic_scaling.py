@@ -30,7 +30,7 @@ class AutomaticScaling:
     def prepare(self, world_size: int, device: torch.device) -> Tensor:
         """mu for the step that begins."""
         if self.mu is None:
-            self.mu = torch.tensor(world_size**-0.5)
+            self.mu = torch.tensor(world_size**-0.5, device=device)
         self.mu = self.mu.to(device).clamp(1 / world_size, 1)
         return self.mu
 

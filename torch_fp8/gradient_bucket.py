@@ -57,7 +57,8 @@ class GradientBucket:
         scales = [self._scales(i) for i in range(len(parameters))]
         _lay_out(codes, layout.codes(self._sent))
         _lay_out(scales, layout.scales(self._sent))
-        flags = torch.tensor([not missing for missing in self._missing], dtype=torch.bfloat16)
+        present = [not missing for missing in self._missing]
+        flags = torch.tensor(present, dtype=torch.bfloat16, device="cpu")
         _lay_out([flags.to(device, non_blocking=True)], layout.plain(self._sent))
         self.nbytes = self._sent.nbytes
         self._gathered = False

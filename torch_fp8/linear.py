@@ -234,7 +234,7 @@ class Float8Linear(nn.Linear):
 
     def load_scaling_state(self, history: Tensor, last_scale: Tensor) -> None:
         """Go on from what `scaling_state` was."""
-        none = torch.zeros(2)  # progress of no launch, wherever its memory is from
+        none = torch.zeros(2, device="cpu")  # progress of no launch, wherever its memory is from
         state = (history[:GRAD_OUTPUT], none, last_scale, history[GRAD_OUTPUT], none)
         for name, value in zip(_BUFFERS, state, strict=True):
             plain(getattr(self, name)).copy_(value)

@@ -92,7 +92,7 @@ def with_data(tensor: Tensor, data: Tensor) -> Tensor:
 
 def new_moments(parameter: Tensor) -> State:
     """Zero moments and step of a large parameter."""
-    state: State = {"step": torch.zeros((), dtype=torch.float32)}
+    state: State = {"step": torch.zeros((), dtype=torch.float32, device="cpu")}
     rows, cols = matrix_shape(local(parameter).shape)
     whole_rows, whole_cols = matrix_shape(parameter.shape)
     device = local(parameter).device
@@ -271,7 +271,7 @@ def from_checkpoint(parameter: Tensor, entry: Mapping[str, Any], large: bool) ->
     step = (
         step.detach().float().cpu().clone()
         if isinstance(step, Tensor)
-        else torch.tensor(float(step))
+        else torch.tensor(float(step), device="cpu")
     )
     if not large:
         dtype = torch.float32 if parameter.dtype == torch.bfloat16 else parameter.dtype

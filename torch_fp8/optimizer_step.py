@@ -180,7 +180,7 @@ def new_small_state(parameter: Tensor) -> State:
     dtype = torch.float32 if parameter.dtype == torch.bfloat16 else parameter.dtype
     like = parameter.detach()
     return {
-        "step": torch.zeros((), dtype=torch.float32),
+        "step": torch.zeros((), dtype=torch.float32, device="cpu"),
         "exp_avg": torch.zeros_like(like, dtype=dtype),
         "exp_avg_sq": torch.zeros_like(like, dtype=dtype),
     }

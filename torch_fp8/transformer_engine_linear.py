@@ -79,7 +79,8 @@ class TransformerEngineLinear(Float8Linear):
     @property
     def scaling_state(self) -> tuple[Tensor, Tensor]:
         """Delayed scaling's amaxes (3, H), the newest first, and last scales (2,)."""
-        empty = torch.zeros(3, self.fp8_config.amax_history_len), torch.ones(2)
+        length = self.fp8_config.amax_history_len
+        empty = torch.zeros(3, length, device="cpu"), torch.ones(2, device="cpu")
         return self._recorded() or self.fp8_pending_scaling or empty
 
     def load_scaling_state(self, history: Tensor, last_scale: Tensor) -> None:

@@ -137,7 +137,7 @@ def writes_payload(matrix: WeightMatrix, payload: WeightPayload) -> bool:
 def update_rms(entries: Sequence[Entry]) -> Tensor:
     """`update_rms_reference` of every matrix, (len(entries),) float32; the same in every run."""
     if not entries:
-        return torch.zeros(0)
+        return torch.zeros(0, device="cpu")
     entries = [(matrix._replace(amax=None, payload=None), scalars) for matrix, scalars in entries]
     result = torch.zeros(len(entries), device=entries[0][0].weight.device)
     classes: dict[tuple[_Class, bool], list[int]] = {}
@@ -232,12 +232,13 @@ def _tables(
     host = torch.empty(
         records.numel() + cdiv(first, 2),
         dtype=torch.int64,
+        device="cpu",
         pin_memory=device.type == "cuda",
     )
     host[: records.numel()] = records.view(-1)
-    owners = torch.arange(len(entries), dtype=torch.int32)
+    owners = torch.arange(len(entries), dtype=torch.int32, device="cpu")
     chunks = host[records.numel() :].view(torch.int32)
-    chunks[:first] = owners.repeat_interleave(torch.tensor(counts), output_size=first)
+    chunks[:first] = owners.repeat_interleave(torch.tensor(counts, device="cpu"), output_size=first)
     buffer = host.to(device, non_blocking=True)
     chunks = buffer[records.numel() :].view(torch.int32)
     return buffer[: records.numel()].view(len(entries), -1), chunks, first
