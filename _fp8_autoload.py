@@ -1,8 +1,9 @@
 """Extends Lightning and Accelerate for FP8 when, and only when, they are imported.
 
-torch loads and calls every entry point of the group ``torch.backends`` at the end of ``import
-torch``; `load` is one of them. It puts one finder in front of ``sys.meta_path`` that lets the
-others find a module and, if it is one of `EXTENSIONS`, calls our function on it once it has run.
+torch calls `load`, an entry point of the group ``torch.backends``, at the end of ``import torch``.
+It puts one finder in front of ``sys.meta_path`` that lets the others find a module and, if it is
+one of `EXTENSIONS`, calls our function on it once it has run. A module that is half imported by
+then is extended when its import ends. `ExtensionFinder.status` says what became of each.
 
 An exception here would break ``import torch`` for a whole environment. Hence: standard library
 only, nothing is imported before a host is, nothing raises, everything may be called twice. What
@@ -12,18 +13,15 @@ cannot be extended stays as it is, with one warning.
 import contextlib
 import sys
 import warnings
-from collections.abc import Callable
 from importlib import import_module
 from importlib.machinery import ModuleSpec
-from types import ModuleType
 from typing import Any
 
 _LIGHTNING = "lightning_fp8._register"
 _ACCELERATE = "accelerate_fp8._register"
 _CONNECTOR = "trainer.connectors.accelerator_connector"
 
-# Module -> function that extends it. Per host in the order in which their modules are imported:
-# where a name is copied by later modules, it is extended in the module that defines it.
+# Module -> function that extends it. A name that others copy is extended where it is defined.
 EXTENSIONS: dict[str, str] = {
     "lightning.fabric.plugins.precision.precision": f"{_LIGHTNING}:extend_precision_choices",
     "lightning.fabric.connector": f"{_LIGHTNING}:extend_fabric_connector",
@@ -41,86 +39,87 @@ EXTENSIONS: dict[str, str] = {
 
 
 class ExtensionFinder:
-    """The finder. `extensions`: what is to be extended; `pending`: modules met half imported."""
+    """`status`: module -> "waiting" (for the end of its import), "extended" or an error's text."""
 
     def __init__(self) -> None:
         self.extensions: dict[str, str] = {}
-        self.pending: set[str] = set()
+        self.status: dict[str, str] = {}
         self._searching: set[str] = set()
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         """Asked for every module that is not yet imported: one look-up in the common case."""
-        if self.pending:
-            self.fire_pending()
         if fullname not in self.extensions or fullname in self._searching:
             return None
         self._searching.add(fullname)
         try:
-            spec = _find_elsewhere(self, fullname, path, target)
-            if spec is not None and not self._extend_after_exec(spec.loader):
-                self.pending.add(fullname)
+            others = [f for f in sys.meta_path if f is not self and hasattr(f, "find_spec")]
+            specs = (finder.find_spec(fullname, path, target) for finder in others)
+            spec: ModuleSpec | None = next(filter(None, specs), None)
+            if spec is not None:
+                self._extend_after_exec(spec)
             return spec
-        except Exception:  # the import system asks the others itself, and reports what they raise
+        except Exception as error:  # the import system asks the others itself, and reports it
+            self.status[fullname] = f"{type(error).__name__}: {error}"
             return None
         finally:
             self._searching.discard(fullname)
 
-    def _extend_after_exec(self, loader: Any) -> bool:
+    def _extend_after_exec(self, spec: ModuleSpec) -> None:
         """Set `exec_module` on the loader's instance: its type, and so get_source etc., stay."""
+        loader: Any = spec.loader
         if not hasattr(loader, "__dict__") or not hasattr(loader, "exec_module"):
-            return False
-        if "exec_module" in vars(loader):  # one loader may serve many modules
-            return True
-        original: Callable[[ModuleType], None] = loader.exec_module
+            return self._extend_after_import(spec)
+        original = loader.exec_module
 
-        def exec_module(module: ModuleType) -> None:
+        def exec_module(module: Any) -> None:
             vars(loader).pop("exec_module", None)  # the loader is stock again
             original(module)
             self.fire(module.__name__, module)
 
-        loader.exec_module = exec_module
-        return True
+        vars(loader).setdefault("exec_module", exec_module)  # one loader may serve many modules
+        return None
+
+    def _extend_after_import(self, spec: Any) -> None:
+        """Give `spec` a class that notices how the import system sets `_initializing` to False."""
+        stock = type(spec)
+
+        def __setattr__(spec: Any, name: str, value: Any) -> None:
+            stock.__setattr__(spec, name, value)
+            if name == "_initializing" and not value:
+                stock.__setattr__(spec, "__class__", stock)
+                self.fire(spec.name, sys.modules.get(spec.name))  # None: the import failed
+
+        if not hasattr(stock, "_fp8_watches"):
+            body = {"__slots__": (), "__module__": stock.__module__, "_fp8_watches": True}
+            spec.__class__ = type(stock.__name__, (stock,), {**body, "__setattr__": __setattr__})
 
     def add(self, name: str, function: str) -> None:
-        """Extend module `name` when it is imported, or now if it is."""
-        if name in self.extensions:
-            return
-        self.extensions[name] = function
-        if name in sys.modules:
-            self.pending.add(name)
+        """Have `function` extend module `name` when it is imported."""
+        self.status.setdefault(name, "waiting")
+        self.extensions.setdefault(name, function)
 
-    def fire_pending(self) -> None:
-        """Extend those pending modules that have been imported completely by now."""
-        for name in self.extensions.copy():
-            if name not in self.pending:  # extending another one may have come here before
-                continue
+    def extend_imported(self) -> None:
+        """Extend what was imported before; what is half imported, at the end of its import."""
+        for name in [name for name, status in self.status.items() if status == "waiting"]:
             module = sys.modules.get(name)
-            half_imported = getattr(getattr(module, "__spec__", None), "_initializing", False)
-            if module is not None and not half_imported:
-                self.pending.discard(name)
+            spec = getattr(module, "__spec__", None)
+            if getattr(spec, "_initializing", False):
+                self._extend_after_import(spec)
+            # An extension may have come here before; another thread may have ended the import.
+            if self.status[name] == "waiting" and not getattr(spec, "_initializing", False):
                 self.fire(name, module)
 
-    def fire(self, name: str, module: ModuleType) -> None:
+    def fire(self, name: str, module: Any) -> None:
         """Extend `module`. A failure is a warning: the host then works as without us."""
-        if name not in self.extensions:
+        if name not in self.extensions or module is None:
             return
         package, _, function = self.extensions[name].partition(":")
+        self.status[name] = "extended"
         try:
             getattr(import_module(package), function)(module)
         except Exception as error:
-            _warn(f"FP8 is not available through {name}: {type(error).__name__}: {error}")
-
-
-def _find_elsewhere(
-    finder: ExtensionFinder, fullname: str, path: Any, target: Any
-) -> ModuleSpec | None:
-    for other in sys.meta_path:
-        find_spec = getattr(other, "find_spec", None)
-        if other is not finder and find_spec is not None:
-            spec: ModuleSpec | None = find_spec(fullname, path, target)
-            if spec is not None:
-                return spec
-    return None
+            self.status[name] = f"{type(error).__name__}: {error}"
+            _warn(f"FP8 is not available through {name}: {self.status[name]}")
 
 
 def _warn(message: str) -> None:
@@ -142,6 +141,6 @@ def load(package: str | None = None) -> None:
                 _finder.add(name, function)
         if _finder not in sys.meta_path:
             sys.meta_path.insert(0, _finder)
-        _finder.fire_pending()
+        _finder.extend_imported()
     except Exception as error:
         _warn(f"FP8 was not registered: {type(error).__name__}: {error}")

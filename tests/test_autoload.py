@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import textwrap
+import threading
 import types
 import warnings
 from pathlib import Path
@@ -142,7 +143,7 @@ def test_module_is_extended_once_it_ran(host, finder):
 def test_module_imported_before_is_extended_at_once(host, finder):
     core = importlib.import_module("host.core")
     finder.add("host.core", "host_fp8._register:extend")
-    finder.fire_pending()
+    finder.extend_imported()
     assert core.VALUE == 2
 
 
@@ -151,12 +152,12 @@ def test_half_imported_module_is_extended_when_it_is_complete(host, finder, monk
     monkeypatch.setattr(_fp8_autoload, "_finder", finder)
     monkeypatch.setattr(_fp8_autoload, "EXTENSIONS", {"host.core": "host_fp8._register:extend"})
     (host / "host/core.py").write_text("import _fp8_autoload\n_fp8_autoload.load()\nVALUE = 1\n")
-    (host / "host/__init__.py").write_text("from host import core\nimport host.later\n")
-    (host / "host/later.py").write_text("")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert importlib.import_module("host").core.VALUE == 2
-    assert not finder.pending
+        core = importlib.import_module("host.core")  # no other import follows
+    assert core.VALUE == 2
+    assert finder.status == {"host.core": "extended"}
+    assert type(core.__spec__) is importlib.machinery.ModuleSpec  # stock again
 
 
 def test_module_whose_import_failed_half_way_is_extended_at_the_next_try(host, finder, monkeypatch):
@@ -165,8 +166,41 @@ def test_module_whose_import_failed_half_way_is_extended_at_the_next_try(host, f
     (host / "host/core.py").write_text("import _fp8_autoload\n_fp8_autoload.load()\n1 / 0\n")
     with pytest.raises(ZeroDivisionError):
         importlib.import_module("host.core")
+    assert finder.status == {"host.core": "waiting"}
     (host / "host/core.py").write_text("VALUE = 1   # a file of another size, so no stale cache\n")
     assert importlib.import_module("host.core").VALUE == 2
+
+
+def test_module_is_extended_once_though_autoload_is_called_again_half_way(
+    host, finder, monkeypatch
+):
+    # As an explicit `import accelerate_fp8` does while Accelerate is half imported.
+    monkeypatch.setattr(_fp8_autoload, "_finder", finder)
+    monkeypatch.setattr(_fp8_autoload, "EXTENSIONS", {"host.core": "host_fp8._register:extend"})
+    (host / "host/core.py").write_text(
+        "import _fp8_autoload\n_fp8_autoload.load()\n_fp8_autoload.load()\nVALUE = 1\n"
+    )
+    core = importlib.import_module("host.core")
+    assert core.VALUE == 2
+    assert type(core.__spec__) is importlib.machinery.ModuleSpec
+
+
+def test_module_that_another_thread_is_importing_is_extended(host, finder):
+    running, go_on = threading.Event(), threading.Event()
+    sys.modules["host_events"] = types.SimpleNamespace(running=running, go_on=go_on)
+    (host / "host/core.py").write_text(
+        "import host_events\nhost_events.running.set()\nhost_events.go_on.wait(60)\nVALUE = 1\n"
+    )
+    thread = threading.Thread(target=importlib.import_module, args=("host.core",))
+    thread.start()
+    assert running.wait(60)
+    finder.add("host.core", "host_fp8._register:extend")
+    finder.extend_imported()
+    assert finder.status == {"host.core": "waiting"}
+    go_on.set()
+    thread.join()
+    del sys.modules["host_events"]
+    assert sys.modules["host.core"].VALUE == 2
 
 
 def test_extension_that_imports_does_not_extend_another_twice(host, finder):
@@ -179,7 +213,7 @@ def test_extension_that_imports_does_not_extend_another_twice(host, finder):
     for name in ("host.core", "host.other"):
         importlib.import_module(name)
         finder.add(name, "host_fp8._register:extend")
-    finder.fire_pending()
+    finder.extend_imported()
     assert [sys.modules[name].VALUE for name in ("host.core", "host.other")] == [2, 2]
 
 
@@ -199,16 +233,16 @@ def test_loader_is_stock_after_the_import(host, finder):
 
 def test_two_finders_do_not_ask_each_other_for_ever(host, finder, monkeypatch):
     # Two of ours are there if this module was reloaded or is installed twice.
+    class Counts:
+        def find_spec(self, fullname, path=None, target=None):
+            searches.append(fullname)
+
     second, searches = ExtensionFinder(), []
-    original = _fp8_autoload._find_elsewhere
-    monkeypatch.setattr(
-        _fp8_autoload, "_find_elsewhere", lambda *args: searches.append(args) or original(*args)
-    )
-    monkeypatch.setattr(sys, "meta_path", [second, *sys.meta_path])
+    monkeypatch.setattr(sys, "meta_path", [second, finder, Counts(), *sys.meta_path])
     for each in (finder, second):
         each.add("host.core", "host_fp8._register:extend")
     assert importlib.import_module("host.core").VALUE == 2  # one loader, extended once
-    assert len(searches) == 2
+    assert searches.count("host.core") <= 2
 
 
 def test_finder_that_asks_the_whole_path_in_turn_is_no_trouble(host, finder):
@@ -229,7 +263,7 @@ def test_finder_that_asks_the_whole_path_in_turn_is_no_trouble(host, finder):
     assert importlib.import_module("host.core").VALUE == 2  # extended, and only once
 
 
-def test_loader_that_takes_no_attributes_is_extended_later(host, finder):
+def test_module_whose_loader_takes_no_attributes_is_extended(host, finder):
     class SlotLoader:
         __slots__ = ()
 
@@ -247,9 +281,7 @@ def test_loader_that_takes_no_attributes_is_extended_later(host, finder):
 
     finder.add("host.core", "host_fp8._register:extend")
     sys.meta_path.insert(1, SlotFinder())
-    core = importlib.import_module("host.core")
-    importlib.import_module("host_fp8")
-    assert core.VALUE == 2
+    assert importlib.import_module("host.core").VALUE == 2
 
 
 @pytest.mark.parametrize(
@@ -269,10 +301,11 @@ def test_failing_extension_is_one_warning_and_a_stock_host(host, finder, registe
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         assert importlib.import_module("host").core.VALUE == 1
-        finder.fire_pending()
+        finder.extend_imported()
     (warning,) = caught
     assert "FP8 is not available through host.core" in str(warning.message)
     assert message in str(warning.message)
+    assert message in finder.status["host.core"]
 
 
 def test_failing_extension_does_not_raise_where_warnings_are_errors(host, finder, capsys):
@@ -326,7 +359,6 @@ def test_real_hosts_are_extended_whichever_is_imported_first(first):
     code = f"""
         import {first}
         import accelerate, lightning.fabric, _fp8_autoload
-        assert not _fp8_autoload._finder.pending
         from typing import get_args
         from lightning.fabric.plugins.precision import precision
         assert "fp8-mixed" in get_args(precision._PRECISION_INPUT_STR)
