@@ -40,6 +40,7 @@ from benchmarks.plot import draw
 from benchmarks.shapes import TINY_LLAMA_1_1B, TOY_LLAMA, parameter_shapes
 from torch_fp8 import FP8Config, convert_optimizer
 from torch_fp8.gradients import Float8Grad
+from torch_fp8.optimizer_conversion import split_parameter
 from torch_fp8.optimizer_state import is_large
 
 COLUMNS = (
@@ -194,6 +195,9 @@ def make_optimizer(
         residual_bits, clipping, _ = OURS[name]
         config = FP8Config(opt_level="O2", residual_bits=residual_bits, update_clipping=clipping)
         convert_optimizer(optimizer, config)
+        for parameter in parameters:  # of no model, which could tell that they may be split
+            if is_large(parameter) and parameter.dtype == torch.float32:
+                split_parameter(optimizer, parameter)
     return optimizer
 
 

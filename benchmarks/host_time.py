@@ -37,6 +37,8 @@ from triton.runtime.jit import JITFunction
 from benchmarks.measurement import RESULTS, environment, print_table, write_rows
 from benchmarks.shapes import LLAMA_3_2_3B, parameter_shapes
 from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8
+from torch_fp8.optimizer_conversion import split_parameter
+from torch_fp8.optimizer_state import is_large
 
 TOKENS, HIDDEN, INNER, HEADS, GROUPS = 16, 128, 256, 2, 1
 RECIPES = ("tensorwise", "delayed", "rowwise", "blockwise")
@@ -108,6 +110,9 @@ def optimizer_step(level: str) -> Run:
     optimizer = torch.optim.AdamW(parameters, fused=level == BF16)
     if level != BF16:
         convert_optimizer(optimizer, FP8Config(opt_level=level))
+        for parameter in parameters:  # of no model, which could tell that they may be split
+            if is_large(parameter):
+                split_parameter(optimizer, parameter)
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
     return optimizer.step

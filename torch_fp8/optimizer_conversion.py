@@ -4,7 +4,7 @@ import functools
 import warnings
 import weakref
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch_fp8.config import FP8Config
 from torch_fp8.gradient_hooks import attach_hooks, detach_hooks
 from torch_fp8.linear import Float8Linear
 from torch_fp8.optimizer import Float8Optimizer, float8_class
+from torch_fp8.optimizer_report import OptimizerReport, in_words
 from torch_fp8.optimizer_state import (
     State,
     from_checkpoint,
@@ -25,59 +26,15 @@ from torch_fp8.optimizer_state import (
     local,
     split_weight,
 )
-from torch_fp8.output_dtype import keep_output_dtype
+from torch_fp8.output_dtype import keep_float32_products, keep_output_dtype
 from torch_fp8.state_sharding import check_shardings
 from torch_fp8.weight_cache import WeightCache, keeps_scale, watch
+from torch_fp8.weight_owners import NO_MODEL, has_linear_forward, reasons_to_stay
 
 _BASES = (AdamW, Adam)
 _WRAPPED = "DistributedDataParallel has wrapped them before"
+_SHARDED = "they were sharded before"
 _REFUSED_OPTIONS = ("amsgrad", "capturable", "differentiable")
-
-
-@dataclass(frozen=True)
-class OptimizerReport:
-    """What `convert_optimizer` did.
-
-    Attributes:
-        optimizer: name of the user's class.
-        converted: whether it has 8-bit states now.
-        reason: why not; None if it has.
-        num_split: float32 weights that became BF16 with a residual.
-        num_float32: large weights that stay float32.
-        why_float32: the reason for that; None if there are none.
-        num_fp8_gradients: weights whose gradients have 8 bits.
-        why_bf16_gradients: why at level O3 no gradients have 8 bits; None where some have.
-        num_hooks_restored: gradient hooks that were lost (to ``fully_shard``, deepcopy, pickling,
-            ``assign=True``) and put back.
-        num_cached: weights whose FP8 payloads are kept between steps.
-    """
-
-    optimizer: str
-    converted: bool
-    reason: str | None = None
-    num_split: int = 0
-    num_float32: int = 0
-    why_float32: str | None = None
-    num_fp8_gradients: int = 0
-    why_bf16_gradients: str | None = None
-    num_hooks_restored: int = 0
-    num_cached: int = 0
-
-    def __str__(self) -> str:
-        if not self.converted:
-            return f"{self.optimizer} keeps its own states: {self.reason}"
-        text = f"{self.optimizer} with 8-bit states"
-        if self.num_fp8_gradients:
-            text += f", {self.num_fp8_gradients} gradients in 8 bits"
-        if self.num_hooks_restored:
-            text += f" ({self.num_hooks_restored} hooks put back)"
-        if self.why_bf16_gradients:
-            text += f", no gradients in 8 bits: {self.why_bf16_gradients}"
-        if self.num_cached:
-            text += f", {self.num_cached} weight payloads kept"
-        if self.num_float32:
-            text += f", {self.num_float32} weights stay float32: {self.why_float32}"
-        return text
 
 
 def convert_optimizer(
@@ -86,7 +43,8 @@ def convert_optimizer(
     """Give Adam or AdamW 8-bit states and split master weights, in place.
 
     The object stays the same, with its groups, hooks and scheduler; so do the Parameters, of which
-    large float32 ones become BF16 (their residual is in the optimizer then). States that exist are
+    the large float32 ones of FP8 layers, embeddings and output layers become BF16 (their residual
+    is in the optimizer then). States that exist are
     quantized. Left alone, with the reason in the report: other optimizers, and (with a warning)
     subclasses with a ``step`` of their own. Converting again is harmless.
 
@@ -94,10 +52,12 @@ def convert_optimizer(
         optimizer: of exactly Adam or AdamW, or a subclass that inherits their ``step``.
         config: None: ``TORCH_FP8_CONFIG`` if set, else ``FP8Config()``. With level O1 nothing is
             done.
-        model: that it trains. Its embeddings go on to return float32 where their float32 weights
-            became BF16 (`torch_fp8.output_dtype`); without a model they return BF16. Under
-            DistributedDataParallel, whose buckets have the dtype of the weights that it wrapped,
-            float32 weights stay float32; as DTensors do, which are sharded already.
+        model: that it trains, converted before. It tells which weights may become BF16
+            (`torch_fp8.weight_owners`): without it none does, and the report says so. Its
+            embeddings go on to return float32, and its output layer to multiply in float32 where
+            autocast is off (`torch_fp8.output_dtype`). Under DistributedDataParallel, whose buckets
+            have the dtype of the weights that it wrapped, float32 weights stay float32; as DTensors
+            do, which are sharded already.
     Raises:
         ValueError: ``amsgrad``, ``capturable`` or ``differentiable``; update clipping of sharded
             weights; weights sharded as states cannot be
@@ -125,36 +85,55 @@ def convert_optimizer(
         _swap_class(optimizer)
     assert isinstance(optimizer, Float8Optimizer)
     optimizer.set_config(config)
+    num_split, float32 = _split_weights(optimizer, model)
+    report = OptimizerReport(
+        name,
+        True,
+        num_split=num_split,
+        num_float32=len(float32),
+        why_float32=in_words(float32),
+        num_cached=_keep_weights(optimizer, model),
+    )
+    _convert_gradients(optimizer, model)
+    return gradients_report(optimizer, report)
+
+
+def _split_weights(optimizer: Float8Optimizer, model: nn.Module | None) -> tuple[int, list[str]]:
+    """Split the weights that may be: how many, and why each other large one stays float32."""
+    reasons = {} if model is None else reasons_to_stay(model, optimizer.fp8_config)
+    unknown = NO_MODEL if model is None else "of no module of the model"
     wrapped = isinstance(model, DistributedDataParallel)
-    num_split, float32 = 0, []
+    num_split, stay = 0, []
     for _, _, parameter in optimizer.indexed_parameters():
         _quantize_state(optimizer, parameter)
         if parameter.dtype != torch.float32 or not is_large(parameter):
             continue
         if not parameter.requires_grad:
             continue
-        if wrapped or isinstance(parameter, DTensor):
-            float32.append(parameter)
+        reason = reasons.get(parameter, unknown)
+        if isinstance(parameter, DTensor):
+            reason = _SHARDED
+        elif wrapped:
+            reason = _WRAPPED
+        if reason is not None:
+            stay.append(reason)
             continue
         split_parameter(optimizer, parameter)
         num_split += 1
     if model is not None:
-        dtypes = optimizer._fp8_dtypes
-        split = {p for p, dtype in dtypes.items() if dtype == torch.float32}
-        keep_output_dtype(model, {p for p in split if not isinstance(p, DTensor)})
-    why = "they were sharded before" if any(isinstance(p, DTensor) for p in float32) else None
-    if float32 and why is None:
-        why = _WRAPPED
-    report = OptimizerReport(
-        name,
-        True,
-        num_split=num_split,
-        num_float32=len(float32),
-        why_float32=why,
-        num_cached=_keep_weights(optimizer, model),
-    )
-    _convert_gradients(optimizer, model)
-    return gradients_report(optimizer, report)
+        _keep_dtypes(optimizer, model)
+    return num_split, stay
+
+
+def _keep_dtypes(optimizer: Float8Optimizer, model: nn.Module) -> None:
+    """Let what is in high precision compute in float32, though its weight was split."""
+    dtypes = optimizer._fp8_dtypes
+    split = {p for p, t in dtypes.items() if t == torch.float32 and not isinstance(p, DTensor)}
+    keep_output_dtype(model, split)
+    linears = [m for m in model.modules() if isinstance(m, nn.Linear) and m.weight in split]
+    by_autocast = [m for m in linears if not isinstance(m, Float8Linear) and has_linear_forward(m)]
+    by_autocast += [m for m in linears if isinstance(m, Float8Linear) and not m.fp8_config.eval_fp8]
+    keep_float32_products(by_autocast)
 
 
 def gradients_report(optimizer: Optimizer, report: OptimizerReport) -> OptimizerReport:

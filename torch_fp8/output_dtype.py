@@ -1,4 +1,4 @@
-"""Embeddings keep the dtype of their output when their weight becomes BF16.
+"""Layers in high precision go on to compute in the user's dtype when their weight becomes BF16.
 
 Autocast casts what enters a linear layer, but not what an embedding looks up: that has the weight's
 dtype. With a float32 weight the residual stream of a transformer is float32 under ``bf16-mixed``;
@@ -6,11 +6,14 @@ with the BF16 weight of a split master it would be BF16, at the price of 0.9 % o
 loss after 3,000 steps (benchmarks/results/optimizer_loss.csv, "residual stream in BF16"). So a hook
 casts the output.
 
+A linear layer (the output layer, say) that runs where autocast is off multiplies float32 with
+float32. With a BF16 weight it would raise: two hooks give it the weight in float32 meanwhile.
+
 Not under FSDP2 with a policy that computes in BF16: there the stream is BF16 with stock weights,
 too.
 """
 
-from collections.abc import Container
+from collections.abc import Container, Iterable
 from typing import Any
 
 import torch
@@ -29,6 +32,38 @@ class Float32Output:
         return output
 
 
+class WidenedWeight:
+    """A forward pre-hook: outside autocast a float32 input finds a BF16 weight in float32."""
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        input, weight = args[0] if args else kwargs.get("input"), module.weight
+        if not isinstance(input, Tensor) or input.dtype != torch.float32:
+            return
+        if getattr(module, "runs_fp8", False):  # an FP8 layer that is not evaluated in FP8
+            return
+        if weight.dtype == torch.bfloat16 and not torch.is_autocast_enabled(input.device.type):
+            # In front of the Parameter of this name, which stays where it is.
+            module.__dict__["weight"] = weight.float()
+
+
+class NarrowedWeight:
+    """A forward hook that ends what `WidenedWeight` began, also where the forward raised."""
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        module.__dict__.pop("weight", None)
+
+
+_HOOKS = (Float32Output, WidenedWeight, NarrowedWeight)
+
+
+def keep_float32_products(linears: Iterable[nn.Module]) -> None:
+    """Let linear layers in high precision multiply in float32 where autocast is off."""
+    for module in linears:
+        if not _hooks(module):
+            module.register_forward_pre_hook(WidenedWeight(), with_kwargs=True)
+            module.register_forward_hook(NarrowedWeight(), always_call=True)
+
+
 def keep_output_dtype(model: nn.Module, split: Container[Tensor]) -> int:
     """Let the embeddings of `model` return float32 whose weights are among `split`.
 
@@ -44,12 +79,16 @@ def keep_output_dtype(model: nn.Module, split: Container[Tensor]) -> int:
 
 
 def restore_output_dtype(model: nn.Module, *, everywhere: bool = False) -> None:
-    """Undo `keep_output_dtype` where the weight is not BF16 any more, or `everywhere`."""
+    """Take the hooks away where the weight is not BF16 any more, or `everywhere`."""
     for module in model.modules():
-        for key in _hooks(module):
+        for key, hooks in _hooks(module):
             if everywhere or module.weight.dtype != torch.bfloat16:
-                del module._forward_hooks[key]
+                del hooks[key]
+                module._forward_pre_hooks_with_kwargs.pop(key, None)
+                module._forward_hooks_always_called.pop(key, None)
 
 
-def _hooks(module: nn.Module) -> list[int]:
-    return [key for key, hook in module._forward_hooks.items() if isinstance(hook, Float32Output)]
+def _hooks(module: nn.Module) -> list[tuple[int, dict[int, Any]]]:
+    """Our hooks of a module: the key, and the dict that has it."""
+    registered: list[dict[int, Any]] = [module._forward_hooks, module._forward_pre_hooks]
+    return [(key, of) for of in registered for key, hook in of.items() if isinstance(hook, _HOOKS)]

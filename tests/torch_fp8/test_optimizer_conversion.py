@@ -15,6 +15,7 @@ from torch_fp8 import (
     restore_weights,
 )
 from torch_fp8.optimizer import Float8Optimizer
+from torch_fp8.optimizer_conversion import split_parameter
 
 
 def _model():
@@ -282,11 +283,14 @@ def test_a_group_that_is_added_later_takes_part():
     assert not torch.equal(before, model[2].weight)
 
 
+@pytest.mark.parametrize("split", [True, False])
 @pytest.mark.parametrize("shape", [(1, 4096), (4096, 1), (64, 64, 3, 3), (3, 37, 61), (70, 70)])
-def test_any_shape_steps(shape):
+def test_any_shape_steps(shape, split):
     parameter = nn.Parameter(torch.randn(shape))
     optimizer = torch.optim.AdamW([parameter], lr=1e-2, weight_decay=0)
     convert_optimizer(optimizer)
+    if split:
+        split_parameter(optimizer, parameter)
     before = parameter.detach().float().clone()
     parameter.grad = torch.ones_like(parameter)
     optimizer.step()
@@ -300,6 +304,7 @@ def test_a_transposed_weight_keeps_its_strides():
     parameter = nn.Parameter(torch.randn(128, 64).t())
     optimizer = torch.optim.AdamW([parameter], lr=1e-2)
     convert_optimizer(optimizer)
+    split_parameter(optimizer, parameter)
     before = parameter.detach().float().clone()
     parameter.grad = torch.ones(128, 64, dtype=torch.bfloat16).t()
     optimizer.step()
@@ -390,6 +395,7 @@ def test_clipping_limits_an_update_that_its_second_moment_underestimates():
         parameter = nn.Parameter(torch.zeros(64, 64))
         optimizer = torch.optim.AdamW([parameter], lr=1e-2, betas=(0.9, 0.99), weight_decay=0)
         convert_optimizer(optimizer, FP8Config(update_clipping=clipping))
+        split_parameter(optimizer, parameter)
         for _ in range(30):
             parameter.grad = 1e-3 * torch.randn(64, 64, dtype=torch.bfloat16)
             optimizer.step()

@@ -13,6 +13,7 @@ import torch_fp8.quantize
 import torch_fp8.weight_cache
 from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8, memory_report, revert
 from torch_fp8.memory import expected_bytes_per_param
+from torch_fp8.optimizer_conversion import split_parameter
 
 RECIPES = ["tensorwise", "rowwise", "blockwise", "mxfp8"]
 
@@ -29,6 +30,9 @@ def _model(cache=True, recipe="tensorwise", like=False):
     convert_to_float8(model, replace(config, cache_weights=cache or like))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     convert_optimizer(optimizer, config, model=None if cache is None else model)
+    if cache is None:
+        for layer in (model[0], model[2]):
+            split_parameter(optimizer, layer.weight)
     return model, optimizer
 
 

@@ -1,0 +1,254 @@
+"""Only weights whose every use is known become BF16; others work as with stock AdamW."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from torch.nn.utils import parametrizations
+
+from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8, restore_weights, revert
+
+
+def _converted(model, **options):
+    config = FP8Config(**options)
+    convert_to_float8(model, config)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    return optimizer, convert_optimizer(optimizer, config, model=model)
+
+
+class Around(nn.Module):
+    """An FP8 layer before and after a module of another kind, which runs as `call` says."""
+
+    def __init__(self, inner, call=None):
+        super().__init__()
+        self.up, self.inner, self.down = nn.Linear(64, 64), inner, nn.Linear(64, 64)
+        self.call = call or (lambda inner, x: inner(x))
+
+    def forward(self, x):
+        return self.down(self.call(self.inner, self.up(x)))
+
+
+def _without_autocast(inner, x):
+    with torch.autocast("cpu", enabled=False):
+        return inner(x.float())
+
+
+def _bilinear(inner, x):
+    return inner(x, x)
+
+
+def _convolution(inner, x):
+    return inner(x.t()[None])[0].t()
+
+
+def _product(inner, x):
+    with torch.autocast("cpu", enabled=False):
+        return x.float() @ inner.weight
+
+
+class Owner(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(64, 64) / 8)
+
+
+CASES = {
+    "weight_norm": (
+        lambda: nn.utils.parametrizations.weight_norm(nn.Conv1d(64, 64, 3, padding=1), dim=2),
+        lambda inner, x: _without_autocast(lambda y: _convolution(inner, y), x),
+    ),
+    "old weight_norm": (lambda: nn.utils.weight_norm(nn.Linear(64, 64)), _without_autocast),
+    "spectral_norm": (
+        lambda: parametrizations.spectral_norm(nn.Linear(64, 64)),
+        _without_autocast,
+    ),
+    "old spectral_norm": (lambda: nn.utils.spectral_norm(nn.Linear(64, 64)), _without_autocast),
+    "orthogonal": (lambda: parametrizations.orthogonal(nn.Linear(64, 64)), None),
+    "convolution": (lambda: nn.Conv1d(64, 64, 1), lambda inner, x: _without_autocast(
+        lambda y: _convolution(inner, y), x)),
+    "bilinear": (lambda: nn.Bilinear(64, 64, 64), lambda inner, x: _without_autocast(
+        lambda y: inner(y, y), x)),
+    "attention": (
+        lambda: nn.MultiheadAttention(64, 4),
+        lambda inner, x: _without_autocast(lambda y: inner(y, y, y)[0], x),
+    ),
+    "recurrent": (lambda: nn.GRU(64, 64), lambda inner, x: _without_autocast(
+        lambda y: inner(y)[0], x)),
+    "the user's own": (Owner, _product),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("make", "call"), CASES.values(), ids=CASES)
+def test_what_autocast_does_not_reach_trains_as_stock(make, call):
+    torch.manual_seed(0)
+    model = Around(make(), call)
+    inner = {name: p.dtype for name, p in model.inner.named_parameters()}
+    before = [p.detach().clone() for p in model.inner.parameters()]
+    optimizer, report = _converted(model, skip=("lm_head", "inner"))
+    assert {name: p.dtype for name, p in model.inner.named_parameters()} == inner
+    assert report.num_split == 2
+    assert report.num_float32 >= 1
+    for _ in range(2):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(torch.randn(16, 64)).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert loss.isfinite()
+    assert all(p.isfinite().all() for p in model.parameters())
+    after = list(model.inner.parameters())
+    assert not all(torch.equal(p, q) for p, q in zip(after, before, strict=True))
+
+
+def test_the_same_holds_without_naming_them():
+    """All but those in ``nn.Linear``, which are FP8 layers unless they are parametrized."""
+    for make, call in CASES.values():
+        model = Around(make(), call)
+        _converted(model)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert model(torch.randn(16, 64)).isfinite().all()
+
+
+@pytest.mark.parametrize("padding", [False, True])
+def test_a_transformer_encoder_is_evaluated_on_its_fast_path(padding):
+    layer = nn.TransformerEncoderLayer(64, 4, 128, dropout=0.0, batch_first=True)
+    model = nn.Sequential(nn.Linear(64, 64), nn.TransformerEncoder(layer, 2))
+    stock = copy.deepcopy(model[1]).eval()
+    _optimizer, report = _converted(model)
+    assert "of nn.TransformerEncoderLayer, which reads them itself" in str(report)
+    model.eval()
+    mask = torch.zeros(2, 8, dtype=torch.bool)
+    mask[:, 5:] = padding
+    x = torch.randn(2, 8, 64)
+    with torch.no_grad():
+        output = model[1](x, src_key_padding_mask=mask)
+        assert torch.equal(output, stock(x, src_key_padding_mask=mask))
+
+
+class Heads(nn.Module):
+    """A transformer's ends: an embedding and an output layer that works in float32."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.hidden = nn.Embedding(256, 64), nn.Linear(64, 64)
+        self.lm_head = nn.Linear(64, 256)
+
+    def forward(self, ids, keyword=False):
+        x = self.hidden(self.embed(ids))
+        with torch.autocast("cpu", enabled=False):
+            return self.lm_head(input=x.float()) if keyword else self.lm_head(x.float())
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("keyword", [False, True])
+def test_an_output_layer_outside_autocast_computes_in_float32(keyword, compiled):
+    model = Heads()
+    optimizer, report = _converted(model)
+    assert (report.num_split, report.num_float32) == (3, 0)
+    weight = model.lm_head.weight
+    assert weight.dtype == torch.bfloat16
+    expected = F.linear(torch.ones(4, 64) / 3, weight.float(), model.lm_head.bias)
+    assert torch.equal(model.lm_head(torch.ones(4, 64) / 3), expected)
+    forward = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
+    with torch.autocast("cpu", torch.bfloat16):
+        logits = forward(torch.arange(8), keyword)
+    assert logits.dtype == torch.float32
+    logits.square().mean().backward()
+    assert weight.grad.dtype == torch.bfloat16
+    assert weight.grad.abs().sum() > 0
+    optimizer.step()
+    assert model.lm_head.weight is weight
+    with pytest.raises(RuntimeError):
+        model.lm_head(torch.ones(4, 63))
+    assert model.lm_head.weight is weight
+
+
+def test_the_hooks_of_output_layers_go_with_the_split():
+    model = Heads()
+    optimizer, _ = _converted(model)
+    restore_weights(optimizer)
+    revert(model)
+    assert not model.lm_head._forward_pre_hooks
+    assert not model.lm_head._forward_hooks
+    assert not model.lm_head._forward_pre_hooks_with_kwargs
+    assert not model.lm_head._forward_hooks_always_called
+    twin = copy.deepcopy(model)
+    assert torch.equal(twin(torch.arange(8)), model(torch.arange(8)))
+
+
+def test_an_fp8_layer_that_is_evaluated_in_float32_is():
+    model = nn.Sequential(nn.Linear(64, 64))
+    _converted(model, eval_fp8=False)
+    x = torch.randn(4, 64, requires_grad=True)
+    model(x).sum().backward()
+    model.eval()
+    assert torch.equal(model(x), F.linear(x, model[0].weight.float(), model[0].bias))
+
+
+def _adapted(**options):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(256, 128), nn.ReLU(), nn.Linear(128, 256))
+    # lora_A of the first layer has 4,096 elements, its partner 2,048.
+    return get_peft_model(model, LoraConfig(r=16, target_modules=["0"], **options))
+
+
+@pytest.mark.parametrize("dora", [False, True])
+def test_adapters_keep_their_dtype_and_are_merged_outside_autocast(dora):
+    model = _adapted(use_dora=dora, modules_to_save=["2"])
+    trained = {n: p.dtype for n, p in model.named_parameters() if p.requires_grad}
+    optimizer, report = _converted(model)
+    assert {n: p.dtype for n, p in model.named_parameters() if p.requires_grad} == trained
+    assert report.num_split == 0
+    assert str(report) == ("AdamW with 8-bit states, 2 large weights stay float32: of adapters")
+    for _ in range(2):
+        with torch.autocast("cpu", torch.bfloat16):
+            model(torch.randn(8, 256)).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    x = torch.randn(4, 256)
+    model.eval()
+    before = model(x)
+    model.merge_adapter()
+    torch.testing.assert_close(model(x), before, rtol=0.05, atol=0.05)
+    model.unmerge_adapter()
+    model.merge_and_unload()
+
+
+def test_what_skip_names_keeps_its_dtype_and_an_output_layer_does_not():
+    model = Heads()
+    _optimizer, report = _converted(model, skip=("lm_head", "embed"))
+    assert model.embed.weight.dtype == torch.float32
+    assert model.lm_head.weight.dtype == torch.bfloat16
+    assert "1 large weight stays float32: skip='embed'" in str(report)
+
+
+def test_one_unknown_owner_is_enough():
+    model = Heads()
+    model.add_module("other", Owner())
+    model.other.weight = model.embed.weight
+    _optimizer, report = _converted(model)
+    assert model.embed.weight.dtype == torch.float32
+    assert report.why_float32 == "of Owner"
+
+
+def test_without_the_model_weights_stay_float32_and_the_report_says_how_they_would_not():
+    model = Heads()
+    optimizer = torch.optim.AdamW(model.parameters())
+    report = convert_optimizer(optimizer)
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert (report.num_split, report.num_float32) == (0, 3)
+    assert str(report) == (
+        "AdamW with 8-bit states, 3 large weights stay float32: of no module that is known; pass "
+        "convert_optimizer(optimizer, config, model=model)"
+    )
+    assert convert_optimizer(optimizer, model=model).num_split == 3
+
+
+def test_several_reasons_are_counted():
+    model = nn.Sequential(nn.Linear(64, 64), nn.Conv2d(64, 64, 3), nn.Bilinear(64, 64, 8))
+    model.append(nn.Conv2d(64, 64, 1))
+    _optimizer, report = _converted(model)
+    assert report.why_float32 == "2 of Conv2d; 1 of Bilinear"

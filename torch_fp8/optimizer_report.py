@@ -1,0 +1,58 @@
+"""What became of an optimizer: `OptimizerReport`, a line of the start-up summary."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class OptimizerReport:
+    """What `convert_optimizer` did.
+
+    Attributes:
+        optimizer: name of the user's class.
+        converted: whether it has 8-bit states now.
+        reason: why not; None if it has.
+        num_split: float32 weights that became BF16 with a residual.
+        num_float32: large weights that stay float32.
+        why_float32: the reasons for that, each with its number; None if there are none.
+        num_fp8_gradients: weights whose gradients have 8 bits.
+        why_bf16_gradients: why at level O3 no gradients have 8 bits; None where some have.
+        num_hooks_restored: gradient hooks that were lost (to ``fully_shard``, deepcopy, pickling,
+            ``assign=True``) and put back.
+        num_cached: weights whose FP8 payloads are kept between steps.
+    """
+
+    optimizer: str
+    converted: bool
+    reason: str | None = None
+    num_split: int = 0
+    num_float32: int = 0
+    why_float32: str | None = None
+    num_fp8_gradients: int = 0
+    why_bf16_gradients: str | None = None
+    num_hooks_restored: int = 0
+    num_cached: int = 0
+
+    def __str__(self) -> str:
+        if not self.converted:
+            return f"{self.optimizer} keeps its own states: {self.reason}"
+        text = f"{self.optimizer} with 8-bit states"
+        if self.num_fp8_gradients:
+            text += f", {self.num_fp8_gradients} gradients in 8 bits"
+        if self.num_hooks_restored:
+            text += f" ({self.num_hooks_restored} hooks put back)"
+        if self.why_bf16_gradients:
+            text += f", no gradients in 8 bits: {self.why_bf16_gradients}"
+        if self.num_cached:
+            text += f", {self.num_cached} weight payloads kept"
+        if self.num_float32:
+            weights = "weight stays" if self.num_float32 == 1 else "weights stay"
+            text += f", {self.num_float32} large {weights} float32: {self.why_float32}"
+        return text
+
+
+def in_words(reasons: list[str]) -> str | None:
+    """A line of distinct reasons with how many weights each holds for; None for an empty list."""
+    counts = {reason: reasons.count(reason) for reason in dict.fromkeys(reasons)}
+    if len(counts) < 2:
+        return next(iter(counts), None)
+    return "; ".join(f"{count} {reason}" for reason, count in counts.items())
