@@ -15,7 +15,11 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _get_current_dispatch_mode_stack,
+    _len_torch_dispatch_stack,
+)
 
 Mode = TypeVar("Mode", bound=TorchDispatchMode)
 
@@ -163,10 +167,10 @@ def replayed_operator() -> str | None:
 
 
 def _innermost(kind: type[Mode]) -> Mode | None:
-    stack = _get_current_dispatch_mode_stack()
-    if not stack:  # asked several times for each activation
+    if not _len_torch_dispatch_stack():  # asked several times for each activation
         return None
-    return next((mode for mode in reversed(stack) if isinstance(mode, kind)), None)
+    stack = reversed(_get_current_dispatch_mode_stack())
+    return next((mode for mode in stack if isinstance(mode, kind)), None)
 
 
 def repeats_forward() -> bool:

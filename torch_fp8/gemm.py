@@ -4,6 +4,10 @@ Every GEMM has the form ``a @ b.T`` with both operands contiguous along the cont
 the one layout that Hopper's FP8 tensor cores take. Sizes that they do not take are zero-padded
 here, so that any shape works; zeros add nothing to a sum.
 
+One operator, ``torch_fp8::scaled_mm``, does every GEMM, so that a compiler sees this one alone:
+Dynamo of torch 2.11 breaks a graph at ``F.scaled_mm``, and inductor of 2.13 replaces torch's
+operator by its predecessor, which takes no scales per block that are laid out for the other.
+
 A bias is added in the GEMM's epilogue, before its one rounding, where torch's operator takes one.
 
 What the device at hand cannot run natively runs through `scaled_matmul_reference` if emulation was
@@ -12,14 +16,18 @@ nothing. The CPU is emulation as a whole: torch's operator runs tensorwise and r
 scales go through the reference.
 """
 
+import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.functional import ScalingType, SwizzleType
+from torch.utils.flop_counter import register_flop_formula
 
 from torch_fp8.formats import GEMM_ALIGNMENT, MIN_CAPABILITY
+from torch_fp8.operators import define, is_watched
 from torch_fp8.quantize import BLOCK_SHAPE, QuantizedTensor, dequantize
 from torch_fp8.recipe import RECIPES, Granularity, make_recipe
 
@@ -68,14 +76,58 @@ def scaled_matmul(
     Returns:
         (R, S) of `out_dtype`.
     """
-    rows, cols = a.qdata.shape[0], b.qdata.shape[0]
     bias = None if bias is None else cast(bias, out_dtype)
-    if 0 in (rows, cols, a.qdata.shape[1]):
-        zeros = torch.zeros(rows, cols, dtype=out_dtype, device=a.qdata.device)
+    if torch.compiler.is_compiling() or is_watched(a.qdata):
+        output: Tensor = _operator(*a, *b, bias, out_dtype, fast_accum, emulate)
+        return output
+    return _multiply(a, b, bias, out_dtype, fast_accum, emulate)
+
+
+def _multiply(
+    a: QuantizedTensor,
+    b: QuantizedTensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    fast_accum: bool,
+    emulate: bool,
+) -> Tensor:
+    """On any device; maybe a view of a padded result."""
+    (rows, contracted), cols = a.qdata.shape, b.qdata.shape[0]
+    if not (rows and cols and contracted):
+        zeros = a.qdata.new_zeros((rows, cols), dtype=out_dtype)
         return zeros if bias is None else zeros + bias
-    if emulate or a.qdata.device.type == "cpu":
+    if emulate or a.qdata.is_cpu:
         return _emulated(a, b, out_dtype, fast_accum, bias)
     return _scaled_mm_cuda(a, b, out_dtype, fast_accum, bias)
+
+
+def _scaled_mm_impl(*args: Any) -> Tensor:
+    a, b, how = QuantizedTensor(*args[:3]), QuantizedTensor(*args[3:6]), args[6:]
+    return _multiply(a, b, *how).contiguous()
+
+
+def _scaled_mm_fake(a: Tensor, *args: Any) -> Tensor:
+    b, out_dtype = args[2], args[6]
+    return a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)
+
+
+define(
+    "scaled_mm(Tensor a, Tensor a_scale, str a_granularity, Tensor b, Tensor b_scale, "
+    "str b_granularity, Tensor? bias, ScalarType out_dtype, bool fast_accum, bool emulate) "
+    "-> Tensor",
+    _scaled_mm_impl,
+    _scaled_mm_impl,
+    _scaled_mm_fake,
+)
+_operator: Any = torch.ops.torch_fp8.scaled_mm.default
+
+
+@register_flop_formula(torch.ops.torch_fp8.scaled_mm)
+def _scaled_mm_flops(
+    a_shape: tuple[int, int], *args: Any, out_shape: tuple[int, int], **_: Any
+) -> int:
+    """For ``torch.utils.flop_counter``: those of the product, as of ``aten::mm``."""
+    return 2 * out_shape[0] * out_shape[1] * a_shape[1]
 
 
 def _emulated(
@@ -207,9 +259,7 @@ def _scaled_mm(
             out_dtype=out_dtype,
             use_fast_accum=fast_accum,
         )
-    swizzle = SwizzleType.NO_SWIZZLE
-    if a.granularity == "block_1x32":
-        swizzle = SwizzleType.SWIZZLE_32_4_4
+    swizzle = [SwizzleType.SWIZZLE_32_4_4] if a.granularity == "block_1x32" else None
     return F.scaled_mm(
         a.qdata,
         b.qdata.t(),
@@ -233,9 +283,9 @@ def _scaled_mm_cuda(
     bias: Tensor | None,
 ) -> Tensor:
     rows, cols = a.qdata.shape[0], b.qdata.shape[0]
-    # The rowwise kernel of all cards but Hopper (CUTLASS's) writes no float32.
-    no_float32 = a.granularity == "rowwise" and out_dtype == torch.float32
-    native_dtype = torch.bfloat16 if no_float32 else out_dtype
+    native_dtype = out_dtype
+    if a.granularity == "rowwise" and out_dtype == torch.float32:
+        native_dtype = _rowwise_dtype(a.qdata.device)
     in_gemm = bias is not None and _takes_bias(a.granularity, out_dtype)
     a, b = _operand(a, is_b=False), _operand(b, is_b=True)
     padding = b.qdata.shape[0] - cols
@@ -243,8 +293,20 @@ def _scaled_mm_cuda(
     output = _scaled_mm(a, b, native_dtype, fast_accum, in_epilogue if in_gemm else None)
     if output.shape != (rows, cols):
         output = output[:rows, :cols]
-    output = cast(output, out_dtype)
+    if native_dtype != out_dtype:
+        output = output.to(out_dtype)
     return output if bias is None or in_gemm else output + bias
+
+
+@functools.cache
+def _rowwise_dtype(device: torch.device) -> torch.dtype:
+    """Of a GEMM with a scale per row whose result is wanted in float32.
+
+    cuBLASLt writes it; torch calls that on sm_90 alone and from CUDA 12.9 on. The kernel for all
+    others, CUTLASS's, writes bfloat16 (``_scaled_mm_cuda_v2`` in torch's ScaledBlas.cpp).
+    """
+    hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+    return torch.float32 if hopper and _cuda_version() >= (12, 9) else torch.bfloat16
 
 
 def _takes_bias(granularity: Granularity, out_dtype: torch.dtype) -> bool:

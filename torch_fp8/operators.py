@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import _len_torch_dispatch_stack
 
 operators: Any = SimpleNamespace()
 """Name -> the function that calls the operator; as ``torch.ops.torch_fp8``, positional arguments
@@ -55,7 +55,7 @@ def is_watched(x: Tensor) -> bool:
     """Whether an operator on x is for the dispatcher: a mode, a subclass, autograd or the CPU."""
     return (
         not _on_cuda(x)
-        or bool(_get_current_dispatch_mode_stack())
+        or _len_torch_dispatch_stack() > 0
         or type(x).__torch_dispatch__ is not Tensor.__torch_dispatch__
         or (x.requires_grad and torch.is_grad_enabled())
     )

@@ -222,6 +222,38 @@ def test_e8m0_scales_lie_where_the_tensor_core_looks():
         assert flat[offset].item() == exponents[row, block].item() + 127
 
 
+@pytest.mark.parametrize(
+    ("capability", "cuda", "asked_for"),
+    [
+        ((9, 0), "12.9", torch.float32),
+        ((9, 0), "13.0", torch.float32),
+        ((9, 0), "12.8", torch.bfloat16),
+        ((8, 9), "13.0", torch.bfloat16),
+        ((10, 0), "13.0", torch.bfloat16),
+    ],
+    ids=["hopper", "hopper, CUDA 13", "hopper, CUDA 12.8", "ada", "blackwell"],
+)
+def test_rowwise_writes_float32_where_the_kernel_does(monkeypatch, capability, cuda, asked_for):
+    """cuBLASLt does, which torch calls on Hopper from CUDA 12.9 on; CUTLASS's kernel does not."""
+    _pretend_card(monkeypatch, capability, cuda)
+    gemm._rowwise_dtype.cache_clear()
+    recipe = make_recipe("rowwise")
+    a, b = quantize(torch.randn(32, 64), recipe.input), quantize(torch.randn(48, 64), recipe.weight)
+    asked = []
+
+    def operator(a, b, out_dtype, *rest):
+        asked.append(out_dtype)
+        return torch.zeros(32, 48, dtype=out_dtype, device="meta")
+
+    monkeypatch.setattr(gemm, "_scaled_mm", operator)
+    with FakeTensorMode():
+        a, b = (q._replace(qdata=_fake(q.qdata), scale=_fake(q.scale)) for q in (a, b))
+        made = [gemm._scaled_mm_cuda(a, b, d, False, None) for d in (torch.float32, torch.bfloat16)]
+    gemm._rowwise_dtype.cache_clear()
+    assert asked == [asked_for, torch.bfloat16]
+    assert [output.dtype for output in made] == [torch.float32, torch.bfloat16]
+
+
 @pytest.mark.parametrize("recipe_name", RECIPES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_a_bias_is_added_before_the_one_rounding(recipe_name, dtype):

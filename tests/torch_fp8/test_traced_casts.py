@@ -27,7 +27,7 @@ from torch_fp8 import (
 RECIPES = ("tensorwise", "delayed", "rowwise", "blockwise", "mxfp8")
 LAYERS = {"llama": (LlamaConfig, LlamaDecoderLayer), "phi3": (Phi3Config, Phi3DecoderLayer)}
 TOKENS = 256
-GEMMS = ("_scaled_mm_v2", "_scaled_mm", "mm")
+GEMMS = ("scaled_mm", "mm")
 
 
 class Block(nn.Module):
