@@ -3,22 +3,23 @@
 torch calls `load`, an entry point of the group ``torch.backends``, at the end of ``import torch``.
 It puts one finder in front of ``sys.meta_path`` that lets the others find a module and, if it is
 one of `EXTENSIONS`, calls our function on it once it has run. A module that is half imported by
-then is extended when its import ends. `ExtensionFinder.status` says what became of each.
+then is extended when its import ends. `_finder.status` says what became of each. Where the
+environment asks for FP8, `_fp8_check` sees to it that its absence is not silent.
 
 An exception here would break ``import torch`` for a whole environment. Hence: standard library
-only, nothing is imported before a host is, nothing raises, everything may be called twice. What
-cannot be extended stays as it is, with one warning.
+only, nothing is imported before it is needed, nothing raises (a failure is one warning, and the
+host works as without us), everything may be called twice.
 """
 
 import contextlib
+import os
 import sys
 import warnings
 from importlib import import_module
 from importlib.machinery import ModuleSpec
 from typing import Any
 
-_LIGHTNING = "lightning_fp8._register"
-_ACCELERATE = "accelerate_fp8._register"
+_LIGHTNING, _ACCELERATE = "lightning_fp8._register", "accelerate_fp8._register"
 _CONNECTOR = "trainer.connectors.accelerator_connector"
 
 # Module -> function that extends it. A name that others copy is extended where it is defined.
@@ -64,12 +65,12 @@ class ExtensionFinder:
         finally:
             self._searching.discard(fullname)
 
-    def _extend_after_exec(self, spec: ModuleSpec) -> None:
+    def _extend_after_exec(self, spec: Any) -> None:
         """Set `exec_module` on the loader's instance: its type, and so get_source etc., stay."""
-        loader: Any = spec.loader
-        if not hasattr(loader, "__dict__") or not hasattr(loader, "exec_module"):
-            return self._extend_after_import(spec)
-        original = loader.exec_module
+        loader, original = spec.loader, getattr(spec.loader, "exec_module", None)
+        if original is None or not hasattr(loader, "__dict__"):
+            self._extend_after_import(spec)
+            return
 
         def exec_module(module: Any) -> None:
             vars(loader).pop("exec_module", None)  # the loader is stock again
@@ -77,11 +78,10 @@ class ExtensionFinder:
             self.fire(module.__name__, module)
 
         vars(loader).setdefault("exec_module", exec_module)  # one loader may serve many modules
-        return None
 
     def _extend_after_import(self, spec: Any) -> None:
         """Give `spec` a class that notices how the import system sets `_initializing` to False."""
-        stock = type(spec)
+        stock: Any = type(spec)
 
         def __setattr__(spec: Any, name: str, value: Any) -> None:
             stock.__setattr__(spec, name, value)
@@ -142,5 +142,8 @@ def load(package: str | None = None) -> None:
         if _finder not in sys.meta_path:
             sys.meta_path.insert(0, _finder)
         _finder.extend_imported()
+        asking = [v for v in os.environ.items() if v[0].endswith(("PRECISION", "FP8_CONFIG"))]
+        if "fp8" in str(asking).lower() and "torch.optim" in sys.modules:
+            import_module("_fp8_check").install()
     except Exception as error:
         _warn(f"FP8 was not registered: {type(error).__name__}: {error}")

@@ -48,8 +48,8 @@ def extend_imports(module: ModuleType) -> None:
 def extend_state(module: ModuleType) -> None:
     """``check_cuda_fp8_capability`` as AcceleratorState uses it: no silent FP16 on older cards.
 
-    Also the second occasion to extend Accelerator: ``import accelerate`` before ``import torch``
-    finds accelerate.accelerator half imported when torch calls us.
+    Also the occasion to look at the environment again: `notebook_launcher` asks for FP8 in it when
+    torch was imported long ago.
     """
     check, state = module.check_cuda_fp8_capability, module.AcceleratorState
     state_init = state.__init__

@@ -14,6 +14,7 @@ from accelerate.logging import get_logger
 from accelerate.utils import DistributedType
 from torch import nn
 
+import _fp8_check
 from accelerate_fp8.backend import (
     is_engine_chosen,
     precision_kept,
@@ -53,6 +54,7 @@ def init(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
         original(*bound.args, **bound.kwargs)
         return
     repair_backend_variable()
+    _fp8_check.install()
     if not is_engine_chosen(others, explicit is not None):
         original(*bound.args, **bound.kwargs)
         if os.environ.get(CONFIG_VARIABLE):

@@ -83,6 +83,8 @@ def _extend_connector(module: ModuleType, name: str, flag: str, instance: str) -
 
     @functools.wraps(init)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        # The environment may ask for FP8 since torch was imported.
+        import_module("_fp8_autoload").load("lightning_fp8")
         for name in {"plugins", "strategy"} & kwargs.keys():
             kwargs[name] = _for_host(plugin_module, kwargs[name])
         init(self, *args, **kwargs)

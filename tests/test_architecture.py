@@ -93,6 +93,7 @@ MAY_IMPORT = {
         "peft",
         "accelerate_fp8",
         "_fp8_autoload",
+        "_fp8_check",
         "packaging",
         "safetensors",
     },

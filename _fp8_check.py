@@ -1,0 +1,175 @@
+"""Says so when FP8 was asked for outside of a script, and the script trains without it.
+
+A launcher's flag is lost in many ways: an argument of the script that wins over it, a version of a
+host that could not be extended, a model that nobody prepared. None of them may be silent. So this
+relies on none of our extensions: `_fp8_autoload` calls `install` where the environment asks for
+FP8, and a hook of torch's own looks, at the first step of any optimizer, whether there is a single
+FP8 layer in the process. If not, one warning on rank zero says why, and the way out.
+
+Another backend's FP8 layers count as well: whoever chose it has what was asked for.
+"""
+
+import functools
+import gc
+import logging
+import os
+import sys
+from collections.abc import Iterator
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import _fp8_autoload
+
+CONFIG_VARIABLE = "TORCH_FP8_CONFIG"
+_LAUNCHER = "ACCELERATE_MIXED_PRECISION"
+_BACKEND = "ACCELERATE_FP8_BACKEND"
+
+# Where the classes of FP8 layers are defined: ours and those of Accelerate's other backends.
+_FP8_LAYERS = ("torch_fp8.", "transformer_engine.", "torchao.float8.", "msamp.")
+_HOSTS = {
+    "accelerate": ("accelerate", "transformers", "trl"),
+    "lightning": ("lightning", "lightning_fabric", "pytorch_lightning"),
+}
+
+
+@functools.cache
+def install() -> None:
+    """Look once, at the first step of an optimizer; a second call changes nothing."""
+    import_module("torch.optim.optimizer").register_optimizer_step_pre_hook(_FirstStep())
+
+
+class _FirstStep:
+    """The hook. torch walks through its hooks as they run, so that it cannot remove itself."""
+
+    looked = False
+
+    def __call__(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if self.looked or sys.modules["torch"].compiler.is_compiling():
+            return
+        self.looked = True
+        message = complaint()
+        if message is not None and _is_rank_zero():
+            logging.getLogger("torch_fp8").warning(message)
+
+
+def complaint() -> str | None:
+    """Why nothing runs in FP8 that was asked to, and the way out; None if all is as asked for."""
+    asked = _asked_by()
+    if asked is None or _has_fp8_layer():
+        return None
+    text, host = asked
+    return f"FP8 was asked for by {text}, but this process trains without one FP8 layer: " + (
+        _failed_extension(host) or (_why_accelerate if host == "accelerate" else _why_lightning)()
+        if host
+        else f"{CONFIG_VARIABLE} says how FP8 runs, not that it does. Ask for it with accelerate "
+        "launch --mixed_precision fp8, with Lightning's precision='fp8-mixed', or call "
+        "torch_fp8.convert_to_float8(model)"
+    )
+
+
+def _asked_by() -> tuple[str, str] | None:
+    """Who asked, and the host that it asked; "" for none in particular."""
+    if os.environ.get(_LAUNCHER, "").lower() == "fp8":
+        return f"accelerate launch --mixed_precision fp8 ({_LAUNCHER})", "accelerate"
+    for name, value in os.environ.items():
+        of_lightning = name.startswith(("PL_", "LT_")) and name.endswith("_PRECISION")
+        if of_lightning and value.lower().startswith("fp8"):
+            return f"{name}={value}", "lightning"
+    if _accelerator_precision() == "fp8":
+        return "Accelerator(mixed_precision='fp8')", "accelerate"
+    return (CONFIG_VARIABLE, "") if os.environ.get(CONFIG_VARIABLE) else None
+
+
+def _has_fp8_layer() -> bool:
+    if gc.get_freeze_count() and "torch_fp8.linear" in sys.modules:
+        return True  # gc.freeze() hides what is alive, and somebody has used the engine
+    module = sys.modules["torch"].nn.Module
+    return any(
+        issubclass(kind, module)
+        and any(f"{base.__module__}.".startswith(_FP8_LAYERS) for base in kind.__mro__)
+        for kind in set(map(type, gc.get_objects()))
+    )
+
+
+def _failed_extension(host: str) -> str | None:
+    """What `_fp8_autoload` knows of the host's modules that are not as they should be."""
+    for name, status in _fp8_autoload._finder.status.items():
+        package = name.partition(".")[0]
+        if package not in _HOSTS[host] or name not in sys.modules or status == "extended":
+            continue
+        if status == "waiting":
+            return (
+                f"{name} was imported past torch-fp8's finder in sys.meta_path. Write "
+                f"`import {host}_fp8` behind the imports of the script"
+            )
+        return (
+            f"{name} of {_installed(package)} could not be extended ({status}). Install a version "
+            "that README lists, or call torch_fp8.convert_to_float8(model)"
+        )
+    return None
+
+
+def _why_accelerate() -> str:
+    precision = _accelerator_precision()
+    backend = os.environ.get(_BACKEND, "NO").lower()
+    if precision is None:
+        return (
+            "it has no Accelerator, which is what the flag reaches. Prepare the model with one, or "
+            "call torch_fp8.convert_to_float8(model)"
+        )
+    if precision != "fp8":
+        return (
+            f"its Accelerator was made with mixed_precision={precision!r}, by an argument in the "
+            "script (Accelerator(mixed_precision=...), or fp16=True of TrainingArguments), which "
+            "wins over the launcher. Leave that argument out, or give 'fp8' there"
+        )
+    if backend not in ("", "no", "torch_fp8"):
+        return (
+            f"--fp8_backend {backend} was chosen, and has converted nothing. Leave it out, and the "
+            "engine torch_fp8 runs"
+        )
+    return "no model was given to Accelerator.prepare before the first step. Prepare it"
+
+
+def _why_lightning() -> str:
+    for loop in _loops_of_lightning():
+        name = type(loop).__name__
+        precision = getattr(loop, "precision", None) or loop._precision.precision
+        return (
+            f"its {name} runs precision={precision!r}, by an argument in the script or its "
+            "configuration, which wins over the environment. Leave it out, or give 'fp8-mixed' "
+            "there"
+        )
+    return (
+        "it has neither a Trainer nor a Fabric, which is what the variable reaches. Use one, or "
+        "call torch_fp8.convert_to_float8(model)"
+    )
+
+
+def _loops_of_lightning() -> Iterator[Any]:
+    for candidate in gc.get_objects():
+        for base in type(candidate).__mro__:
+            of_lightning = f"{base.__module__}".partition(".")[0] in _HOSTS["lightning"]
+            if of_lightning and base.__name__ in ("Trainer", "Fabric"):
+                yield candidate
+
+
+def _accelerator_precision() -> str | None:
+    state = getattr(sys.modules.get("accelerate.state"), "AcceleratorState", None)
+    precision = getattr(state, "_shared_state", {}).get("_mixed_precision")
+    return None if precision is None else str(precision)
+
+
+def _installed(package: str) -> str:
+    try:
+        return f"{package} {version(package.replace('_', '-'))}"
+    except PackageNotFoundError:
+        return package
+
+
+def _is_rank_zero() -> bool:
+    distributed = sys.modules["torch"].distributed
+    if distributed.is_available() and distributed.is_initialized():
+        return bool(distributed.get_rank() == 0)
+    return os.environ.get("RANK", "0") == "0"
