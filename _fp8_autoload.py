@@ -33,6 +33,7 @@ EXTENSIONS: dict[str, str] = {
     "accelerate.utils.imports": f"{_ACCELERATE}:extend_imports",
     "accelerate.state": f"{_ACCELERATE}:extend_state",
     "accelerate.accelerator": f"{_ACCELERATE}:extend_accelerator",
+    "transformers.modeling_utils": f"{_ACCELERATE}:extend_modeling",
     "transformers.training_args": f"{_ACCELERATE}:extend_training_args",
     "transformers.trainer": f"{_ACCELERATE}:extend_trainer",
     "trl.models.utils": f"{_ACCELERATE}:extend_trl_models",

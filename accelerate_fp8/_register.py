@@ -85,6 +85,7 @@ def extend_accelerator(module: ModuleType) -> None:
         "prepare_optimizer": "prepare_optimizer",
         "_prepare_fsdp2": "prepare_fsdp2",
         "unwrap_model": "unwrap_model",
+        "get_state_dict": "get_state_dict",
         "clip_grad_norm_": "clip_grad_norm_",
         "clip_grad_value_": "clip_grad_value_",
     }
@@ -117,11 +118,22 @@ def extend_trainer(module: ModuleType) -> None:
         "_save_optimizer_and_scheduler": "save_optimizer_and_scheduler",
         "_load_optimizer_and_scheduler": "load_optimizer_and_scheduler",
         "_wrap_model": "wrap_model",
+        "_save": "save",
+        "_load_best_model": "load_best_model",
     }
     _wrap(
         {module.Trainer: methods},
         "accelerate_fp8.trainer",
         wanted=lambda trainer, *_: _may_use_engine(trainer.accelerator, (), {}),
+    )
+
+
+def extend_modeling(module: ModuleType) -> None:
+    """``PreTrainedModel.save_pretrained`` of a model that is trained with split weights."""
+    _wrap(
+        {module.PreTrainedModel: {"save_pretrained": "save_pretrained"}},
+        "accelerate_fp8.trainer",
+        wanted=lambda model, *_: "_fp8_saving" in vars(model),
     )
 
 

@@ -179,6 +179,22 @@ def unwrap_model(
     return unwrapped
 
 
+def get_state_dict(
+    original: Any, self: Any, model: nn.Module, unwrap: bool = True
+) -> dict[str, Any]:
+    """``Accelerator.get_state_dict``: whole weights, for what is saved with it is a final model.
+
+    ``save_state`` asks for the model as it is wrapped, and goes on from BF16 and residual.
+    """
+    preparation = preparation_of(self)
+    if preparation is None or not unwrap:
+        as_it_is: dict[str, Any] = original(self, model, unwrap)
+        return as_it_is
+    with preparation.whole_weights(model):
+        whole: dict[str, Any] = original(self, model, unwrap)
+    return whole
+
+
 def prepare_fsdp2(original: Any, self: Any, *args: Any) -> Any:
     """``Accelerator._prepare_fsdp2``: convert before the model is sharded, connect after it."""
     preparation = preparation_of(self)

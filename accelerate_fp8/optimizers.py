@@ -79,6 +79,10 @@ class PreparedOptimizers:
         self._reports[optimizer] = report
         self._unannounced.append(optimizer)
 
+    def known(self) -> list[Optimizer]:
+        """The user's own optimizers that were converted, or left alone, so far."""
+        return list(self._reports)
+
     def reports_of(self, accelerator: Any, model: nn.Module) -> list[OptimizerReport]:
         """What became of the optimizers that train `model`; they count as announced then."""
         reports = []

@@ -5,7 +5,7 @@ import logging
 from collections.abc import Iterator
 from types import MethodType
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
 from accelerate.logging import get_logger
@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from accelerate_fp8.optimizers import PreparedOptimizers
 from torch_fp8 import ConversionReport, Float8Linear, FP8Config, convert_to_float8
 from torch_fp8.fsdp_communication import connect_fsdp
+from torch_fp8.whole_weights import whole_weights
 
 LOGGER_NAME = "accelerate_fp8"
 
@@ -36,6 +37,7 @@ class Preparation:
         self._announced: WeakSet[nn.Module] = WeakSet()
         self._waiting: list[nn.Module] = []
         self._collecting = False
+        self._whole_announced = False
 
     def convert(
         self, model: nn.Module, device: torch.device | None, evaluation_mode: bool = False
@@ -67,6 +69,7 @@ class Preparation:
                 return
         if model not in self._reports:
             return
+        vars(model)["_fp8_saving"] = Saving(self)
         if evaluation_mode:
             self._announce_evaluation(model)
         elif model not in self._announced and all(model is not other for other in self._waiting):
@@ -89,6 +92,19 @@ class Preparation:
             if evaluation_mode:
                 name = type(model).__name__.removeprefix("FSDP")
                 log_visibly(f"FP8: {name}, prepared for evaluation: {report}")
+
+    @contextlib.contextmanager
+    def whole_weights(self, model: nn.Module, *, keep_changes: bool = False) -> Iterator[None]:
+        """Within, `model` is as a stock run would save it; see `torch_fp8.whole_weights`."""
+        optimizers = self.optimizers.known()
+        with whole_weights(model, optimizers, keep_changes=keep_changes) as joined:
+            if joined and not keep_changes and not self._whole_announced:
+                self._whole_announced = True
+                log_visibly(
+                    f"FP8: {joined} weights are saved whole, BF16 joined with the optimizer's "
+                    "residual, in the dtype that they had before; save_state keeps both apart"
+                )
+            yield
 
     @contextlib.contextmanager
     def collected(self, accelerator: Any) -> Iterator[None]:
@@ -119,6 +135,23 @@ class Preparation:
             f"FP8: {type(model).__name__}, prepared for evaluation: {len(report.converted)} of "
             f"{total} linear layers, recipe {report.recipe.name}"
         )
+
+
+class Saving:
+    """Leads from a model to the Preparation that knows its weights' residuals; a copy to none."""
+
+    def __init__(self, preparation: Preparation) -> None:
+        self._preparation = ref(preparation)
+
+    def __call__(self) -> Preparation | None:
+        return self._preparation()
+
+    def __reduce__(self) -> Any:
+        return _of_nobody, ()
+
+
+def _of_nobody() -> None:
+    """What `Saving` is in a copy of its model."""
 
 
 def log_visibly(message: str) -> None:

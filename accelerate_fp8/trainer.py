@@ -48,6 +48,36 @@ def load_optimizer_and_scheduler(original: Any, self: Any, checkpoint: str | Non
         load_history([self.model], checkpoint, self.args.process_index)
 
 
+def save(original: Any, self: Any, output_dir: str | None = None, state_dict: Any = None) -> None:
+    """``Trainer._save``: a checkpoint's model and the final one have whole weights."""
+    preparation = preparation_of(self.accelerator)
+    if preparation is None or not self.args.should_save:
+        original(self, output_dir, state_dict)
+        return
+    with preparation.whole_weights(self.model):
+        original(self, output_dir, state_dict)
+
+
+def load_best_model(original: Any, self: Any) -> None:
+    """``Trainer._load_best_model``: its whole weights are split as those in training are."""
+    preparation = preparation_of(self.accelerator)
+    if preparation is None:
+        original(self)
+        return
+    with preparation.whole_weights(self.model, keep_changes=True):
+        original(self)
+
+
+def save_pretrained(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """``PreTrainedModel.save_pretrained``: whole weights, and their dtype in ``config.json``."""
+    saving = vars(self)["_fp8_saving"]
+    preparation = saving and saving()
+    if preparation is None:
+        return original(self, *args, **kwargs)
+    with preparation.whole_weights(self):
+        return original(self, *args, **kwargs)
+
+
 def wrap_model(original: Any, self: Any, *args: Any, **kwargs: Any) -> nn.Module:
     """``Trainer._wrap_model``: refuse what the Trainer does without asking Accelerate.
 

@@ -1,7 +1,7 @@
 """`FabricPrecision`: what Fabric's plugins do beyond those of the Trainer.
 
 Fabric sets models and optimizers up together or one by one, and tells its plugins of the models
-only; so the plugin stands in front of three methods of its strategy.
+only; so the plugin stands in front of methods of its strategy.
 """
 
 import functools
@@ -15,7 +15,13 @@ from lightning_fp8.fsdp import FP8FSDPStrategy
 from lightning_fp8.precision import Converted, HostPrecision, parameters_of
 from torch_fp8.optimizer import Float8Optimizer
 
-_METHODS = ("setup_module_and_optimizers", "setup_module", "setup_optimizer")
+_METHODS = (
+    "setup_module_and_optimizers",
+    "setup_module",
+    "setup_optimizer",
+    "get_module_state_dict",
+    "load_module_state_dict",
+)
 
 
 class FabricPrecision(HostPrecision):
@@ -69,6 +75,17 @@ class FabricPrecision(HostPrecision):
             self._set_up_alone(optimizer)
         set_up: Optimizer = type(strategy).setup_optimizer(strategy, optimizer)
         return set_up
+
+    def _get_module_state_dict(self, strategy: Any, module: nn.Module) -> dict[str, Any]:
+        with self.whole_weights(module):
+            state: dict[str, Any] = type(strategy).get_module_state_dict(strategy, module)
+        return state
+
+    def _load_module_state_dict(
+        self, strategy: Any, module: nn.Module, state_dict: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        state_dict = self.split_loaded(module, state_dict)
+        type(strategy).load_module_state_dict(strategy, module, state_dict, *args, **kwargs)
 
     def _set_up_alone(self, optimizer: Optimizer) -> None:
         converted = self._model_of(optimizer)

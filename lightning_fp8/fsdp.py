@@ -303,6 +303,14 @@ class FabricStrategy(HostStrategy):
         set_up = [self.setup_optimizer(o) for o in optimizers]
         return sharded, set_up, *(scheduler or (None,))
 
+    def save_checkpoint(self, path: Any, state: Any, *args: Any, **kwargs: Any) -> None:
+        """As the host's; a full checkpoint, unlike a folder of shards, has whole weights."""
+        models = [value for value in state.values() if isinstance(value, nn.Module)]
+        with contextlib.ExitStack() as whole:
+            for model in () if self.save_distributed_checkpoint else models:
+                whole.enter_context(self.precision.whole_weights(model))
+            super().save_checkpoint(path, state, *args, **kwargs)  # type: ignore[misc]
+
     def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> Any:
         """As the host's; float32 weights (of stock training, say) are read as such, then split."""
         found = {None: state} if isinstance(state, nn.Module) else dict(state or {})

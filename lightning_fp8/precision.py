@@ -16,7 +16,7 @@ nothing of ours in it.
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -44,6 +44,7 @@ from torch_fp8.fsdp_communication import FSDPReport, connect_fsdp
 from torch_fp8.optimizer_conversion import gradients_report
 from torch_fp8.sharded_weights import join_sharded, reshard, split_sharded
 from torch_fp8.transformer_engine import refuse_sharding
+from torch_fp8.whole_weights import split_loaded, whole_weights
 
 # Strategies that cannot host the plugin, with what to use instead. By name: a strategy's module
 # need not be importable where it is not used.
@@ -128,6 +129,7 @@ class HostPrecision(FP8Precision):
         self.device = "cuda"
         self._strategy: Any = None
         self._models: list[Converted] = []
+        self._whole_announced = False
 
     def attach(self, strategy: Any, accelerator: Any) -> None:
         """Called by the connector: the plugin belongs to `strategy` from now on.
@@ -291,6 +293,25 @@ class HostPrecision(FP8Precision):
             yield
         finally:
             self._split(converted, ())
+
+    @contextlib.contextmanager
+    def whole_weights(self, module: nn.Module) -> Iterator[None]:
+        """Within, `module` shows whole weights of the user's dtype, to be saved."""
+        with whole_weights(module, self._optimizers()) as joined:
+            if joined and not self._whole_announced:
+                self._whole_announced = True
+                self.info(
+                    f"FP8: {joined} weights are saved whole, BF16 joined with the optimizer's "
+                    "residual, in the dtype that they had before"
+                )
+            yield
+
+    def split_loaded(self, module: nn.Module, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+        """Weights that `whole_weights` showed, as those that `module` has while it trains."""
+        return split_loaded(module, self._optimizers(), state_dict)
+
+    def _optimizers(self) -> list[Optimizer]:
+        return [optimizer for converted in self._live() for optimizer in converted.optimizers]
 
     def _connect_sharded(self, converted: Converted) -> None:
         """Have FSDP2 gather and scatter in FP8 where the model is sharded; again is harmless."""

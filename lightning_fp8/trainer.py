@@ -4,6 +4,7 @@ A Trainer makes the optimizers itself, after the model was set up, and connects 
 when it tears down, every weight has the dtype again that the user gave it.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +21,33 @@ class TrainerPrecision(HostPrecision):
     """The part of the Trainer's plugins: a Trainer has one model at a time, and connects it."""
 
     _undo_averaging: Callable[[], None] | None = None
+
+    def attach(self, strategy: Any, accelerator: Any) -> None:
+        """As `HostPrecision.attach`; and stand where `strategy` saves and loads weights."""
+        super().attach(strategy, accelerator)
+        # Of module and class level functions alone: ddp_spawn pickles the strategy.
+        strategy.lightning_module_state_dict = functools.partial(self._saved, strategy)
+        strategy.load_model_state_dict = functools.partial(self._load, strategy)
+
+    def _saved(self, strategy: Any) -> dict[str, Any]:
+        """The strategy's ``lightning_module_state_dict``, of whole weights.
+
+        A folder of shards, which is there to resume from, has them as they are.
+        """
+        original = type(strategy).lightning_module_state_dict
+        if getattr(strategy, "_save_distributed_checkpoint", False):
+            as_they_are: dict[str, Any] = original(strategy)
+            return as_they_are
+        with self.whole_weights(strategy.lightning_module):
+            whole: dict[str, Any] = original(strategy)
+        return whole
+
+    def _load(self, strategy: Any, checkpoint: Any, *args: Any, **kwargs: Any) -> None:
+        """The strategy's ``load_model_state_dict``, also of whole weights while a fit runs."""
+        if self._live() and "state_dict" in checkpoint:  # else the strategy has loaded it
+            state = self.split_loaded(strategy.lightning_module, checkpoint["state_dict"])
+            checkpoint = {**checkpoint, "state_dict": state}
+        type(strategy).load_model_state_dict(strategy, checkpoint, *args, **kwargs)
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Convert `module`, the only one from now on."""

@@ -68,7 +68,7 @@ ROOMS = [
     {"optimizer", "gradient_exchange", "state_sharding", "selection"},
     {"ddp_join", "gated_mlp", "transformer_engine_linear", "weight_owners"},
     {"optimizer_conversion", "ddp", "fsdp_gather", "fsdp_scatter", "redistribution"},
-    {"layer_timing", "memory", "fsdp", "sharded_weights", "tensor_parallel"},
+    {"layer_timing", "memory", "fsdp", "sharded_weights", "tensor_parallel", "whole_weights"},
     {"recipe_choice"},
     {"report", "producers", "fsdp_communication"},
     {"convert"},

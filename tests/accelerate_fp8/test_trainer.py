@@ -1,6 +1,7 @@
 """transformers' arguments and Trainer under the launcher's flag."""
 
 import io
+import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -114,11 +115,64 @@ def test_trainer_with_accumulation_and_clipping_ends_with_the_best_weights(
 
     trainer.save_model(str(tmp_path / "saved"))
     saved = load_file(tmp_path / "saved" / "model.safetensors")
-    assert saved["model.layers.0.mlp.up_proj.weight"].dtype == torch.bfloat16
-    assert saved["model.norm.weight"].dtype == torch.float32
-    opened = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.float32)
-    for name, parameter in opened.named_parameters():
-        assert torch.equal(parameter, model.get_parameter(name).float()), name
+    of_the_best = load_file(Path(best) / "model.safetensors")
+    assert all(torch.equal(saved[name], of_the_best[name]) for name in of_the_best)
+    weight = saved["model.layers.0.mlp.up_proj.weight"]
+    assert (weight != weight.bfloat16().float()).any()  # it has its residual
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_saved_model_has_the_dtypes_that_bf16_training_saves(
+    launched: pytest.MonkeyPatch,
+    tmp_path: Path,
+    tiny_model: Path,
+    level: str,
+    dtype: torch.dtype,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    from accelerate.state import AcceleratorState
+
+    launched.setenv("TORCH_FP8_CONFIG", f'{{"opt_level": "{level}"}}')
+    rows = [{"input_ids": torch.arange(8), "labels": torch.arange(8)}] * 4
+    dtypes: dict[str, Any] = {}
+    for precision in ("fp8", "bf16"):
+        launched.setenv("ACCELERATE_MIXED_PRECISION", precision)
+        AcceleratorState._reset_state(reset_partial_state=True)
+        folder = tmp_path / precision
+        arguments = TrainingArguments(
+            str(folder),
+            max_steps=2,
+            save_steps=2,
+            learning_rate=1e-3,
+            bf16=True,
+            report_to="none",
+            disable_tqdm=True,
+            use_cpu=True,
+        )
+        model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=dtype)
+        trainer = Trainer(model, arguments, train_dataset=rows)
+        trainer.train()
+        trainer.save_model(str(folder / "final"))
+        accelerator = trainer.accelerator
+        accelerator.save_model(trainer.model_wrapped, folder / "by_accelerator")
+        unwrapped = accelerator.unwrap_model(trainer.model_wrapped)
+        state = accelerator.get_state_dict(trainer.model_wrapped)
+        unwrapped.save_pretrained(folder / "by_hand", state_dict=state)
+        unwrapped.save_pretrained(folder / "without_state_dict")
+        for path in sorted(folder.glob("*/model.safetensors")):
+            saved = load_file(path)
+            config = path.with_name("config.json")
+            named = json.loads(config.read_text())["dtype"] if config.exists() else None
+            kept = {name: tensor.dtype for name, tensor in saved.items()}
+            dtypes.setdefault(path.parent.name, []).append((named, kept))
+    assert len(dtypes) == 5
+    for name, (ours, stock) in dtypes.items():
+        assert ours == stock, name
+        assert set(ours[1].values()) == {dtype}
+        assert ours[0] in (str(dtype).removeprefix("torch."), None)
+    split = level != "O1" and dtype == torch.float32
+    assert caplog.text.count("weights are saved whole") == split
 
 
 @pytest.mark.usefixtures("launched")

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_fp8 import FP8Config, FP8Precision
-from torch_fp8 import Float8Linear
+from torch_fp8 import Float8Linear, merged_state_dict
 from torch_fp8.automatic_scaling import (
     AutomaticScaling,
     automatic_scaling,
@@ -85,14 +85,16 @@ def make_model(host):
     return Regression()
 
 
-def fit(host, tmp_path, config, max_epochs, ckpt_path=None, save_to=None, weights_only=False):
+def fit(host, tmp_path, config, max_epochs, ckpt_path=None, save_to=None, **options):
+    weights_only, callbacks = options.get("weights_only", False), options.get("callbacks", ())
     trainer = host.Trainer(
         accelerator="cpu",
         devices=1,
         plugins=[FP8Precision(config)],
         max_epochs=max_epochs,
         logger=False,
-        enable_checkpointing=False,
+        enable_checkpointing=bool(callbacks),
+        callbacks=list(callbacks),
         enable_progress_bar=False,
         enable_model_summary=False,
         default_root_dir=tmp_path,
@@ -149,6 +151,39 @@ def test_checkpoint_has_stock_keys_and_plain_tensors(host, tmp_path, config):
     assert {type(tensor) for tensor in saved["state_dict"].values()} == {torch.Tensor}
     assert ("FP8Precision" in saved) == (config.recipe == "delayed")
     assert len(saved["optimizer_states"][0]["state"]) == 4
+
+
+@each_trainer
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_checkpoint_of_a_running_fit_has_whole_weights_and_resumes_exactly(
+    host, tmp_path, level, log
+):
+    config = FP8Config(opt_level=level)
+    every = host.callbacks.ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=8, save_top_k=-1)
+    whole = fit(host, tmp_path, config, max_epochs=1, callbacks=[every])
+    saved = torch.load(tmp_path / "step=8.ckpt", weights_only=True)
+    assert {tensor.dtype for tensor in saved["state_dict"].values()} == {torch.float32}
+    assert same(saved["state_dict"], whole)
+    assert log().count("weights are saved whole") == (level != "O1")
+    resumed = fit(host, tmp_path, config, max_epochs=2, ckpt_path=tmp_path / "step=8.ckpt")
+    assert same(resumed, fit(host, tmp_path, config, max_epochs=2))
+
+
+@each_trainer
+def test_checkpoint_that_is_restored_within_a_fit_changes_nothing(host, tmp_path):
+    """As the learning rate finder does it."""
+
+    class Restores(host.Callback):
+        def on_train_batch_end(self, trainer, module, *args):
+            before = [p.clone() for p in module.parameters()]
+            assert before[0].dtype == torch.bfloat16
+            trainer.save_checkpoint(tmp_path / "within.ckpt")
+            trainer._checkpoint_connector.restore(tmp_path / "within.ckpt")
+            assert all(map(torch.equal, before, module.parameters()))
+
+    config = FP8Config()
+    through = fit(host, tmp_path, config, max_epochs=1)
+    assert same(fit(host, tmp_path, config, max_epochs=1, callbacks=[Restores()]), through)
 
 
 @each_trainer
@@ -248,6 +283,8 @@ def test_fabric_resumes_exactly_with_the_plugin_in_the_state(host, tmp_path, con
     saved = torch.load(tmp_path / "half.ckpt", weights_only=True)
     assert list(saved["model"]) == list(make_net().state_dict())
     assert {type(tensor) for tensor in saved["model"].values()} == {torch.Tensor}
+    assert {tensor.dtype for tensor in saved["model"].values()} == {torch.float32}
+    assert same(saved["model"], merged_state_dict(state["model"].module, state["optimizer"]))
 
     fabric, state = start(host, config)
     fabric.load(tmp_path / "half.ckpt", state)
