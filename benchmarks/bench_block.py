@@ -34,12 +34,14 @@ from benchmarks.bench_linear import BF16, PEERS, traffic
 from benchmarks.bench_linear import OURS as OF_LINEARS
 from benchmarks.card import free, measured_rates, peak_mib
 from benchmarks.measurement import (
+    GRAPHS,
     NOT_REACHED,
     Budget,
     Table,
     Timing,
     default_device,
     environment,
+    graphs_counted,
     interleaved,
     note_of,
     parser,
@@ -56,7 +58,7 @@ COLUMNS = (
     *("batch", "sequence", "variant", "mode", "median_ms", "p20_ms", "p80_ms", "host_ms"),
     *("floor_ms", "floor_share", "fused_floor_ms", "speedup", "speedup_over_compiled"),
     *("saved_bytes_per_token", "held_bytes_per_token", "saved_share", "peak_mib", "recipe"),
-    *("output_db", "grad_input_db", "grad_weight_db", "note"),
+    *("output_db", "grad_input_db", "grad_weight_db", *GRAPHS, "note"),
 )
 DEFAULT = "default"
 OURS: dict[str, dict[str, object]] = {
@@ -128,7 +130,9 @@ def measure(
             # The optimizer's copies of weights, our own autograd functions: all is in `layer`.
             called = torch.compile(layer) if mode == "compiled" else layer
             figures[name] = {"recipe": recipe_of(layer)}
-            figures[name] |= errors(exact, results(called, layer, *inputs))
+            with graphs_counted(figures[name], mode):
+                found = results(called, layer, *inputs)
+            figures[name] |= errors(exact, found)
             figures[name] |= kept(called, layer, inputs, tokens, device)
             run = step(called, layer, inputs)
             figures[name]["peak_mib"] = round(peak_mib(run, device), 1)

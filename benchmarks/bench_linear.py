@@ -34,12 +34,14 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 from benchmarks import peers
 from benchmarks.card import free, measured_rates, peak_mib
 from benchmarks.measurement import (
+    GRAPHS,
     NOT_REACHED,
     Budget,
     Table,
     Timing,
     default_device,
     environment,
+    graphs_counted,
     interleaved,
     note_of,
     parser,
@@ -57,7 +59,7 @@ from torch_fp8.recipe import GEMMS, RECIPES
 COLUMNS = (
     *("linear", "M", "K", "N", "variant", "mode", "median_ms", "p20_ms", "p80_ms", "host_ms"),
     *("tflops", "floor_ms", "floor_share", "fused_floor_ms", "speedup"),
-    *("output_db", "grad_input_db", "grad_weight_db", "peak_mib", "note"),
+    *("output_db", "grad_input_db", "grad_weight_db", "peak_mib", *GRAPHS, "note"),
 )
 SHAPE_COLUMNS = ("M", "K", "N", "fastest", "speedup", "bf16_ms", *(f"{r}_ms" for r in RECIPES))
 BF16 = "bf16"
@@ -203,14 +205,11 @@ def whole(
         return torch.randn(shape, device=device, dtype=torch.bfloat16) * size
 
     attention = ("q_proj", "k_proj", "v_proj")
+    taken, outputs = ("q_proj", "o_proj"), (*attention, "down_proj")
     if name == "together":
-        inputs = [random(linear, 0) for linear in ("q_proj", "o_proj", "gate_proj", "down_proj")]
-        outputs = tuple(block)
-    else:
-        inputs = [random("q_proj", 0), random("o_proj", 0)]
-        outputs = (*attention, "down_proj")
-    grads = [random(linear, 1, 1e-3) for linear in outputs]
-    tensors = tuple(inputs), tuple(grads)
+        taken, outputs = (*taken, "gate_proj", "down_proj"), tuple(block)
+    inputs = [random(linear, 0) for linear in taken]
+    tensors = tuple(inputs), tuple(random(linear, 1, 1e-3) for linear in outputs)
     rows = _variants(module, *tensors, variants, mode, block, m, rates, device, budget)
     free(device)
     return [{"linear": name, **row} for row in rows]
@@ -242,9 +241,10 @@ def _variants(
                 module = build(variant, copy.deepcopy(stock))
                 compiled = torch.compile(module) if mode == "compiled" else module
                 run = step(compiled, list(module.parameters()), inputs, grads)
-                run()
+                with graphs_counted(figures[variant], mode):
+                    run()
                 if kind == "alone":
-                    figures[variant] = errors(stock, inputs[0], grads[0], *run())
+                    figures[variant] |= errors(stock, inputs[0], grads[0], *run())
                 figures[variant]["peak_mib"] = round(peak_mib(run, device), 1)
             except Exception as error:
                 notes[variant] = note_of(error)
@@ -264,9 +264,10 @@ def _variants(
     rows = []
     for variant in variants:
         row: dict[str, object] = {"variant": variant, "mode": mode, "note": notes.get(variant, "")}
+        row |= figures[variant]
         if variant in timings:
             timing = timings[variant]
-            row |= timing.columns() | figures[variant] | {"host_ms": round(timing.host, 4)}
+            row |= timing.columns() | {"host_ms": round(timing.host, 4)}
             row |= speed(timing, timings.get(BF16), variant, linears, m, rates, kind != "alone")
         rows.append(row)
     return rows

@@ -32,11 +32,13 @@ import torch
 from benchmarks.bench_linear import traffic
 from benchmarks.card import free, measured_rates
 from benchmarks.measurement import (
+    GRAPHS,
     NOT_REACHED,
     Budget,
     Table,
     default_device,
     environment,
+    graphs_counted,
     note_of,
     parser,
     print_table,
@@ -52,7 +54,7 @@ COLUMNS = (
     *(f"{phase}_ms" for phase in PHASES),
     *("tokens_per_s", "floor_ms", "floor_share", "speedup", "speedup_over_compiled"),
     *("peak_mib", "run_peak_mib", "peak_share", "fp8_linears", "recipe"),
-    *("loss", "loss_difference", "steps", "note"),
+    *("loss", "loss_difference", "steps", *GRAPHS, "note"),
 )
 BF16, FP8 = "bf16-mixed", "fp8-mixed"
 VARIANTS = {
@@ -179,6 +181,7 @@ class Bench:
         self.rates: Rates = measured_rates(device, toy=arguments.toy)
         self.runs: dict[Case, list[Run]] = {}
         self.notes: dict[Case, str] = {}
+        self.graphs: dict[Case, dict[str, object]] = {}
 
     def round(self, cases: list[Case], budget: Budget, table: Table) -> None:
         """A few steps of each case; its rows are in the table when it ends."""
@@ -199,16 +202,17 @@ class Bench:
         tokens = bigram_tokens(steps * case.batch, self.sequence, self.layout["vocab_size"])
         run = None
         try:
-            run = HOSTS[case.host](
-                VARIANTS[case.variant],
-                case.mode == "compiled",
-                self.layout,
-                tokens,
-                case.batch,
-                self.device,
-            )
+            with graphs_counted(self.graphs.setdefault(case, {}), case.mode):
+                run = HOSTS[case.host](
+                    VARIANTS[case.variant],
+                    case.mode == "compiled",
+                    self.layout,
+                    tokens,
+                    case.batch,
+                    self.device,
+                )
         except Exception as error:
-            self.notes[case] = note_of(error)
+            run, self.notes[case] = None, note_of(error)
         else:
             self.notes.pop(case, None)
             self.runs.setdefault(case, []).append(run)
@@ -245,6 +249,7 @@ class Bench:
     def _row(self, case: Case) -> dict[str, object]:
         row: dict[str, object] = {"model": self.model, "sequence": self.sequence}
         row |= {**case._asdict(), "note": self.notes.get(case, "")}
+        row |= self.graphs.get(case, {})
         if case not in self.runs:
             return row
         runs, variant = self.runs[case], VARIANTS[case.variant]

@@ -211,6 +211,37 @@ def note_of(error: BaseException) -> str:
     return f"{type(error).__name__}: {message}"
 
 
+GRAPHS = ("graphs", "breaks")
+"""Columns of a compiled row: what torch.compile made of it."""
+
+
+class GraphBreaksError(Exception):
+    """What was to be timed as compiled runs in pieces, Python between them."""
+
+
+@contextmanager
+def graphs_counted(figures: dict[str, object], mode: str) -> Iterator[None]:
+    """Counts the graphs that torch.compile makes inside, and where it breaks off one.
+
+    Args:
+        figures: gets the columns of GRAPHS.
+        mode: ``compiled``; in any other nothing is counted.
+    Raises:
+        GraphBreaksError: at the end, if there was a break; `figures` has its columns then, too.
+    """
+    if mode != "compiled":
+        yield
+        return
+    stats, reasons = (torch._dynamo.utils.counters[name] for name in ("stats", "graph_break"))
+    graphs, before = stats["unique_graphs"], dict(reasons)
+    yield
+    new = {r: n - before.get(r, 0) for r, n in reasons.items() if n > before.get(r, 0)}
+    figures |= {"graphs": stats["unique_graphs"] - graphs, "breaks": sum(new.values())}
+    if new:
+        first = next(iter(new)).strip().splitlines()[0]
+        raise GraphBreaksError(f"not valid as compiled, {sum(new.values())} breaks: {first}")
+
+
 class Table:
     """The rows of a CSV, written whole whenever some are added: a cut-off run keeps its rows.
 

@@ -157,3 +157,32 @@ def test_peers_that_are_not_reached_have_a_row(tmp_path):
     bench_optimizer.measure(arguments, CPU, table.add)
     notes = {row["variant"]: row["note"] for row in read_rows(table.path)}
     assert notes["torchao AdamW8bit"] == NOT_REACHED
+
+
+@pytest.mark.parametrize("broken", [False, True], ids=["whole", "in pieces"])
+def test_a_compiled_row_says_its_graphs_and_has_no_time_with_a_break(monkeypatch, broken):
+    compiler = torch.compile
+
+    def compiled(module):
+        if broken:
+            forward = module.forward
+
+            def in_pieces(*args, **options):
+                torch._dynamo.graph_break()
+                return forward(*args, **options)
+
+            module.forward = in_pieces
+        return compiler(module, backend="eager")
+
+    monkeypatch.setattr(torch, "compile", compiled)
+    block = {"q_proj": (32, 32), "down_proj": (32, 32)}
+    budget = Budget(1000.0)
+    module = torch.nn.Linear(32, 32, bias=False)
+    tensors = (torch.randn(16, 32),), (torch.randn(16, 32),)
+    (row,) = bench_linear._variants(
+        module, *tensors, ("tensorwise",), "compiled", block, 16, RATES, CPU, budget
+    )
+    assert row["graphs"] == 1
+    assert row["breaks"] == int(broken)
+    assert ("median_ms" in row) is not broken
+    assert row["note"].startswith("GraphBreaksError: not valid as compiled, 1 breaks") is broken
