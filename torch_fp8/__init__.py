@@ -1,5 +1,6 @@
 """FP8 mixed-precision training for PyTorch: the engine. Importing it runs nothing."""
 
+from torch_fp8._version import __version__
 from torch_fp8.communication_count import CommunicationCount, count_communication
 from torch_fp8.config import FP8Config
 from torch_fp8.convert import (
@@ -27,6 +28,7 @@ __all__ = [
     "Float8Linear",
     "MemoryReport",
     "OptimizerReport",
+    "__version__",
     "conversion_report",
     "convert_optimizer",
     "convert_to_float8",

@@ -193,6 +193,11 @@ def runs_natively(device: torch.device, recipe_name: str) -> bool:
     return device.type == "cuda" and _unsupported_recipe(recipe_name, device) is None
 
 
+def reason_not_native(device: torch.device, recipe_name: str) -> str | None:
+    """Why `device`, a CUDA device, does not run the recipe on FP8 tensor cores; None if it does."""
+    return _unsupported_recipe(recipe_name, device)
+
+
 def resolve_auto(device: torch.device) -> str:
     """The recipe that ``auto`` stands for on `device` where nothing is measured.
 

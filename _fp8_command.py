@@ -1,0 +1,17 @@
+"""The console script ``torch-fp8``: starts `torch_fp8.cli`, or says in one line why it cannot.
+
+A module of its own because importing anything of ``torch_fp8`` imports torch, which a broken
+installation does not survive: who asks this command what is wrong with a machine wants an answer.
+"""
+
+import sys
+
+
+def main() -> int:
+    """Run the command; returns its exit status."""
+    try:
+        from torch_fp8.cli import main as run
+    except Exception as error:
+        print(f"torch-fp8 cannot start: {type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    return run()

@@ -1,0 +1,8 @@
+"""``python -m torch_fp8``: the same as the command ``torch-fp8``."""
+
+import sys
+
+from torch_fp8.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,40 @@
+"""The version of this package, and the oldest torch that it runs on."""
+
+import re
+from importlib import metadata
+from pathlib import Path
+
+import torch
+
+OLDEST_TORCH = (2, 11)
+
+
+def installed_version() -> str:
+    """Of the installed distribution; in a source tree that is not installed, its pyproject's."""
+    try:
+        return metadata.version("torch-fp8")
+    except metadata.PackageNotFoundError:
+        project = Path(__file__).resolve().parent.parent / "pyproject.toml"
+        text = project.read_text() if project.is_file() else ""
+        found = re.search(r'^name = "torch-fp8"\nversion = "(.*)"$', text, re.MULTILINE)
+        return found[1] if found else "unknown"
+
+
+def check_torch(version: str) -> None:
+    """Raise ImportError where torch is too old.
+
+    Args:
+        version: as ``torch.__version__``.
+    """
+    numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
+    if numbers < OLDEST_TORCH:
+        wanted = ".".join(map(str, OLDEST_TORCH))
+        raise ImportError(
+            f"torch-fp8 needs torch {wanted} or later, and this is torch {version}: "
+            f"pip install 'torch>={wanted}'",
+            name=__package__,  # so that `python -m torch_fp8` says this and shows no traceback
+        )
+
+
+__version__ = installed_version()
+check_torch(torch.__version__)

@@ -1,0 +1,154 @@
+"""The command ``torch-fp8``: its sub-commands and their options.
+
+Exit status: 0 all is well, 1 something failed, 2 a mistake in the call, 130 interrupted.
+"""
+
+import argparse
+import contextlib
+import datetime
+import os
+import shlex
+import signal
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch_fp8
+from torch_fp8.environment import display
+from torch_fp8.environment.autoload import autoload
+from torch_fp8.environment.cards import cards
+from torch_fp8.environment.hosts import hosts
+from torch_fp8.environment.result import Result, exit_status
+from torch_fp8.environment.runner import run_checks
+from torch_fp8.environment.self_test import SECTIONS, self_test
+from torch_fp8.environment.versions import versions
+
+INTERRUPTED = 130
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a sub-command; returns the exit status."""
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):  # a terminal may know fewer letters than a path has
+            stream.reconfigure(errors="backslashreplace")
+    if options.command is None:
+        parser.print_help(sys.stderr)
+        return 2
+    with _terminated_as_interrupted():
+        status: int = options.run(options)
+    return status
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="torch-fp8", description="FP8 training on this machine.")
+    parser.add_argument("--version", action="version", version=f"%(prog)s {torch_fp8.__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    env = commands.add_parser(
+        "env",
+        help="versions, cards, recipes, autoload and hosts of this machine; --self-test tries all",
+        description=(
+            "What this machine has for FP8 training. Exit status: 0 all is well, 1 something "
+            "failed, 2 a mistake in the call."
+        ),
+    )
+    env.add_argument(
+        "--self-test",
+        action="store_true",
+        help="try the kernels, the recipes, the hosts and the exchange between processes; "
+        "about two minutes on a card, three on a CPU",
+    )
+    env.add_argument(
+        "--only",
+        nargs="+",
+        choices=SECTIONS,
+        metavar="PART",
+        help=f"parts of the self-test: {', '.join(SECTIONS)}",
+    )
+    env.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    env.add_argument(
+        "--report",
+        type=Path,
+        metavar="FILE",
+        help="write a report to attach to an issue; with --self-test one is written anyway",
+    )
+    env.set_defaults(run=_env, parser=env)
+    return parser
+
+
+def _env(options: argparse.Namespace) -> int:
+    if options.only and not options.self_test:
+        options.parser.error("--only chooses parts of --self-test")
+    report = _report_path(options)
+    checks = self_test(options.only) if options.self_test else []
+    rich = display.use_rich(sys.stderr)
+    results = [*versions(), *cards(), *autoload()]
+    interrupted = False
+    try:
+        with display.Progress(len(checks), rich=rich) as progress:
+            progress.begin("importing the hosts")
+            results += hosts()
+            for result in run_checks(checks, progress.begin):
+                results.append(result)
+                progress.end(result)
+    except KeyboardInterrupt:
+        interrupted = True
+    if interrupted:
+        report = None
+    elif report is not None:
+        command = shlex.join(["torch-fp8", *sys.argv[1:]])
+        display.write_whole(report, display.report_text(results, command))
+    _print(results, options, report)
+    if interrupted:
+        print("interrupted: the rest did not run, and no report was written", file=sys.stderr)
+        return INTERRUPTED
+    return exit_status(results)
+
+
+def _print(results: Sequence[Result], options: argparse.Namespace, report: Path | None) -> None:
+    try:
+        if options.json:
+            print(display.as_json(results, report))
+        else:
+            display.show(results, sys.stdout, rich=display.use_rich(sys.stdout))
+            if report is not None:
+                print(f"report: {report}")
+        sys.stdout.flush()
+    except BrokenPipeError:  # who read it has had enough: `torch-fp8 env | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _report_path(options: argparse.Namespace) -> Path | None:
+    """Where the report goes, None: nowhere. A folder that cannot take it is told before all."""
+    path: Path | None = options.report
+    if path is not None:
+        path = path.absolute()
+        if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
+            options.parser.error(f"--report {options.report}: no file can be written there")
+        return path
+    if not options.self_test:
+        return None
+    here = Path.cwd()
+    folder = here if os.access(here, os.W_OK) else Path(tempfile.gettempdir())
+    now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
+    return folder / f"torch-fp8-env-{now}.txt"
+
+
+@contextlib.contextmanager
+def _terminated_as_interrupted() -> Iterator[None]:
+    """SIGTERM ends the command as Ctrl-C does: children and temporary folders go."""
+
+    def interrupt(*signal_and_frame: object) -> None:
+        raise KeyboardInterrupt
+
+    try:
+        before = signal.signal(signal.SIGTERM, interrupt)
+    except ValueError:  # not the main thread
+        yield
+        return
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -1,0 +1,81 @@
+"""The cards of this machine, and which recipes run natively on each."""
+
+import os
+import warnings
+
+import torch
+
+from torch_fp8.environment.result import INFO, OK, Result, last_line, one_line
+from torch_fp8.formats import MIN_CAPABILITY
+from torch_fp8.gemm import reason_not_native
+from torch_fp8.recipe import RECIPES
+
+CARDS, NATIVE = "cards", "recipes on cards"
+EMULATION = (
+    "in emulation: the same rounding and the same states, multiplied in float32, which is slower "
+    "than BF16"
+)
+
+
+def cards() -> list[Result]:
+    """Each card with its compute capability and memory, and what each recipe needs of it."""
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if count == 0:
+        why = _no_card([one_line(str(warning.message)) for warning in said])
+        cpu = f"every recipe runs {EMULATION}. For trying out, not for training"
+        return [Result(CARDS, "none", INFO, why), Result(NATIVE, "CPU", INFO, cpu)]
+    results, names = [], set()
+    for index in range(count):
+        try:
+            results += _card(torch.device("cuda", index))
+            names.add(torch.cuda.get_device_name(index))
+        except Exception as error:  # a card that has fallen off the bus
+            results.append(Result(CARDS, f"cuda:{index}", "failed", last_line(error)))
+    if len(names) > 1:
+        results.append(
+            Result(
+                CARDS,
+                "different kinds",
+                INFO,
+                "a recipe has to run on every card that takes part; name one, for 'auto' is "
+                "measured on one of them. The self-test runs on cuda:0: choose another by "
+                "CUDA_VISIBLE_DEVICES",
+            )
+        )
+    return results
+
+
+def _card(device: torch.device) -> list[Result]:
+    properties = torch.cuda.get_device_properties(device)
+    capability = (properties.major, properties.minor)
+    memory = properties.total_memory / 2**30
+    detail = f"{properties.name}, sm_{properties.major}{properties.minor}, {memory:.1f} GiB"
+    results = [Result(CARDS, str(device), INFO, detail)]
+    if capability < MIN_CAPABILITY:
+        detail = (
+            "no FP8 tensor cores, which come with sm_89 (Ada), sm_90 (Hopper) and later: BF16 is "
+            f"the precision for this card. FP8Config(emulate=True) runs every recipe {EMULATION}"
+        )
+        return [*results, Result(NATIVE, str(device), INFO, detail)]
+    for recipe in RECIPES:
+        reason = reason_not_native(device, recipe)
+        name = f"{device} {recipe}"
+        results.append(
+            Result(NATIVE, name, OK, "native")
+            if reason is None
+            else Result(NATIVE, name, INFO, f"not native: {reason}")
+        )
+    return results
+
+
+def _no_card(said: list[str]) -> str:
+    if torch.version.hip is not None:
+        return "torch was built for ROCm: FP8 runs on NVIDIA cards of sm_89 and above"
+    if torch.version.cuda is None:
+        return "this torch was built for the CPU; the CUDA build finds cards"
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None and visible.strip() in ("", "-1"):
+        return f"CUDA_VISIBLE_DEVICES={visible!r} hides all of them"
+    return "; ".join(["torch finds none", *said])

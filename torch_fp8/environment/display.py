@@ -1,0 +1,190 @@
+"""Tables, progress and the report: with rich on a terminal that has it, in plain text otherwise."""
+
+import datetime
+import importlib
+import json
+import os
+import shutil
+import sys
+import tempfile
+import textwrap
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, TextIO
+
+from torch_fp8.environment.result import FAILED, INFO, NOT_RUN, OK, Result, exit_status
+
+_STYLES = {OK: "green", FAILED: "bold red", NOT_RUN: "yellow", INFO: ""}
+_MARKS = {OK: "ok", FAILED: "FAILED", NOT_RUN: "not run", INFO: ""}
+_NAME_WIDTH = 44
+
+
+def use_rich(stream: TextIO) -> bool:
+    """Whether `stream` is a terminal, and rich is installed."""
+    if not stream.isatty():
+        return False
+    try:
+        importlib.import_module("rich.progress")
+    except Exception:
+        return False
+    return True
+
+
+def show(results: Sequence[Result], stream: TextIO, *, rich: bool) -> None:
+    """Write tables of `results` to `stream`, one for each section.
+
+    Args:
+        rich: with rich's tables and colours.
+    """
+    if not rich:
+        stream.write(plain_text(results, shutil.get_terminal_size((100, 24)).columns))
+        return
+    console = importlib.import_module("rich.console").Console(file=stream, highlight=False)
+    text = importlib.import_module("rich.text").Text
+    for section, lines in _sections(results):
+        table = importlib.import_module("rich.table").Table(
+            title=section, title_justify="left", show_header=False, expand=True, safe_box=True
+        )
+        table.add_column(ratio=4, overflow="fold")
+        table.add_column(no_wrap=True, min_width=7)
+        table.add_column(ratio=6, overflow="fold")
+        table.add_column(justify="right", no_wrap=True)
+        for line in lines:
+            style = _STYLES[line.status]
+            cells = (line.name, _MARKS[line.status], line.detail, _seconds(line))
+            table.add_row(*(text(cell, style=style if i == 1 else "") for i, cell in
+                            enumerate(cells)))  # fmt: skip
+        console.print(table)
+    console.print(text(summary(results), style=_STYLES[FAILED if exit_status(results) else OK]))
+
+
+def plain_text(results: Sequence[Result], width: int = 100) -> str:
+    """The same as text of at most `width` columns, where words allow it."""
+    parts = []
+    for section, lines in _sections(results):
+        parts.append(f"{section}\n")
+        for line in lines:
+            head = f"  {line.name:<{_NAME_WIDTH}} {_MARKS[line.status]:<8}"
+            body = " ".join(filter(None, [line.detail, _seconds(line)]))
+            parts.append(
+                textwrap.fill(
+                    body,
+                    max(width, 72),
+                    initial_indent=head,
+                    subsequent_indent=" " * 8,
+                    break_long_words=False,
+                    break_on_hyphens=False,
+                ).rstrip()
+                or head.rstrip()
+            )
+            parts.append("\n")
+        parts.append("\n")
+    return "".join([*parts, summary(results), "\n"])
+
+
+def summary(results: Iterable[Result]) -> str:
+    """One line: how many of each."""
+    results = list(results)
+    counts = [
+        f"{sum(r.status == status for r in results)} {word}"
+        for status, word in ((OK, "ok"), (FAILED, "failed"), (NOT_RUN, "not run"))
+    ]
+    failed = [r.name for r in results if r.status == FAILED]
+    named = f" ({', '.join(failed[:5])}{', ...' if len(failed) > 5 else ''})" if failed else ""
+    return f"{', '.join(counts)}{named}"
+
+
+def as_json(results: Sequence[Result], report: Path | None) -> str:
+    """One object: ``ok``, ``report`` (a path or null) and ``results``."""
+    return json.dumps(
+        {
+            "ok": exit_status(results) == 0,
+            "report": None if report is None else str(report),
+            "results": [result.as_dict() for result in results],
+        },
+        indent=2,
+    )
+
+
+def report_text(results: Sequence[Result], command: str) -> str:
+    """What a report file holds: the tables, and below them what each failed check printed."""
+    now = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
+    parts = [f"{command}\n{now}\n\n{plain_text(results)}"]
+    for result in results:
+        if result.status == FAILED and result.log:
+            rule = "-" * 80
+            parts.append(f"\n{rule}\n{result.section}: {result.name}\n{rule}\n{result.log}\n")
+    return "".join(parts)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file whole or not at all: beside it first, under another name."""
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8", errors="replace") as file:
+            file.write(text)
+        mask = os.umask(0)
+        os.umask(mask)
+        os.chmod(name, 0o666 & ~mask)
+        os.replace(name, path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
+class Progress:
+    """What is being done, on standard error: rich's bar, or a line for each that is done.
+
+    Args:
+        total: how many there will be.
+        rich: with rich's bar.
+    """
+
+    def __init__(self, total: int, *, rich: bool) -> None:
+        self.total, self.done = total, 0
+        self._bar: Any = None
+        if rich:
+            module = importlib.import_module("rich.progress")
+            console = importlib.import_module("rich.console").Console(stderr=True)
+            columns = (
+                module.BarColumn(),
+                module.MofNCompleteColumn(),
+                module.TimeElapsedColumn(),
+                module.TextColumn("{task.description}", markup=False),
+            )
+            self._bar = module.Progress(*columns, console=console, transient=True)
+
+    def __enter__(self) -> "Progress":
+        if self._bar is not None:
+            self._bar.start()
+            self._task = self._bar.add_task("", total=self.total)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def begin(self, name: str) -> None:
+        """Say what is being done now."""
+        if self._bar is not None:
+            self._bar.update(self._task, description=name)
+
+    def end(self, result: Result) -> None:
+        """One more is done."""
+        self.done += 1
+        if self._bar is not None:
+            self._bar.advance(self._task)
+            return
+        words = (f"[{self.done}/{self.total}]", f"{result.section}: {result.name}", result.status)
+        print(*words, file=sys.stderr, flush=True)
+
+
+def _sections(results: Iterable[Result]) -> list[tuple[str, list[Result]]]:
+    sections: dict[str, list[Result]] = {}
+    for result in results:
+        sections.setdefault(result.section, []).append(result)
+    return list(sections.items())
+
+
+def _seconds(result: Result) -> str:
+    return f"{result.seconds:.1f} s" if result.seconds >= 0.05 else ""

@@ -1,0 +1,116 @@
+"""Two processes average the gradients of a model in FP8, over NCCL or gloo.
+
+``python -m torch_fp8.environment.exchange RANK STORE BACKEND`` is one of them.
+"""
+
+import copy
+import subprocess
+import sys
+import tempfile
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from torch_fp8.config import FP8Config
+from torch_fp8.convert import convert_to_float8
+from torch_fp8.ddp import connect, ddp_options
+from torch_fp8.environment.result import NotRun
+from torch_fp8.numerics import sqnr_db
+
+RANKS = 2
+FLOOR_DB = 35.0
+"""Two roundings to nearest in the format of gradients keep 36 dB of Gaussian values."""
+_LIMIT_S = 100
+
+
+def check_exchange() -> str:
+    """Run both processes; returns the SQNR of the average."""
+    if not dist.is_available():
+        raise NotRun("this torch was built without torch.distributed")
+    backend = backend_at_hand()
+    with tempfile.TemporaryDirectory() as folder:
+        module = [sys.executable, "-m", "torch_fp8.environment.exchange"]
+        processes = [
+            subprocess.Popen(
+                [*module, str(rank), str(Path(folder) / "store"), backend],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(RANKS)
+        ]
+        try:
+            printed = [process.communicate(timeout=_LIMIT_S) for process in processes]
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+    for process, (_, errors) in zip(processes, printed, strict=True):
+        if process.returncode != 0:
+            raise RuntimeError(errors.strip() or f"a rank ended with {process.returncode}")
+    return f"{printed[0][0].strip().splitlines()[-1]}, {RANKS} processes over {backend}"
+
+
+def backend_at_hand() -> str:
+    """NCCL where there is a card for each process, else gloo on the CPU."""
+    return "nccl" if dist.is_nccl_available() and torch.cuda.device_count() >= RANKS else "gloo"
+
+
+def verdict(averages: list[Tensor], gradients: list[Tensor]) -> str:
+    """Raise unless all ranks have the same average, as near to the exact one as 8 bits allow.
+
+    Args:
+        averages: what each rank got.
+        gradients: what each rank had.
+    """
+    if any(not torch.equal(average, averages[0]) for average in averages):
+        raise RuntimeError("the ranks got different averages")
+    found = sqnr_db(torch.stack(gradients).double().mean(0), averages[0])
+    if not found >= FLOOR_DB:
+        raise RuntimeError(f"the average has {found:.1f} dB, below its floor of {FLOOR_DB:.1f} dB")
+    return f"average of gradients {found:.1f} dB, equal on all ranks"
+
+
+def _rank(rank: int, store: str, backend: str) -> None:
+    device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        backend,
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=RANKS,
+        timeout=timedelta(seconds=_LIMIT_S),
+    )
+    try:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(256, 512), nn.GELU(), nn.Linear(512, 256)).to(device)
+        config = FP8Config(recipe="tensorwise", opt_level="O1", emulate=True)
+        convert_to_float8(model, config)
+        alone = copy.deepcopy(model)
+        ddp = DistributedDataParallel(model, **ddp_options(model, []))
+        connect(ddp, [], config)
+        x = torch.randn(64, 256, generator=torch.Generator().manual_seed(rank)).to(device)
+        alone(x).square().sum().backward()
+        ddp(x).square().sum().backward()
+        averages, gradients = _gathered(model), _gathered(alone)
+        print(verdict(averages, gradients))
+    finally:
+        dist.destroy_process_group()
+
+
+def _gathered(model: nn.Module) -> list[Tensor]:
+    """The gradients of each rank's model, as one tensor for each rank."""
+    parts = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
+    mine = torch.cat(parts)
+    everyones = [torch.empty_like(mine) for _ in range(RANKS)]
+    dist.all_gather(everyones, mine)
+    return everyones
+
+
+if __name__ == "__main__":
+    _rank(int(sys.argv[1]), sys.argv[2], sys.argv[3])

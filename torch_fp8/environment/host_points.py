@@ -1,0 +1,127 @@
+"""What of a host is extended, and whether that took hold; run as a process of its own.
+
+``python -m torch_fp8.environment.host_points MODULE ...`` imports torch and these modules of one
+host, as a script would, and prints as JSON what became of the points below. A host that is broken,
+or that ends the process, then breaks nothing else.
+"""
+
+import importlib
+import inspect
+import json
+import sys
+import warnings
+from types import ModuleType
+from typing import Any, get_args
+
+from torch_fp8.environment.result import last_line
+
+_FLAG = "fp8-mixed"
+_FABRIC_CONNECTOR = ("_Connector.__init__", "_Connector._check_and_init_precision")
+_TRAINER_CONNECTOR = (
+    "_AcceleratorConnector.__init__",
+    "_AcceleratorConnector._check_and_init_precision",
+)
+_CHOICES = ("_PRECISION_INPUT_STR",)
+
+POINTS: dict[str, dict[str, tuple[str, ...]]] = {
+    "lightning": {
+        "lightning.fabric.plugins.precision.precision": _CHOICES,
+        "lightning.fabric.connector": _FABRIC_CONNECTOR,
+        "lightning.pytorch.trainer.connectors.accelerator_connector": _TRAINER_CONNECTOR,
+    },
+    "lightning_fabric": {
+        "lightning_fabric.plugins.precision.precision": _CHOICES,
+        "lightning_fabric.connector": _FABRIC_CONNECTOR,
+    },
+    "pytorch_lightning": {
+        "pytorch_lightning.trainer.connectors.accelerator_connector": _TRAINER_CONNECTOR,
+    },
+    "accelerate": {
+        "accelerate.utils.imports": ("is_fp8_available",),
+        "accelerate.state": (
+            "is_fp8_available",
+            "check_cuda_fp8_capability",
+            "AcceleratorState.__init__",
+        ),
+        "accelerate.accelerator": (
+            "fsdp2_prepare_model",
+            "Accelerator.__init__",
+            "Accelerator._prepare_fsdp2",
+            "Accelerator.clip_grad_norm_",
+            "Accelerator.clip_grad_value_",
+            "Accelerator.fp8_backend",
+            "Accelerator.prepare",
+            "Accelerator.prepare_model",
+            "Accelerator.prepare_optimizer",
+            "Accelerator.unwrap_model",
+        ),
+    },
+    "transformers": {
+        "transformers.training_args": ("TrainingArguments.__post_init__",),
+        "transformers.trainer": (
+            "Trainer._load_optimizer_and_scheduler",
+            "Trainer._save_optimizer_and_scheduler",
+            "Trainer._wrap_model",
+        ),
+    },
+    "trl": {"trl.models.utils": ("prepare_fsdp",)},
+}
+"""Host -> module -> names in it that `lightning_fp8` and `accelerate_fp8` extend."""
+
+HELD, NOT_EXTENDED, MOVED = "held", "not extended", "moved"
+
+
+def state_of(module: Any, name: str) -> str:
+    """Whether the point of this dotted name is extended, is there, or is not there any more."""
+    value: Any = module
+    for part in name.split("."):
+        try:
+            value = inspect.getattr_static(value, part)
+        except AttributeError:
+            return MOVED
+    if get_args(value):
+        return HELD if _FLAG in get_args(value) else NOT_EXTENDED
+    return HELD if _is_ours(value) else NOT_EXTENDED
+
+
+def extended_names(module: ModuleType) -> list[str]:
+    """Dotted names of all that carries ``_fp8_original`` in a module and in its classes."""
+    names = []
+    for name, value in list(vars(module).items()):
+        if _is_ours(value):
+            names.append(name)
+        elif inspect.isclass(value) and value.__module__ == module.__name__:
+            names += [f"{name}.{key}" for key, method in vars(value).items() if _is_ours(method)]
+    return sorted(names)
+
+
+def _is_ours(value: Any) -> bool:
+    if isinstance(value, property):
+        value = value.fget
+    return inspect.isfunction(value) and "_fp8_original" in vars(value)
+
+
+def inspect_host(modules: list[str]) -> dict[str, Any]:
+    """What `python -m` prints: version, error, warnings about the flag, state of each point."""
+    found: dict[str, Any] = {"version": None, "errors": {}, "warnings": [], "points": {}}
+    host = modules[0].partition(".")[0]
+    points = POINTS[host]
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for name in modules:
+            try:
+                module = importlib.import_module(name)
+            except BaseException as error:  # a host may do anything
+                found["errors"][name] = last_line(error)
+                continue
+            states = {point: state_of(module, point) for point in points[name]}
+            more = set(extended_names(module)) - states.keys()
+            found["points"][name] = states | dict.fromkeys(sorted(more), HELD)
+    found["warnings"] = [str(w.message) for w in said if "FP8" in str(w.message)]
+    found["version"] = getattr(sys.modules.get(host), "__version__", None)
+    return found
+
+
+if __name__ == "__main__":
+    output, sys.stdout = sys.stdout, sys.stderr  # hosts print what they like
+    json.dump(inspect_host(sys.argv[1:]), output)

@@ -1,0 +1,285 @@
+"""One training step of each level through each host, of a tiny model that is made here.
+
+What a step leaves behind says whether FP8 took part, not what the host reports: converted layers
+were called, and between backward and the optimizer's step weights and gradients are what the level
+makes of them. Hosts are imported by name where a step begins; the flag does the rest.
+"""
+
+import os
+import tempfile
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torch_fp8.config import ENV_VAR, FP8Config
+from torch_fp8.environment.hosts import is_installed
+from torch_fp8.environment.recipes import device_at_hand
+from torch_fp8.gemm import runs_natively
+from torch_fp8.gradients import Float8Grad
+from torch_fp8.linear import Float8Linear
+
+LEVELS = ("O1", "O2", "O3")
+FEATURES, TOKENS, VOCABULARY = 64, 32, 64
+
+
+class Evidence:
+    """What is seen of a model while it is trained.
+
+    Attributes:
+        calls: forwards of converted layers.
+        states: of each weight of them before the optimizer steps: dtype, and whether its gradient
+            has 8 bits.
+        before: those weights at that time.
+    """
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.states: list[tuple[torch.dtype, bool]] = []
+        self.before: list[tuple[nn.Parameter, Tensor]] = []
+        self._hook = nn.modules.module.register_module_forward_hook(self._count)
+
+    def _count(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        self.calls += isinstance(module, Float8Linear)
+
+    def look(self, model: nn.Module) -> None:
+        """Called between backward and the optimizer's step."""
+        for module in model.modules():
+            if isinstance(module, Float8Linear):
+                weight = module.weight
+                self.states.append((weight.dtype, isinstance(weight.grad, Float8Grad)))
+                self.before.append((weight, weight.detach().clone()))
+
+    def verdict(self, level: str, loss: float) -> str:
+        """Raise unless this was a step of `level`."""
+        self._hook.remove()
+        if not self.calls or not self.states:
+            raise RuntimeError("no FP8 layer took part: the flag is silently off")
+        wanted = (torch.float32 if level == "O1" else torch.bfloat16, level == "O3")
+        if set(self.states) != {wanted}:
+            found = sorted({f"{dtype}, 8-bit gradient: {is_fp8}" for dtype, is_fp8 in self.states})
+            raise RuntimeError(f"weights of level {level} are not of its kind: {'; '.join(found)}")
+        if not torch.tensor(loss).isfinite():
+            raise RuntimeError(f"the loss is {loss}")
+        if all(torch.equal(weight.float(), old.float()) for weight, old in self.before):
+            raise RuntimeError("no weight has changed")
+        return f"{len(self.states)} FP8 layers, loss {loss:.3f}"
+
+
+def step(host: str, level: str) -> str:
+    """One step of a level through a host of `STEPS`; returns what was seen."""
+    torch.manual_seed(0)
+    with tempfile.TemporaryDirectory() as folder:
+        evidence = Evidence()
+        loss = STEPS[host](_config(level), evidence, folder)
+        return evidence.verdict(level, loss)
+
+
+def missing(host: str) -> str:
+    """Why a host of `STEPS` cannot be tried, empty if it can."""
+    needed = _NEEDED[host]
+    if not any(all(map(is_installed, group)) for group in needed):
+        return "not installed"
+    return ""
+
+
+def _config(level: str) -> FP8Config:
+    emulate = not runs_natively(device_at_hand(), "tensorwise")
+    return FP8Config(opt_level=level, recipe="tensorwise", emulate=emulate)
+
+
+def _network() -> nn.Module:
+    return nn.Sequential(
+        nn.Linear(FEATURES, 2 * FEATURES), nn.GELU(), nn.Linear(2 * FEATURES, FEATURES)
+    )
+
+
+def _batch(device: torch.device | str = "cpu") -> Tensor:
+    return torch.randn(TOKENS, FEATURES, device=device)
+
+
+def _lightning_trainer(config: FP8Config, evidence: Evidence, folder: str) -> float:
+    lightning = import_module("lightning.pytorch" if _unified() else "pytorch_lightning")
+    plugins = import_module("lightning_fp8")
+    losses: list[float] = []
+
+    class Regression(lightning.LightningModule):  # type: ignore[name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.network = _network()
+
+        def training_step(self, batch: Tensor, index: int) -> Tensor:
+            loss = (self.network(batch) - batch).float().square().mean()
+            losses.append(loss.item())
+            return loss
+
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            evidence.look(self)
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+    data = torch.utils.data.DataLoader(_batch(), batch_size=TOKENS)
+    trainer = lightning.Trainer(
+        accelerator="gpu" if device_at_hand().type == "cuda" else "cpu",
+        devices=1,
+        max_steps=1,
+        default_root_dir=folder,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        plugins=[plugins.FP8Precision(config)],
+    )
+    trainer.fit(Regression(), data)
+    return losses[-1]
+
+
+def _fabric(config: FP8Config, evidence: Evidence, folder: str) -> float:
+    lightning = import_module("lightning.fabric" if _unified() else "lightning_fabric")
+    plugins = import_module("lightning_fp8")
+    fabric = lightning.Fabric(
+        accelerator="gpu" if device_at_hand().type == "cuda" else "cpu",
+        devices=1,
+        plugins=[plugins.FP8Precision(config)],
+    )
+    fabric.launch()
+    model = _network()
+    model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    return _loop(model, optimizer, fabric.backward, evidence, fabric.device)
+
+
+def _accelerate(config: FP8Config, evidence: Evidence, folder: str) -> float:
+    accelerate, ours = import_module("accelerate"), import_module("accelerate_fp8")
+    _forget_accelerate()
+    accelerator = accelerate.Accelerator(
+        mixed_precision="fp8",
+        cpu=device_at_hand().type == "cpu",
+        kwargs_handlers=[ours.FP8Kwargs(config)],
+    )
+    model = _network()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    return _loop(model, optimizer, accelerator.backward, evidence, accelerator.device)
+
+
+def _loop(
+    model: nn.Module,
+    optimizer: Any,
+    backward: Callable[[Tensor], None],
+    evidence: Evidence,
+    device: torch.device,
+) -> float:
+    batch = _batch(device)
+    loss = (model(batch) - batch).float().square().mean()
+    backward(loss)
+    evidence.look(model)
+    optimizer.step()
+    return loss.item()
+
+
+def _transformers(config: FP8Config, evidence: Evidence, folder: str) -> float:
+    transformers = import_module("transformers")
+    arguments = _launched(config, transformers.TrainingArguments, folder)
+    rows = [{"input_ids": row, "labels": row} for row in _tokens()]
+    trainer = transformers.Trainer(_llama(), arguments, train_dataset=rows)
+    return _train(trainer, evidence)
+
+
+def _trl(config: FP8Config, evidence: Evidence, folder: str) -> float:
+    trl, datasets = import_module("trl"), import_module("datasets")
+    arguments = _launched(
+        config, trl.SFTConfig, folder, dataset_kwargs={"skip_prepare_dataset": True}
+    )
+    rows = datasets.Dataset.from_dict({"input_ids": _tokens()})
+    trainer = trl.SFTTrainer(
+        _llama(), args=arguments, train_dataset=rows, processing_class=_tokenizer()
+    )
+    return _train(trainer, evidence)
+
+
+def _launched(config: FP8Config, arguments: Any, folder: str, **options: Any) -> Any:
+    """A host's training arguments, made as under ``accelerate launch --mixed_precision fp8``."""
+    _forget_accelerate()
+    os.environ["ACCELERATE_MIXED_PRECISION"] = "fp8"
+    os.environ[ENV_VAR] = config.to_json()
+    return arguments(
+        output_dir=folder,
+        max_steps=1,
+        per_device_train_batch_size=2,
+        learning_rate=1e-2,
+        use_cpu=device_at_hand().type == "cpu",
+        report_to="none",
+        save_strategy="no",
+        disable_tqdm=True,
+        **options,
+    )
+
+
+def _train(trainer: Any, evidence: Evidence) -> float:
+    base = import_module("transformers").TrainerCallback
+
+    class Look(base):  # type: ignore[misc,valid-type]
+        def on_pre_optimizer_step(self, *arguments: Any, model: nn.Module, **others: Any) -> None:
+            evidence.look(model)
+
+    trainer.add_callback(Look())
+    return float(trainer.train().training_loss)
+
+
+def _llama() -> nn.Module:
+    transformers = import_module("transformers")
+    config = transformers.LlamaConfig(
+        hidden_size=FEATURES,
+        intermediate_size=2 * FEATURES,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        vocab_size=VOCABULARY,
+    )
+    model: nn.Module = transformers.LlamaForCausalLM(config)
+    return model.float()
+
+
+def _tokens() -> list[list[int]]:
+    rows: list[list[int]] = torch.randint(3, VOCABULARY, (4, TOKENS)).tolist()
+    return rows
+
+
+def _tokenizer() -> Any:
+    transformers, tokenizers = import_module("transformers"), import_module("tokenizers")
+    words = {"<pad>": 0, "<eos>": 1, "<unk>": 2} | {f"w{i}": i for i in range(3, VOCABULARY)}
+    model = tokenizers.models.WordLevel(words, unk_token="<unk>")
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizers.Tokenizer(model),
+        pad_token="<pad>",
+        eos_token="<eos>",
+        unk_token="<unk>",
+    )
+
+
+def _forget_accelerate() -> None:
+    """Accelerate keeps its state for a process; each level needs one of its own."""
+    import_module("accelerate.state").AcceleratorState._reset_state(True)
+
+
+def _unified() -> bool:
+    return is_installed("lightning")
+
+
+STEPS: dict[str, Callable[[FP8Config, Evidence, str], float]] = {
+    "Lightning Trainer": _lightning_trainer,
+    "Lightning Fabric": _fabric,
+    "Accelerate": _accelerate,
+    "transformers Trainer": _transformers,
+    "TRL SFT": _trl,
+}
+_NEEDED: dict[str, tuple[tuple[str, ...], ...]] = {
+    "Lightning Trainer": (("lightning",), ("pytorch_lightning",)),
+    "Lightning Fabric": (("lightning",), ("lightning_fabric",)),
+    "Accelerate": (("accelerate",),),
+    "transformers Trainer": (("transformers", "accelerate"),),
+    "TRL SFT": (("trl", "datasets", "transformers", "accelerate"),),
+}

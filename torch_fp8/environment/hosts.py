@@ -1,0 +1,128 @@
+"""Which hosts are installed, at which version, and which of their extension points took hold."""
+
+import importlib.util
+import json
+import os
+import site
+import subprocess
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch_fp8
+from torch_fp8.environment.host_points import HELD, MOVED, POINTS
+from torch_fp8.environment.result import FAILED, INFO, OK, Result, one_line
+from torch_fp8.environment.versions import distribution_version
+
+SECTION = "hosts"
+_DISTRIBUTIONS = {
+    "lightning": ("lightning",),
+    "pytorch_lightning": ("pytorch-lightning",),
+    "lightning_fabric": ("lightning-fabric", "pytorch-lightning"),
+    "accelerate": ("accelerate",),
+    "transformers": ("transformers",),
+    "trl": ("trl",),
+    "peft": ("peft",),
+    "transformer_engine": ("transformer-engine", "transformer-engine-torch"),
+    "torchao": ("torchao",),
+}
+"""Top-level module -> the distributions that bring it."""
+_LIMIT_S = 120
+
+
+def is_installed(host: str) -> bool:
+    """Whether a top-level module of this name can be found; it is not imported."""
+    try:
+        return importlib.util.find_spec(host) is not None
+    except (ImportError, ValueError):
+        return False
+
+
+def child_environment() -> dict[str, str]:
+    """For a process that is to find this very package."""
+    root = str(Path(torch_fp8.__file__).parent.parent)
+    installed = {*site.getsitepackages(), site.getusersitepackages()}
+    first = [] if root in installed else [root]
+    search = os.pathsep.join(first + list(filter(None, [os.environ.get("PYTHONPATH")])))
+    return {**os.environ, **({"PYTHONPATH": search} if search else {})}
+
+
+def hosts(tell: Callable[[str], None] = lambda name: None) -> list[Result]:
+    """All hosts; those that are installed and extended are imported, each in its own process.
+
+    Args:
+        tell: called with the name of each that is being looked at.
+    """
+    installed = [host for host in POINTS if is_installed(host)]
+
+    def look(host: str) -> list[Result]:
+        tell(host)
+        return _extended(host)
+
+    with ThreadPoolExecutor(max(1, min(4, os.cpu_count() or 1))) as pool:
+        looked = dict(zip(installed, pool.map(look, installed), strict=True))
+    results = []
+    for host, names in _DISTRIBUTIONS.items():
+        if host in looked:
+            results += looked[host]
+        else:
+            version = distribution_version(*names) if is_installed(host) else None
+            results.append(Result(SECTION, host, INFO, version or "not installed"))
+    return results
+
+
+def _extended(host: str) -> list[Result]:
+    version = distribution_version(*_DISTRIBUTIONS[host])
+    found = _look(host)
+    if isinstance(found, str):
+        return [Result(SECTION, host, FAILED, f"{version or 'version unknown'}, {found}")]
+    version = found["version"] or version or "version unknown"
+    lines = [
+        _point(module, name, state, found["warnings"])
+        for module, states in found["points"].items()
+        for name, state in states.items()
+    ]
+    lines += [
+        Result(SECTION, module, FAILED, f"cannot be imported: {error}")
+        for module, error in found["errors"].items()
+    ]
+    bad = sum(line.status == FAILED for line in lines)
+    held = f"{len(lines) - bad} of {len(lines)} extension points took hold"
+    return [Result(SECTION, host, FAILED if bad else OK, f"{version}, {held}"), *lines]
+
+
+def _point(module: str, name: str, state: str, warnings: list[str]) -> Result:
+    full = f"{module}:{name}"
+    if state == HELD:
+        return Result(SECTION, full, OK, "extended")
+    about = [one_line(warning) for warning in warnings if f" {module}:" in warning]
+    if state == MOVED:
+        detail = "is not there in this version: the flag cannot work through it"
+    else:
+        detail = "is as the host made it: the flag is off here"
+    return Result(SECTION, full, FAILED, "; ".join([detail, *about]))
+
+
+def _look(host: str) -> dict[str, Any] | str:
+    """What `host_points` prints, or in words why it printed nothing."""
+    command = [sys.executable, "-m", "torch_fp8.environment.host_points", *POINTS[host]]
+    try:
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_LIMIT_S,
+            env=child_environment(),
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return f"importing it took more than {_LIMIT_S} s"
+    try:
+        found: dict[str, Any] = json.loads(done.stdout)
+    except ValueError:
+        last = one_line((done.stderr.strip() or "nothing was printed").splitlines()[-1])
+        return f"importing it ended the process with status {done.returncode}: {last}"
+    return found

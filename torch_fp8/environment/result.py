@@ -1,0 +1,56 @@
+"""One line of what ``torch-fp8 env`` tells."""
+
+import re
+import traceback
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+
+INFO, OK, FAILED, NOT_RUN = "info", "ok", "failed", "not run"
+STATUSES = (INFO, OK, FAILED, NOT_RUN)
+_MAX_MESSAGE = 300
+
+
+@dataclass(frozen=True)
+class Result:
+    """What was found out about one thing.
+
+    Attributes:
+        section: under which it is shown.
+        name: of the thing.
+        status: one of `STATUSES`.
+        detail: one line.
+        seconds: that it took; 0 if nobody looked.
+        log: a traceback and what was printed, for the report.
+    """
+
+    section: str
+    name: str
+    status: str
+    detail: str = ""
+    seconds: float = 0.0
+    log: str = ""
+
+    def as_dict(self) -> dict[str, str | float]:
+        """For JSON."""
+        return asdict(self)
+
+
+class NotRun(Exception):
+    """A check cannot run here, and says why; nothing is wrong."""
+
+
+def exit_status(results: Iterable[Result]) -> int:
+    """1 if anything failed, else 0."""
+    return int(any(result.status == FAILED for result in results))
+
+
+def last_line(error: BaseException) -> str:
+    """The type of an exception and what it says, in one line that is not too long."""
+    text = traceback.format_exception_only(type(error), error)[-1]
+    return one_line(text)
+
+
+def one_line(text: str) -> str:
+    """Without line ends and control characters, cut off where it is too long."""
+    text = re.sub(r"\s+", " ", re.sub(r"\x1b\[[0-9;]*m", "", text)).strip()
+    return text if len(text) <= _MAX_MESSAGE else f"{text[: _MAX_MESSAGE - 3]}..."

@@ -1,0 +1,56 @@
+"""The checks of ``torch-fp8 env --self-test``."""
+
+from collections.abc import Callable, Iterator, Sequence
+
+from torch_fp8.environment import host_steps
+from torch_fp8.environment.check import EVERY_CARD, Check
+from torch_fp8.recipe import RECIPES
+
+_HERE = __name__.rpartition(".")[0]
+
+
+def self_test(only: Sequence[str] | None = None) -> list[Check]:
+    """All checks, or those of the parts of `SECTIONS` that are named."""
+    return [check for part, checks in _PARTS.items() if part in (only or SECTIONS)
+            for check in checks()]  # fmt: skip
+
+
+def _recipes() -> Iterator[Check]:
+    for recipe in RECIPES:
+        for name, function in (("eager", "check_gemms"), ("compiled", "check_compiled")):
+            yield Check(
+                "recipes", f"{recipe}, {name}", f"{_HERE}.recipes:{function}", (recipe,), "recipes"
+            )
+
+
+def _hosts() -> Iterator[Check]:
+    for host in host_steps.STEPS:
+        for level in host_steps.LEVELS:
+            yield Check(
+                "training steps",
+                f"{host}, {level}",
+                f"{_HERE}.host_steps:step",
+                (host, level),
+                process=host.partition(" ")[0],  # Lightning's two share one
+                not_run=host_steps.missing(host),
+            )
+
+
+def _exchange() -> Iterator[Check]:
+    function = f"{_HERE}.exchange:check_exchange"
+    yield Check("exchange", "two processes", function, (), EVERY_CARD)
+
+
+def _speed() -> Iterator[Check]:
+    for recipe in RECIPES:
+        yield Check("speed", recipe, f"{_HERE}.recipes:time_recipe", (recipe,), "recipes")
+
+
+_PARTS: dict[str, Callable[[], Iterator[Check]]] = {
+    "recipes": _recipes,
+    "speed": _speed,
+    "hosts": _hosts,
+    "exchange": _exchange,
+}
+SECTIONS = tuple(_PARTS)
+"""Parts of the self-test that can be asked for alone."""

@@ -1,0 +1,79 @@
+"""Versions of what FP8 runs on."""
+
+import platform
+import shutil
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import torch
+
+import torch_fp8
+from torch_fp8.environment.result import INFO, Result
+
+SECTION = "versions"
+_CUBLAS = ("nvidia-cublas", "nvidia-cublas-cu13", "nvidia-cublas-cu12")
+_DRIVER = Path("/proc/driver/nvidia/version")
+
+
+def versions() -> list[Result]:
+    """Of this package, Python, torch and the libraries that torch brings."""
+    found = {
+        "torch-fp8": f"{torch_fp8.__version__} in {Path(torch_fp8.__file__).parent}",
+        "Python": f"{platform.python_version()} at {sys.executable}",
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "torch": torch.__version__,
+        "CUDA": _cuda(),
+        "driver": driver() or "none",
+        "cuBLASLt": _cublas(),
+        "NCCL": _nccl(),
+        "Triton": distribution_version("triton") or "not installed: no kernel can run on a card",
+    }
+    return [Result(SECTION, name, INFO, detail) for name, detail in found.items()]
+
+
+def distribution_version(*names: str) -> str | None:
+    """Of the first of these distributions that is installed."""
+    for name in names:
+        try:
+            return metadata.version(name)
+        except Exception:  # not installed, or metadata that is broken
+            continue
+    return None
+
+
+def driver() -> str | None:
+    """The version of the NVIDIA driver, None if there is none."""
+    if _DRIVER.is_file():
+        words = _DRIVER.read_text().partition("\n")[0].split()
+        return next((word for word in words if word[0].isdigit() and "." in word), None)
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return None
+    command = [tool, "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    lines = done.stdout.split() if done.returncode == 0 else []
+    return lines[0] if lines else None
+
+
+def _cuda() -> str:
+    if torch.version.hip is not None:
+        return f"none: torch was built for ROCm {torch.version.hip}"
+    return torch.version.cuda or "none: torch was built for the CPU"
+
+
+def _cublas() -> str:
+    if torch.version.cuda is None:
+        return "none"
+    found = distribution_version(*_CUBLAS)
+    return found or "comes with CUDA; torch does not tell its version"
+
+
+def _nccl() -> str:
+    if not torch.distributed.is_available() or not torch.distributed.is_nccl_available():
+        return "none"
+    return ".".join(map(str, torch.cuda.nccl.version()))
