@@ -4,7 +4,7 @@ Accelerate may see them in any order and in several calls of ``prepare``. Only w
 under its autocast may become BF16, and only before DistributedDataParallel wraps them.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, MutableMapping
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
@@ -23,6 +23,13 @@ from torch_fp8.optimizer_conversion import gradients_report
 from torch_fp8.optimizer_state import is_large
 
 
+class WeakKeys(WeakKeyDictionary[Any, Any]):
+    """A WeakKeyDictionary that is pickled together with its keys; the stock one cannot be."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (), None, None, iter(list(self.items()))
+
+
 class PreparedOptimizers:
     """The user's own optimizers that one Accelerator has prepared, and what became of each.
 
@@ -34,10 +41,17 @@ class PreparedOptimizers:
     def __init__(self, config: FP8Config) -> None:
         self.config = config
         self.keep_dtype = False
-        self._reports: WeakKeyDictionary[Optimizer, OptimizerReport] = WeakKeyDictionary()
+        self._reports: MutableMapping[Optimizer, OptimizerReport] = WeakKeys()
         self._unannounced: list[Optimizer] = []
         # Model to its DistributedDataParallel, which Accelerate does not keep.
-        self._wrapped: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
+        self._wrapped: MutableMapping[nn.Module, Any] = WeakKeys()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_wrapped": [(m, ddp()) for m, ddp in self._wrapped.items()]}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._wrapped = WeakKeys((m, ref(ddp)) for m, ddp in state["_wrapped"] if ddp is not None)
 
     @property
     def enabled(self) -> bool:

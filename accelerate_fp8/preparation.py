@@ -2,17 +2,17 @@
 
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableMapping
 from types import MethodType
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet, ref
+from weakref import ref
 
 import torch
 from accelerate.logging import get_logger
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from accelerate_fp8.optimizers import PreparedOptimizers
+from accelerate_fp8.optimizers import PreparedOptimizers, WeakKeys
 from torch_fp8 import ConversionReport, Float8Linear, FP8Config, convert_to_float8
 from torch_fp8.fsdp_communication import connect_fsdp
 from torch_fp8.whole_weights import whole_weights
@@ -32,9 +32,9 @@ class Preparation:
     def __init__(self, config: FP8Config) -> None:
         self.config = config
         self.optimizers = PreparedOptimizers(config)
-        self.communication: WeakKeyDictionary[nn.Module, object] = WeakKeyDictionary()
-        self._reports: WeakKeyDictionary[nn.Module, ConversionReport] = WeakKeyDictionary()
-        self._announced: WeakSet[nn.Module] = WeakSet()
+        self.communication: MutableMapping[nn.Module, object] = WeakKeys()
+        self._reports: MutableMapping[nn.Module, ConversionReport] = WeakKeys()
+        self._announced: MutableMapping[nn.Module, None] = WeakKeys()
         self._waiting: list[nn.Module] = []
         self._collecting = False
         self._whole_announced = False
@@ -114,7 +114,7 @@ class Preparation:
             yield
             if outermost:
                 for model in self._waiting:
-                    self._announced.add(model)
+                    self._announced[model] = None
                     optimizers = self.optimizers.that_train(accelerator, model)
                     reports = self.optimizers.reports_of(accelerator, model)
                     communication = self.communication.get(model)
