@@ -24,6 +24,7 @@ import _fp8_autoload
 CONFIG_VARIABLE = "TORCH_FP8_CONFIG"
 _LAUNCHER = "ACCELERATE_MIXED_PRECISION"
 _BACKEND = "ACCELERATE_FP8_BACKEND"
+_NOTEBOOK = "MIXED_PRECISION"
 
 # Where the classes of FP8 layers are defined: ours and those of Accelerate's other backends.
 _FP8_LAYERS = ("torch_fp8.", "transformer_engine.", "torchao.float8.", "msamp.")
@@ -72,6 +73,8 @@ def _asked_by() -> tuple[str, str] | None:
     """Who asked, and the host that it asked; "" for none in particular."""
     if os.environ.get(_LAUNCHER, "").lower() == "fp8":
         return f"accelerate launch --mixed_precision fp8 ({_LAUNCHER})", "accelerate"
+    if os.environ.get(_NOTEBOOK, "").lower() == "fp8":
+        return f"notebook_launcher(mixed_precision='fp8') ({_NOTEBOOK})", "accelerate"
     for name, value in os.environ.items():
         of_lightning = name.startswith(("PL_", "LT_")) and name.endswith("_PRECISION")
         if of_lightning and value.lower().startswith("fp8"):
@@ -118,6 +121,12 @@ def _why_accelerate() -> str:
             "it has no Accelerator, which is what the flag reaches. Prepare the model with one, or "
             "call torch_fp8.convert_to_float8(model)"
         )
+    if precision != "fp8" and os.environ.get(_LAUNCHER, "").lower() != "fp8":
+        return (
+            f"its Accelerator has mixed_precision={precision!r}, for Accelerate does not read the "
+            f"variable {_NOTEBOOK} that its notebook_launcher sets. Write "
+            "Accelerator(mixed_precision='fp8') in the function that is launched"
+        )
     if precision != "fp8":
         return (
             f"its Accelerator was made with mixed_precision={precision!r}, by an argument in the "
@@ -136,6 +145,8 @@ def _why_lightning() -> str:
     for loop in _loops_of_lightning():
         name = type(loop).__name__
         precision = getattr(loop, "precision", None) or loop._precision.precision
+        if precision == "fp8-mixed":
+            return f"no model was set up by its {name} before the first step. Let it set one up"
         return (
             f"its {name} runs precision={precision!r}, by an argument in the script or its "
             "configuration, which wins over the environment. Leave it out, or give 'fp8-mixed' "
