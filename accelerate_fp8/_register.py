@@ -51,6 +51,8 @@ def extend_state(module: ModuleType) -> None:
     Also the occasion to look at the environment again: `notebook_launcher` asks for FP8 in it when
     torch was imported long ago.
     """
+    if _too_old("accelerate"):
+        return
     check, state = module.check_cuda_fp8_capability, module.AcceleratorState
     state_init = state.__init__
     if hasattr(check, "_fp8_original"):
@@ -75,6 +77,10 @@ def extend_state(module: ModuleType) -> None:
 def extend_accelerator(module: ModuleType) -> None:
     """The methods of Accelerator that choose the FP8 backend and prepare models and optimizers."""
     cls = module.Accelerator
+    too_old = _too_old("accelerate")
+    if too_old is not None:
+        _refuse_when_asked(cls, "__init__", too_old, _asks_for_fp8)
+        return
     backend: property = cls.fp8_backend
     if hasattr(backend.fget, "_fp8_original"):
         return
@@ -105,6 +111,10 @@ def extend_accelerator(module: ModuleType) -> None:
 
 def extend_training_args(module: ModuleType) -> None:
     """``TrainingArguments.__post_init__``: ``bf16=True`` does not undo the launcher's FP8."""
+    too_old = _too_old("transformers")
+    if too_old is not None:
+        _refuse_when_asked(module.TrainingArguments, "__post_init__", too_old, _asks_for_fp8)
+        return
     _wrap(
         {module.TrainingArguments: {"__post_init__": "post_init"}},
         "accelerate_fp8.trainer",
@@ -114,6 +124,8 @@ def extend_training_args(module: ModuleType) -> None:
 
 def extend_trainer(module: ModuleType) -> None:
     """Trainer's checkpoints, which do not go through ``save_state``, and its DataParallel."""
+    if _too_old("transformers"):
+        return
     methods = {
         "_save_optimizer_and_scheduler": "save_optimizer_and_scheduler",
         "_load_optimizer_and_scheduler": "load_optimizer_and_scheduler",
@@ -139,6 +151,8 @@ def extend_modeling(module: ModuleType) -> None:
 
 def extend_trl_models(module: ModuleType) -> None:
     """``prepare_fsdp``, which shards reference and teacher models without asking Accelerate."""
+    if _too_old("trl"):
+        return
     original: Any = module.prepare_fsdp
     if hasattr(original, "_fp8_original"):
         return
@@ -155,6 +169,29 @@ def extend_trl_models(module: ModuleType) -> None:
             vars(holder)["prepare_fsdp"] = module.prepare_fsdp
 
 
+def _too_old(host: str) -> str | None:
+    line: str | None = import_module("accelerate_fp8._versions").refusal(host)
+    return line
+
+
+def _refuse_when_asked(cls: type, name: str, line: str, asked: Callable[..., bool]) -> None:
+    """Have a method of a host that is too old raise `line` where this engine's FP8 is asked for."""
+    original = getattr(cls, name)
+    if hasattr(original, "_fp8_original"):
+        return
+
+    @functools.wraps(original)
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+        handlers = kwargs.get("kwargs_handlers") or ()
+        theirs = any(type(handler).__name__.endswith("RecipeKwargs") for handler in handlers)
+        if not (theirs or os.environ.get("ACCELERATE_FP8_BACKEND")) and asked(self, args, kwargs):
+            raise ImportError(line)
+        return original(self, *args, **kwargs)
+
+    wrapper._fp8_original = original  # type: ignore[attr-defined]
+    setattr(cls, name, wrapper)
+
+
 def _may_use_engine(accelerator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """False: surely no FP8, so that nothing of ours is imported for a run in BF16.
 
@@ -169,9 +206,14 @@ def _may_use_engine(accelerator: Any, args: tuple[Any, ...], kwargs: dict[str, A
     precisions = [*args, *kwargs.values(), getattr(state, "_shared_state", {}).get(_PRECISION)]
     return (
         "accelerate_fp8.handler" in sys.modules
-        or _launched_with_fp8()
-        or any(isinstance(p, str) and p.lower() == "fp8" for p in precisions)
+        or any(isinstance(p, str) and p.lower().startswith("fp8") for p in precisions)
+        or os.environ.get("ACCELERATE_MIXED_PRECISION", "").lower().startswith("fp8")
     )
+
+
+def _asks_for_fp8(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    given = [v for v in (*args, *kwargs.values()) if isinstance(v, str)]
+    return _launched_with_fp8() or any(value.lower() == "fp8" for value in given)
 
 
 def _launched_with_fp8() -> bool:

@@ -15,6 +15,7 @@ from accelerate.utils import DistributedType
 from torch import nn
 
 import _fp8_check
+from accelerate_fp8._versions import refuse_old_hosts
 from accelerate_fp8.backend import (
     is_engine_chosen,
     precision_kept,
@@ -39,16 +40,20 @@ def init(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
     """``Accelerator.__init__``: decide whose FP8 it is, and refuse early what cannot run.
 
     Raises:
-        ValueError: `FP8Kwargs` without ``mixed_precision="fp8"``, or beside another backend; an
-            option or flag that cannot be honoured; DeepSpeed, Megatron-LM, tensor parallelism; a
-            device that cannot run the recipe; ranks with different configurations; Transformer
-            Engine as the engine's backend under FSDP.
+        ImportError: a host that is too old.
+        ValueError: `FP8Kwargs` without ``mixed_precision="fp8"``, or beside another backend; a
+            precision that is nearly ``fp8``; an option or flag that cannot be honoured; DeepSpeed,
+            Megatron-LM, tensor parallelism; a device that cannot run the recipe; ranks with
+            different configurations; Transformer Engine as the engine's backend under FSDP.
     """
     bound = inspect.signature(original).bind(self, *args, **kwargs)
     explicit, others = _take_out(bound.arguments.get("kwargs_handlers") or [])
     if explicit is not None:
         bound.arguments["kwargs_handlers"] = others
-    if requested_precision(bound.arguments.get("mixed_precision")) != "fp8":
+    precision = requested_precision(bound.arguments.get("mixed_precision"))
+    if precision.startswith("fp8") and precision != "fp8":
+        raise ValueError(f"mixed_precision={precision!r} is unknown; did you mean 'fp8'?")
+    if precision != "fp8":
         if explicit is not None:
             raise ValueError("Passing in FP8Kwargs requires setting `mixed_precision='fp8'`.")
         original(*bound.args, **bound.kwargs)
@@ -62,6 +67,7 @@ def init(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
                 f"FP8: {CONFIG_VARIABLE} is not applied: another FP8 backend was chosen"
             )
         return
+    refuse_old_hosts()
     refuse_unsupported(bound.arguments)
     config, notes = resolve_config(explicit.config if explicit is not None else None)
     self._fp8_preparation = Preparation(config)
@@ -69,7 +75,7 @@ def init(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
         original(*bound.args, **bound.kwargs)
     if self.num_processes > 1:
         check_same_config(config)
-    refuse_tensor_parallel(self.parallelism_config)
+    refuse_tensor_parallel(getattr(self, "parallelism_config", None))  # since Accelerate 1.10
     if self.distributed_type == DistributedType.FSDP:
         refuse_sharding(config)
     check_config(config, self.device)

@@ -118,8 +118,10 @@ class Preparation:
                     optimizers = self.optimizers.that_train(accelerator, model)
                     reports = self.optimizers.reports_of(accelerator, model)
                     communication = self.communication.get(model)
-                    summary = self._reports[model].summary
-                    log_visibly(summary(model, optimizers, reports, communication))
+                    report = self._reports[model]
+                    summary = report.summary(model, optimizers, reports, communication)
+                    name = type(model).__name__.removeprefix("FSDP")
+                    log_visibly(summary.replace("\n", f"\n  model     {name}\n", 1))
                 for line in self.optimizers.take_unannounced(accelerator):
                     log_visibly(f"FP8: optimizer {line}")
         finally:

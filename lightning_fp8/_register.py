@@ -10,6 +10,7 @@ Each function may be called twice, and raises AttributeError before it changed a
 upstream name has moved.
 """
 
+import contextlib
 import functools
 import sys
 from importlib import import_module
@@ -17,6 +18,8 @@ from types import ModuleType
 from typing import Any, Union, get_args
 
 PRECISION = "fp8-mixed"
+# What users write for it, without case, hyphens and underscores.
+_NEARLY = ("fp8", "fp8mixed", "fp8true", "float8", "float8mixed", "8mixed")
 
 # Connector module -> the module with the plugin class for whatever that connector serves.
 PLUGINS = {
@@ -38,6 +41,14 @@ def extend_precision_choices(module: Any) -> None:
     Every other module copies the two names, so they are replaced before it does. Where Lightning
     was imported first that is too late; then the type is changed in place, which all copies share.
     """
+    if _too_old(module):
+        with contextlib.suppress(AttributeError):  # as far as it goes, for the line to be reached
+            _add_choice(module)
+        return
+    _add_choice(module)
+
+
+def _add_choice(module: Any) -> None:
     literal = module._PRECISION_INPUT_STR
     if PRECISION in get_args(literal):
         return
@@ -71,6 +82,10 @@ def _extend_connector(module: ModuleType, name: str, flag: str, instance: str) -
         flag: the attribute that holds the precision string.
         instance: the attribute that holds the plugin that the user gave, or None.
     """
+    too_old = _too_old(module)
+    if too_old is not None:
+        _refuse_when_asked(getattr(module, name), too_old)
+        return
     try:
         connector = getattr(module, name)
         init, check = connector.__init__, connector._check_and_init_precision
@@ -87,6 +102,7 @@ def _extend_connector(module: ModuleType, name: str, flag: str, instance: str) -
         import_module("_fp8_autoload").load("lightning_fp8")
         for name in {"plugins", "strategy"} & kwargs.keys():
             kwargs[name] = _for_host(plugin_module, kwargs[name])
+        _refuse_nearly(kwargs.get("precision"))
         init(self, *args, **kwargs)
 
     @functools.wraps(check)
@@ -107,6 +123,35 @@ def _extend_connector(module: ModuleType, name: str, flag: str, instance: str) -
 
     _replace(connector, "__init__", __init__, init)
     _replace(connector, "_check_and_init_precision", _check_and_init_precision, check)
+
+
+def _too_old(module: ModuleType) -> str | None:
+    return import_module("lightning_fp8._versions").refusal(module.__name__.partition(".")[0])
+
+
+def _refuse_when_asked(connector: Any, line: str) -> None:
+    """Have `connector`, of a Lightning that is too old, raise `line` where FP8 is asked for."""
+    init = connector.__init__
+    if hasattr(init, "_fp8_original"):
+        return
+
+    @functools.wraps(init)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        given = [kwargs.get("plugins"), kwargs.get("strategy")]
+        listed = [one for each in given for one in (each if isinstance(each, list) else [each])]
+        if kwargs.get("precision") == PRECISION or any(map(_class_of_ours, listed)):
+            raise ImportError(line)
+        init(self, *args, **kwargs)
+
+    _replace(connector, "__init__", __init__, init)
+
+
+def _refuse_nearly(precision: object) -> None:
+    """Raise ValueError for a precision that is spelled almost as ours."""
+    if not isinstance(precision, str) or precision == PRECISION:
+        return
+    if precision.lower().replace("-", "").replace("_", "") in _NEARLY:
+        raise ValueError(f"precision={precision!r} is unknown; did you mean {PRECISION!r}?")
 
 
 def _replace(owner: type, name: str, wrapper: Any, original: Any) -> None:

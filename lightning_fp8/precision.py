@@ -39,6 +39,7 @@ from torch_fp8 import (
     scaling_state_dict,
 )
 from torch_fp8.agreement import check_same_config
+from torch_fp8.config import given_config
 from torch_fp8.ddp import connect, ddp_options
 from torch_fp8.fsdp_communication import FSDPReport, connect_fsdp
 from torch_fp8.optimizer_conversion import gradients_report
@@ -71,18 +72,18 @@ class FP8Precision:
 
     Args:
         config: what runs in FP8, and how. None: ``TORCH_FP8_CONFIG`` if set, else ``FP8Config()``.
+        options: fields of FP8Config instead: ``FP8Precision(recipe="rowwise")``.
 
     Raises:
         TypeError: `config` is not an FP8Config.
-        ValueError: a bad value in ``TORCH_FP8_CONFIG``.
+        ValueError: a bad option or value, also in ``TORCH_FP8_CONFIG``; `config` and options.
     """
 
     config: FP8Config
 
-    def __init__(self, config: FP8Config | None = None) -> None:
-        if config is not None and not isinstance(config, FP8Config):
-            raise TypeError(f"FP8Precision takes an FP8Config, got {config!r}")
-        self.config = config or FP8Config.from_env() or FP8Config()
+    def __init__(self, config: FP8Config | None = None, **options: Any) -> None:
+        given = given_config(config, options, "FP8Precision")
+        self.config = given or FP8Config.from_env() or FP8Config()
 
     def for_host(self, plugin: type["HostPrecision"]) -> "HostPrecision":
         """This request as a plugin of class `plugin`, or itself if it already is one."""
@@ -122,8 +123,8 @@ class HostPrecision(FP8Precision):
     info: ClassVar[Any]
     warn: ClassVar[Any]
 
-    def __init__(self, config: FP8Config | None = None) -> None:
-        super().__init__(config)
+    def __init__(self, config: FP8Config | None = None, **options: Any) -> None:
+        super().__init__(config, **options)
         super(FP8Precision, self).__init__("bf16-mixed", device="cuda")  # type: ignore[call-arg]
         self.precision = "fp8-mixed"
         self.device = "cuda"
@@ -146,7 +147,8 @@ class HostPrecision(FP8Precision):
             if cls.__name__ == "ModelParallelStrategy":
                 refuse_sharding(self.config)
         self._strategy = strategy
-        name = accelerator.name()
+        # By the class: before Lightning 2.5 an accelerator has no name.
+        name = type(accelerator).__name__.removesuffix("Accelerator").lower()
         self.device = name if name in ("cpu", "mps") else "cuda"
         # After it ranks can talk, and have not yet. Of module and class level functions alone:
         # ddp_spawn pickles the strategy.
@@ -356,11 +358,12 @@ class HostPrecision(FP8Precision):
         converted.announced = True
         optimizers = converted.optimizers
         reports = [] if self.config.opt_level == "O1" else optimizers.values()
-        self.info(
-            converted.report.summary(
-                converted.module(), list(optimizers), reports, converted.communication
-            )
+        module = converted.module()
+        summary = converted.report.summary(
+            module, list(optimizers), reports, converted.communication
         )
+        name = type(module).__name__.removeprefix("FSDP")
+        self.info(summary.replace("\n", f"\n  model     {name}\n", 1))
 
     def __getstate__(self) -> dict[str, Any]:
         # To a spawned process goes the plugin, not what was converted in this one.

@@ -3,7 +3,7 @@
 import functools
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -294,3 +294,26 @@ def _str_tuple(name: str, value: object) -> tuple[str, ...]:
     if not all(isinstance(item, str) and item for item in value):
         raise TypeError(f"FP8Config.{name} must hold non-empty strings, got {value!r}")
     return tuple(value)
+
+
+def given_config(
+    config: FP8Config | None, options: Mapping[str, Any], taker: str
+) -> FP8Config | None:
+    """What a host's ``taker(config, **options)`` was given: a configuration, or its fields.
+
+    Raises:
+        TypeError: `config` is not an FP8Config.
+        ValueError: both were given; an option is not a field, or its value not valid.
+    """
+    if config is not None and not isinstance(config, FP8Config):
+        hint = f"; did you mean {taker}(recipe={config!r})?" if isinstance(config, str) else ""
+        raise TypeError(f"{taker} takes an FP8Config or its fields, got {config!r}{hint}")
+    if not options:
+        return config
+    names = ", ".join(options)
+    if config is not None:
+        raise ValueError(
+            f"{taker} takes an FP8Config or its fields, got both: {config} and {names}; put "
+            f"{names} into the FP8Config"
+        )
+    return FP8Config(**options)

@@ -1,5 +1,7 @@
 """Levels O2 and O3 in Fabric: optimizers that are set up with their model, after it, before it."""
 
+import inspect
+
 import lightning.fabric
 import lightning_fabric
 import pytest
@@ -84,6 +86,10 @@ def test_order_of_setting_up_makes_no_difference(host):
     assert torch.equal(trained[0], trained[2])
 
 
+@pytest.mark.skipif(
+    "scheduler" not in inspect.signature(lightning.fabric.Fabric.setup).parameters,
+    reason="Fabric.setup takes a scheduler since Lightning 2.6",
+)
 def test_several_optimizers_and_a_scheduler():
     fabric, net = make_fabric(HOST, "O2"), make_net()
     first = AdamW(net[0].parameters(), lr=1e-2)

@@ -1,0 +1,43 @@
+"""The releases of the hosts that the tests ran with; docs/versions.md says which tests.
+
+Older ones are refused where FP8 is asked for. Newer ones are not: they may well work.
+"""
+
+import re
+import sys
+from importlib.metadata import PackageNotFoundError, version
+
+TRIED = {
+    "accelerate": ("1.8", "1.15"),
+    "transformers": ("4.57", "5.23"),
+    "trl": ("0.29", "1.16"),
+    "peft": ("0.18", "0.21"),
+}
+"""Lowest and highest minor version of each host."""
+
+
+def refusal(host: str) -> str | None:
+    """One line about a host that is too old; None if it is not, or not known."""
+    lowest, highest = TRIED[host]
+    try:
+        found = version(host)
+    except PackageNotFoundError:
+        return None
+    if _minor(found) >= _minor(lowest):
+        return None
+    return (
+        f"torch-fp8 supports {host} {lowest} to {highest}, found {found}: "
+        f"pip install '{host}>={lowest}', or train without FP8 (--mixed_precision bf16)"
+    )
+
+
+def refuse_old_hosts() -> None:
+    """Raise ImportError if a host that was imported is too old."""
+    for host in TRIED:
+        line = refusal(host) if host in sys.modules else None
+        if line is not None:
+            raise ImportError(line)
+
+
+def _minor(text: str) -> tuple[int, ...]:
+    return tuple(map(int, re.findall(r"\d+", text)[:2]))

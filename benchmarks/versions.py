@@ -1,0 +1,298 @@
+"""Runs the tests of a host under its older and newer versions: ``benchmarks/results/versions.csv``.
+
+``python -m benchmarks.versions --parts lightning-2.5 accelerate-1.10`` makes an environment of its
+own for each part, on top of the one that runs this (so that torch is not installed again), installs
+the newest release of that minor version and this project as a user would (not editable), runs the
+host's tests (`TESTS`) and writes a row. ``--list`` names the parts that docs/versions.md shows. A
+part names further packages after ``+``: ``accelerate-1.1+transformers-4.57``.
+
+``--base PYTHON`` builds on the environment of another interpreter, with another Python or torch;
+its part is then ``torch-2.11`` or ``python-3.10``.
+"""
+
+import argparse
+import csv
+import datetime
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results" / "versions.csv"
+COLUMNS = (
+    "host", "version", "python", "torch", "with", "ran", "passed", "failed", "result", "note",
+    "commit", "date",
+)  # fmt: skip
+
+_ACCELERATE = "tests/accelerate_fp8"
+_LIGHTNING = "tests/lightning_fp8"
+TESTS: dict[str, tuple[str, ...]] = {
+    "lightning": (
+        f"{_LIGHTNING}/test_register.py",
+        f"{_LIGHTNING}/test_trainer.py",
+        f"{_LIGHTNING}/test_fabric.py",
+        f"{_LIGHTNING}/test_checkpoints.py",
+    ),
+    "accelerate": (
+        f"{_ACCELERATE}/test_accelerator.py",
+        f"{_ACCELERATE}/test_optimizers.py",
+        f"{_ACCELERATE}/test_checkpoints.py",
+        f"{_ACCELERATE}/test_flags.py",
+    ),
+    "transformers": (
+        f"{_ACCELERATE}/test_trainer.py",
+        f"{_ACCELERATE}/test_checkpoints.py",
+        "tests/torch_fp8/test_hugging_face.py",
+    ),
+    "trl": (f"{_ACCELERATE}/test_entries.py",),
+    "peft": (f"{_ACCELERATE}/test_entries.py",),
+}
+_ENGINE = (
+    "tests/torch_fp8/test_linear.py",
+    "tests/torch_fp8/test_optimizer.py",
+    "tests/torch_fp8/test_convert.py",
+)
+_EVERY_HOST = (f"{_LIGHTNING}/test_trainer.py", f"{_ACCELERATE}/test_accelerator.py")
+TESTS["torch"] = TESTS["python"] = (*_ENGINE, *_EVERY_HOST)
+
+# What the table of docs/versions.md is made of, apart from those that need another interpreter.
+PARTS = (
+    "lightning-2.3",
+    "lightning-2.4",
+    "lightning-2.5",
+    "lightning-2.6",
+    "accelerate-1.7+transformers-4.57+peft-0.18",
+    "accelerate-1.8+transformers-4.57+peft-0.18",
+    "accelerate-1.10",
+    "accelerate-1.15",
+    "transformers-4.57+peft-0.18",
+    "transformers-5.0",
+    "transformers-5.23",
+    "trl-0.29",
+    "trl-1.0",
+    "trl-1.16",
+    "peft-0.18",
+    "peft-0.21",
+)
+_PACKAGES = ("lightning", "accelerate", "transformers", "trl", "peft")
+_TIMEOUT_S = 3600
+
+
+def parse(part: str) -> list[tuple[str, str]]:
+    """``accelerate-1.1+transformers-4.57`` as [("accelerate", "1.1"), ("transformers", "4.57")].
+
+    Raises:
+        ValueError: a host without tests here, or no version.
+    """
+    items = []
+    for item in part.split("+"):
+        name, _, version = item.rpartition("-")
+        if name not in TESTS or not re.fullmatch(r"\d+(\.\d+)+", version):
+            raise ValueError(
+                f"part {part!r}: {item!r} is not HOST-VERSION with one of {', '.join(TESTS)}"
+            )
+        items.append((name, version))
+    return items
+
+
+def requirements(items: Iterable[tuple[str, str]]) -> list[str]:
+    """What pip is to install: the newest release of each minor version."""
+    wanted = []
+    for name, version in items:
+        if name in ("torch", "python"):
+            continue
+        spec = f"=={version}.*" if version.count(".") == 1 else f"=={version}"
+        wanted.append(name + spec)
+        if name == "lightning":  # the same code, published a second time
+            wanted.append(f"pytorch-lightning{spec}")
+    return wanted
+
+
+def make_environment(base: str, folder: Path, wanted: Sequence[str], source: Path) -> str:
+    """An environment in `folder` whose packages lie over those of `base`; returns its Python.
+
+    Args:
+        base: an interpreter.
+        folder: to be made.
+        wanted: requirements for pip.
+        source: this project, which is installed too.
+    Raises:
+        subprocess.CalledProcessError: pip failed; its output is in the exception.
+    """
+    _run([base, "-m", "venv", str(folder)])
+    python = str(folder / "bin" / "python")
+    below = _ask(base, "import sysconfig; print(sysconfig.get_path('purelib'))")
+    own = _ask(python, "import sysconfig; print(sysconfig.get_path('purelib'))")
+    # addsitedir also reads the .pth files of that folder, as those of setuptools.
+    (Path(own) / "below.pth").write_text(f"import site; site.addsitedir({below!r})\n")
+    install = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    if wanted:
+        _run([*install, *wanted])
+    _run([*install, "--no-deps", "--no-build-isolation", str(source)])
+    return python
+
+
+def snapshot(folder: Path) -> Path:
+    """A copy of the tracked files in `folder`: a run goes on while somebody edits them."""
+    for name in _run(["git", "-C", str(ROOT), "ls-files"]).splitlines():
+        target = folder / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, target)
+    return folder
+
+
+def run_part(part: str, base: str, keep: Path | None = None) -> dict[str, object]:
+    """The row of one part.
+
+    Args:
+        part: as in `parse`.
+        base: the interpreter whose environment lies below.
+        keep: a folder for the tests' output; None: it is not kept.
+    """
+    items = parse(part)
+    host, asked = items[0]
+    ran = " ".join(TESTS[host])
+    row: dict[str, object] = {"host": host, "version": asked, "ran": ran}
+    with tempfile.TemporaryDirectory(prefix="versions-") as folder:
+        try:
+            source = snapshot(Path(folder) / "source")
+            venv = Path(folder) / "venv"
+            python = make_environment(base, venv, requirements(items), source)
+        except subprocess.CalledProcessError as error:
+            return _with_origin({**row, "result": "not installed", "note": _last_line(error)})
+        row.update(_versions(python, host, asked))
+        shutil.rmtree(source / "build", ignore_errors=True)  # of the installation
+        output = _test(python, TESTS[host], source)
+    if keep is not None:
+        keep.mkdir(parents=True, exist_ok=True)
+        (keep / f"{part}.txt").write_text(output)
+    counts = {word: int(n) for n, word in re.findall(r"(\d+) (passed|failed|error)", output)}
+    passed, failed = counts.get("passed", 0), counts.get("failed", 0) + counts.get("error", 0)
+    works = passed > 0 and failed == 0
+    failures = re.findall(r"^(?:FAILED|ERROR) .*?::(\S+)", output, re.MULTILINE)
+    note = "" if works else "; ".join(dict.fromkeys(failures[:3])) or output.strip()[-200:]
+    row.update(passed=passed, failed=failed, result="works" if works else "fails", note=note)
+    return _with_origin(row)
+
+
+def write(rows: Iterable[dict[str, object]], path: Path = RESULTS) -> None:
+    """Add `rows`, each in the place of an earlier one of the same versions."""
+    kept = {_key(row): row for row in (read(path) if path.exists() else [])}
+    kept.update({_key(row): row for row in rows})
+    ordered = sorted(kept.values(), key=lambda r: (list(TESTS).index(r["host"]), _sortable(r)))
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS, restval="", lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(ordered)
+
+
+def read(path: Path = RESULTS) -> list[dict[str, str]]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def minor(version: str) -> tuple[int, int]:
+    """(1, 10) of "1.10.1"."""
+    major, second = version.split(".")[:2]
+    return int(major), int(second)
+
+
+def _key(row: dict[str, object]) -> tuple[object, ...]:
+    return tuple(str(row.get(name, "")) for name in ("host", "version", "python", "torch", "with"))
+
+
+def _sortable(row: dict[str, object]) -> tuple[object, ...]:
+    release = tuple(map(int, re.findall(r"\d+", str(row["version"]))))
+    return release, *(str(row.get(name, "")) for name in ("python", "torch", "with"))
+
+
+def _versions(python: str, host: str, asked: str) -> dict[str, str]:
+    code = (
+        "import importlib.metadata as m, json, platform\n"
+        f"names = {[*_PACKAGES, 'torch']!r}\n"
+        "found = {n: m.version(n) for n in names if any(m.distributions(name=n))}\n"
+        "print(json.dumps({'python': platform.python_version(), **found}))"
+    )
+    found = json.loads(_ask(python, code))
+    others = [f"{n} {found[n]}" for n in _PACKAGES if n in found and n != host]
+    needed = _related(host)
+    shown = [text for text in others if text.split()[0] in needed]
+    return {
+        "version": found.get(host, asked).partition("+")[0],
+        "python": found["python"],
+        "torch": found["torch"],
+        "with": ", ".join(shown),
+    }
+
+
+def _related(host: str) -> tuple[str, ...]:
+    """The other packages that a host's tests import."""
+    if host == "lightning":
+        return ()
+    return _PACKAGES if host in ("torch", "python") else _PACKAGES[1:]
+
+
+def _test(python: str, files: Sequence[str], source: Path) -> str:
+    command = [python, "-m", "pytest", "-q", "--no-header", "-p", "no:cacheprovider", *files]
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PATH": f"{Path(python).parent}{os.pathsep}{os.environ['PATH']}",
+    }
+    try:
+        done = subprocess.run(
+            command, cwd=source, env=environment, capture_output=True, text=True, timeout=_TIMEOUT_S
+        )
+    except subprocess.TimeoutExpired:
+        return f"ERROR ::longer than {_TIMEOUT_S} s"
+    return done.stdout + done.stderr
+
+
+def _with_origin(row: dict[str, object]) -> dict[str, object]:
+    commit = _run(["git", "-C", str(ROOT), "describe", "--always", "--dirty"]).strip()
+    return {**row, "commit": commit, "date": datetime.date.today().isoformat()}
+
+
+def _ask(python: str, code: str) -> str:
+    return _run([python, "-c", code]).strip()
+
+
+def _run(command: Sequence[str]) -> str:
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+def _last_line(error: subprocess.CalledProcessError) -> str:
+    lines = [line for line in error.stderr.splitlines() if line.strip()]
+    return lines[-1].strip()[:200] if lines else f"{error.cmd[0]} failed"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--parts", nargs="+", default=list(PARTS), metavar="HOST-VERSION")
+    parser.add_argument("--base", default=sys.executable, help="the interpreter to build on")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="the CSV to write")
+    parser.add_argument("--logs", type=Path, help="a folder for the tests' output")
+    parser.add_argument("--list", action="store_true", help="name the parts and end")
+    chosen = parser.parse_args(arguments)
+    if chosen.list:
+        print("\n".join(PARTS))
+        return
+    for part in chosen.parts:
+        parse(part)
+    failed = False
+    for part in chosen.parts:
+        row = run_part(part, chosen.base, chosen.logs)
+        write([row], chosen.out)
+        failed |= row["result"] != "works"
+        print(f"{part}: {row['result']} ({row.get('passed', 0)} passed) {row['note']}", flush=True)
+    sys.exit(failed)
+
+
+if __name__ == "__main__":
+    main()
