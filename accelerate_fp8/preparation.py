@@ -13,8 +13,10 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from accelerate_fp8.optimizers import PreparedOptimizers, WeakKeys
-from torch_fp8 import ConversionReport, Float8Linear, FP8Config, convert_to_float8
+from torch_fp8 import ConversionReport, FP8Config, convert_to_float8
 from torch_fp8.fsdp_communication import connect_fsdp
+from torch_fp8.linear import Float8Layer
+from torch_fp8.selection import is_linear
 from torch_fp8.whole_weights import whole_weights
 
 LOGGER_NAME = "accelerate_fp8"
@@ -56,7 +58,7 @@ class Preparation:
                 `torch_fp8.convert_to_float8`.
         """
         prepared = getattr(model, "_is_accelerate_prepared", False)
-        if not (prepared and any(isinstance(m, Float8Linear) for m in model.modules())):
+        if not (prepared and any(isinstance(m, Float8Layer) for m in model.modules())):
             try:
                 with _forwards_reachable(model):
                     self._reports[model] = convert_to_float8(model, self.config, device=device)
@@ -190,7 +192,7 @@ def _forwards_reachable(model: nn.Module) -> Iterator[None]:
     hooked = [
         module
         for module in model.modules()
-        if isinstance(module, nn.Linear) and _old_forward(module) is type(module).forward
+        if is_linear(module) and _old_forward(module) is type(module).forward
     ]
     forwards = [module.__dict__.pop("forward") for module in hooked]
     try:

@@ -5,7 +5,6 @@ Conversion swaps ``__class__`` in place. The Parameter objects stay the same, so
 """
 
 import copy
-import functools
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -21,9 +20,10 @@ from torch_fp8.automatic_scaling import (
     take_automatic_scaling_state,
 )
 from torch_fp8.config import FP8Config
+from torch_fp8.float8_conv1d import Float8Conv1D
 from torch_fp8.gemm import check_device, resolve_auto, runs_natively
-from torch_fp8.linear import Float8Linear
-from torch_fp8.module_class import rebase, unwrapped_name
+from torch_fp8.linear import Float8Layer, Float8Linear
+from torch_fp8.module_class import add_mixin, remove_mixin, unwrapped_name
 from torch_fp8.output_dtype import restore_output_dtype
 from torch_fp8.producers import convert_producers, revert_producers
 from torch_fp8.recipe import Recipe
@@ -47,6 +47,7 @@ from torch_fp8.transformer_engine_linear import TransformerEngineLinear, place_r
 from torch_fp8.weight_cache import unwatch
 
 _SCALING = ("amax_history", "last_scale")
+_MIXINS = (TransformerEngineLinear, Float8Linear, Float8Conv1D)
 
 
 def convert_to_float8(
@@ -57,11 +58,11 @@ def convert_to_float8(
 ) -> ConversionReport:
     """Make the linear layers of `model` run their GEMMs in FP8, in place.
 
-    Converted are modules of exactly ``nn.Linear``, and FSDP2's dynamic class of it, and what stands
-    between them: RMSNorms and gated MLPs, found by what they compute. Never converted: LoRA
-    adapters, and what `config.skip` names. Parameters, tying, ``requires_grad`` and
-    ``state_dict`` keys stay as they are. Converting again is harmless; another config replaces the
-    first. `revert` undoes it.
+    Converted are ``nn.Linear``, subclasses of it that compute the same, transformers' ``Conv1D``,
+    FSDP2's dynamic classes of these, and what stands between them: RMSNorms and gated MLPs, found
+    by what they compute. Never converted: LoRA adapters, and what `config.skip` names. Parameters,
+    tying, ``requires_grad`` and ``state_dict`` keys stay as they are. Converting again is harmless;
+    another config replaces the first. `revert` undoes it.
 
     Args:
         model: any module, also itself an ``nn.Linear``.
@@ -101,8 +102,8 @@ def convert_to_float8(
             _to_float8(module, name, config, recipe, emulate)
             converted.append(name)
         else:
-            if isinstance(module, Float8Linear):  # a second conversion that skips more
-                _to_linear(module)
+            if isinstance(module, Float8Layer):  # a second conversion that skips more
+                _to_stock(module)
             skipped.append(SkippedModule(name, reason))
     if not linears:
         raise ValueError(_nothing_converted(model, skipped))
@@ -170,9 +171,9 @@ def revert(model: nn.Module) -> int:
     restore_output_dtype(model)
     revert_producers(model)
     set_automatic_scaling(model, None)
-    modules = [m for m in model.modules() if isinstance(m, Float8Linear)]
+    modules = [m for m in model.modules() if isinstance(m, Float8Layer)]
     for module in modules:
-        _to_linear(module)
+        _to_stock(module)
     place_regions(model)
     _keep_scaling_local(model)
     return len(modules)
@@ -275,29 +276,28 @@ def _plan(
 def _to_float8(
     module: nn.Module, name: str, config: FP8Config, recipe: Recipe, emulate: bool
 ) -> None:
-    if isinstance(module, Float8Linear):
+    if isinstance(module, Float8Layer):
         if (module.fp8_config, module.fp8_recipe) == (config, recipe):
             module.fp8_emulate = emulate
             return
         module.drop_scaling()
         if isinstance(module, TransformerEngineLinear) != _is_te(config):
-            _to_linear(module)
-    if not isinstance(module, Float8Linear):
-        cls: Any = type(module)
-        module.__class__ = _float8_class(cls, _is_te(config))
-    assert isinstance(module, Float8Linear)
+            _to_stock(module)
+    if not isinstance(module, Float8Layer):
+        linear = TransformerEngineLinear if _is_te(config) else Float8Linear
+        add_mixin(module, linear if isinstance(module, nn.Linear) else Float8Conv1D)
+    assert isinstance(module, Float8Layer)
     module.configure(name, config, recipe, emulate)
     check_style(module)
 
 
-def _to_linear(module: Float8Linear) -> None:
+def _to_stock(module: Float8Layer) -> None:
     module.drop_scaling()
     module.__dict__.pop("fp8_weight_cache", None)
     unwatch(module.weight)
     for name in ("fp8_config", "fp8_recipe", "fp8_emulate", "fp8_name"):
         delattr(module, name)
-    cls: Any = type(module)
-    module.__class__ = _linear_class(cls)
+    remove_mixin(module, next(mixin for mixin in _MIXINS if isinstance(module, mixin)))
 
 
 def _keep_scaling_local(model: nn.Module) -> None:
@@ -309,7 +309,7 @@ def _keep_scaling_local(model: nn.Module) -> None:
     ours = {
         f"{name}.{buffer}".removeprefix(".")
         for name, module in model.named_modules()
-        if isinstance(module, Float8Linear)
+        if isinstance(module, Float8Layer)
         for buffer in module._buffers
         if buffer.startswith("fp8_")
     }
@@ -322,26 +322,13 @@ def _keep_scaling_local(model: nn.Module) -> None:
         del model._ddp_params_and_buffers_to_ignore
 
 
-@functools.cache
-def _float8_class(cls: type[nn.Module], is_te: bool) -> type[nn.Module]:
-    """`Float8Linear`, or FSDP2's dynamic class rebuilt over it: ``(FSDPModule, Float8Linear)``."""
-    linear = TransformerEngineLinear if is_te else Float8Linear
-    return linear if cls is nn.Linear else rebase(cls, linear)
-
-
-@functools.cache
-def _linear_class(cls: type[nn.Module]) -> type[nn.Module]:
-    ours = (Float8Linear, TransformerEngineLinear)
-    return nn.Linear if cls in ours else rebase(cls, nn.Linear)
-
-
 def _device_of(model: nn.Module) -> torch.device:
     return next((p.device for p in model.parameters()), torch.device("cpu"))
 
 
-def _delayed_modules(model: nn.Module) -> Iterator[tuple[str, Float8Linear]]:
+def _delayed_modules(model: nn.Module) -> Iterator[tuple[str, Float8Layer]]:
     for name, module in model.named_modules():
-        if isinstance(module, Float8Linear) and module.fp8_recipe.delayed:
+        if isinstance(module, Float8Layer) and module.fp8_recipe.delayed:
             yield unwrapped_name(name), module
 
 

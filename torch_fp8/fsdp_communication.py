@@ -25,7 +25,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceS
 from torch_fp8.config import FP8Config
 from torch_fp8.fsdp_gather import WeightGather, make_scales
 from torch_fp8.fsdp_scatter import Float8ReduceScatter, in_groups
-from torch_fp8.linear import Float8Linear
+from torch_fp8.linear import Float8Layer
 from torch_fp8.sharded_weights import param_groups
 from torch_fp8.transformer_engine import refuse_sharding
 
@@ -149,7 +149,7 @@ def _gathers_of(
     for param in group.fsdp_params:
         info = param._module_info
         owners = [info.module, *info.shared_modules]
-        if not any(isinstance(owner, Float8Linear) and _is_weight(param) for owner in owners):
+        if not any(isinstance(owner, Float8Layer) and _is_weight(param) for owner in owners):
             continue
         reason = _why_not_gathered(group, param, owners)
         if reason is None:
@@ -184,9 +184,9 @@ def _is_weight(param: Any) -> bool:
 
 
 def _why_not_gathered(group: Any, param: Any, owners: list[nn.Module]) -> str | None:
-    if not all(isinstance(owner, Float8Linear) for owner in owners):
+    if not all(isinstance(owner, Float8Layer) for owner in owners):
         return "a module in high precision shares it"
-    recipes = {owner.fp8_recipe for owner in owners if isinstance(owner, Float8Linear)}
+    recipes = {owner.fp8_recipe for owner in owners if isinstance(owner, Float8Layer)}
     if len(recipes) > 1:
         return "layers of several recipes share it"
     if not hasattr(param.mesh_info, "shard_process_group"):

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from torch_fp8.gathered_weight import GatheredWeight, Payload, exponent_bytes
-from torch_fp8.linear import WEIGHT, Float8Linear
+from torch_fp8.linear import WEIGHT, Float8Layer
 from torch_fp8.local_operands import plain
 from torch_fp8.quantize import BLOCK_SHAPE, QuantizedTensor, cast_saturating, quantize
 from torch_fp8.scaling import delayed_scale, scale_from_amax, tensor_amax
@@ -46,7 +46,7 @@ class WeightGather:
         made: event in the stream that made it; None on the CPU.
     """
 
-    def __init__(self, fsdp_param: Any, param_group: Any, module: Float8Linear) -> None:
+    def __init__(self, fsdp_param: Any, param_group: Any, module: Float8Layer) -> None:
         self.fsdp_param, self.module = fsdp_param, module
         self._param_group = param_group
         self.device = param_group.device

@@ -24,7 +24,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 
 from torch_fp8.collectives import all_to_all
 from torch_fp8.formats import GROUP_SIZE
-from torch_fp8.linear import Float8Linear
+from torch_fp8.linear import Float8Layer
 from torch_fp8.wire import Layout, pack, unpack_sum
 
 
@@ -196,7 +196,7 @@ def _target(
 
 def in_groups(param: Any) -> bool:
     """Whether the gradient of one of FSDP's parameters travels in 8 bits, if it has one."""
-    return isinstance(param._module_info.module, Float8Linear) and (
+    return isinstance(param._module_info.module, Float8Layer) and (
         param._module_info.param_name == "weight"
     )
 

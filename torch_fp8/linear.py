@@ -43,7 +43,7 @@ from torch_fp8.delayed_scaling import History
 from torch_fp8.gathered_activation import GatheredActivation
 from torch_fp8.gathered_weight import GatheredWeight
 from torch_fp8.gemm import cast, scaled_matmul
-from torch_fp8.local_operands import local_operands, plain
+from torch_fp8.local_operands import local_operands
 from torch_fp8.operand_casts import (
     LinearOptions,
     amax_of,
@@ -59,25 +59,23 @@ from torch_fp8.produced_activation import plain as plain_activation
 from torch_fp8.quantize import QuantizedTensor
 from torch_fp8.recipe import CastSpec, Recipe
 from torch_fp8.scaling import delayed_scale, scale_from_amax
+from torch_fp8.scaling_buffers import (
+    BUFFERS,
+    GRAD_OUTPUT,
+    INPUT,
+    WEIGHT,
+    ScalingBuffers,
+    history_of,
+)
 from torch_fp8.weight_cache import WeightCache
 
-INPUT, WEIGHT, GRAD_OUTPUT = range(3)
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_BUFFERS = (
-    *("fp8_amax_history", "fp8_cast_progress", "fp8_last_scale"),
-    *("fp8_grad_amax_history", "fp8_grad_cast_progress"),
-)
-"""Of delayed scaling, see `History`: a row for each operand of a forward, and the gradient's.
-
-These are apart, for torch.compile gives backward the values that a tensor had after its own
-forward, if both write to it: what another forward has recorded since would be lost.
-"""
 
 
-class Float8Linear(nn.Linear):
-    """An ``nn.Linear`` whose fprop, dgrad and wgrad GEMMs run in FP8.
+class Float8Layer(ScalingBuffers):
+    """The part of a linear layer that runs its fprop, dgrad and wgrad GEMMs in FP8.
 
-    Made by `torch_fp8.convert_to_float8`, which swaps the class of an existing module in place.
+    It stands in front of a class that has ``weight`` and ``bias`` (see `Float8Linear`).
 
     Shapes: input (..., K), weight (N, K), output (..., N); any K, N and number of tokens, zero
     included. The output has autocast's dtype where autocast is on, else the input's.
@@ -86,13 +84,16 @@ class Float8Linear(nn.Linear):
         TypeError: an input that is not float32, bfloat16 or float16.
     """
 
-    fp8_recipe: Recipe
-    fp8_config: FP8Config
+    bias: nn.Parameter | None
+    in_features: int
+    out_features: int
     fp8_emulate: bool
     fp8_name: str
     fp8_weight_cache: WeightCache | None = None
     fp8_adds_bias: bool = True
     """False where a parallel style adds it, after its group has summed the output."""
+    fp8_transposed: bool = False
+    """Whether the weight is stored as (K, N)."""
 
     @property
     def runs_fp8(self) -> bool:
@@ -101,7 +102,8 @@ class Float8Linear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         if not self.runs_fp8:
-            return super().forward(plain_activation(input))
+            output: Tensor = super().forward(plain_activation(input))
+            return output
         dtype = input.dtype  # asked once: a produced activation answers in Python
         if dtype not in _DTYPES:
             raise TypeError(
@@ -113,7 +115,7 @@ class Float8Linear(nn.Linear):
         refuse_transforms(name)
         local = local_operands(self, input)
         x, weight = local.input, local.weight
-        shape, (num_out, num_in) = x.shape, weight.shape
+        shape, (num_out, num_in) = x.shape, _matrix_shape(weight, self.fp8_transposed)
         if shape[-1] != num_in:
             raise ValueError(
                 f"FP8 linear '{self.fp8_name}' takes inputs (..., {num_in}), got {tuple(shape)}"
@@ -128,14 +130,15 @@ class Float8Linear(nn.Linear):
             torch.is_grad_enabled(),
             self.fp8_weight_cache,
             local.group,
+            self.fp8_transposed,
         )
-        input_scale, weight_scale, buffers = None, None, (None,) * len(_BUFFERS)
+        input_scale, weight_scale, buffers = None, None, (None,) * len(BUFFERS)
         if self.fp8_recipe.delayed:
             if not (isinstance(x, GatheredActivation) or self._moves_history(x, local.group)):
                 input_scale = self.operand_scale(INPUT, x, local.group)
             if not self._moves_history(weight, local.group):
                 weight_scale = self.operand_scale(WEIGHT, weight, local.group)
-            buffers = tuple(plain(getattr(self, name)) for name in _BUFFERS)
+            buffers = self.scaling_buffers()
         bias = local.bias(self.bias) if self.bias is not None and self.fp8_adds_bias else None
         # Compiled with DTensors, torch 2.13 loses views in the function's backward: keep them out.
         rows = x.reshape(-1, num_in) if torch.compiler.is_compiling() else x
@@ -192,7 +195,7 @@ class Float8Linear(nn.Linear):
         return None if operand == INPUT and frozen else self._history(operand)
 
     def _history(self, operand: int) -> History:
-        return _history(tuple(plain(getattr(self, name)) for name in _BUFFERS), operand)
+        return history_of(self.scaling_buffers(), operand)
 
     def operand_spec(self, operand: int) -> CastSpec:
         """How the recipe casts INPUT, WEIGHT or GRAD_OUTPUT."""
@@ -211,67 +214,33 @@ class Float8Linear(nn.Linear):
         self.fp8_emulate, self.fp8_name = emulate, name
         self.init_scaling()
 
-    def init_scaling(self) -> None:
-        """Create the buffers of delayed scaling, if the recipe has them, with empty histories."""
-        if not self.fp8_recipe.delayed:
-            return
-        length, device = self.fp8_config.amax_history_len, self.weight.device
-        made = (
-            torch.zeros(2, length, device=device),
-            torch.zeros(2, 2, dtype=torch.int32, device=device),
-            torch.ones(2, device=device),
-            torch.zeros(length, device=device),
-            torch.zeros(2, dtype=torch.int32, device=device),
-        )
-        for name, buffer in zip(_BUFFERS, made, strict=True):
-            self.register_buffer(name, buffer, persistent=False)
-
-    @property
-    def scaling_state(self) -> tuple[Tensor, Tensor]:
-        """Delayed scaling's amaxes (3, H), the newest first, and last scales (2,)."""
-        amaxes, _, last, of_grad, _ = (plain(getattr(self, name)) for name in _BUFFERS)
-        return torch.cat([amaxes, of_grad[None]]), last
-
-    def load_scaling_state(self, history: Tensor, last_scale: Tensor) -> None:
-        """Go on from what `scaling_state` was."""
-        none = torch.zeros(2, device="cpu")  # progress of no launch, wherever its memory is from
-        state = (history[:GRAD_OUTPUT], none, last_scale, history[GRAD_OUTPUT], none)
-        for name, value in zip(_BUFFERS, state, strict=True):
-            plain(getattr(self, name)).copy_(value)
-
     def drop_scaling(self) -> None:
         """Remove what `init_scaling` made, and what is kept of the weight as it was cast."""
+        super().drop_scaling()
         self.__dict__.pop("fp8_weight_cache", None)
-        for name in _BUFFERS:
-            self._buffers.pop(name, None)
-            self._non_persistent_buffers_set.discard(name)
-
-    def reset_parameters(self) -> None:
-        super().reset_parameters()
-        # A module on the meta device was materialised.
-        for name in self._buffers.keys() & set(_BUFFERS):
-            getattr(self, name).fill_(1 if name == "fp8_last_scale" else 0)
-
-    def _apply(self, fn: Any, recurse: bool = True) -> "Float8Linear":
-        # Module.to(bfloat16) casts every floating buffer; amaxes follow the device only.
-        kept = {n: b for n, b in self._buffers.items() if n.startswith("fp8_") and b is not None}
-        super()._apply(fn, recurse)
-        for name, buffer in kept.items():
-            moved = self._buffers[name]
-            if moved is not None and moved.dtype != buffer.dtype:
-                self._buffers[name] = buffer.to(moved.device)
-        return self
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, fp8={self.fp8_recipe}"
 
 
+class Float8Linear(Float8Layer, nn.Linear):
+    """An ``nn.Linear`` whose fprop, dgrad and wgrad GEMMs run in FP8, see `Float8Layer`.
+
+    Made by `torch_fp8.convert_to_float8`, which swaps the class of an existing module in place.
+    """
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        self.reset_scaling()
+
+
 class _Float8LinearFunction(torch.autograd.Function):
     """y = x w^T on FP8 payloads, with dgrad and wgrad likewise.
 
-    x: (..., K); weight: (N, K); bias: (N,) or None; input_scale, weight_scale: () float32 or None
-    (from the tensors, or with delayed scaling from their histories, which are written then);
-    amaxes, progress, last, grad_amaxes, grad_progress: see `_BUFFERS`, or None.
+    x: (..., K); weight: (N, K), or (K, N) as the options say; bias: (N,) or None; input_scale,
+    weight_scale: () float32 or None (from the tensors, or with delayed scaling from their
+    histories, which are written then);
+    amaxes, progress, last, grad_amaxes, grad_progress: see `BUFFERS`, or None.
     """
 
     @staticmethod
@@ -295,7 +264,7 @@ class _Float8LinearFunction(torch.autograd.Function):
         of_input = of_weight = of_grad = None
         if amaxes is not None:
             buffers = (amaxes, progress, last, grad_amaxes, grad_progress)
-            of_input, of_weight, of_grad = (_history(buffers, i) for i in range(3))
+            of_input, of_weight, of_grad = (history_of(buffers, i) for i in range(3))
         # The weight first, while x may still be on its way.
         w_row = weight_row(weight, weight_scale, of_weight, options)
         gathered = isinstance(x, GatheredActivation)
@@ -341,7 +310,7 @@ class _Float8LinearFunction(torch.autograd.Function):
             ctx.options, ctx.name, ctx.grad_history = options, options.name, of_grad
             ctx.x_source = x.source if gathered else None
             ctx.input_shape = shape
-        return reshaped(output, (*shape[:-1], weight.shape[0]))
+        return reshaped(output, (*shape[:-1], output.shape[-1]))
 
     @staticmethod
     @once_differentiable
@@ -381,20 +350,19 @@ class _Float8LinearFunction(torch.autograd.Function):
                 x_col = QuantizedTensor(saved["x"], saved["x_scale"], recipe.wgrad.b.granularity)
             else:
                 x_col = ctx.x_source.col(saved["x"], saved.get("x_scale"))
-            grad_weight = scaled_matmul(
-                g_col, x_col, ctx.dtypes[1], fast_accum=recipe.wgrad.fast_accum, emulate=emulate
-            )
+            a, b = (x_col, g_col) if options.transposed else (g_col, x_col)
+            fast_accum = recipe.wgrad.fast_accum
+            grad_weight = scaled_matmul(a, b, ctx.dtypes[1], fast_accum=fast_accum, emulate=emulate)
         elif wants_wgrad:
             g = as_matrix(grad_output)
-            grad_weight = cast(g.t() @ saved["x"].to(g.dtype), ctx.dtypes[1])
+            kept = saved["x"].to(g.dtype)
+            product = kept.t() @ g if options.transposed else g.t() @ kept
+            grad_weight = cast(product, ctx.dtypes[1])
         if grad_input is not None:
             grad_input = grad_input.view(ctx.input_shape)
         return grad_input, grad_weight, grad_bias, *[None] * 8
 
 
-def _history(buffers: tuple[Any, ...], operand: int) -> History:
-    """An operand's part of `_BUFFERS`."""
-    amaxes, progress, last, grad_amaxes, grad_progress = buffers
-    if operand == GRAD_OUTPUT:
-        return History(grad_amaxes, grad_progress)
-    return History(amaxes[operand], progress[operand], last[operand])
+def _matrix_shape(weight: Tensor, transposed: bool) -> tuple[int, int]:
+    rows, cols = weight.shape
+    return (cols, rows) if transposed else (rows, cols)

@@ -95,6 +95,12 @@ def local_operands(linear: Any, input: Tensor) -> LocalOperands:
             "input, such as Float8ColwiseParallel or Float8RowwiseParallel (sharded by FSDP2, it "
             "can be called within the forward of the module that fully_shard was given)"
         )
+    if linear.fp8_transposed:
+        raise ValueError(
+            f"the weight of FP8 layer '{linear.fp8_name}' is stored transposed (Conv1D) and "
+            f"sharded as {weight.placements}: tensor parallelism in FP8 takes nn.Linear alone; "
+            f"keep it in high precision with FP8Config(skip=('{linear.fp8_name}',))"
+        )
     if weight.device_mesh.ndim != 1:
         raise ValueError(
             f"the weight of FP8 linear '{linear.fp8_name}' is sharded over a mesh of "

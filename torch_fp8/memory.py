@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from torch_fp8.block_scaled import num_groups
-from torch_fp8.linear import Float8Linear
+from torch_fp8.linear import Float8Layer
 from torch_fp8.optimizer import Float8Optimizer
 from torch_fp8.optimizer_state import is_large, local, matrix_shape, residual_shape
 
@@ -152,8 +152,8 @@ def _expected(parameter: Tensor, optimizer: Optimizer | None, *, converted: bool
     return MemoryReport(numel, numel * size, gradients, 2 * 4 * numel, master, 0)
 
 
-def _layers(model: nn.Module) -> list[Float8Linear]:
-    return [module for module in model.modules() if isinstance(module, Float8Linear)]
+def _layers(model: nn.Module) -> list[Float8Layer]:
+    return [module for module in model.modules() if isinstance(module, Float8Layer)]
 
 
 def _num_scales(shard: Tensor) -> int:

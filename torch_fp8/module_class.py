@@ -41,8 +41,15 @@ def is_fsdp_class(cls: type) -> bool:
     return len(cls.__bases__) == 2 and cls.__bases__[0].__name__ == "FSDPModule"
 
 
+def stock_class(cls: type) -> type:
+    """The class without what ``fully_shard`` made of it."""
+    return cls.__bases__[1] if is_fsdp_class(cls) else cls
+
+
 @functools.cache
 def _mixed(cls: Any, mixin: Any) -> Any:
+    if issubclass(mixin, cls):  # made for this very class, and no other
+        return mixin
     if is_fsdp_class(cls):
         return rebase(cls, _mixed(cls.__bases__[1], mixin))
     own = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
@@ -53,13 +60,14 @@ def _mixed(cls: Any, mixin: Any) -> Any:
 def _unmixed(cls: Any, mixin: Any) -> Any:
     if is_fsdp_class(cls):
         return rebase(cls, _unmixed(cls.__bases__[1], mixin))
-    assert cls.__bases__[0] is mixin
-    return cls.__bases__[1]
+    assert mixin in (cls, cls.__bases__[0])
+    return cls.__bases__[-1]
 
 
 def _reduce(self: nn.Module, protocol: Any) -> Any:
     # A class made at run time has no import path: pickle its two parts.
-    return _rebuild, type(self).__bases__, self.__dict__.copy()
+    state = self.__getstate__() if hasattr(self, "__getstate__") else self.__dict__
+    return _rebuild, type(self).__bases__, dict(state)
 
 
 def _rebuild(mixin: Any, cls: Any) -> Any:

@@ -36,6 +36,8 @@ class LinearOptions(NamedTuple):
     save_for_backward: bool
     weight_cache: WeightCache | None
     group: Any
+    transposed: bool = False
+    """Whether the weight is stored as (K, N)."""
 
 
 def casts_by_history(x: Tensor, group: Any) -> bool:
@@ -125,29 +127,36 @@ def amax_of(x: Tensor, group: Any) -> Tensor:
 def weight_row(
     weight: Tensor, scale: Tensor | None, history: History | None, options: LinearOptions
 ) -> QuantizedTensor:
-    """The weight (N, K), quantized along K: gathered so, kept so, or cast now."""
+    """The weight (N, K), quantized along K: gathered so, kept so, or cast now.
+
+    Stored as (K, N) it is the transposed layout that has this shape.
+    """
+    spec, flip = options.recipe.weight, options.transposed
     if isinstance(weight, GatheredWeight):
-        return gathered_row(weight, options.recipe.weight)
+        return gathered_col(weight, spec) if flip else gathered_row(weight, spec)
     if options.weight_cache is not None:
-        return options.weight_cache.row(weight, options.recipe.weight)
+        return options.weight_cache.row(weight, spec)
     how = history if scale is None else scale
-    row, _, _ = cast_operand(weight, options.recipe.weight, how, options, row=True, col=False)
-    assert row is not None
-    return row
+    row, col, _ = cast_operand(weight, spec, how, options, row=not flip, col=flip)
+    made = col if flip else row
+    assert made is not None
+    return made
 
 
 def weight_col(
     weight: Tensor, scale: Tensor | None, options: LinearOptions, grad_output: Tensor
 ) -> QuantizedTensor:
     """The transposed weight (K, N), quantized along N, likewise; for the layer's backward."""
+    spec, flip = options.recipe.weight, options.transposed
     if isinstance(weight, GatheredWeight):
-        return gathered_col(weight, options.recipe.weight, grad_output)
+        return gathered_row(weight, spec) if flip else gathered_col(weight, spec, grad_output)
     kept = None if options.weight_cache is None else options.weight_cache.col(weight)
     if kept is not None:
         return kept
-    _, col = quantize_layouts(weight, options.recipe.weight, scale, row=False, col=True)
-    assert col is not None
-    return col
+    row, col = quantize_layouts(weight, spec, scale, row=flip, col=not flip)
+    made = row if flip else col
+    assert made is not None
+    return made
 
 
 def output_dtype(input: Tensor) -> torch.dtype:

@@ -15,7 +15,7 @@ from torch.optim import Adam, AdamW, Optimizer
 
 from torch_fp8.config import FP8Config
 from torch_fp8.gradient_hooks import attach_hooks, detach_hooks
-from torch_fp8.linear import Float8Linear
+from torch_fp8.linear import Float8Layer
 from torch_fp8.optimizer import Float8Optimizer, float8_class
 from torch_fp8.optimizer_report import OptimizerReport, in_words
 from torch_fp8.optimizer_state import (
@@ -130,9 +130,10 @@ def _keep_dtypes(optimizer: Float8Optimizer, model: nn.Module) -> None:
     dtypes = optimizer._fp8_dtypes
     split = {p for p, t in dtypes.items() if t == torch.float32 and not isinstance(p, DTensor)}
     keep_output_dtype(model, split)
-    linears = [m for m in model.modules() if isinstance(m, nn.Linear) and m.weight in split]
-    by_autocast = [m for m in linears if not isinstance(m, Float8Linear) and has_linear_forward(m)]
-    by_autocast += [m for m in linears if isinstance(m, Float8Linear) and not m.fp8_config.eval_fp8]
+    kinds = (nn.Linear, Float8Layer)
+    linears = [m for m in model.modules() if isinstance(m, kinds) and m.weight in split]
+    by_autocast = [m for m in linears if not isinstance(m, Float8Layer) and has_linear_forward(m)]
+    by_autocast += [m for m in linears if isinstance(m, Float8Layer) and not m.fp8_config.eval_fp8]
     keep_float32_products(by_autocast)
 
 
@@ -161,7 +162,7 @@ def _convert_gradients(optimizer: Float8Optimizer, model: nn.Module | None) -> N
         if isinstance(model, DistributedDataParallel):
             optimizer.fp8_why_bf16_gradients = _WRAPPED
         else:
-            layers = (m for m in model.modules() if isinstance(m, Float8Linear))
+            layers = (m for m in model.modules() if isinstance(m, Float8Layer))
             weights = {layer.weight for layer in layers if is_large(layer.weight)}
             parameters = optimizer.indexed_parameters()
             optimizer.fp8_gradients = frozenset(i for i, _, p in parameters if p in weights)
@@ -279,13 +280,13 @@ def _keep_weights(optimizer: Float8Optimizer, model: nn.Module | None) -> int:
         raise ValueError(f"FP8Config(cache_weights={payloads!r}) needs the model: pass model=")
     stepped = {p for _, _, p in optimizer.indexed_parameters() if not isinstance(p, DTensor)}
     modules = [] if model is None else model.modules()  # a compiled one has no truth value
-    layers = [m for m in modules if isinstance(m, Float8Linear)]
+    layers = [m for m in modules if isinstance(m, Float8Layer)]
     kept = 0
     for layer in layers:
         spec, ours = layer.fp8_recipe.weight, layer.fp8_config.backend == "torch"
         if ours and layer.weight in stepped and (payloads or keeps_scale(spec)):
             watch(layer.weight)
-            cache = layer.fp8_weight_cache = WeightCache(payloads)
+            cache = layer.fp8_weight_cache = WeightCache(payloads, layer.fp8_transposed)
             optimizer.fp8_caches.setdefault(layer.weight, []).append((weakref.ref(cache), spec))
             kept += bool(payloads)
     return kept

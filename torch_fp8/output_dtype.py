@@ -36,7 +36,7 @@ class WidenedWeight:
     """A forward pre-hook: outside autocast a float32 input finds a BF16 weight in float32."""
 
     def __call__(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        input, weight = args[0] if args else kwargs.get("input"), module.weight
+        input, weight = next(iter((*args, *kwargs.values())), None), module.weight
         if not isinstance(input, Tensor) or input.dtype != torch.float32:
             return
         if getattr(module, "runs_fp8", False):  # an FP8 layer that is not evaluated in FP8

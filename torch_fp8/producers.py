@@ -6,7 +6,7 @@ import torch_fp8.traced_delayed_casts  # noqa: F401, where there are producers
 from torch_fp8.config import FP8Config
 from torch_fp8.float8_rms_norm import Consumers, Float8RMSNorm, convert_rms_norm, revert_rms_norm
 from torch_fp8.gated_mlp import Float8GatedMLP, convert_gated_mlp, revert_gated_mlp
-from torch_fp8.linear import INPUT, Float8Linear
+from torch_fp8.linear import INPUT, Float8Layer
 from torch_fp8.selection import matches
 from torch_fp8.shared_output import SharedOutput, keep_output, share_output
 
@@ -32,7 +32,7 @@ def convert_producers(model: nn.Module, config: FP8Config) -> tuple[str, ...]:
         if _is_shared(module, parent) and share_output(module, name):
             continue
         if convert_rms_norm(module, name, config, _consumers(module, parent)) or (
-            any(isinstance(m, Float8Linear) for m in module.modules())
+            any(isinstance(m, Float8Layer) for m in module.modules())
             and convert_gated_mlp(module, name, config)
         ):
             converted.append(name)
@@ -64,7 +64,7 @@ def _is_shared(norm: nn.Module, parent: nn.Module | None) -> bool:
     return any(len(group) > 1 for group in _layers_beside(norm, parent))
 
 
-def _layers_beside(norm: nn.Module, parent: nn.Module | None) -> list[list[Float8Linear]]:
+def _layers_beside(norm: nn.Module, parent: nn.Module | None) -> list[list[Float8Layer]]:
     weight = norm._parameters.get("weight")
     if weight is None or weight.ndim != 1 or parent is None:
         return []
@@ -74,7 +74,7 @@ def _layers_beside(norm: nn.Module, parent: nn.Module | None) -> list[list[Float
         [
             layer
             for layer in owner.children()
-            if isinstance(layer, Float8Linear) and layer.in_features == weight.shape[0]
+            if isinstance(layer, Float8Layer) and layer.in_features == weight.shape[0]
         ]
         for owner in owners
     ]

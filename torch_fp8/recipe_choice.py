@@ -155,6 +155,8 @@ def layer_shapes(model: nn.Module, layers: Mapping[str, nn.Linear]) -> dict[str,
     shapes = {}
     for name, layer in layers.items():
         rows, cols = gathered.get(layer) or _largest_part(layer.weight)
+        if not isinstance(layer, nn.Linear):  # Conv1D's weight is (K, N)
+            rows, cols = cols, rows
         dtype = layer.weight.dtype
         # Float32 weights are multiplied in BF16 under autocast, and become it at O2.
         dtype = dtype if dtype.itemsize == 2 else torch.bfloat16

@@ -10,7 +10,7 @@ from torch import nn
 
 from torch_fp8.config import FP8Config
 from torch_fp8.gemm import backend_name
-from torch_fp8.linear import Float8Linear
+from torch_fp8.linear import Float8Layer
 from torch_fp8.memory import expected_bytes_per_param
 from torch_fp8.optimizer_conversion import OptimizerReport
 from torch_fp8.recipe import Recipe
@@ -149,7 +149,7 @@ def matmul_flops(model: nn.Module, recipe: Recipe) -> MatmulFlops:
         weight = module.weight
         assert isinstance(weight, torch.Tensor)
         total += (2 + weight.requires_grad) * weight.numel()
-        if isinstance(module, Float8Linear):
+        if isinstance(module, Float8Layer):
             fp8_wgrad = weight.requires_grad and recipe.wgrad is not None
             fp8 += (2 + fp8_wgrad) * weight.numel()
     return MatmulFlops(total, fp8)

@@ -2,14 +2,18 @@
 
 import re
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+from torch.nn.utils.parametrize import is_parametrized
 
 from torch_fp8.formats import GEMM_ALIGNMENT
 from torch_fp8.gathered_weight import GatheredWeight
-from torch_fp8.linear import Float8Linear
-from torch_fp8.module_class import is_fsdp_class, unwrapped_name
+from torch_fp8.linear import Float8Layer
+from torch_fp8.linear_form import computes_linear
+from torch_fp8.module_class import stock_class, unwrapped_name
 from torch_fp8.weight_cache import WatchedParameter
 
 _LORA = re.compile(r"(^|\.)lora_[A-Za-z_]+(\.|$)")
@@ -33,7 +37,17 @@ def matches(pattern: str, name: str) -> bool:
 
 def is_linear(module: nn.Module) -> bool:
     """An ``nn.Linear`` of any class, or a matrix product under another name (GPT-2's Conv1D)."""
-    return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
+    return isinstance(module, nn.Linear) or _is_conv1d(module)
+
+
+def features(module: nn.Module) -> tuple[int, int]:
+    """K and N of what `is_linear`, whichever way the weight lies."""
+    if isinstance(module, nn.Linear):
+        return module.in_features, module.out_features
+    weight = module.weight
+    assert isinstance(weight, torch.Tensor)
+    num_in, num_out = weight.shape
+    return num_in, num_out
 
 
 def high_precision_modules(model: nn.Module, skip: tuple[str, ...]) -> dict[nn.Module, str]:
@@ -70,9 +84,9 @@ def skip_reason(
         return kept_high[module]
     if _LORA.search(name):
         return "LoRA adapter"
-    if not (isinstance(module, Float8Linear) or _is_plain_linear(type(module))):
-        return f"{type(module).__name__} is not nn.Linear itself"
-    assert isinstance(module, nn.Linear)
+    reason = None if isinstance(module, Float8Layer) else _class_reason(module)
+    if reason is not None:
+        return reason
     if "forward" in module.__dict__:
         return "its forward was replaced on the instance (a device-map or offload hook)"
     return _weight_reason(module)
@@ -86,19 +100,40 @@ def expert_weights(name: str, module: nn.Module) -> Iterator[tuple[str, str]]:
             yield full_name, "fused expert weights need a grouped GEMM"
 
 
-def _is_plain_linear(cls: type) -> bool:
-    """nn.Linear, or the class ``(FSDPModule, nn.Linear)`` that ``fully_shard`` makes of it."""
-    return cls is nn.Linear or (is_fsdp_class(cls) and cls.__bases__[1] is nn.Linear)
+def _is_conv1d(module: nn.Module) -> bool:
+    """Of that name, with a matrix (K, N) and a bias (N,); no convolution is."""
+    if stock_class(type(module)).__name__ != "Conv1D":
+        return False
+    weight, bias = (module._parameters.get(name) for name in ("weight", "bias"))
+    if weight is None or bias is None:
+        return False
+    return weight.ndim == 2 and bias.shape == weight.shape[1:] == (getattr(module, "nf", None),)
 
 
-def _weight_reason(module: nn.Linear) -> str | None:
+def _class_reason(module: nn.Module) -> str | None:
+    """Why a class cannot be converted: it computes something else, or who has the layer does."""
+    cls: Any = stock_class(type(module))
+    if cls is nn.Linear:
+        return None
+    if cls is NonDynamicallyQuantizableLinear:
+        return "nn.MultiheadAttention reads its weight without calling it"
+    if is_parametrized(module):
+        return "its weight is parametrized"
+    if computes_linear(module, transposed=_is_conv1d(module)):
+        return None
+    return f"{cls.__name__} computes something else than nn.Linear"
+
+
+def _weight_reason(module: nn.Module) -> str | None:
     weight = module.weight
+    assert isinstance(weight, torch.Tensor)
     if weight.dtype not in _DTYPES:
         return f"weight is {weight.dtype}"
     sharded = hasattr(weight, "_local_tensor") or isinstance(weight, GatheredWeight)
     if not (sharded or type(weight) in _WEIGHTS):
         return f"weight is a {type(weight).__name__}"
-    for dim in ("in_features", "out_features"):
-        if getattr(module, dim) < GEMM_ALIGNMENT:
-            return f"{dim}={getattr(module, dim)} is below {GEMM_ALIGNMENT}"
+    names = ("in_features", "out_features")
+    for dim, size in zip(names, features(module), strict=True):
+        if size < GEMM_ALIGNMENT:
+            return f"{dim}={size} is below {GEMM_ALIGNMENT}"
     return None

@@ -111,6 +111,8 @@ def alignment(recipe: Recipe) -> int:
 def unaligned(module: nn.Linear, recipe: Recipe) -> str | None:
     """Why Transformer Engine cannot run this layer; None: it can."""
     multiple = alignment(recipe)
+    if not isinstance(module, nn.Linear):
+        return f"Transformer Engine takes no transposed weight ({type(module).__name__})"
     for dim in ("in_features", "out_features"):
         if getattr(module, dim) % multiple:
             return f"{dim}={getattr(module, dim)} is no multiple of {multiple} (Transformer Engine)"

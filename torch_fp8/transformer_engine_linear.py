@@ -43,7 +43,7 @@ taken for the first of a forward, and have the gradients' histories move with it
 _OWN = ("fp8_engine", "fp8_pending_scaling")
 
 
-class TransformerEngineLinear(Float8Linear):
+class TransformerEngineLinear(Float8Linear, nn.Linear):
     """An ``nn.Linear`` whose fprop, dgrad and wgrad GEMMs run in Transformer Engine's FP8.
 
     Made by `torch_fp8.convert_to_float8` with ``FP8Config(backend="transformer-engine")``.

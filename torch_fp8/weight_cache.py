@@ -37,7 +37,7 @@ from torch import Tensor, nn
 
 from torch_fp8.activation_checkpointing import selective_pass, untraced
 from torch_fp8.adamw import WeightPayload
-from torch_fp8.quantize import QuantizedTensor, quantize_layouts, transposed
+from torch_fp8.quantize import SQUARE, QuantizedTensor, quantize_layouts, transposed
 from torch_fp8.recipe import CastSpec
 
 
@@ -72,14 +72,16 @@ class WeightCache:
 
     Args:
         payload: whether to keep the payload; ``"both"``: and its transpose.
+        transposed: whether the weight is stored as (K, N) where its layer multiplies by (N, K).
     """
 
-    def __init__(self, payload: bool | str = True) -> None:
-        self.keeps_payload = payload
+    def __init__(self, payload: bool | str = True, transposed: bool = False) -> None:
+        self.keeps_payload, self.transposed = payload, transposed
         self._forget()
 
     def _forget(self) -> None:
         self._stamp: _Stamp | None = None
+        # As the weight is stored, (R, C) quantized along C, and (C, R) quantized along R.
         self._row: QuantizedTensor | None = None
         self._col: QuantizedTensor | None = None
         self._scale: Tensor | None = None
@@ -94,36 +96,52 @@ class WeightCache:
         """The weight, (N, K), quantized along K; what is kept is used unless it was written since.
 
         Args:
-            weight: (N, K).
+            weight: (N, K), or (K, N) if `transposed`.
             spec: of the cast.
         """
         stamp = _stamp(weight)
         if stamp is None or stamp != self._stamp:
             self._forget()
-        if self._row is not None:
-            return self._row
+        kept = _layout(self._row, self._col, self.transposed)
+        if kept is not None:
+            return kept
         if stamp is not None and (self.keeps_payload or self._scale is None):
             with untraced():
-                row, col = self._cast(weight, spec, self.keeps_payload == "both")
-            self._keep(stamp, row, col)
+                made = self._cast(weight, spec, self.keeps_payload)
+            self._keep(stamp, *made)
             # Without a payload, the second pass of a checkpoint will cast with the scale again.
             if self.keeps_payload or selective_pass() is None:
-                return row
-        return self._cast(weight, spec, False)[0]
+                return self._for_forward(*made)
+        return self._for_forward(*self._cast(weight, spec, False))
+
+    def _for_forward(
+        self, row: QuantizedTensor | None, col: QuantizedTensor | None
+    ) -> QuantizedTensor:
+        layout = _layout(row, col, self.transposed)
+        assert layout is not None
+        return layout
 
     def _cast(
-        self, weight: Tensor, spec: CastSpec, both: bool
-    ) -> tuple[QuantizedTensor, QuantizedTensor | None]:
-        row, col = quantize_layouts(weight, spec, self._scale, row=True, col=both, amax=self._amax)
-        assert row is not None
-        return row, col
+        self, weight: Tensor, spec: CastSpec, keep: bool | str
+    ) -> tuple[QuantizedTensor | None, QuantizedTensor | None]:
+        """The layouts to keep, or without `keep` the one that forward takes."""
+        if keep == "both":
+            row = col = True
+        else:
+            # Of a transposed weight the step's kernel writes the layout that it is stored in, and
+            # forward turns that around, where both have the same scales.
+            col = self.transposed and not (keep and spec.granularity in SQUARE)
+            row = not col
+        return quantize_layouts(weight, spec, self._scale, row=row, col=col, amax=self._amax)
 
     def _keep(
-        self, stamp: _Stamp | None, row: QuantizedTensor, col: QuantizedTensor | None
+        self, stamp: _Stamp | None, row: QuantizedTensor | None, col: QuantizedTensor | None
     ) -> None:
         self._stamp = stamp
         self._row, self._col = (row, col) if self.keeps_payload else (None, None)
-        self._scale = row.scale if row.granularity == "tensorwise" else None
+        made = col if row is None else row
+        assert made is not None
+        self._scale = made.scale if made.granularity == "tensorwise" else None
 
     def to_overwrite(self, spec: CastSpec, new_scale: Tensor) -> WeightPayload | None:
         """The payload's memory, where the optimizer's step can write the next one to it.
@@ -157,7 +175,7 @@ class WeightCache:
         """Keep what the next forward needs of a weight that the optimizer has just written.
 
         Args:
-            weight: (N, K).
+            weight: as it is stored.
             spec: of the cast.
             amax: () float32 of the weight, if the step has it: a scale per tensor then takes no
                 read of its own.
@@ -168,10 +186,7 @@ class WeightCache:
         if written is not None:
             self._keep(None, *_layouts(written))
         elif self.keeps_payload:
-            both = self.keeps_payload == "both"
-            row, col = quantize_layouts(weight, spec, None, row=True, col=both, amax=self._amax)
-            assert row is not None
-            self._keep(None, row, col)
+            self._keep(None, *self._cast(weight, spec, self.keeps_payload))
         self._stamp = _stamp(weight)
 
     def col(self, weight: Tensor) -> QuantizedTensor | None:
@@ -180,20 +195,20 @@ class WeightCache:
         See `torch_fp8.quantize.transposed`.
         """
         stamp = _stamp(weight)
-        if self._row is None or stamp is None or stamp != self._stamp:
+        if stamp is None or stamp != self._stamp:
             return None
-        return transposed(self._row) if self._col is None else self._col
+        return _layout(self._row, self._col, not self.transposed)
 
     @property
     def tensors(self) -> list[Tensor]:
         """What the cache holds now."""
-        if self._row is not None:
-            kept = [self._row] if self._col is None else [self._row, self._col]
+        kept = [x for x in (self._row, self._col) if x is not None]
+        if kept:
             return list({id(t): t for x in kept for t in (x.qdata, x.scale)}.values())
         return [t for t in (self._amax if self._scale is None else self._scale,) if t is not None]
 
     def __reduce__(self) -> Any:
-        return WeightCache, (self.keeps_payload,)
+        return WeightCache, (self.keeps_payload, self.transposed)
 
 
 def keeps_scale(spec: CastSpec) -> bool:
@@ -212,6 +227,16 @@ def unwatch(weight: nn.Parameter) -> None:
     if type(weight) is WatchedParameter:
         weight.__class__ = nn.Parameter
         weight.__dict__.pop("uses", None)
+
+
+def _layout(
+    row: QuantizedTensor | None, col: QuantizedTensor | None, flip: bool
+) -> QuantizedTensor | None:
+    """The one that is asked for, or made of the other; None where the other has other scales."""
+    wanted, other = (col, row) if flip else (row, col)
+    if wanted is None and other is not None:
+        return transposed(other)
+    return wanted
 
 
 def _layouts(written: WeightPayload) -> tuple[QuantizedTensor, QuantizedTensor | None]:

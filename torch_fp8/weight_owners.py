@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
 
 from torch_fp8.config import FP8Config
-from torch_fp8.linear import Float8Linear
+from torch_fp8.linear import Float8Layer
 from torch_fp8.selection import high_precision_modules, matches
 
 NO_MODEL = "of no module that is known; pass convert_optimizer(optimizer, config, model=model)"
@@ -74,5 +74,5 @@ def _reason(
         return "of nn.TransformerEncoderLayer, which reads them itself in evaluation"
     if isinstance(module, ParametrizationList):
         return "parametrized"
-    known = isinstance(module, (Float8Linear, nn.Embedding)) or has_linear_forward(module)
+    known = isinstance(module, (Float8Layer, nn.Embedding)) or has_linear_forward(module)
     return None if known else f"of {type(module).__name__}"

@@ -166,7 +166,8 @@ class _Experts(nn.Module):
 
 
 class _Subclass(nn.Linear):
-    pass
+    def forward(self, input):
+        return super().forward(input) * 2
 
 
 class _WithHead(nn.Module):
@@ -189,14 +190,17 @@ def _hooked():
     [
         (_Adapter(), {"lora_A.default": "LoRA adapter", "lora_B.default": "LoRA adapter"}),
         (_Experts(), {"gate_up_proj": "fused expert weights need a grouped GEMM"}),
-        (_Subclass(32, 32), {"": "_Subclass is not nn.Linear itself"}),
+        (_Subclass(32, 32), {"": "_Subclass computes something else than nn.Linear"}),
         (nn.Linear(32, 1), {"": "out_features=1 is below 16"}),
         (nn.Linear(8, 32), {"": "in_features=8 is below 16"}),
         (nn.Linear(32, 32).double(), {"": "weight is torch.float64"}),
         (_hooked(), {"": "its forward was replaced on the instance"}),
         (_WithHead(), {"embed_out": "output layer"}),
-        (nn.MultiheadAttention(32, 2), {"out_proj": "is not nn.Linear itself"}),
-        (torch.nn.utils.parametrizations.weight_norm(nn.Linear(32, 32)), {"": "is not nn.Linear"}),
+        (nn.MultiheadAttention(32, 2), {"out_proj": "reads its weight without calling it"}),
+        (
+            torch.nn.utils.parametrizations.weight_norm(nn.Linear(32, 32)),
+            {"": "its weight is parametrized"},
+        ),
     ],
     ids=lambda v: type(v).__name__ if isinstance(v, nn.Module) else "",
 )
