@@ -9,10 +9,10 @@ A float32 weight becomes a BF16 Parameter, and the bits below it an 8-bit residu
 weight then takes 2 + 1 + 2 + 1 + 1 bytes and the scales, 7.06, where float32 takes 16.
 """
 
+import contextlib
 import dataclasses
 import functools
-import itertools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -21,12 +21,18 @@ from torch.optim import Optimizer
 
 from torch_fp8.config import FP8Config
 from torch_fp8.gradient_hooks import attach_hooks, hook_of
+from torch_fp8.last_writes import LastWrites
+from torch_fp8.optimizer_checkpoint import (
+    FORMAT_VERSION,
+    GROUP_KEY,
+    RESIDUALS_KEY,
+    check_state_dict,
+    entries,
+    has_residual,
+)
 from torch_fp8.optimizer_state import (
     State,
-    check_entry,
-    check_residual,
     from_checkpoint,
-    has_residual,
     is_large,
     local,
     new_moments,
@@ -45,11 +51,7 @@ from torch_fp8.optimizer_step import (
 )
 from torch_fp8.release import finish_release
 
-FORMAT_VERSION = 1
-"""Of what `Float8Optimizer.state_dict` adds to torch.optim.AdamW's."""
-
-_GROUP_KEY = "torch_fp8"
-_RESIDUALS_KEY = "torch_fp8_residuals"
+_HOOKS = ("state_dict_pre", "state_dict_post", "load_state_dict_pre", "load_state_dict_post")
 
 
 class Float8Optimizer(Optimizer):
@@ -77,6 +79,7 @@ class Float8Optimizer(Optimizer):
     _fp8_residuals: dict[Tensor, Tensor]
     # Parameter -> the dtype it had before it became BF16.
     _fp8_dtypes: dict[Tensor, torch.dtype]
+    _fp8_writes: LastWrites
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -98,6 +101,8 @@ class Float8Optimizer(Optimizer):
     def step_parameters(self, indexed: Iterable[tuple[int, dict[str, Any], Tensor]]) -> None:
         """One step of some of `indexed_parameters`: of those that have a gradient."""
         large, small = [], []
+        indexed = list(indexed)
+        self.renew_residuals((p for *_, p in indexed), in_step=True)
         for index, group, parameter in indexed:
             if parameter.grad is None:
                 continue
@@ -114,6 +119,8 @@ class Float8Optimizer(Optimizer):
         step_large(large, self.fp8_config, self.fp8_caches)
         for group in self.param_groups:
             step_small(group, [(p, s) for g, p, s in small if g is group])
+        stepped = [(p, s) for *_, p, s in large] + [(p, s) for _, p, s in small]
+        self._fp8_writes.note(p for p, s in stepped if "residual" in s and not p.is_meta)
 
     def _state_of(self, parameter: Tensor) -> State:
         """The state of a parameter, made at its first step and repaired after outside changes."""
@@ -143,6 +150,7 @@ class Float8Optimizer(Optimizer):
         self.fp8_config = config
         self.__dict__.setdefault("_fp8_residuals", {})
         self.__dict__.setdefault("_fp8_dtypes", {})
+        self.__dict__.setdefault("_fp8_writes", LastWrites())
         self.fp8_caches = {}
         self.__dict__.setdefault("fp8_gradients", frozenset())
         self.__dict__.setdefault("fp8_why_bf16_gradients", None)
@@ -170,6 +178,7 @@ class Float8Optimizer(Optimizer):
 
     def set_residual(self, parameter: Tensor, residual: Tensor | None) -> None:
         """Replace the residual; None: there is none."""
+        self._fp8_writes.forget(parameter)
         self._fp8_residuals.pop(parameter, None)
         state = self.state.get(parameter, {})
         state.pop("residual", None)
@@ -177,6 +186,25 @@ class Float8Optimizer(Optimizer):
             state["residual"] = residual
         elif residual is not None:
             self._fp8_residuals[parameter] = residual
+
+    def renew_residuals(self, parameters: Iterable[Tensor], *, in_step: bool = False) -> None:
+        """Zero the residuals of weights that somebody else has written (`LastWrites`).
+
+        Args:
+            parameters: to look at.
+            in_step: whether a step is about to begin.
+        """
+        split = [p for p in parameters if p.dtype == torch.bfloat16]
+        changed = self._fp8_writes.changed(split, in_step=in_step)
+        for parameter in changed:
+            residual = self.residual_of(parameter)
+            if residual is not None:
+                local(residual).zero_()
+        self._fp8_writes.note(changed)
+
+    def note_weights(self, parameters: Iterable[Tensor]) -> None:
+        """Take these weights, as they are, for those that their residuals belong to."""
+        self._fp8_writes.note(parameters)
 
     def residual_bits(self, parameter: Tensor) -> int:
         """k of a parameter: none where it is not BF16 (any more)."""
@@ -193,60 +221,86 @@ class Float8Optimizer(Optimizer):
         hook = hook_of(parameter)
         return hook is not None and hook.quantize
 
-    @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
         """In torch.optim.AdamW's format, on the CPU, plus ``residual``: stock AdamW opens it.
 
         Of weights that have not been stepped yet, which have no state in that format, residuals are
-        under a key of their own beside ``state`` and ``param_groups``.
+        under a key of their own beside ``state`` and ``param_groups``. Hooks run as in stock: post
+        hooks see, and may change, what is returned.
         """
-        packed = super().state_dict()
+        for before in self._optimizer_state_dict_pre_hooks.values():
+            before(self)
+        with self._without_hooks(), torch.no_grad():
+            packed = self._to_checkpoint(super().state_dict())
+        for after in self._optimizer_state_dict_post_hooks.values():
+            changed = after(self, packed)
+            packed = packed if changed is None else changed
+        return packed
+
+    def _to_checkpoint(self, packed: dict[str, Any]) -> dict[str, Any]:
         parameters = {i: p for i, _, p in self.indexed_parameters()}
-        packed["state"] = {
-            i: to_checkpoint(parameters[i], state) if "step" in state else dict(state)
-            for i, state in packed["state"].items()
-        }
+        self.renew_residuals(parameters.values())
+        for i, state in packed["state"].items():
+            if i in parameters:  # beside them may be what a hook has put there
+                ours = "step" in state
+                state = to_checkpoint(parameters[i], state) if ours else dict(state)
+                packed["state"][i] = state
         for group in packed["param_groups"]:
-            group[_GROUP_KEY] = {
+            group[GROUP_KEY] = {
                 "version": FORMAT_VERSION,
                 "residual_bits": self.fp8_config.residual_bits,
                 "seed": self.fp8_config.seed,
             }
-        packed[_RESIDUALS_KEY] = {
+        packed[RESIDUALS_KEY] = {
             i: residual_to_checkpoint(p, self._fp8_residuals[p])
             for i, p in parameters.items()
             if p in self._fp8_residuals
         }
         return packed
 
-    @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state of this class, of torch.optim.AdamW or Adam; ours goes on bit for bit.
 
-        A state without residuals (a stock one) leaves the residuals that the weights have.
+        A state without residuals (a stock one) leaves the residuals that the weights have. The
+        weights of a state with residuals may be loaded before it or after it. Hooks run as in
+        stock: pre hooks may change what is loaded, post hooks see it loaded.
 
         Raises:
-            ValueError: another number of groups or parameters, another shape, another version of
-                the format; the entry is named, and nothing is loaded.
+            ValueError: what is loaded is no state of these parameters, or of another version of the
+                format (`torch_fp8.optimizer_checkpoint`); the entry is named, and nothing is
+                loaded.
         """
-        indexed = self.indexed_parameters()
-        saved_bits = self._check(state_dict, indexed)
-        residuals = {p: s["residual"] for p, s in self.state.items() if "residual" in s}
-        self._fp8_residuals.update(residuals)
-        super().load_state_dict({**state_dict, "state": {}})
+        state_dict = state_dict.copy()
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            changed = before(self, state_dict)
+            state_dict = state_dict if changed is None else changed
+        bits = check_state_dict(state_dict, self.param_groups, self.fp8_config.residual_bits)
+        with self._without_hooks(), torch.no_grad():
+            self._from_checkpoint(state_dict, bits)
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
+
+    def _from_checkpoint(self, state_dict: dict[str, Any], saved_bits: int) -> None:
+        parameters = [p for _, _, p in self.indexed_parameters()]
+        loaded = list(entries(state_dict, parameters))
+        self.renew_residuals(parameters)
+        states = ((p, self.state.get(p, {})) for p in parameters)
+        self._fp8_residuals.update({p: s["residual"] for p, s in states if "residual" in s})
+        ids = {saved_id for saved_id, _, _ in loaded}
+        others = {i: value for i, value in state_dict["state"].items() if i not in ids}
+        super().load_state_dict({**state_dict, "state": others})
         for group in self.param_groups:
-            saved = group.pop(_GROUP_KEY, None)
+            saved = group.pop(GROUP_KEY, None)
             if saved is not None:
                 self.fp8_config = dataclasses.replace(self.fp8_config, seed=saved["seed"])
-        ids = itertools.chain.from_iterable(g["params"] for g in state_dict["param_groups"])
-        for saved_id, (_, _, parameter) in zip(ids, indexed, strict=True):
-            entry = _entry(state_dict, saved_id)
+        for _, parameter, entry in loaded:
             bits = self.residual_bits(parameter)
             if bits and has_residual(entry):
                 saved_k = saved_bits if is_large(parameter) else bits
                 self._fp8_residuals[parameter] = residual_from_checkpoint(
                     parameter, entry["residual"], saved_k, bits
                 )
+                self._fp8_writes.forget(parameter)  # its weight may be loaded after this
             if "step" not in entry:
                 continue
             state = from_checkpoint(parameter, entry, is_large(parameter))
@@ -254,33 +308,16 @@ class Float8Optimizer(Optimizer):
                 state["residual"] = self._fp8_residuals.pop(parameter)
             self.state[parameter] = state
 
-    def _check(self, state_dict: Mapping[str, Any], indexed: list[Any]) -> int:
-        """Raise ValueError unless `state_dict` fits; returns its residual bits."""
-        groups = state_dict["param_groups"]
-        if [len(g["params"]) for g in groups] != [len(g["params"]) for g in self.param_groups]:
-            raise ValueError(
-                "the optimizer's checkpoint has parameter groups of "
-                f"{[len(g['params']) for g in groups]} parameters, the optimizer of "
-                f"{[len(g['params']) for g in self.param_groups]}"
-            )
-        bits = self.fp8_config.residual_bits
-        for i, group in enumerate(groups):
-            saved = group.get(_GROUP_KEY)
-            if saved is None:
-                continue
-            if saved.get("version") != FORMAT_VERSION:
-                raise ValueError(
-                    f"param_groups[{i}][{_GROUP_KEY!r}]['version'] is {saved.get('version')!r}, "
-                    f"but this version of torch-fp8 reads {FORMAT_VERSION}"
-                )
-            bits = saved["residual_bits"]
-        ids = itertools.chain.from_iterable(g["params"] for g in groups)
-        for saved_id, (_, _, parameter) in zip(ids, indexed, strict=True):
-            entry = _entry(state_dict, saved_id)
-            if state_dict["state"].get(saved_id):
-                check_entry(parameter, entry, f"state[{saved_id}]")
-            check_residual(parameter, entry, bits, f"state[{saved_id}]")
-        return int(bits)
+    @contextlib.contextmanager
+    def _without_hooks(self) -> Iterator[None]:
+        """Within, the stock methods run no hooks: ours run them on what is complete."""
+        names = [f"_optimizer_{hook}_hooks" for hook in _HOOKS]
+        kept = {name: self.__dict__[name] for name in names}
+        self.__dict__.update({name: type(hooks)() for name, hooks in kept.items()})
+        try:
+            yield
+        finally:
+            self.__dict__.update(kept)
 
     def __getstate__(self) -> dict[str, Any]:
         ours = (
@@ -298,19 +335,13 @@ class Float8Optimizer(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self.fp8_caches = self.__dict__.get("fp8_caches", {})
+        self.__dict__.setdefault("_fp8_writes", LastWrites())
         self._step_supports_amp_scaling = self.fp8_config.gradient_release
         attach_hooks(self)  # the copied parameters have none
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # The class is made at run time; pickle and deepcopy rebuild it from the user's.
         return _rebuild, (self._fp8_base,), self.__getstate__()
-
-
-def _entry(state_dict: Mapping[str, Any], saved_id: int) -> dict[str, Any]:
-    """What a checkpoint has of one parameter: a state, or a residual alone, or nothing."""
-    residual = state_dict.get(_RESIDUALS_KEY, {}).get(saved_id)
-    entry = {} if residual is None else {"residual": residual}
-    return {**entry, **(state_dict["state"].get(saved_id) or {})}
 
 
 @functools.cache

@@ -17,6 +17,7 @@ from torch_fp8.config import FP8Config
 from torch_fp8.gradient_hooks import attach_hooks, detach_hooks
 from torch_fp8.linear import Float8Layer
 from torch_fp8.optimizer import Float8Optimizer, float8_class
+from torch_fp8.optimizer_checkpoint import REFUSED_OPTIONS
 from torch_fp8.optimizer_report import OptimizerReport, in_words
 from torch_fp8.optimizer_state import (
     State,
@@ -34,7 +35,6 @@ from torch_fp8.weight_owners import NO_MODEL, has_linear_forward, reasons_to_sta
 _BASES = (AdamW, Adam)
 _WRAPPED = "DistributedDataParallel has wrapped them before"
 _SHARDED = "they were sharded before"
-_REFUSED_OPTIONS = ("amsgrad", "capturable", "differentiable")
 
 
 def convert_optimizer(
@@ -181,6 +181,10 @@ def split_parameter(optimizer: Float8Optimizer, parameter: Tensor) -> None:
     if grad is not None:
         parameter.grad = grad.to(torch.bfloat16)
     optimizer.set_residual(parameter, residual)
+    if residual is not None and not parameter.is_meta:
+        if isinstance(parameter, nn.Parameter):
+            watch(parameter)
+        optimizer.note_weights([parameter])
 
 
 @torch.no_grad()
@@ -218,6 +222,7 @@ def join_parameter(optimizer: Optimizer, parameter: Tensor) -> Tensor:
     """The float32 weight of a parameter, with its residual if the optimizer has one."""
     residual = None
     if isinstance(optimizer, Float8Optimizer) and parameter.dtype == torch.bfloat16:
+        optimizer.renew_residuals([parameter])
         residual = optimizer.residual_of(parameter)
     shard = local(parameter.detach())
     if residual is None:
@@ -318,7 +323,7 @@ def _refuse_options(optimizer: Optimizer, name: str, config: FP8Config) -> None:
             f"{name} are sharded; leave it out"
         )
     for i, group in enumerate(optimizer.param_groups):
-        for option in _REFUSED_OPTIONS:
+        for option in REFUSED_OPTIONS:
             if group.get(option):
                 raise ValueError(
                     f"{name}({option}=True), in parameter group {i}, cannot have 8-bit states; "

@@ -46,7 +46,7 @@ class OptimizerReport:
             text += f", {self.num_cached} weight payloads kept"
         if self.num_float32:
             weights = "weight stays" if self.num_float32 == 1 else "weights stay"
-            text += f", {self.num_float32} large {weights} float32: {self.why_float32}"
+            text += f", {self.num_float32} {weights} float32: {self.why_float32}"
         return text
 
 

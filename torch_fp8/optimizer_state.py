@@ -197,30 +197,6 @@ def residual_from_checkpoint(
     return residual
 
 
-def has_residual(entry: Mapping[str, Any]) -> bool:
-    """Whether a checkpoint's entry has a residual of the weight that it was saved with.
-
-    Stock AdamW carries ours along in the dtype of its weights, and changes those without it.
-    """
-    saved = entry.get("residual")
-    return saved is not None and not (isinstance(saved, Tensor) and saved.is_floating_point())
-
-
-def check_residual(parameter: Tensor, entry: Mapping[str, Any], bits: int, where: str) -> None:
-    """Raise ValueError unless a checkpoint's residual, if it has one, fits the parameter."""
-    if not has_residual(entry) or parameter.dtype != torch.bfloat16:
-        return
-    saved = entry["residual"]
-    bits = bits if is_large(parameter) else 16
-    fits = [residual_shape(parameter.shape, bits), residual_shape(local(parameter).shape, bits)]
-    # As it was sharded where it was saved, though it may have been gathered since.
-    sharded = _sharded_shape(parameter, fits[0], 2 if bits == 16 else 1)
-    fits = [sharded] if isinstance(saved, DTensor) else [*fits, sharded]
-    if not isinstance(saved, Tensor) or tuple(saved.shape) not in fits:
-        shape = tuple(saved.shape) if isinstance(saved, Tensor) else saved
-        raise ValueError(f"{where}['residual'] has shape {shape}, expected {fits[0]}")
-
-
 def residual_to_checkpoint(parameter: Tensor, residual: Tensor) -> Tensor:
     """A residual as it is saved: on the CPU, or as a DTensor where it is.
 
@@ -230,14 +206,17 @@ def residual_to_checkpoint(parameter: Tensor, residual: Tensor) -> Tensor:
     """
     if not isinstance(parameter, DTensor):
         return _copied(residual)
-    shape = _sharded_shape(parameter, residual.shape, residual.element_size())
+    shape = sharded_residual_shape(parameter, residual.shape, residual.element_size())
     shard = local(residual).contiguous().view(torch.int8)
     rows = local(parameter).shape[0]
     cols = shard.numel() // rows if rows else shape[1]  # fewer where columns are sharded
     return like_parameter(parameter, shard.view(rows, cols).clone(), shape)
 
 
-def _sharded_shape(parameter: Tensor, shape: tuple[int, ...], element_size: int) -> tuple[int, int]:
+def sharded_residual_shape(
+    parameter: Tensor, shape: tuple[int, ...], element_size: int
+) -> tuple[int, int]:
+    """Of the residual of a sharded parameter as `residual_to_checkpoint` has it."""
     return parameter.shape[0], math.prod(shape) * element_size // parameter.shape[0]
 
 
@@ -286,22 +265,6 @@ def from_checkpoint(parameter: Tensor, entry: Mapping[str, Any], large: bool) ->
     for name, format in _MOMENTS.items():
         _encode_into(moment(state, name), local(entry[name]).detach(), format)
     return state
-
-
-def check_entry(parameter: Tensor, entry: Mapping[str, Any], where: str) -> None:
-    """Raise ValueError unless a checkpoint's entry is a state of this parameter."""
-    for name in ("step", *_MOMENTS):
-        if name not in entry:
-            raise ValueError(f"{where} has no {name!r}; is it a checkpoint of Adam or AdamW?")
-    for name in _MOMENTS:
-        value = entry[name]
-        if not isinstance(value, Tensor) or not value.is_floating_point():
-            raise ValueError(f"{where}[{name!r}] is no floating-point tensor: {value!r:.80}")
-        if value.shape not in (parameter.shape, local(parameter).shape):
-            raise ValueError(
-                f"{where}[{name!r}] has shape {tuple(value.shape)}, but the parameter "
-                f"{tuple(parameter.shape)}"
-            )
 
 
 def _decoded(x: BlockScaled, format: ByteFloat, shape: torch.Size, device: torch.device) -> Tensor:

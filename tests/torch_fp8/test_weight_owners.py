@@ -202,7 +202,7 @@ def test_adapters_keep_their_dtype_and_are_merged_outside_autocast(dora):
     optimizer, report = _converted(model)
     assert {n: p.dtype for n, p in model.named_parameters() if p.requires_grad} == trained
     assert report.num_split == 0
-    assert str(report) == ("AdamW with 8-bit states, 2 large weights stay float32: of adapters")
+    assert str(report) == ("AdamW with 8-bit states, 2 weights stay float32: of adapters")
     for _ in range(2):
         with torch.autocast("cpu", torch.bfloat16):
             model(torch.randn(8, 256)).float().square().mean().backward()
@@ -222,7 +222,7 @@ def test_what_skip_names_keeps_its_dtype_and_an_output_layer_does_not():
     _optimizer, report = _converted(model, skip=("lm_head", "embed"))
     assert model.embed.weight.dtype == torch.float32
     assert model.lm_head.weight.dtype == torch.bfloat16
-    assert "1 large weight stays float32: skip='embed'" in str(report)
+    assert "1 weight stays float32: skip='embed'" in str(report)
 
 
 def test_one_unknown_owner_is_enough():
@@ -241,7 +241,7 @@ def test_without_the_model_weights_stay_float32_and_the_report_says_how_they_wou
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     assert (report.num_split, report.num_float32) == (0, 3)
     assert str(report) == (
-        "AdamW with 8-bit states, 3 large weights stay float32: of no module that is known; pass "
+        "AdamW with 8-bit states, 3 weights stay float32: of no module that is known; pass "
         "convert_optimizer(optimizer, config, model=model)"
     )
     assert convert_optimizer(optimizer, model=model).num_split == 3

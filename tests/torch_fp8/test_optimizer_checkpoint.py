@@ -1,0 +1,328 @@
+"""Loading and saving: hooks as in stock, checkpoints that do not fit, residuals of old weights."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from torch_fp8 import FP8Config, convert_optimizer, merged_state_dict, restore_weights
+
+
+def _converted(cls=torch.optim.AdamW, steps=2, **options):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 96), nn.LayerNorm(96), nn.Linear(96, 64))
+    optimizer = cls(model.parameters(), lr=1e-3)
+    convert_optimizer(optimizer, FP8Config(**options), model=model)
+    for step in range(steps):
+        _step(model, optimizer, step)
+    return model, optimizer
+
+
+def _step(model, optimizer, seed=0):
+    x = torch.randn(8, 64, generator=torch.Generator().manual_seed(seed))
+    with torch.autocast("cpu", torch.bfloat16):
+        model(x).float().square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _same(a, b):
+    if isinstance(a, torch.Tensor):
+        return a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(_same(a[k], b[k]) for k in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(_same, a, b))
+    return a == b
+
+
+def _float32_weights(model, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    state = model.state_dict()
+    return {k: torch.randn(v.shape, generator=generator) / 8 for k, v in state.items()}
+
+
+@pytest.mark.parametrize("cls", [torch.optim.Adam, torch.optim.AdamW])
+@pytest.mark.parametrize("steps", [0, 2])
+def test_post_hooks_of_state_dict_see_and_change_what_is_returned(cls, steps):
+    _, optimizer = _converted(cls, steps)
+    plain = optimizer.state_dict()
+    seen = []
+
+    def look(hooked, state_dict):
+        assert hooked is optimizer
+        seen.append(copy.deepcopy(state_dict))
+
+    def replace(_, state_dict):
+        return {**state_dict, "added": 1}
+
+    optimizer.register_state_dict_post_hook(look)
+    optimizer.register_state_dict_post_hook(replace)
+    saved = optimizer.state_dict()
+    assert _same(seen[0], plain)
+    assert saved.pop("added") == 1
+    assert _same(saved, plain)
+    if steps:
+        assert {"step", "exp_avg", "exp_avg_sq", "residual"} == saved["state"][0].keys()
+
+
+def test_pre_hooks_of_state_dict_change_what_is_saved():
+    _, optimizer = _converted()
+
+    def change(hooked):
+        hooked.param_groups[0]["lr"] = 0.5
+        hooked.state["test"] = 1
+
+    optimizer.register_state_dict_pre_hook(change)
+    saved = optimizer.state_dict()
+    assert saved["param_groups"][0]["lr"] == 0.5
+    assert saved["state"]["test"] == 1
+    optimizer.load_state_dict(saved)
+    assert optimizer.state["test"] == 1
+
+
+def test_pre_hooks_of_loading_change_what_is_loaded():
+    _, optimizer = _converted()
+    saved = optimizer.state_dict()
+    untouched = copy.deepcopy(saved)
+
+    def in_place(_, state_dict):
+        state_dict["state"] = {
+            i: {**state, "step": torch.tensor(40.0)} for i, state in state_dict["state"].items()
+        }
+
+    def returned(_, state_dict):
+        state_dict = copy.deepcopy(state_dict)
+        state_dict["param_groups"][0]["lr"] = 0.003
+        for state in state_dict["state"].values():
+            state["exp_avg"].zero_()
+        return state_dict
+
+    optimizer.register_load_state_dict_pre_hook(in_place)
+    optimizer.register_load_state_dict_pre_hook(returned)
+    optimizer.load_state_dict(saved)
+    assert _same(saved, untouched)
+    assert optimizer.param_groups[0]["lr"] == 0.003
+    for state in optimizer.state_dict()["state"].values():
+        assert state["step"] == 40
+        assert state["exp_avg"].abs().max() == 0
+
+
+def test_a_pre_hook_can_make_a_checkpoint_fit():
+    _, optimizer = _converted()
+    saved = optimizer.state_dict()
+    other = {"version": 3, "inside": saved}
+    optimizer.register_load_state_dict_pre_hook(lambda _, state_dict: state_dict["inside"])
+    optimizer.load_state_dict(other)
+
+
+def test_post_hooks_of_loading_see_it_loaded():
+    model, optimizer = _converted()
+    saved = optimizer.state_dict()
+    twin, other = _converted(steps=0)
+    twin.load_state_dict(model.state_dict())
+    seen = []
+    other.register_load_state_dict_post_hook(lambda hooked: seen.append(hooked.state_dict()))
+    other.load_state_dict(saved)
+    assert _same(seen[0], saved)
+    handle = other.register_load_state_dict_post_hook(
+        lambda hooked: hooked.param_groups[0].update(lr=7.0)
+    )
+    other.load_state_dict(saved)
+    assert other.param_groups[0]["lr"] == 7.0
+    handle.remove()
+    other.load_state_dict(saved)
+    assert other.param_groups[0]["lr"] == 1e-3
+
+
+def test_hooks_run_with_gradients_as_in_stock_and_stay_after_an_error():
+    _, optimizer = _converted()
+    modes = []
+    optimizer.register_state_dict_pre_hook(lambda _: modes.append(torch.is_grad_enabled()))
+    optimizer.register_load_state_dict_pre_hook(lambda *_: modes.append(torch.is_grad_enabled()))
+    saved = optimizer.state_dict()
+    with pytest.raises(ValueError, match="has no 'param_groups'"):
+        optimizer.load_state_dict({"state": {}})
+    optimizer.load_state_dict(saved)
+    assert modes == [True] * 3
+
+
+def _group(state_dict):
+    return state_dict["param_groups"][0]
+
+
+def _ours(state_dict):
+    return _group(state_dict)["torch_fp8"]
+
+
+def _state(state_dict, index=0):
+    return state_dict["state"][index]
+
+
+BROKEN = {
+    "no state": (lambda s: s.pop("state"), "has no 'state'"),
+    "no groups": (lambda s: s.pop("param_groups"), "has no 'param_groups'"),
+    "state is a list": (lambda s: s.update(state=[]), "has no 'state'"),
+    "no params": (lambda s: _group(s).pop("params"), r"param_groups\[0\].*'params'"),
+    "step None": (lambda s: _state(s).update(step=None), r"state\[0\]\['step'\] is None"),
+    "step NaN": (lambda s: _state(s).update(step=torch.tensor(float("nan"))), r"\['step'\]"),
+    "step inf": (lambda s: _state(s).update(step=float("inf")), r"\['step'\] is inf"),
+    "step string": (lambda s: _state(s).update(step="3"), r"\['step'\] is '3'"),
+    "step negative": (lambda s: _state(s, 3).update(step=-1), r"state\[3\]\['step'\] is -1"),
+    "step matrix": (lambda s: _state(s).update(step=torch.zeros(2)), r"\['step'\]"),
+    "step meta": (lambda s: _state(s).update(step=torch.zeros((), device="meta")), r"\['step'\]"),
+    "meta moment": (
+        lambda s: _state(s, 5).update(exp_avg=torch.zeros(64, device="meta")),
+        r"state\[5\]\['exp_avg'\] is on the meta device",
+    ),
+    "meta residual": (
+        lambda s: _state(s).update(residual=_state(s)["residual"].to("meta")),
+        r"state\[0\]\['residual'\] is on the meta device",
+    ),
+    "int64 residual": (
+        lambda s: _state(s).update(residual=_state(s)["residual"].long()),
+        r"state\[0\]\['residual'\] is torch.int64, expected torch.int8",
+    ),
+    "residual no tensor": (lambda s: _state(s).update(residual=3), "is no tensor: 3"),
+    "no seed": (lambda s: _ours(s).pop("seed"), r"\['torch_fp8'\]\['seed'\] is None"),
+    "seed a string": (lambda s: _ours(s).update(seed="1"), r"\['seed'\] is '1'"),
+    "bits 3": (lambda s: _ours(s).update(residual_bits=3), r"\['residual_bits'\] is 3"),
+    "bits 7": (lambda s: _ours(s).update(residual_bits=7), r"\['residual_bits'\] is 7"),
+    "no bits": (lambda s: _ours(s).pop("residual_bits"), r"\['residual_bits'\] is None"),
+    "ours no dict": (lambda s: _group(s).update(torch_fp8=1), r"\['torch_fp8'\] is no dict"),
+    "amsgrad": (lambda s: _group(s).update(amsgrad=True), r"param_groups\[0\]\['amsgrad'\]"),
+    "capturable": (lambda s: _group(s).update(capturable=True), r"\['capturable'\] .*is True"),
+    "a state no dict": (lambda s: s["state"].update({2: 5}), r"state\[2\] is no dict: 5"),
+}
+
+
+@pytest.mark.parametrize(("change", "message"), BROKEN.values(), ids=BROKEN)
+@pytest.mark.parametrize("steps", [0, 2])
+def test_what_does_not_fit_is_named_and_nothing_is_loaded(change, message, steps):
+    _, source = _converted()
+    saved = copy.deepcopy(source.state_dict())
+    _group(saved)["lr"] = 0.7
+    change(saved)
+    model, optimizer = _converted(steps=steps)
+    if steps:
+        _step(model, optimizer, 5)
+    before = copy.deepcopy((optimizer.state_dict(), merged_state_dict(model, optimizer)))
+    with pytest.raises(ValueError, match=message):
+        optimizer.load_state_dict(saved)
+    assert _same((optimizer.state_dict(), merged_state_dict(model, optimizer)), before)
+
+
+WRITES = {
+    "load_state_dict": lambda model, weights: model.load_state_dict(weights),
+    "copy_": lambda model, weights: [p.copy_(weights[n]) for n, p in model.named_parameters()],
+    "data.copy_": lambda model, weights: [
+        p.data.copy_(weights[n]) for n, p in model.named_parameters()
+    ],
+    "data =": lambda model, weights: [
+        setattr(p, "data", weights[n].to(p.dtype)) for n, p in model.named_parameters()
+    ],
+    "detach": lambda model, weights: [
+        p.detach().copy_(weights[n]) for n, p in model.named_parameters()
+    ],
+}
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+@torch.no_grad()
+def test_residuals_of_weights_that_were_written_are_made_anew(write, steps):
+    with torch.enable_grad():
+        model, optimizer = _converted(steps=steps)
+    weights = _float32_weights(model)
+    write(model, weights)
+    merged = merged_state_dict(model, optimizer)
+    for name, value in weights.items():
+        # BF16's own rounding, half of its spacing, 2^-8; with a stale residual up to a whole one.
+        assert ((merged[name] - value).abs() <= value.abs() * 2**-8).all()
+    assert not any(
+        entry["residual"].any()
+        for entry in optimizer.state_dict()["state"].values()
+        if "residual" in entry
+    )
+
+
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+@torch.no_grad()
+def test_a_step_after_a_write_begins_from_what_was_written(write):
+    with torch.enable_grad():
+        model, optimizer = _converted()
+    write(model, _float32_weights(model))
+    start = {name: p.float().clone() for name, p in model.named_parameters()}
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    optimizer.step()
+    merged = merged_state_dict(model, optimizer)
+    assert all(torch.equal(merged[name], value) for name, value in start.items())
+
+
+@torch.no_grad()
+def test_weights_that_were_only_read_or_swapped_out_and_in_keep_their_residuals():
+    with torch.enable_grad():
+        model, optimizer = _converted()
+    before = merged_state_dict(model, optimizer)
+    assert any(optimizer.residual_of(p).any() for p in (model[0].weight, model[2].weight))
+    for p in model.parameters():
+        p.data.norm()
+        kept = p.clone()
+        p.copy_(torch.randn_like(p))
+        p.copy_(kept)
+        p.data.copy_(torch.zeros_like(p))
+        p.data.copy_(kept)
+        p.data = p.data.clone()
+    assert _same(merged_state_dict(model, optimizer), before)
+
+
+@torch.no_grad()
+def test_a_loop_that_writes_before_every_step_keeps_small_updates():
+    """A weight that moves 1e-6 a step, while BF16's spacing is 2e-3, and is negated each time."""
+    model = nn.Sequential(nn.Linear(64, 64, bias=False))
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-6, betas=(0.0, 0.999), weight_decay=0)
+    convert_optimizer(optimizer, model=model)
+    weight, sign = model[0].weight, 1
+    weight.fill_(0.3)
+    start = weight.detach().float()
+    for _ in range(300):
+        weight.neg_()
+        sign = -sign
+        weight.grad = torch.full_like(weight, -sign)
+        optimizer.step()
+    residual = optimizer.residual_of(weight).float().mean().abs()
+    assert 35 < residual < 45  # 300 steps, each 0.13 of the residual's unit
+    assert torch.equal(weight.abs().float(), start)
+
+
+@pytest.mark.parametrize("model_first", [True, False])
+def test_model_and_optimizer_are_loaded_in_either_order(model_first):
+    model, optimizer = _converted()
+    _step(model, optimizer, 7)
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    expected = merged_state_dict(model, optimizer)
+    for steps in (0, 1):
+        other, resumed = _converted(steps=steps)
+        loads = [
+            lambda other=other: other.load_state_dict(saved[0]),
+            lambda resumed=resumed: resumed.load_state_dict(saved[1]),
+        ]
+        for load in loads if model_first else reversed(loads):
+            load()
+        assert _same(merged_state_dict(other, resumed), expected)
+
+
+@torch.no_grad()
+def test_a_written_weight_is_restored_as_written():
+    with torch.enable_grad():
+        model, optimizer = _converted()
+    weights = _float32_weights(model)
+    model.load_state_dict(weights)
+    restore_weights(optimizer)
+    for name, value in model.state_dict().items():
+        assert value.dtype == torch.float32
+        assert ((value - weights[name]).abs() <= weights[name].abs() * 2**-8).all()
