@@ -159,6 +159,8 @@ def clip_grad_norm_(
     preparation = preparation_of(self)
     if preparation is not None:
         refuse_clipping(preparation.config, "clip_grad_norm_", float(max_norm))
+        if preparation.config.gradient_release:
+            return torch.zeros(())  # of the gradients that there are
     return original(self, parameters, max_norm, *args, **kwargs)
 
 
@@ -167,6 +169,8 @@ def clip_grad_value_(original: Any, self: Any, parameters: Any, clip_value: floa
     preparation = preparation_of(self)
     if preparation is not None:
         refuse_clipping(preparation.config, "clip_grad_value_", float(clip_value))
+        if preparation.config.gradient_release:
+            return None
     return original(self, parameters, clip_value)
 
 
