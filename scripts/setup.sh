@@ -11,9 +11,10 @@ setup() {
   local extras=$1 stamp wanted
   cd "$(dirname "${BASH_SOURCE[0]}")/.." || return 1
   venv=${VENV:-.venv}
-  if ! [ -x "$venv/bin/python" ]; then
+  # Without pip it was cut off while it was made.
+  if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
     "${PYTHON:-python3}" -c 'import sys; sys.exit("Python 3.10 or later is needed") if sys.version_info < (3, 10) else None' || return 1
-    "${PYTHON:-python3}" -m venv "$venv" || return 1
+    until_done "${PYTHON:-python3}" -m venv "$venv" || return 1
   fi
   stamp=$venv/installed-$extras
   wanted=$(cat pyproject.toml "${BASH_SOURCE[0]}" | cksum)
@@ -24,15 +25,56 @@ setup() {
 }
 
 pip_install() {
-  "$venv/bin/python" -m pip install --quiet --disable-pip-version-check "$@"
+  until_done "$venv/bin/python" -m pip install --quiet --disable-pip-version-check "$@"
+}
+
+# Runs a command, with a dot every ten seconds. A signal ends it and whatever it has started, and is
+# then this script's exit status: bash alone would wait for the command, or leave it behind.
+until_done() {
+  local status=0
+  set -m  # the command and the dots get process groups of their own
+  "$@" &
+  child=$!
+  (while sleep 10; do printf . >&2; done) &
+  dots=$!
+  set +m
+  trap 'end_all; exit 143' TERM
+  trap 'end_all; exit 130' INT
+  trap 'end_all; exit 129' HUP
+  wait "$child" || status=$?
+  end_all
+  trap - TERM INT HUP
+  return "$status"
+}
+
+end_all() {
+  kill -TERM -- "-$child" "-$dots" 2>/dev/null || true
+  wait "$child" "$dots" 2>/dev/null || true
 }
 
 install_torch() {
+  if "$venv/bin/python" -c "import importlib.metadata as m, sys; sys.exit(m.version('torch').split('+')[0] != '$TORCH_VERSION')" 2>/dev/null; then
+    return  # of whichever build: it is the user's choice
+  fi
   if [ "$(uname -s)" != Linux ] || command -v nvidia-smi >/dev/null 2>&1; then
     pip_install "torch==$TORCH_VERSION"
     return
   fi
-  # The CPU build: from the package index at hand if it has one, else from PyTorch's own.
+  # The CPU build: from the package index at hand if it has one, else from PyTorch's own. Where that
+  # cannot be reached, the plain version serves if it is a CPU build there: it depends on no nvidia
+  # package. Gigabytes of CUDA are never loaded by these commands.
   pip_install "torch==$TORCH_VERSION+cpu" "triton==$TRITON_VERSION" 2>/dev/null ||
-    pip_install --extra-index-url "$CPU_INDEX" "torch==$TORCH_VERSION+cpu" "triton==$TRITON_VERSION"
+    pip_install --extra-index-url "$CPU_INDEX" "torch==$TORCH_VERSION+cpu" "triton==$TRITON_VERSION" 2>/dev/null ||
+    { plain_is_cpu && pip_install "torch==$TORCH_VERSION" "triton==$TRITON_VERSION"; } || {
+      echo "There is no CPU build of torch $TORCH_VERSION in the package index at hand, and $CPU_INDEX" \
+        "cannot be reached. Install one into $venv and repeat this command." >&2
+      return 1
+    }
+}
+
+plain_is_cpu() {
+  local found
+  found=$("$venv/bin/python" -m pip install --quiet --disable-pip-version-check --dry-run \
+    --ignore-installed --report - "torch==$TORCH_VERSION" 2>/dev/null) || return 1
+  ! grep -qiE '"name": *"(nvidia|cuda)[-_]' <<<"$found"
 }
