@@ -7,8 +7,7 @@ then is extended when its import ends. `_finder.status` says what became of each
 environment asks for FP8, `_fp8_check` sees to it that its absence is not silent.
 
 An exception here would break ``import torch`` for a whole environment. Hence: standard library
-only, nothing is imported before it is needed, nothing raises (a failure is one warning, and the
-host works as without us), everything may be called twice.
+only, nothing raises (a failure is one warning, no more), everything may be called twice.
 """
 
 import contextlib
