@@ -45,18 +45,25 @@ class _FirstStep:
 
     looked = False
 
+    def __init__(self) -> None:
+        self.asked = _asked_by()
+
     def __call__(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if self.looked or sys.modules["torch"].compiler.is_compiling():
             return
         self.looked = True
-        message = complaint()
+        # transformers 4 overwrites the launcher's variable.
+        message = complaint(_asked_by() or self.asked)
         if message is not None and _is_rank_zero():
             logging.getLogger("torch_fp8").warning(message)
 
 
-def complaint() -> str | None:
-    """Why nothing runs in FP8 that was asked to, and the way out; None if all is as asked for."""
-    asked = _asked_by()
+def complaint(asked: tuple[str, str] | None) -> str | None:
+    """Why nothing runs in FP8 that was asked to, and the way out; None if all is as asked for.
+
+    Args:
+        asked: as `_asked_by` returns it.
+    """
     if asked is None or _has_fp8_layer():
         return None
     text, host = asked
@@ -121,7 +128,8 @@ def _why_accelerate() -> str:
             "it has no Accelerator, which is what the flag reaches. Prepare the model with one, or "
             "call torch_fp8.convert_to_float8(model)"
         )
-    if precision != "fp8" and os.environ.get(_LAUNCHER, "").lower() != "fp8":
+    launched = os.environ.get(_LAUNCHER, "no").lower()
+    if precision != "fp8" and launched == "no" and _NOTEBOOK in os.environ:
         return (
             f"its Accelerator has mixed_precision={precision!r}, for Accelerate does not read the "
             f"variable {_NOTEBOOK} that its notebook_launcher sets. Write "

@@ -15,6 +15,8 @@ from accelerate_fp8.backend import is_engine_chosen
 from accelerate_fp8.history import load_history, save_history
 from accelerate_fp8.release import refuse_training_arguments
 
+_PRECISION = "ACCELERATE_MIXED_PRECISION"
+
 
 def post_init(original: Any, self: Any) -> None:
     """``TrainingArguments.__post_init__``, under ``ACCELERATE_MIXED_PRECISION=fp8``.
@@ -22,11 +24,19 @@ def post_init(original: Any, self: Any) -> None:
     ``bf16=True`` makes the Trainer hand "bf16" to Accelerate, and TRL's configurations default to
     it: every TRL trainer would silently train in BF16. FP8 includes BF16 autocast, so the flag
     wins; that a script said ``bf16=True`` itself cannot be told apart. ``fp16=True`` stays.
+
+    transformers 4 has no attribute ``mixed_precision``; it overwrites the launcher's variable.
     """
+    ours = is_engine_chosen((), explicit=False)
     original(self)
-    if self.mixed_precision != "bf16" or not is_engine_chosen((), explicit=False):
+    in_environment = not hasattr(self, "mixed_precision")
+    chosen = os.environ.get(_PRECISION) if in_environment else self.mixed_precision
+    if not ours or chosen != "bf16":
         return
-    self.mixed_precision = "fp8"
+    if in_environment:
+        os.environ[_PRECISION] = "fp8"
+    else:
+        self.mixed_precision = "fp8"
     if int(os.environ.get("RANK", "0")) == 0:
         logging.get_logger("transformers").warning_once(
             "FP8: bf16=True in the training arguments (TRL's default) is overridden by "

@@ -176,6 +176,17 @@ def test_configuration_alone_asks_for_nothing(ask):
     assert "TORCH_FP8_CONFIG says how FP8 runs, not that it does" in line
 
 
+def test_variable_that_was_overwritten_meanwhile_is_remembered(ask, monkeypatch):
+    # As transformers 4 does with the launcher's under bf16=True.
+    monkeypatch.setattr(_fp8_check, "_accelerator_precision", lambda: "bf16")
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")
+    hook = _fp8_check._FirstStep()
+    monkeypatch.setattr(_fp8_check, "_FirstStep", lambda: hook)
+    (line,) = ask(ACCELERATE_MIXED_PRECISION="bf16")
+    assert line.startswith(LAUNCHER)
+    assert "mixed_precision='bf16'" in line
+
+
 def test_lightnings_environment_without_lightning_is_told(ask):
     (line,) = ask(PL_FIT__TRAINER__PRECISION="fp8-mixed")
     assert line.startswith(f"{START}PL_FIT__TRAINER__PRECISION=fp8-mixed, but")

@@ -3,6 +3,7 @@
 import io
 import json
 import logging
+import os
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,21 @@ def test_flag_wins_over_bf16_and_says_so_once(
 def test_bf16_without_the_flag_stays(accelerate: Any, tmp_path: Path) -> None:
     assert _precision(tmp_path, bf16=True) == "bf16"
     assert _precision(tmp_path) == "no"
+
+
+@pytest.mark.parametrize(("backend", "kept"), [("", "fp8"), ("te", "bf16"), ("ao", "bf16")])
+def test_arguments_of_transformers_4_have_no_mixed_precision(
+    launched: pytest.MonkeyPatch, backend: str, kept: str
+) -> None:
+    from accelerate_fp8.trainer import post_init
+
+    class Arguments:
+        def __post_init__(self) -> None:  # what version 4.57 does under bf16=True
+            os.environ["ACCELERATE_MIXED_PRECISION"] = "bf16"
+
+    launched.setenv("ACCELERATE_FP8_BACKEND", backend)
+    post_init(Arguments.__post_init__, Arguments())
+    assert os.environ["ACCELERATE_MIXED_PRECISION"] == kept
 
 
 @pytest.mark.usefixtures("launched")
