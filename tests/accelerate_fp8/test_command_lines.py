@@ -1,0 +1,164 @@
+"""Command lines of TRL and transformers as users type them, with one flag: FP8 GEMMs really ran."""
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+SCRIPTS = Path(__file__).parent / "scripts"
+LAUNCH = ("-m", "accelerate.commands.launch", "--cpu", "--num_processes", "1")
+FP8 = (*LAUNCH, "--mixed_precision", "fp8")
+
+SENTENCES = ["the cat sat on a mat", "one dog ran in this park", "a cat ran for ever"] * 4
+TEXT = [{"text": sentence} for sentence in SENTENCES]
+PAIRS = [
+    {"prompt": "the dog", "chosen": " " + a, "rejected": " " + b}
+    for a, b in itertools.pairwise(SENTENCES)
+]
+PROMPTS = [{"prompt": sentence} for sentence in SENTENCES]
+GENERATE = ("--num_generations", "2", "--max_completion_length", "4")
+LORA = ("--use_peft", "--lora_target_modules", "q_proj", "v_proj")
+# By length, so that no text has to be parsed.
+REWARD = ("--reward_funcs", "get_soft_overlong_punishment")
+
+
+@pytest.fixture
+def shell(tmp_path: Path, environment: dict[str, str]) -> Callable[..., tuple[int, str]]:
+    """Runs a command; returns the FP8 GEMMs of its processes, and what they wrote."""
+
+    def run(*command: str, **variables: str) -> tuple[int, str]:
+        counts = tmp_path / "counts"
+        counts.mkdir()
+        done = subprocess.run(
+            [sys.executable, *command],
+            env={**environment, "FP8_PROBE_OUT": str(counts), **variables},
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        entries = [json.loads(path.read_text()) for path in counts.iterdir()]
+        return sum(entry["scaled_mm"] for entry in entries), done.stdout + done.stderr
+
+    return run
+
+
+@pytest.fixture
+def options(tmp_path: Path, tiny_model: Path) -> Callable[..., list[str]]:
+    """The options of a TRL script for a local model and rows of a local data set."""
+
+    def for_rows(rows: list[dict[str, str]]) -> list[str]:
+        data = tmp_path / "data"
+        data.mkdir()
+        (data / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
+        given = {
+            "model_name_or_path": tiny_model,
+            "dataset_name": data,
+            "output_dir": tmp_path / "out",
+            "max_steps": 2,
+            "per_device_train_batch_size": 2,
+            "report_to": "none",
+            "save_strategy": "no",
+            "use_cpu": True,
+        }
+        return [text for name, value in given.items() for text in (f"--{name}", str(value))]
+
+    return for_rows
+
+
+def _assert_fp8(ran: tuple[int, str]) -> None:
+    gemms, output = ran
+    assert gemms >= 14 * 2 * 2  # 14 linear layers, two steps; of frozen ones fprop and dgrad
+    assert "linear layers" in output
+    assert "FP8 was asked for" not in output
+
+
+slow = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("script", "rows", "extra"),
+    [
+        pytest.param("sft", TEXT, LORA, id="sft-lora"),
+        pytest.param("sft", TEXT, (), id="sft", marks=slow),
+        pytest.param("reward", PAIRS, (), id="reward", marks=slow),
+        pytest.param("dpo", PAIRS, (), id="dpo", marks=slow),
+        pytest.param("dpo", PAIRS, LORA, id="dpo-lora", marks=slow),
+        pytest.param("kto", PAIRS, (), id="kto", marks=slow),
+        pytest.param("grpo", PROMPTS, (*REWARD, *GENERATE), id="grpo", marks=slow),
+        pytest.param("rloo", PROMPTS, (*REWARD, *GENERATE), id="rloo", marks=slow),
+    ],
+)
+def test_launched_modules_of_trl(
+    shell: Callable,
+    options: Callable,
+    script: str,
+    rows: list[dict[str, str]],
+    extra: tuple[str, ...],
+) -> None:
+    _assert_fp8(shell(*FP8, "-m", f"trl.scripts.{script}", *options(rows), *extra))
+
+
+@pytest.mark.slow
+def test_module_of_trl_without_a_launcher(shell: Callable, options: Callable) -> None:
+    arguments = ("-m", "trl.scripts.sft", *options(TEXT))
+    _assert_fp8(shell(*arguments, ACCELERATE_MIXED_PRECISION="fp8"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("command", "rows", "extra"),
+    [("sft", TEXT, ()), ("dpo", PAIRS, ()), ("rloo", PROMPTS, (*REWARD, *GENERATE))],
+)
+def test_command_of_trl(
+    shell: Callable,
+    options: Callable,
+    command: str,
+    rows: list[dict[str, str]],
+    extra: tuple[str, ...],
+) -> None:
+    # It hands what it does not know on to Accelerate's launcher.
+    trl = os.path.join(os.path.dirname(sys.executable), "trl")
+    _assert_fp8(shell(trl, command, *options(rows), *extra, "--mixed_precision", "fp8"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("way", ["options", "json", "config-file"])
+def test_run_clm(shell: Callable, tmp_path: Path, tiny_model: Path, way: str, bf16: bool) -> None:
+    (tmp_path / "train.txt").write_text("\n".join(SENTENCES * 4))
+    given = {
+        "model_name_or_path": str(tiny_model),
+        "train_file": str(tmp_path / "train.txt"),
+        "output_dir": str(tmp_path / "out"),
+        "do_train": True,
+        "do_eval": True,
+        "max_steps": 2,
+        "per_device_train_batch_size": 2,
+        "report_to": "none",
+        "save_strategy": "no",
+        "use_cpu": True,
+        "bf16": bf16,
+    }
+    arguments = [text for name, value in given.items() for text in (f"--{name}", str(value))]
+    if way == "json":
+        (tmp_path / "options.json").write_text(json.dumps(given))
+        arguments = ["options.json"]
+    launch = FP8
+    if way == "config-file":
+        chosen = "distributed_type: 'NO'\nmixed_precision: fp8\nnum_processes: 1\nuse_cpu: true\n"
+        (tmp_path / "accelerate.yaml").write_text(f"compute_environment: LOCAL_MACHINE\n{chosen}")
+        launch = ("-m", "accelerate.commands.launch", "--config_file", "accelerate.yaml")
+    ran = shell(*launch, str(SCRIPTS / "run_clm.py"), *arguments)
+    _assert_fp8(ran)
+    assert "eval_loss" in ran[1]
+
+
+def test_run_clm_says_nothing_of_fp8() -> None:
+    assert "fp8" not in (SCRIPTS / "run_clm.py").read_text().lower()
