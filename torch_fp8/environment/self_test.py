@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 
-from torch_fp8.environment import host_steps
+from torch_fp8.environment import host_steps, kernel_checks
 from torch_fp8.environment.check import EVERY_CARD, Check
 from torch_fp8.recipe import RECIPES
 
@@ -13,6 +13,20 @@ def self_test(only: Sequence[str] | None = None) -> list[Check]:
     """All checks, or those of the parts of `SECTIONS` that are named."""
     return [check for part, checks in _PARTS.items() if part in (only or SECTIONS)
             for check in checks()]  # fmt: skip
+
+
+def _kernels() -> Iterator[Check]:
+    why_not = kernel_checks.missing()
+    for process, checks in kernel_checks.CHECKS.items():
+        for name, (function, arguments) in checks.items():
+            yield Check(
+                "kernels",
+                name,
+                f"{_HERE}.kernel_checks:{function}",
+                ("cuda", *arguments),
+                process,
+                not_run=why_not,
+            )
 
 
 def _recipes() -> Iterator[Check]:
@@ -47,6 +61,7 @@ def _speed() -> Iterator[Check]:
 
 
 _PARTS: dict[str, Callable[[], Iterator[Check]]] = {
+    "kernels": _kernels,
     "recipes": _recipes,
     "speed": _speed,
     "hosts": _hosts,

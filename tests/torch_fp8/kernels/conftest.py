@@ -17,11 +17,8 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from torch_fp8.adamw import GradientParts, WeightMatrix
-from torch_fp8.block_scaled import BlockScaled, encode
-from torch_fp8.formats import GRADIENT, MOMENT1, MOMENT2
+from torch_fp8.environment.kernel_cases.states import matrix_differences, moved, optimizer_matrix
 from torch_fp8.random_bits import random_words
-from torch_fp8.residual import pack, split
 
 TARGETS = {"sm_90": GPUTarget("cuda", 90, 32), "sm_100": GPUTarget("cuda", 100, 32)}
 
@@ -184,77 +181,6 @@ def just_rounded_up(rows, cols, keys):
     x = (torch.tensor(2.5).view(torch.int32) + below).view(torch.float32).view(rows, cols)
     x[:, ::32] = 100.0  # so that the scale is one
     return x
-
-
-def optimizer_matrix(
-    rows, cols, weight_dtype, residual_bits, grad_dtype, seed=0, exponent=0, place=(0, 0, None)
-):
-    """A weight with residual, gradient and moments, of rows of different size, on the CPU.
-
-    Args:
-        grad_dtype: of the gradient; torch.uint8: `GradientParts`.
-        exponent: gradients and moments are about 2 ** exponent.
-        place: row, col and row_length of the `WeightMatrix`.
-    """
-    generator = torch.Generator().manual_seed(seed)
-
-    def values(power=1):
-        spread = 2.0 ** torch.randint(-8, 9, (rows, 1), generator=generator)
-        return (torch.randn(rows, cols, generator=generator) * spread * 2.0**exponent) ** power
-
-    weight, residual = torch.randn(rows, cols, generator=generator) / 8, None
-    if weight_dtype == torch.bfloat16:
-        random = torch.randint(0, 1 << 16, (rows, cols), generator=generator).int()
-        weight, residual = split(weight, residual_bits, random)
-        residual = None if residual is None else pack(residual, residual_bits)
-    grad = values()
-    if grad_dtype == torch.uint8:
-        grad = GradientParts(*encode(grad, GRADIENT), torch.tensor(0.37))
-    else:
-        grad = grad.to(grad_dtype)
-    exp_avg, exp_avg_sq = encode(values(), MOMENT1), encode(values(2), MOMENT2)
-    row, col, row_length = place
-    return WeightMatrix(
-        weight,
-        residual,
-        0 if residual is None else residual_bits,
-        grad,
-        exp_avg,
-        exp_avg_sq,
-        row,
-        col,
-        row_length or cols,
-    )
-
-
-def moved(matrix, device, copy=True):
-    """The matrix on another device, in new memory."""
-
-    def move(x):
-        if isinstance(x, torch.Tensor):
-            return x.to(device, copy=copy)
-        return type(x)(*map(move, x)) if isinstance(x, (BlockScaled, GradientParts)) else x
-
-    return WeightMatrix(*map(move, matrix))
-
-
-def matrix_differences(got, want):
-    """What a step wrote differently. NaN equals NaN, and codes of groups that read NaN are free."""
-    found = []
-    for name in ("weight", "residual", "amax"):
-        a, b = getattr(got, name), getattr(want, name)
-        if b is not None:
-            same = (a.cpu() == b) | (a.cpu().isnan() & b.isnan())
-            found += [f"{name}: {int((~same).sum())} differ"] * (not same.all())
-    for name in ("exp_avg", "exp_avg_sq"):
-        a, b = (BlockScaled(*(x.cpu() for x in getattr(m, name))) for m in (got, want))
-        found += [f"{name} scale: {int((a.scale != b.scale).sum())} differ"] * (
-            not torch.equal(a.scale, b.scale)
-        )
-        free = (b.scale == 255).repeat_interleave(32, 1)[:, : b.qdata.shape[1]]
-        wrong = (a.qdata != b.qdata) & ~free
-        found += [f"{name}: {int(wrong.sum())} differ"] * bool(wrong.any())
-    return found
 
 
 @pytest.fixture

@@ -1,0 +1,6 @@
+"""What each Triton kernel is held against its reference on: the one list of shapes and tolerances.
+
+The GPU tests call these functions with all of their cases, ``torch-fp8 env --self-test`` with a
+few. Each raises `comparison.Mismatch` where the device's result is another than the CPU's. What is
+tried is passed in, so that a wrong kernel can be told from a right one on a CPU, too.
+"""

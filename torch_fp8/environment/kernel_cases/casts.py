@@ -1,0 +1,239 @@
+"""The casts: bytes and scales equal to the reference's, in both layouts.
+
+A `Cast` is `torch_fp8.kernels.quantize.quantize_2d`, or what stands for it.
+"""
+
+import itertools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_fp8.bias_gradient import quantize_layouts_and_sum
+from torch_fp8.delayed_scaling import quantize_2d_delayed_reference
+from torch_fp8.environment.kernel_cases.comparison import require, same_bits
+from torch_fp8.formats import E4M3, format_of
+from torch_fp8.quantize import laid_out, quantize_2d_reference
+from torch_fp8.recipe import CastSpec, Granularity
+from torch_fp8.scaling import scale_from_amax, tensor_amax
+
+Cast = Callable[..., Any]
+Shape = tuple[int, int]
+
+FORMATS = (torch.float8_e4m3fn, torch.float8_e5m2)
+GRANULARITIES: tuple[Granularity, ...] = (
+    "tensorwise",
+    "rowwise",
+    "block_1x128",
+    "block_128x128",
+    "block_1x32",
+)
+SHAPES = ((1, 1), (37, 131), (129, 4096), (512, 272), (3, 20000), (0, 48))
+ALL_LAYOUTS_OF = (129, 4096)
+"""The shape that each single layout and each input dtype is tried on: each is a compilation."""
+CHOICES = ((torch.float8_e4m3fn, False), (torch.float8_e4m3fn, True), (torch.float8_e5m2, False))
+BOTH = ((True, True),)
+EACH = ((True, True), (True, False), (False, True))
+KINDS = (
+    "gaussian",
+    "row spread",
+    "zeros",
+    "denormal",
+    "tiny",
+    "huge",
+    "inf",
+    "nan",
+    "range",
+    "boundaries",
+)
+
+
+def kernel() -> Cast:
+    """The kernel itself; Triton is imported here."""
+    from torch_fp8.kernels.quantize import quantize_2d
+
+    return quantize_2d
+
+
+def delayed_kernel() -> Cast:
+    """That of casts with delayed scaling."""
+    from torch_fp8.kernels.delayed_scaling import quantize_2d_delayed
+
+    return quantize_2d_delayed
+
+
+def matrix(kind: str, shape: Shape, dtype: torch.dtype) -> Tensor:
+    """Rows of every size, edges of float32, and values on the rounding boundaries of FP8."""
+    generator = torch.Generator().manual_seed(
+        KINDS.index(kind) * 1000 + SHAPES.index(shape) if shape in SHAPES else 1
+    )
+    x = torch.randn(shape, generator=generator)
+    if kind == "row spread":
+        x *= 2.0 ** torch.randint(-8, 9, (shape[0], 1), generator=generator)
+    elif kind == "zeros":
+        x[:, : shape[1] // 2] = 0
+        x[: shape[0] // 3] = -0.0
+    elif kind == "denormal":
+        x *= 1e-40
+    elif kind == "tiny":
+        x *= 1e-33
+    elif kind == "huge":
+        x *= 1e37
+    elif kind == "range":  # quotients that underflow float32
+        x *= 10.0 ** torch.randint(-40, 38, shape, generator=generator)
+    elif kind in ("inf", "nan") and x.numel():
+        x[-1, -1] = float(kind)
+    elif kind == "boundaries":
+        steps = torch.randint(-480, 481, shape, generator=generator) / 16.0
+        x = steps * 2.0 ** torch.randint(-6, 4, shape, generator=generator)
+        if x.numel():
+            x[..., 0], x[0] = E4M3.max, E4M3.max
+    return x.to(dtype)
+
+
+def reference(
+    x: Tensor,
+    scale: Tensor | None,
+    dtype: torch.dtype,
+    granularity: str,
+    power_of_two: bool,
+    row: bool,
+    col: bool,
+) -> list[Tensor]:
+    """What the kernel is to return, on the CPU."""
+    if granularity == "tensorwise" and scale is None:
+        scale = scale_from_amax(tensor_amax(x), format_of(dtype), power_of_two)
+    power_of_two = power_of_two or granularity == "block_1x32"
+    made = list(
+        laid_out(
+            quantize_2d_reference(x, scale, dtype, granularity, power_of_two, row, col), granularity
+        )
+    )
+    if granularity == "tensorwise":
+        assert scale is not None
+        made[1] = made[3] = scale
+    return made
+
+
+def check_cast(
+    cast: Cast,
+    device: str,
+    granularity: str,
+    kind: str,
+    shapes: Iterable[Shape] = SHAPES,
+    choices: Iterable[tuple[torch.dtype, bool]] = CHOICES,
+) -> None:
+    """Bit for bit; every dtype and both single layouts for the shape `ALL_LAYOUTS_OF`."""
+    shapes = tuple(shapes)
+    sources = [(shape, torch.bfloat16) for shape in shapes]
+    if ALL_LAYOUTS_OF in shapes:
+        sources += [(ALL_LAYOUTS_OF, torch.float16), (ALL_LAYOUTS_OF, torch.float32)]
+    for (shape, source), (dtype, power_of_two) in itertools.product(sources, choices):
+        x = matrix(kind, shape, source)
+        layouts = EACH if source == torch.bfloat16 and shape == ALL_LAYOUTS_OF else BOTH
+        want = reference(x, None, dtype, granularity, power_of_two, True, True)
+        for row, col in layouts:
+            made = cast(x.to(device), None, dtype, granularity, power_of_two, row, col)
+            for got, expected, wanted in zip(made, want, (row, row, col, col), strict=True):
+                what = f"{granularity} {dtype} of {shape} {source}, {kind}"
+                if wanted:
+                    same_bits(got, expected, what)
+                else:
+                    require(got is None, f"{what}: made what was not asked for")
+
+
+def check_known_scale(cast: Cast, device: str, kind: str, shapes: Iterable[Shape] = SHAPES) -> None:
+    """A tensorwise cast with a scale that is given, and with an amax that is."""
+    for shape, dtype, value in itertools.product(shapes, FORMATS, (0.37, 2.0**-100)):
+        x, scale = matrix(kind, shape, torch.bfloat16), torch.tensor(value)
+        what = f"{dtype} of {shape} with scale {value}, {kind}"
+        want = reference(x, scale, dtype, "tensorwise", False, True, True)
+        made = cast(x.to(device), scale.to(device), dtype, "tensorwise", False, True, True)
+        same_bits(made[0], want[0], what)
+        same_bits(made[2], want[2], what)
+        amax = tensor_amax(x)
+        want = reference(x, None, dtype, "tensorwise", False, True, True)
+        made = cast(x.to(device), None, dtype, "tensorwise", False, True, True, amax.to(device))
+        for got, expected in zip(made, want, strict=True):
+            same_bits(got, expected, f"{what}, with amax")
+
+
+def check_delayed(
+    cast: Cast,
+    device: str,
+    kind: str,
+    shapes: Iterable[Shape] = (*SHAPES, (2048, 4096)),
+    algorithms: Iterable[str] = ("max", "most_recent"),
+) -> None:
+    """Payloads, scales and histories, over steps; a grid of many programs that end in any order."""
+    for shape, dtype, algorithm in itertools.product(shapes, FORMATS, algorithms):
+        theirs, last = torch.zeros(40), torch.ones(())
+        ours, our_last = (t.clone().to(device) for t in (theirs, last))
+        unused = torch.zeros(2, dtype=torch.int32)
+        progress = unused.clone().to(device)
+        what = f"{dtype} of {shape} by {algorithm}, {kind}"
+        for step in range(4):
+            x = matrix(kind, shape, torch.bfloat16) * 2.0**step
+            if x.numel() == 0:
+                continue
+            how = (dtype, algorithm, 0, True, True)
+            want = quantize_2d_delayed_reference(x, theirs, unused, last, *how, None)
+            made = cast(x.to(device), ours, progress, our_last, *how)
+            for got, expected in zip(made, want[:3], strict=True):
+                same_bits(got, expected, what)
+            same_bits(ours, theirs, f"history of {what}")
+            same_bits(our_last, last, f"last scale of {what}")
+            require(not progress.any(), f"{what}: progress is left over")
+
+
+def check_sums(device: str, granularity: Granularity, rows: int = 5000) -> None:
+    """The bias gradient that a cast adds up on its way: exact but for float32, and repeatable."""
+    x = matrix("row spread", (rows, 1040), torch.bfloat16)
+    exact, size = x.double().sum(0), x.double().abs().sum(0)
+    spec = CastSpec(E4M3, granularity)
+    moved = x.to(device)
+    first, second = (
+        quantize_layouts_and_sum(moved, spec, row=True, col=True, sum_dtype=torch.float32)
+        for _ in range(2)
+    )
+    require(torch.equal(first[2], second[2]), f"{granularity}: sums differ from run to run")
+    error = (first[2].cpu() - exact).abs()
+    require((error <= size * rows * 2.0**-24).all(), f"{granularity}: sums are too far off")
+    want = reference(x, None, spec.format.dtype, granularity, False, True, True)
+    for made, at in ((first[0], 0), (first[1], 2)):
+        assert made is not None
+        same_bits(made.qdata, want[at], f"{granularity} payload beside its sums")
+
+
+def check_strides(cast: Cast, device: str, granularity: str) -> None:
+    """Matrices that are no contiguous ones: transposed, sliced, expanded."""
+    base = matrix("row spread", (300, 520), torch.bfloat16)
+    on_device = base.to(device)
+    for x in (base.t(), base[::2, 1:260], base[:, ::3], base[:1].expand(40, 520)):
+        moved = on_device.as_strided(x.shape, x.stride(), x.storage_offset())
+        want = reference(x, None, torch.float8_e4m3fn, granularity, False, True, True)
+        made = cast(moved, None, torch.float8_e4m3fn, granularity, False, True, True)
+        for got, expected in zip(made, want, strict=True):
+            same_bits(got, expected, f"{granularity} of strides {x.stride()}")
+
+
+def check_repeats(cast: Cast, device: str, granularity: str) -> None:
+    """Twice gives the same bytes."""
+    x = matrix("row spread", (4096, 1027), torch.bfloat16).to(device)
+    first, second = (
+        cast(x, None, torch.float8_e5m2, granularity, False, True, True) for _ in range(2)
+    )
+    for a, b in zip(first, second, strict=True):
+        equal = torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+        require(equal, f"{granularity}: bytes differ from run to run")
+
+
+def check_operator(device: str) -> None:
+    """The operator runs the kernel, and equals its twin on the CPU."""
+    x = matrix("row spread", (200, 333), torch.bfloat16)
+    arguments = (None, torch.float8_e4m3fn, "block_1x128", False, True, True)
+    want = torch.ops.torch_fp8.quantize_2d(x, *arguments)
+    made = torch.ops.torch_fp8.quantize_2d(x.to(device), *arguments)
+    for got, expected in zip(made, want, strict=True):
+        same_bits(got, expected, "torch_fp8::quantize_2d")

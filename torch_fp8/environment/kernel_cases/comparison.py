@@ -1,0 +1,74 @@
+"""How results of a kernel are compared with those of its reference."""
+
+import torch
+from torch import Tensor
+
+NEIGHBOURS = 0.01
+"""The share of 16-bit results that may be the neighbour of the reference's."""
+
+
+class Mismatch(AssertionError):
+    """A kernel's result is not what its reference gives."""
+
+
+def require(condition: object, message: str) -> None:
+    """Raise `Mismatch` unless the condition holds; ``python -O`` keeps it."""
+    if not condition:
+        raise Mismatch(message)
+
+
+def same_bits(got: Tensor, want: Tensor, what: str = "result") -> None:
+    """Same shape, layout and bits; NaN equals NaN, which one is the platform's choice.
+
+    Args:
+        got: on any device.
+        want: of the reference, on the CPU.
+        what: it is, for the message.
+    """
+    _same_form(got, want, what)
+    got = got.cpu()
+    if got.ndim == 2:
+        require(got.t().is_contiguous() == want.t().is_contiguous(), f"{what}: another layout")
+    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[want.dtype.itemsize]
+    same = got.view(integer) == want.view(integer)
+    same |= got.float().isnan() & want.float().isnan()
+    require(same.all(), f"{what}: {int((~same).sum())} of {same.numel()} differ")
+
+
+def same_values(got: Tensor, want: Tensor, what: str = "result") -> None:
+    """As `same_bits`, but that zeros of either sign are equal."""
+    _same_form(got, want, what)
+    got, want = got.cpu(), want.cpu()
+    same = (got.float() == want.float()) | (got.float().isnan() & want.float().isnan())
+    require(same.all(), f"{what}: {int((~same).sum())} of {same.numel()} differ")
+
+
+def near(got: Tensor, want: Tensor, what: str = "result") -> None:
+    """The same or, rarely, the neighbour, but for cancellation within the row."""
+    got, want, dtype = got.cpu().float(), want.float(), want.dtype
+    require((got.isfinite() == want.isfinite()).all(), f"{what}: not finite elsewhere")
+    got, want = got.nan_to_num(0, 0, 0), want.nan_to_num(0, 0, 0)
+    if not want.numel():
+        return
+    size = want.abs() + want.abs().amax(-1, keepdim=True) * 2.0**-14
+    step = torch.finfo(dtype).eps if dtype != torch.float32 else 2.0**-14
+    far = (got - want).abs() > step * size
+    require(not far.any(), f"{what}: {int(far.sum())} of {far.numel()} are too far off")
+    if dtype != torch.float32:
+        share = float((got != want).float().mean())
+        require(share <= NEIGHBOURS + 2 / want.numel(), f"{what}: {share:.1%} are neighbours")
+
+
+def close(got: Tensor, want: Tensor, rtol: float, what: str = "result") -> None:
+    """Within a relative tolerance of the reference's; NaN equals NaN."""
+    require(got.shape == want.shape, f"{what}: shape {tuple(got.shape)}, not {tuple(want.shape)}")
+    is_close = torch.isclose(got.cpu(), want.cpu(), rtol=rtol, atol=0, equal_nan=True)
+    require(
+        is_close.all(), f"{what}: {int((~is_close).sum())} of {is_close.numel()} are too far off"
+    )
+
+
+def _same_form(got: Tensor, want: Tensor, what: str) -> None:
+    require(got.shape == want.shape, f"{what}: shape {tuple(got.shape)}, not {tuple(want.shape)}")
+    require(got.dtype == want.dtype, f"{what}: {got.dtype}, not {want.dtype}")
+    require(got.is_contiguous() == want.is_contiguous(), f"{what}: another layout")

@@ -1,0 +1,103 @@
+"""8-bit gradients and messages between ranks: bytes equal to the reference's.
+
+`parts` is `torch_fp8.gradient_parts` and `wire` is `torch_fp8.wire`, or what stands for them; the
+reference is always theirs, on the CPU.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import torch_fp8.gradient_parts
+import torch_fp8.wire
+from torch_fp8.environment.kernel_cases.comparison import close, require, same_values
+from torch_fp8.random_bits import stream_keys
+from torch_fp8.wire import Layout
+
+SHAPES = ((1000, 1024), (5, 48), (36, 33), (3, 7), (2, 70000), (17, 4304), (0, 64), (1, 1))
+DTYPES = (torch.bfloat16, torch.float32)
+EXPONENTS = {"usual": 0, "tiny": -120, "huge": 120}
+LAYOUTS = (
+    (Layout(5000, 77), 4 * 5000 * 32),
+    (Layout(70), 4 * 70 * 32 - 33),
+    (Layout(0, 9), 0),
+)
+"""What a message holds, and how many values four of them share out."""
+KEYS = {"nearest": None, "stochastic": stream_keys(1)}
+_SCALE_NAN = 255
+
+
+def check_gradient(
+    parts: Any, device: str, shape: tuple[int, int], dtype: torch.dtype, exponent: int = 0
+) -> None:
+    """Encoding, adding and decoding, with Inf and NaN in between."""
+    reference = torch_fp8.gradient_parts
+    generator = torch.Generator().manual_seed(0)
+    want: Any = None
+    got: Any = None
+    what = f"gradient of {shape} {dtype}, 2^{exponent}"
+    for i in range(4):
+        x = (torch.randn(shape, generator=generator) * 2.0**exponent).to(dtype)
+        if x.numel():
+            x[0, -1] = (0.0, float("nan"), 1.0, float("inf"))[i]
+        keys = stream_keys(i)
+        if i % 2:
+            reference.accumulate_gradient(want, x, keys)
+            parts.accumulate_gradient(got, x.to(device), keys)
+        else:
+            want = reference.quantize_gradient(x, keys)
+            got = parts.quantize_gradient(x.to(device), keys)
+        same_values(got.scale, want.scale, f"{what}: scale")
+        free = (want.scale == _SCALE_NAN).repeat_interleave(32, 1)[:, : shape[1]]
+        require(((got.qdata.cpu() == want.qdata) | free).all(), f"{what}: codes differ")
+        for multiplier in (1.0, 0.37):
+            want.multiplier.fill_(multiplier)
+            got.multiplier.fill_(multiplier)
+            decoded = parts.decode_gradient(got, dtype)
+            close(decoded, reference.decode_gradient(want, dtype), 0.0, f"{what}: decoded")
+
+
+def check_messages(
+    wire: Any,
+    device: str,
+    layout: Layout,
+    numel: int,
+    dtype: torch.dtype,
+    exponent: int,
+    keys: tuple[int, int] | None,
+) -> None:
+    """Packing, combining, summing and unpacking."""
+    reference = torch_fp8.wire
+    what = f"messages of {layout}, {dtype}, 2^{exponent}"
+    generator = torch.Generator().manual_seed(0)
+    x = (torch.randn(numel, generator=generator) * 2.0**exponent).to(dtype)
+    plain = torch.randn(4 * layout.num_plain, generator=generator)
+    x[:2] = torch.tensor([float("nan"), 0.0])[:numel]
+    want = reference.pack_flat(x, plain, layout, 4, keys=keys)
+    got = wire.pack_flat(x.to(device), plain.to(device), layout, 4, keys=keys)
+    _same_messages(got, want, layout, f"packed {what}")
+    _same_messages(
+        wire.combine(want.to(device), layout, 1 / 3, keys=keys),
+        reference.combine(want, layout, 1 / 3, keys=keys),
+        layout,
+        f"combined {what}",
+    )
+    results = []
+    for codec, messages in ((reference, want), (wire, want.to(device))):
+        out = x.new_empty(layout.num_values, device=messages.device)
+        out_plain = x.new_empty(layout.num_plain, device=messages.device)
+        codec.unpack_sum(messages, layout, out, out_plain, 1 / 3)
+        results.append([out, out_plain, *codec.unpack(messages, layout, dtype)])
+    for expected, made in zip(*results, strict=True):
+        close(made, expected, 0.0, f"summed {what}")
+
+
+def _same_messages(got: Tensor, want: Tensor, layout: Layout, what: str) -> None:
+    got = got.cpu()
+    require(torch.equal(layout.scales(got), layout.scales(want)), f"{what}: scales differ")
+    free = (layout.scales(want) == _SCALE_NAN).repeat_interleave(32, 1)
+    same = (layout.codes(got) == layout.codes(want)) | free
+    require(same.all(), f"{what}: codes differ")
+    if layout.num_plain:
+        require(torch.equal(layout.plain(got), layout.plain(want)), f"{what}: plain values differ")

@@ -1,0 +1,191 @@
+"""The optimizer's step on 8-bit states: bytes equal to the reference's.
+
+A `Step` is `torch_fp8.kernels.adamw.adamw_step`, or what stands for it.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import torch
+
+from torch_fp8.adamw import (
+    StepScalars,
+    WeightPayload,
+    adamw_step_reference,
+    update_rms_reference,
+)
+from torch_fp8.environment.kernel_cases.comparison import close, require
+from torch_fp8.environment.kernel_cases.states import matrix_differences, moved, optimizer_matrix
+from torch_fp8.formats import E4M3
+from torch_fp8.quantize import quantize_layouts
+from torch_fp8.random_bits import stream_keys
+from torch_fp8.recipe import CastSpec
+
+Step = Callable[..., Any]
+
+WEIGHTS = {
+    "bf16 with 8 bits": (torch.bfloat16, 8),
+    "bf16 with 4 bits": (torch.bfloat16, 4),
+    "bf16 alone": (torch.bfloat16, 0),
+    "fp32": (torch.float32, 0),
+}
+GRADS = {"bf16": torch.bfloat16, "fp32": torch.float32, "8-bit": torch.uint8}
+EXPONENTS = {"usual": 0, "tiny": -30, "huge": 30}
+SHAPES = ((1000, 1024), (5, 48), (36, 33), (3, 7), (2, 70000), (17, 4304), (0, 64), (1, 1))
+PAYLOAD_SHAPES = ((1024, 1024), (144, 160), (16, 32), (4304, 96))
+CHOICES: dict[str, dict[str, Any]] = {
+    "coupled": {"weight_decay": 0.1, "decay": 1.0},
+    "maximize": {"maximize": True},
+    "eps": {"eps": 0.01},
+}
+
+
+def kernel() -> Step:
+    """The kernel itself; Triton is imported here."""
+    from torch_fp8.kernels.adamw import adamw_step
+
+    return adamw_step
+
+
+def scalars_of(step: int, i: int, **changes: Any) -> StepScalars:
+    """Of a step of the i-th matrix."""
+    scalars = StepScalars(
+        beta1_complement=1 - 0.9,
+        beta2=0.999,
+        beta2_complement=1 - 0.999,
+        step_size=1e-3 * (i + 1) / (1 - 0.9**step),
+        inv_sqrt_correction=(1 - 0.999**step) ** -0.5,
+        eps=1e-8,
+        decay=1 - 1e-3 * 0.1,
+        weight_decay=0.0,
+        maximize=False,
+        keys=stream_keys(0, step, i),
+    )
+    return scalars._replace(**changes)
+
+
+def check_steps(
+    step: Step,
+    device: str,
+    weight: str,
+    grad: str,
+    exponent: int = 0,
+    shapes: Sequence[tuple[int, int]] = SHAPES,
+) -> None:
+    """Three steps of matrices of all shapes at once."""
+    want = [
+        optimizer_matrix(*shape, *WEIGHTS[weight], GRADS[grad], seed=i, exponent=exponent)
+        for i, shape in enumerate(shapes)
+    ]
+    for number in range(1, 4):
+        got = [moved(matrix, device) for matrix in want]
+        scalars = [scalars_of(number, i) for i in range(len(shapes))]
+        step(list(zip(got, scalars, strict=True)))
+        for matrix, expected, numbers in zip(got, want, scalars, strict=True):
+            adamw_step_reference(expected, numbers)
+            shape = tuple(expected.weight.shape)
+            _same(matrix, expected, f"{weight}, gradient {grad}, {shape}")
+
+
+def check_choices(step: Step, device: str, changes: dict[str, Any]) -> None:
+    """Other scalars, with a multiplier of the learning rate, of a shard far into its weight."""
+    multiplier = torch.tensor(0.37)
+    for name, kind in WEIGHTS.items():
+        place = (2**20 + 1, 64, 2**14)  # a shard, with indices beyond 2^32
+        want = optimizer_matrix(300, 96, *kind, torch.float32, place=place)
+        got, scalars = moved(want, device), scalars_of(1, 0, **changes)
+        step([(got, scalars)], [multiplier.to(device)])
+        adamw_step_reference(want, scalars, multiplier)
+        _same(got, want, f"{name}, {changes}")
+
+
+def check_payload(
+    step: Step,
+    device: str,
+    weight: str,
+    granularity: Literal["tensorwise", "block_128x128"],
+    transposed: bool,
+    wrong: float | None = None,
+    shapes: Sequence[tuple[int, int]] = PAYLOAD_SHAPES,
+) -> None:
+    """The payload that the step writes is a cast of the new weight.
+
+    Args:
+        wrong: by what every other scale is off before the step, which has to notice; None: nothing.
+    """
+    spec = CastSpec(E4M3, granularity, power_of_two=True)
+    want, got, payloads = [], [], []
+    for i, shape in enumerate(shapes):
+        matrix = optimizer_matrix(*shape, *WEIGHTS[weight], torch.bfloat16, seed=i)
+        row, col = quantize_layouts(matrix.weight.to(device), spec, row=True, col=transposed)
+        assert row is not None
+        if wrong is not None:
+            row.scale.view(-1)[::2] *= wrong
+        blocks = granularity == "block_128x128"
+        payload = WeightPayload(
+            granularity,
+            row.qdata,
+            row.scale,
+            row.scale if blocks else torch.zeros((), device=device),
+            None if col is None else col.qdata,
+            None if col is None or not blocks else col.scale,
+        )
+        want.append(matrix._replace(amax=None if blocks else torch.zeros(())))
+        got.append(moved(want[-1], device)._replace(payload=payload))
+        payloads.append(payload)
+    scalars = [scalars_of(1, i) for i in range(len(want))]
+    step(list(zip(got, scalars, strict=True)))
+    for matrix, expected, numbers, payload in zip(got, want, scalars, payloads, strict=True):
+        adamw_step_reference(expected, numbers)
+        what = f"{weight}, payload {granularity}, {tuple(expected.weight.shape)}"
+        _same(matrix, expected, what)
+        row, col = quantize_layouts(expected.weight, spec, row=True, col=True)
+        assert row is not None
+        assert col is not None
+        pairs = [(payload.qdata.view(torch.uint8), row.qdata.view(torch.uint8))]
+        pairs.append((payload.new_scale, row.scale))
+        if payload.qdata_t is not None:
+            pairs.append((payload.qdata_t.view(torch.uint8), col.qdata.view(torch.uint8)))
+        if payload.scale_t is not None:
+            pairs.append((payload.scale_t, col.scale))
+        equal = all(torch.equal(mine.cpu(), reference) for mine, reference in pairs)
+        require(equal, f"{what}: not a cast of the new weight")
+
+
+def check_repeats(step: Step, device: str, rows: int = 3000, cols: int = 4096) -> None:
+    """Two runs of five steps give the same bits."""
+    start = optimizer_matrix(rows, cols, torch.bfloat16, 8, torch.bfloat16)
+    runs = []
+    for _ in range(2):
+        matrix = moved(start, device)
+        for number in range(1, 6):
+            step([(matrix, scalars_of(number, 0))])
+        runs.append(moved(matrix, "cpu"))
+    first, second = runs
+    _same(first, second, "from run to run")
+
+
+def check_update_rms(
+    update_rms: Callable[..., Any],
+    device: str,
+    grad: str,
+    coupled: float,
+    shapes: Sequence[tuple[int, int]] = SHAPES,
+) -> None:
+    """The size of an update by `torch_fp8.kernels.adamw.update_rms`, and the same each time."""
+    scalars = scalars_of(3, 0, weight_decay=coupled)
+    matrices = [
+        optimizer_matrix(*shape, *kind, GRADS[grad], seed=i)
+        for i, shape in enumerate(shapes)
+        for kind in WEIGHTS.values()
+    ]
+    pairs = [(moved(matrix, device), scalars) for matrix in matrices]
+    got, again = update_rms(pairs), update_rms(pairs)
+    want = torch.stack([update_rms_reference(matrix, scalars) for matrix in matrices])
+    close(got, want, 1e-5, f"update_rms, gradient {grad}")
+    require(torch.equal(got, again), f"update_rms, gradient {grad}: differs from run to run")
+
+
+def _same(got: Any, want: Any, what: str) -> None:
+    found = matrix_differences(got, want)
+    require(not found, f"{what}: {', '.join(found)}")

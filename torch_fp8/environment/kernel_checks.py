@@ -1,0 +1,214 @@
+"""Each Triton kernel against its reference, on a few of the cases that the GPU tests run in full.
+
+A check is called with a device alone; its kernels are those of the package unless others are given,
+as a test does that plants a fault. Each combination of formats, layouts and divisibility is a
+compilation, about a second: that is why there are few of them.
+"""
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+
+import torch_fp8.gradient_parts
+import torch_fp8.wire
+from torch_fp8.environment.kernel_cases import casts, messages, optimizer, producers
+from torch_fp8.environment.versions import distribution_version
+from torch_fp8.formats import MIN_CAPABILITY
+from torch_fp8.recipe import Granularity
+
+ODD, EVEN = (37, 131), (512, 272)
+TWO_SHAPES = (ODD, EVEN)
+TWO_FORMATS = ((torch.float8_e4m3fn, False), (torch.float8_e5m2, False))
+CAST_KINDS = ("row spread", "boundaries", "zeros", "nan")
+PRODUCER_SHAPES = ((144, 1024), ODD)
+PRODUCER_GRANULARITIES = ("tensorwise", "block_1x128")
+OPTIMIZER_SHAPES = ((1000, 1024), (5, 48), (36, 33), (0, 64), (1, 1))
+
+
+def missing() -> str:
+    """Why no kernel can run here, empty if they can."""
+    if not torch.cuda.is_available():
+        return "no card"
+    if torch.cuda.get_device_capability() < MIN_CAPABILITY:
+        return "this card is below sm_89: it runs the references"
+    if distribution_version("triton") is None:
+        return "Triton is not installed"
+    return ""
+
+
+def cast(device: str, granularity: str, kernel: casts.Cast | None = None) -> str:
+    """Both formats and layouts."""
+    for kind in CAST_KINDS:
+        casts.check_cast(
+            kernel or casts.kernel(), device, granularity, kind, TWO_SHAPES, TWO_FORMATS
+        )
+    return "both formats and layouts, bit for bit"
+
+
+def known_scale(device: str, kernel: casts.Cast | None = None) -> str:
+    """With a scale or an amax that is known."""
+    for kind in CAST_KINDS:
+        casts.check_known_scale(kernel or casts.kernel(), device, kind, TWO_SHAPES)
+    return "bit for bit"
+
+
+def strides(device: str, kernel: casts.Cast | None = None) -> str:
+    """Matrices that are no contiguous ones."""
+    for granularity in ("tensorwise", "block_1x128"):
+        casts.check_strides(kernel or casts.kernel(), device, granularity)
+    return "transposed, sliced and expanded, bit for bit"
+
+
+def delayed(device: str, kernel: casts.Cast | None = None) -> str:
+    """Casts that take their scale from a history and write it."""
+    for kind in ("row spread", "nan"):
+        casts.check_delayed(
+            kernel or casts.delayed_kernel(), device, kind, (*TWO_SHAPES, (1024, 2048)), ("max",)
+        )
+    return "payloads, scales and histories over four steps, bit for bit"
+
+
+def bias_gradient(device: str) -> str:
+    """Casts that add up rows on their way."""
+    granularities: tuple[Granularity, ...] = ("tensorwise", "rowwise", "block_1x128")
+    for granularity in granularities:
+        casts.check_sums(device, granularity)
+    return "sums in float32, the same each time"
+
+
+def norm(device: str, ops: Any = producers.OPS) -> str:
+    """RMSNorm with its casts."""
+    for shape in PRODUCER_SHAPES:
+        for kind in ("gaussian", "nan"):
+            producers.check_norm(
+                ops, device, shape, kind, (producers.BF16,), PRODUCER_GRANULARITIES, casts.BOTH
+            )
+    for granularity in PRODUCER_GRANULARITIES:
+        producers.check_norm_once(ops, device, (64, 512), granularity)
+    return "casts bit for bit"
+
+
+def norm_backward(device: str, ops: Any = producers.OPS) -> str:
+    """Its gradients, from what it saved in FP8 and in BF16."""
+    for shape in PRODUCER_SHAPES:
+        for saved in (False, True):
+            producers.check_norm_backward(ops, device, shape, saved)
+    return "within a neighbour, the same each time"
+
+
+def swiglu(device: str, ops: Any = producers.OPS) -> str:
+    """SwiGLU with its casts."""
+    for shape in PRODUCER_SHAPES:
+        for smooth, kind in ((False, "gaussian"), (True, "nan")):
+            producers.check_swiglu(
+                ops, device, shape, kind, smooth, PRODUCER_GRANULARITIES, casts.BOTH
+            )
+    return "within a neighbour, casts bit for bit"
+
+
+def swiglu_backward(device: str, ops: Any = producers.OPS) -> str:
+    """The gradients of gate and up with their casts."""
+    for shape in PRODUCER_SHAPES:
+        for smooth, saved in ((False, False), (True, True)):
+            producers.check_swiglu_backward(
+                ops, device, shape, smooth, saved, PRODUCER_GRANULARITIES, casts.BOTH
+            )
+    return "within a neighbour, casts bit for bit"
+
+
+def gate_up(device: str, ops: Any = producers.OPS) -> str:
+    """The same where gate and up are one layer's output."""
+    for shape in PRODUCER_SHAPES:
+        producers.check_gate_up(ops, device, shape, True, PRODUCER_GRANULARITIES, casts.BOTH)
+    return "as two, casts bit for bit"
+
+
+def delayed_producers(device: str, ops: Any = producers.OPS) -> str:
+    """Delayed casts of all of these."""
+    for shape in PRODUCER_SHAPES:
+        for filled in (True, False):
+            producers.check_delayed(ops, device, shape, "gaussian", filled, casts.BOTH, ("max",))
+    return "casts bit for bit"
+
+
+def step(device: str, weight: str, kernel: optimizer.Step | None = None) -> str:
+    """AdamW with one kind of weight and every kind of gradient."""
+    for grad in optimizer.GRADS:
+        optimizer.check_steps(
+            kernel or optimizer.kernel(), device, weight, grad, shapes=OPTIMIZER_SHAPES
+        )
+    return f"three steps, gradients {', '.join(optimizer.GRADS)}, bit for bit"
+
+
+def payload(device: str, kernel: optimizer.Step | None = None) -> str:
+    """AdamW that writes the FP8 payload of the weight."""
+    granularities: tuple[Literal["tensorwise", "block_128x128"], ...]
+    granularities = ("tensorwise", "block_128x128")
+    for granularity in granularities:
+        for wrong in (None, 0.5):
+            optimizer.check_payload(
+                kernel or optimizer.kernel(),
+                device,
+                "bf16 with 8 bits",
+                granularity,
+                transposed=True,
+                wrong=wrong,
+                shapes=((1024, 1024), (144, 160), (16, 32)),
+            )
+    return "payload and transpose, bit for bit"
+
+
+def update_size(device: str, kernel: Callable[..., Any] | None = None) -> str:
+    """The size of an update, for StableAdamW."""
+    if kernel is None:
+        from torch_fp8.kernels.adamw import update_rms as kernel
+    assert kernel is not None
+    for grad in optimizer.GRADS:
+        optimizer.check_update_rms(kernel, device, grad, 0.1, OPTIMIZER_SHAPES)
+    return "within 1e-5, the same each time"
+
+
+def gradient(device: str, parts: Any = torch_fp8.gradient_parts) -> str:
+    """8-bit gradients: encoding, adding, decoding."""
+    for shape in ((1000, 1024), (36, 33), (0, 64), (1, 1)):
+        for dtype in messages.DTYPES:
+            messages.check_gradient(parts, device, shape, dtype)
+    return "bit for bit"
+
+
+def message(device: str, wire: Any = torch_fp8.wire) -> str:
+    """Messages between ranks: packing, combining, summing, unpacking."""
+    for layout, numel in messages.LAYOUTS:
+        for keys in messages.KEYS.values():
+            messages.check_messages(wire, device, layout, numel, torch.bfloat16, 0, keys)
+    return "bit for bit"
+
+
+CHECKS: dict[str, dict[str, tuple[str, tuple[str, ...]]]] = {
+    "casts": {
+        **{f"quantize {g}": ("cast", (g,)) for g in casts.GRANULARITIES},
+        "quantize, scale known": ("known_scale", ()),
+        "quantize, any strides": ("strides", ()),
+        "quantize delayed": ("delayed", ()),
+        "bias gradient": ("bias_gradient", ()),
+    },
+    "norm": {
+        "rms_norm": ("norm", ()),
+        "rms_norm backward": ("norm_backward", ()),
+        "delayed rms_norm and swiglu": ("delayed_producers", ()),
+    },
+    "swiglu": {
+        "swiglu": ("swiglu", ()),
+        "swiglu backward": ("swiglu_backward", ()),
+        "gate_up backward": ("gate_up", ()),
+    },
+    "optimizer": {
+        **{f"adamw step, {weight}": ("step", (weight,)) for weight in optimizer.WEIGHTS},
+        "adamw step, payload": ("payload", ()),
+        "adamw update size": ("update_size", ()),
+        "gradient codec": ("gradient", ()),
+        "wire messages": ("message", ()),
+    },
+}
+"""Process -> name of a check -> function of this module, arguments behind the device."""
