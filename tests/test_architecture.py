@@ -208,6 +208,30 @@ def test_importing_the_engine_changes_nothing_of_torch():
     assert imported == []
 
 
+def test_the_command_imports_no_host_by_being_imported():
+    imported = _run(
+        """
+        import json, sys
+        import torch_fp8.cli
+        hosts = ("lightning", "pytorch_lightning", "lightning_fabric", "accelerate",
+                 "transformers", "trl", "peft", "transformer_engine", "torchao")
+        print(json.dumps([host for host in hosts if host in sys.modules]))
+        """
+    )
+    assert imported == []
+
+
+def test_one_place_of_the_engine_names_hosts_to_import():
+    hosts = MAY_IMPORT["lightning_fp8"] | MAY_IMPORT["accelerate_fp8"] | {"rich"}
+    hosts -= {"torch", "torch_fp8"}
+    for path in _sources("torch_fp8"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and "import_module" in ast.dump(node.func):
+                names = [a.value for a in node.args if isinstance(a, ast.Constant)]
+                if any(str(name).split(".")[0] in hosts for name in names):
+                    assert path.parent == ROOT / "torch_fp8" / "environment", path
+
+
 def test_torch_alone_imports_none_of_our_packages():
     imported = _run(
         """

@@ -11,7 +11,8 @@ import shlex
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch_fp8
@@ -19,7 +20,7 @@ from torch_fp8.environment import display
 from torch_fp8.environment.autoload import autoload
 from torch_fp8.environment.cards import cards
 from torch_fp8.environment.hosts import hosts
-from torch_fp8.environment.result import Result, exit_status
+from torch_fp8.environment.result import FAILED, Result, exit_status, last_line
 from torch_fp8.environment.runner import run_checks
 from torch_fp8.environment.self_test import SECTIONS, self_test
 from torch_fp8.environment.versions import versions
@@ -84,17 +85,24 @@ def _env(options: argparse.Namespace) -> int:
     report = _report_path(options)
     checks = self_test(options.only) if options.self_test else []
     rich = display.use_rich(sys.stderr)
-    results = [*versions(), *cards(), *autoload()]
+    results: list[Result] = []
     interrupted = False
     try:
-        with display.Progress(len(checks), rich=rich) as progress:
+        for describe in (versions, cards, autoload):
+            results += _guarded(describe)
+        with (
+            display.Progress(len(checks), rich=rich) as progress,
+            contextlib.closing(run_checks(checks, progress.begin)) as running,
+        ):
             progress.begin("importing the hosts")
-            results += hosts()
-            for result in run_checks(checks, progress.begin):
+            results += _guarded(hosts)
+            for result in running:
                 results.append(result)
                 progress.end(result)
     except KeyboardInterrupt:
         interrupted = True
+    order = {(check.section, check.name): i for i, check in enumerate(checks)}
+    results.sort(key=lambda result: order.get((result.section, result.name), -1))
     if interrupted:
         report = None
     elif report is not None:
@@ -105,6 +113,15 @@ def _env(options: argparse.Namespace) -> int:
         print("interrupted: the rest did not run, and no report was written", file=sys.stderr)
         return INTERRUPTED
     return exit_status(results)
+
+
+def _guarded(describe: Callable[[], list[Result]]) -> list[Result]:
+    """What a part of the machine is; a machine that cannot be described is what this is for."""
+    try:
+        return describe()
+    except Exception as error:
+        name = getattr(describe, "__name__", "machine")
+        return [Result(name, name, FAILED, last_line(error), log=traceback.format_exc())]
 
 
 def _print(results: Sequence[Result], options: argparse.Namespace, report: Path | None) -> None:

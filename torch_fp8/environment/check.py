@@ -5,6 +5,8 @@ from typing import Any
 
 EVERY_CARD = "every card"
 """The `Check.process` that sees all cards; the others see the first."""
+ALONE = "alone"
+"""The `Check.process` that runs when all others are done: it measures times."""
 
 
 @dataclass(frozen=True)

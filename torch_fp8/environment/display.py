@@ -16,7 +16,7 @@ from torch_fp8.environment.result import FAILED, INFO, NOT_RUN, OK, Result, exit
 
 _STYLES = {OK: "green", FAILED: "bold red", NOT_RUN: "yellow", INFO: ""}
 _MARKS = {OK: "ok", FAILED: "FAILED", NOT_RUN: "not run", INFO: ""}
-_NAME_WIDTH = 44
+_MOST_NAME_WIDTH = 48
 
 
 def use_rich(stream: TextIO) -> bool:
@@ -63,8 +63,9 @@ def plain_text(results: Sequence[Result], width: int = 100) -> str:
     parts = []
     for section, lines in _sections(results):
         parts.append(f"{section}\n")
+        name_width = min(_MOST_NAME_WIDTH, max(len(line.name) for line in lines))
         for line in lines:
-            head = f"  {line.name:<{_NAME_WIDTH}} {_MARKS[line.status]:<8}"
+            head = f"  {line.name:<{name_width}} {_MARKS[line.status]:<8}"
             body = " ".join(filter(None, [line.detail, _seconds(line)]))
             parts.append(
                 textwrap.fill(

@@ -6,7 +6,6 @@ import os
 import site
 import subprocess
 import sys
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -49,20 +48,19 @@ def child_environment() -> dict[str, str]:
     return {**os.environ, **({"PYTHONPATH": search} if search else {})}
 
 
-def hosts(tell: Callable[[str], None] = lambda name: None) -> list[Result]:
-    """All hosts; those that are installed and extended are imported, each in its own process.
-
-    Args:
-        tell: called with the name of each that is being looked at.
-    """
+def hosts() -> list[Result]:
+    """All hosts; those that are installed and extended are imported, each in its own process."""
     installed = [host for host in POINTS if is_installed(host)]
-
-    def look(host: str) -> list[Result]:
-        tell(host)
-        return _extended(host)
-
+    running: set[subprocess.Popen[str]] = set()
     with ThreadPoolExecutor(max(1, min(4, os.cpu_count() or 1))) as pool:
-        looked = dict(zip(installed, pool.map(look, installed), strict=True))
+        try:
+            found = pool.map(lambda host: _extended(host, running), installed)
+            looked = dict(zip(installed, found, strict=True))
+        except BaseException:  # interrupted: nobody waits for them
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in list(running):
+                process.kill()
+            raise
     results = []
     for host, names in _DISTRIBUTIONS.items():
         if host in looked:
@@ -73,9 +71,9 @@ def hosts(tell: Callable[[str], None] = lambda name: None) -> list[Result]:
     return results
 
 
-def _extended(host: str) -> list[Result]:
+def _extended(host: str, running: set[subprocess.Popen[str]]) -> list[Result]:
     version = distribution_version(*_DISTRIBUTIONS[host])
-    found = _look(host)
+    found = _look(host, running)
     if isinstance(found, str):
         return [Result(SECTION, host, FAILED, f"{version or 'version unknown'}, {found}")]
     version = found["version"] or version or "version unknown"
@@ -105,24 +103,29 @@ def _point(module: str, name: str, state: str, warnings: list[str]) -> Result:
     return Result(SECTION, full, FAILED, "; ".join([detail, *about]))
 
 
-def _look(host: str) -> dict[str, Any] | str:
+def _look(host: str, running: set[subprocess.Popen[str]]) -> dict[str, Any] | str:
     """What `host_points` prints, or in words why it printed nothing."""
-    command = [sys.executable, "-m", "torch_fp8.environment.host_points", *POINTS[host]]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "torch_fp8.environment.host_points", *POINTS[host]],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        env=child_environment(),
+    )
+    running.add(process)
     try:
-        done = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=_LIMIT_S,
-            env=child_environment(),
-            check=False,
-        )
+        printed, errors = process.communicate(timeout=_LIMIT_S)
     except subprocess.TimeoutExpired:
         return f"importing it took more than {_LIMIT_S} s"
+    finally:
+        process.kill()
+        process.communicate()
+        running.discard(process)
     try:
-        found: dict[str, Any] = json.loads(done.stdout)
+        found: dict[str, Any] = json.loads(printed)
     except ValueError:
-        last = one_line((done.stderr.strip() or "nothing was printed").splitlines()[-1])
-        return f"importing it ended the process with status {done.returncode}: {last}"
+        last = one_line((errors.strip() or "nothing was printed").splitlines()[-1])
+        return f"importing it ended the process with status {process.returncode}: {last}"
     return found

@@ -5,23 +5,27 @@ temporary folders are gone when the last check is done, and when this process is
 """
 
 import contextlib
+import itertools
 import json
 import os
+import queue
 import select
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from torch_fp8.environment.check import EVERY_CARD, Check
+from torch_fp8.environment.check import ALONE, EVERY_CARD, Check
 from torch_fp8.environment.hosts import child_environment
-from torch_fp8.environment.result import FAILED, NOT_RUN, Result
+from torch_fp8.environment.result import FAILED, NOT_RUN, Result, last_line
 from torch_fp8.environment.worker import READY
 
 _START_LIMIT_S = 180.0
@@ -34,31 +38,93 @@ _NOT_INHERITED = (
 
 
 def run_checks(
-    checks: Iterable[Check], begin: Callable[[str], None] = lambda name: None
-) -> Iterator[Result]:
-    """The result of each check, in their order.
+    checks: Sequence[Check], begin: Callable[[str], None] = lambda name: None
+) -> Generator[Result, None, None]:
+    """The result of each check, as they end; several processes work at a time.
 
     Args:
-        checks: those that have the same `Check.process` should follow each other.
-        begin: called with the name of each before it runs.
+        checks: those of `Check.process` `ALONE` run when all others are done.
+        begin: called with the name of each before it runs, from any thread.
     """
+    groups: dict[str, list[Check]] = {}
+    for check in checks:
+        groups.setdefault(check.process, []).append(check)
+    last = [groups.pop(ALONE)] if ALONE in groups else []
     with tempfile.TemporaryDirectory(prefix="torch-fp8-", ignore_cleanup_errors=True) as folder:
+        for phase in (list(groups.values()), last):
+            run = _Run(Path(folder), begin)
+            with ThreadPoolExecutor(_at_a_time()) as pool:
+                try:
+                    for group in phase:
+                        pool.submit(run.group, group)
+                    for _ in itertools.chain(*phase):
+                        yield run.results.get()
+                finally:
+                    run.stop()
+
+
+class _Run:
+    """Groups of checks in threads, which wait for their processes.
+
+    Attributes:
+        results: of the checks that have ended.
+    """
+
+    def __init__(self, folder: Path, begin: Callable[[str], None]) -> None:
+        self.results: queue.SimpleQueue[Result] = queue.SimpleQueue()
+        self._folder, self._begin = folder, begin
+        self._workers: set[_Worker] = set()
+        self._lock = threading.Lock()
+        self._is_over = False
+
+    def group(self, checks: Sequence[Check]) -> None:
+        """Run the checks of one process; another one follows a process that has ended."""
         worker: _Worker | None = None
         try:
             for check in checks:
-                begin(f"{check.section}: {check.name}")
+                if self._is_over:
+                    return
+                self._begin(f"{check.section}: {check.name}")
                 if check.not_run:
-                    yield Result(check.section, check.name, NOT_RUN, check.not_run)
+                    self.results.put(Result(check.section, check.name, NOT_RUN, check.not_run))
                     continue
-                if worker is not None and (worker.is_over or worker.name != check.process):
-                    worker.close()
-                    worker = None
-                if worker is None:
-                    worker = _Worker(check.process, Path(folder))
-                yield worker.run(check)
+                try:
+                    if worker is None or worker.is_over:
+                        self._close(worker)
+                        worker = self._started(check.process)
+                    result = worker.run(check)
+                except Exception as error:  # no memory for another process
+                    result = Result(check.section, check.name, FAILED, last_line(error))
+                self.results.put(result)
         finally:
-            if worker is not None:
-                worker.close(at_once=True)
+            self._close(worker)
+
+    def stop(self) -> None:
+        """End what runs still; the threads see that and return."""
+        with self._lock:
+            self._is_over = True
+            for worker in self._workers:
+                worker.kill()
+
+    def _started(self, process: str) -> "_Worker":
+        with self._lock:
+            if self._is_over:
+                raise InterruptedError("nothing more is started")
+            worker = _Worker(process, self._folder)
+            self._workers.add(worker)
+            return worker
+
+    def _close(self, worker: "_Worker | None") -> None:
+        if worker is not None:
+            worker.close()
+            with self._lock:
+                self._workers.discard(worker)
+
+
+def _at_a_time() -> int:
+    """How many processes work at a time: compiling kernels takes a core each."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return min(4, max(1, (cores or 1) // 2))
 
 
 class _Worker:
@@ -122,12 +188,16 @@ class _Worker:
         if not at_once:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(10)
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+        self.kill()
         self._process.wait()
         if self._answers >= 0:
             os.close(self._answers)
             self._answers = -1
+
+    def kill(self) -> None:
+        """Send SIGKILL to the process and all that it has started."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
 
     def _answer(self, limit_s: float) -> Any:
         """The next line of JSON; ConnectionError where the process has ended."""

@@ -2,8 +2,10 @@
 
 from collections.abc import Callable, Iterator, Sequence
 
+import torch
+
 from torch_fp8.environment import host_steps, kernel_checks
-from torch_fp8.environment.check import EVERY_CARD, Check
+from torch_fp8.environment.check import ALONE, EVERY_CARD, Check
 from torch_fp8.recipe import RECIPES
 
 _HERE = __name__.rpartition(".")[0]
@@ -30,11 +32,13 @@ def _kernels() -> Iterator[Check]:
 
 
 def _recipes() -> Iterator[Check]:
+    # Compiling for a card takes its time, and processes share it; for a CPU it takes none.
+    apart = torch.cuda.is_available()
     for recipe in RECIPES:
+        process = f"recipe {recipe}" if apart else "recipes"
         for name, function in (("eager", "check_gemms"), ("compiled", "check_compiled")):
-            yield Check(
-                "recipes", f"{recipe}, {name}", f"{_HERE}.recipes:{function}", (recipe,), "recipes"
-            )
+            path = f"{_HERE}.recipes:{function}"
+            yield Check("recipes", f"{recipe}, {name}", path, (recipe,), process)
 
 
 def _hosts() -> Iterator[Check]:
@@ -57,7 +61,14 @@ def _exchange() -> Iterator[Check]:
 
 def _speed() -> Iterator[Check]:
     for recipe in RECIPES:
-        yield Check("speed", recipe, f"{_HERE}.recipes:time_recipe", (recipe,), "recipes")
+        yield Check(
+            "speed",
+            recipe,
+            f"{_HERE}.recipes:time_recipe",
+            (recipe,),
+            ALONE,
+            not_run="" if torch.cuda.is_available() else "emulation: not timed",
+        )
 
 
 _PARTS: dict[str, Callable[[], Iterator[Check]]] = {

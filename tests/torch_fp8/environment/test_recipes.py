@@ -1,0 +1,127 @@
+"""The self-test's checks of recipes, of exchanges and of training steps: what is wrong is told."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from torch_fp8 import FP8Config
+from torch_fp8.environment import exchange, host_steps, recipes
+from torch_fp8.formats import E5M2
+from torch_fp8.linear import Float8Linear
+from torch_fp8.recipe import RECIPES, make_recipe
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_each_recipe_reaches_its_floors(recipe):
+    assert "emulated" in recipes.check_gemms(recipe)
+
+
+@pytest.mark.parametrize("operand", ["input", "grad_output"])
+def test_a_gemm_in_the_wrong_format_is_told(operand, monkeypatch):
+    """E5M2 where E4M3 is right."""
+
+    def configure(layer, name, config, recipe, emulate):
+        spec = dataclasses.replace(getattr(recipe, operand), format=E5M2)
+        a = dataclasses.replace
+        if operand == "input":
+            recipe = a(recipe, fprop=a(recipe.fprop, a=spec), wgrad=a(recipe.wgrad, b=spec))
+        else:
+            recipe = a(recipe, dgrad=a(recipe.dgrad, a=spec), wgrad=a(recipe.wgrad, a=spec))
+        original(layer, name, config, recipe, emulate)
+
+    original = Float8Linear.configure
+    monkeypatch.setattr(Float8Linear, "configure", configure)
+    gemm = "fprop" if operand == "input" else "dgrad"
+    with pytest.raises(RuntimeError, match=f"{gemm} is below its floor of 28.0 dB"):
+        recipes.check_gemms("rowwise")
+
+
+def test_a_wrong_scale_of_one_row_is_told(monkeypatch):
+    """The whole hides one row of 384; its own SQNR does not."""
+
+    class Wrong(torch.nn.Module):
+        def __init__(self, layer):
+            super().__init__()
+            self.layer = layer
+
+        def forward(self, x):
+            y = self.layer(x)
+            return torch.cat([y[:1] * 1.08, y[1:]])
+
+    original = recipes._measured
+    monkeypatch.setattr(
+        recipes, "_measured", lambda layer, run, recipe: original(layer, Wrong(layer), recipe)
+    )
+    with pytest.raises(RuntimeError, match=r"\(row 2\d"):
+        recipes.check_gemms("tensorwise")
+
+
+def test_a_compiled_layer_is_one_graph():
+    assert "2 graphs for 2 shapes, 0 breaks" in recipes.check_compiled("tensorwise")
+
+
+def test_a_break_in_a_compiled_layer_is_told(monkeypatch):
+    def forward(self, x):
+        torch._dynamo.graph_break("planted")
+        return original(self, x)
+
+    original = Float8Linear.forward
+    monkeypatch.setattr(Float8Linear, "forward", forward)
+    with pytest.raises(RuntimeError, match=r"[1-9] breaks: .*graph_break"):
+        recipes.check_compiled("tensorwise")
+
+
+def test_floors_follow_the_formats():
+    mixed = make_recipe("tensorwise")
+    assert [recipes.floor_db(gemm) for gemm in mixed.gemms] == [28.0, 24.0, 24.0]
+    assert [recipes.floor_db(gemm) for gemm in make_recipe("mxfp8").gemms] == [28.0] * 3
+
+
+def test_averages_that_are_wrong_are_told():
+    ours, theirs = torch.randn(2, 4096)
+    mean = (ours + theirs) / 2
+    assert "equal on all ranks" in exchange.verdict([mean, mean], [ours, theirs])
+    with pytest.raises(RuntimeError, match="below its floor"):
+        exchange.verdict([ours + theirs] * 2, [ours, theirs])
+    with pytest.raises(RuntimeError, match="different averages"):
+        exchange.verdict([mean, mean * 1.0001], [ours, theirs])
+
+
+@pytest.mark.slow
+def test_two_processes_exchange_gradients():
+    assert "over gloo" in exchange.check_exchange()
+
+
+@pytest.mark.parametrize("level", host_steps.LEVELS)
+def test_a_step_of_each_level_is_told_from_the_others(level, tmp_path):
+    """Through Accelerate, the lightest; a level that runs as another one is told."""
+    pytest.importorskip("accelerate")
+    assert "2 FP8 layers" in host_steps.step("Accelerate", level)
+    other = {"O1": "O2", "O2": "O3", "O3": "O1"}[level]
+    evidence = host_steps.Evidence()
+    loss = host_steps.STEPS["Accelerate"](host_steps._config(other), evidence, str(tmp_path))
+    with pytest.raises(RuntimeError, match=f"weights of level {level} are not of its kind"):
+        evidence.verdict(level, loss)
+
+
+def test_a_flag_that_is_silently_off_is_told():
+    evidence = host_steps.Evidence()
+    model = torch.nn.Linear(8, 8)
+    model(torch.randn(2, 8)).sum().backward()
+    evidence.look(model)
+    with pytest.raises(RuntimeError, match="silently off"):
+        evidence.verdict("O1", 1.0)
+
+
+@pytest.mark.parametrize(("loss", "message"), [(float("nan"), "loss is nan"), (1.0, "no weight")])
+def test_a_step_that_did_nothing_is_told(loss, message):
+    from torch_fp8 import convert_to_float8
+
+    evidence = host_steps.Evidence()
+    model = torch.nn.Linear(16, 16)
+    convert_to_float8(model, FP8Config(recipe="tensorwise"))
+    model(torch.randn(16, 16)).sum().backward()
+    evidence.look(model)
+    with pytest.raises(RuntimeError, match=message):
+        evidence.verdict("O1", loss)

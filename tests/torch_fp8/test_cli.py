@@ -1,0 +1,286 @@
+"""The command `torch-fp8`: what it prints, what it writes and what it returns."""
+
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import torch_fp8
+from torch_fp8 import _version, cli
+from torch_fp8.environment import cards, display, hosts
+from torch_fp8.environment.check import Check
+from torch_fp8.environment.result import Result
+
+ROOT = Path(__file__).resolve().parents[2]
+FINE = Check("planted", "fine", "platform:python_version")
+WRONG = Check("planted", "wrong", "torch_fp8.environment.recipes:check_gemms", ("no such recipe",))
+
+
+@pytest.fixture
+def plant(monkeypatch, tmp_path):
+    """``plant(checks)``: the self-test has these, and no host is looked at."""
+
+    def install(*checks):
+        monkeypatch.setattr(cli, "self_test", lambda only: list(checks))
+
+    monkeypatch.setattr(cli, "hosts", lambda: [Result("hosts", "accelerate", "ok", "1.15.0")])
+    monkeypatch.chdir(tmp_path)
+    return install
+
+
+def test_all_green_is_0_and_leaves_a_report(plant, tmp_path, capsys):
+    plant(FINE)
+    assert cli.main(["env", "--self-test"]) == 0
+    (report,) = tmp_path.iterdir()
+    printed = capsys.readouterr()
+    assert f"report: {report}" in printed.out
+    assert "[1/1] planted: fine ok" in printed.err
+    text = report.read_text()
+    assert torch.__version__ in text
+    assert re.search(r"fine +ok", text)
+
+
+def test_something_red_is_1_and_the_report_has_its_traceback(plant, tmp_path, capsys):
+    plant(WRONG, FINE)
+    assert cli.main(["env", "--self-test", "--report", "mine.txt"]) == 1
+    out = capsys.readouterr().out
+    assert re.search(r"wrong +FAILED", out)
+    assert re.search(r"fine +ok", out)
+    assert "1 failed" in out
+    assert "Traceback" not in out
+    text = (tmp_path / "mine.txt").read_text()
+    assert "Traceback" in text
+    assert "no such recipe" in text
+
+
+def test_json_is_all_that_is_printed(plant, capsys):
+    plant(WRONG)
+    assert cli.main(["env", "--self-test", "--json"]) == 1
+    made = json.loads(capsys.readouterr().out)
+    assert made["ok"] is False
+    assert Path(made["report"]).is_file()
+    by_name = {result["name"]: result for result in made["results"]}
+    assert by_name["wrong"]["status"] == "failed"
+    assert by_name["torch"]["detail"] == torch.__version__
+
+
+def test_without_the_self_test_nothing_is_written(plant, tmp_path, capsys):
+    plant(WRONG)
+    assert cli.main(["env"]) == 0
+    assert list(tmp_path.iterdir()) == []
+    assert "cards" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["env", "--only", "kernels"],
+        ["env", "--self-test", "--only", "luck"],
+        ["env", "--report", "no/such/folder/report.txt"],
+        ["fly"],
+        [],
+    ],
+    ids=" ".join,
+)
+def test_a_mistake_in_the_call_is_2(plant, arguments, capsys):
+    plant()
+    try:
+        status = cli.main(arguments)
+    except SystemExit as error:
+        status = error.code
+    assert status == 2
+    assert "usage: torch-fp8" in capsys.readouterr().err
+
+
+def test_a_machine_that_cannot_be_described_is_a_red_line(plant, monkeypatch, capsys):
+    def lost():
+        raise RuntimeError("the driver is another one than the library")
+
+    plant()
+    monkeypatch.setattr(cli, "cards", lost)
+    assert cli.main(["env"]) == 1
+    assert re.search(r"lost +FAILED +RuntimeError: the driver is another", capsys.readouterr().out)
+
+
+def test_an_interrupt_leaves_a_table_and_no_report(plant, monkeypatch, tmp_path, capsys):
+    def interrupted(checks, begin):
+        yield Result("planted", "first", "ok", "done")
+        raise KeyboardInterrupt
+
+    plant(FINE)
+    monkeypatch.setattr(cli, "run_checks", interrupted)
+    assert cli.main(["env", "--self-test"]) == 130
+    printed = capsys.readouterr()
+    assert re.search(r"first +ok +done", printed.out)
+    assert "no report was written" in printed.err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_report_is_whole_or_not_there(tmp_path, monkeypatch):
+    path = tmp_path / "report.txt"
+
+    def full(*names):
+        raise OSError("no space left")
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(OSError, match="no space"):
+        display.write_whole(path, "text")
+    assert list(tmp_path.iterdir()) == []
+
+
+class _Terminal(io.StringIO):
+    encoding = "ascii"
+
+    def isatty(self):
+        return True
+
+
+def test_a_terminal_gets_tables_of_rich_and_its_markup_is_no_markup():
+    pytest.importorskip("rich")
+    stream = _Terminal()
+    assert display.use_rich(stream)
+    detail = "pip install torch-fp8[lightning]"
+    display.show([Result("hosts", "[red]trl", "failed", detail)], stream, rich=True)
+    assert "[red]trl" in stream.getvalue()
+    assert "[lightning]" in stream.getvalue()
+    stream.getvalue().encode("ascii")
+
+
+def test_a_pipe_gets_plain_text():
+    stream = io.StringIO()
+    assert not display.use_rich(stream)
+    display.show([Result("hosts", "trl", "failed", "moved")], stream, rich=False)
+    assert "\x1b" not in stream.getvalue()
+    assert "0 ok, 1 failed, 0 not run (trl)" in stream.getvalue()
+
+
+@pytest.mark.parametrize(
+    "command", [["-m", "torch_fp8"], ["-c", "import _fp8_command as c; c.main()"]]
+)
+def test_both_entries_print_the_version(command):
+    done = subprocess.run(
+        [sys.executable, *command, "--version"],
+        capture_output=True,
+        text=True,
+        env=hosts.child_environment(),
+        check=True,
+    )
+    assert done.stdout == f"torch-fp8 {torch_fp8.__version__}\n"
+
+
+def test_a_terminal_without_utf_8_and_a_pipe_that_closes():
+    """The path has a letter that ASCII lacks; whoever reads takes one line and goes."""
+    script = (
+        "import sys; from torch_fp8 import cli; from torch_fp8.environment.result import Result;"
+        "cli.hosts = lambda: [Result('hosts', 'caf\\u00e9', 'ok')] * 5000;"
+        "sys.exit(cli.main(['env']))"
+    )
+    environment = {**hosts.child_environment(), "PYTHONIOENCODING": "ascii"}
+    command = f'"{sys.executable}" -c "$SCRIPT" | tee out.txt | head -1; echo ${{PIPESTATUS[0]}}'
+    done = subprocess.run(
+        ["bash", "-c", command.replace("tee out.txt | ", "")],
+        capture_output=True,
+        text=True,
+        env={**environment, "SCRIPT": script},
+        check=True,
+    )
+    assert done.stdout.splitlines() == ["versions", "0"]
+    assert "Traceback" not in done.stderr
+
+
+def test_the_version_without_metadata_is_that_of_the_source_tree(monkeypatch):
+    def none(name):
+        raise _version.metadata.PackageNotFoundError(name)
+
+    assert torch_fp8.__version__ == _version.installed_version()
+    monkeypatch.setattr(_version.metadata, "version", none)
+    assert f'version = "{_version.installed_version()}"' in (ROOT / "pyproject.toml").read_text()
+
+
+@pytest.mark.parametrize(
+    ("version", "old"),
+    [("2.10.1", True), ("2.9.0+cu128", True), ("1.13.1", True), ("2.11.0", False), ("3.0", False)],
+)
+def test_an_old_torch_is_refused_in_one_line(version, old):
+    if not old:
+        return _version.check_torch(version)
+    with pytest.raises(ImportError, match=rf"needs torch 2\.11 or later.*torch {version[:4]}"):
+        _version.check_torch(version)
+    return None
+
+
+def test_a_command_that_cannot_start_says_why(tmp_path):
+    """torch that is broken, as without its CUDA libraries."""
+    (tmp_path / "torch.py").write_text("raise OSError('libcudart.so.13: cannot open')\n")
+    done = subprocess.run(
+        [sys.executable, "-c", "import sys, _fp8_command; sys.exit(_fp8_command.main())", "env"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])},
+        check=False,
+    )
+    assert done.returncode == 1
+    assert done.stderr == "torch-fp8 cannot start: OSError: libcudart.so.13: cannot open\n"
+
+
+@pytest.fixture
+def shown(monkeypatch):
+    """``shown((major, minor), ...)``: what is told of cards of these capabilities."""
+
+    def show(*capabilities, cuda="13.0"):
+        def properties(device):
+            index = torch.device(device).index
+            major, minor = capabilities[index]
+            return type(
+                "Properties",
+                (),
+                {"name": f"Card {major}{minor}", "major": major, "minor": minor,
+                 "total_memory": 80 * 2**30},
+            )  # fmt: skip
+
+        def capability(device):
+            return capabilities[torch.device(device).index]
+
+        def name(device):
+            index = device if isinstance(device, int) else torch.device(device).index
+            return "Card {}{}".format(*capabilities[index])
+
+        monkeypatch.setattr(torch.version, "cuda", cuda)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(capabilities))
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: len(capabilities))
+        monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", capability)
+        monkeypatch.setattr(torch.cuda, "get_device_name", name)
+        return {result.name: result for result in cards.cards()}
+
+    return show
+
+
+def test_what_a_hopper_card_runs_and_why_not(shown):
+    found = shown((9, 0))
+    assert found["cuda:0"].detail == "Card 90, sm_90, 80.0 GiB"
+    assert found["cuda:0 blockwise"].status == "ok"
+    assert "cannot run block_1x32 GEMMs" in found["cuda:0 mxfp8"].detail
+    assert "need CUDA 12.9" in shown((9, 0), cuda="12.6")["cuda:0 blockwise"].detail
+
+
+def test_two_kinds_of_cards_one_of_them_too_old(shown):
+    found = shown((9, 0), (8, 0))
+    assert "CUDA_VISIBLE_DEVICES" in found["different kinds"].detail
+    results = [r for r in cards.cards() if r.name == "cuda:1"]
+    assert "no FP8 tensor cores" in results[1].detail
+    assert "emulate=True" in results[1].detail
+
+
+def test_why_there_is_no_card(shown, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert "hides all of them" in shown()["none"].detail
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert "torch finds none" in shown()["none"].detail
+    assert "built for the CPU" in shown(cuda=None)["none"].detail
