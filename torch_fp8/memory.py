@@ -59,7 +59,8 @@ class MemoryReport:
             for name in _CATEGORIES
             if getattr(self, name)
         ]
-        return f"{self.bytes_per_param:.2f} bytes per parameter ({', '.join(parts)})"
+        per_parameter = f"{self.bytes_per_param:.2f} bytes per parameter ({', '.join(parts)})"
+        return f"{per_parameter}, {size_text(self.total)}"
 
 
 def memory_report(
@@ -114,11 +115,20 @@ def expected_bytes_per_param(model: nn.Module, optimizers: Iterable[Optimizer] =
         kept = cached.get(parameter, 0) * parameter.numel()
         after = dataclasses.replace(after, caches=after.caches + kept)
     text = str(after)
-    change = (
-        ", before and after (" if after == before else f", {before.bytes_per_param:.2f} before ("
-    )
+    same = after == before
+    change = ", before and after (" if same else f", {before.bytes_per_param:.2f} before ("
     text = text.replace(" (", change, 1)
+    if not same:
+        text += f", {size_text(before.total)} before"
+    if not owner:
+        return f"{text}; without the states of optimizers, which are not known here"
     return f"{text}; not counted: the states of {', '.join(unknown)}" if unknown else text
+
+
+def size_text(num_bytes: int) -> str:
+    """In GiB, or in MiB where that is little."""
+    gib = num_bytes / 2**30
+    return f"{gib:.2f} GiB" if gib >= 0.1 else f"{num_bytes / 2**20:.1f} MiB"
 
 
 _NOTHING = MemoryReport(0, 0, 0, 0, 0, 0)

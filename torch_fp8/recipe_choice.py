@@ -63,9 +63,14 @@ class RecipeChoice:
     left: Mapping[str, str] = field(default_factory=dict)
     not_measured: str | None = None
 
+    @property
+    def label(self) -> str:
+        """Of its line in a summary."""
+        return "measured" if self.not_measured is None else "auto"
+
     def __str__(self) -> str:
         if self.not_measured is not None:
-            return f"nothing: {self.not_measured}"
+            return f"takes {self.recipe} here without measuring: {self.not_measured}"
         rest = [f"{n} {ratio:.2f}" for n, ratio in self.speedups.items() if n != self.recipe]
         others = f" ({', '.join(rest)})" if rest else ""
         return (

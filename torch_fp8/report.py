@@ -15,10 +15,18 @@ from torch_fp8.memory import expected_bytes_per_param
 from torch_fp8.optimizer_conversion import OptimizerReport
 from torch_fp8.recipe import Recipe
 from torch_fp8.recipe_choice import RecipeChoice
-from torch_fp8.selection import expert_weights, is_linear
+from torch_fp8.selection import ADAPTER, expert_weights, is_linear
 from torch_fp8.transformer_engine import version
 
 _NAMES_PER_REASON = 3
+_FASTER = 2.0
+"""How many times as fast as in BF16 an FP8 GEMM runs at best."""
+
+
+_HOW_TO_CONVERT = (
+    "its states and float32 weights stay as they are: torch_fp8.convert_optimizer(optimizer, "
+    "config, model=model) does it"
+)
 
 
 class SkippedModule(NamedTuple):
@@ -29,10 +37,17 @@ class SkippedModule(NamedTuple):
 
 
 class MatmulFlops(NamedTuple):
-    """Multiply-adds per token of all GEMMs with a weight, both directions, and those in FP8."""
+    """Multiply-adds per token of all GEMMs with a weight, both directions.
+
+    Attributes:
+        total: of all.
+        fp8: of those in FP8.
+        experts: of fused experts, which are not.
+    """
 
     total: float
     fp8: float
+    experts: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -68,11 +83,21 @@ class ConversionReport:
         """Share of the FLOPs of all GEMMs with a weight, forward and backward, that run in FP8."""
         return self.flops.fp8 / self.flops.total
 
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """Qualified names of LoRA adapters, which stay in high precision."""
+        return tuple(name for name, reason in self.skipped if reason == ADAPTER)
+
+    @property
+    def num_layers(self) -> int:
+        """Of linear layers without adapters, and of fused expert weights."""
+        return len(self.converted) + len(self.skipped) - len(self.adapters)
+
     def summary(
         self,
         model: nn.Module | None = None,
         optimizers: Iterable[torch.optim.Optimizer] = (),
-        optimizer_reports: Iterable[OptimizerReport] = (),
+        optimizer_reports: Iterable[OptimizerReport] | None = None,
         communication: object | None = None,
     ) -> str:
         """The start-up summary, several lines.
@@ -80,29 +105,32 @@ class ConversionReport:
         Args:
             model: for the bytes per parameter.
             optimizers: those that train it, as far as they are known.
-            optimizer_reports: what `torch_fp8.convert_optimizer` said of them.
+            optimizer_reports: what `torch_fp8.convert_optimizer` said of them. None where nobody
+                has called it yet, which the summary says at level O2 and O3.
             communication: what travels between ranks in FP8, as whoever connected it says; None in
                 a single process.
         """
-        total = len(self.converted) + len(self.skipped)
         chosen = "auto -> " if self.config.recipe == "auto" else ""
         backend = backend_name(self.device, self.emulated)
         if self.config.backend == "transformer-engine":
             backend = backend.replace("torch scaled_mm", f"Transformer Engine {version()}")
         lines = [
-            f"FP8: {len(self.converted)} of {total} linear layers, "
+            f"FP8: {len(self.converted)} of {self.num_layers} linear layers, "
             f"{100 * self.flops_share:.1f} % of the matmul FLOPs, level {self.config.opt_level}",
             f"  recipe    {chosen}{self.recipe}",
-            *([f"  measured  {self.choice}"] if self.choice is not None else []),
+            *([f"  {self.choice.label:<9} {self.choice}"] if self.choice is not None else []),
             f"  GEMMs     {backend}",
             *self._producer_lines(),
+            *self._high_precision_lines(),
             *(f"  skipped   {line}" for line in self._skipped_by_reason()),
         ]
         if self.unused_skip:
             patterns = ", ".join(map(repr, self.unused_skip))
             lines.append(f"  warning   skip pattern(s) {patterns} match no module")
         if self.config.opt_level != "O1":
-            lines += [f"  optimizer {report}" for report in optimizer_reports]
+            if optimizer_reports is None:
+                lines.append(f"  optimizer not converted, {_HOW_TO_CONVERT}")
+            lines += [f"  optimizer {report}" for report in optimizer_reports or ()]
         if communication is not None:
             lines.append(f"  ranks     {communication}")
         if model is not None:
@@ -118,10 +146,26 @@ class ConversionReport:
             f"{kept} what backward needs"
         ]
 
+    def _high_precision_lines(self) -> list[str]:
+        """What is a kind of its own: adapters, and fused experts with what they mean for speed."""
+        lines = []
+        if self.adapters:
+            lines.append(f"  adapters  {len(self.adapters)} of LoRA, which stay in high precision")
+        if self.flops.experts:
+            of_all = 100 * self.flops.experts / self.flops.total
+            faster = 1 / (1 - self.flops_share * (1 - 1 / _FASTER))
+            lines.append(
+                f"  experts   {of_all:.1f} % of the matmul FLOPs are those of fused experts, which "
+                "need grouped GEMMs and stay in high precision: where FP8 doubles a GEMM's speed, "
+                f"all of them together are {faster:.2f} times as fast"
+            )
+        return lines
+
     def _skipped_by_reason(self) -> list[str]:
         names = defaultdict(list)
         for name, reason in self.skipped:
-            names[reason].append(name)
+            if reason != ADAPTER:
+                names[reason].append(name)
         lines = []
         for reason, members in names.items():
             shown = ", ".join(members[:_NAMES_PER_REASON])
@@ -139,12 +183,12 @@ def matmul_flops(model: nn.Module, recipe: Recipe) -> MatmulFlops:
     many (``top_k`` or ``num_experts_per_tok``), else for all. Attention's products have no weight
     and are not counted.
     """
-    total = fp8 = 0.0
+    total = fp8 = experts = 0.0
     for name, module in model.named_modules():
         if not is_linear(module):
             for parameter in _experts(name, module):
                 gemms = 2 + parameter.requires_grad
-                total += gemms * parameter.numel() * _active_share(model, module, parameter)
+                experts += gemms * parameter.numel() * _active_share(model, module, parameter)
             continue
         weight = module.weight
         assert isinstance(weight, torch.Tensor)
@@ -152,7 +196,7 @@ def matmul_flops(model: nn.Module, recipe: Recipe) -> MatmulFlops:
         if isinstance(module, Float8Layer):
             fp8_wgrad = weight.requires_grad and recipe.wgrad is not None
             fp8 += (2 + fp8_wgrad) * weight.numel()
-    return MatmulFlops(total, fp8)
+    return MatmulFlops(total + experts, fp8, experts)
 
 
 def _experts(name: str, module: nn.Module) -> list[torch.Tensor]:

@@ -18,6 +18,8 @@ from torch_fp8.weight_cache import WatchedParameter
 
 _LORA = re.compile(r"(^|\.)lora_[A-Za-z_]+(\.|$)")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+ADAPTER = "LoRA adapter"
+"""Why an adapter stays in high precision: it is small, and the user's."""
 _WEIGHTS = (nn.Parameter, torch.Tensor, WatchedParameter)
 
 
@@ -83,7 +85,7 @@ def skip_reason(
     if module in kept_high:
         return kept_high[module]
     if _LORA.search(name):
-        return "LoRA adapter"
+        return ADAPTER
     reason = None if isinstance(module, Float8Layer) else _class_reason(module)
     if reason is not None:
         return reason

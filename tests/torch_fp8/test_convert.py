@@ -297,9 +297,39 @@ def test_summary_groups_what_was_skipped():
     model = Model()
     model.adapters = nn.ModuleList(_Adapter() for _ in range(4))
     text = convert_to_float8(model).summary(model, [torch.optim.AdamW(model.parameters())])
-    assert "FP8: 8 of 17 linear layers" in text
-    assert "and 5 more: LoRA adapter" in text
-    assert "16.00 bytes per parameter" in text
+    assert "FP8: 8 of 9 linear layers" in text  # those of the adapters are no layers left out
+    assert "  adapters  8 of LoRA, which stay in high precision" in text
+    assert "LoRA adapter" not in text
+    assert "16.00 bytes per parameter, before and after" in text
+    assert " MiB" in text
+
+
+def test_summary_says_what_fused_experts_mean():
+    model = nn.ModuleList([nn.Linear(32, 64, bias=False), _Experts()])
+    report = convert_to_float8(model)
+    # One layer of 2,048 weights; of 8 experts with as many, 2 a token.
+    assert report.flops_share == pytest.approx(1 / 3)
+    text = report.summary()
+    assert "  experts   66.7 % of the matmul FLOPs are those of fused experts" in text
+    assert "all of them together are 1.20 times as fast" in text
+    assert "experts" not in convert_to_float8(Model()).summary()
+
+
+def test_summary_says_that_the_optimizer_is_not_converted_and_how():
+    model = nn.Sequential(nn.Linear(64, 128), nn.Linear(128, 64))
+    optimizer = torch.optim.AdamW(model.parameters())
+    report = convert_to_float8(model)
+    text = report.summary(model)
+    assert "  optimizer not converted" in text
+    assert "torch_fp8.convert_optimizer(optimizer, config, model=model)" in text
+    assert "without the states of optimizers, which are not known here" in text
+    states = torch_fp8.convert_optimizer(optimizer, model=model)
+    text = report.summary(model, [optimizer], [states])
+    assert "not converted" not in text
+    assert "without the states" not in text
+    assert text.endswith(" MiB, 0.3 MiB before")
+    report = convert_to_float8(model, FP8Config(opt_level="O1"))
+    assert "not converted" not in report.summary(model)
 
 
 def test_checkpoints_are_plain_and_open_both_ways(tmp_path):
