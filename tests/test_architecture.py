@@ -38,7 +38,7 @@ ROOMS = [
         "recomputation_plan",
     },
     {"adamw", "operator_trace", "linear_form"},
-    {"config", "scaling", "kernels", "selective_checkpoint"},
+    {"config", "scaling", "kernels", "selective_checkpoint", "conversion_arguments"},
     {"quantize", "optimizer_state", "wire", "agreement", "transformer_engine"},
     {"producer_cast"},
     {"rms_norm", "swiglu", "swiglu_backward", "delayed_scaling"},

@@ -17,6 +17,9 @@ _BOOLS = ("eval_fp8", "emulate", "gradient_release", "update_clipping")
 _OPTIMIZER_ONLY = ("residual_bits", "gradient_release", "cache_weights", "update_clipping", "seed")
 _TORCH_ONLY = ("wgrad", "fast_accum", "cache_weights", "emulate")
 _AUTO_ONLY = ("tokens",)
+_MOST_MARGIN = 8
+_MOST_BYTES = 2**20
+"""Of a configuration file: whatever is larger is another file."""
 _DELAYED_ONLY = ("amax_history_len", "amax_compute_algo", "margin")
 
 
@@ -24,6 +27,71 @@ _DELAYED_ONLY = ("amax_history_len", "amax_compute_algo", "margin")
 class FP8Config:
     """What runs in FP8, and how.
 
+    Attributes:
+        recipe (str): ``auto``, ``tensorwise``, ``delayed``, ``rowwise``, ``blockwise`` or
+            ``mxfp8``. ``auto``: of tensorwise, rowwise and blockwise, which keep parity with BF16,
+            the one that is measured to be the fastest on this card and this model's layers; layers
+            that are no faster in FP8 stay in BF16. Where FP8 is emulated nothing is measured, and
+            it is tensorwise. The start-up summary says what it chose. A named recipe runs as named
+            or raises. Default: ``"auto"``.
+        wgrad (str): ``fp8`` or ``bf16``: the precision of the weight-gradient GEMM (``bf16``:
+            SwitchBack). Default: ``"fp8"``.
+        grad_format (str | None): ``e5m2`` or ``e4m3`` for gradients. None: by recipe (E5M2 for
+            tensorwise and delayed, whose one scale needs the range; E4M3 for finer scales).
+            Default: ``None``.
+        fast_accum (tuple[str, ...]): the GEMMs, of ``fprop``, ``dgrad`` and ``wgrad``, that use the
+            tensor core's fast accumulation. The default is the forward one, as Transformer Engine
+            and torchao do. Block-scaled GEMMs (``blockwise``, ``mxfp8``) are promoted to float32
+            after every block and have no such choice. Default: ``("fprop",)``.
+        amax_history_len (int): for recipe ``delayed``: the number of past amaxes that the scale
+            looks at, at least 1. Default: ``1024``.
+        amax_compute_algo (str): for recipe ``delayed``: ``max`` of the history, or its
+            ``most_recent`` entry. Default: ``"max"``.
+        margin (int): for recipe ``delayed``: headroom in powers of two, 0 to 8; the scale is
+            multiplied by 2^margin. Default: ``0``.
+        tokens (int): for recipe ``auto``: the tokens that it measures with, at least 1; those of a
+            rank's micro-batch are best. Default: ``8192``.
+        opt_level (str): ``O1``: FP8 GEMMs; weights, gradients and optimizer states as the user has
+            them. ``O2``: Adam and AdamW keep 8-bit moments, and float32 weights become BF16 with a
+            residual in the optimizer, 7.1 bytes per parameter in all. ``O3``: the gradients of FP8
+            layers take 8 bits, too, 6.1 bytes. Default: ``"O2"``.
+        residual_bits (int): bits of a weight below BF16 that the optimizer keeps: 8, 4 or 0. 8 has
+            no visible loss against float32 at learning rates of 1e-6; fewer lose updates where the
+            learning rate is small, of which a warning tells. Default: ``8``.
+        gradient_release (bool): run the optimizer in backward and free each gradient at once: 2
+            bytes per parameter fewer at O2, 1 at O3. Not with clipping by global norm, accumulation
+            over micro-batches, manual optimization or DDP: refused there. Default: ``False``.
+        cache_weights (bool | str): keep the FP8 payload of a weight from one optimizer step, which
+            writes it, to the next, instead of casting it in every forward: one byte per parameter
+            more. ``"both"``: its transpose, too, which backward takes: two bytes. Any write to the
+            weight in between is seen. Scales of weights are powers of two then. Not with recipe
+            ``delayed``; within torch.compile weights are cast as without it. Default: ``False``.
+        update_clipping (bool): StableAdamW's: divide a parameter's learning rate by the RMS of
+            ``g / sqrt(v)`` where that is above 1 (arXiv 2304.13013). Default: ``False``.
+        seed (int): of stochastic rounding in the optimizer. Equal on all ranks; kept in
+            checkpoints. Default: ``0``.
+        communication (str): how gradients, and the weights that FSDP2 gathers, travel between
+            ranks. ``fp8``: 8-bit values in groups of 32 with power-of-two scales, 1.03 bytes each,
+            summed in float32; a DDP communication hook of your own wins. ``fp8-lm``: gradients
+            under DDP by FP8-LM's rule, one scale per tensor that all ranks share and an FP8 sum
+            (arXiv 2310.18313); at O1 and O2, to compare. ``off``: torch's own collectives, in the
+            tensors' dtype. Default: ``"fp8"``.
+        save_activations (str): ``fp8`` or ``bf16``: what norms and gated MLPs keep for backward,
+            E4M3 with a scale for each 128 elements or their inputs as they are. Linear layers keep
+            the FP8 payload that their GEMM takes, except for ``wgrad="bf16"``. Default: ``"fp8"``.
+        eval_fp8 (bool): whether a module in evaluation mode runs its forward GEMM in FP8 too.
+            Default: ``True``.
+        skip (tuple[str, ...]): patterns on the qualified name of modules that stay in high
+            precision. A pattern matches whole components, anywhere in the name, and everything
+            below: ``layers.2`` matches ``model.layers.2.mlp.up_proj`` and not ``model.layers.20``.
+            ``*`` matches within a component, ``**`` across components. A value replaces the
+            default: name ``lm_head`` again to keep it. Default: ``("lm_head",)``.
+        emulate (bool): run GEMMs that the hardware cannot run natively through the reference path.
+            The CPU always emulates. Default: ``False``.
+        backend (str): who runs the GEMMs of linear layers: ``torch``, with casts of this package,
+            or ``transformer-engine``, NVIDIA's package of that name with casts and recipes of its
+            own. Norms and gated MLPs stay as they are then. Linear layers only, on CUDA, on one
+            device or under DDP. Default: ``"torch"``.
     Raises:
         ValueError: an unknown value (the message names the valid ones), or options that
             contradict each other.
@@ -31,96 +99,25 @@ class FP8Config:
     """
 
     recipe: str = "auto"
-    """``auto``, ``tensorwise``, ``delayed``, ``rowwise``, ``blockwise`` or ``mxfp8``. ``auto``: of
-    tensorwise, rowwise and blockwise, which keep parity with BF16, the one that is measured to be
-    the fastest on this card and this model's layers; layers that are no faster in FP8 stay in BF16.
-    Where FP8 is emulated nothing is measured, and it is tensorwise. The start-up summary says what
-    it chose. A named recipe runs as named or raises."""
-
     wgrad: str = "fp8"
-    """``fp8`` or ``bf16``: the precision of the weight-gradient GEMM (``bf16``: SwitchBack)."""
-
     grad_format: str | None = None
-    """``e5m2`` or ``e4m3`` for gradients. None: by recipe (E5M2 for tensorwise and delayed, whose
-    one scale needs the range; E4M3 for finer scales)."""
-
     fast_accum: tuple[str, ...] = ("fprop",)
-    """The GEMMs, of ``fprop``, ``dgrad`` and ``wgrad``, that use the tensor core's fast
-    accumulation. Default: the forward one, as Transformer Engine and torchao do. Block-scaled GEMMs
-    (``blockwise``, ``mxfp8``) are promoted to float32 after every block and have no such choice."""
-
     amax_history_len: int = 1024
-    """Recipe ``delayed``: the number of past amaxes that the scale looks at."""
-
     amax_compute_algo: str = "max"
-    """Recipe ``delayed``: ``max`` of the history, or its ``most_recent`` entry."""
-
     margin: int = 0
-    """Recipe ``delayed``: headroom in powers of two; the scale is multiplied by 2^margin."""
-
     tokens: int = 8192
-    """Recipe ``auto``: the tokens that it measures with; those of a rank's micro-batch are best."""
-
     opt_level: str = "O2"
-    """``O1``: FP8 GEMMs; weights, gradients and optimizer states as the user has them. ``O2``: Adam
-    and AdamW keep 8-bit moments, and float32 weights become BF16 with a residual in the optimizer,
-    7.1 bytes per parameter in all. ``O3``: the gradients of FP8 layers take 8 bits, too, 6.1
-    bytes."""
-
     residual_bits: int = 8
-    """Bits of a weight below BF16 that the optimizer keeps: 8, 4 or 0. 8 has no visible loss
-    against float32 at learning rates of 1e-6; fewer lose updates where the learning rate is small,
-    of which a warning tells."""
-
     gradient_release: bool = False
-    """Run the optimizer in backward and free each gradient at once: 2 bytes per parameter fewer at
-    O2, 1 at O3. Not with clipping by global norm, accumulation over micro-batches, manual
-    optimization or DDP: refused there."""
-
     cache_weights: bool | str = False
-    """Keep the FP8 payload of a weight from one optimizer step, which writes it, to the next,
-    instead of casting it in every forward: one byte per parameter more. ``"both"``: its transpose,
-    too, which backward takes: two bytes. Any write to the weight in between is seen. Scales of
-    weights are powers of two then. Not with recipe ``delayed``; within torch.compile weights are
-    cast as without it."""
-
     update_clipping: bool = False
-    """StableAdamW's: divide a parameter's learning rate by the RMS of ``g / sqrt(v)`` where that is
-    above 1 (arXiv 2304.13013)."""
-
     seed: int = 0
-    """Of stochastic rounding in the optimizer. Equal on all ranks; kept in checkpoints."""
-
     communication: str = "fp8"
-    """How gradients, and the weights that FSDP2 gathers, travel between ranks. ``fp8``: 8-bit
-    values in groups of 32 with power-of-two scales, 1.03 bytes each, summed in float32; a DDP
-    communication hook of your own wins. ``fp8-lm``: gradients under DDP by FP8-LM's rule, one scale
-    per tensor that all ranks share and an FP8 sum (arXiv 2310.18313); at O1 and O2, to compare.
-    ``off``: torch's own collectives, in the tensors' dtype."""
-
     save_activations: str = "fp8"
-    """``fp8`` or ``bf16``: what norms and gated MLPs keep for backward, E4M3 with a scale for each
-    128 elements or their inputs as they are. Linear layers keep the FP8 payload that their GEMM
-    takes, except for ``wgrad="bf16"``."""
-
     eval_fp8: bool = True
-    """Whether a module in evaluation mode runs its forward GEMM in FP8 too."""
-
     skip: tuple[str, ...] = ("lm_head",)
-    """Patterns on the qualified name of modules that stay in high precision. A pattern matches
-    whole components, anywhere in the name, and everything below: ``layers.2`` matches
-    ``model.layers.2.mlp.up_proj`` and not ``model.layers.20``. ``*`` matches within a component,
-    ``**`` across components. A value replaces the default: name ``lm_head`` again to keep it."""
-
     emulate: bool = False
-    """Run GEMMs that the hardware cannot run natively through the reference path. The CPU always
-    emulates."""
-
     backend: str = "torch"
-    """Who runs the GEMMs of linear layers: ``torch``, with casts of this package, or
-    ``transformer-engine``, NVIDIA's package of that name with casts and recipes of its own. Norms
-    and gated MLPs stay as they are then. Linear layers only, on CUDA, on one device or under
-    DDP."""
 
     def __post_init__(self) -> None:
         for name in ("skip", "fast_accum"):
@@ -138,13 +135,13 @@ class FP8Config:
             raise TypeError(
                 f"FP8Config.cache_weights must be a bool or 'both', got {self.cache_weights!r}"
             )
-        for name, least in (
-            ("tokens", 1),
-            ("amax_history_len", 1),
-            ("margin", None),
-            ("seed", None),
-        ):
+        for name, least in (("tokens", 1), ("amax_history_len", 1), ("margin", 0), ("seed", None)):
             _check_int(name, getattr(self, name), least)
+        if self.margin > _MOST_MARGIN:
+            raise ValueError(
+                f"FP8Config.margin must be from 0 to {_MOST_MARGIN}, got {self.margin}: E4M3 has "
+                "17 powers of two, and the margin takes as many of them"
+            )
         _check_choice("opt_level", self.opt_level, ("O1", "O2", "O3"))
         _check_choice("backend", self.backend, ("torch", "transformer-engine"))
         _check_choice("save_activations", self.save_activations, ("fp8", "bf16"))
@@ -233,6 +230,30 @@ class FP8Config:
             raise type(error)(f"{ENV_VAR}: {error}") from error
 
 
+def config_or_default(config: object) -> FP8Config:
+    """What a public function was given as its configuration; None: the environment's, or defaults.
+
+    Args:
+        config: an `FP8Config`, the name of a recipe, or None.
+    Raises:
+        TypeError: anything else; the message says what to write instead.
+        ValueError: ``TORCH_FP8_CONFIG`` holds no valid configuration.
+    """
+    if isinstance(config, FP8Config):
+        return config
+    if config is None:
+        return FP8Config.from_env() or FP8Config()
+    recipes = ("auto", *RECIPES)
+    if isinstance(config, str) and config in recipes:
+        return FP8Config(recipe=config)
+    how = f"FP8Config(...), or the name of a recipe ({', '.join(recipes)})"
+    if isinstance(config, Mapping):
+        how = "FP8Config(**options)"
+    elif isinstance(config, os.PathLike) or (isinstance(config, str) and set(config) & set("{/.")):
+        how = "FP8Config.from_json(text_or_path)"
+    raise TypeError(f"config is {config!r}, a {type(config).__name__}; pass {how}")
+
+
 _DEFAULTS: dict[str, Any] = {f.name: f.default for f in fields(FP8Config)}
 
 
@@ -262,17 +283,29 @@ def _check_names(options: dict[str, Any]) -> None:
 def _read_json(source: str | os.PathLike[str]) -> dict[str, Any]:
     text = os.fspath(source).strip()
     if not text.startswith("{"):
-        try:
-            text = Path(text).read_text()
-        except OSError as error:
-            raise ValueError(f"{text!r} is neither a JSON object nor a readable file") from error
+        text = _read_file(text)
     try:
         values = json.loads(text)
     except json.JSONDecodeError as error:
         raise ValueError(f"not valid JSON: {error}") from error
+    except RecursionError:
+        raise ValueError("not a JSON object of FP8Config options: it is nested too deep") from None
     if not isinstance(values, dict):
         raise ValueError(f"expected a JSON object of FP8Config options, got {values!r}")
     return values
+
+
+def _read_file(name: str) -> str:
+    try:
+        with Path(name).open("rb") as file:
+            content = file.read(_MOST_BYTES + 1)
+        if len(content) > _MOST_BYTES:
+            raise ValueError(f"{name!r} is larger than {_MOST_BYTES} bytes: no configuration is")
+        return content.decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{name!r} is not UTF-8 text: {error}") from error
+    except OSError as error:
+        raise ValueError(f"{name!r} is neither a JSON object nor a readable file") from error
 
 
 def _check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:

@@ -19,7 +19,7 @@ from torch_fp8.automatic_scaling import (
     set_automatic_scaling,
     take_automatic_scaling_state,
 )
-from torch_fp8.config import FP8Config
+from torch_fp8.config import FP8Config, config_or_default
 from torch_fp8.float8_conv1d import Float8Conv1D
 from torch_fp8.gemm import check_device, resolve_auto, runs_natively
 from torch_fp8.linear import Float8Layer, Float8Linear
@@ -52,7 +52,7 @@ _MIXINS = (TransformerEngineLinear, Float8Linear, Float8Conv1D)
 
 def convert_to_float8(
     model: nn.Module,
-    config: FP8Config | None = None,
+    config: FP8Config | str | None = None,
     *,
     device: torch.device | str | None = None,
 ) -> ConversionReport:
@@ -66,7 +66,7 @@ def convert_to_float8(
 
     Args:
         model: any module, also itself an ``nn.Linear``.
-        config: None: ``TORCH_FP8_CONFIG`` if set, else ``FP8Config()``.
+        config: or the name of a recipe. None: ``TORCH_FP8_CONFIG`` if set, else ``FP8Config()``.
         device: where the model will run, for the check of its capability, and where recipe
             ``auto`` measures (`torch_fp8.recipe_choice`). None: where it is.
     Returns:
@@ -75,10 +75,12 @@ def convert_to_float8(
         ValueError: nothing to convert; a device that cannot run the recipe (see
             `torch_fp8.gemm.check_device`); with Transformer Engine, sharded weights. A `skip`
             pattern that matches nothing is no error: the report names it.
+        TypeError: a model that is no module, or a configuration that is none.
         ImportError: Transformer Engine is asked for and is not installed.
         RuntimeError: another rank was to measure for this one, and has not finished in time.
     """
-    config = config or FP8Config.from_env() or FP8Config()
+    config = config_or_default(config)
+    _check_model(model)
     target = torch.device(device) if device is not None else _device_of(model)
     recipe = check_config(config, target)
     is_te = _is_te(config)
@@ -135,7 +137,7 @@ def convert_to_float8(
 
 def conversion_report(
     model: nn.Module,
-    config: FP8Config | None = None,
+    config: FP8Config | str | None = None,
     *,
     device: torch.device | str | None = None,
 ) -> ConversionReport:
@@ -148,8 +150,9 @@ def conversion_report(
     Args:
         model, config, device: as of `convert_to_float8`.
     Raises:
-        ValueError, ImportError, RuntimeError: as `convert_to_float8`.
+        ValueError, TypeError, ImportError, RuntimeError: as `convert_to_float8`.
     """
+    _check_model(model)
     memo: dict[int, Any] = {}
     for parameter in model.parameters():
         empty = torch.empty_like(parameter, device="meta")
@@ -243,6 +246,17 @@ def load_scaling_state_dict(model: nn.Module, state: dict[str, Tensor]) -> None:
         for name, module in modules.items():
             history, last_scale = (state[f"{name}.{key}"] for key in _SCALING)
             module.load_scaling_state(history, last_scale)
+
+
+def _check_model(model: object) -> None:
+    if isinstance(model, nn.Module):
+        return
+    how = "pass the model"
+    if isinstance(model, torch.optim.Optimizer):
+        how = "torch_fp8.convert_optimizer(optimizer, config, model=model) converts an optimizer"
+    elif isinstance(model, type) and issubclass(model, nn.Module):
+        how = "pass an instance of the class"
+    raise TypeError(f"convert_to_float8 takes an nn.Module, got {type(model).__name__}; {how}")
 
 
 def _is_te(config: FP8Config) -> bool:

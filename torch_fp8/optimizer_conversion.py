@@ -13,7 +13,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Adam, AdamW, Optimizer
 
-from torch_fp8.config import FP8Config
+from torch_fp8.config import FP8Config, config_or_default
+from torch_fp8.conversion_arguments import check_arguments
 from torch_fp8.gradient_hooks import attach_hooks, detach_hooks
 from torch_fp8.linear import Float8Layer
 from torch_fp8.optimizer import Float8Optimizer, float8_class
@@ -38,7 +39,7 @@ _SHARDED = "they were sharded before"
 
 
 def convert_optimizer(
-    optimizer: Optimizer, config: FP8Config | None = None, *, model: nn.Module | None = None
+    optimizer: Optimizer, config: FP8Config | str | None = None, *, model: nn.Module | None = None
 ) -> OptimizerReport:
     """Give Adam or AdamW 8-bit states and split master weights, in place.
 
@@ -50,8 +51,7 @@ def convert_optimizer(
 
     Args:
         optimizer: of exactly Adam or AdamW, or a subclass that inherits their ``step``.
-        config: None: ``TORCH_FP8_CONFIG`` if set, else ``FP8Config()``. With level O1 nothing is
-            done.
+        config: or a recipe's name; None: as `convert_to_float8`. With level O1 nothing is done.
         model: that it trains, converted before. It tells which weights may become BF16
             (`torch_fp8.weight_owners`): without it none does, and the report says so. Its
             embeddings go on to return float32, and its output layer to multiply in float32 where
@@ -60,11 +60,12 @@ def convert_optimizer(
             do, which are sharded already.
     Raises:
         ValueError: ``amsgrad``, ``capturable`` or ``differentiable``; update clipping of sharded
-            weights; weights sharded as states cannot be
-            (`torch_fp8.state_sharding`); no `model` where the configuration needs
-            one.
+            weights; weights sharded as states cannot be (`torch_fp8.state_sharding`); no `model`
+            where the configuration needs one, or one that has none of the parameters.
+        TypeError: an argument that is something else.
     """
-    config = config or FP8Config.from_env() or FP8Config()
+    config = config_or_default(config)
+    check_arguments(optimizer, model)
     name = _name(optimizer)
     if config.opt_level == "O1":
         return OptimizerReport(name, False, "level O1")

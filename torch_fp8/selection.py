@@ -31,10 +31,25 @@ def matches(pattern: str, name: str) -> bool:
     torch's checkpoint wrapper put into a name does not count.
     """
     name = unwrapped_name(name)
-    parts = re.split(r"(\*\*|\*)", pattern)
-    wildcard = {"**": ".*", "*": "[^.]*"}
-    body = "".join(wildcard.get(part, re.escape(part)) for part in parts)
-    return re.search(rf"(^|\.){body}(\.|$)", name) is not None
+    ends = range(len(name) + 1)
+    # Where what was matched so far can end: each part moves all of them, and none is tried twice.
+    reached = {i for i in ends if i == 0 or name[i - 1] == "."}
+    for part in re.split(r"(\*\*|\*)", pattern):
+        if part in ("*", "**"):
+            reached = _stretched(reached, name, across=part == "**")
+        else:
+            reached = {i + len(part) for i in reached if name.startswith(part, i)}
+    return any(i == len(name) or name[i] == "." for i in reached)
+
+
+def _stretched(reached: set[int], name: str, across: bool) -> set[int]:
+    """`reached`, and what follows it in the same component, or `across` components."""
+    stretched, within = set(), False
+    for i in range(len(name) + 1):
+        within = i in reached or (within and (across or name[i - 1] != "."))
+        if within:
+            stretched.add(i)
+    return stretched
 
 
 def is_linear(module: nn.Module) -> bool:

@@ -1,11 +1,20 @@
 import copy
 import dataclasses
+import inspect
+import itertools
 import json
 import pickle
+import re
+from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
-from torch_fp8 import FP8Config
+from torch_fp8 import FP8Config, conversion_report, convert_optimizer, convert_to_float8
+from torch_fp8.config import config_or_default
+from torch_fp8.formats import FORMATS
+from torch_fp8.recipe import GEMMS, RECIPES
 
 
 def test_json_round_trip():
@@ -48,6 +57,8 @@ def test_reads_the_environment(monkeypatch, tmp_path):
         ({"communication": "bf16"}, "'fp8', 'fp8-lm', 'off'"),
         ({"opt_level": "O1", "residual_bits": 4}, "residual_bits apply to the optimizer"),
         ({"amax_history_len": 0, "recipe": "delayed"}, "at least 1"),
+        ({"margin": 9, "recipe": "delayed"}, "from 0 to 8"),
+        ({"margin": -1, "recipe": "delayed"}, "at least 0"),
     ],
     ids=lambda v: str(v),
 )
@@ -132,3 +143,88 @@ def test_a_json_list_is_refused(tmp_path):
     path.write_text("[1]")
     with pytest.raises(ValueError, match="JSON object"):
         FP8Config.from_json(path)
+
+
+def test_a_file_that_is_no_configuration_is_named(tmp_path):
+    path = tmp_path / "weights.bin"
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ValueError, match=r"weights\.bin' is not UTF-8 text"):
+        FP8Config.from_json(path)
+    path.write_bytes(b" " * (2**20 + 1))
+    with pytest.raises(ValueError, match=r"weights\.bin' is larger than 1048576 bytes"):
+        FP8Config.from_json(path)
+
+
+def test_json_nested_too_deep_is_a_value_error(monkeypatch):
+    monkeypatch.setenv("TORCH_FP8_CONFIG", '{"skip": ' + "[" * 100_000 + "]" * 100_000 + "}")
+    with pytest.raises(ValueError, match=r"TORCH_FP8_CONFIG: .*nested too deep"):
+        FP8Config.from_env()
+
+
+CHOICES = {
+    "recipe": ("auto", *RECIPES),
+    "wgrad": ("fp8", "bf16"),
+    "grad_format": FORMATS,
+    "fast_accum": GEMMS,
+    "amax_compute_algo": ("max", "most_recent"),
+    "opt_level": ("O1", "O2", "O3"),
+    "cache_weights": ("both",),
+    "communication": ("fp8", "fp8-lm", "off"),
+    "save_activations": ("fp8", "bf16"),
+    "backend": ("torch", "transformer-engine"),
+}
+
+
+def _documented(name):
+    """What the class says of a field, in one line."""
+    lines = inspect.getdoc(FP8Config).splitlines()
+    begin = next(i for i, line in enumerate(lines) if line.startswith(f"    {name} ("))
+    rest = itertools.takewhile(lambda line: line.startswith(" " * 8), lines[begin + 1 :])
+    return " ".join(line.strip() for line in (lines[begin], *rest))
+
+
+@pytest.mark.parametrize("field", dataclasses.fields(FP8Config), ids=lambda f: f.name)
+def test_each_field_is_documented_where_help_sees_it(field):
+    text = _documented(field.name)
+    annotation = field.type if isinstance(field.type, str) else inspect.formatannotation(field.type)
+    default = repr(field.default).replace("'", '"')
+    assert text.startswith(f"{field.name} ({annotation}): ")
+    assert text.endswith(f"Default: ``{default}``.")
+    for choice in CHOICES.get(field.name, ()):
+        assert f"``{choice}``" in text or f'``"{choice}"``' in text
+        options = {field.name: (choice,) if field.name == "fast_accum" else choice}
+        recipe = {"recipe": "delayed"} if field.name == "amax_compute_algo" else {}
+        assert FP8Config(**recipe, **options)
+
+
+def test_no_field_is_documented_that_there_is_not():
+    documented = re.findall(r"^    (\w+) \(.*\): ", inspect.getdoc(FP8Config), re.MULTILINE)
+    assert documented == [field.name for field in dataclasses.fields(FP8Config)]
+
+
+@pytest.mark.parametrize("name", ["auto", *RECIPES])
+def test_a_recipes_name_is_a_configuration(name):
+    assert config_or_default(name) == FP8Config(recipe=name)
+
+
+@pytest.mark.parametrize(
+    ("config", "how"),
+    [
+        ("rowwize", r"name of a recipe \(auto, tensorwise"),
+        ({"recipe": "rowwise"}, r"FP8Config\(\*\*options\)"),
+        ('{"recipe": "rowwise"}', r"FP8Config.from_json\(text_or_path\)"),
+        ("configs/fp8.json", r"FP8Config.from_json\(text_or_path\)"),
+        (Path("fp8.json"), r"FP8Config.from_json\(text_or_path\)"),
+        (True, r"a bool; pass FP8Config\(\.\.\.\)"),
+    ],
+    ids=str,
+)
+def test_what_is_no_configuration_is_told_how_to_be_one(config, how):
+    for convert, thing in (
+        (convert_to_float8, nn.Linear(32, 32)),
+        (conversion_report, nn.Linear(32, 32)),
+        (convert_optimizer, torch.optim.AdamW([nn.Parameter(torch.zeros(2))])),
+    ):
+        with pytest.raises(TypeError, match=how):
+            convert(thing, config)
+    assert config_or_default(None) == FP8Config()

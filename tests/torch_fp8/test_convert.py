@@ -1,4 +1,5 @@
 import copy
+import time
 
 import pytest
 import torch
@@ -66,6 +67,25 @@ def test_a_report_alone_converts_nothing_and_moves_no_data():
     assert str(torch_fp8.conversion_report(model, config)) == str(report)  # converted already
     with pytest.raises(ValueError, match=r"no linear layer .* can run in FP8"):
         torch_fp8.conversion_report(nn.Sequential(nn.Linear(8, 8)))
+
+
+@pytest.mark.parametrize(
+    ("thing", "how"),
+    [
+        (torch.optim.SGD(nn.Linear(2, 2).parameters()), r"got SGD; torch_fp8.convert_optimizer"),
+        (Model, "got type; pass an instance of the class"),
+        ({"weight": torch.zeros(2)}, "got dict; pass the model"),
+    ],
+    ids=["optimizer", "class", "state dict"],
+)
+def test_what_is_no_model_is_told(thing, how):
+    for convert in (convert_to_float8, torch_fp8.conversion_report):
+        with pytest.raises(TypeError, match=how):
+            convert(thing)
+
+
+def test_a_recipe_is_given_by_name():
+    assert convert_to_float8(Model(), "rowwise").recipe.name == "rowwise"
 
 
 def test_converting_twice_changes_nothing():
@@ -138,10 +158,27 @@ def test_tied_linears_stay_tied():
         ("model.lm_head", "model._orig_mod.lm_head", True),
         ("layers.0.mlp", "_orig_mod.layers.0._checkpoint_wrapped_module.mlp.up", True),
         ("a.b", "a._my_orig_mod.b", False),
+        ("layers.*.up", "layers.a.b.up", False),
+        ("layers.*.up", "layers..up", True),
+        ("l*s.1", "model.layers.1.up", True),
+        ("l**1", "model.layers.1.up", True),
+        ("*", "anything.at.all", True),
+        ("***", "anything.at.all", True),
+        ("up*", "layers.0.gate_up", False),
+        ("[a]+(b|c)", "aab", False),
     ],
 )
 def test_skip_patterns_are_anchored_to_components(pattern, name, expected):
     assert matches(pattern, name) is expected
+
+
+def test_many_wildcards_take_no_time():
+    name = ".".join(f"layers.{i}.self_attn.projection" for i in range(8))
+    start = time.perf_counter()
+    assert not matches("*".join("aaaaaaaaaa") + "**".join("eeeeeeeeee") + "**z", name)
+    assert not matches("**a" * 12 + "z", "a" * 60)
+    assert matches("**a" * 12, "a" * 60)
+    assert time.perf_counter() - start < 1
 
 
 def test_a_pattern_that_matches_nothing_is_told():
