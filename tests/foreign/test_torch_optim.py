@@ -1,0 +1,398 @@
+"""torch's own inputs and cases for Adam and AdamW, on converted optimizers.
+
+The inputs are those of ``torch.testing._internal.common_optimizers``; the cases are those that
+torch's test_optim.py puts every optimizer through: hooks, copies, checkpoints of other shapes,
+steps that do nothing. What stock does, step by step, is what a converted one is to do.
+"""
+
+import copy
+import io
+import pickle
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from torch_fp8 import convert_optimizer, merged_state_dict
+from torch_fp8.optimizer import Float8Optimizer
+
+common = pytest.importorskip("torch.testing._internal.common_optimizers", reason="needs expecttest")
+
+CLASSES = (torch.optim.Adam, torch.optim.AdamW)
+INFOS = [info for info in common.optim_db if info.optim_cls in CLASSES]
+REFUSED = {"amsgrad", "capturable", "differentiable"}
+
+
+def _inputs(devices=("cpu", "cuda")):
+    """Class and options of every input; those for CUDA have tensors as lr and betas on the CPU."""
+    cases, seen = [], set()
+    for info in INFOS:
+        for device in devices:
+            for given in info.optim_inputs_func(device=device):
+                for flag in ({}, *({name: True} for name in info.supported_impls)):
+                    options = {**given.kwargs, **flag}
+                    name = f"{info.optim_cls.__name__}-{given.desc}-{'-'.join(flag)}"
+                    if name not in seen:
+                        seen.add(name)
+                        cases.append(pytest.param(info.optim_cls, options, id=name))
+    return cases
+
+
+def _stock(cls, options):
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return cls, {k: copy.deepcopy(v) for k, v in options.items()}, _make(cls, options)
+    except (ValueError, RuntimeError) as error:
+        pytest.skip(f"stock refuses it: {error}")
+
+
+def _model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 96), nn.Tanh(), nn.Linear(96, 5), nn.LayerNorm(5))
+
+
+def _make(cls, options, model=None):
+    model = _model() if model is None else model
+    return model, cls(model.parameters(), **copy.deepcopy(options))
+
+
+def _converted(cls, options, model=None):
+    model, optimizer = _make(cls, options, model)
+    assert convert_optimizer(optimizer, model=model).converted
+    return model, optimizer
+
+
+def _closure(model, optimizer, seed=0):
+    def closure():
+        optimizer.zero_grad()
+        x = torch.randn(8, 64, generator=torch.Generator().manual_seed(seed))
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(x).float().square().mean()
+        loss.backward()
+        return loss
+
+    return closure
+
+
+def _run(model, optimizer, steps=4, first=0):
+    return [
+        float(optimizer.step(_closure(model, optimizer, s))) for s in range(first, first + steps)
+    ]
+
+
+def _same(a, b):
+    if isinstance(a, torch.Tensor):
+        return isinstance(b, torch.Tensor) and a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(_same(a[k], b[k]) for k in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(_same, a, b))
+    return a == b
+
+
+def _quick(parameters):
+    """The first input of each class in the default suite, all in the slow one."""
+    first = {id(next(p for p in parameters if p.values[0] is cls)) for cls in CLASSES}
+    return [p if id(p) in first else pytest.param(*p.values, id=p.id, marks=pytest.mark.slow)
+            for p in parameters]  # fmt: skip
+
+
+each_input = pytest.mark.parametrize(("cls", "options"), _quick(_inputs()))
+each_class = pytest.mark.parametrize("cls", CLASSES)
+
+
+@each_input
+def test_each_input_steps_as_stock_or_is_refused_by_name(cls, options):
+    cls, options, (stock, plain) = _stock(cls, options)
+    refused = REFUSED & {name for name, value in options.items() if value}
+    if refused:
+        with pytest.raises(ValueError, match="|".join(refused)):
+            _converted(cls, options)
+        return
+    model, optimizer = _converted(cls, options)
+    for p, q in zip(model.parameters(), stock.parameters(), strict=True):
+        torch.testing.assert_close(p.float(), q, rtol=2**-8, atol=0)
+    for step in range(6):
+        generator = torch.Generator().manual_seed(step)
+        for p, q in zip(model.parameters(), stock.parameters(), strict=True):
+            q.grad = torch.randn(q.shape, generator=generator).bfloat16().float()
+            p.grad = q.grad.to(p.dtype)
+        plain.step()
+        optimizer.step()
+    merged = merged_state_dict(model, optimizer)
+    start = _model().state_dict()
+    for name, expected in stock.state_dict().items():
+        if expected.numel() < 4096:  # torch's own function steps it
+            torch.testing.assert_close(merged[name], expected, rtol=1e-6, atol=1e-7)
+            continue
+        moved, stocks = merged[name] - start[name], expected - start[name]
+        assert (moved - stocks).norm() < 0.1 * stocks.norm()  # two moments in 8 bits
+
+
+@each_input
+def test_each_input_lowers_the_loss_with_torchs_schedulers(cls, options):
+    if REFUSED & {name for name, value in options.items() if value}:
+        pytest.skip("refused by name")
+    _stock(cls, options)
+    info = next(info for info in INFOS if info.optim_cls is cls)
+    for schedulers in ((), *info.scheduler_inputs):
+        model, optimizer = _converted(cls, {**options, "maximize": False})
+        made = [make(optimizer) for make in schedulers]
+        losses = []
+        for _ in range(20):
+            losses.append(optimizer.step(_closure(model, optimizer)).item())
+            for scheduler in made:
+                on_loss = isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
+                scheduler.step(losses[-1]) if on_loss else scheduler.step()
+        assert min(losses[1:]) < losses[0], schedulers
+
+
+@pytest.mark.parametrize("info", INFOS, ids=lambda info: info.optim_cls.__name__)
+def test_a_group_that_stock_refuses_to_add_is_refused_alike(info):
+    model, optimizer = _converted(info.optim_cls, {})
+    named = copy.deepcopy(optimizer.param_groups)
+    for bad in ([model[0].weight], ["weight"], [("name", nn.Parameter(torch.zeros(2)))], 3):
+        errors = []
+        for candidate in (_make(info.optim_cls, {}, model)[1], optimizer):
+            with pytest.raises((ValueError, TypeError)) as error:
+                candidate.add_param_group({"params": bad})
+            errors.append((type(error.value), str(error.value)))
+        assert errors[0] == errors[1]
+    assert len(optimizer.param_groups) == len(named)
+
+
+def _observed(optimizer):
+    """What the eight kinds of hooks on state dicts see and do; the order, and the results."""
+    seen = []
+
+    def save_pre(name):
+        def hook(hooked):
+            hooked.state["test"] = 1
+            seen.append((name, hooked is optimizer))
+
+        return hook
+
+    def save_post(name):
+        def hook(_, state_dict):
+            seen.append((name, state_dict["state"].pop("test", None), sorted(state_dict["state"])))
+            seen.append(sorted(state_dict["state"].get(0, {}).keys() - {"residual"}))
+            return {**state_dict, name: True}
+
+        return hook
+
+    def load_pre(name, lr, copied):
+        def hook(_, state_dict):
+            seen.append((name, state_dict["param_groups"][0]["lr"]))
+            state_dict = copy.deepcopy(state_dict) if copied else state_dict
+            state_dict["param_groups"][0]["lr"] = lr
+            return state_dict if copied else None
+
+        return hook
+
+    def load_post(name):
+        def hook(hooked):
+            steps = [s["step"].item() for s in hooked.state.values() if isinstance(s, dict)]
+            seen.append((name, hooked.param_groups[0]["lr"], steps))
+            hooked.state[name] = True
+
+        return hook
+
+    handles = [
+        optimizer.register_state_dict_pre_hook(save_pre("first")),
+        optimizer.register_state_dict_pre_hook(save_pre("prepended"), prepend=True),
+        optimizer.register_state_dict_post_hook(save_post("post")),
+        optimizer.register_state_dict_post_hook(save_post("post, prepended"), prepend=True),
+        optimizer.register_load_state_dict_pre_hook(load_pre("load", 0.002, False)),
+        optimizer.register_load_state_dict_pre_hook(load_pre("load, prepended", 0.003, True), True),
+        optimizer.register_load_state_dict_post_hook(load_post("after")),
+        optimizer.register_load_state_dict_post_hook(load_post("after, prepended"), prepend=True),
+    ]
+    saved = optimizer.state_dict()
+    seen.append(sorted(map(str, saved.keys() - {"torch_fp8_residuals"})))
+    optimizer.load_state_dict(saved)
+    seen.append([k for k in optimizer.state if isinstance(k, str)])
+    for handle in handles:
+        handle.remove()
+    seen.append((optimizer.param_groups[0]["lr"], "test" in optimizer.state_dict()["state"]))
+    return seen
+
+
+@each_class
+@pytest.mark.parametrize("steps", [0, 2])
+def test_hooks_of_state_dicts_see_and_change_what_they_do_in_stock(cls, steps):
+    runs = []
+    for made in (_make(cls, {}), _converted(cls, {})):
+        _run(*made, steps)
+        runs.append(_observed(made[1]))
+    assert runs[0] == runs[1]
+
+
+@each_class
+def test_hooks_of_steps_run_as_in_stock(cls):
+    runs = []
+    for model, optimizer in (_make(cls, {}), _converted(cls, {})):
+        seen = []
+        handles = [
+            optimizer.register_step_pre_hook(lambda *_, seen=seen: seen.append("pre")),
+            optimizer.register_step_post_hook(lambda *_, seen=seen: seen.append("post")),
+            register_optimizer_step_pre_hook(lambda *_, seen=seen: seen.append("all")),
+            register_optimizer_step_post_hook(lambda *_, seen=seen: seen.append("all, post")),
+        ]
+        _run(model, optimizer, 2)
+        for handle in handles:
+            handle.remove()
+        _run(model, optimizer, 1)
+        runs.append(seen)
+    assert runs[0] == runs[1]
+
+
+COPIES = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda x: pickle.loads(pickle.dumps(x)),
+    "torch.save": lambda x: _through_a_file(x, weights_only=False),
+}
+
+
+def _through_a_file(x, weights_only):
+    buffer = io.BytesIO()
+    torch.save(x, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=weights_only)
+
+
+@each_class
+@pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
+def test_copies_have_all_public_attributes_and_train_on(cls, copied):
+    model, optimizer = _converted(cls, {"weight_decay": 0.1})
+    _run(model, optimizer)
+    twin, other = copied((model, optimizer))
+    public = [{k for k in vars(o) if not k.startswith("_")} for o in (optimizer, other)]
+    assert public[0] == public[1]
+    assert isinstance(other, Float8Optimizer)
+    assert _same(optimizer.state_dict(), other.state_dict())
+    assert _run(model, optimizer, first=4) == _run(twin, other, first=4)
+    assert all(map(torch.equal, model.parameters(), twin.parameters()))
+    assert _same(optimizer.state_dict(), other.state_dict())
+
+
+STATES = {
+    "as it is": lambda s: s,
+    "deepcopy": copy.deepcopy,
+    "weights_only": lambda s: _through_a_file(s, weights_only=True),
+    "pickle": lambda s: pickle.loads(pickle.dumps(s)),
+}
+
+
+@each_class
+@pytest.mark.parametrize("copied", STATES.values(), ids=STATES)
+def test_a_state_that_was_copied_is_the_same_and_goes_on(cls, copied):
+    model, optimizer = _converted(cls, {"lr": torch.tensor(1e-3)})
+    _run(model, optimizer)
+    saved = copied(optimizer.state_dict())
+    assert _same(saved, optimizer.state_dict())
+    twin, other = _converted(cls, {"lr": torch.tensor(7.0)})
+    twin.load_state_dict(model.state_dict())
+    other.load_state_dict(saved)
+    assert _same(other.state_dict(), optimizer.state_dict())
+    assert _run(model, optimizer, first=4) == _run(twin, other, first=4)
+
+
+@each_class
+def test_states_of_older_versions_load(cls):
+    model, optimizer = _converted(cls, {})
+    _run(model, optimizer)
+    old = copy.deepcopy(optimizer.state_dict())
+    for group in old["param_groups"]:
+        for flag in ("maximize", "foreach", "capturable", "differentiable", "fused"):
+            group.pop(flag, None)
+    for state in old["state"].values():
+        state["step"] = state["step"].item()
+    optimizer.load_state_dict(old)
+    assert [s["step"].item() for s in optimizer.state.values()] == [4.0] * len(old["state"])
+    _run(model, optimizer)
+
+
+@each_class
+def test_named_and_unnamed_parameters_load_each_other(cls):
+    def made(named):
+        model = _model()
+        given = model.named_parameters() if named else model.parameters()
+        optimizer = cls(given)
+        convert_optimizer(optimizer, model=model)
+        return model, optimizer
+
+    for first in (True, False):
+        for second in (True, False):
+            model, optimizer = made(first)
+            _run(model, optimizer)
+            twin, other = made(second)
+            twin.load_state_dict(model.state_dict())
+            other.load_state_dict(optimizer.state_dict())
+            names = [n for n, _ in model.named_parameters()]
+            group = other.param_groups[0]
+            assert group.get("param_names") == (names if first or second else None)
+            assert _run(model, optimizer, first=4) == _run(twin, other, first=4)
+
+
+@each_class
+def test_steps_that_do_nothing_in_stock_do_nothing(cls):
+    model, optimizer = _converted(cls, {"weight_decay": 0.1})
+    before = merged_state_dict(model, optimizer)
+    optimizer.step()  # no gradients
+    assert _same(merged_state_dict(model, optimizer), before)
+    assert not optimizer.state
+    model, optimizer = _converted(cls, {"weight_decay": 0.0})
+    before = merged_state_dict(model, optimizer)
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    optimizer.step()
+    assert _same(merged_state_dict(model, optimizer), before)
+
+
+@each_class
+def test_empty_and_complex_parameters_step(cls):
+    empty, complex_ = (
+        nn.Parameter(torch.zeros(0, 64)),
+        nn.Parameter(torch.ones(3, dtype=torch.cfloat)),
+    )
+    twin = nn.Parameter(complex_.detach().clone())
+    optimizer, plain = cls([empty, complex_]), cls([twin])
+    convert_optimizer(optimizer)
+    for _ in range(3):
+        empty.grad = torch.zeros_like(empty)
+        complex_.grad = twin.grad = torch.full_like(twin, 1 + 2j)
+        optimizer.step()
+        plain.step()
+    assert torch.equal(complex_, twin)
+
+
+@each_class
+def test_groups_have_options_of_their_own(cls):
+    model = _model()
+    groups = [
+        {"params": [model[0].weight], "lr": 0.0, "weight_decay": 0.1},
+        {"params": [model[2].weight, model[2].bias]},
+    ]
+    optimizer = cls(groups, lr=1e-2)
+    convert_optimizer(optimizer, model=model)
+    before = merged_state_dict(model, optimizer)
+    _run(model, optimizer, 3)
+    after = merged_state_dict(model, optimizer)
+    moved = {name for name, value in after.items() if not torch.equal(value, before[name])}
+    assert moved == {"2.weight", "2.bias"}
+
+
+@each_class
+def test_a_profiler_and_a_repr_see_the_users_optimizer(cls):
+    model, optimizer = _converted(cls, {})
+    with torch.profiler.profile() as profile:
+        _run(model, optimizer, 1)
+    names = {event.key for event in profile.key_averages()}
+    assert any(name.startswith("Optimizer.step#") and cls.__name__ in name for name in names)
+    assert "weight_decay" in repr(optimizer)
