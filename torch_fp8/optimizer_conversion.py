@@ -28,7 +28,7 @@ from torch_fp8.optimizer_state import (
     local,
     split_weight,
 )
-from torch_fp8.output_dtype import keep_float32_products, keep_output_dtype
+from torch_fp8.output_dtype import keep_float32_products, keep_output_dtype, name_the_way_out
 from torch_fp8.state_sharding import check_shardings
 from torch_fp8.weight_cache import WeightCache, keeps_scale, watch
 from torch_fp8.weight_owners import NO_MODEL, has_linear_forward, reasons_to_stay
@@ -136,6 +136,8 @@ def _keep_dtypes(optimizer: Float8Optimizer, model: nn.Module) -> None:
     by_autocast = [m for m in linears if not isinstance(m, Float8Layer) and has_linear_forward(m)]
     by_autocast += [m for m in linears if isinstance(m, Float8Layer) and not m.fp8_config.eval_fp8]
     keep_float32_products(by_autocast)
+    if split:
+        name_the_way_out(model)
 
 
 def gradients_report(optimizer: Optimizer, report: OptimizerReport) -> OptimizerReport:

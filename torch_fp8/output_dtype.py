@@ -9,10 +9,14 @@ casts the output.
 A linear layer (the output layer, say) that runs where autocast is off multiplies float32 with
 float32. With a BF16 weight it would raise: two hooks give it the weight in float32 meanwhile.
 
+Other code may still read such a weight, and multiply it with float32 where autocast is off: the
+error that torch raises then gets a line with the way out.
+
 Not under FSDP2 with a policy that computes in BF16: there the stream is BF16 with stock weights,
 too.
 """
 
+import sys
 from collections.abc import Container, Iterable
 from typing import Any
 
@@ -53,7 +57,36 @@ class NarrowedWeight:
         module.__dict__.pop("weight", None)
 
 
+class WayOut:
+    """A forward hook that adds to an error of torch about BF16 next to another dtype."""
+
+    note = (
+        "\nFP8Config(opt_level='O2') and 'O3' make float32 weights of FP8 layers, embeddings and "
+        "output layers BF16 (torch_fp8.weight_owners). If other code than the layer's forward read "
+        "one of them here, where autocast is off: FP8Config(skip=('name of the layer',)) keeps its "
+        "weight as it is, and opt_level='O1' all of them"
+    )
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        if output is not None:
+            return
+        error = sys.exc_info()[1]
+        if not isinstance(error, RuntimeError) or self.note in str(error):
+            return
+        if "dtype" in str(error) and any(name in str(error) for name in ("BFloat16", "bfloat16")):
+            error.args = (f"{error}{self.note}",)
+
+
 _HOOKS = (Float32Output, WidenedWeight, NarrowedWeight)
+
+
+def name_the_way_out(model: nn.Module) -> None:
+    """Let errors of `WayOut`'s kind have its note, as the model, or a child of it, raises them."""
+    for module in (model, *model.children()):
+        # torch's own containers read no weights of their children, or look at hooks.
+        own = type(module).__module__.startswith("torch.nn.")
+        if not own and not any(isinstance(hook, WayOut) for hook in module._forward_hooks.values()):
+            module.register_forward_hook(WayOut(), always_call=True)
 
 
 def keep_float32_products(linears: Iterable[nn.Module]) -> None:
@@ -81,6 +114,9 @@ def keep_output_dtype(model: nn.Module, split: Container[Tensor]) -> int:
 def restore_output_dtype(model: nn.Module, *, everywhere: bool = False) -> None:
     """Take the hooks away where the weight is not BF16 any more, or `everywhere`."""
     for module in model.modules():
+        for key in [k for k, hook in module._forward_hooks.items() if isinstance(hook, WayOut)]:
+            del module._forward_hooks[key]
+            module._forward_hooks_always_called.pop(key, None)
         for key, hooks in _hooks(module):
             if everywhere or module.weight.dtype != torch.bfloat16:
                 del hooks[key]

@@ -252,3 +252,44 @@ def test_several_reasons_are_counted():
     model.append(nn.Conv2d(64, 64, 1))
     _optimizer, report = _converted(model)
     assert report.why_float32 == "2 of Conv2d; 1 of Bilinear"
+
+
+class Reader(nn.Module):
+    """Multiplies with the weight of its layer where autocast is off."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(64, 64)
+
+    def forward(self, x):
+        with torch.autocast("cpu", enabled=False):
+            return x.float() @ self.inner.weight
+
+
+@pytest.mark.parametrize("wrap", [lambda m: m, nn.Sequential], ids=["root", "child"])
+def test_an_error_of_that_kind_names_the_way_out(wrap):
+    model = wrap(Reader())
+    optimizer, _ = _converted(model)
+    with pytest.raises(
+        RuntimeError, match=r"same dtype[\s\S]*FP8Config\(skip=\('name of the"
+    ) as error:
+        model(torch.randn(2, 64))
+    assert str(error.value).count("opt_level='O1'") == 1
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as error:
+        model(torch.randn(2, 63))
+    assert "FP8Config" not in str(error.value)
+    restore_weights(optimizer)
+    revert(model)
+    assert not any(m._forward_hooks or m._forward_hooks_always_called for m in model.modules())
+    skipping = nn.Sequential(wrap(Reader()), nn.Linear(64, 64))
+    _converted(skipping, skip=("inner",))
+    skipping[0](torch.randn(2, 64))
+
+
+def test_the_way_out_is_no_break_in_a_compiled_graph():
+    model = Around(Owner(), lambda inner, x: x @ inner.weight)
+    _converted(model)
+    x = torch.randn(4, 64)
+    with torch.autocast("cpu", torch.bfloat16):
+        compiled = torch.compile(model, backend="aot_eager", fullgraph=True)(x)
+        torch.testing.assert_close(compiled, model(x))
