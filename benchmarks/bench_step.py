@@ -4,9 +4,10 @@
     python -m benchmarks.bench_step --toy      # a tiny model, also on a CPU
 
 Layouts of Llama-3.2-3B, -1B and 3.1-8B with random weights, sequences of 4096, learnable tokens,
-AdamW. BF16-mixed, our levels, torchao (its linears with fused AdamW, and with its low-bit AdamW on
-BF16 weights) and Transformer Engine, eager and with the decoder layers compiled, in one process:
-each round runs a few steps of every variant in turn, from the same weights on the same tokens.
+AdamW; as many sequences to a step as BF16-mixed fits into the card. BF16-mixed, our levels, torchao
+(its linears with fused AdamW, and with its low-bit AdamW on BF16 weights) and Transformer Engine,
+eager and with the decoder layers compiled, in one process: each round runs a few steps of every
+variant in turn, from the same weights on the same tokens.
 
 * ``median_ms``: from a step's begin to the next one's, on the GPU; ``forward_ms``,
   ``backward_ms``, ``optimizer_ms``: medians of its phases (with gradient release the optimizer
@@ -34,6 +35,7 @@ from benchmarks.card import free, measured_rates
 from benchmarks.measurement import (
     GRAPHS,
     NOT_REACHED,
+    RESULTS,
     Budget,
     Table,
     default_device,
@@ -42,8 +44,10 @@ from benchmarks.measurement import (
     note_of,
     parser,
     print_table,
+    read_rows,
     timing_of,
 )
+from benchmarks.memory_tracker import CATEGORIES
 from benchmarks.plot import draw
 from benchmarks.roofline import Rates, step_seconds
 from benchmarks.shapes import LAYOUTS, SEQUENCE, TOY_LLAMA, TOY_SEQUENCE, parameter_count
@@ -108,8 +112,11 @@ CASES = [
     ("accelerate", "eager", FP8),
     ("accelerate", "eager", "torchao by Accelerate"),
 ]
-BATCHES = {"Llama-3.2-1B": 4, "Llama-3.2-3B": 2, "Llama-3.1-8B": 1}
-"""Sequences per step at which bf16-mixed fits into 139 GiB; 8B does not at all."""
+MOST_SEQUENCES = 8
+"""Per step: more would take longer and tell no more."""
+SEEN = 0.9
+"""Of the memory, what counted peaks may take: they do not see what kernels allocate inside."""
+COUNTED = RESULTS / "memory_counted.csv"
 USABLE = 0.97  # of the card's memory: the rest is fragments, and other libraries'
 
 
@@ -128,7 +135,9 @@ def main() -> None:
     arguments.add_argument("--hosts", nargs="+", choices=HOSTS, default=list(HOSTS))
     arguments.add_argument("--modes", nargs="+", choices=("eager", "compiled"))
     arguments.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
-    arguments.add_argument("--batch", type=int, help="sequences per step; default: by model")
+    arguments.add_argument(
+        "--batch", type=int, help="sequences per step; default: by model and the card's memory"
+    )
     arguments.add_argument("--largest", action="store_true", help="the largest batches, too")
     arguments.add_argument("--steps", type=int, default=6, help="measured steps per round")
     arguments.add_argument("--rounds", type=int, default=2)
@@ -142,7 +151,7 @@ def main() -> None:
     key = ("model", "host", "variant", "mode", "batch", "sequence")
     table = Table(arguments.csv, COLUMNS, key, environment(device))
     for model, layout in layouts.items():
-        batch = arguments.batch or BATCHES.get(model, 2)
+        batch = arguments.batch or batch_for(model, device)
         cases = [
             Case(host, mode, variant, batch)
             for host, mode, variant in CASES
@@ -156,6 +165,29 @@ def main() -> None:
     draw(arguments.csv)
     shown = ("model", "host", "variant", "mode", "batch", "median_ms", "speedup_over_compiled")
     print_table((*shown, "peak_mib", "loss", "note"), table.rows)
+
+
+def batch_for(model: str, device: torch.device) -> int:
+    """Sequences per step at which bf16-mixed fits into the card, and 1 where none does.
+
+    From its peak as counted (benchmarks/results/memory_counted.csv): weights and states stay, what
+    is saved for backward and the workspace grow with the batch.
+
+    Args:
+        model: a name of `LAYOUTS`; any other one gets 2.
+        device: where it will run; a CPU gets 2, too.
+    """
+    counted = {"kind": "counted", "model": model, "variant": BF16, "checkpointing": "False"}
+    rows = [
+        r for r in read_rows(COUNTED) if all(r[column] == counted[column] for column in counted)
+    ]
+    if device.type != "cuda" or not rows:
+        return 2
+    row = {column: float(rows[0][column]) for column in (*CATEGORIES, "batch")}
+    standing = row["weights"] + row["residuals"] + row["states"]
+    each = (row["saved activations"] + row["workspace"]) / row["batch"]
+    memory = torch.cuda.get_device_properties(device).total_memory / 2**20
+    return max(1, min(MOST_SEQUENCES, math.floor((SEEN * memory - standing) / each)))
 
 
 class Bench:

@@ -3,18 +3,56 @@
     python -m benchmarks.plot benchmarks/results/linear.csv ...     # linear.png beside it
 
 Benchmarks draw theirs when they end. Needs matplotlib (torch-fp8[examples]); without it the CSV is
-all there is.
+all there is. A panel has eight lines at most, each of its own colour and mark; where there are more
+variants they are drawn in one panel for each family, beside the same BF16.
 """
 
 import argparse
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.labels import AXES, label, words
 from benchmarks.measurement import read_rows
 from benchmarks.memory_tracker import CATEGORIES
 
 Rows = list[dict[str, Any]]
+Lines = dict[str, list[tuple[float, float]]]
+Keep = Callable[[dict[str, Any]], bool]
+
+# Okabe and Ito's colours, which colour-blind readers tell apart; https://jfly.uni-koeln.de/color/
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
+MARKS = "os^Dv<>P"
+FAMILIES = (
+    ("ours", lambda name: not name.startswith(("torchao", "Transformer Engine"))),
+    ("torchao and Transformer Engine", lambda name: name.startswith(("torchao", "Transformer"))),
+)
+BARS = 24
+"""At most, in a panel."""
+SAME = 0.005
+"""Relative difference up to which two lines are one."""
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One pair of axes.
+
+    Attributes:
+        title: what the others of the picture do not show.
+        draw: gets the axes and the rows.
+        height: of so many bars; 0: of the usual size.
+        key: panels of one key share the limits of their values.
+    """
+
+    title: str
+    draw: Callable[[Any, Rows], None]
+    height: int = 0
+    key: str = ""
+
+
+Panels = Callable[[Rows], Iterator[Panel]]
 
 
 def draw(path: Path) -> Path | None:
@@ -33,17 +71,35 @@ def draw(path: Path) -> Path | None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    title, panels = PICTURES[path.stem]
+    title, kinds = PICTURES[path.stem]
     rows = read_rows(path)
-    figure, axes = plt.subplots(1, len(panels), figsize=(7 * len(panels), 5), squeeze=False)
-    for axis, panel in zip(axes[0], panels, strict=True):
-        panel(axis, rows)
+    panels = [panel for kind in kinds for panel in kind(rows)]
+    columns = min(2, len(panels))
+    lines = -(-len(panels) // columns)
+    height = max(5.0, *(1.4 + 0.3 * panel.height for panel in panels))
+    figure, axes = plt.subplots(
+        lines, columns, figsize=(7.5 * columns, height * lines), squeeze=False, layout="constrained"
+    )
+    shared: dict[str, Any] = {}
+    for axis, panel in zip(axes.flat, panels, strict=False):
+        if panel.key and shared.setdefault(panel.key, axis) is not axis:
+            axis.sharey(shared[panel.key])
+        panel.draw(axis, rows)
+        axis.set_title(panel.title, fontsize=11)
         axis.grid(alpha=0.3)
-        if axis.get_legend_handles_labels()[0]:
-            axis.legend(fontsize=7)
-    cards = sorted({row["gpu"] for row in rows if row.get("gpu")})
-    figure.suptitle(f"{title} ({', '.join(cards)})" if cards else title)
-    figure.tight_layout()
+        axis.set_axisbelow(True)
+    for axis in axes.flat[len(panels) :]:
+        axis.remove()
+    legends: dict[str, Any] = {}
+    for axis, panel in zip(axes.flat, panels, strict=False):
+        handles, names = axis.get_legend_handles_labels()
+        if panel.key and names:
+            axis.legend(fontsize=8)
+        else:  # the same in all panels
+            legends |= dict(zip(names, handles, strict=True))
+    if legends:
+        figure.legend(legends.values(), legends, loc="outside lower center", ncols=4, fontsize=9)
+    figure.suptitle("\n".join([title, *_where(rows)]))
     target = path.with_suffix(".png")
     figure.savefig(target, dpi=110)
     plt.close(figure)
@@ -55,83 +111,163 @@ def lines(
     x: str,
     y: str,
     series: tuple[str, ...],
-    keep: Callable[[dict[str, Any]], bool] = lambda row: True,
+    keep: Keep = lambda row: True,
     *,
     title: str = "",
     log_y: bool = False,
-) -> Callable[[Any, Rows], None]:
-    """A panel with a line per distinct value of the columns `series`."""
+) -> Panels:
+    """Panels with a line per distinct value of the columns `series`, eight at most in each."""
 
-    def panel(axis: Any, rows: Rows) -> None:
-        points: dict[str, list[tuple[float, float]]] = {}
-        for row in rows:
-            if keep(row) and row.get(x) and row.get(y):
-                name = ", ".join(row[column] for column in series if row[column])
-                points.setdefault(name, []).append((float(row[x]), float(row[y])))
-        for i, (name, line) in enumerate(points.items()):
-            style = ("-", "--", ":")[i // 10 % 3]  # there are ten colours
-            axis.plot(*zip(*sorted(line), strict=True), marker="o", linestyle=style, label=name)
-        axis.set(xlabel=x, ylabel=y, xscale="log", title=title)
-        if log_y and points:
-            axis.set_yscale("log")
+    def panels(rows: Rows) -> Iterator[Panel]:
+        kept = [row for row in rows if keep(row) and row.get(x) and row.get(y)]
+        points: Lines = {}
+        for row in kept:
+            points.setdefault(label(row, series), []).append((float(row[x]), float(row[y])))
+        points = {name: sorted(line) for name, line in points.items()}
+        for family, part in _in_families(points):
+            shown = ", ".join(filter(None, (title, family)))
+            yield Panel(shown, _lines(x, y, part, log_y), key=f"{y} {log_y}")
 
-    return panel
+    return panels
+
+
+def _in_families(points: Lines) -> Iterator[tuple[str, Lines]]:
+    """All lines in one panel, or eight at most of each family; BF16 is in all."""
+    merged = _merged(points)
+    if len(merged) <= len(COLOURS):
+        yield "", merged
+        return
+    everywhere = [name for name in points if name.startswith("BF16")][:2]
+    room = len(COLOURS) - len(everywhere)
+    for family, belongs in FAMILIES:
+        members = [name for name in points if belongs(name) and name not in everywhere]
+        merged = _merged({name: points[name] for name in members})
+        count = -(-len(merged) // room)
+        for i in range(count):
+            number = f" ({i + 1} of {count})" if count > 1 else ""
+            start, end = (len(merged) * j // count for j in (i, i + 1))
+            part = dict(list(merged.items())[start:end])
+            yield family + number, {name: points[name] for name in everywhere} | part
+
+
+def _merged(points: Lines) -> Lines:
+    """Lines that lie on one another become one, named after all of them."""
+    merged: list[tuple[list[str], list[tuple[float, float]]]] = []
+    for name, line in points.items():
+        for names, other in merged:
+            if _alike(line, other):
+                names.append(name)
+                break
+        else:
+            merged.append(([name], line))
+    return {"\n= ".join(names): line for names, line in merged}
+
+
+def _alike(line: list[tuple[float, float]], other: list[tuple[float, float]]) -> bool:
+    return len(line) == len(other) and all(
+        a == b and math.isclose(c, d, rel_tol=SAME)
+        for (a, c), (b, d) in zip(line, other, strict=True)
+    )
+
+
+def _lines(x: str, y: str, points: Lines, log_y: bool) -> Callable[[Any, Rows], None]:
+    def plot(axis: Any, rows: Rows) -> None:
+        for (name, line), colour, mark in zip(points.items(), COLOURS, MARKS, strict=False):
+            axis.plot(*zip(*line, strict=True), color=colour, marker=mark, ms=5, label=name)
+        axis.set(xlabel=AXES[x], ylabel=AXES[y])
+        if points:
+            axis.set_xscale("log", base=2)
+            axis.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+            axis.set_yscale("log" if log_y else "linear")
+
+    return plot
 
 
 def bars(
     y: Iterable[str],
     names: tuple[str, ...],
-    keep: Callable[[dict[str, Any]], bool] = lambda row: True,
+    keep: Keep = lambda row: True,
     *,
-    label: str = "",
+    by: str = "",
+    axis_label: str = "",
     scale: float = 1.0,
     limit: float | None = None,
-) -> Callable[[Any, Rows], None]:
-    """A panel with a horizontal bar per row, the columns `y` stacked.
+    title: str = "",
+) -> Panels:
+    """A panel with a horizontal bar per row, the columns `y` stacked; one for each value of `by`.
 
     Args:
         y: columns.
         names: columns that name a bar.
         keep: which rows.
-        label: of the axis; the column's name where there is one.
+        by: column; empty: all rows in one panel.
+        axis_label: with the unit; None where the one column has one in `AXES`.
         scale: that values are multiplied by.
         limit: drawn as a line, where the bars come near it.
+        title: of the panels, before the value of `by`.
     """
     y = tuple(y)
 
-    def panel(axis: Any, rows: Rows) -> None:
+    def panels(rows: Rows) -> Iterator[Panel]:
         kept = [row for row in rows if keep(row) and any(row.get(column) for column in y)]
-        labels = [", ".join(row[c] for c in names if row.get(c)) for row in kept]
-        left = [0.0] * len(kept)
-        for column in y:
-            values = [scale * float(row.get(column) or 0) for row in kept]
-            # By position: two rows may have one name.
-            axis.barh(range(len(kept)), values, left=left, label=column if len(y) > 1 else None)
-            left = [a + b for a, b in zip(left, values, strict=True)]
-        axis.set_yticks(range(len(kept)), labels, fontsize=7)
-        axis.invert_yaxis()
-        axis.set_xlabel(label or ", ".join(y))
-        if limit is not None and max(left, default=0.0) > limit / 2:
-            axis.axvline(limit, color="black", linestyle="--")
+        groups: dict[str, Rows] = {}
+        for row in kept:
+            groups.setdefault(str(row.get(by) or ""), []).append(row)
+        for value, group in (groups or {"": []}).items():
+            for i in range(0, max(1, len(group)), BARS):
+                part = group[i : i + BARS]
+                shown = ", ".join(filter(None, (title, words(value))))
+                yield Panel(shown, plot(part), height=len(part))
 
-    return panel
+    def plot(part: Rows) -> Callable[[Any, Rows], None]:
+        def on(axis: Any, _: Rows) -> None:
+            left = [0.0] * len(part)
+            for column, colour in zip(y, COLOURS, strict=False):
+                values = [scale * float(row.get(column) or 0) for row in part]
+                # By position: two rows may have one name.
+                name = words(column) if len(y) > 1 else None
+                axis.barh(range(len(part)), values, left=left, color=colour, label=name)
+                left = [a + b for a, b in zip(left, values, strict=True)]
+            for i, total in enumerate(left):
+                text = f"{total:,.0f}" if total >= 100 else f"{total:.3g}"
+                axis.text(total, i, f" {text}", va="center", fontsize=7)
+            axis.set_yticks(range(len(part)), [label(row, names) for row in part], fontsize=8)
+            axis.invert_yaxis()
+            axis.margins(x=0.16)
+            axis.set_xlabel(axis_label or AXES[y[0]])
+            axis.xaxis.set_major_formatter(lambda value, _: f"{value:,.10g}")
+            if limit is not None and max(left, default=0.0) > limit / 2:
+                axis.axvline(limit, color="black", linestyle="--", label=f"{limit:.0f} GiB")
+
+        return on
+
+    return panels
 
 
-def _is(**wanted: str) -> Callable[[dict[str, Any]], bool]:
+def _is(**wanted: str) -> Keep:
     return lambda row: all(row.get(column) == value for column, value in wanted.items())
 
 
-_MEMORY = bars(
-    CATEGORIES,
-    ("model", "variant", "checkpointing", "batch"),
-    label="GiB; dashed: 80",
-    scale=1 / 1024,
-    limit=80.0,
-)
+def _where(rows: Rows) -> list[str]:
+    """A line on the card and the versions that rows were made with."""
+    cards = sorted({row["gpu"] for row in rows if row.get("gpu")})
+    versions = sorted({f"torch {row['torch']}" for row in rows if row.get("torch")})
+    real = [card for card in cards if not card.startswith("none")]
+    words = [*(real or (["on a CPU"] if cards else [])), *versions]
+    return [", ".join(words)] if words else []
 
-PICTURES: dict[str, tuple[str, list[Callable[[Any, Rows], None]]]] = {
+
+def _memory(title: str) -> tuple[str, list[Panels]]:
+    shown = ("variant", "checkpointing", "batch")
+    label, scale = "memory at the peak (GiB)", 1 / 1024
+    panel = bars(CATEGORIES, shown, by="model", axis_label=label, scale=scale, limit=80.0)
+    return title, [panel]
+
+
+PICTURES: dict[str, tuple[str, list[Panels]]] = {
     "roofline": (
-        "Ceilings of the speed-up over BF16, seven linears of a Llama-3.1-8B block: a model",
+        "How fast the seven linears of a Llama-3.1-8B block can be, forward and backward: a model "
+        "on paper, not measured",
         [
             lines(
                 "M",
@@ -151,37 +287,61 @@ PICTURES: dict[str, tuple[str, list[Callable[[Any, Rows], None]]]] = {
                 "tflops",
                 ("variant",),
                 _is(gemm="fprop", K="4096", N="14336"),
-                title="fprop of gate_proj",
+                title="Speed: forward GEMM of gate_proj",
             ),
-            lines("contracted", "error", ("variant", "input"), _is(gemm="contraction"), log_y=True),
+            lines(
+                "contracted",
+                "error",
+                ("variant", "input"),
+                _is(gemm="contraction"),
+                title="Error against float64",
+                log_y=True,
+            ),
         ],
     ),
     "linear": (
-        "Linears of a Llama-3.1-8B block, forward and backward with casts: speed-up over BF16",
+        "The seven linears of a Llama-3.1-8B block, forward and backward with casts",
         [
-            lines("M", "speedup", ("variant", "mode"), _is(linear=linear), title=linear)
-            for linear in ("together", "chain")
+            lines("M", "speedup", ("variant", "mode"), _is(linear=linear), title=title)
+            for linear, title in (
+                ("together", "linears alone"),
+                ("chain", "with norms and SwiGLU between them"),
+            )
         ],
     ),
     "block": (
-        "A Llama-3.1-8B decoder layer, forward and backward",
+        "A Llama-3.1-8B decoder layer, forward and backward, sequences of 4,096 tokens",
         [
-            bars(["median_ms"], ("variant", "mode", "batch")),
-            bars(["saved_bytes_per_token"], ("variant", "mode", "batch")),
+            bars(["median_ms"], ("variant", "mode", "batch"), title="Time"),
+            bars(["saved_bytes_per_token"], ("variant", "mode", "batch"), title="Memory"),
         ],
     ),
     "step": (
-        "Training steps",
+        "Fine-tuning steps, sequences of 4,096 tokens",
         [
-            bars(["tokens_per_s"], ("model", "host", "variant", "mode", "batch")),
-            bars(["peak_mib"], ("model", "host", "variant", "mode", "batch"), scale=1 / 1024),
+            bars(
+                [column],
+                ("variant", "host", "mode", "batch"),
+                by="model",
+                title=title,
+                scale=scale,
+            )
+            for column, title, scale in (
+                ("tokens_per_s", "Speed", 1.0),
+                ("peak_mib", "Peak memory", 1 / 1024),
+            )
         ],
     ),
-    "memory": ("Peak memory of a training step by category", [_MEMORY]),
-    "memory_counted": ("Peak memory of a training step by category, counted, not run", [_MEMORY]),
+    "memory": _memory("Peak memory of a fine-tuning step, sequences of 4,096 tokens"),
+    "memory_counted": _memory(
+        "Peak memory of a fine-tuning step, sequences of 4,096 tokens: counted, not run"
+    ),
     "optimizer": (
-        "One optimizer step on a billion parameters",
-        [bars(["median_ms"], ("variant",)), bars(["host_ms"], ("variant",))],
+        "One AdamW step on a billion parameters",
+        [
+            bars(["median_ms"], ("variant",), title="On the card"),
+            bars(["host_ms"], ("variant",), title="On the host"),
+        ],
     ),
 }
 

@@ -145,3 +145,21 @@ def test_a_step_lasts_until_the_next_one_begins(monkeypatch):
     found = marks.milliseconds()
     one = {"forward": 1e3, "backward": 1e3, "optimizer": 1e3, "step": 4e3}
     assert found == [one, one]
+
+
+@pytest.mark.parametrize(
+    ("gib", "batches"),
+    [
+        (139.8, {"Llama-3.2-1B": 6, "Llama-3.2-3B": 2, "Llama-3.1-8B": 1}),
+        (79.2, {"Llama-3.2-1B": 3, "Llama-3.2-3B": 1, "Llama-3.1-8B": 1}),
+    ],
+    ids=["H200", "H100"],
+)
+def test_the_batch_is_what_bf16_fits_into_the_card(monkeypatch, gib, batches):
+    properties = SimpleNamespace(total_memory=gib * 2**30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    found = {model: bench_step.batch_for(model, torch.device("cuda")) for model in batches}
+    assert found == batches
+    assert (
+        bench_step.batch_for("toy", CPU) == bench_step.batch_for("toy", torch.device("cuda")) == 2
+    )
