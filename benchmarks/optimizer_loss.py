@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.recipes_loss import ROOT, commit, print_means
+from benchmarks.recipes_loss import ROOT, RUN, commit, print_means
 
 BASELINE = "bf16-mixed"
 LEVELS = ["O1", "O2", "O3"]
@@ -77,7 +77,8 @@ def fine_tuning(level: str, seed: int) -> tuple[list[str], dict[str, str]]:
     """Arguments of python and environment of a run."""
     precision = BASELINE if level == BASELINE else "fp8-mixed"
     config = {} if level == BASELINE else {"TORCH_FP8_CONFIG": json.dumps({"opt_level": level})}
-    return ["examples/sft_lightning.py", "--precision", precision, "--seed", str(seed)], config
+    script = ["examples/sft_lightning.py", "--precision", precision, *RUN, "--seed", str(seed)]
+    return script, config
 
 
 def pretraining(level: str, seed: int) -> tuple[list[str], dict[str, str]]:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from benchmarks import optimizer_loss
 from benchmarks.optimizer_loss import BASELINE, FINE_TUNING
-from benchmarks.recipes_loss import ROOT
+from benchmarks.recipes_loss import ROOT, RUN
 
 RANKS = 2
 RUNS = {
@@ -81,7 +81,7 @@ def command(run: str, seed: int) -> tuple[list[str], dict[str, str]]:
     """Arguments of python and environment of a run: one micro-batch for each rank."""
     config = RUNS[run]
     precision = BASELINE if config is None else "fp8-mixed"
-    script = ["examples/sft_lightning.py", "--precision", precision, "--seed", str(seed)]
+    script = ["examples/sft_lightning.py", "--precision", precision, *RUN, "--seed", str(seed)]
     environment = {} if config is None else {"TORCH_FP8_CONFIG": json.dumps(config)}
     return [*script, "--accumulate", "1"], environment
 

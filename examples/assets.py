@@ -7,9 +7,16 @@
 
 All of it comes from the standard library's sources. The folder is built beside its final place
 and renamed when it is complete: a run that was killed half-way leaves nothing that a later run
-would mistake for it.
+would mistake for it, and what it leaves is removed by that one.
+
+How long the model is pre-trained depends on the machine, unless a number of steps is asked for: a
+few steps are timed, and as many follow as leave time for fine-tuning. made_from.json keeps the
+number; all runs of a cache start from the same model.
 """
 
+import contextlib
+import copy
+import fcntl
 import json
 import math
 import os
@@ -17,13 +24,16 @@ import platform
 import shutil
 import tempfile
 import time
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+from tqdm import tqdm
 
 import tiny_llama
 from code_tokenizer import END, train_tokenizer
+from script_start import STARTED
 from stdlib_corpus import documented_functions, is_held_out, source_files
 
 DOCSTRING_CHARACTERS = range(20, 301)
@@ -31,7 +41,16 @@ DOCSTRING_CHARACTERS = range(20, 301)
 
 @dataclass(frozen=True)
 class Preset:
-    """How much of the library is read, and how large a model is made of it."""
+    """How much of the library is read, and how large a model is made of it.
+
+    Attributes:
+        pretraining_steps: at most.
+        fewest_steps: at least, however slow the machine.
+        total_seconds: that everything is to take: this, and what is fine-tuned in two precisions.
+        fine_tuning_steps: how many steps of pre-training take as long as fine-tuning in BF16 and,
+            emulated on a CPU, in FP8. Counted in seconds of one core: a fine-tuning step is 1.2 in
+            BF16 and 4.5 in FP8, the evaluation of a row 0.2 and 0.5.
+    """
 
     name: str
     files_one_in: int
@@ -39,9 +58,12 @@ class Preset:
     hidden_size: int
     num_layers: int
     pretraining_steps: int
+    fewest_steps: int
     pretraining_batch: int
     pretraining_length: int
     max_function_characters: int
+    total_seconds: float
+    fine_tuning_steps: int
 
 
 DEFAULT = Preset(
@@ -50,10 +72,13 @@ DEFAULT = Preset(
     vocab_size=4096,
     hidden_size=256,
     num_layers=4,
-    pretraining_steps=1000,
+    pretraining_steps=600,
+    fewest_steps=120,
     pretraining_batch=8,
     pretraining_length=128,
     max_function_characters=600,
+    total_seconds=430.0,
+    fine_tuning_steps=330,
 )
 QUICK = Preset(
     name="quick",
@@ -62,9 +87,12 @@ QUICK = Preset(
     hidden_size=128,
     num_layers=2,
     pretraining_steps=200,
+    fewest_steps=100,
     pretraining_batch=8,
     pretraining_length=128,
     max_function_characters=600,
+    total_seconds=110.0,
+    fine_tuning_steps=240,
 )
 
 
@@ -75,48 +103,80 @@ class Assets:
     eval: Path
 
 
-def prepare(preset: Preset, cache: Path) -> Assets:
-    """Return the assets; make them first unless `cache` holds them, from the same settings."""
-    folder = cache / preset.name
-    made_from = {**asdict(preset), "python": platform.python_version()}
-    if not _is_made(folder, made_from):
+def prepare(
+    preset: Preset, cache: Path, pretraining_steps: int | None = None, with_model: bool = True
+) -> Assets:
+    """Return the assets; make them first unless `cache` holds them, from the same settings.
+
+    Args:
+        preset: what is made.
+        cache: the folder that keeps it.
+        pretraining_steps: exactly so many. None: those of what is there, else as many as there is
+            time for.
+        with_model: whether the model and its tokenizer are needed, which take most of the time.
+    """
+    folder = cache / (preset.name if with_model else f"{preset.name}-data")
+    settings = {**asdict(preset), "python": platform.python_version()}
+    if not _is_made(folder, settings, pretraining_steps):
         cache.mkdir(parents=True, exist_ok=True)
-        partial = Path(tempfile.mkdtemp(prefix=f"{preset.name}.partial-", dir=cache))
-        try:
-            _make(preset, partial)
+        with _partial_folder(cache, preset.name) as partial:
+            facts = _make(preset, partial, pretraining_steps) if with_model else {}
+            if not with_model:
+                _write_instructions(preset, source_files(one_in=preset.files_one_in), partial)
+            made_from = {"settings": settings, **(facts or {})}
             (partial / "made_from.json").write_text(json.dumps(made_from, indent=2))
-            _put_in_place(partial, folder, made_from)
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
+            _put_in_place(partial, folder, settings)
     return Assets(folder / "model", folder / "train.jsonl", folder / "eval.jsonl")
 
 
-def _is_made(folder: Path, made_from: dict) -> bool:
+def _is_made(folder: Path, settings: dict, pretraining_steps: int | None = None) -> bool:
     try:
-        return json.loads((folder / "made_from.json").read_text()) == made_from
+        made_from = json.loads((folder / "made_from.json").read_text())
     except (OSError, json.JSONDecodeError):
         return False
+    if made_from.get("settings") != settings:
+        return False
+    return pretraining_steps in (None, made_from.get("pretraining_steps"))
 
 
-def _put_in_place(partial: Path, folder: Path, made_from: dict) -> None:
+@contextlib.contextmanager
+def _partial_folder(cache: Path, name: str) -> Iterator[Path]:
+    """A locked folder that is gone afterwards, as are those whose makers were killed."""
+    for left in cache.glob("*.partial-*"):
+        with contextlib.suppress(OSError), (left / "lock").open("a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # OSError: somebody is making it
+            shutil.rmtree(left, ignore_errors=True)
+    partial = Path(tempfile.mkdtemp(prefix=f"{name}.partial-", dir=cache))
+    try:
+        with (partial / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield partial
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _put_in_place(partial: Path, folder: Path, settings: dict) -> None:
+    (partial / "lock").unlink(missing_ok=True)
     shutil.rmtree(folder, ignore_errors=True)  # made from other settings, or by hand
     try:
         os.replace(partial, folder)
     except OSError:  # another process was faster
-        if not _is_made(folder, made_from):
+        if not _is_made(folder, settings):
             raise
 
 
-def _make(preset: Preset, folder: Path) -> None:
-    started = time.perf_counter()
+def _make(preset: Preset, folder: Path, pretraining_steps: int | None) -> dict:
+    began = time.monotonic()
+    print(f"Making a small model and its data once, in {folder.parent}", flush=True)
     files = source_files(one_in=preset.files_one_in)
     texts = [path.read_text(encoding="utf-8") for path in files if not is_held_out(path)]
-    tokenizer = train_tokenizer(texts, preset.vocab_size)
-    stream = [i for ids in tokenizer([text + END for text in texts])["input_ids"] for i in ids]
-    print(
-        f"Making a small model and its data once, in {folder.parent}: {len(texts)} files of the "
-        f"standard library, {len(stream):,} tokens, a vocabulary of {len(tokenizer):,}"
-    )
+    print(f"  {len(texts)} files of the standard library: training a tokenizer", flush=True)
+    tokenizer = train_tokenizer(texts, preset.vocab_size, show_progress=True)
+    stream: list[int] = []
+    for start in _bar(range(0, len(texts), 32), "tokenizing"):
+        ended = [text + END for text in texts[start : start + 32]]
+        stream += [i for ids in tokenizer(ended)["input_ids"] for i in ids]
+    print(f"  {len(stream):,} tokens, a vocabulary of {len(tokenizer):,}", flush=True)
 
     _write_instructions(preset, files, folder)
     torch.manual_seed(0)
@@ -127,10 +187,14 @@ def _make(preset: Preset, folder: Path) -> None:
         tokenizer.pad_token_id,
         tokenizer.eos_token_id,
     )
+    tokens = torch.tensor(stream)
+    facts = {"pretraining_steps": pretraining_steps}
+    if pretraining_steps is None:
+        facts = fitted_steps(preset, model, tokens, began)
     loss = tiny_llama.pretrain(
         model,
-        torch.tensor(stream),
-        preset.pretraining_steps,
+        tokens,
+        facts["pretraining_steps"],
         preset.pretraining_batch,
         preset.pretraining_length,
     )
@@ -139,15 +203,54 @@ def _make(preset: Preset, folder: Path) -> None:
     print(
         f"  model: {model.num_parameters() / 1e6:.1f} million parameters, pre-training loss "
         f"{loss:.2f} (chance: {math.log(len(tokenizer)):.2f}); "
-        f"{time.perf_counter() - started:.0f} s in all"
+        f"{time.monotonic() - began:.0f} s in all",
+        flush=True,
     )
+    return facts
+
+
+def fitted_steps(
+    preset: Preset, model: tiny_llama.LlamaForCausalLM, tokens: torch.Tensor, began: float
+) -> dict:
+    """Time a few steps and return how many there are to be, and the seconds of one.
+
+    Args:
+        model: stays as it is.
+        tokens: of which it will be trained.
+        began: time.monotonic() when the making of the assets began.
+    """
+    batch, length = preset.pretraining_batch, preset.pretraining_length
+    seconds = tiny_llama.seconds_per_step(copy.deepcopy(model), tokens, batch, length)
+    start = began - STARTED  # of Python and its imports, once more for each precision
+    spent = time.monotonic() - STARTED
+    left = preset.total_seconds - spent - 4 * start - preset.fine_tuning_steps * seconds
+    steps = round(min(max(left / seconds, preset.fewest_steps), preset.pretraining_steps))
+    rest = steps * seconds + preset.fine_tuning_steps * seconds + 4 * start
+    print(
+        f"  a pre-training step takes {seconds:.2f} s here: {steps} steps, "
+        f"about {_minutes(steps * seconds)}. With fine-tuning in two precisions on a CPU "
+        f"everything from here is expected to take about {_minutes(rest)}.\n"
+        f"  The number is kept with the model; --pretraining-steps {steps} makes it again.",
+        flush=True,
+    )
+    return {"pretraining_steps": steps, "seconds_per_step": round(seconds, 4)}
+
+
+def _bar(items: Sequence, description: str) -> Iterable:
+    """Show how far it is where it takes more than a moment."""
+    return tqdm(items, desc=description, delay=2.0, mininterval=1.0, leave=False)
+
+
+def _minutes(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.1f} minutes"
 
 
 def _write_instructions(preset: Preset, files: list[Path], folder: Path) -> None:
     seen: set[tuple[str, str]] = set()
     for name, held_out in (("train", False), ("eval", True)):
         rows = []
-        for path in (path for path in files if is_held_out(path) == held_out):
+        part = [path for path in files if is_held_out(path) == held_out]
+        for path in _bar(part, f"looking for functions for {name}.jsonl"):
             rows += _instructions(path, preset.max_function_characters, seen)
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         print(f"  {name}.jsonl: {len(rows)} functions with their docstrings")

@@ -1,18 +1,18 @@
-"""The same fine-tuning in two precisions, one after the other: a table, a CSV and a picture."""
+"""The same fine-tuning in two precisions, one after the other: a table, a CSV and a picture.
 
+It imports neither torch nor a host: it says at once what is going to happen, and starts processes.
+"""
+
+import argparse
 import csv
 import json
-import os
 import shlex
-import subprocess
+import sys
 from pathlib import Path
 
-import matplotlib
-
-from run_record import read_losses
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
+import child_process
+from script_start import Refusal
+from sft_arguments import last_checkpoint
 
 COLUMNS = {
     "precision": "precision",
@@ -26,33 +26,98 @@ COLUMNS = {
 }
 
 
-def compare(commands: dict[str, list[str]], output: Path) -> list[dict]:
+def run(script: str, commands: dict[str, list[str]], arguments: argparse.Namespace) -> None:
+    """Say what is going to happen, check what can be checked, and compare.
+
+    Args:
+        script: path of the training script.
+        commands: as of `compare`.
+        arguments: of `sft_arguments.argument_parser`.
+    """
+    resumed = {name for name in commands if last_checkpoint(arguments.output / name)}
+    if arguments.resume and not resumed:
+        raise Refusal(
+            f"--resume: there is no checkpoint in {arguments.output}/<precision>/checkpoints; "
+            "leave the option out to start from the beginning"
+        )
+    print(plan(list(commands), arguments), flush=True)
+    given = [argument for argument in sys.argv[1:] if argument != "--resume"]
+    check = [sys.executable, str(Path(script).with_name("before_training.py")), *given]
+    if status := child_process.run([*check, "--started-by-comparison"]):
+        raise SystemExit(status)
+    if arguments.resume:
+        commands = {
+            name: [*command, *(["--resume"] if name in resumed else [])]
+            for name, command in commands.items()
+        }
+    compare(commands, arguments.output, about(arguments))
+
+
+def plan(precisions: list[str], arguments: argparse.Namespace) -> str:
+    """Return what is going to happen, and how long it takes, as far as that is known now."""
+    minutes = "one to two minutes" if arguments.quick else "four to eight minutes"
+    time = (
+        f"On two idle CPU cores this takes {minutes} (a GPU: less); step 1 looks at this machine "
+        "and says more."
+        if arguments.model is None and arguments.data is None and arguments.steps is None
+        else "Step 1 looks at the model, the data and this machine and says how long it takes."
+    )
+    steps = [
+        "make the model and the data, where they are not there yet, and check both",
+        f"fine-tune in {precisions[0]}",
+        f"fine-tune the same in {precisions[1]}",
+        "compare",
+    ]
+    lines = [f"  {i}. {step}" for i, step in enumerate(steps, start=1)]
+    return "\n".join(
+        [
+            f"Fine-tuning of {about(arguments)}",
+            *lines,
+            time,
+            f"Everything goes to {arguments.output}. Ctrl-C ends it; --resume goes on from there.",
+        ]
+    )
+
+
+def about(arguments: argparse.Namespace) -> str:
+    """Return what is trained on what, in a few words."""
+    model = "a small Llama made here" if arguments.model is None else Path(arguments.model).name
+    data = "docstrings of the standard library"
+    return f"{model} on {data if arguments.data is None else arguments.data.name}"
+
+
+def compare(commands: dict[str, list[str]], output: Path, title: str = "") -> list[dict]:
     """Run each precision's command into `output`/<precision>, then print and write what came out.
 
     Args:
         commands: precision -> command, to which `--output` is added; the others are compared to
             the first one.
         output: gets comparison.csv and comparison.png beside the runs' own folders.
+        title: of the picture: what is trained on what.
     Returns:
         the rows of the table.
     Raises:
         SystemExit: one of the runs failed; its own error stands above.
     """
+    for name in ("comparison.csv", "comparison.png"):  # of an earlier comparison
+        (output / name).unlink(missing_ok=True)
     for precision, command in commands.items():
-        command = [*command, "--output", str(output / precision)]
+        command = [*command, "--started-by-comparison", "--output", str(output / precision)]
         print(f"\n=== {precision}: {shlex.join(command)}\n", flush=True)
-        if code := subprocess.run(command, env={**os.environ, "PYTHONUNBUFFERED": "1"}).returncode:
-            raise SystemExit(code)
+        if status := child_process.run(command):
+            raise SystemExit(status)
     results = {p: json.loads((output / p / "result.json").read_text()) for p in commands}
     rows = table_rows(results)
     with (output / "comparison.csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, list(COLUMNS.values()), lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
-    plot({p: read_losses(output / p / "losses.csv") for p in commands}, output / "comparison.png")
     print("\n" + format_table(rows))
     if results[next(iter(commands))]["device"] == "cpu":
         print("On a CPU FP8 is emulated: the seconds say nothing about its speed on a GPU.")
+    from comparison_picture import draw  # matplotlib takes a moment, here where it is needed
+
+    draw(results, output, output / "comparison.png", title)
     print(f"Curves: {output / 'comparison.png'}   numbers: {output / 'comparison.csv'}")
     return rows
 
@@ -89,32 +154,3 @@ def format_table(rows: list[dict]) -> str:
         "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True))
         for line in lines
     )
-
-
-def plot(curves: dict[str, list[dict]], path: Path) -> None:
-    """Draw training losses as thin lines and evaluation losses as thick ones with marks."""
-    figure, axes = plt.subplots(figsize=(8, 5))
-    for i, (precision, rows) in enumerate(curves.items()):
-        for key, style in (
-            ("loss", {"alpha": 0.4, "lw": 1}),
-            ("eval_loss", {"marker": "o", "lw": 2}),
-        ):
-            points = [(row["step"], row[key]) for row in rows if key in row]
-            name = f"{precision}, {'training' if key == 'loss' else 'evaluation'}"
-            axes.plot(
-                *zip(*points, strict=True),
-                color=f"C{i}",
-                linestyle="--" if i else "-",
-                label=name,
-                **style,
-            )
-    axes.set(
-        xlabel="optimizer step",
-        ylabel="loss, nats per answer token",
-        title="Supervised fine-tuning",
-    )
-    axes.legend()
-    axes.grid(alpha=0.3)
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    plt.close(figure)

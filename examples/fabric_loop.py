@@ -3,6 +3,11 @@
 python examples/fabric_loop.py --precision fp8-mixed
 """
 
+import script_start
+
+if __name__ == "__main__":
+    script_start.begin()
+
 import argparse
 from pathlib import Path
 
@@ -45,4 +50,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    script_start.run(main)

@@ -1,10 +1,7 @@
-"""Instruction data: JSONL rows -> token ids and labels -> padded or packed batches.
+"""Instruction data: rows of `instruction_rows` -> token ids and labels -> padded or packed batches.
 
-Three kinds of rows are understood, told apart by their keys:
-
-    {"messages": [{"role": ..., "content": ...}, ...]}  rendered with the tokenizer's chat template
-    {"prompt": ..., "completion": ...}                  taken as they are, then end-of-sequence
-    {"instruction": ..., "input": ..., "output": ...}   as messages if there is a chat template
+Messages are rendered with the tokenizer's chat template; a prompt and its completion are taken as
+they are, then end-of-sequence; an instruction becomes messages if there is a chat template.
 
 Labels are the token ids where the model is to learn (what the assistant says, and its end token)
 and -100 elsewhere. A prompt and its answer are tokenized apart, because at generation time the
@@ -17,9 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from datasets import load_dataset
+from jinja2 import TemplateError
 from torch import Tensor
+from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
+
+from instruction_rows import as_messages, read_rows
+from script_start import Refusal
 
 IGNORED = -100  # torch.nn.functional.cross_entropy's ignore_index
 
@@ -35,29 +36,39 @@ class Example:
 def load_examples(
     path: Path | str, tokenizer: PreTrainedTokenizerBase, max_length: int
 ) -> list[Example]:
-    """Read a JSONL file; rows of more than `max_length` tokens are left out, and counted aloud.
+    """Read a file of rows; those of more than `max_length` tokens are left out, and counted aloud.
 
     Raises:
-        ValueError: a row has none of the known sets of keys, a chat template cannot be split into
-            prompts and answers, or no row is short enough.
+        Refusal: the file or a row is malformed (see `instruction_rows.read_rows`), a chat template
+            cannot be split into prompts and answers, or no row is short enough and has an answer.
     """
-    rows = load_dataset("json", data_files=str(path), split="train")
-    examples = [tokenize(row, tokenizer) for row in rows]
-    kept = [
-        e
-        for e in examples
-        if len(e.input_ids) <= max_length and any(x != IGNORED for x in e.labels)
-    ]
+    rows = read_rows(path)
+    examples = []
+    for place, row in tqdm(rows, desc=f"tokenizing {Path(path).name}", delay=2.0, leave=False):
+        try:
+            examples.append(tokenize(row, tokenizer))
+        except (Refusal, TemplateError) as error:
+            said = error if isinstance(error, Refusal) else f"the chat template says: {error}"
+            raise Refusal(f"{path}, {place}: {said}") from None
+    answered = [e for e in examples if any(x != IGNORED for x in e.labels)]
+    kept = [e for e in answered if len(e.input_ids) <= max_length]
+    if not answered:
+        raise Refusal(
+            f"None of the {len(rows)} rows of {path} has an answer to learn: a message of the role "
+            "'assistant' (from 'gpt'), a 'completion' or an 'output' that is not empty"
+        )
     if not kept:
-        raise ValueError(
-            f"None of the {len(examples)} rows of {path} fits into {max_length} tokens and has an "
-            "answer; choose a larger --max-length"
+        shortest = min(len(e.input_ids) for e in answered)
+        raise Refusal(
+            f"None of the {len(rows)} rows of {path} fits into {max_length} tokens, the shortest "
+            f"has {shortest}; choose a larger --max-length"
         )
-    if len(kept) < len(examples):
-        print(
-            f"{path}: {len(examples) - len(kept)} of {len(examples)} rows left out "
-            f"(over {max_length} tokens, or without an answer)"
-        )
+    for count, why in (
+        (len(examples) - len(answered), "without an answer to learn"),
+        (len(answered) - len(kept), f"of more than {max_length} tokens (--max-length)"),
+    ):
+        if count:
+            print(f"{path}: {count} of {len(rows)} rows left out, {why}")
     return kept
 
 
@@ -66,9 +77,7 @@ def hold_out(
 ) -> tuple[list[Example], list[Example]]:
     """Split at random into (training, evaluation), at least one example each."""
     if len(examples) < 2:
-        raise ValueError(
-            "One example cannot be split into training and evaluation; give --eval-data"
-        )
+        raise Refusal("One example cannot be split into training and evaluation; give --eval-data")
     shuffled = random.Random(seed).sample(examples, len(examples))
     num_eval = min(max(1, round(fraction * len(examples))), len(examples) - 1)
     return shuffled[num_eval:], shuffled[:num_eval]
@@ -152,12 +161,13 @@ def _row(examples: list[Example]) -> dict[str, Tensor]:
 
 def _segments(row: dict, tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[str, bool]]:
     """Yield the row's text in order, in pieces (text, whether the model is to learn it)."""
+    row = as_messages(row)
     if row.get("messages"):
         yield from _chat_segments(row["messages"], tokenizer)
-    elif isinstance(row.get("prompt"), str) and isinstance(row.get("completion"), str):
+    elif row.get("prompt") is not None:
         yield (tokenizer.bos_token or "") + row["prompt"], False
         yield row["completion"] + (tokenizer.eos_token or ""), True
-    elif isinstance(row.get("instruction"), str) and isinstance(row.get("output"), str):
+    else:
         question = "\n\n".join(part for part in (row["instruction"], row.get("input")) if part)
         if tokenizer.chat_template:
             user = {"role": "user", "content": question}
@@ -168,18 +178,13 @@ def _segments(row: dict, tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[s
             yield from _segments(
                 {"prompt": question + "\n\n", "completion": row["output"]}, tokenizer
             )
-    else:
-        raise ValueError(
-            f"A row with the keys {sorted(row)}: expected text under 'messages', under 'prompt' "
-            "and 'completion', or under 'instruction' and 'output'"
-        )
 
 
 def _chat_segments(
     messages: list[dict], tokenizer: PreTrainedTokenizerBase
 ) -> Iterator[tuple[str, bool]]:
     if not tokenizer.chat_template:
-        raise ValueError(
+        raise Refusal(
             "The data is chat-style and the tokenizer has no chat template; take an "
             "instruction-tuned model, or prompt/completion rows"
         )
@@ -194,7 +199,7 @@ def _chat_segments(
         prompt = render(messages[:i], add_generation_prompt=True)
         answered = render(messages[: i + 1])
         if not (prompt.startswith(done) and answered.startswith(prompt)):
-            raise ValueError(
+            raise Refusal(
                 "This chat template rewrites earlier turns when a turn is added, so answers cannot "
                 "be told from prompts; use one assistant turn per row, or prompt/completion rows"
             )

@@ -12,8 +12,10 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from losses import read_losses
+
 COLUMNS = ["step", "loss", "eval_loss", "seconds"]
-MEASURED = ["device", "linear_layers", "bytes_per_parameter"]
+MEASURED = ["device", "linear_layers", "bytes_per_parameter", "bytes_by_kind", "parameters"]
 
 
 class RunRecord:
@@ -39,6 +41,8 @@ class RunRecord:
         self._started = time.perf_counter()
         if not write:
             return
+        if not resume_at:
+            (folder / "result.json").unlink(missing_ok=True)  # an earlier run's
         with self.path.open("w", newline="") as file:
             csv.DictWriter(file, COLUMNS, lineterminator="\n").writeheader()
         for row in self.rows:
@@ -59,6 +63,8 @@ class RunRecord:
             "device": next(model.parameters()).device.type,
             "linear_layers": dict(linears),
             "bytes_per_parameter": bytes_per_parameter(model, optimizer),
+            "bytes_by_kind": bytes_by_kind(model, optimizer),
+            "parameters": sum(p.numel() for p in model.parameters()),
         }
 
     def finish(self, **facts: str | int | float) -> dict:
@@ -97,30 +103,26 @@ class RunRecord:
             csv.DictWriter(file, COLUMNS, lineterminator="\n").writerow(row)
 
 
-def read_losses(path: Path) -> list[dict]:
-    """Return the rows of a losses.csv as numbers; a cell that is empty is left out of its row."""
-    if not path.exists():
-        return []
-    with path.open(newline="") as file:
-        rows = [
-            {name: float(cell) for name, cell in row.items() if cell}
-            for row in csv.DictReader(file)
-        ]
-    return [{**row, "step": int(row["step"])} for row in rows]
-
-
 def bytes_per_parameter(model: nn.Module, optimizer: torch.optim.Optimizer) -> float:
     """Return the bytes of weights, gradients and optimizer state over the number of parameters."""
+    return sum(bytes_by_kind(model, optimizer).values())
+
+
+def bytes_by_kind(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, float]:
+    """Return the same apart: bytes per parameter of weights, gradients and optimizer state."""
     parameters = list(model.parameters())
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    states = [
-        value
-        for state in optimizer.state.values()
-        for value in state.values()
-        if isinstance(value, Tensor) and value.dim() > 0  # not AdamW's step counters
-    ]
-    total = sum(_num_bytes(tensor) for tensor in [*parameters, *gradients, *states])
-    return total / sum(p.numel() for p in parameters)
+    kinds = {
+        "weights": parameters,
+        "gradients": [p.grad for p in parameters if p.grad is not None],
+        "optimizer": [
+            value
+            for state in optimizer.state.values()
+            for value in state.values()
+            if isinstance(value, Tensor) and value.dim() > 0  # not AdamW's step counters
+        ],
+    }
+    count = sum(p.numel() for p in parameters)
+    return {kind: sum(map(_num_bytes, tensors)) / count for kind, tensors in kinds.items()}
 
 
 def _num_bytes(tensor: Tensor) -> int:

@@ -12,18 +12,51 @@ import shutil
 import sys
 from pathlib import Path
 
+import psutil
+
+import comparison
+import script_start
+from sft_arguments import argument_parser, checkpoint_to_resume
+
+PRECISIONS = ("bf16", "fp8")
+
+
+def parse_arguments():
+    arguments = argument_parser(__doc__.splitlines()[0]).parse_args()
+    own = "sft_accelerate_quick" if arguments.quick else "sft_accelerate"
+    arguments.output = arguments.output or Path("runs") / own
+    return arguments
+
+
+def compare() -> None:
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "1"]
+    # Its own default is one thread; --quiet leaves the script's error as the last word.
+    threads = os.environ.get("OMP_NUM_THREADS", str(psutil.cpu_count(logical=False) or 1))
+    launch += ["--num_machines", "1", "--dynamo_backend", "no", "--quiet"]
+    launch += ["--num_cpu_threads_per_process", threads]
+    script = [__file__, *(a for a in sys.argv[1:] if a != "--resume")]
+    commands = {name: [*launch, "--mixed_precision", name, *script] for name in PRECISIONS}
+    comparison.run(__file__, commands, parse_arguments())
+
+
+if __name__ == "__main__":
+    script_start.begin()
+    if "ACCELERATE_MIXED_PRECISION" not in os.environ:  # not started by `accelerate launch`
+        script_start.run(compare)
+        sys.exit()
+
 import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 from tqdm import tqdm
 
-import comparison
+from fine_tuning import num_targets, prepare
 from run_record import RunRecord
-from sft_arguments import argument_parser, num_targets, prepare
 
 
 def train(arguments) -> dict:
     """Fine-tune, save the model to <output>/model and return the run's result."""
+    last = checkpoint_to_resume(arguments)
     accelerator = Accelerator(gradient_accumulation_steps=arguments.accumulate)
     set_seed(arguments.seed)
     with accelerator.main_process_first():
@@ -44,7 +77,7 @@ def train(arguments) -> dict:
 
     step = 0
     checkpoints = arguments.output / "checkpoints"
-    if arguments.resume and (last := last_checkpoint(checkpoints)):
+    if last is not None:
         accelerator.load_state(last)
         step = int(last.name.removeprefix("step-"))
         train_loader = accelerator.skip_first_batches(train_loader, step * arguments.accumulate)
@@ -111,7 +144,13 @@ def evaluate(
 def save_checkpoint(accelerator: Accelerator, folder: Path, step: int) -> None:
     """Save to <folder>/step-<step>, which is complete when it exists, and remove earlier ones."""
     partial = folder / "partial"
-    accelerator.save_state(partial)
+    if accelerator.is_main_process:
+        shutil.rmtree(partial, ignore_errors=True)  # of a run that was killed here
+    try:
+        accelerator.save_state(partial)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
         earlier = list(folder.glob("step-*"))
@@ -124,29 +163,12 @@ def save_checkpoint(accelerator: Accelerator, folder: Path, step: int) -> None:
     accelerator.wait_for_everyone()
 
 
-def last_checkpoint(folder: Path) -> Path | None:
-    return max(
-        folder.glob("step-*"), key=lambda path: int(path.name.removeprefix("step-")), default=None
-    )
-
-
 def main() -> None:
-    arguments = argument_parser(__doc__.splitlines()[0]).parse_args()
-    arguments.output = arguments.output or Path("runs/sft_accelerate")
-    if "ACCELERATE_MIXED_PRECISION" in os.environ:  # started by `accelerate launch`
-        train(arguments)
-        return
-    launch = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "1"]
-    launch += ["--num_cpu_threads_per_process", str(torch.get_num_threads())]
-    script = [__file__, *sys.argv[1:]]
-    comparison.compare(
-        {
-            precision: [*launch, "--mixed_precision", precision, *script]
-            for precision in ("bf16", "fp8")
-        },
-        arguments.output,
-    )
+    arguments = parse_arguments()
+    if arguments.started_by_comparison:
+        script_start.end_with_input()
+    train(arguments)
 
 
 if __name__ == "__main__":
-    main()
+    script_start.run(main)

@@ -10,14 +10,43 @@ Precision is Trainer's argument and nothing else here depends on it.
 import sys
 from pathlib import Path
 
+import comparison
+import script_start
+from sft_arguments import argument_parser, checkpoint_to_resume
+
+PRECISIONS = ("bf16-mixed", "fp8-mixed")
+
+
+def parse_arguments():
+    parser = argument_parser(__doc__.splitlines()[0])
+    parser.add_argument(
+        "--precision", help=f"Trainer's precision; none: {' and '.join(PRECISIONS)}, compared"
+    )
+    arguments = parser.parse_args()
+    own = "sft_lightning_quick" if arguments.quick else "sft_lightning"
+    arguments.output = arguments.output or Path("runs") / own
+    return arguments
+
+
+def compare() -> None:
+    script = [sys.executable, __file__, *(a for a in sys.argv[1:] if a != "--resume")]
+    commands = {precision: [*script, "--precision", precision] for precision in PRECISIONS}
+    comparison.run(__file__, commands, parse_arguments())
+
+
+if __name__ == "__main__":
+    script_start.begin()
+    if parse_arguments().precision is None:  # a comparison needs none of what follows
+        script_start.run(compare)
+        sys.exit()
+
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
-import comparison
+from fine_tuning import FineTuning, num_targets, prepare
 from run_record import RunRecord
-from sft_arguments import FineTuning, argument_parser, num_targets, prepare
 
 
 class SupervisedFineTuning(L.LightningModule):
@@ -85,12 +114,15 @@ class SupervisedFineTuning(L.LightningModule):
 
 def train(arguments, precision: str) -> dict:
     """Fine-tune, save the model to <output>/model and return the run's result."""
+    last = checkpoint_to_resume(arguments)
     L.seed_everything(arguments.seed)
     run = prepare(arguments)
     module = SupervisedFineTuning(run)
-    last = arguments.output / "checkpoints" / "last.ckpt"
     checkpoint = ModelCheckpoint(
-        last.parent, last.stem, enable_version_counter=False, save_on_train_epoch_end=False
+        arguments.output / "checkpoints",
+        "last",
+        enable_version_counter=False,
+        save_on_train_epoch_end=False,
     )  # one, after every evaluation
     trainer = L.Trainer(
         precision=precision,
@@ -106,7 +138,7 @@ def train(arguments, precision: str) -> dict:
         enable_model_summary=False,
         callbacks=[checkpoint],
     )
-    trainer.fit(module, ckpt_path=last if arguments.resume and last.exists() else None)
+    trainer.fit(module, ckpt_path=last)
     if module.record.rows[-1].get("eval_loss") is None:
         trainer.validate(module, verbose=False)
     if trainer.is_global_zero:
@@ -116,24 +148,11 @@ def train(arguments, precision: str) -> dict:
 
 
 def main() -> None:
-    parser = argument_parser(__doc__.splitlines()[0])
-    parser.add_argument(
-        "--precision", help="Trainer's precision; none: bf16-mixed and fp8-mixed, compared"
-    )
-    arguments = parser.parse_args()
-    arguments.output = arguments.output or Path("runs/sft_lightning")
-    if arguments.precision is not None:
-        train(arguments, arguments.precision)
-        return
-    script = [sys.executable, __file__, *sys.argv[1:]]
-    comparison.compare(
-        {
-            precision: [*script, "--precision", precision]
-            for precision in ("bf16-mixed", "fp8-mixed")
-        },
-        arguments.output,
-    )
+    arguments = parse_arguments()
+    if arguments.started_by_comparison:
+        script_start.end_with_input()
+    train(arguments, arguments.precision)
 
 
 if __name__ == "__main__":
-    main()
+    script_start.run(main)

@@ -12,6 +12,8 @@ import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
+from tqdm import tqdm
+
 EXCLUDED_DIRECTORIES = {
     "__pycache__",
     "dist-packages",
@@ -34,8 +36,14 @@ def source_files(root: Path | None = None, one_in: int = 1) -> list[Path]:
     """
     root = root or Path(sysconfig.get_path("stdlib"))
     names = sorted(path.relative_to(root) for path in root.rglob("*.py"))
-    kept = (n for n in names if EXCLUDED_DIRECTORIES.isdisjoint(n.parts) and _readable(root / n))
-    return [root / n for n in kept if _hash(f"sample {n.as_posix()}") % one_in == 0]
+    names = [
+        name
+        for name in names
+        if EXCLUDED_DIRECTORIES.isdisjoint(name.parts)
+        and _hash(f"sample {name.as_posix()}") % one_in == 0
+    ]
+    bar = tqdm(names, desc="reading the standard library", delay=2.0, leave=False)
+    return [root / name for name in bar if _readable(root / name)]
 
 
 def is_held_out(path: Path) -> bool:

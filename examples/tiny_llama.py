@@ -1,5 +1,9 @@
 """A small Llama and its pre-training: next-token prediction on one long stream of tokens."""
 
+import itertools
+import statistics
+import time
+
 import torch
 from torch import Tensor
 from tqdm import tqdm
@@ -35,6 +39,7 @@ def pretrain(
     length: int,
     learning_rate: float = 3e-3,
     seed: int = 0,
+    bar: bool = True,
 ) -> float:
     """Train on random windows of the stream, in BF16 autocast, with AdamW and a cosine schedule.
 
@@ -42,6 +47,7 @@ def pretrain(
         model: float32; trained in place.
         tokens: (num_tokens,) int64, on the CPU.
         steps: optimizer steps of batch_size windows of `length` tokens each.
+        bar: whether a bar shows how far it is.
     Returns:
         the mean loss of the last tenth of the steps, in nats per token.
     """
@@ -51,7 +57,8 @@ def pretrain(
     schedule = get_cosine_schedule_with_warmup(optimizer, steps // 20, steps)
     losses = []
     model.train()
-    for _ in (bar := tqdm(range(steps), desc="pre-training", mininterval=2.0)):
+    progress = tqdm(range(steps), desc="pre-training", mininterval=2.0, disable=not bar)
+    for _ in progress:
         starts = torch.randint(len(tokens) - length, (batch_size,), generator=generator)
         windows = tokens[starts[:, None] + torch.arange(length)].to(device)
         with torch.autocast(device.type, torch.bfloat16):
@@ -62,6 +69,21 @@ def pretrain(
         schedule.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-        bar.set_postfix(loss=f"{losses[-1]:.3f}", refresh=False)
+        progress.set_postfix(loss=f"{losses[-1]:.3f}", refresh=False)
     last = losses[-max(1, steps // 10) :]
     return sum(last) / len(last)
+
+
+def seconds_per_step(
+    model: LlamaForCausalLM, tokens: Tensor, batch_size: int, length: int, steps: int = 8
+) -> float:
+    """Return the median seconds of a few steps of `pretrain`, after one; the model is spoilt."""
+    times = []
+
+    def note(*_: object) -> None:
+        times.append(time.perf_counter())
+
+    hook = model.register_forward_pre_hook(note)
+    pretrain(model, tokens, steps + 2, batch_size, length, bar=False)
+    hook.remove()
+    return statistics.median(after - before for before, after in itertools.pairwise(times[1:]))

@@ -40,7 +40,7 @@ def once(tmp_path_factory) -> Callable[[str, Callable[[Path], None]], Path]:
 @pytest.fixture(scope="session")
 def assets_cache(once) -> Path:
     """The cache that `--assets` takes, holding the quick preset."""
-    return once("assets", lambda folder: example_assets.prepare(example_assets.QUICK, folder))
+    return once("assets", lambda folder: example_assets.prepare(example_assets.QUICK, folder, 200))
 
 
 def environment_in(folder: Path) -> dict[str, str]:
@@ -52,7 +52,6 @@ def environment_in(folder: Path) -> dict[str, str]:
         "OMP_NUM_THREADS": "1",
         "CUDA_VISIBLE_DEVICES": "",
         "HF_HUB_OFFLINE": "1",
-        "HF_DATASETS_CACHE": str(folder / "datasets"),
         "PYTHONPATH": os.pathsep.join([str(ROOT / "tests/probe"), str(ROOT)]),
         "FP8_PROBE_OUT": str(folder / "probe"),
     }

@@ -1,7 +1,9 @@
 """Assets are made once, whole or not at all."""
 
 import dataclasses
+import fcntl
 import json
+import time
 
 import assets
 import pytest
@@ -17,13 +19,14 @@ TINY = dataclasses.replace(
     vocab_size=300,
     hidden_size=64,
     num_layers=1,
-    pretraining_steps=2,
+    pretraining_steps=4,
+    fewest_steps=2,
 )
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    return assets.prepare(TINY, tmp_path_factory.mktemp("assets"))
+    return assets.prepare(TINY, tmp_path_factory.mktemp("assets"), 2)
 
 
 def test_they_open_with_transformers(made):
@@ -54,7 +57,7 @@ def test_they_are_not_made_twice(made, monkeypatch):
 
 
 def test_what_was_cut_off_is_made_again(tmp_path, monkeypatch):
-    def cut_off(preset, folder):
+    def cut_off(preset, folder, steps):
         (folder / "train.jsonl").write_text("half")
         raise KeyboardInterrupt
 
@@ -63,7 +66,7 @@ def test_what_was_cut_off_is_made_again(tmp_path, monkeypatch):
         with pytest.raises(KeyboardInterrupt):
             assets.prepare(TINY, tmp_path)
     assert list(tmp_path.iterdir()) == []
-    monkeypatch.setattr(assets, "_make", lambda _, folder: (folder / "eval.jsonl").touch())
+    monkeypatch.setattr(assets, "_make", lambda _, folder, steps: (folder / "eval.jsonl").touch())
     made = assets.prepare(TINY, tmp_path)
     assert made.eval.exists()
     assert not made.train.exists()
@@ -71,11 +74,76 @@ def test_what_was_cut_off_is_made_again(tmp_path, monkeypatch):
 
 def test_other_settings_are_made_again(tmp_path, monkeypatch):
     made_with = []
-    monkeypatch.setattr(assets, "_make", lambda preset, _: made_with.append(preset))
+    monkeypatch.setattr(assets, "_make", lambda preset, *_: made_with.append(preset))
     other = dataclasses.replace(TINY, pretraining_steps=3)
     for preset in (TINY, TINY, other, other):
         assets.prepare(preset, tmp_path)
     assert made_with == [TINY, other]
+
+
+def test_what_a_killed_run_left_is_removed_and_what_another_makes_is_not(tmp_path, monkeypatch):
+    monkeypatch.setattr(assets, "_make", lambda *_: {})
+    left, others = tmp_path / "tiny.partial-left", tmp_path / "tiny.partial-others"
+    for folder in (left, others):
+        folder.mkdir()
+        (folder / "train.jsonl").write_text("half")
+    with (others / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        made = assets.prepare(TINY, tmp_path)
+    assert not left.exists()
+    assert others.exists()
+    assert sorted(path.name for path in made.model.parent.iterdir()) == ["made_from.json"]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "steps"),
+    [(0.18, 600), (1 / 1.27, 140), (3.0, 120)],
+    ids=["fast", "1.27 steps a second", "very slow"],
+)
+def test_steps_fit_into_the_time(monkeypatch, capsys, seconds, steps):
+    """5 s of start-up and 35 s of making the data, then 4 more starts and 330 steps' worth."""
+    monkeypatch.setattr(tiny_llama, "seconds_per_step", lambda *_: seconds)
+    monkeypatch.setattr(assets.time, "monotonic", lambda: assets.STARTED + 40)
+    model = tiny_llama.build(64, 64, 1, pad_token_id=0, eos_token_id=1)
+    facts = assets.fitted_steps(assets.DEFAULT, model, torch.arange(99), assets.STARTED + 5)
+    assert facts["pretraining_steps"] == pytest.approx(steps, abs=2)
+    printed = capsys.readouterr().out
+    assert f"--pretraining-steps {facts['pretraining_steps']}" in printed
+    if seconds < 1:  # under eight minutes
+        total = (
+            40 + 4 * 5 + (assets.DEFAULT.fine_tuning_steps + facts["pretraining_steps"]) * seconds
+        )
+        assert total < 440
+
+
+def test_the_number_of_steps_is_kept_with_the_model(tmp_path, monkeypatch):
+    """Another moment would have fitted another one."""
+    seconds = iter([1e9, 1e-9])
+    monkeypatch.setattr(tiny_llama, "seconds_per_step", lambda *_: next(seconds))
+    monkeypatch.setattr(tiny_llama, "pretrain", lambda *_: 5.0)
+    made = [assets.prepare(TINY, tmp_path) for _ in range(2)]
+    made_from = json.loads((made[1].model.parent / "made_from.json").read_text())
+    assert made_from["pretraining_steps"] == TINY.fewest_steps
+    assets.prepare(TINY, tmp_path, TINY.fewest_steps)  # what is there
+    assets.prepare(TINY, tmp_path, 7)
+    made_from = json.loads((made[1].model.parent / "made_from.json").read_text())
+    assert made_from["pretraining_steps"] == 7
+
+
+def test_timing_steps_leaves_the_model_and_the_random_state_alone(monkeypatch):
+    model = tiny_llama.build(64, 64, 1, pad_token_id=0, eos_token_id=1)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    state = torch.get_rng_state()
+    assets.fitted_steps(TINY, model, torch.arange(64).repeat(40), time.monotonic())
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_data_for_a_model_of_ones_own_needs_no_pretraining(tmp_path, monkeypatch):
+    monkeypatch.setattr(tiny_llama, "pretrain", lambda *_: pytest.fail("pre-trained"))
+    made = assets.prepare(TINY, tmp_path, with_model=False)
+    assert made.train.exists()
+    assert not made.model.exists()
 
 
 def test_pretraining_lowers_the_loss():

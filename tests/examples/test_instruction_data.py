@@ -7,6 +7,7 @@ import pytest
 import torch
 from code_tokenizer import train_tokenizer
 from instruction_data import IGNORED, Example, hold_out, load_examples, pack, pad, stack, tokenize
+from script_start import Refusal
 from transformers import LlamaConfig, LlamaForCausalLM
 
 CHAT = [
@@ -93,11 +94,7 @@ def test_a_template_that_rewrites_history_is_refused(tokenizer, monkeypatch):
 
 
 @pytest.fixture
-def jsonl(tmp_path, monkeypatch):
-    import datasets
-
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-
+def jsonl(tmp_path):
     def write(rows):
         path = tmp_path / "rows.jsonl"
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -117,6 +114,27 @@ def test_no_row_short_enough_is_an_error(tokenizer, jsonl):
     path = jsonl([{"prompt": "a list " * 50, "completion": "a sequence"}])
     with pytest.raises(ValueError, match="--max-length"):
         load_examples(path, tokenizer, max_length=8)
+
+
+def test_without_any_answer_the_error_says_what_an_answer_is(tokenizer, jsonl):
+    question = {"messages": [{"role": "user", "content": "what is a list"}]}
+    with pytest.raises(Refusal, match=r"None of the 2 rows of .*rows.jsonl has an answer"):
+        load_examples(jsonl([question, question]), tokenizer, max_length=512)
+
+
+def test_what_a_chat_template_refuses_names_the_row(tokenizer, jsonl, monkeypatch):
+    template = "{{ raise_exception('roles must alternate') }}"
+    monkeypatch.setattr(tokenizer, "chat_template", template)
+    path = jsonl([{"messages": CHAT}])
+    with pytest.raises(Refusal, match=r"rows.jsonl, line 1: .*roles must alternate"):
+        load_examples(path, tokenizer, max_length=512)
+
+
+def test_conversations_are_learned_as_messages(tokenizer, jsonl):
+    names = {"system": "system", "user": "human", "assistant": "gpt"}
+    turns = [{"from": names[m["role"]], "value": m["content"]} for m in CHAT]
+    (example,) = load_examples(jsonl([{"conversations": turns}]), tokenizer, max_length=512)
+    assert example == tokenize({"messages": CHAT}, tokenizer)
 
 
 def examples_of(lengths: list[int]) -> list[Example]:

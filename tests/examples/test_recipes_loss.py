@@ -31,6 +31,7 @@ def runs(recipes_loss, monkeypatch):
         config = json.loads(env.get("TORCH_FP8_CONFIG", '{"recipe": "bf16-mixed"}'))
         seed = int(command[command.index("--seed") + 1])
         precision = command[command.index("--precision") + 1]
+        assert command[command.index("--pretraining-steps") + 1] == "1000"  # not as time allows
         assert (precision == "bf16-mixed") == (config["recipe"] == "bf16-mixed")
         started.append((config["recipe"], seed))
         loss = 4.0 + seed + 0.04 * (precision == "fp8-mixed")

@@ -86,6 +86,20 @@ def test_without_arguments_two_precisions_are_compared(host, compared):
     assert "emulated" in printed
 
 
+def test_the_plan_comes_first_and_the_expected_time_before_training(host, compared):
+    printed = (compared(host) / "printed").read_text()
+    assert printed.startswith("Fine-tuning of a small Llama made here on docstrings")
+    places = [printed.index(text) for text in ("Ctrl-C", "Checked: ", "Expected from", "===")]
+    assert places == sorted(places)
+    assert re.search(r"about [\d.]+ minutes, \d+ s in BF16 and \d+ s in FP8", printed)
+
+
+def test_host_warnings_that_mean_nothing_are_not_shown(host, compared):
+    printed = (compared(host) / "printed").read_text()
+    for noise in ("LeafSpec", "Tip:", "torchao", "many workers", "not passed to `accelerate"):
+        assert noise not in printed
+
+
 def test_fp8_gemms_run_in_the_fp8_run_only(host, compared):
     folder = compared(host)
     assert gemm_counts(folder, f"/{host.bf16}")["scaled_mm"] == 0
@@ -142,6 +156,72 @@ def test_a_killed_run_goes_on_to_the_same_losses(host, compared, assets_cache, t
 def complete_checkpoints(output: Path) -> list[Path]:
     folder = output / "checkpoints"
     return [*folder.glob("last.ckpt"), *folder.glob("step-*")]
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT], ids=lambda s: s.name)
+def test_a_signal_ends_a_run_with_its_number_and_leaves_no_result(
+    host, signum, assets_cache, tmp_path
+):
+    """Lightning takes SIGTERM for an early, regular end: status 0."""
+    if host.script == "sft_accelerate.py":
+        signum = signal.SIGTERM  # its launcher passes nothing on, so the comparison is the case
+    precision = None if host.script == "sft_accelerate.py" else host.fp8
+    output = tmp_path / "out"
+    steps = ["--quick", "--steps", "500", "--assets", str(assets_cache)]
+    command = host.command(precision, *steps, "--output", str(output))
+    with (tmp_path / "log").open("w") as log:
+        run = subprocess.Popen(
+            command, env=environment_in(tmp_path), stdout=log, stderr=log, cwd=tmp_path
+        )
+        deadline = time.monotonic() + 200
+        while not any(len(read_losses(path)) >= 2 for path in output.rglob("losses.csv")):
+            assert run.poll() is None, (tmp_path / "log").read_text()[-4000:]
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        run.send_signal(signum)
+        assert run.wait(timeout=60) == 128 + signum
+    printed = (tmp_path / "log").read_text()
+    assert f"ended by {signum.name}" in printed
+    assert "Traceback" not in printed
+    assert not list(output.rglob("result.json"))
+    (losses,) = output.rglob("losses.csv")
+    rows = len(read_losses(losses))
+    time.sleep(1.0)
+    assert len(read_losses(losses)) == rows  # nobody trains on
+
+
+def test_resuming_without_a_checkpoint_is_refused(host, tmp_path):
+    for precision in (None, host.bf16):
+        command = host.command(precision, "--resume", "--output", str(tmp_path / "out"))
+        run = subprocess.run(
+            command, env=environment_in(tmp_path), capture_output=True, text=True, cwd=tmp_path
+        )
+        assert run.returncode == 1
+        assert "--resume: there is no checkpoint in" in run.stderr
+        if precision is None:
+            assert run.stderr.count("\n") == 1
+        assert not (tmp_path / "out").exists()
+
+
+def test_mistakes_are_one_line_before_anything_is_made(host, tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "x", "completion": "y"}\n{"prompt": \n')
+    (tmp_path / "empty").mkdir()
+    for given, said in (
+        (["--data", "rows.jsonl"], "rows.jsonl, line 2: not JSON"),
+        (["--model", "./nowhere"], "--model ./nowhere: there is no such folder; expected a folder"),
+        (["--model", "empty"], "--model empty: the folder has no config.json"),
+    ):
+        run = subprocess.run(
+            host.command(None, *given),
+            env=environment_in(tmp_path),
+            capture_output=True,
+            text=True,
+            cwd=tmp_path,
+        )
+        assert run.returncode == 1
+        assert said in run.stderr
+        assert "Traceback" not in run.stderr
+        assert [path.name for path in tmp_path.rglob("*.csv")] == []
 
 
 ROWS = {

@@ -1,0 +1,79 @@
+"""What is found out before anything is trained."""
+
+import argparse
+from pathlib import Path
+
+import before_training
+import fine_tuning
+import pytest
+from script_start import Refusal
+from sft_arguments import argument_parser, last_checkpoint
+from transformers import LlamaConfig, LlamaForCausalLM
+
+SMALL = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
+
+
+def parsed(*arguments: str) -> argparse.Namespace:
+    return argument_parser("").parse_args(arguments)
+
+
+def test_a_model_that_fp8_refuses_is_refused_before_training(monkeypatch):
+    monkeypatch.setenv("TORCH_FP8_CONFIG", '{"skip": ["*"]}')
+    model = LlamaForCausalLM(LlamaConfig(**SMALL, num_attention_heads=2))
+    with pytest.raises(
+        Refusal, match=r"cannot be trained in FP8, nothing was trained: "
+    ) as refused:
+        before_training.check_conversion(model)
+    assert "\n" not in str(refused.value)
+
+
+def test_the_check_leaves_the_model_as_it_is():
+    model = LlamaForCausalLM(LlamaConfig(**SMALL, num_attention_heads=2))
+    report = before_training.check_conversion(model)
+    assert len(report.converted) == 7
+    assert not any("Float8" in type(module).__name__ for module in model.modules())
+
+
+def test_a_bad_configuration_is_refused_before_training(monkeypatch):
+    monkeypatch.setenv("TORCH_FP8_CONFIG", '{"recipe": "rowise"}')
+    model = LlamaForCausalLM(LlamaConfig(**SMALL, num_attention_heads=2))
+    with pytest.raises(Refusal, match="nothing was trained: TORCH_FP8_CONFIG: "):
+        before_training.check_conversion(model)
+
+
+def test_a_length_beyond_the_context_is_refused(tmp_path):
+    config = LlamaConfig(**SMALL, num_attention_heads=2, max_position_embeddings=64)
+    config.save_pretrained(tmp_path)
+    with pytest.raises(Refusal, match="--max-length 512: the model's context is 64 tokens"):
+        fine_tuning.prepare(parsed("--model", str(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("./runs/nowhere", "there is no such folder"),
+        ("/a/b/c", "there is no such folder"),
+        ("a/b/c", "there is no such folder"),
+    ],
+)
+def test_a_wrong_folder_is_no_name_on_the_hub(name, said):
+    with pytest.raises(Refusal, match=f"--model {name}: {said}; expected a folder with"):
+        fine_tuning.model_config(name)
+
+
+def test_a_folder_without_a_tokenizer_says_so(tmp_path):
+    LlamaForCausalLM(LlamaConfig(**SMALL, num_attention_heads=2)).save_pretrained(tmp_path)
+    with pytest.raises(Refusal, match=f"--model {tmp_path}: .*AutoTokenizer.*; expected a folder"):
+        fine_tuning._load(str(tmp_path))
+
+
+def test_the_last_checkpoint_of_either_script(tmp_path):
+    folder = tmp_path / "checkpoints"
+    assert last_checkpoint(tmp_path) is None
+    for step in (9, 20, 100):
+        (folder / f"step-{step}").mkdir(parents=True)
+    assert last_checkpoint(tmp_path) == folder / "step-100"
+    other = tmp_path / "other"
+    (other / "checkpoints").mkdir(parents=True)
+    (other / "checkpoints/last.ckpt").touch()
+    assert last_checkpoint(other) == Path(other / "checkpoints/last.ckpt")
