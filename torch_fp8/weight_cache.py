@@ -22,12 +22,23 @@ Nothing kept must ever be stale, and a weight can be written in three ways:
 
 * in place, by an optimizer, a loader, ``p.copy_()`` or through ``p.detach()``: that moves
   ``p._version``;
-* by ``p.data = x``, and through ``p.data`` (EMA, merging of adapters), which moves nothing. Hence
-  the Parameter's class is swapped for one that counts each use of ``.data``, be it for reading;
+* by ``p.data = x``, and through ``p.data`` (EMA, merging of adapters), which moves nothing; nor do
+  ``broadcast``, ``all_reduce`` and ``scatter`` into p, with torch 2.11 and 2.13; nor does whoever
+  has its memory from ``p.detach()`` (NumPy, DLPack) or ``p.untyped_storage()``. Hence the
+  Parameter's class is swapped for one that counts each use of these, be it for reading:
+  `WatchedParameter`;
 * by another Parameter in its place (``load_state_dict(assign=True)``, sharding): that one has not
   the class, and is not cached.
 
-Writes past torch (through NumPy or raw memory) show nowhere and are not seen.
+Not seen is who has taken the memory before and writes to it past torch later: an array of NumPy or
+a storage that is kept from step to step, ``p.data_ptr()``, a collective into a view ``p.view(-1)``;
+nor are ``reduce`` and a blocking ``recv`` into p. Such code says so itself, with torch's
+``torch.autograd.graph.increment_version(p)``. To compare the weight with a sample of it would see
+them, too, but the host must not wait for the answer, and on the device it takes two launches for
+each forward where the scale that is kept saves a read of 2 bytes an element.
+
+What is kept is made outside of ``torch.inference_mode()`` also within it, for training goes on with
+it.
 """
 
 from typing import Any, NamedTuple
@@ -42,7 +53,10 @@ from torch_fp8.recipe import CastSpec
 
 
 class WatchedParameter(nn.Parameter):
-    """A Parameter that counts the uses of its ``.data``; otherwise a Parameter."""
+    """A Parameter that counts the uses of its ``.data`` and of what else can lead to its memory.
+
+    Collectives show by the question that they ask of each tensor, whether it is complex.
+    """
 
     uses: int = 0
 
@@ -57,9 +71,21 @@ class WatchedParameter(nn.Parameter):
         self.uses += 1
         torch.Tensor.data.__set__(self, value)
 
+    def detach(self) -> Tensor:
+        self.uses += 1
+        return super().detach()
 
-class _Stamp(NamedTuple):
-    """What any write that torch can see changes."""
+    def untyped_storage(self) -> torch.UntypedStorage:
+        self.uses += 1
+        return super().untyped_storage()
+
+    def is_complex(self) -> bool:
+        self.uses += 1
+        return super().is_complex()
+
+
+class Stamp(NamedTuple):
+    """What any write that can be seen changes; see `stamp_of`."""
 
     weight: int
     version: int
@@ -80,7 +106,7 @@ class WeightCache:
         self._forget()
 
     def _forget(self) -> None:
-        self._stamp: _Stamp | None = None
+        self._stamp: Stamp | None = None
         # As the weight is stored, (R, C) quantized along C, and (C, R) quantized along R.
         self._row: QuantizedTensor | None = None
         self._col: QuantizedTensor | None = None
@@ -99,16 +125,16 @@ class WeightCache:
             weight: (N, K), or (K, N) if `transposed`.
             spec: of the cast.
         """
-        stamp = _stamp(weight)
+        stamp = stamp_of(weight)
         if stamp is None or stamp != self._stamp:
             self._forget()
         kept = _layout(self._row, self._col, self.transposed)
         if kept is not None:
             return kept
         if stamp is not None and (self.keeps_payload or self._scale is None):
-            with untraced():
+            with untraced(), torch.inference_mode(False), torch.no_grad():
                 made = self._cast(weight, spec, self.keeps_payload)
-            self._keep(stamp, *made)
+            self._keep(stamp_of(weight), *made)  # the cast itself has used the weight
             # Without a payload, the second pass of a checkpoint will cast with the scale again.
             if self.keeps_payload or selective_pass() is None:
                 return self._for_forward(*made)
@@ -135,7 +161,7 @@ class WeightCache:
         return quantize_layouts(weight, spec, self._scale, row=row, col=col, amax=self._amax)
 
     def _keep(
-        self, stamp: _Stamp | None, row: QuantizedTensor | None, col: QuantizedTensor | None
+        self, stamp: Stamp | None, row: QuantizedTensor | None, col: QuantizedTensor | None
     ) -> None:
         self._stamp = stamp
         self._row, self._col = (row, col) if self.keeps_payload else (None, None)
@@ -187,14 +213,14 @@ class WeightCache:
             self._keep(None, *_layouts(written))
         elif self.keeps_payload:
             self._keep(None, *self._cast(weight, spec, self.keeps_payload))
-        self._stamp = _stamp(weight)
+        self._stamp = stamp_of(weight)
 
     def col(self, weight: Tensor) -> QuantizedTensor | None:
         """The transposed weight, (K, N), as kept or from the payload; None: it has to be cast.
 
         See `torch_fp8.quantize.transposed`.
         """
-        stamp = _stamp(weight)
+        stamp = stamp_of(weight)
         if stamp is None or stamp != self._stamp:
             return None
         return _layout(self._row, self._col, not self.transposed)
@@ -239,15 +265,23 @@ def _layout(
     return wanted
 
 
+def stamp_of(weight: Tensor) -> Stamp | None:
+    """What differs after each write to a watched Parameter that can be seen.
+
+    Returns:
+        None where nothing can be told: `weight` is not watched, has no version (an inference
+        tensor), or is being compiled.
+    """
+    if type(weight) is not WatchedParameter or torch.compiler.is_compiling():
+        return None
+    if weight.is_inference():
+        return None
+    return Stamp(id(weight), weight._version, weight.uses, weight.data_ptr())
+
+
 def _layouts(written: WeightPayload) -> tuple[QuantizedTensor, QuantizedTensor | None]:
     row = QuantizedTensor(written.qdata, written.new_scale, written.granularity)
     if written.qdata_t is None:
         return row, None
     scale_t = written.new_scale if written.scale_t is None else written.scale_t
     return row, QuantizedTensor(written.qdata_t, scale_t, written.granularity)
-
-
-def _stamp(weight: Tensor) -> _Stamp | None:
-    if type(weight) is not WatchedParameter or torch.compiler.is_compiling():
-        return None
-    return _Stamp(id(weight), weight._version, weight.uses, weight.data_ptr())

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import torch_fp8.operand_casts
@@ -184,9 +185,30 @@ def _foreach_no_grad(weight):
         torch._foreach_mul_([weight], 2)
 
 
-@pytest.mark.parametrize(
-    "write", [_through_data, _as_data, _in_place, _through_detach, _foreach, _foreach_no_grad]
-)
+def _doubled_past_torch(alias):
+    """Twice the BF16 numbers of an alias, by their exponents: NumPy has no BF16."""
+    numbers = alias.view(torch.int16).numpy()
+    numbers[numbers != 0] += 1 << 7
+
+
+def _through_numpy(weight):
+    _doubled_past_torch(weight.detach())
+
+
+def _through_dlpack(weight):
+    _doubled_past_torch(torch.from_dlpack(weight.detach()))
+
+
+def _through_storage(weight):
+    doubled = (weight.detach() * 2).untyped_storage()
+    weight.untyped_storage().copy_(doubled)
+
+
+_WRITES = [_through_data, _as_data, _in_place, _through_detach, _foreach, _foreach_no_grad]
+_WRITES += [_through_numpy, _through_dlpack, _through_storage]
+
+
+@pytest.mark.parametrize("write", _WRITES)
 @pytest.mark.parametrize("cache", [False, True, "both"])
 def test_a_write_from_outside_is_seen(write, cache):
     models = [_model(None, like=cache), _model(cache)]
@@ -198,6 +220,62 @@ def test_a_write_from_outside_is_seen(write, cache):
             write(model[2].weight)
         plain, cached = (_backward(model, 1) for model, _ in models)
         assert torch.equal(plain, cached)
+
+
+_COLLECTIVES = {
+    "broadcast": lambda w: dist.broadcast(w, 0),
+    "all_reduce": lambda w: dist.all_reduce(w),
+    "scatter": lambda w: dist.scatter(w, [w.detach().clone()], 0),
+    "all_gather": lambda w: dist.all_gather([w], w.detach().clone()),
+    "broadcast of an alias": lambda w: dist.broadcast(w.detach(), 0),
+    "told": lambda w: torch.autograd.graph.increment_version(w),
+}
+
+
+@pytest.mark.parametrize("name", _COLLECTIVES)
+@pytest.mark.parametrize("cache", [False, True, "both"])
+def test_a_collective_into_a_weight_is_seen(name, cache, single_process_group):
+    """With one rank it changes nothing: its write is made past torch, where nothing else shows."""
+    models = [_model(None, like=cache), _model(cache)]
+    for model, _ in models:
+        _backward(model, 0)
+        weight = model[2].weight
+        memory = weight.untyped_storage()
+        _backward(model, 0)  # the memory was taken before
+        doubled = (torch.Tensor.detach(weight) * 2).untyped_storage()
+        memory.copy_(doubled)
+        with torch.no_grad():
+            _COLLECTIVES[name](weight)
+    plain, cached = (_backward(model, 1) for model, _ in models)
+    assert torch.equal(plain, cached)
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
+@pytest.mark.parametrize("evaluates", [False, True])
+@pytest.mark.parametrize("cache", [None, False, True, "both"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_generation_between_steps_changes_nothing(recipe, cache, evaluates, mode):
+    """Before the first forward, between forward and step, and after a step, with other tokens."""
+    runs = []
+    for generates in (False, True):
+        model, optimizer = _model(cache, recipe)
+
+        def generate(model=model, generates=generates):
+            if generates:
+                model.train(not evaluates)
+                with mode(), torch.autocast("cpu", torch.bfloat16):
+                    model(torch.ones(3, 128))
+                model.train()
+
+        for step in range(3):
+            generate()
+            _backward(model, step)
+            generate()
+            optimizer.step()
+            optimizer.zero_grad()
+        runs.append(list(model.parameters()))
+    for expected, got in zip(*runs, strict=True):
+        assert torch.equal(expected, got)
 
 
 @pytest.mark.parametrize("kept", [False, True, "both"])
