@@ -95,8 +95,10 @@ class Float8RMSNorm(nn.Module):
     fp8_reader: Reader | None
     weight: Tensor
 
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        x, weight = plain(hidden_states), self.weight
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if len(args) != 1 or kwargs:  # by keyword, or more than the input
+            return super().forward(*args, **kwargs)
+        x, weight = plain(args[0]), self.weight
         runs = self.training or self.fp8_config.eval_fp8
         usual = type(x) in (*PLAIN, nn.Parameter) and _is_plain(weight)
         if not (runs and usual and x.dtype in _DTYPES and x.shape[-1:] == weight.shape):

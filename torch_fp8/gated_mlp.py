@@ -66,11 +66,12 @@ class Float8GatedMLP(nn.Module):
     fp8_activation: tuple[nn.Module, ...]
     """The children beside the layers, which are not called; in a tuple, not to own them twice."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         in_fp8 = self.training or self.fp8_config.eval_fp8
-        if not in_fp8 or self._has_own_activation():
-            stock: Tensor = super().forward(x)
-            return stock
+        more = len(args) != 1 or kwargs  # or the input by keyword
+        if more or not in_fp8 or self._has_own_activation():
+            return super().forward(*args, **kwargs)
+        (x,) = args
         refuse_transforms(name_of(self))
         form = self.fp8_form
         down_layer = getattr(self, form.down)

@@ -1,13 +1,15 @@
 """What makes a module an RMSNorm: ``x * rstd * weight`` or ``x * rstd * (1 + weight)``, by trial.
 
-Names do not matter: it is a module with one weight (C,) and an epsilon, whose own forward gives one
-of these on trial data. Gemma's is of the second kind.
+Names do not matter: it is a module with one weight (C,) and an epsilon, whose own forward takes the
+input alone and gives one of these on trial data. Gemma's is of the second kind. A forward that
+takes more, as the gate of Mamba 2's, does with it what no trial of the input alone can tell.
 """
 
 import copy
 import functools
+import inspect
 import warnings
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -38,12 +40,24 @@ def form_of(module: nn.Module) -> NormForm | None:
     weight = module._parameters.get("weight")
     if weight is None or weight.ndim != 1 or len(module._parameters) != 1 or module._modules:
         return None
-    if "forward" in module.__dict__ or module._buffers:
+    cls: Any = type(module)
+    if "forward" in module.__dict__ or module._buffers or not takes_input_alone(cls):
         return None
     eps_name = next((n for n in _EPS_NAMES if isinstance(getattr(module, n, None), float)), None)
     if eps_name is None:
         return None
     return _tried(_Trial(module), eps_name)
+
+
+@functools.cache
+def takes_input_alone(cls: type[nn.Module]) -> bool:
+    """Whether a class's forward has one argument beside ``self``; ``*args`` do not count."""
+    try:
+        _, *arguments = inspect.signature(cls.forward).parameters.values()
+    except ValueError:  # written in C
+        return False
+    named = [a for a in arguments if a.kind not in (a.VAR_POSITIONAL, a.VAR_KEYWORD)]
+    return len(named) == 1
 
 
 class _Trial:

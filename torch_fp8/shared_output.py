@@ -18,9 +18,9 @@ class SharedOutput(nn.Module):
 
     fp8_name: str
 
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        output: Tensor = super().forward(hidden_states)
-        return shared(output, name_of(self))
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().forward(*args, **kwargs)
+        return shared(output, name_of(self)) if isinstance(output, Tensor) else output
 
 
 def share_output(module: nn.Module, name: str) -> bool:
