@@ -8,10 +8,10 @@ import sys
 from importlib.metadata import PackageNotFoundError, version
 
 TRIED = {
-    "accelerate": ("1.8", "1.15"),
+    "accelerate": ("1.10", "1.15"),
     "transformers": ("4.57", "5.23"),
-    "trl": ("0.29", "1.16"),
-    "peft": ("0.18", "0.21"),
+    "trl": ("1.0", "1.16"),
+    "peft": ("0.19", "0.21"),
 }
 """Lowest and highest minor version of each host."""
 

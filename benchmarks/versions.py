@@ -20,11 +20,13 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "versions.csv"
+DOCS = ROOT / "docs" / "versions.md"
+MARK = "<!-- table: python -m benchmarks.versions --docs -->"
 COLUMNS = (
     "host", "version", "python", "torch", "with", "ran", "passed", "failed", "result", "note",
     "commit", "date",
@@ -32,34 +34,25 @@ COLUMNS = (
 
 _ACCELERATE = "tests/accelerate_fp8"
 _LIGHTNING = "tests/lightning_fp8"
+_ENTRIES = f"{_ACCELERATE}/test_entries.py"
 TESTS: dict[str, tuple[str, ...]] = {
-    "lightning": (
-        f"{_LIGHTNING}/test_register.py",
-        f"{_LIGHTNING}/test_trainer.py",
-        f"{_LIGHTNING}/test_fabric.py",
-        f"{_LIGHTNING}/test_checkpoints.py",
-    ),
+    "lightning": (f"{_LIGHTNING}/test_trainer.py", f"{_LIGHTNING}/test_fabric.py"),
     "accelerate": (
         f"{_ACCELERATE}/test_accelerator.py",
         f"{_ACCELERATE}/test_optimizers.py",
-        f"{_ACCELERATE}/test_checkpoints.py",
-        f"{_ACCELERATE}/test_flags.py",
+        f"{_ENTRIES}::test_launcher_flag_runs_fp8_gemms",
     ),
-    "transformers": (
-        f"{_ACCELERATE}/test_trainer.py",
-        f"{_ACCELERATE}/test_checkpoints.py",
-        "tests/torch_fp8/test_hugging_face.py",
-    ),
-    "trl": (f"{_ACCELERATE}/test_entries.py",),
-    "peft": (f"{_ACCELERATE}/test_entries.py",),
+    "transformers": (f"{_ACCELERATE}/test_trainer.py", "tests/torch_fp8/test_hugging_face.py"),
+    # SFT with and without LoRA, DPO, GRPO, reward.
+    "trl": (f"{_ENTRIES}::test_trainers_of_transformers_and_trl_run_fp8_gemms[O2]",),
+    "peft": (f"{_ENTRIES}::test_trainers_of_transformers_and_trl_run_fp8_gemms[O2]",),
 }
-_ENGINE = (
-    "tests/torch_fp8/test_linear.py",
-    "tests/torch_fp8/test_optimizer.py",
-    "tests/torch_fp8/test_convert.py",
+_ENGINE = ("tests/torch_fp8/test_linear.py", "tests/torch_fp8/test_optimizer.py")
+TESTS["torch"] = TESTS["python"] = (
+    *_ENGINE,
+    f"{_LIGHTNING}/test_fabric.py",
+    f"{_ACCELERATE}/test_accelerator.py",
 )
-_EVERY_HOST = (f"{_LIGHTNING}/test_trainer.py", f"{_ACCELERATE}/test_accelerator.py")
-TESTS["torch"] = TESTS["python"] = (*_ENGINE, *_EVERY_HOST)
 
 # What the table of docs/versions.md is made of, apart from those that need another interpreter.
 PARTS = (
@@ -67,17 +60,14 @@ PARTS = (
     "lightning-2.4",
     "lightning-2.5",
     "lightning-2.6",
-    "accelerate-1.7+transformers-4.57+peft-0.18",
-    "accelerate-1.8+transformers-4.57+peft-0.18",
+    "accelerate-1.8",
     "accelerate-1.10",
     "accelerate-1.15",
-    "transformers-4.57+peft-0.18",
-    "transformers-5.0",
+    "transformers-4.57+peft-0.19+datasets-4.4",
     "transformers-5.23",
-    "trl-0.29",
     "trl-1.0",
     "trl-1.16",
-    "peft-0.18",
+    "peft-0.19",
     "peft-0.21",
 )
 _PACKAGES = ("lightning", "accelerate", "transformers", "trl", "peft")
@@ -93,7 +83,8 @@ def parse(part: str) -> list[tuple[str, str]]:
     items = []
     for item in part.split("+"):
         name, _, version = item.rpartition("-")
-        if name not in TESTS or not re.fullmatch(r"\d+(\.\d+)+", version):
+        known = name in TESTS or items  # only the first one has its tests run
+        if not known or not name or not re.fullmatch(r"\d+(\.\d+)+", version):
             raise ValueError(
                 f"part {part!r}: {item!r} is not HOST-VERSION with one of {', '.join(TESTS)}"
             )
@@ -132,8 +123,8 @@ def make_environment(base: str, folder: Path, wanted: Sequence[str], source: Pat
     # addsitedir also reads the .pth files of that folder, as those of setuptools.
     (Path(own) / "below.pth").write_text(f"import site; site.addsitedir({below!r})\n")
     install = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-    if wanted:
-        _run([*install, *wanted])
+    # A venv may bring a setuptools that is too old to build this project.
+    _run([*install, "setuptools>=77", *wanted])
     _run([*install, "--no-deps", "--no-build-isolation", str(source)])
     return python
 
@@ -181,7 +172,7 @@ def run_part(part: str, base: str, keep: Path | None = None) -> dict[str, object
     return _with_origin(row)
 
 
-def write(rows: Iterable[dict[str, object]], path: Path = RESULTS) -> None:
+def write(rows: Iterable[Mapping[str, object]], path: Path = RESULTS) -> None:
     """Add `rows`, each in the place of an earlier one of the same versions."""
     kept = {_key(row): row for row in (read(path) if path.exists() else [])}
     kept.update({_key(row): row for row in rows})
@@ -197,17 +188,45 @@ def read(path: Path = RESULTS) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
+def table(rows: Iterable[Mapping[str, object]]) -> str:
+    """The rows as docs/versions.md shows them."""
+    lines = [
+        "| host | version | Python | torch | with | tests | result |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        cells = [str(row[name] or "") for name in ("host", "version", "python", "torch", "with")]
+        counted = f"{row['passed']} passed" + (f", {row['failed']} failed" if row["failed"] else "")
+        counted = counted.replace(", 0 failed", "")
+        cells += [counted if row["passed"] not in ("", None) else "", str(row["result"])]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def tried(rows: Iterable[Mapping[str, object]], host: str) -> tuple[str, str]:
+    """The lowest and the highest minor version of a host that works, such as ("1.8", "1.15")."""
+    found = [minor(str(r["version"])) for r in rows if (r["host"], r["result"]) == (host, "works")]
+    return tuple(".".join(map(str, end)) for end in (min(found), max(found)))  # type: ignore[return-value]
+
+
+def write_docs(path: Path = DOCS) -> None:
+    """Put the rows into docs/versions.md, in place of the table between its two marks."""
+    before, _, rest = path.read_text().partition(MARK)
+    _, _, after = rest.partition(MARK)
+    path.write_text(f"{before}{MARK}\n{table(read())}{MARK}{after}")
+
+
 def minor(version: str) -> tuple[int, int]:
     """(1, 10) of "1.10.1"."""
     major, second = version.split(".")[:2]
     return int(major), int(second)
 
 
-def _key(row: dict[str, object]) -> tuple[object, ...]:
+def _key(row: Mapping[str, object]) -> tuple[object, ...]:
     return tuple(str(row.get(name, "")) for name in ("host", "version", "python", "torch", "with"))
 
 
-def _sortable(row: dict[str, object]) -> tuple[object, ...]:
+def _sortable(row: Mapping[str, object]) -> tuple[object, ...]:
     release = tuple(map(int, re.findall(r"\d+", str(row["version"]))))
     return release, *(str(row.get(name, "")) for name in ("python", "torch", "with"))
 
@@ -278,10 +297,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--base", default=sys.executable, help="the interpreter to build on")
     parser.add_argument("--out", type=Path, default=RESULTS, help="the CSV to write")
     parser.add_argument("--logs", type=Path, help="a folder for the tests' output")
+    parser.add_argument("--docs", action="store_true", help="write the table into docs and end")
     parser.add_argument("--list", action="store_true", help="name the parts and end")
     chosen = parser.parse_args(arguments)
     if chosen.list:
         print("\n".join(PARTS))
+        return
+    if chosen.docs:
+        write_docs()
         return
     for part in chosen.parts:
         parse(part)

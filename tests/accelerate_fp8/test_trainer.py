@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
+from accelerate_fp8.trainer import post_init
 from torch_fp8.optimizer import Float8Optimizer
 
 
@@ -23,7 +24,30 @@ def launched(accelerate: Any, monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyP
 
 def _precision(tmp_path: Path, **options: Any) -> str:
     arguments = TrainingArguments(str(tmp_path), use_cpu=True, report_to="none", **options)
-    return arguments.mixed_precision
+    # transformers 4 leaves it in the environment.
+    left = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    return getattr(arguments, "mixed_precision", left)
+
+
+class _Arguments4:
+    """What the training arguments of transformers 4 do about precision."""
+
+    def __init__(self, bf16: bool) -> None:
+        self.bf16 = bf16
+
+    def __post_init__(self) -> None:
+        if self.bf16:
+            os.environ["ACCELERATE_MIXED_PRECISION"] = "bf16"
+
+
+@pytest.mark.parametrize("bf16", [True, False])
+@pytest.mark.parametrize(("backend", "expected"), [("", "fp8"), ("ao", "bf16")])
+def test_transformers_4_hands_the_precision_over_in_the_environment(
+    launched: pytest.MonkeyPatch, bf16: bool, backend: str, expected: str
+) -> None:
+    launched.setenv("ACCELERATE_FP8_BACKEND", backend)
+    post_init(_Arguments4.__post_init__, _Arguments4(bf16))
+    assert os.environ["ACCELERATE_MIXED_PRECISION"] == (expected if bf16 else "fp8")
 
 
 @pytest.mark.parametrize(("rank", "messages"), [("0", 1), ("1", 0)])
@@ -48,9 +72,11 @@ def test_flag_wins_over_bf16_and_says_so_once(
     assert stream.getvalue().count("is overridden by --mixed_precision fp8") == messages
 
 
-def test_bf16_without_the_flag_stays(accelerate: Any, tmp_path: Path) -> None:
-    assert _precision(tmp_path, bf16=True) == "bf16"
-    assert _precision(tmp_path) == "no"
+@pytest.mark.parametrize(("options", "precision"), [({"bf16": True}, "bf16"), ({}, "no")])
+def test_bf16_without_the_flag_stays(
+    accelerate: Any, tmp_path: Path, options: dict[str, bool], precision: str
+) -> None:
+    assert _precision(tmp_path, **options) == precision
 
 
 @pytest.mark.parametrize(("backend", "kept"), [("", "fp8"), ("te", "bf16"), ("ao", "bf16")])

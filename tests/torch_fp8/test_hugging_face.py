@@ -5,6 +5,7 @@ import functools
 
 import pytest
 import torch
+import transformers
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
@@ -60,7 +61,10 @@ def test_families(family):
     stock = AutoModelForCausalLM.from_config(config).bfloat16()
     fused = copy.deepcopy(stock)
     report = convert_to_float8(fused)
-    assert {name.rpartition(".")[2] for name in report.producers} == FAMILIES[family]
+    found = {name.rpartition(".")[2] for name in report.producers}
+    if family == "mixtral" and transformers.__version__.startswith("4."):
+        found -= set("0123")  # its experts are modules of their own there, gated MLPs
+    assert found == FAMILIES[family]
     ids = torch.randint(1, 128, (2, 32))
     want, got = stock(ids, labels=ids), fused(ids, labels=ids)
     assert got.loss.item() == pytest.approx(want.loss.item(), abs=0.01)
