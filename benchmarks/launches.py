@@ -238,9 +238,10 @@ def _as_on_a_card(launches: list[Launch], names: _Names) -> Iterator[None]:
         names.made.pop(_address(output), None)
         return output
 
-    def on_a_card(a, b, out_dtype, *, bias=None, fast_accum=False, emulate=False):
+    def on_a_card(a, b, out_dtype, contracted=None, *, bias=None, fast_accum=False, emulate=False):
         bias = None if bias is None else gemm.cast(bias, out_dtype)
-        return gemm._scaled_mm_cuda(a, b, out_dtype, fast_accum, bias)
+        contracted = contracted or min(a.qdata.shape[1], b.qdata.shape[1])
+        return gemm._scaled_mm_cuda(a, b, contracted, out_dtype, fast_accum, bias)
 
     def amax(x):
         return torch.linalg.vector_norm(x.detach(), ord=float("inf"), dtype=torch.float32)

@@ -81,6 +81,7 @@ class Counts:
 def stub_driver() -> Iterator[Counts]:
     """Whatever is launched inside goes to the stub."""
     gemm = importlib.import_module("torch_fp8.gemm")
+    gemm_operand = importlib.import_module("torch_fp8.gemm_operand")
     operators = importlib.import_module("torch_fp8.operators")
     step = importlib.import_module("torch_fp8.optimizer_step")
     steps_on = step._step_on
@@ -96,6 +97,9 @@ def stub_driver() -> Iterator[Counts]:
         parts = gradients.quantize_gradient(x, keys)
         return GradientParts(*parts, torch.ones((), dtype=torch.float32, device=x.device))
 
+    def emulated(a, b, *rest):
+        return gemm._scaled_mm_cuda(a, b, a.qdata.shape[1], *rest)
+
     gradients = importlib.import_module("torch_fp8.kernels.gradients")
     tensors = importlib.import_module("torch_fp8.gradients")
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
@@ -106,9 +110,9 @@ def stub_driver() -> Iterator[Counts]:
             (compiler, "compile", _Uncompiled),
             (torch.cuda, "get_device_capability", _capability),
             (torch, "_scaled_mm_v2", product),
-            (gemm, "_emulated", gemm._scaled_mm_cuda),
+            (gemm, "_emulated", emulated),
             (gemm, "_CPU_HAS_F_SCALED_MM", True),
-            (gemm, "_pad", lambda x, *rest: x),  # sizes of models need none
+            (gemm_operand, "_pad", lambda x, *rest: x),  # sizes of models need none
             (step, "_step_on", step_on),
             (tensors, "quantize_gradient", quantize_gradient),
             (operators, "_on_cuda", lambda x: True),

@@ -25,6 +25,7 @@ ROOMS = [
         "residual",
         "output_dtype",
         "optimizer_report",
+        "payload_shape",
         "collectives",
         "communication_stream",
         "communication_count",
@@ -40,7 +41,7 @@ ROOMS = [
     {"adamw", "operator_trace", "linear_form"},
     {"config", "scaling", "kernels", "selective_checkpoint", "conversion_arguments"},
     {"quantize", "optimizer_state", "wire", "agreement", "transformer_engine"},
-    {"producer_cast"},
+    {"producer_cast", "gemm_operand"},
     {"rms_norm", "swiglu", "swiglu_backward", "delayed_scaling"},
     {
         "gemm",

@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from torch_fp8.collectives import all_gather
-from torch_fp8.quantize import BLOCK_SHAPE, QuantizedTensor, quantize
+from torch_fp8.payload_shape import BLOCK_SHAPE
+from torch_fp8.quantize import QuantizedTensor, quantize
 from torch_fp8.recipe import CastSpec
 from torch_fp8.scaling import tensor_amax
 

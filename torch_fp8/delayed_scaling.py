@@ -19,6 +19,7 @@ from torch import Tensor
 from torch_fp8.config import FP8Config
 from torch_fp8.formats import format_of
 from torch_fp8.operators import define, operators
+from torch_fp8.payload_shape import padded_rows
 from torch_fp8.producer_cast import DelayedCast
 from torch_fp8.quantize import (
     QuantizedTensor,
@@ -159,7 +160,7 @@ def quantize_2d_delayed_reference(
         row, col: the layouts to make.
         sum_dtype: of the sums; None: not wanted.
     Returns:
-        qdata (R, C), scale (), qdata of x^T (C, R), ``x.sum(0)``; empty if not asked for.
+        qdata (R, C), scale (), qdata of x^T (C, R'), ``x.sum(0)``; empty if not asked for.
     """
     del progress
     scale = advance_history_reference(amaxes, last, tensor_amax(x), dtype, algorithm, margin)
@@ -221,7 +222,7 @@ def _quantize_2d_delayed_fake(
     return (
         x.new_empty((rows, cols) if row else (0,), dtype=dtype),
         x.new_empty((), dtype=torch.float32),
-        x.new_empty((cols, rows) if col else (0,), dtype=dtype),
+        x.new_empty((cols, padded_rows(rows, "tensorwise")) if col else (0,), dtype=dtype),
         _no_sums(x) if sum_dtype is None else x.new_empty(cols, dtype=sum_dtype),
     )
 

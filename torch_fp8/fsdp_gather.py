@@ -24,7 +24,8 @@ from torch.distributed.tensor import DTensor
 from torch_fp8.gathered_weight import GatheredWeight, Payload, exponent_bytes
 from torch_fp8.linear import WEIGHT, Float8Layer
 from torch_fp8.local_operands import plain
-from torch_fp8.quantize import BLOCK_SHAPE, QuantizedTensor, cast_saturating, quantize
+from torch_fp8.payload_shape import BLOCK_SHAPE
+from torch_fp8.quantize import QuantizedTensor, cast_saturating, quantize
 from torch_fp8.scaling import delayed_scale, scale_from_amax, tensor_amax
 
 _ATTRIBUTES = ("fsdp_pre_all_gather", "fsdp_post_all_gather", "to", "__deepcopy__", "__getstate__")

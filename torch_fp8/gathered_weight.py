@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from torch_fp8.operators import define, operators
-from torch_fp8.quantize import SQUARE, QuantizedTensor, dequantize, quantize_layouts, transposed
+from torch_fp8.payload_shape import SQUARE
+from torch_fp8.quantize import QuantizedTensor, dequantize, quantize_layouts, transposed
 from torch_fp8.recipe import CastSpec
 
 _EXPONENT_SHIFT = 23

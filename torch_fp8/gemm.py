@@ -1,8 +1,8 @@
 """The only caller of torch's scaled matmul, and what each device can run.
 
 Every GEMM has the form ``a @ b.T`` with both operands contiguous along the contraction dimension,
-the one layout that Hopper's FP8 tensor cores take. Sizes that they do not take are zero-padded
-here, so that any shape works; zeros add nothing to a sum.
+the one layout that Hopper's FP8 tensor cores take. Any shape works: casts pad the tokens to sizes
+that these take (`torch_fp8.payload_shape`), `torch_fp8.gemm_operand` whatever else does not fit.
 
 One operator, ``torch_fp8::scaled_mm``, does every GEMM, so that a compiler sees this one alone:
 Dynamo of torch 2.11 breaks a graph at ``F.scaled_mm``, and inductor of 2.13 replaces torch's
@@ -17,7 +17,6 @@ scales go through the reference.
 """
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,9 +25,10 @@ from torch import Tensor
 from torch.nn.functional import ScalingType, SwizzleType
 from torch.utils.flop_counter import register_flop_formula
 
-from torch_fp8.formats import GEMM_ALIGNMENT, MIN_CAPABILITY
+from torch_fp8.formats import MIN_CAPABILITY
+from torch_fp8.gemm_operand import operand
 from torch_fp8.operators import define, is_watched
-from torch_fp8.quantize import BLOCK_SHAPE, QuantizedTensor, dequantize
+from torch_fp8.quantize import QuantizedTensor, dequantize
 from torch_fp8.recipe import RECIPES, Granularity, make_recipe
 
 # granularity -> CUDA compute capabilities whose scaled matmul takes it. Block scales of 128 exist
@@ -58,6 +58,7 @@ def scaled_matmul(
     a: QuantizedTensor,
     b: QuantizedTensor,
     out_dtype: torch.dtype,
+    contracted: int | None = None,
     *,
     bias: Tensor | None = None,
     fast_accum: bool = False,
@@ -66,9 +67,10 @@ def scaled_matmul(
     """``dequantize(a) @ dequantize(b).T + bias`` on the FP8 payloads.
 
     Args:
-        a: (R, C).
-        b: (S, C). At most one of a and b is E5M2.
+        a: (R, C), or with more columns, which are zeros.
+        b: (S, C), likewise. At most one of a and b is E5M2.
         out_dtype: float32, bfloat16 or float16.
+        contracted: C; None: the columns of the narrower one.
         bias: (S,) of any floating dtype, rounded to `out_dtype`; or None.
         fast_accum: let the tensor core accumulate in its own, narrower format.
         emulate: run the reference path instead of torch's operator. The CPU takes the operator
@@ -77,28 +79,39 @@ def scaled_matmul(
         (R, S) of `out_dtype`.
     """
     bias = None if bias is None else cast(bias, out_dtype)
+    if contracted is None:
+        contracted = min(a.qdata.shape[1], b.qdata.shape[1])
     if torch.compiler.is_compiling() or is_watched(a.qdata):
-        output: Tensor = _operator(*a, *b, bias, out_dtype, fast_accum, emulate)
+        output: Tensor = _operator(*a, *b, contracted, bias, out_dtype, fast_accum, emulate)
         return output
-    return _multiply(a, b, bias, out_dtype, fast_accum, emulate)
+    return _multiply(a, b, contracted, bias, out_dtype, fast_accum, emulate)
 
 
 def _multiply(
     a: QuantizedTensor,
     b: QuantizedTensor,
+    contracted: int,
     bias: Tensor | None,
     out_dtype: torch.dtype,
     fast_accum: bool,
     emulate: bool,
 ) -> Tensor:
     """On any device; maybe a view of a padded result."""
-    (rows, contracted), cols = a.qdata.shape, b.qdata.shape[0]
+    rows, cols = a.qdata.shape[0], b.qdata.shape[0]
     if not (rows and cols and contracted):
         zeros = a.qdata.new_zeros((rows, cols), dtype=out_dtype)
         return zeros if bias is None else zeros + bias
     if emulate or a.qdata.is_cpu:
+        a, b = _narrowed(a, contracted), _narrowed(b, contracted)
         return _emulated(a, b, out_dtype, fast_accum, bias)
-    return _scaled_mm_cuda(a, b, out_dtype, fast_accum, bias)
+    return _scaled_mm_cuda(a, b, contracted, out_dtype, fast_accum, bias)
+
+
+def _narrowed(x: QuantizedTensor, cols: int) -> QuantizedTensor:
+    """Without the zeros beyond `cols` columns."""
+    if x.qdata.shape[1] == cols:
+        return x
+    return x._replace(qdata=x.qdata[:, :cols].contiguous())
 
 
 def _scaled_mm_impl(*args: Any) -> Tensor:
@@ -107,14 +120,14 @@ def _scaled_mm_impl(*args: Any) -> Tensor:
 
 
 def _scaled_mm_fake(a: Tensor, *args: Any) -> Tensor:
-    b, out_dtype = args[2], args[6]
+    b, out_dtype = args[2], args[7]
     return a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)
 
 
 define(
     "scaled_mm(Tensor a, Tensor a_scale, str a_granularity, Tensor b, Tensor b_scale, "
-    "str b_granularity, Tensor? bias, ScalarType out_dtype, bool fast_accum, bool emulate) "
-    "-> Tensor",
+    "str b_granularity, SymInt contracted, Tensor? bias, ScalarType out_dtype, bool fast_accum, "
+    "bool emulate) -> Tensor",
     _scaled_mm_impl,
     _scaled_mm_impl,
     _scaled_mm_fake,
@@ -127,7 +140,8 @@ def _scaled_mm_flops(
     a_shape: tuple[int, int], *args: Any, out_shape: tuple[int, int], **_: Any
 ) -> int:
     """For ``torch.utils.flop_counter``: those of the product, as of ``aten::mm``."""
-    return 2 * out_shape[0] * out_shape[1] * a_shape[1]
+    contracted: int = args[5]
+    return 2 * out_shape[0] * out_shape[1] * contracted
 
 
 def _emulated(
@@ -252,7 +266,7 @@ def _scaled_mm(
     fast_accum: bool,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """One call of torch's operator; scales as `_operand` lays them out."""
+    """One call of torch's operator; scales as `operand` lays them out."""
     scale_b = b.scale.t() if b.granularity == "rowwise" else b.scale
     if a.qdata.device.type == "cpu" and not _CPU_HAS_F_SCALED_MM:
         return torch._scaled_mm(
@@ -283,6 +297,7 @@ def _scaled_mm(
 def _scaled_mm_cuda(
     a: QuantizedTensor,
     b: QuantizedTensor,
+    contracted: int,
     out_dtype: torch.dtype,
     fast_accum: bool,
     bias: Tensor | None,
@@ -292,7 +307,7 @@ def _scaled_mm_cuda(
     if a.granularity == "rowwise" and out_dtype == torch.float32:
         native_dtype = _rowwise_dtype(a.qdata.device)
     in_gemm = bias is not None and _takes_bias(a.granularity, out_dtype)
-    a, b = _operand(a, is_b=False), _operand(b, is_b=True)
+    a, b = operand(a, contracted, is_b=False), operand(b, contracted, is_b=True)
     padding = b.qdata.shape[0] - cols
     in_epilogue = F.pad(bias, (0, padding)) if in_gemm and padding else bias
     output = _scaled_mm(a, b, native_dtype, fast_accum, in_epilogue if in_gemm else None)
@@ -321,74 +336,3 @@ def _takes_bias(granularity: Granularity, out_dtype: torch.dtype) -> bool:
     one: to be tried on a card.
     """
     return granularity in ("tensorwise", "rowwise") and out_dtype != torch.float32
-
-
-def _operand(x: QuantizedTensor, *, is_b: bool) -> QuantizedTensor:
-    """x with payload padded and scales laid out as the CUDA operator takes them.
-
-    The contraction dimension goes to a multiple of 16, with block scales of 128 to one of 128; the
-    rows of b, and of a with block scales, to one of 16, with square blocks to one of 128. The
-    scales of the padding are 1.
-    """
-    blocks_of_128 = x.granularity in ("block_1x128", "block_128x128")
-    col_multiple = 128 if blocks_of_128 else GEMM_ALIGNMENT
-    row_multiple = GEMM_ALIGNMENT if is_b or blocks_of_128 else 1
-    if x.granularity == "block_128x128":
-        row_multiple = 128
-    rows, cols = x.qdata.shape
-    qdata, scale = x.qdata, x.scale
-    more_rows, more_cols = -rows % row_multiple, -cols % col_multiple
-    if more_rows or more_cols:
-        qdata = _pad(qdata.view(torch.uint8), more_rows, more_cols, 0).view(qdata.dtype)
-    elif scale.ndim == 0:
-        return x
-    if x.granularity == "rowwise":
-        scale = _pad(scale, qdata.shape[0] - rows, 0, 1.0)
-    elif x.granularity in BLOCK_SHAPE:
-        block_rows, block_cols = BLOCK_SHAPE[x.granularity]
-        num_rows, num_cols = -(-qdata.shape[0] // block_rows), -(-qdata.shape[1] // block_cols)
-        scale = _pad(scale, num_rows - scale.shape[0], num_cols - scale.shape[1], 1.0)
-        scale = _LAY_OUT[x.granularity](scale)
-    return QuantizedTensor(qdata, scale, x.granularity)
-
-
-def _pad(x: Tensor, rows: int, cols: int, value: float) -> Tensor:
-    return F.pad(x, (0, cols, 0, rows), value=value) if rows or cols else x
-
-
-def _column_major(scale: Tensor) -> Tensor:
-    """(R, L) with strides (1, R), also where L is 1.
-
-    There any stride would do, but torch 2.11 takes another for one operand only if the other has it
-    as well.
-    """
-    if scale.stride() == (1, scale.shape[0]):
-        return scale
-    scale = scale.t().contiguous().t()
-    return scale.as_strided(scale.shape, (1, scale.shape[0])) if scale.shape[1] == 1 else scale
-
-
-def _square_blocks(scale: Tensor) -> Tensor:
-    """(ceil(R / 128), L) -> (L rounded up to 4, ceil(R / 128)), its first dimension contiguous."""
-    return _pad(scale, 0, -scale.shape[1] % 4, 1.0).contiguous().t()
-
-
-def _swizzled_e8m0(scale: Tensor) -> Tensor:
-    """(R, L) float32 powers of two -> flat E8M0 bytes in tiles of 128 rows x 4 blocks.
-
-    Within a tile the byte of row r and block c lies at (r % 32) * 16 + (r // 32) * 4 + c; tiles
-    follow each other row by row (cuBLAS documentation, "1D block scaling factors layout"). An E8M0
-    byte is the exponent field of the float32; Inf and NaN both give 255, its NaN.
-    """
-    exponent = (scale.view(torch.int32) >> 23).to(torch.uint8)
-    exponent = _pad(exponent, -scale.shape[0] % 128, -scale.shape[1] % 4, 0)
-    rows, cols = exponent.shape
-    tiles = exponent.view(rows // 128, 4, 32, cols // 4, 4).permute(0, 3, 2, 1, 4)
-    return tiles.reshape(-1).view(torch.float8_e8m0fnu)
-
-
-_LAY_OUT: dict[str, Callable[[Tensor], Tensor]] = {
-    "block_1x128": _column_major,
-    "block_128x128": _square_blocks,
-    "block_1x32": _swizzled_e8m0,
-}

@@ -343,7 +343,7 @@ class _Float8LinearFunction(torch.autograd.Function):
             assert w_col is not None
             grad_input = scaled_matmul(
                 g_row, w_col, ctx.dtypes[0], fast_accum=recipe.dgrad.fast_accum, emulate=emulate
-            )
+            ).view(ctx.input_shape)
         if g_col is not None:
             assert recipe.wgrad is not None
             if ctx.x_source is None:
@@ -351,15 +351,15 @@ class _Float8LinearFunction(torch.autograd.Function):
             else:
                 x_col = ctx.x_source.col(saved["x"], saved.get("x_scale"))
             a, b = (x_col, g_col) if options.transposed else (g_col, x_col)
-            fast_accum = recipe.wgrad.fast_accum
-            grad_weight = scaled_matmul(a, b, ctx.dtypes[1], fast_accum=fast_accum, emulate=emulate)
+            tokens, fast_accum = ctx.input_shape[:-1].numel(), recipe.wgrad.fast_accum
+            grad_weight = scaled_matmul(
+                a, b, ctx.dtypes[1], tokens, fast_accum=fast_accum, emulate=emulate
+            )
         elif wants_wgrad:
             g = as_matrix(grad_output)
             kept = saved["x"].to(g.dtype)
             product = kept.t() @ g if options.transposed else g.t() @ kept
             grad_weight = cast(product, ctx.dtypes[1])
-        if grad_input is not None:
-            grad_input = grad_input.view(ctx.input_shape)
         return grad_input, grad_weight, grad_bias, *[None] * 8
 
 

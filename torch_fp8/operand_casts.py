@@ -17,8 +17,9 @@ from torch_fp8.delayed_scaling import History
 from torch_fp8.gathered_activation import GatheredActivation
 from torch_fp8.gathered_weight import GatheredWeight, gathered_col, gathered_row
 from torch_fp8.gemm import cast
+from torch_fp8.payload_shape import padded_rows, scale_shape
 from torch_fp8.produced_activation import ProducedActivation
-from torch_fp8.quantize import QuantizedTensor, quantize_layouts, scale_shape
+from torch_fp8.quantize import QuantizedTensor, quantize_layouts
 from torch_fp8.recipe import CastSpec, Recipe
 from torch_fp8.weight_cache import WeightCache
 
@@ -102,6 +103,7 @@ def input_stand_ins(
     tokens, features = row.qdata.shape
     if not fp8:
         return stand_in((tokens, features), out_dtype, row.qdata), None
+    tokens = padded_rows(tokens, row.granularity)
     if row.granularity == "tensorwise":
         return stand_in((features, tokens), row.qdata.dtype, row.qdata), row.scale
     shape = scale_shape(features, tokens, row.granularity)

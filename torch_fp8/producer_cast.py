@@ -16,7 +16,8 @@ from torch import Tensor
 from torch_fp8.activation_checkpointing import stand_in
 from torch_fp8.formats import E4M3, format_of
 from torch_fp8.operators import define
-from torch_fp8.quantize import QuantizedTensor, dequantize, emulates_casts, scale_shape
+from torch_fp8.payload_shape import scale_shape
+from torch_fp8.quantize import QuantizedTensor, dequantize, emulates_casts
 from torch_fp8.recipe import Granularity
 from torch_fp8.scaling import delayed_scale, scale_from_amax, tensor_amax
 

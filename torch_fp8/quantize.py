@@ -28,17 +28,15 @@ from torch import Tensor
 
 from torch_fp8.formats import MIN_CAPABILITY, Format, format_of
 from torch_fp8.operators import define, operators
+from torch_fp8.payload_shape import (
+    BLOCK_SHAPE,
+    SQUARE,
+    new_group_scales,
+    padded_rows,
+    scale_shape,
+)
 from torch_fp8.recipe import CastSpec, Granularity
 from torch_fp8.scaling import scale_from_amax, tensor_amax
-
-BLOCK_SHAPE: dict[str, tuple[int, int]] = {
-    "block_1x128": (1, 128),
-    "block_128x128": (128, 128),
-    "block_1x32": (1, 32),
-}
-"""Rows and columns that share a scale."""
-SQUARE = ("tensorwise", "block_128x128")
-"""Where a scale belongs to as many rows as columns."""
 
 
 class QuantizedTensor(NamedTuple):
@@ -47,7 +45,7 @@ class QuantizedTensor(NamedTuple):
     Attributes:
         qdata: (R, C) FP8, contiguous.
         scale: float32 dequantization scale: () tensorwise, (R, 1) rowwise, (R, ceil(C / 128)) for
-            block_1x128, its transpose contiguous as the GEMM takes it, (ceil(R / 128),
+            block_1x128, block by block in memory as the GEMM takes them, (ceil(R / 128),
             ceil(C / 128)) for block_128x128, (R, ceil(C / 32)) for block_1x32, there always a power
             of two.
         granularity: how many elements share a scale.
@@ -59,7 +57,7 @@ class QuantizedTensor(NamedTuple):
 
 
 Layouts = tuple[Tensor, Tensor, Tensor, Tensor]
-"""qdata (R, C), its scale, qdata of x^T (C, R), its scale: what the operators return."""
+"""qdata (R, C), its scale, qdata of x^T (C, R'), its scale: what the operators return."""
 
 Made = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 """The same, with None for what was not asked for."""
@@ -97,7 +95,8 @@ def quantize_layouts(
         spec: format and granularity, of both layouts.
         scale: () float32 dequantization scale, for tensorwise; None: from the amax of x.
         row: whether to make x, (R, C), quantized along C.
-        col: whether to make x^T, (C, R) contiguous, quantized along R.
+        col: whether to make x^T, (C, R') contiguous, quantized along R, zeros beyond; see
+            `torch_fp8.payload_shape`.
         amax: () float32 of x, where it is known, for tensorwise: saves the read for it.
     Returns:
         ``(row, col)``, None for what was not asked for. Tensorwise, both share one scale.
@@ -147,7 +146,8 @@ def transposed(x: QuantizedTensor) -> QuantizedTensor | None:
     if x.granularity not in SQUARE:
         return None
     scale = x.scale.t().contiguous() if x.scale.ndim else x.scale
-    return QuantizedTensor(x.qdata.t().contiguous(), scale, x.granularity)
+    more = padded_rows(x.qdata.shape[0], x.granularity) - x.qdata.shape[0]
+    return QuantizedTensor(_zero_padded(x.qdata.t(), more), scale, x.granularity)
 
 
 def cast_saturating(x: Tensor, scale: Tensor, format: Format) -> Tensor:
@@ -186,11 +186,12 @@ def quantize_2d_reference(
         row, col: the layouts to make.
         amax: () float32 of x, for tensorwise, where it is known.
     Returns:
-        qdata (R, C), its scale, qdata of x^T (C, R), its scale. Tensorwise, the second is the one
+        qdata (R, C), its scale, qdata of x^T (C, R'), its scale. Tensorwise, the second is the one
         scale of both layouts, or empty if it was given, and the fourth is empty. All contiguous;
-        the operator's scales of block_1x128 have a contiguous transpose instead.
+        the operator's scales of block_1x128 are laid out by `new_group_scales` instead.
     """
     format = format_of(dtype)
+    more = padded_rows(x.shape[0], granularity) - x.shape[0]
     if granularity == "tensorwise":
         made = _no_scale(x)
         if scale is None:
@@ -200,7 +201,7 @@ def quantize_2d_reference(
         return (
             qdata.contiguous() if row else _no_qdata(x, dtype),
             made,
-            qdata.t().clone(memory_format=torch.contiguous_format) if col else _no_qdata(x, dtype),
+            _zero_padded(qdata.t(), more) if col else _no_qdata(x, dtype),
             _no_scale(x),
         )
 
@@ -209,7 +210,7 @@ def quantize_2d_reference(
             return _no_qdata(x, dtype), _no_scale(x)
         return _quantize_rows(matrix.float(), format, granularity, power_of_two)
 
-    return (*one(x, row), *one(x.t(), col))
+    return (*one(x, row), *one(F.pad(x.t(), (0, more)) if more else x.t(), col))
 
 
 def _quantize_rows(
@@ -227,7 +228,7 @@ def _quantize_blocks(
     x: Tensor, block: tuple[int, int], format: Format, power_of_two: bool
 ) -> tuple[Tensor, Tensor]:
     rows, cols = x.shape
-    num_rows, num_cols = _num_blocks(rows, block[0]), _num_blocks(cols, block[1])
+    num_rows, num_cols = (-(-size // n) for size, n in zip((rows, cols), block, strict=True))
     padded = F.pad(x, (0, num_cols * block[1] - cols, 0, num_rows * block[0] - rows))
     blocks = padded.reshape(num_rows, block[0], num_cols, block[1])
     amax = blocks.abs().amax((1, 3)) if x.numel() else x.new_zeros(num_rows, num_cols)
@@ -245,16 +246,11 @@ def _no_scale(x: Tensor) -> Tensor:
     return x.new_empty(0, dtype=torch.float32)
 
 
-def _num_blocks(size: int, block: int) -> int:
-    return -(-size // block)
-
-
-def scale_shape(rows: int, cols: int, granularity: str) -> tuple[int, ...]:
-    """Of the scale of a (rows, cols) payload, unless it is tensorwise."""
-    if granularity == "rowwise":
-        return (rows, 1)
-    block_rows, block_cols = BLOCK_SHAPE[granularity]
-    return (_num_blocks(rows, block_rows), _num_blocks(cols, block_cols))
+def _zero_padded(qdata: Tensor, more: int) -> Tensor:
+    """A contiguous copy with `more` columns of zeros."""
+    if not more:
+        return qdata.clone(memory_format=torch.contiguous_format)
+    return F.pad(qdata.view(torch.uint8), (0, more)).view(qdata.dtype)
 
 
 def quantize_2d_cpu(
@@ -275,8 +271,14 @@ def laid_out(made: Sequence[Tensor], granularity: str) -> Layouts:
     """With scales as the operators return them."""
     qdata, scale, qdata_t, scale_t = made
     if granularity == "block_1x128":
-        scale, scale_t = (s.t().contiguous().t() for s in (scale, scale_t))
+        scale, scale_t = _by_block(scale, qdata), _by_block(scale_t, qdata_t)
     return qdata, scale, qdata_t, scale_t
+
+
+def _by_block(scale: Tensor, qdata: Tensor) -> Tensor:
+    if scale.ndim < 2:  # not asked for
+        return scale
+    return new_group_scales(scale, *qdata.shape).copy_(scale)
 
 
 def _quantize_2d_cuda(
@@ -362,13 +364,13 @@ def quantize_2d_fake(
             return qdata, _no_scale(x)
         shape = scale_shape(rows, cols, granularity)
         if granularity == "block_1x128":
-            return qdata, x.new_empty(shape[::-1], dtype=torch.float32).t()
+            return qdata, new_group_scales(x, rows, cols)
         return qdata, x.new_empty(shape, dtype=torch.float32)
 
     qdata, scale_row = one(rows, cols, row)
     if granularity == "tensorwise" and scale is None:
         scale_row = x.new_empty((), dtype=torch.float32)
-    return (qdata, scale_row, *one(cols, rows, col))
+    return (qdata, scale_row, *one(cols, padded_rows(rows, granularity), col))
 
 
 define(

@@ -48,7 +48,8 @@ from torch import Tensor, nn
 
 from torch_fp8.activation_checkpointing import selective_pass, untraced
 from torch_fp8.adamw import WeightPayload
-from torch_fp8.quantize import SQUARE, QuantizedTensor, quantize_layouts, transposed
+from torch_fp8.payload_shape import SQUARE
+from torch_fp8.quantize import QuantizedTensor, quantize_layouts, transposed
 from torch_fp8.recipe import CastSpec
 
 
@@ -178,6 +179,8 @@ class WeightCache:
         """
         row, col = self._row, self._col
         if row is None or row.granularity not in ("tensorwise", "block_128x128"):
+            return None
+        if col is not None and col.qdata.shape[1] != row.qdata.shape[0]:  # padded: cast it anew
             return None
         assert row.granularity == spec.granularity
         assert spec.power_of_two

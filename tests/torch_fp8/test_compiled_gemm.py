@@ -90,7 +90,7 @@ def test_the_operator_keeps_torchs_rules(recipe_name, shape):
     """All that `opcheck` tries, but what multiplies its FP8 arguments, which torch does not."""
     (m, k, n), recipe = shape, make_recipe(recipe_name)
     a, b = quantize(torch.randn(m, k), recipe.input), quantize(torch.randn(n, k), recipe.weight)
-    arguments = (*a, *b, torch.randn(n, dtype=torch.bfloat16), torch.bfloat16, True, False)
+    arguments = (*a, *b, k, torch.randn(n, dtype=torch.bfloat16), torch.bfloat16, True, False)
     torch.library.opcheck(torch.ops.torch_fp8.scaled_mm.default, arguments, test_utils=CHECKS)
 
 
@@ -98,5 +98,5 @@ def test_flops_are_counted():
     recipe = make_recipe("blockwise")
     a, b = quantize(torch.randn(32, 64), recipe.input), quantize(torch.randn(48, 64), recipe.weight)
     with FlopCounterMode(display=False) as counter:
-        operators.scaled_mm(*a, *b, None, torch.float32, False, False)
+        operators.scaled_mm(*a, *b, 64, None, torch.float32, False, False)
     assert counter.get_total_flops() == 2 * 32 * 64 * 48

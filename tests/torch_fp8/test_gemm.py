@@ -3,9 +3,10 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks import numerics as bench
-from torch_fp8 import gemm
+from torch_fp8 import gemm, gemm_operand
 from torch_fp8.formats import E4M3, GEMM_SQNR_DB
 from torch_fp8.gemm import check_device, scaled_matmul, scaled_matmul_reference
+from torch_fp8.gemm_operand import operand
 from torch_fp8.numerics import sqnr_db, worst_row_sqnr_db
 from torch_fp8.quantize import dequantize, quantize, quantize_layouts
 from torch_fp8.recipe import RECIPES, CastSpec, make_recipe
@@ -154,7 +155,8 @@ def test_cuda_operands_pass_the_operators_own_checks(monkeypatch, recipe_name, s
     w_row, w_col = quantize_layouts(w, recipe.weight, row=True, col=True)
     g_row, g_col = quantize_layouts(g, recipe.grad_output, row=True, col=True)
     for a, b in ((x_row, w_row), (g_row, w_col), (g_col, x_col)):
-        operands = gemm._operand(a, is_b=False), gemm._operand(b, is_b=True)
+        contracted = min(a.qdata.shape[1], b.qdata.shape[1])
+        operands = operand(a, contracted, is_b=False), operand(b, contracted, is_b=True)
         with FakeTensorMode():
             on_cuda = [q._replace(qdata=_fake(q.qdata), scale=_fake(q.scale)) for q in operands]
             output = gemm._scaled_mm(*on_cuda, torch.bfloat16, fast_accum=False)
@@ -178,7 +180,7 @@ def test_cuda_scales_have_the_strides_that_the_operator_asks_for(granularity, co
     spec = CastSpec(E4M3, granularity, power_of_two=True)
     for x in quantize_layouts(torch.randn(rows, cols), spec, row=True, col=True):
         for is_b in (False, True) if granularity == "block_1x128" else (True,):
-            padded = gemm._operand(x, is_b=is_b)
+            padded = operand(x, x.qdata.shape[1], is_b=is_b)
             num_rows, num_blocks = padded.qdata.shape[0], padded.qdata.shape[1] // 128
             shape = (num_rows, num_blocks)
             if granularity == "block_128x128":
@@ -193,7 +195,7 @@ def test_cuda_padding_keeps_the_product(granularity):
     recipe = make_recipe({"rowwise": "rowwise"}.get(granularity, "blockwise"))
     spec = recipe.weight if granularity == "block_128x128" else recipe.input
     q = quantize(torch.randn(70, 200), spec)
-    padded = gemm._operand(q, is_b=True)
+    padded = operand(q, 200, is_b=True)
     rows, cols = padded.qdata.shape
     assert rows % 16 == 0
     assert cols % 16 == 0
@@ -213,7 +215,7 @@ def test_cuda_padding_keeps_the_product(granularity):
 def test_e8m0_scales_lie_where_the_tensor_core_looks():
     rows, blocks = 200, 6
     exponents = torch.randint(-100, 100, (rows, blocks))
-    flat = gemm._swizzled_e8m0(2.0 ** exponents.float()).view(torch.uint8)
+    flat = gemm_operand._swizzled_e8m0(2.0 ** exponents.float()).view(torch.uint8)
     assert flat.numel() == 256 * 8
     for row, block in ((0, 0), (31, 3), (32, 0), (127, 5), (128, 4), (199, 5)):
         tile = (row // 128) * 2 + block // 4
@@ -248,7 +250,9 @@ def test_rowwise_writes_float32_where_the_kernel_does(monkeypatch, capability, c
     monkeypatch.setattr(gemm, "_scaled_mm", operator)
     with FakeTensorMode():
         a, b = (q._replace(qdata=_fake(q.qdata), scale=_fake(q.scale)) for q in (a, b))
-        made = [gemm._scaled_mm_cuda(a, b, d, False, None) for d in (torch.float32, torch.bfloat16)]
+        made = [
+            gemm._scaled_mm_cuda(a, b, 64, d, False, None) for d in (torch.float32, torch.bfloat16)
+        ]
     gemm._rowwise_dtype.cache_clear()
     assert asked == [asked_for, torch.bfloat16]
     assert [output.dtype for output in made] == [torch.float32, torch.bfloat16]
@@ -284,7 +288,7 @@ def test_on_a_card_the_gemm_takes_a_bias_where_it_can(monkeypatch, recipe_name, 
     bias = torch.randn(40).to(dtype)
     a, _ = quantize_layouts(torch.randn(24, 64), recipe.input, row=True, col=False)
     b, _ = quantize_layouts(torch.randn(40, 64), recipe.weight, row=True, col=False)
-    made = gemm._scaled_mm_cuda(a, b, dtype, False, bias)
+    made = gemm._scaled_mm_cuda(a, b, 64, dtype, False, bias)
     assert torch.equal(made, bias.expand(24, 40))
     (in_gemm,) = given
     fits = recipe_name in ("tensorwise", "delayed", "rowwise") and dtype != torch.float32

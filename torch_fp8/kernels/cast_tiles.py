@@ -1,7 +1,8 @@
 """A tile of a result in registers, rounded, cast and stored: the end of every fused producer.
 
 Legend: R rows, C columns of the result y; ``row`` is y quantized along C, ``col`` is y^T quantized
-along R. All offsets are int64, for tensors of more than 2^31 elements.
+along R and padded (see `torch_fp8.kernels.tiles`); a tile of y is 0 beyond the last row. All
+offsets are int64, for tensors of more than 2^31 elements.
 """
 
 import triton
@@ -14,7 +15,7 @@ from torch_fp8.kernels.rounding import (
     largest_bits,
     scale_from_amax,
 )
-from torch_fp8.kernels.tiles import load_tile, per_row
+from torch_fp8.kernels.tiles import load_tile, padded, per_row, store_col
 
 
 @triton.jit
@@ -53,7 +54,7 @@ def store_groups(
     num_groups = tl.cdiv(cols, GROUP_C)
     g = (first_group + tl.arange(0, GROUPS)).to(tl.int64)
     if GROUP_C == 128:
-        offsets = g[None, :] * rows + r[:, None]
+        offsets = g[None, :] * padded(rows, 16) + r[:, None]
     else:
         offsets = r[:, None] * num_groups + g[None, :]
     tl.store(scale_ptr + offsets, scale, mask=(r[:, None] < rows) & (g[None, :] < num_groups))
@@ -73,7 +74,6 @@ def store_column_groups(
     first_group,
     rows,
     cols,
-    mask,
     GROUP_R: tl.constexpr,
     E5M2: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
@@ -87,14 +87,14 @@ def store_column_groups(
     num_groups = tl.cdiv(rows, GROUP_R)
     g = (first_group + tl.arange(0, GROUPS)).to(tl.int64)
     if GROUP_R == 128:
-        offsets = g[:, None] * cols + c[None, :]
+        offsets = g[:, None] * padded(cols, 16) + c[None, :]
     else:
         offsets = c[None, :] * num_groups + g[:, None]
     tl.store(scale_ptr + offsets, scale, mask=(c[None, :] < cols) & (g[:, None] < num_groups))
     scale = tl.broadcast_to(scale[:, None, :], (GROUPS, GROUP_R, BLOCK_C))
     scale = tl.reshape(scale, (GROUPS * GROUP_R, BLOCK_C))
-    q = cast_bounded(y, scale, E5M2, POWER_OF_TWO)
-    tl.store(q_ptr + c[None, :] * rows + r[:, None], q, mask=mask)
+    PAD: tl.constexpr = 128 if GROUP_R == 128 else 16
+    store_col(q_ptr, cast_bounded(y, scale, E5M2, POWER_OF_TWO), r, c, rows, cols, PAD)
 
 
 @triton.jit
@@ -128,7 +128,7 @@ def store_cast(
         if COL:
             first = tile_r * (y.shape[0] // GROUP)
             store_column_groups(
-                y, qt_ptr, st_ptr, r, c, first, rows, cols, mask, GROUP, E5M2, POWER_OF_TWO
+                y, qt_ptr, st_ptr, r, c, first, rows, cols, GROUP, E5M2, POWER_OF_TWO
             )
     else:
         if SCALE == "given":
@@ -150,7 +150,8 @@ def store_cast(
         if ROW:
             tl.store(q_ptr + r[:, None] * cols + c[None, :], q, mask=mask)
         if COL:
-            tl.store(qt_ptr + c[None, :] * rows + r[:, None], q, mask=mask)
+            PAD: tl.constexpr = 1 if SCALE == "square" else 16
+            store_col(qt_ptr, q, r, c, rows, cols, PAD)
 
 
 @triton.jit

@@ -22,10 +22,18 @@ from torch_fp8.kernels.history_tiles import (
     record_amax,
     store_scaled,
 )
-from torch_fp8.kernels.quantize import BLOCK, ODD_BLOCK, ODD_WARPS, TILE_WARPS, is_odd
+from torch_fp8.kernels.quantize import (
+    BLOCK,
+    ODD_BLOCK,
+    ODD_WARPS,
+    TILE_WARPS,
+    is_odd,
+    pad_columns,
+)
 from torch_fp8.kernels.rounding import abs_bits, largest_bits
 from torch_fp8.kernels.sums import TileSums
 from torch_fp8.kernels.tiles import load_tile, positions, store_sums
+from torch_fp8.payload_shape import COL_ALIGNMENT
 
 
 @triton.jit
@@ -49,6 +57,7 @@ def cast_delayed_kernel(
     LAST: tl.constexpr,  # whether the scale is stored at last_ptr, too
     ROW: tl.constexpr,
     COL: tl.constexpr,
+    PAD: tl.constexpr,
     SUM_AXIS: tl.constexpr,  # along which the tile's sums are stored, or -1
     BLOCK_SIZE: tl.constexpr,
 ):
@@ -63,7 +72,7 @@ def cast_delayed_kernel(
     scale = delayed_scale(past, headroom, E5M2)
     largest = largest_bits(x)
     if (past != 0) | (largest == 0):
-        store_scaled(x, scale, row_ptr, col_ptr, r, c, rows, cols, mask, E5M2, ROW, COL)
+        store_scaled(x, scale, row_ptr, col_ptr, r, c, rows, cols, mask, E5M2, ROW, COL, PAD)
 
     is_last, amax = count_in(progress_ptr, largest, tl.num_programs(0))
     if is_last:
@@ -78,7 +87,19 @@ def cast_delayed_kernel(
                 inside = (other_r[:, None] < rows) & (other_c[None, :] < cols)
                 y = load_tile(x_ptr, stride_r, stride_c, other_r, other_c, inside)
                 store_scaled(
-                    y, scale, row_ptr, col_ptr, other_r, other_c, rows, cols, inside, E5M2, ROW, COL
+                    y,
+                    scale,
+                    row_ptr,
+                    col_ptr,
+                    other_r,
+                    other_c,
+                    rows,
+                    cols,
+                    inside,
+                    E5M2,
+                    ROW,
+                    COL,
+                    PAD,
                 )
         tl.store(scale_ptr, scale)
         if LAST:
@@ -122,6 +143,7 @@ def quantize_2d_delayed(
     row: bool,
     col: bool,
     sums: TileSums | None = None,
+    pads: bool = True,
 ) -> tuple[Tensor | None, Tensor, Tensor | None]:
     """Cast x with the scale that its history suggests, and record its amax, in one launch.
 
@@ -135,25 +157,28 @@ def quantize_2d_delayed(
         margin: headroom in powers of two.
         row, col: the layouts to make.
         sums: filled, if given.
+        pads: whether the column layout is padded; else it is (C, R).
     Returns:
-        qdata (R, C) or None, scale () float32, qdata of x^T (C, R) or None.
+        qdata (R, C) or None, scale () float32, qdata of x^T (C, R') or None.
     """
     if x.stride(1) != 1 and x.stride(0) == 1:  # loads run along the contiguous dimension
         if sums is not None:
             sums.turn()
+        turned = (dtype, algorithm, margin, col, row, sums)
         by_col, scale, by_row = quantize_2d_delayed(
-            x.t(), history, progress, last, dtype, algorithm, margin, col, row, sums
+            x.t(), history, progress, last, *turned, pads=False
         )
         if sums is not None:
             sums.turn()
-        return by_row, scale, by_col
+        return by_row, scale, pad_columns(by_col, "tensorwise")
     rows, cols = x.shape
     # In whole tiles E5M2 with the newest amax spilled for sm_100, which had no register left.
     spills = format_of(dtype).has_inf and algorithm == "most_recent" and row and col
     small = is_odd(x) or spills
     block, warps = (ODD_BLOCK, ODD_WARPS) if small else (BLOCK, TILE_WARPS)
     by_row = x.new_empty((rows, cols), dtype=dtype) if row else None
-    by_col = x.new_empty((cols, rows), dtype=dtype) if col else None
+    pad = COL_ALIGNMENT["tensorwise"] if pads else 1
+    by_col = x.new_empty((cols, cdiv(rows, pad) * pad), dtype=dtype) if col else None
     scale = x.new_empty((), dtype=torch.float32)
     partial = scale
     if sums is not None:
@@ -179,6 +204,7 @@ def quantize_2d_delayed(
             LAST=last is not None,
             ROW=row,
             COL=col,
+            PAD=pad,
             SUM_AXIS=-1 if sums is None else sums.axis,
             BLOCK_SIZE=block,
             num_warps=warps,

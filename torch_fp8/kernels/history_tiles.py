@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from torch_fp8.kernels.rounding import abs_bits, cast_saturating, scale_from_amax
-from torch_fp8.kernels.tiles import per_row
+from torch_fp8.kernels.tiles import per_row, store_col
 
 
 @triton.jit
@@ -66,13 +66,14 @@ def store_scaled(
     E5M2: tl.constexpr,
     ROW: tl.constexpr,
     COL: tl.constexpr,
+    PAD: tl.constexpr = 16,
 ):
-    """A tile of x, cast with the scale, in the layouts asked for."""
+    """A tile of x, cast with the scale, in the layouts asked for; see `tiles.store_col`."""
     q = cast_saturating(x, per_row(scale, r, rows), E5M2)
     if ROW:
         tl.store(row_ptr + r[:, None] * cols + c[None, :], q, mask=mask)
     if COL:
-        tl.store(col_ptr + c[None, :] * rows + r[:, None], q, mask=mask)
+        store_col(col_ptr, q, r, c, rows, cols, PAD)
 
 
 @triton.jit

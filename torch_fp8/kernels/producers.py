@@ -14,6 +14,12 @@ from torch_fp8.formats import format_of
 from torch_fp8.kernels.delayed_scaling import advance_history
 from torch_fp8.kernels.grid import cdiv
 from torch_fp8.kernels.quantize import BLOCK, quantize_2d
+from torch_fp8.payload_shape import (
+    COL_ALIGNMENT,
+    multiple_of_16,
+    new_group_scales,
+    padded_rows,
+)
 
 TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 GROUPS = {"block_1x128": 128, "block_1x32": 32}
@@ -74,14 +80,16 @@ class Cast(NamedTuple):
     def is_fused(self, *inputs: Tensor) -> bool:
         """Whether one launch makes it in tiles.
 
-        A rowwise scale belongs to more than a tile. Sizes that are no multiple of 16 are moved one
-        element at a time, each with an address and a mask in registers, and FP8 GEMMs do not take
-        them: these are computed first and cast then.
+        A rowwise scale belongs to more than a tile. Columns that are no multiple of 16 are moved
+        one element at a time, each with an address and a mask in registers, and FP8 GEMMs do not
+        take them: these are computed first and cast then. Rows may be any number, but where the
+        column layout has squares and no padding.
         """
         given = [how for how in (self.amax, self.scale, self.past) if how is not None]
         assert len(given) == (self.granularity == "tensorwise")
         rows, cols = inputs[0].shape
-        odd = cols % 16 or (self.col and rows % 16) or any(x.stride(1) != 1 for x in inputs)
+        unpadded = self.col and COL_ALIGNMENT[self.granularity] == 1
+        odd = cols % 16 or (unpadded and rows % 16) or any(x.stride(1) != 1 for x in inputs)
         return self.granularity != "rowwise" and not odd and inputs[0].numel() > 0
 
     def part(self, i: int) -> "Cast":
@@ -148,13 +156,21 @@ class Cast(NamedTuple):
         if self.amax is not None or self.past is not None:
             s = x.new_empty((), dtype=torch.float32)
         return present(
-            x.new_empty((rows, cols), dtype=self.dtype) if self.row else None,
+            self._row_payload(x, rows, cols) if self.row else None,
             s,
-            x.new_empty((cols, rows), dtype=self.dtype) if self.col else None,
+            x.new_empty((cols, padded_rows(rows, self.granularity)), dtype=self.dtype)
+            if self.col
+            else None,
             st,
             x,
             self.dtype,
         )
+
+    def _row_payload(self, x: Tensor, rows: int, cols: int) -> Tensor:
+        if self.granularity != "block_1x128" or rows % 16 == 0:
+            return x.new_empty((rows, cols), dtype=self.dtype)
+        # A GEMM takes the rows of such a payload in multiples of 16: see `gemm_operand`.
+        return x.new_empty((multiple_of_16(rows), cols), dtype=self.dtype)[:rows]
 
     def _scales(self, x: Tensor, rows: int, cols: int) -> Tensor | None:
         if self.granularity == "tensorwise":
@@ -167,10 +183,9 @@ class Cast(NamedTuple):
 
 def group_scales(x: Tensor, rows: int, cols: int, group: int) -> Tensor:
     """Room for a scale per `group` columns; of 128 they lie block by block, of 32 row by row."""
-    groups = cdiv(cols, group)
     if group == BLOCK:
-        return x.new_empty((groups, rows), dtype=torch.float32).t()
-    return x.new_empty((rows, groups), dtype=torch.float32)
+        return new_group_scales(x, rows, cols)
+    return x.new_empty((rows, cdiv(cols, group)), dtype=torch.float32)
 
 
 def saved_outputs(x: Tensor, wanted: bool = True) -> tuple[Tensor, Tensor]:

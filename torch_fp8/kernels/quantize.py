@@ -12,6 +12,7 @@ fast. The reasons stand beside them.
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from torch_fp8.formats import format_of
@@ -25,6 +26,7 @@ from torch_fp8.kernels.tiles import (
     quantize_odd_squares_kernel,
     quantize_rows_kernel,
 )
+from torch_fp8.payload_shape import COL_ALIGNMENT, multiple_of_16, new_group_scales
 
 BLOCK = 128
 # 128 x 128 because it holds whole groups of every block granularity in both directions, and makes
@@ -32,9 +34,10 @@ BLOCK = 128
 # elements, four 16-byte loads in flight; with 8 warps some variants take more than 200 registers.
 TILE_WARPS = 16
 
-# Sizes that are no multiple of 16 are moved one element at a time, each with an address and a mask
-# in registers. Casts then work on smaller tiles, those with 1x128 or 1x32 blocks for one layout per
-# launch, and squares are read a slice at a time. FP8 GEMMs take multiples of 16: the rare case.
+# Columns that are no multiple of 16 are moved one element at a time, each with an address and a
+# mask in registers. Casts then work on smaller tiles, those with 1x128 or 1x32 blocks for one
+# layout per launch, and squares are read a slice at a time. FP8 GEMMs take multiples of 16: the
+# rare case. Rows, which are tokens, may be any number: the column layout has them padded.
 ODD_BLOCK = 64
 ODD_WARPS = 8
 ODD_SLICE = 32
@@ -68,6 +71,7 @@ def quantize_2d(
     col: bool,
     amax: Tensor | None = None,
     sums: TileSums | None = None,
+    pads: bool = True,
 ) -> Layouts:
     """Quantize x along its last dimension (row) and x^T along its own (col).
 
@@ -81,27 +85,29 @@ def quantize_2d(
         row, col: the layouts to make.
         amax: () float32 of x, if it is known: tensorwise, the scale is made of it.
         sums: filled, if given, where x is cast in tiles.
+        pads: whether the column layout is padded; else it is (C, R).
     Returns:
-        qdata (R, C), its float32 scale, qdata of x^T (C, R), its scale, None for what was not asked
-        for. All are contiguous, but scales of block_1x128, whose transpose is. Tensorwise, both
-        scales are the same () tensor.
+        qdata (R, C), its float32 scale, qdata of x^T (C, R'), its scale, None for what was not
+        asked for; R' is `padded_rows`. All are contiguous, but scales of block_1x128: see
+        `new_group_scales`. Tensorwise, both scales are the same () tensor.
     """
     if x.stride(1) != 1 and x.stride(0) == 1:  # loads run along the contiguous dimension
         if sums is not None:
             sums.turn()
-        made = quantize_2d(x.t(), scale, dtype, granularity, power_of_two, col, row, amax, sums)
+        turned = (scale, dtype, granularity, power_of_two, col, row, amax, sums)
+        by_col, scale_col, *by_row = quantize_2d(x.t(), *turned, pads=False)
         if sums is not None:
             sums.turn()
-        return (*made[2:], *made[:2])
+        return (*by_row, pad_columns(by_col, granularity), scale_col)
     with torch.cuda.device_of(x):
         if granularity == "tensorwise":
-            return _tensorwise(x, scale, dtype, power_of_two, row, col, amax, sums)
+            return _tensorwise(x, scale, dtype, power_of_two, row, col, amax, sums, pads)
         if granularity == "rowwise":
             by_row = _rows(x, dtype, power_of_two) if row else (None, None)
-            by_col = _columns(x, dtype, power_of_two, sums) if col else (None, None)
+            by_col = _columns(x, dtype, power_of_two, sums, pads) if col else (None, None)
             return (*by_row, *by_col)
         if granularity in BLOCK_GRANULARITIES:
-            return _blocks(x, dtype, granularity, power_of_two, row, col, sums)
+            return _blocks(x, dtype, granularity, power_of_two, row, col, sums, pads)
     raise ValueError(f"unknown granularity {granularity!r}")
 
 
@@ -114,6 +120,7 @@ def _tensorwise(
     col: bool,
     amax: Tensor | None,
     sums: TileSums | None,
+    pads: bool,
 ) -> Layouts:
     source, partial = "given", None
     if scale is None and x.numel() == 0:
@@ -122,7 +129,16 @@ def _tensorwise(
         source, scale = "tensor", x.new_empty((), dtype=torch.float32)
         partial = _partial_amax(x) if amax is None else amax.view(1).view(torch.int32)
     by_row, by_col = _cast_tiles(
-        x, source, scale, partial, dtype, power_of_two and source == "tensor", row, col, sums
+        x,
+        source,
+        scale,
+        partial,
+        dtype,
+        power_of_two and source == "tensor",
+        row,
+        col,
+        _pad_of("tensorwise", pads),
+        sums,
     )
     return by_row, scale if row else None, by_col, scale if col else None
 
@@ -149,12 +165,13 @@ def _partial_amax(x: Tensor) -> Tensor:
 
 
 def _columns(
-    x: Tensor, dtype: torch.dtype, power_of_two: bool, sums: TileSums | None = None
+    x: Tensor, dtype: torch.dtype, power_of_two: bool, sums: TileSums | None, pads: bool
 ) -> Layout:
-    """x^T (C, R) with a scale per column of x, (C, 1)."""
-    rows, cols = x.shape
+    """x^T with a scale per column of x, (C, 1)."""
+    (rows, cols), pad = x.shape, _pad_of("rowwise", pads)
     if x.numel() == 0:
-        return x.new_empty((cols, rows), dtype=dtype), x.new_ones((cols, 1), dtype=torch.float32)
+        _, by_col = _outputs(x, dtype, False, True, pad)
+        return by_col, x.new_ones((cols, 1), dtype=torch.float32)
     column_blocks = cdiv(cols, BLOCK)
     slabs = min(cdiv(COLUMN_PROGRAMS, column_blocks), MAX_SLABS, cdiv(rows, BLOCK))
     rows_per_slab = cdiv(cdiv(rows, slabs), AMAX_ROWS) * AMAX_ROWS
@@ -176,7 +193,7 @@ def _columns(
         num_warps=8 if by_slab else 4,  # a sum beside each maximum
     )
     scale = torch.empty((cols, 1), dtype=torch.float32, device=x.device)
-    _, by_col = _cast_tiles(x, "columns", scale, partial, dtype, power_of_two, False, True)
+    _, by_col = _cast_tiles(x, "columns", scale, partial, dtype, power_of_two, False, True, pad)
     return by_col, scale
 
 
@@ -189,11 +206,12 @@ def _cast_tiles(
     power_of_two: bool,
     row: bool,
     col: bool,
+    pad: int,
     sums: TileSums | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
     """The payloads; fills `scale` from `partial` unless `source` is "given"."""
     rows, cols = x.shape
-    by_row, by_col = _outputs(x, dtype, row, col)
+    by_row, by_col = _outputs(x, dtype, row, col, pad)
     if x.numel() and (row or col):
         num_partials = 1 if partial is None else partial.shape[0]
         block, warps = (ODD_BLOCK, ODD_WARPS) if is_odd(x) else (BLOCK, TILE_WARPS)
@@ -215,6 +233,7 @@ def _cast_tiles(
             POWER_OF_TWO=power_of_two,
             ROW=row,
             COL=col,
+            PAD=pad,
             PARTIALS=next_power_of_2(num_partials),
             BLOCK_SIZE=block,
             num_warps=warps,
@@ -262,13 +281,15 @@ def _blocks(
     power_of_two: bool,
     row: bool,
     col: bool,
-    sums: TileSums | None = None,
+    sums: TileSums | None,
+    pads: bool,
 ) -> Layouts:
-    rows, cols = x.shape
-    odd, squares = is_odd(x), granularity == "block_128x128"
+    (rows, cols), pad = x.shape, _pad_of(granularity, pads)
+    squares = granularity == "block_128x128"
+    odd = is_odd(x) or (rows % 16 != 0 and col and pad == 1)
     if row and col and odd and not squares:
-        by_row = _blocks(x, dtype, granularity, power_of_two, True, False, sums)
-        by_col = _blocks(x, dtype, granularity, power_of_two, False, True)
+        by_row = _blocks(x, dtype, granularity, power_of_two, True, False, sums, pads)
+        by_col = _blocks(x, dtype, granularity, power_of_two, False, True, None, pads)
         return (*by_row[:2], *by_col[2:])
     group_c = 32 if granularity == "block_1x32" else BLOCK
     group_r = BLOCK if squares else 1
@@ -278,10 +299,10 @@ def _blocks(
     def scales(outer: int, inner: int) -> Tensor:
         shape = (cdiv(outer, group_r), cdiv(inner, group_c))
         if granularity == "block_1x128":
-            return torch.empty(shape[::-1], dtype=torch.float32, device=x.device).t()
+            return new_group_scales(x, outer, inner)
         return torch.empty(shape, dtype=torch.float32, device=x.device)
 
-    by_row, by_col = _outputs(x, dtype, row, col)
+    by_row, by_col = _outputs(x, dtype, row, col, pad, room=granularity == "block_1x128")
     row_scale = scales(rows, cols) if row else None
     col_scale = scales(cols, rows) if col else None
     if x.numel() and (row or col):
@@ -316,6 +337,7 @@ def _blocks(
                 GROUP_R=group_r,
                 GROUP_C=group_c,
                 **how,
+                PAD=pad,
                 BLOCK_R=block_r,
                 BLOCK_C=block_c,
                 num_warps=ODD_WARPS if odd else TILE_WARPS,
@@ -324,17 +346,32 @@ def _blocks(
 
 
 def is_odd(x: Tensor) -> bool:
-    return x.shape[0] % 16 != 0 or x.shape[1] % 16 != 0 or x.stride(1) != 1
+    """Whether x is moved one element at a time."""
+    return x.shape[1] % 16 != 0 or x.stride(1) != 1
+
+
+def _pad_of(granularity: str, pads: bool) -> int:
+    return COL_ALIGNMENT[granularity] if pads else 1
 
 
 def _outputs(
-    x: Tensor, dtype: torch.dtype, row: bool, col: bool
+    x: Tensor, dtype: torch.dtype, row: bool, col: bool, pad: int, room: bool = False
 ) -> tuple[Tensor | None, Tensor | None]:
+    """Payloads; with `room`, there are whole multiples of 16 rows in memory."""
     rows, cols = x.shape
-    return (
-        x.new_empty((rows, cols), dtype=dtype) if row else None,
-        x.new_empty((cols, rows), dtype=dtype) if col else None,
-    )
+    by_row = None
+    if row:
+        by_row = x.new_empty((multiple_of_16(rows) if room else rows, cols), dtype=dtype)
+        by_row = by_row if by_row.shape[0] == rows else by_row[:rows]
+    return by_row, x.new_empty((cols, cdiv(rows, pad) * pad), dtype=dtype) if col else None
+
+
+def pad_columns(qdata: Tensor | None, granularity: str) -> Tensor | None:
+    """A payload of x^T, (C, R), padded to (C, R') by a copy."""
+    more = 0 if qdata is None else -qdata.shape[1] % COL_ALIGNMENT[granularity]
+    if qdata is None or not more:
+        return qdata
+    return F.pad(qdata.view(torch.uint8), (0, more)).view(qdata.dtype)
 
 
 def _bytes(qdata: Tensor | None, unused: Tensor | None) -> Tensor | None:

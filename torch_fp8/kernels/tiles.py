@@ -1,7 +1,9 @@
 """The kernels behind `torch_fp8.kernels.quantize`, which launches them.
 
-Legend: R rows, C columns of x; ``row`` is x quantized along C, ``col`` is x^T quantized along R.
-A program works on a tile of x in registers; every size that is a launch's choice is a parameter.
+Legend: R rows, C columns of x; ``row`` is x quantized along C, ``col`` is x^T quantized along R and
+padded with zeros to a multiple of PAD columns (`torch_fp8.payload_shape`), so that its rows begin
+where many bytes are stored at once. A program works on a tile of x in registers; every size that is
+a launch's choice is a parameter.
 """
 
 import triton
@@ -21,6 +23,20 @@ def load_tile(x_ptr, stride_r, stride_c, r, c, mask):
     """x[r, c] as float32; 0, which moves no maximum, outside."""
     offsets = r[:, None] * stride_r + c[None, :] * stride_c
     return tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def padded(size, PAD: tl.constexpr):
+    """`size` in whole multiples of PAD, of which the compiler knows that it is one."""
+    return tl.cdiv(size, PAD) * PAD
+
+
+@triton.jit
+def store_col(col_ptr, q, r, c, rows, cols, PAD: tl.constexpr):
+    """A tile of q, which is 0 beyond the last row, in the column layout."""
+    length = padded(rows, PAD)
+    mask = (r[:, None] < length) & (c[None, :] < cols)
+    tl.store(col_ptr + c[None, :] * length + r[:, None], q, mask=mask)
 
 
 @triton.jit
@@ -120,6 +136,7 @@ def cast_kernel(
     POWER_OF_TWO: tl.constexpr,
     ROW: tl.constexpr,
     COL: tl.constexpr,
+    PAD: tl.constexpr,
     PARTIALS: tl.constexpr,  # num_partials rounded up to a power of two
     BLOCK_SIZE: tl.constexpr,
 ):
@@ -160,7 +177,7 @@ def cast_kernel(
     if ROW:
         tl.store(row_ptr + r[:, None] * cols + c[None, :], q, mask=mask)
     if COL:
-        tl.store(col_ptr + c[None, :] * rows + r[:, None], q, mask=mask)
+        store_col(col_ptr, q, r, c, rows, cols, PAD)
 
 
 @triton.jit
@@ -205,9 +222,9 @@ def quantize_rows_kernel(
 
 @triton.jit
 def _scale_offsets(r, g, rows, num_groups, GROUP_C: tl.constexpr):
-    """Where the scale of group g of row r lies."""
+    """Where the scale of group g of row r lies; see `payload_shape.new_group_scales`."""
     if GROUP_C == 128:
-        return g.to(tl.int64) * rows + r
+        return g.to(tl.int64) * padded(rows, 16) + r
     return r * num_groups + g
 
 
@@ -230,6 +247,7 @@ def quantize_blocks_kernel(
     POWER_OF_TWO: tl.constexpr,
     ROW: tl.constexpr,
     COL: tl.constexpr,
+    PAD: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
@@ -247,7 +265,6 @@ def quantize_blocks_kernel(
     store_sums(x, sum_ptr, tile_r, tile_c, r, c, rows, cols, SUM_AXIS)
     bits = abs_bits(x)
     row_offsets = r[:, None] * cols + c[None, :]
-    col_offsets = c[None, :] * rows + r[:, None]
 
     if GROUP_R == BLOCK_R:  # one scale for the tile, in both layouts
         scale = scale_from_amax(tl.max(tl.max(bits, axis=1), axis=0), FMAX, POWER_OF_TWO)
@@ -256,7 +273,7 @@ def quantize_blocks_kernel(
             tl.store(row_ptr + row_offsets, q, mask=mask)
             tl.store(row_scale_ptr + tile_r.to(tl.int64) * tiles_c + tile_c, scale)
         if COL:
-            tl.store(col_ptr + col_offsets, q, mask=mask)
+            store_col(col_ptr, q, r, c, rows, cols, PAD)
             tiles_r = tl.cdiv(rows, BLOCK_R)
             tl.store(col_scale_ptr + tile_c.to(tl.int64) * tiles_r + tile_r, scale)
     else:
@@ -287,7 +304,8 @@ def quantize_blocks_kernel(
             )
             scale = tl.broadcast_to(scale[:, None, :], (GROUPS_R, GROUP_C, BLOCK_C))
             scale = tl.reshape(scale, (BLOCK_R, BLOCK_C))
-            tl.store(col_ptr + col_offsets, cast_bounded(x, scale, E5M2, POWER_OF_TWO), mask=mask)
+            q = cast_bounded(x, scale, E5M2, POWER_OF_TWO)
+            store_col(col_ptr, q, r, c, rows, cols, PAD)
 
 
 @triton.jit

@@ -35,7 +35,7 @@ CHOICES = (
     ("e5m2", False, True, True),
 )
 ONE_LAYOUT = (("e4m3", False, True, False), ("e4m3", False, False, True))
-SUMMED = ("odd shape", "one tile", "tails", "transposed", "nan")
+SUMMED = ("odd shape", "rows to pad", "one tile", "tails", "transposed", "nan")
 FP8 = {tl.float8e4nv: torch.float8_e4m3fn, tl.float8e5: torch.float8_e5m2}
 DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 GRANULARITIES = ("tensorwise", "rowwise", "block_1x128", "block_128x128", "block_1x32")
@@ -109,6 +109,8 @@ def matrices(generator):
     big = spread(270, 440, generator)
     yield "one element", torch.randn(1, 1, generator=generator)
     yield "odd shape", spread(37, 131, generator).bfloat16()
+    yield "rows to pad", spread(133, 144, generator).bfloat16()
+    yield "columns to pad", spread(144, 37, generator).bfloat16().t()
     yield "one tile", spread(128, 128, generator).bfloat16()
     yield "tails", spread(130, 140, generator).half()
     yield "transposed", spread(150, 70, generator).bfloat16().t()
@@ -125,8 +127,9 @@ def matrices(generator):
     yield "tiny", spread(20, 150, generator) * 1e-33
     yield "huge", (torch.rand(20, 150, generator=generator) - 0.5) * 6e38
     inf = float("inf")
-    for name, values in (("inf", (inf, -inf)), ("nan", (float("nan"),))):
-        x = spread(20, 150, generator)
+    nan = float("nan")
+    for name, values in (("inf", (inf, -inf)), ("nan", (nan,)), ("nan, rows to pad", (nan,))):
+        x = spread(20, 144 if "rows" in name else 150, generator)
         for i, value in enumerate(values):
             x[3 + i, 140 - 20 * i] = value
         yield name, x.bfloat16()

@@ -115,6 +115,7 @@ def matrices():
     yield "tails, float32", spread(272, 48, generator)
     yield "float16", spread(32, 160, generator).half()
     yield "odd", spread(37, 131, generator).bfloat16()
+    yield "rows to pad", spread(133, 144, generator).bfloat16()
     yield "129 x 127", spread(129, 127, generator).bfloat16()
     yield "one row", spread(1, 160, generator).bfloat16()
     yield "one column", spread(48, 1, generator).bfloat16()

@@ -30,7 +30,7 @@ INPUTS = {
 def launch_everything(name):
     """Calls the host functions with every choice; the types of x vary with fewer choices."""
     x = INPUTS[name]
-    full = name == "bf16"
+    full = name in ("bf16", "bf16 odd rows")
     layouts, formats = (LAYOUTS, FORMATS) if full else (LAYOUTS[2:], FORMATS[:1])
     for granularity in GRANULARITIES:
         for dtype, (row, col) in itertools.product(formats, layouts):
@@ -48,7 +48,7 @@ def launch_everything(name):
 def launch_delayed(name):
     """The same of delayed scaling, with sums and without."""
     x, progress = INPUTS[name], torch.zeros(2, dtype=torch.int32)
-    full = name == "bf16"
+    full = name in ("bf16", "bf16 odd rows")
     layouts = (*LAYOUTS, (False, False)) if full else LAYOUTS[2:]
     histories = ((1024, "max"), (16, "most_recent")) if full else ((1024, "max"),)
     for dtype, (row, col) in itertools.product(FORMATS if full else FORMATS[:1], layouts):
@@ -68,9 +68,8 @@ def test_every_kernel_compiles_without_spills(
 ):
     with record_launches(quantize) as launches:
         launch_everything(name)
-    assert len({launch.kernel.__name__ for launch in launches}) == (
-        6 if quantize.is_odd(INPUTS[name]) else 5
-    )
+    by_slices = quantize.is_odd(INPUTS[name]) or INPUTS[name].shape[0] % 16
+    assert len({launch.kernel.__name__ for launch in launches}) == (6 if by_slices else 5)
     _compile(launches, name, target, compile_for, record_property)
 
 
@@ -136,12 +135,27 @@ def test_hardware_conversion_is_used(record_launches, compile_for):
         assert f"cvt.rn.satfinite.{name}.f32" in ptx
 
 
-def test_tile_is_loaded_and_stored_in_16_byte_accesses(record_launches, compile_for):
+@pytest.mark.parametrize("granularity", ["tensorwise", "block_1x128", "block_1x32"])
+@pytest.mark.parametrize("name", ["bf16", "bf16 odd rows"])
+def test_tile_is_loaded_and_stored_in_16_byte_accesses(
+    record_launches, compile_for, name, granularity
+):
+    """Whatever the number of rows."""
     with record_launches(quantize) as launches:
-        quantize.quantize_2d(INPUTS["bf16"], None, FORMATS[0], "block_1x128", False, True, True)
-    ptx, _ = compile_for(launches[0], "sm_90")
+        quantize.quantize_2d(INPUTS[name], None, FORMATS[0], granularity, True, True, True)
+    ptx, _ = compile_for(launches[-1], "sm_90")
     assert "ld.global.v4.b32" in ptx
     assert ptx.count("st.global.v4.b32") >= 2  # both layouts
+    assert "st.global.b8" not in ptx
+
+
+def test_a_delayed_cast_of_any_rows_stores_16_bytes(record_launches, compile_for):
+    state = (torch.zeros(1024), torch.zeros(2, dtype=torch.int32), None)
+    with record_launches(delayed_scaling) as launches:
+        x = INPUTS["bf16 odd rows"]
+        delayed_scaling.quantize_2d_delayed(x, *state, FORMATS[0], "max", 0, True, True)
+    ptx, _ = compile_for(launches[0], "sm_90")
+    assert ptx.count("st.global.v4.b32") >= 2
     assert "st.global.b8" not in ptx
 
 

@@ -30,7 +30,7 @@ DELAYED = (
     (E5M2, "most_recent", False, True),
 )
 FORWARD = (E4M3,)  # E5M2 is for gradients, in all recipes
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "bf16, odd rows": torch.bfloat16}
 ODD = {
     "odd": torch.empty(1001, 515, dtype=torch.bfloat16),
     "transposed": torch.empty(8192, 2048, dtype=torch.bfloat16).t(),
@@ -79,11 +79,11 @@ def launch_norms(x):
     rms_norm.rms_norm(x, weight, rstd, 1.0, x.dtype)
 
 
-def launch_norm_casts(dtype):
-    x, weight = torch.empty(8192, 2048, dtype=dtype), torch.empty(2048, dtype=dtype)
-    narrow = torch.empty(33792, 512, dtype=dtype)
+def launch_norm_casts(dtype, more):
+    x, weight = torch.empty(8192 + more, 2048, dtype=dtype), torch.empty(2048, dtype=dtype)
+    narrow = torch.empty(33792 + more, 512, dtype=dtype)
     for amax, scale, *cast in casts(formats=FORWARD):
-        arguments = (torch.empty(8192), 0.0, dtype, amax, scale, *cast)
+        arguments = (torch.empty(8192 + more), 0.0, dtype, amax, scale, *cast)
         rms_norm.rms_norm_quantize(x, weight, *arguments)
         if amax is None:
             bands = narrow if scale is None else x
@@ -108,8 +108,8 @@ def launch_swiglu(x):
         gate_up.gate_up_backward_amax(x, *inputs, None, x.dtype)
 
 
-def launch_swiglu_casts(dtype):
-    x, smooth = torch.empty(2048, 4096, dtype=dtype), torch.empty(4096)
+def launch_swiglu_casts(dtype, more):
+    x, smooth = torch.empty(2048 + more, 4096, dtype=dtype), torch.empty(4096)
     for cast in casts(formats=FORWARD):
         for save in (True, False):
             swiglu.swiglu_quantize(x, x, smooth, *cast, save)
@@ -148,7 +148,7 @@ def assert_fits(launches, compile_for, target, record_property):
 def test_norm_compiles_and_fits(record_launches, compile_for, record_property, name, target):
     with record_launches(rms_norm) as launches:
         if name in DTYPES:
-            launch_norm_casts(DTYPES[name])
+            launch_norm_casts(DTYPES[name], 1 if "odd" in name else 0)
         launch_norms(torch.empty(4096, 4096, dtype=DTYPES[name]) if name in DTYPES else ODD[name])
     assert_fits(launches, compile_for, target, record_property)
 
@@ -162,7 +162,7 @@ def test_swiglu_compiles_and_fits(record_launches, compile_for, record_property,
         record_launches(swiglu_backward) as backward,
     ):
         if name in DTYPES:
-            launch_swiglu_casts(DTYPES[name])
+            launch_swiglu_casts(DTYPES[name], 1 if "odd" in name else 0)
         launch_swiglu(torch.empty(4096, 4096, dtype=DTYPES[name]) if name in DTYPES else ODD[name])
     assert_fits(forward + backward, compile_for, target, record_property)
 

@@ -10,6 +10,7 @@ INPUTS = (
     "tails, float32",
     "float16",
     "odd",
+    "rows to pad",
     "129 x 127",
     "one row",
     "one column",

@@ -6,6 +6,8 @@ GRANULARITIES = ("tensorwise", "rowwise", "block_1x128", "block_128x128", "block
 INPUTS = (
     "one element",
     "odd shape",
+    "rows to pad",
+    "columns to pad",
     "one tile",
     "tails",
     "transposed",
@@ -20,6 +22,7 @@ INPUTS = (
     "huge",
     "inf",
     "nan",
+    "nan, rows to pad",
 )
 CASES = [
     *(
@@ -30,7 +33,7 @@ CASES = [
     *(
         f"sums, {granularity}, {name}"
         for granularity in ("tensorwise", "rowwise", "block_1x128", "block_1x32")
-        for name in ("odd shape", "one tile", "tails", "transposed", "nan")
+        for name in ("odd shape", "rows to pad", "one tile", "tails", "transposed", "nan")
     ),
     "rowwise, longer than the registers hold",
     "division",
