@@ -284,3 +284,29 @@ def test_why_there_is_no_card(shown, monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     assert "torch finds none" in shown()["none"].detail
     assert "built for the CPU" in shown(cuda=None)["none"].detail
+
+
+def test_parts_that_are_asked_for_alone(plant, monkeypatch, capsys):
+    asked = []
+    plant()
+    monkeypatch.setattr(cli, "self_test", lambda only: asked.append(only) or [])
+    assert cli.main(["env", "--self-test", "--only", "kernels", "speed"]) == 0
+    assert asked == [["kernels", "speed"]]
+    assert "accelerate" not in capsys.readouterr().out
+
+
+def test_the_self_test_has_every_kernel_recipe_host_and_level():
+    from torch_fp8.environment.self_test import SECTIONS, self_test
+
+    checks = {f"{check.section}: {check.name}": check for check in self_test()}
+    assert {f"training steps: TRL SFT, {level}" for level in ("O1", "O2", "O3")} <= set(checks)
+    assert {f"recipes: {r}, {m}" for r in ("delayed", "mxfp8") for m in ("eager", "compiled")} <= (
+        set(checks)
+    )
+    assert "exchange: two processes" in checks
+    kernels = self_test(["kernels"])
+    assert len(kernels) == 23
+    if not torch.cuda.is_available():
+        assert {check.not_run for check in kernels} == {"no card"}
+        assert {check.not_run for check in self_test(["speed"])} == {"emulation: not timed"}
+    assert sum(len(self_test([part])) for part in SECTIONS) == len(checks)

@@ -50,6 +50,7 @@ def _hosts() -> Iterator[Check]:
                 f"{_HERE}.host_steps:step",
                 (host, level),
                 process=host.partition(" ")[0],  # Lightning's two share one
+                limit_s=180.0,
                 not_run=host_steps.missing(host),
             )
 

@@ -1,0 +1,125 @@
+"""What is told of hosts and of autoload, with hosts that are moved, broken or gone."""
+
+import importlib
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from torch_fp8.environment import hosts
+from torch_fp8.environment.autoload import autoload
+from torch_fp8.environment.host_points import HELD, POINTS, extended_names, inspect_host
+
+UTILS = "trl.models.utils"
+
+
+@pytest.fixture
+def planted(tmp_path, monkeypatch):
+    """``planted(code)``: what is told where `code` is the module of TRL that is extended."""
+    folder = tmp_path / "trl" / "models"
+    folder.mkdir(parents=True)
+    (tmp_path / "trl" / "__init__.py").write_text("__version__ = '9.9'\n")
+    (folder / "__init__.py").write_text("")
+    search = [str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(search))
+
+    def tell(code):
+        (folder / "utils.py").write_text(textwrap.dedent(code))
+        return hosts._extended("trl", set())
+
+    return tell
+
+
+def test_a_point_that_took_hold(planted):
+    host, point = planted("def prepare_fsdp(model, accelerator): ...")
+    assert (host.status, host.detail) == ("ok", "9.9, 1 of 1 extension points took hold")
+    assert (point.name, point.status) == (f"{UTILS}:prepare_fsdp", "ok")
+
+
+def test_a_point_that_moved_is_red_by_name(planted):
+    host, point = planted("def prepare_fsdp2(model, accelerator): ...")
+    assert (host.status, host.detail) == ("failed", "9.9, 0 of 1 extension points took hold")
+    assert (point.name, point.status) == (f"{UTILS}:prepare_fsdp", "failed")
+    assert "is not there in this version" in point.detail
+    assert "AttributeError" in point.detail
+
+
+def test_autoload_that_is_missing_is_red_at_each_point(planted, monkeypatch):
+    monkeypatch.setenv("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
+    host, point = planted("def prepare_fsdp(model, accelerator): ...")
+    assert (host.status, point.status) == ("failed", "failed")
+    assert "the flag is off here" in point.detail
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        ("raise ImportError('libcudart is missing')", "ImportError: libcudart is missing"),
+        ("import sys; sys.exit('not on this machine')", "SystemExit: not on this machine"),
+        ("import os; os._exit(3)", "ended the process with status 3"),
+    ],
+    ids=["raises", "exits", "dies"],
+)
+def test_a_broken_host_is_red_and_harms_nothing(planted, code, message):
+    results = planted(code)
+    assert results[0].status == "failed"
+    assert any(message in result.detail for result in results)
+
+
+@pytest.mark.parametrize("host", POINTS)
+def test_the_list_has_all_that_is_extended(host):
+    """What `lightning_fp8` and `accelerate_fp8` extend is in POINTS, and the other way round."""
+    pytest.importorskip(host)
+    found = inspect_host(list(POINTS[host]))
+    assert found["errors"] == {}
+    for name, states in found["points"].items():
+        assert set(states) == set(POINTS[host][name])
+        assert set(states.values()) == {HELD}
+        of_functions = set(POINTS[host][name]) - {"_PRECISION_INPUT_STR"}
+        assert set(extended_names(importlib.import_module(name))) == of_functions
+
+
+def test_a_host_that_is_not_installed_is_no_failure(monkeypatch):
+    monkeypatch.setattr(hosts, "is_installed", lambda host: False)
+    assert {(r.status, r.detail) for r in hosts.hosts()} == {("info", "not installed")}
+
+
+def _autoload(**variables):
+    code = """
+        from torch_fp8.environment.autoload import autoload
+        for result in autoload():
+            print(result.status, "|", result.detail)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        env={**hosts.child_environment(), **variables},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return [tuple(line.split(" | ")) for line in done.stdout.splitlines()]
+
+
+def test_autoload_that_is_off_is_red():
+    entry_point, variable, finder, _ = _autoload(TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+    assert entry_point[0] == "ok"
+    assert (variable[0], finder[0]) == ("failed", "failed")
+    assert "import lightning_fp8" in finder[1]
+
+
+def test_autoload_and_configuration_of_this_interpreter(monkeypatch):
+    assert [result.status for result in autoload()] == ["ok", "ok", "ok", "info"]
+    monkeypatch.setenv("TORCH_FP8_CONFIG", '{"recipe": "rowwise"}')
+    assert '"rowwise"' in autoload()[-1].detail
+    monkeypatch.setenv("TORCH_FP8_CONFIG", '{"recipee": "rowwise"}')
+    assert autoload()[-1].status == "failed"
+
+
+def test_an_installation_without_entry_point_is_red(monkeypatch):
+    from importlib import metadata
+
+    monkeypatch.setattr(metadata, "entry_points", lambda group: [])
+    assert autoload()[0].status == "failed"
+    assert "not installed in this environment" in autoload()[0].detail
