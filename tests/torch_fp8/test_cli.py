@@ -215,6 +215,29 @@ def test_an_old_torch_is_refused_in_one_line(version, old):
     return None
 
 
+@pytest.mark.parametrize(
+    "command", [["-m", "torch_fp8"], ["-c", "import sys, _fp8_command as c; sys.exit(c.main())"]]
+)
+def test_both_entries_say_in_a_line_that_torch_is_old(tmp_path, command):
+    """The package of a torch that is yet to come, as far as it is read."""
+    (tmp_path / "torch_fp8").mkdir()
+    for name in ("__init__.py", "__main__.py", "_version.py"):
+        code = (ROOT / "torch_fp8" / name).read_text()
+        code = code.replace("OLDEST_TORCH = (2, 11)", "OLDEST_TORCH = (99, 0)")
+        (tmp_path / "torch_fp8" / name).write_text(code)
+    done = subprocess.run(
+        [sys.executable, *command, "env"],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])},
+        check=False,
+    )
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert "torch-fp8 needs torch 99.0 or later" in line
+
+
 def test_a_command_that_cannot_start_says_why(tmp_path):
     """torch that is broken, as without its CUDA libraries."""
     (tmp_path / "torch.py").write_text("raise OSError('libcudart.so.13: cannot open')\n")

@@ -87,8 +87,13 @@ def _extended(host: str, running: set[subprocess.Popen[str]]) -> list[Result]:
         for module, error in found["errors"].items()
     ]
     bad = sum(line.status == FAILED for line in lines)
-    held = f"{len(lines) - bad} of {len(lines)} extension points took hold"
-    return [Result(SECTION, host, FAILED if bad else OK, f"{version}, {held}"), *lines]
+    held = f"{version}, {len(lines) - bad} of {len(lines)} extension points took hold"
+    told = [one_line(text) for text in found["warnings"] if not _is_about_a_point(host, text)]
+    return [Result(SECTION, host, FAILED if bad else OK, "; ".join([held, *told])), *lines]
+
+
+def _is_about_a_point(host: str, warning: str) -> bool:
+    return any(f" {module}:" in warning for module in POINTS[host])
 
 
 def _point(module: str, name: str, state: str, warnings: list[str]) -> Result:

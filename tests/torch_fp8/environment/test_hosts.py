@@ -38,6 +38,18 @@ def test_a_point_that_took_hold(planted):
     assert (point.name, point.status) == (f"{UTILS}:prepare_fsdp", "ok")
 
 
+def test_what_is_said_of_fp8_at_the_import_is_told(planted):
+    host, _ = planted(
+        """
+        import warnings
+        warnings.warn("FP8 is not tried with this version")
+        def prepare_fsdp(model, accelerator): ...
+        """
+    )
+    assert host.status == "ok"
+    assert host.detail.endswith("took hold; FP8 is not tried with this version")
+
+
 def test_a_point_that_moved_is_red_by_name(planted):
     host, point = planted("def prepare_fsdp2(model, accelerator): ...")
     assert (host.status, host.detail) == ("failed", "9.9, 0 of 1 extension points took hold")

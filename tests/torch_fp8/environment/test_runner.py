@@ -9,9 +9,11 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from torch_fp8.environment.check import Check
 from torch_fp8.environment.runner import run_checks
+from torch_fp8.environment.worker import run_one
 
 FAULTS = """
 import ctypes, os, subprocess, sys, tempfile, time
@@ -101,6 +103,21 @@ def test_checks_of_one_process_share_it(faults):
     pids = [result.detail for result in results]
     assert len(set(pids)) == 2
     assert os.getpid() not in map(int, pids)
+
+
+def test_a_lost_cuda_context_ends_its_process(monkeypatch):
+    """After an illegal access every later call fails: the next check gets a process of its own."""
+
+    def lost():
+        raise RuntimeError("an illegal memory access was encountered")
+
+    failing = ("torch_fp8.environment.recipes:check_gemms", ["no such recipe"])
+    assert run_one(*failing)["over"] is False
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    assert run_one(*failing)["over"] is False
+    monkeypatch.setattr(torch.cuda, "synchronize", lost)
+    assert run_one(*failing)["over"] is True
 
 
 def test_an_interrupt_leaves_nothing_behind(faults, tmp_path):
