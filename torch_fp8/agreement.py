@@ -4,7 +4,7 @@ With another level or recipe a rank exchanges other tensors than its peers, and 
 both hang or, worse, do not. `check_same_config` finds that out first: by way of the store that the
 process group was made with, that all ranks have come (a rank that does not ask for FP8 never does),
 then with a collective of 8 bytes that their configurations are the same; the configurations
-themselves travel where they are not.
+themselves travel where they are not. `check_same_parts` does so with the parts of a sharded model.
 
 What is measured differs from rank to rank by itself: `answer_of_one` gives all the same.
 """
@@ -12,7 +12,7 @@ What is measured differs from rank to rank by itself: `answer_of_one` gives all 
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from itertools import groupby
 from typing import Any
@@ -42,17 +42,53 @@ def check_same_config(config: FP8Config, group: Any = None) -> None:
     """
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size(group) == 1:
         return
-    _wait_for_all(group or dist.group.WORLD)
-    options = asdict(config)
-    digest = hashlib.sha256(json.dumps(options, sort_keys=True).encode()).digest()[:7]
-    mine = torch.tensor([int.from_bytes(digest, "big")], device=_device(group))
-    every = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(every, mine, group=group)
-    if len({int(t) for t in every}) == 1:
+    gathered = _different((asdict(config), bool(os.environ.get(ENV_VAR))), asdict(config), group)
+    if gathered:
+        raise ValueError(_difference(gathered, dist.get_process_group_ranks(group)))
+
+
+def check_same_parts(parts: Mapping[str, str], group: Any) -> None:
+    """Raise on every rank of a process group if their models have different parts.
+
+    All ranks of the group must call it, as often; as `check_same_config`.
+
+    Args:
+        parts: name of a part, and what it is on this rank, in words.
+        group: process group.
+    Raises:
+        ValueError: different parts (the message names some, what they are and on which ranks), or
+            ranks that have not come.
+    """
+    if dist.get_world_size(group) == 1 or not can_ask():
         return
+    gathered = _different(dict(parts), dict(parts), group)
+    if not gathered:
+        return
+    differing = _differing(gathered, dist.get_process_group_ranks(group), "missing")
+    more = f"; and {len(differing) - 3} more" if len(differing) > 3 else ""
+    raise ValueError(
+        f"ranks that shard one model have different ones: {'; '.join(differing[:3])}{more}. Build, "
+        "convert and shard the same model on all ranks"
+    )
+
+
+def _different(mine: Any, compared: dict[str, Any], group: Any) -> list[Any]:
+    """What all ranks say of themselves; nothing where `compared` is the same on all.
+
+    Args:
+        mine: what this rank says.
+        compared: of which 7 bytes of a digest are compared first.
+    """
+    _wait_for_all(group or dist.group.WORLD)
+    digest = hashlib.sha256(json.dumps(compared, sort_keys=True).encode()).digest()[:7]
+    number = torch.tensor([int.from_bytes(digest, "big")], device=_device(group))
+    every = [torch.empty_like(number) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(every, number, group=group)
+    if len({int(t) for t in every}) == 1:
+        return []
     gathered: list[Any] = [None] * len(every)
-    dist.all_gather_object(gathered, (options, bool(os.environ.get(ENV_VAR))), group=group)
-    raise ValueError(_difference(gathered, dist.get_process_group_ranks(group)))
+    dist.all_gather_object(gathered, mine, group=group)
+    return gathered
 
 
 def answer_of_one(question: str, answer: Callable[[], str]) -> str:
@@ -148,19 +184,32 @@ def _difference(gathered: Sequence[tuple[dict[str, Any], bool]], ranks: Sequence
     Args:
         gathered: of each of `ranks`, its options and whether the environment variable is set.
     """
-    differing = []
-    for name in dict.fromkeys(name for options, _ in gathered for name in options):
-        having: dict[str, list[int]] = {}
-        for rank, (options, _) in zip(ranks, gathered, strict=True):
-            value = repr(options[name]) if name in options else _UNKNOWN
-            having.setdefault(value, []).append(rank)
-        if len(having) > 1:
-            parts = [f"{value} on {_ranks(those)}" for value, those in having.items()]
-            differing.append(f"{name} is {', '.join(parts)}")
+    options = [{k: repr(v) for k, v in those.items()} for those, _ in gathered]
+    differing = _differing(options, ranks, _UNKNOWN)
     given = [rank for rank, (_, is_set) in zip(ranks, gathered, strict=True) if is_set]
     hint = f" ({ENV_VAR} is set on {_ranks(given)} only)" if 0 < len(given) < len(ranks) else ""
     said = "; ".join(differing)
     return f"ranks have different FP8Configs: {said}{hint}. Give all ranks the same one"
+
+
+def _differing(
+    gathered: Sequence[Mapping[str, str]], ranks: Sequence[int], absent: str
+) -> list[str]:
+    """What each name that is not the same on all ranks is, and on which.
+
+    Args:
+        gathered: of each of `ranks`.
+        absent: what a name is where a rank has it not.
+    """
+    differing = []
+    for name in dict.fromkeys(name for those in gathered for name in those):
+        having: dict[str, list[int]] = {}
+        for rank, those in zip(ranks, gathered, strict=True):
+            having.setdefault(those.get(name, absent), []).append(rank)
+        if len(having) > 1:
+            parts = [f"{value} on {_ranks(some)}" for value, some in having.items()]
+            differing.append(f"{name} is {', '.join(parts)}")
+    return differing
 
 
 def _ranks(ranks: Iterable[int]) -> str:

@@ -22,6 +22,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 
+from torch_fp8.agreement import check_same_parts
 from torch_fp8.config import FP8Config
 from torch_fp8.fsdp_gather import WeightGather, make_scales
 from torch_fp8.fsdp_scatter import Float8ReduceScatter, in_groups
@@ -69,7 +70,8 @@ def connect_fsdp(model: nn.Module, config: FP8Config) -> FSDPReport:
         model: converted, then sharded by ``fully_shard``; or what contains such modules.
         config: as it was converted with.
     Raises:
-        ValueError: ``communication="fp8-lm"``; Transformer Engine as the backend.
+        ValueError: ``communication="fp8-lm"``; Transformer Engine as the backend; ranks that hold
+            other models, or models that are converted or sharded in another way.
     """
     refuse_sharding(config)
     if config.communication == "fp8-lm":
@@ -81,6 +83,8 @@ def connect_fsdp(model: nn.Module, config: FP8Config) -> FSDPReport:
     if config.communication == "off":
         return FSDPReport(skipped=(("model", "communication='off'"),))
     names = {module: name for name, module in model.named_modules()}
+    for process_group, parts in _parts(model, names).items():
+        check_same_parts(parts, process_group)
     skipped: list[tuple[str, str]] = []
     gathers: dict[Any, list[WeightGather]] = {}
     for module in _sharded_modules(model):
@@ -140,6 +144,27 @@ class Announcement:
         for gather in self._announced:
             gather.announced = False
         self._announced = []
+
+
+def _parts(model: nn.Module, names: dict[nn.Module, str]) -> dict[Any, dict[str, str]]:
+    """Each process group that shards parameters of the model, and what these are, by name."""
+    made: dict[Any, dict[str, str]] = {}
+    for group in dict.fromkeys(g for m in _sharded_modules(model) for g in param_groups(m)):
+        process_group = getattr(group.mesh_info, "shard_process_group", None)
+        if process_group is None:
+            continue
+        place = names.get(group.modules[0], "") or "the root"
+        for param in group.fsdp_params:
+            info = param._module_info
+            name = f"{names.get(info.module, '')}.{info.param_name}".lstrip(".")
+            how = "in high precision"
+            if isinstance(info.module, Float8Linear):
+                how = f"in FP8 ({info.module.fp8_recipe.name})"
+            sizes, dim = tuple(param._orig_size), param.fsdp_placement.dim
+            made.setdefault(process_group, {})[f"'{name}'"] = (
+                f"{sizes} {param.sharded_param.dtype}, sharded by '{place}' along dimension {dim}, {how}"
+            )
+    return made
 
 
 def _gathers_of(
