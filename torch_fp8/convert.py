@@ -201,8 +201,9 @@ def scaling_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """What scaling remembers, as plain float32 tensors on the CPU; empty for most configurations.
 
     Keys of delayed scaling are ``<qualified name>.amax_history``, (3, H): the amaxes of input,
-    weight and grad_output, the most recent first; and ``<qualified name>.last_scale``, (2,). Names
-    are those of the model without compiled and checkpointed wrappers around its modules.
+    weight and grad_output, the most recent first, negative where an outlier was left out; and
+    ``<qualified name>.last_scale``, (2,). Names are those of the model without compiled and
+    checkpointed wrappers around its modules.
     ``communication="fp8-lm"`` has ``automatic_scaling.mu``, ().
     """
     state = automatic_scaling_state(model)
@@ -219,7 +220,8 @@ def load_scaling_state_dict(model: nn.Module, state: dict[str, Tensor]) -> None:
     ``mu`` of another communication is left unused.
 
     Raises:
-        ValueError: `state` is of another model or history length; nothing is loaded then.
+        ValueError: `state` is of another model or history length, or its history holds an Inf or
+            NaN; nothing is loaded then.
     """
     state = take_automatic_scaling_state(model, state)
     state = {unwrapped_name(key): value for key, value in state.items()}
@@ -242,6 +244,8 @@ def load_scaling_state_dict(model: nn.Module, state: dict[str, Tensor]) -> None:
                 f"FP8 scaling state {key!r} has shape {tuple(state[key].shape)}, expected "
                 f"{tuple(target.shape)}; was it saved with another amax_history_len?"
             )
+        if key.endswith(_SCALING[0]) and not state[key].isfinite().all():
+            raise ValueError(f"FP8 scaling state {key!r} holds an Inf or NaN")
     with torch.no_grad():
         for name, module in modules.items():
             history, last_scale = (state[f"{name}.{key}"] for key in _SCALING)

@@ -34,7 +34,8 @@ class History(NamedTuple):
     """What delayed scaling keeps of one operand; all of it is written in place.
 
     Attributes:
-        amaxes: (H,) float32, the most recent first; 0 where nothing was recorded yet.
+        amaxes: (H,) float32, the most recent first; 0 where nothing was recorded yet. The sign bit
+            says that an outlier was left out (`push_amax`).
         progress: (2,) int32, of a launch that runs; zeros otherwise.
         last: () float32, the scale that was used last; None where nobody asks for it.
     """
@@ -133,7 +134,7 @@ def advance_history_reference(
         () float32 dequantization scale.
     """
     scale = delayed_scale(amaxes, amax, format_of(dtype), algorithm, margin)
-    push_amax(amaxes, amax)
+    push_amax(amaxes, amax, algorithm)
     if last is not None:
         last.copy_(scale)
     return scale

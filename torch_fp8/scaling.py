@@ -11,6 +11,12 @@ from torch import Tensor
 
 from torch_fp8.formats import MIN_SCALE, Format
 
+OUTLIER = 4096.0
+"""An amax so many times the largest of a history is recorded only if the one before was such, too.
+
+2^12: one that is left standing for as long as the history lasts then leaves E4M3, which reaches
+from 448 down to 2^-9, 5.8 of its 17.8 powers of two for the values that were usual before."""
+
 _MANTISSA_MASK = 0x007FFFFF
 _EXPONENT_MASK = 0x7F800000
 
@@ -53,7 +59,8 @@ def delayed_scale(
     """The scale that past amaxes suggest: ``f(history) * 2^margin / format.max``.
 
     Args:
-        history: (H,) float32, the most recent amax first; 0 where nothing was recorded yet.
+        history: (H,) float32, the most recent amax first, whatever its sign; 0 where nothing was
+            recorded yet.
         amax: () float32 of the tensor at hand, used while the history is empty.
         format: E4M3 or E5M2.
         algorithm: ``max`` of the history or its ``most_recent`` entry.
@@ -62,15 +69,26 @@ def delayed_scale(
     As Transformer Engine's ``DelayedScaling``, except that an empty history means current scaling
     there is no history for, where Transformer Engine starts with scale 1 and flushes gradients.
     """
-    past = history.amax() if algorithm == "max" else history[0]
+    past = _past(history, algorithm)
     return scale_from_amax(torch.where(past > 0, past, amax), format) * 2.0**margin
 
 
-def push_amax(history: Tensor, amax: Tensor) -> None:
+def push_amax(history: Tensor, amax: Tensor, algorithm: str) -> None:
     """Record `amax` (() float32) in front of `history` ((H,) float32), in place.
 
     A non-finite amax is not recorded: one bad batch, which the loop may skip, would otherwise
-    poison the scale for H steps. It repeats the most recent entry instead.
+    poison the scale for H steps. It repeats the most recent entry instead. With ``max`` the same
+    holds for one that is finite and more than `OUTLIER` times the history's largest: the entry
+    repeated is negative then, and if the next amax is so large, too, it is no outlier and is
+    recorded. In every other case this is Transformer Engine's rule.
     """
     newest = torch.where(amax.isfinite(), amax, history[0])
+    if algorithm == "max":
+        past = _past(history, algorithm)
+        is_outlier = (past > 0) & amax.isfinite() & (amax > past * OUTLIER)
+        newest = torch.where(is_outlier & ~history[0].signbit(), -history[0], newest)
     history.copy_(torch.cat([newest.reshape(1), history[:-1]]))
+
+
+def _past(history: Tensor, algorithm: str) -> Tensor:
+    return history.abs().amax() if algorithm == "max" else history[0].abs()

@@ -20,7 +20,7 @@ from torch_fp8.recipe import make_recipe
 from torch_fp8.scaling import delayed_scale, push_amax
 
 SPEC = make_recipe("delayed").input
-AMAXES = [3.0, 0.0, 5.0, math.inf, 2.0, math.nan, 7.0, 1.0]
+AMAXES = [3.0, 0.0, 5.0, math.inf, 2.0, math.nan, 7.0, 1.0, 1e6, 1.0, 1e6, math.nan, 1e6, 1e6]
 
 
 def _history(length=3):
@@ -43,7 +43,7 @@ def test_scales_and_histories_are_those_of_the_rules(algorithm, margin, way):
         x[3, 4] = -amax
         true_amax = x.abs().max()
         scale = delayed_scale(expected, true_amax, E4M3, algorithm, margin)
-        push_amax(expected, true_amax)
+        push_amax(expected, true_amax, algorithm)
         if way == "cast":
             row, col, sums = history.cast(x, SPEC, config, row=True, col=True)
             want_row, want_col = quantize_layouts(x, SPEC, scale, row=True, col=True)
@@ -141,3 +141,36 @@ def test_memory_that_was_never_written_is_made_usable_by_loading():
     model[0].fp8_cast_progress.fill_(7)
     model[0].reset_parameters()
     assert not model[0].fp8_cast_progress.any()
+
+
+def test_training_goes_on_after_one_finite_bad_batch():
+    """Compared with a run that has not seen it: its step is skipped, as a loop does that looks."""
+    runs = []
+    for bad in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
+        convert_to_float8(model, FP8Config(recipe="delayed"))
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+        target = torch.randn(64, 32)
+        x = torch.randn(64, 32)
+        for step in range(40):
+            if bad and step == 5:
+                model(x * 1e38).float().mean().backward()
+                optimizer.zero_grad()
+            loss = (model(x) - target).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        runs.append(loss.item())
+    assert runs[1] == pytest.approx(runs[0], rel=0.02)
+
+
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+def test_a_history_that_is_not_finite_is_refused(value):
+    """It would make every scale non-finite for as long as the history lasts."""
+    model = nn.Sequential(nn.Linear(32, 64))
+    convert_to_float8(model, FP8Config(recipe="delayed"))
+    state = scaling_state_dict(model)
+    state["0.amax_history"][1, 3] = value
+    with pytest.raises(ValueError, match=r"'0.amax_history' holds an Inf or NaN"):
+        load_scaling_state_dict(model, state)

@@ -72,5 +72,47 @@ def test_an_empty_history_means_current_scaling():
 def test_history_shifts_and_survives_a_bad_batch():
     history = torch.zeros(3)
     for amax in (1.0, 2.0, math.inf, math.nan, 4.0):
-        push_amax(history, torch.tensor(amax))
+        push_amax(history, torch.tensor(amax), "max")
     assert history.tolist() == [4.0, 2.0, 2.0]
+
+
+def _pushed(amaxes, algorithm="max", length=4):
+    history = torch.zeros(length)
+    for amax in amaxes:
+        push_amax(history, torch.tensor(amax), algorithm)
+    return history
+
+
+def test_one_finite_outlier_does_not_move_the_scale():
+    """It would leave nothing but zeros of what is usual, until the history has forgotten it."""
+    history = _pushed([2.0, 3.0, 1e38, 1.0])
+    assert history.abs().tolist() == [1.0, 3.0, 3.0, 2.0]
+    assert delayed_scale(history, torch.tensor(9.0), E4M3, "max", 0) == torch.tensor(3.0) / 448
+    # The next one is a lone one again.
+    assert _pushed([2.0, 3.0, 1e38, 1.0, 1e38, math.inf]).abs().amax() == 3
+
+
+def test_what_is_as_large_again_is_no_outlier():
+    assert _pushed([2.0, 1e6, 1e6]).tolist() == [1e6, -2.0, 2.0, 0.0]
+    assert _pushed([2.0, 1e6, math.nan, 1e6]).tolist() == [1e6, -2.0, -2.0, 2.0]
+    assert _pushed([1e38])[0] == torch.tensor(1e38)  # nothing to compare it with
+
+
+@pytest.mark.parametrize("algorithm", ["max", "most_recent"])
+def test_ordinary_amaxes_are_recorded_as_transformer_engine_does(algorithm):
+    """Up to 4,096 times the largest so far, and zeros, in any order."""
+    generator = torch.Generator().manual_seed(0)
+    ours, theirs = torch.zeros(16), torch.zeros(16)
+    for step in range(200):
+        amax = torch.rand((), generator=generator) * 2.0 ** (step % 23 - 11)
+        amax = amax if step % 7 else torch.zeros(())
+        if theirs.amax() > 0:
+            amax = amax.clamp(max=4096 * theirs.amax())
+        push_amax(ours, amax, algorithm)
+        theirs = torch.cat([amax[None], theirs[:-1]])
+        assert torch.equal(ours, theirs)
+
+
+def test_the_most_recent_amax_needs_no_bound():
+    """A scale from it is the outlier's for one step only."""
+    assert _pushed([2.0, 1e38], "most_recent")[0] == torch.tensor(1e38)

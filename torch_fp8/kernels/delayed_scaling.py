@@ -104,7 +104,7 @@ def cast_delayed_kernel(
         tl.store(scale_ptr, scale)
         if LAST:
             tl.store(last_ptr, scale)
-        record_amax(history_ptr, length, amax)
+        record_amax(history_ptr, length, amax, past, MOST_RECENT)
 
 
 @triton.jit
@@ -129,7 +129,7 @@ def advance_history_kernel(
     if LAST:
         tl.store(last_ptr, scale)
     if RECORD:
-        record_amax(history_ptr, length, amax)
+        record_amax(history_ptr, length, amax, past, MOST_RECENT)
 
 
 def quantize_2d_delayed(

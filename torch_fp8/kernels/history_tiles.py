@@ -31,11 +31,21 @@ def past_amax(history_ptr, length, MOST_RECENT: tl.constexpr):
 
 
 @triton.jit
-def record_amax(history_ptr, length, bits):
-    """Shift the history by one and put the amax in front; its newest entry again if not finite."""
+def record_amax(history_ptr, length, bits, past, MOST_RECENT: tl.constexpr):
+    """Shift the history by one and put the amax in front; its newest entry again if not finite.
+
+    With ``max`` also if it is the first to be so many times as large as `past`, negative then.
+    """
     INF_BITS: tl.constexpr = 0x7F800000
-    newest = tl.load(history_ptr)
-    newest = tl.where(bits < INF_BITS, bits.to(tl.float32, bitcast=True), newest)
+    OUTLIER: tl.constexpr = 4096.0
+    latest = tl.load(history_ptr)
+    amax = bits.to(tl.float32, bitcast=True)
+    newest = tl.where(bits < INF_BITS, amax, latest)
+    if not MOST_RECENT:
+        outlier = (past != 0) & (bits < INF_BITS)
+        outlier = outlier & (amax > past.to(tl.float32, bitcast=True) * OUTLIER)
+        unmarked = latest.to(tl.int32, bitcast=True) >= 0
+        newest = tl.where(outlier & unmarked, -latest, newest)
     CHUNK: tl.constexpr = 1024
     chunks = tl.cdiv(length, CHUNK)
     for chunk in range(0, chunks):
