@@ -160,10 +160,9 @@ def _parts(model: nn.Module, names: dict[nn.Module, str]) -> dict[Any, dict[str,
             how = "in high precision"
             if isinstance(info.module, Float8Linear):
                 how = f"in FP8 ({info.module.fp8_recipe.name})"
-            sizes, dim = tuple(param._orig_size), param.fsdp_placement.dim
-            made.setdefault(process_group, {})[f"'{name}'"] = (
-                f"{sizes} {param.sharded_param.dtype}, sharded by '{place}' along dimension {dim}, {how}"
-            )
+            what = f"{tuple(param._orig_size)} {param.sharded_param.dtype}"
+            sharded = f"sharded by '{place}' along dimension {param.fsdp_placement.dim}"
+            made.setdefault(process_group, {})[f"'{name}'"] = f"{what}, {sharded}, {how}"
     return made
 
 
