@@ -21,6 +21,7 @@ from torch_fp8.gemm import runs_natively
 from torch_fp8.gradients import Float8Grad
 from torch_fp8.linear import Float8Linear
 
+_FLAG, _LAUNCHED = "fp8-mixed", "ACCELERATE_MIXED_PRECISION"
 LEVELS = ("O1", "O2", "O3")
 FEATURES, TOKENS, VOCABULARY = 64, 32, 64
 
@@ -73,8 +74,22 @@ def step(host: str, level: str) -> str:
     torch.manual_seed(0)
     with tempfile.TemporaryDirectory() as folder:
         evidence = Evidence()
-        loss = STEPS[host](_config(level), evidence, folder)
-        return evidence.verdict(level, loss)
+        return evidence.verdict(level, run(host, level, evidence, folder))
+
+
+def run(host: str, level: str, evidence: Evidence, folder: str) -> float:
+    """The loss of one step with the host's own flag, and all else from the environment."""
+    emulate = not runs_natively(device_at_hand(), "tensorwise")
+    config = FP8Config(opt_level=level, recipe="tensorwise", emulate=emulate)
+    variables = {ENV_VAR: config.to_json(), _LAUNCHED: "fp8"}
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        return STEPS[host](evidence, folder)
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            os.environ.update({} if value is None else {name: value})
 
 
 def missing(host: str) -> str:
@@ -83,11 +98,6 @@ def missing(host: str) -> str:
     if not any(all(map(is_installed, group)) for group in needed):
         return "not installed"
     return ""
-
-
-def _config(level: str) -> FP8Config:
-    emulate = not runs_natively(device_at_hand(), "tensorwise")
-    return FP8Config(opt_level=level, recipe="tensorwise", emulate=emulate)
 
 
 def _network() -> nn.Module:
@@ -100,9 +110,8 @@ def _batch(device: torch.device | str = "cpu") -> Tensor:
     return torch.randn(TOKENS, FEATURES, device=device)
 
 
-def _lightning_trainer(config: FP8Config, evidence: Evidence, folder: str) -> float:
+def _lightning_trainer(evidence: Evidence, folder: str) -> float:
     lightning = import_module("lightning.pytorch" if _unified() else "pytorch_lightning")
-    plugins = import_module("lightning_fp8")
     losses: list[float] = []
 
     class Regression(lightning.LightningModule):  # type: ignore[name-defined]
@@ -131,19 +140,18 @@ def _lightning_trainer(config: FP8Config, evidence: Evidence, folder: str) -> fl
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        plugins=[plugins.FP8Precision(config)],
+        precision=_FLAG,
     )
     trainer.fit(Regression(), data)
     return losses[-1]
 
 
-def _fabric(config: FP8Config, evidence: Evidence, folder: str) -> float:
+def _fabric(evidence: Evidence, folder: str) -> float:
     lightning = import_module("lightning.fabric" if _unified() else "lightning_fabric")
-    plugins = import_module("lightning_fp8")
     fabric = lightning.Fabric(
         accelerator="gpu" if device_at_hand().type == "cuda" else "cpu",
         devices=1,
-        plugins=[plugins.FP8Precision(config)],
+        precision=_FLAG,
     )
     fabric.launch()
     model = _network()
@@ -151,14 +159,11 @@ def _fabric(config: FP8Config, evidence: Evidence, folder: str) -> float:
     return _loop(model, optimizer, fabric.backward, evidence, fabric.device)
 
 
-def _accelerate(config: FP8Config, evidence: Evidence, folder: str) -> float:
-    accelerate, ours = import_module("accelerate"), import_module("accelerate_fp8")
+def _accelerate(evidence: Evidence, folder: str) -> float:
+    accelerate = import_module("accelerate")
     _forget_accelerate()
-    accelerator = accelerate.Accelerator(
-        mixed_precision="fp8",
-        cpu=device_at_hand().type == "cpu",
-        kwargs_handlers=[ours.FP8Kwargs(config)],
-    )
+    on_cpu = device_at_hand().type == "cpu"
+    accelerator = accelerate.Accelerator(mixed_precision="fp8", cpu=on_cpu)
     model = _network()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     model, optimizer = accelerator.prepare(model, optimizer)
@@ -180,19 +185,17 @@ def _loop(
     return loss.item()
 
 
-def _transformers(config: FP8Config, evidence: Evidence, folder: str) -> float:
+def _transformers(evidence: Evidence, folder: str) -> float:
     transformers = import_module("transformers")
-    arguments = _launched(config, transformers.TrainingArguments, folder)
+    arguments = _launched(transformers.TrainingArguments, folder)
     rows = [{"input_ids": row, "labels": row} for row in _tokens()]
     trainer = transformers.Trainer(_llama(), arguments, train_dataset=rows)
     return _train(trainer, evidence)
 
 
-def _trl(config: FP8Config, evidence: Evidence, folder: str) -> float:
+def _trl(evidence: Evidence, folder: str) -> float:
     trl, datasets = import_module("trl"), import_module("datasets")
-    arguments = _launched(
-        config, trl.SFTConfig, folder, dataset_kwargs={"skip_prepare_dataset": True}
-    )
+    arguments = _launched(trl.SFTConfig, folder, dataset_kwargs={"skip_prepare_dataset": True})
     rows = datasets.Dataset.from_dict({"input_ids": _tokens()})
     trainer = trl.SFTTrainer(
         _llama(), args=arguments, train_dataset=rows, processing_class=_tokenizer()
@@ -200,11 +203,9 @@ def _trl(config: FP8Config, evidence: Evidence, folder: str) -> float:
     return _train(trainer, evidence)
 
 
-def _launched(config: FP8Config, arguments: Any, folder: str, **options: Any) -> Any:
+def _launched(arguments: Any, folder: str, **options: Any) -> Any:
     """A host's training arguments, made as under ``accelerate launch --mixed_precision fp8``."""
     _forget_accelerate()
-    os.environ["ACCELERATE_MIXED_PRECISION"] = "fp8"
-    os.environ[ENV_VAR] = config.to_json()
     return arguments(
         output_dir=folder,
         max_steps=1,
@@ -269,7 +270,7 @@ def _unified() -> bool:
     return is_installed("lightning")
 
 
-STEPS: dict[str, Callable[[FP8Config, Evidence, str], float]] = {
+STEPS: dict[str, Callable[[Evidence, str], float]] = {
     "Lightning Trainer": _lightning_trainer,
     "Lightning Fabric": _fabric,
     "Accelerate": _accelerate,

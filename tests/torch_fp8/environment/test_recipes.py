@@ -1,12 +1,15 @@
 """The self-test's checks of recipes, of exchanges and of training steps: what is wrong is told."""
 
 import dataclasses
+import subprocess
+import sys
 
 import pytest
 import torch
 
 from torch_fp8 import FP8Config
 from torch_fp8.environment import exchange, host_steps, recipes
+from torch_fp8.environment.hosts import child_environment
 from torch_fp8.formats import E5M2
 from torch_fp8.linear import Float8Linear
 from torch_fp8.recipe import RECIPES, make_recipe
@@ -100,9 +103,20 @@ def test_a_step_of_each_level_is_told_from_the_others(level, tmp_path):
     assert "2 FP8 layers" in host_steps.step("Accelerate", level)
     other = {"O1": "O2", "O2": "O3", "O3": "O1"}[level]
     evidence = host_steps.Evidence()
-    loss = host_steps.STEPS["Accelerate"](host_steps._config(other), evidence, str(tmp_path))
+    loss = host_steps.run("Accelerate", other, evidence, str(tmp_path))
     with pytest.raises(RuntimeError, match=f"weights of level {level} are not of its kind"):
         evidence.verdict(level, loss)
+
+
+def test_a_step_without_autoload_is_told():
+    """The flag itself is what a step is made with."""
+    code = "from torch_fp8.environment.host_steps import step; step('Lightning Fabric', 'O1')"
+    environment = {**child_environment(), "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1
+    assert "fp8-mixed" in done.stderr.splitlines()[-1]
 
 
 def test_a_flag_that_is_silently_off_is_told():
