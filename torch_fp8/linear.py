@@ -115,6 +115,12 @@ class Float8Layer(ScalingBuffers):
         refuse_transforms(name)
         local = local_operands(self, input)
         x, weight = local.input, local.weight
+        if weight.dtype not in _DTYPES:
+            raise TypeError(
+                f"the weight of FP8 linear '{self.fp8_name}' is {weight.dtype}, as model.double() "
+                "makes it; FP8 GEMMs take float32, bfloat16 or float16: call model.float(), or "
+                "torch_fp8.revert(model) first"
+            )
         shape, (num_out, num_in) = x.shape, _matrix_shape(weight, self.fp8_transposed)
         if shape[-1] != num_in:
             raise ValueError(

@@ -121,7 +121,7 @@ def expected_bytes_per_param(model: nn.Module, optimizers: Iterable[Optimizer] =
     if not same:
         text += f", {size_text(before.total)} before"
     if not owner:
-        return f"{text}; without the states of optimizers, which are not known here"
+        return f"{text}; states are not known here, and not counted"
     return f"{text}; not counted: the states of {', '.join(unknown)}" if unknown else text
 
 

@@ -167,7 +167,7 @@ def output_dtype(input: Tensor) -> torch.dtype:
 
 
 def autocast_dtype(device_type: str) -> torch.dtype | None:
-    """None where autocast is off."""
-    if torch.is_autocast_enabled(device_type):
+    """None where autocast is off, as it is on the meta device."""
+    if device_type != "meta" and torch.is_autocast_enabled(device_type):
         return torch.get_autocast_dtype(device_type)
     return None

@@ -110,9 +110,16 @@ def skip_reason(
 
 
 def expert_weights(name: str, module: nn.Module) -> Iterator[tuple[str, str]]:
-    """The fused expert weights, 3-D parameters, that `module` itself holds, with the reason."""
+    """The fused expert weights, 3-D parameters, that `module` itself holds, with the reason.
+
+    Not torch's own modules, convolutions for instance, nor a single matrix (position embeddings).
+    """
+    if type(module).__module__.startswith("torch.nn."):
+        return
     for parameter_name, parameter in module.named_parameters(recurse=False):
-        if parameter.ndim == 3 and min(parameter.shape[1:]) >= GEMM_ALIGNMENT:
+        if parameter.ndim != 3 or parameter.shape[0] == 1:
+            continue
+        if min(parameter.shape[1:]) >= GEMM_ALIGNMENT:
             full_name = f"{name}.{parameter_name}" if name else parameter_name
             yield full_name, "fused expert weights need a grouped GEMM"
 

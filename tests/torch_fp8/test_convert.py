@@ -352,6 +352,22 @@ def test_summary_says_what_fused_experts_mean():
     assert "experts" not in convert_to_float8(Model()).summary()
 
 
+def test_what_has_three_dimensions_is_not_for_that_an_expert():
+    class Embeddings(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.position_embeddings = nn.Parameter(torch.zeros(1, 32, 64))
+            self.convolution = nn.Conv1d(32, 32, 16)
+            self.bilinear = nn.Bilinear(32, 32, 4)
+            self.layer = nn.Linear(32, 64)
+
+    report = convert_to_float8(Embeddings())
+    assert report.converted == ("layer",)
+    assert report.skipped == ()
+    assert report.flops_share == 1.0
+    assert "experts" not in report.summary()
+
+
 def test_summary_says_that_the_optimizer_is_not_converted_and_how():
     model = nn.Sequential(nn.Linear(64, 128), nn.Linear(128, 64))
     optimizer = torch.optim.AdamW(model.parameters())
@@ -359,11 +375,11 @@ def test_summary_says_that_the_optimizer_is_not_converted_and_how():
     text = report.summary(model)
     assert "  optimizer not converted" in text
     assert "torch_fp8.convert_optimizer(optimizer, config, model=model)" in text
-    assert "without the states of optimizers, which are not known here" in text
+    assert text.endswith("; states are not known here, and not counted")
     states = torch_fp8.convert_optimizer(optimizer, model=model)
     text = report.summary(model, [optimizer], [states])
     assert "not converted" not in text
-    assert "without the states" not in text
+    assert "not counted" not in text
     assert text.endswith(" MiB, 0.3 MiB before")
     report = convert_to_float8(model, FP8Config(opt_level="O1"))
     assert "not converted" not in report.summary(model)

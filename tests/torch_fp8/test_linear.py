@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import torch_fp8
-from torch_fp8 import Float8Linear, FP8Config
+from torch_fp8 import Float8Linear, FP8Config, convert_optimizer, convert_to_float8, revert
 from torch_fp8.numerics import sqnr_db
 from torch_fp8.recipe import RECIPES
 
@@ -454,3 +454,58 @@ def test_a_frozen_bias_costs_nothing(monkeypatch):
         assert fp8[0].bias.grad is None
         assert fp8[0].weight.grad is not None
     assert asked == []
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_a_model_made_double_after_conversion_is_told_at_once(level):
+    model = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64))
+    config = FP8Config(opt_level=level)
+    optimizer = torch.optim.AdamW(model.parameters())
+    convert_to_float8(model, config)
+    convert_optimizer(optimizer, config, model=model)
+    model(torch.randn(4, 64)).sum().backward()
+    optimizer.step()
+    model.double()
+    with (
+        torch.autocast("cpu", torch.bfloat16),
+        pytest.raises(TypeError, match=r"'0' is torch.float64, as model.double\(\) makes it"),
+    ):
+        model(torch.randn(4, 64))
+    with pytest.raises(TypeError, match="'0' takes float32, bfloat16 or float16 input"):
+        model(torch.randn(4, 64).double())
+    revert(model)
+    assert model(torch.randn(4, 64).double()).dtype == torch.float64
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
+def test_a_model_made_half_after_conversion_trains(recipe, level):
+    model = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64))
+    config = FP8Config(recipe=recipe, opt_level=level)
+    optimizer = torch.optim.AdamW(model.parameters(), eps=1e-3)  # 1e-8 is 0 in float16
+    convert_to_float8(model, config)
+    convert_optimizer(optimizer, config, model=model)
+    model.half()
+    losses = []
+    for _ in range(4):
+        output = model(torch.ones(4, 64, dtype=torch.float16))
+        losses.append((output.float() - 1).square().mean())
+        losses[-1].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert output.dtype == model[0].weight.dtype == torch.float16
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_on_the_meta_device_shapes_go_through(recipe):
+    norm = nn.RMSNorm(64, eps=1e-6)
+    model = nn.Sequential(norm, nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64)).to("meta")
+    convert_to_float8(model, FP8Config(recipe=recipe))
+    x = torch.randn(8, 64, device="meta", requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = model(x)
+    assert (y.shape, y.device.type, y.dtype) == ((8, 64), "meta", torch.float32)
+    y.sum().backward()
+    assert x.grad.shape == (8, 64)
+    assert model[1].weight.grad.shape == (128, 64)
