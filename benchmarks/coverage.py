@@ -1,0 +1,238 @@
+"""What of 70 and more architectures of transformers runs in FP8, and their loss against BF16.
+
+    nice -n 19 python -m benchmarks.coverage            # from the repository's root
+
+Each architecture, tiny and with random weights (`benchmarks.architectures`), learns one batch by
+heart for 30 steps, in BF16 and in FP8 from the same weights, and the loss of the last step is
+compared; their difference is a share of the first step's loss, for some learn it all. One run of a
+tiny model says little about a difference of a percent: two BF16 runs that differ by a millionth at
+the start end apart, too. What the table is for is the share of the FLOPs, and that nothing breaks.
+A finished architecture becomes a row of the CSV at once, and is not run again unless it failed.
+
+``--experts`` counts, on the meta device, the FLOPs of mixtures of experts in the sizes that their
+configuration classes have by default. At the end docs/coverage.md is written from all rows;
+``--table`` does that alone.
+"""
+
+import argparse
+import csv
+import datetime
+import os
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from benchmarks.architectures import KINDS, batch_for, make
+from benchmarks.recipes_loss import ROOT, commit
+from torch_fp8 import ConversionReport, FP8Config, convert_optimizer, convert_to_float8
+
+STEPS, LEARNING_RATE = 30, 1e-3
+RESULTS, TABLE = ROOT / "benchmarks/results/coverage.csv", ROOT / "docs/coverage.md"
+EXPERTS = ROOT / "benchmarks/results/coverage_experts.csv"
+MIXTURES = ("mixtral", "gpt_oss", "olmoe", "qwen3_moe", "deepseek_v3", "llama4_text")
+EXPERT_COLUMNS = [
+    *("architecture", "parameters", "flops_share", "expert_share"),
+    *("torch", "transformers", "commit", "date", "command"),
+]
+COLUMNS = [
+    *("architecture", "kind", "parameters", "layers", "linear_layers", "fused"),
+    *("flops_share", "expert_share", "steps", "first_loss", "bf16_loss", "fp8_loss", "difference"),
+    *("failure", "torch", "transformers", "commit", "date", "command"),
+]
+TEXT = """# Coverage: what of a model runs in FP8
+
+Tiny models of transformers' architectures with random weights, made, converted and trained by
+`python -m benchmarks.coverage` (rows and versions: `benchmarks/results/coverage.csv`; CPU
+emulation, level O2, recipe tensorwise). *Layers* are those that run in FP8, of all linear layers;
+*FLOPs in FP8* is the share of the FLOPs of all matrix products with a weight, forward and backward;
+the output layer (`lm_head`) stays in high precision by default and is a larger part of a tiny model
+than of a real one. *Loss* is that of one batch after {steps} steps, in BF16 and in FP8 from the
+same weights and seed; the *difference* of the two is in percent of the first step's loss, and of
+one seed.
+
+## Mixture of experts
+
+Where transformers holds the weights of all experts in one 3-D parameter (Mixtral, GPT-OSS, OLMoE,
+Qwen3-MoE, DeepSeek-V3, Llama-4 and others) they stay in high precision: they need FP8 GEMMs over
+groups, which this package does not have yet. Attention, shared experts and dense layers run in FP8.
+What is not in FP8 is as fast as in BF16, so little is to be gained there. These are the FLOPs of a
+token, with the experts that it visits, in the sizes that transformers' configuration classes have
+by default (`python -m benchmarks.coverage --experts`); the last column is how many times as fast
+all GEMMs with a weight are together where FP8 doubles the speed of one. The start-up summary says
+both of your model. Adam's moments have 8 bits at level O2, those of experts, too.
+
+| architecture | parameters | FLOPs in FP8 | of experts | at best |
+|---|---|---|---|---|
+{experts}
+
+## {count} architectures
+
+| architecture | kind | layers | FLOPs in FP8 | of experts | loss in BF16 | in FP8 | difference |
+|---|---|---|---|---|---|---|---|
+"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="*", choices=[*KINDS, []], help="none: all", metavar="name")
+    parser.add_argument("--table", action="store_true", help="write docs/coverage.md alone")
+    parser.add_argument("--experts", action="store_true", help="count mixtures of experts alone")
+    parser.add_argument("--csv", type=Path, default=RESULTS)
+    parser.add_argument("--document", type=Path, default=TABLE)
+    arguments = parser.parse_args()
+    os.environ.pop("TORCH_FP8_CONFIG", None)
+    torch.set_num_threads(1)
+    alone = arguments.table or arguments.experts
+    if arguments.experts:
+        write_rows(EXPERTS, {name: count_mixture(name) for name in MIXTURES}, EXPERT_COLUMNS)
+    names = [] if alone else arguments.names or list(KINDS)
+    for name in names:
+        rows = read_rows(arguments.csv)
+        if name in rows and not rows[name]["failure"]:
+            continue
+        rows[name] = row = measure(name)
+        write_rows(arguments.csv, rows)
+        print(f"{name:18} {row['flops_share']:>6} {row['difference']:>8} {row['failure']}")
+    arguments.document.parent.mkdir(exist_ok=True)
+    arguments.document.write_text(document(read_rows(arguments.csv), read_rows(EXPERTS)))
+
+
+def measure(name: str) -> dict[str, str]:
+    """A row of the CSV; what FP8 fails with, where it does."""
+    row = dict.fromkeys(COLUMNS, "") | _origin(name)
+    row |= {"architecture": name, "kind": KINDS[name], "steps": str(STEPS)}
+    losses, _ = train(name, None)
+    row |= {"first_loss": f"{losses[0]:.4f}", "bf16_loss": f"{losses[-1]:.4f}"}
+    try:
+        fp8, report = train(name, FP8Config())
+    except Exception as error:
+        line = (str(error).strip().splitlines() or [""])[0]
+        return row | {"failure": f"{type(error).__name__}: {line}"[:200]}
+    assert report is not None
+    return row | {
+        "parameters": str(sum(p.numel() for p in make(name).parameters())),
+        "layers": str(len(report.converted)),
+        "linear_layers": str(report.num_layers),
+        "fused": str(len(report.producers)),
+        "flops_share": f"{report.flops_share:.4f}",
+        "expert_share": f"{report.flops.experts / report.flops.total:.4f}",
+        "fp8_loss": f"{fp8[-1]:.4f}",
+        "difference": f"{(fp8[-1] - losses[-1]) / losses[0]:+.5f}",
+    }
+
+
+def count_mixture(name: str) -> dict[str, str]:
+    """A row for the mixture of experts `name`, of the default size, without data."""
+    import transformers
+
+    with torch.device("meta"):
+        config = transformers.CONFIG_MAPPING[name]()
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    report = convert_to_float8(model, FP8Config())
+    return {
+        "architecture": name,
+        "parameters": str(sum(p.numel() for p in model.parameters())),
+        "flops_share": f"{report.flops_share:.4f}",
+        "expert_share": f"{report.flops.experts / report.flops.total:.4f}",
+        **_origin("--experts"),
+    }
+
+
+def _origin(arguments: str) -> dict[str, str]:
+    import transformers
+
+    return {
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "commit": commit(),
+        "date": f"{datetime.date.today()}",
+        "command": f"python -m benchmarks.coverage {arguments}",
+    }
+
+
+def train(
+    name: str, config: FP8Config | None, steps: int = STEPS
+) -> tuple[list[float], ConversionReport | None]:
+    """The loss of each step, and what was converted.
+
+    Args:
+        name: of the architecture.
+        config: None: BF16.
+        steps: of AdamW.
+    """
+    torch.manual_seed(0)
+    model, report = make(name), None
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+    if config is not None:
+        report = convert_to_float8(model, config)
+        convert_optimizer(optimizer, config, model=model)
+    batch = batch_for(name, model, torch.Generator().manual_seed(1))
+    losses = []
+    torch.manual_seed(2)  # of dropout, where a model has it nonetheless
+    for _ in range(steps):
+        with torch.autocast("cpu", torch.bfloat16), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            loss = model(**batch).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses, report
+
+
+def read_rows(path: Path) -> dict[str, dict[str, str]]:
+    """The rows that there are, by architecture."""
+    if not path.exists():
+        return {}
+    with path.open() as file:
+        return {row["architecture"]: row for row in csv.DictReader(file)}
+
+
+def write_rows(
+    path: Path, rows: dict[str, dict[str, str]], columns: Sequence[str] = COLUMNS
+) -> None:
+    """All rows, in the order of `KINDS`."""
+    partial = path.with_suffix(".partial")
+    with partial.open("w", newline="") as file:
+        writer = csv.DictWriter(file, columns, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows[name] for name in KINDS if name in rows)
+    partial.replace(path)
+
+
+def document(rows: dict[str, dict[str, str]], mixtures: dict[str, dict[str, str]]) -> str:
+    """docs/coverage.md."""
+    experts = "\n".join(map(_mixture_line, mixtures.values()))
+    lines = [TEXT.format(steps=STEPS, count=len(rows), experts=experts).rstrip("\n")]
+    for name in sorted(rows):
+        row = rows[name]
+        if row["failure"]:
+            loss = f"{row['bf16_loss']} | fails | {row['failure'].replace('|', '/')}"
+            lines.append(f"| {name} | {row['kind']} | | | | {loss} |")
+            continue
+        experts = _percent(row["expert_share"]) if float(row["expert_share"]) else ""
+        difference = f"{100 * float(row['difference']):+.2f} %"
+        loss = f"{row['bf16_loss']} | {row['fp8_loss']} | {difference}"
+        lines.append(
+            f"| {name} | {row['kind']} | {row['layers']} of {row['linear_layers']} | "
+            f"{_percent(row['flops_share'])} | {experts} | {loss} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def _mixture_line(row: dict[str, str]) -> str:
+    share, experts = float(row["flops_share"]), _percent(row["expert_share"])
+    return (
+        f"| {row['architecture']} | {int(row['parameters']) / 1e9:.1f} billion | "
+        f"{_percent(row['flops_share'])} | {experts} | {1 / (1 - share / 2):.2f} |"
+    )
+
+
+def _percent(share: str) -> str:
+    return f"{100 * float(share):.1f} %"
+
+
+if __name__ == "__main__":
+    main()

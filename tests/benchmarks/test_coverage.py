@@ -1,0 +1,50 @@
+import csv
+
+import pytest
+
+from benchmarks import architectures, coverage
+
+
+def test_the_document_is_that_of_the_rows():
+    rows = coverage.read_rows(coverage.RESULTS)
+    mixtures = coverage.read_rows(coverage.EXPERTS)
+    assert coverage.TABLE.read_text() == coverage.document(rows, mixtures)
+    assert set(mixtures) == set(coverage.MIXTURES)
+    assert set(rows) == set(architectures.KINDS)
+    assert len(rows) >= 70
+    with coverage.RESULTS.open() as file:
+        assert next(csv.reader(file)) == coverage.COLUMNS
+
+
+def test_a_row_is_measured_once_unless_it_failed(monkeypatch, tmp_path):
+    measured = []
+
+    def measure(name):
+        measured.append(name)
+        row = dict.fromkeys(coverage.COLUMNS, "1") | {"architecture": name, "failure": ""}
+        if name == "bart" and measured.count(name) == 1:
+            row["failure"] = "TypeError: a | b"
+        return row
+
+    monkeypatch.setattr(coverage, "measure", measure)
+    results, document = tmp_path / "coverage.csv", tmp_path / "docs" / "coverage.md"
+    options = ["coverage", "t5", "bart", "--csv", str(results), "--document", str(document)]
+    monkeypatch.setattr("sys.argv", options)
+    coverage.main()
+    assert "| bart | 1 | | | | 1 | fails | TypeError: a / b |" in document.read_text()
+    coverage.main()
+    assert measured == ["t5", "bart", "bart"]
+    assert list(coverage.read_rows(results)) == ["bart", "t5"]  # in the order of KINDS
+    assert "| t5 | 1 | 1 of 1 | 100.0 % | 100.0 % | 1 | 1 | +100.00 % |" in document.read_text()
+
+
+@pytest.mark.parametrize("name", ["gpt2", "falcon", "mixtral", "t5", "vit"])
+def test_an_architecture_trains_in_both(name, monkeypatch):
+    """One of each kind, and those that were refused: Conv1D, a subclass of nn.Linear, experts."""
+    bf16, none = coverage.train(name, None, steps=3)
+    fp8, report = coverage.train(name, coverage.FP8Config(), steps=3)
+    assert none is None
+    assert fp8[-1] < fp8[0]
+    assert fp8[-1] == pytest.approx(bf16[-1], abs=0.03 * bf16[0])
+    assert bool(report.flops.experts) == (name == "mixtral")
+    assert report.flops_share > (0.15 if name == "mixtral" else 0.85)
