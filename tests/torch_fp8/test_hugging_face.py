@@ -13,7 +13,14 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRot
 from transformers.models.moonshine.modeling_moonshine import MoonshineDecoderMLP
 
 from benchmarks.saved_activations import count_saved
-from torch_fp8 import FP8Config, convert_to_float8
+from torch_fp8 import (
+    FP8Config,
+    convert_optimizer,
+    convert_to_float8,
+    memory_report,
+    merged_state_dict,
+)
+from torch_fp8.float8_conv1d import Float8Conv1D
 from torch_fp8.numerics import sqnr_db
 
 TINY = {
@@ -172,3 +179,73 @@ def test_saved_activations_are_at_most_half_of_eager_bf16(layout, options, most)
     layer, rotary = _layer(layout)
     convert_to_float8(layer, FP8Config(**options))
     assert _kept(layer, rotary) / _kept_by_stock(layout) <= most
+
+
+def _gpt2():
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(
+        "gpt2",
+        **{"n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 128, "n_positions": 32},
+        **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
+        **{"bos_token_id": 1, "eos_token_id": 1},
+    )
+    return AutoModelForCausalLM.from_config(config)
+
+
+def _loss(model):
+    tokens = torch.randint(0, 128, (4, 19), generator=torch.Generator().manual_seed(1))
+    with torch.autocast("cpu", torch.bfloat16):
+        return model(input_ids=tokens, labels=tokens).loss
+
+
+def _losses(model, optimizer, steps=8):
+    losses = []
+    for _ in range(steps):
+        loss = _loss(model)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize(
+    "config", [FP8Config(), FP8Config(recipe="rowwise", opt_level="O3")], ids=["O2", "O3"]
+)
+def test_gpt2_trains_as_in_bf16(config):
+    stock, fp8 = _gpt2(), _gpt2()
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=3e-3) for m in (stock, fp8)]
+    report = convert_to_float8(fp8, config)
+    assert len(report.converted) == 8
+    convert_optimizer(optimizers[1], config, model=fp8)
+    want, got = (_losses(m, o) for m, o in zip((stock, fp8), optimizers, strict=True))
+    assert want[-1] < 0.9 * want[0]
+    assert got == pytest.approx(want, rel=0.02)
+    assert memory_report(fp8, optimizers[1]).bytes_per_param < 6  # without gradients
+    # A stock model opens what is saved.
+    stock.load_state_dict(merged_state_dict(fp8, optimizers[1]))
+    assert _loss(stock).item() == pytest.approx(_loss(fp8).item(), rel=0.02)
+
+
+@pytest.mark.parametrize("converted_first", [True, False])
+def test_lora_on_conv1d(converted_first):
+    """PEFT looks at the base layer's class to learn how its weight lies."""
+    model = _gpt2()
+    lora = LoraConfig(r=4, target_modules=["c_attn"], fan_in_fan_out=True, task_type="CAUSAL_LM")
+    if converted_first:
+        convert_to_float8(model)
+    model = get_peft_model(model, lora)
+    report = convert_to_float8(model)
+    assert len(report.converted) == 8
+    assert len(report.adapters) == 4
+    layer = model.base_model.model.transformer.h[0].attn.c_attn
+    assert layer.fan_in_fan_out
+    assert isinstance(layer.base_layer, Float8Conv1D)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    losses = _losses(model, optimizer)
+    assert losses[-1] < losses[0]
+    model.eval()
+    before = _loss(model).item()
+    merged = model.merge_and_unload()
+    assert isinstance(merged.transformer.h[0].attn.c_attn, Float8Conv1D)
+    assert _loss(merged).item() == pytest.approx(before, rel=0.01)
