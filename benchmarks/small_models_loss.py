@@ -1,0 +1,299 @@
+"""Loss of small random models after 30 steps in FP8, against BF16 and BF16's own spread.
+
+    nice -n 19 python -m benchmarks.small_models_loss       # from the repository's root
+
+One run says little: two BF16 runs whose weights differ by a millionth at the start end apart, too.
+So each architecture runs from ten seeds, each seed in BF16, in BF16 from perturbed weights and in
+FP8, on the same rows in the same order; a difference is systematic where its mean over the seeds is
+several standard errors from 0, and not that of the perturbed runs. ``--runs`` names parts of FP8
+alone; one of them uses nothing of this package: it rounds inputs and weights of linear layers to
+E4M3 in forward, with a scale for each tensor, and is stock BF16 otherwise. That alone gives what
+FP8 gives: where a loss falls by several percent a step, it is a fraction of a step behind.
+
+A finished run becomes a row of the CSV at once, and a row that is there is not run again.
+
+The models have random weights of the size that their class gives them, and learn the same 8 rows of
+random tokens by heart, which moves them as far as 30 steps can. AdamW, learning rate 2e-3. The loss
+is that of these rows at the end, without dropout.
+"""
+
+import argparse
+import csv
+import datetime
+import functools
+import math
+import os
+import statistics
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from benchmarks.recipes_loss import ROOT, commit
+from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8
+
+BASELINE, PERTURBED = "bf16", "bf16, perturbed by 1e-6"
+ROUNDED = "bf16, operands rounded to E4M3"
+STEPS, ROWS, LENGTH, VOCABULARY, LEARNING_RATE = 30, 8, 32, 128, 2e-3
+BAND, ERRORS = 0.005, 3
+"""A mean difference beyond both, 0.5 % and so many standard errors, is called systematic."""
+RESULTS = ROOT / "benchmarks/results/small_models_loss.csv"
+COLUMNS = [
+    *("model", "run", "seed", "steps", "loss", "bf16_loss", "rel_diff"),
+    *("torch", "transformers", "commit", "date", "command"),
+]
+
+# What of FP8 takes part: the layers' configuration or None, and the optimizer's.
+RUNS: dict[str, tuple[FP8Config | None, FP8Config | None]] = {
+    BASELINE: (None, None),
+    PERTURBED: (None, None),
+    ROUNDED: (None, None),
+    "O2": (FP8Config(), FP8Config()),
+    "O3": (FP8Config(opt_level="O3"), FP8Config(opt_level="O3")),
+    "O1": (FP8Config(opt_level="O1"), None),
+    "optimizer alone": (None, FP8Config()),
+    "O1, wgrad bf16": (FP8Config(opt_level="O1", wgrad="bf16"), None),
+    "O1, activations bf16": (FP8Config(opt_level="O1", save_activations="bf16"), None),
+    "O1, rowwise": (FP8Config(opt_level="O1", recipe="rowwise"), None),
+    "O1, blockwise": (FP8Config(opt_level="O1", recipe="blockwise"), None),
+}
+DEFAULT = [BASELINE, PERTURBED, "O2"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
+    parser.add_argument("--runs", nargs="+", choices=list(RUNS), default=DEFAULT)
+    parser.add_argument("--seeds", nargs="+", type=int, default=list(range(10)))
+    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--csv", type=Path, default=RESULTS)
+    arguments = parser.parse_args()
+    os.environ.pop("TORCH_FP8_CONFIG", None)
+    torch.set_num_threads(1)
+    for seed in arguments.seeds:  # outside: an interrupted benchmark has compared every model
+        for model in arguments.models:
+            for run in dict.fromkeys([BASELINE, *arguments.runs]):
+                rows = read_rows(arguments.csv)
+                if (model, run, seed) in rows:
+                    continue
+                start = time.perf_counter()
+                loss = train(model, run, seed, arguments.steps)
+                row = as_columns(model, run, seed, arguments.steps, loss, rows)
+                append_row(arguments.csv, row)
+                seconds = time.perf_counter() - start
+                print(f"{model:12} {run:24} seed {seed}: {loss:.4f} {row['rel_diff']}", end="")
+                print(f"  {seconds:.0f} s", flush=True)
+    print_summary(read_rows(arguments.csv))
+
+
+def train(name: str, run: str, seed: int, steps: int = STEPS) -> float:
+    """The loss after training.
+
+    Args:
+        name: of MODELS.
+        run: of RUNS.
+        seed: of weights, data and dropout.
+        steps: of the optimizer.
+    """
+    torch.manual_seed(seed)
+    model = MODELS[name]()
+    layers, states = RUNS[run]
+    if run == PERTURBED:
+        perturb(model, seed)
+    if run == ROUNDED:
+        round_operands(model)
+    model.train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+    if layers is not None:
+        convert_to_float8(model, layers)
+    if states is not None:
+        convert_optimizer(optimizer, states, model=model)
+    data = torch.Generator().manual_seed(1000 + seed)
+    tokens = torch.randint(2, VOCABULARY, (ROWS, LENGTH), generator=data)
+    hidden = torch.rand(tokens.shape, generator=data) < 0.15
+    torch.manual_seed(seed)  # of dropout
+    for _ in range(steps):
+        loss_of(name, model, tokens, hidden).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model.eval()
+    with torch.no_grad():
+        return float(loss_of(name, model, tokens, hidden))
+
+
+def perturb(model: nn.Module, seed: int) -> None:
+    """Change each weight by about a millionth of itself."""
+    generator = torch.Generator().manual_seed(2000 + seed)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(1 + 1e-6 * torch.randn(weight.shape, generator=generator))
+
+
+def round_operands(model: nn.Module) -> None:
+    """Have linear layers, but for the head, round what they multiply in forward."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and name != "lm_head":
+            module.forward = functools.partial(_rounded_linear, module)
+
+
+def _rounded_linear(module: nn.Linear, x: Tensor) -> Tensor:
+    return F.linear(_rounded(x), _rounded(module.weight), module.bias)
+
+
+def _rounded(x: Tensor) -> Tensor:
+    """x as E4M3 has it; its gradient passes as it is."""
+    scale = x.detach().abs().amax().float().clamp(min=1e-12) / 448
+    near = (x.detach().float() / scale).to(torch.float8_e4m3fn).float() * scale
+    return x + (near.to(x.dtype) - x.detach())
+
+
+def loss_of(name: str, model: nn.Module, tokens: Tensor, hidden: Tensor) -> Tensor:
+    """The model's own loss under autocast: of the next token, of hidden ones, or of the same text.
+
+    Args:
+        tokens: (ROWS, LENGTH).
+        hidden: which of them a masked model has to find.
+    """
+    inputs, labels = tokens, tokens
+    if name in MASKED:
+        inputs, labels = tokens.masked_fill(hidden, 0), tokens.masked_fill(~hidden, -100)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss: Tensor = model(input_ids=inputs, labels=labels).loss
+    return loss
+
+
+def _config(name: str, **options: object) -> object:
+    import transformers
+
+    config = getattr(transformers, f"{name}Config")
+    return config(vocab_size=VOCABULARY, pad_token_id=0, bos_token_id=1, eos_token_id=1, **options)
+
+
+def _llama() -> nn.Module:
+    from transformers import LlamaForCausalLM
+
+    return LlamaForCausalLM(_config("Llama", **_DECODER))
+
+
+def _gemma3() -> nn.Module:
+    from transformers import Gemma3ForCausalLM
+
+    return Gemma3ForCausalLM(_config("Gemma3Text", head_dim=16, **_DECODER))
+
+
+def _mamba() -> nn.Module:
+    from transformers import MambaForCausalLM
+
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "state_size": 16}
+    return MambaForCausalLM(_config("Mamba", **sizes))
+
+
+def _t5() -> nn.Module:
+    from transformers import T5ForConditionalGeneration
+
+    sizes = {"d_model": 64, "d_kv": 16, "d_ff": 160, "num_layers": 2, "num_heads": 4}
+    config = _config("T5", decoder_start_token_id=0, **sizes)
+    return T5ForConditionalGeneration(config)
+
+
+def _distilbert() -> nn.Module:
+    from transformers import DistilBertForMaskedLM
+
+    sizes = {"dim": 64, "hidden_dim": 160, "n_layers": 2, "n_heads": 4}
+    return DistilBertForMaskedLM(_config("DistilBert", max_position_embeddings=64, **sizes))
+
+
+_DECODER = {
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "llama": _llama,
+    "gemma3": _gemma3,
+    "mamba": _mamba,
+    "t5": _t5,
+    "distilbert": _distilbert,
+}
+MASKED = ("distilbert",)
+
+
+def as_columns(model: str, run: str, seed: int, steps: int, loss: float, rows: dict) -> dict:
+    """Columns of a row.
+
+    Args:
+        rows: those that are there, for BF16's loss.
+    """
+    import transformers
+
+    baseline = rows.get((model, BASELINE, seed))
+    bf16 = loss if baseline is None else float(baseline["loss"])
+    return {
+        "model": model,
+        "run": run,
+        "seed": seed,
+        "steps": steps,
+        "loss": f"{loss:.6f}",
+        "bf16_loss": f"{bf16:.6f}",
+        "rel_diff": f"{loss / bf16 - 1:+.6f}",
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "commit": commit(),
+        "date": f"{datetime.date.today():%Y-%m-%d}",
+        "command": f"python -m benchmarks.small_models_loss --models {model} --runs '{run}'",
+    }
+
+
+def read_rows(path: Path) -> dict[tuple[str, str, int], dict]:
+    """The CSV's rows by (model, run, seed)."""
+    if not path.exists():
+        return {}
+    with path.open(newline="") as file:
+        return {(row["model"], row["run"], int(row["seed"])): row for row in csv.DictReader(file)}
+
+
+def append_row(path: Path, row: dict) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = not path.exists()
+    with path.open("a", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        if new:
+            writer.writeheader()
+        writer.writerow(row)
+
+
+def summary(rows: dict[tuple[str, str, int], dict]) -> dict[tuple[str, str], tuple[float, ...]]:
+    """Of each model and run the mean difference to BF16, its standard error and deviation."""
+    made = {}
+    for model, run in dict.fromkeys((m, r) for m, r, _ in rows):
+        of_run = [
+            float(row["rel_diff"]) for (m, r, _), row in rows.items() if (m, r) == (model, run)
+        ]
+        spread = statistics.stdev(of_run) if len(of_run) > 1 else math.nan
+        made[model, run] = statistics.mean(of_run), spread / math.sqrt(len(of_run)), spread
+    return made
+
+
+def is_systematic(mean: float, error: float) -> bool:
+    return abs(mean) > max(BAND, ERRORS * error)
+
+
+def print_summary(rows: dict[tuple[str, str, int], dict]) -> None:
+    """Print what `summary` returns."""
+    print(f"{'model':12} {'run':32} {'mean':>9} {'std. err.':>10} {'std. dev.':>10}")
+    for (model, run), (mean, error, spread) in summary(rows).items():
+        if run != BASELINE:
+            verdict = "  systematic" if is_systematic(mean, error) else ""
+            print(f"{model:12} {run:32} {mean:+9.3%} {error:10.3%} {spread:10.3%}{verdict}")
+
+
+if __name__ == "__main__":
+    warnings.filterwarnings("ignore", category=UserWarning)
+    main()
