@@ -3,8 +3,7 @@
 torch calls `load`, an entry point of the group ``torch.backends``, at the end of ``import torch``.
 It puts one finder in front of ``sys.meta_path`` that lets the others find a module and, if it is
 one of `EXTENSIONS`, calls our function on it once it has run. A module that is half imported by
-then is extended when its import ends. `_finder.status` says what became of each. Where the
-environment asks for FP8, `_fp8_check` sees to it that its absence is not silent.
+then is extended when its import ends. `_finder.status` says what became of each.
 
 An exception here would break ``import torch`` for a whole environment. Hence: standard library
 only, nothing raises (a failure is one warning, no more), everything may be called twice.
@@ -78,6 +77,7 @@ class ExtensionFinder:
             self.fire(module.__name__, module)
 
         vars(loader).setdefault("exec_module", exec_module)  # one loader may serve many modules
+        spec._fp8_watches = True
 
     def _extend_after_import(self, spec: Any) -> None:
         """Give `spec` a class that notices how the import system sets `_initializing` to False."""
@@ -89,7 +89,7 @@ class ExtensionFinder:
                 stock.__setattr__(spec, "__class__", stock)
                 self.fire(spec.name, sys.modules.get(spec.name))  # None: the import failed
 
-        if not hasattr(stock, "_fp8_watches"):
+        if not hasattr(spec, "_fp8_watches"):
             body = {"__slots__": (), "__module__": stock.__module__, "_fp8_watches": True}
             spec.__class__ = type(stock.__name__, (stock,), {**body, "__setattr__": __setattr__})
 
@@ -144,6 +144,6 @@ def load(package: str | None = None) -> None:
         _finder.extend_imported()
         asking = [v for v in os.environ.items() if v[0].endswith(("PRECISION", "FP8_CONFIG"))]
         if "fp8" in str(asking).lower() and "torch.optim" in sys.modules:
-            import_module("_fp8_check").install()
+            import_module("_fp8_check").install()  # its absence is not to be silent
     except Exception as error:
         _warn(f"FP8 was not registered: {type(error).__name__}: {error}")

@@ -185,6 +185,19 @@ def test_module_is_extended_once_though_autoload_is_called_again_half_way(
     assert type(core.__spec__) is importlib.machinery.ModuleSpec
 
 
+def test_module_that_is_found_and_then_met_half_imported_is_extended_once(host, finder):
+    # As lightning.fabric.connector is, when our package is imported for a module below it.
+    sys.modules["host_finder"] = types.SimpleNamespace(finder=finder)
+    (host / "host/core.py").write_text(
+        "import host_finder\nhost_finder.finder.extend_imported()\nVALUE = 1\n"
+    )
+    finder.add("host.core", "host_fp8._register:extend")
+    try:
+        assert importlib.import_module("host.core").VALUE == 2
+    finally:
+        del sys.modules["host_finder"]
+
+
 def test_module_that_another_thread_is_importing_is_extended(host, finder):
     running, go_on = threading.Event(), threading.Event()
     sys.modules["host_events"] = types.SimpleNamespace(running=running, go_on=go_on)
