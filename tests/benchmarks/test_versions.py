@@ -1,0 +1,130 @@
+"""Pins, documents and what is said at run time are what was tried."""
+
+import importlib.metadata
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from accelerate_fp8._versions import TRIED
+from benchmarks import versions
+from lightning_fp8 import _versions as lightning_versions
+from torch_fp8 import gemm
+
+ROOT = Path(__file__).resolve().parents[2]
+PROJECT = (ROOT / "pyproject.toml").read_text()
+README = (ROOT / "README.md").read_text().partition("## Install\n")[2].partition("\n## ")[0]
+ROWS = versions.read()
+
+
+def _after(version):
+    major, minor = version.split(".")
+    return f"{major}.{int(minor) + 1}"
+
+
+@pytest.mark.parametrize("host", ["lightning", "accelerate", "peft"])
+def test_pins_are_what_was_tried(host):
+    lowest, highest = versions.tried(ROWS, host)
+    pinned = re.findall(rf'"(?:pytorch-)?{host}>=([\d.]+),<([\d.]+)"', PROJECT)
+    assert pinned
+    assert set(pinned) == {(lowest, _after(highest))}
+
+
+def test_what_is_said_at_run_time_is_what_was_tried():
+    assert versions.tried(ROWS, "lightning") == (
+        lightning_versions.LOWEST,
+        lightning_versions.HIGHEST,
+    )
+    assert {host: versions.tried(ROWS, host) for host in TRIED} == TRIED
+
+
+def test_torch_and_pythons_are_what_was_tried():
+    lowest, _ = versions.tried(ROWS, "torch")
+    assert f'dependencies = ["torch>={lowest}"]' in PROJECT
+    lowest, highest = versions.tried(ROWS, "python")
+    assert f'requires-python = ">={lowest}"' in PROJECT
+    named = re.findall(r"Programming Language :: Python :: (3\.\d+)", PROJECT)
+    ran = {".".join(row["python"].split(".")[:2]) for row in ROWS if row["result"] == "works"}
+    assert set(named) == ran
+    assert (named[0], named[-1]) == (lowest, highest)
+
+
+def test_documents_show_the_rows():
+    shown = (ROOT / "docs" / "versions.md").read_text().split(versions.MARK)
+    assert len(shown) == 3
+    assert shown[1].strip() == versions.table(ROWS).strip()
+    for host in ("lightning", *TRIED, "torch", "python"):
+        lowest, highest = versions.tried(ROWS, host)
+        name = "Python" if host == "python" else host
+        line = rf"\| {name}[^|]* \| {re.escape(lowest)} to {re.escape(highest)} \|"
+        assert re.search(line, README), host
+
+
+def test_every_host_has_its_newest_release_of_today_in_the_table():
+    """At least: what is installed here, which is what the other tests run with."""
+    for host in ("lightning", *TRIED):
+        installed = importlib.metadata.version(host)
+        highest = versions.tried(ROWS, host)[1]
+        assert versions.minor(installed) <= versions.minor(highest), host
+
+
+@pytest.mark.parametrize(
+    ("part", "wanted"),
+    [
+        ("lightning-2.5", ["lightning==2.5.*", "pytorch-lightning==2.5.*"]),
+        ("accelerate-1.10.1+datasets-4.4", ["accelerate==1.10.1", "datasets==4.4.*"]),
+        ("torch-2.11", []),
+    ],
+)
+def test_parts_name_releases(part, wanted):
+    assert versions.requirements(versions.parse(part)) == wanted
+
+
+@pytest.mark.parametrize("part", ["lightning", "datasets-4.4", "lightning-2.x", "accelerate-1.1+"])
+def test_other_parts_are_refused(part):
+    with pytest.raises(ValueError, match="is not HOST-VERSION with one of lightning"):
+        versions.parse(part)
+
+
+def test_all_parts_can_be_read():
+    for part in versions.PARTS:
+        versions.parse(part)
+
+
+def test_rows_are_replaced_and_ordered(tmp_path):
+    path = tmp_path / "rows.csv"
+    common = {"python": "3.11.7", "torch": "2.13.0", "result": "works"}
+    for version, passed in (("1.10.1", 1), ("1.9.0", 2), ("1.10.1", 3)):
+        row = {**common, "host": "accelerate", "version": version, "passed": passed}
+        versions.write([row], path)
+    rows = versions.read(path)
+    assert [(row["version"], row["passed"]) for row in rows] == [("1.9.0", "2"), ("1.10.1", "3")]
+    assert versions.tried(rows, "accelerate") == ("1.9", "1.10")
+
+
+CARDS = re.findall(
+    r"^\| ([^|]+) \| (sm_[\d, sm_]+) \| ([^|]+) \|$",
+    (ROOT / "docs" / "versions.md").read_text(),
+    re.MULTILINE,
+)
+
+
+@pytest.mark.parametrize(("cards", "architectures", "recipes"), CARDS)
+def test_cards_run_what_the_document_says(cards, architectures, recipes, monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", "12.9")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: cards)
+    for number in re.findall(r"\d+", architectures):
+        capability = divmod(int(number), 10)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, c=capability: c)
+        device = torch.device("cuda")
+        runs = [r for r in gemm.RECIPES if gemm.runs_natively(device, r)]
+        if recipes.startswith("none"):
+            with pytest.raises(ValueError, match="no FP8 tensor cores"):
+                gemm.check_device(device, "tensorwise", emulate=False)
+        else:
+            assert sorted(runs) == sorted(recipes.split(", "))
+
+
+def test_the_table_of_cards_is_found():
+    assert len(CARDS) == 5

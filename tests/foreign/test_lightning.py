@@ -1,0 +1,231 @@
+"""What Lightning's documentation promises of callbacks and optimization, with FP8 as the precision.
+
+Lightning's own tests do not ship in its wheel; these are not copies of them.
+"""
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch import callbacks
+from lightning.pytorch.tuner import Tuner
+from torch import nn
+from torch.utils.data import DataLoader
+
+pytestmark = pytest.mark.slow
+
+
+class Classifier(pl.LightningModule):
+    def __init__(self, lr=1e-2, batch_size=8):
+        super().__init__()
+        torch.manual_seed(0)
+        self.save_hyperparameters()
+        self.lr, self.batch_size = lr, batch_size
+        self.backbone = nn.Sequential(nn.Linear(64, 128), nn.ReLU())
+        self.head = nn.Linear(128, 64)
+
+    def forward(self, x):
+        return self.head(self.backbone(x))
+
+    def training_step(self, batch, batch_idx):
+        loss = (self(batch) - batch).float().square().mean()
+        self.log("train_loss", loss)
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", (self(batch) - batch).float().square().mean())
+
+    def predict_step(self, batch, batch_idx):
+        return self(batch)
+
+    def train_dataloader(self):
+        torch.manual_seed(1)
+        return DataLoader(torch.randn(64, 64), batch_size=self.batch_size)
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(filter(lambda p: p.requires_grad, self.parameters()), lr=self.lr)
+
+
+def _trainer(folder, *used, **options):
+    return pl.Trainer(
+        accelerator="cpu",
+        devices=1,
+        precision=options.pop("precision", "fp8-mixed"),
+        logger=options.pop("logger", False),
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=any(isinstance(c, callbacks.Checkpoint) for c in used),
+        callbacks=list(used),
+        default_root_dir=folder,
+        **{"max_epochs": 2, **options},
+    )
+
+
+def _data():
+    torch.manual_seed(2)
+    return DataLoader(torch.randn(16, 64), batch_size=8)
+
+
+def test_the_best_checkpoints_are_kept_and_load_into_a_stock_module(tmp_path):
+    best = callbacks.ModelCheckpoint(tmp_path, monitor="val_loss", save_top_k=2, save_last=True)
+    model = Classifier()
+    _trainer(tmp_path, best, max_epochs=4).fit(model, val_dataloaders=_data())
+    assert len(best.best_k_models) == 2
+    loaded = Classifier.load_from_checkpoint(best.best_model_path)
+    (measured,) = pl.Trainer(
+        accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False
+    ).validate(loaded, _data(), verbose=False)
+    assert measured["val_loss"] == pytest.approx(best.best_model_score.item(), rel=0.05)
+    last = torch.load(best.last_model_path, weights_only=True)
+    assert all(torch.equal(last["state_dict"][n], t) for n, t in model.state_dict().items())
+
+
+def test_training_stops_early(tmp_path):
+    stop = callbacks.EarlyStopping("val_loss", patience=1, min_delta=10.0)
+    trainer = _trainer(tmp_path, stop, max_epochs=10)
+    trainer.fit(Classifier(), val_dataloaders=_data())
+    assert stop.stopped_epoch == trainer.current_epoch - 1 == 1
+
+
+def test_accumulation_follows_its_schedule(tmp_path):
+    schedule = callbacks.GradientAccumulationScheduler({0: 1, 1: 4})
+    trainer = _trainer(tmp_path, schedule)
+    trainer.fit(Classifier())
+    assert trainer.global_step == 8 + 2
+
+
+def test_the_learning_rate_finder_suggests_one_and_leaves_the_weights(tmp_path):
+    model = Classifier()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    finder = Tuner(_trainer(tmp_path, max_epochs=1)).lr_find(model, num_training=8)
+    assert len(finder.results["lr"]) == 8
+    for name, tensor in model.state_dict().items():  # rounded once to BF16 and its residual
+        torch.testing.assert_close(tensor, before[name], rtol=2**-16, atol=0)
+
+
+def test_the_batch_size_is_scaled_as_in_bf16(tmp_path):
+    found = []
+    for precision in ("fp8-mixed", "bf16-mixed"):
+        model = Classifier()
+        model.val_dataloader = _data
+        tuner = Tuner(_trainer(tmp_path, max_epochs=1, precision=precision))
+        found.append(tuner.scale_batch_size(model, mode="power", max_trials=2))
+    assert found[0] == found[1] > 2
+
+
+def test_a_backbone_is_thawed_while_training(tmp_path):
+    """The callback adds a parameter group to the converted optimizer."""
+
+    class Thaw(callbacks.BaseFinetuning):
+        def freeze_before_training(self, module):
+            self.freeze(module.backbone)
+
+        def finetune_function(self, module, epoch, optimizer):
+            if epoch == 1:
+                self.unfreeze_and_add_param_group(module.backbone, optimizer, lr=1e-2)
+
+    model, weights = Classifier(), []
+    copies = callbacks.LambdaCallback(
+        on_train_epoch_end=lambda trainer, module: weights.append(
+            module.backbone[0].weight.detach().float().clone()
+        )
+    )
+    trainer = _trainer(tmp_path, Thaw(), copies)
+    start = model.backbone[0].weight.detach().clone()
+    trainer.fit(model)
+    assert torch.equal(weights[0], start)
+    assert not torch.equal(weights[1], start)
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+
+
+def test_an_exception_leaves_a_checkpoint_to_go_on_from(tmp_path):
+    class Fails(callbacks.Callback):
+        def on_train_batch_end(self, trainer, *args):
+            if trainer.global_step == 5:
+                raise RuntimeError("as it happens")
+
+    saves = callbacks.OnExceptionCheckpoint(tmp_path)
+    with pytest.raises(RuntimeError, match="as it happens"):
+        _trainer(tmp_path, saves, Fails(), max_epochs=1).fit(Classifier())
+    resumed = _trainer(tmp_path, max_epochs=1)
+    resumed.fit(Classifier(), ckpt_path=tmp_path / "on_exception.ckpt")
+    assert resumed.global_step == 8
+
+
+def test_two_optimizers_are_toggled_by_hand(tmp_path):
+    class ByHand(Classifier):
+        def __init__(self):
+            super().__init__()
+            self.automatic_optimization = False
+
+        def training_step(self, batch, batch_idx):
+            for optimizer in self.optimizers():
+                self.toggle_optimizer(optimizer)
+                loss = super().training_step(batch, batch_idx)
+                optimizer.zero_grad()
+                self.manual_backward(loss)
+                self.clip_gradients(optimizer, 1.0, "norm")
+                optimizer.step()
+                self.untoggle_optimizer(optimizer)
+
+        def configure_optimizers(self):
+            return (
+                torch.optim.AdamW(self.backbone.parameters(), lr=1e-2),
+                torch.optim.AdamW(self.head.parameters(), lr=1e-2),
+            )
+
+    model = ByHand()
+    trainer = _trainer(tmp_path, max_epochs=4)
+    before = model.head.weight.detach().clone()
+    trainer.fit(model)
+    assert trainer.global_step == 2 * 4 * 8
+    assert not torch.equal(before, model.head.weight)
+
+
+def test_the_users_optimizer_step_gets_a_closure(tmp_path):
+    class Warmup(Classifier):
+        def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure):
+            for group in optimizer.param_groups:
+                group["lr"] = self.lr * min(1.0, (self.trainer.global_step + 1) / 8)
+            optimizer.step(closure=optimizer_closure)
+
+    model = Warmup()
+    trainer = _trainer(tmp_path)
+    trainer.fit(model)
+    assert trainer.global_step == 16
+    assert trainer.callback_metrics["train_loss"] < 1.1
+
+
+def test_lbfgs_is_left_alone_and_trains(tmp_path):
+    class Second(Classifier):
+        def configure_optimizers(self):
+            return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=2)
+
+    trainer = _trainer(tmp_path, max_epochs=1)
+    trainer.fit(Second())
+    assert trainer.callback_metrics["train_loss"].isfinite()
+
+
+def test_a_scheduler_is_stepped_with_the_metric(tmp_path):
+    class Plateau(Classifier):
+        def configure_optimizers(self):
+            optimizer = torch.optim.AdamW(self.parameters(), lr=self.lr)
+            scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(
+                optimizer, patience=0, threshold=10.0
+            )
+            return {
+                "optimizer": optimizer,
+                "lr_scheduler": {"scheduler": scheduler, "monitor": "val_loss"},
+            }
+
+    model = Plateau()
+    trainer = _trainer(tmp_path, max_epochs=3)
+    trainer.fit(model, val_dataloaders=_data())
+    assert trainer.optimizers[0].param_groups[0]["lr"] < model.lr
+
+
+def test_predictions_come_out_as_float_tensors_of_stock_weights(tmp_path):
+    trainer, model = _trainer(tmp_path), Classifier()
+    trainer.fit(model)
+    predictions = trainer.predict(model, _data())
+    assert torch.cat(predictions).isfinite().all()
+    assert type(model.head) is nn.Linear
