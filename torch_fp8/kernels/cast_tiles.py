@@ -118,8 +118,12 @@ def store_cast(
     POWER_OF_TWO: tl.constexpr,
     ROW: tl.constexpr,
     COL: tl.constexpr,
+    width=None,
 ):
-    """The tile (tile_r, tile_c) of y in the layouts asked for, with its scales."""
+    """The tile (tile_r, tile_c) of y in the layouts asked for, with its scales.
+
+    width: the columns that the tile belongs to, where a row of `cols` has more; None: all.
+    """
     FMAX: tl.constexpr = 57344.0 if E5M2 else 448.0
     if SCALE == "groups":
         if ROW:
@@ -151,7 +155,10 @@ def store_cast(
             tl.store(q_ptr + r[:, None] * cols + c[None, :], q, mask=mask)
         if COL:
             PAD: tl.constexpr = 1 if SCALE == "square" else 16
-            store_col(qt_ptr, q, r, c, rows, cols, PAD)
+            if width is None:
+                store_col(qt_ptr, q, r, c, rows, cols, PAD)
+            else:
+                store_col(qt_ptr, q, r, c, rows, width, PAD)
 
 
 @triton.jit

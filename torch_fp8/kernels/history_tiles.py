@@ -77,13 +77,20 @@ def store_scaled(
     ROW: tl.constexpr,
     COL: tl.constexpr,
     PAD: tl.constexpr = 16,
+    width=None,
 ):
-    """A tile of x, cast with the scale, in the layouts asked for; see `tiles.store_col`."""
+    """A tile of x, cast with the scale, in the layouts asked for; see `tiles.store_col`.
+
+    width: the columns that the tile belongs to, where a row of `cols` has more; None: all.
+    """
     q = cast_saturating(x, per_row(scale, r, rows), E5M2)
     if ROW:
         tl.store(row_ptr + r[:, None] * cols + c[None, :], q, mask=mask)
     if COL:
-        store_col(col_ptr, q, r, c, rows, cols, PAD)
+        if width is None:
+            store_col(col_ptr, q, r, c, rows, cols, PAD)
+        else:
+            store_col(col_ptr, q, r, c, rows, width, PAD)
 
 
 @triton.jit

@@ -213,7 +213,9 @@ def swiglu_backward_cast_kernel(
         scale = delayed_scale(past, headroom, E5M2)
         largest = largest_bits(d)
         if (past != 0) | (largest == 0):
-            store_scaled(d, scale, q_ptr, qt_ptr, r, c, rows, row_length, mask, E5M2, ROW, COL)
+            store_scaled(
+                d, scale, q_ptr, qt_ptr, r, c, rows, row_length, mask, E5M2, ROW, COL, width=cols
+            )
         FEW_ROWS: tl.constexpr = 16  # that the last program casts at a time
         is_last, amax = count_in(progress_ptr, largest, programs)
         if is_last:
@@ -236,7 +238,19 @@ def swiglu_backward_cast_kernel(
                 )
                 row, col, _, inside = there
                 store_scaled(
-                    y, scale, q_ptr, qt_ptr, row, col, rows, row_length, inside, E5M2, ROW, COL
+                    y,
+                    scale,
+                    q_ptr,
+                    qt_ptr,
+                    row,
+                    col,
+                    rows,
+                    row_length,
+                    inside,
+                    E5M2,
+                    ROW,
+                    COL,
+                    width=cols,
                 )
             tl.store(s_ptr, scale)
             tl.store(amax_ptr, amax)
@@ -263,4 +277,5 @@ def swiglu_backward_cast_kernel(
             POWER_OF_TWO,
             ROW,
             COL,
+            width=cols,
         )
