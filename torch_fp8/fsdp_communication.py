@@ -158,7 +158,7 @@ def _parts(model: nn.Module, names: dict[nn.Module, str]) -> dict[Any, dict[str,
             info = param._module_info
             name = f"{names.get(info.module, '')}.{info.param_name}".lstrip(".")
             how = "in high precision"
-            if isinstance(info.module, Float8Linear):
+            if isinstance(info.module, Float8Layer):
                 how = f"in FP8 ({info.module.fp8_recipe.name})"
             what = f"{tuple(param._orig_size)} {param.sharded_param.dtype}"
             sharded = f"sharded by '{place}' along dimension {param.fsdp_placement.dim}"
