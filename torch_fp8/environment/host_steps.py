@@ -19,7 +19,7 @@ from torch_fp8.environment.hosts import is_installed
 from torch_fp8.environment.recipes import device_at_hand
 from torch_fp8.gemm import runs_natively
 from torch_fp8.gradients import Float8Grad
-from torch_fp8.linear import Float8Linear
+from torch_fp8.linear import Float8Layer
 
 _FLAG, _LAUNCHED = "fp8-mixed", "ACCELERATE_MIXED_PRECISION"
 LEVELS = ("O1", "O2", "O3")
@@ -43,12 +43,12 @@ class Evidence:
         self._hook = nn.modules.module.register_module_forward_hook(self._count)
 
     def _count(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        self.calls += isinstance(module, Float8Linear)
+        self.calls += isinstance(module, Float8Layer)
 
     def look(self, model: nn.Module) -> None:
         """Called between backward and the optimizer's step."""
         for module in model.modules():
-            if isinstance(module, Float8Linear):
+            if isinstance(module, Float8Layer):
                 weight = module.weight
                 self.states.append((weight.dtype, isinstance(weight.grad, Float8Grad)))
                 self.before.append((weight, weight.detach().clone()))
