@@ -21,7 +21,7 @@ from torch_fp8.gradient_parts import Rounding
 from torch_fp8.gradients import Float8Grad
 from torch_fp8.optimizer_state import local, with_data
 from torch_fp8.optimizer_step import shard_origin
-from torch_fp8.release import is_released, release_gradient
+from torch_fp8.release import release_gradient
 
 
 class GradientHook:
@@ -43,7 +43,7 @@ class GradientHook:
     @torch.no_grad()
     def __call__(self, parameter: Tensor) -> None:
         optimizer = self._optimizer()
-        if optimizer is None or parameter.grad is None or is_released(parameter.grad):
+        if optimizer is None or parameter.grad is None:
             return
         exchange = _exchange(optimizer, parameter)
         if self.quantize and exchange is not None and exchange.begun():

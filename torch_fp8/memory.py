@@ -14,7 +14,6 @@ from torch_fp8.block_scaled import num_groups
 from torch_fp8.linear import Float8Layer
 from torch_fp8.optimizer import Float8Optimizer
 from torch_fp8.optimizer_state import is_large, local, matrix_shape, residual_shape
-from torch_fp8.release import is_released
 
 _CATEGORIES = ("weights", "gradients", "moments", "master", "scales", "caches")
 _NUM_MOMENTS = {"Adam": 2, "AdamW": 2, "NAdam": 2, "RAdam": 2, "Adamax": 2}
@@ -77,8 +76,7 @@ def memory_report(
         parameters: count these alone, with their gradients and states, and no buffers; None: all.
     """
     counted = list(model.parameters() if parameters is None else parameters)
-    kept = [p.grad for p in counted if p.grad is not None and not is_released(p.grad)]
-    gradients = [_gradient_parts(grad) for grad in kept]
+    gradients = [_gradient_parts(p.grad) for p in counted if p.grad is not None]
     states = _by_category(_optimizers(optimizer), counted)
     buffers = [] if parameters is not None else list(model.named_buffers())
     histories = [b for name, b in buffers if name.rpartition(".")[2].startswith("fp8_")]

@@ -6,76 +6,63 @@ next is made. The loop's ``optimizer.step()`` has only the bookkeeping left, and
 bit for bit.
 
 That takes a loop with one backward per step, where nobody needs all gradients at once. Between
-backward and ``step()`` ``p.grad`` is a `ReleasedGrad`, which has no memory: whoever reads it, to
-clip by norm, to measure or to check, would find nothing were it None, and is told instead. So is a
-second backward before ``step()``, and GradScaler.
+backward and ``step()`` ``p.grad`` is None, which functions that clip gradients take for a parameter
+without any: they would find the norm 0, and clip nothing. So a Parameter has a class meanwhile that
+tells them (`ReleasedParameter`). A second backward before ``step()`` and GradScaler are told, too.
 """
 
+import sys
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-from torch_fp8.optimizer_state import local, with_data
+from torch_fp8.weight_cache import WatchedParameter
 
 _WHY = "FP8Config(gradient_release=True) has applied and freed"
+_CLIPPING = "torch.nn.utils.clip_grad"
 
 
-class ReleasedGrad(Tensor):
-    """What is left of a gradient: its shape, dtype and device. Zeroing it does nothing.
+class _Released(Tensor):
+    @property
+    def grad(self) -> Tensor | None:
+        grad: Tensor | None = torch.Tensor.grad.__get__(self)
+        if grad is None and sys._getframe(1).f_globals.get("__name__") == _CLIPPING:
+            raise RuntimeError(
+                f"{_WHY} the gradient of a parameter of shape {tuple(self.shape)} in backward: "
+                "there is nothing left to clip. Take clip_grad_norm_ and clip_grad_value_ out of "
+                "the loop, or set gradient_release=False"
+            )
+        return grad
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        torch.Tensor.grad.__set__(self, value)
+
+    @grad.deleter
+    def grad(self) -> None:
+        torch.Tensor.grad.__delete__(self)
+
+
+class ReleasedParameter(_Released, WatchedParameter):
+    """A Parameter between the backward that has stepped it and the optimizer's ``step()``.
 
     Raises:
-        RuntimeError: anything else is done with it; the way out is named.
+        RuntimeError: ``clip_grad_norm_`` or ``clip_grad_value_`` reads its ``grad``. It is None,
+            and None for everybody else.
     """
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
 
-    @staticmethod
-    def __new__(
-        cls, like: Tensor, dtype: torch.dtype | None = None, device: Any = None
-    ) -> "ReleasedGrad":
-        self: ReleasedGrad = torch.Tensor._make_wrapper_subclass(
-            cls, like.shape, dtype=dtype or like.dtype, device=device or like.device
-        )
-        return self
-
-    @classmethod
-    def __torch_dispatch__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        name, kwargs = func._schema.name.removeprefix("aten::"), kwargs or {}
-        first = args[0]
-        if name in _COPIES and isinstance(first, ReleasedGrad):
-            return ReleasedGrad(first, kwargs.get("dtype"), kwargs.get("device"))
-        if name == "zero_":
-            return first
-        if name in _OF_LISTS:
-            plain = [grad for grad in first if not isinstance(grad, ReleasedGrad)]
-            return func(plain, *args[1:], **kwargs) if plain else None
-        shape = next(t for t in _flat((args, kwargs)) if isinstance(t, ReleasedGrad)).shape
-        if name in ("add", "add_"):
-            raise RuntimeError(_second_gradient(f"a parameter of shape {tuple(shape)}"))
-        raise RuntimeError(
-            f"{_WHY} the gradient of a parameter of shape {tuple(shape)} in backward: it has no "
-            f"values ('{name}' asks for them). Take clip_grad_norm_, clip_grad_value_ and whatever "
-            "else reads p.grad before optimizer.step() out of the loop, or set "
-            "gradient_release=False"
-        )
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "ReleasedGrad":
-        return ReleasedGrad(self)
-
-    def __repr__(self) -> str:
-        return f"ReleasedGrad(shape={tuple(self.shape)}, dtype={self.dtype})"
+class ReleasedDTensor(_Released, DTensor):
+    """The same of a sharded Parameter."""
 
 
-_COPIES = ("detach", "alias", "view", "clone", "_to_copy")
-_OF_LISTS = ("_foreach_zero_", "_amp_foreach_non_finite_check_and_unscale_")
-
-
-def is_released(grad: Tensor | None) -> bool:
-    """Whether a gradient, perhaps a DTensor, was applied and freed."""
-    return grad is not None and isinstance(local(grad), ReleasedGrad)
+_CLASSES: dict[type[Tensor], type[Tensor]] = {
+    nn.Parameter: ReleasedParameter,
+    WatchedParameter: ReleasedParameter,
+    DTensor: ReleasedDTensor,
+}
 
 
 def release_gradient(optimizer: Any, index: int, group: dict[str, Any], parameter: Tensor) -> None:
@@ -90,16 +77,21 @@ def release_gradient(optimizer: Any, index: int, group: dict[str, Any], paramete
         RuntimeError: it was stepped since the last ``optimizer.step()`` already.
     """
     if index in optimizer.fp8_released:
-        name = f"parameter {index}, of shape {tuple(parameter.shape)},"
-        raise RuntimeError(_second_gradient(name))
+        raise RuntimeError(
+            f"parameter {index}, of shape {tuple(parameter.shape)}, got a second gradient before "
+            f"optimizer.step(), but {_WHY} the first one in backward. Gradient accumulation over "
+            "micro-batches, and checkpointing with use_reentrant=True of a weight that is used in "
+            "several places, need gradient_release=False"
+        )
     optimizer.step_parameters([(index, group, parameter)])
     # A sharded parameter has a version beside its shard's: a graph that still needs the old value
     # shall say so.
     torch.autograd.graph.increment_version(parameter)
-    grad = parameter.grad
-    assert grad is not None
-    parameter.grad = with_data(grad, ReleasedGrad(local(grad)))
+    parameter.grad = None
     optimizer.fp8_released.add(index)
+    cls: type[Tensor] = type(parameter)
+    if cls in _CLASSES:
+        parameter.__dict__["_fp8_class"], parameter.__class__ = cls, _CLASSES[cls]
 
 
 def finish_release(optimizer: Any) -> None:
@@ -112,23 +104,11 @@ def finish_release(optimizer: Any) -> None:
     if not optimizer.fp8_config.gradient_release:
         return
     for _, _, parameter in optimizer.indexed_parameters():
-        if is_released(parameter.grad):
-            parameter.grad = None
+        if isinstance(parameter, _Released):
+            parameter.__class__ = parameter.__dict__.pop("_fp8_class")
     # What GradScaler tells an optimizer that unscales by itself.
     if hasattr(optimizer, "found_inf"):
         raise RuntimeError(
             "GradScaler cannot unscale gradients that FP8Config(gradient_release=True) has applied "
             "in backward; BF16 needs no GradScaler, or set gradient_release=False"
         )
-
-
-def _second_gradient(parameter: str) -> str:
-    return (
-        f"{parameter} got a second gradient before optimizer.step(), but {_WHY} the first one in "
-        "backward. Gradient accumulation over micro-batches, and checkpointing with "
-        "use_reentrant=True of a weight that is used in several places, need gradient_release=False"
-    )
-
-
-def _flat(tree: Any) -> list[Any]:
-    return torch.utils._pytree.tree_leaves(tree)

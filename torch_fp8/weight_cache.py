@@ -275,7 +275,7 @@ def stamp_of(weight: Tensor) -> Stamp | None:
         None where nothing can be told: `weight` is not watched, has no version (an inference
         tensor), or is being compiled.
     """
-    if type(weight) is not WatchedParameter or torch.compiler.is_compiling():
+    if not isinstance(weight, WatchedParameter) or torch.compiler.is_compiling():
         return None
     if weight.is_inference():
         return None
