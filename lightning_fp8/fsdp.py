@@ -304,10 +304,15 @@ class FabricStrategy(HostStrategy):
         return sharded, set_up, *(scheduler or (None,))
 
     def save_checkpoint(self, path: Any, state: Any, *args: Any, **kwargs: Any) -> None:
-        """As the host's; a full checkpoint, unlike a folder of shards, has whole weights."""
+        """As the host's; a full checkpoint of models alone has whole weights.
+
+        A folder of shards, or a checkpoint with the optimizer, which has the residuals, is there to
+        resume from.
+        """
         models = [value for value in state.values() if isinstance(value, nn.Module)]
+        to_resume = any(isinstance(value, Optimizer) for value in state.values())
         with contextlib.ExitStack() as whole:
-            for model in () if self.save_distributed_checkpoint else models:
+            for model in () if self.save_distributed_checkpoint or to_resume else models:
                 whole.enter_context(self.precision.whole_weights(model))
             super().save_checkpoint(path, state, *args, **kwargs)  # type: ignore[misc]
 
