@@ -19,7 +19,6 @@ its update, to which the residuals belong: from the second step in a row on they
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,15 +28,16 @@ from torch_fp8.optimizer_state import local
 _SAMPLE = 256  # elements
 
 
-class _Signs(NamedTuple):
-    versions: tuple[int, int]
-    address: int
-    uses: int
+_Signs = tuple[int, int, int, int]
+"""Versions of a parameter and of its shard, the shard's address, uses of its ``.data``."""
 
 
 @dataclass
 class _Record:
+    parameter: Tensor
     signs: _Signs
+    place: tuple[int, int]
+    """Size and offset of the sample in the weight's memory."""
     sample: Tensor
     rewritten: bool = False
     """Whether the weight was another one at the last step, too."""
@@ -47,32 +47,35 @@ class LastWrites:
     """What the weights of an optimizer were when it last wrote them. Copies start empty."""
 
     def __init__(self) -> None:
-        self._records: dict[Tensor, _Record] = {}
+        self._records: dict[int, _Record] = {}  # by identity: a Tensor takes longer to hash
 
+    @torch.no_grad()
     def note(self, parameters: Iterable[Tensor]) -> None:
         """Remember these weights as they are."""
-        kept, samples = [], []
+        noted: dict[torch.device, tuple[list[Tensor], list[Tensor]]] = {}
         for parameter in parameters:
-            current = _sample(parameter)
-            record = self._records.get(parameter)
-            if record is None or record.sample.device != current.device:
-                record = _Record(_signs(parameter), torch.empty_like(current))
-                self._records[parameter] = record
-            record.signs = _signs(parameter)
+            signs, record = _signs(parameter), self._records.get(id(parameter))
+            if record is None or record.signs[2] != signs[2]:
+                place = _place(parameter)
+                record = _Record(parameter, signs, place, _sample(parameter, place).clone())
+                self._records[id(parameter)] = record
+                continue
+            record.signs = signs
+            kept, samples = noted.setdefault(record.sample.device, ([], []))
             kept.append(record.sample)
-            samples.append(current)
-        for device in dict.fromkeys(sample.device for sample in samples):
-            here = [i for i, sample in enumerate(samples) if sample.device == device]
-            torch._foreach_copy_([kept[i] for i in here], [samples[i] for i in here])
+            samples.append(_sample(parameter, record.place))
+        for kept, samples in noted.values():
+            torch._foreach_copy_(kept, samples)
 
     def forget(self, parameter: Tensor) -> None:
         """Take a weight for what belongs to its residual, whatever it is at the next step."""
-        self._records.pop(parameter, None)
+        self._records.pop(id(parameter), None)
 
     def forget_all(self) -> None:
         """`forget` of every weight."""
         self._records.clear()
 
+    @torch.no_grad()
     def changed(self, parameters: Iterable[Tensor], *, in_step: bool = False) -> list[Tensor]:
         """Which of these weights somebody else has written since; those never noted are none.
 
@@ -82,24 +85,25 @@ class LastWrites:
         """
         suspects, differ = [], []
         for parameter in parameters:
-            record = self._records.get(parameter)
+            record = self._records.get(id(parameter))
             if record is None:
                 continue
             if record.signs == _signs(parameter):
                 record.rewritten = record.rewritten and not in_step
                 continue
-            current = _sample(parameter)
+            record.place = _place(parameter)
+            current = _sample(parameter, record.place)
             same_place = record.sample.shape == current.shape
-            moved = record.sample.to(current.device) if same_place else current + 1
-            suspects.append(parameter)
-            differ.append((moved != current).any().cpu())
+            kept = record.sample.to(current.device) if same_place else -current
+            suspects.append(record)
+            differ.append((kept.view(torch.int16) != current.view(torch.int16)).any().cpu())
+            record.sample = kept
         changed = []
-        for parameter, different in zip(suspects, differ, strict=True):
-            record = self._records[parameter]
+        for record, different in zip(suspects, differ, strict=True):
             if not different:
-                record.signs = _signs(parameter)
+                record.signs = _signs(record.parameter)
             elif not record.rewritten:
-                changed.append(parameter)
+                changed.append(record.parameter)
             if in_step:
                 record.rewritten = bool(different)
         return changed
@@ -107,18 +111,23 @@ class LastWrites:
 
 def _signs(parameter: Tensor) -> _Signs:
     shard = local(parameter)
-    versions = (parameter._version, shard._version)
-    return _Signs(versions, shard.data_ptr(), getattr(parameter, "uses", 0))
+    uses = getattr(parameter, "uses", 0)
+    return parameter._version, shard._version, shard.data_ptr(), uses
 
 
-def _sample(parameter: Tensor) -> Tensor:
-    """Elements from the middle of a weight's memory, as integers that compare bit for bit."""
-    shard = local(parameter).detach()
+def _place(parameter: Tensor) -> tuple[int, int]:
+    shard = local(parameter)
     size = min(shard.numel(), _SAMPLE)
+    return size, shard.storage_offset() + (shard.numel() - size) // 2
+
+
+def _sample(parameter: Tensor, place: tuple[int, int]) -> Tensor:
+    """Elements from the middle of a weight's memory."""
+    size, offset = place
+    shard = local(parameter)
     if not _is_dense(shard):
-        return shard.reshape(-1)[:size].view(torch.int16)
-    offset = shard.storage_offset() + (shard.numel() - size) // 2
-    return torch.as_strided(shard, (size,), (1,), offset).view(torch.int16)
+        return shard.reshape(-1)[:size]
+    return shard.as_strided((size,), (1,), offset)
 
 
 def _is_dense(tensor: Tensor) -> bool:

@@ -41,6 +41,7 @@ What is kept is made outside of ``torch.inference_mode()`` also within it, for t
 it.
 """
 
+import sys
 from typing import Any, NamedTuple
 
 import torch
@@ -51,6 +52,8 @@ from torch_fp8.adamw import WeightPayload
 from torch_fp8.payload_shape import SQUARE
 from torch_fp8.quantize import QuantizedTensor, quantize_layouts, transposed
 from torch_fp8.recipe import CastSpec
+
+_CHECKPOINTS = "torch.utils.checkpoint"
 
 
 class WatchedParameter(nn.Parameter):
@@ -73,7 +76,9 @@ class WatchedParameter(nn.Parameter):
         torch.Tensor.data.__set__(self, value)
 
     def detach(self) -> Tensor:
-        self.uses += 1
+        # What a checkpoint saves of a weight while it repeats a forward is only read.
+        if sys._getframe(1).f_globals.get("__name__") != _CHECKPOINTS:
+            self.uses += 1
         return super().detach()
 
     def untyped_storage(self) -> torch.UntypedStorage:

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import torch_fp8.operand_casts
 import torch_fp8.quantize
@@ -361,3 +362,20 @@ def test_what_cannot_be_kept_is_refused():
     optimizer = torch.optim.AdamW(nn.Linear(64, 64).parameters())
     with pytest.raises(ValueError, match="needs the model"):
         convert_optimizer(optimizer, FP8Config(cache_weights=True))
+
+
+@pytest.mark.parametrize("cache", [True, False])
+def test_a_checkpoint_that_repeats_a_forward_only_reads_the_weight(cache):
+    model, optimizer = _model(cache)
+    _backward(model, 0)
+    optimizer.step()
+    kept = []
+    for seed in (1, 2):
+        x = torch.randn(8, 128, generator=torch.Generator().manual_seed(seed))
+        with torch.autocast("cpu", torch.bfloat16):
+            output = checkpoint(model, x, use_reentrant=False)
+        output.float().square().mean().backward()
+        kept.append(
+            [id(t) for layer in (model[0], model[2]) for t in layer.fp8_weight_cache.tensors]
+        )
+    assert kept[0] == kept[1]
