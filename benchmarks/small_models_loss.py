@@ -7,8 +7,9 @@ So each architecture runs from ten seeds, each seed in BF16, in BF16 from pertur
 FP8, on the same rows in the same order; a difference is systematic where its mean over the seeds is
 several standard errors from 0, and not that of the perturbed runs. ``--runs`` names parts of FP8
 alone; one of them uses nothing of this package: it rounds inputs and weights of linear layers to
-E4M3 in forward, with a scale for each tensor, and is stock BF16 otherwise. That alone gives what
-FP8 gives: where a loss falls by several percent a step, it is a fraction of a step behind.
+E4M3 in forward, with a scale for each tensor, and is stock BF16 otherwise. That alone gives most of
+the difference in the runs so far, two seeds of it; what is left of Mamba's and T5's has no cause
+that is known. Where a loss falls by several percent a step, it is a fraction of a step behind.
 
 A finished run becomes a row of the CSV at once, and a row that is there is not run again.
 
