@@ -50,6 +50,7 @@ POINTS: dict[str, dict[str, tuple[str, ...]]] = {
             "Accelerator.clip_grad_norm_",
             "Accelerator.clip_grad_value_",
             "Accelerator.fp8_backend",
+            "Accelerator.get_state_dict",
             "Accelerator.prepare",
             "Accelerator.prepare_model",
             "Accelerator.prepare_optimizer",
@@ -58,8 +59,11 @@ POINTS: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "transformers": {
         "transformers.training_args": ("TrainingArguments.__post_init__",),
+        "transformers.modeling_utils": ("PreTrainedModel.save_pretrained",),
         "transformers.trainer": (
+            "Trainer._load_best_model",
             "Trainer._load_optimizer_and_scheduler",
+            "Trainer._save",
             "Trainer._save_optimizer_and_scheduler",
             "Trainer._wrap_model",
         ),

@@ -29,11 +29,11 @@ from torch_fp8.kernels.quantize import (
     TILE_WARPS,
     is_odd,
     pad_columns,
+    pad_of,
 )
 from torch_fp8.kernels.rounding import abs_bits, largest_bits
 from torch_fp8.kernels.sums import TileSums
 from torch_fp8.kernels.tiles import load_tile, positions, store_sums
-from torch_fp8.payload_shape import COL_ALIGNMENT
 
 
 @triton.jit
@@ -172,12 +172,12 @@ def quantize_2d_delayed(
             sums.turn()
         return by_row, scale, pad_columns(by_col, "tensorwise")
     rows, cols = x.shape
-    # In whole tiles E5M2 with the newest amax spilled for sm_100, which had no register left.
-    spills = format_of(dtype).has_inf and algorithm == "most_recent" and row and col
+    # In whole tiles E5M2 with the newest amax, or with rows to pad, spilled: no register was left.
+    pad = pad_of(rows, "tensorwise", pads)
+    spills = format_of(dtype).has_inf and row and col and (algorithm == "most_recent" or pad > 1)
     small = is_odd(x) or spills
     block, warps = (ODD_BLOCK, ODD_WARPS) if small else (BLOCK, TILE_WARPS)
     by_row = x.new_empty((rows, cols), dtype=dtype) if row else None
-    pad = COL_ALIGNMENT["tensorwise"] if pads else 1
     by_col = x.new_empty((cols, cdiv(rows, pad) * pad), dtype=dtype) if col else None
     scale = x.new_empty((), dtype=torch.float32)
     partial = scale

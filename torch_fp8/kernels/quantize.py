@@ -137,7 +137,7 @@ def _tensorwise(
         power_of_two and source == "tensor",
         row,
         col,
-        _pad_of("tensorwise", pads),
+        pad_of(x.shape[0], "tensorwise", pads),
         sums,
     )
     return by_row, scale if row else None, by_col, scale if col else None
@@ -168,7 +168,7 @@ def _columns(
     x: Tensor, dtype: torch.dtype, power_of_two: bool, sums: TileSums | None, pads: bool
 ) -> Layout:
     """x^T with a scale per column of x, (C, 1)."""
-    (rows, cols), pad = x.shape, _pad_of("rowwise", pads)
+    (rows, cols), pad = x.shape, pad_of(x.shape[0], "rowwise", pads)
     if x.numel() == 0:
         _, by_col = _outputs(x, dtype, False, True, pad)
         return by_col, x.new_ones((cols, 1), dtype=torch.float32)
@@ -214,7 +214,9 @@ def _cast_tiles(
     by_row, by_col = _outputs(x, dtype, row, col, pad)
     if x.numel() and (row or col):
         num_partials = 1 if partial is None else partial.shape[0]
-        block, warps = (ODD_BLOCK, ODD_WARPS) if is_odd(x) else (BLOCK, TILE_WARPS)
+        # Another length and mask for the column layout leave too few registers beside sums.
+        small = is_odd(x) or (pad > 1 and sums is not None and source == "given")
+        block, warps = (ODD_BLOCK, ODD_WARPS) if small else (BLOCK, TILE_WARPS)
         cast_kernel[(cdiv(rows, block) * cdiv(cols, block),)](
             x,
             scale,
@@ -284,7 +286,7 @@ def _blocks(
     sums: TileSums | None,
     pads: bool,
 ) -> Layouts:
-    (rows, cols), pad = x.shape, _pad_of(granularity, pads)
+    (rows, cols), pad = x.shape, pad_of(x.shape[0], granularity, pads)
     squares = granularity == "block_128x128"
     odd = is_odd(x) or (rows % 16 != 0 and col and pad == 1)
     if row and col and odd and not squares:
@@ -350,8 +352,10 @@ def is_odd(x: Tensor) -> bool:
     return x.shape[1] % 16 != 0 or x.stride(1) != 1
 
 
-def _pad_of(granularity: str, pads: bool) -> int:
-    return COL_ALIGNMENT[granularity] if pads else 1
+def pad_of(rows: int, granularity: str, pads: bool) -> int:
+    """A kernel's PAD: 1 where there is nothing to pad, so that it has one length and one mask."""
+    pad = COL_ALIGNMENT[granularity] if pads else 1
+    return pad if rows % pad else 1
 
 
 def _outputs(

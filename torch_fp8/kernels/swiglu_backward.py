@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from torch_fp8.kernels.grid import cdiv
-from torch_fp8.kernels.producers import TYPES, Cast, Past, amax_bits, payload
+from torch_fp8.kernels.producers import TYPES, Cast, Past, amax_bits, payload, registers
 from torch_fp8.kernels.quantize import BLOCK
 from torch_fp8.kernels.swiglu import ROWS, WARPS, is_fused, tile
 from torch_fp8.kernels.swiglu_backward_tiles import (
@@ -163,6 +163,8 @@ def cast_gradients(
     gate_past, (length, headroom) = cast.history(grad)[:2], cast.history(grad)[2:]
     past = gate_past if up_past is None else (up_past.amaxes, up_past.progress)
     block_r, warps, maxnreg = tile(cast)
+    if rows % 16:  # a mask more than there are registers for two programs at a time
+        maxnreg = registers(warps)
     with torch.cuda.device_of(grad):
         swiglu_backward_cast_kernel[(2 * cdiv(rows, block_r) * cdiv(cols, BLOCK),)](
             *pointers,

@@ -5,6 +5,8 @@ import pytest
 INPUTS = (
     "one element",
     "odd shape",
+    "rows to pad",
+    "columns to pad",
     "one tile",
     "tails",
     "transposed",
@@ -17,6 +19,7 @@ INPUTS = (
     "huge",
     "inf",
     "nan",
+    "nan, rows to pad",
 )
 FEW = ("odd shape", "zeros", "nan", "inf")
 HISTORIES = ("one", "most recent", "default", "long")
