@@ -93,8 +93,9 @@ def blockwise_gemm(
     from benchmarks import triton_gemm_kernel as kernels  # Triton is imported where it is used
 
     square = b.granularity == "block_128x128"
-    assert a.scale.t().is_contiguous()
-    assert (b.scale if square else b.scale.t()).is_contiguous()
+    # The scales of a block of columns lie beside each other, with room behind them.
+    assert a.scale.stride(0) == 1
+    assert b.scale.is_contiguous() if square else b.scale.stride(0) == 1
     rows, (cols, contracted) = a.qdata.shape[0], b.qdata.shape
     out = torch.empty(rows, cols, dtype=out_dtype, device=a.qdata.device)
     if 0 in (rows, cols, contracted):
@@ -111,6 +112,8 @@ def blockwise_gemm(
             rows,
             cols,
             -(-contracted // BLOCK),
+            a.scale.stride(1),
+            b.scale.stride(1),
             SQUARE=square,
             BIAS=bias is not None,
             TILE_R=tile.rows,

@@ -15,6 +15,8 @@ def blockwise_gemm_kernel(
     rows,
     cols,
     blocks,
+    a_scale_stride,  # from a block of columns to the next
+    b_scale_stride,
     SQUARE: tl.constexpr,  # whether a scale of B belongs to a BLOCK of its rows, not to one
     BIAS: tl.constexpr,
     TILE_R: tl.constexpr,
@@ -51,8 +53,8 @@ def blockwise_gemm_kernel(
         else:
             b_scale = tl.load(b_scale_ptr + s, mask=s < cols_left, other=0.0)
             total += product * a_scale[:, None] * b_scale[None, :]
-        a_scale_ptr += rows
-        b_scale_ptr += 1 if SQUARE else cols
+        a_scale_ptr += a_scale_stride
+        b_scale_ptr += 1 if SQUARE else b_scale_stride
     if BIAS:
         bias = tl.load(bias_ptr + first_s + s, mask=s < cols_left, other=0.0)
         total += bias.to(tl.float32)[None, :]

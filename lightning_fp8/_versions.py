@@ -18,7 +18,7 @@ _DISTRIBUTIONS = {
 
 def refusal(package: str) -> str | None:
     """One line about a top-level package that is too old; None if it is not, or not known."""
-    for distribution in _DISTRIBUTIONS[package]:
+    for distribution in _DISTRIBUTIONS.get(package, ()):
         try:
             found = version(distribution)
         except PackageNotFoundError:

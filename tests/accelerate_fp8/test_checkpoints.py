@@ -258,6 +258,7 @@ def test_checkpoints_open_in_stock_libraries(
     with torch.no_grad():
         logits = reloaded(torch.arange(8)[None]).logits
     assert read["logits"] == pytest.approx(logits.double().sum().item(), rel=1e-5)
+    assert read["resumed"] == pytest.approx(read["logits"], rel=0.02)  # weights in BF16
 
 
 def test_trainer_resumes_delayed_scaling_exactly(

@@ -65,6 +65,7 @@ def test_all_methods_of_a_class_are_extended_or_none(
             "prepare_model",
             "prepare_optimizer",
             "unwrap_model",
+            "get_state_dict",
             "clip_grad_norm_",
             "clip_grad_value_",
             "_prepare_fsdp2",
@@ -74,6 +75,8 @@ def test_all_methods_of_a_class_are_extended_or_none(
             "_save_optimizer_and_scheduler",
             "_load_optimizer_and_scheduler",
             "_wrap_model",
+            "_save",
+            "_load_best_model",
         ],
     }[host]
     methods: dict[str, Any] = {

@@ -16,6 +16,11 @@ from .conftest import EXAMPLES
 SIGNALS = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP]
 
 
+def _default_signals() -> None:
+    for signum in SIGNALS:
+        signal.signal(signum, signal.SIG_DFL)
+
+
 def start(code: str, *arguments: str, **options) -> subprocess.Popen:
     """A process with the examples on its path; its first line has been read when this returns."""
     process = subprocess.Popen(
@@ -24,6 +29,7 @@ def start(code: str, *arguments: str, **options) -> subprocess.Popen:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        preexec_fn=_default_signals,  # whoever runs the tests may ignore them, as nohup does
         **options,
     )
     process.first = process.stdout.readline()

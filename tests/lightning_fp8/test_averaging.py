@@ -121,7 +121,7 @@ def test_average_resumes_exactly(host, tmp_path):
     whole = fit(host, "O2", [make_callback(host, "EMA"), checkpoint()], enable_checkpointing=True)
     saved = torch.load(tmp_path / "epoch=1.ckpt", weights_only=True)
     assert saved["state_dict"]["net.0.weight"].dtype == torch.float32
-    assert saved["current_model_state"]["net.0.weight"].dtype == torch.bfloat16
+    assert saved["current_model_state"]["net.0.weight"].dtype == torch.float32
 
     again = fit(host, "O2", [make_callback(host, "EMA")], ckpt_path=tmp_path / "epoch=1.ckpt")
     assert torch.equal(again.net[0].weight, whole.net[0].weight)

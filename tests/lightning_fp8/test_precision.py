@@ -186,7 +186,7 @@ def test_environment_gives_the_configuration_and_an_explicit_one_wins(monkeypatc
 
 
 def test_config_of_another_type_is_refused():
-    with pytest.raises(TypeError, match="takes an FP8Config, got 'rowwise'"):
+    with pytest.raises(TypeError, match="takes an FP8Config or its fields, got 'rowwise'"):
         FP8Precision("rowwise")
 
 

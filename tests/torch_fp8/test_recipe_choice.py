@@ -12,7 +12,7 @@ from torch.distributed.tensor import Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from torch_fp8 import Float8Linear, FP8Config, convert_optimizer, convert_to_float8, layer_timing
+from torch_fp8 import Float8Linear, FP8Config, convert_to_float8, layer_timing
 from torch_fp8.layer_timing import LayerShape, layer_times
 from torch_fp8.recipe_choice import MARGIN, candidates, layer_shapes
 from torch_fp8.tensor_parallel import check_style
@@ -340,24 +340,23 @@ LLAMA = LlamaConfig(
 Q, KV, GATE, DOWN = (64, 64), (32, 64), (176, 64), (64, 176)
 
 
-@pytest.mark.parametrize("level", ["O2", "O3"])
 @pytest.mark.parametrize("slow", [(KV,), (Q,), (GATE,), (DOWN,), (Q, KV, GATE)], ids=str)
-def test_layers_left_are_as_if_they_were_named_in_skip(timed, slow, level):
+def test_layers_left_are_as_if_they_were_named_in_skip(timed, slow):
+    """At level O1; at the others a weight that is named keeps its dtype."""
     timed({s: (100, fp8(200 if s in slow else 50)) for s in (Q, KV, GATE, DOWN)})
     torch.manual_seed(0)
     auto = AutoModelForCausalLM.from_config(LLAMA)
     named = copy.deepcopy(auto)
-    configs = [FP8Config(tokens=16, opt_level=level)]
+    configs = [FP8Config(tokens=16, opt_level="O1")]
     left = convert_to_float8(auto, configs[0]).choice.left
     assert len({name.rpartition(".")[2] for name in left}) in (1, 2, 6)
     skip = ("lm_head", *left)
-    configs.append(FP8Config(recipe="tensorwise", skip=skip, opt_level=level))
+    configs.append(FP8Config(recipe="tensorwise", skip=skip, opt_level="O1"))
     report = convert_to_float8(named, configs[1])
     assert {name for name, _ in report.skipped} == {"lm_head", *left}
     ids = torch.randint(1, 128, (2, 16))
-    for net, config in zip((auto, named), configs, strict=True):
+    for net in (auto, named):
         optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
-        assert convert_optimizer(optimizer, config, model=net).converted
         for _ in range(2):
             with torch.autocast("cpu", torch.bfloat16):
                 net(ids, labels=ids).loss.backward()

@@ -13,6 +13,13 @@ pretrained, state = map(Path, sys.argv[1:])
 model, loading = AutoModelForCausalLM.from_pretrained(pretrained, output_loading_info=True)
 assert not any(loading[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
 
+
+def total(model):
+    with torch.no_grad():
+        return model.eval()(torch.arange(8)[None]).logits.double().sum().item()
+
+
+logits = total(model)
 accelerator = Accelerator(cpu=True)
 optimizer = torch.optim.AdamW(model.parameters())
 model, optimizer = accelerator.prepare(model, optimizer)
@@ -23,8 +30,5 @@ assert {type(tensor) for tensor in tensors.values()} == {torch.Tensor}
 assert sorted(tensors) == sorted(
     name for name in model.state_dict() if name != "lm_head.weight" or name in tensors
 )
-model.eval()
-with torch.no_grad():
-    logits = model(torch.arange(8)[None]).logits
 ours = [name for name in sys.modules if name.split(".")[0] in ("torch_fp8", "accelerate_fp8")]
-print(json.dumps({"ours": ours, "logits": logits.double().sum().item()}))
+print(json.dumps({"ours": ours, "logits": logits, "resumed": total(model)}))
