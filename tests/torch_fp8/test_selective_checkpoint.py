@@ -736,7 +736,7 @@ def test_in_a_compiled_graph_torch_keeps_fp8(recipe):
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch.partitioners import min_cut_rematerialization_partition
 
-    model, x = Llama(recipe=recipe), _x(6, 64, 128)
+    model, x = Llama(recipe=recipe), _x(12, 32, 128)
     twin, graphs, payloads = copy.deepcopy(model), [], []
 
     def keep(graph, inputs):
