@@ -18,7 +18,7 @@ from transformers import LlamaForCausalLM, get_cosine_schedule_with_warmup
 
 from examples import stdlib_corpus, tiny_llama
 from examples.code_tokenizer import END, train_tokenizer
-from examples.run_record import bytes_per_parameter
+from examples.memory_count import bytes_per_parameter
 from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8
 
 STEPS = 3000

@@ -10,9 +10,10 @@ from collections import Counter
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from losses import read_losses
+from memory_count import bytes_by_kind, bytes_per_parameter
 
 COLUMNS = ["step", "loss", "eval_loss", "seconds"]
 MEASURED = ["device", "linear_layers", "bytes_per_parameter", "bytes_by_kind", "parameters"]
@@ -101,32 +102,3 @@ class RunRecord:
             return
         with self.path.open("a", newline="") as file:
             csv.DictWriter(file, COLUMNS, lineterminator="\n").writerow(row)
-
-
-def bytes_per_parameter(model: nn.Module, optimizer: torch.optim.Optimizer) -> float:
-    """Return the bytes of weights, gradients and optimizer state over the number of parameters."""
-    return sum(bytes_by_kind(model, optimizer).values())
-
-
-def bytes_by_kind(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, float]:
-    """Return the same apart: bytes per parameter of weights, gradients and optimizer state."""
-    parameters = list(model.parameters())
-    kinds = {
-        "weights": parameters,
-        "gradients": [p.grad for p in parameters if p.grad is not None],
-        "optimizer": [
-            value
-            for state in optimizer.state.values()
-            for value in state.values()
-            if isinstance(value, Tensor) and value.dim() > 0  # not AdamW's step counters
-        ],
-    }
-    count = sum(p.numel() for p in parameters)
-    return {kind: sum(map(_num_bytes, tensors)) / count for kind, tensors in kinds.items()}
-
-
-def _num_bytes(tensor: Tensor) -> int:
-    if hasattr(tensor, "__tensor_flatten__"):  # made of others: a payload and its scale, say
-        names, _ = tensor.__tensor_flatten__()
-        return sum(_num_bytes(getattr(tensor, name)) for name in names)
-    return tensor.numel() * tensor.element_size()
