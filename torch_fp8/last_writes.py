@@ -24,21 +24,22 @@ import torch
 from torch import Tensor
 
 from torch_fp8.optimizer_state import local
+from torch_fp8.weight_cache import WatchedParameter
 
 _SAMPLE = 256  # elements
 
 
-_Signs = tuple[int, int, int, int]
-"""Versions of a parameter and of its shard, the shard's address, uses of its ``.data``."""
+_Signs = tuple[int, ...]
 
 
 @dataclass
 class _Record:
     parameter: Tensor
     signs: _Signs
-    place: tuple[int, int]
-    """Size and offset of the sample in the weight's memory."""
+    place: tuple[int, int] | None
+    """Size and offset of the sample in the weight's memory; None where that has holes."""
     sample: Tensor
+    sharded: bool
     rewritten: bool = False
     """Whether the weight was another one at the last step, too."""
 
@@ -52,20 +53,26 @@ class LastWrites:
     @torch.no_grad()
     def note(self, parameters: Iterable[Tensor]) -> None:
         """Remember these weights as they are."""
-        noted: dict[torch.device, tuple[list[Tensor], list[Tensor]]] = {}
-        for parameter in parameters:
-            signs, record = _signs(parameter), self._records.get(id(parameter))
-            if record is None or record.signs[2] != signs[2]:
-                place = _place(parameter)
-                record = _Record(parameter, signs, place, _sample(parameter, place).clone())
-                self._records[id(parameter)] = record
-                continue
-            record.signs = signs
-            kept, samples = noted.setdefault(record.sample.device, ([], []))
-            kept.append(record.sample)
-            samples.append(_sample(parameter, record.place))
-        for kept, samples in noted.values():
-            torch._foreach_copy_(kept, samples)
+        known = self._records
+        records = [known.get(id(p)) or self._new(p) for p in parameters]
+        for record in records:
+            record.signs = _signs(record.parameter)
+        for device in {record.sample.device for record in records}:
+            here = [record for record in records if record.sample.device == device]
+            samples = [
+                _sample(record.parameter, record.place)
+                if record.place is None or record.sharded
+                else record.parameter.as_strided(record.place[:1], (1,), record.place[1])
+                for record in here
+            ]
+            torch._foreach_copy_([record.sample for record in here], samples)
+
+    def _new(self, parameter: Tensor) -> _Record:
+        place = _place(parameter)
+        sharded = local(parameter) is not parameter
+        record = _Record(parameter, (), place, _sample(parameter, place).clone(), sharded)
+        self._records[id(parameter)] = record
+        return record
 
     def forget(self, parameter: Tensor) -> None:
         """Take a weight for what belongs to its residual, whatever it is at the next step."""
@@ -110,25 +117,25 @@ class LastWrites:
 
 
 def _signs(parameter: Tensor) -> _Signs:
+    """Versions of a parameter and of its shard, the shard's address; or uses of its ``.data``."""
+    if parameter.__class__ is WatchedParameter:
+        return parameter._version, parameter.uses
     shard = local(parameter)
-    uses = getattr(parameter, "uses", 0)
-    return parameter._version, shard._version, shard.data_ptr(), uses
+    return parameter._version, shard._version, shard.data_ptr()
 
 
-def _place(parameter: Tensor) -> tuple[int, int]:
+def _place(parameter: Tensor) -> tuple[int, int] | None:
     shard = local(parameter)
     size = min(shard.numel(), _SAMPLE)
+    if not (shard.is_contiguous() or torch._debug_has_internal_overlap(shard) == 0):
+        return None
     return size, shard.storage_offset() + (shard.numel() - size) // 2
 
 
-def _sample(parameter: Tensor, place: tuple[int, int]) -> Tensor:
+def _sample(parameter: Tensor, place: tuple[int, int] | None) -> Tensor:
     """Elements from the middle of a weight's memory."""
-    size, offset = place
     shard = local(parameter)
-    if not _is_dense(shard):
-        return shard.reshape(-1)[:size]
+    if place is None:
+        return shard.reshape(-1)[:_SAMPLE]
+    size, offset = place
     return shard.as_strided((size,), (1,), offset)
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    return tensor.is_contiguous() or torch._debug_has_internal_overlap(tensor) == 0

@@ -102,7 +102,7 @@ class Float8Optimizer(Optimizer):
         """One step of some of `indexed_parameters`: of those that have a gradient."""
         large, small = [], []
         indexed = list(indexed)
-        self.renew_residuals((p for *_, p in indexed), in_step=True)
+        self.renew_residuals([p for *_, p in indexed], in_step=True)
         for index, group, parameter in indexed:
             if parameter.grad is None:
                 continue
@@ -120,7 +120,7 @@ class Float8Optimizer(Optimizer):
         for group in self.param_groups:
             step_small(group, [(p, s) for g, p, s in small if g is group])
         stepped = [(p, s) for *_, p, s in large] + [(p, s) for _, p, s in small]
-        self._fp8_writes.note(p for p, s in stepped if "residual" in s and not p.is_meta)
+        self._fp8_writes.note([p for p, s in stepped if "residual" in s and not p.is_meta])
 
     def _state_of(self, parameter: Tensor) -> State:
         """The state of a parameter, made at its first step and repaired after outside changes."""

@@ -1,6 +1,7 @@
 """Both fine-tuning scripts end to end, in processes of their own."""
 
 import csv
+import functools
 import json
 import os
 import re
@@ -169,7 +170,12 @@ def test_a_signal_ends_a_run_with_its_number_and_leaves_no_result(
     command = host.command(precision, *steps, "--output", str(output))
     with (tmp_path / "log").open("w") as log:
         run = subprocess.Popen(
-            command, env=environment_in(tmp_path), stdout=log, stderr=log, cwd=tmp_path
+            command,
+            env=environment_in(tmp_path),
+            stdout=log,
+            stderr=log,
+            cwd=tmp_path,
+            preexec_fn=functools.partial(signal.signal, signum, signal.SIG_DFL),
         )
         deadline = time.monotonic() + 200
         while not any(len(read_losses(path)) >= 2 for path in output.rglob("losses.csv")):
