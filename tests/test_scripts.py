@@ -1,5 +1,6 @@
 """Set-up by scripts/setup.sh, with a Python that only notes what it is asked for."""
 
+import functools
 import os
 import shutil
 import signal
@@ -114,6 +115,7 @@ def test_a_signal_ends_the_installation_and_is_the_status(project, signum):
         ["bash", str(project / "scripts/finetune.sh")],
         env=environment(project, HAS_TORCH="0", SLEEP="1"),
         stdout=subprocess.DEVNULL,
+        preexec_fn=functools.partial(signal.signal, signum, signal.SIG_DFL),
     )
     pid = project / "notes.pid"
     deadline = time.monotonic() + 30
