@@ -12,7 +12,7 @@ from torch.distributed.tensor import Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from torch_fp8 import Float8Linear, FP8Config, convert_to_float8, layer_timing
+from torch_fp8 import Float8Linear, FP8Config, convert_optimizer, convert_to_float8, layer_timing
 from torch_fp8.layer_timing import LayerShape, layer_times
 from torch_fp8.recipe_choice import MARGIN, candidates, layer_shapes
 from torch_fp8.tensor_parallel import check_style
@@ -364,6 +364,32 @@ def test_layers_left_are_as_if_they_were_named_in_skip(timed, slow):
             optimizer.zero_grad()
     for ours, theirs in zip(auto.parameters(), named.parameters(), strict=True):
         assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_layers_left_are_split_and_those_named_in_skip_are_not(timed, level):
+    timed({s: (100, fp8(200 if s == GATE else 50)) for s in (Q, KV, GATE, DOWN)})
+    torch.manual_seed(0)
+    auto = AutoModelForCausalLM.from_config(LLAMA)
+    named = copy.deepcopy(auto)
+    left = convert_to_float8(auto, FP8Config(tokens=16, opt_level=level)).choice.left
+    assert left
+    skip = FP8Config(recipe="tensorwise", skip=("lm_head", *left), opt_level=level)
+    convert_to_float8(named, skip)
+    ids = torch.randint(1, 128, (2, 16))
+    for net, config, dtype in (
+        (auto, FP8Config(tokens=16, opt_level=level), torch.bfloat16),
+        (named, skip, torch.float32),
+    ):
+        optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+        assert convert_optimizer(optimizer, config, model=net).converted
+        assert {net.get_submodule(name).weight.dtype for name in left} == {dtype}
+        before = [p.detach().float().clone() for p in net.parameters()]
+        with torch.autocast("cpu", torch.bfloat16):
+            net(ids, labels=ids).loss.backward()
+        optimizer.step()
+        pairs = zip(before, net.parameters(), strict=True)
+        assert all(p.isfinite().all() and not torch.equal(b, p.float()) for b, p in pairs)
 
 
 @pytest.mark.gpu
