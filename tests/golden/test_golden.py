@@ -39,7 +39,7 @@ def _marked(name):
     return pytest.param(name, marks=pytest.mark.slow if CASES[name].compiled else ())
 
 
-@pytest.mark.parametrize("name", map(_marked, CASES))
+@pytest.mark.parametrize("name", [_marked(name) for name in CASES])
 def test_one_process(runs, name):
     made = as_text(recorded(CASES[name]))
     assert differences(runs[name], made) == []
