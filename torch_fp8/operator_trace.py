@@ -167,7 +167,8 @@ class Recorder(SelectivePass):
     def _number(self, x: Tensor) -> int | None:
         """Of its storage in the trace; None where it has none that can be told."""
         try:
-            storage = x.untyped_storage()
+            # A weight that is watched would count a write.
+            storage = Tensor.untyped_storage(x)
         except (NotImplementedError, RuntimeError):
             return None
         number = self._numbers.get(storage._cdata)

@@ -20,7 +20,12 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRot
 
 from tests.torch_fp8.test_hugging_face import FAMILIES, TINY
 from tests.torch_fp8.test_producers import MLP, Attention, Block, Norm
-from torch_fp8 import FP8Config, convert_to_float8, selective_checkpoint_contexts
+from torch_fp8 import (
+    FP8Config,
+    convert_optimizer,
+    convert_to_float8,
+    selective_checkpoint_contexts,
+)
 from torch_fp8.activation_checkpointing import Unavailable
 from torch_fp8.delayed_scaling import History
 from torch_fp8.fsdp_communication import connect_fsdp
@@ -327,6 +332,30 @@ def test_weights_that_are_kept_between_steps(recipe, payload):
         results.append(_run(model, run))
     for want, got in zip(results[:3], results[3:], strict=True):
         _assert_equal(want, got)
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_what_the_step_knows_of_a_weight_is_known_to_both_passes(level):
+    """The optimizer's step finds the amax of each weight, with which the next forward casts."""
+    results = []
+    for selective in (False, True):
+        config = FP8Config(recipe="tensorwise", opt_level=level)
+        model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+        torch.manual_seed(0)
+        for weight in model.parameters():
+            nn.init.normal_(weight, std=0.1)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        convert_to_float8(model, config)
+        convert_optimizer(optimizer, config, model=model)
+        run = functools.partial(_selective, model) if selective else model
+        for step in range(3):
+            x = torch.randn(32, 64, generator=torch.Generator().manual_seed(step))
+            run(x.requires_grad_()).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append([p.detach().clone() for p in model.parameters()])
+    for want, got in zip(*results, strict=True):
+        assert torch.equal(want, got)
 
 
 def test_attention_is_random_where_it_drops():
