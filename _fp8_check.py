@@ -92,7 +92,7 @@ def _asked_by() -> tuple[str, str] | None:
 
 
 def _has_fp8_layer() -> bool:
-    if gc.get_freeze_count() and "torch_fp8.linear" in sys.modules:
+    if gc.get_freeze_count() and "torch_fp8.nn.linear" in sys.modules:
         return True  # gc.freeze() hides what is alive, and somebody has used the engine
     module = sys.modules["torch"].nn.Module
     return any(

@@ -31,9 +31,9 @@ from accelerate_fp8.handler import FP8Kwargs
 from accelerate_fp8.history import load_history, save_history
 from accelerate_fp8.preparation import LOGGER_NAME, Preparation
 from accelerate_fp8.release import refuse_accumulation, refuse_clipping
-from torch_fp8.agreement import check_same_config
-from torch_fp8.convert import check_config
-from torch_fp8.transformer_engine import refuse_sharding
+from torch_fp8.conversion.convert import check_config
+from torch_fp8.distributed.config_check import check_same_config
+from torch_fp8.nn.transformer_engine import refuse_sharding
 
 
 def init(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:

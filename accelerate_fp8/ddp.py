@@ -8,8 +8,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from accelerate_fp8.optimizers import PreparedOptimizers
-from torch_fp8.ddp import connect, ddp_options
-from torch_fp8.ddp_hook import DDPReport
+from torch_fp8.distributed.ddp.hook_registration import DDPReport
+from torch_fp8.distributed.ddp.wrap import connect_ddp, ddp_options
 
 
 class _Handler:
@@ -35,7 +35,7 @@ def wraps_in_ddp(accelerator: Any) -> bool:
 def engine_options(
     accelerator: Any, model: nn.Module, optimizers: PreparedOptimizers
 ) -> Iterator[None]:
-    """Within, Accelerate wraps `model` with `torch_fp8.ddp.ddp_options`.
+    """Within, Accelerate wraps `model` with `torch_fp8.distributed.ddp.wrap.ddp_options`.
 
     Accelerate's handler does not tell ``gradient_as_bucket_view=False`` from no choice.
 
@@ -75,4 +75,4 @@ def connect_engine(
     if not isinstance(ddp, DistributedDataParallel):
         return None
     optimizers.set_wrapped(model, ddp)
-    return connect(ddp, optimizers.that_train(accelerator, model), optimizers.config)
+    return connect_ddp(ddp, optimizers.that_train(accelerator, model), optimizers.config)

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from accelerate_fp8.optimizers import PreparedOptimizers, bare
 from accelerate_fp8.release import refuse_accumulation
-from torch_fp8.fsdp import shard_residuals, split_for_sharding
+from torch_fp8.distributed.fsdp.split_weights import shard_residuals, split_for_sharding
 
 
 class WithoutUpcast:

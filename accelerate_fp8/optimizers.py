@@ -17,10 +17,10 @@ from torch.optim import Optimizer
 
 from accelerate_fp8.release import refuse_accumulation, refuse_distributed
 from torch_fp8 import FP8Config, OptimizerReport, convert_optimizer, restore_weights
-from torch_fp8.memory import expected_bytes_per_param
-from torch_fp8.optimizer import Float8Optimizer
-from torch_fp8.optimizer_conversion import gradients_report
-from torch_fp8.optimizer_state import is_large
+from torch_fp8.conversion.memory import expected_bytes_per_param
+from torch_fp8.optim.convert import gradients_report
+from torch_fp8.optim.optimizer import Float8Optimizer
+from torch_fp8.optim.state import is_large
 
 
 class WeakKeys(WeakKeyDictionary[Any, Any]):

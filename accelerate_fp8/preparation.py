@@ -14,10 +14,10 @@ from torch.distributed.fsdp import FSDPModule
 
 from accelerate_fp8.optimizers import PreparedOptimizers, WeakKeys
 from torch_fp8 import ConversionReport, FP8Config, convert_to_float8
-from torch_fp8.fsdp_communication import connect_fsdp
-from torch_fp8.linear import Float8Layer
-from torch_fp8.selection import is_linear
-from torch_fp8.whole_weights import whole_weights
+from torch_fp8.distributed.fsdp.connect import connect_fsdp
+from torch_fp8.nn.layer_filter import is_linear
+from torch_fp8.nn.linear import Float8Layer
+from torch_fp8.optim.whole_weights import whole_weights
 
 LOGGER_NAME = "accelerate_fp8"
 
@@ -97,7 +97,7 @@ class Preparation:
 
     @contextlib.contextmanager
     def whole_weights(self, model: nn.Module, *, keep_changes: bool = False) -> Iterator[None]:
-        """Within, `model` is as a stock run would save it; see `torch_fp8.whole_weights`."""
+        """Within, `model` is as a stock run would save it; see `torch_fp8.optim.whole_weights`."""
         optimizers = self.optimizers.known()
         with whole_weights(model, optimizers, keep_changes=keep_changes) as joined:
             if joined and not keep_changes and not self._whole_announced:

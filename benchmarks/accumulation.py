@@ -38,9 +38,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torch_fp8.block_scaled import decode, encode
-from torch_fp8.formats import GRADIENT, MOMENT1, ByteFloat
-from torch_fp8.random_bits import element_index, random_words, stream_keys
+from torch_fp8.quantization.block_scaled import decode, encode
+from torch_fp8.quantization.formats import GRADIENT, MOMENT1, ByteFloat
+from torch_fp8.quantization.stochastic_rounding import element_index, random_words, stream_keys
 
 RESULTS = Path(__file__).parent / "results" / "accumulation.csv"
 COLUMNS = (

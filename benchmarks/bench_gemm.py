@@ -33,9 +33,9 @@ from benchmarks.plot import draw
 from benchmarks.roofline import Rates, gemm_seconds
 from benchmarks.shapes import LLAMA_3_1_8B_BLOCK, TOKENS, TOY_BLOCK, TOY_TOKENS
 from benchmarks.triton_gemm import TILES, Tile, blockwise_gemm, runs_triton_gemm
-from torch_fp8.gemm import scaled_matmul
-from torch_fp8.quantize import QuantizedTensor, dequantize, quantize
-from torch_fp8.recipe import GEMMS, CastSpec, make_recipe
+from torch_fp8.ops.quantize import QuantizedTensor, dequantize, quantize
+from torch_fp8.ops.scaled_mm import scaled_matmul
+from torch_fp8.quantization.recipe import GEMMS, CastSpec, make_recipe
 
 COLUMNS = (
     *("gemm", "M", "K", "N", "rows", "cols", "contracted", "input", "variant"),

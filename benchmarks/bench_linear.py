@@ -53,8 +53,8 @@ from benchmarks.plot import draw
 from benchmarks.roofline import TRAFFIC, Rates, Traffic, linears_seconds
 from benchmarks.shapes import LLAMA_3_1_8B_BLOCK, TOKENS, TOY_BLOCK, TOY_TOKENS
 from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8
-from torch_fp8.numerics import sqnr_db
-from torch_fp8.recipe import GEMMS, RECIPES
+from torch_fp8.quantization.metrics import sqnr_db
+from torch_fp8.quantization.recipe import GEMMS, RECIPES
 
 COLUMNS = (
     *("linear", "M", "K", "N", "variant", "mode", "median_ms", "p20_ms", "p80_ms", "host_ms"),

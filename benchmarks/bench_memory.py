@@ -43,18 +43,13 @@ from benchmarks.memory_tracker import CATEGORIES, MemoryTracker
 from benchmarks.plot import draw
 from benchmarks.shapes import LAYOUTS, SEQUENCE, TOY_LLAMA, TOY_SEQUENCE
 from benchmarks.training_run import Variant, bigram_tokens, causal_lm, optimizer_of
-from torch_fp8 import (
-    FP8Config,
-    convert_optimizer,
-    convert_to_float8,
-    float8_rms_norm,
-    gated_mlp,
-    gradients,
-)
-from torch_fp8 import optimizer as float8_optimizer
-from torch_fp8.adamw import GradientParts
-from torch_fp8.block_scaled import num_groups
-from torch_fp8.gradient_parts import Rounding
+from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8
+from torch_fp8.kernels.arguments import GradientParts
+from torch_fp8.nn import gated_mlp, rms_norm
+from torch_fp8.ops.grad_codec import Rounding
+from torch_fp8.optim import optimizer as float8_optimizer
+from torch_fp8.quantization.block_scaled import num_groups
+from torch_fp8.tensor import float8_grad
 
 COLUMNS = (
     *("kind", "model", "variant", "checkpointing", "batch", "sequence"),
@@ -215,12 +210,12 @@ def without_memory() -> Iterator[None]:
     Norms and gated MLPs leave tensor subclasses to their stock forward; here these are the rule.
     """
     with (
-        mock.patch.object(float8_rms_norm, "PLAIN", (FakeTensor,)),
+        mock.patch.object(rms_norm, "PLAIN", (FakeTensor,)),
         mock.patch.object(gated_mlp, "PLAIN", (FakeTensor,)),
         FakeTensorMode(allow_non_fake_inputs=True),
         mock.patch.object(float8_optimizer, "step_large"),
         mock.patch.object(float8_optimizer, "step_small"),
-        mock.patch.object(gradients, "quantize_gradient", _no_codes),
+        mock.patch.object(float8_grad, "quantize_gradient", _no_codes),
         mock.patch.object(Rounding, "next"),
     ):
         yield

@@ -39,9 +39,9 @@ from benchmarks.memory_tracker import plain_parts
 from benchmarks.plot import draw
 from benchmarks.shapes import TINY_LLAMA_1_1B, TOY_LLAMA, parameter_shapes
 from torch_fp8 import FP8Config, convert_optimizer
-from torch_fp8.gradients import Float8Grad
-from torch_fp8.optimizer_conversion import split_parameter
-from torch_fp8.optimizer_state import is_large
+from torch_fp8.optim.convert import split_parameter
+from torch_fp8.optim.state import is_large
+from torch_fp8.tensor.float8_grad import Float8Grad
 
 COLUMNS = (
     *("variant", "tensors", "parameters", "median_ms", "p20_ms", "p80_ms", "host_ms"),

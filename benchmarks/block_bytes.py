@@ -24,16 +24,10 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
-from torch_fp8 import (
-    FP8Config,
-    convert_optimizer,
-    convert_to_float8,
-    rms_norm,
-    swiglu,
-    swiglu_backward,
-)
+from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8
 from torch_fp8.kernels import rms_norm as norm_kernels
-from torch_fp8.swiglu_inputs import BackwardInputs
+from torch_fp8.kernels.arguments import BackwardInputs
+from torch_fp8.ops import rms_norm, swiglu, swiglu_backward
 
 BF16 = torch.bfloat16
 TOKENS, HIDDEN, INNER, HEADS, GROUPS = 512, 512, 1792, 8, 2  # as Llama-3, at an eighth

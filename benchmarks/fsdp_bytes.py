@@ -25,8 +25,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks.measurement import RESULTS, environment, print_table, write_rows
 from benchmarks.shapes import LLAMA_3_1_8B_BLOCK
-from torch_fp8 import FP8Config, communication_count, convert_to_float8, wire
-from torch_fp8.fsdp_communication import connect_fsdp
+from torch_fp8 import FP8Config, convert_to_float8
+from torch_fp8.distributed import comm_counter
+from torch_fp8.distributed.fsdp.connect import connect_fsdp
+from torch_fp8.ops import messages
 
 COLUMNS = (
     *("case", "model", "ranks", "bf16_bytes", "fp8_bytes", "ratio"),
@@ -75,7 +77,7 @@ class Llama(nn.Module):
         return self.lm_head(self.norm(x))
 
 
-class _Recorder(communication_count._Recorder):
+class _Recorder(comm_counter._Recorder):
     """Counts collectives of fake tensors, too."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -101,7 +103,7 @@ def count(communication, ranks, name):
         model = (nn.Sequential(Linears()) if only_linears else Llama()).bfloat16()
     convert_to_float8(model, config, device="cpu")
     with (
-        mock.patch.object(wire, "_PART_GROUPS", 1 << 40),  # nothing has a size to be spared
+        mock.patch.object(messages, "_PART_GROUPS", 1 << 40),  # nothing has a size to be spared
         fake_ranks(ranks) as mesh,
         FakeTensorMode(allow_non_fake_inputs=True),
     ):
@@ -111,7 +113,7 @@ def count(communication, ranks, name):
         for module in [*blocks, model]:
             fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
         connect_fsdp(model, config)
-        made = communication_count.CommunicationCount()
+        made = comm_counter.CommunicationCount()
         x = torch.randn(16, HIDDEN, dtype=torch.bfloat16) if only_linears else torch.arange(16)
         with _Recorder(made):
             model(x).float().sum().backward()

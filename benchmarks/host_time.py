@@ -37,8 +37,8 @@ from triton.runtime.jit import JITFunction
 from benchmarks.measurement import RESULTS, environment, print_table, write_rows
 from benchmarks.shapes import LLAMA_3_2_3B, parameter_shapes
 from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8
-from torch_fp8.optimizer_conversion import split_parameter
-from torch_fp8.optimizer_state import is_large
+from torch_fp8.optim.convert import split_parameter
+from torch_fp8.optim.state import is_large
 
 TOKENS, HIDDEN, INNER, HEADS, GROUPS = 16, 128, 256, 2, 1
 RECIPES = ("tensorwise", "delayed", "rowwise", "blockwise")

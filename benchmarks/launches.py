@@ -230,7 +230,7 @@ def _address(tensor: Tensor) -> int:
 @contextlib.contextmanager
 def _as_on_a_card(launches: list[Launch], names: _Names) -> Iterator[None]:
     """What asks for a tensor's device: GEMMs, padded and laid out and then one launch; the amax."""
-    gemm = sys.modules["torch_fp8.gemm"]
+    gemm = sys.modules["torch_fp8.ops.scaled_mm"]
 
     def operator(a, b, out_dtype, fast_accum, bias=None):
         launches.append(Launch("scaled_mm", "gemm"))
@@ -308,7 +308,7 @@ def _interpreted(launches: list[Launch], names: _Names) -> Iterator[None]:
         patch_tensor(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
-    quotient = importlib.import_module("torch_fp8.kernels.quotient")
+    quotient = importlib.import_module("torch_fp8.kernels.fast_math")
     with (
         mock.patch.object(quotient, "_approximate_reciprocal", lambda x: 1.0 / x),  # assembly
         mock.patch.object(builder, "create_masked_load", noted_load),

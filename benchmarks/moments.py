@@ -35,8 +35,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torch_fp8.block_scaled import decode, encode
-from torch_fp8.formats import GROUP_SIZE, MOMENT1, MOMENT2, ByteFloat
+from torch_fp8.quantization.block_scaled import decode, encode
+from torch_fp8.quantization.formats import GROUP_SIZE, MOMENT1, MOMENT2, ByteFloat
 
 RESULTS = Path(__file__).parent / "results" / "moments.csv"
 COLUMNS = (

@@ -12,10 +12,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from torch_fp8.gemm import scaled_matmul
-from torch_fp8.numerics import sqnr_db, underflow_fraction, worst_row_sqnr_db
-from torch_fp8.quantize import dequantize, quantize
-from torch_fp8.recipe import RECIPES, make_recipe
+from torch_fp8.ops.quantize import dequantize, quantize
+from torch_fp8.ops.scaled_mm import scaled_matmul
+from torch_fp8.quantization.metrics import sqnr_db, underflow_fraction, worst_row_sqnr_db
+from torch_fp8.quantization.recipe import RECIPES, make_recipe
 
 RESULTS = Path(__file__).parent / "results" / "numerics.csv"
 COLUMNS = ("recipe", "input", "operand", "sqnr_db", "worst_row_db", "flushed")

@@ -24,10 +24,10 @@ from torch import Tensor, nn
 
 from benchmarks.measurement import RESULTS, environment, print_table, read_rows, write_rows
 from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8
-from torch_fp8.adamw import StepScalars, WeightMatrix
 from torch_fp8.kernels.adamw import adamw_step
-from torch_fp8.linear import Float8Linear
-from torch_fp8.optimizer_state import moment
+from torch_fp8.kernels.arguments import StepScalars, WeightMatrix
+from torch_fp8.nn.linear import Float8Linear
+from torch_fp8.optim.state import moment
 
 TOKENS = IN = OUT = 512
 STEP_IN, STEP_OUT = (

@@ -62,7 +62,7 @@ def _cuda_implementations_on_cpu() -> None:
 
 
 _cuda_implementations_on_cpu()
-GradientParts = importlib.import_module("torch_fp8.adamw").GradientParts
+GradientParts = importlib.import_module("torch_fp8.ops.adamw").GradientParts
 
 
 class Counts:
@@ -80,10 +80,10 @@ class Counts:
 @contextlib.contextmanager
 def stub_driver() -> Iterator[Counts]:
     """Whatever is launched inside goes to the stub."""
-    gemm = importlib.import_module("torch_fp8.gemm")
-    gemm_operand = importlib.import_module("torch_fp8.gemm_operand")
-    operators = importlib.import_module("torch_fp8.operators")
-    step = importlib.import_module("torch_fp8.optimizer_step")
+    gemm = importlib.import_module("torch_fp8.ops.scaled_mm")
+    gemm_operand = importlib.import_module("torch_fp8.ops.gemm_operand")
+    operators = importlib.import_module("torch_fp8.ops.registry")
+    step = importlib.import_module("torch_fp8.optim.step")
     steps_on = step._step_on
 
     def product(a, b, *rest):
@@ -100,8 +100,8 @@ def stub_driver() -> Iterator[Counts]:
     def emulated(a, b, *rest):
         return gemm._scaled_mm_cuda(a, b, a.qdata.shape[1], *rest)
 
-    gradients = importlib.import_module("torch_fp8.kernels.gradients")
-    tensors = importlib.import_module("torch_fp8.gradients")
+    gradients = importlib.import_module("torch_fp8.kernels.grad_codec")
+    tensors = importlib.import_module("torch_fp8.tensor.float8_grad")
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         counts = Counts(_load(Path(folder)))
         for owner, name, stub in (
@@ -124,8 +124,8 @@ def stub_driver() -> Iterator[Counts]:
 @contextlib.contextmanager
 def references() -> Iterator[None]:
     """Around a conversion, which finds norms by their results: here they are computed."""
-    norms = importlib.import_module("torch_fp8.rms_norm_form")
-    operators = importlib.import_module("torch_fp8.rms_norm")
+    norms = importlib.import_module("torch_fp8.conversion.detect_rms_norm")
+    operators = importlib.import_module("torch_fp8.ops.rms_norm")
     with contextlib.ExitStack() as stack:
         for name in ("rms_norm", "rms_norm_statistics"):
             reference = getattr(operators, f"{name}_reference")

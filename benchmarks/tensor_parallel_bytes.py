@@ -22,8 +22,9 @@ from torch.distributed.tensor.parallel import parallelize_module
 from benchmarks.fsdp_bytes import COLUMNS, HIDDEN, _Recorder, fake_ranks
 from benchmarks.measurement import RESULTS, environment, print_table, write_rows
 from benchmarks.shapes import LLAMA_3_1_8B_BLOCK
-from torch_fp8 import FP8Config, communication_count, convert_to_float8
-from torch_fp8.tensor_parallel import (
+from torch_fp8 import FP8Config, convert_to_float8
+from torch_fp8.distributed import comm_counter
+from torch_fp8.distributed.tensor_parallel.styles import (
     Float8ColwiseParallel,
     Float8RowwiseParallel,
     PrepareFloat8ModuleInput,
@@ -79,7 +80,7 @@ def count(name, communication, ranks, sequence, again):
         local = TOKENS // ranks if sequence else TOKENS
         x = torch.randn(1, local, HIDDEN, dtype=torch.bfloat16, requires_grad=True)
         placement = Shard(1) if sequence else Replicate()
-        made = communication_count.CommunicationCount()
+        made = comm_counter.CommunicationCount()
         with _Recorder(made):
             part(DTensor.from_local(x, mesh, [placement])).float().sum().backward()
     return made

@@ -1,10 +1,10 @@
 """A block-scaled FP8 GEMM in Triton, which `bench_gemm` measures beside torch's scaled matmul.
 
-``C = A B^T`` on the payloads and scales of `torch_fp8.quantize`. A program sums one tile of C over
-blocks of 128 in order: the tensor core multiplies one block, whose result is scaled and added up in
-float32. That is the promotion that Hopper needs, whose FP8 accumulator is narrower than float32;
-within a block, four instructions long, it accumulates as it does. No sum is split, so every run
-gives the same bits.
+``C = A B^T`` on the payloads and scales of `torch_fp8.ops.quantize`. A program sums one tile of C
+over blocks of 128 in order: the tensor core multiplies one block, whose result is scaled and added
+up in float32. That is the promotion that Hopper needs, whose FP8 accumulator is narrower than
+float32; within a block, four instructions long, it accumulates as it does. No sum is split, so
+every run gives the same bits.
 
 Operands come to shared memory by TMA, which puts zeros outside of them: any number of rows takes no
 copy, where torch's operator wants rows padded and square scales transposed. A contraction dimension
@@ -21,8 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torch_fp8.formats import GEMM_ALIGNMENT
-from torch_fp8.quantize import QuantizedTensor
+from torch_fp8.ops.quantize import QuantizedTensor
+from torch_fp8.quantization.formats import GEMM_ALIGNMENT
 
 BLOCK = 128
 """Elements along the contraction that share a scale, and that are multiplied at a time."""

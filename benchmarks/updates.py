@@ -28,11 +28,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torch_fp8.adamw import GradientParts, StepScalars, WeightMatrix, adamw_step_reference
-from torch_fp8.block_scaled import BlockScaled, decode, encode, num_groups
-from torch_fp8.formats import GRADIENT, MOMENT1, MOMENT2, ByteFloat
-from torch_fp8.random_bits import element_index, random_words, second_words, stream_keys
-from torch_fp8.residual import join, pack, split, stored_cols, unpack
+from torch_fp8.kernels.arguments import GradientParts, StepScalars, WeightMatrix
+from torch_fp8.ops.adamw import adamw_step_reference
+from torch_fp8.quantization.block_scaled import BlockScaled, decode, encode, num_groups
+from torch_fp8.quantization.formats import GRADIENT, MOMENT1, MOMENT2, ByteFloat
+from torch_fp8.quantization.split_float import join, pack, split, stored_cols, unpack
+from torch_fp8.quantization.stochastic_rounding import (
+    element_index,
+    random_words,
+    second_words,
+    stream_keys,
+)
 
 RESULTS = Path(__file__).parent / "results" / "updates.csv"
 COLUMNS = (

@@ -47,7 +47,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "trl": (f"{_ENTRIES}::test_trainers_of_transformers_and_trl_run_fp8_gemms[O2]",),
     "peft": (f"{_ENTRIES}::test_trainers_of_transformers_and_trl_run_fp8_gemms[O2]",),
 }
-_ENGINE = ("tests/torch_fp8/test_linear.py", "tests/torch_fp8/test_optimizer.py")
+_ENGINE = ("tests/torch_fp8/nn/test_linear.py", "tests/torch_fp8/optim/test_optimizer.py")
 TESTS["python"] = (
     *_ENGINE,
     f"{_LIGHTNING}/test_fabric.py",

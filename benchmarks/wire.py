@@ -30,12 +30,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.measurement import RESULTS, environment, print_table, write_rows
 from torch_fp8 import FP8Config, count_communication
-from torch_fp8.ddp import connect
-from torch_fp8.formats import E4M3
-from torch_fp8.gradient_bucket import GradientBucket
-from torch_fp8.gradient_parts import Rounding
-from torch_fp8.gradients import Float8Grad
-from torch_fp8.numerics import sqnr_db, worst_row_sqnr_db
+from torch_fp8.distributed.ddp.fp8_grad_bucket import GradientBucket
+from torch_fp8.distributed.ddp.wrap import connect_ddp
+from torch_fp8.ops.grad_codec import Rounding
+from torch_fp8.quantization.formats import E4M3
+from torch_fp8.quantization.metrics import sqnr_db, worst_row_sqnr_db
+from torch_fp8.tensor.float8_grad import Float8Grad
 
 SHAPE = ROWS, COLS = 1024, 1024
 RANKS = (2, 4, 8)
@@ -73,7 +73,7 @@ def of_communication(communication: str) -> Callable[[Tensor], Tensor]:
     def average(gradient: Tensor) -> Tensor:
         module = _Given(gradient)
         ddp = DistributedDataParallel(module, init_sync=False)
-        connect(ddp, [], FP8Config(opt_level="O1", communication=communication))
+        connect_ddp(ddp, [], FP8Config(opt_level="O1", communication=communication))
         ddp().backward()
         assert module.weight.grad is not None
         return module.weight.grad

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from torch_fp8.optimizer import Float8Optimizer
-from torch_fp8.optimizer_conversion import join_parameter
-from torch_fp8.optimizer_state import split_weight
+from torch_fp8.optim.convert import join_parameter
+from torch_fp8.optim.optimizer import Float8Optimizer
+from torch_fp8.optim.state import split_weight
 
 
 class SplitWeights:

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from lightning_fp8.fsdp import FP8FSDPStrategy
 from lightning_fp8.precision import Converted, HostPrecision, parameters_of
-from torch_fp8.optimizer import Float8Optimizer
+from torch_fp8.optim.optimizer import Float8Optimizer
 
 _METHODS = (
     "setup_module_and_optimizers",

@@ -32,7 +32,7 @@ from torch.optim import Optimizer
 
 from lightning_fp8.blocks import find_blocks, find_roots
 from lightning_fp8.stream import keep_stream, release_stream
-from torch_fp8.sharded_weights import reshard
+from torch_fp8.distributed.fsdp.split_weights import reshard
 
 _TRAINERS = ("lightning.pytorch", "pytorch_lightning")
 _STATE_DICT = "state_dict"

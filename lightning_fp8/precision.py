@@ -38,14 +38,14 @@ from torch_fp8 import (
     revert,
     scaling_state_dict,
 )
-from torch_fp8.agreement import check_same_config
 from torch_fp8.config import given_config
-from torch_fp8.ddp import connect, ddp_options
-from torch_fp8.fsdp_communication import FSDPReport, connect_fsdp
-from torch_fp8.optimizer_conversion import gradients_report
-from torch_fp8.sharded_weights import join_sharded, reshard, split_sharded
-from torch_fp8.transformer_engine import refuse_sharding
-from torch_fp8.whole_weights import split_loaded, whole_weights
+from torch_fp8.distributed.config_check import check_same_config
+from torch_fp8.distributed.ddp.wrap import connect_ddp, ddp_options
+from torch_fp8.distributed.fsdp.connect import FSDPReport, connect_fsdp
+from torch_fp8.distributed.fsdp.split_weights import join_sharded, reshard, split_sharded
+from torch_fp8.nn.transformer_engine import refuse_sharding
+from torch_fp8.optim.convert import gradients_report
+from torch_fp8.optim.whole_weights import split_loaded, whole_weights
 
 # Strategies that cannot host the plugin, with what to use instead. By name: a strategy's module
 # need not be importable where it is not used.
@@ -346,7 +346,7 @@ class HostPrecision(FP8Precision):
             # On the CPU Lightning drops the user's hook; ours does not take its place there.
             users = getattr(strategy, "_ddp_comm_hook", None)
             reason = None if users is None else f"ddp_comm_hook of {type(strategy).__name__}"
-            converted.communication = connect(wrapped, optimizers, self.config, reason=reason)
+            converted.communication = connect_ddp(wrapped, optimizers, self.config, reason=reason)
         for optimizer, report in converted.optimizers.items():
             converted.optimizers[optimizer] = gradients_report(optimizer, report)
         return wrapped

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torch_fp8.output_dtype import keep_output_dtype
+from torch_fp8.optim.embedding_dtype import keep_output_dtype
 
 _NORMS = (nn.LayerNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase)
 

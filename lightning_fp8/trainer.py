@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from lightning_fp8.averaging import SplitWeights, average_whole_weights
 from lightning_fp8.precision import RELEASE, HostPrecision
-from torch_fp8.optimizer import Float8Optimizer
+from torch_fp8.optim.optimizer import Float8Optimizer
 
 
 class TrainerPrecision(HostPrecision):

@@ -32,7 +32,7 @@ def _nothing_compiled_before():
 @pytest.fixture
 def te(monkeypatch):
     """The stub of ``transformer_engine.pytorch``, on any device."""
-    from torch_fp8 import transformer_engine
+    from torch_fp8.nn import transformer_engine
 
     def forget():
         for name in [n for n in sys.modules if n.partition(".")[0] == "transformer_engine"]:
@@ -65,14 +65,16 @@ def timed(monkeypatch):
 
     It returns an object whose ``runs`` are the passes that were timed.
     """
-    from torch_fp8 import layer_timing
+    from torch_fp8.conversion import layer_benchmark
 
     def install(table):
         clock = _Clock(table)
-        monkeypatch.setattr(layer_timing, "seconds", clock)
-        monkeypatch.setattr("torch_fp8.recipe_choice.runs_natively", lambda device, recipe: True)
+        monkeypatch.setattr(layer_benchmark, "seconds", clock)
+        monkeypatch.setattr(
+            "torch_fp8.conversion.autotune.runs_natively", lambda device, recipe: True
+        )
         return clock
 
-    layer_timing.layer_times.cache_clear()
+    layer_benchmark.layer_times.cache_clear()
     yield install
-    layer_timing.layer_times.cache_clear()
+    layer_benchmark.layer_times.cache_clear()

@@ -23,7 +23,7 @@ import accelerate, lightning.pytorch, transformers.trainer, trl.models.utils
 import _fp8_autoload
 assert _fp8_autoload.__file__.startswith({folder!r}), _fp8_autoload.__file__
 try:
-    import torch_fp8.linear
+    import torch_fp8.nn.linear
 except BaseException as error:
     print("gone:", type(error).__name__)
 accelerator = accelerate.Accelerator(mixed_precision="bf16", cpu=True)

@@ -1,25 +1,25 @@
 """FP8 mixed-precision training for PyTorch: the engine. Importing it runs nothing."""
 
 from torch_fp8._version import __version__
-from torch_fp8.communication_count import CommunicationCount, count_communication
+from torch_fp8.autograd.selective_checkpoint import selective_checkpoint_contexts
 from torch_fp8.config import FP8Config
-from torch_fp8.convert import (
+from torch_fp8.conversion.convert import (
     conversion_report,
     convert_to_float8,
     load_scaling_state_dict,
     revert,
     scaling_state_dict,
 )
-from torch_fp8.linear import Float8Linear
-from torch_fp8.memory import MemoryReport, memory_report
-from torch_fp8.optimizer_conversion import (
+from torch_fp8.conversion.memory import MemoryReport, memory_report
+from torch_fp8.conversion.report import ConversionReport
+from torch_fp8.distributed.comm_counter import CommunicationCount, count_communication
+from torch_fp8.nn.linear import Float8Linear
+from torch_fp8.optim.convert import (
     OptimizerReport,
     convert_optimizer,
     merged_state_dict,
     restore_weights,
 )
-from torch_fp8.report import ConversionReport
-from torch_fp8.selective_checkpoint import selective_checkpoint_contexts
 
 __all__ = [
     "CommunicationCount",

@@ -8,9 +8,9 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from torch_fp8.formats import FORMATS
-from torch_fp8.recipe import E4M3_ONLY, GEMMS, RECIPES
-from torch_fp8.residual import RESIDUAL_BITS
+from torch_fp8.quantization.formats import FORMATS
+from torch_fp8.quantization.recipe import E4M3_ONLY, GEMMS, RECIPES
+from torch_fp8.quantization.split_float import RESIDUAL_BITS
 
 ENV_VAR = "TORCH_FP8_CONFIG"
 _BOOLS = ("eval_fp8", "emulate", "gradient_release", "update_clipping")

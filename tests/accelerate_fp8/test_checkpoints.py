@@ -15,7 +15,7 @@ from torch import nn
 from accelerate_fp8 import FP8Config, FP8Kwargs
 from accelerate_fp8.history import load_history, save_history
 from torch_fp8 import convert_to_float8, merged_state_dict, scaling_state_dict
-from torch_fp8.automatic_scaling import (
+from torch_fp8.distributed.ddp.fp8_lm import (
     AutomaticScaling,
     automatic_scaling,
     set_automatic_scaling,

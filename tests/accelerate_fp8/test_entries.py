@@ -22,7 +22,7 @@ def test_scripts_say_nothing_of_fp8(script: str) -> None:
 def test_launcher_flag_runs_fp8_gemms(run: Callable) -> None:
     done = run("loop.py", launch=("--mixed_precision", "fp8"))
     assert (done.fp8, done.linear) == (LOOP_GEMMS, 0)
-    assert "layer torch_fp8.linear.Float8Linear" in done.stdout
+    assert "layer torch_fp8.nn.linear.Float8Linear" in done.stdout
 
 
 def test_launcher_without_fp8_runs_none(run: Callable) -> None:

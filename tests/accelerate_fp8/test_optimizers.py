@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from accelerate_fp8 import FP8Config, FP8Kwargs
 from torch_fp8 import Float8Linear
-from torch_fp8.optimizer import Float8Optimizer
+from torch_fp8.optim.optimizer import Float8Optimizer
 
 O1 = FP8Config(opt_level="O1")
 

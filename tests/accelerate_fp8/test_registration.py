@@ -27,7 +27,7 @@ def test_explicit_import_restores_the_engine(
     run: Callable, when: str, hidden_torchao: Path
 ) -> None:
     done = run("explicit_import.py", when, before=hidden_torchao, **OFF, **FP8)
-    assert "layer torch_fp8.linear arguments fp8" in done.stdout
+    assert "layer torch_fp8.nn.linear arguments fp8" in done.stdout
     assert done.fp8 > 0
 
 

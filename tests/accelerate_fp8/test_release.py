@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from accelerate_fp8 import FP8Config, FP8Kwargs
-from torch_fp8.optimizer import Float8Optimizer
+from torch_fp8.optim.optimizer import Float8Optimizer
 
 RELEASE = FP8Config(gradient_release=True)
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from accelerate_fp8.trainer import post_init
-from torch_fp8.optimizer import Float8Optimizer
+from torch_fp8.optim.optimizer import Float8Optimizer
 
 
 @pytest.fixture

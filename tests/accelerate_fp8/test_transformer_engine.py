@@ -13,7 +13,7 @@ from torch import nn
 
 from accelerate_fp8 import FP8Config, FP8Kwargs
 from torch_fp8 import Float8Linear
-from torch_fp8.transformer_engine_linear import TransformerEngineLinear
+from torch_fp8.nn.transformer_engine_linear import TransformerEngineLinear
 
 
 class Block(nn.Module):
@@ -106,7 +106,7 @@ def test_fsdp_is_refused_by_name(accelerate: Any, te: Any, monkeypatch: Any) -> 
 
 
 def test_the_cpu_is_refused_by_name(accelerate: Any, te: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr("torch_fp8.transformer_engine._is_cuda", lambda device: False)
+    monkeypatch.setattr("torch_fp8.nn.transformer_engine._is_cuda", lambda device: False)
     with pytest.raises(ValueError, match="CUDA devices alone; this one is 'cpu'"):
         make(accelerate)
 

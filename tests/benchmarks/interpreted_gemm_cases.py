@@ -20,11 +20,11 @@ from triton.runtime import interpreter
 
 from benchmarks.triton_gemm import TILES, blockwise_gemm
 from tests.torch_fp8.kernels.interpreted_cases import FP8, spread
-from torch_fp8.formats import E4M3, E5M2
-from torch_fp8.gemm import scaled_matmul_reference
-from torch_fp8.numerics import sqnr_db
-from torch_fp8.quantize import QuantizedTensor, quantize
-from torch_fp8.recipe import CastSpec
+from torch_fp8.ops.quantize import QuantizedTensor, quantize
+from torch_fp8.ops.scaled_mm import scaled_matmul_reference
+from torch_fp8.quantization.formats import E4M3, E5M2
+from torch_fp8.quantization.metrics import sqnr_db
+from torch_fp8.quantization.recipe import CastSpec
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # (R, S, C)

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from benchmarks import accumulation as bench
-from torch_fp8.gradient_parts import Rounding
-from torch_fp8.gradients import Float8Grad
+from torch_fp8.ops.grad_codec import Rounding
+from torch_fp8.tensor.float8_grad import Float8Grad
 
 
 def _recorded():

@@ -6,8 +6,8 @@ import torch
 from benchmarks import bench_gemm
 from benchmarks.roofline import Rates
 from benchmarks.triton_gemm import TILES
-from torch_fp8.gemm import scaled_matmul_reference
-from torch_fp8.recipe import GEMMS
+from torch_fp8.ops.scaled_mm import scaled_matmul_reference
+from torch_fp8.quantization.recipe import GEMMS
 
 CPU = torch.device("cpu")
 BY_TRITON = {f"blockwise, Triton {tile}": tile for tile in TILES}

@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks.memory_tracker import MemoryTracker, plain_parts
 from benchmarks.saved_activations import count_saved
-from torch_fp8.gradients import Float8Grad
+from torch_fp8.tensor.float8_grad import Float8Grad
 
 KIB = 1024
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from benchmarks import moments as bench
-from torch_fp8.block_scaled import decode, encode
-from torch_fp8.formats import MOMENT2
+from torch_fp8.quantization.block_scaled import decode, encode
+from torch_fp8.quantization.formats import MOMENT2
 
 
 def _recorded():

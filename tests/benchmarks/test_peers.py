@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from benchmarks import peers
-from torch_fp8.numerics import sqnr_db
+from torch_fp8.quantization.metrics import sqnr_db
 
 STUBS = Path(__file__).parents[1] / "stubs"
 

@@ -196,8 +196,8 @@ def test_the_files_with_gpu_tests_are_all_that_is_collected():
     """The others need packages that a machine with a card may lack: an error when collecting."""
     files = {Path(path).relative_to(ROOT).as_posix() for path in run_gpu.gpu_tests()}
     assert "tests/torch_fp8/test_cuda.py" in files
-    assert "tests/torch_fp8/test_recipe_choice.py" in files
-    assert "tests/torch_fp8/test_linear.py" not in files
+    assert "tests/torch_fp8/conversion/test_autotune.py" in files
+    assert "tests/torch_fp8/nn/test_linear.py" not in files
     for path in (ROOT / "tests").rglob("*.py"):
         if "pytest.mark.gpu" in path.read_text():
             assert path.relative_to(ROOT).as_posix() in files | {"tests/benchmarks/test_run_gpu.py"}

@@ -12,11 +12,11 @@ import torch
 
 from benchmarks import triton_gemm_kernel
 from benchmarks.triton_gemm import TILES, blockwise_gemm
-from torch_fp8.formats import E4M3
-from torch_fp8.gemm import scaled_matmul_reference
-from torch_fp8.numerics import sqnr_db
-from torch_fp8.quantize import QuantizedTensor, quantize
-from torch_fp8.recipe import CastSpec
+from torch_fp8.ops.quantize import QuantizedTensor, quantize
+from torch_fp8.ops.scaled_mm import scaled_matmul_reference
+from torch_fp8.quantization.formats import E4M3
+from torch_fp8.quantization.metrics import sqnr_db
+from torch_fp8.quantization.recipe import CastSpec
 
 ROOT = Path(__file__).resolve().parents[2]
 GRANULARITIES = ("block_128x128", "block_1x128")

@@ -10,7 +10,8 @@ import torch
 from accelerate_fp8._versions import TRIED
 from benchmarks import versions
 from lightning_fp8 import _versions as lightning_versions
-from torch_fp8 import gemm
+from torch_fp8.ops.hardware import check_device, runs_natively
+from torch_fp8.quantization.recipe import RECIPES
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = (ROOT / "pyproject.toml").read_text()
@@ -118,10 +119,10 @@ def test_cards_run_what_the_document_says(cards, architectures, recipes, monkeyp
         capability = divmod(int(number), 10)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, c=capability: c)
         device = torch.device("cuda")
-        runs = [r for r in gemm.RECIPES if gemm.runs_natively(device, r)]
+        runs = [r for r in RECIPES if runs_natively(device, r)]
         if recipes.startswith("none"):
             with pytest.raises(ValueError, match="no FP8 tensor cores"):
-                gemm.check_device(device, "tensorwise", emulate=False)
+                check_device(device, "tensorwise", emulate=False)
         else:
             assert sorted(runs) == sorted(recipes.split(", "))
 

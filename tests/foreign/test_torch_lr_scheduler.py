@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import lr_scheduler as schedulers
 
 from torch_fp8 import convert_optimizer
-from torch_fp8.optimizer import Float8Optimizer
+from torch_fp8.optim.optimizer import Float8Optimizer
 
 STEPS = 12
 SCHEDULERS = {

@@ -19,7 +19,7 @@ from torch.optim.optimizer import (
 )
 
 from torch_fp8 import convert_optimizer, merged_state_dict
-from torch_fp8.optimizer import Float8Optimizer
+from torch_fp8.optim.optimizer import Float8Optimizer
 
 common = pytest.importorskip("torch.testing._internal.common_optimizers", reason="needs expecttest")
 

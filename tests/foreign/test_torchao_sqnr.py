@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from torch_fp8 import FP8Config, convert_to_float8
-from torch_fp8.numerics import sqnr_db
+from torch_fp8.quantization.metrics import sqnr_db
 
 OUTPUT_DB, GRADIENT_DB, FEED_FORWARD_DB = 18.0, 17.0, 20.0
 SHAPES = [(16, 16), (2, 16, 16), (3, 2, 16, 16)]

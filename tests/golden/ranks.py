@@ -27,9 +27,7 @@ from torch.optim import Optimizer
 
 from tests.golden.training import SAVED_AFTER, STEPS, Run, adamw, digests, llama
 from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8
-from torch_fp8.ddp import connect, ddp_options
-from torch_fp8.fsdp_communication import connect_fsdp
-from torch_fp8.sharded_weights import split_sharded
+from torch_fp8.distributed import connect_ddp, connect_fsdp, ddp_options, split_sharded
 
 RANKS = 2
 LEVELS = ("O2", "O3")
@@ -43,7 +41,7 @@ class OfDDP(Run):
         convert_to_float8(model, config)
         convert_optimizer(optimizer, config, model=model)
         ddp = DistributedDataParallel(model, **ddp_options(model, [optimizer]))
-        connect(ddp, [optimizer], config)
+        connect_ddp(ddp, [optimizer], config)
         super().__init__(ddp, optimizer)
         self.rank = dist.get_rank()
 

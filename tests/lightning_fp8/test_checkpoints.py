@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 from lightning_fp8 import FP8Config, FP8Precision
 from torch_fp8 import Float8Linear, merged_state_dict
-from torch_fp8.automatic_scaling import (
+from torch_fp8.distributed.ddp.fp8_lm import (
     AutomaticScaling,
     automatic_scaling,
     set_automatic_scaling,

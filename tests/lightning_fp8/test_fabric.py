@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import SGD, AdamW
 
 from lightning_fp8 import FP8Config, FP8Precision
-from torch_fp8.optimizer import Float8Optimizer
+from torch_fp8.optim.optimizer import Float8Optimizer
 
 each_fabric = pytest.mark.parametrize(
     "host", [lightning.fabric, lightning_fabric], ids=lambda host: host.__name__

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 import torch_fp8
 from lightning_fp8 import FP8Config, FP8Precision
-from torch_fp8.optimizer import Float8Optimizer
+from torch_fp8.optim.optimizer import Float8Optimizer
 
 TRAINERS = [lightning.pytorch, pytorch_lightning]
 FABRICS = [lightning.fabric, lightning_fabric]

@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 from torch.utils.data import DataLoader
 
 from lightning_fp8 import FP8Config, FP8Precision
-from torch_fp8.optimizer import Float8Optimizer
+from torch_fp8.optim.optimizer import Float8Optimizer
 
 each_trainer = pytest.mark.parametrize(
     "host", [lightning.pytorch, pytorch_lightning], ids=lambda host: host.__name__

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_fp8 import FP8Config, FP8FSDPStrategy, FP8Precision
-from torch_fp8.transformer_engine_linear import TransformerEngineLinear
+from torch_fp8.nn.transformer_engine_linear import TransformerEngineLinear
 
 OPTIONS = [
     {"opt_level": "O1"},
@@ -130,6 +130,6 @@ def test_sharding_is_refused_by_name(te, strategy):
 
 
 def test_the_cpu_is_refused_by_name(te, monkeypatch):
-    monkeypatch.setattr("torch_fp8.transformer_engine._is_cuda", lambda device: False)
+    monkeypatch.setattr("torch_fp8.nn.transformer_engine._is_cuda", lambda device: False)
     with pytest.raises(ValueError, match="CUDA devices alone; this one is 'cpu'"):
         fit(FP8Config(backend="transformer-engine"))

@@ -29,8 +29,9 @@ def run_ranks(tmp_path_factory):
     """
 
     def run(script, ranks, *arguments, **variables):
-        here, folder = Path(__file__).parent, tmp_path_factory.mktemp(Path(script).stem)
-        search = os.pathsep.join(filter(None, [str(here.parents[1]), os.environ.get("PYTHONPATH")]))
+        folder = tmp_path_factory.mktemp(Path(script).stem)
+        here = Path(__file__).parent / "distributed" / "cases"
+        search = os.pathsep.join(filter(None, [str(here.parents[3]), os.environ.get("PYTHONPATH")]))
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": search, **variables}
         results = [folder / f"{rank}.json" for rank in range(ranks)]
         command = [sys.executable, "-W", "ignore", here / script]

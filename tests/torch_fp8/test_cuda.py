@@ -8,10 +8,11 @@ from torch import nn
 
 import torch_fp8
 from torch_fp8 import FP8Config
-from torch_fp8.gemm import check_device, scaled_matmul, scaled_matmul_reference
-from torch_fp8.numerics import sqnr_db
-from torch_fp8.quantize import quantize_layouts
-from torch_fp8.recipe import RECIPES, make_recipe
+from torch_fp8.ops.hardware import check_device
+from torch_fp8.ops.quantize import quantize_layouts
+from torch_fp8.ops.scaled_mm import scaled_matmul, scaled_matmul_reference
+from torch_fp8.quantization.metrics import sqnr_db
+from torch_fp8.quantization.recipe import RECIPES, make_recipe
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
@@ -117,13 +118,13 @@ def test_the_optimizer_step_writes_the_payload_of_a_weight(recipe, cache, monkey
     except ValueError as error:
         pytest.skip(str(error))
     cast = []
-    original = torch_fp8.weight_cache.quantize_layouts
+    original = torch_fp8.nn.weight_cache.quantize_layouts
 
     def counted(x, *args, **kwargs):
         cast.append(tuple(x.shape))
         return original(x, *args, **kwargs)
 
-    monkeypatch.setattr(torch_fp8.weight_cache, "quantize_layouts", counted)
+    monkeypatch.setattr(torch_fp8.nn.weight_cache, "quantize_layouts", counted)
     models = []
     for kept in (False, cache):
         torch.manual_seed(0)

@@ -14,10 +14,10 @@ from transformers.models.llama.configuration_llama import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8, merged_state_dict
-from torch_fp8.automatic_scaling import AutomaticScaling
+from torch_fp8.conversion.memory import memory_report
+from torch_fp8.distributed.ddp.fp8_lm import AutomaticScaling
 from torch_fp8.kernels import adamw
-from torch_fp8.memory import memory_report
-from torch_fp8.recipe import RECIPES
+from torch_fp8.quantization.recipe import RECIPES
 
 LEVELS = {
     "O1": {"opt_level": "O1"},

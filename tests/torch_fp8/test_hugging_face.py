@@ -20,8 +20,8 @@ from torch_fp8 import (
     memory_report,
     merged_state_dict,
 )
-from torch_fp8.float8_conv1d import Float8Conv1D
-from torch_fp8.numerics import sqnr_db
+from torch_fp8.nn.conv1d import Float8Conv1D
+from torch_fp8.quantization.metrics import sqnr_db
 
 TINY = {
     "hidden_size": 64,

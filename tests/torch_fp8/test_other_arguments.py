@@ -8,10 +8,10 @@ import transformers
 from torch import nn
 
 from torch_fp8 import FP8Config, convert_to_float8
-from torch_fp8.float8_rms_norm import Float8RMSNorm
-from torch_fp8.gated_mlp import Float8GatedMLP
-from torch_fp8.rms_norm_form import takes_input_alone
-from torch_fp8.shared_output import SharedOutput
+from torch_fp8.conversion.detect_rms_norm import takes_input_alone
+from torch_fp8.nn.gated_mlp import Float8GatedMLP
+from torch_fp8.nn.layer_norm import SharedOutput
+from torch_fp8.nn.rms_norm import Float8RMSNorm
 
 ANY = {
     "vocab_size": 128,

@@ -5,12 +5,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from torch_fp8 import FP8Config, convert_to_float8, gemm_operand
-from torch_fp8.gemm import scaled_matmul
-from torch_fp8.gemm_operand import operand
-from torch_fp8.payload_shape import multiple_of_16
-from torch_fp8.quantize import QuantizedTensor, dequantize, quantize_layouts
-from torch_fp8.recipe import RECIPES, make_recipe
+from torch_fp8 import FP8Config, convert_to_float8
+from torch_fp8.ops import gemm_operand
+from torch_fp8.ops.gemm_operand import operand
+from torch_fp8.ops.quantize import QuantizedTensor, dequantize, quantize_layouts
+from torch_fp8.ops.scaled_mm import scaled_matmul
+from torch_fp8.quantization.payload_shape import multiple_of_16
+from torch_fp8.quantization.recipe import RECIPES, make_recipe
 
 K, N = 128, 256
 

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from torch_fp8.config import FP8Config
-from torch_fp8.convert import convert_to_float8
-from torch_fp8.ddp import connect, ddp_options
+from torch_fp8.conversion.convert import convert_to_float8
+from torch_fp8.distributed.ddp.wrap import connect_ddp, ddp_options
 from torch_fp8.environment.result import NotRun
-from torch_fp8.numerics import sqnr_db
+from torch_fp8.quantization.metrics import sqnr_db
 
 RANKS = 2
 FLOOR_DB = 35.0
@@ -93,7 +93,7 @@ def _rank(rank: int, store: str, backend: str) -> None:
         convert_to_float8(model, config)
         alone = copy.deepcopy(model)
         ddp = DistributedDataParallel(model, **ddp_options(model, []))
-        connect(ddp, [], config)
+        connect_ddp(ddp, [], config)
         x = torch.randn(64, 256, generator=torch.Generator().manual_seed(rank)).to(device)
         alone(x).square().sum().backward()
         ddp(x).square().sum().backward()

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch_fp8.config import ENV_VAR, FP8Config
 from torch_fp8.environment.hosts import is_installed
 from torch_fp8.environment.recipes import device_at_hand
-from torch_fp8.gemm import runs_natively
-from torch_fp8.gradients import Float8Grad
-from torch_fp8.linear import Float8Layer
+from torch_fp8.nn.linear import Float8Layer
+from torch_fp8.ops.hardware import runs_natively
+from torch_fp8.tensor.float8_grad import Float8Grad
 
 _FLAG, _LAUNCHED = "fp8-mixed", "ACCELERATE_MIXED_PRECISION"
 LEVELS = ("O1", "O2", "O3")

@@ -10,12 +10,12 @@ from typing import Any, Literal
 
 import torch
 
-import torch_fp8.gradient_parts
-import torch_fp8.wire
+import torch_fp8.ops.grad_codec
+import torch_fp8.ops.messages
 from torch_fp8.environment.kernel_cases import casts, messages, optimizer, producers
 from torch_fp8.environment.versions import distribution_version
-from torch_fp8.formats import MIN_CAPABILITY
-from torch_fp8.recipe import Granularity
+from torch_fp8.quantization.formats import MIN_CAPABILITY
+from torch_fp8.quantization.recipe import Granularity
 
 ODD, EVEN = (37, 131), (512, 272)
 TWO_SHAPES = (ODD, EVEN)
@@ -169,7 +169,7 @@ def update_size(device: str, kernel: Callable[..., Any] | None = None) -> str:
     return "within 1e-5, the same each time"
 
 
-def gradient(device: str, parts: Any = torch_fp8.gradient_parts) -> str:
+def gradient(device: str, parts: Any = torch_fp8.ops.grad_codec) -> str:
     """8-bit gradients: encoding, adding, decoding."""
     for shape in ((1000, 1024), (36, 33), (0, 64), (1, 1)):
         for dtype in messages.DTYPES:
@@ -177,7 +177,7 @@ def gradient(device: str, parts: Any = torch_fp8.gradient_parts) -> str:
     return "bit for bit"
 
 
-def message(device: str, wire: Any = torch_fp8.wire) -> str:
+def message(device: str, wire: Any = torch_fp8.ops.messages) -> str:
     """Messages between ranks: packing, combining, summing, unpacking."""
     for layout, numel in messages.LAYOUTS:
         for keys in messages.KEYS.values():

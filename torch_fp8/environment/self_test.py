@@ -6,7 +6,7 @@ import torch
 
 from torch_fp8.environment import host_steps, kernel_checks
 from torch_fp8.environment.check import ALONE, EVERY_CARD, Check
-from torch_fp8.recipe import RECIPES
+from torch_fp8.quantization.recipe import RECIPES
 
 _HERE = __name__.rpartition(".")[0]
 

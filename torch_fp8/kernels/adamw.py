@@ -1,4 +1,4 @@
-"""The optimizer step on CUDA: the twin of `torch_fp8.adamw`, many matrices to a launch.
+"""The optimizer step on CUDA: the twin of `torch_fp8.ops.adamw`, many matrices to a launch.
 
 Matrices are sorted into classes, by what the compiler must know: dtypes, residual bits, layout (see
 `kernels.groups`). A launch works on all of a class: their addresses and scalars are a table that is
@@ -21,16 +21,16 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from torch_fp8.adamw import GradientParts, StepScalars, WeightMatrix, WeightPayload
-from torch_fp8.block_scaled import num_groups
-from torch_fp8.formats import GROUP_SIZE
-from torch_fp8.kernels.adamw_tiles import (
+from torch_fp8.kernels.adamw_kernels import (
     adamw_step_kernel,
     recast_kernel,
     update_rms_kernel,
     update_squares_kernel,
 )
-from torch_fp8.kernels.grid import cdiv
+from torch_fp8.kernels.arguments import GradientParts, StepScalars, WeightMatrix, WeightPayload
+from torch_fp8.kernels.launch_math import cdiv
+from torch_fp8.quantization.block_scaled import num_groups
+from torch_fp8.quantization.formats import GROUP_SIZE
 
 CHUNK = 512
 # Groups of a program, 16384 elements: long enough that the read of the table, two dependent loads

@@ -1,4 +1,4 @@
-"""8-bit groups in registers: `torch_fp8.block_scaled`, bit for bit, in fewer instructions.
+"""8-bit groups in registers, `torch_fp8.quantization.block_scaled` in fewer instructions.
 
 A tile is (G, 32): a group per row, so that a scale is a reduction over the last dimension and
 belongs to a row. Formats are the `ByteFloat` objects themselves, as compile-time constants.
@@ -10,7 +10,7 @@ of the biases: an exact product, for subnormal codes, too, which are subnormal f
 import triton
 import triton.language as tl
 
-from torch_fp8.formats import GRADIENT, MOMENT1, MOMENT2
+from torch_fp8.quantization.formats import GRADIENT, MOMENT1, MOMENT2
 
 MOMENT1 = tl.constexpr(MOMENT1)
 MOMENT2 = tl.constexpr(MOMENT2)

@@ -1,4 +1,4 @@
-"""SwiGLU's backward on CUDA into one gradient: the twin of `torch_fp8.gate_up`.
+"""SwiGLU's backward on CUDA into one gradient: the twin of `torch_fp8.ops.gate_up`.
 
 The kernels and what they read and write are those of `torch_fp8.kernels.swiglu_backward`; the two
 gradients are told where in one matrix they lie.
@@ -11,21 +11,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_fp8.kernels.producers import Cast, Layouts, amax_bits
+from torch_fp8.kernels.arguments import NUM_INPUTS, BackwardInputs
+from torch_fp8.kernels.fused_launch import Cast, Layouts, amax_bits
 from torch_fp8.kernels.quantize import BLOCK
 from torch_fp8.kernels.swiglu import is_fused
 from torch_fp8.kernels.swiglu_backward import cast_gradients, store_gradients
-from torch_fp8.swiglu_inputs import NUM_INPUTS, BackwardInputs
 
 
 def gate_up_backward(*args: Any) -> Tensor:
-    """See `torch_fp8.gate_up.gate_up_backward`."""
+    """See `torch_fp8.ops.gate_up.gate_up_backward`."""
     *inputs, gate_first = args
     return _plain(BackwardInputs(*inputs), gate_first, None)
 
 
 def gate_up_backward_amax(*args: Any) -> Tensor:
-    """See `torch_fp8.gate_up.gate_up_backward_amax`."""
+    """See `torch_fp8.ops.gate_up.gate_up_backward_amax`."""
     inputs = BackwardInputs(*args)
     largest = amax_bits(inputs.grad)
     store_gradients(inputs, None, None, largest, joined=True)
@@ -33,7 +33,7 @@ def gate_up_backward_amax(*args: Any) -> Tensor:
 
 
 def gate_up_backward_quantize(*args: Any) -> tuple[Tensor, ...]:
-    """See `torch_fp8.gate_up.gate_up_backward_quantize`."""
+    """See `torch_fp8.ops.gate_up.gate_up_backward_quantize`."""
     inputs, (gate_first, *how) = BackwardInputs(*args[:NUM_INPUTS]), args[NUM_INPUTS:]
     grad, cast = inputs.grad, Cast(*how)
     given = cast.scale is not None
@@ -48,7 +48,7 @@ def gate_up_backward_quantize(*args: Any) -> tuple[Tensor, ...]:
 
 
 def gate_up_backward_quantize_delayed(*args: Any) -> tuple[Tensor, ...]:
-    """See `torch_fp8.gate_up.gate_up_backward_quantize_delayed`."""
+    """See `torch_fp8.ops.gate_up.gate_up_backward_quantize_delayed`."""
     inputs, (gate_first, *how) = BackwardInputs(*args[:NUM_INPUTS]), args[NUM_INPUTS:]
     grad, cast = inputs.grad, Cast.delayed(*how)
     if is_fused(cast, grad, inputs.gate, inputs.up):

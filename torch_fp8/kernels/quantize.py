@@ -1,4 +1,4 @@
-"""Casts to FP8 on CUDA: the twin of `torch_fp8.quantize.quantize_2d_reference`, byte for byte.
+"""Casts to FP8 on CUDA: the twin of `torch_fp8.ops.quantize.quantize_2d_reference`, byte for byte.
 
 Casting is bound by memory, so what matters is how often the matrix is read. Blocks and tensorwise
 casts with a known scale read it once and write both layouts from the same tile; a tensorwise scale
@@ -15,10 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torch_fp8.formats import format_of
-from torch_fp8.kernels.grid import cdiv, next_power_of_2
-from torch_fp8.kernels.sums import TileSums
-from torch_fp8.kernels.tiles import (
+from torch_fp8.kernels.column_sums import TileSums
+from torch_fp8.kernels.launch_math import cdiv, next_power_of_2
+from torch_fp8.kernels.quantize_kernels import (
     amax_kernel,
     cast_kernel,
     column_amax_kernel,
@@ -26,7 +25,8 @@ from torch_fp8.kernels.tiles import (
     quantize_odd_squares_kernel,
     quantize_rows_kernel,
 )
-from torch_fp8.payload_shape import COL_ALIGNMENT, multiple_of_16, new_group_scales
+from torch_fp8.quantization.formats import format_of
+from torch_fp8.quantization.payload_shape import COL_ALIGNMENT, multiple_of_16, new_group_scales
 
 BLOCK = 128
 # 128 x 128 because it holds whole groups of every block granularity in both directions, and makes

@@ -1,4 +1,4 @@
-"""RMSNorm on CUDA: the twin of `torch_fp8.rms_norm`, byte for byte where rstd is the same.
+"""RMSNorm on CUDA: the twin of `torch_fp8.ops.rms_norm`, byte for byte where rstd is the same.
 
 What each reads of x and writes, per element of BF16, is: `rms_norm_statistics` 2 and, saving, 1;
 `rms_norm_quantize` 2 and 1 for each layout; `rms_norm_quantize_once` 2, 1 and 1 for each layout;
@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_fp8.kernels.grid import cdiv, next_power_of_2
-from torch_fp8.kernels.producers import (
+from torch_fp8.kernels.fused_launch import (
     TYPES,
     Cast,
     Layouts,
@@ -22,12 +21,13 @@ from torch_fp8.kernels.producers import (
     registers,
     saved_outputs,
 )
+from torch_fp8.kernels.launch_math import cdiv, next_power_of_2
 from torch_fp8.kernels.quantize import BLOCK, MAX_ROW_IN_REGISTERS, ROW_CHUNK, TILE_WARPS
-from torch_fp8.kernels.rms_norm_backward_tiles import (
+from torch_fp8.kernels.rms_norm_backward_kernels import (
     norm_backward_kernel,
     wide_norm_backward_kernel,
 )
-from torch_fp8.kernels.rms_norm_tiles import (
+from torch_fp8.kernels.rms_norm_kernels import (
     norm_cast_kernel,
     norm_cast_once_kernel,
     norm_kernel,
@@ -56,7 +56,7 @@ ODD_ROW_IN_REGISTERS, ODD_CHUNK = 2048, 512
 def rms_norm_statistics(
     x: Tensor, weight: Tensor, eps: float, offset: float, out_dtype: torch.dtype, save: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """See `torch_fp8.rms_norm.rms_norm_statistics`."""
+    """See `torch_fp8.ops.rms_norm.rms_norm_statistics`."""
     rows, cols = x.shape
     rstd = x.new_empty(rows, dtype=torch.float32)
     largest = amax_bits(x)
@@ -96,7 +96,7 @@ def rms_norm_statistics(
 def rms_norm(
     x: Tensor, weight: Tensor, rstd: Tensor, offset: float, out_dtype: torch.dtype
 ) -> Tensor:
-    """See `torch_fp8.rms_norm.rms_norm`."""
+    """See `torch_fp8.ops.rms_norm.rms_norm`."""
     rows, cols = x.shape
     y = x.new_empty((rows, cols), dtype=out_dtype)
     if x.numel():
@@ -124,7 +124,7 @@ def rms_norm(
 def rms_norm_quantize(
     x: Tensor, weight: Tensor, rstd: Tensor, offset: float, out_dtype: torch.dtype, *how: Any
 ) -> Layouts:
-    """See `torch_fp8.rms_norm.rms_norm_quantize`."""
+    """See `torch_fp8.ops.rms_norm.rms_norm_quantize`."""
     cast = Cast(*how)
     if not cast.is_fused(x):
         return cast.unfused(rms_norm(x, weight, rstd, offset, out_dtype))
@@ -159,7 +159,7 @@ def rms_norm_quantize(
 def rms_norm_quantize_once(
     x: Tensor, weight: Tensor, eps: float, offset: float, out_dtype: torch.dtype, *how: Any
 ) -> tuple[Tensor, ...]:
-    """See `torch_fp8.rms_norm.rms_norm_quantize_once`."""
+    """See `torch_fp8.ops.rms_norm.rms_norm_quantize_once`."""
     cast, save = Cast(None, *how[:-1]), how[-1]
     given = cast.scale is not None
     if not cast.is_fused(x) or not bands_fill_the_card(x, cast.granularity):
@@ -174,7 +174,7 @@ def rms_norm_quantize_once(
 def rms_norm_quantize_delayed(
     x: Tensor, weight: Tensor, eps: float, offset: float, out_dtype: torch.dtype, *how: Any
 ) -> tuple[Tensor, ...]:
-    """See `torch_fp8.rms_norm.rms_norm_quantize_delayed`."""
+    """See `torch_fp8.ops.rms_norm.rms_norm_quantize_delayed`."""
     cast, save = Cast.delayed(*how[:-1]), how[-1]
     if cast.is_fused(x) and bands_fill_the_card(x, cast.granularity):
         q, s, qt, _, *others = _bands(x, weight, eps, offset, out_dtype, cast, save)
@@ -260,7 +260,7 @@ def rms_norm_backward(
     dx_dtype: torch.dtype,
     weight_grad: bool,
 ) -> tuple[Tensor, Tensor]:
-    """See `torch_fp8.rms_norm.rms_norm_backward`."""
+    """See `torch_fp8.ops.rms_norm.rms_norm_backward`."""
     rows, cols = grad.shape
     dx = grad.new_empty((rows, cols), dtype=dx_dtype)
     if not grad.numel():

@@ -1,4 +1,4 @@
-"""SwiGLU on CUDA: the twin of `torch_fp8.swiglu`, up to the last bits of exp.
+"""SwiGLU on CUDA: the twin of `torch_fp8.ops.swiglu`, up to the last bits of exp.
 
 What each reads and writes, per element of BF16, is: `swiglu_save` 4 of gate and up, and 2;
 `swiglu_quantize` 4, 1 for each layout and, saving, 2.
@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_fp8.kernels.grid import cdiv
-from torch_fp8.kernels.producers import (
+from torch_fp8.kernels.fused_launch import (
     TYPES,
     Cast,
     amax_bits,
@@ -21,8 +20,9 @@ from torch_fp8.kernels.producers import (
     save_unfused,
     saved_outputs,
 )
+from torch_fp8.kernels.launch_math import cdiv
 from torch_fp8.kernels.quantize import BLOCK, TILE_WARPS
-from torch_fp8.kernels.swiglu_tiles import swiglu_cast_kernel, swiglu_kernel
+from torch_fp8.kernels.swiglu_kernels import swiglu_cast_kernel, swiglu_kernel
 
 # Where no column layout asks for 128 rows: 16 elements of each operand for each of 256 threads.
 ROWS, WARPS = 32, 8
@@ -43,7 +43,7 @@ _NO_CAST = {
 
 
 def swiglu(gate: Tensor, up: Tensor, smooth: Tensor | None) -> Tensor:
-    """See `torch_fp8.swiglu.swiglu`."""
+    """See `torch_fp8.ops.swiglu.swiglu`."""
     rows, cols = gate.shape
     h = gate.new_empty((rows, cols))
     if h.numel():
@@ -70,7 +70,7 @@ def swiglu(gate: Tensor, up: Tensor, smooth: Tensor | None) -> Tensor:
 def swiglu_save(
     gate: Tensor, up: Tensor, smooth: Tensor | None, save: bool = True
 ) -> tuple[Tensor, ...]:
-    """See `torch_fp8.swiglu.swiglu_save`."""
+    """See `torch_fp8.ops.swiglu.swiglu_save`."""
     *saved, amax = _cast(gate, up, smooth, None, save=save, amax=True)[4:]
     return (*saved, amax)
 
@@ -78,7 +78,7 @@ def swiglu_save(
 def swiglu_quantize(
     gate: Tensor, up: Tensor, smooth: Tensor | None, *how: Any
 ) -> tuple[Tensor, ...]:
-    """See `torch_fp8.swiglu.swiglu_quantize`."""
+    """See `torch_fp8.ops.swiglu.swiglu_quantize`."""
     cast, save = Cast(*how[:-1]), how[-1]
     given = cast.scale is not None
     if is_fused(cast, gate, up):
@@ -93,7 +93,7 @@ def swiglu_quantize(
 def swiglu_quantize_delayed(
     gate: Tensor, up: Tensor, smooth: Tensor | None, *how: Any
 ) -> tuple[Tensor, ...]:
-    """See `torch_fp8.swiglu.swiglu_quantize_delayed`."""
+    """See `torch_fp8.ops.swiglu.swiglu_quantize_delayed`."""
     cast, save = Cast.delayed(*how[:-1]), how[-1]
     if is_fused(cast, gate, up):
         q, s, qt, _, *others = _cast(gate, up, smooth, cast, save=save, amax=True)

@@ -1,4 +1,4 @@
-"""SwiGLU's backward on CUDA: the twin of `torch_fp8.swiglu_backward`, up to the last bits of exp.
+"""SwiGLU's backward on CUDA: `torch_fp8.ops.swiglu_backward`, up to the last bits of exp.
 
 What each reads and writes, per element of BF16, is: `swiglu_backward_quantize` 2 of the gradient,
 2 of saved gate and up, and 2 for each layout; `swiglu_backward_amax` 4 of the same.
@@ -12,19 +12,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_fp8.kernels.grid import cdiv
-from torch_fp8.kernels.producers import TYPES, Cast, Past, amax_bits, payload, registers
+from torch_fp8.kernels.arguments import NUM_INPUTS, BackwardInputs
+from torch_fp8.kernels.fused_launch import TYPES, Cast, Past, amax_bits, payload, registers
+from torch_fp8.kernels.launch_math import cdiv
 from torch_fp8.kernels.quantize import BLOCK
 from torch_fp8.kernels.swiglu import ROWS, WARPS, is_fused, tile
-from torch_fp8.kernels.swiglu_backward_tiles import (
+from torch_fp8.kernels.swiglu_backward_kernels import (
     swiglu_backward_cast_kernel,
     swiglu_backward_kernel,
 )
-from torch_fp8.swiglu_inputs import NUM_INPUTS, BackwardInputs
 
 
 def swiglu_backward(*args: Any) -> tuple[Tensor, Tensor]:
-    """See `torch_fp8.swiglu_backward.swiglu_backward`."""
+    """See `torch_fp8.ops.swiglu_backward.swiglu_backward`."""
     inputs = BackwardInputs(*args)
     dgate, dup = _room(inputs), _room(inputs)
     store_gradients(inputs, dgate, dup, None)
@@ -32,7 +32,7 @@ def swiglu_backward(*args: Any) -> tuple[Tensor, Tensor]:
 
 
 def swiglu_backward_amax(*args: Any) -> Tensor:
-    """See `torch_fp8.swiglu_backward.swiglu_backward_amax`."""
+    """See `torch_fp8.ops.swiglu_backward.swiglu_backward_amax`."""
     inputs = BackwardInputs(*args)
     largest = amax_bits(inputs.grad, 2)
     store_gradients(inputs, None, None, largest)
@@ -104,7 +104,7 @@ def store_gradients(
 
 
 def swiglu_backward_quantize(*args: Any) -> tuple[Tensor, ...]:
-    """See `torch_fp8.swiglu_backward.swiglu_backward_quantize`."""
+    """See `torch_fp8.ops.swiglu_backward.swiglu_backward_quantize`."""
     inputs, cast = BackwardInputs(*args[:NUM_INPUTS]), Cast(*args[NUM_INPUTS:])
     grad = inputs.grad
     largest = amax_bits(grad, 0 if cast.scale is None else 2)
@@ -119,7 +119,7 @@ def swiglu_backward_quantize(*args: Any) -> tuple[Tensor, ...]:
 
 
 def swiglu_backward_quantize_delayed(*args: Any) -> tuple[Tensor, ...]:
-    """See `torch_fp8.swiglu_backward.swiglu_backward_quantize_delayed`."""
+    """See `torch_fp8.ops.swiglu_backward.swiglu_backward_quantize_delayed`."""
     inputs, (up_amaxes, up_progress, *how) = BackwardInputs(*args[:NUM_INPUTS]), args[NUM_INPUTS:]
     grad, cast = inputs.grad, Cast.delayed(*how)
     assert cast.past is not None

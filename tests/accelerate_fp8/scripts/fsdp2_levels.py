@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 from torch.distributed.tensor import DTensor
 
 from accelerate_fp8 import FP8Config, FP8Kwargs
-from torch_fp8.optimizer_conversion import join_parameter
+from torch_fp8.optim.convert import join_parameter
 
 # Mode: options of FP8Config, of the plugin, of the test.
 MODES = {

@@ -4,7 +4,7 @@ import lightning as L
 import torch
 from torch import nn
 
-from torch_fp8.optimizer import Float8Optimizer
+from torch_fp8.optim.optimizer import Float8Optimizer
 
 
 def make_net():

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader  # noqa: E402
 
 import torch_fp8  # noqa: E402
 from lightning_fp8 import FP8Config, FP8FSDPStrategy, FP8Precision  # noqa: E402
-from torch_fp8.optimizer import Float8Optimizer  # noqa: E402
+from torch_fp8.optim.optimizer import Float8Optimizer  # noqa: E402
 
 
 class Regression(L.LightningModule):

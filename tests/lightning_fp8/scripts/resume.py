@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.utils.data import DataLoader
 
 from lightning_fp8 import FP8Config, FP8Precision
-from torch_fp8.optimizer import Float8Optimizer
+from torch_fp8.optim.optimizer import Float8Optimizer
 
 name, folder, level = sys.argv[1:]
 CONFIG = FP8Config(opt_level=level, recipe="delayed", amax_history_len=4)

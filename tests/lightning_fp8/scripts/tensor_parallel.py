@@ -13,7 +13,10 @@ from torch.distributed.tensor.parallel import SequenceParallel, parallelize_modu
 from torch.utils.data import DataLoader
 
 from torch_fp8 import count_communication
-from torch_fp8.tensor_parallel import Float8ColwiseParallel, Float8RowwiseParallel
+from torch_fp8.distributed.tensor_parallel.styles import (
+    Float8ColwiseParallel,
+    Float8RowwiseParallel,
+)
 
 WIDTH = 64
 

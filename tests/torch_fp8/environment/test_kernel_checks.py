@@ -8,12 +8,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from torch_fp8 import gradient_parts, wire
-from torch_fp8.adamw import adamw_step_reference, update_rms_reference
-from torch_fp8.delayed_scaling import quantize_2d_delayed_reference
 from torch_fp8.environment import kernel_checks
 from torch_fp8.environment.kernel_cases import casts, producers
 from torch_fp8.environment.kernel_cases.comparison import Mismatch
+from torch_fp8.ops import grad_codec
+from torch_fp8.ops import messages as wire
+from torch_fp8.ops.adamw import adamw_step_reference, update_rms_reference
+from torch_fp8.ops.quantize_delayed import quantize_2d_delayed_reference
 
 
 def cast(x, scale, dtype, granularity, power_of_two, row, col, amax=None):
@@ -127,8 +128,8 @@ WRONG = [
     (
         kernel_checks.gradient,
         changed(
-            gradient_parts,
-            decode_gradient=lambda source, dtype: gradient_parts.decode_gradient(source, dtype) * 2,
+            grad_codec,
+            decode_gradient=lambda source, dtype: grad_codec.decode_gradient(source, dtype) * 2,
         ),
     ),
     (kernel_checks.message, changed(wire, unpack_sum=wrong_sum)),

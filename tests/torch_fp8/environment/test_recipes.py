@@ -10,9 +10,9 @@ import torch
 from torch_fp8 import FP8Config
 from torch_fp8.environment import exchange, host_steps, recipes
 from torch_fp8.environment.hosts import child_environment
-from torch_fp8.formats import E5M2
-from torch_fp8.linear import Float8Linear
-from torch_fp8.recipe import RECIPES, make_recipe
+from torch_fp8.nn.linear import Float8Linear
+from torch_fp8.quantization.formats import E5M2
+from torch_fp8.quantization.recipe import RECIPES, make_recipe
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -20,21 +20,17 @@ import triton.language as tl
 from conftest import matrix_differences, moved, optimizer_matrix
 from triton.runtime import interpreter
 
-from torch_fp8.adamw import (
-    StepScalars,
-    WeightPayload,
-    adamw_step_reference,
-    update_rms_reference,
-)
-from torch_fp8.block_scaled import BlockScaled
-from torch_fp8.block_scaled import decode as decode_reference
-from torch_fp8.block_scaled import encode as encode_reference
-from torch_fp8.formats import E4M3, GRADIENT, MOMENT1, MOMENT2
-from torch_fp8.kernels import adamw, block_scaled, quotient
+from torch_fp8.kernels import adamw, block_scaled, fast_math
+from torch_fp8.kernels.arguments import StepScalars, WeightPayload
 from torch_fp8.kernels.block_scaled import decode, encode, scale_of
-from torch_fp8.quantize import quantize_layouts
-from torch_fp8.random_bits import stream_keys
-from torch_fp8.recipe import CastSpec
+from torch_fp8.ops.adamw import adamw_step_reference, update_rms_reference
+from torch_fp8.ops.quantize import quantize_layouts
+from torch_fp8.quantization.block_scaled import BlockScaled
+from torch_fp8.quantization.block_scaled import decode as decode_reference
+from torch_fp8.quantization.block_scaled import encode as encode_reference
+from torch_fp8.quantization.formats import E4M3, GRADIENT, MOMENT1, MOMENT2
+from torch_fp8.quantization.recipe import CastSpec
+from torch_fp8.quantization.stochastic_rounding import stream_keys
 
 adamw.CHUNK = 32  # several chunks of small matrices
 
@@ -110,7 +106,7 @@ interpreter._patch_lang_tensor = patch_lang_tensor_for_numpy_2
 interpreter.InterpreterBuilder.create_fma = exact_fma
 interpreter.InterpreterBuilder.create_fp_to_fp = torch_fp_to_fp
 interpreter.InterpreterBuilder.create_rsqrt = approximate_root
-quotient._approximate_reciprocal = approximate_reciprocal
+fast_math._approximate_reciprocal = approximate_reciprocal
 
 
 def stepped(matrices, scalars, lr_multipliers=None):
@@ -371,11 +367,11 @@ def quotient_kernel(x_ptr, x_scale_ptr, y_ptr, y_scale_ptr, root_ptr, q_ptr, fac
     group = tl.program_id(0) * 512 + tl.arange(0, 512)
     position = group[:, None] * 32 + tl.arange(0, 32)[None, :]
     x, y = tl.load(x_ptr + position), tl.load(y_ptr + position)
-    root = quotient.square_root(x, tl.load(x_scale_ptr + group), factor)
+    root = fast_math.square_root(x, tl.load(x_scale_ptr + group), factor)
     tl.store(root_ptr + position, root)
     tl.store(
         q_ptr + position,
-        quotient.scaled_quotient(y, tl.load(y_scale_ptr + group), root + 1e-8, factor),
+        fast_math.scaled_quotient(y, tl.load(y_scale_ptr + group), root + 1e-8, factor),
     )
 
 

@@ -21,12 +21,12 @@ import triton
 import triton.language as tl
 from triton.runtime import interpreter
 
-from torch_fp8.formats import format_of
+from torch_fp8.kernels.column_sums import TileSums
+from torch_fp8.kernels.fp8_cast import divide, reciprocal
 from torch_fp8.kernels.quantize import is_odd, quantize_2d
-from torch_fp8.kernels.rounding import divide, reciprocal
-from torch_fp8.kernels.sums import TileSums
-from torch_fp8.quantize import laid_out, quantize_2d_reference
-from torch_fp8.scaling import scale_from_amax, tensor_amax
+from torch_fp8.ops.quantize import laid_out, quantize_2d_reference
+from torch_fp8.quantization.formats import format_of
+from torch_fp8.quantization.scaling import scale_from_amax, tensor_amax
 
 # (format, power_of_two, row, col)
 CHOICES = (

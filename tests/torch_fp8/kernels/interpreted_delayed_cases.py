@@ -7,9 +7,9 @@ import sys
 import interpreted_cases as cases  # sets the interpreter up
 import torch
 
-from torch_fp8.delayed_scaling import advance_history_reference, quantize_2d_delayed_reference
-from torch_fp8.kernels.delayed_scaling import advance_history, quantize_2d_delayed
-from torch_fp8.kernels.sums import TileSums
+from torch_fp8.kernels.column_sums import TileSums
+from torch_fp8.kernels.quantize_delayed import advance_history, quantize_2d_delayed
+from torch_fp8.ops.quantize_delayed import advance_history_reference, quantize_2d_delayed_reference
 
 # (length, algorithm, margin): one chunk, part of one, several; and the inputs that are tried.
 HISTORIES = {

@@ -1,6 +1,6 @@
 """Runs the kernels of 8-bit gradients under Triton's CPU interpreter; prints what differs, as JSON.
 
-Run by test_gradients_interpreted.py in a process of its own, as interpreted_cases.py is.
+Run by test_grad_codec_interpreted.py in a process of its own, as interpreted_cases.py is.
 """
 
 import json
@@ -14,9 +14,9 @@ import torch
 from conftest import just_rounded_up
 from triton.runtime import interpreter
 
-from torch_fp8 import gradient_parts
-from torch_fp8.kernels import gradients
-from torch_fp8.random_bits import stream_keys
+from torch_fp8.kernels import grad_codec as kernels
+from torch_fp8.ops import grad_codec
+from torch_fp8.quantization.stochastic_rounding import stream_keys
 
 SHAPES = {
     "flat, several programs": (9, 512),
@@ -70,17 +70,17 @@ def sums(shape, dtype):
     for i in range(3):
         keys, x = stream_keys(i), gradient(*shape, dtype, i)
         if i == 0:
-            got = gradients.quantize_gradient(x, keys)
-            target = gradient_parts.quantize_gradient(x, keys)
+            got = kernels.quantize_gradient(x, keys)
+            target = grad_codec.quantize_gradient(x, keys)
         else:
             got = tuple(part.clone() for part in target[:2])
             target.multiplier.fill_(0.37)
-            gradients.accumulate_gradient(*got, target.multiplier, x, keys)
-            gradient_parts.accumulate_gradient(target, x, keys)
+            kernels.accumulate_gradient(*got, target.multiplier, x, keys)
+            grad_codec.accumulate_gradient(target, x, keys)
         yield difference(got, target)
     target.multiplier.fill_(0.37)
-    got = gradients.dequantize_gradient(*target, dtype)
-    want = gradient_parts.decode_gradient(target, dtype)
+    got = kernels.dequantize_gradient(*target, dtype)
+    want = grad_codec.decode_gradient(target, dtype)
     same = (got == want) | (got.isnan() & want.isnan())
     yield "" if got.dtype == dtype and same.all() else f"{int((~same).sum())} decoded"
 
@@ -91,13 +91,13 @@ def results():
             failures = [text for text in sums(shape, dtype) if text]
             yield f"{name}, {str(dtype).removeprefix('torch.')}", failures
     shifted = torch.randn(1 + 9 * 512)[1:].view(9, 512)
-    want = gradient_parts.quantize_gradient(shifted, (1, 2))
-    found = difference(gradients.quantize_gradient(shifted, (1, 2)), want)
+    want = grad_codec.quantize_gradient(shifted, (1, 2))
+    found = difference(kernels.quantize_gradient(shifted, (1, 2)), want)
     yield "address of an odd element", [found] if found else []
     x = just_rounded_up(64, 512, (1, 2))
-    want = gradient_parts.quantize_gradient(x, (1, 2))
-    up = gradient_parts.decode_gradient(want, x.dtype) >= x
-    found = difference(gradients.quantize_gradient(x, (1, 2)), want)
+    want = grad_codec.quantize_gradient(x, (1, 2))
+    up = grad_codec.decode_gradient(want, x.dtype) >= x
+    found = difference(kernels.quantize_gradient(x, (1, 2)), want)
     yield "just rounded up", [found] * bool(found) + ["by the reference"] * (not up.all())
 
 

@@ -20,13 +20,13 @@ import torch
 import triton.language as tl
 from triton.runtime import interpreter
 
-from torch_fp8 import gate_up, producer_cast, rms_norm, swiglu
-from torch_fp8 import swiglu_backward as backward
 from torch_fp8.kernels import gate_up as gate_up_kernels
 from torch_fp8.kernels import rms_norm as norm_kernels
 from torch_fp8.kernels import swiglu as swiglu_kernels
 from torch_fp8.kernels import swiglu_backward as backward_kernels
-from torch_fp8.scaling import tensor_amax
+from torch_fp8.ops import fused_quantize, gate_up, rms_norm, swiglu
+from torch_fp8.ops import swiglu_backward as backward
+from torch_fp8.quantization.scaling import tensor_amax
 
 BF16, EPS = torch.bfloat16, 1e-5
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -190,7 +190,7 @@ class Past:
         generator = torch.Generator().manual_seed(length + len(algorithm))
         amaxes = torch.rand(length, generator=generator) * 8 + 1
         self.before = amaxes if filled else torch.zeros(length)
-        self.how = producer_cast.DelayedCast(
+        self.how = fused_quantize.DelayedCast(
             self.before.clone(),
             torch.zeros(2, dtype=torch.int32),
             dtype,
@@ -255,7 +255,7 @@ def norm_casts(x, offset, more=False):
     y = rms_norm.rms_norm_reference(x, weight, rstd, offset, out)
     for name, cast in casts(tensor_amax(y), more):
         made = norm_kernels.rms_norm_quantize(x, weight, rstd, offset, out, *cast)
-        yield from compare(name, made, producer_cast.cast_result(y, *cast))
+        yield from compare(name, made, fused_quantize.cast_result(y, *cast))
 
 
 def norm_once(x, offset, more=False):
@@ -270,7 +270,7 @@ def norm_once(x, offset, more=False):
             yield f"{name} rstd", far(rstd, want[0])
             yield from compare(f"{name} saved", (saved, saved_scale), want[2:], ("x", "scale"))
             y = rms_norm.rms_norm_reference(x, weight, rstd, offset, out)
-            yield from compare(name, layouts, producer_cast.cast_result(y, *cast))
+            yield from compare(name, layouts, fused_quantize.cast_result(y, *cast))
             known = cast[1] is not None
             yield f"{name} amax", differs(amax, tensor_amax(y) if known else torch.empty(0))
 
@@ -309,7 +309,7 @@ def swiglu_forward(gate, smooth, more=False):
     factor = columns(gate.shape[1]) if smooth else None
     h = swiglu_kernels.swiglu(gate, up, factor)
     yield "h", far(h, swiglu.swiglu_reference(gate, up, factor), 512)
-    want = (*producer_cast.save_input(gate), *producer_cast.save_input(up), tensor_amax(h))
+    want = (*fused_quantize.save_input(gate), *fused_quantize.save_input(up), tensor_amax(h))
     parts = ("gate", "gate scale", "up", "up scale", "amax")
     yield from compare("save", swiglu_kernels.swiglu_save(gate, up, factor), want, parts)
     *nothing, amax = swiglu_kernels.swiglu_save(gate, up, factor, False)
@@ -321,15 +321,15 @@ def swiglu_forward(gate, smooth, more=False):
         every += [(*cast, False) for cast in some]
     for name, cast, save in every:
         made = swiglu_kernels.swiglu_quantize(gate, up, factor, *cast, save)
-        saved = (*producer_cast.save_input(gate, save), *producer_cast.save_input(up, save))
+        saved = (*fused_quantize.save_input(gate, save), *fused_quantize.save_input(up, save))
         amax = torch.empty(0) if cast[1] is None else want[4]
-        expected = (*producer_cast.cast_result(h, *cast), *saved, amax)
+        expected = (*fused_quantize.cast_result(h, *cast), *saved, amax)
         yield from compare(f"{name} {save=}", made, expected, LAYOUTS + parts)
     every = [(*past, True) for past in pasts(more)]
     every += [(*past, False) for past in pasts(False) if more]
     for name, past, save in every:
         made = swiglu_kernels.swiglu_quantize_delayed(gate, up, factor, *past.how, save)
-        saved = (*producer_cast.save_input(gate, save), *producer_cast.save_input(up, save))
+        saved = (*fused_quantize.save_input(gate, save), *fused_quantize.save_input(up, save))
         yield from compare(f"{name} {save=}", made[3:7], saved, SAVED_PARTS)
         yield from compare_delayed(f"{name} {save=}", (*made[:3], made[7]), h, past)
 
@@ -339,8 +339,8 @@ def swiglu_backward(gate, smooth, more=False):
     generator = torch.Generator().manual_seed(3)
     grad = spread(*gate.shape, generator).to(gate.dtype)
     factor = columns(gate.shape[1]) if smooth else None
-    gate_q, gate_s = producer_cast.save_input(gate)
-    up_q, up_s = producer_cast.save_input(up)
+    gate_q, gate_s = fused_quantize.save_input(gate)
+    up_q, up_s = fused_quantize.save_input(up)
     operands = {"saved": (gate_q, gate_s, up_q, up_s)}
     if more:
         operands |= {"plain": (gate, None, up, None), "one saved": (gate_q, gate_s, up, None)}
@@ -357,7 +357,7 @@ def swiglu_backward(gate, smooth, more=False):
             made = backward_kernels.swiglu_backward_quantize(*arguments, *cast)
             for i, d in enumerate(gradients):
                 of_one = [None if t is None else t[i] for t in cast[:2]]
-                want = producer_cast.cast_result(d, *of_one, *cast[2:])
+                want = fused_quantize.cast_result(d, *of_one, *cast[2:])
                 yield from compare(f"{what} {name} {i}", made[4 * i : 4 * i + 4], want)
             taken = torch.empty(0) if cast[1] is None else amax
             yield f"{what} {name} amax", differs(made[8], taken)
@@ -380,8 +380,8 @@ def gate_up_backward(x, gate_first, more=False):
     grad = spread(*x.shape, generator).to(x.dtype)
     both = torch.cat([x, x.flip(1)], 1) if x.numel() else torch.cat([x, x], 1)
     gate, up = gate_up.halves(both, gate_first)
-    gate_q, gate_s = producer_cast.save_input(gate)
-    up_q, up_s = producer_cast.save_input(up)
+    gate_q, gate_s = fused_quantize.save_input(gate)
+    up_q, up_s = fused_quantize.save_input(up)
     operands = {"saved": (gate_q, gate_s, up_q, up_s)}
     if more:
         operands["plain"] = (gate, None, up, None)
@@ -396,7 +396,7 @@ def gate_up_backward(x, gate_first, more=False):
         every = more and what == "saved"
         for name, cast in casts(amax, every):
             *made, taken = gate_up_kernels.gate_up_backward_quantize(*arguments, gate_first, *cast)
-            yield from compare(f"{what} {name}", made, producer_cast.cast_result(want, *cast))
+            yield from compare(f"{what} {name}", made, fused_quantize.cast_result(want, *cast))
             expected = torch.empty(0) if cast[1] is None else amax
             yield f"{what} {name} amax", differs(taken, expected)
         for name, past in pasts(every):

@@ -14,10 +14,10 @@ import torch
 from conftest import just_rounded_up
 from triton.runtime import interpreter
 
-from torch_fp8 import wire
-from torch_fp8.kernels import wire as kernels
-from torch_fp8.random_bits import stream_keys
-from torch_fp8.wire import Layout
+from torch_fp8.kernels import messages as kernels
+from torch_fp8.ops import messages as wire
+from torch_fp8.ops.messages import Layout
+from torch_fp8.quantization.stochastic_rounding import stream_keys
 
 CASES = {
     "several programs": (Layout(130), 2 * 130 * 32),

@@ -6,9 +6,9 @@ import re
 import pytest
 import torch
 
-from torch_fp8.adamw import StepScalars, WeightPayload
 from torch_fp8.kernels import adamw
-from torch_fp8.kernels.adamw_tiles import Record
+from torch_fp8.kernels.adamw_kernels import Record
+from torch_fp8.kernels.arguments import StepScalars, WeightPayload
 
 WEIGHTS = {
     "bf16 with 8 bits": (torch.bfloat16, 8),

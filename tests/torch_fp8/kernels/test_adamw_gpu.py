@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from torch_fp8.adamw import adamw_step_reference
 from torch_fp8.environment.kernel_cases import optimizer
 from torch_fp8.environment.kernel_cases.optimizer import CHOICES, EXPONENTS, GRADS, WEIGHTS
+from torch_fp8.ops.adamw import adamw_step_reference
 
 pytestmark = pytest.mark.gpu
 

@@ -8,8 +8,8 @@ import itertools
 import pytest
 import torch
 
-from torch_fp8.kernels import delayed_scaling, quantize, sums
-from torch_fp8.kernels.sums import TileSums
+from torch_fp8.kernels import column_sums, quantize, quantize_delayed
+from torch_fp8.kernels.column_sums import TileSums
 
 GRANULARITIES = ("tensorwise", "rowwise", "block_1x128", "block_128x128", "block_1x32")
 FORMATS = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -54,11 +54,11 @@ def launch_delayed(name):
     for dtype, (row, col) in itertools.product(FORMATS if full else FORMATS[:1], layouts):
         for (length, algorithm), wanted in itertools.product(histories, (None, TileSums())):
             state = (torch.zeros(length), progress, torch.ones(()))
-            delayed_scaling.quantize_2d_delayed(x, *state, dtype, algorithm, 0, row, col, wanted)
+            quantize_delayed.quantize_2d_delayed(x, *state, dtype, algorithm, 0, row, col, wanted)
     amax = torch.ones(())
     for length, algorithm in histories:
         for dtype, last in itertools.product(FORMATS, (None, torch.ones(()))):
-            delayed_scaling.advance_history(torch.zeros(length), last, amax, dtype, algorithm, 0)
+            quantize_delayed.advance_history(torch.zeros(length), last, amax, dtype, algorithm, 0)
 
 
 @pytest.mark.parametrize("target", ["sm_90", "sm_100"])
@@ -78,7 +78,7 @@ def test_every_kernel_compiles_without_spills(
 def test_every_kernel_of_delayed_scaling_compiles_without_spills(
     name, target, record_launches, compile_for, record_property
 ):
-    with record_launches(delayed_scaling) as launches:
+    with record_launches(quantize_delayed) as launches:
         launch_delayed(name)
     _compile(launches, name, target, compile_for, record_property)
 
@@ -86,7 +86,7 @@ def test_every_kernel_of_delayed_scaling_compiles_without_spills(
 @pytest.mark.parametrize("target", ["sm_90", "sm_100"])
 @pytest.mark.parametrize("size", [4096, 515])
 def test_sums_compile_without_spills(size, target, record_launches, compile_for, record_property):
-    with record_launches(sums) as launches:
+    with record_launches(column_sums) as launches:
         for dtype in (torch.bfloat16, torch.float16, torch.float32):
             TileSums(0, torch.empty(128, size)).total(torch.empty(16384, size), dtype)
     _compile(launches, str(size), target, compile_for, record_property)
@@ -98,8 +98,8 @@ def test_all_read_the_history_before_the_last_program_writes_it(
 ):
     """What a program reads and writes, a barrier, then the count with release and acquire."""
     state = (torch.zeros(1024), torch.zeros(2, dtype=torch.int32), None)
-    with record_launches(delayed_scaling) as launches:
-        delayed_scaling.quantize_2d_delayed(INPUTS["bf16"], *state, FORMATS[0], "max", 0, row, col)
+    with record_launches(quantize_delayed) as launches:
+        quantize_delayed.quantize_2d_delayed(INPUTS["bf16"], *state, FORMATS[0], "max", 0, row, col)
     ptx, _ = compile_for(launches[0], "sm_90")
     code = [line.strip() for line in ptx.splitlines()]
     (count,) = [i for i, line in enumerate(code) if "atom.global" in line and ".add." in line]
@@ -151,9 +151,9 @@ def test_tile_is_loaded_and_stored_in_16_byte_accesses(
 
 def test_a_delayed_cast_of_any_rows_stores_16_bytes(record_launches, compile_for):
     state = (torch.zeros(1024), torch.zeros(2, dtype=torch.int32), None)
-    with record_launches(delayed_scaling) as launches:
+    with record_launches(quantize_delayed) as launches:
         x = INPUTS["bf16 odd rows"]
-        delayed_scaling.quantize_2d_delayed(x, *state, FORMATS[0], "max", 0, True, True)
+        quantize_delayed.quantize_2d_delayed(x, *state, FORMATS[0], "max", 0, True, True)
     ptx, _ = compile_for(launches[0], "sm_90")
     assert ptx.count("st.global.v4.b32") >= 2
     assert "st.global.b8" not in ptx

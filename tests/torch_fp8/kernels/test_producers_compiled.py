@@ -3,15 +3,8 @@
 import pytest
 import torch
 
-from torch_fp8.kernels import (
-    delayed_scaling,
-    gate_up,
-    quantize,
-    rms_norm,
-    swiglu,
-    swiglu_backward,
-)
-from torch_fp8.payload_shape import padded_rows
+from torch_fp8.kernels import gate_up, quantize, quantize_delayed, rms_norm, swiglu, swiglu_backward
+from torch_fp8.quantization.payload_shape import padded_rows
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 EPS = 1e-5
@@ -156,7 +149,7 @@ def assert_fits(launches, compile_for, target, record_property):
 def test_norm_compiles_and_fits(record_launches, compile_for, record_property, name, target):
     with (
         record_launches(quantize),
-        record_launches(delayed_scaling),
+        record_launches(quantize_delayed),
         record_launches(rms_norm) as launches,
     ):
         if name in DTYPES:
@@ -170,7 +163,7 @@ def test_norm_compiles_and_fits(record_launches, compile_for, record_property, n
 def test_swiglu_compiles_and_fits(record_launches, compile_for, record_property, name, target):
     with (
         record_launches(quantize),
-        record_launches(delayed_scaling),
+        record_launches(quantize_delayed),
         record_launches(swiglu) as forward,
         record_launches(swiglu_backward) as backward,
     ):

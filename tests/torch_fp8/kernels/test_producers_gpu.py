@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from torch_fp8 import rms_norm
 from torch_fp8.environment.kernel_cases import producers
 from torch_fp8.environment.kernel_cases.producers import BF16, E4M3, KINDS, OPS, SHAPES
+from torch_fp8.ops import rms_norm
 
 pytestmark = pytest.mark.gpu
 

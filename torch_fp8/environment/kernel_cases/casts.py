@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_fp8.bias_gradient import quantize_layouts_and_sum
-from torch_fp8.delayed_scaling import quantize_2d_delayed_reference
 from torch_fp8.environment.kernel_cases.comparison import require, same_bits
-from torch_fp8.formats import E4M3, format_of
-from torch_fp8.quantize import laid_out, quantize_2d_reference
-from torch_fp8.recipe import CastSpec, Granularity
-from torch_fp8.scaling import scale_from_amax, tensor_amax
+from torch_fp8.ops.quantize import laid_out, quantize_2d_reference
+from torch_fp8.ops.quantize_dbias import quantize_layouts_and_sum
+from torch_fp8.ops.quantize_delayed import quantize_2d_delayed_reference
+from torch_fp8.quantization.formats import E4M3, format_of
+from torch_fp8.quantization.recipe import CastSpec, Granularity
+from torch_fp8.quantization.scaling import scale_from_amax, tensor_amax
 
 Cast = Callable[..., Any]
 Shape = tuple[int, int]
@@ -58,7 +58,7 @@ def kernel() -> Cast:
 
 def delayed_kernel() -> Cast:
     """That of casts with delayed scaling."""
-    from torch_fp8.kernels.delayed_scaling import quantize_2d_delayed
+    from torch_fp8.kernels.quantize_delayed import quantize_2d_delayed
 
     return quantize_2d_delayed
 

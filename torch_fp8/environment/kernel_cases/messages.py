@@ -1,7 +1,7 @@
 """8-bit gradients and messages between ranks: bytes equal to the reference's.
 
-`parts` is `torch_fp8.gradient_parts` and `wire` is `torch_fp8.wire`, or what stands for them; the
-reference is always theirs, on the CPU.
+`parts` is `torch_fp8.ops.grad_codec` and `wire` is `torch_fp8.ops.messages`, or what stands for
+them; the reference is always theirs, on the CPU.
 """
 
 from typing import Any
@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import torch_fp8.gradient_parts
-import torch_fp8.wire
+import torch_fp8.ops.grad_codec
+import torch_fp8.ops.messages
 from torch_fp8.environment.kernel_cases.comparison import close, require, same_values
-from torch_fp8.random_bits import stream_keys
-from torch_fp8.wire import Layout
+from torch_fp8.ops.messages import Layout
+from torch_fp8.quantization.stochastic_rounding import stream_keys
 
 SHAPES = ((1000, 1024), (5, 48), (36, 33), (3, 7), (2, 70000), (17, 4304), (0, 64), (1, 1))
 DTYPES = (torch.bfloat16, torch.float32)
@@ -32,7 +32,7 @@ def check_gradient(
     parts: Any, device: str, shape: tuple[int, int], dtype: torch.dtype, exponent: int = 0
 ) -> None:
     """Encoding, adding and decoding, with Inf and NaN in between."""
-    reference = torch_fp8.gradient_parts
+    reference = torch_fp8.ops.grad_codec
     generator = torch.Generator().manual_seed(0)
     want: Any = None
     got: Any = None
@@ -68,7 +68,7 @@ def check_messages(
     keys: tuple[int, int] | None,
 ) -> None:
     """Packing, combining, summing and unpacking."""
-    reference = torch_fp8.wire
+    reference = torch_fp8.ops.messages
     what = f"messages of {layout}, {dtype}, 2^{exponent}"
     generator = torch.Generator().manual_seed(0)
     x = (torch.randn(numel, generator=generator) * 2.0**exponent).to(dtype)

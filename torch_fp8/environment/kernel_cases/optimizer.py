@@ -8,18 +8,14 @@ from typing import Any, Literal
 
 import torch
 
-from torch_fp8.adamw import (
-    StepScalars,
-    WeightPayload,
-    adamw_step_reference,
-    update_rms_reference,
-)
 from torch_fp8.environment.kernel_cases.comparison import close, require
 from torch_fp8.environment.kernel_cases.states import matrix_differences, moved, optimizer_matrix
-from torch_fp8.formats import E4M3
-from torch_fp8.quantize import quantize_layouts
-from torch_fp8.random_bits import stream_keys
-from torch_fp8.recipe import CastSpec
+from torch_fp8.kernels.arguments import StepScalars, WeightPayload
+from torch_fp8.ops.adamw import adamw_step_reference, update_rms_reference
+from torch_fp8.ops.quantize import quantize_layouts
+from torch_fp8.quantization.formats import E4M3
+from torch_fp8.quantization.recipe import CastSpec
+from torch_fp8.quantization.stochastic_rounding import stream_keys
 
 Step = Callable[..., Any]
 

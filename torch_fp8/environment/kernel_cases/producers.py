@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_fp8 import gate_up, producer_cast, rms_norm, swiglu, swiglu_backward
 from torch_fp8.environment.kernel_cases.casts import EACH, GRANULARITIES, Shape
 from torch_fp8.environment.kernel_cases.comparison import close, near, require, same_values
-from torch_fp8.scaling import tensor_amax
-from torch_fp8.swiglu_inputs import BackwardInputs
+from torch_fp8.kernels.arguments import BackwardInputs
+from torch_fp8.ops import fused_quantize, gate_up, rms_norm, swiglu, swiglu_backward
+from torch_fp8.quantization.scaling import tensor_amax
 
 BF16, EPS = torch.bfloat16, 1e-5
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -87,7 +87,7 @@ def check_norm(
         same_values(amax, tensor_amax(y), f"{what}: amax")
         for cast in casts(amax, granularities, layouts):
             made = norm.rms_norm_quantize(x, weight, rstd, 1.0, dtype, *cast)
-            for got, expected in zip(made, producer_cast.cast_result(y, *cast), strict=True):
+            for got, expected in zip(made, fused_quantize.cast_result(y, *cast), strict=True):
                 same_values(got, expected, f"{what}: cast {cast[2:]}")
 
 
@@ -105,7 +105,7 @@ def check_norm_once(ops: Any, device: str, shape: Shape, granularity: str) -> No
     same_values(saved, want[2], f"{what}: saved")
     same_values(saved_scale, want[3], f"{what}: saved scale")
     y = rms_norm.rms_norm(x, weight, rstd, 0.0, BF16)
-    for got, expected in zip(made, producer_cast.cast_result(y, None, *cast), strict=True):
+    for got, expected in zip(made, fused_quantize.cast_result(y, None, *cast), strict=True):
         same_values(got, expected, what)
     same_values(amax, tensor_amax(y) if scale is not None else amax.new_empty(0), f"{what}: amax")
 
@@ -151,7 +151,7 @@ def check_swiglu(
     same_values(amax, tensor_amax(h), f"{what}: amax")
     for cast in casts(amax, granularities, layouts):
         *made, _, _, _, _, taken = ops.swiglu.swiglu_quantize(*on_device, *cast, True)
-        for got, expected in zip(made, producer_cast.cast_result(h, *cast), strict=True):
+        for got, expected in zip(made, fused_quantize.cast_result(h, *cast), strict=True):
             same_values(got, expected, f"{what}: cast {cast[2:]}")
         same_values(taken, amax if cast[1] is not None else amax.new_empty(0), f"{what}: amax")
 
@@ -183,7 +183,7 @@ def check_swiglu_backward(
         *made, taken = backward.swiglu_backward_quantize(on_device, *cast)
         for i, d in enumerate(gradients):
             amax_of_one, scale_of_one = (None if t is None else t[i] for t in cast[:2])
-            want = producer_cast.cast_result(d, amax_of_one, scale_of_one, *cast[2:])
+            want = fused_quantize.cast_result(d, amax_of_one, scale_of_one, *cast[2:])
             for got, expected in zip(made[4 * i : 4 * i + 4], want, strict=True):
                 same_values(got, expected, f"{what}: cast {cast[2:]}")
         same_values(taken, amax if cast[1] is not None else amax.new_empty(0), f"{what}: amax")
@@ -211,7 +211,7 @@ def check_gate_up(
     same_values(amax, tensor_amax(made), f"{what}: amax")
     for cast in casts(amax, granularities, layouts):
         *outputs, taken = ops.gate_up.gate_up_backward_quantize(on_device, gate_first, *cast)
-        for got, expected in zip(outputs, producer_cast.cast_result(made, *cast), strict=True):
+        for got, expected in zip(outputs, fused_quantize.cast_result(made, *cast), strict=True):
             same_values(got, expected, f"{what}: cast {cast[2:]}")
         same_values(taken, amax if cast[1] is not None else amax.new_empty(0), f"{what}: amax")
 
@@ -231,7 +231,7 @@ def check_delayed(
     """
     what = f"of {shape}, {kind}, {'with' if filled else 'without'} a history"
 
-    def ways(y: Tensor, filled: bool) -> Iterator[producer_cast.DelayedCast]:
+    def ways(y: Tensor, filled: bool) -> Iterator[fused_quantize.DelayedCast]:
         return _delayed(y, filled, layouts, algorithms)
 
     x, up, grad = (matrix(shape, BF16, kind, seed=i).to(device) for i in range(3))
@@ -262,17 +262,17 @@ def check_delayed(
 
 def _delayed(
     y: Tensor, filled: bool, layouts: Sequence[Any], algorithms: Sequence[str]
-) -> Iterator[producer_cast.DelayedCast]:
+) -> Iterator[fused_quantize.DelayedCast]:
     """Every delayed cast of a result y, with a history that is empty or of about its size."""
     amaxes = torch.zeros(1024, device=y.device)
     if filled:
         amaxes[3] = tensor_amax(y).nan_to_num(1.0, 1.0) / 2
     for dtype, algorithm, (row, col) in itertools.product((E4M3, E5M2), algorithms, layouts):
         progress = torch.zeros(2, dtype=torch.int32, device=y.device)
-        yield producer_cast.DelayedCast(amaxes, progress, dtype, algorithm, 0, row, col)
+        yield fused_quantize.DelayedCast(amaxes, progress, dtype, algorithm, 0, row, col)
 
 
-def _same_delayed(made: Any, y: Tensor, how: producer_cast.DelayedCast, what: str) -> None:
+def _same_delayed(made: Any, y: Tensor, how: fused_quantize.DelayedCast, what: str) -> None:
     for got, expected in zip(made, how.reference(y), strict=True):
         same_values(got, expected, what)
     require(not how.progress.any(), f"{what}: progress is left over")

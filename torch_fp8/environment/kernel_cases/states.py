@@ -5,10 +5,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_fp8.adamw import GradientParts, WeightMatrix
-from torch_fp8.block_scaled import BlockScaled, encode
-from torch_fp8.formats import GRADIENT, MOMENT1, MOMENT2
-from torch_fp8.residual import pack, split
+from torch_fp8.kernels.arguments import GradientParts, WeightMatrix
+from torch_fp8.quantization.block_scaled import BlockScaled, encode
+from torch_fp8.quantization.formats import GRADIENT, MOMENT1, MOMENT2
+from torch_fp8.quantization.split_float import pack, split
 
 
 def optimizer_matrix(

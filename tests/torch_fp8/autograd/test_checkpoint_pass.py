@@ -1,0 +1,234 @@
+"""What a checkpointed forward makes and saves in its first pass."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+    set_checkpoint_early_stop,
+)
+
+from tests.torch_fp8.conversion.test_fused_layers import Block
+from torch_fp8 import FP8Config, convert_to_float8
+from torch_fp8.autograd.checkpoint_pass import (
+    SelectivePass,
+    saves_nothing,
+    stand_in,
+    untraced,
+)
+from torch_fp8.quantization.recipe import RECIPES
+
+
+def _block(**options):
+    torch.manual_seed(0)
+    block = Block().bfloat16()
+    convert_to_float8(block, FP8Config(**options))
+    return block
+
+
+def _x():
+    return torch.randn(2, 32, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
+
+
+def _run(model, function):
+    """Output and gradients of ``function(x)``."""
+    x = _x().requires_grad_()
+    y = function(x)
+    (y.float() * torch.linspace(-1, 1, y.numel()).view(y.shape)).sum().backward()
+    grads = {name: p.grad for name, p in model.named_parameters()}
+    model.zero_grad()
+    return y.detach(), x.grad, grads
+
+
+def _assert_equal(want, got):
+    assert torch.equal(want[0], got[0])
+    assert torch.equal(want[1], got[1])
+    for name, grad in want[2].items():
+        assert torch.equal(grad, got[2][name]), name
+
+
+class _Casts(TorchDispatchMode):
+    """For each of our operators that casts: its name and the FP8 payloads that it makes."""
+
+    def __init__(self):
+        super().__init__()
+        self.made = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        if func.namespace == "torch_fp8":
+            results = made if isinstance(made, tuple) else (made,)
+            payloads = [tuple(t.shape) for t in results if t.element_size() == 1 and t.numel()]
+            self.made.append((func._schema.name.removeprefix("torch_fp8::"), payloads))
+        return made
+
+
+@pytest.mark.parametrize("options", [{"save_activations": "bf16"}, {"wgrad": "bf16"}, {}], ids=str)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_gradients_are_those_without_checkpointing(recipe, options):
+    plain = _block(recipe=recipe, **options)
+    recomputed = copy.deepcopy(plain)
+    for early_stop in (True, False):
+        want = _run(plain, plain)
+        with set_checkpoint_early_stop(early_stop):
+            got = _run(recomputed, lambda x: checkpoint(recomputed, x, use_reentrant=False))
+        _assert_equal(want, got)
+    for name, buffer in plain.named_buffers():
+        assert torch.equal(buffer, dict(recomputed.named_buffers())[name]), name
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "blockwise"])
+def test_the_first_pass_casts_what_forward_takes_and_no_more(recipe):
+    block = _block(recipe=recipe)
+    with _Casts() as first:
+        y = checkpoint(block, _x().requires_grad_(), use_reentrant=False)
+    for name, payloads in first.made:
+        # (tokens, features) or a weight, never a transpose, never what is saved beside a payload
+        assert len(payloads) <= 1, (name, payloads)
+        assert all(shape[1] in (64, 176) and shape[0] in (64, 176) for shape in payloads)
+    operands = [payload for _, payloads in first.made for payload in payloads]
+    assert len(operands) == 7 + 4  # weights; q, k and v share one input, gate and up another
+    with _Casts() as second:
+        y.sum().backward()
+    in_recomputation = [p for name, p in second.made if name.startswith(("rms", "swiglu_q"))]
+    assert any(len(payloads) > 1 for payloads in in_recomputation)
+
+
+def test_a_transposed_payload_is_first_made_in_backward():
+    layer = nn.Sequential(nn.Linear(48, 80)).bfloat16()
+    convert_to_float8(layer)
+    x = torch.randn(16, 48).bfloat16().requires_grad_()
+    with _Casts() as first:
+        y = checkpoint(layer, x, use_reentrant=False)
+    assert [p for _, payloads in first.made for p in payloads] == [(80, 48), (16, 48)]
+    with _Casts() as second:
+        y.sum().backward()
+    assert ("quantize_2d", [(16, 48), (48, 16)]) in second.made
+    with _Casts() as plain:
+        layer(x)
+    assert ("quantize_2d", [(16, 48), (48, 16)]) in plain.made
+
+
+def test_the_second_pass_is_not_the_first():
+    told = []
+
+    class Asks(nn.Module):
+        def forward(self, x):
+            told.append(saves_nothing())
+            return x.sin()
+
+    x = torch.randn(4, requires_grad=True)
+    y = checkpoint(Asks(), x, use_reentrant=False)
+    y.sum().backward()
+    assert told == [True, False]
+    told.clear()
+    Asks()(x)
+    checkpoint(Asks(), x, use_reentrant=True).sum().backward()
+    with saved_tensors_hooks(lambda t: t, lambda t: t):
+        Asks()(x)
+    with torch.no_grad():
+        checkpoint(Asks(), x, use_reentrant=False)
+    assert told == [False] * 5
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "blockwise"])
+@pytest.mark.parametrize("where", ["inside", "outside", "both"])
+def test_hooks_of_offloading_get_what_is_there(recipe, where):
+    plain = _block(recipe=recipe)
+    recomputed = copy.deepcopy(plain)
+    packed = []
+
+    def pack(t):
+        packed.append(t)
+        return t.clone()
+
+    def offloaded(x):
+        with saved_tensors_hooks(pack, lambda t: t):
+            return recomputed(x)
+
+    def run(x):
+        inner = recomputed if where == "outside" else offloaded
+        if where == "inside":
+            return checkpoint(inner, x, use_reentrant=False)
+        with save_on_cpu():
+            return checkpoint(inner, x, use_reentrant=False)
+
+    want = _run(plain, plain)
+    _assert_equal(want, _run(recomputed, run))
+    assert all(0 not in t.stride() or t.numel() == 1 for t in packed)
+    assert (where == "outside") == (not packed)
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "blockwise"])
+def test_nested_checkpoints(recipe):
+    plain = _block(recipe=recipe)
+    recomputed = copy.deepcopy(plain)
+
+    class Nested(nn.Module):
+        def forward(self, x):
+            normed = recomputed.attn_norm(x)
+            x = x + checkpoint(recomputed.attention, normed, use_reentrant=False)
+
+            def mlp(x):
+                return recomputed.mlp(recomputed.mlp_norm(x))
+
+            return x + checkpoint(mlp, x, use_reentrant=False)
+
+    want = _run(plain, plain)
+    _assert_equal(want, _run(recomputed, lambda x: checkpoint(Nested(), x, use_reentrant=False)))
+    for name, buffer in plain.named_buffers():
+        assert torch.equal(buffer, dict(recomputed.named_buffers())[name]), name
+
+
+def test_checkpoints_that_keep_results_of_operators_keep_whole_ones():
+    """A policy of torch's own that saves our casts: the second pass gets what the first made."""
+    plain = _block()
+    recomputed = copy.deepcopy(plain)
+
+    def policy(ctx, op, *args, **kwargs):
+        ours = op.namespace == "torch_fp8"
+        return CheckpointPolicy.MUST_SAVE if ours else CheckpointPolicy.PREFER_RECOMPUTE
+
+    def contexts():
+        return create_selective_checkpoint_contexts(policy)
+
+    want = _run(plain, plain)
+    got = _run(
+        recomputed,
+        lambda x: checkpoint(recomputed, x, use_reentrant=False, context_fn=contexts),
+    )
+    _assert_equal(want, got)
+
+
+def test_where_hooks_cannot_be_seen_everything_is_made(monkeypatch):
+    class NoAutograd:
+        pass
+
+    monkeypatch.setattr(torch._C, "_autograd", NoAutograd())
+    assert not saves_nothing()
+
+
+def test_pauses_of_a_pass_nest():
+    with SelectivePass() as mode:
+        with untraced():
+            with untraced():
+                assert mode.pauses
+            assert mode.pauses
+        assert not mode.pauses
+
+
+def test_a_stand_in_costs_nothing():
+    like = torch.randn(3)
+    fake = stand_in((64, 1 << 20), torch.float8_e4m3fn, like)
+    assert (fake.shape, fake.dtype, fake.device) == (
+        (64, 1 << 20),
+        torch.float8_e4m3fn,
+        like.device,
+    )
+    assert fake.untyped_storage().nbytes() == 1

@@ -1,0 +1,409 @@
+"""What recipe="auto" chooses, with times that are given instead of measured."""
+
+import copy
+import dataclasses
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from torch_fp8 import Float8Linear, FP8Config, convert_optimizer, convert_to_float8
+from torch_fp8.conversion import layer_benchmark
+from torch_fp8.conversion.autotune import MARGIN, candidates, layer_shapes
+from torch_fp8.conversion.layer_benchmark import LayerShape, layer_times
+from torch_fp8.distributed.tensor_parallel.styles import check_style
+
+AUTO = FP8Config(tokens=16)
+H200 = torch.device("cuda:0")
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    """``cuda(capability, version)``: the card and the CUDA that there are."""
+
+    def install(capability, version=(12, 9)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "NVIDIA H200")
+        monkeypatch.setattr("torch_fp8.ops.hardware._cuda_version", lambda: version)
+
+    return install
+
+
+def fp8(tensorwise, rowwise=1000, blockwise=1000):
+    return {"tensorwise": tensorwise, "rowwise": rowwise, "blockwise": blockwise}
+
+
+def model():
+    """Three layers of 64x32, one of 32x64, one of 16x32."""
+    wide = [nn.Linear(32, 64) for _ in range(3)]
+    return nn.ModuleDict(
+        {"wide": nn.ModuleList(wide), "narrow": nn.Linear(64, 32), "small": nn.Linear(32, 16)}
+    )
+
+
+WIDE, NARROW, SMALL = (64, 32), (32, 64), (16, 32)
+
+
+def test_the_recipe_with_the_least_time_over_all_layers(timed):
+    timed(
+        {
+            WIDE: (100, fp8(60, 70, 58)),  # three of them
+            NARROW: (100, fp8(50, 80, 54)),
+            SMALL: (10, fp8(5, 5, 5)),
+        }
+    )
+    report = convert_to_float8(model(), AUTO)
+    assert report.recipe.name == "blockwise"
+    assert len(report.converted) == 5
+    assert report.skipped == ()
+    assert report.choice.speedups == pytest.approx(
+        {"tensorwise": 410 / 235, "rowwise": 410 / 295, "blockwise": 410 / 233}
+    )
+    lines = report.summary().splitlines()
+    assert any(line.startswith("  recipe    auto -> blockwise: ") for line in lines)
+    assert (
+        "  measured  blockwise 1.76 times as fast as BF16 (tensorwise 1.74, rowwise 1.39), linear "
+        "layers alone, forward and backward of 16 tokens"
+    ) in lines
+
+
+def test_a_layer_that_is_no_faster_stays_in_bf16(timed):
+    timed({WIDE: (100, fp8(60)), NARROW: (100, fp8(60)), SMALL: (41, fp8(63))})
+    net = model()
+    report = convert_to_float8(net, AUTO)
+    assert report.converted == ("wide.0", "wide.1", "wide.2", "narrow")
+    reason = "16x32 is no faster in FP8: 63 against 41 us in BF16 at 16 tokens"
+    assert report.skipped == (("small", reason),)
+    assert f"  skipped   small: {reason}" in report.summary().splitlines()
+    assert report.flops_share < 1
+    assert type(net["small"]) is nn.Linear
+    assert net["narrow"].fp8_recipe.name == "tensorwise"
+    assert net["narrow"].fp8_config == AUTO
+
+
+@pytest.mark.parametrize(("us", "converted"), [(1 - 2 * MARGIN, 5), (1 - MARGIN / 2, 4), (1, 4)])
+def test_it_has_to_be_faster_by_a_margin(timed, us, converted):
+    timed({WIDE: (100, fp8(60)), NARROW: (100, fp8(60)), SMALL: (40, fp8(40 * us))})
+    assert len(convert_to_float8(model(), AUTO).converted) == converted
+
+
+def test_layers_that_would_stay_in_bf16_count_as_that(timed):
+    timed(
+        {
+            WIDE: (100, fp8(60, 50)),
+            NARROW: (100, fp8(60, 300)),  # rowwise loses by far, but only where it does not run
+            SMALL: (10, fp8(5, 5)),
+        }
+    )
+    report = convert_to_float8(model(), AUTO)
+    assert report.recipe.name == "tensorwise"  # 245 against 255 us
+    timed({WIDE: (100, fp8(60, 40)), NARROW: (100, fp8(60, 300)), SMALL: (10, fp8(5, 5))})
+    layer_times.cache_clear()
+    report = convert_to_float8(model(), AUTO)
+    assert report.recipe.name == "rowwise"  # 225 against 245
+    assert [name for name, _ in report.skipped] == ["narrow"]
+
+
+def test_a_second_conversion_measures_nothing_and_chooses_the_same(timed):
+    timer = timed({WIDE: (100, fp8(60)), NARROW: (100, fp8(60)), SMALL: (41, fp8(63))})
+    net = model()
+    first = convert_to_float8(net, AUTO)
+    per_shape = (layer_benchmark.WARMUP + layer_benchmark.REPETITIONS) * 4
+    assert len(timer.runs) == 3 * per_shape
+    assert all(run.input.shape[0] == 16 for run in timer.runs)
+    for other in (net, model(), model().bfloat16()):
+        again = convert_to_float8(other, AUTO)
+        assert (again.converted, again.skipped) == (first.converted, first.skipped)
+    assert len(timer.runs) == 3 * per_shape
+    convert_to_float8(net, dataclasses.replace(AUTO, tokens=32))
+    assert len(timer.runs) == 6 * per_shape
+
+
+def test_frozen_layers_are_decided_as_trained_ones(timed):
+    timer = timed({WIDE: (100, fp8(60)), NARROW: (100, fp8(60)), SMALL: (41, fp8(63))})
+    trained, frozen = model(), model().requires_grad_(False)
+    first = convert_to_float8(trained, AUTO)
+    runs = len(timer.runs)
+    assert convert_to_float8(frozen, AUTO).converted == first.converted
+    assert len(timer.runs) == runs
+
+
+def test_a_named_recipe_turns_the_layers_left_into_fp8(timed):
+    timer = timed({WIDE: (100, fp8(60)), NARROW: (100, fp8(60)), SMALL: (41, fp8(63))})
+    net = model()
+    convert_to_float8(net, FP8Config(recipe="tensorwise"))
+    assert isinstance(net["small"], Float8Linear)
+    assert not timer.runs
+    convert_to_float8(net, AUTO)
+    assert type(net["small"]) is nn.Linear
+    assert convert_to_float8(net, FP8Config(recipe="rowwise")).choice is None
+    assert net["small"].fp8_recipe.name == "rowwise"
+
+
+def test_every_candidate_has_the_users_options(timed):
+    timer = timed({WIDE: (100, fp8(60)), NARROW: (100, fp8(60)), SMALL: (10, fp8(5))})
+    config = FP8Config(tokens=16, wgrad="bf16", grad_format="e4m3", fast_accum=("dgrad",))
+    convert_to_float8(model(), config)
+    recipes = {run.recipe.name: run.recipe for run in timer.runs if run.recipe is not None}
+    assert set(recipes) == {"tensorwise", "rowwise", "blockwise"}
+    for recipe in recipes.values():
+        assert recipe.wgrad is None
+        assert recipe.grad_output.format.name == "e4m3"
+    assert [recipes["rowwise"].fprop.fast_accum, recipes["rowwise"].dgrad.fast_accum] == [0, 1]
+    assert convert_to_float8(model(), config).recipe == recipes["tensorwise"]
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("cache", [False, True, "both"])
+def test_layers_are_timed_with_what_is_kept_of_their_weights(timed, cache, level):
+    """And what was timed with other things kept does not answer."""
+    timer = timed({shape: (100, fp8(60)) for shape in (WIDE, NARROW, SMALL)})
+    if level == "O1":
+        cache = False
+    convert_to_float8(model(), dataclasses.replace(AUTO, opt_level="O3", cache_weights=False))
+    runs = len(timer.runs)
+    convert_to_float8(model(), dataclasses.replace(AUTO, opt_level=level, cache_weights=cache))
+    fresh = timer.runs[runs:] if cache or level == "O1" else timer.runs
+    assert fresh
+    caches = {run.recipe.name: run.layer.fp8_weight_cache for run in fresh if run.recipe}
+    of_tensor = caches["tensorwise"]
+    if level == "O1":
+        assert set(caches.values()) == {None}
+    else:
+        assert of_tensor.keeps_payload == cache
+        assert (caches["blockwise"] is None) == (cache is False)
+
+
+@pytest.mark.parametrize(
+    ("config", "capability", "version", "expected"),
+    [
+        (FP8Config(), (9, 0), (12, 9), ("tensorwise", "rowwise", "blockwise")),
+        (FP8Config(), (9, 0), (12, 8), ("tensorwise", "rowwise")),
+        (FP8Config(), (10, 0), (12, 9), ("tensorwise", "rowwise")),
+        (FP8Config(), (8, 9), (12, 9), ("tensorwise", "rowwise")),
+        (FP8Config(grad_format="e5m2"), (9, 0), (12, 9), ("tensorwise", "rowwise")),
+        (FP8Config(emulate=True), (9, 0), (12, 9), ()),
+        (FP8Config(recipe="rowwise"), (9, 0), (12, 9), ()),
+        (FP8Config(backend="transformer-engine"), (9, 0), (12, 9), ()),
+    ],
+    ids=["sm_90", "older-cuda", "sm_100", "sm_89", "e5m2", "emulated", "named", "te"],
+)
+def test_candidates_are_what_the_card_runs_natively(cuda, config, capability, version, expected):
+    cuda(capability, version)
+    assert candidates(config, H200) == expected
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_there_are_none_where_fp8_is_emulated(device):
+    assert candidates(FP8Config(), torch.device(device)) == ()
+
+
+@pytest.mark.parametrize(
+    ("config", "device", "why"),
+    [
+        (FP8Config(), None, "FP8 is emulated here"),
+        (FP8Config(), "meta", "FP8 is emulated here"),
+        (FP8Config(emulate=True), H200, "emulate=True"),
+    ],
+    ids=["cpu", "meta", "emulate"],
+)
+def test_the_summary_says_why_nothing_was_measured(monkeypatch, cuda, config, device, why):
+    cuda((9, 0))
+    monkeypatch.setattr(layer_benchmark, "seconds", None)
+    net = model().to(device) if device == "meta" else model()
+    report = convert_to_float8(net, config, device=device)
+    assert report.recipe.name == "tensorwise"
+    assert len(report.converted) == 5
+    lines = report.summary().splitlines()
+    assert any(line.startswith("  recipe    auto -> tensorwise: ") for line in lines)
+    assert f"  auto      takes tensorwise here without measuring: {why}" in lines
+
+
+def test_what_the_summary_says_of_transformer_engine(te):
+    config = FP8Config(backend="transformer-engine", opt_level="O1")
+    summary = convert_to_float8(nn.Linear(32, 32), config).summary()
+    why = "Transformer Engine has casts of its own"
+    assert f"  auto      takes tensorwise here without measuring: {why}" in summary.splitlines()
+
+
+def test_a_failure_is_one_warning_and_the_default(timed):
+    timed({})
+
+    def out_of_memory(device, run):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to\nallocate")
+
+    layer_benchmark.seconds = out_of_memory
+    with pytest.warns(UserWarning, match="unmeasured") as warned:
+        report = convert_to_float8(model(), AUTO)
+    assert [str(w.message) for w in warned] == [
+        "FP8Config(recipe='auto') runs 'tensorwise', unmeasured: timing a layer of 16x32 failed "
+        "(OutOfMemoryError: CUDA out of memory. Tried to). Name a recipe to have nothing measured, "
+        "or fewer tokens than 16"
+    ]
+    assert report.recipe.name == "tensorwise"
+    assert len(report.converted) == 5
+    assert "here without measuring: timing a layer of 16x32 failed" in report.summary()
+
+
+def test_where_no_layer_is_faster_all_stay_in_bf16_with_a_warning(timed):
+    timed({WIDE: (50, fp8(60)), NARROW: (50, fp8(60)), SMALL: (41, fp8(63))})
+    net = model()
+    with pytest.warns(UserWarning, match=r"'wide.0': 64x32 is no faster.*Name a recipe.*tokens"):
+        report = convert_to_float8(net, AUTO)
+    assert report.converted == report.producers == ()
+    assert not any(isinstance(m, Float8Linear) for m in net.modules())
+    assert "FP8: 0 of 5 linear layers, 0.0 % of the matmul FLOPs" in report.summary(net)
+
+
+@pytest.mark.parametrize(
+    ("dim", "communication", "recipe"),
+    [(-1, "fp8", "tensorwise"), (1, "fp8", "blockwise"), (-1, "off", "blockwise")],
+    ids=["features", "tokens", "features-in-16-bits"],
+)
+def test_a_parallel_style_that_gathers_features_takes_one_scale(timed, dim, communication, recipe):
+    timed({shape: (100, fp8(60, 60, 50)) for shape in (WIDE, NARROW, SMALL)})
+    net = model()
+    check_style(net["wide"][0], Shard(dim))  # what the style does
+    config = dataclasses.replace(AUTO, communication=communication)
+    assert convert_to_float8(net, config).recipe.name == recipe
+
+
+def test_nothing_is_measured_of_what_stays_anyway(timed):
+    timer = timed({WIDE: (100, fp8(60)), SMALL: (10, fp8(5))})
+    skip = FP8Config(tokens=16, skip=("narrow",))
+    assert convert_to_float8(model(), skip).choice.recipe == "tensorwise"
+    assert {tuple(run.layer.weight.shape) for run in timer.runs} == {WIDE, SMALL}
+    with pytest.raises(ValueError, match="skip="):
+        convert_to_float8(model(), FP8Config(skip=("**",)))
+
+
+def test_ranks_that_cannot_agree_do_not_measure(timed):
+    clock = timed({})
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        report = convert_to_float8(model(), AUTO)
+    finally:
+        dist.destroy_process_group()
+    assert report.recipe.name == "tensorwise"
+    assert "the ranks of this process group cannot agree" in report.choice.not_measured
+    assert not clock.runs
+
+
+def test_modes_and_random_states_are_left_alone(timed):
+    timed({WIDE: (100, fp8(60)), NARROW: (100, fp8(60)), SMALL: (10, fp8(5))})
+    net, before = model(), torch.get_rng_state()
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        convert_to_float8(net, AUTO)
+        assert not torch.is_grad_enabled()
+        assert torch.is_autocast_enabled("cpu")
+    assert torch.equal(torch.get_rng_state(), before)
+    assert all(p.grad is None for p in net.parameters())
+
+
+def test_a_model_without_memory_is_measured_where_it_will_run(timed):
+    timer = timed({WIDE: (100, fp8(60)), NARROW: (100, fp8(60)), SMALL: (41, fp8(63))})
+    with torch.device("meta"):
+        net = model()
+        report = convert_to_float8(net, AUTO, device="cpu")
+    assert [name for name, _ in report.skipped] == ["small"]
+    assert {run.input.device.type for run in timer.runs} == {"cpu"}
+
+
+@pytest.mark.parametrize(
+    ("weights", "dtype"),
+    [
+        (torch.float32, torch.bfloat16),
+        (torch.bfloat16, torch.bfloat16),
+        (torch.float16, torch.float16),
+    ],
+    ids=str,
+)
+def test_shapes_and_the_dtype_that_a_layer_multiplies_in(weights, dtype):
+    layers = {"a": nn.Linear(32, 48, dtype=weights), "b": nn.Linear(32, 48, False, dtype=weights)}
+    shapes = layer_shapes(nn.ModuleDict(layers), layers)
+    assert shapes == {n: LayerShape(48, 32, n == "a", dtype) for n in layers}
+
+
+LLAMA = LlamaConfig(
+    hidden_size=64,
+    intermediate_size=176,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    vocab_size=128,
+    attn_implementation="eager",
+)
+Q, KV, GATE, DOWN = (64, 64), (32, 64), (176, 64), (64, 176)
+
+
+@pytest.mark.parametrize("slow", [(KV,), (Q,), (GATE,), (DOWN,), (Q, KV, GATE)], ids=str)
+def test_layers_left_are_as_if_they_were_named_in_skip(timed, slow):
+    """At level O1; at the others a weight that is named keeps its dtype."""
+    timed({s: (100, fp8(200 if s in slow else 50)) for s in (Q, KV, GATE, DOWN)})
+    torch.manual_seed(0)
+    auto = AutoModelForCausalLM.from_config(LLAMA)
+    named = copy.deepcopy(auto)
+    configs = [FP8Config(tokens=16, opt_level="O1")]
+    left = convert_to_float8(auto, configs[0]).choice.left
+    assert len({name.rpartition(".")[2] for name in left}) in (1, 2, 6)
+    skip = ("lm_head", *left)
+    configs.append(FP8Config(recipe="tensorwise", skip=skip, opt_level="O1"))
+    report = convert_to_float8(named, configs[1])
+    assert {name for name, _ in report.skipped} == {"lm_head", *left}
+    ids = torch.randint(1, 128, (2, 16))
+    for net in (auto, named):
+        optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+        for _ in range(2):
+            with torch.autocast("cpu", torch.bfloat16):
+                net(ids, labels=ids).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    for ours, theirs in zip(auto.parameters(), named.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_layers_left_are_split_and_those_named_in_skip_are_not(timed, level):
+    timed({s: (100, fp8(200 if s == GATE else 50)) for s in (Q, KV, GATE, DOWN)})
+    torch.manual_seed(0)
+    auto = AutoModelForCausalLM.from_config(LLAMA)
+    named = copy.deepcopy(auto)
+    left = convert_to_float8(auto, FP8Config(tokens=16, opt_level=level)).choice.left
+    assert left
+    skip = FP8Config(recipe="tensorwise", skip=("lm_head", *left), opt_level=level)
+    convert_to_float8(named, skip)
+    ids = torch.randint(1, 128, (2, 16))
+    for net, config, dtype in (
+        (auto, FP8Config(tokens=16, opt_level=level), torch.bfloat16),
+        (named, skip, torch.float32),
+    ):
+        optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+        assert convert_optimizer(optimizer, config, model=net).converted
+        assert {net.get_submodule(name).weight.dtype for name in left} == {dtype}
+        before = [p.detach().float().clone() for p in net.parameters()]
+        with torch.autocast("cpu", torch.bfloat16):
+            net(ids, labels=ids).loss.backward()
+        optimizer.step()
+        pairs = zip(before, net.parameters(), strict=True)
+        assert all(p.isfinite().all() and not torch.equal(b, p.float()) for b, p in pairs)
+
+
+@pytest.mark.gpu
+@pytest.mark.alone
+def test_on_a_card_it_chooses_for_a_llama():
+    """Native FP8 wins where GEMMs are large; only what it says must hold, whichever wins."""
+    layers = {"up": nn.Linear(4096, 14336, False), "tiny": nn.Linear(16, 16)}
+    net = nn.ModuleDict(layers).to("cuda", torch.bfloat16)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        report = convert_to_float8(net, FP8Config())
+    assert report.choice.not_measured is None
+    assert report.recipe.name == max(report.choice.speedups, key=report.choice.speedups.get)
+    assert report.converted == ("up",)
+    assert type(net["tiny"]) is nn.Linear
+    assert "times as fast as BF16" in report.summary(net)

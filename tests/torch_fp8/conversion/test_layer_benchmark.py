@@ -1,0 +1,234 @@
+"""The layers that are timed, on the CPU with a timer that is given; and a card's own, on one."""
+
+import contextlib
+
+import pytest
+import torch
+from torch import nn
+
+from torch_fp8 import Float8Linear, FP8Config
+from torch_fp8.conversion import layer_benchmark
+from torch_fp8.conversion.layer_benchmark import Card, LayerShape, kept_weights, layer_times
+from torch_fp8.ops.registry import operators
+from torch_fp8.quantization.recipe import make_recipe
+
+CPU = Card.of(torch.device("cpu"))
+SHAPE = LayerShape(48, 32, True, torch.bfloat16)
+NAMES = ("tensorwise", "rowwise", "blockwise")
+RECIPES = tuple(make_recipe(name) for name in NAMES)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_timed_before():
+    layer_times.cache_clear()
+    yield
+    layer_times.cache_clear()
+
+
+@pytest.fixture
+def timer(monkeypatch):
+    """``timer(seconds)``: the passes that are timed from then on, and run once each."""
+
+    def install(seconds):
+        runs = []
+
+        def timed(device, run):
+            runs.append(run)
+            run()
+            return seconds(run)
+
+        monkeypatch.setattr(layer_benchmark, "seconds", timed)
+        return runs
+
+    return install
+
+
+def name(run):
+    return None if run.recipe is None else run.recipe.name
+
+
+def test_the_clock_runs_while_a_card_that_has_work_does_more(monkeypatch):
+    done = []
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            done.append("event")
+
+        def synchronize(self):
+            done.append("wait")
+
+        def elapsed_time(self, end):
+            return 2.5  # ms
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    taken = layer_benchmark.seconds(torch.device("cuda"), lambda: done.append("run"))
+    assert taken == 2.5e-3
+    assert done == ["run", "event", "run", "event", "wait"]
+
+
+def test_the_median_of_each_recipe_and_of_none(timer):
+    samples = {None: iter([9, 5, 1, 4, 2, 3]), "tensorwise": iter([0, 10, 30, 20, 20, 20])}
+    runs = timer(lambda run: next(samples[name(run)]))
+    times = layer_times(CPU, SHAPE, 16, RECIPES[:1])
+    assert times == (3, {"tensorwise": 20})  # the first of each warms up
+    assert [name(run) for run in runs] == [None, "tensorwise"] * 6
+
+
+def test_passes_are_those_of_training(timer):
+    seen = {}
+
+    def look(run):
+        seen[name(run)] = run
+        assert torch.is_grad_enabled()
+        assert not torch.is_inference_mode_enabled()
+        assert not torch.is_autocast_enabled("cpu")
+        return 1.0
+
+    timer(look)
+    with (
+        torch.no_grad(),
+        torch.inference_mode(),
+        torch.autocast("cpu", torch.float16),
+        torch.device("meta"),
+        torch._subclasses.FakeTensorMode(),
+    ):
+        layer_times(CPU, SHAPE, 16, RECIPES)
+        assert torch.is_inference_mode_enabled()
+        assert torch.is_autocast_enabled("cpu")
+        assert type(torch.empty(1)) is torch._subclasses.FakeTensor
+    assert set(seen) == {None, "tensorwise", "rowwise", "blockwise"}
+    for recipe, run in seen.items():
+        assert type(run.layer) is (nn.Linear if recipe is None else Float8Linear)
+        assert run.layer.training
+        assert type(run.input) is torch.Tensor
+        assert (run.input.shape, run.grad_output.shape) == ((16, 32), (16, 48))
+        assert run.input.grad is None
+        for parameter in run.layer.parameters():
+            assert parameter.requires_grad
+            assert parameter.dtype == torch.bfloat16
+            assert parameter.grad is None
+            assert parameter.isfinite().all()
+        # One weight and one input for all: no more memory than one layer takes.
+        assert run.layer.weight is seen[None].layer.weight
+        assert run.input is seen[None].input
+    assert len(list(seen[None].layer.parameters())) == 2
+
+
+def test_the_casts_and_gemms_are_those_of_the_recipe(timer, scaled_mm_calls):
+    recipe = make_recipe("tensorwise", wgrad="bf16", fast_accum=("dgrad",))
+    timer(lambda run: 1.0)
+    layer_times(CPU, SHAPE, 16, (recipe,))
+    per_pass = len(scaled_mm_calls) // 6
+    assert [call["use_fast_accum"] for call in scaled_mm_calls[:per_pass]] == [False, True]
+
+
+@pytest.fixture
+def weight_casts(monkeypatch):
+    """Of each cast of a weight since the list was cleared: granularity, by column, scale given."""
+    casts = []
+    original = operators.quantize_2d
+
+    def noted(x, scale, dtype, granularity, power_of_two, row, col, amax=None):
+        if x.shape == (SHAPE.out_features, SHAPE.in_features):
+            casts.append((granularity, col, scale is not None))
+        return original(x, scale, dtype, granularity, power_of_two, row, col, amax)
+
+    monkeypatch.setattr(operators, "quantize_2d", noted)
+    return casts
+
+
+# Of a pass, by row in forward and by column in backward; tensorwise that takes forward's scale.
+CAST = {name: [(RECIPES[i].weight.granularity, False, False)] for i, name in enumerate(NAMES)}
+TRANSPOSED = {
+    name: [(RECIPES[i].weight.granularity, True, name == "tensorwise")]
+    for i, name in enumerate(NAMES)
+}
+
+
+@pytest.mark.parametrize(
+    ("kept", "expected"),
+    [
+        (None, {name: CAST[name] + TRANSPOSED[name] for name in NAMES}),
+        (
+            False,
+            {name: CAST[name] + TRANSPOSED[name] for name in NAMES}
+            | {"tensorwise": [("tensorwise", False, True), ("tensorwise", True, True)]},
+        ),
+        (True, {"tensorwise": [], "rowwise": TRANSPOSED["rowwise"], "blockwise": []}),
+        ("both", {name: [] for name in NAMES}),
+    ],
+    ids=["nothing", "scale", "payload", "both payloads"],
+)
+def test_a_weight_is_cast_as_it_is_between_two_steps(monkeypatch, weight_casts, kept, expected):
+    """What is kept of it is not made again, in any pass that is timed."""
+    seen = []
+
+    def timed(device, run):
+        run()
+        weight_casts.clear()
+        run()
+        seen.append((name(run), list(weight_casts)))
+        return 1.0
+
+    monkeypatch.setattr(layer_benchmark, "seconds", timed)
+    layer_times(CPU, SHAPE, 24, RECIPES, kept)
+    assert [of for of, _ in seen] == [None, *NAMES] * 6
+    for of, casts in seen:
+        assert casts == ([] if of is None else expected[of]), of
+
+
+def test_what_is_kept_is_as_the_level_and_the_options_say():
+    assert kept_weights(FP8Config(opt_level="O1")) is None
+    assert kept_weights(FP8Config()) is False
+    assert kept_weights(FP8Config(opt_level="O3", cache_weights=True)) is True
+    assert kept_weights(FP8Config(cache_weights="both")) == "both"
+
+
+def test_random_states_stay_where_they_are(timer):
+    timer(lambda run: 1.0)
+    before = torch.get_rng_state()
+    layer_times(CPU, SHAPE, 16, RECIPES)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_what_was_timed_on_such_a_card_is_not_timed_again(timer):
+    runs = timer(lambda run: 1.0)
+    first = layer_times(Card("H200", torch.device("cpu")), SHAPE, 16, RECIPES[:1])
+    num_runs = len(runs)
+    second = layer_times(Card("H200", torch.device("cpu", 0)), SHAPE, 16, RECIPES[:1])
+    assert second is first
+    assert len(runs) == num_runs
+    for card, shape, tokens, recipes in (
+        (CPU, SHAPE, 16, RECIPES[:1]),
+        (Card("H200", CPU.device), SHAPE._replace(bias=False), 16, RECIPES[:1]),
+        (Card("H200", CPU.device), SHAPE, 32, RECIPES[:1]),
+        (Card("H200", CPU.device), SHAPE, 16, (make_recipe("tensorwise", wgrad="bf16"),)),
+    ):
+        layer_times(card, shape, tokens, recipes)
+        assert len(runs) > num_runs
+        num_runs = len(runs)
+
+
+@pytest.mark.gpu
+@pytest.mark.alone
+def test_a_card_times_its_layers():
+    device = torch.device("cuda")
+    shape, tokens = LayerShape(4096, 4096, True, torch.bfloat16), 8192
+    layer_times(Card.of(device), SHAPE, 16, RECIPES[:2])  # cuBLAS keeps workspaces from now on
+    states = torch.get_rng_state(), torch.cuda.get_rng_state()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    times = layer_times(Card.of(device), shape, tokens, RECIPES[:2])
+    assert 0 < times.plain < 1
+    assert all(0 < t < 1 for t in times.fp8.values())
+    assert torch.cuda.memory_allocated() == before
+    # Operands and gradients in BF16, and payloads of half of that in two layouts; workspaces.
+    elements = shape.out_features * shape.in_features + tokens * sum(shape[:2])
+    assert torch.cuda.max_memory_allocated() - before < 3 * 2 * elements + 2**27
+    assert torch.equal(torch.get_rng_state(), states[0])
+    assert torch.equal(torch.cuda.get_rng_state(), states[1])

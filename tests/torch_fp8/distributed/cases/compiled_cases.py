@@ -1,0 +1,100 @@
+"""A compiled Llama under DDP and under FSDP2, beside the eager one; run by fsdp_ranks.py."""
+
+import torch
+import torch.distributed as dist
+from fsdp_ranks import RANK, RANKS
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8
+from torch_fp8.distributed.ddp.wrap import connect_ddp, ddp_options
+from torch_fp8.distributed.fsdp.connect import connect_fsdp
+from torch_fp8.quantization.metrics import sqnr_db
+
+
+def case_ddp_in_parts():
+    """A graph for each of DDP's buckets."""
+    return _compared(_under_ddp, FP8Config(opt_level="O2"))
+
+
+def case_ddp_whole():
+    """One graph; plain all-reduces, which do not depend on what is in a bucket together."""
+    with torch._dynamo.config.patch(optimize_ddp=False):
+        config = FP8Config(opt_level="O1", recipe="delayed", communication="off")
+        return _compared(_under_ddp, config)
+
+
+def case_fsdp():
+    """One graph for each layer, as without FP8."""
+    return _compared(_under_fsdp, FP8Config(opt_level="O1"))
+
+
+def _compared(train, config):
+    """The losses of both, the worst SQNR of a first gradient, and how many graphs there were."""
+    backend = CompileCounterWithBackend("aot_eager")
+    losses, grads = train(config, None)
+    compiled_losses, compiled_grads = train(config, backend)
+    worst = min(sqnr_db(a, b) for a, b in zip(grads, compiled_grads, strict=True))
+    return losses, compiled_losses, min(float(worst), 1e3), backend.frame_count
+
+
+def _llama():
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    config = LlamaConfig(
+        hidden_size=64,
+        intermediate_size=160,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=64,
+    )
+    return LlamaForCausalLM(config)
+
+
+def _under_ddp(config, backend):
+    # A BF16 loss of torch's own is not the same compiled, 45 dB apart.
+    model = _llama() if config.opt_level == "O1" else _llama().bfloat16()
+    convert_to_float8(model, config)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    convert_optimizer(optimizer, config, model=model)
+    dist._DEFAULT_FIRST_BUCKET_BYTES = 20_000  # several buckets
+    ddp = DistributedDataParallel(model, **ddp_options(model, [optimizer], {"bucket_cap_mb": 0.02}))
+    connect_ddp(ddp, [optimizer])
+    return _train(ddp if backend is None else torch.compile(ddp, backend=backend), optimizer)
+
+
+def _under_fsdp(config, backend):
+    model = _llama()
+    convert_to_float8(model, config)
+    mesh = init_device_mesh("cpu", (RANKS,))
+    for layer in model.model.layers:
+        if backend is not None:
+            layer.compile(backend=backend, fullgraph=True)
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    connect_fsdp(model, config)
+    return _train(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+
+
+def _train(model, optimizer):
+    losses, grads = [], []
+    for step in range(2):
+        generator = torch.Generator().manual_seed(10 * step + RANK)
+        tokens = torch.randint(64, (2, 32), generator=generator)
+        loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+        loss.backward()
+        if step == 0:
+            grads = [
+                p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad
+                for p in model.parameters()
+            ]
+            grads = [g.detach().float().clone() for g in grads]
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, grads

@@ -1,0 +1,189 @@
+"""Checkpoints of sharded models, saved by some ranks and loaded by others; run by fsdp_ranks.py.
+
+``FSDP_FOLDER`` is where they are. Two ranks train and save, and take one more step, whose gradients
+anybody can make again: what four ranks, two or one have after this step must be that, to the bit.
+"""
+
+import os
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from fsdp_ranks import BF16, RANK, RANKS, attached, model_of, train, trained
+from torch.distributed.checkpoint import CheckpointException, DefaultLoadPlanner
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8
+from torch_fp8.distributed.fsdp.split_weights import split_sharded
+from torch_fp8.optim.convert import join_parameter
+from torch_fp8.tensor.dtensor import local
+
+FOLDER = Path(os.environ["FSDP_FOLDER"])
+LEVELS = ("O1", "O2", "O3")
+FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
+
+
+def made(level):
+    return trained(FP8Config(opt_level=level), BF16, model_of(hidden=99))
+
+
+def known_step(model, optimizer):
+    """A step on gradients that do not depend on who makes them."""
+    for i, parameter in enumerate(model.parameters()):
+        grad = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(i))
+        grad = grad.to(parameter.dtype)
+        if isinstance(parameter, DTensor):
+            grad = distribute_tensor(grad, parameter.device_mesh, parameter.placements)
+        parameter.grad = grad
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def weights(model, optimizer):
+    """Whole, with their residuals."""
+    joined = {}
+    for name, parameter in model.named_parameters():
+        shard = join_parameter(optimizer, parameter)
+        if isinstance(parameter, DTensor):
+            whole = DTensor.from_local(
+                shard.view(local(parameter).shape),
+                parameter.device_mesh,
+                parameter.placements,
+                shape=parameter.shape,
+                stride=parameter.stride(),
+            )
+            shard = whole.full_tensor()
+        joined[name] = shard.view(parameter.shape).detach().clone()
+    return joined
+
+
+def save(model, optimizer, name):
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=FOLDER / name)
+
+
+def load(model, optimizer, name, **options):
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    state = {"model": model_state, "optimizer": optimizer_state}
+    dcp.load(state, checkpoint_id=FOLDER / name, **options)
+    set_state_dict(
+        model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+    )
+
+
+def same(weights, name):
+    expected = torch.load(FOLDER / f"{name}.pt")
+    return [key for key, value in expected.items() if not torch.equal(weights[key], value)]
+
+
+def case_1_save():
+    """On two ranks: sharded and whole; and the weights before and after one more step."""
+    for level in LEVELS:
+        model, optimizer = made(level)
+        train(model, optimizer, range(3))
+        save(model, optimizer, f"2 {level}")
+        whole = get_state_dict(model, optimizer, options=FULL)
+        before = weights(model, optimizer)
+        known_step(model, optimizer)
+        after = weights(model, optimizer)
+        if RANK == 0:
+            torch.save(whole, FOLDER / f"whole {level}.pt")
+            torch.save(before, FOLDER / f"before {level}.pt")
+            torch.save(after, FOLDER / f"after {level}.pt")
+        dist.barrier()
+    model, optimizer = made("O1")
+    train(model, optimizer, range(3))
+    save(model, optimizer, "2 stock")
+    return attached(model)
+
+
+def case_2_resume():
+    """From a sharded checkpoint of another number of ranks, and from a whole one."""
+    result = {}
+    saved = 4 if RANKS == 2 else 2
+    for level in LEVELS:
+        for kind in ("sharded", "whole"):
+            model, optimizer = made(level)
+            if kind == "sharded":
+                load(model, optimizer, f"{saved} {level}")
+            else:
+                whole = ({}, {})
+                if RANK == 0:
+                    whole = torch.load(FOLDER / f"whole {level}.pt", weights_only=True)
+                options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+                set_model_state_dict(model, whole[0], options=options)
+                set_optimizer_state_dict(model, optimizer, whole[1], options=options)
+            before = same(weights(model, optimizer), f"before {level}")
+            if kind == "sharded" and RANKS == 4:
+                save(model, optimizer, f"4 {level}")
+            known_step(model, optimizer)
+            after = same(weights(model, optimizer), f"after {level}")
+            train(model, optimizer, [9])
+            result[f"{level} {kind}"] = [before, after]
+    return result
+
+
+def case_3_stock_to_ours():
+    """A sharded checkpoint of stock AdamW has no residuals."""
+    model, optimizer = made("O2")
+    try:
+        load(model, optimizer, "2 stock")
+        refused = None
+    except CheckpointException as error:
+        refused = "residual" in str(error)
+    planner = DefaultLoadPlanner(allow_partial_load=True)
+    load(model, optimizer, "2 stock", planner=planner)
+    stock, of_stock = made("O1")
+    load(stock, of_stock, "2 stock")
+    pairs = zip(model.parameters(), stock.parameters(), strict=True)
+    rounded = all(torch.equal(local(p), local(q).to(torch.bfloat16)) for p, q in pairs)
+    known_step(model, optimizer)
+    known_step(stock, of_stock)
+    far = 0.0
+    expected = weights(stock, of_stock)
+    for key, value in weights(model, optimizer).items():
+        far = max(far, float((value - expected[key]).norm() / expected[key].norm()))
+    converted, of_converted = made("O1")
+    load(converted, of_converted, "2 stock")
+    split_sharded(converted, [of_converted], FP8Config(opt_level="O2"))
+    converted_far = 0.0
+    known_step(converted, of_converted)
+    for key, value in weights(converted, of_converted).items():
+        distance = (value - expected[key]).norm() / expected[key].norm()
+        converted_far = max(converted_far, float(distance))
+    train(converted, of_converted, [9])
+    return [refused, rounded, far, converted_far, attached(converted)]
+
+
+def case_4_alone():
+    """Without FSDP, ours and stock AdamW: distances to the weights before and after the step."""
+    result = {}
+    for level in ("O2", "O3"):
+        for kind in ("ours", "stock"):
+            model = model_of(hidden=99)
+            optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+            if kind == "ours":
+                config = FP8Config(opt_level=level)
+                convert_to_float8(model, config)
+                convert_optimizer(optimizer, config, model=model)
+            load(model, optimizer, f"2 {level}")
+            far = []
+            for when in ("before", "after"):
+                expected = torch.load(FOLDER / f"{when} {level}.pt")
+                of_kind = {True: 0.0, False: 0.0}
+                for key, value in weights(model, optimizer).items():
+                    large = value.numel() >= 4096
+                    distance = (value - expected[key]).norm() / expected[key].norm()
+                    of_kind[large] = max(of_kind[large], float(distance))
+                far.append([of_kind[True], of_kind[False]])
+                known_step(model, optimizer)
+            result[f"{level} {kind}"] = far
+    return result

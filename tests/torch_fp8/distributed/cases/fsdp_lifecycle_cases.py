@@ -1,0 +1,221 @@
+"""Gathers in FP8 when shards are replaced, and whoever starts them; run by fsdp_ranks.py."""
+
+import functools
+
+import torch
+from fsdp_ranks import (
+    Block,
+    attached,
+    batch,
+    loss_of,
+    model_of,
+    reshard,
+    sharded,
+    train,
+    unshard,
+    weights_of,
+)
+from torch import nn
+from torch.distributed.fsdp import (
+    fully_shard,
+    register_fsdp_forward_method,
+)
+from torch.utils.checkpoint import checkpoint
+
+from torch_fp8 import FP8Config, convert_to_float8, count_communication
+from torch_fp8.distributed.fsdp.connect import connect_fsdp
+from torch_fp8.ops.quantize import quantize_layouts
+
+
+def case_lost():
+    """Shards that were replaced have no methods; the next forward puts them back."""
+    config = FP8Config(opt_level="O1")
+    alone = model_of()
+    convert_to_float8(alone, config)
+    result = {}
+    for when in ("before the first forward", "after it"):
+        model, _ = sharded(config)
+        if when == "after it":
+            loss_of(model, batch(0)).backward()
+            model.zero_grad()
+        before = attached(model)
+        model._apply(torch.clone)  # as another device does
+        after = attached(model)
+        if when != "after it":
+            model.to(torch.bfloat16)
+        losses = [float(loss_of(one, batch(0))) for one in (model, alone)]
+        loss_of(model, batch(0)).backward()
+        dtypes = {str(w.dtype) for w in weights_of(unshard(model)).values()}
+        reshard(model)
+        result[when] = [before, after, attached(model), sorted(dtypes), *losses]
+
+    model, _ = sharded(config)
+    loss_of(model, batch(0))
+    reshard(model)
+    state = {name: value.detach() * 2 for name, value in model.state_dict().items()}
+    model.load_state_dict(state, assign=True)
+    after = attached(model)
+    with torch.no_grad():
+        for parameter in alone.parameters():
+            parameter.mul_(2)
+    losses = [float(loss_of(one, batch(0))) for one in (model, alone)]
+    reshard(model)
+    result["assign"] = [after, attached(model), *losses]
+
+    unshard(model)
+    kinds = [type(weight).__name__ for weight in weights_of(model).values()]
+    converted = len(convert_to_float8(model, config).converted)
+    result["converted again"] = [kinds, converted]
+    reshard(model)
+    again = connect_fsdp(model, config)
+    hooks = [len(m._forward_pre_hooks) + len(m._forward_hooks) for m in model.modules()]
+    connect_fsdp(model, config)
+    result["again"] = [
+        again.num_gathers,
+        hooks == [len(m._forward_pre_hooks) + len(m._forward_hooks) for m in model.modules()],
+    ]
+
+    model, _ = sharded(FP8Config(opt_level="O1", eval_fp8=False))
+    model.set_requires_gradient_sync(False)
+    loss_of(model, batch(0)).backward()
+    with torch.no_grad():
+        evaluated = model.eval()(batch(1))
+    kinds = len(weights_of(unshard(model)))
+    reshard(model)
+    model.train().set_requires_gradient_sync(True)
+    loss_of(model, batch(1)).backward()
+    other, _ = sharded(FP8Config(opt_level="O1"))
+    other.set_requires_gradient_sync(False)
+    loss_of(other, batch(0)).backward()
+    other.set_requires_gradient_sync(True)
+    loss_of(other, batch(1)).backward()
+    exact = model_of()(batch(1))
+    result["evaluation"] = [
+        torch.equal(evaluated, exact),
+        kinds,
+        all(
+            torch.equal(p.grad.to_local(), q.grad.to_local())
+            for p, q in zip(model.parameters(), other.parameters(), strict=True)
+        ),
+    ]
+    return result
+
+
+def case_without_root():
+    """Gathers that no forward of the root announces: collectives, and if weights are new ones."""
+    result = {}
+    config = FP8Config(opt_level="O1")
+    model, _ = sharded(config)
+    alone = model_of()
+    convert_to_float8(alone, config)
+    loss_of(model, batch(0)).backward()
+
+    def grown(factor):
+        with torch.no_grad():
+            for one in (model, alone):
+                for parameter in one.parameters():
+                    parameter.data.mul_(factor)
+
+    def right():
+        named = weights_of(model).items()
+        return [
+            torch.equal(
+                w.scale,
+                quantize_layouts(
+                    alone.get_submodule(n).weight.detach(), w.payload.spec, row=True, col=False
+                )[0].scale,
+            )
+            for n, w in named
+        ]
+
+    grown(2)
+    with count_communication() as count:
+        model.unshard()
+        model[1].unshard()
+    result["unshard"] = [right(), count.of("all-reduce").calls]
+    loss_of(model, batch(0)).backward()
+    grown(2)
+    with count_communication() as count, torch.no_grad():
+        model[1](torch.randn(2, 64))
+    model[1].unshard()
+    result["child"] = [count.of("all-reduce").calls, right()]
+    reshard(model)
+
+    class Method(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(3))
+
+        def generate(self, x):
+            for layer in self.layers:
+                x = layer(x)
+            return x
+
+    torch.manual_seed(0)
+    one = Method()
+    other = Method()
+    other.load_state_dict(one.state_dict())
+    for made in (one, other):
+        convert_to_float8(made, config)
+    for layer in one.layers[:2]:
+        fully_shard(layer)
+    fully_shard(one)
+    connect_fsdp(one, config)
+    register_fsdp_forward_method(one, "generate")
+    losses = []
+    for factor in (1, 3):
+        for made in (one, other):
+            with torch.no_grad():
+                for parameter in made.parameters():
+                    parameter.mul_(factor)
+            x = torch.ones(4, 64)
+            loss = made.generate(x).float().square().mean()
+            loss.backward()
+            losses.append(float(loss))
+    result["method"] = losses
+    return result
+
+
+def case_recomputed():
+    """Activation checkpointing, prefetching, and a plain run: losses and gradients are equal."""
+    made = []
+    for kind in ("plain", "reentrant", "not reentrant", "prefetched"):
+        config = FP8Config(recipe="delayed", opt_level="O1")
+        model, _ = sharded(config)
+        if "reentrant" in kind:
+            for block in model:
+                if isinstance(block, Block):
+                    block.forward = functools.partial(
+                        checkpoint, block.forward, use_reentrant=kind == "reentrant"
+                    )
+        if kind == "prefetched":
+            model.set_modules_to_forward_prefetch([model[1], model[2]])
+            model[2].set_modules_to_backward_prefetch([model[1]])
+        for step in range(2):
+            model.zero_grad()
+            with count_communication() as count:
+                loss = loss_of(model, batch(step))
+                loss.backward()
+        grads = torch.cat([p.grad.to_local().flatten() for p in model.parameters()])
+        history = model[1].up.fp8_amax_history.clone()
+        made.append((float(loss), grads, history, count.of("all-reduce").calls))
+    return [
+        [m[0] == made[0][0], torch.equal(m[1], made[0][1]), torch.equal(m[2], made[0][2]), m[3]]
+        for m in made
+    ]
+
+
+def case_compiled():
+    """Losses of three steps; blocks are compiled, as one does before fully_shard."""
+    losses = []
+    for compiled in (False, True):
+        config = FP8Config(opt_level="O1", recipe="rowwise", emulate=True)
+        model = model_of()
+        convert_to_float8(model, config)
+        for block in model:
+            if compiled and isinstance(block, Block):
+                block.compile(backend="aot_eager")
+        model, _ = sharded(config, None, model)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        losses.append([float(train(model, optimizer, [step])) for step in range(3)])
+    return losses

@@ -1,0 +1,163 @@
+"""Runs cases of FSDP2 on one of several gloo ranks and writes, as JSON, what each returns.
+
+``python fsdp_ranks.py <rank> <number of ranks> <store> <result> <modules with the cases>``; see
+`run_ranks` in conftest.py. What several modules of cases need is here, too.
+"""
+
+import datetime
+import importlib
+import inspect
+import json
+import os
+import sys
+import traceback
+import warnings
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import (
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
+
+from torch_fp8 import convert_to_float8
+from torch_fp8.distributed.fsdp.connect import connect_fsdp
+from torch_fp8.distributed.fsdp.split_weights import shard_residuals, split_for_sharding
+from torch_fp8.distributed.fsdp.unsharded_weight import GatheredWeight
+
+RANK, RANKS = (int(arg) for arg in sys.argv[1:3])
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+
+
+class Block(nn.Module):
+    def __init__(self, width, hidden):
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, hidden), nn.Linear(hidden, width)
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+def model_of(seed=0, hidden=96):
+    """Two blocks, of which one has uneven shards, between a first and a last layer."""
+    torch.manual_seed(seed)
+    return nn.Sequential(
+        nn.Linear(32, 64), Block(64, hidden), Block(64, 72), nn.Linear(64, 8, bias=False)
+    )
+
+
+def sharded(config, policy=None, model=None, mesh=None, connected=True, **options):
+    model = model_of() if model is None else model
+    mesh = init_device_mesh("cpu", (RANKS,)) if mesh is None else mesh
+    options = {"mesh": mesh, "mp_policy": policy or MixedPrecisionPolicy(), **options}
+    convert_to_float8(model, config)
+    for block in model:
+        if isinstance(block, Block):
+            fully_shard(block, **options)
+    fully_shard(model, **options)
+    return model, connect_fsdp(model, config) if connected else None
+
+
+def trained(config, policy=None, model=None, **options):
+    """A sharded model and its optimizer, split as the level says."""
+    model = model_of() if model is None else model
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    convert_to_float8(model, config)
+    split = config.opt_level != "O1"
+    splits = split_for_sharding(model, [optimizer], config) if split else None
+    names = {p: name for name, p in model.named_parameters()}
+    order = [names[p] for p in optimizer.param_groups[0]["params"]]
+    model, _ = sharded(config, policy, model, **options)
+    parameters = dict(model.named_parameters())
+    optimizer.param_groups[0]["params"] = [parameters[name] for name in order]
+    if split:
+        shard_residuals(model, [optimizer], splits, config)
+    return model, optimizer
+
+
+def batch(step, ranks=(RANK,)):
+    seeds = [torch.Generator().manual_seed(9 * step + rank) for rank in ranks]
+    return torch.cat([torch.randn(8, 32, generator=seed) for seed in seeds])
+
+
+def train(model, optimizer, steps, ranks=(RANK,)):
+    for step in steps:
+        loss = loss_of(model, batch(step, ranks))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return loss
+
+
+def unshard(model):
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.unshard()
+    return model
+
+
+def reshard(model):
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def attached(model):
+    """Shards that FSDP asks."""
+    shards = [p._local_tensor for p in model.parameters()]
+    return sum(hasattr(shard, "fsdp_pre_all_gather") for shard in shards)
+
+
+def loss_of(model, x):
+    with torch.autocast("cpu", torch.bfloat16):
+        return model(x).float().square().mean()
+
+
+def weights_of(model):
+    """The gathered weights, by name."""
+    named = (
+        (n, m._parameters["weight"]) for n, m in model.named_modules() if "weight" in m._parameters
+    )
+    return {n: w for n, w in named if isinstance(w, GatheredWeight)}
+
+
+def averaged(value):
+    value = torch.tensor(float(value))
+    dist.all_reduce(value)
+    return value.item() / RANKS
+
+
+def main():
+    store, output, modules = sys.argv[3:]
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{store}",
+        rank=RANK,
+        world_size=RANKS,
+        timeout=datetime.timedelta(seconds=40),
+    )
+    wanted = os.environ.get("ONLY", "case_").split(",")
+    results = {}
+    modules = [importlib.import_module(module) for module in modules.split(",")]
+    for name, case in [case for module in modules for case in inspect.getmembers(module)]:
+        if not name.startswith("case_") or not any(part in name for part in wanted):
+            continue
+        try:
+            results[name.removeprefix("case_")] = {"value": case()}
+        except Exception:
+            results[name.removeprefix("case_")] = {"error": traceback.format_exc()}
+            break  # the other ranks may be elsewhere now
+    with open(output, "w") as file:
+        json.dump(results, file)
+    sys.stdout.flush()
+    os._exit(0)  # gloo may hang at exit
+
+
+if __name__ == "__main__":
+    main()

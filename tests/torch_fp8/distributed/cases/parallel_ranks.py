@@ -1,0 +1,176 @@
+"""Runs cases of tensor, sequence and pipeline parallelism on one of several gloo ranks.
+
+``python parallel_ranks.py <rank> <number of ranks> <store> <result> <module with the cases>``
+writes, as JSON, what each case returns or how it fails. What several modules of cases need is here,
+too.
+"""
+
+import copy
+import datetime
+import importlib
+import inspect
+import json
+import os
+import sys
+import traceback
+import warnings
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
+
+from torch_fp8 import FP8Config, convert_to_float8
+from torch_fp8.distributed.tensor_parallel.styles import (
+    Float8ColwiseParallel,
+    Float8RowwiseParallel,
+    PrepareFloat8ModuleInput,
+)
+from torch_fp8.quantization.metrics import sqnr_db
+
+RANK, RANKS = (int(arg) for arg in sys.argv[1:3])
+WIDTH = 64
+
+
+class Attention(nn.Module):
+    def __init__(self, bias):
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH, bias=bias) for _ in range(4))
+
+    def forward(self, x):
+        q, k, v = (
+            layer(x).unflatten(-1, (-1, WIDTH // 4)).transpose(1, 2)
+            for layer in (self.q, self.k, self.v)
+        )
+        y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.o(y.transpose(1, 2).flatten(2))
+
+
+class Block(nn.Module):
+    """As of a Llama: x (batch, tokens, WIDTH)."""
+
+    def __init__(self, bias=False, hidden=128):
+        super().__init__()
+        self.norm1, self.norm2 = nn.RMSNorm(WIDTH), nn.RMSNorm(WIDTH)
+        self.attention = Attention(bias)
+        self.gate, self.up = (nn.Linear(WIDTH, hidden, bias=bias) for _ in range(2))
+        self.down = nn.Linear(hidden, WIDTH, bias=bias)
+
+    def forward(self, x):
+        x = x + self.attention(self.norm1(x))
+        y = self.norm2(x)
+        return x + self.down(nn.functional.silu(self.gate(y)) * self.up(y))
+
+
+class Pair(nn.Module):
+    """A column-wise and a row-wise layer."""
+
+    def __init__(self, width=WIDTH, hidden=128, bias=True):
+        super().__init__()
+        self.up, self.down = nn.Linear(width, hidden, bias), nn.Linear(hidden, width, bias)
+
+    def forward(self, x):
+        return self.down(nn.functional.gelu(self.up(x)))
+
+
+def mesh_of():
+    return init_device_mesh("cpu", (RANKS,))
+
+
+def block_plan(again=False):
+    """Sequence parallel throughout."""
+    column = {"input_layouts": Shard(1), "gather_in_backward": again}
+    return {
+        "norm1": SequenceParallel(use_local_output=True),
+        "norm2": SequenceParallel(use_local_output=True),
+        "attention": PrepareFloat8ModuleInput(
+            input_layouts=Shard(1), desired_input_layouts=Replicate(), gather_in_backward=again
+        ),
+        **{f"attention.{name}": Float8ColwiseParallel() for name in "qkv"},
+        "attention.o": Float8RowwiseParallel(output_layouts=Shard(1)),
+        "gate": Float8ColwiseParallel(**column),
+        "up": Float8ColwiseParallel(**column),
+        "down": Float8RowwiseParallel(output_layouts=Shard(1)),
+    }
+
+
+def pair_plan(sequence=True, dim=1, again=False):
+    if not sequence:
+        return {"up": Float8ColwiseParallel(), "down": Float8RowwiseParallel()}
+    return {
+        "up": Float8ColwiseParallel(input_layouts=Shard(dim), gather_in_backward=again),
+        "down": Float8RowwiseParallel(output_layouts=Shard(dim)),
+    }
+
+
+def parallel(model, plan, config=None, mesh=None, first="parallelize"):
+    """A converted and parallelized copy; on the other hand one that is only converted."""
+    one, config = copy.deepcopy(model), config or FP8Config()
+    convert_to_float8(one, config)
+    if first == "convert":
+        convert_to_float8(model, config)
+    model = parallelize_module(model, mesh or mesh_of(), plan)
+    convert_to_float8(model, config)
+    return model, one
+
+
+def part(x, dim=1, rank=RANK, ranks=RANKS):
+    """This rank's part, as DTensor cuts."""
+    parts = x.chunk(ranks, dim)
+    return parts[rank] if rank < len(parts) else x.narrow(dim, 0, 0)
+
+
+def full(x):
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+def db(reference, x):
+    """SQNR in dB, at most 200 for JSON."""
+    return min(float(sqnr_db(reference.detach().float(), full(x).detach().float())), 200.0)
+
+
+def rand(*shape, seed=0, dtype=torch.bfloat16):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def message(call, *args):
+    """Of the ValueError that a call raises."""
+    try:
+        call(*args)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def main():
+    store, output, module = sys.argv[3:]
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{store}",
+        rank=RANK,
+        world_size=RANKS,
+        timeout=datetime.timedelta(seconds=60),
+    )
+    results = {}
+    for name, case in inspect.getmembers(importlib.import_module(module)):
+        if not name.startswith("case_") or os.environ.get("ONLY", "") not in name:
+            continue
+        try:
+            results[name.removeprefix("case_")] = {"value": case()}
+        except Exception:
+            results[name.removeprefix("case_")] = {"error": traceback.format_exc()}
+            if "ONLY" not in os.environ:
+                break  # the other ranks may be elsewhere now
+    with open(output, "w") as file:
+        json.dump(results, file)
+    sys.stdout.flush()
+    os._exit(0)  # gloo may hang at exit
+
+
+if __name__ == "__main__":
+    sys.modules["parallel_ranks"] = sys.modules["__main__"]
+    main()

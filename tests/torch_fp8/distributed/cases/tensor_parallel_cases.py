@@ -1,0 +1,662 @@
+"""Cases of tensor and sequence parallelism on two ranks; see parallel_ranks.py."""
+
+import copy
+import warnings
+
+import torch
+import torch.distributed as dist
+from parallel_ranks import (
+    RANK,
+    RANKS,
+    WIDTH,
+    Attention,
+    Block,
+    Pair,
+    block_plan,
+    db,
+    full,
+    mesh_of,
+    message,
+    pair_plan,
+    parallel,
+    part,
+    rand,
+)
+from torch import nn
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    parallelize_module,
+)
+from torch.utils.checkpoint import checkpoint
+
+from torch_fp8 import (
+    FP8Config,
+    convert_to_float8,
+    count_communication,
+    revert,
+    scaling_state_dict,
+    selective_checkpoint_contexts,
+)
+from torch_fp8.distributed.tensor_parallel.all_gather import (
+    GatheredActivation,
+    Shards,
+    gather_activation,
+)
+from torch_fp8.distributed.tensor_parallel.styles import (
+    Float8ColwiseParallel,
+    Float8RowwiseParallel,
+    PrepareFloat8ModuleInput,
+)
+from torch_fp8.nn.linear import Float8Linear
+from torch_fp8.ops.quantize import dequantize, quantize
+from torch_fp8.quantization.recipe import RECIPES, make_recipe
+from torch_fp8.quantization.scaling import group_amax, scale_from_amax
+
+# Of tensorwise casts: single GEMMs of Gaussian operands, in dB below (E4M3, E4M3) 28.5 and
+# (E5M2, E4M3) 24.6; a sum in bfloat16 over two ranks costs less than 0.1.
+
+
+def case_single_layers():
+    """SQNR of output and gradients of one layer against float64, at its two styles."""
+    results = {}
+    for name, style, shape in (
+        ("colwise", Float8ColwiseParallel(input_layouts=Shard(1)), (96, 80)),
+        ("rowwise", Float8RowwiseParallel(output_layouts=Shard(1)), (80, 96)),
+        ("plain colwise", Float8ColwiseParallel(), (96, 80)),
+        ("plain rowwise", Float8RowwiseParallel(), (80, 96)),
+    ):
+        torch.manual_seed(0)
+        # Biases, which round nothing, are left to the other cases.
+        exact = nn.Linear(shape[1], shape[0], bias=False)
+        linear = copy.deepcopy(exact).bfloat16()
+        exact.load_state_dict(linear.state_dict())
+        model, _ = parallel(nn.Sequential(linear), {"0": style})
+        x, g = rand(2, 64, shape[1]), rand(2, 64, shape[0], seed=1)
+        exact_x = x.float().requires_grad_()
+        expected = exact(exact_x)
+        expected.backward(g.float())
+        tokens = not name.startswith("plain")
+        if "colwise" in name:
+            mine = part(x) if tokens else x
+            g, out = part(g, -1), part(expected, -1)
+            grad = part(exact_x.grad) if tokens else exact_x.grad
+        else:
+            mine = part(x, -1)
+            g, out = (part(g), part(expected)) if tokens else (g, expected)
+            grad = part(exact_x.grad, -1)
+        mine = mine.clone().requires_grad_()
+        y = model(mine)
+        y.backward(g)
+        weight = db(exact.weight.grad, model[0].weight.grad)
+        results[name] = [db(out, y), db(grad, mine.grad), weight]
+    return results
+
+
+def case_block_against_one_rank():
+    """A Llama block of each recipe, against bfloat16's; beside it one rank with that recipe."""
+    results = {}
+    for recipe in RECIPES:
+        torch.manual_seed(0)
+        exact = Block().bfloat16()
+        model, one = parallel(copy.deepcopy(exact), block_plan(), FP8Config(recipe=recipe))
+        x, g = rand(2, 32, WIDTH), rand(2, 32, WIDTH, seed=1)
+        inputs = {}
+        outputs = {}
+        for name, module in (("exact", exact), ("one", one), ("parallel", model)):
+            mine, gradient = (part(x), part(g)) if name == "parallel" else (x, g)
+            inputs[name] = mine.clone().requires_grad_()
+            outputs[name] = module(inputs[name])
+            outputs[name].backward(gradient)
+        both = [
+            [db(part(outputs["exact"]), outputs["parallel"]), db(outputs["exact"], outputs["one"])],
+            [
+                db(part(inputs["exact"].grad), inputs["parallel"].grad),
+                db(inputs["exact"].grad, inputs["one"].grad),
+            ],
+        ]
+        for (name, p), q, reference in zip(
+            model.named_parameters(), one.parameters(), exact.parameters(), strict=True
+        ):
+            if "norm" not in name:
+                both.append([db(reference.grad, p.grad), db(reference.grad, q.grad)])
+        results[recipe] = both
+    return results
+
+
+def case_gathered_bytes_are_those_of_a_whole_cast():
+    """All granularities, dimensions and sizes; the last part is short, or there is none."""
+    group, wrong = mesh_of().get_group(), []
+    for recipe in RECIPES:
+        for spec in (make_recipe(recipe).input, make_recipe(recipe).grad_output):
+            for shape, dim in (
+                ((2, 6, 160), 1),
+                ((2, 5, 160), 1),
+                ((7, 160), 0),
+                ((1, 160), 0),
+                ((0, 160), 0),
+                ((3, 4, 96), 0),
+                *([((3, 5), 1), ((2, 3, 160), 2)] if spec.granularity == "tensorwise" else []),
+            ):
+                x = rand(*shape, dtype=torch.float32) * torch.arange(1, shape[-1] + 1).float()
+                shards = Shards(torch.Size(shape), dim, group)
+                mine = part(x, dim)
+                scale = None
+                if spec.granularity == "tensorwise":
+                    scale = scale_from_amax(group_amax(mine, group), spec.format, spec.power_of_two)
+                gathered = gather_activation(mine, shards, spec, scale, torch.bfloat16)
+                row, expected = gathered.row(), quantize(x.reshape(-1, shape[-1]), spec)
+                same = torch.equal(
+                    row.qdata.view(torch.uint8), expected.qdata.view(torch.uint8)
+                ) and torch.equal(row.scale, expected.scale)
+                dequantized = gathered + 0
+                same &= type(dequantized) is torch.Tensor and dequantized.shape == x.shape
+                if not same:
+                    wrong.append([recipe, str(spec), shape, dim])
+    return wrong
+
+
+def case_transposed_payload():
+    """Casting what was gathered once more, along tokens, rounds only what becomes subnormal."""
+    results, group = {}, mesh_of().get_group()
+    for recipe in RECIPES:
+        spec, dbs = make_recipe(recipe).input, []
+        for spread in (0, 8):
+            x = rand(256, 128) * torch.linspace(-spread, spread, 256).exp2().bfloat16()[:, None]
+            scale = None
+            if spec.granularity == "tensorwise":
+                amax = group_amax(part(x, 0), group)
+                scale = scale_from_amax(amax, spec.format, spec.power_of_two)
+            shards = Shards(x.shape, 0, group)
+            gathered = gather_activation(part(x, 0), shards, spec, scale, x.dtype)
+            dbs.append(db(dequantize(gathered.row()).t(), dequantize(gathered.col())))
+        results[recipe] = dbs
+    return results
+
+
+def case_one_scale():
+    """One rank's activations are a hundred times larger: all cast with its scale."""
+    x = rand(2, 16, WIDTH) * (100.0 if RANK else 1.0)
+    seen = []
+    model, _ = parallel(Pair().bfloat16(), pair_plan())
+
+    def watch(module, args):
+        seen.append(args[0]._local_tensor.row().scale.item())
+
+    model.up.register_forward_pre_hook(watch)
+    model(x)
+    dist.all_reduce(largest := x.abs().max(), op=dist.ReduceOp.MAX)
+    return [seen[0], largest.item() / 448]
+
+
+def case_order_of_conversion():
+    """Bit for bit the same, whichever comes first; and as gathered by each layer on its own."""
+    outputs = []
+    single = {
+        **block_plan(),
+        "attention": PrepareModuleInput(
+            input_layouts=Shard(1), desired_input_layouts=Shard(1), use_local_output=True
+        ),
+        **{f"attention.{n}": Float8ColwiseParallel(input_layouts=Shard(1)) for n in "qkv"},
+    }
+    for first, plan in (
+        ("parallelize", block_plan()),
+        ("convert", block_plan()),
+        ("convert", single),
+        ("convert", block_plan(again=True)),
+    ):
+        torch.manual_seed(0)
+        model, _ = parallel(Block(bias=True).bfloat16(), plan, first=first)
+        x = part(rand(2, 32, WIDTH)).requires_grad_()
+        y = model(x)
+        y.backward(part(rand(2, 32, WIDTH, seed=1)))
+        # Each layer's own gradient of the input is rounded before they are added.
+        grads = [p.grad._local_tensor for n, p in model.named_parameters() if n != "norm1.weight"]
+        outputs.append([y, *grads])
+    return [
+        all(torch.equal(a, b) for a, b in zip(outputs[0], other, strict=True))
+        for other in outputs[1:]
+    ]
+
+
+def case_collectives_of_attention():
+    """q, k and v: one gather in forward; with gather_in_backward one more for all three."""
+    results = {}
+    for again in (False, True):
+        torch.manual_seed(0)
+        plan = {
+            name.removeprefix("attention").removeprefix("."): style
+            for name, style in block_plan(again).items()
+            if name.startswith("attention")
+        }
+        model, _ = parallel(Attention(False).bfloat16(), plan)
+        with count_communication() as forward:
+            y = model(part(rand(2, 32, WIDTH)).requires_grad_())
+        with count_communication() as backward:
+            y.backward(part(rand(2, 32, WIDTH, seed=1)))
+        results[str(again)] = [
+            {f"{row.kind} {row.dtype}": row.calls for row in count.rows}
+            for count in (forward, backward)
+        ]
+    return results
+
+
+class GatherAgain(torch.autograd.Function):
+    """A column-wise layer in bfloat16 that gathers its input again in backward, as ours may."""
+
+    @staticmethod
+    def forward(ctx, x, weight, mesh):
+        ctx.save_for_backward(x, weight)
+        ctx.mesh = mesh
+        return GatherAgain.gather(x, mesh) @ weight.t()
+
+    @staticmethod
+    def gather(x, mesh):
+        return DTensor.from_local(x, mesh, [Shard(1)]).redistribute(mesh, [Replicate()]).to_local()
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        whole = GatherAgain.gather(x, ctx.mesh)
+        partial = DTensor.from_local(grad @ weight, ctx.mesh, [Partial()])
+        grad_x = partial.redistribute(ctx.mesh, [Shard(1)]).to_local()
+        return grad_x, grad.flatten(0, 1).t() @ whole.flatten(0, 1), None
+
+
+class AgainInBFloat16(nn.Module):
+    def __init__(self, pair):
+        super().__init__()
+        self.weight = pair.up.weight._local_tensor.detach().requires_grad_()
+        self.down = pair.down
+
+    def forward(self, x):
+        return self.down(nn.functional.gelu(GatherAgain.apply(x, self.weight, mesh_of())))
+
+
+def case_bytes():
+    """Sent by a rank in forward and backward of a pair of layers."""
+    results = {}
+    x, g = rand(4, 64, 128), rand(4, 64, 128, seed=1)
+
+    def sent(model, sequence):
+        mine = (part(x) if sequence else x).clone().requires_grad_()
+        gradient = part(g) if sequence else g
+        with count_communication() as count:
+            model(mine).backward(gradient)
+        # Shapes of plain tensors are compared on the CPU alone.
+        return count.bytes_sent - count.of(dtype=torch.int64).bytes_sent
+
+    stock = {
+        True: {
+            "up": ColwiseParallel(input_layouts=Shard(1)),
+            "down": RowwiseParallel(output_layouts=Shard(1)),
+        },
+        False: {"up": ColwiseParallel(), "down": RowwiseParallel()},
+    }
+    for name, sequence, again in (
+        ("sequence parallel", True, False),
+        ("sequence parallel, gathered again", True, True),
+        ("tensor parallel", False, False),
+    ):
+        plain = parallelize_module(Pair(128, 256, False).bfloat16(), mesh_of(), stock[sequence])
+        bf16 = sent(AgainInBFloat16(plain), True) if again else sent(plain, sequence)
+        model, _ = parallel(Pair(128, 256, False).bfloat16(), pair_plan(sequence, again=again))
+        off, _ = parallel(
+            Pair(128, 256, False).bfloat16(),
+            pair_plan(sequence, again=again),
+            FP8Config(communication="off"),
+        )
+        results[name] = {"fp8": sent(model, sequence), "bf16": bf16, "off": sent(off, sequence)}
+    return results
+
+
+def case_float32_under_autocast():
+    """The residual stream is float32: gathers are FP8, sums have autocast's 16 bits."""
+    results = {}
+    for sequence in (True, False):
+        model, _ = parallel(Pair(), pair_plan(sequence))
+        x = rand(2, 16, WIDTH, dtype=torch.float32)
+        x = (part(x) if sequence else x).requires_grad_()
+        with count_communication() as count, torch.autocast("cpu", torch.bfloat16):
+            model(x).float().sum().backward()
+        large = {
+            f"{row.kind} {row.dtype}"
+            for row in count.rows
+            if row.payload_bytes / row.calls > 4 * WIDTH
+        }
+        results[str(sequence)] = [sorted(large), str(x.grad.dtype)]
+    return results
+
+
+def case_memory_for_backward():
+    """Bytes saved of the input of a column-wise layer: whole in FP8, or the rank's own part."""
+    results = {}
+    x = rand(2, 64, WIDTH)
+    for again in (False, True):
+        model, _ = parallel(
+            nn.Sequential(nn.Linear(WIDTH, 128, bias=False)).bfloat16(),
+            {"0": Float8ColwiseParallel(input_layouts=Shard(1), gather_in_backward=again)},
+        )
+        weight = model[0].weight._local_tensor.untyped_storage().data_ptr()
+        saved = {}
+
+        def pack(tensor, saved=saved, weight=weight):
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() != weight:
+                saved[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            y = model(part(x).requires_grad_())
+        results[str(again)] = sum(saved.values()) / x.numel()
+        y.sum().backward()
+    return results
+
+
+def case_uneven_tokens():
+    """Five tokens on two ranks: DTensors say so; plain tensors cannot, and are refused by name."""
+    torch.manual_seed(0)
+    plan = {
+        "up": Float8ColwiseParallel(input_layouts=Shard(1)),
+        "down": Float8RowwiseParallel(output_layouts=Shard(1), use_local_output=False),
+    }
+    results = []
+    for tokens in (5, 1):
+        model, one = parallel(Pair().bfloat16(), plan)
+        x, g = rand(2, tokens, WIDTH), rand(2, tokens, WIDTH, seed=1)
+        mine = part(x).clone().requires_grad_()
+        shape = {"shape": x.shape, "stride": x.stride()}
+        y = model(DTensor.from_local(mine, mesh_of(), [Shard(1)], run_check=False, **shape))
+        y.backward(DTensor.from_local(part(g), mesh_of(), [Shard(1)], run_check=False, **shape))
+        theirs = x.clone().requires_grad_()
+        expected = one(theirs)
+        expected.backward(g)
+        results.append(
+            [
+                list(y.shape),
+                list(y._local_tensor.shape),
+                db(expected, y),
+                db(one.up.weight.grad, model.up.weight.grad),
+                db(one.down.weight.grad, model.down.weight.grad),
+            ]
+        )
+    return results, message(model, part(rand(2, 5, WIDTH)))
+
+
+def case_uneven_features():
+    """15 output and 33 input features on two ranks."""
+    torch.manual_seed(0)
+    model, one = parallel(Pair(WIDTH, 33).bfloat16(), pair_plan(), FP8Config(recipe="tensorwise"))
+    x, g = rand(2, 16, WIDTH), rand(2, 16, WIDTH, seed=1)
+    y = model(part(x))
+    y.backward(part(g))
+    expected = one(x)
+    expected.backward(g)
+    return [
+        list(model.up.weight._local_tensor.shape),
+        db(part(expected), y),
+        *(db(q.grad, p.grad) for p, q in zip(model.parameters(), one.parameters(), strict=True)),
+    ]
+
+
+def case_frozen():
+    """Nothing is kept of the input; its gradient is there, and none of the weights."""
+    model, _ = parallel(Pair(bias=False).bfloat16(), pair_plan(again=True))
+    model.requires_grad_(False)
+    x = part(rand(2, 16, WIDTH)).requires_grad_()
+    kept = []
+
+    def pack(tensor):
+        if tensor.dtype in (torch.uint8, torch.float8_e4m3fn):
+            kept.append(tensor.shape)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        y = model(x)
+    with count_communication() as count:
+        y.sum().backward()
+    gathers = count.of("all-gather").calls
+    return [len(kept), gathers, x.grad is not None, model.up.weight.grad is None]
+
+
+def case_not_a_number():
+    """On one rank alone: every rank sees it, in the output and in the gradients, and none hangs."""
+    results = {}
+    for recipe in RECIPES:
+        for where in ("input", "gradient"):
+            model, _ = parallel(Pair(bias=False).bfloat16(), pair_plan(), FP8Config(recipe=recipe))
+            x, g = part(rand(2, 16, WIDTH)).clone(), part(rand(2, 16, WIDTH)).clone()
+            for bad in (float("nan"), float("inf")):
+                if RANK:
+                    (x if where == "input" else g)[0, 0, 0] = bad
+                y = model(x)
+                y.backward(g)
+                seen = [y, model.up.weight.grad._local_tensor, model.down.weight.grad._local_tensor]
+                nan = [bool((~t.isfinite()).any()) for t in seen]
+                results[f"{recipe} {where} {bad}"] = nan if where == "input" else nan[1:]
+                model.zero_grad()
+    group = mesh_of().get_group()
+    for bad in (float("nan"), float("inf")):
+        amax = group_amax(torch.tensor([1.0, bad if RANK else 2.0]), group)
+        results[f"amax {bad}"] = [not amax.isfinite().item()]
+    return {name: seen for name, seen in results.items() if not all(seen[-2:])}
+
+
+def case_refusals():
+    mesh, results = mesh_of(), {}
+
+    def built(config, plan, first):
+        return message(
+            lambda: parallel(nn.Sequential(Pair().bfloat16()), plan, config, mesh, first)
+        )
+
+    switchback = FP8Config(wgrad="bf16")
+    nested = {f"0.{name}": style for name, style in pair_plan().items()}
+    for first in ("convert", "parallelize"):
+        results[f"wgrad, {first} first"] = built(switchback, nested, first)
+    results["wgrad, plain"] = built(
+        switchback, {f"0.{name}": style for name, style in pair_plan(False).items()}, "convert"
+    )
+    features = {"0.up": Float8ColwiseParallel(input_layouts=Shard(-1))}
+    results["features"] = built(FP8Config(recipe="rowwise"), features, "convert")
+    results["features, tensorwise"] = built(FP8Config(), features, "convert")
+    results["off"] = built(FP8Config(wgrad="bf16", communication="off"), nested, "convert")
+    model, _ = parallel(
+        Attention(False).bfloat16(),
+        {
+            "": PrepareFloat8ModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate()),
+            **{name: Float8ColwiseParallel() for name in "qkv"},
+        },
+        switchback,
+    )
+    results["shared input"] = message(model, part(rand(2, 16, WIDTH)))
+    convert_to_float8(model.q, FP8Config(recipe="rowwise"))
+    results["two recipes"] = message(model, part(rand(2, 16, WIDTH)))
+    sharded = parallelize_module(nn.Sequential(nn.Linear(64, 64)), mesh, {"0": ColwiseParallel()})
+    convert_to_float8(sharded)
+    layer = sharded[0]
+    results["no style"] = message(lambda: Float8Linear.forward(layer, rand(2, 64)))
+    plain = nn.Sequential(nn.Linear(64, 64))
+    convert_to_float8(plain)
+    given = DTensor.from_local(rand(2, 64), mesh, [Replicate()])
+    results["no DTensor"] = message(lambda: plain(given))
+    return results
+
+
+def case_torchs_own_styles():
+    """Converted layers under them: FP8 GEMMs, 16-bit collectives, the SQNR of one rank."""
+    results = []
+    for sequence in (True, False):
+        torch.manual_seed(0)
+        exact = Pair().bfloat16()
+        layout = {"input_layouts": Shard(1)} if sequence else {}
+        out = {"output_layouts": Shard(1)} if sequence else {}
+        plan = {"up": ColwiseParallel(**layout), "down": RowwiseParallel(**out)}
+        model, one = parallel(copy.deepcopy(exact), plan, first="convert")
+        x, g = rand(2, 32, WIDTH), rand(2, 32, WIDTH, seed=1)
+        with count_communication() as count:
+            y = model(part(x) if sequence else x)
+            y.backward(part(g) if sequence else g)
+        expected = [module(x) for module in (exact, one)]
+        for z in expected:
+            z.backward(g)
+        whole, alone = (part(z) if sequence else z for z in expected)
+        gradients = [
+            [db(e.grad, p.grad), db(e.grad, q.grad)]
+            for e, p, q in zip(
+                exact.parameters(), model.parameters(), one.parameters(), strict=True
+            )
+        ]
+        dtypes = sorted({str(row.dtype) for row in count.rows})
+        results.append([dtypes, [[db(whole, y), db(whole, alone)], *gradients]])
+    return results
+
+
+def case_layers_that_are_not_converted():
+    """Skipped ones run as under torch's style; so does all after `revert`, and in high precision
+    evaluation; what PrepareFloat8ModuleInput gathered reads as a plain tensor."""
+    torch.manual_seed(0)
+    exact = Attention(True).bfloat16()
+    plan = {
+        "": PrepareFloat8ModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate()),
+        **{name: Float8ColwiseParallel() for name in "qkv"},
+        "o": Float8RowwiseParallel(output_layouts=Shard(1)),
+    }
+    x = rand(2, 32, WIDTH)
+    expected = part(exact(x))
+    config = FP8Config(skip=("v",), eval_fp8=False)
+    model, _ = parallel(copy.deepcopy(exact), plan, config)
+    mine = part(x).clone().requires_grad_()
+    y = model(mine)
+    y.sum().backward()
+    model.eval()
+    with torch.no_grad():
+        evaluated = model(part(x))
+    model.train()
+    revert(model)
+    reverted = model(part(x))
+    theirs = x.clone().requires_grad_()
+    exact(theirs).sum().backward()
+    return {
+        "skipped": db(expected, y),
+        "grad": db(part(theirs.grad), mine.grad),
+        "evaluated": db(expected, evaluated),
+        "reverted": db(expected, reverted),
+    }
+
+
+def case_checkpointing_of_activations():
+    """With delayed scaling: the repeated forward gathers with the scales of the first."""
+    results = []
+    selective = {"context_fn": selective_checkpoint_contexts}
+    for options in (None, {}, selective):
+        torch.manual_seed(0)
+        model, _ = parallel(Block().bfloat16(), block_plan(), FP8Config(recipe="delayed"))
+        for step in range(2):
+            x = part(rand(2, 32, WIDTH, seed=step)).requires_grad_()
+            plain = options is None
+            y = model(x) if plain else checkpoint(model, x, use_reentrant=False, **options)
+            y.backward(part(rand(2, 32, WIDTH, seed=9)))
+        state = scaling_state_dict(model)
+        results.append([x.grad, *(p.grad._local_tensor for p in model.parameters())])
+        results[-1] += [state[key] for key in sorted(state)]
+    return all(
+        torch.equal(want, a) and torch.equal(want, b) for want, a, b in zip(*results, strict=True)
+    )
+
+
+def case_delayed_histories():
+    """Equal on all ranks, and one rank's own: amaxes are of whole tensors."""
+    model, one = parallel(Pair().bfloat16(), pair_plan(), FP8Config(recipe="delayed"))
+    for step in range(3):
+        x = rand(2, 16, WIDTH, seed=step) * 2.0**step
+        g = rand(2, 16, WIDTH, seed=step + 9)
+        model(part(x)).backward(part(g))
+        one(x).backward(g)
+    ours, theirs = scaling_state_dict(model), scaling_state_dict(one)
+    away = {}
+    for name, value in theirs.items():
+        everywhere = [torch.empty_like(value) for _ in range(RANKS)]
+        dist.all_gather(everywhere, ours[name])
+        assert all(torch.equal(everywhere[0], other) for other in everywhere), name
+        away[name] = ((ours[name] - value).abs() / value.clamp(min=1e-30)).max().item()
+    return away
+
+
+def case_issued_before_it_is_needed():
+    """A gather is under way while the weight is cast: order of events in forward and backward."""
+    from torch_fp8.distributed.tensor_parallel import all_gather
+    from torch_fp8.nn import linear
+
+    events = []
+    watched = [
+        (all_gather, "all_gather", "issue"),
+        (linear, "weight_row", "cast"),
+        (linear, "weight_col", "cast"),
+        (linear, "scaled_matmul", "gemm"),
+    ]
+    originals = [(module, name, getattr(module, name)) for module, name, _ in watched]
+    result = all_gather.Gather.result
+
+    def wrap(function, event):
+        def wrapped(*args, **kwargs):
+            events.append(event)
+            return function(*args, **kwargs)
+
+        return wrapped
+
+    def waits(self):
+        if self._result is None:
+            events.append("wait")
+        return result(self)
+
+    model, _ = parallel(Pair(bias=False).bfloat16(), pair_plan(again=True))
+    x, g = part(rand(2, 16, WIDTH)).requires_grad_(), part(rand(2, 16, WIDTH))
+    try:
+        for module, name, event in watched:
+            setattr(module, name, wrap(getattr(module, name), event))
+        all_gather.Gather.result = waits
+        y = model(x)
+        forward, events[:] = list(events), []
+        y.backward(g)
+    finally:
+        for module, name, function in originals:
+            setattr(module, name, function)
+        all_gather.Gather.result = result
+    return [forward, events]
+
+
+def case_compiled():
+    """Refused by name where something is gathered in FP8; else what eager mode computes."""
+    results = {}
+    for communication in ("fp8", "off"):
+        torch.manual_seed(0)
+        config = FP8Config(communication=communication)
+        model, _ = parallel(Pair().bfloat16(), pair_plan(), config)
+        x = part(rand(2, 16, WIDTH))
+        expected = model(x)
+        output = torch.compile(model, backend="aot_eager")(x)
+        try:
+            output.sum().backward()
+            results[communication] = torch.equal(output, expected)
+        except NotImplementedError as error:
+            results[communication] = str(error)
+    return results
+
+
+def case_read_only():
+    x = rand(4, WIDTH)
+    shards = Shards(x.shape, 0, mesh_of().get_group())
+    spec = make_recipe("rowwise").input
+    gathered = gather_activation(part(x, 0), shards, spec, None, torch.bfloat16)
+    views = [gathered.view(2, 2, WIDTH), gathered.detach(), gathered.reshape(1, 4, WIDTH)]
+    other = gathered.view(WIDTH, 4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return [
+            all(type(v) is GatheredActivation for v in views),
+            type(other) is torch.Tensor and torch.equal(other, (gathered + 0).view(WIDTH, 4)),
+            torch.equal(full(gathered[1:2] + 0), (gathered + 0)[1:2]),
+        ]

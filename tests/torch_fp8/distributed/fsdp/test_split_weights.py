@@ -1,0 +1,189 @@
+"""Weights that FSDP2 has sharded, split and joined in place; on one rank, in this process."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
+
+import torch_fp8
+from torch_fp8 import FP8Config
+from torch_fp8.distributed.fsdp.split_weights import (
+    is_split,
+    join_sharded,
+    shard_residuals,
+    split_for_sharding,
+    split_sharded,
+)
+
+POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, cast_forward_inputs=False)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_rank():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def new_net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 97), nn.LayerNorm(97), nn.Linear(97, 64))
+
+
+def shard(net, **options):
+    fully_shard(net[2], mp_policy=POLICY, **options)
+    fully_shard(net, mp_policy=POLICY)
+
+
+def make(config=None, **options):
+    net = new_net()
+    torch_fp8.convert_to_float8(net, config)
+    shard(net, **options)
+    return net, torch.optim.AdamW(net.parameters(), lr=1e-2)
+
+
+def step(net, optimizer, seed):
+    x = torch.randn(8, 64, generator=torch.Generator().manual_seed(seed))
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = (net(x.bfloat16()) - x).float().pow(2).mean()
+    loss.backward()
+    gradients = {type(p.grad.to_local()).__name__ for p in net.parameters()}
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item(), gradients
+
+
+def values(net):
+    return [p.to_local().detach().clone() for p in net.parameters()]
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_parameters_stay_the_same_objects_through_split_training_and_join(level):
+    config = FP8Config(opt_level=level)
+    net, optimizer = make(config)
+    parameters, before = list(net.parameters()), values(net)
+    (report,) = split_sharded(net, [optimizer], config)
+    assert is_split(optimizer)
+    assert report.num_float32 == 0
+    assert report.num_hooks_restored == 0
+    assert {p.dtype for p in net.parameters()} == {torch.bfloat16}
+    assert all(isinstance(p, DTensor) for p in net.parameters())
+    assert torch_fp8.restore_weights(optimizer) == 0  # not its business
+    assert {p.to_local().dtype for p in net.parameters()} == {torch.bfloat16}
+    split_sharded(net, [optimizer], config)  # with its hooks again
+    assert join_sharded(net, [optimizer]) == len(parameters)
+    assert not is_split(optimizer)
+    for joined, value in zip(values(net), before, strict=True):
+        torch.testing.assert_close(joined, value, rtol=2**-16, atol=0)
+    # Splitting what was joined is exact; so is training on.
+    joined = values(net)
+    split_sharded(net, [optimizer], config)
+    split = values(net)
+    join_sharded(net, [optimizer])
+    assert all(map(torch.equal, joined, values(net)))
+    split_sharded(net, [optimizer], config)
+    assert all(map(torch.equal, split, values(net)))
+    losses = [step(net, optimizer, seed) for seed in range(6)]
+    assert losses[0][1] == ({"Float8Grad", "Tensor"} if level == "O3" else {"Tensor"})
+    assert losses[-1][0] < losses[0][0]
+    join_sharded(net, [optimizer])
+    assert all(a is b for a, b in zip(parameters, net.parameters(), strict=True))
+    assert all(a is b for a, b in zip(parameters, optimizer.param_groups[0]["params"], strict=True))
+    assert {p.dtype for p in net.parameters()} == {torch.float32}
+
+
+def test_joined_model_computes_in_bf16_and_has_float32_gradients():
+    net, optimizer = make()
+    split_sharded(net, [optimizer], FP8Config())
+    step(net, optimizer, 0)  # FSDP2 has fixed by now which casts it makes
+    join_sharded(net, [optimizer])
+    seen = []
+    net[2].register_forward_pre_hook(lambda module, _: seen.append(module.weight.dtype))
+    with torch.autocast("cpu", torch.bfloat16):
+        net(torch.randn(8, 64).bfloat16()).float().sum().backward()
+    assert seen == [torch.bfloat16]
+    assert {p.grad.dtype for p in net.parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_training_is_that_of_weights_split_before_they_were_sharded(level):
+    config = FP8Config(opt_level=level)
+    net, optimizer = make(config)
+    split_sharded(net, [optimizer], config)
+    before = new_net()
+    torch_fp8.convert_to_float8(before, config)
+    other = torch.optim.AdamW(before.parameters(), lr=1e-2)
+    splits = split_for_sharding(before, [other], config)
+    names = dict(before.named_parameters())
+    shard(before)
+    new = {names[name]: parameter for name, parameter in before.named_parameters()}
+    other.param_groups[0]["params"] = [new[p] for p in other.param_groups[0]["params"]]
+    shard_residuals(before, [other], splits, config)
+    for seed in range(3):
+        assert step(net, optimizer, seed) == step(before, other, seed)
+    assert all(map(torch.equal, values(net), values(before)))
+
+
+@pytest.mark.parametrize("kind", ["sgd", "missing", "O1"])
+def test_weights_stay_float32_where_not_all_of_them_can_be_split(kind):
+    net, optimizer = make()
+    config = FP8Config(opt_level="O1") if kind == "O1" else FP8Config()
+    if kind == "sgd":
+        optimizer = torch.optim.SGD(net.parameters(), lr=1e-2)
+    elif kind == "missing":
+        optimizer = torch.optim.AdamW(net[0].parameters(), lr=1e-2)
+    (report,) = split_sharded(net, [optimizer], config)
+    assert {p.dtype for p in net.parameters()} == {torch.float32}
+    assert not is_split(optimizer)
+    assert join_sharded(net, [optimizer]) == 0
+    if kind == "missing":
+        assert "they were sharded before" in str(report)
+
+
+def test_second_optimizer_completes_the_split():
+    net, _ = make()
+    first, second = (torch.optim.AdamW(net[i : i + 2].parameters()) for i in (0, 2))
+    split_sharded(net, [first], FP8Config())
+    assert {p.dtype for p in net.parameters()} == {torch.float32}
+    split_sharded(net, [first, second], FP8Config())
+    assert {p.dtype for p in net.parameters()} == {torch.bfloat16}
+
+
+def test_frozen_weights_are_left_alone():
+    net, _ = make()
+    net[0].requires_grad_(False)
+    optimizer = torch.optim.AdamW([p for p in net.parameters() if p.requires_grad])
+    split_sharded(net, [optimizer], FP8Config())
+    dtypes = [p.dtype for p in net.parameters()]
+    assert dtypes == [torch.float32] * 2 + [torch.bfloat16] * 4
+
+
+def test_four_bits_and_none():
+    for bits, error in ((4, 2**-12), (0, 2**-8)):
+        config = FP8Config(residual_bits=bits)
+        net, optimizer = make(config)
+        before = values(net)
+        split_sharded(net, [optimizer], config)
+        join_sharded(net, [optimizer])
+        torch.testing.assert_close(values(net)[0], before[0], rtol=error, atol=0)
+        assert not torch.equal(values(net)[0], before[0])
+        torch.testing.assert_close(values(net)[2], before[2], rtol=2**-16, atol=0)  # a norm
+
+
+def test_columns_are_split_too_and_an_inner_dimension_is_refused():
+    net, optimizer = make(shard_placement_fn=lambda p: Shard(1) if p.ndim > 1 else Shard(0))
+    assert isinstance(net[2], FSDPModule)
+    before = values(net)
+    split_sharded(net, [optimizer], FP8Config())
+    assert net[2].weight.placements == (Shard(1),)
+    assert {p.dtype for p in net.parameters()} == {torch.bfloat16}
+    join_sharded(net, [optimizer])
+    for joined, value in zip(values(net), before, strict=True):
+        torch.testing.assert_close(joined, value, rtol=2**-16, atol=0)
+    conv = nn.Sequential(nn.Conv1d(32, 64, 3), nn.Linear(64, 64))
+    fully_shard(conv, shard_placement_fn=lambda p: Shard(1) if p.ndim == 3 else Shard(0))
+    optimizer = torch.optim.AdamW(conv.parameters())
+    with pytest.raises(ValueError, match=r"'0.weight' is sharded as \(Shard\(dim=1\),\)"):
+        split_sharded(conv, [optimizer], FP8Config())

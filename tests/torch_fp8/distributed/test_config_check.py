@@ -1,0 +1,73 @@
+"""Ranks that have different configurations: the cases of agreement_cases.py, on four ranks."""
+
+import pytest
+
+from torch_fp8 import FP8Config, count_communication
+from torch_fp8.distributed.config_check import check_same_config
+
+
+@pytest.fixture(scope="module")
+def ranks(run_ranks):
+    """What the checks said on each rank."""
+    return run_ranks("agreement_cases.py", 4)
+
+
+def errors(ranks, name):
+    return [results[name][0] for results in ranks if name in results]
+
+
+def test_the_same_configuration_costs_8_bytes(ranks):
+    assert [results["same"] for results in ranks] == [[None, [4 * 8]]] * 4
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("level", "opt_level is 'O2' on ranks 0-1, 3, 'O3' on rank 2. "),
+        (
+            "several",
+            "recipe is 'auto' on rank 0, 'rowwise' on ranks 1-3; "
+            "communication is 'fp8' on ranks 0, 2-3, 'off' on rank 1. ",
+        ),
+        ("skip", "skip is ('lm_head',) on ranks 0-2, ('lm_head', 'embed') on rank 3. "),
+        (
+            "environment",
+            "seed is 0 on ranks 0, 2-3, 3 on rank 1 (TORCH_FP8_CONFIG is set on rank 1 only). ",
+        ),
+    ],
+)
+def test_every_rank_is_told_the_fields_the_values_and_the_ranks(ranks, name, says):
+    expected = f"ranks have different FP8Configs: {says}Give all ranks the same one"
+    assert errors(ranks, name) == [expected] * 4
+
+
+def test_ranks_of_a_group_have_their_global_numbers(ranks):
+    said = errors(ranks, "group")
+    assert len(said) == 2
+    assert all("seed is 1 on rank 1, 3 on rank 3 (" in message for message in said)
+
+
+def test_after_an_error_checks_go_on(ranks):
+    assert errors(ranks, "again") == [None] * 4
+
+
+def test_after_a_restart_before_which_not_all_had_come(ranks):
+    assert errors(ranks, "restarted") == [None] * 4
+
+
+def test_a_rank_that_does_not_ask_for_fp8_is_named_after_the_timeout(ranks):
+    for results in ranks[:3]:
+        message, sent = results["missing"]
+        assert message.startswith("rank 3 did not ask for FP8 while ranks 0-2 did")
+        assert sent == []  # whoever is missing is in a collective of its own
+        assert 2 <= results["waited"] < 10
+
+
+def test_one_process_checks_nothing(single_process_group):
+    with count_communication() as count:
+        check_same_config(FP8Config())
+    assert count.calls == 0
+
+
+def test_without_a_process_group_there_is_nothing_to_check():
+    check_same_config(FP8Config())

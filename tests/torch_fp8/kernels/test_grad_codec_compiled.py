@@ -1,0 +1,61 @@
+"""The kernels of 8-bit gradients compile for Hopper and Blackwell, without a card."""
+
+import pytest
+import torch
+
+from torch_fp8.kernels import grad_codec
+
+COLS = {"flat": 64, "rows": 48, "any": 33}
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+@pytest.fixture
+def launches_of(record_launches):
+    """`launches_of(dtype, layout)`: quantize, accumulate, dequantize."""
+
+    def launch(dtype, layout):
+        x = torch.zeros(200, COLS[layout], dtype=DTYPES[dtype])
+        with record_launches(grad_codec) as launches:
+            qdata, scale = grad_codec.quantize_gradient(x, (16, 1))
+            grad_codec.accumulate_gradient(qdata, scale, torch.ones(()), x, (7, 8))
+            grad_codec.dequantize_gradient(qdata, scale, torch.ones(()), DTYPES[dtype])
+        return launches
+
+    return launch
+
+
+@pytest.mark.parametrize("target", ["sm_90", "sm_100"])
+@pytest.mark.parametrize("layout", COLS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_kernel_compiles_without_spills(
+    dtype, layout, target, launches_of, compile_for, record_property
+):
+    launches = launches_of(dtype, layout)
+    assert len(launches) == 3
+    for launch in launches:
+        ptx, used = compile_for(launch, target)
+        print(f"{target} {launch.name}: {used}")
+        record_property(launch.name, str(used))
+        assert used.stack == 0, f"{launch.name} spills: {used}"
+        assert used.local == 0
+        # 8 programs of 4 warps in a multiprocessor: of 65536 registers, 64 for each thread.
+        assert used.registers <= 64
+        assert used.shared <= 8192
+        assert ("ld.global.v4.b32" in ptx) is (layout != "any")
+        assert ("st.global.v4.b32" in ptx) is (layout != "any")
+
+
+def test_products_and_sums_are_not_contracted(launches_of, compile_for):
+    for launch in launches_of("fp32", "flat"):
+        ptx, _ = compile_for(launch, "sm_90")
+        assert "fma.rn.f32" not in ptx
+
+
+def test_sizes_and_keys_are_no_constants(launches_of):
+    """Or a kernel would be compiled again for each key that happens to be a multiple of 16."""
+    for launch in launches_of("fp32", "flat"):
+        numbers = {name for name, kind in launch.signature if kind == "i32"}
+        free = {"num_groups", "cols"}
+        free |= {"key0", "key1"} if "encode" in launch.name else set()
+        assert numbers == free
+        assert not numbers & set(launch.divisible)

@@ -1,0 +1,16 @@
+"""The kernels of 8-bit gradients on a card: bytes equal to the reference on the CPU."""
+
+import pytest
+
+from torch_fp8.environment.kernel_cases import messages
+from torch_fp8.environment.kernel_cases.messages import DTYPES, EXPONENTS, SHAPES
+from torch_fp8.ops import grad_codec
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("exponent", EXPONENTS.values(), ids=EXPONENTS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_sums_equal_the_reference(shape, dtype, exponent):
+    messages.check_gradient(grad_codec, "cuda", shape, dtype, exponent)

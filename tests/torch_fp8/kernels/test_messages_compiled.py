@@ -1,0 +1,67 @@
+"""The kernels of messages compile for Hopper and Blackwell, without a card."""
+
+import pytest
+import torch
+
+from torch_fp8.kernels import messages as wire
+from torch_fp8.ops.messages import Layout
+
+NUMEL = {"aligned": 3 * 100 * 32 - 48, "any": 3 * 100 * 32 - 7}
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+@pytest.fixture
+def launches_of(record_launches):
+    """`launches_of(dtype, numel)`: pack, unpack, unpack_sum, combine, sum_plain; 7 launches."""
+
+    def launch(dtype, numel):
+        layout, values = Layout(100, 9), torch.zeros(NUMEL[numel], dtype=DTYPES[dtype])
+        messages = torch.zeros(3, layout.num_bytes, dtype=torch.uint8)
+        out = torch.zeros(3200 + (numel == "any"), dtype=DTYPES[dtype])
+        with record_launches(wire) as launches:
+            for keys in (None, (16, 1)):
+                wire.pack(values, layout, messages, keys)
+                wire.combine(messages, layout, messages[:1], 0.25, keys)
+            wire.unpack(messages, layout, values)
+            wire.unpack_sum(messages, layout, out[numel == "any" :], 0.25)
+            wire.sum_plain(layout.plain(messages), out[:9], 1 / 3)
+        return launches
+
+    return launch
+
+
+@pytest.mark.parametrize("target", ["sm_90", "sm_100"])
+@pytest.mark.parametrize("numel", NUMEL)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_kernel_compiles_without_spills(
+    dtype, numel, target, launches_of, compile_for, record_property
+):
+    launches = launches_of(dtype, numel)
+    assert len(launches) == 7
+    for launch in launches:
+        ptx, used = compile_for(launch, target)
+        print(f"{target} {launch.name}: {used}")
+        record_property(launch.name, str(used))
+        assert used.stack == 0, f"{launch.name} spills: {used}"
+        assert used.local == 0
+        # 8 programs of 4 warps in a multiprocessor: of 65536 registers, 64 for each thread.
+        assert used.registers <= 64
+        assert used.shared <= 8192
+        if "plain" not in launch.name:
+            wide = numel == "aligned" or "combine" in launch.name
+            assert ("ld.global.v4.b32" in ptx or "ld.global.v4.u32" in ptx) or not wide
+            assert "st.global.v4.b32" in ptx or not wide
+
+
+def test_products_and_sums_are_not_contracted(launches_of, compile_for):
+    for launch in launches_of("fp32", "aligned"):
+        ptx, _ = compile_for(launch, "sm_90")
+        assert "fma.rn.f32" not in ptx
+
+
+def test_sizes_and_keys_are_no_constants(launches_of):
+    """Or a kernel would be compiled again for each that happens to be a multiple of 16."""
+    for launch in launches_of("fp32", "aligned"):
+        assert not set(launch.divisible) - {n for n, kind in launch.signature if kind[0] == "*"}
+        constants = {name for name, _ in launch.constants}
+        assert constants <= {"STOCHASTIC", "ALIGNED", "GROUPS", "BLOCK"}

@@ -1,0 +1,17 @@
+"""The kernels of messages on a card: bytes equal to the reference on the CPU."""
+
+import pytest
+
+from torch_fp8.environment.kernel_cases import messages
+from torch_fp8.environment.kernel_cases.messages import DTYPES, EXPONENTS, KEYS, LAYOUTS
+from torch_fp8.ops import messages as wire
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("keys", KEYS.values(), ids=KEYS)
+@pytest.mark.parametrize("exponent", EXPONENTS.values(), ids=EXPONENTS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("layout", "numel"), LAYOUTS, ids=str)
+def test_messages_and_sums_equal_the_reference(layout, numel, dtype, exponent, keys):
+    messages.check_messages(wire, "cuda", layout, numel, dtype, exponent, keys)

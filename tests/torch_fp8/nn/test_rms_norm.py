@@ -1,0 +1,101 @@
+"""Which RMSNorms are converted to what, and what a converted one makes for its readers."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from tests.torch_fp8.conversion.test_fused_layers import Norm
+from torch_fp8 import FP8Config, convert_to_float8, revert
+from torch_fp8.nn.linear import INPUT
+from torch_fp8.ops.quantize import quantize_layouts
+from torch_fp8.tensor.lazy_quantized import ProducedActivation
+
+
+def _x(*shape, dtype=torch.bfloat16):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+
+
+def _stack(*layers, **options):
+    torch.manual_seed(0)
+    model = nn.Sequential(*layers).bfloat16()
+    convert_to_float8(model, FP8Config(**options))
+    return model
+
+
+class Offset(Norm):
+    """As Gemma's, in the dtype of x, and with an offset that each instance has."""
+
+    def __init__(self, size, offset):
+        super().__init__(size)
+        self.offset = offset
+
+    def forward(self, x):
+        y = x.float()
+        y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+        return (y * (self.offset + self.weight.float())).type_as(x)
+
+
+def test_each_instance_is_tried_with_its_own_attributes():
+    norms = [Offset(48, offset) for offset in (1.0, 0.0, 2.0)]
+    report = convert_to_float8(nn.Sequential(*norms, nn.Linear(48, 48)))
+    assert report.producers == ("0", "1")
+    assert [norm.fp8_form.offset for norm in norms[:2]] == [1.0, 0.0]
+
+
+@pytest.mark.parametrize("cls", [Norm, lambda size: Offset(size, 1.0)], ids=["Norm", "Offset"])
+def test_of_mixed_dtypes_the_result_has_that_of_the_stock_norm(cls):
+    norm = cls(64)
+    want = norm(_x(4, 64)).dtype
+    convert_to_float8(nn.Sequential(norm, nn.Linear(64, 64)))
+    assert norm(_x(4, 64)).dtype == want
+
+
+def test_inputs_of_other_dtypes_and_widths_are_the_norms_own_matter():
+    model = _stack(Norm(64), nn.Linear(64, 64))
+    stock = copy.deepcopy(model)
+    revert(stock)
+    for x in (_x(4, 64, dtype=torch.float64), _x(4, 1)):  # the second is broadcast
+        y, want = model[0](x), stock[0](x)
+        assert type(y) is torch.Tensor
+        assert y.dtype == want.dtype
+        assert torch.equal(y, want)
+
+
+def test_a_second_conversion_counts():
+    model = _stack(Norm(64), nn.Linear(64, 64))
+    config = FP8Config(recipe="blockwise", save_activations="bf16")
+    convert_to_float8(model, config)
+    assert model[0].fp8_config is config
+    assert model[0].fp8_consumers.spec == model[1].operand_spec(INPUT)
+
+
+def test_frozen_layers_get_no_transposed_blocks():
+    """They are cast with the statistics, before any layer asks."""
+    layers = [nn.Linear(64, 64).requires_grad_(False), nn.Linear(64, 64)]
+    for used, wanted in ((layers[:1], False), (layers, True)):
+        norm = Norm(64)
+        _stack(norm, *copy.deepcopy(used), recipe="blockwise")
+        y = norm(_x(8, 64))
+        ((row, col),) = y.production.forms.layouts.values()
+        assert row is not None
+        assert (col is not None) == wanted
+    norm = Norm(64)
+    _stack(norm, copy.deepcopy(layers[1]), recipe="blockwise", wgrad="bf16")
+    ((_, col),) = norm(_x(8, 64)).production.forms.layouts.values()
+    assert col is None
+
+
+def test_a_reader_with_one_scale_behind_a_norm_that_casts_in_blocks():
+    y = _stack(Norm(64), nn.Linear(64, 64), recipe="blockwise")[0](_x(8, 64))
+    assert isinstance(y, ProducedActivation)
+    spec = _stack(nn.Linear(64, 64))[0].operand_spec(INPUT)
+    assert spec.granularity == "tensorwise"
+    row, col = y.layouts(spec, None, row=True, col=True)
+    dense = y.production.make_dense()
+    want_row, want_col = quantize_layouts(dense, spec, None, row=True, col=True)
+    assert y.production.amax() == dense.abs().max()
+    for got, want in ((row, want_row), (col, want_col)):
+        assert torch.equal(got.qdata.view(torch.uint8), want.qdata.view(torch.uint8))
+        assert torch.equal(got.scale, want.scale)

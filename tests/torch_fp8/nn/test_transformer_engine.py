@@ -1,0 +1,862 @@
+"""The backend on a stub of Transformer Engine that has its signatures, and its way of refusing."""
+
+import ast
+import copy
+import dataclasses
+import importlib.util
+import io
+import pickle
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, distribute_tensor
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+import torch_fp8
+from torch_fp8 import Float8Linear, FP8Config, convert_to_float8, revert
+from torch_fp8.distributed.ddp.wrap import connect_ddp, ddp_options
+from torch_fp8.distributed.fsdp.connect import connect_fsdp
+from torch_fp8.distributed.tensor_parallel.styles import Float8ColwiseParallel
+from torch_fp8.nn.transformer_engine_linear import TransformerEngineLinear
+from torch_fp8.nn.weight_cache import WatchedParameter
+from torch_fp8.tensor.float8_grad import Float8Grad
+
+STUB = Path(__file__).parents[2] / "stubs" / "transformer_engine"
+TE = FP8Config(backend="transformer-engine", opt_level="O1")
+DELAYED = FP8Config(backend="transformer-engine", recipe="delayed", amax_history_len=8)
+FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+RECIPES = ("tensorwise", "delayed", "blockwise")
+
+
+class Model(nn.Module):
+    """An embedding tied to lm_head, two layers with the same weight, one without a bias."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(48, 32)
+        self.up = nn.Linear(32, 64)
+        self.middle = nn.Linear(64, 64, bias=False)
+        self.again = nn.Linear(64, 64)
+        self.again.weight = self.middle.weight
+        self.down = nn.Linear(64, 32)
+        self.lm_head = nn.Linear(32, 48, bias=False)
+        self.lm_head.weight = self.embed.weight
+
+    def forward(self, tokens):
+        x = self.up(self.embed(tokens)).relu()
+        x = x + self.again(self.middle(x).relu())
+        return self.lm_head(self.down(x))
+
+
+def layers(model):
+    return [m for m in model.modules() if isinstance(m, TransformerEngineLinear)]
+
+
+def batch(step, tokens=7):
+    return torch.randint(48, (3, tokens), generator=torch.Generator().manual_seed(step))
+
+
+def recorded(monkeypatch, te, what):
+    """What ``what(te.Linear, its input)`` returns in each forward."""
+    seen, forward = [], te.Linear.forward
+
+    def recording(self, inp):
+        seen.append(what(self, inp))
+        return forward(self, inp)
+
+    monkeypatch.setattr(te.Linear, "forward", recording)
+    return seen
+
+
+def train(model, steps=4, optimizer=None):
+    """Losses of a few steps, with another number of tokens in each."""
+    optimizer = optimizer or torch.optim.SGD(
+        [p for p in model.parameters() if p.requires_grad], lr=0.5
+    )
+    losses = []
+    for step in range(steps):
+        loss = model(batch(step, 5 + step)).float().logsumexp(-1).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+# --- The interface -------------------------------------------------------------------------------
+
+_WHERE = {
+    "Linear.__init__": ("pytorch/module/linear.py", "Linear", "__init__"),
+    "Linear.forward": ("pytorch/module/linear.py", "Linear", "forward"),
+    "Linear.get_fp8_meta_tensors": (
+        "pytorch/module/base.py",
+        "TransformerEngineBaseModule",
+        "get_fp8_meta_tensors",
+    ),
+    "Linear.reset_fp8_meta_tensors": (
+        "pytorch/module/base.py",
+        "TransformerEngineBaseModule",
+        "reset_fp8_meta_tensors",
+    ),
+    "autocast.__init__": ("pytorch/quantization.py", "autocast", "__init__"),
+    "is_fp8_available": ("pytorch/quantization.py", None, "is_fp8_available"),
+    "is_mxfp8_available": ("pytorch/quantization.py", None, "is_mxfp8_available"),
+    "is_fp8_block_scaling_available": (
+        "pytorch/quantization.py",
+        None,
+        "is_fp8_block_scaling_available",
+    ),
+}
+
+
+def _members(path, owner):
+    body = ast.parse(path.read_text()).body
+    if owner is None:
+        return body
+    (cls,) = [node for node in body if isinstance(node, ast.ClassDef) and node.name == owner]
+    return cls.body
+
+
+def _signature(path, owner, name):
+    """Names of the arguments, and whether each has a default."""
+    functions = [n for n in _members(path, owner) if isinstance(n, ast.FunctionDef)]
+    (function,) = [n for n in functions if n.name == name]
+    names = [a.arg for a in function.args.args]
+    required = len(names) - len(function.args.defaults)
+    return [(name, i >= required) for i, name in enumerate(names)]
+
+
+@pytest.fixture(scope="module")
+def installed():
+    spec = importlib.util.find_spec("transformer_engine")
+    if spec is None:
+        pytest.skip("Transformer Engine is not installed")
+    return Path(spec.submodule_search_locations[0])
+
+
+@pytest.mark.parametrize("name", _WHERE)
+def test_the_stub_has_the_signatures_of_the_installed_release(installed, name):
+    owner, _, function = name.rpartition(".")
+    ours = _signature(STUB / "pytorch" / "__init__.py", owner or None, function)
+    file, real_owner, real_function = _WHERE[name]
+    assert ours == _signature(installed / file, real_owner, real_function)
+
+
+@pytest.mark.parametrize(
+    "name", ["DelayedScaling", "Float8CurrentScaling", "Float8BlockScaling", "MXFP8BlockScaling"]
+)
+def test_the_stub_has_the_recipes_of_the_installed_release(installed, name):
+    ours, real = (
+        [
+            node.target.id
+            for node in _members(root / "common" / "recipe" / "__init__.py", name)
+            if isinstance(node, ast.AnnAssign)
+        ]
+        for root in (STUB, installed)
+    )
+    assert [field for field in real if field in ours] == ours
+    assert "fp8_format" in ours
+
+
+def test_public_names_of_the_installed_release(installed):
+    source = (installed / "pytorch" / "__init__.py").read_text()
+    for name in ("Linear", "autocast", *(n for n in _WHERE if n.startswith("is_"))):
+        assert f"import {name}\n" in source
+
+
+# --- What runs -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_trains_as_a_stock_model(te, recipe):
+    """The stub multiplies in float32, so that what is left is the plumbing."""
+    model, stock = Model(), Model()
+    stock.load_state_dict(model.state_dict())
+    report = convert_to_float8(model, FP8Config(recipe=recipe, backend="transformer-engine"))
+    assert report.converted == ("up", "middle", "again", "down")
+    assert report.skipped == (("lm_head", "skip='lm_head'"),)
+    assert train(model) == pytest.approx(train(stock), rel=1e-5)
+    for ours, theirs in zip(model.parameters(), stock.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("shape", [(32,), (1, 32), (16, 32), (3, 5, 32), (0, 32), (2, 0, 32)])
+def test_any_number_of_tokens(te, monkeypatch, shape):
+    """Transformer Engine sees a multiple of 16, and never none."""
+    seen = recorded(monkeypatch, te, lambda layer, inp: inp.shape[0])
+    linear = nn.Linear(32, 48)
+    stock = copy.deepcopy(linear)
+    convert_to_float8(linear, TE)
+    for net in (linear, stock):
+        net.x = torch.ones(shape, requires_grad=True)
+        net.y = net(net.x)
+        net.y.sum().backward()
+    assert linear.y.shape == stock.y.shape
+    torch.testing.assert_close(linear.y, stock.y)
+    torch.testing.assert_close(linear.x.grad, stock.x.grad)
+    torch.testing.assert_close(linear.weight.grad, stock.weight.grad)
+    torch.testing.assert_close(linear.bias.grad, stock.bias.grad)
+    assert seen in ([16], [32])
+
+
+@pytest.mark.parametrize(
+    ("x", "weight", "bias", "autocast", "expected", "multiplied"),
+    [
+        (FP32, FP32, FP32, None, FP32, FP32),
+        (BF16, BF16, BF16, None, BF16, BF16),
+        (FP32, BF16, FP32, None, FP32, BF16),
+        (FP32, FP16, FP32, None, FP32, FP16),
+        (BF16, FP32, FP32, None, BF16, BF16),
+        (BF16, BF16, FP32, None, BF16, BF16),
+        (FP32, BF16, FP32, BF16, BF16, BF16),
+        (FP32, FP32, FP32, BF16, BF16, BF16),
+    ],
+)
+def test_dtypes_are_those_of_our_own_layers(
+    te, monkeypatch, x, weight, bias, autocast, expected, multiplied
+):
+    seen = recorded(monkeypatch, te, lambda layer, inp: layer._activation_dtype(inp))
+    linear = nn.Linear(32, 32)
+    linear.weight.data = linear.weight.data.to(weight)
+    linear.bias.data = linear.bias.data.to(bias)
+    ours = copy.deepcopy(linear)
+    convert_to_float8(linear, TE)
+    convert_to_float8(ours, FP8Config(opt_level="O1"))
+    for net in (linear, ours):
+        net.x = torch.randn(16, 32, generator=torch.Generator().manual_seed(0)).to(x)
+        net.x.requires_grad_()
+        with torch.autocast("cpu", autocast, enabled=autocast is not None):
+            net.y = net(net.x)
+        net.y.float().pow(2).sum().backward()
+        assert net.y.dtype == expected
+    assert linear.x.grad.dtype == ours.x.grad.dtype == x
+    for name in ("weight", "bias"):
+        grad = getattr(linear, name).grad
+        assert grad.dtype == getattr(ours, name).grad.dtype
+        error = grad.float() - getattr(ours, name).grad.float()
+        assert error.norm() < 0.1 * grad.float().norm()
+    assert seen == [multiplied]
+
+
+@pytest.mark.parametrize("eval_fp8", [True, False])
+def test_evaluation(te, monkeypatch, eval_fp8):
+    calls = []
+    monkeypatch.setattr(te.Linear, "forward", lambda self, inp: calls.append(inp) or inp)
+    linear = nn.Linear(32, 32)
+    convert_to_float8(linear, FP8Config(backend="transformer-engine", eval_fp8=eval_fp8))
+    linear.eval()(torch.ones(16, 32))
+    assert len(calls) == eval_fp8
+
+
+def test_takes_no_other_inputs(te):
+    model = nn.Sequential(nn.Linear(32, 32))
+    convert_to_float8(model, TE)
+    with pytest.raises(TypeError, match=r"'0'.*float64"):
+        model(torch.ones(16, 32, dtype=torch.float64))
+    with pytest.raises(ValueError, match=r"'0' takes inputs \(..., 32\), got \(16, 48\)"):
+        model(torch.ones(16, 48))
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "blockwise"])
+def test_compiles_without_a_break_of_ours(te, recipe):
+    model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32))
+    convert_to_float8(model, FP8Config(recipe=recipe, backend="transformer-engine"))
+    x = torch.randn(5, 32)
+    expected = model(x)
+    torch._dynamo.reset()
+    torch.testing.assert_close(torch.compile(model, backend="eager", fullgraph=True)(x), expected)
+    torch._dynamo.reset()
+
+
+# --- What stays ----------------------------------------------------------------------------------
+
+
+def test_keeps_parameters_tying_and_requires_grad(te):
+    model = Model()
+    model.up.weight.requires_grad_(False)
+    optimizer = torch.optim.AdamW(model.parameters())
+    parameters = dict(model.named_parameters())
+    frozen = model.up.weight.clone()
+    convert_to_float8(model, TE)
+    train(model, optimizer=optimizer)
+    after = dict(model.named_parameters())
+    assert list(after) == list(parameters)
+    assert all(after[name] is parameters[name] for name in after)
+    assert model.middle.weight is model.again.weight
+    assert model.lm_head.weight is model.embed.weight
+    assert not model.up.weight.requires_grad
+    assert torch.equal(model.up.weight, frozen)
+    assert set(optimizer.state) == {p for p in after.values() if p.requires_grad}
+    for layer in layers(model):  # what Transformer Engine multiplies and asks for requires_grad
+        assert layer.fp8_engine.linear.weight is layer.weight
+        assert layer.bias is None or layer.fp8_engine.linear.bias is layer.bias
+
+
+def test_transformer_engine_makes_no_weights(te, monkeypatch):
+    made, init = [], te.Linear.__init__
+
+    def recording(self, *args, **options):
+        init(self, *args, **options)
+        made.append(self.weight)
+
+    monkeypatch.setattr(te.Linear, "__init__", recording)
+    linear = nn.Linear(32, 48, dtype=BF16)
+    convert_to_float8(linear, TE)
+    numbers = torch.random.get_rng_state()
+    linear(torch.ones(16, 32, dtype=BF16))
+    assert [(w.device.type, w.dtype, w.shape) for w in made] == [("meta", BF16, (48, 32))]
+    assert torch.equal(torch.random.get_rng_state(), numbers)
+
+
+def test_a_frozen_weight_gets_no_gradient(te):
+    model = Model()
+    for name in ("middle", "down"):
+        getattr(model, name).weight.requires_grad_(False)
+    convert_to_float8(model, TE)
+    model(batch(0)).sum().backward()
+    assert model.middle.weight.grad is None
+    assert model.down.weight.grad is None
+    assert model.up.weight.grad is not None
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_checkpoints_are_those_of_the_stock_model(te, recipe):
+    model, stock = Model(), Model()
+    stock.load_state_dict(model.state_dict())
+    config = FP8Config(recipe=recipe, backend="transformer-engine")
+    convert_to_float8(model, config)
+    model(batch(0))
+    assert [name for name, _ in model.named_modules()] == [n for n, _ in stock.named_modules()]
+    assert [name for name, _ in model.named_buffers()] == []
+    file = io.BytesIO()
+    torch.save(model.state_dict(), file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=True)
+    assert list(loaded) == list(stock.state_dict())
+    for name, value in stock.state_dict().items():
+        assert torch.equal(value, loaded[name])
+    other = Model()
+    convert_to_float8(other, config)
+    assert not other.load_state_dict(loaded).missing_keys
+    other.load_state_dict(loaded, assign=True)
+    assert torch.equal(other(batch(0)), model(batch(0)))
+
+
+def test_a_parameter_that_was_replaced_is_the_one_that_is_multiplied(te):
+    linear = nn.Linear(32, 32)
+    convert_to_float8(linear, TE)
+    x = torch.randn(16, 32)
+    linear(x)
+    linear.weight = nn.Parameter(torch.zeros(32, 32))
+    linear.bias = nn.Parameter(torch.ones(32))
+    assert torch.equal(linear(x), torch.ones(16, 32))
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("make", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_copies_and_pickles_are_models_of_their_own(te, recipe, make):
+    model = Model()
+    convert_to_float8(model, FP8Config(recipe=recipe, backend="transformer-engine"))
+    train(model, steps=2)
+    assert b"transformer_engine.pytorch" not in pickle.dumps(model)
+    copied = make(model)
+    assert [layer.fp8_engine for layer in layers(copied)] == [None] * 4
+    if recipe == "delayed":
+        for ours, theirs in zip(layers(copied), layers(model), strict=True):
+            assert torch.equal(ours.scaling_state[0], theirs.scaling_state[0])
+            assert ours.scaling_state[0].any()
+    assert [type(layer) for layer in layers(copied)] == [TransformerEngineLinear] * 4
+    assert copied.middle.weight is copied.again.weight
+    before = [p.clone() for p in model.parameters()]
+    losses = train(copied)
+    assert all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
+    assert losses == train(model)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_revert_leaves_stock_modules(te, recipe):
+    model, stock = Model(), Model()
+    stock.load_state_dict(model.state_dict())
+    convert_to_float8(model, FP8Config(recipe=recipe, backend="transformer-engine"))
+    model(batch(0))
+    assert revert(model) == 4
+    assert revert(model) == 0
+    for ours, theirs in zip(model.modules(), stock.modules(), strict=True):
+        assert type(ours) is type(theirs)
+        assert ours.__dict__.keys() == theirs.__dict__.keys()
+        assert not ours._forward_pre_hooks
+        assert not ours._forward_hooks
+    assert torch.equal(model(batch(0)), stock(batch(0)))
+
+
+def test_converting_twice_changes_nothing(te):
+    model = Model()
+    first = convert_to_float8(model, DELAYED)
+    train(model, steps=2)
+    engines = [layer.fp8_engine for layer in layers(model)]
+    history = torch_fp8.scaling_state_dict(model)
+    second = convert_to_float8(model, DELAYED)
+    assert (first.converted, first.skipped) == (second.converted, second.skipped)
+    assert all(a.fp8_engine is b for a, b in zip(layers(model), engines, strict=True))
+    assert history.keys() == torch_fp8.scaling_state_dict(model).keys()
+    assert all(torch.equal(history[k], v) for k, v in torch_fp8.scaling_state_dict(model).items())
+    assert len(model._forward_pre_hooks) == 1
+
+
+def test_another_backend_replaces_the_first_and_comes_back(te):
+    model = Model()
+    parameters = list(model.parameters())
+    convert_to_float8(model, TE)
+    model(batch(0))
+    convert_to_float8(model, FP8Config(opt_level="O1"))
+    assert layers(model) == []
+    assert {type(m) for m in model.children()} == {nn.Embedding, nn.Linear, Float8Linear}
+    assert "fp8_engine" not in model.up.__dict__
+    torch_loss = train(model, steps=1)
+    report = convert_to_float8(model, TE)
+    assert len(layers(model)) == len(report.converted) == 4
+    train(model, steps=1)
+    assert torch_loss[0] > 0
+    assert all(p is q for p, q in zip(parameters, model.parameters(), strict=True))
+
+
+class GatedMLP(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate_proj, self.up_proj = (nn.Linear(32, 64, bias=False) for _ in range(2))
+        self.down_proj = nn.Linear(64, 32, bias=False)
+        self.act_fn = nn.SiLU()
+
+    def forward(self, x):
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+def test_an_mlp_with_a_layer_of_each_backend_hands_over_plain_tensors(te):
+    model = nn.Sequential(GatedMLP())
+    stock = copy.deepcopy(model)
+    assert convert_to_float8(model).producers == ("0",)
+    convert_to_float8(model[0].up_proj, TE)
+    x = torch.randn(16, 32, requires_grad=True)
+    model(x).sum().backward()
+    assert type(model[0].up_proj.weight.grad) is torch.Tensor
+    gradient, x.grad = x.grad, None
+    stock(x).sum().backward()
+    assert (gradient - x.grad).norm() < 0.1 * x.grad.norm()
+
+
+def test_norms_stay_as_they_are(te):
+    model = nn.ModuleDict({"norm": nn.RMSNorm(32, eps=1e-6), "up": nn.Linear(32, 64)})
+    norm = type(model["norm"])
+    assert convert_to_float8(model).producers == ("norm",)
+    assert convert_to_float8(model, TE).producers == ()
+    assert type(model["norm"]) is norm
+    assert model["up"](model["norm"](torch.randn(3, 32))).shape == (3, 64)
+
+
+# --- Delayed scaling -----------------------------------------------------------------------------
+
+
+def tracked(layer):
+    """Transformer Engine's own histories and scales of a layer."""
+    return layer.fp8_engine.linear.fp8_meta
+
+
+@pytest.mark.parametrize("call", ["model", "parts"])
+def test_histories_move_once_for_a_forward_and_a_backward(te, call):
+    """A region for each layer would move them as often as there are layers."""
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)) for _ in range(2)))
+    convert_to_float8(model, DELAYED)
+    for step in range(3):
+        x = torch.full((16, 32), float(step + 1))
+        (model(x) if call == "model" else model[0](x)).sum().backward()
+    first = model[0][0]
+    history, _ = first.scaling_state
+    assert history[0].tolist() == [3, 2, 1, 0, 0, 0, 0, 0]
+    assert (history[1:, :3] > 0).all()
+    assert (history[:, 3:] == 0).all()
+    assert tracked(first)["scaling_fwd"].scale[0] == pytest.approx(448 / 3)
+
+
+def test_a_loop_that_calls_the_parts(te):
+    """As a LightningModule's training_step: the model itself is never called."""
+    model = nn.ModuleDict({"a": nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))})
+    convert_to_float8(model, DELAYED)
+    for _ in range(2):
+        model["a"](torch.ones(16, 32)).sum().backward()
+    history, _ = model["a"][0].scaling_state
+    assert (history > 0).sum(1).tolist() == [2, 2, 2]
+
+
+def test_an_error_within_leaves_no_region_open(te):
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    convert_to_float8(model, DELAYED)
+    with pytest.raises(ValueError, match="takes inputs"):
+        model(torch.ones(16, 48))
+    assert te._STATE.depth == 0
+    assert not te._STATE.enabled
+    model(torch.ones(16, 32)).sum().backward()
+    history, _ = model[0].scaling_state
+    assert history[0, 0] == 1
+
+
+def test_activation_checkpointing_runs(te):
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    convert_to_float8(model, DELAYED)
+    x = torch.ones(16, 32, requires_grad=True)
+    checkpoint(model, x, use_reentrant=False).sum().backward()
+    assert te._STATE.depth == 0
+    assert model[0].weight.grad.abs().sum() > 0
+
+
+def test_evaluation_moves_no_history(te):
+    model = Model()
+    convert_to_float8(model, DELAYED)
+    train(model, steps=2)
+    before = torch_fp8.scaling_state_dict(model)
+    with torch.no_grad():
+        model.eval()(batch(9))
+    after = torch_fp8.scaling_state_dict(model)
+    assert all(torch.equal(before[key], after[key]) for key in before)
+
+
+def test_scaling_state_resumes(te):
+    model = Model()
+    convert_to_float8(model, DELAYED)
+    assert not any(v.any() for k, v in torch_fp8.scaling_state_dict(model).items() if "hist" in k)
+    train(model, steps=5)
+    weights, state = copy.deepcopy(model.state_dict()), torch_fp8.scaling_state_dict(model)
+    assert state["up.amax_history"].shape == (3, 8)
+    assert state["up.last_scale"].shape == (2,)
+    model(batch(5)).sum().backward()
+    uninterrupted = copy.deepcopy([tracked(layer) for layer in layers(model)])
+    resumed = Model()
+    resumed.load_state_dict(weights)
+    convert_to_float8(resumed, DELAYED)
+    torch_fp8.load_scaling_state_dict(resumed, state)
+    resumed(batch(5)).sum().backward()
+    for layer, before in zip(layers(resumed), uninterrupted, strict=True):
+        for key, (history, scale, *_) in before.items():
+            assert torch.equal(tracked(layer)[key].amax_history, history)
+            assert torch.equal(tracked(layer)[key].scale, scale)
+
+
+@pytest.mark.parametrize("algorithm", ["max", "most_recent"])
+@pytest.mark.parametrize("running", [False, True], ids=["before", "after a forward"])
+def test_scaling_state_goes_from_one_backend_to_the_other(te, algorithm, running):
+    """The next scales are those that our own delayed scaling takes from the same amaxes."""
+    options = {"amax_history_len": 4, "amax_compute_algo": algorithm, "margin": 1}
+    ours, theirs = (
+        FP8Config(recipe="delayed", backend=backend, **options)
+        for backend in ("torch", "transformer-engine")
+    )
+    model = nn.Sequential(nn.Linear(32, 32))
+    convert_to_float8(model, ours)
+    for size in (4.0, 1.0, 2.0):
+        model(torch.full((16, 32), size)).sum().backward()
+    state = torch_fp8.scaling_state_dict(model)
+    convert_to_float8(model, theirs)
+    if running:
+        model(torch.ones(16, 32))
+    torch_fp8.load_scaling_state_dict(model, state)
+    with torch.no_grad():
+        model(torch.ones(16, 32))
+    back = torch_fp8.scaling_state_dict(model)
+    assert back["0.amax_history"].tolist() == state["0.amax_history"].tolist()
+    amax = 4.0 if algorithm == "max" else 2.0
+    scale = tracked(model[0])["scaling_fwd"].scale
+    assert scale[0] == pytest.approx(448 / amax / 2)
+    assert tracked(model[0])["scaling_bwd"].scale[0] == pytest.approx(57344 / 1.0 / 2)
+    assert back["0.last_scale"][0] == pytest.approx(amax * 2 / 448)
+
+
+def test_scaling_follows_the_weight_to_another_device(te):
+    linear = nn.Linear(32, 32)
+    model = nn.Sequential(linear)
+    convert_to_float8(model, DELAYED)
+    model(torch.ones(16, 32)).sum().backward()
+    history, _ = linear.scaling_state
+    engine = linear.fp8_engine
+    linear.to(torch.float64).to(torch.float32)
+    assert linear.fp8_engine is engine
+    linear.to("meta")
+    assert linear.fp8_engine is None
+    assert torch.equal(linear.scaling_state[0], history)
+
+
+# --- Recipes and refusals ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, "Float8CurrentScaling HYBRID"),
+        ({"recipe": "tensorwise", "grad_format": "e4m3"}, "Float8CurrentScaling E4M3"),
+        ({"recipe": "delayed"}, "DelayedScaling HYBRID"),
+        ({"recipe": "blockwise"}, "Float8BlockScaling E4M3"),
+    ],
+    ids=str,
+)
+def test_recipes(te, options, expected):
+    linear = nn.Linear(32, 32)
+    convert_to_float8(linear, FP8Config(backend="transformer-engine", **options))
+    linear(torch.ones(16, 32))
+    recipe = linear.fp8_engine.recipe
+    assert f"{type(recipe).__name__} {recipe.fp8_format.name}" == expected
+
+
+def test_options_of_delayed_scaling(te):
+    linear = nn.Linear(32, 32)
+    config = FP8Config(
+        backend="transformer-engine",
+        recipe="delayed",
+        amax_history_len=16,
+        amax_compute_algo="most_recent",
+        margin=2,
+    )
+    convert_to_float8(linear, config)
+    linear(torch.ones(16, 32))
+    recipe = linear.fp8_engine.recipe
+    assert (recipe.amax_history_len, recipe.amax_compute_algo, recipe.margin) == (
+        16,
+        "most_recent",
+        2,
+    )
+    assert not recipe.reduce_amax  # a rank's scales are of what it has seen
+
+
+def test_mxfp8_takes_blocks_of_32(te, monkeypatch):
+    monkeypatch.setattr(te, "is_mxfp8_available", lambda return_reason: (True, ""))
+    model = nn.Sequential(nn.Linear(64, 48), nn.Linear(64, 64))
+    report = convert_to_float8(model, FP8Config(recipe="mxfp8", backend="transformer-engine"))
+    assert report.converted == ("1",)
+    assert report.skipped == (("0", "out_features=48 is no multiple of 32 (Transformer Engine)"),)
+    seen = recorded(monkeypatch, te, lambda layer, inp: inp.shape)
+    model[1](torch.ones(5, 64))
+    assert seen == [(32, 64)]
+    assert type(model[1].fp8_engine.recipe).__name__ == "MXFP8BlockScaling"
+
+
+def test_other_sizes_are_skipped_with_the_reason(te):
+    model = nn.Sequential(nn.Linear(40, 32), nn.Linear(32, 40), nn.Linear(32, 32))
+    report = convert_to_float8(model, TE)
+    assert report.converted == ("2",)
+    assert report.skipped == (
+        ("0", "in_features=40 is no multiple of 16 (Transformer Engine)"),
+        ("1", "out_features=40 is no multiple of 16 (Transformer Engine)"),
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"recipe": "rowwise"}, "no recipe with a scale per row.*'tensorwise', 'delayed'"),
+        ({"wgrad": "bf16"}, "wgrad cannot be had"),
+        ({"fast_accum": ()}, "fast_accum"),
+        ({"cache_weights": True}, "cache_weights"),
+        ({"emulate": True}, "emulate"),
+        ({"recipe": "delayed", "amax_history_len": 1}, "amax_history_len=1"),
+        ({"wgrad": "bf16", "emulate": True}, "wgrad, emulate cannot be had"),
+    ],
+    ids=str,
+)
+def test_options_that_transformer_engine_has_not(options, named):
+    with pytest.raises(ValueError, match=named):
+        FP8Config(backend="transformer-engine", **options)
+
+
+def test_unknown_backend():
+    with pytest.raises(ValueError, match="'torch', 'transformer-engine'"):
+        FP8Config(backend="te")
+
+
+def test_not_installed(monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformer_engine", None)
+    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", None)
+    linear = nn.Linear(32, 32)
+    with pytest.raises(ImportError, match=r"pip install .*torch-fp8\[transformer-engine\]"):
+        convert_to_float8(linear, TE)
+    assert type(linear) is nn.Linear
+
+
+@pytest.mark.parametrize(
+    "error", ["OSError('libcudart.so.13')", "RuntimeError('Found empty meta package')"]
+)
+def test_installed_in_part(te, monkeypatch, tmp_path, error):
+    package = tmp_path / "transformer_engine"
+    package.mkdir()
+    (package / "__init__.py").write_text(f"raise {error}\n")
+    for name in [name for name in sys.modules if name.startswith("transformer_engine")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ImportError, match=r"(libcudart|empty meta package).*pip install"):
+        convert_to_float8(nn.Linear(32, 32), TE)
+
+
+def test_scaling_is_taken_over_after_a_forward_that_failed(te, monkeypatch):
+    linear = nn.Linear(32, 32)
+    convert_to_float8(linear, DELAYED)
+    state = {".amax_history": torch.full((3, 8), 7.0), ".last_scale": torch.ones(2)}
+    with monkeypatch.context() as patch:
+        patch.setattr(te.Linear, "_record", None)
+        with pytest.raises(TypeError):
+            linear(torch.ones(16, 32))
+    torch_fp8.load_scaling_state_dict(linear, state)
+    linear(torch.ones(16, 32)).sum().backward()
+    history, _ = linear.scaling_state
+    assert history[0].tolist() == [1, 7, 7, 7, 7, 7, 7, 0]
+
+
+def test_too_old(te, monkeypatch):
+    monkeypatch.delattr(te, "autocast")
+    with pytest.raises(ImportError, match=r"2.20 or newer, this is 2.20.2.*--upgrade"):
+        convert_to_float8(nn.Linear(32, 32), TE)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_no_cuda(te, monkeypatch, device):
+    monkeypatch.undo()
+    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", te)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    linear = nn.Linear(32, 32)
+    with pytest.raises(ValueError, match=f"CUDA devices alone; this one is '{device}'"):
+        convert_to_float8(linear, TE, device=device)
+    assert type(linear) is nn.Linear
+
+
+def test_a_card_that_cannot_run_the_recipe(te):
+    with pytest.raises(ValueError, match=r"'mxfp8'.*here: Device compute capability 10.0"):
+        convert_to_float8(nn.Linear(32, 32), FP8Config(recipe="mxfp8", backend=TE.backend))
+
+
+def test_auto_is_what_transformer_engine_has(te, monkeypatch):
+    monkeypatch.setattr("torch_fp8.conversion.convert.resolve_auto", lambda device: "rowwise")
+    report = convert_to_float8(nn.Linear(32, 32), TE)
+    assert report.recipe.name == "tensorwise"
+
+
+def test_the_summary_names_it(te, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "H200")
+    model = Model()
+    named = dataclasses.replace(TE, recipe="tensorwise")  # auto would measure without TE
+    summary = convert_to_float8(model, named, device="cuda").summary(model)
+    assert "  GEMMs     Transformer Engine 2.20.2 on H200 (sm_90)" in summary.splitlines()
+    assert "FP8: 4 of 5 linear layers" in summary
+    other = dataclasses.replace(named, backend="torch")
+    plain = convert_to_float8(model, other, device="cuda").summary(model)
+    ours, theirs = (
+        [line for line in text.splitlines() if "GEMMs" not in line] for text in (plain, summary)
+    )
+    assert ours == theirs
+
+
+def test_sharded_weights_are_refused(te, single_process_group):
+    mesh = init_device_mesh("cpu", (1,))
+    sharded = fully_shard(nn.Sequential(nn.Linear(32, 32)), mesh=mesh)
+    with pytest.raises(ValueError, match="one device and under DDP"):
+        convert_to_float8(sharded, TE)
+    assert not layers(sharded)
+    model = nn.Sequential(nn.Linear(32, 32))
+    convert_to_float8(model, TE)
+    with pytest.raises(ValueError, match="one device and under DDP"):
+        parallelize_module(model, mesh, {"0": Float8ColwiseParallel()})
+    with pytest.raises(ValueError, match="one device and under DDP"):
+        connect_fsdp(fully_shard(model, mesh=mesh), TE)
+    linear = nn.Linear(32, 32)
+    convert_to_float8(linear, TE)
+    linear.weight = nn.Parameter(distribute_tensor(linear.weight.detach(), mesh, [Replicate()]))
+    with pytest.raises(ValueError, match=r"got a DTensor.*one device and under DDP"):
+        linear(torch.ones(16, 32))
+
+
+# --- Levels --------------------------------------------------------------------------------------
+
+
+class Wide(nn.Module):
+    """Weights of 4,096 elements and more, which the optimizer keeps in 8 bits."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 128), nn.Linear(128, 64)
+
+    def forward(self, x):
+        return self.down(self.up(x).relu())
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"opt_level": "O2"},
+        {"opt_level": "O3"},
+        {"opt_level": "O3", "gradient_release": True},
+        {"opt_level": "O2", "recipe": "delayed"},
+    ],
+    ids=str,
+)
+def test_levels_run_as_with_our_own_layers(te, options):
+    """Weights in BF16, float32 biases, 8-bit gradients; the loss is that of our own layers."""
+    losses = {}
+    for backend in ("torch", "transformer-engine"):
+        torch.manual_seed(0)
+        model = Wide()
+        config = FP8Config(backend=backend, **options)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        convert_to_float8(model, config)
+        torch_fp8.convert_optimizer(optimizer, config, model=model)
+        assert model.up.weight.dtype == torch.bfloat16
+        assert type(model.up.weight) is WatchedParameter  # whose residual the optimizer keeps
+        losses[backend] = []
+        for step in range(12):
+            x = torch.randn(16, 64, generator=torch.Generator().manual_seed(step))
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = (model(x) - x).float().pow(2).mean()
+            loss.backward()
+            if options["opt_level"] == "O3":
+                kind = type(None) if "gradient_release" in options else Float8Grad
+                assert type(model.up.weight.grad) is kind
+            optimizer.step()
+            optimizer.zero_grad()
+            losses[backend].append(loss.item())
+        merged = torch_fp8.merged_state_dict(model, optimizer)
+        assert list(merged) == ["up.weight", "up.bias", "down.weight", "down.bias"]
+        assert all(value.dtype == torch.float32 for value in merged.values())
+        torch_fp8.restore_weights(optimizer)
+        revert(model)
+        assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert losses["transformer-engine"][-1] < 0.8 * losses["transformer-engine"][0]
+    assert losses["transformer-engine"] == pytest.approx(losses["torch"], rel=0.05)
+
+
+@pytest.mark.parametrize(
+    "options", [{"opt_level": "O2", "recipe": "delayed"}, {"opt_level": "O3"}], ids=str
+)
+def test_ddp_runs_as_with_our_own_layers(te, single_process_group, options):
+    losses = {}
+    for backend in ("torch", "transformer-engine"):
+        torch.manual_seed(0)
+        model, config = Wide(), FP8Config(backend=backend, **options)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        convert_to_float8(model, config)
+        torch_fp8.convert_optimizer(optimizer, config, model=model)
+        wrapped = DistributedDataParallel(model, **ddp_options(model, [optimizer]))
+        connect_ddp(wrapped, [optimizer], config)
+        losses[backend] = []
+        for step in range(6):
+            x = torch.randn(5, 64, generator=torch.Generator().manual_seed(step))
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = (wrapped(x) - x).float().pow(2).mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses[backend].append(loss.item())
+    assert losses["transformer-engine"] == pytest.approx(losses["torch"], rel=0.05)
+    if options.get("recipe") == "delayed":
+        history, _ = model.up.scaling_state
+        assert (history > 0).sum(1).tolist() == [6, 6, 6]

@@ -1,0 +1,381 @@
+"""Payloads of weights that are kept between optimizer steps, and never stale."""
+
+import copy
+import pickle
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import torch_fp8.nn.weight_cache
+import torch_fp8.ops.quantize
+import torch_fp8.tensor.quantizer
+from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8, memory_report, revert
+from torch_fp8.conversion.memory import expected_bytes_per_param
+from torch_fp8.optim.convert import split_parameter
+
+RECIPES = ["tensorwise", "rowwise", "blockwise", "mxfp8"]
+
+
+def _model(cache=True, recipe="tensorwise", like=False):
+    """Layers that keep payloads in one or ``"both"`` layouts, scales (``False``), nothing (None).
+
+    Args:
+        like: cast as layers do that have this ``cache_weights``.
+    """
+    torch.manual_seed(0)
+    config = FP8Config(recipe=recipe, cache_weights=cache or False)
+    model = nn.Sequential(nn.Linear(128, 192), nn.GELU(), nn.Linear(192, 128))
+    convert_to_float8(model, replace(config, cache_weights=cache or like))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    convert_optimizer(optimizer, config, model=None if cache is None else model)
+    if cache is None:
+        for layer in (model[0], model[2]):
+            split_parameter(optimizer, layer.weight)
+    return model, optimizer
+
+
+def _backward(model, seed):
+    x = torch.randn(8, 128, generator=torch.Generator().manual_seed(seed))
+    with torch.autocast("cpu", torch.bfloat16):
+        output = model(x)
+    output.float().square().mean().backward()
+    return output
+
+
+@pytest.fixture
+def weight_casts(monkeypatch):
+    """The shapes of the weights that are cast, in order."""
+    shapes = []
+    original = torch_fp8.nn.weight_cache.quantize_layouts
+
+    def counted(x, *args, **kwargs):
+        if isinstance(x, nn.Parameter):
+            shapes.append(tuple(x.shape))
+        return original(x, *args, **kwargs)
+
+    monkeypatch.setattr(torch_fp8.nn.weight_cache, "quantize_layouts", counted)
+    monkeypatch.setattr(torch_fp8.tensor.quantizer, "quantize_layouts", counted)
+    return shapes
+
+
+@pytest.fixture
+def weight_reads(monkeypatch):
+    """What is read of weights to find their amax: their shapes, in order."""
+    shapes = []
+    original = torch_fp8.ops.quantize.tensor_amax
+
+    def counted(x):
+        shapes.append(tuple(x.shape))
+        return original(x)
+
+    monkeypatch.setattr(torch_fp8.ops.quantize, "tensor_amax", counted)
+    return shapes
+
+
+@pytest.mark.parametrize("like", [False, True])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_training_is_the_same_with_and_without(recipe, like):
+    """With payloads, scales of weights are powers of two: so are those they are compared with."""
+    kept = (True, "both") if like else (False,)
+    models = [_model(None, recipe, like), *(_model(cache, recipe) for cache in kept)]
+    for step in range(6):
+        for model, optimizer in models:
+            _backward(model, 2 * step)
+            _backward(model, 2 * step + 1)
+            optimizer.step()
+            optimizer.zero_grad()
+    plain, *kept = [list(model.parameters()) for model, _ in models]
+    for parameters in kept:
+        for p, q in zip(plain, parameters, strict=True):
+            assert torch.equal(p, q)
+
+
+@pytest.mark.parametrize("recipe", [*RECIPES, "auto"])
+def test_kept_weights_have_scales_that_hardly_ever_change(recipe):
+    model, _ = _model(True, recipe)
+    _backward(model, 0)
+    scale = model[0].fp8_weight_cache.row(model[0].weight, model[0].fp8_recipe.weight).scale
+    assert torch.equal(scale.log2(), scale.log2().round())
+
+
+@pytest.mark.parametrize("cache", [False, True, "both"])
+def test_a_weight_is_never_read_for_its_amax_after_the_first_forward(weight_reads, cache):
+    model, optimizer = _model(cache)
+    weights = {(192, 128), (128, 192)}
+    _backward(model, 0)
+    assert weights <= set(weight_reads)
+    for step in range(3):
+        weight_reads.clear()
+        for micro_batch in range(3):
+            _backward(model, 3 * step + micro_batch)
+        optimizer.step()
+        assert not weights & set(weight_reads)
+    weight_reads.clear()
+    model[0].weight.data.mul_(2)
+    _backward(model, 20)
+    assert [shape for shape in weight_reads if shape in weights] == [(192, 128)]
+
+
+def test_a_scale_is_kept_where_it_takes_a_read_of_its_own():
+    for recipe in RECIPES:
+        kept = [layer.fp8_weight_cache for layer in _model(False, recipe)[0][::2]]
+        assert [cache is not None for cache in kept] == [recipe == "tensorwise"] * 2
+    assert _model(None)[0][0].fp8_weight_cache is None
+
+
+def test_another_recipe_starts_afresh():
+    """Of the first nothing is left: a payload of squares is none of rows."""
+    model, _ = _model(True)
+    _backward(model, 0)
+    config = FP8Config(recipe="blockwise", cache_weights=True)
+    convert_to_float8(model, config)
+    fresh = _model(None, "blockwise")[0]
+    assert torch.equal(_backward(model, 1), _backward(fresh, 1))
+
+
+@pytest.mark.parametrize("cache", [True, "both"])
+def test_a_weight_is_cast_once_per_optimizer_step_and_by_it(weight_casts, cache):
+    model, optimizer = _model(cache)
+    _backward(model, 0)
+    assert weight_casts == [(192, 128), (128, 192)]
+    for step in range(2):
+        weight_casts.clear()
+        optimizer.step()
+        assert weight_casts == [(192, 128), (128, 192)]
+        for micro_batch in range(3):
+            _backward(model, 3 * step + micro_batch)
+        assert len(weight_casts) == 2
+
+
+def test_a_layer_that_is_gone_is_not_cast_for(weight_casts):
+    model, optimizer = _model()
+    _backward(model, 0)
+    revert(model)
+    weight_casts.clear()
+    optimizer.step()
+    assert weight_casts == []
+
+
+def _through_data(weight):
+    weight.data.mul_(2)
+
+
+def _as_data(weight):
+    weight.data = weight.detach() * 2
+
+
+def _in_place(weight):
+    with torch.no_grad():
+        weight.mul_(2)
+
+
+def _through_detach(weight):
+    weight.detach().view(-1).mul_(2)
+
+
+def _foreach(weight):
+    torch._foreach_mul_([weight.data], 2)
+
+
+def _foreach_no_grad(weight):
+    with torch.no_grad():
+        torch._foreach_mul_([weight], 2)
+
+
+def _doubled_past_torch(alias):
+    """Twice the BF16 numbers of an alias, by their exponents: NumPy has no BF16."""
+    numbers = alias.view(torch.int16).numpy()
+    numbers[numbers != 0] += 1 << 7
+
+
+def _through_numpy(weight):
+    _doubled_past_torch(weight.detach())
+
+
+def _through_dlpack(weight):
+    _doubled_past_torch(torch.from_dlpack(weight.detach()))
+
+
+def _through_storage(weight):
+    doubled = (weight.detach() * 2).untyped_storage()
+    weight.untyped_storage().copy_(doubled)
+
+
+_WRITES = [_through_data, _as_data, _in_place, _through_detach, _foreach, _foreach_no_grad]
+_WRITES += [_through_numpy, _through_dlpack, _through_storage]
+
+
+@pytest.mark.parametrize("write", _WRITES)
+@pytest.mark.parametrize("cache", [False, True, "both"])
+def test_a_write_from_outside_is_seen(write, cache):
+    models = [_model(None, like=cache), _model(cache)]
+    for after_step in (False, True):
+        for model, optimizer in models:
+            _backward(model, 0)
+            if after_step:
+                optimizer.step()
+            write(model[2].weight)
+        plain, cached = (_backward(model, 1) for model, _ in models)
+        assert torch.equal(plain, cached)
+
+
+_COLLECTIVES = {
+    "broadcast": lambda w: dist.broadcast(w, 0),
+    "all_reduce": lambda w: dist.all_reduce(w),
+    "scatter": lambda w: dist.scatter(w, [w.detach().clone()], 0),
+    "all_gather": lambda w: dist.all_gather([w], w.detach().clone()),
+    "broadcast of an alias": lambda w: dist.broadcast(w.detach(), 0),
+    "told": lambda w: torch.autograd.graph.increment_version(w),
+}
+
+
+@pytest.mark.parametrize("name", _COLLECTIVES)
+@pytest.mark.parametrize("cache", [False, True, "both"])
+def test_a_collective_into_a_weight_is_seen(name, cache, single_process_group):
+    """With one rank it changes nothing: its write is made past torch, where nothing else shows."""
+    models = [_model(None, like=cache), _model(cache)]
+    for model, _ in models:
+        _backward(model, 0)
+        weight = model[2].weight
+        memory = weight.untyped_storage()
+        _backward(model, 0)  # the memory was taken before
+        doubled = (torch.Tensor.detach(weight) * 2).untyped_storage()
+        memory.copy_(doubled)
+        with torch.no_grad():
+            _COLLECTIVES[name](weight)
+    plain, cached = (_backward(model, 1) for model, _ in models)
+    assert torch.equal(plain, cached)
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
+@pytest.mark.parametrize("evaluates", [False, True])
+@pytest.mark.parametrize("cache", [None, False, True, "both"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_generation_between_steps_changes_nothing(recipe, cache, evaluates, mode):
+    """Before the first forward, between forward and step, and after a step, with other tokens."""
+    runs = []
+    for generates in (False, True):
+        model, optimizer = _model(cache, recipe)
+
+        def generate(model=model, generates=generates):
+            if generates:
+                model.train(not evaluates)
+                with mode(), torch.autocast("cpu", torch.bfloat16):
+                    model(torch.ones(3, 128))
+                model.train()
+
+        for step in range(3):
+            generate()
+            _backward(model, step)
+            generate()
+            optimizer.step()
+            optimizer.zero_grad()
+        runs.append(list(model.parameters()))
+    for expected, got in zip(*runs, strict=True):
+        assert torch.equal(expected, got)
+
+
+@pytest.mark.parametrize("kept", [False, True, "both"])
+def test_a_write_between_forward_and_backward_is_seen(kept):
+    gradients = []
+    for cache in (None, kept):
+        model, _ = _model(cache, like=kept)
+        x = torch.randn(8, 128, generator=torch.Generator().manual_seed(3), requires_grad=True)
+        with torch.autocast("cpu", torch.bfloat16):
+            output = model(x)
+        model[2].weight.data.mul_(2)
+        output.float().sum().backward()
+        gradients.append(x.grad)
+    assert torch.equal(*gradients)
+
+
+@pytest.mark.parametrize("cache", [False, True])
+def test_loading_is_seen(cache):
+    plain, cached = _model(None, like=cache)[0], _model(cache)[0]
+    other = {name: value * 0.5 for name, value in plain.state_dict().items()}
+    for assign in (False, True):
+        for model in (plain, cached):
+            _backward(model, 0)
+            model.load_state_dict(other, assign=assign)
+        assert torch.equal(_backward(plain, 1), _backward(cached, 1))
+        other = {name: value * 0.5 for name, value in other.items()}
+
+
+@pytest.mark.parametrize("cache", [False, True])
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_a_copy_has_a_cache_of_its_own(copied, cache):
+    model, optimizer = _model(cache)
+    _backward(model, 0)
+    twin, other = copied((model, optimizer))
+    twin[0].weight.data.mul_(2)
+    assert not torch.equal(_backward(model, 1), _backward(twin, 1))
+    other.step()
+    _backward(twin, 2)
+
+
+@pytest.mark.parametrize(("cache", "num_layouts"), [(True, 1), ("both", 2)])
+def test_bytes_per_parameter_that_the_report_counts(cache, num_layouts):
+    model, optimizer = _model(cache)
+    expected = expected_bytes_per_param(model, [optimizer])
+    _backward(model, 0)
+    optimizer.step()
+    _backward(model, 1)
+    report = memory_report(model, optimizer)
+    weights = num_layouts * 2 * 128 * 192
+    assert weights <= report.caches <= weights + 8
+    assert f"caches {num_layouts * 0.9935:.2f}" in expected
+    assert revert(model) == 2
+    assert all(type(p) is nn.Parameter for p in model.parameters())
+    assert memory_report(model, optimizer).caches == 0
+
+
+def test_compiled_layers_train_without_it():
+    model, optimizer = _model()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    reference, other = _model(None, like=True)
+    for step in range(3):
+        outputs = []
+        for m, o in ((compiled, optimizer), (reference, other)):
+            outputs.append(_backward(m, step))
+            o.step()
+            o.zero_grad()
+        torch.testing.assert_close(*outputs, rtol=0.05, atol=0.02)
+
+
+def test_converting_again_is_harmless():
+    model, _ = _model()
+    report = convert_to_float8(model, FP8Config(cache_weights=True))
+    assert report.converted == ("0", "2")
+
+
+def test_what_cannot_be_kept_is_refused():
+    with pytest.raises(ValueError, match="recipe='delayed' takes it from a history"):
+        FP8Config(recipe="delayed", cache_weights=True)
+    with pytest.raises(TypeError, match="must be a bool or 'both', got 'row'"):
+        FP8Config(cache_weights="row")
+    with pytest.raises(ValueError, match="cache_weights apply to the optimizer"):
+        FP8Config(opt_level="O1", cache_weights=True)
+    optimizer = torch.optim.AdamW(nn.Linear(64, 64).parameters())
+    with pytest.raises(ValueError, match="needs the model"):
+        convert_optimizer(optimizer, FP8Config(cache_weights=True))
+
+
+@pytest.mark.parametrize("cache", [True, False])
+def test_a_checkpoint_that_repeats_a_forward_only_reads_the_weight(cache):
+    model, optimizer = _model(cache)
+    _backward(model, 0)
+    optimizer.step()
+    kept = []
+    for seed in (1, 2):
+        x = torch.randn(8, 128, generator=torch.Generator().manual_seed(seed))
+        with torch.autocast("cpu", torch.bfloat16):
+            output = checkpoint(model, x, use_reentrant=False)
+        output.float().square().mean().backward()
+        kept.append(
+            [id(t) for layer in (model[0], model[2]) for t in layer.fp8_weight_cache.tensors]
+        )
+    assert kept[0] == kept[1]

@@ -1,0 +1,151 @@
+"""SwiGLU's backward into one gradient: the bytes of the two, side by side."""
+
+import itertools
+
+import pytest
+import torch
+
+from torch_fp8.kernels.arguments import BackwardInputs
+from torch_fp8.ops import gate_up as ops
+from torch_fp8.ops import swiglu, swiglu_backward
+from torch_fp8.quantization.formats import E4M3, E5M2
+from torch_fp8.quantization.scaling import scale_from_amax, tensor_amax
+
+BF16 = torch.bfloat16
+GRANULARITIES = ("tensorwise", "rowwise", "block_1x128", "block_128x128", "block_1x32")
+# torch's check of the schema multiplies the inputs, which FP8 on the CPU does not (torch 2.13).
+FP8_CHECKS = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+CHECKS = {False: ("test_schema", *FP8_CHECKS), True: FP8_CHECKS}  # by whether an input is FP8
+SHAPES = ((37, 300), (1, 1), (129, 127), (130, 256), (0, 48), (48, 0))
+LAYOUTS = ((True, True), (True, False), (False, True))
+
+
+def inputs(shape, saved, smooth=True, gate_first=True):
+    """What backward takes, without `gate_first`; gate and up are halves of one tensor."""
+    rows, cols = shape
+    both = torch.randn(rows, 2 * cols) * 2.0 ** torch.randint(-6, 5, (rows, 1))
+    gate, up = ops.halves(both.to(BF16), gate_first)
+    grad = torch.randn(shape).to(BF16)
+    gate_s = up_s = None
+    if saved:
+        gate, gate_s, up, up_s, _ = swiglu.swiglu_save(gate, up, None)
+    factor = torch.rand(cols) + 0.25 if smooth else None
+    return BackwardInputs(grad, gate, gate_s, up, up_s, factor, BF16)
+
+
+def same_bits(a, b):
+    assert a.shape == b.shape
+    assert a.dtype == b.dtype
+    assert a.stride() == b.stride()
+    return bool(((a.float() == b.float()) | (a.float().isnan() & b.float().isnan())).all())
+
+
+@pytest.mark.parametrize("gate_first", [True, False])
+def test_halves_are_views(gate_first):
+    both = torch.arange(24.0).view(2, 12)
+    gate, up = ops.halves(both, gate_first)
+    first, second = (gate, up) if gate_first else (up, gate)
+    assert torch.equal(first, both[:, :6])
+    assert torch.equal(second, both[:, 6:])
+    assert gate.untyped_storage().data_ptr() == both.untyped_storage().data_ptr()
+
+
+@pytest.mark.parametrize("gate_first", [True, False])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+def test_bytes_are_those_of_the_gradients_and_a_cast(granularity, shape, gate_first):
+    scales = ("none",) if granularity != "tensorwise" else ("amax", "scale")
+    for smooth, saved, known, dtype, (row, col) in itertools.product(
+        (True, False), (True, False), scales, (E4M3.dtype, E5M2.dtype), LAYOUTS
+    ):
+        tensors = inputs(shape, saved, smooth, gate_first)
+        dgate, dup = swiglu_backward.swiglu_backward(tensors)
+        want = torch.cat([dgate, dup] if gate_first else [dup, dgate], 1)
+        assert same_bits(ops.gate_up_backward(tensors, gate_first), want)
+        amax = ops.gate_up_backward_amax(tensors)
+        assert same_bits(amax, tensor_amax(want))
+        cast = (dtype, granularity, True, row, col)
+        scale = torch.tensor(0.02) if known == "scale" else None
+        known_amax = amax if known == "amax" else None
+        *made, taken = ops.gate_up_backward_quantize(tensors, gate_first, known_amax, scale, *cast)
+        if known_amax is not None:
+            scale = scale_from_amax(amax, E4M3 if dtype == E4M3.dtype else E5M2, True)
+        q, s, qt, st = torch.ops.torch_fp8.quantize_2d(want, scale, *cast)
+        s = scale if known_amax is not None else s
+        assert all(same_bits(a, b) for a, b in zip(made, (q, s, qt, st), strict=True))
+        assert same_bits(taken, amax if known == "scale" else torch.empty(0))
+
+
+def test_one_scale_is_that_of_the_larger_half():
+    grad = torch.ones(4, 16)
+    gate, up = torch.full((4, 16), 50.0), torch.full((4, 16), 0.5)
+    arguments = BackwardInputs(grad, gate, None, up, None, None, torch.float32)
+    assert ops.gate_up_backward_amax(arguments) == 50  # dup is silu(gate)
+    q, s, _, _, _ = ops.gate_up_backward_quantize(
+        arguments, True, torch.tensor(50.0), None, E4M3.dtype, "tensorwise", False, True, False
+    )
+    assert torch.allclose(q.float() * s, torch.tensor([[0.5] * 16 + [50.0] * 16] * 4), rtol=0.04)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")], ids=str)
+def test_an_element_that_is_not_finite_is_seen(bad):
+    arguments = inputs((40, 128), True)
+    arguments.grad[5, 7] = bad
+    assert not ops.gate_up_backward_amax(arguments).isfinite()
+    both = ops.gate_up_backward(arguments, True)
+    assert not both[5, [7, 135]].isfinite().any()
+    assert both[6:].isfinite().all()
+
+
+def test_scales_that_cannot_be_known_are_refused():
+    arguments, one = inputs((4, 16), False), torch.ones(())
+    for known in ((None, None), (one, one)):
+        with pytest.raises(ValueError, match="either amax or scale"):
+            ops.gate_up_backward_quantize(
+                arguments, True, *known, E4M3.dtype, "tensorwise", True, True, True
+            )
+    with pytest.raises(ValueError, match="made from the tensor"):
+        ops.gate_up_backward_quantize(
+            arguments, True, one, None, E4M3.dtype, "rowwise", True, True, True
+        )
+
+
+@pytest.mark.parametrize("saved", [True, False])
+@pytest.mark.parametrize("layouts", LAYOUTS, ids=str)
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+def test_operators_are_well_formed(granularity, layouts, saved):
+    check, library = torch.library.opcheck, torch.ops.torch_fp8
+    arguments = inputs((20, 140), saved, smooth=layouts[0])
+    cast = (E4M3.dtype, granularity, False, *layouts)
+    known = ((1, 0), (0, 1)) if granularity == "tensorwise" else ((0, 0),)
+    for given in known:
+        scales = [torch.ones(()) if g else None for g in given]
+        operator = library.gate_up_backward_quantize.default
+        check(operator, (*arguments, saved, *scales, *cast), test_utils=CHECKS[saved])
+    check(library.gate_up_backward.default, (*arguments, saved), test_utils=CHECKS[saved])
+    check(library.gate_up_backward_amax.default, arguments, test_utils=CHECKS[saved])
+
+
+def test_results_have_the_dtype_asked_for():
+    *arguments, _ = inputs((20, 140), False)
+    operator = torch.ops.torch_fp8.gate_up_backward.default
+    assert operator(*arguments, torch.float32, True).dtype == torch.float32
+    torch.library.opcheck(operator, (*arguments, torch.float32, True), test_utils=CHECKS[False])
+
+
+def everything(grad, both, smooth):
+    gate, up = ops.halves(both, True)
+    *saved, _ = swiglu.swiglu_save(gate, up, smooth)
+    arguments = BackwardInputs(grad, *saved, smooth, both.dtype)
+    amax = ops.gate_up_backward_amax(arguments)
+    cast = (E5M2.dtype, "tensorwise", False, True, True)
+    made = ops.gate_up_backward_quantize(arguments, True, amax, None, *cast)
+    return *made, amax, ops.gate_up_backward(arguments, True)
+
+
+def test_compiles_with_shapes_that_change():
+    compiled = torch.compile(everything, fullgraph=True, dynamic=True, backend="aot_eager")
+    for rows, cols in ((20, 140), (33, 129)):
+        arguments = torch.randn(rows, cols), torch.randn(rows, 2 * cols), torch.rand(cols)
+        for a, b in zip(compiled(*arguments), everything(*arguments), strict=True):
+            assert same_bits(a, b)

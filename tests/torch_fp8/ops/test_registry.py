@@ -1,0 +1,100 @@
+"""Operators of ours: which calls go past torch's dispatcher."""
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import torch_fp8.ops.registry as module
+from torch_fp8.ops import quantize as casts
+from torch_fp8.ops.quantize import quantize_2d_cpu, quantize_layouts
+from torch_fp8.quantization.recipe import make_recipe
+
+ARGUMENTS = (None, torch.float8_e4m3fn, "tensorwise", False, True, True)
+
+
+class Seen(TorchDispatchMode):
+    """The operators that are dispatched."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func._schema.name)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def direct(monkeypatch):
+    """CPU tensors are taken for CUDA's; calls of the implementation itself."""
+    calls = []
+
+    def implementation(*arguments):
+        calls.append(arguments)
+        qdata, scale, _, _ = quantize_2d_cpu(*arguments)
+        return qdata, scale, None, None
+
+    kernels = type("Kernels", (), {"quantize_2d": staticmethod(implementation)})
+    monkeypatch.setattr(module, "_on_cuda", lambda x: True)
+    monkeypatch.setattr(casts, "emulates_casts", lambda device: False)
+    monkeypatch.setattr(casts, "_kernels", lambda: kernels)
+    return calls
+
+
+@pytest.mark.parametrize("make", [torch.randn, lambda *s: nn.Parameter(torch.randn(*s))])
+def test_plain_tensors_go_to_the_implementation(direct, make):
+    x, spec = make(32, 64), make_recipe("tensorwise").input
+    with torch.no_grad():
+        row, col = quantize_layouts(x, spec, row=True, col=False)
+    assert len(direct) == 1
+    assert col is None
+    expected = quantize_2d_cpu(x.detach(), *ARGUMENTS)
+    assert torch.equal(row.qdata.float(), expected[0].float())
+    assert torch.equal(row.scale, expected[1])
+
+
+def test_the_cpu_goes_through_the_dispatcher(monkeypatch):
+    monkeypatch.setattr(casts, "_kernels", lambda: pytest.fail("no kernels on the CPU"))
+    made = module.operators.quantize_2d(torch.randn(32, 64), *ARGUMENTS)
+    assert made[2].shape == (64, 32)
+
+
+def test_a_mode_sees_the_operator(direct):
+    with Seen() as seen:
+        module.operators.quantize_2d(torch.randn(32, 64), *ARGUMENTS)
+    assert "torch_fp8::quantize_2d" in seen.names
+    assert not direct
+
+
+def test_a_subclass_is_dispatched(direct):
+    with FakeTensorMode() as mode:
+        x = mode.from_tensor(torch.randn(32, 64))
+    made = module.operators.quantize_2d(x, *ARGUMENTS)
+    assert type(made[0]) is type(x)
+    assert not direct
+
+
+def test_autograd_is_told(direct):
+    """Of a gradient that the operator does not have."""
+    x = torch.randn(32, 64, requires_grad=True)
+    module.operators.quantize_2d(x, *ARGUMENTS)
+    assert not direct
+    with torch.no_grad():
+        module.operators.quantize_2d(x, *ARGUMENTS)
+    assert len(direct) == 1
+
+
+def test_a_compiled_graph_has_the_operator(direct):
+    targets = []
+
+    def backend(graph, inputs):
+        targets.extend(str(node.target) for node in graph.graph.nodes)
+        return graph.forward
+
+    compiled = torch.compile(
+        lambda x: module.operators.quantize_2d(x, *ARGUMENTS)[0], backend=backend, fullgraph=True
+    )
+    compiled(torch.randn(32, 64))
+    assert any("torch_fp8.quantize_2d" in target for target in targets)

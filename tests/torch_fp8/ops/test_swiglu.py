@@ -1,0 +1,249 @@
+import itertools
+
+import pytest
+import torch
+
+from torch_fp8.kernels.arguments import BackwardInputs
+from torch_fp8.ops import swiglu as ops
+from torch_fp8.ops import swiglu_backward as backward
+from torch_fp8.ops.quantize import QuantizedTensor, dequantize
+from torch_fp8.quantization.formats import E4M3, E5M2
+from torch_fp8.quantization.metrics import sqnr_db
+from torch_fp8.quantization.scaling import scale_from_amax
+
+BF16 = torch.bfloat16
+GRANULARITIES = ("tensorwise", "rowwise", "block_1x128", "block_128x128", "block_1x32")
+# torch's check of the schema multiplies the inputs, which FP8 on the CPU does not (torch 2.13).
+FP8_CHECKS = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+CHECKS = {False: ("test_schema", *FP8_CHECKS), True: FP8_CHECKS}  # by whether an input is FP8
+SHAPES = ((37, 300), (1, 1), (129, 127), (0, 48), (48, 0))
+LAYOUTS = ((True, True), (True, False), (False, True))
+
+
+def inputs(rows, cols, dtype=BF16):
+    """gate, up, smooth: rows of every size, factors that are powers of two or not."""
+    gate = torch.randn(rows, cols) * 2.0 ** torch.randint(-6, 5, (rows, 1))
+    return gate.to(dtype), torch.randn(rows, cols).to(dtype), torch.rand(cols) + 0.25
+
+
+def same_bits(a, b):
+    """NaN equals NaN."""
+    assert a.shape == b.shape
+    assert a.dtype == b.dtype
+    assert a.stride() == b.stride()
+    return bool(((a.float() == b.float()) | (a.float().isnan() & b.float().isnan())).all())
+
+
+def quantize_2d(x, amax, scale, *cast):
+    """The unfused cast, returning what the producers return."""
+    if amax is not None:
+        scale = scale_from_amax(amax, E4M3 if cast[0] == E4M3.dtype else E5M2, cast[2])
+    q, s, qt, st = torch.ops.torch_fp8.quantize_2d(x, scale, *cast)
+    return q, s if amax is None else scale, qt, st
+
+
+@pytest.mark.parametrize("smooth", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, BF16], ids=str)
+def test_product_is_that_of_the_formula(dtype, smooth):
+    gate, up, factor = inputs(37, 300, dtype)
+    factor = factor if smooth else None
+    exact = torch.nn.functional.silu(gate.double()) * up.double() * (factor if smooth else 1)
+    torch.testing.assert_close(ops.swiglu(gate, up, factor), exact.to(dtype))
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+def test_bytes_are_those_of_the_product_and_a_cast(granularity, shape):
+    gate, up, factor = inputs(*shape)
+    scales = ("none",) if granularity != "tensorwise" else ("amax", "scale")
+    for smooth, known, dtype, (row, col) in itertools.product(
+        (factor, None), scales, (E4M3.dtype, E5M2.dtype), LAYOUTS
+    ):
+        h = ops.swiglu(gate, up, smooth)
+        *saved, amax = ops.swiglu_save(gate, up, smooth)
+        assert amax == (h.abs().max() if h.numel() else 0)
+        scale = torch.tensor(0.02) if known == "scale" else None
+        cast = (dtype, granularity, True, row, col)
+        arguments = (amax if known == "amax" else None, scale, *cast)
+        made = ops.swiglu_quantize(gate, up, smooth, *arguments, True)
+        want = (*quantize_2d(h, *arguments), *saved)
+        assert all(same_bits(a, b) for a, b in zip(made[:8], want, strict=True))
+        assert same_bits(made[8], amax if known == "scale" else torch.empty(0))
+        without = ops.swiglu_quantize(gate, up, smooth, *arguments, False)
+        assert [t.shape for t in without[4:8]] == [(0,)] * 4
+    *nothing, alone = ops.swiglu_save(gate, up, None, False)
+    assert same_bits(alone, ops.swiglu_save(gate, up, None)[4])
+    assert [t.shape for t in nothing] == [(0,)] * 4
+
+
+def test_what_is_saved_is_the_input():
+    gate, up, _ = inputs(130, 300)
+    gate_q, gate_s, up_q, up_s, _ = ops.swiglu_save(gate, up, None)
+    for x, qdata, scale in ((gate, gate_q, gate_s), (up, up_q, up_s)):
+        back = dequantize(QuantizedTensor(qdata, scale, "block_1x128"))
+        assert sqnr_db(x.float(), back) > E4M3.cast_sqnr_db - 0.5
+        assert torch.equal(scale, torch.exp2(scale.log2().round()))
+
+
+@pytest.mark.parametrize("smooth", [False, True])
+def test_backward_is_the_derivative(smooth):
+    gate, up, factor = (t.double().requires_grad_() for t in inputs(20, 70, torch.float32))
+    factor = factor.detach() if smooth else None
+    grad = torch.randn(20, 70, dtype=torch.float64)
+    h = torch.nn.functional.silu(gate) * up
+    (h * factor if smooth else h).backward(grad)
+    plain = [t.detach().float() for t in (grad, gate, up)]
+    inputs_of_it = (plain[0], plain[1], None, plain[2], None, factor.float() if smooth else None)
+    arguments = BackwardInputs(*inputs_of_it, torch.float32)
+    made = backward.swiglu_backward(arguments)
+    torch.testing.assert_close(made[0], gate.grad.float(), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(made[1], up.grad.float(), rtol=1e-4, atol=1e-5)
+    rounded_ones = backward.swiglu_backward(arguments._replace(out_dtype=BF16))
+    for rounded, exact in zip(rounded_ones, made, strict=True):
+        assert torch.equal(rounded, exact.bfloat16())
+
+
+def backward_inputs(shape, smooth, saved):
+    gate, up, factor = inputs(*shape)
+    gate_s = up_s = None
+    if saved:
+        gate, gate_s, up, up_s, _ = ops.swiglu_save(gate, up, None)
+    grad = torch.randn(shape).bfloat16()
+    return BackwardInputs(grad, gate, gate_s, up, up_s, factor if smooth else None, BF16)
+
+
+def test_backward_of_what_was_saved():
+    saved = backward_inputs((64, 300), True, True)
+    gate, up = (dequantize(QuantizedTensor(saved[i], saved[i + 1], "block_1x128")) for i in (1, 3))
+    plain = saved._replace(gate=gate, gate_scale=None, up=up, up_scale=None)
+    pairs = zip(backward.swiglu_backward(saved), backward.swiglu_backward(plain), strict=True)
+    for a, b in pairs:
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+def test_bytes_are_those_of_the_gradients_and_a_cast(granularity, shape):
+    scales = ("none",) if granularity != "tensorwise" else ("amax", "scale")
+    for smooth, saved, known, dtype, (row, col) in itertools.product(
+        (True, False), (True, False), scales, (E4M3.dtype, E5M2.dtype), LAYOUTS
+    ):
+        tensors = backward_inputs(shape, smooth, saved)
+        gradients, amax = (
+            backward.swiglu_backward(tensors),
+            backward.swiglu_backward_amax(tensors),
+        )
+        for g, largest in zip(gradients, amax, strict=True):
+            assert largest == (g.abs().max() if g.numel() else 0)
+        cast = (dtype, granularity, True, row, col)
+        scale = torch.tensor([0.02, 0.3]) if known == "scale" else None
+        known_amax = amax if known == "amax" else None
+        *made, taken = backward.swiglu_backward_quantize(tensors, known_amax, scale, *cast)
+        want = []
+        for i, g in enumerate(gradients):
+            of_one = [None if t is None else t[i] for t in (known_amax, scale)]
+            want += quantize_2d(g, *of_one, *cast)
+        assert all(same_bits(a, b) for a, b in zip(made, want, strict=True))
+        assert same_bits(taken, amax if known == "scale" else torch.empty(0))
+
+
+def test_strides_do_not_matter():
+    base = torch.randn(60, 2, 120).bfloat16()
+    for view in (lambda x: x.t()[:, ::2], lambda x: x[::2, 1:61], lambda x: x[:60:3, ::2]):
+        gate, up = view(base[:, 0]), view(base[:, 1])
+        for strided, plain in zip(
+            ops.swiglu_save(gate, up, None),
+            ops.swiglu_save(gate.contiguous(), up.contiguous(), None),
+            strict=True,
+        ):
+            assert same_bits(strided, plain)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")], ids=str)
+@pytest.mark.parametrize("where", ["gate", "up"])
+def test_an_element_that_is_not_finite_is_seen(where, bad):
+    gate, up, _ = inputs(40, 140)
+    {"gate": gate, "up": up}[where][5, 7] = bad
+    *saved, amax = ops.swiglu_save(gate, up, None)
+    assert not amax.isfinite()
+    made = ops.swiglu_quantize(
+        gate, up, None, None, None, E4M3.dtype, "block_1x128", True, True, False, False
+    )
+    back = dequantize(QuantizedTensor(made[0], made[1], "block_1x128"))
+    assert not back[5, 7].isfinite()
+    assert back[6:].isfinite().all()
+    inputs_of_it = BackwardInputs(torch.ones_like(gate), *saved, None, BF16)
+    gradients = backward.swiglu_backward(inputs_of_it)
+    assert not (gradients[0][5, 7] + gradients[1][5, 7]).isfinite()
+
+
+def test_large_gates_pass_and_small_ones_close():
+    gate = torch.tensor([[1e4, -1e4, 0.0, 200.0, -200.0]])
+    h = ops.swiglu(gate, torch.full_like(gate, 2.0), None)
+    assert h.tolist() == [[2e4, 0.0, 0.0, 400.0, 0.0]]
+    ones = torch.ones_like(gate)
+    arguments = BackwardInputs(ones, gate, None, ones, None, None, torch.float32)
+    dgate, dup = backward.swiglu_backward(arguments)
+    assert dgate.tolist() == [[1.0, 0.0, 0.5, 1.0, 0.0]]
+    assert dup.tolist() == [[1e4, 0.0, 0.0, 200.0, 0.0]]
+
+
+def test_scales_that_cannot_be_known_are_refused():
+    gate, up, _ = inputs(4, 16)
+    one = torch.ones(())
+    for known in ((None, None), (one, one)):
+        with pytest.raises(ValueError, match="either amax or scale"):
+            ops.swiglu_quantize(
+                gate, up, None, *known, E4M3.dtype, "tensorwise", True, True, True, True
+            )
+    with pytest.raises(ValueError, match="made from the tensor"):
+        backward.swiglu_backward_quantize(
+            backward_inputs((4, 16), False, False),
+            *(torch.ones(2), None, E4M3.dtype, "rowwise", True, True, True),
+        )
+
+
+@pytest.mark.parametrize("layouts", LAYOUTS, ids=str)
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+def test_operators_that_cast_are_well_formed(granularity, layouts):
+    gate, up, factor = inputs(20, 140)
+    check, library = torch.library.opcheck, torch.ops.torch_fp8
+    cast = (E4M3.dtype, granularity, False, *layouts)
+    known = ((1, 0), (0, 1)) if granularity == "tensorwise" else ((0, 0),)
+    for amax, scale in known:
+        scales = [torch.ones(()) if given else None for given in (amax, scale)]
+        check(library.swiglu_quantize.default, (gate, up, factor, *scales, *cast, layouts[0]))
+        scales = [torch.ones(2) if given else None for given in (amax, scale)]
+        arguments = (*backward_inputs((20, 140), layouts[0], layouts[1]), *scales, *cast)
+        operator = library.swiglu_backward_quantize.default
+        check(operator, arguments, test_utils=CHECKS[layouts[1]])
+
+
+@pytest.mark.parametrize("flag", [True, False])
+def test_other_operators_are_well_formed(flag):
+    gate, up, factor = inputs(20, 140)
+    check, library = torch.library.opcheck, torch.ops.torch_fp8
+    check(library.swiglu_save.default, (gate, up, factor if flag else None, flag))
+    check(library.swiglu.default, (gate, up, factor if flag else None))
+    arguments = backward_inputs((20, 140), flag, not flag)
+    check(library.swiglu_backward.default, arguments, test_utils=CHECKS[not flag])
+    check(library.swiglu_backward_amax.default, arguments, test_utils=CHECKS[not flag])
+
+
+def everything(gate, up, smooth):
+    *saved, amax = ops.swiglu_save(gate, up, smooth)
+    cast = (None, E4M3.dtype, "tensorwise", False, True, True)
+    made = ops.swiglu_quantize(gate, up, smooth, amax, *cast, True)
+    inputs = BackwardInputs(ops.swiglu(gate, up, smooth), *saved, smooth, gate.dtype)
+    blocks = (None, None, E5M2.dtype, "block_1x128", True, True, True)
+    amaxes = backward.swiglu_backward_amax(inputs)
+    gradients = backward.swiglu_backward_quantize(inputs, *blocks)
+    return *made, *gradients, amaxes, *backward.swiglu_backward(inputs)
+
+
+def test_compiles_with_shapes_that_change():
+    compiled = torch.compile(everything, fullgraph=True, dynamic=True, backend="aot_eager")
+    for shape in ((20, 140), (33, 129)):
+        arguments = inputs(*shape)
+        for a, b in zip(compiled(*arguments), everything(*arguments), strict=True):
+            assert same_bits(a, b)

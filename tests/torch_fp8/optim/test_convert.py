@@ -1,0 +1,416 @@
+"""`convert_optimizer`: whom it converts, what it refuses, and what it leaves as it was."""
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+from torch_fp8 import (
+    FP8Config,
+    convert_optimizer,
+    convert_to_float8,
+    memory_report,
+    merged_state_dict,
+    restore_weights,
+)
+from torch_fp8.optim.convert import split_parameter
+from torch_fp8.optim.optimizer import Float8Optimizer
+
+
+def _model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(96, 128), nn.LayerNorm(128), nn.Linear(128, 70))
+
+
+def _step(model, optimizer):
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(torch.randn(4, 96)).float().square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+class _WithHyperparameters(torch.optim.AdamW):
+    def __init__(self, params):
+        super().__init__(params, lr=1e-4)
+
+
+class _WithOwnStep(torch.optim.AdamW):
+    def step(self, closure=None):
+        return super().step(closure)
+
+
+def test_large_float32_weights_become_bf16_and_the_rest_stays():
+    model = _model()
+    weights = [p.detach().clone() for p in model.parameters()]
+    parameters = list(model.parameters())
+    optimizer = torch.optim.AdamW(model.parameters())
+    report = convert_optimizer(optimizer, FP8Config(), model=model)
+    assert report.converted
+    assert (report.num_split, report.num_float32) == (2, 0)
+    assert all(p is q for p, q in zip(parameters, model.parameters(), strict=True))
+    dtypes = [torch.bfloat16 if p.ndim == 2 else torch.float32 for p in parameters]
+    assert [p.dtype for p in parameters] == dtypes
+    merged = merged_state_dict(model, optimizer)
+    for before, after in zip(weights, merged.values(), strict=True):
+        torch.testing.assert_close(after, before, rtol=2**-16, atol=0)
+
+
+def test_a_compiled_model_keeps_weights_as_well():
+    """It has no length, and so no truth value."""
+    config = FP8Config(cache_weights=True)
+    model = torch.compile(nn.Linear(96, 128), backend="eager")
+    convert_to_float8(model, config)
+    report = convert_optimizer(torch.optim.AdamW(model.parameters()), config, model=model)
+    assert report.num_cached == 1
+
+
+def test_a_step_that_changes_nothing_keeps_every_bit():
+    model = _model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
+    convert_optimizer(optimizer, model=model)
+    before = merged_state_dict(model, optimizer)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    after = merged_state_dict(model, optimizer)
+    assert all(torch.equal(value, after[name]) for name, value in before.items())
+
+
+def test_a_checkpoint_without_residuals_leaves_those_of_the_weights():
+    model, twin = _model(), _model()
+    stock = torch.optim.AdamW(twin.parameters())
+    for parameter in twin.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    stock.step()
+    model.load_state_dict(twin.state_dict())
+    optimizer = torch.optim.AdamW(model.parameters())
+    convert_optimizer(optimizer, model=model)
+    before = merged_state_dict(model, optimizer)
+    for _ in range(2):  # before the first step, and once there are states
+        optimizer.load_state_dict(stock.state_dict())
+        after = merged_state_dict(model, optimizer)
+        assert all(torch.equal(value, after[name]) for name, value in before.items())
+
+
+def test_the_object_keeps_its_groups_options_and_type():
+    model = _model()
+    groups = [
+        {"params": [model[0].weight], "lr": 1e-3, "name": "first"},
+        {"params": list(model[2].parameters()), "weight_decay": 0.3},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=1e-4, betas=(0.8, 0.95), foreach=True)
+    before = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+    reference = optimizer.param_groups[0]
+    convert_optimizer(optimizer)
+    assert optimizer.param_groups[0] is reference
+    assert [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups] == before
+    assert isinstance(optimizer, torch.optim.AdamW)
+    assert isinstance(optimizer, Float8Optimizer)
+
+
+def test_converting_again_changes_nothing():
+    model = _model()
+    optimizer = torch.optim.AdamW(model.parameters())
+    convert_optimizer(optimizer, model=model)
+    _step(model, optimizer)
+    merged, cls = merged_state_dict(model, optimizer), type(optimizer)
+    report = convert_optimizer(optimizer, model=model)
+    assert report.converted
+    assert type(optimizer) is cls
+    again = merged_state_dict(model, optimizer)
+    assert all(torch.equal(value, again[name]) for name, value in merged.items())
+
+
+def test_level_o1_leaves_the_optimizer_alone():
+    model = _model()
+    optimizer = torch.optim.AdamW(model.parameters())
+    report = convert_optimizer(optimizer, FP8Config(opt_level="O1"), model=model)
+    assert not report.converted
+    assert type(optimizer) is torch.optim.AdamW
+    assert all(p.dtype == torch.float32 for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (lambda p: torch.optim.SGD(p, 0.1), "8-bit states are for Adam and AdamW"),
+        (torch.optim.NAdam, "8-bit states are for Adam and AdamW"),
+        (_WithOwnStep, "_WithOwnStep has a step of its own"),
+    ],
+    ids=["sgd", "nadam", "own step"],
+)
+def test_other_optimizers_are_left_alone_with_the_reason(make, reason):
+    model = _model()
+    optimizer = make(model.parameters())
+    cls = type(optimizer)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        report = convert_optimizer(optimizer, model=model)
+    assert [str(w.message) for w in caught] == (
+        [f"{reason}: it keeps its own states"] if isinstance(optimizer, torch.optim.AdamW) else []
+    )
+    assert not report.converted
+    assert reason in str(report)
+    assert type(optimizer) is cls
+    assert all(p.dtype == torch.float32 for p in model.parameters())
+
+
+def test_a_subclass_that_inherits_step_is_converted():
+    model = _model()
+    optimizer = _WithHyperparameters(model.parameters())
+    assert convert_optimizer(optimizer, model=model).converted
+    assert isinstance(optimizer, _WithHyperparameters)
+    _step(model, optimizer)
+
+
+@pytest.mark.parametrize("option", ["amsgrad", "capturable", "differentiable"])
+def test_options_that_cannot_be_are_refused_by_name(option):
+    model = _model()
+    optimizer = torch.optim.AdamW(model.parameters(), **{option: True})
+    with pytest.raises(ValueError, match=rf"AdamW\({option}=True\).*opt_level='O1'"):
+        convert_optimizer(optimizer, model=model)
+    assert type(optimizer) is torch.optim.AdamW
+    assert all(p.dtype == torch.float32 for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"foreach": True}, {"fused": True}, {"maximize": True}, {"lr": torch.tensor(1e-2)}],
+    ids=lambda o: next(iter(o)),
+)
+def test_options_that_are_supported_step_as_stock(options):
+    ours, stock = _model(), _model()
+    optimizers = []
+    for model in (ours, stock):
+        copied = {k: v.clone() if torch.is_tensor(v) else v for k, v in options.items()}
+        optimizers.append(torch.optim.AdamW(model.parameters(), **{"lr": 1e-2, **copied}))
+    convert_optimizer(optimizers[0], model=ours)
+    start = [p.detach().float().clone() for p in stock.parameters()]
+    for _ in range(3):
+        for p, q in zip(ours.parameters(), stock.parameters(), strict=True):
+            q.grad = torch.randn_like(q).bfloat16().float()
+            p.grad = q.grad.to(p.dtype)
+        for optimizer in optimizers:
+            optimizer.step()
+    merged = merged_state_dict(ours, optimizers[0]).values()
+    for before, p, q in zip(start, merged, stock.parameters(), strict=True):
+        moved, expected = p - before, q.detach() - before
+        assert (moved - expected).norm() < 0.1 * expected.norm()
+
+
+@pytest.mark.parametrize("scheduler_first", [True, False])
+def test_a_scheduler_and_hooks_work_on(scheduler_first, recwarn):
+    model = _model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1.0)
+    calls = []
+    optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+    optimizer.register_step_post_hook(lambda *_: calls.append("after"))
+
+    def schedule():
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.1**step)
+
+    scheduler = schedule() if scheduler_first else None
+    convert_optimizer(optimizer, model=model)
+    scheduler = scheduler or schedule()
+    for _ in range(2):
+        _step(model, optimizer)
+        scheduler.step()
+    assert "exp_avg_qdata" in optimizer.state[model[0].weight]
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.01)
+    assert calls == ["before", "after"] * 2
+    assert not [str(w.message) for w in recwarn if "lr_scheduler" in str(w.message)]
+
+
+def test_states_that_exist_are_quantized():
+    model, twin = _model(), _model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    reference = torch.optim.AdamW(twin.parameters(), lr=1e-3)
+    for _ in range(3):
+        for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+            p.grad = torch.randn_like(p)
+            q.grad = p.grad.clone()
+        optimizer.step()
+        reference.step()
+    convert_optimizer(optimizer, model=model)
+    assert "exp_avg" not in optimizer.state[model[0].weight]
+    saved, expected = optimizer.state_dict()["state"][0], reference.state_dict()["state"][0]
+    assert saved["step"] == 3
+    for name, tolerance in (("exp_avg", 2**-4), ("exp_avg_sq", 2**-4)):
+        torch.testing.assert_close(saved[name], expected[name], rtol=tolerance, atol=1e-6)
+
+
+def test_tied_and_frozen_weights():
+    tied = nn.Linear(128, 128, bias=False)
+    frozen = nn.Linear(128, 128, bias=False).requires_grad_(False)
+    model = nn.Sequential(tied, frozen, nn.Linear(128, 128, bias=False))
+    model[2].weight = tied.weight
+    optimizer = torch.optim.AdamW(model.parameters())
+    report = convert_optimizer(optimizer, model=model)
+    assert report.num_split == 1
+    assert model[2].weight is tied.weight
+    assert frozen.weight.dtype == torch.float32
+    with torch.autocast("cpu", torch.bfloat16):
+        model(torch.randn(4, 128)).float().sum().backward()
+    optimizer.step()
+    merged = merged_state_dict(model, optimizer)
+    assert torch.equal(merged["0.weight"], merged["2.weight"])
+
+
+def test_a_weight_that_is_unfrozen_later_takes_part():
+    model = _model()
+    model[0].requires_grad_(False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    convert_optimizer(optimizer, model=model)
+    _step(model, optimizer)
+    model[0].requires_grad_(True)
+    before = model[0].weight.detach().clone()
+    _step(model, optimizer)
+    assert model[0].weight.dtype == torch.float32
+    assert "exp_avg_qdata" in optimizer.state[model[0].weight]
+    assert not torch.equal(before, model[0].weight)
+
+
+def test_a_group_that_is_added_later_takes_part():
+    model = _model()
+    optimizer = torch.optim.AdamW(model[0].parameters(), lr=1e-2)
+    convert_optimizer(optimizer, model=model)
+    _step(model, optimizer)
+    optimizer.add_param_group({"params": list(model[2].parameters())})
+    before = model[2].weight.detach().clone()
+    _step(model, optimizer)
+    assert not torch.equal(before, model[2].weight)
+
+
+@pytest.mark.parametrize("split", [True, False])
+@pytest.mark.parametrize("shape", [(1, 4096), (4096, 1), (64, 64, 3, 3), (3, 37, 61), (70, 70)])
+def test_any_shape_steps(shape, split):
+    parameter = nn.Parameter(torch.randn(shape))
+    optimizer = torch.optim.AdamW([parameter], lr=1e-2, weight_decay=0)
+    convert_optimizer(optimizer)
+    if split:
+        split_parameter(optimizer, parameter)
+    before = parameter.detach().float().clone()
+    parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    torch.testing.assert_close(
+        before - parameter.float(), torch.full(shape, 1e-2), rtol=0, atol=0.02
+    )
+    assert (before - parameter.float()).mean().item() == pytest.approx(1e-2, rel=0.1)
+
+
+def test_a_transposed_weight_keeps_its_strides():
+    parameter = nn.Parameter(torch.randn(128, 64).t())
+    optimizer = torch.optim.AdamW([parameter], lr=1e-2)
+    convert_optimizer(optimizer)
+    split_parameter(optimizer, parameter)
+    before = parameter.detach().float().clone()
+    parameter.grad = torch.ones(128, 64, dtype=torch.bfloat16).t()
+    optimizer.step()
+    assert parameter.stride() == (1, 64)
+    assert (before - parameter.float()).mean().item() == pytest.approx(1e-2, rel=0.1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+def test_other_dtypes_step_as_stock(dtype):
+    ours, stock = (nn.Parameter(torch.ones(64, 64, dtype=dtype)) for _ in range(2))
+    optimizers = [torch.optim.AdamW([p], lr=1e-2) for p in (ours, stock)]
+    convert_optimizer(optimizers[0])
+    for p, optimizer in zip((ours, stock), optimizers, strict=True):
+        p.grad = torch.full_like(p, 0.5)
+        optimizer.step()
+    assert ours.dtype == dtype
+    assert torch.equal(ours, stock)
+
+
+def test_restored_weights_are_float32_and_split_again_exactly():
+    model = _model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    convert_optimizer(optimizer, model=model)
+    _step(model, optimizer)
+    merged = merged_state_dict(model, optimizer)
+    assert restore_weights(optimizer) == 2
+    assert all(p.dtype == torch.float32 for p in model.parameters())
+    assert memory_report(model, optimizer).master == 0
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, merged[name])
+    convert_optimizer(optimizer, model=model)
+    again = merged_state_dict(model, optimizer)
+    assert all(torch.equal(value, again[name]) for name, value in merged.items())
+    assert restore_weights(torch.optim.SGD(model.parameters(), 0.1)) == 0
+
+
+@pytest.mark.parametrize(("bits", "rate", "warned"), [(0, 1e-6, 1), (0, 1e-4, 0), (8, 1e-7, 0)])
+def test_few_residual_bits_at_a_small_learning_rate_warn(bits, rate, warned):
+    optimizer = torch.optim.AdamW(_model().parameters(), lr=rate)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        convert_optimizer(optimizer, FP8Config(residual_bits=bits))
+    assert len([w for w in caught if "residual_bits=0" in str(w.message)]) == warned
+
+
+def test_a_checkpoint_goes_back_and_forth_through_merged_weights():
+    model = _model()
+    convert_to_float8(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    convert_optimizer(optimizer, model=model)
+    _step(model, optimizer)
+    merged = merged_state_dict(model, optimizer)
+    assert {v.dtype for v in merged.values()} == {torch.float32}
+    half = merged_state_dict(model, [optimizer], dtype=torch.bfloat16)
+    assert {v.dtype for v in half.values()} == {torch.bfloat16}
+    stock = _model()
+    stock.load_state_dict(merged)
+    assert torch.equal(stock[0].weight, merged["0.weight"])
+    assert merged["0.weight"].data_ptr() != model[0].weight.data_ptr()
+    compiled = merged_state_dict(torch.compile(model), optimizer)
+    assert torch.equal(compiled["_orig_mod.0.weight"], merged["0.weight"])
+
+
+class _Wrapper(nn.Module):
+    """Has other names than its state dict, as Fabric's has."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.wrapped = module
+
+    def state_dict(self, **kwargs):
+        return self.wrapped.state_dict(**kwargs)
+
+
+def test_weights_are_merged_through_a_wrapper():
+    model = _model()
+    optimizer = torch.optim.AdamW(model.parameters())
+    convert_optimizer(optimizer, model=model)
+    expected = merged_state_dict(model, optimizer)
+    merged = merged_state_dict(_Wrapper(model), optimizer)
+    assert all(torch.equal(value, merged[name]) for name, value in expected.items())
+
+
+def test_clipping_limits_an_update_that_its_second_moment_underestimates():
+    moved = {}
+    for clipping in (False, True):
+        torch.manual_seed(0)
+        parameter = nn.Parameter(torch.zeros(64, 64))
+        optimizer = torch.optim.AdamW([parameter], lr=1e-2, betas=(0.9, 0.99), weight_decay=0)
+        convert_optimizer(optimizer, FP8Config(update_clipping=clipping))
+        split_parameter(optimizer, parameter)
+        for _ in range(30):
+            parameter.grad = 1e-3 * torch.randn(64, 64, dtype=torch.bfloat16)
+            optimizer.step()
+        before = parameter.detach().float().clone()
+        parameter.grad = torch.ones(64, 64, dtype=torch.bfloat16)
+        optimizer.step()
+        moved[clipping] = (parameter.float() - before).abs().mean().item()
+    rms = optimizer.state[parameter]["update_rms"].item()
+    assert rms == pytest.approx((1 - 0.99**31) ** 0.5 / 0.01**0.5, rel=0.02)
+    assert moved[True] == pytest.approx(moved[False] / rms, rel=0.05)
+    assert "update_rms" not in optimizer.state_dict()["state"][0]
+
+
+def test_clipping_of_sharded_weights_is_refused(monkeypatch):
+    sharded = nn.Parameter(torch.zeros(64, 64))
+    monkeypatch.setattr("torch_fp8.optim.convert.DTensor", nn.Parameter)
+    with pytest.raises(ValueError, match=r"update_clipping=True\) takes the RMS of whole weights"):
+        convert_optimizer(torch.optim.AdamW([sharded]), FP8Config(update_clipping=True))

@@ -1,0 +1,154 @@
+"""Embeddings of split weights return what embeddings of float32 weights do."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8, restore_weights, revert
+from torch_fp8.optim.embedding_dtype import Float32Output
+
+IDS = torch.arange(8).view(2, 4)
+
+
+class Stream(nn.Module):
+    """An embedding, a residual sum as a transformer has it, and an output layer."""
+
+    def __init__(self, embedding=nn.Embedding, dtype=torch.float32):
+        super().__init__()
+        self.embed = embedding(256, 64, dtype=dtype)
+        self.up = nn.Linear(64, 64, dtype=dtype)
+        self.head = nn.Linear(64, 256, bias=False, dtype=dtype)
+
+    def forward(self, ids):
+        stream = self.embed(ids)
+        stream = stream + self.up(stream)
+        self.dtype = stream.dtype
+        return self.head(stream)
+
+
+def converted(model=None, level="O2", **options):
+    torch.manual_seed(0)
+    model = Stream() if model is None else model
+    config = FP8Config(opt_level=level, skip=("head",), **options)
+    convert_to_float8(model, config)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    convert_optimizer(optimizer, config, model=model)
+    return model, optimizer
+
+
+def run(model):
+    with torch.autocast("cpu", torch.bfloat16):
+        return model(IDS)
+
+
+def hooks(model):
+    return [
+        h
+        for m in model.modules()
+        for h in m._forward_hooks.values()
+        if isinstance(h, Float32Output)
+    ]
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_the_residual_stream_has_the_dtype_that_bf16_mixed_gives_it(level):
+    stock = Stream()
+    run(stock)
+    model, _ = converted(level=level)
+    run(model)
+    assert stock.dtype == model.dtype == torch.float32
+    assert model.embed.weight.dtype == (torch.float32 if level == "O1" else torch.bfloat16)
+
+
+def test_the_output_is_the_weight_and_the_gradient_is_exact():
+    model, _ = converted()
+    torch.testing.assert_close(run(model.embed), model.embed.weight[IDS].float(), rtol=0, atol=0)
+    run(model.embed).sum().backward()
+    expected = torch.zeros(256, 64, dtype=torch.bfloat16)
+    expected[:8] = 1
+    torch.testing.assert_close(model.embed.weight.grad, expected, rtol=0, atol=0)
+
+
+def test_a_weight_that_was_bf16_before_keeps_a_bf16_stream():
+    model, _ = converted(Stream(dtype=torch.bfloat16))
+    run(model)
+    assert model.dtype == torch.bfloat16
+    assert not hooks(model)
+
+
+def test_a_bag_and_a_subclass():
+    class Scaled(nn.Embedding):
+        def forward(self, ids):
+            return super().forward(ids) * 8.0
+
+    class Bag(nn.EmbeddingBag):
+        def forward(self, ids):
+            return super().forward(ids).unsqueeze(1)
+
+    for embedding in (Scaled, Bag):
+        model, _ = converted(Stream(embedding))
+        run(model)
+        assert model.dtype == torch.float32
+
+
+def test_a_tied_output_layer_computes_as_before():
+    model = Stream()
+    model.head.weight = model.embed.weight
+    converted(model)
+    assert run(model).dtype == torch.bfloat16
+    assert model.dtype == torch.float32
+
+
+def test_one_hook_however_often_it_is_converted():
+    model, optimizer = converted()
+    convert_optimizer(optimizer, optimizer.fp8_config, model=model)
+    assert len(hooks(model)) == 1
+
+
+def test_an_optimizer_of_other_weights_changes_nothing():
+    model = Stream()
+    optimizer = torch.optim.AdamW(model.up.parameters(), lr=1e-3)
+    convert_optimizer(optimizer, FP8Config(), model=model)
+    assert not hooks(model)
+
+
+@pytest.mark.parametrize("twin", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_copies_keep_it(twin):
+    model, _ = converted()
+    other = twin(model)
+    run(other)
+    assert other.dtype == torch.float32
+
+
+def test_a_restored_model_has_nothing_of_ours():
+    model, optimizer = converted()
+    restore_weights(optimizer)
+    assert run(model.embed).dtype == torch.float32
+    revert(model)
+    assert not hooks(model)
+
+
+def test_a_weight_loaded_in_another_dtype_decides():
+    model, _ = converted()
+    model.load_state_dict({k: v.double() for k, v in model.state_dict().items()}, assign=True)
+    assert model.embed(IDS).dtype == torch.float64
+    model.load_state_dict({k: v.half() for k, v in model.state_dict().items()}, assign=True)
+    assert model.embed(IDS).dtype == torch.float16
+
+
+def test_compiled_without_a_graph_break():
+    model, _ = converted()
+    compiled = torch.compile(model.embed, backend="eager", fullgraph=True)
+    assert compiled(IDS).dtype == torch.float32
+
+
+@pytest.mark.usefixtures("single_process_group")
+def test_under_ddp():
+    model, _ = converted()
+    ddp = DistributedDataParallel(model)
+    run(ddp).float().sum().backward()
+    assert model.dtype == torch.float32

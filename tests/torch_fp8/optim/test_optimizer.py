@@ -1,0 +1,262 @@
+"""Adam and AdamW with 8-bit states: the class."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from torch_fp8 import FP8Config, convert_optimizer, merged_state_dict
+from torch_fp8.optim.optimizer import Float8Optimizer
+
+
+def _model(dtype=torch.float32):
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Embedding(100, 96), nn.Linear(96, 128), nn.LayerNorm(128), nn.Linear(128, 70)
+    ).to(dtype)
+
+
+def _train(model, optimizer, steps, first=0):
+    losses = []
+    for step in range(first, first + steps):
+        generator = torch.Generator().manual_seed(step)
+        tokens = torch.randint(0, 100, (16,), generator=generator)
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(tokens).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def _converted(config=None, cls=torch.optim.AdamW, dtype=torch.float32, **options):
+    model = _model(dtype)
+    optimizer = cls(model.parameters(), **{"lr": 1e-3, "weight_decay": 0.1, **options})
+    convert_optimizer(optimizer, config or FP8Config(), model=model)
+    return model, optimizer
+
+
+def _equal(model, other):
+    return all(
+        torch.equal(p, q) for p, q in zip(model.parameters(), other.parameters(), strict=True)
+    )
+
+
+@pytest.mark.parametrize("cls", [torch.optim.Adam, torch.optim.AdamW])
+@pytest.mark.parametrize(
+    "config",
+    [FP8Config(), FP8Config(residual_bits=4), FP8Config(residual_bits=0)],
+    ids=lambda c: f"k={c.residual_bits}",
+)
+def test_trains_as_the_stock_optimizer(cls, config):
+    stock = _model()
+    reference = _train(stock, cls(stock.parameters(), lr=1e-3, weight_decay=0.1), 40)
+    losses = _train(*_converted(config, cls), 40)
+    assert losses[-1] < 0.3 * losses[0]
+    assert losses[-1] == pytest.approx(reference[-1], rel=0.01)
+
+
+def test_a_stopped_run_goes_on_bit_for_bit():
+    model, optimizer = _converted()
+    _train(model, optimizer, 5)
+    buffer = io.BytesIO()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, buffer)
+    _train(model, optimizer, 5, first=5)
+
+    buffer.seek(0)
+    saved = torch.load(buffer, weights_only=True)
+    resumed, other = _converted(FP8Config(seed=7))
+    resumed.load_state_dict(saved["model"])
+    other.load_state_dict(saved["optimizer"])
+    _train(resumed, other, 5, first=5)
+    assert _equal(model, resumed)
+    expected, merged = merged_state_dict(model, optimizer), merged_state_dict(resumed, other)
+    assert all(torch.equal(expected[name], merged[name]) for name in expected)
+
+
+def test_a_checkpoint_before_the_first_step_has_the_residuals():
+    model, optimizer = _converted()
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    expected = merged_state_dict(model, optimizer)
+    resumed, other = _converted()
+    _train(resumed, other, 2)
+    resumed.load_state_dict(saved[0])
+    other.load_state_dict(saved[1])
+    merged = merged_state_dict(resumed, other)
+    assert all(torch.equal(expected[name], merged[name]) for name in expected)
+    torch.optim.AdamW(_model().parameters()).load_state_dict(saved[1])
+    saved[1]["torch_fp8_residuals"][0] = torch.zeros(3, 3, dtype=torch.int8)
+    with pytest.raises(ValueError, match=r"state\[0\]\['residual'\] has shape \(3, 3\)"):
+        other.load_state_dict(saved[1])
+
+
+def test_a_residual_that_stock_adamw_carried_along_is_not_taken():
+    model, optimizer = _converted()
+    _train(model, optimizer, 2)
+    stock = _model()
+    stock.load_state_dict(merged_state_dict(model, optimizer))
+    plain = torch.optim.AdamW(stock.parameters(), lr=1e-3)
+    plain.load_state_dict(optimizer.state_dict())
+    _train(stock, plain, 2)
+    back = _model()
+    back.load_state_dict(stock.state_dict())
+    again = torch.optim.AdamW(back.parameters(), lr=1e-3)
+    convert_optimizer(again, model=back)
+    again.load_state_dict(plain.state_dict())
+    for name, value in merged_state_dict(back, again).items():
+        torch.testing.assert_close(value, stock.state_dict()[name], rtol=2**-16, atol=0)
+
+
+def test_stock_adamw_opens_the_checkpoint_and_ours_a_stock_one():
+    model, optimizer = _converted()
+    _train(model, optimizer, 5)
+    stock = _model()
+    stock.load_state_dict(model.state_dict())
+    plain = torch.optim.AdamW(stock.parameters(), lr=1e-3, weight_decay=0.1)
+    plain.load_state_dict(optimizer.state_dict())
+    expected = _train(stock, plain, 5, first=5)
+    assert _train(model, optimizer, 5, first=5) == pytest.approx(expected, rel=0.01)
+
+    back, other = _converted()
+    back.load_state_dict(stock.state_dict())
+    other.load_state_dict(plain.state_dict())
+    expected = _train(stock, plain, 5, first=10)
+    assert _train(back, other, 5, first=10) == pytest.approx(expected, rel=0.01)
+
+
+class _Named(torch.optim.AdamW):
+    """A user's class."""
+
+
+@pytest.mark.parametrize("cls", [torch.optim.AdamW, torch.optim.Adam, _Named])
+def test_the_class_keeps_its_name_and_says_where_it_is_from(cls):
+    _, optimizer = _converted(cls=cls)
+    ours = type(optimizer)
+    assert (ours.__name__, ours.__qualname__) == (cls.__name__, cls.__qualname__)
+    assert (ours.__module__, ours.__doc__) == (cls.__module__, cls.__doc__)
+    assert repr(optimizer).startswith(f"{cls.__name__} (")
+    for other in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+        assert type(other) is ours
+        assert isinstance(other, Float8Optimizer)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_a_copy_trains_on_as_the_original(copied):
+    model, optimizer = _converted()
+    _train(model, optimizer, 3)
+    twin, other = copied((model, optimizer))
+    assert isinstance(other, Float8Optimizer)
+    assert isinstance(other, torch.optim.AdamW)
+    _train(model, optimizer, 3, first=3)
+    _train(twin, other, 3, first=3)
+    assert _equal(model, twin)
+
+
+def test_a_checkpoint_that_does_not_fit_is_refused_whole():
+    model, optimizer = _converted()
+    _train(model, optimizer, 2)
+    before = copy.deepcopy(optimizer.state_dict())
+
+    def attempt(change, named):
+        state = copy.deepcopy(before)
+        change(state)
+        with pytest.raises(ValueError, match=named):
+            optimizer.load_state_dict(state)
+
+    def last_shape(state):
+        state["state"][5]["exp_avg_sq"] = torch.zeros(3, 3)
+
+    def version(state):
+        state["param_groups"][0]["torch_fp8"]["version"] = 99
+
+    def residual(state):
+        state["state"][0]["residual"] = torch.zeros(100, 95, dtype=torch.int8)
+
+    attempt(last_shape, r"state\[5\]\['exp_avg_sq'\] has shape \(3, 3\)")
+    attempt(version, r"'version'\] is 99")
+    attempt(residual, r"state\[0\]\['residual'\] has shape \(100, 95\)")
+    attempt(lambda s: s["state"][1].pop("exp_avg"), r"state\[1\] has no 'exp_avg'")
+    attempt(lambda s: s["param_groups"].append(s["param_groups"][0]), "parameter groups")
+    after = optimizer.state_dict()
+    for i, state in before["state"].items():
+        assert all(torch.equal(value, after["state"][i][name]) for name, value in state.items())
+
+
+def test_residuals_change_their_bits_with_the_configuration():
+    model, optimizer = _converted()
+    _train(model, optimizer, 3)
+    eight = merged_state_dict(model, optimizer)
+    convert_optimizer(optimizer, FP8Config(residual_bits=4))
+    four = merged_state_dict(model, optimizer)
+    convert_optimizer(optimizer, FP8Config(residual_bits=8))
+    again = merged_state_dict(model, optimizer)
+    name = "1.weight"
+    unit = 2**-4 * 2.0 ** (eight[name].abs().log2().floor() - 7)  # of BF16's spacing
+    error = (eight[name] - four[name]).abs() / unit
+    assert error.max() < 1
+    assert 0.2 < error.mean() < 0.3  # to nearest: a quarter; cut off, it would be half
+    assert torch.equal(four[name], again[name])
+    _train(model, optimizer, 1)
+
+
+def test_small_bf16_parameters_keep_float32_precision():
+    model, optimizer = _converted(dtype=torch.bfloat16, lr=1e-6)
+    norm = model[2].weight
+    start = norm.detach().float().clone()
+    _train(model, optimizer, 50)
+    state = optimizer.state[norm]
+    assert state["residual"].dtype == torch.int16
+    assert state["exp_avg"].dtype == torch.float32
+    moved = merged_state_dict(model, optimizer)["2.weight"] - start
+    assert 2e-5 < moved.abs().mean() < 6e-5  # 50 steps of 1e-6, which BF16 at 1.0 cannot show
+
+
+def test_writes_from_outside_stay():
+    model, optimizer = _converted()
+    _train(model, optimizer, 2)
+    weight = model[1].weight
+    with torch.no_grad():
+        weight.data = torch.full_like(weight, 0.5)
+    assert (merged_state_dict(model, optimizer)["1.weight"] - 0.5).abs().max() <= 0.5 * 2**-8
+    _train(model, optimizer, 1, first=2)
+    assert (weight - 0.5).abs().max() < 0.01
+    weight.data = torch.full((128, 96), 0.25)  # float32: the user's dtype from now on
+    _train(model, optimizer, 1, first=3)
+    assert weight.dtype == torch.float32
+    assert "residual" not in optimizer.state[weight]
+    assert (weight - 0.25).abs().max() < 0.01
+    assert (weight - 0.25).abs().min() > 0
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_gradient_that_is_not_finite_shows_in_the_weights(value):
+    model, optimizer = _converted()
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    model[1].weight.grad[3, 5] = value
+    optimizer.step()
+    weight = model[1].weight
+    assert not weight[3, 5].isfinite()
+    assert weight[4:].isfinite().all()
+
+
+def test_grad_scaler_skips_a_step_and_leaves_the_states_untouched():
+    model, optimizer = _converted(fused=True)
+    scaler = torch.amp.GradScaler("cpu")
+    _train(model, optimizer, 2)
+    before = copy.deepcopy(optimizer.state_dict()["state"])
+    weights = copy.deepcopy(model.state_dict())
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(torch.tensor([1])).float().mean()
+    scaler.scale(loss).backward()
+    model[1].weight.grad[0, 0] = float("nan")
+    scaler.step(optimizer)
+    scaler.update()
+    after = optimizer.state_dict()["state"]
+    for i, state in before.items():
+        assert all(torch.equal(value, after[i][name]) for name, value in state.items())
+    assert all(torch.equal(v, weights[name]) for name, v in model.state_dict().items())

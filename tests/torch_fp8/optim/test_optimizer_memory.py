@@ -1,0 +1,156 @@
+"""The bytes that levels O2 and O3 promise, counted."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8, memory_report
+from torch_fp8.conversion.memory import expected_bytes_per_param
+from torch_fp8.nn.linear import Float8Linear
+from torch_fp8.nn.weight_cache import WatchedParameter
+
+CONFIGS = {
+    "O2": (FP8Config(), 7.2),
+    "O3": (FP8Config(opt_level="O3"), 6.2),
+    "O3, 4 residual bits": (FP8Config(opt_level="O3", residual_bits=4), 5.7),
+    "O3, released": (FP8Config(opt_level="O3", gradient_release=True), 5.2),
+}
+
+
+class _Storages(TorchDispatchMode):
+    """The bytes of all storages that operations made, alive now and at their peak."""
+
+    def __init__(self):
+        super().__init__()
+        self.alive = self.peak = 0
+        self._before = set()
+        self._tensors = {}  # address of a storage that was made here -> how many tensors have it
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        for value in tree_iter((args, kwargs)):
+            if type(value) in (torch.Tensor, nn.Parameter, WatchedParameter):
+                key = value.untyped_storage()._cdata
+                self._before |= {key} - self._tensors.keys()
+        result = function(*args, **(kwargs or {}))
+        for value in tree_iter(result):
+            if type(value) is torch.Tensor and value.untyped_storage()._cdata not in self._before:
+                self._see(value)
+        return result
+
+    def _see(self, tensor):
+        storage = tensor.untyped_storage()
+        key, size = storage._cdata, storage.nbytes()
+        if not self._tensors.get(key):
+            self.alive += size
+            self.peak = max(self.peak, self.alive)
+        self._tensors[key] = self._tensors.get(key, 0) + 1
+        weakref.finalize(tensor, self._gone, key, size)
+
+    def _gone(self, key, size):
+        self._tensors[key] -= 1
+        if not self._tensors[key]:
+            del self._tensors[key]
+            self.alive -= size
+
+
+def _layers(count=2, width=256):
+    model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(count)))
+    convert_to_float8(model)
+    return model
+
+
+def _backward(model, width=256):
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(torch.randn(8, width)).float().square().mean()
+    loss.backward()
+
+
+@pytest.mark.parametrize(("config", "most"), CONFIGS.values(), ids=CONFIGS)
+def test_bytes_of_converted_weights(config, most):
+    model = _layers()
+    optimizer = torch.optim.AdamW(model.parameters())
+    convert_optimizer(optimizer, config, model=model)
+    expected = expected_bytes_per_param(model, [optimizer])
+    stored = (256 * 256 * config.residual_bits // 8) * 2
+    assert memory_report(model, optimizer).master == stored  # before any step
+    _backward(model)
+    optimizer.step()
+    report = memory_report(model, optimizer)
+    assert report.bytes_per_param <= most
+    assert report.bytes_per_param == pytest.approx(float(expected.split()[0]), abs=0.006)
+    assert "16.00 before" in expected
+
+
+def test_a_convolution_has_as_few_scales_as_a_matrix():
+    model = nn.Conv2d(64, 64, 3, bias=False)
+    optimizer = torch.optim.AdamW(model.parameters())
+    convert_optimizer(optimizer, model=model)
+    model.weight.grad = torch.ones_like(model.weight)
+    optimizer.step()
+    # Weight and gradient are float32: a convolution is no FP8 layer.
+    assert memory_report(model, optimizer).bytes_per_param == 10.0625
+
+
+@pytest.mark.parametrize("level", ["O2", "O3", "O3, 4 residual bits"])
+def test_peak_within_a_step(level):
+    config, _ = CONFIGS[level]
+    model = _layers(count=64, width=384)  # the largest weight: 1.6 % of the parameters
+    optimizer = torch.optim.AdamW(model.parameters())
+    convert_optimizer(optimizer, config, model=model)
+    _backward(model, 384)
+    optimizer.step()
+    report = memory_report(model, optimizer)
+    optimizer.zero_grad()
+    _backward(model, 384)
+    gc.collect()
+    with _Storages() as storages:
+        optimizer.step()
+    assert storages.peak > 0
+    assert storages.peak <= 0.05 * report.total
+
+
+class _Llama8B(nn.Module):
+    """The parameters of Llama-3.1-8B, without its arithmetic."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed_tokens = nn.Embedding(128256, 4096)
+        shapes = [(4096, 4096), (4096, 1024), (4096, 1024), (4096, 4096)]  # (in, out)
+        shapes += [(4096, 14336), (4096, 14336), (14336, 4096)]
+        self.layers = nn.ModuleList(
+            nn.ModuleList([nn.Linear(*shape, bias=False) for shape in shapes]) for _ in range(32)
+        )
+        self.norms = nn.ParameterList(torch.ones(4096) for _ in range(65))
+        self.lm_head = nn.Linear(4096, 128256, bias=False)
+
+
+@pytest.mark.parametrize(
+    ("config", "most"),
+    [
+        (FP8Config(), 7.2),
+        (FP8Config(opt_level="O3"), 6.4),
+        (FP8Config(opt_level="O3", gradient_release=True), 5.5),
+    ],
+    ids=["O2", "O3", "O3, released"],
+)
+def test_bytes_of_the_layout_of_llama_3_1_8b(config, most):
+    with torch.device("meta"):
+        model = _Llama8B()
+    convert_to_float8(model, device="cpu")
+    optimizer = torch.optim.AdamW(model.parameters())
+    convert_optimizer(optimizer, config, model=model)
+    for parameter in model.parameters():
+        (parameter * 2).sum().backward()  # its gradient, and whatever backward does with it
+    optimizer.step()
+    report = memory_report(model, optimizer)
+    assert report.num_params == 8_030_261_248
+    assert report.bytes_per_param <= most
+    linears = [m.weight for m in model.modules() if isinstance(m, Float8Linear)]
+    converted = memory_report(model, optimizer, parameters=linears)
+    assert converted.num_params == 32 * 218_103_808
+    assert converted.bytes_per_param <= most - (0.2 if config.opt_level == "O3" else 0)

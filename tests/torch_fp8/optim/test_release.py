@@ -1,0 +1,285 @@
+"""Gradient release: the optimizer runs in backward."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.utils.checkpoint import checkpoint
+
+from torch_fp8 import (
+    FP8Config,
+    convert_optimizer,
+    convert_to_float8,
+    memory_report,
+    merged_state_dict,
+)
+from torch_fp8.nn.weight_cache import WatchedParameter
+
+
+class Tied(nn.Module):
+    """An embedding tied to the output, one layer used twice, a norm, a bias."""
+
+    def __init__(self, checkpointed=None):
+        super().__init__()
+        self.embedding = nn.Embedding(80, 64)
+        self.twice = nn.Linear(64, 64)
+        self.norm = nn.LayerNorm(64)
+        self.hidden = nn.Linear(64, 64, bias=False)
+        self.output = nn.Linear(64, 80, bias=False)
+        self.output.weight = self.embedding.weight
+        self._checkpointed = checkpointed
+
+    def block(self, x):
+        return self.norm(self.hidden(F.gelu(self.twice(x))))
+
+    def forward(self, tokens):
+        x = self.twice(self.embedding(tokens))
+        if self._checkpointed is None:
+            x = self.block(self.block(x))
+        else:
+            for _ in range(2):
+                x = checkpoint(self.block, x, **self._checkpointed)
+        return self.output(x)
+
+
+def _converted(model=None, cls=torch.optim.AdamW, **options):
+    torch.manual_seed(0)
+    model = model or Tied()
+    config = FP8Config(skip=(), **options)
+    convert_to_float8(model, config)
+    optimizer = cls(model.parameters(), lr=1e-2, weight_decay=0.1)
+    convert_optimizer(optimizer, config, model=model)
+    return model, optimizer
+
+
+def _backward(model, step):
+    tokens = torch.randint(0, 80, (32,), generator=torch.Generator().manual_seed(step))
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = F.cross_entropy(model(tokens).float(), tokens.roll(1))
+    loss.backward()
+    return loss
+
+
+def _train(model, optimizer, steps=5):
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+    for step in range(steps):
+        _backward(model, step)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+
+
+def _assert_equal(one, other):
+    merged, expected = merged_state_dict(*one), merged_state_dict(*other)
+    assert all(torch.equal(merged[name], value) for name, value in expected.items())
+    states = [optimizer.state_dict()["state"] for _, optimizer in (one, other)]
+    for i, state in states[1].items():
+        assert all(torch.equal(states[0][i][name], value) for name, value in state.items())
+
+
+@pytest.mark.parametrize("cls", [torch.optim.Adam, torch.optim.AdamW])
+@pytest.mark.parametrize("level", ["O2", "O3"])
+@pytest.mark.parametrize("checkpointed", [None, {"use_reentrant": False}], ids=str)
+def test_the_run_is_the_same_bit_for_bit(level, checkpointed, cls):
+    torch.manual_seed(1)
+    model = Tied(checkpointed)
+    kept = _converted(copy.deepcopy(model), cls, opt_level=level)
+    released = _converted(model, cls, opt_level=level, gradient_release=True)
+    _train(*kept)
+    _train(*released)
+    _assert_equal(released, kept)
+    steps = [state["step"].item() for state in released[1].state.values()]
+    assert steps == [5.0] * len(list(model.parameters()))
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_gradients_live_one_at_a_time(level):
+    layers = [nn.Linear(64, 64, bias=False) for _ in range(12)]
+    model = nn.Sequential(*layers)
+    alive = []
+    for layer in layers:
+        layer.weight.register_post_accumulate_grad_hook(
+            lambda _: alive.append(sum(m.weight.grad is not None for m in layers))
+        )
+    model, optimizer = _converted(model, opt_level=level, gradient_release=True)
+    assert not optimizer.state
+    with torch.autocast("cpu", torch.bfloat16):
+        model(torch.randn(8, 64)).float().sum().backward()
+    assert alive == [1] * 12
+    assert all(p.grad is None for p in model.parameters())
+    assert memory_report(model, optimizer).gradients == 0
+    assert len(optimizer.state) == 12
+    optimizer.step()
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_a_second_backward_before_the_step_is_refused():
+    model, optimizer = _converted(gradient_release=True)
+    _backward(model, 0)
+    with pytest.raises(RuntimeError, match=r"accumulation.*gradient_release=False"):
+        _backward(model, 1)
+    optimizer.step()
+    optimizer.zero_grad()
+    _backward(model, 2)
+
+
+CLIPS = {
+    "clip_grad_norm_": lambda p: nn.utils.clip_grad_norm_(p, 1.0),
+    "without foreach": lambda p: nn.utils.clip_grad_norm_(p, 1.0, foreach=False),
+    "clip_grad_value_": lambda p: nn.utils.clip_grad_value_(p, 1.0),
+}
+
+
+@pytest.mark.parametrize("clip", CLIPS.values(), ids=CLIPS)
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_whoever_clips_freed_gradients_is_told(clip, level):
+    model, optimizer = _converted(opt_level=level, gradient_release=True)
+    _backward(model, 0)
+    with pytest.raises(RuntimeError, match=r"clip_grad_norm_.*gradient_release=False"):
+        clip(list(model.parameters()))
+    optimizer.step()
+    assert all(type(p) in (nn.Parameter, WatchedParameter) for p in model.parameters())
+    assert nn.utils.clip_grad_norm_(model.parameters(), 1.0) == 0
+
+
+def test_a_released_parameter_can_be_copied_moved_and_given_a_gradient():
+    model, optimizer = _converted(gradient_release=True)
+    _backward(model, 0)
+    weight = model.hidden.weight
+    assert weight.grad is None
+    optimizer.zero_grad(set_to_none=False)
+    assert model.to("cpu") is model
+    copied = copy.deepcopy(model)
+    assert torch.equal(copied.hidden.weight, weight)
+    before = weight.detach().clone()
+    weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    assert not torch.equal(weight, before)
+    _backward(model, 1)
+    optimizer.zero_grad()
+    assert weight.grad is None
+
+
+def test_reentrant_checkpoints_of_a_shared_weight_are_refused():
+    model, _optimizer = _converted(Tied({"use_reentrant": True}), gradient_release=True)
+    with pytest.raises(RuntimeError, match="use_reentrant=True"):
+        _backward(model, 0)
+
+
+def test_reentrant_checkpoints_of_other_weights_are_no_matter():
+    def run(**options):
+        torch.manual_seed(0)
+        model, optimizer = _converted(
+            nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), **options
+        )
+        for step in range(3):
+            x = torch.randn(8, 64, generator=torch.Generator().manual_seed(step)).requires_grad_()
+            for layer in model:
+                with torch.autocast("cpu", torch.bfloat16):
+                    x = checkpoint(layer, x, use_reentrant=True)
+            x.float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return model, optimizer
+
+    _assert_equal(run(gradient_release=True), run())
+
+
+@pytest.mark.parametrize("unscale", [False, True])
+def test_grad_scaler_is_refused(unscale):
+    model, optimizer = _converted(gradient_release=True)
+    scaler = torch.amp.GradScaler("cpu")
+    tokens = torch.arange(8)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(tokens).float().mean()
+    scaler.scale(loss).backward()
+    if unscale:
+        scaler.unscale_(optimizer)
+    with pytest.raises(RuntimeError, match="GradScaler"):
+        scaler.step(optimizer)
+
+
+def test_closures_and_gradients_from_elsewhere():
+    model, optimizer = _converted(gradient_release=True)
+    losses = []
+
+    def closure():
+        optimizer.zero_grad()
+        losses.append(_backward(model, 0))
+        return losses[-1]
+
+    assert optimizer.step(closure) is losses[0]
+    assert optimizer.step(closure) < losses[0]
+    weight = model.hidden.weight
+    before = weight.detach().clone()
+    weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    assert not torch.equal(weight, before)
+    assert optimizer.state[weight]["step"] == 3
+
+
+def test_a_graph_that_needs_the_old_weight_says_so():
+    layer = nn.Linear(64, 64, bias=False)
+    model, _optimizer = _converted(nn.Sequential(layer), gradient_release=True)
+    x = torch.randn(8, 64, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        first, second = model(x).float().sum(), model(x).float().sum()
+    first.backward()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        second.backward()
+
+
+def test_a_stopped_run_goes_on():
+    kept = _converted()
+    released = _converted(gradient_release=True)
+    _train(*kept)
+    _train(*released)
+    state = copy.deepcopy((released[0].state_dict(), released[1].state_dict()))
+    resumed = _converted(gradient_release=True)
+    resumed[0].load_state_dict(state[0])
+    resumed[1].load_state_dict(state[1])
+    twin = copy.deepcopy(released)
+    for run in (kept, released, resumed, twin):
+        _train(*run)
+        _assert_equal(run, kept)
+
+
+def test_release_ends_with_the_configuration():
+    model, optimizer = _converted(gradient_release=True)
+    _train(model, optimizer, 1)
+    convert_optimizer(optimizer, FP8Config(skip=()), model=model)
+    _backward(model, 0)
+    _backward(model, 1)
+    assert all(p.grad is not None for p in model.parameters())
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_sharded_weights(level, tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
+        runs = []
+        for release in (False, True):
+            torch.manual_seed(0)
+            model = nn.Sequential(nn.Linear(64, 96), nn.LayerNorm(96), nn.Linear(96, 64))
+            for layer in (*model, model):
+                fully_shard(layer, mesh=mesh)
+            run = _converted(model, opt_level=level, gradient_release=release)
+            for step in range(3):
+                x = torch.randn(8, 64, generator=torch.Generator().manual_seed(step))
+                model(x).square().mean().backward()
+                assert all((p.grad is None) == release for p in model.parameters())
+                if release:
+                    with pytest.raises(RuntimeError, match="gradient_release=False"):
+                        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                run[1].step()
+                run[1].zero_grad()
+            runs.append(run)
+        for p, q in zip(*(model.parameters() for model, _ in runs), strict=True):
+            assert torch.equal(p.full_tensor(), q.full_tensor())
+    finally:
+        dist.destroy_process_group()

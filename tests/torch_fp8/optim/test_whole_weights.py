@@ -1,0 +1,127 @@
+"""Weights as a model is saved: joined, in the user's dtype, and split again bit for bit."""
+
+import pytest
+import torch
+from torch import nn
+
+from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8, merged_state_dict
+from torch_fp8.optim.whole_weights import split_loaded, whole_weights
+
+each_config = pytest.mark.parametrize(
+    "config",
+    [
+        FP8Config(),
+        FP8Config(residual_bits=4),
+        FP8Config(residual_bits=0),
+        FP8Config(opt_level="O3"),
+    ],
+    ids=lambda c: f"{c.opt_level} k={c.residual_bits}",
+)
+
+
+class Tied(nn.Module):
+    """An embedding whose weight is the output layer's, too; a layer of the user's in BF16."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(100, 64)
+        self.hidden = nn.Linear(64, 64)
+        self.own = nn.Linear(64, 64, dtype=torch.bfloat16)
+        self.head = nn.Linear(64, 100, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens):
+        return self.head(self.own(self.hidden(self.embedding(tokens))))
+
+
+def _trained(config, steps=3):
+    model = Tied()
+    convert_to_float8(model, config)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    convert_optimizer(optimizer, config, model=model)
+    _step(model, optimizer, *range(steps))
+    return model, optimizer
+
+
+def _step(model, optimizer, *numbers):
+    losses = []
+    for number in numbers:
+        generator = torch.Generator().manual_seed(number)
+        tokens = torch.randint(0, 100, (16,), generator=generator)
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(tokens).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@each_config
+def test_a_model_shows_whole_weights_of_the_users_dtype(config):
+    model, optimizer = _trained(config)
+    parameters = dict(model.named_parameters())
+    expected = merged_state_dict(model, optimizer)
+    with whole_weights(model, [optimizer]) as joined:
+        assert joined == 2  # the tied one once
+        state = model.state_dict()
+        assert model.head.weight is model.embedding.weight
+        assert next(model.parameters()).dtype == torch.float32
+    assert {name for name, t in state.items() if t.dtype == torch.bfloat16} == {
+        "own.weight",
+        "own.bias",
+    }
+    for name, tensor in state.items():
+        own = tensor.dtype == torch.bfloat16
+        assert torch.equal(tensor, parameters[name] if own else expected[name])
+    assert all(p is parameters[name] for name, p in model.named_parameters())
+    assert model.embedding.weight.dtype == torch.bfloat16
+
+
+def test_the_parameters_are_back_after_an_error():
+    model, optimizer = _trained(FP8Config(), steps=0)
+    before = list(model.parameters())
+    with pytest.raises(KeyboardInterrupt), whole_weights(model, [optimizer]):
+        raise KeyboardInterrupt
+    assert all(p is q for p, q in zip(before, model.parameters(), strict=True))
+
+
+def test_training_goes_on_as_if_nothing_had_been_saved():
+    expected = _step(*_trained(FP8Config(opt_level="O3")), 3, 4)
+    model, optimizer = _trained(FP8Config(opt_level="O3"))
+    with whole_weights(model, [optimizer]):
+        model.state_dict()
+    assert _step(model, optimizer, 3, 4) == expected
+
+
+@each_config
+def test_whole_weights_that_are_loaded_fall_into_the_same_parts(config):
+    model, optimizer = _trained(config)
+    # Ties of the rounding to BF16, which a plain copy would round to even: another weight.
+    for _, _, parameter in optimizer.indexed_parameters():
+        residual = optimizer.residual_of(parameter)
+        if residual is not None and config.residual_bits == 8:
+            residual.fill_(-128)
+    with whole_weights(model, [optimizer]):
+        saved = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    weights = [p.clone() for p in model.parameters()]
+    residuals = [_residual(optimizer, p) for p in model.parameters()]
+
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    model.load_state_dict(split_loaded(model, [optimizer], saved))
+    assert all(map(torch.equal, weights, model.parameters()))
+    for before, parameter in zip(residuals, model.parameters(), strict=True):
+        after = _residual(optimizer, parameter)
+        assert (before is None and after is None) or torch.equal(before, after)
+
+    if config.residual_bits == 8:  # the control
+        model.load_state_dict(saved)
+        assert not all(map(torch.equal, weights, model.parameters()))
+
+
+def _residual(optimizer, parameter):
+    residual = optimizer.residual_of(parameter)
+    return None if residual is None else residual.clone()

@@ -1,0 +1,40 @@
+import math
+
+import pytest
+import torch
+
+from torch_fp8.quantization.formats import E4M3
+from torch_fp8.quantization.metrics import (
+    saturation_fraction,
+    sqnr_db,
+    underflow_fraction,
+    worst_row_sqnr_db,
+)
+
+
+def test_sqnr_of_a_known_error():
+    x = torch.ones(4, 8)
+    assert sqnr_db(x, x * 0.9) == pytest.approx(20.0, abs=1e-4)
+    assert sqnr_db(x, x) == math.inf
+
+
+def test_worst_row_sees_what_the_global_figure_does_not():
+    x = torch.ones(4, 8) * torch.tensor([1.0, 1000.0, 1000.0, 1000.0])[:, None]
+    y = x.clone()
+    y[0] *= 0.5
+    assert sqnr_db(x, y) > 60
+    assert worst_row_sqnr_db(x, y) == pytest.approx(6.02, abs=0.01)
+
+
+def test_worst_row_ignores_rows_of_zeros():
+    x = torch.zeros(2, 4)
+    x[1] = 1
+    assert worst_row_sqnr_db(x, x * 0.9) == pytest.approx(20.0, abs=1e-4)
+
+
+def test_fractions():
+    x = torch.tensor([0.0, 1.0, 2.0, 3.0])
+    assert underflow_fraction(x, torch.tensor([0.0, 0.0, 2.0, 3.0])) == pytest.approx(1 / 3)
+    assert underflow_fraction(torch.zeros(3), torch.zeros(3)) == 0
+    payload = torch.tensor([448.0, -448.0, 1.0, 0.0]).to(E4M3.dtype)
+    assert saturation_fraction(payload, E4M3) == 0.5

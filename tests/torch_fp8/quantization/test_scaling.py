@@ -1,0 +1,118 @@
+import math
+
+import pytest
+import torch
+
+from torch_fp8.quantization.formats import E4M3, E5M2, MIN_SCALE
+from torch_fp8.quantization.scaling import (
+    delayed_scale,
+    push_amax,
+    round_up_to_power_of_two,
+    scale_from_amax,
+    tensor_amax,
+)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_amax_is_exact_and_sees_nan(dtype):
+    x = torch.randn(33, 17).to(dtype)
+    assert tensor_amax(x).dtype == torch.float32
+    assert tensor_amax(x) == x.float().abs().max()
+    x[3, 4] = math.nan
+    assert tensor_amax(x).isnan()
+    x[3, 4] = -math.inf
+    assert tensor_amax(x) == math.inf
+    assert tensor_amax(x[:0]) == 0
+
+
+def test_the_largest_element_lands_on_the_largest_number():
+    amax = torch.tensor([1.0, 3.7, 1e-20, 1e20])
+    assert torch.equal(scale_from_amax(amax, E4M3), amax / 448)
+    assert torch.equal(scale_from_amax(amax, E5M2), amax / 57344)
+
+
+def test_edges_of_the_scale():
+    amax = torch.tensor([0.0, 1e-44, math.inf, math.nan])
+    for power_of_two in (False, True):
+        scale = scale_from_amax(amax, E4M3, power_of_two)
+        assert scale[0] == 1
+        assert scale[1] == MIN_SCALE
+        assert scale[2] == math.inf
+        assert scale[3].isnan()
+
+
+def test_rounding_up_to_powers_of_two_is_exact():
+    x = torch.tensor([1.0, 1.0000001, 0.75, 3.0, 2.0**-100, 2.0**100 * 1.5])
+    expected = torch.tensor([1.0, 2.0, 1.0, 4.0, 2.0**-100, 2.0**101])
+    assert torch.equal(round_up_to_power_of_two(x), expected)
+    random = torch.rand(1000).exp() * 10.0 ** torch.randint(-30, 30, (1000,))
+    up = round_up_to_power_of_two(random)
+    assert torch.equal(torch.frexp(up).mantissa, torch.full((1000,), 0.5))
+    assert ((up >= random) & (up < 2 * random)).all()
+
+
+def test_power_of_two_scales_are_exact_in_e8m0():
+    scale = scale_from_amax(torch.rand(1000) * 10.0 ** torch.randint(-30, 30, (1000,)), E4M3, True)
+    assert torch.equal(scale.to(torch.float8_e8m0fnu).float(), scale)
+
+
+def test_delayed_scale_follows_the_history():
+    history = torch.tensor([2.0, 8.0, 4.0, 0.0])
+    now = torch.tensor(100.0)
+    assert delayed_scale(history, now, E4M3, "max", 0) == torch.tensor(8.0) / 448
+    assert delayed_scale(history, now, E4M3, "most_recent", 0) == torch.tensor(2.0) / 448
+    assert delayed_scale(history, now, E4M3, "max", 2) == torch.tensor(32.0) / 448
+
+
+def test_an_empty_history_means_current_scaling():
+    scale = delayed_scale(torch.zeros(4), torch.tensor(3.0), E5M2, "max", 0)
+    assert scale == torch.tensor(3.0) / 57344
+
+
+def test_history_shifts_and_survives_a_bad_batch():
+    history = torch.zeros(3)
+    for amax in (1.0, 2.0, math.inf, math.nan, 4.0):
+        push_amax(history, torch.tensor(amax), "max")
+    assert history.tolist() == [4.0, 2.0, 2.0]
+
+
+def _pushed(amaxes, algorithm="max", length=4):
+    history = torch.zeros(length)
+    for amax in amaxes:
+        push_amax(history, torch.tensor(amax), algorithm)
+    return history
+
+
+def test_one_finite_outlier_does_not_move_the_scale():
+    """It would leave nothing but zeros of what is usual, until the history has forgotten it."""
+    history = _pushed([2.0, 3.0, 1e38, 1.0])
+    assert history.abs().tolist() == [1.0, 3.0, 3.0, 2.0]
+    assert delayed_scale(history, torch.tensor(9.0), E4M3, "max", 0) == torch.tensor(3.0) / 448
+    # The next one is a lone one again.
+    assert _pushed([2.0, 3.0, 1e38, 1.0, 1e38, math.inf]).abs().amax() == 3
+
+
+def test_what_is_as_large_again_is_no_outlier():
+    assert _pushed([2.0, 1e6, 1e6]).tolist() == [1e6, -2.0, 2.0, 0.0]
+    assert _pushed([2.0, 1e6, math.nan, 1e6]).tolist() == [1e6, -2.0, -2.0, 2.0]
+    assert _pushed([1e38])[0] == torch.tensor(1e38)  # nothing to compare it with
+
+
+@pytest.mark.parametrize("algorithm", ["max", "most_recent"])
+def test_ordinary_amaxes_are_recorded_as_transformer_engine_does(algorithm):
+    """Up to 4,096 times the largest so far, and zeros, in any order."""
+    generator = torch.Generator().manual_seed(0)
+    ours, theirs = torch.zeros(16), torch.zeros(16)
+    for step in range(200):
+        amax = torch.rand((), generator=generator) * 2.0 ** (step % 23 - 11)
+        amax = amax if step % 7 else torch.zeros(())
+        if theirs.amax() > 0:
+            amax = amax.clamp(max=4096 * theirs.amax())
+        push_amax(ours, amax, algorithm)
+        theirs = torch.cat([amax[None], theirs[:-1]])
+        assert torch.equal(ours, theirs)
+
+
+def test_the_most_recent_amax_needs_no_bound():
+    """A scale from it is the outlier's for one step only."""
+    assert _pushed([2.0, 1e38], "most_recent")[0] == torch.tensor(1e38)

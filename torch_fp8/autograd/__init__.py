@@ -1,0 +1,1 @@
+"""Autograd functions, and checkpoints that repeat what was not saved."""

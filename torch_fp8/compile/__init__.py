@@ -1,0 +1,1 @@
+"""What `torch.compile` is given, so that casts fuse into their producers."""

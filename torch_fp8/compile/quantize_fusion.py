@@ -1,0 +1,226 @@
+"""In a graph that torch.compile traces, a producer's result is cast by the producer itself.
+
+There norms, gated products and their gradients are plain tensors (`ProducedActivation` is for eager
+code), which linear layers cast by ``torch_fp8::quantize_2d``. While that operator is traced, it
+looks up in the graph what made its input. If that is a producer, with nothing but views in between,
+the producer's operator that emits FP8 takes its place; a 16-bit tensor that nobody else reads is
+dropped as dead code. Forward and backward are traced alike, and the bytes are the same.
+
+Not fused is what eager code does not fuse either. What delayed scaling casts with a history that it
+writes is told in `torch_fp8.compile.delayed_quantize_fusion`.
+"""
+
+import operator
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensor
+from torch.fx import Node, Proxy
+from torch.fx.experimental.proxy_tensor import (
+    ProxyTorchDispatchMode,
+    disable_proxy_modes_tracing,
+    get_proxy_slot,
+    track_tensor_tree,
+)
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.fx.traceback import get_current_meta
+
+# They define the operators.
+import torch_fp8.ops.gate_up
+import torch_fp8.ops.quantize
+import torch_fp8.ops.rms_norm
+import torch_fp8.ops.swiglu
+import torch_fp8.ops.swiglu_backward  # noqa: F401
+
+_aten: Any = torch.ops.aten
+_ops: Any = torch.ops.torch_fp8
+VIEWS = (
+    _aten.view.default,
+    _aten._unsafe_view.default,
+    _aten.alias.default,
+    _aten.detach.default,
+)
+
+
+class _Cast(NamedTuple):
+    """The arguments of ``torch_fp8::quantize_2d`` but its input, the scale as a node."""
+
+    scale: Node | None
+    dtype: torch.dtype
+    granularity: str
+    power_of_two: bool
+    row: bool
+    col: bool
+
+    @property
+    def needs_amax(self) -> bool:
+        """Whether its scale is made from the amax of the tensor at hand."""
+        return self.granularity == "tensorwise" and self.scale is None
+
+    def is_made_by(self, scale: Any, *how: Any) -> bool:
+        """Whether a cast with these arguments has all that this one asks for."""
+        row, col = how[3:5]
+        return (scale, *how[:3]) == self[:4] and row >= self.row and col >= self.col
+
+
+class Call(NamedTuple):
+    """An operator that takes the place of a cast.
+
+    Attributes:
+        func, args: of it; tensors as nodes.
+        first: which of its results is the first of the cast's four.
+    """
+
+    func: Any
+    args: tuple[Any, ...]
+    first: int = 0
+
+
+class Trace:
+    """The graph so far, of a mode that traces."""
+
+    def __init__(self, mode: ProxyTorchDispatchMode) -> None:
+        self.tracer = mode.tracer
+
+    def node_of(self, x: Tensor) -> Node | None:
+        """What stands for a tensor in the graph."""
+        slot = get_proxy_slot(x, self.tracer, None)
+        return None if slot is None else slot.proxy.node
+
+    def source_of(self, x: Tensor) -> Node | None:
+        """The call whose result x is, of the same shape, whatever views lie in between."""
+        node = self.node_of(x)
+        while node is not None and node.target in VIEWS:
+            node = _as_node(node.args[0])
+        shape = getattr(None if node is None else node.meta.get("val"), "shape", ())
+        same = len(shape) == x.ndim and all(
+            statically_known_true(a == b) for a, b in zip(shape, x.shape, strict=True)
+        )
+        return node if same else None
+
+    def calls(self, func: Any, *args: Any) -> Iterator[Node]:
+        """Calls ``func(*args, ...)`` in the graph, of the checkpointed region at hand, if any."""
+        region = get_current_meta().get("ac_graph_id")
+        for user in args[0].users:
+            alike = user.target is func and user.args[: len(args)] == args
+            if alike and user.meta.get("ac_graph_id") == region:
+                yield user
+
+    def results(self, call: Call) -> Any:
+        """Of a call that is in the graph already, or is put there."""
+        made = next(self.calls(call.func, *call.args), None)
+        if made is None:
+            args = tuple(Proxy(a, self.tracer) if isinstance(a, Node) else a for a in call.args)
+            proxy = self.tracer.create_proxy("call_function", call.func, args, {})
+        else:
+            proxy = Proxy(made, self.tracer)
+        with disable_proxy_modes_tracing():
+            values = call.func(*(a.meta["val"] if isinstance(a, Node) else a for a in call.args))
+        return track_tensor_tree(values, proxy, constant=None, tracer=self.tracer)
+
+    def node_of_call(self, call: Call) -> Node:
+        """The call itself, likewise."""
+        self.results(call)
+        return next(self.calls(call.func, *call.args))
+
+    def tensor_of(self, node: Node) -> Tensor:
+        """A tensor that a node stands for."""
+        with disable_proxy_modes_tracing():
+            value = node.meta["val"].clone()
+        proxy = Proxy(node, self.tracer)
+        tensor: Tensor = track_tensor_tree(value, proxy, constant=None, tracer=self.tracer)
+        return tensor
+
+
+def _trace_cast(
+    mode: ProxyTorchDispatchMode, func: Any, types: Any, args: tuple[Any, ...], kwargs: Any
+) -> Any:
+    """What tracing does with ``torch_fp8::quantize_2d``."""
+    x, scale, *how = args
+    call = None
+    if isinstance(x, FakeTensor) and len(how) == 5:  # a sixth would be the amax, known already
+        trace = Trace(mode)
+        call = _fused(trace, trace.source_of(x), scale, how)
+    if call is None:
+        return mode.__torch_dispatch__(func, types, args, kwargs)
+    return trace.results(call)[call.first : call.first + 4]
+
+
+def _fused(trace: Trace, source: Node | None, scale: Tensor | None, how: list[Any]) -> Call | None:
+    cast = _Cast(None if scale is None else trace.node_of(scale), *how)
+    if source is None or (cast.scale is None) != (scale is None):
+        return None
+    if source.target is operator.getitem:
+        source, i = source.args
+        return _of_gradients(trace, source, i, cast) if source.target is SWIGLU_BACKWARD else None
+    fuse = _PRODUCERS.get(source.target)
+    return None if fuse is None else fuse(trace, source, cast)
+
+
+def _of_norm(trace: Trace, norm: Node, cast: _Cast) -> Call | None:
+    x, weight, rstd, offset, out_dtype = norm.args
+    # What made rstd has the rest of it as well.
+    once, statistics = _ops.rms_norm_quantize_once.default, _ops.rms_norm_statistics.default
+    for made in trace.calls(once, x, weight):
+        of_it = made in rstd.args and made.args[3:5] == (offset, out_dtype)
+        if of_it and cast.is_made_by(*made.args[5:11]):
+            return Call(once, made.args)
+    amax = None
+    if cast.needs_amax:
+        for made in trace.calls(statistics, x, weight):
+            if made in rstd.args and made.args[3:5] == (offset, out_dtype):
+                amax = result(made, 1)
+        if amax is None:
+            return None
+    args = (x, weight, rstd, offset, out_dtype, amax, *cast)
+    return Call(_ops.rms_norm_quantize.default, args)
+
+
+def _of_product(trace: Trace, product: Node, cast: _Cast) -> Call | None:
+    amax, quantized = None, _ops.swiglu_quantize.default
+    if cast.needs_amax:
+        for save in trace.calls(_ops.swiglu_save.default, *product.args):
+            amax = result(save, 4)
+        if amax is None:
+            return None
+    for made in trace.calls(quantized, *product.args, amax):
+        if cast.is_made_by(*made.args[4:10]):
+            return Call(quantized, made.args)
+    return Call(quantized, (*product.args, amax, *cast, False))
+
+
+def _of_gradients(trace: Trace, backward: Node, i: int, cast: _Cast) -> Call | None:
+    if cast.granularity == "rowwise" or cast.scale is not None:
+        return None
+    amax = _amax(trace, _ops.swiglu_backward_amax.default, backward.args, cast)
+    args = (*backward.args, amax, *cast)
+    return Call(_ops.swiglu_backward_quantize.default, args, 4 * i)
+
+
+def _of_joined_gradient(trace: Trace, backward: Node, cast: _Cast) -> Call | None:
+    amax = _amax(trace, _ops.gate_up_backward_amax.default, backward.args[:7], cast)
+    return Call(_ops.gate_up_backward_quantize.default, (*backward.args, amax, *cast))
+
+
+def _amax(trace: Trace, func: Any, args: tuple[Any, ...], cast: _Cast) -> Node | None:
+    return trace.node_of(trace.results(Call(func, args))) if cast.needs_amax else None
+
+
+def _as_node(argument: Any) -> Node | None:
+    return argument if isinstance(argument, Node) else None
+
+
+def result(call: Node, i: int) -> Node:
+    """One of the results of a call, which tracing has put beside it."""
+    return next(n for n in call.users if n.target is operator.getitem and n.args[1] == i)
+
+
+SWIGLU_BACKWARD = _ops.swiglu_backward.default
+_PRODUCERS: dict[Any, Callable[[Trace, Node, _Cast], Call | None]] = {
+    _ops.rms_norm.default: _of_norm,
+    _ops.swiglu.default: _of_product,
+    _ops.gate_up_backward.default: _of_joined_gradient,
+}
+torch.library.register_torch_dispatch("torch_fp8::quantize_2d", ProxyTorchDispatchMode, _trace_cast)

@@ -1,0 +1,1 @@
+"""A model that becomes FP8: selection, fused layers, recipes, reports."""

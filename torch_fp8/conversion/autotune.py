@@ -1,0 +1,253 @@
+"""Which recipe ``auto`` stands for: the one that is the fastest on the layers of this model.
+
+At conversion each distinct shape among the linear layers that FP8 could run is timed on the device,
+with each candidate and in BF16 (`torch_fp8.conversion.layer_benchmark`). The model gets one recipe,
+with which its layers take the least time together; a layer that is no faster with it than in BF16
+stays in BF16, and counts as that. Frozen layers are timed as trained ones are, so that a model and
+its frozen copy run alike.
+
+One rank measures for all (`torch_fp8.distributed.config_check.answer_of_one`). Where nothing is
+measured ``auto`` is `torch_fp8.ops.hardware.resolve_auto`'s.
+"""
+
+import json
+import warnings
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Shard
+
+from torch_fp8.config import FP8Config
+from torch_fp8.conversion.layer_benchmark import (
+    Card,
+    Kept,
+    LayerShape,
+    LayerTimes,
+    kept_weights,
+    layer_times,
+)
+from torch_fp8.distributed.config_check import answer_of_one, can_ask
+from torch_fp8.distributed.fsdp.split_weights import param_groups
+from torch_fp8.distributed.tensor_parallel.styles import gathers_features
+from torch_fp8.ops.hardware import resolve_auto, runs_natively
+from torch_fp8.quantization.recipe import E4M3_ONLY, Recipe, make_recipe
+
+CANDIDATES = ("tensorwise", "rowwise", "blockwise")
+"""Recipes with the loss of BF16 whose scales are the tensors' own: what they give does not hang on
+the steps before, as with ``delayed``."""
+MARGIN = 0.02
+"""FP8 has to take this share less time than BF16: noise is not to decide, and BF16 is exact."""
+
+
+@dataclass(frozen=True)
+class RecipeChoice:
+    """What ``auto`` chose, and why.
+
+    Attributes:
+        recipe: its name.
+        tokens: that were measured with.
+        speedups: by recipe, the time of all layers in BF16 over theirs with it, those left in BF16
+            included; empty if nothing was measured.
+        left: by qualified name, why a layer stays in BF16.
+        not_measured: why nothing was measured; None: it was.
+    """
+
+    recipe: str
+    tokens: int
+    speedups: Mapping[str, float] = field(default_factory=dict)
+    left: Mapping[str, str] = field(default_factory=dict)
+    not_measured: str | None = None
+
+    @property
+    def label(self) -> str:
+        """Of its line in a summary."""
+        return "measured" if self.not_measured is None else "auto"
+
+    def __str__(self) -> str:
+        if self.not_measured is not None:
+            return f"takes {self.recipe} here without measuring: {self.not_measured}"
+        rest = [f"{n} {ratio:.2f}" for n, ratio in self.speedups.items() if n != self.recipe]
+        others = f" ({', '.join(rest)})" if rest else ""
+        return (
+            f"{self.recipe} {self.speedups[self.recipe]:.2f} times as fast as BF16{others}, linear "
+            f"layers alone, forward and backward of {self.tokens} tokens"
+        )
+
+
+def choose_recipe(
+    model: nn.Module, layers: Mapping[str, nn.Linear], config: FP8Config, device: torch.device
+) -> RecipeChoice:
+    """The recipe for ``config.recipe == "auto"``; a failure to measure is a warning.
+
+    Args:
+        model: that is to be converted.
+        layers: of these by qualified name, those that FP8 can run.
+        config: whose options each candidate gets.
+        device: where the model will run.
+    Raises:
+        RuntimeError: see `torch_fp8.distributed.config_check.answer_of_one`.
+    """
+    default, names = resolve_auto(device), candidates(config, device)
+    by_tensor = config.communication != "off" and any(map(gathers_features, layers.values()))
+    if by_tensor:
+        names = tuple(name for name in names if name == "tensorwise")
+    reason = _why_not_measured(config, names) if layers else "there is no layer to measure"
+    if reason is not None:
+        return RecipeChoice(default, config.tokens, not_measured=reason)
+    shapes = layer_shapes(model, layers)
+    distinct = sorted(set(shapes.values()), key=repr)
+    recipes = tuple(recipe_of(config, name) for name in names)
+    sharded = any(isinstance(layer.weight, DTensor) for layer in layers.values())
+    kept = None if sharded else kept_weights(config)
+    options = (config.tokens, config.wgrad, config.grad_format, config.fast_accum, kept, by_tensor)
+    answer: dict[str, Any] = json.loads(
+        answer_of_one(
+            repr((options, distinct)),
+            lambda: json.dumps(_measured(device, distinct, config.tokens, recipes, kept, default)),
+        )
+    )
+    if "failure" in answer:
+        return RecipeChoice(default, config.tokens, not_measured=answer["failure"])
+    times = [LayerTimes(*of_shape) for of_shape in answer["times"]]
+    return _choice(shapes, dict(zip(distinct, times, strict=True)), config.tokens)
+
+
+def candidates(config: FP8Config, device: torch.device) -> tuple[str, ...]:
+    """The recipes that a measurement on `device` is to decide between; none: there is nothing to.
+
+    Args:
+        config: with a recipe other than ``auto``, with ``emulate`` or with Transformer Engine there
+            are none.
+        device: none but on a CUDA device that runs them natively.
+    """
+    if config.recipe != "auto" or config.emulate or config.backend != "torch":
+        return ()
+    names = [n for n in CANDIDATES if not (config.grad_format == "e5m2" and n in E4M3_ONLY)]
+    return tuple(name for name in names if runs_natively(device, name))
+
+
+def recipe_of(config: FP8Config, name: str) -> Recipe:
+    """The recipe `name` with the options of `config`."""
+    return make_recipe(
+        name,
+        wgrad=config.wgrad,
+        grad_format=config.grad_format,
+        fast_accum=config.fast_accum,
+        power_of_two_weights=bool(config.cache_weights),
+    )
+
+
+def layer_shapes(model: nn.Module, layers: Mapping[str, nn.Linear]) -> dict[str, LayerShape]:
+    """By qualified name, the shape of the GEMMs that each layer runs on one rank.
+
+    Of a weight that tensor parallelism has sharded it is the largest part; one that FSDP2 has
+    sharded is whole when it is multiplied.
+    """
+    gathered = {
+        owner: tuple(param._orig_size)
+        for module in model.modules()
+        if isinstance(module, FSDPModule)
+        for group in param_groups(module)
+        for param in group.fsdp_params
+        for owner in (param._module_info.module, *param._module_info.shared_modules)
+        if len(param._orig_size) == 2
+    }
+    shapes = {}
+    for name, layer in layers.items():
+        rows, cols = gathered.get(layer) or _largest_part(layer.weight)
+        if not isinstance(layer, nn.Linear):  # Conv1D's weight is (K, N)
+            rows, cols = cols, rows
+        dtype = layer.weight.dtype
+        # Float32 weights are multiplied in BF16 under autocast, and become it at O2.
+        dtype = dtype if dtype.itemsize == 2 else torch.bfloat16
+        shapes[name] = LayerShape(rows, cols, layer.bias is not None, dtype)
+    return shapes
+
+
+def _largest_part(weight: torch.Tensor) -> tuple[int, ...]:
+    size = list(weight.shape)
+    if isinstance(weight, DTensor):
+        for axis, placement in enumerate(weight.placements):
+            if isinstance(placement, Shard):
+                size[placement.dim] = -(-size[placement.dim] // weight.device_mesh.size(axis))
+    return tuple(size)
+
+
+def _why_not_measured(config: FP8Config, names: Sequence[str]) -> str | None:
+    if config.backend != "torch":
+        return "Transformer Engine has casts of its own"
+    if config.emulate:
+        return "emulate=True"
+    if not names:
+        return "FP8 is emulated here"
+    if not can_ask():
+        return "the ranks of this process group cannot agree on what one of them measures"
+    return None
+
+
+def _measured(
+    device: torch.device,
+    shapes: Sequence[LayerShape],
+    tokens: int,
+    recipes: tuple[Recipe, ...],
+    kept: Kept,
+    default: str,
+) -> dict[str, Any]:
+    """``{"times": [LayerTimes of each shape]}``, or ``{"failure": why there are none}``."""
+    times, failure = [], None
+    for shape in shapes:
+        try:
+            times.append(layer_times(Card.of(device), shape, tokens, recipes, kept))
+        except Exception as error:
+            line = (str(error).strip().splitlines() or [""])[0][:200]
+            failure = f"timing a layer of {shape} failed ({type(error).__name__}: {line})"
+            break
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # what was measured with is not needed again
+    if failure is None:
+        return {"times": times}
+    warnings.warn(
+        f"FP8Config(recipe='auto') runs {default!r}, unmeasured: {failure}. Name a recipe to have "
+        f"nothing measured, or fewer tokens than {tokens}",
+        stacklevel=2,
+    )
+    return {"failure": failure}
+
+
+def _choice(
+    shapes: Mapping[str, LayerShape], times: Mapping[LayerShape, LayerTimes], tokens: int
+) -> RecipeChoice:
+    counts = Counter(shapes.values())
+    plain = sum(count * times[shape].plain for shape, count in counts.items())
+    names = next(iter(times.values())).fp8
+    total = {
+        name: sum(count * _as_it_runs(times[shape], name) for shape, count in counts.items())
+        for name in names
+    }
+    best = min(total, key=lambda name: total[name])
+    left = {
+        name: _slower(shape, times[shape], best, tokens)
+        for name, shape in shapes.items()
+        if not _is_faster(times[shape], best)
+    }
+    speedups = {name: plain / total[name] for name in names}
+    return RecipeChoice(best, tokens, speedups, left)
+
+
+def _is_faster(times: LayerTimes, recipe: str) -> bool:
+    return times.fp8[recipe] < (1 - MARGIN) * times.plain
+
+
+def _as_it_runs(times: LayerTimes, recipe: str) -> float:
+    return times.fp8[recipe] if _is_faster(times, recipe) else times.plain
+
+
+def _slower(shape: LayerShape, times: LayerTimes, recipe: str, tokens: int) -> str:
+    plain, fp8 = (f"{1e6 * t:.0f}" for t in (times.plain, times.fp8[recipe]))
+    name = "BF16" if shape.dtype == torch.bfloat16 else "FP16"
+    return f"{shape} is no faster in FP8: {fp8} against {plain} us in {name} at {tokens} tokens"

@@ -1,0 +1,367 @@
+"""Verbs on a model: `convert_to_float8`, `revert`, and the scaling state of delayed scaling.
+
+Conversion swaps ``__class__`` in place. The Parameter objects stay the same, so whatever holds them
+(an optimizer, a tied module, FSDP's maps, a state dict) never notices.
+"""
+
+import copy
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from torch_fp8.config import FP8Config, config_or_default
+from torch_fp8.conversion.autotune import choose_recipe, recipe_of
+from torch_fp8.conversion.fused_layers import convert_producers, revert_producers
+from torch_fp8.conversion.report import ConversionReport, SkippedModule, matmul_flops
+from torch_fp8.distributed.ddp.fp8_lm import (
+    automatic_scaling_state,
+    set_automatic_scaling,
+    take_automatic_scaling_state,
+)
+from torch_fp8.distributed.tensor_parallel.styles import check_style
+from torch_fp8.nn.class_swap import add_mixin, remove_mixin, unwrapped_name
+from torch_fp8.nn.conv1d import Float8Conv1D
+from torch_fp8.nn.layer_filter import (
+    expert_weights,
+    high_precision_modules,
+    is_linear,
+    matches,
+    skip_reason,
+)
+from torch_fp8.nn.linear import Float8Layer, Float8Linear
+from torch_fp8.nn.transformer_engine import (
+    NOT_SHARDED,
+    check_transformer_engine,
+    runs_recipe,
+    unaligned,
+)
+from torch_fp8.nn.transformer_engine_linear import TransformerEngineLinear, place_regions
+from torch_fp8.nn.weight_cache import unwatch
+from torch_fp8.ops.hardware import check_device, resolve_auto, runs_natively
+from torch_fp8.optim.embedding_dtype import restore_output_dtype
+from torch_fp8.quantization.recipe import Recipe
+
+_SCALING = ("amax_history", "last_scale")
+_MIXINS = (TransformerEngineLinear, Float8Linear, Float8Conv1D)
+
+
+def convert_to_float8(
+    model: nn.Module,
+    config: FP8Config | str | None = None,
+    *,
+    device: torch.device | str | None = None,
+) -> ConversionReport:
+    """Make the linear layers of `model` run their GEMMs in FP8, in place.
+
+    Converted are ``nn.Linear``, subclasses of it that compute the same, transformers' ``Conv1D``,
+    FSDP2's dynamic classes of these, and what stands between them: RMSNorms and gated MLPs, found
+    by what they compute. Never converted: LoRA adapters, and what `config.skip` names. Parameters,
+    tying, ``requires_grad`` and ``state_dict`` keys stay as they are. Converting again is harmless;
+    another config replaces the first. `revert` undoes it.
+
+    Args:
+        model: any module, also itself an ``nn.Linear``.
+        config: or the name of a recipe. None: ``TORCH_FP8_CONFIG`` if set, else ``FP8Config()``.
+        device: where the model will run, for the check of its capability, and where recipe
+            ``auto`` measures (`torch_fp8.conversion.autotune`). None: where it is.
+    Returns:
+        What was converted, what was skipped and why, the share of matmul FLOPs in FP8.
+    Raises:
+        ValueError: nothing to convert; a device that cannot run the recipe (see
+            `torch_fp8.ops.hardware.check_device`); with Transformer Engine, sharded weights. A
+            `skip` pattern that matches nothing is no error: the report names it.
+        TypeError: a model that is no module, or a configuration that is none.
+        ImportError: Transformer Engine is asked for and is not installed.
+        RuntimeError: another rank was to measure for this one, and has not finished in time.
+    """
+    config = config_or_default(config)
+    _check_model(model)
+    target = torch.device(device) if device is not None else _device_of(model)
+    recipe = check_config(config, target)
+    is_te = _is_te(config)
+    if is_te and any(isinstance(p, DTensor) for p in model.parameters()):
+        raise ValueError(NOT_SHARDED)
+    plan = list(_plan(model, config, recipe))
+    linears = {name: module for name, module, reason in plan if reason is None}
+    choice = None
+    if config.recipe == "auto":
+        choice = choose_recipe(model, linears, config, target)
+        if choice.not_measured is None:
+            recipe = recipe_of(config, choice.recipe)
+            check_device(target, recipe.name, config.emulate)  # another rank's card may be better
+    left = {} if choice is None else choice.left
+    emulate = config.emulate and not runs_natively(target, recipe.name)
+
+    converted, skipped = [], []
+    for name, module, reason in plan:
+        reason = left.get(name) if reason is None else reason
+        if reason is None:
+            _to_float8(module, name, config, recipe, emulate)
+            converted.append(name)
+        else:
+            if isinstance(module, Float8Layer):  # a second conversion that skips more
+                _to_stock(module)
+            skipped.append(SkippedModule(name, reason))
+    if not linears:
+        raise ValueError(_nothing_converted(model, skipped))
+    if not converted:
+        warnings.warn(
+            f"no linear layer of {type(model).__name__} is faster in FP8 on this device, so all "
+            f"stay in high precision ({_reasons(skipped)}). Name a recipe to run them in FP8 all "
+            "the same, or the tokens of your micro-batches, FP8Config(tokens=...)",
+            stacklevel=2,
+        )
+    if is_te:
+        revert_producers(model)
+    producers = () if is_te else convert_producers(model, config)
+    place_regions(model)
+    _keep_scaling_local(model)
+    return ConversionReport(
+        converted=tuple(converted),
+        skipped=tuple(skipped),
+        recipe=recipe,
+        config=config,
+        device=target,
+        emulated=emulate or target.type != "cuda",
+        unused_skip=tuple(p for p in config.skip if not _names_a_module(model, p)),
+        flops=matmul_flops(model, recipe),
+        producers=producers,
+        choice=choice,
+    )
+
+
+def conversion_report(
+    model: nn.Module,
+    config: FP8Config | str | None = None,
+    *,
+    device: torch.device | str | None = None,
+) -> ConversionReport:
+    """What `convert_to_float8` would do to `model`, which stays as it is.
+
+    A copy without data, on the meta device, is converted: this takes neither the memory of the
+    weights nor, on the CPU, more than a moment. Where recipe ``auto`` measures, it does so now, and
+    the conversion that follows in this process has its result.
+
+    Args:
+        model, config, device: as of `convert_to_float8`.
+    Raises:
+        ValueError, TypeError, ImportError, RuntimeError: as `convert_to_float8`.
+    """
+    _check_model(model)
+    memo: dict[int, Any] = {}
+    for parameter in model.parameters():
+        empty = torch.empty_like(parameter, device="meta")
+        memo[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+    for buffer in model.buffers():
+        memo[id(buffer)] = torch.empty_like(buffer, device="meta")
+    twin = copy.deepcopy(model, memo)
+    return convert_to_float8(twin, config, device=_device_of(model) if device is None else device)
+
+
+def revert(model: nn.Module) -> int:
+    """Turn every FP8 linear of `model` back into the class it came from, in place.
+
+    After `torch_fp8.restore_weights` nothing of ours is left in the model then.
+
+    Returns:
+        The number of modules reverted. Parameters stay the same objects.
+    """
+    restore_output_dtype(model)
+    revert_producers(model)
+    set_automatic_scaling(model, None)
+    modules = [m for m in model.modules() if isinstance(m, Float8Layer)]
+    for module in modules:
+        _to_stock(module)
+    place_regions(model)
+    _keep_scaling_local(model)
+    return len(modules)
+
+
+def check_config(config: FP8Config, device: torch.device) -> Recipe:
+    """The recipe that `config` runs on `device`.
+
+    Raises:
+        ValueError: a device that cannot run it.
+        ImportError: Transformer Engine is asked for and is not installed.
+    """
+    recipe = _resolve(config, device)
+    if _is_te(config):
+        check_transformer_engine(device, recipe.name)
+    else:
+        check_device(device, recipe.name, config.emulate)
+    return recipe
+
+
+def scaling_state_dict(model: nn.Module) -> dict[str, Tensor]:
+    """What scaling remembers, as plain float32 tensors on the CPU; empty for most configurations.
+
+    Keys of delayed scaling are ``<qualified name>.amax_history``, (3, H): the amaxes of input,
+    weight and grad_output, the most recent first, negative where an outlier was left out; and
+    ``<qualified name>.last_scale``, (2,). Names are those of the model without compiled and
+    checkpointed wrappers around its modules.
+    ``communication="fp8-lm"`` has ``automatic_scaling.mu``, ().
+    """
+    state = automatic_scaling_state(model)
+    for name, module in _delayed_modules(model):
+        for key, value in zip(_SCALING, module.scaling_state, strict=True):
+            state[f"{name}.{key}"] = value.detach().cpu().clone()
+    return state
+
+
+def load_scaling_state_dict(model: nn.Module, state: dict[str, Tensor]) -> None:
+    """Restore what `scaling_state_dict` returned; training then goes on exactly as it was.
+
+    An empty `state` (a checkpoint of another recipe, or of stock training) changes nothing. The
+    ``mu`` of another communication is left unused.
+
+    Raises:
+        ValueError: `state` is of another model or history length, or its history holds an Inf or
+            NaN; nothing is loaded then.
+    """
+    state = take_automatic_scaling_state(model, state)
+    state = {unwrapped_name(key): value for key, value in state.items()}
+    if not state:
+        return
+    modules = dict(_delayed_modules(model))
+    targets = {
+        f"{name}.{key}": value
+        for name, module in modules.items()
+        for key, value in zip(_SCALING, module.scaling_state, strict=True)
+    }
+    if not targets:
+        return
+    for key in sorted(targets.keys() ^ state.keys()):
+        where = "in the model, not in the state" if key in targets else "in the state only"
+        raise ValueError(f"FP8 scaling state does not fit the model: {key!r} is {where}")
+    for key, target in targets.items():
+        if state[key].shape != target.shape:
+            raise ValueError(
+                f"FP8 scaling state {key!r} has shape {tuple(state[key].shape)}, expected "
+                f"{tuple(target.shape)}; was it saved with another amax_history_len?"
+            )
+        if key.endswith(_SCALING[0]) and not state[key].isfinite().all():
+            raise ValueError(f"FP8 scaling state {key!r} holds an Inf or NaN")
+    with torch.no_grad():
+        for name, module in modules.items():
+            history, last_scale = (state[f"{name}.{key}"] for key in _SCALING)
+            module.load_scaling_state(history, last_scale)
+
+
+def _check_model(model: object) -> None:
+    if isinstance(model, nn.Module):
+        return
+    how = "pass the model"
+    if isinstance(model, torch.optim.Optimizer):
+        how = "torch_fp8.convert_optimizer(optimizer, config, model=model) converts an optimizer"
+    elif isinstance(model, type) and issubclass(model, nn.Module):
+        how = "pass an instance of the class"
+    raise TypeError(f"convert_to_float8 takes an nn.Module, got {type(model).__name__}; {how}")
+
+
+def _is_te(config: FP8Config) -> bool:
+    return config.backend == "transformer-engine"
+
+
+def _resolve(config: FP8Config, device: torch.device) -> Recipe:
+    name = config.recipe
+    if name == "auto":
+        name = resolve_auto(device)
+        if _is_te(config) and not runs_recipe(name):
+            name = "tensorwise"
+    return recipe_of(config, name)
+
+
+def _plan(
+    model: nn.Module, config: FP8Config, recipe: Recipe
+) -> Iterator[tuple[str, Any, str | None]]:
+    """Each matrix product with a weight, its module, and why it stays in high precision or None."""
+    kept_high = high_precision_modules(model, config.skip)
+    for name, module in model.named_modules():
+        if not is_linear(module):
+            yield from ((full, module, why) for full, why in expert_weights(name, module))
+            continue
+        reason = skip_reason(name, module, config.skip, kept_high)
+        if reason is None and _is_te(config):
+            reason = unaligned(module, recipe)
+        yield name, module, reason
+
+
+def _to_float8(
+    module: nn.Module, name: str, config: FP8Config, recipe: Recipe, emulate: bool
+) -> None:
+    if isinstance(module, Float8Layer):
+        if (module.fp8_config, module.fp8_recipe) == (config, recipe):
+            module.fp8_emulate = emulate
+            return
+        module.drop_scaling()
+        if isinstance(module, TransformerEngineLinear) != _is_te(config):
+            _to_stock(module)
+    if not isinstance(module, Float8Layer):
+        linear = TransformerEngineLinear if _is_te(config) else Float8Linear
+        add_mixin(module, linear if isinstance(module, nn.Linear) else Float8Conv1D)
+    assert isinstance(module, Float8Layer)
+    module.configure(name, config, recipe, emulate)
+    check_style(module)
+
+
+def _to_stock(module: Float8Layer) -> None:
+    module.drop_scaling()
+    module.__dict__.pop("fp8_weight_cache", None)
+    unwatch(module.weight)
+    for name in ("fp8_config", "fp8_recipe", "fp8_emulate", "fp8_name"):
+        delattr(module, name)
+    remove_mixin(module, next(mixin for mixin in _MIXINS if isinstance(module, mixin)))
+
+
+def _keep_scaling_local(model: nn.Module) -> None:
+    """Keep DistributedDataParallel from copying rank 0's amaxes over every other rank's.
+
+    It broadcasts buffers before each forward by default; a rank whose activations are larger than
+    rank 0's would then saturate, for its scales would come from amaxes that are not its own.
+    """
+    ours = {
+        f"{name}.{buffer}".removeprefix(".")
+        for name, module in model.named_modules()
+        if isinstance(module, Float8Layer)
+        for buffer in module._buffers
+        if buffer.startswith("fp8_")
+    }
+    ignored = model.__dict__.get("_ddp_params_and_buffers_to_ignore", [])
+    others = [name for name in ignored if not name.rpartition(".")[2].startswith("fp8_")]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
+        model, [*others, *sorted(ours)]
+    )
+    if not others and not ours:
+        del model._ddp_params_and_buffers_to_ignore
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    return next((p.device for p in model.parameters()), torch.device("cpu"))
+
+
+def _delayed_modules(model: nn.Module) -> Iterator[tuple[str, Float8Layer]]:
+    for name, module in model.named_modules():
+        if isinstance(module, Float8Layer) and module.fp8_recipe.delayed:
+            yield unwrapped_name(name), module
+
+
+def _names_a_module(model: nn.Module, pattern: str) -> bool:
+    # The default stands for the usual name of an output layer; not every model has one.
+    return pattern == "lm_head" or any(matches(pattern, n) for n, _ in model.named_modules())
+
+
+def _nothing_converted(model: nn.Module, skipped: list[SkippedModule]) -> str:
+    if not skipped:
+        return f"{type(model).__name__} has no nn.Linear: there is nothing to run in FP8"
+    return f"no linear layer of {type(model).__name__} can run in FP8 ({_reasons(skipped)})"
+
+
+def _reasons(skipped: list[SkippedModule]) -> str:
+    reasons = "; ".join(f"'{s.name}': {s.reason}" for s in skipped[:5])
+    more = f"; and {len(skipped) - 5} more" if len(skipped) > 5 else ""
+    return f"{reasons}{more}"

@@ -1,0 +1,163 @@
+"""What makes a module a gated MLP: ``down(silu(gate(x)) * up(x))``, found in its own forward.
+
+The forward is run once on symbols, which record what is done with them; whatever else it does with
+one, or with the module, ends the run, and the module is none. Names do not matter. gate and up are
+two layers, or the halves of the last dimension of one layer's output, whichever comes first:
+chunked, split or sliced.
+"""
+
+import functools
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+from torch_fp8.nn.gated_mlp import JoinedForm, MLPForm
+
+
+def gated_mlp_spec(module: nn.Module) -> MLPForm | JoinedForm | None:
+    """The names of its layers, if the product is all that the module computes with them."""
+    children = dict(module.named_children())
+    widths = {n: _width(child) for n, child in children.items() if _width(child)}
+    if len(widths) not in (2, 3) or "forward" in module.__dict__:
+        return None
+    trial = SimpleNamespace(**_sizes(module, widths))
+    for name in children:
+        setattr(trial, name, functools.partial(_Called, name, widths.get(name, 0)))
+    x = _Symbol()
+    try:
+        output = type(module).forward(trial, x)
+        form = _matched(output, x, children)
+    except Exception:  # it does something else with them
+        return None
+    names = () if form is None else (n for n in form if isinstance(n, str))
+    return form if sorted(names) == sorted(widths) else None
+
+
+class _Symbol:
+    """A value of which only is known how it came about."""
+
+    def __mul__(self, other: Any) -> "_Symbol":
+        return _Product(self, other)
+
+    def __rmul__(self, other: Any) -> "_Symbol":
+        return _Product(other, self)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        return _FUNCTIONS[func](*args, **(kwargs or {}))
+
+
+class _Product(_Symbol):
+    def __init__(self, left: Any, right: Any) -> None:
+        self.factors = left, right
+
+
+class _Activated(_Symbol):
+    """``F.silu(x)``."""
+
+    def __init__(self, x: Any, inplace: bool) -> None:
+        if inplace:
+            raise NotImplementedError
+        self.x = x
+
+
+class _Called(_Symbol):
+    """What a child returns; of a layer, (..., width)."""
+
+    def __init__(self, name: str, width: int, x: Any) -> None:
+        self.name, self.width, self.x = name, width, x
+
+    @property
+    def shape(self) -> "_Shape":
+        return _Shape(self.width)
+
+    def size(self, dim: int) -> int:
+        return self.shape[dim]
+
+    def chunk(self, chunks: int, dim: int = 0) -> tuple["_Half", "_Half"]:
+        return self.split(self.width // chunks, dim)
+
+    def split(self, split_size: Any, dim: int = 0) -> tuple["_Half", "_Half"]:
+        half = self.width // 2
+        if dim != -1 or split_size not in (half, [half, half], (half, half)):
+            raise NotImplementedError
+        return self[..., :half], self[..., half:]
+
+    def __getitem__(self, index: Any) -> "_Half":
+        ellipsis, columns = index
+        half = self.width // 2
+        start, stop, step = columns.indices(self.width)
+        if ellipsis is not ... or step != 1 or half * 2 != self.width:
+            raise NotImplementedError
+        return _Half(self, [(0, half), (half, self.width)].index((start, stop)))
+
+
+class _Half(_Symbol):
+    """The first or the second half of the last dimension."""
+
+    def __init__(self, whole: _Called, index: int) -> None:
+        self.whole, self.index = whole, index
+
+
+class _Shape:
+    """Of which only the last dimension is known."""
+
+    def __init__(self, width: int) -> None:
+        self.width = width
+
+    def __getitem__(self, dim: Any) -> int:
+        if dim != -1:
+            raise NotImplementedError
+        return self.width
+
+
+_FUNCTIONS: dict[Any, Any] = {
+    F.silu: _Activated,
+    torch.mul: _Product,
+    torch.chunk: _Called.chunk,
+    torch.split: _Called.split,
+}
+
+
+def _matched(output: Any, x: _Symbol, children: dict[str, nn.Module]) -> Any:
+    """The form that gives `output` of `x`; AttributeError where something else does."""
+    product = output.x
+    for activated, up in (product.factors, product.factors[::-1]):
+        if not _is_activated(activated, children):
+            continue
+        gate = activated.x
+        if isinstance(gate, _Half) and isinstance(up, _Half):
+            if gate.whole is up.whole and gate.whole.x is x and gate.index != up.index:
+                return JoinedForm(gate.whole.name, output.name, gate.index == 0)
+        elif gate.x is x and up.x is x:
+            return MLPForm(gate.name, up.name, output.name)
+    return None
+
+
+def _width(child: nn.Module) -> int:
+    """Output features of a linear layer, or of an adapter around one; 0: it has none."""
+    return max((m.out_features for m in child.modules() if isinstance(m, nn.Linear)), default=0)
+
+
+def _sizes(module: nn.Module, widths: dict[str, int]) -> dict[str, int]:
+    """Attributes that can say where a layer's output is split."""
+    possible = {size for width in widths.values() for size in (width, width // 2)}
+    return {k: v for k, v in vars(module).items() if type(v) is int and v in possible}
+
+
+def _is_activated(value: Any, children: dict[str, nn.Module]) -> bool:
+    if isinstance(value, _Called):
+        return not value.width and _is_silu(children[value.name])
+    return isinstance(value, _Activated)
+
+
+def _is_silu(activation: nn.Module) -> bool:
+    with torch.no_grad(), _disable_current_modes():
+        x = torch.linspace(-8, 8, 33, device="cpu")
+        return torch.allclose(activation(x), F.silu(x), rtol=1e-6, atol=1e-7)

@@ -1,0 +1,108 @@
+"""What makes a module an RMSNorm: ``x * rstd * weight`` or ``x * rstd * (1 + weight)``, by trial.
+
+Names do not matter: it is a module with one weight (C,) and an epsilon, whose own forward takes the
+input alone and gives one of these on trial data. Gemma's is of the second kind. A forward that
+takes more, as the gate of Mamba 2's, does with it what no trial of the input alone can tell.
+"""
+
+import copy
+import functools
+import inspect
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+from torch_fp8.nn.rms_norm import NormForm
+from torch_fp8.ops.rms_norm import rms_norm, rms_norm_statistics
+
+_EPS_NAMES = ("variance_epsilon", "eps")
+_TRIED = (torch.float32, torch.bfloat16)
+
+
+def rms_norm_spec(module: nn.Module) -> NormForm | None:
+    """What a module computes, if it is an RMSNorm."""
+    weight = module._parameters.get("weight")
+    if weight is None or weight.ndim != 1 or len(module._parameters) != 1 or module._modules:
+        return None
+    cls: Any = type(module)
+    if "forward" in module.__dict__ or module._buffers or not takes_input_alone(cls):
+        return None
+    eps_name = next((n for n in _EPS_NAMES if isinstance(getattr(module, n, None), float)), None)
+    if eps_name is None:
+        return None
+    return _tried(_Trial(module), eps_name)
+
+
+@functools.cache
+def takes_input_alone(cls: type[nn.Module]) -> bool:
+    """Whether a class's forward has one argument beside ``self``; ``*args`` do not count."""
+    try:
+        _, *arguments = inspect.signature(cls.forward).parameters.values()
+    except ValueError:  # written in C
+        return False
+    named = [a for a in arguments if a.kind not in (a.VAR_POSITIONAL, a.VAR_KEYWORD)]
+    return len(named) == 1
+
+
+class _Trial:
+    """A module without its weight, and what decides its form as a key: one trial for its kind."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = copy.copy(module)
+        self.module.__dict__ = {**module.__dict__, "_parameters": {}}
+        self.size = module._parameters["weight"].shape[0]
+        plain_attributes = {
+            k: v for k, v in vars(module).items() if isinstance(v, (int, float, str, tuple))
+        }
+        plain_attributes.pop("training")
+        self.key = (type(module), self.size, tuple(sorted(plain_attributes.items())))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Trial) and self.key == other.key
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+
+@functools.lru_cache(maxsize=64)
+def _tried(trial: _Trial, eps_name: str) -> NormForm | None:
+    """The form whose results the module's own forward gives on the CPU, in all dtypes."""
+    with _disable_current_modes():  # a model of fake tensors is tried on real ones
+        return _try(trial, eps_name)
+
+
+def _try(trial: _Trial, eps_name: str) -> NormForm | None:
+    eps = getattr(trial.module, eps_name)
+    generator = torch.Generator().manual_seed(0)
+    # A row of the order of eps tells where it is added.
+    scale = torch.tensor([[eps**0.5], [1.0], [8.0]], device="cpu")
+    x = torch.randn(3, trial.size, generator=generator, device="cpu") * scale
+    weight = torch.rand(trial.size, generator=generator, device="cpu") + 0.5
+    for form in (NormForm(eps_name, o, p) for o in (0.0, 1.0) for p in (True, False)):
+        dtypes = ((a, b) for a in _TRIED for b in _TRIED)
+        if all(_agrees(trial.module, form, x.to(a), weight.to(b)) for a, b in dtypes):
+            return form
+    return None
+
+
+def _agrees(module: nn.Module, form: NormForm, x: Tensor, weight: Tensor) -> bool:
+    twin = copy.copy(module)
+    twin.__dict__ = {**module.__dict__, "_parameters": {"weight": nn.Parameter(weight)}}
+    try:
+        with torch.no_grad(), torch.autocast("cpu", enabled=False), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of mixed dtypes
+            got = type(module).forward(twin, x)
+    except Exception:
+        return False
+    dtype = torch.promote_types(x.dtype, weight.dtype) if form.promotes else x.dtype
+    if not isinstance(got, Tensor) or got.dtype != dtype or got.shape != x.shape:
+        return False
+    eps = getattr(module, form.eps_name)
+    rstd, *_ = rms_norm_statistics(x, weight, eps, form.offset, dtype, False)
+    want = rms_norm(x, weight, rstd, form.offset, dtype)
+    # Twice rounded, to 8 bits in BF16, where we round once.
+    coarse = torch.bfloat16 in (x.dtype, weight.dtype)
+    return torch.allclose(got.float(), want.float(), rtol=2.0**-7 if coarse else 1e-5, atol=0.0)

@@ -1,0 +1,190 @@
+"""How long a linear layer takes on the device at hand, forward and backward, in FP8 and without.
+
+The layers timed are `Float8Linear` and ``nn.Linear`` as training calls them for one micro-batch of
+several: operands are cast in each pass, but for what is kept of the weight from one optimizer step
+to the next, and every input takes a gradient. Legend: M tokens, K in, N out.
+"""
+
+import contextlib
+import functools
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+from torch_fp8.config import FP8Config
+from torch_fp8.nn.linear import Float8Linear
+from torch_fp8.nn.weight_cache import WeightCache, keeps_scale, watch
+from torch_fp8.quantization.recipe import Recipe
+
+WARMUP, REPETITIONS = 1, 5
+
+
+class LayerShape(NamedTuple):
+    """What the time of a linear layer depends on, beside the number of tokens.
+
+    Attributes:
+        out_features, in_features: N and K, on this rank.
+        bias: whether it has one.
+        dtype: that it multiplies in without FP8, bfloat16 or float16.
+    """
+
+    out_features: int
+    in_features: int
+    bias: bool
+    dtype: torch.dtype
+
+    def __str__(self) -> str:
+        return f"{self.out_features}x{self.in_features}"
+
+
+Kept = bool | str | None
+"""Of a weight between optimizer steps: nothing (None), its scale alone (False), its payload (True),
+or ``"both"`` payloads, as in ``FP8Config.cache_weights``."""
+
+
+def kept_weights(config: FP8Config) -> Kept:
+    """What layers keep under `config`: at O1 the optimizer is the user's, and fills nothing."""
+    return None if config.opt_level == "O1" else config.cache_weights
+
+
+class LayerTimes(NamedTuple):
+    """Seconds of a forward and backward, the median: without FP8, and with each recipe by name."""
+
+    plain: float
+    fp8: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Card:
+    """A device, equal to all others of its name: what was timed on one holds for another."""
+
+    name: str
+    device: torch.device = field(compare=False)
+
+    @classmethod
+    def of(cls, device: torch.device) -> "Card":
+        """The card that `device` is."""
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+        return cls(name, device)
+
+
+@dataclass(frozen=True)
+class LayerPass:
+    """A forward and backward of one layer, called to run; gradients go nowhere.
+
+    Attributes:
+        layer: with random parameters.
+        recipe: None: without FP8.
+        input: (M, K).
+        grad_output: (M, N).
+    """
+
+    layer: nn.Linear
+    recipe: Recipe | None
+    input: Tensor
+    grad_output: Tensor
+
+    def __call__(self) -> None:
+        output = self.layer(self.input)
+        torch.autograd.grad(output, [self.input, *self.layer.parameters()], self.grad_output)
+
+
+@functools.cache
+def layer_times(
+    card: Card,
+    shape: LayerShape,
+    tokens: int,
+    recipes: tuple[Recipe, ...],
+    kept: Kept = None,
+) -> LayerTimes:
+    """Time one layer with each of `recipes` and without FP8, in turns; once in this process.
+
+    Takes the memory of one layer's forward and backward, and of the payloads that are kept, and
+    leaves random states, autocast and the modes of gradients as they are.
+
+    Args:
+        card: where.
+        shape: of the layer.
+        tokens: M.
+        recipes: that the card runs natively.
+        kept: of the weight, see `kept_weights`.
+    """
+    with _undisturbed(card.device):
+        samples = _samples(card.device, _passes(card.device, shape, tokens, recipes, kept))
+    plain, *fp8 = (statistics.median(times) for times in samples)
+    return LayerTimes(plain, {r.name: time for r, time in zip(recipes, fp8, strict=True)})
+
+
+def seconds(device: torch.device, run: Callable[[], None]) -> float:
+    """How long one call of `run` takes on a CUDA device that has work already.
+
+    The call before keeps it busy while the host launches this one, as in a training step: what the
+    host takes shows where it is the slower of the two.
+    """
+    with torch.cuda.device(device):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        run()
+        start.record()
+        run()
+        end.record()
+        end.synchronize()
+    return float(start.elapsed_time(end)) / 1e3
+
+
+def _samples(device: torch.device, passes: Sequence[LayerPass]) -> list[list[float]]:
+    """Seconds of each of `passes`; in turns, so that a change of clocks meets all alike."""
+    samples: list[list[float]] = [[] for _ in passes]
+    for repetition in range(-WARMUP, REPETITIONS):
+        for run, times in zip(passes, samples, strict=True):
+            taken = seconds(device, run)
+            if repetition >= 0:
+                times.append(taken)
+    return samples
+
+
+def _passes(
+    device: torch.device, shape: LayerShape, tokens: int, recipes: Sequence[Recipe], kept: Kept
+) -> list[LayerPass]:
+    generator = torch.Generator(device).manual_seed(0)  # the user's stays where it is
+
+    def random(*size: int) -> Tensor:
+        return torch.randn(size, generator=generator, device=device, dtype=shape.dtype)
+
+    num_out, num_in = shape.out_features, shape.in_features
+    weight = nn.Parameter(random(num_out, num_in).mul_(num_in**-0.5))
+    bias = nn.Parameter(random(num_out)) if shape.bias else None
+    x, grad = random(tokens, num_in).requires_grad_(), random(tokens, num_out)
+    return [LayerPass(_layer(weight, bias, r, kept), r, x, grad) for r in (None, *recipes)]
+
+
+def _layer(
+    weight: nn.Parameter, bias: nn.Parameter | None, recipe: Recipe | None, kept: Kept
+) -> nn.Linear:
+    num_out, num_in = weight.shape
+    layer = nn.Linear(num_in, num_out, bias=bias is not None, device="meta")
+    layer.weight, layer.bias = weight, bias
+    if recipe is not None:
+        cls: Any = Float8Linear
+        layer.__class__ = cls
+        assert isinstance(layer, Float8Linear)
+        layer.configure(f"{num_out}x{num_in}", FP8Config(), recipe, emulate=False)
+        if kept or (kept is not None and keeps_scale(recipe.weight)):
+            watch(weight)  # the first pass, which is not timed, fills the cache
+            layer.fp8_weight_cache = WeightCache(kept)
+    return layer
+
+
+@contextlib.contextmanager
+def _undisturbed(device: torch.device) -> Iterator[None]:
+    """Real tensors with gradients on `device`, whatever modes the caller is in."""
+    with (
+        _disable_current_modes(),
+        torch.inference_mode(False),  # turns gradients on, too
+        torch.autocast(device.type, enabled=False),
+    ):
+        yield

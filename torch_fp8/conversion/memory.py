@@ -1,0 +1,242 @@
+"""Bytes per parameter: `memory_report` of what exists, and what a training run is about to need."""
+
+import dataclasses
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from torch_fp8.nn.linear import Float8Layer
+from torch_fp8.optim.optimizer import Float8Optimizer
+from torch_fp8.optim.state import is_large, residual_shape
+from torch_fp8.quantization.block_scaled import matrix_shape, num_groups
+from torch_fp8.tensor.dtensor import local
+
+_CATEGORIES = ("weights", "gradients", "moments", "master", "scales", "caches")
+_NUM_MOMENTS = {"Adam": 2, "AdamW": 2, "NAdam": 2, "RAdam": 2, "Adamax": 2}
+
+
+@dataclass(frozen=True)
+class MemoryReport:
+    """Exact bytes of the tensors that exist, by category; a storage shared by several counts once.
+
+    Attributes:
+        num_params: parameters that are counted, tied ones once; of a sharded one, this rank's part.
+        weights: the parameters' storages.
+        gradients: the storages of ``p.grad``: of DistributedDataParallel's buckets, where those
+            hold them.
+        moments: optimizer state of a parameter's shape (exp_avg, momentum buffers, ...).
+        master: residuals of split master weights.
+        scales: scaling factors and amax histories.
+        caches: payloads of FP8 weights that are kept between optimizer steps.
+    """
+
+    num_params: int
+    weights: int
+    gradients: int
+    moments: int
+    master: int
+    scales: int
+    caches: int = 0
+
+    @property
+    def total(self) -> int:
+        """Bytes of all categories."""
+        return sum(getattr(self, name) for name in _CATEGORIES)
+
+    @property
+    def bytes_per_param(self) -> float:
+        """`total` over `num_params`."""
+        return self.total / max(self.num_params, 1)
+
+    def __str__(self) -> str:
+        parts = [
+            f"{name} {getattr(self, name) / max(self.num_params, 1):.2f}"
+            for name in _CATEGORIES
+            if getattr(self, name)
+        ]
+        per_parameter = f"{self.bytes_per_param:.2f} bytes per parameter ({', '.join(parts)})"
+        return f"{per_parameter}, {size_text(self.total)}"
+
+
+def memory_report(
+    model: nn.Module,
+    optimizer: Optimizer | Iterable[Optimizer] | None = None,
+    *,
+    parameters: Iterable[Tensor] | None = None,
+) -> MemoryReport:
+    """Count the bytes of the tensors that exist now.
+
+    Args:
+        model: its parameters, gradients and scaling state are counted.
+        optimizer: one or several, whose states are counted, except 0-d counters.
+        parameters: count these alone, with their gradients and states, and no buffers; None: all.
+    """
+    counted = list(model.parameters() if parameters is None else parameters)
+    gradients = [_gradient_parts(p.grad) for p in counted if p.grad is not None]
+    states = _by_category(_optimizers(optimizer), counted)
+    buffers = [] if parameters is not None else list(model.named_buffers())
+    histories = [b for name, b in buffers if name.rpartition(".")[2].startswith("fp8_")]
+    caches = [] if parameters is not None else [m.fp8_weight_cache for m in _layers(model)]
+    return MemoryReport(
+        num_params=sum(local(p).numel() for p in _distinct(counted)),
+        weights=_num_bytes(counted),
+        gradients=_num_bytes([codes for codes, _ in gradients]),
+        moments=_num_bytes(states["moments"]),
+        master=_num_bytes(states["master"]),
+        scales=_num_bytes([*states["scales"], *histories, *(s for _, ss in gradients for s in ss)]),
+        caches=_num_bytes([t for cache in caches if cache is not None for t in cache.tensors]),
+    )
+
+
+def expected_bytes_per_param(model: nn.Module, optimizers: Iterable[Optimizer] = ()) -> str:
+    """What training will hold once gradients and optimizer states exist, in words.
+
+    The states of Adam's family and of SGD with momentum are known from their class; another
+    optimizer's are not guessed.
+    """
+    owner: dict[Tensor, Optimizer] = {}
+    unknown = []
+    for optimizer in _optimizers(optimizers):
+        if _num_moments(optimizer) is None:
+            unknown.append(type(optimizer).__name__)
+        owner |= {p: optimizer for group in optimizer.param_groups for p in group["params"]}
+    before = after = _NOTHING
+    caches = {m.weight: m.fp8_weight_cache for m in _layers(model)}
+    cached = {p: cache.num_layouts for p, cache in caches.items() if cache is not None}
+    for parameter in model.parameters():
+        before = _sum(before, _expected(parameter, owner.get(parameter), converted=False))
+        after = _sum(after, _expected(parameter, owner.get(parameter), converted=True))
+        kept = cached.get(parameter, 0) * parameter.numel()
+        after = dataclasses.replace(after, caches=after.caches + kept)
+    text = str(after)
+    same = after == before
+    change = ", before and after (" if same else f", {before.bytes_per_param:.2f} before ("
+    text = text.replace(" (", change, 1)
+    if not same:
+        text += f", {size_text(before.total)} before"
+    if not owner:
+        return f"{text}; states are not known here, and not counted"
+    return f"{text}; not counted: the states of {', '.join(unknown)}" if unknown else text
+
+
+def size_text(num_bytes: int) -> str:
+    """In GiB, or in MiB where that is little."""
+    gib = num_bytes / 2**30
+    return f"{gib:.2f} GiB" if gib >= 0.1 else f"{num_bytes / 2**20:.1f} MiB"
+
+
+_NOTHING = MemoryReport(0, 0, 0, 0, 0, 0)
+
+
+def _sum(a: MemoryReport, b: MemoryReport) -> MemoryReport:
+    names = ("num_params", *_CATEGORIES)
+    return MemoryReport(**{name: getattr(a, name) + getattr(b, name) for name in names})
+
+
+def _expected(parameter: Tensor, optimizer: Optimizer | None, *, converted: bool) -> MemoryReport:
+    """Of one parameter: as it was before its optimizer was converted, or as it is."""
+    shard = local(parameter)
+    numel, size = shard.numel(), shard.element_size()
+    ours = optimizer if isinstance(optimizer, Float8Optimizer) else None
+    if ours is not None and not converted:
+        size = ours.original_dtype(parameter).itemsize
+    if not parameter.requires_grad:
+        return MemoryReport(numel, numel * size, 0, 0, 0, 0)
+    if ours is None or not converted:
+        num_moments = 0 if optimizer is None else _num_moments(optimizer) or 0
+        return MemoryReport(numel, numel * size, numel * size, num_moments * numel * size, 0, 0)
+    bits = ours.residual_bits(parameter)
+    master = math.prod(residual_shape(shard.shape, bits)) * (2 if bits > 8 else 1) if bits else 0
+    gradients, scales = numel * size, 0
+    groups = _num_scales(shard)
+    if ours.has_fp8_gradient(parameter):
+        gradients, scales = numel, groups
+    if ours.fp8_config.gradient_release:
+        gradients, scales = 0, 0
+    if is_large(parameter):
+        return MemoryReport(numel, numel * size, gradients, 2 * numel, master, scales + 2 * groups)
+    return MemoryReport(numel, numel * size, gradients, 2 * 4 * numel, master, 0)
+
+
+def _layers(model: nn.Module) -> list[Float8Layer]:
+    return [module for module in model.modules() if isinstance(module, Float8Layer)]
+
+
+def _num_scales(shard: Tensor) -> int:
+    if shard.ndim < 2:
+        return 0
+    rows, cols = matrix_shape(shard.shape)
+    return rows * num_groups(cols)
+
+
+def _num_moments(optimizer: Optimizer) -> int | None:
+    for cls in type(optimizer).__mro__:
+        if cls.__module__.startswith("torch.optim") and cls.__name__ in _NUM_MOMENTS:
+            amsgrad = any(group.get("amsgrad") for group in optimizer.param_groups)
+            return _NUM_MOMENTS[cls.__name__] + amsgrad
+    if isinstance(optimizer, torch.optim.SGD):
+        return int(any(group["momentum"] for group in optimizer.param_groups))
+    return None
+
+
+def _optimizers(optimizer: Optimizer | Iterable[Optimizer] | None) -> list[Optimizer]:
+    """One or several as a list, without what a host may have wrapped around them."""
+    if optimizer is None:
+        return []
+    given = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
+    unwrapped: list[Any] = [getattr(o, "optimizer", o) for o in given]
+    return unwrapped
+
+
+def _by_category(optimizers: list[Optimizer], parameters: list[Tensor]) -> dict[str, list[Tensor]]:
+    """The tensors of the optimizers' states of these parameters, without 0-d counters."""
+    found: dict[str, list[Tensor]] = {"moments": [], "master": [], "scales": []}
+    wanted = set(parameters)
+    for optimizer in optimizers:
+        for parameter, state in optimizer.state.items():
+            if parameter in wanted:
+                for name, value in state.items():
+                    if isinstance(value, Tensor) and value.ndim > 0:
+                        found[_category(name)].append(value)
+        if isinstance(optimizer, Float8Optimizer):
+            residuals = (optimizer.residual_of(p) for p in parameters)
+            found["master"] += [r for r in residuals if r is not None]
+    return found
+
+
+def _category(name: str) -> str:
+    if name == "residual":
+        return "master"
+    return "scales" if name.endswith("_scale") else "moments"
+
+
+def _gradient_parts(grad: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """A gradient's elements, and its scales where it has 8 bits."""
+    shard = local(grad)
+    parts = getattr(shard, "parts", None)
+    if parts is None:
+        return shard, []
+    codes, scale, multiplier = parts()
+    return codes, [scale, multiplier]
+
+
+def _distinct(parameters: list[Tensor]) -> list[Tensor]:
+    return list({id(p): p for p in parameters}.values())
+
+
+def _num_bytes(tensors: list[Tensor]) -> int:
+    """Bytes of the distinct storages behind `tensors`; of the local shard for a DTensor."""
+    seen: dict[int, int] = {}
+    for tensor in tensors:
+        shard = local(tensor)
+        if shard.device.type == "meta":
+            seen[id(shard)] = shard.numel() * shard.element_size()
+        else:
+            storage = shard.untyped_storage()
+            seen[storage.data_ptr() or id(tensor)] = storage.nbytes()
+    return sum(seen.values())

@@ -1,0 +1,216 @@
+"""What a conversion did: `ConversionReport`, and the start-up summary made of it."""
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from torch_fp8.config import FP8Config
+from torch_fp8.conversion.autotune import RecipeChoice
+from torch_fp8.conversion.memory import expected_bytes_per_param
+from torch_fp8.nn.layer_filter import ADAPTER, expert_weights, is_linear
+from torch_fp8.nn.linear import Float8Layer
+from torch_fp8.nn.transformer_engine import version
+from torch_fp8.ops.hardware import backend_name
+from torch_fp8.optim.convert import OptimizerReport
+from torch_fp8.quantization.recipe import Recipe
+
+_NAMES_PER_REASON = 3
+_FASTER = 2.0
+"""How many times as fast as in BF16 an FP8 GEMM runs at best."""
+
+
+_HOW_TO_CONVERT = (
+    "its states and float32 weights stay as they are: torch_fp8.convert_optimizer(optimizer, "
+    "config, model=model) does it"
+)
+
+
+class SkippedModule(NamedTuple):
+    """A matrix product that stays in high precision: its qualified name, and why."""
+
+    name: str
+    reason: str
+
+
+class MatmulFlops(NamedTuple):
+    """Multiply-adds per token of all GEMMs with a weight, both directions.
+
+    Attributes:
+        total: of all.
+        fp8: of those in FP8.
+        experts: of fused experts, which are not.
+    """
+
+    total: float
+    fp8: float
+    experts: float = 0.0
+
+
+@dataclass(frozen=True)
+class ConversionReport:
+    """What `torch_fp8.convert_to_float8` did.
+
+    Attributes:
+        converted: qualified names of the modules that run in FP8.
+        skipped: those that do not, with the reason.
+        recipe: the recipe they run, ``auto`` resolved.
+        config: the configuration asked for.
+        device: where the model will run.
+        emulated: whether its FP8 GEMMs run through the reference path there.
+        unused_skip: patterns of `config.skip` that match no module.
+        flops: of the model, per token.
+        producers: qualified names of the norms and gated MLPs that hand over FP8.
+        choice: how ``auto`` was resolved; None for a named recipe.
+    """
+
+    converted: tuple[str, ...]
+    skipped: tuple[SkippedModule, ...]
+    recipe: Recipe
+    config: FP8Config
+    device: torch.device
+    emulated: bool
+    unused_skip: tuple[str, ...]
+    flops: MatmulFlops
+    producers: tuple[str, ...] = ()
+    choice: RecipeChoice | None = None
+
+    @property
+    def flops_share(self) -> float:
+        """Share of the FLOPs of all GEMMs with a weight, forward and backward, that run in FP8."""
+        return self.flops.fp8 / self.flops.total
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """Qualified names of LoRA adapters, which stay in high precision."""
+        return tuple(name for name, reason in self.skipped if reason == ADAPTER)
+
+    @property
+    def num_layers(self) -> int:
+        """Of linear layers without adapters, and of fused expert weights."""
+        return len(self.converted) + len(self.skipped) - len(self.adapters)
+
+    def summary(
+        self,
+        model: nn.Module | None = None,
+        optimizers: Iterable[torch.optim.Optimizer] = (),
+        optimizer_reports: Iterable[OptimizerReport] | None = None,
+        communication: object | None = None,
+    ) -> str:
+        """The start-up summary, several lines.
+
+        Args:
+            model: for the bytes per parameter.
+            optimizers: those that train it, as far as they are known.
+            optimizer_reports: what `torch_fp8.convert_optimizer` said of them. None where nobody
+                has called it yet, which the summary says at level O2 and O3.
+            communication: what travels between ranks in FP8, as whoever connected it says; None in
+                a single process.
+        """
+        chosen = "auto -> " if self.config.recipe == "auto" else ""
+        backend = backend_name(self.device, self.emulated)
+        if self.config.backend == "transformer-engine":
+            backend = backend.replace("torch scaled_mm", f"Transformer Engine {version()}")
+        lines = [
+            f"FP8: {len(self.converted)} of {self.num_layers} linear layers, "
+            f"{100 * self.flops_share:.1f} % of the matmul FLOPs, level {self.config.opt_level}",
+            f"  recipe    {chosen}{self.recipe}",
+            *([f"  {self.choice.label:<9} {self.choice}"] if self.choice is not None else []),
+            f"  GEMMs     {backend}",
+            *self._producer_lines(),
+            *self._high_precision_lines(),
+            *(f"  skipped   {line}" for line in self._skipped_by_reason()),
+        ]
+        if self.unused_skip:
+            patterns = ", ".join(map(repr, self.unused_skip))
+            lines.append(f"  warning   skip pattern(s) {patterns} match no module")
+        if self.config.opt_level != "O1":
+            if optimizer_reports is None:
+                lines.append(f"  optimizer not converted, {_HOW_TO_CONVERT}")
+            lines += [f"  optimizer {report}" for report in optimizer_reports or ()]
+        if communication is not None:
+            lines.append(f"  ranks     {communication}")
+        if model is not None:
+            lines.append(f"  memory    {expected_bytes_per_param(model, optimizers)}")
+        return "\n".join(lines)
+
+    def _producer_lines(self) -> list[str]:
+        if not self.producers:
+            return []
+        kept = "in FP8" if self.config.save_activations == "fp8" else "as it is"
+        return [
+            f"  fused     {len(self.producers)} norms and gated MLPs, which hand over FP8 and keep "
+            f"{kept} what backward needs"
+        ]
+
+    def _high_precision_lines(self) -> list[str]:
+        """What is a kind of its own: adapters, and fused experts with what they mean for speed."""
+        lines = []
+        if self.adapters:
+            lines.append(f"  adapters  {len(self.adapters)} of LoRA, which stay in high precision")
+        if self.flops.experts:
+            of_all = 100 * self.flops.experts / self.flops.total
+            faster = 1 / (1 - self.flops_share * (1 - 1 / _FASTER))
+            lines.append(
+                f"  experts   {of_all:.1f} % of the matmul FLOPs are those of fused experts, which "
+                "need grouped GEMMs and stay in high precision: where FP8 doubles a GEMM's speed, "
+                f"all of them together are {faster:.2f} times as fast"
+            )
+        return lines
+
+    def _skipped_by_reason(self) -> list[str]:
+        names = defaultdict(list)
+        for name, reason in self.skipped:
+            if reason != ADAPTER:
+                names[reason].append(name)
+        lines = []
+        for reason, members in names.items():
+            shown = ", ".join(members[:_NAMES_PER_REASON])
+            more = len(members) - _NAMES_PER_REASON
+            lines.append(f"{shown}{f' and {more} more' if more > 0 else ''}: {reason}")
+        return lines
+
+    __str__ = summary
+
+
+def matmul_flops(model: nn.Module, recipe: Recipe) -> MatmulFlops:
+    """Count the GEMMs with a weight: fprop and dgrad for each, wgrad where it takes a gradient.
+
+    Expert weights (E, K, N) count for the experts that a token visits, if their module says how
+    many (``top_k`` or ``num_experts_per_tok``), else for all. Attention's products have no weight
+    and are not counted.
+    """
+    total = fp8 = experts = 0.0
+    for name, module in model.named_modules():
+        if not is_linear(module):
+            for parameter in _experts(name, module):
+                gemms = 2 + parameter.requires_grad
+                experts += gemms * parameter.numel() * _active_share(model, module, parameter)
+            continue
+        weight = module.weight
+        assert isinstance(weight, torch.Tensor)
+        total += (2 + weight.requires_grad) * weight.numel()
+        if isinstance(module, Float8Layer):
+            fp8_wgrad = weight.requires_grad and recipe.wgrad is not None
+            fp8 += (2 + fp8_wgrad) * weight.numel()
+    return MatmulFlops(total + experts, fp8, experts)
+
+
+def _experts(name: str, module: nn.Module) -> list[torch.Tensor]:
+    prefix = f"{name}." if name else ""
+    return [
+        getattr(module, full_name.removeprefix(prefix))
+        for full_name, _ in expert_weights(name, module)
+    ]
+
+
+def _active_share(model: nn.Module, module: nn.Module, parameter: torch.Tensor) -> float:
+    for owner in (module, getattr(model, "config", None)):
+        for attribute in ("top_k", "num_experts_per_tok"):
+            active = getattr(owner, attribute, None)
+            if isinstance(active, int):
+                return min(active / parameter.shape[0], 1.0)
+    return 1.0

@@ -1,0 +1,73 @@
+"""FP8 between ranks: the public names for DDP, FSDP2 and tensor parallelism.
+
+A name's module is imported when the name is first asked for: the engine needs little of them.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch_fp8.distributed.comm_counter import CommunicationCount, count_communication
+    from torch_fp8.distributed.config_check import check_same_config
+    from torch_fp8.distributed.ddp.hook_registration import DDPReport
+    from torch_fp8.distributed.ddp.wrap import connect_ddp, ddp_options
+    from torch_fp8.distributed.fsdp.connect import FSDPReport, connect_fsdp
+    from torch_fp8.distributed.fsdp.split_weights import (
+        join_sharded,
+        shard_residuals,
+        split_for_sharding,
+        split_sharded,
+    )
+    from torch_fp8.distributed.tensor_parallel.styles import (
+        Float8ColwiseParallel,
+        Float8RowwiseParallel,
+        PrepareFloat8ModuleInput,
+    )
+
+_MODULES = {
+    "comm_counter": ("CommunicationCount", "count_communication"),
+    "config_check": ("check_same_config",),
+    "ddp.hook_registration": ("DDPReport",),
+    "ddp.wrap": ("connect_ddp", "ddp_options"),
+    "fsdp.connect": ("FSDPReport", "connect_fsdp"),
+    "fsdp.split_weights": (
+        "join_sharded",
+        "shard_residuals",
+        "split_for_sharding",
+        "split_sharded",
+    ),
+    "tensor_parallel.styles": (
+        "Float8ColwiseParallel",
+        "Float8RowwiseParallel",
+        "PrepareFloat8ModuleInput",
+    ),
+}
+_OWNERS = {name: module for module, names in _MODULES.items() for name in names}
+
+__all__ = [
+    "CommunicationCount",
+    "DDPReport",
+    "FSDPReport",
+    "Float8ColwiseParallel",
+    "Float8RowwiseParallel",
+    "PrepareFloat8ModuleInput",
+    "check_same_config",
+    "connect_ddp",
+    "connect_fsdp",
+    "count_communication",
+    "ddp_options",
+    "join_sharded",
+    "shard_residuals",
+    "split_for_sharding",
+    "split_sharded",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _OWNERS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_OWNERS[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -1,0 +1,78 @@
+"""The collectives that move messages, spelled once for all versions of torch.
+
+Messages are uint8: gloo knows no float8, and no backend has to know what is in them. Reductions are
+made by whoever receives them, in float32 (`torch_fp8.ops.messages`).
+"""
+
+import contextlib
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+# torch 2.13 renamed both; the old names warn there.
+_all_gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
+
+def all_gather(output: Tensor, input: Tensor, group: Any = None, async_op: bool = False) -> Any:
+    """Every rank's `input`, in rank order, on every rank.
+
+    Args:
+        output: contiguous, with world size times the elements of `input`.
+        input: contiguous, as many elements on every rank.
+        group: None: the default process group.
+        async_op: return at once, with a ``Work`` to wait for.
+    """
+    return _all_gather(output.view(-1), input.view(-1), group=group, async_op=async_op)
+
+
+def reduce_scatter(
+    output: Tensor,
+    input: Tensor,
+    op: Any = None,
+    group: Any = None,
+    async_op: bool = False,
+) -> Any:
+    """Part r of every rank's `input`, reduced in the tensors' dtype, on rank r.
+
+    Args:
+        output: contiguous.
+        input: contiguous, with world size times the elements of `output`.
+        op: how to reduce; None: the sum.
+        group, async_op: as of `all_gather`.
+    """
+    op = dist.ReduceOp.SUM if op is None else op
+    return _reduce_scatter(output.view(-1), input.view(-1), op=op, group=group, async_op=async_op)
+
+
+def all_to_all(output: Tensor, input: Tensor, group: Any = None, async_op: bool = False) -> Any:
+    """Part r of `input` goes to rank r; part r of `output` comes from it.
+
+    Args:
+        output, input: contiguous, as many elements on every rank, a multiple of the world size.
+        group, async_op: as of `all_gather`.
+    """
+    return dist.all_to_all_single(output.view(-1), input.view(-1), group=group, async_op=async_op)
+
+
+class CommunicationStream:
+    """A stream beside the one that computes, made when a CUDA tensor first comes; no state."""
+
+    def __init__(self) -> None:
+        self._stream: Any = None
+
+    def beside(self, device: torch.device) -> Any:
+        """Within, CUDA work is queued on this stream, behind what has been queued to compute."""
+        if device.type != "cuda":
+            return contextlib.nullcontext()
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(device)
+        self._stream.wait_stream(torch.cuda.current_stream(device))
+        return torch.cuda.stream(self._stream)
+
+    def join(self) -> None:
+        """Let what computes from now on come after what has been queued here."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)

@@ -1,0 +1,1 @@
+"""Gradients that DistributedDataParallel exchanges in FP8."""

@@ -1,0 +1,152 @@
+"""8-bit gradients on their way between ranks: some weights' codes and scales, as messages.
+
+What a rank has in ``p.grad`` has been rounded already, with bits of its own (`GradientHook`), and
+travels as it is: codes and scales, rows padded to groups of 32. The rank that owns a part sums it
+in float32 and rounds the average stochastically; what it sends are the codes and scales that
+everybody has in ``p.grad`` afterwards. There is no third rounding.
+
+A rank without a gradient sends zeros, and a flag per weight as a plain value tells whether anybody
+had one.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from torch_fp8.distributed.collectives import all_gather, all_to_all
+from torch_fp8.kernels.arguments import GradientParts
+from torch_fp8.ops import messages
+from torch_fp8.ops.grad_codec import Rounding
+from torch_fp8.optim.grad_hooks import hook_of
+from torch_fp8.quantization.block_scaled import matrix_shape, num_groups
+from torch_fp8.quantization.formats import GROUP_SIZE
+from torch_fp8.quantization.stochastic_rounding import shifted_keys
+from torch_fp8.tensor.float8_grad import Float8Grad
+
+
+class GradientBucket:
+    """Averages the 8-bit gradients of some weights: `gather`, then `finish`.
+
+    Args:
+        parameters: the same ones in the same order on all ranks; ``grad`` a `Float8Grad` whose
+            multiplier is 1, or None.
+        group: process group.
+
+    Attributes:
+        nbytes: of the messages that this rank sends.
+    """
+
+    def __init__(self, parameters: list[Tensor], group: Any) -> None:
+        self._parameters, self._group = parameters, group
+        self._world_size = dist.get_world_size(group)
+        self._missing = [parameter.grad is None for parameter in parameters]
+        shapes = [matrix_shape(parameter.shape) for parameter in parameters]
+        self._numels = [rows * num_groups(cols) * GROUP_SIZE for rows, cols in shapes]
+        layout = messages.split_layout(sum(self._numels), len(parameters), self._world_size)
+        self._layout = layout
+        keys = _rounding(parameters[0]).next_exchanged()
+        self._keys = shifted_keys(keys, dist.get_rank(group) * layout.num_values)
+        device = parameters[0].device
+        size = (self._world_size, layout.num_bytes)
+        self._sent = torch.empty(size, dtype=torch.uint8, device=device)
+        codes = [self._codes(i) for i in range(len(parameters))]
+        scales = [self._scales(i) for i in range(len(parameters))]
+        _lay_out(codes, layout.codes(self._sent))
+        _lay_out(scales, layout.scales(self._sent))
+        present = [not missing for missing in self._missing]
+        flags = torch.tensor(present, dtype=torch.bfloat16, device="cpu")
+        _lay_out([flags.to(device, non_blocking=True)], layout.plain(self._sent))
+        self.nbytes = self._sent.nbytes
+        self._gathered = False
+        self._received = torch.empty_like(self._sent)
+        self._work = all_to_all(self._received, self._sent, group, async_op=True)
+
+    def gather(self) -> None:
+        """Average the part that this rank owns, and give it to all; done once."""
+        if self._gathered:
+            return
+        self._gathered = True
+        self._work.wait()
+        scale = 1 / self._world_size
+        combined = messages.combine(self._received, self._layout, scale, keys=self._keys)
+        self._sent, self._received = combined, self._sent
+        self._work = all_gather(self._received, combined, self._group, async_op=True)
+
+    def finish(self) -> None:
+        """Make the average ``p.grad``, in place where there is one; None if nobody had one."""
+        self._work.wait()
+        codes = self._layout.codes(self._received)
+        scales = self._layout.scales(self._received)
+        flags = self._layout.plain(self._received)
+        if len(self._parameters) > 1:
+            codes, scales = codes.reshape(-1), scales.reshape(-1)
+        position = 0
+        for i, (parameter, numel) in enumerate(zip(self._parameters, self._numels, strict=True)):
+            groups = slice(position // GROUP_SIZE, (position + numel) // GROUP_SIZE)
+            values = slice(position, position + numel)
+            position += numel
+            if self._missing[i]:
+                if not bool(flags.reshape(-1)[i]):
+                    continue
+                parameter.grad = _empty_gradient(parameter)
+            grad = parameter.grad
+            assert isinstance(grad, Float8Grad)
+            _take(codes, values, grad.qdata, GROUP_SIZE)
+            _take(scales, groups, grad.scale, 1)
+            grad.multiplier.fill_(1.0)
+
+    def wait(self) -> None:
+        """Wait for the collective that is under way, and leave it at that."""
+        self._work.wait()
+
+    def _codes(self, i: int) -> Tensor:
+        grad = self._parameters[i].grad
+        if grad is None:
+            return self._sent.new_zeros(self._numels[i])
+        assert isinstance(grad, Float8Grad)
+        return F.pad(grad.qdata, (0, -grad.qdata.shape[1] % GROUP_SIZE)).view(-1)
+
+    def _scales(self, i: int) -> Tensor:
+        grad = self._parameters[i].grad
+        if grad is None:
+            return self._sent.new_zeros(self._numels[i] // GROUP_SIZE)
+        assert isinstance(grad, Float8Grad)
+        return grad.scale.view(-1)
+
+
+def _lay_out(pieces: list[Tensor], target: Tensor) -> None:
+    """Write the pieces into (N, C), one after another, and zeros behind them."""
+    if len(pieces) > 1 or pieces[0].numel() < target.numel():
+        missing = target.numel() - sum(piece.numel() for piece in pieces)
+        pieces = [torch.cat([*pieces, pieces[0].new_zeros(missing)])]
+    target.copy_(pieces[0].view(target.shape))
+
+
+def _take(source: Tensor, part: slice, target: Tensor, multiple: int) -> None:
+    """Write a part of what came, one row of `target` at a multiple of elements, into `target`."""
+    rows, cols = target.shape
+    if source.ndim > 1 and source.numel() == target.numel():
+        target.view(source.shape).copy_(source)
+        return
+    padded = source.reshape(-1)[part].view(rows, -(-cols // multiple) * multiple)
+    target.copy_(padded[:, :cols])
+
+
+def _rounding(parameter: Tensor) -> Rounding:
+    if isinstance(parameter.grad, Float8Grad):
+        return parameter.grad.rounding
+    hook = hook_of(parameter)
+    return Rounding() if hook is None else hook.rounding(parameter)
+
+
+def _empty_gradient(parameter: Tensor) -> Float8Grad:
+    rows, cols = matrix_shape(parameter.shape)
+    parts = GradientParts(
+        torch.empty((rows, cols), dtype=torch.uint8, device=parameter.device),
+        torch.empty((rows, num_groups(cols)), dtype=torch.uint8, device=parameter.device),
+        torch.ones((), device=parameter.device),
+    )
+    return Float8Grad(parts, parameter.shape, parameter.dtype, _rounding(parameter))

@@ -1,0 +1,139 @@
+"""Which communication hook a DistributedDataParallel gets: ours, unless the user has one.
+
+A hook can be registered once, and a user may do it after the module was wrapped. So ours comes as
+late as it can: with the first forward, or when a rank joins (uneven inputs) without one.
+"""
+
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from torch_fp8.distributed.ddp.comm_hook import BucketExchange, average_bucket
+from torch_fp8.distributed.ddp.fp8_lm import (
+    AutomaticScaling,
+    SharedScaleExchange,
+    automatic_scaling,
+    set_automatic_scaling,
+)
+
+
+@dataclass(frozen=True)
+class DDPReport:
+    """How the gradients of a DistributedDataParallel are averaged.
+
+    Attributes:
+        num_ranks: over which.
+        reason: why its buckets are not exchanged in FP8; None if they are.
+        num_fp8_gradients: weights with 8-bit gradients (O3), which are averaged beside it.
+        fp8_exchange: whether these travel in FP8.
+        fp8_lm: whether the buckets are exchanged by FP8-LM's rule.
+    """
+
+    num_ranks: int
+    reason: str | None = None
+    num_fp8_gradients: int = 0
+    fp8_exchange: bool = True
+    fp8_lm: bool = False
+
+    def __str__(self) -> str:
+        if self.num_ranks == 1:
+            return "1, which has nothing to exchange"
+        text = f"{self.num_ranks}, gradients averaged in "
+        if self.reason is None and self.fp8_lm:
+            return f"{text}FP8 by FP8-LM's rule, 1 byte each"
+        if self.reason is None:
+            return f"{text}FP8, 1.03 bytes each"
+        if self.num_fp8_gradients and self.fp8_exchange:
+            text += f"FP8 where they have 8 bits ({self.num_fp8_gradients}), others in "
+        return f"{text}their dtype: {self.reason}"
+
+
+def users_hook(ddp: DistributedDataParallel) -> str | None:
+    """The name of a communication hook that is not ours, in Python or built in."""
+    for hook, _ in ddp._comm_hooks:
+        if hook is not average_bucket:
+            return str(getattr(hook, "__qualname__", hook))
+    name = ddp._get_ddp_logging_data().get("comm_hook")
+    return None if name in (None, "", average_bucket.__qualname__) else str(name)
+
+
+def reason_without_hook(ddp: DistributedDataParallel) -> str | None:
+    """Why the hook is not to be registered, as far as can be told now."""
+    name = users_hook(ddp)
+    if name is not None:
+        return f"the communication hook {name} is registered"
+    if ddp._use_python_reducer:
+        return "torch.compile exchanges them itself (optimize_ddp='python_reducer')"
+    return None
+
+
+def is_connected(ddp: DistributedDataParallel) -> bool:
+    """Whether `connect_hook` has been called for it."""
+    return any(isinstance(h, HookRegistration) for h in ddp._forward_pre_hooks.values())
+
+
+def connect_hook(ddp: DistributedDataParallel, communication: str = "fp8") -> None:
+    """Have the buckets of `ddp` averaged in FP8, if no other hook is there when it is first run.
+
+    Args:
+        ddp: not connected yet.
+        communication: that of FP8Config, ``"fp8"`` or ``"fp8-lm"``.
+    """
+    fp8_lm = communication == "fp8-lm"
+    scaling = (automatic_scaling(ddp.module) or AutomaticScaling()) if fp8_lm else None
+    set_automatic_scaling(ddp.module, scaling)
+    registration = HookRegistration(fp8_lm)
+    ddp.register_forward_pre_hook(registration)
+    ddp.join_hook = _JoinHook(ddp, registration)
+
+
+class HookRegistration:
+    """A forward pre-hook of a DistributedDataParallel; a copy of both registers its own.
+
+    Args:
+        fp8_lm: whether by FP8-LM's rule, with the automatic scaling of ``ddp.module``.
+    """
+
+    def __init__(self, fp8_lm: bool) -> None:
+        self._fp8_lm = fp8_lm
+        self._registered = False
+
+    @torch._dynamo.disable
+    def __call__(self, ddp: DistributedDataParallel, args: Any) -> None:
+        if self._registered:
+            return
+        self._registered = True
+        # The hooks that are listed in a copy are of the original.
+        ddp._comm_hooks = [entry for entry in ddp._comm_hooks if entry[0] is not average_bucket]
+        if reason_without_hook(ddp) is None and dist.get_world_size(ddp.process_group) > 1:
+            ddp.register_comm_hook(self._exchange(ddp), average_bucket)
+
+    def _exchange(self, ddp: DistributedDataParallel) -> BucketExchange:
+        if not self._fp8_lm:
+            return BucketExchange(ddp.process_group)
+        scaling = automatic_scaling(ddp.module)
+        assert scaling is not None
+        return SharedScaleExchange(ddp.process_group, scaling)
+
+    def __reduce__(self) -> Any:
+        return HookRegistration, (self._fp8_lm,)
+
+
+class _JoinHook:
+    """Stands for ``ddp.join_hook``: a rank may join before its first forward."""
+
+    def __init__(self, ddp: DistributedDataParallel, registration: HookRegistration) -> None:
+        self._ddp, self._registration = weakref.ref(ddp), registration
+
+    def __call__(self, **kwargs: Any) -> Any:
+        ddp = self._ddp()
+        assert ddp is not None
+        self._registration(ddp, ())
+        return type(ddp).join_hook(ddp, **kwargs)
+
+    def __reduce__(self) -> Any:
+        return _JoinHook, (self._ddp(), self._registration)

@@ -1,0 +1,159 @@
+"""Uneven inputs under DistributedDataParallel: what ranks do that have no more of them.
+
+Within ``ddp.join()`` a rank that has run out takes part in the collectives of the others' steps,
+with zeros, until all have. DDP does so for what it averages itself; here is the same for the 8-bit
+gradients of O3, which are averaged beside it. At the end all ranks get the weights of the one that
+joined last, from DDP, and from here its residuals and the weights that DDP ignores. (Moments and
+the count of steps stay each rank's own, as in stock training.)
+"""
+
+import hashlib
+import weakref
+from collections.abc import Container, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.join import JoinHook
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from torch_fp8.distributed.ddp.fp8_grad_reducer import GradientExchange
+from torch_fp8.optim.optimizer import Float8Optimizer
+from torch_fp8.optim.state import zero_residual
+
+
+def connect_join(
+    ddp: DistributedDataParallel,
+    exchange: GradientExchange | None,
+    optimizers: Iterable[Optimizer],
+) -> None:
+    """Let ``ddp.join()`` know of what is beside DDP.
+
+    Args:
+        ddp: connected otherwise.
+        exchange: of its 8-bit gradients, if it has some.
+        optimizers: that train it.
+    """
+    ours = [weakref.ref(o) for o in optimizers if isinstance(o, Float8Optimizer)]
+    if ours:
+        ddp.join_hook = _JoinHooks(ddp, ddp.__dict__.get("join_hook"), exchange, ours)
+
+
+class _JoinHooks:
+    """Stands for ``ddp.join_hook``; a copy of DDP has the one that was there before."""
+
+    def __init__(
+        self,
+        ddp: DistributedDataParallel,
+        inner: Any,
+        exchange: GradientExchange | None,
+        optimizers: list["weakref.ref[Float8Optimizer]"],
+    ) -> None:
+        self._ddp, self._inner = weakref.ref(ddp), inner
+        self._exchange, self._optimizers = exchange, optimizers
+
+    def __call__(self, **kwargs: Any) -> JoinHook:
+        ddp = self._ddp()
+        assert ddp is not None
+        of_ddp = (
+            type(ddp).join_hook(ddp, **kwargs) if self._inner is None else self._inner(**kwargs)
+        )
+        optimizers = [optimizer for ref in self._optimizers if (optimizer := ref()) is not None]
+        return _Join(ddp, of_ddp, self._exchange, optimizers)
+
+    def __reduce__(self) -> Any:
+        return _before, (self._ddp(), self._inner)
+
+
+def _before(ddp: DistributedDataParallel, inner: Any) -> Any:
+    return type(ddp).join_hook.__get__(ddp) if inner is None else inner
+
+
+class _Join(JoinHook):
+    """What a rank does once it has joined: DDP's part, and ours."""
+
+    def __init__(
+        self,
+        ddp: DistributedDataParallel,
+        of_ddp: JoinHook,
+        exchange: GradientExchange | None,
+        optimizers: list[Float8Optimizer],
+    ) -> None:
+        self._ddp, self._of_ddp = ddp, of_ddp
+        self._exchange, self._optimizers = exchange, optimizers
+
+    def main_hook(self) -> None:
+        """Once for each step of the others."""
+        self._of_ddp.main_hook()
+        # DDP notes here whether the others average in this step, or accumulate.
+        if self._exchange is not None and self._ddp.require_forward_param_sync:
+            self._exchange.take_part()
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """Once all have joined."""
+        self._of_ddp.post_hook(is_last_joiner)
+        kept = frozenset() if self._exchange is None else self._exchange.parameters
+        group, source = self._ddp.process_group, self._ddp._authoritative_rank
+        broadcast_state(self._ddp.module, self._optimizers, kept, group, source)
+
+
+@torch.no_grad()
+def broadcast_state(
+    module: nn.Module,
+    optimizers: Iterable[Float8Optimizer],
+    kept: Container[Tensor],
+    group: Any,
+    source: int = 0,
+) -> None:
+    """One rank's residuals, and its weights where DDP does not broadcast them, on every rank.
+
+    Args:
+        module: whose parameters.
+        optimizers: that train it.
+        kept: the parameters that DDP ignores.
+        group: process group.
+        source: rank in it.
+    Raises:
+        ValueError: ranks that have converted different weights.
+    """
+    if dist.get_world_size(group) == 1:
+        return
+    trained = {p for p in module.parameters() if p.requires_grad}
+    tensors: list[Tensor] = []
+    for optimizer in optimizers:
+        for _, _, parameter in optimizer.indexed_parameters():
+            if parameter not in trained or parameter.device.type == "meta":
+                continue
+            if parameter in kept:
+                tensors.append(parameter.detach())
+            bits = optimizer.residual_bits(parameter)
+            if bits:
+                residual = optimizer.residual_of(parameter)
+                if residual is None:
+                    residual = zero_residual(parameter, bits)
+                residual = residual.to(parameter.device)
+                optimizer.set_residual(parameter, residual)
+                tensors.append(residual)
+    _check_equal(tensors, group, next(module.parameters()).device)
+    for tensor in tensors:
+        # As bytes: gloo has no int16.
+        data = tensor.contiguous().view(torch.uint8)
+        dist.broadcast(data, group=group, group_src=source)
+        if data.data_ptr() != tensor.data_ptr():
+            tensor.copy_(data.view(tensor.dtype).view(tensor.shape))
+
+
+def _check_equal(tensors: list[Tensor], group: Any, device: torch.device) -> None:
+    """Ranks that broadcast different things would wait for each other forever."""
+    shapes = [(tuple(t.shape), str(t.dtype)) for t in tensors]
+    digest = hashlib.sha256(repr(shapes).encode()).digest()[:7]
+    mine = torch.tensor([int.from_bytes(digest, "big")], device=device)
+    every = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(every, mine, group=group)
+    if len({int(t) for t in every}) > 1:
+        raise ValueError(
+            "ranks have converted different weights: each needs the same model, the same FP8Config "
+            "and the same parameter groups"
+        )

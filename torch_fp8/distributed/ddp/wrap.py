@@ -1,0 +1,215 @@
+"""DistributedDataParallel around a model whose optimizer is converted: what to do before and after.
+
+::
+
+    convert_to_float8(model, config)
+    convert_optimizer(optimizer, config, model=model)
+    ddp = DistributedDataParallel(model, **ddp_options(model, [optimizer]))
+    connect_ddp(ddp, [optimizer], config)
+
+At all levels gradients live in DDP's buckets (``gradient_as_bucket_view``), where they would exist
+twice, and are averaged in 8 bits by a communication hook (`torch_fp8.distributed.ddp.comm_hook`),
+unless the user has registered one. At O3 the weights with 8-bit gradients are kept from DDP, and
+averaged by `torch_fp8.distributed.ddp.fp8_grad_reducer`. Residuals are rank 0's on every rank, as
+weights are.
+"""
+
+import warnings
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from torch_fp8.config import FP8Config
+from torch_fp8.distributed.ddp.fp8_grad_reducer import ForwardHook, GradientExchange
+from torch_fp8.distributed.ddp.hook_registration import (
+    DDPReport,
+    connect_hook,
+    is_connected,
+    reason_without_hook,
+)
+from torch_fp8.distributed.ddp.join import broadcast_state, connect_join
+from torch_fp8.optim.grad_hooks import attach_hooks
+from torch_fp8.optim.optimizer import Float8Optimizer
+
+_NAMES = "_fp8_kept_from_ddp"
+_IGNORED = "_ddp_params_and_buffers_to_ignore"
+
+
+def ddp_options(
+    module: nn.Module,
+    optimizers: Iterable[Optimizer],
+    options: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Prepare a module for DistributedDataParallel, and the keyword arguments to wrap it with.
+
+    At level O3 its weights with 8-bit gradients go on DDP's ignore list (until `connect_ddp`) and
+    are broadcast from rank 0, unless ``init_sync=False``; so are all residuals. With
+    ``find_unused_parameters`` or ``static_graph``, which need DDP's own bookkeeping, gradients stay
+    BF16; a warning and the optimizer's report say so.
+
+    Args:
+        module: on its device, not wrapped.
+        optimizers: that train it, after `convert_optimizer`.
+        options: the user's keyword arguments.
+    Returns:
+        The user's arguments, and ``gradient_as_bucket_view=True`` where they do not name it.
+    Raises:
+        ValueError: gradient release; ranks that have converted different weights.
+    """
+    made = {"gradient_as_bucket_view": True, **(options or {})}
+    ours = [o for o in optimizers if isinstance(o, Float8Optimizer)]
+    if any(o.fp8_config.gradient_release for o in ours):
+        raise ValueError(
+            "FP8Config(gradient_release=True) steps on gradients before DistributedDataParallel "
+            "has averaged them; set gradient_release=False, or run on one device"
+        )
+    asked = [name for name in ("find_unused_parameters", "static_graph") if made.get(name)]
+    eight_bit = [(o, _places(o, module)) for o in ours]
+    if asked and any(places for _, places in eight_bit):
+        reason = f"DistributedDataParallel({asked[0]}=True) needs plain ones"
+        warnings.warn(f"gradients stay in BF16, as at level O2: {reason}", stacklevel=2)
+        for optimizer, places in eight_bit:
+            _keep_plain(optimizer, places, reason)
+    _leave_one(module, ours)
+    _ignore(module, [p for p in module.parameters() if any(o.has_fp8_gradient(p) for o in ours)])
+    if ours and dist.is_available() and dist.is_initialized() and made.get("init_sync", True):
+        kept = set(module.__dict__.get(_NAMES, {}).values())
+        broadcast_state(module, ours, kept, _process_group(made))
+    return made
+
+
+def connect_ddp(
+    ddp: nn.Module,
+    optimizers: Iterable[Optimizer],
+    config: FP8Config | None = None,
+    *,
+    reason: str | None = None,
+) -> DDPReport:
+    """Have gradients averaged in FP8, from the next forward on.
+
+    DDP's own go through our communication hook, unless another one is registered before the first
+    forward; the 8-bit ones that `ddp_options` kept from DDP are averaged beside it, in any case.
+    With ``communication="off"`` both travel in their dtype. A second call for the same
+    DistributedDataParallel changes nothing.
+
+    Args:
+        ddp: the DistributedDataParallel, or what torch.compile made of it.
+        optimizers: as given to `ddp_options`.
+        config: None: that of the optimizers, ``TORCH_FP8_CONFIG`` or ``FP8Config()``.
+        reason: why our hook is not wanted, such as the user's own that the host has dropped.
+    """
+    ddp = getattr(ddp, "_orig_mod", ddp)
+    assert isinstance(ddp, DistributedDataParallel)
+    optimizers = list(optimizers)
+    config = config or _config_of(optimizers)
+    kept = _unignore(ddp.module)
+    num_ranks = dist.get_world_size(ddp.process_group)
+    if config.communication == "off":
+        reason = "communication='off'"
+    reason = reason or reason_without_hook(ddp)
+    if reason is None and num_ranks > 1 and not is_connected(ddp):
+        connect_hook(ddp, config.communication)
+    if not any(isinstance(hook, ForwardHook) for hook in ddp._forward_hooks.values()):
+        exchange = _connect_exchange(ddp, optimizers, kept, config.communication == "fp8")
+        if num_ranks > 1:
+            connect_join(ddp, exchange, optimizers)
+    exchanges = {e for o in optimizers for e in getattr(o, "fp8_exchanges", ())}
+    parameters = {p for e in exchanges for p in e.parameters}.intersection(ddp.module.parameters())
+    rule = config.communication
+    return DDPReport(num_ranks, reason, len(parameters), rule != "off", rule == "fp8-lm")
+
+
+def _config_of(optimizers: Iterable[Optimizer]) -> FP8Config:
+    for optimizer in optimizers:
+        if isinstance(optimizer, Float8Optimizer):
+            return optimizer.fp8_config
+    return FP8Config.from_env() or FP8Config()
+
+
+def _connect_exchange(
+    ddp: DistributedDataParallel, optimizers: list[Optimizer], kept: list[Tensor], fp8: bool
+) -> GradientExchange | None:
+    """Average the gradients that `ddp_options` kept from DDP."""
+    exchange = None
+    if kept and dist.get_world_size(ddp.process_group) > 1:
+        ranks = dist.get_process_group_ranks(ddp.process_group)
+        group = dist.new_group(ranks, use_local_synchronization=True)
+        exchange = GradientExchange(kept, group, fp8)
+        ddp.register_forward_hook(ForwardHook(exchange))
+    parameters = frozenset(ddp.module.parameters())
+    for optimizer in optimizers:
+        if isinstance(optimizer, Float8Optimizer):
+            # Those of other modules stay: an optimizer may train several.
+            others = [e for e in optimizer.fp8_exchanges if not e.parameters & parameters]
+            optimizer.fp8_exchanges = tuple(others if exchange is None else [*others, exchange])
+    return exchange
+
+
+def _places(optimizer: Float8Optimizer, module: nn.Module) -> set[int]:
+    """Those of the module's parameters with 8-bit gradients."""
+    own = set(module.parameters())
+    indexed = optimizer.indexed_parameters()
+    return {i for i, _, p in indexed if i in optimizer.fp8_gradients and p in own}
+
+
+def _keep_plain(optimizer: Float8Optimizer, places: set[int], reason: str | None) -> None:
+    optimizer.fp8_gradients -= places
+    if not optimizer.fp8_gradients:
+        optimizer.fp8_why_bf16_gradients = reason
+    attach_hooks(optimizer)
+
+
+def _leave_one(module: nn.Module, optimizers: list[Float8Optimizer]) -> None:
+    """DDP refuses to wrap a module of which it is to ignore everything: leave it the smallest."""
+    trained = [p for p in module.parameters() if p.requires_grad]
+    places = {p: (o, i) for o in optimizers for i, _, p in o.indexed_parameters()}
+    eight_bit = [p for p in trained if p in places and places[p][0].has_fp8_gradient(p)]
+    if trained and len(eight_bit) == len(trained):
+        optimizer, index = places[min(trained, key=Tensor.numel)]
+        _keep_plain(optimizer, {index}, None)
+
+
+def _ignore(module: nn.Module, parameters: list[Tensor]) -> None:
+    """Put parameters on DDP's ignore list, beside what is there."""
+    _unignore(module)
+    ignored = module.__dict__.get(_IGNORED, [])
+    wanted = set(parameters)
+    names = {}
+    for owner_name, owner in module.named_modules(remove_duplicate=False):
+        for name, parameter in owner.named_parameters(recurse=False):
+            # DDP asks for both spellings of a parameter of the module itself.
+            spellings = {f"{owner_name}.{name}", f"{owner_name}.{name}".removeprefix(".")}
+            if parameter in wanted and not spellings & set(ignored):
+                names.update(dict.fromkeys(spellings, parameter))
+    if names:
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
+            module, [*ignored, *names]
+        )
+        module.__dict__[_NAMES] = names
+
+
+def _unignore(module: nn.Module) -> list[Tensor]:
+    """Undo `_ignore`, of which a DDP that exists has its own copy; the parameters, each once.
+
+    Another wrapping of the module, without us, would else leave them out for good.
+    """
+    names: dict[str, Tensor] = module.__dict__.pop(_NAMES, {})
+    parameters = list(dict.fromkeys(names.values()))
+    for parameter in parameters:
+        parameter.__dict__.pop("_ddp_ignored", None)
+    if names:
+        left = [name for name in module.__dict__[_IGNORED] if name not in names]
+        module.__dict__[_IGNORED] = left
+        if not left:
+            del module.__dict__[_IGNORED]
+    return parameters
+
+
+def _process_group(options: Mapping[str, Any]) -> Any:
+    mesh = options.get("device_mesh")
+    group = options.get("process_group") if mesh is None else mesh.get_group(mesh_dim=0)
+    return group or dist.group.WORLD

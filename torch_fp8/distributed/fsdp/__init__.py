@@ -1,0 +1,1 @@
+"""Weights and gradients that FSDP2 gathers and scatters in FP8."""

@@ -1,0 +1,301 @@
+"""The all-gather of FSDP2 in FP8: what a shard sends, and what the whole weight is made of.
+
+FSDP2 asks a sharded local tensor for two methods, one to call before the all-gather and one after.
+They may be attributes of a plain tensor, put there after ``fully_shard``: so parameters, state
+dicts, optimizers and checkpoints have plain tensors, as without us.
+
+A shard is cast with the scales of the whole weight, so that the gathered bytes are those of a cast
+of the whole on one device. For that, the amaxes of all weights of a root are combined over ranks,
+in one collective, before each forward: what a scale is made of is never older than the weight.
+Backward, which gathers again, uses the same scales. A gather that no forward announced (a call of
+``unshard()``, a method registered as forward) has the scales of its group made when it starts.
+"""
+
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from torch_fp8.distributed.fsdp.unsharded_weight import GatheredWeight, Payload, exponent_bytes
+from torch_fp8.nn.linear import WEIGHT, Float8Layer
+from torch_fp8.ops.quantize import QuantizedTensor, cast_saturating, quantize
+from torch_fp8.quantization.payload_shape import BLOCK_SHAPE
+from torch_fp8.quantization.scaling import delayed_scale, scale_from_amax, tensor_amax
+from torch_fp8.tensor.dtensor import plain
+
+_ATTRIBUTES = ("fsdp_pre_all_gather", "fsdp_post_all_gather", "to", "__deepcopy__", "__getstate__")
+
+
+class WeightGather:
+    """How one sharded weight is gathered.
+
+    Args:
+        fsdp_param: FSDP's record of it.
+        param_group: FSDP's group of parameters that are gathered in one collective.
+        module: that has the weight.
+
+    Attributes:
+        device: where it is gathered.
+        group: process group of its shards.
+        siblings: it and the others of its `param_group`.
+        announced: whether a forward that runs has made its scale.
+        made: event in the stream that made it; None on the CPU.
+    """
+
+    def __init__(self, fsdp_param: Any, param_group: Any, module: Float8Layer) -> None:
+        self.fsdp_param, self.module = fsdp_param, module
+        self._param_group = param_group
+        self.device = param_group.device
+        self.group = fsdp_param.mesh_info.shard_process_group
+        self.spec = module.fp8_recipe.weight
+        self.siblings: list[WeightGather] = [self]
+        self.announced = False
+        self._made_for_this_gather = False
+        self.made: Any = None
+        self._amax: Tensor | None = None
+        self._scale: Tensor | None = None
+
+    @property
+    def shard(self) -> Tensor:
+        """This rank's rows, without padding."""
+        shard: Tensor = self.fsdp_param._sharded_local_tensor
+        return shard
+
+    @property
+    def attached(self) -> bool:
+        """Whether FSDP will ask us."""
+        return hasattr(self.shard, "fsdp_pre_all_gather")
+
+    @property
+    def wanted(self) -> bool:
+        """Whether the module runs in FP8 now: an evaluation in high precision gathers so, too."""
+        return self.module.runs_fp8
+
+    def attach(self) -> None:
+        """Have FSDP ask us from the next all-gather on."""
+        self._param_group.reshard()
+        shard = self.shard
+        _make_askable(shard, self)
+        if self.fsdp_param.offload_to_cpu:
+            shard.to = self._moved
+        # A copy of the tensor, or a pickle of it, shall be plain.
+        shard.__deepcopy__ = self._copied
+        shard.__getstate__ = dict
+        self._start_afresh()
+
+    def detach(self) -> None:
+        """Undo `attach`."""
+        self._param_group.reshard()
+        for name in _ATTRIBUTES:
+            self.shard.__dict__.pop(name, None)
+        self._start_afresh()
+
+    def _start_afresh(self) -> None:
+        """Have FSDP make the unsharded parameter anew, if it has made one of another kind."""
+        param = self.fsdp_param
+        param._init_extensions()
+        unsharded = param.__dict__.pop("_unsharded_param", None)
+        param.all_gather_outputs = []
+        if unsharded is not None and unsharded.grad is not None:  # accumulated without a reduction
+            if param.unsharded_accumulated_grad is None:
+                param.unsharded_accumulated_grad = unsharded.grad
+            else:
+                param.unsharded_accumulated_grad += unsharded.grad
+
+    def _moved(self, *args: Any, **kwargs: Any) -> Tensor:
+        """With CPU offload FSDP asks the shard that it has moved to the device."""
+        shard = self.shard
+        moved = Tensor.to(shard, *args, **kwargs)
+        if moved is not shard:
+            _make_askable(moved, self)
+        return moved
+
+    def _copied(self, memo: dict[int, Any]) -> Tensor:
+        shard = self.shard
+        memo[id(shard)] = copied = shard.detach().clone().requires_grad_(shard.requires_grad)
+        return copied
+
+    @property
+    def amax_shape(self) -> tuple[int, ...]:
+        """Of the amaxes that ranks combine; (0,) where each rank's scales go with its bytes."""
+        rows, cols = self.fsdp_param._orig_size
+        if self.spec.granularity == "tensorwise":
+            return (1,)
+        if self.spec.granularity == "rowwise":
+            return (rows, 1)
+        if self.spec.granularity == "block_128x128":
+            return (-(-rows // 128), -(-cols // 128))
+        return (0,)
+
+    def write_amax(self, target: Tensor) -> None:
+        """Put the amaxes of this rank's rows into `target` (of `amax_shape`, zeros)."""
+        shard = self.shard
+        if not shard.numel() or not target.numel():
+            return
+        first = self._first_row()
+        if self.spec.granularity == "rowwise":
+            target[first : first + shard.shape[0]] = shard.abs().amax(1, keepdim=True).float()
+            return
+        cols = target.shape[1] * 128
+        top = first % 128
+        bottom = -(top + shard.shape[0]) % 128
+        padded = F.pad(shard.abs(), (0, cols - shard.shape[1], top, bottom))
+        amax = padded.view(-1, 128, cols // 128, 128).amax((1, 3)).float()
+        target[first // 128 : first // 128 + amax.shape[0]] = amax
+
+    def set_amax(self, amax: Tensor, scale: Tensor) -> None:
+        """Take over the whole weight's amaxes (`amax_shape`), and the scales by the usual rule."""
+        self._scale = scale
+        if self.spec.granularity != "tensorwise":
+            return
+        self._scale = scale.view(())
+        if self.spec.delayed:
+            config, history = self.module.fp8_config, plain(self.module.fp8_amax_history)[WEIGHT]
+            self._amax = amax.view(())
+            self._scale = delayed_scale(
+                history, self._amax, self.spec.format, config.amax_compute_algo, config.margin
+            )
+
+    def _first_row(self) -> int:
+        padded_rows: int = self.fsdp_param.padded_sharded_param_size[0]
+        return dist.get_rank(self.group) * padded_rows
+
+    def pre(self, shard: Tensor) -> tuple[tuple[Tensor, ...], Any]:
+        """What this rank sends: (rows, K) uint8, padded, and the scales where they go along."""
+        if not (self.announced or self._made_for_this_gather or (_in_backward() and self._ready)):
+            make_scales(self.siblings)
+            for sibling in self.siblings:
+                sibling._made_for_this_gather = True
+        self._made_for_this_gather = False
+        if self.made is not None:
+            torch.cuda.current_stream(self.device).wait_event(self.made)
+        rows = self.fsdp_param.padded_sharded_param_size[0]
+        if shard.shape[0] != rows:
+            shard = F.pad(shard, (0, 0, 0, rows - shard.shape[0]))
+        quantized = self._cast(shard)
+        inputs = [quantized.qdata.view(torch.uint8)]
+        if self.spec.granularity == "block_1x32":
+            inputs.append(exponent_bytes(quantized.scale))
+        return tuple(inputs), (self._scale, self._amax)
+
+    @property
+    def _ready(self) -> bool:
+        return self._scale is not None
+
+    def _cast(self, shard: Tensor) -> QuantizedTensor:
+        scale = self._scale
+        if self.spec.granularity == "tensorwise":
+            return quantize(shard, self.spec, scale)
+        if self.spec.granularity != "block_128x128" or shard.shape[0] % 128 == 0:
+            return quantize(shard, self.spec)  # all that shares a scale is here
+        assert scale is not None
+        last_row = self.fsdp_param._orig_size[0] - 1
+        rows = torch.arange(shard.shape[0], device=shard.device) + self._first_row()
+        scale = scale[rows.clamp(max=last_row) // 128]
+        scale = scale.repeat_interleave(BLOCK_SHAPE["block_128x128"][1], 1)[:, : shard.shape[1]]
+        qdata = cast_saturating(shard.float(), scale, self.spec.format)
+        return QuantizedTensor(qdata, scale, "block_128x128")
+
+    def post(
+        self, outputs: tuple[Tensor, ...], metadata: Any, dtype: torch.dtype, out: Tensor | None
+    ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
+        """The whole weight, or `out` filled again; FSDP frees the outputs, of which it is made."""
+        scale, amax = metadata
+        rows, cols = self.fsdp_param._orig_size
+        qdata = outputs[0].view(-1)[: rows * cols].view(rows, cols).view(self.spec.format.dtype)
+        if len(outputs) == 2:
+            scale = outputs[1].view(rows, -1)
+        elif scale.is_cuda:  # it may be of the stream in which FSDP casts
+            scale.record_stream(torch.cuda.current_stream(scale.device))
+        if out is None:
+            return GatheredWeight(Payload(qdata, scale, self.spec, amax), dtype), ()
+        weight = out._local_tensor if isinstance(out, DTensor) else out
+        assert isinstance(weight, GatheredWeight)
+        weight.payload.qdata, weight.payload.scale = qdata, scale
+        weight.payload.amax = amax
+        return None
+
+
+@torch.no_grad()
+@torch.inference_mode(False)  # training may use what an evaluation has made
+def make_scales(gathers: Iterable[WeightGather]) -> None:
+    """Make the scales of some weights: one collective for each process group among them.
+
+    The same weights in the same order on all ranks. An Inf or NaN on one rank makes the scale, and
+    so the gathered weight, of all ranks non-finite.
+    """
+    groups: dict[Any, list[WeightGather]] = {}
+    for gather in gathers:
+        groups.setdefault(gather.group, []).append(gather)
+    for group, members in groups.items():
+        _make_scales(group, members)
+
+
+def _make_scales(group: Any, gathers: list[WeightGather]) -> None:
+    shapes = [gather.amax_shape for gather in gathers]
+    sizes = [torch.Size(shape).numel() for shape in shapes]
+    origin = gathers[0].shard.device
+    amax = torch.zeros(sum(sizes), dtype=torch.float32, device=origin)
+    if all(gather.spec.granularity == "tensorwise" for gather in gathers):
+        _write_amaxes([gather.shard for gather in gathers], amax)
+    else:
+        for gather, part, shape in zip(gathers, amax.split(sizes), shapes, strict=True):
+            gather.write_amax(part.view(shape))
+    amax = amax.to(gathers[0].device)
+    if amax.numel() and dist.get_world_size(group) > 1:
+        # A maximum need not keep a NaN; every backend's keeps an Inf.
+        amax = torch.where(amax.isfinite(), amax, torch.inf)
+        dist.all_reduce(amax, dist.ReduceOp.MAX, group=group)
+    spec = gathers[0].spec
+    scale = scale_from_amax(amax, spec.format, spec.power_of_two)
+    parts = zip(amax.split(sizes), scale.split(sizes), shapes, strict=True)
+    for gather, (amax_part, scale_part, shape) in zip(gathers, parts, strict=True):
+        gather.set_amax(amax_part.view(shape), scale_part.view(shape))
+    made = torch.cuda.current_stream(amax.device).record_event() if amax.is_cuda else None
+    for gather in gathers:
+        gather.made = made
+
+
+def _write_amaxes(shards: list[Tensor], target: Tensor) -> None:
+    """The amax of each shard, () float32, in `target`; all of them in a few launches on CUDA."""
+    places = [i for i, shard in enumerate(shards) if shard.numel()]
+    if not places:
+        return
+    present = [shards[i].detach() for i in places]
+    if present[0].is_cuda:
+        amaxes = torch._foreach_norm(present, torch.inf, dtype=torch.float32)
+    else:
+        amaxes = tuple(tensor_amax(shard) for shard in present)
+    if len(places) == len(shards):
+        target.copy_(torch.stack(amaxes))
+    else:
+        target[torch.tensor(places, device=target.device)] = torch.stack(amaxes)
+
+
+def _make_askable(tensor: Tensor, gather: WeightGather) -> None:
+    """Put the two methods that FSDP asks for on a tensor; they do not keep it alive."""
+    shard = weakref.ref(tensor)
+
+    def fsdp_pre_all_gather(
+        mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
+    ) -> Any:
+        tensor = shard()
+        assert tensor is not None
+        return gather.pre(tensor)
+
+    def fsdp_post_all_gather(
+        outputs: Any, metadata: Any, param_dtype: torch.dtype, *, out: Tensor | None = None
+    ) -> Any:
+        return gather.post(outputs, metadata, param_dtype, out)
+
+    tensor.fsdp_pre_all_gather = fsdp_pre_all_gather
+    tensor.fsdp_post_all_gather = fsdp_post_all_gather
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1

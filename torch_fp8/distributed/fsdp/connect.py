@@ -1,0 +1,248 @@
+"""`connect_fsdp`: the collectives of FSDP2 in FP8, for a model that ``fully_shard`` has sharded.
+
+::
+
+    convert_to_float8(model, config)
+    for block in model.layers:
+        fully_shard(block)
+    fully_shard(model)
+    print(connect_fsdp(model, config))
+
+Weights of FP8 layers are all-gathered as FP8 (`torch_fp8.distributed.fsdp.all_gather`), and
+gradients are reduce-scattered as FP8 (`torch_fp8.distributed.fsdp.reduce_scatter`). What is not
+converted travels in BF16, or in the dtype that the user's `MixedPrecisionPolicy` gives it.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
+
+from torch_fp8.config import FP8Config
+from torch_fp8.distributed.config_check import check_same_parts
+from torch_fp8.distributed.fsdp.all_gather import WeightGather, make_scales
+from torch_fp8.distributed.fsdp.reduce_scatter import Float8ReduceScatter, in_groups
+from torch_fp8.distributed.fsdp.split_weights import param_groups
+from torch_fp8.nn.linear import Float8Layer
+from torch_fp8.nn.transformer_engine import refuse_sharding
+
+
+@dataclass(frozen=True)
+class FSDPReport:
+    """What `connect_fsdp` did.
+
+    Attributes:
+        num_gathers: weights that are all-gathered in FP8.
+        num_scatters: modules of ``fully_shard`` whose gradients are reduce-scattered in FP8.
+        skipped: (name, reason) of what of these is not.
+    """
+
+    num_gathers: int = 0
+    num_scatters: int = 0
+    skipped: tuple[tuple[str, str], ...] = ()
+
+    def __str__(self) -> str:
+        text = (
+            f"FSDP2: {self.num_gathers} weights gathered in FP8, gradients of {self.num_scatters} "
+            "modules scattered in FP8"
+        )
+        reasons: dict[str, list[str]] = {}
+        for name, reason in self.skipped:
+            reasons.setdefault(reason, []).append(name)
+        for reason, names in reasons.items():
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            text += f"; not {names[0]!r}{more}: {reason}"
+        return text
+
+
+def connect_fsdp(model: nn.Module, config: FP8Config) -> FSDPReport:
+    """Have FSDP2 gather the weights and scatter the gradients of `model` in FP8.
+
+    Again after ``model.to(...)``, which makes new shards; a forward does it, too, where it finds
+    shards without. Another configuration replaces the first; ``communication="off"`` gives the
+    stock collectives back.
+
+    Args:
+        model: converted, then sharded by ``fully_shard``; or what contains such modules.
+        config: as it was converted with.
+    Raises:
+        ValueError: ``communication="fp8-lm"``; Transformer Engine as the backend; ranks that hold
+            other models, or models that are converted or sharded in another way.
+    """
+    refuse_sharding(config)
+    if config.communication == "fp8-lm":
+        raise ValueError(
+            "FP8Config(communication='fp8-lm') is a rule for DistributedDataParallel's all-reduce "
+            "of gradients; with FSDP2 use communication='fp8' or 'off'"
+        )
+    _disconnect(model)
+    if config.communication == "off":
+        return FSDPReport(skipped=(("model", "communication='off'"),))
+    names = {module: name for name, module in model.named_modules()}
+    for process_group, parts in _parts(model, names).items():
+        check_same_parts(parts, process_group)
+    skipped: list[tuple[str, str]] = []
+    gathers: dict[Any, list[WeightGather]] = {}
+    for module in _sharded_modules(model):
+        for group in param_groups(module):
+            if group not in gathers:
+                gathers[group] = _gathers_of(group, names, skipped)
+    for module in _sharded_modules(model):
+        groups = dict.fromkeys(g for inner in _sharded_modules(module) for g in param_groups(inner))
+        own = [gather for group in groups for gather in gathers[group]]
+        if own:
+            Announcement(module, own)
+    every = [gather for of_group in gathers.values() for gather in of_group]
+    for gather in every:
+        gather.attach()
+    scatters = [_connect_scatter(group, names, skipped) for group in gathers]
+    return FSDPReport(len(every), sum(scatters), tuple(skipped))
+
+
+class Announcement:
+    """Around the forward of a sharded module: the scales of all weights below it.
+
+    The outermost module that runs makes them, in one collective; those within find them made.
+    """
+
+    def __init__(self, module: nn.Module, gathers: list[WeightGather]) -> None:
+        self.gathers = gathers
+        self._announced: list[WeightGather] = []
+        self._handles = (
+            module.register_forward_pre_hook(self.before, prepend=True),  # before FSDP's own
+            module.register_forward_hook(self.after, always_call=True),
+        )
+
+    def remove(self) -> None:
+        """Take the hooks away, and FP8 from the gathers."""
+        for handle in self._handles:
+            handle.remove()
+        for gather in self.gathers:
+            if gather.attached:
+                gather.detach()
+
+    # As FSDP's own: torch.compile passes over a hook that is marked, and stops at one that marks.
+    @torch.compiler.disable
+    def before(self, module: nn.Module, args: Any) -> None:
+        if all(gather.announced for gather in self.gathers) or _in_backward():
+            return
+        for gather in self.gathers:
+            if gather.wanted != gather.attached:
+                gather.attach() if gather.wanted else gather.detach()
+        mine = [gather for gather in self.gathers if not gather.announced and gather.attached]
+        make_scales(mine)
+        for gather in mine:
+            gather.announced = True
+        self._announced += mine
+
+    @torch.compiler.disable
+    def after(self, module: nn.Module, args: Any, output: Any) -> None:
+        for gather in self._announced:
+            gather.announced = False
+        self._announced = []
+
+
+def _parts(model: nn.Module, names: dict[nn.Module, str]) -> dict[Any, dict[str, str]]:
+    """Each process group that shards parameters of the model, and what these are, by name."""
+    made: dict[Any, dict[str, str]] = {}
+    for group in dict.fromkeys(g for m in _sharded_modules(model) for g in param_groups(m)):
+        process_group = getattr(group.mesh_info, "shard_process_group", None)
+        if process_group is None:
+            continue
+        place = names.get(group.modules[0], "") or "the root"
+        for param in group.fsdp_params:
+            info = param._module_info
+            name = f"{names.get(info.module, '')}.{info.param_name}".lstrip(".")
+            how = "in high precision"
+            if isinstance(info.module, Float8Layer):
+                how = f"in FP8 ({info.module.fp8_recipe.name})"
+            what = f"{tuple(param._orig_size)} {param.sharded_param.dtype}"
+            sharded = f"sharded by '{place}' along dimension {param.fsdp_placement.dim}"
+            made.setdefault(process_group, {})[f"'{name}'"] = f"{what}, {sharded}, {how}"
+    return made
+
+
+def _gathers_of(
+    group: Any, names: dict[nn.Module, str], skipped: list[tuple[str, str]]
+) -> list[WeightGather]:
+    gathers = []
+    for param in group.fsdp_params:
+        info = param._module_info
+        owners = [info.module, *info.shared_modules]
+        if not any(isinstance(owner, Float8Layer) and _is_weight(param) for owner in owners):
+            continue
+        reason = _why_not_gathered(group, param, owners)
+        if reason is None:
+            gathers.append(WeightGather(param, group, info.module))
+        else:
+            skipped.append((f"{names.get(info.module, '')}.{info.param_name}".lstrip("."), reason))
+    for gather in gathers:
+        gather.siblings = gathers
+    return gathers
+
+
+def _connect_scatter(
+    group: Any, names: dict[nn.Module, str], skipped: list[tuple[str, str]]
+) -> bool:
+    """Whether gradients of this group are scattered in FP8 from now on."""
+    if not any(in_groups(param) for param in group.fsdp_params):
+        return False
+    name = names.get(group.modules[0], "") or "the root"
+    if not hasattr(group.mesh_info, "shard_process_group"):
+        skipped.append((name, "its gradients are replicated, not sharded"))
+        return False
+    if type(group._reduce_scatter_comm) is not DefaultReduceScatter:
+        skipped.append((name, "it has a reduce-scatter of the user's"))
+        return False
+    group._reduce_scatter_comm = Float8ReduceScatter(group)
+    return True
+
+
+def _is_weight(param: Any) -> bool:
+    names = [param._module_info.param_name, *param._module_info.shared_param_names]
+    return all(name == "weight" for name in names)
+
+
+def _why_not_gathered(group: Any, param: Any, owners: list[nn.Module]) -> str | None:
+    if not all(isinstance(owner, Float8Layer) for owner in owners):
+        return "a module in high precision shares it"
+    recipes = {owner.fp8_recipe for owner in owners if isinstance(owner, Float8Layer)}
+    if len(recipes) > 1:
+        return "layers of several recipes share it"
+    if not hasattr(param.mesh_info, "shard_process_group"):
+        return "it is replicated, not sharded"
+    after = group.post_forward_mesh_info
+    if after is not None and after != group.mesh_info:
+        return "reshard_after_forward is a number, for which torch gathers as it is"
+    granularity = recipes.pop().weight.granularity
+    if param.fsdp_placement.dim != 0 and granularity != "tensorwise":
+        return f"it is sharded along dimension 1, and {granularity} scales are of whole rows"
+    size = param.mesh_info.shard_mesh_size
+    if granularity == "block_1x32" and size == 1:
+        return "it is on one rank, where torch passes one tensor only"
+    if granularity == "block_1x32" and param._orig_size[0] % size:
+        return f"its rows do not divide by {size} ranks, and torch pads one tensor only"
+    return None
+
+
+def _sharded_modules(model: nn.Module) -> Iterator[Any]:
+    return (module for module in model.modules() if isinstance(module, FSDPModule))
+
+
+def _disconnect(model: nn.Module) -> None:
+    for module in _sharded_modules(model):
+        hooks = [getattr(hook, "__self__", None) for hook in module._forward_pre_hooks.values()]
+        for hook in hooks:
+            if isinstance(hook, Announcement):
+                hook.remove()
+        for group in param_groups(module):
+            if isinstance(group._reduce_scatter_comm, Float8ReduceScatter):
+                group._reduce_scatter_comm = DefaultReduceScatter()
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1

@@ -1,0 +1,211 @@
+"""The reduce-scatter of FSDP2 in FP8.
+
+FSDP2 hands a custom reduce-scatter one buffer: for each rank the shards of all gradients of a
+module, one behind the other. `Float8ReduceScatter` makes a message of each such part
+(`torch_fp8.ops.messages`): gradients of FP8 weights as 8-bit codes in groups of 32, which begin
+anew with every parameter, all others (norms, biases, embeddings) as BF16. An all-to-all brings each
+rank the N messages of its shards, and it adds them in float32: every gradient is rounded once,
+before the sum. (A `reduce_dtype` is what the sum is written in, not the message.) An Inf or NaN of
+one rank makes the sum of its group NaN.
+
+With two mesh dimensions (HSDP) that is the exchange among the ranks that shard; FSDP's all-reduce
+among replicas stays as it is.
+"""
+
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
+
+from torch_fp8.distributed.collectives import all_to_all
+from torch_fp8.nn.linear import Float8Layer
+from torch_fp8.ops.messages import Layout, pack, unpack_sum
+from torch_fp8.quantization.formats import GROUP_SIZE
+
+
+@dataclass(frozen=True)
+class Structure:
+    """Which elements of a rank's part travel in groups, and which as BF16.
+
+    Attributes:
+        grouped: (start, stop) of runs of FP8 weights' gradients; but for the last, or where one
+            parameter's shard is no multiple of 32, runs of several parameters are one.
+        plain: (start, stop) of all others.
+    """
+
+    grouped: tuple[tuple[int, int], ...]
+    plain: tuple[tuple[int, int], ...]
+
+    @property
+    def layout(self) -> Layout:
+        """Of a message."""
+        groups = sum(-(-(stop - start) // GROUP_SIZE) for start, stop in self.grouped)
+        return Layout(groups, sum(stop - start for start, stop in self.plain))
+
+
+def structure_of(sizes: list[tuple[int, bool]]) -> Structure:
+    """The structure of a part that holds shards of these (numel, whether in groups), in order."""
+    grouped: list[tuple[int, int]] = []
+    plain: list[tuple[int, int]] = []
+    start = 0
+    for numel, in_groups in sizes:
+        runs = grouped if in_groups else plain
+        whole = not in_groups or not runs or (runs[-1][1] - runs[-1][0]) % GROUP_SIZE == 0
+        if runs and runs[-1][1] == start and whole:
+            runs[-1] = (runs[-1][0], start + numel)
+        else:
+            runs.append((start, start + numel))
+        start += numel
+    return Structure(tuple(grouped), tuple(plain))
+
+
+class Float8ReduceScatter(ReduceScatter):
+    """Reduces the gradients of one parameter group of FSDP2.
+
+    Args:
+        param_group: FSDP's.
+    """
+
+    def __init__(self, param_group: Any) -> None:
+        self._param_group = param_group
+        self._structures: dict[int, Structure] = {}
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: Any,
+        op: Any,
+        async_op: bool = False,
+    ) -> Any:
+        """Write part r of the sum over ranks into rank r's output.
+
+        Args:
+            output_tensor: (E,) float32, bfloat16 or float16.
+            input_tensor: (N * E,), likewise.
+            group: of N ranks.
+            op: SUM, AVG or PREMUL_SUM.
+            async_op: return at once, with something to ``wait`` for.
+        """
+        factor = _factor(op, dist.get_world_size(group))
+        structure = self._structure(output_tensor.numel())
+        messages = pack_parts(input_tensor.view(-1, output_tensor.numel()), structure)
+        received = torch.empty_like(messages)
+        work = all_to_all(received, messages, group, async_op)
+        pending = _Pending(work, received, structure, output_tensor, factor)
+        if async_op:
+            return pending
+        pending.finish()
+        return None
+
+    def _structure(self, numel: int) -> Structure:
+        """Of one rank's part, with `numel` elements."""
+        sizes = [
+            (param.padded_sharded_param_size.numel(), in_groups(param))
+            for param in self._param_group.fsdp_params
+            if param.sharded_param.requires_grad
+        ]
+        if sum(size for size, _ in sizes) == numel:
+            return structure_of(sizes)
+        if numel not in self._structures:
+            name = self._param_group._module_fqn or "the root"
+            warnings.warn(
+                f"some parameters of {name!r} got no gradient: those of the others, which FSDP "
+                "does not name, are reduced in BF16 this time; in FP8 with "
+                "set_reduce_scatter_unused_params(True), from torch 2.13 on",
+                stacklevel=2,
+            )
+            self._structures[numel] = structure_of([(numel, False)])
+        return self._structures[numel]
+
+
+class _Pending:
+    """Messages on their way, and where their sum belongs."""
+
+    def __init__(
+        self, work: Any, messages: Tensor, structure: Structure, output: Tensor, factor: float
+    ) -> None:
+        self._work, self._messages, self._structure = work, messages, structure
+        self._output, self._factor = output, factor
+
+    def wait(self, *args: Any) -> bool:
+        """Block until the sum is in the output."""
+        self._work.wait(*args)
+        self.finish()
+        return True
+
+    def finish(self) -> None:
+        unpack_parts(self._messages, self._structure, self._output, self._factor)
+
+
+def pack_parts(parts: Tensor, structure: Structure) -> Tensor:
+    """A message of each of (N, E) parts: (N, B) uint8."""
+    if parts.dtype == torch.float16:
+        parts = parts.float()
+    runs = [parts[:, start:stop] for start, stop in structure.grouped]
+    runs = [F.pad(run, (0, -run.shape[1] % GROUP_SIZE)) for run in runs]
+    plain = [parts[:, start:stop] for start, stop in structure.plain]
+    return pack(_joined(runs, parts), _joined(plain, parts) if plain else None)
+
+
+def unpack_parts(messages: Tensor, structure: Structure, output: Tensor, factor: float) -> None:
+    """`factor` times the sum of the messages (N, B) in `output` (E,)."""
+    layout = structure.layout
+    dtype = torch.float32 if output.dtype == torch.float16 else output.dtype
+    groups = _target(output, structure.grouped, layout.num_values, dtype)
+    plain = _target(output, structure.plain, layout.num_plain, dtype)
+    unpack_sum(messages, layout, groups, plain if layout.num_plain else None, factor)
+    _distribute(groups, output, structure.grouped, GROUP_SIZE)
+    _distribute(plain, output, structure.plain, 1)
+
+
+def _distribute(
+    source: Tensor, output: Tensor, runs: tuple[tuple[int, int], ...], multiple: int
+) -> None:
+    """Copy runs, each padded to a multiple of some number, to their places, if not there yet."""
+    if source._is_view():  # of the output
+        return
+    offset = 0
+    for start, stop in runs:
+        output[start:stop] = source[offset : offset + stop - start]
+        offset += -(-(stop - start) // multiple) * multiple
+
+
+def _joined(runs: list[Tensor], parts: Tensor) -> Tensor:
+    if len(runs) == 1:
+        return runs[0]
+    return torch.cat(runs, dim=1) if runs else parts[:, :0]
+
+
+def _target(
+    output: Tensor, runs: tuple[tuple[int, int], ...], numel: int, dtype: torch.dtype
+) -> Tensor:
+    """Where a sum can be written: in place, if it is one run without padding."""
+    if len(runs) == 1 and runs[0][1] - runs[0][0] == numel and output.dtype == dtype:
+        return output[runs[0][0] : runs[0][1]]
+    return torch.empty(numel, dtype=dtype, device=output.device)
+
+
+def in_groups(param: Any) -> bool:
+    """Whether the gradient of one of FSDP's parameters travels in 8 bits, if it has one."""
+    return isinstance(param._module_info.module, Float8Layer) and (
+        param._module_info.param_name == "weight"
+    )
+
+
+def _factor(op: Any, world_size: int) -> float:
+    if op == dist.ReduceOp.SUM:
+        return 1.0
+    if op == dist.ReduceOp.AVG:
+        return 1.0 / world_size
+    if op == dist.ReduceOp.PREMUL_SUM:
+        return float(op.__getstate__()[1])
+    raise ValueError(f"gradients are reduced as a sum or an average, not with {op}")

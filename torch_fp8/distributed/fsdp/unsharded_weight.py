@@ -1,0 +1,241 @@
+"""`GatheredWeight`: a weight whose shards FSDP2 has all-gathered as FP8 bytes.
+
+`Float8Linear` runs its GEMMs on the payload as it is. Whoever else reads the weight gets it
+dequantized, in the dtype that it would have had; whoever writes it gets an error, for the values
+belong to the sharded parameter.
+
+FSDP frees what it gathered by resizing the storage and fills it again at the next all-gather, so a
+weight and its aliases share one `Payload`, whose scale is replaced then.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_fp8.ops.quantize import QuantizedTensor, dequantize, quantize_layouts, transposed
+from torch_fp8.ops.registry import define, operators
+from torch_fp8.quantization.payload_shape import SQUARE
+from torch_fp8.quantization.recipe import CastSpec
+
+_EXPONENT_SHIFT = 23
+_aten: Any = torch.ops.aten
+_ALIASES = (_aten.detach.default, _aten.alias.default)
+_VIEWS = (_aten.view.default, _aten._unsafe_view.default, _aten.as_strided.default)
+
+
+@dataclass
+class Payload:
+    """The FP8 bytes of a whole weight (N, K).
+
+    Attributes:
+        qdata: (N, K) FP8, a view of what FSDP has gathered.
+        scale: float32 as of `QuantizedTensor`; or uint8, powers of two as E8M0 bytes, a view of
+            what FSDP has gathered.
+        spec: how it was cast.
+        amax: () float32 of the weight, where its recipe keeps a history of these.
+    """
+
+    qdata: Tensor
+    scale: Tensor
+    spec: CastSpec
+    amax: Tensor | None = None
+
+
+class GatheredWeight(Tensor):
+    """A weight (N, K), read-only, in FP8; reads as a tensor of another dtype.
+
+    Attributes:
+        payload: shared with all aliases.
+    """
+
+    payload: Payload
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, payload: Payload, dtype: torch.dtype) -> "GatheredWeight":
+        self: GatheredWeight = torch.Tensor._make_wrapper_subclass(
+            cls, payload.qdata.shape, dtype=dtype, device=payload.qdata.device
+        )
+        self.payload = payload
+        return self
+
+    def row(self) -> QuantizedTensor:
+        """The weight, quantized along K."""
+        return gathered_row(self, self.payload.spec)
+
+    def col(self) -> QuantizedTensor:
+        """The transposed weight, (K, N), quantized along N; see `gathered_col`."""
+        return gathered_col(self, self.payload.spec)
+
+    def dequantize(self) -> Tensor:
+        """A plain tensor of this shape and dtype."""
+        return dequantize(self.row(), self.dtype)
+
+    def check_gathered(self) -> None:
+        """Raises RuntimeError where FSDP has freed it."""
+        if self.numel() and not self.qdata.untyped_storage().size():
+            raise RuntimeError(
+                "the unsharded weight was freed by FSDP; read it within the forward or backward of "
+                "its module, or between unshard() and reshard()"
+            )
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        names = ["qdata", "scale", *(["amax"] if self.payload.amax is not None else [])]
+        return names, (self.payload.spec, self.dtype)
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: dict[str, Tensor], context: Any, outer_size: Any, outer_stride: Any
+    ) -> "GatheredWeight":
+        spec, dtype = context
+        payload = Payload(inner["qdata"], inner["scale"], spec, inner.get("amax"))
+        return GatheredWeight(payload, dtype)
+
+    @property
+    def qdata(self) -> Tensor:
+        return self.payload.qdata
+
+    @property
+    def scale(self) -> Tensor:
+        return self.payload.scale
+
+    @property
+    def amax(self) -> Any:
+        return self.payload.amax
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        memo[id(self)] = result = self.dequantize()
+        return result
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.dequantize().__reduce_ex__(protocol)
+
+    def __repr__(self) -> str:
+        return f"GatheredWeight(shape={tuple(self.shape)}, dtype={self.dtype}, {self.payload.spec})"
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        weight = args[0] if args else None
+        if isinstance(weight, GatheredWeight) and _is_alias(func, weight, args):
+            return GatheredWeight(weight.payload, weight.dtype)
+        for i, argument in enumerate(func._schema.arguments):
+            value = args[i] if i < len(args) else kwargs.get(argument.name)
+            if argument.is_write and _contains_weight(value):
+                raise RuntimeError(
+                    f"{func._schema.name} writes an unsharded FP8 weight, which is a copy; write "
+                    "the sharded parameter, outside of forward, backward and unshard()"
+                )
+        return func(*_plain(args), **{name: _plain(value) for name, value in kwargs.items()})
+
+
+# Functions, for torch.compile takes a method of a tensor for an operator.
+def gathered_row(weight: GatheredWeight, spec: CastSpec) -> QuantizedTensor:
+    """The weight (N, K), quantized along K.
+
+    Args:
+        weight: gathered, and not freed since.
+        spec: how it was cast.
+    """
+    if not torch.compiler.is_compiling():
+        weight.check_gathered()
+    scale = weight.scale
+    if scale.dtype == torch.uint8:
+        scale = powers_of_two(scale)
+    return QuantizedTensor(weight.qdata, scale, spec.granularity)
+
+
+def gathered_col(
+    weight: GatheredWeight, spec: CastSpec, grad_output: Tensor | None = None
+) -> QuantizedTensor:
+    """The transposed weight, (K, N), quantized along N.
+
+    The very payload, transposed, where a scale belongs to as many rows as columns. Else what the
+    payload stands for is cast again; its scales are powers of two, which keeps every mantissa, so
+    only what the other scale makes subnormal is rounded a second time.
+
+    Args:
+        weight, spec: as of `gathered_row`.
+        grad_output: in a backward that is compiled: forward is not to keep a transposed copy.
+    """
+    row = gathered_row(weight, spec)
+    if grad_output is not None and torch.compiler.is_compiling() and spec.granularity in SQUARE:
+        qdata = operators.transposed_in_backward(row.qdata, grad_output)
+        scale = row.scale.t().contiguous() if row.scale.ndim else row.scale
+        return QuantizedTensor(qdata, scale, spec.granularity)
+    return transposed_or_recast(row, spec)
+
+
+def transposed_or_recast(row: QuantizedTensor, spec: CastSpec) -> QuantizedTensor:
+    """The transpose (C, R), quantized along R, of what was gathered as (R, C), quantized along C.
+
+    Args:
+        row: whose scales are powers of two where they do not belong to as many rows as columns.
+        spec: how it was cast.
+    """
+    same = transposed(row)
+    if same is not None:
+        return same
+    # BF16 holds 4 significant bits times a power of two exactly.
+    whole = dequantize(row, torch.bfloat16)
+    _, col = quantize_layouts(whole, spec, None, row=False, col=True)
+    assert col is not None
+    return col
+
+
+def transposed_in_backward(qdata: Tensor, grad_output: Tensor) -> Tensor:
+    """The reference of ``torch_fp8::transposed_in_backward``: qdata^T, contiguous.
+
+    A graph that torch.compile cuts in two cannot move it to forward, for it takes the gradient.
+
+    Args:
+        qdata: (N, K), FP8.
+        grad_output: that backward begins with; not read.
+    Returns:
+        (K, N), FP8.
+    """
+    del grad_output
+    return qdata.t().clone(memory_format=torch.contiguous_format)
+
+
+def exponent_bytes(scale: Tensor) -> Tensor:
+    """Powers of two (float32) as E8M0 bytes, ``2 ** (byte - 127)``; non-finite ones as 255."""
+    return (scale.view(torch.int32) >> _EXPONENT_SHIFT & 0xFF).to(torch.uint8)
+
+
+def powers_of_two(scale: Tensor) -> Tensor:
+    """`exponent_bytes` undone; 255 is infinite."""
+    return (scale.to(torch.int32) << _EXPONENT_SHIFT).view(torch.float32)
+
+
+def _is_alias(func: Any, weight: GatheredWeight, args: tuple[Any, ...]) -> bool:
+    if func in _ALIASES:
+        return True
+    return func in _VIEWS and tuple(args[1]) == tuple(weight.shape)
+
+
+def _contains_weight(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return any(_contains_weight(v) for v in value)
+    return isinstance(value, GatheredWeight)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, GatheredWeight):
+        return value.dequantize()
+    if isinstance(value, (list, tuple)):
+        return type(value)(_plain(v) for v in value)
+    return value
+
+
+define(
+    "transposed_in_backward(Tensor qdata, Tensor grad_output) -> Tensor",
+    transposed_in_backward,
+    transposed_in_backward,
+    transposed_in_backward,
+)

@@ -1,0 +1,1 @@
+"""Activations that tensor and sequence parallelism exchange in FP8."""

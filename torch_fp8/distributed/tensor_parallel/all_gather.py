@@ -1,0 +1,289 @@
+"""All-gathers of FP8 bytes, and `GatheredActivation`, the tensor that they make.
+
+Under sequence parallelism each rank has a part of the tokens, and a linear layer needs all of them.
+Each rank casts its part, and one message has what travels. With one scale for the tensor, that one
+is agreed on before (`torch_fp8.quantization.scaling.group_amax`); scales of rows and blocks, powers
+of two, follow the payload as exponent bytes.
+
+`Float8Linear` runs its GEMMs on the payload as it is: on the input that it needs whole in forward,
+on the gradient of its output in backward. Whoever else reads such a tensor gets it dequantized,
+rounded to FP8 as it is.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torch_fp8.distributed.collectives import all_gather
+from torch_fp8.distributed.fsdp.unsharded_weight import transposed_or_recast
+from torch_fp8.ops.quantize import QuantizedTensor, dequantize, quantize
+from torch_fp8.quantization.payload_shape import BLOCK_SHAPE
+from torch_fp8.quantization.recipe import CastSpec
+
+
+class Shards(NamedTuple):
+    """How the parts of a tensor lie on the ranks of a group, as DTensor's ``Shard(dim)``.
+
+    Attributes:
+        shape: of the whole tensor.
+        dim: along which it is divided, in parts of ceil(size / ranks); the last may be less.
+        group: the ranks.
+    """
+
+    shape: torch.Size
+    dim: int
+    group: Any
+
+    @property
+    def part(self) -> tuple[int, ...]:
+        """Shape of a full part."""
+        size = -(-self.shape[self.dim] // dist.get_world_size(self.group))
+        return (*self.shape[: self.dim], size, *self.shape[self.dim + 1 :])
+
+    def local_shape(self) -> tuple[int, ...]:
+        """Shape of this rank's part."""
+        full, rank = self.part[self.dim], dist.get_rank(self.group)
+        size = min(max(self.shape[self.dim] - rank * full, 0), full)
+        return (*self.shape[: self.dim], size, *self.shape[self.dim + 1 :])
+
+
+def pack_shard(shard: Tensor, shards: Shards, spec: CastSpec, scale: Tensor | None) -> Tensor:
+    """One rank's message: its part in FP8, then the exponents of its scales.
+
+    Args:
+        shard: (..., C) float32, bfloat16 or float16, of ``shards.local_shape()``.
+        shards: where it belongs.
+        spec: format and granularity.
+        scale: () float32, equal on all ranks, for tensorwise; else None.
+    Returns:
+        (B,) uint8, as long on every rank.
+    """
+    quantized = quantize(shard.reshape(-1, shard.shape[-1]), spec, scale)
+    payload = quantized.qdata.view(torch.uint8).view(shard.shape)
+    parts = [_padded(payload, shards)]
+    if spec.granularity != "tensorwise":
+        exponents = (quantized.scale.view(torch.int32) >> 23).to(torch.uint8)
+        per_row = _scales_per_row(spec, shard.shape[-1])
+        parts.append(_padded(exponents.reshape(*shard.shape[:-1], per_row), shards))
+    return parts[0].view(-1) if len(parts) == 1 else torch.cat([p.reshape(-1) for p in parts])
+
+
+class Gather:
+    """An all-gather of messages under way; `result` waits for it.
+
+    Args:
+        message: of `pack_shard`.
+        shards, spec, scale: as given to it.
+    """
+
+    def __init__(
+        self, message: Tensor, shards: Shards, spec: CastSpec, scale: Tensor | None
+    ) -> None:
+        self.message, self.shards, self.spec, self.scale = message, shards, spec, scale
+        ranks = dist.get_world_size(shards.group)
+        self._output = message.new_empty(ranks, message.numel())
+        self._work = all_gather(self._output, message, group=shards.group, async_op=True)
+        self._result: QuantizedTensor | None = None
+
+    def result(self) -> QuantizedTensor:
+        """The whole tensor as a matrix (M, C), quantized along C."""
+        if self._result is None:
+            self._work.wait()
+            self._result = self._unpack()
+            del self._output, self._work
+        return self._result
+
+    def _unpack(self) -> QuantizedTensor:
+        part, cols = self.shards.part, self.shards.shape[-1]
+        size = math.prod(part)
+        qdata = self._joined(self._output[:, :size], part[-1]).view(self.spec.format.dtype)
+        scale = self.scale
+        if scale is None:
+            exponents = self._joined(self._output[:, size:], _scales_per_row(self.spec, cols))
+            bits = exponents.to(torch.int32) << 23
+            scale = bits.view(torch.float32).flatten(0, -2)
+        return QuantizedTensor(qdata.flatten(0, -2), scale, self.spec.granularity)
+
+    def _joined(self, parts: Tensor, last: int) -> Tensor:
+        """(ranks, bytes of a part) -> the whole with `last` bytes in a row, without the padding."""
+        dim = self.shards.dim
+        merged = [*self.shards.part[:-1], last]
+        whole = parts.view(parts.shape[0], *merged).movedim(0, dim)
+        merged[dim] *= parts.shape[0]
+        whole = whole.reshape(merged)
+        return whole.narrow(dim, 0, self.shards.shape[dim]).contiguous()
+
+
+def _scales_per_row(spec: CastSpec, cols: int) -> int:
+    return 1 if spec.granularity == "rowwise" else -(-cols // BLOCK_SHAPE[spec.granularity][1])
+
+
+def _padded(part: Tensor, shards: Shards) -> Tensor:
+    """A part, uint8, filled up to the size of a full one."""
+    missing = shards.part[shards.dim] - part.shape[shards.dim]
+    if not missing:
+        return part.contiguous()
+    shape = list(part.shape)
+    shape[shards.dim] = missing
+    return torch.cat([part, part.new_zeros(shape)], dim=shards.dim)
+
+
+_aten: Any = torch.ops.aten
+_ALIASES = (_aten.detach.default, _aten.alias.default)
+_VIEWS = (_aten.view.default, _aten._unsafe_view.default)
+
+
+class GatheredInput:
+    """How backward comes by a gathered input again: it was kept, or it is gathered a second time.
+
+    One object serves all layers that share the input, so that it is gathered once for all of them.
+
+    Args:
+        spec: how it was cast.
+        shards: None: the whole payload was kept. Else the rank's own message was.
+    """
+
+    def __init__(self, spec: CastSpec, shards: Shards | None) -> None:
+        self.spec, self.shards = spec, shards
+        self.users = 0
+        self._gather: Gather | None = None
+
+    def start(self, kept: Tensor, scale: Tensor | None) -> None:
+        """Issue the second gather, if there has to be one and none is under way."""
+        if self.shards is not None and self._gather is None:
+            self._gather = Gather(kept, self.shards, self.spec, scale)
+
+    def col(self, kept: Tensor, scale: Tensor | None) -> QuantizedTensor:
+        """The input transposed, (C, M), after `start`.
+
+        Args:
+            kept, scale: what `GatheredActivation.keep` returned.
+        """
+        if self.shards is None:
+            assert scale is not None
+            return transposed_or_recast(
+                QuantizedTensor(kept, scale, self.spec.granularity), self.spec
+            )
+        assert self._gather is not None
+        row = self._gather.result()
+        self.users -= 1
+        if self.users <= 0:
+            self._gather = None
+        return transposed_or_recast(row, self.spec)
+
+
+class GatheredActivation(Tensor):
+    """(..., C), read-only, in FP8; reads as a tensor of another dtype.
+
+    Attributes:
+        gather: of its shards, maybe still under way; shared with all aliases.
+        source: what backward needs of it.
+    """
+
+    gather: Gather
+    source: GatheredInput
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(
+        cls, gather: Gather, source: GatheredInput, shape: torch.Size, dtype: torch.dtype
+    ) -> "GatheredActivation":
+        self: GatheredActivation = torch.Tensor._make_wrapper_subclass(
+            cls, shape, dtype=dtype, device=gather.message.device
+        )
+        self.gather, self.source = gather, source
+        return self
+
+    def row(self) -> QuantizedTensor:
+        """As a matrix (M, C), quantized along C."""
+        return self.gather.result()
+
+    def col(self) -> QuantizedTensor:
+        """The matrix transposed, (C, M), quantized along M.
+
+        With one scale the very payload, transposed. Else what the payload stands for is cast again;
+        scales are powers of two, which keeps every mantissa, so only what the other scale makes
+        subnormal is rounded a second time.
+        """
+        return transposed_or_recast(self.row(), self.gather.spec)
+
+    def keep(self) -> tuple[Tensor, Tensor | None]:
+        """What to save for a wgrad in backward: bytes or payload, and the scale if it has one."""
+        self.source.users += 1
+        if self.source.shards is not None:
+            return self.gather.message, self.gather.scale
+        row = self.row()
+        return row.qdata, row.scale
+
+    def dequantize(self) -> Tensor:
+        """A plain tensor of this shape and dtype."""
+        return dequantize(self.row(), self.dtype).view(self.shape)
+
+    def __coerce_same_metadata_as_tangent__(self, *expected: Any) -> Any:
+        raise NotImplementedError(
+            "torch.compile does not trace what is gathered in FP8: leave the parallel layers out "
+            "of it with torch.compiler.disable, or gather in 16 bits with "
+            "FP8Config(communication='off')"
+        )
+
+    def __repr__(self) -> str:
+        shape = tuple(self.shape)
+        return f"GatheredActivation(shape={shape}, dtype={self.dtype}, {self.gather.spec})"
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        x = args[0] if args else None
+        if isinstance(x, GatheredActivation):
+            shape = _view_shape(func, x, args)
+            if shape is not None:
+                return GatheredActivation(x.gather, x.source, shape, x.dtype)
+        plain = {name: _plain(value) for name, value in (kwargs or {}).items()}
+        return func(*_plain(args), **plain)
+
+
+def gather_activation(
+    shard: Tensor,
+    shards: Shards,
+    spec: CastSpec,
+    scale: Tensor | None,
+    dtype: torch.dtype,
+    *,
+    gather_again: bool = False,
+) -> GatheredActivation:
+    """Cast this rank's part and start to gather all of them.
+
+    Args:
+        shard, shards, spec, scale: see `pack_shard`.
+        dtype: that the result shall have for those who read it.
+        gather_again: whether backward gathers it again instead of keeping it.
+    """
+    message = pack_shard(shard, shards, spec, scale)
+    source = GatheredInput(spec, shards if gather_again else None)
+    return GatheredActivation(Gather(message, shards, spec, scale), source, shards.shape, dtype)
+
+
+def _view_shape(func: Any, x: Tensor, args: tuple[Any, ...]) -> torch.Size | None:
+    """The new shape, where `func` makes a view that keeps the last dimension; else None."""
+    if func in _ALIASES:
+        return x.shape
+    if func not in _VIEWS:
+        return None
+    size = list(args[1])
+    if -1 in size and x.numel():
+        size[size.index(-1)] = x.numel() // -math.prod(size)
+    keeps = bool(size) and size[-1] == x.shape[-1] and math.prod(size) == x.numel()
+    return torch.Size(size) if keeps else None
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, GatheredActivation):
+        return value.dequantize()
+    if isinstance(value, (list, tuple)):
+        return type(value)(_plain(v) for v in value)
+    return value

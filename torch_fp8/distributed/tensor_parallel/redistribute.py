@@ -1,0 +1,188 @@
+"""Redistributions of DTensors: what is gathered travels in FP8, what is summed in its own dtype.
+
+`replicate` is for the input of column-wise layers, `reduce` for the output of row-wise ones.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DeviceMesh, DTensor, Replicate
+from torch.distributed.tensor.placement_types import Placement
+
+from torch_fp8.distributed.tensor_parallel.all_gather import (
+    GatheredActivation,
+    Shards,
+    gather_activation,
+)
+from torch_fp8.nn.linear import GRAD_OUTPUT, INPUT, Float8Linear
+from torch_fp8.quantization.recipe import Recipe
+from torch_fp8.tensor.dtensor import waited
+from torch_fp8.tensor.quantizer import output_dtype
+
+
+def replicate(
+    x: Tensor, mesh: DeviceMesh, layout: Placement, linear: Float8Linear, *, gather_again: bool
+) -> DTensor:
+    """The whole input of column-wise layers, as the first of them casts it.
+
+    In forward a sharded one is gathered in FP8. In backward the ranks' gradients are summed, in the
+    dtype of autocast, or of the input without it.
+
+    Args:
+        x: a DTensor, or this rank's part of one.
+        mesh: of one dimension.
+        layout: of a plain tensor.
+        linear: the layer.
+        gather_again: see `torch_fp8.distributed.tensor_parallel.all_gather.gather_activation`.
+    Raises:
+        ValueError: a recipe that cannot take a gathered input; on the CPU also plain tensors of
+            different shapes.
+    """
+    if not isinstance(x, DTensor):
+        if layout.is_shard():
+            _check_even(x, mesh, linear)
+        x = DTensor.from_local(x, mesh, (layout,), run_check=False)
+    (placement,) = x.placements
+    if placement.is_partial():
+        x = x.redistribute(placements=[Replicate()], async_op=True)
+    elif placement.is_shard():
+        refuse_gather(linear.fp8_name, linear.fp8_recipe, placement, x.ndim)
+        return _Gather.apply(x, linear, gather_again)
+    if isinstance(x._local_tensor, GatheredActivation):
+        return x
+    dtype = output_dtype(x._local_tensor)
+    return x if x.dtype == dtype else _Narrow.apply(x, dtype)
+
+
+def reduce(output: DTensor, placement: Placement, linear: Float8Linear) -> DTensor:
+    """The sum of a row-wise layer's outputs, scattered or on every rank.
+
+    In backward the gradient of a scattered one is gathered in FP8, as the layer casts it.
+
+    Args:
+        output: partial sums.
+        placement: to sum them to.
+        linear: the layer.
+    Raises:
+        ValueError: a recipe that cannot take a gathered gradient.
+    """
+    if not placement.is_shard():
+        return output.redistribute(placements=[placement], async_op=True)
+    refuse_gather(linear.fp8_name, linear.fp8_recipe, placement, output.ndim)
+    return _Scatter.apply(output, placement, linear)
+
+
+def refuse_gather(name: str, recipe: Recipe, placement: Placement, ndim: int | None = None) -> None:
+    """Raise ValueError if a layer of this recipe cannot multiply what was gathered in FP8.
+
+    Args:
+        name: of the layer.
+        recipe: its own.
+        placement: how what is to be gathered is sharded.
+        ndim: its dimensions; None: not known yet.
+    """
+    way_out = "or give this layer torch's own parallel style, which gathers in 16 bits"
+    if recipe.wgrad is None:
+        raise ValueError(
+            f"FP8 linear '{name}': wgrad='bf16' multiplies what was never rounded to FP8, but its "
+            "parallel style gathers in FP8 what other ranks have of it; use wgrad='fp8', "
+            f"communication='off', {way_out}"
+        )
+    last = {-1} if ndim is None else {-1, ndim - 1}
+    if placement.dim in last and recipe.input.granularity != "tensorwise":
+        raise ValueError(
+            f"FP8 linear '{name}': its parallel style gathers features in FP8, and recipe "
+            f"{recipe.name!r} has scales that run along them; use recipe 'tensorwise', "
+            f"communication='off', {way_out}"
+        )
+
+
+class _Gather(torch.autograd.Function):
+    """A sharded DTensor as a replicated one, cast by a layer; its gradient is scattered."""
+
+    @staticmethod
+    def forward(ctx: Any, x: DTensor, linear: Float8Linear, gather_again: bool) -> DTensor:
+        ctx.placements, ctx.dtype = x.placements, x.dtype
+        ctx.set_materialize_grads(False)
+        shard = waited(x._local_tensor)
+        shards = Shards(x.shape, x.placements[0].dim, x.device_mesh.get_group())
+        gathered = gather_activation(
+            shard,
+            shards,
+            linear.operand_spec(INPUT),
+            linear.operand_scale(INPUT, shard, shards.group),
+            output_dtype(shard),
+            gather_again=gather_again,
+        )
+        return DTensor.from_local(gathered, x.device_mesh, [Replicate()], run_check=False)
+
+    @staticmethod
+    def backward(ctx: Any, grad: DTensor | None) -> Any:
+        if grad is None:
+            return None, None, None
+        grad = grad.redistribute(placements=ctx.placements, async_op=True)
+        return _to(grad, ctx.dtype), None, None
+
+
+class _Scatter(torch.autograd.Function):
+    """Partial sums as a sharded DTensor; its gradient, cast by a layer, is gathered."""
+
+    @staticmethod
+    def forward(ctx: Any, output: DTensor, placement: Placement, linear: Float8Linear) -> DTensor:
+        ctx.linear = linear
+        ctx.set_materialize_grads(False)
+        return output.redistribute(placements=[placement], async_op=True)
+
+    @staticmethod
+    def backward(ctx: Any, grad: DTensor | None) -> Any:
+        if grad is None:
+            return None, None, None
+        (placement,), linear = grad.placements, ctx.linear
+        if not placement.is_shard():
+            return grad.redistribute(placements=[Replicate()]), None, None
+        shard = waited(grad._local_tensor)
+        shards = Shards(grad.shape, placement.dim, grad.device_mesh.get_group())
+        gathered = gather_activation(
+            shard,
+            shards,
+            linear.operand_spec(GRAD_OUTPUT),
+            linear.operand_scale(GRAD_OUTPUT, shard, shards.group),
+            grad.dtype,
+        )
+        whole = DTensor.from_local(gathered, grad.device_mesh, [Replicate()], run_check=False)
+        return whole, None, None
+
+
+class _Narrow(torch.autograd.Function):
+    """A replicated DTensor in another dtype, in which the ranks' gradients are summed."""
+
+    @staticmethod
+    def forward(ctx: Any, x: DTensor, dtype: torch.dtype) -> DTensor:
+        ctx.dtype = x.dtype
+        return x.to(dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: DTensor) -> Any:
+        grad = grad.redistribute(placements=[Replicate()], async_op=True)
+        return _to(grad, ctx.dtype), None
+
+
+def _check_even(x: Tensor, mesh: DeviceMesh, linear: Float8Linear) -> None:
+    """Refuse plain tensors of different shapes, where asking the other ranks costs no wait."""
+    if x.device.type != "cpu":
+        return
+    sizes = torch.tensor([*x.shape, *(-size for size in x.shape)], device=x.device)
+    largest = sizes.clone()
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=mesh.get_group())
+    if not torch.equal(largest[: x.ndim], -largest[x.ndim :]):
+        raise ValueError(
+            f"FP8 linear '{linear.fp8_name}' got parts of different shapes on the ranks of its "
+            f"group, {tuple(x.shape)} here, in plain tensors, which cannot say what belongs where; "
+            "pass DTensors (use_local_output=False in the style that makes them), or pad the tokens"
+        )
+
+
+def _to(x: DTensor, dtype: torch.dtype) -> DTensor:
+    return x if x.dtype == dtype else x.to(dtype)

@@ -1,0 +1,225 @@
+"""Styles for ``parallelize_module``: activations that ranks exchange travel in FP8.
+
+They take the arguments of torch's and stand where torch's stand::
+
+    parallelize_module(block, mesh["tensor_parallel"], {
+        "norm": SequenceParallel(use_local_output=True),
+        "attention": PrepareFloat8ModuleInput(
+            input_layouts=Shard(1), desired_input_layouts=Replicate()
+        ),
+        "attention.q": Float8ColwiseParallel(),  # k and v likewise: one cast, one gather for all
+        "attention.o": Float8RowwiseParallel(output_layouts=Shard(1)),
+        "up": Float8ColwiseParallel(input_layouts=Shard(1)),
+        "down": Float8RowwiseParallel(output_layouts=Shard(1)),
+    })
+
+What a layer gathers travels in FP8: the tokens of a column-wise layer's input in forward, those of
+the gradient of a row-wise layer's output in backward, as FP8-LM does (arXiv 2310.18313). What is
+summed (the row-wise output, the gradient of the column-wise input) stays in 16 bits, and so does
+what a style is asked to gather of a column-wise output. Without sequence parallelism nothing is
+gathered, and the GEMMs alone run in FP8.
+
+Convert before or after; a layer that is not converted is parallelized as torch's style does it, and
+so is one with ``communication="off"``. `torch_fp8.nn.dtensor_layout` has what a rank multiplies.
+"""
+
+import copy
+from typing import Any, TypeGuard
+
+from torch import nn
+from torch.distributed.tensor import DeviceMesh, DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel
+from torch.distributed.tensor.placement_types import Placement
+
+from torch_fp8.distributed.tensor_parallel.redistribute import reduce, refuse_gather, replicate
+from torch_fp8.nn.linear import Float8Linear
+from torch_fp8.nn.transformer_engine import NOT_SHARDED
+from torch_fp8.nn.transformer_engine_linear import TransformerEngineLinear
+
+
+class Float8ColwiseParallel(ColwiseParallel):
+    """torch's ColwiseParallel, with an input that is gathered in FP8.
+
+    Args:
+        input_layouts, output_layouts, use_local_output: as torch's.
+        gather_in_backward: keep only the rank's own part of the input for backward, and gather
+            it again there: 1 / N of the memory for one more gather. By default the gathered input
+            is kept in FP8, half of what torch's style keeps.
+    Raises:
+        ValueError: in ``parallelize_module`` or ``convert_to_float8``, whichever comes later, a
+            recipe that cannot take what was gathered in FP8.
+    """
+
+    def __init__(
+        self,
+        *,
+        input_layouts: Placement | None = None,
+        output_layouts: Placement | None = None,
+        use_local_output: bool = True,
+        gather_in_backward: bool = False,
+    ) -> None:
+        super().__init__(
+            input_layouts=input_layouts,
+            output_layouts=output_layouts,
+            use_local_output=use_local_output,
+        )
+        self.gather_in_backward = gather_in_backward
+
+    def _prepare_input_fn(
+        self,
+        input_layouts: Any,
+        desired_input_layouts: Any,
+        mod: nn.Module,
+        inputs: Any,
+        device_mesh: DeviceMesh,
+    ) -> Any:
+        if not _gathers(mod):
+            prepare = ColwiseParallel._prepare_input_fn
+            return prepare(input_layouts, desired_input_layouts, mod, inputs, device_mesh)
+        layout, again = input_layouts[0], self.gather_in_backward
+        return replicate(inputs[0], device_mesh, layout, mod, gather_again=again)
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        check_style(module, self.input_layouts[0])
+        return super()._apply(module, device_mesh)
+
+
+class Float8RowwiseParallel(RowwiseParallel):
+    """torch's RowwiseParallel; the gradient of an output that is scattered is gathered in FP8.
+
+    Args:
+        input_layouts, output_layouts, use_local_output: as torch's.
+    """
+
+    def _prepare_output_fn(
+        self,
+        output_layouts: Any,
+        use_local_output: bool,
+        mod: nn.Module,
+        outputs: Any,
+        device_mesh: DeviceMesh,
+    ) -> Any:
+        if isinstance(mod, Float8Linear) and mod.runs_fp8:
+            if outputs.placements != output_layouts:
+                outputs = (
+                    reduce(outputs, output_layouts[0], mod)
+                    if _gathers(mod)
+                    else outputs.redistribute(placements=output_layouts, async_op=True)
+                )
+            if mod.bias is not None:
+                outputs = outputs + mod.bias.to(outputs.dtype)
+            output_layouts = outputs.placements
+        finish = RowwiseParallel._prepare_output_fn
+        return finish(output_layouts, use_local_output, mod, outputs, device_mesh)
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        check_style(module, self.output_layouts[0])
+        if isinstance(module, nn.Linear):
+            module.fp8_adds_bias = False
+        return super()._apply(module, device_mesh)
+
+
+class PrepareFloat8ModuleInput(PrepareModuleInput):
+    """torch's PrepareModuleInput; what goes from sharded to replicated is gathered in FP8, once.
+
+    For a module whose column-wise layers share its input (q, k and v; gate and up), which take it
+    as replicated then. Cast as the first of them casts its input. Whatever else reads the input
+    gets it rounded to FP8.
+
+    Args:
+        input_layouts, desired_input_layouts, input_kwarg_layouts, desired_input_kwarg_layouts,
+            use_local_output: as torch's.
+        gather_in_backward: see `Float8ColwiseParallel`.
+    """
+
+    def __init__(
+        self,
+        *,
+        input_layouts: Any = None,
+        desired_input_layouts: Any = None,
+        input_kwarg_layouts: dict[str, Placement] | None = None,
+        desired_input_kwarg_layouts: dict[str, Placement] | None = None,
+        use_local_output: bool = False,
+        gather_in_backward: bool = False,
+    ) -> None:
+        super().__init__(
+            input_layouts=input_layouts,
+            desired_input_layouts=desired_input_layouts,
+            input_kwarg_layouts=input_kwarg_layouts,
+            desired_input_kwarg_layouts=desired_input_kwarg_layouts,
+            use_local_output=use_local_output,
+        )
+        self.gather_in_backward = gather_in_backward
+        self._module: nn.Module | None = None
+
+    def _prepare_input_arg(self, input: Any, mesh: Any, input_layout: Any, desired: Any) -> Any:
+        consumer = _consumer(self._module) if isinstance(desired, Replicate) else None
+        if input_layout is None or consumer is None:
+            return super()._prepare_input_arg(input, mesh, input_layout, desired)
+        again = self.gather_in_backward
+        x = replicate(input, mesh, input_layout, consumer, gather_again=again)
+        return x.to_local() if self.use_local_output else x
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def prepare(module: nn.Module, args: Any, kwargs: Any) -> Any:
+            style = copy.copy(self)  # one style may serve many modules
+            style._module = module
+            return style._prepare_input_kwarg_fn(args, kwargs, device_mesh)
+
+        module.register_forward_pre_hook(prepare, with_kwargs=True)
+        return module
+
+
+def check_style(module: nn.Module, gathered: Placement | None = None) -> None:
+    """Raise ValueError if the style of a layer and its recipe or backend do not go together.
+
+    Args:
+        module: converted or not; it remembers `gathered` for its conversion.
+        gathered: how what the style gathers is sharded; None: as it was said before.
+    """
+    if gathered is not None:
+        if isinstance(module, TransformerEngineLinear):
+            raise ValueError(NOT_SHARDED)
+        module.fp8_gathered = gathered
+    layout = module.__dict__.get("fp8_gathered")
+    if not isinstance(layout, Shard) or not isinstance(module, Float8Linear):
+        return
+    if module.fp8_config.communication != "off":
+        refuse_gather(module.fp8_name, module.fp8_recipe, layout)
+
+
+def gathers_features(module: nn.Module) -> bool:
+    """Whether a layer's style gathers features, which rules out scales that run along them.
+
+    As far as the style says: dimension 1 is the features of a matrix, but the tokens of a batch.
+    """
+    layout = module.__dict__.get("fp8_gathered")
+    return isinstance(layout, Shard) and layout.dim not in (0, 1)
+
+
+def _gathers(module: nn.Module) -> TypeGuard[Float8Linear]:
+    """Whether what a layer needs of other ranks travels in FP8."""
+    if not isinstance(module, Float8Linear) or not module.runs_fp8:
+        return False
+    return module.fp8_config.communication != "off"
+
+
+def _consumer(module: nn.Module | None) -> Float8Linear | None:
+    """The first column-wise FP8 layer in `module`; None: there is none."""
+    assert module is not None
+    found = [
+        layer
+        for layer in module.modules()
+        if isinstance(layer, Float8Linear)
+        and _gathers(layer)
+        and isinstance(layer.weight, DTensor)
+        and layer.weight.placements[-1].is_shard(0)
+    ]
+    casts = {str(layer.fp8_recipe.input): layer.fp8_name for layer in found}
+    if len(casts) > 1:
+        raise ValueError(
+            f"FP8 layers {sorted(casts.values())} share an input that PrepareFloat8ModuleInput "
+            f"casts once, but their recipes cast it differently ({', '.join(sorted(casts))}); "
+            "convert them with one recipe, or use torch's PrepareModuleInput"
+        )
+    return found[0] if found else None

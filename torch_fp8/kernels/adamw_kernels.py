@@ -1,0 +1,386 @@
+"""The kernels behind `torch_fp8.kernels.adamw`, which launches them.
+
+One launch works on many matrices (R, K). A program takes one chunk, CHUNK consecutive groups of one
+matrix, tile by tile; `chunk_ptr` names its matrix, and `table_ptr` has a `Record` of each.
+
+An element moves about 14 bytes, and at 4 TB/s there is time for a hundred instructions. So a thread
+has 16 consecutive elements, which move in accesses of 16 bytes; a program is one warp, which never
+waits for another; products and sums are not contracted (`enable_fp_fusion=False`), so that they
+round as the reference's; and roots and quotients have no branches (`quotient`).
+"""
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+from torch_fp8.kernels.block_layout import (
+    at_origin,
+    places,
+    scale_places,
+    scales_at_origin,
+    square,
+)
+from torch_fp8.kernels.block_scaled import GRADIENT, MOMENT1, MOMENT2, decode, encode, scale_of
+from torch_fp8.kernels.fast_math import scaled_quotient, square_root
+from torch_fp8.kernels.fp8_cast import abs_bits, scale_from_amax
+from torch_fp8.kernels.split_float import join, pack, split, unpack
+from torch_fp8.kernels.stochastic_rounding import random_words, second_words
+from torch_fp8.kernels.weight_cast import (
+    cast_square,
+    payload_at_origin,
+    scale_of_square,
+    store_payload,
+)
+
+
+class Record(NamedTuple):
+    """What the kernels know of one matrix, 64 bits each: addresses, integers, bits of float32.
+
+    An even number of them: what follows the table is aligned, too, and needs no kernel of its own.
+    """
+
+    weight: int
+    residual: int
+    grad: int
+    grad_scale: int
+    grad_multiplier: int  # 0: there is none
+    exp_avg: int
+    exp_avg_scale: int
+    exp_avg_sq: int
+    exp_avg_sq_scale: int
+    lr_multiplier: int  # 0: there is none
+    update_rms: int
+    amax: int  # 0: it is not wanted
+    payload: int  # 0: there is none; so are the rest
+    payload_t: int
+    payload_scale: int
+    new_scale: int
+    new_scale_t: int
+    first_chunk: int
+    num_groups: int
+    rows: int
+    cols: int
+    row_length: int  # random words: modulo 2^32
+    start: int
+    key0: int
+    key1: int
+    grad_sign: int
+    beta1_complement: int
+    beta2: int
+    beta2_complement: int
+    step_size: int
+    inv_sqrt_correction: int
+    eps: int
+    decay: int
+    weight_decay: int
+
+
+_RECORD = tl.constexpr(len(Record._fields))
+_AT = tl.constexpr(Record(*range(len(Record._fields))))
+
+
+@triton.jit
+def _integer(record, FIELD: tl.constexpr):
+    return tl.load(record + FIELD).to(tl.int32)
+
+
+@triton.jit
+def _number(record, FIELD: tl.constexpr):
+    return _integer(record, FIELD).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _factor(record, FIELD: tl.constexpr):
+    """The () float32 at an address, 1 where there is none."""
+    address = tl.load(record + FIELD)
+    return tl.load(address.to(tl.pointer_type(tl.float32)), mask=address != 0, other=1.0)
+
+
+@triton.jit
+def _pointer(record, FIELD: tl.constexpr, DTYPE: tl.constexpr):
+    return tl.load(record + FIELD).to(tl.pointer_type(DTYPE))
+
+
+@triton.jit
+def _gradient(grad, scale_ptr, local, inside, factor):
+    """float32 times factor, of bfloat16, float32, or 8-bit codes."""
+    if grad.dtype == tl.uint8:
+        scale = tl.load(scale_ptr + local, mask=inside, other=127)
+        grad = decode(grad, scale, GRADIENT)
+    return grad.to(tl.float32) * factor
+
+
+@triton.jit
+def adamw_step_kernel(
+    table_ptr,
+    chunk_ptr,
+    WEIGHT: tl.constexpr,
+    BITS: tl.constexpr,  # of the residual
+    GRAD: tl.constexpr,  # uint8: 8-bit gradient
+    LAYOUT: tl.constexpr,
+    AMAX: tl.constexpr,  # of the new weights
+    PAYLOAD: tl.constexpr,  # whose scale belongs to "tensorwise" or "block_128x128"; "": none
+    TRANSPOSED: tl.constexpr,  # also of its transpose
+    CHUNK: tl.constexpr,
+    GROUPS: tl.constexpr,  # of a tile
+):
+    """`torch_fp8.ops.adamw.adamw_step_reference`; payloads see `weight_payload_tiles`."""
+    record = table_ptr + tl.load(chunk_ptr + tl.program_id(0)) * _RECORD
+    first = (tl.program_id(0) - _integer(record, _AT.value.first_chunk)) * CHUNK
+    num_groups, cols = _integer(record, _AT.value.num_groups), _integer(record, _AT.value.cols)
+    rows = _integer(record, _AT.value.rows)
+    row_length, start = _integer(record, _AT.value.row_length), _integer(record, _AT.value.start)
+    key0, key1 = _integer(record, _AT.value.key0), _integer(record, _AT.value.key1)
+    grad_factor = _factor(record, _AT.value.grad_multiplier) * _number(record, _AT.value.grad_sign)
+    lr_multiplier = _factor(record, _AT.value.lr_multiplier)
+    step_size = _number(record, _AT.value.step_size) * lr_multiplier
+    decay = _number(record, _AT.value.decay)
+    decay += (1.0 - decay) * (1.0 - lr_multiplier)
+    beta1_complement = _number(record, _AT.value.beta1_complement)
+    beta2 = _number(record, _AT.value.beta2)
+    beta2_complement = _number(record, _AT.value.beta2_complement)
+    inv_sqrt_correction = _number(record, _AT.value.inv_sqrt_correction)
+    eps = _number(record, _AT.value.eps)
+    weight_decay = _number(record, _AT.value.weight_decay)
+
+    weight_ptr = _pointer(record, _AT.value.weight, WEIGHT)
+    weight_ptr = at_origin(weight_ptr, first, cols, LAYOUT)
+    grad_ptr = _pointer(record, _AT.value.grad, GRAD)
+    grad_ptr = at_origin(grad_ptr, first, cols, LAYOUT)
+    exp_avg_ptr = _pointer(record, _AT.value.exp_avg, tl.uint8)
+    exp_avg_ptr = at_origin(exp_avg_ptr, first, cols, LAYOUT)
+    exp_avg_sq_ptr = _pointer(record, _AT.value.exp_avg_sq, tl.uint8)
+    exp_avg_sq_ptr = at_origin(exp_avg_sq_ptr, first, cols, LAYOUT)
+    WIDTH: tl.constexpr = 16 if BITS == 4 else 32
+    stored_cols = (cols + 1) // 2 if BITS == 4 else cols
+    residual_ptr = _pointer(record, _AT.value.residual, tl.int8)
+    residual_ptr = at_origin(residual_ptr, first, stored_cols, LAYOUT, WIDTH)
+    grad_scale_ptr = _pointer(record, _AT.value.grad_scale, tl.uint8)
+    grad_scale_ptr = scales_at_origin(grad_scale_ptr, first, cols, LAYOUT)
+    exp_avg_scale_ptr = _pointer(record, _AT.value.exp_avg_scale, tl.uint8)
+    exp_avg_scale_ptr = scales_at_origin(exp_avg_scale_ptr, first, cols, LAYOUT)
+    exp_avg_sq_scale_ptr = _pointer(record, _AT.value.exp_avg_sq_scale, tl.uint8)
+    exp_avg_sq_scale_ptr = scales_at_origin(exp_avg_sq_scale_ptr, first, cols, LAYOUT)
+    if PAYLOAD != "":
+        payload_ptr, payload_t_ptr, payload_scale_ptr = _payload(
+            record, first, rows, cols, PAYLOAD, TRANSPOSED
+        )
+        payload_scale = tl.load(payload_scale_ptr)
+
+    largest = tl.zeros((GROUPS, 32), dtype=tl.int32)
+    for done in range(0, tl.minimum(num_groups - first, CHUNK), GROUPS):
+        local = done + tl.arange(0, GROUPS)
+        position, mask, row, col = places(first, local, num_groups, cols, LAYOUT, rows=rows)
+        at_scale, inside = scale_places(first, local, num_groups, cols, LAYOUT, rows)
+        weight = tl.load(weight_ptr + position, mask=mask, other=0.0)
+        grad = tl.load(grad_ptr + position, mask=mask, other=0)
+        exp_avg = tl.load(exp_avg_ptr + position, mask=mask, other=0)
+        exp_avg_sq = tl.load(exp_avg_sq_ptr + position, mask=mask, other=0)
+        exp_avg_scale = tl.load(exp_avg_scale_ptr + at_scale, mask=inside, other=127)
+        exp_avg_sq_scale = tl.load(exp_avg_sq_scale_ptr + at_scale, mask=inside, other=127)
+        residual = 0
+        if BITS:
+            places_stored = places(first, local, num_groups, stored_cols, LAYOUT, WIDTH, rows)
+            stored_position, stored_mask, _, _ = places_stored
+            residual = tl.load(residual_ptr + stored_position, mask=stored_mask, other=0)
+            residual = unpack(residual, BITS)
+
+        weight = join(weight, residual, BITS)
+        grad = _gradient(grad, grad_scale_ptr, at_scale, inside, grad_factor)
+        if weight_decay != 0.0:
+            grad += weight * weight_decay
+        weight *= decay
+        exp_avg = decode(exp_avg, exp_avg_scale, MOMENT1)
+        exp_avg += (grad - exp_avg) * beta1_complement
+        exp_avg_sq = decode(exp_avg_sq, exp_avg_sq_scale, MOMENT2)
+        exp_avg_sq = exp_avg_sq * beta2 + (grad * grad) * beta2_complement
+        exp_avg_scale = scale_of(exp_avg, MOMENT1)
+        exp_avg_sq_scale = scale_of(exp_avg_sq, MOMENT2)
+        root = square_root(exp_avg_sq, exp_avg_sq_scale, inv_sqrt_correction)
+        weight -= scaled_quotient(exp_avg, exp_avg_scale, root + eps, step_size)
+
+        index = (start + row * row_length)[:, None] + col
+        words = random_words(index, key0, key1)
+        tl.store(exp_avg_scale_ptr + at_scale, exp_avg_scale, mask=inside)
+        tl.store(exp_avg_sq_scale_ptr + at_scale, exp_avg_sq_scale, mask=inside)
+        offset = ((words >> 8) & 0xFF) << 12 | 1 << 11
+        codes = encode(exp_avg, exp_avg_scale, offset, MOMENT1)
+        tl.store(exp_avg_ptr + position, codes, mask=mask)
+        codes = encode(exp_avg_sq, exp_avg_sq_scale, words >> 12, MOMENT2)
+        tl.store(exp_avg_sq_ptr + position, codes, mask=mask)
+        if tl.float32 == WEIGHT:
+            tl.store(weight_ptr + position, weight, mask=mask)
+        else:
+            if BITS < 8:
+                words = second_words(words, key0, key1)
+            weight, residual = split(weight, words, BITS)
+            tl.store(weight_ptr + position, weight, mask=mask)
+            if BITS:
+                # Of zero, which is read beyond the last column, the residual is 0.
+                tl.store(residual_ptr + stored_position, pack(residual, BITS), mask=stored_mask)
+        weight = weight.to(tl.float32)
+        if AMAX or PAYLOAD == "block_128x128":
+            largest = tl.maximum(largest, tl.where(mask, abs_bits(weight), 0))
+        if PAYLOAD != "":
+            store_payload(
+                weight,
+                payload_scale,
+                payload_ptr,
+                payload_t_ptr,
+                local,
+                position,
+                mask,
+                rows,
+                TRANSPOSED,
+            )
+
+    if AMAX:
+        # Of magnitudes, bits are ordered as the numbers are; in any order the result is the same.
+        amax_ptr = _pointer(record, _AT.value.amax, tl.int32)
+        tl.atomic_max(amax_ptr, tl.max(tl.max(largest, axis=1), axis=0), sem="relaxed")
+    if PAYLOAD == "block_128x128":
+        scale = scale_of_square(largest)
+        if scale != payload_scale:
+            tl.debug_barrier()  # the weights are read again, by other threads
+            cast_square(
+                weight_ptr,
+                scale,
+                payload_ptr,
+                payload_t_ptr,
+                first,
+                rows,
+                cols,
+                TRANSPOSED,
+                GROUPS,
+            )
+            tl.store(payload_scale_ptr, scale)
+            if TRANSPOSED:
+                square_row, square_col = square(first, cols // 32)
+                scale_t_ptr = _pointer(record, _AT.value.new_scale_t, tl.float32)
+                tl.store(scale_t_ptr + square_col * tl.cdiv(rows, 128) + square_row, scale)
+
+
+@triton.jit
+def _payload(record, first, rows, cols, PAYLOAD: tl.constexpr, TRANSPOSED: tl.constexpr):
+    """Pointers to a square's codes, its transposed codes and its scale."""
+    payload_ptr, payload_t_ptr = payload_at_origin(
+        _pointer(record, _AT.value.payload, tl.uint8),
+        _pointer(record, _AT.value.payload_t, tl.uint8),
+        first,
+        rows,
+        cols,
+        TRANSPOSED,
+    )
+    scale_ptr = _pointer(record, _AT.value.payload_scale, tl.float32)
+    if PAYLOAD == "block_128x128":
+        scale_ptr += first // 512
+    return payload_ptr, payload_t_ptr, scale_ptr
+
+
+@triton.jit
+def recast_kernel(
+    table_ptr,
+    chunk_ptr,
+    WEIGHT: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    GROUPS: tl.constexpr,
+):
+    """Store the scale of the new weights; where it is another, cast them with it."""
+    record = table_ptr + tl.load(chunk_ptr + tl.program_id(0)) * _RECORD
+    first = (tl.program_id(0) - _integer(record, _AT.value.first_chunk)) * 512
+    amax_bits = tl.load(_pointer(record, _AT.value.amax, tl.int32))
+    scale = scale_from_amax(amax_bits, 448.0, True)
+    # The old scale stays where it is: other programs have yet to compare.
+    if first == 0:
+        tl.store(_pointer(record, _AT.value.new_scale, tl.float32), scale)
+    if scale != tl.load(_pointer(record, _AT.value.payload_scale, tl.float32)):
+        rows, cols = _integer(record, _AT.value.rows), _integer(record, _AT.value.cols)
+        weight_ptr = _pointer(record, _AT.value.weight, WEIGHT)
+        weight_ptr = at_origin(weight_ptr, first, cols, "squares")
+        payload_ptr, payload_t_ptr, _ = _payload(
+            record, first, rows, cols, "tensorwise", TRANSPOSED
+        )
+        cast_square(
+            weight_ptr, scale, payload_ptr, payload_t_ptr, first, rows, cols, TRANSPOSED, GROUPS
+        )
+
+
+@triton.jit
+def update_squares_kernel(
+    table_ptr,
+    chunk_ptr,
+    partial_ptr,
+    WEIGHT: tl.constexpr,
+    BITS: tl.constexpr,
+    GRAD: tl.constexpr,
+    LAYOUT: tl.constexpr,
+    COUPLED: tl.constexpr,  # weight decay is part of the gradient: only then weights are read
+    CHUNK: tl.constexpr,
+    GROUPS: tl.constexpr,
+):
+    """partial[program] = sum of g^2 / max(v_hat, eps^2) of its chunk."""
+    record = table_ptr + tl.load(chunk_ptr + tl.program_id(0)) * _RECORD
+    first = (tl.program_id(0) - _integer(record, _AT.value.first_chunk)) * CHUNK
+    num_groups, cols = _integer(record, _AT.value.num_groups), _integer(record, _AT.value.cols)
+    grad_factor = _factor(record, _AT.value.grad_multiplier) * _number(record, _AT.value.grad_sign)
+    beta2 = _number(record, _AT.value.beta2)
+    beta2_complement = _number(record, _AT.value.beta2_complement)
+    inv_sqrt_correction = _number(record, _AT.value.inv_sqrt_correction)
+    eps = _number(record, _AT.value.eps)
+    weight_decay = _number(record, _AT.value.weight_decay)
+
+    weight_ptr = _pointer(record, _AT.value.weight, WEIGHT)
+    weight_ptr = at_origin(weight_ptr, first, cols, LAYOUT)
+    grad_ptr = _pointer(record, _AT.value.grad, GRAD)
+    grad_ptr = at_origin(grad_ptr, first, cols, LAYOUT)
+    exp_avg_sq_ptr = _pointer(record, _AT.value.exp_avg_sq, tl.uint8)
+    exp_avg_sq_ptr = at_origin(exp_avg_sq_ptr, first, cols, LAYOUT)
+    WIDTH: tl.constexpr = 16 if BITS == 4 else 32
+    stored_cols = (cols + 1) // 2 if BITS == 4 else cols
+    residual_ptr = _pointer(record, _AT.value.residual, tl.int8)
+    residual_ptr = at_origin(residual_ptr, first, stored_cols, LAYOUT, WIDTH)
+    grad_scale_ptr = _pointer(record, _AT.value.grad_scale, tl.uint8) + first
+    exp_avg_sq_scale_ptr = _pointer(record, _AT.value.exp_avg_sq_scale, tl.uint8) + first
+
+    total = tl.zeros((GROUPS, 32), dtype=tl.float32)
+    for done in range(0, tl.minimum(num_groups - first, CHUNK), GROUPS):
+        local = done + tl.arange(0, GROUPS)
+        inside = first + local < num_groups
+        position, mask, _, _ = places(first, local, num_groups, cols, LAYOUT)
+        grad = tl.load(grad_ptr + position, mask=mask, other=0)
+        exp_avg_sq = tl.load(exp_avg_sq_ptr + position, mask=mask, other=0)
+        exp_avg_sq_scale = tl.load(exp_avg_sq_scale_ptr + local, mask=inside, other=127)
+        grad = _gradient(grad, grad_scale_ptr, local, inside, grad_factor)
+        if COUPLED:
+            weight = tl.load(weight_ptr + position, mask=mask, other=0.0)
+            residual = 0
+            if BITS:
+                places_stored = places(first, local, num_groups, stored_cols, LAYOUT, WIDTH)
+                stored_position, stored_mask, _, _ = places_stored
+                residual = tl.load(residual_ptr + stored_position, mask=stored_mask, other=0)
+                residual = unpack(residual, BITS)
+            grad += join(weight, residual, BITS) * weight_decay
+        exp_avg_sq = decode(exp_avg_sq, exp_avg_sq_scale, MOMENT2)
+        exp_avg_sq = exp_avg_sq * beta2 + (grad * grad) * beta2_complement
+        unbiased = exp_avg_sq * inv_sqrt_correction * inv_sqrt_correction
+        floor = eps * eps
+        unbiased = tl.where(unbiased < floor, floor, unbiased)  # a NaN stays
+        total += tl.where(mask, (grad * grad) / unbiased, 0.0)
+    tl.store(partial_ptr + tl.program_id(0), tl.sum(tl.sum(total, axis=1), axis=0))
+
+
+@triton.jit
+def update_rms_kernel(table_ptr, partial_ptr, CHUNK: tl.constexpr, BLOCK_SIZE: tl.constexpr):
+    """sqrt(sum of a matrix's partial sums / its elements), always summed in the same order."""
+    record = table_ptr + tl.program_id(0) * _RECORD
+    first = _integer(record, _AT.value.first_chunk)
+    num_chunks = tl.cdiv(_integer(record, _AT.value.num_groups), CHUNK)
+    total = tl.zeros((BLOCK_SIZE,), dtype=tl.float32)
+    for done in range(0, num_chunks, BLOCK_SIZE):
+        chunk = done + tl.arange(0, BLOCK_SIZE)
+        total += tl.load(partial_ptr + first + chunk, mask=chunk < num_chunks, other=0.0)
+    rows, cols = _integer(record, _AT.value.rows), _integer(record, _AT.value.cols)
+    mean = tl.sum(total, axis=0) / (rows.to(tl.float32) * cols.to(tl.float32))
+    address = tl.load(record + _AT.value.update_rms)
+    tl.store(address.to(tl.pointer_type(tl.float32)), tl.sqrt_rn(mean))

@@ -1,0 +1,243 @@
+"""What the launchers of fused producers share: outputs, and what a kernel takes for an absent one.
+
+Legend: R rows, C columns of the result; ``row`` is it quantized along C, ``col`` its transpose
+quantized along R.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from torch_fp8.kernels.launch_math import cdiv
+from torch_fp8.kernels.quantize import BLOCK, quantize_2d
+from torch_fp8.kernels.quantize_delayed import advance_history
+from torch_fp8.quantization.formats import format_of
+from torch_fp8.quantization.payload_shape import (
+    COL_ALIGNMENT,
+    multiple_of_16,
+    new_group_scales,
+    padded_rows,
+)
+
+TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+GROUPS = {"block_1x128": 128, "block_1x32": 32}
+
+Layouts = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+class Past(NamedTuple):
+    """The history of a delayed scale; see `torch_fp8.ops.fused_quantize.DelayedCast`."""
+
+    amaxes: Tensor
+    progress: Tensor
+    algorithm: str
+    margin: int
+
+    def scale(self, amax: Tensor, dtype: torch.dtype) -> Tensor:
+        """() float32, where the amax () of the result is known."""
+        return advance_history(
+            self.amaxes, None, amax, dtype, self.algorithm, self.margin, record=False
+        )
+
+
+class Cast(NamedTuple):
+    """How a result is cast; see `torch_fp8.ops.fused_quantize.cast_result`.
+
+    `past`: None, or where the scale comes from instead; of several results, the first one's.
+    """
+
+    amax: Tensor | None
+    scale: Tensor | None
+    dtype: torch.dtype
+    granularity: str
+    power_of_two: bool
+    row: bool
+    col: bool
+    past: Past | None = None
+
+    @classmethod
+    def delayed(
+        cls,
+        amaxes: Tensor,
+        progress: Tensor,
+        dtype: torch.dtype,
+        algorithm: str,
+        margin: int,
+        row: bool,
+        col: bool,
+    ) -> "Cast":
+        """See `torch_fp8.ops.fused_quantize.DelayedCast`."""
+        past = Past(amaxes, progress, algorithm, margin)
+        return cls(None, None, dtype, "tensorwise", False, row, col, past)
+
+    def known(self, amax: Tensor) -> "Cast":
+        """A delayed one of a result whose amax () is known: with the scale."""
+        assert self.past is not None
+        return self._replace(scale=self.past.scale(amax, self.dtype), past=None)
+
+    def is_fused(self, *inputs: Tensor) -> bool:
+        """Whether one launch makes it in tiles.
+
+        A rowwise scale belongs to more than a tile. Columns that are no multiple of 16 are moved
+        one element at a time, each with an address and a mask in registers, and FP8 GEMMs do not
+        take them: these are computed first and cast then. Rows may be any number, but where the
+        column layout has squares and no padding.
+        """
+        given = [how for how in (self.amax, self.scale, self.past) if how is not None]
+        assert len(given) == (self.granularity == "tensorwise")
+        rows, cols = inputs[0].shape
+        # Delayed ones, which end as `history_tiles` says, have no register left for a second mask.
+        unpadded = self.col and (COL_ALIGNMENT[self.granularity] == 1 or self.past is not None)
+        odd = cols % 16 or (unpadded and rows % 16) or any(x.stride(1) != 1 for x in inputs)
+        return self.granularity != "rowwise" and not odd and inputs[0].numel() > 0
+
+    def part(self, i: int) -> "Cast":
+        """Of the i-th of several results, whose amaxes or scales stand in one tensor."""
+        amax, scale = (None if t is None else t[i] for t in (self.amax, self.scale))
+        return self._replace(amax=amax, scale=scale)
+
+    def source(self, unused: Tensor) -> Tensor:
+        """What `cast_tiles.store_cast` reads the scale from."""
+        if self.amax is not None:
+            return self.amax.view(torch.int32)
+        return unused if self.scale is None else self.scale
+
+    def history(self, unused: Tensor) -> tuple[Tensor, Tensor, int, float]:
+        """Amaxes, progress, length and headroom that a kernel takes for delayed scaling."""
+        if self.past is None:
+            return unused, unused, 0, 1.0
+        past = self.past
+        return past.amaxes, past.progress, past.amaxes.shape[0], 2.0**past.margin
+
+    def flags(self) -> dict[str, object]:
+        """Compile-time arguments of a kernel that casts."""
+        if self.past is not None:
+            source = "recent" if self.past.algorithm == "most_recent" else "history"
+        elif self.granularity == "tensorwise":
+            source = "given" if self.amax is None else "amax"
+        else:
+            source = "square" if self.granularity == "block_128x128" else "groups"
+        return {
+            "SCALE": source,
+            "GROUP": GROUPS.get(self.granularity, BLOCK),
+            "E5M2": format_of(self.dtype).has_inf,
+            "POWER_OF_TWO": self.power_of_two or self.granularity == "block_1x32",
+            "ROW": self.row,
+            "COL": self.col,
+        }
+
+    def unfused(self, y: Tensor) -> Layouts:
+        """The cast of a result that was written."""
+        q, s, qt, st = quantize_2d(
+            y,
+            self.scale,
+            self.dtype,
+            self.granularity,
+            self.power_of_two,
+            self.row,
+            self.col,
+            self.amax,
+        )
+        if self.granularity == "tensorwise":  # no output may be an input, nor come twice
+            s, st = (None if self.amax is None else s if st is None else st), None
+        return present(q, s, qt, st, y, self.dtype)
+
+    def outputs(self, x: Tensor, cols: int | None = None) -> Layouts:
+        """Room for the layouts of a result of x's rows; empty tensors for what is not wanted.
+
+        Args:
+            x: (R, C).
+            cols: of the result; None: C.
+        """
+        rows, cols = x.shape[0], x.shape[1] if cols is None else cols
+        s = self._scales(x, rows, cols) if self.row else None
+        st = self._scales(x, cols, rows) if self.col else None
+        if self.amax is not None or self.past is not None:
+            s = x.new_empty((), dtype=torch.float32)
+        return present(
+            self._row_payload(x, rows, cols) if self.row else None,
+            s,
+            x.new_empty((cols, padded_rows(rows, self.granularity)), dtype=self.dtype)
+            if self.col
+            else None,
+            st,
+            x,
+            self.dtype,
+        )
+
+    def _row_payload(self, x: Tensor, rows: int, cols: int) -> Tensor:
+        if self.granularity != "block_1x128" or rows % 16 == 0:
+            return x.new_empty((rows, cols), dtype=self.dtype)
+        # A GEMM takes the rows of such a payload in multiples of 16: see `gemm_operand`.
+        return x.new_empty((multiple_of_16(rows), cols), dtype=self.dtype)[:rows]
+
+    def _scales(self, x: Tensor, rows: int, cols: int) -> Tensor | None:
+        if self.granularity == "tensorwise":
+            return None
+        if self.granularity == "block_128x128":
+            shape = (cdiv(rows, BLOCK), cdiv(cols, BLOCK))
+            return x.new_empty(shape, dtype=torch.float32)
+        return group_scales(x, rows, cols, GROUPS[self.granularity])
+
+
+def group_scales(x: Tensor, rows: int, cols: int, group: int) -> Tensor:
+    """Room for a scale per `group` columns; of 128 they lie block by block, of 32 row by row."""
+    if group == BLOCK:
+        return new_group_scales(x, rows, cols)
+    return x.new_empty((rows, cdiv(cols, group)), dtype=torch.float32)
+
+
+def saved_outputs(x: Tensor, wanted: bool = True) -> tuple[Tensor, Tensor]:
+    """Room for x as it is saved for backward; empty tensors if it is not."""
+    if not wanted:
+        return x.new_empty(0, dtype=torch.float8_e4m3fn), x.new_empty((0,), dtype=torch.float32)
+    rows, cols = x.shape
+    return x.new_empty((rows, cols), dtype=torch.float8_e4m3fn), group_scales(x, rows, cols, BLOCK)
+
+
+def save_unfused(x: Tensor, wanted: bool = True) -> tuple[Tensor, Tensor]:
+    """x as it is saved for backward, in a launch of its own."""
+    if not wanted:
+        return saved_outputs(x, False)
+    q, s, *_ = quantize_2d(x, None, torch.float8_e4m3fn, "block_1x128", True, True, False)
+    assert q is not None
+    assert s is not None
+    return q, s
+
+
+def present(
+    q: Tensor | None,
+    s: Tensor | None,
+    qt: Tensor | None,
+    st: Tensor | None,
+    x: Tensor,
+    dtype: torch.dtype,
+) -> Layouts:
+    """What an operator returns: empty tensors for None."""
+    return (
+        x.new_empty(0, dtype=dtype) if q is None else q,
+        x.new_empty(0, dtype=torch.float32) if s is None else s,
+        x.new_empty(0, dtype=dtype) if qt is None else qt,
+        x.new_empty(0, dtype=torch.float32) if st is None else st,
+    )
+
+
+def registers(warps: int) -> int:
+    """Of a thread, where one program at a time has a multiprocessor.
+
+    For kernels that end as `history_tiles` says: left to itself, the assembler takes half as many
+    for most of them, so that two programs fit, and spills a few bytes.
+    """
+    return min(65536 // (32 * warps), 255)
+
+
+def payload(qdata: Tensor) -> Tensor:
+    """What a kernel takes for FP8: its bytes."""
+    return qdata.view(torch.uint8)
+
+
+def amax_bits(x: Tensor, *shape: int) -> Tensor:
+    """Bits of amaxes, to be raised from 0."""
+    return x.new_zeros(shape, dtype=torch.int32)

@@ -1,0 +1,131 @@
+"""Messages on CUDA: the twin of `torch_fp8.ops.messages`, byte for byte.
+
+Codes of groups whose scale says NaN are free.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_fp8.kernels.launch_math import cdiv
+from torch_fp8.kernels.messages_kernels import (
+    combine_kernel,
+    pack_kernel,
+    sum_plain_kernel,
+    unpack_kernel,
+    unpack_sum_kernel,
+)
+
+Keys = tuple[int, int]
+
+GROUPS, ODD_GROUPS = 64, 16
+# Of a tile: 16 values for each thread of four warps, in accesses of 16 bytes; 4 where values are
+# moved one by one.
+PLAIN = 1024
+WARPS = 4
+_COMPILE = {"num_warps": WARPS, "enable_fp_fusion": False}
+
+
+def pack(values: Tensor, layout: Any, messages: Tensor, keys: Keys | None) -> None:
+    """Write the groups of a flat buffer into the messages; arguments as of `wire.pack_flat`."""
+    if not layout.num_groups:
+        return
+    aligned, groups = _tile(values)
+    with torch.cuda.device_of(messages):
+        pack_kernel[(cdiv(layout.num_groups, groups), messages.shape[0])](
+            values,
+            messages,
+            values.numel(),
+            layout.num_groups,
+            messages.stride(0),
+            *(keys or (0, 0)),
+            STOCHASTIC=keys is not None,
+            ALIGNED=aligned,
+            GROUPS=groups,
+            **_COMPILE,
+        )
+
+
+def unpack(messages: Tensor, layout: Any, values: Tensor) -> None:
+    """Write the values of the groups into a flat buffer, which may end before they do."""
+    if not layout.num_groups or not values.numel():
+        return
+    aligned, groups = _tile(values)
+    with torch.cuda.device_of(messages):
+        unpack_kernel[(cdiv(layout.num_groups, groups), messages.shape[0])](
+            messages,
+            values,
+            values.numel(),
+            layout.num_groups,
+            messages.stride(0),
+            ALIGNED=aligned,
+            GROUPS=groups,
+            **_COMPILE,
+        )
+
+
+def unpack_sum(messages: Tensor, layout: Any, out: Tensor, scale: float) -> None:
+    """Write the sum over the messages, times `scale`."""
+    if not layout.num_groups:
+        return
+    aligned, groups = _tile(out)
+    with torch.cuda.device_of(messages):
+        unpack_sum_kernel[(cdiv(layout.num_groups, groups),)](
+            messages,
+            out,
+            messages.shape[0],
+            layout.num_groups,
+            messages.stride(0),
+            float(scale),
+            ALIGNED=aligned,
+            GROUPS=groups,
+            **_COMPILE,
+        )
+
+
+def combine(
+    messages: Tensor,
+    layout: Any,
+    combined: Tensor,
+    scale: float,
+    keys: Keys | None,
+) -> None:
+    """Write codes and scales of the message (1, B) of the sum, times `scale`."""
+    if not layout.num_groups:
+        return
+    with torch.cuda.device_of(messages):
+        combine_kernel[(cdiv(layout.num_groups, GROUPS),)](
+            messages,
+            combined,
+            messages.shape[0],
+            layout.num_groups,
+            messages.stride(0),
+            float(scale),
+            *(keys or (0, 0)),
+            STOCHASTIC=keys is not None,
+            GROUPS=GROUPS,
+            **_COMPILE,
+        )
+
+
+def sum_plain(plain: Tensor, out: Tensor, scale: float) -> None:
+    """Write the sum over the rows of `plain` (N, P) bfloat16, times `scale`, into `out` (P,)."""
+    assert out.stride(0) == 1
+    with torch.cuda.device_of(plain):
+        sum_plain_kernel[(cdiv(out.numel(), PLAIN),)](
+            plain,
+            out,
+            plain.shape[0],
+            out.numel(),
+            plain.stride(0),
+            float(scale),
+            BLOCK=PLAIN,
+            **_COMPILE,
+        )
+
+
+def _tile(values: Tensor) -> tuple[bool, int]:
+    """Whether 16 values can be moved at once, and groups of a tile."""
+    aligned = values.numel() % 16 == 0 and values.data_ptr() % 16 == 0
+    return aligned, GROUPS if aligned else ODD_GROUPS

@@ -1,0 +1,281 @@
+"""The kernels of the backward behind `torch_fp8.kernels.swiglu`, which launches them.
+
+Legend: R rows, C columns; ``sig = sigmoid(gate)``,
+``dgate = grad * smooth * up * (sig + gate * sig * (1 - sig))``,
+``dup = grad * smooth * gate * sig``.
+Float32 inside; no multiplication is fused with an addition, so that every kernel finds the same.
+"""
+
+import triton
+import triton.language as tl
+
+from torch_fp8.kernels.delayed_scale import (
+    count_in,
+    delayed_scale,
+    past_amax,
+    store_scaled,
+)
+from torch_fp8.kernels.epilogue import load_saved, push_amax, rounded, store_cast
+from torch_fp8.kernels.fp8_cast import largest_bits
+from torch_fp8.kernels.quantize_kernels import load_tile, positions
+from torch_fp8.kernels.swiglu_kernels import times_smooth
+
+
+@triton.jit
+def _gradients(grad, gate, up):
+    """(dgate, dup)."""
+    sig = tl.sigmoid(gate)
+    silu = gate * sig
+    return grad * up * (sig + silu * (1.0 - sig)), grad * silu
+
+
+@triton.jit
+def _place(tile_r, tile_c, rows, cols, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
+    """Rows and columns of a tile, its groups of 128 columns, and what of it there is."""
+    r, c = positions(tile_r, BLOCK_R), positions(tile_c, BLOCK_C)
+    g = positions(tile_c, BLOCK_C // 128)
+    return r, c, g, (r[:, None] < rows) & (c[None, :] < cols)
+
+
+@triton.jit
+def _row_length(cols, JOINED: tl.constexpr):
+    """Of the matrix that a gradient of `cols` columns is written to."""
+    return cols * 2 if JOINED else cols
+
+
+@triton.jit
+def swiglu_backward_kernel(
+    grad_ptr,
+    gate_ptr,
+    gate_s_ptr,
+    up_ptr,
+    up_s_ptr,
+    smooth_ptr,
+    dgate_ptr,
+    dup_ptr,
+    amax_ptr,
+    grad_r,
+    grad_c,
+    gate_r,
+    gate_c,
+    gate_s_r,
+    gate_s_c,
+    up_r,
+    up_c,
+    up_s_r,
+    up_s_c,
+    smooth_stride,
+    rows,
+    cols,
+    OUT: tl.constexpr,
+    SMOOTH: tl.constexpr,
+    GATE_SAVED: tl.constexpr,
+    UP_SAVED: tl.constexpr,
+    JOINED: tl.constexpr,  # both gradients are halves of the rows of one matrix
+    STORE: tl.constexpr,
+    AMAX: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """One tile of dgate and dup, stored, and its part of their amaxes, or of the one of both."""
+    tiles_c = tl.cdiv(cols, BLOCK_C)
+    tile_r, tile_c = tl.program_id(0) // tiles_c, tl.program_id(0) % tiles_c
+    r, c, g, mask = _place(tile_r, tile_c, rows, cols, BLOCK_R, BLOCK_C)
+    gate = (gate_ptr, gate_s_ptr, gate_r, gate_c, gate_s_r, gate_s_c)
+    gate = load_saved(gate, r, c, g, rows, cols, mask, GATE_SAVED)
+    up = (up_ptr, up_s_ptr, up_r, up_c, up_s_r, up_s_c)
+    up = load_saved(up, r, c, g, rows, cols, mask, UP_SAVED)
+    grad = load_tile(grad_ptr, grad_r, grad_c, r, c, mask)
+    grad = times_smooth(grad, smooth_ptr, smooth_stride, c, cols, SMOOTH)
+    dgate, dup = _gradients(grad, gate, up)
+    if STORE:
+        offsets = r[:, None] * _row_length(cols, JOINED) + c[None, :]
+        tl.store(dgate_ptr + offsets, dgate.to(OUT), mask=mask)
+        tl.store(dup_ptr + offsets, dup.to(OUT), mask=mask)
+    if AMAX:
+        push_amax(amax_ptr, rounded(dgate, OUT))
+        push_amax(amax_ptr + (0 if JOINED else 1), rounded(dup, OUT))
+
+
+@triton.jit
+def _gradient(
+    gradient,
+    inputs,
+    place,
+    rows,
+    cols,
+    OUT: tl.constexpr,
+    SMOOTH: tl.constexpr,
+    GATE_SAVED: tl.constexpr,
+    UP_SAVED: tl.constexpr,
+):
+    """A tile of dgate (0) or dup (1), rounded; `inputs` as the kernel has them."""
+    grad, gate, up, smooth = inputs
+    grad_ptr, grad_r, grad_c = grad
+    smooth_ptr, smooth_stride = smooth
+    r, c, g, mask = place
+    gate = load_saved(gate, r, c, g, rows, cols, mask, GATE_SAVED)
+    d = load_tile(grad_ptr, grad_r, grad_c, r, c, mask)
+    d = times_smooth(d, smooth_ptr, smooth_stride, c, cols, SMOOTH)
+    sig = tl.sigmoid(gate)
+    silu = gate * sig
+    if gradient == 0:
+        d *= load_saved(up, r, c, g, rows, cols, mask, UP_SAVED)
+        d *= sig + silu * (1.0 - sig)
+    else:
+        d *= silu
+    return rounded(d, OUT)
+
+
+@triton.jit
+def swiglu_backward_cast_kernel(
+    grad_ptr,
+    gate_ptr,
+    gate_s_ptr,
+    up_ptr,
+    up_s_ptr,
+    smooth_ptr,
+    scale_ptr,
+    amax_ptr,
+    dgate_q_ptr,
+    dgate_s_ptr,
+    dgate_qt_ptr,
+    dgate_st_ptr,
+    dup_q_ptr,
+    dup_s_ptr,
+    dup_qt_ptr,
+    dup_st_ptr,
+    gate_history_ptr,
+    gate_progress_ptr,
+    up_history_ptr,
+    up_progress_ptr,
+    length,
+    headroom,
+    grad_r,
+    grad_c,
+    gate_r,
+    gate_c,
+    gate_s_r,
+    gate_s_c,
+    up_r,
+    up_c,
+    up_s_r,
+    up_s_c,
+    smooth_stride,
+    scale_stride,
+    rows,
+    cols,
+    OUT: tl.constexpr,
+    SMOOTH: tl.constexpr,
+    GATE_SAVED: tl.constexpr,
+    UP_SAVED: tl.constexpr,
+    JOINED: tl.constexpr,  # as above; with a scale per group it is to divide a half
+    AMAX: tl.constexpr,
+    SCALE: tl.constexpr,  # as of `swiglu_cast_kernel`
+    GROUP: tl.constexpr,
+    E5M2: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+    ROW: tl.constexpr,
+    COL: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """One tile of dgate or of dup, cast, see `store_cast`.
+
+    Registers do not hold both. Neighbouring programs make the two of one tile: at the same time, so
+    that what both are made of is read from memory once and comes out of the cache the second time.
+    """
+    tiles_c = tl.cdiv(cols, BLOCK_C)
+    gradient, tile = tl.program_id(0) % 2, tl.program_id(0) // 2
+    tile_r, tile_c = tile // tiles_c, tile % tiles_c
+    inputs = (
+        (grad_ptr, grad_r, grad_c),
+        (gate_ptr, gate_s_ptr, gate_r, gate_c, gate_s_r, gate_s_c),
+        (up_ptr, up_s_ptr, up_r, up_c, up_s_r, up_s_c),
+        (smooth_ptr, smooth_stride),
+    )
+    place = _place(tile_r, tile_c, rows, cols, BLOCK_R, BLOCK_C)
+    d = _gradient(gradient, inputs, place, rows, cols, OUT, SMOOTH, GATE_SAVED, UP_SAVED)
+    r, c, _, mask = place
+    row_length = _row_length(cols, JOINED)
+    q_ptr, s_ptr, qt_ptr, st_ptr = dgate_q_ptr, dgate_s_ptr, dgate_qt_ptr, dgate_st_ptr
+    if gradient == 1:
+        q_ptr, s_ptr, qt_ptr, st_ptr = dup_q_ptr, dup_s_ptr, dup_qt_ptr, dup_st_ptr
+    if SCALE == "history" or SCALE == "recent":
+        history_ptr, progress_ptr = gate_history_ptr, gate_progress_ptr
+        programs = tl.num_programs(0)
+        if not JOINED:
+            programs = programs // 2
+            amax_ptr += gradient
+            if gradient == 1:
+                history_ptr, progress_ptr = up_history_ptr, up_progress_ptr
+        past = past_amax(history_ptr, length, SCALE == "recent")
+        scale = delayed_scale(past, headroom, E5M2)
+        largest = largest_bits(d)
+        if (past != 0) | (largest == 0):
+            store_scaled(
+                d, scale, q_ptr, qt_ptr, r, c, rows, row_length, mask, E5M2, ROW, COL, width=cols
+            )
+        FEW_ROWS: tl.constexpr = 16  # that the last program casts at a time
+        is_last, amax = count_in(progress_ptr, largest, programs)
+        if is_last:
+            tiles = 0
+            if (past == 0) & (amax != 0):
+                scale = delayed_scale(amax, headroom, E5M2)
+                tiles = tl.cdiv(rows, FEW_ROWS) * tiles_c * (2 if JOINED else 1)
+            for index in range(0, tiles):
+                if JOINED:
+                    gradient, tile = index % 2, index // 2
+                    q_ptr, qt_ptr = dgate_q_ptr, dgate_qt_ptr
+                    if gradient == 1:
+                        q_ptr, qt_ptr = dup_q_ptr, dup_qt_ptr
+                else:
+                    tile = index
+                tile_r, tile_c = tile // tiles_c, tile % tiles_c
+                there = _place(tile_r, tile_c, rows, cols, FEW_ROWS, BLOCK_C)
+                y = _gradient(
+                    gradient, inputs, there, rows, cols, OUT, SMOOTH, GATE_SAVED, UP_SAVED
+                )
+                row, col, _, inside = there
+                store_scaled(
+                    y,
+                    scale,
+                    q_ptr,
+                    qt_ptr,
+                    row,
+                    col,
+                    rows,
+                    row_length,
+                    inside,
+                    E5M2,
+                    ROW,
+                    COL,
+                    width=cols,
+                )
+            tl.store(s_ptr, scale)
+            tl.store(amax_ptr, amax)
+    else:
+        if AMAX:
+            push_amax(amax_ptr + (0 if JOINED else gradient), d)
+        store_cast(
+            d,
+            scale_ptr + gradient * scale_stride,
+            q_ptr,
+            s_ptr,
+            qt_ptr,
+            st_ptr,
+            tile_r,
+            tile_c,
+            r,
+            c,
+            rows,
+            row_length,
+            mask,
+            SCALE,
+            GROUP,
+            E5M2,
+            POWER_OF_TWO,
+            ROW,
+            COL,
+            width=cols,
+        )

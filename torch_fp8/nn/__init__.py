@@ -1,0 +1,1 @@
+"""FP8 layers and what they are made of."""

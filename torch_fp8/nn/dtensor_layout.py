@@ -1,0 +1,155 @@
+"""What a linear layer's tensors are on this rank, where tensor parallelism has sharded its weight.
+
+The weight is a DTensor then, on a mesh with one dimension, and so is the input. Which parts a rank
+multiplies follows from how the weight lies:
+
+| weight (N, K) | input (..., K) | output (..., N) | gradient of the input |
+|---|---|---|---|
+| ``Shard(0)``, column-wise | replicated | ``Shard(-1)`` | partial sums |
+| ``Shard(1)``, row-wise | ``Shard(-1)`` | partial sums | ``Shard(-1)`` |
+| ``Replicate()`` | tokens sharded, or replicated | as the input | as the input |
+
+An input that lies otherwise is redistributed, in its own dtype, as torch does it.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from torch_fp8.tensor.dtensor import waited
+
+
+class LocalOperands(NamedTuple):
+    """A linear layer's tensors on this rank.
+
+    Attributes:
+        input: (..., K) or a rank's part of it.
+        weight: (N, K) or a rank's part of it.
+        mesh: None: nothing is sharded.
+        output: how the output lies on the mesh.
+        bias_grad: how the gradient of the bias does.
+        shape: of the whole output.
+    """
+
+    input: Tensor
+    weight: Tensor
+    mesh: Any = None
+    output: Placement | None = None
+    bias_grad: Placement | None = None
+    shape: tuple[int, ...] = ()
+
+    @property
+    def group(self) -> Any:
+        """The ranks that have parts of the weight; None: there are no others."""
+        return None if self.mesh is None else self.mesh.get_group()
+
+    def bias(self, bias: Tensor) -> Tensor:
+        """What this rank adds to its part of the output."""
+        if not isinstance(bias, DTensor):
+            return bias
+        assert self.output is not None
+        local = waited(bias.to_local(grad_placements=[self.bias_grad]))
+        if self.output.is_partial():  # all ranks' parts will be summed
+            return _Share.apply(local, self.mesh.size())
+        return local
+
+    def whole(self, output: Tensor) -> Tensor:
+        """This rank's part of the output as the DTensor that it belongs to."""
+        if self.mesh is None:
+            return output
+        shape = torch.Size(self.shape)
+        return DTensor.from_local(
+            output,
+            self.mesh,
+            [self.output],
+            run_check=False,
+            shape=shape,
+            stride=torch.empty(shape, device="meta").stride(),
+        )
+
+
+def local_operands(linear: Any, input: Tensor) -> LocalOperands:
+    """This rank's parts of input and weight.
+
+    Args:
+        linear: a converted layer, weight (N, K); its name is read for errors alone.
+        input: (..., K).
+    Raises:
+        ValueError: one of them is a DTensor and the other is not; a mesh of several dimensions.
+    """
+    weight: Tensor = linear.weight
+    if not isinstance(weight, DTensor):
+        if isinstance(input, DTensor):
+            raise ValueError(
+                f"FP8 linear '{linear.fp8_name}' got a DTensor, but its weight is none; give it a "
+                "parallel style in parallelize_module, or input.to_local()"
+            )
+        return LocalOperands(input, weight)
+    if not isinstance(input, DTensor):
+        raise ValueError(
+            f"the weight of FP8 linear '{linear.fp8_name}' is sharded as {weight.placements}, but "
+            "its input is no DTensor; have parallelize_module give it a style that prepares its "
+            "input, such as Float8ColwiseParallel or Float8RowwiseParallel (sharded by FSDP2, it "
+            "can be called within the forward of the module that fully_shard was given)"
+        )
+    if linear.fp8_transposed:
+        raise ValueError(
+            f"the weight of FP8 layer '{linear.fp8_name}' is stored transposed (Conv1D) and "
+            f"sharded as {weight.placements}: tensor parallelism in FP8 takes nn.Linear alone; "
+            f"keep it in high precision with FP8Config(skip=('{linear.fp8_name}',))"
+        )
+    if weight.device_mesh.ndim != 1:
+        raise ValueError(
+            f"the weight of FP8 linear '{linear.fp8_name}' is sharded over a mesh of "
+            f"{weight.device_mesh.ndim} dimensions, {weight.placements}: FP8 GEMMs take one, "
+            "and FSDP2 in the others only within the forward of its module"
+        )
+    (placement,) = weight.placements
+    layout = _layout(input, placement)
+    if input.placements != (layout.input,):
+        input = input.redistribute(placements=[layout.input])
+    return LocalOperands(
+        waited(input.to_local(grad_placements=[layout.input_grad])),
+        waited(weight.to_local(grad_placements=[layout.weight_grad])),
+        weight.device_mesh,
+        layout.output,
+        layout.bias_grad,
+        (*input.shape[:-1], weight.shape[0]),
+    )
+
+
+class _Share(torch.autograd.Function):
+    """One of `ranks` equal addends, whose sum has the gradient that each of them sees."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: int) -> Tensor:
+        return x / ranks
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad, None
+
+
+class _Layout(NamedTuple):
+    """A row of the table above, and how the gradients of weight and bias lie."""
+
+    input: Placement
+    output: Placement
+    input_grad: Placement
+    weight_grad: Placement
+    bias_grad: Placement
+
+
+def _layout(input: DTensor, weight: Placement) -> _Layout:
+    last = input.ndim - 1
+    if weight.is_shard(0):
+        return _Layout(Replicate(), Shard(last), Partial(), weight, Shard(0))
+    if weight.is_shard(1):
+        return _Layout(Shard(last), Partial(), Shard(last), weight, Replicate())
+    (tokens,) = input.placements
+    if not tokens.is_shard() or tokens.is_shard(last):
+        return _Layout(Replicate(), Replicate(), Replicate(), weight, Replicate())
+    return _Layout(tokens, tokens, tokens, Partial(), Partial())

@@ -1,0 +1,262 @@
+"""`Float8GatedMLP`: ``down(silu(gate(x)) * up(x))`` whose product is handed over in FP8.
+
+Converted are modules whose own forward is exactly this, see
+`torch_fp8.conversion.detect_gated_mlp`: gate and up are two layers, or one whose output holds both.
+The children are called as the module calls them, so hooks, adapters and parallel styles on them go
+on; only the product in between is ours, and x is cast once for gate and up.
+
+For backward the product keeps gate and up in E4M3 with a scale for each 128 elements of a row, 2.06
+bytes for each of their elements together, where eager Hugging Face code keeps 8 (gate, silu(gate),
+up and the product in BF16); silu is computed again. The gradients of gate and up leave the backward
+in FP8, in the layouts that the two layers' GEMMs take, or as one gradient for the one layer.
+
+The product is computed in float32 and rounded once.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from torch_fp8.autograd.checkpoint_pass import PLAIN, saves_nothing
+from torch_fp8.autograd.function import name_of, once_differentiable, refuse_transforms
+from torch_fp8.config import FP8Config
+from torch_fp8.kernels.arguments import BackwardInputs
+from torch_fp8.nn.layer_norm import shared
+from torch_fp8.nn.linear import GRAD_OUTPUT, INPUT, Float8Linear
+from torch_fp8.nn.swiglu_function import (
+    Ahead,
+    GradientReaders,
+    Gradients,
+    JoinedGradient,
+    cast_and_save,
+    product,
+)
+from torch_fp8.ops.fused_quantize import saved_stand_ins
+from torch_fp8.ops.gate_up import halves
+from torch_fp8.ops.swiglu import swiglu, swiglu_save
+from torch_fp8.tensor.lazy_quantized import Layouts, ProducedActivation, plain
+
+
+class MLPForm(NamedTuple):
+    """Names of the children of a gated MLP."""
+
+    gate: str
+    up: str
+    down: str
+
+
+class JoinedForm(NamedTuple):
+    """Names of the children of a gated MLP whose gate and up are one layer.
+
+    Attributes:
+        gate_up: the layer, with an output (..., 2 C).
+        down: the layer behind the product.
+        gate_first: whether gate is the first half.
+    """
+
+    gate_up: str
+    down: str
+    gate_first: bool
+
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+class _Options(NamedTuple):
+    name: str
+    keep: bool
+    save_fp8: bool
+    ahead: Ahead | None
+    """The cast of the layer behind, if it may be made with the product."""
+    gradients: GradientReaders | None
+    """Who takes gate's and up's gradients, if both layers do with delayed scaling."""
+    gate_first: bool
+    """Of a tensor that holds both."""
+
+
+class Float8GatedMLP(nn.Module):
+    """The part of a converted gated MLP that goes in front of its own class."""
+
+    fp8_config: FP8Config
+    fp8_name: str
+    fp8_form: MLPForm | JoinedForm
+    fp8_activation: tuple[nn.Module, ...]
+    """The children beside the layers, which are not called; in a tuple, not to own them twice."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        in_fp8 = self.training or self.fp8_config.eval_fp8
+        more = len(args) != 1 or kwargs  # or the input by keyword
+        if more or not in_fp8 or self._has_own_activation():
+            return super().forward(*args, **kwargs)
+        (x,) = args
+        refuse_transforms(name_of(self))
+        form = self.fp8_form
+        down_layer = getattr(self, form.down)
+        inputs = self._joined(x, form) if isinstance(form, JoinedForm) else self._pair(x, form)
+        options = self._options(down_layer)
+        if all(type(t) in PLAIN for t in inputs) and _fit(inputs):
+            product = _SwiGLUFunction.apply(options, *inputs)
+        else:  # DTensors, or what an adapter makes of them
+            gate, up = _gate_and_up([plain(t) for t in inputs], options.gate_first)
+            product = F.silu(gate) * up
+            del gate, up
+        del inputs
+        output: Tensor = down_layer(product)
+        return output
+
+    def _has_own_activation(self) -> bool:
+        """Whether the activation has hooks, or is no longer the one that conversion has seen."""
+        others = other_modules(self, self.fp8_form)
+        if others != self.fp8_activation:
+            return True
+        return any(getattr(m, name) for m in others for name in _HOOKS)
+
+    def _joined(self, x: Tensor, form: JoinedForm) -> tuple[Tensor]:
+        both: Tensor = getattr(self, form.gate_up)(x)
+        return (both,)
+
+    def _pair(self, x: Tensor, form: MLPForm) -> tuple[Tensor, Tensor]:
+        gate_layer, up_layer = getattr(self, form.gate), getattr(self, form.up)
+        if _in_fp8(gate_layer) and _in_fp8(up_layer):
+            x = shared(x, name_of(self))
+        return gate_layer(x), up_layer(x)
+
+    def _options(self, down_layer: nn.Module) -> _Options:
+        ahead, compiling = None, torch.compiler.is_compiling()
+        if _in_fp8(down_layer):
+            assert isinstance(down_layer, Float8Linear)
+            spec, history = down_layer.operand_spec(INPUT), down_layer.producer_history(INPUT)
+            history = None if compiling else history
+            # A rowwise cast is not fused, but in a compiled graph what is saved goes with the cast:
+            # by itself, selective checkpointing would leave it to backward, and repeat two GEMMs.
+            rowwise = spec.granularity == "rowwise" and compiling
+            if history is not None or rowwise or spec.granularity.startswith("block"):
+                col = _wants_wgrad(down_layer) and torch.is_grad_enabled()
+                ahead = Ahead(spec, col, history, down_layer.fp8_config)
+        return _Options(
+            name_of(self),
+            torch.is_grad_enabled(),
+            self.fp8_config.save_activations == "fp8",
+            ahead,
+            self._gradient_readers(),
+            not isinstance(self.fp8_form, JoinedForm) or self.fp8_form.gate_first,
+        )
+
+    def _gradient_readers(self) -> GradientReaders | None:
+        """Of the gradients of gate and up, where two layers take them with delayed scaling."""
+        if isinstance(self.fp8_form, JoinedForm):
+            return None
+        layers = getattr(self, self.fp8_form.gate), getattr(self, self.fp8_form.up)
+        if not all(map(_in_fp8, layers)) or layers[0].fp8_config != layers[1].fp8_config:
+            return None
+        of_gate, of_up = (layer.producer_history(GRAD_OUTPUT) for layer in layers)
+        if of_gate is None or of_up is None:
+            return None
+        spec, wgrad = layers[0].operand_spec(GRAD_OUTPUT), any(map(_wants_wgrad, layers))
+        return GradientReaders((of_gate, of_up), spec, layers[0].fp8_config, wgrad)
+
+
+class _SwiGLUFunction(torch.autograd.Function):
+    """silu(gate) * up (..., C), a `ProducedActivation`; plain in a compiled graph.
+
+    first, second: gate and up, (..., C); or both in one, (..., 2 C), and None. Named, for
+    torch.compile of torch 2.13 leaves ``ctx`` out where no gradient is wanted and as many arguments
+    come as the signature has names.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, options: _Options, first: Tensor, second: Tensor | None = None) -> Tensor:
+        inputs: tuple[Tensor, ...] = (first,) if second is None else (first, second)
+        compiling = torch.compiler.is_compiling()
+        gate, up = _gate_and_up([_matrix(t) for t in inputs], options.gate_first)
+        shape, dtype = (*inputs[0].shape[:-1], gate.shape[1]), gate.dtype
+        keep = options.keep and any(ctx.needs_input_grad[1:])
+        save = keep and options.save_fp8
+        made: Layouts | None = None
+        amax: Tensor | None = None
+        saved = inputs
+        dropped = save and saves_nothing()
+        ahead = options.ahead
+        if save and ahead is not None and not dropped:
+            made, amax, saved = cast_and_save(gate, up, ahead)
+        elif save and ahead is None:
+            *parts, amax = swiglu_save(gate, up, None, not dropped)
+            saved = tuple(parts)
+        if dropped:
+            saved = (*saved_stand_ins(gate), *saved_stand_ins(up))
+        if keep:
+            ctx.save_for_backward(*saved)
+            ctx.name, ctx.dtype, ctx.plain = options.name, dtype, compiling
+            ctx.shape, ctx.joined = inputs[0].shape, len(inputs) == 1
+            ctx.gate_first, ctx.saved_fp8 = options.gate_first, save
+            ctx.readers = options.gradients
+        if compiling:
+            return swiglu(gate, up, None).view(shape)
+        production = product(gate.detach(), up.detach(), amax, options.name)
+        if made is not None and ahead is not None:
+            production.keep(ahead.spec, made, amax, ahead.history)
+        return ProducedActivation(production, shape, dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.saved_fp8:
+            gate, gate_scale, up, up_scale = ctx.saved_tensors
+        else:
+            gate, up = _gate_and_up([_matrix(t) for t in ctx.saved_tensors], ctx.gate_first)
+            gate_scale = up_scale = None
+        rows = _matrix(plain(grad))
+        inputs = BackwardInputs(rows, gate, gate_scale, up, up_scale, None, ctx.dtype)
+        made: JoinedGradient | Gradients
+        if ctx.joined:
+            made = JoinedGradient(inputs, ctx.gate_first)
+        else:
+            made = Gradients(inputs, ctx.readers)
+            if ctx.plain:
+                made.cast_ahead()
+        grads: list[Tensor | None] = []
+        for i, wanted in enumerate(ctx.needs_input_grad[1:]):
+            if not wanted:
+                grads.append(None)
+            elif ctx.plain:
+                grads.append(made.dense(i).view(ctx.shape))
+            else:
+                grads.append(ProducedActivation(made.production(i, ctx.name), ctx.shape, ctx.dtype))
+        return (None, *grads)
+
+
+def other_modules(module: nn.Module, form: MLPForm | JoinedForm) -> tuple[nn.Module, ...]:
+    """The children that are no layers of the form."""
+    children = module._modules.items()
+    return tuple(m for name, m in children if m is not None and name not in form)
+
+
+def _in_fp8(layer: nn.Module) -> bool:
+    return isinstance(layer, Float8Linear) and layer.runs_fp8
+
+
+def _wants_wgrad(layer: Float8Linear) -> bool:
+    return layer.weight.requires_grad and layer.fp8_recipe.wgrad is not None
+
+
+def _fit(inputs: Sequence[Tensor]) -> bool:
+    """Whether gate and up, or their halves of one tensor, are alike and of a dtype of ours."""
+    if len(inputs) == 1:
+        return inputs[0].dtype in _DTYPES and inputs[0].shape[-1] % 2 == 0
+    gate, up = inputs
+    return gate.shape == up.shape and gate.dtype == up.dtype and gate.dtype in _DTYPES
+
+
+def _gate_and_up(inputs: Sequence[Tensor], gate_first: bool) -> tuple[Tensor, Tensor]:
+    if len(inputs) == 1:
+        return halves(inputs[0], gate_first)
+    gate, up = inputs
+    return gate, up
+
+
+def _matrix(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.shape[-1])

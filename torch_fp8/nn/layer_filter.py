@@ -1,0 +1,163 @@
+"""Which modules run in FP8, and for each that does not, the reason in words."""
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+from torch.nn.utils.parametrize import is_parametrized
+
+from torch_fp8.distributed.fsdp.unsharded_weight import GatheredWeight
+from torch_fp8.nn.class_swap import stock_class, unwrapped_name
+from torch_fp8.nn.linear import Float8Layer
+from torch_fp8.nn.linear_form import computes_linear
+from torch_fp8.nn.weight_cache import WatchedParameter
+from torch_fp8.quantization.formats import GEMM_ALIGNMENT
+
+_LORA = re.compile(r"(^|\.)lora_[A-Za-z_]+(\.|$)")
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+ADAPTER = "LoRA adapter"
+"""Why an adapter stays in high precision: it is small, and the user's."""
+_WEIGHTS = (nn.Parameter, torch.Tensor, WatchedParameter)
+
+
+def matches(pattern: str, name: str) -> bool:
+    """Whether `pattern` matches whole components of the qualified `name`, or one above it.
+
+    ``layers.2`` matches ``model.layers.2`` and ``model.layers.2.mlp``, not ``model.layers.20``.
+    ``*`` stands for anything within a component, ``**`` across components. What torch.compile and
+    torch's checkpoint wrapper put into a name does not count.
+    """
+    name = unwrapped_name(name)
+    ends = range(len(name) + 1)
+    # Where what was matched so far can end: each part moves all of them, and none is tried twice.
+    reached = {i for i in ends if i == 0 or name[i - 1] == "."}
+    for part in re.split(r"(\*\*|\*)", pattern):
+        if part in ("*", "**"):
+            reached = _stretched(reached, name, across=part == "**")
+        else:
+            reached = {i + len(part) for i in reached if name.startswith(part, i)}
+    return any(i == len(name) or name[i] == "." for i in reached)
+
+
+def _stretched(reached: set[int], name: str, across: bool) -> set[int]:
+    """`reached`, and what follows it in the same component, or `across` components."""
+    stretched, within = set(), False
+    for i in range(len(name) + 1):
+        within = i in reached or (within and (across or name[i - 1] != "."))
+        if within:
+            stretched.add(i)
+    return stretched
+
+
+def is_linear(module: nn.Module) -> bool:
+    """An ``nn.Linear`` of any class, or a matrix product under another name (GPT-2's Conv1D)."""
+    return isinstance(module, nn.Linear) or _is_conv1d(module)
+
+
+def features(module: nn.Module) -> tuple[int, int]:
+    """K and N of what `is_linear`, whichever way the weight lies."""
+    if isinstance(module, nn.Linear):
+        return module.in_features, module.out_features
+    weight = module.weight
+    assert isinstance(weight, torch.Tensor)
+    num_in, num_out = weight.shape
+    return num_in, num_out
+
+
+def high_precision_modules(model: nn.Module, skip: tuple[str, ...]) -> dict[nn.Module, str]:
+    """Output layers that are not called ``lm_head`` but are one, if ``lm_head`` is skipped.
+
+    Found by what Hugging Face models say of themselves (``get_output_embeddings``), and by a weight
+    shared with an embedding.
+    """
+    if "lm_head" not in skip:
+        return {}
+    found: dict[nn.Module, str] = {}
+    embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    for module in model.modules():
+        if isinstance(module, nn.Linear) and id(module.weight) in embeddings:
+            found[module] = "output layer (weight tied to an embedding), as lm_head"
+        if callable(ask := getattr(module, "get_output_embeddings", None)):
+            try:
+                head = ask()
+            except (AttributeError, NotImplementedError):  # transformers: the model has no head
+                head = None
+            if isinstance(head, nn.Linear):
+                found.setdefault(head, "output layer (get_output_embeddings), as lm_head")
+    return found
+
+
+def skip_reason(
+    name: str, module: nn.Module, skip: tuple[str, ...], kept_high: dict[nn.Module, str]
+) -> str | None:
+    """Why this linear layer stays in high precision; None: it is converted."""
+    for pattern in skip:
+        if matches(pattern, name):
+            return f"skip={pattern!r}"
+    if module in kept_high:
+        return kept_high[module]
+    if _LORA.search(name):
+        return ADAPTER
+    reason = None if isinstance(module, Float8Layer) else _class_reason(module)
+    if reason is not None:
+        return reason
+    if "forward" in module.__dict__:
+        return "its forward was replaced on the instance (a device-map or offload hook)"
+    return _weight_reason(module)
+
+
+def expert_weights(name: str, module: nn.Module) -> Iterator[tuple[str, str]]:
+    """The fused expert weights, 3-D parameters, that `module` itself holds, with the reason.
+
+    Not torch's own modules, convolutions for instance, nor a single matrix (position embeddings).
+    """
+    if type(module).__module__.startswith("torch.nn."):
+        return
+    for parameter_name, parameter in module.named_parameters(recurse=False):
+        if parameter.ndim != 3 or parameter.shape[0] == 1:
+            continue
+        if min(parameter.shape[1:]) >= GEMM_ALIGNMENT:
+            full_name = f"{name}.{parameter_name}" if name else parameter_name
+            yield full_name, "fused expert weights need a grouped GEMM"
+
+
+def _is_conv1d(module: nn.Module) -> bool:
+    """Of that name, with a matrix (K, N) and a bias (N,); no convolution is."""
+    if stock_class(type(module)).__name__ != "Conv1D":
+        return False
+    weight, bias = (module._parameters.get(name) for name in ("weight", "bias"))
+    if weight is None or bias is None:
+        return False
+    return weight.ndim == 2 and bias.shape == weight.shape[1:] == (getattr(module, "nf", None),)
+
+
+def _class_reason(module: nn.Module) -> str | None:
+    """Why a class cannot be converted: it computes something else, or who has the layer does."""
+    cls: Any = stock_class(type(module))
+    if cls is nn.Linear:
+        return None
+    if cls is NonDynamicallyQuantizableLinear:
+        return "nn.MultiheadAttention reads its weight without calling it"
+    if is_parametrized(module):
+        return "its weight is parametrized"
+    if computes_linear(module, transposed=_is_conv1d(module)):
+        return None
+    return f"{cls.__name__} computes something else than nn.Linear"
+
+
+def _weight_reason(module: nn.Module) -> str | None:
+    weight = module.weight
+    assert isinstance(weight, torch.Tensor)
+    if weight.dtype not in _DTYPES:
+        return f"weight is {weight.dtype}"
+    sharded = hasattr(weight, "_local_tensor") or isinstance(weight, GatheredWeight)
+    if not (sharded or type(weight) in _WEIGHTS):
+        return f"weight is a {type(weight).__name__}"
+    names = ("in_features", "out_features")
+    for dim, size in zip(names, features(module), strict=True):
+        if size < GEMM_ALIGNMENT:
+            return f"{dim}={size} is below {GEMM_ALIGNMENT}"
+    return None

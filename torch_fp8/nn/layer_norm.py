@@ -1,0 +1,53 @@
+"""`SharedOutput`: a norm of another kind, whose output FP8 layers cast once for all of them."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torch_fp8.autograd.checkpoint_pass import PLAIN
+from torch_fp8.autograd.function import name_of
+from torch_fp8.ops.quantize import quantize_layouts
+from torch_fp8.quantization.scaling import tensor_amax
+from torch_fp8.tensor.lazy_quantized import ProducedActivation, Production
+
+
+class SharedOutput(nn.Module):
+    """The part of such a norm that goes in front of its own class; its output is what it was."""
+
+    fp8_name: str
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().forward(*args, **kwargs)
+        return shared(output, name_of(self)) if isinstance(output, Tensor) else output
+
+
+def shared(x: Tensor, name: str) -> Tensor:
+    """x (..., C), a plain tensor, as an activation that several layers read: it is cast once.
+
+    Args:
+        x: anything else is returned as it is.
+        name: of the module whose layers share it.
+    """
+    if type(x) not in PLAIN or torch.compiler.is_compiling():
+        return x
+    output: Tensor = _Shared.apply(x, name)
+    return output
+
+
+class _Shared(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, name: str) -> Tensor:
+        matrix = x.detach().reshape(-1, x.shape[-1])
+        production = Production(
+            name,
+            (matrix,),
+            lambda: matrix,
+            lambda spec, scale, row, col: quantize_layouts(matrix, spec, scale, row=row, col=col),
+            lambda: tensor_amax(matrix),
+        )
+        return ProducedActivation(production, x.shape, x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None

@@ -1,0 +1,291 @@
+"""`Float8RMSNorm`: an RMSNorm whose output FP8 layers take in FP8, and which saves its input so.
+
+Converted are the RMSNorms of Hugging Face and torch, see `torch_fp8.conversion.detect_rms_norm`.
+
+For backward it keeps x in E4M3 with a scale for each 128 elements of a row, and one float32 rstd
+per row: 1.03 bytes an element, where eager Hugging Face code keeps 6 (x in float32 and the
+normalized x in BF16). ``FP8Config(save_activations="bf16")`` keeps x itself.
+
+The result is computed in float32 and rounded once, also where the module itself would round the
+normalized x before the weight.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from torch_fp8.autograd.checkpoint_pass import (
+    PLAIN,
+    repeats_forward,
+    replayed_operator,
+    saves_nothing,
+)
+from torch_fp8.autograd.function import name_of, once_differentiable, refuse_transforms, reshaped
+from torch_fp8.config import FP8Config
+from torch_fp8.nn.class_swap import is_fsdp_class
+from torch_fp8.ops.fused_quantize import saved_stand_ins
+from torch_fp8.ops.quantize import as_layouts
+from torch_fp8.ops.quantize_delayed import History
+from torch_fp8.ops.rms_norm import (
+    rms_norm,
+    rms_norm_backward,
+    rms_norm_quantize,
+    rms_norm_quantize_delayed,
+    rms_norm_quantize_once,
+    rms_norm_statistics,
+)
+from torch_fp8.ops.scaled_mm import cast
+from torch_fp8.quantization.recipe import CastSpec
+from torch_fp8.quantization.scaling import tensor_amax
+from torch_fp8.tensor.lazy_quantized import (
+    Layouts,
+    ProducedActivation,
+    Production,
+    delayed_layouts,
+    plain,
+)
+
+
+class NormForm(NamedTuple):
+    """What a norm computes: ``x / sqrt(mean(x^2) + eps) * (weight + offset)``.
+
+    Attributes:
+        eps_name: the attribute that holds eps.
+        offset: 0 or 1.
+        promotes: whether the result has the common dtype of x and weight; else that of x.
+    """
+
+    eps_name: str
+    offset: float
+    promotes: bool
+
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class Consumers(NamedTuple):
+    """The FP8 layers that read a norm's output.
+
+    Attributes:
+        spec: how they cast it.
+        wgrad: whether one of them takes a weight gradient in FP8, and so wants both layouts.
+    """
+
+    spec: CastSpec
+    wgrad: bool
+
+
+class Reader(NamedTuple):
+    """The layer that read a norm's output first last time, with delayed scaling."""
+
+    history: History
+    config: FP8Config
+
+
+class _Options(NamedTuple):
+    name: str
+    offset: float
+    out_dtype: torch.dtype
+    keep: bool
+    save_fp8: bool
+    consumers: Consumers | None
+    reader: Reader | None
+    waits: bool
+    """Whether the result is computed when it is read."""
+
+
+class Float8RMSNorm(nn.Module):
+    """The part of a converted RMSNorm that goes in front of its own class.
+
+    Shapes: input (..., C), weight (C,), output (..., C).
+    """
+
+    fp8_config: FP8Config
+    fp8_name: str
+    fp8_form: NormForm
+    fp8_consumers: Consumers | None
+    fp8_reader: Reader | None
+    weight: Tensor
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if len(args) != 1 or kwargs:  # by keyword, or more than the input
+            return super().forward(*args, **kwargs)
+        x, weight = plain(args[0]), self.weight
+        runs = self.training or self.fp8_config.eval_fp8
+        usual = type(x) in (*PLAIN, nn.Parameter) and _is_plain(weight)
+        if not (runs and usual and x.dtype in _DTYPES and x.shape[-1:] == weight.shape):
+            stock: Tensor = super().forward(x)
+            return stock
+        name = name_of(self)
+        refuse_transforms(name)
+        form, compiling = self.fp8_form, torch.compiler.is_compiling()
+        # Not where FSDP2 shards the norm by itself: the weight is gone after its forward.
+        in_fp8 = self.fp8_consumers is not None and not is_fsdp_class(type(self))
+        waits = in_fp8 and not compiling
+        options = _Options(
+            name,
+            form.offset,
+            torch.promote_types(x.dtype, weight.dtype) if form.promotes else x.dtype,
+            torch.is_grad_enabled(),
+            self.fp8_config.save_activations == "fp8",
+            self.fp8_consumers if in_fp8 else None,
+            self._expected_reader(x) if waits else None,
+            waits,
+        )
+        # By itself: compiled with dynamic=True it is an input of the graph, as a tensor is.
+        eps = getattr(self, form.eps_name)
+        output: Tensor = _RMSNormFunction.apply(x, weight, eps, options, self._note_reader)
+        return output
+
+    def _expected_reader(self, x: Tensor) -> Reader | None:
+        """Who is to read what this forward returns, if it may be cast for that one already.
+
+        Not in evaluation, nor where a forward runs again with the scales that it had.
+        """
+        reader, replayed = self.fp8_reader, replayed_operator()
+        if reader is None or not self.training or repeats_forward():
+            return None
+        if replayed is not None:  # the first pass may have come before anybody had read
+            return reader if replayed == "rms_norm_quantize_delayed" else None
+        amaxes = reader.history.amaxes
+        return reader if type(amaxes) is type(x.detach()) and amaxes.device == x.device else None
+
+    def _note_reader(self, history: History, config: FP8Config) -> None:
+        self.fp8_reader = Reader(history, config)
+
+
+class _RMSNormFunction(torch.autograd.Function):
+    """x (..., C), weight (C,) -> `ProducedActivation`; plain in a compiled graph, whose casts find
+    what is made here (`torch_fp8.compile.quantize_fusion`)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        eps: float,
+        options: _Options,
+        on_read: Callable[[History, FP8Config], None],
+    ) -> Tensor:
+        matrix = x.reshape(-1, x.shape[-1])
+        keep = options.keep and any(ctx.needs_input_grad[:2])
+        save = keep and options.save_fp8
+        dropped = options.keep and saves_nothing()
+        col = options.keep and not dropped
+        sources = matrix.detach(), weight.detach(), eps
+        produced = _Produced(*sources, options, save and not dropped, col)
+        if keep:
+            of_x = (x,)
+            if save:
+                of_x = saved_stand_ins(matrix) if dropped else produced.saved
+            ctx.save_for_backward(weight, produced.rstd, *of_x)
+            ctx.name, ctx.offset, ctx.shape, ctx.dtype = *options[:2], x.shape, x.dtype
+        if not options.waits:
+            return reshaped(produced.dense(), x.shape)
+        return ProducedActivation(produced.production(on_read), x.shape, options.out_dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        weight, rstd, x, *scale = ctx.saved_tensors
+        wants_x, wants_weight = ctx.needs_input_grad[:2]
+        grad_x, grad_weight = rms_norm_backward(
+            plain(grad).reshape(-1, ctx.shape[-1]),
+            x.reshape(-1, ctx.shape[-1]),
+            scale[0] if scale else None,
+            weight,
+            rstd,
+            ctx.offset,
+            ctx.dtype,
+            wants_weight,
+        )
+        dx = grad_x.view(ctx.shape) if wants_x else None
+        dw = cast(grad_weight, weight.dtype) if wants_weight else None
+        return dx, dw, None, None, None
+
+
+class _Produced:
+    """One output of a norm: its statistics at once, the rest when it is asked for.
+
+    A cast in blocks needs nothing but x, one with delayed scaling a history: where one will be
+    asked for it is made with the statistics, in the same read.
+
+    Args:
+        x, weight, eps: (R, C), (C,), and what is added to the mean of squares.
+        options: of the norm.
+        save: whether to keep x in FP8.
+        col: whether a backward will want the result transposed.
+    """
+
+    def __init__(
+        self, x: Tensor, weight: Tensor, eps: float, options: _Options, save: bool, col: bool
+    ) -> None:
+        self.x, self.weight, self.options = x, weight, options
+        self.made: Layouts | None = None
+        self._amax: Tensor | None = None
+        offset, out_dtype = options.offset, options.out_dtype
+        consumers = options.consumers
+        if consumers is not None and consumers.spec.granularity.startswith("block"):
+            spec, col = consumers.spec, consumers.wgrad and col
+            casts = (spec.format.dtype, spec.granularity, spec.power_of_two, True, col)
+            once = rms_norm_quantize_once(x, weight, eps, offset, out_dtype, None, *casts, save)
+            self.made = as_layouts(once[:4], spec, None, True, col)
+            self.rstd, *saved = once[4:7]
+        elif consumers is not None and options.reader is not None:
+            history, config = options.reader
+            how = history.casts(consumers.spec, config, row=True, col=consumers.wgrad and col)
+            made = rms_norm_quantize_delayed(x, weight, eps, offset, out_dtype, how, save)
+            self.made, self._amax = delayed_layouts(made, how), made[6]
+            self.rstd, *saved = made[3:6]
+        else:
+            self.rstd, self._amax, *saved = rms_norm_statistics(
+                x, weight, eps, offset, out_dtype, save
+            )
+        self.saved = tuple(saved)
+
+    def production(self, on_read: Callable[[History, FP8Config], None]) -> Production:
+        """It, for those who read it."""
+        consumers, reader = self.options.consumers, self.options.reader
+        production = Production(
+            self.options.name,
+            (self.x, self.weight),
+            self.dense,
+            self.layouts,
+            self.amax,
+            on_read=on_read,
+        )
+        if self.made is not None and consumers is not None:
+            history = None if reader is None else reader.history
+            production.keep(consumers.spec, self.made, self._amax, history)
+        return production
+
+    def dense(self) -> Tensor:
+        options = self.options
+        return rms_norm(self.x, self.weight, self.rstd, options.offset, options.out_dtype)
+
+    def amax(self) -> Tensor:
+        return tensor_amax(self.dense()) if self._amax is None else self._amax
+
+    def layouts(self, spec: CastSpec, scale: Tensor | None, row: bool, col: bool) -> Layouts:
+        current = spec.granularity == "tensorwise" and scale is None
+        made = rms_norm_quantize(
+            self.x,
+            self.weight,
+            self.rstd,
+            self.options.offset,
+            self.options.out_dtype,
+            self.amax() if current else None,
+            scale,
+            spec.format.dtype,
+            spec.granularity,
+            spec.power_of_two,
+            row,
+            col,
+        )
+        return as_layouts(made, spec, scale, row, col)
+
+
+def _is_plain(weight: Tensor) -> bool:
+    return isinstance(weight, nn.Parameter) or type(weight) is Tensor

@@ -1,0 +1,180 @@
+"""One step of Adam and AdamW on a weight matrix whose states are 8-bit: the arithmetic.
+
+For each element, in float32, in this order, each line an operation with one rounding (no fused
+multiply-add), so that the kernel gives the reference's bits::
+
+    w  = join(weight, residual)            g = decode(grad)  (-g where the step maximizes)
+    g  = g + w * weight_decay              Adam's coupled decay; 0 for AdamW
+    w  = w * decay                         AdamW's decoupled decay, 1 - lr * weight_decay; else 1
+    m  = m + (g - m) * (1 - beta1)
+    v  = v * beta2 + (g * g) * (1 - beta2)
+    w  = w - (m / (sqrt(v) * inv_sqrt_correction + eps)) * step_size
+
+with ``step_size = lr / (1 - beta1^t)`` and ``inv_sqrt_correction = 1 / sqrt(1 - beta2^t)``. The
+update uses m and v before they are rounded. Then all three are rounded stochastically: a v at
+beta2 = 0.999 changes by less than its spacing, and rounded to nearest would stand still.
+
+One random word per element decides: bits 0-7 the weight, 8-15 m, 12-31 v; with fewer than 8
+residual bits the weight takes a second word. 8 bits for m, 16 and more for v: what the change per
+step is against the spacing, that and more. The four that m and v share are the lowest of v's.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from torch_fp8.kernels.arguments import GradientParts, StepScalars, WeightMatrix
+from torch_fp8.quantization.block_scaled import BlockScaled, decode, encode, num_groups
+from torch_fp8.quantization.formats import GRADIENT, GROUP_SIZE, MOMENT1, MOMENT2
+from torch_fp8.quantization.split_float import join, pack, split, unpack
+from torch_fp8.quantization.stochastic_rounding import element_index, random_words, second_words
+
+_CHUNK = 1 << 15  # elements at a time, so that no temporary has a tensor's size
+
+
+def adamw_step_reference(
+    matrix: WeightMatrix, scalars: StepScalars, lr_multiplier: Tensor | None = None
+) -> None:
+    """The step above, part by part, in plain torch; the twin of `kernels.adamw`.
+
+    Args:
+        matrix: updated in place.
+        scalars: of this step.
+        lr_multiplier: () float32, a factor of the learning rate, in ``step_size`` and ``decay``:
+            what update clipping, say, computes on the device.
+    """
+    for part in _parts(matrix):
+        _step_part(part, scalars, lr_multiplier)
+
+
+def update_rms_reference(matrix: WeightMatrix, scalars: StepScalars) -> Tensor:
+    """StableAdamW's ``sqrt(mean(g^2 / max(v_hat, eps^2)))`` (arXiv 2304.13013), as () float32.
+
+    v_hat is the second moment that this step will have, without its bias; g is the gradient as the
+    moments take it.
+    """
+    total = torch.zeros((), dtype=torch.float32, device=matrix.weight.device)
+    for part in _parts(matrix):
+        weight = _joined(part)
+        grad = _gradient(part, weight, scalars)
+        exp_avg_sq = _second_moment(part, grad, scalars)
+        unbiased = exp_avg_sq * scalars.inv_sqrt_correction * scalars.inv_sqrt_correction
+        total += ((grad * grad) / unbiased.clamp(min=scalars.eps * scalars.eps)).sum()
+    return (total / max(matrix.weight.numel(), 1)).sqrt()
+
+
+def _step_part(part: WeightMatrix, scalars: StepScalars, lr_multiplier: Tensor | None) -> None:
+    decay: float | Tensor = scalars.decay
+    step_size: float | Tensor = scalars.step_size
+    if lr_multiplier is not None:
+        decay = torch.full_like(lr_multiplier, scalars.decay)
+        decay = decay + (1 - decay) * (1 - lr_multiplier)
+        step_size = lr_multiplier * scalars.step_size
+    weight = _joined(part)
+    grad = _gradient(part, weight, scalars)
+    weight = weight * decay
+    exp_avg = decode(part.exp_avg, MOMENT1)
+    exp_avg = exp_avg + (grad - exp_avg) * scalars.beta1_complement
+    exp_avg_sq = _second_moment(part, grad, scalars)
+    # Of float32, torch's root on the CPU is wrong in the last bit of every fifth element.
+    root = exp_avg_sq.double().sqrt().float()
+    denominator = root * scalars.inv_sqrt_correction + scalars.eps
+    weight = weight - (exp_avg / denominator) * step_size
+
+    rows, cols = weight.shape
+    index = element_index(rows, cols, part.row, part.col, part.row_length, weight.device)
+    words = random_words(index, scalars.keys)
+    _store(part.exp_avg, encode(exp_avg, MOMENT1, ((words >> 8) & 0xFF) << 12 | 1 << 11))
+    _store(part.exp_avg_sq, encode(exp_avg_sq, MOMENT2, (words >> 12) & 0xFFFFF))
+    if part.weight.dtype == torch.float32:
+        part.weight.copy_(weight)
+        _raise_amax(part)
+        return
+    if part.residual_bits < 8:
+        words = second_words(words, scalars.keys)
+    high, residual = split(weight, part.residual_bits, words)
+    part.weight.copy_(high)
+    _raise_amax(part)
+    if residual is not None:
+        assert part.residual is not None
+        part.residual.copy_(pack(residual, part.residual_bits))
+
+
+def _raise_amax(part: WeightMatrix) -> None:
+    if part.amax is not None:
+        part.amax.copy_(torch.maximum(part.amax, part.weight.abs().amax().float()))
+
+
+def _joined(part: WeightMatrix) -> Tensor:
+    if part.weight.dtype == torch.float32:
+        return part.weight
+    bits, residual = part.residual_bits, part.residual
+    if residual is not None:
+        residual = unpack(residual, bits, part.weight.shape[1])
+    return join(part.weight, residual, bits)
+
+
+def _gradient(part: WeightMatrix, weight: Tensor, scalars: StepScalars) -> Tensor:
+    grad = part.grad
+    if isinstance(grad, GradientParts):
+        grad = decode(BlockScaled(grad.qdata, grad.scale), GRADIENT) * grad.multiplier
+    else:
+        grad = grad.float()
+    if scalars.maximize:
+        grad = -grad
+    return grad + weight * scalars.weight_decay if scalars.weight_decay else grad
+
+
+def _second_moment(part: WeightMatrix, grad: Tensor, scalars: StepScalars) -> Tensor:
+    exp_avg_sq = decode(part.exp_avg_sq, MOMENT2)
+    return exp_avg_sq * scalars.beta2 + (grad * grad) * scalars.beta2_complement
+
+
+def _store(target: BlockScaled, value: BlockScaled) -> None:
+    target.qdata.copy_(value.qdata)
+    target.scale.copy_(value.scale)
+
+
+def _parts(matrix: WeightMatrix) -> Iterator[WeightMatrix]:
+    """Parts of at most `_CHUNK` elements: whole rows, or whole groups of a long row."""
+    rows, cols = matrix.weight.shape
+    if matrix.weight.numel() == 0:
+        return
+    part_cols = min(cols, _CHUNK)
+    part_rows = max(1, _CHUNK // cols)
+    for row in range(0, rows, part_rows):
+        for col in range(0, cols, part_cols):
+            yield _part(
+                matrix,
+                slice(row, min(row + part_rows, rows)),
+                slice(col, min(col + part_cols, cols)),
+            )
+
+
+def _part(matrix: WeightMatrix, rows: slice, cols: slice) -> WeightMatrix:
+    groups = slice(cols.start // GROUP_SIZE, num_groups(cols.stop))
+    grad, residual = matrix.grad, matrix.residual
+    if isinstance(grad, GradientParts):
+        grad = GradientParts(grad.qdata[rows, cols], grad.scale[rows, groups], grad.multiplier)
+    else:
+        grad = grad[rows, cols]
+    if residual is not None:
+        packed = 2 if matrix.residual_bits == 4 else 1
+        residual = residual[rows, cols.start // packed : -(-cols.stop // packed)]
+    return WeightMatrix(
+        matrix.weight[rows, cols],
+        residual,
+        matrix.residual_bits,
+        grad,
+        _block(matrix.exp_avg, rows, cols, groups),
+        _block(matrix.exp_avg_sq, rows, cols, groups),
+        matrix.row + rows.start,
+        matrix.col + cols.start,
+        matrix.row_length,
+        matrix.amax,
+    )
+
+
+def _block(moment: BlockScaled, rows: slice, cols: slice, groups: slice) -> BlockScaled:
+    return BlockScaled(moment.qdata[rows, cols], moment.scale[rows, groups])

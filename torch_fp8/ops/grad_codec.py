@@ -1,0 +1,182 @@
+"""Gradients of 8 bits per element: encoding, adding and decoding the parts of one.
+
+A sum over micro-batches is decoded, added to and encoded again each time, a few rows at a time, and
+every encoding rounds stochastically, with random bits of its own: the expectation of the stored sum
+is the sum. To nearest, it would lose whatever is the same in each micro-batch; with bits that
+depend on earlier ones it would be biased (benchmarks/accumulation.py).
+
+On CUDA these are `kernels.gradients`, with the same bytes.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_fp8.kernels.arguments import GradientParts
+from torch_fp8.quantization.block_scaled import BlockScaled, decode, encode, num_groups, row_parts
+from torch_fp8.quantization.formats import GRADIENT
+from torch_fp8.quantization.stochastic_rounding import (
+    element_index,
+    random_words,
+    shifted_keys,
+    stream_keys,
+)
+
+_SCALE_ONE, _SCALE_NAN = 127, 255
+_NORM_ELEMENTS = (1 << 20, 1 << 24)
+"""Decoded at a time for a norm: what the CPU's caches hold; on CUDA 64 MiB, for fewer launches."""
+
+Keys = tuple[int, int]
+
+
+def _no_counters() -> tuple[int, ...]:
+    return ()
+
+
+class Rounding:
+    """The random bits of a gradient's roundings, one after another.
+
+    Args:
+        counters: gives what the stream belongs to: seed, step, parameter, ...
+        offset: index, in the whole tensor, of this shard's first element.
+        rank: whose gradient it is. Ranks round their own sums with bits of their own, so that the
+            noise averages out, and averages with the same.
+
+    Attributes:
+        count: roundings since the gradient was zero.
+        exchanges: averages over ranks since then.
+    """
+
+    def __init__(
+        self,
+        counters: Callable[[], tuple[int, ...]] = _no_counters,
+        offset: int = 0,
+        rank: int = 0,
+    ) -> None:
+        self.counters, self.offset, self.rank = counters, offset, rank
+        self.reset()
+
+    def reset(self) -> None:
+        """The gradient is zero again."""
+        self.count = self.exchanges = 0
+
+    def next(self) -> Keys:
+        """Keys of the next rounding."""
+        self.count += 1
+        return self._keys(self.rank, self.count)
+
+    def next_exchanged(self) -> Keys:
+        """Those of the rounding of an average over ranks: equal on all of them."""
+        self.exchanges += 1
+        return self._keys(-1, self.exchanges)
+
+    def _keys(self, *which: int) -> Keys:
+        return shifted_keys(stream_keys(*self.counters(), *which), self.offset)
+
+    def copy(self) -> "Rounding":
+        """One that goes on independently."""
+        twin = Rounding(self.counters, self.offset, self.rank)
+        twin.count, twin.exchanges = self.count, self.exchanges
+        return twin
+
+    def __reduce__(self) -> Any:
+        # What gives the counters is a live optimizer; a pickled gradient goes on without one.
+        return Rounding, (_no_counters, self.offset, self.rank)
+
+
+def quantize_gradient(x: Tensor, keys: Keys) -> GradientParts:
+    """The parts of a gradient.
+
+    Args:
+        x: (R, K) bfloat16 or float32, contiguous.
+        keys: of the random bits.
+    """
+    rows, cols = x.shape
+    multiplier = torch.ones((), dtype=torch.float32, device=x.device)
+    if x.is_cuda:
+        from torch_fp8.kernels import grad_codec
+
+        return GradientParts(*grad_codec.quantize_gradient(x, keys), multiplier)
+    qdata = torch.empty((rows, cols), dtype=torch.uint8, device=x.device)
+    scale = torch.empty((rows, num_groups(cols)), dtype=torch.uint8, device=x.device)
+    parts = GradientParts(qdata, scale, multiplier)
+    if x.device.type != "meta":
+        for part in row_parts(rows, cols):
+            _encode_rows(parts, part, x[part].float(), keys)
+    return parts
+
+
+def accumulate_gradient(target: GradientParts, x: Tensor, keys: Keys) -> None:
+    """Add `x` in place; arguments as of `quantize_gradient`."""
+    if x.is_cuda:
+        from torch_fp8.kernels import grad_codec
+
+        grad_codec.accumulate_gradient(*target, x, keys)
+    elif x.device.type != "meta":
+        for part in row_parts(*x.shape):
+            total = decode_rows(target, part) + x[part].float()
+            _encode_rows(target, part, total, keys)
+    target.multiplier.fill_(1.0)
+
+
+def decode_gradient(source: GradientParts, dtype: torch.dtype) -> Tensor:
+    """(R, K) in a floating-point `dtype`, rounded to nearest."""
+    if source.qdata.is_cuda:
+        from torch_fp8.kernels.grad_codec import dequantize_gradient
+
+        made = dtype if dtype in (torch.bfloat16, torch.float32) else torch.float32
+        return dequantize_gradient(*source, made).to(dtype)
+    dense = torch.empty(source.qdata.shape, dtype=dtype, device=source.qdata.device)
+    if dense.device.type != "meta":
+        for part in row_parts(*dense.shape):
+            dense[part] = decode_rows(source, part)
+    return dense
+
+
+def decode_rows(source: GradientParts, part: slice) -> Tensor:
+    """Some rows as float32."""
+    if source.qdata.is_cuda:
+        from torch_fp8.kernels.grad_codec import dequantize_gradient
+
+        rows = source.qdata[part], source.scale[part]
+        return dequantize_gradient(*rows, source.multiplier, torch.float32)
+    block = BlockScaled(source.qdata[part], source.scale[part])
+    return decode(block, GRADIENT) * source.multiplier
+
+
+def zero_gradient(target: GradientParts) -> None:
+    """Make it zero, in place."""
+    target.qdata.zero_()
+    target.scale.fill_(_SCALE_ONE)
+    target.multiplier.fill_(1.0)
+
+
+def norm(source: GradientParts, ord: float) -> Tensor:
+    """() float32: the norm of all elements, except of order 0; decodes some rows at a time."""
+    rows, cols = source.qdata.shape
+    step = max(1, _NORM_ELEMENTS[source.qdata.is_cuda] // cols)
+    norms = [
+        torch.linalg.vector_norm(decode_rows(source, slice(row, row + step)), ord)
+        for row in range(0, rows, step)
+    ]
+    return torch.linalg.vector_norm(torch.stack(norms), ord)
+
+
+def has_nonfinite(source: GradientParts) -> Tensor:
+    """() bool: whether an element is infinite or NaN; read from scales and multiplier alone."""
+    if not source.scale.numel():
+        return torch.zeros((), dtype=torch.bool, device=source.scale.device)
+    largest = source.scale.amax().to(torch.int32)
+    factor = torch.where(largest == _SCALE_NAN, torch.nan, (largest << 23).view(torch.float32))
+    return ~(factor * GRADIENT.max * source.multiplier).isfinite()
+
+
+def _encode_rows(target: GradientParts, part: slice, value: Tensor, keys: Keys) -> None:
+    rows, cols = value.shape
+    index = element_index(rows, cols, part.start, 0, cols, value.device)
+    bits = random_words(index, keys) & 0xFFFF
+    codes = encode(value, GRADIENT, bits << 4 | 8)
+    target.qdata[part] = codes.qdata
+    target.scale[part] = codes.scale

@@ -1,0 +1,98 @@
+"""Which recipes a device runs, and what to tell a user whose device does not."""
+
+import torch
+
+from torch_fp8.quantization.formats import MIN_CAPABILITY
+from torch_fp8.quantization.recipe import RECIPES, Granularity, make_recipe
+
+# granularity -> CUDA compute capabilities whose scaled matmul takes it. Block scales of 128 exist
+# for Hopper alone and need CUDA 12.9 (cuBLASLt); MX block scales need Blackwell's tensor cores.
+_CAPABILITIES: dict[str, tuple[tuple[int, int], tuple[int, int]]] = {
+    "tensorwise": ((8, 9), (99, 9)),
+    "rowwise": ((8, 9), (99, 9)),
+    "block_1x128": ((9, 0), (9, 0)),
+    "block_128x128": ((9, 0), (9, 0)),
+    "block_1x32": ((10, 0), (99, 9)),
+}
+
+
+_MIN_CUDA_OF_BLOCKS = (12, 9)
+
+
+def check_device(device: torch.device, recipe_name: str, emulate: bool) -> None:
+    """Raise ValueError if `device` cannot run the recipe and emulation was not asked for."""
+    if device.type in ("cpu", "meta"):
+        return
+    if device.type != "cuda" or torch.version.hip is not None:
+        raise ValueError(
+            "FP8 runs on NVIDIA GPUs of compute capability 8.9 and above, and in emulation on the "
+            f"CPU; this device is {device.type!r}. Use BF16 mixed precision here"
+        )
+    if emulate:
+        return
+    capability = torch.cuda.get_device_capability(device)
+    if capability < MIN_CAPABILITY:
+        raise ValueError(
+            f"{_card(device)} has no FP8 tensor cores: they come with sm_89 (Ada), sm_90 (Hopper) "
+            "and later. Use BF16 mixed precision on this card, or FP8Config(emulate=True) to try "
+            "out the numerics, slowly"
+        )
+    reason = _unsupported_recipe(recipe_name, device)
+    if reason is not None:
+        runs = [r for r in RECIPES if _unsupported_recipe(r, device) is None]
+        raise ValueError(
+            f"recipe {recipe_name!r}: {reason}. It runs {', '.join(runs)}; "
+            "choose one of these, recipe='auto', or FP8Config(emulate=True)"
+        )
+
+
+def runs_natively(device: torch.device, recipe_name: str) -> bool:
+    """Whether `device` runs all GEMMs of the recipe on FP8 tensor cores."""
+    return device.type == "cuda" and _unsupported_recipe(recipe_name, device) is None
+
+
+def resolve_auto(device: torch.device) -> str:
+    """The recipe that ``auto`` stands for on `device` where nothing is measured.
+
+    Tensorwise everywhere today: it is the fastest that published measurements show on Hopper among
+    those that quantize by the tensor at hand, and the CPU gives what Hopper gives. A measurement on
+    another architecture that says otherwise belongs here.
+    """
+    del device
+    return "tensorwise"
+
+
+def backend_name(device: torch.device, emulated: bool) -> str:
+    """One line on what runs the GEMMs, for the start-up summary."""
+    if device.type != "cuda":
+        return f"emulation on {device.type.upper() if device.type == 'cpu' else device.type}"
+    return f"{'emulation' if emulated else 'torch scaled_mm'} on {_card(device)}"
+
+
+def _card(device: torch.device) -> str:
+    capability = torch.cuda.get_device_capability(device)
+    return f"{torch.cuda.get_device_name(device)} (sm_{capability[0]}{capability[1]})"
+
+
+def _unsupported_recipe(name: str, device: torch.device) -> str | None:
+    recipe = make_recipe(name)
+    for spec in (recipe.input, recipe.weight, recipe.grad_output):
+        reason = _unsupported(spec.granularity, device)
+        if reason is not None:
+            return reason
+    return None
+
+
+def _unsupported(granularity: Granularity, device: torch.device) -> str | None:
+    """Why `device` cannot run a GEMM with this granularity, or None."""
+    capability = torch.cuda.get_device_capability(device)
+    least, most = _CAPABILITIES[granularity]
+    if not least <= capability <= most:
+        return f"{_card(device)} cannot run {granularity} GEMMs"
+    if granularity.startswith("block_") and _cuda_version() < _MIN_CUDA_OF_BLOCKS:
+        return f"{granularity} GEMMs need CUDA 12.9, this torch was built with {torch.version.cuda}"
+    return None
+
+
+def _cuda_version() -> tuple[int, ...]:
+    return tuple(int(part) for part in (torch.version.cuda or "0").split(".")[:2])

@@ -1,0 +1,383 @@
+"""Casting to FP8 and back: `QuantizedTensor`, `quantize`, `dequantize`.
+
+One operator, ``torch_fp8::quantize_2d``, does every cast. It reads a matrix once and writes the
+layouts that are asked for: ``row``, quantized along the last dimension, and ``col``, the transpose,
+quantized along *its* last dimension. torch.compile sees one opaque op. On the CPU it is
+`quantize_2d_reference`, plain torch; on CUDA it is a Triton kernel with the same bytes.
+
+What a cast reads and writes, in bytes per element of a BF16 matrix, both layouts:
+
+| scale | bytes | launches | why |
+|---|---|---|---|
+| tensorwise, scale or amax given | 4 | 1 | |
+| blocks | 4, and 4 / 128 for each layout's scales of 1x128 | 1 | a tile holds whole blocks |
+| tensorwise | 6 | 2 | its amax is a read of its own |
+| rowwise | 8 | 3 | rows are read once; columns are no tile's, and read twice on their own |
+
+Casts with delayed scaling are in `torch_fp8.ops.quantize_delayed`, those that add up rows on their
+way in `torch_fp8.ops.quantize_dbias`.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from torch_fp8.ops.registry import define, operators
+from torch_fp8.quantization.formats import MIN_CAPABILITY, Format, format_of
+from torch_fp8.quantization.payload_shape import (
+    BLOCK_SHAPE,
+    SQUARE,
+    new_group_scales,
+    padded_rows,
+    scale_shape,
+)
+from torch_fp8.quantization.recipe import CastSpec, Granularity
+from torch_fp8.quantization.scaling import scale_from_amax, tensor_amax
+
+
+class QuantizedTensor(NamedTuple):
+    """``x ~= qdata.float() * scale``, a plain container: torch operations on it fail loudly.
+
+    Attributes:
+        qdata: (R, C) FP8, contiguous.
+        scale: float32 dequantization scale: () tensorwise, (R, 1) rowwise, (R, ceil(C / 128)) for
+            block_1x128, block by block in memory as the GEMM takes them, (ceil(R / 128),
+            ceil(C / 128)) for block_128x128, (R, ceil(C / 32)) for block_1x32, there always a power
+            of two.
+        granularity: how many elements share a scale.
+    """
+
+    qdata: Tensor
+    scale: Tensor
+    granularity: Granularity
+
+
+Layouts = tuple[Tensor, Tensor, Tensor, Tensor]
+"""qdata (R, C), its scale, qdata of x^T (C, R'), its scale: what the operators return."""
+
+Made = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+"""The same, with None for what was not asked for."""
+
+
+def quantize(x: Tensor, spec: CastSpec, scale: Tensor | None = None) -> QuantizedTensor:
+    """Cast x to FP8 along its last dimension, so that ``x ~= qdata.float() * scale``.
+
+    Finite overflow saturates; NaN stays NaN; an infinite element makes its group NaN (with a given
+    scale: the element alone becomes NaN in E4M3 and stays infinite in E5M2).
+
+    Args:
+        x: (R, C) float32, bfloat16 or float16, any strides.
+        spec: format and granularity.
+        scale: () float32 dequantization scale, for tensorwise; None: from the amax of x.
+    """
+    row, _ = quantize_layouts(x, spec, scale, row=True, col=False)
+    assert row is not None
+    return row
+
+
+def quantize_layouts(
+    x: Tensor,
+    spec: CastSpec,
+    scale: Tensor | None = None,
+    *,
+    row: bool,
+    col: bool,
+    amax: Tensor | None = None,
+) -> tuple[QuantizedTensor | None, QuantizedTensor | None]:
+    """Cast x and its transpose in one read.
+
+    Args:
+        x: (R, C) float32, bfloat16 or float16, any strides.
+        spec: format and granularity, of both layouts.
+        scale: () float32 dequantization scale, for tensorwise; None: from the amax of x.
+        row: whether to make x, (R, C), quantized along C.
+        col: whether to make x^T, (C, R') contiguous, quantized along R, zeros beyond; see
+            `torch_fp8.quantization.payload_shape`.
+        amax: () float32 of x, where it is known, for tensorwise: saves the read for it.
+    Returns:
+        ``(row, col)``, None for what was not asked for. Tensorwise, both share one scale.
+    """
+    made = operators.quantize_2d(
+        x, scale, spec.format.dtype, spec.granularity, spec.power_of_two, row, col, amax
+    )
+    return as_layouts(made, spec, scale, row, col)
+
+
+def as_layouts(
+    made: Sequence[Any], spec: CastSpec, scale: Tensor | None, row: bool, col: bool
+) -> tuple[QuantizedTensor | None, QuantizedTensor | None]:
+    """What an operator that casts returns, ``(qdata, scale, qdata_t, scale_t)``, as two payloads.
+
+    Args:
+        made: see ``torch_fp8::quantize_2d``.
+        spec, scale, row, col: what was asked for.
+    """
+    qdata, scales, qdata_t, scales_t = made
+    if scale is not None:
+        scales = scale
+    if spec.granularity == "tensorwise":
+        scales_t = scales
+    return (
+        QuantizedTensor(qdata, scales, spec.granularity) if row else None,
+        QuantizedTensor(qdata_t, scales_t, spec.granularity) if col else None,
+    )
+
+
+def dequantize(x: QuantizedTensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """``qdata.float() * scale``, (R, C), rounded to `dtype`."""
+    scale = x.scale
+    if x.granularity in BLOCK_SHAPE:
+        rows, cols = x.qdata.shape
+        block_rows, block_cols = BLOCK_SHAPE[x.granularity]
+        scale = scale.repeat_interleave(block_rows, 0)[:rows]
+        scale = scale.repeat_interleave(block_cols, 1)[:, :cols]
+    return (x.qdata.float() * scale).to(dtype)
+
+
+def transposed(x: QuantizedTensor) -> QuantizedTensor | None:
+    """x^T, (C, R) contiguous, with the very codes; None where its scales would be others.
+
+    They are the same where a scale belongs to as many rows as columns.
+    """
+    if x.granularity not in SQUARE:
+        return None
+    scale = x.scale.t().contiguous() if x.scale.ndim else x.scale
+    more = padded_rows(x.qdata.shape[0], x.granularity) - x.qdata.shape[0]
+    return QuantizedTensor(_zero_padded(x.qdata.t(), more), scale, x.granularity)
+
+
+def cast_saturating(x: Tensor, scale: Tensor, format: Format) -> Tensor:
+    """``x / scale`` rounded to FP8: to nearest even, finite overflow saturated, NaN kept.
+
+    An infinite x gives NaN in E4M3 and infinity in E5M2. `.to(float8_e4m3fn)` alone would turn an
+    infinity into 448 and so hide a diverged gradient; `.to(float8_e5m2)` overflows to infinity.
+
+    Args:
+        x, scale: float32, broadcastable.
+    """
+    nonfinite = x - x  # 0 for finite x, NaN otherwise
+    if format.has_inf:
+        nonfinite = torch.where(x.isinf(), x, nonfinite)
+    return ((x / scale).clamp(-format.max, format.max) + nonfinite).to(format.dtype)
+
+
+def quantize_2d_reference(
+    x: Tensor,
+    scale: Tensor | None,
+    dtype: torch.dtype,
+    granularity: str,
+    power_of_two: bool,
+    row: bool,
+    col: bool,
+    amax: Tensor | None = None,
+) -> Layouts:
+    """The reference of ``torch_fp8::quantize_2d``; what was not asked for is an empty tensor.
+
+    Args:
+        x: (R, C), any strides.
+        scale: () float32 for tensorwise, None otherwise.
+        dtype: FP8 dtype of the payload.
+        granularity: see `torch_fp8.quantization.recipe`.
+        power_of_two: round scales up to powers of two.
+        row, col: the layouts to make.
+        amax: () float32 of x, for tensorwise, where it is known.
+    Returns:
+        qdata (R, C), its scale, qdata of x^T (C, R'), its scale. Tensorwise, the second is the one
+        scale of both layouts, or empty if it was given, and the fourth is empty. All contiguous;
+        the operator's scales of block_1x128 are laid out by `new_group_scales` instead.
+    """
+    format = format_of(dtype)
+    more = padded_rows(x.shape[0], granularity) - x.shape[0]
+    if granularity == "tensorwise":
+        made = _no_scale(x)
+        if scale is None:
+            amax = tensor_amax(x) if amax is None else amax
+            scale = made = scale_from_amax(amax, format, power_of_two)
+        qdata = cast_saturating(x.float(), scale, format)
+        return (
+            qdata.contiguous() if row else _no_qdata(x, dtype),
+            made,
+            _zero_padded(qdata.t(), more) if col else _no_qdata(x, dtype),
+            _no_scale(x),
+        )
+
+    def one(matrix: Tensor, wanted: bool) -> tuple[Tensor, Tensor]:
+        if not wanted:
+            return _no_qdata(x, dtype), _no_scale(x)
+        return _quantize_rows(matrix.float(), format, granularity, power_of_two)
+
+    return (*one(x, row), *one(F.pad(x.t(), (0, more)) if more else x.t(), col))
+
+
+def _quantize_rows(
+    x: Tensor, format: Format, granularity: str, power_of_two: bool
+) -> tuple[Tensor, Tensor]:
+    """x (R, C) float32 quantized along C -> contiguous payload (R, C), scale."""
+    if granularity == "rowwise":
+        amax = x.abs().amax(1, keepdim=True) if x.shape[1] else x.new_zeros(x.shape[0], 1)
+        scale = scale_from_amax(amax, format, power_of_two)
+        return cast_saturating(x, scale, format).contiguous(), scale
+    return _quantize_blocks(x, BLOCK_SHAPE[granularity], format, power_of_two)
+
+
+def _quantize_blocks(
+    x: Tensor, block: tuple[int, int], format: Format, power_of_two: bool
+) -> tuple[Tensor, Tensor]:
+    rows, cols = x.shape
+    num_rows, num_cols = (-(-size // n) for size, n in zip((rows, cols), block, strict=True))
+    padded = F.pad(x, (0, num_cols * block[1] - cols, 0, num_rows * block[0] - rows))
+    blocks = padded.reshape(num_rows, block[0], num_cols, block[1])
+    amax = blocks.abs().amax((1, 3)) if x.numel() else x.new_zeros(num_rows, num_cols)
+    scale = scale_from_amax(amax, format, power_of_two)
+    qdata = cast_saturating(blocks, scale[:, None, :, None], format)
+    qdata = qdata.reshape(num_rows * block[0], num_cols * block[1])[:rows, :cols]
+    return qdata.contiguous(), scale
+
+
+def _no_qdata(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x.new_empty(0, dtype=dtype)
+
+
+def _no_scale(x: Tensor) -> Tensor:
+    return x.new_empty(0, dtype=torch.float32)
+
+
+def _zero_padded(qdata: Tensor, more: int) -> Tensor:
+    """A contiguous copy with `more` columns of zeros."""
+    if not more:
+        return qdata.clone(memory_format=torch.contiguous_format)
+    return F.pad(qdata.view(torch.uint8), (0, more)).view(qdata.dtype)
+
+
+def quantize_2d_cpu(
+    x: Tensor,
+    scale: Tensor | None,
+    dtype: torch.dtype,
+    granularity: str,
+    power_of_two: bool,
+    row: bool,
+    col: bool,
+    amax: Tensor | None = None,
+) -> Layouts:
+    made = quantize_2d_reference(x, scale, dtype, granularity, power_of_two, row, col, amax)
+    return laid_out(made, granularity)
+
+
+def laid_out(made: Sequence[Tensor], granularity: str) -> Layouts:
+    """With scales as the operators return them."""
+    qdata, scale, qdata_t, scale_t = made
+    if granularity == "block_1x128":
+        scale, scale_t = _by_block(scale, qdata), _by_block(scale_t, qdata_t)
+    return qdata, scale, qdata_t, scale_t
+
+
+def _by_block(scale: Tensor, qdata: Tensor) -> Tensor:
+    if scale.ndim < 2:  # not asked for
+        return scale
+    return new_group_scales(scale, *qdata.shape).copy_(scale)
+
+
+def _quantize_2d_cuda(
+    x: Tensor,
+    scale: Tensor | None,
+    dtype: torch.dtype,
+    granularity: str,
+    power_of_two: bool,
+    row: bool,
+    col: bool,
+    amax: Tensor | None = None,
+) -> Layouts:
+    made = _quantize_2d_eager(x, scale, dtype, granularity, power_of_two, row, col, amax)
+    return as_outputs(x, made, scale, dtype, granularity)
+
+
+def _quantize_2d_eager(
+    x: Tensor,
+    scale: Tensor | None,
+    dtype: torch.dtype,
+    granularity: str,
+    power_of_two: bool,
+    row: bool,
+    col: bool,
+    amax: Tensor | None = None,
+) -> Made:
+    """None, or anything, for what was not asked for."""
+    arguments = (x, scale, dtype, granularity, power_of_two, row, col, amax)
+    if emulates_casts(x.device):
+        return quantize_2d_cpu(*arguments)
+    made: Made = _kernels().quantize_2d(*arguments)
+    return made
+
+
+@functools.cache
+def _kernels() -> Any:
+    from torch_fp8.kernels import quantize  # Triton is imported where it is used
+
+    return quantize
+
+
+@functools.cache
+def emulates_casts(device: torch.device) -> bool:
+    """Whether a tensor's CUDA device is older than FP8, so that the reference runs on it."""
+    return torch.cuda.get_device_capability(device) < MIN_CAPABILITY
+
+
+def as_outputs(
+    x: Tensor,
+    made: Made,
+    scale: Tensor | None,
+    dtype: torch.dtype,
+    granularity: str,
+) -> Layouts:
+    """What an operator returns: an empty tensor for what there is not."""
+    qdata, scale_row, qdata_t, scale_col = made
+    if granularity == "tensorwise":  # an operator may not return its input, nor one tensor twice
+        one = scale_col if scale_row is None else scale_row
+        scale_row, scale_col = (one if scale is None else None), None
+    return (
+        _no_qdata(x, dtype) if qdata is None else qdata,
+        _no_scale(x) if scale_row is None else scale_row,
+        _no_qdata(x, dtype) if qdata_t is None else qdata_t,
+        _no_scale(x) if scale_col is None else scale_col,
+    )
+
+
+def quantize_2d_fake(
+    x: Tensor,
+    scale: Tensor | None,
+    dtype: torch.dtype,
+    granularity: str,
+    power_of_two: bool,
+    row: bool,
+    col: bool,
+    amax: Tensor | None = None,
+) -> Layouts:
+    rows, cols = x.shape
+
+    def one(rows: int, cols: int, wanted: bool) -> tuple[Tensor, Tensor]:
+        qdata = x.new_empty((rows, cols) if wanted else (0,), dtype=dtype)
+        if not wanted or granularity == "tensorwise":
+            return qdata, _no_scale(x)
+        shape = scale_shape(rows, cols, granularity)
+        if granularity == "block_1x128":
+            return qdata, new_group_scales(x, rows, cols)
+        return qdata, x.new_empty(shape, dtype=torch.float32)
+
+    qdata, scale_row = one(rows, cols, row)
+    if granularity == "tensorwise" and scale is None:
+        scale_row = x.new_empty((), dtype=torch.float32)
+    return (qdata, scale_row, *one(cols, padded_rows(rows, granularity), col))
+
+
+define(
+    "quantize_2d(Tensor x, Tensor? scale, ScalarType dtype, str granularity, bool power_of_two, "
+    "bool row, bool col, Tensor? amax=None) -> (Tensor, Tensor, Tensor, Tensor)",
+    quantize_2d_cpu,
+    _quantize_2d_cuda,
+    quantize_2d_fake,
+    eager=_quantize_2d_eager,
+)

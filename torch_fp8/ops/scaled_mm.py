@@ -1,0 +1,253 @@
+"""The only caller of torch's scaled matmul, and what each device can run.
+
+Every GEMM has the form ``a @ b.T`` with both operands contiguous along the contraction dimension,
+the one layout that Hopper's FP8 tensor cores take. Any shape works: casts pad the tokens to sizes
+that these take (`torch_fp8.quantization.payload_shape`), `torch_fp8.ops.gemm_operand` whatever else
+does not fit.
+
+One operator, ``torch_fp8::scaled_mm``, does every GEMM, so that a compiler sees this one alone:
+Dynamo of torch 2.11 breaks a graph at ``F.scaled_mm``, and inductor of 2.13 replaces torch's
+operator by its predecessor, which takes no scales per block that are laid out for the other.
+
+A bias is added in the GEMM's epilogue, before its one rounding, where torch's operator takes one.
+
+What the device at hand cannot run natively runs through `scaled_matmul_reference` if emulation was
+asked for, and is refused otherwise: once, by `check_device` at conversion, so that a step asks
+nothing. The CPU is emulation as a whole: torch's operator runs tensorwise and rowwise there, block
+scales go through the reference.
+"""
+
+import functools
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.functional import ScalingType, SwizzleType
+from torch.utils.flop_counter import register_flop_formula
+
+from torch_fp8.ops.gemm_operand import operand
+from torch_fp8.ops.hardware import (
+    _cuda_version,
+    _unsupported_recipe,
+)
+from torch_fp8.ops.quantize import QuantizedTensor, dequantize
+from torch_fp8.ops.registry import define, is_watched
+from torch_fp8.quantization.recipe import Granularity
+
+# torch 2.11 has F.scaled_mm for CUDA only; there the CPU has its predecessor, tensorwise.
+_CPU_HAS_F_SCALED_MM = torch._C._dispatch_has_kernel_for_dispatch_key("aten::_scaled_mm_v2", "CPU")
+_CPU_NATIVE = ("tensorwise", "rowwise") if _CPU_HAS_F_SCALED_MM else ("tensorwise",)
+
+_SCALING_TYPE: dict[str, ScalingType] = {
+    "tensorwise": ScalingType.TensorWise,
+    "rowwise": ScalingType.RowWise,
+    "block_1x128": ScalingType.BlockWise1x128,
+    "block_128x128": ScalingType.BlockWise128x128,
+    "block_1x32": ScalingType.BlockWise1x32,
+}
+
+
+def scaled_matmul(
+    a: QuantizedTensor,
+    b: QuantizedTensor,
+    out_dtype: torch.dtype,
+    contracted: int | None = None,
+    *,
+    bias: Tensor | None = None,
+    fast_accum: bool = False,
+    emulate: bool = False,
+) -> Tensor:
+    """``dequantize(a) @ dequantize(b).T + bias`` on the FP8 payloads.
+
+    Args:
+        a: (R, C), or with more columns, which are zeros.
+        b: (S, C), likewise. At most one of a and b is E5M2.
+        out_dtype: float32, bfloat16 or float16.
+        contracted: C; None: the columns of the narrower one.
+        bias: (S,) of any floating dtype, rounded to `out_dtype`; or None.
+        fast_accum: let the tensor core accumulate in its own, narrower format.
+        emulate: run the reference path instead of torch's operator. The CPU takes the operator
+            wherever it has one.
+    Returns:
+        (R, S) of `out_dtype`.
+    """
+    bias = None if bias is None else cast(bias, out_dtype)
+    if contracted is None:
+        contracted = min(a.qdata.shape[1], b.qdata.shape[1])
+    if torch.compiler.is_compiling() or is_watched(a.qdata):
+        output: Tensor = _operator(*a, *b, contracted, bias, out_dtype, fast_accum, emulate)
+        return output
+    return _multiply(a, b, contracted, bias, out_dtype, fast_accum, emulate)
+
+
+def _multiply(
+    a: QuantizedTensor,
+    b: QuantizedTensor,
+    contracted: int,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    fast_accum: bool,
+    emulate: bool,
+) -> Tensor:
+    """On any device; maybe a view of a padded result."""
+    rows, cols = a.qdata.shape[0], b.qdata.shape[0]
+    if not (rows and cols and contracted):
+        zeros = a.qdata.new_zeros((rows, cols), dtype=out_dtype)
+        return zeros if bias is None else zeros + bias
+    if emulate or a.qdata.is_cpu:
+        a, b = _narrowed(a, contracted), _narrowed(b, contracted)
+        return _emulated(a, b, out_dtype, fast_accum, bias)
+    return _scaled_mm_cuda(a, b, contracted, out_dtype, fast_accum, bias)
+
+
+def _narrowed(x: QuantizedTensor, cols: int) -> QuantizedTensor:
+    """Without the zeros beyond `cols` columns."""
+    if x.qdata.shape[1] == cols:
+        return x
+    return x._replace(qdata=x.qdata[:, :cols].contiguous())
+
+
+def _scaled_mm_impl(*args: Any) -> Tensor:
+    a, b, how = QuantizedTensor(*args[:3]), QuantizedTensor(*args[3:6]), args[6:]
+    return _multiply(a, b, *how).contiguous()
+
+
+def _scaled_mm_fake(a: Tensor, *args: Any) -> Tensor:
+    b, out_dtype = args[2], args[7]
+    return a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)
+
+
+define(
+    "scaled_mm(Tensor a, Tensor a_scale, str a_granularity, Tensor b, Tensor b_scale, "
+    "str b_granularity, SymInt contracted, Tensor? bias, ScalarType out_dtype, bool fast_accum, "
+    "bool emulate) -> Tensor",
+    _scaled_mm_impl,
+    _scaled_mm_impl,
+    _scaled_mm_fake,
+)
+_operator: Any = torch.ops.torch_fp8.scaled_mm.default
+
+
+@register_flop_formula(torch.ops.torch_fp8.scaled_mm)
+def _scaled_mm_flops(
+    a_shape: tuple[int, int], *args: Any, out_shape: tuple[int, int], **_: Any
+) -> int:
+    """For ``torch.utils.flop_counter``: those of the product, as of ``aten::mm``."""
+    contracted: int = args[5]
+    return 2 * out_shape[0] * out_shape[1] * contracted
+
+
+def _emulated(
+    a: QuantizedTensor,
+    b: QuantizedTensor,
+    out_dtype: torch.dtype,
+    fast_accum: bool,
+    bias: Tensor | None,
+) -> Tensor:
+    device_type = a.qdata.device.type
+    # Either multiplies dequantized operands: autocast would round them to bfloat16 first.
+    with torch.autocast(device_type, enabled=False):
+        if device_type == "cpu" and a.granularity in _CPU_NATIVE:
+            return _scaled_mm(a, b, out_dtype, fast_accum, bias)
+        return scaled_matmul_reference(a, b, out_dtype, bias)
+
+
+def scaled_matmul_reference(
+    a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype, bias: Tensor | None = None
+) -> Tensor:
+    """``dequantize(a) @ dequantize(b).T + bias`` in float32, rounded once to `out_dtype`."""
+    output = dequantize(a) @ dequantize(b).t()
+    return cast(output if bias is None else output + bias, out_dtype)
+
+
+def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """``x.to(dtype)``, without the call if there is nothing to do.
+
+    A gradient that ends in a no-op ``.to`` reads zero in a graph compiled by torch 2.11.
+    """
+    return x if x.dtype == dtype else x.to(dtype)
+
+
+def reason_not_native(device: torch.device, recipe_name: str) -> str | None:
+    """Why `device`, a CUDA device, does not run the recipe on FP8 tensor cores; None if it does."""
+    return _unsupported_recipe(recipe_name, device)
+
+
+def _scaled_mm(
+    a: QuantizedTensor,
+    b: QuantizedTensor,
+    out_dtype: torch.dtype,
+    fast_accum: bool,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """One call of torch's operator; scales as `operand` lays them out."""
+    scale_b = b.scale.t() if b.granularity == "rowwise" else b.scale
+    if a.qdata.device.type == "cpu" and not _CPU_HAS_F_SCALED_MM:
+        return torch._scaled_mm(
+            a.qdata,
+            b.qdata.t(),
+            a.scale,
+            scale_b,
+            bias=bias,
+            out_dtype=out_dtype,
+            use_fast_accum=fast_accum,
+        )
+    swizzle = [SwizzleType.SWIZZLE_32_4_4] if a.granularity == "block_1x32" else None
+    return F.scaled_mm(
+        a.qdata,
+        b.qdata.t(),
+        a.scale,
+        _SCALING_TYPE[a.granularity],
+        scale_b,
+        _SCALING_TYPE[b.granularity],
+        swizzle_a=swizzle,
+        swizzle_b=swizzle,
+        bias=bias,
+        output_dtype=out_dtype,
+        use_fast_accum=fast_accum,
+    )
+
+
+def _scaled_mm_cuda(
+    a: QuantizedTensor,
+    b: QuantizedTensor,
+    contracted: int,
+    out_dtype: torch.dtype,
+    fast_accum: bool,
+    bias: Tensor | None,
+) -> Tensor:
+    rows, cols = a.qdata.shape[0], b.qdata.shape[0]
+    native_dtype = out_dtype
+    if a.granularity == "rowwise" and out_dtype == torch.float32:
+        native_dtype = _rowwise_dtype(a.qdata.device)
+    in_gemm = bias is not None and _takes_bias(a.granularity, out_dtype)
+    a, b = operand(a, contracted, is_b=False), operand(b, contracted, is_b=True)
+    padding = b.qdata.shape[0] - cols
+    in_epilogue = F.pad(bias, (0, padding)) if in_gemm and padding else bias
+    output = _scaled_mm(a, b, native_dtype, fast_accum, in_epilogue if in_gemm else None)
+    if output.shape != (rows, cols):
+        output = output[:rows, :cols]
+    if native_dtype != out_dtype:
+        output = output.to(out_dtype)
+    return output if bias is None or in_gemm else output + bias
+
+
+@functools.cache
+def _rowwise_dtype(device: torch.device) -> torch.dtype:
+    """Of a GEMM with a scale per row whose result is wanted in float32.
+
+    cuBLASLt writes it; torch calls that on sm_90 alone and from CUDA 12.9 on. The kernel for all
+    others, CUTLASS's, writes bfloat16 (``_scaled_mm_cuda_v2`` in torch's ScaledBlas.cpp).
+    """
+    hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+    return torch.float32 if hopper and _cuda_version() >= (12, 9) else torch.bfloat16
+
+
+def _takes_bias(granularity: Granularity, out_dtype: torch.dtype) -> bool:
+    """Whether the CUDA operator adds a bias of the output's dtype.
+
+    It refuses one with a float32 output. With block scales nobody documents that cuBLASLt takes
+    one: to be tried on a card.
+    """
+    return granularity in ("tensorwise", "rowwise") and out_dtype != torch.float32

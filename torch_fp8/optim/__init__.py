@@ -1,0 +1,1 @@
+"""AdamW with FP8 states and split weights."""

@@ -1,0 +1,176 @@
+"""What a checkpoint of an optimizer must be: checked in whole, before anything of it is loaded."""
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from torch_fp8.optim.state import is_large, residual_shape, sharded_residual_shape
+from torch_fp8.quantization.split_float import RESIDUAL_BITS
+from torch_fp8.tensor.dtensor import local
+
+FORMAT_VERSION = 1
+"""Of what `torch_fp8.optim.optimizer.Float8Optimizer.state_dict` adds to torch.optim.AdamW's."""
+
+GROUP_KEY = "torch_fp8"
+RESIDUALS_KEY = "torch_fp8_residuals"
+REFUSED_OPTIONS = ("amsgrad", "capturable", "differentiable")
+"""Of Adam and AdamW, what 8-bit states do not have."""
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def entries(
+    state_dict: Mapping[str, Any], parameters: list[Tensor]
+) -> Iterator[tuple[Any, Tensor, dict[str, Any]]]:
+    """What a checkpoint has of each parameter: its key there, the parameter, and the entry.
+
+    An entry is a state, or a residual alone (of a weight that was not stepped yet), or empty.
+    """
+    residuals = state_dict.get(RESIDUALS_KEY) or {}
+    ids = itertools.chain.from_iterable(g["params"] for g in state_dict["param_groups"])
+    for saved_id, parameter in zip(ids, parameters, strict=True):
+        residual = residuals.get(saved_id)
+        entry = {} if residual is None else {"residual": residual}
+        yield saved_id, parameter, {**entry, **(state_dict["state"].get(saved_id) or {})}
+
+
+def check_state_dict(
+    state_dict: Mapping[str, Any], param_groups: list[dict[str, Any]], bits: int
+) -> int:
+    """Raise ValueError unless a checkpoint fits the groups of an optimizer; the place is named.
+
+    Args:
+        state_dict: to be loaded.
+        param_groups: of the optimizer.
+        bits: of the residuals of its large weights.
+    Returns:
+        The bits of the checkpoint's, which are `bits` where it does not say.
+    """
+    for key, kind in (("state", Mapping), ("param_groups", (list, tuple))):
+        if not isinstance(state_dict.get(key), kind):
+            raise ValueError(
+                f"the optimizer's checkpoint has no {key!r}; it takes what state_dict() of Adam or "
+                f"AdamW returns, and has the keys {list(state_dict)!r:.200}"
+            )
+    groups = state_dict["param_groups"]
+    for i, group in enumerate(groups):
+        if not isinstance(group, Mapping) or "params" not in group:
+            raise ValueError(f"param_groups[{i}] of the optimizer's checkpoint has no 'params'")
+    if [len(g["params"]) for g in groups] != [len(g["params"]) for g in param_groups]:
+        raise ValueError(
+            "the optimizer's checkpoint has parameter groups of "
+            f"{[len(g['params']) for g in groups]} parameters, the optimizer of "
+            f"{[len(g['params']) for g in param_groups]}"
+        )
+    for i, group in enumerate(groups):
+        _check_group(group, f"param_groups[{i}]")
+        bits = group.get(GROUP_KEY, {}).get("residual_bits", bits)
+    parameters = [p for group in param_groups for p in group["params"]]
+    states = state_dict["state"]
+    for saved_id, parameter, entry in entries(_checked_states(states, state_dict), parameters):
+        where = f"state[{saved_id!r}]"
+        if states.get(saved_id):
+            _check_entry(parameter, entry, where)
+        _check_residual(parameter, entry, bits, where)
+    return bits
+
+
+def has_residual(entry: Mapping[str, Any]) -> bool:
+    """Whether a checkpoint's entry has a residual of the weight that it was saved with.
+
+    Stock AdamW carries ours along in the dtype of its weights, and changes those without it.
+    """
+    saved = entry.get("residual")
+    return saved is not None and not (isinstance(saved, Tensor) and saved.is_floating_point())
+
+
+def _checked_states(states: Any, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
+    for group in state_dict["param_groups"]:
+        for saved_id in group["params"]:
+            state = states.get(saved_id)
+            if state is not None and not isinstance(state, Mapping):
+                raise ValueError(f"state[{saved_id!r}] is no dict: {state!r:.80}")
+    return state_dict
+
+
+def _check_group(group: Mapping[str, Any], where: str) -> None:
+    for option in REFUSED_OPTIONS:
+        if group.get(option):
+            raise ValueError(
+                f"{where}[{option!r}] of the optimizer's checkpoint is {group[option]!r}, which "
+                "8-bit states do not have; train on with FP8Config(opt_level='O1')"
+            )
+    if GROUP_KEY not in group:
+        return
+    saved, where = group[GROUP_KEY], f"{where}[{GROUP_KEY!r}]"
+    if not isinstance(saved, Mapping):
+        raise ValueError(f"{where} is no dict: {saved!r:.80}")
+    if saved.get("version") != FORMAT_VERSION:
+        raise ValueError(
+            f"{where}['version'] is {saved.get('version')!r}, but this version of torch-fp8 reads "
+            f"{FORMAT_VERSION}"
+        )
+    seed, bits = saved.get("seed"), saved.get("residual_bits")
+    if not isinstance(seed, int) or isinstance(seed, bool):
+        raise ValueError(f"{where}['seed'] is {seed!r}, expected a whole number")
+    if isinstance(bits, bool) or bits not in RESIDUAL_BITS:
+        raise ValueError(f"{where}['residual_bits'] is {bits!r}, expected one of {RESIDUAL_BITS}")
+
+
+def _check_entry(parameter: Tensor, entry: Mapping[str, Any], where: str) -> None:
+    """Raise ValueError unless a checkpoint's entry is a state of this parameter."""
+    for name in ("step", *_MOMENTS):
+        if name not in entry:
+            raise ValueError(f"{where} has no {name!r}; is it a checkpoint of Adam or AdamW?")
+    if not _is_count(entry["step"]):
+        raise ValueError(f"{where}['step'] is {entry['step']!r:.80}, expected a number of steps")
+    for name in _MOMENTS:
+        value = entry[name]
+        if not isinstance(value, Tensor) or not value.is_floating_point():
+            raise ValueError(f"{where}[{name!r}] is no floating-point tensor: {value!r:.80}")
+        if value.shape not in (parameter.shape, local(parameter).shape):
+            raise ValueError(
+                f"{where}[{name!r}] has shape {tuple(value.shape)}, but the parameter "
+                f"{tuple(parameter.shape)}"
+            )
+        _check_has_data(parameter, value, f"{where}[{name!r}]")
+
+
+def _check_residual(parameter: Tensor, entry: Mapping[str, Any], bits: int, where: str) -> None:
+    """Raise ValueError unless a checkpoint's residual, if it has one, fits the parameter."""
+    if not has_residual(entry):
+        return
+    saved, where = entry["residual"], f"{where}['residual']"
+    if not isinstance(saved, Tensor):
+        raise ValueError(f"{where} is no tensor: {saved!r:.80}")
+    if parameter.dtype != torch.bfloat16:
+        return
+    bits = bits if is_large(parameter) else 16
+    dtypes = (torch.int16, torch.int8) if bits == 16 else (torch.int8,)
+    if saved.dtype not in dtypes:
+        raise ValueError(f"{where} is {saved.dtype}, expected {dtypes[0]}")
+    fits = [residual_shape(parameter.shape, bits), residual_shape(local(parameter).shape, bits)]
+    # As it was sharded where it was saved, though it may have been gathered since.
+    sharded = sharded_residual_shape(parameter, fits[0], 2 if bits == 16 else 1)
+    fits = [sharded] if isinstance(saved, DTensor) else [*fits, sharded]
+    if tuple(saved.shape) not in fits:
+        raise ValueError(f"{where} has shape {tuple(saved.shape)}, expected {fits[0]}")
+    _check_has_data(parameter, saved, where)
+
+
+def _check_has_data(parameter: Tensor, value: Tensor, where: str) -> None:
+    if local(value).is_meta and not local(parameter).is_meta:
+        raise ValueError(f"{where} is on the meta device, which has no data; load it to the CPU")
+
+
+def _is_count(step: Any) -> bool:
+    if isinstance(step, Tensor):
+        if step.numel() != 1 or step.is_meta or step.is_complex():
+            return False
+        step = step.item()
+    return isinstance(step, (int, float)) and math.isfinite(step) and step >= 0

@@ -1,0 +1,385 @@
+"""Verbs on an optimizer: `convert_optimizer`, `restore_weights`, `merged_state_dict`."""
+
+import functools
+import warnings
+import weakref
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Adam, AdamW, Optimizer
+
+from torch_fp8.config import FP8Config, config_or_default
+from torch_fp8.nn.linear import Float8Layer
+from torch_fp8.nn.weight_cache import WeightCache, keeps_scale, watch
+from torch_fp8.optim.arguments import check_arguments
+from torch_fp8.optim.checkpoint import REFUSED_OPTIONS
+from torch_fp8.optim.embedding_dtype import (
+    keep_float32_products,
+    keep_output_dtype,
+    name_the_way_out,
+)
+from torch_fp8.optim.grad_hooks import attach_hooks, detach_hooks
+from torch_fp8.optim.optimizer import Float8Optimizer, float8_class
+from torch_fp8.optim.report import OptimizerReport, in_words
+from torch_fp8.optim.state import State, from_checkpoint, is_large, join_weight, split_weight
+from torch_fp8.optim.state_sharding import check_shardings
+from torch_fp8.optim.weight_owners import NO_MODEL, has_linear_forward, reasons_to_stay
+from torch_fp8.tensor.dtensor import local
+
+_BASES = (AdamW, Adam)
+_WRAPPED = "DistributedDataParallel has wrapped them before"
+_SHARDED = "they were sharded before"
+
+
+def convert_optimizer(
+    optimizer: Optimizer, config: FP8Config | str | None = None, *, model: nn.Module | None = None
+) -> OptimizerReport:
+    """Give Adam or AdamW 8-bit states and split master weights, in place.
+
+    The object stays the same, with its groups, hooks and scheduler; so do the Parameters, of which
+    the large float32 ones of FP8 layers, embeddings and output layers become BF16 (their residual
+    is in the optimizer then). States that exist are
+    quantized. Left alone, with the reason in the report: other optimizers, and (with a warning)
+    subclasses with a ``step`` of their own. Converting again is harmless.
+
+    Args:
+        optimizer: of exactly Adam or AdamW, or a subclass that inherits their ``step``.
+        config: or a recipe's name; None: as `convert_to_float8`. With level O1 nothing is done.
+        model: that it trains, converted before. It tells which weights may become BF16
+            (`torch_fp8.optim.weight_owners`): without it none does, and the report says so. Its
+            embeddings go on to return float32, and its output layer to multiply in float32 where
+            autocast is off (`torch_fp8.optim.embedding_dtype`). Under DistributedDataParallel,
+            whose buckets have the dtype of the weights that it wrapped, float32 weights stay
+            float32; as DTensors do, which are sharded already.
+    Raises:
+        ValueError: ``amsgrad``, ``capturable`` or ``differentiable``; update clipping of sharded
+            weights; weights sharded as states cannot be (`torch_fp8.optim.state_sharding`); no
+            `model` where the configuration needs one, or one that has none of the parameters.
+        TypeError: an argument that is something else.
+    """
+    config = config_or_default(config)
+    check_arguments(optimizer, model)
+    name = _name(optimizer)
+    if config.opt_level == "O1":
+        return OptimizerReport(name, False, "level O1")
+    reason = _reason_to_leave(optimizer)
+    if reason is not None:
+        if isinstance(optimizer, _BASES):
+            warnings.warn(f"{reason}: it keeps its own states", stacklevel=2)
+        return OptimizerReport(name, False, reason)
+    _refuse_options(optimizer, name, config)
+    check_shardings(optimizer, model, config)
+    if config.opt_level == "O3" and model is None:
+        raise ValueError(
+            "opt_level='O3' makes the gradients of FP8 layers 8 bits wide: pass the model that has "
+            "them, convert_optimizer(optimizer, config, model=model)"
+        )
+    _warn_if_lossy(optimizer, config)
+    if not isinstance(optimizer, Float8Optimizer):
+        _swap_class(optimizer)
+    assert isinstance(optimizer, Float8Optimizer)
+    optimizer.set_config(config)
+    num_split, float32 = _split_weights(optimizer, model)
+    report = OptimizerReport(
+        name,
+        True,
+        num_split=num_split,
+        num_float32=len(float32),
+        why_float32=in_words(float32),
+        num_cached=_keep_weights(optimizer, model),
+    )
+    _convert_gradients(optimizer, model)
+    return gradients_report(optimizer, report)
+
+
+def _split_weights(optimizer: Float8Optimizer, model: nn.Module | None) -> tuple[int, list[str]]:
+    """Split the weights that may be: how many, and why each other large one stays float32."""
+    reasons = {} if model is None else reasons_to_stay(model, optimizer.fp8_config)
+    unknown = NO_MODEL if model is None else "of no module of the model"
+    wrapped = isinstance(model, DistributedDataParallel)
+    num_split, stay = 0, []
+    for _, _, parameter in optimizer.indexed_parameters():
+        _quantize_state(optimizer, parameter)
+        if parameter.dtype != torch.float32 or not is_large(parameter):
+            continue
+        if not parameter.requires_grad:
+            continue
+        reason = reasons.get(parameter, unknown)
+        if isinstance(parameter, DTensor):
+            reason = _SHARDED
+        elif wrapped:
+            reason = _WRAPPED
+        if reason is not None:
+            stay.append(reason)
+            continue
+        split_parameter(optimizer, parameter)
+        num_split += 1
+    if model is not None:
+        _keep_dtypes(optimizer, model)
+    return num_split, stay
+
+
+def _keep_dtypes(optimizer: Float8Optimizer, model: nn.Module) -> None:
+    """Let what is in high precision compute in float32, though its weight was split."""
+    dtypes = optimizer._fp8_dtypes
+    split = {p for p, t in dtypes.items() if t == torch.float32 and not isinstance(p, DTensor)}
+    keep_output_dtype(model, split)
+    kinds = (nn.Linear, Float8Layer)
+    linears = [m for m in model.modules() if isinstance(m, kinds) and m.weight in split]
+    by_autocast = [m for m in linears if not isinstance(m, Float8Layer) and has_linear_forward(m)]
+    by_autocast += [m for m in linears if isinstance(m, Float8Layer) and not m.fp8_config.eval_fp8]
+    keep_float32_products(by_autocast)
+    if split:
+        name_the_way_out(model)
+
+
+def gradients_report(optimizer: Optimizer, report: OptimizerReport) -> OptimizerReport:
+    """`report` with what wrapping can change: the gradients that have 8 bits now, and hooks."""
+    if not isinstance(optimizer, Float8Optimizer):
+        return report
+    parameters = optimizer.indexed_parameters()
+    count = sum(optimizer.has_fp8_gradient(parameter) for _, _, parameter in parameters)
+    why = optimizer.fp8_why_bf16_gradients
+    restored = optimizer.fp8_hooks_restored
+    return replace(
+        report,
+        num_fp8_gradients=count,
+        why_bf16_gradients=why,
+        num_hooks_restored=restored,
+    )
+
+
+def _convert_gradients(optimizer: Float8Optimizer, model: nn.Module | None) -> None:
+    """Put hooks on what shall have 8-bit gradients or be released, and only there."""
+    had_hooks = optimizer.fp8_gradients
+    optimizer.fp8_gradients, optimizer.fp8_why_bf16_gradients = frozenset(), None
+    if optimizer.fp8_config.opt_level == "O3":
+        assert model is not None
+        if isinstance(model, DistributedDataParallel):
+            optimizer.fp8_why_bf16_gradients = _WRAPPED
+        else:
+            layers = (m for m in model.modules() if isinstance(m, Float8Layer))
+            weights = {layer.weight for layer in layers if is_large(layer.weight)}
+            parameters = optimizer.indexed_parameters()
+            optimizer.fp8_gradients = frozenset(i for i, _, p in parameters if p in weights)
+    missing = attach_hooks(optimizer)
+    if had_hooks:
+        optimizer.fp8_hooks_restored += missing
+
+
+@torch.no_grad()
+def split_parameter(optimizer: Float8Optimizer, parameter: Tensor) -> None:
+    """Make a float32 Parameter BF16, in place, its residual kept by the optimizer."""
+    high, residual = split_weight(parameter.detach(), optimizer.fp8_config.residual_bits)
+    optimizer._fp8_dtypes.setdefault(parameter, parameter.dtype)
+    grad, parameter.grad = parameter.grad, None
+    parameter.data = high
+    if grad is not None:
+        parameter.grad = grad.to(torch.bfloat16)
+    optimizer.set_residual(parameter, residual)
+    if residual is not None and not parameter.is_meta:
+        if isinstance(parameter, nn.Parameter):
+            watch(parameter)
+        optimizer.note_weights([parameter])
+
+
+@torch.no_grad()
+def restore_weights(optimizer: Optimizer) -> int:
+    """Give each weight the dtype back that it had, joined with its residual, in place.
+
+    Another `convert_optimizer` splits them again, exactly. Sharded weights stay as they are, for
+    their model has to know: `torch_fp8.distributed.fsdp.split_weights.join_sharded`.
+
+    Returns:
+        The number of weights that are float32 again; 0 for an optimizer that was not converted.
+    """
+    if not isinstance(optimizer, Float8Optimizer):
+        return 0
+    detach_hooks(optimizer)
+    optimizer.fp8_gradients = frozenset()
+    restored = 0
+    for _, _, parameter in optimizer.indexed_parameters():
+        if isinstance(parameter, DTensor):
+            continue
+        dtype = optimizer._fp8_dtypes.pop(parameter, None)
+        if dtype is None or parameter.dtype != torch.bfloat16:
+            continue
+        joined = join_parameter(optimizer, parameter)
+        optimizer.set_residual(parameter, None)
+        grad, parameter.grad = parameter.grad, None
+        parameter.data = joined.to(dtype)
+        if grad is not None:
+            parameter.grad = grad.to(dtype)
+        restored += 1
+    return restored
+
+
+def join_parameter(optimizer: Optimizer, parameter: Tensor) -> Tensor:
+    """The float32 weight of a parameter, with its residual if the optimizer has one."""
+    residual = None
+    if isinstance(optimizer, Float8Optimizer) and parameter.dtype == torch.bfloat16:
+        optimizer.renew_residuals([parameter])
+        residual = optimizer.residual_of(parameter)
+    shard = local(parameter.detach())
+    if residual is None:
+        return shard.float()
+    assert isinstance(optimizer, Float8Optimizer)
+    return join_weight(shard, local(residual), optimizer.residual_bits(parameter))
+
+
+@torch.no_grad()
+def merged_state_dict(
+    model: nn.Module,
+    optimizer: Optimizer | Iterable[Optimizer],
+    dtype: torch.dtype = torch.float32,
+) -> dict[str, Any]:
+    """``model.state_dict()`` with every weight joined with its residual, on the CPU.
+
+    Tensor by tensor: on the weights' device there is never more than one joined weight.
+
+    Args:
+        model: as given to the optimizer, or its DistributedDataParallel.
+        optimizer: one that `convert_optimizer` has converted, or several; weights of others are
+            taken as they are.
+        dtype: of the floating-point parameters in the result; buffers keep theirs.
+    Raises:
+        ValueError: a sharded model: its weights are to be gathered by
+            torch.distributed.checkpoint.state_dict.
+    """
+    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+    module = model.module if isinstance(model, DistributedDataParallel) else model
+    owner = {p: o for o in optimizers for g in o.param_groups for p in g["params"]}
+    joined: dict[Tensor, Tensor] = {}
+    merged = {}
+    for name, value in module.state_dict(keep_vars=True).items():
+        if isinstance(value, DTensor):
+            raise ValueError(
+                f"{name!r} is sharded; gather the model's and the optimizer's state with "
+                "torch.distributed.checkpoint.state_dict instead"
+            )
+        if not isinstance(value, nn.Parameter):
+            merged[name] = value.detach().cpu().clone() if isinstance(value, Tensor) else value
+            continue
+        if value not in joined:
+            joined[value] = _merged(value, owner.get(value), dtype)
+        merged[name] = joined[value]
+    return merged
+
+
+def _merged(parameter: Tensor, optimizer: Optimizer | None, dtype: torch.dtype) -> Tensor:
+    if not parameter.is_floating_point():
+        return parameter.detach().cpu().clone()
+    if optimizer is None:
+        return parameter.detach().to(device="cpu", dtype=dtype, copy=True)
+    return join_parameter(optimizer, parameter).to(device="cpu", dtype=dtype, copy=True)
+
+
+def _keep_weights(optimizer: Float8Optimizer, model: nn.Module | None) -> int:
+    """Let layers whose weights it steps keep scales, or payloads if asked for: how many."""
+    payloads = optimizer.fp8_config.cache_weights
+    if payloads and model is None:
+        raise ValueError(f"FP8Config(cache_weights={payloads!r}) needs the model: pass model=")
+    stepped = {p for _, _, p in optimizer.indexed_parameters() if not isinstance(p, DTensor)}
+    modules = [] if model is None else model.modules()  # a compiled one has no truth value
+    layers = [m for m in modules if isinstance(m, Float8Layer)]
+    kept = 0
+    for layer in layers:
+        spec, ours = layer.fp8_recipe.weight, layer.fp8_config.backend == "torch"
+        if ours and layer.weight in stepped and (payloads or keeps_scale(spec)):
+            watch(layer.weight)
+            cache = layer.fp8_weight_cache = WeightCache(payloads, layer.fp8_transposed)
+            optimizer.fp8_caches.setdefault(layer.weight, []).append((weakref.ref(cache), spec))
+            kept += bool(payloads)
+    return kept
+
+
+def _name(optimizer: Optimizer) -> str:
+    base = optimizer._fp8_base if isinstance(optimizer, Float8Optimizer) else type(optimizer)
+    return base.__name__
+
+
+def _reason_to_leave(optimizer: Optimizer) -> str | None:
+    cls = optimizer._fp8_base if isinstance(optimizer, Float8Optimizer) else type(optimizer)
+    if cls in _BASES:
+        return None
+    if not isinstance(optimizer, _BASES):
+        return "8-bit states are for Adam and AdamW"
+    inherited = all(
+        getattr(cls, method) in [getattr(base, method) for base in _BASES]
+        for method in ("step", "state_dict", "load_state_dict", "_init_group")
+    )
+    return None if inherited else f"{cls.__name__} has a step of its own"
+
+
+def _refuse_options(optimizer: Optimizer, name: str, config: FP8Config) -> None:
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    if config.update_clipping and any(isinstance(p, DTensor) for p in parameters):
+        raise ValueError(
+            "FP8Config(update_clipping=True) takes the RMS of whole weights, but those of "
+            f"{name} are sharded; leave it out"
+        )
+    for i, group in enumerate(optimizer.param_groups):
+        for option in REFUSED_OPTIONS:
+            if group.get(option):
+                raise ValueError(
+                    f"{name}({option}=True), in parameter group {i}, cannot have 8-bit states; "
+                    "leave it out, or keep the optimizer as it is with FP8Config(opt_level='O1')"
+                )
+
+
+def _warn_if_lossy(optimizer: Optimizer, config: FP8Config) -> None:
+    """Stochastic rounding keeps the mean of updates; their noise grows as lr falls."""
+    least = {8: 0.0, 4: 1e-6, 0: 1e-5}[config.residual_bits]
+    rates = [float(g.get("initial_lr", g["lr"])) for g in optimizer.param_groups]
+    small = [rate for rate in rates if 0 < rate < least]
+    if small:
+        warnings.warn(
+            f"FP8Config(residual_bits={config.residual_bits}) at the learning rate {min(small):g}: "
+            "rounding noise then hides a part of the updates (their direction agrees with "
+            "float32's by a cosine under 0.995); residual_bits=8 has none to see",
+            stacklevel=3,
+        )
+
+
+def _quantize_state(optimizer: Float8Optimizer, parameter: Tensor) -> None:
+    """Turn a stock state, of steps before the conversion, into ours."""
+    state: State = optimizer.state.get(parameter, {})
+    if "exp_avg" not in state:
+        return
+    large = is_large(parameter)
+    if large or (parameter.dtype == torch.bfloat16 and state["exp_avg"].dtype != torch.float32):
+        optimizer.state[parameter] = from_checkpoint(parameter, state, large)
+
+
+def _swap_class(optimizer: Optimizer) -> None:
+    """Change the class; whatever wraps the old ``step`` on the instance then wraps the new one."""
+    base: Any = type(optimizer)
+    cls: Any = float8_class(base)
+    optimizer.__class__ = cls
+    optimizer.__dict__["_fp8_base"] = base
+    optimizer._patch_step_function()  # hooks and the profiler are put around step once per class
+    wrapped = optimizer.__dict__.get("step")
+    if getattr(wrapped, "_wrapped_by_lr_sched", False):
+        optimizer.__dict__["step"] = _scheduler_wrapper(optimizer, cls.step)
+
+
+def _scheduler_wrapper(optimizer: Optimizer, function: Any) -> Any:
+    """A scheduler's wrapper around ``step``, as in torch.optim.lr_scheduler, of another function.
+
+    The scheduler's own holds the old class's function: the new step would never be called.
+    """
+    reference = weakref.ref(optimizer)
+
+    @functools.wraps(function)
+    def step(*args: Any, **kwargs: Any) -> Any:
+        instance: Any = reference()
+        instance._opt_called = True
+        return function.__get__(instance, type(instance))(*args, **kwargs)
+
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    return step

@@ -1,0 +1,249 @@
+"""The hook that runs when autograd has accumulated a parameter's gradient.
+
+At level O3 it turns the gradient of an FP8 layer's weight into a `Float8Grad`, before the next one
+is made. Later micro-batches are added in place, which `Float8Grad.add_` does.
+
+With gradient release it runs the optimizer on the parameter, and frees the gradient: all uses of
+the parameter in this backward are behind it, so it is stepped there and then, and its gradient is
+gone before the next is made. The loop's ``optimizer.step()`` has only the bookkeeping left, and the
+run is the same bit for bit. That takes a loop with one backward per step, where nobody needs all
+gradients at once. Between backward and ``step()`` ``p.grad`` is None, which functions that clip
+gradients take for a parameter without any: they would find the norm 0, and clip nothing. So a
+Parameter has a class meanwhile that tells them (`ReleasedParameter`). A second backward before
+``step()`` and GradScaler are told, too.
+
+Hooks get lost: ``fully_shard`` and ``load_state_dict(assign=True)`` replace Parameters, deepcopy
+and pickling leave hooks behind. So an optimizer remembers which of its parameters want one, by
+their places, and puts missing ones back in every step. A lost hook costs memory, not correctness.
+"""
+
+import sys
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from torch_fp8.nn.weight_cache import WatchedParameter
+from torch_fp8.ops.grad_codec import Rounding
+from torch_fp8.optim.step import shard_origin
+from torch_fp8.tensor.dtensor import local, with_data
+from torch_fp8.tensor.float8_grad import Float8Grad
+
+_WHY = "FP8Config(gradient_release=True) has applied and freed"
+_CLIPPING = "torch.nn.utils.clip_grad"
+
+
+class _Released(Tensor):
+    @property
+    def grad(self) -> Tensor | None:
+        grad: Tensor | None = torch.Tensor.grad.__get__(self)
+        if grad is None and sys._getframe(1).f_globals.get("__name__") == _CLIPPING:
+            raise RuntimeError(
+                f"{_WHY} the gradient of a parameter of shape {tuple(self.shape)} in backward: "
+                "there is nothing left to clip. Take clip_grad_norm_ and clip_grad_value_ out of "
+                "the loop, or set gradient_release=False"
+            )
+        return grad
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        torch.Tensor.grad.__set__(self, value)
+
+    @grad.deleter
+    def grad(self) -> None:
+        torch.Tensor.grad.__delete__(self)
+
+
+class ReleasedParameter(_Released, WatchedParameter):
+    """A Parameter between the backward that has stepped it and the optimizer's ``step()``.
+
+    Raises:
+        RuntimeError: ``clip_grad_norm_`` or ``clip_grad_value_`` reads its ``grad``. It is None,
+            and None for everybody else.
+    """
+
+
+class ReleasedDTensor(_Released, DTensor):
+    """The same of a sharded Parameter."""
+
+
+_CLASSES: dict[type[Tensor], type[Tensor]] = {
+    nn.Parameter: ReleasedParameter,
+    WatchedParameter: ReleasedParameter,
+    DTensor: ReleasedDTensor,
+}
+
+
+def release_gradient(optimizer: Any, index: int, group: dict[str, Any], parameter: Tensor) -> None:
+    """Step one parameter and free its gradient.
+
+    Args:
+        optimizer: converted, with gradient release.
+        index: the parameter's place among all of it.
+        group: that it belongs to.
+        parameter: that has its gradient.
+    Raises:
+        RuntimeError: it was stepped since the last ``optimizer.step()`` already.
+    """
+    if index in optimizer.fp8_released:
+        raise RuntimeError(
+            f"parameter {index}, of shape {tuple(parameter.shape)}, got a second gradient before "
+            f"optimizer.step(), but {_WHY} the first one in backward. Gradient accumulation over "
+            "micro-batches, and checkpointing with use_reentrant=True of a weight that is used in "
+            "several places, need gradient_release=False"
+        )
+    optimizer.step_parameters([(index, group, parameter)])
+    # A sharded parameter has a version beside its shard's: a graph that still needs the old value
+    # shall say so.
+    torch.autograd.graph.increment_version(parameter)
+    parameter.grad = None
+    optimizer.fp8_released.add(index)
+    cls: type[Tensor] = type(parameter)
+    if cls in _CLASSES:
+        parameter.__dict__["_fp8_class"], parameter.__class__ = cls, _CLASSES[cls]
+
+
+def finish_release(optimizer: Any) -> None:
+    """What is left of ``optimizer.step()``.
+
+    Raises:
+        RuntimeError: GradScaler runs the step: the gradients had its scale.
+    """
+    optimizer.fp8_released.clear()
+    if not optimizer.fp8_config.gradient_release:
+        return
+    for _, _, parameter in optimizer.indexed_parameters():
+        if isinstance(parameter, _Released):
+            parameter.__class__ = parameter.__dict__.pop("_fp8_class")
+    # What GradScaler tells an optimizer that unscales by itself.
+    if hasattr(optimizer, "found_inf"):
+        raise RuntimeError(
+            "GradScaler cannot unscale gradients that FP8Config(gradient_release=True) has applied "
+            "in backward; BF16 needs no GradScaler, or set gradient_release=False"
+        )
+
+
+class GradientHook:
+    """What a parameter's gradient goes through; one per parameter, owned by its optimizer.
+
+    Args:
+        optimizer: converted.
+        index: the parameter's place among all of the optimizer.
+        place: its group, and its place there.
+    """
+
+    quantize = False
+    release = False
+
+    def __init__(self, optimizer: Any, index: int, place: tuple[int, int]) -> None:
+        self._optimizer = weakref.ref(optimizer)
+        self.index, self._place = index, place
+
+    @torch.no_grad()
+    def __call__(self, parameter: Tensor) -> None:
+        optimizer = self._optimizer()
+        if optimizer is None or parameter.grad is None:
+            return
+        exchange = _exchange(optimizer, parameter)
+        if self.quantize and exchange is not None and exchange.begun():
+            exchange.ready(parameter)
+        elif self.quantize:
+            self.to_float8(parameter)
+        if self.release:
+            release_gradient(
+                optimizer, self.index, optimizer.param_groups[self._place[0]], parameter
+            )
+
+    def to_float8(self, parameter: Tensor, *, exchanged: bool = False) -> None:
+        """Quantize ``parameter.grad``.
+
+        Args:
+            exchanged: whether it is an average over ranks, which all of them round alike.
+        """
+        grad = parameter.grad
+        assert grad is not None
+        shard = local(grad)
+        if isinstance(shard, Float8Grad):
+            return
+        if isinstance(grad, DTensor) and any(p.is_partial() for p in grad.placements):
+            return  # the addends of a sum that is still to be made
+        quantized = Float8Grad.quantize(shard, self.rounding(parameter), exchanged=exchanged)
+        parameter.grad = with_data(grad, quantized)
+
+    def rounding(self, parameter: Tensor) -> Rounding:
+        """Of a new gradient."""
+        row, col, row_length = shard_origin(parameter)
+        exchange = _exchange(self._optimizer(), parameter)
+        rank = 0 if exchange is None else exchange.rank
+        return Rounding(self._counters, row * row_length + col, rank)
+
+    def _counters(self) -> tuple[int, ...]:
+        """Seed, step and parameter: what a resumed run has again."""
+        optimizer: Any = self._optimizer()
+        if optimizer is None:
+            return (self.index,)
+        group, position = self._place
+        parameter = optimizer.param_groups[group]["params"][position]
+        step = optimizer.state.get(parameter, {}).get("step", 0)
+        return optimizer.fp8_config.seed, int(step), self.index
+
+    def belongs_to(self, optimizer: Optimizer) -> bool:
+        """Whether it is one of `optimizer`'s."""
+        return self._optimizer() is optimizer
+
+
+def attach_hooks(optimizer: Any) -> int:
+    """Give every parameter of a converted optimizer the hook it should have, and no other.
+
+    Returns:
+        The number of hooks that were missing.
+    """
+    index, missing = 0, 0
+    for g, group in enumerate(optimizer.param_groups):
+        for position, parameter in enumerate(group["params"]):
+            quantize = index in optimizer.fp8_gradients
+            release = optimizer.fp8_config.gradient_release
+            hook = hook_of(parameter)
+            if hook is not None and not (hook.belongs_to(optimizer) and hook.index == index):
+                remove_hook(parameter)
+                hook = None
+            if not (quantize or release) or not parameter.requires_grad:
+                remove_hook(parameter)
+            elif hook is None:
+                hook = GradientHook(optimizer, index, (g, position))
+                parameter.register_post_accumulate_grad_hook(hook)
+                missing += 1
+            if hook is not None:
+                hook.quantize, hook.release = quantize, release
+            index += 1
+    return missing
+
+
+def detach_hooks(optimizer: Optimizer) -> None:
+    """Take away every hook of `attach_hooks`."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            hook = hook_of(parameter)
+            if hook is not None and hook.belongs_to(optimizer):
+                remove_hook(parameter)
+
+
+def hook_of(parameter: Tensor) -> GradientHook | None:
+    """The hook of a parameter, if it has one."""
+    hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+    return next((h for h in hooks.values() if isinstance(h, GradientHook)), None)
+
+
+def remove_hook(parameter: Tensor) -> None:
+    """Take the hook of a parameter away, whoever owns it."""
+    hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+    for key in [key for key, hook in hooks.items() if isinstance(hook, GradientHook)]:
+        del hooks[key]
+
+
+def _exchange(optimizer: Any, parameter: Tensor) -> Any:
+    exchanges = getattr(optimizer, "fp8_exchanges", ())
+    return next((e for e in exchanges if parameter in e.parameters), None)

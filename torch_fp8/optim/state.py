@@ -1,0 +1,253 @@
+"""What an optimizer keeps for a parameter, and how it looks in a checkpoint.
+
+A large weight has 8-bit moments and, where it is BF16, a residual; a small one has float32 moments,
+and 16 residual bits where it is BF16. In memory the state of a large weight is a flat dict of plain
+tensors, so that whoever moves, copies or shards optimizer states knows what to do with it:
+
+========================  ========================================================================
+``step``                  () float32 on the CPU, as torch.optim.AdamW's
+``exp_avg_qdata``         codes of `formats.MOMENT1`, uint8, the parameter's matrix shape (R, K)
+``exp_avg_scale``         (R, ceil(K / 32)) uint8
+``exp_avg_sq_qdata``      codes of `formats.MOMENT2`; ``exp_avg_sq_scale``: likewise
+``residual``              int8 (R, K); (R, ceil(K / 2)) with 4 bits; int16 for a small weight
+========================  ========================================================================
+
+In a checkpoint it has torch.optim.AdamW's own names, shapes and dtype (``step``, ``exp_avg``,
+``exp_avg_sq`` float32) beside ``residual``, so that stock AdamW opens it.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from torch_fp8.quantization.block_scaled import (
+    MIN_NUMEL,
+    BlockScaled,
+    decode,
+    encode,
+    matrix_shape,
+    num_groups,
+    row_parts,
+)
+from torch_fp8.quantization.formats import MOMENT1, MOMENT2, ByteFloat
+from torch_fp8.quantization.split_float import join, pack, split, stored_cols, unpack
+from torch_fp8.tensor.dtensor import like_parameter, local
+
+SMALL_RESIDUAL_BITS = 16
+"""Of a small BF16 parameter: with them it is a float32 number."""
+
+
+_MOMENTS = {"exp_avg": MOMENT1, "exp_avg_sq": MOMENT2}
+_DTYPES = (torch.float32, torch.bfloat16)
+
+State = dict[str, Any]
+
+
+def is_large(parameter: Tensor) -> bool:
+    """Whether a parameter has 8-bit moments: a float32 or BF16 matrix of 4,096 elements or more."""
+    large = parameter.ndim >= 2 and parameter.numel() >= MIN_NUMEL
+    return large and parameter.dtype in _DTYPES and not parameter.is_sparse
+
+
+def new_moments(parameter: Tensor) -> State:
+    """Zero moments and step of a large parameter."""
+    state: State = {"step": torch.zeros((), dtype=torch.float32, device="cpu")}
+    rows, cols = matrix_shape(local(parameter).shape)
+    whole_rows, whole_cols = matrix_shape(parameter.shape)
+    device = local(parameter).device
+    for name in _MOMENTS:
+        qdata = torch.zeros((rows, cols), dtype=torch.uint8, device=device)
+        scale = torch.full((rows, num_groups(cols)), 127, dtype=torch.uint8, device=device)
+        state[f"{name}_qdata"] = like_parameter(parameter, qdata, (whole_rows, whole_cols))
+        state[f"{name}_scale"] = like_parameter(
+            parameter, scale, (whole_rows, num_groups(whole_cols))
+        )
+    return state
+
+
+def moment(state: State, name: str) -> BlockScaled:
+    """``exp_avg`` or ``exp_avg_sq`` of this rank's shard."""
+    return BlockScaled(local(state[f"{name}_qdata"]), local(state[f"{name}_scale"]))
+
+
+def split_weight(weight: Tensor, bits: int) -> tuple[Tensor, Tensor | None]:
+    """A float32 tensor as BF16 of the same shape and strides, and its residual as stored.
+
+    To nearest, part by part, so that no temporary has the tensor's size.
+    """
+    rows, cols = matrix_shape(weight.shape) if weight.ndim > 1 else (1, weight.numel())
+    high = torch.empty_like(weight, dtype=torch.bfloat16)
+    if not weight.numel():
+        return high, None
+    contiguous = weight.contiguous().view(rows, cols)
+    target = (
+        high.view(rows, cols)
+        if high.is_contiguous()
+        else torch.empty_like(contiguous, dtype=torch.bfloat16)
+    )
+    stored = None
+    if bits:
+        dtype = torch.int16 if bits == 16 else torch.int8
+        stored = torch.empty((rows, stored_cols(cols, bits)), dtype=dtype, device=weight.device)
+    parts = [] if weight.device.type == "meta" else row_parts(rows, cols)
+    for part in parts:
+        upper, residual = split(contiguous[part], bits)
+        target[part] = upper
+        if stored is not None:
+            assert residual is not None
+            stored[part] = pack(residual, bits)
+    if not high.is_contiguous():
+        high.copy_(target.view(weight.shape))
+    return high, stored
+
+
+def join_weight(weight: Tensor, residual: Tensor | None, bits: int) -> Tensor:
+    """The float32 tensor of `split_weight`'s parts; contiguous, on the weight's device."""
+    rows, cols = matrix_shape(weight.shape) if weight.ndim > 1 else (1, weight.numel())
+    joined = torch.empty(weight.shape, dtype=torch.float32, device=weight.device)
+    matrix, target = weight.contiguous().view(rows, cols), joined.view(rows, cols)
+    for part in row_parts(rows, cols):
+        stored = None
+        if residual is not None:
+            stored = unpack(residual[part].to(weight.device), bits, cols)
+        target[part] = join(matrix[part], stored, bits if residual is not None else 0)
+    return joined
+
+
+def zero_residual(parameter: Tensor, bits: int) -> Tensor:
+    """The residual of a weight that is BF16 exactly."""
+    shard = local(parameter)
+    rows, cols = matrix_shape(shard.shape) if shard.ndim > 1 else (1, shard.numel())
+    dtype = torch.int16 if bits == 16 else torch.int8
+    zeros = torch.zeros((rows, stored_cols(cols, bits)), dtype=dtype, device=shard.device)
+    return like_parameter(parameter, zeros, residual_shape(parameter.shape, bits))
+
+
+def residual_shape(shape: torch.Size, bits: int) -> tuple[int, int]:
+    """Of the stored residual of a whole parameter."""
+    rows, cols = matrix_shape(shape) if len(shape) > 1 else (1, math.prod(shape))
+    return rows, stored_cols(cols, bits)
+
+
+def residual_from_checkpoint(
+    parameter: Tensor, saved: Tensor, saved_bits: int, bits: int
+) -> Tensor:
+    """A saved residual, rounded to nearest where it has more bits than are kept."""
+    residual = zero_residual(parameter, bits)
+    target = local(residual)
+    if not bits:
+        return residual
+    source = local(saved).contiguous().view(torch.int16 if saved_bits == 16 else torch.int8)
+    source = source.view(residual_shape(local(parameter).shape, saved_bits))
+    if saved_bits == bits:
+        target.copy_(source)
+        return residual
+    shard = local(parameter)
+    cols = matrix_shape(shard.shape)[1]
+    for part in row_parts(target.shape[0], cols):
+        wide = unpack(source[part].to(target.device), saved_bits, cols)
+        if bits > saved_bits:
+            wide = wide << (bits - saved_bits)
+        else:
+            dropped = saved_bits - bits
+            wide = (wide + (1 << dropped >> 1)) >> dropped
+            wide = wide.clamp(max=(1 << (bits - 1)) - 1)
+        target[part] = pack(wide, bits)
+    return residual
+
+
+def residual_to_checkpoint(parameter: Tensor, residual: Tensor) -> Tensor:
+    """A residual as it is saved: on the CPU, or as a DTensor where it is.
+
+    Of a sharded parameter it is saved as int8 (S, n), S the parameter's first dimension: the matrix
+    of a vector, or of stacked matrices, has other rows than the parameter is sharded by, and
+    neither gloo nor NCCL sends int16.
+    """
+    if not isinstance(parameter, DTensor):
+        return _copied(residual)
+    shape = sharded_residual_shape(parameter, residual.shape, residual.element_size())
+    shard = local(residual).contiguous().view(torch.int8)
+    rows = local(parameter).shape[0]
+    cols = shard.numel() // rows if rows else shape[1]  # fewer where columns are sharded
+    return like_parameter(parameter, shard.view(rows, cols).clone(), shape)
+
+
+def sharded_residual_shape(
+    parameter: Tensor, shape: tuple[int, ...], element_size: int
+) -> tuple[int, int]:
+    """Of the residual of a sharded parameter as `residual_to_checkpoint` has it."""
+    return parameter.shape[0], math.prod(shape) * element_size // parameter.shape[0]
+
+
+def to_checkpoint(parameter: Tensor, state: State) -> State:
+    """The state in torch.optim.AdamW's format, on the CPU (a DTensor's stays where it is)."""
+    entry: State = {"step": state["step"].clone()}
+    for name, format in _MOMENTS.items():
+        if f"{name}_qdata" in state:
+            device = _saved_on(parameter)
+            value = _decoded(moment(state, name), format, local(parameter).shape, device)
+            entry[name] = like_parameter(parameter, value, tuple(parameter.shape))
+        elif name in state:
+            entry[name] = _copied(state[name])
+    if "residual" in state:
+        entry["residual"] = residual_to_checkpoint(parameter, state["residual"])
+    return entry
+
+
+def from_checkpoint(parameter: Tensor, entry: Mapping[str, Any], large: bool) -> State:
+    """The state in memory, from torch.optim.AdamW's format; moments to nearest, tensor by tensor.
+
+    The residual, which may be stored otherwise, is left to the caller.
+    """
+    step = entry["step"]
+    step = (
+        step.detach().float().cpu().clone()
+        if isinstance(step, Tensor)
+        else torch.tensor(float(step), device="cpu")
+    )
+    if not large:
+        dtype = torch.float32 if parameter.dtype == torch.bfloat16 else parameter.dtype
+        return {
+            "step": step,
+            **{
+                name: entry[name].detach().to(device=parameter.device, dtype=dtype, copy=True)
+                for name in _MOMENTS
+            },
+        }
+    state = {**new_moments(parameter), "step": step}
+    for name, format in _MOMENTS.items():
+        _encode_into(moment(state, name), local(entry[name]).detach(), format)
+    return state
+
+
+def _decoded(x: BlockScaled, format: ByteFloat, shape: torch.Size, device: torch.device) -> Tensor:
+    rows, cols = x.qdata.shape
+    value = torch.empty((rows, cols), dtype=torch.float32, device=device)
+    for part in row_parts(rows, cols):
+        value[part] = decode(BlockScaled(x.qdata[part], x.scale[part]), format)
+    return value.view(shape)
+
+
+def _encode_into(target: BlockScaled, value: Tensor, format: ByteFloat) -> None:
+    rows, cols = target.qdata.shape
+    value = value.reshape(rows, cols)
+    for part in row_parts(rows, cols):
+        codes = encode(value[part].to(target.qdata.device, torch.float32), format)
+        target.qdata[part] = codes.qdata
+        target.scale[part] = codes.scale
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    if isinstance(tensor, DTensor):
+        return tensor.clone()
+    return tensor.detach().to(device=_saved_on(tensor), copy=True)
+
+
+def _saved_on(tensor: Tensor) -> torch.device:
+    if isinstance(tensor, DTensor):
+        return local(tensor).device  # from there torch.distributed.checkpoint gathers or writes it
+    return tensor.device if tensor.device.type == "meta" else torch.device("cpu")

@@ -1,0 +1,257 @@
+"""A parameter's step: `torch_fp8.ops.adamw` for large weights, torch's Adam for the rest."""
+
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.optim.adam import adam
+
+from torch_fp8.config import FP8Config
+from torch_fp8.kernels.arguments import GradientParts, StepScalars, WeightMatrix
+from torch_fp8.nn.weight_cache import WeightCache
+from torch_fp8.ops.adamw import adamw_step_reference, update_rms_reference
+from torch_fp8.ops.quantize import emulates_casts
+from torch_fp8.optim.state import SMALL_RESIDUAL_BITS, State, join_weight, moment, split_weight
+from torch_fp8.quantization.block_scaled import matrix_shape
+from torch_fp8.quantization.recipe import CastSpec
+from torch_fp8.quantization.stochastic_rounding import stream_keys
+from torch_fp8.tensor.dtensor import local
+
+Entry = tuple[int, dict[str, Any], Tensor, State]
+"""Place among all parameters, group, parameter, state."""
+
+
+Caches = dict[Tensor, list[tuple["weakref.ref[WeightCache]", CastSpec]]]
+"""Weight -> the caches of its payload, one for each layer that has it, with how it is cast."""
+
+
+def step_large(entries: list[Entry], config: FP8Config, caches: Caches) -> None:
+    """Step parameters with 8-bit states, whose ``step`` counts this step already.
+
+    Args:
+        entries: the parameters.
+        config: of their optimizer.
+        caches: of the payloads of some weights, which are cast anew.
+    """
+    prepared = []
+    stepped = [entry for entry in entries if local(entry[2]).device.type != "meta"]
+    numbers = _zeros([p for _, _, p, _ in stepped if _alive(caches, p)])
+    of_groups: dict[tuple[int, float], StepScalars] = {}
+    for index, group, parameter, state in stepped:
+        weight = local(parameter)
+        in_place = weight.is_contiguous()
+        matrix = _matrix(parameter, state, weight if in_place else weight.contiguous(), config)
+        if parameter in numbers:
+            matrix = _with_payload(matrix, *_alive(caches, parameter)[0], numbers[parameter])
+        step = float(state["step"])
+        if (id(group), step) not in of_groups:
+            of_groups[id(group), step] = _scalars(group, step)
+        keys = stream_keys(config.seed, int(step), index)
+        scalars = of_groups[id(group), step]._replace(keys=keys)
+        prepared.append((matrix, scalars, state, None if in_place else weight))
+    for device in dict.fromkeys(matrix.weight.device for matrix, *_ in prepared):
+        _step_on(device, [p for p in prepared if p[0].weight.device == device], config)
+    for matrix, _, _, write_back in prepared:
+        if write_back is not None:
+            write_back.copy_(matrix.weight.view(write_back.shape))
+    for (_, _, parameter, _), (matrix, *_) in zip(stepped, prepared, strict=True):
+        for cache, spec in _alive(caches, parameter):
+            cache.refill(parameter, spec, matrix.amax, matrix.payload)
+
+
+def _zeros(parameters: list[Tensor]) -> dict[Tensor, Tensor]:
+    """(2, 4) float32 zeros for each parameter; one launch for all of a device."""
+    made: dict[Tensor, Tensor] = {}
+    for device in dict.fromkeys(local(p).device for p in parameters):
+        here = [p for p in parameters if local(p).device == device]
+        zeros = torch.zeros(len(here), 2, 4, dtype=torch.float32, device=device)
+        made |= zip(here, zeros.unbind(), strict=True)
+    return made
+
+
+def _with_payload(
+    matrix: WeightMatrix, cache: WeightCache, spec: CastSpec, zeros: Tensor
+) -> WeightMatrix:
+    """The matrix with its amax, and with its payload where the step's kernel can write that.
+
+    Args:
+        zeros: (2, 4) float32: for the amax and the payload's scale, 16 bytes each.
+    """
+    if spec.granularity == "tensorwise":
+        matrix = matrix._replace(amax=zeros[0, 0])
+    payload = cache.to_overwrite(spec, zeros[1, 0])
+    if payload is None or matrix.weight.device.type != "cuda":
+        return matrix
+    from torch_fp8.kernels.adamw import writes_payload
+
+    if emulates_casts(matrix.weight.device) or not writes_payload(matrix, payload):
+        return matrix
+    return matrix._replace(payload=payload)
+
+
+def _step_on(device: torch.device, prepared: list[Any], config: FP8Config) -> None:
+    entries = [(matrix, scalars) for matrix, scalars, _, _ in prepared]
+    multipliers: list[Tensor | None] = [None] * len(entries)
+    if config.update_clipping:
+        # StableAdamW: lr / max(1, RMS), for the update and the decoupled decay.
+        for i, rms in enumerate(_update_rms(device, entries)):
+            prepared[i][2]["update_rms"] = rms
+            multipliers[i] = 1 / rms.clamp(min=1)
+    if device.type == "cuda":
+        from torch_fp8.kernels.adamw import adamw_step
+
+        adamw_step(entries, multipliers)
+        # Kernels write past torch: whoever looks at versions shall see it.
+        torch.autograd.graph.increment_version([matrix.weight for matrix, _ in entries])
+        return
+    for (matrix, scalars), multiplier in zip(entries, multipliers, strict=True):
+        adamw_step_reference(matrix, scalars, multiplier)
+
+
+def _update_rms(
+    device: torch.device, entries: list[tuple[WeightMatrix, StepScalars]]
+) -> Iterable[Tensor]:
+    if device.type == "cuda":
+        from torch_fp8.kernels.adamw import update_rms
+
+        return update_rms(entries).unbind()
+    return [update_rms_reference(*entry) for entry in entries]
+
+
+def _alive(caches: Caches, parameter: Tensor) -> list[tuple[WeightCache, CastSpec]]:
+    """The caches of a weight whose layers still use them."""
+    found = ((reference(), spec) for reference, spec in caches.get(parameter, ()))
+    return [(cache, spec) for cache, spec in found if cache is not None]
+
+
+def step_small(group: dict[str, Any], entries: list[tuple[Tensor, State]]) -> None:
+    """Step parameters of one group whose moments have full precision, with torch's own function.
+
+    Of DTensors this rank's parts: torch's function takes no list of DTensors and other tensors.
+    """
+    if not entries:
+        return
+    weights = [_full_precision(p, s) for p, s in entries]
+    grads = [local(_dense(p.grad)).to(w.dtype) for (p, _), w in zip(entries, weights, strict=True)]
+    beta1, beta2 = group["betas"]
+    adam(
+        weights,
+        grads,
+        [local(s["exp_avg"]) for _, s in entries],
+        [local(s["exp_avg_sq"]) for _, s in entries],
+        [],
+        [s["step"] for _, s in entries],
+        has_complex=any(torch.is_complex(p) for p, _ in entries),
+        decoupled_weight_decay=group["decoupled_weight_decay"],
+        amsgrad=False,
+        beta1=float(beta1),
+        beta2=float(beta2),
+        lr=float(group["lr"]),
+        weight_decay=group["weight_decay"],
+        eps=group["eps"],
+        maximize=group["maximize"],
+    )
+    for (parameter, state), weight in zip(entries, weights, strict=True):
+        if parameter.dtype == torch.bfloat16 and weight.numel():  # some ranks have none
+            high, residual = split_weight(weight, SMALL_RESIDUAL_BITS)
+            local(parameter).copy_(high)
+            local(state["residual"]).copy_(residual)
+
+
+def new_small_state(parameter: Tensor) -> State:
+    """Zero moments in float32, or in the parameter's dtype where that is another than BF16."""
+    dtype = torch.float32 if parameter.dtype == torch.bfloat16 else parameter.dtype
+    like = parameter.detach()
+    return {
+        "step": torch.zeros((), dtype=torch.float32, device="cpu"),
+        "exp_avg": torch.zeros_like(like, dtype=dtype),
+        "exp_avg_sq": torch.zeros_like(like, dtype=dtype),
+    }
+
+
+def _full_precision(parameter: Tensor, state: State) -> Tensor:
+    if parameter.dtype != torch.bfloat16:
+        return local(parameter)
+    return join_weight(local(parameter), local(state["residual"]), SMALL_RESIDUAL_BITS)
+
+
+def settle_gradient(parameter: Tensor) -> None:
+    """Lay a DTensor's gradient as the parameter lies.
+
+    Where ranks have different tokens, torch leaves the gradient of what they all have (of a norm
+    under sequence parallelism) as partial sums.
+    """
+    grad = parameter.grad
+    both = isinstance(grad, DTensor) and isinstance(parameter, DTensor)
+    if both and grad.placements != parameter.placements:
+        parameter.grad = grad.redistribute(placements=parameter.placements)
+
+
+def _dense(grad: Tensor | None) -> Tensor:
+    assert grad is not None
+    return grad
+
+
+def _matrix(parameter: Tensor, state: State, weight: Tensor, config: FP8Config) -> WeightMatrix:
+    shape = matrix_shape(weight.shape)
+    grad = parameter.grad
+    assert grad is not None
+    row, col, row_length = shard_origin(parameter)
+    residual = state.get("residual")
+    return WeightMatrix(
+        weight=weight.view(shape),
+        residual=None if residual is None else local(residual),
+        residual_bits=0 if residual is None else config.residual_bits,
+        grad=gradient_matrix(local(grad), shape),
+        exp_avg=moment(state, "exp_avg"),
+        exp_avg_sq=moment(state, "exp_avg_sq"),
+        row=row,
+        col=col,
+        row_length=row_length,
+    )
+
+
+def gradient_matrix(grad: Tensor, shape: tuple[int, int]) -> Tensor | GradientParts:
+    """A gradient as the step takes it: an (R, K) tensor, or the parts of an 8-bit one."""
+    parts = getattr(grad, "parts", None)
+    if parts is not None:
+        result: GradientParts = parts()
+        return result
+    if grad.dtype not in (torch.bfloat16, torch.float32):
+        grad = grad.float()
+    return grad.contiguous().view(shape)
+
+
+def shard_origin(parameter: Tensor) -> tuple[int, int, int]:
+    """Row and column where this rank's shard starts in the whole matrix, and that one's columns."""
+    if not isinstance(parameter, DTensor):
+        return 0, 0, matrix_shape(parameter.shape)[1]
+    _, offset = compute_local_shape_and_global_offset(
+        parameter.shape, parameter.device_mesh, parameter.placements
+    )
+    row_length = matrix_shape(parameter.shape)[1]
+    element = sum(o * s for o, s in zip(offset, parameter.stride(), strict=True))
+    return element // row_length, element % row_length, row_length
+
+
+def _scalars(group: dict[str, Any], step: float) -> StepScalars:
+    """Those of a group's parameters at a step, still without keys."""
+    beta1, beta2 = (float(beta) for beta in group["betas"])
+    lr, weight_decay = float(group["lr"]), float(group["weight_decay"])
+    decoupled = bool(group["decoupled_weight_decay"])
+    return StepScalars(
+        beta1_complement=1 - beta1,
+        beta2=beta2,
+        beta2_complement=1 - beta2,
+        step_size=lr / (1 - beta1**step),
+        inv_sqrt_correction=(1 - beta2**step) ** -0.5,
+        eps=float(group["eps"]),
+        decay=1 - lr * weight_decay if decoupled else 1.0,
+        weight_decay=0.0 if decoupled else weight_decay,
+        maximize=bool(group["maximize"]),
+        keys=(0, 0),
+    )

@@ -1,0 +1,62 @@
+"""Shapes of FP8 payloads and their scales: how they are padded for the GEMMs that take them.
+
+Legend: R rows, C columns of a matrix x; ``row`` is x quantized along C, (R, C), ``col`` is x^T
+quantized along R, (C, R'): R', `padded_rows`, is R in whole multiples of what a GEMM contracts
+over, and what lies beyond R are zeros, which add nothing to a sum. So any number of tokens is cast
+and multiplied like the next multiple.
+"""
+
+import torch
+from torch import Tensor
+
+from torch_fp8.quantization.formats import GEMM_ALIGNMENT
+
+BLOCK_SHAPE: dict[str, tuple[int, int]] = {
+    "block_1x128": (1, 128),
+    "block_128x128": (128, 128),
+    "block_1x32": (1, 32),
+}
+"""Rows and columns that share a scale."""
+SQUARE = ("tensorwise", "block_128x128")
+"""Where a scale belongs to as many rows as columns."""
+COL_ALIGNMENT: dict[str, int] = {
+    "tensorwise": GEMM_ALIGNMENT,
+    "rowwise": GEMM_ALIGNMENT,
+    "block_1x128": 128,
+    "block_128x128": 1,  # of weights, whose rows are no tokens
+    "block_1x32": GEMM_ALIGNMENT,
+}
+"""R' is a multiple of it."""
+
+
+def padded_rows(rows: int, granularity: str) -> int:
+    """R' of a matrix with `rows` rows."""
+    multiple = COL_ALIGNMENT[granularity]
+    return -(-rows // multiple) * multiple
+
+
+def scale_shape(rows: int, cols: int, granularity: str) -> tuple[int, ...]:
+    """Of the scale of a (rows, cols) payload, unless it is tensorwise."""
+    if granularity == "rowwise":
+        return (rows, 1)
+    block_rows, block_cols = BLOCK_SHAPE[granularity]
+    return (_num_blocks(rows, block_rows), _num_blocks(cols, block_cols))
+
+
+def new_group_scales(x: Tensor, rows: int, cols: int) -> Tensor:
+    """Room for scales of block_1x128, (rows, ceil(cols / 128)) float32, block by block in memory.
+
+    A block's scales begin at a multiple of 16: GEMMs take the rows of such a payload in multiples.
+    """
+    room, (_, group) = multiple_of_16(rows), BLOCK_SHAPE["block_1x128"]
+    made = x.new_empty((_num_blocks(cols, group), room), dtype=torch.float32).t()
+    return made if room == rows else made[:rows]
+
+
+def multiple_of_16(rows: int) -> int:
+    """The least that is not below `rows`."""
+    return -(-rows // GEMM_ALIGNMENT) * GEMM_ALIGNMENT
+
+
+def _num_blocks(size: int, block: int) -> int:
+    return -(-size // block)

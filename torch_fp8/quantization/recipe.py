@@ -1,0 +1,178 @@
+"""Recipes: three GEMMs x two operands, each with its format, granularity and way of scaling.
+
+A linear layer with input x (M, K), weight w (N, K) and gradient g (M, N) runs three GEMMs, all with
+both operands contracted along their last dimension, as Hopper's FP8 tensor cores want them:
+
+    fprop   y  = x   w^T      contracts K: x (M, K) and w (N, K)
+    dgrad   dx = g   (w^T)^T  contracts N: g (M, N) and w^T (K, N)
+    wgrad   dw = g^T (x^T)^T  contracts M: g^T (N, M) and x^T (K, M)
+
+Each tensor therefore is needed in two layouts, quantized alike, so that one read serves both.
+
+Granularity: how many elements share a scale.
+
+    tensorwise      the tensor
+    rowwise         a row along the contraction dimension
+    block_1x128     128 elements along the contraction dimension
+    block_128x128   a square of 128 rows by 128 columns
+    block_1x32      32 elements along the contraction dimension, scale a power of two (E8M0)
+"""
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from torch_fp8.quantization.formats import E4M3, E5M2, FORMATS, Format
+
+Granularity = Literal["tensorwise", "rowwise", "block_1x128", "block_128x128", "block_1x32"]
+GEMMS = ("fprop", "dgrad", "wgrad")
+
+
+@dataclass(frozen=True)
+class CastSpec:
+    """How one operand is cast to FP8.
+
+    Attributes:
+        format: E4M3 or E5M2.
+        granularity: how many elements share a scale.
+        delayed: the scale comes from the history of amaxes instead of this very tensor.
+        power_of_two: the scale is rounded up to a power of two.
+    """
+
+    format: Format
+    granularity: Granularity
+    delayed: bool = False
+    power_of_two: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.format.name} {self.granularity}{' delayed' if self.delayed else ''}"
+
+
+@dataclass(frozen=True)
+class Gemm:
+    """One FP8 GEMM: the casts of its two operands, and whether it accumulates fast.
+
+    `fast_accum` lets Hopper keep partial sums in the tensor core's own, narrower accumulator.
+    """
+
+    a: CastSpec
+    b: CastSpec
+    fast_accum: bool = False
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """The three GEMMs of a linear layer. `wgrad` None: in high precision (SwitchBack).
+
+    fprop: a = input, b = weight. dgrad: a = grad_output, b = weight. wgrad: a = grad_output,
+    b = input.
+    """
+
+    name: str
+    fprop: Gemm
+    dgrad: Gemm
+    wgrad: Gemm | None
+
+    def __post_init__(self) -> None:
+        assert self.fprop.b == self.dgrad.b, "one read of the weight serves fprop and dgrad"
+        if self.wgrad is not None:
+            assert self.wgrad.a == self.dgrad.a, "one read of grad_output serves dgrad and wgrad"
+            assert self.wgrad.b == self.fprop.a, "one read of the input serves fprop and wgrad"
+
+    @property
+    def input(self) -> CastSpec:
+        return self.fprop.a
+
+    @property
+    def weight(self) -> CastSpec:
+        return self.fprop.b
+
+    @property
+    def grad_output(self) -> CastSpec:
+        return self.dgrad.a
+
+    @property
+    def delayed(self) -> bool:
+        return self.fprop.a.delayed
+
+    @property
+    def gemms(self) -> tuple[Gemm, ...]:
+        return tuple(g for g in (self.fprop, self.dgrad, self.wgrad) if g is not None)
+
+    def __str__(self) -> str:
+        casts = f"input {self.input}, weight {self.weight}, grad_output {self.grad_output}"
+        return f"{self.name}: {casts}{', wgrad bf16' if self.wgrad is None else ''}"
+
+
+# name -> casts of (input, weight, grad_output). The sources, in order: torchao's float8 tensorwise;
+# Transformer Engine's DelayedScaling (HYBRID); torchao's rowwise, whose power-of-two scales make
+# the same value in two layouts differ less; DeepSeek-V3 (arXiv 2412.19437) with Transformer
+# Engine's power-of-two scales; OCP MX with the scale's exponent rounded up (arXiv 2506.08027).
+_PRESETS: dict[str, tuple[CastSpec, CastSpec, CastSpec]] = {
+    "tensorwise": (
+        CastSpec(E4M3, "tensorwise"),
+        CastSpec(E4M3, "tensorwise"),
+        CastSpec(E5M2, "tensorwise"),
+    ),
+    "delayed": (
+        CastSpec(E4M3, "tensorwise", delayed=True),
+        CastSpec(E4M3, "tensorwise", delayed=True),
+        CastSpec(E5M2, "tensorwise", delayed=True),
+    ),
+    "rowwise": (
+        CastSpec(E4M3, "rowwise", power_of_two=True),
+        CastSpec(E4M3, "rowwise", power_of_two=True),
+        CastSpec(E4M3, "rowwise", power_of_two=True),
+    ),
+    "blockwise": (
+        CastSpec(E4M3, "block_1x128", power_of_two=True),
+        CastSpec(E4M3, "block_128x128", power_of_two=True),
+        CastSpec(E4M3, "block_1x128", power_of_two=True),
+    ),
+    "mxfp8": (
+        CastSpec(E4M3, "block_1x32", power_of_two=True),
+        CastSpec(E4M3, "block_1x32", power_of_two=True),
+        CastSpec(E4M3, "block_1x32", power_of_two=True),
+    ),
+}
+RECIPES = tuple(_PRESETS)
+E4M3_ONLY = ("blockwise", "mxfp8")
+"""Recipes that have no E5M2 gradients: block-scaled GEMMs multiply E4M3 with E4M3."""
+
+
+def make_recipe(
+    name: str,
+    *,
+    wgrad: str = "fp8",
+    grad_format: str | None = None,
+    fast_accum: tuple[str, ...] = ("fprop",),
+    power_of_two_weights: bool = False,
+) -> Recipe:
+    """The recipe of this name, with its options applied.
+
+    Args:
+        name: one of `RECIPES`.
+        wgrad: ``"fp8"``, or ``"bf16"`` for the weight gradient in high precision: its inner
+            dimension is tokens, the longest of the three (SwitchBack, arXiv 2304.13013).
+        grad_format: ``"e4m3"`` or ``"e5m2"`` for grad_output; None: the preset's.
+        fast_accum: names of the GEMMs that accumulate fast.
+        power_of_two_weights: round the scales of weights up to powers of two, as the finer recipes
+            do: they hardly ever change in an optimizer step.
+    """
+    input, weight, grad_output = _PRESETS[name]
+    if power_of_two_weights:
+        weight = replace(weight, power_of_two=True)
+    if grad_format is not None:
+        grad_output = CastSpec(
+            FORMATS[grad_format],
+            grad_output.granularity,
+            grad_output.delayed,
+            grad_output.power_of_two,
+        )
+    if input.granularity.startswith("block_"):
+        fast_accum = ()  # promoted to float32 after every block
+    return Recipe(
+        name,
+        fprop=Gemm(input, weight, "fprop" in fast_accum),
+        dgrad=Gemm(grad_output, weight, "dgrad" in fast_accum),
+        wgrad=Gemm(grad_output, input, "wgrad" in fast_accum) if wgrad == "fp8" else None,
+    )

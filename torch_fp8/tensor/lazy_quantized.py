@@ -1,0 +1,387 @@
+"""`ProducedActivation`: what a norm or an activation function returns before anyone has read it.
+
+Whoever reads it decides what it becomes. An FP8 linear layer asks for its payload, and the producer
+writes that directly, from its own inputs, in the layouts that are wanted; the next layer with the
+same input (k and v after q, up after gate) finds it made. Everybody else gets a plain tensor, the
+very one that the unconverted module returns. So a norm in front of FP8 layers never writes its
+16-bit output, one in front of a LoRA adapter writes both, and the last norm of a model the plain
+one alone.
+
+Quantized is what the plain tensor would have held, rounded to its dtype: fused and unfused have the
+same bytes.
+
+With delayed scaling a producer casts with the scale that its first reader's history suggests, and
+takes the amax in the same read. The amax is recorded by each reader in its own history when it
+reads, and by nobody else. A producer that knows that reader beforehand casts ahead; should another
+one read, or one that brings a scale, what was made is made again.
+
+The results live in the activation itself, not in a table on the side: they go when it goes, and
+belong to no other tensor. Inputs that were written to in between are noticed.
+
+Gradients are such tensors, too: the backward of SwiGLU returns two.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_fp8.autograd.checkpoint_pass import SelectivePass, selective_pass
+from torch_fp8.config import FP8Config
+from torch_fp8.ops.fused_quantize import DelayedCast
+from torch_fp8.ops.quantize import QuantizedTensor, quantize_layouts
+from torch_fp8.ops.quantize_delayed import History
+from torch_fp8.quantization.recipe import CastSpec
+
+_aten: Any = torch.ops.aten
+_ALIASES = (_aten.detach.default, _aten.alias.default)
+_VIEWS = (_aten.view.default, _aten._unsafe_view.default)
+
+Layouts = tuple[QuantizedTensor | None, QuantizedTensor | None]
+
+
+def delayed_layouts(made: Sequence[Tensor], how: DelayedCast) -> Layouts:
+    """What an operator that casts as told returns, ``(q, scale, qt)`` first, as two payloads."""
+    q, scale, qt = made[:3]
+    return (
+        QuantizedTensor(q, scale, "tensorwise") if how.row else None,
+        QuantizedTensor(qt, scale, "tensorwise") if how.col else None,
+    )
+
+
+class _Forms:
+    """What was made of a result.
+
+    Attributes:
+        dense, layouts, amax: it.
+        ahead: the history of the reader that payloads were made for, until somebody reads them.
+    """
+
+    def __init__(self) -> None:
+        self.dense: Tensor | None = None
+        self.layouts: dict[CastSpec, Layouts] = {}
+        self.amax: Tensor | None = None
+        self.ahead: History | None = None
+
+
+class Production:
+    """One result of a producer, (R, C): each form of it is made when it is first asked for.
+
+    Args:
+        name: qualified name of the producing module, for errors.
+        sources: what the forms are made from; not to be written to meanwhile.
+        make_dense: makes the plain tensor (R, C).
+        make_layouts: casts, given ``(spec, scale, row, col)`` as `quantize_layouts` takes them
+            except for the tensor.
+        make_amax: the largest magnitude of the plain tensor, () float32, as `tensor_amax`.
+        make_delayed: casts as told, and takes the amax in the same read; None: in the read that
+            `make_amax` takes.
+        on_read: told of the history and configuration of who reads first with delayed scaling.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        sources: Sequence[Tensor],
+        make_dense: Callable[[], Tensor],
+        make_layouts: Callable[[CastSpec, Tensor | None, bool, bool], Layouts],
+        make_amax: Callable[[], Tensor],
+        make_delayed: Callable[[DelayedCast], tuple[Layouts, Tensor]] | None = None,
+        on_read: Callable[[History, FP8Config], None] | None = None,
+    ) -> None:
+        self.name, self.sources = name, tuple(sources)
+        self.make_dense, self.make_layouts, self.make_amax = make_dense, make_layouts, make_amax
+        self.make_delayed, self.on_read = make_delayed, on_read
+        self.written_by: str | None = None
+        self.versions = self._versions()
+        self._made_in = selective_pass()
+        self._own_forms = _Forms()
+
+    @property
+    def forms(self) -> "_Forms":
+        """What was made so far: in a region that both passes of a checkpoint run, within it."""
+        now = self.foreign_pass
+        if now is None:
+            return self._own_forms
+        forms: _Forms = now.forms.setdefault(self, _Forms())
+        return forms
+
+    @property
+    def foreign_pass(self) -> SelectivePass | None:
+        """The pass of a checkpointed region that runs now, unless this was made within it."""
+        now = selective_pass()
+        return None if now is self._made_in else now
+
+    def dense(self) -> Tensor:
+        """The plain tensor, (R, C)."""
+        forms = self.forms
+        if forms.dense is None:
+            self._check_sources()
+            forms.dense = self.make_dense()
+        return forms.dense
+
+    def amax(self) -> Tensor:
+        """Its largest magnitude, () float32; NaN if any element is."""
+        self._check_written()
+        forms = self.forms
+        if forms.amax is None:
+            forms.amax = self.make_amax()
+        return forms.amax
+
+    def layouts(
+        self, spec: CastSpec, scale: Tensor | None, *, row: bool, col: bool
+    ) -> tuple[QuantizedTensor | None, QuantizedTensor | None]:
+        """As `quantize_layouts` of the plain tensor; what was made before is returned again.
+
+        Args:
+            spec, row, col: as there.
+            scale: as there; who asks first decides for all, since delayed scaling has them agree.
+        """
+        self._check_written()
+        forms = self.forms
+        if forms.ahead is not None:
+            self._not_ahead(forms)
+        old_row, old_col = forms.layouts.get(spec, (None, None))
+        new_row, new_col = row and old_row is None, col and old_col is None
+        if new_row or new_col:
+            other = old_row or old_col
+            if other is not None and spec.granularity == "tensorwise":
+                scale = other.scale
+            made_row, made_col = self._make(spec, scale, new_row, new_col)
+            old_row, old_col = old_row or made_row, old_col or made_col
+            forms.layouts[spec] = old_row, old_col
+        return old_row if row else None, old_col if col else None
+
+    def delayed_layouts(
+        self, spec: CastSpec, history: History, config: FP8Config, *, row: bool, col: bool
+    ) -> tuple[QuantizedTensor | None, QuantizedTensor | None]:
+        """As `layouts`, with the scale that a reader's history suggests; it gets the amax.
+
+        Args:
+            spec, row, col: as there.
+            history: of the reader; who asks first decides for all.
+            config: of the reader, with the algorithm and margin of delayed scaling.
+        """
+        self._check_written()
+        forms = self.forms
+        if forms.ahead is not None and not forms.ahead.is_same(history):
+            self._not_ahead(forms)
+        forms.ahead = None
+        if self.on_read is not None and forms is self._own_forms:
+            self.on_read(history, config)
+            self.on_read = None
+        if spec not in forms.layouts and self.make_delayed is not None and (row or col):
+            self._check_sources()
+            how = history.casts(spec, config, row=row, col=col)
+            forms.layouts[spec], forms.amax = self.make_delayed(how)
+        scale = history.advance(self.amax(), spec, config)
+        return self.layouts(spec, scale, row=row, col=col)
+
+    @staticmethod
+    def _not_ahead(forms: _Forms) -> None:
+        forms.layouts.clear()
+        forms.ahead = None
+
+    def keep(
+        self,
+        spec: CastSpec,
+        made: Layouts,
+        amax: Tensor | None = None,
+        history: History | None = None,
+    ) -> None:
+        """Take payloads that were made beforehand.
+
+        Args:
+            spec, made: they.
+            amax: where it is known.
+            history: that the scale comes from; None: it needs none.
+        """
+        forms = self.forms
+        forms.layouts[spec], forms.amax, forms.ahead = made, amax, history
+
+    def _make(self, spec: CastSpec, scale: Tensor | None, row: bool, col: bool) -> Layouts:
+        dense = self.forms.dense
+        if dense is not None:
+            return quantize_layouts(dense, spec, scale, row=row, col=col)
+        self._check_sources()
+        return self.make_layouts(spec, scale, row, col)
+
+    def _versions(self) -> list[int]:
+        return [0 if s.is_inference() else s._version for s in self.sources]
+
+    def _check_written(self) -> None:
+        if self.written_by is not None:
+            raise RuntimeError(_modifies(self.written_by, self.name))
+
+    def _check_sources(self) -> None:
+        if self._versions() != self.versions:
+            raise RuntimeError(
+                f"the input of '{self.name}' was modified in place after its forward and before "
+                "its output was used, which is computed at its first use; leave the module as it "
+                f"is with FP8Config(skip=('{self.name}',))"
+            )
+
+
+class ProducedActivation(Tensor):
+    """(..., C), read-only; see the module.
+
+    Attributes:
+        production: its forms, as matrices (R, C); shared with all aliases.
+        connected: the plain tensor for whoever autograd records; each alias has its own.
+    """
+
+    production: Production
+    connected: Tensor | None = None
+
+    @staticmethod
+    def __new__(
+        cls, production: Production, shape: Sequence[int], dtype: torch.dtype
+    ) -> "ProducedActivation":
+        device = production.sources[0].device
+        self: ProducedActivation = torch.Tensor._make_wrapper_subclass(
+            cls, torch.Size(shape), dtype=dtype, device=device
+        )
+        self.production = production
+        return self
+
+    def layouts(
+        self, spec: CastSpec, scale: Tensor | None, *, row: bool, col: bool
+    ) -> tuple[QuantizedTensor | None, QuantizedTensor | None]:
+        """The FP8 payloads; see `Production.layouts`."""
+        return self.production.layouts(spec, scale, row=row, col=col)
+
+    def __repr__(self) -> str:
+        return (
+            f"ProducedActivation(shape={tuple(self.shape)}, dtype={self.dtype}, "
+            f"by '{self.production.name}')"
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return plain(self).__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        memo[id(self)] = result = plain(self.detach()).clone()
+        return result
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        # Before autograd: whoever is not of ours gets a plain tensor, and saves that.
+        kwargs = kwargs or {}
+        if func in _KEPT:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        if _writes(func):
+            _map([*args[:1], kwargs.get("input")], _refuse_to_be_written(func))
+        if "out" in kwargs:
+            _map(kwargs["out"], _refuse_to_be_written(func))
+        if kwargs.get("inplace"):  # the result can be read, the activation by no layer any more
+            for x in (*args[:1], kwargs.get("input")):
+                if isinstance(x, ProducedActivation):
+                    x.production.written_by = func.__name__
+        return func(*_map(args, plain), **_map(kwargs, plain))
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        # Below autograd: what autograd itself does with activations and their gradients.
+        x = args[0] if args else None
+        if isinstance(x, ProducedActivation):
+            shape = _view_shape(func, x, args)
+            if shape is not None:
+                return ProducedActivation(x.production, shape, x.dtype)
+        return func(*_map(args, _dense), **_map(kwargs or {}, _dense))
+
+
+def plain(x: Any) -> Any:
+    """A plain tensor, connected to the producer where autograd records; others as they are."""
+    if not isinstance(x, ProducedActivation):
+        return x
+    if not (x.requires_grad and torch.is_grad_enabled()):
+        return _dense(x)
+    # Kept, a leaf would hold itself through its gradient's accumulator.
+    if x.is_leaf or x.production.foreign_pass is not None:
+        fresh: Tensor = _Plain.apply(x)
+        return fresh
+    if x.connected is None:
+        x.connected = _Plain.apply(x)
+    return x.connected
+
+
+class _Plain(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: ProducedActivation) -> Tensor:
+        return _dense(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+def _dense(x: Any) -> Any:
+    if not isinstance(x, ProducedActivation):
+        return x
+    with torch._C.DisableTorchFunctionSubclass():
+        shape = x.shape
+    # Not a view, so that autograd takes it for a result of its own.
+    return _aten._unsafe_view(x.production.dense(), shape)
+
+
+def _view_shape(func: Any, x: ProducedActivation, args: tuple[Any, ...]) -> torch.Size | None:
+    """The new shape, where `func` makes a view that keeps the last dimension; else None."""
+    with torch._C.DisableTorchFunctionSubclass():
+        shape, numel = x.shape, x.numel()
+    if func in _ALIASES:
+        return shape
+    if func not in _VIEWS:
+        return None
+    size = list(args[1])
+    if -1 in size and numel:
+        size[size.index(-1)] = numel // -math.prod(size)
+    keeps = bool(size) and size[-1] == shape[-1] and math.prod(size) == numel
+    return torch.Size(size) if keeps else None
+
+
+def _writes(func: Any) -> bool:
+    name = getattr(func, "__name__", "")
+    return name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+
+
+def _refuse_to_be_written(func: Any) -> Callable[[Any], None]:
+    def refuse(x: Any) -> None:
+        if isinstance(x, ProducedActivation):
+            raise RuntimeError(_modifies(func.__name__, x.production.name))
+
+    return refuse
+
+
+def _modifies(func: str, name: str) -> str:
+    return (
+        f"{func} modifies the output of '{name}' in place, which is kept in FP8; use the operation "
+        f"that returns a new tensor, or leave the module as it is with FP8Config(skip=('{name}',))"
+    )
+
+
+def _map(value: Any, function: Callable[[Any], Any]) -> Any:
+    if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
+        return type(value)(_map(v, function) for v in value)
+    if type(value) is dict:
+        return {k: _map(v, function) for k, v in value.items()}
+    return function(value)
+
+
+_PROPERTIES: tuple[str, ...] = ("shape", "dtype", "device", "layout", "ndim", "is_leaf", "grad_fn")
+_PROPERTIES += ("requires_grad", "grad", "output_nr", "is_cpu", "is_cuda", "is_meta", "is_sparse")
+_PROPERTIES += ("is_quantized", "is_nested")
+_METHODS: tuple[str, ...] = ("size", "stride", "dim", "ndimension", "numel", "nelement", "__len__")
+_METHODS += ("element_size", "get_device", "is_floating_point", "is_complex", "is_contiguous")
+_METHODS += ("is_inference", "requires_grad_", "register_hook", "retain_grad", "detach", "__hash__")
+_KEPT = {getattr(Tensor, name).__get__ for name in _PROPERTIES}
+_KEPT |= {getattr(Tensor, name) for name in _METHODS}
+_KEPT |= {Tensor.requires_grad.__set__, Tensor.grad.__set__, Tensor.backward}
+_KEPT |= {torch.autograd.backward, torch.autograd.grad}
+"""What of torch may see a `ProducedActivation` as it is: it looks at no element, or is autograd."""
