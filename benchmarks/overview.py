@@ -1,0 +1,161 @@
+"""The picture of README: losses of a fine-tuning in BF16 and FP8, and the memory of a larger one.
+
+    python -m benchmarks.overview                             # docs/images/overview.png
+    python -m benchmarks.overview --runs runs/sft_lightning   # first takes a run's losses over
+
+It draws what is committed: ``benchmarks/results/fine_tuning_curves.csv``, the losses of
+``examples/sft_lightning.py`` with the arguments of `benchmarks.recipes_loss`, and
+``memory_counted.csv`` of `benchmarks.bench_memory`. Needs matplotlib (torch-fp8[examples]).
+"""
+
+import argparse
+import csv
+import datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.measurement import RESULTS, ROOT, read_rows, write_rows
+from benchmarks.memory_tracker import CATEGORIES
+from benchmarks.plot import COLOURS
+from benchmarks.recipes_loss import RUN
+
+CURVES = RESULTS / "fine_tuning_curves.csv"
+MEMORY = RESULTS / "memory_counted.csv"
+PICTURE = ROOT / "docs" / "images" / "overview.png"
+COLUMNS = ("precision", "step", "loss", "eval_loss", "torch", "commit", "date", "command")
+PRECISIONS = ("bf16-mixed", "fp8-mixed")
+MODEL = "Llama-3.1-8B"
+SHOWN = {
+    "weights": "weights",
+    "residuals": "residuals of weights",
+    "states": "moments",
+    "saved activations": "activations",
+    "workspace": "workspace",
+}
+"""Categories of memory as the picture names them; gradients are freed by the time of the peak."""
+
+
+def take(runs: Path, commit: str) -> None:
+    """Write the losses of both runs in the folder `runs` to `CURVES`."""
+    command = f"python examples/sft_lightning.py {' '.join(RUN)} --seed 0"
+    rows = []
+    for precision in PRECISIONS:
+        with (runs / precision / "losses.csv").open(newline="") as file:
+            losses = list(csv.DictReader(file))
+        for row in losses:
+            made: dict[str, object] = {name: row[name] for name in ("step", "loss", "eval_loss")}
+            for name in ("loss", "eval_loss"):
+                made[name] = f"{float(row[name]):.6f}" if row[name] else ""
+            made |= {"precision": precision, "torch": torch.__version__, "commit": commit}
+            rows.append({**made, "date": datetime.date.today().isoformat(), "command": command})
+    write_rows(CURVES, COLUMNS, rows)
+
+
+def curve(rows: list[dict[str, Any]], precision: str, column: str) -> dict[int, float]:
+    """Return step -> loss of the column `loss` or `eval_loss`."""
+    return {
+        int(row["step"]): float(row[column])
+        for row in rows
+        if row["precision"] == precision and row[column]
+    }
+
+
+def peaks(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """Return variant -> category -> GiB at the peak of a step of `MODEL` without checkpointing."""
+    return {
+        row["variant"]: {name: float(row[name]) / 1024 for name in CATEGORIES}
+        for row in rows
+        if row["model"] == MODEL and row["checkpointing"] == "False"
+    }
+
+
+def draw(path: Path = PICTURE) -> None:
+    """Draw the picture from the committed CSV files."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    rows = read_rows(CURVES)
+    figure, axes = plt.subplot_mosaic(
+        [["losses", "memory"], ["difference", "memory"]],
+        figsize=(11, 5.2),
+        width_ratios=(1.7, 1),
+        height_ratios=(2.2, 1),
+        layout="constrained",
+    )
+    _draw_losses(axes["losses"], axes["difference"], rows)
+    _draw_memory(axes["memory"], peaks(read_rows(MEMORY)))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110, metadata={"Software": None})
+    plt.close(figure)
+
+
+def _draw_losses(losses: Any, difference: Any, rows: list[dict[str, Any]]) -> None:
+    for precision, colour, line in zip(PRECISIONS, COLOURS, ("-", "--"), strict=False):
+        training, evaluation = (curve(rows, precision, name) for name in ("loss", "eval_loss"))
+        losses.plot(
+            *zip(*training.items(), strict=True),
+            color=colour,
+            ls=line,
+            lw=1.2,
+            alpha=0.7,
+            label=f"{precision}, each step",
+        )
+        losses.plot(
+            *zip(*evaluation.items(), strict=True),
+            color=colour,
+            ls=line,
+            lw=2,
+            marker="o",
+            label=f"{precision}, evaluation",
+        )
+    for column, style in (("loss", {"lw": 1.2, "alpha": 0.7}), ("eval_loss", {"marker": "o"})):
+        base, ours = (curve(rows, precision, column) for precision in PRECISIONS)
+        percent = {step: 100 * (ours[step] / base[step] - 1) for step in base}
+        difference.plot(*zip(*percent.items(), strict=True), color=COLOURS[1], **style)
+    difference.axhline(0, color=COLOURS[0], lw=1)
+    difference.sharex(losses)
+    difference.set(xlabel="optimizer step", ylabel="FP8 against\nBF16 (%)")
+    losses.set(ylabel="loss (nats per token)")
+    losses.set_title(
+        "Fine-tuning a Llama of 4 million parameters, on a CPU that emulates FP8", fontsize=10
+    )
+    losses.legend(fontsize=8)
+    for axis in (losses, difference):
+        axis.grid(alpha=0.3)
+
+
+def _draw_memory(axis: Any, variants: dict[str, dict[str, float]]) -> None:
+    names = ["bf16-mixed", "O2"]
+    bottom = [0.0] * len(names)
+    for i, (category, shown) in enumerate(SHOWN.items()):
+        heights = [variants[name][category] for name in names]
+        axis.bar(["bf16-mixed", "fp8-mixed"], heights, 0.62, bottom, color=COLOURS[i], label=shown)
+        for x, (start, height) in enumerate(zip(bottom, heights, strict=True)):
+            if height > 5:
+                middle = start + height / 2
+                axis.text(x, middle, f"{height:.0f}", ha="center", va="center", color="white")
+        bottom = [a + b for a, b in zip(bottom, heights, strict=True)]
+    for x, total in enumerate(bottom):
+        axis.text(x, total, f"{total:.0f} GiB", ha="center", va="bottom", fontweight="bold")
+    axis.set(ylabel="GiB at the peak of a step", ylim=(0, 1.12 * max(bottom)))
+    axis.set_title(f"{MODEL}, one sequence of 4,096\ncounted, not run", fontsize=10)
+    axis.legend(fontsize=8)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--runs", type=Path, help="folder of a run of examples/sft_lightning.py")
+    parser.add_argument("--commit", default="", help="that the run was made with")
+    arguments = parser.parse_args()
+    if arguments.runs:
+        take(arguments.runs, arguments.commit)
+    draw()
+    print(f"drawn: {PICTURE}")
+
+
+if __name__ == "__main__":
+    main()
