@@ -16,6 +16,7 @@ from torch_fp8.quantization.recipe import RECIPES
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = (ROOT / "pyproject.toml").read_text()
 README = (ROOT / "README.md").read_text().partition("## Install\n")[2].partition("\n## ")[0]
+INSTALL = (ROOT / "docs" / "install.md").read_text()
 ROWS = versions.read()
 
 
@@ -58,8 +59,9 @@ def test_documents_show_the_rows():
     for host in ("lightning", *TRIED, "torch", "python"):
         lowest, highest = versions.tried(ROWS, host)
         name = "Python" if host == "python" else host
-        line = rf"\| {name}[^|]* \| {re.escape(lowest)} to {re.escape(highest)} \|"
-        assert re.search(line, README), host
+        tried = f"{re.escape(lowest)} to {re.escape(highest)}"
+        assert re.search(rf"\| {name}[^|]* \| {tried} \|", INSTALL), host
+        assert re.search(rf"\b{name}\s+{tried}\b", README), host
 
 
 def test_every_host_has_its_newest_release_of_today_in_the_table():
