@@ -1,0 +1,115 @@
+"""Figures of docs/results.md and of README are those of the CSV files that they name."""
+
+import re
+import statistics
+
+import pytest
+
+from benchmarks.measurement import RESULTS, ROOT, read_rows
+
+PAGE = (ROOT / "docs" / "results.md").read_text()
+README = (ROOT / "README.md").read_text()
+
+
+def _table(title):
+    """First cell of a row -> the other cells, of the only table below a title."""
+    section = PAGE.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
+    lines = re.findall(r"^\|(.+)\|$", section, re.M)[2:]
+    rows = [[cell.strip(" `") for cell in line.split("|")] for line in lines]
+    assert rows, title
+    return {row[0]: row[1:] for row in rows}
+
+
+def _percent(values):
+    mean, values = statistics.mean(values), list(values)
+    return [f"{100 * value:+.2f} %" for value in (mean, min(values), max(values))]
+
+
+def _differences(name, column, **wanted):
+    found = {}
+    for row in read_rows(RESULTS / name):
+        if all(row[key] == value for key, value in wanted.items()):
+            found.setdefault(row[column], []).append(float(row["rel_diff"]))
+    return found
+
+
+def test_loss_by_recipe():
+    found = _differences("recipes_loss.csv", "recipe")
+    for recipe, shown in _table("Loss by recipe").items():
+        assert shown == _percent(found[recipe])
+
+
+def test_loss_by_level():
+    found = _differences("optimizer_loss.csv", "level", run="fine-tuning")
+    for level, (*shown, _) in _table("Loss by level").items():
+        assert shown == _percent(found[level])
+    for level in ("O2", "O3"):
+        mean, low, high = (text.removesuffix(" %") for text in _percent(found[level]))
+        assert f"{mean} % ({low} to {high})" in README
+
+
+ACTIVATIONS = {
+    "default, and `delayed": "tensorwise (default)",
+    'wgrad="bf16"': "wgrad bf16",
+    'save_activations="bf16"': "save_activations bf16",
+    "default, checkpointed: all seven products run again": "checkpointed",
+    "default, `selective_checkpoint_contexts`: three do": "selective",
+}
+
+
+def test_activations():
+    rows = read_rows(RESULTS / "activation_bytes.csv")
+    by_name = {(row["layout"], row["variant"]): float(row["bytes_per_token"]) for row in rows}
+    for name, cells in _table("Activations").items():
+        for layout, shown in zip(("Llama-2-7B", "Llama-3.1-8B"), cells, strict=True):
+            kept = by_name[layout, ACTIVATIONS.get(name, name)]
+            assert shown == f"{kept / by_name[layout, 'BF16 eager']:.3f}", (layout, name)
+    assert f"| {_table('Activations')['default, and `delayed'][1]}x |" in README
+
+
+HOST = {
+    "cache_weights": "training, cache_weights",
+    "checkpointed": "training, checkpointed",
+    "level O3, with its gradient hooks": "training, O3",
+}
+
+
+def test_time_on_the_host():
+    rows = {(row["what"], row["recipe"]): row for row in read_rows(RESULTS / "host_time.csv")}
+    for name, (bf16, *ratios) in _table("Time on the host").items():
+        what = HOST.get(name, name)
+        assert bf16 == f"{float(rows[what, 'BF16']['host_us']) / 1000:.2f} ms"
+        recipes = ("tensorwise", "delayed", "rowwise", "blockwise")
+        for recipe, shown in zip(recipes, ratios, strict=True):
+            row = rows.get((what, recipe))
+            assert shown == (row["ratio"] if row else ""), (what, recipe)
+    training = [float(rows["training", recipe]["ratio"]) for recipe in recipes]
+    assert f"| {min(training):.1f}x to {max(training):.1f}x |" in README
+
+
+@pytest.mark.parametrize("direction", ["gather", "scatter"])
+def test_bytes_of_fsdp(direction):
+    rows = [r for r in read_rows(RESULTS / "wire_bytes.csv") if r["case"] == f"FSDP2 {direction}"]
+    column = ("gather", "scatter").index(direction)
+    shown = [cells[column] for cells in _table("Bytes that FSDP2 sends").values()]
+    for model, text in zip(("a block's linears", "Llama-3.1-8B"), shown, strict=True):
+        assert {f"{float(row['ratio']):.3f}" for row in rows if row["model"] == model} == {text}
+
+
+def test_what_averages_send():
+    rows = [row for row in read_rows(RESULTS / "wire.csv") if row["method"] == "fp8"]
+    (share,) = {row["of_bf16"] for row in rows}
+    assert f"BF16 all-reduce | {share}x |" in README
+
+
+def test_peak_memory():
+    rows = read_rows(RESULTS / "memory_counted.csv")
+    for model, (bf16, o2, kept) in _table("Peak memory").items():
+        peaks, activations = {}, {}
+        for row in rows:
+            if row["model"] == model and row["checkpointing"] == "False":
+                peaks[row["variant"]] = float(row["peak_mib"]) / 1024
+                activations[row["variant"]] = float(row["saved activations"]) / 1024
+        assert bf16 == f"{peaks['bf16-mixed']:.1f} GiB"
+        assert o2 == f"{peaks['O2']:.1f} GiB ({peaks['O2'] / peaks['bf16-mixed']:.2f}x)"
+        assert kept == f"{activations['bf16-mixed']:.1f} to {activations['O2']:.1f} GiB"
