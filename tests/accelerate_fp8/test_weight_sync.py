@@ -1,0 +1,100 @@
+"""TRL's GRPO with LoRA sends its weights to vLLM: a server that notes what it gets stands for it."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("peft")
+pytest.importorskip("trl")
+
+from datasets import Dataset
+from peft import LoraConfig
+from transformers import AutoTokenizer
+from trl import GRPOConfig, GRPOTrainer
+from trl.generation import vllm_generation
+
+from torch_fp8.linear import Float8Linear
+
+
+class Server:
+    """What of TRL's client of vLLM a trainer calls; it generates the same tokens for everybody.
+
+    Attributes:
+        received: the weights of each synchronization, by the name that vLLM has for them.
+    """
+
+    def __init__(self, **options: object) -> None:
+        self.received: list[dict[str, torch.Tensor]] = []
+
+    def init_communicator(self, device: torch.device) -> None: ...
+
+    def reset_prefix_cache(self) -> None: ...
+
+    def get_server_info(self) -> dict[str, Any]:
+        return {"model_config": {"logprobs_mode": "processed_logprobs"}}
+
+    def update_named_params(self, metadata: list[Any], weights: Any) -> None:
+        sent = {name: weight.clone() for name, weight in weights}
+        assert [m[0] for m in metadata] == list(sent)
+        assert [m[1] for m in metadata] == [str(w.dtype)[6:] for w in sent.values()]
+        self.received.append(sent)
+
+    def generate(self, prompts: list[list[int]], n: int, **options: object) -> dict[str, Any]:
+        many = [[5 + i, 6, 7, 3] for i in range(n)] * len(prompts)
+        chances = [[[-math.log(64)]] * 4 for _ in many]  # of an untrained model
+        return {"prompt_ids": prompts, "completion_ids": many, "logprobs": chances}
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_merged_weights_are_sent_and_taken_back(
+    accelerate: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tiny_model: Path, level: str
+) -> None:
+    """base + B A, before every step; what is trained on is the base again, bit for bit."""
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")
+    monkeypatch.setenv("TORCH_FP8_CONFIG", json.dumps({"opt_level": level}))
+    monkeypatch.setattr(vllm_generation, "is_vllm_available", lambda: True)
+    monkeypatch.setattr(vllm_generation, "VLLMClient", Server)
+    args = GRPOConfig(
+        str(tmp_path),
+        **{"num_generations": 2, "max_completion_length": 8, "max_steps": 3, "beta": 0.0},
+        **{"use_vllm": True, "vllm_mode": "server", "per_device_train_batch_size": 2},
+        **{"report_to": "none", "save_strategy": "no", "disable_tqdm": True, "use_cpu": True},
+        learning_rate=1e-2,
+    )
+    trainer = GRPOTrainer(
+        str(tiny_model),
+        lambda completions, **_: [float(len(set(c)) + i) for i, c in enumerate(completions)],
+        args=args,
+        train_dataset=Dataset.from_dict({"prompt": ["the cat sat on a mat"] * 6}),
+        processing_class=AutoTokenizer.from_pretrained(tiny_model),
+        # of 32 x 64 and 128 x 32 elements: the second alone would be split into BF16 and a residual
+        peft_config=LoraConfig(r=32, target_modules=["up_proj", "q_proj"], task_type="CAUSAL_LM"),
+    )
+    base = _layer(trainer.model).base_layer.weight.detach().float().clone()
+    trainer.train()
+
+    server = trainer.vllm_generation.vllm_client
+    assert len(server.received) == 3
+    assert isinstance(_layer(trainer.model).base_layer, Float8Linear)
+    name = "model.layers.0.mlp.up_proj.weight"
+    assert not any("lora" in sent or "base_layer" in sent for sent in server.received[0])
+    assert torch.equal(server.received[0][name].float(), base)  # B is zero before the first step
+    trainer.vllm_generation.sync_weights()
+    layer = _layer(trainer.model)
+    product = layer.scaling["default"] * (
+        layer.lora_B["default"].weight.float() @ layer.lora_A["default"].weight.float()
+    )
+    assert product.abs().max() > 1e-3
+    sent = server.received[-1][name]
+    assert sent.dtype == torch.float32
+    torch.testing.assert_close(sent, base + product, rtol=1e-5, atol=1e-6)
+    # PEFT subtracts what it has added, in float32.
+    torch.testing.assert_close(layer.base_layer.weight.float(), base, rtol=1e-5, atol=1e-6)
+
+
+def _layer(model: Any) -> Any:
+    return model.base_model.model.model.layers[0].mlp.up_proj
