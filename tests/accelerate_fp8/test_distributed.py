@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -94,3 +95,17 @@ def test_ranks_that_ask_for_different_things_are_told(run: Callable, mode: str) 
         assert "recipe is 'auto' on rank 0, 'rowwise' on rank 1" in said[rank]
         assert "opt_level is 'O2' on rank 0, 'O3' on rank 1" in said[rank]
         assert "TORCH_FP8_CONFIG is set on rank 1 only" in said[rank]
+
+
+def test_model_saved_under_ddp_is_whole_and_of_the_dtype_it_names(
+    run: Callable, tiny_model: Path, tmp_path: Path
+) -> None:
+    """Residuals are joined on every rank; a rounded weight would be equal to its BF16 one."""
+    done = run("saved_model.py", tiny_model, tmp_path / "out", launch=FP8, processes=2)
+    lines = re.findall(r"rank (\d): ([^\n]*?rounded \d+)", done.stdout)
+    assert sorted(rank for rank, _ in lines) == ["0", "1"]
+    for _, line in lines:
+        assert line == (
+            "DistributedDataParallel trained ['torch.bfloat16'] saved ['torch.float32'] "
+            "as float32 equal True rounded 0"
+        )

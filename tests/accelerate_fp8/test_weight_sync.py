@@ -13,11 +13,10 @@ pytest.importorskip("trl")
 
 from datasets import Dataset
 from peft import LoraConfig
+from torch_fp8.linear import Float8Linear
 from transformers import AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
 from trl.generation import vllm_generation
-
-from torch_fp8.linear import Float8Linear
 
 
 class Server:

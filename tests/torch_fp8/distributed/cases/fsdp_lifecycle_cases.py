@@ -1,11 +1,15 @@
 """Gathers in FP8 when shards are replaced, and whoever starts them; run by fsdp_ranks.py."""
 
+import copy
 import functools
 
 import torch
+import torch.distributed as dist
 from fsdp_ranks import (
+    RANKS,
     Block,
     attached,
+    averaged,
     batch,
     loss_of,
     model_of,
@@ -15,6 +19,7 @@ from fsdp_ranks import (
     unshard,
     weights_of,
 )
+from test_float8_conv1d import Conv1D
 from torch import nn
 from torch.distributed.fsdp import (
     fully_shard,
@@ -25,6 +30,7 @@ from torch.utils.checkpoint import checkpoint
 from torch_fp8 import FP8Config, convert_to_float8, count_communication
 from torch_fp8.distributed.fsdp.connect import connect_fsdp
 from torch_fp8.ops.quantize import quantize_layouts
+from torch_fp8.quantization.metrics import sqnr_db
 
 
 def case_lost():
@@ -219,3 +225,45 @@ def case_compiled():
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         losses.append([float(train(model, optimizer, [step])) for step in range(3)])
     return losses
+
+
+def case_conv1d():
+    """GPT-2's transposed weights, of which one has uneven shards, against all on one rank.
+
+    Returns:
+        For each recipe: SQNR of the output and of the gradients averaged over the ranks, in dB,
+        and the largest difference of the losses of three steps.
+    """
+    result = {}
+    for recipe in ("tensorwise", "delayed", "rowwise", "blockwise", "mxfp8"):
+        config = FP8Config(recipe=recipe, opt_level="O1", emulate=True)
+        torch.manual_seed(0)
+        model = nn.Sequential(Conv1D(96, 32), nn.GELU(), Conv1D(64, 96), Conv1D(48, 64))
+        for layer in (model[0], model[2], model[3]):
+            nn.init.normal_(layer.weight, std=0.2)
+        alone = copy.deepcopy(model)
+        for layer in (model[0], model[2], model[3], model):
+            fully_shard(layer)
+        convert_to_float8(model, config)
+        convert_to_float8(alone, config)
+        connect_fsdp(model, config)
+        outputs, decibels = [], []
+        for one in (model, alone):
+            outputs.append(one(batch(0)))
+            outputs[-1].square().mean().backward()
+        for shard, whole in zip(model.parameters(), alone.parameters(), strict=True):
+            dist.all_reduce(whole.grad)
+            if whole.ndim == 2:
+                decibels.append(float(sqnr_db(whole.grad / RANKS, shard.grad.full_tensor())))
+        output = min(float(sqnr_db(outputs[1].detach(), outputs[0].detach())), 200.0)
+        result[recipe] = [output, min(decibels), *_losses(model, alone)]
+    return result
+
+
+def _losses(model, alone):
+    """Of the last of three steps: sharded, and alone on the batches of all ranks."""
+    for one, ranks in ((model, None), (alone, range(RANKS))):
+        one.zero_grad()
+        optimizer = torch.optim.AdamW(one.parameters(), lr=3e-3)
+        loss = train(one, optimizer, range(1, 4), *([] if ranks is None else [ranks]))
+        yield averaged(loss.detach())

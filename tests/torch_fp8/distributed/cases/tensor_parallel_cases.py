@@ -22,8 +22,9 @@ from parallel_ranks import (
     part,
     rand,
 )
+from test_float8_conv1d import Conv1D
 from torch import nn
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -482,6 +483,11 @@ def case_refusals():
     convert_to_float8(plain)
     given = DTensor.from_local(rand(2, 64), mesh, [Replicate()])
     results["no DTensor"] = message(lambda: plain(given))
+    transposed = nn.Sequential(Conv1D(64, 64))
+    convert_to_float8(transposed)
+    (layer,) = transposed
+    layer.weight = nn.Parameter(distribute_tensor(layer.weight.detach(), mesh, [Shard(1)]))
+    results["transposed"] = message(lambda: transposed(given))
     return results
 
 

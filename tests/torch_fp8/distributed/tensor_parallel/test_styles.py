@@ -126,6 +126,8 @@ def test_refusals_name_the_layer_and_the_way_out(cases):
         assert "their recipes cast it differently" in result["two recipes"]
         assert "such as Float8ColwiseParallel" in result["no style"]
         assert "got a DTensor, but its weight is none" in result["no DTensor"]
+        assert "'0' is stored transposed (Conv1D)" in result["transposed"]
+        assert "skip=('0',)" in result["transposed"]
         for case in ("wgrad, plain", "features, tensorwise", "off"):
             assert result[case] is None
 
