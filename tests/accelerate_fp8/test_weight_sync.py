@@ -1,4 +1,4 @@
-"""TRL's GRPO with LoRA sends its weights to vLLM: a server that notes what it gets stands for it."""
+"""TRL's GRPO with LoRA sends its weights to vLLM, for which a server stands that notes them."""
 
 import json
 import math
@@ -13,10 +13,11 @@ pytest.importorskip("trl")
 
 from datasets import Dataset
 from peft import LoraConfig
-from torch_fp8.linear import Float8Linear
 from transformers import AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
 from trl.generation import vllm_generation
+
+from torch_fp8.nn.linear import Float8Linear
 
 
 class Server:

@@ -1,6 +1,7 @@
 """Gradient release: the optimizer runs in backward."""
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -144,6 +145,34 @@ def test_whoever_clips_freed_gradients_is_told(clip, level):
     optimizer.step()
     assert all(type(p) in (nn.Parameter, WatchedParameter) for p in model.parameters())
     assert nn.utils.clip_grad_norm_(model.parameters(), 1.0) == 0
+
+
+def test_a_norm_of_ones_own_is_told_once_where_it_reads():
+    """It would be 0: a loop skips parameters whose gradient is None."""
+    model, optimizer = _converted(gradient_release=True)
+
+    def norm():
+        return sum(p.grad.square().sum() for p in model.parameters() if p.grad is not None) ** 0.5
+
+    for step in range(2):
+        _backward(model, step)
+        optimizer.zero_grad(set_to_none=False)  # torch's own code is not told
+        memory_report(model, optimizer)
+        copy.deepcopy(model)
+        if step == 0:
+            with pytest.warns(UserWarning, match=r"p\.grad is None.*register_hook.*=False") as seen:
+                assert norm() == 0
+            assert {warning.filename for warning in seen} == {__file__}
+            assert len({str(warning.message) for warning in seen}) == 1  # once in a loop
+        optimizer.step()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            norm()  # after the step there is none in any loop
+    squares = []
+    for parameter in model.parameters():
+        parameter.register_hook(lambda grad: squares.append(grad.float().square().sum()))
+    _backward(model, 2)
+    assert sum(squares) > 0
 
 
 def test_a_released_parameter_can_be_copied_moved_and_given_a_gradient():
