@@ -9,7 +9,8 @@ gone before the next is made. The loop's ``optimizer.step()`` has only the bookk
 run is the same bit for bit. That takes a loop with one backward per step, where nobody needs all
 gradients at once. Between backward and ``step()`` ``p.grad`` is None, which functions that clip
 gradients take for a parameter without any: they would find the norm 0, and clip nothing. So a
-Parameter has a class meanwhile that tells them (`ReleasedParameter`). A second backward before
+Parameter has a class meanwhile that tells them (`ReleasedParameter`): torch's by an error, a loop
+of one's own, which may only count, by a warning at the line that reads. A second backward before
 ``step()`` and GradScaler are told, too.
 
 Hooks get lost: ``fully_shard`` and ``load_state_dict(assign=True)`` replace Parameters, deepcopy
@@ -18,6 +19,7 @@ their places, and puts missing ones back in every step. A lost hook costs memory
 """
 
 import sys
+import warnings
 import weakref
 from typing import Any
 
@@ -34,19 +36,30 @@ from torch_fp8.tensor.float8_grad import Float8Grad
 
 _WHY = "FP8Config(gradient_release=True) has applied and freed"
 _CLIPPING = "torch.nn.utils.clip_grad"
+_OWN_PACKAGES = ("torch", "torch_fp8")
+_GONE = (
+    f"p.grad is None between backward and optimizer.step(): {_WHY} each gradient in backward, so "
+    "that a norm taken here is 0. Take it in p.register_hook(...), which sees each gradient, or "
+    "set gradient_release=False"
+)
 
 
 class _Released(Tensor):
     @property
     def grad(self) -> Tensor | None:
         grad: Tensor | None = torch.Tensor.grad.__get__(self)
-        if grad is None and sys._getframe(1).f_globals.get("__name__") == _CLIPPING:
+        if grad is not None:
+            return grad
+        reader = str(sys._getframe(1).f_globals.get("__name__"))
+        if reader == _CLIPPING:
             raise RuntimeError(
                 f"{_WHY} the gradient of a parameter of shape {tuple(self.shape)} in backward: "
                 "there is nothing left to clip. Take clip_grad_norm_ and clip_grad_value_ out of "
                 "the loop, or set gradient_release=False"
             )
-        return grad
+        if reader.partition(".")[0] not in _OWN_PACKAGES:
+            warnings.warn(_GONE, stacklevel=2)
+        return None
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
@@ -60,9 +73,10 @@ class _Released(Tensor):
 class ReleasedParameter(_Released, WatchedParameter):
     """A Parameter between the backward that has stepped it and the optimizer's ``step()``.
 
+    Its ``grad`` is None. Code other than torch's that reads it is warned, once at each line.
+
     Raises:
-        RuntimeError: ``clip_grad_norm_`` or ``clip_grad_value_`` reads its ``grad``. It is None,
-            and None for everybody else.
+        RuntimeError: ``clip_grad_norm_`` or ``clip_grad_value_`` reads its ``grad``.
     """
 
 
