@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch_fp8.distributed.comm_counter import CommunicationCount, count_communication
-    from torch_fp8.distributed.config_check import check_same_config
     from torch_fp8.distributed.ddp.hook_registration import DDPReport
     from torch_fp8.distributed.ddp.wrap import connect_ddp, ddp_options
     from torch_fp8.distributed.fsdp.connect import FSDPReport, connect_fsdp
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
 
 _MODULES = {
     "comm_counter": ("CommunicationCount", "count_communication"),
-    "config_check": ("check_same_config",),
     "ddp.hook_registration": ("DDPReport",),
     "ddp.wrap": ("connect_ddp", "ddp_options"),
     "fsdp.connect": ("FSDPReport", "connect_fsdp"),
@@ -51,7 +49,6 @@ __all__ = [
     "Float8ColwiseParallel",
     "Float8RowwiseParallel",
     "PrepareFloat8ModuleInput",
-    "check_same_config",
     "connect_ddp",
     "connect_fsdp",
     "count_communication",
