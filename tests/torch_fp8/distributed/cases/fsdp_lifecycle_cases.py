@@ -19,7 +19,6 @@ from fsdp_ranks import (
     unshard,
     weights_of,
 )
-from test_float8_conv1d import Conv1D
 from torch import nn
 from torch.distributed.fsdp import (
     fully_shard,
@@ -27,6 +26,7 @@ from torch.distributed.fsdp import (
 )
 from torch.utils.checkpoint import checkpoint
 
+from tests.torch_fp8.nn.test_conv1d import Conv1D
 from torch_fp8 import FP8Config, convert_to_float8, count_communication
 from torch_fp8.distributed.fsdp.connect import connect_fsdp
 from torch_fp8.ops.quantize import quantize_layouts

@@ -22,7 +22,6 @@ from parallel_ranks import (
     part,
     rand,
 )
-from test_float8_conv1d import Conv1D
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
@@ -33,6 +32,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.utils.checkpoint import checkpoint
 
+from tests.torch_fp8.nn.test_conv1d import Conv1D
 from torch_fp8 import (
     FP8Config,
     convert_to_float8,
