@@ -10,8 +10,9 @@ from torch_fp8.nn.class_swap import add_mixin, remove_mixin
 from torch_fp8.nn.gated_mlp import Float8GatedMLP, other_modules
 from torch_fp8.nn.layer_filter import matches
 from torch_fp8.nn.layer_norm import SharedOutput
-from torch_fp8.nn.linear import INPUT, Float8Layer
+from torch_fp8.nn.linear import Float8Layer
 from torch_fp8.nn.rms_norm import Consumers, Float8RMSNorm
+from torch_fp8.nn.scaling_buffers import INPUT
 
 
 def convert_producers(model: nn.Module, config: FP8Config) -> tuple[str, ...]:

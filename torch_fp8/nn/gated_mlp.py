@@ -25,7 +25,8 @@ from torch_fp8.autograd.function import name_of, once_differentiable, refuse_tra
 from torch_fp8.config import FP8Config
 from torch_fp8.kernels.arguments import BackwardInputs
 from torch_fp8.nn.layer_norm import shared
-from torch_fp8.nn.linear import GRAD_OUTPUT, INPUT, Float8Linear
+from torch_fp8.nn.linear import Float8Linear
+from torch_fp8.nn.scaling_buffers import GRAD_OUTPUT, INPUT
 from torch_fp8.nn.swiglu_function import (
     Ahead,
     GradientReaders,
@@ -37,7 +38,7 @@ from torch_fp8.nn.swiglu_function import (
 from torch_fp8.ops.fused_quantize import saved_stand_ins
 from torch_fp8.ops.gate_up import halves
 from torch_fp8.ops.swiglu import swiglu, swiglu_save
-from torch_fp8.tensor.lazy_quantized import Layouts, ProducedActivation, plain
+from torch_fp8.tensor.lazy_quantized import Payloads, ProducedActivation, plain
 
 
 class MLPForm(NamedTuple):
@@ -176,7 +177,7 @@ class _SwiGLUFunction(torch.autograd.Function):
         shape, dtype = (*inputs[0].shape[:-1], gate.shape[1]), gate.dtype
         keep = options.keep and any(ctx.needs_input_grad[1:])
         save = keep and options.save_fp8
-        made: Layouts | None = None
+        made: Payloads | None = None
         amax: Tensor | None = None
         saved = inputs
         dropped = save and saves_nothing()

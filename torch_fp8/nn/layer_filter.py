@@ -9,12 +9,12 @@ from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.utils.parametrize import is_parametrized
 
-from torch_fp8.distributed.fsdp.unsharded_weight import GatheredWeight
 from torch_fp8.nn.class_swap import stock_class, unwrapped_name
 from torch_fp8.nn.linear import Float8Layer
 from torch_fp8.nn.linear_form import computes_linear
 from torch_fp8.nn.weight_cache import WatchedParameter
 from torch_fp8.quantization.formats import GEMM_ALIGNMENT
+from torch_fp8.tensor.base import QuantizableTensor
 
 _LORA = re.compile(r"(^|\.)lora_[A-Za-z_]+(\.|$)")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -153,7 +153,7 @@ def _weight_reason(module: nn.Module) -> str | None:
     assert isinstance(weight, torch.Tensor)
     if weight.dtype not in _DTYPES:
         return f"weight is {weight.dtype}"
-    sharded = hasattr(weight, "_local_tensor") or isinstance(weight, GatheredWeight)
+    sharded = hasattr(weight, "_local_tensor") or isinstance(weight, QuantizableTensor)
     if not (sharded or type(weight) in _WEIGHTS):
         return f"weight is a {type(weight).__name__}"
     names = ("in_features", "out_features")

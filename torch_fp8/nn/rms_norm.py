@@ -40,7 +40,7 @@ from torch_fp8.ops.scaled_mm import cast
 from torch_fp8.quantization.recipe import CastSpec
 from torch_fp8.quantization.scaling import tensor_amax
 from torch_fp8.tensor.lazy_quantized import (
-    Layouts,
+    Payloads,
     ProducedActivation,
     Production,
     delayed_layouts,
@@ -223,7 +223,7 @@ class _Produced:
         self, x: Tensor, weight: Tensor, eps: float, options: _Options, save: bool, col: bool
     ) -> None:
         self.x, self.weight, self.options = x, weight, options
-        self.made: Layouts | None = None
+        self.made: Payloads | None = None
         self._amax: Tensor | None = None
         offset, out_dtype = options.offset, options.out_dtype
         consumers = options.consumers
@@ -268,7 +268,7 @@ class _Produced:
     def amax(self) -> Tensor:
         return tensor_amax(self.dense()) if self._amax is None else self._amax
 
-    def layouts(self, spec: CastSpec, scale: Tensor | None, row: bool, col: bool) -> Layouts:
+    def layouts(self, spec: CastSpec, scale: Tensor | None, row: bool, col: bool) -> Payloads:
         current = spec.granularity == "tensorwise" and scale is None
         made = rms_norm_quantize(
             self.x,

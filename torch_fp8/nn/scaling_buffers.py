@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from torch_fp8.config import FP8Config
-from torch_fp8.ops.quantize_delayed import History
 from torch_fp8.quantization.recipe import Recipe
 from torch_fp8.tensor.dtensor import plain
 
@@ -84,11 +83,3 @@ class ScalingBuffers(nn.Module):
             if moved is not None and moved.dtype != buffer.dtype:
                 self._buffers[name] = buffer.to(moved.device)
         return self
-
-
-def history_of(buffers: tuple[Any, ...], operand: int) -> History:
-    """The part of `BUFFERS` that belongs to INPUT, WEIGHT or GRAD_OUTPUT."""
-    amaxes, progress, last, grad_amaxes, grad_progress = buffers
-    if operand == GRAD_OUTPUT:
-        return History(grad_amaxes, grad_progress)
-    return History(amaxes[operand], progress[operand], last[operand])

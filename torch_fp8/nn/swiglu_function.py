@@ -29,7 +29,7 @@ from torch_fp8.ops.swiglu_backward import (
 )
 from torch_fp8.quantization.recipe import CastSpec
 from torch_fp8.quantization.scaling import tensor_amax
-from torch_fp8.tensor.lazy_quantized import Layouts, Production, delayed_layouts
+from torch_fp8.tensor.lazy_quantized import Payloads, Production, delayed_layouts
 
 
 def product(gate: Tensor, up: Tensor, amax: Tensor | None, name: str) -> Production:
@@ -45,7 +45,7 @@ def product(gate: Tensor, up: Tensor, amax: Tensor | None, name: str) -> Product
     def dense() -> Tensor:
         return swiglu(gate, up, None)
 
-    def layouts(spec: CastSpec, scale: Tensor | None, row: bool, col: bool) -> Layouts:
+    def layouts(spec: CastSpec, scale: Tensor | None, row: bool, col: bool) -> Payloads:
         current = spec.granularity == "tensorwise" and scale is None
         if current and amax is None:
             return quantize_layouts(dense(), spec, None, row=row, col=col)
@@ -67,7 +67,7 @@ def product(gate: Tensor, up: Tensor, amax: Tensor | None, name: str) -> Product
     def largest() -> Tensor:
         return tensor_amax(dense()) if amax is None else amax
 
-    def delayed(how: DelayedCast) -> tuple[Layouts, Tensor]:
+    def delayed(how: DelayedCast) -> tuple[Payloads, Tensor]:
         made = swiglu_quantize_delayed(gate, up, None, how, False)
         return delayed_layouts(made, how), made[-1]
 
@@ -92,7 +92,7 @@ class Ahead(NamedTuple):
 
 def cast_and_save(
     gate: Tensor, up: Tensor, ahead: Ahead
-) -> tuple[Layouts, Tensor | None, tuple[Tensor, ...]]:
+) -> tuple[Payloads, Tensor | None, tuple[Tensor, ...]]:
     """The product cast, its amax where that is taken, and gate and up as they are saved: one read.
 
     Args:
@@ -135,8 +135,8 @@ class Gradients:
     def __init__(self, inputs: BackwardInputs, readers: GradientReaders | None) -> None:
         self.inputs, self.readers = inputs, readers
         self._dense: dict[int, Tensor] = {}
-        self._made: dict[tuple[int, CastSpec, bool, bool], Layouts] = {}
-        self._delayed: dict[int, tuple[DelayedCast, Layouts, Tensor]] = {}
+        self._made: dict[tuple[int, CastSpec, bool, bool], Payloads] = {}
+        self._delayed: dict[int, tuple[DelayedCast, Payloads, Tensor]] = {}
         self._amax: Tensor | None = None
 
     def production(self, i: int, name: str) -> Production:
@@ -150,7 +150,7 @@ class Gradients:
             None if self.readers is None else lambda how: self.delayed(i, how),
         )
 
-    def delayed(self, i: int, how: DelayedCast) -> tuple[Layouts, Tensor]:
+    def delayed(self, i: int, how: DelayedCast) -> tuple[Payloads, Tensor]:
         """Gradient `i` and its amax, with the other one's scale from its own history."""
         if i not in self._delayed or not _is_same(self._delayed[i][0], how):
             assert self.readers is not None
@@ -184,7 +184,7 @@ class Gradients:
 
     def layouts(
         self, i: int, spec: CastSpec, scale: Tensor | None, row: bool, col: bool
-    ) -> Layouts:
+    ) -> Payloads:
         """Gradient `i` in FP8."""
         if scale is not None or spec.granularity == "rowwise":  # a scale of each, or no fusion
             return quantize_layouts(self.dense(i), spec, scale, row=row, col=col)
@@ -217,7 +217,7 @@ class JoinedGradient:
             name, (self.inputs.grad,), lambda: self.dense(i), self.layouts, self.amax, self.delayed
         )
 
-    def delayed(self, how: DelayedCast) -> tuple[Layouts, Tensor]:
+    def delayed(self, how: DelayedCast) -> tuple[Payloads, Tensor]:
         made = gate_up_backward_quantize_delayed(self.inputs, self.gate_first, how)
         return delayed_layouts(made, how), made[3]
 
@@ -227,7 +227,7 @@ class JoinedGradient:
     def amax(self) -> Tensor:
         return gate_up_backward_amax(self.inputs)
 
-    def layouts(self, spec: CastSpec, scale: Tensor | None, row: bool, col: bool) -> Layouts:
+    def layouts(self, spec: CastSpec, scale: Tensor | None, row: bool, col: bool) -> Payloads:
         current = spec.granularity == "tensorwise" and scale is None
         made = gate_up_backward_quantize(
             self.inputs,

@@ -92,6 +92,20 @@ class History(NamedTuple):
             self.amaxes, self.progress, spec.format.dtype, algorithm, margin, row, col
         )
 
+    @staticmethod
+    def of_operand(buffers: tuple[Tensor, ...], operand: int) -> "History":
+        """The part of a layer's buffers that belongs to input (0), weight (1) or gradient (2).
+
+        Args:
+            buffers: amaxes (2, H), progress (2, 2) and last scales (2,) of input and weight, amaxes
+                (H,) and progress (2,) of the gradient. These are apart, for torch.compile gives
+                backward the values that a tensor had after its own forward, if both write to it.
+        """
+        amaxes, progress, last, grad_amaxes, grad_progress = buffers
+        if operand == 2:
+            return History(grad_amaxes, grad_progress)
+        return History(amaxes[operand], progress[operand], last[operand])
+
     def is_same(self, other: "History") -> bool:
         """Whether both are one history: views of the same memory."""
         return same_memory(self.amaxes, other.amaxes)

@@ -21,7 +21,6 @@ belong to no other tensor. Inputs that were written to in between are noticed.
 Gradients are such tensors, too: the backward of SwiGLU returns two.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -34,15 +33,12 @@ from torch_fp8.ops.fused_quantize import DelayedCast
 from torch_fp8.ops.quantize import QuantizedTensor, quantize_layouts
 from torch_fp8.ops.quantize_delayed import History
 from torch_fp8.quantization.recipe import CastSpec
+from torch_fp8.tensor.base import Payloads, QuantizableTensor, map_tensors
 
 _aten: Any = torch.ops.aten
-_ALIASES = (_aten.detach.default, _aten.alias.default)
-_VIEWS = (_aten.view.default, _aten._unsafe_view.default)
-
-Layouts = tuple[QuantizedTensor | None, QuantizedTensor | None]
 
 
-def delayed_layouts(made: Sequence[Tensor], how: DelayedCast) -> Layouts:
+def delayed_layouts(made: Sequence[Tensor], how: DelayedCast) -> Payloads:
     """What an operator that casts as told returns, ``(q, scale, qt)`` first, as two payloads."""
     q, scale, qt = made[:3]
     return (
@@ -61,7 +57,7 @@ class _Forms:
 
     def __init__(self) -> None:
         self.dense: Tensor | None = None
-        self.layouts: dict[CastSpec, Layouts] = {}
+        self.layouts: dict[CastSpec, Payloads] = {}
         self.amax: Tensor | None = None
         self.ahead: History | None = None
 
@@ -86,9 +82,9 @@ class Production:
         name: str,
         sources: Sequence[Tensor],
         make_dense: Callable[[], Tensor],
-        make_layouts: Callable[[CastSpec, Tensor | None, bool, bool], Layouts],
+        make_layouts: Callable[[CastSpec, Tensor | None, bool, bool], Payloads],
         make_amax: Callable[[], Tensor],
-        make_delayed: Callable[[DelayedCast], tuple[Layouts, Tensor]] | None = None,
+        make_delayed: Callable[[DelayedCast], tuple[Payloads, Tensor]] | None = None,
         on_read: Callable[[History, FP8Config], None] | None = None,
     ) -> None:
         self.name, self.sources = name, tuple(sources)
@@ -187,7 +183,7 @@ class Production:
     def keep(
         self,
         spec: CastSpec,
-        made: Layouts,
+        made: Payloads,
         amax: Tensor | None = None,
         history: History | None = None,
     ) -> None:
@@ -201,7 +197,7 @@ class Production:
         forms = self.forms
         forms.layouts[spec], forms.amax, forms.ahead = made, amax, history
 
-    def _make(self, spec: CastSpec, scale: Tensor | None, row: bool, col: bool) -> Layouts:
+    def _make(self, spec: CastSpec, scale: Tensor | None, row: bool, col: bool) -> Payloads:
         dense = self.forms.dense
         if dense is not None:
             return quantize_layouts(dense, spec, scale, row=row, col=col)
@@ -224,7 +220,7 @@ class Production:
             )
 
 
-class ProducedActivation(Tensor):
+class ProducedActivation(QuantizableTensor):
     """(..., C), read-only; see the module.
 
     Attributes:
@@ -246,11 +242,36 @@ class ProducedActivation(Tensor):
         self.production = production
         return self
 
-    def layouts(
-        self, spec: CastSpec, scale: Tensor | None, *, row: bool, col: bool
-    ) -> tuple[QuantizedTensor | None, QuantizedTensor | None]:
-        """The FP8 payloads; see `Production.layouts`."""
-        return self.production.layouts(spec, scale, row=row, col=col)
+    def quantize(self, quantizer: Any, *, rowwise: bool, columnwise: bool) -> Payloads:
+        """The payloads, made when they are first asked for; see `Production`."""
+        spec, made = quantizer.spec, self.production
+        if quantizer.history is not None and quantizer.casts_by_history:
+            return made.delayed_layouts(
+                spec, quantizer.history, quantizer.config, row=rowwise, col=columnwise
+            )
+        scale = quantizer.delayed_scale(self)
+        if not (rowwise or columnwise):
+            return None, None
+        return made.layouts(spec, scale, row=rowwise, col=columnwise)
+
+    def amax(self) -> Tensor:
+        return self.production.amax()
+
+    def matrix(self) -> Tensor:
+        return self.production.dense()
+
+    def dequantize(self) -> Tensor:
+        """The plain tensor, which autograd does not record; see `plain`."""
+        with torch._C.DisableTorchFunctionSubclass():
+            shape = self.shape
+        # Not a view, so that autograd takes it for a result of its own.
+        dense: Tensor = _aten._unsafe_view(self.production.dense(), shape)
+        return dense
+
+    def alias(self, shape: Sequence[int]) -> "ProducedActivation":
+        with torch._C.DisableTorchFunctionSubclass():
+            dtype = self.dtype
+        return ProducedActivation(self.production, shape, dtype)
 
     def __repr__(self) -> str:
         return (
@@ -275,26 +296,14 @@ class ProducedActivation(Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         if _writes(func):
-            _map([*args[:1], kwargs.get("input")], _refuse_to_be_written(func))
+            map_tensors([*args[:1], kwargs.get("input")], _refuse_to_be_written(func))
         if "out" in kwargs:
-            _map(kwargs["out"], _refuse_to_be_written(func))
+            map_tensors(kwargs["out"], _refuse_to_be_written(func))
         if kwargs.get("inplace"):  # the result can be read, the activation by no layer any more
             for x in (*args[:1], kwargs.get("input")):
                 if isinstance(x, ProducedActivation):
                     x.production.written_by = func.__name__
-        return func(*_map(args, plain), **_map(kwargs, plain))
-
-    @classmethod
-    def __torch_dispatch__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        # Below autograd: what autograd itself does with activations and their gradients.
-        x = args[0] if args else None
-        if isinstance(x, ProducedActivation):
-            shape = _view_shape(func, x, args)
-            if shape is not None:
-                return ProducedActivation(x.production, shape, x.dtype)
-        return func(*_map(args, _dense), **_map(kwargs or {}, _dense))
+        return func(*map_tensors(args, plain), **map_tensors(kwargs, plain))
 
 
 def plain(x: Any) -> Any:
@@ -302,7 +311,7 @@ def plain(x: Any) -> Any:
     if not isinstance(x, ProducedActivation):
         return x
     if not (x.requires_grad and torch.is_grad_enabled()):
-        return _dense(x)
+        return x.dequantize()
     # Kept, a leaf would hold itself through its gradient's accumulator.
     if x.is_leaf or x.production.foreign_pass is not None:
         fresh: Tensor = _Plain.apply(x)
@@ -315,35 +324,11 @@ def plain(x: Any) -> Any:
 class _Plain(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: ProducedActivation) -> Tensor:
-        return _dense(x)
+        return x.dequantize()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         return grad
-
-
-def _dense(x: Any) -> Any:
-    if not isinstance(x, ProducedActivation):
-        return x
-    with torch._C.DisableTorchFunctionSubclass():
-        shape = x.shape
-    # Not a view, so that autograd takes it for a result of its own.
-    return _aten._unsafe_view(x.production.dense(), shape)
-
-
-def _view_shape(func: Any, x: ProducedActivation, args: tuple[Any, ...]) -> torch.Size | None:
-    """The new shape, where `func` makes a view that keeps the last dimension; else None."""
-    with torch._C.DisableTorchFunctionSubclass():
-        shape, numel = x.shape, x.numel()
-    if func in _ALIASES:
-        return shape
-    if func not in _VIEWS:
-        return None
-    size = list(args[1])
-    if -1 in size and numel:
-        size[size.index(-1)] = numel // -math.prod(size)
-    keeps = bool(size) and size[-1] == shape[-1] and math.prod(size) == numel
-    return torch.Size(size) if keeps else None
 
 
 def _writes(func: Any) -> bool:
@@ -364,14 +349,6 @@ def _modifies(func: str, name: str) -> str:
         f"{func} modifies the output of '{name}' in place, which is kept in FP8; use the operation "
         f"that returns a new tensor, or leave the module as it is with FP8Config(skip=('{name}',))"
     )
-
-
-def _map(value: Any, function: Callable[[Any], Any]) -> Any:
-    if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
-        return type(value)(_map(v, function) for v in value)
-    if type(value) is dict:
-        return {k: _map(v, function) for k, v in value.items()}
-    return function(value)
 
 
 _PROPERTIES: tuple[str, ...] = ("shape", "dtype", "device", "layout", "ndim", "is_leaf", "grad_fn")

@@ -1,7 +1,11 @@
-"""How a linear layer's operands become FP8 payloads: cast now, cast by others, or kept.
+"""`Quantizer`: how a layer casts one of its operands to FP8.
 
-Legend: M tokens, K in, N out. Operands are the input (..., K), the weight (N, K) and the gradient
-of the output (..., N).
+A linear layer has three operands: the input (..., K), the weight (N, K) and the gradient of the
+output (..., N). Each is cast by a quantizer, which knows format and granularity, where the scale
+comes from, and with which ranks it is shared. The word is Transformer Engine's.
+
+Legend: M tokens, K in, N out; rowwise is a matrix (R, C) quantized along C, columnwise its
+transpose (C, R) quantized along R.
 """
 
 from typing import Any, NamedTuple
@@ -9,156 +13,253 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torch_fp8.autograd.checkpoint_pass import stand_in
+from torch_fp8.autograd.checkpoint_pass import saves_nothing, stand_in
 from torch_fp8.config import FP8Config
-from torch_fp8.distributed.fsdp.unsharded_weight import GatheredWeight, gathered_col, gathered_row
-from torch_fp8.distributed.tensor_parallel.all_gather import GatheredActivation
-from torch_fp8.nn.weight_cache import WeightCache
 from torch_fp8.ops.quantize import QuantizedTensor, quantize_layouts
 from torch_fp8.ops.quantize_dbias import quantize_layouts_and_sum
 from torch_fp8.ops.quantize_delayed import History
 from torch_fp8.ops.scaled_mm import cast
 from torch_fp8.quantization.payload_shape import padded_rows, scale_shape
-from torch_fp8.quantization.recipe import CastSpec, Recipe
-from torch_fp8.quantization.scaling import group_amax
-from torch_fp8.tensor.lazy_quantized import ProducedActivation
+from torch_fp8.quantization.recipe import CastSpec
+from torch_fp8.quantization.scaling import delayed_scale, group_amax, scale_from_amax
+from torch_fp8.tensor.base import QuantizableTensor, SavedInput
 
 
-class LinearOptions(NamedTuple):
-    """What the autograd function needs beside tensors."""
+class Quantizer(NamedTuple):
+    """Casts one operand of a layer.
 
-    name: str
-    recipe: Recipe
-    config: FP8Config
-    dtype: torch.dtype
-    """Of the input."""
-    out_dtype: torch.dtype
-    emulate: bool
-    save_for_backward: bool
-    weight_cache: WeightCache | None
-    group: Any
-    transposed: bool = False
-    """Whether the weight is stored as (K, N)."""
-
-
-def casts_by_history(x: Tensor, group: Any) -> bool:
-    """Whether the cast of x can find a delayed scale itself, in the read that it takes anyway.
-
-    Not where others have parts of x, or have cast it.
+    Attributes:
+        spec: format and granularity.
+        config: the algorithm and margin of delayed scaling.
+        group: ranks with other parts of the operand, which shall have the same scale; or None.
+        history: of amaxes, for delayed scaling.
+        updates: whether a cast records the amax in the history, as it does in training.
+        repeats: whether this cast was made before, in the first pass of a checkpoint: it takes the
+            scale of then.
     """
-    others = (GatheredActivation, GatheredWeight)
-    return group is None and not isinstance(x, others)
+
+    spec: CastSpec
+    config: FP8Config
+    group: Any = None
+    history: History | None = None
+    updates: bool = True
+    repeats: bool = False
+
+    def __call__(
+        self,
+        x: Tensor,
+        *,
+        rowwise: bool,
+        columnwise: bool,
+        sum_dtype: torch.dtype | None = None,
+    ) -> tuple[QuantizedTensor | None, QuantizedTensor | None, Tensor | None]:
+        """Cast x (..., C), as a matrix, in one read.
+
+        Args:
+            x: float32, bfloat16 or float16; or a `QuantizableTensor`.
+            rowwise, columnwise: the payloads to make.
+            sum_dtype: dtype of the sums (C,) over all rows, added up in float32; None: not wanted.
+        Returns:
+            ``(rowwise, columnwise, sums)``, None for what was not asked for.
+        """
+        if isinstance(x, QuantizableTensor):
+            sums = None
+            if sum_dtype is not None:
+                sums = cast(x.matrix().sum(0, dtype=torch.float32), sum_dtype)
+            row, col = type(x).quantize(x, self, rowwise=rowwise, columnwise=columnwise)
+            return row, col, sums
+        x = x.reshape(-1, x.shape[-1])
+        if self.history is not None and self.casts_by_history:
+            return self.history.cast(
+                x, self.spec, self.config, row=rowwise, col=columnwise, sum_dtype=sum_dtype
+            )
+        scale = self.delayed_scale(x)
+        if not (rowwise or columnwise):
+            sums = None if sum_dtype is None else cast(x.sum(0, dtype=torch.float32), sum_dtype)
+            return None, None, sums
+        if sum_dtype is not None:
+            return quantize_layouts_and_sum(
+                x, self.spec, scale, row=rowwise, col=columnwise, sum_dtype=sum_dtype
+            )
+        return *quantize_layouts(x, self.spec, scale, row=rowwise, col=columnwise), None
+
+    @property
+    def casts_by_history(self) -> bool:
+        """Whether the cast itself finds the delayed scale, in the read that it takes anyway."""
+        return self.group is None and self.updates and not self.repeats
+
+    def delayed_scale(self, x: Tensor) -> Tensor | None:
+        """The () scale of x by the history, which records its amax; None without a history."""
+        if self.history is None:
+            return None
+        if self.repeats:
+            assert self.history.last is not None
+            return self.history.last.clone()
+        amax = amax_of(x, self.group)
+        if self.updates:
+            return self.history.advance(amax, self.spec, self.config)
+        algorithm, margin = self.config.amax_compute_algo, self.config.margin
+        return delayed_scale(self.history.amaxes, amax, self.spec.format, algorithm, margin)
+
+    @torch.no_grad()
+    def shared_scale(self, x: Tensor) -> Tensor | None:
+        """The () scale that all ranks of the group cast their parts with.
+
+        Args:
+            x: this rank's part.
+        Returns:
+            None where the granularity has a scale for each row or block.
+        """
+        if self.spec.granularity != "tensorwise":
+            return None
+        if self.history is not None:
+            return self.delayed_scale(x)
+        return scale_from_amax(amax_of(x, self.group), self.spec.format, self.spec.power_of_two)
 
 
-def cast_operand(
-    x: Tensor,
-    spec: CastSpec,
-    scale: Tensor | History | None,
-    options: LinearOptions,
-    *,
-    row: bool,
-    col: bool,
-    sum_dtype: torch.dtype | None = None,
-) -> tuple[QuantizedTensor | None, QuantizedTensor | None, Tensor | None]:
-    """x (..., C), as a matrix, and its transpose, as `quantize_layouts`; its sums over all rows.
+class WeightQuantizer(NamedTuple):
+    """Casts a layer's weight, (N, K), or (K, N) where it is stored transposed.
 
-    What was gathered in FP8 is cast already; a produced activation is cast by its producer.
+    Attributes:
+        quantizer: how.
+        cache: what is kept of the weight from one step to the next
+            (`torch_fp8.nn.weight_cache.WeightCache`); or None.
+        transposed: whether the weight is stored as (K, N): the payloads change places.
+    """
+
+    quantizer: Quantizer
+    cache: Any = None
+    transposed: bool = False
+
+    def for_fprop(self, weight: Tensor) -> QuantizedTensor:
+        """The weight (N, K), quantized along K: gathered so, kept so, or cast now."""
+        flip = self.transposed
+        if self.cache is not None and not isinstance(weight, QuantizableTensor):
+            kept: QuantizedTensor = self.cache.row(weight, self.quantizer.spec)
+            return kept
+        row, col, _ = self.quantizer(weight, rowwise=not flip, columnwise=flip)
+        made = col if flip else row
+        assert made is not None
+        return made
+
+    def for_dgrad(
+        self, weight: Tensor, scale: Tensor | None, grad_output: Tensor
+    ) -> QuantizedTensor:
+        """The transposed weight (K, N), quantized along N, in the layer's backward.
+
+        Args:
+            weight: as forward had it.
+            scale: () of the payload of `for_fprop`, where one scale serves both.
+            grad_output: what backward begins with: a compiled graph then makes the transpose there.
+        """
+        flip = self.transposed
+        if isinstance(weight, QuantizableTensor):
+            row, col = type(weight).quantize_in_backward(
+                weight, self.quantizer, grad_output, rowwise=flip, columnwise=not flip
+            )
+        else:
+            kept = None if self.cache is None else self.cache.col(weight)
+            if kept is not None:
+                return kept
+            row, col = quantize_layouts(weight, self.quantizer.spec, scale, row=flip, col=not flip)
+        made = row if flip else col
+        assert made is not None
+        return made
+
+
+class Quantizers(NamedTuple):
+    """Those of a layer's three operands.
+
+    Attributes:
+        input, grad_output: of the activations.
+        weight: of the weight.
+    """
+
+    input: Quantizer
+    weight: WeightQuantizer
+    grad_output: Quantizer
+
+    def with_buffers(self, buffers: tuple[Tensor, ...]) -> "Quantizers":
+        """The same with the histories in these buffers, if any; see `History.of_operand`."""
+        if not buffers:
+            return self
+        of_input, of_weight, of_grad = (History.of_operand(buffers, i) for i in range(3))
+        weight = self.weight
+        return Quantizers(
+            self.input._replace(history=of_input),
+            weight._replace(quantizer=weight.quantizer._replace(history=of_weight)),
+            self.grad_output._replace(history=of_grad),
+        )
+
+
+class InputPayloads(NamedTuple):
+    """A layer's input as fprop takes it, and what is saved of it for wgrad.
+
+    Attributes:
+        rowwise: (M, K), quantized along K.
+        qdata, scale: to be saved, or None.
+        source: who makes the payload for wgrad of what was saved; None: it is the payload.
+    """
+
+    rowwise: QuantizedTensor
+    qdata: Tensor | None
+    scale: Tensor | None
+    source: SavedInput | None
+
+
+def quantize_input(
+    quantizer: Quantizer, x: Tensor, *, wgrad: bool, fp8_wgrad: bool, dtype: torch.dtype
+) -> InputPayloads:
+    """Cast the input of a layer for fprop, and for the wgrad that may follow.
 
     Args:
-        x: INPUT, WEIGHT or GRAD_OUTPUT.
-        spec, row, col: as `quantize_layouts`.
-        scale: as there, or the history that the scale comes from.
-        sum_dtype: of the sums (C,), added up in float32; None: not wanted.
+        x: (..., K).
+        wgrad: whether backward takes the gradient of the weight.
+        fp8_wgrad: whether it does so in FP8.
+        dtype: in which x is saved where it does not.
     """
-    by_others = isinstance(x, (GatheredActivation, ProducedActivation))
-    if isinstance(scale, History) and not by_others:
-        return scale.cast(as_matrix(x), spec, options.config, row=row, col=col, sum_dtype=sum_dtype)
-    if isinstance(x, GatheredActivation):
-        scale = None  # it brings its own
-    if sum_dtype is not None and (row or col) and not by_others:
-        assert not isinstance(scale, History)
-        return quantize_layouts_and_sum(
-            as_matrix(x), spec, scale, row=row, col=col, sum_dtype=sum_dtype
-        )
-    sums = None
-    if sum_dtype is not None:
-        sums = cast(as_matrix(x).sum(0, dtype=torch.float32), sum_dtype)
-    if isinstance(scale, History):
-        assert isinstance(x, ProducedActivation)
-        made = x.production.delayed_layouts(spec, scale, options.config, row=row, col=col)
-        return *made, sums
-    if not row and not col:
-        return None, None, sums
-    if isinstance(x, GatheredActivation):
-        return x.row() if row else None, x.col() if col else None, sums
-    if isinstance(x, ProducedActivation):
-        return *x.layouts(spec, scale, row=row, col=col), sums
-    return *quantize_layouts(as_matrix(x), spec, scale, row=row, col=col), sums
+    saved = None
+    if fp8_wgrad and isinstance(x, QuantizableTensor):
+        saved = type(x).saved_for_backward(x)
+    dropped = wgrad and saved is None and saves_nothing()
+    columnwise = fp8_wgrad and saved is None and not dropped
+    row, col, _ = quantizer(x, rowwise=True, columnwise=columnwise)
+    assert row is not None
+    if saved is not None:
+        return InputPayloads(row, *saved)
+    if dropped:
+        return InputPayloads(row, *_stand_ins(row, fp8_wgrad, dtype), None)
+    if col is not None:
+        return InputPayloads(row, col.qdata, col.scale, None)
+    return InputPayloads(row, matrix(x).to(dtype) if wgrad else None, None, None)
 
 
-def input_stand_ins(
-    x: Tensor, row: QuantizedTensor, fp8: bool, out_dtype: torch.dtype
-) -> tuple[Tensor, Tensor | None]:
-    """For what forward saves of x (..., K): its transposed payload and scale, or x itself."""
+def _stand_ins(row: QuantizedTensor, fp8: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    """Stand-ins for what is saved of an input: its transposed payload and scale, or itself."""
     tokens, features = row.qdata.shape
     if not fp8:
-        return stand_in((tokens, features), out_dtype, row.qdata), None
+        return stand_in((tokens, features), dtype, row.qdata), None
     tokens = padded_rows(tokens, row.granularity)
+    qdata = stand_in((features, tokens), row.qdata.dtype, row.qdata)
     if row.granularity == "tensorwise":
-        return stand_in((features, tokens), row.qdata.dtype, row.qdata), row.scale
+        return qdata, row.scale
     shape = scale_shape(features, tokens, row.granularity)
-    scale = stand_in(shape, torch.float32, row.qdata)
-    return stand_in((features, tokens), row.qdata.dtype, row.qdata), scale
+    return qdata, stand_in(shape, torch.float32, row.qdata)
 
 
-def as_matrix(x: Tensor) -> Tensor:
-    """x (..., C) as (R, C)."""
-    if isinstance(x, ProducedActivation):
-        return x.production.dense()
+def matrix(x: Tensor) -> Tensor:
+    """x (..., C) as a plain tensor (R, C)."""
+    if isinstance(x, QuantizableTensor):
+        return x.matrix()
     return x.reshape(-1, x.shape[-1])
 
 
 def amax_of(x: Tensor, group: Any) -> Tensor:
-    """`group_amax`; a produced activation has its own, which nothing is launched for again."""
-    if not isinstance(x, ProducedActivation):
+    """`group_amax`; a `QuantizableTensor` knows its own, for which nothing is launched again."""
+    if not isinstance(x, QuantizableTensor):
         return group_amax(x, group)
-    amax = x.production.amax()
+    amax = x.amax()
     return amax if group is None else group_amax(amax, group)
-
-
-def weight_row(
-    weight: Tensor, scale: Tensor | None, history: History | None, options: LinearOptions
-) -> QuantizedTensor:
-    """The weight (N, K), quantized along K: gathered so, kept so, or cast now.
-
-    Stored as (K, N) it is the transposed layout that has this shape.
-    """
-    spec, flip = options.recipe.weight, options.transposed
-    if isinstance(weight, GatheredWeight):
-        return gathered_col(weight, spec) if flip else gathered_row(weight, spec)
-    if options.weight_cache is not None:
-        return options.weight_cache.row(weight, spec)
-    how = history if scale is None else scale
-    row, col, _ = cast_operand(weight, spec, how, options, row=not flip, col=flip)
-    made = col if flip else row
-    assert made is not None
-    return made
-
-
-def weight_col(
-    weight: Tensor, scale: Tensor | None, options: LinearOptions, grad_output: Tensor
-) -> QuantizedTensor:
-    """The transposed weight (K, N), quantized along N, likewise; for the layer's backward."""
-    spec, flip = options.recipe.weight, options.transposed
-    if isinstance(weight, GatheredWeight):
-        return gathered_row(weight, spec) if flip else gathered_col(weight, spec, grad_output)
-    kept = None if options.weight_cache is None else options.weight_cache.col(weight)
-    if kept is not None:
-        return kept
-    row, col = quantize_layouts(weight, spec, scale, row=flip, col=not flip)
-    made = row if flip else col
-    assert made is not None
-    return made
 
 
 def output_dtype(input: Tensor) -> torch.dtype:
@@ -167,7 +268,7 @@ def output_dtype(input: Tensor) -> torch.dtype:
 
 
 def autocast_dtype(device_type: str) -> torch.dtype | None:
-    """None where autocast is off, as it is on the meta device."""
+    """The dtype of autocast; None where it is off, as it is on the meta device."""
     if device_type != "meta" and torch.is_autocast_enabled(device_type):
         return torch.get_autocast_dtype(device_type)
     return None

@@ -29,7 +29,8 @@ from torch_fp8 import (
 from torch_fp8.autograd.checkpoint_pass import Unavailable
 from torch_fp8.autograd.recompute_trace import ATTENTION, CASTS, is_random
 from torch_fp8.distributed.fsdp.connect import connect_fsdp
-from torch_fp8.nn.linear import INPUT, Float8Linear
+from torch_fp8.nn.linear import Float8Linear
+from torch_fp8.nn.scaling_buffers import INPUT
 from torch_fp8.nn.weight_cache import WeightCache, watch
 from torch_fp8.ops.quantize_delayed import History
 from torch_fp8.quantization.recipe import RECIPES

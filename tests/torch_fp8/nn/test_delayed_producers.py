@@ -20,8 +20,8 @@ from torch_fp8 import FP8Config, convert_to_float8
 from torch_fp8 import selective_checkpoint_contexts as selective
 from torch_fp8.kernels.arguments import BackwardInputs
 from torch_fp8.nn.gated_mlp import Float8GatedMLP
-from torch_fp8.nn.linear import INPUT
 from torch_fp8.nn.rms_norm import Float8RMSNorm
+from torch_fp8.nn.scaling_buffers import INPUT
 from torch_fp8.ops import gate_up, rms_norm, swiglu, swiglu_backward
 from torch_fp8.ops.quantize_delayed import History
 from torch_fp8.quantization.formats import E4M3
@@ -171,7 +171,7 @@ def test_what_was_cast_ahead_yields_to_a_scale_that_a_reader_brings():
 
     def read(activation):
         assert isinstance(activation, ProducedActivation)
-        made.append(activation.layouts(SPEC, scale, row=True, col=True))
+        made.append(activation.production.layouts(SPEC, scale, row=True, col=True))
 
     model(gaussian(8, SIZE))
     model.mlp.down_proj.register_forward_pre_hook(lambda m, args: read(args[0]))
@@ -211,7 +211,7 @@ def test_a_norm_learns_who_reads_it():
     with Calls() as calls:
         model(gaussian(8, SIZE))
     assert calls.names.count("rms_norm_statistics") == 2
-    assert norm.fp8_reader.history.is_same(model.readers.a._history(INPUT))
+    assert norm.fp8_reader.history.is_same(model.readers.a.quantizer(INPUT).history)
     with Calls() as calls:
         model(gaussian(8, SIZE))
     assert "rms_norm_statistics" not in calls.names
@@ -222,8 +222,8 @@ def test_copies_have_readers_of_their_own():
     model(gaussian(8, SIZE))
     copied = copy.deepcopy(model)
     history = copied.readers.norm.fp8_reader.history
-    assert history.is_same(copied.readers.a._history(INPUT))
-    assert not history.is_same(model.readers.a._history(INPUT))
+    assert history.is_same(copied.readers.a.quantizer(INPUT).history)
+    assert not history.is_same(model.readers.a.quantizer(INPUT).history)
     file = io.BytesIO()
     torch.save(model, file)
     file.seek(0)

@@ -8,7 +8,7 @@ from torch import nn
 
 from tests.torch_fp8.conversion.test_fused_layers import Norm
 from torch_fp8 import FP8Config, convert_to_float8, revert
-from torch_fp8.nn.linear import INPUT
+from torch_fp8.nn.scaling_buffers import INPUT
 from torch_fp8.ops.quantize import quantize_layouts
 from torch_fp8.tensor.lazy_quantized import ProducedActivation
 
@@ -92,7 +92,7 @@ def test_a_reader_with_one_scale_behind_a_norm_that_casts_in_blocks():
     assert isinstance(y, ProducedActivation)
     spec = _stack(nn.Linear(64, 64))[0].operand_spec(INPUT)
     assert spec.granularity == "tensorwise"
-    row, col = y.layouts(spec, None, row=True, col=True)
+    row, col = y.production.layouts(spec, None, row=True, col=True)
     dense = y.production.make_dense()
     want_row, want_col = quantize_layouts(dense, spec, None, row=True, col=True)
     assert y.production.amax() == dense.abs().max()

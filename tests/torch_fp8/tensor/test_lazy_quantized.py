@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from tests.torch_fp8.conversion.test_fused_layers import MLP, Norm
 from torch_fp8 import FP8Config, convert_to_float8, selective_checkpoint_contexts
 from torch_fp8.nn.layer_norm import shared
-from torch_fp8.nn.linear import INPUT
+from torch_fp8.nn.scaling_buffers import INPUT
 from torch_fp8.tensor.lazy_quantized import ProducedActivation
 
 
@@ -31,9 +31,9 @@ def _x(*shape):
 def test_who_asks_first_decides_the_scale_of_both_layouts():
     spec = _norm_and_layer()[1].operand_spec(INPUT)
     y = shared(_x(16, 64), "mlp")
-    row, none = y.layouts(spec, torch.tensor(0.5), row=True, col=False)
+    row, none = y.production.layouts(spec, torch.tensor(0.5), row=True, col=False)
     assert none is None
-    again, col = y.layouts(spec, torch.tensor(0.125), row=True, col=True)
+    again, col = y.production.layouts(spec, torch.tensor(0.125), row=True, col=True)
     assert again is row
     assert row.scale == col.scale == 0.5
     assert torch.equal(col.qdata.view(torch.uint8), row.qdata.view(torch.uint8).t())

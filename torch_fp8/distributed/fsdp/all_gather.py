@@ -22,7 +22,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from torch_fp8.distributed.fsdp.unsharded_weight import GatheredWeight, Payload, exponent_bytes
-from torch_fp8.nn.linear import WEIGHT, Float8Layer
+from torch_fp8.nn.linear import Float8Layer
+from torch_fp8.nn.scaling_buffers import WEIGHT
 from torch_fp8.ops.quantize import QuantizedTensor, cast_saturating, quantize
 from torch_fp8.quantization.payload_shape import BLOCK_SHAPE
 from torch_fp8.quantization.scaling import delayed_scale, scale_from_amax, tensor_amax

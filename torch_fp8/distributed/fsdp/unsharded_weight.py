@@ -18,11 +18,9 @@ from torch_fp8.ops.quantize import QuantizedTensor, dequantize, quantize_layouts
 from torch_fp8.ops.registry import define, operators
 from torch_fp8.quantization.payload_shape import SQUARE
 from torch_fp8.quantization.recipe import CastSpec
+from torch_fp8.tensor.base import Payloads, QuantizableTensor
 
 _EXPONENT_SHIFT = 23
-_aten: Any = torch.ops.aten
-_ALIASES = (_aten.detach.default, _aten.alias.default)
-_VIEWS = (_aten.view.default, _aten._unsafe_view.default, _aten.as_strided.default)
 
 
 @dataclass
@@ -43,7 +41,7 @@ class Payload:
     amax: Tensor | None = None
 
 
-class GatheredWeight(Tensor):
+class GatheredWeight(QuantizableTensor):
     """A weight (N, K), read-only, in FP8; reads as a tensor of another dtype.
 
     Attributes:
@@ -51,6 +49,7 @@ class GatheredWeight(Tensor):
     """
 
     payload: Payload
+    views = (*QuantizableTensor.views, torch.ops.aten.as_strided.default)
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
@@ -61,6 +60,20 @@ class GatheredWeight(Tensor):
         )
         self.payload = payload
         return self
+
+    def quantize(self, quantizer: Any, *, rowwise: bool, columnwise: bool) -> Payloads:
+        """The payloads as they were gathered; the amax that came along is recorded."""
+        if quantizer.history is not None and quantizer.updates and not quantizer.repeats:
+            quantizer.history.advance(self.weight_amax, quantizer.spec, quantizer.config)
+        row = gathered_row(self, quantizer.spec) if rowwise else None
+        return row, gathered_col(self, quantizer.spec) if columnwise else None
+
+    def quantize_in_backward(
+        self, quantizer: Any, grad_output: Tensor, *, rowwise: bool, columnwise: bool
+    ) -> Payloads:
+        """As `quantize`, without a record."""
+        row = gathered_row(self, quantizer.spec) if rowwise else None
+        return row, gathered_col(self, quantizer.spec, grad_output) if columnwise else None
 
     def row(self) -> QuantizedTensor:
         """The weight, quantized along K."""
@@ -74,6 +87,10 @@ class GatheredWeight(Tensor):
         """A plain tensor of this shape and dtype."""
         return dequantize(self.row(), self.dtype)
 
+    def alias(self, shape: Any) -> "GatheredWeight":
+        assert tuple(shape) == tuple(self.shape)
+        return GatheredWeight(self.payload, self.dtype)
+
     def check_gathered(self) -> None:
         """Raises RuntimeError where FSDP has freed it."""
         if self.numel() and not self.qdata.untyped_storage().size():
@@ -83,7 +100,7 @@ class GatheredWeight(Tensor):
             )
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        names = ["qdata", "scale", *(["amax"] if self.payload.amax is not None else [])]
+        names = ["qdata", "scale", *(["weight_amax"] if self.payload.amax is not None else [])]
         return names, (self.payload.spec, self.dtype)
 
     @staticmethod
@@ -91,7 +108,7 @@ class GatheredWeight(Tensor):
         inner: dict[str, Tensor], context: Any, outer_size: Any, outer_stride: Any
     ) -> "GatheredWeight":
         spec, dtype = context
-        payload = Payload(inner["qdata"], inner["scale"], spec, inner.get("amax"))
+        payload = Payload(inner["qdata"], inner["scale"], spec, inner.get("weight_amax"))
         return GatheredWeight(payload, dtype)
 
     @property
@@ -103,7 +120,7 @@ class GatheredWeight(Tensor):
         return self.payload.scale
 
     @property
-    def amax(self) -> Any:
+    def weight_amax(self) -> Any:
         return self.payload.amax
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
@@ -117,13 +134,7 @@ class GatheredWeight(Tensor):
         return f"GatheredWeight(shape={tuple(self.shape)}, dtype={self.dtype}, {self.payload.spec})"
 
     @classmethod
-    def __torch_dispatch__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        weight = args[0] if args else None
-        if isinstance(weight, GatheredWeight) and _is_alias(func, weight, args):
-            return GatheredWeight(weight.payload, weight.dtype)
+    def refuse_write(cls, func: Any, args: Any, kwargs: Any) -> None:
         for i, argument in enumerate(func._schema.arguments):
             value = args[i] if i < len(args) else kwargs.get(argument.name)
             if argument.is_write and _contains_weight(value):
@@ -131,7 +142,6 @@ class GatheredWeight(Tensor):
                     f"{func._schema.name} writes an unsharded FP8 weight, which is a copy; write "
                     "the sharded parameter, outside of forward, backward and unshard()"
                 )
-        return func(*_plain(args), **{name: _plain(value) for name, value in kwargs.items()})
 
 
 # Functions, for torch.compile takes a method of a tensor for an operator.
@@ -213,24 +223,10 @@ def powers_of_two(scale: Tensor) -> Tensor:
     return (scale.to(torch.int32) << _EXPONENT_SHIFT).view(torch.float32)
 
 
-def _is_alias(func: Any, weight: GatheredWeight, args: tuple[Any, ...]) -> bool:
-    if func in _ALIASES:
-        return True
-    return func in _VIEWS and tuple(args[1]) == tuple(weight.shape)
-
-
 def _contains_weight(value: Any) -> bool:
     if isinstance(value, (list, tuple)):
         return any(_contains_weight(v) for v in value)
     return isinstance(value, GatheredWeight)
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, GatheredWeight):
-        return value.dequantize()
-    if isinstance(value, (list, tuple)):
-        return type(value)(_plain(v) for v in value)
-    return value
 
 
 define(

@@ -22,6 +22,7 @@ from torch_fp8.distributed.fsdp.unsharded_weight import transposed_or_recast
 from torch_fp8.ops.quantize import QuantizedTensor, dequantize, quantize
 from torch_fp8.quantization.payload_shape import BLOCK_SHAPE
 from torch_fp8.quantization.recipe import CastSpec
+from torch_fp8.tensor.base import Payloads, QuantizableTensor, SavedInput
 
 
 class Shards(NamedTuple):
@@ -131,12 +132,7 @@ def _padded(part: Tensor, shards: Shards) -> Tensor:
     return torch.cat([part, part.new_zeros(shape)], dim=shards.dim)
 
 
-_aten: Any = torch.ops.aten
-_ALIASES = (_aten.detach.default, _aten.alias.default)
-_VIEWS = (_aten.view.default, _aten._unsafe_view.default)
-
-
-class GatheredInput:
+class GatheredInput(SavedInput):
     """How backward comes by a gathered input again: it was kept, or it is gathered a second time.
 
     One object serves all layers that share the input, so that it is gathered once for all of them.
@@ -151,21 +147,17 @@ class GatheredInput:
         self.users = 0
         self._gather: Gather | None = None
 
-    def start(self, kept: Tensor, scale: Tensor | None) -> None:
+    def start(self, qdata: Tensor, scale: Tensor | None) -> None:
         """Issue the second gather, if there has to be one and none is under way."""
         if self.shards is not None and self._gather is None:
-            self._gather = Gather(kept, self.shards, self.spec, scale)
+            self._gather = Gather(qdata, self.shards, self.spec, scale)
 
-    def col(self, kept: Tensor, scale: Tensor | None) -> QuantizedTensor:
-        """The input transposed, (C, M), after `start`.
-
-        Args:
-            kept, scale: what `GatheredActivation.keep` returned.
-        """
+    def columnwise(self, qdata: Tensor, scale: Tensor | None) -> QuantizedTensor:
+        """The input transposed, (C, M), quantized along M, after `start`."""
         if self.shards is None:
             assert scale is not None
             return transposed_or_recast(
-                QuantizedTensor(kept, scale, self.spec.granularity), self.spec
+                QuantizedTensor(qdata, scale, self.spec.granularity), self.spec
             )
         assert self._gather is not None
         row = self._gather.result()
@@ -175,7 +167,7 @@ class GatheredInput:
         return transposed_or_recast(row, self.spec)
 
 
-class GatheredActivation(Tensor):
+class GatheredActivation(QuantizableTensor):
     """(..., C), read-only, in FP8; reads as a tensor of another dtype.
 
     Attributes:
@@ -211,13 +203,20 @@ class GatheredActivation(Tensor):
         """
         return transposed_or_recast(self.row(), self.gather.spec)
 
-    def keep(self) -> tuple[Tensor, Tensor | None]:
-        """What to save for a wgrad in backward: bytes or payload, and the scale if it has one."""
+    def quantize(self, quantizer: Any, *, rowwise: bool, columnwise: bool) -> Payloads:
+        """The payloads as they were gathered, whatever scale the layer would take."""
+        return self.row() if rowwise else None, self.col() if columnwise else None
+
+    def saved_for_backward(self) -> tuple[Tensor, Tensor | None, SavedInput]:
+        """The rank's own bytes or the whole payload, and the scale if it has one."""
         self.source.users += 1
         if self.source.shards is not None:
-            return self.gather.message, self.gather.scale
+            return self.gather.message, self.gather.scale, self.source
         row = self.row()
-        return row.qdata, row.scale
+        return row.qdata, row.scale, self.source
+
+    def alias(self, shape: Any) -> "GatheredActivation":
+        return GatheredActivation(self.gather, self.source, torch.Size(shape), self.dtype)
 
     def dequantize(self) -> Tensor:
         """A plain tensor of this shape and dtype."""
@@ -233,18 +232,6 @@ class GatheredActivation(Tensor):
     def __repr__(self) -> str:
         shape = tuple(self.shape)
         return f"GatheredActivation(shape={shape}, dtype={self.dtype}, {self.gather.spec})"
-
-    @classmethod
-    def __torch_dispatch__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        x = args[0] if args else None
-        if isinstance(x, GatheredActivation):
-            shape = _view_shape(func, x, args)
-            if shape is not None:
-                return GatheredActivation(x.gather, x.source, shape, x.dtype)
-        plain = {name: _plain(value) for name, value in (kwargs or {}).items()}
-        return func(*_plain(args), **plain)
 
 
 def gather_activation(
@@ -266,24 +253,3 @@ def gather_activation(
     message = pack_shard(shard, shards, spec, scale)
     source = GatheredInput(spec, shards if gather_again else None)
     return GatheredActivation(Gather(message, shards, spec, scale), source, shards.shape, dtype)
-
-
-def _view_shape(func: Any, x: Tensor, args: tuple[Any, ...]) -> torch.Size | None:
-    """The new shape, where `func` makes a view that keeps the last dimension; else None."""
-    if func in _ALIASES:
-        return x.shape
-    if func not in _VIEWS:
-        return None
-    size = list(args[1])
-    if -1 in size and x.numel():
-        size[size.index(-1)] = x.numel() // -math.prod(size)
-    keeps = bool(size) and size[-1] == x.shape[-1] and math.prod(size) == x.numel()
-    return torch.Size(size) if keeps else None
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, GatheredActivation):
-        return value.dequantize()
-    if isinstance(value, (list, tuple)):
-        return type(value)(_plain(v) for v in value)
-    return value

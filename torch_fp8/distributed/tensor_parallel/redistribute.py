@@ -16,7 +16,8 @@ from torch_fp8.distributed.tensor_parallel.all_gather import (
     Shards,
     gather_activation,
 )
-from torch_fp8.nn.linear import GRAD_OUTPUT, INPUT, Float8Linear
+from torch_fp8.nn.linear import Float8Linear
+from torch_fp8.nn.scaling_buffers import GRAD_OUTPUT, INPUT
 from torch_fp8.quantization.recipe import Recipe
 from torch_fp8.tensor.dtensor import waited
 from torch_fp8.tensor.quantizer import output_dtype
@@ -108,11 +109,12 @@ class _Gather(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         shard = waited(x._local_tensor)
         shards = Shards(x.shape, x.placements[0].dim, x.device_mesh.get_group())
+        quantizer = linear.quantizer(INPUT, shards.group)
         gathered = gather_activation(
             shard,
             shards,
-            linear.operand_spec(INPUT),
-            linear.operand_scale(INPUT, shard, shards.group),
+            quantizer.spec,
+            quantizer.shared_scale(shard),
             output_dtype(shard),
             gather_again=gather_again,
         )
@@ -144,11 +146,12 @@ class _Scatter(torch.autograd.Function):
             return grad.redistribute(placements=[Replicate()]), None, None
         shard = waited(grad._local_tensor)
         shards = Shards(grad.shape, placement.dim, grad.device_mesh.get_group())
+        quantizer = linear.quantizer(GRAD_OUTPUT, shards.group)
         gathered = gather_activation(
             shard,
             shards,
-            linear.operand_spec(GRAD_OUTPUT),
-            linear.operand_scale(GRAD_OUTPUT, shard, shards.group),
+            quantizer.spec,
+            quantizer.shared_scale(shard),
             grad.dtype,
         )
         whole = DTensor.from_local(gathered, grad.device_mesh, [Replicate()], run_check=False)

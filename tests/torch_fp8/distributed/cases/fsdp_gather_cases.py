@@ -30,7 +30,7 @@ from torch.distributed.tensor import Shard
 from torch_fp8 import FP8Config, convert_to_float8
 from torch_fp8.distributed.fsdp.connect import connect_fsdp
 from torch_fp8.distributed.fsdp.unsharded_weight import GatheredWeight
-from torch_fp8.nn.linear import WEIGHT
+from torch_fp8.nn.scaling_buffers import WEIGHT
 from torch_fp8.ops.quantize import quantize
 
 

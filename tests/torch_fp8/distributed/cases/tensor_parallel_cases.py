@@ -594,14 +594,15 @@ def case_delayed_histories():
 def case_issued_before_it_is_needed():
     """A gather is under way while the weight is cast: order of events in forward and backward."""
     from torch_fp8.distributed.tensor_parallel import all_gather
-    from torch_fp8.nn import linear
+    from torch_fp8.nn import linear_function
+    from torch_fp8.tensor.quantizer import WeightQuantizer
 
     events = []
     watched = [
         (all_gather, "all_gather", "issue"),
-        (linear, "weight_row", "cast"),
-        (linear, "weight_col", "cast"),
-        (linear, "scaled_matmul", "gemm"),
+        (WeightQuantizer, "for_fprop", "cast"),
+        (WeightQuantizer, "for_dgrad", "cast"),
+        (linear_function, "scaled_matmul", "gemm"),
     ]
     originals = [(module, name, getattr(module, name)) for module, name, _ in watched]
     result = all_gather.Gather.result

@@ -1,0 +1,163 @@
+"""The three GEMMs of a linear layer on FP8 payloads, as a function that autograd can differentiate.
+
+``y = x w^T + b``, and in backward ``dx = g w`` and ``dw = g^T x``. How an operand becomes a payload
+is its quantizer's business (`torch_fp8.tensor.quantizer`).
+
+Legend: M tokens, K in, N out.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from torch_fp8.autograd.function import once_differentiable, reshaped
+from torch_fp8.ops.quantize import QuantizedTensor
+from torch_fp8.ops.scaled_mm import cast, scaled_matmul
+from torch_fp8.quantization.recipe import Recipe
+from torch_fp8.tensor.quantizer import InputPayloads, Quantizers, matrix, quantize_input
+
+
+class LinearOptions(NamedTuple):
+    """What the function needs beside tensors.
+
+    Attributes:
+        name: qualified, of the module, for errors.
+        recipe: of the GEMMs.
+        quantizers: of the operands.
+        dtype, out_dtype: of the input, and of the output.
+        emulate: whether the GEMMs run through the reference path.
+    """
+
+    name: str
+    recipe: Recipe
+    quantizers: Quantizers
+    dtype: torch.dtype
+    out_dtype: torch.dtype
+    emulate: bool
+
+
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    options: LinearOptions,
+    *buffers: Tensor,
+) -> Tensor:
+    """y (..., N).
+
+    Args:
+        x: (..., K) float32, bfloat16 or float16.
+        weight: (N, K), or (K, N) where its quantizer says so.
+        bias: (N,) or None.
+        buffers: of the quantizers; torch.compile wants tensors as arguments of their own.
+    """
+    # Generation launches little and waits for the host: it does without autograd's bookkeeping.
+    if not torch.is_grad_enabled():
+        quantizers = options.quantizers.with_buffers(buffers)
+        return _fprop(x, weight, bias, options, quantizers, wgrad=False, fp8_wgrad=False)[0]
+    y: Tensor = LinearFunction.apply(x, weight, bias, options, *buffers)
+    return y
+
+
+def _fprop(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    options: LinearOptions,
+    quantizers: Quantizers,
+    *,
+    wgrad: bool,
+    fp8_wgrad: bool,
+) -> tuple[Tensor, QuantizedTensor, InputPayloads]:
+    """y, the weight's payload, and those of the input."""
+    w = quantizers.weight.for_fprop(weight)  # first, while x may still be on its way
+    made = quantize_input(
+        quantizers.input, x, wgrad=wgrad, fp8_wgrad=fp8_wgrad, dtype=options.out_dtype
+    )
+    y = scaled_matmul(
+        made.rowwise,
+        w,
+        options.out_dtype,
+        bias=bias,
+        fast_accum=options.recipe.fprop.fast_accum,
+        emulate=options.emulate,
+    )
+    return reshaped(y, (*x.shape[:-1], y.shape[-1])), w, made
+
+
+class LinearFunction(torch.autograd.Function):
+    """y = x w^T + b on FP8 payloads, with dgrad and wgrad likewise; see `linear`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        options: LinearOptions,
+        *buffers: Tensor,
+    ) -> Tensor:
+        wants_dgrad, wants_wgrad = ctx.needs_input_grad[:2]
+        fp8_wgrad = wants_wgrad and options.recipe.wgrad is not None
+        quantizers = options.quantizers.with_buffers(buffers)
+        y, w, made = _fprop(
+            x, weight, bias, options, quantizers, wgrad=wants_wgrad, fp8_wgrad=fp8_wgrad
+        )
+        # One scale for the whole weight serves both layouts: backward need not look for it.
+        saved = {
+            "weight": weight if wants_dgrad else None,
+            "w_scale": w.scale if w.granularity == "tensorwise" else None,
+            "x": made.qdata,
+            "x_scale": made.scale,
+        }
+        # By name: torch.compile of torch 2.11 shifts saved tensors when one of them is None.
+        kept = {name: t for name, t in saved.items() if t is not None}
+        ctx.saved_names = tuple(kept)
+        ctx.save_for_backward(*kept.values())
+        ctx.dtypes = (options.dtype, weight.dtype, None if bias is None else bias.dtype)
+        ctx.options, ctx.name, ctx.num_buffers = options, options.name, len(buffers)
+        ctx.grad_quantizer = quantizers.grad_output
+        ctx.input_source, ctx.input_shape = made.source, x.shape
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        saved = dict(zip(ctx.saved_names, ctx.saved_tensors, strict=True))
+        options: LinearOptions = ctx.options
+        recipe, emulate = options.recipe, options.emulate
+        wants_dgrad, wants_wgrad = ctx.needs_input_grad[:2]
+        fp8_wgrad = wants_wgrad and recipe.wgrad is not None
+        sum_dtype = ctx.dtypes[2] if ctx.needs_input_grad[2] else None
+        for_weight = options.quantizers.weight
+        w = grad_input = grad_weight = None
+        if fp8_wgrad and ctx.input_source is not None:
+            ctx.input_source.start(saved["x"], saved.get("x_scale"))
+        if wants_dgrad:  # before the gradient is touched, which may still be on its way
+            w = for_weight.for_dgrad(saved["weight"], saved.get("w_scale"), grad_output)
+        g, g_t, grad_bias = ctx.grad_quantizer(
+            grad_output, rowwise=wants_dgrad, columnwise=fp8_wgrad, sum_dtype=sum_dtype
+        )
+        if g is not None:
+            assert w is not None
+            grad_input = scaled_matmul(
+                g, w, ctx.dtypes[0], fast_accum=recipe.dgrad.fast_accum, emulate=emulate
+            ).view(ctx.input_shape)
+        if g_t is not None:
+            assert recipe.wgrad is not None
+            if ctx.input_source is None:
+                x_t = QuantizedTensor(saved["x"], saved["x_scale"], recipe.wgrad.b.granularity)
+            else:
+                x_t = ctx.input_source.columnwise(saved["x"], saved.get("x_scale"))
+            a, b = (x_t, g_t) if for_weight.transposed else (g_t, x_t)
+            tokens, fast_accum = ctx.input_shape[:-1].numel(), recipe.wgrad.fast_accum
+            grad_weight = scaled_matmul(
+                a, b, ctx.dtypes[1], tokens, fast_accum=fast_accum, emulate=emulate
+            )
+        elif wants_wgrad:
+            dense = matrix(grad_output)
+            kept = saved["x"].to(dense.dtype)
+            product = kept.t() @ dense if for_weight.transposed else dense.t() @ kept
+            grad_weight = cast(product, ctx.dtypes[1])
+        return grad_input, grad_weight, grad_bias, None, *[None] * ctx.num_buffers
