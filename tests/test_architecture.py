@@ -32,12 +32,6 @@ FLOORS_OF_DISTRIBUTED = [
     {"fsdp"},
     {"ddp", "tensor_parallel"},
 ]
-UNTIL_TENSORS_SHARE_A_PROTOCOL = {
-    ("nn", "distributed"),
-    ("tensor", "distributed"),
-    ("tensor", "nn"),
-}
-"""How an operand is cast goes back up these ways."""
 MAY_IMPORT = {
     "torch_fp8": {"torch", "torch_fp8"},
     "lightning_fp8": {
@@ -97,8 +91,7 @@ def test_packages_import_only_from_those_above(package, floors):
             if target[:depth] == package.split(".") and len(target) > depth:
                 other = target[depth]
                 allowed = other not in order or other == own or order[other] < order[own]
-                known = (own, other) in UNTIL_TENSORS_SHARE_A_PROTOCOL
-                assert allowed or known, (str(path), name)
+                assert allowed, (str(path), name)
 
 
 def test_few_files_lie_in_the_package_itself():

@@ -30,28 +30,22 @@ activation checkpointing repeats uses the scales of the first, which saves nothi
 transposed payload (`torch_fp8.autograd.checkpoint_pass`).
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
-from torch_fp8.autograd.checkpoint_pass import repeats_forward
 from torch_fp8.autograd.function import name_of, refuse_transforms
 from torch_fp8.config import FP8Config
 from torch_fp8.nn.dtensor_layout import local_operands
+from torch_fp8.nn.layer_quantizers import LayerQuantizers
 from torch_fp8.nn.linear_function import LinearOptions, linear
-from torch_fp8.nn.scaling_buffers import ScalingBuffers
-from torch_fp8.nn.weight_cache import WeightCache
-from torch_fp8.ops.quantize_delayed import History
-from torch_fp8.quantization.recipe import CastSpec, Recipe
+from torch_fp8.quantization.recipe import Recipe
 from torch_fp8.tensor.lazy_quantized import plain as plain_activation
-from torch_fp8.tensor.quantizer import Quantizer, Quantizers, WeightQuantizer, autocast_dtype
+from torch_fp8.tensor.quantizer import autocast_dtype
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-class Float8Layer(ScalingBuffers):
+class Float8Layer(LayerQuantizers):
     """The part of a linear layer that runs its fprop, dgrad and wgrad GEMMs in FP8.
 
     It stands in front of a class that has ``weight`` and ``bias`` (see `Float8Linear`).
@@ -68,11 +62,8 @@ class Float8Layer(ScalingBuffers):
     out_features: int
     fp8_emulate: bool
     fp8_name: str
-    fp8_weight_cache: WeightCache | None = None
     fp8_adds_bias: bool = True
     """False where a parallel style adds it, after its group has summed the output."""
-    fp8_transposed: bool = False
-    """Whether the weight is stored as (K, N)."""
 
     @property
     def runs_fp8(self) -> bool:
@@ -83,29 +74,27 @@ class Float8Layer(ScalingBuffers):
         if not self.runs_fp8:
             output: Tensor = super().forward(plain_activation(input))
             return output
-        dtype = input.dtype  # asked once: a produced activation answers in Python
         local = local_operands(self, input)
         x, weight = local.input, local.weight
-        self._check(x, weight, dtype)
+        shape, dtype = x.shape, x.dtype  # asked once: a produced activation answers in Python
+        self._check(shape, dtype, weight)
         name = name_of(self)
         refuse_transforms(name)
+        out_dtype = autocast_dtype(weight.device.type) or dtype
+        quantizers = self.quantizers(local.group)
         options = LinearOptions(
-            name,
-            self.fp8_recipe,
-            self.quantizers(local.group),
-            dtype,
-            autocast_dtype(weight.device.type) or dtype,
-            self.fp8_emulate,
+            name, dtype, out_dtype, self.fp8_recipe, quantizers, self.fp8_emulate
         )
         buffers = self.scaling_buffers() if self.fp8_recipe.delayed else ()
         bias = local.bias(self.bias) if self.bias is not None and self.fp8_adds_bias else None
         if not torch.compiler.is_compiling():
-            return local.whole(linear(x, weight, bias, options, *buffers))
+            return local.whole(linear(x, weight, bias, shape, options, *buffers))
         # Compiled with DTensors, torch 2.13 loses views in the function's backward: keep them out.
-        rows = linear(x.reshape(-1, x.shape[-1]), weight, bias, options, *buffers)
-        return local.whole(rows.reshape(*x.shape[:-1], rows.shape[-1]))
+        rows = x.reshape(-1, shape[-1])
+        y = linear(rows, weight, bias, rows.shape, options, *buffers)
+        return local.whole(y.reshape(*shape[:-1], y.shape[-1]))
 
-    def _check(self, x: Tensor, weight: Tensor, dtype: torch.dtype) -> None:
+    def _check(self, shape: torch.Size, dtype: torch.dtype, weight: Tensor) -> None:
         if dtype not in _DTYPES:
             raise TypeError(
                 f"FP8 linear '{self.fp8_name}' takes float32, bfloat16 or float16 input, got "
@@ -119,48 +108,10 @@ class Float8Layer(ScalingBuffers):
                 "torch_fp8.revert(model) first"
             )
         features = weight.shape[0 if self.fp8_transposed else 1]
-        if x.shape[-1] != features:
+        if shape[-1] != features:
             raise ValueError(
-                f"FP8 linear '{self.fp8_name}' takes inputs (..., {features}), got {tuple(x.shape)}"
+                f"FP8 linear '{self.fp8_name}' takes inputs (..., {features}), got {tuple(shape)}"
             )
-
-    def quantizers(self, group: Any = None) -> Quantizers:
-        """How the operands are cast now.
-
-        Args:
-            group: of ranks that have other parts of them; or None.
-        """
-        recipe, config = self.fp8_recipe, self.fp8_config
-        updates, repeats = True, False
-        if recipe.delayed:
-            updates, repeats = self.training, repeats_forward()
-        weight = Quantizer(recipe.weight, config, group, None, updates, repeats)
-        return Quantizers(
-            Quantizer(recipe.input, config, group, None, updates, repeats),
-            WeightQuantizer(weight, self.fp8_weight_cache, self.fp8_transposed),
-            Quantizer(recipe.grad_output, config, group),
-        )
-
-    def quantizer(self, operand: int, group: Any = None) -> Quantizer:
-        """That of INPUT, WEIGHT or GRAD_OUTPUT, with its history."""
-        buffers = self.scaling_buffers() if self.fp8_recipe.delayed else ()
-        made = self.quantizers(group).with_buffers(buffers)
-        return (made.input, made.weight.quantizer, made.grad_output)[operand]
-
-    def producer_history(self, operand: int) -> History | None:
-        """The history of INPUT or GRAD_OUTPUT, if a producer may cast for it now with its scale.
-
-        Not where a group of ranks agrees on one, nor where a forward runs again with the last.
-        """
-        if not self.fp8_recipe.delayed or isinstance(self.weight, DTensor):
-            return None
-        quantizer = self.quantizer(operand)
-        return quantizer.history if quantizer.casts_by_history else None
-
-    def operand_spec(self, operand: int) -> CastSpec:
-        """How the recipe casts INPUT, WEIGHT or GRAD_OUTPUT."""
-        recipe = self.fp8_recipe
-        return (recipe.input, recipe.weight, recipe.grad_output)[operand]
 
     def configure(self, name: str, config: FP8Config, recipe: Recipe, emulate: bool) -> None:
         """Run `recipe` from now on, with what it remembers empty.
@@ -173,11 +124,6 @@ class Float8Layer(ScalingBuffers):
         self.fp8_config, self.fp8_recipe = config, recipe
         self.fp8_emulate, self.fp8_name = emulate, name
         self.init_scaling()
-
-    def drop_scaling(self) -> None:
-        """Remove what `init_scaling` made, and what is kept of the weight as it was cast."""
-        super().drop_scaling()
-        self.__dict__.pop("fp8_weight_cache", None)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, fp8={self.fp8_recipe}"
@@ -192,8 +138,3 @@ class Float8Linear(Float8Layer, nn.Linear):
     def reset_parameters(self) -> None:
         super().reset_parameters()
         self.reset_scaling()
-
-
-def _matrix_shape(weight: Tensor, transposed: bool) -> tuple[int, int]:
-    rows, cols = weight.shape
-    return (cols, rows) if transposed else (rows, cols)

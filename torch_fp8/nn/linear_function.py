@@ -23,17 +23,17 @@ class LinearOptions(NamedTuple):
 
     Attributes:
         name: qualified, of the module, for errors.
+        dtype, out_dtype: of the input, and of the output.
         recipe: of the GEMMs.
         quantizers: of the operands.
-        dtype, out_dtype: of the input, and of the output.
         emulate: whether the GEMMs run through the reference path.
     """
 
     name: str
-    recipe: Recipe
-    quantizers: Quantizers
     dtype: torch.dtype
     out_dtype: torch.dtype
+    recipe: Recipe
+    quantizers: Quantizers
     emulate: bool
 
 
@@ -41,6 +41,7 @@ def linear(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
+    shape: torch.Size,
     options: LinearOptions,
     *buffers: Tensor,
 ) -> Tensor:
@@ -50,13 +51,14 @@ def linear(
         x: (..., K) float32, bfloat16 or float16.
         weight: (N, K), or (K, N) where its quantizer says so.
         bias: (N,) or None.
+        shape: of x, which is asked for it once.
         buffers: of the quantizers; torch.compile wants tensors as arguments of their own.
     """
     # Generation launches little and waits for the host: it does without autograd's bookkeeping.
     if not torch.is_grad_enabled():
         quantizers = options.quantizers.with_buffers(buffers)
-        return _fprop(x, weight, bias, options, quantizers, wgrad=False, fp8_wgrad=False)[0]
-    y: Tensor = LinearFunction.apply(x, weight, bias, options, *buffers)
+        return _fprop(x, weight, bias, shape, options, quantizers, False, False)[0]
+    y: Tensor = LinearFunction.apply(x, weight, bias, shape, options, *buffers)
     return y
 
 
@@ -64,9 +66,9 @@ def _fprop(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
+    shape: torch.Size,
     options: LinearOptions,
     quantizers: Quantizers,
-    *,
     wgrad: bool,
     fp8_wgrad: bool,
 ) -> tuple[Tensor, QuantizedTensor, InputPayloads]:
@@ -83,7 +85,7 @@ def _fprop(
         fast_accum=options.recipe.fprop.fast_accum,
         emulate=options.emulate,
     )
-    return reshaped(y, (*x.shape[:-1], y.shape[-1])), w, made
+    return reshaped(y, (*shape[:-1], y.shape[-1])), w, made
 
 
 class LinearFunction(torch.autograd.Function):
@@ -95,15 +97,14 @@ class LinearFunction(torch.autograd.Function):
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
+        shape: torch.Size,
         options: LinearOptions,
         *buffers: Tensor,
     ) -> Tensor:
         wants_dgrad, wants_wgrad = ctx.needs_input_grad[:2]
         fp8_wgrad = wants_wgrad and options.recipe.wgrad is not None
         quantizers = options.quantizers.with_buffers(buffers)
-        y, w, made = _fprop(
-            x, weight, bias, options, quantizers, wgrad=wants_wgrad, fp8_wgrad=fp8_wgrad
-        )
+        y, w, made = _fprop(x, weight, bias, shape, options, quantizers, wants_wgrad, fp8_wgrad)
         # One scale for the whole weight serves both layouts: backward need not look for it.
         saved = {
             "weight": weight if wants_dgrad else None,
@@ -118,7 +119,7 @@ class LinearFunction(torch.autograd.Function):
         ctx.dtypes = (options.dtype, weight.dtype, None if bias is None else bias.dtype)
         ctx.options, ctx.name, ctx.num_buffers = options, options.name, len(buffers)
         ctx.grad_quantizer = quantizers.grad_output
-        ctx.input_source, ctx.input_shape = made.source, x.shape
+        ctx.input_source, ctx.input_shape = made.source, shape
         return y
 
     @staticmethod
@@ -160,4 +161,4 @@ class LinearFunction(torch.autograd.Function):
             kept = saved["x"].to(dense.dtype)
             product = kept.t() @ dense if for_weight.transposed else dense.t() @ kept
             grad_weight = cast(product, ctx.dtypes[1])
-        return grad_input, grad_weight, grad_bias, None, *[None] * ctx.num_buffers
+        return grad_input, grad_weight, grad_bias, None, None, *[None] * ctx.num_buffers

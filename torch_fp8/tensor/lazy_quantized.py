@@ -244,12 +244,12 @@ class ProducedActivation(QuantizableTensor):
 
     def quantize(self, quantizer: Any, *, rowwise: bool, columnwise: bool) -> Payloads:
         """The payloads, made when they are first asked for; see `Production`."""
-        spec, made = quantizer.spec, self.production
-        if quantizer.history is not None and quantizer.casts_by_history:
+        spec, history, made = quantizer.spec, quantizer.history, self.production
+        if history is not None and quantizer.casts_by_history:
             return made.delayed_layouts(
-                spec, quantizer.history, quantizer.config, row=rowwise, col=columnwise
+                spec, history, quantizer.config, row=rowwise, col=columnwise
             )
-        scale = quantizer.delayed_scale(self)
+        scale = None if history is None else quantizer.delayed_scale(self, history)
         if not (rowwise or columnwise):
             return None, None
         return made.layouts(spec, scale, row=rowwise, col=columnwise)

@@ -73,7 +73,7 @@ class Quantizer(NamedTuple):
             return self.history.cast(
                 x, self.spec, self.config, row=rowwise, col=columnwise, sum_dtype=sum_dtype
             )
-        scale = self.delayed_scale(x)
+        scale = None if self.history is None else self.delayed_scale(x, self.history)
         if not (rowwise or columnwise):
             sums = None if sum_dtype is None else cast(x.sum(0, dtype=torch.float32), sum_dtype)
             return None, None, sums
@@ -88,18 +88,16 @@ class Quantizer(NamedTuple):
         """Whether the cast itself finds the delayed scale, in the read that it takes anyway."""
         return self.group is None and self.updates and not self.repeats
 
-    def delayed_scale(self, x: Tensor) -> Tensor | None:
-        """The () scale of x by the history, which records its amax; None without a history."""
-        if self.history is None:
-            return None
+    def delayed_scale(self, x: Tensor, history: History) -> Tensor:
+        """The () scale of x by its history, which records its amax in training."""
         if self.repeats:
-            assert self.history.last is not None
-            return self.history.last.clone()
+            assert history.last is not None
+            return history.last.clone()
         amax = amax_of(x, self.group)
         if self.updates:
-            return self.history.advance(amax, self.spec, self.config)
+            return history.advance(amax, self.spec, self.config)
         algorithm, margin = self.config.amax_compute_algo, self.config.margin
-        return delayed_scale(self.history.amaxes, amax, self.spec.format, algorithm, margin)
+        return delayed_scale(history.amaxes, amax, self.spec.format, algorithm, margin)
 
     @torch.no_grad()
     def shared_scale(self, x: Tensor) -> Tensor | None:
@@ -113,7 +111,7 @@ class Quantizer(NamedTuple):
         if self.spec.granularity != "tensorwise":
             return None
         if self.history is not None:
-            return self.delayed_scale(x)
+            return self.delayed_scale(x, self.history)
         return scale_from_amax(amax_of(x, self.group), self.spec.format, self.spec.power_of_two)
 
 

@@ -1,0 +1,78 @@
+"""`LayerQuantizers`: the quantizers of a linear layer, and what they remember between steps."""
+
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from torch_fp8.autograd.checkpoint_pass import repeats_forward
+from torch_fp8.nn.scaling_buffers import ScalingBuffers
+from torch_fp8.nn.weight_cache import WeightCache
+from torch_fp8.ops.quantize_delayed import History
+from torch_fp8.quantization.recipe import CastSpec
+from torch_fp8.tensor.quantizer import Quantizer, Quantizers, WeightQuantizer
+
+
+class LayerQuantizers(ScalingBuffers):
+    """The part of a layer that knows how its operands are cast."""
+
+    fp8_weight_cache: WeightCache | None = None
+    fp8_transposed: bool = False
+    """Whether the weight is stored as (K, N)."""
+
+    def quantizers(self, group: Any = None) -> Quantizers:
+        """How the operands are cast now.
+
+        Args:
+            group: of ranks that have other parts of them; or None.
+        """
+        recipe, config = self.fp8_recipe, self.fp8_config
+        # Many objects, which change with the weight's cache alone.
+        steady = group is None and not (recipe.delayed or torch.compiler.is_compiling())
+        kept: Quantizers | None = self.__dict__.get("_fp8_quantizers")
+        if steady and kept is not None and kept.weight.cache is self.fp8_weight_cache:
+            return kept
+        updates, repeats = True, False
+        if recipe.delayed:
+            updates, repeats = self.training, repeats_forward()
+        weight = Quantizer(recipe.weight, config, group, None, updates, repeats)
+        made = Quantizers(
+            Quantizer(recipe.input, config, group, None, updates, repeats),
+            WeightQuantizer(weight, self.fp8_weight_cache, self.fp8_transposed),
+            Quantizer(recipe.grad_output, config, group),
+        )
+        if steady:
+            self.__dict__["_fp8_quantizers"] = made
+        return made
+
+    def quantizer(self, operand: int, group: Any = None) -> Quantizer:
+        """That of INPUT, WEIGHT or GRAD_OUTPUT, with its history."""
+        buffers = self.scaling_buffers() if self.fp8_recipe.delayed else ()
+        made = self.quantizers(group).with_buffers(buffers)
+        return (made.input, made.weight.quantizer, made.grad_output)[operand]
+
+    def producer_history(self, operand: int) -> History | None:
+        """The history of INPUT or GRAD_OUTPUT, if a producer may cast for it now with its scale.
+
+        Not where a group of ranks agrees on one, nor where a forward runs again with the last.
+        """
+        if not self.fp8_recipe.delayed or isinstance(self.weight, DTensor):
+            return None
+        quantizer = self.quantizer(operand)
+        return quantizer.history if quantizer.casts_by_history else None
+
+    def operand_spec(self, operand: int) -> CastSpec:
+        """How the recipe casts INPUT, WEIGHT or GRAD_OUTPUT."""
+        recipe = self.fp8_recipe
+        return (recipe.input, recipe.weight, recipe.grad_output)[operand]
+
+    def init_scaling(self) -> None:
+        """Begin anew, with empty histories and quantizers of the recipe."""
+        self.__dict__.pop("_fp8_quantizers", None)
+        super().init_scaling()
+
+    def drop_scaling(self) -> None:
+        """Remove what `init_scaling` made, and what is kept of the weight as it was cast."""
+        super().drop_scaling()
+        for name in ("fp8_weight_cache", "_fp8_quantizers"):
+            self.__dict__.pop(name, None)
