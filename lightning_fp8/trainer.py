@@ -89,8 +89,8 @@ class TrainerPrecision(HostPrecision):
             # The forward ran with this off, for Lightning turns it on for backward alone.
             for converted in self._live():
                 ours = [o for o in converted.optimizers if isinstance(o, Float8Optimizer)]
-                for exchange in {exchange for o in ours for exchange in o.fp8_exchanges}:
-                    exchange.prepare(tensor, synchronize=True)
+                for reducer in {reducer for o in ours for reducer in o.fp8_reducers}:
+                    reducer.prepare(tensor, synchronize=True)
         return super().pre_backward(tensor, module)  # type: ignore[misc]
 
     def clip_gradients(self, optimizer: Any, clip_val: float = 0.0, *args: Any, **kw: Any) -> None:

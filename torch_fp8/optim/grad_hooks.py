@@ -161,9 +161,9 @@ class GradientHook:
         optimizer = self._optimizer()
         if optimizer is None or parameter.grad is None:
             return
-        exchange = _exchange(optimizer, parameter)
-        if self.quantize and exchange is not None and exchange.begun():
-            exchange.ready(parameter)
+        reducer = _reducer_of(optimizer, parameter)
+        if self.quantize and reducer is not None and reducer.begun():
+            reducer.ready(parameter)
         elif self.quantize:
             self.to_float8(parameter)
         if self.release:
@@ -190,8 +190,8 @@ class GradientHook:
     def rounding(self, parameter: Tensor) -> Rounding:
         """Of a new gradient."""
         row, col, row_length = shard_origin(parameter)
-        exchange = _exchange(self._optimizer(), parameter)
-        rank = 0 if exchange is None else exchange.rank
+        reducer = _reducer_of(self._optimizer(), parameter)
+        rank = 0 if reducer is None else reducer.rank
         return Rounding(self._counters, row * row_length + col, rank)
 
     def _counters(self) -> tuple[int, ...]:
@@ -258,6 +258,6 @@ def remove_hook(parameter: Tensor) -> None:
         del hooks[key]
 
 
-def _exchange(optimizer: Any, parameter: Tensor) -> Any:
-    exchanges = getattr(optimizer, "fp8_exchanges", ())
-    return next((e for e in exchanges if parameter in e.parameters), None)
+def _reducer_of(optimizer: Any, parameter: Tensor) -> Any:
+    reducers = getattr(optimizer, "fp8_reducers", ())
+    return next((e for e in reducers if parameter in e.parameters), None)

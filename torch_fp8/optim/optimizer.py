@@ -58,7 +58,7 @@ class Float8Optimizer(Optimizer):
         fp8_hooks_restored: gradient hooks that were lost and put back so far.
         fp8_released: places of the parameters that were stepped in backward, since ``step``.
         fp8_caches: of the payloads of weights; a copy has none, its layers cast when they run.
-        fp8_exchanges: what averages 8-bit gradients over ranks, one for each DDP module.
+        fp8_reducers: what averages 8-bit gradients over ranks, one for each DDP module.
     """
 
     fp8_config: FP8Config
@@ -67,7 +67,7 @@ class Float8Optimizer(Optimizer):
     fp8_hooks_restored: int
     fp8_released: set[int]
     fp8_caches: Caches
-    fp8_exchanges: tuple[Any, ...] = ()
+    fp8_reducers: tuple[Any, ...] = ()
     _fp8_base: type[Optimizer]
     # Parameter -> residual as stored, until its first step moves it into the state.
     _fp8_residuals: dict[Tensor, Tensor]

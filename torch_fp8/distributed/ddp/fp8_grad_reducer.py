@@ -43,7 +43,7 @@ _MAX_IN_FLIGHT = 50 << 20
 """Bytes of plain gradients that are sent before the oldest is waited for: two of DDP's buckets."""
 
 
-class GradientExchange:
+class Float8GradReducer:
     """Averages the gradients of some parameters; `GradientHook` calls it.
 
     Args:
@@ -182,15 +182,15 @@ class GradientExchange:
 
 
 class ForwardHook:
-    """Tells the exchange of each forward of a DistributedDataParallel."""
+    """Tells the reducer of each forward of a DistributedDataParallel."""
 
-    def __init__(self, exchange: GradientExchange | None) -> None:
-        self._exchange = exchange
+    def __init__(self, reducer: Float8GradReducer | None) -> None:
+        self._reducer = reducer
 
     @torch._dynamo.disable
     def __call__(self, ddp: DistributedDataParallel, args: Any, output: Any) -> None:
-        if self._exchange is not None and torch.is_grad_enabled():
-            self._exchange.prepare(output, ddp.require_backward_grad_sync)
+        if self._reducer is not None and torch.is_grad_enabled():
+            self._reducer.prepare(output, ddp.require_backward_grad_sync)
 
 
 class _PlainGradient:

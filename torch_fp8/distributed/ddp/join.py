@@ -19,26 +19,26 @@ from torch.distributed.algorithms.join import JoinHook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from torch_fp8.distributed.ddp.fp8_grad_reducer import GradientExchange
+from torch_fp8.distributed.ddp.fp8_grad_reducer import Float8GradReducer
 from torch_fp8.optim.optimizer import Float8Optimizer
 from torch_fp8.optim.state import zero_residual
 
 
 def connect_join(
     ddp: DistributedDataParallel,
-    exchange: GradientExchange | None,
+    reducer: Float8GradReducer | None,
     optimizers: Iterable[Optimizer],
 ) -> None:
     """Let ``ddp.join()`` know of what is beside DDP.
 
     Args:
         ddp: connected otherwise.
-        exchange: of its 8-bit gradients, if it has some.
+        reducer: of its 8-bit gradients, if it has some.
         optimizers: that train it.
     """
     ours = [weakref.ref(o) for o in optimizers if isinstance(o, Float8Optimizer)]
     if ours:
-        ddp.join_hook = _JoinHooks(ddp, ddp.__dict__.get("join_hook"), exchange, ours)
+        ddp.join_hook = _JoinHooks(ddp, ddp.__dict__.get("join_hook"), reducer, ours)
 
 
 class _JoinHooks:
@@ -48,11 +48,11 @@ class _JoinHooks:
         self,
         ddp: DistributedDataParallel,
         inner: Any,
-        exchange: GradientExchange | None,
+        reducer: Float8GradReducer | None,
         optimizers: list["weakref.ref[Float8Optimizer]"],
     ) -> None:
         self._ddp, self._inner = weakref.ref(ddp), inner
-        self._exchange, self._optimizers = exchange, optimizers
+        self._reducer, self._optimizers = reducer, optimizers
 
     def __call__(self, **kwargs: Any) -> JoinHook:
         ddp = self._ddp()
@@ -61,7 +61,7 @@ class _JoinHooks:
             type(ddp).join_hook(ddp, **kwargs) if self._inner is None else self._inner(**kwargs)
         )
         optimizers = [optimizer for ref in self._optimizers if (optimizer := ref()) is not None]
-        return _Join(ddp, of_ddp, self._exchange, optimizers)
+        return _Join(ddp, of_ddp, self._reducer, optimizers)
 
     def __reduce__(self) -> Any:
         return _before, (self._ddp(), self._inner)
@@ -78,23 +78,23 @@ class _Join(JoinHook):
         self,
         ddp: DistributedDataParallel,
         of_ddp: JoinHook,
-        exchange: GradientExchange | None,
+        reducer: Float8GradReducer | None,
         optimizers: list[Float8Optimizer],
     ) -> None:
         self._ddp, self._of_ddp = ddp, of_ddp
-        self._exchange, self._optimizers = exchange, optimizers
+        self._reducer, self._optimizers = reducer, optimizers
 
     def main_hook(self) -> None:
         """Once for each step of the others."""
         self._of_ddp.main_hook()
         # DDP notes here whether the others average in this step, or accumulate.
-        if self._exchange is not None and self._ddp.require_forward_param_sync:
-            self._exchange.take_part()
+        if self._reducer is not None and self._ddp.require_forward_param_sync:
+            self._reducer.take_part()
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """Once all have joined."""
         self._of_ddp.post_hook(is_last_joiner)
-        kept = frozenset() if self._exchange is None else self._exchange.parameters
+        kept = frozenset() if self._reducer is None else self._reducer.parameters
         group, source = self._ddp.process_group, self._ddp._authoritative_rank
         broadcast_state(self._ddp.module, self._optimizers, kept, group, source)
 

@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from torch_fp8.config import FP8Config
-from torch_fp8.distributed.ddp.fp8_grad_reducer import ForwardHook, GradientExchange
+from torch_fp8.distributed.ddp.fp8_grad_reducer import Float8GradReducer, ForwardHook
 from torch_fp8.distributed.ddp.hook_registration import (
     DDPReport,
     connect_hook,
@@ -114,11 +114,11 @@ def connect_ddp(
     if reason is None and num_ranks > 1 and not is_connected(ddp):
         connect_hook(ddp, config.communication)
     if not any(isinstance(hook, ForwardHook) for hook in ddp._forward_hooks.values()):
-        exchange = _connect_exchange(ddp, optimizers, kept, config.communication == "fp8")
+        reducer = _connect_reducer(ddp, optimizers, kept, config.communication == "fp8")
         if num_ranks > 1:
-            connect_join(ddp, exchange, optimizers)
-    exchanges = {e for o in optimizers for e in getattr(o, "fp8_exchanges", ())}
-    parameters = {p for e in exchanges for p in e.parameters}.intersection(ddp.module.parameters())
+            connect_join(ddp, reducer, optimizers)
+    reducers = {e for o in optimizers for e in getattr(o, "fp8_reducers", ())}
+    parameters = {p for e in reducers for p in e.parameters}.intersection(ddp.module.parameters())
     rule = config.communication
     return DDPReport(num_ranks, reason, len(parameters), rule != "off", rule == "fp8-lm")
 
@@ -130,23 +130,23 @@ def _config_of(optimizers: Iterable[Optimizer]) -> FP8Config:
     return FP8Config.from_env() or FP8Config()
 
 
-def _connect_exchange(
+def _connect_reducer(
     ddp: DistributedDataParallel, optimizers: list[Optimizer], kept: list[Tensor], fp8: bool
-) -> GradientExchange | None:
+) -> Float8GradReducer | None:
     """Average the gradients that `ddp_options` kept from DDP."""
-    exchange = None
+    reducer = None
     if kept and dist.get_world_size(ddp.process_group) > 1:
         ranks = dist.get_process_group_ranks(ddp.process_group)
         group = dist.new_group(ranks, use_local_synchronization=True)
-        exchange = GradientExchange(kept, group, fp8)
-        ddp.register_forward_hook(ForwardHook(exchange))
+        reducer = Float8GradReducer(kept, group, fp8)
+        ddp.register_forward_hook(ForwardHook(reducer))
     parameters = frozenset(ddp.module.parameters())
     for optimizer in optimizers:
         if isinstance(optimizer, Float8Optimizer):
             # Those of other modules stay: an optimizer may train several.
-            others = [e for e in optimizer.fp8_exchanges if not e.parameters & parameters]
-            optimizer.fp8_exchanges = tuple(others if exchange is None else [*others, exchange])
-    return exchange
+            others = [e for e in optimizer.fp8_reducers if not e.parameters & parameters]
+            optimizer.fp8_reducers = tuple(others if reducer is None else [*others, reducer])
+    return reducer
 
 
 def _places(optimizer: Float8Optimizer, module: nn.Module) -> set[int]:

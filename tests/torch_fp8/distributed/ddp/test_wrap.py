@@ -198,7 +198,7 @@ def test_compiled_around_ddp(case):
     assert case("compiled") == [[3, True, 1, 1]] * 2
 
 
-def test_copies_have_no_exchange(case):
+def test_copies_have_no_reducer(case):
     assert case("copied") == [[8, False]] * 2
 
 
