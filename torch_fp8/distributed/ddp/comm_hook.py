@@ -61,7 +61,7 @@ def runs_of(buffer: Tensor, gradients: list[Tensor]) -> list[Run]:
     return runs
 
 
-class BucketExchange:
+class QuantizedAllReduce:
     """The state of the hook: which ranks average, and what is on its way.
 
     Args:
@@ -105,20 +105,20 @@ class BucketExchange:
 
 
 def average_bucket(
-    state: BucketExchange, bucket: dist.GradBucket
+    state: QuantizedAllReduce, bucket: dist.GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
-    """The communication hook: ``ddp.register_comm_hook(BucketExchange(group), average_bucket)``."""
+    """Run as ``ddp.register_comm_hook(QuantizedAllReduce(group), average_bucket)``."""
     return state.average(bucket)
 
 
 class _Bucket:
     """A bucket on its way in 8 bits."""
 
-    def __init__(self, exchange: BucketExchange, bucket: dist.GradBucket, buffer: Tensor) -> None:
+    def __init__(self, state: QuantizedAllReduce, bucket: dist.GradBucket, buffer: Tensor) -> None:
         self.future = _future(buffer)
-        self._exchange, self._buffer = exchange, buffer
+        self._state, self._buffer = state, buffer
         self._runs = runs_of(buffer, bucket.gradients())
-        ranks = exchange.world_size
+        ranks = state.world_size
         groups, plain = self._part(True), self._part(False)
         values = _joined([buffer[run.start : run.stop] for run in groups], GROUP_SIZE, buffer)
         others = _joined([buffer[run.start : run.stop] for run in plain], 1, buffer)
@@ -127,15 +127,15 @@ class _Bucket:
         values = values if values.dtype in _WIRE_DTYPES else values.float()
         self._sent = messages.pack_flat(values, others, self._layout, ranks)
         self._received = torch.empty_like(self._sent)
-        self._work = all_to_all(self._received, self._sent, exchange.group, async_op=True)
+        self._work = all_to_all(self._received, self._sent, state.group, async_op=True)
 
     def gather(self) -> None:
         """Average the part that this rank owns, and give it to all."""
         self._work.wait()
-        exchange = self._exchange
-        combined = messages.combine(self._received, self._layout, 1 / exchange.world_size)
+        state = self._state
+        combined = messages.combine(self._received, self._layout, 1 / state.world_size)
         self._sent, self._received = combined, self._sent  # of which nothing is needed any more
-        self._work = all_gather(self._received, combined, exchange.group, async_op=True)
+        self._work = all_gather(self._received, combined, state.group, async_op=True)
 
     def finish(self) -> None:
         """Write the average into the bucket."""
@@ -168,10 +168,10 @@ class _Bucket:
 class _Stock:
     """A bucket that is averaged as without the hook."""
 
-    def __init__(self, exchange: BucketExchange, bucket: dist.GradBucket, buffer: Tensor) -> None:
+    def __init__(self, state: QuantizedAllReduce, bucket: dist.GradBucket, buffer: Tensor) -> None:
         self.future = _future(buffer)
-        buffer.div_(exchange.world_size)
-        self._work = dist.all_reduce(buffer, group=exchange.group, async_op=True)
+        buffer.div_(state.world_size)
+        self._work = dist.all_reduce(buffer, group=state.group, async_op=True)
 
     def gather(self) -> None:
         """Nothing: one collective does it."""

@@ -19,7 +19,7 @@ maximum, mu is halved; else it grows by ``2 ** (1 / 1000)``, and so doubles in 1
 within ``1 / N``, where no sum over N ranks can saturate, and 1, and starts in the middle. All ranks
 count the same sums and so have the same mu, on the device, without waiting for it.
 
-Vectors and small matrices travel as BF16 and are summed in float32, as in `bucket_exchange`. The
+Vectors and small matrices travel as BF16 and are summed in float32, as in `comm_hook`. The
 cast and the sum are torch's own operators on every device: this is not made to be fast.
 """
 
@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from torch_fp8.distributed.collectives import all_gather, all_to_all
-from torch_fp8.distributed.ddp.comm_hook import BucketExchange
+from torch_fp8.distributed.ddp.comm_hook import QuantizedAllReduce
 from torch_fp8.ops import messages
 from torch_fp8.quantization.block_scaled import MIN_NUMEL
 from torch_fp8.quantization.formats import E4M3, MIN_SCALE
@@ -110,8 +110,8 @@ Future: TypeAlias = torch.futures.Future[torch.Tensor]
 Stages: TypeAlias = Generator[None, None, None]
 
 
-class SharedScaleExchange(BucketExchange):
-    """The state of the hook `bucket_exchange.average_bucket`, with FP8-LM's rule.
+class SharedScaleAllReduce(QuantizedAllReduce):
+    """The state of the hook `comm_hook.average_bucket`, with FP8-LM's rule.
 
     Args:
         group: DDP's process group, of more than one rank.
@@ -142,7 +142,7 @@ class SharedScaleExchange(BucketExchange):
             average = self._average_stock if stock else self._average
             self._stages.insert(0, average(bucket, buffer, future))
             self._advance()
-            # See `BucketExchange.average` for number 0.
+            # See `QuantizedAllReduce.average` for number 0.
             while (bucket.is_last() or bucket.index() == 0) and self._stages:
                 self._advance()
             if bucket.is_last() and self._saturated:

@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from torch_fp8.distributed.ddp.comm_hook import BucketExchange, average_bucket
+from torch_fp8.distributed.ddp.comm_hook import QuantizedAllReduce, average_bucket
 from torch_fp8.distributed.ddp.fp8_lm import (
     AutomaticScaling,
-    SharedScaleExchange,
+    SharedScaleAllReduce,
     automatic_scaling,
     set_automatic_scaling,
 )
@@ -110,14 +110,14 @@ class HookRegistration:
         # The hooks that are listed in a copy are of the original.
         ddp._comm_hooks = [entry for entry in ddp._comm_hooks if entry[0] is not average_bucket]
         if reason_without_hook(ddp) is None and dist.get_world_size(ddp.process_group) > 1:
-            ddp.register_comm_hook(self._exchange(ddp), average_bucket)
+            ddp.register_comm_hook(self._state(ddp), average_bucket)
 
-    def _exchange(self, ddp: DistributedDataParallel) -> BucketExchange:
+    def _state(self, ddp: DistributedDataParallel) -> QuantizedAllReduce:
         if not self._fp8_lm:
-            return BucketExchange(ddp.process_group)
+            return QuantizedAllReduce(ddp.process_group)
         scaling = automatic_scaling(ddp.module)
         assert scaling is not None
-        return SharedScaleExchange(ddp.process_group, scaling)
+        return SharedScaleAllReduce(ddp.process_group, scaling)
 
     def __reduce__(self) -> Any:
         return HookRegistration, (self._fp8_lm,)

@@ -22,10 +22,10 @@ from torch_fp8 import (
     load_scaling_state_dict,
     scaling_state_dict,
 )
-from torch_fp8.distributed.ddp.comm_hook import BucketExchange, average_bucket
+from torch_fp8.distributed.ddp.comm_hook import QuantizedAllReduce, average_bucket
 from torch_fp8.distributed.ddp.fp8_lm import (
     AutomaticScaling,
-    SharedScaleExchange,
+    SharedScaleAllReduce,
     automatic_scaling,
 )
 from torch_fp8.distributed.ddp.wrap import connect_ddp, ddp_options
@@ -62,7 +62,7 @@ def gradients_of(rank, seed=0, dtype=torch.float32):
 def wrapped(mu=None, dtype=torch.float32, **options):
     ddp = DistributedDataParallel(Weights(dtype), **options)
     scaling = AutomaticScaling(None if mu is None else torch.tensor(mu))
-    ddp.register_comm_hook(SharedScaleExchange(dist.group.WORLD, scaling), average_bucket)
+    ddp.register_comm_hook(SharedScaleAllReduce(dist.group.WORLD, scaling), average_bucket)
     return ddp, scaling
 
 
@@ -262,7 +262,7 @@ def case_quality():
         ddp, _ = wrapped()
         if name == "ours":
             ddp = DistributedDataParallel(Weights())
-            ddp.register_comm_hook(BucketExchange(dist.group.WORLD), average_bucket)
+            ddp.register_comm_hook(QuantizedAllReduce(dist.group.WORLD), average_bucket)
         values = []
         for seed in range(4):  # mu has found its place
             of_ranks = [gaussian(rank, seed) for rank in range(WORLD)]

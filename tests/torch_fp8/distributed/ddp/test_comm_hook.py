@@ -1,4 +1,4 @@
-"""The communication hook of DistributedDataParallel: bucket_exchange_cases.py on 2 and 4 ranks."""
+"""The communication hook of DistributedDataParallel: comm_hook_cases.py on 2 and 4 ranks."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ RANKS = pytest.mark.parametrize("ranks", [2, 4])
 @pytest.fixture(scope="module")
 def results(run_ranks):
     """Number of ranks -> what each case returned, by rank."""
-    script = "bucket_exchange_cases.py"
+    script = "comm_hook_cases.py"
     return {2: run_ranks(script, 2), 4: run_ranks(script, 4, *ON_FOUR)}
 
 

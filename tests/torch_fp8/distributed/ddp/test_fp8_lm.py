@@ -72,7 +72,7 @@ def test_what_has_no_8_bit_form_is_averaged_as_without_it(case):
 def test_connected_by_the_configuration(case):
     said = "4, gradients averaged in FP8 by FP8-LM's rule, 1 byte each"
     for value in case("connected"):
-        assert value == [said, "average_bucket", "SharedScaleExchange", True, True]
+        assert value == [said, "average_bucket", "SharedScaleAllReduce", True, True]
 
 
 def test_resuming_is_exact_to_the_bit(case):

@@ -1,6 +1,6 @@
 """Runs cases on one of several gloo ranks and writes, as JSON, what each returns or how it fails.
 
-Started by test_bucket_exchange.py: ``python bucket_exchange_cases.py <rank> <ranks> <store>
+Started by test_comm_hook.py: ``python comm_hook_cases.py <rank> <ranks> <store>
 <result> [case ...]``; without names, all cases.
 """
 
@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8, count_communication
 from torch_fp8.distributed import collectives
-from torch_fp8.distributed.ddp.comm_hook import BucketExchange
+from torch_fp8.distributed.ddp.comm_hook import QuantizedAllReduce
 from torch_fp8.distributed.ddp.wrap import connect_ddp, ddp_options
 from torch_fp8.quantization.metrics import sqnr_db, worst_row_sqnr_db
 
@@ -420,7 +420,7 @@ def case_one_rank():
 
 def case_state():
     """Nothing to save: a copy of the state of the hook is nothing."""
-    return pickle.loads(pickle.dumps(BucketExchange(dist.group.WORLD)))
+    return pickle.loads(pickle.dumps(QuantizedAllReduce(dist.group.WORLD)))
 
 
 def main():
