@@ -95,7 +95,7 @@ def connect_fsdp(model: nn.Module, config: FP8Config) -> FSDPReport:
         groups = dict.fromkeys(g for inner in _sharded_modules(module) for g in param_groups(inner))
         own = [gather for group in groups for gather in gathers[group]]
         if own:
-            Announcement(module, own)
+            ScalePrefetch(module, own)
     every = [gather for of_group in gathers.values() for gather in of_group]
     for gather in every:
         gather.attach()
@@ -103,10 +103,10 @@ def connect_fsdp(model: nn.Module, config: FP8Config) -> FSDPReport:
     return FSDPReport(len(every), sum(scatters), tuple(skipped))
 
 
-class Announcement:
-    """Around the forward of a sharded module: the scales of all weights below it.
+class ScalePrefetch:
+    """Computes the scales of all weights below a sharded module, before its forward.
 
-    The outermost module that runs makes them, in one collective; those within find them made.
+    The outermost module that runs does so, in one collective; inner modules reuse its scales.
     """
 
     def __init__(self, module: nn.Module, gathers: list[WeightGather]) -> None:
@@ -237,7 +237,7 @@ def _disconnect(model: nn.Module) -> None:
     for module in _sharded_modules(model):
         hooks = [getattr(hook, "__self__", None) for hook in module._forward_pre_hooks.values()]
         for hook in hooks:
-            if isinstance(hook, Announcement):
+            if isinstance(hook, ScalePrefetch):
                 hook.remove()
         for group in param_groups(module):
             if isinstance(group._reduce_scatter_comm, Float8ReduceScatter):
