@@ -15,10 +15,10 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from torch_fp8.nn.gated_mlp import JoinedForm, MLPForm
+from torch_fp8.nn.gated_mlp import FusedGateUpSpec, GatedMLPSpec
 
 
-def gated_mlp_spec(module: nn.Module) -> MLPForm | JoinedForm | None:
+def gated_mlp_spec(module: nn.Module) -> GatedMLPSpec | FusedGateUpSpec | None:
     """The names of its layers, if the product is all that the module computes with them."""
     children = dict(module.named_children())
     widths = {n: _width(child) for n, child in children.items() if _width(child)}
@@ -30,11 +30,11 @@ def gated_mlp_spec(module: nn.Module) -> MLPForm | JoinedForm | None:
     x = _Symbol()
     try:
         output = type(module).forward(trial, x)
-        form = _matched(output, x, children)
+        spec = _matched(output, x, children)
     except Exception:  # it does something else with them
         return None
-    names = () if form is None else (n for n in form if isinstance(n, str))
-    return form if sorted(names) == sorted(widths) else None
+    names = () if spec is None else (n for n in spec if isinstance(n, str))
+    return spec if sorted(names) == sorted(widths) else None
 
 
 class _Symbol:
@@ -134,9 +134,9 @@ def _matched(output: Any, x: _Symbol, children: dict[str, nn.Module]) -> Any:
         gate = activated.x
         if isinstance(gate, _Half) and isinstance(up, _Half):
             if gate.whole is up.whole and gate.whole.x is x and gate.index != up.index:
-                return JoinedForm(gate.whole.name, output.name, gate.index == 0)
+                return FusedGateUpSpec(gate.whole.name, output.name, gate.index == 0)
         elif gate.x is x and up.x is x:
-            return MLPForm(gate.name, up.name, output.name)
+            return GatedMLPSpec(gate.name, up.name, output.name)
     return None
 
 

@@ -15,14 +15,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from torch_fp8.nn.rms_norm import NormForm
+from torch_fp8.nn.rms_norm import RMSNormSpec
 from torch_fp8.ops.rms_norm import rms_norm, rms_norm_statistics
 
 _EPS_NAMES = ("variance_epsilon", "eps")
 _TRIED = (torch.float32, torch.bfloat16)
 
 
-def rms_norm_spec(module: nn.Module) -> NormForm | None:
+def rms_norm_spec(module: nn.Module) -> RMSNormSpec | None:
     """What a module computes, if it is an RMSNorm."""
     weight = module._parameters.get("weight")
     if weight is None or weight.ndim != 1 or len(module._parameters) != 1 or module._modules:
@@ -68,27 +68,27 @@ class _Trial:
 
 
 @functools.lru_cache(maxsize=64)
-def _tried(trial: _Trial, eps_name: str) -> NormForm | None:
+def _tried(trial: _Trial, eps_name: str) -> RMSNormSpec | None:
     """The form whose results the module's own forward gives on the CPU, in all dtypes."""
     with _disable_current_modes():  # a model of fake tensors is tried on real ones
         return _try(trial, eps_name)
 
 
-def _try(trial: _Trial, eps_name: str) -> NormForm | None:
+def _try(trial: _Trial, eps_name: str) -> RMSNormSpec | None:
     eps = getattr(trial.module, eps_name)
     generator = torch.Generator().manual_seed(0)
     # A row of the order of eps tells where it is added.
     scale = torch.tensor([[eps**0.5], [1.0], [8.0]], device="cpu")
     x = torch.randn(3, trial.size, generator=generator, device="cpu") * scale
     weight = torch.rand(trial.size, generator=generator, device="cpu") + 0.5
-    for form in (NormForm(eps_name, o, p) for o in (0.0, 1.0) for p in (True, False)):
+    for spec in (RMSNormSpec(eps_name, o, p) for o in (0.0, 1.0) for p in (True, False)):
         dtypes = ((a, b) for a in _TRIED for b in _TRIED)
-        if all(_agrees(trial.module, form, x.to(a), weight.to(b)) for a, b in dtypes):
-            return form
+        if all(_agrees(trial.module, spec, x.to(a), weight.to(b)) for a, b in dtypes):
+            return spec
     return None
 
 
-def _agrees(module: nn.Module, form: NormForm, x: Tensor, weight: Tensor) -> bool:
+def _agrees(module: nn.Module, spec: RMSNormSpec, x: Tensor, weight: Tensor) -> bool:
     twin = copy.copy(module)
     twin.__dict__ = {**module.__dict__, "_parameters": {"weight": nn.Parameter(weight)}}
     try:
@@ -97,12 +97,12 @@ def _agrees(module: nn.Module, form: NormForm, x: Tensor, weight: Tensor) -> boo
             got = type(module).forward(twin, x)
     except Exception:
         return False
-    dtype = torch.promote_types(x.dtype, weight.dtype) if form.promotes else x.dtype
+    dtype = torch.promote_types(x.dtype, weight.dtype) if spec.promotes else x.dtype
     if not isinstance(got, Tensor) or got.dtype != dtype or got.shape != x.shape:
         return False
-    eps = getattr(module, form.eps_name)
-    rstd, *_ = rms_norm_statistics(x, weight, eps, form.offset, dtype, False)
-    want = rms_norm(x, weight, rstd, form.offset, dtype)
+    eps = getattr(module, spec.eps_name)
+    rstd, *_ = rms_norm_statistics(x, weight, eps, spec.offset, dtype, False)
+    want = rms_norm(x, weight, rstd, spec.offset, dtype)
     # Twice rounded, to 8 bits in BF16, where we round once.
     coarse = torch.bfloat16 in (x.dtype, weight.dtype)
     return torch.allclose(got.float(), want.float(), rtol=2.0**-7 if coarse else 1e-5, atol=0.0)

@@ -104,12 +104,12 @@ def convert_rms_norm(
         consumers: the FP8 layers that read its output; None: it returns plain tensors at once.
     """
     if not isinstance(module, Float8RMSNorm):
-        form = rms_norm_spec(module)
-        if form is None:
+        spec = rms_norm_spec(module)
+        if spec is None:
             return False
         add_mixin(module, Float8RMSNorm)
         assert isinstance(module, Float8RMSNorm)
-        module.fp8_form = form
+        module.fp8_spec = spec
     module.fp8_config, module.fp8_name, module.fp8_consumers = config, name, consumers
     module.fp8_reader = None
     return True
@@ -117,7 +117,7 @@ def convert_rms_norm(
 
 def revert_rms_norm(module: Float8RMSNorm) -> None:
     """Undo `convert_rms_norm`."""
-    for name in ("fp8_config", "fp8_name", "fp8_form", "fp8_consumers", "fp8_reader"):
+    for name in ("fp8_config", "fp8_name", "fp8_spec", "fp8_consumers", "fp8_reader"):
         delattr(module, name)
     remove_mixin(module, Float8RMSNorm)
 
@@ -128,19 +128,19 @@ def convert_gated_mlp(module: nn.Module, name: str, config: FP8Config) -> bool:
     Only where one of its layers runs in FP8.
     """
     if not isinstance(module, Float8GatedMLP):
-        form = gated_mlp_spec(module)
-        if form is None:
+        spec = gated_mlp_spec(module)
+        if spec is None:
             return False
         add_mixin(module, Float8GatedMLP)
         assert isinstance(module, Float8GatedMLP)
-        module.fp8_form, module.fp8_activation = form, other_modules(module, form)
+        module.fp8_spec, module.fp8_activation = spec, other_modules(module, spec)
     module.fp8_config, module.fp8_name = config, name
     return True
 
 
 def revert_gated_mlp(module: Float8GatedMLP) -> None:
     """Undo `convert_gated_mlp`."""
-    for name in ("fp8_config", "fp8_name", "fp8_form", "fp8_activation"):
+    for name in ("fp8_config", "fp8_name", "fp8_spec", "fp8_activation"):
         delattr(module, name)
     remove_mixin(module, Float8GatedMLP)
 

@@ -41,7 +41,7 @@ from torch_fp8.ops.swiglu import swiglu, swiglu_save
 from torch_fp8.tensor.lazy_quantized import Payloads, ProducedActivation, plain
 
 
-class MLPForm(NamedTuple):
+class GatedMLPSpec(NamedTuple):
     """Names of the children of a gated MLP."""
 
     gate: str
@@ -49,7 +49,7 @@ class MLPForm(NamedTuple):
     down: str
 
 
-class JoinedForm(NamedTuple):
+class FusedGateUpSpec(NamedTuple):
     """Names of the children of a gated MLP whose gate and up are one layer.
 
     Attributes:
@@ -84,7 +84,7 @@ class Float8GatedMLP(nn.Module):
 
     fp8_config: FP8Config
     fp8_name: str
-    fp8_form: MLPForm | JoinedForm
+    fp8_spec: GatedMLPSpec | FusedGateUpSpec
     fp8_activation: tuple[nn.Module, ...]
     """The children beside the layers, which are not called; in a tuple, not to own them twice."""
 
@@ -95,9 +95,9 @@ class Float8GatedMLP(nn.Module):
             return super().forward(*args, **kwargs)
         (x,) = args
         refuse_transforms(name_of(self))
-        form = self.fp8_form
-        down_layer = getattr(self, form.down)
-        inputs = self._joined(x, form) if isinstance(form, JoinedForm) else self._pair(x, form)
+        spec = self.fp8_spec
+        down_layer = getattr(self, spec.down)
+        inputs = self._joined(x, spec) if isinstance(spec, FusedGateUpSpec) else self._pair(x, spec)
         options = self._options(down_layer)
         if all(type(t) in PLAIN for t in inputs) and _fit(inputs):
             product = _SwiGLUFunction.apply(options, *inputs)
@@ -111,17 +111,17 @@ class Float8GatedMLP(nn.Module):
 
     def _has_own_activation(self) -> bool:
         """Whether the activation has hooks, or is no longer the one that conversion has seen."""
-        others = other_modules(self, self.fp8_form)
+        others = other_modules(self, self.fp8_spec)
         if others != self.fp8_activation:
             return True
         return any(getattr(m, name) for m in others for name in _HOOKS)
 
-    def _joined(self, x: Tensor, form: JoinedForm) -> tuple[Tensor]:
-        both: Tensor = getattr(self, form.gate_up)(x)
+    def _joined(self, x: Tensor, spec: FusedGateUpSpec) -> tuple[Tensor]:
+        both: Tensor = getattr(self, spec.gate_up)(x)
         return (both,)
 
-    def _pair(self, x: Tensor, form: MLPForm) -> tuple[Tensor, Tensor]:
-        gate_layer, up_layer = getattr(self, form.gate), getattr(self, form.up)
+    def _pair(self, x: Tensor, spec: GatedMLPSpec) -> tuple[Tensor, Tensor]:
+        gate_layer, up_layer = getattr(self, spec.gate), getattr(self, spec.up)
         if _in_fp8(gate_layer) and _in_fp8(up_layer):
             x = shared(x, name_of(self))
         return gate_layer(x), up_layer(x)
@@ -144,14 +144,14 @@ class Float8GatedMLP(nn.Module):
             self.fp8_config.save_activations == "fp8",
             ahead,
             self._gradient_readers(),
-            not isinstance(self.fp8_form, JoinedForm) or self.fp8_form.gate_first,
+            not isinstance(self.fp8_spec, FusedGateUpSpec) or self.fp8_spec.gate_first,
         )
 
     def _gradient_readers(self) -> GradientReaders | None:
         """Of the gradients of gate and up, where two layers take them with delayed scaling."""
-        if isinstance(self.fp8_form, JoinedForm):
+        if isinstance(self.fp8_spec, FusedGateUpSpec):
             return None
-        layers = getattr(self, self.fp8_form.gate), getattr(self, self.fp8_form.up)
+        layers = getattr(self, self.fp8_spec.gate), getattr(self, self.fp8_spec.up)
         if not all(map(_in_fp8, layers)) or layers[0].fp8_config != layers[1].fp8_config:
             return None
         of_gate, of_up = (layer.producer_history(GRAD_OUTPUT) for layer in layers)
@@ -230,10 +230,10 @@ class _SwiGLUFunction(torch.autograd.Function):
         return (None, *grads)
 
 
-def other_modules(module: nn.Module, form: MLPForm | JoinedForm) -> tuple[nn.Module, ...]:
-    """The children that are no layers of the form."""
+def other_modules(module: nn.Module, spec: GatedMLPSpec | FusedGateUpSpec) -> tuple[nn.Module, ...]:
+    """Return the children that are not among the layers that `spec` names."""
     children = module._modules.items()
-    return tuple(m for name, m in children if m is not None and name not in form)
+    return tuple(m for name, m in children if m is not None and name not in spec)
 
 
 def _in_fp8(layer: nn.Module) -> bool:

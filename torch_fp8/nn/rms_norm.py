@@ -48,7 +48,7 @@ from torch_fp8.tensor.lazy_quantized import (
 )
 
 
-class NormForm(NamedTuple):
+class RMSNormSpec(NamedTuple):
     """What a norm computes: ``x / sqrt(mean(x^2) + eps) * (weight + offset)``.
 
     Attributes:
@@ -104,7 +104,7 @@ class Float8RMSNorm(nn.Module):
 
     fp8_config: FP8Config
     fp8_name: str
-    fp8_form: NormForm
+    fp8_spec: RMSNormSpec
     fp8_consumers: Consumers | None
     fp8_reader: Reader | None
     weight: Tensor
@@ -120,14 +120,14 @@ class Float8RMSNorm(nn.Module):
             return stock
         name = name_of(self)
         refuse_transforms(name)
-        form, compiling = self.fp8_form, torch.compiler.is_compiling()
+        spec, compiling = self.fp8_spec, torch.compiler.is_compiling()
         # Not where FSDP2 shards the norm by itself: the weight is gone after its forward.
         in_fp8 = self.fp8_consumers is not None and not is_fsdp_class(type(self))
         waits = in_fp8 and not compiling
         options = _Options(
             name,
-            form.offset,
-            torch.promote_types(x.dtype, weight.dtype) if form.promotes else x.dtype,
+            spec.offset,
+            torch.promote_types(x.dtype, weight.dtype) if spec.promotes else x.dtype,
             torch.is_grad_enabled(),
             self.fp8_config.save_activations == "fp8",
             self.fp8_consumers if in_fp8 else None,
@@ -135,7 +135,7 @@ class Float8RMSNorm(nn.Module):
             waits,
         )
         # By itself: compiled with dynamic=True it is an input of the graph, as a tensor is.
-        eps = getattr(self, form.eps_name)
+        eps = getattr(self, spec.eps_name)
         output: Tensor = _RMSNormFunction.apply(x, weight, eps, options, self._note_reader)
         return output
 

@@ -41,7 +41,7 @@ def test_each_instance_is_tried_with_its_own_attributes():
     norms = [Offset(48, offset) for offset in (1.0, 0.0, 2.0)]
     report = convert_to_float8(nn.Sequential(*norms, nn.Linear(48, 48)))
     assert report.producers == ("0", "1")
-    assert [norm.fp8_form.offset for norm in norms[:2]] == [1.0, 0.0]
+    assert [norm.fp8_spec.offset for norm in norms[:2]] == [1.0, 0.0]
 
 
 @pytest.mark.parametrize("cls", [Norm, lambda size: Offset(size, 1.0)], ids=["Norm", "Offset"])
