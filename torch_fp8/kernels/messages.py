@@ -10,8 +10,8 @@ from torch import Tensor
 
 from torch_fp8.kernels.launch_math import cdiv
 from torch_fp8.kernels.messages_kernels import (
-    combine_kernel,
     pack_kernel,
+    reduce_and_repack_kernel,
     sum_plain_kernel,
     unpack_kernel,
     unpack_sum_kernel,
@@ -84,7 +84,7 @@ def unpack_sum(messages: Tensor, layout: Any, out: Tensor, scale: float) -> None
         )
 
 
-def combine(
+def reduce_and_repack(
     messages: Tensor,
     layout: Any,
     combined: Tensor,
@@ -95,7 +95,7 @@ def combine(
     if not layout.num_groups:
         return
     with torch.cuda.device_of(messages):
-        combine_kernel[(cdiv(layout.num_groups, GROUPS),)](
+        reduce_and_repack_kernel[(cdiv(layout.num_groups, GROUPS),)](
             messages,
             combined,
             messages.shape[0],

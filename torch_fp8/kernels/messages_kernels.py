@@ -148,7 +148,7 @@ def unpack_sum_kernel(
 
 
 @triton.jit(do_not_specialize=["num_messages", "num_groups", "stride", "key0", "key1"])
-def combine_kernel(
+def reduce_and_repack_kernel(
     messages_ptr,
     combined_ptr,
     num_messages,

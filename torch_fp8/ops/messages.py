@@ -11,8 +11,8 @@ plain      P BF16 values, from the next multiple of 16 on
 
 that is 33 G + 2 P bytes and up to 30 of padding. An average over N ranks is made of two collectives
 of such messages: each rank `pack`s its gradient into N of them, one for the rank that owns that
-part, which sums what it receives in float32, encodes the average again (`combine`) and gives it to
-all. Everybody decodes the same bytes and so has the same average, to the bit.
+part, which sums what it receives in float32, encodes the average again (`reduce_and_repack`) and
+gives it to all. Everybody decodes the same bytes and so has the same average, to the bit.
 
 * Groups of 32 need less range than E4M3 has, and the format has more bits where they are large: two
   roundings to nearest keep 36 dB of a Gaussian gradient, where two of E4M3 keep 28.5.
@@ -185,7 +185,7 @@ def unpack_sum(
         out_plain.copy_(_sum_plain(messages, layout) * scale)
 
 
-def combine(
+def reduce_and_repack(
     messages: Tensor,
     layout: Layout,
     scale: float = 1.0,
@@ -204,7 +204,7 @@ def combine(
     if messages.is_cuda:
         from torch_fp8.kernels import messages as wire
 
-        wire.combine(messages, layout, combined, scale, keys)
+        wire.reduce_and_repack(messages, layout, combined, scale, keys)
         if layout.num_plain:
             wire.sum_plain(layout.plain(messages), layout.plain(combined)[0], scale)
         return combined

@@ -12,7 +12,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 @pytest.fixture
 def launches_of(record_launches):
-    """`launches_of(dtype, numel)`: pack, unpack, unpack_sum, combine, sum_plain; 7 launches."""
+    """`launches_of(dtype, numel)` returns 7 launches: those of each function of `ops.messages`."""
 
     def launch(dtype, numel):
         layout, values = Layout(100, 9), torch.zeros(NUMEL[numel], dtype=DTYPES[dtype])
@@ -21,7 +21,7 @@ def launches_of(record_launches):
         with record_launches(wire) as launches:
             for keys in (None, (16, 1)):
                 wire.pack(values, layout, messages, keys)
-                wire.combine(messages, layout, messages[:1], 0.25, keys)
+                wire.reduce_and_repack(messages, layout, messages[:1], 0.25, keys)
             wire.unpack(messages, layout, values)
             wire.unpack_sum(messages, layout, out[numel == "any" :], 0.25)
             wire.sum_plain(layout.plain(messages), out[:9], 1 / 3)
@@ -48,7 +48,7 @@ def test_every_kernel_compiles_without_spills(
         assert used.registers <= 64
         assert used.shared <= 8192
         if "plain" not in launch.name:
-            wide = numel == "aligned" or "combine" in launch.name
+            wide = numel == "aligned" or "repack" in launch.name
             assert ("ld.global.v4.b32" in ptx or "ld.global.v4.u32" in ptx) or not wide
             assert "st.global.v4.b32" in ptx or not wide
 

@@ -102,7 +102,7 @@ def test_combining_is_summing_and_packing(keys):
     total, total_plain = torch.empty(640), torch.empty(9)
     wire.unpack_sum(messages, layout, total, total_plain, 0.25)
     want = wire.pack(total[None], total_plain[None], keys=keys)
-    got = wire.combine(messages, layout, 0.25, keys=keys)
+    got = wire.reduce_and_repack(messages, layout, 0.25, keys=keys)
     assert torch.equal(layout.codes(got), layout.codes(want))
     assert torch.equal(layout.scales(got), layout.scales(want))
     assert torch.equal(layout.plain(got), layout.plain(want))
@@ -114,7 +114,7 @@ def test_parts_of_long_messages_are_as_the_whole(monkeypatch):
     for size in (1 << 15, 3):
         monkeypatch.setattr(wire, "_PART_GROUPS", size)
         messages = wire.pack(x, keys=KEYS)
-        combined = wire.combine(messages, Layout(20), 0.5, keys=KEYS)
+        combined = wire.reduce_and_repack(messages, Layout(20), 0.5, keys=KEYS)
         total = torch.empty(640)
         wire.unpack_sum(messages, Layout(20), total, None, 0.5)
         values = wire.unpack(messages, Layout(20), torch.float32)[0]
@@ -131,7 +131,7 @@ def test_rounding_is_stochastic_with_keys(combined):
         messages = wire.pack(x, keys=None if combined else stream_keys(i))
         exact = wire.unpack(messages, layout, torch.float32)[0] * 0.3 if combined else x
         if combined:
-            messages = wire.combine(messages, layout, 0.3, keys=stream_keys(i))
+            messages = wire.reduce_and_repack(messages, layout, 0.3, keys=stream_keys(i))
         draws.append(wire.unpack(messages, layout, torch.float32)[0] - exact)
     errors = torch.stack(draws)
     size = float(errors.pow(2).mean(0).sum().sqrt())
@@ -160,7 +160,7 @@ def test_what_is_not_finite_reads_nan_in_its_group_of_every_sum(bad):
     wire.unpack_sum(messages, layout, out, out_plain, 1 / 3)
     assert out.isnan().tolist() == [False] * 32 + [True] * 32 + [False] * 32
     assert out_plain.isfinite().tolist() == [True, False, True, True]
-    combined = wire.unpack(wire.combine(messages, layout, 1 / 3), layout, torch.float32)
+    combined = wire.unpack(wire.reduce_and_repack(messages, layout, 1 / 3), layout, torch.float32)
     assert combined[0].isnan().sum() == 32
     assert not combined[1].isfinite().all()
 
@@ -175,7 +175,7 @@ def test_an_average_keeps_28_3_db_and_every_row_26_5(ranks):
         layout = Layout(256 * 512 // 32 // ranks)
         sent = [wire.pack(g.view(ranks, -1)) for g in grads]
         owned = [torch.stack([s[owner] for s in sent]) for owner in range(ranks)]
-        gathered = torch.cat([wire.combine(m, layout, 1 / ranks) for m in owned])
+        gathered = torch.cat([wire.reduce_and_repack(m, layout, 1 / ranks) for m in owned])
         got = wire.unpack(gathered, layout, torch.float32)[0].view(256, 512)
         exact = grads.mean(0)
         assert sqnr_db(exact, got) >= 35.5

@@ -133,7 +133,7 @@ class _Bucket:
         """Average the part that this rank owns, and give it to all."""
         self._work.wait()
         state = self._state
-        combined = messages.combine(self._received, self._layout, 1 / state.world_size)
+        combined = messages.reduce_and_repack(self._received, self._layout, 1 / state.world_size)
         self._sent, self._received = combined, self._sent  # of which nothing is needed any more
         self._work = all_gather(self._received, combined, state.group, async_op=True)
 

@@ -71,7 +71,7 @@ class GradientBucket:
         self._gathered = True
         self._work.wait()
         scale = 1 / self._world_size
-        combined = messages.combine(self._received, self._layout, scale, keys=self._keys)
+        combined = messages.reduce_and_repack(self._received, self._layout, scale, keys=self._keys)
         self._sent, self._received = combined, self._sent
         self._work = all_gather(self._received, combined, self._group, async_op=True)
 

@@ -182,7 +182,7 @@ class SharedScaleAllReduce(QuantizedAllReduce):
         work.wait()
         width = parts.shape[1]
         total = _sum_in_e4m3(received[:, :width].contiguous())
-        combined = messages.combine(received[:, width:].contiguous(), layout, 1 / ranks)
+        combined = messages.reduce_and_repack(received[:, width:].contiguous(), layout, 1 / ranks)
         sent = torch.cat([total, combined[0]])
         work = all_gather(received, sent, group, async_op=True)
         yield

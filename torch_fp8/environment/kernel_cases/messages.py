@@ -78,8 +78,8 @@ def check_messages(
     got = wire.pack_flat(x.to(device), plain.to(device), layout, 4, keys=keys)
     _same_messages(got, want, layout, f"packed {what}")
     _same_messages(
-        wire.combine(want.to(device), layout, 1 / 3, keys=keys),
-        reference.combine(want, layout, 1 / 3, keys=keys),
+        wire.reduce_and_repack(want.to(device), layout, 1 / 3, keys=keys),
+        reference.reduce_and_repack(want, layout, 1 / 3, keys=keys),
         layout,
         f"combined {what}",
     )
