@@ -1,10 +1,11 @@
 """The optimizer step on CUDA: the twin of `torch_fp8.ops.adamw`, many matrices to a launch.
 
 Matrices are sorted into classes, by what the compiler must know: dtypes, residual bits, layout (see
-`kernels.groups`). A launch works on all of a class: their addresses and scalars are a table that is
-built here and goes to the card in one asynchronous copy of 272 bytes per matrix and 4 per chunk.
+`kernels.block_layout`). A launch works on all of a class: their addresses and scalars are a table
+that is built here and goes to the card in one asynchronous copy of 272 bytes per matrix and 4 per
+chunk.
 
-Where a weight's FP8 payload is kept, the step writes it, too (see `weight_payload_tiles`). With a
+Where a weight's FP8 payload is kept, the step writes it, too (see `kernels.weight_cast`). With a
 scale for each weight a second launch follows for all of a class, which has something to do where a
 scale changed.
 
@@ -54,7 +55,7 @@ Entry = tuple[WeightMatrix, StepScalars]
 
 
 class _Class(NamedTuple):
-    """What is compiled into a kernel."""
+    """The choices that are compiled into a kernel."""
 
     weight: torch.dtype
     residual_bits: int
@@ -87,7 +88,7 @@ class _Class(NamedTuple):
 def adamw_step(
     entries: Sequence[Entry], lr_multipliers: Sequence[Tensor | None] | None = None
 ) -> None:
-    """Step every matrix, in place; equal to `adamw_step_reference` on each.
+    """Step every matrix in place, with the results of `adamw_step_reference` on each.
 
     Args:
         entries: on one CUDA device.
@@ -123,7 +124,7 @@ def adamw_step(
 
 
 def writes_payload(matrix: WeightMatrix, payload: WeightPayload) -> bool:
-    """Whether the step can write the payload of a matrix: whole squares, moved 16 bytes at once."""
+    """Return whether the step can write a payload: whole squares, moved 16 bytes at once."""
     tensors = [payload.qdata] if payload.qdata_t is None else [payload.qdata, payload.qdata_t]
     rows, cols = matrix.weight.shape
     return (
@@ -135,7 +136,9 @@ def writes_payload(matrix: WeightMatrix, payload: WeightPayload) -> bool:
 
 
 def update_rms(entries: Sequence[Entry]) -> Tensor:
-    """`update_rms_reference` of every matrix, (len(entries),) float32; the same in every run."""
+    """Compute `update_rms_reference` of every matrix, (len(entries),) float32, the same in every
+    run.
+    """
     if not entries:
         return torch.zeros(0, device="cpu")
     entries = [(matrix._replace(amax=None, payload=None), scalars) for matrix, scalars in entries]
@@ -168,7 +171,7 @@ def update_rms(entries: Sequence[Entry]) -> Tensor:
 
 
 def _classes(entries: Sequence[Entry]) -> dict[_Class, list[int]]:
-    """Class -> which entries are of it; empty matrices are of none."""
+    """Map each class to the indices of its entries; empty matrices belong to no class."""
     classes: dict[_Class, list[int]] = {}
     for i, (matrix, _) in enumerate(entries):
         if matrix.weight.numel():
@@ -204,7 +207,7 @@ def _tables(
     lr_multipliers: list[Tensor | None] | None = None,
     update_rms: list[Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, int]:
-    """Records of the matrices and, for each program, which is its: on their device.
+    """Build, on the device, the records of the matrices and the matrix of each program.
 
     Returns:
         (M, fields of Record) int64, (P or P + 1,) int32, P.
@@ -252,7 +255,7 @@ def _places(
     first_chunk: int,
     groups: int,
 ) -> list[int]:
-    """The addresses and integers of a `Record`."""
+    """Return the addresses and integers of a `Record`."""
     if isinstance(matrix.grad, GradientParts):
         grad = [part.data_ptr() for part in matrix.grad]
     else:
@@ -279,7 +282,7 @@ def _places(
 
 
 def _numbers(scalars: StepScalars) -> list[float]:
-    """The float32 of a `Record`."""
+    """Return the float32 numbers of a `Record`."""
     return [
         -1.0 if scalars.maximize else 1.0,
         scalars.beta1_complement,
@@ -294,7 +297,7 @@ def _numbers(scalars: StepScalars) -> list[float]:
 
 
 def _payload_places(payload: WeightPayload | None) -> list[int]:
-    """The addresses of a payload in a `Record`."""
+    """Return the addresses of a payload in a `Record`."""
     if payload is None:
         return [0] * 5
     places = [payload.qdata, payload.qdata_t, payload.scale, payload.new_scale, payload.scale_t]

@@ -1,4 +1,4 @@
-"""The kernels behind `torch_fp8.kernels.adamw`, which launches them.
+"""These kernels are launched by `torch_fp8.kernels.adamw`.
 
 One launch works on many matrices (R, K). A program takes one chunk, CHUNK consecutive groups of one
 matrix, tile by tile; `chunk_ptr` names its matrix, and `table_ptr` has a `Record` of each.
@@ -35,7 +35,7 @@ from torch_fp8.kernels.weight_cast import (
 
 
 class Record(NamedTuple):
-    """What the kernels know of one matrix, 64 bits each: addresses, integers, bits of float32.
+    """What the kernels know of one matrix, in fields of 64 bits: addresses, integers, float32 bits.
 
     An even number of them: what follows the table is aligned, too, and needs no kernel of its own.
     """
@@ -92,7 +92,7 @@ def _number(record, FIELD: tl.constexpr):
 
 @triton.jit
 def _factor(record, FIELD: tl.constexpr):
-    """The () float32 at an address, 1 where there is none."""
+    """Load the () float32 at an address, or 1 where the address is 0."""
     address = tl.load(record + FIELD)
     return tl.load(address.to(tl.pointer_type(tl.float32)), mask=address != 0, other=1.0)
 
@@ -104,7 +104,7 @@ def _pointer(record, FIELD: tl.constexpr, DTYPE: tl.constexpr):
 
 @triton.jit
 def _gradient(grad, scale_ptr, local, inside, factor):
-    """float32 times factor, of bfloat16, float32, or 8-bit codes."""
+    """Load a gradient of bfloat16, float32 or 8-bit codes as float32, times `factor`."""
     if grad.dtype == tl.uint8:
         scale = tl.load(scale_ptr + local, mask=inside, other=127)
         grad = decode(grad, scale, GRADIENT)
@@ -125,7 +125,7 @@ def adamw_step_kernel(
     CHUNK: tl.constexpr,
     GROUPS: tl.constexpr,  # of a tile
 ):
-    """`torch_fp8.ops.adamw.adamw_step_reference`; payloads see `weight_payload_tiles`."""
+    """Run `torch_fp8.ops.adamw.adamw_step_reference`; for payloads see `weight_cast`."""
     record = table_ptr + tl.load(chunk_ptr + tl.program_id(0)) * _RECORD
     first = (tl.program_id(0) - _integer(record, _AT.value.first_chunk)) * CHUNK
     num_groups, cols = _integer(record, _AT.value.num_groups), _integer(record, _AT.value.cols)
@@ -263,7 +263,7 @@ def adamw_step_kernel(
 
 @triton.jit
 def _payload(record, first, rows, cols, PAYLOAD: tl.constexpr, TRANSPOSED: tl.constexpr):
-    """Pointers to a square's codes, its transposed codes and its scale."""
+    """Return pointers to a square's codes, its transposed codes and its scale."""
     payload_ptr, payload_t_ptr = payload_at_origin(
         _pointer(record, _AT.value.payload, tl.uint8),
         _pointer(record, _AT.value.payload_t, tl.uint8),
@@ -286,7 +286,7 @@ def recast_kernel(
     TRANSPOSED: tl.constexpr,
     GROUPS: tl.constexpr,
 ):
-    """Store the scale of the new weights; where it is another, cast them with it."""
+    """Store the scale of the new weights; cast them again where it differs from the old one."""
     record = table_ptr + tl.load(chunk_ptr + tl.program_id(0)) * _RECORD
     first = (tl.program_id(0) - _integer(record, _AT.value.first_chunk)) * 512
     amax_bits = tl.load(_pointer(record, _AT.value.amax, tl.int32))
@@ -319,7 +319,7 @@ def update_squares_kernel(
     CHUNK: tl.constexpr,
     GROUPS: tl.constexpr,
 ):
-    """partial[program] = sum of g^2 / max(v_hat, eps^2) of its chunk."""
+    """Write into partial[program] the sum of g^2 / max(v_hat, eps^2) over its chunk."""
     record = table_ptr + tl.load(chunk_ptr + tl.program_id(0)) * _RECORD
     first = (tl.program_id(0) - _integer(record, _AT.value.first_chunk)) * CHUNK
     num_groups, cols = _integer(record, _AT.value.num_groups), _integer(record, _AT.value.cols)
@@ -372,7 +372,7 @@ def update_squares_kernel(
 
 @triton.jit
 def update_rms_kernel(table_ptr, partial_ptr, CHUNK: tl.constexpr, BLOCK_SIZE: tl.constexpr):
-    """sqrt(sum of a matrix's partial sums / its elements), always summed in the same order."""
+    """Compute sqrt(sum of a matrix's partial sums / its elements), always in the same order."""
     record = table_ptr + tl.program_id(0) * _RECORD
     first = _integer(record, _AT.value.first_chunk)
     num_chunks = tl.cdiv(_integer(record, _AT.value.num_groups), CHUNK)

@@ -1,4 +1,4 @@
-"""What operators hand to their kernels: arguments that travel together."""
+"""Tuples of arguments that operators hand to their kernels."""
 
 from typing import Literal, NamedTuple
 
@@ -9,7 +9,7 @@ from torch_fp8.quantization.block_scaled import BlockScaled
 
 
 class StepScalars(NamedTuple):
-    """The numbers of a step that are equal for all elements of a parameter."""
+    """The numbers of an optimizer step that are equal for all elements of a parameter."""
 
     beta1_complement: float
     beta2: float
@@ -24,7 +24,9 @@ class StepScalars(NamedTuple):
 
 
 class GradientParts(NamedTuple):
-    """An 8-bit gradient: codes (R, K), scales (R, ceil(K / 32)), a () float32 factor of all."""
+    """An 8-bit gradient: codes (R, K), scales (R, ceil(K / 32)) and a () float32 factor of all
+    values.
+    """
 
     qdata: Tensor
     scale: Tensor
@@ -32,7 +34,7 @@ class GradientParts(NamedTuple):
 
 
 class WeightPayload(NamedTuple):
-    """The FP8 weight of the last step, to be overwritten with the next: E4M3, power-of-two scales.
+    """The FP8 weight of the last step (E4M3, power-of-two scales), which the next step overwrites.
 
     Attributes:
         granularity: tensorwise or block_128x128.
@@ -52,7 +54,7 @@ class WeightPayload(NamedTuple):
 
 
 class WeightMatrix(NamedTuple):
-    """A parameter's tensors, as matrices that share its memory; updated in place.
+    """A parameter's tensors as matrices that share its memory and are updated in place.
 
     Attributes:
         weight: (R, K) contiguous; bfloat16, or float32 without residual.
@@ -83,7 +85,7 @@ class WeightMatrix(NamedTuple):
 
 
 class BackwardInputs(NamedTuple):
-    """Arguments of SwiGLU's backward, for ``h = silu(gate) * up * smooth``.
+    """The arguments of SwiGLU's backward, for ``h = silu(gate) * up * smooth``.
 
     Legend: R rows (tokens), C columns (features). Tensors have any strides.
 

@@ -1,4 +1,4 @@
-"""Where the groups of 32 of a matrix (R, K) lie: kernels work on tiles of whole groups, (G, 32).
+"""Positions of the groups of 32 of a matrix (R, K): kernels work on tiles of whole groups, (G, 32).
 
 Groups are counted over the rows, so that a tile may span several. Positions are relative to the
 element where a program's first group starts, or its row: 64 bits once, 32 for each element.
@@ -19,7 +19,7 @@ import triton.language as tl
 
 @triton.jit
 def at_origin(pointer, first, cols, LAYOUT: tl.constexpr, WIDTH: tl.constexpr = 32):
-    """`pointer` to a matrix, moved to where the positions of a program with group `first` begin.
+    """Move `pointer`, to a matrix, to the origin of a program that starts with group `first`.
 
     What the compiler is told of it holds for a result of this function, not for an argument: on
     those it would be lost when the function is inlined.
@@ -39,7 +39,7 @@ def at_origin(pointer, first, cols, LAYOUT: tl.constexpr, WIDTH: tl.constexpr = 
 
 @triton.jit
 def square(first, groups_per_row):
-    """Row and column, among squares, of the one that starts with group `first`."""
+    """Return row and column, counted in squares, of the square that starts with group `first`."""
     squares_per_row = tl.cdiv(groups_per_row, 4)
     index = first // 512
     return index // squares_per_row, index % squares_per_row
@@ -47,7 +47,7 @@ def square(first, groups_per_row):
 
 @triton.jit
 def places(first, local, num_groups, cols, LAYOUT: tl.constexpr, WIDTH: tl.constexpr = 32, rows=0):
-    """Where the groups `first + local` lie.
+    """Return the positions of the groups `first + local`.
 
     Args:
         local: (G,) int32.
@@ -83,7 +83,7 @@ def places(first, local, num_groups, cols, LAYOUT: tl.constexpr, WIDTH: tl.const
 
 @triton.jit
 def scales_at_origin(pointer, first, cols, LAYOUT: tl.constexpr):
-    """`pointer` to a matrix's scales, one for each group, moved as `at_origin` does."""
+    """Move `pointer`, to a matrix's scales (one for each group), as `at_origin` does."""
     if LAYOUT == "squares":
         groups_per_row = tl.cdiv(cols, 32)
         square_row, square_col = square(first, groups_per_row)
@@ -93,7 +93,9 @@ def scales_at_origin(pointer, first, cols, LAYOUT: tl.constexpr):
 
 @triton.jit
 def scale_places(first, local, num_groups, cols, LAYOUT: tl.constexpr, rows=0):
-    """Positions (G,) of the scales of groups `first + local` after `scales_at_origin`, and mask."""
+    """Return positions (G,) of the scales of groups `first + local` after `scales_at_origin`, and
+    mask.
+    """
     if LAYOUT == "squares":
         groups_per_row = tl.cdiv(cols, 32)
         square_row, square_col = square(first, groups_per_row)

@@ -1,4 +1,4 @@
-"""8-bit groups in registers, `torch_fp8.quantization.block_scaled` in fewer instructions.
+"""Groups of 8-bit codes in registers: `torch_fp8.quantization.block_scaled` in fewer instructions.
 
 A tile is (G, 32): a group per row, so that a scale is a reduction over the last dimension and
 belongs to a row. Formats are the `ByteFloat` objects themselves, as compile-time constants.
@@ -26,7 +26,7 @@ _NAN_BITS = tl.constexpr(0x7FC00000)
 
 @triton.jit
 def decode(codes, scale, FORMAT: tl.constexpr):
-    """(G, 32) float32 from uint8 codes and (G,) uint8 scales; exact."""
+    """Decode uint8 codes and (G,) uint8 scales to (G, 32) float32, exactly."""
     SHIFT: tl.constexpr = 23 - FORMAT.value.mantissa_bits
     REBIAS: tl.constexpr = 2.0 ** (127 - FORMAT.value.bias)
     if FORMAT.value.name == "e4m3":  # which the hardware knows
@@ -44,7 +44,7 @@ def decode(codes, scale, FORMAT: tl.constexpr):
 
 @triton.jit
 def _factor(scale):
-    """2 ** (scale - 127); NaN of the byte 255."""
+    """Return 2 ** (scale - 127), and NaN for the byte 255."""
     scale = scale.to(tl.int32)
     bits = tl.where(scale == _SCALE_NAN, _NAN_BITS, scale << 23)
     return bits.to(tl.float32, bitcast=True)
@@ -52,7 +52,7 @@ def _factor(scale):
 
 @triton.jit
 def reciprocal_of(scale):
-    """2 ** (127 - scale), (G,) float32; 1 of the byte 255."""
+    """Return 2 ** (127 - scale), (G,) float32, and 1 for the byte 255."""
     scale = scale.to(tl.int32)
     exponent = tl.where(scale == _SCALE_NAN, _SCALE_ONE, 254 - scale)
     return (exponent << 23).to(tl.float32, bitcast=True)
@@ -60,7 +60,7 @@ def reciprocal_of(scale):
 
 @triton.jit
 def scale_of(x, FORMAT: tl.constexpr):
-    """(G,) uint8 scales of (G, 32) float32."""
+    """Compute the (G,) uint8 scales of (G, 32) float32."""
     bits = x.to(tl.uint32, bitcast=True)
     if FORMAT.value.signed:
         bits = bits & _ABS
@@ -69,7 +69,7 @@ def scale_of(x, FORMAT: tl.constexpr):
 
 @triton.jit
 def encode(x, scale, offset, FORMAT: tl.constexpr):
-    """Quantize (G, 32) float32 with the scales of `scale_of` to uint8.
+    """Quantize (G, 32) float32 to uint8 codes with the scales of `scale_of`.
 
     Brought to float32's smallest exponents, magnitudes have the codes' own bits on top, subnormal
     ones, too: the product rounds to nearest where the reference's sum with the smallest normal
@@ -98,7 +98,7 @@ def encode(x, scale, offset, FORMAT: tl.constexpr):
 
 @triton.jit
 def _folded(bits, FORMAT: tl.constexpr):
-    """uint32 bits of a magnitude, as `ByteFloat` says, so that those on top are the code."""
+    """Fold a magnitude's uint32 bits as `ByteFloat` says: the upper ones are the code then."""
     SHIFT: tl.constexpr = 23 - FORMAT.value.mantissa_bits
     codes = bits
     for i in tl.static_range(1, len(FORMAT.value.intercepts)):
@@ -109,7 +109,7 @@ def _folded(bits, FORMAT: tl.constexpr):
 
 @triton.jit
 def _unfolded(codes, FORMAT: tl.constexpr):
-    """The inverse, of int32 codes without anything below them."""
+    """Invert `_folded`, for int32 codes with no bits below them."""
     SHIFT: tl.constexpr = 23 - FORMAT.value.mantissa_bits
     bits = codes
     for i in tl.static_range(1, len(FORMAT.value.intercepts)):
@@ -119,7 +119,7 @@ def _unfolded(codes, FORMAT: tl.constexpr):
 
 @triton.jit
 def _scale_of_amax(amax, FORMAT: tl.constexpr):
-    """The scale's byte, as int32, of the bits of a group's largest magnitude."""
+    """Compute the scale's byte, as int32, from the bits of a group's largest magnitude."""
     MAX_MANTISSA: tl.constexpr = FORMAT.value.max_bits % (1 << 23)
     MAX_EXPONENT: tl.constexpr = (FORMAT.value.max_bits >> 23) - 127
     over = ((amax & _MANTISSA) > MAX_MANTISSA).to(tl.int32)

@@ -23,7 +23,7 @@ BLOCK_COLS = 32
 def reduce_sums_kernel(
     partial_ptr, sum_ptr, num_partials, size, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr
 ):
-    """sum[c] = sum of partial[p, c] over all p."""
+    """Compute sum[c], the sum of partial[p, c] over all p."""
     c = positions(tl.program_id(0), BLOCK_C)
     total = tl.zeros((BLOCK_R, BLOCK_C), dtype=tl.float32)
     for start in range(0, num_partials, BLOCK_R):
@@ -35,7 +35,7 @@ def reduce_sums_kernel(
 
 @dataclass
 class TileSums:
-    """Sums over the rows of x, or over its columns.
+    """Partial sums over the rows of x, or over its columns, one for each tile.
 
     Attributes:
         axis: 0: over rows; 1: over columns.
@@ -46,16 +46,16 @@ class TileSums:
     partial: Tensor | None = None
 
     def allocate(self, x: Tensor, tiles: int) -> Tensor:
-        """Room for the sums of `tiles` tiles along the axis."""
+        """Allocate memory for the sums of `tiles` tiles along the axis."""
         self.partial = x.new_empty((tiles, x.shape[1 - self.axis]), dtype=torch.float32)
         return self.partial
 
     def turn(self) -> None:
-        """From sums of x to the same of x^T, or back."""
+        """Exchange sums of x for sums of x^T, or back."""
         self.axis = 1 - self.axis
 
     def total(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """The sums in float32, rounded once to `dtype`."""
+        """Return the sums, added in float32 and rounded once to `dtype`."""
         if self.partial is None:  # nothing was cast tile by tile
             return x.sum(self.axis, dtype=torch.float32).to(dtype)
         tiles, size = self.partial.shape

@@ -1,4 +1,4 @@
-"""Delayed scaling within a kernel that casts: what it reads of a history, and who ends the launch.
+"""Delayed scaling within a kernel that casts: reading the history, and finding the last program.
 
 The scale comes from the amaxes of the past, so that a program casts its tile at once. When it is
 done it counts itself in; nobody waits. The last one knows the amax of all. Where the history is
@@ -16,7 +16,7 @@ from torch_fp8.kernels.quantize_kernels import per_row, store_col
 
 @triton.jit
 def past_amax(history_ptr, length, MOST_RECENT: tl.constexpr):
-    """Bits of what the history suggests: its maximum or its newest entry; 0 if it is empty."""
+    """Return the bits of the history's maximum or newest entry; 0 if the history is empty."""
     if MOST_RECENT:
         bits = abs_bits(tl.load(history_ptr))
     else:
@@ -32,7 +32,8 @@ def past_amax(history_ptr, length, MOST_RECENT: tl.constexpr):
 
 @triton.jit
 def record_amax(history_ptr, length, bits, past, MOST_RECENT: tl.constexpr):
-    """Shift the history by one and put the amax in front; its newest entry again if not finite.
+    """Shift the history by one and put the amax in front; a non-finite amax repeats the newest
+    entry.
 
     With ``max`` also if it is the first to be so many times as large as `past`, negative then.
     """
@@ -57,7 +58,9 @@ def record_amax(history_ptr, length, bits, past, MOST_RECENT: tl.constexpr):
 
 @triton.jit
 def delayed_scale(bits, headroom, E5M2: tl.constexpr):
-    """The scale for what a history suggests, or for the amax at hand."""
+    """Compute the scale from the history's amax, or from the amax at hand if there is no history
+    yet.
+    """
     FMAX: tl.constexpr = 57344.0 if E5M2 else 448.0
     return scale_from_amax(bits, FMAX, False) * headroom
 
@@ -79,7 +82,7 @@ def store_scaled(
     PAD: tl.constexpr = 16,
     width=None,
 ):
-    """A tile of x, cast with the scale, in the layouts asked for; see `tiles.store_col`.
+    """Cast a tile of x with the scale and store it in the layouts asked for; see `store_col`.
 
     width: the columns that the tile belongs to, where a row of `cols` has more; None: all.
     """
@@ -95,7 +98,7 @@ def store_scaled(
 
 @triton.jit
 def count_in(progress_ptr, largest, programs):
-    """(whether this program is the last of `programs`, and then the largest bits of them all).
+    """Return whether this program is the last of `programs`, and then the largest bits of them all.
 
     progress: the largest bits so far, programs that are done; both 0 between launches, which the
     last one sees to.

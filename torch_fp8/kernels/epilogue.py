@@ -1,4 +1,4 @@
-"""A tile of a result in registers, rounded, cast and stored: the end of every fused producer.
+"""The end of every fused producer: a tile of its result in registers is rounded, cast and stored.
 
 Legend: R rows, C columns of the result y; ``row`` is y quantized along C, ``col`` is y^T quantized
 along R and padded (see `torch_fp8.kernels.quantize_kernels`); a tile of y is 0 beyond the last row.
@@ -20,13 +20,13 @@ from torch_fp8.kernels.quantize_kernels import load_tile, padded, per_row, store
 
 @triton.jit
 def rounded(y, OUT: tl.constexpr):
-    """float32 of y rounded to OUT, what a producer that is not fused would have written."""
+    """Round y to OUT and return float32, as an unfused producer would have written it."""
     return y.to(OUT).to(tl.float32)
 
 
 @triton.jit
 def push_amax(amax_ptr, y):
-    """The amax of all tiles, in whatever order they come: a maximum has none."""
+    """Raise the amax to that of a tile; the order of tiles does not matter for a maximum."""
     tl.atomic_max(amax_ptr, largest_bits(y), sem="relaxed")
 
 
@@ -45,7 +45,7 @@ def store_groups(
     E5M2: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
 ):
-    """y with a scale per GROUP_C columns; scales of 128 lie block by block, of 32 row by row."""
+    """Store y with a scale per GROUP_C columns, block by block for 128, row by row for 32."""
     FMAX: tl.constexpr = 57344.0 if E5M2 else 448.0
     BLOCK_R: tl.constexpr = y.shape[0]
     GROUPS: tl.constexpr = y.shape[1] // GROUP_C
@@ -78,7 +78,7 @@ def store_column_groups(
     E5M2: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
 ):
-    """`store_groups` of y^T: a scale per GROUP_R rows of y."""
+    """Store y^T as `store_groups` does, with a scale per GROUP_R rows of y."""
     FMAX: tl.constexpr = 57344.0 if E5M2 else 448.0
     BLOCK_C: tl.constexpr = y.shape[1]
     GROUPS: tl.constexpr = y.shape[0] // GROUP_R
@@ -120,7 +120,7 @@ def store_cast(
     COL: tl.constexpr,
     width=None,
 ):
-    """The tile (tile_r, tile_c) of y in the layouts asked for, with its scales.
+    """Store the tile (tile_r, tile_c) of y in the layouts asked for, with its scales.
 
     width: the columns that the tile belongs to, where a row of `cols` has more; None: all.
     """
@@ -163,7 +163,7 @@ def store_cast(
 
 @triton.jit
 def load_saved(x, r, c, g, rows, cols, mask, SAVED: tl.constexpr):
-    """float32 of a tile, 0 outside: of a plain tensor, or SAVED in E4M3 with scales.
+    """Load a tile as float32, 0 outside, from a plain tensor or from E4M3 with scales (SAVED).
 
     x: pointers to it and to a scale per 128 columns, strides of both; g: groups of 128 columns.
     """

@@ -22,13 +22,13 @@ def _power_of_two(exponent):
 
 @triton.jit
 def _negative(x):
-    """-x, which Triton makes a subtraction from zero; a product with -1 becomes a mere sign."""
+    """Return -x; Triton would subtract from zero, while a product with -1 only flips the sign."""
     return x * -1.0
 
 
 @triton.jit
 def square_root(x, scale, factor):
-    """sqrt(x) * factor, two roundings.
+    """Compute sqrt(x) * factor with two roundings.
 
     Args:
         x: (G, 32) float32 >= 0; Inf becomes NaN.
@@ -46,7 +46,7 @@ def square_root(x, scale, factor):
 
 @triton.jit
 def scaled_quotient(x, scale, y, factor):
-    """(x / y) * factor, two roundings.
+    """Compute (x / y) * factor with two roundings.
 
     Args:
         x: (G, 32) float32.
@@ -67,7 +67,7 @@ def scaled_quotient(x, scale, y, factor):
 
 @triton.jit
 def _approximate_reciprocal(x):
-    """1 / x within an ulp, one instruction."""
+    """Approximate 1 / x within an ulp in one instruction."""
     return tl.inline_asm_elementwise(
         "rcp.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1
     )

@@ -1,4 +1,4 @@
-"""From float32 in registers to FP8 bytes: scales, division and conversion, shared by all kernels.
+"""The cast from float32 in registers to FP8 bytes that all kernels share: scale, divide, convert.
 
 Byte for byte what `torch_fp8.quantization.scaling` and `torch_fp8.ops.quantize.cast_saturating`
 compute on the CPU.
@@ -19,19 +19,19 @@ import triton.language as tl
 
 @triton.jit
 def abs_bits(x):
-    """Bits of |x|, x float32: ordered as the numbers are, NaN above all."""
+    """Return the bits of |x|, x float32: ordered as the numbers are, NaN above all."""
     return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
 @triton.jit
 def largest_bits(x):
-    """The largest of `abs_bits` of a tile: the bits of its amax."""
+    """Return the largest `abs_bits` of a tile, which are the bits of its amax."""
     return tl.max(tl.max(abs_bits(x), axis=1), axis=0)
 
 
 @triton.jit
 def scale_from_amax(bits, FMAX: tl.constexpr, POWER_OF_TWO: tl.constexpr):
-    """amax / FMAX, correctly rounded: see divide."""
+    """Compute amax / FMAX, correctly rounded; see `divide`."""
     INF_BITS: tl.constexpr = 0x7F800000
     MANTISSA: tl.constexpr = 0x007FFFFF
     MIN_SCALE: tl.constexpr = 2.0**-126
@@ -50,7 +50,7 @@ def scale_from_amax(bits, FMAX: tl.constexpr, POWER_OF_TWO: tl.constexpr):
 
 @triton.jit
 def _nearer_reciprocal(scale, r, STEP: tl.constexpr):
-    """r or its neighbour, whichever is closer to 1 / scale; the residuals are exact."""
+    """Return r or its neighbour, whichever is closer to 1 / scale; the residuals are exact."""
     other = (r.to(tl.int32, bitcast=True) + STEP).to(tl.float32, bitcast=True)
     nearer = tl.abs(tl.fma(-scale, other, 1.0)) < tl.abs(tl.fma(-scale, r, 1.0))
     return tl.where(nearer, other, r)
@@ -58,7 +58,7 @@ def _nearer_reciprocal(scale, r, STEP: tl.constexpr):
 
 @triton.jit
 def reciprocal(scale, POWER_OF_TWO: tl.constexpr):
-    """(1 / scale correctly rounded, scale), with 0 and 0 for infinity."""
+    """Return (1 / scale correctly rounded, scale), with 0 and 0 for infinity."""
     if POWER_OF_TWO:
         TWICE_BIAS: tl.constexpr = 254 << 23  # minus the bits of a power of two: its reciprocal
         bits = scale.to(tl.int32, bitcast=True)
@@ -75,7 +75,7 @@ def reciprocal(scale, POWER_OF_TWO: tl.constexpr):
 
 @triton.jit
 def divide(x, r, s, POWER_OF_TWO: tl.constexpr):
-    """x / s correctly rounded, from r = 1 / s correctly rounded: both from reciprocal.
+    """Compute x / s, correctly rounded, from the r and s that `reciprocal` returned.
 
     Two residual corrections do it (Markstein 1990), in 5 fused multiply-adds, as long as the
     residuals are not denormal, |x| > 2^-100.
@@ -89,7 +89,7 @@ def divide(x, r, s, POWER_OF_TWO: tl.constexpr):
 
 @triton.jit
 def cast_bounded(x, scale, E5M2: tl.constexpr, POWER_OF_TWO: tl.constexpr):
-    """x / scale as FP8 bytes, to nearest even, where scale is from an amax that x takes part in.
+    """Cast x / scale to FP8 bytes, to nearest even, for a scale from an amax that includes x.
 
     Nothing can overflow then; a non-finite x made its scale non-finite, and becomes NaN itself.
     """
@@ -105,7 +105,7 @@ def cast_bounded(x, scale, E5M2: tl.constexpr, POWER_OF_TWO: tl.constexpr):
 
 @triton.jit
 def cast_saturating(x, scale, E5M2: tl.constexpr):
-    """x / scale as FP8 bytes for any scale: finite overflow saturates, Inf and NaN stay."""
+    """Cast x / scale to FP8 bytes for any scale: finite overflow saturates, Inf and NaN stay."""
     FMAX: tl.constexpr = 57344.0 if E5M2 else 448.0
     r, s = reciprocal(scale, False)
     # Clamped before the division, so that no residual overflows: the limit divides to FMAX.

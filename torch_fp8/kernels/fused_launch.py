@@ -1,4 +1,4 @@
-"""What the launchers of fused producers share: outputs, and what a kernel takes for an absent one.
+"""What the launchers of fused producers share: outputs, and stand-ins for absent tensors.
 
 Legend: R rows, C columns of the result; ``row`` is it quantized along C, ``col`` its transpose
 quantized along R.
@@ -36,7 +36,7 @@ class Past(NamedTuple):
     margin: int
 
     def scale(self, amax: Tensor, dtype: torch.dtype) -> Tensor:
-        """() float32, where the amax () of the result is known."""
+        """Return the scale, () float32, where the amax () of the result is already known."""
         return advance_history(
             self.amaxes, None, amax, dtype, self.algorithm, self.margin, record=False
         )
@@ -68,17 +68,17 @@ class Cast(NamedTuple):
         row: bool,
         col: bool,
     ) -> "Cast":
-        """See `torch_fp8.ops.fused_quantize.DelayedCast`."""
+        """Build the cast of a `torch_fp8.ops.fused_quantize.DelayedCast`."""
         past = Past(amaxes, progress, algorithm, margin)
         return cls(None, None, dtype, "tensorwise", False, row, col, past)
 
     def known(self, amax: Tensor) -> "Cast":
-        """A delayed one of a result whose amax () is known: with the scale."""
+        """Turn a delayed cast of a result whose amax () is known into one with a given scale."""
         assert self.past is not None
         return self._replace(scale=self.past.scale(amax, self.dtype), past=None)
 
     def is_fused(self, *inputs: Tensor) -> bool:
-        """Whether one launch makes it in tiles.
+        """Return whether one launch computes the result and casts it in tiles.
 
         A rowwise scale belongs to more than a tile. Columns that are no multiple of 16 are moved
         one element at a time, each with an address and a mask in registers, and FP8 GEMMs do not
@@ -94,25 +94,25 @@ class Cast(NamedTuple):
         return self.granularity != "rowwise" and not odd and inputs[0].numel() > 0
 
     def part(self, i: int) -> "Cast":
-        """Of the i-th of several results, whose amaxes or scales stand in one tensor."""
+        """Return the cast of the i-th of several results whose amaxes or scales share a tensor."""
         amax, scale = (None if t is None else t[i] for t in (self.amax, self.scale))
         return self._replace(amax=amax, scale=scale)
 
     def source(self, unused: Tensor) -> Tensor:
-        """What `cast_tiles.store_cast` reads the scale from."""
+        """Return the tensor from which `epilogue.store_cast` reads the scale."""
         if self.amax is not None:
             return self.amax.view(torch.int32)
         return unused if self.scale is None else self.scale
 
     def history(self, unused: Tensor) -> tuple[Tensor, Tensor, int, float]:
-        """Amaxes, progress, length and headroom that a kernel takes for delayed scaling."""
+        """Return amaxes, progress, length and headroom as a kernel takes them."""
         if self.past is None:
             return unused, unused, 0, 1.0
         past = self.past
         return past.amaxes, past.progress, past.amaxes.shape[0], 2.0**past.margin
 
     def flags(self) -> dict[str, object]:
-        """Compile-time arguments of a kernel that casts."""
+        """Return the compile-time arguments of a kernel that casts."""
         if self.past is not None:
             source = "recent" if self.past.algorithm == "most_recent" else "history"
         elif self.granularity == "tensorwise":
@@ -129,7 +129,7 @@ class Cast(NamedTuple):
         }
 
     def unfused(self, y: Tensor) -> Layouts:
-        """The cast of a result that was written."""
+        """Cast a result that has already been written to memory."""
         q, s, qt, st = quantize_2d(
             y,
             self.scale,
@@ -145,7 +145,7 @@ class Cast(NamedTuple):
         return present(q, s, qt, st, y, self.dtype)
 
     def outputs(self, x: Tensor, cols: int | None = None) -> Layouts:
-        """Room for the layouts of a result of x's rows; empty tensors for what is not wanted.
+        """Allocate the layouts of a result with x's rows; empty tensors for layouts not asked for.
 
         Args:
             x: (R, C).
@@ -183,14 +183,14 @@ class Cast(NamedTuple):
 
 
 def group_scales(x: Tensor, rows: int, cols: int, group: int) -> Tensor:
-    """Room for a scale per `group` columns; of 128 they lie block by block, of 32 row by row."""
+    """Allocate a scale per `group` columns; scales of 128 lie block by block, of 32 row by row."""
     if group == BLOCK:
         return new_group_scales(x, rows, cols)
     return x.new_empty((rows, cdiv(cols, group)), dtype=torch.float32)
 
 
 def saved_outputs(x: Tensor, wanted: bool = True) -> tuple[Tensor, Tensor]:
-    """Room for x as it is saved for backward; empty tensors if it is not."""
+    """Allocate x as it is saved for backward; empty tensors if it is not saved."""
     if not wanted:
         return x.new_empty(0, dtype=torch.float8_e4m3fn), x.new_empty((0,), dtype=torch.float32)
     rows, cols = x.shape
@@ -198,7 +198,7 @@ def saved_outputs(x: Tensor, wanted: bool = True) -> tuple[Tensor, Tensor]:
 
 
 def save_unfused(x: Tensor, wanted: bool = True) -> tuple[Tensor, Tensor]:
-    """x as it is saved for backward, in a launch of its own."""
+    """Save x for backward in a launch of its own."""
     if not wanted:
         return saved_outputs(x, False)
     q, s, *_ = quantize_2d(x, None, torch.float8_e4m3fn, "block_1x128", True, True, False)
@@ -215,7 +215,7 @@ def present(
     x: Tensor,
     dtype: torch.dtype,
 ) -> Layouts:
-    """What an operator returns: empty tensors for None."""
+    """Replace each None by the empty tensor that an operator returns for it."""
     return (
         x.new_empty(0, dtype=dtype) if q is None else q,
         x.new_empty(0, dtype=torch.float32) if s is None else s,
@@ -225,7 +225,7 @@ def present(
 
 
 def registers(warps: int) -> int:
-    """Of a thread, where one program at a time has a multiprocessor.
+    """Return the registers of a thread when one program at a time occupies a multiprocessor.
 
     For kernels that end as `history_tiles` says: left to itself, the assembler takes half as many
     for most of them, so that two programs fit, and spills a few bytes.
@@ -234,10 +234,10 @@ def registers(warps: int) -> int:
 
 
 def payload(qdata: Tensor) -> Tensor:
-    """What a kernel takes for FP8: its bytes."""
+    """View an FP8 tensor as the bytes that a kernel takes."""
     return qdata.view(torch.uint8)
 
 
 def amax_bits(x: Tensor, *shape: int) -> Tensor:
-    """Bits of amaxes, to be raised from 0."""
+    """Allocate the bits of amaxes, initialised to 0, for kernels to raise."""
     return x.new_zeros(shape, dtype=torch.int32)

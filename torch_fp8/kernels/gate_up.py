@@ -1,4 +1,4 @@
-"""SwiGLU's backward on CUDA into one gradient: the twin of `torch_fp8.ops.gate_up`.
+"""SwiGLU's backward into one gradient on CUDA: the twin of `torch_fp8.ops.gate_up`.
 
 The kernels and what they read and write are those of `torch_fp8.kernels.swiglu_backward`; the two
 gradients are told where in one matrix they lie.
@@ -65,7 +65,7 @@ def gate_up_backward_quantize_delayed(*args: Any) -> tuple[Tensor, ...]:
 
 
 def _cast(inputs: BackwardInputs, gate_first: bool, cast: Cast, largest: Tensor) -> Layouts:
-    """The gradient (R, 2 C) in FP8, and its amax where that is taken; see `cast_gradients`."""
+    """Compute the gradient (R, 2 C) in FP8, and its amax where asked for; see `cast_gradients`."""
     made = cast.outputs(inputs.grad, 2 * inputs.grad.shape[1])
     halves = [_halves(t, dim, gate_first) for t, dim in zip(made, (1, 1, 0, 0), strict=True)]
     dgate, dup = zip(*halves, strict=True)
@@ -74,7 +74,7 @@ def _cast(inputs: BackwardInputs, gate_first: bool, cast: Cast, largest: Tensor)
 
 
 def _plain(inputs: BackwardInputs, gate_first: bool, largest: Tensor | None) -> Tensor:
-    """The gradient (R, 2 C) of `inputs.out_dtype`, and its amax."""
+    """Compute the gradient (R, 2 C) in `inputs.out_dtype`, and its amax."""
     rows, cols = inputs.grad.shape
     both = inputs.grad.new_empty((rows, 2 * cols), dtype=inputs.out_dtype)
     store_gradients(inputs, *_halves(both, 1, gate_first), largest, joined=True)
@@ -82,7 +82,7 @@ def _plain(inputs: BackwardInputs, gate_first: bool, largest: Tensor | None) -> 
 
 
 def _halves(x: Tensor, dim: int, gate_first: bool) -> tuple[Tensor, Tensor]:
-    """Gate's half of a matrix and up's, as views; what is no matrix serves both."""
+    """Return gate's and up's halves of a matrix, as views; what is no matrix serves for both."""
     if x.ndim < 2:
         return x, x
     size = x.shape[dim] // 2

@@ -19,7 +19,7 @@ WARPS = 4
 
 
 def quantize_gradient(x: Tensor, keys: tuple[int, int]) -> tuple[Tensor, Tensor]:
-    """Codes and scales of a gradient, rounded stochastically.
+    """Quantize a gradient into codes and scales, rounded stochastically.
 
     Args:
         x: (R, K) bfloat16 or float32.
@@ -52,7 +52,7 @@ def accumulate_gradient(
 def dequantize_gradient(
     qdata: Tensor, scale: Tensor, multiplier: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    """decode(codes, scales) * multiplier as (R, K) bfloat16 or float32."""
+    """Decode codes and scales, times `multiplier`, to (R, K) bfloat16 or float32."""
     out = torch.empty(qdata.shape, dtype=dtype, device=qdata.device)
     if out.numel():
         layout, groups = _layout(out, qdata)
@@ -102,7 +102,7 @@ def _encode(
 
 
 def _layout(dense: Tensor, qdata: Tensor) -> tuple[str, int]:
-    """Of `kernels.groups`, and groups of a tile."""
+    """Choose the layout of `kernels.block_layout` and the groups of a tile."""
     assert dense.is_contiguous()
     assert qdata.is_contiguous()
     cols = dense.shape[1]

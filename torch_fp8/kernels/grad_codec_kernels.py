@@ -1,4 +1,4 @@
-"""The kernels behind `torch_fp8.kernels.grad_codec`, which launches them.
+"""These kernels are launched by `torch_fp8.kernels.grad_codec`.
 
 A program has a tile of GROUPS groups of one matrix (R, K); see `groups` for how they lie.
 """
@@ -26,7 +26,7 @@ def encode_gradient_kernel(
     LAYOUT: tl.constexpr,
     GROUPS: tl.constexpr,
 ):
-    """x in 8 bits, rounded with 16 random bits per element."""
+    """Encode x in 8 bits, rounded with 16 random bits per element."""
     first = tl.program_id(0) * GROUPS
     local = tl.arange(0, GROUPS)
     inside = first + local < num_groups
@@ -56,7 +56,7 @@ def decode_gradient_kernel(
     LAYOUT: tl.constexpr,
     GROUPS: tl.constexpr,
 ):
-    """The values, times the multiplier, in the dtype of `out_ptr`."""
+    """Decode the values, times the multiplier, into the dtype of `out_ptr`."""
     first = tl.program_id(0) * GROUPS
     local = tl.arange(0, GROUPS)
     position, mask, _, _ = places(first, local, num_groups, cols, LAYOUT)

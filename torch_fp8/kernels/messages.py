@@ -28,7 +28,9 @@ _COMPILE = {"num_warps": WARPS, "enable_fp_fusion": False}
 
 
 def pack(values: Tensor, layout: Any, messages: Tensor, keys: Keys | None) -> None:
-    """Write the groups of a flat buffer into the messages; arguments as of `wire.pack_flat`."""
+    """Write the groups of a flat buffer into the messages; for the arguments see
+    `ops.messages.pack_flat`.
+    """
     if not layout.num_groups:
         return
     aligned, groups = _tile(values)
@@ -48,7 +50,7 @@ def pack(values: Tensor, layout: Any, messages: Tensor, keys: Keys | None) -> No
 
 
 def unpack(messages: Tensor, layout: Any, values: Tensor) -> None:
-    """Write the values of the groups into a flat buffer, which may end before they do."""
+    """Write the values of the groups into a flat buffer, which may end before the groups do."""
     if not layout.num_groups or not values.numel():
         return
     aligned, groups = _tile(values)
@@ -91,7 +93,7 @@ def reduce_and_repack(
     scale: float,
     keys: Keys | None,
 ) -> None:
-    """Write codes and scales of the message (1, B) of the sum, times `scale`."""
+    """Write the sum over the messages, times `scale`, as codes and scales of a message (1, B)."""
     if not layout.num_groups:
         return
     with torch.cuda.device_of(messages):
@@ -126,6 +128,6 @@ def sum_plain(plain: Tensor, out: Tensor, scale: float) -> None:
 
 
 def _tile(values: Tensor) -> tuple[bool, int]:
-    """Whether 16 values can be moved at once, and groups of a tile."""
+    """Return whether 16 values can be moved at once, and the groups of a tile."""
     aligned = values.numel() % 16 == 0 and values.data_ptr() % 16 == 0
     return aligned, GROUPS if aligned else ODD_GROUPS

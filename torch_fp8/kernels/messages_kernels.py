@@ -1,4 +1,4 @@
-"""The kernels behind `torch_fp8.kernels.messages`, which launches them.
+"""These kernels are launched by `torch_fp8.kernels.messages`.
 
 A program has GROUPS groups of one message, or of the sum of all. Messages (N, B) lie `stride` bytes
 apart, a multiple of 16; codes come first, scales behind them. Positions are relative to a tile's
@@ -14,13 +14,13 @@ from torch_fp8.kernels.stochastic_rounding import random_words
 
 @triton.jit
 def _local(GROUPS: tl.constexpr):
-    """(GROUPS, 32) positions within a tile."""
+    """Return the (GROUPS, 32) positions within a tile."""
     return tl.arange(0, GROUPS)[:, None] * 32 + tl.arange(0, 32)[None, :]
 
 
 @triton.jit
 def _tile_of(message_ptr, tile, num_groups, GROUPS: tl.constexpr):
-    """Pointers to a tile's codes (GROUPS, 32) and scales (GROUPS,), and which groups exist."""
+    """Return pointers to a tile's codes (GROUPS, 32) and scales (GROUPS,), and a mask."""
     first = tile.to(tl.int64) * GROUPS
     codes_ptr = tl.multiple_of(message_ptr + first * 32, 16)
     scales_ptr = message_ptr + num_groups.to(tl.int64) * 32 + first
@@ -30,7 +30,7 @@ def _tile_of(message_ptr, tile, num_groups, GROUPS: tl.constexpr):
 
 @triton.jit
 def _values_of(values_ptr, first, numel, inside, ALIGNED: tl.constexpr, GROUPS: tl.constexpr):
-    """Pointers (GROUPS, 32) to the values from `first` on in a flat buffer, and which exist."""
+    """Return pointers (GROUPS, 32) to the values from `first` on in a flat buffer, and a mask."""
     left = tl.minimum(numel - first, GROUPS * 32).to(tl.int32)
     values_ptr = values_ptr + first
     if ALIGNED:
@@ -42,14 +42,14 @@ def _values_of(values_ptr, first, numel, inside, ALIGNED: tl.constexpr, GROUPS: 
 
 @triton.jit
 def _load(codes_ptr, scales_ptr, inside):
-    """(GROUPS, 32) float32."""
+    """Decode codes and scales to (GROUPS, 32) float32."""
     codes = tl.load(codes_ptr, mask=inside[:, None], other=0)
     return decode(codes, tl.load(scales_ptr, mask=inside, other=127), GRADIENT)
 
 
 @triton.jit
 def _load_sum(codes_ptr, scales_ptr, inside, num_messages, stride):
-    """(GROUPS, 32) float32, added in the order of the messages."""
+    """Sum the groups of all messages, in their order, to (GROUPS, 32) float32."""
     total = _load(codes_ptr, scales_ptr, inside)
     step = tl.multiple_of(stride.to(tl.int64), 16)
     for _ in range(1, num_messages):
@@ -71,7 +71,7 @@ def _store(
     STOCHASTIC: tl.constexpr,
     GROUPS: tl.constexpr,
 ):
-    """Encode (GROUPS, 32) float32, of which the first has the index `first`."""
+    """Encode and store (GROUPS, 32) float32 whose first value has the index `first`."""
     scale = scale_of(x, GRADIENT)
     if STOCHASTIC:
         index = first.to(tl.int32) + _local(GROUPS)
@@ -97,7 +97,7 @@ def pack_kernel(
     ALIGNED: tl.constexpr,  # whether 16 values can be moved at once
     GROUPS: tl.constexpr,
 ):
-    """Groups of a flat buffer of `numel` values, zeros behind, into the message of this row."""
+    """Encode groups of a flat buffer, padded with zeros, into this row's message."""
     tile, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     message_ptr = messages_ptr + row * stride
     codes_ptr, scales_ptr, inside = _tile_of(message_ptr, tile, num_groups, GROUPS)
@@ -117,7 +117,7 @@ def unpack_kernel(
     ALIGNED: tl.constexpr,
     GROUPS: tl.constexpr,
 ):
-    """The other way round, in the dtype of `values_ptr`."""
+    """Decode groups of this row's message into a flat buffer in the dtype of `values_ptr`."""
     tile, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     message_ptr = messages_ptr + row * stride
     codes_ptr, scales_ptr, inside = _tile_of(message_ptr, tile, num_groups, GROUPS)
@@ -138,7 +138,7 @@ def unpack_sum_kernel(
     ALIGNED: tl.constexpr,
     GROUPS: tl.constexpr,
 ):
-    """The sum over all messages, times `scale`, in the dtype of `values_ptr`."""
+    """Write the sum over all messages, times `scale`, in the dtype of `values_ptr`."""
     tile = tl.program_id(0)
     codes_ptr, scales_ptr, inside = _tile_of(messages_ptr, tile, num_groups, GROUPS)
     total = _load_sum(codes_ptr, scales_ptr, inside, num_messages, stride) * scale
@@ -160,7 +160,7 @@ def reduce_and_repack_kernel(
     STOCHASTIC: tl.constexpr,
     GROUPS: tl.constexpr,
 ):
-    """The sum over all messages, times `scale`, as a message."""
+    """Write the sum over all messages, times `scale`, as a message."""
     tile = tl.program_id(0)
     codes_ptr, scales_ptr, inside = _tile_of(messages_ptr, tile, num_groups, GROUPS)
     total = _load_sum(codes_ptr, scales_ptr, inside, num_messages, stride) * scale
@@ -171,7 +171,7 @@ def reduce_and_repack_kernel(
 
 @triton.jit(do_not_specialize=["num_messages", "count", "stride"])
 def sum_plain_kernel(plain_ptr, out_ptr, num_messages, count, stride, scale, BLOCK: tl.constexpr):
-    """The sum over rows of BF16 values, `stride` of them apart, times `scale`."""
+    """Write the sum over rows of BF16 values, `stride` of them apart, times `scale`."""
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = place < count
     plain_ptr += place

@@ -144,7 +144,7 @@ def _tensorwise(
 
 
 def _partial_amax(x: Tensor) -> Tensor:
-    """(P,) int32 whose maximum is the bits of the amax of x."""
+    """Return (P,) int32 whose maximum is the bits of the amax of x."""
     rows, cols = x.shape
     num_tiles = cdiv(rows, AMAX_ROWS) * cdiv(cols, BLOCK)
     programs = min(num_tiles, AMAX_PROGRAMS)
@@ -167,7 +167,7 @@ def _partial_amax(x: Tensor) -> Tensor:
 def _columns(
     x: Tensor, dtype: torch.dtype, power_of_two: bool, sums: TileSums | None, pads: bool
 ) -> Layout:
-    """x^T with a scale per column of x, (C, 1)."""
+    """Cast x^T with a scale per column of x, (C, 1)."""
     (rows, cols), pad = x.shape, pad_of(x.shape[0], "rowwise", pads)
     if x.numel() == 0:
         _, by_col = _outputs(x, dtype, False, True, pad)
@@ -209,7 +209,7 @@ def _cast_tiles(
     pad: int,
     sums: TileSums | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The payloads; fills `scale` from `partial` unless `source` is "given"."""
+    """Cast the payloads in tiles; `scale` is filled from `partial` unless `source` is "given"."""
     rows, cols = x.shape
     by_row, by_col = _outputs(x, dtype, row, col, pad)
     if x.numel() and (row or col):
@@ -244,7 +244,7 @@ def _cast_tiles(
 
 
 def _rows(x: Tensor, dtype: torch.dtype, power_of_two: bool) -> Layout:
-    """x with a scale per row, (R, 1)."""
+    """Cast x with a scale per row, (R, 1)."""
     rows, cols = x.shape
     qdata = x.new_empty((rows, cols), dtype=dtype)
     if x.numel() == 0:
@@ -272,7 +272,7 @@ def _rows(x: Tensor, dtype: torch.dtype, power_of_two: bool) -> Layout:
 
 
 def _partial_sums(x: Tensor, sums: TileSums | None, block: int, unused: Tensor) -> Tensor:
-    """Where tiles of `block` rows and columns put their sums; some pointer if they do not."""
+    """Allocate the sums of tiles of `block` rows and columns; any pointer without `sums`."""
     return unused if sums is None else sums.allocate(x, cdiv(x.shape[sums.axis], block))
 
 
@@ -348,12 +348,12 @@ def _blocks(
 
 
 def is_odd(x: Tensor) -> bool:
-    """Whether x is moved one element at a time."""
+    """Return whether x must be moved one element at a time."""
     return x.shape[1] % 16 != 0 or x.stride(1) != 1
 
 
 def pad_of(rows: int, granularity: str, pads: bool) -> int:
-    """A kernel's PAD: 1 where there is nothing to pad, so that it has one length and one mask."""
+    """Return a kernel's PAD: 1 if nothing is padded, so that one length and mask suffice."""
     pad = COL_ALIGNMENT[granularity] if pads else 1
     return pad if rows % pad else 1
 
@@ -361,7 +361,7 @@ def pad_of(rows: int, granularity: str, pads: bool) -> int:
 def _outputs(
     x: Tensor, dtype: torch.dtype, row: bool, col: bool, pad: int, room: bool = False
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Payloads; with `room`, there are whole multiples of 16 rows in memory."""
+    """Allocate payloads; with `room`, the memory has whole multiples of 16 rows."""
     rows, cols = x.shape
     by_row = None
     if row:
@@ -371,7 +371,7 @@ def _outputs(
 
 
 def pad_columns(qdata: Tensor | None, granularity: str) -> Tensor | None:
-    """A payload of x^T, (C, R), padded to (C, R') by a copy."""
+    """Pad a payload of x^T, (C, R), to (C, R') by a copy."""
     more = 0 if qdata is None else -qdata.shape[1] % COL_ALIGNMENT[granularity]
     if qdata is None or not more:
         return qdata
@@ -379,5 +379,7 @@ def pad_columns(qdata: Tensor | None, granularity: str) -> Tensor | None:
 
 
 def _bytes(qdata: Tensor | None, unused: Tensor | None) -> Tensor | None:
-    """What a kernel takes for a payload: its bytes, or some pointer that it will not touch."""
+    """View a payload as the bytes that a kernel takes; any pointer for None, which it does not
+    touch.
+    """
     return unused if qdata is None else qdata.view(torch.uint8)

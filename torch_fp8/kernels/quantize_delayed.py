@@ -61,7 +61,7 @@ def cast_delayed_kernel(
     SUM_AXIS: tl.constexpr,  # along which the tile's sums are stored, or -1
     BLOCK_SIZE: tl.constexpr,
 ):
-    """One tile of x in the layouts asked for; the last program records the amax."""
+    """Cast one tile of x in the layouts asked for; the last program records the amax."""
     tile, tiles_c = tl.program_id(0), tl.cdiv(cols, BLOCK_SIZE)
     r = positions(tile // tiles_c, BLOCK_SIZE)
     c = positions(tile % tiles_c, BLOCK_SIZE)
@@ -120,7 +120,7 @@ def advance_history_kernel(
     LAST: tl.constexpr,
     RECORD: tl.constexpr,
 ):
-    """The scale, where the amax is known already, which is recorded, or not. One program."""
+    """Compute the scale in one program, and record an amax that is known already if asked to."""
     amax = abs_bits(tl.load(amax_ptr))
     past = past_amax(history_ptr, length, MOST_RECENT)
     scale = delayed_scale(tl.where(past != 0, past, amax), headroom, E5M2)
@@ -221,7 +221,7 @@ def advance_history(
     margin: int,
     record: bool = True,
 ) -> Tensor:
-    """The scale that the history suggests, () float32; `amax` () is recorded. One launch.
+    """Return the history's scale, () float32, and record `amax` (), in one launch.
 
     Args:
         history, last, dtype, algorithm, margin: as `quantize_2d_delayed`.

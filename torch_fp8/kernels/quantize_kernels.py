@@ -1,4 +1,4 @@
-"""The kernels behind `torch_fp8.kernels.quantize`, which launches them.
+"""These kernels are launched by `torch_fp8.kernels.quantize`.
 
 Legend: R rows, C columns of x; ``row`` is x quantized along C, ``col`` is x^T quantized along R and
 padded with zeros to a multiple of PAD columns (`torch_fp8.quantization.payload_shape`), so that its
@@ -14,26 +14,26 @@ from torch_fp8.kernels.fp8_cast import abs_bits, cast_bounded, cast_saturating, 
 
 @triton.jit
 def positions(index, BLOCK_SIZE: tl.constexpr):
-    """int64 positions of block `index`: tensors of more than 2^31 elements need them."""
+    """Return the int64 positions of block `index`: tensors of more than 2^31 elements need them."""
     return index.to(tl.int64) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
 
 
 @triton.jit
 def load_tile(x_ptr, stride_r, stride_c, r, c, mask):
-    """x[r, c] as float32; 0, which moves no maximum, outside."""
+    """Load x[r, c] as float32, and 0, which changes no maximum, outside."""
     offsets = r[:, None] * stride_r + c[None, :] * stride_c
     return tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def padded(size, PAD: tl.constexpr):
-    """`size` in whole multiples of PAD, of which the compiler knows that it is one."""
+    """Round `size` up to multiples of PAD, in a way that tells the compiler of the divisibility."""
     return tl.cdiv(size, PAD) * PAD
 
 
 @triton.jit
 def store_col(col_ptr, q, r, c, rows, cols, PAD: tl.constexpr):
-    """A tile of q, which is 0 beyond the last row, in the column layout."""
+    """Store a tile of q, which is 0 beyond the last row, in the column layout."""
     length = padded(rows, PAD)
     mask = (r[:, None] < length) & (c[None, :] < cols)
     tl.store(col_ptr + c[None, :] * length + r[:, None], q, mask=mask)
@@ -41,7 +41,7 @@ def store_col(col_ptr, q, r, c, rows, cols, PAD: tl.constexpr):
 
 @triton.jit
 def per_row(scale, r, rows):
-    """The scalar as a column vector: with the scalar itself the cast to both layouts spills.
+    """Broadcast the scalar to a column vector: with the scalar itself the two-layout cast spills.
 
     Triton 3.6 casts every element twice there, once in the layout of each store, rather than move
     the bytes through shared memory (see the count of cvt in the PTX); free while memory is the
@@ -52,7 +52,9 @@ def per_row(scale, r, rows):
 
 @triton.jit
 def store_sums(x, sum_ptr, tile_r, tile_c, r, c, rows, cols, AXIS: tl.constexpr):
-    """The tile's sums along AXIS: sum[tile_r, c] over its rows, or sum[tile_c, r] over columns."""
+    """Store the tile's sums along AXIS: sum[tile_r, c] over its rows, or sum[tile_c, r] over
+    columns.
+    """
     if AXIS == 0:
         tl.store(sum_ptr + tile_r.to(tl.int64) * cols + c, tl.sum(x, axis=0), mask=c < cols)
     if AXIS == 1:
@@ -71,7 +73,7 @@ def amax_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """partial[p] = max of abs_bits over the tiles p, p + P, ... of P programs."""
+    """Write into partial[p] the maximum of abs_bits over the tiles p, p + P, ... of P programs."""
     tiles_c = tl.cdiv(cols, BLOCK_C)
     largest = tl.zeros((BLOCK_R, BLOCK_C), dtype=tl.int32)
     for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
@@ -97,7 +99,9 @@ def column_amax_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """partial[s, c] = max of abs_bits over rows of slab s, and sum[s, c] their sum."""
+    """Write into partial[s, c] the maximum of abs_bits over slab s's rows, into sum[s, c] their
+    sum.
+    """
     c = positions(tl.program_id(0), BLOCK_C)
     slab = tl.program_id(1)
     first = slab.to(tl.int64) * rows_per_slab
@@ -140,7 +144,7 @@ def cast_kernel(
     PARTIALS: tl.constexpr,  # num_partials rounded up to a power of two
     BLOCK_SIZE: tl.constexpr,
 ):
-    """One tile of x in the layouts asked for, with a scale per tensor or per column."""
+    """Cast one tile of x in the layouts asked for, with a scale per tensor or per column."""
     FMAX: tl.constexpr = 57344.0 if E5M2 else 448.0
     tile, tiles_c = tl.program_id(0), tl.cdiv(cols, BLOCK_SIZE)
     r = positions(tile // tiles_c, BLOCK_SIZE)
@@ -195,7 +199,7 @@ def quantize_rows_kernel(
     BLOCK_C: tl.constexpr,
     IN_REGISTERS: tl.constexpr,  # BLOCK_C >= cols: x is read once
 ):
-    """BLOCK_R whole rows, a scale each."""
+    """Cast BLOCK_R whole rows, with a scale each."""
     FMAX: tl.constexpr = 57344.0 if E5M2 else 448.0
     r = positions(tl.program_id(0), BLOCK_R)
     c = tl.arange(0, BLOCK_C).to(tl.int64)
@@ -222,7 +226,7 @@ def quantize_rows_kernel(
 
 @triton.jit
 def _scale_offsets(r, g, rows, num_groups, GROUP_C: tl.constexpr):
-    """Where the scale of group g of row r lies; see `payload_shape.new_group_scales`."""
+    """Return where the scale of group g of row r lies; see `payload_shape.new_group_scales`."""
     if GROUP_C == 128:
         return g.to(tl.int64) * padded(rows, 16) + r
     return r * num_groups + g
@@ -251,7 +255,7 @@ def quantize_blocks_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """One tile of x, (BLOCK_R, BLOCK_C), in the layouts asked for, with a scale per block.
+    """Cast one tile of x, (BLOCK_R, BLOCK_C), in the layouts asked for, with a scale per block.
 
     It has whole blocks of these layouts. Scales of 1x128 blocks lie block by block, as torch's
     scaled matmul takes them, others row by row.
@@ -326,7 +330,7 @@ def quantize_odd_squares_kernel(
     BLOCK_SIZE: tl.constexpr,
     SLICE: tl.constexpr,
 ):
-    """A square of x with one scale, in the layouts asked for, SLICE rows at a time, read twice."""
+    """Cast a square of x with one scale; SLICE rows are read at a time, and each is read twice."""
     FMAX: tl.constexpr = 57344.0 if E5M2 else 448.0
     tiles_r, tiles_c = tl.cdiv(rows, BLOCK_SIZE), tl.cdiv(cols, BLOCK_SIZE)
     tile_r, tile_c = tl.program_id(0) // tiles_c, tl.program_id(0) % tiles_c

@@ -187,7 +187,7 @@ def rms_norm_quantize_delayed(
 
 
 def bands_fill_the_card(x: Tensor, granularity: str) -> bool:
-    """Whether bands of whole rows are work for every multiprocessor, and stay in the L2 cache."""
+    """Return whether bands of whole rows occupy every multiprocessor and stay in the L2 cache."""
     rows, cols = x.shape
     band = BAND_ROWS[granularity]
     at_work = MULTIPROCESSORS * band * cols * x.element_size()

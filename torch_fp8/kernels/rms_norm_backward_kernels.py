@@ -1,4 +1,4 @@
-"""The kernels of RMSNorm's backward behind `torch_fp8.kernels.rms_norm`, which launches them.
+"""These kernels of RMSNorm's backward are launched by `torch_fp8.kernels.rms_norm`.
 
 Legend: R rows, C columns; ``xhat = x * rstd``, ``w = weight + offset``,
 ``dx = rstd * (grad w - xhat * mean(grad w xhat))``, ``dw = sum over rows of grad xhat``.
@@ -41,7 +41,7 @@ def norm_backward_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """dx of a slab of rows, BLOCK_R whole rows at a time, and partial[slab] = their part of dw."""
+    """Compute dx of a slab of rows, BLOCK_R rows at a time, and partial[slab], their part of dw."""
     slab = tl.program_id(0)
     first = slab.to(tl.int64) * rows_per_slab
     last = tl.minimum(first + rows_per_slab, rows)
@@ -95,7 +95,7 @@ def wide_norm_backward_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """`norm_backward_kernel` for rows that registers do not hold.
+    """Do as `norm_backward_kernel` does, for rows that do not fit in registers.
 
     They are read twice, the second time out of the cache, and dw is added up in memory.
     """

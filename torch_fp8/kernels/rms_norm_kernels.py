@@ -1,4 +1,4 @@
-"""The kernels behind `torch_fp8.kernels.rms_norm`, which launches them.
+"""These kernels are launched by `torch_fp8.kernels.rms_norm`.
 
 Legend: R rows, C columns of x; ``xhat = x * rstd``, ``w = weight + offset``, ``y = xhat * w``.
 Float32 inside; no multiplication is fused with an addition, so that every kernel finds the same y.
@@ -20,7 +20,7 @@ from torch_fp8.kernels.quantize_kernels import load_tile, positions
 
 @triton.jit
 def load_columns(weight_ptr, stride, offset, c, cols):
-    """weight + offset as a row of float32."""
+    """Load weight + offset as a row of float32."""
     weight = tl.load(weight_ptr + c * stride, mask=c < cols, other=0.0).to(tl.float32)
     return (weight + offset)[None, :]
 
@@ -52,7 +52,7 @@ def statistics_kernel(
     BLOCK_C: tl.constexpr,
     IN_REGISTERS: tl.constexpr,  # BLOCK_C >= cols: x is read once
 ):
-    """rstd of BLOCK_R whole rows, the amax of y and x in E4M3; `inverse` is 1 / C."""
+    """Compute rstd of BLOCK_R whole rows, the amax of y, and x in E4M3; `inverse` is 1 / C."""
     r = positions(tl.program_id(0), BLOCK_R)
     c = tl.arange(0, BLOCK_C).to(tl.int64)
     if IN_REGISTERS:
@@ -114,7 +114,7 @@ def norm_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """One tile of y."""
+    """Compute one tile of y."""
     tiles_c = tl.cdiv(cols, BLOCK_C)
     r = positions(tl.program_id(0) // tiles_c, BLOCK_R)
     c = positions(tl.program_id(0) % tiles_c, BLOCK_C)
@@ -151,7 +151,7 @@ def norm_cast_kernel(
     COL: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
 ):
-    """One tile of y, cast, see `store_cast`."""
+    """Compute and cast one tile of y; see `store_cast`."""
     tiles_c = tl.cdiv(cols, BLOCK_SIZE)
     tile_r, tile_c = tl.program_id(0) // tiles_c, tl.program_id(0) % tiles_c
     r, c = positions(tile_r, BLOCK_SIZE), positions(tile_c, BLOCK_SIZE)
@@ -184,7 +184,7 @@ def norm_cast_kernel(
 
 @triton.jit
 def _normed(x, rstd, weight_ptr, weight_stride, offset, c, cols, mask, OUT: tl.constexpr):
-    """A tile of y, rounded; 0 outside."""
+    """Compute a tile of y, rounded, and 0 outside."""
     weight = load_columns(weight_ptr, weight_stride, offset, c, cols)
     return tl.where(mask, rounded((x * rstd[:, None]) * weight, OUT), 0.0)
 
@@ -226,7 +226,7 @@ def norm_cast_once_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """A band of BLOCK_R whole rows: `statistics_kernel` and then `norm_cast_kernel` on it."""
+    """Run `statistics_kernel` and then `norm_cast_kernel` on a band of BLOCK_R whole rows."""
     DELAYED: tl.constexpr = SCALE == "history" or SCALE == "recent"
     band = tl.program_id(0)
     r = positions(band, BLOCK_R)

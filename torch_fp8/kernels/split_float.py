@@ -12,7 +12,7 @@ _NAN_BITS = tl.constexpr(0x7FC00000)
 
 @triton.jit
 def join(weight, residual, BITS: tl.constexpr):
-    """(G, 32) float32 from bfloat16 and int32 residuals of BITS bits."""
+    """Join bfloat16 weights and int32 residuals of BITS bits to (G, 32) float32."""
     high = weight.to(tl.float32)
     if BITS:
         word = high.to(tl.int32, bitcast=True) + (residual << (16 - BITS))
@@ -24,7 +24,8 @@ def join(weight, residual, BITS: tl.constexpr):
 
 @triton.jit
 def split(weight, words, BITS: tl.constexpr):
-    """(bfloat16, residual in the low BITS bits of an int32) of a float32, stochastically rounded.
+    """Split a float32, rounded stochastically, into bfloat16 and a residual in an int32's low BITS
+    bits.
 
     The lower bits of the rounded integer, read as signed, are the residual: what the bfloat16,
     rounded to nearest from it, lacks.
@@ -41,7 +42,7 @@ def split(weight, words, BITS: tl.constexpr):
 
 @triton.jit
 def unpack(stored, BITS: tl.constexpr):
-    """(G, 32) int32 from int8 as stored."""
+    """Unpack int8 as stored to (G, 32) int32."""
     stored = stored.to(tl.int32)
     if BITS == 4:
         stored = tl.interleave((stored << 28) >> 28, stored >> 4)
@@ -50,7 +51,7 @@ def unpack(stored, BITS: tl.constexpr):
 
 @triton.jit
 def pack(residual, BITS: tl.constexpr):
-    """int8 as stored; only the low BITS bits of the (G, 32) int32 count."""
+    """Pack the low BITS bits of a (G, 32) int32 into int8 as stored."""
     if BITS == 4:
         GROUPS: tl.constexpr = residual.shape[0]
         even, odd = tl.split(tl.reshape(residual, (GROUPS, 16, 2)))

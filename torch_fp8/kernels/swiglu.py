@@ -108,7 +108,7 @@ def swiglu_quantize_delayed(
 def _cast(
     gate: Tensor, up: Tensor, smooth: Tensor | None, cast: Cast | None, *, save: bool, amax: bool
 ) -> tuple[Tensor, ...]:
-    """What `swiglu_quantize` returns, from one launch; without a `cast` no layouts."""
+    """Compute what `swiglu_quantize` returns in one launch; no layouts without a `cast`."""
     rows, cols = gate.shape
     if cast is not None and cast.past is not None:
         largest = gate.new_empty((), dtype=torch.int32)
@@ -155,7 +155,7 @@ def _cast(
 
 
 def is_fused(cast: Cast, *inputs: Tensor) -> bool:
-    """Whether one launch makes it, without a spill.
+    """Return whether one launch computes and casts the result without a spill.
 
     A tile of 128 rows takes a few registers more than there are where scales are no powers of two,
     and so divide in five steps, where the column layout is alone, neither of which a recipe asks
@@ -169,7 +169,7 @@ def is_fused(cast: Cast, *inputs: Tensor) -> bool:
 
 
 def tile(cast: Cast | None) -> tuple[int, int, int | None]:
-    """Rows and warps of a tile, and the registers of a thread if they are not left to Triton."""
+    """Return a tile's rows and warps, and the registers of a thread; None: left to Triton."""
     if cast is None or (cast.granularity != "block_128x128" and not cast.col):
         return ROWS, WARPS, None
     if cast.granularity in WHOLE_TILES:

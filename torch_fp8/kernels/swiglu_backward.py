@@ -40,14 +40,14 @@ def swiglu_backward_amax(*args: Any) -> Tensor:
 
 
 def _room(inputs: BackwardInputs) -> Tensor:
-    """For dgate or dup."""
+    """Allocate dgate or dup."""
     return inputs.grad.new_empty(inputs.grad.shape, dtype=inputs.out_dtype)
 
 
 def _operands(
     inputs: BackwardInputs, unused: Tensor
 ) -> tuple[list[Tensor], list[int], dict[str, object]]:
-    """Pointers, strides and flags of what backward reads, in the order of its kernels."""
+    """Return pointers, strides and flags of backward's inputs, in the order of its kernels."""
     grad, gate, gate_scale, up, up_scale, smooth, out_dtype = inputs
     pointers, strides = [grad], [*grad.stride()]
     for x, scale in ((gate, gate_scale), (up, up_scale)):
@@ -71,7 +71,7 @@ def store_gradients(
     largest: Tensor | None,
     joined: bool = False,
 ) -> None:
-    """Fills both gradients, or their amaxes, or all.
+    """Compute and store both gradients, or their amaxes, or all of these.
 
     Args:
         dgate, dup: (R, C) contiguous, or, `joined`, the halves of the rows of a matrix.
@@ -149,7 +149,7 @@ def cast_gradients(
     joined: bool = False,
     up_past: Past | None = None,
 ) -> None:
-    """Fills the layouts of both gradients, and their amaxes where the scale was given, or delayed.
+    """Fill the layouts of both gradients, and their amaxes where the scale was given or delayed.
 
     Args:
         made: ``(q, s, qt, st)`` of dgate and of dup; `joined`, views of those of one matrix.

@@ -1,4 +1,4 @@
-"""The kernels of the backward behind `torch_fp8.kernels.swiglu`, which launches them.
+"""These kernels of the backward are launched by `torch_fp8.kernels.swiglu_backward`.
 
 Legend: R rows, C columns; ``sig = sigmoid(gate)``,
 ``dgate = grad * smooth * up * (sig + gate * sig * (1 - sig))``,
@@ -23,7 +23,7 @@ from torch_fp8.kernels.swiglu_kernels import times_smooth
 
 @triton.jit
 def _gradients(grad, gate, up):
-    """(dgate, dup)."""
+    """Return (dgate, dup)."""
     sig = tl.sigmoid(gate)
     silu = gate * sig
     return grad * up * (sig + silu * (1.0 - sig)), grad * silu
@@ -31,7 +31,7 @@ def _gradients(grad, gate, up):
 
 @triton.jit
 def _place(tile_r, tile_c, rows, cols, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
-    """Rows and columns of a tile, its groups of 128 columns, and what of it there is."""
+    """Return a tile's rows, columns and groups of 128 columns, and the mask of what exists."""
     r, c = positions(tile_r, BLOCK_R), positions(tile_c, BLOCK_C)
     g = positions(tile_c, BLOCK_C // 128)
     return r, c, g, (r[:, None] < rows) & (c[None, :] < cols)
@@ -39,7 +39,7 @@ def _place(tile_r, tile_c, rows, cols, BLOCK_R: tl.constexpr, BLOCK_C: tl.conste
 
 @triton.jit
 def _row_length(cols, JOINED: tl.constexpr):
-    """Of the matrix that a gradient of `cols` columns is written to."""
+    """Return the row length of the matrix to which a gradient of `cols` columns is written."""
     return cols * 2 if JOINED else cols
 
 
@@ -77,7 +77,7 @@ def swiglu_backward_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """One tile of dgate and dup, stored, and its part of their amaxes, or of the one of both."""
+    """Store one tile of dgate and dup, and raise their amaxes, or the one amax of both."""
     tiles_c = tl.cdiv(cols, BLOCK_C)
     tile_r, tile_c = tl.program_id(0) // tiles_c, tl.program_id(0) % tiles_c
     r, c, g, mask = _place(tile_r, tile_c, rows, cols, BLOCK_R, BLOCK_C)
@@ -109,7 +109,7 @@ def _gradient(
     GATE_SAVED: tl.constexpr,
     UP_SAVED: tl.constexpr,
 ):
-    """A tile of dgate (0) or dup (1), rounded; `inputs` as the kernel has them."""
+    """Compute a tile of dgate (0) or dup (1), rounded; `inputs` are those of the kernel."""
     grad, gate, up, smooth = inputs
     grad_ptr, grad_r, grad_c = grad
     smooth_ptr, smooth_stride = smooth
@@ -180,7 +180,7 @@ def swiglu_backward_cast_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """One tile of dgate or of dup, cast, see `store_cast`.
+    """Compute and cast one tile of dgate or of dup; see `store_cast`.
 
     Registers do not hold both. Neighbouring programs make the two of one tile: at the same time, so
     that what both are made of is read from memory once and comes out of the cache the second time.

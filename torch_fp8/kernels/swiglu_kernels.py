@@ -1,4 +1,4 @@
-"""The kernels of the forward behind `torch_fp8.kernels.swiglu`, which launches them.
+"""These kernels of the forward are launched by `torch_fp8.kernels.swiglu`.
 
 Legend: R rows, C columns; ``h = gate * sigmoid(gate) * up * smooth``.
 Float32 inside; no multiplication is fused with an addition, so that every kernel finds the same h.
@@ -48,7 +48,7 @@ def swiglu_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """One tile of h."""
+    """Compute one tile of h."""
     tiles_c = tl.cdiv(cols, BLOCK_C)
     r = positions(tl.program_id(0) // tiles_c, BLOCK_R)
     c = positions(tl.program_id(0) % tiles_c, BLOCK_C)
@@ -98,7 +98,7 @@ def swiglu_cast_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """One tile of h, cast, see `store_cast`; of gate and up, saved; and its part of the amax."""
+    """Compute and cast one tile of h (see `store_cast`), save gate and up, and raise the amax."""
     tiles_c = tl.cdiv(cols, BLOCK_C)
     tile_r, tile_c = tl.program_id(0) // tiles_c, tl.program_id(0) % tiles_c
     r, c = positions(tile_r, BLOCK_R), positions(tile_c, BLOCK_C)

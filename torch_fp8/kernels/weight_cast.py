@@ -1,4 +1,4 @@
-"""The FP8 payload of a weight, out of the optimizer's step: codes E4M3, scales powers of two.
+"""The optimizer step casts a new weight to its FP8 payload: E4M3 codes, power-of-two scales.
 
 The step has each new weight in registers, but its scale belongs to 128 x 128 of them, or to all,
 and the largest is known when the last one is. Scales that are powers of two hardly ever change in a
@@ -17,7 +17,7 @@ from torch_fp8.kernels.fp8_cast import cast_bounded, scale_from_amax
 
 @triton.jit
 def payload_at_origin(payload_ptr, payload_t_ptr, first, rows, cols, TRANSPOSED: tl.constexpr):
-    """Pointers to a payload, codes (R, C) and (C, R), moved to the square with group `first`."""
+    """Move pointers to a payload, codes (R, C) and (C, R), to the square with group `first`."""
     payload_ptr = at_origin(payload_ptr, first, cols, "squares")
     if TRANSPOSED:
         square_row, square_col = square(first, tl.cdiv(cols, 32))
@@ -42,7 +42,7 @@ def store_payload(
 
 @triton.jit
 def scale_of_square(largest):
-    """The scale of weights the bits of whose largest magnitudes are a tile."""
+    """Compute the scale of a square from a tile of the bits of its largest magnitudes."""
     return scale_from_amax(tl.max(tl.max(largest, axis=1), axis=0), 448.0, True)
 
 
