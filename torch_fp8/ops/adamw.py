@@ -1,4 +1,4 @@
-"""One step of Adam and AdamW on a weight matrix whose states are 8-bit: the arithmetic.
+"""The arithmetic of one Adam or AdamW step on a weight matrix whose states have 8 bits.
 
 For each element, in float32, in this order, each line an operation with one rounding (no fused
 multiply-add), so that the kernel gives the reference's bits::
@@ -36,7 +36,7 @@ _CHUNK = 1 << 15  # elements at a time, so that no temporary has a tensor's size
 def adamw_step_reference(
     matrix: WeightMatrix, scalars: StepScalars, lr_multiplier: Tensor | None = None
 ) -> None:
-    """The step above, part by part, in plain torch; the twin of `kernels.adamw`.
+    """Run the step above, part by part, in plain torch; the twin of `kernels.adamw`.
 
     Args:
         matrix: updated in place.
@@ -49,7 +49,7 @@ def adamw_step_reference(
 
 
 def update_rms_reference(matrix: WeightMatrix, scalars: StepScalars) -> Tensor:
-    """StableAdamW's ``sqrt(mean(g^2 / max(v_hat, eps^2)))`` (arXiv 2304.13013), as () float32.
+    """Compute StableAdamW's ``sqrt(mean(g^2 / max(v_hat, eps^2)))`` (arXiv 2304.13013), () float32.
 
     v_hat is the second moment that this step will have, without its bias; g is the gradient as the
     moments take it.
@@ -137,7 +137,7 @@ def _store(target: BlockScaled, value: BlockScaled) -> None:
 
 
 def _parts(matrix: WeightMatrix) -> Iterator[WeightMatrix]:
-    """Parts of at most `_CHUNK` elements: whole rows, or whole groups of a long row."""
+    """Yield parts of at most `_CHUNK` elements: whole rows, or whole groups of a long row."""
     rows, cols = matrix.weight.shape
     if matrix.weight.numel() == 0:
         return

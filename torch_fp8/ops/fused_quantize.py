@@ -22,14 +22,16 @@ from torch_fp8.quantization.recipe import Granularity
 from torch_fp8.quantization.scaling import delayed_scale, scale_from_amax, tensor_amax
 
 SAVED: Granularity = "block_1x128"
-"""Granularity of what is saved for backward: E4M3 along C, scales powers of two (as COAT's groups,
-arXiv 2410.19313 section 4, with Hopper's block length)."""
+"""The granularity of tensors saved for backward: E4M3 along C with power-of-two scales (COAT's
+groups, arXiv 2410.19313 section 4, with Hopper's block length).
+"""
 
 Layouts = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 class DelayedCast(NamedTuple):
-    """A tensorwise cast with the scale that a history suggests, and the amax in the same read.
+    """A tensorwise cast with the scale that a history suggests, which takes the amax in the same
+    read.
 
     The history stays as it is: who reads the result records the amax in its own.
 
@@ -51,7 +53,7 @@ class DelayedCast(NamedTuple):
     col: bool
 
     def reference(self, y: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """``(q, scale, qt, amax)`` of y (R, C); scale and amax are () float32."""
+        """Return ``(q, scale, qt, amax)`` of y (R, C); scale and amax are () float32."""
         amax = tensor_amax(y)
         scale = delayed_scale(self.amaxes, amax, format_of(self.dtype), self.algorithm, self.margin)
         q, _, qt, _ = cast_result(
@@ -60,7 +62,7 @@ class DelayedCast(NamedTuple):
         return q, scale, qt, amax
 
     def fake(self, y: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Of the shapes of `reference`."""
+        """Return empty tensors of the shapes of `reference`."""
         scale, amax = (y.new_empty((), dtype=torch.float32) for _ in range(2))
         q, _, qt, _ = cast_result(
             y, None, scale, self.dtype, "tensorwise", False, self.row, self.col
@@ -72,16 +74,18 @@ CAST_ARGUMENTS = (
     "Tensor? amax, Tensor? scale, ScalarType dtype, str granularity, bool power_of_two, "
     "bool row, bool col"
 )
-"""Of an operator that casts, as `cast_result`."""
+"""The schema of the arguments by which an operator casts, as those of `cast_result`."""
 DELAYED_ARGUMENTS = (
     "Tensor amaxes, Tensor progress, ScalarType dtype, str algorithm, int margin, "
     "bool row, bool col"
 )
-"""Of an operator, as `DelayedCast`."""
+"""The schema of the fields of `DelayedCast`, as arguments of an operator."""
 
 
 def check_scale(granularity: str, amax: Tensor | None, scale: Tensor | None) -> None:
-    """Raises ValueError unless a tensorwise scale is known, in one way, and no other is given."""
+    """Raise ValueError unless a tensorwise scale is known in exactly one way, and no other is
+    given.
+    """
     given = (amax is not None) + (scale is not None)
     if granularity == "tensorwise" and given != 1:
         raise ValueError("a tensorwise producer takes either amax or scale")
@@ -99,7 +103,7 @@ def cast_result(
     row: bool,
     col: bool,
 ) -> Layouts:
-    """y in the layouts asked for: for references, and, of empty tensors, for fakes.
+    """Cast y in the layouts asked for: for references, and with empty tensors for fakes.
 
     Args:
         y: (R, C), any strides.
@@ -121,24 +125,24 @@ def cast_result(
 
 
 def save_input(x: Tensor, wanted: bool = True) -> tuple[Tensor, Tensor]:
-    """x as saved for backward: E4M3 (R, C), scale (R, ceil(C / 128)); or two empty tensors."""
+    """Return x as backward needs it: E4M3 (R, C), scale (R, ceil(C / 128)); else empty tensors."""
     q, s, _, _ = cast_result(x, None, None, E4M3.dtype, SAVED, True, wanted, False)
     return q, s
 
 
 def saved_stand_ins(x: Tensor) -> tuple[Tensor, Tensor]:
-    """What passes for `save_input` of x, (R, C), where nothing is saved."""
+    """Return what stands for `save_input` of x, (R, C), where nothing is saved."""
     shape = scale_shape(x.shape[0], x.shape[1], SAVED)
     return stand_in(x.shape, E4M3.dtype, x), stand_in(shape, torch.float32, x)
 
 
 def saved_values(x: Tensor, scale: Tensor | None) -> Tensor:
-    """float32 (R, C) of what was saved: FP8 with its scale, or the tensor itself with None."""
+    """Return a saved tensor, FP8 with its scale or plain with None, as float32 (R, C)."""
     return x.float() if scale is None else dequantize(QuantizedTensor(x, scale, SAVED))
 
 
 def no_amax(x: Tensor) -> Tensor:
-    """An amax that was not asked for."""
+    """Return the empty tensor that stands for an amax that was not asked for."""
     return x.new_empty(0, dtype=torch.float32)
 
 

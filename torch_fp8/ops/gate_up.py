@@ -34,13 +34,13 @@ _NUM_PLAIN = NUM_INPUTS + 1  # with gate_first: the arguments of `gate_up_backwa
 
 
 def halves(both: Tensor, gate_first: bool) -> tuple[Tensor, Tensor]:
-    """gate and up, (..., C), views of (..., 2 C)."""
+    """Return gate and up, (..., C), as views of `both` (..., 2 C)."""
     first, second = both.chunk(2, dim=-1)
     return (first, second) if gate_first else (second, first)
 
 
 def gate_up_backward(inputs: BackwardInputs, gate_first: bool) -> Tensor:
-    """Both results of `swiglu_backward` in one matrix: (R, 2 C) of `inputs.out_dtype`.
+    """Compute both results of `swiglu_backward` in one matrix, (R, 2 C) of `inputs.out_dtype`.
 
     Args:
         gate_first: whether dgate is the first half of each row.
@@ -49,7 +49,7 @@ def gate_up_backward(inputs: BackwardInputs, gate_first: bool) -> Tensor:
 
 
 def gate_up_backward_amax(inputs: BackwardInputs) -> Tensor:
-    """() float32: the amax of what `gate_up_backward` returns, which is not written."""
+    """Compute the amax, () float32, of what `gate_up_backward` returns, without writing it."""
     return operators.gate_up_backward_amax(*inputs)
 
 
@@ -64,7 +64,7 @@ def gate_up_backward_quantize(
     row: bool,
     col: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """`gate_up_backward` cast to FP8 in the layouts asked for, in one read.
+    """Cast `gate_up_backward` to FP8 in the layouts asked for, in one read.
 
     Unfused, on CUDA, rowwise, where C is no multiple of 16, and in blocks where it is none of 128,
     so that a block would have a part of both halves.
@@ -88,7 +88,7 @@ def gate_up_backward_quantize(
 def gate_up_backward_quantize_delayed(
     inputs: BackwardInputs, gate_first: bool, how: DelayedCast
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`gate_up_backward_quantize` with the tensorwise scale that a history suggests.
+    """Cast as `gate_up_backward_quantize`, with the tensorwise scale that a history suggests.
 
     Args:
         gate_first: as there.
@@ -100,26 +100,26 @@ def gate_up_backward_quantize_delayed(
 
 
 def gate_up_backward_reference(*args: Any) -> Tensor:
-    """The reference of `gate_up_backward`."""
+    """Reference of `gate_up_backward`."""
     *inputs, gate_first = args
     dgate, dup = swiglu_backward_reference(*inputs)
     return torch.cat([dgate, dup] if gate_first else [dup, dgate], dim=1)
 
 
 def gate_up_backward_amax_reference(*args: Any) -> Tensor:
-    """The reference of `gate_up_backward_amax`."""
+    """Reference of `gate_up_backward_amax`."""
     return tensor_amax(gate_up_backward_reference(*args, True))
 
 
 def gate_up_backward_quantize_reference(*args: Any) -> tuple[Tensor, ...]:
-    """The reference of `gate_up_backward_quantize`."""
+    """Reference of `gate_up_backward_quantize`."""
     both, (amax, scale, *cast) = gate_up_backward_reference(*args[:_NUM_PLAIN]), args[_NUM_PLAIN:]
     made = cast_result(both, amax, scale, *cast)
     return (*made, no_amax(both) if scale is None else tensor_amax(both))
 
 
 def gate_up_backward_quantize_delayed_reference(*args: Any) -> tuple[Tensor, ...]:
-    """The reference of `gate_up_backward_quantize_delayed`."""
+    """Reference of `gate_up_backward_quantize_delayed`."""
     both = gate_up_backward_reference(*args[:_NUM_PLAIN])
     return DelayedCast(*args[_NUM_PLAIN:]).reference(both)
 

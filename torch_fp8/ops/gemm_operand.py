@@ -1,4 +1,4 @@
-"""An operand of the scaled matmul as the CUDA operator takes it: padded, its scales laid out.
+"""Operands of the scaled matmul as the CUDA operator takes them: padded, with scales laid out.
 
 Sizes that tensor cores do not take are filled up with zeros, which add nothing to a sum.
 """
@@ -15,7 +15,7 @@ from torch_fp8.quantization.payload_shape import BLOCK_SHAPE, multiple_of_16
 
 
 def operand(x: QuantizedTensor, contracted: int, *, is_b: bool) -> QuantizedTensor:
-    """x with payload padded and scales laid out as the CUDA operator takes them.
+    """Return x with payload padded and scales laid out as the CUDA operator takes them.
 
     The contraction dimension goes to a multiple of 16, with block scales of 128 to one of 128; the
     rows of b, and of a with block scales, to one of 16, with square blocks to one of 128. The
@@ -48,7 +48,7 @@ def operand(x: QuantizedTensor, contracted: int, *, is_b: bool) -> QuantizedTens
 
 
 def _with_rows_behind(x: QuantizedTensor) -> QuantizedTensor | None:
-    """x and the memory behind it as whole multiples of 16 rows; None where there is none.
+    """Return x extended over the memory behind it to multiples of 16 rows; None if there is none.
 
     What stands there reaches only rows of the product that are cut off. Scales are laid out with
     that room wherever such a payload is made.
@@ -66,7 +66,7 @@ def _with_rows_behind(x: QuantizedTensor) -> QuantizedTensor | None:
 
 
 def _elements_from(x: Tensor) -> int:
-    """How many elements lie in the memory of x from its first on."""
+    """Return how many elements lie in the memory of x from its first element on."""
     return x.untyped_storage().nbytes() // x.element_size() - x.storage_offset()
 
 
@@ -75,7 +75,7 @@ def _pad(x: Tensor, rows: int, cols: int, value: float) -> Tensor:
 
 
 def _column_major(scale: Tensor) -> Tensor:
-    """(R, L) with strides (1, R), also where L is 1.
+    """Return (R, L) with strides (1, R), also where L is 1.
 
     There any stride would do, but torch 2.11 takes another for one operand only if the other has it
     as well.
@@ -87,12 +87,12 @@ def _column_major(scale: Tensor) -> Tensor:
 
 
 def _square_blocks(scale: Tensor) -> Tensor:
-    """(ceil(R / 128), L) -> (L rounded up to 4, ceil(R / 128)), its first dimension contiguous."""
+    """Lay out (ceil(R / 128), L) as (L rounded up to 4, ceil(R / 128)), dimension 0 contiguous."""
     return _pad(scale, 0, -scale.shape[1] % 4, 1.0).contiguous().t()
 
 
 def _swizzled_e8m0(scale: Tensor) -> Tensor:
-    """(R, L) float32 powers of two -> flat E8M0 bytes in tiles of 128 rows x 4 blocks.
+    """Lay out (R, L) float32 powers of two as flat E8M0 bytes in tiles of 128 rows x 4 blocks.
 
     Within a tile the byte of row r and block c lies at (r % 32) * 16 + (r // 32) * 4 + c; tiles
     follow each other row by row (cuBLAS documentation, "1D block scaling factors layout"). An E8M0

@@ -1,4 +1,4 @@
-"""Gradients of 8 bits per element: encoding, adding and decoding the parts of one.
+"""Gradients of 8 bits per element: encoding, adding and decoding their parts.
 
 A sum over micro-batches is decoded, added to and encoded again each time, a few rows at a time, and
 every encoding rounds stochastically, with random bits of its own: the expectation of the stored sum
@@ -26,7 +26,9 @@ from torch_fp8.quantization.stochastic_rounding import (
 
 _SCALE_ONE, _SCALE_NAN = 127, 255
 _NORM_ELEMENTS = (1 << 20, 1 << 24)
-"""Decoded at a time for a norm: what the CPU's caches hold; on CUDA 64 MiB, for fewer launches."""
+"""Elements decoded at a time for a norm: what the CPU's caches hold; on CUDA 64 MiB, for fewer
+launches.
+"""
 
 Keys = tuple[int, int]
 
@@ -36,7 +38,7 @@ def _no_counters() -> tuple[int, ...]:
 
 
 class Rounding:
-    """The random bits of a gradient's roundings, one after another.
+    """The sequence of random bits with which a gradient's roundings are made.
 
     Args:
         counters: gives what the stream belongs to: seed, step, parameter, ...
@@ -59,16 +61,16 @@ class Rounding:
         self.reset()
 
     def reset(self) -> None:
-        """The gradient is zero again."""
+        """Start again, since the gradient is zero."""
         self.count = self.exchanges = 0
 
     def next(self) -> Keys:
-        """Keys of the next rounding."""
+        """Return the keys of the next rounding."""
         self.count += 1
         return self._keys(self.rank, self.count)
 
     def next_exchanged(self) -> Keys:
-        """Those of the rounding of an average over ranks: equal on all of them."""
+        """Return the keys of the rounding of an average over ranks, equal on all of them."""
         self.exchanges += 1
         return self._keys(-1, self.exchanges)
 
@@ -76,7 +78,7 @@ class Rounding:
         return shifted_keys(stream_keys(*self.counters(), *which), self.offset)
 
     def copy(self) -> "Rounding":
-        """One that goes on independently."""
+        """Return a copy that goes on independently."""
         twin = Rounding(self.counters, self.offset, self.rank)
         twin.count, twin.exchanges = self.count, self.exchanges
         return twin
@@ -87,7 +89,7 @@ class Rounding:
 
 
 def quantize_gradient(x: Tensor, keys: Keys) -> GradientParts:
-    """The parts of a gradient.
+    """Quantize a gradient into its parts.
 
     Args:
         x: (R, K) bfloat16 or float32, contiguous.
@@ -109,7 +111,7 @@ def quantize_gradient(x: Tensor, keys: Keys) -> GradientParts:
 
 
 def accumulate_gradient(target: GradientParts, x: Tensor, keys: Keys) -> None:
-    """Add `x` in place; arguments as of `quantize_gradient`."""
+    """Add `x` to a quantized gradient in place; for the arguments see `quantize_gradient`."""
     if x.is_cuda:
         from torch_fp8.kernels import grad_codec
 
@@ -122,7 +124,7 @@ def accumulate_gradient(target: GradientParts, x: Tensor, keys: Keys) -> None:
 
 
 def decode_gradient(source: GradientParts, dtype: torch.dtype) -> Tensor:
-    """(R, K) in a floating-point `dtype`, rounded to nearest."""
+    """Decode a gradient to (R, K) in a floating-point `dtype`, rounded to nearest."""
     if source.qdata.is_cuda:
         from torch_fp8.kernels.grad_codec import dequantize_gradient
 
@@ -136,7 +138,7 @@ def decode_gradient(source: GradientParts, dtype: torch.dtype) -> Tensor:
 
 
 def decode_rows(source: GradientParts, part: slice) -> Tensor:
-    """Some rows as float32."""
+    """Decode some rows to float32."""
     if source.qdata.is_cuda:
         from torch_fp8.kernels.grad_codec import dequantize_gradient
 
@@ -147,14 +149,16 @@ def decode_rows(source: GradientParts, part: slice) -> Tensor:
 
 
 def zero_gradient(target: GradientParts) -> None:
-    """Make it zero, in place."""
+    """Set a quantized gradient to zero, in place."""
     target.qdata.zero_()
     target.scale.fill_(_SCALE_ONE)
     target.multiplier.fill_(1.0)
 
 
 def norm(source: GradientParts, ord: float) -> Tensor:
-    """() float32: the norm of all elements, except of order 0; decodes some rows at a time."""
+    """Compute the norm of all elements, () float32, of any order but 0; decodes some rows at a
+    time.
+    """
     rows, cols = source.qdata.shape
     step = max(1, _NORM_ELEMENTS[source.qdata.is_cuda] // cols)
     norms = [
@@ -165,7 +169,7 @@ def norm(source: GradientParts, ord: float) -> Tensor:
 
 
 def has_nonfinite(source: GradientParts) -> Tensor:
-    """() bool: whether an element is infinite or NaN; read from scales and multiplier alone."""
+    """Return, as () bool, whether an element is Inf or NaN; reads scales and multiplier alone."""
     if not source.scale.numel():
         return torch.zeros((), dtype=torch.bool, device=source.scale.device)
     largest = source.scale.amax().to(torch.int32)

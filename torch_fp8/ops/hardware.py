@@ -1,4 +1,4 @@
-"""Which recipes a device runs, and what to tell a user whose device does not."""
+"""Which recipes a device can run, and what a user whose device cannot is told."""
 
 import torch
 
@@ -47,12 +47,12 @@ def check_device(device: torch.device, recipe_name: str, emulate: bool) -> None:
 
 
 def runs_natively(device: torch.device, recipe_name: str) -> bool:
-    """Whether `device` runs all GEMMs of the recipe on FP8 tensor cores."""
+    """Return whether `device` runs all GEMMs of the recipe on FP8 tensor cores."""
     return device.type == "cuda" and _unsupported_recipe(recipe_name, device) is None
 
 
 def resolve_auto(device: torch.device) -> str:
-    """The recipe that ``auto`` stands for on `device` where nothing is measured.
+    """Return the recipe that ``auto`` stands for on `device` where nothing is measured.
 
     Tensorwise everywhere today: it is the fastest that published measurements show on Hopper among
     those that quantize by the tensor at hand, and the CPU gives what Hopper gives. A measurement on
@@ -63,7 +63,7 @@ def resolve_auto(device: torch.device) -> str:
 
 
 def backend_name(device: torch.device, emulated: bool) -> str:
-    """One line on what runs the GEMMs, for the start-up summary."""
+    """Describe in one line what runs the GEMMs, for the start-up summary."""
     if device.type != "cuda":
         return f"emulation on {device.type.upper() if device.type == 'cpu' else device.type}"
     return f"{'emulation' if emulated else 'torch scaled_mm'} on {_card(device)}"
@@ -84,7 +84,7 @@ def _unsupported_recipe(name: str, device: torch.device) -> str | None:
 
 
 def _unsupported(granularity: Granularity, device: torch.device) -> str | None:
-    """Why `device` cannot run a GEMM with this granularity, or None."""
+    """Return why `device` cannot run a GEMM with this granularity, or None."""
     capability = torch.cuda.get_device_capability(device)
     least, most = _CAPABILITIES[granularity]
     if not least <= capability <= most:

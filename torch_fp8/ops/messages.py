@@ -41,7 +41,7 @@ _DTYPES = (torch.bfloat16, torch.float32)
 
 @dataclass(frozen=True)
 class Layout:
-    """What a message holds.
+    """The layout of a message: its numbers of groups and of plain values.
 
     Attributes:
         num_groups: G, groups of 32 values.
@@ -53,29 +53,29 @@ class Layout:
 
     @property
     def num_values(self) -> int:
-        """Values in the groups."""
+        """Number of values in the groups."""
         return GROUP_SIZE * self.num_groups
 
     @property
     def plain_offset(self) -> int:
-        """Byte at which the BF16 values start."""
+        """Offset in bytes at which the BF16 values start."""
         return _aligned((GROUP_SIZE + 1) * self.num_groups)
 
     @property
     def num_bytes(self) -> int:
-        """Of a message."""
+        """Size of a message in bytes."""
         return self.plain_offset + _aligned(2 * self.num_plain)
 
     def codes(self, messages: Tensor) -> Tensor:
-        """(N, 32 * G) uint8, a view of (N, B) messages."""
+        """View the codes of (N, B) messages, (N, 32 * G) uint8."""
         return messages[:, : self.num_values]
 
     def scales(self, messages: Tensor) -> Tensor:
-        """(N, G) uint8, a view."""
+        """View the scales of (N, B) messages, (N, G) uint8."""
         return messages[:, self.num_values : self.num_values + self.num_groups]
 
     def plain(self, messages: Tensor) -> Tensor:
-        """(N, P) bfloat16, a view."""
+        """View the plain values of (N, B) messages, (N, P) bfloat16."""
         part = messages[:, self.plain_offset : self.plain_offset + 2 * self.num_plain]
         return part.view(torch.bfloat16)
 
@@ -85,7 +85,9 @@ def _aligned(num_bytes: int) -> int:
 
 
 def split_layout(numel: int, num_plain: int, num_messages: int) -> Layout:
-    """Of each of `num_messages` messages that share out `numel` values in groups and plain ones."""
+    """Return the layout of each of `num_messages` messages that share `numel` values in groups and
+    `num_plain` plain ones.
+    """
     num_groups = -(-numel // GROUP_SIZE)
     return Layout(-(-num_groups // num_messages), -(-num_plain // num_messages))
 
@@ -96,7 +98,7 @@ def pack(
     *,
     keys: Keys | None = None,
 ) -> Tensor:
-    """One message for each row.
+    """Encode one message for each row.
 
     Args:
         groups: (N, G, 32) or (N, 32 * G) bfloat16 or float32.
@@ -123,7 +125,7 @@ def pack_flat(
     *,
     keys: Keys | None = None,
 ) -> Tensor:
-    """`pack` of flat buffers that are shared out over the messages, with zeros behind their ends.
+    """Encode flat buffers as `pack` does, split over the messages and padded with zeros.
 
     Args:
         values: (E,) bfloat16 or float32, contiguous; E at most ``num_messages * 32 * G``.
@@ -160,7 +162,7 @@ def unpack_sum(
     out_plain: Tensor | None,
     scale: float = 1.0,
 ) -> None:
-    """The sum over the messages, added in float32 in their order, times `scale`.
+    """Sum the messages in float32, in their order, times `scale`.
 
     Args:
         messages: (N, B) uint8.
@@ -192,7 +194,7 @@ def reduce_and_repack(
     *,
     keys: Keys | None = None,
 ) -> Tensor:
-    """`unpack_sum`, encoded again, without the float32 sum in memory.
+    """Encode the sum that `unpack_sum` makes as a message, without the float32 sum in memory.
 
     Args:
         messages, layout, scale: as of `unpack_sum`.
@@ -221,7 +223,7 @@ def reduce_and_repack(
 
 
 def unpack(messages: Tensor, layout: Layout, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The values of each message.
+    """Decode the values of each message.
 
     Args:
         messages: (N, B) uint8.
@@ -240,7 +242,7 @@ def unpack(messages: Tensor, layout: Layout, dtype: torch.dtype) -> tuple[Tensor
 def unpack_flat(
     messages: Tensor, layout: Layout, out_values: Tensor, out_plain: Tensor | None
 ) -> None:
-    """`unpack` into flat buffers, which may end before the messages do.
+    """Decode as `unpack` does, into flat buffers that may end before the messages do.
 
     Args:
         messages: (N, B) uint8.
@@ -274,7 +276,7 @@ def _parts(num_groups: int) -> list[slice]:
 
 
 def _encode(values: Tensor, layout: Layout, messages: Tensor, keys: Keys | None) -> None:
-    """Codes and scales of every message; a part of one at a time."""
+    """Write codes and scales of every message, some groups at a time."""
     for row, message in enumerate(messages.split(1)):
         codes, scales = layout.codes(message)[0], layout.scales(message)[0]
         for part in _parts(layout.num_groups):
@@ -296,7 +298,7 @@ def _decode(messages: Tensor, layout: Layout, out: Tensor) -> None:
 
 
 def _groups(message: Tensor, layout: Layout, part: slice) -> Tensor:
-    """(part, 32) float32 of one message (1, B)."""
+    """Decode the groups of `part` of one message (1, B) to (part, 32) float32."""
     codes = layout.codes(message)[0].view(-1, GROUP_SIZE)[part]
     return decode(BlockScaled(codes, layout.scales(message)[0, part, None]), GRADIENT)
 
@@ -319,7 +321,7 @@ def _sum_plain(messages: Tensor, layout: Layout) -> Tensor:
 def _random(
     shape: torch.Size, first: int, device: torch.device, keys: Keys | None
 ) -> Tensor | None:
-    """Bits for `encode` of groups from `first` on."""
+    """Return random bits for `encode` of groups from `first` on."""
     if keys is None:
         return None
     index = element_index(shape[0], shape[1], first, 0, GROUP_SIZE, device)

@@ -57,10 +57,10 @@ class QuantizedTensor(NamedTuple):
 
 
 Layouts = tuple[Tensor, Tensor, Tensor, Tensor]
-"""qdata (R, C), its scale, qdata of x^T (C, R'), its scale: what the operators return."""
+"""What the operators return: qdata (R, C), its scale, qdata of x^T (C, R'), its scale."""
 
 Made = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
-"""The same, with None for what was not asked for."""
+"""The same four tensors as `Layouts`, with None for what was not asked for."""
 
 
 def quantize(x: Tensor, spec: CastSpec, scale: Tensor | None = None) -> QuantizedTensor:
@@ -110,7 +110,7 @@ def quantize_layouts(
 def as_layouts(
     made: Sequence[Any], spec: CastSpec, scale: Tensor | None, row: bool, col: bool
 ) -> tuple[QuantizedTensor | None, QuantizedTensor | None]:
-    """What an operator that casts returns, ``(qdata, scale, qdata_t, scale_t)``, as two payloads.
+    """Turn an operator's ``(qdata, scale, qdata_t, scale_t)`` into two payloads.
 
     Args:
         made: see ``torch_fp8::quantize_2d``.
@@ -128,7 +128,7 @@ def as_layouts(
 
 
 def dequantize(x: QuantizedTensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """``qdata.float() * scale``, (R, C), rounded to `dtype`."""
+    """Compute ``qdata.float() * scale``, (R, C), rounded to `dtype`."""
     scale = x.scale
     if x.granularity in BLOCK_SHAPE:
         rows, cols = x.qdata.shape
@@ -139,7 +139,7 @@ def dequantize(x: QuantizedTensor, dtype: torch.dtype = torch.float32) -> Tensor
 
 
 def transposed(x: QuantizedTensor) -> QuantizedTensor | None:
-    """x^T, (C, R) contiguous, with the very codes; None where its scales would be others.
+    """Return x^T, (C, R) contiguous, with the same codes; None where its scales would differ.
 
     They are the same where a scale belongs to as many rows as columns.
     """
@@ -151,7 +151,7 @@ def transposed(x: QuantizedTensor) -> QuantizedTensor | None:
 
 
 def cast_saturating(x: Tensor, scale: Tensor, format: Format) -> Tensor:
-    """``x / scale`` rounded to FP8: to nearest even, finite overflow saturated, NaN kept.
+    """Round ``x / scale`` to FP8: to nearest even, finite overflow saturated, NaN kept.
 
     An infinite x gives NaN in E4M3 and infinity in E5M2. `.to(float8_e4m3fn)` alone would turn an
     infinity into 448 and so hide a diverged gradient; `.to(float8_e5m2)` overflows to infinity.
@@ -175,7 +175,7 @@ def quantize_2d_reference(
     col: bool,
     amax: Tensor | None = None,
 ) -> Layouts:
-    """The reference of ``torch_fp8::quantize_2d``; what was not asked for is an empty tensor.
+    """Reference of ``torch_fp8::quantize_2d``; what was not asked for is an empty tensor.
 
     Args:
         x: (R, C), any strides.
@@ -216,7 +216,7 @@ def quantize_2d_reference(
 def _quantize_rows(
     x: Tensor, format: Format, granularity: str, power_of_two: bool
 ) -> tuple[Tensor, Tensor]:
-    """x (R, C) float32 quantized along C -> contiguous payload (R, C), scale."""
+    """Quantize x (R, C) float32 along C to a contiguous payload (R, C) and its scale."""
     if granularity == "rowwise":
         amax = x.abs().amax(1, keepdim=True) if x.shape[1] else x.new_zeros(x.shape[0], 1)
         scale = scale_from_amax(amax, format, power_of_two)
@@ -247,7 +247,7 @@ def _no_scale(x: Tensor) -> Tensor:
 
 
 def _zero_padded(qdata: Tensor, more: int) -> Tensor:
-    """A contiguous copy with `more` columns of zeros."""
+    """Return a contiguous copy with `more` columns of zeros."""
     if not more:
         return qdata.clone(memory_format=torch.contiguous_format)
     return F.pad(qdata.view(torch.uint8), (0, more)).view(qdata.dtype)
@@ -268,7 +268,7 @@ def quantize_2d_cpu(
 
 
 def laid_out(made: Sequence[Tensor], granularity: str) -> Layouts:
-    """With scales as the operators return them."""
+    """Lay out the scales as the operators return them."""
     qdata, scale, qdata_t, scale_t = made
     if granularity == "block_1x128":
         scale, scale_t = _by_block(scale, qdata), _by_block(scale_t, qdata_t)
@@ -305,7 +305,9 @@ def _quantize_2d_eager(
     col: bool,
     amax: Tensor | None = None,
 ) -> Made:
-    """None, or anything, for what was not asked for."""
+    """Run ``torch_fp8::quantize_2d`` in eager code; outputs that were not asked for are
+    unspecified.
+    """
     arguments = (x, scale, dtype, granularity, power_of_two, row, col, amax)
     if emulates_casts(x.device):
         return quantize_2d_cpu(*arguments)
@@ -322,7 +324,7 @@ def _kernels() -> Any:
 
 @functools.cache
 def emulates_casts(device: torch.device) -> bool:
-    """Whether a tensor's CUDA device is older than FP8, so that the reference runs on it."""
+    """Return whether a tensor's CUDA device is older than FP8, so that the reference runs on it."""
     return torch.cuda.get_device_capability(device) < MIN_CAPABILITY
 
 
@@ -333,7 +335,7 @@ def as_outputs(
     dtype: torch.dtype,
     granularity: str,
 ) -> Layouts:
-    """What an operator returns: an empty tensor for what there is not."""
+    """Return an operator's outputs, with an empty tensor for each layout that does not exist."""
     qdata, scale_row, qdata_t, scale_col = made
     if granularity == "tensorwise":  # an operator may not return its input, nor one tensor twice
         one = scale_col if scale_row is None else scale_row

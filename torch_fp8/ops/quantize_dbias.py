@@ -34,7 +34,9 @@ def quantize_layouts_and_sum(
     col: bool,
     sum_dtype: torch.dtype,
 ) -> tuple[QuantizedTensor | None, QuantizedTensor | None, Tensor]:
-    """As `quantize_layouts`, and (C,) ``x.sum(0)``, in float32 and rounded once to `sum_dtype`."""
+    """Cast as `quantize_layouts`, and return (C,) ``x.sum(0)``, in float32, rounded once to
+    `sum_dtype`.
+    """
     *made, sums = operators.quantize_2d_sum(
         x, scale, spec.format.dtype, spec.granularity, spec.power_of_two, row, col, sum_dtype
     )
@@ -42,7 +44,7 @@ def quantize_layouts_and_sum(
 
 
 def quantize_2d_sum_reference(x: Tensor, *how: Any) -> Outputs:
-    """The reference of ``torch_fp8::quantize_2d_sum``: `quantize_2d_reference`, and ``x.sum(0)``.
+    """Reference of ``torch_fp8::quantize_2d_sum``: `quantize_2d_reference`, and ``x.sum(0)``.
 
     The kernel adds in another order.
 

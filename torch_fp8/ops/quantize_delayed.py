@@ -31,7 +31,7 @@ from torch_fp8.quantization.scaling import delayed_scale, push_amax, tensor_amax
 
 
 class History(NamedTuple):
-    """What delayed scaling keeps of one operand; all of it is written in place.
+    """The amax history of one operand under delayed scaling; all its tensors are written in place.
 
     Attributes:
         amaxes: (H,) float32, the most recent first; 0 where nothing was recorded yet. The sign bit
@@ -82,7 +82,7 @@ class History(NamedTuple):
         )
 
     def casts(self, spec: CastSpec, config: FP8Config, *, row: bool, col: bool) -> DelayedCast:
-        """What a producer is told that casts with the scale that this history suggests.
+        """Return the cast that a producer fuses, with the scale that this history suggests.
 
         Args:
             spec, config, row, col: as of `cast`.
@@ -107,11 +107,11 @@ class History(NamedTuple):
         return History(amaxes[operand], progress[operand], last[operand])
 
     def is_same(self, other: "History") -> bool:
-        """Whether both are one history: views of the same memory."""
+        """Return whether both are one history: views of the same memory."""
         return same_memory(self.amaxes, other.amaxes)
 
     def advance(self, amax: Tensor, spec: CastSpec, config: FP8Config) -> Tensor:
-        """The () scale for a matrix with this amax (() float32), which is recorded."""
+        """Return the () scale for a matrix with this amax (() float32), and record the amax."""
         scale: Tensor = operators.advance_history(
             self.amaxes,
             self.last,
@@ -124,7 +124,7 @@ class History(NamedTuple):
 
 
 def same_memory(a: Tensor, b: Tensor) -> bool:
-    """Whether two histories of amaxes are one."""
+    """Return whether two histories of amaxes share their memory."""
     same = a.untyped_storage()._cdata == b.untyped_storage()._cdata
     return same and a.storage_offset() == b.storage_offset()
 
@@ -137,7 +137,7 @@ def advance_history_reference(
     algorithm: str,
     margin: int,
 ) -> Tensor:
-    """The reference of ``torch_fp8::advance_history``.
+    """Reference of ``torch_fp8::advance_history``.
 
     Args:
         amaxes, last: of a `History`; written.
@@ -166,7 +166,7 @@ def quantize_2d_delayed_reference(
     col: bool,
     sum_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The reference of ``torch_fp8::quantize_2d_delayed``; the kernel adds up in another order.
+    """Reference of ``torch_fp8::quantize_2d_delayed``; the kernel adds up in another order.
 
     Args:
         x: (R, C), any strides.

@@ -1,4 +1,4 @@
-"""Our operators, in ``torch.library`` and as eager code calls them.
+"""The registry of this package's operators, in ``torch.library`` and as eager code calls them.
 
 torch's dispatcher takes 5 to 7 us of the host's time for an operator whose implementation is
 Python, and a Llama block calls 28. Nobody is to see the call where tensors are plain ones on CUDA,
@@ -14,8 +14,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import _len_torch_dispatch_stack
 
 operators: Any = SimpleNamespace()
-"""Name -> the function that calls the operator; as ``torch.ops.torch_fp8``, positional arguments
-alone."""
+"""Functions that call the operators, by name; they take positional arguments only, as
+``torch.ops.torch_fp8``.
+"""
 
 _LIBRARY = torch.library.Library("torch_fp8", "DEF")
 
@@ -52,7 +53,9 @@ def define(
 
 
 def is_watched(x: Tensor) -> bool:
-    """Whether an operator on x is for the dispatcher: a mode, a subclass, autograd or the CPU."""
+    """Return whether the dispatcher must see an operator on x: a mode, a subclass, autograd or the
+    CPU.
+    """
     return (
         not _on_cuda(x)
         or _len_torch_dispatch_stack() > 0

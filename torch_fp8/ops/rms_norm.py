@@ -40,7 +40,7 @@ from torch_fp8.quantization.scaling import tensor_amax
 def rms_norm_statistics(
     x: Tensor, weight: Tensor, eps: float, offset: float, out_dtype: torch.dtype, save: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What one read of x tells: rstd, the amax of the norm's result, and x as backward saves it.
+    """Compute in one read of x: rstd, the amax of the norm's result, and x as backward saves it.
 
     Args:
         x: (R, C) float32, bfloat16 or float16.
@@ -59,7 +59,7 @@ def rms_norm_statistics(
 def rms_norm(
     x: Tensor, weight: Tensor, rstd: Tensor, offset: float, out_dtype: torch.dtype
 ) -> Tensor:
-    """``(x * rstd) * (weight + offset)`` (R, C) of `out_dtype`: the result, where BF16 is wanted.
+    """Compute ``(x * rstd) * (weight + offset)``, (R, C) of `out_dtype`, where BF16 is wanted.
 
     Args:
         x: (R, C) float32, bfloat16 or float16.
@@ -85,7 +85,7 @@ def rms_norm_quantize(
     row: bool,
     col: bool,
 ) -> Layouts:
-    """`rms_norm` cast to FP8 in the layouts asked for, in one read of x (rowwise: unfused).
+    """Cast `rms_norm` to FP8 in the layouts asked for, in one read of x (rowwise: unfused).
 
     Args:
         x, weight, rstd, offset, out_dtype: as of `rms_norm`.
@@ -130,7 +130,8 @@ def rms_norm_quantize_once(
     col: bool,
     save: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """`rms_norm_statistics` and `rms_norm_quantize` at once, for scales of a rule known beforehand.
+    """Run `rms_norm_statistics` and `rms_norm_quantize` at once, for scales of a rule known
+    beforehand.
 
     A program owns a band of whole rows, 32 with a given tensorwise scale and 128 with blocks, and
     goes through its columns twice, the second time out of the L2 cache: x is read from memory once
@@ -163,7 +164,7 @@ def rms_norm_quantize_delayed(
     how: DelayedCast,
     save: bool,
 ) -> tuple[Tensor, ...]:
-    """`rms_norm_quantize_once` with the tensorwise scale that a history suggests.
+    """Run `rms_norm_quantize_once` with the tensorwise scale that a history suggests.
 
     Args:
         x, weight, eps, offset, out_dtype, save: as of `rms_norm_statistics`.
@@ -185,7 +186,7 @@ def rms_norm_backward(
     dx_dtype: torch.dtype,
     weight_grad: bool,
 ) -> tuple[Tensor, Tensor]:
-    """``dx = rstd * (g w' - xhat * mean(g w' xhat))``, ``dw = sum over rows of g xhat``.
+    """Compute ``dx = rstd * (g w' - xhat * mean(g w' xhat))``, ``dw = sum over rows of g xhat``.
 
     With ``xhat = x * rstd`` and ``w' = weight + offset``, float32 inside, in one read of grad and
     x. The sum over rows is taken in an order that the shape alone decides: deterministic.
@@ -208,7 +209,7 @@ def rms_norm_backward(
 def rms_norm_reference(
     x: Tensor, weight: Tensor, rstd: Tensor, offset: float, out_dtype: torch.dtype
 ) -> Tensor:
-    """The reference of `rms_norm`."""
+    """Reference of `rms_norm`."""
     y = (x.float() * rstd[:, None]) * (weight.float() + offset)
     return y.to(out_dtype).contiguous()
 
@@ -216,7 +217,7 @@ def rms_norm_reference(
 def rms_norm_statistics_reference(
     x: Tensor, weight: Tensor, eps: float, offset: float, out_dtype: torch.dtype, save: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The reference of `rms_norm_statistics`."""
+    """Reference of `rms_norm_statistics`."""
     x = x.contiguous()  # the order of a sum follows the strides
     squares = x.float().square().sum(1) / max(x.shape[1], 1)
     rstd = (squares + eps).rsqrt()
@@ -227,7 +228,7 @@ def rms_norm_statistics_reference(
 def rms_norm_quantize_reference(
     x: Tensor, weight: Tensor, rstd: Tensor, offset: float, out_dtype: torch.dtype, *cast: Any
 ) -> Layouts:
-    """The reference of `rms_norm_quantize`."""
+    """Reference of `rms_norm_quantize`."""
     return cast_result(rms_norm_reference(x, weight, rstd, offset, out_dtype), *cast)
 
 
@@ -240,7 +241,7 @@ def rms_norm_quantize_once_reference(
     scale: Tensor | None,
     *cast_and_save: Any,
 ) -> tuple[Tensor, ...]:
-    """The reference of `rms_norm_quantize_once`."""
+    """Reference of `rms_norm_quantize_once`."""
     *cast, save = cast_and_save
     rstd, amax, *saved = rms_norm_statistics_reference(x, weight, eps, offset, out_dtype, save)
     y = rms_norm_reference(x, weight, rstd, offset, out_dtype)
@@ -251,7 +252,7 @@ def rms_norm_quantize_once_reference(
 def rms_norm_quantize_delayed_reference(
     x: Tensor, weight: Tensor, eps: float, offset: float, out_dtype: torch.dtype, *how: Any
 ) -> tuple[Tensor, ...]:
-    """The reference of `rms_norm_quantize_delayed`."""
+    """Reference of `rms_norm_quantize_delayed`."""
     *cast, save = how
     rstd, _, *saved = rms_norm_statistics_reference(x, weight, eps, offset, out_dtype, save)
     y = rms_norm_reference(x, weight, rstd, offset, out_dtype)
@@ -269,7 +270,7 @@ def rms_norm_backward_reference(
     dx_dtype: torch.dtype,
     weight_grad: bool,
 ) -> tuple[Tensor, Tensor]:
-    """The reference of `rms_norm_backward`."""
+    """Reference of `rms_norm_backward`."""
     normalized = saved_values(x.contiguous(), x_scale) * rstd[:, None]
     g = grad.contiguous().float()
     scaled = g * (weight.float() + offset)

@@ -1,4 +1,4 @@
-"""The only caller of torch's scaled matmul, and what each device can run.
+"""This module alone calls torch's scaled matmul; it knows what each device can run.
 
 Every GEMM has the form ``a @ b.T`` with both operands contiguous along the contraction dimension,
 the one layout that Hopper's FP8 tensor cores take. Any shape works: casts pad the tokens to sizes
@@ -58,7 +58,7 @@ def scaled_matmul(
     fast_accum: bool = False,
     emulate: bool = False,
 ) -> Tensor:
-    """``dequantize(a) @ dequantize(b).T + bias`` on the FP8 payloads.
+    """Compute ``dequantize(a) @ dequantize(b).T + bias`` on the FP8 payloads.
 
     Args:
         a: (R, C), or with more columns, which are zeros.
@@ -90,7 +90,7 @@ def _multiply(
     fast_accum: bool,
     emulate: bool,
 ) -> Tensor:
-    """On any device; maybe a view of a padded result."""
+    """Multiply on any device; the result may be a view of a padded one."""
     rows, cols = a.qdata.shape[0], b.qdata.shape[0]
     if not (rows and cols and contracted):
         zeros = a.qdata.new_zeros((rows, cols), dtype=out_dtype)
@@ -102,7 +102,7 @@ def _multiply(
 
 
 def _narrowed(x: QuantizedTensor, cols: int) -> QuantizedTensor:
-    """Without the zeros beyond `cols` columns."""
+    """Drop the zeros beyond `cols` columns."""
     if x.qdata.shape[1] == cols:
         return x
     return x._replace(qdata=x.qdata[:, :cols].contiguous())
@@ -133,7 +133,7 @@ _operator: Any = torch.ops.torch_fp8.scaled_mm.default
 def _scaled_mm_flops(
     a_shape: tuple[int, int], *args: Any, out_shape: tuple[int, int], **_: Any
 ) -> int:
-    """For ``torch.utils.flop_counter``: those of the product, as of ``aten::mm``."""
+    """Count FLOPs for ``torch.utils.flop_counter``: those of the product, as ``aten::mm``."""
     contracted: int = args[5]
     return 2 * out_shape[0] * out_shape[1] * contracted
 
@@ -156,13 +156,13 @@ def _emulated(
 def scaled_matmul_reference(
     a: QuantizedTensor, b: QuantizedTensor, out_dtype: torch.dtype, bias: Tensor | None = None
 ) -> Tensor:
-    """``dequantize(a) @ dequantize(b).T + bias`` in float32, rounded once to `out_dtype`."""
+    """Compute ``dequantize(a) @ dequantize(b).T + bias`` in float32; round once."""
     output = dequantize(a) @ dequantize(b).t()
     return cast(output if bias is None else output + bias, out_dtype)
 
 
 def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """``x.to(dtype)``, without the call if there is nothing to do.
+    """Return ``x.to(dtype)``, without the call if there is nothing to do.
 
     A gradient that ends in a no-op ``.to`` reads zero in a graph compiled by torch 2.11.
     """
@@ -170,7 +170,7 @@ def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def reason_not_native(device: torch.device, recipe_name: str) -> str | None:
-    """Why `device`, a CUDA device, does not run the recipe on FP8 tensor cores; None if it does."""
+    """Return why a CUDA device does not run the recipe on FP8 tensor cores; None if it does."""
     return _unsupported_recipe(recipe_name, device)
 
 
@@ -181,7 +181,7 @@ def _scaled_mm(
     fast_accum: bool,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """One call of torch's operator; scales as `operand` lays them out."""
+    """Call torch's operator once; scales are laid out by `operand`."""
     scale_b = b.scale.t() if b.granularity == "rowwise" else b.scale
     if a.qdata.device.type == "cpu" and not _CPU_HAS_F_SCALED_MM:
         return torch._scaled_mm(
@@ -235,7 +235,7 @@ def _scaled_mm_cuda(
 
 @functools.cache
 def _rowwise_dtype(device: torch.device) -> torch.dtype:
-    """Of a GEMM with a scale per row whose result is wanted in float32.
+    """Return the output dtype of a rowwise GEMM whose result is wanted in float32.
 
     cuBLASLt writes it; torch calls that on sm_90 alone and from CUDA 12.9 on. The kernel for all
     others, CUTLASS's, writes bfloat16 (``_scaled_mm_cuda_v2`` in torch's ScaledBlas.cpp).
@@ -245,7 +245,7 @@ def _rowwise_dtype(device: torch.device) -> torch.dtype:
 
 
 def _takes_bias(granularity: Granularity, out_dtype: torch.dtype) -> bool:
-    """Whether the CUDA operator adds a bias of the output's dtype.
+    """Return whether the CUDA operator adds a bias of the output's dtype.
 
     It refuses one with a float32 output. With block scales nobody documents that cuBLASLt takes
     one: to be tried on a card.

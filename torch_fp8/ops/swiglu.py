@@ -35,7 +35,7 @@ from torch_fp8.quantization.scaling import tensor_amax
 def swiglu_save(
     gate: Tensor, up: Tensor, smooth: Tensor | None, save: bool = True
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """gate and up as backward saves them, and the amax of h, from one read.
+    """Save gate and up for backward, and compute the amax of h, in one read.
 
     Args:
         gate, up: (R, C) float32, bfloat16 or float16, of one dtype.
@@ -49,7 +49,7 @@ def swiglu_save(
 
 
 def swiglu(gate: Tensor, up: Tensor, smooth: Tensor | None) -> Tensor:
-    """``silu(gate) * up``, times `smooth`: (R, C) of gate's dtype, rounded once.
+    """Compute ``silu(gate) * up``, times `smooth`: (R, C) of gate's dtype, rounded once.
 
     Args:
         gate, up, smooth: as of `swiglu_save`.
@@ -70,7 +70,7 @@ def swiglu_quantize(
     col: bool,
     save: bool,
 ) -> tuple[Tensor, ...]:
-    """`swiglu` cast to FP8 in the layouts asked for, in one read (rowwise: unfused).
+    """Cast `swiglu` to FP8 in the layouts asked for, in one read (rowwise: unfused).
 
     Args:
         gate, up, smooth: as of `swiglu_save`.
@@ -96,7 +96,7 @@ def swiglu_quantize(
 def swiglu_quantize_delayed(
     gate: Tensor, up: Tensor, smooth: Tensor | None, how: DelayedCast, save: bool
 ) -> tuple[Tensor, ...]:
-    """`swiglu_quantize` with the tensorwise scale that a history suggests.
+    """Cast as `swiglu_quantize`, with the tensorwise scale that a history suggests.
 
     Args:
         gate, up, smooth, save: as of `swiglu_quantize`.
@@ -108,7 +108,7 @@ def swiglu_quantize_delayed(
 
 
 def swiglu_reference(gate: Tensor, up: Tensor, smooth: Tensor | None) -> Tensor:
-    """The reference of `swiglu`."""
+    """Reference of `swiglu`."""
     g = gate.float()
     h = g * g.sigmoid() * up.float()
     return (h if smooth is None else h * smooth).to(gate.dtype).contiguous()
@@ -117,7 +117,7 @@ def swiglu_reference(gate: Tensor, up: Tensor, smooth: Tensor | None) -> Tensor:
 def swiglu_save_reference(
     gate: Tensor, up: Tensor, smooth: Tensor | None, save: bool = True
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The reference of `swiglu_save`."""
+    """Reference of `swiglu_save`."""
     amax = tensor_amax(swiglu_reference(gate, up, smooth))
     return (*save_input(gate, save), *save_input(up, save), amax)
 
@@ -125,7 +125,7 @@ def swiglu_save_reference(
 def swiglu_quantize_reference(
     gate: Tensor, up: Tensor, smooth: Tensor | None, *how: Any
 ) -> tuple[Tensor, ...]:
-    """The reference of `swiglu_quantize`."""
+    """Reference of `swiglu_quantize`."""
     (amax, scale, *cast), save = how[:-1], how[-1]
     h = swiglu_reference(gate, up, smooth)
     made = cast_result(h, amax, scale, *cast)
@@ -136,7 +136,7 @@ def swiglu_quantize_reference(
 def swiglu_quantize_delayed_reference(
     gate: Tensor, up: Tensor, smooth: Tensor | None, *how: Any
 ) -> tuple[Tensor, ...]:
-    """The reference of `swiglu_quantize_delayed`."""
+    """Reference of `swiglu_quantize_delayed`."""
     *cast, save = how
     q, scale, qt, amax = DelayedCast(*cast).reference(swiglu_reference(gate, up, smooth))
     return (q, scale, qt, *save_input(gate, save), *save_input(up, save), amax)

@@ -28,11 +28,11 @@ BACKWARD_ARGUMENTS = (
     "Tensor grad, Tensor gate, Tensor? gate_scale, Tensor up, Tensor? up_scale, Tensor? smooth, "
     "ScalarType out_dtype"
 )
-"""The same in an operator's schema."""
+"""The fields of `BackwardInputs` as arguments in an operator's schema."""
 
 
 def swiglu_backward(inputs: BackwardInputs) -> tuple[Tensor, Tensor]:
-    """``dgate = g * up * (sig + gate * sig * (1 - sig))``, ``dup = g * silu(gate)``.
+    """Compute ``dgate = g * up * (sig + gate * sig * (1 - sig))``, ``dup = g * silu(gate)``.
 
     With ``sig = sigmoid(gate)`` and ``g = grad * smooth``, in one read.
 
@@ -43,7 +43,7 @@ def swiglu_backward(inputs: BackwardInputs) -> tuple[Tensor, Tensor]:
 
 
 def swiglu_backward_amax(inputs: BackwardInputs) -> Tensor:
-    """(2,) float32: the amaxes of what `swiglu_backward` returns, which is not written."""
+    """Compute the amaxes, (2,) float32, of what `swiglu_backward` returns, without writing it."""
     return operators.swiglu_backward_amax(*inputs)
 
 
@@ -57,7 +57,7 @@ def swiglu_backward_quantize(
     row: bool,
     col: bool,
 ) -> tuple[Tensor, ...]:
-    """`swiglu_backward` cast to FP8 in the layouts asked for, in one read (rowwise: unfused).
+    """Cast `swiglu_backward` to FP8 in the layouts asked for, in one read (rowwise: unfused).
 
     Args:
         amax: (2,) float32 of `swiglu_backward_amax`, for tensorwise with current scaling.
@@ -77,7 +77,7 @@ def swiglu_backward_quantize(
 def swiglu_backward_quantize_delayed(
     inputs: BackwardInputs, of_gate: DelayedCast, of_up: DelayedCast
 ) -> tuple[Tensor, ...]:
-    """`swiglu_backward_quantize` with the tensorwise scales that two histories suggest.
+    """Cast as `swiglu_backward_quantize`, with the tensorwise scales that two histories suggest.
 
     Args:
         of_gate, of_up: the casts of dgate and dup, which differ in the history alone.
@@ -90,7 +90,7 @@ def swiglu_backward_quantize_delayed(
 
 
 def swiglu_backward_reference(*args: Any) -> tuple[Tensor, Tensor]:
-    """The reference of `swiglu_backward`; all references take what the operators do."""
+    """Reference of `swiglu_backward`; all references take the operators' arguments."""
     grad, gate, gate_scale, up, up_scale, smooth, out_dtype = BackwardInputs(*args)
     g, u = saved_values(gate, gate_scale), saved_values(up, up_scale)
     dh = grad.float() if smooth is None else grad.float() * smooth
@@ -101,12 +101,12 @@ def swiglu_backward_reference(*args: Any) -> tuple[Tensor, Tensor]:
 
 
 def swiglu_backward_amax_reference(*args: Any) -> Tensor:
-    """The reference of `swiglu_backward_amax`."""
+    """Reference of `swiglu_backward_amax`."""
     return torch.stack([tensor_amax(d) for d in swiglu_backward_reference(*args)])
 
 
 def swiglu_backward_quantize_reference(*args: Any) -> tuple[Tensor, ...]:
-    """The reference of `swiglu_backward_quantize`."""
+    """Reference of `swiglu_backward_quantize`."""
     inputs, (amax, scale, *cast) = args[:NUM_INPUTS], args[NUM_INPUTS:]
     gradients = swiglu_backward_reference(*inputs)
     amaxes = (None, None) if amax is None else amax.unbind()
@@ -120,7 +120,7 @@ def swiglu_backward_quantize_reference(*args: Any) -> tuple[Tensor, ...]:
 
 
 def swiglu_backward_quantize_delayed_reference(*args: Any) -> tuple[Tensor, ...]:
-    """The reference of `swiglu_backward_quantize_delayed`."""
+    """Reference of `swiglu_backward_quantize_delayed`."""
     gradients, casts = swiglu_backward_reference(*args[:NUM_INPUTS]), _two_casts(args[NUM_INPUTS:])
     made = [cast.reference(d) for cast, d in zip(casts, gradients, strict=True)]
     return (*made[0][:3], *made[1][:3], torch.stack([amax for *_, amax in made]))
