@@ -40,12 +40,12 @@ class BlockScaled(NamedTuple):
 
 
 def num_groups(cols: int) -> int:
-    """Groups, and so scales, of a row with `cols` elements."""
+    """Return the number of groups, and so of scales, of a row with `cols` elements."""
     return -(-cols // GROUP_SIZE)
 
 
 def encode(x: Tensor, format: ByteFloat, random: Tensor | None = None) -> BlockScaled:
-    """Quantize.
+    """Quantize a matrix in groups of 32.
 
     Args:
         x: (R, K) float32.
@@ -74,7 +74,7 @@ def encode(x: Tensor, format: ByteFloat, random: Tensor | None = None) -> BlockS
 
 
 def decode(x: BlockScaled, format: ByteFloat) -> Tensor:
-    """(R, K) float32; exact."""
+    """Decode to (R, K) float32, exactly."""
     codes = x.qdata.to(torch.int32)
     magnitude = codes & 0x7F if format.signed else codes
     bits = _unfolded(magnitude << (23 - format.mantissa_bits), format)
@@ -89,7 +89,7 @@ def decode(x: BlockScaled, format: ByteFloat) -> Tensor:
 
 
 def _scale_of(amax: Tensor, format: ByteFloat) -> Tensor:
-    """The scale's byte, as int32: the exponent of amax / format.max, rounded up."""
+    """Compute the scale's byte, as int32: the exponent of amax / format.max, rounded up."""
     over = ((amax & _MANTISSA) > (format.max_bits & _MANTISSA)).to(torch.int32)
     scale = ((amax >> 23) - (format.max_bits >> 23) + 127 + over).clamp(min=1)
     scale = torch.where(amax == 0, _SCALE_ONE, scale)
@@ -97,7 +97,7 @@ def _scale_of(amax: Tensor, format: ByteFloat) -> Tensor:
 
 
 def _round(y: Tensor, format: ByteFloat, random: Tensor | None) -> Tensor:
-    """Codes of |y| <= format.max, without the sign, as int32."""
+    """Round |y| <= format.max to codes without the sign, int32."""
     shift = 23 - format.mantissa_bits
     magnitude = y.abs()
     smallest_normal = 2.0 ** (1 - format.bias)
@@ -115,7 +115,7 @@ def _round(y: Tensor, format: ByteFloat, random: Tensor | None) -> Tensor:
 
 
 def _folded(bits: Tensor, format: ByteFloat) -> Tensor:
-    """int32 bits of a magnitude, as `ByteFloat` says, so that those on top are the code."""
+    """Fold a magnitude's int32 bits as `ByteFloat` says: the upper ones are the code then."""
     codes = bits
     for i, intercept in enumerate(format.intercepts[1:], 1):
         codes = torch.maximum(codes, (bits << i) - (intercept << (23 - format.mantissa_bits)))
@@ -123,7 +123,7 @@ def _folded(bits: Tensor, format: ByteFloat) -> Tensor:
 
 
 def _unfolded(codes: Tensor, format: ByteFloat) -> Tensor:
-    """The inverse of `_folded`, exact for codes without anything below them."""
+    """Invert `_folded`; exact for codes with no bits below them."""
     bits = codes
     for i, intercept in enumerate(format.intercepts[1:], 1):
         bits = torch.minimum(bits, (codes + (intercept << (23 - format.mantissa_bits))) >> i)
@@ -131,15 +131,16 @@ def _unfolded(codes: Tensor, format: ByteFloat) -> Tensor:
 
 
 MIN_NUMEL = 4096
-"""Parameters with fewer elements, and vectors, keep float32 moments: they are a negligible part of
-the memory, and the most sensitive one."""
+"""The size below which a parameter keeps float32 moments, as vectors do: such moments are a
+negligible part of the memory, and the most sensitive one.
+"""
 
 
 _ENCODE_ROWS = 1 << 20  # elements that are encoded or decoded at a time
 
 
 def matrix_shape(shape: torch.Size) -> tuple[int, int]:
-    """(R, K) of a parameter's matrix view: K is the last dimension, unless that is tiny.
+    """Return (R, K) of a parameter's matrix view: K is the last dimension, unless that is tiny.
 
     Short last dimensions (of a convolution's kernel) would leave groups of a few elements.
     """
@@ -149,6 +150,6 @@ def matrix_shape(shape: torch.Size) -> tuple[int, int]:
 
 
 def row_parts(rows: int, cols: int) -> list[slice]:
-    """Slices of rows with about a million elements each."""
+    """Return slices of rows with about a million elements each."""
     step = max(1, _ENCODE_ROWS // max(cols, 1))
     return [slice(row, min(row + step, rows)) for row in range(0, rows, step)] if cols else []

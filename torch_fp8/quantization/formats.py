@@ -41,10 +41,10 @@ FORMATS = {f.name: f for f in (E4M3, E5M2)}
 _BY_DTYPE = {f.dtype: f for f in FORMATS.values()}
 
 GEMM_SQNR_DB = {("e4m3", "e4m3"): 28.5, ("e5m2", "e4m3"): 24.6}
-"""SQNR floor in dB of a GEMM of Gaussian operands in these formats, independent of shape."""
+"""The SQNR floor in dB of a GEMM of Gaussian operands in these formats, whatever its shape."""
 
 MIN_SCALE = 2.0**-126
-"""Smallest dequantization scale: the smallest normal float32, so that x / scale stays exact."""
+"""The smallest dequantization scale: the smallest normal float32, so that x / scale stays exact."""
 
 MIN_CAPABILITY = (8, 9)
 """The first CUDA compute capability that casts to FP8 and multiplies it: Ada."""
@@ -54,7 +54,7 @@ GEMM_ALIGNMENT = 16
 
 
 def format_of(dtype: torch.dtype) -> Format:
-    """The `Format` whose payload has this dtype."""
+    """Return the `Format` whose payload has this dtype."""
     return _BY_DTYPE[dtype]
 
 
@@ -92,7 +92,9 @@ class ByteFloat:
 
     @property
     def intercepts(self) -> tuple[int, ...]:
-        """c: one of each spacing, from the coarsest; 0 alone where all binades are alike."""
+        """The intercepts c, one for each spacing from the coarsest; 0 alone where all binades are
+        alike.
+        """
         lines = [0]
         for code in self.finer_from:
             lines.append(code + 2 * lines[-1])
@@ -100,7 +102,7 @@ class ByteFloat:
 
     @property
     def max(self) -> float:
-        """Largest magnitude."""
+        """The largest magnitude."""
         n = min((self.max_code + c) / (1 << i) for i, c in enumerate(self.intercepts))
         exponent, fraction = divmod(n / (1 << self.mantissa_bits), 1)
         return float((1 + fraction) * 2.0 ** (exponent - self.bias))
@@ -112,7 +114,7 @@ class ByteFloat:
 
     @property
     def smallest(self) -> float:
-        """Smallest positive magnitude."""
+        """The smallest positive magnitude."""
         return float(2.0 ** (1 - self.bias - self.mantissa_bits))
 
 

@@ -12,7 +12,8 @@ from torch_fp8.quantization.formats import Format
 
 
 def sqnr_db(reference: Tensor, actual: Tensor) -> float:
-    """10 log10(sum(reference^2) / sum((reference - actual)^2)) in dB; inf where they are equal.
+    """Compute 10 log10(sum(reference^2) / sum((reference - actual)^2)) in dB; inf where they are
+    equal.
 
     Args:
         reference, actual: same shape, any floating dtype.
@@ -22,20 +23,20 @@ def sqnr_db(reference: Tensor, actual: Tensor) -> float:
 
 
 def worst_row_sqnr_db(reference: Tensor, actual: Tensor) -> float:
-    """The smallest `sqnr_db` over the rows (last dimension) that are not entirely zero."""
+    """Compute the smallest `sqnr_db` over the rows (last dimension) that are not entirely zero."""
     signal, noise = _power(reference, actual)
     signal, noise = signal.flatten(0, -2).sum(-1), noise.flatten(0, -2).sum(-1)
     return _db(signal, noise)[signal > 0].min().item()
 
 
 def underflow_fraction(reference: Tensor, actual: Tensor) -> float:
-    """Share of the non-zero elements of `reference` that are zero in `actual`."""
+    """Compute the share of the non-zero elements of `reference` that are zero in `actual`."""
     nonzero = reference != 0
     return ((actual == 0) & nonzero).sum().item() / max(nonzero.sum().item(), 1)
 
 
 def saturation_fraction(qdata: Tensor, format: Format) -> float:
-    """Share of the elements of an FP8 payload that sit at the format's largest magnitude."""
+    """Compute the share of an FP8 payload's elements that sit at the format's largest magnitude."""
     return (qdata.float().abs() == format.max).sum().item() / max(qdata.numel(), 1)
 
 

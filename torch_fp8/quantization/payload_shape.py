@@ -16,9 +16,9 @@ BLOCK_SHAPE: dict[str, tuple[int, int]] = {
     "block_128x128": (128, 128),
     "block_1x32": (1, 32),
 }
-"""Rows and columns that share a scale."""
+"""The rows and columns that share a scale."""
 SQUARE = ("tensorwise", "block_128x128")
-"""Where a scale belongs to as many rows as columns."""
+"""The granularities whose scale belongs to as many rows as columns."""
 COL_ALIGNMENT: dict[str, int] = {
     "tensorwise": GEMM_ALIGNMENT,
     "rowwise": GEMM_ALIGNMENT,
@@ -26,17 +26,17 @@ COL_ALIGNMENT: dict[str, int] = {
     "block_128x128": 1,  # of weights, whose rows are no tokens
     "block_1x32": GEMM_ALIGNMENT,
 }
-"""R' is a multiple of it."""
+"""The number of which R' is a multiple, for each granularity."""
 
 
 def padded_rows(rows: int, granularity: str) -> int:
-    """R' of a matrix with `rows` rows."""
+    """Return R' of a matrix with `rows` rows."""
     multiple = COL_ALIGNMENT[granularity]
     return -(-rows // multiple) * multiple
 
 
 def scale_shape(rows: int, cols: int, granularity: str) -> tuple[int, ...]:
-    """Of the scale of a (rows, cols) payload, unless it is tensorwise."""
+    """Return the shape of the scale of a (rows, cols) payload, unless it is tensorwise."""
     if granularity == "rowwise":
         return (rows, 1)
     block_rows, block_cols = BLOCK_SHAPE[granularity]
@@ -44,7 +44,7 @@ def scale_shape(rows: int, cols: int, granularity: str) -> tuple[int, ...]:
 
 
 def new_group_scales(x: Tensor, rows: int, cols: int) -> Tensor:
-    """Room for scales of block_1x128, (rows, ceil(cols / 128)) float32, block by block in memory.
+    """Allocate scales of block_1x128, (rows, ceil(cols / 128)) float32, block by block in memory.
 
     A block's scales begin at a multiple of 16: GEMMs take the rows of such a payload in multiples.
     """
@@ -54,7 +54,7 @@ def new_group_scales(x: Tensor, rows: int, cols: int) -> Tensor:
 
 
 def multiple_of_16(rows: int) -> int:
-    """The least that is not below `rows`."""
+    """Round `rows` up to a multiple of 16."""
     return -(-rows // GEMM_ALIGNMENT) * GEMM_ALIGNMENT
 
 

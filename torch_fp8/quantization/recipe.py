@@ -61,7 +61,8 @@ class Gemm:
 
 @dataclass(frozen=True)
 class Recipe:
-    """The three GEMMs of a linear layer. `wgrad` None: in high precision (SwitchBack).
+    """The three GEMMs of a linear layer; `wgrad` None runs the third in high precision
+    (SwitchBack).
 
     fprop: a = input, b = weight. dgrad: a = grad_output, b = weight. wgrad: a = grad_output,
     b = input.
@@ -136,7 +137,7 @@ _PRESETS: dict[str, tuple[CastSpec, CastSpec, CastSpec]] = {
 }
 RECIPES = tuple(_PRESETS)
 E4M3_ONLY = ("blockwise", "mxfp8")
-"""Recipes that have no E5M2 gradients: block-scaled GEMMs multiply E4M3 with E4M3."""
+"""The recipes without E5M2 gradients: block-scaled GEMMs multiply E4M3 with E4M3."""
 
 
 def make_recipe(
@@ -147,7 +148,7 @@ def make_recipe(
     fast_accum: tuple[str, ...] = ("fprop",),
     power_of_two_weights: bool = False,
 ) -> Recipe:
-    """The recipe of this name, with its options applied.
+    """Return the recipe of this name, with its options applied.
 
     Args:
         name: one of `RECIPES`.

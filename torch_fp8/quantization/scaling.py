@@ -1,4 +1,4 @@
-"""From amax to scale.
+"""The computation of scales from amaxes.
 
 The scale is the dequantization scale, ``x ~= qdata.float() * scale``, always float32; its
 reciprocal is never stored. ``scale = amax / format.max``, so that the largest element lands on the
@@ -16,17 +16,19 @@ from torch import Tensor
 from torch_fp8.quantization.formats import MIN_SCALE, Format
 
 OUTLIER = 4096.0
-"""An amax so many times the largest of a history is recorded only if the one before was such, too.
+"""The factor over a history's largest amax from which one is recorded only if its predecessor was
+as large.
 
 2^12: one that is left standing for as long as the history lasts then leaves E4M3, which reaches
-from 448 down to 2^-9, 5.8 of its 17.8 powers of two for the values that were usual before."""
+from 448 down to 2^-9, 5.8 of its 17.8 powers of two for the values that were usual before.
+"""
 
 _MANTISSA_MASK = 0x007FFFFF
 _EXPONENT_MASK = 0x7F800000
 
 
 def tensor_amax(x: Tensor) -> Tensor:
-    """max |x| as a () float32 tensor; NaN if any element is NaN, 0 for an empty tensor."""
+    """Return max |x| as a () float32 tensor; NaN if any element is NaN, 0 for an empty tensor."""
     if x.numel() == 0:
         return x.new_zeros((), dtype=torch.float32)
     x = x.detach()
@@ -36,7 +38,7 @@ def tensor_amax(x: Tensor) -> Tensor:
 
 
 def scale_from_amax(amax: Tensor, format: Format, power_of_two: bool = False) -> Tensor:
-    """The dequantization scale, ``amax / format.max``, elementwise.
+    """Compute the dequantization scale, ``amax / format.max``, elementwise.
 
     Args:
         amax: any shape, float32, non-negative.
@@ -51,7 +53,7 @@ def scale_from_amax(amax: Tensor, format: Format, power_of_two: bool = False) ->
 
 
 def round_up_to_power_of_two(x: Tensor) -> Tensor:
-    """The smallest power of two >= x, exact: for non-negative float32; Inf and NaN stay."""
+    """Return the smallest power of two >= x, exact, for non-negative float32; Inf and NaN stay."""
     bits = x.view(torch.int32)
     rounded = ((bits + _MANTISSA_MASK) & _EXPONENT_MASK).view(torch.float32)
     return torch.where(x.isfinite(), rounded, x)
@@ -60,7 +62,7 @@ def round_up_to_power_of_two(x: Tensor) -> Tensor:
 def delayed_scale(
     history: Tensor, amax: Tensor, format: Format, algorithm: str, margin: int
 ) -> Tensor:
-    """The scale that past amaxes suggest: ``f(history) * 2^margin / format.max``.
+    """Compute the scale from past amaxes: ``f(history) * 2^margin / format.max``.
 
     Args:
         history: (H,) float32, the most recent amax first, whatever its sign; 0 where nothing was
@@ -99,7 +101,7 @@ def _past(history: Tensor, algorithm: str) -> Tensor:
 
 
 def group_amax(x: Tensor, group: Any) -> Tensor:
-    """max |x| over all ranks of `group`, () float32; not finite where any element is not.
+    """Return max |x| over all ranks of `group`, () float32; not finite where any element is not.
 
     Backends differ in the maximum of a number and NaN, not in that of a number and infinity.
     """

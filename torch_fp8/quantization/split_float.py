@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 RESIDUAL_BITS = (8, 4, 0)
-"""What `FP8Config.residual_bits` may be; 8 is the default, 4 is stored two to a byte."""
+"""The choices of `FP8Config.residual_bits`: 8 is the default, 4 is stored two to a byte."""
 
 _INF = 0x7F800000
 _ABS = 0x7FFFFFFF
@@ -20,7 +20,7 @@ _QUIET = 0x00400000
 
 
 def split(weight: Tensor, bits: int, random: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-    """The BF16 part and the residual of a float32 weight.
+    """Split a float32 weight into its BF16 part and its residual.
 
     Args:
         weight: float32, any shape, contiguous.
@@ -46,7 +46,7 @@ def split(weight: Tensor, bits: int, random: Tensor | None = None) -> tuple[Tens
 
 
 def join(weight: Tensor, residual: Tensor | None, bits: int) -> Tensor:
-    """The float32 weight.
+    """Join a BF16 weight and its residual to the float32 weight.
 
     A residual that cannot be this weight's, of an Inf or a negative one of a zero, does not count.
 
@@ -68,7 +68,8 @@ def join(weight: Tensor, residual: Tensor | None, bits: int) -> Tensor:
 
 
 def pack(residual: Tensor, bits: int) -> Tensor:
-    """Residuals (R, K) int32 as stored: int8 (R, K) for 8 bits, two to a byte for 4, int16 for 16.
+    """Pack residuals (R, K) int32 as stored: int8 (R, K) for 8 bits, two to a byte for 4, int16 for
+    16.
 
     Of four bits the even column is the low half of byte (r, c // 2), as int8 (R, ceil(K / 2)).
     """
@@ -82,7 +83,7 @@ def pack(residual: Tensor, bits: int) -> Tensor:
 
 
 def unpack(stored: Tensor, bits: int, cols: int) -> Tensor:
-    """What `pack` stored, as int32 (R, cols)."""
+    """Unpack what `pack` stored to int32 (R, cols)."""
     stored = stored.to(torch.int32)
     if bits != 4:
         return stored
@@ -91,5 +92,5 @@ def unpack(stored: Tensor, bits: int, cols: int) -> Tensor:
 
 
 def stored_cols(cols: int, bits: int) -> int:
-    """Columns of the stored residual of a row with `cols` elements."""
+    """Return the columns of the stored residual of a row with `cols` elements."""
     return -(-cols // 2) if bits == 4 else cols

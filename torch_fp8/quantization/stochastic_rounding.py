@@ -14,13 +14,13 @@ from torch import Tensor
 
 _MASK64 = (1 << 64) - 1
 MULTIPLIERS = (0x9E3779B1, 0x21F0AAAD, 0x735A2D97)
-"""Of the hash: one spreads the index, the others mix."""
+"""The multipliers of the hash: one spreads the index, the others mix."""
 
 _SPREAD, _FIRST, _SECOND = MULTIPLIERS
 
 
 def stream_keys(*counters: int) -> tuple[int, int]:
-    """Two 32-bit keys, as signed integers, that name a stream of random words.
+    """Return two 32-bit keys, as signed integers, that name a stream of random words.
 
     Args:
         counters: what the stream belongs to: seed, step, parameter, ...; any integers.
@@ -32,12 +32,12 @@ def stream_keys(*counters: int) -> tuple[int, int]:
 
 
 def shifted_keys(keys: tuple[int, int], offset: int) -> tuple[int, int]:
-    """Keys whose words for index i are those of `keys` for ``i + offset``."""
+    """Return keys whose words for index i are those of `keys` for ``i + offset``."""
     return _signed((keys[0] + offset * _SPREAD) & 0xFFFFFFFF), keys[1]
 
 
 def random_words(index: Tensor, keys: tuple[int, int]) -> Tensor:
-    """32 random bits for each index.
+    """Return 32 random bits for each index.
 
     Args:
         index: int32, any shape: the element's index modulo 2^32.
@@ -52,14 +52,15 @@ def random_words(index: Tensor, keys: tuple[int, int]) -> Tensor:
 
 
 def second_words(words: Tensor, keys: tuple[int, int]) -> Tensor:
-    """32 more bits for each element that already has a word of `random_words`."""
+    """Return 32 more bits for each element that already has a word of `random_words`."""
     return random_words(words, (keys[1], keys[0]))
 
 
 def element_index(
     rows: int, cols: int, row: int, col: int, row_length: int, device: torch.device
 ) -> Tensor:
-    """(rows, cols) int32 indices, modulo 2^32, of a part of a matrix with `row_length` columns.
+    """Return (rows, cols) int32 indices, modulo 2^32, of a part of a matrix with `row_length`
+    columns.
 
     Args:
         rows, cols: extent of the part.
@@ -71,7 +72,7 @@ def element_index(
 
 
 def _shifted(x: Tensor, bits: int) -> Tensor:
-    """x >> bits, logically."""
+    """Shift x right by `bits`, logically."""
     return (x >> bits) & ((1 << (32 - bits)) - 1)
 
 
