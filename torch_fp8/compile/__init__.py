@@ -1,1 +1,1 @@
-"""What `torch.compile` is given, so that casts fuse into their producers."""
+"""Passes over what `torch.compile` traces, so that casts fuse into their producers."""

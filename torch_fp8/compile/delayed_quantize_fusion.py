@@ -1,4 +1,4 @@
-"""In a graph that torch.compile traces, producers cast with delayed scaling, too.
+"""Producers cast with delayed scaling, too, in a graph that torch.compile traces.
 
 There layers cast by ``torch_fp8::quantize_2d_delayed``, which writes a history. Such an operator is
 looked at one step earlier than others (`torch_fp8.compile.quantize_fusion`), where torch still
@@ -48,7 +48,7 @@ class _Cast(NamedTuple):
 
 
 class _Known(NamedTuple):
-    """What a graph has for the cast of a producer's result.
+    """What a graph already has for the cast of a producer's result.
 
     Attributes:
         amax: of that result.
@@ -66,7 +66,7 @@ class _Known(NamedTuple):
 def _trace_cast(
     mode: FunctionalTensorMode, func: Any, types: Any, args: tuple[Any, ...], kwargs: Any
 ) -> Any:
-    """What functionalization does with ``torch_fp8::quantize_2d_delayed``."""
+    """Trace ``torch_fp8::quantize_2d_delayed``, in place of functionalization."""
     x, amaxes, progress, last, dtype, algorithm, margin, row, col, sum_dtype = args
     _keep_scales()
     below = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)
@@ -101,13 +101,13 @@ def _trace_cast(
 def _trace_advance(
     mode: FunctionalTensorMode, func: Any, types: Any, args: tuple[Any, ...], kwargs: Any
 ) -> Any:
-    """The same with ``torch_fp8::advance_history``."""
+    """Trace ``torch_fp8::advance_history``, in place of functionalization."""
     _keep_scales()
     return mode.__torch_dispatch__(func, types, args, kwargs)
 
 
 def _in_checkpoint() -> bool:
-    """Whether a checkpoint may repeat what is traced now."""
+    """Return whether a checkpoint may repeat what is traced now."""
     return "recompute" in get_current_meta()
 
 
@@ -159,7 +159,7 @@ def _of_product(trace: Trace, product: Node, cast: _Cast) -> _Known:
 
 
 def _read(trace: Trace, made: Node, call: Call, results: tuple[int, ...], twice: Call) -> _Known:
-    """A producer's result, by its first reader or by another.
+    """Cast a producer's result for its first reader, or for a further one.
 
     Args:
         made: what has made its amax, with or without a cast for another reader.
@@ -191,7 +191,9 @@ def _of_joined_gradient(trace: Trace, backward: Node, cast: _Cast) -> _Known:
 
 
 def _of_gradient(trace: Trace, backward: Node, i: int, cast: _Cast) -> _Known | None:
-    """One of two, which `torch_fp8.nn.gated_mlp` has cast with both histories."""
+    """Return one of the two gradients that `torch_fp8.nn.gated_mlp` has cast with both
+    histories.
+    """
     func = _ops.swiglu_backward_quantize_delayed.default
     for made in trace.calls(func, *backward.args):
         up_amaxes, _, amaxes, _, *how, row, col = made.args[len(backward.args) :]
@@ -202,12 +204,12 @@ def _of_gradient(trace: Trace, backward: Node, i: int, cast: _Cast) -> _Known | 
 
 
 def _last(call: Node) -> Node:
-    """The last of its results."""
+    """Return the node of the last result of `call`."""
     return result(call, len(call.target._schema.returns) - 1)
 
 
 def _put_instead(trace: Trace, old: Node, call: Call, results: tuple[int, ...]) -> bool:
-    """Have a call at the end of the graph make what an old one has made.
+    """Replace an old call by `call`, which is at the end of the graph and gives the same results.
 
     What was made of that in between moves behind it, if it is nothing but a producer's result and
     views of it; False, and nothing done, if there is more.

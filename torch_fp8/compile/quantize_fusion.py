@@ -1,4 +1,4 @@
-"""In a graph that torch.compile traces, a producer's result is cast by the producer itself.
+"""A producer's result is cast by the producer itself, in a graph that torch.compile traces.
 
 There norms, gated products and their gradients are plain tensors (`ProducedActivation` is for eager
 code), which linear layers cast by ``torch_fp8::quantize_2d``. While that operator is traced, it
@@ -56,11 +56,11 @@ class _Cast(NamedTuple):
 
     @property
     def needs_amax(self) -> bool:
-        """Whether its scale is made from the amax of the tensor at hand."""
+        """Return whether the scale is made from the amax of the tensor at hand."""
         return self.granularity == "tensorwise" and self.scale is None
 
     def is_made_by(self, scale: Any, *how: Any) -> bool:
-        """Whether a cast with these arguments has all that this one asks for."""
+        """Return whether a cast with these arguments gives all that this one asks for."""
         row, col = how[3:5]
         return (scale, *how[:3]) == self[:4] and row >= self.row and col >= self.col
 
@@ -79,18 +79,18 @@ class Call(NamedTuple):
 
 
 class Trace:
-    """The graph so far, of a mode that traces."""
+    """The graph that a tracing mode has built so far."""
 
     def __init__(self, mode: ProxyTorchDispatchMode) -> None:
         self.tracer = mode.tracer
 
     def node_of(self, x: Tensor) -> Node | None:
-        """What stands for a tensor in the graph."""
+        """Return the node that stands for a tensor in the graph."""
         slot = get_proxy_slot(x, self.tracer, None)
         return None if slot is None else slot.proxy.node
 
     def source_of(self, x: Tensor) -> Node | None:
-        """The call whose result x is, of the same shape, whatever views lie in between."""
+        """Return the call whose result x is, in the same shape, through any views in between."""
         node = self.node_of(x)
         while node is not None and node.target in VIEWS:
             node = _as_node(node.args[0])
@@ -101,7 +101,9 @@ class Trace:
         return node if same else None
 
     def calls(self, func: Any, *args: Any) -> Iterator[Node]:
-        """Calls ``func(*args, ...)`` in the graph, of the checkpointed region at hand, if any."""
+        """Yield the calls ``func(*args, ...)`` in the graph, or in its checkpointed region being
+        traced.
+        """
         region = get_current_meta().get("ac_graph_id")
         for user in args[0].users:
             alike = user.target is func and user.args[: len(args)] == args
@@ -109,7 +111,7 @@ class Trace:
                 yield user
 
     def results(self, call: Call) -> Any:
-        """Of a call that is in the graph already, or is put there."""
+        """Return the results of a call, which is put in the graph if it is not there yet."""
         made = next(self.calls(call.func, *call.args), None)
         if made is None:
             args = tuple(Proxy(a, self.tracer) if isinstance(a, Node) else a for a in call.args)
@@ -121,12 +123,12 @@ class Trace:
         return track_tensor_tree(values, proxy, constant=None, tracer=self.tracer)
 
     def node_of_call(self, call: Call) -> Node:
-        """The call itself, likewise."""
+        """Return the node of a call, which is put in the graph if it is not there yet."""
         self.results(call)
         return next(self.calls(call.func, *call.args))
 
     def tensor_of(self, node: Node) -> Tensor:
-        """A tensor that a node stands for."""
+        """Return a tensor that a node stands for."""
         with disable_proxy_modes_tracing():
             value = node.meta["val"].clone()
         proxy = Proxy(node, self.tracer)
@@ -137,7 +139,7 @@ class Trace:
 def _trace_cast(
     mode: ProxyTorchDispatchMode, func: Any, types: Any, args: tuple[Any, ...], kwargs: Any
 ) -> Any:
-    """What tracing does with ``torch_fp8::quantize_2d``."""
+    """Trace ``torch_fp8::quantize_2d``."""
     x, scale, *how = args
     call = None
     if isinstance(x, FakeTensor) and len(how) == 5:  # a sixth would be the amax, known already
@@ -213,7 +215,7 @@ def _as_node(argument: Any) -> Node | None:
 
 
 def result(call: Node, i: int) -> Node:
-    """One of the results of a call, which tracing has put beside it."""
+    """Return the i-th result of a call, whose node tracing has put beside the call."""
     return next(n for n in call.users if n.target is operator.getitem and n.args[1] == i)
 
 
