@@ -19,7 +19,7 @@ _TORCH_ONLY = ("wgrad", "fast_accum", "cache_weights", "emulate")
 _AUTO_ONLY = ("tokens",)
 _MOST_MARGIN = 8
 _MOST_BYTES = 2**20
-"""Of a configuration file: whatever is larger is another file."""
+"""The most bytes of a configuration file: whatever is larger is another file."""
 _DELAYED_ONLY = ("amax_history_len", "amax_compute_algo", "margin")
 
 
@@ -205,7 +205,7 @@ class FP8Config:
             )
 
     def to_json(self) -> str:
-        """All fields as a JSON object; `from_json` reads it back."""
+        """Return all fields as a JSON object, which `from_json` reads back."""
         return json.dumps(asdict(self))
 
     @classmethod
@@ -220,7 +220,9 @@ class FP8Config:
 
     @classmethod
     def from_env(cls) -> "FP8Config | None":
-        """The configuration in the environment variable ``TORCH_FP8_CONFIG``, None if unset."""
+        """Return the configuration in the environment variable ``TORCH_FP8_CONFIG``, None if
+        unset.
+        """
         source = os.environ.get(ENV_VAR, "").strip()
         if not source:
             return None
@@ -231,7 +233,8 @@ class FP8Config:
 
 
 def config_or_default(config: object) -> FP8Config:
-    """What a public function was given as its configuration; None: the environment's, or defaults.
+    """Return the configuration that a public function was given, or the environment's or the
+    defaults.
 
     Args:
         config: an `FP8Config`, the name of a recipe, or None.
@@ -258,7 +261,7 @@ _DEFAULTS: dict[str, Any] = {f.name: f.default for f in fields(FP8Config)}
 
 
 def _naming_valid_options(init: Callable[..., None]) -> Callable[..., None]:
-    """`init`, its signature kept for those who inspect it, with a better error for a wrong name."""
+    """Wrap `init`, keeping its signature, to raise a better error for the name of no option."""
 
     @functools.wraps(init)
     def __init__(self: FP8Config, *args: Any, **options: Any) -> None:
@@ -332,7 +335,8 @@ def _str_tuple(name: str, value: object) -> tuple[str, ...]:
 def given_config(
     config: FP8Config | None, options: Mapping[str, Any], taker: str
 ) -> FP8Config | None:
-    """What a host's ``taker(config, **options)`` was given: a configuration, or its fields.
+    """Return the configuration that a host's ``taker(config, **options)`` was given, whole or in
+    fields.
 
     Raises:
         TypeError: `config` is not an FP8Config.
