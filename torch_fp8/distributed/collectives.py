@@ -1,4 +1,4 @@
-"""The collectives that move messages, spelled once for all versions of torch.
+"""The collectives that move messages, written once for all versions of torch.
 
 Messages are uint8: gloo knows no float8, and no backend has to know what is in them. Reductions are
 made by whoever receives them, in float32 (`torch_fp8.ops.messages`).
@@ -17,7 +17,7 @@ _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", dist.reduce_scatte
 
 
 def all_gather(output: Tensor, input: Tensor, group: Any = None, async_op: bool = False) -> Any:
-    """Every rank's `input`, in rank order, on every rank.
+    """Gather every rank's `input`, in rank order, on every rank.
 
     Args:
         output: contiguous, with world size times the elements of `input`.
@@ -35,7 +35,7 @@ def reduce_scatter(
     group: Any = None,
     async_op: bool = False,
 ) -> Any:
-    """Part r of every rank's `input`, reduced in the tensors' dtype, on rank r.
+    """Reduce part r of every rank's `input`, in the tensors' dtype, on rank r.
 
     Args:
         output: contiguous.
@@ -48,7 +48,7 @@ def reduce_scatter(
 
 
 def all_to_all(output: Tensor, input: Tensor, group: Any = None, async_op: bool = False) -> Any:
-    """Part r of `input` goes to rank r; part r of `output` comes from it.
+    """Send part r of `input` to rank r, and receive part r of `output` from it.
 
     Args:
         output, input: contiguous, as many elements on every rank, a multiple of the world size.
@@ -58,13 +58,15 @@ def all_to_all(output: Tensor, input: Tensor, group: Any = None, async_op: bool 
 
 
 class CommunicationStream:
-    """A stream beside the one that computes, made when a CUDA tensor first comes; no state."""
+    """A CUDA stream for communication, created when a CUDA tensor first comes; it holds no other
+    state.
+    """
 
     def __init__(self) -> None:
         self._stream: Any = None
 
     def beside(self, device: torch.device) -> Any:
-        """Within, CUDA work is queued on this stream, behind what has been queued to compute."""
+        """Queue the CUDA work within on this stream, behind the computation queued so far."""
         if device.type != "cuda":
             return contextlib.nullcontext()
         if self._stream is None:
@@ -73,6 +75,6 @@ class CommunicationStream:
         return torch.cuda.stream(self._stream)
 
     def join(self) -> None:
-        """Let what computes from now on come after what has been queued here."""
+        """Make later computation wait for what has been queued here."""
         if self._stream is not None:
             torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)

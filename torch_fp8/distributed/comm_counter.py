@@ -36,7 +36,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class _Collective(NamedTuple):
-    """What is to be known of an operator: its kind, and the argument that has its data.
+    """The kind of an operator, and the argument that holds its data.
 
     Attributes:
         kind: as in the table above.
@@ -136,17 +136,17 @@ class CommunicationCount:
 
     @property
     def calls(self) -> int:
-        """Number of collectives."""
+        """The number of collectives."""
         return sum(row.calls for row in self._rows.values())
 
     @property
     def payload_bytes(self) -> int:
-        """Bytes of the full buffers."""
+        """The bytes of the full buffers."""
         return sum(row.payload_bytes for row in self._rows.values())
 
     @property
     def bytes_sent(self) -> float:
-        """Bytes that this rank sent."""
+        """The bytes that this rank sent."""
         return sum(row.bytes_sent for row in self._rows.values())
 
     def of(
@@ -155,7 +155,7 @@ class CommunicationCount:
         dtype: torch.dtype | None = None,
         ranks: int | None = None,
     ) -> "CommunicationCount":
-        """The rows of this kind, dtype and number of ranks; None: of any."""
+        """Select the rows of this kind, dtype and number of ranks; None stands for any."""
         return CommunicationCount(
             row
             for row in self.rows
@@ -220,7 +220,7 @@ def count_communication() -> Iterator[CommunicationCount]:
 
 
 class _Recorder(TorchDispatchMode):
-    """Tells a count of every collective."""
+    """A dispatch mode that records every collective in a count."""
 
     def __init__(self, count: CommunicationCount) -> None:
         super().__init__()
@@ -287,7 +287,7 @@ def _bytes_sent(
 
 
 def _own_part(full: int, ranks: int, rank: int, given: Mapping[str, Any]) -> float:
-    """Bytes of an all-to-all's input that stay on this rank."""
+    """Return the bytes of an all-to-all's input that stay on this rank."""
     parts = given.get("input_tensors")
     if parts is not None:
         return int(parts[rank].numel() * parts[rank].element_size())
@@ -307,7 +307,7 @@ def _has_own_dispatch(kind: type) -> bool:
 
 
 def _tensors(buffer: Any) -> Iterator[Tensor]:
-    """The tensors in a tensor, a list, or a list of lists."""
+    """Yield the tensors in a tensor, a list, or a list of lists."""
     if isinstance(buffer, Tensor):
         yield buffer
     else:

@@ -1,4 +1,4 @@
-"""Ranks that do not agree on what runs in FP8 are told at the start, before they wait for ever.
+"""Checks at the start that all ranks agree on what runs in FP8, before they could wait for ever.
 
 With another level or recipe a rank exchanges other tensors than its peers, and the collectives of
 both hang or, worse, do not. `check_same_config` finds that out first: by way of the store that the
@@ -73,7 +73,7 @@ def check_same_parts(parts: Mapping[str, str], group: Any) -> None:
 
 
 def _different(mine: Any, compared: dict[str, Any], group: Any) -> list[Any]:
-    """What all ranks say of themselves; nothing where `compared` is the same on all.
+    """Gather every rank's description of itself; return nothing if `compared` is the same on all.
 
     Args:
         mine: what this rank says.
@@ -92,7 +92,7 @@ def _different(mine: Any, compared: dict[str, Any], group: Any) -> list[Any]:
 
 
 def answer_of_one(question: str, answer: Callable[[], str]) -> str:
-    """What `answer` returned on the rank of the default process group that asked first.
+    """Return what `answer` returned on the rank of the default process group that asked first.
 
     No collective: the ranks that ask may be some of them, and come in any order, at any time and
     repeatedly. Who comes while the first one is at it waits. In a single process, and before there
@@ -123,13 +123,13 @@ def answer_of_one(question: str, answer: Callable[[], str]) -> str:
 
 
 def in_several_ranks() -> bool:
-    """Whether this process has others to agree with."""
+    """Return whether this process has other ranks to agree with."""
     initialized = dist.is_available() and dist.is_initialized()
     return initialized and dist.get_world_size() > 1
 
 
 def can_ask() -> bool:
-    """Whether `answer_of_one` can give all ranks the same; not with MPI, nor with a fake group."""
+    """Return whether `answer_of_one` works here: not with MPI, nor with a fake process group."""
     return not in_several_ranks() or (dist.get_backend() != "fake" and _store() is not None)
 
 
@@ -163,23 +163,25 @@ def _wait_for_all(group: Any) -> None:
 
 
 def _attempt() -> str:
-    """torchrun's store outlives a restart, with what was written before it."""
+    """Return the restart count of torchrun, whose store outlives a restart with all that was
+    written.
+    """
     return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
 
 
 def _store() -> Any:
-    """Of the default process group; None with a backend that has none (MPI)."""
+    """Return the default process group's store; None with a backend that has none (MPI)."""
     return dist.distributed_c10d._get_default_store()
 
 
 def _device(group: Any) -> torch.device:
-    """Where the group's collectives take their tensors: the CPU if it can."""
+    """Return the device from which the group's collectives take tensors: the CPU if they can."""
     kinds = [device.type for device in (group or dist.group.WORLD)._device_types]
     return torch.device("cpu" if "cpu" in kinds else kinds[0])
 
 
 def _difference(gathered: Sequence[tuple[dict[str, Any], bool]], ranks: Sequence[int]) -> str:
-    """What the error says.
+    """Describe, for the error, how the ranks differ.
 
     Args:
         gathered: of each of `ranks`, its options and whether the environment variable is set.
@@ -195,7 +197,7 @@ def _difference(gathered: Sequence[tuple[dict[str, Any], bool]], ranks: Sequence
 def _differing(
     gathered: Sequence[Mapping[str, str]], ranks: Sequence[int], absent: str
 ) -> list[str]:
-    """What each name that is not the same on all ranks is, and on which.
+    """Describe each name that is not the same on all ranks: its values, and on which ranks.
 
     Args:
         gathered: of each of `ranks`.
@@ -213,7 +215,7 @@ def _differing(
 
 
 def _ranks(ranks: Iterable[int]) -> str:
-    """``rank 3``, ``ranks 0-2, 5``."""
+    """Format rank numbers as ``rank 3`` or ``ranks 0-2, 5``."""
     runs = []
     for _, run in groupby(enumerate(ranks), lambda pair: pair[1] - pair[0]):
         members = [rank for _, rank in run]

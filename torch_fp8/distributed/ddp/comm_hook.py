@@ -1,4 +1,5 @@
-"""DDP's gradients in 8 bits: the communication hook of DistributedDataParallel at O1 and O2.
+"""The communication hook of DistributedDataParallel that averages gradients in 8 bits, at O1 and
+O2.
 
 A bucket is averaged in two collectives of messages (`torch_fp8.ops.messages`): an all-to-all that
 brings each rank the part that it owns from everybody, and an all-gather of the average that it made
@@ -34,7 +35,7 @@ _DTYPES = (*_WIRE_DTYPES, torch.float16)
 
 
 class Run(NamedTuple):
-    """Neighbours in a bucket that travel alike: elements ``start`` to ``stop``."""
+    """Neighbours in a bucket that travel in the same form: elements ``start`` to ``stop``."""
 
     start: int
     stop: int
@@ -42,7 +43,7 @@ class Run(NamedTuple):
 
 
 def runs_of(buffer: Tensor, gradients: list[Tensor]) -> list[Run]:
-    """How the gradients of a bucket, views of its buffer, travel.
+    """Split the gradients of a bucket, views of its buffer, into runs that travel in the same form.
 
     A run in groups has a multiple of 32 elements, unless it is followed by a run of another kind or
     by a gradient that would start within a group.
@@ -62,7 +63,7 @@ def runs_of(buffer: Tensor, gradients: list[Tensor]) -> list[Run]:
 
 
 class QuantizedAllReduce:
-    """The state of the hook: which ranks average, and what is on its way.
+    """The state of the hook: the ranks that average, and the buckets on their way.
 
     Args:
         group: DDP's process group, of more than one rank.
@@ -75,7 +76,7 @@ class QuantizedAllReduce:
         self._stream = CommunicationStream()
 
     def average(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """Begin the average of a bucket; it replaces the bucket's buffer and is in the future."""
+        """Begin to average a bucket; the average replaces its buffer and is the future's value."""
         buffer = bucket.buffer()
         if bucket.index() == 0:
             self._in_flight.clear()  # the last backward raised
@@ -96,7 +97,7 @@ class QuantizedAllReduce:
         return future
 
     def _beside(self, device: torch.device) -> Any:
-        """Within, CUDA work is queued behind what computes now, on a stream beside it."""
+        """Queue the CUDA work within behind what computes now, on a stream beside it."""
         return self._stream.beside(device)
 
     def __reduce__(self) -> Any:
@@ -130,7 +131,7 @@ class _Bucket:
         self._work = all_to_all(self._received, self._sent, state.group, async_op=True)
 
     def gather(self) -> None:
-        """Average the part that this rank owns, and give it to all."""
+        """Average the part that this rank owns, and send it to all."""
         self._work.wait()
         state = self._state
         combined = messages.reduce_and_repack(self._received, self._layout, 1 / state.world_size)
@@ -158,7 +159,9 @@ class _Bucket:
         return [run for run in self._runs if run.in_groups == in_groups]
 
     def _target(self, runs: list[Run], numel: int, dtypes: tuple[torch.dtype, ...]) -> Tensor:
-        """Where a kind is decoded: a single run's own place, or memory for all of them."""
+        """Return where a kind is decoded: in a single run's own place, or in memory for all
+        runs.
+        """
         if len(runs) == 1 and self._buffer.dtype in dtypes:
             return self._buffer[runs[0].start : runs[0].stop]
         dtype = self._buffer.dtype if self._buffer.dtype in dtypes else torch.float32
@@ -166,7 +169,7 @@ class _Bucket:
 
 
 class _Stock:
-    """A bucket that is averaged as without the hook."""
+    """A bucket that is averaged in its own dtype, as without the hook."""
 
     def __init__(self, state: QuantizedAllReduce, bucket: dist.GradBucket, buffer: Tensor) -> None:
         self.future = _future(buffer)
@@ -174,14 +177,16 @@ class _Stock:
         self._work = dist.all_reduce(buffer, group=state.group, async_op=True)
 
     def gather(self) -> None:
-        """Nothing: one collective does it."""
+        """Do nothing: one collective is enough."""
 
     def finish(self) -> None:
         self.future.set_result(self._work.get_future().wait()[0])
 
 
 def _joined(pieces: list[Tensor], multiple: int, like: Tensor) -> Tensor:
-    """One flat tensor; each piece but a single one ends with zeros at a `multiple` of elements."""
+    """Join pieces to one flat tensor; each of several is zero-padded to a `multiple` of
+    elements.
+    """
     if len(pieces) == 1:
         return pieces[0]
     padded = [F.pad(piece, (0, -piece.numel() % multiple)) for piece in pieces]

@@ -1,4 +1,4 @@
-"""8-bit gradients on their way between ranks: some weights' codes and scales, as messages.
+"""8-bit gradients on their way between ranks: the codes and scales of some weights, as messages.
 
 What a rank has in ``p.grad`` has been rounded already, with bits of its own (`GradientHook`), and
 travels as it is: codes and scales, rows padded to groups of 32. The rank that owns a part sums it
@@ -28,7 +28,7 @@ from torch_fp8.tensor.float8_grad import Float8Grad
 
 
 class GradientBucket:
-    """Averages the 8-bit gradients of some weights: `gather`, then `finish`.
+    """A bucket of weights whose 8-bit gradients are averaged by `gather`, then `finish`.
 
     Args:
         parameters: the same ones in the same order on all ranks; ``grad`` a `Float8Grad` whose
@@ -65,7 +65,7 @@ class GradientBucket:
         self._work = all_to_all(self._received, self._sent, group, async_op=True)
 
     def gather(self) -> None:
-        """Average the part that this rank owns, and give it to all; done once."""
+        """Average the part that this rank owns, and send it to all; repeated calls do nothing."""
         if self._gathered:
             return
         self._gathered = True
@@ -76,7 +76,9 @@ class GradientBucket:
         self._work = all_gather(self._received, combined, self._group, async_op=True)
 
     def finish(self) -> None:
-        """Make the average ``p.grad``, in place where there is one; None if nobody had one."""
+        """Store the average as ``p.grad``, in place where one exists; None if no rank had a
+        gradient.
+        """
         self._work.wait()
         codes = self._layout.codes(self._received)
         scales = self._layout.scales(self._received)
@@ -99,7 +101,7 @@ class GradientBucket:
             grad.multiplier.fill_(1.0)
 
     def wait(self) -> None:
-        """Wait for the collective that is under way, and leave it at that."""
+        """Wait for the collective that is under way, without decoding its result."""
         self._work.wait()
 
     def _codes(self, i: int) -> Tensor:
@@ -118,7 +120,7 @@ class GradientBucket:
 
 
 def _lay_out(pieces: list[Tensor], target: Tensor) -> None:
-    """Write the pieces into (N, C), one after another, and zeros behind them."""
+    """Write the pieces into (N, C), one after another, followed by zeros."""
     if len(pieces) > 1 or pieces[0].numel() < target.numel():
         missing = target.numel() - sum(piece.numel() for piece in pieces)
         pieces = [torch.cat([*pieces, pieces[0].new_zeros(missing)])]
@@ -126,7 +128,7 @@ def _lay_out(pieces: list[Tensor], target: Tensor) -> None:
 
 
 def _take(source: Tensor, part: slice, target: Tensor, multiple: int) -> None:
-    """Write a part of what came, one row of `target` at a multiple of elements, into `target`."""
+    """Copy `source[part]`, whose rows are padded to multiples of elements, into `target`."""
     rows, cols = target.shape
     if source.ndim > 1 and source.numel() == target.numel():
         target.view(source.shape).copy_(source)

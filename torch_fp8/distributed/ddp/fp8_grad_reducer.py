@@ -37,10 +37,12 @@ from torch_fp8.optim.grad_hooks import hook_of
 from torch_fp8.tensor.float8_grad import Float8Grad
 
 _BUCKET_NUMEL = 8 << 20
-"""Elements that are sent together at least; a bucket of DDP has 13 million in BF16."""
+"""The least number of elements that are sent together; a bucket of DDP has 13 million in BF16."""
 
 _MAX_IN_FLIGHT = 50 << 20
-"""Bytes of plain gradients that are sent before the oldest is waited for: two of DDP's buckets."""
+"""The bytes of plain gradients in flight above which the oldest is waited for: two buckets of
+DDP.
+"""
 
 
 class Float8GradReducer:
@@ -74,7 +76,9 @@ class Float8GradReducer:
         self._in_flight: deque[GradientBucket | _PlainGradient] = deque()
 
     def prepare(self, output: Any, synchronize: bool) -> None:
-        """A forward has run; the backward through its `output` is to average, or not."""
+        """Prepare for the backward through a forward's `output`, which is to average gradients or
+        not.
+        """
         if self._active:  # the last backward raised
             for sent in self._in_flight:
                 sent.wait()
@@ -86,7 +90,7 @@ class Float8GradReducer:
                 tensor.register_hook(self._begin)
 
     def begun(self) -> bool:
-        """Whether the backward that runs averages gradients."""
+        """Return whether the backward that runs averages gradients."""
         if self._without_output_hooks and not self._active:
             self._begin()
         return self._active
@@ -154,7 +158,7 @@ class Float8GradReducer:
                     self._in_flight.popleft().finish()
 
     def _quantize(self, parameter: Tensor) -> None:
-        """Make ``parameter.grad`` what a `GradientBucket` takes."""
+        """Quantize ``parameter.grad`` to what a `GradientBucket` takes."""
         grad, hook = parameter.grad, hook_of(parameter)
         if grad is None:
             return
@@ -167,7 +171,7 @@ class Float8GradReducer:
             parameter.grad = Float8Grad.quantize(grad)
 
     def _learn_order(self) -> None:
-        """From now on, the order in which rank 0's gradients became ready."""
+        """Adopt the order in which rank 0's gradients became ready, for later steps."""
         place = {parameter: i for i, parameter in enumerate(self._order)}
         first = [place[parameter] for parameter in self._ready]
         rest = sorted(set(place.values()) - set(first))
@@ -182,7 +186,7 @@ class Float8GradReducer:
 
 
 class ForwardHook:
-    """Tells the reducer of each forward of a DistributedDataParallel."""
+    """A forward hook of DistributedDataParallel that tells the reducer of each forward."""
 
     def __init__(self, reducer: Float8GradReducer | None) -> None:
         self._reducer = reducer
@@ -194,7 +198,9 @@ class ForwardHook:
 
 
 class _PlainGradient:
-    """A gradient on its way in its dtype: one all-reduce; `finish` quantizes the average."""
+    """A gradient on its way in its own dtype: one all-reduce, then `finish` quantizes the
+    average.
+    """
 
     def __init__(self, parameter: Tensor, group: Any) -> None:
         self._parameter = parameter
@@ -211,10 +217,10 @@ class _PlainGradient:
         self._work = dist.all_reduce(buffer, group=group, async_op=True)
 
     def gather(self) -> None:
-        """Nothing: one collective does it."""
+        """Do nothing: one collective is enough."""
 
     def finish(self) -> None:
-        """Make the average ``p.grad``; None if nobody had one."""
+        """Store the average as ``p.grad``; None if no rank had a gradient."""
         self._work.wait()
         parameter, average = self._parameter, self._buffer
         if self._missing and bool((average.signbit() & (average == 0)).all()):
@@ -228,12 +234,12 @@ class _PlainGradient:
             hook.to_float8(parameter, exchanged=True)
 
     def wait(self) -> None:
-        """Wait for the collective, and leave it at that."""
+        """Wait for the collective, without using its result."""
         self._work.wait()
 
 
 def _buckets(order: list[Tensor], numel: int) -> list[list[Tensor]]:
-    """Neighbours in the order, until they have `numel` elements."""
+    """Group neighbours in the order until they have `numel` elements."""
     buckets: list[list[Tensor]] = [[]]
     for parameter in order:
         if sum(p.numel() for p in buckets[-1]) >= numel:
@@ -251,7 +257,7 @@ def _nothing() -> None:
 
 
 def _tensors(output: Any) -> Iterator[Tensor]:
-    """The tensors in what a forward returned."""
+    """Yield the tensors in what a forward returned."""
     if isinstance(output, Tensor):
         yield output
     elif isinstance(output, Mapping):

@@ -1,4 +1,4 @@
-"""FP8-LM's exchange of gradients under DistributedDataParallel, ``communication="fp8-lm"``.
+"""FP8-LM's all-reduce of gradients under DistributedDataParallel, ``communication="fp8-lm"``.
 
 The published alternative to `torch_fp8.distributed.ddp.comm_hook`, so that the two can be compared
 (arXiv 2310.18313, section 2.1): one scale for a whole tensor, and a sum in FP8. Of a bucket, with N
@@ -37,7 +37,7 @@ from torch_fp8.quantization.block_scaled import MIN_NUMEL
 from torch_fp8.quantization.formats import E4M3, MIN_SCALE
 
 MAX_SATURATED = 1e-5
-"""Share of a step's sums at E4M3's maximum, above which mu is halved."""
+"""The share of a step's sums at E4M3's maximum above which mu is halved."""
 
 _GROWTH = 2 ** (1 / 1000)
 _ATTRIBUTE = "_fp8_automatic_scaling"
@@ -45,7 +45,7 @@ _KEY = "automatic_scaling.mu"
 
 
 class AutomaticScaling:
-    """mu, the part of E4M3's range that a single rank's gradients may use.
+    """FP8-LM's automatic scaling: mu, the part of E4M3's range that one rank's gradients may use.
 
     Attributes:
         mu: () float32, on the device of the gradients once there were any; None before.
@@ -55,14 +55,14 @@ class AutomaticScaling:
         self.mu = mu
 
     def prepare(self, world_size: int, device: torch.device) -> Tensor:
-        """mu for the step that begins."""
+        """Return mu for the step that begins."""
         if self.mu is None:
             self.mu = torch.tensor(world_size**-0.5, device=device)
         self.mu = self.mu.to(device).clamp(1 / world_size, 1)
         return self.mu
 
     def update(self, saturated: Tensor, numel: int, world_size: int) -> None:
-        """mu for the next step.
+        """Update mu for the next step.
 
         Args:
             saturated: () number of sums at the maximum.
@@ -74,7 +74,9 @@ class AutomaticScaling:
 
 
 def automatic_scaling(module: nn.Module) -> AutomaticScaling | None:
-    """That of a module, which DistributedDataParallel wraps; None if it has none."""
+    """Return the automatic scaling of a module that DistributedDataParallel wraps; None without
+    one.
+    """
     scaling: AutomaticScaling | None = module.__dict__.get(_ATTRIBUTE)
     return scaling
 
@@ -88,13 +90,13 @@ def set_automatic_scaling(module: nn.Module, scaling: AutomaticScaling | None) -
 
 
 def automatic_scaling_state(module: nn.Module) -> dict[str, Tensor]:
-    """mu as a state dict of one key, on the CPU; empty where there is none yet."""
+    """Return mu as a state dict of one key, on the CPU; empty where there is none yet."""
     scaling = automatic_scaling(module)
     return {} if scaling is None or scaling.mu is None else {_KEY: scaling.mu.cpu().clone()}
 
 
 def take_automatic_scaling_state(module: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Restore what `automatic_scaling_state` returned; what else is in `state`."""
+    """Restore what `automatic_scaling_state` returned, and return the rest of `state`."""
     if _KEY in state:
         scaling = automatic_scaling(module)
         if scaling is None:  # not wrapped yet
@@ -126,7 +128,7 @@ class SharedScaleAllReduce(QuantizedAllReduce):
         self._numel = 0
 
     def average(self, bucket: dist.GradBucket) -> Future:
-        """Begin the average of a bucket; it replaces the bucket's buffer and is in the future.
+        """Begin to average a bucket; the average replaces its buffer and is the future's value.
 
         A bucket has three collectives; each call takes those before it one collective further, and
         the last one all of them to their end.
@@ -151,7 +153,7 @@ class SharedScaleAllReduce(QuantizedAllReduce):
         return future
 
     def _advance(self) -> None:
-        """One stage of each bucket on its way, the newest first."""
+        """Advance each bucket on its way by one stage, the newest first."""
         self._stages = [stages for stages in self._stages if next(stages, self) is not self]
 
     def _average(self, bucket: dist.GradBucket, buffer: Tensor, future: Future) -> Stages:
@@ -207,7 +209,7 @@ class SharedScaleAllReduce(QuantizedAllReduce):
         future.set_result(buffer)
 
     def _average_stock(self, bucket: dist.GradBucket, buffer: Tensor, future: Future) -> Stages:
-        """As without a hook: what has no 8-bit form."""
+        """Average what has no 8-bit form in its own dtype, as without a hook."""
         buffer.div_(self.world_size)
         work = dist.all_reduce(buffer, group=self.group, async_op=True)
         yield
@@ -215,12 +217,12 @@ class SharedScaleAllReduce(QuantizedAllReduce):
 
 
 def _to_e4m3(x: Tensor) -> Tensor:
-    """The bytes of float32 values, rounded to nearest; those beyond the range saturate."""
+    """Round float32 values to the nearest E4M3 bytes; those beyond the range saturate."""
     return x.clamp(-E4M3.max, E4M3.max).to(E4M3.dtype).view(torch.uint8)
 
 
 def _sum_in_e4m3(codes: Tensor) -> Tensor:
-    """(C,) uint8: the sum over the rows of (N, C), in their order, in E4M3 after each addition."""
+    """Sum the rows of (N, C) in their order, in E4M3 after each addition, to (C,) uint8."""
     rows = codes.view(E4M3.dtype)
     total = rows[0]
     for row in rows[1:]:
@@ -229,7 +231,7 @@ def _sum_in_e4m3(codes: Tensor) -> Tensor:
 
 
 def _shared_out(pieces: list[Tensor], ranks: int, like: Tensor, dtype: torch.dtype) -> Tensor:
-    """(N, C): the pieces one after another, with zeros at the end."""
+    """Write the pieces into (N, C), one after another, followed by zeros."""
     numel = sum(piece.numel() for piece in pieces)
     width = -(-numel // ranks)
     shared = like.new_zeros(ranks * width, dtype=dtype)

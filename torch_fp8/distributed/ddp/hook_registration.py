@@ -1,4 +1,4 @@
-"""Which communication hook a DistributedDataParallel gets: ours, unless the user has one.
+"""Registration of our communication hook on DistributedDataParallel, unless the user has one.
 
 A hook can be registered once, and a user may do it after the module was wrapped. So ours comes as
 late as it can: with the first forward, or when a rank joins (uneven inputs) without one.
@@ -53,7 +53,7 @@ class DDPReport:
 
 
 def users_hook(ddp: DistributedDataParallel) -> str | None:
-    """The name of a communication hook that is not ours, in Python or built in."""
+    """Return the name of a communication hook that is not ours, in Python or built in."""
     for hook, _ in ddp._comm_hooks:
         if hook is not average_bucket:
             return str(getattr(hook, "__qualname__", hook))
@@ -62,7 +62,7 @@ def users_hook(ddp: DistributedDataParallel) -> str | None:
 
 
 def reason_without_hook(ddp: DistributedDataParallel) -> str | None:
-    """Why the hook is not to be registered, as far as can be told now."""
+    """Return why the hook is not to be registered, as far as can be told now."""
     name = users_hook(ddp)
     if name is not None:
         return f"the communication hook {name} is registered"
@@ -72,12 +72,12 @@ def reason_without_hook(ddp: DistributedDataParallel) -> str | None:
 
 
 def is_connected(ddp: DistributedDataParallel) -> bool:
-    """Whether `connect_hook` has been called for it."""
+    """Return whether `connect_hook` has been called for `ddp`."""
     return any(isinstance(h, HookRegistration) for h in ddp._forward_pre_hooks.values())
 
 
 def connect_hook(ddp: DistributedDataParallel, communication: str = "fp8") -> None:
-    """Have the buckets of `ddp` averaged in FP8, if no other hook is there when it is first run.
+    """Have the buckets of `ddp` averaged in FP8, unless its first run finds another hook.
 
     Args:
         ddp: not connected yet.
@@ -124,7 +124,7 @@ class HookRegistration:
 
 
 class _JoinHook:
-    """Stands for ``ddp.join_hook``: a rank may join before its first forward."""
+    """A stand-in for ``ddp.join_hook``, since a rank may join before its first forward."""
 
     def __init__(self, ddp: DistributedDataParallel, registration: HookRegistration) -> None:
         self._ddp, self._registration = weakref.ref(ddp), registration

@@ -1,4 +1,4 @@
-"""Uneven inputs under DistributedDataParallel: what ranks do that have no more of them.
+"""Uneven inputs under DistributedDataParallel: what ranks do that have run out of inputs.
 
 Within ``ddp.join()`` a rank that has run out takes part in the collectives of the others' steps,
 with zeros, until all have. DDP does so for what it averages itself; here is the same for the 8-bit
@@ -29,7 +29,7 @@ def connect_join(
     reducer: Float8GradReducer | None,
     optimizers: Iterable[Optimizer],
 ) -> None:
-    """Let ``ddp.join()`` know of what is beside DDP.
+    """Extend ``ddp.join()`` to what we do beside DDP.
 
     Args:
         ddp: connected otherwise.
@@ -42,7 +42,7 @@ def connect_join(
 
 
 class _JoinHooks:
-    """Stands for ``ddp.join_hook``; a copy of DDP has the one that was there before."""
+    """A stand-in for ``ddp.join_hook``; a copy of DDP gets back the one that was there before."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ def _before(ddp: DistributedDataParallel, inner: Any) -> Any:
 
 
 class _Join(JoinHook):
-    """What a rank does once it has joined: DDP's part, and ours."""
+    """The hook of a rank that has joined: DDP's part, and ours."""
 
     def __init__(
         self,
@@ -85,14 +85,14 @@ class _Join(JoinHook):
         self._reducer, self._optimizers = reducer, optimizers
 
     def main_hook(self) -> None:
-        """Once for each step of the others."""
+        """Take part in one step of the other ranks."""
         self._of_ddp.main_hook()
         # DDP notes here whether the others average in this step, or accumulate.
         if self._reducer is not None and self._ddp.require_forward_param_sync:
             self._reducer.take_part()
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """Once all have joined."""
+        """Take part in the end of training, once all ranks have joined."""
         self._of_ddp.post_hook(is_last_joiner)
         kept = frozenset() if self._reducer is None else self._reducer.parameters
         group, source = self._ddp.process_group, self._ddp._authoritative_rank
@@ -107,7 +107,7 @@ def broadcast_state(
     group: Any,
     source: int = 0,
 ) -> None:
-    """One rank's residuals, and its weights where DDP does not broadcast them, on every rank.
+    """Broadcast one rank's residuals, and its weights where DDP does not broadcast them.
 
     Args:
         module: whose parameters.
@@ -146,7 +146,9 @@ def broadcast_state(
 
 
 def _check_equal(tensors: list[Tensor], group: Any, device: torch.device) -> None:
-    """Ranks that broadcast different things would wait for each other forever."""
+    """Raise unless all ranks broadcast the same things: else they would wait for each other
+    forever.
+    """
     shapes = [(tuple(t.shape), str(t.dtype)) for t in tensors]
     digest = hashlib.sha256(repr(shapes).encode()).digest()[:7]
     mine = torch.tensor([int.from_bytes(digest, "big")], device=device)

@@ -1,4 +1,5 @@
-"""DistributedDataParallel around a model whose optimizer is converted: what to do before and after.
+"""What to do before and after wrapping a model with a converted optimizer in
+DistributedDataParallel.
 
 ::
 
@@ -44,7 +45,7 @@ def ddp_options(
     optimizers: Iterable[Optimizer],
     options: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Prepare a module for DistributedDataParallel, and the keyword arguments to wrap it with.
+    """Prepare a module for DistributedDataParallel, and return keyword arguments to wrap it with.
 
     At level O3 its weights with 8-bit gradients go on DDP's ignore list (until `connect_ddp`) and
     are broadcast from rank 0, unless ``init_sync=False``; so are all residuals. With
@@ -150,7 +151,7 @@ def _connect_reducer(
 
 
 def _places(optimizer: Float8Optimizer, module: nn.Module) -> set[int]:
-    """Those of the module's parameters with 8-bit gradients."""
+    """Return the places, among the optimizer's, of the module's parameters with 8-bit gradients."""
     own = set(module.parameters())
     indexed = optimizer.indexed_parameters()
     return {i for i, _, p in indexed if i in optimizer.fp8_gradients and p in own}
@@ -164,7 +165,9 @@ def _keep_plain(optimizer: Float8Optimizer, places: set[int], reason: str | None
 
 
 def _leave_one(module: nn.Module, optimizers: list[Float8Optimizer]) -> None:
-    """DDP refuses to wrap a module of which it is to ignore everything: leave it the smallest."""
+    """Leave the smallest parameter to DDP, which refuses a module of which it is to ignore
+    everything.
+    """
     trained = [p for p in module.parameters() if p.requires_grad]
     places = {p: (o, i) for o in optimizers for i, _, p in o.indexed_parameters()}
     eight_bit = [p for p in trained if p in places and places[p][0].has_fp8_gradient(p)]
@@ -174,7 +177,7 @@ def _leave_one(module: nn.Module, optimizers: list[Float8Optimizer]) -> None:
 
 
 def _ignore(module: nn.Module, parameters: list[Tensor]) -> None:
-    """Put parameters on DDP's ignore list, beside what is there."""
+    """Put parameters on DDP's ignore list, beside those already there."""
     _unignore(module)
     ignored = module.__dict__.get(_IGNORED, [])
     wanted = set(parameters)
@@ -193,7 +196,7 @@ def _ignore(module: nn.Module, parameters: list[Tensor]) -> None:
 
 
 def _unignore(module: nn.Module) -> list[Tensor]:
-    """Undo `_ignore`, of which a DDP that exists has its own copy; the parameters, each once.
+    """Undo `_ignore`, whose list an existing DDP has copied; return the parameters, each once.
 
     Another wrapping of the module, without us, would else leave them out for good.
     """

@@ -1,4 +1,4 @@
-"""The all-gather of FSDP2 in FP8: what a shard sends, and what the whole weight is made of.
+"""The all-gather of FSDP2 in FP8: what a shard sends, and how the whole weight is assembled.
 
 FSDP2 asks a sharded local tensor for two methods, one to call before the all-gather and one after.
 They may be attributes of a plain tensor, put there after ``fully_shard``: so parameters, state
@@ -69,12 +69,14 @@ class WeightGather:
 
     @property
     def attached(self) -> bool:
-        """Whether FSDP will ask us."""
+        """Whether FSDP asks us for what the shard sends."""
         return hasattr(self.shard, "fsdp_pre_all_gather")
 
     @property
     def wanted(self) -> bool:
-        """Whether the module runs in FP8 now: an evaluation in high precision gathers so, too."""
+        """Whether the module runs in FP8 now; if an evaluation does not, it gathers in high
+        precision, too.
+        """
         return self.module.runs_fp8
 
     def attach(self) -> None:
@@ -97,7 +99,7 @@ class WeightGather:
         self._start_afresh()
 
     def _start_afresh(self) -> None:
-        """Have FSDP make the unsharded parameter anew, if it has made one of another kind."""
+        """Have FSDP create the unsharded parameter anew, if it has created one of another kind."""
         param = self.fsdp_param
         param._init_extensions()
         unsharded = param.__dict__.pop("_unsharded_param", None)
@@ -109,7 +111,9 @@ class WeightGather:
                 param.unsharded_accumulated_grad += unsharded.grad
 
     def _moved(self, *args: Any, **kwargs: Any) -> Tensor:
-        """With CPU offload FSDP asks the shard that it has moved to the device."""
+        """Return the shard on the device: with CPU offload FSDP asks the shard that it has moved
+        there.
+        """
         shard = self.shard
         moved = Tensor.to(shard, *args, **kwargs)
         if moved is not shard:
@@ -123,7 +127,9 @@ class WeightGather:
 
     @property
     def amax_shape(self) -> tuple[int, ...]:
-        """Of the amaxes that ranks combine; (0,) where each rank's scales go with its bytes."""
+        """The shape of the amaxes that ranks combine; (0,) where each rank's scales go with its
+        bytes.
+        """
         rows, cols = self.fsdp_param._orig_size
         if self.spec.granularity == "tensorwise":
             return (1,)
@@ -134,7 +140,7 @@ class WeightGather:
         return (0,)
 
     def write_amax(self, target: Tensor) -> None:
-        """Put the amaxes of this rank's rows into `target` (of `amax_shape`, zeros)."""
+        """Write the amaxes of this rank's rows into `target` (of `amax_shape`, zeros)."""
         shard = self.shard
         if not shard.numel() or not target.numel():
             return
@@ -167,7 +173,9 @@ class WeightGather:
         return dist.get_rank(self.group) * padded_rows
 
     def pre(self, shard: Tensor) -> tuple[tuple[Tensor, ...], Any]:
-        """What this rank sends: (rows, K) uint8, padded, and the scales where they go along."""
+        """Return what this rank sends: (rows, K) uint8, padded, and the scales where they go
+        along.
+        """
         if not (self.announced or self._made_for_this_gather or (_in_backward() and self._ready)):
             make_scales(self.siblings)
             for sibling in self.siblings:
@@ -205,7 +213,9 @@ class WeightGather:
     def post(
         self, outputs: tuple[Tensor, ...], metadata: Any, dtype: torch.dtype, out: Tensor | None
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
-        """The whole weight, or `out` filled again; FSDP frees the outputs, of which it is made."""
+        """Return the whole weight, or fill `out` again; FSDP frees the outputs that it is made
+        of.
+        """
         scale, amax = metadata
         rows, cols = self.fsdp_param._orig_size
         qdata = outputs[0].view(-1)[: rows * cols].view(rows, cols).view(self.spec.format.dtype)
@@ -225,7 +235,7 @@ class WeightGather:
 @torch.no_grad()
 @torch.inference_mode(False)  # training may use what an evaluation has made
 def make_scales(gathers: Iterable[WeightGather]) -> None:
-    """Make the scales of some weights: one collective for each process group among them.
+    """Compute the scales of some weights in one collective for each process group among them.
 
     The same weights in the same order on all ranks. An Inf or NaN on one rank makes the scale, and
     so the gathered weight, of all ranks non-finite.
@@ -263,7 +273,7 @@ def _make_scales(group: Any, gathers: list[WeightGather]) -> None:
 
 
 def _write_amaxes(shards: list[Tensor], target: Tensor) -> None:
-    """The amax of each shard, () float32, in `target`; all of them in a few launches on CUDA."""
+    """Write each shard's amax, () float32, into `target`; all of them in a few launches on CUDA."""
     places = [i for i, shard in enumerate(shards) if shard.numel()]
     if not places:
         return

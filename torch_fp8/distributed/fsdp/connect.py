@@ -118,7 +118,7 @@ class ScalePrefetch:
         )
 
     def remove(self) -> None:
-        """Take the hooks away, and FP8 from the gathers."""
+        """Remove the hooks, and restore the stock gathers."""
         for handle in self._handles:
             handle.remove()
         for gather in self.gathers:
@@ -147,7 +147,7 @@ class ScalePrefetch:
 
 
 def _parts(model: nn.Module, names: dict[nn.Module, str]) -> dict[Any, dict[str, str]]:
-    """Each process group that shards parameters of the model, and what these are, by name."""
+    """Describe, for each process group that shards parameters, these parameters by name."""
     made: dict[Any, dict[str, str]] = {}
     for group in dict.fromkeys(g for m in _sharded_modules(model) for g in param_groups(m)):
         process_group = getattr(group.mesh_info, "shard_process_group", None)
@@ -188,7 +188,7 @@ def _gathers_of(
 def _connect_scatter(
     group: Any, names: dict[nn.Module, str], skipped: list[tuple[str, str]]
 ) -> bool:
-    """Whether gradients of this group are scattered in FP8 from now on."""
+    """Have the gradients of this group scattered in FP8 from now on; False if they cannot be."""
     if not any(in_groups(param) for param in group.fsdp_params):
         return False
     name = names.get(group.modules[0], "") or "the root"

@@ -30,7 +30,7 @@ from torch_fp8.quantization.formats import GROUP_SIZE
 
 @dataclass(frozen=True)
 class Structure:
-    """Which elements of a rank's part travel in groups, and which as BF16.
+    """The elements of a rank's part that travel in groups, and those that travel as BF16.
 
     Attributes:
         grouped: (start, stop) of runs of FP8 weights' gradients; but for the last, or where one
@@ -43,13 +43,15 @@ class Structure:
 
     @property
     def layout(self) -> Layout:
-        """Of a message."""
+        """The layout of a message."""
         groups = sum(-(-(stop - start) // GROUP_SIZE) for start, stop in self.grouped)
         return Layout(groups, sum(stop - start for start, stop in self.plain))
 
 
 def structure_of(sizes: list[tuple[int, bool]]) -> Structure:
-    """The structure of a part that holds shards of these (numel, whether in groups), in order."""
+    """Build the structure of a part that holds shards of these (numel, whether in groups), in
+    order.
+    """
     grouped: list[tuple[int, int]] = []
     plain: list[tuple[int, int]] = []
     start = 0
@@ -65,7 +67,7 @@ def structure_of(sizes: list[tuple[int, bool]]) -> Structure:
 
 
 class Float8ReduceScatter(ReduceScatter):
-    """Reduces the gradients of one parameter group of FSDP2.
+    """FSDP2's reduce-scatter for the gradients of one parameter group, in FP8.
 
     Args:
         param_group: FSDP's.
@@ -107,7 +109,7 @@ class Float8ReduceScatter(ReduceScatter):
         return None
 
     def _structure(self, numel: int) -> Structure:
-        """Of one rank's part, with `numel` elements."""
+        """Return the structure of one rank's part, with `numel` elements."""
         sizes = [
             (param.padded_sharded_param_size.numel(), in_groups(param))
             for param in self._param_group.fsdp_params
@@ -128,7 +130,7 @@ class Float8ReduceScatter(ReduceScatter):
 
 
 class _Pending:
-    """Messages on their way, and where their sum belongs."""
+    """A work handle: messages on their way, and where their sum belongs."""
 
     def __init__(
         self, work: Any, messages: Tensor, structure: Structure, output: Tensor, factor: float
@@ -147,7 +149,7 @@ class _Pending:
 
 
 def pack_parts(parts: Tensor, structure: Structure) -> Tensor:
-    """A message of each of (N, E) parts: (N, B) uint8."""
+    """Encode each of (N, E) parts as a message: (N, B) uint8."""
     if parts.dtype == torch.float16:
         parts = parts.float()
     runs = [parts[:, start:stop] for start, stop in structure.grouped]
@@ -157,7 +159,7 @@ def pack_parts(parts: Tensor, structure: Structure) -> Tensor:
 
 
 def unpack_parts(messages: Tensor, structure: Structure, output: Tensor, factor: float) -> None:
-    """`factor` times the sum of the messages (N, B) in `output` (E,)."""
+    """Write `factor` times the sum of the messages (N, B) into `output` (E,)."""
     layout = structure.layout
     dtype = torch.float32 if output.dtype == torch.float16 else output.dtype
     groups = _target(output, structure.grouped, layout.num_values, dtype)
@@ -170,7 +172,9 @@ def unpack_parts(messages: Tensor, structure: Structure, output: Tensor, factor:
 def _distribute(
     source: Tensor, output: Tensor, runs: tuple[tuple[int, int], ...], multiple: int
 ) -> None:
-    """Copy runs, each padded to a multiple of some number, to their places, if not there yet."""
+    """Copy runs, each padded to a multiple of elements, to their places if they are not there
+    yet.
+    """
     if source._is_view():  # of the output
         return
     offset = 0
@@ -188,14 +192,14 @@ def _joined(runs: list[Tensor], parts: Tensor) -> Tensor:
 def _target(
     output: Tensor, runs: tuple[tuple[int, int], ...], numel: int, dtype: torch.dtype
 ) -> Tensor:
-    """Where a sum can be written: in place, if it is one run without padding."""
+    """Return where a sum can be written: in place, if it is one run without padding."""
     if len(runs) == 1 and runs[0][1] - runs[0][0] == numel and output.dtype == dtype:
         return output[runs[0][0] : runs[0][1]]
     return torch.empty(numel, dtype=dtype, device=output.device)
 
 
 def in_groups(param: Any) -> bool:
-    """Whether the gradient of one of FSDP's parameters travels in 8 bits, if it has one."""
+    """Return whether the gradient of one of FSDP's parameters, if any, travels in 8 bits."""
     return isinstance(param._module_info.module, Float8Layer) and (
         param._module_info.param_name == "weight"
     )

@@ -26,7 +26,7 @@ from torch_fp8.tensor.quantizer import output_dtype
 def replicate(
     x: Tensor, mesh: DeviceMesh, layout: Placement, linear: Float8Linear, *, gather_again: bool
 ) -> DTensor:
-    """The whole input of column-wise layers, as the first of them casts it.
+    """Replicate the input of column-wise layers, cast by the first of them.
 
     In forward a sharded one is gathered in FP8. In backward the ranks' gradients are summed, in the
     dtype of autocast, or of the input without it.
@@ -58,7 +58,7 @@ def replicate(
 
 
 def reduce(output: DTensor, placement: Placement, linear: Float8Linear) -> DTensor:
-    """The sum of a row-wise layer's outputs, scattered or on every rank.
+    """Sum a row-wise layer's outputs, scattered or on every rank.
 
     In backward the gradient of a scattered one is gathered in FP8, as the layer casts it.
 
@@ -101,7 +101,7 @@ def refuse_gather(name: str, recipe: Recipe, placement: Placement, ndim: int | N
 
 
 class _Gather(torch.autograd.Function):
-    """A sharded DTensor as a replicated one, cast by a layer; its gradient is scattered."""
+    """Gather a sharded DTensor, cast by a layer; its gradient is scattered."""
 
     @staticmethod
     def forward(ctx: Any, x: DTensor, linear: Float8Linear, gather_again: bool) -> DTensor:
@@ -129,7 +129,7 @@ class _Gather(torch.autograd.Function):
 
 
 class _Scatter(torch.autograd.Function):
-    """Partial sums as a sharded DTensor; its gradient, cast by a layer, is gathered."""
+    """Scatter partial sums to a sharded DTensor; its gradient, cast by a layer, is gathered."""
 
     @staticmethod
     def forward(ctx: Any, output: DTensor, placement: Placement, linear: Float8Linear) -> DTensor:
@@ -159,7 +159,7 @@ class _Scatter(torch.autograd.Function):
 
 
 class _Narrow(torch.autograd.Function):
-    """A replicated DTensor in another dtype, in which the ranks' gradients are summed."""
+    """Convert a replicated DTensor to another dtype, in which the ranks' gradients are summed."""
 
     @staticmethod
     def forward(ctx: Any, x: DTensor, dtype: torch.dtype) -> DTensor:

@@ -189,7 +189,7 @@ def check_style(module: nn.Module, gathered: Placement | None = None) -> None:
 
 
 def gathers_features(module: nn.Module) -> bool:
-    """Whether a layer's style gathers features, which rules out scales that run along them.
+    """Return whether a layer's style gathers features, which rules out scales that run along them.
 
     As far as the style says: dimension 1 is the features of a matrix, but the tokens of a batch.
     """
@@ -198,14 +198,14 @@ def gathers_features(module: nn.Module) -> bool:
 
 
 def _gathers(module: nn.Module) -> TypeGuard[Float8Linear]:
-    """Whether what a layer needs of other ranks travels in FP8."""
+    """Return whether what a layer needs of other ranks travels in FP8."""
     if not isinstance(module, Float8Linear) or not module.runs_fp8:
         return False
     return module.fp8_config.communication != "off"
 
 
 def _consumer(module: nn.Module | None) -> Float8Linear | None:
-    """The first column-wise FP8 layer in `module`; None: there is none."""
+    """Return the first column-wise FP8 layer in `module`; None: there is none."""
     assert module is not None
     found = [
         layer
