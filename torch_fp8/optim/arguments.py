@@ -1,11 +1,11 @@
-"""Wrong calls of `torch_fp8.convert_optimizer`, told before anything changes."""
+"""Errors for wrong calls of `torch_fp8.convert_optimizer`, raised before anything changes."""
 
 from torch import nn
 from torch.optim import Optimizer
 
 
 def check_arguments(optimizer: object, model: object) -> None:
-    """Check what is to be converted, and what it is said to train.
+    """Check the optimizer that is to be converted, and the model that it is said to train.
 
     Args:
         optimizer: shall be an ``Optimizer``.

@@ -1,4 +1,4 @@
-"""What a checkpoint of an optimizer must be: checked in whole, before anything of it is loaded."""
+"""Checks of an optimizer's checkpoint, of all of it before any of it is loaded."""
 
 import itertools
 import math
@@ -14,12 +14,12 @@ from torch_fp8.quantization.split_float import RESIDUAL_BITS
 from torch_fp8.tensor.dtensor import local
 
 FORMAT_VERSION = 1
-"""Of what `torch_fp8.optim.optimizer.Float8Optimizer.state_dict` adds to torch.optim.AdamW's."""
+"""The version of what `Float8Optimizer.state_dict` adds to the format of torch.optim.AdamW."""
 
 GROUP_KEY = "torch_fp8"
 RESIDUALS_KEY = "torch_fp8_residuals"
 REFUSED_OPTIONS = ("amsgrad", "capturable", "differentiable")
-"""Of Adam and AdamW, what 8-bit states do not have."""
+"""The options of Adam and AdamW that 8-bit states do not support."""
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -27,7 +27,7 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 def entries(
     state_dict: Mapping[str, Any], parameters: list[Tensor]
 ) -> Iterator[tuple[Any, Tensor, dict[str, Any]]]:
-    """What a checkpoint has of each parameter: its key there, the parameter, and the entry.
+    """Yield each parameter's key in a checkpoint, the parameter, and its entry there.
 
     An entry is a state, or a residual alone (of a weight that was not stepped yet), or empty.
     """
@@ -42,7 +42,7 @@ def entries(
 def check_state_dict(
     state_dict: Mapping[str, Any], param_groups: list[dict[str, Any]], bits: int
 ) -> int:
-    """Raise ValueError unless a checkpoint fits the groups of an optimizer; the place is named.
+    """Raise ValueError, naming the place, unless a checkpoint fits the groups of an optimizer.
 
     Args:
         state_dict: to be loaded.
@@ -81,7 +81,7 @@ def check_state_dict(
 
 
 def has_residual(entry: Mapping[str, Any]) -> bool:
-    """Whether a checkpoint's entry has a residual of the weight that it was saved with.
+    """Return whether a checkpoint's entry has a residual of the weight that it was saved with.
 
     Stock AdamW carries ours along in the dtype of its weights, and changes those without it.
     """

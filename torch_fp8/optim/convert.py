@@ -1,4 +1,6 @@
-"""Verbs on an optimizer: `convert_optimizer`, `restore_weights`, `merged_state_dict`."""
+"""The functions that convert an optimizer: `convert_optimizer`, `restore_weights`,
+`merged_state_dict`.
+"""
 
 import functools
 import warnings
@@ -98,7 +100,9 @@ def convert_optimizer(
 
 
 def _split_weights(optimizer: Float8Optimizer, model: nn.Module | None) -> tuple[int, list[str]]:
-    """Split the weights that may be: how many, and why each other large one stays float32."""
+    """Split the weights that may be; return how many, and why each other large one stays
+    float32.
+    """
     reasons = {} if model is None else reasons_to_stay(model, optimizer.fp8_config)
     unknown = NO_MODEL if model is None else "of no module of the model"
     wrapped = isinstance(model, DistributedDataParallel)
@@ -125,7 +129,7 @@ def _split_weights(optimizer: Float8Optimizer, model: nn.Module | None) -> tuple
 
 
 def _keep_dtypes(optimizer: Float8Optimizer, model: nn.Module) -> None:
-    """Let what is in high precision compute in float32, though its weight was split."""
+    """Let high-precision modules compute in float32 though their weights were split."""
     dtypes = optimizer._fp8_dtypes
     split = {p for p, t in dtypes.items() if t == torch.float32 and not isinstance(p, DTensor)}
     keep_output_dtype(model, split)
@@ -139,7 +143,7 @@ def _keep_dtypes(optimizer: Float8Optimizer, model: nn.Module) -> None:
 
 
 def gradients_report(optimizer: Optimizer, report: OptimizerReport) -> OptimizerReport:
-    """`report` with what wrapping can change: the gradients that have 8 bits now, and hooks."""
+    """Update `report` with what wrapping can change: the number of 8-bit gradients, and hooks."""
     if not isinstance(optimizer, Float8Optimizer):
         return report
     parameters = optimizer.indexed_parameters()
@@ -155,7 +159,7 @@ def gradients_report(optimizer: Optimizer, report: OptimizerReport) -> Optimizer
 
 
 def _convert_gradients(optimizer: Float8Optimizer, model: nn.Module | None) -> None:
-    """Put hooks on what shall have 8-bit gradients or be released, and only there."""
+    """Put hooks on the parameters whose gradients have 8 bits or are released, and only there."""
     had_hooks = optimizer.fp8_gradients
     optimizer.fp8_gradients, optimizer.fp8_why_bf16_gradients = frozenset(), None
     if optimizer.fp8_config.opt_level == "O3":
@@ -174,7 +178,7 @@ def _convert_gradients(optimizer: Float8Optimizer, model: nn.Module | None) -> N
 
 @torch.no_grad()
 def split_parameter(optimizer: Float8Optimizer, parameter: Tensor) -> None:
-    """Make a float32 Parameter BF16, in place, its residual kept by the optimizer."""
+    """Convert a float32 Parameter to BF16, in place; the optimizer keeps its residual."""
     high, residual = split_weight(parameter.detach(), optimizer.fp8_config.residual_bits)
     optimizer._fp8_dtypes.setdefault(parameter, parameter.dtype)
     grad, parameter.grad = parameter.grad, None
@@ -220,7 +224,7 @@ def restore_weights(optimizer: Optimizer) -> int:
 
 
 def join_parameter(optimizer: Optimizer, parameter: Tensor) -> Tensor:
-    """The float32 weight of a parameter, with its residual if the optimizer has one."""
+    """Join a parameter with its residual, if the optimizer has one, to the float32 weight."""
     residual = None
     if isinstance(optimizer, Float8Optimizer) and parameter.dtype == torch.bfloat16:
         optimizer.renew_residuals([parameter])
@@ -238,7 +242,7 @@ def merged_state_dict(
     optimizer: Optimizer | Iterable[Optimizer],
     dtype: torch.dtype = torch.float32,
 ) -> dict[str, Any]:
-    """``model.state_dict()`` with every weight joined with its residual, on the CPU.
+    """Return ``model.state_dict()`` with every weight joined with its residual, on the CPU.
 
     Tensor by tensor: on the weights' device there is never more than one joined weight.
 
@@ -280,7 +284,7 @@ def _merged(parameter: Tensor, optimizer: Optimizer | None, dtype: torch.dtype) 
 
 
 def _keep_weights(optimizer: Float8Optimizer, model: nn.Module | None) -> int:
-    """Let layers whose weights it steps keep scales, or payloads if asked for: how many."""
+    """Let layers whose weights it steps keep scales, or payloads if asked for; return how many."""
     payloads = optimizer.fp8_config.cache_weights
     if payloads and model is None:
         raise ValueError(f"FP8Config(cache_weights={payloads!r}) needs the model: pass model=")
@@ -333,7 +337,9 @@ def _refuse_options(optimizer: Optimizer, name: str, config: FP8Config) -> None:
 
 
 def _warn_if_lossy(optimizer: Optimizer, config: FP8Config) -> None:
-    """Stochastic rounding keeps the mean of updates; their noise grows as lr falls."""
+    """Warn where updates are small against the rounding, whose noise grows as the learning rate
+    falls.
+    """
     least = {8: 0.0, 4: 1e-6, 0: 1e-5}[config.residual_bits]
     rates = [float(g.get("initial_lr", g["lr"])) for g in optimizer.param_groups]
     small = [rate for rate in rates if 0 < rate < least]
@@ -347,7 +353,7 @@ def _warn_if_lossy(optimizer: Optimizer, config: FP8Config) -> None:
 
 
 def _quantize_state(optimizer: Float8Optimizer, parameter: Tensor) -> None:
-    """Turn a stock state, of steps before the conversion, into ours."""
+    """Turn the stock state of a parameter, from steps before the conversion, into ours."""
     state: State = optimizer.state.get(parameter, {})
     if "exp_avg" not in state:
         return
@@ -369,7 +375,7 @@ def _swap_class(optimizer: Optimizer) -> None:
 
 
 def _scheduler_wrapper(optimizer: Optimizer, function: Any) -> Any:
-    """A scheduler's wrapper around ``step``, as in torch.optim.lr_scheduler, of another function.
+    """Return a scheduler's wrapper around ``step``, as in torch.optim.lr_scheduler, of `function`.
 
     The scheduler's own holds the old class's function: the new step would never be called.
     """

@@ -27,7 +27,9 @@ _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 
 
 class Float32Output:
-    """A forward hook: an output in the weight's BF16 becomes float32; a no-op for other weights."""
+    """A forward hook that turns an output in the weight's BF16 into float32; no-op for other
+    weights.
+    """
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
         weight = module.weight
@@ -37,7 +39,7 @@ class Float32Output:
 
 
 class WidenedWeight:
-    """A forward pre-hook: outside autocast a float32 input finds a BF16 weight in float32."""
+    """A forward pre-hook that widens a BF16 weight for a float32 input, outside autocast."""
 
     def __call__(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         input, weight = next(iter((*args, *kwargs.values())), None), module.weight
@@ -99,7 +101,7 @@ def keep_float32_products(linears: Iterable[nn.Module]) -> None:
 
 
 def keep_output_dtype(model: nn.Module, split: Container[Tensor]) -> int:
-    """Let the embeddings of `model` return float32 whose weights are among `split`.
+    """Let the embeddings of `model` whose weights are among `split` return float32.
 
     Returns:
         The number of embeddings that do so from now on, and did not before.
@@ -113,7 +115,7 @@ def keep_output_dtype(model: nn.Module, split: Container[Tensor]) -> int:
 
 
 def restore_output_dtype(model: nn.Module, *, everywhere: bool = False) -> None:
-    """Take the hooks away where the weight is not BF16 any more, or `everywhere`."""
+    """Remove the hooks where the weight is no longer BF16, or `everywhere`."""
     for module in model.modules():
         for key in [k for k, hook in module._forward_hooks.items() if isinstance(hook, WayOut)]:
             del module._forward_hooks[key]
@@ -126,6 +128,6 @@ def restore_output_dtype(model: nn.Module, *, everywhere: bool = False) -> None:
 
 
 def _hooks(module: nn.Module) -> list[tuple[int, dict[int, Any]]]:
-    """Our hooks of a module: the key, and the dict that has it."""
+    """Return our hooks of a module: the key of each, and the dict that holds it."""
     registered: list[dict[int, Any]] = [module._forward_hooks, module._forward_pre_hooks]
     return [(key, of) for of in registered for key, hook in of.items() if isinstance(hook, _HOOKS)]

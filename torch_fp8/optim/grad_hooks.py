@@ -81,7 +81,7 @@ class ReleasedParameter(_Released, WatchedParameter):
 
 
 class ReleasedDTensor(_Released, DTensor):
-    """The same of a sharded Parameter."""
+    """A sharded `ReleasedParameter`."""
 
 
 _CLASSES: dict[type[Tensor], type[Tensor]] = {
@@ -121,7 +121,7 @@ def release_gradient(optimizer: Any, index: int, group: dict[str, Any], paramete
 
 
 def finish_release(optimizer: Any) -> None:
-    """What is left of ``optimizer.step()``.
+    """Do what is left of ``optimizer.step()`` after a backward that stepped the parameters.
 
     Raises:
         RuntimeError: GradScaler runs the step: the gradients had its scale.
@@ -141,7 +141,7 @@ def finish_release(optimizer: Any) -> None:
 
 
 class GradientHook:
-    """What a parameter's gradient goes through; one per parameter, owned by its optimizer.
+    """The hook that quantizes or releases a parameter's gradient; each is owned by its optimizer.
 
     Args:
         optimizer: converted.
@@ -188,14 +188,14 @@ class GradientHook:
         parameter.grad = with_data(grad, quantized)
 
     def rounding(self, parameter: Tensor) -> Rounding:
-        """Of a new gradient."""
+        """Return the random bits of a new gradient."""
         row, col, row_length = shard_origin(parameter)
         reducer = _reducer_of(self._optimizer(), parameter)
         rank = 0 if reducer is None else reducer.rank
         return Rounding(self._counters, row * row_length + col, rank)
 
     def _counters(self) -> tuple[int, ...]:
-        """Seed, step and parameter: what a resumed run has again."""
+        """Return seed, step and parameter, which a resumed run has again."""
         optimizer: Any = self._optimizer()
         if optimizer is None:
             return (self.index,)
@@ -205,7 +205,7 @@ class GradientHook:
         return optimizer.fp8_config.seed, int(step), self.index
 
     def belongs_to(self, optimizer: Optimizer) -> bool:
-        """Whether it is one of `optimizer`'s."""
+        """Return whether this hook belongs to `optimizer`."""
         return self._optimizer() is optimizer
 
 
@@ -237,7 +237,7 @@ def attach_hooks(optimizer: Any) -> int:
 
 
 def detach_hooks(optimizer: Optimizer) -> None:
-    """Take away every hook of `attach_hooks`."""
+    """Remove every hook that `attach_hooks` has added."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             hook = hook_of(parameter)
@@ -246,13 +246,13 @@ def detach_hooks(optimizer: Optimizer) -> None:
 
 
 def hook_of(parameter: Tensor) -> GradientHook | None:
-    """The hook of a parameter, if it has one."""
+    """Return the hook of a parameter, if it has one."""
     hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
     return next((h for h in hooks.values() if isinstance(h, GradientHook)), None)
 
 
 def remove_hook(parameter: Tensor) -> None:
-    """Take the hook of a parameter away, whoever owns it."""
+    """Remove the hook of a parameter, whoever owns it."""
     hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
     for key in [key for key, hook in hooks.items() if isinstance(hook, GradientHook)]:
         del hooks[key]

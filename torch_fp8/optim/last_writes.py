@@ -1,4 +1,4 @@
-"""Whether a weight is still what its optimizer last wrote: `LastWrites`.
+"""Detection of writes to a weight since its optimizer last wrote it: `LastWrites`.
 
 A residual (`torch_fp8.quantization.split_float`) belongs to the BF16 weight beside it. Where
 somebody else has written the weight since (loaded a checkpoint, merged an adapter), it is of
@@ -37,15 +37,15 @@ class _Record:
     parameter: Tensor
     signs: _Signs
     place: tuple[int, int] | None
-    """Size and offset of the sample in the weight's memory; None where that has holes."""
+    """The size and offset of the sample in the weight's memory; None where that has holes."""
     sample: Tensor
     sharded: bool
     rewritten: bool = False
-    """Whether the weight was another one at the last step, too."""
+    """Whether the weight had changed already at the last step."""
 
 
 class LastWrites:
-    """What the weights of an optimizer were when it last wrote them. Copies start empty."""
+    """What the weights of an optimizer were when it last wrote them; a copy starts empty."""
 
     def __init__(self) -> None:
         self._records: dict[int, _Record] = {}  # by identity: a Tensor takes longer to hash
@@ -75,16 +75,17 @@ class LastWrites:
         return record
 
     def forget(self, parameter: Tensor) -> None:
-        """Take a weight for what belongs to its residual, whatever it is at the next step."""
+        """Accept a weight, whatever it is at the next step, as the one its residual belongs to."""
         self._records.pop(id(parameter), None)
 
     def forget_all(self) -> None:
-        """`forget` of every weight."""
+        """Do as `forget` does for every weight."""
         self._records.clear()
 
     @torch.no_grad()
     def changed(self, parameters: Iterable[Tensor], *, in_step: bool = False) -> list[Tensor]:
-        """Which of these weights somebody else has written since; those never noted are none.
+        """Return the weights that somebody else has written since; weights never noted do not
+        count.
 
         Args:
             parameters: to look at.
@@ -117,7 +118,9 @@ class LastWrites:
 
 
 def _signs(parameter: Tensor) -> _Signs:
-    """Versions of a parameter and of its shard, the shard's address; or uses of its ``.data``."""
+    """Return versions of a parameter and its shard, and the shard's address; or uses of
+    ``.data``.
+    """
     if parameter.__class__ is WatchedParameter:
         return parameter._version, parameter.uses
     shard = local(parameter)
@@ -133,7 +136,7 @@ def _place(parameter: Tensor) -> tuple[int, int] | None:
 
 
 def _sample(parameter: Tensor, place: tuple[int, int] | None) -> Tensor:
-    """Elements from the middle of a weight's memory."""
+    """Return elements from the middle of a weight's memory."""
     shard = local(parameter)
     if place is None:
         return shard.reshape(-1)[:_SAMPLE]

@@ -49,7 +49,8 @@ _HOOKS = ("state_dict_pre", "state_dict_post", "load_state_dict_pre", "load_stat
 
 
 class Float8Optimizer(Optimizer):
-    """What `convert_optimizer` puts in front of Adam and AdamW: methods alone, no ``__init__``.
+    """The class that `convert_optimizer` puts in front of Adam and AdamW: methods, and no
+    ``__init__``.
 
     Attributes:
         fp8_config: what it was converted with.
@@ -77,7 +78,7 @@ class Float8Optimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step of all parameters that have a gradient, as torch.optim.AdamW's."""
+        """Step all parameters that have a gradient, as torch.optim.AdamW does."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -88,12 +89,14 @@ class Float8Optimizer(Optimizer):
         return loss
 
     def indexed_parameters(self) -> list[tuple[int, dict[str, Any], Tensor]]:
-        """Every parameter with its group and its place among all: it keys the random bits."""
+        """Return every parameter with its group and its index among all, which keys the random
+        bits.
+        """
         parameters = ((g, p) for g in self.param_groups for p in g["params"])
         return [(i, group, parameter) for i, (group, parameter) in enumerate(parameters)]
 
     def step_parameters(self, indexed: Iterable[tuple[int, dict[str, Any], Tensor]]) -> None:
-        """One step of some of `indexed_parameters`: of those that have a gradient."""
+        """Step those of some `indexed_parameters` that have a gradient."""
         large, small = [], []
         indexed = list(indexed)
         self.renew_residuals([p for *_, p in indexed], in_step=True)
@@ -117,7 +120,7 @@ class Float8Optimizer(Optimizer):
         self._fp8_writes.note([p for p, s in stepped if "residual" in s and not p.is_meta])
 
     def _state_of(self, parameter: Tensor) -> State:
-        """The state of a parameter, made at its first step and repaired after outside changes."""
+        """Return a parameter's state, made at its first step and repaired after outside changes."""
         state: State = self.state[parameter]
         if "step" not in state:
             large = is_large(parameter)
@@ -166,7 +169,7 @@ class Float8Optimizer(Optimizer):
                 )
 
     def residual_of(self, parameter: Tensor) -> Tensor | None:
-        """The bits of a weight below BF16, as stored."""
+        """Return the bits of a weight below BF16, as stored."""
         residual: Tensor | None = self.state.get(parameter, {}).get("residual")
         return self._fp8_residuals.get(parameter) if residual is None else residual
 
@@ -197,26 +200,26 @@ class Float8Optimizer(Optimizer):
         self._fp8_writes.note(changed)
 
     def note_weights(self, parameters: Iterable[Tensor]) -> None:
-        """Take these weights, as they are, for those that their residuals belong to."""
+        """Note that these weights, as they are, belong to their residuals."""
         self._fp8_writes.note(parameters)
 
     def residual_bits(self, parameter: Tensor) -> int:
-        """k of a parameter: none where it is not BF16 (any more)."""
+        """Return k, the residual bits of a parameter: 0 where it is not BF16 (any more)."""
         if parameter.dtype != torch.bfloat16:
             return 0
         return self.fp8_config.residual_bits if is_large(parameter) else SMALL_RESIDUAL_BITS
 
     def original_dtype(self, parameter: Tensor) -> torch.dtype:
-        """The dtype that a parameter had before it became BF16."""
+        """Return the dtype that a parameter had before it became BF16."""
         return self._fp8_dtypes.get(parameter, parameter.dtype)
 
     def has_fp8_gradient(self, parameter: Tensor) -> bool:
-        """Whether the gradient of a parameter is quantized as soon as it is there."""
+        """Return whether the gradient of a parameter is quantized as soon as it is there."""
         hook = hook_of(parameter)
         return hook is not None and hook.quantize
 
     def state_dict(self) -> dict[str, Any]:
-        """In torch.optim.AdamW's format, on the CPU, plus ``residual``: stock AdamW opens it.
+        """Return the state in torch.optim.AdamW's format, on the CPU, plus ``residual``.
 
         Of weights that have not been stepped yet, which have no state in that format, residuals are
         under a key of their own beside ``state`` and ``param_groups``. Hooks run as in stock: post
@@ -304,7 +307,7 @@ class Float8Optimizer(Optimizer):
 
     @contextlib.contextmanager
     def _without_hooks(self) -> Iterator[None]:
-        """Within, the stock methods run no hooks: ours run them on what is complete."""
+        """Run no hooks in stock methods called within: ours run them on what is complete."""
         names = [f"_optimizer_{hook}_hooks" for hook in _HOOKS]
         kept = {name: self.__dict__[name] for name in names}
         self.__dict__.update({name: type(hooks)() for name, hooks in kept.items()})
@@ -340,7 +343,9 @@ class Float8Optimizer(Optimizer):
 
 @functools.cache
 def float8_class(base: Any) -> type[Float8Optimizer]:
-    """`Float8Optimizer` in front of `base`, under its name, which hosts log learning rates by."""
+    """Return a subclass of `base` with `Float8Optimizer` in front, under its name, which hosts log
+    learning rates by.
+    """
     named = {"__module__": base.__module__, "__qualname__": base.__qualname__}
     return type(base.__name__, (Float8Optimizer, base), {**named, "__doc__": base.__doc__})
 

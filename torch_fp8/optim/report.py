@@ -1,4 +1,4 @@
-"""What became of an optimizer: `OptimizerReport`, a line of the start-up summary."""
+"""`OptimizerReport`: what became of an optimizer, as a line of the start-up summary."""
 
 from dataclasses import dataclass
 
@@ -51,7 +51,7 @@ class OptimizerReport:
 
 
 def in_words(reasons: list[str]) -> str | None:
-    """A line of distinct reasons with how many weights each holds for; None for an empty list."""
+    """Join distinct reasons, with the number of weights for each; None for an empty list."""
     counts = {reason: reasons.count(reason) for reason in dict.fromkeys(reasons)}
     if len(counts) < 2:
         return next(iter(counts), None)

@@ -1,4 +1,4 @@
-"""What an optimizer keeps for a parameter, and how it looks in a checkpoint.
+"""The state that an optimizer keeps for a parameter, and its form in a checkpoint.
 
 A large weight has 8-bit moments and, where it is BF16, a residual; a small one has float32 moments,
 and 16 residual bits where it is BF16. In memory the state of a large weight is a flat dict of plain
@@ -38,7 +38,7 @@ from torch_fp8.quantization.split_float import join, pack, split, stored_cols, u
 from torch_fp8.tensor.dtensor import like_parameter, local
 
 SMALL_RESIDUAL_BITS = 16
-"""Of a small BF16 parameter: with them it is a float32 number."""
+"""The residual bits of a small BF16 parameter: with them it is a float32 number."""
 
 
 _MOMENTS = {"exp_avg": MOMENT1, "exp_avg_sq": MOMENT2}
@@ -48,13 +48,15 @@ State = dict[str, Any]
 
 
 def is_large(parameter: Tensor) -> bool:
-    """Whether a parameter has 8-bit moments: a float32 or BF16 matrix of 4,096 elements or more."""
+    """Return whether a parameter has 8-bit moments: a float32 or BF16 matrix of 4,096 elements or
+    more.
+    """
     large = parameter.ndim >= 2 and parameter.numel() >= MIN_NUMEL
     return large and parameter.dtype in _DTYPES and not parameter.is_sparse
 
 
 def new_moments(parameter: Tensor) -> State:
-    """Zero moments and step of a large parameter."""
+    """Return zero moments and step of a large parameter."""
     state: State = {"step": torch.zeros((), dtype=torch.float32, device="cpu")}
     rows, cols = matrix_shape(local(parameter).shape)
     whole_rows, whole_cols = matrix_shape(parameter.shape)
@@ -70,12 +72,12 @@ def new_moments(parameter: Tensor) -> State:
 
 
 def moment(state: State, name: str) -> BlockScaled:
-    """``exp_avg`` or ``exp_avg_sq`` of this rank's shard."""
+    """Return ``exp_avg`` or ``exp_avg_sq`` of this rank's shard."""
     return BlockScaled(local(state[f"{name}_qdata"]), local(state[f"{name}_scale"]))
 
 
 def split_weight(weight: Tensor, bits: int) -> tuple[Tensor, Tensor | None]:
-    """A float32 tensor as BF16 of the same shape and strides, and its residual as stored.
+    """Split a float32 tensor into BF16 of the same shape and strides, and its residual as stored.
 
     To nearest, part by part, so that no temporary has the tensor's size.
     """
@@ -106,7 +108,7 @@ def split_weight(weight: Tensor, bits: int) -> tuple[Tensor, Tensor | None]:
 
 
 def join_weight(weight: Tensor, residual: Tensor | None, bits: int) -> Tensor:
-    """The float32 tensor of `split_weight`'s parts; contiguous, on the weight's device."""
+    """Join `split_weight`'s parts to the float32 tensor; contiguous, on the weight's device."""
     rows, cols = matrix_shape(weight.shape) if weight.ndim > 1 else (1, weight.numel())
     joined = torch.empty(weight.shape, dtype=torch.float32, device=weight.device)
     matrix, target = weight.contiguous().view(rows, cols), joined.view(rows, cols)
@@ -119,7 +121,7 @@ def join_weight(weight: Tensor, residual: Tensor | None, bits: int) -> Tensor:
 
 
 def zero_residual(parameter: Tensor, bits: int) -> Tensor:
-    """The residual of a weight that is BF16 exactly."""
+    """Return the residual of a weight that is exactly BF16."""
     shard = local(parameter)
     rows, cols = matrix_shape(shard.shape) if shard.ndim > 1 else (1, shard.numel())
     dtype = torch.int16 if bits == 16 else torch.int8
@@ -128,7 +130,7 @@ def zero_residual(parameter: Tensor, bits: int) -> Tensor:
 
 
 def residual_shape(shape: torch.Size, bits: int) -> tuple[int, int]:
-    """Of the stored residual of a whole parameter."""
+    """Return the shape of the stored residual of a whole parameter."""
     rows, cols = matrix_shape(shape) if len(shape) > 1 else (1, math.prod(shape))
     return rows, stored_cols(cols, bits)
 
@@ -136,7 +138,7 @@ def residual_shape(shape: torch.Size, bits: int) -> tuple[int, int]:
 def residual_from_checkpoint(
     parameter: Tensor, saved: Tensor, saved_bits: int, bits: int
 ) -> Tensor:
-    """A saved residual, rounded to nearest where it has more bits than are kept."""
+    """Return a saved residual, rounded to nearest where it has more bits than are kept."""
     residual = zero_residual(parameter, bits)
     target = local(residual)
     if not bits:
@@ -161,7 +163,7 @@ def residual_from_checkpoint(
 
 
 def residual_to_checkpoint(parameter: Tensor, residual: Tensor) -> Tensor:
-    """A residual as it is saved: on the CPU, or as a DTensor where it is.
+    """Return a residual as it is saved: on the CPU, or as a DTensor where it is.
 
     Of a sharded parameter it is saved as int8 (S, n), S the parameter's first dimension: the matrix
     of a vector, or of stacked matrices, has other rows than the parameter is sharded by, and
@@ -179,12 +181,14 @@ def residual_to_checkpoint(parameter: Tensor, residual: Tensor) -> Tensor:
 def sharded_residual_shape(
     parameter: Tensor, shape: tuple[int, ...], element_size: int
 ) -> tuple[int, int]:
-    """Of the residual of a sharded parameter as `residual_to_checkpoint` has it."""
+    """Return the shape of a sharded parameter's residual as `residual_to_checkpoint` has it."""
     return parameter.shape[0], math.prod(shape) * element_size // parameter.shape[0]
 
 
 def to_checkpoint(parameter: Tensor, state: State) -> State:
-    """The state in torch.optim.AdamW's format, on the CPU (a DTensor's stays where it is)."""
+    """Return the state in torch.optim.AdamW's format, on the CPU (a DTensor's stays where it
+    is).
+    """
     entry: State = {"step": state["step"].clone()}
     for name, format in _MOMENTS.items():
         if f"{name}_qdata" in state:
@@ -199,7 +203,7 @@ def to_checkpoint(parameter: Tensor, state: State) -> State:
 
 
 def from_checkpoint(parameter: Tensor, entry: Mapping[str, Any], large: bool) -> State:
-    """The state in memory, from torch.optim.AdamW's format; moments to nearest, tensor by tensor.
+    """Return the state in memory from torch.optim.AdamW's format; moments round to nearest.
 
     The residual, which may be stored otherwise, is left to the caller.
     """

@@ -16,7 +16,7 @@ from torch_fp8.optim.state import SMALL_RESIDUAL_BITS, is_large
 
 
 def check_shardings(optimizer: Optimizer, model: nn.Module | None, config: FP8Config) -> None:
-    """`check_sharding` of all parameters that have 8-bit states or a residual.
+    """Run `check_sharding` on all parameters that have 8-bit states or a residual.
 
     Args:
         optimizer: not necessarily converted.
@@ -34,7 +34,7 @@ def check_shardings(optimizer: Optimizer, model: nn.Module | None, config: FP8Co
 
 
 def check_sharding(parameter: Tensor, bits: int, name: str) -> None:
-    """Raise ValueError unless states of a DTensor can be cut as it is.
+    """Raise ValueError unless the states of a DTensor can be sharded as it is.
 
     Args:
         parameter: that will have a residual of `bits`, or none with 0.

@@ -1,4 +1,4 @@
-"""A parameter's step: `torch_fp8.ops.adamw` for large weights, torch's Adam for the rest."""
+"""The step of a parameter: `torch_fp8.ops.adamw` for large weights, torch's Adam for the rest."""
 
 import weakref
 from collections.abc import Iterable
@@ -22,11 +22,11 @@ from torch_fp8.quantization.stochastic_rounding import stream_keys
 from torch_fp8.tensor.dtensor import local
 
 Entry = tuple[int, dict[str, Any], Tensor, State]
-"""Place among all parameters, group, parameter, state."""
+"""A parameter to step: its index among all, its group, the parameter, its state."""
 
 
 Caches = dict[Tensor, list[tuple["weakref.ref[WeightCache]", CastSpec]]]
-"""Weight -> the caches of its payload, one for each layer that has it, with how it is cast."""
+"""The payload caches of each weight, one for each layer that has it, with how it is cast."""
 
 
 def step_large(entries: list[Entry], config: FP8Config, caches: Caches) -> None:
@@ -64,7 +64,7 @@ def step_large(entries: list[Entry], config: FP8Config, caches: Caches) -> None:
 
 
 def _zeros(parameters: list[Tensor]) -> dict[Tensor, Tensor]:
-    """(2, 4) float32 zeros for each parameter; one launch for all of a device."""
+    """Return (2, 4) float32 zeros for each parameter; one launch for all of a device."""
     made: dict[Tensor, Tensor] = {}
     for device in dict.fromkeys(local(p).device for p in parameters):
         here = [p for p in parameters if local(p).device == device]
@@ -76,7 +76,7 @@ def _zeros(parameters: list[Tensor]) -> dict[Tensor, Tensor]:
 def _with_payload(
     matrix: WeightMatrix, cache: WeightCache, spec: CastSpec, zeros: Tensor
 ) -> WeightMatrix:
-    """The matrix with its amax, and with its payload where the step's kernel can write that.
+    """Add its amax to the matrix, and its payload where the step's kernel can write that.
 
     Args:
         zeros: (2, 4) float32: for the amax and the payload's scale, 16 bytes each.
@@ -123,7 +123,7 @@ def _update_rms(
 
 
 def _alive(caches: Caches, parameter: Tensor) -> list[tuple[WeightCache, CastSpec]]:
-    """The caches of a weight whose layers still use them."""
+    """Return the caches of a weight whose layers still use them."""
     found = ((reference(), spec) for reference, spec in caches.get(parameter, ()))
     return [(cache, spec) for cache, spec in found if cache is not None]
 
@@ -163,7 +163,9 @@ def step_small(group: dict[str, Any], entries: list[tuple[Tensor, State]]) -> No
 
 
 def new_small_state(parameter: Tensor) -> State:
-    """Zero moments in float32, or in the parameter's dtype where that is another than BF16."""
+    """Return zero moments in float32, or in the parameter's dtype if that is neither BF16 nor
+    float32.
+    """
     dtype = torch.float32 if parameter.dtype == torch.bfloat16 else parameter.dtype
     like = parameter.detach()
     return {
@@ -180,7 +182,7 @@ def _full_precision(parameter: Tensor, state: State) -> Tensor:
 
 
 def settle_gradient(parameter: Tensor) -> None:
-    """Lay a DTensor's gradient as the parameter lies.
+    """Redistribute a DTensor's gradient to the placements of the parameter.
 
     Where ranks have different tokens, torch leaves the gradient of what they all have (of a norm
     under sequence parallelism) as partial sums.
@@ -216,7 +218,7 @@ def _matrix(parameter: Tensor, state: State, weight: Tensor, config: FP8Config) 
 
 
 def gradient_matrix(grad: Tensor, shape: tuple[int, int]) -> Tensor | GradientParts:
-    """A gradient as the step takes it: an (R, K) tensor, or the parts of an 8-bit one."""
+    """Return a gradient as the step takes it: an (R, K) tensor, or the parts of an 8-bit one."""
     parts = getattr(grad, "parts", None)
     if parts is not None:
         result: GradientParts = parts()
@@ -227,7 +229,9 @@ def gradient_matrix(grad: Tensor, shape: tuple[int, int]) -> Tensor | GradientPa
 
 
 def shard_origin(parameter: Tensor) -> tuple[int, int, int]:
-    """Row and column where this rank's shard starts in the whole matrix, and that one's columns."""
+    """Return row and column where this rank's shard starts in the whole matrix, and that one's
+    columns.
+    """
     if not isinstance(parameter, DTensor):
         return 0, 0, matrix_shape(parameter.shape)[1]
     _, offset = compute_local_shape_and_global_offset(
@@ -239,7 +243,7 @@ def shard_origin(parameter: Tensor) -> tuple[int, int, int]:
 
 
 def _scalars(group: dict[str, Any], step: float) -> StepScalars:
-    """Those of a group's parameters at a step, still without keys."""
+    """Return the scalars of a group's parameters at a step, still without keys."""
     beta1, beta2 = (float(beta) for beta in group["betas"])
     lr, weight_decay = float(group["lr"]), float(group["weight_decay"])
     decoupled = bool(group["decoupled_weight_decay"])

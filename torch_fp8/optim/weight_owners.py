@@ -1,4 +1,4 @@
-"""Which weights may become BF16: those whose every use is known.
+"""The choice of weights that may become BF16: those whose every use is known.
 
 Under autocast a float32 weight is cast where a matrix product reads it, and nowhere else: a
 parametrization, ``autocast(enabled=False)``, a merge of adapters or a fused operator finds float32
@@ -32,7 +32,7 @@ _HEAD = "lm_head"
 
 
 def reasons_to_stay(model: nn.Module, config: FP8Config) -> dict[Tensor, str | None]:
-    """Why each parameter of a model keeps its dtype, in words; None: it may become BF16.
+    """Explain why each parameter of a model keeps its dtype; None: it may become BF16.
 
     Args:
         model: converted already, if it is to be.
@@ -56,7 +56,9 @@ def reasons_to_stay(model: nn.Module, config: FP8Config) -> dict[Tensor, str | N
 
 
 def has_linear_forward(module: nn.Module) -> bool:
-    """Whether a module in high precision computes what ``nn.Linear`` does, and nobody reads it."""
+    """Return whether a high-precision module computes what ``nn.Linear`` does and alone reads its
+    weight.
+    """
     linear = isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
     # nn.MultiheadAttention reads the weight of its output layer past the layer.
     return linear and not isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear)

@@ -25,7 +25,7 @@ from torch_fp8.tensor.dtensor import with_data
 def whole_weights(
     model: nn.Module, optimizers: Iterable[Optimizer], *, keep_changes: bool = False
 ) -> Iterator[int]:
-    """Within, `model` shows whole weights to whoever saves it; gives the number of joined ones.
+    """Show whole weights to whoever saves `model` within; yield the number of joined ones.
 
     The modules hold other Parameters meanwhile, on the CPU, those of a sharded model as shards on
     their device. The trained Parameters, which DistributedDataParallel, hooks and optimizers know,
@@ -61,7 +61,7 @@ def whole_weights(
 def split_loaded(
     model: nn.Module, optimizers: Iterable[Optimizer], state_dict: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """`state_dict` for ``model.load_state_dict``, its whole weights split as those of `model` are.
+    """Split the whole weights in `state_dict`, as `model` has them, for ``model.load_state_dict``.
 
     The residuals go to the optimizers. So what `whole_weights` showed comes back bit for bit, where
     a plain copy would round to BF16.
@@ -84,7 +84,7 @@ def split_loaded(
 
 
 def _owners(optimizers: Iterable[Optimizer]) -> dict[Tensor, Float8Optimizer]:
-    """Split Parameter -> optimizer."""
+    """Map each split Parameter to its optimizer."""
     return {
         parameter: optimizer
         for optimizer in optimizers
@@ -95,7 +95,7 @@ def _owners(optimizers: Iterable[Optimizer]) -> dict[Tensor, Float8Optimizer]:
 
 
 def _split(optimizer: Float8Optimizer, parameter: Tensor, whole: Tensor) -> Tensor:
-    """The BF16 part of `whole`; its residual goes to the optimizer."""
+    """Return the BF16 part of `whole`; its residual goes to the optimizer."""
     bits = optimizer.residual_bits(parameter)
     high, residual = split_weight(whole.detach().to(parameter.device, torch.float32), bits)
     optimizer.set_residual(parameter, residual)
