@@ -1,1 +1,1 @@
-"""A model that becomes FP8: selection, fused layers, recipes, reports."""
+"""Conversion of a model to FP8: selection, fused layers, recipes, reports."""

@@ -1,4 +1,4 @@
-"""Which recipe ``auto`` stands for: the one that is the fastest on the layers of this model.
+"""The choice that ``auto`` makes: the recipe that is the fastest on the layers of this model.
 
 At conversion each distinct shape among the linear layers that FP8 could run is timed on the device,
 with each candidate and in BF16 (`torch_fp8.conversion.layer_benchmark`). The model gets one recipe,
@@ -38,15 +38,16 @@ from torch_fp8.ops.hardware import resolve_auto, runs_natively
 from torch_fp8.quantization.recipe import E4M3_ONLY, Recipe, make_recipe
 
 CANDIDATES = ("tensorwise", "rowwise", "blockwise")
-"""Recipes with the loss of BF16 whose scales are the tensors' own: what they give does not hang on
-the steps before, as with ``delayed``."""
+"""The recipes with BF16's loss that scale by the tensors at hand: unlike ``delayed``, they do not
+depend on earlier steps.
+"""
 MARGIN = 0.02
-"""FP8 has to take this share less time than BF16: noise is not to decide, and BF16 is exact."""
+"""The share of time by which FP8 must beat BF16: noise must not decide, and BF16 is exact."""
 
 
 @dataclass(frozen=True)
 class RecipeChoice:
-    """What ``auto`` chose, and why.
+    """The recipe that ``auto`` chose, and why.
 
     Attributes:
         recipe: its name.
@@ -65,7 +66,7 @@ class RecipeChoice:
 
     @property
     def label(self) -> str:
-        """Of its line in a summary."""
+        """The label of its line in a summary."""
         return "measured" if self.not_measured is None else "auto"
 
     def __str__(self) -> str:
@@ -82,7 +83,7 @@ class RecipeChoice:
 def choose_recipe(
     model: nn.Module, layers: Mapping[str, nn.Linear], config: FP8Config, device: torch.device
 ) -> RecipeChoice:
-    """The recipe for ``config.recipe == "auto"``; a failure to measure is a warning.
+    """Choose the recipe for ``config.recipe == "auto"``; a failure to measure is a warning.
 
     Args:
         model: that is to be converted.
@@ -118,7 +119,8 @@ def choose_recipe(
 
 
 def candidates(config: FP8Config, device: torch.device) -> tuple[str, ...]:
-    """The recipes that a measurement on `device` is to decide between; none: there is nothing to.
+    """Return the recipes that a measurement on `device` is to compare; none if nothing is to be
+    measured.
 
     Args:
         config: with a recipe other than ``auto``, with ``emulate`` or with Transformer Engine there
@@ -132,7 +134,7 @@ def candidates(config: FP8Config, device: torch.device) -> tuple[str, ...]:
 
 
 def recipe_of(config: FP8Config, name: str) -> Recipe:
-    """The recipe `name` with the options of `config`."""
+    """Return the recipe `name` with the options of `config`."""
     return make_recipe(
         name,
         wgrad=config.wgrad,
@@ -143,7 +145,7 @@ def recipe_of(config: FP8Config, name: str) -> Recipe:
 
 
 def layer_shapes(model: nn.Module, layers: Mapping[str, nn.Linear]) -> dict[str, LayerShape]:
-    """By qualified name, the shape of the GEMMs that each layer runs on one rank.
+    """Return, by qualified name, the shape of the GEMMs that each layer runs on one rank.
 
     Of a weight that tensor parallelism has sharded it is the largest part; one that FSDP2 has
     sharded is whole when it is multiplied.
@@ -198,7 +200,9 @@ def _measured(
     kept: Kept,
     default: str,
 ) -> dict[str, Any]:
-    """``{"times": [LayerTimes of each shape]}``, or ``{"failure": why there are none}``."""
+    """Measure; return ``{"times": [LayerTimes of each shape]}`` or ``{"failure": why there are
+    none}``.
+    """
     times, failure = [], None
     for shape in shapes:
         try:

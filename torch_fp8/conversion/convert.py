@@ -1,4 +1,4 @@
-"""Verbs on a model: `convert_to_float8`, `revert`, and the scaling state of delayed scaling.
+"""The functions that convert a model: `convert_to_float8`, `revert`, and delayed scaling's state.
 
 Conversion swaps ``__class__`` in place. The Parameter objects stay the same, so whatever holds them
 (an optimizer, a tied module, FSDP's maps, a state dict) never notices.
@@ -56,7 +56,7 @@ def convert_to_float8(
     *,
     device: torch.device | str | None = None,
 ) -> ConversionReport:
-    """Make the linear layers of `model` run their GEMMs in FP8, in place.
+    """Convert the linear layers of `model` to run their GEMMs in FP8, in place.
 
     Converted are ``nn.Linear``, subclasses of it that compute the same, transformers' ``Conv1D``,
     FSDP2's dynamic classes of these, and what stands between them: RMSNorms and gated MLPs, found
@@ -141,7 +141,7 @@ def conversion_report(
     *,
     device: torch.device | str | None = None,
 ) -> ConversionReport:
-    """What `convert_to_float8` would do to `model`, which stays as it is.
+    """Report what `convert_to_float8` would do to `model`, which stays as it is.
 
     A copy without data, on the meta device, is converted: this takes neither the memory of the
     weights nor, on the CPU, more than a moment. Where recipe ``auto`` measures, it does so now, and
@@ -164,7 +164,7 @@ def conversion_report(
 
 
 def revert(model: nn.Module) -> int:
-    """Turn every FP8 linear of `model` back into the class it came from, in place.
+    """Turn every FP8 linear layer of `model` back into its original class, in place.
 
     After `torch_fp8.restore_weights` nothing of ours is left in the model then.
 
@@ -183,7 +183,7 @@ def revert(model: nn.Module) -> int:
 
 
 def check_config(config: FP8Config, device: torch.device) -> Recipe:
-    """The recipe that `config` runs on `device`.
+    """Return the recipe that `config` runs on `device`.
 
     Raises:
         ValueError: a device that cannot run it.
@@ -198,7 +198,7 @@ def check_config(config: FP8Config, device: torch.device) -> Recipe:
 
 
 def scaling_state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """What scaling remembers, as plain float32 tensors on the CPU; empty for most configurations.
+    """Return the scaling state as plain float32 tensors on the CPU; empty for most configurations.
 
     Keys of delayed scaling are ``<qualified name>.amax_history``, (3, H): the amaxes of input,
     weight and grad_output, the most recent first, negative where an outlier was left out; and
@@ -214,7 +214,7 @@ def scaling_state_dict(model: nn.Module) -> dict[str, Tensor]:
 
 
 def load_scaling_state_dict(model: nn.Module, state: dict[str, Tensor]) -> None:
-    """Restore what `scaling_state_dict` returned; training then goes on exactly as it was.
+    """Restore what `scaling_state_dict` returned; training then continues exactly as it was.
 
     An empty `state` (a checkpoint of another recipe, or of stock training) changes nothing. The
     ``mu`` of another communication is left unused.
@@ -279,7 +279,9 @@ def _resolve(config: FP8Config, device: torch.device) -> Recipe:
 def _plan(
     model: nn.Module, config: FP8Config, recipe: Recipe
 ) -> Iterator[tuple[str, Any, str | None]]:
-    """Each matrix product with a weight, its module, and why it stays in high precision or None."""
+    """Yield each matrix product with a weight, its module, and why it stays in high precision or
+    None.
+    """
     kept_high = high_precision_modules(model, config.skip)
     for name, module in model.named_modules():
         if not is_linear(module):

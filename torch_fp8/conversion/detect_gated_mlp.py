@@ -1,4 +1,4 @@
-"""What makes a module a gated MLP: ``down(silu(gate(x)) * up(x))``, found in its own forward.
+"""Detection of gated MLPs, ``down(silu(gate(x)) * up(x))``, from a module's own forward.
 
 The forward is run once on symbols, which record what is done with them; whatever else it does with
 one, or with the module, ends the run, and the module is none. Names do not matter. gate and up are
@@ -19,7 +19,9 @@ from torch_fp8.nn.gated_mlp import FusedGateUpSpec, GatedMLPSpec
 
 
 def gated_mlp_spec(module: nn.Module) -> GatedMLPSpec | FusedGateUpSpec | None:
-    """The names of its layers, if the product is all that the module computes with them."""
+    """Return the names of a gated MLP's layers, if their product is all that the module
+    computes.
+    """
     children = dict(module.named_children())
     widths = {n: _width(child) for n, child in children.items() if _width(child)}
     if len(widths) not in (2, 3) or "forward" in module.__dict__:
@@ -38,7 +40,7 @@ def gated_mlp_spec(module: nn.Module) -> GatedMLPSpec | FusedGateUpSpec | None:
 
 
 class _Symbol:
-    """A value of which only is known how it came about."""
+    """A value of which only its origin is known."""
 
     def __mul__(self, other: Any) -> "_Symbol":
         return _Product(self, other)
@@ -59,7 +61,7 @@ class _Product(_Symbol):
 
 
 class _Activated(_Symbol):
-    """``F.silu(x)``."""
+    """The result of ``F.silu(x)``."""
 
     def __init__(self, x: Any, inplace: bool) -> None:
         if inplace:
@@ -68,7 +70,7 @@ class _Activated(_Symbol):
 
 
 class _Called(_Symbol):
-    """What a child returns; of a layer, (..., width)."""
+    """What a child returns; for a layer, (..., width)."""
 
     def __init__(self, name: str, width: int, x: Any) -> None:
         self.name, self.width, self.x = name, width, x
@@ -106,7 +108,7 @@ class _Half(_Symbol):
 
 
 class _Shape:
-    """Of which only the last dimension is known."""
+    """A shape of which only the last dimension is known."""
 
     def __init__(self, width: int) -> None:
         self.width = width
@@ -126,7 +128,7 @@ _FUNCTIONS: dict[Any, Any] = {
 
 
 def _matched(output: Any, x: _Symbol, children: dict[str, nn.Module]) -> Any:
-    """The form that gives `output` of `x`; AttributeError where something else does."""
+    """Return the spec that gives `output` of `x`; AttributeError where something else does."""
     product = output.x
     for activated, up in (product.factors, product.factors[::-1]):
         if not _is_activated(activated, children):
@@ -141,12 +143,12 @@ def _matched(output: Any, x: _Symbol, children: dict[str, nn.Module]) -> Any:
 
 
 def _width(child: nn.Module) -> int:
-    """Output features of a linear layer, or of an adapter around one; 0: it has none."""
+    """Return the output features of a linear layer, or of an adapter around one; 0: it has none."""
     return max((m.out_features for m in child.modules() if isinstance(m, nn.Linear)), default=0)
 
 
 def _sizes(module: nn.Module, widths: dict[str, int]) -> dict[str, int]:
-    """Attributes that can say where a layer's output is split."""
+    """Return the attributes that can say where a layer's output is split."""
     possible = {size for width in widths.values() for size in (width, width // 2)}
     return {k: v for k, v in vars(module).items() if type(v) is int and v in possible}
 

@@ -1,4 +1,4 @@
-"""What makes a module an RMSNorm: ``x * rstd * weight`` or ``x * rstd * (1 + weight)``, by trial.
+"""Detection of RMSNorms, ``x * rstd * weight`` or ``x * rstd * (1 + weight)``, by trial.
 
 Names do not matter: it is a module with one weight (C,) and an epsilon, whose own forward takes the
 input alone and gives one of these on trial data. Gemma's is of the second kind. A forward that
@@ -23,7 +23,7 @@ _TRIED = (torch.float32, torch.bfloat16)
 
 
 def rms_norm_spec(module: nn.Module) -> RMSNormSpec | None:
-    """What a module computes, if it is an RMSNorm."""
+    """Return what a module computes, if it is an RMSNorm."""
     weight = module._parameters.get("weight")
     if weight is None or weight.ndim != 1 or len(module._parameters) != 1 or module._modules:
         return None
@@ -38,7 +38,7 @@ def rms_norm_spec(module: nn.Module) -> RMSNormSpec | None:
 
 @functools.cache
 def takes_input_alone(cls: type[nn.Module]) -> bool:
-    """Whether a class's forward has one argument beside ``self``; ``*args`` do not count."""
+    """Return whether a class's forward has one argument beside ``self``; ``*args`` do not count."""
     try:
         _, *arguments = inspect.signature(cls.forward).parameters.values()
     except ValueError:  # written in C
@@ -48,7 +48,9 @@ def takes_input_alone(cls: type[nn.Module]) -> bool:
 
 
 class _Trial:
-    """A module without its weight, and what decides its form as a key: one trial for its kind."""
+    """A module without its weight, with what decides its spec as the key, so that its kind is tried
+    once.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         self.module = copy.copy(module)
@@ -69,7 +71,9 @@ class _Trial:
 
 @functools.lru_cache(maxsize=64)
 def _tried(trial: _Trial, eps_name: str) -> RMSNormSpec | None:
-    """The form whose results the module's own forward gives on the CPU, in all dtypes."""
+    """Return the spec whose results equal those of the module's own forward on the CPU, in all
+    dtypes.
+    """
     with _disable_current_modes():  # a model of fake tensors is tried on real ones
         return _try(trial, eps_name)
 

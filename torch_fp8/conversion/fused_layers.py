@@ -1,4 +1,4 @@
-"""The modules between FP8 layers that hand over FP8: RMSNorms and gated MLPs, found in a model."""
+"""Conversion of the modules between FP8 layers that emit FP8: RMSNorms and gated MLPs."""
 
 from torch import nn
 
@@ -44,13 +44,14 @@ def convert_producers(model: nn.Module, config: FP8Config) -> tuple[str, ...]:
 
 
 def revert_producers(model: nn.Module) -> None:
-    """Turn them all back into the classes that they came from, in place."""
+    """Turn all of them back into their original classes, in place."""
     for module in model.modules():
         _revert(module)
 
 
 def _consumers(norm: nn.Module, parent: nn.Module | None) -> Consumers | None:
-    """The FP8 layers beside `norm`, or within what is, that take as many features as it has.
+    """Return the FP8 layers, beside `norm` or inside its siblings, that take as many features as it
+    has.
 
     Not so for the last norm of a model, beside the list of its layers: that one's output is the
     model's.
@@ -64,7 +65,9 @@ def _consumers(norm: nn.Module, parent: nn.Module | None) -> Consumers | None:
 
 
 def _is_shared(norm: nn.Module, parent: nn.Module | None) -> bool:
-    """Whether some module there has several such layers, as q, k and v."""
+    """Return whether some module among the norm's siblings has several such layers, as q, k and
+    v.
+    """
     return any(len(group) > 1 for group in _layers_beside(norm, parent))
 
 
@@ -96,7 +99,7 @@ def _revert(module: nn.Module) -> None:
 def convert_rms_norm(
     module: nn.Module, name: str, config: FP8Config, consumers: Consumers | None
 ) -> bool:
-    """Make an RMSNorm a `Float8RMSNorm`, in place; False, and nothing done, if it is none.
+    """Convert an RMSNorm to a `Float8RMSNorm`, in place; return False, unchanged, if it is none.
 
     Args:
         name: of the module.
@@ -123,7 +126,7 @@ def revert_rms_norm(module: Float8RMSNorm) -> None:
 
 
 def convert_gated_mlp(module: nn.Module, name: str, config: FP8Config) -> bool:
-    """Make a gated MLP a `Float8GatedMLP`, in place; False, and nothing done, if it is none.
+    """Convert a gated MLP to a `Float8GatedMLP`, in place; return False, unchanged, if it is none.
 
     Only where one of its layers runs in FP8.
     """
@@ -146,7 +149,7 @@ def revert_gated_mlp(module: Float8GatedMLP) -> None:
 
 
 def share_output(module: nn.Module, name: str) -> bool:
-    """Make a LayerNorm, Hugging Face's own ones included, share its output, in place.
+    """Let a LayerNorm, Hugging Face's own ones included, share its output, in place.
 
     Known by one weight (C,), maybe a bias, and "LayerNorm" in its class's name, of which there are
     too many for a list. False, and nothing done, if it is none.

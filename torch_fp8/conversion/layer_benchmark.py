@@ -1,4 +1,4 @@
-"""How long a linear layer takes on the device at hand, forward and backward, in FP8 and without.
+"""Timings of a linear layer's forward and backward on the device at hand, in FP8 and without.
 
 The layers timed are `Float8Linear` and ``nn.Linear`` as training calls them for one micro-batch of
 several: operands are cast in each pass, but for what is kept of the weight from one optimizer step
@@ -43,17 +43,20 @@ class LayerShape(NamedTuple):
 
 
 Kept = bool | str | None
-"""Of a weight between optimizer steps: nothing (None), its scale alone (False), its payload (True),
-or ``"both"`` payloads, as in ``FP8Config.cache_weights``."""
+"""What is kept of a weight between optimizer steps: nothing (None), its scale alone (False), its
+payload (True), or ``"both"`` payloads, as in ``FP8Config.cache_weights``.
+"""
 
 
 def kept_weights(config: FP8Config) -> Kept:
-    """What layers keep under `config`: at O1 the optimizer is the user's, and fills nothing."""
+    """Return what layers keep under `config`: at O1 the optimizer is the user's, and fills
+    nothing.
+    """
     return None if config.opt_level == "O1" else config.cache_weights
 
 
 class LayerTimes(NamedTuple):
-    """Seconds of a forward and backward, the median: without FP8, and with each recipe by name."""
+    """Median seconds of a forward and backward: without FP8, and with each recipe by name."""
 
     plain: float
     fp8: dict[str, float]
@@ -61,21 +64,21 @@ class LayerTimes(NamedTuple):
 
 @dataclass(frozen=True)
 class Card:
-    """A device, equal to all others of its name: what was timed on one holds for another."""
+    """A device, which counts as equal to others of its name: timings on one hold for another."""
 
     name: str
     device: torch.device = field(compare=False)
 
     @classmethod
     def of(cls, device: torch.device) -> "Card":
-        """The card that `device` is."""
+        """Return the card that `device` is."""
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
         return cls(name, device)
 
 
 @dataclass(frozen=True)
 class LayerPass:
-    """A forward and backward of one layer, called to run; gradients go nowhere.
+    """A forward and backward of one layer, run by calling it; it stores no gradients.
 
     Attributes:
         layer: with random parameters.
@@ -121,7 +124,7 @@ def layer_times(
 
 
 def seconds(device: torch.device, run: Callable[[], None]) -> float:
-    """How long one call of `run` takes on a CUDA device that has work already.
+    """Measure the seconds of one call of `run` on a CUDA device that has work already.
 
     The call before keeps it busy while the host launches this one, as in a training step: what the
     host takes shows where it is the slower of the two.
@@ -137,7 +140,9 @@ def seconds(device: torch.device, run: Callable[[], None]) -> float:
 
 
 def _samples(device: torch.device, passes: Sequence[LayerPass]) -> list[list[float]]:
-    """Seconds of each of `passes`; in turns, so that a change of clocks meets all alike."""
+    """Measure the seconds of each of `passes`, in turns, so that a change of clocks meets all
+    alike.
+    """
     samples: list[list[float]] = [[] for _ in passes]
     for repetition in range(-WARMUP, REPETITIONS):
         for run, times in zip(passes, samples, strict=True):
@@ -181,7 +186,7 @@ def _layer(
 
 @contextlib.contextmanager
 def _undisturbed(device: torch.device) -> Iterator[None]:
-    """Real tensors with gradients on `device`, whatever modes the caller is in."""
+    """Let real tensors have gradients on `device`, whatever modes the caller is in."""
     with (
         _disable_current_modes(),
         torch.inference_mode(False),  # turns gradients on, too

@@ -45,12 +45,12 @@ class MemoryReport:
 
     @property
     def total(self) -> int:
-        """Bytes of all categories."""
+        """The bytes of all categories."""
         return sum(getattr(self, name) for name in _CATEGORIES)
 
     @property
     def bytes_per_param(self) -> float:
-        """`total` over `num_params`."""
+        """The quotient of `total` and `num_params`."""
         return self.total / max(self.num_params, 1)
 
     def __str__(self) -> str:
@@ -94,7 +94,7 @@ def memory_report(
 
 
 def expected_bytes_per_param(model: nn.Module, optimizers: Iterable[Optimizer] = ()) -> str:
-    """What training will hold once gradients and optimizer states exist, in words.
+    """Describe in words what training will hold once gradients and optimizer states exist.
 
     The states of Adam's family and of SGD with momentum are known from their class; another
     optimizer's are not guessed.
@@ -125,7 +125,7 @@ def expected_bytes_per_param(model: nn.Module, optimizers: Iterable[Optimizer] =
 
 
 def size_text(num_bytes: int) -> str:
-    """In GiB, or in MiB where that is little."""
+    """Format bytes in GiB, or in MiB where that is little."""
     gib = num_bytes / 2**30
     return f"{gib:.2f} GiB" if gib >= 0.1 else f"{num_bytes / 2**20:.1f} MiB"
 
@@ -139,7 +139,9 @@ def _sum(a: MemoryReport, b: MemoryReport) -> MemoryReport:
 
 
 def _expected(parameter: Tensor, optimizer: Optimizer | None, *, converted: bool) -> MemoryReport:
-    """Of one parameter: as it was before its optimizer was converted, or as it is."""
+    """Return the expected bytes of one parameter: as before its optimizer was converted, or as it
+    is.
+    """
     shard = local(parameter)
     numel, size = shard.numel(), shard.element_size()
     ours = optimizer if isinstance(optimizer, Float8Optimizer) else None
@@ -185,7 +187,9 @@ def _num_moments(optimizer: Optimizer) -> int | None:
 
 
 def _optimizers(optimizer: Optimizer | Iterable[Optimizer] | None) -> list[Optimizer]:
-    """One or several as a list, without what a host may have wrapped around them."""
+    """Return one or several optimizers as a list, without what a host may have wrapped around
+    them.
+    """
     if optimizer is None:
         return []
     given = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
@@ -194,7 +198,7 @@ def _optimizers(optimizer: Optimizer | Iterable[Optimizer] | None) -> list[Optim
 
 
 def _by_category(optimizers: list[Optimizer], parameters: list[Tensor]) -> dict[str, list[Tensor]]:
-    """The tensors of the optimizers' states of these parameters, without 0-d counters."""
+    """Collect the tensors of the optimizers' states of these parameters, without 0-d counters."""
     found: dict[str, list[Tensor]] = {"moments": [], "master": [], "scales": []}
     wanted = set(parameters)
     for optimizer in optimizers:
@@ -216,7 +220,7 @@ def _category(name: str) -> str:
 
 
 def _gradient_parts(grad: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """A gradient's elements, and its scales where it has 8 bits."""
+    """Return a gradient's elements, and its scales where it has 8 bits."""
     shard = local(grad)
     parts = getattr(shard, "parts", None)
     if parts is None:
@@ -230,7 +234,7 @@ def _distinct(parameters: list[Tensor]) -> list[Tensor]:
 
 
 def _num_bytes(tensors: list[Tensor]) -> int:
-    """Bytes of the distinct storages behind `tensors`; of the local shard for a DTensor."""
+    """Count bytes of the distinct storages behind `tensors`; of the local shard for a DTensor."""
     seen: dict[int, int] = {}
     for tensor in tensors:
         shard = local(tensor)

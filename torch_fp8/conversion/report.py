@@ -1,4 +1,4 @@
-"""What a conversion did: `ConversionReport`, and the start-up summary made of it."""
+"""The report of a conversion, `ConversionReport`, and the start-up summary made from it."""
 
 from collections import defaultdict
 from collections.abc import Iterable
@@ -20,7 +20,7 @@ from torch_fp8.quantization.recipe import Recipe
 
 _NAMES_PER_REASON = 3
 _FASTER = 2.0
-"""How many times as fast as in BF16 an FP8 GEMM runs at best."""
+"""The speed of an FP8 GEMM at best, in multiples of a BF16 GEMM's."""
 
 
 _HOW_TO_CONVERT = (
@@ -37,7 +37,7 @@ class SkippedModule(NamedTuple):
 
 
 class MatmulFlops(NamedTuple):
-    """Multiply-adds per token of all GEMMs with a weight, both directions.
+    """Multiply-adds per token of all GEMMs with a weight, in forward and backward.
 
     Attributes:
         total: of all.
@@ -80,17 +80,19 @@ class ConversionReport:
 
     @property
     def flops_share(self) -> float:
-        """Share of the FLOPs of all GEMMs with a weight, forward and backward, that run in FP8."""
+        """The share of the FLOPs of all GEMMs with a weight, forward and backward, that run in
+        FP8.
+        """
         return self.flops.fp8 / self.flops.total
 
     @property
     def adapters(self) -> tuple[str, ...]:
-        """Qualified names of LoRA adapters, which stay in high precision."""
+        """The qualified names of LoRA adapters, which stay in high precision."""
         return tuple(name for name, reason in self.skipped if reason == ADAPTER)
 
     @property
     def num_layers(self) -> int:
-        """Of linear layers without adapters, and of fused expert weights."""
+        """The number of linear layers without adapters, and of fused expert weights."""
         return len(self.converted) + len(self.skipped) - len(self.adapters)
 
     def summary(
@@ -100,7 +102,7 @@ class ConversionReport:
         optimizer_reports: Iterable[OptimizerReport] | None = None,
         communication: object | None = None,
     ) -> str:
-        """The start-up summary, several lines.
+        """Return the start-up summary, of several lines.
 
         Args:
             model: for the bytes per parameter.
@@ -147,7 +149,9 @@ class ConversionReport:
         ]
 
     def _high_precision_lines(self) -> list[str]:
-        """What is a kind of its own: adapters, and fused experts with what they mean for speed."""
+        """Describe adapters, and fused experts with what they mean for speed, in lines of their
+        own.
+        """
         lines = []
         if self.adapters:
             lines.append(f"  adapters  {len(self.adapters)} of LoRA, which stay in high precision")
