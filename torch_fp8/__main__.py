@@ -1,4 +1,4 @@
-"""``python -m torch_fp8``: the same as the command ``torch-fp8``."""
+"""``python -m torch_fp8`` runs the command ``torch-fp8``."""
 
 import sys
 

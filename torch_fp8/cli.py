@@ -29,7 +29,7 @@ INTERRUPTED = 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a sub-command; returns the exit status."""
+    """Run a sub-command and return the exit status."""
     parser = _parser()
     options = parser.parse_args(arguments)
     for stream in (sys.stdout, sys.stderr):
@@ -117,7 +117,7 @@ def _env(options: argparse.Namespace) -> int:
 
 
 def _guarded(describe: Callable[[], list[Result]]) -> list[Result]:
-    """What a part of the machine is; a machine that cannot be described is what this is for."""
+    """Describe a part of the machine; where that fails, the failure is the result."""
     try:
         return describe()
     except Exception as error:
@@ -139,7 +139,9 @@ def _print(results: Sequence[Result], options: argparse.Namespace, report: Path 
 
 
 def _report_path(options: argparse.Namespace) -> Path | None:
-    """Where the report goes, None: nowhere. A folder that cannot take it is told before all."""
+    """Return where the report goes, None for nowhere; raise at once for a folder that cannot take
+    it.
+    """
     path: Path | None = options.report
     if path is not None:
         path = path.absolute()
@@ -156,7 +158,9 @@ def _report_path(options: argparse.Namespace) -> Path | None:
 
 @contextlib.contextmanager
 def _terminated_as_interrupted() -> Iterator[None]:
-    """SIGTERM ends the command as Ctrl-C does: children and temporary folders go."""
+    """End the command on SIGTERM as on Ctrl-C, so that children and temporary folders are cleaned
+    up.
+    """
 
     def interrupt(*signal_and_frame: object) -> None:
         raise KeyboardInterrupt

@@ -18,7 +18,7 @@ EMULATION = (
 
 
 def cards() -> list[Result]:
-    """Each card with its compute capability and memory, and what each recipe needs of it."""
+    """Describe each card: compute capability, memory, and what each recipe needs of it."""
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0

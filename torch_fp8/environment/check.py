@@ -1,4 +1,4 @@
-"""One check of the self-test."""
+"""A check of the self-test."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -6,12 +6,12 @@ from typing import Any
 EVERY_CARD = "every card"
 """The `Check.process` that sees all cards; the others see the first."""
 ALONE = "alone"
-"""The `Check.process` that runs when all others are done: it measures times."""
+"""The `Check.process` that runs after all others have finished: it measures times."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """What is to be called, where, and how long it may take.
+    """A function to call, with where it runs and how long it may take.
 
     Attributes:
         section, name: under which its result is shown.

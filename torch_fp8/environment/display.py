@@ -20,7 +20,7 @@ _MOST_NAME_WIDTH = 48
 
 
 def use_rich(stream: TextIO) -> bool:
-    """Whether `stream` is a terminal, and rich is installed."""
+    """Return whether `stream` is a terminal, and rich is installed."""
     if not stream.isatty():
         return False
     try:
@@ -59,7 +59,7 @@ def show(results: Sequence[Result], stream: TextIO, *, rich: bool) -> None:
 
 
 def plain_text(results: Sequence[Result], width: int = 100) -> str:
-    """The same as text of at most `width` columns, where words allow it."""
+    """Format `results` as text of at most `width` columns, where words allow it."""
     parts = []
     for section, lines in _sections(results):
         parts.append(f"{section}\n")
@@ -84,7 +84,7 @@ def plain_text(results: Sequence[Result], width: int = 100) -> str:
 
 
 def summary(results: Iterable[Result]) -> str:
-    """One line: how many of each."""
+    """Count the results of each status, in one line."""
     results = list(results)
     counts = [
         f"{sum(r.status == status for r in results)} {word}"
@@ -96,7 +96,7 @@ def summary(results: Iterable[Result]) -> str:
 
 
 def as_json(results: Sequence[Result], report: Path | None) -> str:
-    """One object: ``ok``, ``report`` (a path or null) and ``results``."""
+    """Format as one JSON object: ``ok``, ``report`` (a path or null) and ``results``."""
     return json.dumps(
         {
             "ok": exit_status(results) == 0,
@@ -108,7 +108,9 @@ def as_json(results: Sequence[Result], report: Path | None) -> str:
 
 
 def report_text(results: Sequence[Result], command: str) -> str:
-    """What a report file holds: the tables, and below them what each failed check printed."""
+    """Return the text of a report file: the tables, and below them what each failed check
+    printed.
+    """
     now = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
     parts = [f"{command}\n{now}\n\n{plain_text(results)}"]
     for result in results:
@@ -119,7 +121,7 @@ def report_text(results: Sequence[Result], command: str) -> str:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file whole or not at all: beside it first, under another name."""
+    """Write a file whole or not at all: it is first written beside it under another name."""
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "w", encoding="utf-8", errors="replace") as file:
@@ -134,7 +136,7 @@ def write_whole(path: Path, text: str) -> None:
 
 
 class Progress:
-    """What is being done, on standard error: rich's bar, or a line for each that is done.
+    """Progress on standard error: rich's bar, or a line for each check that is done.
 
     Args:
         total: how many there will be.
@@ -171,7 +173,7 @@ class Progress:
             self._bar.update(self._task, description=name)
 
     def end(self, result: Result) -> None:
-        """One more is done."""
+        """Count one more check as done."""
         self.done += 1
         if self._bar is not None:
             self._bar.advance(self._task)

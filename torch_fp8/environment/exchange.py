@@ -1,4 +1,4 @@
-"""Two processes average the gradients of a model in FP8, over NCCL or gloo.
+"""A check in which two processes average the gradients of a model in FP8, over NCCL or gloo.
 
 ``python -m torch_fp8.environment.exchange RANK STORE BACKEND`` is one of them.
 """
@@ -23,12 +23,14 @@ from torch_fp8.quantization.metrics import sqnr_db
 
 RANKS = 2
 FLOOR_DB = 35.0
-"""Two roundings to nearest in the format of gradients keep 36 dB of Gaussian values."""
+"""The floor of the SQNR in dB: two roundings in the format of gradients keep 36 dB of Gaussian
+values.
+"""
 _LIMIT_S = 100
 
 
 def check_exchange() -> str:
-    """Run both processes; returns the SQNR of the average."""
+    """Run both processes and return the SQNR of the average."""
     if not dist.is_available():
         raise NotRun("this torch was built without torch.distributed")
     backend = backend_at_hand()
@@ -56,7 +58,7 @@ def check_exchange() -> str:
 
 
 def backend_at_hand() -> str:
-    """NCCL where there is a card for each process, else gloo on the CPU."""
+    """Return NCCL if there is a card for each process, else gloo on the CPU."""
     return "nccl" if dist.is_nccl_available() and torch.cuda.device_count() >= RANKS else "gloo"
 
 
@@ -104,7 +106,7 @@ def _rank(rank: int, store: str, backend: str) -> None:
 
 
 def _gathered(model: nn.Module) -> list[Tensor]:
-    """The gradients of each rank's model, as one tensor for each rank."""
+    """Gather the gradients of each rank's model, as one tensor for each rank."""
     parts = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
     mine = torch.cat(parts)
     everyones = [torch.empty_like(mine) for _ in range(RANKS)]

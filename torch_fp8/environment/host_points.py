@@ -1,4 +1,4 @@
-"""What of a host is extended, and whether that took hold; run as a process of its own.
+"""Which points of a host are extended, and whether that took hold; run as a process of its own.
 
 ``python -m torch_fp8.environment.host_points MODULE ...`` imports torch and these modules of one
 host, as a script would, and prints as JSON what became of the points below. A host that is broken,
@@ -70,13 +70,13 @@ POINTS: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "trl": {"trl.models.utils": ("prepare_fsdp",)},
 }
-"""Host -> module -> names in it that `lightning_fp8` and `accelerate_fp8` extend."""
+"""The names that `lightning_fp8` and `accelerate_fp8` extend, by host and module."""
 
 HELD, NOT_EXTENDED, MOVED = "held", "not extended", "moved"
 
 
 def state_of(module: Any, name: str) -> str:
-    """Whether the point of this dotted name is extended, is there, or is not there any more."""
+    """Return whether the point of this dotted name is extended, present, or missing."""
     value: Any = module
     for part in name.split("."):
         try:
@@ -89,7 +89,9 @@ def state_of(module: Any, name: str) -> str:
 
 
 def extended_names(module: ModuleType) -> list[str]:
-    """Dotted names of all that carries ``_fp8_original`` in a module and in its classes."""
+    """Return the dotted names of all that carries ``_fp8_original`` in a module and in its
+    classes.
+    """
     names = []
     for name, value in list(vars(module).items()):
         if _is_ours(value):
@@ -106,7 +108,9 @@ def _is_ours(value: Any) -> bool:
 
 
 def inspect_host(modules: list[str]) -> dict[str, Any]:
-    """What `python -m` prints: version, error, warnings about the flag, state of each point."""
+    """Return what `python -m` prints: version, error, warnings about the flag, state of each
+    point.
+    """
     found: dict[str, Any] = {"version": None, "errors": {}, "warnings": [], "points": {}}
     host = modules[0].partition(".")[0]
     points = POINTS[host]

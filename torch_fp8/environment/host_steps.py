@@ -1,4 +1,4 @@
-"""One training step of each level through each host, of a tiny model that is made here.
+"""One training step at each level through each host, of a tiny model that is made here.
 
 What a step leaves behind says whether FP8 took part, not what the host reports: converted layers
 were called, and between backward and the optimizer's step weights and gradients are what the level
@@ -27,7 +27,7 @@ FEATURES, TOKENS, VOCABULARY = 64, 32, 64
 
 
 class Evidence:
-    """What is seen of a model while it is trained.
+    """Observations of a model while it is trained.
 
     Attributes:
         calls: forwards of converted layers.
@@ -46,7 +46,7 @@ class Evidence:
         self.calls += isinstance(module, Float8Layer)
 
     def look(self, model: nn.Module) -> None:
-        """Called between backward and the optimizer's step."""
+        """Observe the model between backward and the optimizer's step."""
         for module in model.modules():
             if isinstance(module, Float8Layer):
                 weight = module.weight
@@ -70,7 +70,7 @@ class Evidence:
 
 
 def step(host: str, level: str) -> str:
-    """One step of a level through a host of `STEPS`; returns what was seen."""
+    """Run one step of a level through a host of `STEPS`, and return what was observed."""
     torch.manual_seed(0)
     with tempfile.TemporaryDirectory() as folder:
         evidence = Evidence()
@@ -78,7 +78,7 @@ def step(host: str, level: str) -> str:
 
 
 def run(host: str, level: str, evidence: Evidence, folder: str) -> float:
-    """The loss of one step with the host's own flag, and all else from the environment."""
+    """Return the loss of one step with the host's own flag, and all else from the environment."""
     emulate = not runs_natively(device_at_hand(), "tensorwise")
     config = FP8Config(opt_level=level, recipe="tensorwise", emulate=emulate)
     variables = {ENV_VAR: config.to_json(), _LAUNCHED: "fp8"}
@@ -93,7 +93,7 @@ def run(host: str, level: str, evidence: Evidence, folder: str) -> float:
 
 
 def missing(host: str) -> str:
-    """Why a host of `STEPS` cannot be tried, empty if it can."""
+    """Return why a host of `STEPS` cannot be tried, empty if it can."""
     needed = _NEEDED[host]
     if not any(all(map(is_installed, group)) for group in needed):
         return "not installed"
@@ -204,7 +204,7 @@ def _trl(evidence: Evidence, folder: str) -> float:
 
 
 def _launched(arguments: Any, folder: str, **options: Any) -> Any:
-    """A host's training arguments, made as under ``accelerate launch --mixed_precision fp8``."""
+    """Build a host's training arguments as under ``accelerate launch --mixed_precision fp8``."""
     _forget_accelerate()
     return arguments(
         output_dir=folder,
@@ -262,7 +262,7 @@ def _tokenizer() -> Any:
 
 
 def _forget_accelerate() -> None:
-    """Accelerate keeps its state for a process; each level needs one of its own."""
+    """Reset Accelerate's state, which it keeps for a process; each level needs its own."""
     import_module("accelerate.state").AcceleratorState._reset_state(True)
 
 

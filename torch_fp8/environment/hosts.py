@@ -1,4 +1,4 @@
-"""Which hosts are installed, at which version, and which of their extension points took hold."""
+"""Checks of the installed hosts: their versions, and which of their extension points took hold."""
 
 import importlib.util
 import json
@@ -27,12 +27,12 @@ _DISTRIBUTIONS = {
     "transformer_engine": ("transformer-engine", "transformer-engine-torch"),
     "torchao": ("torchao",),
 }
-"""Top-level module -> the distributions that bring it."""
+"""The distributions that provide each top-level module."""
 _LIMIT_S = 120
 
 
 def is_installed(host: str) -> bool:
-    """Whether a top-level module of this name can be found; it is not imported."""
+    """Return whether a top-level module of this name can be found, without importing it."""
     try:
         return importlib.util.find_spec(host) is not None
     except (ImportError, ValueError):
@@ -40,7 +40,7 @@ def is_installed(host: str) -> bool:
 
 
 def child_environment() -> dict[str, str]:
-    """For a process that is to find this very package."""
+    """Return the environment of a process that is to find this very package."""
     root = str(Path(torch_fp8.__file__).parent.parent)
     installed = {*site.getsitepackages(), site.getusersitepackages()}
     first = [] if root in installed else [root]
@@ -49,7 +49,7 @@ def child_environment() -> dict[str, str]:
 
 
 def hosts() -> list[Result]:
-    """All hosts; those that are installed and extended are imported, each in its own process."""
+    """Check all hosts; those installed and extended are imported, each in its own process."""
     installed = [host for host in POINTS if is_installed(host)]
     running: set[subprocess.Popen[str]] = set()
     with ThreadPoolExecutor(max(1, min(4, os.cpu_count() or 1))) as pool:
@@ -109,7 +109,7 @@ def _point(module: str, name: str, state: str, warnings: list[str]) -> Result:
 
 
 def _look(host: str, running: set[subprocess.Popen[str]]) -> dict[str, Any] | str:
-    """What `host_points` prints, or in words why it printed nothing."""
+    """Return what `host_points` prints, or in words why it printed nothing."""
     process = subprocess.Popen(
         [sys.executable, "-m", "torch_fp8.environment.host_points", *POINTS[host]],
         stdin=subprocess.DEVNULL,

@@ -1,4 +1,4 @@
-"""Each Triton kernel against its reference, on a few of the cases that the GPU tests run in full.
+"""Checks of each Triton kernel against its reference, on a few of the cases of the GPU tests.
 
 A check is called with a device alone; its kernels are those of the package unless others are given,
 as a test does that plants a fault. Each combination of formats, layouts and divisibility is a
@@ -27,7 +27,7 @@ OPTIMIZER_SHAPES = ((1000, 1024), (5, 48), (36, 33), (0, 64), (1, 1))
 
 
 def missing() -> str:
-    """Why no kernel can run here, empty if they can."""
+    """Return why no kernel can run here, empty if they can."""
     if not torch.cuda.is_available():
         return "no card"
     if torch.cuda.get_device_capability() < MIN_CAPABILITY:
@@ -38,7 +38,7 @@ def missing() -> str:
 
 
 def cast(device: str, granularity: str, kernel: casts.Cast | None = None) -> str:
-    """Both formats and layouts."""
+    """Check casts to both formats and layouts."""
     for kind in CAST_KINDS:
         casts.check_cast(
             kernel or casts.kernel(), device, granularity, kind, TWO_SHAPES, TWO_FORMATS
@@ -47,21 +47,21 @@ def cast(device: str, granularity: str, kernel: casts.Cast | None = None) -> str
 
 
 def known_scale(device: str, kernel: casts.Cast | None = None) -> str:
-    """With a scale or an amax that is known."""
+    """Check casts with a scale or an amax that is known."""
     for kind in CAST_KINDS:
         casts.check_known_scale(kernel or casts.kernel(), device, kind, TWO_SHAPES)
     return "bit for bit"
 
 
 def strides(device: str, kernel: casts.Cast | None = None) -> str:
-    """Matrices that are no contiguous ones."""
+    """Check casts of matrices that are not contiguous."""
     for granularity in ("tensorwise", "block_1x128"):
         casts.check_strides(kernel or casts.kernel(), device, granularity)
     return "transposed, sliced and expanded, bit for bit"
 
 
 def delayed(device: str, kernel: casts.Cast | None = None) -> str:
-    """Casts that take their scale from a history and write it."""
+    """Check casts that take their scale from a history and write it."""
     for kind in ("row spread", "nan"):
         casts.check_delayed(
             kernel or casts.delayed_kernel(), device, kind, (*TWO_SHAPES, (1024, 2048)), ("max",)
@@ -70,7 +70,7 @@ def delayed(device: str, kernel: casts.Cast | None = None) -> str:
 
 
 def bias_gradient(device: str) -> str:
-    """Casts that add up rows on their way."""
+    """Check casts that add up rows on their way."""
     granularities: tuple[Granularity, ...] = ("tensorwise", "rowwise", "block_1x128")
     for granularity in granularities:
         casts.check_sums(device, granularity)
@@ -78,7 +78,7 @@ def bias_gradient(device: str) -> str:
 
 
 def norm(device: str, ops: Any = producers.OPS) -> str:
-    """RMSNorm with its casts."""
+    """Check RMSNorm with its casts."""
     for shape in PRODUCER_SHAPES:
         for kind in ("gaussian", "nan"):
             producers.check_norm(
@@ -90,7 +90,7 @@ def norm(device: str, ops: Any = producers.OPS) -> str:
 
 
 def norm_backward(device: str, ops: Any = producers.OPS) -> str:
-    """Its gradients, from what it saved in FP8 and in BF16."""
+    """Check RMSNorm's gradients, from what it saved in FP8 and in BF16."""
     for shape in PRODUCER_SHAPES:
         for saved in (False, True):
             producers.check_norm_backward(ops, device, shape, saved)
@@ -98,7 +98,7 @@ def norm_backward(device: str, ops: Any = producers.OPS) -> str:
 
 
 def swiglu(device: str, ops: Any = producers.OPS) -> str:
-    """SwiGLU with its casts."""
+    """Check SwiGLU with its casts."""
     for shape in PRODUCER_SHAPES:
         for smooth, kind in ((False, "gaussian"), (True, "nan")):
             producers.check_swiglu(
@@ -108,7 +108,7 @@ def swiglu(device: str, ops: Any = producers.OPS) -> str:
 
 
 def swiglu_backward(device: str, ops: Any = producers.OPS) -> str:
-    """The gradients of gate and up with their casts."""
+    """Check the gradients of gate and up with their casts."""
     for shape in PRODUCER_SHAPES:
         for smooth, saved in ((False, False), (True, True)):
             producers.check_swiglu_backward(
@@ -118,14 +118,14 @@ def swiglu_backward(device: str, ops: Any = producers.OPS) -> str:
 
 
 def gate_up(device: str, ops: Any = producers.OPS) -> str:
-    """The same where gate and up are one layer's output."""
+    """Check the gradient of gate and up where they are one layer's output."""
     for shape in PRODUCER_SHAPES:
         producers.check_gate_up(ops, device, shape, True, PRODUCER_GRANULARITIES, casts.BOTH)
     return "as two, casts bit for bit"
 
 
 def delayed_producers(device: str, ops: Any = producers.OPS) -> str:
-    """Delayed casts of all of these."""
+    """Check the delayed casts of all of these."""
     for shape in PRODUCER_SHAPES:
         for filled in (True, False):
             producers.check_delayed(ops, device, shape, "gaussian", filled, casts.BOTH, ("max",))
@@ -133,7 +133,7 @@ def delayed_producers(device: str, ops: Any = producers.OPS) -> str:
 
 
 def step(device: str, weight: str, kernel: optimizer.Step | None = None) -> str:
-    """AdamW with one kind of weight and every kind of gradient."""
+    """Check AdamW with one kind of weight and every kind of gradient."""
     for grad in optimizer.GRADS:
         optimizer.check_steps(
             kernel or optimizer.kernel(), device, weight, grad, shapes=OPTIMIZER_SHAPES
@@ -142,7 +142,7 @@ def step(device: str, weight: str, kernel: optimizer.Step | None = None) -> str:
 
 
 def payload(device: str, kernel: optimizer.Step | None = None) -> str:
-    """AdamW that writes the FP8 payload of the weight."""
+    """Check AdamW that writes the FP8 payload of the weight."""
     granularities: tuple[Literal["tensorwise", "block_128x128"], ...]
     granularities = ("tensorwise", "block_128x128")
     for granularity in granularities:
@@ -160,7 +160,7 @@ def payload(device: str, kernel: optimizer.Step | None = None) -> str:
 
 
 def update_size(device: str, kernel: Callable[..., Any] | None = None) -> str:
-    """The size of an update, for StableAdamW."""
+    """Check the size of an update, for StableAdamW."""
     if kernel is None:
         from torch_fp8.kernels.adamw import update_rms as kernel
     assert kernel is not None
@@ -170,7 +170,7 @@ def update_size(device: str, kernel: Callable[..., Any] | None = None) -> str:
 
 
 def gradient(device: str, parts: Any = torch_fp8.ops.grad_codec) -> str:
-    """8-bit gradients: encoding, adding, decoding."""
+    """Check 8-bit gradients: encoding, adding, decoding."""
     for shape in ((1000, 1024), (36, 33), (0, 64), (1, 1)):
         for dtype in messages.DTYPES:
             messages.check_gradient(parts, device, shape, dtype)
@@ -178,7 +178,7 @@ def gradient(device: str, parts: Any = torch_fp8.ops.grad_codec) -> str:
 
 
 def message(device: str, wire: Any = torch_fp8.ops.messages) -> str:
-    """Messages between ranks: packing, combining, summing, unpacking."""
+    """Check messages between ranks: packing, reducing, summing, unpacking."""
     for layout, numel in messages.LAYOUTS:
         for keys in messages.KEYS.values():
             messages.check_messages(wire, device, layout, numel, torch.bfloat16, 0, keys)
@@ -211,4 +211,4 @@ CHECKS: dict[str, dict[str, tuple[str, tuple[str, ...]]]] = {
         "wire messages": ("message", ()),
     },
 }
-"""Process -> name of a check -> function of this module, arguments behind the device."""
+"""The checks of each process: name, function of this module, and its arguments after the device."""

@@ -1,4 +1,5 @@
-"""Each recipe on this device: its three GEMMs against float32, eager and compiled; its speed.
+"""Checks of each recipe on this device: its three GEMMs against float32, eager and compiled; its
+speed.
 
 The floors are those of Gaussian data, 28.5 dB where E4M3 meets E4M3 and 24.6 dB where E5M2 does,
 less half a dB: an operand in the wrong format lies below. The worst of a few hundred rows lies
@@ -24,29 +25,29 @@ E4M3_FLOOR_DB, E5M2_FLOOR_DB = 28.0, 24.0
 ROW_ALLOWANCE_DB = 2.5
 FEATURES_IN, FEATURES_OUT = 256, 384
 TOKENS = (256, 99)
-"""A multiple of 16, and a number that is none: what padding does is seen, too."""
+"""Numbers of tokens: a multiple of 16, and one that is none, so that padding is seen, too."""
 TIMED_TOKENS, TIMED_FEATURES = 8192, 4096
 
 
 def floor_db(gemm: Gemm) -> float:
-    """The least SQNR of a GEMM of Gaussian operands."""
+    """Return the least SQNR in dB of a GEMM of Gaussian operands."""
     is_e4m3 = gemm.a.format == gemm.b.format == E4M3
     return E4M3_FLOOR_DB if is_e4m3 else E5M2_FLOOR_DB
 
 
 def device_at_hand() -> torch.device:
-    """The first card, or the CPU."""
+    """Return the first card, or the CPU."""
     return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def check_gemms(recipe: str) -> str:
-    """Output and both gradients of an eager layer; returns their SQNRs."""
+    """Check output and both gradients of an eager layer, and return their SQNRs."""
     layer, how = _layer(recipe)
     return f"{_measured(layer, layer, recipe)}, {how}"
 
 
 def check_compiled(recipe: str) -> str:
-    """The same of the compiled layer, which is one graph for each shape and has no break."""
+    """Check the compiled layer likewise, which must be one graph for each shape without a break."""
     layer, how = _layer(recipe)
     torch._dynamo.reset()
     counters = torch._dynamo.utils.counters
@@ -66,7 +67,7 @@ def check_compiled(recipe: str) -> str:
 
 
 def time_recipe(recipe: str) -> str:
-    """Forward and backward of a large layer, casts included, beside BF16."""
+    """Time forward and backward of a large layer, casts included, beside BF16."""
     device = device_at_hand()
     reason = _reason(device, recipe)
     if reason is not None:
@@ -82,7 +83,7 @@ def time_recipe(recipe: str) -> str:
 
 
 class _Counting:
-    """A backend of torch.compile that counts the graphs it gets."""
+    """A backend of torch.compile that counts the graphs it is given."""
 
     def __init__(self, name: str) -> None:
         self.name, self.graphs = name, 0
@@ -93,7 +94,7 @@ class _Counting:
 
 
 def _layer(recipe: str) -> tuple[nn.Linear, str]:
-    """A converted layer, and in words how its GEMMs run."""
+    """Return a converted layer, and in words how its GEMMs run."""
     device = device_at_hand()
     reason = "the CPU has no tensor cores" if device.type == "cpu" else _reason(device, recipe)
     torch.manual_seed(0)
@@ -110,7 +111,9 @@ def _reason(device: torch.device, recipe: str) -> str | None:
 
 
 def _measured(layer: nn.Linear, run: Callable[[Tensor], Tensor], recipe: str) -> str:
-    """The SQNRs of all shapes, the least of each GEMM; raises where one is below its floor."""
+    """Return the SQNRs of all shapes, the least of each GEMM; raise where one is below its
+    floor.
+    """
     gemms = make_recipe(recipe).gemms
     least = {name: (float("inf"), float("inf")) for name in GEMMS}
     for tokens in TOKENS:
@@ -135,7 +138,7 @@ def _measured(layer: nn.Linear, run: Callable[[Tensor], Tensor], recipe: str) ->
 def _results(
     layer: nn.Linear, run: Callable[[Tensor], Tensor], tokens: int
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Output, gradient of the input and of the weight: ours, and in float32."""
+    """Return output, input gradient and weight gradient: ours, and in float32."""
     device = layer.weight.device
     generator = torch.Generator().manual_seed(tokens)
     x, grad = (

@@ -1,4 +1,4 @@
-"""One line of what ``torch-fp8 env`` tells."""
+"""A line of what ``torch-fp8 env`` reports."""
 
 import re
 import traceback
@@ -31,26 +31,26 @@ class Result:
     log: str = ""
 
     def as_dict(self) -> dict[str, str | float]:
-        """For JSON."""
+        """Return the fields for JSON."""
         return asdict(self)
 
 
 class NotRun(Exception):
-    """A check cannot run here, and says why; nothing is wrong."""
+    """A check cannot run here and says why, though nothing is wrong."""
 
 
 def exit_status(results: Iterable[Result]) -> int:
-    """1 if anything failed, else 0."""
+    """Return 1 if anything failed, else 0."""
     return int(any(result.status == FAILED for result in results))
 
 
 def last_line(error: BaseException) -> str:
-    """The type of an exception and what it says, in one line that is not too long."""
+    """Return the type of an exception and its message, in one line that is not too long."""
     text = traceback.format_exception_only(type(error), error)[-1]
     return one_line(text)
 
 
 def one_line(text: str) -> str:
-    """Without line ends and control characters, cut off where it is too long."""
+    """Return the text without line ends and control characters, cut off where it is too long."""
     text = re.sub(r"\s+", " ", re.sub(r"\x1b\[[0-9;]*m", "", text)).strip()
     return text if len(text) <= _MAX_MESSAGE else f"{text[: _MAX_MESSAGE - 3]}..."

@@ -40,7 +40,7 @@ _NOT_INHERITED = (
 def run_checks(
     checks: Sequence[Check], begin: Callable[[str], None] = lambda name: None
 ) -> Generator[Result, None, None]:
-    """The result of each check, as they end; several processes work at a time.
+    """Yield the result of each check as it ends; several processes work at a time.
 
     Args:
         checks: those of `Check.process` `ALONE` run when all others are done.
@@ -100,7 +100,7 @@ class _Run:
             self._close(worker)
 
     def stop(self) -> None:
-        """End what runs still; the threads see that and return."""
+        """Stop what still runs; the threads see that and return."""
         with self._lock:
             self._is_over = True
             for worker in self._workers:
@@ -122,7 +122,7 @@ class _Run:
 
 
 def _at_a_time() -> int:
-    """How many processes work at a time: compiling kernels takes a core each."""
+    """Return how many processes work at a time: compiling kernels takes a core each."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return min(4, max(1, (cores or 1) // 2))
 
@@ -156,7 +156,7 @@ class _Worker:
         self._is_ready = False
 
     def run(self, check: Check) -> Result:
-        """Of one check; what goes wrong with the process is a failure of the check."""
+        """Run one check; a failure of the process is a failure of the check."""
         began, offset = time.monotonic(), self._log.stat().st_size
         try:
             if not self._is_ready:
@@ -200,7 +200,7 @@ class _Worker:
             os.killpg(self._process.pid, signal.SIGKILL)
 
     def _answer(self, limit_s: float) -> Any:
-        """The next line of JSON; ConnectionError where the process has ended."""
+        """Return the next line of JSON; ConnectionError where the process has ended."""
         end = time.monotonic() + limit_s
         while b"\n" not in self._received:
             left = end - time.monotonic()

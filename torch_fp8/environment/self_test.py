@@ -12,7 +12,7 @@ _HERE = __name__.rpartition(".")[0]
 
 
 def self_test(only: Sequence[str] | None = None) -> list[Check]:
-    """All checks, or those of the parts of `SECTIONS` that are named."""
+    """Return all checks, or those of the named parts of `SECTIONS`."""
     return [check for part, checks in _PARTS.items() if part in (only or SECTIONS)
             for check in checks()]  # fmt: skip
 
@@ -80,4 +80,4 @@ _PARTS: dict[str, Callable[[], Iterator[Check]]] = {
     "exchange": _exchange,
 }
 SECTIONS = tuple(_PARTS)
-"""Parts of the self-test that can be asked for alone."""
+"""The parts of the self-test that can be asked for alone."""

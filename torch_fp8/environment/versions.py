@@ -1,4 +1,4 @@
-"""Versions of what FP8 runs on."""
+"""Versions of the software that FP8 runs on."""
 
 import platform
 import shutil
@@ -18,7 +18,7 @@ _DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def versions() -> list[Result]:
-    """Of this package, Python, torch and the libraries that torch brings."""
+    """List the versions of this package, Python, torch and the libraries that torch brings."""
     found = {
         "torch-fp8": f"{torch_fp8.__version__} in {Path(torch_fp8.__file__).parent}",
         "Python": f"{platform.python_version()} at {sys.executable}",
@@ -34,7 +34,7 @@ def versions() -> list[Result]:
 
 
 def distribution_version(*names: str) -> str | None:
-    """Of the first of these distributions that is installed."""
+    """Return the version of the first of these distributions that is installed."""
     for name in names:
         try:
             return metadata.version(name)
@@ -44,7 +44,7 @@ def distribution_version(*names: str) -> str | None:
 
 
 def driver() -> str | None:
-    """The version of the NVIDIA driver, None if there is none."""
+    """Return the version of the NVIDIA driver, None if there is none."""
     if _DRIVER.is_file():
         words = _DRIVER.read_text().partition("\n")[0].split()
         return next((word for word in words if word[0].isdigit() and "." in word), None)

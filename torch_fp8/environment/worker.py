@@ -1,4 +1,4 @@
-"""The process that checks run in: ``python -m torch_fp8.environment.worker FILE_DESCRIPTOR``.
+"""The process that runs checks: ``python -m torch_fp8.environment.worker FILE_DESCRIPTOR``.
 
 It reads a check from each line of standard input and writes its outcome, a line of JSON, to the
 descriptor. Standard output and error belong to what is checked. It ends where its input does.
@@ -45,7 +45,7 @@ def run_one(function: str, arguments: list[Any]) -> dict[str, Any]:
 
 
 def _context_is_lost() -> bool:
-    """Whether a kernel has broken the CUDA context, in which every later call fails, too."""
+    """Return whether a kernel has broken the CUDA context, in which every later call fails, too."""
     if not torch.cuda.is_initialized():
         return False
     try:

@@ -1,4 +1,5 @@
-"""What each Triton kernel is held against its reference on: the one list of shapes and tolerances.
+"""The one list of shapes and tolerances with which Triton kernels are held against their
+references.
 
 The GPU tests call these functions with all of their cases, ``torch-fp8 env --self-test`` with a
 few. Each raises `comparison.Mismatch` where the device's result is another than the CPU's. What is

@@ -1,4 +1,4 @@
-"""The casts: bytes and scales equal to the reference's, in both layouts.
+"""Cases of casts: bytes and scales equal to the reference's, in both layouts.
 
 A `Cast` is `torch_fp8.kernels.quantize.quantize_2d`, or what stands for it.
 """
@@ -31,7 +31,7 @@ GRANULARITIES: tuple[Granularity, ...] = (
 )
 SHAPES = ((1, 1), (37, 131), (129, 4096), (512, 272), (3, 20000), (0, 48))
 ALL_LAYOUTS_OF = (129, 4096)
-"""The shape that each single layout and each input dtype is tried on: each is a compilation."""
+"""The shape with which each single layout and each input dtype is tried: each is a compilation."""
 CHOICES = ((torch.float8_e4m3fn, False), (torch.float8_e4m3fn, True), (torch.float8_e5m2, False))
 BOTH = ((True, True),)
 EACH = ((True, True), (True, False), (False, True))
@@ -50,21 +50,21 @@ KINDS = (
 
 
 def kernel() -> Cast:
-    """The kernel itself; Triton is imported here."""
+    """Return the kernel itself; Triton is imported here."""
     from torch_fp8.kernels.quantize import quantize_2d
 
     return quantize_2d
 
 
 def delayed_kernel() -> Cast:
-    """That of casts with delayed scaling."""
+    """Return the kernel of casts with delayed scaling."""
     from torch_fp8.kernels.quantize_delayed import quantize_2d_delayed
 
     return quantize_2d_delayed
 
 
 def matrix(kind: str, shape: Shape, dtype: torch.dtype) -> Tensor:
-    """Rows of every size, edges of float32, and values on the rounding boundaries of FP8."""
+    """Return rows of every size, edges of float32, and values on the rounding boundaries of FP8."""
     generator = torch.Generator().manual_seed(
         KINDS.index(kind) * 1000 + SHAPES.index(shape) if shape in SHAPES else 1
     )
@@ -101,7 +101,7 @@ def reference(
     row: bool,
     col: bool,
 ) -> list[Tensor]:
-    """What the kernel is to return, on the CPU."""
+    """Compute on the CPU what the kernel is to return."""
     if granularity == "tensorwise" and scale is None:
         scale = scale_from_amax(tensor_amax(x), format_of(dtype), power_of_two)
     power_of_two = power_of_two or granularity == "block_1x32"
@@ -124,7 +124,7 @@ def check_cast(
     shapes: Iterable[Shape] = SHAPES,
     choices: Iterable[tuple[torch.dtype, bool]] = CHOICES,
 ) -> None:
-    """Bit for bit; every dtype and both single layouts for the shape `ALL_LAYOUTS_OF`."""
+    """Check bit for bit; every dtype and both single layouts with the shape `ALL_LAYOUTS_OF`."""
     shapes = tuple(shapes)
     sources = [(shape, torch.bfloat16) for shape in shapes]
     if ALL_LAYOUTS_OF in shapes:
@@ -144,7 +144,7 @@ def check_cast(
 
 
 def check_known_scale(cast: Cast, device: str, kind: str, shapes: Iterable[Shape] = SHAPES) -> None:
-    """A tensorwise cast with a scale that is given, and with an amax that is."""
+    """Check a tensorwise cast with a given scale, and with a given amax."""
     for shape, dtype, value in itertools.product(shapes, FORMATS, (0.37, 2.0**-100)):
         x, scale = matrix(kind, shape, torch.bfloat16), torch.tensor(value)
         what = f"{dtype} of {shape} with scale {value}, {kind}"
@@ -166,7 +166,9 @@ def check_delayed(
     shapes: Iterable[Shape] = (*SHAPES, (2048, 4096)),
     algorithms: Iterable[str] = ("max", "most_recent"),
 ) -> None:
-    """Payloads, scales and histories, over steps; a grid of many programs that end in any order."""
+    """Check payloads, scales and histories over steps, on a grid of programs that end in any
+    order.
+    """
     for shape, dtype, algorithm in itertools.product(shapes, FORMATS, algorithms):
         theirs, last = torch.zeros(40), torch.ones(())
         ours, our_last = (t.clone().to(device) for t in (theirs, last))
@@ -188,7 +190,7 @@ def check_delayed(
 
 
 def check_sums(device: str, granularity: Granularity, rows: int = 5000) -> None:
-    """The bias gradient that a cast adds up on its way: exact but for float32, and repeatable."""
+    """Check the bias gradient that a cast adds up: exact but for float32, and repeatable."""
     x = matrix("row spread", (rows, 1040), torch.bfloat16)
     exact, size = x.double().sum(0), x.double().abs().sum(0)
     spec = CastSpec(E4M3, granularity)
@@ -207,7 +209,7 @@ def check_sums(device: str, granularity: Granularity, rows: int = 5000) -> None:
 
 
 def check_strides(cast: Cast, device: str, granularity: str) -> None:
-    """Matrices that are no contiguous ones: transposed, sliced, expanded."""
+    """Check matrices that are not contiguous: transposed, sliced, expanded."""
     base = matrix("row spread", (300, 520), torch.bfloat16)
     on_device = base.to(device)
     for x in (base.t(), base[::2, 1:260], base[:, ::3], base[:1].expand(40, 520)):
@@ -219,7 +221,7 @@ def check_strides(cast: Cast, device: str, granularity: str) -> None:
 
 
 def check_repeats(cast: Cast, device: str, granularity: str) -> None:
-    """Twice gives the same bytes."""
+    """Check that two runs give the same bytes."""
     x = matrix("row spread", (4096, 1027), torch.bfloat16).to(device)
     first, second = (
         cast(x, None, torch.float8_e5m2, granularity, False, True, True) for _ in range(2)
@@ -230,7 +232,7 @@ def check_repeats(cast: Cast, device: str, granularity: str) -> None:
 
 
 def check_operator(device: str) -> None:
-    """The operator runs the kernel, and equals its twin on the CPU."""
+    """Check that the operator runs the kernel, and equals its twin on the CPU."""
     x = matrix("row spread", (200, 333), torch.bfloat16)
     arguments = (None, torch.float8_e4m3fn, "block_1x128", False, True, True)
     want = torch.ops.torch_fp8.quantize_2d(x, *arguments)

@@ -1,4 +1,4 @@
-"""How results of a kernel are compared with those of its reference."""
+"""Comparisons of a kernel's results with those of its reference."""
 
 import torch
 from torch import Tensor
@@ -8,7 +8,7 @@ NEIGHBOURS = 0.01
 
 
 class Mismatch(AssertionError):
-    """A kernel's result is not what its reference gives."""
+    """A kernel's result differs from its reference's."""
 
 
 def require(condition: object, message: str) -> None:
@@ -18,7 +18,8 @@ def require(condition: object, message: str) -> None:
 
 
 def same_bits(got: Tensor, want: Tensor, what: str = "result") -> None:
-    """Same shape, layout and bits; NaN equals NaN, which one is the platform's choice.
+    """Require the same shape, layout and bits; NaN equals NaN, whose bits are the platform's
+    choice.
 
     Args:
         got: on any device.
@@ -36,7 +37,7 @@ def same_bits(got: Tensor, want: Tensor, what: str = "result") -> None:
 
 
 def same_values(got: Tensor, want: Tensor, what: str = "result") -> None:
-    """As `same_bits`, but that zeros of either sign are equal."""
+    """Require what `same_bits` does, but let zeros of either sign be equal."""
     _same_form(got, want, what)
     got, want = got.cpu(), want.cpu()
     same = (got.float() == want.float()) | (got.float().isnan() & want.float().isnan())
@@ -44,7 +45,7 @@ def same_values(got: Tensor, want: Tensor, what: str = "result") -> None:
 
 
 def near(got: Tensor, want: Tensor, what: str = "result") -> None:
-    """The same or, rarely, the neighbour, but for cancellation within the row."""
+    """Require equal values or, rarely, neighbours, but for cancellation within the row."""
     got, want, dtype = got.cpu().float(), want.float(), want.dtype
     require((got.isfinite() == want.isfinite()).all(), f"{what}: not finite elsewhere")
     got, want = got.nan_to_num(0, 0, 0), want.nan_to_num(0, 0, 0)
@@ -60,7 +61,7 @@ def near(got: Tensor, want: Tensor, what: str = "result") -> None:
 
 
 def close(got: Tensor, want: Tensor, rtol: float, what: str = "result") -> None:
-    """Within a relative tolerance of the reference's; NaN equals NaN."""
+    """Require values within a relative tolerance of the reference's; NaN equals NaN."""
     require(got.shape == want.shape, f"{what}: shape {tuple(got.shape)}, not {tuple(want.shape)}")
     is_close = torch.isclose(got.cpu(), want.cpu(), rtol=rtol, atol=0, equal_nan=True)
     require(

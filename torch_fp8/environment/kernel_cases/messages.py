@@ -1,4 +1,4 @@
-"""8-bit gradients and messages between ranks: bytes equal to the reference's.
+"""Cases of 8-bit gradients and messages between ranks: bytes equal to the reference's.
 
 `parts` is `torch_fp8.ops.grad_codec` and `wire` is `torch_fp8.ops.messages`, or what stands for
 them; the reference is always theirs, on the CPU.
@@ -23,7 +23,7 @@ LAYOUTS = (
     (Layout(70), 4 * 70 * 32 - 33),
     (Layout(0, 9), 0),
 )
-"""What a message holds, and how many values four of them share out."""
+"""Layouts of messages, each with the number of values that four messages share."""
 KEYS = {"nearest": None, "stochastic": stream_keys(1)}
 _SCALE_NAN = 255
 
@@ -31,7 +31,7 @@ _SCALE_NAN = 255
 def check_gradient(
     parts: Any, device: str, shape: tuple[int, int], dtype: torch.dtype, exponent: int = 0
 ) -> None:
-    """Encoding, adding and decoding, with Inf and NaN in between."""
+    """Check encoding, adding and decoding, with Inf and NaN in between."""
     reference = torch_fp8.ops.grad_codec
     generator = torch.Generator().manual_seed(0)
     want: Any = None
@@ -67,7 +67,7 @@ def check_messages(
     exponent: int,
     keys: tuple[int, int] | None,
 ) -> None:
-    """Packing, combining, summing and unpacking."""
+    """Check packing, reducing, summing and unpacking."""
     reference = torch_fp8.ops.messages
     what = f"messages of {layout}, {dtype}, 2^{exponent}"
     generator = torch.Generator().manual_seed(0)

@@ -1,4 +1,4 @@
-"""The optimizer's step on 8-bit states: bytes equal to the reference's.
+"""Cases of the optimizer's step on 8-bit states: bytes equal to the reference's.
 
 A `Step` is `torch_fp8.kernels.adamw.adamw_step`, or what stands for it.
 """
@@ -37,14 +37,14 @@ CHOICES: dict[str, dict[str, Any]] = {
 
 
 def kernel() -> Step:
-    """The kernel itself; Triton is imported here."""
+    """Return the kernel itself; Triton is imported here."""
     from torch_fp8.kernels.adamw import adamw_step
 
     return adamw_step
 
 
 def scalars_of(step: int, i: int, **changes: Any) -> StepScalars:
-    """Of a step of the i-th matrix."""
+    """Return the scalars of a step of the i-th matrix."""
     scalars = StepScalars(
         beta1_complement=1 - 0.9,
         beta2=0.999,
@@ -68,7 +68,7 @@ def check_steps(
     exponent: int = 0,
     shapes: Sequence[tuple[int, int]] = SHAPES,
 ) -> None:
-    """Three steps of matrices of all shapes at once."""
+    """Check three steps of matrices of all shapes at once."""
     want = [
         optimizer_matrix(*shape, *WEIGHTS[weight], GRADS[grad], seed=i, exponent=exponent)
         for i, shape in enumerate(shapes)
@@ -84,7 +84,9 @@ def check_steps(
 
 
 def check_choices(step: Step, device: str, changes: dict[str, Any]) -> None:
-    """Other scalars, with a multiplier of the learning rate, of a shard far into its weight."""
+    """Check other scalars, with a multiplier of the learning rate, on a shard far into its
+    weight.
+    """
     multiplier = torch.tensor(0.37)
     for name, kind in WEIGHTS.items():
         place = (2**20 + 1, 64, 2**14)  # a shard, with indices beyond 2^32
@@ -104,7 +106,7 @@ def check_payload(
     wrong: float | None = None,
     shapes: Sequence[tuple[int, int]] = PAYLOAD_SHAPES,
 ) -> None:
-    """The payload that the step writes is a cast of the new weight.
+    """Check that the payload that the step writes is a cast of the new weight.
 
     Args:
         wrong: by what every other scale is off before the step, which has to notice; None: nothing.
@@ -149,7 +151,7 @@ def check_payload(
 
 
 def check_repeats(step: Step, device: str, rows: int = 3000, cols: int = 4096) -> None:
-    """Two runs of five steps give the same bits."""
+    """Check that two runs of five steps give the same bits."""
     start = optimizer_matrix(rows, cols, torch.bfloat16, 8, torch.bfloat16)
     runs = []
     for _ in range(2):
@@ -168,7 +170,7 @@ def check_update_rms(
     coupled: float,
     shapes: Sequence[tuple[int, int]] = SHAPES,
 ) -> None:
-    """The size of an update by `torch_fp8.kernels.adamw.update_rms`, and the same each time."""
+    """Check the size of an update by `torch_fp8.kernels.adamw.update_rms`, the same each time."""
     scalars = scalars_of(3, 0, weight_decay=coupled)
     matrices = [
         optimizer_matrix(*shape, *kind, GRADS[grad], seed=i)

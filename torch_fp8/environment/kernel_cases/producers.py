@@ -1,4 +1,4 @@
-"""RMSNorm and SwiGLU that emit FP8, forward and backward.
+"""Cases of RMSNorm and SwiGLU that emit FP8, forward and backward.
 
 Every cast equals, byte for byte, the cast of the plain result of the same device. Plain results
 equal the CPU's but for what rstd, sums and exp differ by in float32: a BF16 result is the same or
@@ -39,7 +39,7 @@ OPS = SimpleNamespace(
 
 
 def matrix(shape: Shape, dtype: torch.dtype, kind: str = "gaussian", seed: int = 0) -> Tensor:
-    """Rows of different size."""
+    """Return rows of different size."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(shape, generator=generator)
     x *= 2.0 ** torch.randint(-4, 5, (shape[0], 1), generator=generator)
@@ -51,7 +51,7 @@ def matrix(shape: Shape, dtype: torch.dtype, kind: str = "gaussian", seed: int =
 
 
 def casts(amax: Tensor, granularities: Iterable[str], layouts: Iterable[Any]) -> Iterator[Any]:
-    """Arguments of every cast."""
+    """Yield the arguments of every cast."""
     for granularity, dtype, each in itertools.product(granularities, (E4M3, E5M2), layouts):
         rest = (dtype, granularity, granularity != "tensorwise", *each)
         if granularity == "tensorwise":
@@ -70,7 +70,7 @@ def check_norm(
     granularities: Sequence[str] = GRANULARITIES,
     layouts: Sequence[Any] = EACH,
 ) -> None:
-    """The norm, what it saves, its amax and its casts."""
+    """Check the norm, what it saves, its amax and its casts."""
     norm = ops.rms_norm
     for dtype in dtypes:
         what = f"RMSNorm of {shape} {dtype}, {kind}"
@@ -92,7 +92,7 @@ def check_norm(
 
 
 def check_norm_once(ops: Any, device: str, shape: Shape, granularity: str) -> None:
-    """One launch equals two."""
+    """Check that one launch equals two."""
     norm, what = ops.rms_norm, f"RMSNorm of {shape} in one launch, {granularity}"
     x, weight = matrix(shape, BF16).to(device), _weight(shape[1]).to(device)
     scale = torch.tensor(0.02, device=device) if granularity == "tensorwise" else None
@@ -111,7 +111,7 @@ def check_norm_once(ops: Any, device: str, shape: Shape, granularity: str) -> No
 
 
 def check_norm_backward(ops: Any, device: str, shape: Shape, saved: bool) -> None:
-    """The gradients, near the CPU's and the same each time."""
+    """Check the gradients: near the CPU's, and the same each time."""
     x, weight, grad = matrix(shape, BF16), _weight(shape[1]), matrix(shape, BF16, seed=1)
     rstd, _, qdata, scale = rms_norm.rms_norm_statistics(x, weight, EPS, 0.0, BF16, True)
     inputs = (qdata, scale) if saved else (x, None)
@@ -135,7 +135,7 @@ def check_swiglu(
     granularities: Sequence[str] = GRANULARITIES,
     layouts: Sequence[Any] = EACH,
 ) -> None:
-    """SwiGLU, what it saves, its amax and its casts."""
+    """Check SwiGLU, what it saves, its amax and its casts."""
     what = f"SwiGLU of {shape}, {kind}{', smooth' if smooth else ''}"
     gate, up, factor = matrix(shape, BF16, kind), matrix(shape, BF16, seed=1), None
     if smooth:
@@ -165,7 +165,7 @@ def check_swiglu_backward(
     granularities: Sequence[str] = GRANULARITIES,
     layouts: Sequence[Any] = EACH,
 ) -> None:
-    """The gradients of gate and up, and their casts."""
+    """Check the gradients of gate and up, and their casts."""
     what = f"SwiGLU backward of {shape}{', smooth' * smooth}{', saved in FP8' * saved}"
     gate, up, grad = (matrix(shape, BF16, seed=i) for i in range(3))
     factor = _weight(shape[1]) - 0.25 if smooth else None
@@ -197,7 +197,7 @@ def check_gate_up(
     granularities: Sequence[str] = GRANULARITIES,
     layouts: Sequence[Any] = EACH,
 ) -> None:
-    """One gradient of gate and up, where they are one layer's output, and its casts."""
+    """Check the one gradient of gate and up, where they are one layer's output, and its casts."""
     what = f"gate_up backward of {shape}, {'gate' if gate_first else 'up'} first"
     both = matrix((shape[0], 2 * shape[1]), BF16)
     gate, up = gate_up.halves(both, gate_first)
@@ -225,7 +225,7 @@ def check_delayed(
     layouts: Sequence[Any] = EACH,
     algorithms: Sequence[str] = ("max", "most_recent"),
 ) -> None:
-    """Delayed casts of all producers.
+    """Check the delayed casts of all producers.
 
     Without a history the last program casts everything: what it does is the same each time.
     """
@@ -263,7 +263,7 @@ def check_delayed(
 def _delayed(
     y: Tensor, filled: bool, layouts: Sequence[Any], algorithms: Sequence[str]
 ) -> Iterator[fused_quantize.DelayedCast]:
-    """Every delayed cast of a result y, with a history that is empty or of about its size."""
+    """Yield every delayed cast of a result y, with a history that is empty or of about its size."""
     amaxes = torch.zeros(1024, device=y.device)
     if filled:
         amaxes[3] = tensor_amax(y).nan_to_num(1.0, 1.0) / 2
@@ -279,7 +279,7 @@ def _same_delayed(made: Any, y: Tensor, how: fused_quantize.DelayedCast, what: s
 
 
 def _saved(inputs: BackwardInputs) -> BackwardInputs:
-    """With gate and up as they are saved for backward."""
+    """Replace gate and up by what is saved of them for backward."""
     gate, gate_scale, up, up_scale = swiglu.swiglu_save(inputs.gate, inputs.up, None)[:4]
     return inputs._replace(gate=gate, gate_scale=gate_scale, up=up, up_scale=up_scale)
 

@@ -1,4 +1,4 @@
-"""Matrices of an optimizer with 8-bit states, how two are compared, and gradients to round."""
+"""Matrices of an optimizer with 8-bit states, their comparison, and gradients to round."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ def optimizer_matrix(
     exponent: int = 0,
     place: tuple[int, int, int | None] = (0, 0, None),
 ) -> WeightMatrix:
-    """A weight with residual, gradient and moments, of rows of different size, on the CPU.
+    """Build a weight with residual, gradient and moments, of rows of different size, on the CPU.
 
     Args:
         grad_dtype: of the gradient; torch.uint8: `GradientParts`.
@@ -61,7 +61,7 @@ def optimizer_matrix(
 
 
 def moved(matrix: WeightMatrix, device: str, copy: bool = True) -> WeightMatrix:
-    """The matrix on another device, in new memory."""
+    """Copy the matrix to another device, in new memory."""
 
     def move(x: Any) -> Any:
         if isinstance(x, Tensor):
@@ -72,7 +72,9 @@ def moved(matrix: WeightMatrix, device: str, copy: bool = True) -> WeightMatrix:
 
 
 def matrix_differences(got: WeightMatrix, want: WeightMatrix) -> list[str]:
-    """What a step wrote differently. NaN equals NaN, and codes of groups that read NaN are free."""
+    """List what a step wrote differently; NaN equals NaN, and codes of groups that read NaN are
+    free.
+    """
     found: list[str] = []
     for name in ("weight", "residual", "amax"):
         a, b = getattr(got, name), getattr(want, name)
