@@ -1,4 +1,5 @@
-"""What is extended in Lightning, and how; called by `_fp8_autoload` with the module just imported.
+"""The points of Lightning that are extended; `_fp8_autoload` calls this with the module just
+imported.
 
 Lightning is published twice, as ``lightning`` (with ``lightning.fabric`` and ``lightning.pytorch``)
 and as ``lightning_fabric`` and ``pytorch_lightning``: two full copies of the code with classes of
@@ -160,7 +161,9 @@ def _replace(owner: type, name: str, wrapper: Any, original: Any) -> None:
 
 
 def _for_host(plugin_module: str, given: Any) -> Any:
-    """`given`, one or a list; what the user asked of us is turned into that of `plugin_module`."""
+    """Replace, in `given`, one or a list, what the user asked of us by the class of
+    `plugin_module`.
+    """
     if isinstance(given, (list, tuple)):
         return [_for_host(plugin_module, one) for one in given]
     name = _class_of_ours(given)
@@ -168,7 +171,7 @@ def _for_host(plugin_module: str, given: Any) -> Any:
 
 
 def _class_of_ours(given: Any) -> str | None:
-    """The public class of which `given` is an object; None if it is not ours."""
+    """Return the public class of which `given` is an object; None if it is not ours."""
     for name, defined_in in REQUESTS.items():
         cls = getattr(sys.modules.get(defined_in), name, None)
         if cls is not None and isinstance(given, cls):
@@ -177,7 +180,7 @@ def _class_of_ours(given: Any) -> str | None:
 
 
 def _withdraw_choice(connector_module: ModuleType) -> None:
-    """Take ``fp8-mixed`` back where it could not be served: the host then refuses it itself."""
+    """Withdraw ``fp8-mixed`` where it could not be served: the host then refuses it itself."""
     literal = getattr(connector_module, "_PRECISION_INPUT_STR", None)
     if literal is not None:
         literal.__args__ = tuple(choice for choice in get_args(literal) if choice != PRECISION)

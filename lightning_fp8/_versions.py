@@ -17,7 +17,9 @@ _DISTRIBUTIONS = {
 
 
 def refusal(package: str) -> str | None:
-    """One line about a top-level package that is too old; None if it is not, or not known."""
+    """Return one line about a top-level package that is too old; None if it is not, or not
+    known.
+    """
     for distribution in _DISTRIBUTIONS.get(package, ()):
         try:
             found = version(distribution)

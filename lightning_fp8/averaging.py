@@ -34,7 +34,7 @@ class SplitWeights:
         }
 
     def read(self, tensor: Tensor) -> Tensor:
-        """A split weight joined; any other tensor itself."""
+        """Join a split weight; return any other tensor itself."""
         owner = self._owner.get(tensor)
         return tensor.detach() if owner is None else join_parameter(owner, tensor)
 
@@ -50,14 +50,14 @@ class SplitWeights:
         owner.set_residual(tensor, residual)
 
     def view(self, model: nn.Module) -> Any:
-        """What averaging functions take for `model`; it joins one weight at a time."""
+        """Return what averaging functions take for `model`; it joins one weight at a time."""
         return SimpleNamespace(
             parameters=lambda: map(self.read, model.parameters()), buffers=model.buffers
         )
 
     @torch.no_grad()
     def swap(self, average: nn.Module, model: nn.Module) -> None:
-        """As ``WeightAveraging._swap_models``."""
+        """Swap weights, as ``WeightAveraging._swap_models`` does."""
         for averaged, current in _pairs(average, model):
             joined = self.read(current).clone()
             self.write(current, averaged)
@@ -65,13 +65,13 @@ class SplitWeights:
 
     @torch.no_grad()
     def copy(self, average: nn.Module, model: nn.Module) -> None:
-        """As ``WeightAveraging._copy_average_to_current``."""
+        """Copy weights, as ``WeightAveraging._copy_average_to_current`` does."""
         for averaged, current in _pairs(average, model):
             self.write(current, averaged)
 
     @torch.no_grad()
     def transfer(self, average: nn.Module, model: nn.Module) -> None:
-        """As ``StochasticWeightAveraging.transfer_weights``."""
+        """Transfer weights, as ``StochasticWeightAveraging.transfer_weights`` does."""
         for averaged, current in zip(average.parameters(), model.parameters(), strict=True):
             self.write(current, averaged)
 
@@ -108,7 +108,7 @@ def average_whole_weights(callbacks: Iterable[Any], weights: SplitWeights) -> Ca
 
 
 def _is_stock(cls: type, name: str) -> bool:
-    """Whether a method is the host's or torch's; not for us to replace if a user wrote it."""
+    """Return whether a method is the host's or torch's; one that a user wrote is not replaced."""
     owner = next(base for base in cls.__mro__ if name in vars(base))
     return owner.__name__ in ("AveragedModel", "WeightAveraging", "StochasticWeightAveraging")
 

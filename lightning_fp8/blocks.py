@@ -1,4 +1,4 @@
-"""Which parts of a model FSDP2 gathers one at a time: the blocks, found by structure."""
+"""The parts of a model that FSDP2 gathers one at a time: its blocks, found by structure."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -11,7 +11,8 @@ _UNIMPLEMENTED = nn.Module.forward
 def find_blocks(
     model: nn.Module, classes: Sequence[str | type[nn.Module]] | None = None
 ) -> list[nn.Module]:
-    """The blocks of a model, in the order in which they stand in it; none within another.
+    """Return the blocks of a model in the order in which they stand in it; no block is within
+    another.
 
     They are the modules of the named classes; else those of the classes that a Hugging Face model
     names in ``_no_split_modules``; else, in each ``ModuleList`` or ``Sequential``, the modules of
@@ -42,7 +43,8 @@ def find_blocks(
 
 
 def find_roots(model: nn.Module) -> list[nn.Module]:
-    """The modules that are called as a whole and hold every parameter of `model` between them.
+    """Return the modules that are called as a whole and hold every parameter of `model` between
+    them.
 
     These are its children, unless it has parameters of its own, or a child that has no ``forward``
     (a list of layers), or parameters that two children share: then it is itself the only one.

@@ -25,7 +25,7 @@ _METHODS = (
 
 
 class FabricPrecision(HostPrecision):
-    """The part of Fabric's plugins: models are set up one by one, optimizers come later."""
+    """The part of Fabric's plugins: models are set up one by one, and optimizers come later."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -33,14 +33,16 @@ class FabricPrecision(HostPrecision):
         self._waiting: list[weakref.ref[Optimizer]] = []
 
     def attach(self, strategy: Any, accelerator: Any) -> None:
-        """As `HostPrecision.attach`; and hear of the modules and optimizers of `strategy`."""
+        """Attach as `HostPrecision.attach` does; and observe the modules and optimizers of
+        `strategy`.
+        """
         super().attach(strategy, accelerator)
         for name in _METHODS:
             # Of module and class level functions alone: ddp_spawn pickles the strategy.
             setattr(strategy, name, functools.partial(getattr(self, f"_{name}"), strategy))
 
     def forward_context(self) -> Any:
-        """Autocast; a model's first forward is the last moment for its start-up summary."""
+        """Enter autocast; a model's first forward is the last moment for its start-up summary."""
         for converted in self._live():
             self._announce(converted)
         return super().forward_context()  # type: ignore[misc]
@@ -118,7 +120,9 @@ class FabricPrecision(HostPrecision):
 
 
 def _hand_over(old: Optimizer, new: Optimizer) -> None:
-    """Give the residuals of weights that both train to the optimizer that trains them from now."""
+    """Give the residuals of weights that both optimizers train to the one that trains them from now
+    on.
+    """
     if not (isinstance(old, Float8Optimizer) and isinstance(new, Float8Optimizer)):
         return
     for parameter in parameters_of(old) & parameters_of(new):

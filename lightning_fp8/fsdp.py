@@ -39,7 +39,7 @@ _STATE_DICT = "state_dict"
 
 
 class FP8FSDPStrategy:
-    """``Trainer(strategy=FP8FSDPStrategy(), precision="fp8-mixed")``; Fabric likewise.
+    """FSDP2 in FP8: ``Trainer(strategy=FP8FSDPStrategy(), precision="fp8-mixed")``, or Fabric's.
 
     The LightningModule needs no ``configure_model``. All devices are one data-parallel group; for
     tensor parallelism use ``ModelParallelStrategy``.
@@ -75,7 +75,7 @@ class FP8FSDPStrategy:
         self.timeout_choice = timeout
 
     def for_host(self, strategy: type["HostStrategy"]) -> "HostStrategy":
-        """This request as a strategy of class `strategy`, or itself if it already is one."""
+        """Return this request as a strategy of class `strategy`, or itself if it already is one."""
         if isinstance(self, strategy):
             return self
         if not (type(self) is FP8FSDPStrategy or isinstance(self, HostStrategy)):
@@ -105,7 +105,9 @@ def register_as_strategy() -> None:
 
 
 class HostStrategy(FP8FSDPStrategy):
-    """What the strategies of all hosts share; a ``ModelParallelStrategy`` comes after it."""
+    """The part that the strategies of all hosts share; a ``ModelParallelStrategy`` comes after
+    it.
+    """
 
     warn: Any
     # Of that class.
@@ -128,13 +130,13 @@ class HostStrategy(FP8FSDPStrategy):
         return {}
 
     def setup_environment(self) -> None:
-        """As the host's; all processes are one data-parallel group."""
+        """Set up as the host does, with all processes in one data-parallel group."""
         self._data_parallel_size = self.num_nodes * self.num_processes
         self._tensor_parallel_size = 1
         super().setup_environment()  # type: ignore[misc]
 
     def shard(self, model: nn.Module, roots: Sequence[nn.Module]) -> None:
-        """Apply ``fully_shard`` to the blocks of `model` and to `roots`, where nobody has yet.
+        """Apply ``fully_shard`` to the blocks of `model` and to `roots` that are not sharded yet.
 
         Raises:
             ValueError: a class in ``blocks`` that no module has.
@@ -170,7 +172,7 @@ class HostStrategy(FP8FSDPStrategy):
     def _weights_as_saved(
         self, precision: Any, model: nn.Module, path: Path, key: str | None, weights_only: Any
     ) -> Iterator[None]:
-        """Within, weights that are split are float32 if a checkpoint has them so."""
+        """Hold split weights, within, in float32 if a checkpoint has them so."""
         split = {n for n, p in model.named_parameters() if p.dtype == torch.bfloat16}
         dtypes = _saved_dtypes(path, key, weights_only) if split else {}
         if any(dtypes.get(name) == torch.float32 for name in split):
@@ -217,12 +219,14 @@ class TrainerStrategy(HostStrategy):
                 del module.configure_model
 
     def teardown(self) -> None:
-        """As the host's; hooks that kept the stream in float32 go with the conversion."""
+        """Tear down as the host does; hooks that kept the stream in float32 go with the
+        conversion.
+        """
         super().teardown()  # type: ignore[misc]
         release_stream(self.lightning_module)
 
     def model_to_device(self) -> None:
-        """As the host's; shards that are offloaded stay."""
+        """Move the model as the host does, but leave offloaded shards where they are."""
         if not self.cpu_offload:
             super().model_to_device()  # type: ignore[misc]
             return
@@ -232,26 +236,28 @@ class TrainerStrategy(HostStrategy):
                 child.to(self.root_device)
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> Any:
-        """As the host's; float32 weights (of stock training, say) are read as such, then split."""
+        """Load as the host does; float32 weights (of stock training, say) are read as such, then
+        split.
+        """
         path = Path(self.broadcast(checkpoint_path))
         key, weights_only = _STATE_DICT, kwargs.get("weights_only")
         with self._weights_as_saved(self.precision_plugin, self.model, path, key, weights_only):
             return super().load_checkpoint(checkpoint_path, *args, **kwargs)  # type: ignore[misc]
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """As the host's, through the hooks of a LightningModule that is its own root."""
+        """Step as the host does, through the hooks of a LightningModule that is its own root."""
         return self._step("training_step", self.precision_plugin.train_step_context, args, kwargs)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """As `training_step`."""
+        """Step as `training_step` does."""
         return self._step("validation_step", self.precision_plugin.val_step_context, args, kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        """As `training_step`."""
+        """Step as `training_step` does."""
         return self._step("test_step", self.precision_plugin.test_step_context, args, kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """As `training_step`."""
+        """Step as `training_step` does."""
         return self._step("predict_step", self.precision_plugin.predict_step_context, args, kwargs)
 
     def _step(self, name: str, context: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -304,7 +310,7 @@ class FabricStrategy(HostStrategy):
         return sharded, set_up, *(scheduler or (None,))
 
     def save_checkpoint(self, path: Any, state: Any, *args: Any, **kwargs: Any) -> None:
-        """As the host's; a full checkpoint of models alone has whole weights.
+        """Save as the host does; a full checkpoint of models alone has whole weights.
 
         A folder of shards, or a checkpoint with the optimizer, which has the residuals, is there to
         resume from.
@@ -317,7 +323,9 @@ class FabricStrategy(HostStrategy):
             super().save_checkpoint(path, state, *args, **kwargs)  # type: ignore[misc]
 
     def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """As the host's; float32 weights (of stock training, say) are read as such, then split."""
+        """Load as the host does; float32 weights (of stock training, say) are read as such, then
+        split.
+        """
         found = {None: state} if isinstance(state, nn.Module) else dict(state or {})
         models = [(key, value) for key, value in found.items() if isinstance(value, nn.Module)]
         load = functools.partial(super().load_checkpoint, path, state, *args, **kwargs)  # type: ignore[misc]
@@ -342,11 +350,11 @@ def _refuse_averaging(callbacks: Iterable[Any]) -> None:
 
 
 def _sharded() -> None:
-    """Stands for ``configure_model`` while the host looks for it."""
+    """Stand for ``configure_model`` while the host looks for it."""
 
 
 def _saved_dtypes(path: Path, key: str | None, weights_only: bool | None) -> dict[str, Any]:
-    """The dtypes of a model's weights in a checkpoint.
+    """Return the dtypes of a model's weights in a checkpoint.
 
     Args:
         path: a folder of shards or a file.

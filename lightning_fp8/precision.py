@@ -66,7 +66,7 @@ _RELEASED = "each gradient is used and freed in backward; leave gradient_release
 
 
 class FP8Precision:
-    """FP8 training: ``Trainer(plugins=[FP8Precision(FP8Config(...))])``; Fabric likewise.
+    """The precision plugin: ``Trainer(plugins=[FP8Precision(FP8Config(...))])``, or Fabric's.
 
     ``precision="fp8-mixed"`` is the same with the default configuration.
 
@@ -86,7 +86,7 @@ class FP8Precision:
         self.config = given or FP8Config.from_env() or FP8Config()
 
     def for_host(self, plugin: type["HostPrecision"]) -> "HostPrecision":
-        """This request as a plugin of class `plugin`, or itself if it already is one."""
+        """Return this request as a plugin of class `plugin`, or itself if it already is one."""
         if isinstance(self, plugin):
             return self
         if not (type(self) is FP8Precision or isinstance(self, HostPrecision)):
@@ -102,7 +102,7 @@ class FP8Precision:
 
 @dataclass
 class Converted:
-    """A model that the plugin was given. Not kept alive by it: Fabric has no teardown."""
+    """A model that the plugin was given; it is not kept alive, since Fabric has no teardown."""
 
     module: weakref.ref[nn.Module]
     report: ConversionReport
@@ -112,13 +112,17 @@ class Converted:
     wrapped: weakref.ref[nn.Module] | None = None
     announced: bool = False
     communication: object | None = None
-    """What travels between ranks in FP8; None until the model is wrapped or sharded."""
+    """The report of what travels between ranks in FP8; None until the model is wrapped or
+    sharded.
+    """
     history: dict[str, Tensor] = field(default_factory=dict)
     """Delayed scaling's state from the last teardown, while the model is a stock one."""
 
 
 class HostPrecision(FP8Precision):
-    """What the plugins of all hosts share; a ``MixedPrecision`` comes after it in their bases."""
+    """The part that the plugins of all hosts share; a ``MixedPrecision`` comes after it in their
+    bases.
+    """
 
     info: ClassVar[Any]
     warn: ClassVar[Any]
@@ -133,7 +137,7 @@ class HostPrecision(FP8Precision):
         self._whole_announced = False
 
     def attach(self, strategy: Any, accelerator: Any) -> None:
-        """Called by the connector: the plugin belongs to `strategy` from now on.
+        """Attach the plugin to `strategy`; called by the connector.
 
         Raises:
             ValueError: a strategy that cannot run FP8 linears, or those of Transformer Engine.
@@ -155,7 +159,7 @@ class HostPrecision(FP8Precision):
         strategy.setup_environment = functools.partial(self._setup_environment, strategy)
 
     def _setup_environment(self, strategy: Any) -> None:
-        """As the strategy's.
+        """Set up the environment as the strategy does.
 
         Raises:
             ValueError: ranks with different configurations.
@@ -180,7 +184,7 @@ class HostPrecision(FP8Precision):
         return module
 
     def state_dict(self) -> dict[str, Any]:
-        """What scaling remembers: delayed scaling's history, FP8-LM's mu; empty for most.
+        """Return the scaling state, delayed scaling's history and FP8-LM's mu; empty for most.
 
         All ranks must call it together.
 
@@ -250,7 +254,7 @@ class HostPrecision(FP8Precision):
         return scaling_state_dict(module) or converted.history
 
     def main_params(self, optimizer: Optimizer) -> Any:
-        """Called by both hosts for the parameters whose gradients are to be clipped.
+        """Return the parameters whose gradients are to be clipped; called by both hosts.
 
         Raises:
             ValueError: gradient release, which leaves no gradient to clip.
@@ -288,7 +292,9 @@ class HostPrecision(FP8Precision):
 
     @contextlib.contextmanager
     def joined(self, module: nn.Module) -> Iterator[None]:
-        """Within, the weights that `_split` has split are float32; called by `FP8FSDPStrategy`."""
+        """Hold the weights that `_split` has split, within, in float32; called by
+        `FP8FSDPStrategy`.
+        """
         converted = next(c for c in self._live() if c.module() is module)
         join_sharded(module, converted.optimizers)
         try:
@@ -298,7 +304,7 @@ class HostPrecision(FP8Precision):
 
     @contextlib.contextmanager
     def whole_weights(self, module: nn.Module) -> Iterator[None]:
-        """Within, `module` shows whole weights of the user's dtype, to be saved."""
+        """Show whole weights of `module`, in the user's dtype, to whoever saves them within."""
         with whole_weights(module, self._optimizers()) as joined:
             if joined and not self._whole_announced:
                 self._whole_announced = True
@@ -309,7 +315,7 @@ class HostPrecision(FP8Precision):
             yield
 
     def split_loaded(self, module: nn.Module, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-        """Weights that `whole_weights` showed, as those that `module` has while it trains."""
+        """Split weights that `whole_weights` showed as `module` has them while it trains."""
         return split_loaded(module, self._optimizers(), state_dict)
 
     def _optimizers(self) -> list[Optimizer]:
@@ -325,7 +331,7 @@ class HostPrecision(FP8Precision):
     def _wrap(
         self, strategy: Any, converted: Converted, wrap: Callable[[], nn.Module]
     ) -> nn.Module:
-        """What `wrap`, a part of `strategy`, makes of the module; with our options if that is DDP.
+        """Wrap the module with `wrap`, a part of `strategy`, and with our options if that is DDP.
 
         Raises:
             ValueError: gradient release under DistributedDataParallel.
@@ -352,7 +358,7 @@ class HostPrecision(FP8Precision):
         return wrapped
 
     def _announce(self, converted: Converted) -> None:
-        """The start-up summary, once per model, on rank zero."""
+        """Log the start-up summary, once per model, on rank zero."""
         if converted.announced:
             return
         converted.announced = True

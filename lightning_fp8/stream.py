@@ -1,4 +1,4 @@
-"""What flows between the layers of a sharded model is float32, as under ``bf16-mixed``.
+"""The values between the layers of a sharded model are float32, as under ``bf16-mixed``.
 
 FSDP2 gathers all weights of a block in BF16. Linear layers are autocast anyway, but an embedding's
 output has the weight's dtype, and with it the residual stream, whose sums would lose bits.
@@ -30,7 +30,7 @@ class WeightsDtype:
 
 
 def keep_stream(model: nn.Module) -> None:
-    """Put hooks on embeddings and norms; again is harmless."""
+    """Put hooks on embeddings and norms; a repeated call changes nothing."""
     release_stream(model)
     keep_output_dtype(model, set(model.parameters()))
     for module in model.modules():
@@ -39,7 +39,7 @@ def keep_stream(model: nn.Module) -> None:
 
 
 def release_stream(model: nn.Module) -> None:
-    """Take the hooks on norms away; `torch_fp8.revert` does the embeddings'."""
+    """Remove the hooks on norms; `torch_fp8.revert` removes the embeddings'."""
     for module in model.modules():
         hooks = module._forward_pre_hooks
         for key in [key for key, hook in hooks.items() if isinstance(hook, WeightsDtype)]:

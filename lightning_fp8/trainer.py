@@ -23,14 +23,16 @@ class TrainerPrecision(HostPrecision):
     _undo_averaging: Callable[[], None] | None = None
 
     def attach(self, strategy: Any, accelerator: Any) -> None:
-        """As `HostPrecision.attach`; and stand where `strategy` saves and loads weights."""
+        """Attach as `HostPrecision.attach` does; and intervene where `strategy` saves and loads
+        weights.
+        """
         super().attach(strategy, accelerator)
         # Of module and class level functions alone: ddp_spawn pickles the strategy.
         strategy.lightning_module_state_dict = functools.partial(self._saved, strategy)
         strategy.load_model_state_dict = functools.partial(self._load, strategy)
 
     def _saved(self, strategy: Any) -> dict[str, Any]:
-        """The strategy's ``lightning_module_state_dict``, of whole weights.
+        """Return the strategy's ``lightning_module_state_dict``, of whole weights.
 
         A folder of shards, which is there to resume from, has them as they are.
         """
@@ -43,7 +45,9 @@ class TrainerPrecision(HostPrecision):
         return whole
 
     def _load(self, strategy: Any, checkpoint: Any, *args: Any, **kwargs: Any) -> None:
-        """The strategy's ``load_model_state_dict``, also of whole weights while a fit runs."""
+        """Run the strategy's ``load_model_state_dict``, also with whole weights while a fit
+        runs.
+        """
         if self._live() and "state_dict" in checkpoint:  # else the strategy has loaded it
             state = self.split_loaded(strategy.lightning_module, checkpoint["state_dict"])
             checkpoint = {**checkpoint, "state_dict": state}
@@ -64,7 +68,8 @@ class TrainerPrecision(HostPrecision):
     def connect(
         self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
     ) -> Any:
-        """Called once the model is on its device and its optimizers exist, before their states.
+        """Connect the model, which is on its device, and its optimizers, whose states are still to
+        come.
 
         Raises:
             ValueError: an option of an optimizer that the level cannot have.
@@ -83,7 +88,7 @@ class TrainerPrecision(HostPrecision):
         return super().connect(model, optimizers, lr_schedulers)  # type: ignore[misc]
 
     def pre_backward(self, tensor: torch.Tensor, module: Any) -> Any:
-        """As the host's; with manual optimization, where a backward that averages begins."""
+        """Run the host's hook; with manual optimization, begin a backward that averages."""
         ddp = self._strategy.model
         if not module.automatic_optimization and getattr(ddp, "require_backward_grad_sync", False):
             # The forward ran with this off, for Lightning turns it on for backward alone.
@@ -94,7 +99,7 @@ class TrainerPrecision(HostPrecision):
         return super().pre_backward(tensor, module)  # type: ignore[misc]
 
     def clip_gradients(self, optimizer: Any, clip_val: float = 0.0, *args: Any, **kw: Any) -> None:
-        """As the host's.
+        """Clip as the host does.
 
         Raises:
             ValueError: gradient release.
@@ -128,7 +133,7 @@ class TrainerPrecision(HostPrecision):
 
 
 def _wait() -> None:
-    """Stands for the strategy's ``configure_ddp`` until the optimizers exist."""
+    """Stand for the strategy's ``configure_ddp`` until the optimizers exist."""
 
 
 def _refuse_release(gradient_release: bool, module: Any) -> None:
