@@ -1,4 +1,5 @@
-"""What is extended in Accelerate, transformers and TRL; called by `_fp8_autoload` on an import.
+"""The points of Accelerate, transformers and TRL that are extended; `_fp8_autoload` calls this on
+an import.
 
 Each function may be called twice, and raises AttributeError before it changed anything if an
 upstream name has moved: the host then works as without us. A wrapper keeps what it wraps as
@@ -26,7 +27,7 @@ _PRECISION = "_mixed_precision"  # key in AcceleratorState's shared state
 
 
 def extend_imports(module: ModuleType) -> None:
-    """``is_fp8_available``: FP8 needs none of Accelerate's optional libraries any more.
+    """Extend ``is_fp8_available``: FP8 no longer needs any of Accelerate's optional libraries.
 
     The launcher and AcceleratorState ask it before they accept the flag; an explicitly chosen
     library that is missing is still refused by its recipe handler.
@@ -46,7 +47,7 @@ def extend_imports(module: ModuleType) -> None:
 
 
 def extend_state(module: ModuleType) -> None:
-    """``check_cuda_fp8_capability`` as AcceleratorState uses it: no silent FP16 on older cards.
+    """Extend ``check_cuda_fp8_capability`` for AcceleratorState: no silent FP16 on older cards.
 
     Also the occasion to look at the environment again: `notebook_launcher` asks for FP8 in it when
     torch was imported long ago.
@@ -75,7 +76,9 @@ def extend_state(module: ModuleType) -> None:
 
 
 def extend_accelerator(module: ModuleType) -> None:
-    """The methods of Accelerator that choose the FP8 backend and prepare models and optimizers."""
+    """Extend the methods of Accelerator that choose the FP8 backend and prepare models and
+    optimizers.
+    """
     cls = module.Accelerator
     too_old = _too_old("accelerate")
     if too_old is not None:
@@ -110,7 +113,9 @@ def extend_accelerator(module: ModuleType) -> None:
 
 
 def extend_training_args(module: ModuleType) -> None:
-    """``TrainingArguments.__post_init__``: ``bf16=True`` does not undo the launcher's FP8."""
+    """Extend ``TrainingArguments.__post_init__``: ``bf16=True`` does not undo the launcher's
+    FP8.
+    """
     too_old = _too_old("transformers")
     if too_old is not None:
         _refuse_when_asked(module.TrainingArguments, "__post_init__", too_old, _asks_for_fp8)
@@ -123,7 +128,9 @@ def extend_training_args(module: ModuleType) -> None:
 
 
 def extend_trainer(module: ModuleType) -> None:
-    """Trainer's checkpoints, which do not go through ``save_state``, and its DataParallel."""
+    """Extend Trainer's checkpoints, which do not go through ``save_state``, and its
+    DataParallel.
+    """
     if _too_old("transformers"):
         return
     methods = {
@@ -141,7 +148,7 @@ def extend_trainer(module: ModuleType) -> None:
 
 
 def extend_modeling(module: ModuleType) -> None:
-    """``PreTrainedModel.save_pretrained`` of a model that is trained with split weights."""
+    """Extend ``PreTrainedModel.save_pretrained`` for a model that is trained with split weights."""
     _wrap(
         {module.PreTrainedModel: {"save_pretrained": "save_pretrained"}},
         "accelerate_fp8.trainer",
@@ -150,7 +157,9 @@ def extend_modeling(module: ModuleType) -> None:
 
 
 def extend_trl_models(module: ModuleType) -> None:
-    """``prepare_fsdp``, which shards reference and teacher models without asking Accelerate."""
+    """Extend ``prepare_fsdp``, which shards reference and teacher models without asking
+    Accelerate.
+    """
     if _too_old("trl"):
         return
     original: Any = module.prepare_fsdp
@@ -193,7 +202,7 @@ def _refuse_when_asked(cls: type, name: str, line: str, asked: Callable[..., boo
 
 
 def _may_use_engine(accelerator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """False: surely no FP8, so that nothing of ours is imported for a run in BF16.
+    """Return False if surely no FP8 is asked for, so that a run in BF16 imports nothing of ours.
 
     Args:
         accelerator: whose method is called; before its ``__init__`` too.

@@ -13,11 +13,11 @@ TRIED = {
     "trl": ("1.0", "1.16"),
     "peft": ("0.19", "0.21"),
 }
-"""Lowest and highest minor version of each host."""
+"""The lowest and highest minor version of each host."""
 
 
 def refusal(host: str) -> str | None:
-    """One line about a host that is too old; None if it is not, or not known."""
+    """Return one line about a host that is too old; None if it is not, or not known."""
     lowest, highest = TRIED[host]
     try:
         found = version(host)

@@ -1,4 +1,4 @@
-"""What Accelerator's methods do under this engine; `accelerate_fp8._register` puts them in place.
+"""Accelerator's methods under this engine; `accelerate_fp8._register` puts them in place.
 
 Each function takes the method that it wraps as its first argument, then the method's own.
 """
@@ -37,7 +37,7 @@ from torch_fp8.nn.transformer_engine import refuse_sharding
 
 
 def init(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
-    """``Accelerator.__init__``: decide whose FP8 it is, and refuse early what cannot run.
+    """Extend ``Accelerator.__init__``: decide whose FP8 it is, and refuse early what cannot run.
 
     Raises:
         ImportError: a host that is too old.
@@ -87,7 +87,7 @@ def init(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def prepare(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """``Accelerator.prepare``: models and optimizers are converted before either is wrapped.
+    """Extend ``Accelerator.prepare``: convert models and optimizers before either is wrapped.
 
     The summary comes last, when the optimizers are known.
     """
@@ -112,7 +112,9 @@ def prepare_model(
     device_placement: bool | None = None,
     evaluation_mode: bool = False,
 ) -> nn.Module:
-    """``Accelerator.prepare_model``: convert before autocast, DDP, FSDP or compilation wrap it."""
+    """Extend ``Accelerator.prepare_model``: convert before autocast, DDP, FSDP or compilation wrap
+    it.
+    """
     preparation = preparation_of(self)
     if preparation is None:
         return original(self, model, device_placement, evaluation_mode)
@@ -136,7 +138,7 @@ def prepare_model(
 def prepare_optimizer(
     original: Any, self: Any, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
 ) -> Any:
-    """``Accelerator.prepare_optimizer``: convert where the model is known already.
+    """Extend ``Accelerator.prepare_optimizer``: convert where the model is known already.
 
     Accelerate places states on the device by a round trip through ``state_dict``, which has them in
     float32; those of a converted optimizer follow their parameters by themselves.
@@ -155,7 +157,9 @@ def prepare_optimizer(
 def clip_grad_norm_(
     original: Any, self: Any, parameters: Any, max_norm: float, *args: Any, **kwargs: Any
 ) -> Any:
-    """``Accelerator.clip_grad_norm_``: refused under gradient release, unless it measures only."""
+    """Extend ``Accelerator.clip_grad_norm_``: refuse under gradient release, unless it only
+    measures.
+    """
     preparation = preparation_of(self)
     if preparation is not None:
         refuse_clipping(preparation.config, "clip_grad_norm_", float(max_norm))
@@ -165,7 +169,7 @@ def clip_grad_norm_(
 
 
 def clip_grad_value_(original: Any, self: Any, parameters: Any, clip_value: float) -> Any:
-    """``Accelerator.clip_grad_value_``: refused under gradient release."""
+    """Extend ``Accelerator.clip_grad_value_``: refuse under gradient release."""
     preparation = preparation_of(self)
     if preparation is not None:
         refuse_clipping(preparation.config, "clip_grad_value_", float(clip_value))
@@ -177,7 +181,7 @@ def clip_grad_value_(original: Any, self: Any, parameters: Any, clip_value: floa
 def unwrap_model(
     original: Any, self: Any, model: nn.Module, *args: Any, **kwargs: Any
 ) -> nn.Module:
-    """``Accelerator.unwrap_model``: without autocast, weights have the dtype again that they had.
+    """Extend ``Accelerator.unwrap_model``: without autocast, restore the dtype that weights had.
 
     Layers that are not in FP8 could not multiply BF16 weights with float32 inputs otherwise.
     """
@@ -192,7 +196,8 @@ def unwrap_model(
 def get_state_dict(
     original: Any, self: Any, model: nn.Module, unwrap: bool = True
 ) -> dict[str, Any]:
-    """``Accelerator.get_state_dict``: whole weights, for what is saved with it is a final model.
+    """Extend ``Accelerator.get_state_dict``: return whole weights, since it serves to save a final
+    model.
 
     ``save_state`` asks for the model as it is wrapped, and goes on from BF16 and residual.
     """
@@ -206,7 +211,9 @@ def get_state_dict(
 
 
 def prepare_fsdp2(original: Any, self: Any, *args: Any) -> Any:
-    """``Accelerator._prepare_fsdp2``: convert before the model is sharded, connect after it."""
+    """Extend ``Accelerator._prepare_fsdp2``: convert before the model is sharded, connect after
+    it.
+    """
     preparation = preparation_of(self)
     if preparation is None:
         return original(self, *args)
@@ -220,7 +227,9 @@ def prepare_fsdp2(original: Any, self: Any, *args: Any) -> Any:
 
 
 def fsdp2_prepare_model(original: Any, accelerator: Any, model: nn.Module) -> nn.Module:
-    """``fsdp2_prepare_model``, without its upcast where the weights have their dtype already."""
+    """Extend ``fsdp2_prepare_model``: skip its upcast where the weights have their dtype
+    already.
+    """
     preparation = preparation_of(accelerator)
     if preparation is not None and preparation.optimizers.keep_dtype:
         accelerator = WithoutUpcast(accelerator)
@@ -229,7 +238,7 @@ def fsdp2_prepare_model(original: Any, accelerator: Any, model: nn.Module) -> nn
 
 
 def preparation_of(accelerator: Any) -> Preparation | None:
-    """The engine's part of this Accelerator; None if it does not use the engine."""
+    """Return the engine's part of this Accelerator; None if it does not use the engine."""
     return getattr(accelerator, "_fp8_preparation", None)
 
 
@@ -247,7 +256,9 @@ def _of_type(objects: Iterable[Any], kind: type[Any]) -> list[Any]:
 def _device_to_be(
     accelerator: Any, model: nn.Module, device_placement: bool | None
 ) -> torch.device | None:
-    """Where `model` will run; None: where its parameters are, spread by a ``device_map`` or so."""
+    """Return where `model` will run; None: where its parameters are, spread by a ``device_map`` or
+    so.
+    """
     placed = accelerator.device_placement if device_placement is None else device_placement
     placed = placed or accelerator.distributed_type == DistributedType.FSDP
     return accelerator.device if placed and not accelerator.verify_device_map(model) else None

@@ -1,4 +1,5 @@
-"""Whose FP8 it is: this engine, unless the user chose torchao, Transformer Engine or MS-AMP.
+"""The choice of the FP8 backend: this engine, unless the user chose torchao, Transformer Engine or
+MS-AMP.
 
 They are chosen, as Accelerate has it, by ``--fp8_backend``, by ``fp8_config.backend`` of a config
 file (both arrive as ``ACCELERATE_FP8_BACKEND``), or by one of their recipe handlers.
@@ -19,7 +20,7 @@ _keep_fp8: ContextVar[bool] = ContextVar("keep_fp8", default=False)
 
 
 class FP8Engine(str, enum.Enum):
-    """What ``Accelerator.fp8_backend`` returns for this engine.
+    """The value of ``Accelerator.fp8_backend`` for this engine.
 
     Equal to no member of Accelerate's FP8BackendType, so that none of its branches for a backend is
     taken, while ``native_amp`` stays on: all between the linear layers runs in BF16 autocast.
@@ -29,7 +30,7 @@ class FP8Engine(str, enum.Enum):
 
 
 def requested_precision(mixed_precision: object) -> str:
-    """The precision that ``Accelerator(mixed_precision=...)`` is going to have."""
+    """Return the precision that ``Accelerator(mixed_precision=...)`` is going to have."""
     from accelerate.state import AcceleratorState
 
     if mixed_precision is None:
@@ -51,7 +52,7 @@ def repair_backend_variable() -> None:
 
 
 def is_engine_chosen(handlers: Iterable[object], explicit: bool) -> bool:
-    """Whether FP8 means this engine.
+    """Return whether FP8 means this engine.
 
     Args:
         handlers: ``kwargs_handlers`` without `FP8Kwargs`.
@@ -83,7 +84,7 @@ def _other_backend(handlers: Iterable[object]) -> str | None:
 
 @contextlib.contextmanager
 def precision_kept() -> Iterator[None]:
-    """Within, AcceleratorState does not turn FP8 into FP16 on a GPU below sm_89.
+    """Keep AcceleratorState, within, from turning FP8 into FP16 on a GPU below sm_89.
 
     The engine then refuses such a card by name, or emulates where that was asked for.
     """

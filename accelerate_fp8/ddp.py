@@ -13,7 +13,7 @@ from torch_fp8.distributed.ddp.wrap import connect_ddp, ddp_options
 
 
 class _Handler:
-    """Stands in for the user's DistributedDataParallelKwargs while a model is wrapped."""
+    """A stand-in for the user's DistributedDataParallelKwargs while a model is wrapped."""
 
     def __init__(self, users: Any, options: dict[str, Any]) -> None:
         self._users, self._options = users, options
@@ -27,7 +27,7 @@ class _Handler:
 
 
 def wraps_in_ddp(accelerator: Any) -> bool:
-    """Whether this Accelerator is going to wrap the models that it trains."""
+    """Return whether this Accelerator is going to wrap the models that it trains."""
     return str(accelerator.distributed_type.value).startswith("MULTI_")
 
 
@@ -35,7 +35,7 @@ def wraps_in_ddp(accelerator: Any) -> bool:
 def engine_options(
     accelerator: Any, model: nn.Module, optimizers: PreparedOptimizers
 ) -> Iterator[None]:
-    """Within, Accelerate wraps `model` with `torch_fp8.distributed.ddp.wrap.ddp_options`.
+    """Have Accelerate, within, wrap `model` with `torch_fp8.distributed.ddp.wrap.ddp_options`.
 
     Accelerate's handler does not tell ``gradient_as_bucket_view=False`` from no choice.
 

@@ -39,7 +39,7 @@ class Flag(NamedTuple):
 
 
 class _Meaning(NamedTuple):
-    """What a variable without its prefix means.
+    """The meaning of a launcher's variable, which is named without its prefix.
 
     Attributes:
         flag: the name that a user knows it by.
@@ -59,7 +59,7 @@ class _Meaning(NamedTuple):
 
 
 def resolve_config(explicit: FP8Config | None) -> tuple[FP8Config, list[str]]:
-    """The configuration, and a line for each thing given that is not applied.
+    """Return the configuration, and a line for each thing given that is not applied.
 
     An explicit FP8Config wins over ``TORCH_FP8_CONFIG``, which wins, option by option, over the
     launcher's flags.
@@ -89,7 +89,8 @@ def resolve_config(explicit: FP8Config | None) -> tuple[FP8Config, list[str]]:
 
 
 def given_flags() -> dict[str, Flag]:
-    """Accelerate's FP8 flags that differ from the launcher's defaults, by field of FP8Config.
+    """Return Accelerate's FP8 flags that differ from the launcher's defaults, by field of
+    FP8Config.
 
     Raises:
         ValueError: a flag that cannot be honoured, or one option given two different values.
@@ -119,7 +120,7 @@ def given_flags() -> dict[str, Flag]:
 
 
 def _environment_options() -> dict[str, Any] | None:
-    """The options that ``TORCH_FP8_CONFIG`` names, validated; None if it is unset."""
+    """Return the validated options of ``TORCH_FP8_CONFIG``; None if it is unset."""
     if FP8Config.from_env() is None:
         return None
     text = os.environ[CONFIG_VARIABLE].strip()

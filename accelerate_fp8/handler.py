@@ -23,7 +23,9 @@ class FP8Kwargs(KwargsHandler):
     """
 
     config: FP8Config | None = None
-    """None: as without a handler, from ``TORCH_FP8_CONFIG`` and the launcher's flags."""
+    """The configuration; None: that of ``TORCH_FP8_CONFIG`` and the launcher's flags, as without a
+    handler.
+    """
 
     def __init__(self, config: FP8Config | None = None, **options: Any) -> None:
         self.config = given_config(config, options, "FP8Kwargs")

@@ -1,4 +1,4 @@
-"""What scaling remembers, in checkpoint folders: a small file of its own beside the weights.
+"""The scaling state in checkpoint folders: a small file of its own beside the weights.
 
 That is delayed scaling's history, and FP8-LM's mu with ``communication="fp8-lm"``. The weights' own
 files stay what stock libraries write and read. Each process has a file, for each sees other

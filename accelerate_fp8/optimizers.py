@@ -55,11 +55,13 @@ class PreparedOptimizers:
 
     @property
     def enabled(self) -> bool:
-        """Whether the level has to do with optimizers at all."""
+        """Return whether the level converts optimizers at all."""
         return self.config.opt_level != "O1"
 
     def set_wrapped(self, model: nn.Module, ddp: DistributedDataParallel) -> None:
-        """Remember that DDP has made its buckets: an optimizer that comes later finds them."""
+        """Remember that DDP has made its buckets, which an optimizer that comes later finds as they
+        are.
+        """
         self._wrapped[model] = ref(ddp)
 
     def convert(
@@ -94,11 +96,11 @@ class PreparedOptimizers:
         self._unannounced.append(optimizer)
 
     def known(self) -> list[Optimizer]:
-        """The user's own optimizers that were converted, or left alone, so far."""
+        """Return the user's own optimizers that were converted, or left alone, so far."""
         return list(self._reports)
 
     def reports_of(self, accelerator: Any, model: nn.Module) -> list[OptimizerReport]:
-        """What became of the optimizers that train `model`; they count as announced then."""
+        """Return the reports of the optimizers that train `model`, and count them as announced."""
         reports = []
         for optimizer in self.that_train(accelerator, model):
             report = self._reports.get(optimizer)
@@ -111,7 +113,7 @@ class PreparedOptimizers:
         return reports
 
     def take_unannounced(self, accelerator: Any) -> list[str]:
-        """The reports of those that no summary has named yet, with the memory of their models."""
+        """Return the reports that no summary has named yet, with the memory of their models."""
         waiting, self._unannounced = self._unannounced, []
         lines = []
         for optimizer in waiting:
@@ -122,17 +124,19 @@ class PreparedOptimizers:
         return lines
 
     def that_train(self, accelerator: Any, model: nn.Module) -> list[Optimizer]:
-        """The user's own optimizers that hold a parameter of `model`, also those just converted."""
+        """Return the user's own optimizers that hold a parameter of `model`, also those just
+        converted.
+        """
         parameters = set(model.parameters())
         prepared = dict.fromkeys([*map(bare, accelerator._optimizers), *self._unannounced])
         return [o for o in prepared if not parameters.isdisjoint(_parameters(o))]
 
     def is_converted(self, optimizer: Any) -> bool:
-        """Whether a prepared optimizer, or the user's own, has 8-bit states."""
+        """Return whether a prepared optimizer, or the user's own, has 8-bit states."""
         return isinstance(bare(optimizer), Float8Optimizer)
 
     def restore(self, accelerator: Any, model: nn.Module) -> int:
-        """Give the weights of `model` the dtype back that they had; returns their number.
+        """Restore the dtypes that the weights of `model` had; return the number of weights.
 
         Sharded ones stay as they are.
         """
@@ -141,18 +145,21 @@ class PreparedOptimizers:
         return sum(restore_weights(o) for o in self.that_train(accelerator, model))
 
     def _as_wrapped(self, model: nn.Module) -> nn.Module:
-        """The DistributedDataParallel of a model, if it has one."""
+        """Return the DistributedDataParallel around a model, or the model itself where there is
+        none.
+        """
         ddp = self._wrapped.get(model)
         return model if ddp is None else ddp() or model
 
 
 def bare(optimizer: Any) -> Any:
-    """The user's own optimizer, which Accelerate wraps; what the user wrapped stays so."""
+    """Return the user's own optimizer, which Accelerate wraps; what the user wrapped stays so."""
     return optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
 
 
 def _trained_by(optimizer: Optimizer, known: list[nn.Module]) -> nn.Module | None:
-    """The model, or several in a list, that hold every large weight of `optimizer`; else None.
+    """Return the model, or several in a list, that hold every large weight of `optimizer`; else
+    None.
 
     A weight of no model that was prepared is used outside of autocast, where BF16 would not do.
     """

@@ -1,4 +1,4 @@
-"""What preparing means under this engine: conversion, and the start-up summary."""
+"""Preparation under this engine: conversion, and the start-up summary."""
 
 import contextlib
 import logging
@@ -97,7 +97,9 @@ class Preparation:
 
     @contextlib.contextmanager
     def whole_weights(self, model: nn.Module, *, keep_changes: bool = False) -> Iterator[None]:
-        """Within, `model` is as a stock run would save it; see `torch_fp8.optim.whole_weights`."""
+        """Show `model`, within, as a stock run would save it; see
+        `torch_fp8.optim.whole_weights`.
+        """
         optimizers = self.optimizers.known()
         with whole_weights(model, optimizers, keep_changes=keep_changes) as joined:
             if joined and not keep_changes and not self._whole_announced:
@@ -142,7 +144,7 @@ class Preparation:
 
 
 class Saving:
-    """Leads from a model to the Preparation that knows its weights' residuals; a copy to none."""
+    """A link from a model to the Preparation that knows its weights' residuals; a copy has none."""
 
     def __init__(self, preparation: Preparation) -> None:
         self._preparation = ref(preparation)
@@ -155,7 +157,7 @@ class Saving:
 
 
 def _of_nobody() -> None:
-    """What `Saving` is in a copy of its model."""
+    """Stand for `Saving` in a copy of its model."""
 
 
 def log_visibly(message: str) -> None:
@@ -184,7 +186,7 @@ def log_visibly(message: str) -> None:
 
 @contextlib.contextmanager
 def _forwards_reachable(model: nn.Module) -> Iterator[None]:
-    """Lay bare the linear layers under Accelerate's hooks (``device_map``) while converting.
+    """Expose, while converting, the linear layers under Accelerate's hooks (``device_map``).
 
     A hook keeps the bound ``forward`` of the class the module had, in ``_old_forward``, and puts
     its own on the instance: another class would not be noticed. Afterwards it calls the new one.

@@ -1,4 +1,4 @@
-"""Gradient release refuses loops that need all gradients at once; here those Accelerate shows.
+"""Gradient release refuses loops that need all gradients at once; this module finds Accelerate's.
 
 With ``FP8Config(gradient_release=True)`` the optimizer has applied and freed each gradient by the
 end of backward. What Accelerate cannot see, the engine refuses in backward.

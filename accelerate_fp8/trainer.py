@@ -1,4 +1,4 @@
-"""What transformers' TrainingArguments and Trainer do under this engine; TRL's derive from them.
+"""transformers' TrainingArguments and Trainer, from which TRL's derive, under this engine.
 
 Put in place by `accelerate_fp8._register`. Each function takes the method that it wraps as its
 first argument, then the method's own.
@@ -19,7 +19,7 @@ _PRECISION = "ACCELERATE_MIXED_PRECISION"
 
 
 def post_init(original: Any, self: Any) -> None:
-    """``TrainingArguments.__post_init__``, under ``ACCELERATE_MIXED_PRECISION=fp8``.
+    """Extend ``TrainingArguments.__post_init__`` under ``ACCELERATE_MIXED_PRECISION=fp8``.
 
     ``bf16=True`` makes the Trainer hand "bf16" to Accelerate, and TRL's configurations default to
     it: every TRL trainer would silently train in BF16. FP8 includes BF16 autocast, so the flag
@@ -45,21 +45,23 @@ def post_init(original: Any, self: Any) -> None:
 
 
 def save_optimizer_and_scheduler(original: Any, self: Any, output_dir: str) -> None:
-    """``Trainer._save_optimizer_and_scheduler``: delayed scaling's history beside them."""
+    """Extend ``Trainer._save_optimizer_and_scheduler``: save delayed scaling's history beside
+    them.
+    """
     original(self, output_dir)
     if preparation_of(self.accelerator) is not None:
         save_history([self.model], output_dir, self.args.process_index)
 
 
 def load_optimizer_and_scheduler(original: Any, self: Any, checkpoint: str | None) -> None:
-    """``Trainer._load_optimizer_and_scheduler``: and the history back."""
+    """Extend ``Trainer._load_optimizer_and_scheduler``: load the history, too."""
     original(self, checkpoint)
     if checkpoint is not None and preparation_of(self.accelerator) is not None:
         load_history([self.model], checkpoint, self.args.process_index)
 
 
 def save(original: Any, self: Any, output_dir: str | None = None, state_dict: Any = None) -> None:
-    """``Trainer._save``: a checkpoint's model and the final one have whole weights."""
+    """Extend ``Trainer._save``: give a checkpoint's model and the final one whole weights."""
     preparation = preparation_of(self.accelerator)
     if preparation is None or not self.args.should_save:
         original(self, output_dir, state_dict)
@@ -69,7 +71,7 @@ def save(original: Any, self: Any, output_dir: str | None = None, state_dict: An
 
 
 def load_best_model(original: Any, self: Any) -> None:
-    """``Trainer._load_best_model``: its whole weights are split as those in training are."""
+    """Extend ``Trainer._load_best_model``: split its whole weights as those in training are."""
     preparation = preparation_of(self.accelerator)
     if preparation is None:
         original(self)
@@ -79,7 +81,9 @@ def load_best_model(original: Any, self: Any) -> None:
 
 
 def save_pretrained(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """``PreTrainedModel.save_pretrained``: whole weights, and their dtype in ``config.json``."""
+    """Extend ``PreTrainedModel.save_pretrained``: save whole weights, and their dtype in
+    ``config.json``.
+    """
     saving = vars(self)["_fp8_saving"]
     preparation = saving and saving()
     if preparation is None:
@@ -89,7 +93,7 @@ def save_pretrained(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def wrap_model(original: Any, self: Any, *args: Any, **kwargs: Any) -> nn.Module:
-    """``Trainer._wrap_model``: refuse what the Trainer does without asking Accelerate.
+    """Extend ``Trainer._wrap_model``: refuse what the Trainer does without asking Accelerate.
 
     Raises:
         ValueError: several GPUs are visible to one process, so that the Trainer uses DataParallel;
@@ -112,7 +116,9 @@ def wrap_model(original: Any, self: Any, *args: Any, **kwargs: Any) -> nn.Module
 
 
 def prepare_fsdp(original: Any, model: nn.Module, accelerator: Any) -> nn.Module:
-    """TRL's ``prepare_fsdp``: a reference model runs the same FP8 as the one that is trained."""
+    """Extend TRL's ``prepare_fsdp``: a reference model runs the same FP8 as the one that is
+    trained.
+    """
     preparation = preparation_of(accelerator)
     if preparation is None:
         sharded: nn.Module = original(model, accelerator)
