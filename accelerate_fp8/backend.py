@@ -96,6 +96,7 @@ def precision_kept() -> Iterator[None]:
 
 
 def is_precision_kept() -> bool:
+    """Return whether `precision_kept` is in force."""
     return _keep_fp8.get()
 
 

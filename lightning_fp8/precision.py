@@ -386,4 +386,5 @@ def _shares_parameters(optimizer: Optimizer, optimizers: Sequence[Optimizer]) ->
 
 
 def parameters_of(optimizer: Optimizer) -> set[Tensor]:
+    """Return the parameters of all groups of an optimizer."""
     return {parameter for group in optimizer.param_groups for parameter in group["params"]}

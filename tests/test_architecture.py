@@ -32,6 +32,18 @@ FLOORS_OF_DISTRIBUTED = [
     {"fsdp"},
     {"ddp", "tensor_parallel"},
 ]
+RIDDLES = {
+    *("Of", "By", "Within", "Without", "Where", "As", "And", "But", "Likewise", "Nothing"),
+    *("It", "Its", "They", "Their", "Them", "Those", "He", "Who", "Whose"),
+}
+"""First words of docstrings whose subject stands elsewhere, if anywhere: "Of a message." """
+NOT_REWRITTEN_YET = (
+    "torch_fp8/autograd/",
+    "torch_fp8/nn/scaling_buffers.py",
+    "torch_fp8/nn/weight_cache.py",
+    "torch_fp8/tensor/",
+    "torch_fp8/distributed/tensor_parallel/all_gather.py",
+)
 MAY_IMPORT = {
     "torch_fp8": {"torch", "torch_fp8"},
     "lightning_fp8": {
@@ -125,6 +137,37 @@ def test_the_numbers_of_the_formats_have_one_home():
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Constant) and type(node.value) in (int, float):
                 assert node.value not in (448, 57344), path
+
+
+def _strings(node):
+    """Yield (line, text) of all docstrings of a tree, those of fields and constants too."""
+    owners = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    for owner in (n for n in ast.walk(node) if isinstance(n, owners)):
+        for statement in owner.body:
+            if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
+                yield statement.lineno, str(statement.value.value).strip()
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_docstrings_are_sentences_that_a_stranger_understands(package):
+    """A docstring names its subject, or begins with a verb, and ends as a sentence does."""
+    riddles = []
+    for path in _sources(package):
+        if str(path.relative_to(ROOT)).startswith(NOT_REWRITTEN_YET):
+            continue
+        for line, text in _strings(ast.parse(path.read_text())):
+            summary = text.partition("\n\n")[0].rstrip()
+            if text.split()[0].rstrip(",:;") in RIDDLES or not summary.endswith((".", ":")):
+                riddles.append(f"{path.relative_to(ROOT)}:{line}: {summary}")
+    assert not riddles, "\n".join(riddles)
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_public_functions_and_classes_have_docstrings(package):
+    for path in _sources(package):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, (ast.ClassDef, ast.FunctionDef)) and node.name[0] != "_":
+                assert ast.get_docstring(node), f"{path}:{node.lineno}: {node.name}"
 
 
 def _run(code, **environment):

@@ -10,7 +10,9 @@ OLDEST_TORCH = (2, 11)
 
 
 def installed_version() -> str:
-    """Of the installed distribution; in a source tree that is not installed, its pyproject's."""
+    """Return the installed distribution's version; in a source tree not installed, its
+    pyproject's.
+    """
     try:
         return metadata.version("torch-fp8")
     except metadata.PackageNotFoundError:

@@ -27,6 +27,7 @@ def load_columns(weight_ptr, stride, offset, c, cols):
 
 @triton.jit
 def load_rows(rstd_ptr, stride, r, rows):
+    """Load rstd of rows as a column of float32."""
     return tl.load(rstd_ptr + r * stride, mask=r < rows, other=0.0)[:, None]
 
 

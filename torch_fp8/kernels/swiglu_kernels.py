@@ -20,6 +20,7 @@ from torch_fp8.kernels.quantize_kernels import load_tile, positions
 
 @triton.jit
 def times_smooth(x, smooth_ptr, stride, c, cols, SMOOTH: tl.constexpr):
+    """Multiply x by the smoothing factors of its columns, if there are any."""
     if SMOOTH:
         x *= tl.load(smooth_ptr + c * stride, mask=c < cols, other=0.0)[None, :]
     return x

@@ -74,9 +74,9 @@ class _Options(NamedTuple):
     ahead: Ahead | None
     """The cast of the layer behind, if it may be made with the product."""
     gradients: GradientReaders | None
-    """Who takes gate's and up's gradients, if both layers do with delayed scaling."""
+    """What takes gate's and up's gradients, if both layers do so with delayed scaling."""
     gate_first: bool
-    """Of a tensor that holds both."""
+    """Whether gate is the first half of a tensor that holds both."""
 
 
 class Float8GatedMLP(nn.Module):
@@ -148,7 +148,9 @@ class Float8GatedMLP(nn.Module):
         )
 
     def _gradient_readers(self) -> GradientReaders | None:
-        """Of the gradients of gate and up, where two layers take them with delayed scaling."""
+        """Return what takes the gradients of gate and up, where two layers do with delayed
+        scaling.
+        """
         if isinstance(self.fp8_spec, FusedGateUpSpec):
             return None
         layers = getattr(self, self.fp8_spec.gate), getattr(self, self.fp8_spec.up)

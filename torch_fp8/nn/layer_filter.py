@@ -125,7 +125,9 @@ def expert_weights(name: str, module: nn.Module) -> Iterator[tuple[str, str]]:
 
 
 def _is_conv1d(module: nn.Module) -> bool:
-    """Of that name, with a matrix (K, N) and a bias (N,); no convolution is."""
+    """Return whether a class named Conv1D has a matrix (K, N) and a bias (N,); no convolution
+    has.
+    """
     if stock_class(type(module)).__name__ != "Conv1D":
         return False
     weight, bias = (module._parameters.get(name) for name in ("weight", "bias"))

@@ -140,7 +140,7 @@ class Float8RMSNorm(nn.Module):
         return output
 
     def _expected_reader(self, x: Tensor) -> Reader | None:
-        """Who is to read what this forward returns, if it may be cast for that one already.
+        """Return what is to read this forward's result, if the result may be cast for it already.
 
         Not in evaluation, nor where a forward runs again with the scales that it had.
         """
@@ -246,7 +246,7 @@ class _Produced:
         self.saved = tuple(saved)
 
     def production(self, on_read: Callable[[History, FP8Config], None]) -> Production:
-        """It, for those who read it."""
+        """Return the output as a `Production` for the layers that read it."""
         consumers, reader = self.options.consumers, self.options.reader
         production = Production(
             self.options.name,

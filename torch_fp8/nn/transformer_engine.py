@@ -60,7 +60,7 @@ def load() -> Any:
 
 
 def version() -> str:
-    """Of the package."""
+    """Return the version of the package."""
     import transformer_engine
 
     return str(transformer_engine.__version__)
@@ -224,7 +224,9 @@ class DelayedState:
         )
 
     def _scale(self, history: Tensor, start: Tensor, maximum: float) -> Tensor:
-        """Of one tensor, by Transformer Engine's rule: an amax of 0 leaves the scale as it was."""
+        """Compute a tensor's scale by Transformer Engine's rule: an amax of 0 leaves it as it
+        was.
+        """
         recorded = history[(history > 0) & history.isfinite()]
         if not len(recorded):
             return start

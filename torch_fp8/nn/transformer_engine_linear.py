@@ -92,7 +92,7 @@ class TransformerEngineLinear(Float8Linear, nn.Linear):
             self._delayed.write(history, last_scale)
 
     def init_scaling(self) -> None:
-        """Nothing: Transformer Engine makes what it needs in the first forward."""
+        """Do nothing: Transformer Engine makes what it needs in the first forward."""
 
     def drop_scaling(self) -> None:
         """Forget Transformer Engine's layer and its scaling."""

@@ -263,6 +263,7 @@ def quantize_2d_cpu(
     col: bool,
     amax: Tensor | None = None,
 ) -> Layouts:
+    """Implement ``torch_fp8::quantize_2d`` on the CPU."""
     made = quantize_2d_reference(x, scale, dtype, granularity, power_of_two, row, col, amax)
     return laid_out(made, granularity)
 
@@ -358,6 +359,7 @@ def quantize_2d_fake(
     col: bool,
     amax: Tensor | None = None,
 ) -> Layouts:
+    """Return empty tensors of the shapes of ``torch_fp8::quantize_2d``, for tracing."""
     rows, cols = x.shape
 
     def one(rows: int, cols: int, wanted: bool) -> tuple[Tensor, Tensor]:
