@@ -11,7 +11,7 @@ from torch_fp8.config import given_config
 
 @dataclass(init=False)
 class FP8Kwargs(KwargsHandler):
-    """Chooses this engine, with this configuration, whatever the environment says.
+    """The handler that chooses this engine and its configuration, whatever the environment says.
 
     ``Accelerator(mixed_precision="fp8", kwargs_handlers=[FP8Kwargs(FP8Config(recipe="rowwise"))])``
 
@@ -19,7 +19,7 @@ class FP8Kwargs(KwargsHandler):
 
     Raises:
         TypeError: `config` is not an FP8Config.
-        ValueError: an option or value that is not valid; both `config` and options.
+        ValueError: an option or value is not valid; both `config` and options are given.
     """
 
     config: FP8Config | None = None

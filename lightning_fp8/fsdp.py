@@ -41,19 +41,19 @@ _STATE_DICT = "state_dict"
 class FP8FSDPStrategy:
     """FSDP2 in FP8: ``Trainer(strategy=FP8FSDPStrategy(), precision="fp8-mixed")``, or Fabric's.
 
-    The LightningModule needs no ``configure_model``. All devices are one data-parallel group; for
+    The LightningModule needs no ``configure_model``. All devices form one data-parallel group; for
     tensor parallelism use ``ModelParallelStrategy``.
 
     Args:
-        blocks: names of the classes (or classes) of which each module is sharded as a unit. None:
-            found by structure, see `lightning_fp8.blocks.find_blocks`.
+        blocks: classes, or their names, each of whose modules is sharded as a unit. None: blocks
+            are found by structure, see `lightning_fp8.blocks.find_blocks`.
         reshard_after_forward: whether a block is freed after forward and gathered again in
             backward. False takes the memory of the whole BF16 or FP8 model, and spares a gather.
         cpu_offload: keep shards, gradients and optimizer states in the memory of the CPU.
         save_distributed_checkpoint: whether a checkpoint is a folder with the shards of each rank;
-            else one file with the full weights.
-        process_group_backend: None: the device's.
-        timeout: of collectives; None: torch's.
+            else it is one file with the full weights.
+        process_group_backend: the backend of the process group; None: the device's default.
+        timeout: the timeout of collectives; None: torch's default.
     """
 
     def __init__(

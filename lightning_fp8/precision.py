@@ -72,11 +72,11 @@ class FP8Precision:
 
     Args:
         config: what runs in FP8, and how. None: ``TORCH_FP8_CONFIG`` if set, else ``FP8Config()``.
-        options: fields of FP8Config instead: ``FP8Precision(recipe="rowwise")``.
-
+        options: fields of FP8Config instead, as in ``FP8Precision(recipe="rowwise")``.
     Raises:
         TypeError: `config` is not an FP8Config.
-        ValueError: a bad option or value, also in ``TORCH_FP8_CONFIG``; `config` and options.
+        ValueError: an option or value is not valid, also in ``TORCH_FP8_CONFIG``; both `config`
+            and options are given.
     """
 
     config: FP8Config

@@ -58,25 +58,27 @@ def convert_to_float8(
 ) -> ConversionReport:
     """Convert the linear layers of `model` to run their GEMMs in FP8, in place.
 
-    Converted are ``nn.Linear``, subclasses of it that compute the same, transformers' ``Conv1D``,
-    FSDP2's dynamic classes of these, and what stands between them: RMSNorms and gated MLPs, found
-    by what they compute. Never converted: LoRA adapters, and what `config.skip` names. Parameters,
-    tying, ``requires_grad`` and ``state_dict`` keys stay as they are. Converting again is harmless;
-    another config replaces the first. `revert` undoes it.
+    These are ``nn.Linear``, subclasses of it that compute the same, transformers' ``Conv1D`` and
+    FSDP2's dynamic classes of all of them. The RMSNorms and gated MLPs between them are converted,
+    too, and found by what they compute. LoRA adapters and modules that `config.skip` names are
+    never converted. Parameters, tying, ``requires_grad`` and ``state_dict`` keys stay as they are.
+    A second call changes nothing, or replaces the configuration; `revert` undoes the conversion.
 
     Args:
-        model: any module, also itself an ``nn.Linear``.
-        config: or the name of a recipe. None: ``TORCH_FP8_CONFIG`` if set, else ``FP8Config()``.
-        device: where the model will run, for the check of its capability, and where recipe
-            ``auto`` measures (`torch_fp8.conversion.autotune`). None: where it is.
+        model: any module; it may itself be an ``nn.Linear``.
+        config: a configuration, or the name of a recipe. None: ``TORCH_FP8_CONFIG`` if set, else
+            ``FP8Config()``.
+        device: the device on which the model will run. Its capability is checked, and recipe
+            ``auto`` measures there (`torch_fp8.conversion.autotune`). None: the model's device.
     Returns:
-        What was converted, what was skipped and why, the share of matmul FLOPs in FP8.
+        The modules that were converted, those that were skipped and why, and the share of the
+        matmul FLOPs that run in FP8.
     Raises:
-        ValueError: nothing to convert; a device that cannot run the recipe (see
-            `torch_fp8.ops.hardware.check_device`); with Transformer Engine, sharded weights. A
-            `skip` pattern that matches nothing is no error: the report names it.
-        TypeError: a model that is no module, or a configuration that is none.
-        ImportError: Transformer Engine is asked for and is not installed.
+        ValueError: there is nothing to convert; `device` cannot run the recipe (see
+            `torch_fp8.ops.hardware.check_device`); weights are sharded and the backend is
+            Transformer Engine. A `skip` pattern without a match is no error: the report names it.
+        TypeError: `model` is not a module, or `config` not a configuration.
+        ImportError: Transformer Engine is asked for and not installed.
         RuntimeError: another rank was to measure for this one, and has not finished in time.
     """
     config = config_or_default(config)
@@ -143,14 +145,16 @@ def conversion_report(
 ) -> ConversionReport:
     """Report what `convert_to_float8` would do to `model`, which stays as it is.
 
-    A copy without data, on the meta device, is converted: this takes neither the memory of the
-    weights nor, on the CPU, more than a moment. Where recipe ``auto`` measures, it does so now, and
-    the conversion that follows in this process has its result.
+    A copy without data, on the meta device, is converted, which takes neither the memory of the
+    weights nor, on the CPU, more than a moment. If recipe ``auto`` has to measure, it does so now,
+    and a conversion that follows in this process uses its result.
 
     Args:
-        model, config, device: as of `convert_to_float8`.
+        model, config, device: see `convert_to_float8`.
+    Returns:
+        The report that `convert_to_float8` would return.
     Raises:
-        ValueError, TypeError, ImportError, RuntimeError: as `convert_to_float8`.
+        ValueError, TypeError, ImportError, RuntimeError: see `convert_to_float8`.
     """
     _check_model(model)
     memo: dict[int, Any] = {}
@@ -166,8 +170,10 @@ def conversion_report(
 def revert(model: nn.Module) -> int:
     """Turn every FP8 linear layer of `model` back into its original class, in place.
 
-    After `torch_fp8.restore_weights` nothing of ours is left in the model then.
+    Together with `torch_fp8.restore_weights` this leaves nothing of ours in the model.
 
+    Args:
+        model: a module that `convert_to_float8` has converted, or any other.
     Returns:
         The number of modules reverted. Parameters stay the same objects.
     """
@@ -200,11 +206,14 @@ def check_config(config: FP8Config, device: torch.device) -> Recipe:
 def scaling_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """Return the scaling state as plain float32 tensors on the CPU; empty for most configurations.
 
-    Keys of delayed scaling are ``<qualified name>.amax_history``, (3, H): the amaxes of input,
-    weight and grad_output, the most recent first, negative where an outlier was left out; and
-    ``<qualified name>.last_scale``, (2,). Names are those of the model without compiled and
-    checkpointed wrappers around its modules.
-    ``communication="fp8-lm"`` has ``automatic_scaling.mu``, ().
+    Delayed scaling has two keys for each layer, which is named as in the model without compiled
+    and checkpointed wrappers. ``<qualified name>.amax_history``, (3, H), holds the amaxes of input,
+    weight and grad_output, the most recent first, and negative where an outlier was left out.
+    ``<qualified name>.last_scale`` is (2,). With ``communication="fp8-lm"`` there is
+    ``automatic_scaling.mu``, ().
+
+    Args:
+        model: converted.
     """
     state = automatic_scaling_state(model)
     for name, module in _delayed_modules(model):
@@ -216,12 +225,15 @@ def scaling_state_dict(model: nn.Module) -> dict[str, Tensor]:
 def load_scaling_state_dict(model: nn.Module, state: dict[str, Tensor]) -> None:
     """Restore what `scaling_state_dict` returned; training then continues exactly as it was.
 
-    An empty `state` (a checkpoint of another recipe, or of stock training) changes nothing. The
-    ``mu`` of another communication is left unused.
+    An empty `state` (of a checkpoint of another recipe, or of stock training) changes nothing. A
+    ``mu`` is left unused if the communication is not ``"fp8-lm"``.
 
+    Args:
+        model: converted with the same configuration.
+        state: as `scaling_state_dict` returned it.
     Raises:
-        ValueError: `state` is of another model or history length, or its history holds an Inf or
-            NaN; nothing is loaded then.
+        ValueError: `state` belongs to another model or history length, or its history holds an Inf
+            or NaN; nothing is loaded then.
     """
     state = take_automatic_scaling_state(model, state)
     state = {unwrapped_name(key): value for key, value in state.items()}

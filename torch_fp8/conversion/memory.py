@@ -22,17 +22,18 @@ _NUM_MOMENTS = {"Adam": 2, "AdamW": 2, "NAdam": 2, "RAdam": 2, "Adamax": 2}
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """Exact bytes of the tensors that exist, by category; a storage shared by several counts once.
+    """The exact bytes of the tensors that exist, by category; a shared storage counts once.
 
     Attributes:
-        num_params: parameters that are counted, tied ones once; of a sharded one, this rank's part.
-        weights: the parameters' storages.
-        gradients: the storages of ``p.grad``: of DistributedDataParallel's buckets, where those
-            hold them.
-        moments: optimizer state of a parameter's shape (exp_avg, momentum buffers, ...).
-        master: residuals of split master weights.
-        scales: scaling factors and amax histories.
-        caches: payloads of FP8 weights that are kept between optimizer steps.
+        num_params: the number of elements of the parameters, tied ones once; of a sharded
+            parameter, those of this rank's part.
+        weights: bytes of the parameters' storages.
+        gradients: bytes of the storages of ``p.grad``, which are DistributedDataParallel's buckets
+            where those hold the gradients.
+        moments: bytes of optimizer state of a parameter's shape (exp_avg, momentum buffers, ...).
+        master: bytes of the residuals of split master weights.
+        scales: bytes of scaling factors and amax histories.
+        caches: bytes of the payloads of FP8 weights that are kept between optimizer steps.
     """
 
     num_params: int
@@ -72,9 +73,12 @@ def memory_report(
     """Count the bytes of the tensors that exist now.
 
     Args:
-        model: its parameters, gradients and scaling state are counted.
+        model: the module whose parameters, gradients and scaling state are counted.
         optimizer: one or several, whose states are counted, except 0-d counters.
-        parameters: count these alone, with their gradients and states, and no buffers; None: all.
+        parameters: the only parameters to count, with their gradients and states and without
+            buffers; None: all.
+    Returns:
+        Bytes by category.
     """
     counted = list(model.parameters() if parameters is None else parameters)
     gradients = [_gradient_parts(p.grad) for p in counted if p.grad is not None]

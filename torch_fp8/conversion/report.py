@@ -40,9 +40,9 @@ class MatmulFlops(NamedTuple):
     """Multiply-adds per token of all GEMMs with a weight, in forward and backward.
 
     Attributes:
-        total: of all.
-        fp8: of those in FP8.
-        experts: of fused experts, which are not.
+        total: those of all GEMMs.
+        fp8: those of the GEMMs in FP8.
+        experts: those of fused experts, which are not in FP8.
     """
 
     total: float
@@ -56,14 +56,14 @@ class ConversionReport:
 
     Attributes:
         converted: qualified names of the modules that run in FP8.
-        skipped: those that do not, with the reason.
-        recipe: the recipe they run, ``auto`` resolved.
+        skipped: the matrix products that stay in high precision, with the reason.
+        recipe: the recipe of the converted modules; ``auto`` is resolved.
         config: the configuration asked for.
-        device: where the model will run.
+        device: the device on which the model will run.
         emulated: whether its FP8 GEMMs run through the reference path there.
         unused_skip: patterns of `config.skip` that match no module.
-        flops: of the model, per token.
-        producers: qualified names of the norms and gated MLPs that hand over FP8.
+        flops: multiply-adds of the model's GEMMs, per token.
+        producers: qualified names of the norms and gated MLPs that emit FP8.
         choice: how ``auto`` was resolved; None for a named recipe.
     """
 

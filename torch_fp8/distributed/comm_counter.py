@@ -120,7 +120,7 @@ class CommunicationRow:
 
 
 class CommunicationCount:
-    """What `count_communication` has counted so far, on this rank; printed, a table.
+    """What `count_communication` has counted so far on this rank; it prints as a table.
 
     Attributes:
         rows: a `CommunicationRow` for each kind, dtype and number of ranks, in this order.
@@ -204,9 +204,9 @@ def _numbers(count: CommunicationRow | CommunicationCount) -> tuple[str, str, st
 def count_communication() -> Iterator[CommunicationCount]:
     """Count the collectives that this process issues within, in this thread and in backward.
 
-    Results are those without it; contexts may be nested, and each counts. While one is open every
-    operator takes a detour through Python, so a step is not to be timed within. What a collective
-    sends is counted when it is issued.
+    The results of a step are those without the count. Contexts may be nested, and each counts.
+    While one is open every operator takes a detour through Python, so do not time a step within.
+    What a collective sends is counted, in bytes, when it is issued.
 
     ::
 

@@ -41,28 +41,29 @@ _SHARDED = "they were sharded before"
 def convert_optimizer(
     optimizer: Optimizer, config: FP8Config | str | None = None, *, model: nn.Module | None = None
 ) -> OptimizerReport:
-    """Give Adam or AdamW 8-bit states and split master weights, in place.
+    """Give Adam or AdamW 8-bit moments and split master weights, in place.
 
-    The object stays the same, with its groups, hooks and scheduler; so do the Parameters, of which
-    the large float32 ones of FP8 layers, embeddings and output layers become BF16 (their residual
-    is in the optimizer then). States that exist are
-    quantized. Left alone, with the reason in the report: other optimizers, and (with a warning)
-    subclasses with a ``step`` of their own. Converting again is harmless.
+    The optimizer stays the same object, with its groups, hooks and scheduler, and so do the
+    Parameters. Large float32 weights of FP8 layers, embeddings and output layers become BF16; the
+    optimizer keeps their residuals. States that exist are quantized. Other optimizers, and (with a
+    warning) subclasses with a ``step`` of their own, are left alone, and the report says why. A
+    second call changes nothing.
 
     Args:
-        optimizer: of exactly Adam or AdamW, or a subclass that inherits their ``step``.
-        config: or a recipe's name; None: as `convert_to_float8`. With level O1 nothing is done.
-        model: that it trains, converted before. It tells which weights may become BF16
+        optimizer: Adam or AdamW, or a subclass that inherits their ``step``.
+        config: a configuration, or the name of a recipe; None: as in `convert_to_float8`. At level
+            O1 nothing is done.
+        model: the converted model that it trains, which tells which weights may become BF16
             (`torch_fp8.optim.weight_owners`): without it none does, and the report says so. Its
-            embeddings go on to return float32, and its output layer to multiply in float32 where
-            autocast is off (`torch_fp8.optim.embedding_dtype`). Under DistributedDataParallel,
-            whose buckets have the dtype of the weights that it wrapped, float32 weights stay
-            float32; as DTensors do, which are sharded already.
+            embeddings continue to return float32, and its output layer to multiply in float32
+            where autocast is off (`torch_fp8.optim.embedding_dtype`). Float32 weights stay float32
+            under DistributedDataParallel, whose buckets have the dtype of the weights that it
+            wrapped, and so do DTensors, which are sharded already.
     Raises:
         ValueError: ``amsgrad``, ``capturable`` or ``differentiable``; update clipping of sharded
             weights; weights sharded as states cannot be (`torch_fp8.optim.state_sharding`); no
             `model` where the configuration needs one, or one that has none of the parameters.
-        TypeError: an argument that is something else.
+        TypeError: an argument is of another type.
     """
     config = config_or_default(config)
     check_arguments(optimizer, model)
@@ -196,8 +197,8 @@ def split_parameter(optimizer: Float8Optimizer, parameter: Tensor) -> None:
 def restore_weights(optimizer: Optimizer) -> int:
     """Give each weight the dtype back that it had, joined with its residual, in place.
 
-    Another `convert_optimizer` splits them again, exactly. Sharded weights stay as they are, for
-    their model has to know: `torch_fp8.distributed.fsdp.split_weights.join_sharded`.
+    Another `convert_optimizer` splits them again, exactly. Sharded weights stay as they are, since
+    their model has to know: see `torch_fp8.distributed.join_sharded`.
 
     Returns:
         The number of weights that are float32 again; 0 for an optimizer that was not converted.
@@ -244,16 +245,18 @@ def merged_state_dict(
 ) -> dict[str, Any]:
     """Return ``model.state_dict()`` with every weight joined with its residual, on the CPU.
 
-    Tensor by tensor: on the weights' device there is never more than one joined weight.
+    Weights are joined one at a time, so that their device never holds more than one joined weight.
 
     Args:
-        model: as given to the optimizer, or its DistributedDataParallel.
-        optimizer: one that `convert_optimizer` has converted, or several; weights of others are
+        model: the model that the optimizer trains, or its DistributedDataParallel.
+        optimizer: one that `convert_optimizer` has converted, or several; the weights of others are
             taken as they are.
-        dtype: of the floating-point parameters in the result; buffers keep theirs.
+        dtype: the dtype of the floating-point parameters in the result; buffers keep theirs.
+    Returns:
+        The keys of ``model.state_dict()``, with plain tensors on the CPU.
     Raises:
-        ValueError: a sharded model: its weights are to be gathered by
-            torch.distributed.checkpoint.state_dict.
+        ValueError: the model is sharded; torch.distributed.checkpoint.state_dict gathers its
+            weights.
     """
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
     module = model.module if isinstance(model, DistributedDataParallel) else model

@@ -8,17 +8,17 @@ class OptimizerReport:
     """What `convert_optimizer` did.
 
     Attributes:
-        optimizer: name of the user's class.
-        converted: whether it has 8-bit states now.
-        reason: why not; None if it has.
-        num_split: float32 weights that became BF16 with a residual.
-        num_float32: large weights that stay float32.
-        why_float32: the reasons for that, each with its number; None if there are none.
-        num_fp8_gradients: weights whose gradients have 8 bits.
+        optimizer: the name of the user's class.
+        converted: whether the optimizer has 8-bit states now.
+        reason: why it was not converted; None if it was.
+        num_split: the number of float32 weights that became BF16 with a residual.
+        num_float32: the number of large weights that stay float32.
+        why_float32: the reasons for that, each with its number of weights; None if there are none.
+        num_fp8_gradients: the number of weights whose gradients have 8 bits.
         why_bf16_gradients: why at level O3 no gradients have 8 bits; None where some have.
-        num_hooks_restored: gradient hooks that were lost (to ``fully_shard``, deepcopy, pickling,
-            ``assign=True``) and put back.
-        num_cached: weights whose FP8 payloads are kept between steps.
+        num_hooks_restored: the number of gradient hooks that were lost (to ``fully_shard``,
+            deepcopy, pickling, ``assign=True``) and put back.
+        num_cached: the number of weights whose FP8 payloads are kept between steps.
     """
 
     optimizer: str

@@ -26,11 +26,12 @@ class DDPReport:
     """How the gradients of a DistributedDataParallel are averaged.
 
     Attributes:
-        num_ranks: over which.
-        reason: why its buckets are not exchanged in FP8; None if they are.
-        num_fp8_gradients: weights with 8-bit gradients (O3), which are averaged beside it.
-        fp8_exchange: whether these travel in FP8.
-        fp8_lm: whether the buckets are exchanged by FP8-LM's rule.
+        num_ranks: the number of ranks that average.
+        reason: why DDP's buckets are not averaged in FP8; None if they are.
+        num_fp8_gradients: the number of weights with 8-bit gradients (O3), which are averaged
+            beside DDP.
+        fp8_exchange: whether these 8-bit gradients travel in FP8.
+        fp8_lm: whether the buckets are averaged by FP8-LM's rule (arXiv 2310.18313).
     """
 
     num_ranks: int

@@ -47,19 +47,19 @@ def ddp_options(
 ) -> dict[str, Any]:
     """Prepare a module for DistributedDataParallel, and return keyword arguments to wrap it with.
 
-    At level O3 its weights with 8-bit gradients go on DDP's ignore list (until `connect_ddp`) and
-    are broadcast from rank 0, unless ``init_sync=False``; so are all residuals. With
+    At level O3 the weights with 8-bit gradients go on DDP's ignore list (until `connect_ddp`) and
+    are broadcast from rank 0, unless ``init_sync=False``, and so are all residuals. With
     ``find_unused_parameters`` or ``static_graph``, which need DDP's own bookkeeping, gradients stay
     BF16; a warning and the optimizer's report say so.
 
     Args:
-        module: on its device, not wrapped.
-        optimizers: that train it, after `convert_optimizer`.
-        options: the user's keyword arguments.
+        module: the model, on its device and not wrapped yet.
+        optimizers: those that train it, after `convert_optimizer`.
+        options: the user's keyword arguments for DistributedDataParallel.
     Returns:
         The user's arguments, and ``gradient_as_bucket_view=True`` where they do not name it.
     Raises:
-        ValueError: gradient release; ranks that have converted different weights.
+        ValueError: gradient release is on; the ranks have converted different weights.
     """
     made = {"gradient_as_bucket_view": True, **(options or {})}
     ours = [o for o in optimizers if isinstance(o, Float8Optimizer)]
@@ -92,16 +92,19 @@ def connect_ddp(
 ) -> DDPReport:
     """Have gradients averaged in FP8, from the next forward on.
 
-    DDP's own go through our communication hook, unless another one is registered before the first
-    forward; the 8-bit ones that `ddp_options` kept from DDP are averaged beside it, in any case.
-    With ``communication="off"`` both travel in their dtype. A second call for the same
-    DistributedDataParallel changes nothing.
+    The gradients in DDP's buckets go through our communication hook, unless another one is
+    registered before the first forward. The 8-bit gradients that `ddp_options` kept from DDP are
+    averaged beside it in any case. With ``communication="off"`` both travel in their own dtype. A
+    second call for the same DistributedDataParallel changes nothing.
 
     Args:
         ddp: the DistributedDataParallel, or what torch.compile made of it.
-        optimizers: as given to `ddp_options`.
-        config: None: that of the optimizers, ``TORCH_FP8_CONFIG`` or ``FP8Config()``.
-        reason: why our hook is not wanted, such as the user's own that the host has dropped.
+        optimizers: those given to `ddp_options`.
+        config: the configuration; None: that of the optimizers, ``TORCH_FP8_CONFIG`` or
+            ``FP8Config()``.
+        reason: why our hook is not wanted, such as a hook of the user's that the host has dropped.
+    Returns:
+        How the gradients will be averaged.
     """
     ddp = getattr(ddp, "_orig_mod", ddp)
     assert isinstance(ddp, DistributedDataParallel)

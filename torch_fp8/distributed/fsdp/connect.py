@@ -36,9 +36,10 @@ class FSDPReport:
     """What `connect_fsdp` did.
 
     Attributes:
-        num_gathers: weights that are all-gathered in FP8.
-        num_scatters: modules of ``fully_shard`` whose gradients are reduce-scattered in FP8.
-        skipped: (name, reason) of what of these is not.
+        num_gathers: the number of weights that are all-gathered in FP8.
+        num_scatters: the number of modules of ``fully_shard`` whose gradients are reduce-scattered
+            in FP8.
+        skipped: (name, reason) of each weight and module for which this is not so.
     """
 
     num_gathers: int = 0
@@ -62,16 +63,18 @@ class FSDPReport:
 def connect_fsdp(model: nn.Module, config: FP8Config) -> FSDPReport:
     """Have FSDP2 gather the weights and scatter the gradients of `model` in FP8.
 
-    Again after ``model.to(...)``, which makes new shards; a forward does it, too, where it finds
-    shards without. Another configuration replaces the first; ``communication="off"`` gives the
-    stock collectives back.
+    Call it again after ``model.to(...)``, which makes new shards; a forward that finds shards
+    without the connection renews it, too. Another configuration replaces the first;
+    ``communication="off"`` restores the stock collectives.
 
     Args:
-        model: converted, then sharded by ``fully_shard``; or what contains such modules.
-        config: as it was converted with.
+        model: converted, then sharded by ``fully_shard``; or a module that contains such modules.
+        config: the configuration with which `model` was converted.
+    Returns:
+        What travels in FP8, and why the rest does not.
     Raises:
-        ValueError: ``communication="fp8-lm"``; Transformer Engine as the backend; ranks that hold
-            other models, or models that are converted or sharded in another way.
+        ValueError: ``communication="fp8-lm"``; the backend is Transformer Engine; the ranks have
+            different models, or have converted or sharded them in different ways.
     """
     refuse_sharding(config)
     if config.communication == "fp8-lm":

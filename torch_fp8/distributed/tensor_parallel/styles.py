@@ -41,13 +41,13 @@ class Float8ColwiseParallel(ColwiseParallel):
     """torch's ColwiseParallel, with an input that is gathered in FP8.
 
     Args:
-        input_layouts, output_layouts, use_local_output: as torch's.
+        input_layouts, output_layouts, use_local_output: those of torch's style.
         gather_in_backward: keep only the rank's own part of the input for backward, and gather
             it again there: 1 / N of the memory for one more gather. By default the gathered input
             is kept in FP8, half of what torch's style keeps.
     Raises:
-        ValueError: in ``parallelize_module`` or ``convert_to_float8``, whichever comes later, a
-            recipe that cannot take what was gathered in FP8.
+        ValueError: in ``parallelize_module`` or ``convert_to_float8``, whichever comes later, if
+            the recipe cannot take what was gathered in FP8.
     """
 
     def __init__(
@@ -85,10 +85,10 @@ class Float8ColwiseParallel(ColwiseParallel):
 
 
 class Float8RowwiseParallel(RowwiseParallel):
-    """torch's RowwiseParallel; the gradient of an output that is scattered is gathered in FP8.
+    """torch's RowwiseParallel; the gradient of a scattered output is gathered in FP8.
 
     Args:
-        input_layouts, output_layouts, use_local_output: as torch's.
+        input_layouts, output_layouts, use_local_output: those of torch's style.
     """
 
     def _prepare_output_fn(
@@ -120,15 +120,15 @@ class Float8RowwiseParallel(RowwiseParallel):
 
 
 class PrepareFloat8ModuleInput(PrepareModuleInput):
-    """torch's PrepareModuleInput; what goes from sharded to replicated is gathered in FP8, once.
+    """torch's PrepareModuleInput; a sharded input that becomes replicated is gathered once, in FP8.
 
-    For a module whose column-wise layers share its input (q, k and v; gate and up), which take it
-    as replicated then. Cast as the first of them casts its input. Whatever else reads the input
-    gets it rounded to FP8.
+    It is for a module whose column-wise layers share their input (q, k and v; gate and up) and
+    take it as replicated then. The input is cast as the first of these layers casts it; whatever
+    else reads it gets it rounded to FP8.
 
     Args:
         input_layouts, desired_input_layouts, input_kwarg_layouts, desired_input_kwarg_layouts,
-            use_local_output: as torch's.
+            use_local_output: those of torch's style.
         gather_in_backward: see `Float8ColwiseParallel`.
     """
 
