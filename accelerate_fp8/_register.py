@@ -205,9 +205,9 @@ def _may_use_engine(accelerator: Any, args: tuple[Any, ...], kwargs: dict[str, A
     """Return False if surely no FP8 is asked for, so that a run in BF16 imports nothing of ours.
 
     Args:
-        accelerator: whose method is called; before its ``__init__`` too.
-        args: of the method.
-        kwargs: of the method.
+        accelerator: the object whose method is called, also before its ``__init__``.
+        args: positional arguments of the method.
+        kwargs: keyword arguments of the method.
     """
     if "state" in accelerator.__dict__:  # constructed
         return "_fp8_preparation" in accelerator.__dict__
@@ -237,8 +237,8 @@ def _wrap(
     """Let ``package.function(original, self, ...)`` run for methods and functions; all or none.
 
     Args:
-        names: by class or module of the host: a name there to the function that wraps it.
-        package: where the functions are; imported when first wanted.
+        names: for each class or module of the host, its names and the functions that wrap them.
+        package: the module of the functions, imported when first wanted.
         wanted: asked at each call with the first argument, args, kwargs; False: straight to the
             original.
     """

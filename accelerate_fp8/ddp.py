@@ -40,9 +40,9 @@ def engine_options(
     Accelerate's handler does not tell ``gradient_as_bucket_view=False`` from no choice.
 
     Args:
-        accelerator: that is about to wrap it.
-        model: on its device.
-        optimizers: that are known so far.
+        accelerator: the one that is about to wrap `model`.
+        model: the model, on its device.
+        optimizers: the optimizers known so far.
     Raises:
         ValueError: ranks that have converted different weights.
     """
@@ -64,10 +64,10 @@ def connect_engine(
     A hook of DistributedDataParallelKwargs, which is registered by now, wins.
 
     Args:
-        accelerator: that wrapped it.
+        accelerator: the one that prepared `model`.
         model: bare.
-        prepared: what became of it.
-        optimizers: as for `engine_options`.
+        prepared: what Accelerate has made of `model`.
+        optimizers: see `engine_options`.
     Returns:
         How gradients travel; None if `model` was not wrapped.
     """

@@ -45,7 +45,7 @@ class _Meaning(NamedTuple):
         flag: the name that a user knows it by.
         default: the launcher's, as parsed.
         parse: text to value.
-        field: of FP8Config; None: cannot be honoured.
+        field: the field of FP8Config; None: cannot be honoured.
         to_option: parsed value to the field's value.
         refusal: why it cannot be honoured.
     """

@@ -39,9 +39,9 @@ def prepare_sharded(
 
     Args:
         original: ``Accelerator._prepare_fsdp2``.
-        accelerator: whose.
-        optimizers: where the reports go.
-        args: of ``prepare``.
+        accelerator: the Accelerator that prepares.
+        optimizers: the record that keeps their reports.
+        args: the arguments of ``prepare``.
     """
     model = next((obj for obj in args if isinstance(obj, nn.Module)), None)
     trained_by = [bare(obj) for obj in args if isinstance(obj, Optimizer)]

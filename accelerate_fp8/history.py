@@ -24,8 +24,8 @@ def save_history(models: Sequence[nn.Module], directory: str | Path, process_ind
 
     Args:
         models: keyed by their position, then by qualified name.
-        directory: of the checkpoint.
-        process_index: of this process among all.
+        directory: the folder of the checkpoint.
+        process_index: the index of this process among all.
     """
     state: dict[str, Tensor] = {}
     for i, model in enumerate(models):

@@ -34,7 +34,7 @@ class PreparedOptimizers:
     """The user's own optimizers that one Accelerator has prepared, and what became of each.
 
     Attributes:
-        config: of the Accelerator.
+        config: the Accelerator's configuration.
         keep_dtype: True while a model is sharded whose weights are BF16 on purpose.
     """
 
@@ -70,9 +70,9 @@ class PreparedOptimizers:
         """Convert the optimizers all of whose weights are known by now; others wait.
 
         Args:
-            accelerator: of the models and optimizers that were prepared before.
-            models: that are about to be prepared, not wrapped yet.
-            optimizers: that are about to be prepared.
+            accelerator: the one whose models and optimizers were prepared before.
+            models: models about to be prepared, not wrapped yet.
+            optimizers: optimizers about to be prepared.
         Raises:
             ValueError: an optimizer with an option that 8-bit states do not have; gradient release
                 where it cannot be.

@@ -27,7 +27,7 @@ class Preparation:
 
     Attributes:
         config: resolved from the script, the environment and the launcher's flags.
-        optimizers: those that were prepared.
+        optimizers: the optimizers that were prepared.
         communication: model to what travels between ranks in FP8, and why not.
     """
 
@@ -50,8 +50,8 @@ class Preparation:
         before training) are converted too: two models that are compared then see the same FP8.
 
         Args:
-            model: as given to ``prepare``; its Parameters stay the same objects.
-            device: where it is going to run; None: where it is.
+            model: the model given to ``prepare``; its Parameters stay the same objects.
+            device: the device on which it will run; None: its present one.
             evaluation_mode: nothing to convert is then a warning, for such a model may be small.
         Raises:
             ValueError: nothing to convert in a model that is to be trained; see
@@ -83,8 +83,8 @@ class Preparation:
         """Have FSDP2 gather the weights and scatter the gradients of a converted model in FP8.
 
         Args:
-            model: as given to `convert`.
-            sharded: what FSDP2 has made of it.
+            model: the model given to `convert`.
+            sharded: the same model as FSDP2 has sharded it.
             evaluation_mode: it is to be said at once, for no summary follows.
         Raises:
             ValueError: ``communication="fp8-lm"``, a rule for DDP.

@@ -78,8 +78,8 @@ def _extend_connector(module: ModuleType, name: str, flag: str, instance: str) -
     """Wrap the connector's ``__init__`` and ``_check_and_init_precision``.
 
     Args:
-        module: where the connector is defined.
-        name: of its class.
+        module: the module that defines the connector.
+        name: the name of the connector's class.
         flag: the attribute that holds the precision string.
         instance: the attribute that holds the plugin that the user gave, or None.
     """

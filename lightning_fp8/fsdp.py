@@ -358,8 +358,8 @@ def _saved_dtypes(path: Path, key: str | None, weights_only: bool | None) -> dic
 
     Args:
         path: a folder of shards or a file.
-        key: of the model in it; None: the file has its weights alone.
-        weights_only: as of ``torch.load``.
+        key: the model's key in it; None: the file has its weights alone.
+        weights_only: the argument of ``torch.load``.
     """
     if path.is_dir():
         entries = FileSystemReader(path).read_metadata().state_dict_metadata

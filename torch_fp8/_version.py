@@ -26,7 +26,7 @@ def check_torch(version: str) -> None:
     """Raise ImportError where torch is too old.
 
     Args:
-        version: as ``torch.__version__``.
+        version: a version such as ``torch.__version__``.
     """
     numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
     if numbers < OLDEST_TORCH:

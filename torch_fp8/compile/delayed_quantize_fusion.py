@@ -51,10 +51,10 @@ class _Known(NamedTuple):
     """What a graph already has for the cast of a producer's result.
 
     Attributes:
-        amax: of that result.
-        scale: that an earlier reader's history has suggested.
+        amax: the amax of that result.
+        scale: the scale that an earlier reader's history has suggested.
         call: the operator that makes the payload; None: a cast with a given scale does.
-        gradient: which of two it is, whose amaxes are one tensor; or None.
+        gradient: the index among two gradients whose amaxes are one tensor; or None.
     """
 
     amax: Node
@@ -162,9 +162,9 @@ def _read(trace: Trace, made: Node, call: Call, results: tuple[int, ...], twice:
     """Cast a producer's result for its first reader, or for a further one.
 
     Args:
-        made: what has made its amax, with or without a cast for another reader.
+        made: the call that made the amax, with or without a cast for another reader.
         call: the operator that does this with a cast for this one; its last result is the amax.
-        results: which of its results are those of an operator that does not cast.
+        results: the indices among its results of those of an operator that does not cast.
         twice: a cast with a given scale: its first arguments.
     """
     dtype, _, _, row, col = call.args[-6:-1]
@@ -215,7 +215,7 @@ def _put_instead(trace: Trace, old: Node, call: Call, results: tuple[int, ...]) 
     views of it; False, and nothing done, if there is more.
 
     Args:
-        results: for each of the old results the one of `call` that is the same.
+        results: for each of the old results, the equal one of `call`.
     """
     behind: dict[Node, None] = {}
     node = old.next

@@ -69,8 +69,8 @@ class Call(NamedTuple):
     """An operator that takes the place of a cast.
 
     Attributes:
-        func, args: of it; tensors as nodes.
-        first: which of its results is the first of the cast's four.
+        func, args: the operator and its arguments; tensors as nodes.
+        first: the index of the result that is the first of the cast's four.
     """
 
     func: Any

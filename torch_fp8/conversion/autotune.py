@@ -50,8 +50,8 @@ class RecipeChoice:
     """The recipe that ``auto`` chose, and why.
 
     Attributes:
-        recipe: its name.
-        tokens: that were measured with.
+        recipe: the name of the chosen recipe.
+        tokens: the number of tokens measured with.
         speedups: by recipe, the time of all layers in BF16 over theirs with it, those left in BF16
             included; empty if nothing was measured.
         left: by qualified name, why a layer stays in BF16.
@@ -86,10 +86,10 @@ def choose_recipe(
     """Choose the recipe for ``config.recipe == "auto"``; a failure to measure is a warning.
 
     Args:
-        model: that is to be converted.
-        layers: of these by qualified name, those that FP8 can run.
-        config: whose options each candidate gets.
-        device: where the model will run.
+        model: the model to be converted.
+        layers: the layers of `model` that FP8 can run, by qualified name.
+        config: the options of every candidate.
+        device: the device on which the model will run.
     Raises:
         RuntimeError: see `torch_fp8.distributed.config_check.answer_of_one`.
     """

@@ -22,7 +22,7 @@ def convert_producers(model: nn.Module, config: FP8Config) -> tuple[str, ...]:
     Modules that `config.skip` names, and all others, stay as they are.
 
     Args:
-        model: whose linear layers are converted already.
+        model: a model whose linear layers are converted already.
     Returns:
         The qualified names of the modules converted.
     """
@@ -102,8 +102,8 @@ def convert_rms_norm(
     """Convert an RMSNorm to a `Float8RMSNorm`, in place; return False, unchanged, if it is none.
 
     Args:
-        name: of the module.
-        config: its options.
+        name: the qualified name of the module.
+        config: the options of the norm.
         consumers: the FP8 layers that read its output; None: it returns plain tensors at once.
     """
     if not isinstance(module, Float8RMSNorm):

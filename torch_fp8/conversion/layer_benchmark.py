@@ -30,7 +30,7 @@ class LayerShape(NamedTuple):
     Attributes:
         out_features, in_features: N and K, on this rank.
         bias: whether it has one.
-        dtype: that it multiplies in without FP8, bfloat16 or float16.
+        dtype: the dtype of the product without FP8, bfloat16 or float16.
     """
 
     out_features: int
@@ -81,7 +81,7 @@ class LayerPass:
     """A forward and backward of one layer, run by calling it; it stores no gradients.
 
     Attributes:
-        layer: with random parameters.
+        layer: a layer with random parameters.
         recipe: None: without FP8.
         input: (M, K).
         grad_output: (M, N).
@@ -111,11 +111,11 @@ def layer_times(
     leaves random states, autocast and the modes of gradients as they are.
 
     Args:
-        card: where.
-        shape: of the layer.
+        card: the card to time on.
+        shape: the shape of the layer.
         tokens: M.
-        recipes: that the card runs natively.
-        kept: of the weight, see `kept_weights`.
+        recipes: recipes that the card runs natively.
+        kept: what is kept of the weight, see `kept_weights`.
     """
     with _undisturbed(card.device):
         samples = _samples(card.device, _passes(card.device, shape, tokens, recipes, kept))

@@ -105,8 +105,8 @@ class ConversionReport:
         """Return the start-up summary, of several lines.
 
         Args:
-            model: for the bytes per parameter.
-            optimizers: those that train it, as far as they are known.
+            model: the model whose bytes per parameter are counted.
+            optimizers: the optimizers that train it, as far as they are known.
             optimizer_reports: what `torch_fp8.convert_optimizer` said of them. None where nobody
                 has called it yet, which the summary says at level O2 and O3.
             communication: what travels between ranks in FP8, as whoever connected it says; None in

@@ -41,7 +41,7 @@ def reduce_scatter(
         output: contiguous.
         input: contiguous, with world size times the elements of `output`.
         op: how to reduce; None: the sum.
-        group, async_op: as of `all_gather`.
+        group, async_op: see `all_gather`.
     """
     op = dist.ReduceOp.SUM if op is None else op
     return _reduce_scatter(output.view(-1), input.view(-1), op=op, group=group, async_op=async_op)
@@ -52,7 +52,7 @@ def all_to_all(output: Tensor, input: Tensor, group: Any = None, async_op: bool 
 
     Args:
         output, input: contiguous, as many elements on every rank, a multiple of the world size.
-        group, async_op: as of `all_gather`.
+        group, async_op: see `all_gather`.
     """
     return dist.all_to_all_single(output.view(-1), input.view(-1), group=group, async_op=async_op)
 

@@ -39,7 +39,7 @@ class _Collective(NamedTuple):
     """The kind of an operator, and the argument that holds its data.
 
     Attributes:
-        kind: as in the table above.
+        kind: a kind of the table above.
         buffer: name of the argument.
         part: whether that is one rank's part of the buffer.
     """
@@ -104,11 +104,11 @@ class CommunicationRow:
     Attributes:
         kind: ``"all-reduce"``, ``"all-gather"``, ``"reduce-scatter"``, ``"all-to-all"``,
             ``"broadcast"``, ``"scatter"``, ``"reduce"``, ``"gather"``, ``"send"`` or ``"recv"``.
-        dtype: of the buffers. FP8 travels as ``torch.uint8``.
+        dtype: the dtype of the buffers; FP8 travels as ``torch.uint8``.
         ranks: number of ranks in the process group, N.
         calls: number of collectives.
-        payload_bytes: of the full buffers (gathered, unscattered), whoever holds them.
-        bytes_sent: by this rank, as in the table of the module; a fraction where N does not divide.
+        payload_bytes: bytes of the full buffers (gathered, unscattered), whoever holds them.
+        bytes_sent: bytes that this rank sends, by the table above; a fraction if N does not divide.
     """
 
     kind: str

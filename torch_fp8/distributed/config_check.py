@@ -76,8 +76,8 @@ def _different(mine: Any, compared: dict[str, Any], group: Any) -> list[Any]:
     """Gather every rank's description of itself; return nothing if `compared` is the same on all.
 
     Args:
-        mine: what this rank says.
-        compared: of which 7 bytes of a digest are compared first.
+        mine: the description of this rank.
+        compared: the part that must agree; 7 bytes of its digest are compared first.
     """
     _wait_for_all(group or dist.group.WORLD)
     digest = hashlib.sha256(json.dumps(compared, sort_keys=True).encode()).digest()[:7]
@@ -184,7 +184,7 @@ def _difference(gathered: Sequence[tuple[dict[str, Any], bool]], ranks: Sequence
     """Describe, for the error, how the ranks differ.
 
     Args:
-        gathered: of each of `ranks`, its options and whether the environment variable is set.
+        gathered: the options of each of `ranks`, and whether the environment variable is set.
     """
     options = [{k: repr(v) for k, v in those.items()} for those, _ in gathered]
     differing = _differing(options, ranks, _UNKNOWN)
@@ -200,8 +200,8 @@ def _differing(
     """Describe each name that is not the same on all ranks: its values, and on which ranks.
 
     Args:
-        gathered: of each of `ranks`.
-        absent: what a name is where a rank has it not.
+        gathered: the description of each of `ranks`.
+        absent: the value shown for a name that a rank does not have.
     """
     differing = []
     for name in dict.fromkeys(name for those in gathered for name in those):

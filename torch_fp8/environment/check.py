@@ -18,7 +18,7 @@ class Check:
         function: ``"module:function"``. It returns one line of detail, raises
             `torch_fp8.environment.result.NotRun` where it cannot run, and anything else where
             something is wrong.
-        arguments: of the function; JSON can hold them.
+        arguments: arguments of the function, which JSON can hold.
         process: checks that have the same one follow each other in one process.
         limit_s: seconds after which it has failed.
         not_run: why it cannot run here; empty: it runs.

@@ -34,7 +34,7 @@ def show(results: Sequence[Result], stream: TextIO, *, rich: bool) -> None:
     """Write tables of `results` to `stream`, one for each section.
 
     Args:
-        rich: with rich's tables and colours.
+        rich: whether to use rich's tables and colours.
     """
     if not rich:
         stream.write(plain_text(results, shutil.get_terminal_size((100, 24)).columns))
@@ -139,8 +139,8 @@ class Progress:
     """Progress on standard error: rich's bar, or a line for each check that is done.
 
     Args:
-        total: how many there will be.
-        rich: with rich's bar.
+        total: the number of checks.
+        rich: whether to use rich's bar.
     """
 
     def __init__(self, total: int, *, rich: bool) -> None:

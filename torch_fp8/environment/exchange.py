@@ -66,8 +66,8 @@ def verdict(averages: list[Tensor], gradients: list[Tensor]) -> str:
     """Raise unless all ranks have the same average, as near to the exact one as 8 bits allow.
 
     Args:
-        averages: what each rank got.
-        gradients: what each rank had.
+        averages: the average on each rank.
+        gradients: the gradient of each rank.
     """
     if any(not torch.equal(average, averages[0]) for average in averages):
         raise RuntimeError("the ranks got different averages")

@@ -33,7 +33,7 @@ class Evidence:
         calls: forwards of converted layers.
         states: of each weight of them before the optimizer steps: dtype, and whether its gradient
             has 8 bits.
-        before: those weights at that time.
+        before: values of those weights at that time.
     """
 
     def __init__(self) -> None:

@@ -16,10 +16,10 @@ class Result:
 
     Attributes:
         section: under which it is shown.
-        name: of the thing.
+        name: the name of the thing.
         status: one of `STATUSES`.
         detail: one line.
-        seconds: that it took; 0 if nobody looked.
+        seconds: the time that it took, in seconds; 0 if it was not measured.
         log: a traceback and what was printed, for the report.
     """
 

@@ -43,7 +43,7 @@ def run_checks(
     """Yield the result of each check as it ends; several processes work at a time.
 
     Args:
-        checks: those of `Check.process` `ALONE` run when all others are done.
+        checks: the checks; those of `Check.process` `ALONE` run when all others are done.
         begin: called with the name of each before it runs, from any thread.
     """
     groups: dict[str, list[Check]] = {}
@@ -67,7 +67,7 @@ class _Run:
     """Groups of checks in threads, which wait for their processes.
 
     Attributes:
-        results: of the checks that have ended.
+        results: the results of the checks that have ended.
     """
 
     def __init__(self, folder: Path, begin: Callable[[str], None]) -> None:

@@ -91,7 +91,7 @@ def adamw_step(
     """Step every matrix in place, with the results of `adamw_step_reference` on each.
 
     Args:
-        entries: on one CUDA device.
+        entries: the matrices, on one CUDA device, with the scalars of their steps.
         lr_multipliers: () float32 on the same device for each entry: factors of the learning rate,
             as in the reference.
     """

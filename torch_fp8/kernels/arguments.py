@@ -39,8 +39,8 @@ class WeightPayload(NamedTuple):
     Attributes:
         granularity: tensorwise or block_128x128.
         qdata: (R, K) as `torch_fp8.ops.quantize.QuantizedTensor` has it.
-        scale: of qdata: () or (ceil(R / 128), ceil(K / 128)) float32.
-        new_scale: where the new scale goes: for tensorwise another tensor, else the very same.
+        scale: the scale of qdata: () or (ceil(R / 128), ceil(K / 128)) float32.
+        new_scale: receives the new scale: for tensorwise another tensor, else the very same.
         qdata_t: (K, R), of the transpose, or None.
         scale_t: (ceil(K / 128), ceil(R / 128)), of block_128x128, or None.
     """
@@ -63,11 +63,11 @@ class WeightMatrix(NamedTuple):
         residual_bits: k; 0 for a float32 weight.
         grad: (R, K) bfloat16 or float32 contiguous, or `GradientParts`.
         exp_avg, exp_avg_sq: the moments, `MOMENT1` and `MOMENT2`.
-        row, col: where this shard starts in the whole matrix.
+        row, col: the position at which this shard starts in the whole matrix.
         row_length: columns of the whole matrix.
         amax: () float32, raised to the largest magnitude among the new weights, for whoever casts
             them next; a NaN among them makes it NaN. None: it is not wanted.
-        payload: of the weight, written by the kernel alone (the reference leaves it; whoever keeps
+        payload: the weight's, written by the kernel alone (the reference leaves it; whoever keeps
             it casts then); None: there is none.
     """
 
@@ -94,7 +94,7 @@ class BackwardInputs(NamedTuple):
         gate, up: (R, C), or, with their scales, the FP8 that was saved of them.
         gate_scale, up_scale: (R, ceil(C / 128)) float32 or None.
         smooth: (C,) float32 or None.
-        out_dtype: of the gradients of gate and up.
+        out_dtype: the dtype of the gradients of gate and up.
     """
 
     grad: Tensor

@@ -52,7 +52,7 @@ def places(first, local, num_groups, cols, LAYOUT: tl.constexpr, WIDTH: tl.const
     Args:
         local: (G,) int32.
         cols: columns of the matrix as stored, WIDTH to a group: 32, or 16 where two share a byte.
-        rows: of the matrix; wanted for squares.
+        rows: the number of rows of the matrix; wanted for squares.
     Returns:
         positions (G, WIDTH) after `at_origin`, mask that broadcasts to them, row (G,) and column
         (G, WIDTH) in the matrix. Of "flat" ones, row is 0 and column the position in the whole.

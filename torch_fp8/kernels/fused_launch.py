@@ -149,7 +149,7 @@ class Cast(NamedTuple):
 
         Args:
             x: (R, C).
-            cols: of the result; None: C.
+            cols: the columns of the result; None: C.
         """
         rows, cols = x.shape[0], x.shape[1] if cols is None else cols
         s = self._scales(x, rows, cols) if self.row else None

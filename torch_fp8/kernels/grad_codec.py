@@ -23,7 +23,7 @@ def quantize_gradient(x: Tensor, keys: tuple[int, int]) -> tuple[Tensor, Tensor]
 
     Args:
         x: (R, K) bfloat16 or float32.
-        keys: of the random words, one for each element by its index in x.
+        keys: keys of the random words, one for each element by its index in x.
     """
     rows, cols = x.shape
     qdata = torch.empty((rows, cols), dtype=torch.uint8, device=x.device)
@@ -42,9 +42,9 @@ def accumulate_gradient(
     """Encode decode(codes, scales) * multiplier + x into `qdata` and `scale`.
 
     Args:
-        qdata, scale: of an (R, K) gradient. The multiplier of what they hold afterwards is 1.
+        qdata, scale: an (R, K) gradient. The multiplier of what they hold afterwards is 1.
         multiplier: () float32; only read.
-        x, keys: as of `quantize_gradient`.
+        x, keys: see `quantize_gradient`.
     """
     _encode(x, qdata, scale, multiplier, keys)
 

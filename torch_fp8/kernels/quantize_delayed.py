@@ -224,7 +224,7 @@ def advance_history(
     """Return the history's scale, () float32, and record `amax` (), in one launch.
 
     Args:
-        history, last, dtype, algorithm, margin: as `quantize_2d_delayed`.
+        history, last, dtype, algorithm, margin: see `quantize_2d_delayed`.
         amax: () float32 of the tensor at hand, used while the history is empty.
         record: False: the history stays as it is.
     """

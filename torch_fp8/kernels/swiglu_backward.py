@@ -153,8 +153,8 @@ def cast_gradients(
 
     Args:
         made: ``(q, s, qt, st)`` of dgate and of dup; `joined`, views of those of one matrix.
-        largest: as of `store_gradients`.
-        up_past: where the delayed scale of dup comes from; None: where that of dgate does.
+        largest: see `store_gradients`.
+        up_past: the history of dup's scale; None: that of dgate.
     """
     grad = inputs.grad
     rows, cols = grad.shape

@@ -40,7 +40,7 @@ def adamw_step_reference(
 
     Args:
         matrix: updated in place.
-        scalars: of this step.
+        scalars: the numbers of this step.
         lr_multiplier: () float32, a factor of the learning rate, in ``step_size`` and ``decay``:
             what update clipping, say, computes on the device.
     """

@@ -155,7 +155,7 @@ def register(
     """Define an operator: its reference on the CPU, its kernels on CUDA, its fake for tracing.
 
     Args:
-        schema: as of `torch.library.Library.define`; the first argument is a tensor.
+        schema: as for `torch.library.Library.define`; the first argument is a tensor.
         reference, fake: take and return what the schema says.
         kernels: returns the module whose function of the operator's name launches its kernels; it
             is asked only where they run, for Triton is imported there.

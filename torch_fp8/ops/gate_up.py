@@ -70,10 +70,10 @@ def gate_up_backward_quantize(
     so that a block would have a part of both halves.
 
     Args:
-        gate_first: as there.
+        gate_first: see `gate_up_backward`.
         amax: () float32 of `gate_up_backward_amax`, for tensorwise with current scaling.
         scale: () float32 dequantization scale, for tensorwise with delayed scaling.
-        dtype, granularity, power_of_two, row, col: as of `swiglu_quantize`.
+        dtype, granularity, power_of_two, row, col: see `swiglu_quantize`.
     Returns:
         ``(q, s, qt, st, amax)``, the first four as told in `torch_fp8.ops.fused_quantize`; amax ()
         where `scale` was given, and empty otherwise.
@@ -91,7 +91,7 @@ def gate_up_backward_quantize_delayed(
     """Cast as `gate_up_backward_quantize`, with the tensorwise scale that a history suggests.
 
     Args:
-        gate_first: as there.
+        gate_first: see `gate_up_backward`.
         how: the cast.
     Returns:
         ``(q, scale, qt, amax)``; scale () and amax () float32.

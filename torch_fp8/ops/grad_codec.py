@@ -93,7 +93,7 @@ def quantize_gradient(x: Tensor, keys: Keys) -> GradientParts:
 
     Args:
         x: (R, K) bfloat16 or float32, contiguous.
-        keys: of the random bits.
+        keys: keys of the random bits.
     """
     rows, cols = x.shape
     multiplier = torch.ones((), dtype=torch.float32, device=x.device)

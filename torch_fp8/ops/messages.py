@@ -103,7 +103,7 @@ def pack(
     Args:
         groups: (N, G, 32) or (N, 32 * G) bfloat16 or float32.
         plain: (N, P), any floating-point dtype; None: nothing.
-        keys: of the random bits of stochastic rounding, one word for each value by its index in
+        keys: keys of the random bits of stochastic rounding, a word for each value by its index in
             `groups`; None: to nearest even.
     Returns:
         (N, B) uint8.
@@ -130,9 +130,9 @@ def pack_flat(
     Args:
         values: (E,) bfloat16 or float32, contiguous; E at most ``num_messages * 32 * G``.
         plain: (F,), any floating-point dtype, F at most ``num_messages * P``; None: nothing.
-        layout: of each message.
+        layout: the layout of each message.
         num_messages: N.
-        keys: as of `pack`.
+        keys: see `pack`.
     Returns:
         (N, B) uint8.
     """
@@ -166,10 +166,10 @@ def unpack_sum(
 
     Args:
         messages: (N, B) uint8.
-        layout: of each of them.
+        layout: the layout of each message.
         out_groups: (32 * G,) bfloat16 or float32, contiguous: written, rounded to nearest.
         out_plain: (P,), likewise; None where P is 0.
-        scale: of the sum, such as 1 / N.
+        scale: a factor of the sum, such as 1 / N.
     """
     assert out_groups.numel() == layout.num_values
     assert (0 if out_plain is None else out_plain.numel()) == layout.num_plain
@@ -197,8 +197,8 @@ def reduce_and_repack(
     """Encode the sum that `unpack_sum` makes as a message, without the float32 sum in memory.
 
     Args:
-        messages, layout, scale: as of `unpack_sum`.
-        keys: as of `pack`; a value's index is that in the result.
+        messages, layout, scale: see `unpack_sum`.
+        keys: see `pack`; a value's index is that in the result.
     Returns:
         (1, B) uint8, the message of the sum.
     """
@@ -227,7 +227,7 @@ def unpack(messages: Tensor, layout: Layout, dtype: torch.dtype) -> tuple[Tensor
 
     Args:
         messages: (N, B) uint8.
-        layout: of each of them.
+        layout: the layout of each message.
         dtype: bfloat16 or float32.
     Returns:
         (N, 32 * G) and (N, P), rounded to nearest.
@@ -246,7 +246,7 @@ def unpack_flat(
 
     Args:
         messages: (N, B) uint8.
-        layout: of each of them.
+        layout: the layout of each message.
         out_values: (E,) bfloat16 or float32, contiguous; E at most ``N * 32 * G``.
         out_plain: (F,), any floating-point dtype, F at most ``N * P``; None: they are not wanted.
     """

@@ -114,7 +114,7 @@ def as_layouts(
 
     Args:
         made: see ``torch_fp8::quantize_2d``.
-        spec, scale, row, col: what was asked for.
+        spec, scale, row, col: the arguments with which the operator was called.
     """
     qdata, scales, qdata_t, scales_t = made
     if scale is not None:

@@ -49,7 +49,7 @@ def quantize_2d_sum_reference(x: Tensor, *how: Any) -> Outputs:
     The kernel adds in another order.
 
     Args:
-        how: as `quantize_2d_reference` without an amax, and last the dtype of the sums.
+        how: arguments of `quantize_2d_reference` but the amax, and last the dtype of the sums.
     """
     *cast, sum_dtype = how
     return (*quantize_2d_reference(x, *cast), x.sum(0, dtype=torch.float32).to(sum_dtype))

@@ -59,7 +59,7 @@ class History(NamedTuple):
         Args:
             x: (R, C) float32, bfloat16 or float16, any strides.
             spec: format; tensorwise.
-            config: with the algorithm and margin of delayed scaling.
+            config: the algorithm and margin of delayed scaling.
             row, col: the layouts to make; neither: the amax is recorded alone.
             sum_dtype: dtype of ``x.sum(0)``, added up in float32; None: not wanted.
         Returns:
@@ -85,7 +85,7 @@ class History(NamedTuple):
         """Return the cast that a producer fuses, with the scale that this history suggests.
 
         Args:
-            spec, config, row, col: as of `cast`.
+            spec, config, row, col: see `cast`.
         """
         algorithm, margin = config.amax_compute_algo, config.margin
         return DelayedCast(
@@ -140,7 +140,7 @@ def advance_history_reference(
     """Reference of ``torch_fp8::advance_history``.
 
     Args:
-        amaxes, last: of a `History`; written.
+        amaxes, last: tensors of a `History`; written.
         amax: () float32.
         dtype: FP8 dtype of the payload.
         algorithm, margin: see `delayed_scale`.
@@ -170,10 +170,10 @@ def quantize_2d_delayed_reference(
 
     Args:
         x: (R, C), any strides.
-        amaxes, progress, last: of a `History`; written, but for `progress`.
-        dtype, algorithm, margin: as `advance_history_reference`.
+        amaxes, progress, last: tensors of a `History`; written, but for `progress`.
+        dtype, algorithm, margin: see `advance_history_reference`.
         row, col: the layouts to make.
-        sum_dtype: of the sums; None: not wanted.
+        sum_dtype: the dtype of the sums; None: not wanted.
     Returns:
         qdata (R, C), scale (), qdata of x^T (C, R'), ``x.sum(0)``; empty if not asked for.
     """

@@ -31,7 +31,7 @@ def define(
     """Define ``torch.ops.torch_fp8.<name>`` and ``operators.<name>``.
 
     Args:
-        schema: as of `torch.library.Library.define`; the first argument is a tensor.
+        schema: as for `torch.library.Library.define`; the first argument is a tensor.
         cpu, cuda, fake: take and return what it says.
         eager: instead of `cuda` where the dispatcher is not asked, which alone minds what is
             returned; `operators.<name>` may then return that, too.

@@ -47,7 +47,7 @@ def rms_norm_statistics(
         weight: (C,), any floating dtype.
         eps: added to the mean of squares.
         offset: added to the weight.
-        out_dtype: of the result that the amax is of.
+        out_dtype: the dtype of the result whose amax is taken.
         save: whether to return x in FP8.
     Returns:
         rstd (R,) float32; amax () float32, NaN if any element of the result is; x in E4M3 (R, C)
@@ -66,7 +66,7 @@ def rms_norm(
         weight: (C,), any floating dtype.
         rstd: (R,) float32 of `rms_norm_statistics`.
         offset: added to the weight.
-        out_dtype: of the result.
+        out_dtype: the dtype of the result.
     """
     return operators.rms_norm(x, weight, rstd, offset, out_dtype)
 
@@ -88,7 +88,7 @@ def rms_norm_quantize(
     """Cast `rms_norm` to FP8 in the layouts asked for, in one read of x (rowwise: unfused).
 
     Args:
-        x, weight, rstd, offset, out_dtype: as of `rms_norm`.
+        x, weight, rstd, offset, out_dtype: see `rms_norm`.
         amax: () float32 of `rms_norm_statistics`, for tensorwise with current scaling.
         scale: () float32 dequantization scale, for tensorwise with delayed scaling.
         dtype: float8_e4m3fn or float8_e5m2.
@@ -141,9 +141,9 @@ def rms_norm_quantize_once(
     to 1,117 features in blocks; the CUDA operator takes two launches otherwise.
 
     Args:
-        x, weight, eps, offset, out_dtype, save: as of `rms_norm_statistics`.
+        x, weight, eps, offset, out_dtype, save: see `rms_norm_statistics`.
         scale: () float32 dequantization scale, for tensorwise; blocks make their own.
-        dtype, granularity, power_of_two, row, col: as of `rms_norm_quantize`.
+        dtype, granularity, power_of_two, row, col: see `rms_norm_quantize`.
     Returns:
         ``(q, s, qt, st, rstd, saved_q, saved_scale, amax)``; the amax () of the rounded result is
         taken in the same read for tensorwise, whose history wants it, and empty otherwise.
@@ -167,7 +167,7 @@ def rms_norm_quantize_delayed(
     """Run `rms_norm_quantize_once` with the tensorwise scale that a history suggests.
 
     Args:
-        x, weight, eps, offset, out_dtype, save: as of `rms_norm_statistics`.
+        x, weight, eps, offset, out_dtype, save: see `rms_norm_statistics`.
         how: the cast.
     Returns:
         ``(q, scale, qt, rstd, saved_q, saved_scale, amax)``; scale () and the amax () of the
@@ -195,8 +195,8 @@ def rms_norm_backward(
         grad: (R, C) float32, bfloat16 or float16, the gradient of the result.
         x: (R, C): what was normalized, or, with `x_scale`, the FP8 that was saved of it.
         x_scale: (R, ceil(C / 128)) float32 or None.
-        weight, rstd, offset: as of `rms_norm`.
-        dx_dtype: of the gradient of x.
+        weight, rstd, offset: see `rms_norm`.
+        dx_dtype: the dtype of the gradient of x.
         weight_grad: whether dw is wanted.
     Returns:
         dx (R, C) of `dx_dtype`, dw (C,) float32 or empty.

@@ -52,7 +52,7 @@ def swiglu(gate: Tensor, up: Tensor, smooth: Tensor | None) -> Tensor:
     """Compute ``silu(gate) * up``, times `smooth`: (R, C) of gate's dtype, rounded once.
 
     Args:
-        gate, up, smooth: as of `swiglu_save`.
+        gate, up, smooth: see `swiglu_save`.
     """
     return operators.swiglu(gate, up, smooth)
 
@@ -73,7 +73,7 @@ def swiglu_quantize(
     """Cast `swiglu` to FP8 in the layouts asked for, in one read (rowwise: unfused).
 
     Args:
-        gate, up, smooth: as of `swiglu_save`.
+        gate, up, smooth: see `swiglu_save`.
         amax: () float32 of `swiglu_save`, for tensorwise with current scaling.
         scale: () float32 dequantization scale, for tensorwise with delayed scaling.
         dtype: float8_e4m3fn or float8_e5m2.
@@ -99,7 +99,7 @@ def swiglu_quantize_delayed(
     """Cast as `swiglu_quantize`, with the tensorwise scale that a history suggests.
 
     Args:
-        gate, up, smooth, save: as of `swiglu_quantize`.
+        gate, up, smooth, save: see `swiglu_quantize`.
         how: the cast.
     Returns:
         ``(q, scale, qt, gate_q, gate_s, up_q, up_s, amax)``; scale () and the amax () of h float32.

@@ -62,7 +62,7 @@ def swiglu_backward_quantize(
     Args:
         amax: (2,) float32 of `swiglu_backward_amax`, for tensorwise with current scaling.
         scale: (2,) float32, of dgate and dup, for tensorwise with delayed scaling.
-        dtype, granularity, power_of_two, row, col: as of `swiglu_quantize`.
+        dtype, granularity, power_of_two, row, col: see `swiglu_quantize`.
     Returns:
         ``(q, s, qt, st)`` of dgate, the same of dup, and their amaxes (2,) where `scale` was given,
         empty otherwise: nine tensors.

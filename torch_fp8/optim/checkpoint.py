@@ -45,9 +45,9 @@ def check_state_dict(
     """Raise ValueError, naming the place, unless a checkpoint fits the groups of an optimizer.
 
     Args:
-        state_dict: to be loaded.
-        param_groups: of the optimizer.
-        bits: of the residuals of its large weights.
+        state_dict: the checkpoint to be loaded.
+        param_groups: the groups of the optimizer.
+        bits: the residual bits of its large weights.
     Returns:
         The bits of the checkpoint's, which are `bits` where it does not say.
     """

@@ -97,8 +97,8 @@ def release_gradient(optimizer: Any, index: int, group: dict[str, Any], paramete
     Args:
         optimizer: converted, with gradient release.
         index: the parameter's place among all of it.
-        group: that it belongs to.
-        parameter: that has its gradient.
+        group: the group that the parameter belongs to.
+        parameter: a parameter that has its gradient.
     Raises:
         RuntimeError: it was stepped since the last ``optimizer.step()`` already.
     """
@@ -146,7 +146,7 @@ class GradientHook:
     Args:
         optimizer: converted.
         index: the parameter's place among all of the optimizer.
-        place: its group, and its place there.
+        place: the parameter's group, and its place there.
     """
 
     quantize = False

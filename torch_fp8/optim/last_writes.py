@@ -88,7 +88,7 @@ class LastWrites:
         count.
 
         Args:
-            parameters: to look at.
+            parameters: the weights to look at.
             in_step: whether a step is about to begin.
         """
         suspects, differ = [], []

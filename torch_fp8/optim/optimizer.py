@@ -53,13 +53,13 @@ class Float8Optimizer(Optimizer):
     ``__init__``.
 
     Attributes:
-        fp8_config: what it was converted with.
+        fp8_config: the configuration with which the optimizer was converted.
         fp8_gradients: places, among all parameters, of those with 8-bit gradients.
         fp8_why_bf16_gradients: why at level O3 there are none of these; None where there are.
         fp8_hooks_restored: gradient hooks that were lost and put back so far.
         fp8_released: places of the parameters that were stepped in backward, since ``step``.
-        fp8_caches: of the payloads of weights; a copy has none, its layers cast when they run.
-        fp8_reducers: what averages 8-bit gradients over ranks, one for each DDP module.
+        fp8_caches: payload caches of the weights; a copy has none, its layers cast when they run.
+        fp8_reducers: reducers of 8-bit gradients over ranks, one for each DDP module.
     """
 
     fp8_config: FP8Config
@@ -188,7 +188,7 @@ class Float8Optimizer(Optimizer):
         """Zero the residuals of weights that somebody else has written (`LastWrites`).
 
         Args:
-            parameters: to look at.
+            parameters: the weights to look at.
             in_step: whether a step is about to begin.
         """
         split = [p for p in parameters if p.dtype == torch.bfloat16]

@@ -20,8 +20,8 @@ def check_shardings(optimizer: Optimizer, model: nn.Module | None, config: FP8Co
 
     Args:
         optimizer: not necessarily converted.
-        model: that has their names; None: they are numbered.
-        config: with the bits of residuals.
+        model: the model that names the parameters; None: they are numbered.
+        config: the configuration with the residual bits.
     """
     named = {} if model is None else {p: f"'{n}'" for n, p in model.named_parameters()}
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -37,9 +37,9 @@ def check_sharding(parameter: Tensor, bits: int, name: str) -> None:
     """Raise ValueError unless the states of a DTensor can be sharded as it is.
 
     Args:
-        parameter: that will have a residual of `bits`, or none with 0.
+        parameter: a parameter that will have a residual of `bits`, or none with 0.
         bits: k of `torch_fp8.quantization.split_float`.
-        name: of the parameter, for the error.
+        name: the parameter's name, for the error.
     """
     if not isinstance(parameter, DTensor):
         return

@@ -34,8 +34,8 @@ def step_large(entries: list[Entry], config: FP8Config, caches: Caches) -> None:
 
     Args:
         entries: the parameters.
-        config: of their optimizer.
-        caches: of the payloads of some weights, which are cast anew.
+        config: the configuration of their optimizer.
+        caches: payload caches of some weights, which are cast anew.
     """
     prepared = []
     stepped = [entry for entry in entries if local(entry[2]).device.type != "meta"]

@@ -36,7 +36,7 @@ def reasons_to_stay(model: nn.Module, config: FP8Config) -> dict[Tensor, str | N
 
     Args:
         model: converted already, if it is to be.
-        config: for what it skips.
+        config: the configuration whose `skip` counts.
     """
     heads = high_precision_modules(model, config.skip)
     parents: dict[nn.Module, nn.Module] = {}

@@ -33,7 +33,7 @@ def whole_weights(
 
     Args:
         model: wrapped or not.
-        optimizers: those that train it; others do not matter.
+        optimizers: the optimizers that train it; others do not matter.
         keep_changes: whether what is loaded into the model within is split and stays; of a model
             that is not sharded.
     """
@@ -68,8 +68,8 @@ def split_loaded(
 
     Args:
         model: not sharded.
-        optimizers: those that train it.
-        state_dict: of this model; entries that are float32 while the Parameter is split are split.
+        optimizers: the optimizers that train it.
+        state_dict: a state of this model; float32 entries of split Parameters are split.
     """
     owners = _owners(optimizers)
     split = dict(state_dict)

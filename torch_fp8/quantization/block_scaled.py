@@ -49,7 +49,7 @@ def encode(x: Tensor, format: ByteFloat, random: Tensor | None = None) -> BlockS
 
     Args:
         x: (R, K) float32.
-        format: of the codes.
+        format: the format of the codes.
         random: (R, K) int32, whose low ``23 - format.mantissa_bits`` bits decide the rounding: an
             offset added below the last bit of the code. None: to nearest, ties to the even code.
     """

@@ -74,9 +74,9 @@ class ByteFloat:
     lines that meet where the spacing changes.
 
     Attributes:
-        name: as in the literature: exponent and mantissa bits, ``u`` for unsigned.
+        name: the name in the literature: exponent and mantissa bits, ``u`` for unsigned.
         mantissa_bits: stored mantissa bits, M.
-        bias: of the exponent; the smallest normal magnitude is ``2 ** (1 - bias)``.
+        bias: the exponent's bias; the smallest normal magnitude is ``2 ** (1 - bias)``.
         max_code: the code of the largest magnitude.
         signed: whether bit 7 is the sign; else it belongs to the exponent.
         finer_from: first codes of the binades from which on there is one mantissa bit more, and

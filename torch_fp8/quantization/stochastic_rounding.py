@@ -41,7 +41,7 @@ def random_words(index: Tensor, keys: tuple[int, int]) -> Tensor:
 
     Args:
         index: int32, any shape: the element's index modulo 2^32.
-        keys: from `stream_keys`.
+        keys: keys from `stream_keys`.
     Returns:
         int32, the shape of `index`; all 32 bits are random.
     """
@@ -64,7 +64,7 @@ def element_index(
 
     Args:
         rows, cols: extent of the part.
-        row, col: where it starts in the whole matrix.
+        row, col: the position at which the part starts in the whole matrix.
     """
     r = torch.arange(row, row + rows, device=device).mul_(row_length)
     c = torch.arange(col, col + cols, device=device)

@@ -36,7 +36,7 @@ class GradientBucket:
         group: process group.
 
     Attributes:
-        nbytes: of the messages that this rank sends.
+        nbytes: bytes of the messages that this rank sends.
     """
 
     def __init__(self, parameters: list[Tensor], group: Any) -> None:

@@ -49,12 +49,12 @@ class Float8GradReducer:
     """Averages the gradients of some parameters; `GradientHook` calls it.
 
     Args:
-        parameters: the same ones in the same order on all ranks.
+        parameters: the parameters to average, equal and in the same order on all ranks.
         group: process group of its own.
         fp8: whether gradients travel in FP8; else in their dtype.
 
     Attributes:
-        parameters: those that it averages.
+        parameters: the parameters whose gradients are averaged.
         rank: this process's.
     """
 

@@ -82,7 +82,7 @@ def connect_hook(ddp: DistributedDataParallel, communication: str = "fp8") -> No
 
     Args:
         ddp: not connected yet.
-        communication: that of FP8Config, ``"fp8"`` or ``"fp8-lm"``.
+        communication: the option of FP8Config, ``"fp8"`` or ``"fp8-lm"``.
     """
     fp8_lm = communication == "fp8-lm"
     scaling = (automatic_scaling(ddp.module) or AutomaticScaling()) if fp8_lm else None

@@ -33,8 +33,8 @@ def connect_join(
 
     Args:
         ddp: connected otherwise.
-        reducer: of its 8-bit gradients, if it has some.
-        optimizers: that train it.
+        reducer: the reducer of its 8-bit gradients, if it has some.
+        optimizers: the optimizers that train it.
     """
     ours = [weakref.ref(o) for o in optimizers if isinstance(o, Float8Optimizer)]
     if ours:
@@ -110,8 +110,8 @@ def broadcast_state(
     """Broadcast one rank's residuals, and its weights where DDP does not broadcast them.
 
     Args:
-        module: whose parameters.
-        optimizers: that train it.
+        module: the module that has the parameters.
+        optimizers: the optimizers that train it.
         kept: the parameters that DDP ignores.
         group: process group.
         source: rank in it.

@@ -38,10 +38,10 @@ class WeightGather:
     Args:
         fsdp_param: FSDP's record of it.
         param_group: FSDP's group of parameters that are gathered in one collective.
-        module: that has the weight.
+        module: the module that has the weight.
 
     Attributes:
-        device: where it is gathered.
+        device: the device on which it is gathered.
         group: process group of its shards.
         siblings: it and the others of its `param_group`.
         announced: whether a forward that runs has made its scale.

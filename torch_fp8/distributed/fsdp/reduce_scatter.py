@@ -93,7 +93,7 @@ class Float8ReduceScatter(ReduceScatter):
         Args:
             output_tensor: (E,) float32, bfloat16 or float16.
             input_tensor: (N * E,), likewise.
-            group: of N ranks.
+            group: a process group of N ranks.
             op: SUM, AVG or PREMUL_SUM.
             async_op: return at once, with something to ``wait`` for.
         """

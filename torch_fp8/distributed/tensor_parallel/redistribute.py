@@ -33,8 +33,8 @@ def replicate(
 
     Args:
         x: a DTensor, or this rank's part of one.
-        mesh: of one dimension.
-        layout: of a plain tensor.
+        mesh: a mesh of one dimension.
+        layout: the placement of a plain tensor.
         linear: the layer.
         gather_again: see `torch_fp8.distributed.tensor_parallel.all_gather.gather_activation`.
     Raises:
@@ -64,7 +64,7 @@ def reduce(output: DTensor, placement: Placement, linear: Float8Linear) -> DTens
 
     Args:
         output: partial sums.
-        placement: to sum them to.
+        placement: the placement of the sum.
         linear: the layer.
     Raises:
         ValueError: a recipe that cannot take a gathered gradient.
@@ -79,10 +79,10 @@ def refuse_gather(name: str, recipe: Recipe, placement: Placement, ndim: int | N
     """Raise ValueError if a layer of this recipe cannot multiply what was gathered in FP8.
 
     Args:
-        name: of the layer.
-        recipe: its own.
-        placement: how what is to be gathered is sharded.
-        ndim: its dimensions; None: not known yet.
+        name: the layer's qualified name.
+        recipe: the layer's recipe.
+        placement: the placement of what is to be gathered.
+        ndim: the number of its dimensions; None: not known yet.
     """
     way_out = "or give this layer torch's own parallel style, which gathers in 16 bits"
     if recipe.wgrad is None:

@@ -175,7 +175,7 @@ def check_style(module: nn.Module, gathered: Placement | None = None) -> None:
 
     Args:
         module: converted or not; it remembers `gathered` for its conversion.
-        gathered: how what the style gathers is sharded; None: as it was said before.
+        gathered: the placement of what the style gathers; None: the one given before.
     """
     if gathered is not None:
         if isinstance(module, TransformerEngineLinear):

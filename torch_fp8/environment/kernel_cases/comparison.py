@@ -22,8 +22,8 @@ def same_bits(got: Tensor, want: Tensor, what: str = "result") -> None:
     choice.
 
     Args:
-        got: on any device.
-        want: of the reference, on the CPU.
+        got: the kernel's result, on any device.
+        want: the reference's result, on the CPU.
         what: it is, for the message.
     """
     _same_form(got, want, what)

@@ -24,7 +24,7 @@ def optimizer_matrix(
     """Build a weight with residual, gradient and moments, of rows of different size, on the CPU.
 
     Args:
-        grad_dtype: of the gradient; torch.uint8: `GradientParts`.
+        grad_dtype: the dtype of the gradient; torch.uint8: `GradientParts`.
         exponent: gradients and moments are about 2 ** exponent.
         place: row, col and row_length of the `WeightMatrix`.
     """
