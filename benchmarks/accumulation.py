@@ -59,31 +59,31 @@ SHAPE = ROWS, COLS = 64, 512
 STREAMS, PRODUCT_STREAMS = 32, 512
 MICRO_BATCHES = (1, 8, 64)
 TARGET = 0.10
-"""Of ``error`` at 64 micro-batches."""
+"""The target of ``error`` at 64 micro-batches."""
 
 
 def independent(count: int) -> Tensor:
-    """Standard normal."""
+    """Return standard normal gradients."""
     return torch.randn(count, *SHAPE)
 
 
 def coherent(count: int) -> Tensor:
-    """The same gradient every time."""
+    """Return the same gradient every time."""
     return torch.randn(SHAPE).expand(count, *SHAPE)
 
 
 def drifting(count: int) -> Tensor:
-    """A tenth of the gradient is the same every time, the rest independent."""
+    """Return gradients of which a tenth is the same every time and the rest independent."""
     return independent(count) + 0.1 * torch.randn(SHAPE)
 
 
 def column_spread(count: int) -> Tensor:
-    """Columns whose scale runs from 2^-4 to 2^4 within each group of 32."""
+    """Return columns whose scale runs from 2^-4 to 2^4 within each group of 32."""
     return independent(count) * 2.0 ** torch.linspace(-4, 4, 32).repeat(COLS // 32)
 
 
 def outlier(count: int) -> Tensor:
-    """One element in each group of 32 is 100 times larger."""
+    """Return gradients with one element in each group of 32 that is 100 times larger."""
     gradients = independent(count)
     gradients[..., 7::32] *= 100
     return gradients
@@ -93,13 +93,13 @@ INPUTS = {f.__name__: f for f in (independent, coherent, drifting, column_spread
 
 
 def independent_bits(index: Tensor, seed: int, rounding: int) -> Tensor:
-    """Random words for the rounding number `rounding`, from 1 on."""
+    """Return random words for the rounding number `rounding`, counted from 1."""
     rank = 0
     return random_words(index, stream_keys(seed, rank, rounding))
 
 
 def antithetic_bits(index: Tensor, seed: int, rounding: int) -> Tensor:
-    """The same for two roundings, complemented for the second.
+    """Return one word for two roundings, complemented for the second.
 
     What the first of a pair rounded up the second tends to round down. Of independent gradients
     that leaves the noise of rounding to nearest, half the variance of independent bits.
@@ -109,7 +109,7 @@ def antithetic_bits(index: Tensor, seed: int, rounding: int) -> Tensor:
 
 
 def half_turn_bits(index: Tensor, seed: int, rounding: int) -> Tensor:
-    """The same for two roundings, moved by half of their range for the second."""
+    """Return one word for two roundings, moved by half of their range for the second."""
     words = independent_bits(index, seed, (rounding + 1) // 2)
     return words if rounding % 2 else words ^ 0x8000
 
@@ -148,7 +148,7 @@ PRODUCT = "tapered_stochastic"
 
 
 def accumulate(gradients: Tensor, method: Method, seed: int) -> Iterator[Tensor]:
-    """The stored sum after each gradient, as float32."""
+    """Yield the stored sum after each gradient, as float32."""
     index = element_index(ROWS, COLS, 0, 0, COLS, gradients.device)
     total, format = torch.zeros(SHAPE), method.format
     for rounding, gradient in enumerate(gradients, 1):
@@ -166,7 +166,7 @@ def accumulate(gradients: Tensor, method: Method, seed: int) -> Iterator[Tensor]
 
 
 def measure(method_name: str, input_name: str, streams: int | None = None) -> Iterator[dict]:
-    """One row for each number of micro-batches; None: as many streams as are recorded."""
+    """Yield one row for each number of micro-batches; None: as many streams as are recorded."""
     torch.manual_seed(0)
     gradients = INPUTS[input_name](max(MICRO_BATCHES)).bfloat16().float()
     exact = gradients.double().cumsum(0).float()

@@ -84,7 +84,7 @@ def main() -> None:
 
 
 def kept(sizes: dict[str, int], config: FP8Config | None) -> float:
-    """Bytes per token of a layer of these sizes; None: not converted."""
+    """Return bytes per token that a layer of these sizes keeps; `config` None: not converted."""
     _, there, run, x = _forward(sizes, config)
     with count_saved(there) as saved:
         run(x)
@@ -92,7 +92,7 @@ def kept(sizes: dict[str, int], config: FP8Config | None) -> float:
 
 
 def kept_checkpointed(sizes: dict[str, int], selective: bool) -> tuple[float, int]:
-    """The same of a checkpointed layer, and how many GEMMs run again."""
+    """Return the bytes per token of a checkpointed layer, and how many GEMMs run again."""
     layer, there, run, x = _forward(sizes, FP8Config())
     options, passes = {}, []
 
@@ -115,7 +115,7 @@ def kept_checkpointed(sizes: dict[str, int], selective: bool) -> tuple[float, in
 def _forward(
     sizes: dict[str, int], config: FP8Config | None
 ) -> tuple[LlamaDecoderLayer, list[Tensor], Callable[[Tensor], Tensor], Tensor]:
-    """A layer, tensors that are there anyway, the layer as a function, and its argument."""
+    """Return a layer, tensors that exist anyway, the layer as a function, and its argument."""
     of_model = LlamaConfig(num_hidden_layers=1, **sizes)
     of_model._attn_implementation = "sdpa"
     layer, rotary = LlamaDecoderLayer(of_model, 0).bfloat16(), LlamaRotaryEmbedding(of_model)

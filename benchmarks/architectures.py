@@ -60,7 +60,7 @@ _NAMES = {
     """,
 }
 KINDS = {name: kind for kind, names in _NAMES.items() for name in names.split()}
-"""Architecture -> what it is trained for."""
+"""What each architecture is trained for."""
 _MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_n_groups": 1}
 _MLA = {
     **{"q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16},
@@ -105,7 +105,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def make(name: str) -> nn.Module:
-    """The architecture `name` of `KINDS` with random weights, in training mode."""
+    """Return the architecture `name` of `KINDS` with random weights, in training mode."""
     import transformers
 
     auto = {
@@ -130,7 +130,7 @@ def _tiny(cls: Any, options: dict[str, Any]) -> Any:
 
 
 def _sizes(cls: Any) -> dict[str, Any]:
-    """What of `SIZES` the class has, under its own name or one that stands for it."""
+    """Return the entries of `SIZES` that the class has, under its own name or a synonym."""
     known = set(inspect.signature(cls.__init__).parameters) | set(cls.attribute_map)
     own = {name: size for name, size in SIZES.items() if name in known}
     # Both a name and what it stands for would be the same attribute twice.
@@ -138,7 +138,7 @@ def _sizes(cls: Any) -> dict[str, Any]:
 
 
 def batch_for(name: str, model: nn.Module, generator: torch.Generator) -> dict[str, Tensor]:
-    """The arguments of the model's forward, its labels among them."""
+    """Return the arguments of the model's forward, its labels among them."""
     return _BATCHES[KINDS[name]](model, generator)
 
 

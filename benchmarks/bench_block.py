@@ -108,7 +108,7 @@ def main() -> None:
 def measure(
     batch: int, arguments: argparse.Namespace, device: torch.device, budget: Budget
 ) -> Iterator[tuple[list[dict[str, object]], list[dict[str, object]]]]:
-    """Rows of all variants at a batch size, and the kernels of some of them.
+    """Yield rows of all variants at a batch size, and the kernels of some of them.
 
     First of the eager ones, which take less time than it takes to compile one; then of all, timed
     together, compiled as far as the budget goes.
@@ -181,7 +181,7 @@ def row_of(
     timings: dict[str, Timing],
     floors: Callable[[Traffic | None], float],
 ) -> dict[str, object]:
-    """The row of ``variant/mode``.
+    """Return the row of ``variant/mode``.
 
     Args:
         floors: the seconds that a block takes at best, of what its casts move.
@@ -211,7 +211,7 @@ def row_of(
 def layer_and_inputs(
     layout: dict[str, object], batch: int, sequence: int, device: torch.device
 ) -> tuple[LlamaDecoderLayer, tuple[Tensor, ...]]:
-    """The layer in BF16; hidden states, the gradient of the output, cosines and sines."""
+    """Return the BF16 layer, hidden states, the gradient of the output, cosines and sines."""
     torch.manual_seed(0)
     config = LlamaConfig(**layout, attn_implementation="sdpa")
     with device:
@@ -228,7 +228,7 @@ def layer_and_inputs(
 
 
 def build(variant: str, layer: nn.Module) -> nn.Module:
-    """The layer as a variant runs it."""
+    """Return the layer as a variant runs it."""
     if variant == BF16:
         return layer
     if variant.startswith("torchao "):
@@ -243,20 +243,20 @@ def build(variant: str, layer: nn.Module) -> nn.Module:
 
 
 def recipe_of(layer: nn.Module) -> str:
-    """The recipe of our linears; empty without any."""
+    """Return the recipe of our linears; empty without any."""
     linears = [module for module in layer.modules() if isinstance(module, Float8Linear)]
     return linears[0].fp8_recipe.name if linears else ""
 
 
 def traffic_of(variant: str, recipe: str):
-    """What the casts of a variant move whose linears run `recipe`; None for BF16."""
+    """Return what the casts of a variant move whose linears run `recipe`; None for BF16."""
     if variant in OURS and variant not in OF_LINEARS:
         return traffic(recipe or BF16)  # auto may find no linear faster in FP8
     return traffic(variant)
 
 
 def step(called: Callable, layer: nn.Module, inputs: tuple[Tensor, ...]) -> Callable[[], None]:
-    """One forward and backward."""
+    """Return a function that runs one forward and backward."""
     hidden, grad, cos, sin = inputs
     leaf = hidden.detach().requires_grad_()
     parameters = list(layer.parameters())
@@ -272,7 +272,9 @@ def step(called: Callable, layer: nn.Module, inputs: tuple[Tensor, ...]) -> Call
 def results(
     called: Callable, layer: nn.Module, hidden: Tensor, grad: Tensor, cos: Tensor, sin: Tensor
 ) -> dict[str, Tensor]:
-    """What is added to the input and to its gradient; gradients of the linears' weights."""
+    """Return what is added to the input and to its gradient, and gradients of the linears'
+    weights.
+    """
     leaf = hidden.detach().requires_grad_()
     owner = called if isinstance(called, nn.Module) else layer
     out = called(leaf, position_embeddings=(cos, sin))
@@ -284,7 +286,7 @@ def results(
 
 
 def errors(exact: dict[str, Tensor], got: dict[str, Tensor]) -> dict[str, object]:
-    """SQNR of each result in dB; the worst of the weights'."""
+    """Return the SQNR of each result in dB, and the worst of the weights'."""
     db = {name: sqnr_db(exact[name], got[name].float()) for name in exact}
     weights = min(value for name, value in db.items() if name.startswith("grad_weight"))
     kept = {"output": db["output"], "grad_input": db["grad_input"], "grad_weight": weights}
@@ -298,7 +300,7 @@ def kept(
     tokens: int,
     device: torch.device,
 ) -> dict[str, object]:
-    """Bytes per token that live between forward and backward, counted and measured."""
+    """Return bytes per token that live between forward and backward, counted and measured."""
     hidden, grad, cos, sin = inputs
     leaf = hidden.detach().requires_grad_()
     on_gpu = device.type == "cuda"

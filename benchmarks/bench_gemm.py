@@ -76,7 +76,7 @@ VARIANTS = {
     **{f"blockwise, Triton {tile}": Variant("blockwise", tile=tile) for tile in TILES},
 }
 CORNER = 256
-"""Rows and columns of the result whose error is measured."""
+"""The number of rows and columns of the result whose error is measured."""
 CONTRACTIONS, TOY_CONTRACTIONS = (512, 2048, 8192, 32768, 131072), (64, 256)
 REPETITIONS = 15
 WAIT_MS = 1.0
@@ -108,7 +108,7 @@ def main() -> None:
 def gemm_rows(
     gemm: str, m: int, k: int, n: int, rates: Rates, device: torch.device
 ) -> list[dict[str, object]]:
-    """A row per variant of one GEMM of a linear on m rows, K = k, N = n."""
+    """Return a row per variant of one GEMM of a linear on m rows, K = k, N = n."""
     torch.manual_seed(0)
     rows, cols, contracted = {"fprop": (m, n, k), "dgrad": (m, k, n), "wgrad": (n, k, m)}[gemm]
     a = torch.randn(rows, contracted, device=device, dtype=torch.bfloat16)
@@ -152,7 +152,9 @@ def gemm_rows(
 def contraction_rows(
     contractions: tuple[int, ...], device: torch.device
 ) -> list[dict[str, object]]:
-    """Errors of each variant against the contraction dimension, (CORNER, K) times (K, CORNER)."""
+    """Return each variant's error against the contraction dimension, (CORNER, K) times (K,
+    CORNER).
+    """
     result = []
     for contracted in contractions:
         for kind in ("normal", "positive"):
@@ -176,7 +178,7 @@ def contraction_rows(
 def operands(
     recipe: str, gemm: str, a: Tensor, b: Tensor
 ) -> tuple[QuantizedTensor, QuantizedTensor]:
-    """Both operands of a GEMM as the recipe casts them."""
+    """Return both operands of a GEMM as the recipe casts them."""
     specs: dict[str, tuple[CastSpec, CastSpec]] = {
         name: (of.a, of.b) for name, of in zip(GEMMS, make_recipe(recipe).gemms, strict=True)
     }
@@ -184,7 +186,7 @@ def operands(
 
 
 def product(variant: Variant, a: QuantizedTensor, b: QuantizedTensor) -> Tensor:
-    """The result in float32 where the kernel writes that, else in BF16."""
+    """Return the result in float32 where the kernel writes that, else in BF16."""
     try:
         return variant(a, b, torch.float32)
     except (RuntimeError, ValueError):
@@ -192,12 +194,12 @@ def product(variant: Variant, a: QuantizedTensor, b: QuantizedTensor) -> Tensor:
 
 
 def dequantized(x: QuantizedTensor) -> Tensor:
-    """The first rows of an operand, whose scales lie in them, as float32."""
+    """Return the first rows of an operand, with the scales in them, as float32."""
     return dequantize(x)[:CORNER]
 
 
 def error(out: Tensor, a: Tensor, b: Tensor) -> float:
-    """``|out - a b^T| / |a b^T|`` in float64 on the first CORNER rows and columns."""
+    """Compute ``|out - a b^T| / |a b^T|`` in float64 on the first CORNER rows and columns."""
     exact = a[:CORNER].double() @ b[:CORNER].double().t()
     return float((out[:CORNER, :CORNER].double() - exact).norm() / exact.norm())
 

@@ -80,11 +80,11 @@ COMPILED = (BF16, "tensorwise", "delayed", "blockwise", "torchao tensorwise", "t
 SAMPLES_MS = 400.0  # per variant; at least 5 repetitions, at most 30
 WAIT_MS = {"alone": 3.0, "together": 15.0, "chain": 20.0}  # longer than the host takes to launch
 CORNER = 256
-"""Rows of the output, of the input gradient and of the weight gradient whose error is measured."""
+"""The rows of the output, the input gradient and the weight gradient whose error is measured."""
 
 
 class Together(nn.Module):
-    """Seven linears; (M, hidden) and (M, inner) -> their outputs."""
+    """Seven linears that map (M, hidden) and (M, inner) to their outputs."""
 
     def __init__(self, block: dict[str, tuple[int, int]]) -> None:
         super().__init__()
@@ -152,7 +152,7 @@ def measure(
     device: torch.device,
     budget: Budget,
 ) -> list[dict[str, object]]:
-    """Rows of every linear and variant on m rows."""
+    """Return rows of every linear and variant on m rows."""
     rows: list[dict[str, object]] = []
     if mode == "eager":
         shapes = dict.fromkeys(block.values())  # k and v, gate and up are the same GEMMs
@@ -175,7 +175,7 @@ def alone(
     device: torch.device,
     budget: Budget,
 ) -> list[dict[str, object]]:
-    """A row per variant of one linear."""
+    """Return a row per variant of one linear."""
     torch.manual_seed(0)
     stock = nn.Linear(k, n, bias=False, device=device, dtype=torch.bfloat16)
     x = torch.randn(m, k, device=device, dtype=torch.bfloat16)
@@ -196,7 +196,7 @@ def whole(
     device: torch.device,
     budget: Budget,
 ) -> list[dict[str, object]]:
-    """A row per variant of a module that holds all linears of a block."""
+    """Return a row per variant of a module that holds all linears of a block."""
     torch.manual_seed(0)
     module = module.to(device, torch.bfloat16)
 
@@ -274,7 +274,7 @@ def _variants(
 
 
 def build(variant: str, module: nn.Module) -> nn.Module:
-    """The module as a variant runs it."""
+    """Return the module as a variant runs it."""
     if variant == BF16:
         return module
     if variant.startswith("torchao "):
@@ -295,7 +295,7 @@ def step(
     inputs: tuple[Tensor, ...],
     grads: tuple[Tensor, ...],
 ) -> Callable[[], tuple[Tensor, Tensor, Tensor]]:
-    """One forward and backward -> output, gradients of the first input and the first weight."""
+    """Return a function that runs forward and backward, to output, first dx and first dw."""
     leaves = [x.detach().requires_grad_() for x in inputs]
 
     def run() -> tuple[Tensor, Tensor, Tensor]:
@@ -312,7 +312,7 @@ def step(
 def errors(
     stock: nn.Module, x: Tensor, grad: Tensor, output: Tensor, dx: Tensor, dw: Tensor
 ) -> dict[str, object]:
-    """SQNR of the three results against float32, on their first rows."""
+    """Return the SQNR of the three results against float32, on their first rows."""
     weight, some = stock.weight.float(), slice(0, CORNER)
     exact = {
         "output_db": (x[some].float() @ weight.t(), output[some]),
@@ -331,7 +331,7 @@ def speed(
     rates: Rates,
     share_inputs: bool,
 ) -> dict[str, object]:
-    """TFLOP/s of the GEMMs, the floors, and the speed-up over BF16."""
+    """Return TFLOP/s of the GEMMs, the floors, and the speed-up over BF16."""
     flops = sum(6 * m * k * n for k, n in linears.values())
     used = traffic(variant)
     floor = linears_seconds(m, linears, rates, used, share_inputs=share_inputs) * 1e3
@@ -347,7 +347,7 @@ def speed(
 
 
 def traffic(variant: str) -> Traffic | None:
-    """What the casts of a variant move; None for BF16."""
+    """Return what the casts of a variant move; None for BF16."""
     if variant == BF16:
         return None
     if variant in TRAFFIC:
@@ -362,7 +362,7 @@ def _total(
     m: int,
     rates: Rates,
 ) -> dict[str, object]:
-    """The sum of the medians over the linears."""
+    """Sum the medians over the linears."""
 
     def medians(name: str) -> list[float]:
         return [row["median_ms"] for row in rows if row["variant"] == name and "median_ms" in row]

@@ -59,7 +59,7 @@ COLUMNS = (
 BF16 = "bf16-mixed"
 PLAIN = Variant(BF16)
 FP8 = {"recipe": "tensorwise"}
-"""By name: what auto measures at conversion would count as set-up, and may leave layers in BF16."""
+"""The recipe, by name: auto's measurement would count as set-up and may leave layers in BF16."""
 VARIANTS: dict[str, dict[str, Any]] = {
     BF16: {},
     "O1": {**FP8, "opt_level": "O1"},
@@ -68,11 +68,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "O3, release": {**FP8, "opt_level": "O3", "gradient_release": True},
 }
 TARGET_GIB = 80.0
-"""Full fine-tuning of Llama-3.1-8B at sequence 4096 is to stay under it."""
+"""The memory under which full fine-tuning of Llama-3.1-8B at sequence 4096 is to stay."""
 
 
 class Case(NamedTuple):
-    """What is measured."""
+    """A model, level and circumstances that are measured."""
 
     model: str
     variant: str
@@ -118,21 +118,21 @@ def main() -> None:
 
 
 def row_of(case: Case, arguments: argparse.Namespace, figures: dict[str, Any]) -> dict[str, Any]:
-    """A row of the CSV."""
+    """Return a row of the CSV."""
     kind = "counted" if arguments.fake else "measured"
     sequence = TOY_SEQUENCE if arguments.toy else SEQUENCE
     return {"kind": kind, **case._asdict(), "sequence": sequence, **figures}
 
 
 def same_but_bf16(row: dict[str, Any], case: Case) -> bool:
-    """Whether a row is BF16-mixed's of the same model, batch and checkpointing."""
+    """Return whether a row is BF16-mixed's of the same model, batch and checkpointing."""
     return all(row[f] == getattr(case._replace(variant=BF16), f) for f in Case._fields)
 
 
 def try_measure(
     case: Case, layout: dict[str, Any], arguments: argparse.Namespace, device: torch.device
 ) -> dict[str, Any]:
-    """The figures of a case, or a note."""
+    """Return the figures of a case, or a note."""
     try:
         figures = measure(case, layout, arguments, device)
     except Exception as error:
@@ -180,14 +180,14 @@ def measure(
 
 
 def meta_model(case: Case, layout: dict[str, Any]) -> nn.Module:
-    """A model on the meta device, converted: conversion refuses weights that are fake."""
+    """Return a converted model on the meta device: conversion refuses weights that are fake."""
     model = causal_lm(layout, PLAIN, torch.device("meta"))
     convert(model, case)
     return model
 
 
 def convert(model: nn.Module, case: Case) -> None:
-    """Checkpointing and FP8, as the case has them."""
+    """Apply checkpointing and FP8 as the case has them."""
     if case.checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     if case.variant != BF16:
@@ -195,7 +195,7 @@ def convert(model: nn.Module, case: Case) -> None:
 
 
 def optimizer_for(case: Case, model: nn.Module, device: torch.device) -> torch.optim.Optimizer:
-    """AdamW, converted as the case's level says."""
+    """Return AdamW, converted as the case's level says."""
     optimizer = optimizer_of(PLAIN, model.parameters(), device)
     config = FP8Config(**VARIANTS[case.variant])
     if case.variant != BF16 and config.opt_level != "O1":
@@ -205,7 +205,7 @@ def optimizer_for(case: Case, model: nn.Module, device: torch.device) -> torch.o
 
 @contextlib.contextmanager
 def without_memory() -> Iterator[None]:
-    """Tensors with shapes alone. What one kernel does in place on a GPU does nothing here.
+    """Let tensors have shapes alone; in-place work of kernels on a GPU does nothing here.
 
     Norms and gated MLPs leave tensor subclasses to their stock forward; here these are the rule.
     """
@@ -222,7 +222,7 @@ def without_memory() -> Iterator[None]:
 
 
 def _no_codes(x: Tensor, _: object) -> GradientParts:
-    """An 8-bit gradient's tensors."""
+    """Return the empty tensors of an 8-bit gradient."""
     rows, cols = x.shape
     codes = torch.empty(rows, cols, dtype=torch.uint8, device=x.device)
     scales = torch.empty(rows, num_groups(cols), dtype=torch.uint8, device=x.device)
@@ -232,7 +232,7 @@ def _no_codes(x: Tensor, _: object) -> GradientParts:
 def train_step(
     model: nn.Module, optimizer: torch.optim.Optimizer, tokens: Tensor, device: torch.device
 ) -> Tensor:
-    """One step -> its loss."""
+    """Run one step and return its loss."""
     with torch.autocast(device.type, torch.bfloat16):
         loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
     loss.backward()
@@ -244,7 +244,7 @@ def train_step(
 def assign_standing(
     tracker: MemoryTracker, model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> None:
-    """Tell the tracker what is there between steps."""
+    """Tell the tracker what exists between steps."""
     for tensor in (*model.parameters(), *model.buffers()):
         tracker.assign(tensor, "weights")
     for category, tensor in state_tensors(optimizer):
@@ -252,7 +252,7 @@ def assign_standing(
 
 
 def state_tensors(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Tensor]]:
-    """The optimizer's tensors with their categories."""
+    """Yield the optimizer's tensors with their categories."""
     for parameter, state in optimizer.state.items():
         for name, value in state.items():
             if isinstance(value, Tensor) and name != "residual":
@@ -263,7 +263,7 @@ def state_tensors(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Tenso
 
 
 def print_verdict(rows: list[dict[str, Any]]) -> None:
-    """Whether Llama-3.1-8B stays under the target, variant by variant."""
+    """Print, variant by variant, whether Llama-3.1-8B stays under the target."""
     for row in rows:
         if row["model"] == "Llama-3.1-8B":
             name = f"{row['variant']}{', checkpointing' if row['checkpointing'] else ''}"

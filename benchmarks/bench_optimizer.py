@@ -89,7 +89,7 @@ def measure(
     device: torch.device,
     add: Callable[[list[dict[str, object]]], None],
 ) -> None:
-    """A row per variant, and one of the copy; first without the peers, which may compile long.
+    """Add a row per variant, and one of the copy; peers come last, since they may compile long.
 
     Args:
         arguments: of the command.
@@ -134,7 +134,7 @@ def rows_of(
     losses: dict[str, float],
     notes: dict[str, str],
 ) -> list[dict[str, object]]:
-    """The rows of what has been timed, or has a note."""
+    """Return the rows of what has been timed, or has a note."""
     copy_rate = num_bytes[COPY] / timings[COPY].median / 1e6
     parameters = sum(torch.Size(shape).numel() for shape in shapes)
     rows: list[dict[str, object]] = []
@@ -163,7 +163,7 @@ def rows_of(
 
 
 def training_loss(name: str, device: torch.device) -> float:
-    """Mean squared error of a small network that the variant has trained."""
+    """Return the mean squared error of a small network that the variant has trained."""
     torch.manual_seed(0)
     dtype = torch.bfloat16 if name in (FUSED_BF16, *PEERS) else torch.float32
     width = LOSS_FEATURES
@@ -186,7 +186,7 @@ def training_loss(name: str, device: torch.device) -> float:
 def make_optimizer(
     name: str, parameters: list[nn.Parameter], lr: float, device: torch.device
 ) -> torch.optim.Optimizer:
-    """The variant's AdamW of these parameters."""
+    """Return the variant's AdamW of these parameters."""
     if name in PEERS:
         return peers.torchao_optimizer(name.removeprefix("torchao "), parameters, lr=lr)
     fused = name not in OURS and device.type == "cuda"
@@ -202,13 +202,13 @@ def make_optimizer(
 
 
 def as_stored(name: str, parameter: nn.Parameter, grad: Tensor) -> Tensor:
-    """A gradient in the variant's format."""
+    """Return a gradient in the variant's format."""
     quantized = name in OURS and OURS[name][2] and is_large(parameter)
     return Float8Grad.quantize(grad) if quantized else grad
 
 
 def build(name: str, shapes: list[tuple[int, ...]], device: torch.device) -> torch.optim.Optimizer:
-    """An optimizer whose parameters have gradients."""
+    """Return an optimizer whose parameters have gradients."""
     generator = torch.Generator(device).manual_seed(0)
     dtype = torch.bfloat16 if name in (FUSED_BF16, *PEERS) else torch.float32
 
@@ -224,7 +224,7 @@ def build(name: str, shapes: list[tuple[int, ...]], device: torch.device) -> tor
 
 
 def moved_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """What a step has to read and write."""
+    """Return the bytes that a step has to read and write."""
     total = 0
     for group in optimizer.param_groups:
         for parameter in group["params"]:

@@ -113,9 +113,9 @@ CASES = [
     ("accelerate", "eager", "torchao by Accelerate"),
 ]
 MOST_SEQUENCES = 8
-"""Per step: more would take longer and tell no more."""
+"""The most sequences per step: more would take longer and tell no more."""
 SEEN = 0.9
-"""Of the memory, what counted peaks may take: they do not see what kernels allocate inside."""
+"""The share of the memory that counted peaks may take: they miss what kernels allocate inside."""
 COUNTED = RESULTS / "memory_counted.csv"
 USABLE = 0.97  # of the card's memory: the rest is fragments, and other libraries'
 
@@ -168,7 +168,7 @@ def main() -> None:
 
 
 def batch_for(model: str, device: torch.device) -> int:
-    """Sequences per step at which bf16-mixed fits into the card, and 1 where none does.
+    """Return the sequences per step at which bf16-mixed fits into the card, and 1 where none does.
 
     From its peak as counted (benchmarks/results/memory_counted.csv): weights and states stay, what
     is saved for backward and the workspace grow with the batch.
@@ -216,7 +216,7 @@ class Bench:
         self.graphs: dict[Case, dict[str, object]] = {}
 
     def round(self, cases: list[Case], budget: Budget, table: Table) -> None:
-        """A few steps of each case; its rows are in the table when it ends."""
+        """Run a few steps of each case, and write its rows to the table when it ends."""
         for case in cases:
             if case in self.notes and self.notes[case] != NOT_REACHED:
                 continue
@@ -229,7 +229,7 @@ class Bench:
         table.add(self.rows(cases))
 
     def try_run(self, case: Case) -> Run | None:
-        """Run a case; what fails becomes its note."""
+        """Run a case; a failure becomes its note."""
         steps = WARMUP_STEPS + self.steps + 1  # the last one ends the one before
         tokens = bigram_tokens(steps * case.batch, self.sequence, self.layout["vocab_size"])
         run = None
@@ -253,7 +253,7 @@ class Bench:
         return run
 
     def largest(self, cases: list[Case], budget: Budget, table: Table) -> None:
-        """Each case at the largest batch that fits."""
+        """Run each case at the largest batch that fits."""
         memory = torch.cuda.get_device_properties(self.device).total_memory / 2**20 * USABLE
         for case in cases:
             if not budget.fits() or not self.runs.get(case):
@@ -275,7 +275,7 @@ class Bench:
         return None if run is None else run.run_peak_mib
 
     def rows(self, cases: list[Case]) -> list[dict[str, object]]:
-        """A row for each case that has run, or has a note."""
+        """Return a row for each case that has run, or has a note."""
         return [self._row(case) for case in cases if case in self.runs or case in self.notes]
 
     def _row(self, case: Case) -> dict[str, object]:
@@ -324,7 +324,7 @@ def _mean_loss(runs: list[Run]) -> float:
 
 
 def _traffic(name: str, variant: Variant, recipe: str):
-    """What the casts of a variant move whose linears have run `recipe`; None for BF16."""
+    """Return what the casts of a variant move whose linears have run `recipe`; None for BF16."""
     if variant.precision == FP8:
         if not recipe:  # no linear is faster in FP8
             return None

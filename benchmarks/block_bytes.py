@@ -51,7 +51,7 @@ class Part(NamedTuple):
 
 @functools.cache
 def parts() -> dict[str, Part]:
-    """Name of every input and gradient -> what it is; norms' backwards count to their outputs."""
+    """Describe every input and gradient by name; norms' backwards count to their outputs."""
     rows, kv = TOKENS, HIDDEN * GROUPS // HEADS
     norm, product, product_backward = _bf16_norm(), *_bf16_product()
     return {
@@ -67,7 +67,7 @@ def parts() -> dict[str, Part]:
 
 
 def rows(recipe: str) -> list[dict[str, object]]:
-    """One for each tensor, one for all of them, and one for the weights.
+    """Return a row for each tensor, one for all of them, and one for the weights.
 
     What is launched by torch outside of our operators is what BF16 launches, too.
     """
@@ -111,7 +111,7 @@ def _row(
 
 @functools.cache
 def count(recipe: str) -> list[Launch]:
-    """What a training step of the block launches, put down to the names of `parts`."""
+    """Return what a training step of the block launches, attributed to the names of `parts`."""
     torch.manual_seed(0)
     of_model = LlamaConfig(
         hidden_size=HIDDEN,
@@ -143,7 +143,7 @@ def count(recipe: str) -> list[Launch]:
 
 
 def _name(layer: nn.Module, recording: Recording) -> None:
-    """Names tensors of the block as they come about."""
+    """Name the tensors of the block as they come about."""
 
     def input_of(module: nn.Module, name: str) -> None:
         module.register_forward_pre_hook(lambda m, args: recording.name(name, args[0]))
@@ -179,7 +179,7 @@ def _name(layer: nn.Module, recording: Recording) -> None:
 
 
 def _suits_a_card() -> mock._patch:
-    """Launchers decide as for `SHAPE`."""
+    """Let launchers decide as for `SHAPE`."""
     decide = norm_kernels.bands_fill_the_card
 
     def of_shape(x: Tensor, granularity: str) -> bool:
@@ -196,7 +196,9 @@ def _moved(function: Callable[[], object]) -> int:
 
 
 def _bf16_norm() -> int:
-    """Of an RMSNorm and its backward; the statistics are found in the same read."""
+    """Return the bytes of an RMSNorm and its backward in BF16; one read also finds the
+    statistics.
+    """
     x, weight = torch.randn(TOKENS, HIDDEN).to(BF16), torch.ones(HIDDEN, dtype=BF16)
     rstd = torch.ones(TOKENS)
     forward = _moved(lambda: rms_norm.rms_norm(x, weight, rstd, 0.0, BF16))
@@ -205,7 +207,7 @@ def _bf16_norm() -> int:
 
 
 def _bf16_product() -> tuple[int, int]:
-    """Of SwiGLU and of its backward."""
+    """Return the bytes of SwiGLU and of its backward in BF16."""
     gate, up, grad = (torch.randn(TOKENS, INNER).to(BF16) for _ in range(3))
     inputs = BackwardInputs(grad, gate, None, up, None, None, BF16)
     return (

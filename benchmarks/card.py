@@ -14,7 +14,8 @@ REPETITIONS = 10
 
 
 def measured_rates(device: torch.device, *, toy: bool = False) -> Rates:
-    """Medians of a copy and of a BF16 matrix product, interleaved; FP8 counts as twice BF16.
+    """Measure the medians of a copy and of a BF16 matrix product, interleaved; FP8 counts twice
+    BF16.
 
     The product is of random numbers: zeros draw less power and run faster.
 
@@ -41,7 +42,7 @@ def _rates(size: int, side: int, device: torch.device) -> Rates:
 
 
 def copying(size: int, device: torch.device) -> tuple[Callable[[], None], int]:
-    """A copy of `size` bytes on the device, and the bytes that it reads and writes."""
+    """Return a copy of `size` bytes on the device, and the bytes that it reads and writes."""
     source = torch.zeros(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
 
@@ -52,7 +53,9 @@ def copying(size: int, device: torch.device) -> tuple[Callable[[], None], int]:
 
 
 def free(device: torch.device) -> None:
-    """Give back what nobody holds any more, so that the next variant has the card to itself."""
+    """Free the memory that nobody holds any more, so that the next variant has the card to
+    itself.
+    """
     gc.collect()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -60,13 +63,13 @@ def free(device: torch.device) -> None:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for the GPU; nothing on the CPU."""
+    """Wait for the GPU; do nothing on the CPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def peak_mib(run: Callable[[], None], device: torch.device) -> float:
-    """Peak memory of one call beyond what is there before, in MiB; 0 on the CPU."""
+    """Measure the peak memory of one call beyond what was there before, in MiB; 0 on the CPU."""
     if device.type != "cuda":
         run()
         return 0.0

@@ -114,7 +114,7 @@ def main() -> None:
 
 
 def measure(name: str) -> dict[str, str]:
-    """A row of the CSV; what FP8 fails with, where it does."""
+    """Return a row of the CSV, with FP8's failure where there is one."""
     row = dict.fromkeys(COLUMNS, "") | _origin(name)
     row |= {"architecture": name, "kind": KINDS[name], "steps": str(STEPS)}
     losses, _ = train(name, None)
@@ -138,7 +138,7 @@ def measure(name: str) -> dict[str, str]:
 
 
 def count_mixture(name: str) -> dict[str, str]:
-    """A row for the mixture of experts `name`, of the default size, without data."""
+    """Return a row for the mixture of experts `name`, of the default size, without data."""
     import transformers
 
     with torch.device("meta"):
@@ -169,7 +169,7 @@ def _origin(arguments: str) -> dict[str, str]:
 def train(
     name: str, config: FP8Config | None, steps: int = STEPS
 ) -> tuple[list[float], ConversionReport | None]:
-    """The loss of each step, and what was converted.
+    """Return the loss of each step, and what was converted.
 
     Args:
         name: of the architecture.
@@ -197,7 +197,7 @@ def train(
 
 
 def read_rows(path: Path) -> dict[str, dict[str, str]]:
-    """The rows that there are, by architecture."""
+    """Return the existing rows, by architecture."""
     if not path.exists():
         return {}
     with path.open() as file:
@@ -207,7 +207,7 @@ def read_rows(path: Path) -> dict[str, dict[str, str]]:
 def write_rows(
     path: Path, rows: dict[str, dict[str, str]], columns: Sequence[str] = COLUMNS
 ) -> None:
-    """All rows, in the order of `KINDS`."""
+    """Write all rows, in the order of `KINDS`."""
     partial = path.with_suffix(".partial")
     with partial.open("w", newline="") as file:
         writer = csv.DictWriter(file, columns, lineterminator="\n")
@@ -217,7 +217,7 @@ def write_rows(
 
 
 def document(rows: dict[str, dict[str, str]], mixtures: dict[str, dict[str, str]]) -> str:
-    """docs/coverage.md."""
+    """Return the text of docs/coverage.md."""
     experts = "\n".join(map(_mixture_line, mixtures.values()))
     seeds = small_models_loss.table(small_models_loss.read_rows(small_models_loss.RESULTS))
     text = TEXT.format(steps=STEPS, count=len(rows), experts=experts, seeds=seeds)

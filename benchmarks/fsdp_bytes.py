@@ -78,7 +78,7 @@ class Llama(nn.Module):
 
 
 class _Recorder(comm_counter._Recorder):
-    """Counts collectives of fake tensors, too."""
+    """A counter of collectives that counts those of fake tensors, too."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         types = [t for t in types if not issubclass(t, FakeTensor)]
@@ -87,7 +87,7 @@ class _Recorder(comm_counter._Recorder):
 
 @contextmanager
 def fake_ranks(number):
-    """A process group of which this process alone exists."""
+    """Enter a process group of which this process alone exists."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=number)
     try:
         yield init_device_mesh("cpu", (number,))
@@ -96,7 +96,7 @@ def fake_ranks(number):
 
 
 def count(communication, ranks, name):
-    """What rank 0 of `ranks` sends in a step, as a `CommunicationCount`."""
+    """Count what rank 0 of `ranks` sends in a step, as a `CommunicationCount`."""
     only_linears = name != "Llama-3.1-8B"
     config = FP8Config(opt_level="O1", communication=communication)
     with torch.device("meta"):
@@ -121,7 +121,9 @@ def count(communication, ranks, name):
 
 
 def rows(ranks):
-    """One for each way and model: bytes that a rank sends with BF16 collectives, and with ours."""
+    """Return, for each way and model, the bytes that a rank sends with BF16 collectives and with
+    ours.
+    """
     made = []
     for model in ("a block's linears", "Llama-3.1-8B"):
         stock, ours = (count(communication, ranks, model) for communication in ("off", "fp8"))

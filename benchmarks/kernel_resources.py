@@ -26,7 +26,7 @@ _USED = re.compile(
 
 
 def rows_of(report: Path) -> Iterator[dict[str, object]]:
-    """A row of COLUMNS for every variant in a report of the tests (JUnit's XML)."""
+    """Yield a row of COLUMNS for every variant in a report of the tests (JUnit's XML)."""
     for case in ElementTree.parse(report).iter("testcase"):
         target = re.search(r"sm_\d+", case.get("name", ""))
         for record in case.iter("property"):
@@ -40,7 +40,9 @@ def rows_of(report: Path) -> Iterator[dict[str, object]]:
 
 
 def merged(rows: Iterator[dict[str, object]]) -> list[dict[str, object]]:
-    """One row for each kernel, variant, target and number of warps: the largest of the others."""
+    """Return a row for each kernel, variant, target and number of warps: the largest of the
+    others.
+    """
     found: dict[tuple[object, ...], dict[str, object]] = {}
     for row in rows:
         key = tuple(row[c] for c in ("kernel", "variant", "target", "warps"))
@@ -51,7 +53,7 @@ def merged(rows: Iterator[dict[str, object]]) -> list[dict[str, object]]:
 
 
 def measure(*selection: str) -> list[dict[str, object]]:
-    """Rows of COLUMNS, of the tests that `selection` names, as arguments of pytest.
+    """Return rows of COLUMNS of the tests that `selection` names, as arguments of pytest.
 
     A test that fails, since a kernel spills, has recorded what it compiled until then.
     """

@@ -12,7 +12,7 @@ SHOWN = 20
 
 
 def kernel_rows(run: Callable[[], object], device: torch.device) -> list[dict[str, object]]:
-    """The kernels that take most of the GPU's time; on a CPU the operators.
+    """Return the kernels that take most of the GPU's time; on a CPU the operators.
 
     Args:
         run: one call, warm.

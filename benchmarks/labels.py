@@ -46,7 +46,7 @@ def label(row: dict[str, Any], columns: tuple[str, ...]) -> str:
 
 
 def words(value: str) -> str:
-    """How a value reads."""
+    """Return how a value reads."""
     if value in VALUES:
         return VALUES[value]
     return value.replace("fp8-mixed", "FP8").replace("bf16", "BF16")

@@ -31,7 +31,7 @@ from triton.runtime import interpreter
 
 
 def _cuda_implementations() -> dict[str, Callable]:
-    """Operator of torch_fp8 -> its implementation for CUDA."""
+    """Map each operator of torch_fp8 to its implementation for CUDA."""
     assert "torch_fp8" not in sys.modules, "import benchmarks.launches first"
     found: dict[str, Callable] = {}
     register = torch.library.Library.impl
@@ -49,8 +49,9 @@ def _cuda_implementations() -> dict[str, Callable]:
 _CUDA = _cuda_implementations()
 
 IN_L2 = 64 * 1024
-"""Bytes of a tensor that every program may read again without asking the memory: a few kB of
-amaxes, beside an L2 cache of 50 MB."""
+"""The bytes of a tensor that programs may read again without memory traffic: a few kB of amaxes,
+beside an L2 cache of 50 MB.
+"""
 
 AT_ONCE = 132
 """Consecutive programs that are taken to run together, one on each multiprocessor of an H200: what
@@ -95,19 +96,19 @@ class Launch:
 
     @property
     def moved(self) -> int:
-        """Bytes read and written."""
+        """The bytes read and written."""
         return sum(t.read + t.written for t in self.tensors.values())
 
     @property
     def requested(self) -> int:
-        """Bytes that programs asked for, from whatever cache."""
+        """The bytes that programs asked for, from whatever cache."""
         return sum(t.requested for t in self.tensors.values())
 
 
 def count_launches(
     function: Callable[[], object], **tensors: Tensor | Sequence[Tensor]
 ) -> list[Launch]:
-    """What `function` launches, in order.
+    """Return what `function` launches, in order.
 
     Args:
         function: of CPU tensors, forward and backward.
@@ -122,25 +123,27 @@ def count_launches(
 
 
 class Recording:
-    """What is launched, and whose: `name` says it of tensors that come about meanwhile."""
+    """What is launched, and for which tensors; `name` names tensors that come about meanwhile."""
 
     def __init__(self) -> None:
         self.launches: list[Launch] = []
         self.names = _Names()
 
     def name(self, name: str, value: Tensor | Sequence[Tensor]) -> None:
-        """A launch that reads one of these, or what such a launch wrote, is put down to `name`."""
+        """Attribute launches that read one of these tensors, or what such a launch wrote, to
+        `name`.
+        """
         self.names.given |= {_address(t): name for t in tree_iter(value)}
         self.names.memory |= {_address(t): t for t in tree_iter(value) if t.numel()}
 
     def ignore(self, value: Sequence[Tensor]) -> None:
-        """These tell nothing: a history that several tensors are written to."""
+        """Ignore tensors that tell nothing: a history that several tensors are written to."""
         self.names.ignored |= {_address(t) for t in tree_iter(value)}
 
 
 @contextlib.contextmanager
 def recorded() -> Iterator[Recording]:
-    """As `count_launches`, of what runs inside."""
+    """Record what runs within, as `count_launches` does."""
     recording = Recording()
     launches, names = recording.launches, recording.names
     with (
@@ -153,7 +156,7 @@ def recorded() -> Iterator[Recording]:
 
 
 class _Names:
-    """What memory belongs to: a named tensor, or one that was made of such."""
+    """The owners of memory: a named tensor, or one that was made from such."""
 
     def __init__(self) -> None:
         self.given: dict[int, str] = {}
@@ -162,7 +165,7 @@ class _Names:
         self.ignored: set[int] = set()
 
     def attribute(self, read: list[int], written: list[int]) -> tuple[str, ...]:
-        """The sources of a launch; what it wrote is theirs from now on."""
+        """Return the sources of a launch, to which what it wrote belongs from now on."""
         sources = [self.given[a] for a in read if a in self.given]
         if not sources:
             sources = [name for a in read for name in self.made.get(a, ())]
@@ -172,7 +175,7 @@ class _Names:
 
 
 class _Operators(TorchDispatchMode):
-    """Routes our operators to their kernels and counts torch's."""
+    """A dispatch mode that routes our operators to their kernels and counts torch's."""
 
     def __init__(self, launches: list[Launch], names: _Names) -> None:
         super().__init__()
@@ -212,7 +215,7 @@ class _Operators(TorchDispatchMode):
 
 
 def _is_free(func, name, args, kwargs, made) -> bool:
-    """Whether nothing runs on the device: views, memory, and what has no elements."""
+    """Return whether nothing runs on the device: views, memory, and what has no elements."""
     if name in _ONLY_MEMORY or func.is_view or name == "set_":
         return True
     results = [t for t in tree_iter(made) if isinstance(t, Tensor)]
@@ -229,7 +232,9 @@ def _address(tensor: Tensor) -> int:
 
 @contextlib.contextmanager
 def _as_on_a_card(launches: list[Launch], names: _Names) -> Iterator[None]:
-    """What asks for a tensor's device: GEMMs, padded and laid out and then one launch; the amax."""
+    """Replace what asks for a tensor's device: GEMMs, padded and laid out and then one launch; the
+    amax.
+    """
     gemm = sys.modules["torch_fp8.ops.scaled_mm"]
 
     def operator(a, b, out_dtype, fast_accum, bias=None):
@@ -258,7 +263,7 @@ def _as_on_a_card(launches: list[Launch], names: _Names) -> Iterator[None]:
 
 
 class _Access(NamedTuple):
-    """Elements that one program touched: their addresses and size, and which ones ran with it."""
+    """The elements that one program touched: addresses and size, and which programs ran with it."""
 
     pointers: np.ndarray
     itemsize: int
@@ -268,7 +273,7 @@ class _Access(NamedTuple):
 
 @contextlib.contextmanager
 def _interpreted(launches: list[Launch], names: _Names) -> Iterator[None]:
-    """Kernels in the interpreter, each a launch with its traffic."""
+    """Run kernels in the interpreter, each a launch with its traffic."""
     accesses: list[_Access] = []
     builder, executor = interpreter.InterpreterBuilder, interpreter.GridExecutor
     load, store, rmw = (
@@ -321,7 +326,7 @@ def _interpreted(launches: list[Launch], names: _Names) -> Iterator[None]:
 
 
 def _distinct(pointers: list[np.ndarray], address: int, size: int) -> int:
-    """How many different ones there are, of a tensor of `size` bytes."""
+    """Count the distinct addresses, of a tensor of `size` bytes."""
     touched = np.zeros(size, dtype=bool)
     for some in pointers:
         touched[some - address] = True
@@ -329,7 +334,7 @@ def _distinct(pointers: list[np.ndarray], address: int, size: int) -> int:
 
 
 def _launch(executor, args, accesses, names) -> Launch:
-    """One kernel's launch; what it wrote belongs to what it read."""
+    """Record one kernel's launch; what it wrote belongs to what it read."""
     tensors = {}
     for name, value in zip(executor.arg_names, args, strict=False):
         if isinstance(value, Tensor):

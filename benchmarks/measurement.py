@@ -35,7 +35,7 @@ class Timing:
     host: float = 0.0
 
     def columns(self) -> dict[str, object]:
-        """As columns of a row."""
+        """Return the timing as columns of a row."""
         names = {"median_ms": self.median, "p20_ms": self.p20, "p80_ms": self.p80}
         return {name: round(value, 4) for name, value in names.items()}
 
@@ -116,12 +116,12 @@ def _timing(samples: list[tuple[float, float]]) -> Timing:
 
 
 def timing_of(values: list[float]) -> Timing:
-    """Median and percentiles of samples in milliseconds that were taken elsewhere."""
+    """Return median and percentiles of samples in milliseconds that were taken elsewhere."""
     return _timing([(value, 0.0) for value in values])
 
 
 def environment(device: torch.device) -> dict[str, str]:
-    """The columns of ENVIRONMENT."""
+    """Return the columns of ENVIRONMENT."""
     return {
         "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else _processor(),
         "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
@@ -137,7 +137,7 @@ def environment(device: torch.device) -> dict[str, str]:
 
 
 def command_line() -> str:
-    """The command that this process runs, as one would type it."""
+    """Return the command that this process runs, as one would type it."""
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     if spec is None:
         return shlex.join(["python", *sys.argv])
@@ -147,7 +147,8 @@ def command_line() -> str:
 def parser(
     name: str, description: str, *, without_gpu: tuple[str, ...] = ()
 ) -> argparse.ArgumentParser:
-    """The arguments that every benchmark has: ``--toy``, ``--budget`` and ``--csv``.
+    """Return a parser of the arguments that every benchmark has: ``--toy``, ``--budget`` and
+    ``--csv``.
 
     Args:
         name: of the CSV, without its ending.
@@ -175,7 +176,7 @@ def parser(
 
 
 class Budget:
-    """Seconds that a benchmark may take. A piece begins where the longest so far would still fit.
+    """The seconds that a benchmark may take; a piece begins if the longest so far would still fit.
 
     The first piece always does: a benchmark without a row would be worth nothing.
     """
@@ -186,12 +187,12 @@ class Budget:
         self._any = False
 
     def fits(self) -> bool:
-        """Whether another piece may begin."""
+        """Return whether another piece may begin."""
         return not self._any or time.monotonic() + self._longest <= self._deadline
 
     @contextmanager
     def piece(self) -> Iterator[None]:
-        """Around each piece."""
+        """Time a piece; to be entered around each."""
         began = time.monotonic()
         try:
             yield
@@ -204,7 +205,7 @@ NOT_REACHED = "not reached within the budget"
 
 
 def note_of(error: BaseException) -> str:
-    """A failure as one line of a row."""
+    """Return a failure as one line of a row."""
     message = (str(error).strip().splitlines() or [""])[0][:160]
     if isinstance(error, torch.cuda.OutOfMemoryError):
         return f"out of memory: {message}"
@@ -212,16 +213,16 @@ def note_of(error: BaseException) -> str:
 
 
 GRAPHS = ("graphs", "breaks")
-"""Columns of a compiled row: what torch.compile made of it."""
+"""The columns of a compiled row that say what torch.compile made of it."""
 
 
 class GraphBreaksError(Exception):
-    """What was to be timed as compiled runs in pieces, Python between them."""
+    """The code to be timed as compiled runs in pieces, with Python between them."""
 
 
 @contextmanager
 def graphs_counted(figures: dict[str, object], mode: str) -> Iterator[None]:
-    """Counts the graphs that torch.compile makes inside, and where it breaks off one.
+    """Count the graphs that torch.compile makes inside, and where it breaks one off.
 
     Args:
         figures: gets the columns of GRAPHS.
@@ -284,7 +285,7 @@ class Table:
 
 
 def read_rows(path: Path) -> list[dict[str, object]]:
-    """The rows of a CSV; none where it does not exist."""
+    """Return the rows of a CSV; none where it does not exist."""
     if not path.exists():
         return []
     with path.open(newline="") as file:
@@ -301,7 +302,7 @@ def write_rows(path: Path, columns: tuple[str, ...], rows: list[dict[str, object
 
 
 def print_table(columns: tuple[str, ...], rows: list[dict[str, object]]) -> None:
-    """Aligned columns on standard output."""
+    """Print aligned columns on standard output."""
     cells = [columns, *([str(row.get(c, "")) for c in columns] for row in rows)]
     widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
     for line in cells:
@@ -311,7 +312,7 @@ def print_table(columns: tuple[str, ...], rows: list[dict[str, object]]) -> None
 
 
 def default_device() -> torch.device:
-    """The GPU where there is one."""
+    """Return the GPU where there is one."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 

@@ -90,7 +90,7 @@ class MemoryTracker(TorchDispatchMode):
 
     @property
     def total(self) -> int:
-        """Bytes that live now."""
+        """The bytes that live now."""
         return sum(self.current.values())
 
     def reset_peak(self) -> None:
@@ -114,7 +114,7 @@ class MemoryTracker(TorchDispatchMode):
 
 
 def plain_parts(tensor: Tensor) -> list[Tensor]:
-    """The tensors with memory behind one: what a wrapper subclass holds, where it says."""
+    """Return the tensors with memory behind one, as a wrapper subclass declares them."""
     if isinstance(tensor, nn.Parameter) or type(tensor) in (Tensor, FakeTensor):
         return [tensor]
     if hasattr(tensor, "parts"):

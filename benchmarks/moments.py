@@ -69,7 +69,9 @@ class Grid(NamedTuple):
 
 
 def neighbours(y: Tensor, format: ByteFloat) -> Grid:
-    """The grid of a format around 0 <= y <= format.max; lower is y where y is representable."""
+    """Return the grid of a format around 0 <= y <= format.max; lower is y where y is
+    representable.
+    """
     exponent = torch.frexp(y).exponent - 1
     bits = torch.full_like(y, format.mantissa_bits)
     for binade in finer_binades(format):
@@ -80,7 +82,9 @@ def neighbours(y: Tensor, format: ByteFloat) -> Grid:
 
 
 def finer_binades(format: ByteFloat) -> list[int]:
-    """Exponents from which on a tapered format has one mantissa bit more, and again one more."""
+    """Return the exponents from which on a tapered format has one mantissa bit more, and again one
+    more.
+    """
     exponent, code, bits = -format.bias, 0, format.mantissa_bits
     found = []
     for start in format.finer_from:
@@ -91,13 +95,13 @@ def finer_binades(format: ByteFloat) -> list[int]:
 
 
 def choose(exact: Tensor, lower: Tensor, upper: Tensor, uniform: Tensor | None) -> Tensor:
-    """Whether to take the upper neighbour: with the probability that keeps `exact` in the mean."""
+    """Choose the upper neighbour with the probability that keeps `exact` in the mean."""
     threshold = 0.5 if uniform is None else uniform
     return (exact - lower) > threshold * (upper - lower)
 
 
 def block_scaled(v: Tensor, format: ByteFloat, uniform: Tensor | None) -> Tensor:
-    """v (N, group) as it reads after storage in `format` with a power-of-two scale."""
+    """Return v (N, group) as it reads after storage in `format` with a power-of-two scale."""
     scale = _scale(v, format)
     grid = neighbours(v / scale, format)
     up = choose(v / scale, *grid, uniform)
@@ -105,7 +109,7 @@ def block_scaled(v: Tensor, format: ByteFloat, uniform: Tensor | None) -> Tensor
 
 
 def never_zero(v: Tensor, format: ByteFloat, uniform: Tensor | None) -> Tensor:
-    """The same, and a positive v stays positive."""
+    """Return the same as `block_scaled`, but a positive v stays positive."""
     smallest = format.smallest * _scale(v, format)
     stored = block_scaled(v, format, uniform)
     return torch.where((stored == 0) & (v > 0), smallest, stored)
@@ -171,7 +175,7 @@ PRODUCT = ("tapered", GROUP_SIZE, "stochastic")
 
 
 def stored(v: Tensor, format_name: str, group: int, rounding: str) -> Tensor:
-    """v (R, K) as it reads after storage."""
+    """Return v (R, K) as it reads after storage."""
     if (format_name, group) == PRODUCT[:2]:  # as the optimizer has it
         random = None
         if rounding == "stochastic":
@@ -185,7 +189,7 @@ def stored(v: Tensor, format_name: str, group: int, rounding: str) -> Tensor:
 def measure_following(
     format_name: str, group: int, rounding: str, scenarios: tuple[str, ...] = SCENARIOS
 ) -> Iterator[dict]:
-    """Rows of the scenarios in which gradients change their scale."""
+    """Yield rows of the scenarios in which gradients change their scale."""
     torch.manual_seed(0)
     nats = torch.tensor([3.0 if s.endswith("_3nats") else 0.0 for s in scenarios])
     factor = torch.tensor([10.0 if s.startswith("up") else 0.1 for s in scenarios])
@@ -213,7 +217,7 @@ def measure_following(
 
 
 def measure_once(format_name: str, group: int, rounding: str) -> dict:
-    """The row of rounding once where log v is widely spread."""
+    """Return the row of rounding once where log v is widely spread."""
     torch.manual_seed(0)
     v = (torch.randn(1024, 512) * (1.5 * torch.randn(1024, 512)).exp()).square()
     return {
@@ -227,7 +231,7 @@ def measure_once(format_name: str, group: int, rounding: str) -> dict:
 
 
 def _scale(v: Tensor, format: ByteFloat) -> Tensor:
-    """The smallest power of two with which the group's largest element fits."""
+    """Return the smallest power of two with which the group's largest element fits."""
     fraction, exponent = torch.frexp(v.amax(-1, keepdim=True) / format.max)
     return torch.exp2((exponent - (fraction == 0.5).to(torch.int32)).float())
 

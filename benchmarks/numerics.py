@@ -22,17 +22,17 @@ COLUMNS = ("recipe", "input", "operand", "sqnr_db", "worst_row_db", "flushed")
 
 
 def gaussian(rows: int, cols: int) -> Tensor:
-    """Standard normal."""
+    """Return standard normal values."""
     return torch.randn(rows, cols)
 
 
 def row_spread(rows: int, cols: int) -> Tensor:
-    """Normal rows whose scale runs from 2^-8 to 2^8."""
+    """Return normal rows whose scale runs from 2^-8 to 2^8."""
     return torch.randn(rows, cols) * 2.0 ** torch.linspace(-8, 8, rows)[:, None]
 
 
 def outlier(rows: int, cols: int) -> Tensor:
-    """Standard normal with one element of 1000."""
+    """Return standard normal values with one element of 1000."""
     x = torch.randn(rows, cols)
     x[rows // 2, cols // 2] = 1000.0
     return x
@@ -42,7 +42,7 @@ INPUTS = {"gaussian": gaussian, "row_spread": row_spread, "outlier": outlier}
 
 
 def measure(recipe_name: str, input_name: str) -> Iterator[dict[str, str | float]]:
-    """Rows for the three casts and the forward GEMM of a recipe on one kind of input.
+    """Yield rows for the three casts and the forward GEMM of a recipe on one kind of input.
 
     Delayed scaling is measured with the scale of the tensor itself, as in its first step.
     """

@@ -74,7 +74,7 @@ def main() -> None:
 
 
 def fine_tuning(level: str, seed: int) -> tuple[list[str], dict[str, str]]:
-    """Arguments of python and environment of a run."""
+    """Return the arguments of python and the environment of a run of fine-tuning."""
     precision = BASELINE if level == BASELINE else "fp8-mixed"
     config = {} if level == BASELINE else {"TORCH_FP8_CONFIG": json.dumps({"opt_level": level})}
     script = ["examples/sft_lightning.py", "--precision", precision, *RUN, "--seed", str(seed)]
@@ -82,7 +82,7 @@ def fine_tuning(level: str, seed: int) -> tuple[list[str], dict[str, str]]:
 
 
 def pretraining(level: str, seed: int) -> tuple[list[str], dict[str, str]]:
-    """Arguments of python and environment of a run."""
+    """Return the arguments of python and the environment of a run of pre-training."""
     arguments = [] if level == BASELINE else ["--level", level]
     if level in PERTURBED:
         arguments = ["--perturbed", str(PERTURBED[level])]

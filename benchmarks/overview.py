@@ -34,7 +34,7 @@ SHOWN = {
     "saved activations": "activations",
     "workspace": "workspace",
 }
-"""Categories of memory as the picture names them; gradients are freed by the time of the peak."""
+"""Names of the categories of memory in the picture; gradients are freed by the time of the peak."""
 
 
 def take(runs: Path, commit: str) -> None:

@@ -20,7 +20,9 @@ TRANSFORMER_ENGINE_RECIPES = {
 
 
 def torchao(module: nn.Module, recipe: str, *, skip: tuple[str, ...] = ("lm_head",)) -> nn.Module:
-    """`module` with its linears converted by ``torchao.float8.convert_to_float8_training``."""
+    """Return `module` with its linears converted by
+    ``torchao.float8.convert_to_float8_training``.
+    """
     _require("torchao")
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
@@ -35,7 +37,9 @@ def torchao(module: nn.Module, recipe: str, *, skip: tuple[str, ...] = ("lm_head
 def torchao_optimizer(
     name: str, parameters: Iterable[nn.Parameter], **options: float
 ) -> torch.optim.Optimizer:
-    """A low-bit AdamW of torchao, BF16 weights rounded stochastically: its own recommendation."""
+    """Return torchao's low-bit AdamW, BF16 weights rounded stochastically: its own
+    recommendation.
+    """
     _require("torchao")
     import torchao.optim
 
@@ -69,7 +73,7 @@ class TransformerEngine(nn.Module):
                     setattr(parent, name, _as_te_linear(te, child))
 
     def forward(self, *args, **kwargs):
-        """The module's, in FP8."""
+        """Run the module's forward in FP8."""
         with self._autocast(enabled=True, recipe=self.recipe):
             return self.module(*args, **kwargs)
 

@@ -30,9 +30,9 @@ FAMILIES = (
     ("torchao and Transformer Engine", lambda name: name.startswith(("torchao", "Transformer"))),
 )
 BARS = 24
-"""At most, in a panel."""
+"""The most bars in a panel."""
 SAME = 0.005
-"""Relative difference up to which two lines are one."""
+"""The relative difference up to which two lines count as one."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,9 @@ def lines(
     title: str = "",
     log_y: bool = False,
 ) -> Panels:
-    """Panels with a line per distinct value of the columns `series`, eight at most in each."""
+    """Return panels with a line per distinct value of the columns `series`, eight at most in
+    each.
+    """
 
     def panels(rows: Rows) -> Iterator[Panel]:
         kept = [row for row in rows if keep(row) and row.get(x) and row.get(y)]
@@ -132,7 +134,7 @@ def lines(
 
 
 def _in_families(points: Lines) -> Iterator[tuple[str, Lines]]:
-    """All lines in one panel, or eight at most of each family; BF16 is in all."""
+    """Yield all lines in one panel, or eight at most of each family; BF16 is in all."""
     merged = _merged(points)
     if len(merged) <= len(COLOURS):
         yield "", merged
@@ -151,7 +153,7 @@ def _in_families(points: Lines) -> Iterator[tuple[str, Lines]]:
 
 
 def _merged(points: Lines) -> Lines:
-    """Lines that lie on one another become one, named after all of them."""
+    """Merge lines that lie on one another into one, named after all of them."""
     merged: list[tuple[list[str], list[tuple[float, float]]]] = []
     for name, line in points.items():
         for names, other in merged:
@@ -194,7 +196,7 @@ def bars(
     limit: float | None = None,
     title: str = "",
 ) -> Panels:
-    """A panel with a horizontal bar per row, the columns `y` stacked; one for each value of `by`.
+    """Return panels of horizontal bars, the columns `y` stacked, one panel for each value of `by`.
 
     Args:
         y: columns.
@@ -249,7 +251,7 @@ def _is(**wanted: str) -> Keep:
 
 
 def _where(rows: Rows) -> list[str]:
-    """A line on the card and the versions that rows were made with."""
+    """Return a line on the card and the versions that rows were made with."""
     cards = sorted({row["gpu"] for row in rows if row.get("gpu")})
     versions = sorted({f"torch {row['torch']}" for row in rows if row.get("torch")})
     real = [card for card in cards if not card.startswith("none")]

@@ -83,7 +83,9 @@ def pretrain(level: str | None, seed: int, steps: int, perturbed: int = 0) -> di
 
 
 def corpus() -> tuple[Tensor, Tensor, int]:
-    """Tokens of a quarter of the standard library, of its held-out files, and the vocabulary."""
+    """Return tokens of a quarter of the standard library and of its held-out files, and the
+    vocabulary.
+    """
     files = stdlib_corpus.source_files(one_in=4)
     texts: dict[bool, list[str]] = {False: [], True: []}
     for path in files:
@@ -108,7 +110,7 @@ def loss_of(model: LlamaForCausalLM, tokens: Tensor) -> Tensor:
 
 @torch.no_grad()
 def evaluate(model: LlamaForCausalLM, held_out: Tensor) -> float:
-    """Mean loss of the same windows of the held-out files every time."""
+    """Return the mean loss of the same windows of the held-out files every time."""
     chosen = windows(held_out, EVAL_WINDOWS, torch.Generator().manual_seed(0))
     return sum(float(loss_of(model, part)) for part in chosen.split(16)) / (EVAL_WINDOWS // 16)
 

@@ -45,7 +45,7 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class Case:
-    """A circumstance.
+    """The circumstances under which a layer is counted.
 
     Attributes:
         name: of it.
@@ -82,14 +82,14 @@ CASES = (
 
 
 def applies(recipe: str, case: Case) -> bool:
-    """Whether a recipe can be in a circumstance."""
+    """Return whether a recipe can be in a circumstance."""
     if case.ending == "amax":
         return recipe == "tensorwise"
     return not (dict(case.options).get("cache_weights") and recipe == "delayed")
 
 
 def count(recipe: str, case: Case) -> tuple[list[Launch], dict[str, Tensor]]:
-    """What a layer launches, and its operands."""
+    """Return what a layer launches, and its operands."""
     torch.manual_seed(0)
     num_in, num_out = (STEP_IN, STEP_OUT) if case.ending == "step" else (IN, OUT)
     model = nn.Sequential(nn.Linear(num_in, num_out, bias=case.bias, dtype=torch.bfloat16))
@@ -137,7 +137,7 @@ def count(recipe: str, case: Case) -> tuple[list[Launch], dict[str, Tensor]]:
 
 
 def count_step(linear: Float8Linear, state: dict[str, Tensor]) -> list[Launch]:
-    """What the step of a layer's weight launches, its payload included."""
+    """Return what the step of a layer's weight launches, its payload included."""
     weight, spec, cache = linear.weight, linear.fp8_recipe.weight, linear.fp8_weight_cache
     assert cache is not None
     amax, new_scale = torch.zeros(4)[:1].view(()), torch.zeros(4)[:1].view(())
@@ -169,7 +169,9 @@ def count_step(linear: Float8Linear, state: dict[str, Tensor]) -> list[Launch]:
 
 
 def step_rows(recipe: str, case: Case) -> list[dict[str, object]]:
-    """What the payload adds to the step: traffic of its own memory, launches beyond the first."""
+    """Return what the payload adds to the step: traffic of its own memory, launches beyond the
+    first.
+    """
     launches, operands = count(recipe, case)
     by_name = [item for launch in launches for item in launch.tensors.items()]
     written = [traffic for name, traffic in by_name if name.startswith("payload")]
@@ -188,7 +190,7 @@ def step_rows(recipe: str, case: Case) -> list[dict[str, object]]:
 
 
 def rows(recipe: str, case: Case) -> list[dict[str, object]]:
-    """One for each operand, and one for what belongs to none."""
+    """Return a row for each operand, and one for what belongs to none."""
     if case.ending == "step":
         return step_rows(recipe, case)
     launches, operands = count(recipe, case)

@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parent.parent
 BASELINE = "bf16-mixed"
 RECIPES = ["tensorwise", "delayed", "rowwise", "blockwise", "mxfp8"]
 RUN = ["--pretraining-steps", "1000", "--steps", "80", "--eval-examples", "160"]
-"""What the script is to do, whatever it does by default: rows are to be comparable."""
+"""The script's arguments, whatever its defaults: rows are to be comparable."""
 BAND = 0.005  # of the evaluation loss, mean over the seeds
 COLUMNS = [
     "recipe",

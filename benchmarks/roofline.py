@@ -42,7 +42,7 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class Rates:
-    """Of a card: bytes per second that it copies (read and written), and FLOP per second."""
+    """The rates of a card: bytes per second of a copy (read and written), and FLOP per second."""
 
     bandwidth: float
     bf16: float
@@ -64,7 +64,7 @@ CARDS = {
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes that casts read and write per element of x, w and g."""
+    """The bytes that casts read and write per element of x, w and g."""
 
     x: float
     w: float
@@ -95,25 +95,25 @@ SHARED_INPUTS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 def gemm_seconds(m: int, n: int, k: int, rates: Rates, *, fp8: bool) -> float:
-    """(m, k) times (k, n) into BF16."""
+    """Return the seconds of (m, k) times (k, n) into BF16."""
     arithmetic = 2 * m * n * k / (rates.fp8 if fp8 else rates.bf16)
     num_bytes = (1 if fp8 else 2) * (m * k + n * k) + 2 * m * n
     return max(arithmetic, num_bytes / rates.bandwidth)
 
 
 def gemms_seconds(m: int, k: int, n: int, rates: Rates, *, fp8: bool) -> float:
-    """The three GEMMs of a linear: fprop, dgrad, wgrad."""
+    """Return the seconds of the three GEMMs of a linear: fprop, dgrad, wgrad."""
     shapes = ((m, n, k), (m, k, n), (n, k, m))
     return sum(gemm_seconds(*shape, rates, fp8=fp8) for shape in shapes)
 
 
 def cast_bytes(m: int, k: int, n: int, traffic: Traffic) -> float:
-    """What the casts of a linear read and write."""
+    """Return the bytes that the casts of a linear read and write."""
     return traffic.x * m * k + traffic.w * n * k + traffic.g * m * n
 
 
 def linear_seconds(m: int, k: int, n: int, rates: Rates, traffic: Traffic | None) -> float:
-    """Forward and backward of a linear with its casts; `traffic` None: in BF16."""
+    """Return the seconds of a linear's forward and backward with casts; `traffic` None: in BF16."""
     gemms = gemms_seconds(m, k, n, rates, fp8=traffic is not None)
     return gemms + (cast_bytes(m, k, n, traffic) / rates.bandwidth if traffic else 0.0)
 
@@ -126,7 +126,7 @@ def linears_seconds(
     *,
     share_inputs: bool = False,
 ) -> float:
-    """Forward and backward of several linears (K, N) on m rows."""
+    """Return the seconds of forward and backward of several linears (K, N) on m rows."""
     total = sum(linear_seconds(m, k, n, rates, traffic) for k, n in linears.values())
     if traffic is not None and share_inputs:
         total -= traffic.x * _repeated_inputs(m, linears) / rates.bandwidth
@@ -134,7 +134,7 @@ def linears_seconds(
 
 
 def _repeated_inputs(m: int, linears: dict[str, tuple[int, int]]) -> int:
-    """Elements of inputs that are another linear's, too."""
+    """Return the number of elements of inputs that are another linear's, too."""
     repeated = 0
     for group in SHARED_INPUTS:
         repeated += sum(m * linears[name][0] for name in group[1:] if name in linears)
@@ -142,7 +142,7 @@ def _repeated_inputs(m: int, linears: dict[str, tuple[int, int]]) -> int:
 
 
 def fused_linears(linears: dict[str, tuple[int, int]]) -> dict[str, tuple[int, int]]:
-    """Linears that read the same tensor as one: Transformer Engine's and Megatron's layout."""
+    """Join linears that read the same tensor: Transformer Engine's and Megatron's layout."""
     fused = dict(linears)
     for group in SHARED_INPUTS:
         shapes = [fused.pop(name) for name in group if name in fused]
@@ -154,7 +154,7 @@ def fused_linears(linears: dict[str, tuple[int, int]]) -> dict[str, tuple[int, i
 def block_seconds(
     m: int, sequence: int, layout: dict[str, int], rates: Rates, traffic: Traffic | None
 ) -> float:
-    """Forward and backward of a decoder layer on m tokens: linears, attention, and what is between.
+    """Return the seconds of a decoder layer on m tokens: linears, attention, and what is between.
 
     Causal attention takes 2 m S Q operations forward and 2.5 times as many backward (S tokens per
     sequence, Q features of all heads), in BF16. Norms, rotary embedding, SwiGLU, attention and the
@@ -171,7 +171,7 @@ def block_seconds(
 
 
 def block_linears(layout: dict[str, int]) -> dict[str, tuple[int, int]]:
-    """(K, N) of the linears of a decoder layer, from LlamaConfig's arguments."""
+    """Return (K, N) of the linears of a decoder layer, from LlamaConfig's arguments."""
     hidden, inner = layout["hidden_size"], layout["intermediate_size"]
     queries = layout["num_attention_heads"] * layout["head_dim"]
     keys = layout["num_key_value_heads"] * layout["head_dim"]
@@ -194,7 +194,7 @@ def step_seconds(
     traffic: Traffic | None,
     optimizer_bytes: float,
 ) -> float:
-    """A training step of a whole model: its blocks, the head in BF16, the optimizer's bytes.
+    """Return the seconds of a training step: blocks, head in BF16, the optimizer's bytes.
 
     The loss reads the float32 logits once forward and, with their gradient written, once backward.
 
@@ -209,7 +209,7 @@ def step_seconds(
 
 
 def rows() -> list[dict[str, object]]:
-    """Ceilings of each method for the linears of a Llama-3.1-8B block."""
+    """Return the ceilings of each method for the linears of a Llama-3.1-8B block."""
     return [
         _row(card, rates, m, shared, method, traffic)
         for card, rates in CARDS.items()

@@ -41,7 +41,7 @@ from benchmarks.measurement import (
 from benchmarks.plot import draw
 
 BUDGET = 540.0
-"""Seconds, so that ten minutes hold the start of Python and what is done with the results, too."""
+"""The seconds of the whole, so that ten minutes also hold the start of Python and the results."""
 PARTS = {
     "tests": 2.5,
     "timing": 0.5,
@@ -52,11 +52,11 @@ PARTS = {
     "gemm": 1.0,
     "optimizer": 1.0,
 }
-"""Name -> weight of its share in the time that is left to it and those after it."""
+"""The weight of each part's share in the time that is left to it and those after it."""
 TESTS = {"tests": "gpu and not alone", "timing": "gpu and alone"}
-"""The parts that run tests -> which of them."""
+"""The tests that each part of tests runs."""
 GRACE = 20.0
-"""Seconds before the end of its share in which a part begins nothing new."""
+"""The seconds before the end of its share in which a part begins nothing new."""
 
 
 def main() -> None:
@@ -92,7 +92,7 @@ def main() -> None:
 
 
 def command_of(name: str, results: Path) -> list[str]:
-    """The command of a part; without a card the GPU tests are only collected."""
+    """Return the command of a part; without a card the GPU tests are only collected."""
     if name not in TESTS:
         csv = str(results / f"{name}.csv")
         return [sys.executable, "-m", f"benchmarks.bench_{name}", "--csv", csv]
@@ -104,18 +104,22 @@ def command_of(name: str, results: Path) -> list[str]:
 
 
 def gpu_tests() -> list[str]:
-    """The files with GPU tests: the others may need packages that a machine with a card lacks."""
+    """Return the files with GPU tests: others may need packages that a machine with a card
+    lacks.
+    """
     files = sorted((ROOT / "tests").rglob("test_*.py"))
     return [str(path) for path in files if "mark.gpu" in path.read_text(encoding="utf-8")]
 
 
 def num_processes() -> int:
-    """That run tests; each compiles on one core and holds up to 24 GiB of the card, seldom."""
+    """Return the number of test processes; each compiles on one core and seldom holds up to 24
+    GiB.
+    """
     return max(1, min(12, (os.cpu_count() or 1) * 3 // 4))
 
 
 def draw_what_there_is(csv: Path) -> None:
-    """The picture of a part that was ended before it drew its own."""
+    """Draw the picture of a part that was ended before it drew its own."""
     try:
         if csv.exists():
             draw(csv)
@@ -167,7 +171,7 @@ def end_all(process: subprocess.Popen) -> None:
 
 
 def _counted(name: str, output: str) -> str:
-    """What pytest says that it has run."""
+    """Return what pytest says that it has run."""
     last = (output.strip().splitlines() or [""])[-1]
     found = re.search(r"\d+ (passed|failed|error|tests? collected|deselected).*", last)
     return f", {found.group(0).strip('= ')}" if name in TESTS and found else ""

@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class SavedBytes:
-    """Bytes of the distinct storages that were saved."""
+    """The bytes of the distinct storages that were saved."""
 
     def __init__(self, excluded: Iterable[Tensor] = ()) -> None:
         self._excluded = {_key(tensor) for tensor in excluded}
@@ -16,7 +16,7 @@ class SavedBytes:
         self.tensors: list[Tensor] = []
 
     def note(self, tensor: Tensor) -> Tensor:
-        """The pack hook; keeps the tensor alive, so that no address is used twice."""
+        """Count a saved tensor; the pack hook keeps it alive, so that no address is used twice."""
         key = _key(tensor)
         if key not in self._excluded and key not in self._sizes:
             self._sizes[key] = tensor.untyped_storage().nbytes()
@@ -25,7 +25,7 @@ class SavedBytes:
 
     @property
     def total(self) -> int:
-        """Bytes in all."""
+        """The bytes in all."""
         return sum(self._sizes.values())
 
 

@@ -13,7 +13,9 @@ LLAMA_3_1_8B_BLOCK = {
     "down_proj": (14336, 4096),
 }
 TOKENS = (8192, 32768, 4096, 1024, 16384, 2048)
-"""Rows M, the most telling first: a benchmark that runs out of time leaves out the last ones."""
+"""The rows M, the most telling first: a benchmark that runs out of time leaves out the last
+ones.
+"""
 
 # Keyword arguments of transformers.LlamaConfig.
 LLAMA_3_2_1B = {
@@ -46,7 +48,9 @@ LAYOUTS = {
     "Llama-3.2-1B": LLAMA_3_2_1B,
     "Llama-3.1-8B": LLAMA_3_1_8B,
 }
-"""Of models, numbers from their configurations on the Hugging Face hub; the most telling first."""
+"""The layouts of models, from their configurations on the Hugging Face hub; the most telling
+first.
+"""
 SEQUENCE = 4096
 
 # TinyLlama-1.1B, its embedding and head tied: 200 tensors with 1.03e9 elements.
@@ -86,13 +90,15 @@ TOY_SEQUENCE = 64
 
 
 def parameter_count(**layout: int) -> int:
-    """Parameters of a Llama, a tied head counted once."""
+    """Return the number of parameters of a Llama, a tied head counted once."""
     own_head = 0 if layout["tie_word_embeddings"] else layout["vocab_size"] * layout["hidden_size"]
     return own_head + sum(math.prod(shape) for shape in parameter_shapes(**layout))
 
 
 def parameter_shapes(**layout: int) -> list[tuple[int, ...]]:
-    """Shapes of the parameters of a Llama without a head of its own, by LlamaConfig's arguments."""
+    """Return shapes of the parameters of a Llama without its own head, by LlamaConfig's
+    arguments.
+    """
     hidden, inner = layout["hidden_size"], layout["intermediate_size"]
     queries = layout["num_attention_heads"] * layout["head_dim"]
     keys = layout["num_key_value_heads"] * layout["head_dim"]

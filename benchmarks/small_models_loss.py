@@ -104,7 +104,7 @@ def main() -> None:
 
 
 def train(name: str, run: str, seed: int, steps: int = STEPS) -> float:
-    """The loss after training.
+    """Return the loss after training.
 
     Args:
         name: of MODELS.
@@ -168,7 +168,7 @@ def _rounded_linear(module: nn.Linear, gradients: bool, x: Tensor) -> Tensor:
 
 
 class _Rounded(torch.autograd.Function):
-    """x as E4M3 has it; its gradient passes as it is."""
+    """A function that rounds x to E4M3; its gradient passes as it is."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -180,7 +180,7 @@ class _Rounded(torch.autograd.Function):
 
 
 class _RoundedGradient(torch.autograd.Function):
-    """x as it is; its gradient as E5M2 has it."""
+    """A function that passes x as it is and rounds its gradient to E5M2."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -192,13 +192,14 @@ class _RoundedGradient(torch.autograd.Function):
 
 
 def _near(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """x rounded to nearest, with the scale that its amax asks for."""
+    """Round x to nearest, with the scale that its amax asks for."""
     scale = x.abs().amax().float().clamp(min=1e-12) / torch.finfo(dtype).max
     return ((x.float() / scale).to(dtype).float() * scale).to(x.dtype)
 
 
 def loss_of(name: str, model: nn.Module, tokens: Tensor, hidden: Tensor) -> Tensor:
-    """The model's own loss under autocast: of the next token, of hidden ones, or of the same text.
+    """Return the model's own loss under autocast: of the next token, of hidden ones, or of the
+    text.
 
     Args:
         tokens: (ROWS, LENGTH).
@@ -272,7 +273,7 @@ MASKED = ("distilbert",)
 
 
 def as_columns(model: str, run: str, seed: int, steps: int, loss: float, rows: dict) -> dict:
-    """Columns of a row.
+    """Return the columns of a row.
 
     Args:
         rows: those that are there, for BF16's loss.
@@ -298,7 +299,7 @@ def as_columns(model: str, run: str, seed: int, steps: int, loss: float, rows: d
 
 
 def read_rows(path: Path) -> dict[tuple[str, str, int], dict]:
-    """The CSV's rows by (model, run, seed)."""
+    """Return the CSV's rows by (model, run, seed)."""
     if not path.exists():
         return {}
     with path.open(newline="") as file:
@@ -316,7 +317,7 @@ def append_row(path: Path, row: dict) -> None:
 
 
 def summary(rows: dict[tuple[str, str, int], dict]) -> dict[tuple[str, str], tuple[float, ...]]:
-    """Of each model and run the mean difference to BF16, its standard error and deviation."""
+    """Return each model's and run's mean difference to BF16, its standard error and deviation."""
     made = {}
     for model, run in dict.fromkeys((m, r) for m, r, _ in rows):
         of_run = [
@@ -330,7 +331,8 @@ def summary(rows: dict[tuple[str, str, int], dict]) -> dict[tuple[str, str], tup
 def paired(
     rows: dict[tuple[str, str, int], dict], model: str, run: str, control: str
 ) -> tuple[float, float]:
-    """The mean difference of two runs of the same seeds, as shares of BF16's loss, and its error.
+    """Return the mean difference of two runs of the same seeds, as shares of BF16's loss, and its
+    error.
 
     Args:
         rows: of the CSV.
@@ -346,7 +348,9 @@ def paired(
 
 
 def table(rows: dict[tuple[str, str, int], dict]) -> str:
-    """Of each model the differences to BF16 and of O2 to its control, as docs/coverage.md has."""
+    """Return each model's differences to BF16, and of O2 to its control, as docs/coverage.md has
+    them.
+    """
     made, lines = summary(rows), []
     for model in MODELS:
         shown = [made[model, run][:2] for run in (PERTURBED, ROUNDED, ROUNDED_ALL, "O2")]

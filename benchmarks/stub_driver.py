@@ -48,7 +48,7 @@ CUresult cuGetErrorString(CUresult r, const char **s) { *s = ""; return CUDA_SUC
 
 
 def _cuda_implementations_on_cpu() -> None:
-    """Imports ``torch_fp8`` with its operators' implementations for CUDA registered for the CPU."""
+    """Import ``torch_fp8`` with its operators' CUDA implementations registered for the CPU."""
     assert "torch_fp8" not in sys.modules, "import benchmarks.stub_driver first"
     register = torch.library.Library.impl
 
@@ -66,7 +66,7 @@ GradientParts = importlib.import_module("torch_fp8.ops.adamw").GradientParts
 
 
 class Counts:
-    """Launches so far: of our kernels, and GEMMs in FP8."""
+    """The launches so far: of our kernels, and GEMMs in FP8."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._kernels = ctypes.c_long.in_dll(library, "launches")
@@ -79,7 +79,7 @@ class Counts:
 
 @contextlib.contextmanager
 def stub_driver() -> Iterator[Counts]:
-    """Whatever is launched inside goes to the stub."""
+    """Send what is launched within to the stub."""
     gemm = importlib.import_module("torch_fp8.ops.scaled_mm")
     gemm_operand = importlib.import_module("torch_fp8.ops.gemm_operand")
     operators = importlib.import_module("torch_fp8.ops.registry")
@@ -123,7 +123,7 @@ def stub_driver() -> Iterator[Counts]:
 
 @contextlib.contextmanager
 def references() -> Iterator[None]:
-    """Around a conversion, which finds norms by their results: here they are computed."""
+    """Compute norms within by their references; conversion finds norms by their results."""
     norms = importlib.import_module("torch_fp8.conversion.detect_rms_norm")
     operators = importlib.import_module("torch_fp8.ops.rms_norm")
     with contextlib.ExitStack() as stack:
@@ -134,7 +134,7 @@ def references() -> Iterator[None]:
 
 
 def _load(folder: Path) -> ctypes.CDLL:
-    """Builds the stub, where launchers are linked with it and find it under its name."""
+    """Build the stub where launchers are linked with it, and load it under its name."""
     source, library = folder / "stub.c", folder / "libcuda.so.1"
     source.write_text(_SOURCE)
     include = Path(nvidia.__path__[0]) / "include"
@@ -144,7 +144,7 @@ def _load(folder: Path) -> ctypes.CDLL:
 
 
 class _Driver:
-    """What Triton asks its driver for in a launch."""
+    """The answers that Triton asks of its driver for a launch."""
 
     def get_current_target(self) -> GPUTarget:
         return GPUTarget("cuda", 10 * CAPABILITY[0] + CAPABILITY[1], 32)

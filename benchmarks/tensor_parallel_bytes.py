@@ -69,7 +69,7 @@ def plan_of(part, sequence, again):
 
 
 def count(name, communication, ranks, sequence, again):
-    """What rank 0 of `ranks` sends in a step, as a `CommunicationCount`."""
+    """Count what rank 0 of `ranks` sends in a step, as a `CommunicationCount`."""
     with torch.device("meta"):
         part = parts()[name].bfloat16()
     config = FP8Config(opt_level="O1", communication=communication)

@@ -40,7 +40,7 @@ COLUMNS = (
 
 
 class NormAndMLP(nn.Module):
-    """What of a decoder layer has producers that cast."""
+    """The part of a decoder layer that has producers that cast."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ MODELS = {
 
 
 def count(recipe: str, model: str, tokens: int) -> list[Launch]:
-    """What a forward and backward launch once histories are filled."""
+    """Return what forward and backward launch once histories are filled."""
     torch.manual_seed(0)
     made = MODELS[model]().bfloat16()
     convert_to_float8(made, FP8Config(recipe=recipe, opt_level="O1"))
@@ -79,7 +79,7 @@ def count(recipe: str, model: str, tokens: int) -> list[Launch]:
 
 
 def row(recipe: str, model: str, tokens: int) -> dict[str, object]:
-    """One of the table."""
+    """Return one row of the table."""
     launches = count(recipe, model, tokens)
     kinds = [launch.kind for launch in launches]
     moved = sum(launch.moved for launch in launches if launch.kind != "gemm")

@@ -26,7 +26,7 @@ from lightning_fp8 import FP8Precision
 from torch_fp8 import Float8Linear, FP8Config
 
 WARMUP_STEPS = 3
-"""Of each run: compilation, allocator and optimizer state."""
+"""The warm-up steps of each run: compilation, allocator and optimizer state."""
 LEARNING_RATE = 3e-4
 CHAIN_TOKENS, CHAIN_NOISE = 1024, 0.1
 PHASES = ("forward", "backward", "optimizer")
@@ -34,7 +34,7 @@ PHASES = ("forward", "backward", "optimizer")
 
 @dataclass(frozen=True)
 class Variant:
-    """What trains.
+    """A model and optimizer to train with.
 
     Attributes:
         precision: ``bf16-mixed``, ``bf16-true`` or ``fp8-mixed``.
@@ -53,19 +53,19 @@ class Variant:
 
 
 class Marks:
-    """When the phases of the steps began: CUDA events, or the host's clock on a CPU."""
+    """The times at which the phases of steps began: CUDA events, or the host's clock on a CPU."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._steps: list[dict[str, Any]] = []
 
     def begin(self) -> None:
-        """A step begins."""
+        """Note that a step begins."""
         self._steps.append({})
         self.end("begin")
 
     def end(self, phase: str) -> None:
-        """A phase of the step ends."""
+        """Note that a phase of the step ends."""
         if self.device.type == "cuda":
             event = torch.cuda.Event(enable_timing=True)
             event.record()
@@ -74,7 +74,9 @@ class Marks:
             self._steps[-1][phase] = time.perf_counter()
 
     def milliseconds(self) -> list[dict[str, float]]:
-        """Of each step after the warm-up: its phases, and the whole, until the next one began."""
+        """Return the times of each step after the warm-up: its phases, and the whole to the next
+        one's start.
+        """
         synchronize(self.device)
         found = []
         for step, following in itertools.pairwise(self._steps[WARMUP_STEPS:]):
@@ -92,7 +94,7 @@ class Marks:
 
 @dataclass
 class Run:
-    """What a few steps gave; memory in MiB, 0 on the CPU.
+    """The results of a few steps; memory in MiB, 0 on the CPU.
 
     Attributes:
         milliseconds: of each measured step.
@@ -112,7 +114,7 @@ class Run:
 
 
 class _Recorder:
-    """Notes of a run while it goes on."""
+    """A recorder of a run while it goes on."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.marks = device, Marks(device)
@@ -135,7 +137,7 @@ class _Recorder:
             self.recipes = [m.fp8_recipe.name for m in linears]
 
     def close(self) -> None:
-        """The last step is over, and what comes now is not to be measured."""
+        """Stop recording: the last step is over, and what comes now is not to be measured."""
         synchronize(self.device)
         self._note_peak()
 
@@ -157,7 +159,9 @@ class _Recorder:
 
 
 def bigram_tokens(sequences: int, length: int, vocabulary: int) -> Tensor:
-    """(sequences, length) int64: each token determines the next, except for some noise."""
+    """Return (sequences, length) int64 in which each token determines the next, except for
+    noise.
+    """
     size = min(CHAIN_TOKENS, vocabulary)
     generator = torch.Generator().manual_seed(0)
     follower = torch.randperm(size, generator=generator)
@@ -170,7 +174,7 @@ def bigram_tokens(sequences: int, length: int, vocabulary: int) -> Tensor:
 
 
 def causal_lm(layout: dict[str, Any], variant: Variant, device: torch.device) -> nn.Module:
-    """A model of a layout with random float32 weights, its linears converted where a peer's run."""
+    """Return a model of random float32 weights, its linears converted where a peer is to run."""
     torch.manual_seed(0)
     with device:  # a billion random numbers take a minute on a CPU
         model = LlamaForCausalLM(LlamaConfig(**layout, attn_implementation="sdpa")).train()
@@ -183,7 +187,7 @@ def causal_lm(layout: dict[str, Any], variant: Variant, device: torch.device) ->
 
 
 def optimizer_of(variant: Variant, parameters: Any, device: torch.device) -> torch.optim.Optimizer:
-    """The variant's AdamW."""
+    """Return the variant's AdamW."""
     if variant.optimizer == "AdamW":
         fused = device.type == "cuda"
         return torch.optim.AdamW(parameters, lr=LEARNING_RATE, fused=fused)
@@ -198,14 +202,14 @@ def compile_layers(model: nn.Module) -> None:
 
 
 class CausalLM(lightning.LightningModule):
-    """What Lightning trains."""
+    """The LightningModule that is trained."""
 
     def __init__(self, model: nn.Module, variant: Variant, compiled: bool) -> None:
         super().__init__()
         self.model, self.variant, self.compiled = model, variant, compiled
 
     def on_train_start(self) -> None:
-        """The precision plugin has converted the layers by now."""
+        """Compile the layers, which the precision plugin has converted by now."""
         if self.compiled:
             compile_layers(self.model)
 
@@ -218,7 +222,7 @@ class CausalLM(lightning.LightningModule):
         return optimizer_of(self.variant, self.parameters(), device)
 
     def cpu(self) -> "CausalLM":
-        """Stays where it is: at the end of a fit Lightning would copy it, and nobody wants it."""
+        """Return self: at the end of a fit Lightning would copy it, and nobody wants the copy."""
         return self
 
 
@@ -260,7 +264,7 @@ def run_lightning(
     batch: int,
     device: torch.device,
 ) -> Run:
-    """Steps of a fresh model through Lightning's Trainer.
+    """Run steps of a fresh model through Lightning's Trainer.
 
     Args:
         variant: what trains.
@@ -298,7 +302,7 @@ def run_accelerate(
     batch: int,
     device: torch.device,
 ) -> Run:
-    """The same through Accelerate; see `run_lightning`."""
+    """Run steps through Accelerate; see `run_lightning`."""
     import accelerate
     from accelerate.state import AcceleratorState
     from accelerate.utils import AORecipeKwargs

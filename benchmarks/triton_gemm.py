@@ -25,7 +25,7 @@ from torch_fp8.ops.quantize import QuantizedTensor
 from torch_fp8.quantization.formats import GEMM_ALIGNMENT
 
 BLOCK = 128
-"""Elements along the contraction that share a scale, and that are multiplied at a time."""
+"""The number of elements along the contraction that share a scale and are multiplied at a time."""
 GROUP = 8
 """Tiles of rows that programs at a time share columns of B with: both meet in the L2 cache."""
 
@@ -59,7 +59,9 @@ TILES = (
 
 
 def runs_triton_gemm(device: torch.device) -> bool:
-    """Whether `device` has FP8 tensor cores and TMA: CUDA's compute capability 9.0 or later."""
+    """Return whether `device` has FP8 tensor cores and TMA: CUDA compute capability 9.0 or
+    later.
+    """
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
@@ -70,7 +72,7 @@ def blockwise_gemm(
     tile: Tile,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """``dequantize(a) @ dequantize(b).T + bias``, rounded once.
+    """Compute ``dequantize(a) @ dequantize(b).T + bias``, rounded once.
 
     Args:
         a: (R, C) of block_1x128, E4M3 or E5M2.

@@ -64,7 +64,7 @@ SEED = 0
 
 
 class Store(NamedTuple):
-    """What is kept of an optimizer between steps, and how.
+    """The form in which an optimizer's tensors are kept between steps.
 
     Attributes:
         weight: dtype of the master weight; of bfloat16 with `residual_bits` the upper part.
@@ -100,11 +100,13 @@ STORES = {
     "tapered_gradient_only": Store(gradient=GRADIENT),
 }
 TARGETS = {"residual_8": (0.999, 0.01), "o2_8": (0.99, 0.05), "o3_8": (0.99, 0.05)}
-"""Smallest cosine and largest difference of the norm ratio from 1."""
+"""The smallest cosine, and the largest difference of the norm ratio from 1."""
 
 
 class Regression:
-    """The problem: the start, the goal, and the gradient of one batch after the other."""
+    """A problem of regression: the start, the goal, and the gradient of one batch after the
+    other.
+    """
 
     def __init__(self, rows: int = SIZE, cols: int = SIZE) -> None:
         self._generator = torch.Generator().manual_seed(1)
@@ -122,7 +124,9 @@ class Regression:
 
 
 def displacement(store: Store, lr: float, steps: int, size: int = SIZE) -> Tensor:
-    """Of the merged weights, after `steps`; the package's step where the store is a whole level."""
+    """Return the displacement of merged weights after `steps`, with the package's step for a
+    level.
+    """
     problem = Regression(size, size)
     run = LevelRun if store.moment1 and store.moment2 else PlainRun
     training = run(store, problem.start)
@@ -212,7 +216,7 @@ class PlainRun:
 
 
 def encode_gradient(gradient: Tensor, step: int) -> BlockScaled:
-    """The gradient of one micro-batch, BF16 before that, as the level stores it."""
+    """Round the gradient of one micro-batch, BF16 before that, as the level stores it."""
     words = random_words(_index(gradient), stream_keys(SEED, step, 0, 0))
     return encode(gradient.bfloat16().float(), GRADIENT, (words & 0xFFFF) << 4 | 8)
 
@@ -234,7 +238,9 @@ def scalars_of(lr: float, step: int) -> StepScalars:
 
 
 def compare(moved: Tensor, expected: Tensor) -> dict[str, float]:
-    """Cosine, norm ratio and projection of two displacements, and the first one's mean size."""
+    """Return cosine, norm ratio and projection of two displacements, and the first one's mean
+    size.
+    """
     moved, expected = moved.double().flatten(), expected.double().flatten()
     ratio = float(moved.norm() / expected.norm())
     cosine = float(moved @ expected / (moved.norm() * expected.norm())) if ratio else 0.0
@@ -247,7 +253,7 @@ def compare(moved: Tensor, expected: Tensor) -> dict[str, float]:
 
 
 def measure(names: list[str], lr: float, steps: int, size: int = SIZE) -> Iterator[dict]:
-    """A row for each store."""
+    """Yield a row for each store."""
     expected = displacement(Store(), lr, steps, size)
     for name in names:
         result = compare(displacement(STORES[name], lr, steps, size), expected)

@@ -83,7 +83,8 @@ _TIMEOUT_S = 3600
 
 
 def parse(part: str) -> list[tuple[str, str]]:
-    """``accelerate-1.1+transformers-4.57`` as [("accelerate", "1.1"), ("transformers", "4.57")].
+    """Parse ``accelerate-1.1+transformers-4.57`` as [("accelerate", "1.1"), ("transformers",
+    "4.57")].
 
     Raises:
         ValueError: a host without tests here, or no version.
@@ -101,7 +102,7 @@ def parse(part: str) -> list[tuple[str, str]]:
 
 
 def requirements(items: Iterable[tuple[str, str]]) -> list[str]:
-    """What pip is to install: the newest release of each minor version."""
+    """Return what pip is to install: the newest release of each minor version."""
     wanted = []
     for name, version in items:
         if name in ("torch", "python"):
@@ -114,7 +115,7 @@ def requirements(items: Iterable[tuple[str, str]]) -> list[str]:
 
 
 def make_environment(base: str, folder: Path, wanted: Sequence[str], source: Path) -> str:
-    """An environment in `folder` whose packages lie over those of `base`; returns its Python.
+    """Make an environment in `folder` with packages over those of `base`; return its Python.
 
     Args:
         base: an interpreter.
@@ -138,7 +139,7 @@ def make_environment(base: str, folder: Path, wanted: Sequence[str], source: Pat
 
 
 def snapshot(folder: Path) -> Path:
-    """A copy of the tracked files in `folder`: a run goes on while somebody edits them."""
+    """Copy the tracked files to `folder`, so that a run can go on while somebody edits them."""
     for name in _run(["git", "-C", str(ROOT), "ls-files"]).splitlines():
         target = folder / name
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -147,7 +148,7 @@ def snapshot(folder: Path) -> Path:
 
 
 def run_part(part: str, base: str, keep: Path | None = None) -> dict[str, object]:
-    """The row of one part.
+    """Return the row of one part.
 
     Args:
         part: as in `parse`.
@@ -197,7 +198,7 @@ def read(path: Path = RESULTS) -> list[dict[str, str]]:
 
 
 def table(rows: Iterable[Mapping[str, object]]) -> str:
-    """The rows as docs/versions.md shows them."""
+    """Return the rows as docs/versions.md shows them."""
     lines = [
         "| host | version | Python | torch | with | tests | result |",
         "|---|---|---|---|---|---|---|",
@@ -212,7 +213,7 @@ def table(rows: Iterable[Mapping[str, object]]) -> str:
 
 
 def tried(rows: Iterable[Mapping[str, object]], host: str) -> tuple[str, str]:
-    """The lowest and the highest minor version of a host that works, such as ("1.8", "1.15")."""
+    """Return the lowest and highest minor version of a host that works, such as ("1.8", "1.15")."""
     found = [minor(str(r["version"])) for r in rows if (r["host"], r["result"]) == (host, "works")]
     return tuple(".".join(map(str, end)) for end in (min(found), max(found)))  # type: ignore[return-value]
 
@@ -225,7 +226,7 @@ def write_docs(path: Path = DOCS) -> None:
 
 
 def minor(version: str) -> tuple[int, int]:
-    """(1, 10) of "1.10.1"."""
+    """Return (1, 10) for "1.10.1"."""
     major, second = version.split(".")[:2]
     return int(major), int(second)
 
@@ -259,7 +260,7 @@ def _versions(python: str, host: str, asked: str) -> dict[str, str]:
 
 
 def _related(host: str) -> tuple[str, ...]:
-    """The other packages that a host's tests import."""
+    """Return the other packages that a host's tests import."""
     if host == "lightning":
         return ()
     return _PACKAGES if host in ("torch", "python") else _PACKAGES[1:]

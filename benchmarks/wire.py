@@ -56,7 +56,7 @@ ORIGIN = ("torch", "commit", "date", "command")
 
 
 class _Given(nn.Module):
-    """A weight whose gradient is `gradient`."""
+    """A module with a weight whose gradient is `gradient`."""
 
     def __init__(self, gradient: Tensor) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class _Given(nn.Module):
 
 
 def of_communication(communication: str) -> Callable[[Tensor], Tensor]:
-    """What DDP makes of a gradient at O1, with ``FP8Config(communication=...)``."""
+    """Return what DDP makes of a gradient at O1, with ``FP8Config(communication=...)``."""
 
     def average(gradient: Tensor) -> Tensor:
         module = _Given(gradient)
@@ -82,7 +82,7 @@ def of_communication(communication: str) -> Callable[[Tensor], Tensor]:
 
 
 def o3(gradient: Tensor) -> Tensor:
-    """Rounded stochastically on each rank, and again on the rank that averages."""
+    """Average as level O3 does: round stochastically on each rank and on the rank that averages."""
     weight = nn.Parameter(torch.zeros_like(gradient))
     weight.grad = Float8Grad.quantize(gradient, Rounding(rank=dist.get_rank()))
     bucket = GradientBucket([weight], dist.group.WORLD)
@@ -92,14 +92,14 @@ def o3(gradient: Tensor) -> Tensor:
 
 
 def bf16(gradient: Tensor) -> Tensor:
-    """As ``bf16_compress_hook``, which torch refuses on the CPU."""
+    """Average as ``bf16_compress_hook`` does, which torch refuses on the CPU."""
     compressed = gradient.bfloat16().div_(dist.get_world_size())
     dist.all_reduce(compressed)
     return compressed.float()
 
 
 def fp8_sum(gradient: Tensor) -> Tensor:
-    """Codes of E4M3 with one scale, added one rank after the other in E4M3."""
+    """Sum codes of E4M3 with one scale, one rank after the other, in E4M3."""
     ranks = dist.get_world_size()
     amax = gradient.abs().amax()
     dist.all_reduce(amax, dist.ReduceOp.MAX)
@@ -129,7 +129,7 @@ COUNTED = (
 
 
 def measure(rank: int, ranks: int, store: str, results: Path) -> None:
-    """One process: every method on every input; rank 0 writes the rows."""
+    """Run every method on every input in one process; rank 0 writes the rows."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
     rows = []

@@ -78,7 +78,7 @@ def main() -> None:
 
 
 def command(run: str, seed: int) -> tuple[list[str], dict[str, str]]:
-    """Arguments of python and environment of a run: one micro-batch for each rank."""
+    """Return a run's arguments of python and environment: one micro-batch for each rank."""
     config = RUNS[run]
     precision = BASELINE if config is None else "fp8-mixed"
     script = ["examples/sft_lightning.py", "--precision", precision, *RUN, "--seed", str(seed)]
@@ -87,7 +87,7 @@ def command(run: str, seed: int) -> tuple[list[str], dict[str, str]]:
 
 
 def as_columns(result: dict, baseline: dict | None, one_rank: dict | None) -> dict:
-    """Columns of a row.
+    """Return the columns of a row.
 
     Args:
         result: of the run.
