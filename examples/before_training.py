@@ -23,9 +23,9 @@ from script_start import Refusal
 from sft_arguments import argument_parser
 
 FP8_ON_A_CPU = 4.0
-"""Times that a step takes in emulation, of BF16's."""
+"""The time of a step in emulation, in multiples of BF16's."""
 FORWARD = 1 / 3
-"""Share of a forward in forward and backward."""
+"""The share of the forward in forward and backward."""
 
 
 def check_conversion(model: PreTrainedModel) -> torch_fp8.ConversionReport:

@@ -7,7 +7,7 @@ import subprocess
 import time
 
 GRACE = 20.0
-"""Seconds from the signal until what has not ended is killed."""
+"""The seconds from the signal until what has not ended is killed."""
 
 
 def run(command: list[str]) -> int:
@@ -39,7 +39,9 @@ def run(command: list[str]) -> int:
 
 
 def _end_group(process: subprocess.Popen) -> None:
-    """SIGTERM to the group, and after a while SIGKILL; returns when no process of it is left."""
+    """Send SIGTERM to the group, and after a while SIGKILL; return when no process of it is
+    left.
+    """
     deadline = time.monotonic() + GRACE
     with contextlib.suppress(ProcessLookupError):  # nobody left
         os.killpg(process.pid, signal.SIGTERM)

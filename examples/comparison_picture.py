@@ -15,7 +15,7 @@ KINDS = {
     "gradients": ("gradients", "0.6"),
     "optimizer": ("optimizer state", "0.8"),
 }
-"""Of memory: (label, grey); colours are those of the runs."""
+"""The kinds of memory: (label, grey); colours are those of the runs."""
 
 
 def draw(results: dict[str, dict], folder: Path, path: Path, title: str) -> None:

@@ -182,7 +182,9 @@ def num_targets(batch: dict[str, Tensor]) -> int:
 
 
 def _pad_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Padding is masked everywhere, so any token serves a tokenizer that has none for it."""
+    """Return a token for padding, which is masked everywhere, so any serves a tokenizer without
+    one.
+    """
     if tokenizer.pad_token_id is not None:
         return tokenizer.pad_token_id
     return tokenizer.eos_token_id or 0

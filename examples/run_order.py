@@ -34,7 +34,7 @@ class RunOrder(Sampler[int]):
         self.world_size = world_size
 
     def __len__(self) -> int:
-        """The length of the whole run: a resumed loop goes on counting from where it was."""
+        """Return the length of the whole run: a resumed loop goes on counting from where it was."""
         return self.num_samples
 
     def __iter__(self) -> Iterator[int]:

@@ -87,7 +87,7 @@ class RunRecord:
         return result
 
     def _earlier_facts(self) -> dict:
-        """What a run that was complete measured; one that was cut off measures again."""
+        """Return what a complete run measured; one that was cut off measures again."""
         path = self.folder / "result.json"
         result = json.loads(path.read_text()) if path.exists() else {}
         return {name: result[name] for name in MEASURED if name in result}

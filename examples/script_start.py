@@ -32,7 +32,7 @@ HARMLESS_RECORDS = {  # logger -> what its records contain
 
 
 class Refusal(ValueError):
-    """What whoever started the script can mend: told in one line, without a traceback."""
+    """A mistake that whoever started the script can mend: told in one line, without a traceback."""
 
 
 class Ended(SystemExit):
@@ -77,7 +77,7 @@ def end_with_input() -> None:
 
 
 def thread_settings(environment: dict[str, str]) -> dict[str, str]:
-    """Settings of OpenMP that hold up on a busy machine, where the user has set none.
+    """Return settings of OpenMP that hold up on a busy machine, where the user has set none.
 
     Threads that wait for one another spin by default. Where other programs want the same cores, a
     step takes many times as long: the thread that the others wait for is not the one that runs. So

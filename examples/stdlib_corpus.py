@@ -47,7 +47,7 @@ def source_files(root: Path | None = None, one_in: int = 1) -> list[Path]:
 
 
 def is_held_out(path: Path) -> bool:
-    """Whether the file is kept from pre-training and from the training half of the instructions."""
+    """Return whether the file is kept from pre-training and from the instructions for training."""
     return _hash(f"held out {path.parent.name}/{path.name}") % HELD_OUT_ONE_IN == 0
 
 
