@@ -39,7 +39,7 @@ EXTENSIONS: dict[str, str] = {
 
 
 class ExtensionFinder:
-    """`status`: module -> "waiting" (for the end of its import), "extended" or an error's text."""
+    """A finder; `status` says of a module: "waiting" (for its import), "extended" or an error."""
 
     def __init__(self) -> None:
         self.extensions: dict[str, str] = {}
@@ -47,7 +47,7 @@ class ExtensionFinder:
         self._searching: set[str] = set()
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        """Asked for every module that is not yet imported: one look-up in the common case."""
+        """Look up a module that is being imported: one look-up in the common case."""
         if fullname not in self.extensions or fullname in self._searching:
             return None
         self._searching.add(fullname)
@@ -99,7 +99,7 @@ class ExtensionFinder:
         self.extensions.setdefault(name, function)
 
     def extend_imported(self) -> None:
-        """Extend what was imported before; what is half imported, at the end of its import."""
+        """Extend what is imported already, or what is half imported at the end of its import."""
         for name in [name for name, status in self.status.items() if status == "waiting"]:
             module = sys.modules.get(name)
             spec = getattr(module, "__spec__", None)

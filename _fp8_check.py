@@ -1,4 +1,4 @@
-"""Says so when FP8 was asked for outside of a script, and the script trains without it.
+"""A warning where FP8 was asked for outside of a script, and the script trains without it.
 
 A launcher's flag is lost in many ways: an argument of the script that wins over it, a version of a
 host that could not be extended, a model that nobody prepared. None of them may be silent. So this
@@ -41,7 +41,9 @@ def install() -> None:
 
 
 class _FirstStep:
-    """The hook. torch walks through its hooks as they run, so that it cannot remove itself."""
+    """The hook of the first step. torch walks through its hooks as they run, so it cannot remove
+    itself.
+    """
 
     looked = False
 
@@ -59,7 +61,8 @@ class _FirstStep:
 
 
 def complaint(asked: tuple[str, str] | None) -> str | None:
-    """Why nothing runs in FP8 that was asked to, and the way out; None if all is as asked for.
+    """Explain why FP8 that was asked for does not run, and the way out; None if all is as asked
+    for.
 
     Args:
         asked: as `_asked_by` returns it.
@@ -77,7 +80,7 @@ def complaint(asked: tuple[str, str] | None) -> str | None:
 
 
 def _asked_by() -> tuple[str, str] | None:
-    """Who asked, and the host that it asked; "" for none in particular."""
+    """Return who asked for FP8, and for which host; "" for none in particular."""
     if os.environ.get(_LAUNCHER, "").lower() == "fp8":
         return f"accelerate launch --mixed_precision fp8 ({_LAUNCHER})", "accelerate"
     if os.environ.get(_NOTEBOOK, "").lower() == "fp8":
@@ -103,7 +106,7 @@ def _has_fp8_layer() -> bool:
 
 
 def _failed_extension(host: str) -> str | None:
-    """What `_fp8_autoload` knows of the host's modules that are not as they should be."""
+    """Return what `_fp8_autoload` knows of the host's modules that are not as they should be."""
     for name, status in _fp8_autoload._finder.status.items():
         package = name.partition(".")[0]
         if package not in _HOSTS[host] or name not in sys.modules or status == "extended":
