@@ -164,7 +164,7 @@ def clip_grad_norm_(
     if preparation is not None:
         refuse_clipping(preparation.config, "clip_grad_norm_", float(max_norm))
         if preparation.config.gradient_release:
-            return torch.zeros(())  # of the gradients that there are
+            return torch.zeros(())  # the norm of the gradients that exist
     return original(self, parameters, max_norm, *args, **kwargs)
 
 

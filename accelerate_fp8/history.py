@@ -33,7 +33,7 @@ def save_history(models: Sequence[nn.Module], directory: str | Path, process_ind
             state[f"{i}.{key}"] = value
     path = Path(directory) / _NAME.format(process_index)
     if not state:
-        path.unlink(missing_ok=True)  # of an earlier run into the same folder
+        path.unlink(missing_ok=True)  # a file of an earlier run in the same folder
         return
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(f".{os.getpid()}.partial")

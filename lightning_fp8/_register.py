@@ -19,7 +19,7 @@ from types import ModuleType
 from typing import Any, Union, get_args
 
 PRECISION = "fp8-mixed"
-# What users write for it, without case, hyphens and underscores.
+# Spellings of the precision, without case, hyphens and underscores.
 _NEARLY = ("fp8", "fp8mixed", "fp8true", "float8", "float8mixed", "8mixed")
 
 # Connector module -> the module with the plugin class for whatever that connector serves.
@@ -43,7 +43,7 @@ def extend_precision_choices(module: Any) -> None:
     was imported first that is too late; then the type is changed in place, which all copies share.
     """
     if _too_old(module):
-        with contextlib.suppress(AttributeError):  # as far as it goes, for the line to be reached
+        with contextlib.suppress(AttributeError):  # so that the refusal is reached
             _add_choice(module)
         return
     _add_choice(module)

@@ -29,7 +29,7 @@ class FabricPrecision(HostPrecision):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        # Set up before their model was.
+        # Optimizers that were set up before their model.
         self._waiting: list[weakref.ref[Optimizer]] = []
 
     def attach(self, strategy: Any, accelerator: Any) -> None:
@@ -38,7 +38,7 @@ class FabricPrecision(HostPrecision):
         """
         super().attach(strategy, accelerator)
         for name in _METHODS:
-            # Of module and class level functions alone: ddp_spawn pickles the strategy.
+            # Only functions of modules and classes: ddp_spawn pickles the strategy.
             setattr(strategy, name, functools.partial(getattr(self, f"_{name}"), strategy))
 
     def forward_context(self) -> Any:

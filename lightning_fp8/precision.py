@@ -154,7 +154,7 @@ class HostPrecision(FP8Precision):
         # By the class: before Lightning 2.5 an accelerator has no name.
         name = type(accelerator).__name__.removesuffix("Accelerator").lower()
         self.device = name if name in ("cpu", "mps") else "cuda"
-        # After it ranks can talk, and have not yet. Of module and class level functions alone:
+        # After it ranks can talk, and have not yet. Only functions of modules and classes:
         # ddp_spawn pickles the strategy.
         strategy.setup_environment = functools.partial(self._setup_environment, strategy)
 

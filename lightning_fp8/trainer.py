@@ -27,7 +27,7 @@ class TrainerPrecision(HostPrecision):
         weights.
         """
         super().attach(strategy, accelerator)
-        # Of module and class level functions alone: ddp_spawn pickles the strategy.
+        # Only functions of modules and classes: ddp_spawn pickles the strategy.
         strategy.lightning_module_state_dict = functools.partial(self._saved, strategy)
         strategy.load_model_state_dict = functools.partial(self._load, strategy)
 

@@ -134,7 +134,7 @@ def _print(results: Sequence[Result], options: argparse.Namespace, report: Path 
             if report is not None:
                 print(f"report: {report}")
         sys.stdout.flush()
-    except BrokenPipeError:  # who read it has had enough: `torch-fp8 env | head`
+    except BrokenPipeError:  # the reader has closed the pipe: `torch-fp8 env | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

@@ -27,7 +27,7 @@ from torch.fx.experimental.proxy_tensor import (
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.fx.traceback import get_current_meta
 
-# They define the operators.
+# These imports define the operators.
 import torch_fp8.ops.gate_up
 import torch_fp8.ops.quantize
 import torch_fp8.ops.rms_norm
@@ -163,7 +163,7 @@ def _fused(trace: Trace, source: Node | None, scale: Tensor | None, how: list[An
 
 def _of_norm(trace: Trace, norm: Node, cast: _Cast) -> Call | None:
     x, weight, rstd, offset, out_dtype = norm.args
-    # What made rstd has the rest of it as well.
+    # The call that made rstd has the other results as well.
     once, statistics = _ops.rms_norm_quantize_once.default, _ops.rms_norm_statistics.default
     for made in trace.calls(once, x, weight):
         of_it = made in rstd.args and made.args[3:5] == (offset, out_dtype)

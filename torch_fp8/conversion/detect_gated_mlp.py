@@ -33,7 +33,7 @@ def gated_mlp_spec(module: nn.Module) -> GatedMLPSpec | FusedGateUpSpec | None:
     try:
         output = type(module).forward(trial, x)
         spec = _matched(output, x, children)
-    except Exception:  # it does something else with them
+    except Exception:  # the forward does something else with its layers
         return None
     names = () if spec is None else (n for n in spec if isinstance(n, str))
     return spec if sorted(names) == sorted(widths) else None

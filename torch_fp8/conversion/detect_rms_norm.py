@@ -97,7 +97,7 @@ def _agrees(module: nn.Module, spec: RMSNormSpec, x: Tensor, weight: Tensor) -> 
     twin.__dict__ = {**module.__dict__, "_parameters": {"weight": nn.Parameter(weight)}}
     try:
         with torch.no_grad(), torch.autocast("cpu", enabled=False), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of mixed dtypes
+            warnings.simplefilter("ignore")  # a norm of mixed dtypes
             got = type(module).forward(twin, x)
     except Exception:
         return False

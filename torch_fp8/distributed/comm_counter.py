@@ -94,7 +94,7 @@ _COLLECTIVES: dict[str, dict[str, _Collective]] = {
 }
 _NO_DISPATCH = torch._C._disabled_torch_dispatch_impl
 _TRACED = (FakeTensor, FunctionalTensor)
-_BATCH = "batch_p2p_ops"  # of _c10d_functional: sends and receives in one operator
+_BATCH = "batch_p2p_ops"  # a _c10d_functional operator that sends and receives at once
 
 
 @dataclass(frozen=True)

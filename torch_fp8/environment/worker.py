@@ -63,5 +63,5 @@ def _serve(requests: TextIO, answers: TextIO) -> None:
 
 
 if __name__ == "__main__":
-    faulthandler.register(signal.SIGUSR1)  # where it hangs, when its time is over
+    faulthandler.register(signal.SIGUSR1)  # shows where a check hangs when its time is over
     _serve(sys.stdin, os.fdopen(int(sys.argv[1]), "w"))

@@ -38,18 +38,18 @@ CHUNK = 512
 # from memory, is a small part of it, and a billion elements still are 61,000 programs.
 SQUARE_CHUNK = 512  # a square of 128 x 128
 GROUPS, ODD_GROUPS = 16, 2
-# Of a tile: 16 elements for each thread of the one warp. Where elements are moved one by one, each
+# A tile has 16 elements for each thread of the one warp. Where elements move one by one, each
 # with an address and a mask in registers, 2: with 16 the kernels spill, with 4 nearly.
 REGISTERS = 168
-# Of a thread where the payload is written, or the amax of rows wanted, so that a multiprocessor of
-# 65536 runs 12 programs: left alone the compiler takes up to 226. Elsewhere it takes no more, but
-# held to that number it spills.
+# A thread's registers where the payload is written, or the amax of rows wanted, so that a
+# multiprocessor of 65536 runs 12 programs: left alone the compiler takes up to 226. Elsewhere it
+# takes no more, but held to that number it spills.
 PARTIALS = 1024
 # Partial sums that are added at once: a matrix of 16 million elements has as many.
 
 _DTYPES = {torch.bfloat16: tl.bfloat16, torch.float32: tl.float32, torch.uint8: tl.uint8}
 _MASK32 = (1 << 32) - 1
-_LARGEST_SIDE = (1 << 31) // 128 - 1  # of a weight with payload: positions in a square are 32 bits
+_LARGEST_SIDE = (1 << 31) // 128 - 1  # for a weight with payload: positions in a square are 32 bits
 
 Entry = tuple[WeightMatrix, StepScalars]
 

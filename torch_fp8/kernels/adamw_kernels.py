@@ -116,14 +116,14 @@ def adamw_step_kernel(
     table_ptr,
     chunk_ptr,
     WEIGHT: tl.constexpr,
-    BITS: tl.constexpr,  # of the residual
+    BITS: tl.constexpr,  # bits of the residual
     GRAD: tl.constexpr,  # uint8: 8-bit gradient
     LAYOUT: tl.constexpr,
-    AMAX: tl.constexpr,  # of the new weights
-    PAYLOAD: tl.constexpr,  # whose scale belongs to "tensorwise" or "block_128x128"; "": none
-    TRANSPOSED: tl.constexpr,  # also of its transpose
+    AMAX: tl.constexpr,  # whether the amax of the new weights is wanted
+    PAYLOAD: tl.constexpr,  # granularity of its scale: "tensorwise", "block_128x128"; "": none
+    TRANSPOSED: tl.constexpr,  # whether the payload has a transpose, too
     CHUNK: tl.constexpr,
-    GROUPS: tl.constexpr,  # of a tile
+    GROUPS: tl.constexpr,  # groups of a tile
 ):
     """Run `torch_fp8.ops.adamw.adamw_step_reference`; for payloads see `weight_cast`."""
     record = table_ptr + tl.load(chunk_ptr + tl.program_id(0)) * _RECORD
@@ -217,7 +217,7 @@ def adamw_step_kernel(
             weight, residual = split(weight, words, BITS)
             tl.store(weight_ptr + position, weight, mask=mask)
             if BITS:
-                # Of zero, which is read beyond the last column, the residual is 0.
+                # The residual of zero, which is read beyond the last column, is 0.
                 tl.store(residual_ptr + stored_position, pack(residual, BITS), mask=stored_mask)
         weight = weight.to(tl.float32)
         if AMAX or PAYLOAD == "block_128x128":
@@ -236,7 +236,7 @@ def adamw_step_kernel(
             )
 
     if AMAX:
-        # Of magnitudes, bits are ordered as the numbers are; in any order the result is the same.
+        # Bits of magnitudes are ordered as the numbers are; in any order the result is the same.
         amax_ptr = _pointer(record, _AT.value.amax, tl.int32)
         tl.atomic_max(amax_ptr, tl.max(tl.max(largest, axis=1), axis=0), sem="relaxed")
     if PAYLOAD == "block_128x128":

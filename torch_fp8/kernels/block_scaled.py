@@ -91,7 +91,7 @@ def encode(x, scale, offset, FORMAT: tl.constexpr):
     if FORMAT.value.signed:
         codes = (bits >> SHIFT) | ((y.to(tl.uint32, bitcast=True) >> 24) & 0x80)
     else:
-        # What is positive stays so, however small.
+        # A positive value stays positive, however small.
         codes = tl.maximum(bits, tl.where(x > 0, 1 << SHIFT, 0).to(tl.uint32)) >> SHIFT
     return codes.to(tl.uint8)
 
@@ -125,6 +125,6 @@ def _scale_of_amax(amax, FORMAT: tl.constexpr):
     over = ((amax & _MANTISSA) > MAX_MANTISSA).to(tl.int32)
     scale = tl.maximum((amax >> 23) - MAX_EXPONENT + over, 1)
     scale = tl.where(amax == 0, _SCALE_ONE, scale)
-    # As unsigned: a NaN with its sign is negative.
+    # Compared as unsigned: a NaN with its sign is negative.
     nonfinite = amax.to(tl.uint32, bitcast=True) >= _INF
     return tl.where(nonfinite, _SCALE_NAN, scale).to(tl.uint8)

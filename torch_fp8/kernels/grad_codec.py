@@ -13,7 +13,7 @@ from torch_fp8.quantization.block_scaled import num_groups
 from torch_fp8.quantization.formats import GROUP_SIZE
 
 GROUPS, ODD_GROUPS = 64, 16
-# Of a tile: 16 elements for each thread of four warps, in accesses of 16 bytes; 4 where elements
+# A tile has 16 elements for each thread of four warps, in accesses of 16 bytes; 4 if elements
 # are moved one by one, each with an address and a mask.
 WARPS = 4
 

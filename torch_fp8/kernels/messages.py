@@ -20,7 +20,7 @@ from torch_fp8.kernels.messages_kernels import (
 Keys = tuple[int, int]
 
 GROUPS, ODD_GROUPS = 64, 16
-# Of a tile: 16 values for each thread of four warps, in accesses of 16 bytes; 4 where values are
+# A tile has 16 values for each thread of four warps, in accesses of 16 bytes; 4 if values are
 # moved one by one.
 PLAIN = 1024
 WARPS = 4

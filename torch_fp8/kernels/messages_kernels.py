@@ -34,7 +34,7 @@ def _values_of(values_ptr, first, numel, inside, ALIGNED: tl.constexpr, GROUPS: 
     left = tl.minimum(numel - first, GROUPS * 32).to(tl.int32)
     values_ptr = values_ptr + first
     if ALIGNED:
-        left = left // 16 * 16  # which it is; now the compiler knows
+        left = left // 16 * 16  # a multiple already; now the compiler knows
         values_ptr = tl.multiple_of(values_ptr, 16)
     local = _local(GROUPS)
     return values_ptr + local, inside[:, None] & (local < left)

@@ -216,7 +216,7 @@ def norm_cast_once_kernel(
     eps,
     offset,
     OUT: tl.constexpr,
-    SCALE: tl.constexpr,  # as of `store_cast`, or the "history" or its "recent" entry
+    SCALE: tl.constexpr,  # see `store_cast`; or the "history" or its "recent" entry
     GROUP: tl.constexpr,
     E5M2: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
@@ -292,7 +292,7 @@ def norm_cast_once_kernel(
             )
     if DELAYED:
         bits = tl.max(tl.max(largest, axis=1), axis=0)
-        FEW_ROWS: tl.constexpr = 16  # that the last program casts at a time
+        FEW_ROWS: tl.constexpr = 16  # rows that the last program casts at a time
         is_last, amax = count_in(progress_ptr, bits, tl.num_programs(0))
         if is_last:
             bands = 0

@@ -171,7 +171,7 @@ def swiglu_backward_cast_kernel(
     UP_SAVED: tl.constexpr,
     JOINED: tl.constexpr,  # as above; with a scale per group it is to divide a half
     AMAX: tl.constexpr,
-    SCALE: tl.constexpr,  # as of `swiglu_cast_kernel`
+    SCALE: tl.constexpr,  # see `swiglu_cast_kernel`
     GROUP: tl.constexpr,
     E5M2: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
@@ -216,7 +216,7 @@ def swiglu_backward_cast_kernel(
             store_scaled(
                 d, scale, q_ptr, qt_ptr, r, c, rows, row_length, mask, E5M2, ROW, COL, width=cols
             )
-        FEW_ROWS: tl.constexpr = 16  # that the last program casts at a time
+        FEW_ROWS: tl.constexpr = 16  # rows that the last program casts at a time
         is_last, amax = count_in(progress_ptr, largest, programs)
         if is_last:
             tiles = 0

@@ -90,7 +90,7 @@ def swiglu_cast_kernel(
     SMOOTH: tl.constexpr,
     SAVE: tl.constexpr,
     AMAX: tl.constexpr,
-    SCALE: tl.constexpr,  # as of `store_cast`, or the "history" or its "recent" entry
+    SCALE: tl.constexpr,  # see `store_cast`; or the "history" or its "recent" entry
     GROUP: tl.constexpr,
     E5M2: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
@@ -118,7 +118,7 @@ def swiglu_cast_kernel(
         largest = largest_bits(h)
         if (past != 0) | (largest == 0):
             store_scaled(h, scale, q_ptr, qt_ptr, r, c, rows, cols, mask, E5M2, ROW, COL)
-        FEW_ROWS: tl.constexpr = 16  # that the last program casts at a time
+        FEW_ROWS: tl.constexpr = 16  # rows that the last program casts at a time
         is_last, amax = count_in(progress_ptr, largest, tl.num_programs(0))
         if is_last:
             tiles = 0

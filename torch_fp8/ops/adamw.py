@@ -30,7 +30,7 @@ from torch_fp8.quantization.formats import GRADIENT, GROUP_SIZE, MOMENT1, MOMENT
 from torch_fp8.quantization.split_float import join, pack, split, unpack
 from torch_fp8.quantization.stochastic_rounding import element_index, random_words, second_words
 
-_CHUNK = 1 << 15  # elements at a time, so that no temporary has a tensor's size
+_CHUNK = 1 << 15  # elements at a time: no temporary has a tensor's size
 
 
 def adamw_step_reference(
@@ -77,7 +77,7 @@ def _step_part(part: WeightMatrix, scalars: StepScalars, lr_multiplier: Tensor |
     exp_avg = decode(part.exp_avg, MOMENT1)
     exp_avg = exp_avg + (grad - exp_avg) * scalars.beta1_complement
     exp_avg_sq = _second_moment(part, grad, scalars)
-    # Of float32, torch's root on the CPU is wrong in the last bit of every fifth element.
+    # torch's float32 root on the CPU is wrong in the last bit of every fifth element.
     root = exp_avg_sq.double().sqrt().float()
     denominator = root * scalars.inv_sqrt_correction + scalars.eps
     weight = weight - (exp_avg / denominator) * step_size

@@ -155,7 +155,7 @@ def _check_residual(parameter: Tensor, entry: Mapping[str, Any], bits: int, wher
     if saved.dtype not in dtypes:
         raise ValueError(f"{where} is {saved.dtype}, expected {dtypes[0]}")
     fits = [residual_shape(parameter.shape, bits), residual_shape(local(parameter).shape, bits)]
-    # As it was sharded where it was saved, though it may have been gathered since.
+    # The shape as sharded where it was saved, though it may have been gathered since.
     sharded = sharded_residual_shape(parameter, fits[0], 2 if bits == 16 else 1)
     fits = [sharded] if isinstance(saved, DTensor) else [*fits, sharded]
     if tuple(saved.shape) not in fits:

@@ -48,7 +48,7 @@ class WidenedWeight:
         if getattr(module, "runs_fp8", False):  # an FP8 layer that is not evaluated in FP8
             return
         if weight.dtype == torch.bfloat16 and not torch.is_autocast_enabled(input.device.type):
-            # In front of the Parameter of this name, which stays where it is.
+            # The attribute hides the Parameter of this name, which stays where it is.
             module.__dict__["weight"] = weight.float()
 
 

@@ -62,7 +62,7 @@ def encode(x: Tensor, format: ByteFloat, random: Tensor | None = None) -> BlockS
         else padded.new_zeros((rows, groups), dtype=torch.int32)
     )
     scale = _scale_of(amax, format)
-    # 2 ** (127 - scale); of the byte 255 something that does not matter.
+    # 2 ** (127 - scale); for the byte 255 the value does not matter.
     reciprocal = ((254 - scale).clamp(min=1) << 23).view(torch.float32)
     y = (padded * reciprocal[..., None]).view(rows, groups * GROUP_SIZE)[:, :cols]
     codes = _round(y, format, random)

@@ -23,7 +23,7 @@ COL_ALIGNMENT: dict[str, int] = {
     "tensorwise": GEMM_ALIGNMENT,
     "rowwise": GEMM_ALIGNMENT,
     "block_1x128": 128,
-    "block_128x128": 1,  # of weights, whose rows are no tokens
+    "block_128x128": 1,  # weights, whose rows are not tokens
     "block_1x32": GEMM_ALIGNMENT,
 }
 """The number of which R' is a multiple, for each granularity."""

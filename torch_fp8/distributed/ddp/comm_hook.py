@@ -101,7 +101,7 @@ class QuantizedAllReduce:
         return self._stream.beside(device)
 
     def __reduce__(self) -> Any:
-        # Goes with DDP's own process group, which a copy gets anew.
+        # The state goes with DDP's own process group, which a copy gets anew.
         return _nothing, ()
 
 
@@ -135,7 +135,7 @@ class _Bucket:
         self._work.wait()
         state = self._state
         combined = messages.reduce_and_repack(self._received, self._layout, 1 / state.world_size)
-        self._sent, self._received = combined, self._sent  # of which nothing is needed any more
+        self._sent, self._received = combined, self._sent  # which is no longer needed
         self._work = all_gather(self._received, combined, state.group, async_op=True)
 
     def finish(self) -> None:

@@ -134,7 +134,7 @@ class SharedScaleAllReduce(QuantizedAllReduce):
         the last one all of them to their end.
         """
         buffer = bucket.buffer()
-        if bucket.index() == 0:  # what is left is of a backward that raised
+        if bucket.index() == 0:  # what is left belongs to a backward that raised
             self._stages.clear()
             self._saturated.clear()
             self._numel = 0

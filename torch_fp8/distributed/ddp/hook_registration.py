@@ -108,7 +108,7 @@ class HookRegistration:
         if self._registered:
             return
         self._registered = True
-        # The hooks that are listed in a copy are of the original.
+        # The hooks that are listed in a copy belong to the original.
         ddp._comm_hooks = [entry for entry in ddp._comm_hooks if entry[0] is not average_bucket]
         if reason_without_hook(ddp) is None and dist.get_world_size(ddp.process_group) > 1:
             ddp.register_comm_hook(self._state(ddp), average_bucket)

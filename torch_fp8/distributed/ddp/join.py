@@ -138,7 +138,7 @@ def broadcast_state(
                 tensors.append(residual)
     _check_equal(tensors, group, next(module.parameters()).device)
     for tensor in tensors:
-        # As bytes: gloo has no int16.
+        # Sent as bytes: gloo has no int16.
         data = tensor.contiguous().view(torch.uint8)
         dist.broadcast(data, group=group, group_src=source)
         if data.data_ptr() != tensor.data_ptr():

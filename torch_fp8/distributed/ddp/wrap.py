@@ -147,7 +147,7 @@ def _connect_reducer(
     parameters = frozenset(ddp.module.parameters())
     for optimizer in optimizers:
         if isinstance(optimizer, Float8Optimizer):
-            # Those of other modules stay: an optimizer may train several.
+            # Reducers of other modules stay: an optimizer may train several.
             others = [e for e in optimizer.fp8_reducers if not e.parameters & parameters]
             optimizer.fp8_reducers = tuple(others if reducer is None else [*others, reducer])
     return reducer

@@ -221,7 +221,7 @@ class WeightGather:
         qdata = outputs[0].view(-1)[: rows * cols].view(rows, cols).view(self.spec.format.dtype)
         if len(outputs) == 2:
             scale = outputs[1].view(rows, -1)
-        elif scale.is_cuda:  # it may be of the stream in which FSDP casts
+        elif scale.is_cuda:  # the tensor may belong to the stream in which FSDP casts
             scale.record_stream(torch.cuda.current_stream(scale.device))
         if out is None:
             return GatheredWeight(Payload(qdata, scale, self.spec, amax), dtype), ()

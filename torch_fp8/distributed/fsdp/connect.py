@@ -128,7 +128,7 @@ class ScalePrefetch:
             if gather.attached:
                 gather.detach()
 
-    # As FSDP's own: torch.compile passes over a hook that is marked, and stops at one that marks.
+    # Marked as FSDP's own hooks: torch.compile skips a marked hook, and stops at one that marks.
     @torch.compiler.disable
     def before(self, module: nn.Module, args: Any) -> None:
         if all(gather.announced for gather in self.gathers) or _in_backward():

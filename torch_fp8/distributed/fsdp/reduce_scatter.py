@@ -175,7 +175,7 @@ def _distribute(
     """Copy runs, each padded to a multiple of elements, to their places if they are not there
     yet.
     """
-    if source._is_view():  # of the output
+    if source._is_view():  # a view of the output
         return
     offset = 0
     for start, stop in runs:

@@ -240,7 +240,7 @@ def check_delayed(
     y = ops.rms_norm.rms_norm(x, weight, rstd, 0.0, BF16)
     for how in ways(y, filled):
         made = ops.rms_norm.rms_norm_quantize_delayed(x, weight, EPS, 0.0, BF16, how, True)
-        # Its sums have an order of their own.
+        # The sums of this launch have an order of their own.
         y = ops.rms_norm.rms_norm(x, weight, made[3], 0.0, BF16)
         _same_delayed((*made[:3], made[6]), y, how, f"RMSNorm {what}")
     h, inputs = ops.swiglu.swiglu(x, up, None), BackwardInputs(grad, x, None, up, None, None, BF16)
