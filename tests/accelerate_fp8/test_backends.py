@@ -1,4 +1,4 @@
-"""Whose FP8 it is: torchao, Transformer Engine and MS-AMP where they were chosen, else ours."""
+"""Which backend runs FP8: torchao, Transformer Engine or MS-AMP where chosen, else ours."""
 
 import shutil
 from collections.abc import Callable

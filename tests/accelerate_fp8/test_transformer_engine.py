@@ -1,4 +1,4 @@
-"""``FP8Config(backend="transformer-engine")`` in Accelerate, on the stub; its own stays its own."""
+"""``FP8Config(backend="transformer-engine")`` in Accelerate, on the stub; te stays Accelerate's."""
 
 import logging
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The runs of one process: five recipes on three levels, and what changes the way of a layer."""
+"""The runs of one process: five recipes on three levels, and options that change a layer's path."""
 
 import io
 from dataclasses import dataclass, field

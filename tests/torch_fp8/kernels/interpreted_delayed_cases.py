@@ -1,4 +1,4 @@
-"""As interpreted_cases.py, of delayed scaling: payloads, scales, histories and sums."""
+"""Runs casts with delayed scaling as interpreted_cases.py: payloads, scales, histories and sums."""
 
 import itertools
 import json

@@ -1,4 +1,4 @@
-"""Gated MLPs: what is written once, kept, and handed over in FP8; gate and up in one layer or two.
+"""Gated MLPs in FP8: what is written once, kept and emitted; gate and up in one layer or two.
 
 What a whole block does with them is tested in test_producers.py.
 """

@@ -1,4 +1,4 @@
-"""Operators of ours: which calls go past torch's dispatcher."""
+"""Our operators: which calls go past torch's dispatcher."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""FP8-LM's exchange on one of four gloo ranks; what each case returns is written as JSON.
+"""FP8-LM's all-reduce on one of four gloo ranks; what each case returns is written as JSON.
 
 Started by test_fp8_lm.py: ``python fp8_lm_cases.py <rank> <ranks> <store> <result>``.
 """

@@ -1,4 +1,4 @@
-"""FP8-LM's exchange of gradients: the cases of fp8_lm_cases.py, on four ranks."""
+"""FP8-LM's all-reduce of gradients: the cases of fp8_lm_cases.py, on four ranks."""
 
 import pytest
 
