@@ -1,13 +1,14 @@
 """Producers cast with delayed scaling, too, in a graph that torch.compile traces.
 
-There layers cast by ``torch_fp8::quantize_2d_delayed``, which writes a history. Such an operator is
-looked at one step earlier than others (`torch_fp8.compile.quantize_fusion`), where torch still
-knows what it writes. As in eager code, a producer casts with the scale that its first reader's
-history suggests, and every reader records the amax in its own. A producer has a launch before that,
-which makes what backward saves: one operator does the work of both and takes its place.
+In such a graph layers cast by ``torch_fp8::quantize_2d_delayed``, which writes a history. This
+operator is examined one step earlier than others (`torch_fp8.compile.quantize_fusion`), where torch
+still knows what it writes. As in eager code, a producer casts with the scale that its first
+reader's history suggests, and every reader records the amax in its own. A producer has a launch
+before that, which makes what backward saves: one operator does the work of both and takes its
+place.
 
-What a checkpoint repeats finds the histories moved on. There a scale is made by an operator of its
-own, which is kept, and the cast takes it as given, both times.
+A checkpoint that repeats a forward finds the histories moved on. There an operator of its own makes
+the scale, which is kept, and the cast takes it as given, both times.
 """
 
 import operator
@@ -114,8 +115,8 @@ def _in_checkpoint() -> bool:
 def _keep_scales() -> None:
     """Have checkpoints keep the scales that were made in their regions.
 
-    Once a region is traced, which a cast in backward is the last to tell: torch writes its own
-    policy on whatever an operator has put in the graph, when that returns.
+    This has to wait until a region is traced, and a cast in backward is the last chance: torch
+    writes its own policy on whatever an operator has put in the graph, when that returns.
     """
     mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)
     if mode is None or _in_checkpoint():
@@ -211,8 +212,8 @@ def _last(call: Node) -> Node:
 def _put_instead(trace: Trace, old: Node, call: Call, results: tuple[int, ...]) -> bool:
     """Replace an old call by `call`, which is at the end of the graph and gives the same results.
 
-    What was made of that in between moves behind it, if it is nothing but a producer's result and
-    views of it; False, and nothing done, if there is more.
+    Nodes in between that use the old results move behind it, if they are nothing but a producer's
+    result and views of it; if there are others, nothing changes and False is returned.
 
     Args:
         results: for each of the old results, the equal one of `call`.

@@ -33,7 +33,7 @@ class DelayedCast(NamedTuple):
     """A tensorwise cast with the scale that a history suggests, which takes the amax in the same
     read.
 
-    The history stays as it is: who reads the result records the amax in its own.
+    The history stays as it is: each reader of the result records the amax in its own history.
 
     Attributes:
         amaxes: (H,) float32, the most recent first; 0 where nothing was recorded yet.

@@ -50,8 +50,8 @@ def operand(x: QuantizedTensor, contracted: int, *, is_b: bool) -> QuantizedTens
 def _with_rows_behind(x: QuantizedTensor) -> QuantizedTensor | None:
     """Return x extended over the memory behind it to multiples of 16 rows; None if there is none.
 
-    What stands there reaches only rows of the product that are cut off. Scales are laid out with
-    that room wherever such a payload is made.
+    The contents of that memory reach only rows of the product that are cut off. Scales are laid out
+    with this room wherever such a payload is made.
     """
     (_, cols), rows = x.qdata.shape, multiple_of_16(x.qdata.shape[0])
     groups = x.scale.shape[1]
@@ -77,8 +77,8 @@ def _pad(x: Tensor, rows: int, cols: int, value: float) -> Tensor:
 def _column_major(scale: Tensor) -> Tensor:
     """Return (R, L) with strides (1, R), also where L is 1.
 
-    There any stride would do, but torch 2.11 takes another for one operand only if the other has it
-    as well.
+    Where L is 1 any stride would do, but torch 2.11 takes a different one for one operand only if
+    the other operand has it as well.
     """
     if scale.stride() == (1, scale.shape[0]):
         return scale

@@ -5,7 +5,7 @@ every encoding rounds stochastically, with random bits of its own: the expectati
 is the sum. To nearest, it would lose whatever is the same in each micro-batch; with bits that
 depend on earlier ones it would be biased (benchmarks/accumulation.py).
 
-On CUDA these are `kernels.gradients`, with the same bytes.
+On CUDA these functions call `kernels.grad_codec`, with the same bytes.
 """
 
 from collections.abc import Callable

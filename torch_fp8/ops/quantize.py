@@ -141,7 +141,7 @@ def dequantize(x: QuantizedTensor, dtype: torch.dtype = torch.float32) -> Tensor
 def transposed(x: QuantizedTensor) -> QuantizedTensor | None:
     """Return x^T, (C, R) contiguous, with the same codes; None where its scales would differ.
 
-    They are the same where a scale belongs to as many rows as columns.
+    Scales are the same where each belongs to as many rows as columns.
     """
     if x.granularity not in SQUARE:
         return None

@@ -1,8 +1,8 @@
 """The registry of this package's operators, in ``torch.library`` and as eager code calls them.
 
 torch's dispatcher takes 5 to 7 us of the host's time for an operator whose implementation is
-Python, and a Llama block calls 28. Nobody is to see the call where tensors are plain ones on CUDA,
-no dispatch mode is on and nothing is compiled: it goes to the implementation itself then.
+Python, and a Llama block calls 28. If tensors are plain ones on CUDA, no dispatch mode is on and
+nothing is compiled, nobody needs to see the call, and it goes straight to the implementation.
 """
 
 from collections.abc import Callable

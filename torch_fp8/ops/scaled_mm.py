@@ -9,7 +9,8 @@ One operator, ``torch_fp8::scaled_mm``, does every GEMM, so that a compiler sees
 Dynamo of torch 2.11 breaks a graph at ``F.scaled_mm``, and inductor of 2.13 replaces torch's
 operator by its predecessor, which takes no scales per block that are laid out for the other.
 
-A bias is added in the GEMM's epilogue, before its one rounding, where torch's operator takes one.
+A bias is added in the GEMM's epilogue, before its one rounding, where torch's operator takes a
+bias.
 
 What the device at hand cannot run natively runs through `scaled_matmul_reference` if emulation was
 asked for, and is refused otherwise: once, by `check_device` at conversion, so that a step asks
@@ -237,8 +238,8 @@ def _scaled_mm_cuda(
 def _rowwise_dtype(device: torch.device) -> torch.dtype:
     """Return the output dtype of a rowwise GEMM whose result is wanted in float32.
 
-    cuBLASLt writes it; torch calls that on sm_90 alone and from CUDA 12.9 on. The kernel for all
-    others, CUTLASS's, writes bfloat16 (``_scaled_mm_cuda_v2`` in torch's ScaledBlas.cpp).
+    cuBLASLt writes float32; torch calls cuBLASLt on sm_90 alone and from CUDA 12.9 on. The kernel
+    for all others, CUTLASS's, writes bfloat16 (``_scaled_mm_cuda_v2`` in torch's ScaledBlas.cpp).
     """
     hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
     return torch.float32 if hopper and _cuda_version() >= (12, 9) else torch.bfloat16
@@ -247,7 +248,7 @@ def _rowwise_dtype(device: torch.device) -> torch.dtype:
 def _takes_bias(granularity: Granularity, out_dtype: torch.dtype) -> bool:
     """Return whether the CUDA operator adds a bias of the output's dtype.
 
-    It refuses one with a float32 output. With block scales nobody documents that cuBLASLt takes
-    one: to be tried on a card.
+    The operator refuses a bias with a float32 output. With block scales nobody documents that
+    cuBLASLt takes a bias: to be tried on a card.
     """
     return granularity in ("tensorwise", "rowwise") and out_dtype != torch.float32

@@ -83,7 +83,8 @@ def check_state_dict(
 def has_residual(entry: Mapping[str, Any]) -> bool:
     """Return whether a checkpoint's entry has a residual of the weight that it was saved with.
 
-    Stock AdamW carries ours along in the dtype of its weights, and changes those without it.
+    Stock AdamW carries our residuals along in the dtype of its weights, and changes the weights
+    without them.
     """
     saved = entry.get("residual")
     return saved is not None and not (isinstance(saved, Tensor) and saved.is_floating_point())

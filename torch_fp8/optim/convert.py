@@ -380,7 +380,7 @@ def _swap_class(optimizer: Optimizer) -> None:
 def _scheduler_wrapper(optimizer: Optimizer, function: Any) -> Any:
     """Return a scheduler's wrapper around ``step``, as in torch.optim.lr_scheduler, of `function`.
 
-    The scheduler's own holds the old class's function: the new step would never be called.
+    The scheduler's own wrapper holds the old class's function: the new step would never be called.
     """
     reference = weakref.ref(optimizer)
 

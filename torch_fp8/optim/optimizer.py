@@ -221,7 +221,7 @@ class Float8Optimizer(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return the state in torch.optim.AdamW's format, on the CPU, plus ``residual``.
 
-        Of weights that have not been stepped yet, which have no state in that format, residuals are
+        Weights that have not been stepped yet have no state in that format; their residuals are
         under a key of their own beside ``state`` and ``param_groups``. Hooks run as in stock: post
         hooks see, and may change, what is returned.
         """

@@ -79,7 +79,7 @@ def moment(state: State, name: str) -> BlockScaled:
 def split_weight(weight: Tensor, bits: int) -> tuple[Tensor, Tensor | None]:
     """Split a float32 tensor into BF16 of the same shape and strides, and its residual as stored.
 
-    To nearest, part by part, so that no temporary has the tensor's size.
+    Rounding is to nearest, part by part, so that no temporary has the tensor's size.
     """
     rows, cols = matrix_shape(weight.shape) if weight.ndim > 1 else (1, weight.numel())
     high = torch.empty_like(weight, dtype=torch.bfloat16)
@@ -165,8 +165,8 @@ def residual_from_checkpoint(
 def residual_to_checkpoint(parameter: Tensor, residual: Tensor) -> Tensor:
     """Return a residual as it is saved: on the CPU, or as a DTensor where it is.
 
-    Of a sharded parameter it is saved as int8 (S, n), S the parameter's first dimension: the matrix
-    of a vector, or of stacked matrices, has other rows than the parameter is sharded by, and
+    A sharded parameter's residual is saved as int8 (S, n), S the parameter's first dimension: the
+    matrix of a vector, or of stacked matrices, has other rows than the parameter is sharded by, and
     neither gloo nor NCCL sends int16.
     """
     if not isinstance(parameter, DTensor):
@@ -205,7 +205,7 @@ def to_checkpoint(parameter: Tensor, state: State) -> State:
 def from_checkpoint(parameter: Tensor, entry: Mapping[str, Any], large: bool) -> State:
     """Return the state in memory from torch.optim.AdamW's format; moments round to nearest.
 
-    The residual, which may be stored otherwise, is left to the caller.
+    The residual, which may be stored in another form, is left to the caller.
     """
     step = entry["step"]
     step = (

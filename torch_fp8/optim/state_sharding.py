@@ -1,8 +1,8 @@
 """Which shardings of a parameter its 8-bit states and its residual can follow.
 
-Sharded along rows (column-wise parallel, FSDP2) all of them are. Along the columns of a matrix
-(row-wise parallel) groups of 32 start anew on every rank; where each rank has a multiple of 32
-columns, states are those of the whole matrix bit for bit. A byte of a residual may not belong to
+States can follow every sharding along rows (column-wise parallel, FSDP2). Along the columns of a
+matrix (row-wise parallel) groups of 32 start anew on every rank; where each rank has a multiple of
+32 columns, states are those of the whole matrix bit for bit. A byte of a residual may not belong to
 two ranks.
 """
 

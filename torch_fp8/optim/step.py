@@ -131,7 +131,8 @@ def _alive(caches: Caches, parameter: Tensor) -> list[tuple[WeightCache, CastSpe
 def step_small(group: dict[str, Any], entries: list[tuple[Tensor, State]]) -> None:
     """Step parameters of one group whose moments have full precision, with torch's own function.
 
-    Of DTensors this rank's parts: torch's function takes no list of DTensors and other tensors.
+    DTensors are stepped as this rank's parts: torch's function takes no list of DTensors and other
+    tensors.
     """
     if not entries:
         return

@@ -3,7 +3,7 @@
 Under autocast a float32 weight is cast where a matrix product reads it, and nowhere else: a
 parametrization, ``autocast(enabled=False)``, a merge of adapters or a fused operator finds float32
 next to float32. A split weight (`torch_fp8.quantization.split_float`) is BF16 for all of them. So
-only these are split, which one knows to be read by their own forward alone:
+only weights are split that are known to be read by their own forward alone:
 
 * weights of FP8 layers, which take any dtype;
 * of embeddings, whose output goes on to be float32 (`torch_fp8.optim.embedding_dtype`);

@@ -72,8 +72,8 @@ def delayed_scale(
         algorithm: ``max`` of the history or its ``most_recent`` entry.
         margin: headroom in powers of two.
 
-    As Transformer Engine's ``DelayedScaling``, except that an empty history means current scaling
-    there is no history for, where Transformer Engine starts with scale 1 and flushes gradients.
+    This is Transformer Engine's ``DelayedScaling``, except that an empty history means current
+    scaling, where Transformer Engine starts with scale 1 and flushes gradients.
     """
     past = _past(history, algorithm)
     return scale_from_amax(torch.where(past > 0, past, amax), format) * 2.0**margin

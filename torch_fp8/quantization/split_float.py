@@ -48,7 +48,8 @@ def split(weight: Tensor, bits: int, random: Tensor | None = None) -> tuple[Tens
 def join(weight: Tensor, residual: Tensor | None, bits: int) -> Tensor:
     """Join a BF16 weight and its residual to the float32 weight.
 
-    A residual that cannot be this weight's, of an Inf or a negative one of a zero, does not count.
+    A residual that cannot be this weight's, such as that of an Inf or a negative one of a zero,
+    does not count.
 
     Args:
         weight: bfloat16, contiguous.
@@ -71,7 +72,7 @@ def pack(residual: Tensor, bits: int) -> Tensor:
     """Pack residuals (R, K) int32 as stored: int8 (R, K) for 8 bits, two to a byte for 4, int16 for
     16.
 
-    Of four bits the even column is the low half of byte (r, c // 2), as int8 (R, ceil(K / 2)).
+    With four bits the even column is the low half of byte (r, c // 2), in int8 (R, ceil(K / 2)).
     """
     if bits == 16:
         return residual.to(torch.int16)
