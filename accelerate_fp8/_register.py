@@ -49,8 +49,8 @@ def extend_imports(module: ModuleType) -> None:
 def extend_state(module: ModuleType) -> None:
     """Extend ``check_cuda_fp8_capability`` for AcceleratorState: no silent FP16 on older cards.
 
-    Also the occasion to look at the environment again: `notebook_launcher` asks for FP8 in it when
-    torch was imported long ago.
+    The environment is looked at again, too: `notebook_launcher` asks for FP8 in it when torch was
+    imported long ago.
     """
     if _too_old("accelerate"):
         return

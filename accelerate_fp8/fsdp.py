@@ -17,7 +17,7 @@ from torch_fp8.distributed.fsdp.split_weights import shard_residuals, split_for_
 class WithoutUpcast:
     """An Accelerator as ``fsdp2_prepare_model`` sees it where the weights have their dtype already.
 
-    That function asks for ``mixed_precision`` to decide on the upcast alone.
+    ``fsdp2_prepare_model`` reads ``mixed_precision`` only to decide on the upcast.
     """
 
     mixed_precision = "no"

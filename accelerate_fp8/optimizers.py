@@ -138,7 +138,7 @@ class PreparedOptimizers:
     def restore(self, accelerator: Any, model: nn.Module) -> int:
         """Restore the dtypes that the weights of `model` had; return the number of weights.
 
-        Sharded ones stay as they are.
+        Sharded weights stay as they are.
         """
         if any(isinstance(p, DTensor) for p in model.parameters()):
             return 0

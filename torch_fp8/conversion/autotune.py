@@ -147,7 +147,7 @@ def recipe_of(config: FP8Config, name: str) -> Recipe:
 def layer_shapes(model: nn.Module, layers: Mapping[str, nn.Linear]) -> dict[str, LayerShape]:
     """Return, by qualified name, the shape of the GEMMs that each layer runs on one rank.
 
-    Of a weight that tensor parallelism has sharded it is the largest part; one that FSDP2 has
+    A weight that tensor parallelism has sharded counts with its largest part; one that FSDP2 has
     sharded is whole when it is multiplied.
     """
     gathered = {

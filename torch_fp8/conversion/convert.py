@@ -335,8 +335,9 @@ def _to_stock(module: Float8Layer) -> None:
 def _keep_scaling_local(model: nn.Module) -> None:
     """Keep DistributedDataParallel from copying rank 0's amaxes over every other rank's.
 
-    It broadcasts buffers before each forward by default; a rank whose activations are larger than
-    rank 0's would then saturate, for its scales would come from amaxes that are not its own.
+    DistributedDataParallel broadcasts buffers before each forward by default; a rank whose
+    activations are larger than rank 0's would then saturate, since its scales would come from
+    amaxes that are not its own.
     """
     ours = {
         f"{name}.{buffer}".removeprefix(".")

@@ -53,8 +53,7 @@ def _consumers(norm: nn.Module, parent: nn.Module | None) -> Consumers | None:
     """Return the FP8 layers, beside `norm` or inside its siblings, that take as many features as it
     has.
 
-    Not so for the last norm of a model, beside the list of its layers: that one's output is the
-    model's.
+    The last norm of a model, beside the list of its layers, has none: its output is the model's.
     """
     groups = _layers_beside(norm, parent)
     layers = [layer for group in groups for layer in group]
@@ -128,7 +127,7 @@ def revert_rms_norm(module: Float8RMSNorm) -> None:
 def convert_gated_mlp(module: nn.Module, name: str, config: FP8Config) -> bool:
     """Convert a gated MLP to a `Float8GatedMLP`, in place; return False, unchanged, if it is none.
 
-    Only where one of its layers runs in FP8.
+    An MLP is converted only if one of its layers runs in FP8.
     """
     if not isinstance(module, Float8GatedMLP):
         spec = gated_mlp_spec(module)

@@ -94,9 +94,9 @@ def _different(mine: Any, compared: dict[str, Any], group: Any) -> list[Any]:
 def answer_of_one(question: str, answer: Callable[[], str]) -> str:
     """Return what `answer` returned on the rank of the default process group that asked first.
 
-    No collective: the ranks that ask may be some of them, and come in any order, at any time and
-    repeatedly. Who comes while the first one is at it waits. In a single process, and before there
-    is a process group, each answers for itself.
+    This is no collective: only some ranks may ask, in any order, at any time and repeatedly. A rank
+    that comes while the first one finds the answer waits. In a single process, and before there is
+    a process group, each answers for itself.
 
     Args:
         question: what ranks that are to have the same answer have in common.

@@ -28,8 +28,8 @@ def replicate(
 ) -> DTensor:
     """Replicate the input of column-wise layers, cast by the first of them.
 
-    In forward a sharded one is gathered in FP8. In backward the ranks' gradients are summed, in the
-    dtype of autocast, or of the input without it.
+    In forward a sharded input is gathered in FP8. In backward the ranks' gradients are summed, in
+    the dtype of autocast, or of the input without it.
 
     Args:
         x: a DTensor, or this rank's part of one.
@@ -60,7 +60,7 @@ def replicate(
 def reduce(output: DTensor, placement: Placement, linear: Float8Linear) -> DTensor:
     """Sum a row-wise layer's outputs, scattered or on every rank.
 
-    In backward the gradient of a scattered one is gathered in FP8, as the layer casts it.
+    In backward the gradient of a scattered sum is gathered in FP8, as the layer casts it.
 
     Args:
         output: partial sums.

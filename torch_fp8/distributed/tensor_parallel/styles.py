@@ -1,6 +1,6 @@
 """Styles for ``parallelize_module``: activations that ranks exchange travel in FP8.
 
-They take the arguments of torch's and stand where torch's stand::
+They take the arguments of torch's styles and stand in their place::
 
     parallelize_module(block, mesh["tensor_parallel"], {
         "norm": SequenceParallel(use_local_output=True),
@@ -191,7 +191,8 @@ def check_style(module: nn.Module, gathered: Placement | None = None) -> None:
 def gathers_features(module: nn.Module) -> bool:
     """Return whether a layer's style gathers features, which rules out scales that run along them.
 
-    As far as the style says: dimension 1 is the features of a matrix, but the tokens of a batch.
+    The style says so only as far as it can: dimension 1 is the features of a matrix, but the tokens
+    of a batch.
     """
     layout = module.__dict__.get("fp8_gathered")
     return isinstance(layout, Shard) and layout.dim not in (0, 1)
