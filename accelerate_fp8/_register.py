@@ -98,8 +98,7 @@ def extend_accelerator(module: ModuleType) -> None:
         "clip_grad_norm_": "clip_grad_norm_",
         "clip_grad_value_": "clip_grad_value_",
     }
-    functions = {"fsdp2_prepare_model": "fsdp2_prepare_model"}
-    _wrap({cls: methods, module: functions}, "accelerate_fp8.accelerator", wanted=_may_use_engine)
+    _wrap({cls: methods}, "accelerate_fp8.accelerator", wanted=_may_use_engine)
     original: Any = backend.fget
 
     @functools.wraps(original)

@@ -26,7 +26,7 @@ from accelerate_fp8.backend import (
 )
 from accelerate_fp8.ddp import connect_engine, engine_options, wraps_in_ddp
 from accelerate_fp8.flags import CONFIG_VARIABLE, resolve_config
-from accelerate_fp8.fsdp import WithoutUpcast, prepare_sharded
+from accelerate_fp8.fsdp import prepare_sharded
 from accelerate_fp8.handler import FP8Kwargs
 from accelerate_fp8.history import load_history, save_history
 from accelerate_fp8.preparation import LOGGER_NAME, Preparation
@@ -223,17 +223,6 @@ def prepare_fsdp2(original: Any, self: Any, *args: Any) -> Any:
     prepared = prepare_sharded(original, self, preparation.optimizers, args)
     for model, sharded in zip(models, _of_type(prepared, nn.Module), strict=True):
         preparation.connect_sharded(model, sharded)
-    return prepared
-
-
-def fsdp2_prepare_model(original: Any, accelerator: Any, model: nn.Module) -> nn.Module:
-    """Extend ``fsdp2_prepare_model``: skip its upcast where the weights have their dtype
-    already.
-    """
-    preparation = preparation_of(accelerator)
-    if preparation is not None and preparation.optimizers.keep_dtype:
-        accelerator = WithoutUpcast(accelerator)
-    prepared: nn.Module = original(accelerator, model)
     return prepared
 
 

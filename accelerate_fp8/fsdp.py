@@ -1,4 +1,4 @@
-"""FSDP2 as Accelerate applies it: weights become BF16 before it, and stay so.
+"""FSDP2 as Accelerate applies it: its float32 shards become BF16 and residuals.
 
 Accelerate itself makes every trainable parameter float32 before it shards them.
 """
@@ -11,22 +11,9 @@ from torch.optim import Optimizer
 
 from accelerate_fp8.optimizers import PreparedOptimizers, bare
 from accelerate_fp8.release import refuse_accumulation
-from torch_fp8.distributed.fsdp.split_weights import shard_residuals, split_for_sharding
-
-
-class WithoutUpcast:
-    """An Accelerator as ``fsdp2_prepare_model`` sees it where the weights have their dtype already.
-
-    ``fsdp2_prepare_model`` reads ``mixed_precision`` only to decide on the upcast.
-    """
-
-    mixed_precision = "no"
-
-    def __init__(self, accelerator: Any) -> None:
-        self._accelerator = accelerator
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._accelerator, name)
+from torch_fp8.distributed.fsdp.split_weights import split_sharded
+from torch_fp8.optim.convert import convert_optimizer, restore_weights
+from torch_fp8.optim.embedding_dtype import restore_output_dtype
 
 
 def prepare_sharded(
@@ -49,20 +36,18 @@ def prepare_sharded(
         return original(accelerator, *args)
     config = optimizers.config
     refuse_accumulation(config, accelerator)
-    plugin, splits = accelerator.state.fsdp_plugin, {}
     already_sharded = isinstance(getattr(model, "_orig_mod", model), FSDPModule)
-    # FSDP2 computes in this dtype, without autocast; in float32 if there is none.
-    computes_in = getattr(plugin.mixed_precision_policy, "param_dtype", None)
-    if computes_in is not None and not already_sharded:
-        splits = split_for_sharding(model, trained_by, config)
-    optimizers.keep_dtype = bool(splits)
-    try:
-        prepared = original(accelerator, *args)
-    finally:
-        optimizers.keep_dtype = False
+    for optimizer in trained_by:  # of a loop that converted it: float32 again
+        restore_weights(optimizer)
+    restore_output_dtype(model)
+    prepared = original(accelerator, *args)
     sharded = next(obj for obj in prepared if isinstance(obj, nn.Module))
-    from_rank0 = plugin.cpu_ram_efficient_loading
-    reports = shard_residuals(sharded, trained_by, splits, config, from_rank0=from_rank0)
+    # FSDP2 computes in this dtype, without autocast; in float32 if there is none.
+    policy = accelerator.state.fsdp_plugin.mixed_precision_policy
+    if already_sharded or getattr(policy, "param_dtype", None) is None:
+        reports = [convert_optimizer(o, config, model=sharded) for o in trained_by]
+    else:
+        reports = split_sharded(sharded, trained_by, config)
     for optimizer, report in zip(trained_by, reports, strict=True):
         optimizers.record(optimizer, report)
     return prepared

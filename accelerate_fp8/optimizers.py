@@ -35,12 +35,10 @@ class PreparedOptimizers:
 
     Attributes:
         config: the Accelerator's configuration.
-        keep_dtype: True while a model is sharded whose weights are BF16 on purpose.
     """
 
     def __init__(self, config: FP8Config) -> None:
         self.config = config
-        self.keep_dtype = False
         self._reports: MutableMapping[Optimizer, OptimizerReport] = WeakKeys()
         self._unannounced: list[Optimizer] = []
         # Model to its DistributedDataParallel, which Accelerate does not keep.

@@ -47,7 +47,7 @@ def test_sharded_training_is_that_of_one_process_and_resumes_bit_for_bit(run: Ca
         assert found[mode, "0"][3] == found["O2", "0"][3], mode
     for said in (
         "optimizer AdamW with 8-bit states\n",
-        "optimizer AdamW with 8-bit states, 3 gradients in 8 bits (3 hooks put back)\n",
+        "optimizer AdamW with 8-bit states, 3 gradients in 8 bits\n",
         "optimizer AdamW with 8-bit states, 3 weights stay float32: they were sharded before\n",
         "optimizer SGD keeps its own states",
         "ranks     FSDP2: 3 weights gathered in FP8, gradients of 3 modules scattered in FP8",

@@ -51,7 +51,7 @@ def test_run_in_bf16_imports_nothing_of_the_engine(run: Callable) -> None:
     [
         ("extend_accelerator", "accelerate.accelerator", "prepare_model"),
         ("extend_accelerator", "accelerate.accelerator", "prepare_optimizer"),
-        ("extend_accelerator", "accelerate.accelerator", "fsdp2_prepare_model"),
+        ("extend_accelerator", "accelerate.accelerator", "_prepare_fsdp2"),
         ("extend_accelerator", "accelerate.accelerator", "fp8_backend"),
         ("extend_trainer", "transformers.trainer", "_load_optimizer_and_scheduler"),
     ],
@@ -88,8 +88,6 @@ def test_all_methods_of_a_class_are_extended_or_none(
     cls = type(class_name, (), dict(methods))
     module = ModuleType(host)
     setattr(module, class_name, cls)
-    if missing != "fsdp2_prepare_model":
-        module.fsdp2_prepare_model = None
     with pytest.raises(AttributeError, match=missing):
         getattr(_register, function)(module)
     assert all(cls.__dict__[name] is method for name, method in methods.items())

@@ -11,12 +11,7 @@ if TYPE_CHECKING:
     from torch_fp8.distributed.ddp.hook_registration import DDPReport
     from torch_fp8.distributed.ddp.wrap import connect_ddp, ddp_options
     from torch_fp8.distributed.fsdp.connect import FSDPReport, connect_fsdp
-    from torch_fp8.distributed.fsdp.split_weights import (
-        join_sharded,
-        shard_residuals,
-        split_for_sharding,
-        split_sharded,
-    )
+    from torch_fp8.distributed.fsdp.split_weights import join_sharded, split_sharded
     from torch_fp8.distributed.tensor_parallel.styles import (
         Float8ColwiseParallel,
         Float8RowwiseParallel,
@@ -28,12 +23,7 @@ _MODULES = {
     "ddp.hook_registration": ("DDPReport",),
     "ddp.wrap": ("connect_ddp", "ddp_options"),
     "fsdp.connect": ("FSDPReport", "connect_fsdp"),
-    "fsdp.split_weights": (
-        "join_sharded",
-        "shard_residuals",
-        "split_for_sharding",
-        "split_sharded",
-    ),
+    "fsdp.split_weights": ("join_sharded", "split_sharded"),
     "tensor_parallel.styles": (
         "Float8ColwiseParallel",
         "Float8RowwiseParallel",
@@ -54,8 +44,6 @@ __all__ = [
     "count_communication",
     "ddp_options",
     "join_sharded",
-    "shard_residuals",
-    "split_for_sharding",
     "split_sharded",
 ]
 

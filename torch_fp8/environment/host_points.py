@@ -44,7 +44,6 @@ POINTS: dict[str, dict[str, tuple[str, ...]]] = {
             "AcceleratorState.__init__",
         ),
         "accelerate.accelerator": (
-            "fsdp2_prepare_model",
             "Accelerator.__init__",
             "Accelerator._prepare_fsdp2",
             "Accelerator.clip_grad_norm_",

@@ -78,10 +78,6 @@ class LastWrites:
         """Accept a weight, whatever it is at the next step, as the one its residual belongs to."""
         self._records.pop(id(parameter), None)
 
-    def forget_all(self) -> None:
-        """Do as `forget` does for every weight."""
-        self._records.clear()
-
     @torch.no_grad()
     def changed(self, parameters: Iterable[Tensor], *, in_step: bool = False) -> list[Tensor]:
         """Return the weights that somebody else has written since; weights never noted do not

@@ -25,7 +25,7 @@ from torch.distributed.fsdp import (
 
 from torch_fp8 import convert_to_float8
 from torch_fp8.distributed.fsdp.connect import connect_fsdp
-from torch_fp8.distributed.fsdp.split_weights import shard_residuals, split_for_sharding
+from torch_fp8.distributed.fsdp.split_weights import split_sharded
 from torch_fp8.distributed.fsdp.unsharded_weight import GatheredWeight
 
 RANK, RANKS = (int(arg) for arg in sys.argv[1:3])
@@ -64,18 +64,10 @@ def sharded(config, policy=None, model=None, mesh=None, connected=True, **option
 
 def trained(config, policy=None, model=None, **options):
     """A sharded model and its optimizer, split as the level says."""
-    model = model_of() if model is None else model
+    model, _ = sharded(config, policy, model, connected=False, **options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    convert_to_float8(model, config)
-    split = config.opt_level != "O1"
-    splits = split_for_sharding(model, [optimizer], config) if split else None
-    names = {p: name for name, p in model.named_parameters()}
-    order = [names[p] for p in optimizer.param_groups[0]["params"]]
-    model, _ = sharded(config, policy, model, **options)
-    parameters = dict(model.named_parameters())
-    optimizer.param_groups[0]["params"] = [parameters[name] for name in order]
-    if split:
-        shard_residuals(model, [optimizer], splits, config)
+    split_sharded(model, [optimizer], config)
+    connect_fsdp(model, config)
     return model, optimizer
 
 

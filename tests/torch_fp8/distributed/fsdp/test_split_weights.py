@@ -6,14 +6,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import torch_fp8
 from torch_fp8 import FP8Config
+from torch_fp8.distributed.fsdp import split_weights
 from torch_fp8.distributed.fsdp.split_weights import (
-    is_split,
     join_sharded,
-    shard_residuals,
-    split_for_sharding,
     split_sharded,
 )
 
@@ -65,7 +64,6 @@ def test_parameters_stay_the_same_objects_through_split_training_and_join(level)
     net, optimizer = make(config)
     parameters, before = list(net.parameters()), values(net)
     (report,) = split_sharded(net, [optimizer], config)
-    assert is_split(optimizer)
     assert report.num_float32 == 0
     assert report.num_hooks_restored == 0
     assert {p.dtype for p in net.parameters()} == {torch.bfloat16}
@@ -74,7 +72,6 @@ def test_parameters_stay_the_same_objects_through_split_training_and_join(level)
     assert {p.to_local().dtype for p in net.parameters()} == {torch.bfloat16}
     split_sharded(net, [optimizer], config)  # with its hooks again
     assert join_sharded(net, [optimizer]) == len(parameters)
-    assert not is_split(optimizer)
     for joined, value in zip(values(net), before, strict=True):
         torch.testing.assert_close(joined, value, rtol=2**-16, atol=0)
     # Splitting what was joined is exact; so is training on.
@@ -107,23 +104,23 @@ def test_joined_model_computes_in_bf16_and_has_float32_gradients():
     assert {p.grad.dtype for p in net.parameters()} == {torch.float32}
 
 
-@pytest.mark.parametrize("level", ["O2", "O3"])
-def test_training_is_that_of_weights_split_before_they_were_sharded(level):
-    config = FP8Config(opt_level=level)
-    net, optimizer = make(config)
-    split_sharded(net, [optimizer], config)
-    before = new_net()
-    torch_fp8.convert_to_float8(before, config)
-    other = torch.optim.AdamW(before.parameters(), lr=1e-2)
-    splits = split_for_sharding(before, [other], config)
-    names = dict(before.named_parameters())
-    shard(before)
-    new = {names[name]: parameter for name, parameter in before.named_parameters()}
-    other.param_groups[0]["params"] = [new[p] for p in other.param_groups[0]["params"]]
-    shard_residuals(before, [other], splits, config)
-    for seed in range(3):
-        assert step(net, optimizer, seed) == step(before, other, seed)
-    assert all(map(torch.equal, values(net), values(before)))
+def test_a_shard_is_freed_before_the_next_one_is_split_or_joined(monkeypatch):
+    split, join = split_weights.split_weight, split_weights.join_parameter
+    before, alive = [], []
+
+    def note(shard):
+        alive.append(sum(not storage.expired() for storage in before))
+        before.append(StorageWeakRef(torch.Tensor.untyped_storage(shard)))
+
+    monkeypatch.setattr(split_weights, "split_weight", lambda w, k: note(w) or split(w, k))
+    monkeypatch.setattr(
+        split_weights, "join_parameter", lambda o, p: note(p.to_local()) or join(o, p)
+    )
+    net, optimizer = make()
+    split_sharded(net, [optimizer], FP8Config())
+    step(net, optimizer, 0)
+    join_sharded(net, [optimizer])
+    assert alive == [0] * 2 * len(list(net.parameters()))
 
 
 @pytest.mark.parametrize("kind", ["sgd", "missing", "O1"])
@@ -136,7 +133,6 @@ def test_weights_stay_float32_where_not_all_of_them_can_be_split(kind):
         optimizer = torch.optim.AdamW(net[0].parameters(), lr=1e-2)
     (report,) = split_sharded(net, [optimizer], config)
     assert {p.dtype for p in net.parameters()} == {torch.float32}
-    assert not is_split(optimizer)
     assert join_sharded(net, [optimizer]) == 0
     if kind == "missing":
         assert "they were sharded before" in str(report)
