@@ -126,7 +126,7 @@ class Recorder(SelectivePass):
         made: Any,
         fixed: bool,
     ) -> None:
-        trace, index, name = self.trace, len(self.trace.operations), name_of(func)
+        trace, index, name = self.trace, len(self.trace.operations), operator_name(func)
         values = made if isinstance(made, (tuple, list)) else (made,)
         results = [self._result(t, arguments) for t in values]
         reads = {n for n in numbers if n is not None and name not in OF_METADATA}
@@ -215,7 +215,7 @@ def _is_fsdp() -> bool:
 
 
 @functools.cache
-def name_of(func: Any) -> str:
+def operator_name(func: Any) -> str:
     """Without overload; of torch's and our operators alone."""
     if not isinstance(func, torch._ops.OpOverload) or func.namespace not in ("aten", "torch_fp8"):
         return ""
@@ -249,7 +249,7 @@ def is_random(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether an operator moves the state of a random generator; attention only with dropout."""
     if torch.Tag.nondeterministic_seeded not in getattr(func, "tags", ()):
         return False
-    if name_of(func) not in ATTENTION:
+    if operator_name(func) not in ATTENTION:
         return True
     return bool(argument_of(func, "dropout_p", args, kwargs))
 

@@ -38,7 +38,7 @@ from torch_fp8.autograd.recompute_trace import (
     Recorder,
     argument_of,
     is_unrecorded,
-    name_of,
+    operator_name,
     signature_of,
     tensors_of,
 )
@@ -87,7 +87,7 @@ class _Region:
         self.operations = recorder.trace.operations
         written = {i for (i, _), (t, version) in recorder.kept.items() if t._version != version}
         for i in written:
-            if name_of(self.operations[i].func) in HISTORY:
+            if operator_name(self.operations[i].func) in HISTORY:
                 raise RuntimeError(
                     f"a result of {self.operations[i].func} was modified in place, which a "
                     f"selective checkpoint cannot take back; {_WAY_OUT}"
@@ -154,7 +154,7 @@ class _SecondPass(Replay):
 
     @property
     def upcoming(self) -> str:  # type: ignore[override]
-        names = (name_of(o.func) for o in self.region.operations[self.next :])
+        names = (operator_name(o.func) for o in self.region.operations[self.next :])
         return next((name for name in names if name in CASTS), "")
 
     @property
@@ -204,8 +204,8 @@ class _SecondPass(Replay):
         if not self.region.plan.runs[index]:
             return self._without_running(index, operation, arguments)
         if operation.kind is Kind.HISTORY:
-            return self._cast_again(index, name_of(func), args)
-        if name_of(func) in OF_METADATA:
+            return self._cast_again(index, operator_name(func), args)
+        if operator_name(func) in OF_METADATA:
             args = tuple(_with_memory(a) for a in args)
         elif missing:
             raise RuntimeError(
@@ -286,7 +286,7 @@ def _is_traced() -> bool:
 def _compiled_policy(context: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
     from torch.utils.checkpoint import CheckpointPolicy
 
-    kept = name_of(func) in CASTS or name_of(func) in ATTENTION
+    kept = operator_name(func) in CASTS or operator_name(func) in ATTENTION
     if argument_of(func, "col", args, kwargs) is False:  # a weight's, or of a frozen layer
         kept = False
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE

@@ -26,14 +26,14 @@ from torch.fx.traceback import get_current_meta
 from torch.utils.checkpoint import CheckpointPolicy
 
 import torch_fp8.ops.quantize_delayed  # noqa: F401, defines the operators
-from torch_fp8.compile.quantize_fusion import SWIGLU_BACKWARD, VIEWS, Call, Trace, result
+from torch_fp8.compile.quantize_fusion import SWIGLU_BACKWARD, VIEWS, Call, TracedGraph, result
 from torch_fp8.quantization.scaling import tensor_amax
 
 _ops: Any = torch.ops.torch_fp8
 _higher_order: Any = torch.ops.higher_order
 
 
-class _Cast(NamedTuple):
+class _DelayedArguments(NamedTuple):
     """The arguments of ``torch_fp8::quantize_2d_delayed`` that a producer takes, tensors as nodes.
 
     They are those of `torch_fp8.ops.fused_quantize.DelayedCast`.
@@ -73,16 +73,16 @@ def _trace_cast(
     below = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)
     if below is None or sum_dtype is not None or not isinstance(x, FunctionalTensor):
         return mode.__torch_dispatch__(func, types, args, kwargs)
-    trace, functional = Trace(below), PythonFunctionalizeAPI(mode)
+    graph, functional = TracedGraph(below), PythonFunctionalizeAPI(mode)
     matrix, *history = functional.unwrap_tensors([x, amaxes, progress])
-    nodes = [trace.node_of(t) for t in history]
-    cast = _Cast(nodes[0], nodes[1], dtype, algorithm, margin, row, col)
-    known = _known(trace, trace.source_of(matrix), cast)
+    nodes = [graph.node_of(t) for t in history]
+    cast = _DelayedArguments(nodes[0], nodes[1], dtype, algorithm, margin, row, col)
+    known = _known(graph, graph.source_of(matrix), cast)
     if known is None and not _in_checkpoint():
         return mode.__torch_dispatch__(func, types, args, kwargs)
 
     def tensor_of(node: Node) -> Any:
-        return functional.wrap_tensors(trace.tensor_of(node))
+        return functional.wrap_tensors(graph.tensor_of(node))
 
     with mode:
         amax = tensor_amax(x) if known is None else tensor_of(known.amax)
@@ -91,7 +91,7 @@ def _trace_cast(
         scale = _ops.advance_history(amaxes, last, amax, dtype, algorithm, margin)
         none = x.new_empty(0, dtype=torch.float32)
         if known is not None and known.call is not None:
-            made = trace.results(known.call)[known.call.first : known.call.first + 3]
+            made = graph.results(known.call)[known.call.first : known.call.first + 3]
             return (*functional.wrap_tensors(tuple(made)), none)
         if known is not None and known.scale is not None:
             scale = tensor_of(known.scale)
@@ -128,38 +128,40 @@ def _keep_scales() -> None:
                     kept.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 
 
-def _known(trace: Trace, source: Node | None, cast: _Cast) -> _Known | None:
+def _known(graph: TracedGraph, source: Node | None, cast: _DelayedArguments) -> _Known | None:
     if source is None or cast.amaxes is None or cast.progress is None:
         return None
     if source.target is operator.getitem:
         source, i = source.args
-        return _of_gradient(trace, source, i, cast) if source.target is SWIGLU_BACKWARD else None
+        return _of_gradient(graph, source, i, cast) if source.target is SWIGLU_BACKWARD else None
     find = _FIND.get(source.target)
-    return None if find is None else find(trace, source, cast)
+    return None if find is None else find(graph, source, cast)
 
 
-def _of_norm(trace: Trace, norm: Node, cast: _Cast) -> _Known | None:
+def _of_norm(graph: TracedGraph, norm: Node, cast: _DelayedArguments) -> _Known | None:
     x, weight, rstd, offset, out_dtype = norm.args
     once, twice = _ops.rms_norm_quantize_delayed.default, _ops.rms_norm_quantize.default
     for func in (once, _ops.rms_norm_statistics.default):
-        for made in trace.calls(func, x, weight):
+        for made in graph.calls(func, x, weight):
             if made in rstd.args and made.args[3:5] == (offset, out_dtype):
                 call = Call(once, (*made.args[:5], *cast, made.args[-1]))
-                return _read(trace, made, call, (3, 6, 4, 5), Call(twice, (*norm.args, None)))
+                return _read(graph, made, call, (3, 6, 4, 5), Call(twice, (*norm.args, None)))
     return None
 
 
-def _of_product(trace: Trace, product: Node, cast: _Cast) -> _Known:
+def _of_product(graph: TracedGraph, product: Node, cast: _DelayedArguments) -> _Known:
     once, twice = _ops.swiglu_quantize_delayed.default, _ops.swiglu_quantize.default
     save = _ops.swiglu_save.default
-    made = next((c for func in (once, save) for c in trace.calls(func, *product.args)), None)
+    made = next((c for func in (once, save) for c in graph.calls(func, *product.args)), None)
     if made is None:  # nothing is saved
-        made = trace.node_of_call(Call(save, (*product.args, False)))
+        made = graph.node_of_call(Call(save, (*product.args, False)))
     call = Call(once, (*product.args, *cast, (*made.args, True)[3]))
-    return _read(trace, made, call, (3, 4, 5, 6, 7), Call(twice, (*product.args, None)))
+    return _read(graph, made, call, (3, 4, 5, 6, 7), Call(twice, (*product.args, None)))
 
 
-def _read(trace: Trace, made: Node, call: Call, results: tuple[int, ...], twice: Call) -> _Known:
+def _read(
+    graph: TracedGraph, made: Node, call: Call, results: tuple[int, ...], twice: Call
+) -> _Known:
     """Cast a producer's result for its first reader, or for a further one.
 
     Args:
@@ -177,26 +179,28 @@ def _read(trace: Trace, made: Node, call: Call, results: tuple[int, ...], twice:
             return _Known(amax, call=Call(made.target, made.args))
         return _Known(amax, result(made, 1))
     amax = result(made, results.index(max(results)))
-    for cast in trace.calls(twice.func, *twice.args):
+    for cast in graph.calls(twice.func, *twice.args):
         scale, of = cast.args[len(twice.args) :][:2]
         if scale is not None and of == dtype:
             return _Known(amax, scale)
-    if _in_checkpoint() or not _put_instead(trace, made, call, results):
+    if _in_checkpoint() or not _put_instead(graph, made, call, results):
         return _Known(amax)
     return _Known(amax, call=call)
 
 
-def _of_joined_gradient(trace: Trace, backward: Node, cast: _Cast) -> _Known:
+def _of_joined_gradient(graph: TracedGraph, backward: Node, cast: _DelayedArguments) -> _Known:
     call = Call(_ops.gate_up_backward_quantize_delayed.default, (*backward.args, *cast))
-    return _Known(_last(trace.node_of_call(call)), call=call)
+    return _Known(_last(graph.node_of_call(call)), call=call)
 
 
-def _of_gradient(trace: Trace, backward: Node, i: int, cast: _Cast) -> _Known | None:
+def _of_gradient(
+    graph: TracedGraph, backward: Node, i: int, cast: _DelayedArguments
+) -> _Known | None:
     """Return one of the two gradients that `torch_fp8.nn.gated_mlp` has cast with both
     histories.
     """
     func = _ops.swiglu_backward_quantize_delayed.default
-    for made in trace.calls(func, *backward.args):
+    for made in graph.calls(func, *backward.args):
         up_amaxes, _, amaxes, _, *how, row, col = made.args[len(backward.args) :]
         alike = (amaxes, up_amaxes)[i] is cast.amaxes and how == list(cast[2:5])
         if alike and row >= cast.row and col >= cast.col:
@@ -209,7 +213,7 @@ def _last(call: Node) -> Node:
     return result(call, len(call.target._schema.returns) - 1)
 
 
-def _put_instead(trace: Trace, old: Node, call: Call, results: tuple[int, ...]) -> bool:
+def _put_instead(graph: TracedGraph, old: Node, call: Call, results: tuple[int, ...]) -> bool:
     """Replace an old call by `call`, which is at the end of the graph and gives the same results.
 
     Nodes in between that use the old results move behind it, if they are nothing but a producer's
@@ -226,7 +230,7 @@ def _put_instead(trace: Trace, old: Node, call: Call, results: tuple[int, ...]) 
                 return False
             behind[node] = None
         node = node.next
-    new = trace.node_of_call(call)
+    new = graph.node_of_call(call)
     last = next(iter(reversed(new.graph.nodes)))
     for node in behind:
         if node.args[0] is old:
@@ -236,7 +240,7 @@ def _put_instead(trace: Trace, old: Node, call: Call, results: tuple[int, ...]) 
     return True
 
 
-_FIND: dict[Any, Callable[[Trace, Node, _Cast], _Known | None]] = {
+_FIND: dict[Any, Callable[[TracedGraph, Node, _DelayedArguments], _Known | None]] = {
     _ops.rms_norm.default: _of_norm,
     _ops.swiglu.default: _of_product,
     _ops.gate_up_backward.default: _of_joined_gradient,

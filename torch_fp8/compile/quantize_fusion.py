@@ -44,7 +44,7 @@ VIEWS = (
 )
 
 
-class _Cast(NamedTuple):
+class _CastArguments(NamedTuple):
     """The arguments of ``torch_fp8::quantize_2d`` but its input, the scale as a node."""
 
     scale: Node | None
@@ -78,7 +78,7 @@ class Call(NamedTuple):
     first: int = 0
 
 
-class Trace:
+class TracedGraph:
     """The graph that a tracing mode has built so far."""
 
     def __init__(self, mode: ProxyTorchDispatchMode) -> None:
@@ -143,35 +143,37 @@ def _trace_cast(
     x, scale, *how = args
     call = None
     if isinstance(x, FakeTensor) and len(how) == 5:  # a sixth would be the amax, known already
-        trace = Trace(mode)
-        call = _fused(trace, trace.source_of(x), scale, how)
+        graph = TracedGraph(mode)
+        call = _fused(graph, graph.source_of(x), scale, how)
     if call is None:
         return mode.__torch_dispatch__(func, types, args, kwargs)
-    return trace.results(call)[call.first : call.first + 4]
+    return graph.results(call)[call.first : call.first + 4]
 
 
-def _fused(trace: Trace, source: Node | None, scale: Tensor | None, how: list[Any]) -> Call | None:
-    cast = _Cast(None if scale is None else trace.node_of(scale), *how)
+def _fused(
+    graph: TracedGraph, source: Node | None, scale: Tensor | None, how: list[Any]
+) -> Call | None:
+    cast = _CastArguments(None if scale is None else graph.node_of(scale), *how)
     if source is None or (cast.scale is None) != (scale is None):
         return None
     if source.target is operator.getitem:
         source, i = source.args
-        return _of_gradients(trace, source, i, cast) if source.target is SWIGLU_BACKWARD else None
+        return _of_gradients(graph, source, i, cast) if source.target is SWIGLU_BACKWARD else None
     fuse = _PRODUCERS.get(source.target)
-    return None if fuse is None else fuse(trace, source, cast)
+    return None if fuse is None else fuse(graph, source, cast)
 
 
-def _of_norm(trace: Trace, norm: Node, cast: _Cast) -> Call | None:
+def _of_norm(graph: TracedGraph, norm: Node, cast: _CastArguments) -> Call | None:
     x, weight, rstd, offset, out_dtype = norm.args
     # The call that made rstd has the other results as well.
     once, statistics = _ops.rms_norm_quantize_once.default, _ops.rms_norm_statistics.default
-    for made in trace.calls(once, x, weight):
+    for made in graph.calls(once, x, weight):
         of_it = made in rstd.args and made.args[3:5] == (offset, out_dtype)
         if of_it and cast.is_made_by(*made.args[5:11]):
             return Call(once, made.args)
     amax = None
     if cast.needs_amax:
-        for made in trace.calls(statistics, x, weight):
+        for made in graph.calls(statistics, x, weight):
             if made in rstd.args and made.args[3:5] == (offset, out_dtype):
                 amax = result(made, 1)
         if amax is None:
@@ -180,34 +182,36 @@ def _of_norm(trace: Trace, norm: Node, cast: _Cast) -> Call | None:
     return Call(_ops.rms_norm_quantize.default, args)
 
 
-def _of_product(trace: Trace, product: Node, cast: _Cast) -> Call | None:
+def _of_product(graph: TracedGraph, product: Node, cast: _CastArguments) -> Call | None:
     amax, quantized = None, _ops.swiglu_quantize.default
     if cast.needs_amax:
-        for save in trace.calls(_ops.swiglu_save.default, *product.args):
+        for save in graph.calls(_ops.swiglu_save.default, *product.args):
             amax = result(save, 4)
         if amax is None:
             return None
-    for made in trace.calls(quantized, *product.args, amax):
+    for made in graph.calls(quantized, *product.args, amax):
         if cast.is_made_by(*made.args[4:10]):
             return Call(quantized, made.args)
     return Call(quantized, (*product.args, amax, *cast, False))
 
 
-def _of_gradients(trace: Trace, backward: Node, i: int, cast: _Cast) -> Call | None:
+def _of_gradients(graph: TracedGraph, backward: Node, i: int, cast: _CastArguments) -> Call | None:
     if cast.granularity == "rowwise" or cast.scale is not None:
         return None
-    amax = _amax(trace, _ops.swiglu_backward_amax.default, backward.args, cast)
+    amax = _amax(graph, _ops.swiglu_backward_amax.default, backward.args, cast)
     args = (*backward.args, amax, *cast)
     return Call(_ops.swiglu_backward_quantize.default, args, 4 * i)
 
 
-def _of_joined_gradient(trace: Trace, backward: Node, cast: _Cast) -> Call | None:
-    amax = _amax(trace, _ops.gate_up_backward_amax.default, backward.args[:7], cast)
+def _of_joined_gradient(graph: TracedGraph, backward: Node, cast: _CastArguments) -> Call | None:
+    amax = _amax(graph, _ops.gate_up_backward_amax.default, backward.args[:7], cast)
     return Call(_ops.gate_up_backward_quantize.default, (*backward.args, amax, *cast))
 
 
-def _amax(trace: Trace, func: Any, args: tuple[Any, ...], cast: _Cast) -> Node | None:
-    return trace.node_of(trace.results(Call(func, args))) if cast.needs_amax else None
+def _amax(
+    graph: TracedGraph, func: Any, args: tuple[Any, ...], cast: _CastArguments
+) -> Node | None:
+    return graph.node_of(graph.results(Call(func, args))) if cast.needs_amax else None
 
 
 def _as_node(argument: Any) -> Node | None:
@@ -220,7 +224,7 @@ def result(call: Node, i: int) -> Node:
 
 
 SWIGLU_BACKWARD = _ops.swiglu_backward.default
-_PRODUCERS: dict[Any, Callable[[Trace, Node, _Cast], Call | None]] = {
+_PRODUCERS: dict[Any, Callable[[TracedGraph, Node, _CastArguments], Call | None]] = {
     _ops.rms_norm.default: _of_norm,
     _ops.swiglu.default: _of_product,
     _ops.gate_up_backward.default: _of_joined_gradient,

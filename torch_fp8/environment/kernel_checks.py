@@ -37,7 +37,7 @@ def missing() -> str:
     return ""
 
 
-def cast(device: str, granularity: str, kernel: casts.Cast | None = None) -> str:
+def cast(device: str, granularity: str, kernel: casts.CastKernel | None = None) -> str:
     """Check casts to both formats and layouts."""
     for kind in CAST_KINDS:
         casts.check_cast(
@@ -46,21 +46,21 @@ def cast(device: str, granularity: str, kernel: casts.Cast | None = None) -> str
     return "both formats and layouts, bit for bit"
 
 
-def known_scale(device: str, kernel: casts.Cast | None = None) -> str:
+def known_scale(device: str, kernel: casts.CastKernel | None = None) -> str:
     """Check casts with a scale or an amax that is known."""
     for kind in CAST_KINDS:
         casts.check_known_scale(kernel or casts.kernel(), device, kind, TWO_SHAPES)
     return "bit for bit"
 
 
-def strides(device: str, kernel: casts.Cast | None = None) -> str:
+def strides(device: str, kernel: casts.CastKernel | None = None) -> str:
     """Check casts of matrices that are not contiguous."""
     for granularity in ("tensorwise", "block_1x128"):
         casts.check_strides(kernel or casts.kernel(), device, granularity)
     return "transposed, sliced and expanded, bit for bit"
 
 
-def delayed(device: str, kernel: casts.Cast | None = None) -> str:
+def delayed(device: str, kernel: casts.CastKernel | None = None) -> str:
     """Check casts that take their scale from a history and write it."""
     for kind in ("row spread", "nan"):
         casts.check_delayed(

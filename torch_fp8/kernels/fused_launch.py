@@ -16,6 +16,7 @@ from torch_fp8.kernels.quantize_delayed import advance_history
 from torch_fp8.quantization.formats import format_of
 from torch_fp8.quantization.payload_shape import (
     COL_ALIGNMENT,
+    Layouts,
     multiple_of_16,
     new_group_scales,
     padded_rows,
@@ -23,8 +24,6 @@ from torch_fp8.quantization.payload_shape import (
 
 TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 GROUPS = {"block_1x128": 128, "block_1x32": 32}
-
-Layouts = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 class Past(NamedTuple):

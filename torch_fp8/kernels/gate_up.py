@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from torch_fp8.kernels.arguments import NUM_INPUTS, BackwardInputs
-from torch_fp8.kernels.fused_launch import Cast, Layouts, amax_bits
+from torch_fp8.kernels.fused_launch import Cast, amax_bits
 from torch_fp8.kernels.quantize import BLOCK
 from torch_fp8.kernels.swiglu import is_fused
 from torch_fp8.kernels.swiglu_backward import cast_gradients, store_gradients
+from torch_fp8.quantization.payload_shape import Layouts
 
 
 def gate_up_backward(*args: Any) -> Tensor:

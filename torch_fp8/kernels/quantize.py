@@ -26,7 +26,12 @@ from torch_fp8.kernels.quantize_kernels import (
     quantize_rows_kernel,
 )
 from torch_fp8.quantization.formats import format_of
-from torch_fp8.quantization.payload_shape import COL_ALIGNMENT, multiple_of_16, new_group_scales
+from torch_fp8.quantization.payload_shape import (
+    COL_ALIGNMENT,
+    Made,
+    multiple_of_16,
+    new_group_scales,
+)
 
 BLOCK = 128
 # 128 x 128 because it holds whole groups of every block granularity in both directions, and makes
@@ -57,9 +62,6 @@ MAX_SLABS = 32
 
 BLOCK_GRANULARITIES = ("block_1x128", "block_128x128", "block_1x32")
 
-Layout = tuple[Tensor | None, Tensor | None]
-Layouts = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
-
 
 def quantize_2d(
     x: Tensor,
@@ -72,7 +74,7 @@ def quantize_2d(
     amax: Tensor | None = None,
     sums: TileSums | None = None,
     pads: bool = True,
-) -> Layouts:
+) -> Made:
     """Quantize x along its last dimension (row) and x^T along its own (col).
 
     Args:
@@ -121,7 +123,7 @@ def _tensorwise(
     amax: Tensor | None,
     sums: TileSums | None,
     pads: bool,
-) -> Layouts:
+) -> Made:
     source, partial = "given", None
     if scale is None and x.numel() == 0:
         scale = torch.ones((), dtype=torch.float32, device=x.device)
@@ -166,7 +168,7 @@ def _partial_amax(x: Tensor) -> Tensor:
 
 def _columns(
     x: Tensor, dtype: torch.dtype, power_of_two: bool, sums: TileSums | None, pads: bool
-) -> Layout:
+) -> tuple[Tensor | None, Tensor | None]:
     """Cast x^T with a scale per column of x, (C, 1)."""
     (rows, cols), pad = x.shape, pad_of(x.shape[0], "rowwise", pads)
     if x.numel() == 0:
@@ -243,7 +245,7 @@ def _cast_tiles(
     return by_row, by_col
 
 
-def _rows(x: Tensor, dtype: torch.dtype, power_of_two: bool) -> Layout:
+def _rows(x: Tensor, dtype: torch.dtype, power_of_two: bool) -> tuple[Tensor | None, Tensor | None]:
     """Cast x with a scale per row, (R, 1)."""
     rows, cols = x.shape
     qdata = x.new_empty((rows, cols), dtype=dtype)
@@ -285,7 +287,7 @@ def _blocks(
     col: bool,
     sums: TileSums | None,
     pads: bool,
-) -> Layouts:
+) -> Made:
     (rows, cols), pad = x.shape, pad_of(x.shape[0], granularity, pads)
     squares = granularity == "block_128x128"
     odd = is_odd(x) or (rows % 16 != 0 and col and pad == 1)

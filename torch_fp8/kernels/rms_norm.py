@@ -15,7 +15,6 @@ from torch import Tensor
 from torch_fp8.kernels.fused_launch import (
     TYPES,
     Cast,
-    Layouts,
     amax_bits,
     payload,
     registers,
@@ -33,6 +32,7 @@ from torch_fp8.kernels.rms_norm_kernels import (
     norm_kernel,
     statistics_kernel,
 )
+from torch_fp8.quantization.payload_shape import Layouts
 
 # 32 elements for each thread of 8 warps; 512 contiguous bytes of BF16.
 NORM_ROWS, NORM_COLS, NORM_WARPS = 32, 256, 8

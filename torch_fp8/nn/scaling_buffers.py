@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from torch_fp8.config import FP8Config
 from torch_fp8.quantization.recipe import Recipe
-from torch_fp8.tensor.dtensor import plain
+from torch_fp8.tensor.dtensor import local
 
 INPUT, WEIGHT, GRAD_OUTPUT = range(3)
 BUFFERS = (
@@ -33,7 +33,7 @@ class ScalingBuffers(nn.Module):
 
     def scaling_buffers(self) -> tuple[Any, ...]:
         """The tensors named in `BUFFERS`."""
-        return tuple(plain(getattr(self, name)) for name in BUFFERS)
+        return tuple(local(getattr(self, name)) for name in BUFFERS)
 
     def init_scaling(self) -> None:
         """Create the buffers of delayed scaling, if the recipe has them, with empty histories."""

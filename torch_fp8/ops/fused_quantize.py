@@ -17,7 +17,7 @@ from torch_fp8.autograd.checkpoint_pass import stand_in
 from torch_fp8.ops.quantize import QuantizedTensor, dequantize, emulates_casts
 from torch_fp8.ops.registry import define
 from torch_fp8.quantization.formats import E4M3, format_of
-from torch_fp8.quantization.payload_shape import scale_shape
+from torch_fp8.quantization.payload_shape import Layouts, scale_shape
 from torch_fp8.quantization.recipe import Granularity
 from torch_fp8.quantization.scaling import delayed_scale, scale_from_amax, tensor_amax
 
@@ -25,8 +25,6 @@ SAVED: Granularity = "block_1x128"
 """The granularity of tensors saved for backward: E4M3 along C with power-of-two scales (COAT's
 groups, arXiv 2410.19313 section 4, with Hopper's block length).
 """
-
-Layouts = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 class DelayedCast(NamedTuple):

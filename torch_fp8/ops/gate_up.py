@@ -21,13 +21,13 @@ from torch_fp8.ops.fused_quantize import (
     CAST_ARGUMENTS,
     DELAYED_ARGUMENTS,
     DelayedCast,
-    Layouts,
     cast_result,
     no_amax,
     register,
 )
 from torch_fp8.ops.registry import operators
 from torch_fp8.ops.swiglu_backward import BACKWARD_ARGUMENTS, swiglu_backward_reference
+from torch_fp8.quantization.payload_shape import Layouts
 from torch_fp8.quantization.scaling import tensor_amax
 
 _NUM_PLAIN = NUM_INPUTS + 1  # with gate_first: the arguments of `gate_up_backward`

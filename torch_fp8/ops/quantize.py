@@ -31,6 +31,8 @@ from torch_fp8.quantization.formats import MIN_CAPABILITY, Format, format_of
 from torch_fp8.quantization.payload_shape import (
     BLOCK_SHAPE,
     SQUARE,
+    Layouts,
+    Made,
     new_group_scales,
     padded_rows,
     scale_shape,
@@ -54,13 +56,6 @@ class QuantizedTensor(NamedTuple):
     qdata: Tensor
     scale: Tensor
     granularity: Granularity
-
-
-Layouts = tuple[Tensor, Tensor, Tensor, Tensor]
-"""What the operators return: qdata (R, C), its scale, qdata of x^T (C, R'), its scale."""
-
-Made = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
-"""The same four tensors as `Layouts`, with None for what was not asked for."""
 
 
 def quantize(x: Tensor, spec: CastSpec, scale: Tensor | None = None) -> QuantizedTensor:

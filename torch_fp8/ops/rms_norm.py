@@ -26,7 +26,6 @@ from torch_fp8.ops.fused_quantize import (
     CAST_ARGUMENTS,
     DELAYED_ARGUMENTS,
     DelayedCast,
-    Layouts,
     cast_result,
     no_amax,
     register,
@@ -34,6 +33,7 @@ from torch_fp8.ops.fused_quantize import (
     saved_values,
 )
 from torch_fp8.ops.registry import operators
+from torch_fp8.quantization.payload_shape import Layouts
 from torch_fp8.quantization.scaling import tensor_amax
 
 

@@ -1,6 +1,6 @@
 """Cases of casts: bytes and scales equal to the reference's, in both layouts.
 
-A `Cast` is `torch_fp8.kernels.quantize.quantize_2d`, or what stands for it.
+A `CastKernel` is `torch_fp8.kernels.quantize.quantize_2d`, or what stands for it.
 """
 
 import itertools
@@ -18,7 +18,7 @@ from torch_fp8.quantization.formats import E4M3, format_of
 from torch_fp8.quantization.recipe import CastSpec, Granularity
 from torch_fp8.quantization.scaling import scale_from_amax, tensor_amax
 
-Cast = Callable[..., Any]
+CastKernel = Callable[..., Any]
 Shape = tuple[int, int]
 
 FORMATS = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -49,14 +49,14 @@ KINDS = (
 )
 
 
-def kernel() -> Cast:
+def kernel() -> CastKernel:
     """Return the kernel itself; Triton is imported here."""
     from torch_fp8.kernels.quantize import quantize_2d
 
     return quantize_2d
 
 
-def delayed_kernel() -> Cast:
+def delayed_kernel() -> CastKernel:
     """Return the kernel of casts with delayed scaling."""
     from torch_fp8.kernels.quantize_delayed import quantize_2d_delayed
 
@@ -117,7 +117,7 @@ def reference(
 
 
 def check_cast(
-    cast: Cast,
+    cast: CastKernel,
     device: str,
     granularity: str,
     kind: str,
@@ -143,7 +143,9 @@ def check_cast(
                     require(got is None, f"{what}: made what was not asked for")
 
 
-def check_known_scale(cast: Cast, device: str, kind: str, shapes: Iterable[Shape] = SHAPES) -> None:
+def check_known_scale(
+    cast: CastKernel, device: str, kind: str, shapes: Iterable[Shape] = SHAPES
+) -> None:
     """Check a tensorwise cast with a given scale, and with a given amax."""
     for shape, dtype, value in itertools.product(shapes, FORMATS, (0.37, 2.0**-100)):
         x, scale = matrix(kind, shape, torch.bfloat16), torch.tensor(value)
@@ -160,7 +162,7 @@ def check_known_scale(cast: Cast, device: str, kind: str, shapes: Iterable[Shape
 
 
 def check_delayed(
-    cast: Cast,
+    cast: CastKernel,
     device: str,
     kind: str,
     shapes: Iterable[Shape] = (*SHAPES, (2048, 4096)),
@@ -208,7 +210,7 @@ def check_sums(device: str, granularity: Granularity, rows: int = 5000) -> None:
         same_bits(made.qdata, want[at], f"{granularity} payload beside its sums")
 
 
-def check_strides(cast: Cast, device: str, granularity: str) -> None:
+def check_strides(cast: CastKernel, device: str, granularity: str) -> None:
     """Check matrices that are not contiguous: transposed, sliced, expanded."""
     base = matrix("row spread", (300, 520), torch.bfloat16)
     on_device = base.to(device)
@@ -220,7 +222,7 @@ def check_strides(cast: Cast, device: str, granularity: str) -> None:
             same_bits(got, expected, f"{granularity} of strides {x.stride()}")
 
 
-def check_repeats(cast: Cast, device: str, granularity: str) -> None:
+def check_repeats(cast: CastKernel, device: str, granularity: str) -> None:
     """Check that two runs give the same bytes."""
     x = matrix("row spread", (4096, 1027), torch.bfloat16).to(device)
     first, second = (
