@@ -85,7 +85,7 @@ def main() -> None:
 
 def kept(sizes: dict[str, int], config: FP8Config | None) -> float:
     """Return bytes per token that a layer of these sizes keeps; `config` None: not converted."""
-    _, there, run, x = _forward(sizes, config)
+    _, there, run, x = forward_of(sizes, config)
     with count_saved(there) as saved:
         run(x)
     return saved.total / TOKENS
@@ -93,7 +93,7 @@ def kept(sizes: dict[str, int], config: FP8Config | None) -> float:
 
 def kept_checkpointed(sizes: dict[str, int], selective: bool) -> tuple[float, int]:
     """Return the bytes per token of a checkpointed layer, and how many GEMMs run again."""
-    layer, there, run, x = _forward(sizes, FP8Config())
+    layer, there, run, x = forward_of(sizes, FP8Config())
     options, passes = {}, []
 
     def contexts() -> Any:
@@ -106,14 +106,14 @@ def kept_checkpointed(sizes: dict[str, int], selective: bool) -> tuple[float, in
         y = checkpoint(run, x, use_reentrant=False, **options)
         for tensor in passes[1].kept if selective else ():
             saved.note(tensor)
-    with _Gemms() as gemms:
+    with Gemms() as gemms:
         y.backward(torch.ones_like(y))
     linears = sum(isinstance(m, Float8Linear) for m in layer.modules())
     return saved.total / TOKENS, gemms.count - 2 * linears
 
 
-def _forward(
-    sizes: dict[str, int], config: FP8Config | None
+def forward_of(
+    sizes: dict[str, int], config: FP8Config | None, tokens: int = TOKENS
 ) -> tuple[LlamaDecoderLayer, list[Tensor], Callable[[Tensor], Tensor], Tensor]:
     """Return a layer, tensors that exist anyway, the layer as a function, and its argument."""
     of_model = LlamaConfig(num_hidden_layers=1, **sizes)
@@ -121,13 +121,13 @@ def _forward(
     layer, rotary = LlamaDecoderLayer(of_model, 0).bfloat16(), LlamaRotaryEmbedding(of_model)
     if config is not None:
         convert_to_float8(layer, config)
-    x = torch.randn(1, TOKENS, of_model.hidden_size, dtype=torch.bfloat16, requires_grad=True)
-    angles = rotary(x, torch.arange(TOKENS)[None])
+    x = torch.randn(1, tokens, of_model.hidden_size, dtype=torch.bfloat16, requires_grad=True)
+    angles = rotary(x, torch.arange(tokens)[None])
     run = functools.partial(layer, position_embeddings=angles)
     return layer, [*layer.parameters(), *angles], run, x
 
 
-class _Gemms(TorchDispatchMode):
+class Gemms(TorchDispatchMode):
     """Counts FP8 GEMMs."""
 
     count = 0

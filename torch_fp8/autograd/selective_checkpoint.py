@@ -16,7 +16,9 @@ allocated and is read, but written by no operator. All that comes before is then
 that writes over a tensor that an operator made is not seen, and if it reads what was not computed,
 it gets an error where it asks for its address.
 
-What torch.compile traces keeps the same tensors, by a policy for its own selective checkpointing.
+What torch.compile traces keeps FP8 by a policy for torch's own selective checkpointing. In eager
+code that runs every operator again whose result was not kept, needed or not
+(benchmarks/checkpoint_policies.py).
 """
 
 import contextlib

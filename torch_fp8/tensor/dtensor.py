@@ -43,12 +43,6 @@ def with_data(tensor: Tensor, data: Tensor) -> Tensor:
     )
 
 
-def plain(tensor: Tensor) -> Tensor:
-    """A buffer itself, where torch's parallel styles have made it a replicated DTensor."""
-    local: Tensor = getattr(tensor, "_local_tensor", tensor)
-    return local
-
-
 def waited(x: Tensor) -> Tensor:
     """A tensor itself, where a collective of torch's may still be filling it."""
     return x.wait() if isinstance(x, AsyncCollectiveTensor) else x

@@ -71,7 +71,7 @@ class GatheredWeight(QuantizableTensor):
     def quantize_in_backward(
         self, quantizer: Any, grad_output: Tensor, *, rowwise: bool, columnwise: bool
     ) -> Payloads:
-        """As `quantize`, without a record."""
+        """Return the payloads as `quantize` does; no amax is recorded."""
         row = gathered_row(self, quantizer.spec) if rowwise else None
         return row, gathered_col(self, quantizer.spec, grad_output) if columnwise else None
 
