@@ -1,14 +1,22 @@
 #!/usr/bin/env bash
 # Checks style and types and runs the tests. Sets everything up by itself.
-# Arguments go to pytest: a path, -k, -x ...; with arguments the checks are left out.
+#
+#   scripts/test.sh           everything that needs no GPU: what CI runs
+#   scripts/test.sh --fast    without the tests marked `long`, but for those marked `smoke`
+#   scripts/test.sh PATH...   pytest alone, with these arguments: a path, -k, -x ...
+#
+# TEST_PROCESSES: how many tests run at the same time (default 2).
 set -euo pipefail
 source "$(dirname "$0")/setup.sh"
 setup dev
-if [ $# -eq 0 ]; then
+if [ $# -eq 0 ] || [ "$*" = --fast ]; then
   "$venv/bin/python" -m ruff check .
   "$venv/bin/python" -m ruff format --check .
   "$venv/bin/python" -m mypy
-  set -- -n "${TEST_PROCESSES:-2}" --dist loadfile --durations 15
+  fast=$*
+  # A file's tests share what they set up and stay together; tests/durations.py has the order.
+  set -- -n "${TEST_PROCESSES:-2}" --dist loadfile --no-loadscope-reorder --durations 20
+  [ -z "$fast" ] || set -- "$@" -m "not gpu and not slow and (not long or smoke)"
 fi
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 exec "$venv/bin/python" -m pytest "$@"

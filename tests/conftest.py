@@ -8,6 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.durations import (  # noqa: F401  (hooks)
+    pytest_collection_modifyitems,
+    pytest_runtest_setup,
+    pytest_runtest_teardown,
+)
+
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 

@@ -183,6 +183,7 @@ def _run(code, **environment):
     return json.loads(result.stdout.splitlines()[-1])
 
 
+@pytest.mark.long
 def test_importing_the_engine_changes_nothing_of_torch():
     changed, imported = _run(
         """
@@ -207,6 +208,7 @@ def test_importing_the_engine_changes_nothing_of_torch():
     assert imported == []
 
 
+@pytest.mark.long
 def test_the_command_imports_no_host_by_being_imported():
     imported = _run(
         """

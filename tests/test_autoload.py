@@ -88,6 +88,7 @@ def test_every_extension_function_exists():
         assert callable(getattr(importlib.import_module(package), function)), target
 
 
+@pytest.mark.long
 def test_loading_imports_nothing_and_takes_under_a_millisecond(tmp_path):
     # As torch does it: at the end of `import torch`, with everything of torch's own imported; and
     # compiled, as pip installs it. The fastest of five: the machine may be busy otherwise.
@@ -366,6 +367,7 @@ def test_module_object_made_by_hand_is_not_extended(host, finder):
     assert not hasattr(importlib.import_module("host.core"), "VALUE")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("first", ["accelerate", "lightning.fabric", "torch"])
 def test_real_hosts_are_extended_whichever_is_imported_first(first):
     # `import accelerate` has accelerate.accelerator half imported when torch loads us.

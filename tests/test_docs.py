@@ -104,6 +104,7 @@ def _outcomes(host):
     return dict(zip(blocks, json.loads(done.stdout), strict=True))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("block", PYTHON, ids=str)
 def test_python_blocks_run(block):
     if block.reason:
@@ -114,6 +115,7 @@ def test_python_blocks_run(block):
         assert "of 2 linear layers" in output
 
 
+@pytest.mark.long
 def test_launcher_commands_run_the_script_shown(tmp_path):
     (script,) = {block.code for block in PYTHON if block.code.startswith("# train.py")}
     (tmp_path / "train.py").write_text(script)

@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.long
+
+
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("torch_fp8", "lightning_fp8", "accelerate_fp8")
 

@@ -62,6 +62,7 @@ def start(folder: Path, code: str, *arguments: str, interactive: bool = False) -
 slow = pytest.mark.slow
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("first", "expected"),
     [
@@ -97,6 +98,7 @@ def test_whatever_is_imported_first(tmp_path, first, expected):
     assert start(tmp_path, code) == f"checked {len(expected)}\n"
 
 
+@pytest.mark.long
 def test_trl_configuration_alone_asks_for_fp8(tmp_path):
     # Its import has transformers.training_args half imported when torch calls the autoload.
     code = "from trl import SFTConfig\nprint(SFTConfig('out', use_cpu=True).mixed_precision)"
@@ -112,6 +114,7 @@ def test_trl_configuration_after_others_asks_for_fp8(tmp_path, first):
     assert start(tmp_path, code) == "fp8\n"
 
 
+@pytest.mark.long
 def test_ways_to_start_python(tmp_path):
     # One process, interactive, that forks, and pickles to a forked and to a spawned child.
     (tmp_path / "work.py").write_text(

@@ -100,12 +100,14 @@ def test_recipe_handler_beside_fp8_kwargs_is_refused(accelerate: Any) -> None:
         accelerate.Accelerator(mixed_precision="fp8", kwargs_handlers=handlers)
 
 
+@pytest.mark.long
 def test_launcher_flag_in_lower_case_runs_torchao(run: Callable) -> None:
     done = run("loop.py", launch=("--mixed_precision", "fp8", "--fp8_backend", "ao"))
     assert "layer torchao.float8" in done.stdout
     assert done.fp8 == 0
 
 
+@pytest.mark.long
 def test_config_file_of_torchao_runs_torchao(run: Callable, tmp_path: Path) -> None:
     config = tmp_path / "accelerate.yaml"
     text = (SCRIPTS / "config_file.yaml").read_text()
@@ -114,6 +116,7 @@ def test_config_file_of_torchao_runs_torchao(run: Callable, tmp_path: Path) -> N
     assert "layer torchao.float8" in done.stdout
 
 
+@pytest.mark.long
 def test_config_file_without_backend_runs_the_engine(run: Callable, tmp_path: Path) -> None:
     config = shutil.copy(SCRIPTS / "config_file.yaml", tmp_path)
     done = run("loop.py", launch=("--config_file", str(config)))
@@ -121,11 +124,13 @@ def test_config_file_without_backend_runs_the_engine(run: Callable, tmp_path: Pa
     assert "recipe    delayed" in done.stderr
 
 
+@pytest.mark.long
 def test_engine_runs_without_any_fp8_library(run: Callable, hidden_torchao: Path) -> None:
     done = run("loop.py", launch=("--mixed_precision", "fp8"), before=hidden_torchao)
     assert done.fp8 > 0
 
 
+@pytest.mark.long
 def test_hidden_torchao_is_what_stock_accelerate_misses(
     run: Callable, hidden_torchao: Path
 ) -> None:

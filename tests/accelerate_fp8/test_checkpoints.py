@@ -230,6 +230,7 @@ def test_state_moves_between_stock_training_and_fp8(
     assert all(loss < 10 for loss in other.steps(2, 3))
 
 
+@pytest.mark.long
 def test_checkpoints_open_in_stock_libraries(
     accelerate: Any, run: Callable, tiny_model: Path, tmp_path: Path
 ) -> None:

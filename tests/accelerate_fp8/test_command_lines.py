@@ -82,6 +82,7 @@ def _assert_fp8(ran: tuple[int, str]) -> None:
 slow = pytest.mark.slow
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("script", "rows", "extra"),
     [

@@ -6,6 +6,9 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.long
+
+
 FP8 = ("--mixed_precision", "fp8")
 DELAYED = {"TORCH_FP8_CONFIG": '{"recipe": "delayed"}'}
 

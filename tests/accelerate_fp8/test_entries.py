@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.long
+
+
 SCRIPTS = Path(__file__).parent / "scripts"
 TRAINERS = ("trainer", "sft", "lora", "dpo", "grpo", "reward_model")
 

@@ -15,6 +15,7 @@ OFF = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
 FP8 = {"ACCELERATE_MIXED_PRECISION": "fp8"}
 
 
+@pytest.mark.long
 def test_without_autoload_accelerate_is_stock(run: Callable) -> None:
     done = run("explicit_import.py", "never", **OFF, **FP8)
     assert "layer torchao.float8.float8_linear arguments bf16" in done.stdout
@@ -22,6 +23,7 @@ def test_without_autoload_accelerate_is_stock(run: Callable) -> None:
     assert done.fp8 == 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_explicit_import_restores_the_engine(
     run: Callable, when: str, hidden_torchao: Path
@@ -31,6 +33,7 @@ def test_explicit_import_restores_the_engine(
     assert done.fp8 > 0
 
 
+@pytest.mark.long
 def test_moved_upstream_name_is_one_warning_and_stock_behaviour(run: Callable) -> None:
     done = run("explicit_import.py", "broken", **OFF, **FP8)
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("warnings")]
@@ -40,6 +43,7 @@ def test_moved_upstream_name_is_one_warning_and_stock_behaviour(run: Callable) -
     assert "layer torchao.float8.float8_linear" in done.stdout
 
 
+@pytest.mark.long
 def test_run_in_bf16_imports_nothing_of_the_engine(run: Callable) -> None:
     done = run("explicit_import.py", "never", "bf16")
     assert "layer torch.nn.modules.linear arguments bf16" in done.stdout

@@ -10,6 +10,9 @@ from benchmarks.bench_memory import Case, measure, print_verdict
 from benchmarks.memory_tracker import CATEGORIES
 from benchmarks.shapes import parameter_count
 
+pytestmark = pytest.mark.long
+
+
 LAYOUT = {
     "vocab_size": 512,
     "hidden_size": 512,

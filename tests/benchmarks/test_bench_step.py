@@ -44,6 +44,7 @@ def table(tmp_path):
     return Table(tmp_path / "step.csv", bench_step.COLUMNS, key, about)
 
 
+@pytest.mark.long
 def test_speed_loss_and_memory_are_against_bf16(bench, tmp_path):
     bench.answers |= {BF16: lambda _: run_of(30.0, 100.0), FP8: lambda _: run_of(20.0, 40.0, 2.02)}
     cases = [Case("lightning", "compiled", v, 2) for v in (BF16, FP8)]
@@ -59,6 +60,7 @@ def test_speed_loss_and_memory_are_against_bf16(bench, tmp_path):
     assert fp8["tokens_per_s"] == round(2 * bench.sequence / 20.0 * 1e3)
 
 
+@pytest.mark.long
 def test_the_floor_is_that_of_the_recipe_that_ran(bench, tmp_path):
     """Whichever one auto chose; without an FP8 linear BF16's."""
     floors = {}
@@ -78,6 +80,7 @@ def test_the_floor_is_that_of_the_recipe_that_ran(bench, tmp_path):
     assert found.rows[0]["floor_ms"] == pytest.approx(floors[""] + moments, abs=2e-3)
 
 
+@pytest.mark.long
 def test_out_of_memory_is_a_row_and_the_others_go_on(bench, tmp_path):
     def full(_):
         raise torch.cuda.OutOfMemoryError("CUDA out of memory.")
@@ -102,6 +105,7 @@ def test_what_does_not_fit_into_the_budget_says_so(bench, tmp_path, monkeypatch)
     assert [row["note"] for row in found.rows] == ["", NOT_REACHED]
 
 
+@pytest.mark.long
 def test_the_largest_batch_is_found_from_two_peaks(bench, tmp_path, monkeypatch):
     """40 GiB and 10 for each sequence: 9 in 0.97 of 139 GiB; a batch that fails is not the one."""
     properties = SimpleNamespace(total_memory=139 * 2**30)

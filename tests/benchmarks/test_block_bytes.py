@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.long
+
+
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = ("tensorwise", "delayed", "blockwise", "mxfp8")
 SCRIPT = f"""

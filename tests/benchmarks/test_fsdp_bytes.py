@@ -4,6 +4,8 @@ import pytest
 
 from benchmarks.fsdp_bytes import rows
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(scope="module")
 def ratios():

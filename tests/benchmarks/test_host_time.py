@@ -41,7 +41,10 @@ print(json.dumps([rows, names]))
 """
 RECIPES = ("tensorwise", "delayed", "rowwise", "blockwise")
 
-pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="Triton's launchers need cc")
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(shutil.which("cc") is None, reason="Triton's launchers need cc"),
+]
 
 
 @pytest.fixture(scope="module")

@@ -13,6 +13,7 @@ def recorded():
         return list(csv.DictReader(file))
 
 
+@pytest.mark.long
 def test_recorded_figures_are_those_of_this_code(recorded):
     """Of a few variants; all are the largest among inputs, of which these tests have one."""
     rows = {tuple(row[c] for c in bench.COLUMNS[:3]): row for row in recorded}
@@ -25,6 +26,7 @@ def test_recorded_figures_are_those_of_this_code(recorded):
         assert int(was["warps"]) == row["warps"]
 
 
+@pytest.mark.long
 def test_every_kernel_is_recorded_for_both_targets_without_spills(recorded):
     for target in ("sm_90", "sm_100"):
         kernels = {row["kernel"] for row in recorded if row["target"] == target}

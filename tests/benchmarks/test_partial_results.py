@@ -34,6 +34,7 @@ class Pieces(Budget):
         return self.left >= 0
 
 
+@pytest.mark.long
 def test_eager_rows_of_a_block_are_there_before_anything_is_compiled(compiled):
     arguments = argparse.Namespace(
         toy=True, variants=("bf16", "default"), modes=("eager", "compiled")
@@ -61,6 +62,7 @@ def test_eager_rows_of_a_block_are_there_before_anything_is_compiled(compiled):
     assert not list(stages)
 
 
+@pytest.mark.long
 def test_what_was_not_compiled_of_a_block_stands_beside_its_eager_rows(
     compiled, tmp_path, monkeypatch
 ):
@@ -87,6 +89,7 @@ def test_what_was_not_compiled_of_a_block_stands_beside_its_eager_rows(
     }
 
 
+@pytest.mark.long
 def test_linears_are_compiled_one_by_one_as_far_as_the_budget_goes(compiled):
     block = dict.fromkeys(bench_linear.LLAMA_3_1_8B_BLOCK, (64, 64))
     variants = ("bf16", "tensorwise", "delayed")

@@ -78,6 +78,7 @@ def every_linear(tmp_path):
     return tmp_path / "linear.csv"
 
 
+@pytest.mark.long
 def test_a_panel_has_eight_lines_that_can_be_told_apart(monkeypatch, every_linear):
     pytest.importorskip("matplotlib")
     panels = drawn(monkeypatch, every_linear)

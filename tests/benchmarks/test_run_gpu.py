@@ -38,6 +38,7 @@ def rows(directory, name):
         return list(csv.DictReader(file))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("recipe", ["bf16", *RECIPES])
 def test_every_recipe_has_a_time_for_every_linear_and_the_block(results, recipe):
     measured = [row for row in rows(results, "linear.csv") if row["variant"] == recipe]
@@ -50,6 +51,7 @@ def test_every_recipe_has_a_time_for_every_linear_and_the_block(results, recipe)
     assert float(block["median_ms"]) == pytest.approx(total, rel=1e-3)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("recipe", PEERS)
 def test_a_peer_has_a_time_or_a_reason(results, recipe):
     measured = [row for row in rows(results, "linear.csv") if row["variant"] == recipe]
@@ -57,6 +59,7 @@ def test_a_peer_has_a_time_or_a_reason(results, recipe):
     assert all(row["median_ms"] or row["note"] for row in measured)
 
 
+@pytest.mark.long
 def test_errors_of_linears_are_those_of_their_formats(results):
     """GEMMs of E4M3 28.5 dB, of E5M2 gradients 24.6 dB, on normal operands."""
     measured = {
@@ -72,6 +75,7 @@ def test_errors_of_linears_are_those_of_their_formats(results):
     assert min(found["bf16"]) > 50
 
 
+@pytest.mark.long
 def test_floors_are_below_the_times(results):
     """Of BF16, whose operands the floor's rates come from."""
     for name in ("linear.csv", "gemm.csv", "block.csv"):
@@ -80,6 +84,7 @@ def test_floors_are_below_the_times(results):
                 assert 0 < float(row["floor_ms"]) < 1.5 * float(row["median_ms"]), row
 
 
+@pytest.mark.long
 def test_the_fastest_of_each_shape_is_told(results):
     found = rows(results, "linear_shapes.csv")
     assert len(found) == 4
@@ -89,6 +94,7 @@ def test_the_fastest_of_each_shape_is_told(results):
         assert float(row["speedup"]) >= 1
 
 
+@pytest.mark.long
 def test_gemms_have_errors_and_times(results):
     found = rows(results, "gemm.csv")
     timed = [row for row in found if row["gemm"] in ("fprop", "dgrad", "wgrad")]
@@ -101,6 +107,7 @@ def test_gemms_have_errors_and_times(results):
     assert 1e-3 < min(bf16) <= max(bf16) < 3e-3
 
 
+@pytest.mark.long
 def test_a_block_keeps_fewer_bytes_in_fp8(results):
     found = {(row["variant"], row["mode"]): row for row in rows(results, "block.csv")}
     bf16, ours = found["bf16", "eager"], found["default", "eager"]
@@ -114,6 +121,7 @@ def test_a_block_keeps_fewer_bytes_in_fp8(results):
     assert any(row["kernel"] == "all" for row in rows(results, "block_kernels.csv"))
 
 
+@pytest.mark.long
 def test_step_runs_fp8_linears_under_fp8_mixed_only(results):
     measured = {(row["host"], row["variant"]): row for row in rows(results, "step.csv")}
     for host in ("lightning", "accelerate"):
@@ -130,6 +138,7 @@ def test_step_runs_fp8_linears_under_fp8_mixed_only(results):
     assert all(row["median_ms"] or row["note"] for row in measured.values())
 
 
+@pytest.mark.long
 def test_memory_by_category_falls_with_the_level(results):
     found = {
         row["variant"]: row
@@ -145,6 +154,7 @@ def test_memory_by_category_falls_with_the_level(results):
         assert float(found[level]["states"]) == pytest.approx(states * in_mib, abs=0.06)
 
 
+@pytest.mark.long
 def test_optimizer_counts_the_bytes_of_each_variant(results):
     """Read and written: weights and states; read: gradients.
 
@@ -176,6 +186,7 @@ def test_optimizer_counts_the_bytes_of_each_variant(results):
     assert max(losses) < 1.1 * min(losses) < 0.02  # from 1.0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", [*(f"{part}.csv" for part in PARTS), "gpu_run.csv"])
 def test_rows_say_where_they_come_from(results, name):
     found = rows(results, name)
@@ -187,6 +198,7 @@ def test_rows_say_where_they_come_from(results, name):
         assert row["command"].startswith("python -m benchmarks.")
 
 
+@pytest.mark.long
 def test_every_part_is_drawn(results):
     pytest.importorskip("matplotlib")
     assert {path.stem for path in results.glob("*.png")} == set(PARTS)

@@ -1,6 +1,10 @@
 """Bytes of tensor and sequence parallelism, counted on fake tensors."""
 
+import pytest
+
 from benchmarks.tensor_parallel_bytes import rows
+
+pytestmark = pytest.mark.long
 
 
 def test_bytes_of_a_block_of_llama():

@@ -55,6 +55,7 @@ def test_recorded_rows_are_alike(recorded):
             _assert_alike(whole, one_less)
 
 
+@pytest.mark.long
 def test_a_layer_moves_and_launches_what_is_recorded(recorded):
     """A process of its own: the interpreter is chosen when Triton is imported."""
     done = subprocess.run(

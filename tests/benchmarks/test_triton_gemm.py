@@ -45,11 +45,13 @@ def differences():
     return json.loads(done.stdout)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", CASES)
 def test_interpreted_gemm_is_the_references(differences, case):
     assert differences[case] == []
 
 
+@pytest.mark.long
 def test_every_case_is_listed(differences):
     assert sorted(differences) == sorted(CASES)
 

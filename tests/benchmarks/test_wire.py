@@ -6,6 +6,9 @@ import pytest
 
 from benchmarks import wire as bench
 
+pytestmark = pytest.mark.long
+
+
 RANKS = pytest.mark.parametrize("ranks", bench.RANKS)
 INPUTS = pytest.mark.parametrize("input_name", bench.INPUTS)
 

@@ -29,6 +29,7 @@ def made(tmp_path_factory):
     return assets.prepare(TINY, tmp_path_factory.mktemp("assets"), 2)
 
 
+@pytest.mark.long
 def test_they_open_with_transformers(made):
     model = AutoModelForCausalLM.from_pretrained(made.model)
     tokenizer = AutoTokenizer.from_pretrained(made.model)
@@ -38,6 +39,7 @@ def test_they_open_with_transformers(made):
     assert ids == "<|user|>x<|end|>"
 
 
+@pytest.mark.long
 def test_evaluation_is_from_files_that_training_never_saw(made):
     train, evaluation = (
         {row["messages"][0]["content"] for row in map(json.loads, path.open())}
@@ -51,6 +53,7 @@ def test_evaluation_is_from_files_that_training_never_saw(made):
     assert {question.split("\n\n", 1)[1] for question in evaluation} <= codes
 
 
+@pytest.mark.long
 def test_they_are_not_made_twice(made, monkeypatch):
     monkeypatch.setattr(assets, "_make", lambda *_: pytest.fail("made again"))
     assert assets.prepare(TINY, made.model.parents[1]) == made
@@ -116,6 +119,7 @@ def test_steps_fit_into_the_time(monkeypatch, capsys, seconds, steps):
         assert total < 440
 
 
+@pytest.mark.long
 def test_the_number_of_steps_is_kept_with_the_model(tmp_path, monkeypatch):
     """Another moment would have fitted another one."""
     seconds = iter([1e9, 1e-9])

@@ -3,6 +3,7 @@
 import ast
 import textwrap
 
+import pytest
 from stdlib_corpus import documented_functions, is_held_out, source_files
 
 
@@ -51,6 +52,7 @@ def test_async_functions_are_functions(tmp_path):
     assert functions_of(tmp_path, source) == [("async def wait():\n    await it", "Wait for it.")]
 
 
+@pytest.mark.long
 def test_the_library_is_listed_in_order_without_tests_and_packages():
     files = source_files(one_in=16)
     assert files == sorted(files) == source_files(one_in=16)

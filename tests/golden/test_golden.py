@@ -14,6 +14,8 @@ from tests.golden.cases import CASES, recorded
 from tests.golden.comparison import as_text, differences, not_resumed, read, why_not_comparable
 from tests.golden.ranks import NAMES, recorded_on_ranks
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(scope="module")
 def runs():

@@ -4,6 +4,8 @@ import re
 
 import pytest
 
+pytestmark = pytest.mark.long
+
 
 @pytest.mark.parametrize(
     ("host", "kind"),

@@ -186,6 +186,7 @@ def test_checkpoint_that_is_restored_within_a_fit_changes_nothing(host, tmp_path
     assert same(fit(host, tmp_path, config, max_epochs=1, callbacks=[Restores()]), through)
 
 
+@pytest.mark.long
 @each_trainer
 def test_checkpoint_opens_in_stock_lightning_without_this_package(run, tmp_path, host):
     path = tmp_path / "ours.ckpt"
@@ -231,6 +232,7 @@ def test_history_of_another_length_is_refused(tmp_path):
         fit(host, tmp_path, other, 2, ckpt_path=tmp_path / "delayed.ckpt")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("strategy", "level"),
     [("ddp", "O1"), ("ddp", "O3"), ("model_parallel", "O2"), ("model_parallel", "O3")],

@@ -2,6 +2,10 @@
 
 import re
 
+import pytest
+
+pytestmark = pytest.mark.long
+
 
 def test_a_killed_rank_ends_the_others_and_a_restart_goes_on(run):
     """Within the launcher's own time, in the collectives of our hook, bit for bit."""

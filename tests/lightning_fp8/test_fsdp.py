@@ -7,6 +7,9 @@ import pytest
 import lightning_fp8
 from lightning_fp8 import FP8FSDPStrategy
 
+pytestmark = pytest.mark.long
+
+
 FLAG = "fp8-mixed"
 TRAINER = (
     "O1 O2 O3 accumulate clip own manual sgd evaluate",

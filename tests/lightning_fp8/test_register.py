@@ -105,6 +105,7 @@ def test_connectors_keep_the_original_and_are_wrapped_once(connector):
         assert not hasattr(wrapped._fp8_original, "_fp8_original")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "hosts",
     [("lightning.pytorch", "lightning.fabric"), ("pytorch_lightning", "lightning_fabric")],
@@ -116,6 +117,7 @@ def test_explicit_import_after_lightning_registers_where_autoload_is_off(run, ho
     assert "precision: fp8-mixed" in late.output
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("file", "old", "new"),
     [

@@ -2,6 +2,9 @@
 
 import pytest
 
+pytestmark = pytest.mark.long
+
+
 FLAG = "fp8-mixed"
 # Two linear layers, forward, wgrad, and dgrad but for the first layer: 5 GEMMs a training step.
 GEMMS_PER_STEP, GEMMS_PER_EVALUATION = 5, 2

@@ -1,6 +1,9 @@
 """FSDP2 and tensor parallelism in one mesh, through ModelParallelStrategy's configure_model."""
 
+import pytest
 
+
+@pytest.mark.long
 def test_a_mesh_of_data_and_tensor_parallelism(run):
     (result,) = run(["tensor_parallel.py"])
     assert result.returncode == 0, result.output

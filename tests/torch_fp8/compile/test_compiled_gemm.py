@@ -42,6 +42,7 @@ def test_a_layer_is_one_graph_whatever_dynamo_knows(no_rule, recipe_name):
     assert all(t.grad is not None for t in (x, *layer.parameters()))
 
 
+@pytest.mark.long
 def test_layers_compiled_one_by_one_share_one_graph_without_a_break(no_rule):
     torch._dynamo.utils.counters.clear()
     torch.manual_seed(0)

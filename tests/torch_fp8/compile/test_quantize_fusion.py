@@ -300,6 +300,7 @@ def test_the_first_reader_decides_the_scale_for_all(reads_before, frozen, casts)
     assert of_norm == dict.fromkeys(casts, 1)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "options",
     [
@@ -327,6 +328,7 @@ def test_lengths_that_change(options):
             _assert_equal(*results)
 
 
+@pytest.mark.long
 def test_two_norms_of_one_epsilon_with_symbolic_shapes():
     """There a float that a module holds is an input of the graph."""
     block = Block()

@@ -5,6 +5,9 @@ import torch
 
 from torch_fp8 import CommunicationCount, count_communication
 
+pytestmark = pytest.mark.long
+
+
 RANKS = range(4)
 
 

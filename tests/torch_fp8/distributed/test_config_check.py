@@ -5,6 +5,8 @@ import pytest
 from torch_fp8 import FP8Config, count_communication
 from torch_fp8.distributed.config_check import check_same_config
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(scope="module")
 def ranks(run_ranks):

@@ -12,6 +12,9 @@ from torch_fp8.environment import hosts
 from torch_fp8.environment.autoload import autoload
 from torch_fp8.environment.host_points import HELD, POINTS, extended_names, inspect_host
 
+pytestmark = pytest.mark.long
+
+
 UTILS = "trl.models.utils"
 
 

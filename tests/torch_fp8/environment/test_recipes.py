@@ -108,6 +108,7 @@ def test_a_step_of_each_level_is_told_from_the_others(level, tmp_path):
         evidence.verdict(level, loss)
 
 
+@pytest.mark.long
 def test_a_step_without_autoload_is_told():
     """The flag itself is what a step is made with."""
     code = "from torch_fp8.environment.host_steps import step; step('Lightning Fabric', 'O1')"

@@ -15,6 +15,9 @@ from torch_fp8.environment.check import Check
 from torch_fp8.environment.runner import run_checks
 from torch_fp8.environment.worker import run_one
 
+pytestmark = pytest.mark.long
+
+
 FAULTS = """
 import ctypes, os, subprocess, sys, tempfile, time
 from torch_fp8.environment.result import NotRun

@@ -4,6 +4,9 @@ import itertools
 
 import pytest
 
+pytestmark = pytest.mark.long
+
+
 INPUTS = (
     "one tile",
     "tails",

@@ -2,6 +2,9 @@
 
 import pytest
 
+pytestmark = pytest.mark.long
+
+
 INPUTS = (
     "one element",
     "odd shape",

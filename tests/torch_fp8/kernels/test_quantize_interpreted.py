@@ -2,6 +2,9 @@
 
 import pytest
 
+pytestmark = pytest.mark.long
+
+
 GRANULARITIES = ("tensorwise", "rowwise", "block_1x128", "block_128x128", "block_1x32")
 INPUTS = (
     "one element",

@@ -373,6 +373,7 @@ def _compare_with_compiled(recipe, options, dynamic):
         assert torch.equal(a, b)
 
 
+@pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="inductor's CPU code needs a C++ compiler")
 def test_inductor_agrees_with_eager():
     torch._dynamo.reset()

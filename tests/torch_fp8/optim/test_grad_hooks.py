@@ -101,6 +101,7 @@ def test_sums_over_micro_batches_are_close_and_right_in_the_mean(micro_batches, 
     assert abs(kept) <= 0.005
 
 
+@pytest.mark.long
 def test_training_is_close_to_o2():
     """On average over runs, of which each ends within 3 % of its twin, by one batch's loss."""
     losses = []

@@ -96,6 +96,7 @@ def test_a_convolution_has_as_few_scales_as_a_matrix():
     assert memory_report(model, optimizer).bytes_per_param == 10.0625
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("level", ["O2", "O3", "O3, 4 residual bits"])
 def test_peak_within_a_step(level):
     config, _ = CONFIGS[level]

@@ -5,6 +5,9 @@ import torch
 
 from torch_fp8.distributed.ddp.comm_hook import Run, runs_of
 
+pytestmark = pytest.mark.long
+
+
 ON_FOUR = ("options", "unused", "join", "subgroup", "not_finite", "bytes", "sqnr", "accumulation")
 OPTIONS = (
     "default",

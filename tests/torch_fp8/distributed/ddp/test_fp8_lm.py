@@ -2,6 +2,8 @@
 
 import pytest
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(scope="module")
 def ranks(run_ranks):

@@ -7,6 +7,8 @@ from torch import nn
 from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8
 from torch_fp8.distributed.ddp.wrap import ddp_options
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(scope="module")
 def ranks(run_ranks):

@@ -2,6 +2,8 @@
 
 import pytest
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(scope="module")
 def runs(run_fsdp_cases, tmp_path_factory):

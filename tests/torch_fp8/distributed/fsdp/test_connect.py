@@ -9,6 +9,9 @@ from torch_fp8 import FP8Config, convert_to_float8
 from torch_fp8.distributed.fsdp.connect import connect_fsdp
 from torch_fp8.distributed.fsdp.unsharded_weight import GatheredWeight
 
+pytestmark = pytest.mark.long
+
+
 RECIPES = ["tensorwise", "delayed", "rowwise", "blockwise", "mxfp8"]
 FREED = "the unsharded weight was freed by FSDP"
 

@@ -2,6 +2,9 @@
 
 import pytest
 
+pytestmark = pytest.mark.long
+
+
 GEMM_DB = 28.0  # style of the numerics ladder: the floor of (E4M3, E4M3), less half a dB
 MIXED_GEMM_DB = 24.0  # of (E5M2, E4M3)
 

@@ -1,0 +1,95 @@
+"""What tests take: the rule for long ones, the record, and the order in which they are handed out.
+
+The measure is processor time, that of the processes a test starts and waits for included, so that
+what else the machine does hardly counts. A test that takes more than `LIMIT_S` with its set-up must
+have the marker ``long``; ``scripts/test.sh --fast`` leaves those out, but for the ones marked
+``smoke``.
+
+Every run with ``--junit-xml=FILE`` writes the seconds into FILE. ``python -m tests.durations FILE``
+makes durations.json of it. With that, pytest-xdist is handed the longest files first: files stay
+together, for their tests share what they set up.
+"""
+
+import json
+import os
+import sys
+import xml.etree.ElementTree
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+
+LIMIT_S = 5.0
+NEW_MODULES = 50
+"""A test that imports more than these pays for a library, which another would pay for otherwise."""
+RECORD = Path(__file__).with_name("durations.json")
+PROPERTY = "cpu_seconds"
+STARTED = pytest.StashKey[tuple[float, int]]()
+
+
+def processor_seconds() -> float:
+    """Of this process and of the children it waited for."""
+    return sum(os.times()[:4])
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_setup(item):
+    item.stash[STARTED] = processor_seconds(), len(sys.modules)
+    return (yield)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_teardown(item):
+    result = yield
+    before, modules = item.stash[STARTED]
+    seconds = processor_seconds() - before
+    item.user_properties.append((PROPERTY, round(seconds, 2)))
+    allowed = any(item.get_closest_marker(name) for name in ("long", "slow", "gpu"))
+    if seconds > LIMIT_S and not allowed and len(sys.modules) - modules <= NEW_MODULES:
+        pytest.fail(
+            f"{item.nodeid} took {seconds:.1f} s of processor time. Make it shorter, or mark it "
+            f"`long`: a test without that marker takes at most {LIMIT_S:g} s.",
+            pytrace=False,
+        )
+    return result
+
+
+def function_of(nodeid: str) -> str:
+    """``tests/a.py::test_b[c]`` -> ``tests/a.py::test_b``."""
+    return nodeid.partition("[")[0]
+
+
+def pytest_collection_modifyitems(config, items):
+    """The longest file first, where workers of pytest-xdist take files one after the other."""
+    if not hasattr(config, "workerinput") or not RECORD.exists():
+        return
+    recorded = json.loads(RECORD.read_text())
+    of_file = Counter()
+    for function in {function_of(item.nodeid) for item in items}:
+        of_file[function.partition("::")[0]] += recorded.get(function, 0)
+    items.sort(key=lambda item: -of_file[item.nodeid.partition("::")[0]])
+
+
+def seconds_of(junit: Path) -> dict[str, float]:
+    """Function of a test -> its processor seconds with all its parameters, from a JUnit file."""
+    found = Counter()
+    for case in xml.etree.ElementTree.parse(junit).iter("testcase"):
+        file = case.get("classname").replace(".", "/") + ".py"
+        for given in case.iter("property"):
+            if given.get("name") == PROPERTY:
+                found[function_of(f"{file}::{case.get('name')}")] += float(given.get("value"))
+    return dict(found)
+
+
+def record(files: Iterable[Path], least: float = 0.5) -> None:
+    """Writes what the runs took into durations.json; functions they did not run keep their line."""
+    recorded = json.loads(RECORD.read_text()) if RECORD.exists() else {}
+    for file in files:
+        recorded.update(seconds_of(file))
+    kept = {name: round(s, 1) for name, s in sorted(recorded.items()) if s >= least}
+    RECORD.write_text(json.dumps(kept, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    record(map(Path, sys.argv[1:]))
