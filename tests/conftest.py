@@ -3,18 +3,32 @@
 import importlib
 import os
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests import durations
 from tests.durations import (  # noqa: F401  (hooks)
     pytest_collection_modifyitems,
     pytest_runtest_setup,
     pytest_runtest_teardown,
 )
+from tests.forked_python import Server
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+
+@pytest.fixture(scope="session")
+def forked_python():
+    """Path of a Python for scripts that has torch imported, but neither hosts nor this package."""
+    with tempfile.TemporaryDirectory() as folder:
+        server = Server(Path(folder))
+        durations.SERVERS.append(server)
+        yield server.python
+        durations.SERVERS.remove(server)
+        server.stop()
 
 
 @pytest.fixture(autouse=True)

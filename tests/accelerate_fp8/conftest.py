@@ -53,12 +53,13 @@ def environment(tmp_path: Path) -> dict[str, str]:
 
 
 @pytest.fixture
-def run(tmp_path: Path, environment: dict[str, str]) -> Callable[..., Run]:
+def run(tmp_path: Path, environment: dict[str, str], forked_python: str) -> Callable[..., Run]:
     """``run("loop.py", *arguments, launch=("--mixed_precision", "fp8"), **environment)``.
 
     `launch` None: ``python script``; else ``accelerate launch`` with these flags, on the CPU.
     `fails`: whether it is to fail. `before`: a folder to search for modules first. `processes`: on
-    the CPU Accelerate's launcher starts one, or torch's, which starts more.
+    the CPU Accelerate's launcher starts one, or torch's, which starts more. With `before`, or the
+    autoload switched off, a Python that has imported nothing before.
     """
 
     def run_script(
@@ -72,7 +73,8 @@ def run(tmp_path: Path, environment: dict[str, str]) -> Callable[..., Run]:
     ) -> Run:
         counts = tmp_path / f"counts{len(list(tmp_path.glob('counts*')))}"
         counts.mkdir()
-        command = [sys.executable]
+        real = before is not None or "TORCH_DEVICE_BACKEND_AUTOLOAD" in variables
+        command = [sys.executable if real else forked_python]
         if launch is not None:
             command += ["-m", "accelerate.commands.launch", "--cpu", "--num_processes", "1"]
             command += launch

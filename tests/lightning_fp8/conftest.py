@@ -32,11 +32,11 @@ class Run:
         return [count["scaled_mm"] for count in self.counts if count["scaled_mm"]]
 
 
-def run_script(folder: Path, command: list[str], env: dict[str, str]) -> Run:
+def run_script(python: str, folder: Path, command: list[str], env: dict[str, str]) -> Run:
     command = [str(SCRIPTS / part) if part.endswith(".py") else part for part in command]
     inherited = os.environ.get("PYTHONPATH")
     process = subprocess.run(
-        [sys.executable, *command],
+        [python, *command],
         cwd=folder,
         env={
             **os.environ,
@@ -62,24 +62,25 @@ def free_port() -> int:
 
 
 @pytest.fixture
-def run(tmp_path):
+def run(tmp_path, forked_python):
     """run(command, command, ...): the scripts, all at the same time.
 
-    A command is a list of arguments, and perhaps a dictionary of environment variables.
+    A command is a list of arguments, and perhaps a dictionary of environment variables. One that
+    switches the autoload off takes a Python that has imported nothing before.
     """
+
+    def start(command: list) -> Run:
+        env = next((part for part in command if isinstance(part, dict)), {})
+        return run_script(
+            sys.executable if "TORCH_DEVICE_BACKEND_AUTOLOAD" in env else forked_python,
+            Path(tempfile.mkdtemp(dir=tmp_path)),
+            [part for part in command if isinstance(part, str)],
+            env,
+        )
 
     def run(*commands: list) -> list[Run]:
         with ThreadPoolExecutor(len(commands)) as pool:
-            jobs = [
-                pool.submit(
-                    run_script,
-                    Path(tempfile.mkdtemp(dir=tmp_path)),
-                    [part for part in command if isinstance(part, str)],
-                    next((part for part in command if isinstance(part, dict)), {}),
-                )
-                for command in commands
-            ]
-        return [job.result() for job in jobs]
+            return list(pool.map(start, commands))
 
     return run
 

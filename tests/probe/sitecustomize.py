@@ -25,11 +25,15 @@ class _WrapFunctional:
 
         def exec_module(module):
             execute(module)
-            for name in _counts:
-                setattr(module, name, _counting(name, getattr(module, name)))
+            _wrap(module)
 
         spec.loader.exec_module = exec_module
         return spec
+
+
+def _wrap(module):
+    for name in _counts:
+        setattr(module, name, _counting(name, getattr(module, name)))
 
 
 def _counting(name, function):
@@ -56,7 +60,10 @@ def _count_in_fork(_):
 
 
 if os.environ.get("FP8_PROBE_OUT"):
-    sys.meta_path.insert(0, _WrapFunctional())
+    if "torch.nn.functional" in sys.modules:  # the fork of a process that had imported it
+        _wrap(sys.modules["torch.nn.functional"])
+    else:
+        sys.meta_path.insert(0, _WrapFunctional())
     atexit.register(_write)
     # A forked worker of multiprocessing leaves through os._exit, past atexit, but runs finalizers.
     util.register_after_fork(_WrapFunctional, _count_in_fork)

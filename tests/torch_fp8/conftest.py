@@ -4,7 +4,6 @@ import functools
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -21,7 +20,7 @@ def single_process_group(tmp_path):
 
 
 @pytest.fixture(scope="session")
-def run_ranks(tmp_path_factory):
+def run_ranks(tmp_path_factory, forked_python):
     """``run_ranks(script, ranks, *arguments)``: the JSON that each of its processes has written.
 
     Each is ``python script <rank> <ranks> <file of the store> <file of the result> <arguments>``;
@@ -34,7 +33,7 @@ def run_ranks(tmp_path_factory):
         search = os.pathsep.join(filter(None, [str(here.parents[3]), os.environ.get("PYTHONPATH")]))
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": search, **variables}
         results = [folder / f"{rank}.json" for rank in range(ranks)]
-        command = [sys.executable, "-W", "ignore", here / script]
+        command = [forked_python, "-W", "ignore", here / script]
         processes = [
             subprocess.Popen(
                 [*command, str(rank), str(ranks), folder / "store", result, *arguments],

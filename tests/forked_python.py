@@ -1,0 +1,271 @@
+"""A Python that starts in a tenth of a second, for tests of scripts in processes of their own.
+
+Most of what such a test takes is the import of torch and of what hosts import beside it. One server
+imports these once; `Server.python` is an executable that is called as ``python`` is and hands its
+arguments, folder, environment and open files to the server, whose fork does the rest. What is under
+test is not among the modules imported before (`MODULES`): the hosts, the entry points that are
+extended in them, and this package are imported by each script, with the hooks that ``import torch``
+has left. Scripts that start others by ``sys.executable``, as launchers do, start these likewise.
+
+A test of the start itself (autoload switched off, modules that are hidden, other flags of Python)
+takes the real one.
+"""
+
+import atexit
+import contextlib
+import fcntl
+import gc
+import importlib
+import marshal
+import multiprocessing
+import os
+import runpy
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import types
+import warnings
+from pathlib import Path
+
+MODULES = (
+    "torch",
+    "torch._dynamo",
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "torch.distributed.run",
+    "torch.distributed.tensor.parallel",
+    "torchmetrics",
+    "tokenizers",
+)
+PACKAGES_UNDER_TEST = ("lightning", "lightning_fabric", "pytorch_lightning", "accelerate", "trl")
+EXTENDED = ("transformers.modeling_utils", "transformers.training_args", "transformers.trainer")
+ENGINE = ("torch_fp8", "lightning_fp8", "accelerate_fp8")
+
+CLIENT = """#!{python} -ISE
+import marshal, os, signal, socket, sys
+connection = socket.socket(socket.AF_UNIX)
+connection.connect({address!r})
+def is_open(name):
+    try:
+        return int(name) != connection.fileno() and os.get_inheritable(int(name))
+    except OSError:
+        return False
+files = [int(name) for name in os.listdir("/proc/self/fd") if is_open(name)]
+request = marshal.dumps((sys.argv[1:], os.getcwd(), dict(os.environ), files))
+socket.send_fds(connection, [len(request).to_bytes(8, "little")], files)
+connection.sendall(request)
+pid = int.from_bytes(connection.recv(8), "little")
+def forward(number, frame):
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        pass
+for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+    if signal.getsignal(number) != signal.SIG_IGN:
+        signal.signal(number, forward)
+code = os.waitstatus_to_exitcode(int.from_bytes(connection.recv(8), "little"))
+if code < 0:
+    signal.signal(-code, signal.SIG_DFL) if -code != signal.SIGKILL else None
+    os.kill(os.getpid(), -code)
+os._exit(code)
+"""
+
+
+class Server:
+    """Starts the process that is forked, in `folder`; `stop` ends it and what it has started.
+
+    Attributes:
+        python: path of the executable.
+        pid: the server's.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        address = str(folder / "socket")
+        self.python = str(folder / "python")
+        Path(self.python).write_text(CLIENT.format(python=sys.executable, address=address))
+        Path(self.python).chmod(0o755)
+        kept = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "TORCH_FP8_CONFIG")}
+        self._process = subprocess.Popen(
+            [sys.executable, __file__, address, self.python],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**kept, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+        )
+        self.pid = self._process.pid
+        assert self._process.stdout.readline() == b"ready\n"
+
+    def processor_seconds(self) -> float:
+        """Of what it has forked and waited for, and of what that has started."""
+        fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
+        return sum(map(int, fields[13:15])) / os.sysconf("SC_CLK_TCK")
+
+    def stop(self) -> None:
+        self._process.stdin.close()
+        self._process.wait(timeout=30)
+
+
+def serve(address: str, python: str) -> None:
+    """Forks for each request; returns in the child, which runs what was asked for."""
+    for name in MODULES:
+        importlib.import_module(name)
+    loaded = {name.partition(".")[0] for name in sys.modules}
+    assert not loaded.intersection(PACKAGES_UNDER_TEST + ENGINE), loaded
+    assert not set(EXTENDED) & set(sys.modules)
+    assert len(os.listdir("/proc/self/task")) == 1, "a process with threads cannot be forked"
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(address)
+    listener.listen(64)
+    woken, wake = os.pipe()
+    os.set_blocking(wake, False)
+    os.set_blocking(woken, False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+    running: dict[int, socket.socket] = {}
+    gc.collect()
+    gc.freeze()  # collecting in a fork would copy the memory that it shares
+    os.write(1, b"ready\n")
+    while True:
+        ready, _, _ = select.select([0, woken, listener, *running.values()], [], [])
+        if 0 in ready:
+            for pid in running:
+                os.kill(pid, signal.SIGKILL)
+            os._exit(0)
+        if woken in ready:
+            with contextlib.suppress(BlockingIOError):
+                os.read(woken, 4096)
+            _report(running)
+        # Whoever asked is gone, killed perhaps: what it asked for goes with it.
+        for pid, connection in running.items():
+            if connection in ready:
+                os.kill(pid, signal.SIGKILL)
+        if listener in ready:
+            connection, _ = listener.accept()
+            request, files = _receive(connection)
+            if request is None:
+                continue
+            pid = os.fork()
+            if pid == 0:
+                signal.set_wakeup_fd(-1)
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                for descriptor in (woken, wake, *(s.fileno() for s in running.values())):
+                    os.close(descriptor)
+                listener.close()
+                connection.close()
+                _become(*request, files, python)
+                return
+            for file in files:
+                os.close(file)
+            running[pid] = connection
+            with contextlib.suppress(OSError):
+                connection.sendall(pid.to_bytes(8, "little"))
+
+
+def _report(running: dict[int, socket.socket]) -> None:
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return
+        if pid == 0:
+            return
+        connection = running.pop(pid)
+        with contextlib.suppress(OSError):
+            connection.sendall(status.to_bytes(8, "little"))
+        connection.close()
+
+
+def _receive(connection: socket.socket):
+    length, files, _, _ = socket.recv_fds(connection, 8, 64)
+    data = b""
+    while length and len(data) < int.from_bytes(length, "little"):
+        part = connection.recv(1 << 16)
+        if not part:
+            break
+        data += part
+    if not data:
+        return None, files
+    return marshal.loads(data), files
+
+
+def _become(arguments, folder, environment, numbers, files, python) -> None:
+    """What a new Python has of its caller."""
+    above = max(numbers, default=0) + 1
+    copies = [fcntl.fcntl(file, fcntl.F_DUPFD, above) for file in files]
+    for file in files:
+        os.close(file)
+    for number, copy in zip(numbers, copies, strict=True):
+        os.dup2(copy, number)
+        os.close(copy)
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.executable = python
+    multiprocessing.set_executable(python)
+    sys.orig_argv = [python, *arguments]
+    sys.argv = arguments
+    # The folder of this file was the first.
+    sys.path[:1] = [p for p in environment.get("PYTHONPATH", "").split(os.pathsep) if p]
+    importlib.invalidate_caches()
+    if any((Path(p) / "sitecustomize.py").exists() for p in sys.path[:3]):
+        sys.modules.pop("sitecustomize", None)
+        importlib.import_module("sitecustomize")
+
+
+def run_and_exit() -> None:
+    """As Python ends, but for the clearing of all modules: that takes longer than most scripts."""
+    code = 0
+    try:
+        run()
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+        if code and not isinstance(error.code, int):
+            print(error.code, file=sys.stderr)
+    except KeyboardInterrupt:
+        sys.excepthook(*sys.exc_info())
+        code = -signal.SIGINT
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        code = 1
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    if code == -signal.SIGINT:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    os._exit(code & 0xFF)
+
+
+def run() -> None:
+    """``python [flags] script | -m module | -c code``, in a ``__main__`` of its own."""
+    arguments = sys.argv
+    while arguments[0] in ("-u", "-W", "-B", "-s"):
+        flag = arguments.pop(0)
+        if flag == "-W":
+            warnings.simplefilter(arguments.pop(0))
+        elif flag == "-u":
+            sys.stdout.reconfigure(line_buffering=True)
+    main = sys.modules["__main__"] = types.ModuleType("__main__")
+    main.__builtins__ = __builtins__
+    if arguments[0] == "-m":
+        name = arguments.pop(0) and arguments[0]
+        sys.path.insert(0, os.getcwd())
+        runpy._run_module_as_main(name, alter_argv=True)
+    elif arguments[0] == "-c":
+        code = arguments.pop(1)
+        sys.path.insert(0, "")
+        exec(compile(code, "<string>", "exec"), main.__dict__)
+    else:
+        script = Path(arguments[0])
+        sys.path.insert(0, str(script.resolve().parent))
+        main.__file__, main.__spec__ = str(script), None
+        exec(compile(script.read_bytes(), str(script), "exec"), main.__dict__)
+
+
+if __name__ == "__main__":
+    serve(*sys.argv[1:])
+    run_and_exit()
