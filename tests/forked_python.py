@@ -150,10 +150,10 @@ def serve(address: str, python: str) -> None:
             if pid == 0:
                 signal.set_wakeup_fd(-1)
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                for descriptor in (woken, wake, *(s.fileno() for s in running.values())):
-                    os.close(descriptor)
-                listener.close()
-                connection.close()
+                os.close(woken)
+                os.close(wake)
+                for other in (listener, connection, *running.values()):
+                    other.close()
                 _become(*request, files, python)
                 return
             for file in files:
