@@ -22,6 +22,7 @@ def test_scripts_say_nothing_of_fp8(script: str) -> None:
     assert "fp8" not in (SCRIPTS / script).read_text().lower()
 
 
+@pytest.mark.smoke
 def test_launcher_flag_runs_fp8_gemms(run: Callable) -> None:
     done = run("loop.py", launch=("--mixed_precision", "fp8"))
     assert (done.fp8, done.linear) == (LOOP_GEMMS, 0)

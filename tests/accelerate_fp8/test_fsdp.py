@@ -2,7 +2,6 @@
 
 import re
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -81,14 +80,19 @@ fsdp_config:
     ids=["each-rank-loads", "rank-0-loads"],
 )
 def test_configuration_file_shards_unmodified_code(
-    tmp_path: Path, environment: dict[str, str], tiny_model: Path, sparing: str, kinds: list[str]
+    tmp_path: Path,
+    environment: dict[str, str],
+    forked_python: str,
+    tiny_model: Path,
+    sparing: str,
+    kinds: list[str],
 ) -> None:
     config = tmp_path / "fsdp.yaml"
     config.write_text(CONFIG.format(sparing))
     command = ["-m", "accelerate.commands.launch", "--config_file", str(config)]
     command += ["--main_process_port", "0", str(SCRIPTS / "fsdp2_config.py"), str(tiny_model)]
     done = subprocess.run(
-        [sys.executable, *command, *kinds],
+        [forked_python, *command, *kinds],
         env={**environment, "FP8_PROBE_OUT": str(tmp_path)},
         cwd=tmp_path,
         capture_output=True,

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 
 from .conftest import EXAMPLES, environment_in, gemm_counts, run_example
 
-LAUNCH = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "1"]
+LAUNCH = ["-m", "accelerate.commands.launch", "--num_processes", "1"]
 LAUNCH += ["--num_cpu_threads_per_process", "1"]
 
 
@@ -29,13 +29,15 @@ class Host:
     bf16: str
     fp8: str
 
-    def command(self, precision: str | None, *arguments: str) -> list[str]:
+    def command(
+        self, precision: str | None, *arguments: str, python: str = sys.executable
+    ) -> list[str]:
         script = [str(EXAMPLES / self.script), *arguments]
         if precision is None:
-            return [sys.executable, *script]
+            return [python, *script]
         if self.script == "sft_lightning.py":
-            return [sys.executable, *script, "--precision", precision]
-        return [*LAUNCH, "--mixed_precision", precision, *script]
+            return [python, *script, "--precision", precision]
+        return [python, *LAUNCH, "--mixed_precision", precision, *script]
 
 
 HOSTS = {
@@ -54,12 +56,13 @@ def host(request) -> Host:
 
 
 @pytest.fixture
-def compared(once, assets_cache):
+def compared(once, assets_cache, forked_python):
     """`compared(host)`: the folder in which the host's script compared the two precisions."""
 
     def compare(host: Host) -> Path:
         def make(folder: Path) -> None:
-            command = host.command(None, *arguments(assets_cache), "--output", str(folder / "out"))
+            given = [*arguments(assets_cache), "--output", str(folder / "out")]
+            command = host.command(None, *given, python=forked_python)
             (folder / "printed").write_text(run_example(command, folder))
 
         return once(host.script, make)
@@ -128,7 +131,9 @@ def test_the_model_is_saved_plain(host, compared, assets_cache):
 
 
 @pytest.mark.long
-def test_a_killed_run_goes_on_to_the_same_losses(host, compared, assets_cache, tmp_path):
+def test_a_killed_run_goes_on_to_the_same_losses(
+    host, compared, assets_cache, forked_python, tmp_path
+):
     output = tmp_path / "out"
     command = host.command(host.fp8, *arguments(assets_cache), "--output", str(output))
     with (tmp_path / "log").open("w") as log:
@@ -147,7 +152,7 @@ def test_a_killed_run_goes_on_to_the_same_losses(host, compared, assets_cache, t
         os.killpg(run.pid, signal.SIGKILL)
         run.wait()
     assert not (output / "result.json").exists()
-    run_example([*command, "--resume"], tmp_path)
+    run_example([forked_python, *command[1:], "--resume"], tmp_path)
     rows = read_losses(output / "losses.csv")
     whole = read_losses(compared(host) / "out" / host.fp8 / "losses.csv")
     assert [{**row, "seconds": 0} for row in rows] == [{**row, "seconds": 0} for row in whole]
@@ -198,9 +203,10 @@ def test_a_signal_ends_a_run_with_its_number_and_leaves_no_result(
 
 
 @pytest.mark.long
-def test_resuming_without_a_checkpoint_is_refused(host, tmp_path):
+def test_resuming_without_a_checkpoint_is_refused(host, forked_python, tmp_path):
     for precision in (None, host.bf16):
-        command = host.command(precision, "--resume", "--output", str(tmp_path / "out"))
+        given = ["--resume", "--output", str(tmp_path / "out")]
+        command = host.command(precision, *given, python=forked_python)
         run = subprocess.run(
             command, env=environment_in(tmp_path), capture_output=True, text=True, cwd=tmp_path
         )
@@ -219,10 +225,10 @@ def test_resuming_without_a_checkpoint_is_refused(host, tmp_path):
         ("accelerate", ["--model", "./nowhere"], "--model ./nowhere: there is no such folder"),
     ],
 )
-def test_mistakes_are_one_line_before_anything_is_made(name, given, said, tmp_path):
+def test_mistakes_are_one_line_before_anything_is_made(name, given, said, forked_python, tmp_path):
     (tmp_path / "rows.jsonl").write_text('{"prompt": "x", "completion": "y"}\n{"prompt": \n')
     run = subprocess.run(
-        HOSTS[name].command(None, *given),
+        HOSTS[name].command(None, *given, python=forked_python),
         env=environment_in(tmp_path),
         capture_output=True,
         text=True,
@@ -247,16 +253,14 @@ ROWS = {
 
 @pytest.mark.long
 @pytest.mark.parametrize("rows", ["chat", "prompt"])
-def test_any_model_and_any_data(host, rows, assets_cache, tmp_path):
+def test_any_model_and_any_data(host, rows, assets_cache, forked_python, tmp_path):
     """Padded batches of one's own data, one epoch of it."""
     data = tmp_path / "data.jsonl"
     data.write_text("".join(json.dumps(ROWS[rows](i)) + "\n" for i in range(21)))
     model = assets_cache / "quick/model"
     own = ["--model", str(model), "--data", str(data), "--batching", "padded"]
-    run_example(
-        host.command(host.fp8, *own, "--batch-size", "4", "--output", str(tmp_path / "out")),
-        tmp_path,
-    )
+    own += ["--batch-size", "4", "--output", str(tmp_path / "out")]
+    run_example(host.command(host.fp8, *own, python=forked_python), tmp_path)
     result = json.loads((tmp_path / "out/result.json").read_text())
     assert result["steps"] == 3  # 20 examples, one of 21 held out, 4 rows x 2 micro-batches a step
     assert result["final_eval_loss"] < result["first_eval_loss"]
@@ -264,9 +268,9 @@ def test_any_model_and_any_data(host, rows, assets_cache, tmp_path):
 
 @pytest.mark.long
 @pytest.mark.parametrize("precision", ["bf16-mixed", "fp8-mixed"])
-def test_the_fabric_loop_runs(precision, assets_cache, tmp_path):
+def test_the_fabric_loop_runs(precision, assets_cache, forked_python, tmp_path):
     script = [str(EXAMPLES / "fabric_loop.py"), "--steps", "4", "--assets", str(assets_cache)]
-    printed = run_example([sys.executable, *script, "--precision", precision], tmp_path)
+    printed = run_example([forked_python, *script, "--precision", precision], tmp_path)
     losses = [float(loss) for loss in re.findall(r"step +\d+  loss ([\d.]+)", printed)]
     assert len(losses) == 4
     assert losses[-1] < losses[0]

@@ -11,7 +11,7 @@ pytestmark = pytest.mark.long
         ("lightning.pytorch", "ddp", "O2", "automatic"),
         ("lightning.pytorch", "ddp_fork", "O1", "accumulate"),
         ("pytorch_lightning", "ddp_fork", "O1", "hook"),
-        ("pytorch_lightning", "ddp_fork", "O3", "accumulate"),
+        pytest.param("pytorch_lightning", "ddp_fork", "O3", "accumulate", marks=pytest.mark.smoke),
         ("lightning.pytorch", "ddp_spawn", "O3", "manual"),
         ("pytorch_lightning", "ddp_fork", "O3", "unused"),
         ("lightning.fabric", "ddp_spawn", "O3", "fabric"),

@@ -25,7 +25,7 @@ FABRIC = "O1 O2 O3 apart resume stock"
         ("fsdp.py", "lightning.pytorch", TRAINER[1]),
         ("fsdp.py", "pytorch_lightning", "O3"),
         ("fsdp_fabric.py", "lightning.fabric", FABRIC),
-        ("fsdp_fabric.py", "lightning_fabric", "O2"),
+        pytest.param("fsdp_fabric.py", "lightning_fabric", "O2", marks=pytest.mark.smoke),
     ],
     ids=lambda value: value.replace(" ", "-"),
 )

@@ -2,9 +2,6 @@
 
 import pytest
 
-pytestmark = pytest.mark.long
-
-
 FLAG = "fp8-mixed"
 # Two linear layers, forward, wgrad, and dgrad but for the first layer: 5 GEMMs a training step.
 GEMMS_PER_STEP, GEMMS_PER_EVALUATION = 5, 2
@@ -117,6 +114,7 @@ def test_environment_variable_for_every_choice(run):
     assert "recipe='columnwise' is unknown" in bad.output
 
 
+@pytest.mark.long
 def test_autoload_switched_off_is_stock_behaviour(run):
     off = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
     trainer, fabric = run(

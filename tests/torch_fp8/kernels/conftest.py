@@ -183,6 +183,15 @@ def just_rounded_up(rows, cols, keys):
     return x
 
 
+@pytest.hookimpl(tryfirst=True)  # before markers select
+def pytest_collection_modifyitems(items):
+    """Of each long test that compiles, ``--fast`` runs one variant: the last, a small one."""
+    compiled = [item for item in items if "compile_for" in getattr(item, "fixturenames", ())]
+    variants = {item.function: item for item in compiled if item.get_closest_marker("long")}
+    for item in variants.values():
+        item.add_marker("smoke")
+
+
 @pytest.fixture
 def make_matrix():
     """`optimizer_matrix`."""

@@ -36,6 +36,7 @@ def launch_of(make_matrix, record_launches):
     return launch
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("target", ["sm_90", "sm_100"])
 @pytest.mark.parametrize("layout", COLS)
 @pytest.mark.parametrize("grad", GRADS)
@@ -71,6 +72,7 @@ def test_a_step_takes_a_hundred_instructions_for_an_element(
     assert count_instructions(step, "sm_90") <= most * elements
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("target", ["sm_90", "sm_100"])
 @pytest.mark.parametrize("layout", COLS)
 @pytest.mark.parametrize("grad", ["bf16", "8-bit"])
@@ -103,6 +105,7 @@ def with_payload(matrix, granularity, transposed):
     return matrix._replace(payload=payload, amax=amax)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("target", ["sm_90", "sm_100"])
 @pytest.mark.parametrize("transposed", [False, True], ids=["row", "both"])
 @pytest.mark.parametrize("granularity", ["tensorwise", "block_128x128"])

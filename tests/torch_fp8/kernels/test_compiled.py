@@ -61,6 +61,7 @@ def launch_delayed(name):
             quantize_delayed.advance_history(torch.zeros(length), last, amax, dtype, algorithm, 0)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("target", ["sm_90", "sm_100"])
 @pytest.mark.parametrize("name", INPUTS)
 def test_every_kernel_compiles_without_spills(
@@ -73,6 +74,7 @@ def test_every_kernel_compiles_without_spills(
     _compile(launches, name, target, compile_for, record_property)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("target", ["sm_90", "sm_100"])
 @pytest.mark.parametrize("name", INPUTS)
 def test_every_kernel_of_delayed_scaling_compiles_without_spills(
@@ -83,6 +85,7 @@ def test_every_kernel_of_delayed_scaling_compiles_without_spills(
     _compile(launches, name, target, compile_for, record_property)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("target", ["sm_90", "sm_100"])
 @pytest.mark.parametrize("size", [4096, 515])
 def test_sums_compile_without_spills(size, target, record_launches, compile_for, record_property):

@@ -24,6 +24,7 @@ def launches_of(record_launches):
     return launch
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("target", ["sm_90", "sm_100"])
 @pytest.mark.parametrize("layout", COLS)
 @pytest.mark.parametrize("dtype", DTYPES)

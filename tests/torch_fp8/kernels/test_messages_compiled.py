@@ -30,6 +30,7 @@ def launches_of(record_launches):
     return launch
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("target", ["sm_90", "sm_100"])
 @pytest.mark.parametrize("numel", NUMEL)
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -144,6 +144,7 @@ def assert_fits(launches, compile_for, target, record_property):
         assert "max.NaN" not in ptx
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("target", ["sm_90", "sm_100"])
 @pytest.mark.parametrize("name", [*DTYPES, *ODD])
 def test_norm_compiles_and_fits(record_launches, compile_for, record_property, name, target):
@@ -158,6 +159,7 @@ def test_norm_compiles_and_fits(record_launches, compile_for, record_property, n
     assert_fits(launches, compile_for, target, record_property)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("target", ["sm_90", "sm_100"])
 @pytest.mark.parametrize("name", [*DTYPES, *ODD])
 def test_swiglu_compiles_and_fits(record_launches, compile_for, record_property, name, target):

@@ -1,0 +1,83 @@
+"""The Python that scripts of the tests start from: what they may not notice."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+SEEN = """
+import json, os, sys
+hosts = ("torch_fp8", "accelerate", "lightning", "transformers.trainer", "trl")
+print(json.dumps([
+    sys.argv[1:], os.getcwd(), os.environ.get("MINE"), "HOME" in os.environ, sys.path[0],
+    [name for name in hosts if name in sys.modules], __name__, "__file__" in globals(),
+    sys.stdin.read(),
+]))
+sys.exit(7)
+"""
+
+
+@pytest.fixture
+def seen(forked_python, tmp_path):
+    """What a script sees: of either Python."""
+    (tmp_path / "script.py").write_text(SEEN)
+
+    def run(python, *arguments):
+        done = subprocess.run(
+            [python, *arguments, "one", "two words"],
+            cwd=tmp_path,
+            env={"MINE": "1", "PYTHONPATH": "/nowhere"},
+            input="typed",
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        return done.returncode, json.loads(done.stdout)
+
+    return run
+
+
+@pytest.mark.parametrize("how", [["script.py"], ["-m", "script"], ["-c", SEEN]], ids=str)
+def test_a_script_sees_what_it_sees_in_a_python_of_its_own(seen, forked_python, how):
+    found = seen(forked_python, *how)
+    assert found == seen(sys.executable, *how)
+    assert found[0] == 7
+    assert found[1][5] == []  # neither the hosts nor this package
+
+
+def test_it_ends_as_a_python_does(forked_python):
+    def end(code):
+        done = subprocess.run(
+            [forked_python, "-c", code], capture_output=True, text=True, check=False
+        )
+        return done.returncode, done.stderr
+
+    assert end("raise ValueError('so')")[0] == 1
+    assert end("raise ValueError('so')")[1].endswith("ValueError: so\n")
+    assert end("import sys; sys.exit('said')") == (1, "said\n")
+    assert end("import os; os.kill(os.getpid(), 9)")[0] == -signal.SIGKILL
+    assert end("import atexit, sys; atexit.register(print, 'last', file=sys.stderr)") == (
+        0,
+        "last\n",
+    )
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=lambda n: n.name)
+def test_a_signal_reaches_it(forked_python, tmp_path, number):
+    """A caller that is killed leaves nothing behind."""
+    code = "import os, time; open('pid', 'w').write(str(os.getpid())); time.sleep(60)"
+    process = subprocess.Popen([forked_python, "-c", code], cwd=tmp_path)
+    deadline = time.monotonic() + 30
+    while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    process.send_signal(number)
+    assert process.wait(timeout=30) == -number
+    pid = int((tmp_path / "pid").read_text())
+    while os.path.exists(f"/proc/{pid}"):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
