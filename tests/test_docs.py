@@ -294,6 +294,7 @@ def test_every_field_is_told_from_its_own_text():
     assert told == list(FP8Config.__dataclass_fields__)
 
 
+@pytest.mark.long
 def test_the_site_builds_strictly(tmp_path):
     """Links, anchors, the navigation, and the names that the reference takes from the code."""
     done = subprocess.run(

@@ -22,10 +22,10 @@ PARTS = ("linear", "block", "step", "memory", "gemm", "optimizer")
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory):
+def results(tmp_path_factory, forked_python):
     """Directory of the CSV files of one toy run."""
     directory = tmp_path_factory.mktemp("results")
-    command = [*COMMAND, "--toy", "--budget", "900", "--results", str(directory)]
+    command = [forked_python, *COMMAND[1:], "--toy", "--budget", "900", "--results", str(directory)]
     run = subprocess.run(
         command, capture_output=True, text=True, timeout=920, env=ENVIRONMENT, check=False, cwd=ROOT
     )
