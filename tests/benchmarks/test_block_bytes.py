@@ -81,7 +81,13 @@ def test_norms(counted, recipe, least, most, tensor):
 
 
 @pytest.mark.parametrize(
-    ("recipe", "most"), [("tensorwise", 6.1), ("delayed", 4.1), ("blockwise", 4.1), ("mxfp8", 4.3)]
+    ("recipe", "most"),
+    [
+        ("tensorwise", 6.1),
+        ("delayed", 4.13),  # with three histories of 4 KiB, read and written, for 196,608 elements
+        ("blockwise", 4.1),
+        ("mxfp8", 4.3),
+    ],
 )
 def test_what_comes_from_no_producer(counted, recipe, most):
     others = ("input of o", "gradients of q, k, v", "gradient of o", "gradient of down")

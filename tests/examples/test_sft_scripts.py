@@ -19,6 +19,8 @@ from safetensors.torch import load_file
 
 from .conftest import EXAMPLES, environment_in, gemm_counts, run_example
 
+pytestmark = pytest.mark.long
+
 LAUNCH = ["-m", "accelerate.commands.launch", "--num_processes", "1"]
 LAUNCH += ["--num_cpu_threads_per_process", "1"]
 
@@ -75,7 +77,6 @@ def test_the_scripts_say_nothing_of_fp8_but_the_flag(host):
     assert not re.search(r"torch_fp8|lightning_fp8|accelerate_fp8|Float8", source)
 
 
-@pytest.mark.long
 def test_without_arguments_two_precisions_are_compared(host, compared):
     folder = compared(host)
     rows = list(csv.DictReader((folder / "out/comparison.csv").open()))
@@ -130,7 +131,6 @@ def test_the_model_is_saved_plain(host, compared, assets_cache):
     assert {value.dtype for value in saved.values()} == {torch.float32}
 
 
-@pytest.mark.long
 def test_a_killed_run_goes_on_to_the_same_losses(
     host, compared, assets_cache, forked_python, tmp_path
 ):
@@ -163,7 +163,6 @@ def complete_checkpoints(output: Path) -> list[Path]:
     return [*folder.glob("last.ckpt"), *folder.glob("step-*")]
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT], ids=lambda s: s.name)
 def test_a_signal_ends_a_run_with_its_number_and_leaves_no_result(
     host, signum, assets_cache, tmp_path
@@ -202,7 +201,6 @@ def test_a_signal_ends_a_run_with_its_number_and_leaves_no_result(
     assert len(read_losses(losses)) == rows  # nobody trains on
 
 
-@pytest.mark.long
 def test_resuming_without_a_checkpoint_is_refused(host, forked_python, tmp_path):
     for precision in (None, host.bf16):
         given = ["--resume", "--output", str(tmp_path / "out")]
@@ -217,7 +215,6 @@ def test_resuming_without_a_checkpoint_is_refused(host, forked_python, tmp_path)
         assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "given", "said"),
     [
@@ -251,7 +248,6 @@ ROWS = {
 }
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("rows", ["chat", "prompt"])
 def test_any_model_and_any_data(host, rows, assets_cache, forked_python, tmp_path):
     """Padded batches of one's own data, one epoch of it."""
@@ -266,7 +262,6 @@ def test_any_model_and_any_data(host, rows, assets_cache, forked_python, tmp_pat
     assert result["final_eval_loss"] < result["first_eval_loss"]
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("precision", ["bf16-mixed", "fp8-mixed"])
 def test_the_fabric_loop_runs(precision, assets_cache, forked_python, tmp_path):
     script = [str(EXAMPLES / "fabric_loop.py"), "--steps", "4", "--assets", str(assets_cache)]
