@@ -87,7 +87,8 @@ class Server:
         self.python = str(folder / "python")
         Path(self.python).write_text(CLIENT.format(python=sys.executable, address=address))
         Path(self.python).chmod(0o755)
-        kept = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "TORCH_FP8_CONFIG")}
+        chosen = ("PYTHONPATH", "ACCELERATE_", "TORCH_", "PL_", "LT_")
+        kept = {k: v for k, v in os.environ.items() if not k.startswith(chosen)}
         self._process = subprocess.Popen(
             [sys.executable, __file__, address, self.python],
             stdin=subprocess.PIPE,
@@ -202,6 +203,8 @@ def _become(arguments, folder, environment, numbers, files, python) -> None:
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
+    assert environment.get("TORCH_DEVICE_BACKEND_AUTOLOAD") != "0", "take the real Python for this"
+    sys.modules["torch"]._import_device_backends()  # as `import torch` ends, in this environment
     sys.executable = python
     multiprocessing.set_executable(python)
     sys.orig_argv = [python, *arguments]

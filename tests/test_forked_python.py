@@ -49,6 +49,19 @@ def test_a_script_sees_what_it_sees_in_a_python_of_its_own(seen, forked_python, 
     assert found[1][5] == []  # neither the hosts nor this package
 
 
+@pytest.mark.parametrize("precision", ["fp8", "bf16"])
+def test_the_autoload_sees_the_environment_of_the_script(forked_python, precision):
+    """Whether FP8 was asked for is looked up at the end of ``import torch``."""
+    done = subprocess.run(
+        [forked_python, "-c", "import torch, sys; print('_fp8_check' in sys.modules)"],
+        env={**os.environ, "ACCELERATE_MIXED_PRECISION": precision},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout == f"{precision == 'fp8'}\n"
+
+
 def test_it_ends_as_a_python_does(forked_python):
     def end(code):
         done = subprocess.run(
