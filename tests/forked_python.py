@@ -126,7 +126,6 @@ def serve(address: str, python: str) -> None:
     signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
     running: dict[int, socket.socket] = {}
     gc.collect()
-    gc.freeze()  # collecting in a fork would copy the memory that it shares
     os.write(1, b"ready\n")
     while True:
         ready, _, _ = select.select([0, woken, listener, *running.values()], [], [])

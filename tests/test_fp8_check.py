@@ -10,6 +10,7 @@ import pytest
 import _fp8_autoload
 import _fp8_check
 
+PYTHON = ""
 START = "FP8 was asked for by "
 LAUNCHED = {"ACCELERATE_MIXED_PRECISION": "fp8", "ACCELERATE_USE_CPU": "true"}
 LAUNCHER = START + "accelerate launch --mixed_precision fp8 (ACCELERATE_MIXED_PRECISION)"
@@ -31,11 +32,16 @@ train()
 """
 
 
+@pytest.fixture(autouse=True)
+def _python(forked_python, monkeypatch):
+    monkeypatch.setattr(sys.modules[__name__], "PYTHON", forked_python)
+
+
 def run(code, **environment):
     """The warnings about absent FP8 that a script of this `code` logs."""
     inherited = {k: v for k, v in os.environ.items() if not k.startswith("ACCELERATE_")}
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", textwrap.dedent(code)],
+        [PYTHON, "-W", "ignore", "-c", textwrap.dedent(code)],
         env={**inherited, "OMP_NUM_THREADS": "1", **environment},
         capture_output=True,
         text=True,
@@ -45,20 +51,17 @@ def run(code, **environment):
     return [line for line in done.stderr.splitlines() if START in line]
 
 
-@pytest.mark.long
 def test_loop_without_an_accelerator_is_told_once():
     (line,) = run(MODEL + "train(); train()", **LAUNCHED)
     assert line.startswith(f"{LAUNCHER}, but this process trains without one FP8 layer: it has no")
     assert line.endswith("call torch_fp8.convert_to_float8(model)")
 
 
-@pytest.mark.long
 def test_loop_that_converts_by_hand_is_told_nothing():
     convert = "import torch_fp8; torch_fp8.convert_to_float8(model)\n"
     assert run(MODEL + convert + "train()", TORCH_FP8_CONFIG="{}") == []
 
 
-@pytest.mark.long
 def test_nothing_asked_for_imports_nothing_and_registers_no_hook():
     code = """
     import sys
@@ -69,13 +72,11 @@ def test_nothing_asked_for_imports_nothing_and_registers_no_hook():
     assert run(MODEL + textwrap.dedent(code), ACCELERATE_MIXED_PRECISION="bf16") == []
 
 
-@pytest.mark.long
 def test_compiled_optimizer_step_is_no_trouble():
     code = "torch.compile(optimizer.step, backend='eager')"
     assert len(run(MODEL + f"train(0); {code}(); train(1)", **LAUNCHED)) == 1
 
 
-@pytest.mark.long
 def test_argument_that_won_over_the_launcher_is_named():
     # As diffusers' train_unconditional.py, whose --mixed_precision is "no" by default.
     (line,) = run(MODEL + ACCELERATOR.format("mixed_precision='no'"), **LAUNCHED)
@@ -83,7 +84,6 @@ def test_argument_that_won_over_the_launcher_is_named():
     assert "give 'fp8' there" in line
 
 
-@pytest.mark.long
 def test_accelerator_with_fp8_is_told_nothing():
     assert run(MODEL + ACCELERATOR.format(""), **LAUNCHED) == []
 
@@ -128,7 +128,6 @@ def test_notebook_launcher_is_told():
     assert "Write Accelerator(mixed_precision='fp8') in the function" in lines[0]
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
     ("variable", "loop", "found"),
     [

@@ -4,8 +4,6 @@ import re
 
 import pytest
 
-pytestmark = pytest.mark.long
-
 
 @pytest.mark.parametrize(
     ("host", "kind"),

@@ -5,9 +5,6 @@ Its model has one linear layer: forward and wgrad make two GEMMs a step.
 
 import pytest
 
-pytestmark = pytest.mark.long
-
-
 DEMOS = "lightning.pytorch.demos.boring_classes"
 CLI = [
     "-c",
