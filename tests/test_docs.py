@@ -85,7 +85,7 @@ def _environment(**more):
 
 
 @functools.cache
-def _outcomes(host):
+def _outcomes(host, python):
     """Block -> (error, output), of all blocks of a host; what torchrun sets is set for one rank."""
     blocks = [block for block in PYTHON if _host(block) == host and not block.reason]
     with socket.socket() as free:
@@ -93,7 +93,7 @@ def _outcomes(host):
         port = str(free.getsockname()[1])
     rank = {"MASTER_ADDR": "localhost", "MASTER_PORT": port, "RANK": "0", "WORLD_SIZE": "1"}
     done = subprocess.run(
-        [sys.executable, ROOT / "tests" / "documented_blocks.py"],
+        [python, ROOT / "tests" / "documented_blocks.py"],
         input=json.dumps([block.code for block in blocks]),
         env=_environment(**({} if host else rank)),
         stdout=subprocess.PIPE,
@@ -106,10 +106,10 @@ def _outcomes(host):
 
 @pytest.mark.long
 @pytest.mark.parametrize("block", PYTHON, ids=str)
-def test_python_blocks_run(block):
+def test_python_blocks_run(block, forked_python):
     if block.reason:
         pytest.skip(block.reason)
-    error, output = _outcomes(_host(block))[block]
+    error, output = _outcomes(_host(block), forked_python)[block]
     assert error is None, f"{error}\n{output}"
     if ".fit(" in block.code or "report.summary" in block.code:
         assert "of 2 linear layers" in output
