@@ -3,6 +3,7 @@
 import contextlib
 import os
 import signal
+import sys
 import tempfile
 import threading
 import time
@@ -99,7 +100,8 @@ def test_each_check_is_isolated(faults, tmp_path):
     assert list((tmp_path / "temporary").iterdir()) == []
 
 
-def test_checks_of_one_process_share_it(faults):
+def test_checks_of_one_process_share_it(faults, forked_python, monkeypatch):
+    monkeypatch.setattr(sys, "executable", forked_python)
     names = ("whose", "whose")
     one = [faults(name, process="one") for name in names]
     results = list(run_checks([*one, faults("whose", process="two")]))
