@@ -42,9 +42,10 @@ def pytest_runtest_setup(item):
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_teardown(item):
-    result = yield
     before, modules = item.stash[STARTED]
+    # Before the teardown: that of the last test ends the servers, whose own start is no test's.
     seconds = processor_seconds() - before
+    result = yield
     item.user_properties.append((PROPERTY, round(seconds, 2)))
     allowed = any(item.get_closest_marker(name) for name in ("long", "slow", "gpu"))
     if seconds > LIMIT_S and not allowed and len(sys.modules) - modules <= NEW_MODULES:

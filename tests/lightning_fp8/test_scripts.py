@@ -29,6 +29,7 @@ def test_fabric(run, host):
     assert_fp8_only_with_flag(*run([*command, FLAG], command), [2 * GEMMS_PER_STEP])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("strategy", ["ddp", "ddp_fork", "ddp_spawn"])
 def test_trainer_ddp(run, strategy):
     command = ["trainer.py", "lightning.pytorch", strategy, "2"]
@@ -36,6 +37,7 @@ def test_trainer_ddp(run, strategy):
     assert_fp8_only_with_flag(flagged, plain, [TRAINER_GEMMS] * 2)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("strategy", "host"),
     [

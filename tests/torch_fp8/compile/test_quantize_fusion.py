@@ -24,6 +24,9 @@ from torch_fp8 import (
     selective_checkpoint_contexts,
 )
 
+pytestmark = pytest.mark.long
+
+
 RECIPES = ("tensorwise", "delayed", "rowwise", "blockwise", "mxfp8")
 LAYERS = {"llama": (LlamaConfig, LlamaDecoderLayer), "phi3": (Phi3Config, Phi3DecoderLayer)}
 TOKENS = 256
@@ -300,7 +303,6 @@ def test_the_first_reader_decides_the_scale_for_all(reads_before, frozen, casts)
     assert of_norm == dict.fromkeys(casts, 1)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
     "options",
     [
@@ -328,7 +330,6 @@ def test_lengths_that_change(options):
             _assert_equal(*results)
 
 
-@pytest.mark.long
 def test_two_norms_of_one_epsilon_with_symbolic_shapes():
     """There a float that a module holds is an input of the graph."""
     block = Block()
