@@ -28,16 +28,14 @@ REWARD = ("--reward_funcs", "get_soft_overlong_punishment")
 
 
 @pytest.fixture
-def shell(
-    tmp_path: Path, environment: dict[str, str], forked_python: str
-) -> Callable[..., tuple[int, str]]:
+def shell(tmp_path: Path, environment: dict[str, str]) -> Callable[..., tuple[int, str]]:
     """Runs a command; returns the FP8 GEMMs of its processes, and what they wrote."""
 
     def run(*command: str, **variables: str) -> tuple[int, str]:
         counts = tmp_path / "counts"
         counts.mkdir()
         done = subprocess.run(
-            [forked_python, *command],
+            [sys.executable, *command],
             env={**environment, "FP8_PROBE_OUT": str(counts), **variables},
             cwd=tmp_path,
             capture_output=True,

@@ -40,7 +40,7 @@ HISTORY = {
     "rms_norm_quantize_delayed": slice(2),
     "swiglu_quantize_delayed": slice(-2),
 }
-"""Those that read or move a history, and which of their tensors are no part of it."""
+"""Casts that read or move a history, and which of their tensors are no part of it."""
 ATTENTION = (
     "_scaled_dot_product_flash_attention",
     "_scaled_dot_product_flash_attention_for_cpu",
@@ -171,7 +171,7 @@ class Recorder(SelectivePass):
         )
 
     def _number(self, x: Tensor) -> int | None:
-        """Of its storage in the trace; None where it has none that can be told."""
+        """Number the storage of `x` in the trace; None where it has none that can be told."""
         try:
             # A weight that is watched would count a write.
             storage = Tensor.untyped_storage(x)
@@ -216,7 +216,7 @@ def _is_fsdp() -> bool:
 
 @functools.cache
 def operator_name(func: Any) -> str:
-    """Without overload; of torch's and our operators alone."""
+    """Names carry no overload; only torch's and our operators have one."""
     if not isinstance(func, torch._ops.OpOverload) or func.namespace not in ("aten", "torch_fp8"):
         return ""
     return func._schema.name.rpartition("::")[2]

@@ -266,13 +266,13 @@ class _SecondPass(Replay):
         return q, scale, qt, *others, amax
 
     def _scale_and_amax(self, index: int) -> tuple[Tensor, Tensor]:
-        """Of a cast with a delayed scale, its second result and its last one."""
+        """Return the second and the last result of a cast with a delayed scale."""
         results = self.region.operations[index].results
         scale, amax = (self._given(index, j % len(results), results[j], []) for j in (1, -1))
         return scale, amax
 
     def _place(self) -> str:
-        """Where the code is that issues the operator at hand."""
+        """Tell where the code is that issues the operator at hand."""
         frame = sys._getframe(1)
         while frame.f_back is not None and _is_ours(frame.f_globals.get("__name__", "")):
             frame = frame.f_back

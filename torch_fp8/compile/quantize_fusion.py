@@ -1,7 +1,7 @@
 """A producer's result is cast by the producer itself, in a graph that torch.compile traces.
 
-In such a graph norms, gated products and their gradients are plain tensors (`ProducedActivation` is
-for eager code), which linear layers cast by ``torch_fp8::quantize_2d``. While that operator is
+In such a graph norms, gated products and their gradients are plain tensors (`LazyQuantizedTensor`
+is for eager code), which linear layers cast by ``torch_fp8::quantize_2d``. While that operator is
 traced, it looks up in the graph what made its input. If that is a producer, with nothing but views
 in between, the producer's operator that emits FP8 takes its place; a 16-bit tensor that nobody else
 reads is dropped as dead code. Forward and backward are traced alike, and the bytes are the same.

@@ -38,7 +38,7 @@ from torch_fp8.nn.swiglu_function import (
 from torch_fp8.ops.fused_quantize import saved_stand_ins
 from torch_fp8.ops.gate_up import halves
 from torch_fp8.ops.swiglu import swiglu, swiglu_save
-from torch_fp8.tensor.lazy_quantized import Payloads, ProducedActivation, plain
+from torch_fp8.tensor.lazy_quantized import LazyQuantizedTensor, Payloads, plain
 
 
 class GatedMLPSpec(NamedTuple):
@@ -164,7 +164,7 @@ class Float8GatedMLP(nn.Module):
 
 
 class _SwiGLUFunction(torch.autograd.Function):
-    """silu(gate) * up (..., C), a `ProducedActivation`; plain in a compiled graph.
+    """silu(gate) * up (..., C), a `LazyQuantizedTensor`; plain in a compiled graph.
 
     first, second: gate and up, (..., C); or both in one, (..., 2 C), and None. Named, for
     torch.compile of torch 2.13 leaves ``ctx`` out where no gradient is wanted and as many arguments
@@ -202,7 +202,7 @@ class _SwiGLUFunction(torch.autograd.Function):
         production = product(gate.detach(), up.detach(), amax, options.name)
         if made is not None and ahead is not None:
             production.keep(ahead.spec, made, amax, ahead.history)
-        return ProducedActivation(production, shape, dtype)
+        return LazyQuantizedTensor(production, shape, dtype)
 
     @staticmethod
     @once_differentiable
@@ -228,7 +228,9 @@ class _SwiGLUFunction(torch.autograd.Function):
             elif ctx.plain:
                 grads.append(made.dense(i).view(ctx.shape))
             else:
-                grads.append(ProducedActivation(made.production(i, ctx.name), ctx.shape, ctx.dtype))
+                grads.append(
+                    LazyQuantizedTensor(made.production(i, ctx.name), ctx.shape, ctx.dtype)
+                )
         return (None, *grads)
 
 

@@ -9,7 +9,7 @@ from torch_fp8.autograd.checkpoint_pass import PLAIN
 from torch_fp8.autograd.function import name_of
 from torch_fp8.ops.quantize import quantize_layouts
 from torch_fp8.quantization.scaling import tensor_amax
-from torch_fp8.tensor.lazy_quantized import ProducedActivation, Production
+from torch_fp8.tensor.lazy_quantized import LazyQuantizedTensor, LazySource
 
 
 class SharedOutput(nn.Module):
@@ -39,14 +39,14 @@ class _Shared(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, name: str) -> Tensor:
         matrix = x.detach().reshape(-1, x.shape[-1])
-        production = Production(
+        production = LazySource(
             name,
             (matrix,),
             lambda: matrix,
             lambda spec, scale, row, col: quantize_layouts(matrix, spec, scale, row=row, col=col),
             lambda: tensor_amax(matrix),
         )
-        return ProducedActivation(production, x.shape, x.dtype)
+        return LazyQuantizedTensor(production, x.shape, x.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:

@@ -40,9 +40,9 @@ from torch_fp8.ops.scaled_mm import cast
 from torch_fp8.quantization.recipe import CastSpec
 from torch_fp8.quantization.scaling import tensor_amax
 from torch_fp8.tensor.lazy_quantized import (
+    LazyQuantizedTensor,
+    LazySource,
     Payloads,
-    ProducedActivation,
-    Production,
     delayed_layouts,
     plain,
 )
@@ -157,7 +157,7 @@ class Float8RMSNorm(nn.Module):
 
 
 class _RMSNormFunction(torch.autograd.Function):
-    """x (..., C), weight (C,) -> `ProducedActivation`; plain in a compiled graph, whose casts find
+    """x (..., C), weight (C,) -> `LazyQuantizedTensor`; plain in a compiled graph, whose casts find
     what is made here (`torch_fp8.compile.quantize_fusion`)."""
 
     @staticmethod
@@ -184,7 +184,7 @@ class _RMSNormFunction(torch.autograd.Function):
             ctx.name, ctx.offset, ctx.shape, ctx.dtype = *options[:2], x.shape, x.dtype
         if not options.waits:
             return reshaped(produced.dense(), x.shape)
-        return ProducedActivation(produced.production(on_read), x.shape, options.out_dtype)
+        return LazyQuantizedTensor(produced.production(on_read), x.shape, options.out_dtype)
 
     @staticmethod
     @once_differentiable
@@ -245,10 +245,10 @@ class _Produced:
             )
         self.saved = tuple(saved)
 
-    def production(self, on_read: Callable[[History, FP8Config], None]) -> Production:
-        """Return the output as a `Production` for the layers that read it."""
+    def production(self, on_read: Callable[[History, FP8Config], None]) -> LazySource:
+        """Return the output as a `LazySource` for the layers that read it."""
         consumers, reader = self.options.consumers, self.options.reader
-        production = Production(
+        production = LazySource(
             self.options.name,
             (self.x, self.weight),
             self.dense,

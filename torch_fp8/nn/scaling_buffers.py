@@ -17,7 +17,8 @@ BUFFERS = (
     *("fp8_amax_history", "fp8_cast_progress", "fp8_last_scale"),
     *("fp8_grad_amax_history", "fp8_grad_cast_progress"),
 )
-"""Of delayed scaling, see `History`: a row for each operand of a forward, and the gradient's.
+"""Buffers of delayed scaling, see `History`: a row for each operand of a forward, one for the
+gradient.
 
 These are apart, for torch.compile gives backward the values that a tensor had after its own
 forward, if both write to it: what another forward has recorded since would be lost.

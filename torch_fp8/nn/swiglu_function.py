@@ -29,10 +29,10 @@ from torch_fp8.ops.swiglu_backward import (
 )
 from torch_fp8.quantization.recipe import CastSpec
 from torch_fp8.quantization.scaling import tensor_amax
-from torch_fp8.tensor.lazy_quantized import Payloads, Production, delayed_layouts
+from torch_fp8.tensor.lazy_quantized import LazySource, Payloads, delayed_layouts
 
 
-def product(gate: Tensor, up: Tensor, amax: Tensor | None, name: str) -> Production:
+def product(gate: Tensor, up: Tensor, amax: Tensor | None, name: str) -> LazySource:
     """``silu(gate) * up``, whose amax may be known.
 
     Args:
@@ -71,7 +71,7 @@ def product(gate: Tensor, up: Tensor, amax: Tensor | None, name: str) -> Product
         made = swiglu_quantize_delayed(gate, up, None, how, False)
         return delayed_layouts(made, how), made[-1]
 
-    return Production(name, (gate, up), dense, layouts, largest, delayed)
+    return LazySource(name, (gate, up), dense, layouts, largest, delayed)
 
 
 class Ahead(NamedTuple):
@@ -139,9 +139,9 @@ class Gradients:
         self._delayed: dict[int, tuple[DelayedCast, Payloads, Tensor]] = {}
         self._amax: Tensor | None = None
 
-    def production(self, i: int, name: str) -> Production:
+    def production(self, i: int, name: str) -> LazySource:
         """Gradient `i`."""
-        return Production(
+        return LazySource(
             name,
             (self.inputs.grad,),
             lambda: self.dense(i),
@@ -212,8 +212,8 @@ class JoinedGradient:
     def __init__(self, inputs: BackwardInputs, gate_first: bool) -> None:
         self.inputs, self.gate_first = inputs, gate_first
 
-    def production(self, i: int, name: str) -> Production:
-        return Production(
+    def production(self, i: int, name: str) -> LazySource:
+        return LazySource(
             name, (self.inputs.grad,), lambda: self.dense(i), self.layouts, self.amax, self.delayed
         )
 

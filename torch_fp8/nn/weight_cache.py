@@ -121,7 +121,7 @@ class WeightCache:
 
     @property
     def num_layouts(self) -> int:
-        """Of the payload: bytes per element that are kept."""
+        """Count the bytes of payload that are kept per element."""
         return 2 if self.keeps_payload == "both" else int(self.keeps_payload)
 
     def row(self, weight: Tensor, spec: CastSpec) -> QuantizedTensor:

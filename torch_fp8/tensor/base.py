@@ -50,7 +50,7 @@ class QuantizableTensor(Tensor):
     def quantize_in_backward(
         self, quantizer: Any, grad_output: Tensor, *, rowwise: bool, columnwise: bool
     ) -> Payloads:
-        """As `quantize`, of a weight in the backward that begins with `grad_output`."""
+        """Return the payloads of a weight in the backward that begins with `grad_output`."""
         return self.quantize(quantizer, rowwise=rowwise, columnwise=columnwise)
 
     def amax(self) -> Tensor:

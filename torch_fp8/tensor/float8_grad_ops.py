@@ -119,4 +119,4 @@ HANDLERS = {
     _aten.clamp_max_.default: _clamp_max,
     _aten.linalg_vector_norm.default: _norm,
 }
-"""By operator."""
+"""Operators that a `Float8Grad` answers itself, and how."""

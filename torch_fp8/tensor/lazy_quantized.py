@@ -1,4 +1,4 @@
-"""`ProducedActivation`: what a norm or an activation function returns before anyone has read it.
+"""`LazyQuantizedTensor`: what a norm or an activation function returns before anyone has read it.
 
 Whoever reads it decides what it becomes. An FP8 linear layer asks for its payload, and the producer
 writes that directly, from its own inputs, in the layouts that are wanted; the next layer with the
@@ -62,7 +62,7 @@ class _Forms:
         self.ahead: History | None = None
 
 
-class Production:
+class LazySource:
     """One result of a producer, (R, C): each form of it is made when it is first asked for.
 
     Args:
@@ -119,7 +119,7 @@ class Production:
         return forms.dense
 
     def amax(self) -> Tensor:
-        """Its largest magnitude, () float32; NaN if any element is."""
+        """Return the largest magnitude, () float32; NaN if any element is."""
         self._check_written()
         forms = self.forms
         if forms.amax is None:
@@ -129,7 +129,7 @@ class Production:
     def layouts(
         self, spec: CastSpec, scale: Tensor | None, *, row: bool, col: bool
     ) -> tuple[QuantizedTensor | None, QuantizedTensor | None]:
-        """As `quantize_layouts` of the plain tensor; what was made before is returned again.
+        """Quantize the plain tensor as `quantize_layouts` does, or return what was made before.
 
         Args:
             spec, row, col: as there.
@@ -153,7 +153,7 @@ class Production:
     def delayed_layouts(
         self, spec: CastSpec, history: History, config: FP8Config, *, row: bool, col: bool
     ) -> tuple[QuantizedTensor | None, QuantizedTensor | None]:
-        """As `layouts`, with the scale that a reader's history suggests; it gets the amax.
+        """Quantize with the scale that a reader's history suggests, and record the amax in it.
 
         Args:
             spec, row, col: as there.
@@ -220,7 +220,7 @@ class Production:
             )
 
 
-class ProducedActivation(QuantizableTensor):
+class LazyQuantizedTensor(QuantizableTensor):
     """(..., C), read-only; see the module.
 
     Attributes:
@@ -228,22 +228,22 @@ class ProducedActivation(QuantizableTensor):
         connected: the plain tensor for whoever autograd records; each alias has its own.
     """
 
-    production: Production
+    production: LazySource
     connected: Tensor | None = None
 
     @staticmethod
     def __new__(
-        cls, production: Production, shape: Sequence[int], dtype: torch.dtype
-    ) -> "ProducedActivation":
+        cls, production: LazySource, shape: Sequence[int], dtype: torch.dtype
+    ) -> "LazyQuantizedTensor":
         device = production.sources[0].device
-        self: ProducedActivation = torch.Tensor._make_wrapper_subclass(
+        self: LazyQuantizedTensor = torch.Tensor._make_wrapper_subclass(
             cls, torch.Size(shape), dtype=dtype, device=device
         )
         self.production = production
         return self
 
     def quantize(self, quantizer: Any, *, rowwise: bool, columnwise: bool) -> Payloads:
-        """The payloads, made when they are first asked for; see `Production`."""
+        """The payloads, made when they are first asked for; see `LazySource`."""
         spec, history, made = quantizer.spec, quantizer.history, self.production
         if history is not None and quantizer.casts_by_history:
             return made.delayed_layouts(
@@ -268,14 +268,14 @@ class ProducedActivation(QuantizableTensor):
         dense: Tensor = _aten._unsafe_view(self.production.dense(), shape)
         return dense
 
-    def alias(self, shape: Sequence[int]) -> "ProducedActivation":
+    def alias(self, shape: Sequence[int]) -> "LazyQuantizedTensor":
         with torch._C.DisableTorchFunctionSubclass():
             dtype = self.dtype
-        return ProducedActivation(self.production, shape, dtype)
+        return LazyQuantizedTensor(self.production, shape, dtype)
 
     def __repr__(self) -> str:
         return (
-            f"ProducedActivation(shape={tuple(self.shape)}, dtype={self.dtype}, "
+            f"LazyQuantizedTensor(shape={tuple(self.shape)}, dtype={self.dtype}, "
             f"by '{self.production.name}')"
         )
 
@@ -301,14 +301,14 @@ class ProducedActivation(QuantizableTensor):
             map_tensors(kwargs["out"], _refuse_to_be_written(func))
         if kwargs.get("inplace"):  # the result can be read, the activation by no layer any more
             for x in (*args[:1], kwargs.get("input")):
-                if isinstance(x, ProducedActivation):
+                if isinstance(x, LazyQuantizedTensor):
                     x.production.written_by = func.__name__
         return func(*map_tensors(args, plain), **map_tensors(kwargs, plain))
 
 
 def plain(x: Any) -> Any:
     """A plain tensor, connected to the producer where autograd records; others as they are."""
-    if not isinstance(x, ProducedActivation):
+    if not isinstance(x, LazyQuantizedTensor):
         return x
     if not (x.requires_grad and torch.is_grad_enabled()):
         return x.dequantize()
@@ -323,7 +323,7 @@ def plain(x: Any) -> Any:
 
 class _Plain(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: ProducedActivation) -> Tensor:
+    def forward(ctx: Any, x: LazyQuantizedTensor) -> Tensor:
         return x.dequantize()
 
     @staticmethod
@@ -338,7 +338,7 @@ def _writes(func: Any) -> bool:
 
 def _refuse_to_be_written(func: Any) -> Callable[[Any], None]:
     def refuse(x: Any) -> None:
-        if isinstance(x, ProducedActivation):
+        if isinstance(x, LazyQuantizedTensor):
             raise RuntimeError(_modifies(func.__name__, x.production.name))
 
     return refuse
@@ -361,4 +361,4 @@ _KEPT = {getattr(Tensor, name).__get__ for name in _PROPERTIES}
 _KEPT |= {getattr(Tensor, name) for name in _METHODS}
 _KEPT |= {Tensor.requires_grad.__set__, Tensor.grad.__set__, Tensor.backward}
 _KEPT |= {torch.autograd.backward, torch.autograd.grad}
-"""What of torch may see a `ProducedActivation` as it is: it looks at no element, or is autograd."""
+"""What of torch may see a `LazyQuantizedTensor` as it is: nothing here looks at an element."""

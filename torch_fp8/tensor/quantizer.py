@@ -166,7 +166,7 @@ class WeightQuantizer(NamedTuple):
 
 
 class Quantizers(NamedTuple):
-    """Those of a layer's three operands.
+    """The quantizers of a layer's three operands.
 
     Attributes:
         input, grad_output: of the activations.

@@ -22,7 +22,7 @@ from torch_fp8.nn.layer_norm import shared
 from torch_fp8.nn.linear import Float8Linear
 from torch_fp8.nn.rms_norm import Float8RMSNorm
 from torch_fp8.quantization.metrics import sqnr_db
-from torch_fp8.tensor.lazy_quantized import ProducedActivation
+from torch_fp8.tensor.lazy_quantized import LazyQuantizedTensor
 
 FUSED = ("tensorwise", "delayed", "rowwise", "blockwise", "mxfp8")
 
@@ -374,7 +374,7 @@ def test_frozen_layers_get_no_transposed_input():
     model[1].requires_grad_(False)
     convert_to_float8(model)
     y = model[0](gaussian(8, 64))
-    assert isinstance(y, ProducedActivation)
+    assert isinstance(y, LazyQuantizedTensor)
     model[1](y)
     ((row, col),) = y.production.forms.layouts.values()
     assert row is not None
@@ -415,7 +415,7 @@ def test_reads_as_a_tensor():
     block = model.layers[0]
     x = gaussian(2, 3, 64).requires_grad_()
     y = block.attn_norm(x)
-    assert isinstance(y, ProducedActivation)
+    assert isinstance(y, LazyQuantizedTensor)
     assert (y.shape, y.dtype, y.ndim, y.requires_grad) == ((2, 3, 64), torch.bfloat16, 3, True)
     assert len(y) == 2
     dense = y + 0
@@ -438,7 +438,7 @@ def test_outputs_are_freed_with_their_last_reader():
     alive = []
 
     def watch(module, args, y):
-        sources = y.production.sources if isinstance(y, ProducedActivation) else ()
+        sources = y.production.sources if isinstance(y, LazyQuantizedTensor) else ()
         alive.extend(weakref.ref(t) for t in (y, *sources) if t is not module.weight)
 
     def watch_input(module, args):
@@ -550,7 +550,7 @@ def test_checkpointed_regions_that_end_with_a_norm(reentrant):
             return x
 
         x = gaussian(32, 64)
-        assert isinstance(plain[0](x), ProducedActivation)
+        assert isinstance(plain[0](x), LazyQuantizedTensor)
         twin = nn.Module()
         twin.forward, twin._modules = run, recomputed._modules
         want, got = train(plain, x), train(twin, x)
@@ -566,7 +566,7 @@ def test_gradients_of_a_detached_output_are_its_own():
     y = model[0](x)
     (y * 1).sum()  # a plain tensor that belongs to x
     leaf = y.detach().requires_grad_()
-    assert isinstance(leaf, ProducedActivation)
+    assert isinstance(leaf, LazyQuantizedTensor)
     (leaf * 3).sum().backward()
     assert x.grad is None
     assert torch.equal(leaf.grad, torch.full((4, 64), 3.0, dtype=torch.bfloat16))

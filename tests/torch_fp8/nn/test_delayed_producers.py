@@ -27,7 +27,7 @@ from torch_fp8.ops.quantize_delayed import History
 from torch_fp8.quantization.formats import E4M3
 from torch_fp8.quantization.recipe import make_recipe
 from torch_fp8.quantization.scaling import delayed_scale, tensor_amax
-from torch_fp8.tensor.lazy_quantized import ProducedActivation
+from torch_fp8.tensor.lazy_quantized import LazyQuantizedTensor
 
 SPEC = make_recipe("delayed").input
 SIZE, INNER = 64, 128
@@ -170,7 +170,7 @@ def test_what_was_cast_ahead_yields_to_a_scale_that_a_reader_brings():
     model, scale, made = _block(), torch.tensor(0.25), []
 
     def read(activation):
-        assert isinstance(activation, ProducedActivation)
+        assert isinstance(activation, LazyQuantizedTensor)
         made.append(activation.production.layouts(SPEC, scale, row=True, col=True))
 
     model(gaussian(8, SIZE))

@@ -19,7 +19,7 @@ from torch_fp8 import FP8Config, convert_to_float8, revert
 from torch_fp8.nn.gated_mlp import Float8GatedMLP
 from torch_fp8.nn.linear import Float8Linear
 from torch_fp8.quantization.metrics import sqnr_db
-from torch_fp8.tensor.lazy_quantized import ProducedActivation
+from torch_fp8.tensor.lazy_quantized import LazyQuantizedTensor
 
 RECIPES = ("tensorwise", "delayed", "rowwise", "blockwise", "mxfp8")
 INNER = 256
@@ -82,7 +82,7 @@ def test_fused_and_unfused_have_the_same_bytes(recipe, inner, cls):
     mlp, plain = unfused[1], []
 
     def to_plain(grad):
-        assert isinstance(grad, ProducedActivation)
+        assert isinstance(grad, LazyQuantizedTensor)
         plain.append(grad + 0)
         return plain[-1]
 
@@ -110,7 +110,7 @@ def test_fused_and_unfused_have_the_same_bytes_with_two_layers(recipe):
     for step in range(2):  # delayed: the second with a history
         x = gaussian(2, 33, 64, seed=step)
         assert_equal(train(unfused, x), train(fused, x))
-    assert plain == [ProducedActivation] * 4
+    assert plain == [LazyQuantizedTensor] * 4
 
 
 @pytest.mark.parametrize("recipe", ["rowwise", "blockwise", "mxfp8"])

@@ -10,7 +10,7 @@ from tests.torch_fp8.conversion.test_fused_layers import Norm
 from torch_fp8 import FP8Config, convert_to_float8, revert
 from torch_fp8.nn.scaling_buffers import INPUT
 from torch_fp8.ops.quantize import quantize_layouts
-from torch_fp8.tensor.lazy_quantized import ProducedActivation
+from torch_fp8.tensor.lazy_quantized import LazyQuantizedTensor
 
 
 def _x(*shape, dtype=torch.bfloat16):
@@ -89,7 +89,7 @@ def test_frozen_layers_get_no_transposed_blocks():
 
 def test_a_reader_with_one_scale_behind_a_norm_that_casts_in_blocks():
     y = _stack(Norm(64), nn.Linear(64, 64), recipe="blockwise")[0](_x(8, 64))
-    assert isinstance(y, ProducedActivation)
+    assert isinstance(y, LazyQuantizedTensor)
     spec = _stack(nn.Linear(64, 64))[0].operand_spec(INPUT)
     assert spec.granularity == "tensorwise"
     row, col = y.production.layouts(spec, None, row=True, col=True)

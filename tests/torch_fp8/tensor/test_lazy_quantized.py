@@ -14,7 +14,7 @@ from tests.torch_fp8.conversion.test_fused_layers import MLP, Norm
 from torch_fp8 import FP8Config, convert_to_float8, selective_checkpoint_contexts
 from torch_fp8.nn.layer_norm import shared
 from torch_fp8.nn.scaling_buffers import INPUT
-from torch_fp8.tensor.lazy_quantized import ProducedActivation
+from torch_fp8.tensor.lazy_quantized import LazyQuantizedTensor
 
 
 def _norm_and_layer():
@@ -160,7 +160,7 @@ def test_a_gradient_behind_a_view_of_another_width_has_that_width(recipe):
         grads.append([x.grad, *(p.grad for p in model.parameters())])
         model.zero_grad()
         model[0].gate_proj.register_forward_hook(to_plain)
-    assert seen[0] is ProducedActivation
+    assert seen[0] is LazyQuantizedTensor
     assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
 
 

@@ -21,7 +21,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from torch_fp8.distributed.fsdp.unsharded_weight import GatheredWeight, Payload, exponent_bytes
+from torch_fp8.distributed.fsdp.unsharded_weight import (
+    Payload,
+    UnshardedFloat8Weight,
+    exponent_bytes,
+)
 from torch_fp8.nn.linear import Float8Layer
 from torch_fp8.nn.scaling_buffers import WEIGHT
 from torch_fp8.ops.quantize import QuantizedTensor, cast_saturating, quantize
@@ -224,9 +228,9 @@ class WeightGather:
         elif scale.is_cuda:  # the tensor may belong to the stream in which FSDP casts
             scale.record_stream(torch.cuda.current_stream(scale.device))
         if out is None:
-            return GatheredWeight(Payload(qdata, scale, self.spec, amax), dtype), ()
+            return UnshardedFloat8Weight(Payload(qdata, scale, self.spec, amax), dtype), ()
         weight = out._local_tensor if isinstance(out, DTensor) else out
-        assert isinstance(weight, GatheredWeight)
+        assert isinstance(weight, UnshardedFloat8Weight)
         weight.payload.qdata, weight.payload.scale = qdata, scale
         weight.payload.amax = amax
         return None

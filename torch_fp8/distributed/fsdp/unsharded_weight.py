@@ -1,4 +1,4 @@
-"""`GatheredWeight`: a weight whose shards FSDP2 has all-gathered as FP8 bytes.
+"""`UnshardedFloat8Weight`: a weight whose shards FSDP2 has all-gathered as FP8 bytes.
 
 `Float8Linear` runs its GEMMs on the payload as it is. Whoever else reads the weight gets it
 dequantized, in the dtype that it would have had; whoever writes it gets an error, for the values
@@ -41,7 +41,7 @@ class Payload:
     amax: Tensor | None = None
 
 
-class GatheredWeight(QuantizableTensor):
+class UnshardedFloat8Weight(QuantizableTensor):
     """A weight (N, K), read-only, in FP8; reads as a tensor of another dtype.
 
     Attributes:
@@ -54,8 +54,8 @@ class GatheredWeight(QuantizableTensor):
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     @staticmethod
-    def __new__(cls, payload: Payload, dtype: torch.dtype) -> "GatheredWeight":
-        self: GatheredWeight = torch.Tensor._make_wrapper_subclass(
+    def __new__(cls, payload: Payload, dtype: torch.dtype) -> "UnshardedFloat8Weight":
+        self: UnshardedFloat8Weight = torch.Tensor._make_wrapper_subclass(
             cls, payload.qdata.shape, dtype=dtype, device=payload.qdata.device
         )
         self.payload = payload
@@ -87,9 +87,9 @@ class GatheredWeight(QuantizableTensor):
         """A plain tensor of this shape and dtype."""
         return dequantize(self.row(), self.dtype)
 
-    def alias(self, shape: Any) -> "GatheredWeight":
+    def alias(self, shape: Any) -> "UnshardedFloat8Weight":
         assert tuple(shape) == tuple(self.shape)
-        return GatheredWeight(self.payload, self.dtype)
+        return UnshardedFloat8Weight(self.payload, self.dtype)
 
     def check_gathered(self) -> None:
         """Raises RuntimeError where FSDP has freed it."""
@@ -106,10 +106,10 @@ class GatheredWeight(QuantizableTensor):
     @staticmethod
     def __tensor_unflatten__(
         inner: dict[str, Tensor], context: Any, outer_size: Any, outer_stride: Any
-    ) -> "GatheredWeight":
+    ) -> "UnshardedFloat8Weight":
         spec, dtype = context
         payload = Payload(inner["qdata"], inner["scale"], spec, inner.get("weight_amax"))
-        return GatheredWeight(payload, dtype)
+        return UnshardedFloat8Weight(payload, dtype)
 
     @property
     def qdata(self) -> Tensor:
@@ -131,7 +131,8 @@ class GatheredWeight(QuantizableTensor):
         return self.dequantize().__reduce_ex__(protocol)
 
     def __repr__(self) -> str:
-        return f"GatheredWeight(shape={tuple(self.shape)}, dtype={self.dtype}, {self.payload.spec})"
+        shape = tuple(self.shape)
+        return f"UnshardedFloat8Weight(shape={shape}, dtype={self.dtype}, {self.payload.spec})"
 
     @classmethod
     def refuse_write(cls, func: Any, args: Any, kwargs: Any) -> None:
@@ -145,7 +146,7 @@ class GatheredWeight(QuantizableTensor):
 
 
 # Functions, for torch.compile takes a method of a tensor for an operator.
-def gathered_row(weight: GatheredWeight, spec: CastSpec) -> QuantizedTensor:
+def gathered_row(weight: UnshardedFloat8Weight, spec: CastSpec) -> QuantizedTensor:
     """The weight (N, K), quantized along K.
 
     Args:
@@ -161,7 +162,7 @@ def gathered_row(weight: GatheredWeight, spec: CastSpec) -> QuantizedTensor:
 
 
 def gathered_col(
-    weight: GatheredWeight, spec: CastSpec, grad_output: Tensor | None = None
+    weight: UnshardedFloat8Weight, spec: CastSpec, grad_output: Tensor | None = None
 ) -> QuantizedTensor:
     """The transposed weight, (K, N), quantized along N.
 
@@ -226,7 +227,7 @@ def powers_of_two(scale: Tensor) -> Tensor:
 def _contains_weight(value: Any) -> bool:
     if isinstance(value, (list, tuple)):
         return any(_contains_weight(v) for v in value)
-    return isinstance(value, GatheredWeight)
+    return isinstance(value, UnshardedFloat8Weight)
 
 
 define(

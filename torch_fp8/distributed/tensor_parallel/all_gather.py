@@ -1,4 +1,4 @@
-"""All-gathers of FP8 bytes, and `GatheredActivation`, the tensor that they make.
+"""All-gathers of FP8 bytes, and `AllGatheredFloat8Tensor`, the tensor that they make.
 
 Under sequence parallelism each rank has a part of the tokens, and a linear layer needs all of them.
 Each rank casts its part, and one message has what travels. With one scale for the tensor, that one
@@ -167,7 +167,7 @@ class GatheredInput(SavedInput):
         return transposed_or_recast(row, self.spec)
 
 
-class GatheredActivation(QuantizableTensor):
+class AllGatheredFloat8Tensor(QuantizableTensor):
     """(..., C), read-only, in FP8; reads as a tensor of another dtype.
 
     Attributes:
@@ -183,15 +183,15 @@ class GatheredActivation(QuantizableTensor):
     @staticmethod
     def __new__(
         cls, gather: Gather, source: GatheredInput, shape: torch.Size, dtype: torch.dtype
-    ) -> "GatheredActivation":
-        self: GatheredActivation = torch.Tensor._make_wrapper_subclass(
+    ) -> "AllGatheredFloat8Tensor":
+        self: AllGatheredFloat8Tensor = torch.Tensor._make_wrapper_subclass(
             cls, shape, dtype=dtype, device=gather.message.device
         )
         self.gather, self.source = gather, source
         return self
 
     def row(self) -> QuantizedTensor:
-        """As a matrix (M, C), quantized along C."""
+        """Return the tensor as a matrix (M, C), quantized along C."""
         return self.gather.result()
 
     def col(self) -> QuantizedTensor:
@@ -215,8 +215,8 @@ class GatheredActivation(QuantizableTensor):
         row = self.row()
         return row.qdata, row.scale, self.source
 
-    def alias(self, shape: Any) -> "GatheredActivation":
-        return GatheredActivation(self.gather, self.source, torch.Size(shape), self.dtype)
+    def alias(self, shape: Any) -> "AllGatheredFloat8Tensor":
+        return AllGatheredFloat8Tensor(self.gather, self.source, torch.Size(shape), self.dtype)
 
     def dequantize(self) -> Tensor:
         """A plain tensor of this shape and dtype."""
@@ -231,7 +231,7 @@ class GatheredActivation(QuantizableTensor):
 
     def __repr__(self) -> str:
         shape = tuple(self.shape)
-        return f"GatheredActivation(shape={shape}, dtype={self.dtype}, {self.gather.spec})"
+        return f"AllGatheredFloat8Tensor(shape={shape}, dtype={self.dtype}, {self.gather.spec})"
 
 
 def gather_activation(
@@ -242,7 +242,7 @@ def gather_activation(
     dtype: torch.dtype,
     *,
     gather_again: bool = False,
-) -> GatheredActivation:
+) -> AllGatheredFloat8Tensor:
     """Cast this rank's part and start to gather all of them.
 
     Args:
@@ -252,4 +252,6 @@ def gather_activation(
     """
     message = pack_shard(shard, shards, spec, scale)
     source = GatheredInput(spec, shards if gather_again else None)
-    return GatheredActivation(Gather(message, shards, spec, scale), source, shards.shape, dtype)
+    return AllGatheredFloat8Tensor(
+        Gather(message, shards, spec, scale), source, shards.shape, dtype
+    )

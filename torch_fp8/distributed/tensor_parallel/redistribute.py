@@ -12,7 +12,7 @@ from torch.distributed.tensor import DeviceMesh, DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from torch_fp8.distributed.tensor_parallel.all_gather import (
-    GatheredActivation,
+    AllGatheredFloat8Tensor,
     Shards,
     gather_activation,
 )
@@ -51,7 +51,7 @@ def replicate(
     elif placement.is_shard():
         refuse_gather(linear.fp8_name, linear.fp8_recipe, placement, x.ndim)
         return _Gather.apply(x, linear, gather_again)
-    if isinstance(x._local_tensor, GatheredActivation):
+    if isinstance(x._local_tensor, AllGatheredFloat8Tensor):
         return x
     dtype = output_dtype(x._local_tensor)
     return x if x.dtype == dtype else _Narrow.apply(x, dtype)

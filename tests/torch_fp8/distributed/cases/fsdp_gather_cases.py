@@ -29,7 +29,7 @@ from torch.distributed.tensor import Shard
 
 from torch_fp8 import FP8Config, convert_to_float8
 from torch_fp8.distributed.fsdp.connect import connect_fsdp
-from torch_fp8.distributed.fsdp.unsharded_weight import GatheredWeight
+from torch_fp8.distributed.fsdp.unsharded_weight import UnshardedFloat8Weight
 from torch_fp8.nn.scaling_buffers import WEIGHT
 from torch_fp8.ops.quantize import quantize
 
@@ -90,7 +90,7 @@ def case_freed():
             numel = sum(p.qdata.numel() for p in payloads)
             reads = "nothing"
             try:
-                GatheredWeight(payloads[0], torch.float32).sum()
+                UnshardedFloat8Weight(payloads[0], torch.float32).sum()
             except RuntimeError as error:
                 reads = str(error)
             result[f"{recipe} {after_forward}"] = [whole / numel, forward / numel, held(), reads]

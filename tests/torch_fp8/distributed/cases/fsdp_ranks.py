@@ -26,7 +26,7 @@ from torch.distributed.fsdp import (
 from torch_fp8 import convert_to_float8
 from torch_fp8.distributed.fsdp.connect import connect_fsdp
 from torch_fp8.distributed.fsdp.split_weights import split_sharded
-from torch_fp8.distributed.fsdp.unsharded_weight import GatheredWeight
+from torch_fp8.distributed.fsdp.unsharded_weight import UnshardedFloat8Weight
 
 RANK, RANKS = (int(arg) for arg in sys.argv[1:3])
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
@@ -114,7 +114,7 @@ def weights_of(model):
     named = (
         (n, m._parameters["weight"]) for n, m in model.named_modules() if "weight" in m._parameters
     )
-    return {n: w for n, w in named if isinstance(w, GatheredWeight)}
+    return {n: w for n, w in named if isinstance(w, UnshardedFloat8Weight)}
 
 
 def averaged(value):

@@ -42,7 +42,7 @@ from torch_fp8 import (
     selective_checkpoint_contexts,
 )
 from torch_fp8.distributed.tensor_parallel.all_gather import (
-    GatheredActivation,
+    AllGatheredFloat8Tensor,
     Shards,
     gather_activation,
 )
@@ -663,7 +663,7 @@ def case_read_only():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return [
-            all(type(v) is GatheredActivation for v in views),
+            all(type(v) is AllGatheredFloat8Tensor for v in views),
             type(other) is torch.Tensor and torch.equal(other, (gathered + 0).view(WIDTH, 4)),
             torch.equal(full(gathered[1:2] + 0), (gathered + 0)[1:2]),
         ]

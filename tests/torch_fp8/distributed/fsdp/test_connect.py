@@ -7,7 +7,7 @@ from torch.distributed.fsdp import fully_shard
 
 from torch_fp8 import FP8Config, convert_to_float8
 from torch_fp8.distributed.fsdp.connect import connect_fsdp
-from torch_fp8.distributed.fsdp.unsharded_weight import GatheredWeight
+from torch_fp8.distributed.fsdp.unsharded_weight import UnshardedFloat8Weight
 
 pytestmark = pytest.mark.long
 
@@ -134,7 +134,7 @@ def test_weights_that_were_assigned_are_gathered(gathers):
 
 def test_converting_again_takes_gathered_weights_for_weights(gathers):
     for value in gathers["lost"]:
-        assert value["converted again"] == [["GatheredWeight"] * 5, 5]
+        assert value["converted again"] == [["UnshardedFloat8Weight"] * 5, 5]
 
 
 def test_an_evaluation_in_high_precision_gathers_so_and_keeps_gradients(gathers):
@@ -295,7 +295,7 @@ def test_a_single_rank_trains_as_without_fsdp(single_process_group, recipe):
         losses.append(loss.item())
     assert losses[0] == losses[1]
     model.unshard()
-    assert isinstance(model[0].weight, GatheredWeight) == (recipe != "mxfp8")
+    assert isinstance(model[0].weight, UnshardedFloat8Weight) == (recipe != "mxfp8")
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 from torch_fp8 import FP8Config, convert_to_float8
 from torch_fp8.distributed.fsdp.connect import connect_fsdp
 from torch_fp8.distributed.fsdp.reduce_scatter import pack_parts, structure_of, unpack_parts
-from torch_fp8.distributed.fsdp.unsharded_weight import GatheredWeight
+from torch_fp8.distributed.fsdp.unsharded_weight import UnshardedFloat8Weight
 from torch_fp8.ops.quantize import quantize
 from torch_fp8.quantization.scaling import tensor_amax
 
@@ -54,7 +54,7 @@ def test_one_rank_trains_as_without_fsdp(process_group, recipe, offload):
         assert losses[0] == losses[1]
     model.unshard()
     weight = model[0].weight
-    assert isinstance(weight, GatheredWeight)
+    assert isinstance(weight, UnshardedFloat8Weight)
     assert weight.device.type == "cuda"
     if recipe != "delayed":
         whole = quantize(alone[0].weight.detach(), weight.payload.spec)

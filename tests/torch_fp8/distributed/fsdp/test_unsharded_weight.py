@@ -8,8 +8,8 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 
 from torch_fp8 import FP8Config, convert_to_float8
 from torch_fp8.distributed.fsdp.unsharded_weight import (
-    GatheredWeight,
     Payload,
+    UnshardedFloat8Weight,
     exponent_bytes,
     powers_of_two,
 )
@@ -26,7 +26,7 @@ def spread(rows=192, cols=160):
 
 def gathered(x, spec, dtype=torch.float32):
     whole = quantize(x, spec)
-    return GatheredWeight(Payload(whole.qdata, whole.scale, spec), dtype)
+    return UnshardedFloat8Weight(Payload(whole.qdata, whole.scale, spec), dtype)
 
 
 @pytest.mark.parametrize("kind", ["even", "spread"])
@@ -60,7 +60,7 @@ def test_a_layer_takes_it_as_it_would_take_the_weight(recipe):
     convert_to_float8(layer, FP8Config(recipe=recipe, emulate=True))
     made = []
     for weight in (layer.weight.detach(), gathered(layer.weight.detach(), layer.fp8_recipe.weight)):
-        if isinstance(weight, GatheredWeight):
+        if isinstance(weight, UnshardedFloat8Weight):
             weight.payload.amax = weight.dequantize().abs().amax()
             layer.init_scaling()
         layer.weight = nn.Parameter(weight)
@@ -122,9 +122,9 @@ def test_it_reads_as_a_tensor_of_its_dtype():
     assert type(weight + 0) is torch.Tensor
     assert torch.equal(weight @ torch.eye(160, dtype=torch.bfloat16), plain)
     assert torch.equal(torch.cat([weight, weight])[192:], plain)
-    assert type(weight.detach()) is GatheredWeight
+    assert type(weight.detach()) is UnshardedFloat8Weight
     assert weight.detach().payload is weight.payload
-    assert type(weight.view(weight.shape)) is GatheredWeight
+    assert type(weight.view(weight.shape)) is UnshardedFloat8Weight
     assert weight.view(-1).shape == (192 * 160,)
     assert torch.equal(weight.t(), plain.t())
 
