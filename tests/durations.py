@@ -68,9 +68,11 @@ def pytest_collection_modifyitems(config, items):
         return
     recorded = json.loads(RECORD.read_text())
     of_file = Counter()
-    for function in {function_of(item.nodeid) for item in items}:
+    # Sorted, for every worker has to come to the same order, and sums of floats depend on theirs.
+    for function in sorted({function_of(item.nodeid) for item in items}):
         of_file[function.partition("::")[0]] += recorded.get(function, 0)
-    items.sort(key=lambda item: -of_file[item.nodeid.partition("::")[0]])
+    files = [(-of_file[file], file) for file in (i.nodeid.partition("::")[0] for i in items)]
+    items[:] = [item for _, item in sorted(zip(files, items, strict=True), key=lambda x: x[0])]
 
 
 def seconds_of(junit: Path) -> dict[str, float]:
