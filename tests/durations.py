@@ -10,9 +10,11 @@ makes durations.json of it. With that, pytest-xdist is handed the longest files 
 together, for their tests share what they set up.
 """
 
+import functools
 import json
 import os
 import sys
+import time
 import xml.etree.ElementTree
 from collections import Counter
 from collections.abc import Iterable
@@ -21,6 +23,8 @@ from pathlib import Path
 import pytest
 
 LIMIT_S = 5.0
+LOOP_S = 0.06
+"""What `slowness` takes on the machine that durations.json is of."""
 NEW_MODULES = 50
 """A test that imports more than these pays for a library, which another would pay for otherwise."""
 RECORD = Path(__file__).with_name("durations.json")
@@ -32,6 +36,18 @@ STARTED = pytest.StashKey[tuple[float, int]]()
 def processor_seconds() -> float:
     """Of this process, of the children it waited for, and of what `SERVERS` have started."""
     return sum(os.times()[:4]) + sum(server.processor_seconds() for server in SERVERS)
+
+
+@functools.cache
+def slowness() -> float:
+    """How many times as long this machine takes as the one that durations.json is of, at least 1.
+
+    Half as much again is for what others do to its caches meanwhile.
+    """
+    start = time.process_time()
+    for _ in range(3_000_000):
+        pass
+    return 1.5 * max(1.0, (time.process_time() - start) / LOOP_S)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -48,7 +64,8 @@ def pytest_runtest_teardown(item):
     result = yield
     item.user_properties.append((PROPERTY, round(seconds, 2)))
     allowed = any(item.get_closest_marker(name) for name in ("long", "slow", "gpu"))
-    if seconds > LIMIT_S and not allowed and len(sys.modules) - modules <= NEW_MODULES:
+    too_long = seconds > LIMIT_S and seconds > LIMIT_S * slowness()
+    if too_long and not allowed and len(sys.modules) - modules <= NEW_MODULES:
         pytest.fail(
             f"{item.nodeid} took {seconds:.1f} s of processor time. Make it shorter, or mark it "
             f"`long`: a test without that marker takes at most {LIMIT_S:g} s.",

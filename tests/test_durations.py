@@ -13,6 +13,7 @@ RUN = """
 import sys, pytest
 from tests import durations
 durations.LIMIT_S = 0.3
+durations.slowness = lambda: 1.0
 sys.exit(pytest.main([sys.argv[1], "-q", "-p", "no:cacheprovider", "--junit-xml", sys.argv[2]],
                      plugins=[durations]))
 """

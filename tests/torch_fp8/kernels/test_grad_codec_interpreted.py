@@ -4,6 +4,8 @@ import itertools
 
 import pytest
 
+pytestmark = pytest.mark.long
+
 SHAPES = (
     "flat, several programs",
     "a group and a half",

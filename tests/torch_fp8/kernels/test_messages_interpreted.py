@@ -4,6 +4,8 @@ import itertools
 
 import pytest
 
+pytestmark = pytest.mark.long
+
 NAMES = (
     "several programs",
     "end within a program",
