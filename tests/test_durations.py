@@ -55,7 +55,7 @@ def test_a_long_test_without_the_marker_fails(tmp_path):
     for name in ("in_process", "in_a_child", "in_setup"):
         assert f"::test_{name} took 0." in done.stdout
     seconds = {name.split("::")[1]: s for name, s in durations.seconds_of(junit).items()}
-    assert seconds["test_marked"] >= 0.4
+    assert seconds["test_marked"] >= 0.35  # ticks are of 10 ms
     assert seconds["test_in_a_child"] >= 0.4
     assert seconds["test_short"] < 0.3
 
