@@ -10,6 +10,7 @@ from torch_fp8.conversion.convert import (
     revert,
     scaling_state_dict,
 )
+from torch_fp8.conversion.freeze import freeze, thaw
 from torch_fp8.conversion.memory import MemoryReport, memory_report
 from torch_fp8.conversion.report import ConversionReport
 from torch_fp8.distributed.comm_counter import CommunicationCount, count_communication
@@ -33,6 +34,7 @@ __all__ = [
     "convert_optimizer",
     "convert_to_float8",
     "count_communication",
+    "freeze",
     "load_scaling_state_dict",
     "memory_report",
     "merged_state_dict",
@@ -40,4 +42,5 @@ __all__ = [
     "revert",
     "scaling_state_dict",
     "selective_checkpoint_contexts",
+    "thaw",
 ]

@@ -15,7 +15,7 @@ from torch_fp8.quantization.split_float import RESIDUAL_BITS
 ENV_VAR = "TORCH_FP8_CONFIG"
 _BOOLS = ("eval_fp8", "emulate", "gradient_release", "update_clipping")
 _OPTIMIZER_ONLY = ("residual_bits", "gradient_release", "cache_weights", "update_clipping", "seed")
-_TORCH_ONLY = ("wgrad", "fast_accum", "cache_weights", "emulate")
+_TORCH_ONLY = ("frozen_weights", "wgrad", "fast_accum", "cache_weights", "emulate")
 _AUTO_ONLY = ("tokens",)
 _MOST_MARGIN = 8
 _MOST_BYTES = 2**20
@@ -70,6 +70,11 @@ class FP8Config:
             ``g / sqrt(v)`` where that is above 1 (arXiv 2304.13013). Default: ``False``.
         seed (int): of stochastic rounding in the optimizer. Equal on all ranks; kept in
             checkpoints. Default: ``0``.
+        frozen_weights (str): how weights that nobody trains are stored at O2 and O3. ``auto``: as
+            FP8 alone, one byte per parameter, where they are proven frozen: by PEFT, or because a
+            host has prepared the model for evaluation and no optimizer has it. ``fp8``: all FP8
+            layers whose weights do not require gradients; asking for gradients later gives a weight
+            its dtype back, with a warning. ``keep``: as they are. Default: ``"auto"``.
         communication (str): how gradients, and the weights that FSDP2 gathers, travel between
             ranks. ``fp8``: 8-bit values in groups of 32 with power-of-two scales, 1.03 bytes each,
             summed in float32; a DDP communication hook of your own wins. ``fp8-lm``: gradients
@@ -112,6 +117,7 @@ class FP8Config:
     cache_weights: bool | str = False
     update_clipping: bool = False
     seed: int = 0
+    frozen_weights: str = "auto"
     communication: str = "fp8"
     save_activations: str = "fp8"
     eval_fp8: bool = True
@@ -145,6 +151,7 @@ class FP8Config:
         _check_choice("opt_level", self.opt_level, ("O1", "O2", "O3"))
         _check_choice("backend", self.backend, ("torch", "transformer-engine"))
         _check_choice("save_activations", self.save_activations, ("fp8", "bf16"))
+        _check_choice("frozen_weights", self.frozen_weights, ("auto", "fp8", "keep"))
         _check_choice("communication", self.communication, ("fp8", "fp8-lm", "off"))
         _check_int("residual_bits", self.residual_bits, None)
         _check_choice("residual_bits", self.residual_bits, RESIDUAL_BITS)
@@ -180,6 +187,11 @@ class FP8Config:
             raise ValueError(
                 f"FP8Config: {', '.join(optimizer)} apply to the optimizer, which opt_level='O1' "
                 "leaves as it is; name opt_level='O2' or 'O3', or leave them out"
+            )
+        if self.frozen_weights == "fp8" and self.opt_level == "O1":
+            raise ValueError(
+                "FP8Config: frozen_weights='fp8' stores weights in FP8, but opt_level='O1' leaves "
+                "weights as they are; name opt_level='O2' or 'O3', or leave frozen_weights out"
             )
         if self.wgrad == "bf16" and "wgrad" in self.fast_accum:
             raise ValueError(

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torch_fp8.config import FP8Config, config_or_default
 from torch_fp8.conversion.autotune import choose_recipe, recipe_of
+from torch_fp8.conversion.frozen_layers import freeze_as_configured
 from torch_fp8.conversion.fused_layers import convert_producers, revert_producers
 from torch_fp8.conversion.report import ConversionReport, SkippedModule, matmul_flops
 from torch_fp8.distributed.ddp.fp8_lm import (
@@ -120,6 +121,7 @@ def convert_to_float8(
         )
     if is_te:
         revert_producers(model)
+    frozen = freeze_as_configured(model, config, target)
     producers = () if is_te else convert_producers(model, config)
     place_regions(model)
     _keep_scaling_local(model)
@@ -134,6 +136,7 @@ def convert_to_float8(
         flops=matmul_flops(model, recipe),
         producers=producers,
         choice=choice,
+        frozen=frozen,
     )
 
 
@@ -309,6 +312,12 @@ def _to_float8(
     module: nn.Module, name: str, config: FP8Config, recipe: Recipe, emulate: bool
 ) -> None:
     if isinstance(module, Float8Layer):
+        keeps = config.frozen_weights != "keep" and config.opt_level != "O1"
+        if module.frozen_weight is not None and keeps:
+            module.fp8_config, module.fp8_name = config, name
+            module.fp8_thawed_recipe = recipe
+            return
+        module.thaw_weight()
         if (module.fp8_config, module.fp8_recipe) == (config, recipe):
             module.fp8_emulate = emulate
             return
@@ -324,6 +333,7 @@ def _to_float8(
 
 
 def _to_stock(module: Float8Layer) -> None:
+    module.thaw_weight()
     module.drop_scaling()
     module.__dict__.pop("fp8_weight_cache", None)
     unwatch(module.weight)

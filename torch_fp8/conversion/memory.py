@@ -15,6 +15,7 @@ from torch_fp8.optim.optimizer import Float8Optimizer
 from torch_fp8.optim.state import is_large, residual_shape
 from torch_fp8.quantization.block_scaled import matrix_shape, num_groups
 from torch_fp8.tensor.dtensor import local
+from torch_fp8.tensor.frozen_weight import Float8FrozenWeight
 
 _CATEGORIES = ("weights", "gradients", "moments", "master", "scales", "caches")
 _NUM_MOMENTS = {"Adam": 2, "AdamW": 2, "NAdam": 2, "RAdam": 2, "Adamax": 2}
@@ -85,6 +86,7 @@ def memory_report(
     states = _by_category(_optimizers(optimizer), counted)
     buffers = [] if parameters is not None else list(model.named_buffers())
     histories = [b for name, b in buffers if name.rpartition(".")[2].startswith("fp8_")]
+    scales = [*_frozen_scales(counted), *(s for _, ss in gradients for s in ss)]
     caches = [] if parameters is not None else [m.fp8_weight_cache for m in _layers(model)]
     return MemoryReport(
         num_params=sum(local(p).numel() for p in _distinct(counted)),
@@ -92,7 +94,7 @@ def memory_report(
         gradients=_num_bytes([codes for codes, _ in gradients]),
         moments=_num_bytes(states["moments"]),
         master=_num_bytes(states["master"]),
-        scales=_num_bytes([*states["scales"], *histories, *(s for _, ss in gradients for s in ss)]),
+        scales=_num_bytes([*states["scales"], *histories, *scales]),
         caches=_num_bytes([t for cache in caches if cache is not None for t in cache.tensors]),
     )
 
@@ -151,6 +153,11 @@ def _expected(parameter: Tensor, optimizer: Optimizer | None, *, converted: bool
     ours = optimizer if isinstance(optimizer, Float8Optimizer) else None
     if ours is not None and not converted:
         size = ours.original_dtype(parameter).itemsize
+    if isinstance(shard, Float8FrozenWeight):
+        payload = shard.payload
+        if converted:
+            return MemoryReport(numel, numel, 0, 0, 0, payload.scale.nbytes)
+        size = payload.thawed_dtype.itemsize
     if not parameter.requires_grad:
         return MemoryReport(numel, numel * size, 0, 0, 0, 0)
     if ours is None or not converted:
@@ -237,10 +244,21 @@ def _distinct(parameters: list[Tensor]) -> list[Tensor]:
     return list({id(p): p for p in parameters}.values())
 
 
+def _frozen_scales(tensors: list[Tensor]) -> list[Tensor]:
+    shards = (local(tensor) for tensor in tensors)
+    return [s.scale for s in shards if isinstance(s, Float8FrozenWeight)]
+
+
+def _stored(tensors: list[Tensor]) -> list[Tensor]:
+    """Replace weights that are held in FP8 alone by their bytes, without the scales."""
+    shards = (local(tensor) for tensor in tensors)
+    return [s.qdata if isinstance(s, Float8FrozenWeight) else s for s in shards]
+
+
 def _num_bytes(tensors: list[Tensor]) -> int:
     """Count bytes of the distinct storages behind `tensors`; of the local shard for a DTensor."""
     seen: dict[int, int] = {}
-    for tensor in tensors:
+    for tensor in _stored(tensors):
         shard = local(tensor)
         if shard.device.type == "meta":
             seen[id(shard)] = shard.numel() * shard.element_size()

@@ -10,6 +10,7 @@ from torch import nn
 
 from torch_fp8.config import FP8Config
 from torch_fp8.conversion.autotune import RecipeChoice
+from torch_fp8.conversion.frozen_layers import NOTHING, FreezeReport
 from torch_fp8.conversion.memory import expected_bytes_per_param
 from torch_fp8.nn.layer_filter import ADAPTER, expert_weights, is_linear
 from torch_fp8.nn.linear import Float8Layer
@@ -65,6 +66,7 @@ class ConversionReport:
         flops: multiply-adds of the model's GEMMs, per token.
         producers: qualified names of the norms and gated MLPs that emit FP8.
         choice: how ``auto`` was resolved; None for a named recipe.
+        frozen: the layers whose weights are stored as FP8 alone.
     """
 
     converted: tuple[str, ...]
@@ -77,6 +79,7 @@ class ConversionReport:
     flops: MatmulFlops
     producers: tuple[str, ...] = ()
     choice: RecipeChoice | None = None
+    frozen: FreezeReport = NOTHING
 
     @property
     def flops_share(self) -> float:
@@ -123,6 +126,7 @@ class ConversionReport:
             *([f"  {self.choice.label:<9} {self.choice}"] if self.choice is not None else []),
             f"  GEMMs     {backend}",
             *self._producer_lines(),
+            *([f"  frozen    {self.frozen}"] if self.frozen.frozen else []),
             *self._high_precision_lines(),
             *(f"  skipped   {line}" for line in self._skipped_by_reason()),
         ]

@@ -6,19 +6,17 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from torch_fp8.autograd.checkpoint_pass import repeats_forward
-from torch_fp8.nn.scaling_buffers import ScalingBuffers
+from torch_fp8.nn.frozen_storage import FrozenStorage
 from torch_fp8.nn.weight_cache import WeightCache
 from torch_fp8.ops.quantize_delayed import History
 from torch_fp8.quantization.recipe import CastSpec
 from torch_fp8.tensor.quantizer import Quantizer, Quantizers, WeightQuantizer
 
 
-class LayerQuantizers(ScalingBuffers):
+class LayerQuantizers(FrozenStorage):
     """The part of a layer that knows how its operands are cast."""
 
     fp8_weight_cache: WeightCache | None = None
-    fp8_transposed: bool = False
-    """Whether the weight is stored as (K, N)."""
 
     def quantizers(self, group: Any = None) -> Quantizers:
         """How the operands are cast now.

@@ -72,6 +72,8 @@ class Float8Layer(LayerQuantizers):
 
     def forward(self, input: Tensor) -> Tensor:
         if not self.runs_fp8:
+            if self.frozen_weight is not None:
+                return self.dequantized_forward(plain_activation(input))
             output: Tensor = super().forward(plain_activation(input))
             return output
         local = local_operands(self, input)
@@ -126,7 +128,8 @@ class Float8Layer(LayerQuantizers):
         self.init_scaling()
 
     def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, fp8={self.fp8_recipe}"
+        frozen = "" if self.frozen_weight is None else ", frozen"
+        return f"{super().extra_repr()}, fp8={self.fp8_recipe}{frozen}"
 
 
 class Float8Linear(Float8Layer, nn.Linear):

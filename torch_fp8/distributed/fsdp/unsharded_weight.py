@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from torch_fp8.ops.quantize import QuantizedTensor, dequantize, quantize_layouts, transposed
-from torch_fp8.ops.registry import define, operators
+from torch_fp8.ops.transpose import transpose_in_backward
 from torch_fp8.quantization.payload_shape import SQUARE
 from torch_fp8.quantization.recipe import CastSpec
 from torch_fp8.tensor.base import Payloads, QuantizableTensor
@@ -176,7 +176,7 @@ def gathered_col(
     """
     row = gathered_row(weight, spec)
     if grad_output is not None and torch.compiler.is_compiling() and spec.granularity in SQUARE:
-        qdata = operators.transposed_in_backward(row.qdata, grad_output)
+        qdata = transpose_in_backward(row.qdata, grad_output)
         scale = row.scale.t().contiguous() if row.scale.ndim else row.scale
         return QuantizedTensor(qdata, scale, spec.granularity)
     return transposed_or_recast(row, spec)
@@ -199,21 +199,6 @@ def transposed_or_recast(row: QuantizedTensor, spec: CastSpec) -> QuantizedTenso
     return col
 
 
-def transposed_in_backward(qdata: Tensor, grad_output: Tensor) -> Tensor:
-    """The reference of ``torch_fp8::transposed_in_backward``: qdata^T, contiguous.
-
-    A graph that torch.compile cuts in two cannot move it to forward, for it takes the gradient.
-
-    Args:
-        qdata: (N, K), FP8.
-        grad_output: that backward begins with; not read.
-    Returns:
-        (K, N), FP8.
-    """
-    del grad_output
-    return qdata.t().clone(memory_format=torch.contiguous_format)
-
-
 def exponent_bytes(scale: Tensor) -> Tensor:
     """Powers of two (float32) as E8M0 bytes, ``2 ** (byte - 127)``; non-finite ones as 255."""
     return (scale.view(torch.int32) >> _EXPONENT_SHIFT & 0xFF).to(torch.uint8)
@@ -228,11 +213,3 @@ def _contains_weight(value: Any) -> bool:
     if isinstance(value, (list, tuple)):
         return any(_contains_weight(v) for v in value)
     return isinstance(value, UnshardedFloat8Weight)
-
-
-define(
-    "transposed_in_backward(Tensor qdata, Tensor grad_output) -> Tensor",
-    transposed_in_backward,
-    transposed_in_backward,
-    transposed_in_backward,
-)

@@ -1,0 +1,144 @@
+"""A frozen weight: whoever reads it gets BF16, and nothing that is written to it is lost."""
+
+import copy
+import io
+
+import pytest
+import torch
+from torch import nn
+
+from torch_fp8.ops.quantize import dequantize
+from torch_fp8.quantization.recipe import make_recipe
+from torch_fp8.tensor.frozen_payload import freeze_tensor, frozen_from_bytes
+from torch_fp8.tensor.frozen_weight import Float8FrozenWeight, frozen_parameter
+
+BLOCKS = make_recipe("blockwise").weight
+ONE_SCALE = make_recipe("tensorwise", power_of_two_weights=True).weight
+SPECS = pytest.mark.parametrize("spec", [BLOCKS, ONE_SCALE], ids=["blocks", "one scale"])
+
+
+def frozen(rows=160, cols=200, spec=BLOCKS):
+    return frozen_parameter(freeze_tensor(torch.randn(rows, cols), spec, "layer.weight"))
+
+
+def requantized(x, spec):
+    return freeze_tensor(x, spec, "x").quantized
+
+
+@SPECS
+def test_it_takes_one_byte_an_element_and_reads_as_bf16(spec):
+    w = torch.randn(256, 384)
+    p = frozen_parameter(freeze_tensor(w, spec, "w"))
+    assert isinstance(p, nn.Parameter)
+    assert not p.requires_grad
+    assert p.dtype == torch.bfloat16
+    assert p.payload.num_bytes <= 1.02 * w.numel()
+    assert type(p + 0) is torch.Tensor
+    exact = dequantize(p.payload.quantized)
+    assert torch.equal((p + 0).float(), exact), "BF16 holds every value"
+    assert (exact - w).norm() / w.norm() < 0.04
+
+
+@SPECS
+def test_quantizing_what_it_reads_as_gives_the_same_values(spec):
+    p = frozen(spec=spec)
+    again = requantized(p.dequantize(), spec)
+    assert torch.equal(dequantize(again), dequantize(p.payload.quantized))
+
+
+WRITES = {
+    "add_": lambda p: p.add_(1.0),
+    "data": lambda p: p.data.mul_(3.0),
+    "detach": lambda p: p.detach().sub_(0.5),
+    "view": lambda p: p.view(-1)[5:900].fill_(2.0),
+    "transposed": lambda p: p.t()[3].zero_(),
+    "part": lambda p: p[2:7, 11:50].mul_(7.0),
+    "split": lambda p: p.split(50)[1].neg_(),
+    "unbind": lambda p: p.unbind(1)[4].fill_(-1.0),
+    "strided": lambda p: p.as_strided((3, 4), (2, 1), 9).zero_(),
+    "masked": lambda p: p.masked_fill_(p > 1, 0.0),
+    "indexed": lambda p: p.__setitem__((slice(0, 2), 3), 9.0),
+    "itself": lambda p: p.add_(p),
+    "foreach": lambda p: torch._foreach_mul_([p], 2.0),
+    "foreach list": lambda p: torch._foreach_add_([p], [torch.ones(p.shape)]),
+    "out": lambda p: torch.mul(torch.ones(p.shape), 4.0, out=p.data),
+    "init": lambda p: nn.init.constant_(p, 0.25),
+}
+
+
+@SPECS
+@pytest.mark.parametrize("name", WRITES)
+def test_what_is_written_is_quantized_anew(name, spec):
+    p = frozen(spec=spec)
+    before = dequantize(p.payload.quantized)
+    plain = before.clone()
+    with torch.no_grad():
+        WRITES[name](p)
+        WRITES[name](plain)
+    expected = dequantize(requantized(plain, spec))
+    assert torch.equal(dequantize(p.payload.quantized), expected)
+    assert not torch.equal(expected, before)
+
+
+def test_data_can_be_set():
+    p = frozen()
+    value = torch.randn(160, 200)
+    p.data = value
+    assert torch.equal(p.qdata.float(), requantized(value, BLOCKS).qdata.float())
+    with pytest.raises(RuntimeError, match=r"layer\.weight is stored as FP8 alone.*thaw"):
+        p.data = torch.zeros(3)
+
+
+def test_equal_values_change_no_byte():
+    scale = torch.full((2, 2), 0.3)  # as others choose scales: no power of two
+    q = torch.randn(160, 200).to(torch.float8_e4m3fn)
+    p = frozen_parameter(frozen_from_bytes(q, scale, BLOCKS, "w", torch.bfloat16))
+    p.copy_(p.dequantize())
+    assert torch.equal(p.qdata.view(torch.uint8), q.view(torch.uint8))
+    assert torch.equal(p.scale, scale)
+
+
+def test_one_copied_from_another_has_its_bytes():
+    a, b = frozen(), frozen()
+    a.copy_(b)
+    assert torch.equal(a.qdata.view(torch.uint8), b.qdata.view(torch.uint8))
+    assert a.qdata.data_ptr() != b.qdata.data_ptr()
+
+
+def test_a_copy_is_frozen_and_a_pickle_plain():
+    p = frozen()
+    q = copy.deepcopy(p)
+    assert isinstance(q, Float8FrozenWeight)
+    assert isinstance(q, nn.Parameter)
+    q.zero_()
+    assert p.dequantize().any()
+    file = io.BytesIO()
+    torch.save(p, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=True)
+    assert type(loaded) is nn.Parameter
+    assert torch.equal(loaded, p.dequantize())
+
+
+def test_training_it_is_refused_by_name():
+    p = frozen()
+    with pytest.raises(RuntimeError, match=r"layer\.weight.*torch_fp8\.thaw"):
+        p.requires_grad_(True)
+    with pytest.raises(RuntimeError, match=r"layer\.weight.*torch_fp8\.thaw"):
+        p.grad = torch.zeros(160, 200)
+    p.requires_grad_(False)
+    p.grad = None
+    assert p.grad is None
+
+
+def test_a_scale_of_another_shape_is_refused():
+    q = torch.zeros(160, 200, dtype=torch.float8_e4m3fn)
+    with pytest.raises(ValueError, match=r"w: .*float32 scales \(2, 2\), got .*\(1, 2\)"):
+        frozen_from_bytes(q, torch.ones(1, 2), BLOCKS, "w", torch.bfloat16)
+
+
+def test_autograd_goes_through_what_is_read():
+    p, x = frozen(), torch.randn(200, requires_grad=True)
+    (p.float() @ x).sum().backward()
+    assert torch.allclose(x.grad, p.dequantize().float().sum(0), rtol=1e-5, atol=1e-4)
+    (p.t().float().norm(dim=0) * x[:160]).sum().backward()

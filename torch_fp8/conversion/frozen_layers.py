@@ -1,0 +1,183 @@
+"""Which weights of a converted model are held in FP8 alone, and in which recipe they run.
+
+Block scales of 128 x 128 elements serve fprop and dgrad with the same bytes. Where a card has no
+GEMM for them (they are Hopper's alone) there is one scale for a weight.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from torch_fp8.config import FP8Config
+from torch_fp8.conversion.fused_layers import convert_producers
+from torch_fp8.nn.frozen_storage import ThawNotice
+from torch_fp8.nn.linear import Float8Layer
+from torch_fp8.nn.weight_cache import unwatch
+from torch_fp8.ops.hardware import runs_natively
+from torch_fp8.quantization.recipe import E4M3_ONLY, Recipe, make_recipe
+
+_TRANSFORMER_ENGINE = "transformer-engine"
+
+
+@dataclass(frozen=True)
+class FreezeReport:
+    """What `freeze` did.
+
+    Attributes:
+        frozen: qualified names of the layers whose weights are held in FP8 alone.
+        kept: (name, reason) of the other FP8 layers.
+        recipe: of the frozen layers; None: there are none.
+        num_params: elements of the frozen weights.
+        bytes_before, bytes_after: of the frozen weights.
+    """
+
+    frozen: tuple[str, ...]
+    kept: tuple[tuple[str, str], ...]
+    recipe: Recipe | None
+    num_params: int
+    bytes_before: int
+    bytes_after: int
+
+    def __str__(self) -> str:
+        if self.recipe is None:
+            return "no weight is stored as FP8 alone"
+        per_element = self.bytes_after / max(self.num_params, 1)
+        return (
+            f"{len(self.frozen)} frozen weights stored as FP8 alone, {per_element:.3f} bytes per "
+            f"parameter, {self.bytes_before / max(self.num_params, 1):.2f} before; they run "
+            f"{self.recipe.name}, without a wgrad"
+        )
+
+    def __add__(self, other: "FreezeReport") -> "FreezeReport":
+        return FreezeReport(
+            self.frozen + other.frozen,
+            self.kept + other.kept,
+            self.recipe or other.recipe,
+            self.num_params + other.num_params,
+            self.bytes_before + other.bytes_before,
+            self.bytes_after + other.bytes_after,
+        )
+
+
+NOTHING = FreezeReport((), (), None, 0, 0, 0)
+
+
+def frozen_recipe(config: FP8Config, device: torch.device) -> tuple[Recipe, bool]:
+    """Return the recipe of frozen layers on `device`, and whether its GEMMs are emulated there."""
+    blocks = device.type != "cuda" or runs_natively(device, "blockwise")
+    name = "blockwise" if blocks or config.emulate else "tensorwise"
+    grad_format = None if name in E4M3_ONLY else config.grad_format
+    recipe = make_recipe(
+        name, grad_format=grad_format, fast_accum=config.fast_accum, power_of_two_weights=True
+    )
+    return recipe, config.emulate and not runs_natively(device, name)
+
+
+def proven_frozen(model: nn.Module) -> Callable[[Float8Layer], bool]:
+    """Return what tells of a layer whether nobody will train its weight: PEFT has frozen it."""
+    adapted = any(
+        cls.__module__.partition(".")[0] == "peft"
+        for module in model.modules()
+        for cls in type(module).__mro__
+    )
+    return lambda layer: adapted and not layer.weight.requires_grad
+
+
+def by_hand(layer: Float8Layer) -> bool:
+    """Return whether a layer's weight does not require gradients, whoever said so."""
+    return not layer.weight.requires_grad
+
+
+def freeze_as_configured(model: nn.Module, config: FP8Config, device: torch.device) -> FreezeReport:
+    """Freeze the layers of a converted model that `config.frozen_weights` means."""
+    if config.opt_level == "O1" or config.frozen_weights == "keep":
+        return NOTHING
+    if config.backend == _TRANSFORMER_ENGINE:
+        return NOTHING
+    meant = by_hand if config.frozen_weights == "fp8" else proven_frozen(model)
+    return freeze_layers(model, config, device, meant)
+
+
+def freeze_layers(
+    model: nn.Module,
+    config: FP8Config,
+    device: torch.device,
+    meant: Callable[[Float8Layer], bool],
+) -> FreezeReport:
+    """Hold the weights of some FP8 layers in FP8 alone, and connect norms and MLPs to them.
+
+    Args:
+        model: converted.
+        config: with which it was.
+        device: on which it will run.
+        meant: whether a layer is to be frozen, if nothing speaks against it.
+    """
+    recipe, emulate = frozen_recipe(config, device)
+    shared, notice = _shared_weights(model), ThawNotice()
+    frozen, kept = [], []
+    num_params = before = after = 0
+    for name, layer in model.named_modules():
+        if not isinstance(layer, Float8Layer) or not meant(layer):
+            continue
+        reason = None if layer.frozen_weight is not None else _why_not(layer, shared)
+        if reason is not None:
+            kept.append((name, reason))
+            continue
+        held = layer.frozen_weight
+        if held is None:
+            weight = layer.weight
+            before += weight.numel() * weight.element_size()
+            unwatch(weight)
+            del weight  # or the Parameter could not be replaced
+            layer.freeze_weight(recipe, emulate)
+            layer.fp8_thaw_notice = notice
+            held = layer.frozen_weight
+        else:
+            before += held.numel() * held.payload.thawed_dtype.itemsize
+        assert held is not None
+        num_params += held.numel()
+        after += held.payload.num_bytes
+        frozen.append(name)
+    if frozen:
+        convert_producers(model, config)
+    return FreezeReport(
+        tuple(frozen), tuple(kept), recipe if frozen else None, num_params, before, after
+    )
+
+
+def thaw_layers(model: nn.Module) -> int:
+    """Give all frozen weights of `model` their dtype back; return how many."""
+    count = 0
+    for module in model.modules():
+        if isinstance(module, Float8Layer) and module.fp8_thawed_recipe is not None:
+            count += module.frozen_weight is not None
+            module.thaw_weight()
+    return count
+
+
+def _why_not(layer: Float8Layer, shared: set[int]) -> str | None:
+    if isinstance(layer.weight, DTensor):
+        return "its weight is sharded"
+    if id(layer.weight) in shared:
+        return "its weight is shared with another module"
+    return None
+
+
+def _shared_weights(model: nn.Module) -> set[int]:
+    """The identities of Parameters that several modules have, or whose memory others share."""
+    owners: Counter[int] = Counter()
+    places: Counter[int] = Counter()
+    every = [p for m in model.modules() for p in m._parameters.values() if p is not None]
+    owners.update(id(p) for p in every)
+    distinct = {id(p): p for p in every if type(p) is nn.Parameter and not p.is_meta}
+    places.update(p.untyped_storage().data_ptr() for p in distinct.values())
+    shared = {key for key, count in owners.items() if count > 1}
+    for key, parameter in distinct.items():
+        place = parameter.untyped_storage().data_ptr()
+        if place and places[place] > 1:
+            shared.add(key)
+    return shared

@@ -1,0 +1,112 @@
+"""`FrozenPayload`: the FP8 bytes of a weight that nobody trains, and how they are made.
+
+``W ~= qdata.float() * scale``. Scales that this package makes are powers of two, so that BF16 holds
+every value exactly; others' scales are kept as they are.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_fp8.ops.quantize import QuantizedTensor, dequantize, quantize_layouts
+from torch_fp8.quantization.payload_shape import scale_shape
+from torch_fp8.quantization.recipe import CastSpec
+
+DTYPE = torch.bfloat16
+"""The dtype as which a frozen weight reads."""
+
+
+@dataclass(eq=False)
+class FrozenPayload:
+    """The bytes of a weight (R, C), shared by all views of it.
+
+    Attributes:
+        qdata: (R, C) E4M3, contiguous.
+        scale: float32 dequantization scale, (ceil(R / 128), ceil(C / 128)) or ().
+        spec: how it is cast: ``block_128x128`` or ``tensorwise``.
+        name: qualified name of the weight, for errors.
+        thawed_dtype: the dtype that it had, and has again when it is thawed.
+        owner: the layer whose weight it is, a weak reference; or None.
+    """
+
+    qdata: Tensor
+    scale: Tensor
+    spec: CastSpec
+    name: str = "weight"
+    thawed_dtype: torch.dtype = DTYPE
+    owner: Any = None
+
+    @property
+    def quantized(self) -> QuantizedTensor:
+        """Return the bytes as the GEMMs take them."""
+        return QuantizedTensor(self.qdata, self.scale, self.spec.granularity)
+
+    @torch.no_grad()
+    def write(self, values: Tensor) -> None:
+        """Quantize `values` (R, C) into the memory at hand; equal values change no byte."""
+        if not values.is_meta and torch.equal(values.to(DTYPE), dequantize(self.quantized, DTYPE)):
+            return
+        row, _ = quantize_layouts(values, self.spec, None, row=True, col=False)
+        assert row is not None
+        self.qdata.copy_(row.qdata)
+        self.scale.copy_(row.scale)
+
+    @property
+    def num_bytes(self) -> int:
+        """Count the bytes of payload and scales."""
+        return sum(t.numel() * t.element_size() for t in (self.qdata, self.scale))
+
+    def copied(self) -> "FrozenPayload":
+        """Return a copy of the bytes, which no layer owns."""
+        qdata, scale = self.qdata.clone(), self.scale.clone()
+        return FrozenPayload(qdata, scale, self.spec, self.name, self.thawed_dtype)
+
+
+def freeze_tensor(
+    weight: Tensor, spec: CastSpec, name: str, dtype: torch.dtype | None = None
+) -> FrozenPayload:
+    """Quantize a weight (R, C).
+
+    Args:
+        weight: float32, bfloat16 or float16.
+        spec: ``block_128x128`` or ``tensorwise``, E4M3.
+        name: qualified, for errors.
+        dtype: that it has again when it is thawed; None: its own.
+    """
+    row, _ = quantize_layouts(weight.detach(), spec, None, row=True, col=False)
+    assert row is not None
+    return FrozenPayload(_compact(row.qdata), row.scale, spec, name, dtype or weight.dtype)
+
+
+def frozen_from_bytes(
+    qdata: Tensor, scale: Tensor, spec: CastSpec, name: str, dtype: torch.dtype
+) -> FrozenPayload:
+    """Return the payload of bytes that somebody else has quantized.
+
+    Args:
+        qdata: (R, C) E4M3.
+        scale: float32 dequantization scale, of the shape that `spec` says; any positive values.
+        spec, name, dtype: as of `freeze_tensor`.
+    Raises:
+        ValueError: a scale of another shape or dtype.
+    """
+    shape: tuple[int, ...] = ()
+    if spec.granularity != "tensorwise":
+        rows, cols = qdata.shape
+        shape = scale_shape(rows, cols, spec.granularity)
+    if tuple(scale.shape) != shape or scale.dtype != torch.float32:
+        raise ValueError(
+            f"{name}: a weight {tuple(qdata.shape)} with {spec.granularity} scales takes float32 "
+            f"scales {shape}, got {scale.dtype} {tuple(scale.shape)}"
+        )
+    return FrozenPayload(_compact(qdata), _compact(scale), spec, name, dtype)
+
+
+def _compact(x: Tensor) -> Tensor:
+    """A contiguous tensor whose memory holds nothing else."""
+    x = x.contiguous()
+    if x.is_meta or x.untyped_storage().nbytes() == x.numel() * x.element_size():
+        return x
+    return x.clone()

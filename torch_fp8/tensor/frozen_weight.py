@@ -1,0 +1,320 @@
+"""`Float8FrozenWeight`: a weight that nobody trains, held in FP8 alone, one byte an element.
+
+``W ~= qdata.float() * scale``: E4M3 with a scale for each 128 x 128 elements, or one for all. The
+same bytes serve fprop and, transposed when it is wanted, dgrad; no 16-bit copy is kept. Scales that
+this package makes are powers of two, so that BF16 holds every value exactly: who reads the weight
+gets a plain BF16 tensor, and quantizing that again gives the same values.
+
+Nothing that is written to it is lost. In-place operations, also through views and ``.data``, are
+made on the float32 values, which are then quantized anew; ``p.data = x`` likewise. Views are kept
+as the chain of operators that make them. To train it, it must be thawed: ``requires_grad_(True)``
+does so with a warning where a layer owns it.
+"""
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torch_fp8.ops.quantize import QuantizedTensor, dequantize, transposed
+from torch_fp8.ops.transpose import transpose_in_backward
+from torch_fp8.quantization.payload_shape import SQUARE
+from torch_fp8.quantization.recipe import CastSpec
+from torch_fp8.tensor.base import Payloads, QuantizableTensor, map_tensors
+from torch_fp8.tensor.frozen_payload import DTYPE, FrozenPayload
+
+_aten: Any = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class _Step:
+    """One operator of the chain that makes a view; `index` where it returns several."""
+
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    index: int | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        made = self.func(x, *self.args, **self.kwargs)
+        result: Tensor = made if self.index is None else made[self.index]
+        return result
+
+
+class Float8FrozenWeight(QuantizableTensor):
+    """A weight (R, C), or a view of one, in FP8; reads as BF16.
+
+    Attributes:
+        payload: the bytes, shared with all views.
+        chain: the operators that make this view of the whole weight; empty for the weight itself.
+    """
+
+    payload: FrozenPayload
+    chain: tuple[_Step, ...]
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(
+        cls, payload: FrozenPayload, chain: tuple[_Step, ...] = (), like: Tensor | None = None
+    ) -> "Float8FrozenWeight":
+        shape = payload.qdata if like is None else like
+        self: Float8FrozenWeight = torch.Tensor._make_wrapper_subclass(
+            cls,
+            shape.shape,
+            strides=shape.stride(),
+            storage_offset=shape.storage_offset(),
+            dtype=DTYPE,
+            device=payload.qdata.device,
+        )
+        self.payload, self.chain = payload, chain
+        return self
+
+    def quantize(self, quantizer: Any, *, rowwise: bool, columnwise: bool) -> Payloads:
+        """The bytes as they are held, and transposed."""
+        return frozen_payloads(self, quantizer.spec, rowwise, columnwise, None)
+
+    def quantize_in_backward(
+        self, quantizer: Any, grad_output: Tensor, *, rowwise: bool, columnwise: bool
+    ) -> Payloads:
+        """Return the payloads as `quantize` does."""
+        return frozen_payloads(self, quantizer.spec, rowwise, columnwise, grad_output)
+
+    def dequantize(self) -> Tensor:
+        """A plain BF16 tensor of this shape."""
+        return self.of_whole(dequantize(_stored(self), DTYPE))
+
+    def of_whole(self, whole: Tensor) -> Tensor:
+        """This view of another tensor (R, C)."""
+        for step in self.chain:
+            whole = step(whole)
+        return whole
+
+    @property
+    def qdata(self) -> Tensor:
+        return self.payload.qdata
+
+    @property
+    def scale(self) -> Tensor:
+        return self.payload.scale
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        payload = self.payload
+        return ["qdata", "scale"], (payload.spec, payload.name, payload.thawed_dtype, self.chain)
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: dict[str, Tensor], context: Any, outer_size: Any, outer_stride: Any
+    ) -> "Float8FrozenWeight":
+        spec, name, dtype, chain = context
+        payload = FrozenPayload(inner["qdata"], inner["scale"], spec, name, dtype)
+        whole = Float8FrozenWeight(payload)
+        if not chain:
+            return whole
+        return Float8FrozenWeight(payload, chain, whole.of_whole(_geometry(whole)))
+
+    @property
+    def data(self) -> Tensor:
+        """The weight; what is written through it is quantized anew."""
+        return self.detach()
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        name = self.payload.name
+        if self.chain or value.shape != self.shape or value.device != self.device:
+            raise RuntimeError(
+                f"{name} is stored as FP8 alone, {tuple(self.shape)} on {self.device}; its .data "
+                f"was set to {tuple(value.shape)} on {value.device}. Move the module, or give the "
+                "weight back its own dtype first: torch_fp8.thaw(model)"
+            )
+        self.copy_(value)
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether the weight is trained: never."""
+        return False
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        self.requires_grad_(value)
+
+    def requires_grad_(self, requires_grad: bool = True) -> "Float8FrozenWeight":
+        """Thaw the weight, in place, where it is to be trained.
+
+        Raises:
+            RuntimeError: no layer owns it, or it is sharded.
+        """
+        if not requires_grad:
+            return self
+        owner = None if self.payload.owner is None else self.payload.owner()
+        if owner is None or self.chain:
+            raise RuntimeError(
+                f"{self.payload.name} is stored as FP8 alone and cannot be trained so; give it "
+                "back its own dtype first: torch_fp8.thaw(model)"
+            )
+        owner.thaw_for_training()
+        return self  # which is a plain Parameter by now
+
+    @property
+    def grad(self) -> None:
+        """None, since a frozen weight has no gradient."""
+        return None
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        if value is not None:
+            raise RuntimeError(
+                f"{self.payload.name} is stored as FP8 alone and takes no gradient; thaw it before "
+                "it is trained: torch_fp8.thaw(model)"
+            )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        if self.chain:
+            copied: Tensor = self.dequantize().clone()
+        else:
+            copied = frozen_parameter(self.payload.copied())
+        memo[id(self)] = copied
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        plain = self.dequantize()
+        whole = nn.Parameter(plain, requires_grad=False) if is_parameter(self) else plain
+        return whole.__reduce_ex__(protocol)
+
+    def __repr__(self) -> str:
+        how = f"{self.payload.spec}, view" if self.chain else f"{self.payload.spec}"
+        return f"Float8FrozenWeight(shape={tuple(self.shape)}, {how})"
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if args and isinstance(args[0], cls) and _makes_view(func):
+            return _view(args[0], func, args[1:], kwargs)
+        if func is _aten.copy_.default and _same_bytes(*args[:2]):
+            return args[0]
+        written = {id(x.payload): x.payload for x in _written(func, args, kwargs)}
+        whole = {key: dequantize(payload.quantized) for key, payload in written.items()}
+        own: dict[int, Any] = {}  # what stands for a weight that is written, by identity
+
+        def plain(value: Any) -> Any:
+            if not isinstance(value, QuantizableTensor):
+                return value
+            if not isinstance(value, cls) or id(value.payload) not in whole:
+                return value.dequantize()
+            part = value.of_whole(whole[id(value.payload)])
+            own[id(part)] = (part, value)
+            return part
+
+        made = func(*map_tensors(args, plain), **map_tensors(kwargs, plain))
+        for key, payload in written.items():
+            payload.write(whole[key])
+        return map_tensors(made, lambda x: own[id(x)][1] if id(x) in own else x)
+
+
+def frozen_parameter(payload: FrozenPayload) -> nn.Parameter:
+    """Return the Parameter of these bytes, which is a `Float8FrozenWeight`."""
+    return nn.Parameter(Float8FrozenWeight(payload), requires_grad=False)
+
+
+def is_parameter(tensor: Tensor) -> bool:
+    """Return whether a frozen weight is a module's Parameter, and no view."""
+    return bool(getattr(tensor, "_is_param", False))
+
+
+# Functions, for torch.compile takes a method of a tensor for an operator.
+def frozen_payloads(
+    weight: Float8FrozenWeight,
+    spec: CastSpec,
+    rowwise: bool,
+    columnwise: bool,
+    grad_output: Tensor | None,
+) -> Payloads:
+    """The weight (R, C) quantized along C, and its transpose (C, R) quantized along R.
+
+    Args:
+        weight: whole.
+        spec: of the layer that asks, whose scales must be those of the weight.
+        rowwise, columnwise: what is asked for.
+        grad_output: in a backward; see `torch_fp8.ops.transpose.transpose_in_backward`.
+    """
+    stored = _stored(weight)
+    if spec.granularity != stored.granularity:
+        raise RuntimeError(
+            f"{weight.payload.name} is stored as FP8 with {stored.granularity} scales, and its "
+            f"layer asks for {spec.granularity}: convert the model again, or torch_fp8.thaw(model)"
+        )
+    turned = None
+    if columnwise and grad_output is not None and torch.compiler.is_compiling():
+        scale = stored.scale.t().contiguous() if stored.scale.ndim else stored.scale
+        qdata = transpose_in_backward(stored.qdata, grad_output)
+        turned = QuantizedTensor(qdata, scale, stored.granularity)
+    elif columnwise:
+        assert stored.granularity in SQUARE
+        turned = transposed(stored)
+    return stored if rowwise else None, turned
+
+
+def _stored(weight: Float8FrozenWeight) -> QuantizedTensor:
+    return QuantizedTensor(weight.qdata, weight.scale, weight.payload.spec.granularity)
+
+
+@functools.cache
+def _makes_view(func: Any) -> bool:
+    """Whether an operator returns views of its first argument and writes nothing."""
+    schema = func._schema
+    infos = [result.alias_info for result in schema.returns]
+    if not infos or any(info is None or info.is_write for info in infos):
+        return False
+    first = schema.arguments[0].alias_info
+    return first is not None and not first.is_write
+
+
+def _view(weight: Float8FrozenWeight, func: Any, args: Any, kwargs: Any) -> Any:
+    if func in (_aten.detach.default, _aten.alias.default):
+        return Float8FrozenWeight(weight.payload, weight.chain, _geometry(weight))
+    made = func(_geometry(weight), *args, **kwargs)
+    several = isinstance(made, (list, tuple))
+    views = [
+        Float8FrozenWeight(
+            weight.payload, (*weight.chain, _Step(func, args, kwargs, i if several else None)), like
+        )
+        for i, like in enumerate(made if several else [made])
+    ]
+    return views if several else views[0]
+
+
+def _geometry(weight: Tensor) -> Tensor:
+    """A tensor without data that lies as `weight` does."""
+    size, stride, offset = weight.shape, weight.stride(), weight.storage_offset()
+    whole = torch.empty_strided(size, stride, dtype=DTYPE, device="meta")
+    if not offset:
+        return whole
+    reach = offset + sum((n - 1) * s for n, s in zip(size, stride, strict=True)) + 1
+    return torch.empty(reach, dtype=DTYPE, device="meta").as_strided(size, stride, offset)
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> list[Float8FrozenWeight]:
+    """The frozen weights that an operator writes."""
+    found: list[Float8FrozenWeight] = []
+    for i, argument in enumerate(func._schema.arguments):
+        if argument.is_write or (argument.alias_info is not None and argument.alias_info.is_write):
+            value = args[i] if i < len(args) else kwargs.get(argument.name)
+            values = value if isinstance(value, (list, tuple)) else [value]
+            found += [x for x in values if isinstance(x, Float8FrozenWeight)]
+    return found
+
+
+def _same_bytes(target: Any, source: Any) -> bool:
+    """Copy one whole frozen weight to another of the same form; False: they differ."""
+    both = isinstance(target, Float8FrozenWeight) and isinstance(source, Float8FrozenWeight)
+    if not both or target.chain or source.chain or target.shape != source.shape:
+        return False
+    if target.payload.spec != source.payload.spec:
+        return False
+    target.qdata.view(torch.uint8).copy_(source.qdata.view(torch.uint8))
+    target.scale.copy_(source.scale)
+    return True
