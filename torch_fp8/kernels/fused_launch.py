@@ -87,8 +87,7 @@ class Cast(NamedTuple):
         given = [how for how in (self.amax, self.scale, self.past) if how is not None]
         assert len(given) == (self.granularity == "tensorwise")
         rows, cols = inputs[0].shape
-        # Delayed casts, which end as `delayed_scale` says, have no register left for a second mask.
-        unpadded = self.col and (COL_ALIGNMENT[self.granularity] == 1 or self.past is not None)
+        unpadded = self.col and COL_ALIGNMENT[self.granularity] == 1
         odd = cols % 16 or (unpadded and rows % 16) or any(x.stride(1) != 1 for x in inputs)
         return self.granularity != "rowwise" and not odd and inputs[0].numel() > 0
 

@@ -42,6 +42,7 @@ NORM_ROWS, NORM_COLS, NORM_WARPS = 32, 256, 8
 BAND_ROWS = {"tensorwise": 32, "block_1x32": 32, "block_1x128": 128, "block_128x128": 128}
 MULTIPROCESSORS = 132
 BANDS_IN_CACHE = 36 * 2**20
+BAND_COLS = 256  # read at a time; half of it where fewer registers are left
 
 # Backward holds a row of the gradient, of x, of the weight and of dw, 16 elements each for every
 # thread; two slabs of rows for each multiprocessor, whose parts of dw are 4 bytes per column.
@@ -215,6 +216,8 @@ def _bands(
     band = BAND_ROWS[cast.granularity]
     narrow = band != BLOCK and x.element_size() > 2
     warps = TILE_WARPS // 2 if narrow else TILE_WARPS
+    # Delayed casts, which end as `delayed_scale` says, with rows to pad: a mask for each layout.
+    few = band == BLOCK or (delayed and rows % 16)
     with torch.cuda.device_of(x):
         norm_cast_once_kernel[(cdiv(rows, band),)](
             x,
@@ -242,7 +245,7 @@ def _bands(
             SAVE=save,
             AMAX=given or delayed,
             BLOCK_R=band,
-            BLOCK_C=BLOCK if band == BLOCK else 2 * BLOCK,
+            BLOCK_C=BLOCK if few else BAND_COLS,
             num_warps=warps,
             maxnreg=registers(warps) if delayed else None,
             enable_fp_fusion=False,

@@ -31,6 +31,8 @@ ROWS, WARPS = 32, 8
 # contiguous bytes of a transposed store, with as many warps as need no spill.
 WHOLE_TILES = ("block_1x128", "block_128x128")
 COLUMN_ROWS = 64
+# Delayed casts, which end as `delayed_scale` says, with rows to pad: a mask for each layout.
+ODD_DELAYED_ROWS = 32
 
 _NO_CAST = {
     "SCALE": "given",
@@ -117,7 +119,7 @@ def _cast(
     gate_q, gate_s = saved_outputs(gate, save)
     up_q, up_s = saved_outputs(up, save)
     q, s, qt, st = made = (gate_q, gate_s) * 2 if cast is None else cast.outputs(gate)
-    block_r, warps, maxnreg = tile(cast)
+    block_r, warps, maxnreg = tile(cast, rows)
     if gate.numel():
         with torch.cuda.device_of(gate):
             swiglu_cast_kernel[(cdiv(rows, block_r) * cdiv(cols, BLOCK),)](
@@ -168,12 +170,16 @@ def is_fused(cast: Cast, *inputs: Tensor) -> bool:
     return cast.is_fused(*inputs) and (common or not whole)
 
 
-def tile(cast: Cast | None) -> tuple[int, int, int | None]:
-    """Return a tile's rows and warps, and the registers of a thread; None: left to Triton."""
+def tile(cast: Cast | None, rows: int) -> tuple[int, int, int | None]:
+    """Return a tile's rows and warps, and the registers of a thread; None: left to Triton.
+
+    rows: of the result.
+    """
     if cast is None or (cast.granularity != "block_128x128" and not cast.col):
         return ROWS, WARPS, None
     if cast.granularity in WHOLE_TILES:
         return BLOCK, TILE_WARPS, None
     if cast.past is not None:
-        return COLUMN_ROWS, TILE_WARPS, registers(TILE_WARPS)
+        block_r = ODD_DELAYED_ROWS if rows % 16 else COLUMN_ROWS
+        return block_r, TILE_WARPS, registers(TILE_WARPS)
     return COLUMN_ROWS, WARPS if cast.granularity == "tensorwise" else TILE_WARPS, None

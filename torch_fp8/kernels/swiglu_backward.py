@@ -162,7 +162,7 @@ def cast_gradients(
     source = cast.source(made[1])
     gate_past, (length, headroom) = cast.history(grad)[:2], cast.history(grad)[2:]
     past = gate_past if up_past is None else (up_past.amaxes, up_past.progress)
-    block_r, warps, maxnreg = tile(cast)
+    block_r, warps, maxnreg = tile(cast, rows)
     if rows % 16:  # a mask more than there are registers for two programs at a time
         maxnreg = registers(warps)
     with torch.cuda.device_of(grad):

@@ -237,6 +237,28 @@ def test_launches_of_a_gated_mlp(record_launches):
         assert names(launches) == ["swiglu_backward_cast"]
 
 
+@pytest.mark.parametrize("rows", [33792, 33791])
+def test_delayed_casts_are_one_launch_for_any_number_of_rows(record_launches, rows):
+    x, how = torch.empty(rows, 512, dtype=torch.bfloat16), next(delayed_casts())
+    with (
+        record_launches(quantize) as casts_after,
+        record_launches(quantize_delayed) as scales,
+        record_launches(rms_norm) as norm,
+        record_launches(swiglu) as forward,
+        record_launches(swiglu_backward) as backward,
+    ):
+        made = rms_norm.rms_norm_quantize_delayed(x, x[0], EPS, 0.0, x.dtype, *how, True)
+        swiglu.swiglu_quantize_delayed(x, x, None, *how, True)
+        arguments = (x, *saved(x) * 2, None, x.dtype)
+        swiglu_backward.swiglu_backward_quantize_delayed(*arguments, *history(), *how)
+        gate_up.gate_up_backward_quantize_delayed(*arguments, True, *how)
+    assert [t.shape for t in (made[0], made[2])] == [(rows, 512), (512, 33792)]
+    assert casts_after == scales == []
+    assert names(norm) == ["norm_cast_once"]
+    assert names(forward) == ["swiglu_cast"]
+    assert names(backward) == ["swiglu_backward_cast"] * 2
+
+
 @pytest.mark.parametrize(
     ("shape", "granularity", "fused"),
     [
