@@ -10,7 +10,7 @@ from torch_fp8.ops import gemm_operand
 from torch_fp8.ops.gemm_operand import operand
 from torch_fp8.ops.quantize import QuantizedTensor, dequantize, quantize_layouts
 from torch_fp8.ops.scaled_mm import scaled_matmul
-from torch_fp8.quantization.payload_shape import multiple_of_16
+from torch_fp8.quantization.payload_shape import multiple_of_16, new_group_scales
 from torch_fp8.quantization.recipe import RECIPES, make_recipe
 
 K, N = 128, 256
@@ -60,6 +60,32 @@ def test_what_lies_behind_the_rows_is_used_only_where_it_lies_there():
     dense = x._replace(scale=torch.ones(1, 37).t())  # no room for more
     assert gemm_operand._with_rows_behind(_with_room(dense)) is None
     assert operand(x, K, is_b=False).qdata.shape == (48, K)  # by a copy then
+
+
+def test_scales_of_32_elements_are_laid_out_with_what_lies_behind_them(monkeypatch):
+    spec = make_recipe("mxfp8").input
+    x, _ = quantize_layouts(torch.randn(133, K), spec, row=True, col=False)
+    filled_up = gemm_operand._swizzled_e8m0(x.scale)  # 133 rows in memory
+    room = new_group_scales(x.scale, 133, K, 32)
+    assert room.stride() == (4, 1)
+    room.as_strided((256, 4), (4, 1)).fill_(float("nan"))
+    room.copy_(x.scale)
+
+    def pads(x, rows, cols, value):
+        assert rows == cols == 0, f"a copy of {tuple(x.shape)}"
+        return x
+
+    monkeypatch.setattr(gemm_operand, "_pad", pads)
+    made = operand(x._replace(scale=room), K, is_b=False)
+    # A tile of 128 rows is 512 bytes; of the second one, 5 rows exist, 16 bytes apart.
+    assert made.scale.shape == filled_up.shape == (1024,)
+    got, want = made.scale.view(torch.uint8), filled_up.view(torch.uint8)
+    exist = torch.ones(1024, dtype=torch.bool)
+    exist[512:] = False
+    for row in range(5):
+        exist[512 + 16 * row : 512 + 16 * row + 4] = True
+    assert torch.equal(got[exist], want[exist])
+    assert not want[~exist].any()
 
 
 @pytest.mark.parametrize("tokens", [1, 37, 144])

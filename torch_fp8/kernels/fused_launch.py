@@ -177,14 +177,7 @@ class Cast(NamedTuple):
         if self.granularity == "block_128x128":
             shape = (cdiv(rows, BLOCK), cdiv(cols, BLOCK))
             return x.new_empty(shape, dtype=torch.float32)
-        return group_scales(x, rows, cols, GROUPS[self.granularity])
-
-
-def group_scales(x: Tensor, rows: int, cols: int, group: int) -> Tensor:
-    """Allocate a scale per `group` columns; scales of 128 lie block by block, of 32 row by row."""
-    if group == BLOCK:
-        return new_group_scales(x, rows, cols)
-    return x.new_empty((rows, cdiv(cols, group)), dtype=torch.float32)
+        return new_group_scales(x, rows, cols, GROUPS[self.granularity])
 
 
 def saved_outputs(x: Tensor, wanted: bool = True) -> tuple[Tensor, Tensor]:
@@ -192,7 +185,7 @@ def saved_outputs(x: Tensor, wanted: bool = True) -> tuple[Tensor, Tensor]:
     if not wanted:
         return x.new_empty(0, dtype=torch.float8_e4m3fn), x.new_empty((0,), dtype=torch.float32)
     rows, cols = x.shape
-    return x.new_empty((rows, cols), dtype=torch.float8_e4m3fn), group_scales(x, rows, cols, BLOCK)
+    return x.new_empty((rows, cols), dtype=torch.float8_e4m3fn), new_group_scales(x, rows, cols)
 
 
 def save_unfused(x: Tensor, wanted: bool = True) -> tuple[Tensor, Tensor]:

@@ -301,9 +301,9 @@ def _blocks(
         sums = None  # squares are for weights; with sums these kernels spill
 
     def scales(outer: int, inner: int) -> Tensor:
-        shape = (cdiv(outer, group_r), cdiv(inner, group_c))
-        if granularity == "block_1x128":
-            return new_group_scales(x, outer, inner)
+        if not squares:
+            return new_group_scales(x, outer, inner, group_c)
+        shape = (cdiv(outer, BLOCK), cdiv(inner, BLOCK))
         return torch.empty(shape, dtype=torch.float32, device=x.device)
 
     by_row, by_col = _outputs(x, dtype, row, col, pad, room=granularity == "block_1x128")

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from torch_fp8.ops.quantize import QuantizedTensor
 from torch_fp8.quantization.formats import GEMM_ALIGNMENT
-from torch_fp8.quantization.payload_shape import BLOCK_SHAPE, multiple_of_16
+from torch_fp8.quantization.payload_shape import BLOCK_SHAPE, E8M0_ROWS, multiple_of_16
 
 
 def operand(x: QuantizedTensor, contracted: int, *, is_b: bool) -> QuantizedTensor:
@@ -96,10 +96,15 @@ def _swizzled_e8m0(scale: Tensor) -> Tensor:
 
     Within a tile the byte of row r and block c lies at (r % 32) * 16 + (r // 32) * 4 + c; tiles
     follow each other row by row (cuBLAS documentation, "1D block scaling factors layout"). An E8M0
-    byte is the exponent field of the float32; Inf and NaN both give 255, its NaN.
+    byte is the exponent field of the float32; Inf and NaN both give 255, its NaN. Rows are filled
+    up to whole tiles with what lies in memory behind them, where `new_group_scales` has left room,
+    for these bytes belong to rows of the product that do not exist; else with zeros, by a copy.
     """
+    (rows, blocks), more = scale.shape, -scale.shape[0] % E8M0_ROWS
+    if scale.is_contiguous() and _elements_from(scale) >= (rows + more) * blocks:
+        scale, more = scale.as_strided((rows + more, blocks), (blocks, 1)), 0
     exponent = (scale.view(torch.int32) >> 23).to(torch.uint8)
-    exponent = _pad(exponent, -scale.shape[0] % 128, -scale.shape[1] % 4, 0)
+    exponent = _pad(exponent, more, -blocks % 4, 0)
     rows, cols = exponent.shape
     tiles = exponent.view(rows // 128, 4, 32, cols // 4, 4).permute(0, 3, 2, 1, 4)
     return tiles.reshape(-1).view(torch.float8_e8m0fnu)

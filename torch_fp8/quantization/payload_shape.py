@@ -32,6 +32,8 @@ COL_ALIGNMENT: dict[str, int] = {
     "block_1x32": GEMM_ALIGNMENT,
 }
 """The number of which R' is a multiple, for each granularity."""
+E8M0_ROWS = 128
+"""The rows of a tile of block_1x32's scales, as GEMMs take them; see `gemm_operand`."""
 
 
 def padded_rows(rows: int, granularity: str) -> int:
@@ -48,13 +50,20 @@ def scale_shape(rows: int, cols: int, granularity: str) -> tuple[int, ...]:
     return (_num_blocks(rows, block_rows), _num_blocks(cols, block_cols))
 
 
-def new_group_scales(x: Tensor, rows: int, cols: int) -> Tensor:
-    """Allocate scales of block_1x128, (rows, ceil(cols / 128)) float32, block by block in memory.
+def new_group_scales(x: Tensor, rows: int, cols: int, group: int = 128) -> Tensor:
+    """Allocate a float32 scale per row and `group` columns, (rows, ceil(cols / group)).
 
-    A block's scales begin at a multiple of 16: GEMMs take the rows of such a payload in multiples.
+    128 columns: block by block in memory. A block's scales begin at a multiple of 16: GEMMs take
+    the rows of such a payload in multiples. 32: row by row. In memory there are whole multiples of
+    128 rows, as in the tiles that a GEMM takes.
     """
-    room, (_, group) = multiple_of_16(rows), BLOCK_SHAPE["block_1x128"]
-    made = x.new_empty((_num_blocks(cols, group), room), dtype=torch.float32).t()
+    blocks = _num_blocks(cols, group)
+    if group == 128:
+        room = multiple_of_16(rows)
+        made = x.new_empty((blocks, room), dtype=torch.float32).t()
+    else:
+        room = _num_blocks(rows, E8M0_ROWS) * E8M0_ROWS
+        made = x.new_empty((room, blocks), dtype=torch.float32)
     return made if room == rows else made[:rows]
 
 
