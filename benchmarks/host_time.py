@@ -23,6 +23,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 from benchmarks.stub_driver import Counts, references, stub_driver  # before torch_fp8
 
@@ -37,6 +38,7 @@ from triton.runtime.jit import JITFunction
 from benchmarks.measurement import RESULTS, environment, print_table, write_rows
 from benchmarks.shapes import LLAMA_3_2_3B, parameter_shapes
 from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8
+from torch_fp8.kernels.quick_launch import QuickKernel
 from torch_fp8.optim.convert import split_parameter
 from torch_fp8.optim.state import is_large
 
@@ -137,11 +139,11 @@ def without_launches(run: Run) -> Run:
         pass
 
     def cut() -> None:
-        launch, JITFunction.run = JITFunction.run, nothing
-        try:
+        with (
+            mock.patch.object(JITFunction, "run", nothing),
+            mock.patch.object(QuickKernel, "__getitem__", return_value=nothing),
+        ):
             run()
-        finally:
-            JITFunction.run = launch
 
     return cut
 

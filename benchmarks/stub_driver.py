@@ -175,6 +175,11 @@ class _Uncompiled:
         self.run = nvidia.driver.CudaLauncher(src, metadata)
         self.packed_metadata = (options["num_warps"], 1, 0)
 
+    __getitem__ = compiler.CompiledKernel.__getitem__
+
+    def _init_handles(self) -> None:
+        pass
+
     def launch_metadata(self, grid, stream, *args) -> None:
         return None
 

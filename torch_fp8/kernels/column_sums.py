@@ -13,12 +13,14 @@ from torch import Tensor
 
 from torch_fp8.kernels.launch_math import cdiv
 from torch_fp8.kernels.quantize_kernels import positions
+from torch_fp8.kernels.quick_launch import quick
 
 # Narrow blocks of columns fill the card; 64 rows at a time are 16 loads in flight for each thread.
 BLOCK_ROWS = 64
 BLOCK_COLS = 32
 
 
+@quick
 @triton.jit
 def reduce_sums_kernel(
     partial_ptr, sum_ptr, num_partials, size, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr

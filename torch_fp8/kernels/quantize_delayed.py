@@ -33,9 +33,11 @@ from torch_fp8.kernels.quantize import (
     pad_of,
 )
 from torch_fp8.kernels.quantize_kernels import load_tile, positions, store_sums
+from torch_fp8.kernels.quick_launch import quick
 from torch_fp8.quantization.formats import format_of
 
 
+@quick
 @triton.jit
 def cast_delayed_kernel(
     x_ptr,
@@ -107,6 +109,7 @@ def cast_delayed_kernel(
         record_amax(history_ptr, length, amax, past, MOST_RECENT)
 
 
+@quick
 @triton.jit
 def advance_history_kernel(
     history_ptr,

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from torch_fp8.kernels.fp8_cast import abs_bits, cast_bounded, cast_saturating, scale_from_amax
+from torch_fp8.kernels.quick_launch import quick
 
 
 @triton.jit
@@ -61,6 +62,7 @@ def store_sums(x, sum_ptr, tile_r, tile_c, r, c, rows, cols, AXIS: tl.constexpr)
         tl.store(sum_ptr + tile_c.to(tl.int64) * rows + r, tl.sum(x, axis=1), mask=r < rows)
 
 
+@quick
 @triton.jit
 def amax_kernel(
     x_ptr,
@@ -85,6 +87,7 @@ def amax_kernel(
     tl.store(partial_ptr + tl.program_id(0), tl.max(tl.max(largest, axis=1), axis=0))
 
 
+@quick
 @triton.jit
 def column_amax_kernel(
     x_ptr,
@@ -121,6 +124,7 @@ def column_amax_kernel(
         tl.store(sum_ptr + offsets, tl.sum(total, axis=0), mask=c < cols)
 
 
+@quick
 @triton.jit
 def cast_kernel(
     x_ptr,
@@ -184,6 +188,7 @@ def cast_kernel(
         store_col(col_ptr, q, r, c, rows, cols, PAD)
 
 
+@quick
 @triton.jit
 def quantize_rows_kernel(
     x_ptr,
@@ -232,6 +237,7 @@ def _scale_offsets(r, g, rows, num_groups, GROUP_C: tl.constexpr):
     return r * num_groups + g
 
 
+@quick
 @triton.jit
 def quantize_blocks_kernel(
     x_ptr,
@@ -312,6 +318,7 @@ def quantize_blocks_kernel(
             store_col(col_ptr, q, r, c, rows, cols, PAD)
 
 
+@quick
 @triton.jit
 def quantize_odd_squares_kernel(
     x_ptr,

@@ -11,9 +11,11 @@ import triton.language as tl
 
 from torch_fp8.kernels.epilogue import load_saved
 from torch_fp8.kernels.quantize_kernels import load_tile
+from torch_fp8.kernels.quick_launch import quick
 from torch_fp8.kernels.rms_norm_kernels import load_columns, load_rows
 
 
+@quick
 @triton.jit
 def norm_backward_kernel(
     grad_ptr,
@@ -68,6 +70,7 @@ def norm_backward_kernel(
         tl.store(partial_ptr + slab.to(tl.int64) * cols + c, tl.sum(dw, axis=0), mask=c < cols)
 
 
+@quick
 @triton.jit
 def wide_norm_backward_kernel(
     grad_ptr,

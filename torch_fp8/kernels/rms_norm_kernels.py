@@ -16,6 +16,7 @@ from torch_fp8.kernels.delayed_scale import (
 from torch_fp8.kernels.epilogue import push_amax, rounded, store_cast, store_groups
 from torch_fp8.kernels.fp8_cast import abs_bits
 from torch_fp8.kernels.quantize_kernels import load_tile, positions
+from torch_fp8.kernels.quick_launch import quick
 
 
 @triton.jit
@@ -31,6 +32,7 @@ def load_rows(rstd_ptr, stride, r, rows):
     return tl.load(rstd_ptr + r * stride, mask=r < rows, other=0.0)[:, None]
 
 
+@quick
 @triton.jit
 def statistics_kernel(
     x_ptr,
@@ -99,6 +101,7 @@ def statistics_kernel(
     tl.store(rstd_ptr + r, rstd, mask=r < rows)
 
 
+@quick
 @triton.jit
 def norm_kernel(
     x_ptr,
@@ -126,6 +129,7 @@ def norm_kernel(
     tl.store(y_ptr + r[:, None] * cols + c[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
+@quick
 @triton.jit
 def norm_cast_kernel(
     x_ptr,
@@ -190,6 +194,7 @@ def _normed(x, rstd, weight_ptr, weight_stride, offset, c, cols, mask, OUT: tl.c
     return tl.where(mask, rounded((x * rstd[:, None]) * weight, OUT), 0.0)
 
 
+@quick
 @triton.jit
 def norm_cast_once_kernel(
     x_ptr,

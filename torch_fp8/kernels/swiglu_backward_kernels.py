@@ -18,6 +18,7 @@ from torch_fp8.kernels.delayed_scale import (
 from torch_fp8.kernels.epilogue import load_saved, push_amax, rounded, store_cast
 from torch_fp8.kernels.fp8_cast import largest_bits
 from torch_fp8.kernels.quantize_kernels import load_tile, positions
+from torch_fp8.kernels.quick_launch import quick
 from torch_fp8.kernels.swiglu_kernels import times_smooth
 
 
@@ -43,6 +44,7 @@ def _row_length(cols, JOINED: tl.constexpr):
     return cols * 2 if JOINED else cols
 
 
+@quick
 @triton.jit
 def swiglu_backward_kernel(
     grad_ptr,
@@ -127,6 +129,7 @@ def _gradient(
     return rounded(d, OUT)
 
 
+@quick
 @triton.jit
 def swiglu_backward_cast_kernel(
     grad_ptr,

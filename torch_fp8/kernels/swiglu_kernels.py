@@ -16,6 +16,7 @@ from torch_fp8.kernels.delayed_scale import (
 from torch_fp8.kernels.epilogue import push_amax, rounded, store_cast, store_groups
 from torch_fp8.kernels.fp8_cast import largest_bits
 from torch_fp8.kernels.quantize_kernels import load_tile, positions
+from torch_fp8.kernels.quick_launch import quick
 
 
 @triton.jit
@@ -32,6 +33,7 @@ def _product(gate, up, smooth_ptr, stride, c, cols, SMOOTH: tl.constexpr):
     return times_smooth(h, smooth_ptr, stride, c, cols, SMOOTH)
 
 
+@quick
 @triton.jit
 def swiglu_kernel(
     gate_ptr,
@@ -60,6 +62,7 @@ def swiglu_kernel(
     tl.store(h_ptr + r[:, None] * cols + c[None, :], h.to(h_ptr.dtype.element_ty), mask=mask)
 
 
+@quick
 @triton.jit
 def swiglu_cast_kernel(
     gate_ptr,

@@ -1,0 +1,106 @@
+"""Launches that are remembered: the binary that Triton would take, with the arguments of now."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from triton.runtime.jit import JITFunction
+
+from torch_fp8.kernels.quick_launch import _MOST, quick
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """A kernel with what Triton was asked for, and what its binaries were called with."""
+    asked, called = [], []
+
+    class Binary:
+        def __init__(self, number):
+            self.number = number
+
+        def __getitem__(self, grid):
+            return lambda *args: called.append((self.number, grid, args))
+
+    def run(self, *args, grid, warmup, **how):
+        asked.append((grid, args, how))
+        return Binary(len(asked))
+
+    monkeypatch.setattr(JITFunction, "run", run)
+
+    @quick
+    @triton.jit
+    def kernel(x_ptr, y_ptr, size, factor, FLAG: tl.constexpr):
+        pass
+
+    return SimpleNamespace(kernel=kernel, asked=asked, called=called)
+
+
+class _OnAnotherCard(torch.Tensor):
+    def get_device(self):
+        return 1
+
+
+X, Y = torch.zeros(32), torch.zeros(32, dtype=torch.bfloat16)
+PLAIN = {"grid": (3,), "x": X, "y": Y, "size": 32, "factor": 0.5, "flag": True, "warps": 4}
+
+
+def _launch(kernel, **changed):
+    now = PLAIN | changed
+    arguments = (now["x"], now["y"], now["size"], now["factor"])
+    kernel[now["grid"]](*arguments, FLAG=now["flag"], num_warps=now["warps"])
+
+
+def test_same_launch_with_other_tensors_and_floats_asks_triton_once(launches):
+    _launch(launches.kernel)
+    other = torch.ones(32)
+    _launch(launches.kernel, x=other, factor=0.25)
+    assert len(launches.asked) == 1
+    ((binary, grid, args),) = launches.called
+    assert (binary, grid) == (1, (3, 1, 1))
+    assert (args[0] is other, args[1] is Y) == (True, True)
+    assert args[2:] == (32, 0.25, True)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"x": X.bfloat16()},
+        {"x": X[1:]},  # not aligned
+        {"size": 31},
+        {"size": 1},
+        {"factor": 2},  # an integer
+        {"flag": False},
+        {"warps": 8},
+        {"grid": (4,)},
+        {"x": torch.zeros(32).as_subclass(_OnAnotherCard)},
+    ],
+    ids=["dtype", "address", "integer", "one", "type", "constant", "option", "grid", "device"],
+)
+def test_what_may_need_another_binary_asks_triton(launches, changed):
+    _launch(launches.kernel)
+    _launch(launches.kernel, **changed)
+    assert len(launches.asked) == 2
+    _launch(launches.kernel, **changed)
+    assert len(launches.asked) == 2
+    assert launches.called[-1][0] == 2
+
+
+def test_hooks_of_triton_see_each_launch(launches):
+    launches.kernel.add_pre_run_hook(lambda *args, **kwargs: None)
+    _launch(launches.kernel)
+    _launch(launches.kernel)
+    assert len(launches.asked) == 2
+
+
+def test_launch_that_a_hook_took_is_not_remembered(launches, monkeypatch):
+    monkeypatch.setattr(JITFunction, "run", lambda *args, **kwargs: None)
+    _launch(launches.kernel)
+    assert not launches.kernel._launches
+
+
+def test_launches_of_ever_new_sizes_do_not_add_up(launches):
+    for size in range(2, _MOST + 10):
+        _launch(launches.kernel, size=size)
+    assert len(launches.kernel._launches) < 10

@@ -1,0 +1,61 @@
+"""Launches that were made before, made again for a third of the host's time.
+
+Triton finds out with each launch which binary its arguments take: types, alignment of pointers,
+divisibility of integers, compile-time constants and options, 15 us or more of Python. A step makes
+the same few launches again and again, with other tensors. So the binary is kept beside what told
+it, and called as Triton documents it, ``kernel[grid](*arguments)``.
+
+What tells the binary is taken at least as finely as Triton takes it: an integer by its value, a
+tensor by its dtype and by whether its address is a multiple of 16, a float by being one.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from triton.runtime.jit import JITFunction
+
+_MOST = 4096
+"""Launches that are kept of a kernel: numbers of tokens that never come again shall not add up."""
+
+
+class QuickKernel(JITFunction):  # type: ignore[misc]  # Triton has no types
+    """A Triton kernel whose launches are remembered; see the module."""
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
+        known: dict[Any, Any] = self.__dict__.setdefault("_launches", {})
+
+        def launch(*args: Any, **how: Any) -> None:
+            parts: list[Any] = [grid, args[0].get_device(), *how, *how.values()]
+            for a in args:
+                if isinstance(a, torch.Tensor):
+                    parts += (a.dtype, a.data_ptr() & 15)
+                else:
+                    parts.append(float if type(a) is float else a)
+            key = tuple(parts)
+            found = known.get(key)
+            if found is not None and not self.pre_run_hooks:
+                run, constants = found
+                run(*args, *constants)
+                return
+            kernel = self.run(*args, grid=grid, warmup=False, **how)
+            if not hasattr(kernel, "__getitem__"):  # somebody's hook has taken the launch
+                return
+            if len(known) >= _MOST:
+                known.clear()
+            constants = tuple(how[name] for name in self.arg_names[len(args) :])
+            known[key] = kernel[(*grid, 1, 1)[:3]], constants
+
+        return launch
+
+
+def quick(kernel: Any) -> Any:
+    """Make a kernel of ``triton.jit`` remember its launches; the interpreter's stays as it is.
+
+    Args:
+        kernel: launched with its compile-time constants and options by name, and with a tensor
+            on the current device as its first argument.
+    """
+    if type(kernel) is JITFunction:
+        kernel.__class__ = QuickKernel
+    return kernel
