@@ -27,6 +27,7 @@ from torch_fp8.optim.embedding_dtype import (
 )
 from torch_fp8.optim.grad_hooks import attach_hooks, detach_hooks
 from torch_fp8.optim.optimizer import Float8Optimizer, float8_class
+from torch_fp8.optim.pending_residual import take_residuals
 from torch_fp8.optim.report import OptimizerReport, in_words
 from torch_fp8.optim.state import State, from_checkpoint, is_large, join_weight, split_weight
 from torch_fp8.optim.state_sharding import check_shardings
@@ -68,11 +69,10 @@ def convert_optimizer(
     config = config_or_default(config)
     check_arguments(optimizer, model)
     name = _name(optimizer)
-    if config.opt_level == "O1":
-        return OptimizerReport(name, False, "level O1")
-    reason = _reason_to_leave(optimizer)
+    reason = "level O1" if config.opt_level == "O1" else _reason_to_leave(optimizer)
     if reason is not None:
-        if isinstance(optimizer, _BASES):
+        take_residuals(optimizer)
+        if isinstance(optimizer, _BASES) and config.opt_level != "O1":
             warnings.warn(f"{reason}: it keeps its own states", stacklevel=2)
         return OptimizerReport(name, False, reason)
     _refuse_options(optimizer, name, config)
@@ -87,6 +87,7 @@ def convert_optimizer(
         _swap_class(optimizer)
     assert isinstance(optimizer, Float8Optimizer)
     optimizer.set_config(config)
+    take_residuals(optimizer)
     num_split, float32 = _split_weights(optimizer, model)
     report = OptimizerReport(
         name,

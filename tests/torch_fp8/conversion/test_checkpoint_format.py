@@ -1,0 +1,222 @@
+"""FP8 checkpoints are read as they are published, and what is no such thing is named."""
+
+import json
+import re
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.fp8_checkpoints import FINE_GRAINED, compressed, exact, write
+from torch_fp8.conversion.checkpoint_format import check_scales, read_format, read_weight
+from torch_fp8.conversion.fp8_weight import bytes_behind
+from torch_fp8.conversion.safetensors_files import SafetensorsFiles
+
+LAYOUTS = {
+    "fine-grained": (FINE_GRAINED, "_scale_inv", lambda shape: (128, 128)),
+    "fine-grained, one scale": (
+        FINE_GRAINED | {"weight_block_size": None},
+        "_scale_inv",
+        tuple,
+    ),
+    "tensor": (compressed("tensor"), "_scale", tuple),
+    "channel": (compressed("channel"), "_scale", lambda shape: (1, shape[1])),
+    "block": (
+        compressed("block", block_structure=[128, 128]),
+        "_scale",
+        lambda shape: (128, 128),
+    ),
+    "group": (compressed("group", group_size=32), "_scale", lambda shape: (1, 32)),
+}
+
+
+def _state():
+    shapes = {"up_proj": (256, 128), "odd_proj": (200, 136), "down_proj": (128, 256)}
+    state = {f"{name}.weight": torch.randn(shape) * 0.02 for name, shape in shapes.items()}
+    state["up_proj.weight"][3, 5] = 4.0  # an outlier: others of its block become subnormal codes
+    return state | {"norm.weight": torch.ones(128)}
+
+
+def _written(folder, layout="fine-grained", **options):
+    quantization, suffix, blocks = LAYOUTS[layout]
+    config = {"quantization_config": quantization}
+    return write(folder, _state(), config, suffix, blocks=blocks, **options)
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_published_layout_is_read_exactly(tmp_path, layout, shards):
+    expected = _written(tmp_path, layout, shards=shards)
+    files = SafetensorsFiles(tmp_path)
+    format = read_format(tmp_path)
+    scales = check_scales(files, format)
+    assert scales.keys() == expected.keys()
+    for key, (qdata, scale, block) in expected.items():
+        weight = read_weight(files, key, *scales[key])
+        assert weight.qdata.view(torch.uint8).equal(qdata.view(torch.uint8))
+        true = exact(qdata, scale, block)
+        # The product of 4 and 24 bits, rounded to 24.
+        assert ((weight.dequantize().double() - true).abs() <= 2.0**-24 * true.abs()).all()
+    assert torch.equal(files["norm.weight"], torch.ones(128))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_one_scale_may_have_any_shape_of_one_element(tmp_path, dtype):
+    expected = _written(tmp_path, "tensor")
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    for shape, key in zip([(), (1,), (1, 1)], expected, strict=True):
+        tensors[f"{key}_scale"] = torch.full(shape, 0.5, dtype=dtype)
+    save_file(tensors, file)
+    files = SafetensorsFiles(file)
+    scales = check_scales(files, read_format(tmp_path))
+    for key, (qdata, _, _) in expected.items():
+        assert torch.equal(read_weight(files, key, *scales[key]).dequantize(), qdata.float() / 2)
+
+
+def test_exponents_that_are_stored_as_bytes_are_powers_of_two(tmp_path):
+    expected = _written(tmp_path)
+    config = {"quantization_config": FINE_GRAINED | {"scale_fmt": "ue8m0"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    tensors = load_file(tmp_path / "model.safetensors")
+    for key, (_, scale, _) in expected.items():
+        tensors[f"{key}_scale_inv"] = torch.full(scale.shape, 120, dtype=torch.uint8)
+    save_file(tensors, tmp_path / "model.safetensors")
+    files = SafetensorsFiles(tmp_path)
+    scales = check_scales(files, read_format(tmp_path))
+    for key, (qdata, _, _) in expected.items():
+        weight = read_weight(files, key, *scales[key])
+        assert torch.equal(weight.dequantize(), qdata.float() * 2.0**-7)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_codes_behind_a_dequantized_weight_are_the_very_bytes(tmp_path, layout, dtype):
+    for qdata, scale, block in _written(tmp_path, layout).values():
+        weight = exact(qdata, scale, block).float().to(dtype)
+        found = bytes_behind(weight, scale, block)
+        assert found.qdata.view(torch.uint8).equal(qdata.view(torch.uint8))
+
+
+def test_every_code_is_found_behind_its_bfloat16_product():
+    codes = torch.arange(256, dtype=torch.uint8)
+    codes = codes[(codes & 0x7F) != 0x7F].view(torch.float8_e4m3fn).view(2, 127)
+    for scale in (1.0, 0.0123, 3e-5, 1.9999, 7.1e20):
+        grid = torch.full((1, 1), scale)
+        weight = (codes.float() * grid).bfloat16()
+        found = bytes_behind(weight, grid, (2, 127))
+        assert found.qdata.view(torch.uint8).equal(codes.view(torch.uint8))
+
+
+@pytest.mark.parametrize("change", [2.0**-8, float("nan"), 100.0], ids=["trained", "NaN", "large"])
+def test_a_weight_that_was_changed_has_no_codes_behind_it(tmp_path, change):
+    qdata, scale, block = _written(tmp_path)["up_proj.weight"]
+    weight = exact(qdata, scale, block).float().bfloat16()
+    weight[100, 7] = weight[100, 7] * (1 + change)
+    assert bytes_behind(weight, scale, block) is None
+    assert bytes_behind(weight.half(), scale, block) is None
+
+
+def _without(key):
+    return lambda tensors: tensors.pop(key)
+
+
+def _with(key, function):
+    return lambda tensors: tensors.update({key: function(tensors[key])})
+
+
+KEY = "up_proj.weight_scale_inv"
+BROKEN = {
+    "missing": (_without(KEY), rf"'{KEY}' is missing, the scales of 'up_proj.weight'"),
+    "transposed": (_with(KEY, lambda s: s.t().contiguous()), rf"'{KEY}' has shape \(1, 2\)"),
+    "flat": (_with(KEY, lambda s: s.flatten()), rf"'{KEY}' has shape \(2,\)"),
+    "Inf": (_with(KEY, lambda s: s / 0), rf"'{KEY}' holds an Inf or NaN"),
+    "NaN": (_with(KEY, lambda s: s * float("nan")), rf"'{KEY}' holds an Inf or NaN"),
+    "zero": (_with(KEY, lambda s: s * 0), rf"'{KEY}' holds a scale of zero or below"),
+    "negative": (_with(KEY, lambda s: -s), rf"'{KEY}' holds a scale of zero or below"),
+    "integer": (_with(KEY, lambda s: s.int()), rf"'{KEY}' has dtype I32"),
+    "no weight": (_without("up_proj.weight"), rf"'{KEY}' has no E4M3 weight beside it"),
+    "BF16 weight": (
+        _with("up_proj.weight", lambda w: w.bfloat16()),
+        rf"'{KEY}' has no E4M3 weight beside it",
+    ),
+    "E5M2": (
+        _with("up_proj.weight", lambda w: w.float().to(torch.float8_e5m2)),
+        "'up_proj.weight' is E5M2|no E4M3 weight",
+    ),
+}
+
+
+@pytest.mark.parametrize(("breaks", "message"), BROKEN.values(), ids=BROKEN)
+def test_broken_scales_are_an_error_that_names_the_key(tmp_path, breaks, message):
+    _written(tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    breaks(tensors)
+    save_file(tensors, file)
+    with pytest.raises(ValueError, match=message) as error:
+        check_scales(SafetensorsFiles(tmp_path), read_format(tmp_path))
+    assert "nothing was loaded" in str(error.value)
+
+
+OTHERS = {
+    "NF4": ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bitsandbytes"),
+    "NF4, unnamed": ({"load_in_4bit": True}, "bitsandbytes"),
+    "bitsandbytes_8bit": ({"quant_method": "bitsandbytes_8bit"}, "bitsandbytes_8bit|bitsandbytes"),
+    "AWQ": ({"quant_method": "awq", "bits": 4}, "by AWQ"),
+    "GPTQ": ({"quant_method": "gptq", "bits": 4}, "by GPTQ"),
+    "MXFP4": ({"quant_method": "mxfp4"}, "by MXFP4"),
+    "torchao": ({"quant_method": "torchao", "quant_type": {}}, "by torchao"),
+    "unknown": ({"quant_method": "quip"}, "by quip"),
+    "INT4 packed": (
+        compressed("group", group_size=32) | {"format": "pack-quantized"},
+        "'pack-quantized'",
+    ),
+    "INT8": (compressed("channel", type="int"), "compressed-tensors checkpoint"),
+}
+
+
+@pytest.mark.parametrize(("config", "named"), OTHERS.values(), ids=OTHERS)
+def test_another_quantization_is_named_with_the_way_out(tmp_path, config, named):
+    with pytest.raises(ValueError, match=named) as error:
+        read_format(tmp_path, {"quantization_config": config})
+    assert "from_pretrained" in str(error.value)
+    assert str(tmp_path) in str(error.value)
+
+
+def test_a_checkpoint_that_is_not_quantized_has_no_format(tmp_path):
+    assert read_format(tmp_path) is None
+    assert read_format(tmp_path, {"quantization_config": None}) is None
+
+
+def _cut(file):
+    file.write_bytes(file.read_bytes()[:-40])
+
+
+def _empty(file):
+    file.write_bytes(b"")
+
+
+def _lfs_pointer(file):
+    file.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
+
+
+@pytest.mark.parametrize("breaks", [_cut, _empty, _lfs_pointer])
+def test_a_file_that_is_not_whole_is_named(tmp_path, breaks):
+    _written(tmp_path)
+    file = tmp_path / "model.safetensors"
+    breaks(file)
+    with pytest.raises(ValueError, match=re.escape(f"{file} is no safetensors file")):
+        SafetensorsFiles(tmp_path)
+
+
+def test_a_shard_that_is_missing_is_named(tmp_path):
+    _written(tmp_path, shards=2)
+    (tmp_path / "model-00002-of-00002.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"model-00002-of-00002.safetensors', which is not there"):
+        SafetensorsFiles(tmp_path)
+
+
+def test_a_folder_without_a_checkpoint_is_named(tmp_path):
+    with pytest.raises(ValueError, match=r"has no \*.safetensors file"):
+        SafetensorsFiles(tmp_path)

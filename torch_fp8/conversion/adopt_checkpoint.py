@@ -1,0 +1,211 @@
+"""Models that their host loaded from FP8 checkpoints: the values that the files hold, exactly.
+
+transformers dequantizes such a checkpoint to BF16 where there is no GPU, or where it is asked to
+(``dequantize=True``), and rounds every weight to 8 significant bits. The codes are still there:
+BF16 is fine enough to tell them, given the scales (`torch_fp8.conversion.fp8_weight.bytes_behind`),
+which are a few kilobytes in the files. So nothing has to be kept from load to training. A weight
+that is trained becomes BF16 and a residual that waits for its optimizer. A weight that somebody has
+changed since it was loaded stays as it is.
+"""
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torch_fp8.config import FP8Config
+from torch_fp8.conversion.checkpoint_format import (
+    CheckpointFormat,
+    check_scales,
+    read_format,
+    read_scale,
+)
+from torch_fp8.conversion.fp8_weight import FP8Weight, bytes_behind
+from torch_fp8.conversion.safetensors_files import SafetensorsFiles
+from torch_fp8.nn.class_swap import unwrapped_name
+from torch_fp8.optim.pending_residual import split_parts
+
+_ADAPTED = ("base_layer", "original_module")
+"""The names under which PEFT keeps a module that it has wrapped."""
+
+_DEQUANTIZERS = ("Fp8Dequantize",)
+"""transformers' operations that, reversed, quantize whatever is saved."""
+
+
+@dataclass(frozen=True)
+class AdoptedCheckpoint:
+    """What became of a model's weights that came from an FP8 checkpoint.
+
+    Attributes:
+        path: the checkpoint's folder.
+        format: its format.
+        num_exact: weights that are trained, whose residual waits for the optimizer.
+        num_changed: weights that are trained and have been changed since they were loaded.
+    """
+
+    path: str
+    format: str
+    num_exact: int
+    num_changed: int
+
+    def __str__(self) -> str:
+        text = (
+            f"{self.num_exact} trained weights continue from the exact values of the {self.format} "
+            f"checkpoint {self.path!r}, as BF16 and residual"
+        )
+        if self.num_changed:
+            text += f"; {self.num_changed} were changed since they were loaded and stay as they are"
+        return text
+
+
+@dataclass(frozen=True)
+class _Source:
+    """The FP8 weights of one checkpoint, and the part of the model that was loaded from it."""
+
+    module: nn.Module
+    files: SafetensorsFiles
+    format: CheckpointFormat
+    scales: dict[str, tuple[str, tuple[int, int]]]
+
+    def layers(self) -> Iterator[tuple[str, nn.Module]]:
+        """Yield every layer with its key in the checkpoint."""
+        base = getattr(self.module, "base_model_prefix", "")
+        for name, layer in self.module.named_modules():
+            weight = layer._parameters.get("weight")
+            if weight is None:
+                continue
+            parts = [part for part in unwrapped_name(name).split(".") if part not in _ADAPTED]
+            key = ".".join([*parts, "weight"])
+            for candidate in (key, f"{base}.{key}", key.removeprefix(f"{base}.")):
+                if candidate in self.scales:
+                    if self.files.stored[candidate].shape == tuple(weight.shape):
+                        yield candidate, layer
+                    break
+
+    def weight_behind(self, key: str, weight: Tensor) -> FP8Weight | None:
+        """Return the codes that a weight was dequantized from; None if it is another by now."""
+        scale_key, block = self.scales[key]
+        return bytes_behind(weight, read_scale(self.files, scale_key, block, weight.shape), block)
+
+
+@torch.no_grad()
+def adopt_checkpoints(model: nn.Module, config: FP8Config) -> list[AdoptedCheckpoint]:
+    """Give the trained BF16 weights of `model` the exact values of the FP8 checkpoint they are
+    from.
+
+    It is to be called before the optimizer is converted, and before DistributedDataParallel or
+    ``fully_shard`` wrap the model. At level O1, which has no residuals, nothing is done.
+
+    Args:
+        model: any; parts of it with a ``config._name_or_path``, as transformers has it, are looked
+            at: a folder, or a model of the hub in its cache.
+        config: its `opt_level` and `residual_bits` count.
+    Returns:
+        A report for each FP8 checkpoint that a part of the model was loaded from.
+    Raises:
+        ValueError: the scales of the checkpoint are incomplete or no scales; see
+            `torch_fp8.conversion.checkpoint_format.check_scales`.
+    """
+    if config.opt_level == "O1":
+        return []
+    reports = []
+    for source in _sources(model):
+        exact = changed = 0
+        for key, layer in source.layers():
+            weight = layer.weight
+            if not (isinstance(weight, nn.Parameter) and weight.requires_grad):
+                continue
+            if weight.dtype != torch.bfloat16 or not weight.is_contiguous():
+                continue
+            found = source.weight_behind(key, weight.detach())
+            if found is None:
+                changed += 1
+                continue
+            split_parts(weight, found.parts(), config.residual_bits)
+            exact += 1
+        if exact or changed:
+            path = str(source.files.path)
+            reports.append(AdoptedCheckpoint(path, source.format.name, exact, changed))
+    return reports
+
+
+def save_dequantized(model: nn.Module) -> int:
+    """Let transformers save what it has dequantized in the dtype that it has now.
+
+    A model that transformers (5.0 to 5.23 at least) has dequantized keeps the conversion that did
+    it, and reverses it when it is saved: all matrices, embeddings and output layer too, are
+    quantized, and no ``quantization_config`` says so. Loaded again, the codes are taken for
+    weights. Here the operation is dropped from the model's conversions.
+
+    Args:
+        model: any; parts of it that transformers loaded are looked at.
+    Returns:
+        The number of conversions that were changed: 0 the second time.
+    """
+    dropped = 0
+    for module in model.modules():
+        conversions = vars(module).get("_weight_conversions")
+        if not conversions or getattr(module, "is_quantized", False):
+            continue
+        kept = []
+        for conversion in conversions:
+            operations = getattr(conversion, "operations", None) or []
+            others = [op for op in operations if type(op).__name__ not in _DEQUANTIZERS]
+            if len(others) == len(operations):
+                kept.append(conversion)
+                continue
+            dropped += 1
+            if others:
+                kept.append(_without_scales(conversion, others))
+        module.__dict__["_weight_conversions"] = kept
+    return dropped
+
+
+def _without_scales(conversion: Any, operations: list[Any]) -> Any:
+    """Return a conversion of transformers that merges experts, say, without what read scales."""
+    scales = ("_scale_inv", "activation_scale")
+    sources = [s for s in conversion._original_source_patterns if not s.endswith(scales)]
+    return conversion.copy(sources, conversion._original_target_patterns, operations=operations)
+
+
+def _sources(model: nn.Module) -> Iterator[_Source]:
+    """Yield the FP8 checkpoints that parts of the model were loaded from."""
+    seen: list[tuple[str, str]] = []
+    for name, module in model.named_modules():
+        config = getattr(module, "config", None)
+        folder = _folder(config)
+        if folder is None or any(
+            str(folder) == path and f"{name}.".startswith(f"{outer}.".lstrip("."))
+            for outer, path in seen
+        ):
+            continue
+        seen.append((name, str(folder)))
+        try:
+            format = read_format(folder)
+            files = SafetensorsFiles(folder) if format is not None else None
+        except ValueError:  # of another quantization, which is its own library's business
+            continue
+        if format is not None and files is not None:
+            yield _Source(module, files, format, check_scales(files, format))
+
+
+def _folder(config: Any) -> Path | None:
+    """Return the folder that a host's model was loaded from; None: there is none here."""
+    name = getattr(config, "_name_or_path", None)
+    if not isinstance(name, str) or not name:
+        return None
+    if Path(name).is_dir():
+        return Path(name)
+    hub = sys.modules.get("huggingface_hub")  # who loaded from the hub has imported it
+    if hub is None or Path(name).is_absolute():
+        return None
+    revision = getattr(config, "_commit_hash", None)
+    try:
+        cached = hub.try_to_load_from_cache(name, "config.json", revision=revision)
+    except ValueError:  # no name of the hub
+        return None
+    return Path(cached).parent if isinstance(cached, str) else None

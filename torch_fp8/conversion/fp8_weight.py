@@ -1,0 +1,104 @@
+"""FP8 weights as checkpoints hold them: E4M3 codes and float32 scales of rectangular blocks.
+
+``x ~= qdata.float() * scale``, whatever a format calls the scale (``weight_scale_inv`` is a
+multiplier, too). The grid of the scales says how large the blocks are: () or (1, 1) one scale,
+(N, 1) one for each row, (ceil(N / 128), ceil(K / 128)) blocks of 128 x 128, (N, ceil(K / 32))
+groups. N are output features, K input features.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from torch_fp8.quantization.block_scaled import row_parts
+
+FROZEN_BLOCK = (128, 128)
+"""The blocks that frozen weights have."""
+
+_LEAST_SCALE = 2.0**-100
+"""Smaller scales make products below the normal range of BF16, which do not tell their code."""
+
+
+@dataclass(frozen=True)
+class FP8Weight:
+    """The exact value of a weight in an FP8 checkpoint.
+
+    Attributes:
+        qdata: (N, K) float8_e4m3fn.
+        scale: (ceil(N / R), ceil(K / C)) float32, positive and finite.
+        block: (R, C), the rows and columns that share a scale.
+    """
+
+    qdata: Tensor
+    scale: Tensor
+    block: tuple[int, int]
+
+    @property
+    def shape(self) -> torch.Size:
+        """The shape (N, K) of the weight."""
+        return self.qdata.shape
+
+    def parts(self) -> Iterator[tuple[slice, Tensor]]:
+        """Yield the weight in float32, some rows at a time: E4M3 times scale, rounded once (to a
+        relative 2^-24).
+        """
+        for rows in row_parts(*self.qdata.shape):
+            yield rows, self.qdata[rows].float().mul_(_spread(self, rows))
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Return the weight (N, K) in `dtype`, rounded once more for BF16 or float16."""
+        whole = torch.empty(self.shape, dtype=dtype, device=self.qdata.device)
+        for rows, value in self.parts():
+            whole[rows] = value
+        return whole
+
+    def has_frozen_blocks(self) -> bool:
+        """Return whether frozen weights can take over the bytes as they are: one scale, or blocks
+        of 128 x 128.
+        """
+        return self.scale.numel() == 1 or self.block == FROZEN_BLOCK
+
+
+def bytes_behind(weight: Tensor, scale: Tensor, block: tuple[int, int]) -> FP8Weight | None:
+    """Find the E4M3 codes whose products with `scale` were rounded to `weight`, exactly.
+
+    The codes of a weight that was dequantized to BF16 are found by quantizing it again with the
+    same scales: BF16 errs by a relative 2^-9 at most, and half the distance of two neighbours in
+    E4M3 is 2^-5 or more. The products of the codes are compared with the weight, bit for bit.
+
+    Args:
+        weight: (N, K) bfloat16 or float32.
+        scale: (ceil(N / R), ceil(K / C)) float32.
+        block: (R, C).
+    Returns:
+        The codes and scales; None if any element of the weight is none of these products (it has
+        been trained, or is another weight), or of another dtype.
+    """
+    if weight.dtype not in (torch.bfloat16, torch.float32) or weight.is_meta:
+        return None
+    if not weight.numel() or float(scale.min()) < _LEAST_SCALE:
+        return None
+    qdata = torch.empty(weight.shape, dtype=torch.float8_e4m3fn, device=weight.device)
+    found = FP8Weight(qdata, scale.to(weight.device), block)
+    for rows in row_parts(*weight.shape):
+        factor = _spread(found, rows)
+        part = weight[rows]
+        # What lies beyond the largest code is refused by the comparison, saturated or NaN.
+        codes = (part.float() / factor).to(torch.float8_e4m3fn)
+        if not torch.equal(codes.float().mul_(factor).to(weight.dtype), part):
+            return None
+        qdata[rows] = codes
+    return found
+
+
+def _spread(weight: FP8Weight, rows: slice) -> Tensor:
+    """Return the scales of the elements of some rows: (rows, K), or what broadcasts to it."""
+    scale, (height, width) = weight.scale, weight.block
+    if scale.numel() == 1:
+        return scale.reshape(1, 1)
+    index = torch.arange(rows.start, rows.stop, device=scale.device) // height
+    scale = scale[index]
+    cols = weight.qdata.shape[1]
+    return scale if scale.shape[1] == 1 else scale.repeat_interleave(width, 1)[:, :cols]
