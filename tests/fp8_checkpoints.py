@@ -2,9 +2,12 @@
 
 import json
 import math
+import weakref
 
 import torch
 from safetensors.torch import save_file
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
 
 E4M3_MAX = 448.0
 FINE_GRAINED = {
@@ -118,3 +121,41 @@ def write_llama(folder, quantization=None, **changes):
         "quantization_config": quantization or FINE_GRAINED,
     }
     return write(folder, model.state_dict(), config)
+
+
+class LiveStorages(TorchDispatchMode):
+    """The bytes of all storages that operations have met, alive now and at their peak."""
+
+    def __init__(self):
+        super().__init__()
+        self.alive = self.peak = 0
+        self._known = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for value in tree_iter((args, kwargs, result)):
+            if type(value) in (torch.Tensor, torch.nn.Parameter) and not value.is_meta:
+                self._see(value.untyped_storage())
+        return result
+
+    def _see(self, storage):
+        key, size = storage._cdata, storage.nbytes()
+        if key not in self._known:
+            self._known.add(key)
+            self.alive += size
+            self.peak = max(self.peak, self.alive)
+            weakref.finalize(storage, self._gone, key, size)
+
+    def _gone(self, key, size):
+        self._known.discard(key)
+        self.alive -= size
+
+
+def bytes_of(model, *others):
+    """The bytes of all distinct storages of a model, and of other tensors."""
+    storages = {}
+    for tensor in (*model.parameters(), *model.buffers(), *others):
+        plain = getattr(tensor, "qdata", None)
+        for part in (tensor,) if plain is None else (plain, tensor.scale):
+            storages[part.untyped_storage()._cdata] = part.untyped_storage().nbytes()
+    return sum(storages.values())

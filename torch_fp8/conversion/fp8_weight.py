@@ -40,6 +40,10 @@ class FP8Weight:
         """The shape (N, K) of the weight."""
         return self.qdata.shape
 
+    def to(self, device: torch.device) -> "FP8Weight":
+        """Return the weight on a device."""
+        return FP8Weight(self.qdata.to(device), self.scale.to(device), self.block)
+
     def parts(self) -> Iterator[tuple[slice, Tensor]]:
         """Yield the weight in float32, some rows at a time: E4M3 times scale, rounded once (to a
         relative 2^-24).
