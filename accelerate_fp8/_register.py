@@ -147,11 +147,16 @@ def extend_trainer(module: ModuleType) -> None:
 
 
 def extend_modeling(module: ModuleType) -> None:
-    """Extend ``PreTrainedModel.save_pretrained`` for a model that is trained with split weights."""
+    """Extend ``PreTrainedModel.save_pretrained`` for a model that is trained with split weights,
+    or that transformers dequantized.
+    """
     _wrap(
         {module.PreTrainedModel: {"save_pretrained": "save_pretrained"}},
         "accelerate_fp8.trainer",
-        wanted=lambda model, *_: "_fp8_saving" in vars(model),
+        wanted=lambda model, *_: (
+            "_fp8_saving" in vars(model)
+            or (bool(vars(model).get("_weight_conversions")) and _launched_with_fp8())
+        ),
     )
 
 

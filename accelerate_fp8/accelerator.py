@@ -219,7 +219,7 @@ def prepare_fsdp2(original: Any, self: Any, *args: Any) -> Any:
         return original(self, *args)
     models = _of_type(args, nn.Module)
     for model in models:
-        preparation.convert(model, self.device)
+        preparation.convert(model, self.device, sharded=True)
     prepared = prepare_sharded(original, self, preparation.optimizers, args)
     for model, sharded in zip(models, _of_type(prepared, nn.Module), strict=True):
         preparation.connect_sharded(model, sharded)

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from accelerate_fp8.optimizers import PreparedOptimizers, WeakKeys
 from torch_fp8 import ConversionReport, FP8Config, convert_to_float8
+from torch_fp8.conversion.adopt_checkpoint import take_over
 from torch_fp8.distributed.fsdp.connect import connect_fsdp
 from torch_fp8.nn.layer_filter import is_linear
 from torch_fp8.nn.linear import Float8Layer
@@ -42,7 +43,11 @@ class Preparation:
         self._whole_announced = False
 
     def convert(
-        self, model: nn.Module, device: torch.device | None, evaluation_mode: bool = False
+        self,
+        model: nn.Module,
+        device: torch.device | None,
+        evaluation_mode: bool = False,
+        sharded: bool = False,
     ) -> None:
         """Convert `model` in place; a second time changes nothing.
 
@@ -53,12 +58,17 @@ class Preparation:
             model: the model given to ``prepare``; its Parameters stay the same objects.
             device: the device on which it will run; None: its present one.
             evaluation_mode: nothing to convert is then a warning, for such a model may be small.
+            sharded: whether FSDP2 shards it next.
         Raises:
             ValueError: nothing to convert in a model that is to be trained; see
                 `torch_fp8.convert_to_float8`.
         """
         prepared = getattr(model, "_is_accelerate_prepared", False)
         if not (prepared and any(isinstance(m, Float8Layer) for m in model.modules())):
+            if model not in self._reports:
+                trained = not evaluation_mode
+                for line in take_over(model, self.config, trained=trained, sharded=sharded):
+                    log_visibly(f"FP8: {line}")
             try:
                 with _forwards_reachable(model):
                     self._reports[model] = convert_to_float8(model, self.config, device=device)

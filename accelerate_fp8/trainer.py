@@ -14,6 +14,7 @@ from accelerate_fp8.accelerator import preparation_of
 from accelerate_fp8.backend import is_engine_chosen
 from accelerate_fp8.history import load_history, save_history
 from accelerate_fp8.release import refuse_training_arguments
+from torch_fp8.conversion.adopt_checkpoint import SAVED_DEQUANTIZED, save_dequantized
 
 _PRECISION = "ACCELERATE_MIXED_PRECISION"
 
@@ -37,11 +38,10 @@ def post_init(original: Any, self: Any) -> None:
         os.environ[_PRECISION] = "fp8"
     else:
         self.mixed_precision = "fp8"
-    if int(os.environ.get("RANK", "0")) == 0:
-        logging.get_logger("transformers").warning_once(
-            "FP8: bf16=True in the training arguments (TRL's default) is overridden by "
-            "--mixed_precision fp8, which includes BF16 autocast"
-        )
+    _warn_once(
+        "FP8: bf16=True in the training arguments (TRL's default) is overridden by "
+        "--mixed_precision fp8, which includes BF16 autocast"
+    )
 
 
 def save_optimizer_and_scheduler(original: Any, self: Any, output_dir: str) -> None:
@@ -83,9 +83,14 @@ def load_best_model(original: Any, self: Any) -> None:
 def save_pretrained(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Extend ``PreTrainedModel.save_pretrained``: save whole weights, and their dtype in
     ``config.json``.
+
+    A model that transformers dequantized is not quantized again, also where it was never prepared
+    (adapters were merged into it, say).
     """
-    saving = vars(self)["_fp8_saving"]
+    saving = vars(self).get("_fp8_saving")
     preparation = saving and saving()
+    if (preparation or is_engine_chosen((), explicit=False)) and save_dequantized(self):
+        _warn_once(f"FP8: {SAVED_DEQUANTIZED}")
     if preparation is None:
         return original(self, *args, **kwargs)
     with preparation.whole_weights(self):
@@ -127,3 +132,9 @@ def prepare_fsdp(original: Any, model: nn.Module, accelerator: Any) -> nn.Module
     sharded = original(model, accelerator)
     preparation.connect_sharded(model, sharded, evaluation_mode=True)
     return sharded
+
+
+def _warn_once(message: str) -> None:
+    """Warn on rank zero, where Accelerate's own logger may not be ready yet."""
+    if int(os.environ.get("RANK", "0")) == 0:
+        logging.get_logger("transformers").warning_once(message)

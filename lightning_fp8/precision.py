@@ -39,6 +39,7 @@ from torch_fp8 import (
     scaling_state_dict,
 )
 from torch_fp8.config import given_config
+from torch_fp8.conversion.adopt_checkpoint import take_over
 from torch_fp8.distributed.config_check import check_same_config
 from torch_fp8.distributed.ddp.wrap import connect_ddp, ddp_options
 from torch_fp8.distributed.fsdp.connect import FSDPReport, connect_fsdp
@@ -174,6 +175,8 @@ class HostPrecision(FP8Precision):
         Raises:
             ValueError: nothing to convert, or a device that cannot run the recipe.
         """
+        for line in take_over(module, self.config):
+            self.info(f"FP8: {line}")
         report = convert_to_float8(module, self.config, device=self._strategy.root_device)
         converted = next((m for m in self._models if m.module() is module), None)
         if converted is None:

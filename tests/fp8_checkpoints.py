@@ -110,7 +110,10 @@ def tiny_llama(**changes):
         "dtype": "bfloat16",
     }
     torch.manual_seed(0)
-    return LlamaForCausalLM(LlamaConfig(**(options | changes))).to(torch.bfloat16)
+    model = LlamaForCausalLM(LlamaConfig(**(options | changes)))
+    for parameter in model.parameters():  # the rotary frequencies stay float32
+        parameter.data = parameter.data.bfloat16()
+    return model
 
 
 def write_llama(folder, quantization=None, **changes):

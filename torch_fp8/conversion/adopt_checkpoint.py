@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from torch_fp8.config import FP8Config
 from torch_fp8.conversion.checkpoint_format import (
@@ -34,6 +35,11 @@ _ADAPTED = ("base_layer", "original_module")
 
 _DEQUANTIZERS = ("Fp8Dequantize",)
 """transformers' operations that, reversed, quantize whatever is saved."""
+
+SAVED_DEQUANTIZED = (
+    "the model came from an FP8 checkpoint and is saved in the dtype that it has now; stock "
+    "transformers would quantize all of its matrices and write no quantization_config"
+)
 
 
 @dataclass(frozen=True)
@@ -92,6 +98,33 @@ class _Source:
         return bytes_behind(weight, read_scale(self.files, scale_key, block, weight.shape), block)
 
 
+def take_over(
+    model: nn.Module, config: FP8Config, *, trained: bool = True, sharded: bool = False
+) -> list[str]:
+    """Prepare a model that its host loaded from an FP8 checkpoint for training and saving.
+
+    See `adopt_checkpoints` and `save_dequantized`, which this calls.
+
+    Args:
+        model, config: see `adopt_checkpoints`.
+        trained: whether an optimizer will take residuals; a model for evaluation needs none.
+        sharded: whether ``fully_shard`` comes next: it replaces the Parameters beside which
+            residuals wait, so that none is made.
+    Returns:
+        Lines that say what was done and what was not; none for other models, and the second time.
+    """
+    lines = []
+    if trained and not sharded:
+        lines = [str(report) for report in adopt_checkpoints(model, config)]
+    elif trained and config.opt_level != "O1":
+        lines = [
+            f"weights of the {source.format.name} checkpoint {str(source.files.path)!r} continue "
+            "from the values that they were dequantized to; under FSDP2 the bits below are not kept"
+            for source in _sources(model)
+        ]
+    return [*lines, SAVED_DEQUANTIZED] if save_dequantized(model) else lines
+
+
 @torch.no_grad()
 def adopt_checkpoints(model: nn.Module, config: FP8Config) -> list[AdoptedCheckpoint]:
     """Give the trained BF16 weights of `model` the exact values of the FP8 checkpoint they are
@@ -105,7 +138,7 @@ def adopt_checkpoints(model: nn.Module, config: FP8Config) -> list[AdoptedCheckp
             at: a folder, or a model of the hub in its cache.
         config: its `opt_level` and `residual_bits` count.
     Returns:
-        A report for each FP8 checkpoint that a part of the model was loaded from.
+        A report for each FP8 checkpoint of which there are exact values.
     Raises:
         ValueError: the scales of the checkpoint are incomplete or no scales; see
             `torch_fp8.conversion.checkpoint_format.check_scales`.
@@ -117,9 +150,8 @@ def adopt_checkpoints(model: nn.Module, config: FP8Config) -> list[AdoptedCheckp
         exact = changed = 0
         for key, layer in source.layers():
             weight = layer.weight
-            if not (isinstance(weight, nn.Parameter) and weight.requires_grad):
-                continue
-            if weight.dtype != torch.bfloat16 or not weight.is_contiguous():
+            trained = isinstance(weight, nn.Parameter) and weight.requires_grad
+            if not trained or isinstance(weight, DTensor) or weight.dtype != torch.bfloat16:
                 continue
             found = source.weight_behind(key, weight.detach())
             if found is None:
@@ -127,7 +159,7 @@ def adopt_checkpoints(model: nn.Module, config: FP8Config) -> list[AdoptedCheckp
                 continue
             split_parts(weight, found.parts(), config.residual_bits)
             exact += 1
-        if exact or changed:
+        if exact:
             path = str(source.files.path)
             reports.append(AdoptedCheckpoint(path, source.format.name, exact, changed))
     return reports

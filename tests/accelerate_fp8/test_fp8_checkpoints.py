@@ -1,0 +1,234 @@
+"""FP8 checkpoints under the flag: loaded by transformers, trained, saved, opened by stock."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from accelerate_fp8 import FP8Config, FP8Kwargs
+from tests.fp8_checkpoints import exact, tiny_llama, write_llama
+from torch_fp8 import merged_state_dict
+from torch_fp8.optim.pending_residual import pending_residual
+
+TOKENS = torch.arange(32).view(2, 16) * 7 % 256
+
+
+def _prepared(accelerate: Any, model: nn.Module, config: FP8Config | None = None) -> Any:
+    accelerator = accelerate.Accelerator(
+        mixed_precision="fp8", kwargs_handlers=[FP8Kwargs(config or FP8Config())], cpu=True
+    )
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-3)
+    return accelerator, *accelerator.prepare(model, optimizer)
+
+
+def _steps(accelerator: Any, model: nn.Module, optimizer: Any, count: int = 3) -> None:
+    for _ in range(count):
+        accelerator.backward(model(TOKENS, labels=TOKENS).loss)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _logits(model: nn.Module) -> torch.Tensor:
+    with torch.no_grad():
+        return model.eval()(TOKENS).logits
+
+
+def _stock_twin(state: dict[str, torch.Tensor]) -> nn.Module:
+    """A model of stock layers with these weights, built without a checkpoint."""
+    twin = tiny_llama()
+    twin.load_state_dict(state)
+    return twin
+
+
+@pytest.mark.parametrize("dequantize", [True, False], ids=["dequantize=True", "no GPU"])
+def test_full_fine_tuning_starts_from_the_files_values(
+    accelerate: Any, tmp_path: Path, dequantize: bool
+) -> None:
+    from transformers import FineGrainedFP8Config
+
+    fp8 = write_llama(tmp_path)
+    given = {"quantization_config": FineGrainedFP8Config(dequantize=True)} if dequantize else {}
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, **given)
+    _, model, optimizer = _prepared(accelerate, model)
+    merged = merged_state_dict(model, optimizer.optimizer)
+    worst = {}
+    for key, (qdata, scale, block) in fp8.items():
+        true = exact(qdata, scale, block)
+        worst[key] = float(((merged[key] - true).abs() / true.abs().clamp(min=1e-300)).max())
+    assert len(worst) == 14
+    assert 2.0**-18 < max(worst.values()) <= 2.0**-16
+    assert pending_residual(model.model.layers[0].mlp.up_proj.weight) is None
+
+
+@pytest.mark.parametrize("order", ["model first", "optimizer first"])
+def test_residuals_wait_for_an_optimizer_that_is_prepared_apart(
+    accelerate: Any, tmp_path: Path, order: str
+) -> None:
+    write_llama(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    accelerator = accelerate.Accelerator(mixed_precision="fp8", cpu=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    if order == "model first":
+        model = accelerator.prepare(model)
+        optimizer = accelerator.prepare(optimizer)
+    else:
+        optimizer = accelerator.prepare(optimizer)
+        model = accelerator.prepare(model)
+    weight = model.model.layers[1].mlp.down_proj.weight
+    assert optimizer.optimizer.residual_of(weight).any()
+
+
+def test_a_weight_that_was_changed_before_stays_changed(
+    accelerate: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_llama(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    weight = model.model.layers[1].mlp.down_proj.weight
+    with torch.no_grad():
+        weight[5] *= 1.01
+    expected = weight.detach().clone()
+    _, model, optimizer = _prepared(accelerate, model)
+    merged = merged_state_dict(model, optimizer.optimizer)
+    assert torch.equal(merged["model.layers.1.mlp.down_proj.weight"], expected.float())
+    assert "13 trained weights continue" in caplog.text
+    assert "1 were changed since they were loaded" in caplog.text
+
+
+def test_models_for_evaluation_get_no_residuals(accelerate: Any, tmp_path: Path) -> None:
+    write_llama(tmp_path)
+    reference = AutoModelForCausalLM.from_pretrained(tmp_path)
+    accelerator = accelerate.Accelerator(mixed_precision="fp8", cpu=True)
+    reference = accelerator.prepare_model(reference, evaluation_mode=True)
+    assert pending_residual(reference.model.layers[0].mlp.up_proj.weight) is None
+
+
+@pytest.mark.parametrize("quantized", [True, False], ids=["FP8 checkpoint", "BF16 checkpoint"])
+def test_the_saved_model_is_the_trained_one(
+    accelerate: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture, quantized: bool
+) -> None:
+    """Red without ours: stock saves codes without their configuration, logits off by thousands."""
+    source, out = tmp_path / "source", tmp_path / "out"
+    if quantized:
+        write_llama(source)
+    else:
+        tiny_llama().save_pretrained(source)
+    model = AutoModelForCausalLM.from_pretrained(source)
+    accelerator, model, optimizer = _prepared(accelerate, model)
+    before = model.model.layers[0].mlp.up_proj.weight.detach().clone()
+    _steps(accelerator, model, optimizer)
+    unwrapped = accelerator.unwrap_model(model)
+    trained = {k: v.detach().clone() for k, v in unwrapped.state_dict().items()}
+    assert not torch.equal(trained["model.layers.0.mlp.up_proj.weight"], before)
+    unwrapped.save_pretrained(out)
+
+    assert "quantization_config" not in json.loads((out / "config.json").read_text())
+    stored = load_file(out / "model.safetensors")
+    assert stored.keys() == trained.keys()
+    assert all(torch.equal(stored[key], trained[key]) for key in stored)
+    stock = AutoModelForCausalLM.from_pretrained(out)
+    assert torch.equal(_logits(stock), _logits(_stock_twin(trained)))
+    assert caplog.text.count("is saved in the dtype that it has now") == quantized
+
+
+def test_stock_transformers_still_breaks_what_it_dequantized(tmp_path: Path) -> None:
+    """When this fails, the repair is no longer needed: transformers saves such models itself."""
+    source, out = tmp_path / "source", tmp_path / "out"
+    write_llama(source)
+    model = AutoModelForCausalLM.from_pretrained(source)
+    model.save_pretrained(out)
+    stored = load_file(out / "model.safetensors")
+    assert stored["lm_head.weight"].dtype == torch.float8_e4m3fn
+    assert "quantization_config" not in json.loads((out / "config.json").read_text())
+
+
+def test_under_the_flag_a_model_is_saved_right_without_being_prepared(
+    accelerate: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")
+    source, out = tmp_path / "source", tmp_path / "out"
+    write_llama(source)
+    model = AutoModelForCausalLM.from_pretrained(source)
+    model.save_pretrained(out)
+    assert torch.equal(_logits(AutoModelForCausalLM.from_pretrained(out)), _logits(model))
+
+
+def test_another_backend_keeps_what_stock_does(
+    accelerate: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")
+    monkeypatch.setenv("ACCELERATE_FP8_BACKEND", "AO")
+    source, out = tmp_path / "source", tmp_path / "out"
+    write_llama(source)
+    AutoModelForCausalLM.from_pretrained(source).save_pretrained(out)
+    assert load_file(out / "model.safetensors")["lm_head.weight"].dtype == torch.float8_e4m3fn
+
+
+def test_broken_scales_are_refused_at_prepare(accelerate: Any, tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    write_llama(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    key = "model.layers.0.mlp.up_proj.weight_scale_inv"
+    tensors[key] = tensors[key] * float("nan")
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=f"'{key}' holds an Inf or NaN"):
+        _prepared(accelerate, model)
+
+
+def _lora(model: nn.Module) -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(1)
+    return get_peft_model(model, LoraConfig(r=16, target_modules="all-linear"))
+
+
+def test_lora_on_an_fp8_checkpoint_is_opened_by_stock(accelerate: Any, tmp_path: Path) -> None:
+    """The adapter alone is saved; stock PEFT puts it on the FP8 checkpoint again."""
+    from peft import PeftModel
+
+    source, out = tmp_path / "source", tmp_path / "out"
+    write_llama(source)
+    model = _lora(AutoModelForCausalLM.from_pretrained(source))
+    accelerator, model, optimizer = _prepared(accelerate, model)
+    _steps(accelerator, model, optimizer)
+    unwrapped = accelerator.unwrap_model(model)
+    unwrapped.save_pretrained(out)
+    trained = {
+        k: v.detach().float()
+        for k, v in unwrapped.state_dict().items()
+        if "lora_" in k and v.ndim == 2
+    }
+    assert any(v.any() for k, v in trained.items() if "lora_B" in k)
+
+    base = AutoModelForCausalLM.from_pretrained(source)
+    merged = {k: v.detach().float() for k, v in base.state_dict().items()}
+    for key in [k for k in trained if "lora_A" in k]:
+        b = trained[key.replace("lora_A", "lora_B")]
+        name = key.removeprefix("base_model.model.").replace(".lora_A.default", "")
+        merged[name] = merged[name] + (8 / 16) * b @ trained[key]
+    twin = tiny_llama().float()
+    twin.load_state_dict(merged)
+    stock = PeftModel.from_pretrained(base, out).float()
+    torch.testing.assert_close(_logits(stock), _logits(twin), rtol=1e-4, atol=1e-5)
+
+
+def test_a_merged_model_is_saved_right(accelerate: Any, tmp_path: Path) -> None:
+    source, out = tmp_path / "source", tmp_path / "out"
+    write_llama(source)
+    model = _lora(AutoModelForCausalLM.from_pretrained(source))
+    accelerator, model, optimizer = _prepared(accelerate, model)
+    _steps(accelerator, model, optimizer)
+    merged = accelerator.unwrap_model(model).merge_and_unload()
+    weight = merged.model.layers[0].mlp.up_proj.weight.detach().clone()
+    merged.save_pretrained(out)
+    stored = load_file(out / "model.safetensors")
+    assert torch.equal(stored["model.layers.0.mlp.up_proj.weight"], weight)
+    assert stored["lm_head.weight"].dtype == torch.bfloat16
+    AutoModelForCausalLM.from_pretrained(out)
