@@ -232,3 +232,25 @@ def test_a_merged_model_is_saved_right(accelerate: Any, tmp_path: Path) -> None:
     assert torch.equal(stored["model.layers.0.mlp.up_proj.weight"], weight)
     assert stored["lm_head.weight"].dtype == torch.bfloat16
     AutoModelForCausalLM.from_pretrained(out)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("kind", "processes"), [("full", 1), ("full", 2), ("lora", 1)])
+def test_an_unmodified_script_tunes_an_fp8_checkpoint(
+    run: Any, tmp_path: Path, kind: str, processes: int
+) -> None:
+    source, out = tmp_path / "source", tmp_path / "out"
+    write_llama(source)
+    flag = ("--mixed_precision", "fp8")
+    finished = run("fp8_checkpoint.py", source, out, kind, processes=processes, launch=flag)
+    assert finished.fp8 > 0
+    assert finished.stderr.count("is saved in the dtype that it has now") == 1
+    assert ("14 trained weights continue" in finished.stderr) == (kind == "full")
+    before = AutoModelForCausalLM.from_pretrained(source)
+    after = AutoModelForCausalLM.from_pretrained(out if kind == "full" else source)
+    if kind == "lora":
+        from peft import PeftModel
+
+        after = PeftModel.from_pretrained(after, out)
+    difference = float((_logits(after).float() - _logits(before).float()).abs().max())
+    assert 1e-3 < difference < 10.0  # broken checkpoints are off by thousands
