@@ -20,8 +20,7 @@ from typing import Any
 _LIGHTNING, _ACCELERATE = "lightning_fp8._register", "accelerate_fp8._register"
 _CONNECTOR = "trainer.connectors.accelerator_connector"
 
-# Module -> function that extends it. A name that others copy is extended where it is defined.
-EXTENSIONS: dict[str, str] = {
+EXTENSIONS: dict[str, str] = {  # module: function; a copied name is extended where it is defined
     "lightning.fabric.plugins.precision.precision": f"{_LIGHTNING}:extend_precision_choices",
     "lightning.fabric.connector": f"{_LIGHTNING}:extend_fabric_connector",
     f"lightning.pytorch.{_CONNECTOR}": f"{_LIGHTNING}:extend_trainer_connector",
@@ -34,6 +33,7 @@ EXTENSIONS: dict[str, str] = {
     "transformers.modeling_utils": f"{_ACCELERATE}:extend_modeling",
     "transformers.training_args": f"{_ACCELERATE}:extend_training_args",
     "transformers.trainer": f"{_ACCELERATE}:extend_trainer",
+    "peft.tuners.tuners_utils": f"{_ACCELERATE}:extend_tuners",
     "trl.models.utils": f"{_ACCELERATE}:extend_trl_models",
 }
 

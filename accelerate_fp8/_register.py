@@ -1,5 +1,5 @@
-"""The points of Accelerate, transformers and TRL that are extended; `_fp8_autoload` calls this on
-an import.
+"""The points of Accelerate, transformers, TRL and PEFT that are extended; `_fp8_autoload` calls
+this on an import.
 
 Each function may be called twice, and raises AttributeError before it changed anything if an
 upstream name has moved: the host then works as without us. A wrapper keeps what it wraps as
@@ -158,6 +158,37 @@ def extend_modeling(module: ModuleType) -> None:
             or (bool(vars(model).get("_weight_conversions")) and _launched_with_fp8())
         ),
     )
+
+
+def extend_tuners(module: ModuleType) -> None:
+    """Extend ``merge`` and ``unmerge`` of PEFT's layers, for bases that are stored as FP8 alone."""
+    base, tuner = module.BaseTunerLayer, module.BaseTuner
+    _wrap(
+        {tuner: {"_unload_and_optionally_merge": "unload"}},
+        "accelerate_fp8.adapters",
+        wanted=lambda *_: "torch_fp8.nn.frozen_storage" in sys.modules,
+    )
+    if "__init_subclass__" in vars(base):
+        return
+
+    def extend(cls: type) -> None:
+        own = {name: name for name in ("merge", "unmerge") if name in vars(cls)}
+        _wrap({cls: own}, "accelerate_fp8.adapters", wanted=_has_frozen_base)
+
+    def __init_subclass__(cls: type, **kwargs: Any) -> None:
+        super(base, cls).__init_subclass__(**kwargs)
+        extend(cls)
+
+    known = base.__subclasses__()
+    while known:
+        cls = known.pop()
+        extend(cls)
+        known += cls.__subclasses__()
+    base.__init_subclass__ = classmethod(__init_subclass__)
+
+
+def _has_frozen_base(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    return getattr(layer.get_base_layer(), "fp8_thawed_recipe", None) is not None
 
 
 def extend_trl_models(module: ModuleType) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch_fp8.nn.scaling_buffers import ScalingBuffers
 from torch_fp8.quantization.recipe import Recipe
 from torch_fp8.tensor.dtensor import local, with_data
-from torch_fp8.tensor.frozen_payload import FrozenPayload, freeze_tensor
+from torch_fp8.tensor.frozen_payload import DTYPE, FrozenPayload, freeze_tensor
 from torch_fp8.tensor.frozen_weight import Float8FrozenWeight, frozen_parameter
 
 
@@ -34,10 +34,12 @@ class FrozenStorage(ScalingBuffers):
         fp8_thawed_recipe: the recipe that the layer has again when it is thawed; None: its weight
             is not frozen.
         fp8_thaw_notice: what the weights share that were frozen together.
+        fp8_unmerged: the bytes of the weight without the adapters that are merged into it.
     """
 
     fp8_thawed_recipe: Recipe | None = None
     fp8_thaw_notice: "ThawNotice | None" = None
+    fp8_unmerged: FrozenPayload | None = None
     fp8_name: str
     fp8_emulate: bool
     fp8_transposed: bool = False
@@ -88,19 +90,22 @@ class FrozenStorage(ScalingBuffers):
         if recipe is None:
             return
         if frozen is not None:
-            if frozen is not self.weight:
-                raise RuntimeError(
-                    f"'{self.fp8_name}.weight' is stored as FP8 alone and sharded by FSDP2; thaw "
-                    "the model before fully_shard, or convert it with "
-                    "FP8Config(frozen_weights='keep')"
-                )
+            self._refuse_sharded(frozen)
             dtype = frozen.payload.thawed_dtype if dtype is None else dtype
             plain = frozen.dequantize().to(dtype)
             replace_parameter(self, nn.Parameter(plain, requires_grad=False))
         self.drop_scaling()
-        for name in ("fp8_thawed_recipe", "fp8_thaw_notice"):
+        for name in ("fp8_thawed_recipe", "fp8_thaw_notice", "fp8_unmerged"):
             self.__dict__.pop(name, None)
         self.configure(self.fp8_name, self.fp8_config, recipe, self.fp8_emulate)
+
+    def _refuse_sharded(self, frozen: Float8FrozenWeight) -> None:
+        if frozen is not self.weight:
+            raise RuntimeError(
+                f"'{self.fp8_name}.weight' is stored as FP8 alone and sharded by FSDP2, which "
+                "takes no other weight in its place; thaw the model before fully_shard, or convert "
+                "it with FP8Config(frozen_weights='keep')"
+            )
 
     def thaw_for_training(self) -> None:
         """Thaw the weight because somebody has asked for its gradient, and say so once."""
@@ -118,6 +123,44 @@ class FrozenStorage(ScalingBuffers):
         )
         if notice is not None:
             notice.given = True
+
+    def begin_merge(self) -> bool:
+        """Make a frozen weight plain float32, for an adapter that is to be merged into it.
+
+        Its bytes are kept until `end_merge` gives them back, or `forget_unmerged` lets them go.
+
+        Returns:
+            Whether the weight is, or was before an earlier merge, frozen.
+        """
+        frozen = self.frozen_weight
+        if frozen is None and self.fp8_unmerged is None:
+            return False
+        if frozen is not None:
+            self._refuse_sharded(frozen)
+            self.fp8_unmerged = frozen.payload
+        plain = self.weight.detach().float()
+        replace_parameter(self, nn.Parameter(plain, requires_grad=False))
+        return True
+
+    def end_merge(self, merged: bool) -> None:
+        """Round a weight that has adapters merged into it once, to BF16; or give back its bytes.
+
+        Args:
+            merged: whether an adapter is merged into it.
+        """
+        payload = self.fp8_unmerged
+        assert payload is not None
+        if merged:
+            replace_parameter(self, nn.Parameter(self.weight.to(DTYPE), requires_grad=False))
+            return
+        payload.owner = weakref.ref(self)
+        replace_parameter(self, frozen_parameter(payload))
+        del self.fp8_unmerged
+
+    def forget_unmerged(self) -> None:
+        """Let the bytes go that a weight had before adapters were merged into it, for good."""
+        if self.fp8_unmerged is not None:
+            self.thaw_weight()
 
     def dequantized_forward(self, x: Tensor) -> Tensor:
         """Compute y (..., N) in high precision, in the dtype of x (..., K), or of autocast."""

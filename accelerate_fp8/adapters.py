@@ -1,0 +1,41 @@
+"""PEFT's layers over a base that is stored as FP8 alone: merging loses nothing.
+
+Put in place by `accelerate_fp8._register`. Each function takes the method that it wraps as its
+first argument, then the method's own. A merged weight is ``dequant(W8) + delta``, added up in
+float32 and rounded to BF16 once; to FP8 a small delta would be lost. Unmerging gives back the very
+bytes, however often.
+"""
+
+from typing import Any
+
+from torch_fp8.nn.frozen_storage import FrozenStorage
+
+
+def merge(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+    """Extend a tuner layer's ``merge``: add to the float32 values of the base's bytes."""
+    _within(original, self, *args, **kwargs)
+
+
+def unmerge(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+    """Extend a tuner layer's ``unmerge``: give the base its bytes back."""
+    _within(original, self, *args, **kwargs)
+
+
+def unload(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Extend ``BaseTuner._unload_and_optionally_merge``: nobody will unmerge the bases again."""
+    made = original(self, *args, **kwargs)
+    for module in self.model.modules():
+        if isinstance(module, FrozenStorage):
+            module.forget_unmerged()
+    return made
+
+
+def _within(original: Any, layer: Any, *args: Any, **kwargs: Any) -> None:
+    base = layer.get_base_layer()
+    if not (isinstance(base, FrozenStorage) and base.begin_merge()):
+        original(layer, *args, **kwargs)
+        return
+    try:
+        original(layer, *args, **kwargs)
+    finally:
+        base.end_merge(bool(layer.merged_adapters))

@@ -1,0 +1,194 @@
+"""PEFT over a base stored as FP8 alone: training, merging, several adapters, saving."""
+
+import copy
+import gc
+
+import peft
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8, freeze, memory_report
+from torch_fp8.conversion.report import ConversionReport
+from torch_fp8.tensor.frozen_weight import Float8FrozenWeight
+
+CONFIG = LlamaConfig(
+    hidden_size=64,
+    intermediate_size=128,
+    num_hidden_layers=1,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    vocab_size=96,
+)
+IDS = torch.arange(64).view(2, 32)
+KINDS = {
+    "lora": LoraConfig(r=4, target_modules="all-linear", modules_to_save=["lm_head"]),
+    "rslora": LoraConfig(r=4, target_modules="all-linear", use_rslora=True),
+    "dora": LoraConfig(r=4, target_modules="all-linear", use_dora=True),
+    "loha": peft.LoHaConfig(r=4, target_modules=["q_proj", "up_proj"]),
+    "ia3": peft.IA3Config(
+        target_modules=["q_proj", "down_proj"], feedforward_modules=["down_proj"]
+    ),
+}
+
+
+def adapted(kind="lora") -> tuple[torch.nn.Module, ConversionReport]:
+    model = get_peft_model(LlamaForCausalLM(CONFIG), copy.deepcopy(KINDS[kind]))
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and "lm_head" not in name:
+            torch.nn.init.normal_(parameter, std=0.05)
+    return model, convert_to_float8(model, FP8Config(recipe="tensorwise"))
+
+
+def up_proj(model):
+    return model.base_model.model.model.layers[0].mlp.up_proj
+
+
+def logits(model):
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        return model(IDS).logits
+
+
+def step(model, optimizer):
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(IDS, labels=IDS).loss
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_base_is_proven_frozen_and_the_adapters_train(kind):
+    model, report = adapted(kind)
+    assert len(report.frozen.frozen) == 7
+    assert report.frozen.bytes_after <= 1.02 * report.frozen.num_params
+    bases = [p for p in model.parameters() if isinstance(p, Float8FrozenWeight)]
+    before = [p.qdata.clone() for p in bases]
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-2)
+    convert_optimizer(optimizer, model=model)
+    losses = [step(model, optimizer) for _ in range(8)]
+    assert losses[-1] < losses[0]
+    for base, kept in zip(bases, before, strict=True):
+        assert torch.equal(base.qdata.view(torch.uint8), kept.view(torch.uint8))
+    assert all(p.dtype == torch.float32 for p in trained)
+    assert memory_report(model).weights < 1.02 * sum(p.numel() for p in bases) + sum(
+        4 * p.numel() for p in model.parameters() if not isinstance(p, Float8FrozenWeight)
+    )
+
+
+def test_a_merged_weight_is_rounded_once():
+    model, _ = adapted()
+    layer = up_proj(model)
+    base = layer.get_base_layer().weight.dequantize().float()
+    delta = layer.get_delta_weight("default")
+    for safe in (False, True):
+        model.merge_adapter(safe_merge=safe)
+        assert torch.equal(layer.get_base_layer().weight, (base + delta).bfloat16())
+        model.unmerge_adapter()
+
+
+@pytest.mark.parametrize("kind", ["lora", "dora", "loha", "ia3"])
+def test_unmerging_gives_the_bytes_back(kind):
+    model, _ = adapted(kind)
+    before = logits(model)
+    layer = (
+        up_proj(model) if kind != "ia3" else model.base_model.model.model.layers[0].mlp.down_proj
+    )
+    weight = layer.get_base_layer().weight
+    kept = weight.qdata.clone()
+    for turn in range(20):
+        model.merge_adapter(safe_merge=bool(turn % 2))
+        assert type(layer.get_base_layer().weight) is torch.nn.Parameter
+        if turn == 0:
+            merged = logits(model)
+        model.unmerge_adapter()
+    assert (merged - before).norm() / before.norm() < 0.1
+    assert layer.get_base_layer().weight is weight
+    assert torch.equal(weight.qdata.view(torch.uint8), kept.view(torch.uint8))
+    assert torch.equal(logits(model), before)
+
+
+@pytest.mark.long
+def test_a_thousand_merges_leave_the_base_as_it_is():
+    layer = peft.tuners.lora.Linear
+    model, _ = adapted()
+    module = up_proj(model)
+    assert isinstance(module, layer)
+    kept = module.get_base_layer().weight.qdata.clone()
+    for _ in range(1000):
+        module.merge()
+        module.unmerge()
+    assert torch.equal(
+        module.get_base_layer().weight.qdata.view(torch.uint8), kept.view(torch.uint8)
+    )
+
+
+def test_a_broken_adapter_leaves_the_base_frozen():
+    model, _ = adapted()
+    layer = up_proj(model)
+    torch.nn.init.constant_(layer.lora_B["default"].weight, float("nan"))
+    kept = layer.get_base_layer().weight.qdata.clone()
+    with pytest.raises(ValueError, match="NaNs detected"):
+        layer.merge(safe_merge=True)
+    weight = layer.get_base_layer().weight
+    assert isinstance(weight, Float8FrozenWeight)
+    assert torch.equal(weight.qdata.view(torch.uint8), kept.view(torch.uint8))
+
+
+def test_merge_and_unload_gives_bf16_and_lets_the_bytes_go():
+    model, _ = adapted("rslora")
+    expected = logits(model)
+    merged = model.merge_and_unload()
+    layer = merged.model.layers[0].mlp.up_proj
+    assert layer.weight.dtype == torch.bfloat16
+    assert layer.fp8_recipe.name == "tensorwise"
+    gc.collect()
+    assert not any(isinstance(p, Float8FrozenWeight) for p in merged.parameters())
+    assert layer.fp8_unmerged is None
+    assert (logits(merged) - expected).norm() / expected.norm() < 0.1
+
+
+def test_adapters_are_added_switched_disabled_and_deleted():
+    model, _ = adapted()
+    first = logits(model)
+    model.add_adapter(
+        "second", LoraConfig(r=2, target_modules=["q_proj", "up_proj"], use_dora=True)
+    )
+    model.set_adapter("second")
+    with model.disable_adapter():
+        bare = logits(model)
+    assert torch.allclose(logits(model), bare, atol=2e-2), "a new adapter adds nothing yet"
+    model(IDS, labels=IDS).loss.backward()
+    model.set_adapter("default")
+    assert torch.equal(logits(model), first)
+    model.delete_adapter("second")
+    assert torch.equal(logits(model), first)
+
+
+def test_adapters_are_saved_and_loaded_over_a_stock_base_and_a_frozen_one(tmp_path):
+    model, _ = adapted("rslora")
+    base = {k.replace(".base_layer", ""): v for k, v in model.base_model.model.state_dict().items()}
+    model.save_pretrained(tmp_path)
+    for frozen in (False, True):
+        stock = LlamaForCausalLM(CONFIG)
+        missing = stock.load_state_dict(base, strict=False).missing_keys
+        assert missing == []
+        if frozen:
+            freeze(stock, FP8Config(recipe="tensorwise"))
+        loaded = peft.PeftModel.from_pretrained(stock, tmp_path)
+        difference = (logits(loaded) - logits(model)).norm() / logits(model).norm()
+        assert difference < (1e-6 if frozen else 0.1)
+
+
+def test_a_stock_base_is_merged_as_before():
+    torch.manual_seed(1)
+    model = get_peft_model(LlamaForCausalLM(CONFIG), LoraConfig(r=4, target_modules=["up_proj"]))
+    layer = up_proj(model)
+    torch.nn.init.normal_(layer.lora_B["default"].weight)
+    expected = layer.get_base_layer().weight + layer.get_delta_weight("default")
+    model.merge_adapter()
+    assert torch.equal(layer.get_base_layer().weight, expected)
+    assert layer.get_base_layer().weight.dtype == torch.float32
