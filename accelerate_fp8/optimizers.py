@@ -129,6 +129,11 @@ class PreparedOptimizers:
         prepared = dict.fromkeys([*map(bare, accelerator._optimizers), *self._unannounced])
         return [o for o in prepared if not parameters.isdisjoint(_parameters(o))]
 
+    def all_of(self, accelerator: Any) -> list[Optimizer]:
+        """Return the user's own optimizers that were prepared, converted or not."""
+        prepared = [*map(bare, accelerator._optimizers), *self.known()]
+        return [o for o in dict.fromkeys(prepared) if isinstance(o, Optimizer)]
+
     def is_converted(self, optimizer: Any) -> bool:
         """Return whether a prepared optimizer, or the user's own, has 8-bit states."""
         return isinstance(bare(optimizer), Float8Optimizer)

@@ -12,6 +12,7 @@ from accelerate.logging import get_logger
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from accelerate_fp8.frozen import EvaluationModels
 from accelerate_fp8.optimizers import PreparedOptimizers, WeakKeys
 from torch_fp8 import ConversionReport, FP8Config, convert_to_float8
 from torch_fp8.conversion.adopt_checkpoint import take_over
@@ -29,12 +30,14 @@ class Preparation:
     Attributes:
         config: resolved from the script, the environment and the launcher's flags.
         optimizers: the optimizers that were prepared.
+        evaluated: the models that were prepared for evaluation.
         communication: model to what travels between ranks in FP8, and why not.
     """
 
     def __init__(self, config: FP8Config) -> None:
         self.config = config
         self.optimizers = PreparedOptimizers(config)
+        self.evaluated = EvaluationModels(config)
         self.communication: MutableMapping[nn.Module, object] = WeakKeys()
         self._reports: MutableMapping[nn.Module, ConversionReport] = WeakKeys()
         self._announced: MutableMapping[nn.Module, None] = WeakKeys()
@@ -83,6 +86,7 @@ class Preparation:
             return
         vars(model)["_fp8_saving"] = Saving(self)
         if evaluation_mode:
+            self.evaluated.note(model)
             self._announce_evaluation(model)
         elif model not in self._announced and all(model is not other for other in self._waiting):
             self._waiting.append(model)
@@ -138,6 +142,9 @@ class Preparation:
                     log_visibly(summary.replace("\n", f"\n  model     {name}\n", 1))
                 for line in self.optimizers.take_unannounced(accelerator):
                     log_visibly(f"FP8: optimizer {line}")
+                frozen = self.evaluated.freeze(self.optimizers.all_of(accelerator))
+                for model, stored in frozen.items():
+                    log_visibly(f"FP8: {type(model).__name__}, which no optimizer trains: {stored}")
         finally:
             if outermost:
                 self._waiting, self._collecting = [], False

@@ -1,0 +1,119 @@
+"""Reference, reward and teacher models: stored as FP8 alone once nobody trains them for sure."""
+
+import copy
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+import torch_fp8
+from accelerate_fp8 import FP8Config, FP8Kwargs
+from torch_fp8.tensor.frozen_weight import Float8FrozenWeight
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(64, 96)
+        self.down = nn.Linear(96, 64)
+        self.lm_head = nn.Linear(64, 64)
+
+    def forward(self, x):
+        return self.lm_head(self.down(self.up(x).relu()))
+
+
+@pytest.fixture
+def accelerator_with(accelerate):
+    def make(**options):
+        handlers = [FP8Kwargs(FP8Config(recipe="tensorwise", **options))]
+        return accelerate.Accelerator(mixed_precision="fp8", kwargs_handlers=handlers, cpu=True)
+
+    return make
+
+
+@pytest.fixture
+def messages(caplog):
+    caplog.set_level(logging.INFO, logger="accelerate_fp8")
+    return lambda: [r.getMessage() for r in caplog.records if r.name == "accelerate_fp8"]
+
+
+def is_frozen(model):
+    return [isinstance(m.weight, Float8FrozenWeight) for m in (model.up, model.down)]
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_a_reference_is_frozen_when_training_begins(accelerator_with, messages, level):
+    accelerator = accelerator_with(opt_level=level)
+    policy, reference = Net(), Net()
+    evaluated = accelerator.prepare_model(reference, evaluation_mode=True)
+    assert is_frozen(reference) == [False, False], "it may yet be the model that is trained"
+    optimizer = torch.optim.AdamW(policy.parameters())
+    policy, optimizer = accelerator.prepare(policy, optimizer)
+    assert is_frozen(reference) == [True, True]
+    assert type(reference.lm_head.weight) is nn.Parameter
+    assert "FP8: Net, which no optimizer trains: 2 frozen weights stored as FP8" in messages()[-1]
+    x = torch.randn(4, 64)
+    loss = (policy(x) - evaluated(x).detach()).square().mean()
+    accelerator.backward(loss)
+    optimizer.step()
+    assert is_frozen(policy) == [False, False]
+
+
+@pytest.mark.parametrize("options", [{"opt_level": "O1"}, {"frozen_weights": "keep"}])
+def test_it_stays_as_it_is_where_the_configuration_says_so(accelerator_with, options):
+    accelerator = accelerator_with(**options)
+    policy, reference = Net(), Net()
+    accelerator.prepare_model(reference, evaluation_mode=True)
+    accelerator.prepare(policy, torch.optim.AdamW(policy.parameters()))
+    assert is_frozen(reference) == [False, False]
+
+
+def test_the_trained_model_is_evaluated_first_and_stays(accelerator_with):
+    accelerator = accelerator_with()
+    model = Net()
+    accelerator.prepare_model(model, evaluation_mode=True)
+    accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    assert is_frozen(model) == [False, False]
+    other = Net()
+    accelerator.prepare(other, torch.optim.AdamW(other.parameters()))
+    assert is_frozen(model) == [False, False]
+
+
+def test_one_that_is_prepared_after_the_optimizer_is_frozen_at_once(accelerator_with):
+    accelerator = accelerator_with()
+    policy, reference = Net(), Net()
+    accelerator.prepare(policy, torch.optim.AdamW(policy.parameters()))
+    accelerator.prepare_model(reference, evaluation_mode=True)
+    assert is_frozen(reference) == [True, True]
+
+
+def test_training_a_frozen_reference_later_is_refused_by_name(accelerator_with):
+    accelerator = accelerator_with()
+    policy, reference = Net(), Net()
+    accelerator.prepare_model(reference, evaluation_mode=True)
+    accelerator.prepare(policy, torch.optim.AdamW(policy.parameters()))
+    optimizer = torch.optim.AdamW(reference.parameters())
+    with pytest.raises(ValueError, match=r"'up\.weight' of Net, .*torch_fp8\.thaw"):
+        accelerator.prepare(reference, optimizer)
+    torch_fp8.thaw(reference)
+    accelerator.prepare(reference, torch.optim.AdamW(reference.parameters()))
+
+
+def test_what_trl_writes_to_a_reference_is_quantized_anew(accelerator_with):
+    from trl.trainer.callbacks import SyncRefModelCallback
+
+    accelerator = accelerator_with()
+    policy, reference = Net(), Net()
+    accelerator.prepare_model(reference, evaluation_mode=True)
+    trained = copy.deepcopy(policy)
+    accelerator.prepare(policy, torch.optim.AdamW(policy.parameters()))
+    before = reference.up.weight.dequantize().float()
+    SyncRefModelCallback.sync_target_model(trained, reference, alpha=0.6)
+    expected = 0.4 * before + 0.6 * trained.up.weight.detach()
+    assert is_frozen(reference) == [True, True]
+    difference = (reference.up.weight.dequantize().float() - expected).norm() / expected.norm()
+    assert difference < 0.04
+    SyncRefModelCallback.sync_target_model(trained, reference, alpha=1.0)
+    exact = trained.up.weight
+    assert (reference.up.weight.dequantize() - exact).norm() / exact.norm() < 0.03
