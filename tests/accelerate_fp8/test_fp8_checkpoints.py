@@ -97,7 +97,7 @@ def test_a_weight_that_was_changed_before_stays_changed(
     merged = merged_state_dict(model, optimizer.optimizer)
     assert torch.equal(merged["model.layers.1.mlp.down_proj.weight"], expected.float())
     assert "13 trained weights continue" in caplog.text
-    assert "1 were changed since they were loaded" in caplog.text
+    assert "1 weights were changed since they were loaded" in caplog.text
 
 
 def test_models_for_evaluation_get_no_residuals(accelerate: Any, tmp_path: Path) -> None:
@@ -245,7 +245,8 @@ def test_an_unmodified_script_tunes_an_fp8_checkpoint(
     finished = run("fp8_checkpoint.py", source, out, kind, processes=processes, launch=flag)
     assert finished.fp8 > 0
     assert finished.stderr.count("is saved in the dtype that it has now") == 1
-    assert ("14 trained weights continue" in finished.stderr) == (kind == "full")
+    what = "14 trained weights continue" if kind == "full" else "bytes of 14 frozen weights"
+    assert what in finished.stderr
     before = AutoModelForCausalLM.from_pretrained(source)
     after = AutoModelForCausalLM.from_pretrained(out if kind == "full" else source)
     if kind == "lora":

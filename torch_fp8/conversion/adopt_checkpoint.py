@@ -4,19 +4,19 @@ transformers dequantizes such a checkpoint to BF16 where there is no GPU, or whe
 (``dequantize=True``), and rounds every weight to 8 significant bits. The codes are still there:
 BF16 is fine enough to tell them, given the scales (`torch_fp8.conversion.fp8_weight.bytes_behind`),
 which are a few kilobytes in the files. So nothing has to be kept from load to training. A weight
-that is trained becomes BF16 and a residual that waits for its optimizer. A weight that somebody has
-changed since it was loaded stays as it is.
+that is trained becomes BF16 and a residual that waits for its optimizer. Beside a frozen one its
+scales wait, with which `known_bytes` returns the bytes of the file when it is stored in FP8 alone.
+A weight that somebody has changed since it was loaded stays as it is.
 """
 
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from torch_fp8.config import FP8Config
 from torch_fp8.conversion.checkpoint_format import (
@@ -28,7 +28,11 @@ from torch_fp8.conversion.checkpoint_format import (
 from torch_fp8.conversion.fp8_weight import FP8Weight, bytes_behind
 from torch_fp8.conversion.safetensors_files import SafetensorsFiles
 from torch_fp8.nn.class_swap import unwrapped_name
+from torch_fp8.nn.weight_cache import WatchedParameter
 from torch_fp8.optim.pending_residual import split_parts
+
+_SCALES = "_fp8_checkpoint_scales"
+"""The attribute of a frozen Parameter that holds its scales, and the block that shares one."""
 
 _ADAPTED = ("base_layer", "original_module")
 """The names under which PEFT keeps a module that it has wrapped."""
@@ -50,22 +54,32 @@ class AdoptedCheckpoint:
         path: the checkpoint's folder.
         format: its format.
         num_exact: weights that are trained, whose residual waits for the optimizer.
-        num_changed: weights that are trained and have been changed since they were loaded.
+        num_frozen: weights that are not trained and whose bytes are known.
+        num_changed: weights that have been changed since they were loaded.
     """
 
     path: str
     format: str
     num_exact: int
+    num_frozen: int
     num_changed: int
 
     def __str__(self) -> str:
-        text = (
-            f"{self.num_exact} trained weights continue from the exact values of the {self.format} "
-            f"checkpoint {self.path!r}, as BF16 and residual"
-        )
+        text = f"of the {self.format} checkpoint {self.path!r} "
+        parts = []
+        if self.num_exact:
+            parts.append(
+                f"{self.num_exact} trained weights continue from their exact values, as BF16 and "
+                "residual"
+            )
+        if self.num_frozen:
+            parts.append(f"the bytes of {self.num_frozen} frozen weights are known")
         if self.num_changed:
-            text += f"; {self.num_changed} were changed since they were loaded and stay as they are"
-        return text
+            parts.append(
+                f"{self.num_changed} weights were changed since they were loaded and stay as they "
+                "are"
+            )
+        return text + "; ".join(parts)
 
 
 @dataclass(frozen=True)
@@ -114,21 +128,24 @@ def take_over(
         Lines that say what was done and what was not; none for other models, and the second time.
     """
     lines = []
-    if trained and not sharded:
-        lines = [str(report) for report in adopt_checkpoints(model, config)]
-    elif trained and config.opt_level != "O1":
+    if not (trained and sharded):
+        lines = [str(report) for report in adopt_checkpoints(model, config, trained=trained)]
+    elif config.opt_level != "O1":
+        found = {(source.format.name, str(source.files.path)) for source in _sources(model)}
         lines = [
-            f"weights of the {source.format.name} checkpoint {str(source.files.path)!r} continue "
-            "from the values that they were dequantized to; under FSDP2 the bits below are not kept"
-            for source in _sources(model)
+            f"weights of the {name} checkpoint {path!r} continue from the values that they were "
+            "dequantized to; under FSDP2 the bits below are not kept"
+            for name, path in sorted(found)
         ]
     return [*lines, SAVED_DEQUANTIZED] if save_dequantized(model) else lines
 
 
 @torch.no_grad()
-def adopt_checkpoints(model: nn.Module, config: FP8Config) -> list[AdoptedCheckpoint]:
+def adopt_checkpoints(
+    model: nn.Module, config: FP8Config, *, trained: bool = True
+) -> list[AdoptedCheckpoint]:
     """Give the trained BF16 weights of `model` the exact values of the FP8 checkpoint they are
-    from.
+    from, and the others its scales.
 
     It is to be called before the optimizer is converted, and before DistributedDataParallel or
     ``fully_shard`` wrap the model. At level O1, which has no residuals, nothing is done.
@@ -137,6 +154,8 @@ def adopt_checkpoints(model: nn.Module, config: FP8Config) -> list[AdoptedCheckp
         model: any; parts of it with a ``config._name_or_path``, as transformers has it, are looked
             at: a folder, or a model of the hub in its cache.
         config: its `opt_level` and `residual_bits` count.
+        trained: whether an optimizer will take residuals; if not, weights that require gradients
+            stay as they are.
     Returns:
         A report for each FP8 checkpoint of which there are exact values.
     Raises:
@@ -146,23 +165,44 @@ def adopt_checkpoints(model: nn.Module, config: FP8Config) -> list[AdoptedCheckp
     if config.opt_level == "O1":
         return []
     reports = []
+    seen: set[nn.Module] = set()
     for source in _sources(model):
-        exact = changed = 0
+        exact = frozen = changed = 0
         for key, layer in source.layers():
             weight = layer.weight
-            trained = isinstance(weight, nn.Parameter) and weight.requires_grad
-            if not trained or isinstance(weight, DTensor) or weight.dtype != torch.bfloat16:
+            if layer in seen:
+                continue
+            seen.add(layer)
+            if type(weight) not in (nn.Parameter, WatchedParameter):  # sharded, say
+                continue
+            if weight.dtype != torch.bfloat16:
                 continue
             found = source.weight_behind(key, weight.detach())
             if found is None:
                 changed += 1
-                continue
-            split_parts(weight, found.parts(), config.residual_bits)
-            exact += 1
-        if exact:
-            path = str(source.files.path)
-            reports.append(AdoptedCheckpoint(path, source.format.name, exact, changed))
+            elif not weight.requires_grad:
+                setattr(weight, _SCALES, (found.scale, found.block))
+                frozen += 1
+            elif trained:
+                split_parts(weight, found.parts(), config.residual_bits)
+                exact += 1
+        if exact or frozen:
+            path, name = str(source.files.path), source.format.name
+            reports.append(AdoptedCheckpoint(path, name, exact, frozen, changed))
     return reports
+
+
+@torch.no_grad()
+def known_bytes(weight: Tensor) -> FP8Weight | None:
+    """Return the bytes of the checkpoint that a frozen weight was loaded from.
+
+    Args:
+        weight: of a model that `adopt_checkpoints` has seen.
+    Returns:
+        The bytes and scales; None if they are not known, or the weight was changed since.
+    """
+    scales = vars(weight).pop(_SCALES, None)
+    return None if scales is None else bytes_behind(weight.detach(), *scales)
 
 
 def save_dequantized(model: nn.Module) -> int:
@@ -205,24 +245,34 @@ def _without_scales(conversion: Any, operations: list[Any]) -> Any:
 
 
 def _sources(model: nn.Module) -> Iterator[_Source]:
-    """Yield the FP8 checkpoints that parts of the model were loaded from."""
-    seen: list[tuple[str, str]] = []
-    for name, module in model.named_modules():
-        config = getattr(module, "config", None)
-        folder = _folder(config)
-        if folder is None or any(
-            str(folder) == path and f"{name}.".startswith(f"{outer}.".lstrip("."))
-            for outer, path in seen
-        ):
+    """Yield the FP8 checkpoints that parts of the model were loaded from, larger parts first.
+
+    A part may be met again within a larger one, such as PEFT's model around it, whose layers have
+    other names.
+    """
+    known: dict[Path, _Source | None] = {}
+    for module in model.modules():
+        if not isinstance(getattr(module, "base_model_prefix", None), str):
+            continue  # layers, too, have their model's configuration
+        folder = _folder(getattr(module, "config", None))
+        if folder is None:
             continue
-        seen.append((name, str(folder)))
-        try:
-            format = read_format(folder)
-            files = SafetensorsFiles(folder) if format is not None else None
-        except ValueError:  # of another quantization, which is its own library's business
-            continue
-        if format is not None and files is not None:
-            yield _Source(module, files, format, check_scales(files, format))
+        if folder not in known:
+            known[folder] = _opened(module, folder)
+        source = known[folder]
+        if source is not None:
+            yield replace(source, module=module)
+
+
+def _opened(module: nn.Module, folder: Path) -> _Source | None:
+    try:
+        format = read_format(folder)
+        if format is None:
+            return None
+        files = SafetensorsFiles(folder)
+    except ValueError:  # of another quantization, which is its own library's business
+        return None
+    return _Source(module, files, format, check_scales(files, format))
 
 
 def _folder(config: Any) -> Path | None:
