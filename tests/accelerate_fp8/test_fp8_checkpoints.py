@@ -255,3 +255,45 @@ def test_an_unmodified_script_tunes_an_fp8_checkpoint(
         after = PeftModel.from_pretrained(after, out)
     difference = float((_logits(after).float() - _logits(before).float()).abs().max())
     assert 1e-3 < difference < 10.0  # broken checkpoints are off by thousands
+
+
+def _bytes_held(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {
+        name.removeprefix("base_model.model.").replace(".base_layer", "") + ".weight": held.payload
+        for name, layer in model.named_modules()
+        if (held := getattr(layer, "frozen_weight", None)) is not None
+    }
+
+
+@pytest.mark.parametrize("changed", [False, True], ids=["as loaded", "one changed"])
+def test_a_frozen_base_has_the_very_bytes_of_the_checkpoint(
+    accelerate: Any, tmp_path: Path, changed: bool
+) -> None:
+    fp8 = write_llama(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    if changed:
+        model.model.layers[0].mlp.up_proj.weight.data.mul_(1.01)
+    accelerator, model, optimizer = _prepared(accelerate, _lora(model))
+    for steps in (0, 2):
+        _steps(accelerator, model, optimizer, steps)
+        held = _bytes_held(model)
+        assert held.keys() == fp8.keys()
+        differ = [
+            key
+            for key, (qdata, scale, _) in fp8.items()
+            if not held[key].qdata.view(torch.uint8).equal(qdata.view(torch.uint8))
+            or not torch.equal(held[key].scale, scale)
+        ]
+        assert differ == ["model.layers.0.mlp.up_proj.weight"] * changed
+
+
+def test_a_reference_model_has_the_very_bytes_when_it_is_frozen(
+    accelerate: Any, tmp_path: Path
+) -> None:
+    fp8 = write_llama(tmp_path)
+    reference = AutoModelForCausalLM.from_pretrained(tmp_path).requires_grad_(False)
+    handler = FP8Kwargs(FP8Config(frozen_weights="fp8"))
+    accelerator = accelerate.Accelerator(mixed_precision="fp8", kwargs_handlers=[handler], cpu=True)
+    held = _bytes_held(accelerator.prepare_model(reference, evaluation_mode=True))
+    for key, (qdata, _, _) in fp8.items():
+        assert held[key].qdata.view(torch.uint8).equal(qdata.view(torch.uint8))

@@ -25,11 +25,13 @@ from torch_fp8.conversion.checkpoint_format import (
     read_format,
     read_scale,
 )
-from torch_fp8.conversion.fp8_weight import FP8Weight, bytes_behind
+from torch_fp8.conversion.fp8_weight import FP8Weight, bytes_behind, frozen_payload
 from torch_fp8.conversion.safetensors_files import SafetensorsFiles
 from torch_fp8.nn.class_swap import unwrapped_name
 from torch_fp8.nn.weight_cache import WatchedParameter
 from torch_fp8.optim.pending_residual import split_parts
+from torch_fp8.quantization.recipe import CastSpec
+from torch_fp8.tensor.frozen_payload import FrozenPayload
 
 _SCALES = "_fp8_checkpoint_scales"
 """The attribute of a frozen Parameter that holds its scales, and the block that shares one."""
@@ -190,6 +192,20 @@ def adopt_checkpoints(
             path, name = str(source.files.path), source.format.name
             reports.append(AdoptedCheckpoint(path, name, exact, frozen, changed))
     return reports
+
+
+def known_payload(weight: Tensor, spec: CastSpec, name: str) -> FrozenPayload | None:
+    """Return `known_bytes` as frozen weights hold them.
+
+    Args:
+        weight: (N, K), of a model that `adopt_checkpoints` has seen.
+        spec: of the frozen weight.
+        name: qualified, for errors.
+    Returns:
+        The payload; None if the bytes are not known, or their blocks are not those of `spec`.
+    """
+    known = known_bytes(weight)
+    return None if known is None else frozen_payload(known, spec, name, weight.dtype)
 
 
 @torch.no_grad()

@@ -113,6 +113,8 @@ def check_scales(
     """
     checked = {}
     stored = files.stored
+    for key in (key for key, tensor in stored.items() if tensor.dtype == "F8_E5M2"):
+        raise ValueError(f"{key!r} is E5M2; weights are E4M3: {_where(files, format)}")
     for key, weight in stored.items():
         if key.endswith(f".weight{format.scale_suffix}"):
             owner = stored.get(key.removesuffix(format.scale_suffix))

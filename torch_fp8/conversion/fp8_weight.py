@@ -13,6 +13,9 @@ import torch
 from torch import Tensor
 
 from torch_fp8.quantization.block_scaled import row_parts
+from torch_fp8.quantization.payload_shape import scale_shape
+from torch_fp8.quantization.recipe import CastSpec
+from torch_fp8.tensor.frozen_payload import FrozenPayload, frozen_from_bytes
 
 FROZEN_BLOCK = (128, 128)
 """The blocks that frozen weights have."""
@@ -58,11 +61,31 @@ class FP8Weight:
             whole[rows] = value
         return whole
 
-    def has_frozen_blocks(self) -> bool:
-        """Return whether frozen weights can take over the bytes as they are: one scale, or blocks
-        of 128 x 128.
-        """
-        return self.scale.numel() == 1 or self.block == FROZEN_BLOCK
+
+def frozen_payload(
+    weight: FP8Weight, spec: CastSpec, name: str, dtype: torch.dtype
+) -> FrozenPayload | None:
+    """Return the very bytes as a frozen weight holds them.
+
+    Args:
+        weight: of a checkpoint.
+        spec: of the frozen weight: ``block_128x128`` or ``tensorwise``. One scale for the whole
+            weight is also that of each of its blocks.
+        name: qualified, for errors.
+        dtype: that the weight has when it is thawed.
+    Returns:
+        The payload, which shares memory with `weight`; None if its blocks are not those of `spec`.
+    """
+    (rows, cols), scale = weight.shape, weight.scale
+    if spec.granularity == "tensorwise":
+        if scale.numel() != 1:
+            return None
+        scale = scale.reshape(())
+    elif scale.numel() == 1:
+        scale = scale.reshape(1, 1).expand(scale_shape(rows, cols, spec.granularity))
+    elif weight.block != FROZEN_BLOCK:
+        return None
+    return frozen_from_bytes(weight.qdata, scale.contiguous(), spec, name, dtype)
 
 
 def bytes_behind(weight: Tensor, scale: Tensor, block: tuple[int, int]) -> FP8Weight | None:

@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from torch_fp8.config import FP8Config
+from torch_fp8.conversion.adopt_checkpoint import known_payload
 from torch_fp8.conversion.fused_layers import convert_producers
 from torch_fp8.nn.frozen_storage import ThawNotice
 from torch_fp8.nn.linear import Float8Layer
@@ -132,8 +133,9 @@ def freeze_layers(
             weight = layer.weight
             before += weight.numel() * weight.element_size()
             unwatch(weight)
+            payload = known_payload(weight, recipe.weight, f"{name}.weight")
             del weight  # or the Parameter could not be replaced
-            layer.freeze_weight(recipe, emulate)
+            layer.freeze_weight(recipe, emulate, payload)
             layer.fp8_thaw_notice = notice
             held = layer.frozen_weight
         else:

@@ -142,7 +142,7 @@ BROKEN = {
     ),
     "E5M2": (
         _with("up_proj.weight", lambda w: w.float().to(torch.float8_e5m2)),
-        "'up_proj.weight' is E5M2|no E4M3 weight",
+        "'up_proj.weight' is E5M2",
     ),
 }
 
