@@ -9,6 +9,7 @@ is loaded, is quantized.
 
 import warnings
 import weakref
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 from torch_fp8.nn.scaling_buffers import ScalingBuffers
 from torch_fp8.quantization.recipe import Recipe
+from torch_fp8.tensor.base import QuantizableTensor
 from torch_fp8.tensor.dtensor import local, with_data
 from torch_fp8.tensor.frozen_payload import DTYPE, FrozenPayload, freeze_tensor
 from torch_fp8.tensor.frozen_weight import Float8FrozenWeight, frozen_parameter
@@ -164,29 +166,32 @@ class FrozenStorage(ScalingBuffers):
 
     def dequantized_forward(self, x: Tensor) -> Tensor:
         """Compute y (..., N) in high precision, in the dtype of x (..., K), or of autocast."""
-        weight = self.weight.dequantize().to(x.dtype)
+        weight: Tensor = self.weight
+        if isinstance(weight, QuantizableTensor):
+            weight = weight.dequantize()
+        weight = weight.to(x.dtype)
         y = x @ (weight if self.fp8_transposed else weight.t())
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         # A dtype is asked of floating tensors alone: bytes and the bits of scales only move.
-        frozen = self.frozen_weight
-        if frozen is None or frozen is not self._parameters["weight"]:
+        frozen, weight = self.frozen_weight, self._parameters.get("weight")
+        if frozen is None:
             return super()._apply(fn, recurse)
         self._parameters["weight"] = None  # which keeps its place among the others
         try:
             super()._apply(fn, recurse)
         finally:
-            self._parameters["weight"] = frozen
+            self._parameters["weight"] = weight
         payload = frozen.payload
         qdata = fn(payload.qdata.view(torch.uint8)).view(payload.qdata.dtype)
         scale = fn(payload.scale.view(torch.int32)).view(torch.float32)
         if qdata.device == frozen.device:
             payload.qdata, payload.scale = qdata, scale
+        elif frozen is not weight:
+            self._refuse_sharded(frozen)
         else:
-            moved = FrozenPayload(
-                qdata, scale, payload.spec, payload.name, payload.thawed_dtype, payload.owner
-            )
+            moved = replace(payload, qdata=qdata, scale=scale)
             replace_parameter(self, frozen_parameter(moved))
         return self
 

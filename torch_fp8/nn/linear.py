@@ -72,7 +72,7 @@ class Float8Layer(LayerQuantizers):
 
     def forward(self, input: Tensor) -> Tensor:
         if not self.runs_fp8:
-            if self.frozen_weight is not None:
+            if self.fp8_thawed_recipe is not None:
                 return self.dequantized_forward(plain_activation(input))
             output: Tensor = super().forward(plain_activation(input))
             return output

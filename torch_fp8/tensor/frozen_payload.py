@@ -4,7 +4,7 @@
 every value exactly; others' scales are kept as they are.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -29,6 +29,8 @@ class FrozenPayload:
         name: qualified name of the weight, for errors.
         thawed_dtype: the dtype that it had, and has again when it is thawed.
         owner: the layer whose weight it is, a weak reference; or None.
+        first_row: None; or, of one rank's shard of a weight, the place of its first row in its
+            block of 128 rows, the first of `scale`.
     """
 
     qdata: Tensor
@@ -37,17 +39,38 @@ class FrozenPayload:
     name: str = "weight"
     thawed_dtype: torch.dtype = DTYPE
     owner: Any = None
+    first_row: int | None = None
 
     @property
     def quantized(self) -> QuantizedTensor:
-        """Return the bytes as the GEMMs take them."""
+        """Return the bytes as the GEMMs take them; not of a shard."""
         return QuantizedTensor(self.qdata, self.scale, self.spec.granularity)
+
+    def dequantize(self, dtype: torch.dtype = DTYPE) -> Tensor:
+        """Compute the values, (R, C)."""
+        if not self.first_row:
+            return dequantize(self.quantized, dtype)
+        rows, cols = self.qdata.shape
+        rows_of_blocks = self.scale.repeat_interleave(128, 0)
+        scale = rows_of_blocks[self.first_row : self.first_row + rows]
+        scale = scale.repeat_interleave(128, 1)[:, :cols]
+        return (self.qdata.float() * scale).to(dtype)
 
     @torch.no_grad()
     def write(self, values: Tensor) -> None:
-        """Quantize `values` (R, C) into the memory at hand; equal values change no byte."""
-        if not values.is_meta and torch.equal(values.to(DTYPE), dequantize(self.quantized, DTYPE)):
+        """Quantize `values` (R, C) into the memory at hand; equal values change no byte.
+
+        Raises:
+            RuntimeError: other values for a shard, whose scales belong to other ranks' rows, too.
+        """
+        if not values.is_meta and torch.equal(values.to(DTYPE), self.dequantize()):
             return
+        if self.first_row is not None:
+            raise RuntimeError(
+                f"{self.name} is stored as FP8 alone and sharded by FSDP2; one rank cannot write "
+                "its rows, whose scales other ranks share. Convert the model with "
+                "FP8Config(frozen_weights='keep')"
+            )
         row, _ = quantize_layouts(values, self.spec, None, row=True, col=False)
         assert row is not None
         self.qdata.copy_(row.qdata)
@@ -61,7 +84,7 @@ class FrozenPayload:
     def copied(self) -> "FrozenPayload":
         """Return a copy of the bytes, which no layer owns."""
         qdata, scale = self.qdata.clone(), self.scale.clone()
-        return FrozenPayload(qdata, scale, self.spec, self.name, self.thawed_dtype)
+        return replace(self, qdata=qdata, scale=scale, owner=None)
 
 
 def freeze_tensor(

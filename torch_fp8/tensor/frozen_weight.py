@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torch_fp8.ops.quantize import QuantizedTensor, dequantize, transposed
+from torch_fp8.ops.quantize import QuantizedTensor, transposed
 from torch_fp8.ops.transpose import transpose_in_backward
 from torch_fp8.quantization.payload_shape import SQUARE
 from torch_fp8.quantization.recipe import CastSpec
@@ -84,7 +84,7 @@ class Float8FrozenWeight(QuantizableTensor):
 
     def dequantize(self) -> Tensor:
         """A plain BF16 tensor of this shape."""
-        return self.of_whole(dequantize(_stored(self), DTYPE))
+        return self.of_whole(self.payload.dequantize())
 
     def of_whole(self, whole: Tensor) -> Tensor:
         """This view of another tensor (R, C)."""
@@ -197,7 +197,7 @@ class Float8FrozenWeight(QuantizableTensor):
         if func is _aten.copy_.default and _same_bytes(*args[:2]):
             return args[0]
         written = {id(x.payload): x.payload for x in _written(func, args, kwargs)}
-        whole = {key: dequantize(payload.quantized) for key, payload in written.items()}
+        whole = {key: payload.dequantize(torch.float32) for key, payload in written.items()}
         own: dict[int, Any] = {}  # what stands for a weight that is written, by identity
 
         def plain(value: Any) -> Any:

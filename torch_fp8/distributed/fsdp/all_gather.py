@@ -87,7 +87,7 @@ class WeightGather:
         """Have FSDP ask us from the next all-gather on."""
         self._param_group.reshard()
         shard = self.shard
-        _make_askable(shard, self)
+        make_askable(shard, self)
         if self.fsdp_param.offload_to_cpu:
             shard.to = self._moved
         # A copy of the tensor, or a pickle of it, shall be plain.
@@ -121,7 +121,7 @@ class WeightGather:
         shard = self.shard
         moved = Tensor.to(shard, *args, **kwargs)
         if moved is not shard:
-            _make_askable(moved, self)
+            make_askable(moved, self)
         return moved
 
     def _copied(self, memo: dict[int, Any]) -> Tensor:
@@ -292,7 +292,7 @@ def _write_amaxes(shards: list[Tensor], target: Tensor) -> None:
         target[torch.tensor(places, device=target.device)] = torch.stack(amaxes)
 
 
-def _make_askable(tensor: Tensor, gather: WeightGather) -> None:
+def make_askable(tensor: Tensor, gather: WeightGather) -> None:
     """Put the two methods that FSDP asks for on a tensor; they do not keep it alive."""
     shard = weakref.ref(tensor)
 

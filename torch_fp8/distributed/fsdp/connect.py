@@ -25,6 +25,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceS
 from torch_fp8.config import FP8Config
 from torch_fp8.distributed.config_check import check_same_parts
 from torch_fp8.distributed.fsdp.all_gather import WeightGather, make_scales
+from torch_fp8.distributed.fsdp.frozen_gather import connect_frozen, is_frozen
 from torch_fp8.distributed.fsdp.reduce_scatter import Float8ReduceScatter, in_groups
 from torch_fp8.distributed.fsdp.split_weights import param_groups
 from torch_fp8.nn.linear import Float8Layer
@@ -40,17 +41,21 @@ class FSDPReport:
         num_scatters: the number of modules of ``fully_shard`` whose gradients are reduce-scattered
             in FP8.
         skipped: (name, reason) of each weight and module for which this is not so.
+        num_frozen: the number of weights whose shards are held, and gathered, in FP8 alone.
     """
 
     num_gathers: int = 0
     num_scatters: int = 0
     skipped: tuple[tuple[str, str], ...] = ()
+    num_frozen: int = 0
 
     def __str__(self) -> str:
         text = (
             f"FSDP2: {self.num_gathers} weights gathered in FP8, gradients of {self.num_scatters} "
             "modules scattered in FP8"
         )
+        if self.num_frozen:
+            text += f", {self.num_frozen} frozen weights held and gathered as FP8 alone"
         reasons: dict[str, list[str]] = {}
         for name, reason in self.skipped:
             reasons.setdefault(reason, []).append(name)
@@ -83,8 +88,10 @@ def connect_fsdp(model: nn.Module, config: FP8Config) -> FSDPReport:
             "of gradients; with FSDP2 use communication='fp8' or 'off'"
         )
     _disconnect(model)
+    every_group = dict.fromkeys(g for m in _sharded_modules(model) for g in param_groups(m))
+    num_frozen = connect_frozen(list(every_group))
     if config.communication == "off":
-        return FSDPReport(skipped=(("model", "communication='off'"),))
+        return FSDPReport(skipped=(("model", "communication='off'"),), num_frozen=num_frozen)
     names = {module: name for name, module in model.named_modules()}
     for process_group, parts in _parts(model, names).items():
         check_same_parts(parts, process_group)
@@ -103,7 +110,7 @@ def connect_fsdp(model: nn.Module, config: FP8Config) -> FSDPReport:
     for gather in every:
         gather.attach()
     scatters = [_connect_scatter(group, names, skipped) for group in gathers]
-    return FSDPReport(len(every), sum(scatters), tuple(skipped))
+    return FSDPReport(len(every), sum(scatters), tuple(skipped), num_frozen)
 
 
 class ScalePrefetch:
@@ -177,6 +184,8 @@ def _gathers_of(
         info = param._module_info
         owners = [info.module, *info.shared_modules]
         if not any(isinstance(owner, Float8Layer) and _is_weight(param) for owner in owners):
+            continue
+        if is_frozen(param):
             continue
         reason = _why_not_gathered(group, param, owners)
         if reason is None:
