@@ -10,16 +10,21 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from torch_fp8.config import FP8Config
 from torch_fp8.conversion.adopt_checkpoint import known_payload
 from torch_fp8.conversion.fused_layers import convert_producers
+from torch_fp8.distributed.fsdp.connect import connect_fsdp
+from torch_fp8.distributed.fsdp.frozen_gather import can_be_frozen
+from torch_fp8.distributed.fsdp.split_weights import param_groups
 from torch_fp8.nn.frozen_storage import ThawNotice
 from torch_fp8.nn.linear import Float8Layer
 from torch_fp8.nn.weight_cache import unwatch
 from torch_fp8.ops.hardware import runs_natively
 from torch_fp8.quantization.recipe import E4M3_ONLY, Recipe, make_recipe
+from torch_fp8.tensor.dtensor import local
 
 _TRANSFORMER_ENGINE = "transformer-engine"
 
@@ -119,16 +124,28 @@ def freeze_layers(
     """
     recipe, emulate = frozen_recipe(config, device)
     shared, notice = _shared_weights(model), ThawNotice()
+    sharded, waiting = _sharded_weights(model), False
     frozen, kept = [], []
     num_params = before = after = 0
     for name, layer in model.named_modules():
         if not isinstance(layer, Float8Layer) or not meant(layer):
             continue
-        reason = None if layer.frozen_weight is not None else _why_not(layer, shared)
+        of_fsdp = id(layer.weight) in sharded
+        reason = None if layer.frozen_weight is not None else _why_not(layer, shared, of_fsdp)
         if reason is not None:
             kept.append((name, reason))
             continue
         held = layer.frozen_weight
+        if held is None and of_fsdp:
+            layer.run_frozen(recipe, emulate)
+            layer.fp8_thaw_notice = notice
+            shard = local(layer.weight)
+            before += shard.numel() * shard.element_size()
+            num_params += shard.numel()
+            after += shard.numel()
+            frozen.append(name)
+            waiting = True
+            continue
         if held is None:
             weight = layer.weight
             before += weight.numel() * weight.element_size()
@@ -144,6 +161,8 @@ def freeze_layers(
         num_params += held.numel()
         after += held.payload.num_bytes
         frozen.append(name)
+    if waiting:
+        connect_fsdp(model, config)
     if frozen:
         convert_producers(model, config)
     return FreezeReport(
@@ -161,12 +180,20 @@ def thaw_layers(model: nn.Module) -> int:
     return count
 
 
-def _why_not(layer: Float8Layer, shared: set[int]) -> str | None:
-    if isinstance(layer.weight, DTensor):
-        return "its weight is sharded"
+def _why_not(layer: Float8Layer, shared: set[int], of_fsdp: bool) -> str | None:
+    if isinstance(layer.weight, DTensor) and not of_fsdp:
+        return "its weight is sharded by tensor parallelism"
     if id(layer.weight) in shared:
         return "its weight is shared with another module"
     return None
+
+
+def _sharded_weights(model: nn.Module) -> set[int]:
+    """The identities of Parameters that FSDP2 has sharded and gathers as bytes."""
+    modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    groups = dict.fromkeys(group for module in modules for group in param_groups(module))
+    params = [param for group in groups for param in group.fsdp_params]
+    return {id(param.sharded_param) for param in params if can_be_frozen(param)}
 
 
 def _shared_weights(model: nn.Module) -> set[int]:

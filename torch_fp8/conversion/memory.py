@@ -14,6 +14,7 @@ from torch_fp8.nn.linear import Float8Layer
 from torch_fp8.optim.optimizer import Float8Optimizer
 from torch_fp8.optim.state import is_large, residual_shape
 from torch_fp8.quantization.block_scaled import matrix_shape, num_groups
+from torch_fp8.tensor.base import QuantizableTensor
 from torch_fp8.tensor.dtensor import local
 from torch_fp8.tensor.frozen_weight import Float8FrozenWeight
 
@@ -250,9 +251,9 @@ def _frozen_scales(tensors: list[Tensor]) -> list[Tensor]:
 
 
 def _stored(tensors: list[Tensor]) -> list[Tensor]:
-    """Replace weights that are held in FP8 alone by their bytes, without the scales."""
+    """Replace weights that are held, or gathered, in FP8 by their bytes, without the scales."""
     shards = (local(tensor) for tensor in tensors)
-    return [s.qdata if isinstance(s, Float8FrozenWeight) else s for s in shards]
+    return [getattr(s, "qdata", s) if isinstance(s, QuantizableTensor) else s for s in shards]
 
 
 def _num_bytes(tensors: list[Tensor]) -> int:

@@ -74,8 +74,16 @@ class FrozenStorage(ScalingBuffers):
         if payload is None:
             payload = freeze_tensor(local(weight), recipe.weight, name)
         payload.name, payload.owner = name, weakref.ref(self)
-        before = self.fp8_recipe if self.fp8_thawed_recipe is None else self.fp8_thawed_recipe
         replace_parameter(self, frozen_parameter(payload))
+        self.run_frozen(recipe, emulate)
+
+    def run_frozen(self, recipe: Recipe, emulate: bool) -> None:
+        """Run the recipe of frozen layers; the shards of a weight follow when FSDP2 is connected.
+
+        Args:
+            recipe, emulate: as of `freeze_weight`.
+        """
+        before = self.fp8_recipe if self.fp8_thawed_recipe is None else self.fp8_thawed_recipe
         self.drop_scaling()
         self.configure(self.fp8_name, self.fp8_config, recipe, emulate)
         self.fp8_thawed_recipe = before

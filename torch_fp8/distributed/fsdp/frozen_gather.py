@@ -108,9 +108,14 @@ def connect_frozen(groups: list[Any]) -> int:
 
 def is_frozen(param: Any) -> bool:
     """Return whether FSDP's record is of a weight that is to be held in FP8 alone."""
+    module = param._module_info.module
+    return can_be_frozen(param) and module.fp8_thawed_recipe is not None
+
+
+def can_be_frozen(param: Any) -> bool:
+    """Return whether FSDP's record is of the weight of one FP8 layer, sharded by rows."""
     info = param._module_info
     if not isinstance(info.module, Float8Layer) or info.param_name != "weight":
         return False
-    sharded = hasattr(param.mesh_info, "shard_process_group") and param.fsdp_placement.dim == 0
-    frozen = info.module.fp8_thawed_recipe is not None
-    return frozen and sharded and not info.shared_modules
+    by_rows = hasattr(param.mesh_info, "shard_process_group") and param.fsdp_placement.dim == 0
+    return by_rows and not info.shared_modules

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from torch_fp8 import FP8Config, convert_to_float8, count_communication, memory_report
+from torch_fp8 import FP8Config, convert_to_float8, count_communication, freeze, memory_report
 from torch_fp8.distributed.fsdp.connect import connect_fsdp
 from torch_fp8.tensor.frozen_weight import Float8FrozenWeight
 
@@ -97,6 +97,23 @@ def case_trains():
             "kept": len(frozen_shards(model)),
         }
     return result
+
+
+def case_later():
+    """A model that is sharded already is frozen in place."""
+    alone = model_of()
+    model = copy.deepcopy(alone)
+    config = FP8Config(recipe="tensorwise")
+    _, connected = shard(model, config)
+    before = memory_report(model).weights
+    report = freeze(model)
+    freeze(alone, config)
+    return {
+        "frozen": [connected.num_frozen, len(report.frozen), len(frozen_shards(model))],
+        "bytes": [before, memory_report(model).weights, report.num_params],
+        "losses": [float(loss_of(one, batch(0))) for one in (model, alone)],
+        "gathered": memory_report(model).weights,
+    }
 
 
 def case_wire():

@@ -25,6 +25,15 @@ def test_shards_take_a_byte_and_train_as_on_one_device(cases, shape):
     assert values[0]["losses"][0][0] == pytest.approx(values[0]["losses"][0][1], rel=1e-3)
 
 
+def test_a_sharded_model_is_frozen_in_place(cases):
+    for value in cases["later"]:
+        assert value["frozen"] == [0, 5, 5]
+        sharded, alone = value["losses"]
+        assert sharded == pytest.approx(alone, rel=1e-5)
+        before, after, elements = value["bytes"]
+        assert after == before - 3 * elements
+
+
 def test_a_frozen_weight_travels_as_bytes(cases):
     for value in cases["wire"]:
         assert value["fp8"] < 0.5 * value["keep"]
