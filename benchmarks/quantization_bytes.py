@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from benchmarks.measurement import RESULTS, environment, print_table, read_rows, write_rows
 from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8
 from torch_fp8.kernels.adamw import adamw_step
-from torch_fp8.kernels.arguments import StepScalars, WeightMatrix
+from torch_fp8.kernels.arguments import CastOptions, StepScalars, WeightMatrix
 from torch_fp8.nn.linear import Float8Linear
 from torch_fp8.optim.state import moment
 
@@ -111,10 +111,9 @@ def count(recipe: str, case: Case) -> tuple[list[Launch], dict[str, Tensor]]:
             model.eval()(x)
 
     def both_layouts() -> None:
-        spec = linear.fp8_recipe.input
-        torch.ops.torch_fp8.quantize_2d(
-            x, None, spec.format.dtype, "tensorwise", False, True, True, amax
-        )
+        dtype = linear.fp8_recipe.input.format.dtype
+        options = CastOptions(dtype, "tensorwise", False, True, True, amax=amax)
+        torch.ops.torch_fp8.quantize_2d(x, *options)
 
     amax = torch.ones(())
     count_launches(forward_and_backward)  # histories are filled, the weight is known

@@ -128,7 +128,7 @@ def references() -> Iterator[None]:
     operators = importlib.import_module("torch_fp8.ops.rms_norm")
     with contextlib.ExitStack() as stack:
         for name in ("rms_norm", "rms_norm_statistics"):
-            reference = getattr(operators, f"{name}_reference")
+            reference = getattr(operators, name).reference
             stack.enter_context(mock.patch.object(norms, name, reference))
         yield
 

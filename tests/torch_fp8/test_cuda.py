@@ -8,6 +8,7 @@ from torch import nn
 
 import torch_fp8
 from torch_fp8 import FP8Config
+from torch_fp8.kernels.arguments import CastOptions
 from torch_fp8.ops.hardware import check_device
 from torch_fp8.ops.quantize import quantize_layouts
 from torch_fp8.ops.scaled_mm import scaled_matmul, scaled_matmul_reference
@@ -35,9 +36,11 @@ def test_native_gemm_agrees_with_the_reference(recipe, shape, dtype):
     m, k, n = shape
     spec = make_recipe(recipe)
     x, w, g = (torch.randn(*s, device=CUDA) for s in ((m, k), (n, k), (m, n)))
-    x_row, x_col = quantize_layouts(x, spec.input, row=True, col=True)
-    w_row, w_col = quantize_layouts(w, spec.weight, row=True, col=True)
-    g_row, g_col = quantize_layouts(g, spec.grad_output, row=True, col=True)
+    x_row, x_col = quantize_layouts(x, CastOptions.of(spec.input, rowwise=True, columnwise=True))
+    w_row, w_col = quantize_layouts(w, CastOptions.of(spec.weight, rowwise=True, columnwise=True))
+    g_row, g_col = quantize_layouts(
+        g, CastOptions.of(spec.grad_output, rowwise=True, columnwise=True)
+    )
     for a, b in ((x_row, w_row), (g_row, w_col), (g_col, x_col)):
         result = scaled_matmul(a, b, dtype)
         assert result.shape == (a.qdata.shape[0], b.qdata.shape[0])

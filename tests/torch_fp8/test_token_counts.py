@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from torch_fp8 import FP8Config, convert_to_float8
+from torch_fp8.kernels.arguments import CastOptions
 from torch_fp8.ops import gemm_operand
 from torch_fp8.ops.gemm_operand import operand
 from torch_fp8.ops.quantize import QuantizedTensor, dequantize, quantize_layouts
@@ -33,9 +34,11 @@ def test_no_operand_of_a_layer_is_padded_by_a_copy(monkeypatch, recipe_name, tok
 
     recipe = make_recipe(recipe_name)
     x, w, g = torch.randn(tokens, K), torch.randn(N, K), torch.randn(tokens, N)
-    x_row, x_col = quantize_layouts(x, recipe.input, row=True, col=True)
-    w_row, w_col = quantize_layouts(w, recipe.weight, row=True, col=True)
-    g_row, g_col = quantize_layouts(g, recipe.grad_output, row=True, col=True)
+    x_row, x_col = quantize_layouts(x, CastOptions.of(recipe.input, rowwise=True, columnwise=True))
+    w_row, w_col = quantize_layouts(w, CastOptions.of(recipe.weight, rowwise=True, columnwise=True))
+    g_row, g_col = quantize_layouts(
+        g, CastOptions.of(recipe.grad_output, rowwise=True, columnwise=True)
+    )
     if recipe_name == "blockwise":
         x_row, g_row = _with_room(x_row), _with_room(g_row)
     if recipe_name in ("blockwise", "mxfp8"):  # a few bytes of scales are laid out anew
@@ -50,7 +53,9 @@ def test_no_operand_of_a_layer_is_padded_by_a_copy(monkeypatch, recipe_name, tok
 
 def test_what_lies_behind_the_rows_is_used_only_where_it_lies_there():
     spec = make_recipe("blockwise").input
-    x, _ = quantize_layouts(torch.randn(37, K), spec, row=True, col=False)
+    x, _ = quantize_layouts(
+        torch.randn(37, K), CastOptions.of(spec, rowwise=True, columnwise=False)
+    )
     assert gemm_operand._with_rows_behind(x) is None  # 37 rows in memory
     found = gemm_operand._with_rows_behind(_with_room(x))
     assert found.qdata.shape == (48, K)
@@ -94,8 +99,10 @@ def test_padding_changes_no_bit_of_a_weight_gradient(recipe_name, tokens):
     """Of what is emulated: the sum over the tokens alone."""
     recipe = make_recipe(recipe_name)
     x, g = torch.randn(tokens, K), torch.randn(tokens, N)
-    _, x_col = quantize_layouts(x, recipe.input, row=False, col=True)
-    _, g_col = quantize_layouts(g, recipe.grad_output, row=False, col=True)
+    _, x_col = quantize_layouts(x, CastOptions.of(recipe.input, rowwise=False, columnwise=True))
+    _, g_col = quantize_layouts(
+        g, CastOptions.of(recipe.grad_output, rowwise=False, columnwise=True)
+    )
     got = scaled_matmul(g_col, x_col, torch.float32, tokens)
     bare = [QuantizedTensor(q.qdata[:, :tokens].contiguous(), *q[1:]) for q in (g_col, x_col)]
     assert torch.equal(got, scaled_matmul(*bare, torch.float32))
@@ -106,8 +113,10 @@ def test_operands_of_which_one_alone_is_padded():
     """A weight that was gathered is not, whose gradient of the output is."""
     recipe = make_recipe("rowwise")
     a, b = torch.randn(24, 20), torch.randn(40, 20)
-    _, padded = quantize_layouts(a.t(), recipe.input, row=False, col=True)
-    row, _ = quantize_layouts(b, recipe.weight, row=True, col=False)
+    _, padded = quantize_layouts(
+        a.t(), CastOptions.of(recipe.input, rowwise=False, columnwise=True)
+    )
+    row, _ = quantize_layouts(b, CastOptions.of(recipe.weight, rowwise=True, columnwise=False))
     assert padded.qdata.shape == (24, 32)
     made = scaled_matmul(padded, row, torch.float32)
     want = dequantize(padded)[:, :20] @ dequantize(row).t()

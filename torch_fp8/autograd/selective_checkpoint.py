@@ -254,15 +254,15 @@ class _SecondPass(Replay):
         """What cast with a delayed scale, with the scale that it had, and no other effect."""
         ops, (scale, amax) = torch.ops.torch_fp8, self._scale_and_amax(index)
         if name == "quantize_2d_delayed":
-            x, _, _, _, dtype, _, _, row, col, _ = args
-            q, _, qt, _ = ops.quantize_2d(x, scale, dtype, "tensorwise", False, row, col)
+            x, (_, _, dtype, _, _, *layouts) = args[0], args[1:8]
+            cast = (dtype, "tensorwise", False, *layouts, scale, None)
+            q, _, qt, _ = ops.quantize_2d(x, *cast)
             return q, scale, qt, x.new_empty(0, dtype=torch.float32)
-        _, _, dtype, _, _, row, col, save = args[-8:]
-        cast = (scale, dtype, "tensorwise", False, row, col, save)
-        if name == "rms_norm_quantize_delayed":
-            q, _, qt, _, *others, _ = ops.rms_norm_quantize_once(*args[:-8], *cast)
-        else:
-            q, _, qt, _, *others, _ = ops.swiglu_quantize(*args[:-8], None, *cast)
+        _, _, dtype, _, _, *layouts, save = args[-8:]
+        cast = (dtype, "tensorwise", False, *layouts, scale, None)
+        with_scale = name.replace("norm_quantize_delayed", "norm_quantize_once")
+        func = getattr(ops, with_scale.replace("swiglu_quantize_delayed", "swiglu_quantize"))
+        q, _, qt, _, *others, _ = func(*args[:-8], *cast, save)
         return q, scale, qt, *others, amax
 
     def _scale_and_amax(self, index: int) -> tuple[Tensor, Tensor]:

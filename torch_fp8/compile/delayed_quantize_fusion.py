@@ -27,25 +27,11 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 import torch_fp8.ops.quantize_delayed  # noqa: F401, defines the operators
 from torch_fp8.compile.quantize_fusion import SWIGLU_BACKWARD, VIEWS, Call, TracedGraph, result
+from torch_fp8.kernels.arguments import CastOptions, DelayedCastOptions
 from torch_fp8.quantization.scaling import tensor_amax
 
 _ops: Any = torch.ops.torch_fp8
 _higher_order: Any = torch.ops.higher_order
-
-
-class _DelayedArguments(NamedTuple):
-    """The arguments of ``torch_fp8::quantize_2d_delayed`` that a producer takes, tensors as nodes.
-
-    They are those of `torch_fp8.ops.fused_quantize.DelayedCast`.
-    """
-
-    amaxes: Node | None
-    progress: Node | None
-    dtype: torch.dtype
-    algorithm: str
-    margin: int
-    row: bool
-    col: bool
 
 
 class _Known(NamedTuple):
@@ -68,15 +54,15 @@ def _trace_cast(
     mode: FunctionalTensorMode, func: Any, types: Any, args: tuple[Any, ...], kwargs: Any
 ) -> Any:
     """Trace ``torch_fp8::quantize_2d_delayed``, in place of functionalization."""
-    x, amaxes, progress, last, dtype, algorithm, margin, row, col, sum_dtype = args
+    x, options, (last, sum_dtype) = args[0], DelayedCastOptions(*args[1:8]), args[8:]
     _keep_scales()
     below = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)
     if below is None or sum_dtype is not None or not isinstance(x, FunctionalTensor):
         return mode.__torch_dispatch__(func, types, args, kwargs)
     graph, functional = TracedGraph(below), PythonFunctionalizeAPI(mode)
-    matrix, *history = functional.unwrap_tensors([x, amaxes, progress])
-    nodes = [graph.node_of(t) for t in history]
-    cast = _DelayedArguments(nodes[0], nodes[1], dtype, algorithm, margin, row, col)
+    matrix, *history = functional.unwrap_tensors([x, options.amaxes, options.progress])
+    nodes: list[Any] = [graph.node_of(t) for t in history]
+    cast = options._replace(amaxes=nodes[0], progress=nodes[1])
     known = _known(graph, graph.source_of(matrix), cast)
     if known is None and not _in_checkpoint():
         return mode.__torch_dispatch__(func, types, args, kwargs)
@@ -88,14 +74,14 @@ def _trace_cast(
         amax = tensor_amax(x) if known is None else tensor_of(known.amax)
         if known is not None and known.gradient is not None:
             amax = amax[known.gradient]
-        scale = _ops.advance_history(amaxes, last, amax, dtype, algorithm, margin)
+        scale = _ops.advance_history(options.amaxes, last, amax, *options[2:5])
         none = x.new_empty(0, dtype=torch.float32)
         if known is not None and known.call is not None:
             made = graph.results(known.call)[known.call.first : known.call.first + 3]
             return (*functional.wrap_tensors(tuple(made)), none)
         if known is not None and known.scale is not None:
             scale = tensor_of(known.scale)
-        q, _, qt, _ = _ops.quantize_2d(x, scale, dtype, "tensorwise", False, row, col)
+        q, _, qt, _ = _ops.quantize_2d(x, *options.with_scale(scale))
         return q, scale, qt, none
 
 
@@ -128,7 +114,7 @@ def _keep_scales() -> None:
                     kept.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 
 
-def _known(graph: TracedGraph, source: Node | None, cast: _DelayedArguments) -> _Known | None:
+def _known(graph: TracedGraph, source: Node | None, cast: DelayedCastOptions) -> _Known | None:
     if source is None or cast.amaxes is None or cast.progress is None:
         return None
     if source.target is operator.getitem:
@@ -138,25 +124,25 @@ def _known(graph: TracedGraph, source: Node | None, cast: _DelayedArguments) -> 
     return None if find is None else find(graph, source, cast)
 
 
-def _of_norm(graph: TracedGraph, norm: Node, cast: _DelayedArguments) -> _Known | None:
+def _of_norm(graph: TracedGraph, norm: Node, cast: DelayedCastOptions) -> _Known | None:
     x, weight, rstd, offset, out_dtype = norm.args
     once, twice = _ops.rms_norm_quantize_delayed.default, _ops.rms_norm_quantize.default
     for func in (once, _ops.rms_norm_statistics.default):
         for made in graph.calls(func, x, weight):
             if made in rstd.args and made.args[3:5] == (offset, out_dtype):
                 call = Call(once, (*made.args[:5], *cast, made.args[-1]))
-                return _read(graph, made, call, (3, 6, 4, 5), Call(twice, (*norm.args, None)))
+                return _read(graph, made, call, (3, 6, 4, 5), Call(twice, norm.args))
     return None
 
 
-def _of_product(graph: TracedGraph, product: Node, cast: _DelayedArguments) -> _Known:
+def _of_product(graph: TracedGraph, product: Node, cast: DelayedCastOptions) -> _Known:
     once, twice = _ops.swiglu_quantize_delayed.default, _ops.swiglu_quantize.default
     save = _ops.swiglu_save.default
     made = next((c for func in (once, save) for c in graph.calls(func, *product.args)), None)
     if made is None:  # nothing is saved
         made = graph.node_of_call(Call(save, (*product.args, False)))
     call = Call(once, (*product.args, *cast, (*made.args, True)[3]))
-    return _read(graph, made, call, (3, 4, 5, 6, 7), Call(twice, (*product.args, None)))
+    return _read(graph, made, call, (3, 4, 5, 6, 7), Call(twice, product.args))
 
 
 def _read(
@@ -180,21 +166,22 @@ def _read(
         return _Known(amax, result(made, 1))
     amax = result(made, results.index(max(results)))
     for cast in graph.calls(twice.func, *twice.args):
-        scale, of = cast.args[len(twice.args) :][:2]
-        if scale is not None and of == dtype:
+        of = CastOptions(*cast.args[len(twice.args) :][:7])
+        scale: Any = of.scale
+        if scale is not None and of.dtype == dtype:
             return _Known(amax, scale)
     if _in_checkpoint() or not _put_instead(graph, made, call, results):
         return _Known(amax)
     return _Known(amax, call=call)
 
 
-def _of_joined_gradient(graph: TracedGraph, backward: Node, cast: _DelayedArguments) -> _Known:
+def _of_joined_gradient(graph: TracedGraph, backward: Node, cast: DelayedCastOptions) -> _Known:
     call = Call(_ops.gate_up_backward_quantize_delayed.default, (*backward.args, *cast))
     return _Known(_last(graph.node_of_call(call)), call=call)
 
 
 def _of_gradient(
-    graph: TracedGraph, backward: Node, i: int, cast: _DelayedArguments
+    graph: TracedGraph, backward: Node, i: int, cast: DelayedCastOptions
 ) -> _Known | None:
     """Return one of the two gradients that `torch_fp8.nn.gated_mlp` has cast with both
     histories.
@@ -203,7 +190,7 @@ def _of_gradient(
     for made in graph.calls(func, *backward.args):
         up_amaxes, _, amaxes, _, *how, row, col = made.args[len(backward.args) :]
         alike = (amaxes, up_amaxes)[i] is cast.amaxes and how == list(cast[2:5])
-        if alike and row >= cast.row and col >= cast.col:
+        if alike and row >= cast.rowwise and col >= cast.columnwise:
             return _Known(_last(made), call=Call(func, made.args, 3 * i), gradient=i)
     return None
 
@@ -240,7 +227,7 @@ def _put_instead(graph: TracedGraph, old: Node, call: Call, results: tuple[int, 
     return True
 
 
-_FIND: dict[Any, Callable[[TracedGraph, Node, _DelayedArguments], _Known | None]] = {
+_FIND: dict[Any, Callable[[TracedGraph, Node, DelayedCastOptions], _Known | None]] = {
     _ops.rms_norm.default: _of_norm,
     _ops.swiglu.default: _of_product,
     _ops.gate_up_backward.default: _of_joined_gradient,

@@ -33,6 +33,7 @@ import torch_fp8.ops.quantize
 import torch_fp8.ops.rms_norm
 import torch_fp8.ops.swiglu
 import torch_fp8.ops.swiglu_backward  # noqa: F401
+from torch_fp8.kernels.arguments import CastOptions
 
 _aten: Any = torch.ops.aten
 _ops: Any = torch.ops.torch_fp8
@@ -44,25 +45,10 @@ VIEWS = (
 )
 
 
-class _CastArguments(NamedTuple):
-    """The arguments of ``torch_fp8::quantize_2d`` but its input, the scale as a node."""
-
-    scale: Node | None
-    dtype: torch.dtype
-    granularity: str
-    power_of_two: bool
-    row: bool
-    col: bool
-
-    @property
-    def needs_amax(self) -> bool:
-        """Return whether the scale is made from the amax of the tensor at hand."""
-        return self.granularity == "tensorwise" and self.scale is None
-
-    def is_made_by(self, scale: Any, *how: Any) -> bool:
-        """Return whether a cast with these arguments gives all that this one asks for."""
-        row, col = how[3:5]
-        return (scale, *how[:3]) == self[:4] and row >= self.row and col >= self.col
+def _is_made_by(cast: CastOptions, made: CastOptions) -> bool:
+    """Return whether what another cast has made is all that this one asks for."""
+    same = cast._replace(rowwise=made.rowwise, columnwise=made.columnwise) == made
+    return same and made.rowwise >= cast.rowwise and made.columnwise >= cast.columnwise
 
 
 class Call(NamedTuple):
@@ -140,22 +126,21 @@ def _trace_cast(
     mode: ProxyTorchDispatchMode, func: Any, types: Any, args: tuple[Any, ...], kwargs: Any
 ) -> Any:
     """Trace ``torch_fp8::quantize_2d``."""
-    x, scale, *how = args
-    call = None
-    if isinstance(x, FakeTensor) and len(how) == 5:  # a sixth would be the amax, known already
+    x, cast, call = args[0], CastOptions(*args[1:]), None
+    if isinstance(x, FakeTensor) and cast.amax is None:
         graph = TracedGraph(mode)
-        call = _fused(graph, graph.source_of(x), scale, how)
+        call = _fused(graph, graph.source_of(x), cast)
     if call is None:
         return mode.__torch_dispatch__(func, types, args, kwargs)
     return graph.results(call)[call.first : call.first + 4]
 
 
-def _fused(
-    graph: TracedGraph, source: Node | None, scale: Tensor | None, how: list[Any]
-) -> Call | None:
-    cast = _CastArguments(None if scale is None else graph.node_of(scale), *how)
+def _fused(graph: TracedGraph, source: Node | None, cast: CastOptions) -> Call | None:
+    """Return the call that makes what `cast` asks for of the result of `source`."""
+    scale: Any = None if cast.scale is None else graph.node_of(cast.scale)
     if source is None or (cast.scale is None) != (scale is None):
         return None
+    cast = cast._replace(scale=scale)
     if source.target is operator.getitem:
         source, i = source.args
         return _of_gradients(graph, source, i, cast) if source.target is SWIGLU_BACKWARD else None
@@ -163,55 +148,60 @@ def _fused(
     return None if fuse is None else fuse(graph, source, cast)
 
 
-def _of_norm(graph: TracedGraph, norm: Node, cast: _CastArguments) -> Call | None:
+def _of_norm(graph: TracedGraph, norm: Node, cast: CastOptions) -> Call | None:
     x, weight, rstd, offset, out_dtype = norm.args
     # The call that made rstd has the other results as well.
     once, statistics = _ops.rms_norm_quantize_once.default, _ops.rms_norm_statistics.default
     for made in graph.calls(once, x, weight):
         of_it = made in rstd.args and made.args[3:5] == (offset, out_dtype)
-        if of_it and cast.is_made_by(*made.args[5:11]):
+        if of_it and _is_made_by(cast, CastOptions(*made.args[5:12])):
             return Call(once, made.args)
-    amax = None
+    amax: Any = None
     if cast.needs_amax:
         for made in graph.calls(statistics, x, weight):
             if made in rstd.args and made.args[3:5] == (offset, out_dtype):
                 amax = result(made, 1)
         if amax is None:
             return None
-    args = (x, weight, rstd, offset, out_dtype, amax, *cast)
+    args = (x, weight, rstd, offset, out_dtype, *cast._replace(amax=amax))
     return Call(_ops.rms_norm_quantize.default, args)
 
 
-def _of_product(graph: TracedGraph, product: Node, cast: _CastArguments) -> Call | None:
-    amax, quantized = None, _ops.swiglu_quantize.default
+def _of_product(graph: TracedGraph, product: Node, cast: CastOptions) -> Call | None:
+    amax: Any = None
+    quantized = _ops.swiglu_quantize.default
     if cast.needs_amax:
         for save in graph.calls(_ops.swiglu_save.default, *product.args):
             amax = result(save, 4)
         if amax is None:
             return None
-    for made in graph.calls(quantized, *product.args, amax):
-        if cast.is_made_by(*made.args[4:10]):
+    cast = cast._replace(amax=amax)
+    for made in graph.calls(quantized, *product.args):
+        if _is_made_by(cast, CastOptions(*made.args[3:10])):
             return Call(quantized, made.args)
-    return Call(quantized, (*product.args, amax, *cast, False))
+    return Call(quantized, (*product.args, *cast, False))
 
 
-def _of_gradients(graph: TracedGraph, backward: Node, i: int, cast: _CastArguments) -> Call | None:
+def _of_gradients(graph: TracedGraph, backward: Node, i: int, cast: CastOptions) -> Call | None:
     if cast.granularity == "rowwise" or cast.scale is not None:
         return None
-    amax = _amax(graph, _ops.swiglu_backward_amax.default, backward.args, cast)
-    args = (*backward.args, amax, *cast)
-    return Call(_ops.swiglu_backward_quantize.default, args, 4 * i)
+    cast = _with_amax(graph, _ops.swiglu_backward_amax.default, backward.args, cast)
+    return Call(_ops.swiglu_backward_quantize.default, (*backward.args, *cast), 4 * i)
 
 
-def _of_joined_gradient(graph: TracedGraph, backward: Node, cast: _CastArguments) -> Call | None:
-    amax = _amax(graph, _ops.gate_up_backward_amax.default, backward.args[:7], cast)
-    return Call(_ops.gate_up_backward_quantize.default, (*backward.args, amax, *cast))
+def _of_joined_gradient(graph: TracedGraph, backward: Node, cast: CastOptions) -> Call | None:
+    cast = _with_amax(graph, _ops.gate_up_backward_amax.default, backward.args[:7], cast)
+    return Call(_ops.gate_up_backward_quantize.default, (*backward.args, *cast))
 
 
-def _amax(
-    graph: TracedGraph, func: Any, args: tuple[Any, ...], cast: _CastArguments
-) -> Node | None:
-    return graph.node_of(graph.results(Call(func, args))) if cast.needs_amax else None
+def _with_amax(
+    graph: TracedGraph, func: Any, args: tuple[Any, ...], cast: CastOptions
+) -> CastOptions:
+    """Return the cast with the amax that ``func(*args)`` finds, where it needs one."""
+    if not cast.needs_amax:
+        return cast
+    amax: Any = graph.node_of(graph.results(Call(func, args)))
+    return cast._replace(amax=amax)
 
 
 def _as_node(argument: Any) -> Node | None:
@@ -224,7 +214,7 @@ def result(call: Node, i: int) -> Node:
 
 
 SWIGLU_BACKWARD = _ops.swiglu_backward.default
-_PRODUCERS: dict[Any, Callable[[TracedGraph, Node, _CastArguments], Call | None]] = {
+_PRODUCERS: dict[Any, Callable[[TracedGraph, Node, CastOptions], Call | None]] = {
     _ops.rms_norm.default: _of_norm,
     _ops.swiglu.default: _of_product,
     _ops.gate_up_backward.default: _of_joined_gradient,

@@ -11,8 +11,9 @@ from torch_fp8.nn.gated_mlp import Float8GatedMLP, other_modules
 from torch_fp8.nn.layer_filter import matches
 from torch_fp8.nn.layer_norm import SharedOutput
 from torch_fp8.nn.linear import Float8Layer
-from torch_fp8.nn.rms_norm import Consumers, Float8RMSNorm
+from torch_fp8.nn.rms_norm import Float8RMSNorm
 from torch_fp8.nn.scaling_buffers import INPUT
+from torch_fp8.tensor.quantizer import Quantizer
 
 
 def convert_producers(model: nn.Module, config: FP8Config) -> tuple[str, ...]:
@@ -35,7 +36,7 @@ def convert_producers(model: nn.Module, config: FP8Config) -> tuple[str, ...]:
         parent = modules.get(name.rpartition(".")[0])
         if _is_shared(module, parent) and share_output(module, name):
             continue
-        if convert_rms_norm(module, name, config, _consumers(module, parent)) or (
+        if convert_rms_norm(module, name, config, _reading_quantizer(module, parent)) or (
             any(isinstance(m, Float8Layer) for m in module.modules())
             and convert_gated_mlp(module, name, config)
         ):
@@ -49,9 +50,9 @@ def revert_producers(model: nn.Module) -> None:
         _revert(module)
 
 
-def _consumers(norm: nn.Module, parent: nn.Module | None) -> Consumers | None:
-    """Return the FP8 layers, beside `norm` or inside its siblings, that take as many features as it
-    has.
+def _reading_quantizer(norm: nn.Module, parent: nn.Module | None) -> Quantizer | None:
+    """Return how the FP8 layers cast their input that are beside `norm` or inside its siblings, and
+    take as many features as it has.
 
     The last norm of a model, beside the list of its layers, has none: its output is the model's.
     """
@@ -60,7 +61,8 @@ def _consumers(norm: nn.Module, parent: nn.Module | None) -> Consumers | None:
     if not layers:
         return None
     wgrad = any(m.weight.requires_grad and m.fp8_recipe.wgrad is not None for m in layers)
-    return Consumers(layers[0].operand_spec(INPUT), wgrad)
+    spec, config = layers[0].operand_spec(INPUT), layers[0].fp8_config
+    return Quantizer(spec, config, columnwise_usage=wgrad)
 
 
 def _is_shared(norm: nn.Module, parent: nn.Module | None) -> bool:
@@ -96,14 +98,14 @@ def _revert(module: nn.Module) -> None:
 
 
 def convert_rms_norm(
-    module: nn.Module, name: str, config: FP8Config, consumers: Consumers | None
+    module: nn.Module, name: str, config: FP8Config, quantizer: Quantizer | None
 ) -> bool:
     """Convert an RMSNorm to a `Float8RMSNorm`, in place; return False, unchanged, if it is none.
 
     Args:
         name: the qualified name of the module.
         config: the options of the norm.
-        consumers: the FP8 layers that read its output; None: it returns plain tensors at once.
+        quantizer: of the FP8 layers that read its output; None: it returns plain tensors at once.
     """
     if not isinstance(module, Float8RMSNorm):
         spec = rms_norm_spec(module)
@@ -112,14 +114,14 @@ def convert_rms_norm(
         add_mixin(module, Float8RMSNorm)
         assert isinstance(module, Float8RMSNorm)
         module.fp8_spec = spec
-    module.fp8_config, module.fp8_name, module.fp8_consumers = config, name, consumers
+    module.fp8_config, module.fp8_name, module.fp8_quantizer = config, name, quantizer
     module.fp8_reader = None
     return True
 
 
 def revert_rms_norm(module: Float8RMSNorm) -> None:
     """Undo `convert_rms_norm`."""
-    for name in ("fp8_config", "fp8_name", "fp8_spec", "fp8_consumers", "fp8_reader"):
+    for name in ("fp8_config", "fp8_name", "fp8_spec", "fp8_quantizer", "fp8_reader"):
         delattr(module, name)
     remove_mixin(module, Float8RMSNorm)
 

@@ -6,6 +6,86 @@ import torch
 from torch import Tensor
 
 from torch_fp8.quantization.block_scaled import BlockScaled
+from torch_fp8.quantization.recipe import CastSpec
+
+
+class CastOptions(NamedTuple):
+    """How a matrix x (R, C) is cast to FP8; the arguments of every operator that casts.
+
+    Attributes:
+        dtype: float8_e4m3fn or float8_e5m2.
+        granularity: see `torch_fp8.quantization.recipe`.
+        power_of_two: whether scales are rounded up to powers of two; implied by ``block_1x32``.
+        rowwise: whether to make x quantized along C, (R, C).
+        columnwise: whether to make x^T quantized along R, (C, R'); see
+            `torch_fp8.quantization.payload_shape`.
+        scale: () float32 dequantization scale, for tensorwise, used as it is; or None.
+        amax: () float32, at least that of x, from which a tensorwise scale is made; or None.
+    """
+
+    dtype: torch.dtype
+    granularity: str
+    power_of_two: bool
+    rowwise: bool
+    columnwise: bool
+    scale: Tensor | None = None
+    amax: Tensor | None = None
+
+    @classmethod
+    def of(
+        cls,
+        spec: CastSpec,
+        scale: Tensor | None = None,
+        amax: Tensor | None = None,
+        *,
+        rowwise: bool,
+        columnwise: bool,
+    ) -> "CastOptions":
+        """Build the options of a cast with format and granularity of `spec`."""
+        how = (spec.format.dtype, spec.granularity, spec.power_of_two)
+        return cls(*how, rowwise, columnwise, scale, amax)
+
+    @property
+    def needs_amax(self) -> bool:
+        """Whether the scale is made from an amax that is not given."""
+        return self.granularity == "tensorwise" and self.scale is None and self.amax is None
+
+    def transposed(self) -> "CastOptions":
+        """Return the options with which x^T is cast to the same payloads, in the other order."""
+        return self._replace(rowwise=self.columnwise, columnwise=self.rowwise)
+
+    def part(self, i: int) -> "CastOptions":
+        """Return the cast of the i-th of several results whose amaxes or scales share a tensor."""
+        scale, amax = (None if t is None else t[i] for t in (self.scale, self.amax))
+        return self._replace(scale=scale, amax=amax)
+
+
+class DelayedCastOptions(NamedTuple):
+    """A tensorwise cast with the scale that a history suggests, which takes the amax in the same
+    read.
+
+    The history stays as it is: each reader of the result records the amax in its own history.
+
+    Attributes:
+        amaxes: (H,) float32, the most recent first; 0 where nothing was recorded yet.
+        progress: (2,) int32, zeros; written on CUDA, and zeros again afterwards: to schemas it is
+            not written, so that a graph can drop what nobody reads.
+        dtype, rowwise, columnwise: see `CastOptions`.
+        algorithm, margin: see `torch_fp8.quantization.scaling.delayed_scale`.
+    """
+
+    amaxes: Tensor
+    progress: Tensor
+    dtype: torch.dtype
+    algorithm: str
+    margin: int
+    rowwise: bool
+    columnwise: bool
+
+    def with_scale(self, scale: Tensor) -> CastOptions:
+        """Return the cast with the scale, () float32, that the history has given."""
+        layouts = self.rowwise, self.columnwise
+        return CastOptions(self.dtype, "tensorwise", False, *layouts, scale)
 
 
 class StepScalars(NamedTuple):
@@ -104,6 +184,3 @@ class BackwardInputs(NamedTuple):
     up_scale: Tensor | None
     smooth: Tensor | None
     out_dtype: torch.dtype
-
-
-NUM_INPUTS = len(BackwardInputs._fields)

@@ -1,6 +1,6 @@
 """What the launchers of fused producers share: outputs, and stand-ins for absent tensors.
 
-Legend: R rows, C columns of the result; ``row`` is it quantized along C, ``col`` its transpose
+Legend: R rows, C columns of the result; rowwise is it quantized along C, columnwise its transpose
 quantized along R.
 """
 
@@ -10,10 +10,10 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from torch_fp8.kernels.arguments import CastOptions, DelayedCastOptions
 from torch_fp8.kernels.launch_math import cdiv
-from torch_fp8.kernels.quantize import BLOCK, quantize_2d
+from torch_fp8.kernels.quantize import BLOCK, cast_flags, quantize_2d
 from torch_fp8.kernels.quantize_delayed import advance_history
-from torch_fp8.quantization.formats import format_of
 from torch_fp8.quantization.payload_shape import (
     COL_ALIGNMENT,
     Layouts,
@@ -27,7 +27,7 @@ GROUPS = {"block_1x128": 128, "block_1x32": 32}
 
 
 class Past(NamedTuple):
-    """The history of a delayed scale; see `torch_fp8.ops.fused_quantize.DelayedCast`."""
+    """The history of a delayed scale; see `torch_fp8.kernels.arguments.DelayedCastOptions`."""
 
     amaxes: Tensor
     progress: Tensor
@@ -42,34 +42,31 @@ class Past(NamedTuple):
 
 
 class Cast(NamedTuple):
-    """How a result is cast; see `torch_fp8.ops.fused_quantize.cast_result`.
+    """How a result is cast: the fields of `torch_fp8.kernels.arguments.CastOptions`, and the past.
 
     `past`: None, or where the scale comes from instead; of several results, the first one's.
     """
 
-    amax: Tensor | None
-    scale: Tensor | None
     dtype: torch.dtype
     granularity: str
     power_of_two: bool
-    row: bool
-    col: bool
+    rowwise: bool
+    columnwise: bool
+    scale: Tensor | None = None
+    amax: Tensor | None = None
     past: Past | None = None
 
     @classmethod
-    def delayed(
-        cls,
-        amaxes: Tensor,
-        progress: Tensor,
-        dtype: torch.dtype,
-        algorithm: str,
-        margin: int,
-        row: bool,
-        col: bool,
-    ) -> "Cast":
-        """Build the cast of a `torch_fp8.ops.fused_quantize.DelayedCast`."""
+    def delayed(cls, options: DelayedCastOptions) -> "Cast":
+        """Build the cast that is told to a delayed operator."""
+        amaxes, progress, dtype, algorithm, margin, *layouts = options
         past = Past(amaxes, progress, algorithm, margin)
-        return cls(None, None, dtype, "tensorwise", False, row, col, past)
+        return cls(dtype, "tensorwise", False, *layouts, past=past)
+
+    @property
+    def options(self) -> CastOptions:
+        """The cast of a result whose scale does not come from the past."""
+        return CastOptions(*self[:-1])
 
     def known(self, amax: Tensor) -> "Cast":
         """Turn a delayed cast of a result whose amax () is known into one with a given scale."""
@@ -87,14 +84,9 @@ class Cast(NamedTuple):
         given = [how for how in (self.amax, self.scale, self.past) if how is not None]
         assert len(given) == (self.granularity == "tensorwise")
         rows, cols = inputs[0].shape
-        unpadded = self.col and COL_ALIGNMENT[self.granularity] == 1
+        unpadded = self.columnwise and COL_ALIGNMENT[self.granularity] == 1
         odd = cols % 16 or (unpadded and rows % 16) or any(x.stride(1) != 1 for x in inputs)
         return self.granularity != "rowwise" and not odd and inputs[0].numel() > 0
-
-    def part(self, i: int) -> "Cast":
-        """Return the cast of the i-th of several results whose amaxes or scales share a tensor."""
-        amax, scale = (None if t is None else t[i] for t in (self.amax, self.scale))
-        return self._replace(amax=amax, scale=scale)
 
     def source(self, unused: Tensor) -> Tensor:
         """Return the tensor from which `epilogue.store_cast` reads the scale."""
@@ -120,24 +112,12 @@ class Cast(NamedTuple):
         return {
             "SCALE": source,
             "GROUP": GROUPS.get(self.granularity, BLOCK),
-            "E5M2": format_of(self.dtype).has_inf,
-            "POWER_OF_TWO": self.power_of_two or self.granularity == "block_1x32",
-            "ROW": self.row,
-            "COL": self.col,
+            **cast_flags(self.options),
         }
 
     def unfused(self, y: Tensor) -> Layouts:
         """Cast a result that has already been written to memory."""
-        q, s, qt, st = quantize_2d(
-            y,
-            self.scale,
-            self.dtype,
-            self.granularity,
-            self.power_of_two,
-            self.row,
-            self.col,
-            self.amax,
-        )
+        q, s, qt, st = quantize_2d(y, self.options)
         if self.granularity == "tensorwise":  # no output may be an input, nor come twice
             s, st = (None if self.amax is None else s if st is None else st), None
         return present(q, s, qt, st, y, self.dtype)
@@ -150,15 +130,15 @@ class Cast(NamedTuple):
             cols: the columns of the result; None: C.
         """
         rows, cols = x.shape[0], x.shape[1] if cols is None else cols
-        s = self._scales(x, rows, cols) if self.row else None
-        st = self._scales(x, cols, rows) if self.col else None
+        s = self._scales(x, rows, cols) if self.rowwise else None
+        st = self._scales(x, cols, rows) if self.columnwise else None
         if self.amax is not None or self.past is not None:
             s = x.new_empty((), dtype=torch.float32)
         return present(
-            self._row_payload(x, rows, cols) if self.row else None,
+            self._row_payload(x, rows, cols) if self.rowwise else None,
             s,
             x.new_empty((cols, padded_rows(rows, self.granularity)), dtype=self.dtype)
-            if self.col
+            if self.columnwise
             else None,
             st,
             x,
@@ -192,7 +172,7 @@ def save_unfused(x: Tensor, wanted: bool = True) -> tuple[Tensor, Tensor]:
     """Save x for backward in a launch of its own."""
     if not wanted:
         return saved_outputs(x, False)
-    q, s, *_ = quantize_2d(x, None, torch.float8_e4m3fn, "block_1x128", True, True, False)
+    q, s, *_ = quantize_2d(x, CastOptions(torch.float8_e4m3fn, "block_1x128", True, True, False))
     assert q is not None
     assert s is not None
     return q, s

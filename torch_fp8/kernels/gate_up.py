@@ -6,12 +6,10 @@ gradients are told where in one matrix they lie.
 Legend: R rows, C columns of gate and of up.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from torch_fp8.kernels.arguments import NUM_INPUTS, BackwardInputs
+from torch_fp8.kernels.arguments import BackwardInputs, CastOptions, DelayedCastOptions
 from torch_fp8.kernels.fused_launch import Cast, amax_bits
 from torch_fp8.kernels.quantize import BLOCK
 from torch_fp8.kernels.swiglu import is_fused
@@ -19,24 +17,23 @@ from torch_fp8.kernels.swiglu_backward import cast_gradients, store_gradients
 from torch_fp8.quantization.payload_shape import Layouts
 
 
-def gate_up_backward(*args: Any) -> Tensor:
+def gate_up_backward(inputs: BackwardInputs, gate_first: bool) -> Tensor:
     """See `torch_fp8.ops.gate_up.gate_up_backward`."""
-    *inputs, gate_first = args
-    return _plain(BackwardInputs(*inputs), gate_first, None)
+    return _plain(inputs, gate_first, None)
 
 
-def gate_up_backward_amax(*args: Any) -> Tensor:
+def gate_up_backward_amax(inputs: BackwardInputs) -> Tensor:
     """See `torch_fp8.ops.gate_up.gate_up_backward_amax`."""
-    inputs = BackwardInputs(*args)
     largest = amax_bits(inputs.grad)
     store_gradients(inputs, None, None, largest, joined=True)
     return largest.view(torch.float32)
 
 
-def gate_up_backward_quantize(*args: Any) -> tuple[Tensor, ...]:
+def gate_up_backward_quantize(
+    inputs: BackwardInputs, gate_first: bool, options: CastOptions
+) -> tuple[Tensor, ...]:
     """See `torch_fp8.ops.gate_up.gate_up_backward_quantize`."""
-    inputs, (gate_first, *how) = BackwardInputs(*args[:NUM_INPUTS]), args[NUM_INPUTS:]
-    grad, cast = inputs.grad, Cast(*how)
+    grad, cast = inputs.grad, Cast(*options)
     given = cast.scale is not None
     largest = amax_bits(grad) if given else amax_bits(grad, 0)
     # A block that had a part of both would be a matter of two tiles.
@@ -48,10 +45,11 @@ def gate_up_backward_quantize(*args: Any) -> tuple[Tensor, ...]:
     return (*made, largest.view(torch.float32))
 
 
-def gate_up_backward_quantize_delayed(*args: Any) -> tuple[Tensor, ...]:
+def gate_up_backward_quantize_delayed(
+    inputs: BackwardInputs, gate_first: bool, options: DelayedCastOptions
+) -> tuple[Tensor, ...]:
     """See `torch_fp8.ops.gate_up.gate_up_backward_quantize_delayed`."""
-    inputs, (gate_first, *how) = BackwardInputs(*args[:NUM_INPUTS]), args[NUM_INPUTS:]
-    grad, cast = inputs.grad, Cast.delayed(*how)
+    grad, cast = inputs.grad, Cast.delayed(options)
     if is_fused(cast, grad, inputs.gate, inputs.up):
         largest = grad.new_empty((), dtype=torch.int32)
         q, s, qt, _ = _cast(inputs, gate_first, cast, largest)

@@ -1,11 +1,11 @@
-"""Casts to FP8 on CUDA: the twin of `torch_fp8.ops.quantize.quantize_2d_reference`, byte for byte.
+"""Casts to FP8 on CUDA: the twin of `torch_fp8.ops.quantize.quantize_2d`, byte for byte.
 
 Casting is bound by memory, so what matters is how often the matrix is read. Blocks and tensorwise
 casts with a known scale read it once and write both layouts from the same tile; a tensorwise scale
 from the tensor at hand costs one more read; row scales and column scales of one matrix live in
 groups that no tile holds, so the column layout of a rowwise cast reads it twice on its own.
 
-Legend: R rows, C columns of x; ``row`` is x quantized along C, ``col`` is x^T quantized along R.
+Legend: R rows, C columns of x; rowwise is x quantized along C, columnwise is x^T quantized along R.
 
 Launch configurations are fixed, not tuned at run time, so that a run is reproducible and starts
 fast. The reasons stand beside them.
@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from torch_fp8.kernels.arguments import CastOptions
 from torch_fp8.kernels.column_sums import TileSums
 from torch_fp8.kernels.launch_math import cdiv, next_power_of_2
 from torch_fp8.kernels.quantize_kernels import (
@@ -64,28 +65,13 @@ BLOCK_GRANULARITIES = ("block_1x128", "block_128x128", "block_1x32")
 
 
 def quantize_2d(
-    x: Tensor,
-    scale: Tensor | None,
-    dtype: torch.dtype,
-    granularity: str,
-    power_of_two: bool,
-    row: bool,
-    col: bool,
-    amax: Tensor | None = None,
-    sums: TileSums | None = None,
-    pads: bool = True,
+    x: Tensor, options: CastOptions, sums: TileSums | None = None, pads: bool = True
 ) -> Made:
-    """Quantize x along its last dimension (row) and x^T along its own (col).
+    """Quantize x along its last dimension (rowwise) and x^T along its own (columnwise).
 
     Args:
         x: (R, C) float32, bfloat16 or float16, any strides.
-        scale: () float32, tensorwise only; None: from the amax of x.
-        dtype: float8_e4m3fn or float8_e5m2.
-        granularity: ``tensorwise``, ``rowwise`` or one of BLOCK_GRANULARITIES.
-        power_of_two: round scales up to powers of two; a given scale must be one already.
-            Implied by ``block_1x32``.
-        row, col: the layouts to make.
-        amax: () float32 of x, if it is known: tensorwise, the scale is made of it.
+        options: how; a given scale must be a power of two already where scales are to be.
         sums: filled, if given, where x is cast in tiles.
         pads: whether the column layout is padded; else it is (C, R).
     Returns:
@@ -93,56 +79,38 @@ def quantize_2d(
         asked for; R' is `padded_rows`. All are contiguous, but scales of block_1x128: see
         `new_group_scales`. Tensorwise, both scales are the same () tensor.
     """
+    granularity = options.granularity
     if x.stride(1) != 1 and x.stride(0) == 1:  # loads run along the contiguous dimension
         if sums is not None:
             sums.turn()
-        turned = (scale, dtype, granularity, power_of_two, col, row, amax, sums)
-        by_col, scale_col, *by_row = quantize_2d(x.t(), *turned, pads=False)
+        by_col, scale_col, *by_row = quantize_2d(x.t(), options.transposed(), sums, pads=False)
         if sums is not None:
             sums.turn()
         return (*by_row, pad_columns(by_col, granularity), scale_col)
     with torch.cuda.device_of(x):
         if granularity == "tensorwise":
-            return _tensorwise(x, scale, dtype, power_of_two, row, col, amax, sums, pads)
+            return _tensorwise(x, options, sums, pads)
         if granularity == "rowwise":
-            by_row = _rows(x, dtype, power_of_two) if row else (None, None)
-            by_col = _columns(x, dtype, power_of_two, sums, pads) if col else (None, None)
+            by_row = _rows(x, options) if options.rowwise else (None, None)
+            by_col = _columns(x, options, sums, pads) if options.columnwise else (None, None)
             return (*by_row, *by_col)
         if granularity in BLOCK_GRANULARITIES:
-            return _blocks(x, dtype, granularity, power_of_two, row, col, sums, pads)
+            return _blocks(x, options, sums, pads)
     raise ValueError(f"unknown granularity {granularity!r}")
 
 
-def _tensorwise(
-    x: Tensor,
-    scale: Tensor | None,
-    dtype: torch.dtype,
-    power_of_two: bool,
-    row: bool,
-    col: bool,
-    amax: Tensor | None,
-    sums: TileSums | None,
-    pads: bool,
-) -> Made:
-    source, partial = "given", None
+def _tensorwise(x: Tensor, options: CastOptions, sums: TileSums | None, pads: bool) -> Made:
+    source, scale, partial = "given", options.scale, None
     if scale is None and x.numel() == 0:
         scale = torch.ones((), dtype=torch.float32, device=x.device)
     elif scale is None:
-        source, scale = "tensor", x.new_empty((), dtype=torch.float32)
+        source, scale, amax = "tensor", x.new_empty((), dtype=torch.float32), options.amax
         partial = _partial_amax(x) if amax is None else amax.view(1).view(torch.int32)
-    by_row, by_col = _cast_tiles(
-        x,
-        source,
-        scale,
-        partial,
-        dtype,
-        power_of_two and source == "tensor",
-        row,
-        col,
-        pad_of(x.shape[0], "tensorwise", pads),
-        sums,
-    )
-    return by_row, scale if row else None, by_col, scale if col else None
+    else:
+        options = options._replace(power_of_two=False)  # it is as it is
+    pad = pad_of(x.shape[0], "tensorwise", pads)
+    by_row, by_col = _cast_tiles(x, options, source, scale, partial, pad, sums)
+    return by_row, scale if options.rowwise else None, by_col, scale if options.columnwise else None
 
 
 def _partial_amax(x: Tensor) -> Tensor:
@@ -167,12 +135,13 @@ def _partial_amax(x: Tensor) -> Tensor:
 
 
 def _columns(
-    x: Tensor, dtype: torch.dtype, power_of_two: bool, sums: TileSums | None, pads: bool
+    x: Tensor, options: CastOptions, sums: TileSums | None, pads: bool
 ) -> tuple[Tensor | None, Tensor | None]:
     """Cast x^T with a scale per column of x, (C, 1)."""
     (rows, cols), pad = x.shape, pad_of(x.shape[0], "rowwise", pads)
+    options = options._replace(rowwise=False)
     if x.numel() == 0:
-        _, by_col = _outputs(x, dtype, False, True, pad)
+        _, by_col = _outputs(x, options, pad)
         return by_col, x.new_ones((cols, 1), dtype=torch.float32)
     column_blocks = cdiv(cols, BLOCK)
     slabs = min(cdiv(COLUMN_PROGRAMS, column_blocks), MAX_SLABS, cdiv(rows, BLOCK))
@@ -195,26 +164,23 @@ def _columns(
         num_warps=8 if by_slab else 4,  # a sum beside each maximum
     )
     scale = torch.empty((cols, 1), dtype=torch.float32, device=x.device)
-    _, by_col = _cast_tiles(x, "columns", scale, partial, dtype, power_of_two, False, True, pad)
+    _, by_col = _cast_tiles(x, options, "columns", scale, partial, pad)
     return by_col, scale
 
 
 def _cast_tiles(
     x: Tensor,
+    options: CastOptions,
     source: str,
     scale: Tensor,
     partial: Tensor | None,
-    dtype: torch.dtype,
-    power_of_two: bool,
-    row: bool,
-    col: bool,
     pad: int,
     sums: TileSums | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
     """Cast the payloads in tiles; `scale` is filled from `partial` unless `source` is "given"."""
     rows, cols = x.shape
-    by_row, by_col = _outputs(x, dtype, row, col, pad)
-    if x.numel() and (row or col):
+    by_row, by_col = _outputs(x, options, pad)
+    if x.numel() and (options.rowwise or options.columnwise):
         num_partials = 1 if partial is None else partial.shape[0]
         # Another length and mask for the column layout leave too few registers beside sums.
         small = is_odd(x) or (pad > 1 and sums is not None and source == "given")
@@ -233,10 +199,7 @@ def _cast_tiles(
             _partial_sums(x, sums, block, scale),
             SUM_AXIS=-1 if sums is None else sums.axis,
             SCALE=source,
-            E5M2=format_of(dtype).has_inf,
-            POWER_OF_TWO=power_of_two,
-            ROW=row,
-            COL=col,
+            **cast_flags(options),
             PAD=pad,
             PARTIALS=next_power_of_2(num_partials),
             BLOCK_SIZE=block,
@@ -245,10 +208,10 @@ def _cast_tiles(
     return by_row, by_col
 
 
-def _rows(x: Tensor, dtype: torch.dtype, power_of_two: bool) -> tuple[Tensor | None, Tensor | None]:
+def _rows(x: Tensor, options: CastOptions) -> tuple[Tensor | None, Tensor | None]:
     """Cast x with a scale per row, (R, 1)."""
     rows, cols = x.shape
-    qdata = x.new_empty((rows, cols), dtype=dtype)
+    qdata = x.new_empty((rows, cols), dtype=options.dtype)
     if x.numel() == 0:
         return qdata, x.new_ones((rows, 1), dtype=torch.float32)
     scale = torch.empty((rows, 1), dtype=torch.float32, device=x.device)
@@ -263,8 +226,8 @@ def _rows(x: Tensor, dtype: torch.dtype, power_of_two: bool) -> tuple[Tensor | N
         x.stride(1),
         rows,
         cols,
-        E5M2=format_of(dtype).has_inf,
-        POWER_OF_TWO=power_of_two,
+        E5M2=format_of(options.dtype).has_inf,
+        POWER_OF_TWO=options.power_of_two,
         BLOCK_R=block_r,
         BLOCK_C=block_c,
         IN_REGISTERS=in_registers,
@@ -278,22 +241,14 @@ def _partial_sums(x: Tensor, sums: TileSums | None, block: int, unused: Tensor) 
     return unused if sums is None else sums.allocate(x, cdiv(x.shape[sums.axis], block))
 
 
-def _blocks(
-    x: Tensor,
-    dtype: torch.dtype,
-    granularity: str,
-    power_of_two: bool,
-    row: bool,
-    col: bool,
-    sums: TileSums | None,
-    pads: bool,
-) -> Made:
+def _blocks(x: Tensor, options: CastOptions, sums: TileSums | None, pads: bool) -> Made:
+    granularity, row, col = options.granularity, options.rowwise, options.columnwise
     (rows, cols), pad = x.shape, pad_of(x.shape[0], granularity, pads)
     squares = granularity == "block_128x128"
     odd = is_odd(x) or (rows % 16 != 0 and col and pad == 1)
     if row and col and odd and not squares:
-        by_row = _blocks(x, dtype, granularity, power_of_two, True, False, sums, pads)
-        by_col = _blocks(x, dtype, granularity, power_of_two, False, True, None, pads)
+        by_row = _blocks(x, options._replace(columnwise=False), sums, pads)
+        by_col = _blocks(x, options._replace(rowwise=False), None, pads)
         return (*by_row[:2], *by_col[2:])
     group_c = 32 if granularity == "block_1x32" else BLOCK
     group_r = BLOCK if squares else 1
@@ -306,7 +261,7 @@ def _blocks(
         shape = (cdiv(outer, BLOCK), cdiv(inner, BLOCK))
         return torch.empty(shape, dtype=torch.float32, device=x.device)
 
-    by_row, by_col = _outputs(x, dtype, row, col, pad, room=granularity == "block_1x128")
+    by_row, by_col = _outputs(x, options, pad)
     row_scale = scales(rows, cols) if row else None
     col_scale = scales(cols, rows) if col else None
     if x.numel() and (row or col):
@@ -320,12 +275,7 @@ def _blocks(
             unused if col_scale is None else col_scale,
         )
         sizes = (x.stride(0), x.stride(1), rows, cols)
-        how = {
-            "E5M2": format_of(dtype).has_inf,
-            "POWER_OF_TWO": power_of_two or granularity == "block_1x32",
-            "ROW": row,
-            "COL": col,
-        }
+        how = cast_flags(options)
         if squares and odd:
             quantize_odd_squares_kernel[(cdiv(rows, BLOCK) * cdiv(cols, BLOCK),)](
                 *pointers, *sizes, **how, BLOCK_SIZE=BLOCK, SLICE=ODD_SLICE, num_warps=ODD_WARPS
@@ -360,15 +310,25 @@ def pad_of(rows: int, granularity: str, pads: bool) -> int:
     return pad if rows % pad else 1
 
 
-def _outputs(
-    x: Tensor, dtype: torch.dtype, row: bool, col: bool, pad: int, room: bool = False
-) -> tuple[Tensor | None, Tensor | None]:
-    """Allocate payloads; with `room`, the memory has whole multiples of 16 rows."""
-    rows, cols = x.shape
+def cast_flags(options: CastOptions) -> dict[str, object]:
+    """Return the compile-time arguments of a kernel that casts, but where the scale comes from."""
+    return {
+        "E5M2": format_of(options.dtype).has_inf,
+        "POWER_OF_TWO": options.power_of_two or options.granularity == "block_1x32",
+        "ROW": options.rowwise,
+        "COL": options.columnwise,
+    }
+
+
+def _outputs(x: Tensor, options: CastOptions, pad: int) -> tuple[Tensor | None, Tensor | None]:
+    """Allocate payloads; in blocks of 1x128, the memory has whole multiples of 16 rows."""
+    (rows, cols), dtype = x.shape, options.dtype
     by_row = None
-    if row:
-        by_row = x.new_empty((multiple_of_16(rows) if room else rows, cols), dtype=dtype)
-        by_row = by_row if by_row.shape[0] == rows else by_row[:rows]
+    if options.rowwise:
+        room = multiple_of_16(rows) if options.granularity == "block_1x128" else rows
+        by_row = x.new_empty((room, cols), dtype=dtype)
+        by_row = by_row if room == rows else by_row[:rows]
+    col = options.columnwise
     return by_row, x.new_empty((cols, cdiv(rows, pad) * pad), dtype=dtype) if col else None
 
 

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from torch_fp8.kernels.arguments import DelayedCastOptions
 from torch_fp8.kernels.column_sums import TileSums
 from torch_fp8.kernels.delayed_scale import (
     count_in,
@@ -137,14 +138,8 @@ def advance_history_kernel(
 
 def quantize_2d_delayed(
     x: Tensor,
-    history: Tensor,
-    progress: Tensor,
+    options: DelayedCastOptions,
     last: Tensor | None,
-    dtype: torch.dtype,
-    algorithm: str,
-    margin: int,
-    row: bool,
-    col: bool,
     sums: TileSums | None = None,
     pads: bool = True,
 ) -> tuple[Tensor | None, Tensor, Tensor | None]:
@@ -152,25 +147,19 @@ def quantize_2d_delayed(
 
     Args:
         x: (R, C) float32, bfloat16 or float16, any strides, not empty.
-        history: (H,) float32, contiguous, the most recent amax first; written.
-        progress: (2,) int32, zeros; written, zeros again afterwards.
+        options: how; the history, contiguous, is written.
         last: () float32 that receives the scale, or None.
-        dtype: float8_e4m3fn or float8_e5m2.
-        algorithm: ``max`` or ``most_recent``.
-        margin: headroom in powers of two.
-        row, col: the layouts to make.
         sums: filled, if given.
         pads: whether the column layout is padded; else it is (C, R).
     Returns:
         qdata (R, C) or None, scale () float32, qdata of x^T (C, R') or None.
     """
+    history, progress, dtype, algorithm, margin, row, col = options
     if x.stride(1) != 1 and x.stride(0) == 1:  # loads run along the contiguous dimension
         if sums is not None:
             sums.turn()
-        turned = (dtype, algorithm, margin, col, row, sums)
-        by_col, scale, by_row = quantize_2d_delayed(
-            x.t(), history, progress, last, *turned, pads=False
-        )
+        turned = options._replace(rowwise=col, columnwise=row)
+        by_col, scale, by_row = quantize_2d_delayed(x.t(), turned, last, sums, pads=False)
         if sums is not None:
             sums.turn()
         return by_row, scale, pad_columns(by_col, "tensorwise")
@@ -227,7 +216,9 @@ def advance_history(
     """Return the history's scale, () float32, and record `amax` (), in one launch.
 
     Args:
-        history, last, dtype, algorithm, margin: see `quantize_2d_delayed`.
+        history: (H,) float32, contiguous, the most recent amax first; written.
+        last: () float32 that receives the scale, or None.
+        dtype, algorithm, margin: see `torch_fp8.kernels.arguments.DelayedCastOptions`.
         amax: () float32 of the tensor at hand, used while the history is empty.
         record: False: the history stays as it is.
     """

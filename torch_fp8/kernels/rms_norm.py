@@ -7,11 +7,10 @@ What each reads of x and writes, per element of BF16, is: `rms_norm_statistics` 
 Legend: R rows, C columns of x. Launch configurations are fixed, not tuned at run time.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
+from torch_fp8.kernels.arguments import CastOptions, DelayedCastOptions
 from torch_fp8.kernels.fused_launch import (
     TYPES,
     Cast,
@@ -123,10 +122,15 @@ def rms_norm(
 
 
 def rms_norm_quantize(
-    x: Tensor, weight: Tensor, rstd: Tensor, offset: float, out_dtype: torch.dtype, *how: Any
+    x: Tensor,
+    weight: Tensor,
+    rstd: Tensor,
+    offset: float,
+    out_dtype: torch.dtype,
+    options: CastOptions,
 ) -> Layouts:
     """See `torch_fp8.ops.rms_norm.rms_norm_quantize`."""
-    cast = Cast(*how)
+    cast = Cast(*options)
     if not cast.is_fused(x):
         return cast.unfused(rms_norm(x, weight, rstd, offset, out_dtype))
     rows, cols = x.shape
@@ -158,31 +162,43 @@ def rms_norm_quantize(
 
 
 def rms_norm_quantize_once(
-    x: Tensor, weight: Tensor, eps: float, offset: float, out_dtype: torch.dtype, *how: Any
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    offset: float,
+    out_dtype: torch.dtype,
+    options: CastOptions,
+    save: bool,
 ) -> tuple[Tensor, ...]:
     """See `torch_fp8.ops.rms_norm.rms_norm_quantize_once`."""
-    cast, save = Cast(None, *how[:-1]), how[-1]
+    cast = Cast(*options)
     given = cast.scale is not None
     if not cast.is_fused(x) or not bands_fill_the_card(x, cast.granularity):
         made = rms_norm_statistics(x, weight, eps, offset, out_dtype, save)
         rstd, amax, saved, saved_scale = made
-        results = rms_norm_quantize(x, weight, rstd, offset, out_dtype, *cast[:7])
+        results = rms_norm_quantize(x, weight, rstd, offset, out_dtype, options)
         amax = amax if given else x.new_empty(0, dtype=torch.float32)
         return (*results, rstd, saved, saved_scale, amax)
     return _bands(x, weight, eps, offset, out_dtype, cast, save)
 
 
 def rms_norm_quantize_delayed(
-    x: Tensor, weight: Tensor, eps: float, offset: float, out_dtype: torch.dtype, *how: Any
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    offset: float,
+    out_dtype: torch.dtype,
+    options: DelayedCastOptions,
+    save: bool,
 ) -> tuple[Tensor, ...]:
     """See `torch_fp8.ops.rms_norm.rms_norm_quantize_delayed`."""
-    cast, save = Cast.delayed(*how[:-1]), how[-1]
+    cast = Cast.delayed(options)
     if cast.is_fused(x) and bands_fill_the_card(x, cast.granularity):
         q, s, qt, _, *others = _bands(x, weight, eps, offset, out_dtype, cast, save)
         return (q, s, qt, *others)
     rstd, amax, *saved = rms_norm_statistics(x, weight, eps, offset, out_dtype, save)
     cast = cast.known(amax)
-    q, _, qt, _ = rms_norm_quantize(x, weight, rstd, offset, out_dtype, *cast[:7])
+    q, _, qt, _ = rms_norm_quantize(x, weight, rstd, offset, out_dtype, cast.options)
     assert cast.scale is not None
     return (q, cast.scale, qt, rstd, *saved, amax)
 

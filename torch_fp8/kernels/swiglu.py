@@ -6,11 +6,10 @@ What each reads and writes, per element of BF16, is: `swiglu_save` 4 of gate and
 Legend: R rows, C columns. Launch configurations are fixed, not tuned at run time.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
+from torch_fp8.kernels.arguments import CastOptions, DelayedCastOptions
 from torch_fp8.kernels.fused_launch import (
     TYPES,
     Cast,
@@ -78,10 +77,10 @@ def swiglu_save(
 
 
 def swiglu_quantize(
-    gate: Tensor, up: Tensor, smooth: Tensor | None, *how: Any
+    gate: Tensor, up: Tensor, smooth: Tensor | None, options: CastOptions, save: bool
 ) -> tuple[Tensor, ...]:
     """See `torch_fp8.ops.swiglu.swiglu_quantize`."""
-    cast, save = Cast(*how[:-1]), how[-1]
+    cast = Cast(*options)
     given = cast.scale is not None
     if is_fused(cast, gate, up):
         return _cast(gate, up, smooth, cast, save=save, amax=given)
@@ -93,10 +92,10 @@ def swiglu_quantize(
 
 
 def swiglu_quantize_delayed(
-    gate: Tensor, up: Tensor, smooth: Tensor | None, *how: Any
+    gate: Tensor, up: Tensor, smooth: Tensor | None, options: DelayedCastOptions, save: bool
 ) -> tuple[Tensor, ...]:
     """See `torch_fp8.ops.swiglu.swiglu_quantize_delayed`."""
-    cast, save = Cast.delayed(*how[:-1]), how[-1]
+    cast = Cast.delayed(options)
     if is_fused(cast, gate, up):
         q, s, qt, _, *others = _cast(gate, up, smooth, cast, save=save, amax=True)
         return (q, s, qt, *others)
@@ -163,9 +162,9 @@ def is_fused(cast: Cast, *inputs: Tensor) -> bool:
     and so divide in five steps, where the column layout is alone, neither of which a recipe asks
     for, or where what is loaded is float32.
     """
-    whole = cast.granularity in WHOLE_TILES and cast.col
+    whole = cast.granularity in WHOLE_TILES and cast.columnwise
     square = cast.granularity == "block_128x128"
-    common = square or (cast.row and cast.power_of_two)
+    common = square or (cast.rowwise and cast.power_of_two)
     common = common and inputs[0].dtype != torch.float32
     return cast.is_fused(*inputs) and (common or not whole)
 
@@ -175,7 +174,7 @@ def tile(cast: Cast | None, rows: int) -> tuple[int, int, int | None]:
 
     rows: of the result.
     """
-    if cast is None or (cast.granularity != "block_128x128" and not cast.col):
+    if cast is None or (cast.granularity != "block_128x128" and not cast.columnwise):
         return ROWS, WARPS, None
     if cast.granularity in WHOLE_TILES:
         return BLOCK, TILE_WARPS, None

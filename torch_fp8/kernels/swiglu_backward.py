@@ -7,12 +7,11 @@ Legend: R rows, C columns. Launch configurations are fixed, not tuned at run tim
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from torch_fp8.kernels.arguments import NUM_INPUTS, BackwardInputs
+from torch_fp8.kernels.arguments import BackwardInputs, CastOptions, DelayedCastOptions
 from torch_fp8.kernels.fused_launch import TYPES, Cast, Past, amax_bits, payload, registers
 from torch_fp8.kernels.launch_math import cdiv
 from torch_fp8.kernels.quantize import BLOCK
@@ -23,17 +22,15 @@ from torch_fp8.kernels.swiglu_backward_kernels import (
 )
 
 
-def swiglu_backward(*args: Any) -> tuple[Tensor, Tensor]:
+def swiglu_backward(inputs: BackwardInputs) -> tuple[Tensor, Tensor]:
     """See `torch_fp8.ops.swiglu_backward.swiglu_backward`."""
-    inputs = BackwardInputs(*args)
     dgate, dup = _room(inputs), _room(inputs)
     store_gradients(inputs, dgate, dup, None)
     return dgate, dup
 
 
-def swiglu_backward_amax(*args: Any) -> Tensor:
+def swiglu_backward_amax(inputs: BackwardInputs) -> Tensor:
     """See `torch_fp8.ops.swiglu_backward.swiglu_backward_amax`."""
-    inputs = BackwardInputs(*args)
     largest = amax_bits(inputs.grad, 2)
     store_gradients(inputs, None, None, largest)
     return largest.view(torch.float32)
@@ -103,25 +100,25 @@ def store_gradients(
         )
 
 
-def swiglu_backward_quantize(*args: Any) -> tuple[Tensor, ...]:
+def swiglu_backward_quantize(inputs: BackwardInputs, options: CastOptions) -> tuple[Tensor, ...]:
     """See `torch_fp8.ops.swiglu_backward.swiglu_backward_quantize`."""
-    inputs, cast = BackwardInputs(*args[:NUM_INPUTS]), Cast(*args[NUM_INPUTS:])
-    grad = inputs.grad
+    grad, cast = inputs.grad, Cast(*options)
     largest = amax_bits(grad, 0 if cast.scale is None else 2)
     if not is_fused(cast, grad, inputs.gate, inputs.up):
         dgate, dup = _room(inputs), _room(inputs)
         store_gradients(inputs, dgate, dup, None if cast.scale is None else largest)
-        made = (*cast.part(0).unfused(dgate), *cast.part(1).unfused(dup))
+        made = (*Cast(*options.part(0)).unfused(dgate), *Cast(*options.part(1)).unfused(dup))
         return (*made, largest.view(torch.float32))
     made = (*cast.outputs(grad), *cast.outputs(grad))
     cast_gradients(inputs, cast, made, largest)
     return (*made, largest.view(torch.float32))
 
 
-def swiglu_backward_quantize_delayed(*args: Any) -> tuple[Tensor, ...]:
+def swiglu_backward_quantize_delayed(
+    inputs: BackwardInputs, up_amaxes: Tensor, up_progress: Tensor, of_gate: DelayedCastOptions
+) -> tuple[Tensor, ...]:
     """See `torch_fp8.ops.swiglu_backward.swiglu_backward_quantize_delayed`."""
-    inputs, (up_amaxes, up_progress, *how) = BackwardInputs(*args[:NUM_INPUTS]), args[NUM_INPUTS:]
-    grad, cast = inputs.grad, Cast.delayed(*how)
+    grad, cast = inputs.grad, Cast.delayed(of_gate)
     assert cast.past is not None
     of_up = cast._replace(past=cast.past._replace(amaxes=up_amaxes, progress=up_progress))
     if is_fused(cast, grad, inputs.gate, inputs.up):

@@ -27,18 +27,13 @@ from torch_fp8.kernels.arguments import BackwardInputs
 from torch_fp8.nn.layer_norm import shared
 from torch_fp8.nn.linear import Float8Linear
 from torch_fp8.nn.scaling_buffers import GRAD_OUTPUT, INPUT
-from torch_fp8.nn.swiglu_function import (
-    Ahead,
-    GradientReaders,
-    Gradients,
-    JoinedGradient,
-    cast_and_save,
-    product,
-)
+from torch_fp8.nn.swiglu_function import Gradients, JoinedGradient, cast_and_save, product
 from torch_fp8.ops.fused_quantize import saved_stand_ins
 from torch_fp8.ops.gate_up import halves
 from torch_fp8.ops.swiglu import swiglu, swiglu_save
-from torch_fp8.tensor.lazy_quantized import LazyQuantizedTensor, Payloads, plain
+from torch_fp8.tensor.base import Payloads
+from torch_fp8.tensor.lazy_quantized import LazyQuantizedTensor, plain
+from torch_fp8.tensor.quantizer import Quantizer
 
 
 class GatedMLPSpec(NamedTuple):
@@ -71,10 +66,10 @@ class _Options(NamedTuple):
     name: str
     keep: bool
     save_fp8: bool
-    ahead: Ahead | None
-    """The cast of the layer behind, if it may be made with the product."""
-    gradients: GradientReaders | None
-    """What takes gate's and up's gradients, if both layers do so with delayed scaling."""
+    ahead: Quantizer | None
+    """The quantizer of the layer behind, if its cast may be made with the product."""
+    gradients: tuple[Quantizer, Quantizer] | None
+    """The quantizers of gate's and up's gradients, if both layers delay their scales."""
     gate_first: bool
     """Whether gate is the first half of a tensor that holds both."""
 
@@ -130,14 +125,14 @@ class Float8GatedMLP(nn.Module):
         ahead, compiling = None, torch.compiler.is_compiling()
         if _in_fp8(down_layer):
             assert isinstance(down_layer, Float8Linear)
-            spec, history = down_layer.operand_spec(INPUT), down_layer.producer_history(INPUT)
-            history = None if compiling else history
+            spec, config = down_layer.operand_spec(INPUT), down_layer.fp8_config
+            delayed = None if compiling else down_layer.producer_quantizer(INPUT)
             # A rowwise cast is not fused, but in a compiled graph what is saved goes with the cast:
             # by itself, selective checkpointing would leave it to backward, and repeat two GEMMs.
             rowwise = spec.granularity == "rowwise" and compiling
-            if history is not None or rowwise or spec.granularity.startswith("block"):
-                col = _wants_wgrad(down_layer) and torch.is_grad_enabled()
-                ahead = Ahead(spec, col, history, down_layer.fp8_config)
+            if delayed is not None or rowwise or spec.granularity.startswith("block"):
+                wgrad = _wants_wgrad(down_layer) and torch.is_grad_enabled()
+                ahead = (delayed or Quantizer(spec, config))._replace(columnwise_usage=wgrad)
         return _Options(
             name_of(self),
             torch.is_grad_enabled(),
@@ -147,7 +142,7 @@ class Float8GatedMLP(nn.Module):
             not isinstance(self.fp8_spec, FusedGateUpSpec) or self.fp8_spec.gate_first,
         )
 
-    def _gradient_readers(self) -> GradientReaders | None:
+    def _gradient_readers(self) -> tuple[Quantizer, Quantizer] | None:
         """Return what takes the gradients of gate and up, where two layers do with delayed
         scaling.
         """
@@ -156,11 +151,11 @@ class Float8GatedMLP(nn.Module):
         layers = getattr(self, self.fp8_spec.gate), getattr(self, self.fp8_spec.up)
         if not all(map(_in_fp8, layers)) or layers[0].fp8_config != layers[1].fp8_config:
             return None
-        of_gate, of_up = (layer.producer_history(GRAD_OUTPUT) for layer in layers)
+        of_gate, of_up = (layer.producer_quantizer(GRAD_OUTPUT) for layer in layers)
         if of_gate is None or of_up is None:
             return None
-        spec, wgrad = layers[0].operand_spec(GRAD_OUTPUT), any(map(_wants_wgrad, layers))
-        return GradientReaders((of_gate, of_up), spec, layers[0].fp8_config, wgrad)
+        wgrad = any(map(_wants_wgrad, layers))
+        return of_gate._replace(columnwise_usage=wgrad), of_up._replace(columnwise_usage=wgrad)
 
 
 class _SwiGLUFunction(torch.autograd.Function):
@@ -201,7 +196,7 @@ class _SwiGLUFunction(torch.autograd.Function):
             return swiglu(gate, up, None).view(shape)
         production = product(gate.detach(), up.detach(), amax, options.name)
         if made is not None and ahead is not None:
-            production.keep(ahead.spec, made, amax, ahead.history)
+            production.keep(ahead, made, amax)
         return LazyQuantizedTensor(production, shape, dtype)
 
     @staticmethod

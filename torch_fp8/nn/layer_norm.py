@@ -43,7 +43,7 @@ class _Shared(torch.autograd.Function):
             name,
             (matrix,),
             lambda: matrix,
-            lambda spec, scale, row, col: quantize_layouts(matrix, spec, scale, row=row, col=col),
+            lambda options: quantize_layouts(matrix, options),
             lambda: tensor_amax(matrix),
         )
         return LazyQuantizedTensor(production, x.shape, x.dtype)

@@ -8,7 +8,6 @@ from torch.distributed.tensor import DTensor
 from torch_fp8.autograd.checkpoint_pass import repeats_forward
 from torch_fp8.nn.frozen_storage import FrozenStorage
 from torch_fp8.nn.weight_cache import WeightCache
-from torch_fp8.ops.quantize_delayed import History
 from torch_fp8.quantization.recipe import CastSpec
 from torch_fp8.tensor.quantizer import Quantizer, Quantizers, WeightQuantizer
 
@@ -49,15 +48,15 @@ class LayerQuantizers(FrozenStorage):
         made = self.quantizers(group).with_buffers(buffers)
         return (made.input, made.weight.quantizer, made.grad_output)[operand]
 
-    def producer_history(self, operand: int) -> History | None:
-        """The history of INPUT or GRAD_OUTPUT, if a producer may cast for it now with its scale.
+    def producer_quantizer(self, operand: int) -> Quantizer | None:
+        """Return that of INPUT or GRAD_OUTPUT, if a producer may cast now with its history's scale.
 
         Not where a group of ranks agrees on one, nor where a forward runs again with the last.
         """
         if not self.fp8_recipe.delayed or isinstance(self.weight, DTensor):
             return None
         quantizer = self.quantizer(operand)
-        return quantizer.history if quantizer.casts_by_history else None
+        return quantizer if quantizer.casts_by_history else None
 
     def operand_spec(self, operand: int) -> CastSpec:
         """How the recipe casts INPUT, WEIGHT or GRAD_OUTPUT."""

@@ -24,10 +24,11 @@ from torch_fp8.autograd.checkpoint_pass import (
 )
 from torch_fp8.autograd.function import name_of, once_differentiable, refuse_transforms, reshaped
 from torch_fp8.config import FP8Config
+from torch_fp8.kernels.arguments import CastOptions
 from torch_fp8.nn.class_swap import is_fsdp_class
 from torch_fp8.ops.fused_quantize import saved_stand_ins
 from torch_fp8.ops.quantize import as_layouts
-from torch_fp8.ops.quantize_delayed import History
+from torch_fp8.ops.quantize_delayed import delayed_layouts
 from torch_fp8.ops.rms_norm import (
     rms_norm,
     rms_norm_backward,
@@ -37,15 +38,10 @@ from torch_fp8.ops.rms_norm import (
     rms_norm_statistics,
 )
 from torch_fp8.ops.scaled_mm import cast
-from torch_fp8.quantization.recipe import CastSpec
 from torch_fp8.quantization.scaling import tensor_amax
-from torch_fp8.tensor.lazy_quantized import (
-    LazyQuantizedTensor,
-    LazySource,
-    Payloads,
-    delayed_layouts,
-    plain,
-)
+from torch_fp8.tensor.base import Payloads
+from torch_fp8.tensor.lazy_quantized import LazyQuantizedTensor, LazySource, plain
+from torch_fp8.tensor.quantizer import Quantizer
 
 
 class RMSNormSpec(NamedTuple):
@@ -65,33 +61,16 @@ class RMSNormSpec(NamedTuple):
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-class Consumers(NamedTuple):
-    """The FP8 layers that read a norm's output.
-
-    Attributes:
-        spec: how they cast it.
-        wgrad: whether one of them takes a weight gradient in FP8, and so wants both layouts.
-    """
-
-    spec: CastSpec
-    wgrad: bool
-
-
-class Reader(NamedTuple):
-    """The layer that read a norm's output first last time, with delayed scaling."""
-
-    history: History
-    config: FP8Config
-
-
 class _Options(NamedTuple):
     name: str
     offset: float
     out_dtype: torch.dtype
     keep: bool
     save_fp8: bool
-    consumers: Consumers | None
-    reader: Reader | None
+    quantizer: Quantizer | None
+    """How the layers that read the result cast it; None: it is returned plain."""
+    reader: Quantizer | None
+    """The quantizer whose history suggests the scale, if the result may be cast ahead."""
     waits: bool
     """Whether the result is computed when it is read."""
 
@@ -105,8 +84,10 @@ class Float8RMSNorm(nn.Module):
     fp8_config: FP8Config
     fp8_name: str
     fp8_spec: RMSNormSpec
-    fp8_consumers: Consumers | None
-    fp8_reader: Reader | None
+    fp8_quantizer: Quantizer | None
+    """How the FP8 layers that read the output cast it, if there are any."""
+    fp8_reader: Quantizer | None
+    """The quantizer of the layer that read the output first last time, with delayed scaling."""
     weight: Tensor
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -122,7 +103,7 @@ class Float8RMSNorm(nn.Module):
         refuse_transforms(name)
         spec, compiling = self.fp8_spec, torch.compiler.is_compiling()
         # Not where FSDP2 shards the norm by itself: the weight is gone after its forward.
-        in_fp8 = self.fp8_consumers is not None and not is_fsdp_class(type(self))
+        in_fp8 = self.fp8_quantizer is not None and not is_fsdp_class(type(self))
         waits = in_fp8 and not compiling
         options = _Options(
             name,
@@ -130,7 +111,7 @@ class Float8RMSNorm(nn.Module):
             torch.promote_types(x.dtype, weight.dtype) if spec.promotes else x.dtype,
             torch.is_grad_enabled(),
             self.fp8_config.save_activations == "fp8",
-            self.fp8_consumers if in_fp8 else None,
+            self.fp8_quantizer if in_fp8 else None,
             self._expected_reader(x) if waits else None,
             waits,
         )
@@ -139,21 +120,21 @@ class Float8RMSNorm(nn.Module):
         output: Tensor = _RMSNormFunction.apply(x, weight, eps, options, self._note_reader)
         return output
 
-    def _expected_reader(self, x: Tensor) -> Reader | None:
+    def _expected_reader(self, x: Tensor) -> Quantizer | None:
         """Return what is to read this forward's result, if the result may be cast for it already.
 
         Not in evaluation, nor where a forward runs again with the scales that it had.
         """
         reader, replayed = self.fp8_reader, replayed_operator()
-        if reader is None or not self.training or repeats_forward():
+        if reader is None or reader.history is None or not self.training or repeats_forward():
             return None
         if replayed is not None:  # the first pass may have come before anybody had read
             return reader if replayed == "rms_norm_quantize_delayed" else None
         amaxes = reader.history.amaxes
         return reader if type(amaxes) is type(x.detach()) and amaxes.device == x.device else None
 
-    def _note_reader(self, history: History, config: FP8Config) -> None:
-        self.fp8_reader = Reader(history, config)
+    def _note_reader(self, quantizer: Quantizer) -> None:
+        self.fp8_reader = quantizer
 
 
 class _RMSNormFunction(torch.autograd.Function):
@@ -167,7 +148,7 @@ class _RMSNormFunction(torch.autograd.Function):
         weight: Tensor,
         eps: float,
         options: _Options,
-        on_read: Callable[[History, FP8Config], None],
+        on_read: Callable[[Quantizer], None],
     ) -> Tensor:
         matrix = x.reshape(-1, x.shape[-1])
         keep = options.keep and any(ctx.needs_input_grad[:2])
@@ -226,18 +207,17 @@ class _Produced:
         self.made: Payloads | None = None
         self._amax: Tensor | None = None
         offset, out_dtype = options.offset, options.out_dtype
-        consumers = options.consumers
-        if consumers is not None and consumers.spec.granularity.startswith("block"):
-            spec, col = consumers.spec, consumers.wgrad and col
-            casts = (spec.format.dtype, spec.granularity, spec.power_of_two, True, col)
-            once = rms_norm_quantize_once(x, weight, eps, offset, out_dtype, None, *casts, save)
-            self.made = as_layouts(once[:4], spec, None, True, col)
+        quantizer = options.quantizer
+        col = col and quantizer is not None and quantizer.columnwise_usage
+        if quantizer is not None and quantizer.spec.granularity.startswith("block"):
+            cast = CastOptions.of(quantizer.spec, rowwise=True, columnwise=col)
+            once = rms_norm_quantize_once(x, weight, eps, offset, out_dtype, cast, save)
+            self.made = as_layouts(once[:4], cast)
             self.rstd, *saved = once[4:7]
-        elif consumers is not None and options.reader is not None:
-            history, config = options.reader
-            how = history.casts(consumers.spec, config, row=True, col=consumers.wgrad and col)
-            made = rms_norm_quantize_delayed(x, weight, eps, offset, out_dtype, how, save)
-            self.made, self._amax = delayed_layouts(made, how), made[6]
+        elif quantizer is not None and options.reader is not None:
+            delayed = options.reader.delayed_options(rowwise=True, columnwise=col)
+            made = rms_norm_quantize_delayed(x, weight, eps, offset, out_dtype, delayed, save)
+            self.made, self._amax = delayed_layouts(made, delayed), made[6]
             self.rstd, *saved = made[3:6]
         else:
             self.rstd, self._amax, *saved = rms_norm_statistics(
@@ -245,9 +225,9 @@ class _Produced:
             )
         self.saved = tuple(saved)
 
-    def production(self, on_read: Callable[[History, FP8Config], None]) -> LazySource:
+    def production(self, on_read: Callable[[Quantizer], None]) -> LazySource:
         """Return the output as a `LazySource` for the layers that read it."""
-        consumers, reader = self.options.consumers, self.options.reader
+        quantizer = self.options.reader or self.options.quantizer
         production = LazySource(
             self.options.name,
             (self.x, self.weight),
@@ -256,9 +236,8 @@ class _Produced:
             self.amax,
             on_read=on_read,
         )
-        if self.made is not None and consumers is not None:
-            history = None if reader is None else reader.history
-            production.keep(consumers.spec, self.made, self._amax, history)
+        if self.made is not None and quantizer is not None:
+            production.keep(quantizer, self.made, self._amax)
         return production
 
     def dense(self) -> Tensor:
@@ -268,23 +247,11 @@ class _Produced:
     def amax(self) -> Tensor:
         return tensor_amax(self.dense()) if self._amax is None else self._amax
 
-    def layouts(self, spec: CastSpec, scale: Tensor | None, row: bool, col: bool) -> Payloads:
-        current = spec.granularity == "tensorwise" and scale is None
-        made = rms_norm_quantize(
-            self.x,
-            self.weight,
-            self.rstd,
-            self.options.offset,
-            self.options.out_dtype,
-            self.amax() if current else None,
-            scale,
-            spec.format.dtype,
-            spec.granularity,
-            spec.power_of_two,
-            row,
-            col,
-        )
-        return as_layouts(made, spec, scale, row, col)
+    def layouts(self, cast: CastOptions) -> Payloads:
+        if cast.needs_amax:
+            cast = cast._replace(amax=self.amax())
+        norm = (self.x, self.weight, self.rstd, self.options.offset, self.options.out_dtype)
+        return as_layouts(rms_norm_quantize(*norm, cast), cast)
 
 
 def _is_plain(weight: Tensor) -> bool:

@@ -5,13 +5,9 @@ backward, where nothing but the product decides how: in blocks, or with delayed 
 gradients that two layers take, both are cast when the first is asked for.
 """
 
-from typing import NamedTuple
-
 from torch import Tensor
 
-from torch_fp8.config import FP8Config
-from torch_fp8.kernels.arguments import BackwardInputs
-from torch_fp8.ops.fused_quantize import DelayedCast
+from torch_fp8.kernels.arguments import BackwardInputs, CastOptions, DelayedCastOptions
 from torch_fp8.ops.gate_up import (
     gate_up_backward,
     gate_up_backward_amax,
@@ -19,7 +15,7 @@ from torch_fp8.ops.gate_up import (
     gate_up_backward_quantize_delayed,
 )
 from torch_fp8.ops.quantize import as_layouts, quantize_layouts
-from torch_fp8.ops.quantize_delayed import History, same_memory
+from torch_fp8.ops.quantize_delayed import delayed_layouts, same_memory
 from torch_fp8.ops.swiglu import swiglu, swiglu_quantize, swiglu_quantize_delayed
 from torch_fp8.ops.swiglu_backward import (
     swiglu_backward,
@@ -27,9 +23,10 @@ from torch_fp8.ops.swiglu_backward import (
     swiglu_backward_quantize,
     swiglu_backward_quantize_delayed,
 )
-from torch_fp8.quantization.recipe import CastSpec
 from torch_fp8.quantization.scaling import tensor_amax
-from torch_fp8.tensor.lazy_quantized import LazySource, Payloads, delayed_layouts
+from torch_fp8.tensor.base import Payloads
+from torch_fp8.tensor.lazy_quantized import LazySource
+from torch_fp8.tensor.quantizer import Quantizer
 
 
 def product(gate: Tensor, up: Tensor, amax: Tensor | None, name: str) -> LazySource:
@@ -45,83 +42,40 @@ def product(gate: Tensor, up: Tensor, amax: Tensor | None, name: str) -> LazySou
     def dense() -> Tensor:
         return swiglu(gate, up, None)
 
-    def layouts(spec: CastSpec, scale: Tensor | None, row: bool, col: bool) -> Payloads:
-        current = spec.granularity == "tensorwise" and scale is None
-        if current and amax is None:
-            return quantize_layouts(dense(), spec, None, row=row, col=col)
-        made = swiglu_quantize(
-            gate,
-            up,
-            None,
-            amax if current else None,
-            scale,
-            spec.format.dtype,
-            spec.granularity,
-            spec.power_of_two,
-            row,
-            col,
-            False,
-        )
-        return as_layouts(made[:4], spec, scale, row, col)
+    def layouts(options: CastOptions) -> Payloads:
+        if options.needs_amax:
+            options = options._replace(amax=amax)
+        if options.needs_amax:
+            return quantize_layouts(dense(), options)
+        return as_layouts(swiglu_quantize(gate, up, None, options, False)[:4], options)
 
     def largest() -> Tensor:
         return tensor_amax(dense()) if amax is None else amax
 
-    def delayed(how: DelayedCast) -> tuple[Payloads, Tensor]:
-        made = swiglu_quantize_delayed(gate, up, None, how, False)
-        return delayed_layouts(made, how), made[-1]
+    def delayed(options: DelayedCastOptions) -> tuple[Payloads, Tensor]:
+        made = swiglu_quantize_delayed(gate, up, None, options, False)
+        return delayed_layouts(made, options), made[-1]
 
     return LazySource(name, (gate, up), dense, layouts, largest, delayed)
 
 
-class Ahead(NamedTuple):
-    """The cast of a layer behind, where it can be made as the product is computed.
-
-    Attributes:
-        spec: in blocks, or tensorwise with delayed scaling.
-        col: whether a backward will want the product transposed.
-        history: with delayed scaling, of the layer.
-        config: of the layer.
-    """
-
-    spec: CastSpec
-    col: bool
-    history: History | None
-    config: FP8Config
-
-
 def cast_and_save(
-    gate: Tensor, up: Tensor, ahead: Ahead
+    gate: Tensor, up: Tensor, quantizer: Quantizer
 ) -> tuple[Payloads, Tensor | None, tuple[Tensor, ...]]:
     """The product cast, its amax where that is taken, and gate and up as they are saved: one read.
 
     Args:
         gate, up: (R, C).
-        ahead: how.
+        quantizer: of the layer behind: in blocks, or tensorwise with delayed scaling.
     """
-    spec, col = ahead.spec, ahead.col
-    if ahead.history is not None:
-        how = ahead.history.casts(spec, ahead.config, row=True, col=col)
-        made = swiglu_quantize_delayed(gate, up, None, how, True)
-        return delayed_layouts(made, how), made[7], made[3:7]
-    cast = (spec.format.dtype, spec.granularity, spec.power_of_two, True, col)
-    made = swiglu_quantize(gate, up, None, None, None, *cast, True)
-    return as_layouts(made[:4], spec, None, True, col), None, tuple(made[4:8])
-
-
-class GradientReaders(NamedTuple):
-    """The two layers that take both gradients with delayed scaling.
-
-    Attributes:
-        histories: of both.
-        spec, config: of both layers.
-        col: whether one of them takes a weight gradient in FP8.
-    """
-
-    histories: tuple[History, History]
-    spec: CastSpec
-    config: FP8Config
-    col: bool
+    layouts = {"rowwise": True, "columnwise": quantizer.columnwise_usage}
+    if quantizer.history is not None:
+        delayed = quantizer.delayed_options(**layouts)
+        made = swiglu_quantize_delayed(gate, up, None, delayed, True)
+        return delayed_layouts(made, delayed), made[7], made[3:7]
+    options = CastOptions.of(quantizer.spec, **layouts)
+    made = swiglu_quantize(gate, up, None, options, True)
+    return as_layouts(made[:4], options), None, made[4:8]
 
 
 class Gradients:
@@ -129,14 +83,15 @@ class Gradients:
 
     Args:
         inputs: of both.
-        readers: of both, if both are taken with delayed scaling.
+        readers: the quantizers of the two layers that take them, which differ in the history alone,
+            if both do so with delayed scaling.
     """
 
-    def __init__(self, inputs: BackwardInputs, readers: GradientReaders | None) -> None:
+    def __init__(self, inputs: BackwardInputs, readers: tuple[Quantizer, Quantizer] | None) -> None:
         self.inputs, self.readers = inputs, readers
         self._dense: dict[int, Tensor] = {}
-        self._made: dict[tuple[int, CastSpec, bool, bool], Payloads] = {}
-        self._delayed: dict[int, tuple[DelayedCast, Payloads, Tensor]] = {}
+        self._made: dict[tuple[int, CastOptions], Payloads] = {}
+        self._delayed: dict[int, tuple[DelayedCastOptions, Payloads, Tensor]] = {}
         self._amax: Tensor | None = None
 
     def production(self, i: int, name: str) -> LazySource:
@@ -145,21 +100,23 @@ class Gradients:
             name,
             (self.inputs.grad,),
             lambda: self.dense(i),
-            lambda spec, scale, row, col: self.layouts(i, spec, scale, row, col),
+            lambda options: self.layouts(i, options),
             lambda: self.amax()[i],
-            None if self.readers is None else lambda how: self.delayed(i, how),
+            None if self.readers is None else lambda options: self.delayed(i, options),
         )
 
-    def delayed(self, i: int, how: DelayedCast) -> tuple[Payloads, Tensor]:
+    def delayed(self, i: int, options: DelayedCastOptions) -> tuple[Payloads, Tensor]:
         """Gradient `i` and its amax, with the other one's scale from its own history."""
-        if i not in self._delayed or not _is_same(self._delayed[i][0], how):
+        if i not in self._delayed or not _is_same(self._delayed[i][0], options):
             assert self.readers is not None
-            other = self.readers.histories[1 - i]
-            casts = [how._replace(amaxes=other.amaxes, progress=other.progress)] * 2
-            casts[i] = how
-            made = swiglu_backward_quantize_delayed(self.inputs, *casts)
+            other = self.readers[1 - i].history
+            assert other is not None
+            casts = [options._replace(amaxes=other.amaxes, progress=other.progress)] * 2
+            casts[i] = options
+            of_gate, of_up = casts
+            made = swiglu_backward_quantize_delayed(self.inputs, *of_up[:2], of_gate)
             for j in range(2):
-                layouts = delayed_layouts(made[3 * j : 3 * j + 3], how)
+                layouts = delayed_layouts(made[3 * j : 3 * j + 3], options)
                 self._delayed[j] = casts[j], layouts, made[6][j]
         _, layouts, amax = self._delayed.pop(i)
         return layouts, amax
@@ -167,8 +124,9 @@ class Gradients:
     def cast_ahead(self) -> None:
         """In a compiled graph, let the layers' casts find both made, if these are as expected."""
         if self.readers is not None:
-            histories, spec, config, col = self.readers
-            self.delayed(0, histories[0].casts(spec, config, row=True, col=col))
+            of_gate, _ = self.readers
+            columnwise = of_gate.columnwise_usage
+            self.delayed(0, of_gate.delayed_options(rowwise=True, columnwise=columnwise))
 
     def dense(self, i: int) -> Tensor:
         """Gradient `i`, plain; to be asked for once."""
@@ -182,28 +140,17 @@ class Gradients:
             self._amax = swiglu_backward_amax(self.inputs)
         return self._amax
 
-    def layouts(
-        self, i: int, spec: CastSpec, scale: Tensor | None, row: bool, col: bool
-    ) -> Payloads:
+    def layouts(self, i: int, options: CastOptions) -> Payloads:
         """Gradient `i` in FP8."""
-        if scale is not None or spec.granularity == "rowwise":  # a scale of each, or no fusion
-            return quantize_layouts(self.dense(i), spec, scale, row=row, col=col)
-        if (i, spec, row, col) not in self._made:
-            tensorwise = spec.granularity == "tensorwise"
-            made = swiglu_backward_quantize(
-                self.inputs,
-                self.amax() if tensorwise else None,
-                None,
-                spec.format.dtype,
-                spec.granularity,
-                spec.power_of_two,
-                row,
-                col,
-            )
+        # A scale of each, or no fusion.
+        if options.scale is not None or options.granularity == "rowwise":
+            return quantize_layouts(self.dense(i), options)
+        if (i, options) not in self._made:
+            amax = self.amax() if options.needs_amax else None
+            made = swiglu_backward_quantize(self.inputs, options._replace(amax=amax))
             for j in range(2):
-                part = made[4 * j : 4 * j + 4]
-                self._made[j, spec, row, col] = as_layouts(part, spec, None, row, col)
-        return self._made.pop((i, spec, row, col))
+                self._made[j, options] = as_layouts(made[4 * j : 4 * j + 4], options)
+        return self._made.pop((i, options))
 
 
 class JoinedGradient:
@@ -217,9 +164,9 @@ class JoinedGradient:
             name, (self.inputs.grad,), lambda: self.dense(i), self.layouts, self.amax, self.delayed
         )
 
-    def delayed(self, how: DelayedCast) -> tuple[Payloads, Tensor]:
-        made = gate_up_backward_quantize_delayed(self.inputs, self.gate_first, how)
-        return delayed_layouts(made, how), made[3]
+    def delayed(self, options: DelayedCastOptions) -> tuple[Payloads, Tensor]:
+        made = gate_up_backward_quantize_delayed(self.inputs, self.gate_first, options)
+        return delayed_layouts(made, options), made[3]
 
     def dense(self, i: int) -> Tensor:
         return gate_up_backward(self.inputs, self.gate_first)
@@ -227,21 +174,12 @@ class JoinedGradient:
     def amax(self) -> Tensor:
         return gate_up_backward_amax(self.inputs)
 
-    def layouts(self, spec: CastSpec, scale: Tensor | None, row: bool, col: bool) -> Payloads:
-        current = spec.granularity == "tensorwise" and scale is None
-        made = gate_up_backward_quantize(
-            self.inputs,
-            self.gate_first,
-            self.amax() if current else None,
-            scale,
-            spec.format.dtype,
-            spec.granularity,
-            spec.power_of_two,
-            row,
-            col,
-        )
-        return as_layouts(made[:4], spec, scale, row, col)
+    def layouts(self, options: CastOptions) -> Payloads:
+        if options.needs_amax:
+            options = options._replace(amax=self.amax())
+        made = gate_up_backward_quantize(self.inputs, self.gate_first, options)
+        return as_layouts(made[:4], options)
 
 
-def _is_same(made: DelayedCast, wanted: DelayedCast) -> bool:
+def _is_same(made: DelayedCastOptions, wanted: DelayedCastOptions) -> bool:
     return made[2:] == wanted[2:] and same_memory(made.amaxes, wanted.amaxes)

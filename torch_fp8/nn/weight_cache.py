@@ -48,7 +48,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_fp8.autograd.checkpoint_pass import selective_pass, untraced
-from torch_fp8.kernels.arguments import WeightPayload
+from torch_fp8.kernels.arguments import CastOptions, WeightPayload
 from torch_fp8.ops.quantize import QuantizedTensor, quantize_layouts, transposed
 from torch_fp8.quantization.payload_shape import SQUARE
 from torch_fp8.quantization.recipe import CastSpec
@@ -164,7 +164,8 @@ class WeightCache:
             # forward turns that around, where both have the same scales.
             col = self.transposed and not (keep and spec.granularity in SQUARE)
             row = not col
-        return quantize_layouts(weight, spec, self._scale, row=row, col=col, amax=self._amax)
+        options = CastOptions.of(spec, self._scale, self._amax, rowwise=row, columnwise=col)
+        return quantize_layouts(weight, options)
 
     def _keep(
         self, stamp: Stamp | None, row: QuantizedTensor | None, col: QuantizedTensor | None

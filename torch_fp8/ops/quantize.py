@@ -1,9 +1,9 @@
 """Casting to FP8 and back: `QuantizedTensor`, `quantize`, `dequantize`.
 
 One operator, ``torch_fp8::quantize_2d``, does every cast. It reads a matrix once and writes the
-layouts that are asked for: ``row``, quantized along the last dimension, and ``col``, the transpose,
-quantized along *its* last dimension. torch.compile sees one opaque op. On the CPU it is
-`quantize_2d_reference`, plain torch; on CUDA it is a Triton kernel with the same bytes.
+layouts that are asked for: rowwise, quantized along the last dimension, and columnwise, the
+transpose, quantized along *its* last dimension. torch.compile sees one opaque op. On the CPU it is
+plain torch; on CUDA it is a Triton kernel with the same bytes.
 
 What a cast reads and writes, in bytes per element of a BF16 matrix, both layouts:
 
@@ -26,8 +26,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torch_fp8.ops.registry import define, operators
-from torch_fp8.quantization.formats import MIN_CAPABILITY, Format, format_of
+from torch_fp8.kernels.arguments import CastOptions
+from torch_fp8.ops.registry import emulates_casts, operator
+from torch_fp8.quantization.formats import Format, format_of
 from torch_fp8.quantization.payload_shape import (
     BLOCK_SHAPE,
     SQUARE,
@@ -58,6 +59,10 @@ class QuantizedTensor(NamedTuple):
     granularity: Granularity
 
 
+Payloads = tuple[QuantizedTensor | None, QuantizedTensor | None]
+"""A matrix (R, C) quantized along C, and its transpose (C, R) quantized along R; None: not made."""
+
+
 def quantize(x: Tensor, spec: CastSpec, scale: Tensor | None = None) -> QuantizedTensor:
     """Cast x to FP8 along its last dimension, so that ``x ~= qdata.float() * scale``.
 
@@ -69,56 +74,41 @@ def quantize(x: Tensor, spec: CastSpec, scale: Tensor | None = None) -> Quantize
         spec: format and granularity.
         scale: () float32 dequantization scale, for tensorwise; None: from the amax of x.
     """
-    row, _ = quantize_layouts(x, spec, scale, row=True, col=False)
-    assert row is not None
-    return row
+    rowwise, _ = quantize_layouts(x, CastOptions.of(spec, scale, rowwise=True, columnwise=False))
+    assert rowwise is not None
+    return rowwise
 
 
-def quantize_layouts(
-    x: Tensor,
-    spec: CastSpec,
-    scale: Tensor | None = None,
-    *,
-    row: bool,
-    col: bool,
-    amax: Tensor | None = None,
-) -> tuple[QuantizedTensor | None, QuantizedTensor | None]:
+def quantize_layouts(x: Tensor, options: CastOptions) -> Payloads:
     """Cast x and its transpose in one read.
 
     Args:
         x: (R, C) float32, bfloat16 or float16, any strides.
-        spec: format and granularity, of both layouts.
-        scale: () float32 dequantization scale, for tensorwise; None: from the amax of x.
-        row: whether to make x, (R, C), quantized along C.
-        col: whether to make x^T, (C, R') contiguous, quantized along R, zeros beyond; see
-            `torch_fp8.quantization.payload_shape`.
-        amax: () float32 of x, where it is known, for tensorwise: saves the read for it.
+        options: how; a tensorwise scale that is not given is made from the amax, which saves a
+            read where it is given.
     Returns:
-        ``(row, col)``, None for what was not asked for. Tensorwise, both share one scale.
+        ``(rowwise, columnwise)``, None for what was not asked for. Tensorwise, both share one
+        scale.
     """
-    made = operators.quantize_2d(
-        x, scale, spec.format.dtype, spec.granularity, spec.power_of_two, row, col, amax
-    )
-    return as_layouts(made, spec, scale, row, col)
+    return as_layouts(quantize_2d(x, options), options)
 
 
-def as_layouts(
-    made: Sequence[Any], spec: CastSpec, scale: Tensor | None, row: bool, col: bool
-) -> tuple[QuantizedTensor | None, QuantizedTensor | None]:
+def as_layouts(made: Sequence[Any], options: CastOptions) -> Payloads:
     """Turn an operator's ``(qdata, scale, qdata_t, scale_t)`` into two payloads.
 
     Args:
-        made: see ``torch_fp8::quantize_2d``.
-        spec, scale, row, col: the arguments with which the operator was called.
+        made: see `quantize_2d`.
+        options: with which the operator was called.
     """
-    qdata, scales, qdata_t, scales_t = made
-    if scale is not None:
-        scales = scale
-    if spec.granularity == "tensorwise":
-        scales_t = scales
+    qdata, scale, qdata_t, scale_t = made
+    granularity: Any = options.granularity
+    if options.scale is not None:
+        scale = options.scale
+    if granularity == "tensorwise":
+        scale_t = scale
     return (
-        QuantizedTensor(qdata, scales, spec.granularity) if row else None,
-        QuantizedTensor(qdata_t, scales_t, spec.granularity) if col else None,
+        QuantizedTensor(qdata, scale, granularity) if options.rowwise else None,
+        QuantizedTensor(qdata_t, scale_t, granularity) if options.columnwise else None,
     )
 
 
@@ -160,54 +150,6 @@ def cast_saturating(x: Tensor, scale: Tensor, format: Format) -> Tensor:
     return ((x / scale).clamp(-format.max, format.max) + nonfinite).to(format.dtype)
 
 
-def quantize_2d_reference(
-    x: Tensor,
-    scale: Tensor | None,
-    dtype: torch.dtype,
-    granularity: str,
-    power_of_two: bool,
-    row: bool,
-    col: bool,
-    amax: Tensor | None = None,
-) -> Layouts:
-    """Reference of ``torch_fp8::quantize_2d``; what was not asked for is an empty tensor.
-
-    Args:
-        x: (R, C), any strides.
-        scale: () float32 for tensorwise, None otherwise.
-        dtype: FP8 dtype of the payload.
-        granularity: see `torch_fp8.quantization.recipe`.
-        power_of_two: round scales up to powers of two.
-        row, col: the layouts to make.
-        amax: () float32 of x, for tensorwise, where it is known.
-    Returns:
-        qdata (R, C), its scale, qdata of x^T (C, R'), its scale. Tensorwise, the second is the one
-        scale of both layouts, or empty if it was given, and the fourth is empty. All contiguous;
-        the operator's scales of block_1x128 are laid out by `new_group_scales` instead.
-    """
-    format = format_of(dtype)
-    more = padded_rows(x.shape[0], granularity) - x.shape[0]
-    if granularity == "tensorwise":
-        made = _no_scale(x)
-        if scale is None:
-            amax = tensor_amax(x) if amax is None else amax
-            scale = made = scale_from_amax(amax, format, power_of_two)
-        qdata = cast_saturating(x.float(), scale, format)
-        return (
-            qdata.contiguous() if row else _no_qdata(x, dtype),
-            made,
-            _zero_padded(qdata.t(), more) if col else _no_qdata(x, dtype),
-            _no_scale(x),
-        )
-
-    def one(matrix: Tensor, wanted: bool) -> tuple[Tensor, Tensor]:
-        if not wanted:
-            return _no_qdata(x, dtype), _no_scale(x)
-        return _quantize_rows(matrix.float(), format, granularity, power_of_two)
-
-    return (*one(x, row), *one(F.pad(x.t(), (0, more)) if more else x.t(), col))
-
-
 def _quantize_rows(
     x: Tensor, format: Format, granularity: str, power_of_two: bool
 ) -> tuple[Tensor, Tensor]:
@@ -233,8 +175,8 @@ def _quantize_blocks(
     return qdata.contiguous(), scale
 
 
-def _no_qdata(x: Tensor, dtype: torch.dtype) -> Tensor:
-    return x.new_empty(0, dtype=dtype)
+def _no_qdata(x: Tensor, options: CastOptions) -> Tensor:
+    return x.new_empty(0, dtype=options.dtype)
 
 
 def _no_scale(x: Tensor) -> Tensor:
@@ -248,66 +190,15 @@ def _zero_padded(qdata: Tensor, more: int) -> Tensor:
     return F.pad(qdata.view(torch.uint8), (0, more)).view(qdata.dtype)
 
 
-def quantize_2d_cpu(
-    x: Tensor,
-    scale: Tensor | None,
-    dtype: torch.dtype,
-    granularity: str,
-    power_of_two: bool,
-    row: bool,
-    col: bool,
-    amax: Tensor | None = None,
-) -> Layouts:
-    """Implement ``torch_fp8::quantize_2d`` on the CPU."""
-    made = quantize_2d_reference(x, scale, dtype, granularity, power_of_two, row, col, amax)
-    return laid_out(made, granularity)
+def _quantize_2d_cuda(x: Tensor, options: CastOptions) -> Layouts:
+    return as_outputs(x, _quantize_2d_eager(x, options), options)
 
 
-def laid_out(made: Sequence[Tensor], granularity: str) -> Layouts:
-    """Lay out the scales as the operators return them."""
-    qdata, scale, qdata_t, scale_t = made
-    if granularity == "block_1x128":
-        scale, scale_t = _by_block(scale, qdata), _by_block(scale_t, qdata_t)
-    return qdata, scale, qdata_t, scale_t
-
-
-def _by_block(scale: Tensor, qdata: Tensor) -> Tensor:
-    if scale.ndim < 2:  # not asked for
-        return scale
-    return new_group_scales(scale, *qdata.shape).copy_(scale)
-
-
-def _quantize_2d_cuda(
-    x: Tensor,
-    scale: Tensor | None,
-    dtype: torch.dtype,
-    granularity: str,
-    power_of_two: bool,
-    row: bool,
-    col: bool,
-    amax: Tensor | None = None,
-) -> Layouts:
-    made = _quantize_2d_eager(x, scale, dtype, granularity, power_of_two, row, col, amax)
-    return as_outputs(x, made, scale, dtype, granularity)
-
-
-def _quantize_2d_eager(
-    x: Tensor,
-    scale: Tensor | None,
-    dtype: torch.dtype,
-    granularity: str,
-    power_of_two: bool,
-    row: bool,
-    col: bool,
-    amax: Tensor | None = None,
-) -> Made:
-    """Run ``torch_fp8::quantize_2d`` in eager code; outputs that were not asked for are
-    unspecified.
-    """
-    arguments = (x, scale, dtype, granularity, power_of_two, row, col, amax)
+def _quantize_2d_eager(x: Tensor, options: CastOptions) -> Made:
+    """Run `quantize_2d` in eager code; outputs that were not asked for are unspecified."""
     if emulates_casts(x.device):
-        return quantize_2d_cpu(*arguments)
-    made: Made = _kernels().quantize_2d(*arguments)
+        return quantize_2d.reference(x, options)
+    made: Made = _kernels().quantize_2d(x, options)
     return made
 
 
@@ -318,65 +209,72 @@ def _kernels() -> Any:
     return quantize
 
 
-@functools.cache
-def emulates_casts(device: torch.device) -> bool:
-    """Return whether a tensor's CUDA device is older than FP8, so that the reference runs on it."""
-    return torch.cuda.get_device_capability(device) < MIN_CAPABILITY
-
-
-def as_outputs(
-    x: Tensor,
-    made: Made,
-    scale: Tensor | None,
-    dtype: torch.dtype,
-    granularity: str,
-) -> Layouts:
+def as_outputs(x: Tensor, made: Made, options: CastOptions) -> Layouts:
     """Return an operator's outputs, with an empty tensor for each layout that does not exist."""
-    qdata, scale_row, qdata_t, scale_col = made
-    if granularity == "tensorwise":  # an operator may not return its input, nor one tensor twice
-        one = scale_col if scale_row is None else scale_row
-        scale_row, scale_col = (one if scale is None else None), None
+    qdata, scale, qdata_t, scale_t = made
+    if options.granularity == "tensorwise":  # neither its input, nor one tensor twice
+        one = scale_t if scale is None else scale
+        scale, scale_t = (one if options.scale is None else None), None
     return (
-        _no_qdata(x, dtype) if qdata is None else qdata,
-        _no_scale(x) if scale_row is None else scale_row,
-        _no_qdata(x, dtype) if qdata_t is None else qdata_t,
-        _no_scale(x) if scale_col is None else scale_col,
+        _no_qdata(x, options) if qdata is None else qdata,
+        _no_scale(x) if scale is None else scale,
+        _no_qdata(x, options) if qdata_t is None else qdata_t,
+        _no_scale(x) if scale_t is None else scale_t,
     )
 
 
-def quantize_2d_fake(
-    x: Tensor,
-    scale: Tensor | None,
-    dtype: torch.dtype,
-    granularity: str,
-    power_of_two: bool,
-    row: bool,
-    col: bool,
-    amax: Tensor | None = None,
-) -> Layouts:
-    """Return empty tensors of the shapes of ``torch_fp8::quantize_2d``, for tracing."""
-    rows, cols = x.shape
+def quantize_2d_fake(x: Tensor, options: CastOptions) -> Layouts:
+    """Return empty tensors of the shapes of `quantize_2d`, for tracing."""
+    (rows, cols), granularity = x.shape, options.granularity
 
     def one(rows: int, cols: int, wanted: bool) -> tuple[Tensor, Tensor]:
-        qdata = x.new_empty((rows, cols) if wanted else (0,), dtype=dtype)
+        qdata = x.new_empty((rows, cols) if wanted else (0,), dtype=options.dtype)
         if not wanted or granularity == "tensorwise":
             return qdata, _no_scale(x)
-        shape = scale_shape(rows, cols, granularity)
         if granularity == "block_1x128":
             return qdata, new_group_scales(x, rows, cols)
-        return qdata, x.new_empty(shape, dtype=torch.float32)
+        return qdata, x.new_empty(scale_shape(rows, cols, granularity), dtype=torch.float32)
 
-    qdata, scale_row = one(rows, cols, row)
-    if granularity == "tensorwise" and scale is None:
-        scale_row = x.new_empty((), dtype=torch.float32)
-    return (qdata, scale_row, *one(cols, padded_rows(rows, granularity), col))
+    qdata, scale = one(rows, cols, options.rowwise)
+    if granularity == "tensorwise" and options.scale is None:
+        scale = x.new_empty((), dtype=torch.float32)
+    return (qdata, scale, *one(cols, padded_rows(rows, granularity), options.columnwise))
 
 
-define(
-    "quantize_2d(Tensor x, Tensor? scale, ScalarType dtype, str granularity, bool power_of_two, "
-    "bool row, bool col, Tensor? amax=None) -> (Tensor, Tensor, Tensor, Tensor)",
-    quantize_2d_cpu,
-    _quantize_2d_cuda,
-    quantize_2d_fake,
-    eager=_quantize_2d_eager,
-)
+@operator(quantize_2d_fake, cuda=_quantize_2d_cuda, eager=_quantize_2d_eager)
+def quantize_2d(x: Tensor, options: CastOptions) -> Layouts:
+    """Cast x and its transpose; what was not asked for is an empty tensor.
+
+    Args:
+        x: (R, C), any strides.
+        options: how.
+    Returns:
+        qdata (R, C), its scale, qdata of x^T (C, R'), its scale. Tensorwise, the second is the one
+        scale of both layouts, or empty if it was given, and the fourth is empty. All contiguous,
+        but scales of block_1x128, which are laid out by `new_group_scales`.
+    """
+    format, granularity = format_of(options.dtype), options.granularity
+    more = padded_rows(x.shape[0], granularity) - x.shape[0]
+    if granularity == "tensorwise":
+        made, scale = _no_scale(x), options.scale
+        if scale is None:
+            amax = tensor_amax(x) if options.amax is None else options.amax
+            scale = made = scale_from_amax(amax, format, options.power_of_two)
+        qdata = cast_saturating(x.float(), scale, format)
+        return (
+            qdata.contiguous() if options.rowwise else _no_qdata(x, options),
+            made,
+            _zero_padded(qdata.t(), more) if options.columnwise else _no_qdata(x, options),
+            _no_scale(x),
+        )
+
+    def one(matrix: Tensor, wanted: bool) -> tuple[Tensor, Tensor]:
+        if not wanted:
+            return _no_qdata(x, options), _no_scale(x)
+        qdata, scale = _quantize_rows(matrix.float(), format, granularity, options.power_of_two)
+        if granularity == "block_1x128":
+            scale = new_group_scales(scale, *qdata.shape).copy_(scale)
+        return qdata, scale
+
+    columns = F.pad(x.t(), (0, more)) if more else x.t()
+    return (*one(x, options.rowwise), *one(columns, options.columnwise))

@@ -11,21 +11,18 @@ history is empty, the scale is that of the matrix at hand; on CUDA nobody waits 
 whether it is (see `torch_fp8.kernels.quantize_delayed`).
 """
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from torch_fp8.config import FP8Config
-from torch_fp8.ops.fused_quantize import DelayedCast
-from torch_fp8.ops.quantize import (
-    QuantizedTensor,
-    emulates_casts,
-    quantize_2d_reference,
-)
-from torch_fp8.ops.registry import define, operators
+from torch_fp8.kernels.arguments import DelayedCastOptions
+from torch_fp8.ops.quantize import Payloads, QuantizedTensor, quantize_2d, quantize_2d_fake
+from torch_fp8.ops.registry import emulates_casts, operator
 from torch_fp8.quantization.formats import format_of
-from torch_fp8.quantization.payload_shape import padded_rows
+from torch_fp8.quantization.payload_shape import Layouts
 from torch_fp8.quantization.recipe import CastSpec
 from torch_fp8.quantization.scaling import delayed_scale, push_amax, tensor_amax
 
@@ -50,8 +47,8 @@ class History(NamedTuple):
         spec: CastSpec,
         config: FP8Config,
         *,
-        row: bool,
-        col: bool,
+        rowwise: bool,
+        columnwise: bool,
         sum_dtype: torch.dtype | None = None,
     ) -> tuple[QuantizedTensor | None, QuantizedTensor | None, Tensor | None]:
         """Cast x and its transpose in one read, and record the amax of x.
@@ -60,37 +57,25 @@ class History(NamedTuple):
             x: (R, C) float32, bfloat16 or float16, any strides.
             spec: format; tensorwise.
             config: the algorithm and margin of delayed scaling.
-            row, col: the layouts to make; neither: the amax is recorded alone.
+            rowwise, columnwise: the layouts to make; neither: the amax is recorded alone.
             sum_dtype: dtype of ``x.sum(0)``, added up in float32; None: not wanted.
         Returns:
-            ``(row, col, sums)``, None for what was not asked for.
+            ``(rowwise, columnwise, sums)``, None for what was not asked for.
         """
-        qdata, scale, qdata_t, sums = operators.quantize_2d_delayed(
-            x,
-            *self,
-            spec.format.dtype,
-            config.amax_compute_algo,
-            config.margin,
-            row,
-            col,
-            sum_dtype,
-        )
-        return (
-            QuantizedTensor(qdata, scale, spec.granularity) if row else None,
-            QuantizedTensor(qdata_t, scale, spec.granularity) if col else None,
-            None if sum_dtype is None else sums,
-        )
+        options = self.options(spec, config, rowwise=rowwise, columnwise=columnwise)
+        made = quantize_2d_delayed(x, options, self.last, sum_dtype)
+        return *delayed_layouts(made, options), None if sum_dtype is None else made[3]
 
-    def casts(self, spec: CastSpec, config: FP8Config, *, row: bool, col: bool) -> DelayedCast:
-        """Return the cast that a producer fuses, with the scale that this history suggests.
+    def options(
+        self, spec: CastSpec, config: FP8Config, *, rowwise: bool, columnwise: bool
+    ) -> DelayedCastOptions:
+        """Return the cast with the scale that this history suggests, for a producer to fuse.
 
         Args:
-            spec, config, row, col: see `cast`.
+            spec, config, rowwise, columnwise: see `cast`.
         """
-        algorithm, margin = config.amax_compute_algo, config.margin
-        return DelayedCast(
-            self.amaxes, self.progress, spec.format.dtype, algorithm, margin, row, col
-        )
+        how = (spec.format.dtype, config.amax_compute_algo, config.margin)
+        return DelayedCastOptions(self.amaxes, self.progress, *how, rowwise, columnwise)
 
     @staticmethod
     def of_operand(buffers: tuple[Tensor, ...], operand: int) -> "History":
@@ -112,15 +97,17 @@ class History(NamedTuple):
 
     def advance(self, amax: Tensor, spec: CastSpec, config: FP8Config) -> Tensor:
         """Return the () scale for a matrix with this amax (() float32), and record the amax."""
-        scale: Tensor = operators.advance_history(
-            self.amaxes,
-            self.last,
-            amax,
-            spec.format.dtype,
-            config.amax_compute_algo,
-            config.margin,
-        )
-        return scale
+        how = (spec.format.dtype, config.amax_compute_algo, config.margin)
+        return advance_history(self.amaxes, self.last, amax, *how)
+
+
+def delayed_layouts(made: Sequence[Tensor], options: DelayedCastOptions) -> Payloads:
+    """Turn ``(q, scale, qt)``, first of what an operator returns, into two payloads."""
+    q, scale, qt = made[:3]
+    return (
+        QuantizedTensor(q, scale, "tensorwise") if options.rowwise else None,
+        QuantizedTensor(qt, scale, "tensorwise") if options.columnwise else None,
+    )
 
 
 def same_memory(a: Tensor, b: Tensor) -> bool:
@@ -129,7 +116,49 @@ def same_memory(a: Tensor, b: Tensor) -> bool:
     return same and a.storage_offset() == b.storage_offset()
 
 
-def advance_history_reference(
+def _quantize_2d_delayed_cuda(
+    x: Tensor, options: DelayedCastOptions, last: Tensor | None, sum_dtype: torch.dtype | None
+) -> Layouts:
+    if emulates_casts(x.device) or x.numel() == 0:
+        return quantize_2d_delayed.reference(x, options, last, sum_dtype)
+    from torch_fp8.kernels import quantize_delayed
+    from torch_fp8.kernels.column_sums import TileSums
+
+    sums = None if sum_dtype is None else TileSums()
+    qdata, scale, qdata_t = quantize_delayed.quantize_2d_delayed(x, options, last, sums)
+    return (
+        x.new_empty(0, dtype=options.dtype) if qdata is None else qdata,
+        scale,
+        x.new_empty(0, dtype=options.dtype) if qdata_t is None else qdata_t,
+        _no_sums(x) if sums is None or sum_dtype is None else sums.total(x, sum_dtype),
+    )
+
+
+def _quantize_2d_delayed_fake(
+    x: Tensor, options: DelayedCastOptions, last: Tensor | None, sum_dtype: torch.dtype | None
+) -> Layouts:
+    scale = x.new_empty((), dtype=torch.float32)
+    qdata, _, qdata_t, _ = quantize_2d_fake(x, options.with_scale(scale))
+    sums = _no_sums(x) if sum_dtype is None else x.new_empty(x.shape[1], dtype=sum_dtype)
+    return qdata, scale, qdata_t, sums
+
+
+def _no_sums(x: Tensor) -> Tensor:
+    return x.new_empty(0, dtype=torch.float32)
+
+
+def _kernels() -> Any:
+    from torch_fp8.kernels import quantize_delayed
+
+    return quantize_delayed
+
+
+def _advance_history_fake(amaxes: Tensor, last: Tensor | None, amax: Tensor, *_: Any) -> Tensor:
+    return torch.empty_like(amax)
+
+
+@operator(_advance_history_fake, _kernels, mutates=("amaxes", "last"))
+def advance_history(
     amaxes: Tensor,
     last: Tensor | None,
     amax: Tensor,
@@ -137,7 +166,7 @@ def advance_history_reference(
     algorithm: str,
     margin: int,
 ) -> Tensor:
-    """Reference of ``torch_fp8::advance_history``.
+    """Return the scale that a history suggests, and record the amax of the tensor at hand.
 
     Args:
         amaxes, last: tensors of a `History`; written.
@@ -154,132 +183,29 @@ def advance_history_reference(
     return scale
 
 
-def quantize_2d_delayed_reference(
-    x: Tensor,
-    amaxes: Tensor,
-    progress: Tensor,
-    last: Tensor | None,
-    dtype: torch.dtype,
-    algorithm: str,
-    margin: int,
-    row: bool,
-    col: bool,
-    sum_dtype: torch.dtype | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Reference of ``torch_fp8::quantize_2d_delayed``; the kernel adds up in another order.
+@operator(
+    _quantize_2d_delayed_fake,
+    cuda=_quantize_2d_delayed_cuda,
+    mutates=("amaxes", "progress", "last"),
+)
+def quantize_2d_delayed(
+    x: Tensor, options: DelayedCastOptions, last: Tensor | None, sum_dtype: torch.dtype | None
+) -> Layouts:
+    """Cast x with the scale that a history suggests, and record its amax.
 
     Args:
         x: (R, C), any strides.
-        amaxes, progress, last: tensors of a `History`; written, but for `progress`.
-        dtype, algorithm, margin: see `advance_history_reference`.
-        row, col: the layouts to make.
+        options: how; the history is written here.
+        last: () float32 that receives the scale, or None.
         sum_dtype: the dtype of the sums; None: not wanted.
     Returns:
-        qdata (R, C), scale (), qdata of x^T (C, R'), ``x.sum(0)``; empty if not asked for.
+        qdata (R, C), scale (), qdata of x^T (C, R'), ``x.sum(0)``; empty if not asked for. The
+        kernel adds up in another order.
     """
-    del progress
-    scale = advance_history_reference(amaxes, last, tensor_amax(x), dtype, algorithm, margin)
-    qdata, _, qdata_t, _ = quantize_2d_reference(x, scale, dtype, "tensorwise", False, row, col)
+    how = options.dtype, options.algorithm, options.margin
+    scale = advance_history.reference(options.amaxes, last, tensor_amax(x), *how)
+    qdata, _, qdata_t, _ = quantize_2d.reference(x, options.with_scale(scale))
     sums = _no_sums(x)
     if sum_dtype is not None:
         sums = x.sum(0, dtype=torch.float32).to(sum_dtype)
     return qdata, scale, qdata_t, sums
-
-
-def _no_sums(x: Tensor) -> Tensor:
-    return x.new_empty(0, dtype=torch.float32)
-
-
-def _quantize_2d_delayed_cuda(
-    x: Tensor,
-    amaxes: Tensor,
-    progress: Tensor,
-    last: Tensor | None,
-    dtype: torch.dtype,
-    algorithm: str,
-    margin: int,
-    row: bool,
-    col: bool,
-    sum_dtype: torch.dtype | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    if emulates_casts(x.device) or x.numel() == 0:
-        return quantize_2d_delayed_reference(
-            x, amaxes, progress, last, dtype, algorithm, margin, row, col, sum_dtype
-        )
-    from torch_fp8.kernels.column_sums import TileSums
-    from torch_fp8.kernels.quantize_delayed import quantize_2d_delayed
-
-    sums = None if sum_dtype is None else TileSums()
-    qdata, scale, qdata_t = quantize_2d_delayed(
-        x, amaxes, progress, last, dtype, algorithm, margin, row, col, sums
-    )
-    return (
-        x.new_empty(0, dtype=dtype) if qdata is None else qdata,
-        scale,
-        x.new_empty(0, dtype=dtype) if qdata_t is None else qdata_t,
-        _no_sums(x) if sums is None or sum_dtype is None else sums.total(x, sum_dtype),
-    )
-
-
-def _quantize_2d_delayed_fake(
-    x: Tensor,
-    amaxes: Tensor,
-    progress: Tensor,
-    last: Tensor | None,
-    dtype: torch.dtype,
-    algorithm: str,
-    margin: int,
-    row: bool,
-    col: bool,
-    sum_dtype: torch.dtype | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    rows, cols = x.shape
-    return (
-        x.new_empty((rows, cols) if row else (0,), dtype=dtype),
-        x.new_empty((), dtype=torch.float32),
-        x.new_empty((cols, padded_rows(rows, "tensorwise")) if col else (0,), dtype=dtype),
-        _no_sums(x) if sum_dtype is None else x.new_empty(cols, dtype=sum_dtype),
-    )
-
-
-def _advance_history_cuda(
-    amaxes: Tensor,
-    last: Tensor | None,
-    amax: Tensor,
-    dtype: torch.dtype,
-    algorithm: str,
-    margin: int,
-) -> Tensor:
-    if emulates_casts(amaxes.device):
-        return advance_history_reference(amaxes, last, amax, dtype, algorithm, margin)
-    from torch_fp8.kernels.quantize_delayed import advance_history
-
-    return advance_history(amaxes, last, amax, dtype, algorithm, margin)
-
-
-def _advance_history_fake(
-    amaxes: Tensor,
-    last: Tensor | None,
-    amax: Tensor,
-    dtype: torch.dtype,
-    algorithm: str,
-    margin: int,
-) -> Tensor:
-    return torch.empty_like(amax)
-
-
-define(
-    "quantize_2d_delayed(Tensor x, Tensor(a!) amaxes, Tensor(b!) progress, Tensor(c!)? last, "
-    "ScalarType dtype, str algorithm, int margin, bool row, bool col, ScalarType? sum_dtype) "
-    "-> (Tensor, Tensor, Tensor, Tensor)",
-    quantize_2d_delayed_reference,
-    _quantize_2d_delayed_cuda,
-    _quantize_2d_delayed_fake,
-)
-define(
-    "advance_history(Tensor(a!) amaxes, Tensor(b!)? last, Tensor amax, ScalarType dtype, "
-    "str algorithm, int margin) -> Tensor",
-    advance_history_reference,
-    _advance_history_cuda,
-    _advance_history_fake,
-)

@@ -1,55 +1,200 @@
 """The registry of this package's operators, in ``torch.library`` and as eager code calls them.
 
+An operator is its reference in plain torch, decorated with `operator`: what is decorated becomes
+the function that calls the operator, and the schema is read from its annotations. Tuples of
+arguments, such as `torch_fp8.kernels.arguments.CastOptions`, are flattened here and nowhere else.
+
 torch's dispatcher takes 5 to 7 us of the host's time for an operator whose implementation is
 Python, and a Llama block calls 28. If tensors are plain ones on CUDA, no dispatch mode is on and
 nothing is compiled, nobody needs to see the call, and it goes straight to the implementation.
 """
 
-from collections.abc import Callable
-from types import SimpleNamespace
-from typing import Any
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from types import UnionType
+from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar, cast, get_args, get_type_hints
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _len_torch_dispatch_stack
 
-operators: Any = SimpleNamespace()
-"""Functions that call the operators, by name; they take positional arguments only, as
-``torch.ops.torch_fp8``.
-"""
+from torch_fp8.quantization.formats import MIN_CAPABILITY
 
 _LIBRARY = torch.library.Library("torch_fp8", "DEF")
+_SCHEMA_TYPES = {Tensor: "Tensor", torch.dtype: "ScalarType"}
+
+P = ParamSpec("P")
+R = TypeVar("R", covariant=True)
+
+
+class Operator(Generic[P, R]):
+    """What `operator` makes of a reference; in truth a function, which torch.compile traces.
+
+    Attributes:
+        reference: what was decorated.
+    """
+
+    reference: Callable[P, R]
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        raise NotImplementedError
+
+
+class _Parameter(NamedTuple):
+    """A parameter of an operator: a tuple of `size` arguments of a schema, or one."""
+
+    cls: Any
+    size: int
+
+
+def operator(
+    fake: Callable[..., Any],
+    kernels: Callable[[], Any] | None = None,
+    *,
+    results: int | None = None,
+    mutates: Sequence[str] = (),
+    cuda: Callable[..., Any] | None = None,
+    eager: Callable[..., Any] | None = None,
+) -> Callable[[Callable[P, R]], Operator[P, R]]:
+    """Define ``torch.ops.torch_fp8.<name>`` from its reference, and return who calls it.
+
+    The first argument is a tensor, or a tuple that begins with one; all are positional.
+
+    Args:
+        fake: takes the same arguments and returns empty tensors of the results' shapes.
+        kernels: returns the module whose function of the operator's name launches its kernels; it
+            is asked only where they run, for Triton is imported there.
+        results: how many tensors come back, where the annotation does not tell.
+        mutates: the names of the tensors that are written.
+        cuda: instead of the function of `kernels`.
+        eager: instead of `cuda` where the dispatcher is not asked, which alone minds what is
+            returned.
+    """
+
+    def define_operator(reference: Callable[P, R]) -> Operator[P, R]:
+        name = reference.__name__
+        on_cpu: Callable[..., Any] = reference
+
+        def launch(*args: Any) -> Any:
+            if emulates_casts(_first(args).device):
+                return on_cpu(*args)
+            assert kernels is not None
+            return getattr(kernels(), name)(*args)
+
+        parameters, schema = _schema(reference, results, mutates)
+        implementations = on_cpu, cuda or launch, fake
+        of_flat = (_unflattened(f, parameters) for f in implementations)
+        call = define(schema, *of_flat, eager=eager or cuda or launch)
+        functools.update_wrapper(call, reference)
+        call.reference = reference
+        return cast("Operator[P, R]", call)
+
+    return define_operator
 
 
 def define(
     schema: str,
-    cpu: Callable[..., Any],
-    cuda: Callable[..., Any],
-    fake: Callable[..., Any],
+    *implementations: Callable[..., Any],
     eager: Callable[..., Any] | None = None,
-) -> None:
-    """Define ``torch.ops.torch_fp8.<name>`` and ``operators.<name>``.
+) -> Any:
+    """Define ``torch.ops.torch_fp8.<name>`` and return the function that calls it.
 
     Args:
         schema: as for `torch.library.Library.define`; the first argument is a tensor.
-        cpu, cuda, fake: take and return what it says.
-        eager: instead of `cuda` where the dispatcher is not asked, which alone minds what is
-            returned; `operators.<name>` may then return that, too.
+        implementations: on the CPU, on CUDA and for tracing; they take and return what it says.
+        eager: instead of that on CUDA where the dispatcher is not asked; it takes tuples of
+            arguments as they are.
     """
-    name = schema.partition("(")[0]
+    name, (cpu, cuda, fake) = schema.partition("(")[0], implementations
     _LIBRARY.define(schema)
     _LIBRARY.impl(name, cpu, "CPU")
     _LIBRARY.impl(name, cuda, "CUDA")
     torch.library.register_fake(f"torch_fp8::{name}", fake, lib=_LIBRARY)
-    operator = getattr(torch.ops.torch_fp8, name).default
+    overload = getattr(torch.ops.torch_fp8, name).default
     shortcut = eager or cuda
 
-    def call(x: Tensor, *args: Any) -> Any:
-        if torch.compiler.is_compiling() or is_watched(x):
-            return operator(x, *args)
-        return shortcut(x, *args)
+    def call(*args: Any) -> Any:
+        if torch.compiler.is_compiling() or is_watched(_first(args)):
+            return overload(*_flat(args))
+        return shortcut(*args)
 
-    setattr(operators, name, call)
+    return call
+
+
+def _first(args: Sequence[Any]) -> Tensor:
+    """Return the first tensor of an operator's arguments."""
+    tensor: Tensor = args[0] if isinstance(args[0], Tensor) else args[0][0]
+    return tensor
+
+
+def _flat(args: Sequence[Any]) -> list[Any]:
+    """Return arguments with those in tuples one by one, as a schema has them."""
+    flattened: list[Any] = []
+    for argument in args:
+        if isinstance(argument, tuple):
+            flattened.extend(argument)
+        else:
+            flattened.append(argument)
+    return flattened
+
+
+def _unflattened(
+    function: Callable[..., Any], parameters: Sequence[_Parameter]
+) -> Callable[..., Any]:
+    """Return `function` of flat arguments; those at the end that have their defaults may lack."""
+    if all(p.cls is None for p in parameters):
+        return function
+
+    def of_flat(*args: Any) -> Any:
+        grouped, start = [], 0
+        for cls, size in parameters:
+            if start == len(args):
+                break
+            grouped.append(args[start] if cls is None else cls(*args[start : start + size]))
+            start += size
+        return function(*grouped)
+
+    return of_flat
+
+
+def _schema(
+    function: Callable[..., Any], results: int | None, mutates: Sequence[str]
+) -> tuple[list[_Parameter], str]:
+    """Return how a function's parameters are grouped, and the schema of its flat arguments."""
+    hints = get_type_hints(function)
+    result = hints.pop("return")
+    parameters, arguments = [], []
+    for name, parameter in inspect.signature(function).parameters.items():
+        hint = hints[name]
+        if isinstance(hint, type) and issubclass(hint, tuple):
+            fields = get_type_hints(hint)
+            parameters.append(_Parameter(hint, len(fields)))
+            arguments += [_argument(field, of, mutates) for field, of in fields.items()]
+            continue
+        parameters.append(_Parameter(None, 1))
+        has_default = parameter.default is not parameter.empty
+        default = f"={parameter.default}" if has_default else ""
+        arguments.append(_argument(name, hint, mutates) + default)
+    if results is None and result is not Tensor:
+        results = len(get_args(result))
+    returned = "Tensor" if results is None else f"({', '.join(['Tensor'] * results)})"
+    return parameters, f"{function.__name__}({', '.join(arguments)}) -> {returned}"
+
+
+def _argument(name: str, hint: Any, mutates: Sequence[str]) -> str:
+    """Return a parameter as a schema has it."""
+    optional = isinstance(hint, UnionType)
+    of = get_args(hint)[0] if optional else hint
+    text = _SCHEMA_TYPES.get(of) or of.__name__
+    written = f"({chr(ord('a') + list(mutates).index(name))}!)" if name in mutates else ""
+    return f"{text}{written}{'?' * optional} {name}"
+
+
+@functools.cache
+def emulates_casts(device: torch.device) -> bool:
+    """Return whether a tensor's CUDA device is older than FP8, so that the reference runs on it."""
+    return torch.cuda.get_device_capability(device) < MIN_CAPABILITY
 
 
 def is_watched(x: Tensor) -> bool:

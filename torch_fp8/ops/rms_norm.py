@@ -22,21 +22,58 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torch_fp8.kernels.arguments import CastOptions, DelayedCastOptions
 from torch_fp8.ops.fused_quantize import (
-    CAST_ARGUMENTS,
-    DELAYED_ARGUMENTS,
-    DelayedCast,
+    cast_delayed,
+    cast_delayed_fake,
     cast_result,
     no_amax,
-    register,
     save_input,
     saved_values,
+    taken_amax,
 )
-from torch_fp8.ops.registry import operators
+from torch_fp8.ops.registry import operator
 from torch_fp8.quantization.payload_shape import Layouts
 from torch_fp8.quantization.scaling import tensor_amax
 
 
+def _kernels() -> Any:
+    from torch_fp8.kernels import rms_norm
+
+    return rms_norm
+
+
+def _norm_fake(
+    x: Tensor, weight: Tensor, rstd: Tensor, offset: float, out_dtype: torch.dtype
+) -> Tensor:
+    return x.new_empty(x.shape, dtype=out_dtype)
+
+
+@operator(_norm_fake, _kernels)
+def rms_norm(
+    x: Tensor, weight: Tensor, rstd: Tensor, offset: float, out_dtype: torch.dtype
+) -> Tensor:
+    """Compute ``(x * rstd) * (weight + offset)``, (R, C) of `out_dtype`, where BF16 is wanted.
+
+    Args:
+        x: (R, C) float32, bfloat16 or float16.
+        weight: (C,), any floating dtype.
+        rstd: (R,) float32 of `rms_norm_statistics`.
+        offset: added to the weight.
+        out_dtype: the dtype of the result.
+    """
+    y = (x.float() * rstd[:, None]) * (weight.float() + offset)
+    return y.to(out_dtype).contiguous()
+
+
+def _statistics_fake(
+    x: Tensor, weight: Tensor, eps: float, offset: float, out_dtype: torch.dtype, save: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    rstd = x.new_empty(x.shape[0], dtype=torch.float32)
+    return (rstd, x.new_empty((), dtype=torch.float32), *save_input(x, save))
+
+
+@operator(_statistics_fake, _kernels)
 def rms_norm_statistics(
     x: Tensor, weight: Tensor, eps: float, offset: float, out_dtype: torch.dtype, save: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -53,83 +90,70 @@ def rms_norm_statistics(
         rstd (R,) float32; amax () float32, NaN if any element of the result is; x in E4M3 (R, C)
         and its power-of-two scale (R, ceil(C / 128)), both empty unless `save`.
     """
-    return operators.rms_norm_statistics(x, weight, eps, offset, out_dtype, save)
+    x = x.contiguous()  # the order of a sum follows the strides
+    squares = x.float().square().sum(1) / max(x.shape[1], 1)
+    rstd = (squares + eps).rsqrt()
+    y = rms_norm.reference(x, weight, rstd, offset, out_dtype)
+    return (rstd, tensor_amax(y), *save_input(x, save))
 
 
-def rms_norm(
-    x: Tensor, weight: Tensor, rstd: Tensor, offset: float, out_dtype: torch.dtype
-) -> Tensor:
-    """Compute ``(x * rstd) * (weight + offset)``, (R, C) of `out_dtype`, where BF16 is wanted.
-
-    Args:
-        x: (R, C) float32, bfloat16 or float16.
-        weight: (C,), any floating dtype.
-        rstd: (R,) float32 of `rms_norm_statistics`.
-        offset: added to the weight.
-        out_dtype: the dtype of the result.
-    """
-    return operators.rms_norm(x, weight, rstd, offset, out_dtype)
+def _quantize_fake(
+    x: Tensor,
+    weight: Tensor,
+    rstd: Tensor,
+    offset: float,
+    out_dtype: torch.dtype,
+    options: CastOptions,
+) -> Layouts:
+    return cast_result(x, options)
 
 
+@operator(_quantize_fake, _kernels)
 def rms_norm_quantize(
     x: Tensor,
     weight: Tensor,
     rstd: Tensor,
     offset: float,
     out_dtype: torch.dtype,
-    amax: Tensor | None,
-    scale: Tensor | None,
-    dtype: torch.dtype,
-    granularity: str,
-    power_of_two: bool,
-    row: bool,
-    col: bool,
+    options: CastOptions,
 ) -> Layouts:
     """Cast `rms_norm` to FP8 in the layouts asked for, in one read of x (rowwise: unfused).
 
     Args:
         x, weight, rstd, offset, out_dtype: see `rms_norm`.
-        amax: () float32 of `rms_norm_statistics`, for tensorwise with current scaling.
-        scale: () float32 dequantization scale, for tensorwise with delayed scaling.
-        dtype: float8_e4m3fn or float8_e5m2.
-        granularity: see `torch_fp8.quantization.recipe`.
-        power_of_two: round scales up to powers of two.
-        row, col: the layouts to make.
+        options: the cast; tensorwise with the amax of `rms_norm_statistics`, or with a scale.
     Returns:
         ``(q, s, qt, st)``, see `torch_fp8.ops.fused_quantize`.
     Raises:
         ValueError: if tensorwise has not exactly one of amax and scale, or another has any.
     """
-    return operators.rms_norm_quantize(
-        x,
-        weight,
-        rstd,
-        offset,
-        out_dtype,
-        amax,
-        scale,
-        dtype,
-        granularity,
-        power_of_two,
-        row,
-        col,
-    )
+    return cast_result(rms_norm.reference(x, weight, rstd, offset, out_dtype), options)
 
 
+def _once_fake(
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    offset: float,
+    out_dtype: torch.dtype,
+    options: CastOptions,
+    save: bool,
+) -> tuple[Tensor, ...]:
+    rstd, amax, *saved = _statistics_fake(x, weight, eps, offset, out_dtype, save)
+    taken = no_amax(x) if options.scale is None else amax
+    return (*cast_result(x, options), rstd, *saved, taken)
+
+
+@operator(_once_fake, _kernels, results=8)
 def rms_norm_quantize_once(
     x: Tensor,
     weight: Tensor,
     eps: float,
     offset: float,
     out_dtype: torch.dtype,
-    scale: Tensor | None,
-    dtype: torch.dtype,
-    granularity: str,
-    power_of_two: bool,
-    row: bool,
-    col: bool,
+    options: CastOptions,
     save: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     """Run `rms_norm_statistics` and `rms_norm_quantize` at once, for scales of a rule known
     beforehand.
 
@@ -142,40 +166,72 @@ def rms_norm_quantize_once(
 
     Args:
         x, weight, eps, offset, out_dtype, save: see `rms_norm_statistics`.
-        scale: () float32 dequantization scale, for tensorwise; blocks make their own.
-        dtype, granularity, power_of_two, row, col: see `rms_norm_quantize`.
+        options: the cast; tensorwise with a scale, as the amax is not known yet.
     Returns:
         ``(q, s, qt, st, rstd, saved_q, saved_scale, amax)``; the amax () of the rounded result is
         taken in the same read for tensorwise, whose history wants it, and empty otherwise.
     Raises:
         ValueError: if tensorwise has no scale, or another granularity has one.
     """
-    return operators.rms_norm_quantize_once(
-        x, weight, eps, offset, out_dtype, scale, dtype, granularity, power_of_two, row, col, save
-    )
+    rstd, _, *saved = rms_norm_statistics.reference(x, weight, eps, offset, out_dtype, save)
+    y = rms_norm.reference(x, weight, rstd, offset, out_dtype)
+    return (*cast_result(y, options), rstd, *saved, taken_amax(y, options))
 
 
+def _delayed_fake(
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    offset: float,
+    out_dtype: torch.dtype,
+    options: DelayedCastOptions,
+    save: bool,
+) -> tuple[Tensor, ...]:
+    rstd, _, *saved = _statistics_fake(x, weight, eps, offset, out_dtype, save)
+    q, scale, qt, amax = cast_delayed_fake(x, options)
+    return (q, scale, qt, rstd, *saved, amax)
+
+
+@operator(_delayed_fake, _kernels, results=7)
 def rms_norm_quantize_delayed(
     x: Tensor,
     weight: Tensor,
     eps: float,
     offset: float,
     out_dtype: torch.dtype,
-    how: DelayedCast,
+    options: DelayedCastOptions,
     save: bool,
 ) -> tuple[Tensor, ...]:
     """Run `rms_norm_quantize_once` with the tensorwise scale that a history suggests.
 
     Args:
         x, weight, eps, offset, out_dtype, save: see `rms_norm_statistics`.
-        how: the cast.
+        options: the cast.
     Returns:
         ``(q, scale, qt, rstd, saved_q, saved_scale, amax)``; scale () and the amax () of the
         rounded result float32.
     """
-    return operators.rms_norm_quantize_delayed(x, weight, eps, offset, out_dtype, *how, save)
+    rstd, _, *saved = rms_norm_statistics.reference(x, weight, eps, offset, out_dtype, save)
+    y = rms_norm.reference(x, weight, rstd, offset, out_dtype)
+    q, scale, qt, amax = cast_delayed(y, options)
+    return (q, scale, qt, rstd, *saved, amax)
 
 
+def _backward_fake(
+    grad: Tensor,
+    x: Tensor,
+    x_scale: Tensor | None,
+    weight: Tensor,
+    rstd: Tensor,
+    offset: float,
+    dx_dtype: torch.dtype,
+    weight_grad: bool,
+) -> tuple[Tensor, Tensor]:
+    dw = x.new_empty(x.shape[1] if weight_grad else 0, dtype=torch.float32)
+    return x.new_empty(x.shape, dtype=dx_dtype), dw
+
+
+@operator(_backward_fake, _kernels)
 def rms_norm_backward(
     grad: Tensor,
     x: Tensor,
@@ -201,197 +257,9 @@ def rms_norm_backward(
     Returns:
         dx (R, C) of `dx_dtype`, dw (C,) float32 or empty.
     """
-    return operators.rms_norm_backward(
-        grad, x, x_scale, weight, rstd, offset, dx_dtype, weight_grad
-    )
-
-
-def rms_norm_reference(
-    x: Tensor, weight: Tensor, rstd: Tensor, offset: float, out_dtype: torch.dtype
-) -> Tensor:
-    """Reference of `rms_norm`."""
-    y = (x.float() * rstd[:, None]) * (weight.float() + offset)
-    return y.to(out_dtype).contiguous()
-
-
-def rms_norm_statistics_reference(
-    x: Tensor, weight: Tensor, eps: float, offset: float, out_dtype: torch.dtype, save: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Reference of `rms_norm_statistics`."""
-    x = x.contiguous()  # the order of a sum follows the strides
-    squares = x.float().square().sum(1) / max(x.shape[1], 1)
-    rstd = (squares + eps).rsqrt()
-    y = rms_norm_reference(x, weight, rstd, offset, out_dtype)
-    return (rstd, tensor_amax(y), *save_input(x, save))
-
-
-def rms_norm_quantize_reference(
-    x: Tensor, weight: Tensor, rstd: Tensor, offset: float, out_dtype: torch.dtype, *cast: Any
-) -> Layouts:
-    """Reference of `rms_norm_quantize`."""
-    return cast_result(rms_norm_reference(x, weight, rstd, offset, out_dtype), *cast)
-
-
-def rms_norm_quantize_once_reference(
-    x: Tensor,
-    weight: Tensor,
-    eps: float,
-    offset: float,
-    out_dtype: torch.dtype,
-    scale: Tensor | None,
-    *cast_and_save: Any,
-) -> tuple[Tensor, ...]:
-    """Reference of `rms_norm_quantize_once`."""
-    *cast, save = cast_and_save
-    rstd, amax, *saved = rms_norm_statistics_reference(x, weight, eps, offset, out_dtype, save)
-    y = rms_norm_reference(x, weight, rstd, offset, out_dtype)
-    made = cast_result(y, None, scale, *cast)
-    return (*made, rstd, *saved, amax if scale is not None else no_amax(x))
-
-
-def rms_norm_quantize_delayed_reference(
-    x: Tensor, weight: Tensor, eps: float, offset: float, out_dtype: torch.dtype, *how: Any
-) -> tuple[Tensor, ...]:
-    """Reference of `rms_norm_quantize_delayed`."""
-    *cast, save = how
-    rstd, _, *saved = rms_norm_statistics_reference(x, weight, eps, offset, out_dtype, save)
-    y = rms_norm_reference(x, weight, rstd, offset, out_dtype)
-    q, scale, qt, amax = DelayedCast(*cast).reference(y)
-    return (q, scale, qt, rstd, *saved, amax)
-
-
-def rms_norm_backward_reference(
-    grad: Tensor,
-    x: Tensor,
-    x_scale: Tensor | None,
-    weight: Tensor,
-    rstd: Tensor,
-    offset: float,
-    dx_dtype: torch.dtype,
-    weight_grad: bool,
-) -> tuple[Tensor, Tensor]:
-    """Reference of `rms_norm_backward`."""
     normalized = saved_values(x.contiguous(), x_scale) * rstd[:, None]
     g = grad.contiguous().float()
     scaled = g * (weight.float() + offset)
     mean = (scaled * normalized).sum(1, keepdim=True) / max(x.shape[1], 1)
     dx = (rstd[:, None] * (scaled - normalized * mean)).to(dx_dtype).contiguous()
     return dx, (g * normalized).sum(0) if weight_grad else g.new_empty(0)
-
-
-def _statistics_fake(
-    x: Tensor, weight: Tensor, eps: float, offset: float, out_dtype: torch.dtype, save: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    rstd = x.new_empty(x.shape[0], dtype=torch.float32)
-    return (rstd, x.new_empty((), dtype=torch.float32), *save_input(x, save))
-
-
-def _rms_norm_fake(
-    x: Tensor, weight: Tensor, rstd: Tensor, offset: float, out_dtype: torch.dtype
-) -> Tensor:
-    return x.new_empty(x.shape, dtype=out_dtype)
-
-
-def _quantize_fake(
-    x: Tensor,
-    weight: Tensor,
-    rstd: Tensor,
-    offset: float,
-    out_dtype: torch.dtype,
-    amax: Tensor | None,
-    scale: Tensor | None,
-    *cast: Any,
-) -> Layouts:
-    return cast_result(x, amax, scale, *cast)
-
-
-def _once_fake(
-    x: Tensor,
-    weight: Tensor,
-    eps: float,
-    offset: float,
-    out_dtype: torch.dtype,
-    scale: Tensor | None,
-    *cast_and_save: Any,
-) -> tuple[Tensor, ...]:
-    *cast, save = cast_and_save
-    rstd, amax, *saved = _statistics_fake(x, weight, eps, offset, out_dtype, save)
-    return (
-        *cast_result(x, None, scale, *cast),
-        rstd,
-        *saved,
-        amax if scale is not None else no_amax(x),
-    )
-
-
-def _delayed_fake(
-    x: Tensor, weight: Tensor, eps: float, offset: float, out_dtype: torch.dtype, *how: Any
-) -> tuple[Tensor, ...]:
-    *cast, save = how
-    rstd, _, *saved = _statistics_fake(x, weight, eps, offset, out_dtype, save)
-    q, scale, qt, amax = DelayedCast(*cast).fake(x)
-    return (q, scale, qt, rstd, *saved, amax)
-
-
-def _backward_fake(
-    grad: Tensor,
-    x: Tensor,
-    x_scale: Tensor | None,
-    weight: Tensor,
-    rstd: Tensor,
-    offset: float,
-    dx_dtype: torch.dtype,
-    weight_grad: bool,
-) -> tuple[Tensor, Tensor]:
-    dw = x.new_empty(x.shape[1] if weight_grad else 0, dtype=torch.float32)
-    return x.new_empty(x.shape, dtype=dx_dtype), dw
-
-
-def _kernels() -> Any:
-    from torch_fp8.kernels import rms_norm
-
-    return rms_norm
-
-
-for _schema, _reference, _fake in (
-    (
-        "rms_norm_statistics(Tensor x, Tensor weight, float eps, float offset, "
-        "ScalarType out_dtype, bool save) -> (Tensor, Tensor, Tensor, Tensor)",
-        rms_norm_statistics_reference,
-        _statistics_fake,
-    ),
-    (
-        "rms_norm(Tensor x, Tensor weight, Tensor rstd, float offset, ScalarType out_dtype) "
-        "-> Tensor",
-        rms_norm_reference,
-        _rms_norm_fake,
-    ),
-    (
-        "rms_norm_quantize(Tensor x, Tensor weight, Tensor rstd, float offset, "
-        f"ScalarType out_dtype, {CAST_ARGUMENTS}) -> (Tensor, Tensor, Tensor, Tensor)",
-        rms_norm_quantize_reference,
-        _quantize_fake,
-    ),
-    (
-        "rms_norm_quantize_once(Tensor x, Tensor weight, float eps, float offset, "
-        "ScalarType out_dtype, Tensor? scale, ScalarType dtype, str granularity, "
-        "bool power_of_two, bool row, bool col, bool save) "
-        "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-        rms_norm_quantize_once_reference,
-        _once_fake,
-    ),
-    (
-        "rms_norm_quantize_delayed(Tensor x, Tensor weight, float eps, float offset, "
-        f"ScalarType out_dtype, {DELAYED_ARGUMENTS}, bool save) "
-        "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-        rms_norm_quantize_delayed_reference,
-        _delayed_fake,
-    ),
-    (
-        "rms_norm_backward(Tensor grad, Tensor x, Tensor? x_scale, Tensor weight, Tensor rstd, "
-        "float offset, ScalarType dx_dtype, bool weight_grad) -> (Tensor, Tensor)",
-        rms_norm_backward_reference,
-        _backward_fake,
-    ),
-):
-    register(_schema, _reference, _fake, _kernels)

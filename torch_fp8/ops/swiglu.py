@@ -19,127 +19,40 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torch_fp8.kernels.arguments import CastOptions, DelayedCastOptions
 from torch_fp8.ops.fused_quantize import (
-    CAST_ARGUMENTS,
-    DELAYED_ARGUMENTS,
-    DelayedCast,
+    cast_delayed,
+    cast_delayed_fake,
     cast_result,
     no_amax,
-    register,
     save_input,
+    taken_amax,
 )
-from torch_fp8.ops.registry import operators
+from torch_fp8.ops.registry import operator
 from torch_fp8.quantization.scaling import tensor_amax
 
 
-def swiglu_save(
-    gate: Tensor, up: Tensor, smooth: Tensor | None, save: bool = True
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Save gate and up for backward, and compute the amax of h, in one read.
+def _kernels() -> Any:
+    from torch_fp8.kernels import swiglu
 
-    Args:
-        gate, up: (R, C) float32, bfloat16 or float16, of one dtype.
-        smooth: (C,) float32 factor of each channel, or None.
-        save: False: the amax alone.
-    Returns:
-        gate in E4M3 (R, C) and its power-of-two scale (R, ceil(C / 128)), the same of up, all empty
-        unless `save`; amax () float32, NaN if any element of h is.
-    """
-    return operators.swiglu_save(gate, up, smooth, save)
+    return swiglu
 
 
+def _swiglu_fake(gate: Tensor, up: Tensor, smooth: Tensor | None) -> Tensor:
+    return gate.new_empty(gate.shape)
+
+
+@operator(_swiglu_fake, _kernels)
 def swiglu(gate: Tensor, up: Tensor, smooth: Tensor | None) -> Tensor:
     """Compute ``silu(gate) * up``, times `smooth`: (R, C) of gate's dtype, rounded once.
 
     Args:
-        gate, up, smooth: see `swiglu_save`.
+        gate, up: (R, C) float32, bfloat16 or float16, of one dtype.
+        smooth: (C,) float32 factor of each channel, or None.
     """
-    return operators.swiglu(gate, up, smooth)
-
-
-def swiglu_quantize(
-    gate: Tensor,
-    up: Tensor,
-    smooth: Tensor | None,
-    amax: Tensor | None,
-    scale: Tensor | None,
-    dtype: torch.dtype,
-    granularity: str,
-    power_of_two: bool,
-    row: bool,
-    col: bool,
-    save: bool,
-) -> tuple[Tensor, ...]:
-    """Cast `swiglu` to FP8 in the layouts asked for, in one read (rowwise: unfused).
-
-    Args:
-        gate, up, smooth: see `swiglu_save`.
-        amax: () float32 of `swiglu_save`, for tensorwise with current scaling.
-        scale: () float32 dequantization scale, for tensorwise with delayed scaling.
-        dtype: float8_e4m3fn or float8_e5m2.
-        granularity: see `torch_fp8.quantization.recipe`.
-        power_of_two: round scales up to powers of two.
-        row, col: the layouts to make.
-        save: whether to return gate and up as `swiglu_save` does, from the same read.
-    Returns:
-        ``(q, s, qt, st, gate_q, gate_s, up_q, up_s, amax)``, the first four as told in
-        `torch_fp8.ops.fused_quantize`; amax () is that of h where `scale` was given, for its
-        history, and empty otherwise.
-    Raises:
-        ValueError: if tensorwise has not exactly one of amax and scale, or another has any.
-    """
-    return operators.swiglu_quantize(
-        gate, up, smooth, amax, scale, dtype, granularity, power_of_two, row, col, save
-    )
-
-
-def swiglu_quantize_delayed(
-    gate: Tensor, up: Tensor, smooth: Tensor | None, how: DelayedCast, save: bool
-) -> tuple[Tensor, ...]:
-    """Cast as `swiglu_quantize`, with the tensorwise scale that a history suggests.
-
-    Args:
-        gate, up, smooth, save: see `swiglu_quantize`.
-        how: the cast.
-    Returns:
-        ``(q, scale, qt, gate_q, gate_s, up_q, up_s, amax)``; scale () and the amax () of h float32.
-    """
-    return operators.swiglu_quantize_delayed(gate, up, smooth, *how, save)
-
-
-def swiglu_reference(gate: Tensor, up: Tensor, smooth: Tensor | None) -> Tensor:
-    """Reference of `swiglu`."""
     g = gate.float()
     h = g * g.sigmoid() * up.float()
     return (h if smooth is None else h * smooth).to(gate.dtype).contiguous()
-
-
-def swiglu_save_reference(
-    gate: Tensor, up: Tensor, smooth: Tensor | None, save: bool = True
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Reference of `swiglu_save`."""
-    amax = tensor_amax(swiglu_reference(gate, up, smooth))
-    return (*save_input(gate, save), *save_input(up, save), amax)
-
-
-def swiglu_quantize_reference(
-    gate: Tensor, up: Tensor, smooth: Tensor | None, *how: Any
-) -> tuple[Tensor, ...]:
-    """Reference of `swiglu_quantize`."""
-    (amax, scale, *cast), save = how[:-1], how[-1]
-    h = swiglu_reference(gate, up, smooth)
-    made = cast_result(h, amax, scale, *cast)
-    saved = (*save_input(gate, save), *save_input(up, save))
-    return (*made, *saved, no_amax(h) if scale is None else tensor_amax(h))
-
-
-def swiglu_quantize_delayed_reference(
-    gate: Tensor, up: Tensor, smooth: Tensor | None, *how: Any
-) -> tuple[Tensor, ...]:
-    """Reference of `swiglu_quantize_delayed`."""
-    *cast, save = how
-    q, scale, qt, amax = DelayedCast(*cast).reference(swiglu_reference(gate, up, smooth))
-    return (q, scale, qt, *save_input(gate, save), *save_input(up, save), amax)
 
 
 def _save_fake(
@@ -149,50 +62,71 @@ def _save_fake(
     return (*save_input(gate, save), *save_input(up, save), amax)
 
 
-def _swiglu_fake(gate: Tensor, up: Tensor, smooth: Tensor | None) -> Tensor:
-    return gate.new_empty(gate.shape)
+@operator(_save_fake, _kernels)
+def swiglu_save(
+    gate: Tensor, up: Tensor, smooth: Tensor | None, save: bool = True
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Save gate and up for backward, and compute the amax of h, in one read.
+
+    Args:
+        gate, up, smooth: see `swiglu`.
+        save: False: the amax alone.
+    Returns:
+        gate in E4M3 (R, C) and its power-of-two scale (R, ceil(C / 128)), the same of up, all empty
+        unless `save`; amax () float32, NaN if any element of h is.
+    """
+    amax = tensor_amax(swiglu.reference(gate, up, smooth))
+    return (*save_input(gate, save), *save_input(up, save), amax)
 
 
 def _quantize_fake(
-    gate: Tensor, up: Tensor, smooth: Tensor | None, *how: Any
+    gate: Tensor, up: Tensor, smooth: Tensor | None, options: CastOptions, save: bool
 ) -> tuple[Tensor, ...]:
-    (amax, scale, *cast), save = how[:-1], how[-1]
-    taken = no_amax(gate) if scale is None else gate.new_empty((), dtype=torch.float32)
+    *saved, amax = _save_fake(gate, up, smooth, save)
+    taken = no_amax(gate) if options.scale is None else amax
+    return (*cast_result(gate, options), *saved, taken)
+
+
+@operator(_quantize_fake, _kernels, results=9)
+def swiglu_quantize(
+    gate: Tensor, up: Tensor, smooth: Tensor | None, options: CastOptions, save: bool
+) -> tuple[Tensor, ...]:
+    """Cast `swiglu` to FP8 in the layouts asked for, in one read (rowwise: unfused).
+
+    Args:
+        gate, up, smooth: see `swiglu`.
+        options: the cast; tensorwise with the amax of `swiglu_save`, or with a scale.
+        save: whether to return gate and up as `swiglu_save` does, from the same read.
+    Returns:
+        ``(q, s, qt, st, gate_q, gate_s, up_q, up_s, amax)``, the first four as told in
+        `torch_fp8.ops.fused_quantize`; amax () is that of h where a scale was given, for its
+        history, and empty otherwise.
+    Raises:
+        ValueError: if tensorwise has not exactly one of amax and scale, or another has any.
+    """
+    h = swiglu.reference(gate, up, smooth)
     saved = (*save_input(gate, save), *save_input(up, save))
-    return (*cast_result(gate, amax, scale, *cast), *saved, taken)
+    return (*cast_result(h, options), *saved, taken_amax(h, options))
 
 
-def _delayed_fake(gate: Tensor, up: Tensor, smooth: Tensor | None, *how: Any) -> tuple[Tensor, ...]:
-    *cast, save = how
-    q, scale, qt, amax = DelayedCast(*cast).fake(gate)
+def _delayed_fake(
+    gate: Tensor, up: Tensor, smooth: Tensor | None, options: DelayedCastOptions, save: bool
+) -> tuple[Tensor, ...]:
+    q, scale, qt, amax = cast_delayed_fake(gate, options)
     return (q, scale, qt, *save_input(gate, save), *save_input(up, save), amax)
 
 
-def _kernels() -> Any:
-    from torch_fp8.kernels import swiglu
+@operator(_delayed_fake, _kernels, results=8)
+def swiglu_quantize_delayed(
+    gate: Tensor, up: Tensor, smooth: Tensor | None, options: DelayedCastOptions, save: bool
+) -> tuple[Tensor, ...]:
+    """Cast as `swiglu_quantize`, with the tensorwise scale that a history suggests.
 
-    return swiglu
-
-
-_FORWARD = "Tensor gate, Tensor up, Tensor? smooth"
-_EIGHT, _NINE = (", ".join(["Tensor"] * n) for n in (8, 9))
-
-for _schema, _reference, _fake in (
-    (
-        f"swiglu_save({_FORWARD}, bool save=True) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-        swiglu_save_reference,
-        _save_fake,
-    ),
-    (f"swiglu({_FORWARD}) -> Tensor", swiglu_reference, _swiglu_fake),
-    (
-        f"swiglu_quantize({_FORWARD}, {CAST_ARGUMENTS}, bool save) -> ({_NINE})",
-        swiglu_quantize_reference,
-        _quantize_fake,
-    ),
-    (
-        f"swiglu_quantize_delayed({_FORWARD}, {DELAYED_ARGUMENTS}, bool save) -> ({_EIGHT})",
-        swiglu_quantize_delayed_reference,
-        _delayed_fake,
-    ),
-):
-    register(_schema, _reference, _fake, _kernels)
+    Args:
+        gate, up, smooth, save: see `swiglu_quantize`.
+        options: the cast.
+    Returns:
+        ``(q, scale, qt, gate_q, gate_s, up_q, up_s, amax)``; scale () and the amax () of h float32.
+    """
+    q, scale, qt, amax = cast_delayed(swiglu.reference(gate, up, smooth), options)
+    return (q, scale, qt, *save_input(gate, save), *save_input(up, save), amax)

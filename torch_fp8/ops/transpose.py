@@ -1,17 +1,20 @@
-"""The transpose of FP8 bytes that a backward takes of a weight whose bytes forward has.
-
-``torch_fp8::transposed_in_backward`` takes the gradient that backward begins with, too, so that a
-graph which torch.compile cuts in two cannot move the transpose to forward and keep it.
-"""
+"""The transpose of FP8 bytes that a backward takes of a weight whose bytes forward has."""
 
 import torch
 from torch import Tensor
 
-from torch_fp8.ops.registry import define, operators
+from torch_fp8.ops.registry import operator
 
 
+def _transposed(qdata: Tensor, grad_output: Tensor) -> Tensor:
+    return qdata.t().clone(memory_format=torch.contiguous_format)
+
+
+@operator(_transposed, cuda=_transposed)
 def transposed_in_backward(qdata: Tensor, grad_output: Tensor) -> Tensor:
-    """The reference of ``torch_fp8::transposed_in_backward``: qdata^T, contiguous.
+    """The operator ``torch_fp8::transposed_in_backward``: qdata^T, contiguous.
+
+    A graph that torch.compile cuts in two cannot move it to forward, for it takes the gradient.
 
     Args:
         qdata: (N, K), FP8.
@@ -19,19 +22,4 @@ def transposed_in_backward(qdata: Tensor, grad_output: Tensor) -> Tensor:
     Returns:
         (K, N), FP8.
     """
-    del grad_output
-    return qdata.t().clone(memory_format=torch.contiguous_format)
-
-
-def transpose_in_backward(qdata: Tensor, grad_output: Tensor) -> Tensor:
-    """Run ``torch_fp8::transposed_in_backward``."""
-    made: Tensor = operators.transposed_in_backward(qdata, grad_output)
-    return made
-
-
-define(
-    "transposed_in_backward(Tensor qdata, Tensor grad_output) -> Tensor",
-    transposed_in_backward,
-    transposed_in_backward,
-    transposed_in_backward,
-)
+    return _transposed(qdata, grad_output)

@@ -14,7 +14,7 @@ from torch_fp8.config import FP8Config
 from torch_fp8.kernels.arguments import GradientParts, StepScalars, WeightMatrix
 from torch_fp8.nn.weight_cache import WeightCache
 from torch_fp8.ops.adamw import adamw_step_reference, update_rms_reference
-from torch_fp8.ops.quantize import emulates_casts
+from torch_fp8.ops.registry import emulates_casts
 from torch_fp8.optim.state import SMALL_RESIDUAL_BITS, State, join_weight, moment, split_weight
 from torch_fp8.quantization.block_scaled import matrix_shape
 from torch_fp8.quantization.recipe import CastSpec

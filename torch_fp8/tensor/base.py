@@ -15,15 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_fp8.ops.quantize import QuantizedTensor
+from torch_fp8.ops.quantize import Payloads, QuantizedTensor
 from torch_fp8.quantization.scaling import tensor_amax
 
 _aten: Any = torch.ops.aten
 _ALIASES = (_aten.detach.default, _aten.alias.default)
 _VIEWS = (_aten.view.default, _aten._unsafe_view.default)
-
-Payloads = tuple[QuantizedTensor | None, QuantizedTensor | None]
-"""A matrix (R, C) quantized along C, and its transpose (C, R) quantized along R; None: not made."""
 
 
 class QuantizableTensor(Tensor):

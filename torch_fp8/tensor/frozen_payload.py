@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_fp8.ops.quantize import QuantizedTensor, dequantize, quantize_layouts
+from torch_fp8.ops.quantize import QuantizedTensor, dequantize, quantize
 from torch_fp8.quantization.payload_shape import scale_shape
 from torch_fp8.quantization.recipe import CastSpec
 
@@ -71,8 +71,7 @@ class FrozenPayload:
                 "its rows, whose scales other ranks share. Convert the model with "
                 "FP8Config(frozen_weights='keep')"
             )
-        row, _ = quantize_layouts(values, self.spec, None, row=True, col=False)
-        assert row is not None
+        row = quantize(values, self.spec)
         self.qdata.copy_(row.qdata)
         self.scale.copy_(row.scale)
 
@@ -98,8 +97,7 @@ def freeze_tensor(
         name: qualified, for errors.
         dtype: that it has again when it is thawed; None: its own.
     """
-    row, _ = quantize_layouts(weight.detach(), spec, None, row=True, col=False)
-    assert row is not None
+    row = quantize(weight.detach(), spec)
     return FrozenPayload(_compact(row.qdata), row.scale, spec, name, dtype or weight.dtype)
 
 

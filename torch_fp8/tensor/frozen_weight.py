@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_fp8.ops.quantize import QuantizedTensor, transposed
-from torch_fp8.ops.transpose import transpose_in_backward
+from torch_fp8.ops.transpose import transposed_in_backward
 from torch_fp8.quantization.payload_shape import SQUARE
 from torch_fp8.quantization.recipe import CastSpec
 from torch_fp8.tensor.base import Payloads, QuantizableTensor, map_tensors
@@ -239,7 +239,7 @@ def frozen_payloads(
         weight: whole.
         spec: of the layer that asks, whose scales must be those of the weight.
         rowwise, columnwise: what is asked for.
-        grad_output: in a backward; see `torch_fp8.ops.transpose.transpose_in_backward`.
+        grad_output: in a backward; see `torch_fp8.ops.transpose.transposed_in_backward`.
     """
     stored = _stored(weight)
     if spec.granularity != stored.granularity:
@@ -250,7 +250,7 @@ def frozen_payloads(
     turned = None
     if columnwise and grad_output is not None and torch.compiler.is_compiling():
         scale = stored.scale.t().contiguous() if stored.scale.ndim else stored.scale
-        qdata = transpose_in_backward(stored.qdata, grad_output)
+        qdata = transposed_in_backward(stored.qdata, grad_output)
         turned = QuantizedTensor(qdata, scale, stored.granularity)
     elif columnwise:
         assert stored.granularity in SQUARE

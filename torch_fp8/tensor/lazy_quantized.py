@@ -28,23 +28,14 @@ import torch
 from torch import Tensor
 
 from torch_fp8.autograd.checkpoint_pass import SelectivePass, selective_pass
-from torch_fp8.config import FP8Config
-from torch_fp8.ops.fused_quantize import DelayedCast
-from torch_fp8.ops.quantize import QuantizedTensor, quantize_layouts
+from torch_fp8.kernels.arguments import CastOptions, DelayedCastOptions
+from torch_fp8.ops.quantize import quantize_layouts
 from torch_fp8.ops.quantize_delayed import History
 from torch_fp8.quantization.recipe import CastSpec
 from torch_fp8.tensor.base import Payloads, QuantizableTensor, map_tensors
+from torch_fp8.tensor.quantizer import Quantizer
 
 _aten: Any = torch.ops.aten
-
-
-def delayed_layouts(made: Sequence[Tensor], how: DelayedCast) -> Payloads:
-    """What an operator that casts as told returns, ``(q, scale, qt)`` first, as two payloads."""
-    q, scale, qt = made[:3]
-    return (
-        QuantizedTensor(q, scale, "tensorwise") if how.row else None,
-        QuantizedTensor(qt, scale, "tensorwise") if how.col else None,
-    )
 
 
 class _Forms:
@@ -69,12 +60,11 @@ class LazySource:
         name: qualified name of the producing module, for errors.
         sources: what the forms are made from; not to be written to meanwhile.
         make_dense: makes the plain tensor (R, C).
-        make_layouts: casts, given ``(spec, scale, row, col)`` as `quantize_layouts` takes them
-            except for the tensor.
+        make_layouts: casts as told, as `quantize_layouts` does.
         make_amax: the largest magnitude of the plain tensor, () float32, as `tensor_amax`.
         make_delayed: casts as told, and takes the amax in the same read; None: in the read that
             `make_amax` takes.
-        on_read: told of the history and configuration of who reads first with delayed scaling.
+        on_read: told of the quantizer of who reads first with delayed scaling.
     """
 
     def __init__(
@@ -82,10 +72,10 @@ class LazySource:
         name: str,
         sources: Sequence[Tensor],
         make_dense: Callable[[], Tensor],
-        make_layouts: Callable[[CastSpec, Tensor | None, bool, bool], Payloads],
+        make_layouts: Callable[[CastOptions], Payloads],
         make_amax: Callable[[], Tensor],
-        make_delayed: Callable[[DelayedCast], tuple[Payloads, Tensor]] | None = None,
-        on_read: Callable[[History, FP8Config], None] | None = None,
+        make_delayed: Callable[[DelayedCastOptions], tuple[Payloads, Tensor]] | None = None,
+        on_read: Callable[[Quantizer], None] | None = None,
     ) -> None:
         self.name, self.sources = name, tuple(sources)
         self.make_dense, self.make_layouts, self.make_amax = make_dense, make_layouts, make_amax
@@ -127,82 +117,80 @@ class LazySource:
         return forms.amax
 
     def layouts(
-        self, spec: CastSpec, scale: Tensor | None, *, row: bool, col: bool
-    ) -> tuple[QuantizedTensor | None, QuantizedTensor | None]:
+        self, spec: CastSpec, scale: Tensor | None, *, rowwise: bool, columnwise: bool
+    ) -> Payloads:
         """Quantize the plain tensor as `quantize_layouts` does, or return what was made before.
 
         Args:
-            spec, row, col: as there.
-            scale: as there; who asks first decides for all, since delayed scaling has them agree.
+            spec: format and granularity.
+            scale: for tensorwise, or None; who asks first decides for all, since delayed scaling
+                has them agree.
+            rowwise, columnwise: the layouts to return.
         """
         self._check_written()
         forms = self.forms
         if forms.ahead is not None:
             self._not_ahead(forms)
         old_row, old_col = forms.layouts.get(spec, (None, None))
-        new_row, new_col = row and old_row is None, col and old_col is None
+        new_row, new_col = rowwise and old_row is None, columnwise and old_col is None
         if new_row or new_col:
             other = old_row or old_col
             if other is not None and spec.granularity == "tensorwise":
                 scale = other.scale
-            made_row, made_col = self._make(spec, scale, new_row, new_col)
+            options = CastOptions.of(spec, scale, rowwise=new_row, columnwise=new_col)
+            made_row, made_col = self._make(options)
             old_row, old_col = old_row or made_row, old_col or made_col
             forms.layouts[spec] = old_row, old_col
-        return old_row if row else None, old_col if col else None
+        return old_row if rowwise else None, old_col if columnwise else None
 
-    def delayed_layouts(
-        self, spec: CastSpec, history: History, config: FP8Config, *, row: bool, col: bool
-    ) -> tuple[QuantizedTensor | None, QuantizedTensor | None]:
+    def delayed_layouts(self, quantizer: Quantizer, *, rowwise: bool, columnwise: bool) -> Payloads:
         """Quantize with the scale that a reader's history suggests, and record the amax in it.
 
         Args:
-            spec, row, col: as there.
-            history: of the reader; who asks first decides for all.
-            config: of the reader, with the algorithm and margin of delayed scaling.
+            quantizer: of the reader; who asks first decides for all.
+            rowwise, columnwise: the layouts to return.
         """
+        spec, history = quantizer.spec, quantizer.history
+        assert history is not None
         self._check_written()
         forms = self.forms
         if forms.ahead is not None and not forms.ahead.is_same(history):
             self._not_ahead(forms)
         forms.ahead = None
         if self.on_read is not None and forms is self._own_forms:
-            self.on_read(history, config)
+            self.on_read(quantizer)
             self.on_read = None
-        if spec not in forms.layouts and self.make_delayed is not None and (row or col):
+        wanted = rowwise or columnwise
+        if spec not in forms.layouts and self.make_delayed is not None and wanted:
             self._check_sources()
-            how = history.casts(spec, config, row=row, col=col)
-            forms.layouts[spec], forms.amax = self.make_delayed(how)
-        scale = history.advance(self.amax(), spec, config)
-        return self.layouts(spec, scale, row=row, col=col)
+            options = quantizer.delayed_options(rowwise=rowwise, columnwise=columnwise)
+            forms.layouts[spec], forms.amax = self.make_delayed(options)
+        scale = history.advance(self.amax(), spec, quantizer.config)
+        return self.layouts(spec, scale, rowwise=rowwise, columnwise=columnwise)
 
     @staticmethod
     def _not_ahead(forms: _Forms) -> None:
         forms.layouts.clear()
         forms.ahead = None
 
-    def keep(
-        self,
-        spec: CastSpec,
-        made: Payloads,
-        amax: Tensor | None = None,
-        history: History | None = None,
-    ) -> None:
+    def keep(self, quantizer: Quantizer, made: Payloads, amax: Tensor | None = None) -> None:
         """Take payloads that were made beforehand.
 
         Args:
-            spec, made: they.
+            quantizer: of the reader for which they were made.
+            made: the payloads.
             amax: where it is known.
-            history: that the scale comes from; None: it needs none.
         """
         forms = self.forms
-        forms.layouts[spec], forms.amax, forms.ahead = made, amax, history
+        forms.layouts[quantizer.spec] = made
+        forms.amax, forms.ahead = amax, quantizer.history
 
-    def _make(self, spec: CastSpec, scale: Tensor | None, row: bool, col: bool) -> Payloads:
+    def _make(self, options: CastOptions) -> Payloads:
         dense = self.forms.dense
         if dense is not None:
-            return quantize_layouts(dense, spec, scale, row=row, col=col)
+            return quantize_layouts(dense, options)
         self._check_sources()
-        return self.make_layouts(spec, scale, row, col)
+        return self.make_layouts(options)
 
     def _versions(self) -> list[int]:
         return [0 if s.is_inference() else s._version for s in self.sources]
@@ -242,17 +230,15 @@ class LazyQuantizedTensor(QuantizableTensor):
         self.production = production
         return self
 
-    def quantize(self, quantizer: Any, *, rowwise: bool, columnwise: bool) -> Payloads:
+    def quantize(self, quantizer: Quantizer, *, rowwise: bool, columnwise: bool) -> Payloads:
         """The payloads, made when they are first asked for; see `LazySource`."""
-        spec, history, made = quantizer.spec, quantizer.history, self.production
+        history, made = quantizer.history, self.production
         if history is not None and quantizer.casts_by_history:
-            return made.delayed_layouts(
-                spec, history, quantizer.config, row=rowwise, col=columnwise
-            )
+            return made.delayed_layouts(quantizer, rowwise=rowwise, columnwise=columnwise)
         scale = None if history is None else quantizer.delayed_scale(self, history)
         if not (rowwise or columnwise):
             return None, None
-        return made.layouts(spec, scale, row=rowwise, col=columnwise)
+        return made.layouts(quantizer.spec, scale, rowwise=rowwise, columnwise=columnwise)
 
     def amax(self) -> Tensor:
         return self.production.amax()

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from torch_fp8.autograd.checkpoint_pass import saves_nothing, stand_in
 from torch_fp8.config import FP8Config
+from torch_fp8.kernels.arguments import CastOptions, DelayedCastOptions
 from torch_fp8.ops.quantize import QuantizedTensor, quantize_layouts
 from torch_fp8.ops.quantize_dbias import quantize_layouts_and_sum
 from torch_fp8.ops.quantize_delayed import History
@@ -36,6 +37,8 @@ class Quantizer(NamedTuple):
         updates: whether a cast records the amax in the history, as it does in training.
         repeats: whether this cast was made before, in the first pass of a checkpoint: it takes the
             scale of then.
+        columnwise_usage: whether backward will want the transpose, for a producer that casts before
+            anybody asks.
     """
 
     spec: CastSpec
@@ -44,6 +47,7 @@ class Quantizer(NamedTuple):
     history: History | None = None
     updates: bool = True
     repeats: bool = False
+    columnwise_usage: bool = False
 
     def __call__(
         self,
@@ -70,23 +74,28 @@ class Quantizer(NamedTuple):
             return row, col, sums
         x = x.reshape(-1, x.shape[-1])
         if self.history is not None and self.casts_by_history:
-            return self.history.cast(
-                x, self.spec, self.config, row=rowwise, col=columnwise, sum_dtype=sum_dtype
-            )
+            layouts = {"rowwise": rowwise, "columnwise": columnwise}
+            return self.history.cast(x, self.spec, self.config, **layouts, sum_dtype=sum_dtype)
         scale = None if self.history is None else self.delayed_scale(x, self.history)
         if not (rowwise or columnwise):
             sums = None if sum_dtype is None else cast(x.sum(0, dtype=torch.float32), sum_dtype)
             return None, None, sums
-        if sum_dtype is not None:
-            return quantize_layouts_and_sum(
-                x, self.spec, scale, row=rowwise, col=columnwise, sum_dtype=sum_dtype
-            )
-        return *quantize_layouts(x, self.spec, scale, row=rowwise, col=columnwise), None
+        options = CastOptions.of(self.spec, scale, rowwise=rowwise, columnwise=columnwise)
+        if sum_dtype is None:
+            return *quantize_layouts(x, options), None
+        payloads, sums = quantize_layouts_and_sum(x, options, sum_dtype)
+        return *payloads, sums
 
     @property
     def casts_by_history(self) -> bool:
         """Whether the cast itself finds the delayed scale, in the read that it takes anyway."""
         return self.group is None and self.updates and not self.repeats
+
+    def delayed_options(self, *, rowwise: bool, columnwise: bool) -> DelayedCastOptions:
+        """The cast that a producer fuses, with the scale that the history suggests."""
+        assert self.history is not None
+        layouts = {"rowwise": rowwise, "columnwise": columnwise}
+        return self.history.options(self.spec, self.config, **layouts)
 
     def delayed_scale(self, x: Tensor, history: History) -> Tensor:
         """The () scale of x by its history, which records its amax in training."""
@@ -159,7 +168,9 @@ class WeightQuantizer(NamedTuple):
             kept = None if self.cache is None else self.cache.col(weight)
             if kept is not None:
                 return kept
-            row, col = quantize_layouts(weight, self.quantizer.spec, scale, row=flip, col=not flip)
+            spec = self.quantizer.spec
+            options = CastOptions.of(spec, scale, rowwise=flip, columnwise=not flip)
+            row, col = quantize_layouts(weight, options)
         made = row if flip else col
         assert made is not None
         return made

@@ -301,7 +301,7 @@ def test_norms_that_no_layer_of_their_width_reads_return_plain_tensors():
         norms.append(model["norm"])
     for norm in norms:
         assert isinstance(norm, Float8RMSNorm)
-        assert norm.fp8_consumers is None
+        assert norm.fp8_quantizer is None
         assert type(norm(gaussian(4, norm.weight.shape[0]))) is torch.Tensor
 
 

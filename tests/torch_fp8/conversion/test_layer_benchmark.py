@@ -9,7 +9,7 @@ from torch import nn
 from torch_fp8 import Float8Linear, FP8Config
 from torch_fp8.conversion import layer_benchmark
 from torch_fp8.conversion.layer_benchmark import Card, LayerShape, kept_weights, layer_times
-from torch_fp8.ops.registry import operators
+from torch_fp8.ops import quantize
 from torch_fp8.quantization.recipe import make_recipe
 
 CPU = Card.of(torch.device("cpu"))
@@ -130,14 +130,15 @@ def test_the_casts_and_gemms_are_those_of_the_recipe(timer, scaled_mm_calls):
 def weight_casts(monkeypatch):
     """Of each cast of a weight since the list was cleared: granularity, by column, scale given."""
     casts = []
-    original = operators.quantize_2d
+    original = quantize.quantize_2d
 
-    def noted(x, scale, dtype, granularity, power_of_two, row, col, amax=None):
+    def noted(x, options):
         if x.shape == (SHAPE.out_features, SHAPE.in_features):
-            casts.append((granularity, col, scale is not None))
-        return original(x, scale, dtype, granularity, power_of_two, row, col, amax)
+            given = options.scale is not None
+            casts.append((options.granularity, options.columnwise, given))
+        return original(x, options)
 
-    monkeypatch.setattr(operators, "quantize_2d", noted)
+    monkeypatch.setattr(quantize, "quantize_2d", noted)
     return casts
 
 

@@ -14,11 +14,12 @@ from torch_fp8.environment.kernel_cases.comparison import Mismatch
 from torch_fp8.ops import grad_codec
 from torch_fp8.ops import messages as wire
 from torch_fp8.ops.adamw import adamw_step_reference, update_rms_reference
-from torch_fp8.ops.quantize_delayed import quantize_2d_delayed_reference
+from torch_fp8.ops.quantize_delayed import quantize_2d_delayed
 
 
-def cast(x, scale, dtype, granularity, power_of_two, row, col, amax=None):
-    made = casts.reference(x, scale, dtype, granularity, power_of_two, True, True)
+def cast(x, options):
+    row, col = options.rowwise, options.columnwise
+    made = casts.reference(x, options._replace(rowwise=True, columnwise=True, amax=None))
     wanted = zip(made, (row, row, col, col), strict=True)
     return [part if is_wanted else None for part, is_wanted in wanted]
 
@@ -36,12 +37,12 @@ def with_wrong_payload(*arguments):
     return [*made, qdata_t, scale_t]
 
 
-def delayed(x, history, progress, last, *how):
-    return quantize_2d_delayed_reference(x, history, progress, last, *how, None)[:3]
+def delayed(x, options, last):
+    return quantize_2d_delayed.reference(x, options, last, None)[:3]
 
 
-def delayed_that_forgets(x, history, progress, last, *how):
-    return delayed(x, history.clone(), progress, last, *how)
+def delayed_that_forgets(x, options, last):
+    return delayed(x, options._replace(amaxes=options.amaxes.clone()), last)
 
 
 def step(pairs, multipliers=None):
@@ -162,9 +163,9 @@ def test_the_payload_of_a_step_that_writes_none_is_told():
 def test_wrong_sums_are_told(granularity, monkeypatch):
     """A sum of 16-bit values would lose what float32 keeps."""
 
-    def rounded(*arguments, **options):
-        row, col, sums = original(*arguments, **options)
-        return row, col, sums.bfloat16().float()
+    def rounded(*arguments):
+        payloads, sums = original(*arguments)
+        return payloads, sums.bfloat16().float()
 
     original = casts.quantize_layouts_and_sum
     monkeypatch.setattr(casts, "quantize_layouts_and_sum", rounded)

@@ -21,7 +21,7 @@ from conftest import matrix_differences, moved, optimizer_matrix
 from triton.runtime import interpreter
 
 from torch_fp8.kernels import adamw, block_scaled, fast_math
-from torch_fp8.kernels.arguments import StepScalars, WeightPayload
+from torch_fp8.kernels.arguments import CastOptions, StepScalars, WeightPayload
 from torch_fp8.kernels.block_scaled import decode, encode, scale_of
 from torch_fp8.ops.adamw import adamw_step_reference, update_rms_reference
 from torch_fp8.ops.quantize import quantize_layouts
@@ -154,7 +154,9 @@ def amaxes():
 def with_payload(matrix, granularity, transposed, wrong):
     """The matrix, and the payload that it has before its step, some of the scales not its own."""
     spec = CastSpec(E4M3, granularity, power_of_two=True)
-    row, col = quantize_layouts(matrix.weight, spec, row=True, col=transposed)
+    row, col = quantize_layouts(
+        matrix.weight, CastOptions.of(spec, rowwise=True, columnwise=transposed)
+    )
     scale, scale_t = row.scale.clone(), None if col is None else col.scale.clone()
     if wrong:
         scale.view(-1)[::2] *= wrong
@@ -174,7 +176,7 @@ def payload_differences(matrix):
     """What differs from a cast of the weight as it is now."""
     payload = matrix.payload
     spec = CastSpec(E4M3, payload.granularity, power_of_two=True)
-    row, col = quantize_layouts(matrix.weight, spec, row=True, col=True)
+    row, col = quantize_layouts(matrix.weight, CastOptions.of(spec, rowwise=True, columnwise=True))
     pairs = [("payload", payload.qdata, row.qdata), ("scale", payload.new_scale, row.scale)]
     if payload.qdata_t is not None:
         pairs.append(("transposed payload", payload.qdata_t, col.qdata))

@@ -21,12 +21,12 @@ import triton
 import triton.language as tl
 from triton.runtime import interpreter
 
+from torch_fp8.environment.kernel_cases import casts
+from torch_fp8.kernels.arguments import CastOptions
 from torch_fp8.kernels.column_sums import TileSums
 from torch_fp8.kernels.fp8_cast import divide, reciprocal
 from torch_fp8.kernels.quantize import is_odd, quantize_2d
-from torch_fp8.ops.quantize import laid_out, quantize_2d_reference
-from torch_fp8.quantization.formats import format_of
-from torch_fp8.quantization.scaling import scale_from_amax, tensor_amax
+from torch_fp8.quantization.scaling import tensor_amax
 
 # (format, power_of_two, row, col)
 CHOICES = (
@@ -172,20 +172,10 @@ def compare(got, want):
     return "; ".join(f"{part}: {text}" for part, text in found.items() if text)
 
 
-def reference(x, scale, dtype, granularity, power_of_two, row, col):
-    if granularity == "tensorwise" and scale is None:
-        scale = scale_from_amax(tensor_amax(x), format_of(dtype), power_of_two)
-    power_of_two = power_of_two or granularity == "block_1x32"
-    made = quantize_2d_reference(x, scale, dtype, granularity, power_of_two, row, col)
-    a, a_scale, b, b_scale = laid_out(made, granularity)
-    if granularity == "tensorwise":
-        a_scale = b_scale = scale
-    return (
-        a if row else None,
-        a_scale if row else None,
-        b if col else None,
-        b_scale if col else None,
-    )
+def reference(x, options):
+    made = casts.reference(x, options)
+    wanted = (options.rowwise, options.rowwise, options.columnwise, options.columnwise)
+    return [part if is_wanted else None for part, is_wanted in zip(made, wanted, strict=True)]
 
 
 def results():
@@ -194,8 +184,8 @@ def results():
     ):
         failures = []
         for fmt, power_of_two, row, col in CHOICES + (ONE_LAYOUT if name == "tails" else ()):
-            arguments = (x, None, DTYPES[fmt], granularity, power_of_two, row, col)
-            found = compare(quantize_2d(*arguments), reference(*arguments))
+            options = CastOptions(DTYPES[fmt], granularity, power_of_two, row, col)
+            found = compare(quantize_2d(x, options), reference(x, options))
             if found:
                 failures.append(f"{fmt} power_of_two={power_of_two} {row=} {col=}: {found}")
         yield f"{granularity}, {name}", failures
@@ -204,13 +194,14 @@ def results():
         failures = []
         for fmt, value in itertools.product(DTYPES, (0.37, 2.0**-120, float("inf"))):
             scale = torch.tensor(value)
-            arguments = (x, scale, DTYPES[fmt], "tensorwise", False, True, True)
-            found = compare(quantize_2d(*arguments), reference(*arguments))
+            options = CastOptions(DTYPES[fmt], "tensorwise", False, True, True, scale)
+            found = compare(quantize_2d(x, options), reference(x, options))
             if found:
                 failures.append(f"{fmt} scale {value}: {found}")
         for fmt, power_of_two, row, col in CHOICES + ONE_LAYOUT:
-            arguments = (x, None, DTYPES[fmt], "tensorwise", power_of_two, row, col)
-            found = compare(quantize_2d(*arguments, tensor_amax(x)), reference(*arguments))
+            options = CastOptions(DTYPES[fmt], "tensorwise", power_of_two, row, col)
+            known = options._replace(amax=tensor_amax(x))
+            found = compare(quantize_2d(x, known), reference(x, options))
             if found:
                 failures.append(f"{fmt} known amax, power_of_two={power_of_two}: {found}")
         yield f"known scale, {name}", failures
@@ -221,9 +212,9 @@ def results():
         for granularity in ("tensorwise", "rowwise", "block_1x128", "block_1x32"):
             failures = []
             for fmt, power_of_two, row, col in CHOICES[:1] + ONE_LAYOUT:
-                arguments = (x, None, DTYPES[fmt], granularity, power_of_two, row, col)
+                options = CastOptions(DTYPES[fmt], granularity, power_of_two, row, col)
                 sums = TileSums()
-                found = compare(quantize_2d(*arguments, None, sums), reference(*arguments))
+                found = compare(quantize_2d(x, options, sums), reference(x, options))
                 found += sum_difference(sums.total(x, torch.float32), x)
                 # A cast by row has no tiles, and that of x^T by column is one of x by row.
                 in_tiles = not (granularity.startswith("block") and is_odd(x))
@@ -236,8 +227,8 @@ def results():
 
     generator = torch.Generator().manual_seed(2)
     long = spread(3, 16500, generator).bfloat16()
-    arguments = (long, None, torch.float8_e4m3fn, "rowwise", False, True, False)
-    found = compare(quantize_2d(*arguments), reference(*arguments))
+    options = CastOptions(torch.float8_e4m3fn, "rowwise", False, True, False)
+    found = compare(quantize_2d(long, options), reference(long, options))
     yield "rowwise, longer than the registers hold", [found] if found else []
     yield "division", division()
 

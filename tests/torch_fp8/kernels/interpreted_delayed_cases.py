@@ -7,9 +7,10 @@ import sys
 import interpreted_cases as cases  # sets the interpreter up
 import torch
 
+from torch_fp8.kernels import quantize_delayed as kernels
+from torch_fp8.kernels.arguments import DelayedCastOptions
 from torch_fp8.kernels.column_sums import TileSums
-from torch_fp8.kernels.quantize_delayed import advance_history, quantize_2d_delayed
-from torch_fp8.ops.quantize_delayed import advance_history_reference, quantize_2d_delayed_reference
+from torch_fp8.ops.quantize_delayed import advance_history, quantize_2d_delayed
 
 # (length, algorithm, margin): one chunk, part of one, several; and the inputs that are tried.
 HISTORIES = {
@@ -45,11 +46,10 @@ class Twin:
 def cast(twin, x, dtype, algorithm, margin, row, col):
     """What differs in one cast, part by part."""
     sums = TileSums()
-    how = (dtype, algorithm, margin, row, col)
-    q, scale, q_t = quantize_2d_delayed(x, twin.ours, twin.progress, twin.last, *how, sums)
-    want = quantize_2d_delayed_reference(
-        x, twin.theirs, twin.progress, twin.their_last, *how, torch.float32
-    )
+    how = (twin.progress, dtype, algorithm, margin, row, col)
+    ours, theirs = (DelayedCastOptions(amaxes, *how) for amaxes in (twin.ours, twin.theirs))
+    q, scale, q_t = kernels.quantize_2d_delayed(x, ours, twin.last, sums)
+    want = quantize_2d_delayed.reference(x, theirs, twin.their_last, torch.float32)
     yield "row", cases.difference(q, want[0])
     yield "scale", cases.difference(scale, want[1])
     yield "col", cases.difference(q_t, want[2])
@@ -59,8 +59,8 @@ def cast(twin, x, dtype, algorithm, margin, row, col):
 
 def advance(twin, x, dtype, algorithm, margin):
     amax = x.abs().amax().float()
-    scale = advance_history(twin.ours, twin.last, amax, dtype, algorithm, margin)
-    want = advance_history_reference(twin.theirs, twin.their_last, amax, dtype, algorithm, margin)
+    scale = kernels.advance_history(twin.ours, twin.last, amax, dtype, algorithm, margin)
+    want = advance_history.reference(twin.theirs, twin.their_last, amax, dtype, algorithm, margin)
     yield "advanced scale", cases.difference(scale, want)
     yield from twin.differences()
 

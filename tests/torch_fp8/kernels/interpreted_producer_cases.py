@@ -24,6 +24,7 @@ from torch_fp8.kernels import gate_up as gate_up_kernels
 from torch_fp8.kernels import rms_norm as norm_kernels
 from torch_fp8.kernels import swiglu as swiglu_kernels
 from torch_fp8.kernels import swiglu_backward as backward_kernels
+from torch_fp8.kernels.arguments import BackwardInputs, CastOptions, DelayedCastOptions
 from torch_fp8.ops import fused_quantize, gate_up, rms_norm, swiglu
 from torch_fp8.ops import swiglu_backward as backward
 from torch_fp8.quantization.scaling import tensor_amax
@@ -171,12 +172,12 @@ def columns(cols, value=1.0):
 
 
 def casts(known_amax, more):
-    """Name and arguments of every cast."""
+    """Name and options of every cast."""
     for dtype, granularity, known, *flags in CHOICES + (MORE_CHOICES if more else ()):
         amax = known_amax if known == "amax" else None
         scale = torch.tensor(0.02).expand(known_amax.shape).clone() if known == "scale" else None
         name = f"{granularity} {known} {str(dtype)[-6:]} {flags}"
-        yield name, (amax, scale, dtype, granularity, *flags)
+        yield name, CastOptions(dtype, granularity, *flags, scale, amax)
 
 
 LAYOUTS = ("row", "row scale", "col", "col scale")
@@ -190,7 +191,7 @@ class Past:
         generator = torch.Generator().manual_seed(length + len(algorithm))
         amaxes = torch.rand(length, generator=generator) * 8 + 1
         self.before = amaxes if filled else torch.zeros(length)
-        self.how = fused_quantize.DelayedCast(
+        self.how = DelayedCastOptions(
             self.before.clone(),
             torch.zeros(2, dtype=torch.int32),
             dtype,
@@ -217,7 +218,7 @@ def pasts(more):
 def compare_delayed(name, got, y, past):
     """``(q, scale, qt, amax)`` with the reference's of y, the plain result."""
     parts = ("row", "scale", "col", "amax")
-    yield from compare(name, got, past.how.reference(y), parts)
+    yield from compare(name, got, fused_quantize.cast_delayed(y, past.how), parts)
     yield f"{name} left behind", past.left_behind()
 
 
@@ -230,7 +231,7 @@ def norm_statistics(x, offset):
     """Those, and the result."""
     weight, out = columns(x.shape[1]), x.dtype
     arguments = (x, weight, EPS, offset, out)
-    want = rms_norm.rms_norm_statistics_reference(*arguments, True)
+    want = rms_norm.rms_norm_statistics.reference(*arguments, True)
     got = norm_kernels.rms_norm_statistics(*arguments, True)
     yield "rstd", far(got[0], want[0])
     yield "amax", far(got[1], want[1], 2**16 if out != torch.float32 else 16)
@@ -244,46 +245,46 @@ def norm_statistics(x, offset):
     )
     rstd = torch.stack([got[0], got[0]], 1)[:, 1]
     y = norm_kernels.rms_norm(x, weight, rstd, offset, out)
-    yield "y", differs(y, rms_norm.rms_norm_reference(x, weight, rstd, offset, out))
+    yield "y", differs(y, rms_norm.rms_norm.reference(x, weight, rstd, offset, out))
     yield "amax of y", differs(got[1], tensor_amax(y))
 
 
 def norm_casts(x, offset, more=False):
     weight, out = columns(x.shape[1]), x.dtype
-    rstd, *_ = rms_norm.rms_norm_statistics_reference(x, weight, EPS, offset, out, False)
+    rstd, *_ = rms_norm.rms_norm_statistics.reference(x, weight, EPS, offset, out, False)
     rstd = torch.stack([rstd, rstd], 1)[:, 1]
-    y = rms_norm.rms_norm_reference(x, weight, rstd, offset, out)
+    y = rms_norm.rms_norm.reference(x, weight, rstd, offset, out)
     for name, cast in casts(tensor_amax(y), more):
-        made = norm_kernels.rms_norm_quantize(x, weight, rstd, offset, out, *cast)
-        yield from compare(name, made, fused_quantize.cast_result(y, *cast))
+        made = norm_kernels.rms_norm_quantize(x, weight, rstd, offset, out, cast)
+        yield from compare(name, made, fused_quantize.cast_result(y, cast))
 
 
 def norm_once(x, offset, more=False):
     weight, out = columns(x.shape[1]), x.dtype
     for name, cast in casts(torch.ones(()), more):
         for save in (True, False) if more else (True,):
-            if cast[0] is not None:
+            if cast.amax is not None:
                 continue
-            made = norm_kernels.rms_norm_quantize_once(x, weight, EPS, offset, out, *cast[1:], save)
+            made = norm_kernels.rms_norm_quantize_once(x, weight, EPS, offset, out, cast, save)
             *layouts, rstd, saved, saved_scale, amax = made
-            want = rms_norm.rms_norm_statistics_reference(x, weight, EPS, offset, out, save)
+            want = rms_norm.rms_norm_statistics.reference(x, weight, EPS, offset, out, save)
             yield f"{name} rstd", far(rstd, want[0])
             yield from compare(f"{name} saved", (saved, saved_scale), want[2:], ("x", "scale"))
-            y = rms_norm.rms_norm_reference(x, weight, rstd, offset, out)
-            yield from compare(name, layouts, fused_quantize.cast_result(y, *cast))
-            known = cast[1] is not None
+            y = rms_norm.rms_norm.reference(x, weight, rstd, offset, out)
+            yield from compare(name, layouts, fused_quantize.cast_result(y, cast))
+            known = cast.scale is not None
             yield f"{name} amax", differs(amax, tensor_amax(y) if known else torch.empty(0))
 
 
 def norm_delayed(x, offset, more=False):
     weight, out = columns(x.shape[1]), x.dtype
     for (name, past), save in itertools.product(pasts(more), (True, False) if more else (True,)):
-        made = norm_kernels.rms_norm_quantize_delayed(x, weight, EPS, offset, out, *past.how, save)
+        made = norm_kernels.rms_norm_quantize_delayed(x, weight, EPS, offset, out, past.how, save)
         *layouts, rstd, saved, saved_scale, amax = made
-        want = rms_norm.rms_norm_statistics_reference(x, weight, EPS, offset, out, save)
+        want = rms_norm.rms_norm_statistics.reference(x, weight, EPS, offset, out, save)
         yield f"{name} rstd", far(rstd, want[0])
         yield from compare(f"{name} saved", (saved, saved_scale), want[2:], ("x", "scale"))
-        y = rms_norm.rms_norm_reference(x, weight, rstd, offset, out)
+        y = rms_norm.rms_norm.reference(x, weight, rstd, offset, out)
         yield from compare_delayed(name, (*layouts, amax), y, past)
 
 
@@ -292,14 +293,14 @@ def norm_backward(x, offset):
     generator = torch.Generator().manual_seed(2)
     grad = spread(*x.shape, generator).to(x.dtype).as_strided(x.shape, x.contiguous().stride())
     grad = grad.t().contiguous().t()
-    rstd, _, saved, scale = rms_norm.rms_norm_statistics_reference(
+    rstd, _, saved, scale = rms_norm.rms_norm_statistics.reference(
         x, weight, EPS, offset, x.dtype, True
     )
     for what, inputs in (("plain", (x, None)), ("saved", (saved, scale))):
         for dx_dtype, weight_grad in ((torch.float32, True), (BF16, False)):
             arguments = (grad, *inputs, weight, rstd, offset, dx_dtype, weight_grad)
             got = norm_kernels.rms_norm_backward(*arguments)
-            want = rms_norm.rms_norm_backward_reference(*arguments)
+            want = rms_norm.rms_norm_backward.reference(*arguments)
             yield f"{what} dx", far(got[0], want[0])
             yield f"{what} dw", far(got[1], want[1])
 
@@ -308,7 +309,7 @@ def swiglu_forward(gate, smooth, more=False):
     up = gate.flip(0).as_strided(gate.shape, gate.flip(0).stride()) if gate.numel() else gate
     factor = columns(gate.shape[1]) if smooth else None
     h = swiglu_kernels.swiglu(gate, up, factor)
-    yield "h", far(h, swiglu.swiglu_reference(gate, up, factor), 512)
+    yield "h", far(h, swiglu.swiglu.reference(gate, up, factor), 512)
     want = (*fused_quantize.save_input(gate), *fused_quantize.save_input(up), tensor_amax(h))
     parts = ("gate", "gate scale", "up", "up scale", "amax")
     yield from compare("save", swiglu_kernels.swiglu_save(gate, up, factor), want, parts)
@@ -317,18 +318,18 @@ def swiglu_forward(gate, smooth, more=False):
     yield "nothing saved", sum(t.numel() for t in nothing)
     every = [(*cast, True) for cast in casts(want[4], more)]
     if more:  # fused and not
-        some = [c for c in casts(want[4], True) if c[1][3] in ("tensorwise", "rowwise")]
+        some = [c for c in casts(want[4], True) if c[1].granularity in ("tensorwise", "rowwise")]
         every += [(*cast, False) for cast in some]
     for name, cast, save in every:
-        made = swiglu_kernels.swiglu_quantize(gate, up, factor, *cast, save)
+        made = swiglu_kernels.swiglu_quantize(gate, up, factor, cast, save)
         saved = (*fused_quantize.save_input(gate, save), *fused_quantize.save_input(up, save))
-        amax = torch.empty(0) if cast[1] is None else want[4]
-        expected = (*fused_quantize.cast_result(h, *cast), *saved, amax)
+        amax = torch.empty(0) if cast.scale is None else want[4]
+        expected = (*fused_quantize.cast_result(h, cast), *saved, amax)
         yield from compare(f"{name} {save=}", made, expected, LAYOUTS + parts)
     every = [(*past, True) for past in pasts(more)]
     every += [(*past, False) for past in pasts(False) if more]
     for name, past, save in every:
-        made = swiglu_kernels.swiglu_quantize_delayed(gate, up, factor, *past.how, save)
+        made = swiglu_kernels.swiglu_quantize_delayed(gate, up, factor, past.how, save)
         saved = (*fused_quantize.save_input(gate, save), *fused_quantize.save_input(up, save))
         yield from compare(f"{name} {save=}", made[3:7], saved, SAVED_PARTS)
         yield from compare_delayed(f"{name} {save=}", (*made[:3], made[7]), h, past)
@@ -345,21 +346,21 @@ def swiglu_backward(gate, smooth, more=False):
     if more:
         operands |= {"plain": (gate, None, up, None), "one saved": (gate_q, gate_s, up, None)}
     for what, inputs in operands.items():
-        arguments = (grad, *inputs, factor, gate.dtype)
-        gradients = backward_kernels.swiglu_backward(*arguments)
-        exact = backward.swiglu_backward_reference(*arguments)
+        arguments = BackwardInputs(grad, *inputs, factor, gate.dtype)
+        gradients = backward_kernels.swiglu_backward(arguments)
+        exact = backward.swiglu_backward.reference(arguments)
         for name, d, want in zip(("dgate", "dup"), gradients, exact, strict=True):
             yield f"{what} {name}", far(d, want, 512)
         amax = torch.stack([tensor_amax(d) for d in gradients])
-        yield f"{what} amax", differs(backward_kernels.swiglu_backward_amax(*arguments), amax)
+        yield f"{what} amax", differs(backward_kernels.swiglu_backward_amax(arguments), amax)
         every = more and what == "saved"  # what is read and how it is cast are two things
         for name, cast in casts(amax, every):
-            made = backward_kernels.swiglu_backward_quantize(*arguments, *cast)
+            made = backward_kernels.swiglu_backward_quantize(arguments, cast)
             for i, d in enumerate(gradients):
-                of_one = [None if t is None else t[i] for t in cast[:2]]
-                want = fused_quantize.cast_result(d, *of_one, *cast[2:])
+                of_one = [None if t is None else t[i] for t in (cast.scale, cast.amax)]
+                want = fused_quantize.cast_result(d, CastOptions(*cast[:5], *of_one))
                 yield from compare(f"{what} {name} {i}", made[4 * i : 4 * i + 4], want)
-            taken = torch.empty(0) if cast[1] is None else amax
+            taken = torch.empty(0) if cast.scale is None else amax
             yield f"{what} {name} amax", differs(made[8], taken)
         others = [past for _, past in pasts(every)]
         for i, (name, past) in enumerate(pasts(every)):
@@ -367,7 +368,7 @@ def swiglu_backward(gate, smooth, more=False):
             other = past.how._replace(amaxes=of_up.how.amaxes, progress=of_up.how.progress)
             of_up.how = other
             made = backward_kernels.swiglu_backward_quantize_delayed(
-                *arguments, *other[:2], *past.how
+                arguments, *other[:2], past.how
             )
             for j, (d, its) in enumerate(zip(gradients, (past, of_up), strict=True)):
                 part = (*made[3 * j : 3 * j + 3], made[6][j])
@@ -386,22 +387,22 @@ def gate_up_backward(x, gate_first, more=False):
     if more:
         operands["plain"] = (gate, None, up, None)
     for what, inputs in operands.items():
-        arguments = (grad, *inputs, columns(x.shape[1]), x.dtype)
-        dgate, dup = backward_kernels.swiglu_backward(*arguments)
+        arguments = BackwardInputs(grad, *inputs, columns(x.shape[1]), x.dtype)
+        dgate, dup = backward_kernels.swiglu_backward(arguments)
         want = torch.cat([dgate, dup] if gate_first else [dup, dgate], 1)
-        made = gate_up_kernels.gate_up_backward(*arguments, gate_first)
+        made = gate_up_kernels.gate_up_backward(arguments, gate_first)
         yield f"{what} gradient", differs(made, want)
         amax = tensor_amax(want)
-        yield f"{what} amax", differs(gate_up_kernels.gate_up_backward_amax(*arguments), amax)
+        yield f"{what} amax", differs(gate_up_kernels.gate_up_backward_amax(arguments), amax)
         every = more and what == "saved"
         for name, cast in casts(amax, every):
-            *made, taken = gate_up_kernels.gate_up_backward_quantize(*arguments, gate_first, *cast)
-            yield from compare(f"{what} {name}", made, fused_quantize.cast_result(want, *cast))
-            expected = torch.empty(0) if cast[1] is None else amax
+            *made, taken = gate_up_kernels.gate_up_backward_quantize(arguments, gate_first, cast)
+            yield from compare(f"{what} {name}", made, fused_quantize.cast_result(want, cast))
+            expected = torch.empty(0) if cast.scale is None else amax
             yield f"{what} {name} amax", differs(taken, expected)
         for name, past in pasts(every):
             made = gate_up_kernels.gate_up_backward_quantize_delayed(
-                *arguments, gate_first, *past.how
+                arguments, gate_first, past.how
             )
             yield from compare_delayed(f"{what} {name}", made, want, past)
 

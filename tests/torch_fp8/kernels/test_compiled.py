@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from torch_fp8.kernels import column_sums, quantize, quantize_delayed
+from torch_fp8.kernels.arguments import CastOptions, DelayedCastOptions
 from torch_fp8.kernels.column_sums import TileSums
 
 GRANULARITIES = ("tensorwise", "rowwise", "block_1x128", "block_128x128", "block_1x32")
@@ -33,16 +34,17 @@ def launch_everything(name):
     full = name in ("bf16", "bf16 odd rows")
     layouts, formats = (LAYOUTS, FORMATS) if full else (LAYOUTS[2:], FORMATS[:1])
     for granularity in GRANULARITIES:
-        for dtype, (row, col) in itertools.product(formats, layouts):
-            quantize.quantize_2d(x, None, dtype, granularity, False, row, col)
-        quantize.quantize_2d(x, None, formats[0], granularity, full, True, True)
+        for dtype, each in itertools.product(formats, layouts):
+            quantize.quantize_2d(x, CastOptions(dtype, granularity, False, *each))
+        quantize.quantize_2d(x, CastOptions(formats[0], granularity, full, True, True))
     scale = torch.ones(())
-    for dtype, (row, col) in itertools.product(formats, layouts):
-        quantize.quantize_2d(x, scale, dtype, "tensorwise", False, row, col)
-        quantize.quantize_2d(x, None, dtype, "tensorwise", False, row, col, scale)
+    for dtype, each in itertools.product(formats, layouts):
+        options = CastOptions(dtype, "tensorwise", False, *each)
+        quantize.quantize_2d(x, options._replace(scale=scale))
+        quantize.quantize_2d(x, options._replace(amax=scale))
         for granularity in GRANULARITIES:
-            quantize.quantize_2d(x, None, dtype, granularity, False, row, col, None, TileSums())
-        quantize.quantize_2d(x, scale, dtype, "tensorwise", False, row, col, None, TileSums())
+            quantize.quantize_2d(x, options._replace(granularity=granularity), TileSums())
+        quantize.quantize_2d(x, options._replace(scale=scale), TileSums())
 
 
 def launch_delayed(name):
@@ -53,8 +55,9 @@ def launch_delayed(name):
     histories = ((1024, "max"), (16, "most_recent")) if full else ((1024, "max"),)
     for dtype, (row, col) in itertools.product(FORMATS if full else FORMATS[:1], layouts):
         for (length, algorithm), wanted in itertools.product(histories, (None, TileSums())):
-            state = (torch.zeros(length), progress, torch.ones(()))
-            quantize_delayed.quantize_2d_delayed(x, *state, dtype, algorithm, 0, row, col, wanted)
+            how = (dtype, algorithm, 0, row, col)
+            options = DelayedCastOptions(torch.zeros(length), progress, *how)
+            quantize_delayed.quantize_2d_delayed(x, options, torch.ones(()), wanted)
     amax = torch.ones(())
     for length, algorithm in histories:
         for dtype, last in itertools.product(FORMATS, (None, torch.ones(()))):
@@ -100,9 +103,10 @@ def test_all_read_the_history_before_the_last_program_writes_it(
     record_launches, compile_for, row, col
 ):
     """What a program reads and writes, a barrier, then the count with release and acquire."""
-    state = (torch.zeros(1024), torch.zeros(2, dtype=torch.int32), None)
+    state = (torch.zeros(1024), torch.zeros(2, dtype=torch.int32))
+    options = DelayedCastOptions(*state, FORMATS[0], "max", 0, row, col)
     with record_launches(quantize_delayed) as launches:
-        quantize_delayed.quantize_2d_delayed(INPUTS["bf16"], *state, FORMATS[0], "max", 0, row, col)
+        quantize_delayed.quantize_2d_delayed(INPUTS["bf16"], options, None)
     ptx, _ = compile_for(launches[0], "sm_90")
     code = [line.strip() for line in ptx.splitlines()]
     (count,) = [i for i, line in enumerate(code) if "atom.global" in line and ".add." in line]
@@ -132,7 +136,8 @@ def _compile(launches, name, target, compile_for, record_property):
 def test_hardware_conversion_is_used(record_launches, compile_for):
     with record_launches(quantize) as launches:
         for dtype in FORMATS:
-            quantize.quantize_2d(INPUTS["bf16"], None, dtype, "block_1x128", False, True, True)
+            options = CastOptions(dtype, "block_1x128", False, True, True)
+            quantize.quantize_2d(INPUTS["bf16"], options)
     for launch, name in zip(launches, ("e4m3x2", "e5m2x2"), strict=True):
         ptx, _ = compile_for(launch, "sm_90")
         assert f"cvt.rn.satfinite.{name}.f32" in ptx
@@ -145,7 +150,8 @@ def test_tile_is_loaded_and_stored_in_16_byte_accesses(
 ):
     """Whatever the number of rows."""
     with record_launches(quantize) as launches:
-        quantize.quantize_2d(INPUTS[name], None, FORMATS[0], granularity, True, True, True)
+        options = CastOptions(FORMATS[0], granularity, True, True, True)
+        quantize.quantize_2d(INPUTS[name], options)
     ptx, _ = compile_for(launches[-1], "sm_90")
     assert "ld.global.v4.b32" in ptx
     assert ptx.count("st.global.v4.b32") >= 2  # both layouts
@@ -153,10 +159,10 @@ def test_tile_is_loaded_and_stored_in_16_byte_accesses(
 
 
 def test_a_delayed_cast_of_any_rows_stores_16_bytes(record_launches, compile_for):
-    state = (torch.zeros(1024), torch.zeros(2, dtype=torch.int32), None)
+    state = (torch.zeros(1024), torch.zeros(2, dtype=torch.int32))
+    options = DelayedCastOptions(*state, FORMATS[0], "max", 0, True, True)
     with record_launches(quantize_delayed) as launches:
-        x = INPUTS["bf16 odd rows"]
-        quantize_delayed.quantize_2d_delayed(x, *state, FORMATS[0], "max", 0, True, True)
+        quantize_delayed.quantize_2d_delayed(INPUTS["bf16 odd rows"], options, None)
     ptx, _ = compile_for(launches[0], "sm_90")
     assert ptx.count("st.global.v4.b32") >= 2
     assert "st.global.b8" not in ptx
@@ -177,6 +183,7 @@ def test_reads_and_writes_per_element(record_launches, granularity, scale, bytes
     """Payload traffic of a bf16 matrix in both layouts: the reads are those of the launches."""
     reads = {"amax": 1, "column_amax": 1, "cast": 1, "quantize_rows": 1, "quantize_blocks": 1}
     with record_launches(quantize) as launches:
-        quantize.quantize_2d(INPUTS["bf16"], scale, FORMATS[0], granularity, False, True, True)
+        options = CastOptions(FORMATS[0], granularity, False, True, True, scale)
+        quantize.quantize_2d(INPUTS["bf16"], options)
     names = [launch.kernel.__name__.strip("_").removesuffix("_kernel") for launch in launches]
     assert 2 * sum(reads[name] for name in names) + 2 == bytes_per_element

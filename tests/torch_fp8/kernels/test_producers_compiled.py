@@ -1,9 +1,12 @@
 """The kernels of RMSNorm and SwiGLU compile for Hopper and Blackwell, without a card."""
 
+import itertools
+
 import pytest
 import torch
 
 from torch_fp8.kernels import gate_up, quantize, quantize_delayed, rms_norm, swiglu, swiglu_backward
+from torch_fp8.kernels.arguments import BackwardInputs, CastOptions, DelayedCastOptions
 from torch_fp8.quantization.payload_shape import padded_rows
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -45,18 +48,18 @@ ODD = {
 
 
 def casts(*shape, formats=(E4M3, E5M2)):
-    """Arguments of every cast to these formats."""
+    """Options of every cast to these formats."""
     for known, *rest in CASTS:
-        amax = torch.ones(shape) if known == "amax" else None
         if rest[0] in formats:
-            yield amax, torch.ones(shape) if known == "scale" else None, *rest
+            given = {} if known is None else {known: torch.ones(shape)}
+            yield CastOptions(*rest, **given)
 
 
 def delayed_casts(formats=(E4M3, E5M2)):
-    """Arguments of every cast with delayed scaling."""
+    """Options of every cast with delayed scaling."""
     for dtype, algorithm, row, col in DELAYED:
         if dtype in formats:
-            yield *history(), dtype, algorithm, 0, row, col
+            yield DelayedCastOptions(*history(), dtype, algorithm, 0, row, col)
 
 
 def history():
@@ -83,17 +86,16 @@ def launch_norms(x):
 def launch_norm_casts(dtype, more):
     x, weight = torch.empty(8192 + more, 2048, dtype=dtype), torch.empty(2048, dtype=dtype)
     narrow = torch.empty(33792 + more, 512, dtype=dtype)
-    for amax, scale, *cast in casts(formats=FORWARD):
-        arguments = (torch.empty(8192 + more), 0.0, dtype, amax, scale, *cast)
-        rms_norm.rms_norm_quantize(x, weight, *arguments)
-        if amax is None:
-            bands = narrow if scale is None else x
+    for cast in casts(formats=FORWARD):
+        rms_norm.rms_norm_quantize(x, weight, torch.empty(8192 + more), 0.0, dtype, cast)
+        if cast.amax is None:
+            bands = narrow if cast.scale is None else x
             rms_norm.rms_norm_quantize_once(
-                bands, weight[: bands.shape[1]], EPS, 0.0, dtype, scale, *cast, True
+                bands, weight[: bands.shape[1]], EPS, 0.0, dtype, cast, True
             )
     for how in delayed_casts(FORWARD):
         for save in (True, False):
-            rms_norm.rms_norm_quantize_delayed(x, weight, EPS, 0.0, dtype, *how, save)
+            rms_norm.rms_norm_quantize_delayed(x, weight, EPS, 0.0, dtype, how, save)
 
 
 def launch_swiglu(x):
@@ -103,31 +105,31 @@ def launch_swiglu(x):
     for save in (True, False):
         swiglu.swiglu_save(x, x, None, save)
     for inputs in ((x, None, x, None), saved(x) * 2):
-        swiglu_backward.swiglu_backward(x, *inputs, smooth, x.dtype)
-        swiglu_backward.swiglu_backward_amax(x, *inputs, None, x.dtype)
-        gate_up.gate_up_backward(x, *inputs, smooth, x.dtype, True)
-        gate_up.gate_up_backward_amax(x, *inputs, None, x.dtype)
+        inputs = BackwardInputs(x, *inputs, smooth, x.dtype)
+        swiglu_backward.swiglu_backward(inputs)
+        swiglu_backward.swiglu_backward_amax(inputs._replace(smooth=None))
+        gate_up.gate_up_backward(inputs, True)
+        gate_up.gate_up_backward_amax(inputs._replace(smooth=None))
 
 
 def launch_swiglu_casts(dtype, more):
     x, smooth = torch.empty(2048 + more, 4096, dtype=dtype), torch.empty(4096)
     for cast in casts(formats=FORWARD):
         for save in (True, False):
-            swiglu.swiglu_quantize(x, x, smooth, *cast, save)
-    for cast in casts(2):
-        for inputs in ((x, None, x, None), saved(x) * 2):
-            swiglu_backward.swiglu_backward_quantize(x, *inputs, smooth, dtype, *cast)
-    for cast in casts():
-        for inputs in ((x, None, x, None), saved(x) * 2):
-            gate_up.gate_up_backward_quantize(x, *inputs, smooth, dtype, True, *cast)
+            swiglu.swiglu_quantize(x, x, smooth, cast, save)
+    backward = [
+        BackwardInputs(x, *inputs, smooth, dtype) for inputs in ((x, None, x, None), saved(x) * 2)
+    ]
+    for cast, inputs in itertools.product(casts(2), backward):
+        swiglu_backward.swiglu_backward_quantize(inputs, cast)
+    for cast, inputs in itertools.product(casts(), backward):
+        gate_up.gate_up_backward_quantize(inputs, True, cast)
     for how in delayed_casts(FORWARD):
         for save in (True, False):
-            swiglu.swiglu_quantize_delayed(x, x, smooth, *how, save)
-    for how in delayed_casts():
-        for inputs in ((x, None, x, None), saved(x) * 2):
-            arguments = (x, *inputs, smooth, dtype)
-            swiglu_backward.swiglu_backward_quantize_delayed(*arguments, *history(), *how)
-            gate_up.gate_up_backward_quantize_delayed(*arguments, True, *how)
+            swiglu.swiglu_quantize_delayed(x, x, smooth, how, save)
+    for how, inputs in itertools.product(delayed_casts(), backward):
+        swiglu_backward.swiglu_backward_quantize_delayed(inputs, *history(), how)
+        gate_up.gate_up_backward_quantize_delayed(inputs, True, how)
 
 
 def assert_fits(launches, compile_for, target, record_property):
@@ -185,7 +187,7 @@ def test_launches_of_a_norm(record_launches):
     for cast in casts():
         with record_launches(rms_norm) as launches:
             rstd = rms_norm.rms_norm_statistics(x, weight, EPS, 0.0, x.dtype, True)[0]
-            rms_norm.rms_norm_quantize(x, weight, rstd, 0.0, x.dtype, *cast)
+            rms_norm.rms_norm_quantize(x, weight, rstd, 0.0, x.dtype, cast)
         assert names(launches) == ["statistics", "norm_cast"]
 
 
@@ -207,9 +209,9 @@ def test_one_launch_where_bands_fill_the_card_and_stay_in_its_cache(
 ):
     x = torch.empty(shape, dtype=torch.bfloat16)
     scale = torch.ones(()) if granularity == "tensorwise" else None
-    cast = (scale, E4M3, granularity, True, True, True)
+    cast = CastOptions(E4M3, granularity, True, True, True, scale)
     with record_launches(rms_norm) as launches, record_launches(quantize):
-        rms_norm.rms_norm_quantize_once(x, torch.empty(shape[1]), EPS, 0.0, x.dtype, *cast, True)
+        rms_norm.rms_norm_quantize_once(x, torch.empty(shape[1]), EPS, 0.0, x.dtype, cast, True)
     assert (names(launches) == ["norm_cast_once"]) == once
 
 
@@ -217,23 +219,24 @@ def test_launches_of_a_gated_mlp(record_launches):
     """Forward 1, or 2 with the amax of the tensor at hand; backward likewise."""
     x = torch.empty(2048, 4096, dtype=torch.bfloat16)
     for cast in casts():
-        if cast[3] == "block_1x128" and not (cast[4] and cast[5]):
+        if cast.granularity == "block_1x128" and not (cast.power_of_two and cast.rowwise):
             continue  # see is_fused
         with record_launches(swiglu) as launches:
-            swiglu.swiglu_quantize(x, x, None, *cast, True)
+            swiglu.swiglu_quantize(x, x, None, cast, True)
         assert names(launches) == ["swiglu_cast"]
     for cast in casts(2):
-        if cast[3] == "block_1x128" and not (cast[4] and cast[5]):
+        if cast.granularity == "block_1x128" and not (cast.power_of_two and cast.rowwise):
             continue  # see is_fused
         with record_launches(swiglu_backward) as launches:
-            swiglu_backward.swiglu_backward_quantize(x, *saved(x) * 2, None, x.dtype, *cast)
+            inputs = BackwardInputs(x, *saved(x) * 2, None, x.dtype)
+            swiglu_backward.swiglu_backward_quantize(inputs, cast)
         assert names(launches) == ["swiglu_backward_cast"]
     for cast in casts():
-        if cast[3] == "block_1x128" and not (cast[4] and cast[5]):
+        if cast.granularity == "block_1x128" and not (cast.power_of_two and cast.rowwise):
             continue  # see is_fused
         with record_launches(swiglu_backward) as launches:
-            arguments = (x, *saved(x) * 2, None, x.dtype, True)
-            gate_up.gate_up_backward_quantize(*arguments, *cast)
+            inputs = BackwardInputs(x, *saved(x) * 2, None, x.dtype)
+            gate_up.gate_up_backward_quantize(inputs, True, cast)
         assert names(launches) == ["swiglu_backward_cast"]
 
 
@@ -275,10 +278,10 @@ def test_delayed_casts_are_one_launch_for_any_number_of_rows(record_launches, ro
 def test_one_gradient_is_cast_in_one_launch_by_rule(record_launches, shape, granularity, fused):
     x = torch.empty(shape, dtype=torch.bfloat16)
     scale = torch.ones(()) if granularity == "tensorwise" else None
-    cast = (None, scale, E4M3, granularity, True, True, True)
+    cast = CastOptions(E4M3, granularity, True, True, True, scale)
     with record_launches(swiglu_backward) as launches, record_launches(quantize) as casts_after:
-        arguments = (x, *saved(x) * 2, None, x.dtype, True)
-        q, _, qt, *_ = gate_up.gate_up_backward_quantize(*arguments, *cast)
+        inputs = BackwardInputs(x, *saved(x) * 2, None, x.dtype)
+        q, _, qt, *_ = gate_up.gate_up_backward_quantize(inputs, True, cast)
     assert q.shape == (shape[0], 2 * shape[1])
     assert qt.shape == (2 * shape[1], padded_rows(shape[0], granularity))
     assert names(launches) == (["swiglu_backward_cast"] if fused else ["swiglu_backward"])
@@ -287,12 +290,13 @@ def test_one_gradient_is_cast_in_one_launch_by_rule(record_launches, shape, gran
 
 def test_tiles_move_in_16_byte_accesses(record_launches, compile_for):
     x = torch.empty(2048, 4096, dtype=torch.bfloat16)
-    cast = (None, None, E4M3, "block_1x128", True, True, True)
+    cast = CastOptions(E4M3, "block_1x128", True, True, True)
     with record_launches(swiglu) as forward, record_launches(swiglu_backward) as backward:
-        swiglu.swiglu_quantize(x, x, None, *cast, True)
-        swiglu_backward.swiglu_backward_quantize(x, *saved(x) * 2, None, x.dtype, *cast)
+        swiglu.swiglu_quantize(x, x, None, cast, True)
+        inputs = BackwardInputs(x, *saved(x) * 2, None, x.dtype)
+        swiglu_backward.swiglu_backward_quantize(inputs, cast)
     with record_launches(rms_norm) as norms:
-        rms_norm.rms_norm_quantize(x, x[0], torch.empty(2048), 0.0, x.dtype, *cast)
+        rms_norm.rms_norm_quantize(x, x[0], torch.empty(2048), 0.0, x.dtype, cast)
     for launch in (*forward, *backward, *norms):
         ptx, _ = compile_for(launch, "sm_90")
         assert "ld.global.v4.b32" in ptx
@@ -305,12 +309,12 @@ def test_a_program_counts_itself_in_when_it_has_written(record_launches, compile
     x, how = torch.empty(8192, 2048, dtype=torch.bfloat16), next(delayed_casts())
     with record_launches(module) as launches:
         if module is rms_norm:
-            rms_norm.rms_norm_quantize_delayed(x, x[0], EPS, 0.0, x.dtype, *how, True)
+            rms_norm.rms_norm_quantize_delayed(x, x[0], EPS, 0.0, x.dtype, how, True)
         elif module is swiglu:
-            swiglu.swiglu_quantize_delayed(x, x, None, *how, True)
+            swiglu.swiglu_quantize_delayed(x, x, None, how, True)
         else:
-            arguments = (x, *saved(x) * 2, None, x.dtype, *history(), *how)
-            swiglu_backward.swiglu_backward_quantize_delayed(*arguments)
+            inputs = BackwardInputs(x, *saved(x) * 2, None, x.dtype)
+            swiglu_backward.swiglu_backward_quantize_delayed(inputs, *history(), how)
     ptx, _ = compile_for(launches[0], "sm_90")
     code = [line.strip() for line in ptx.splitlines()]
     (count,) = [i for i, line in enumerate(code) if "atom.global" in line and ".add." in line]

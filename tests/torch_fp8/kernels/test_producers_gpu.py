@@ -5,6 +5,7 @@ import torch
 
 from torch_fp8.environment.kernel_cases import producers
 from torch_fp8.environment.kernel_cases.producers import BF16, E4M3, KINDS, OPS, SHAPES
+from torch_fp8.kernels.arguments import CastOptions
 from torch_fp8.ops import rms_norm
 
 pytestmark = pytest.mark.gpu
@@ -61,7 +62,8 @@ def test_more_than_2_to_the_31_elements():
     x = torch.zeros(rows, cols, dtype=BF16, device="cuda")
     x[-1, -1] = 1.0
     weight, rstd = torch.ones(cols, device="cuda"), torch.ones(rows, device="cuda")
-    cast = (None, torch.ones((), device="cuda"), E4M3, "tensorwise", False, True, True)
-    row, _, col, _ = rms_norm.rms_norm_quantize(x, weight, rstd, 0.0, BF16, *cast)
+    scale = torch.ones((), device="cuda")
+    options = CastOptions(E4M3, "tensorwise", False, True, True, scale)
+    row, _, col, _ = rms_norm.rms_norm_quantize(x, weight, rstd, 0.0, BF16, options)
     assert row[-1, -1].float() == col[-1, -1].float() == 1.0
     assert int(row[:-1].view(torch.uint8).count_nonzero()) == 0

@@ -171,7 +171,7 @@ def test_what_was_cast_ahead_yields_to_a_scale_that_a_reader_brings():
 
     def read(activation):
         assert isinstance(activation, LazyQuantizedTensor)
-        made.append(activation.production.layouts(SPEC, scale, row=True, col=True))
+        made.append(activation.production.layouts(SPEC, scale, rowwise=True, columnwise=True))
 
     model(gaussian(8, SIZE))
     model.mlp.down_proj.register_forward_pre_hook(lambda m, args: read(args[0]))
@@ -286,7 +286,7 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx, gate, up, history):
         config = FP8Config(recipe="delayed", amax_compute_algo="most_recent")
-        how = history.casts(SPEC, config, row=True, col=True)
+        how = history.options(SPEC, config, rowwise=True, columnwise=True)
         q, scale, qt, *_, amax = swiglu.swiglu_quantize_delayed(gate, up, None, how, True)
         history.advance(amax, SPEC, config)
         ctx.save_for_backward(q, scale, qt)
@@ -331,7 +331,7 @@ def _history(filled, length=3):
 def _casts(filled, algorithm="max", margin=0):
     config = FP8Config(recipe="delayed", amax_compute_algo=algorithm, margin=margin)
     for row, col in LAYOUTS:
-        yield _history(filled).casts(SPEC, config, row=row, col=col)
+        yield _history(filled).options(SPEC, config, rowwise=row, columnwise=col)
 
 
 def _check(made, y, how):
@@ -340,7 +340,7 @@ def _check(made, y, how):
     assert amax == tensor_amax(y)
     assert scale == delayed_scale(how.amaxes, amax, E4M3, how.algorithm, how.margin)
     ops = torch.ops.torch_fp8
-    want, _, want_t, _ = ops.quantize_2d(y, scale, *(how.dtype, "tensorwise", False), *how[5:])
+    want, _, want_t, _ = ops.quantize_2d(y, *how.with_scale(scale))
     assert torch.equal(q.view(torch.uint8), want.view(torch.uint8))
     assert torch.equal(qt.view(torch.uint8), want_t.view(torch.uint8))
 
@@ -361,7 +361,7 @@ def test_values_are_those_of_the_result_and_the_rules(shape, algorithm, margin, 
         inputs = BackwardInputs(grad, *made[3:], None, x.dtype)
         other = how._replace(amaxes=torch.full((3,), 7.0), progress=how.progress.clone())
         gradients = swiglu_backward.swiglu_backward(inputs)
-        made = swiglu_backward.swiglu_backward_quantize_delayed(inputs, how, other)
+        made = swiglu_backward.swiglu_backward_quantize_delayed(inputs, *other[:2], how)
         for i, (d, its) in enumerate(zip(gradients, (how, other), strict=True)):
             _check((*made[3 * i : 3 * i + 3], made[6][i]), d, its)
         both = gate_up.gate_up_backward(inputs, False)

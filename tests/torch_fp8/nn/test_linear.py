@@ -164,9 +164,10 @@ def test_no_grad_forward_builds_nothing_for_a_backward(monkeypatch, recipe):
     layouts = []
 
     def recording(real):
-        def seen(*args, row, col, **options):
-            layouts.append((row, col))
-            return real(*args, row=row, col=col, **options)
+        def seen(*args, **layouts_of_it):
+            found = layouts_of_it or args[1]._asdict()
+            layouts.append((found["rowwise"], found["columnwise"]))
+            return real(*args, **layouts_of_it)
 
         return seen
 

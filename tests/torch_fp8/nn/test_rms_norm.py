@@ -8,6 +8,7 @@ from torch import nn
 
 from tests.torch_fp8.conversion.test_fused_layers import Norm
 from torch_fp8 import FP8Config, convert_to_float8, revert
+from torch_fp8.kernels.arguments import CastOptions
 from torch_fp8.nn.scaling_buffers import INPUT
 from torch_fp8.ops.quantize import quantize_layouts
 from torch_fp8.tensor.lazy_quantized import LazyQuantizedTensor
@@ -68,7 +69,7 @@ def test_a_second_conversion_counts():
     config = FP8Config(recipe="blockwise", save_activations="bf16")
     convert_to_float8(model, config)
     assert model[0].fp8_config is config
-    assert model[0].fp8_consumers.spec == model[1].operand_spec(INPUT)
+    assert model[0].fp8_quantizer.spec == model[1].operand_spec(INPUT)
 
 
 def test_frozen_layers_get_no_transposed_blocks():
@@ -92,9 +93,11 @@ def test_a_reader_with_one_scale_behind_a_norm_that_casts_in_blocks():
     assert isinstance(y, LazyQuantizedTensor)
     spec = _stack(nn.Linear(64, 64))[0].operand_spec(INPUT)
     assert spec.granularity == "tensorwise"
-    row, col = y.production.layouts(spec, None, row=True, col=True)
+    row, col = y.production.layouts(spec, None, rowwise=True, columnwise=True)
     dense = y.production.make_dense()
-    want_row, want_col = quantize_layouts(dense, spec, None, row=True, col=True)
+    want_row, want_col = quantize_layouts(
+        dense, CastOptions.of(spec, rowwise=True, columnwise=True)
+    )
     assert y.production.amax() == dense.abs().max()
     for got, want in ((row, want_row), (col, want_col)):
         assert torch.equal(got.qdata.view(torch.uint8), want.qdata.view(torch.uint8))

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from torch_fp8.kernels.arguments import BackwardInputs
+from torch_fp8.kernels.arguments import BackwardInputs, CastOptions
 from torch_fp8.ops import gate_up as ops
 from torch_fp8.ops import swiglu, swiglu_backward
 from torch_fp8.quantization.formats import E4M3, E5M2
@@ -64,13 +64,14 @@ def test_bytes_are_those_of_the_gradients_and_a_cast(granularity, shape, gate_fi
         assert same_bits(ops.gate_up_backward(tensors, gate_first), want)
         amax = ops.gate_up_backward_amax(tensors)
         assert same_bits(amax, tensor_amax(want))
-        cast = (dtype, granularity, True, row, col)
         scale = torch.tensor(0.02) if known == "scale" else None
         known_amax = amax if known == "amax" else None
-        *made, taken = ops.gate_up_backward_quantize(tensors, gate_first, known_amax, scale, *cast)
+        options = CastOptions(dtype, granularity, True, row, col, scale, known_amax)
+        *made, taken = ops.gate_up_backward_quantize(tensors, gate_first, options)
         if known_amax is not None:
             scale = scale_from_amax(amax, E4M3 if dtype == E4M3.dtype else E5M2, True)
-        q, s, qt, st = torch.ops.torch_fp8.quantize_2d(want, scale, *cast)
+        unfused = options._replace(scale=scale, amax=None)
+        q, s, qt, st = torch.ops.torch_fp8.quantize_2d(want, *unfused)
         s = scale if known_amax is not None else s
         assert all(same_bits(a, b) for a, b in zip(made, (q, s, qt, st), strict=True))
         assert same_bits(taken, amax if known == "scale" else torch.empty(0))
@@ -81,9 +82,8 @@ def test_one_scale_is_that_of_the_larger_half():
     gate, up = torch.full((4, 16), 50.0), torch.full((4, 16), 0.5)
     arguments = BackwardInputs(grad, gate, None, up, None, None, torch.float32)
     assert ops.gate_up_backward_amax(arguments) == 50  # dup is silu(gate)
-    q, s, _, _, _ = ops.gate_up_backward_quantize(
-        arguments, True, torch.tensor(50.0), None, E4M3.dtype, "tensorwise", False, True, False
-    )
+    options = CastOptions(E4M3.dtype, "tensorwise", False, True, False, amax=torch.tensor(50.0))
+    q, s, _, _, _ = ops.gate_up_backward_quantize(arguments, True, options)
     assert torch.allclose(q.float() * s, torch.tensor([[0.5] * 16 + [50.0] * 16] * 4), rtol=0.04)
 
 
@@ -100,14 +100,12 @@ def test_an_element_that_is_not_finite_is_seen(bad):
 def test_scales_that_cannot_be_known_are_refused():
     arguments, one = inputs((4, 16), False), torch.ones(())
     for known in ((None, None), (one, one)):
+        options = CastOptions(E4M3.dtype, "tensorwise", True, True, True, *known)
         with pytest.raises(ValueError, match="either amax or scale"):
-            ops.gate_up_backward_quantize(
-                arguments, True, *known, E4M3.dtype, "tensorwise", True, True, True
-            )
+            ops.gate_up_backward_quantize(arguments, True, options)
+    options = CastOptions(E4M3.dtype, "rowwise", True, True, True, amax=one)
     with pytest.raises(ValueError, match="made from the tensor"):
-        ops.gate_up_backward_quantize(
-            arguments, True, one, None, E4M3.dtype, "rowwise", True, True, True
-        )
+        ops.gate_up_backward_quantize(arguments, True, options)
 
 
 @pytest.mark.parametrize("saved", [True, False])
@@ -121,7 +119,7 @@ def test_operators_are_well_formed(granularity, layouts, saved):
     for given in known:
         scales = [torch.ones(()) if g else None for g in given]
         operator = library.gate_up_backward_quantize.default
-        check(operator, (*arguments, saved, *scales, *cast), test_utils=CHECKS[saved])
+        check(operator, (*arguments, saved, *cast, *scales), test_utils=CHECKS[saved])
     check(library.gate_up_backward.default, (*arguments, saved), test_utils=CHECKS[saved])
     check(library.gate_up_backward_amax.default, arguments, test_utils=CHECKS[saved])
 
@@ -138,8 +136,8 @@ def everything(grad, both, smooth):
     *saved, _ = swiglu.swiglu_save(gate, up, smooth)
     arguments = BackwardInputs(grad, *saved, smooth, both.dtype)
     amax = ops.gate_up_backward_amax(arguments)
-    cast = (E5M2.dtype, "tensorwise", False, True, True)
-    made = ops.gate_up_backward_quantize(arguments, True, amax, None, *cast)
+    options = CastOptions(E5M2.dtype, "tensorwise", False, True, True, amax=amax)
+    made = ops.gate_up_backward_quantize(arguments, True, options)
     return *made, amax, ops.gate_up_backward(arguments, True)
 
 

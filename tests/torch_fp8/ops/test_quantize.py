@@ -5,12 +5,13 @@ import pytest
 import torch
 
 from benchmarks import numerics as bench
+from torch_fp8.kernels.arguments import CastOptions
 from torch_fp8.ops.quantize import (
     QuantizedTensor,
     cast_saturating,
     dequantize,
     quantize,
-    quantize_2d_reference,
+    quantize_2d,
     quantize_layouts,
 )
 from torch_fp8.quantization.formats import E4M3, E5M2, FORMATS, MIN_SCALE
@@ -66,7 +67,9 @@ def test_recorded_figures_are_those_of_this_code(recipe):
 def test_layouts_and_shapes(granularity, shape):
     rows, cols = shape
     x = torch.randn(rows, cols)
-    row, col = quantize_layouts(x, _spec(granularity), row=True, col=True)
+    row, col = quantize_layouts(
+        x, CastOptions.of(_spec(granularity), rowwise=True, columnwise=True)
+    )
     assert row.qdata.shape == (rows, cols)
     assert row.qdata.is_contiguous()
     assert col.qdata.shape == (cols, padded_rows(rows, granularity))
@@ -97,7 +100,9 @@ def test_rows_are_padded_to_what_a_gemm_contracts_over():
 
 @pytest.mark.parametrize("granularity", ["tensorwise", "block_128x128"])
 def test_square_granularities_commute_with_the_transpose(granularity):
-    row, col = quantize_layouts(torch.randn(150, 260), _spec(granularity), row=True, col=True)
+    row, col = quantize_layouts(
+        torch.randn(150, 260), CastOptions.of(_spec(granularity), rowwise=True, columnwise=True)
+    )
     assert torch.equal(dequantize(row).t(), dequantize(col)[:, :150])
 
 
@@ -202,9 +207,13 @@ def test_half_precision_inputs_are_cast_from_their_own_values():
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 def test_operator_is_well_formed(granularity, layouts):
     for scale in (None, torch.tensor(0.01)) if granularity == "tensorwise" else (None,):
-        args = (torch.randn(20, 40), scale, E4M3.dtype, granularity, False, *layouts)
-        torch.library.opcheck(torch.ops.torch_fp8.quantize_2d.default, args)
-        made, expected = torch.ops.torch_fp8.quantize_2d(*args), quantize_2d_reference(*args)
+        x, options = (
+            torch.randn(20, 40),
+            CastOptions(E4M3.dtype, granularity, False, *layouts, scale),
+        )
+        torch.library.opcheck(torch.ops.torch_fp8.quantize_2d.default, (x, *options))
+        made = torch.ops.torch_fp8.quantize_2d(x, *options)
+        expected = quantize_2d.reference(x, options)
         for a, b in zip(made, expected, strict=True):
             assert torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
 

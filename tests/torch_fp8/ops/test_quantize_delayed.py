@@ -13,6 +13,7 @@ from torch_fp8 import (
     load_scaling_state_dict,
     scaling_state_dict,
 )
+from torch_fp8.kernels.arguments import CastOptions
 from torch_fp8.ops.quantize import quantize_layouts
 from torch_fp8.ops.quantize_delayed import History
 from torch_fp8.quantization.formats import E4M3
@@ -45,8 +46,10 @@ def test_scales_and_histories_are_those_of_the_rules(algorithm, margin, way):
         scale = delayed_scale(expected, true_amax, E4M3, algorithm, margin)
         push_amax(expected, true_amax, algorithm)
         if way == "cast":
-            row, col, sums = history.cast(x, SPEC, config, row=True, col=True)
-            want_row, want_col = quantize_layouts(x, SPEC, scale, row=True, col=True)
+            row, col, sums = history.cast(x, SPEC, config, rowwise=True, columnwise=True)
+            want_row, want_col = quantize_layouts(
+                x, CastOptions.of(SPEC, scale, rowwise=True, columnwise=True)
+            )
             for got, want in ((row, want_row), (col, want_col)):
                 assert _same(got.qdata, want.qdata)
                 assert _same(got.scale, scale)
@@ -60,13 +63,15 @@ def test_scales_and_histories_are_those_of_the_rules(algorithm, margin, way):
 
 def test_layouts_and_sums_that_are_asked_for():
     config, x = FP8Config(recipe="delayed"), torch.randn(20, 40)
-    assert [v is None for v in _history().cast(x, SPEC, config, row=True, col=False)] == [
+    assert [
+        v is None for v in _history().cast(x, SPEC, config, rowwise=True, columnwise=False)
+    ] == [
         False,
         True,
         True,
     ]
     row, col, sums = _history().cast(
-        x, SPEC, config, row=False, col=False, sum_dtype=torch.bfloat16
+        x, SPEC, config, rowwise=False, columnwise=False, sum_dtype=torch.bfloat16
     )
     assert row is None
     assert col is None
@@ -76,7 +81,8 @@ def test_layouts_and_sums_that_are_asked_for():
 def test_an_empty_matrix_records_nothing_but_zero():
     history = _history()
     history.amaxes[:] = torch.tensor([4.0, 3.0, 2.0])
-    history.cast(torch.zeros(0, 8), SPEC, FP8Config(recipe="delayed"), row=True, col=True)
+    config = FP8Config(recipe="delayed")
+    history.cast(torch.zeros(0, 8), SPEC, config, rowwise=True, columnwise=True)
     assert history.amaxes.tolist() == [0.0, 4.0, 3.0]
 
 
@@ -85,15 +91,16 @@ def test_operators_are_well_formed():
     x, history = torch.randn(20, 40), _history()
     for sum_dtype in (None, torch.float32):
         for row, col in ((True, True), (True, False), (False, False)):
-            arguments = (x, *history, torch.float8_e4m3fn, "max", 0, row, col, sum_dtype)
+            how = (torch.float8_e4m3fn, "max", 0, row, col)
+            arguments = (x, history.amaxes, history.progress, *how, history.last, sum_dtype)
             torch.library.opcheck(ops.quantize_2d_delayed, arguments)
     arguments = (history.amaxes, None, torch.ones(()), torch.float8_e5m2, "max", 1)
     torch.library.opcheck(ops.advance_history, arguments)
     for granularity in ("tensorwise", "rowwise", "block_1x128"):
-        how = (None, torch.float8_e4m3fn, granularity, True, True, True)
+        how = CastOptions(torch.float8_e4m3fn, granularity, True, True, True)
         torch.library.opcheck(ops.quantize_2d_sum, (x, *how, torch.float32))
         torch.library.opcheck(ops.quantize_2d, (x, *how))
-    given = (None, torch.float8_e4m3fn, "tensorwise", True, True, True, torch.ones(()))
+    given = CastOptions(torch.float8_e4m3fn, "tensorwise", True, True, True, amax=torch.ones(()))
     torch.library.opcheck(ops.quantize_2d, (x, *given))
 
 
@@ -108,7 +115,7 @@ def test_one_cast_for_each_operand_and_no_other_read(monkeypatch):
     real = History.cast
 
     def cast(self, x, *args, **options):
-        casts.append((tuple(x.shape), options["row"], options["col"]))
+        casts.append((tuple(x.shape), options["rowwise"], options["columnwise"]))
         return real(self, x, *args, **options)
 
     monkeypatch.setattr(History, "cast", cast)

@@ -7,11 +7,12 @@ from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import torch_fp8.ops.registry as module
+from torch_fp8.kernels.arguments import CastOptions
 from torch_fp8.ops import quantize as casts
-from torch_fp8.ops.quantize import quantize_2d_cpu, quantize_layouts
+from torch_fp8.ops.quantize import quantize_layouts
 from torch_fp8.quantization.recipe import make_recipe
 
-ARGUMENTS = (None, torch.float8_e4m3fn, "tensorwise", False, True, True)
+OPTIONS = CastOptions(torch.float8_e4m3fn, "tensorwise", False, True, True)
 
 
 class Seen(TorchDispatchMode):
@@ -33,7 +34,7 @@ def direct(monkeypatch):
 
     def implementation(*arguments):
         calls.append(arguments)
-        qdata, scale, _, _ = quantize_2d_cpu(*arguments)
+        qdata, scale, _, _ = casts.quantize_2d.reference(*arguments)
         return qdata, scale, None, None
 
     kernels = type("Kernels", (), {"quantize_2d": staticmethod(implementation)})
@@ -47,23 +48,23 @@ def direct(monkeypatch):
 def test_plain_tensors_go_to_the_implementation(direct, make):
     x, spec = make(32, 64), make_recipe("tensorwise").input
     with torch.no_grad():
-        row, col = quantize_layouts(x, spec, row=True, col=False)
+        row, col = quantize_layouts(x, CastOptions.of(spec, rowwise=True, columnwise=False))
     assert len(direct) == 1
     assert col is None
-    expected = quantize_2d_cpu(x.detach(), *ARGUMENTS)
+    expected = casts.quantize_2d.reference(x.detach(), OPTIONS)
     assert torch.equal(row.qdata.float(), expected[0].float())
     assert torch.equal(row.scale, expected[1])
 
 
 def test_the_cpu_goes_through_the_dispatcher(monkeypatch):
     monkeypatch.setattr(casts, "_kernels", lambda: pytest.fail("no kernels on the CPU"))
-    made = module.operators.quantize_2d(torch.randn(32, 64), *ARGUMENTS)
+    made = casts.quantize_2d(torch.randn(32, 64), OPTIONS)
     assert made[2].shape == (64, 32)
 
 
 def test_a_mode_sees_the_operator(direct):
     with Seen() as seen:
-        module.operators.quantize_2d(torch.randn(32, 64), *ARGUMENTS)
+        casts.quantize_2d(torch.randn(32, 64), OPTIONS)
     assert "torch_fp8::quantize_2d" in seen.names
     assert not direct
 
@@ -71,7 +72,7 @@ def test_a_mode_sees_the_operator(direct):
 def test_a_subclass_is_dispatched(direct):
     with FakeTensorMode() as mode:
         x = mode.from_tensor(torch.randn(32, 64))
-    made = module.operators.quantize_2d(x, *ARGUMENTS)
+    made = casts.quantize_2d(x, OPTIONS)
     assert type(made[0]) is type(x)
     assert not direct
 
@@ -79,10 +80,10 @@ def test_a_subclass_is_dispatched(direct):
 def test_autograd_is_told(direct):
     """Of a gradient that the operator does not have."""
     x = torch.randn(32, 64, requires_grad=True)
-    module.operators.quantize_2d(x, *ARGUMENTS)
+    casts.quantize_2d(x, OPTIONS)
     assert not direct
     with torch.no_grad():
-        module.operators.quantize_2d(x, *ARGUMENTS)
+        casts.quantize_2d(x, OPTIONS)
     assert len(direct) == 1
 
 
@@ -94,7 +95,7 @@ def test_a_compiled_graph_has_the_operator(direct):
         return graph.forward
 
     compiled = torch.compile(
-        lambda x: module.operators.quantize_2d(x, *ARGUMENTS)[0], backend=backend, fullgraph=True
+        lambda x: casts.quantize_2d(x, OPTIONS)[0], backend=backend, fullgraph=True
     )
     compiled(torch.randn(32, 64))
     assert any("torch_fp8.quantize_2d" in target for target in targets)

@@ -3,6 +3,7 @@ import itertools
 import pytest
 import torch
 
+from torch_fp8.kernels.arguments import CastOptions
 from torch_fp8.ops import rms_norm as ops
 from torch_fp8.ops.quantize import QuantizedTensor, dequantize
 from torch_fp8.quantization.formats import E4M3, E5M2
@@ -62,10 +63,9 @@ def test_bytes_are_those_of_the_norm_and_a_cast(granularity, shape):
         (E4M3.dtype, E5M2.dtype), scales, ((True, True), (True, False), (False, True))
     ):
         known = amax if granularity == "tensorwise" and scale is None else None
-        made = ops.rms_norm_quantize(
-            x, weight, rstd, 0.0, BF16, known, scale, dtype, granularity, True, row, col
-        )
-        want = torch.ops.torch_fp8.quantize_2d(y, scale, dtype, granularity, True, row, col)
+        options = CastOptions(dtype, granularity, True, row, col, scale)
+        made = ops.rms_norm_quantize(x, weight, rstd, 0.0, BF16, options._replace(amax=known))
+        want = torch.ops.torch_fp8.quantize_2d(y, *options)
         assert all(same_bits(a, b) for a, b in zip(made, want, strict=True))
 
 
@@ -74,10 +74,10 @@ def test_bytes_are_those_of_the_norm_and_a_cast(granularity, shape):
 def test_once_is_both_steps(granularity, save):
     x, weight = inputs(150, 260)
     scale = torch.tensor(0.02) if granularity == "tensorwise" else None
-    cast = (scale, E4M3.dtype, granularity, True, True, True)
-    made = ops.rms_norm_quantize_once(x, weight, EPS, 1.0, BF16, *cast, save)
+    cast = CastOptions(E4M3.dtype, granularity, True, True, True, scale)
+    made = ops.rms_norm_quantize_once(x, weight, EPS, 1.0, BF16, cast, save)
     rstd, amax, *saved = ops.rms_norm_statistics(x, weight, EPS, 1.0, BF16, save)
-    want = (*ops.rms_norm_quantize(x, weight, rstd, 1.0, BF16, None, *cast), rstd, *saved)
+    want = (*ops.rms_norm_quantize(x, weight, rstd, 1.0, BF16, cast), rstd, *saved)
     assert all(same_bits(a, b) for a, b in zip(made[:7], want, strict=True))
     assert torch.equal(made[7], amax if scale is not None else torch.empty(0))
 
@@ -152,9 +152,8 @@ def test_a_row_that_is_not_finite_is_seen(bad):
     x[5, 7] = bad
     rstd, amax, qdata, scale = ops.rms_norm_statistics(x, weight, EPS, 0.0, BF16, True)
     assert amax.isnan()
-    q, s, _, _ = ops.rms_norm_quantize(
-        x, weight, rstd, 0.0, BF16, None, None, E4M3.dtype, "block_1x128", True, True, False
-    )
+    options = CastOptions(E4M3.dtype, "block_1x128", True, True, False)
+    q, s, _, _ = ops.rms_norm_quantize(x, weight, rstd, 0.0, BF16, options)
     back = dequantize(QuantizedTensor(q, s, "block_1x128"))
     assert not back[5, 7].isfinite()
     assert back[6:].isfinite().all()
@@ -177,8 +176,8 @@ def test_scales_that_cannot_be_known_are_refused():
     one, rstd = torch.ones(()), torch.ones(4)
 
     def cast(amax, scale, granularity):
-        arguments = (amax, scale, E4M3.dtype, granularity, False, True, True)
-        return ops.rms_norm_quantize(x, weight, rstd, 0.0, BF16, *arguments)
+        options = CastOptions(E4M3.dtype, granularity, False, True, True, scale, amax)
+        return ops.rms_norm_quantize(x, weight, rstd, 0.0, BF16, options)
 
     for known in ((None, None), (one, one)):
         with pytest.raises(ValueError, match="either amax or scale"):
@@ -190,9 +189,8 @@ def test_scales_that_cannot_be_known_are_refused():
 def test_scale_is_made_from_the_amax():
     x, weight = inputs(4, 16)
     amax = torch.tensor(1000.0)
-    _, s, _, st = ops.rms_norm_quantize(
-        x, weight, torch.ones(4), 0.0, BF16, amax, None, E4M3.dtype, "tensorwise", True, True, True
-    )
+    options = CastOptions(E4M3.dtype, "tensorwise", True, True, True, amax=amax)
+    _, s, _, st = ops.rms_norm_quantize(x, weight, torch.ones(4), 0.0, BF16, options)
     assert torch.equal(s, scale_from_amax(amax, E4M3, True))
     assert st.shape == (0,)
 
@@ -203,11 +201,12 @@ def test_operators_that_cast_are_well_formed(granularity, layouts):
     x, weight = inputs(20, 140)
     rstd, one = torch.ones(20), torch.ones(())
     cast = (E4M3.dtype, granularity, False, *layouts)
-    once = (x, weight, EPS, 0.0, BF16, one if granularity == "tensorwise" else None, *cast)
+    given = (one if granularity == "tensorwise" else None, None)
+    once = (x, weight, EPS, 0.0, BF16, *cast, *given)
     torch.library.opcheck(torch.ops.torch_fp8.rms_norm_quantize_once.default, (*once, layouts[0]))
     known = ((one, None), (None, one)) if granularity == "tensorwise" else ((None, None),)
     for scales in known:
-        arguments = (x, weight, rstd, 0.0, BF16, *scales, *cast)
+        arguments = (x, weight, rstd, 0.0, BF16, *cast, *scales)
         torch.library.opcheck(torch.ops.torch_fp8.rms_norm_quantize.default, arguments)
 
 
@@ -225,10 +224,10 @@ def test_other_operators_are_well_formed(flag):
 
 def everything(x, weight):
     rstd, amax, qdata, scale = ops.rms_norm_statistics(x, weight, EPS, 0.0, x.dtype, True)
-    cast = (E4M3.dtype, "tensorwise", False, True, True)
-    made = ops.rms_norm_quantize(x, weight, rstd, 0.0, x.dtype, amax, None, *cast)
-    blocks = (None, E4M3.dtype, "block_1x128", True, True, True, True)
-    once = ops.rms_norm_quantize_once(x, weight, EPS, 0.0, x.dtype, *blocks)
+    cast = CastOptions(E4M3.dtype, "tensorwise", False, True, True, amax=amax)
+    made = ops.rms_norm_quantize(x, weight, rstd, 0.0, x.dtype, cast)
+    blocks = CastOptions(E4M3.dtype, "block_1x128", True, True, True)
+    once = ops.rms_norm_quantize_once(x, weight, EPS, 0.0, x.dtype, blocks, True)
     y = ops.rms_norm(x, weight, rstd, 0.0, x.dtype)
     return *made, *once, *ops.rms_norm_backward(y, qdata, scale, weight, rstd, 0.0, BF16, True)
 

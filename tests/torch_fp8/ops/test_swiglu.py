@@ -3,7 +3,7 @@ import itertools
 import pytest
 import torch
 
-from torch_fp8.kernels.arguments import BackwardInputs
+from torch_fp8.kernels.arguments import BackwardInputs, CastOptions
 from torch_fp8.ops import swiglu as ops
 from torch_fp8.ops import swiglu_backward as backward
 from torch_fp8.ops.quantize import QuantizedTensor, dequantize
@@ -34,11 +34,13 @@ def same_bits(a, b):
     return bool(((a.float() == b.float()) | (a.float().isnan() & b.float().isnan())).all())
 
 
-def quantize_2d(x, amax, scale, *cast):
+def quantize_2d(x, options):
     """The unfused cast, returning what the producers return."""
+    amax, scale = options.amax, options.scale
     if amax is not None:
-        scale = scale_from_amax(amax, E4M3 if cast[0] == E4M3.dtype else E5M2, cast[2])
-    q, s, qt, st = torch.ops.torch_fp8.quantize_2d(x, scale, *cast)
+        format = E4M3 if options.dtype == E4M3.dtype else E5M2
+        scale = scale_from_amax(amax, format, options.power_of_two)
+    q, s, qt, st = torch.ops.torch_fp8.quantize_2d(x, *options._replace(scale=scale, amax=None))
     return q, s if amax is None else scale, qt, st
 
 
@@ -63,13 +65,13 @@ def test_bytes_are_those_of_the_product_and_a_cast(granularity, shape):
         *saved, amax = ops.swiglu_save(gate, up, smooth)
         assert amax == (h.abs().max() if h.numel() else 0)
         scale = torch.tensor(0.02) if known == "scale" else None
-        cast = (dtype, granularity, True, row, col)
-        arguments = (amax if known == "amax" else None, scale, *cast)
-        made = ops.swiglu_quantize(gate, up, smooth, *arguments, True)
-        want = (*quantize_2d(h, *arguments), *saved)
+        known_amax = amax if known == "amax" else None
+        options = CastOptions(dtype, granularity, True, row, col, scale, known_amax)
+        made = ops.swiglu_quantize(gate, up, smooth, options, True)
+        want = (*quantize_2d(h, options), *saved)
         assert all(same_bits(a, b) for a, b in zip(made[:8], want, strict=True))
         assert same_bits(made[8], amax if known == "scale" else torch.empty(0))
-        without = ops.swiglu_quantize(gate, up, smooth, *arguments, False)
+        without = ops.swiglu_quantize(gate, up, smooth, options, False)
         assert [t.shape for t in without[4:8]] == [(0,)] * 4
     *nothing, alone = ops.swiglu_save(gate, up, None, False)
     assert same_bits(alone, ops.swiglu_save(gate, up, None)[4])
@@ -135,14 +137,14 @@ def test_bytes_are_those_of_the_gradients_and_a_cast(granularity, shape):
         )
         for g, largest in zip(gradients, amax, strict=True):
             assert largest == (g.abs().max() if g.numel() else 0)
-        cast = (dtype, granularity, True, row, col)
         scale = torch.tensor([0.02, 0.3]) if known == "scale" else None
         known_amax = amax if known == "amax" else None
-        *made, taken = backward.swiglu_backward_quantize(tensors, known_amax, scale, *cast)
+        options = CastOptions(dtype, granularity, True, row, col, scale, known_amax)
+        *made, taken = backward.swiglu_backward_quantize(tensors, options)
         want = []
         for i, g in enumerate(gradients):
-            of_one = [None if t is None else t[i] for t in (known_amax, scale)]
-            want += quantize_2d(g, *of_one, *cast)
+            of_one = [None if t is None else t[i] for t in (scale, known_amax)]
+            want += quantize_2d(g, CastOptions(*options[:5], *of_one))
         assert all(same_bits(a, b) for a, b in zip(made, want, strict=True))
         assert same_bits(taken, amax if known == "scale" else torch.empty(0))
 
@@ -166,9 +168,8 @@ def test_an_element_that_is_not_finite_is_seen(where, bad):
     {"gate": gate, "up": up}[where][5, 7] = bad
     *saved, amax = ops.swiglu_save(gate, up, None)
     assert not amax.isfinite()
-    made = ops.swiglu_quantize(
-        gate, up, None, None, None, E4M3.dtype, "block_1x128", True, True, False, False
-    )
+    options = CastOptions(E4M3.dtype, "block_1x128", True, True, False)
+    made = ops.swiglu_quantize(gate, up, None, options, False)
     back = dequantize(QuantizedTensor(made[0], made[1], "block_1x128"))
     assert not back[5, 7].isfinite()
     assert back[6:].isfinite().all()
@@ -192,15 +193,13 @@ def test_scales_that_cannot_be_known_are_refused():
     gate, up, _ = inputs(4, 16)
     one = torch.ones(())
     for known in ((None, None), (one, one)):
+        options = CastOptions(E4M3.dtype, "tensorwise", True, True, True, *known)
         with pytest.raises(ValueError, match="either amax or scale"):
-            ops.swiglu_quantize(
-                gate, up, None, *known, E4M3.dtype, "tensorwise", True, True, True, True
-            )
+            ops.swiglu_quantize(gate, up, None, options, True)
+    options = CastOptions(E4M3.dtype, "rowwise", True, True, True, amax=torch.ones(2))
+    inputs_of_it = backward_inputs((4, 16), False, False)
     with pytest.raises(ValueError, match="made from the tensor"):
-        backward.swiglu_backward_quantize(
-            backward_inputs((4, 16), False, False),
-            *(torch.ones(2), None, E4M3.dtype, "rowwise", True, True, True),
-        )
+        backward.swiglu_backward_quantize(inputs_of_it, options)
 
 
 @pytest.mark.parametrize("layouts", LAYOUTS, ids=str)
@@ -212,9 +211,9 @@ def test_operators_that_cast_are_well_formed(granularity, layouts):
     known = ((1, 0), (0, 1)) if granularity == "tensorwise" else ((0, 0),)
     for amax, scale in known:
         scales = [torch.ones(()) if given else None for given in (amax, scale)]
-        check(library.swiglu_quantize.default, (gate, up, factor, *scales, *cast, layouts[0]))
+        check(library.swiglu_quantize.default, (gate, up, factor, *cast, *scales, layouts[0]))
         scales = [torch.ones(2) if given else None for given in (amax, scale)]
-        arguments = (*backward_inputs((20, 140), layouts[0], layouts[1]), *scales, *cast)
+        arguments = (*backward_inputs((20, 140), layouts[0], layouts[1]), *cast, *scales)
         operator = library.swiglu_backward_quantize.default
         check(operator, arguments, test_utils=CHECKS[layouts[1]])
 
@@ -232,12 +231,12 @@ def test_other_operators_are_well_formed(flag):
 
 def everything(gate, up, smooth):
     *saved, amax = ops.swiglu_save(gate, up, smooth)
-    cast = (None, E4M3.dtype, "tensorwise", False, True, True)
-    made = ops.swiglu_quantize(gate, up, smooth, amax, *cast, True)
+    options = CastOptions(E4M3.dtype, "tensorwise", False, True, True, amax=amax)
+    made = ops.swiglu_quantize(gate, up, smooth, options, True)
     inputs = BackwardInputs(ops.swiglu(gate, up, smooth), *saved, smooth, gate.dtype)
-    blocks = (None, None, E5M2.dtype, "block_1x128", True, True, True)
+    blocks = CastOptions(E5M2.dtype, "block_1x128", True, True, True)
     amaxes = backward.swiglu_backward_amax(inputs)
-    gradients = backward.swiglu_backward_quantize(inputs, *blocks)
+    gradients = backward.swiglu_backward_quantize(inputs, blocks)
     return *made, *gradients, amaxes, *backward.swiglu_backward(inputs)
 
 

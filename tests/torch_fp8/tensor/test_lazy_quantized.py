@@ -31,9 +31,9 @@ def _x(*shape):
 def test_who_asks_first_decides_the_scale_of_both_layouts():
     spec = _norm_and_layer()[1].operand_spec(INPUT)
     y = shared(_x(16, 64), "mlp")
-    row, none = y.production.layouts(spec, torch.tensor(0.5), row=True, col=False)
+    row, none = y.production.layouts(spec, torch.tensor(0.5), rowwise=True, columnwise=False)
     assert none is None
-    again, col = y.production.layouts(spec, torch.tensor(0.125), row=True, col=True)
+    again, col = y.production.layouts(spec, torch.tensor(0.125), rowwise=True, columnwise=True)
     assert again is row
     assert row.scale == col.scale == 0.5
     assert torch.equal(col.qdata.view(torch.uint8), row.qdata.view(torch.uint8).t())

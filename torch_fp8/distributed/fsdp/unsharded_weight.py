@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torch_fp8.kernels.arguments import CastOptions
 from torch_fp8.ops.quantize import QuantizedTensor, dequantize, quantize_layouts, transposed
-from torch_fp8.ops.transpose import transpose_in_backward
+from torch_fp8.ops.transpose import transposed_in_backward
 from torch_fp8.quantization.payload_shape import SQUARE
 from torch_fp8.quantization.recipe import CastSpec
 from torch_fp8.tensor.base import Payloads, QuantizableTensor
@@ -176,7 +177,7 @@ def gathered_col(
     """
     row = gathered_row(weight, spec)
     if grad_output is not None and torch.compiler.is_compiling() and spec.granularity in SQUARE:
-        qdata = transpose_in_backward(row.qdata, grad_output)
+        qdata = transposed_in_backward(row.qdata, grad_output)
         scale = row.scale.t().contiguous() if row.scale.ndim else row.scale
         return QuantizedTensor(qdata, scale, spec.granularity)
     return transposed_or_recast(row, spec)
@@ -194,7 +195,7 @@ def transposed_or_recast(row: QuantizedTensor, spec: CastSpec) -> QuantizedTenso
         return same
     # BF16 holds 4 significant bits times a power of two exactly.
     whole = dequantize(row, torch.bfloat16)
-    _, col = quantize_layouts(whole, spec, None, row=False, col=True)
+    _, col = quantize_layouts(whole, CastOptions.of(spec, rowwise=False, columnwise=True))
     assert col is not None
     return col
 

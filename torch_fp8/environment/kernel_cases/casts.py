@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from torch_fp8.environment.kernel_cases.comparison import require, same_bits
-from torch_fp8.ops.quantize import laid_out, quantize_2d_reference
+from torch_fp8.kernels.arguments import CastOptions, DelayedCastOptions
+from torch_fp8.ops.quantize import quantize_2d
 from torch_fp8.ops.quantize_dbias import quantize_layouts_and_sum
-from torch_fp8.ops.quantize_delayed import quantize_2d_delayed_reference
+from torch_fp8.ops.quantize_delayed import quantize_2d_delayed
 from torch_fp8.quantization.formats import E4M3, format_of
-from torch_fp8.quantization.recipe import CastSpec, Granularity
+from torch_fp8.quantization.recipe import Granularity
 from torch_fp8.quantization.scaling import scale_from_amax, tensor_amax
 
 CastKernel = Callable[..., Any]
@@ -51,16 +52,16 @@ KINDS = (
 
 def kernel() -> CastKernel:
     """Return the kernel itself; Triton is imported here."""
-    from torch_fp8.kernels.quantize import quantize_2d
+    from torch_fp8.kernels import quantize
 
-    return quantize_2d
+    return quantize.quantize_2d
 
 
 def delayed_kernel() -> CastKernel:
     """Return the kernel of casts with delayed scaling."""
-    from torch_fp8.kernels.quantize_delayed import quantize_2d_delayed
+    from torch_fp8.kernels import quantize_delayed
 
-    return quantize_2d_delayed
+    return quantize_delayed.quantize_2d_delayed
 
 
 def matrix(kind: str, shape: Shape, dtype: torch.dtype) -> Tensor:
@@ -92,26 +93,15 @@ def matrix(kind: str, shape: Shape, dtype: torch.dtype) -> Tensor:
     return x.to(dtype)
 
 
-def reference(
-    x: Tensor,
-    scale: Tensor | None,
-    dtype: torch.dtype,
-    granularity: str,
-    power_of_two: bool,
-    row: bool,
-    col: bool,
-) -> list[Tensor]:
+def reference(x: Tensor, options: CastOptions) -> list[Tensor]:
     """Compute on the CPU what the kernel is to return."""
-    if granularity == "tensorwise" and scale is None:
-        scale = scale_from_amax(tensor_amax(x), format_of(dtype), power_of_two)
-    power_of_two = power_of_two or granularity == "block_1x32"
-    made = list(
-        laid_out(
-            quantize_2d_reference(x, scale, dtype, granularity, power_of_two, row, col), granularity
-        )
-    )
-    if granularity == "tensorwise":
-        assert scale is not None
+    scale, power_of_two = options.scale, options.power_of_two
+    if options.granularity == "tensorwise" and scale is None:
+        scale = scale_from_amax(tensor_amax(x), format_of(options.dtype), power_of_two)
+    power_of_two = power_of_two or options.granularity == "block_1x32"
+    options = options._replace(scale=scale, power_of_two=power_of_two)
+    made = list(quantize_2d.reference(x, options))
+    if scale is not None:
         made[1] = made[3] = scale
     return made
 
@@ -132,9 +122,10 @@ def check_cast(
     for (shape, source), (dtype, power_of_two) in itertools.product(sources, choices):
         x = matrix(kind, shape, source)
         layouts = EACH if source == torch.bfloat16 and shape == ALL_LAYOUTS_OF else BOTH
-        want = reference(x, None, dtype, granularity, power_of_two, True, True)
+        both = CastOptions(dtype, granularity, power_of_two, True, True)
+        want = reference(x, both)
         for row, col in layouts:
-            made = cast(x.to(device), None, dtype, granularity, power_of_two, row, col)
+            made = cast(x.to(device), both._replace(rowwise=row, columnwise=col))
             for got, expected, wanted in zip(made, want, (row, row, col, col), strict=True):
                 what = f"{granularity} {dtype} of {shape} {source}, {kind}"
                 if wanted:
@@ -150,14 +141,13 @@ def check_known_scale(
     for shape, dtype, value in itertools.product(shapes, FORMATS, (0.37, 2.0**-100)):
         x, scale = matrix(kind, shape, torch.bfloat16), torch.tensor(value)
         what = f"{dtype} of {shape} with scale {value}, {kind}"
-        want = reference(x, scale, dtype, "tensorwise", False, True, True)
-        made = cast(x.to(device), scale.to(device), dtype, "tensorwise", False, True, True)
+        options = CastOptions(dtype, "tensorwise", False, True, True)
+        want = reference(x, options._replace(scale=scale))
+        made = cast(x.to(device), options._replace(scale=scale.to(device)))
         same_bits(made[0], want[0], what)
         same_bits(made[2], want[2], what)
-        amax = tensor_amax(x)
-        want = reference(x, None, dtype, "tensorwise", False, True, True)
-        made = cast(x.to(device), None, dtype, "tensorwise", False, True, True, amax.to(device))
-        for got, expected in zip(made, want, strict=True):
+        made = cast(x.to(device), options._replace(amax=tensor_amax(x).to(device)))
+        for got, expected in zip(made, reference(x, options), strict=True):
             same_bits(got, expected, f"{what}, with amax")
 
 
@@ -181,9 +171,10 @@ def check_delayed(
             x = matrix(kind, shape, torch.bfloat16) * 2.0**step
             if x.numel() == 0:
                 continue
-            how = (dtype, algorithm, 0, True, True)
-            want = quantize_2d_delayed_reference(x, theirs, unused, last, *how, None)
-            made = cast(x.to(device), ours, progress, our_last, *how)
+            options = DelayedCastOptions(theirs, unused, dtype, algorithm, 0, True, True)
+            want = quantize_2d_delayed.reference(x, options, last, None)
+            options = options._replace(amaxes=ours, progress=progress)
+            made = cast(x.to(device), options, our_last)
             for got, expected in zip(made, want[:3], strict=True):
                 same_bits(got, expected, what)
             same_bits(ours, theirs, f"history of {what}")
@@ -195,19 +186,16 @@ def check_sums(device: str, granularity: Granularity, rows: int = 5000) -> None:
     """Check the bias gradient that a cast adds up: exact but for float32, and repeatable."""
     x = matrix("row spread", (rows, 1040), torch.bfloat16)
     exact, size = x.double().sum(0), x.double().abs().sum(0)
-    spec = CastSpec(E4M3, granularity)
-    moved = x.to(device)
-    first, second = (
-        quantize_layouts_and_sum(moved, spec, row=True, col=True, sum_dtype=torch.float32)
-        for _ in range(2)
+    options, moved = CastOptions(E4M3.dtype, granularity, False, True, True), x.to(device)
+    (payloads, first), (_, second) = (
+        quantize_layouts_and_sum(moved, options, torch.float32) for _ in range(2)
     )
-    require(torch.equal(first[2], second[2]), f"{granularity}: sums differ from run to run")
-    error = (first[2].cpu() - exact).abs()
+    require(torch.equal(first, second), f"{granularity}: sums differ from run to run")
+    error = (first.cpu() - exact).abs()
     require((error <= size * rows * 2.0**-24).all(), f"{granularity}: sums are too far off")
-    want = reference(x, None, spec.format.dtype, granularity, False, True, True)
-    for made, at in ((first[0], 0), (first[1], 2)):
+    for made, want in zip(payloads, reference(x, options)[::2], strict=True):
         assert made is not None
-        same_bits(made.qdata, want[at], f"{granularity} payload beside its sums")
+        same_bits(made.qdata, want, f"{granularity} payload beside its sums")
 
 
 def check_strides(cast: CastKernel, device: str, granularity: str) -> None:
@@ -216,18 +204,16 @@ def check_strides(cast: CastKernel, device: str, granularity: str) -> None:
     on_device = base.to(device)
     for x in (base.t(), base[::2, 1:260], base[:, ::3], base[:1].expand(40, 520)):
         moved = on_device.as_strided(x.shape, x.stride(), x.storage_offset())
-        want = reference(x, None, torch.float8_e4m3fn, granularity, False, True, True)
-        made = cast(moved, None, torch.float8_e4m3fn, granularity, False, True, True)
-        for got, expected in zip(made, want, strict=True):
+        options = CastOptions(E4M3.dtype, granularity, False, True, True)
+        for got, expected in zip(cast(moved, options), reference(x, options), strict=True):
             same_bits(got, expected, f"{granularity} of strides {x.stride()}")
 
 
 def check_repeats(cast: CastKernel, device: str, granularity: str) -> None:
     """Check that two runs give the same bytes."""
     x = matrix("row spread", (4096, 1027), torch.bfloat16).to(device)
-    first, second = (
-        cast(x, None, torch.float8_e5m2, granularity, False, True, True) for _ in range(2)
-    )
+    options = CastOptions(torch.float8_e5m2, granularity, False, True, True)
+    first, second = (cast(x, options) for _ in range(2))
     for a, b in zip(first, second, strict=True):
         equal = torch.equal(a.view(torch.uint8), b.view(torch.uint8))
         require(equal, f"{granularity}: bytes differ from run to run")
@@ -236,8 +222,8 @@ def check_repeats(cast: CastKernel, device: str, granularity: str) -> None:
 def check_operator(device: str) -> None:
     """Check that the operator runs the kernel, and equals its twin on the CPU."""
     x = matrix("row spread", (200, 333), torch.bfloat16)
-    arguments = (None, torch.float8_e4m3fn, "block_1x128", False, True, True)
-    want = torch.ops.torch_fp8.quantize_2d(x, *arguments)
-    made = torch.ops.torch_fp8.quantize_2d(x.to(device), *arguments)
+    options = CastOptions(E4M3.dtype, "block_1x128", False, True, True)
+    want = torch.ops.torch_fp8.quantize_2d(x, *options)
+    made = torch.ops.torch_fp8.quantize_2d(x.to(device), *options)
     for got, expected in zip(made, want, strict=True):
         same_bits(got, expected, "torch_fp8::quantize_2d")

@@ -10,7 +10,7 @@ import torch
 
 from torch_fp8.environment.kernel_cases.comparison import close, require
 from torch_fp8.environment.kernel_cases.states import matrix_differences, moved, optimizer_matrix
-from torch_fp8.kernels.arguments import StepScalars, WeightPayload
+from torch_fp8.kernels.arguments import CastOptions, StepScalars, WeightPayload
 from torch_fp8.ops.adamw import adamw_step_reference, update_rms_reference
 from torch_fp8.ops.quantize import quantize_layouts
 from torch_fp8.quantization.formats import E4M3
@@ -115,7 +115,8 @@ def check_payload(
     want, got, payloads = [], [], []
     for i, shape in enumerate(shapes):
         matrix = optimizer_matrix(*shape, *WEIGHTS[weight], torch.bfloat16, seed=i)
-        row, col = quantize_layouts(matrix.weight.to(device), spec, row=True, col=transposed)
+        options = CastOptions.of(spec, rowwise=True, columnwise=transposed)
+        row, col = quantize_layouts(matrix.weight.to(device), options)
         assert row is not None
         if wrong is not None:
             row.scale.view(-1)[::2] *= wrong
@@ -137,7 +138,8 @@ def check_payload(
         adamw_step_reference(expected, numbers)
         what = f"{weight}, payload {granularity}, {tuple(expected.weight.shape)}"
         _same(matrix, expected, what)
-        row, col = quantize_layouts(expected.weight, spec, row=True, col=True)
+        options = CastOptions.of(spec, rowwise=True, columnwise=True)
+        row, col = quantize_layouts(expected.weight, options)
         assert row is not None
         assert col is not None
         pairs = [(payload.qdata.view(torch.uint8), row.qdata.view(torch.uint8))]

@@ -18,8 +18,9 @@ from torch import Tensor
 
 from torch_fp8.environment.kernel_cases.casts import EACH, GRANULARITIES, Shape
 from torch_fp8.environment.kernel_cases.comparison import close, near, require, same_values
-from torch_fp8.kernels.arguments import BackwardInputs
-from torch_fp8.ops import fused_quantize, gate_up, rms_norm, swiglu, swiglu_backward
+from torch_fp8.kernels.arguments import BackwardInputs, CastOptions, DelayedCastOptions
+from torch_fp8.ops import gate_up, rms_norm, swiglu, swiglu_backward
+from torch_fp8.ops.fused_quantize import cast_delayed, cast_result, taken_amax
 from torch_fp8.quantization.scaling import tensor_amax
 
 BF16, EPS = torch.bfloat16, 1e-5
@@ -50,15 +51,24 @@ def matrix(shape: Shape, dtype: torch.dtype, kind: str = "gaussian", seed: int =
     return x.to(dtype)
 
 
-def casts(amax: Tensor, granularities: Iterable[str], layouts: Iterable[Any]) -> Iterator[Any]:
-    """Yield the arguments of every cast."""
+def casts(
+    amax: Tensor, granularities: Iterable[str], layouts: Iterable[Any]
+) -> Iterator[CastOptions]:
+    """Yield the options of every cast."""
     for granularity, dtype, each in itertools.product(granularities, (E4M3, E5M2), layouts):
-        rest = (dtype, granularity, granularity != "tensorwise", *each)
+        options = CastOptions(dtype, granularity, granularity != "tensorwise", *each)
         if granularity == "tensorwise":
-            yield (amax, None, *rest)
-            yield (None, torch.full_like(amax, 0.02), *rest)
+            yield options._replace(amax=amax)
+            yield options._replace(scale=torch.full_like(amax, 0.02))
         else:
-            yield (None, None, *rest)
+            yield options
+
+
+def same_casts(made: Sequence[Tensor], y: Tensor, options: CastOptions, what: str) -> None:
+    """Require the layouts of y, and behind them its amax where a scale was given."""
+    want = (*cast_result(y, options), taken_amax(y, options))
+    for got, expected in zip(made, want[: len(made)], strict=True):
+        same_values(got, expected, f"{what}: cast {options[:5]}")
 
 
 def check_norm(
@@ -86,9 +96,7 @@ def check_norm(
         same_values(y, same_rstd, what)
         same_values(amax, tensor_amax(y), f"{what}: amax")
         for cast in casts(amax, granularities, layouts):
-            made = norm.rms_norm_quantize(x, weight, rstd, 1.0, dtype, *cast)
-            for got, expected in zip(made, fused_quantize.cast_result(y, *cast), strict=True):
-                same_values(got, expected, f"{what}: cast {cast[2:]}")
+            same_casts(norm.rms_norm_quantize(x, weight, rstd, 1.0, dtype, cast), y, cast, what)
 
 
 def check_norm_once(ops: Any, device: str, shape: Shape, granularity: str) -> None:
@@ -96,18 +104,16 @@ def check_norm_once(ops: Any, device: str, shape: Shape, granularity: str) -> No
     norm, what = ops.rms_norm, f"RMSNorm of {shape} in one launch, {granularity}"
     x, weight = matrix(shape, BF16).to(device), _weight(shape[1]).to(device)
     scale = torch.tensor(0.02, device=device) if granularity == "tensorwise" else None
-    cast = (scale, E4M3, granularity, True, True, True)
+    cast = CastOptions(E4M3, granularity, True, True, True, scale)
     *made, rstd, saved, saved_scale, amax = norm.rms_norm_quantize_once(
-        x, weight, EPS, 0.0, BF16, *cast, True
+        x, weight, EPS, 0.0, BF16, cast, True
     )
     want = rms_norm.rms_norm_statistics(x, weight, EPS, 0.0, BF16, True)
     close(rstd, want[0], 1e-6, f"{what}: rstd")
     same_values(saved, want[2], f"{what}: saved")
     same_values(saved_scale, want[3], f"{what}: saved scale")
     y = rms_norm.rms_norm(x, weight, rstd, 0.0, BF16)
-    for got, expected in zip(made, fused_quantize.cast_result(y, None, *cast), strict=True):
-        same_values(got, expected, what)
-    same_values(amax, tensor_amax(y) if scale is not None else amax.new_empty(0), f"{what}: amax")
+    same_casts([*made, amax], y, cast, what)
 
 
 def check_norm_backward(ops: Any, device: str, shape: Shape, saved: bool) -> None:
@@ -150,10 +156,8 @@ def check_swiglu(
         same_values(got, expected, f"{what}: saved")
     same_values(amax, tensor_amax(h), f"{what}: amax")
     for cast in casts(amax, granularities, layouts):
-        *made, _, _, _, _, taken = ops.swiglu.swiglu_quantize(*on_device, *cast, True)
-        for got, expected in zip(made, fused_quantize.cast_result(h, *cast), strict=True):
-            same_values(got, expected, f"{what}: cast {cast[2:]}")
-        same_values(taken, amax if cast[1] is not None else amax.new_empty(0), f"{what}: amax")
+        *made, _, _, _, _, taken = ops.swiglu.swiglu_quantize(*on_device, cast, True)
+        same_casts([*made, taken], h, cast, what)
 
 
 def check_swiglu_backward(
@@ -180,13 +184,10 @@ def check_swiglu_backward(
     amax = backward.swiglu_backward_amax(on_device)
     same_values(amax, torch.stack([tensor_amax(d) for d in gradients]), f"{what}: amax")
     for cast in casts(amax, granularities, layouts):
-        *made, taken = backward.swiglu_backward_quantize(on_device, *cast)
+        *made, taken = backward.swiglu_backward_quantize(on_device, cast)
         for i, d in enumerate(gradients):
-            amax_of_one, scale_of_one = (None if t is None else t[i] for t in cast[:2])
-            want = fused_quantize.cast_result(d, amax_of_one, scale_of_one, *cast[2:])
-            for got, expected in zip(made[4 * i : 4 * i + 4], want, strict=True):
-                same_values(got, expected, f"{what}: cast {cast[2:]}")
-        same_values(taken, amax if cast[1] is not None else amax.new_empty(0), f"{what}: amax")
+            same_casts(made[4 * i : 4 * i + 4], d, cast.part(i), what)
+        same_values(taken, amax if cast.scale is not None else amax.new_empty(0), f"{what}: amax")
 
 
 def check_gate_up(
@@ -210,10 +211,8 @@ def check_gate_up(
     amax = ops.gate_up.gate_up_backward_amax(on_device)
     same_values(amax, tensor_amax(made), f"{what}: amax")
     for cast in casts(amax, granularities, layouts):
-        *outputs, taken = ops.gate_up.gate_up_backward_quantize(on_device, gate_first, *cast)
-        for got, expected in zip(outputs, fused_quantize.cast_result(made, *cast), strict=True):
-            same_values(got, expected, f"{what}: cast {cast[2:]}")
-        same_values(taken, amax if cast[1] is not None else amax.new_empty(0), f"{what}: amax")
+        outputs = ops.gate_up.gate_up_backward_quantize(on_device, gate_first, cast)
+        same_casts(outputs, made, cast, what)
 
 
 def check_delayed(
@@ -231,7 +230,7 @@ def check_delayed(
     """
     what = f"of {shape}, {kind}, {'with' if filled else 'without'} a history"
 
-    def ways(y: Tensor, filled: bool) -> Iterator[fused_quantize.DelayedCast]:
+    def ways(y: Tensor, filled: bool) -> Iterator[DelayedCastOptions]:
         return _delayed(y, filled, layouts, algorithms)
 
     x, up, grad = (matrix(shape, BF16, kind, seed=i).to(device) for i in range(3))
@@ -250,7 +249,9 @@ def check_delayed(
     gradients = ops.swiglu_backward.swiglu_backward(inputs)
     casts_of_both = zip(ways(gradients[0], filled), ways(gradients[1], True), strict=True)
     for pair in casts_of_both:
-        made = ops.swiglu_backward.swiglu_backward_quantize_delayed(inputs, *pair)
+        of_gate, of_up = pair
+        delayed = ops.swiglu_backward.swiglu_backward_quantize_delayed
+        made = delayed(inputs, of_up.amaxes, of_up.progress, of_gate)
         for i, (d, how) in enumerate(zip(gradients, pair, strict=True)):
             outputs = (*made[3 * i : 3 * i + 3], made[6][i])
             _same_delayed(outputs, d, how, f"SwiGLU backward {what}")
@@ -262,18 +263,18 @@ def check_delayed(
 
 def _delayed(
     y: Tensor, filled: bool, layouts: Sequence[Any], algorithms: Sequence[str]
-) -> Iterator[fused_quantize.DelayedCast]:
+) -> Iterator[DelayedCastOptions]:
     """Yield every delayed cast of a result y, with a history that is empty or of about its size."""
     amaxes = torch.zeros(1024, device=y.device)
     if filled:
         amaxes[3] = tensor_amax(y).nan_to_num(1.0, 1.0) / 2
     for dtype, algorithm, (row, col) in itertools.product((E4M3, E5M2), algorithms, layouts):
         progress = torch.zeros(2, dtype=torch.int32, device=y.device)
-        yield fused_quantize.DelayedCast(amaxes, progress, dtype, algorithm, 0, row, col)
+        yield DelayedCastOptions(amaxes, progress, dtype, algorithm, 0, row, col)
 
 
-def _same_delayed(made: Any, y: Tensor, how: fused_quantize.DelayedCast, what: str) -> None:
-    for got, expected in zip(made, how.reference(y), strict=True):
+def _same_delayed(made: Any, y: Tensor, how: DelayedCastOptions, what: str) -> None:
+    for got, expected in zip(made, cast_delayed(y, how), strict=True):
         same_values(got, expected, what)
     require(not how.progress.any(), f"{what}: progress is left over")
 

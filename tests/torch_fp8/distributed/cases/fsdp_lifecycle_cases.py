@@ -29,6 +29,7 @@ from torch.utils.checkpoint import checkpoint
 from tests.torch_fp8.nn.test_conv1d import Conv1D
 from torch_fp8 import FP8Config, convert_to_float8, count_communication
 from torch_fp8.distributed.fsdp.connect import connect_fsdp
+from torch_fp8.kernels.arguments import CastOptions
 from torch_fp8.ops.quantize import quantize_layouts
 from torch_fp8.quantization.metrics import sqnr_db
 
@@ -128,7 +129,8 @@ def case_without_root():
             torch.equal(
                 w.scale,
                 quantize_layouts(
-                    alone.get_submodule(n).weight.detach(), w.payload.spec, row=True, col=False
+                    alone.get_submodule(n).weight.detach(),
+                    CastOptions.of(w.payload.spec, rowwise=True, columnwise=False),
                 )[0].scale,
             )
             for n, w in named

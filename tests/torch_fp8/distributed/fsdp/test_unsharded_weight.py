@@ -13,6 +13,7 @@ from torch_fp8.distributed.fsdp.unsharded_weight import (
     exponent_bytes,
     powers_of_two,
 )
+from torch_fp8.kernels.arguments import CastOptions
 from torch_fp8.ops.quantize import dequantize, quantize, quantize_layouts
 from torch_fp8.quantization.metrics import sqnr_db, worst_row_sqnr_db
 from torch_fp8.quantization.recipe import RECIPES, make_recipe
@@ -35,7 +36,7 @@ def test_the_transposed_weight_is_as_exact_as_a_cast_of_its_own(recipe, kind):
     """Within 0.1 dB, where codes are rounded a second time."""
     spec = make_recipe(recipe).weight
     x = spread() if kind == "spread" else torch.randn(192, 160)
-    _, direct = quantize_layouts(x, spec, row=False, col=True)
+    _, direct = quantize_layouts(x, CastOptions.of(spec, rowwise=False, columnwise=True))
     col = gathered(x, spec).col()
     assert col.qdata.shape == (160, 192)
     assert col.qdata.is_contiguous()
@@ -48,7 +49,7 @@ def test_the_transposed_weight_is_as_exact_as_a_cast_of_its_own(recipe, kind):
 def test_where_scales_are_symmetric_the_transposed_codes_are_the_codes(recipe):
     spec = make_recipe(recipe).weight
     weight = gathered(spread(), spec)
-    _, direct = quantize_layouts(spread(), spec, row=False, col=True)
+    _, direct = quantize_layouts(spread(), CastOptions.of(spec, rowwise=False, columnwise=True))
     assert torch.equal(weight.col().qdata.view(torch.uint8), direct.qdata.view(torch.uint8))
     assert torch.equal(weight.col().scale, direct.scale)
 
