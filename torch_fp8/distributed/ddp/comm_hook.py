@@ -18,7 +18,8 @@ hook. Ranks that have joined (uneven inputs) send zeros, and the average counts 
 with torch's own hooks.
 """
 
-from typing import Any, NamedTuple
+from collections.abc import Generator
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -32,6 +33,10 @@ from torch_fp8.quantization.formats import GROUP_SIZE
 
 _WIRE_DTYPES = (torch.bfloat16, torch.float32)
 _DTYPES = (*_WIRE_DTYPES, torch.float16)
+
+Future: TypeAlias = torch.futures.Future[torch.Tensor]
+Stages: TypeAlias = Generator[None, None, None]
+"""The averaging of a bucket, which stops behind each collective that it has begun."""
 
 
 class Run(NamedTuple):
@@ -72,129 +77,100 @@ class QuantizedAllReduce:
     def __init__(self, group: Any) -> None:
         self.group = group
         self.world_size = dist.get_world_size(group)
-        self._in_flight: list[_Bucket | _Stock] = []
+        self._in_flight: list[Stages] = []
         self._stream = CommunicationStream()
 
-    def average(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """Begin to average a bucket; the average replaces its buffer and is the future's value."""
+    def average(self, bucket: dist.GradBucket) -> Future:
+        """Begin to average a bucket; the average replaces its buffer and is the future's value.
+
+        Each call takes the buckets before it one collective further, the newest first, and the call
+        of the last bucket takes all of them to their end.
+        """
         buffer = bucket.buffer()
         if bucket.index() == 0:
             self._in_flight.clear()  # the last backward raised
-        with self._beside(buffer.device):
-            kind = _Stock if buffer.is_sparse or buffer.dtype not in _DTYPES else _Bucket
-            self._in_flight.append(kind(self, bucket, buffer))
-            future = self._in_flight[-1].future
-            if len(self._in_flight) > 1:
-                self._in_flight[-2].gather()
-            if len(self._in_flight) > 2:
-                self._in_flight.pop(0).finish()
+        future: Future = torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else [])
+        stock = buffer.is_sparse or buffer.dtype not in _DTYPES
+        stages = self._average_stock if stock else self._average
+        with self._stream.beside(buffer.device):
+            self._in_flight.insert(0, stages(bucket, buffer, future))
+            self._advance()
             # With a static graph, all buckets of the first backward come as number 0, and DDP waits
             # for them before it returns.
-            if bucket.is_last() or bucket.index() == 0:
-                self._in_flight[-1].gather()
-                while self._in_flight:
-                    self._in_flight.pop(0).finish()
+            while (bucket.is_last() or bucket.index() == 0) and self._in_flight:
+                self._advance()
         return future
 
-    def _beside(self, device: torch.device) -> Any:
-        """Queue the CUDA work within behind what computes now, on a stream beside it."""
-        return self._stream.beside(device)
+    def _advance(self) -> None:
+        """Advance each bucket on its way by one stage; those that have ended are dropped."""
+        self._in_flight = [s for s in self._in_flight if next(s, "ended") is None]
+
+    def _average(self, bucket: dist.GradBucket, buffer: Tensor, future: Future) -> Stages:
+        """Average a bucket in 8 bits."""
+        runs, ranks = runs_of(buffer, bucket.gradients()), self.world_size
+        groups, plain = ([run for run in runs if run.in_groups == kind] for kind in (True, False))
+        values, others = _joined(buffer, groups, GROUP_SIZE), _joined(buffer, plain, 1)
+        sizes = values.numel(), others.numel()
+        layout = messages.split_layout(*sizes, ranks)
+        values = values if values.dtype in _WIRE_DTYPES else values.float()
+        sent = messages.pack_flat(values, others, layout, ranks)
+        del values, others
+        received = torch.empty_like(sent)
+        work = all_to_all(received, sent, self.group, async_op=True)
+        yield
+
+        work.wait()  # now average the part that this rank owns, and send it to all
+        sent, received = messages.reduce_and_repack(received, layout, 1 / ranks), sent
+        work = all_gather(received, sent, self.group, async_op=True)
+        yield
+
+        work.wait()
+        values = _target(buffer, groups, sizes[0], _WIRE_DTYPES)
+        others = _target(buffer, plain, sizes[1], _DTYPES)
+        messages.unpack_flat(received, layout, values, others)
+        for kind, source, multiple in ((groups, values, GROUP_SIZE), (plain, others, 1)):
+            position = 0
+            for run in kind:
+                size, target = run.stop - run.start, buffer[run.start : run.stop]
+                if target.data_ptr() != source.data_ptr():
+                    target.copy_(source[position : position + size])
+                position += -(-size // multiple) * multiple
+        future.set_result(buffer)
+
+    def _average_stock(self, bucket: dist.GradBucket, buffer: Tensor, future: Future) -> Stages:
+        """Average what has no 8-bit form in its own dtype, as without a hook."""
+        buffer.div_(self.world_size)
+        work = dist.all_reduce(buffer, group=self.group, async_op=True)
+        yield
+        yield  # no second collective
+        future.set_result(work.get_future().wait()[0])
 
     def __reduce__(self) -> Any:
         # The state goes with DDP's own process group, which a copy gets anew.
         return _nothing, ()
 
 
-def average_bucket(
-    state: QuantizedAllReduce, bucket: dist.GradBucket
-) -> torch.futures.Future[torch.Tensor]:
+def average_bucket(state: QuantizedAllReduce, bucket: dist.GradBucket) -> Future:
     """Run as ``ddp.register_comm_hook(QuantizedAllReduce(group), average_bucket)``."""
     return state.average(bucket)
 
 
-class _Bucket:
-    """A bucket on its way in 8 bits."""
-
-    def __init__(self, state: QuantizedAllReduce, bucket: dist.GradBucket, buffer: Tensor) -> None:
-        self.future = _future(buffer)
-        self._state, self._buffer = state, buffer
-        self._runs = runs_of(buffer, bucket.gradients())
-        ranks = state.world_size
-        groups, plain = self._part(True), self._part(False)
-        values = _joined([buffer[run.start : run.stop] for run in groups], GROUP_SIZE, buffer)
-        others = _joined([buffer[run.start : run.stop] for run in plain], 1, buffer)
-        self._numel, self._num_plain = values.numel(), others.numel()
-        self._layout = messages.split_layout(self._numel, self._num_plain, ranks)
-        values = values if values.dtype in _WIRE_DTYPES else values.float()
-        self._sent = messages.pack_flat(values, others, self._layout, ranks)
-        self._received = torch.empty_like(self._sent)
-        self._work = all_to_all(self._received, self._sent, state.group, async_op=True)
-
-    def gather(self) -> None:
-        """Average the part that this rank owns, and send it to all."""
-        self._work.wait()
-        state = self._state
-        combined = messages.reduce_and_repack(self._received, self._layout, 1 / state.world_size)
-        self._sent, self._received = combined, self._sent  # which is no longer needed
-        self._work = all_gather(self._received, combined, state.group, async_op=True)
-
-    def finish(self) -> None:
-        """Write the average into the bucket."""
-        self._work.wait()
-        groups, plain = self._part(True), self._part(False)
-        values = self._target(groups, self._numel, _WIRE_DTYPES)
-        others = self._target(plain, self._num_plain, _DTYPES)
-        messages.unpack_flat(self._received, self._layout, values, others)
-        for runs, source, multiple in ((groups, values, GROUP_SIZE), (plain, others, 1)):
-            position = 0
-            for run in runs:
-                size = run.stop - run.start
-                target = self._buffer[run.start : run.stop]
-                if target.data_ptr() != source.data_ptr():
-                    target.copy_(source[position : position + size])
-                position += -(-size // multiple) * multiple
-        self.future.set_result(self._buffer)
-
-    def _part(self, in_groups: bool) -> list[Run]:
-        return [run for run in self._runs if run.in_groups == in_groups]
-
-    def _target(self, runs: list[Run], numel: int, dtypes: tuple[torch.dtype, ...]) -> Tensor:
-        """Return where a kind is decoded: in a single run's own place, or in memory for all
-        runs.
-        """
-        if len(runs) == 1 and self._buffer.dtype in dtypes:
-            return self._buffer[runs[0].start : runs[0].stop]
-        dtype = self._buffer.dtype if self._buffer.dtype in dtypes else torch.float32
-        return self._buffer.new_empty(numel, dtype=dtype)
-
-
-class _Stock:
-    """A bucket that is averaged in its own dtype, as without the hook."""
-
-    def __init__(self, state: QuantizedAllReduce, bucket: dist.GradBucket, buffer: Tensor) -> None:
-        self.future = _future(buffer)
-        buffer.div_(state.world_size)
-        self._work = dist.all_reduce(buffer, group=state.group, async_op=True)
-
-    def gather(self) -> None:
-        """Do nothing: one collective is enough."""
-
-    def finish(self) -> None:
-        self.future.set_result(self._work.get_future().wait()[0])
-
-
-def _joined(pieces: list[Tensor], multiple: int, like: Tensor) -> Tensor:
-    """Join pieces to one flat tensor; each of several is zero-padded to a `multiple` of
+def _joined(buffer: Tensor, runs: list[Run], multiple: int) -> Tensor:
+    """Join runs of a buffer to one flat tensor; each of several is zero-padded to a `multiple` of
     elements.
     """
+    pieces = [buffer[run.start : run.stop] for run in runs]
     if len(pieces) == 1:
         return pieces[0]
     padded = [F.pad(piece, (0, -piece.numel() % multiple)) for piece in pieces]
-    return torch.cat(padded) if padded else like.new_empty(0)
+    return torch.cat(padded) if padded else buffer.new_empty(0)
 
 
-def _future(buffer: Tensor) -> torch.futures.Future[torch.Tensor]:
-    return torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else [])
+def _target(buffer: Tensor, runs: list[Run], numel: int, dtypes: tuple[torch.dtype, ...]) -> Tensor:
+    """Return where runs are decoded: a single one in its own place, several in memory for all."""
+    if len(runs) == 1 and buffer.dtype in dtypes:
+        return buffer[runs[0].start : runs[0].stop]
+    return buffer.new_empty(numel, dtype=buffer.dtype if buffer.dtype in dtypes else torch.float32)
 
 
 def _nothing() -> None:

@@ -23,15 +23,12 @@ Vectors and small matrices travel as BF16 and are summed in float32, as in `comm
 cast and the sum are torch's own operators on every device: this is not made to be fast.
 """
 
-from collections.abc import Generator
-from typing import TypeAlias
-
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from torch_fp8.distributed.collectives import all_gather, all_to_all
-from torch_fp8.distributed.ddp.comm_hook import QuantizedAllReduce
+from torch_fp8.distributed.ddp.comm_hook import Future, QuantizedAllReduce, Stages
 from torch_fp8.ops import messages
 from torch_fp8.quantization.block_scaled import MIN_NUMEL
 from torch_fp8.quantization.formats import E4M3, MIN_SCALE
@@ -106,12 +103,6 @@ def take_automatic_scaling_state(module: nn.Module, state: dict[str, Tensor]) ->
     return {key: value for key, value in state.items() if key != _KEY}
 
 
-_DTYPES = (torch.bfloat16, torch.float32, torch.float16)
-
-Future: TypeAlias = torch.futures.Future[torch.Tensor]
-Stages: TypeAlias = Generator[None, None, None]
-
-
 class SharedScaleAllReduce(QuantizedAllReduce):
     """The state of the hook `comm_hook.average_bucket`, with FP8-LM's rule.
 
@@ -123,38 +114,20 @@ class SharedScaleAllReduce(QuantizedAllReduce):
     def __init__(self, group: dist.ProcessGroup, scaling: AutomaticScaling) -> None:
         super().__init__(group)
         self.scaling = scaling
-        self._stages: list[Stages] = []
         self._saturated: list[Tensor] = []
         self._numel = 0
 
     def average(self, bucket: dist.GradBucket) -> Future:
-        """Begin to average a bucket; the average replaces its buffer and is the future's value.
-
-        A bucket has three collectives; each call takes those before it one collective further, and
-        the last one all of them to their end.
-        """
-        buffer = bucket.buffer()
+        """Begin to average a bucket, in three collectives, and update mu with the last one."""
         if bucket.index() == 0:  # what is left belongs to a backward that raised
-            self._stages.clear()
             self._saturated.clear()
             self._numel = 0
-        future: Future = torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else [])
-        with self._beside(buffer.device):
-            stock = buffer.is_sparse or buffer.dtype not in _DTYPES
-            average = self._average_stock if stock else self._average
-            self._stages.insert(0, average(bucket, buffer, future))
-            self._advance()
-            # See `QuantizedAllReduce.average` for number 0.
-            while (bucket.is_last() or bucket.index() == 0) and self._stages:
-                self._advance()
-            if bucket.is_last() and self._saturated:
+        future = super().average(bucket)
+        if bucket.is_last() and self._saturated:
+            with self._stream.beside(bucket.buffer().device):
                 saturated = torch.stack(self._saturated).sum()
                 self.scaling.update(saturated, self._numel, self.world_size)
         return future
-
-    def _advance(self) -> None:
-        """Advance each bucket on its way by one stage, the newest first."""
-        self._stages = [stages for stages in self._stages if next(stages, self) is not self]
 
     def _average(self, bucket: dist.GradBucket, buffer: Tensor, future: Future) -> Stages:
         ranks, group = self.world_size, self.group
@@ -207,13 +180,6 @@ class SharedScaleAllReduce(QuantizedAllReduce):
             gradient.copy_(averages[position : position + gradient.numel()].view(gradient.shape))
             position += gradient.numel()
         future.set_result(buffer)
-
-    def _average_stock(self, bucket: dist.GradBucket, buffer: Tensor, future: Future) -> Stages:
-        """Average what has no 8-bit form in its own dtype, as without a hook."""
-        buffer.div_(self.world_size)
-        work = dist.all_reduce(buffer, group=self.group, async_op=True)
-        yield
-        future.set_result(work.get_future().wait()[0])
 
 
 def _to_e4m3(x: Tensor) -> Tensor:
