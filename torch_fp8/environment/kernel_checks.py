@@ -5,6 +5,7 @@ as a test does that plants a fault. Each combination of formats, layouts and div
 compilation, about a second: that is why there are few of them.
 """
 
+import itertools
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -22,7 +23,6 @@ TWO_SHAPES = (ODD, EVEN)
 TWO_FORMATS = ((torch.float8_e4m3fn, False), (torch.float8_e5m2, False))
 CAST_KINDS = ("row spread", "boundaries", "zeros", "nan")
 PRODUCER_SHAPES = ((144, 1024), ODD)
-PRODUCER_GRANULARITIES = ("tensorwise", "block_1x128")
 OPTIMIZER_SHAPES = ((1000, 1024), (5, 48), (36, 33), (0, 64), (1, 1))
 
 
@@ -79,21 +79,17 @@ def bias_gradient(device: str) -> str:
 
 def norm(device: str, ops: Any = producers.OPS) -> str:
     """Check RMSNorm with its casts."""
-    for shape in PRODUCER_SHAPES:
-        for kind in ("gaussian", "nan"):
-            producers.check_norm(
-                ops, device, shape, kind, (producers.BF16,), PRODUCER_GRANULARITIES, casts.BOTH
-            )
-    for granularity in PRODUCER_GRANULARITIES:
+    for shape, kind in itertools.product(PRODUCER_SHAPES, ("gaussian", "nan")):
+        producers.check_norm(ops, device, shape, kind, few=True)
+    for granularity in producers.FEW_GRANULARITIES:
         producers.check_norm_once(ops, device, (64, 512), granularity)
     return "casts bit for bit"
 
 
 def norm_backward(device: str, ops: Any = producers.OPS) -> str:
     """Check RMSNorm's gradients, from what it saved in FP8 and in BF16."""
-    for shape in PRODUCER_SHAPES:
-        for saved in (False, True):
-            producers.check_norm_backward(ops, device, shape, saved)
+    for shape, saved in itertools.product(PRODUCER_SHAPES, (False, True)):
+        producers.check_norm_backward(ops, device, shape, saved)
     return "within a neighbour, the same each time"
 
 
@@ -101,34 +97,28 @@ def swiglu(device: str, ops: Any = producers.OPS) -> str:
     """Check SwiGLU with its casts."""
     for shape in PRODUCER_SHAPES:
         for smooth, kind in ((False, "gaussian"), (True, "nan")):
-            producers.check_swiglu(
-                ops, device, shape, kind, smooth, PRODUCER_GRANULARITIES, casts.BOTH
-            )
+            producers.check_swiglu(ops, device, shape, kind, smooth, few=True)
     return "within a neighbour, casts bit for bit"
 
 
 def swiglu_backward(device: str, ops: Any = producers.OPS) -> str:
     """Check the gradients of gate and up with their casts."""
-    for shape in PRODUCER_SHAPES:
-        for smooth, saved in ((False, False), (True, True)):
-            producers.check_swiglu_backward(
-                ops, device, shape, smooth, saved, PRODUCER_GRANULARITIES, casts.BOTH
-            )
+    for shape, both in itertools.product(PRODUCER_SHAPES, (False, True)):
+        producers.check_swiglu_backward(ops, device, shape, smooth=both, saved=both, few=True)
     return "within a neighbour, casts bit for bit"
 
 
 def gate_up(device: str, ops: Any = producers.OPS) -> str:
     """Check the gradient of gate and up where they are one layer's output."""
     for shape in PRODUCER_SHAPES:
-        producers.check_gate_up(ops, device, shape, True, PRODUCER_GRANULARITIES, casts.BOTH)
+        producers.check_gate_up(ops, device, shape, True, few=True)
     return "as two, casts bit for bit"
 
 
 def delayed_producers(device: str, ops: Any = producers.OPS) -> str:
     """Check the delayed casts of all of these."""
-    for shape in PRODUCER_SHAPES:
-        for filled in (True, False):
-            producers.check_delayed(ops, device, shape, "gaussian", filled, casts.BOTH, ("max",))
+    for shape, filled in itertools.product(PRODUCER_SHAPES, (True, False)):
+        producers.check_delayed(ops, device, shape, "gaussian", filled, few=True)
     return "casts bit for bit"
 
 
