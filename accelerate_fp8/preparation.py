@@ -70,7 +70,7 @@ class Preparation:
         if not (prepared and any(isinstance(m, Float8Layer) for m in model.modules())):
             if model not in self._reports:
                 trained = not evaluation_mode
-                for line in take_over(model, self.config, trained=trained, sharded=sharded):
+                for line in take_over(model, self.config, device, trained=trained, sharded=sharded):
                     log_visibly(f"FP8: {line}")
             try:
                 with _forwards_reachable(model):

@@ -175,9 +175,10 @@ class HostPrecision(FP8Precision):
         Raises:
             ValueError: nothing to convert, or a device that cannot run the recipe.
         """
-        for line in take_over(module, self.config):
+        device = self._strategy.root_device
+        for line in take_over(module, self.config, device):
             self.info(f"FP8: {line}")
-        report = convert_to_float8(module, self.config, device=self._strategy.root_device)
+        report = convert_to_float8(module, self.config, device=device)
         converted = next((m for m in self._models if m.module() is module), None)
         if converted is None:
             converted = Converted(weakref.ref(module), report)

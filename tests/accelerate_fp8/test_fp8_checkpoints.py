@@ -297,3 +297,95 @@ def test_a_reference_model_has_the_very_bytes_when_it_is_frozen(
     held = _bytes_held(accelerator.prepare_model(reference, evaluation_mode=True))
     for key, (qdata, _, _) in fp8.items():
         assert held[key].qdata.view(torch.uint8).equal(qdata.view(torch.uint8))
+
+
+@pytest.fixture
+def as_with_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers loads FP8 checkpoints into its own FP8Linear, as where there is a GPU."""
+    from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
+
+    monkeypatch.setattr(FineGrainedFP8HfQuantizer, "validate_environment", lambda *_, **__: None)
+
+
+@pytest.mark.usefixtures("as_with_a_gpu")
+def test_transformers_own_fp8_layers_are_taken_over_with_their_bytes(
+    accelerate: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    source, out = tmp_path / "source", tmp_path / "out"
+    fp8 = write_llama(source)
+    model = AutoModelForCausalLM.from_pretrained(source)
+    assert type(model.model.layers[0].mlp.up_proj).__name__ == "FP8Linear"
+    codes = model.model.layers[0].mlp.up_proj.weight.data_ptr()
+    accelerator, model, optimizer = _prepared(accelerate, _lora(model))
+    assert "14 hold the same bytes" in caplog.text
+    _steps(accelerator, model, optimizer, 2)
+    held = _bytes_held(model)
+    assert held.keys() == fp8.keys()
+    for key, (qdata, scale, _) in fp8.items():
+        assert held[key].qdata.view(torch.uint8).equal(qdata.view(torch.uint8))
+        assert torch.equal(held[key].scale, scale)
+    assert held["model.layers.0.mlp.up_proj.weight"].qdata.data_ptr() == codes  # no copy was made
+
+    merged = accelerator.unwrap_model(model).merge_and_unload()
+    merged.save_pretrained(out)
+    assert "quantization_config" not in json.loads((out / "config.json").read_text())
+    stored = load_file(out / "model.safetensors")
+    assert {tensor.dtype for tensor in stored.values()} == {torch.bfloat16}
+    assert not any("scale" in key for key in stored)
+    AutoModelForCausalLM.from_pretrained(out)
+
+
+@pytest.mark.usefixtures("as_with_a_gpu")
+def test_transformers_own_fp8_layers_are_trained_from_their_exact_values(
+    accelerate: Any, tmp_path: Path
+) -> None:
+    source, out = tmp_path / "source", tmp_path / "out"
+    fp8 = write_llama(source)
+    model = AutoModelForCausalLM.from_pretrained(source)
+    for layer in model.modules():
+        if type(layer).__name__ == "FP8Linear":
+            layer.weight.requires_grad_(True)
+    accelerator, model, optimizer = _prepared(accelerate, model)
+    merged = merged_state_dict(model, optimizer.optimizer)
+    for key, (qdata, scale, block) in fp8.items():
+        true = exact(qdata, scale, block)
+        assert ((merged[key] - true).abs() <= 2.0**-16 * true.abs()).all()
+    before = merged["model.layers.0.mlp.up_proj.weight"]
+    _steps(accelerator, model, optimizer)
+    unwrapped = accelerator.unwrap_model(model)
+    assert (unwrapped.model.layers[0].mlp.up_proj.weight.float() - before).abs().max() > 1e-3
+    unwrapped.save_pretrained(out)
+    stock = AutoModelForCausalLM.from_pretrained(out)
+    assert torch.equal(_logits(stock), _logits(_stock_twin(unwrapped.state_dict())))
+
+
+@pytest.mark.usefixtures("as_with_a_gpu")
+@pytest.mark.parametrize("option", [{"opt_level": "O1"}, {"frozen_weights": "keep"}])
+def test_transformers_own_fp8_layers_stay_where_weights_are_kept(
+    accelerate: Any, tmp_path: Path, option: dict[str, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    write_llama(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    accelerator = accelerate.Accelerator(
+        mixed_precision="fp8", kwargs_handlers=[FP8Kwargs(FP8Config(**option))], cpu=True
+    )
+    accelerator.prepare_model(model, evaluation_mode=True)
+    assert type(model.model.layers[0].mlp.up_proj).__name__ == "FP8Linear"
+    assert "14 FP8Linear layers of transformers stay as they are" in caplog.text
+
+
+@pytest.mark.usefixtures("as_with_a_gpu")
+@pytest.mark.parametrize("bad", [0.0, -1.0, float("nan"), "shape"])
+def test_broken_scales_of_transformers_own_layers_are_named(
+    accelerate: Any, tmp_path: Path, bad: Any
+) -> None:
+    write_llama(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    scale = model.model.layers[1].mlp.up_proj.weight_scale_inv
+    if bad == "shape":
+        scale.data = torch.ones(3, 1)
+    else:
+        scale.data[0, 0] = bad
+    with pytest.raises(ValueError, match=r"'model\.layers\.1\.mlp\.up_proj\.weight_scale_inv'"):
+        _prepared(accelerate, model)
+    assert type(model.model.layers[0].mlp.up_proj).__name__ == "FP8Linear"

@@ -5,8 +5,8 @@ transformers dequantizes such a checkpoint to BF16 where there is no GPU, or whe
 BF16 is fine enough to tell them, given the scales (`torch_fp8.conversion.fp8_weight.bytes_behind`),
 which are a few kilobytes in the files. So nothing has to be kept from load to training. A weight
 that is trained becomes BF16 and a residual that waits for its optimizer. Beside a frozen one its
-scales wait, with which `known_bytes` returns the bytes of the file when it is stored in FP8 alone.
-A weight that somebody has changed since it was loaded stays as it is.
+scales wait, with which `torch_fp8.conversion.fp8_weight.known_bytes` returns the bytes of the file
+when it is stored in FP8 alone. A weight that was changed since it was loaded stays as it is.
 """
 
 import sys
@@ -25,16 +25,13 @@ from torch_fp8.conversion.checkpoint_format import (
     read_format,
     read_scale,
 )
-from torch_fp8.conversion.fp8_weight import FP8Weight, bytes_behind, frozen_payload
+from torch_fp8.conversion.fp8_weight import FP8Weight, bytes_behind, remember_scales
+from torch_fp8.conversion.frozen_layers import frozen_recipe
+from torch_fp8.conversion.host_layers import take_over_layers
 from torch_fp8.conversion.safetensors_files import SafetensorsFiles
 from torch_fp8.nn.class_swap import unwrapped_name
 from torch_fp8.nn.weight_cache import WatchedParameter
 from torch_fp8.optim.pending_residual import split_parts
-from torch_fp8.quantization.recipe import CastSpec
-from torch_fp8.tensor.frozen_payload import FrozenPayload
-
-_SCALES = "_fp8_checkpoint_scales"
-"""The attribute of a frozen Parameter that holds its scales, and the block that shares one."""
 
 _ADAPTED = ("base_layer", "original_module")
 """The names under which PEFT keeps a module that it has wrapped."""
@@ -115,26 +112,36 @@ class _Source:
 
 
 def take_over(
-    model: nn.Module, config: FP8Config, *, trained: bool = True, sharded: bool = False
+    model: nn.Module,
+    config: FP8Config,
+    device: torch.device | None = None,
+    *,
+    trained: bool = True,
+    sharded: bool = False,
 ) -> list[str]:
     """Prepare a model that its host loaded from an FP8 checkpoint for training and saving.
 
-    See `adopt_checkpoints` and `save_dequantized`, which this calls.
+    See `torch_fp8.conversion.host_layers`, `adopt_checkpoints` and `save_dequantized`, which this
+    calls.
 
     Args:
         model, config: see `adopt_checkpoints`.
+        device: on which it will run; None: where it is.
         trained: whether an optimizer will take residuals; a model for evaluation needs none.
         sharded: whether ``fully_shard`` comes next: it replaces the Parameters beside which
             residuals wait, so that none is made.
     Returns:
         Lines that say what was done and what was not; none for other models, and the second time.
     """
-    lines = []
+    if device is None:
+        device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    spec = frozen_recipe(config, device)[0].weight
+    lines = take_over_layers(model, config, spec, trained=trained, residuals=not sharded)
     if not (trained and sharded):
-        lines = [str(report) for report in adopt_checkpoints(model, config, trained=trained)]
+        lines += [str(report) for report in adopt_checkpoints(model, config, trained=trained)]
     elif config.opt_level != "O1":
         found = {(source.format.name, str(source.files.path)) for source in _sources(model)}
-        lines = [
+        lines += [
             f"weights of the {name} checkpoint {path!r} continue from the values that they were "
             "dequantized to; under FSDP2 the bits below are not kept"
             for name, path in sorted(found)
@@ -183,7 +190,7 @@ def adopt_checkpoints(
             if found is None:
                 changed += 1
             elif not weight.requires_grad:
-                setattr(weight, _SCALES, (found.scale, found.block))
+                remember_scales(weight, found)
                 frozen += 1
             elif trained:
                 split_parts(weight, found.parts(), config.residual_bits)
@@ -192,33 +199,6 @@ def adopt_checkpoints(
             path, name = str(source.files.path), source.format.name
             reports.append(AdoptedCheckpoint(path, name, exact, frozen, changed))
     return reports
-
-
-def known_payload(weight: Tensor, spec: CastSpec, name: str) -> FrozenPayload | None:
-    """Return `known_bytes` as frozen weights hold them.
-
-    Args:
-        weight: (N, K), of a model that `adopt_checkpoints` has seen.
-        spec: of the frozen weight.
-        name: qualified, for errors.
-    Returns:
-        The payload; None if the bytes are not known, or their blocks are not those of `spec`.
-    """
-    known = known_bytes(weight)
-    return None if known is None else frozen_payload(known, spec, name, weight.dtype)
-
-
-@torch.no_grad()
-def known_bytes(weight: Tensor) -> FP8Weight | None:
-    """Return the bytes of the checkpoint that a frozen weight was loaded from.
-
-    Args:
-        weight: of a model that `adopt_checkpoints` has seen.
-    Returns:
-        The bytes and scales; None if they are not known, or the weight was changed since.
-    """
-    scales = vars(weight).pop(_SCALES, None)
-    return None if scales is None else bytes_behind(weight.detach(), *scales)
 
 
 def save_dequantized(model: nn.Module) -> int:

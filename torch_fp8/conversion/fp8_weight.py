@@ -20,6 +20,9 @@ from torch_fp8.tensor.frozen_payload import FrozenPayload, frozen_from_bytes
 FROZEN_BLOCK = (128, 128)
 """The blocks that frozen weights have."""
 
+_SCALES = "_fp8_checkpoint_scales"
+"""The attribute of a frozen Parameter that holds its scales, and the block that shares one."""
+
 _LEAST_SCALE = 2.0**-100
 """Smaller scales make products below the normal range of BF16, which do not tell their code."""
 
@@ -118,6 +121,38 @@ def bytes_behind(weight: Tensor, scale: Tensor, block: tuple[int, int]) -> FP8We
             return None
         qdata[rows] = codes
     return found
+
+
+def remember_scales(weight: Tensor, known: FP8Weight) -> None:
+    """Keep the scales of a frozen weight beside it, for `known_bytes`."""
+    setattr(weight, _SCALES, (known.scale, known.block))
+
+
+def known_payload(weight: Tensor, spec: CastSpec, name: str) -> FrozenPayload | None:
+    """Return `known_bytes` as frozen weights hold them.
+
+    Args:
+        weight: (N, K), beside which `remember_scales` may have put scales.
+        spec: of the frozen weight.
+        name: qualified, for errors.
+    Returns:
+        The payload; None if the bytes are not known, or their blocks are not those of `spec`.
+    """
+    known = known_bytes(weight)
+    return None if known is None else frozen_payload(known, spec, name, weight.dtype)
+
+
+@torch.no_grad()
+def known_bytes(weight: Tensor) -> FP8Weight | None:
+    """Return the bytes of the checkpoint that a frozen weight was loaded from.
+
+    Args:
+        weight: beside which `remember_scales` may have put scales.
+    Returns:
+        The bytes and scales; None if they are not known, or the weight was changed since.
+    """
+    scales = vars(weight).pop(_SCALES, None)
+    return None if scales is None else bytes_behind(weight.detach(), *scales)
 
 
 def _spread(weight: FP8Weight, rows: slice) -> Tensor:

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from torch_fp8.config import FP8Config
-from torch_fp8.conversion.adopt_checkpoint import known_payload
+from torch_fp8.conversion.fp8_weight import known_payload
 from torch_fp8.conversion.fused_layers import convert_producers
 from torch_fp8.distributed.fsdp.connect import connect_fsdp
 from torch_fp8.distributed.fsdp.frozen_gather import can_be_frozen
@@ -128,7 +128,11 @@ def freeze_layers(
     frozen, kept = [], []
     num_params = before = after = 0
     for name, layer in model.named_modules():
-        if not isinstance(layer, Float8Layer) or not meant(layer):
+        if not isinstance(layer, Float8Layer):
+            continue
+        # A host's own FP8 layer was: its bytes were taken over, but it runs another recipe yet.
+        new = layer.frozen_weight if layer.fp8_thawed_recipe is None else None
+        if new is None and not meant(layer):
             continue
         of_fsdp = id(layer.weight) in sharded
         reason = None if layer.frozen_weight is not None else _why_not(layer, shared, of_fsdp)
@@ -146,7 +150,12 @@ def freeze_layers(
             frozen.append(name)
             waiting = True
             continue
-        if held is None:
+        if new is not None:
+            before += new.payload.num_bytes
+            layer.freeze_weight(recipe, emulate, new.payload)
+            layer.fp8_thaw_notice = notice
+            held = layer.frozen_weight
+        elif held is None:
             weight = layer.weight
             before += weight.numel() * weight.element_size()
             unwatch(weight)
