@@ -11,6 +11,7 @@ from torch_fp8.conversion.convert import (
     scaling_state_dict,
 )
 from torch_fp8.conversion.freeze import freeze, thaw
+from torch_fp8.conversion.load_checkpoint import load_frozen, load_trainable
 from torch_fp8.conversion.memory import MemoryReport, memory_report
 from torch_fp8.conversion.report import ConversionReport
 from torch_fp8.distributed.comm_counter import CommunicationCount, count_communication
@@ -35,7 +36,9 @@ __all__ = [
     "convert_to_float8",
     "count_communication",
     "freeze",
+    "load_frozen",
     "load_scaling_state_dict",
+    "load_trainable",
     "memory_report",
     "merged_state_dict",
     "restore_weights",

@@ -47,11 +47,11 @@ def freeze(
     layers = _layers(model)
     if config is not None or not layers:
         config = config_or_default(config)
-        _refuse(config)
+        refuse_kept(config)
         convert_to_float8(model, config, device=device)
         layers = _layers(model)
     config = layers[0].fp8_config
-    _refuse(config)
+    refuse_kept(config)
     target = torch.device(device) if device is not None else layers[0].weight.device
     proven = proven_frozen(model)
     adapted = any(proven(layer) for layer in layers)
@@ -82,7 +82,12 @@ def _layers(model: nn.Module) -> list[Float8Layer]:
     return [module for module in model.modules() if isinstance(module, Float8Layer)]
 
 
-def _refuse(config: FP8Config) -> None:
+def refuse_kept(config: FP8Config, function: str = "freeze") -> None:
+    """Refuse a configuration that leaves frozen weights as they are.
+
+    Raises:
+        ValueError: level O1, ``frozen_weights="keep"`` or another backend.
+    """
     wrong = {
         "opt_level='O1'": config.opt_level == "O1",
         "frozen_weights='keep'": config.frozen_weights == "keep",
@@ -91,6 +96,6 @@ def _refuse(config: FP8Config) -> None:
     for option, given in wrong.items():
         if given:
             raise ValueError(
-                f"FP8Config({option}) leaves frozen weights as they are, but freeze() was called; "
-                "leave that option out"
+                f"FP8Config({option}) leaves frozen weights as they are, but {function}() was "
+                "called; leave that option out"
             )

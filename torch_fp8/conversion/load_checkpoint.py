@@ -7,7 +7,7 @@ keeps of it, and is gone before the next one is read.
 import importlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -15,12 +15,21 @@ from torch.overrides import TorchFunctionMode
 
 from torch_fp8.config import FP8Config, config_or_default
 from torch_fp8.conversion.checkpoint_format import check_scales, read_format, read_weight
-from torch_fp8.conversion.fp8_weight import FP8Weight
+from torch_fp8.conversion.convert import convert_to_float8
+from torch_fp8.conversion.fp8_weight import FP8Weight, frozen_payload
+from torch_fp8.conversion.freeze import refuse_kept
+from torch_fp8.conversion.frozen_layers import freeze_layers, frozen_recipe
 from torch_fp8.conversion.safetensors_files import SafetensorsFiles
+from torch_fp8.nn.frozen_storage import ThawNotice
+from torch_fp8.nn.linear import Float8Layer
 from torch_fp8.optim.pending_residual import split_parts
+from torch_fp8.tensor.frozen_payload import freeze_tensor
 
-Place = Callable[[str, nn.Module, FP8Weight], Tensor]
-"""What makes the Parameter of a layer of an FP8 weight: ``place(name, layer, weight)``."""
+Read: TypeAlias = Tensor | FP8Weight
+Place = Callable[[str, nn.Module, Read], Tensor | None]
+"""What makes the tensor of a layer of what was read: ``place(qualified name, layer, read)``; None:
+the layer has it already.
+"""
 
 
 class _EmptyOnMeta(TorchFunctionMode):
@@ -68,21 +77,92 @@ def load_trainable(
     config = config_or_default(config)
     bits = None if config.opt_level == "O1" else config.residual_bits
 
-    def place(name: str, layer: nn.Module, weight: FP8Weight) -> Tensor:
+    def place(name: str, layer: nn.Module, read: Read) -> Tensor:
+        if isinstance(read, Tensor):
+            return read
         if bits is None:
-            return nn.Parameter(weight.dequantize(torch.bfloat16))
-        empty = torch.empty(weight.shape, dtype=torch.bfloat16, device=weight.qdata.device)
+            return read.dequantize(torch.bfloat16)
+        empty = torch.empty(read.shape, dtype=torch.bfloat16, device=read.qdata.device)
         parameter = nn.Parameter(empty)
-        split_parts(parameter, weight.parts(), bits)
+        split_parts(parameter, read.parts(), bits)
         return parameter
 
-    return load(cls, path, device, place)
+    return _load(cls, path, _device(device), place)
+
+
+def load_frozen(
+    cls: Any,
+    path: str | Path,
+    config: FP8Config | str | None = None,
+    *,
+    device: torch.device | str | None = None,
+) -> nn.Module:
+    """Load a model that nobody trains: its FP8 layers hold their weights in FP8 alone.
+
+    The model is as `torch_fp8.freeze` leaves it, and never had its weights in 16 bits: a weight is
+    quantized as soon as it is read. Of an FP8 checkpoint the very bytes are held where its scales
+    are of blocks of 128 x 128 elements (and the device has GEMMs for these), or of whole tensors;
+    other weights are quantized anew. Adapters may be put on it, and it may be prepared, like any
+    other model.
+
+    Args:
+        cls, path: see `load_trainable`.
+        config: with which the layers are converted; None: as in `torch_fp8.convert_to_float8`.
+        device: where the model is put; None: the CPU.
+    Returns:
+        The model in evaluation mode; no parameter requires gradients.
+    Raises:
+        ValueError: see `load_trainable`, `torch_fp8.convert_to_float8` and `torch_fp8.freeze`.
+        TypeError: `cls` builds no model.
+    """
+    config = config_or_default(config)
+    refuse_kept(config, "load_frozen")
+    target = _device(device)
+    recipe, emulate = frozen_recipe(config, target)
+    notice = ThawNotice()
+
+    def convert(model: nn.Module) -> None:
+        convert_to_float8(model, config, device=target)
+
+    def place(name: str, layer: nn.Module, read: Read) -> Tensor | None:
+        if not isinstance(layer, Float8Layer) or not name.endswith("weight"):
+            return _plain(read)
+        payload = None
+        if isinstance(read, FP8Weight):
+            payload = frozen_payload(read, recipe.weight, name, torch.bfloat16)
+        if payload is None:
+            whole = read if isinstance(read, Tensor) else read.dequantize()
+            payload = freeze_tensor(whole, recipe.weight, name, torch.bfloat16)
+        layer.freeze_weight(recipe, emulate, payload)
+        layer.fp8_thaw_notice = notice
+        return None
+
+    model = _load(cls, path, target, place, convert)
+    for layer in model.modules():
+        if isinstance(layer, Float8Layer) and layer.frozen_weight is None:
+            layer.drop_scaling()  # made on the meta device
+            layer.init_scaling()
+    freeze_layers(model, config, target, lambda layer: layer.frozen_weight is not None)
+    return model.requires_grad_(False)
+
+
+def _device(device: torch.device | str | None) -> torch.device:
+    return torch.device("cpu") if device is None else torch.device(device)
+
+
+def _plain(read: Read) -> Tensor:
+    return read if isinstance(read, Tensor) else read.dequantize(torch.bfloat16)
 
 
 @torch.no_grad()
-def load(cls: Any, path: str | Path, device: torch.device | str | None, place: Place) -> nn.Module:
-    """Build a model and fill it from a checkpoint; `place` makes Parameters of FP8 weights."""
-    target = torch.device("cpu") if device is None else torch.device(device)
+def _load(
+    cls: Any,
+    path: str | Path,
+    target: torch.device,
+    place: Place,
+    convert: Callable[[nn.Module], None] | None = None,
+) -> nn.Module:
+    """Build a model, convert it without data, and fill it from a checkpoint."""
     files = SafetensorsFiles(path)
     format = read_format(path)
     scales = {} if format is None else check_scales(files, format)
@@ -92,17 +172,20 @@ def load(cls: Any, path: str | Path, device: torch.device | str | None, place: P
     if format is not None:
         companions |= {key for key in files if key.endswith(("activation_scale", "input_scale"))}
     _check_keys(model, files, homes, companions)
+    if convert is not None:
+        convert(model)
     for key in files:
         if key in companions:
             continue
         owners = homes[key]
-        module, name = owners[0]
+        read: Read
         if key in scales:
-            weight = read_weight(files, key, *scales[key]).to(target)
-            value = place(key.rpartition(".")[0], module, weight)
+            read = read_weight(files, key, *scales[key]).to(target)
         else:
-            value = files[key].to(target)
-        _assign(owners, name, value)
+            read = files[key].to(target)
+        value = place(key, owners[0][0], read) if len(owners) == 1 else _plain(read)
+        if value is not None:
+            _assign(owners, value)
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None:
@@ -110,9 +193,9 @@ def load(cls: Any, path: str | Path, device: torch.device | str | None, place: P
     return model.eval()
 
 
-def _assign(owners: list[tuple[nn.Module, str]], name: str, value: Tensor) -> None:
+def _assign(owners: list[tuple[nn.Module, str]], value: Tensor) -> None:
     """Give a tensor to all modules that share it."""
-    module, _ = owners[0]
+    module, name = owners[0]
     old = module._parameters.get(name)
     if old is not None and not isinstance(value, nn.Parameter):
         trained = old.requires_grad and value.is_floating_point()

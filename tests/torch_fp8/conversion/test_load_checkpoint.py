@@ -19,8 +19,15 @@ from tests.fp8_checkpoints import (
     write,
     write_llama,
 )
-from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8, merged_state_dict
-from torch_fp8.conversion.load_checkpoint import load_trainable
+from torch_fp8 import (
+    FP8Config,
+    convert_optimizer,
+    convert_to_float8,
+    freeze,
+    load_frozen,
+    load_trainable,
+    merged_state_dict,
+)
 from torch_fp8.optim.pending_residual import pending_residual
 from torch_fp8.quantization import block_scaled
 
@@ -227,3 +234,93 @@ def test_what_builds_no_model_is_a_type_error(tmp_path):
     _written(tmp_path)
     with pytest.raises(TypeError, match="builds no model"):
         load_trainable(dict, tmp_path)
+
+
+def _held(model):
+    layers = model.named_modules()
+    held = {f"{name}.weight": getattr(layer, "frozen_weight", None) for name, layer in layers}
+    return {key: weight.payload for key, weight in held.items() if weight is not None}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_frozen_model_holds_the_very_bytes_where_their_blocks_allow(tmp_path, layout):
+    expected = _written(tmp_path, *LAYOUTS[layout])
+    model = load_frozen(_Model, tmp_path)
+    held = _held(model)
+    assert held.keys() == expected.keys()
+    assert not any(t.is_meta for t in (*model.parameters(), *model.buffers()))
+    assert not any(p.requires_grad for p in model.parameters())
+    for key, (qdata, scale, block) in expected.items():
+        same = held[key].qdata.view(torch.uint8).equal(qdata.view(torch.uint8))
+        assert same == (layout in ("fine-grained", "tensor"))
+        true = exact(qdata, scale, block)
+        value = held[key].qdata.double() * held[key].scale.double().repeat_interleave(
+            128, 0
+        ).repeat_interleave(128, 1)
+        error = (value - true).norm() / true.norm()
+        assert error <= (2.0**-24 if same else 2.0**-4)
+
+
+@pytest.mark.parametrize("quantized", [True, False], ids=["FP8", "BF16"])
+def test_loading_frozen_never_holds_a_second_copy(tmp_path, quantized):
+    if quantized:
+        _written(tmp_path, width=256, layers=24)
+    else:
+        state = {k: v.bfloat16() for k, v in _Model(256, 24).state_dict().items()}
+        save_file(state, tmp_path / "model.safetensors")
+    with LiveStorages() as storages:
+        model = load_frozen(lambda: _Model(256, 24), tmp_path)
+    gc.collect()
+    numel = 24 * 2 * 256 * 512
+    held = sum(payload.num_bytes for payload in _held(model).values())
+    assert numel < held <= 1.02 * numel
+    rest = (p for p in model.parameters() if getattr(p, "qdata", None) is None)
+    result = held + sum(p.numel() * p.element_size() for p in rest)
+    file = (tmp_path / "model.safetensors").stat().st_size
+    assert held < storages.peak <= 1.1 * max(result, file)
+
+
+def test_a_bf16_checkpoint_is_frozen_as_its_model_would_be(tmp_path):
+    state = {k: v.bfloat16() for k, v in _Model().state_dict().items()}
+    save_file(state, tmp_path / "model.safetensors")
+    model, later = load_frozen(_Model, tmp_path), _Model().bfloat16()
+    later.load_state_dict(state)
+    freeze(later)
+    for key, payload in _held(later).items():
+        assert _held(model)[key].qdata.view(torch.uint8).equal(payload.qdata.view(torch.uint8))
+        assert torch.equal(_held(model)[key].scale, payload.scale)
+    x = torch.randn(4, 128).bfloat16()
+    assert torch.equal(model(x), later.eval()(x))
+
+
+def test_a_frozen_model_of_transformers_keeps_head_and_embeddings(tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    fp8 = write_llama(tmp_path)
+    model = load_frozen(AutoModelForCausalLM, tmp_path)
+    assert _held(model).keys() == fp8.keys()
+    assert model.lm_head.weight.dtype == torch.bfloat16
+    stock = AutoModelForCausalLM.from_pretrained(tmp_path)
+    tokens = torch.arange(12).view(1, 12)
+    with torch.no_grad():
+        expected, logits = stock(tokens).logits.float(), model(tokens).logits.float()
+    assert (logits - expected).norm() < 0.1 * expected.norm()
+
+
+@pytest.mark.parametrize("config", [FP8Config(opt_level="O1"), FP8Config(frozen_weights="keep")])
+def test_a_configuration_that_keeps_weights_is_refused(tmp_path, config):
+    _written(tmp_path)
+    with pytest.raises(ValueError, match=r"but load_frozen\(\) was called"):
+        load_frozen(_Model, tmp_path, config)
+
+
+@pytest.mark.parametrize("function", [load_trainable, load_frozen])
+def test_broken_scales_are_refused_before_a_model_is_built(tmp_path, function):
+    _written(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["1.up_proj.weight_scale_inv"][0, 0] = float("inf")
+    save_file(tensors, tmp_path / "model.safetensors")
+    built = []
+    with pytest.raises(ValueError, match=r"'1\.up_proj\.weight_scale_inv' holds an Inf or NaN"):
+        function(lambda: built.append(1), tmp_path)
+    assert not built
