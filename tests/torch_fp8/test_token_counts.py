@@ -9,7 +9,7 @@ from torch_fp8 import FP8Config, convert_to_float8
 from torch_fp8.kernels.arguments import CastOptions
 from torch_fp8.ops import gemm_operand
 from torch_fp8.ops.gemm_operand import operand
-from torch_fp8.ops.quantize import QuantizedTensor, dequantize, quantize_layouts
+from torch_fp8.ops.quantize import QuantizedTensor, dequantize, quantize, quantize_layouts
 from torch_fp8.ops.scaled_mm import scaled_matmul
 from torch_fp8.quantization.payload_shape import multiple_of_16, new_group_scales
 from torch_fp8.quantization.recipe import RECIPES, make_recipe
@@ -69,7 +69,7 @@ def test_what_lies_behind_the_rows_is_used_only_where_it_lies_there():
 
 def test_scales_of_32_elements_are_laid_out_with_what_lies_behind_them(monkeypatch):
     spec = make_recipe("mxfp8").input
-    x, _ = quantize_layouts(torch.randn(133, K), spec, row=True, col=False)
+    x = quantize(torch.randn(133, K), spec)
     filled_up = gemm_operand._swizzled_e8m0(x.scale)  # 133 rows in memory
     room = new_group_scales(x.scale, 133, K, 32)
     assert room.stride() == (4, 1)

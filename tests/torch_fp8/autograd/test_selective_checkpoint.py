@@ -659,7 +659,7 @@ def test_a_history_does_not_move_twice_for_a_scale_that_is_modified():
     spec = _converted(nn.Sequential(nn.Linear(64, 64)))[0].operand_spec(INPUT)
 
     def function(x):
-        row, _, _ = history.cast(x.detach(), spec, config, row=True, col=False)
+        row, _, _ = history.cast(x.detach(), spec, config, rowwise=True, columnwise=False)
         row.scale.mul_(2)
         return x * row.scale
 
