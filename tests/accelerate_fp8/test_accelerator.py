@@ -53,13 +53,13 @@ def fp8(accelerate: Any) -> Any:
 def gemms(monkeypatch: pytest.MonkeyPatch) -> list[torch.dtype]:
     """The output dtype of every scaled matmul."""
     calls: list[torch.dtype] = []
-    original = torch._scaled_mm_v2
+    original = torch.nn.functional.scaled_mm
 
-    def counted(*args: Any) -> torch.Tensor:
-        calls.append(args[9])
-        return original(*args)
+    def counted(*args: Any, **kwargs: Any) -> torch.Tensor:
+        calls.append(kwargs["output_dtype"])
+        return original(*args, **kwargs)
 
-    monkeypatch.setattr(torch, "_scaled_mm_v2", counted)
+    monkeypatch.setattr(torch.nn.functional, "scaled_mm", counted)
     return calls
 
 

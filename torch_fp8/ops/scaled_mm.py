@@ -40,16 +40,13 @@ from torch_fp8.quantization.recipe import Granularity
 _CPU_HAS_F_SCALED_MM = torch._C._dispatch_has_kernel_for_dispatch_key("aten::_scaled_mm_v2", "CPU")
 _CPU_NATIVE = ("tensorwise", "rowwise") if _CPU_HAS_F_SCALED_MM else ("tensorwise",)
 
-# As the operator itself takes them: ``F.scaled_mm`` makes such lists anew with each call.
-_SCALING_TYPE: dict[str, list[int]] = {
-    "tensorwise": [ScalingType.TensorWise.value],
-    "rowwise": [ScalingType.RowWise.value],
-    "block_1x128": [ScalingType.BlockWise1x128.value],
-    "block_128x128": [ScalingType.BlockWise128x128.value],
-    "block_1x32": [ScalingType.BlockWise1x32.value],
+_SCALING_TYPE: dict[str, ScalingType] = {
+    "tensorwise": ScalingType.TensorWise,
+    "rowwise": ScalingType.RowWise,
+    "block_1x128": ScalingType.BlockWise1x128,
+    "block_128x128": ScalingType.BlockWise128x128,
+    "block_1x32": ScalingType.BlockWise1x32,
 }
-_NO_SWIZZLE: list[int] = []
-_SWIZZLE = [SwizzleType.SWIZZLE_32_4_4.value]
 
 
 def scaled_matmul(
@@ -197,22 +194,20 @@ def _scaled_mm(
             out_dtype=out_dtype,
             use_fast_accum=fast_accum,
         )
-    swizzle = _SWIZZLE if a.granularity == "block_1x32" else _NO_SWIZZLE
-    output: Tensor = torch._scaled_mm_v2(
+    swizzle = [SwizzleType.SWIZZLE_32_4_4] if a.granularity == "block_1x32" else None
+    return F.scaled_mm(
         a.qdata,
         b.qdata.t(),
-        [a.scale],
+        a.scale,
         _SCALING_TYPE[a.granularity],
-        swizzle,
-        [scale_b],
+        scale_b,
         _SCALING_TYPE[b.granularity],
-        swizzle,
-        bias,
-        out_dtype,
-        (),
-        fast_accum,
+        swizzle_a=swizzle,
+        swizzle_b=swizzle,
+        bias=bias,
+        output_dtype=out_dtype,
+        use_fast_accum=fast_accum,
     )
-    return output
 
 
 def _scaled_mm_cuda(
