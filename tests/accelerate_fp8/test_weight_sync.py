@@ -18,6 +18,7 @@ from trl import GRPOConfig, GRPOTrainer
 from trl.generation import vllm_generation
 
 from torch_fp8.nn.linear import Float8Linear
+from torch_fp8.tensor.frozen_weight import Float8FrozenWeight
 
 
 class Server:
@@ -82,6 +83,11 @@ def test_merged_weights_are_sent_and_taken_back(
     assert isinstance(_layer(trainer.model).base_layer, Float8Linear)
     name = "model.layers.0.mlp.up_proj.weight"
     assert not any("lora" in sent or "base_layer" in sent for sent in server.received[0])
+    frozen = level != "O1"  # PEFT has frozen the base, which is stored as FP8 alone then
+    assert isinstance(_layer(trainer.model).base_layer.weight, Float8FrozenWeight) == frozen
+    if frozen:
+        exact, base = base, _layer(trainer.model).base_layer.weight.dequantize().float()
+        assert (base - exact).norm() / exact.norm() < 0.03
     assert torch.equal(server.received[0][name].float(), base)  # B is zero before the first step
     trainer.vllm_generation.sync_weights()
     layer = _layer(trainer.model)
@@ -90,6 +96,10 @@ def test_merged_weights_are_sent_and_taken_back(
     )
     assert product.abs().max() > 1e-3
     sent = server.received[-1][name]
+    if frozen:
+        assert torch.equal(sent, (base + product).bfloat16())
+        assert torch.equal(layer.base_layer.weight.dequantize().float(), base)
+        return
     assert sent.dtype == torch.float32
     torch.testing.assert_close(sent, base + product, rtol=1e-5, atol=1e-6)
     # PEFT subtracts what it has added, in float32.
