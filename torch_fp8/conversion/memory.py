@@ -100,35 +100,51 @@ def memory_report(
     )
 
 
-def expected_bytes_per_param(model: nn.Module, optimizers: Iterable[Optimizer] = ()) -> str:
-    """Describe in words what training will hold once gradients and optimizer states exist.
+def expected_memory(
+    model: nn.Module, optimizers: Iterable[Optimizer] = (), *, converted: bool = True
+) -> MemoryReport:
+    """Count what training will hold once gradients and optimizer states exist.
 
     The states of Adam's family and of SGD with momentum are known from their class; another
     optimizer's are not guessed.
+
+    Args:
+        model: the module whose parameters are counted; on the meta device, too.
+        optimizers: the optimizers that train it.
+        converted: whether to count the model and optimizers as they are, or as they were before.
     """
-    owner: dict[Tensor, Optimizer] = {}
-    unknown = []
-    for optimizer in _optimizers(optimizers):
-        if _num_moments(optimizer) is None:
-            unknown.append(type(optimizer).__name__)
-        owner |= {p: optimizer for group in optimizer.param_groups for p in group["params"]}
-    before = after = _NOTHING
+    owner = _owners(optimizers)
+    total = _NOTHING
+    for parameter in model.parameters():
+        total = _sum(total, _expected(parameter, owner.get(parameter), converted=converted))
+    if not converted:
+        return total
     caches = {m.weight: m.fp8_weight_cache for m in _layers(model)}
     cached = {p: cache.num_layouts for p, cache in caches.items() if cache is not None}
-    for parameter in model.parameters():
-        before = _sum(before, _expected(parameter, owner.get(parameter), converted=False))
-        after = _sum(after, _expected(parameter, owner.get(parameter), converted=True))
-        kept = cached.get(parameter, 0) * parameter.numel()
-        after = dataclasses.replace(after, caches=after.caches + kept)
+    kept = sum(cached.get(p, 0) * p.numel() for p in model.parameters())
+    return dataclasses.replace(total, caches=total.caches + kept)
+
+
+def expected_bytes_per_param(model: nn.Module, optimizers: Iterable[Optimizer] = ()) -> str:
+    """Describe in words what training will hold, and held before; see `expected_memory`."""
+    optimizers = _optimizers(optimizers)
+    before = expected_memory(model, optimizers, converted=False)
+    after = expected_memory(model, optimizers)
+    unknown = [type(o).__name__ for o in optimizers if _num_moments(o) is None]
     text = str(after)
     same = after == before
     change = ", before and after (" if same else f", {before.bytes_per_param:.2f} before ("
     text = text.replace(" (", change, 1)
     if not same:
         text += f", {size_text(before.total)} before"
-    if not owner:
+    if not _owners(optimizers):
         return f"{text}; states are not known here, and not counted"
     return f"{text}; not counted: the states of {', '.join(unknown)}" if unknown else text
+
+
+def _owners(optimizers: Iterable[Optimizer]) -> dict[Tensor, Optimizer]:
+    given = _optimizers(optimizers)
+    return {p: o for o in given for group in o.param_groups for p in group["params"]}
 
 
 def size_text(num_bytes: int) -> str:
