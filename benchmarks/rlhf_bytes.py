@@ -1,7 +1,6 @@
 """Bytes of the models that RLHF holds at once: BF16-mixed beside FP8, counted on the meta device.
 
     python -m benchmarks.rlhf_bytes              # benchmarks/results/rlhf_bytes.csv
-    python -m benchmarks.rlhf_bytes --toy        # tiny models
 
 Nothing is computed: models are built without memory and converted by this package, and the bytes
 of what exists, and of the gradients and states that training will make, are summed up.
@@ -13,19 +12,22 @@ of what exists, and of the gradients and states that training will make, are sum
   float32, the reward in BF16.
 * ``lora``: a LoRA policy, whose base serves as the reference, too, in BF16.
 
-``weights`` are what the modules hold, ``residuals`` what the optimizer keeps of a weight below
-BF16. The FP8 rows are those of level O2, the default of the one flag.
+``weights`` are what the modules hold, with the scales of frozen weights, ``residuals`` what the
+optimizer keeps of a weight below BF16, ``moments`` Adam's, with their scales. The FP8 rows are
+those of level O2, the default of the one flag.
 """
 
+import argparse
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
-from benchmarks.measurement import Table, environment, parser, print_table
-from benchmarks.shapes import LLAMA_3_1_8B, TOY_LLAMA
-from torch_fp8 import FP8Config, MemoryReport, convert_optimizer, convert_to_float8, freeze
+from benchmarks.measurement import RESULTS, Table, environment, print_table
+from benchmarks.shapes import LLAMA_3_1_8B
+from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8, freeze
 from torch_fp8.conversion.memory import expected_memory
 
 LLAMA_7B = {
@@ -36,10 +38,11 @@ LLAMA_7B = {
     "num_attention_heads": 32,
 }
 """The layout of LLaMA-7B, AlpacaFarm's model (arXiv 2302.13971)."""
+LAYOUTS = {"LLaMA-7B": LLAMA_7B, "Llama-3.1-8B": LLAMA_3_1_8B}
 CONFIG = FP8Config(recipe="tensorwise")
 BF16, FP8 = "bf16-mixed", "fp8 O2"
 COLUMNS = ("scenario", "layout", "variant", "role", "parameters")
-BYTES = ("weights", "residuals", "moments", "gradients", "scales")
+BYTES = ("weights", "residuals", "moments", "gradients")
 CHANGES = ("weights_below", "weights_and_residuals_below", "moments_below")
 
 SCENARIOS: dict[str, tuple[tuple[str, str, torch.dtype], ...]] = {
@@ -63,15 +66,14 @@ SCENARIOS: dict[str, tuple[tuple[str, str, torch.dtype], ...]] = {
 
 
 def main() -> None:
-    arguments = parser("rlhf_bytes", __doc__, on_gpu=False).parse_args()
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--csv", type=Path, default=RESULTS / "rlhf_bytes.csv")
+    arguments = parser.parse_args()
     about = environment(torch.device("cpu"))
     table = Table(arguments.csv, (*COLUMNS, *BYTES, *CHANGES), COLUMNS[:4], about)
     for scenario, models in SCENARIOS.items():
-        layout, sizes = (
-            ("LLaMA-7B", LLAMA_7B) if scenario == "ppo" else ("Llama-3.1-8B", LLAMA_3_1_8B)
-        )
-        if arguments.toy:
-            layout, sizes = "toy", TOY_LLAMA
+        layout = "LLaMA-7B" if scenario == "ppo" else "Llama-3.1-8B"
+        sizes = LAYOUTS[layout]
         totals = {}
         for variant in (BF16, FP8):
             rows = [
@@ -108,17 +110,13 @@ def bytes_of(
             convert_to_float8(model, CONFIG, device="cpu")
             convert_optimizer(optimizers[0], CONFIG, model=model)
     counted = expected_memory(model, optimizers)
-    return {"parameters": counted.num_params, **categories(counted)}
-
-
-def categories(counted: MemoryReport) -> dict[str, int]:
-    """Return the columns of a report."""
+    of_moments = counted.scales if kind == "trained" else 0
     return {
-        "weights": counted.weights,
+        "parameters": counted.num_params,
+        "weights": counted.weights + counted.scales - of_moments,
         "residuals": counted.master,
-        "moments": counted.moments,
+        "moments": counted.moments + of_moments,
         "gradients": counted.gradients,
-        "scales": counted.scales,
     }
 
 
@@ -141,7 +139,7 @@ def adapted(model: nn.Module) -> nn.Module:
 
 def changes(before: dict[str, Any], after: dict[str, Any]) -> dict[str, float]:
     """Return by how much of BF16-mixed's bytes FP8's are below."""
-    both = after["weights"] + after["residuals"] + after["scales"]
+    both = after["weights"] + after["residuals"]
     moments = 1 - after["moments"] / before["moments"] if before["moments"] else 0.0
     return {
         "weights_below": round(1 - after["weights"] / before["weights"], 4),
