@@ -337,7 +337,7 @@ def test_transformers_own_fp8_layers_are_taken_over_with_their_bytes(
 
 @pytest.mark.usefixtures("as_with_a_gpu")
 def test_transformers_own_fp8_layers_are_trained_from_their_exact_values(
-    accelerate: Any, tmp_path: Path
+    accelerate: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     source, out = tmp_path / "source", tmp_path / "out"
     fp8 = write_llama(source)
@@ -350,6 +350,8 @@ def test_transformers_own_fp8_layers_are_trained_from_their_exact_values(
     for key, (qdata, scale, block) in fp8.items():
         true = exact(qdata, scale, block)
         assert ((merged[key] - true).abs() <= 2.0**-16 * true.abs()).all()
+    assert "14 are trained, from their exact values" in caplog.text
+    assert "trained weights continue" not in caplog.text  # said once
     before = merged["model.layers.0.mlp.up_proj.weight"]
     _steps(accelerator, model, optimizer)
     unwrapped = accelerator.unwrap_model(model)

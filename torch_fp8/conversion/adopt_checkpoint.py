@@ -31,7 +31,7 @@ from torch_fp8.conversion.host_layers import take_over_layers
 from torch_fp8.conversion.safetensors_files import SafetensorsFiles
 from torch_fp8.nn.class_swap import unwrapped_name
 from torch_fp8.nn.weight_cache import WatchedParameter
-from torch_fp8.optim.pending_residual import split_parts
+from torch_fp8.optim.pending_residual import pending_residual, split_parts
 
 _ADAPTED = ("base_layer", "original_module")
 """The names under which PEFT keeps a module that it has wrapped."""
@@ -53,7 +53,7 @@ class AdoptedCheckpoint:
         path: the checkpoint's folder.
         format: its format.
         num_exact: weights that are trained, whose residual waits for the optimizer.
-        num_frozen: weights that are not trained and whose bytes are known.
+        num_frozen: weights that are not trained and whose bytes frozen weights may hold.
         num_changed: weights that have been changed since they were loaded.
     """
 
@@ -136,7 +136,9 @@ def take_over(
     if device is None:
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
     spec = frozen_recipe(config, device)[0].weight
-    lines = take_over_layers(model, config, spec, trained=trained, residuals=not sharded)
+    lines = take_over_layers(
+        model, config, spec, _ScalesOfFiles(model), trained=trained, residuals=not sharded
+    )
     if not (trained and sharded):
         lines += [str(report) for report in adopt_checkpoints(model, config, trained=trained)]
     elif config.opt_level != "O1":
@@ -184,14 +186,15 @@ def adopt_checkpoints(
             seen.add(layer)
             if type(weight) not in (nn.Parameter, WatchedParameter):  # sharded, say
                 continue
-            if weight.dtype != torch.bfloat16:
+            if weight.dtype != torch.bfloat16 or pending_residual(weight) is not None:
                 continue
             found = source.weight_behind(key, weight.detach())
             if found is None:
                 changed += 1
             elif not weight.requires_grad:
-                remember_scales(weight, found)
-                frozen += 1
+                if found.has_frozen_blocks():
+                    remember_scales(weight, found)
+                    frozen += 1
             elif trained:
                 split_parts(weight, found.parts(), config.residual_bits)
                 exact += 1
@@ -238,6 +241,25 @@ def _without_scales(conversion: Any, operations: list[Any]) -> Any:
     scales = ("_scale_inv", "activation_scale")
     sources = [s for s in conversion._original_source_patterns if not s.endswith(scales)]
     return conversion.copy(sources, conversion._original_target_patterns, operations=operations)
+
+
+class _ScalesOfFiles:
+    """The scales that a layer has in the checkpoint; files are opened when a layer is asked for."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._places: dict[nn.Module, tuple[_Source, str]] | None = None
+
+    def __call__(self, layer: nn.Module) -> Tensor | None:
+        if self._places is None:
+            sources = list(_sources(self._model))
+            self._places = {own: (s, key) for s in sources for key, own in s.layers()}
+        place = self._places.get(layer)
+        if place is None:
+            return None
+        source, key = place
+        scale_key, block = source.scales[key]
+        return read_scale(source.files, scale_key, block, source.files.stored[key].shape)
 
 
 def _sources(model: nn.Module) -> Iterator[_Source]:

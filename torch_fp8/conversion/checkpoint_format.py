@@ -25,6 +25,9 @@ from torch_fp8.conversion.safetensors_files import SafetensorsFiles, StoredTenso
 
 _E4M3 = "F8_E4M3"
 _FLOATS = ("F32", "F16", "BF16", "F8_E8M0")
+_PLAIN = ("float-quantized", "naive-quantized")
+"""The formats of compressed-tensors that hold weights of 8 bits as they are, one to a byte."""
+
 _OTHERS = {
     "bitsandbytes": "bitsandbytes (NF4 or INT8)",
     "awq": "AWQ",
@@ -214,10 +217,10 @@ def _compressed_tensors(quantization: Mapping[str, Any], where: str) -> Checkpoi
         weights = group.get("weights") or {}
         own = group.get("format") or form
         is_fp8 = weights.get("type") == "float" and weights.get("num_bits") == 8
-        if own != "float-quantized" or not is_fp8:
+        if own not in _PLAIN or not is_fp8:
             raise ValueError(f"{where} is a compressed-tensors checkpoint of {own!r}; {_WAY_OUT}")
         blocks.append(_strategy(weights, where))
-    if form != "float-quantized" or not blocks:
+    if form not in _PLAIN or not blocks:
         raise ValueError(f"{where} is a compressed-tensors checkpoint of {form!r}; {_WAY_OUT}")
     name = "compressed-tensors 'float-quantized'"
     return CheckpointFormat(name, "_scale", tuple(dict.fromkeys(blocks)))

@@ -64,6 +64,12 @@ class FP8Weight:
             whole[rows] = value
         return whole
 
+    def has_frozen_blocks(self) -> bool:
+        """Return whether frozen weights may hold the bytes as they are: one scale, or blocks of
+        128 x 128.
+        """
+        return self.scale.numel() == 1 or self.block == FROZEN_BLOCK
+
 
 def frozen_payload(
     weight: FP8Weight, spec: CastSpec, name: str, dtype: torch.dtype

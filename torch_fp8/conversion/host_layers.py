@@ -1,12 +1,18 @@
-"""transformers' own FP8 layers, which it makes of an FP8 checkpoint where there is a GPU.
+"""FP8 layers of others, as transformers makes them of an FP8 checkpoint.
 
-``FP8Linear`` holds E4M3 codes and ``weight_scale_inv``; its backward multiplies by a BF16 copy of
-the weight. Its bytes are those of the file, so a frozen weight takes them over as they are, and a
-trained one becomes BF16 and the residual that waits for its optimizer. The layer is an
-``nn.Linear`` then, which is converted like any other.
+* transformers' own ``FP8Linear``, where there is a GPU: E4M3 codes and ``weight_scale_inv``; its
+  backward multiplies by a BF16 copy of the weight.
+* ``nn.Linear`` as the library compressed-tensors changes it: codes, ``weight_scale`` and a
+  ``quantization_scheme``; a hook of the model makes all weights BF16 in the first forward. Its
+  scales have the model's dtype, so that those of the files, where they are at hand, are taken.
+
+Their bytes are those of the file, so a frozen weight takes them over as they are, and a trained one
+becomes BF16 and the residual that waits for its optimizer. The layer is an ``nn.Linear`` then,
+which is converted like any other.
 """
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,7 +25,13 @@ from torch_fp8.quantization.recipe import CastSpec
 from torch_fp8.tensor.frozen_payload import freeze_tensor
 from torch_fp8.tensor.frozen_weight import frozen_parameter
 
-_OWN = ("weight_scale_inv", "activation_scale", "block_size", "activation_scheme", "has_bias")
+_SCALES = ("weight_scale_inv", "weight_scale")
+_OWN = (
+    *_SCALES,
+    *("activation_scale", "block_size", "activation_scheme", "has_bias"),
+    *("weight_zero_point", "input_scale", "output_scale"),
+    *("quantization_scheme", "quantization_status"),
+)
 _LEFT = {
     "opt_level='O1'": lambda config: config.opt_level == "O1",
     "frozen_weights='keep'": lambda config: config.frozen_weights == "keep",
@@ -29,9 +41,15 @@ _LEFT = {
 
 @torch.no_grad()
 def take_over_layers(
-    model: nn.Module, config: FP8Config, spec: CastSpec, *, trained: bool, residuals: bool = True
+    model: nn.Module,
+    config: FP8Config,
+    spec: CastSpec,
+    scale_of: Callable[[nn.Module], Tensor | None],
+    *,
+    trained: bool,
+    residuals: bool = True,
 ) -> list[str]:
-    """Turn the FP8 layers of transformers in `model` into linear layers with the same bytes.
+    """Turn the FP8 layers of others in `model` into linear layers with the same bytes.
 
     The model then counts as not quantized for transformers, which would save it as if it still had
     such layers.
@@ -41,6 +59,7 @@ def take_over_layers(
         config: level O1, ``frozen_weights="keep"`` and another backend leave the layers as they
             are.
         spec: how frozen weights are cast.
+        scale_of: returns the scales of a layer in its checkpoint, float32; None: not at hand.
         trained: whether weights that require gradients are trained.
         residuals: whether the bits below BF16 of these wait for an optimizer.
     Returns:
@@ -48,18 +67,19 @@ def take_over_layers(
     Raises:
         ValueError: the scales of a layer are broken, with its name; no layer was changed then.
     """
-    layers = [(name, module) for name, module in model.named_modules() if _is_fp8_linear(module)]
+    layers = [(name, module) for name, module in model.named_modules() if _scale_name(module)]
     if not layers:
         return []
     for option, given in _LEFT.items():
         if given(config):
-            return [f"{len(layers)} FP8Linear layers of transformers stay as they are ({option})"]
-    weights = [_weight_of(name, layer) for name, layer in layers]
-    num_layers, num_trained = len(layers), 0
+            return [f"{len(layers)} {_kind(layers[0][1])} stay as they are ({option})"]
+    weights = [_weight_of(name, layer, scale_of) for name, layer in layers]
+    num_layers, kind = len(layers), _kind(layers[0][1])
+    num_trained = num_anew = 0
     while layers:  # each is let go before the next one
         (name, layer), weight = layers.pop(), weights.pop()
         if trained and layer.weight.requires_grad:
-            layer.weight_scale_inv.requires_grad_(False)  # an optimizer may have it
+            layer._parameters[_scale_name(layer)].requires_grad_(False)  # an optimizer may have it
             layer.weight.data = torch.empty(
                 weight.shape, dtype=torch.bfloat16, device=weight.qdata.device
             )
@@ -68,51 +88,89 @@ def take_over_layers(
         else:
             payload = frozen_payload(weight, spec, f"{name}.weight", torch.bfloat16)
             if payload is None:
+                num_anew += 1
                 payload = freeze_tensor(weight.dequantize(), spec, f"{name}.weight", torch.bfloat16)
             layer._parameters["weight"] = frozen_parameter(payload)
         for attribute in _OWN:
             layer._parameters.pop(attribute, None)
             layer.__dict__.pop(attribute, None)
+        if "_hf_hook" not in layer.__dict__:  # Accelerate's, which calls the forward of the class
+            layer.__dict__.pop("forward", None)
         layer.__class__ = nn.Linear
         del layer, weight
     _no_longer_quantized(model)
-    kept = num_layers - num_trained
-    return [
-        f"{num_layers} FP8Linear layers of transformers became linear layers: {num_trained} are "
-        f"trained, from their exact values; {kept} hold the same bytes"
-    ]
+    line = f"{num_layers} {kind} became linear layers: "
+    parts = {
+        "are trained, from their exact values": num_trained,
+        "hold the same bytes": num_layers - num_trained - num_anew,
+        f"are quantized anew, {spec.granularity}": num_anew,
+    }
+    return [line + "; ".join(f"{count} {what}" for what, count in parts.items() if count)]
 
 
-def _is_fp8_linear(module: nn.Module) -> bool:
+def _scale_name(module: nn.Module) -> str:
+    """Return the name of the scales of an FP8 layer of others; empty: it is none."""
     weight = module._parameters.get("weight")
-    return (
-        type(module).__name__ == "FP8Linear"
-        and type(module).__module__.startswith("transformers.")
-        and isinstance(module._parameters.get("weight_scale_inv"), Tensor)
-        and weight is not None
-        and weight.dtype == torch.float8_e4m3fn
-        and not weight.is_meta
+    if weight is None or weight.dtype != torch.float8_e4m3fn or weight.is_meta:
+        return ""
+    known = "quantization_scheme" in vars(module) and type(module) is nn.Linear
+    own = type(module).__name__ == "FP8Linear" and type(module).__module__.startswith(
+        "transformers."
     )
+    names = [name for name in _SCALES if isinstance(module._parameters.get(name), Tensor)]
+    return names[0] if names and (known or own) else ""
 
 
-def _weight_of(name: str, layer: Any) -> FP8Weight:
-    qdata, scale = layer.weight.detach(), layer.weight_scale_inv.detach().float()
-    block = tuple(layer.block_size or qdata.shape)
+def _kind(layer: nn.Module) -> str:
+    own = type(layer).__name__ == "FP8Linear"
+    return "FP8Linear layers of transformers" if own else "layers of compressed-tensors"
+
+
+def _block_of(layer: Any) -> tuple[int, int]:
+    """Return the rows and columns of a layer's weight that share a scale."""
+    rows, cols = layer.weight.shape
+    scheme = vars(layer).get("quantization_scheme")
+    if scheme is None:
+        height, width = layer.block_size or (rows, cols)
+        return height, width
+    weights = scheme.weights
+    strategy = getattr(weights.strategy, "value", weights.strategy)
+    blocks = {
+        "tensor": (rows, cols),
+        "channel": (1, cols),
+        "group": (1, weights.group_size),
+        "block": tuple(weights.block_structure or ()),
+    }
+    height, width = blocks[strategy]
+    return height, width
+
+
+def _weight_of(name: str, layer: Any, scale_of: Callable[[nn.Module], Tensor | None]) -> FP8Weight:
+    scale_name = _scale_name(layer)
+    qdata, held = layer.weight.detach(), layer._parameters[scale_name].detach()
+    scale = held.float()
+    if held.dtype in (torch.bfloat16, torch.float16):  # rounded when it was loaded
+        of_file = scale_of(layer)
+        if of_file is not None and of_file.numel() == held.numel():
+            of_file = of_file.to(held.device).reshape(held.shape)
+            scale = of_file if torch.equal(of_file.to(held.dtype), held) else scale
+    block = _block_of(layer)
     grid = tuple(math.ceil(n / b) for n, b in zip(qdata.shape, block, strict=True))
-    what = f"'{name}.weight_scale_inv'"
-    if scale.numel() != math.prod(grid) or (scale.ndim == 2 and tuple(scale.shape) != grid):
-        raise ValueError(
-            f"{what} has shape {tuple(scale.shape)}, not {grid}: the checkpoint is bad"
-        )
+    what, shape = f"'{name}.{scale_name}'", tuple(scale.shape)
+    if scale.numel() != math.prod(grid) or (scale.ndim == 2 and shape != grid):
+        raise ValueError(f"{what} has shape {shape}, not {grid}: the checkpoint is bad")
     if not bool(scale.isfinite().all()) or not bool((scale > 0).all()):
         raise ValueError(
             f"{what} holds a scale that is not finite or not positive: the checkpoint is bad"
         )
-    return FP8Weight(qdata, scale.reshape(grid), (block[0], block[1]))
+    return FP8Weight(qdata, scale.reshape(grid), block)
 
 
 def _no_longer_quantized(model: nn.Module) -> None:
     for module in model.modules():
+        hook = vars(module).pop("ct_decompress_hook", None)
+        if hook is not None:
+            hook.remove()
         quantizer = vars(module).get("hf_quantizer")
         if quantizer is not None:
             quantizer.remove_quantization_config(module)

@@ -50,12 +50,8 @@ def _loaded(folder, quantization=FINE_GRAINED, suffix="_scale_inv", blocks=None)
 
 @pytest.mark.parametrize(
     "layout",
-    [
-        (),
-        (compressed("channel"), "_scale", lambda shape: (1, shape[1])),
-        (compressed("tensor"), "_scale", tuple),
-    ],
-    ids=["fine-grained", "channel", "tensor"],
+    [(), (compressed("tensor"), "_scale", tuple)],
+    ids=["fine-grained", "tensor"],
 )
 def test_frozen_weights_keep_the_very_bytes(tmp_path, layout):
     model, fp8 = _loaded(tmp_path, *layout)
@@ -69,6 +65,13 @@ def test_frozen_weights_keep_the_very_bytes(tmp_path, layout):
         assert found.block == block
     assert known_bytes(model.model.up_proj.weight) is None  # taken
     assert known_bytes(model.lm_head.weight) is None
+
+
+def test_bytes_in_other_blocks_than_those_of_frozen_weights_are_not_kept(tmp_path):
+    model, _ = _loaded(tmp_path, compressed("channel"), "_scale", lambda shape: (1, shape[1]))
+    model.requires_grad_(False)
+    assert adopt_checkpoints(model, FP8Config()) == []
+    assert known_bytes(model.model.up_proj.weight) is None
 
 
 def test_a_frozen_weight_that_is_written_later_has_no_known_bytes(tmp_path):
