@@ -11,8 +11,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from accelerate_fp8 import FP8Config, FP8Kwargs
-from tests.fp8_checkpoints import exact, tiny_llama, write_llama
-from torch_fp8 import merged_state_dict
+from tests.fp8_checkpoints import FINE_GRAINED, exact, tiny_llama, write, write_llama
+from torch_fp8 import freeze, merged_state_dict
 from torch_fp8.optim.pending_residual import pending_residual
 
 TOKENS = torch.arange(32).view(2, 16) * 7 % 256
@@ -287,14 +287,18 @@ def test_a_frozen_base_has_the_very_bytes_of_the_checkpoint(
         assert differ == ["model.layers.0.mlp.up_proj.weight"] * changed
 
 
+@pytest.mark.parametrize("requires_grad", [False, True])
 def test_a_reference_model_has_the_very_bytes_when_it_is_frozen(
-    accelerate: Any, tmp_path: Path
+    accelerate: Any, tmp_path: Path, requires_grad: bool
 ) -> None:
     fp8 = write_llama(tmp_path)
-    reference = AutoModelForCausalLM.from_pretrained(tmp_path).requires_grad_(False)
+    reference = AutoModelForCausalLM.from_pretrained(tmp_path).requires_grad_(requires_grad)
     handler = FP8Kwargs(FP8Config(frozen_weights="fp8"))
     accelerator = accelerate.Accelerator(mixed_precision="fp8", kwargs_handlers=[handler], cpu=True)
-    held = _bytes_held(accelerator.prepare_model(reference, evaluation_mode=True))
+    reference = accelerator.prepare_model(reference, evaluation_mode=True)
+    if requires_grad:  # until somebody freezes it
+        freeze(reference)
+    held = _bytes_held(reference)
     for key, (qdata, _, _) in fp8.items():
         assert held[key].qdata.view(torch.uint8).equal(qdata.view(torch.uint8))
 
@@ -391,3 +395,48 @@ def test_broken_scales_of_transformers_own_layers_are_named(
     with pytest.raises(ValueError, match=r"'model\.layers\.1\.mlp\.up_proj\.weight_scale_inv'"):
         _prepared(accelerate, model)
     assert type(model.model.layers[0].mlp.up_proj).__name__ == "FP8Linear"
+
+
+def _qwen_moe() -> nn.Module:
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=256,
+        hidden_size=128,
+        intermediate_size=256,
+        moe_intermediate_size=128,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=64,
+        num_experts=4,
+        num_experts_per_tok=2,
+        max_position_embeddings=64,
+        tie_word_embeddings=False,
+        dtype="bfloat16",
+    )
+    model = Qwen3MoeForCausalLM(config)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.bfloat16()
+    return model
+
+
+def test_fused_experts_are_saved_as_they_were_loaded(accelerate: Any, tmp_path: Path) -> None:
+    """Their conversion merges experts besides; only the quantization is dropped from it."""
+    plain, source, out = (tmp_path / name for name in ("plain", "source", "out"))
+    _qwen_moe().save_pretrained(plain)  # one tensor for each expert
+    state = load_file(plain / "model.safetensors")
+    experts = {key for key in state if ".experts." in key}
+    assert len(experts) == 12
+    config = json.loads((plain / "config.json").read_text())
+    fp8 = write(source, state, config | {"quantization_config": FINE_GRAINED})
+    assert fp8.keys() > experts
+    model = AutoModelForCausalLM.from_pretrained(source)
+    expected = _logits(model)
+    _, model, _ = _prepared(accelerate, model)
+    model.save_pretrained(out)
+    stored = load_file(out / "model.safetensors")
+    assert {tensor.dtype for tensor in stored.values()} == {torch.bfloat16}
+    assert stored.keys() == state.keys()
+    assert torch.equal(_logits(AutoModelForCausalLM.from_pretrained(out)), expected)

@@ -165,8 +165,7 @@ def adopt_checkpoints(
         model: any; parts of it with a ``config._name_or_path``, as transformers has it, are looked
             at: a folder, or a model of the hub in its cache.
         config: its `opt_level` and `residual_bits` count.
-        trained: whether an optimizer will take residuals; if not, weights that require gradients
-            stay as they are.
+        trained: whether an optimizer will take residuals; if not, all weights count as frozen.
     Returns:
         A report for each FP8 checkpoint of which there are exact values.
     Raises:
@@ -191,13 +190,12 @@ def adopt_checkpoints(
             found = source.weight_behind(key, weight.detach())
             if found is None:
                 changed += 1
-            elif not weight.requires_grad:
-                if found.has_frozen_blocks():
-                    remember_scales(weight, found)
-                    frozen += 1
-            elif trained:
+            elif trained and weight.requires_grad:
                 split_parts(weight, found.parts(), config.residual_bits)
                 exact += 1
+            elif found.has_frozen_blocks():
+                remember_scales(weight, found)
+                frozen += 1
         if exact or frozen:
             path, name = str(source.files.path), source.format.name
             reports.append(AdoptedCheckpoint(path, name, exact, frozen, changed))
