@@ -60,6 +60,12 @@ def strides(device: str, kernel: casts.CastKernel | None = None) -> str:
     return "transposed, sliced and expanded, bit for bit"
 
 
+def transpose(device: str, kernel: casts.CastKernel | None = None) -> str:
+    """Check that bytes are transposed."""
+    casts.check_transpose(kernel or casts.transpose_kernel(), device)
+    return "with zeros behind, bit for bit"
+
+
 def delayed(device: str, kernel: casts.CastKernel | None = None) -> str:
     """Check casts that take their scale from a history and write it."""
     for kind in ("row spread", "nan"):
@@ -182,6 +188,7 @@ CHECKS: dict[str, dict[str, tuple[str, tuple[str, ...]]]] = {
         "quantize, any strides": ("strides", ()),
         "quantize delayed": ("delayed", ()),
         "bias gradient": ("bias_gradient", ()),
+        "transpose": ("transpose", ()),
     },
     "norm": {
         "rms_norm": ("norm", ()),

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from torch_fp8.kernels.arguments import CastOptions
 from torch_fp8.ops.registry import emulates_casts, operator
+from torch_fp8.ops.transpose import transposed_bytes
 from torch_fp8.quantization.formats import Format, format_of
 from torch_fp8.quantization.payload_shape import (
     BLOCK_SHAPE,
@@ -131,8 +132,8 @@ def transposed(x: QuantizedTensor) -> QuantizedTensor | None:
     if x.granularity not in SQUARE:
         return None
     scale = x.scale.t().contiguous() if x.scale.ndim else x.scale
-    more = padded_rows(x.qdata.shape[0], x.granularity) - x.qdata.shape[0]
-    return QuantizedTensor(_zero_padded(x.qdata.t(), more), scale, x.granularity)
+    columns = padded_rows(x.qdata.shape[0], x.granularity)
+    return QuantizedTensor(transposed_bytes(x.qdata, columns), scale, x.granularity)
 
 
 def cast_saturating(x: Tensor, scale: Tensor, format: Format) -> Tensor:
@@ -181,13 +182,6 @@ def _no_qdata(x: Tensor, options: CastOptions) -> Tensor:
 
 def _no_scale(x: Tensor) -> Tensor:
     return x.new_empty(0, dtype=torch.float32)
-
-
-def _zero_padded(qdata: Tensor, more: int) -> Tensor:
-    """Return a contiguous copy with `more` columns of zeros."""
-    if not more:
-        return qdata.clone(memory_format=torch.contiguous_format)
-    return F.pad(qdata.view(torch.uint8), (0, more)).view(qdata.dtype)
 
 
 def _quantize_2d_cuda(x: Tensor, options: CastOptions) -> Layouts:
@@ -261,12 +255,12 @@ def quantize_2d(x: Tensor, options: CastOptions) -> Layouts:
             amax = tensor_amax(x) if options.amax is None else options.amax
             scale = made = scale_from_amax(amax, format, options.power_of_two)
         qdata = cast_saturating(x.float(), scale, format)
-        return (
-            qdata.contiguous() if options.rowwise else _no_qdata(x, options),
-            made,
-            _zero_padded(qdata.t(), more) if options.columnwise else _no_qdata(x, options),
-            _no_scale(x),
-        )
+        row = col = _no_qdata(x, options)
+        if options.rowwise:
+            row = qdata.contiguous()
+        if options.columnwise:
+            col = transposed_bytes.reference(qdata, x.shape[0] + more)
+        return row, made, col, _no_scale(x)
 
     def one(matrix: Tensor, wanted: bool) -> tuple[Tensor, Tensor]:
         if not wanted:

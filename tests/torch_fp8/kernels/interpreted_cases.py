@@ -22,10 +22,12 @@ import triton.language as tl
 from triton.runtime import interpreter
 
 from torch_fp8.environment.kernel_cases import casts
+from torch_fp8.environment.kernel_cases.comparison import Mismatch
 from torch_fp8.kernels.arguments import CastOptions
 from torch_fp8.kernels.column_sums import TileSums
 from torch_fp8.kernels.fp8_cast import divide, reciprocal
 from torch_fp8.kernels.quantize import is_odd, quantize_2d
+from torch_fp8.kernels.transpose import transposed_bytes
 from torch_fp8.quantization.scaling import tensor_amax
 
 # (format, power_of_two, row, col)
@@ -224,6 +226,13 @@ def results():
                 if found:
                     failures.append(f"{row=} {col=}: {found}")
             yield f"sums, {granularity}, {name}", failures
+
+    failures = []
+    try:
+        casts.check_transpose(transposed_bytes, "cpu", ((1, 1), (37, 131), (130, 272), (0, 48)))
+    except Mismatch as difference:
+        failures.append(str(difference))
+    yield "transpose", failures
 
     generator = torch.Generator().manual_seed(2)
     long = spread(3, 16500, generator).bfloat16()

@@ -8,7 +8,7 @@ import itertools
 import pytest
 import torch
 
-from torch_fp8.kernels import column_sums, quantize, quantize_delayed
+from torch_fp8.kernels import column_sums, quantize, quantize_delayed, transpose
 from torch_fp8.kernels.arguments import CastOptions, DelayedCastOptions
 from torch_fp8.kernels.column_sums import TileSums
 
@@ -96,6 +96,19 @@ def test_sums_compile_without_spills(size, target, record_launches, compile_for,
         for dtype in (torch.bfloat16, torch.float16, torch.float32):
             TileSums(0, torch.empty(128, size)).total(torch.empty(16384, size), dtype)
     _compile(launches, str(size), target, compile_for, record_property)
+
+
+@pytest.mark.parametrize("target", ["sm_90", "sm_100"])
+@pytest.mark.parametrize(("rows", "cols"), [(14336, 4096), (1000, 515)])
+def test_transposes_compile_without_spills(
+    rows, cols, target, record_launches, compile_for, record_property
+):
+    with record_launches(transpose) as launches:
+        transpose.transposed_bytes(torch.empty(rows, cols, dtype=FORMATS[0]), -(-rows // 16) * 16)
+    _compile(launches, f"{rows} x {cols}", target, compile_for, record_property)
+    ptx, _ = compile_for(launches[0], target)
+    whole = "ld.global.v4.b32" in ptx and "st.global.v4.b32" in ptx
+    assert whole == (cols % 16 == 0), "lines of 16 bytes, where none is cut"
 
 
 @pytest.mark.parametrize(("row", "col"), [(True, True), (False, False)])

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from torch_fp8.environment.kernel_cases import casts
+from torch_fp8.kernels.arguments import CastOptions
 
 pytestmark = pytest.mark.gpu
 
@@ -35,6 +36,10 @@ def test_sums_are_right_and_repeat(granularity):
     casts.check_sums("cuda", granularity)
 
 
+def test_bytes_are_transposed():
+    casts.check_transpose(casts.transpose_kernel(), "cuda", (*casts.SHAPES, (4096, 14336)))
+
+
 @pytest.mark.parametrize("granularity", casts.GRANULARITIES)
 def test_any_strides(kernel, granularity):
     casts.check_strides(kernel, "cuda", granularity)
@@ -51,9 +56,9 @@ def test_more_than_2_to_the_31_elements(kernel):
         pytest.fail("needs 12 GiB of free device memory")
     x = torch.zeros(rows, cols, dtype=torch.bfloat16, device="cuda")
     x[-1, -1] = 448.0
-    row, _, col, _ = kernel(
-        x, torch.ones((), device="cuda"), torch.float8_e4m3fn, "tensorwise", False, True, True
-    )
+    one = torch.ones((), device="cuda")
+    options = CastOptions(torch.float8_e4m3fn, "tensorwise", False, True, True, scale=one)
+    row, _, col, _ = kernel(x, options)
     assert row[-1, -1].float().item() == 448.0
     assert col[-1, -1].float().item() == 448.0
     assert int(row[:-1].view(torch.uint8).count_nonzero()) == 0

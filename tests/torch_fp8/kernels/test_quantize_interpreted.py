@@ -40,6 +40,7 @@ CASES = [
     ),
     "rowwise, longer than the registers hold",
     "division",
+    "transpose",
 ]
 
 

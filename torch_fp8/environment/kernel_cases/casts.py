@@ -15,6 +15,7 @@ from torch_fp8.kernels.arguments import CastOptions, DelayedCastOptions
 from torch_fp8.ops.quantize import quantize_2d
 from torch_fp8.ops.quantize_dbias import quantize_layouts_and_sum
 from torch_fp8.ops.quantize_delayed import quantize_2d_delayed
+from torch_fp8.ops.transpose import transposed_bytes
 from torch_fp8.quantization.formats import E4M3, format_of
 from torch_fp8.quantization.recipe import Granularity
 from torch_fp8.quantization.scaling import scale_from_amax, tensor_amax
@@ -55,6 +56,13 @@ def kernel() -> CastKernel:
     from torch_fp8.kernels import quantize
 
     return quantize.quantize_2d
+
+
+def transpose_kernel() -> CastKernel:
+    """Return the kernel that transposes bytes."""
+    from torch_fp8.kernels import transpose
+
+    return transpose.transposed_bytes
 
 
 def delayed_kernel() -> CastKernel:
@@ -132,6 +140,17 @@ def check_cast(
                     same_bits(got, expected, what)
                 else:
                     require(got is None, f"{what}: made what was not asked for")
+
+
+def check_transpose(transpose: CastKernel, device: str, shapes: Iterable[Shape] = SHAPES) -> None:
+    """Check that the bytes of a payload are transposed, with zeros behind them."""
+    for rows, cols in shapes:
+        generator = torch.Generator().manual_seed(rows)
+        codes = torch.randint(0, 256, (rows, cols), generator=generator).to(torch.uint8)
+        for columns in {rows, -(-rows // 16) * 16}:
+            made = transpose(codes.to(device).view(torch.float8_e4m3fn), columns)
+            expected = transposed_bytes.reference(codes, columns)
+            same_bits(made.view(torch.uint8), expected, f"transpose of {(rows, cols)}")
 
 
 def check_known_scale(

@@ -1,0 +1,38 @@
+"""Transposes FP8 bytes on CUDA: the twin of `torch_fp8.ops.transpose.transposed_bytes`.
+
+Bound by memory, two bytes an element. torch's own copy of a transposed matrix of single bytes reads
+or writes a byte at a time.
+"""
+
+import torch
+from torch import Tensor
+
+from torch_fp8.kernels.launch_math import cdiv
+from torch_fp8.kernels.transpose_kernels import transpose_kernel
+
+BLOCK = 128
+WARPS = 8
+
+
+def transposed_bytes(qdata: Tensor, columns: int) -> Tensor:
+    """Return qdata^T with zeros behind it, (C, `columns`), contiguous.
+
+    Args:
+        qdata: (R, C) of one byte an element, any strides.
+        columns: at least R.
+    """
+    x = qdata.contiguous().view(torch.uint8)
+    rows, cols = x.shape
+    out = torch.empty((cols, columns), dtype=torch.uint8, device=x.device)
+    if out.numel():
+        transpose_kernel[(cdiv(columns, BLOCK), cdiv(cols, BLOCK))](
+            x,
+            out,
+            rows,
+            cols,
+            columns,
+            BLOCK=BLOCK,
+            WHOLE=cols % 16 == 0 and columns % 16 == 0,
+            num_warps=WARPS,
+        )
+    return out.view(qdata.dtype)
