@@ -41,6 +41,7 @@ class Preparation:
         self.communication: MutableMapping[nn.Module, object] = WeakKeys()
         self._reports: MutableMapping[nn.Module, ConversionReport] = WeakKeys()
         self._announced: MutableMapping[nn.Module, None] = WeakKeys()
+        self._taken_over: MutableMapping[nn.Module, bool] = WeakKeys()  # to be trained
         self._waiting: list[nn.Module] = []
         self._collecting = False
         self._whole_announced = False
@@ -67,11 +68,8 @@ class Preparation:
                 `torch_fp8.convert_to_float8`.
         """
         prepared = getattr(model, "_is_accelerate_prepared", False)
+        self._take_over(model, device, not evaluation_mode, sharded)
         if not (prepared and any(isinstance(m, Float8Layer) for m in model.modules())):
-            if model not in self._reports:
-                trained = not evaluation_mode
-                for line in take_over(model, self.config, device, trained=trained, sharded=sharded):
-                    log_visibly(f"FP8: {line}")
             try:
                 with _forwards_reachable(model):
                     self._reports[model] = convert_to_float8(model, self.config, device=device)
@@ -90,6 +88,18 @@ class Preparation:
             self._announce_evaluation(model)
         elif model not in self._announced and all(model is not other for other in self._waiting):
             self._waiting.append(model)
+
+    def _take_over(
+        self, model: nn.Module, device: torch.device | None, trained: bool, sharded: bool
+    ) -> None:
+        """Take over what transformers made of an FP8 checkpoint, once; again if it was prepared for
+        evaluation and is to be trained now.
+        """
+        if model in self._taken_over and self._taken_over[model] >= trained:
+            return
+        self._taken_over[model] = trained
+        for line in take_over(model, self.config, device, trained=trained, sharded=sharded):
+            log_visibly(f"FP8: {line}")
 
     def connect_sharded(
         self, model: nn.Module, sharded: nn.Module, evaluation_mode: bool = False

@@ -84,6 +84,21 @@ def test_residuals_wait_for_an_optimizer_that_is_prepared_apart(
     assert optimizer.optimizer.residual_of(weight).any()
 
 
+def test_a_model_that_is_evaluated_first_is_trained_from_the_files_values(
+    accelerate: Any, tmp_path: Path
+) -> None:
+    """transformers' Trainer prepares its model for evaluation before it trains it."""
+    write_llama(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    accelerator = accelerate.Accelerator(mixed_precision="fp8", cpu=True)
+    model = accelerator.prepare_model(model, evaluation_mode=True)
+    _logits(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    weight = model.model.layers[1].mlp.down_proj.weight
+    assert optimizer.optimizer.residual_of(weight).any()
+
+
 def test_a_weight_that_was_changed_before_stays_changed(
     accelerate: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
