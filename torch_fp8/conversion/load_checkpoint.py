@@ -166,7 +166,7 @@ def _load(
     files = SafetensorsFiles(path)
     format = read_format(path)
     scales = {} if format is None else check_scales(files, format)
-    model = _built(cls, Path(path))
+    model = _built(cls, files.path.parent if files.path.is_file() else files.path)
     homes = _homes(model)
     companions = {scale for scale, _ in scales.values()}
     if format is not None:

@@ -7,10 +7,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.fp8_checkpoints import FINE_GRAINED, compressed, exact, write
+from tests.fp8_checkpoints import FINE_GRAINED, compressed, exact, quantized, write
 from torch_fp8.conversion.checkpoint_format import check_scales, read_format, read_weight
-from torch_fp8.conversion.fp8_weight import bytes_behind
+from torch_fp8.conversion.fp8_weight import FP8Weight, bytes_behind, frozen_payload
 from torch_fp8.conversion.safetensors_files import SafetensorsFiles
+from torch_fp8.quantization.formats import E4M3
+from torch_fp8.quantization.recipe import CastSpec
 
 LAYOUTS = {
     "fine-grained": (FINE_GRAINED, "_scale_inv", lambda shape: (128, 128)),
@@ -106,6 +108,31 @@ def test_every_code_is_found_behind_its_bfloat16_product():
         weight = (codes.float() * grid).bfloat16()
         found = bytes_behind(weight, grid, (2, 127))
         assert found.qdata.view(torch.uint8).equal(codes.view(torch.uint8))
+
+
+@pytest.mark.parametrize(
+    ("block", "granularity", "shape"),
+    [
+        ((128, 128), "block_128x128", (2, 2)),
+        ((256, 136), "block_128x128", (2, 2)),  # one scale is also that of each block
+        ((256, 136), "tensorwise", ()),
+        ((1, 136), "block_128x128", None),
+        ((64, 64), "block_128x128", None),
+        ((128, 128), "tensorwise", None),
+    ],
+)
+def test_frozen_weights_hold_bytes_whose_blocks_are_theirs(block, granularity, shape):
+    """A card without GEMMs for blocks has one scale for a weight."""
+    qdata, scale = quantized(torch.randn(256, 136), block)
+    spec = CastSpec(E4M3, granularity)
+    payload = frozen_payload(FP8Weight(qdata, scale, block), spec, "name", torch.bfloat16)
+    if shape is None:
+        assert payload is None
+        return
+    assert payload.qdata.data_ptr() == qdata.data_ptr()
+    assert payload.scale.shape == shape
+    spread = payload.scale.expand(2, 2) if granularity == "tensorwise" else payload.scale
+    assert torch.equal(exact(payload.qdata, spread, (128, 128)), exact(qdata, scale, block))
 
 
 @pytest.mark.parametrize("change", [2.0**-8, float("nan"), 100.0], ids=["trained", "NaN", "large"])

@@ -184,6 +184,14 @@ def test_a_class_of_transformers_builds_the_model_it_would(tmp_path, by_class):
     assert model.name_or_path == str(tmp_path)
 
 
+def test_a_checkpoint_may_be_named_by_its_file(tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    write_llama(tmp_path)
+    model = load_frozen(AutoModelForCausalLM, tmp_path / "model.safetensors")
+    assert model.name_or_path == str(tmp_path)
+
+
 def test_tied_weights_stay_tied(tmp_path):
     from transformers import LlamaForCausalLM
 
