@@ -3,8 +3,16 @@ import csv
 import pytest
 
 from benchmarks import kernel_resources as bench
+from tests.torch_fp8.kernels.conftest import FAR_FROM_SPILLING
 
 FEW = "tests/torch_fp8/kernels/test_producers_compiled.py::test_norm_compiles_and_fits"
+
+
+def _allowed(kernel, warps):
+    """Return the registers of a thread that the kernel's test allows."""
+    if kernel.startswith(("pack", "unpack", "sum_plain", "reduce_and", "encode", "decode")):
+        return 64
+    return 168 if warps == 1 else min(255, 65536 // (32 * warps))
 
 
 @pytest.fixture(scope="module")
@@ -17,8 +25,9 @@ def recorded():
 def test_recorded_figures_are_those_of_this_code(recorded):
     """Of a few variants; all are the largest among inputs, of which these tests have one."""
     rows = {tuple(row[c] for c in bench.COLUMNS[:3]): row for row in recorded}
-    measured = bench.measure(f"{FEW}[short rows-sm_90]")
-    assert len(measured) >= 5
+    measured = bench.measure(f"{FEW}[short rows]")
+    assert {row["target"] for row in measured} == {"sm_90", "sm_100"}
+    assert len(measured) >= 10
     for row in measured:
         was = rows[tuple(row[c] for c in bench.COLUMNS[:3])]
         assert int(was["registers"]) >= row["registers"]
@@ -36,6 +45,22 @@ def test_every_kernel_is_recorded_for_both_targets_without_spills(recorded):
     assert not [
         row for row in recorded if row["kernel"].startswith(producers) and int(row["spilled_bytes"])
     ]
+
+
+def test_what_is_far_from_spilling_on_hopper_is_so_on_blackwell(recorded):
+    """Tests compile only the others for both; see FAR_FROM_SPILLING in the kernels' conftest."""
+    of_target = {target: {} for target in ("sm_90", "sm_100")}
+    for row in recorded:
+        key = row["kernel"], row["variant"], row["warps"]
+        of_target[row["target"]][key] = int(row["registers"])
+    assert of_target["sm_90"].keys() == of_target["sm_100"].keys()
+    left_out = 0
+    for (kernel, variant, warps), registers in of_target["sm_90"].items():
+        allowed = _allowed(kernel, int(warps))
+        if registers < FAR_FROM_SPILLING * allowed:
+            left_out += 1
+            assert of_target["sm_100"][kernel, variant, warps] <= 0.7 * allowed, (kernel, variant)
+    assert left_out > 300
 
 
 def test_the_largest_of_what_inputs_need_is_kept():

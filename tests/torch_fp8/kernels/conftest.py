@@ -21,6 +21,12 @@ from torch_fp8.environment.kernel_cases.states import matrix_differences, moved,
 from torch_fp8.quantization.stochastic_rounding import random_words
 
 TARGETS = {"sm_90": GPUTarget("cuda", 90, 32), "sm_100": GPUTarget("cuda", 100, 32)}
+FAR_FROM_SPILLING = 0.6
+"""What takes a smaller part of a thread's registers on Hopper is not compiled for Blackwell, too.
+
+Such variants take at most 0.66 of them there: `benchmarks.kernel_resources` compiles all for both,
+and test_kernel_resources.py holds this against what it recorded.
+"""
 
 _POINTER = {
     torch.bfloat16: "*bf16",
@@ -143,7 +149,9 @@ def compile_launch(launch: Launch, target: GPUTarget):
         constexprs={(names.index(k),): v for k, v in launch.constants},
         attrs={(names.index(k),): [["tt.divisibility", 16]] for k in launch.divisible},
     )
-    return triton.compile(source, target=target, options=dict(launch.options))
+    with triton.knobs.compilation.scope():
+        triton.knobs.compilation.disable_line_info = True  # a fourteenth of the time
+        return triton.compile(source, target=target, options=dict(launch.options))
 
 
 def resources(compiled, directory: Path) -> Resources:
@@ -181,6 +189,10 @@ def just_rounded_up(rows, cols, keys):
     x = (torch.tensor(2.5).view(torch.int32) + below).view(torch.float32).view(rows, cols)
     x[:, ::32] = 100.0  # so that the scale is one
     return x
+
+
+def pytest_addoption(parser):
+    parser.addoption("--every-target", action="store_true", help="see FAR_FROM_SPILLING")
 
 
 @pytest.hookimpl(tryfirst=True)  # before markers select
@@ -225,6 +237,42 @@ def compile_for(tmp_path):
         return compiled.asm["ptx"], resources(compiled, tmp_path)
 
     return compile_and_measure
+
+
+@pytest.fixture
+def compile_all(compile_for, record_property, pytestconfig):
+    """`compile_all(launches, registers, shared)` -> the PTX for Hopper of each distinct launch.
+
+    None spills, and none takes more registers or bytes of shared memory than these; for Blackwell
+    neither, of each kernel at least the variant that takes the most registers (FAR_FROM_SPILLING).
+    """
+
+    def compile_and_check(launch: Launch, target: str, most: int, shared: int) -> tuple[str, int]:
+        ptx, used = compile_for(launch, target)
+        record_property(f"{target} {launch.name}", str(used))
+        assert used.stack == used.local == 0, f"{target} {launch.name} spills: {used}"
+        assert used.registers <= most, f"{target} {launch.name}: {used}"
+        assert used.shared <= shared, f"{target} {launch.name}: {used}"
+        return ptx, used.registers
+
+    def compile_launches(launches, registers: int = 255, shared: int = 100 * 1024) -> list[str]:
+        made, taken = [], []
+        for launch in {launch.key: launch for launch in launches}.values():
+            # One program fits the register file.
+            most = min(registers, 65536 // (32 * launch.num_warps))
+            ptx, used = compile_and_check(launch, "sm_90", most, shared)
+            made.append(ptx)
+            taken.append((used / most, launch, most))
+        largest = {}
+        for part, launch, _ in taken:
+            largest[launch.kernel] = max(part, largest.get(launch.kernel, 0.0))
+        every = pytestconfig.getoption("every_target", default=False)
+        for part, launch, most in taken:
+            if every or part >= FAR_FROM_SPILLING or part == largest[launch.kernel]:
+                compile_and_check(launch, "sm_100", most, shared)
+        return made
+
+    return compile_launches
 
 
 @pytest.fixture

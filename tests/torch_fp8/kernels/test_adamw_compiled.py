@@ -18,6 +18,7 @@ WEIGHTS = {
 }
 GRADS = {"bf16": torch.bfloat16, "fp32": torch.float32, "8-bit": torch.uint8}
 COLS = {"flat": 64, "rows": 48, "any": 33}
+REGISTERS = 168  # 12 programs of a warp in a multiprocessor of 65536
 SCALARS = StepScalars(0.1, 0.999, 0.001, 1e-3, 1.0, 1e-8, 1.0, 0.0, False, (1, 2))
 
 
@@ -37,29 +38,18 @@ def launch_of(make_matrix, record_launches):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("target", ["sm_90", "sm_100"])
-@pytest.mark.parametrize("layout", COLS)
 @pytest.mark.parametrize("grad", GRADS)
 @pytest.mark.parametrize("weight", WEIGHTS)
-def test_every_class_compiles_without_spills(
-    weight, grad, layout, target, launch_of, compile_for, record_property
-):
-    launches = launch_of(weight, grad, layout)
-    assert [launch.kernel.__name__ for launch in launches] == [
-        "adamw_step_kernel",
-        "update_squares_kernel",
-        "update_rms_kernel",
-        "update_squares_kernel",
-    ]
-    for launch in launches:
-        _, used = compile_for(launch, target)
-        print(f"{target} {launch.name}: {used}")
-        record_property(launch.name, str(used))
-        assert used.stack == 0, f"{launch.name} spills: {used}"
-        assert used.local == 0
-        # 12 programs of a warp in a multiprocessor of 65536 registers.
-        assert used.registers <= 168
-        assert used.shared <= 4096
+def test_every_class_compiles_without_spills(weight, grad, launch_of, compile_all):
+    of_layouts = [launch_of(weight, grad, layout) for layout in COLS]
+    for launches in of_layouts:
+        assert [launch.kernel.__name__ for launch in launches] == [
+            "adamw_step_kernel",
+            "update_squares_kernel",
+            "update_rms_kernel",
+            "update_squares_kernel",
+        ]
+    compile_all(itertools.chain(*of_layouts), REGISTERS, shared=4096)
 
 
 @pytest.mark.parametrize(("grad", "most"), [("bf16", 102), ("8-bit", 111)])
@@ -73,21 +63,17 @@ def test_a_step_takes_a_hundred_instructions_for_an_element(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("target", ["sm_90", "sm_100"])
-@pytest.mark.parametrize("layout", COLS)
 @pytest.mark.parametrize("grad", ["bf16", "8-bit"])
 @pytest.mark.parametrize("weight", ["bf16 with 8 bits", "bf16 with 4 bits"])
 def test_a_step_with_the_amax_compiles_without_spills(
-    weight, grad, layout, target, make_matrix, record_launches, compile_for, record_property
+    weight, grad, make_matrix, record_launches, compile_all
 ):
-    matrix = make_matrix(4, COLS[layout], *WEIGHTS[weight], GRADS[grad])
     with record_launches(adamw) as launches:
-        adamw.adamw_step([(matrix._replace(amax=torch.zeros(())), SCALARS)])
-    (launch,) = launches
-    _, used = compile_for(launch, target)
-    record_property(launch.name, str(used))
-    assert (used.stack, used.local) == (0, 0), f"spills: {used}"
-    assert used.registers <= 168
+        for cols in COLS.values():
+            matrix = make_matrix(4, cols, *WEIGHTS[weight], GRADS[grad])
+            adamw.adamw_step([(matrix._replace(amax=torch.zeros(())), SCALARS)])
+    assert len(launches) == len(COLS)
+    compile_all(launches, REGISTERS)
 
 
 def with_payload(matrix, granularity, transposed):
@@ -106,35 +92,19 @@ def with_payload(matrix, granularity, transposed):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("target", ["sm_90", "sm_100"])
-@pytest.mark.parametrize("transposed", [False, True], ids=["row", "both"])
 @pytest.mark.parametrize("granularity", ["tensorwise", "block_128x128"])
 @pytest.mark.parametrize("grad", ["bf16", "8-bit"])
 @pytest.mark.parametrize("weight", ["bf16 with 8 bits", "bf16 with 4 bits", "fp32"])
 def test_a_step_with_the_payload_compiles_without_spills(
-    weight,
-    grad,
-    granularity,
-    transposed,
-    target,
-    make_matrix,
-    record_launches,
-    compile_for,
-    record_property,
+    weight, grad, granularity, make_matrix, record_launches, compile_all
 ):
-    matrix = with_payload(
-        make_matrix(32, 64, *WEIGHTS[weight], GRADS[grad]), granularity, transposed
-    )
     with record_launches(adamw) as launches:
-        adamw.adamw_step([(matrix, SCALARS)])
+        for transposed in (False, True):
+            matrix = make_matrix(32, 64, *WEIGHTS[weight], GRADS[grad])
+            adamw.adamw_step([(with_payload(matrix, granularity, transposed), SCALARS)])
     second = ["recast_kernel"] if granularity == "tensorwise" else []
-    assert [launch.kernel.__name__ for launch in launches] == ["adamw_step_kernel", *second]
-    for launch in launches:
-        ptx, used = compile_for(launch, target)
-        print(f"{target} {launch.name}: {used}")
-        record_property(launch.name, str(used))
-        assert (used.stack, used.local) == (0, 0), f"spills: {used}"
-        assert used.registers <= 168
+    assert [launch.kernel.__name__ for launch in launches] == ["adamw_step_kernel", *second] * 2
+    for ptx in compile_all(launches, REGISTERS):
         # The payload leaves in 16 bytes at a time, whichever way it lies.
         narrow = set(re.findall(r"(?:ld|st)\.global\.b\d+", ptx.split(".section")[0]))
         assert "st.global.b16" not in narrow

@@ -25,23 +25,13 @@ def launches_of(record_launches):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("target", ["sm_90", "sm_100"])
 @pytest.mark.parametrize("layout", COLS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_every_kernel_compiles_without_spills(
-    dtype, layout, target, launches_of, compile_for, record_property
-):
+def test_every_kernel_compiles_without_spills(dtype, layout, launches_of, compile_all):
     launches = launches_of(dtype, layout)
     assert len(launches) == 3
-    for launch in launches:
-        ptx, used = compile_for(launch, target)
-        print(f"{target} {launch.name}: {used}")
-        record_property(launch.name, str(used))
-        assert used.stack == 0, f"{launch.name} spills: {used}"
-        assert used.local == 0
-        # 8 programs of 4 warps in a multiprocessor: of 65536 registers, 64 for each thread.
-        assert used.registers <= 64
-        assert used.shared <= 8192
+    # 8 programs of 4 warps in a multiprocessor: of 65536 registers, 64 for each thread.
+    for ptx in compile_all(launches, registers=64, shared=8192):
         assert ("ld.global.v4.b32" in ptx) is (layout != "any")
         assert ("st.global.v4.b32" in ptx) is (layout != "any")
 
