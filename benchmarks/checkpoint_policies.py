@@ -52,7 +52,7 @@ COLUMNS = (
 def policy(products: bool, context: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     """Torch's policy that names our operators; see the module."""
     saved = operator_name(func) in (*CASTS, *ATTENTION)
-    if argument_of(func, "col", args, kwargs) is False:  # a weight's
+    if argument_of(func, "columnwise", args, kwargs) is False:  # a weight's
         saved = False
     if products and operator_name(func) == "scaled_mm":
         saved = True

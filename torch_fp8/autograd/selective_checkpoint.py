@@ -289,7 +289,7 @@ def _compiled_policy(context: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
     from torch.utils.checkpoint import CheckpointPolicy
 
     kept = operator_name(func) in CASTS or operator_name(func) in ATTENTION
-    if argument_of(func, "col", args, kwargs) is False:  # a weight's, or of a frozen layer
+    if argument_of(func, "columnwise", args, kwargs) is False:  # a weight's, or of a frozen layer
         kept = False
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
