@@ -23,7 +23,6 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from unittest import mock
 
 from benchmarks.stub_driver import Counts, references, stub_driver  # before torch_fp8
 
@@ -87,6 +86,12 @@ def block(case: str, recipe: str) -> Run:
         convert_optimizer(optimizer, config, model=layer)
         layer._optimizer = optimizer  # whose hooks at O3 live as long as it
 
+    if case == "inference":
+        layer.eval()
+        for name, buffer in layer.named_buffers():  # delayed scaling comes from training
+            if "amax_history" in name:
+                buffer.fill_(1)
+
     def inference() -> None:
         with torch.no_grad():
             layer(x, position_embeddings=angles)
@@ -139,11 +144,12 @@ def without_launches(run: Run) -> Run:
         pass
 
     def cut() -> None:
-        with (
-            mock.patch.object(JITFunction, "run", nothing),
-            mock.patch.object(QuickKernel, "__getitem__", return_value=nothing),
-        ):
+        launch, JITFunction.run = JITFunction.run, nothing
+        again, QuickKernel.__getitem__ = QuickKernel.__getitem__, lambda kernel, grid: nothing
+        try:
             run()
+        finally:
+            JITFunction.run, QuickKernel.__getitem__ = launch, again
 
     return cut
 

@@ -13,9 +13,12 @@ from torch_fp8.quantization.recipe import E4M3_ONLY, GEMMS, RECIPES
 from torch_fp8.quantization.split_float import RESIDUAL_BITS
 
 ENV_VAR = "TORCH_FP8_CONFIG"
-_BOOLS = ("eval_fp8", "emulate", "gradient_release", "update_clipping")
+_BOOLS = ("eval_fp8", "emulate", "gradient_release", "keep_eval_weights", "update_clipping")
 _OPTIMIZER_ONLY = ("residual_bits", "gradient_release", "cache_weights", "update_clipping", "seed")
-_TORCH_ONLY = ("frozen_weights", "wgrad", "fast_accum", "cache_weights", "emulate")
+_TORCH_ONLY = (
+    *("frozen_weights", "wgrad", "fast_accum"),
+    *("cache_weights", "keep_eval_weights", "emulate"),
+)
 _AUTO_ONLY = ("tokens",)
 _MOST_MARGIN = 8
 _MOST_BYTES = 2**20
@@ -66,6 +69,9 @@ class FP8Config:
             more. ``"both"``: its transpose, too, which backward takes: two bytes. Any write to the
             weight in between is seen. Scales of weights are powers of two then. Not with recipe
             ``delayed``; within torch.compile weights are cast as without it. Default: ``False``.
+        keep_eval_weights (bool): between forwards without gradients, as generation consists of,
+            keep the FP8 payload of each weight until it changes or training goes on: one byte per
+            parameter, while no gradients exist. Any write to the weight is seen. Default: ``True``.
         update_clipping (bool): StableAdamW's: divide a parameter's learning rate by the RMS of
             ``g / sqrt(v)`` where that is above 1 (arXiv 2304.13013). Default: ``False``.
         seed (int): of stochastic rounding in the optimizer. Equal on all ranks; kept in
@@ -115,6 +121,7 @@ class FP8Config:
     residual_bits: int = 8
     gradient_release: bool = False
     cache_weights: bool | str = False
+    keep_eval_weights: bool = True
     update_clipping: bool = False
     seed: int = 0
     frozen_weights: str = "auto"

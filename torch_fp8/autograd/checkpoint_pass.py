@@ -10,10 +10,12 @@ installed, which are known by name; where anything looks different, nothing is s
 """
 
 import contextlib
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
@@ -23,6 +25,7 @@ from torch.utils._python_dispatch import (
 
 Mode = TypeVar("Mode", bound=TorchDispatchMode)
 
+_REENTRANT = torch.utils.checkpoint.CheckpointFunction.forward.__code__
 _FIRST_PASS = ("torch.utils.checkpoint", "_checkpoint_hook.__init__.<locals>.pack_hook")
 
 
@@ -182,3 +185,14 @@ def repeats_forward() -> bool:
         return False
     replay = _innermost(Replay)
     return replay is None or replay.first_in_backward
+
+
+def in_reentrant_checkpoint() -> bool:
+    """Whether this is the first pass of ``torch.utils.checkpoint(use_reentrant=True)``.
+
+    It runs without gradients, and is told by its frame: by walking up, where that matters.
+    """
+    frame: Any = sys._getframe(1)
+    while frame is not None and frame.f_code is not _REENTRANT:
+        frame = frame.f_back
+    return frame is not None

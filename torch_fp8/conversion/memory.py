@@ -35,7 +35,8 @@ class MemoryReport:
         moments: bytes of optimizer state of a parameter's shape (exp_avg, momentum buffers, ...).
         master: bytes of the residuals of split master weights.
         scales: bytes of scaling factors and amax histories.
-        caches: bytes of the payloads of FP8 weights that are kept between optimizer steps.
+        caches: bytes of the payloads of FP8 weights that are kept between optimizer steps,
+            or between forwards without gradients.
     """
 
     num_params: int
@@ -88,7 +89,8 @@ def memory_report(
     buffers = [] if parameters is not None else list(model.named_buffers())
     histories = [b for name, b in buffers if name.rpartition(".")[2].startswith("fp8_")]
     scales = [*_frozen_scales(counted), *(s for _, ss in gradients for s in ss)]
-    caches = [] if parameters is not None else [m.fp8_weight_cache for m in _layers(model)]
+    layers = [] if parameters is not None else _layers(model)
+    caches = [cache for m in layers for cache in (m.fp8_weight_cache, m.fp8_kept_weight)]
     return MemoryReport(
         num_params=sum(local(p).numel() for p in _distinct(counted)),
         weights=_num_bytes(counted),

@@ -95,7 +95,9 @@ class Float8GatedMLP(nn.Module):
         inputs = self._joined(x, spec) if isinstance(spec, FusedGateUpSpec) else self._pair(x, spec)
         options = self._options(down_layer)
         if all(type(t) in PLAIN for t in inputs) and _fit(inputs):
-            product = _SwiGLUFunction.apply(options, *inputs)
+            # Generation does without autograd's bookkeeping.
+            eager = not (options.keep or torch.compiler.is_compiling())
+            product = (_without_gradients if eager else _SwiGLUFunction.apply)(options, *inputs)
         else:  # DTensors, or what an adapter makes of them
             gate, up = _gate_and_up([plain(t) for t in inputs], options.gate_first)
             product = F.silu(gate) * up
@@ -138,7 +140,7 @@ class Float8GatedMLP(nn.Module):
             torch.is_grad_enabled(),
             self.fp8_config.save_activations == "fp8",
             ahead,
-            self._gradient_readers(),
+            self._gradient_readers() if torch.is_grad_enabled() else None,
             not isinstance(self.fp8_spec, FusedGateUpSpec) or self.fp8_spec.gate_first,
         )
 
@@ -227,6 +229,13 @@ class _SwiGLUFunction(torch.autograd.Function):
                     LazyQuantizedTensor(made.production(i, ctx.name), ctx.shape, ctx.dtype)
                 )
         return (None, *grads)
+
+
+def _without_gradients(options: _Options, *inputs: Tensor) -> Tensor:
+    """Return what `_SwiGLUFunction` does where no gradients are taken."""
+    gate, up = _gate_and_up([_matrix(t.detach()) for t in inputs], options.gate_first)
+    shape = (*inputs[0].shape[:-1], gate.shape[1])
+    return LazyQuantizedTensor(product(gate, up, None, options.name), shape, gate.dtype)
 
 
 def other_modules(module: nn.Module, spec: GatedMLPSpec | FusedGateUpSpec) -> tuple[nn.Module, ...]:

@@ -7,7 +7,8 @@ from torch.distributed.tensor import DTensor
 
 from torch_fp8.autograd.checkpoint_pass import repeats_forward
 from torch_fp8.nn.frozen_storage import FrozenStorage
-from torch_fp8.nn.weight_cache import WeightCache
+from torch_fp8.nn.kept_weight import KeptWeight
+from torch_fp8.nn.weight_cache import WeightCache, watch
 from torch_fp8.quantization.recipe import CastSpec
 from torch_fp8.tensor.quantizer import Quantizer, Quantizers, WeightQuantizer
 
@@ -16,6 +17,7 @@ class LayerQuantizers(FrozenStorage):
     """The part of a layer that knows how its operands are cast."""
 
     fp8_weight_cache: WeightCache | None = None
+    fp8_kept_weight: KeptWeight | None = None
 
     def quantizers(self, group: Any = None) -> Quantizers:
         """How the operands are cast now.
@@ -35,7 +37,9 @@ class LayerQuantizers(FrozenStorage):
         weight = Quantizer(recipe.weight, config, group, None, updates, repeats)
         made = Quantizers(
             Quantizer(recipe.input, config, group, None, updates, repeats),
-            WeightQuantizer(weight, self.fp8_weight_cache, self.fp8_transposed),
+            WeightQuantizer(
+                weight, self.fp8_weight_cache, self.fp8_transposed, self.fp8_kept_weight
+            ),
             Quantizer(recipe.grad_output, config, group),
         )
         if steady:
@@ -66,10 +70,28 @@ class LayerQuantizers(FrozenStorage):
     def init_scaling(self) -> None:
         """Begin anew, with empty histories and quantizers of the recipe."""
         self.__dict__.pop("_fp8_quantizers", None)
+        self.__dict__.pop("fp8_kept_weight", None)
+        if self.fp8_config.keep_eval_weights and self.fp8_config.backend == "torch":
+            self.fp8_kept_weight = KeptWeight()
+            watch(self.weight)
         super().init_scaling()
+
+    def forget_weight(self) -> None:
+        """Free what is kept of the weight between forwards without gradients."""
+        if self.fp8_kept_weight is not None:
+            self.fp8_kept_weight.forget()
+
+    def train(self, mode: bool = True) -> "LayerQuantizers":
+        if mode:
+            self.forget_weight()
+        return super().train(mode)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        self.forget_weight()  # of another device or dtype soon
+        return super()._apply(fn, recurse)
 
     def drop_scaling(self) -> None:
         """Remove what `init_scaling` made, and what is kept of the weight as it was cast."""
         super().drop_scaling()
-        for name in ("fp8_weight_cache", "_fp8_quantizers"):
+        for name in ("fp8_weight_cache", "fp8_kept_weight", "_fp8_quantizers"):
             self.__dict__.pop(name, None)

@@ -36,16 +36,14 @@ from torch import Tensor, nn
 from torch_fp8.autograd.function import name_of, refuse_transforms
 from torch_fp8.config import FP8Config
 from torch_fp8.nn.dtensor_layout import local_operands
-from torch_fp8.nn.layer_quantizers import LayerQuantizers
 from torch_fp8.nn.linear_function import LinearOptions, linear
+from torch_fp8.nn.repeated_forward import FLOATS, RepeatedForward
 from torch_fp8.quantization.recipe import Recipe
 from torch_fp8.tensor.lazy_quantized import plain as plain_activation
 from torch_fp8.tensor.quantizer import autocast_dtype
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
-
-class Float8Layer(LayerQuantizers):
+class Float8Layer(RepeatedForward):
     """The part of a linear layer that runs its fprop, dgrad and wgrad GEMMs in FP8.
 
     It stands in front of a class that has ``weight`` and ``bias`` (see `Float8Linear`).
@@ -57,10 +55,8 @@ class Float8Layer(LayerQuantizers):
         TypeError: an input that is not float32, bfloat16 or float16.
     """
 
-    bias: nn.Parameter | None
     in_features: int
     out_features: int
-    fp8_emulate: bool
     fp8_name: str
     fp8_adds_bias: bool = True
     """False where a parallel style adds it, after its group has summed the output."""
@@ -76,6 +72,10 @@ class Float8Layer(LayerQuantizers):
                 return self.dequantized_forward(plain_activation(input))
             output: Tensor = super().forward(plain_activation(input))
             return output
+        if self.fp8_kept_weight is not None and not torch.compiler.is_compiling():
+            again = self.repeated(input)
+            if again is not None:
+                return again
         local = local_operands(self, input)
         x, weight = local.input, local.weight
         shape, dtype = x.shape, x.dtype  # asked once: a produced activation answers in Python
@@ -85,7 +85,7 @@ class Float8Layer(LayerQuantizers):
         out_dtype = autocast_dtype(weight.device.type) or dtype
         quantizers = self.quantizers(local.group)
         options = LinearOptions(
-            name, dtype, out_dtype, self.fp8_recipe, quantizers, self.fp8_emulate
+            name, dtype, out_dtype, self.fp8_recipe, quantizers, self.fp8_emulate, self.training
         )
         buffers = self.scaling_buffers() if self.fp8_recipe.delayed else ()
         bias = local.bias(self.bias) if self.bias is not None and self.fp8_adds_bias else None
@@ -97,13 +97,13 @@ class Float8Layer(LayerQuantizers):
         return local.whole(y.reshape(*shape[:-1], y.shape[-1]))
 
     def _check(self, shape: torch.Size, dtype: torch.dtype, weight: Tensor) -> None:
-        if dtype not in _DTYPES:
+        if dtype not in FLOATS:
             raise TypeError(
                 f"FP8 linear '{self.fp8_name}' takes float32, bfloat16 or float16 input, got "
                 f"{dtype}; cast it, or keep the module in high precision with "
                 f"FP8Config(skip=('{self.fp8_name}',))"
             )
-        if weight.dtype not in _DTYPES:
+        if weight.dtype not in FLOATS:
             raise TypeError(
                 f"the weight of FP8 linear '{self.fp8_name}' is {weight.dtype}, as model.double() "
                 "makes it; FP8 GEMMs take float32, bfloat16 or float16: call model.float(), or "

@@ -15,7 +15,13 @@ from torch_fp8.autograd.function import once_differentiable, reshaped
 from torch_fp8.ops.quantize import QuantizedTensor
 from torch_fp8.ops.scaled_mm import cast, scaled_matmul
 from torch_fp8.quantization.recipe import Recipe
-from torch_fp8.tensor.quantizer import InputPayloads, Quantizers, matrix, quantize_input
+from torch_fp8.tensor.quantizer import (
+    InputPayloads,
+    Quantizer,
+    Quantizers,
+    matrix,
+    quantize_input,
+)
 
 
 class LinearOptions(NamedTuple):
@@ -27,6 +33,7 @@ class LinearOptions(NamedTuple):
         recipe: of the GEMMs.
         quantizers: of the operands.
         emulate: whether the GEMMs run through the reference path.
+        training: whether the layer is in training mode.
     """
 
     name: str
@@ -35,6 +42,7 @@ class LinearOptions(NamedTuple):
     recipe: Recipe
     quantizers: Quantizers
     emulate: bool
+    training: bool
 
 
 def linear(
@@ -57,26 +65,24 @@ def linear(
     # Generation launches little and waits for the host: it does without autograd's bookkeeping.
     if not torch.is_grad_enabled():
         quantizers = options.quantizers.with_buffers(buffers)
-        return _fprop(x, weight, bias, shape, options, quantizers, False, False)[0]
+        w = quantizers.weight.without_gradients(weight, options.training)
+        return _fprop(x, w, bias, shape, options, quantizers.input, False, False)[0]
     y: Tensor = LinearFunction.apply(x, weight, bias, shape, options, *buffers)
     return y
 
 
 def _fprop(
     x: Tensor,
-    weight: Tensor,
+    w: QuantizedTensor,
     bias: Tensor | None,
     shape: torch.Size,
     options: LinearOptions,
-    quantizers: Quantizers,
+    quantizer: Quantizer,
     wgrad: bool,
     fp8_wgrad: bool,
-) -> tuple[Tensor, QuantizedTensor, InputPayloads]:
-    """y, the weight's payload, and those of the input."""
-    w = quantizers.weight.for_fprop(weight)  # first, while x may still be on its way
-    made = quantize_input(
-        quantizers.input, x, wgrad=wgrad, fp8_wgrad=fp8_wgrad, dtype=options.out_dtype
-    )
+) -> tuple[Tensor, InputPayloads]:
+    """y, and the payloads of the input."""
+    made = quantize_input(quantizer, x, wgrad=wgrad, fp8_wgrad=fp8_wgrad, dtype=options.out_dtype)
     y = scaled_matmul(
         made.rowwise,
         w,
@@ -85,7 +91,7 @@ def _fprop(
         fast_accum=options.recipe.fprop.fast_accum,
         emulate=options.emulate,
     )
-    return reshaped(y, (*shape[:-1], y.shape[-1])), w, made
+    return reshaped(y, (*shape[:-1], y.shape[-1])), made
 
 
 class LinearFunction(torch.autograd.Function):
@@ -104,7 +110,8 @@ class LinearFunction(torch.autograd.Function):
         wants_dgrad, wants_wgrad = ctx.needs_input_grad[:2]
         fp8_wgrad = wants_wgrad and options.recipe.wgrad is not None
         quantizers = options.quantizers.with_buffers(buffers)
-        y, w, made = _fprop(x, weight, bias, shape, options, quantizers, wants_wgrad, fp8_wgrad)
+        w = quantizers.weight.for_fprop(weight)  # first, while x may still be on its way
+        y, made = _fprop(x, w, bias, shape, options, quantizers.input, wants_wgrad, fp8_wgrad)
         # One scale for the whole weight serves both layouts: backward need not look for it.
         saved = {
             "weight": weight if wants_dgrad else None,

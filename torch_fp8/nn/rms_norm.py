@@ -117,6 +117,8 @@ class Float8RMSNorm(nn.Module):
         )
         # By itself: compiled with dynamic=True it is an input of the graph, as a tensor is.
         eps = getattr(self, spec.eps_name)
+        if waits and not options.keep:  # generation does without autograd's bookkeeping
+            return _without_gradients(x, weight, eps, options, self._note_reader)
         output: Tensor = _RMSNormFunction.apply(x, weight, eps, options, self._note_reader)
         return output
 
@@ -185,6 +187,20 @@ class _RMSNormFunction(torch.autograd.Function):
         dx = grad_x.view(ctx.shape) if wants_x else None
         dw = cast(grad_weight, weight.dtype) if wants_weight else None
         return dx, dw, None, None, None
+
+
+def _without_gradients(
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    options: _Options,
+    on_read: Callable[[Quantizer], None],
+) -> Tensor:
+    """Return what `_RMSNormFunction` does where no gradients are taken."""
+    shape = x.shape
+    matrix = x.detach().reshape(-1, shape[-1])
+    produced = _Produced(matrix, weight.detach(), eps, options, False, False)
+    return LazyQuantizedTensor(produced.production(on_read), shape, options.out_dtype)
 
 
 class _Produced:

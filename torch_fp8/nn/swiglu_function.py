@@ -16,14 +16,13 @@ from torch_fp8.ops.gate_up import (
 )
 from torch_fp8.ops.quantize import as_layouts, quantize_layouts
 from torch_fp8.ops.quantize_delayed import delayed_layouts, same_memory
-from torch_fp8.ops.swiglu import swiglu, swiglu_quantize, swiglu_quantize_delayed
+from torch_fp8.ops.swiglu import swiglu, swiglu_quantize, swiglu_quantize_delayed, swiglu_save
 from torch_fp8.ops.swiglu_backward import (
     swiglu_backward,
     swiglu_backward_amax,
     swiglu_backward_quantize,
     swiglu_backward_quantize_delayed,
 )
-from torch_fp8.quantization.scaling import tensor_amax
 from torch_fp8.tensor.base import Payloads
 from torch_fp8.tensor.lazy_quantized import LazySource
 from torch_fp8.tensor.quantizer import Quantizer
@@ -44,13 +43,12 @@ def product(gate: Tensor, up: Tensor, amax: Tensor | None, name: str) -> LazySou
 
     def layouts(options: CastOptions) -> Payloads:
         if options.needs_amax:
-            options = options._replace(amax=amax)
-        if options.needs_amax:
-            return quantize_layouts(dense(), options)
+            options = options._replace(amax=largest())
         return as_layouts(swiglu_quantize(gate, up, None, options, False)[:4], options)
 
     def largest() -> Tensor:
-        return tensor_amax(dense()) if amax is None else amax
+        found: Tensor = swiglu_save(gate, up, None, False)[-1] if amax is None else amax
+        return found
 
     def delayed(options: DelayedCastOptions) -> tuple[Payloads, Tensor]:
         made = swiglu_quantize_delayed(gate, up, None, options, False)

@@ -63,6 +63,8 @@ class WatchedParameter(nn.Parameter):
     """
 
     uses: int = 0
+    is_lent: bool = False
+    """Whether an array of NumPy or another library's tensor may write to the memory at any time."""
 
     @property
     def data(self) -> Tensor:
@@ -88,6 +90,18 @@ class WatchedParameter(nn.Parameter):
     def is_complex(self) -> bool:
         self.uses += 1
         return super().is_complex()
+
+    def numpy(self, **options: Any) -> Any:
+        self.is_lent = True
+        return super().numpy(**options)
+
+    def __array__(self, *args: Any) -> Any:
+        self.is_lent = True
+        return super().__array__(*args)
+
+    def __dlpack__(self, **options: Any) -> Any:
+        self.is_lent = True
+        return super().__dlpack__(**options)
 
 
 class Stamp(NamedTuple):
@@ -261,7 +275,8 @@ def unwatch(weight: nn.Parameter) -> None:
     """Undo `watch`."""
     if type(weight) is WatchedParameter:
         weight.__class__ = nn.Parameter
-        weight.__dict__.pop("uses", None)
+        for name in ("uses", "is_lent"):
+            weight.__dict__.pop(name, None)
 
 
 def _layout(

@@ -91,6 +91,10 @@ class History(NamedTuple):
             return History(grad_amaxes, grad_progress)
         return History(amaxes[operand], progress[operand], last[operand])
 
+    def copy(self) -> "History":
+        """Return the same history, to be advanced in vain."""
+        return History(self.amaxes.clone(), torch.zeros_like(self.progress))
+
     def is_same(self, other: "History") -> bool:
         """Return whether both are one history: views of the same memory."""
         return same_memory(self.amaxes, other.amaxes)

@@ -19,7 +19,7 @@ scales go through the reference.
 """
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -218,12 +218,53 @@ def _scaled_mm_cuda(
     fast_accum: bool,
     bias: Tensor | None,
 ) -> Tensor:
-    rows, cols = a.qdata.shape[0], b.qdata.shape[0]
+    return multiply_laid_out(a, lay_out(b, contracted), out_dtype, fast_accum, bias)
+
+
+class LaidOut(NamedTuple):
+    """A second operand as the CUDA operator takes it, for as many GEMMs as there are.
+
+    Attributes:
+        operand: padded, with scales laid out.
+        cols, contracted: of the product, without padding.
+    """
+
+    operand: QuantizedTensor
+    cols: int
+    contracted: int
+
+
+def lay_out(b: QuantizedTensor, contracted: int) -> LaidOut:
+    """Return b (S, C) as GEMMs on CUDA take it.
+
+    Args:
+        contracted: C, without the zeros that a cast has padded.
+    """
+    return LaidOut(operand(b, contracted, is_b=True), b.qdata.shape[0], contracted)
+
+
+def multiply_laid_out(
+    a: QuantizedTensor,
+    laid_out: LaidOut,
+    out_dtype: torch.dtype,
+    fast_accum: bool,
+    bias: Tensor | None,
+) -> Tensor:
+    """Compute what `scaled_matmul` does, on CUDA, without asking what runs there.
+
+    Args:
+        a: (R, C), with at least one row.
+        laid_out: by `lay_out`.
+        out_dtype, fast_accum: as there.
+        bias: (S,) of `out_dtype`, or None.
+    """
+    b, cols, contracted = laid_out
+    rows = a.qdata.shape[0]
     native_dtype = out_dtype
     if a.granularity == "rowwise" and out_dtype == torch.float32:
         native_dtype = _rowwise_dtype(a.qdata.device)
     in_gemm = bias is not None and _takes_bias(a.granularity, out_dtype)
-    a, b = operand(a, contracted, is_b=False), operand(b, contracted, is_b=True)
+    a = operand(a, contracted, is_b=False)
     padding = b.qdata.shape[0] - cols
     in_epilogue = F.pad(bias, (0, padding)) if in_gemm and padding else bias
     output = _scaled_mm(a, b, native_dtype, fast_accum, in_epilogue if in_gemm else None)

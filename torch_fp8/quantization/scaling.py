@@ -75,7 +75,7 @@ def delayed_scale(
     This is Transformer Engine's ``DelayedScaling``, except that an empty history means current
     scaling, where Transformer Engine starts with scale 1 and flushes gradients.
     """
-    past = _past(history, algorithm)
+    past = past_amax(history, algorithm)
     return scale_from_amax(torch.where(past > 0, past, amax), format) * 2.0**margin
 
 
@@ -90,13 +90,14 @@ def push_amax(history: Tensor, amax: Tensor, algorithm: str) -> None:
     """
     newest = torch.where(amax.isfinite(), amax, history[0])
     if algorithm == "max":
-        past = _past(history, algorithm)
+        past = past_amax(history, algorithm)
         is_outlier = (past > 0) & amax.isfinite() & (amax > past * OUTLIER)
         newest = torch.where(is_outlier & ~history[0].signbit(), -history[0], newest)
     history.copy_(torch.cat([newest.reshape(1), history[:-1]]))
 
 
-def _past(history: Tensor, algorithm: str) -> Tensor:
+def past_amax(history: Tensor, algorithm: str) -> Tensor:
+    """Return the amax () that `history` suggests; 0 while it is empty."""
     return history.abs().amax() if algorithm == "max" else history[0].abs()
 
 

@@ -143,6 +143,16 @@ class LazySource:
             forms.layouts[spec] = old_row, old_col
         return old_row if rowwise else None, old_col if columnwise else None
 
+    def found(self, spec: CastSpec, *, rowwise: bool, columnwise: bool) -> Payloads | None:
+        """What `layouts` would return, if all of it was made before, for whoever reads first."""
+        forms = self.forms
+        made_row, made_col = forms.layouts.get(spec, (None, None))
+        missing = (rowwise and made_row is None) or (columnwise and made_col is None)
+        if forms.ahead is not None or missing:
+            return None
+        self._check_written()
+        return made_row if rowwise else None, made_col if columnwise else None
+
     def delayed_layouts(self, quantizer: Quantizer, *, rowwise: bool, columnwise: bool) -> Payloads:
         """Quantize with the scale that a reader's history suggests, and record the amax in it.
 
@@ -235,7 +245,12 @@ class LazyQuantizedTensor(QuantizableTensor):
         history, made = quantizer.history, self.production
         if history is not None and quantizer.casts_by_history:
             return made.delayed_layouts(quantizer, rowwise=rowwise, columnwise=columnwise)
-        scale = None if history is None else quantizer.delayed_scale(self, history)
+        found = None
+        if history is not None:
+            found = made.found(quantizer.spec, rowwise=rowwise, columnwise=columnwise)
+        if found is not None and quantizer.reads_history:
+            return found
+        scale = quantizer.scale if history is None else quantizer.delayed_scale(self, history)
         if not (rowwise or columnwise):
             return None, None
         return made.layouts(quantizer.spec, scale, rowwise=rowwise, columnwise=columnwise)

@@ -22,7 +22,12 @@ from torch_fp8.ops.quantize_delayed import History
 from torch_fp8.ops.scaled_mm import cast
 from torch_fp8.quantization.payload_shape import padded_rows, scale_shape
 from torch_fp8.quantization.recipe import CastSpec
-from torch_fp8.quantization.scaling import delayed_scale, group_amax, scale_from_amax
+from torch_fp8.quantization.scaling import (
+    delayed_scale,
+    group_amax,
+    past_amax,
+    scale_from_amax,
+)
 from torch_fp8.tensor.base import QuantizableTensor, SavedInput
 
 
@@ -39,6 +44,7 @@ class Quantizer(NamedTuple):
             scale of then.
         columnwise_usage: whether backward will want the transpose, for a producer that casts before
             anybody asks.
+        scale: () that is known already; see `settled`.
     """
 
     spec: CastSpec
@@ -48,6 +54,7 @@ class Quantizer(NamedTuple):
     updates: bool = True
     repeats: bool = False
     columnwise_usage: bool = False
+    scale: Tensor | None = None
 
     def __call__(
         self,
@@ -76,7 +83,11 @@ class Quantizer(NamedTuple):
         if self.history is not None and self.casts_by_history:
             layouts = {"rowwise": rowwise, "columnwise": columnwise}
             return self.history.cast(x, self.spec, self.config, **layouts, sum_dtype=sum_dtype)
-        scale = None if self.history is None else self.delayed_scale(x, self.history)
+        if self.reads_history and (rowwise or columnwise) and sum_dtype is None:
+            assert self.history is not None
+            layouts = {"rowwise": rowwise, "columnwise": columnwise}
+            return self.history.copy().cast(x, self.spec, self.config, **layouts)
+        scale = self.scale if self.history is None else self.delayed_scale(x, self.history)
         if not (rowwise or columnwise):
             sums = None if sum_dtype is None else cast(x.sum(0, dtype=torch.float32), sum_dtype)
             return None, None, sums
@@ -97,6 +108,30 @@ class Quantizer(NamedTuple):
         layouts = {"rowwise": rowwise, "columnwise": columnwise}
         return self.history.options(self.spec, self.config, **layouts)
 
+    @property
+    def reads_history(self) -> bool:
+        """Whether a cast takes its scale from the history and leaves that as it is.
+
+        What records the amax and throws it away is one launch, where the rule's operations are a
+        dozen; a compiled graph fuses these.
+        """
+        reads = self.history is not None and not (self.updates or self.repeats)
+        return reads and self.group is None and not torch.compiler.is_compiling()
+
+    def settled(self) -> "Quantizer":
+        """The same with its history's scale, for as long as nobody records an amax in that.
+
+        It asks the device whether the history is empty, and waits for the answer.
+        """
+        if self.history is None or not self.reads_history:
+            return self
+        amax, (amaxes, *_) = torch.zeros((), device=self.history.amaxes.device), self.history
+        algorithm, margin = self.config.amax_compute_algo, self.config.margin
+        if not past_amax(amaxes, algorithm).item():
+            return self
+        scale = delayed_scale(amaxes, amax, self.spec.format, algorithm, margin)
+        return self._replace(history=None, scale=scale)
+
     def delayed_scale(self, x: Tensor, history: History) -> Tensor:
         """The () scale of x by its history, which records its amax in training."""
         if self.repeats:
@@ -105,6 +140,8 @@ class Quantizer(NamedTuple):
         amax = amax_of(x, self.group)
         if self.updates:
             return history.advance(amax, self.spec, self.config)
+        if self.reads_history:
+            return history.copy().advance(amax, self.spec, self.config)
         algorithm, margin = self.config.amax_compute_algo, self.config.margin
         return delayed_scale(history.amaxes, amax, self.spec.format, algorithm, margin)
 
@@ -132,11 +169,14 @@ class WeightQuantizer(NamedTuple):
         cache: what is kept of the weight from one step to the next
             (`torch_fp8.nn.weight_cache.WeightCache`); or None.
         transposed: whether the weight is stored as (K, N): the payloads change places.
+        kept: what is kept of it between forwards without gradients
+            (`torch_fp8.nn.kept_weight.KeptWeight`); or None.
     """
 
     quantizer: Quantizer
     cache: Any = None
     transposed: bool = False
+    kept: Any = None
 
     def for_fprop(self, weight: Tensor) -> QuantizedTensor:
         """The weight (N, K), quantized along K: gathered so, kept so, or cast now."""
@@ -148,6 +188,24 @@ class WeightQuantizer(NamedTuple):
         made = col if flip else row
         assert made is not None
         return made
+
+    def without_gradients(self, weight: Tensor, training: bool) -> QuantizedTensor:
+        """The same as `for_fprop`, where no gradients are taken: perhaps from the last forward.
+
+        Args:
+            training: whether the layer is in training mode.
+        """
+        if self.kept is None or torch.compiler.is_compiling():
+            return self.for_fprop(weight)
+        history = self.quantizer.history
+        records = history is not None and self.quantizer.updates
+        if records or isinstance(weight, QuantizableTensor):
+            return self.for_fprop(weight)
+        amaxes = None if history is None else history.amaxes
+        row: QuantizedTensor = self.kept.row(
+            weight, lambda: self.for_fprop(weight), amaxes, training
+        )
+        return row
 
     def for_dgrad(
         self, weight: Tensor, scale: Tensor | None, grad_output: Tensor

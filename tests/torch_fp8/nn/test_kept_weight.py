@@ -1,0 +1,350 @@
+"""Weights that are kept in FP8 between forwards without gradients, and never stale."""
+
+import contextlib
+import copy
+import pickle
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.utils.checkpoint import checkpoint
+
+import torch_fp8.tensor.quantizer
+from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8, memory_report, revert
+from torch_fp8.nn import repeated_forward
+from torch_fp8.nn.weight_cache import WatchedParameter
+from torch_fp8.quantization.recipe import E4M3_ONLY
+
+RECIPES = ["tensorwise", "delayed", "rowwise", "blockwise"]
+
+
+def _model(recipe="tensorwise", **options):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(128, 64, bias=False), nn.GELU(), nn.Linear(64, 128))
+    convert_to_float8(model.bfloat16(), FP8Config(recipe=recipe, **options))
+    return model
+
+
+def _train(model, seed=1):
+    model.train()
+    model(_x(seed)).float().square().mean().backward()
+
+
+def _x(seed=0, rows=3):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(rows, 128, generator=generator).bfloat16()
+
+
+@torch.no_grad()
+def _evaluate(model, seed=0):
+    return model(_x(seed))
+
+
+@torch.no_grad()
+def _fresh(model, seed=0):
+    """What the model gives where nothing is kept."""
+    kept = [layer.fp8_kept_weight for layer in model[::2]]
+    for layer in model[::2]:
+        layer.fp8_kept_weight = None
+        layer.__dict__.pop("_fp8_quantizers", None)
+    output = model(_x(seed))
+    for layer, its in zip(model[::2], kept, strict=True):
+        layer.fp8_kept_weight = its
+        layer.__dict__.pop("_fp8_quantizers", None)
+    return output
+
+
+@pytest.fixture
+def weight_casts(monkeypatch):
+    """The shapes of the weights that are cast, in order."""
+    shapes = []
+    for module in (torch_fp8.tensor.quantizer, torch_fp8.nn.weight_cache):
+
+        def counted(x, *args, original=module.quantize_layouts, **kwargs):
+            if isinstance(x, nn.Parameter) or x.shape in ((64, 128), (128, 64)):
+                shapes.append(tuple(x.shape))
+            return original(x, *args, **kwargs)
+
+        monkeypatch.setattr(module, "quantize_layouts", counted)
+    return shapes
+
+
+@pytest.fixture(params=[False, True], ids=["long way", "repeated"])
+def repeats(request, monkeypatch):
+    """Whether layers repeat forwards on the CPU as they do on CUDA."""
+    if request.param:
+        monkeypatch.setattr(repeated_forward, "is_watched", lambda x: False)
+    return request.param
+
+
+def _kept(model):
+    return [layer.fp8_kept_weight.payload is not None for layer in model[::2]]
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise"])
+def test_generation_casts_each_weight_once(weight_casts, recipe, training):
+    model = _model(recipe).train(training)
+    for seed in range(6):
+        _evaluate(model, seed)
+    assert len(weight_casts) == (4 if training else 2)  # in training mode from the second on
+    assert _kept(model) == [True, True]
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_outputs_have_the_same_bits(recipe, autocast, mode, repeats):
+    if repeats and recipe in E4M3_ONLY:
+        pytest.skip("torch's operator takes no blocks on the CPU")
+    model = _model(recipe)
+    _train(model)
+    model.eval()
+    context = torch.autocast("cpu", torch.float16) if autocast else contextlib.nullcontext()
+    for seed in range(3):
+        with mode(), context:
+            got, expected = model(_x(seed)), _fresh(model, seed)
+        assert got.dtype == expected.dtype
+        # The operator of the CPU multiplies dequantized operands, which autocast would round.
+        assert (repeats and autocast) or torch.equal(got, expected)
+    assert _kept(model) == [True, True]
+
+
+def test_repeated_forwards_are_repeated(monkeypatch):
+    """The long way is not taken from the second token on, where tensors are on CUDA."""
+    monkeypatch.setattr(repeated_forward, "is_watched", lambda x: False)
+    model = _model().eval()
+    _evaluate(model)
+    monkeypatch.setattr(torch_fp8.nn.linear, "linear", None)
+    assert torch.isfinite(_evaluate(model, 1)).all()
+    with pytest.raises(TypeError):  # another dtype
+        model(_x().double())
+
+
+def _in_place(weight):
+    with torch.no_grad():
+        weight.mul_(2)
+
+
+WRITES = {
+    "in place": _in_place,
+    "data": lambda w: w.data.mul_(2),
+    "as data": lambda w: setattr(w, "data", w.detach() * 2),
+    "detach": lambda w: w.detach().view(-1).mul_(2),
+    "foreach": lambda w: torch._foreach_mul_([w.data], 2),
+    "storage": lambda w: w.untyped_storage().copy_((w.detach() * 2).untyped_storage()),
+    "dlpack": lambda w: torch.from_dlpack(w.detach()).mul_(2),
+    "frozen, dlpack": lambda w: torch.from_dlpack(w.requires_grad_(False)).mul_(2),
+    "told": torch.autograd.graph.increment_version,
+}
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_a_write_is_seen(write, repeats):
+    model = _model().eval()
+    for seed in range(2):
+        _evaluate(model, seed)
+        before = _evaluate(model, seed)
+        WRITES[write](model[2].weight)
+        assert torch.equal(_evaluate(model, seed), _fresh(model, seed))
+        assert torch.equal(_evaluate(model, seed), before) == (write == "told")
+
+
+def test_an_array_of_numpy_writes_unseen_and_so_nothing_is_kept():
+    layer = nn.Sequential(nn.Linear(128, 64))
+    convert_to_float8(layer, FP8Config(recipe="tensorwise"))
+    layer.eval().requires_grad_(False)
+    x = _x().float()
+    layer(x)
+    numbers = layer[0].weight.numpy()
+    for _ in range(2):
+        before = layer(x)
+        numbers *= 2
+        assert not torch.equal(layer(x), before)
+
+
+@pytest.mark.parametrize("how", ["numpy", "dlpack", "view", "storage"])
+def test_who_holds_the_memory_writes_unseen_and_so_nothing_is_kept(how, repeats):
+    model = _model().eval()
+    weight = model[0].weight.requires_grad_(False)
+    _evaluate(model)
+    held = {
+        "numpy": lambda: torch.from_numpy(weight.detach().view(torch.int16).numpy()),
+        "dlpack": lambda: torch.from_dlpack(weight).view(torch.int16),
+        "view": lambda: weight.view(-1).view(torch.int16),
+        "storage": lambda: torch.tensor([], dtype=torch.int16).set_(weight.untyped_storage()),
+    }[how]()
+    for _ in range(2):
+        before = _evaluate(model)
+        torch.Tensor.add_(held, 1 << 7)
+        if how == "view":  # what a collective into the view does
+            torch._C._autograd._unsafe_set_version_counter((weight,), (0,))
+        assert torch.equal(_evaluate(model), _fresh(model))
+        assert not torch.equal(_evaluate(model), before)
+
+
+COLLECTIVES = {
+    "broadcast": lambda w: dist.broadcast(w, 0),
+    "all_reduce": lambda w: dist.all_reduce(w),
+    "scatter": lambda w: dist.scatter(w, [w.detach().clone()], 0),
+    "all_gather": lambda w: dist.all_gather([w], w.detach().clone()),
+}
+
+
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_a_collective_into_a_weight_is_seen(name, single_process_group, weight_casts):
+    model = _model().eval()
+    _evaluate(model)
+    weight_casts.clear()
+    with torch.no_grad():
+        COLLECTIVES[name](model[2].weight)
+    _evaluate(model)
+    assert weight_casts == [(128, 64)]
+
+
+def test_loading_is_seen(repeats):
+    model = _model().eval()
+    other = {name: value * 0.5 for name, value in model.state_dict().items()}
+    for assign in (False, True):
+        before = _evaluate(model)
+        model.load_state_dict(
+            other if assign else {n: v * 4 for n, v in other.items()}, assign=assign
+        )
+        assert not torch.equal(_evaluate(model), before)
+        assert torch.equal(_evaluate(model), _fresh(model))
+
+
+@pytest.mark.parametrize("converted", [False, True])
+@pytest.mark.parametrize("cache", [False, True])
+def test_an_optimizer_step_without_a_forward_is_seen(cache, converted, repeats):
+    config = FP8Config(recipe="tensorwise", cache_weights=cache)
+    model = _model(cache_weights=cache)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    if converted:
+        convert_optimizer(optimizer, config, model=model)
+    _train(model)
+    model.eval()
+    for seed in range(2):
+        before = _evaluate(model, seed)
+        optimizer.step()
+        assert not torch.equal(_evaluate(model, seed), before)
+        assert torch.equal(_evaluate(model, seed), _fresh(model, seed))
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_training_frees_it(recipe):
+    model = _model(recipe).eval()
+    plain = memory_report(model).caches
+    _evaluate(model)
+    assert _kept(model) == [True, True]
+    counted = memory_report(model)
+    payload = (3 if recipe == "blockwise" else 2) * 64 * 128  # the reference pads a block
+    assert payload <= counted.caches - plain <= payload + 4 * 2 * 128
+    for free in (model.train, lambda: model(_x()), lambda: model.to(torch.float32)):
+        _evaluate(model.eval())
+        assert _kept(model) == [True, True]
+        free()
+        assert _kept(model) == [False, False]
+
+
+def test_reentrant_checkpoints_keep_nothing(weight_casts):
+    """Their first pass runs without gradients, also where generation has kept the weight."""
+    model = _model().train()
+    x = _x().requires_grad_()
+    for _ in range(3):
+        y = checkpoint(model, x, use_reentrant=True)
+        assert _kept(model) == [False, False]
+        y.float().sum().backward()
+        assert _kept(model) == [False, False]
+        for seed in range(3):
+            _evaluate(model, seed)
+        assert _kept(model) == [True, True]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_generation_between_steps_changes_nothing(recipe, repeats):
+    if repeats and recipe in E4M3_ONLY:
+        pytest.skip("torch's operator takes no blocks on the CPU")
+    runs = []
+    for generates in (False, True):
+        model = _model(recipe)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        for step in range(4):
+            if generates:
+                model.eval()
+                for token in range(3):
+                    _evaluate(model, token)
+            _train(model, step)
+            optimizer.step()
+            optimizer.zero_grad()
+        runs.append(list(model.parameters()))
+    for expected, got in zip(*runs, strict=True):
+        assert torch.equal(expected, got)
+
+
+def test_delayed_scaling_sees_another_history(repeats):
+    model = _model("delayed")
+    _train(model)
+    model.eval()
+    _evaluate(model)
+    for layer in model[::2]:
+        history, last = layer.scaling_state
+        layer.load_scaling_state(history * 16, last)
+    assert torch.equal(_evaluate(model), _fresh(model))
+
+
+def test_delayed_scaling_records_each_forward_of_training_mode():
+    model = _model("delayed").train()
+    for seed in range(4):
+        _evaluate(model, seed)
+    assert _kept(model) == [False, False]
+    assert (model[0].scaling_state[0][:2, :4] != 0).all()
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_copies_start_empty(copied):
+    model = _model().eval()
+    _evaluate(model)
+    other = copied(model)
+    assert _kept(other) == [False, False]
+    _in_place(other[0].weight)
+    assert torch.equal(_evaluate(model), _fresh(model))
+    assert not torch.equal(_evaluate(other), _evaluate(model))
+
+
+def test_weights_that_fsdp_gathers_are_not_kept(single_process_group, weight_casts):
+    model = _model(communication="off").eval()
+    for layer in model[::2]:
+        fully_shard(layer)
+    fully_shard(model)
+    for seed in range(3):
+        _evaluate(model, seed)
+    assert len(weight_casts) == 6
+    assert _kept(model) == [False, False]
+
+
+def test_it_can_be_turned_off_and_undone(weight_casts):
+    model = _model(keep_eval_weights=False).eval()
+    for _ in range(3):
+        _evaluate(model)
+    assert len(weight_casts) == 6
+    assert type(model[0].weight) is nn.Parameter
+    model = _model().eval()
+    assert type(model[0].weight) is WatchedParameter
+    _evaluate(model)
+    revert(model)
+    assert type(model[0].weight) is nn.Parameter
+    assert "fp8_kept_weight" not in model[0].__dict__
+
+
+def test_compiled_forwards_cast_as_before():
+    model = _model().eval()
+    _evaluate(model)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    with torch.no_grad():
+        expected = _fresh(model)
+        assert torch.equal(compiled(_x()), expected)
+        _in_place(model[0].weight)
+        assert torch.equal(compiled(_x()), _fresh(model))

@@ -1,0 +1,133 @@
+"""`KeptWeight`: a weight in FP8 from one forward without gradients to the next.
+
+Generation runs a forward for each token, evaluation one for each batch, and the weight is the same
+in all of them: it is cast in the first, and its payload, laid out for the GEMM, is kept, one byte
+per parameter. Training does not pay for it: the payload goes with ``module.train()``, at the latest
+with the next forward that takes gradients, and the gradients, 2 bytes per parameter at O2, are not
+there yet. It is not bounded, for each token reads all weights, and a part of them kept would save a
+part of the time; ``FP8Config(keep_eval_weights=False)`` keeps nothing, for a model that is only
+evaluated and fills the memory by itself.
+
+A payload is never stale. It is used while the stamp of the weight is what it was
+(`torch_fp8.nn.weight_cache.stamp_of`: version, uses of ``.data`` and of collectives, address), and
+only while nobody holds the weight's memory beside the Parameter: no view, no array of NumPy, and no
+tensor of another library (DLPack), which could write to it unseen. A weight that FSDP2 gathers is
+a Parameter that it has made, whose writes are not counted: nothing is kept of it. Nor in a CUDA
+graph, which would read the payload in each replay, nor with delayed scaling in training mode, where
+each forward records an amax.
+
+In training mode a forward without gradients may be a part of the model that is frozen, or the first
+pass of a reentrant checkpoint: there a payload is made from the second forward in a row on, and
+dropped in such a pass.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_fp8.autograd.checkpoint_pass import in_reentrant_checkpoint, untraced
+from torch_fp8.nn.weight_cache import WatchedParameter, stamp_of
+from torch_fp8.ops.quantize import QuantizedTensor
+
+_ALONE = 2
+"""References to the memory of a tensor that has it alone: its own, and that of who asks."""
+
+
+class KeptWeight:
+    """The payload of one layer's weight. Copies and pickles start empty.
+
+    Attributes:
+        payload: (N, K), quantized along K; None: nothing is kept.
+        columns, device_type: K, and where it lies.
+        training: whether the layer was in training mode.
+        operand: the payload as the GEMM takes it, laid out by whoever multiplies first.
+        quantizer: of the input, likewise.
+    """
+
+    __slots__ = (
+        *("_history", "_recorded", "_seen", "_stamp", "columns", "device_type", "operand"),
+        *("payload", "quantizer", "training"),
+    )
+
+    def __init__(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        """Free the memory."""
+        self.columns, self.device_type, self.training = 0, "cpu", False
+        self._stamp: Any = None
+        self._seen: Any = None
+        self._history: Tensor | None = None
+        self._recorded = 0
+        self.payload: QuantizedTensor | None = None
+        self.operand: Any = None
+        self.quantizer: Any = None
+
+    def is_current(self, weight: Tensor) -> bool:
+        """Whether the payload is that of the weight as it is now."""
+        if self.payload is None or self._stamp != _stamp(weight):
+            return False
+        return self._history is None or self._history._version == self._recorded
+
+    def row(
+        self,
+        weight: Tensor,
+        cast: Callable[[], QuantizedTensor],
+        history: Tensor | None,
+        training: bool,
+    ) -> QuantizedTensor:
+        """The payload of the weight as it is now.
+
+        Args:
+            weight: as it is stored.
+            cast: makes the payload.
+            history: of delayed scaling, whose changes change the scale; None: there is none.
+            training: whether the layer is in training mode.
+        """
+        if training and in_reentrant_checkpoint():
+            self.forget()
+            return cast()
+        if self.payload is not None and self.is_current(weight):
+            return self.payload
+        seen = self._seen
+        self.forget()
+        if _stamp(weight) is None:
+            return cast()
+        # Made for whoever comes: not within inference mode, nor in a pass of a checkpoint.
+        with untraced(), torch.inference_mode(False), torch.no_grad():
+            made = cast()
+        stamp = _stamp(weight)  # the cast itself has used the weight
+        if training and seen != stamp:
+            self._seen = stamp
+            return made
+        self._stamp, self._seen, self.payload = stamp, stamp, made
+        self.columns, self.training = made.qdata.shape[1], training
+        self.device_type = weight.device.type
+        if history is not None:
+            self._history, self._recorded = history, history._version
+        return made
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """What is held now."""
+        if self.payload is None:
+            return []
+        kept = [self.payload] if self.operand is None else [self.payload, self.operand.operand]
+        return [tensor for x in kept for tensor in (x.qdata, x.scale)]
+
+    def __reduce__(self) -> Any:
+        return KeptWeight, ()
+
+
+def _stamp(weight: Tensor) -> Any:
+    """What differs after each write; None where a write could stay unseen."""
+    if type(weight) is not WatchedParameter:
+        return None
+    if weight.is_cuda and torch.cuda.is_current_stream_capturing():
+        return None
+    storage = torch.Tensor.untyped_storage(weight)
+    if torch._C._storage_Use_Count(storage._cdata) != _ALONE or weight.is_lent:
+        return None
+    return stamp_of(weight)
