@@ -39,6 +39,7 @@ class KeptWeight:
     """The payload of one layer's weight. Copies and pickles start empty.
 
     Attributes:
+        holds: whether anything is remembered.
         payload: (N, K), quantized along K; None: nothing is kept.
         columns, device_type: K, and where it lies.
         training: whether the layer was in training mode.
@@ -48,7 +49,7 @@ class KeptWeight:
 
     __slots__ = (
         *("_history", "_recorded", "_seen", "_stamp", "columns", "device_type", "operand"),
-        *("payload", "quantizer", "training"),
+        *("holds", "payload", "quantizer", "training"),
     )
 
     def __init__(self) -> None:
@@ -57,6 +58,7 @@ class KeptWeight:
     def forget(self) -> None:
         """Free the memory."""
         self.columns, self.device_type, self.training = 0, "cpu", False
+        self.holds = False
         self._stamp: Any = None
         self._seen: Any = None
         self._history: Tensor | None = None
@@ -98,6 +100,7 @@ class KeptWeight:
         # Made for whoever comes: not within inference mode, nor in a pass of a checkpoint.
         with untraced(), torch.inference_mode(False), torch.no_grad():
             made = cast()
+        self.holds = True
         stamp = _stamp(weight)  # the cast itself has used the weight
         if training and seen != stamp:
             self._seen = stamp

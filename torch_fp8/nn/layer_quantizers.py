@@ -3,11 +3,13 @@
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from torch_fp8.autograd.checkpoint_pass import repeats_forward
 from torch_fp8.nn.frozen_storage import FrozenStorage
 from torch_fp8.nn.kept_weight import KeptWeight
+from torch_fp8.nn.scaling_buffers import BUFFERS
 from torch_fp8.nn.weight_cache import WeightCache, watch
 from torch_fp8.quantization.recipe import CastSpec
 from torch_fp8.tensor.quantizer import Quantizer, Quantizers, WeightQuantizer
@@ -18,6 +20,8 @@ class LayerQuantizers(FrozenStorage):
 
     fp8_weight_cache: WeightCache | None = None
     fp8_kept_weight: KeptWeight | None = None
+    fp8_delayed: bool = False
+    """Whether the recipe scales by histories: `Recipe.delayed`, asked once."""
 
     def quantizers(self, group: Any = None) -> Quantizers:
         """How the operands are cast now.
@@ -25,15 +29,20 @@ class LayerQuantizers(FrozenStorage):
         Args:
             group: of ranks that have other parts of them; or None.
         """
-        recipe, config = self.fp8_recipe, self.fp8_config
-        # Many objects, which change with the weight's cache alone.
-        steady = group is None and not (recipe.delayed or torch.compiler.is_compiling())
-        kept: Quantizers | None = self.__dict__.get("_fp8_quantizers")
-        if steady and kept is not None and kept.weight.cache is self.fp8_weight_cache:
-            return kept
         updates, repeats = True, False
-        if recipe.delayed:
+        if self.fp8_delayed:
             updates, repeats = self.training, repeats_forward()
+        # Many objects, which change with these and the weight's cache alone.
+        steady = group is None and not torch.compiler.is_compiling()
+        if steady:
+            kept: Quantizers | None = self.__dict__.get("_fp8_quantizers")
+            if (
+                kept is not None
+                and kept.weight.cache is self.fp8_weight_cache
+                and (kept.input.updates, kept.input.repeats) == (updates, repeats)
+            ):
+                return kept
+        recipe, config = self.fp8_recipe, self.fp8_config
         weight = Quantizer(recipe.weight, config, group, None, updates, repeats)
         made = Quantizers(
             Quantizer(recipe.input, config, group, None, updates, repeats),
@@ -46,9 +55,14 @@ class LayerQuantizers(FrozenStorage):
             self.__dict__["_fp8_quantizers"] = made
         return made
 
+    def operand_buffers(self) -> tuple[Any, ...]:
+        """The same as `scaling_buffers`, sooner where none of them is sharded."""
+        buffers = tuple([self._buffers[name] for name in BUFFERS])
+        return self.scaling_buffers() if type(buffers[0]) is not Tensor else buffers
+
     def quantizer(self, operand: int, group: Any = None) -> Quantizer:
         """That of INPUT, WEIGHT or GRAD_OUTPUT, with its history."""
-        buffers = self.scaling_buffers() if self.fp8_recipe.delayed else ()
+        buffers = self.operand_buffers() if self.fp8_delayed else ()
         made = self.quantizers(group).with_buffers(buffers)
         return (made.input, made.weight.quantizer, made.grad_output)[operand]
 
@@ -57,7 +71,7 @@ class LayerQuantizers(FrozenStorage):
 
         Not where a group of ranks agrees on one, nor where a forward runs again with the last.
         """
-        if not self.fp8_recipe.delayed or isinstance(self.weight, DTensor):
+        if not self.fp8_delayed or isinstance(self.weight, DTensor):
             return None
         quantizer = self.quantizer(operand)
         return quantizer if quantizer.casts_by_history else None

@@ -32,8 +32,9 @@ transposed payload (`torch_fp8.autograd.checkpoint_pass`).
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-from torch_fp8.autograd.function import name_of, refuse_transforms
+from torch_fp8.autograd.function import refuse_transforms
 from torch_fp8.config import FP8Config
 from torch_fp8.nn.dtensor_layout import local_operands
 from torch_fp8.nn.linear_function import LinearOptions, linear
@@ -72,29 +73,40 @@ class Float8Layer(RepeatedForward):
                 return self.dequantized_forward(plain_activation(input))
             output: Tensor = super().forward(plain_activation(input))
             return output
-        if self.fp8_kept_weight is not None and not torch.compiler.is_compiling():
-            again = self.repeated(input)
-            if again is not None:
-                return again
-        local = local_operands(self, input)
-        x, weight = local.input, local.weight
+        compiling, kept = torch.compiler.is_compiling(), self.fp8_kept_weight
+        if not compiling and kept is not None:
+            if not torch.is_grad_enabled():
+                again = self.repeated(input)
+                if again is not None:
+                    return again
+            elif kept.holds:
+                kept.forget()
+        x, weight, local = input, self.weight, None
+        if isinstance(weight, DTensor) or isinstance(input, DTensor):
+            local = local_operands(self, input)
+            x, weight = local.input, local.weight
         shape, dtype = x.shape, x.dtype  # asked once: a produced activation answers in Python
         self._check(shape, dtype, weight)
-        name = name_of(self)
-        refuse_transforms(name)
+        name = "" if compiling else self.fp8_name  # as `name_of`
+        if not compiling and torch._C._are_functorch_transforms_active():
+            refuse_transforms(name)
+        bias = self.bias if self.fp8_adds_bias else None
+        if local is not None and bias is not None:
+            bias = local.bias(bias)
+        quantizers = self.quantizers(None if local is None else local.group)
         out_dtype = autocast_dtype(weight.device.type) or dtype
-        quantizers = self.quantizers(local.group)
         options = LinearOptions(
             name, dtype, out_dtype, self.fp8_recipe, quantizers, self.fp8_emulate, self.training
         )
-        buffers = self.scaling_buffers() if self.fp8_recipe.delayed else ()
-        bias = local.bias(self.bias) if self.bias is not None and self.fp8_adds_bias else None
-        if not torch.compiler.is_compiling():
-            return local.whole(linear(x, weight, bias, shape, options, *buffers))
+        buffers = self.operand_buffers() if self.fp8_delayed else ()
+        if not compiling:
+            y = linear(x, weight, bias, shape, options, *buffers)
+            return y if local is None else local.whole(y)
         # Compiled with DTensors, torch 2.13 loses views in the function's backward: keep them out.
         rows = x.reshape(-1, shape[-1])
         y = linear(rows, weight, bias, rows.shape, options, *buffers)
-        return local.whole(y.reshape(*shape[:-1], y.shape[-1]))
+        y = y.reshape(*shape[:-1], y.shape[-1])
+        return y if local is None else local.whole(y)
 
     def _check(self, shape: torch.Size, dtype: torch.dtype, weight: Tensor) -> None:
         if dtype not in FLOATS:
@@ -124,7 +136,7 @@ class Float8Layer(RepeatedForward):
             emulate: run its GEMMs through the reference path.
         """
         self.fp8_config, self.fp8_recipe = config, recipe
-        self.fp8_emulate, self.fp8_name = emulate, name
+        self.fp8_emulate, self.fp8_name, self.fp8_delayed = emulate, name, recipe.delayed
         self.init_scaling()
 
     def extra_repr(self) -> str:

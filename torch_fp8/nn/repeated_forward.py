@@ -27,15 +27,9 @@ class RepeatedForward(LayerQuantizers):
     fp8_adds_bias: bool
 
     def repeated(self, input: Tensor) -> Tensor | None:
-        """Return the output, or None where the layer has to look at everything anew.
-
-        A forward with gradients frees what was kept.
-        """
+        """Return the output, or None where the layer has to look at everything anew."""
         kept = self.fp8_kept_weight
         if kept is None:
-            return None
-        if torch.is_grad_enabled():
-            kept.forget()
             return None
         payload, weight = kept.payload, self._parameters["weight"]
         if payload is None or weight is None or self.fp8_emulate:
@@ -53,7 +47,7 @@ class RepeatedForward(LayerQuantizers):
         if shape[-1] != kept.columns or dtype not in FLOATS or self._is_special():
             return None
         if kept.quantizer is None:
-            buffers = self.scaling_buffers() if self.fp8_recipe.delayed else ()
+            buffers = self.operand_buffers() if self.fp8_delayed else ()
             with torch.inference_mode(False), torch.no_grad():
                 kept.quantizer = self.quantizers().with_buffers(buffers).input.settled()
         a, _, _ = kept.quantizer(input, rowwise=True, columnwise=False)
@@ -73,6 +67,6 @@ class RepeatedForward(LayerQuantizers):
         """Whether torch runs this forward in a way that the layer has to know of."""
         if torch._C._are_functorch_transforms_active():
             return True
-        if self.fp8_recipe.delayed and torch._C._current_graph_task_id() != -1:
+        if self.fp8_delayed and torch._C._current_graph_task_id() != -1:
             return True
         return self.training and in_reentrant_checkpoint()
