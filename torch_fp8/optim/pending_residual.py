@@ -4,19 +4,17 @@ A weight of an FP8 checkpoint is an E4M3 code times a float32 scale: more than t
 Parameter that is to be trained holds its BF16 part, and the bits below (`torch_fp8.quantization.
 split_float`) wait beside it, an attribute of the Parameter, in the very tensor that becomes the
 optimizer's: no byte is held that would not be held later. `take_residuals` moves them into the
-optimizer when it is converted, or drops them if it keeps none. A copy of the Parameter, and what
-`fully_shard` makes of it, has none.
+optimizer when it is converted, or drops them if it keeps none. A deep copy of the Parameter, and
+what `fully_shard` makes of it, has none.
 """
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from torch_fp8.nn.weight_cache import watch
-from torch_fp8.optim.last_writes import LastWrites
 from torch_fp8.optim.optimizer import Float8Optimizer
 from torch_fp8.optim.state import (
     SMALL_RESIDUAL_BITS,
@@ -27,15 +25,15 @@ from torch_fp8.optim.state import (
 from torch_fp8.quantization.split_float import pack, split
 
 _ATTRIBUTE = "_fp8_pending_residual"
+_SAMPLE = 256  # elements
 
 
-@dataclass
-class PendingResidual:
-    """A residual as stored, its bits, and what its weight was when both were made."""
+class PendingResidual(NamedTuple):
+    """A residual as stored, its bits, and a sample of the weight that it belongs to."""
 
     stored: Tensor
     bits: int
-    writes: LastWrites
+    sample: Tensor
 
 
 @torch.no_grad()
@@ -60,19 +58,33 @@ def split_parts(parameter: nn.Parameter, parts: Any, bits: int) -> None:
             stored[rows] = pack(residual, bits)
     vars(parameter).pop(_ATTRIBUTE, None)
     if stored is not None:
-        pending = PendingResidual(stored, bits, LastWrites())
-        pending.writes.note([parameter])
-        setattr(parameter, _ATTRIBUTE, pending)
+        # A plain tuple of tensors is what torch.load(weights_only=True) reads, if somebody saves
+        # Parameters instead of their data.
+        setattr(parameter, _ATTRIBUTE, (stored, bits, _sample(parameter)))
 
 
 def pending_residual(parameter: Tensor) -> PendingResidual | None:
     """Return the residual that waits for an optimizer; None: none does, or the weight was written
     since.
     """
-    pending: PendingResidual | None = vars(parameter).get(_ATTRIBUTE)
-    if pending is None or parameter.dtype != torch.bfloat16:
+    waiting = vars(parameter).get(_ATTRIBUTE)
+    if waiting is None or parameter.dtype != torch.bfloat16:
         return None
-    return None if pending.writes.changed([parameter]) else pending
+    pending = PendingResidual(*waiting)
+    written = not torch.equal(_sample(parameter), pending.sample.to(parameter.device))
+    return None if written else pending
+
+
+def _sample(parameter: Tensor) -> Tensor:
+    """Return elements from the middle of a weight, which tell whether somebody has written it.
+
+    As in `torch_fp8.optim.last_writes`, the residual of a write that is not seen is wrong by half a
+    spacing of BF16.
+    """
+    flat = parameter.detach().reshape(-1)
+    size = min(flat.numel(), _SAMPLE)
+    start = (flat.numel() - size) // 2
+    return flat[start : start + size].clone()
 
 
 def take_residuals(optimizer: Optimizer) -> int:

@@ -137,6 +137,14 @@ def test_a_copy_of_a_model_has_no_residuals_that_wait(tmp_path):
     assert torch.equal(twin[0].up_proj.weight, model[0].up_proj.weight)
 
 
+def test_parameters_with_residuals_that_wait_are_saved_as_others_are(tmp_path):
+    _written(tmp_path)
+    model = load_trainable(_Model, tmp_path)
+    torch.save(model.state_dict(keep_vars=True), tmp_path / "weights.pt")
+    saved = torch.load(tmp_path / "weights.pt", weights_only=True)
+    assert torch.equal(saved["0.up_proj.weight"], model[0].up_proj.weight)
+
+
 LAYOUTS = {
     "fine-grained": (FINE_GRAINED, "_scale_inv", None),
     "channel": (compressed("channel"), "_scale", lambda shape: (1, shape[1])),
