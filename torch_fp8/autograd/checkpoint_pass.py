@@ -26,6 +26,10 @@ from torch.utils._python_dispatch import (
 Mode = TypeVar("Mode", bound=TorchDispatchMode)
 
 _REENTRANT = torch.utils.checkpoint.CheckpointFunction.forward.__code__
+_TORCH_PASSES = (
+    torch.utils.checkpoint._CachingTorchDispatchMode,
+    torch.utils.checkpoint._CachedTorchDispatchMode,
+)
 _FIRST_PASS = ("torch.utils.checkpoint", "_checkpoint_hook.__init__.<locals>.pack_hook")
 
 
@@ -161,6 +165,17 @@ def untraced() -> Iterator[None]:
     finally:
         for mode, paused in zip(passes, before, strict=True):
             mode.pauses = paused
+
+
+def torch_selective_pass() -> bool:
+    """Whether a pass of torch's own ``create_selective_checkpoint_contexts`` runs now.
+
+    Its second pass looks up by their names the operators that it has saved: both have to issue the
+    same. A cast that finds a delayed scale itself does so in the first pass alone.
+    """
+    if torch.compiler.is_compiling() or not _len_torch_dispatch_stack():
+        return False
+    return any(isinstance(mode, _TORCH_PASSES) for mode in _get_current_dispatch_mode_stack())
 
 
 def replayed_operator() -> str | None:

@@ -21,6 +21,7 @@ from torch_fp8.autograd.checkpoint_pass import (
     repeats_forward,
     replayed_operator,
     saves_nothing,
+    torch_selective_pass,
 )
 from torch_fp8.autograd.function import name_of, once_differentiable, refuse_transforms, reshaped
 from torch_fp8.config import FP8Config
@@ -128,7 +129,8 @@ class Float8RMSNorm(nn.Module):
         Not in evaluation, nor where a forward runs again with the scales that it had.
         """
         reader, replayed = self.fp8_reader, replayed_operator()
-        if reader is None or reader.history is None or not self.training or repeats_forward():
+        again = repeats_forward() or torch_selective_pass()
+        if reader is None or reader.history is None or not self.training or again:
             return None
         if replayed is not None:  # the first pass may have come before anybody had read
             return reader if replayed == "rms_norm_quantize_delayed" else None

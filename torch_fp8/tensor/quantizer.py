@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
-from torch_fp8.autograd.checkpoint_pass import saves_nothing, stand_in
+from torch_fp8.autograd.checkpoint_pass import saves_nothing, stand_in, torch_selective_pass
 from torch_fp8.config import FP8Config
 from torch_fp8.kernels.arguments import CastOptions, DelayedCastOptions
 from torch_fp8.ops.quantize import QuantizedTensor, quantize_layouts
@@ -100,7 +101,8 @@ class Quantizer(NamedTuple):
     @property
     def casts_by_history(self) -> bool:
         """Whether the cast itself finds the delayed scale, in the read that it takes anyway."""
-        return self.group is None and self.updates and not self.repeats
+        ahead = self.group is None and self.updates and not self.repeats
+        return ahead and not torch_selective_pass()
 
     def delayed_options(self, *, rowwise: bool, columnwise: bool) -> DelayedCastOptions:
         """The cast that a producer fuses, with the scale that the history suggests."""
@@ -135,6 +137,11 @@ class Quantizer(NamedTuple):
     def delayed_scale(self, x: Tensor, history: History) -> Tensor:
         """The () scale of x by its history, which records its amax in training."""
         if self.repeats:
+            assert history.last is not None
+            return history.last.clone()
+        if self.updates and torch_selective_pass():
+            with _disable_current_modes():  # what the second pass will not do
+                history.advance(amax_of(x, self.group), self.spec, self.config)
             assert history.last is not None
             return history.last.clone()
         amax = amax_of(x, self.group)
