@@ -26,6 +26,8 @@ from transformers import (
 from trl import DPOConfig, DPOTrainer
 
 import torch_fp8
+from torch_fp8.tensor.dtensor import local
+from torch_fp8.tensor.frozen_weight import Float8FrozenWeight
 
 folder, *kinds = sys.argv[1:]
 init = PartialState.__init__
@@ -148,7 +150,10 @@ def dpo() -> str:
     with torch_fp8.count_communication() as counted, torch.no_grad():
         reference(input_ids=torch.randint(4, 64, (1, 8)))
     assert counted.of("all-gather", torch.uint8).calls == 1, counted  # TRL shards it as one
-    assert all(map(torch.equal, whole(reference), before))
+    frozen = [p for p in reference.parameters() if isinstance(local(p), Float8FrozenWeight)]
+    assert len(frozen) == 14, len(frozen)  # no optimizer trains it
+    for now, then in zip(whole(reference), before, strict=True):
+        assert (now.float() - then).norm() < 0.04 * then.norm()
     return "reference"
 
 
