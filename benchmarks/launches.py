@@ -29,6 +29,10 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_iter
 from triton.runtime import interpreter
 
+from benchmarks.interpreter import mend
+
+mend()
+
 
 def _cuda_implementations() -> dict[str, Callable]:
     """Map each operator of torch_fp8 to its implementation for CUDA."""
@@ -281,7 +285,7 @@ def _interpreted(launches: list[Launch], names: _Names) -> Iterator[None]:
         builder.create_masked_store,
         builder.create_atomic_rmw,
     )
-    run, patch_tensor = executor.__call__, interpreter._patch_lang_tensor
+    run = executor.__call__
 
     def note(at, ptrs, mask, is_write):
         size = max(ptrs.get_element_ty().primitive_bitwidth // 8, 1)
@@ -308,11 +312,6 @@ def _interpreted(launches: list[Launch], names: _Names) -> Iterator[None]:
             run(self, *args, **kwargs)
         launches.append(_launch(self, args, accesses, names))
 
-    def patch_for_numpy_2(tensor, scope):
-        # As the original, which fails with NumPy >= 2.4: int() of an array of shape (1,).
-        patch_tensor(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
     quotient = importlib.import_module("torch_fp8.kernels.fast_math")
     with (
         mock.patch.object(quotient, "_approximate_reciprocal", lambda x: 1.0 / x),  # assembly
@@ -320,7 +319,6 @@ def _interpreted(launches: list[Launch], names: _Names) -> Iterator[None]:
         mock.patch.object(builder, "create_masked_store", noted_store),
         mock.patch.object(builder, "create_atomic_rmw", noted_rmw),
         mock.patch.object(executor, "__call__", noted_run),
-        mock.patch.object(interpreter, "_patch_lang_tensor", patch_for_numpy_2),
     ):
         yield
 

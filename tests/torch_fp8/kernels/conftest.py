@@ -290,6 +290,8 @@ def interpreted():
 
     def run(name):
         environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+        paths = [str(Path(__file__).resolve().parents[3]), os.environ.get("PYTHONPATH")]
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))  # benchmarks is no package
         command = [sys.executable, str(Path(__file__).with_name(name))]
         done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
         assert done.returncode == 0, done.stderr[-4000:]

@@ -20,6 +20,7 @@ import triton.language as tl
 from conftest import matrix_differences, moved, optimizer_matrix
 from triton.runtime import interpreter
 
+from benchmarks.interpreter import mend
 from torch_fp8.kernels import adamw, block_scaled, fast_math
 from torch_fp8.kernels.arguments import CastOptions, StepScalars, WeightPayload
 from torch_fp8.kernels.block_scaled import decode, encode, scale_of
@@ -93,16 +94,7 @@ def torch_fp_to_fp(self, src, dst_type, rounding_mode):
     return interpreter.TensorHandle(data.view(torch.uint8).numpy(), dst_type.scalar)
 
 
-patch_lang_tensor = interpreter._patch_lang_tensor
-
-
-def patch_lang_tensor_for_numpy_2(tensor, scope):
-    """As the original, which fails with NumPy >= 2.4: int() of an array of shape (1,)."""
-    patch_lang_tensor(tensor, scope)
-    scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-
-interpreter._patch_lang_tensor = patch_lang_tensor_for_numpy_2
+mend()
 interpreter.InterpreterBuilder.create_fma = exact_fma
 interpreter.InterpreterBuilder.create_fp_to_fp = torch_fp_to_fp
 interpreter.InterpreterBuilder.create_rsqrt = approximate_root
@@ -193,8 +185,10 @@ def same(got, want):
     return bool((bits | (got.isnan() & want.isnan())).all())
 
 
-PAYLOADS = (  # whole squares take long here: one of two by two, edges only, and small ones
-    ((144, 160), "bf16 with 8 bits", "bf16", None),
+# Whole squares take long here: with both layouts, one of two by two, edges only, and small ones.
+TWO_BY_TWO, TWO_BY_ONE = (144, 160), (144, 32)
+PAYLOADS = (
+    (None, "bf16 with 8 bits", "bf16", None),
     ((16, 32), "bf16 with 8 bits", "8-bit", 0.5),
     ((32, 96), "bf16 with 4 bits", "bf16", 2.0),
     ((16, 160), "fp32", "fp32", float("nan")),
@@ -207,6 +201,7 @@ def payloads():
         for transposed in (False, True):
             matrices = []
             for i, (shape, weight, grad, wrong) in enumerate(PAYLOADS):
+                shape = shape or (TWO_BY_TWO if transposed else TWO_BY_ONE)
                 matrix = optimizer_matrix(*shape, *WEIGHTS[weight], GRADS[grad], seed=i)
                 matrices.append(with_payload(matrix, granularity, transposed, wrong))
             if transposed:
@@ -245,7 +240,8 @@ def choices():
     yield "multiplier of the learning rate", stepped(matrices, [SCALARS] * 3, multipliers)
     # Indices beyond 2^32, and shards that begin within a row.
     places = [(2**20 + 1, 0, 2**14), (3, 16, 4096), (70000, 2**16, 2**18)]
-    matrices = [default(9, cols, place=p) for cols, p in zip((2**14, 48, 33), places, strict=True)]
+    shapes = (2, 2**14), (9, 48), (9, 33)
+    matrices = [default(*shape, place=p) for shape, p in zip(shapes, places, strict=True)]
     yield "shards", stepped(matrices[1:], [SCALARS] * 2) + stepped(matrices[:1], [SCALARS])
     shifted = default(9, 64)
     shifted = shifted._replace(weight=torch.empty(577).bfloat16()[1:].view(9, 64).copy_(shifted[0]))

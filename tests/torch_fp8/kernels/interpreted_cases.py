@@ -21,9 +21,7 @@ import triton
 import triton.language as tl
 from triton.runtime import interpreter
 
-from torch_fp8.environment.kernel_cases import casts
-from torch_fp8.environment.kernel_cases.comparison import Mismatch
-from torch_fp8.kernels.arguments import CastOptions
+from benchmarks.interpreter import mend
 from torch_fp8.kernels.column_sums import TileSums
 from torch_fp8.kernels.fp8_cast import divide, reciprocal
 from torch_fp8.kernels.quantize import is_odd, quantize_2d
@@ -64,16 +62,7 @@ def torch_fp_to_fp(self, src, dst_type, rounding_mode):
     return interpreter.TensorHandle(data, dst_type.scalar)
 
 
-patch_lang_tensor = interpreter._patch_lang_tensor
-
-
-def patch_lang_tensor_for_numpy_2(tensor, scope):
-    """As the original, which fails with NumPy >= 2.4: int() of an array of shape (1,)."""
-    patch_lang_tensor(tensor, scope)
-    scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-
-interpreter._patch_lang_tensor = patch_lang_tensor_for_numpy_2
+mend()
 interpreter.InterpreterBuilder.create_fma = exact_fma
 interpreter.InterpreterBuilder.create_fdiv = approximate_division
 interpreter.InterpreterBuilder.create_fp_to_fp = torch_fp_to_fp

@@ -14,6 +14,7 @@ import torch
 from conftest import just_rounded_up
 from triton.runtime import interpreter
 
+from benchmarks.interpreter import mend
 from torch_fp8.kernels import grad_codec as kernels
 from torch_fp8.ops import grad_codec
 from torch_fp8.quantization.stochastic_rounding import stream_keys
@@ -29,14 +30,6 @@ SHAPES = {
     "no columns": (64, 0),
 }
 
-patch_lang_tensor = interpreter._patch_lang_tensor
-
-
-def patch_lang_tensor_for_numpy_2(tensor, scope):
-    """As the original, which fails with NumPy >= 2.4: int() of an array of shape (1,)."""
-    patch_lang_tensor(tensor, scope)
-    scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
 
 def torch_fp_trunc(self, src, dst_type):
     """To nearest even; the interpreter cuts the lower bits off."""
@@ -44,7 +37,7 @@ def torch_fp_trunc(self, src, dst_type):
     return interpreter.TensorHandle(data.numpy().view(np.uint16), dst_type.scalar)
 
 
-interpreter._patch_lang_tensor = patch_lang_tensor_for_numpy_2
+mend()
 interpreter.InterpreterBuilder.create_fp_trunc = torch_fp_trunc
 
 

@@ -20,6 +20,7 @@ import torch
 import triton.language as tl
 from triton.runtime import interpreter
 
+from benchmarks.interpreter import mend
 from torch_fp8.kernels import gate_up as gate_up_kernels
 from torch_fp8.kernels import rms_norm as norm_kernels
 from torch_fp8.kernels import swiglu as swiglu_kernels
@@ -85,16 +86,7 @@ def torch_fp_trunc(self, src, dst_type):
     return interpreter.TensorHandle(data.numpy().view(np.uint16), dst_type.scalar)
 
 
-patch_lang_tensor = interpreter._patch_lang_tensor
-
-
-def patch_lang_tensor_for_numpy_2(tensor, scope):
-    """As the original, which fails with NumPy >= 2.4: int() of an array of shape (1,)."""
-    patch_lang_tensor(tensor, scope)
-    scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-
-interpreter._patch_lang_tensor = patch_lang_tensor_for_numpy_2
+mend()
 interpreter.InterpreterBuilder.create_fma = exact_fma
 interpreter.InterpreterBuilder.create_fdiv = approximate_division
 interpreter.InterpreterBuilder.create_fp_to_fp = torch_fp_to_fp

@@ -111,6 +111,11 @@ def launch_swiglu(x):
         gate_up.gate_up_backward(inputs, True)
         gate_up.gate_up_backward_amax(inputs._replace(smooth=None))
 
+    if x.shape[1] % 16:  # computed first, and the amax with it, and cast then
+        how, arguments = next(delayed_casts()), (x, *saved(x) * 2, smooth, x.dtype)
+        swiglu_backward.swiglu_backward_quantize_delayed(*arguments, *history(), *how)
+        gate_up.gate_up_backward_quantize_delayed(*arguments, True, *how)
+
 
 def launch_swiglu_casts(dtype, more):
     x, smooth = torch.empty(2048 + more, 4096, dtype=dtype), torch.empty(4096)
