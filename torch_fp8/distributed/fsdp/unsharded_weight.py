@@ -66,27 +66,27 @@ class UnshardedFloat8Weight(QuantizableTensor):
         """The payloads as they were gathered; the amax that came along is recorded."""
         if quantizer.history is not None and quantizer.updates and not quantizer.repeats:
             quantizer.history.advance(self.weight_amax, quantizer.spec, quantizer.config)
-        row = gathered_row(self, quantizer.spec) if rowwise else None
-        return row, gathered_col(self, quantizer.spec) if columnwise else None
+        row = gathered_rowwise(self, quantizer.spec) if rowwise else None
+        return row, gathered_columnwise(self, quantizer.spec) if columnwise else None
 
     def quantize_in_backward(
         self, quantizer: Any, grad_output: Tensor, *, rowwise: bool, columnwise: bool
     ) -> Payloads:
         """Return the payloads as `quantize` does; no amax is recorded."""
-        row = gathered_row(self, quantizer.spec) if rowwise else None
-        return row, gathered_col(self, quantizer.spec, grad_output) if columnwise else None
+        row = gathered_rowwise(self, quantizer.spec) if rowwise else None
+        return row, gathered_columnwise(self, quantizer.spec, grad_output) if columnwise else None
 
-    def row(self) -> QuantizedTensor:
+    def rowwise(self) -> QuantizedTensor:
         """The weight, quantized along K."""
-        return gathered_row(self, self.payload.spec)
+        return gathered_rowwise(self, self.payload.spec)
 
-    def col(self) -> QuantizedTensor:
-        """The transposed weight, (K, N), quantized along N; see `gathered_col`."""
-        return gathered_col(self, self.payload.spec)
+    def columnwise(self) -> QuantizedTensor:
+        """The transposed weight, (K, N), quantized along N; see `gathered_columnwise`."""
+        return gathered_columnwise(self, self.payload.spec)
 
     def dequantize(self) -> Tensor:
         """A plain tensor of this shape and dtype."""
-        return dequantize(self.row(), self.dtype)
+        return dequantize(self.rowwise(), self.dtype)
 
     def alias(self, shape: Any) -> "UnshardedFloat8Weight":
         assert tuple(shape) == tuple(self.shape)
@@ -147,7 +147,7 @@ class UnshardedFloat8Weight(QuantizableTensor):
 
 
 # Functions, for torch.compile takes a method of a tensor for an operator.
-def gathered_row(weight: UnshardedFloat8Weight, spec: CastSpec) -> QuantizedTensor:
+def gathered_rowwise(weight: UnshardedFloat8Weight, spec: CastSpec) -> QuantizedTensor:
     """The weight (N, K), quantized along K.
 
     Args:
@@ -162,7 +162,7 @@ def gathered_row(weight: UnshardedFloat8Weight, spec: CastSpec) -> QuantizedTens
     return QuantizedTensor(weight.qdata, scale, spec.granularity)
 
 
-def gathered_col(
+def gathered_columnwise(
     weight: UnshardedFloat8Weight, spec: CastSpec, grad_output: Tensor | None = None
 ) -> QuantizedTensor:
     """The transposed weight, (K, N), quantized along N.
@@ -172,10 +172,10 @@ def gathered_col(
     only what the other scale makes subnormal is rounded a second time.
 
     Args:
-        weight, spec: as of `gathered_row`.
+        weight, spec: as of `gathered_rowwise`.
         grad_output: in a backward that is compiled: forward is not to keep a transposed copy.
     """
-    row = gathered_row(weight, spec)
+    row = gathered_rowwise(weight, spec)
     if grad_output is not None and torch.compiler.is_compiling() and spec.granularity in SQUARE:
         qdata = transposed_in_backward(row.qdata, grad_output)
         scale = row.scale.t().contiguous() if row.scale.ndim else row.scale

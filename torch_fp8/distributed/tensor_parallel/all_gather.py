@@ -190,29 +190,29 @@ class AllGatheredFloat8Tensor(QuantizableTensor):
         self.gather, self.source = gather, source
         return self
 
-    def row(self) -> QuantizedTensor:
+    def rowwise(self) -> QuantizedTensor:
         """Return the tensor as a matrix (M, C), quantized along C."""
         return self.gather.result()
 
-    def col(self) -> QuantizedTensor:
+    def columnwise(self) -> QuantizedTensor:
         """The matrix transposed, (C, M), quantized along M.
 
         With one scale the very payload, transposed. Else what the payload stands for is cast again;
         scales are powers of two, which keeps every mantissa, so only what the other scale makes
         subnormal is rounded a second time.
         """
-        return transposed_or_recast(self.row(), self.gather.spec)
+        return transposed_or_recast(self.rowwise(), self.gather.spec)
 
     def quantize(self, quantizer: Any, *, rowwise: bool, columnwise: bool) -> Payloads:
         """The payloads as they were gathered, whatever scale the layer would take."""
-        return self.row() if rowwise else None, self.col() if columnwise else None
+        return self.rowwise() if rowwise else None, self.columnwise() if columnwise else None
 
     def saved_for_backward(self) -> tuple[Tensor, Tensor | None, SavedInput]:
         """The rank's own bytes or the whole payload, and the scale if it has one."""
         self.source.users += 1
         if self.source.shards is not None:
             return self.gather.message, self.gather.scale, self.source
-        row = self.row()
+        row = self.rowwise()
         return row.qdata, row.scale, self.source
 
     def alias(self, shape: Any) -> "AllGatheredFloat8Tensor":
@@ -220,7 +220,7 @@ class AllGatheredFloat8Tensor(QuantizableTensor):
 
     def dequantize(self) -> Tensor:
         """A plain tensor of this shape and dtype."""
-        return dequantize(self.row(), self.dtype).view(self.shape)
+        return dequantize(self.rowwise(), self.dtype).view(self.shape)
 
     def __coerce_same_metadata_as_tangent__(self, *expected: Any) -> Any:
         raise NotImplementedError(

@@ -59,7 +59,7 @@ def case_bits():
                 whole = quantize(exact, spec)
                 same.append(
                     torch.equal(whole.qdata.view(torch.uint8), weight.qdata.view(torch.uint8))
-                    and torch.equal(whole.scale, weight.row().scale)
+                    and torch.equal(whole.scale, weight.rowwise().scale)
                     and weight.dtype == (torch.bfloat16 if policy else torch.float32)
                 )
             key = f"{recipe} {'bf16' if policy else 'fp32'}"

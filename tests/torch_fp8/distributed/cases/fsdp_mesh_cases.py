@@ -50,7 +50,7 @@ def case_few_rows():
             layer = alone.get_submodule(name)
             whole = quantize(layer.weight.detach(), layer.fp8_recipe.weight)
             bits = torch.equal(whole.qdata.view(torch.uint8), weight.qdata.view(torch.uint8))
-            same.append(bits and torch.equal(whole.scale, weight.row().scale))
+            same.append(bits and torch.equal(whole.scale, weight.rowwise().scale))
         model.reshard()
         x = torch.randn(8, 64, generator=torch.Generator().manual_seed(RANK))
         model(x).sum().backward()

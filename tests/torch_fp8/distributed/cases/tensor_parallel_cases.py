@@ -148,7 +148,7 @@ def case_gathered_bytes_are_those_of_a_whole_cast():
                 if spec.granularity == "tensorwise":
                     scale = scale_from_amax(group_amax(mine, group), spec.format, spec.power_of_two)
                 gathered = gather_activation(mine, shards, spec, scale, torch.bfloat16)
-                row, expected = gathered.row(), quantize(x.reshape(-1, shape[-1]), spec)
+                row, expected = gathered.rowwise(), quantize(x.reshape(-1, shape[-1]), spec)
                 same = torch.equal(
                     row.qdata.view(torch.uint8), expected.qdata.view(torch.uint8)
                 ) and torch.equal(row.scale, expected.scale)
@@ -172,7 +172,7 @@ def case_transposed_payload():
                 scale = scale_from_amax(amax, spec.format, spec.power_of_two)
             shards = Shards(x.shape, 0, group)
             gathered = gather_activation(part(x, 0), shards, spec, scale, x.dtype)
-            dbs.append(db(dequantize(gathered.row()).t(), dequantize(gathered.col())))
+            dbs.append(db(dequantize(gathered.rowwise()).t(), dequantize(gathered.columnwise())))
         results[recipe] = dbs
     return results
 
@@ -184,7 +184,7 @@ def case_one_scale():
     model, _ = parallel(Pair().bfloat16(), pair_plan())
 
     def watch(module, args):
-        seen.append(args[0]._local_tensor.row().scale.item())
+        seen.append(args[0]._local_tensor.rowwise().scale.item())
 
     model.up.register_forward_pre_hook(watch)
     model(x)

@@ -37,7 +37,7 @@ def test_the_transposed_weight_is_as_exact_as_a_cast_of_its_own(recipe, kind):
     spec = make_recipe(recipe).weight
     x = spread() if kind == "spread" else torch.randn(192, 160)
     _, direct = quantize_layouts(x, CastOptions.of(spec, rowwise=False, columnwise=True))
-    col = gathered(x, spec).col()
+    col = gathered(x, spec).columnwise()
     assert col.qdata.shape == (160, 192)
     assert col.qdata.is_contiguous()
     made, best = dequantize(col), dequantize(direct)
@@ -50,8 +50,8 @@ def test_where_scales_are_symmetric_the_transposed_codes_are_the_codes(recipe):
     spec = make_recipe(recipe).weight
     weight = gathered(spread(), spec)
     _, direct = quantize_layouts(spread(), CastOptions.of(spec, rowwise=False, columnwise=True))
-    assert torch.equal(weight.col().qdata.view(torch.uint8), direct.qdata.view(torch.uint8))
-    assert torch.equal(weight.col().scale, direct.scale)
+    assert torch.equal(weight.columnwise().qdata.view(torch.uint8), direct.qdata.view(torch.uint8))
+    assert torch.equal(weight.columnwise().scale, direct.scale)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
