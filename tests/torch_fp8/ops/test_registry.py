@@ -10,6 +10,7 @@ import torch_fp8.ops.registry as module
 from torch_fp8.kernels.arguments import CastOptions
 from torch_fp8.ops import quantize as casts
 from torch_fp8.ops.quantize import quantize_layouts
+from torch_fp8.ops.swiglu import swiglu_save
 from torch_fp8.quantization.recipe import make_recipe
 
 OPTIONS = CastOptions(torch.float8_e4m3fn, "tensorwise", False, True, True)
@@ -99,3 +100,24 @@ def test_a_compiled_graph_has_the_operator(direct):
     )
     compiled(torch.randn(32, 64))
     assert any("torch_fp8.quantize_2d" in target for target in targets)
+
+
+def test_a_schema_is_read_from_annotations():
+    """Tuples are flat, what is written is marked, and a default is one of the schema."""
+    ops = torch.ops.torch_fp8
+    assert str(ops.quantize_2d_delayed.default._schema) == (
+        "torch_fp8::quantize_2d_delayed(Tensor x, Tensor(a!) amaxes, Tensor(b!) progress, "
+        "ScalarType dtype, str algorithm, int margin, bool rowwise, bool columnwise, "
+        "Tensor(c!)? last, ScalarType? sum_dtype) -> (Tensor, Tensor, Tensor, Tensor)"
+    )
+    assert str(ops.swiglu_save.default._schema) == (
+        "torch_fp8::swiglu_save(Tensor gate, Tensor up, Tensor? smooth, bool save=True) "
+        "-> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+    )
+
+
+def test_arguments_with_their_defaults_reach_the_reference():
+    gate, up = torch.randn(4, 16), torch.randn(4, 16)
+    made, told = swiglu_save(gate, up, None), swiglu_save(gate, up, None, True)
+    assert all(torch.equal(a.float(), b.float()) for a, b in zip(made, told, strict=True))
+    assert [part.numel() for part in swiglu_save(gate, up, None, False)] == [0, 0, 0, 0, 1]
