@@ -67,18 +67,24 @@ def test_trainers_of_transformers_and_trl_run_fp8_gemms(
     counts = _counts(done.stdout)
     assert set(counts) == set(TRAINERS)
     for name, (trained, evaluated) in counts.items():
-        assert trained > 0, name
-        assert evaluated > 0, name
+        if name != "lora":
+            assert trained > 0, name
+            assert evaluated > 0, name
     # 14 linear layers, 2 steps, three GEMMs each.
     assert counts["trainer"][0] == 14 * 2 * 3
-    # TRL recomputes activations by default, and LoRA's base weights are frozen: no wgrad.
+    # TRL recomputes activations by default.
     assert counts["sft"][0] == 14 * 2 * 4
-    assert counts["lora"][0] == 14 * 2 * 3
+    # Frozen are the base of LoRA and the references of DPO and GRPO: they have block scales, which
+    # the scaled matmul of torch does not take on the CPU.
+    assert done.stderr.count("14 frozen weights stored as FP8 alone") == 3
     assert done.stderr.count("bf16=True in the training arguments") == 1
     # 14 linear layers, embedding and output layer; the adapters of 4 layers, two matrices each.
     full = "optimizer AdamW {'trained bfloat16': 16} and 16 more"
     assert done.stdout.count(full) == 4
-    assert "lora optimizer AdamW {'frozen float32': 16, 'trained float32': 8}" in done.stdout
+    assert (
+        "lora optimizer AdamW {'frozen bfloat16': 14, 'frozen float32': 2, 'trained float32': 8}"
+        in done.stdout
+    )
 
 
 def test_trainers_without_the_flag_run_none(run: Callable, tiny_model: Path) -> None:
