@@ -6,6 +6,13 @@ import torch
 from torch import Tensor
 
 from torch_fp8.quantization.block_scaled import BlockScaled
+from torch_fp8.quantization.payload_shape import (
+    Layouts,
+    Made,
+    new_payload,
+    new_scales,
+    padded_rows,
+)
 from torch_fp8.quantization.recipe import CastSpec
 
 
@@ -54,6 +61,43 @@ class CastOptions(NamedTuple):
         """Return the options with which x^T is cast to the same payloads, in the other order."""
         return self._replace(rowwise=self.columnwise, columnwise=self.rowwise)
 
+    def empty_layouts(self, x: Tensor, cols: int | None = None) -> Layouts:
+        """Allocate what a cast of a result with x's rows returns.
+
+        Args:
+            x: (R, C), on the device of the result.
+            cols: the columns of the result; None: C.
+        """
+        rows, cols = x.shape[0], x.shape[1] if cols is None else cols
+        by_row: tuple[Tensor | None, Tensor | None] = (None, None)
+        by_col, by_tensor = by_row, self.granularity == "tensorwise"
+        how = (self.dtype, self.granularity)
+        if self.rowwise:
+            scale = None if by_tensor else new_scales(x, rows, cols, self.granularity)
+            by_row = new_payload(x, rows, cols, *how), scale
+        if self.columnwise:
+            scale = None if by_tensor else new_scales(x, cols, rows, self.granularity)
+            size = (cols, padded_rows(rows, self.granularity))
+            by_col = x.new_empty(size, dtype=self.dtype), scale
+        if by_tensor and self.scale is None:
+            by_row = by_row[0], x.new_empty((), dtype=torch.float32)
+        return self.present(x, (*by_row, *by_col))
+
+    def present(self, x: Tensor, made: Made) -> Layouts:
+        """Return what an operator returns, with an empty tensor for each layout that does not
+        exist.
+        """
+        qdata, scale, qdata_t, scale_t = made
+        if self.granularity == "tensorwise":  # neither its input, nor one tensor twice
+            one = scale_t if scale is None else scale
+            scale, scale_t = (one if self.scale is None else None), None
+        return (
+            x.new_empty(0, dtype=self.dtype) if qdata is None else qdata,
+            x.new_empty(0, dtype=torch.float32) if scale is None else scale,
+            x.new_empty(0, dtype=self.dtype) if qdata_t is None else qdata_t,
+            x.new_empty(0, dtype=torch.float32) if scale_t is None else scale_t,
+        )
+
     def part(self, i: int) -> "CastOptions":
         """Return the cast of the i-th of several results whose amaxes or scales share a tensor."""
         scale, amax = (None if t is None else t[i] for t in (self.scale, self.amax))
@@ -82,8 +126,10 @@ class DelayedCastOptions(NamedTuple):
     rowwise: bool
     columnwise: bool
 
-    def with_scale(self, scale: Tensor) -> CastOptions:
-        """Return the cast with the scale, () float32, that the history has given."""
+    def with_scale(self, scale: Tensor | None) -> CastOptions:
+        """Return the cast with the scale, () float32, that the history has given; None: it is made
+        by whoever casts.
+        """
         layouts = self.rowwise, self.columnwise
         return CastOptions(self.dtype, "tensorwise", False, *layouts, scale)
 

@@ -11,67 +11,33 @@ import triton.language as tl
 from torch import Tensor
 
 from torch_fp8.kernels.arguments import CastOptions, DelayedCastOptions
-from torch_fp8.kernels.launch_math import cdiv
 from torch_fp8.kernels.quantize import BLOCK, cast_flags, quantize_2d
 from torch_fp8.kernels.quantize_delayed import advance_history
 from torch_fp8.quantization.payload_shape import (
     COL_ALIGNMENT,
     Layouts,
-    multiple_of_16,
     new_group_scales,
-    padded_rows,
 )
 
 TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 GROUPS = {"block_1x128": 128, "block_1x32": 32}
 
 
-class Past(NamedTuple):
-    """The history of a delayed scale; see `torch_fp8.kernels.arguments.DelayedCastOptions`."""
-
-    amaxes: Tensor
-    progress: Tensor
-    algorithm: str
-    margin: int
-
-    def scale(self, amax: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the scale, () float32, where the amax () of the result is already known."""
-        return advance_history(
-            self.amaxes, None, amax, dtype, self.algorithm, self.margin, record=False
-        )
-
-
 class Cast(NamedTuple):
-    """How a result is cast: the fields of `torch_fp8.kernels.arguments.CastOptions`, and the past.
+    """How a result is cast by the kernel that computes it.
 
-    `past`: None, or where the scale comes from instead; of several results, the first one's.
+    Attributes:
+        options: the cast; with a history, still without a scale.
+        past: None, or where the scale comes from; of several results, the first one's.
     """
 
-    dtype: torch.dtype
-    granularity: str
-    power_of_two: bool
-    rowwise: bool
-    columnwise: bool
-    scale: Tensor | None = None
-    amax: Tensor | None = None
-    past: Past | None = None
+    options: CastOptions
+    past: DelayedCastOptions | None = None
 
     @classmethod
     def delayed(cls, options: DelayedCastOptions) -> "Cast":
-        """Build the cast that is told to a delayed operator."""
-        amaxes, progress, dtype, algorithm, margin, *layouts = options
-        past = Past(amaxes, progress, algorithm, margin)
-        return cls(dtype, "tensorwise", False, *layouts, past=past)
-
-    @property
-    def options(self) -> CastOptions:
-        """The cast of a result whose scale does not come from the past."""
-        return CastOptions(*self[:-1])
-
-    def known(self, amax: Tensor) -> "Cast":
-        """Turn a delayed cast of a result whose amax () is known into one with a given scale."""
-        assert self.past is not None
-        return self._replace(scale=self.past.scale(amax, self.dtype), past=None)
+        """Build the cast that a delayed operator is told."""
+        return cls(options.with_scale(None), options)
 
     def is_fused(self, *inputs: Tensor) -> bool:
         """Return whether one launch computes the result and casts it in tiles.
@@ -81,18 +47,19 @@ class Cast(NamedTuple):
         take them: these are computed first and cast then. Rows may be any number, but where the
         column layout has squares and no padding.
         """
-        given = [how for how in (self.amax, self.scale, self.past) if how is not None]
-        assert len(given) == (self.granularity == "tensorwise")
+        granularity = self.options.granularity
+        given = (self.options.amax, self.options.scale, self.past)
+        assert sum(how is not None for how in given) == (granularity == "tensorwise")
         rows, cols = inputs[0].shape
-        unpadded = self.columnwise and COL_ALIGNMENT[self.granularity] == 1
+        unpadded = self.options.columnwise and COL_ALIGNMENT[granularity] == 1
         odd = cols % 16 or (unpadded and rows % 16) or any(x.stride(1) != 1 for x in inputs)
-        return self.granularity != "rowwise" and not odd and inputs[0].numel() > 0
+        return granularity != "rowwise" and not odd and inputs[0].numel() > 0
 
     def source(self, unused: Tensor) -> Tensor:
         """Return the tensor from which `epilogue.store_cast` reads the scale."""
-        if self.amax is not None:
-            return self.amax.view(torch.int32)
-        return unused if self.scale is None else self.scale
+        if self.options.amax is not None:
+            return self.options.amax.view(torch.int32)
+        return unused if self.options.scale is None else self.options.scale
 
     def history(self, unused: Tensor) -> tuple[Tensor, Tensor, int, float]:
         """Return amaxes, progress, length and headroom as a kernel takes them."""
@@ -105,59 +72,36 @@ class Cast(NamedTuple):
         """Return the compile-time arguments of a kernel that casts."""
         if self.past is not None:
             source = "recent" if self.past.algorithm == "most_recent" else "history"
-        elif self.granularity == "tensorwise":
-            source = "given" if self.amax is None else "amax"
+        elif self.options.granularity == "tensorwise":
+            source = "given" if self.options.amax is None else "amax"
         else:
-            source = "square" if self.granularity == "block_128x128" else "groups"
+            source = "square" if self.options.granularity == "block_128x128" else "groups"
         return {
             "SCALE": source,
-            "GROUP": GROUPS.get(self.granularity, BLOCK),
+            "GROUP": GROUPS.get(self.options.granularity, BLOCK),
             **cast_flags(self.options),
         }
 
-    def unfused(self, y: Tensor) -> Layouts:
-        """Cast a result that has already been written to memory."""
-        q, s, qt, st = quantize_2d(y, self.options)
-        if self.granularity == "tensorwise":  # no output may be an input, nor come twice
-            s, st = (None if self.amax is None else s if st is None else st), None
-        return present(q, s, qt, st, y, self.dtype)
 
-    def outputs(self, x: Tensor, cols: int | None = None) -> Layouts:
-        """Allocate the layouts of a result with x's rows; empty tensors for layouts not asked for.
+def cast_unfused(y: Tensor, options: CastOptions) -> Layouts:
+    """Cast a result that has already been written to memory."""
+    return options.present(y, quantize_2d(y, options))
 
-        Args:
-            x: (R, C).
-            cols: the columns of the result; None: C.
-        """
-        rows, cols = x.shape[0], x.shape[1] if cols is None else cols
-        s = self._scales(x, rows, cols) if self.rowwise else None
-        st = self._scales(x, cols, rows) if self.columnwise else None
-        if self.amax is not None or self.past is not None:
-            s = x.new_empty((), dtype=torch.float32)
-        return present(
-            self._row_payload(x, rows, cols) if self.rowwise else None,
-            s,
-            x.new_empty((cols, padded_rows(rows, self.granularity)), dtype=self.dtype)
-            if self.columnwise
-            else None,
-            st,
-            x,
-            self.dtype,
-        )
 
-    def _row_payload(self, x: Tensor, rows: int, cols: int) -> Tensor:
-        if self.granularity != "block_1x128" or rows % 16 == 0:
-            return x.new_empty((rows, cols), dtype=self.dtype)
-        # A GEMM takes the rows of such a payload in multiples of 16: see `gemm_operand`.
-        return x.new_empty((multiple_of_16(rows), cols), dtype=self.dtype)[:rows]
+def known_cast(options: DelayedCastOptions, amax: Tensor) -> tuple[CastOptions, Tensor]:
+    """Return the cast of a result whose amax () is known, and its scale, () float32."""
+    amaxes, _, *how = options[:5]
+    scale = advance_history(amaxes, None, amax, *how, record=False)
+    return options.with_scale(scale), scale
 
-    def _scales(self, x: Tensor, rows: int, cols: int) -> Tensor | None:
-        if self.granularity == "tensorwise":
-            return None
-        if self.granularity == "block_128x128":
-            shape = (cdiv(rows, BLOCK), cdiv(cols, BLOCK))
-            return x.new_empty(shape, dtype=torch.float32)
-        return new_group_scales(x, rows, cols, GROUPS[self.granularity])
+
+def cast_delayed_unfused(
+    y: Tensor, options: DelayedCastOptions, amax: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return ``(q, scale, qt)`` of a result that has been written to memory, with its amax ()."""
+    cast, scale = known_cast(options, amax)
+    q, _, qt, _ = cast_unfused(y, cast)
+    return q, scale, qt
 
 
 def saved_outputs(x: Tensor, wanted: bool = True) -> tuple[Tensor, Tensor]:
@@ -176,23 +120,6 @@ def save_unfused(x: Tensor, wanted: bool = True) -> tuple[Tensor, Tensor]:
     assert q is not None
     assert s is not None
     return q, s
-
-
-def present(
-    q: Tensor | None,
-    s: Tensor | None,
-    qt: Tensor | None,
-    st: Tensor | None,
-    x: Tensor,
-    dtype: torch.dtype,
-) -> Layouts:
-    """Replace each None by the empty tensor that an operator returns for it."""
-    return (
-        x.new_empty(0, dtype=dtype) if q is None else q,
-        x.new_empty(0, dtype=torch.float32) if s is None else s,
-        x.new_empty(0, dtype=dtype) if qt is None else qt,
-        x.new_empty(0, dtype=torch.float32) if st is None else st,
-    )
 
 
 def registers(warps: int) -> int:

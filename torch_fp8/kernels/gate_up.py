@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from torch_fp8.kernels.arguments import BackwardInputs, CastOptions, DelayedCastOptions
-from torch_fp8.kernels.fused_launch import Cast, amax_bits
+from torch_fp8.kernels.fused_launch import Cast, amax_bits, cast_delayed_unfused, cast_unfused
 from torch_fp8.kernels.quantize import BLOCK
 from torch_fp8.kernels.swiglu import is_fused
 from torch_fp8.kernels.swiglu_backward import cast_gradients, store_gradients
@@ -33,15 +33,14 @@ def gate_up_backward_quantize(
     inputs: BackwardInputs, gate_first: bool, options: CastOptions
 ) -> tuple[Tensor, ...]:
     """See `torch_fp8.ops.gate_up.gate_up_backward_quantize`."""
-    grad, cast = inputs.grad, Cast(*options)
-    given = cast.scale is not None
+    grad, cast, given = inputs.grad, Cast(options), options.scale is not None
     largest = amax_bits(grad) if given else amax_bits(grad, 0)
     # A block that had a part of both would be a matter of two tiles.
-    whole = cast.granularity == "tensorwise" or grad.shape[1] % BLOCK == 0
+    whole = options.granularity == "tensorwise" or grad.shape[1] % BLOCK == 0
     if whole and is_fused(cast, grad, inputs.gate, inputs.up):
         made = _cast(inputs, gate_first, cast, largest)
     else:
-        made = cast.unfused(_plain(inputs, gate_first, largest if given else None))
+        made = cast_unfused(_plain(inputs, gate_first, largest if given else None), options)
     return (*made, largest.view(torch.float32))
 
 
@@ -57,15 +56,12 @@ def gate_up_backward_quantize_delayed(
     largest = amax_bits(grad)
     both = _plain(inputs, gate_first, largest)
     amax = largest.view(torch.float32)
-    cast = cast.known(amax)
-    q, _, qt, _ = cast.unfused(both)
-    assert cast.scale is not None
-    return q, cast.scale, qt, amax
+    return (*cast_delayed_unfused(both, options, amax), amax)
 
 
 def _cast(inputs: BackwardInputs, gate_first: bool, cast: Cast, largest: Tensor) -> Layouts:
     """Compute the gradient (R, 2 C) in FP8, and its amax where asked for; see `cast_gradients`."""
-    made = cast.outputs(inputs.grad, 2 * inputs.grad.shape[1])
+    made = cast.options.empty_layouts(inputs.grad, 2 * inputs.grad.shape[1])
     halves = [_halves(t, dim, gate_first) for t, dim in zip(made, (1, 1, 0, 0), strict=True)]
     dgate, dup = zip(*halves, strict=True)
     cast_gradients(inputs, cast, (*dgate, *dup), largest, joined=True)

@@ -30,8 +30,8 @@ from torch_fp8.quantization.formats import format_of
 from torch_fp8.quantization.payload_shape import (
     COL_ALIGNMENT,
     Made,
-    multiple_of_16,
-    new_group_scales,
+    new_payload,
+    new_scales,
 )
 
 BLOCK = 128
@@ -255,15 +255,9 @@ def _blocks(x: Tensor, options: CastOptions, sums: TileSums | None, pads: bool) 
     if squares or odd:
         sums = None  # squares are for weights; with sums these kernels spill
 
-    def scales(outer: int, inner: int) -> Tensor:
-        if not squares:
-            return new_group_scales(x, outer, inner, group_c)
-        shape = (cdiv(outer, BLOCK), cdiv(inner, BLOCK))
-        return torch.empty(shape, dtype=torch.float32, device=x.device)
-
     by_row, by_col = _outputs(x, options, pad)
-    row_scale = scales(rows, cols) if row else None
-    col_scale = scales(cols, rows) if col else None
+    row_scale = new_scales(x, rows, cols, granularity) if row else None
+    col_scale = new_scales(x, cols, rows, granularity) if col else None
     if x.numel() and (row or col):
         unused = row_scale if row_scale is not None else col_scale
         assert unused is not None
@@ -322,13 +316,8 @@ def cast_flags(options: CastOptions) -> dict[str, object]:
 
 def _outputs(x: Tensor, options: CastOptions, pad: int) -> tuple[Tensor | None, Tensor | None]:
     """Allocate payloads; in blocks of 1x128, the memory has whole multiples of 16 rows."""
-    (rows, cols), dtype = x.shape, options.dtype
-    by_row = None
-    if options.rowwise:
-        room = multiple_of_16(rows) if options.granularity == "block_1x128" else rows
-        by_row = x.new_empty((room, cols), dtype=dtype)
-        by_row = by_row if room == rows else by_row[:rows]
-    col = options.columnwise
+    (rows, cols), dtype, col = x.shape, options.dtype, options.columnwise
+    by_row = new_payload(x, rows, cols, dtype, options.granularity) if options.rowwise else None
     return by_row, x.new_empty((cols, cdiv(rows, pad) * pad), dtype=dtype) if col else None
 
 

@@ -15,6 +15,8 @@ from torch_fp8.kernels.fused_launch import (
     TYPES,
     Cast,
     amax_bits,
+    cast_unfused,
+    known_cast,
     payload,
     registers,
     saved_outputs,
@@ -130,11 +132,11 @@ def rms_norm_quantize(
     options: CastOptions,
 ) -> Layouts:
     """See `torch_fp8.ops.rms_norm.rms_norm_quantize`."""
-    cast = Cast(*options)
+    cast = Cast(options)
     if not cast.is_fused(x):
-        return cast.unfused(rms_norm(x, weight, rstd, offset, out_dtype))
+        return cast_unfused(rms_norm(x, weight, rstd, offset, out_dtype), options)
     rows, cols = x.shape
-    q, s, qt, st = made = cast.outputs(x)
+    q, s, qt, st = made = options.empty_layouts(x)
     with torch.cuda.device_of(x):
         norm_cast_kernel[(cdiv(rows, BLOCK) * cdiv(cols, BLOCK),)](
             x,
@@ -171,13 +173,12 @@ def rms_norm_quantize_once(
     save: bool,
 ) -> tuple[Tensor, ...]:
     """See `torch_fp8.ops.rms_norm.rms_norm_quantize_once`."""
-    cast = Cast(*options)
-    given = cast.scale is not None
-    if not cast.is_fused(x) or not bands_fill_the_card(x, cast.granularity):
+    cast = Cast(options)
+    if not cast.is_fused(x) or not bands_fill_the_card(x, options.granularity):
         made = rms_norm_statistics(x, weight, eps, offset, out_dtype, save)
         rstd, amax, saved, saved_scale = made
         results = rms_norm_quantize(x, weight, rstd, offset, out_dtype, options)
-        amax = amax if given else x.new_empty(0, dtype=torch.float32)
+        amax = amax if options.scale is not None else x.new_empty(0, dtype=torch.float32)
         return (*results, rstd, saved, saved_scale, amax)
     return _bands(x, weight, eps, offset, out_dtype, cast, save)
 
@@ -193,14 +194,13 @@ def rms_norm_quantize_delayed(
 ) -> tuple[Tensor, ...]:
     """See `torch_fp8.ops.rms_norm.rms_norm_quantize_delayed`."""
     cast = Cast.delayed(options)
-    if cast.is_fused(x) and bands_fill_the_card(x, cast.granularity):
+    if cast.is_fused(x) and bands_fill_the_card(x, "tensorwise"):
         q, s, qt, _, *others = _bands(x, weight, eps, offset, out_dtype, cast, save)
         return (q, s, qt, *others)
     rstd, amax, *saved = rms_norm_statistics(x, weight, eps, offset, out_dtype, save)
-    cast = cast.known(amax)
-    q, _, qt, _ = rms_norm_quantize(x, weight, rstd, offset, out_dtype, cast.options)
-    assert cast.scale is not None
-    return (q, cast.scale, qt, rstd, *saved, amax)
+    known, scale = known_cast(options, amax)
+    q, _, qt, _ = rms_norm_quantize(x, weight, rstd, offset, out_dtype, known)
+    return (q, scale, qt, rstd, *saved, amax)
 
 
 def bands_fill_the_card(x: Tensor, granularity: str) -> bool:
@@ -221,15 +221,15 @@ def _bands(
     save: bool,
 ) -> tuple[Tensor, ...]:
     rows, cols = x.shape
-    q, s, qt, st = made = cast.outputs(x)
+    q, s, qt, st = made = cast.options.empty_layouts(x)
     saved, saved_scale = saved_outputs(x, save)
     rstd = x.new_empty(rows, dtype=torch.float32)
-    delayed, given = cast.past is not None, cast.scale is not None
+    delayed, given = cast.past is not None, cast.options.scale is not None
     if delayed:
         largest = x.new_empty((), dtype=torch.int32)
     else:
         largest = amax_bits(x) if given else amax_bits(x, 0)
-    band = BAND_ROWS[cast.granularity]
+    band = BAND_ROWS[cast.options.granularity]
     narrow = band != BLOCK and x.element_size() > 2
     warps = TILE_WARPS // 2 if narrow else TILE_WARPS
     # Delayed casts, which end as `delayed_scale` says, with rows to pad: a mask for each layout.

@@ -14,6 +14,8 @@ from torch_fp8.kernels.fused_launch import (
     TYPES,
     Cast,
     amax_bits,
+    cast_delayed_unfused,
+    cast_unfused,
     payload,
     registers,
     save_unfused,
@@ -80,11 +82,10 @@ def swiglu_quantize(
     gate: Tensor, up: Tensor, smooth: Tensor | None, options: CastOptions, save: bool
 ) -> tuple[Tensor, ...]:
     """See `torch_fp8.ops.swiglu.swiglu_quantize`."""
-    cast = Cast(*options)
-    given = cast.scale is not None
+    cast, given = Cast(options), options.scale is not None
     if is_fused(cast, gate, up):
         return _cast(gate, up, smooth, cast, save=save, amax=given)
-    made = cast.unfused(swiglu(gate, up, smooth))
+    made = cast_unfused(swiglu(gate, up, smooth), options)
     saved = (*save_unfused(gate, save), *save_unfused(up, save))
     if not given:
         return (*made, *saved, gate.new_empty(0, dtype=torch.float32))
@@ -100,10 +101,8 @@ def swiglu_quantize_delayed(
         q, s, qt, _, *others = _cast(gate, up, smooth, cast, save=save, amax=True)
         return (q, s, qt, *others)
     *saved, amax = swiglu_save(gate, up, smooth, save)
-    cast = cast.known(amax)
-    q, _, qt, _ = cast.unfused(swiglu(gate, up, smooth))
-    assert cast.scale is not None
-    return (q, cast.scale, qt, *saved, amax)
+    made = cast_delayed_unfused(swiglu(gate, up, smooth), options, amax)
+    return (*made, *saved, amax)
 
 
 def _cast(
@@ -117,7 +116,7 @@ def _cast(
         largest = amax_bits(gate) if amax else amax_bits(gate, 0)
     gate_q, gate_s = saved_outputs(gate, save)
     up_q, up_s = saved_outputs(up, save)
-    q, s, qt, st = made = (gate_q, gate_s) * 2 if cast is None else cast.outputs(gate)
+    q, s, qt, st = made = (gate_q, gate_s) * 2 if cast is None else cast.options.empty_layouts(gate)
     block_r, warps, maxnreg = tile(cast, rows)
     if gate.numel():
         with torch.cuda.device_of(gate):
@@ -162,9 +161,10 @@ def is_fused(cast: Cast, *inputs: Tensor) -> bool:
     and so divide in five steps, where the column layout is alone, neither of which a recipe asks
     for, or where what is loaded is float32.
     """
-    whole = cast.granularity in WHOLE_TILES and cast.columnwise
-    square = cast.granularity == "block_128x128"
-    common = square or (cast.rowwise and cast.power_of_two)
+    options = cast.options
+    whole = options.granularity in WHOLE_TILES and options.columnwise
+    square = options.granularity == "block_128x128"
+    common = square or (options.rowwise and options.power_of_two)
     common = common and inputs[0].dtype != torch.float32
     return cast.is_fused(*inputs) and (common or not whole)
 
@@ -174,11 +174,12 @@ def tile(cast: Cast | None, rows: int) -> tuple[int, int, int | None]:
 
     rows: of the result.
     """
-    if cast is None or (cast.granularity != "block_128x128" and not cast.columnwise):
+    granularity = "" if cast is None else cast.options.granularity
+    if cast is None or (granularity != "block_128x128" and not cast.options.columnwise):
         return ROWS, WARPS, None
-    if cast.granularity in WHOLE_TILES:
+    if granularity in WHOLE_TILES:
         return BLOCK, TILE_WARPS, None
     if cast.past is not None:
         block_r = ODD_DELAYED_ROWS if rows % 16 else COLUMN_ROWS
         return block_r, TILE_WARPS, registers(TILE_WARPS)
-    return COLUMN_ROWS, WARPS if cast.granularity == "tensorwise" else TILE_WARPS, None
+    return COLUMN_ROWS, WARPS if granularity == "tensorwise" else TILE_WARPS, None

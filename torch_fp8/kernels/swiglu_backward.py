@@ -12,7 +12,15 @@ import torch
 from torch import Tensor
 
 from torch_fp8.kernels.arguments import BackwardInputs, CastOptions, DelayedCastOptions
-from torch_fp8.kernels.fused_launch import TYPES, Cast, Past, amax_bits, payload, registers
+from torch_fp8.kernels.fused_launch import (
+    TYPES,
+    Cast,
+    amax_bits,
+    cast_delayed_unfused,
+    cast_unfused,
+    payload,
+    registers,
+)
 from torch_fp8.kernels.launch_math import cdiv
 from torch_fp8.kernels.quantize import BLOCK
 from torch_fp8.kernels.swiglu import ROWS, WARPS, is_fused, tile
@@ -102,14 +110,14 @@ def store_gradients(
 
 def swiglu_backward_quantize(inputs: BackwardInputs, options: CastOptions) -> tuple[Tensor, ...]:
     """See `torch_fp8.ops.swiglu_backward.swiglu_backward_quantize`."""
-    grad, cast = inputs.grad, Cast(*options)
-    largest = amax_bits(grad, 0 if cast.scale is None else 2)
+    grad, cast, given = inputs.grad, Cast(options), options.scale is not None
+    largest = amax_bits(grad, 2 if given else 0)
     if not is_fused(cast, grad, inputs.gate, inputs.up):
         dgate, dup = _room(inputs), _room(inputs)
-        store_gradients(inputs, dgate, dup, None if cast.scale is None else largest)
-        made = (*Cast(*options.part(0)).unfused(dgate), *Cast(*options.part(1)).unfused(dup))
+        store_gradients(inputs, dgate, dup, largest if given else None)
+        made = (*cast_unfused(dgate, options.part(0)), *cast_unfused(dup, options.part(1)))
         return (*made, largest.view(torch.float32))
-    made = (*cast.outputs(grad), *cast.outputs(grad))
+    made = (*options.empty_layouts(grad), *options.empty_layouts(grad))
     cast_gradients(inputs, cast, made, largest)
     return (*made, largest.view(torch.float32))
 
@@ -119,22 +127,18 @@ def swiglu_backward_quantize_delayed(
 ) -> tuple[Tensor, ...]:
     """See `torch_fp8.ops.swiglu_backward.swiglu_backward_quantize_delayed`."""
     grad, cast = inputs.grad, Cast.delayed(of_gate)
-    assert cast.past is not None
-    of_up = cast._replace(past=cast.past._replace(amaxes=up_amaxes, progress=up_progress))
+    of_up = of_gate._replace(amaxes=up_amaxes, progress=up_progress)
     if is_fused(cast, grad, inputs.gate, inputs.up):
         largest = grad.new_empty(2, dtype=torch.int32)
-        made = (*cast.outputs(grad), *cast.outputs(grad))
-        cast_gradients(inputs, cast, made, largest, up_past=of_up.past)
+        made = (*cast.options.empty_layouts(grad), *cast.options.empty_layouts(grad))
+        cast_gradients(inputs, cast, made, largest, up_past=of_up)
         return (*made[:3], *made[4:7], largest.view(torch.float32))
     largest = amax_bits(grad, 2)
     gradients = _room(inputs), _room(inputs)
     store_gradients(inputs, *gradients, largest)
     amaxes, results = largest.view(torch.float32), []
-    for d, amax, how_of_it in zip(gradients, amaxes.unbind(), (cast, of_up), strict=True):
-        known = how_of_it.known(amax)
-        q, _, qt, _ = known.unfused(d)
-        assert known.scale is not None
-        results += [q, known.scale, qt]
+    for d, how, amax in zip(gradients, (of_gate, of_up), amaxes.unbind(), strict=True):
+        results += cast_delayed_unfused(d, how, amax)
     return (*results, amaxes)
 
 
@@ -144,7 +148,7 @@ def cast_gradients(
     made: Sequence[Tensor],
     largest: Tensor,
     joined: bool = False,
-    up_past: Past | None = None,
+    up_past: DelayedCastOptions | None = None,
 ) -> None:
     """Fill the layouts of both gradients, and their amaxes where the scale was given or delayed.
 
@@ -167,7 +171,7 @@ def cast_gradients(
             *pointers,
             source,
             largest,
-            *(payload(t) if t.dtype == cast.dtype else t for t in made),
+            *(payload(t) if t.dtype == cast.options.dtype else t for t in made),
             *gate_past,
             *past,
             length,
@@ -178,7 +182,7 @@ def cast_gradients(
             cols,
             **flags,
             JOINED=joined,
-            AMAX=cast.scale is not None,
+            AMAX=cast.options.scale is not None,
             **cast.flags(),
             BLOCK_R=block_r,
             BLOCK_C=BLOCK,

@@ -37,7 +37,7 @@ def check_scale(options: CastOptions) -> None:
 
 
 def cast_result(y: Tensor, options: CastOptions) -> Layouts:
-    """Cast y (R, C), of any strides: for references, and with empty tensors for fakes.
+    """Cast y (R, C), of any strides.
 
     Args:
         options: how; tensorwise with either a scale, which is used as it is, or an amax.
@@ -55,6 +55,12 @@ def cast_result(y: Tensor, options: CastOptions) -> Layouts:
     return q, s if made is None else made, qt, st
 
 
+def cast_result_fake(y: Tensor, options: CastOptions) -> Layouts:
+    """Return empty tensors of the shapes of `cast_result`, which refuses as that does."""
+    check_scale(options)
+    return options.empty_layouts(y)
+
+
 def cast_delayed(y: Tensor, options: DelayedCastOptions) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return ``(q, scale, qt, amax)`` of y (R, C); scale and amax are () float32."""
     amax = tensor_amax(y)
@@ -68,9 +74,8 @@ def cast_delayed_fake(
     y: Tensor, options: DelayedCastOptions
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return empty tensors of the shapes of `cast_delayed`."""
-    scale, amax = (y.new_empty((), dtype=torch.float32) for _ in range(2))
-    q, _, qt, _ = cast_result(y, options.with_scale(scale))
-    return q, scale, qt, amax
+    q, scale, qt, _ = options.with_scale(None).empty_layouts(y)
+    return q, scale, qt, y.new_empty((), dtype=torch.float32)
 
 
 def taken_amax(y: Tensor, options: CastOptions) -> Tensor:

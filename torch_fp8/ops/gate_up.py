@@ -21,6 +21,7 @@ from torch_fp8.ops.fused_quantize import (
     cast_delayed,
     cast_delayed_fake,
     cast_result,
+    cast_result_fake,
     no_amax,
     taken_amax,
 )
@@ -72,7 +73,7 @@ def _quantize_fake(
 ) -> tuple[Tensor, ...]:
     both = _backward_fake(inputs, gate_first)
     taken = no_amax(both) if options.scale is None else _amax_fake(inputs)
-    return (*cast_result(both, options), taken)
+    return (*cast_result_fake(both, options), taken)
 
 
 @operator(_quantize_fake, _kernels, results=5)

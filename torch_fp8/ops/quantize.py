@@ -37,7 +37,6 @@ from torch_fp8.quantization.payload_shape import (
     Made,
     new_group_scales,
     padded_rows,
-    scale_shape,
 )
 from torch_fp8.quantization.recipe import CastSpec, Granularity
 from torch_fp8.quantization.scaling import scale_from_amax, tensor_amax
@@ -185,7 +184,7 @@ def _no_scale(x: Tensor) -> Tensor:
 
 
 def _quantize_2d_cuda(x: Tensor, options: CastOptions) -> Layouts:
-    return as_outputs(x, _quantize_2d_eager(x, options), options)
+    return options.present(x, _quantize_2d_eager(x, options))
 
 
 def _quantize_2d_eager(x: Tensor, options: CastOptions) -> Made:
@@ -203,39 +202,11 @@ def _kernels() -> Any:
     return quantize
 
 
-def as_outputs(x: Tensor, made: Made, options: CastOptions) -> Layouts:
-    """Return an operator's outputs, with an empty tensor for each layout that does not exist."""
-    qdata, scale, qdata_t, scale_t = made
-    if options.granularity == "tensorwise":  # neither its input, nor one tensor twice
-        one = scale_t if scale is None else scale
-        scale, scale_t = (one if options.scale is None else None), None
-    return (
-        _no_qdata(x, options) if qdata is None else qdata,
-        _no_scale(x) if scale is None else scale,
-        _no_qdata(x, options) if qdata_t is None else qdata_t,
-        _no_scale(x) if scale_t is None else scale_t,
-    )
+def _quantize_2d_fake(x: Tensor, options: CastOptions) -> Layouts:
+    return options.empty_layouts(x)
 
 
-def quantize_2d_fake(x: Tensor, options: CastOptions) -> Layouts:
-    """Return empty tensors of the shapes of `quantize_2d`, for tracing."""
-    (rows, cols), granularity = x.shape, options.granularity
-
-    def one(rows: int, cols: int, wanted: bool) -> tuple[Tensor, Tensor]:
-        qdata = x.new_empty((rows, cols) if wanted else (0,), dtype=options.dtype)
-        if not wanted or granularity == "tensorwise":
-            return qdata, _no_scale(x)
-        if granularity == "block_1x128":
-            return qdata, new_group_scales(x, rows, cols)
-        return qdata, x.new_empty(scale_shape(rows, cols, granularity), dtype=torch.float32)
-
-    qdata, scale = one(rows, cols, options.rowwise)
-    if granularity == "tensorwise" and options.scale is None:
-        scale = x.new_empty((), dtype=torch.float32)
-    return (qdata, scale, *one(cols, padded_rows(rows, granularity), options.columnwise))
-
-
-@operator(quantize_2d_fake, cuda=_quantize_2d_cuda, eager=_quantize_2d_eager)
+@operator(_quantize_2d_fake, cuda=_quantize_2d_cuda, eager=_quantize_2d_eager)
 def quantize_2d(x: Tensor, options: CastOptions) -> Layouts:
     """Cast x and its transpose; what was not asked for is an empty tensor.
 

@@ -9,13 +9,7 @@ import torch
 from torch import Tensor
 
 from torch_fp8.kernels.arguments import CastOptions
-from torch_fp8.ops.quantize import (
-    Payloads,
-    as_layouts,
-    as_outputs,
-    quantize_2d,
-    quantize_2d_fake,
-)
+from torch_fp8.ops.quantize import Payloads, as_layouts, quantize_2d
 from torch_fp8.ops.registry import emulates_casts, operator
 
 Outputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
@@ -39,11 +33,11 @@ def _quantize_2d_sum_cuda(x: Tensor, options: CastOptions, sum_dtype: torch.dtyp
 
     sums = TileSums()
     made = quantize.quantize_2d(x, options, sums)
-    return (*as_outputs(x, made, options), sums.total(x, sum_dtype))
+    return (*options.present(x, made), sums.total(x, sum_dtype))
 
 
 def _quantize_2d_sum_fake(x: Tensor, options: CastOptions, sum_dtype: torch.dtype) -> Outputs:
-    return (*quantize_2d_fake(x, options), x.new_empty(x.shape[1], dtype=sum_dtype))
+    return (*options.empty_layouts(x), x.new_empty(x.shape[1], dtype=sum_dtype))
 
 
 @operator(_quantize_2d_sum_fake, cuda=_quantize_2d_sum_cuda)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from torch_fp8.config import FP8Config
 from torch_fp8.kernels.arguments import DelayedCastOptions
-from torch_fp8.ops.quantize import Payloads, QuantizedTensor, quantize_2d, quantize_2d_fake
+from torch_fp8.ops.quantize import Payloads, QuantizedTensor, quantize_2d
 from torch_fp8.ops.registry import emulates_casts, operator
 from torch_fp8.quantization.formats import format_of
 from torch_fp8.quantization.payload_shape import Layouts
@@ -141,8 +141,7 @@ def _quantize_2d_delayed_cuda(
 def _quantize_2d_delayed_fake(
     x: Tensor, options: DelayedCastOptions, last: Tensor | None, sum_dtype: torch.dtype | None
 ) -> Layouts:
-    scale = x.new_empty((), dtype=torch.float32)
-    qdata, _, qdata_t, _ = quantize_2d_fake(x, options.with_scale(scale))
+    qdata, scale, qdata_t, _ = options.with_scale(None).empty_layouts(x)
     sums = _no_sums(x) if sum_dtype is None else x.new_empty(x.shape[1], dtype=sum_dtype)
     return qdata, scale, qdata_t, sums
 

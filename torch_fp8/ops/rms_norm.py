@@ -27,6 +27,7 @@ from torch_fp8.ops.fused_quantize import (
     cast_delayed,
     cast_delayed_fake,
     cast_result,
+    cast_result_fake,
     no_amax,
     save_input,
     saved_values,
@@ -105,7 +106,7 @@ def _quantize_fake(
     out_dtype: torch.dtype,
     options: CastOptions,
 ) -> Layouts:
-    return cast_result(x, options)
+    return cast_result_fake(x, options)
 
 
 @operator(_quantize_fake, _kernels)
@@ -141,7 +142,7 @@ def _once_fake(
 ) -> tuple[Tensor, ...]:
     rstd, amax, *saved = _statistics_fake(x, weight, eps, offset, out_dtype, save)
     taken = no_amax(x) if options.scale is None else amax
-    return (*cast_result(x, options), rstd, *saved, taken)
+    return (*cast_result_fake(x, options), rstd, *saved, taken)
 
 
 @operator(_once_fake, _kernels, results=8)

@@ -24,6 +24,7 @@ from torch_fp8.ops.fused_quantize import (
     cast_delayed,
     cast_delayed_fake,
     cast_result,
+    cast_result_fake,
     no_amax,
     save_input,
     taken_amax,
@@ -84,7 +85,7 @@ def _quantize_fake(
 ) -> tuple[Tensor, ...]:
     *saved, amax = _save_fake(gate, up, smooth, save)
     taken = no_amax(gate) if options.scale is None else amax
-    return (*cast_result(gate, options), *saved, taken)
+    return (*cast_result_fake(gate, options), *saved, taken)
 
 
 @operator(_quantize_fake, _kernels, results=9)

@@ -16,6 +16,7 @@ from torch_fp8.ops.fused_quantize import (
     cast_delayed,
     cast_delayed_fake,
     cast_result,
+    cast_result_fake,
     no_amax,
     saved_values,
 )
@@ -64,7 +65,7 @@ def swiglu_backward_amax(inputs: BackwardInputs) -> Tensor:
 
 def _quantize_fake(inputs: BackwardInputs, options: CastOptions) -> tuple[Tensor, ...]:
     grad = inputs.grad
-    made = (part for i in range(2) for part in cast_result(grad, options.part(i)))
+    made = (part for i in range(2) for part in cast_result_fake(grad, options.part(i)))
     return (*made, no_amax(grad) if options.scale is None else _amax_fake(inputs))
 
 

@@ -67,6 +67,22 @@ def new_group_scales(x: Tensor, rows: int, cols: int, group: int = 128) -> Tenso
     return made if room == rows else made[:rows]
 
 
+def new_scales(x: Tensor, rows: int, cols: int, granularity: str) -> Tensor:
+    """Allocate the float32 scales of a (rows, cols) payload, unless it is tensorwise."""
+    if granularity in ("block_1x128", "block_1x32"):
+        return new_group_scales(x, rows, cols, BLOCK_SHAPE[granularity][1])
+    return x.new_empty(scale_shape(rows, cols, granularity), dtype=torch.float32)
+
+
+def new_payload(x: Tensor, rows: int, cols: int, dtype: torch.dtype, granularity: str) -> Tensor:
+    """Allocate a (rows, cols) payload; in blocks of 1x128 its memory has whole multiples of 16
+    rows, in which a GEMM takes it.
+    """
+    room = multiple_of_16(rows) if granularity == "block_1x128" else rows
+    made = x.new_empty((room, cols), dtype=dtype)
+    return made if room == rows else made[:rows]
+
+
 def multiple_of_16(rows: int) -> int:
     """Round `rows` up to a multiple of 16."""
     return -(-rows // GEMM_ALIGNMENT) * GEMM_ALIGNMENT
