@@ -87,6 +87,13 @@ def test_time_on_the_host():
     assert f"| {min(training):.1f}x to {max(training):.1f}x |" in README
 
 
+def test_time_to_trace():
+    for backend, text in (("eager", "{}x to {}x of BF16's time"), ("aot_eager", "and {}x to {}x")):
+        rows = [r for r in read_rows(RESULTS / "trace_time.csv") if r["backend"] == backend]
+        ratios = [float(row["ratio"]) for row in rows if row["recipe"] != "BF16"]
+        assert text.format(f"{min(ratios):.1f}", f"{max(ratios):.1f}") in PAGE
+
+
 @pytest.mark.parametrize("direction", ["gather", "scatter"])
 def test_bytes_of_fsdp(direction):
     rows = [r for r in read_rows(RESULTS / "wire_bytes.csv") if r["case"] == f"FSDP2 {direction}"]
