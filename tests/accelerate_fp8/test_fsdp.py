@@ -76,7 +76,7 @@ fsdp_config:
 
 @pytest.mark.parametrize(
     ("sparing", "kinds"),
-    [("false", ["loop", "trainer", "dpo"]), ("true", ["loop"])],
+    [("false", ["loop", "trainer", "dpo", "lora"]), ("true", ["loop", "lora"])],
     ids=["each-rank-loads", "rank-0-loads"],
 )
 def test_configuration_file_shards_unmodified_code(

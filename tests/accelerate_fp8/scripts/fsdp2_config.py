@@ -1,7 +1,7 @@
 """FSDP2 as a configuration file of ``accelerate launch`` asks for it, in unmodified code.
 
-Usage: fsdp2_config.py MODEL_FOLDER KIND..., of loop, trainer and dpo. Accelerate runs FSDP on GPUs
-only; so this process counts as one that has a GPU. Each rank has half of the data.
+Usage: fsdp2_config.py MODEL_FOLDER KIND..., of loop, trainer, dpo and lora. Accelerate runs FSDP on
+GPUs only; so this process counts as one that has a GPU. Each rank has half of the data.
 """
 
 import sys
@@ -13,6 +13,7 @@ import torch.distributed as dist
 from accelerate import Accelerator, PartialState
 from accelerate.utils import DistributedType
 from datasets import Dataset
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -157,7 +158,44 @@ def dpo() -> str:
     return "reference"
 
 
+def lora() -> str:
+    accelerator = Accelerator()
+    torch.manual_seed(0)
+    base = AutoModelForCausalLM.from_pretrained(folder)
+    model = get_peft_model(base, LoraConfig(r=4, target_modules="all-linear"))
+    trained = [p for p in model.parameters() if p.requires_grad]
+    made = torch.optim.AdamW(trained, lr=1e-2)
+    model, optimizer = accelerator.prepare(model, made)
+
+    def frozen() -> list[Float8FrozenWeight]:
+        shards = map(local, model.parameters())
+        return [shard for shard in shards if isinstance(shard, Float8FrozenWeight)]
+
+    def step() -> float:
+        ids = torch.arange(64).view(2, 32) % 60 + 4
+        loss = model(input_ids=ids, labels=ids).loss
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        return float(loss)
+
+    assert len(frozen()) == 14
+    kept = [shard.qdata.view(torch.uint8).clone() for shard in frozen()]
+    losses = [step() for _ in range(3)]
+    assert losses[-1] < losses[0], losses
+    accelerator.save_state(str(output / "lora"))
+    following = step()
+    accelerator.load_state(str(output / "lora"))
+    assert step() == following
+    assert len(frozen()) == 14
+    for shard, then in zip(frozen(), kept, strict=True):
+        assert torch.equal(shard.qdata.view(torch.uint8), then)
+    state = accelerator.get_state_dict(model)
+    assert all(type(value) is torch.Tensor for value in state.values())
+    return f"{losses[-1]:.3f}"
+
+
 for kind in kinds:
-    said = {"loop": loop, "trainer": trainer, "dpo": dpo}[kind]()
+    said = {"loop": loop, "trainer": trainer, "dpo": dpo, "lora": lora}[kind]()
     print(f"rank {dist.get_rank()}: {kind} {said}\n", end="", flush=True)
     dist.barrier()
