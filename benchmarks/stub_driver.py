@@ -115,7 +115,7 @@ def stub_driver() -> Iterator[Counts]:
             (gemm_operand, "_pad", lambda x, *rest: x),  # sizes of models need none
             (step, "_step_on", step_on),
             (tensors, "quantize_gradient", quantize_gradient),
-            (operators, "_on_cuda", lambda x: True),
+            (operators, "on_cuda", lambda x: True),
         ):
             stack.enter_context(mock.patch.object(owner, name, stub))
         yield counts

@@ -95,14 +95,15 @@ def scaled_mm_calls(monkeypatch):
     torch 2.11 has ``F.scaled_mm`` for CUDA only; on the CPU the engine calls its predecessor there.
     """
     calls = []
-    for owner, name in ((torch.nn.functional, "scaled_mm"), (torch, "_scaled_mm")):
-        monkeypatch.setattr(owner, name, _recording(getattr(owner, name), calls))
+    for name in ("_scaled_mm_v2", "_scaled_mm"):
+        monkeypatch.setattr(torch, name, _recording(getattr(torch, name), calls))
     return calls
 
 
 def _recording(function, calls):
     def recorded(*args, **kwargs):
-        calls.append(kwargs)
+        last = zip(("bias", "output_dtype", "", "use_fast_accum"), args[8:], strict=False)
+        calls.append(dict(last) | kwargs)
         return function(*args, **kwargs)
 
     return recorded

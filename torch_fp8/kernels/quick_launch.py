@@ -27,11 +27,14 @@ class QuickKernel(JITFunction):  # type: ignore[misc]  # Triton has no types
 
         def launch(*args: Any, **how: Any) -> None:
             parts: list[Any] = [grid, args[0].get_device(), *how, *how.values()]
-            for a in args:
-                if isinstance(a, torch.Tensor):
+            for a in args:  # without a call for a number: there are a hundred in a block
+                kind = a.__class__
+                if kind is int or kind is bool:
+                    parts += (a,)
+                elif isinstance(a, torch.Tensor):
                     parts += (a.dtype, a.data_ptr() & 15)
                 else:
-                    parts.append(float if type(a) is float else a)
+                    parts += (float if kind is float else a,)
             key = tuple(parts)
             found = known.get(key)
             if found is not None and not self.pre_run_hooks:

@@ -202,12 +202,13 @@ def is_watched(x: Tensor) -> bool:
     CPU.
     """
     return (
-        not _on_cuda(x)
+        not on_cuda(x)
         or _len_torch_dispatch_stack() > 0
         or type(x).__torch_dispatch__ is not Tensor.__torch_dispatch__
         or (x.requires_grad and torch.is_grad_enabled())
     )
 
 
-def _on_cuda(x: Tensor) -> bool:
+def on_cuda(x: Tensor) -> bool:
+    """Return whether a tensor is on CUDA; a benchmark without a card says so of all."""
     return x.is_cuda

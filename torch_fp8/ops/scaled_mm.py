@@ -47,6 +47,10 @@ _SCALING_TYPE: dict[str, ScalingType] = {
     "block_128x128": ScalingType.BlockWise128x128,
     "block_1x32": ScalingType.BlockWise1x32,
 }
+_SCALING_VALUE = {name: [kind.value] for name, kind in _SCALING_TYPE.items()}
+_SWIZZLE: list[int] = [SwizzleType.SWIZZLE_32_4_4.value]
+_NO_SWIZZLE: list[int] = []
+_HAS_OPERATOR = hasattr(torch, "_scaled_mm_v2")
 
 
 def scaled_matmul(
@@ -210,6 +214,33 @@ def _scaled_mm(
     )
 
 
+def _scaled_mm_at_once(
+    a: QuantizedTensor,
+    b: QuantizedTensor,
+    out_dtype: torch.dtype,
+    fast_accum: bool,
+    bias: Tensor | None,
+) -> Tensor:
+    """Call the operator behind ``F.scaled_mm``, which makes its lists anew in each call."""
+    scale_b = b.scale.t() if b.granularity == "rowwise" else b.scale
+    swizzle = _SWIZZLE if a.granularity == "block_1x32" else _NO_SWIZZLE
+    output: Tensor = torch._scaled_mm_v2(
+        a.qdata,
+        b.qdata.t(),
+        [a.scale],
+        _SCALING_VALUE[a.granularity],
+        swizzle,
+        [scale_b],
+        _SCALING_VALUE[b.granularity],
+        swizzle,
+        bias,
+        out_dtype,
+        (),
+        fast_accum,
+    )
+    return output
+
+
 def _scaled_mm_cuda(
     a: QuantizedTensor,
     b: QuantizedTensor,
@@ -267,7 +298,8 @@ def multiply_laid_out(
     a = operand(a, contracted, is_b=False)
     padding = b.qdata.shape[0] - cols
     in_epilogue = F.pad(bias, (0, padding)) if in_gemm and padding else bias
-    output = _scaled_mm(a, b, native_dtype, fast_accum, in_epilogue if in_gemm else None)
+    multiply = _scaled_mm_at_once if _HAS_OPERATOR else _scaled_mm
+    output = multiply(a, b, native_dtype, fast_accum, in_epilogue if in_gemm else None)
     if output.shape != (rows, cols):
         output = output[:rows, :cols]
     if native_dtype != out_dtype:

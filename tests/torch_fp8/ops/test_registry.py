@@ -39,7 +39,7 @@ def direct(monkeypatch):
         return qdata, scale, None, None
 
     kernels = type("Kernels", (), {"quantize_2d": staticmethod(implementation)})
-    monkeypatch.setattr(module, "_on_cuda", lambda x: True)
+    monkeypatch.setattr(module, "on_cuda", lambda x: True)
     monkeypatch.setattr(casts, "emulates_casts", lambda device: False)
     monkeypatch.setattr(casts, "_kernels", lambda: kernels)
     return calls
