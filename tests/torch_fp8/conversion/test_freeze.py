@@ -4,7 +4,6 @@ import copy
 import gc
 import io
 import warnings
-import weakref
 
 import pytest
 import torch
@@ -55,10 +54,11 @@ def test_the_memory_of_the_old_dtype_is_released():
     model = Net()
     storage = model.up.weight.untyped_storage()
     freeze(model, FP8Config(recipe="blockwise"))
-    released = weakref.ref(storage)
+    watched = storage._weak_ref()
     del storage
     gc.collect()
-    assert released() is None
+    assert torch.UntypedStorage._expired(watched)
+    torch.UntypedStorage._free_weak_ref(watched)
 
 
 def test_backward_takes_no_wgrad_and_keeps_nothing_for_it(monkeypatch):
