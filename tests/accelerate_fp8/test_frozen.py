@@ -100,6 +100,17 @@ def test_training_a_frozen_reference_later_is_refused_by_name(accelerator_with):
     accelerator.prepare(reference, torch.optim.AdamW(reference.parameters()))
 
 
+def test_a_frozen_model_is_offloaded_to_the_cpu(accelerate):
+    model = Net()
+    torch_fp8.freeze(model, FP8Config(recipe="blockwise"))
+    x = torch.randn(4, 64)
+    expected = model(x)
+    accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
+    assert {p.device.type for p in model.parameters()} == {"meta"}
+    for _ in range(2):
+        assert torch.equal(model(x), expected)
+
+
 def test_what_trl_writes_to_a_reference_is_quantized_anew(accelerator_with):
     from trl.trainer.callbacks import SyncRefModelCallback
 

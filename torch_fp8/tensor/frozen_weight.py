@@ -12,6 +12,7 @@ does so with a warning where a layer owns it.
 """
 
 import functools
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,8 +59,16 @@ class Float8FrozenWeight(QuantizableTensor):
 
     @staticmethod
     def __new__(
-        cls, payload: FrozenPayload, chain: tuple[_Step, ...] = (), like: Tensor | None = None
+        cls,
+        payload: FrozenPayload,
+        chain: tuple[_Step, ...] = (),
+        like: Tensor | None = None,
+        requires_grad: bool = False,
     ) -> "Float8FrozenWeight":
+        if isinstance(payload, Tensor):
+            # Accelerate's offloading makes a new Parameter, of the old one's class, for each move.
+            plain: Any = nn.Parameter(payload, requires_grad=requires_grad)
+            return plain
         shape = payload.qdata if like is None else like
         self: Float8FrozenWeight = torch.Tensor._make_wrapper_subclass(
             cls,
@@ -130,6 +139,19 @@ class Float8FrozenWeight(QuantizableTensor):
                 "weight back its own dtype first: torch_fp8.thaw(model)"
             )
         self.copy_(value)
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """Return the memory of the bytes, for whoever counts or compares memory.
+
+        torch.compile, which wants a storage as large as it takes the tensor to be, gets its own.
+        """
+        if sys._getframe(1).f_globals.get("__name__", "").startswith("torch."):
+            return super().untyped_storage()
+        return self.payload.qdata.untyped_storage()
+
+    def data_ptr(self) -> int:
+        """Return the address of the bytes."""
+        return self.payload.qdata.data_ptr()
 
     @property
     def requires_grad(self) -> bool:

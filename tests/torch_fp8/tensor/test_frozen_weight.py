@@ -120,6 +120,12 @@ def test_a_copy_is_frozen_and_a_pickle_plain():
     assert torch.equal(loaded, p.dequantize())
 
 
+def test_its_memory_is_that_of_the_bytes():
+    p = frozen()
+    assert p.untyped_storage().nbytes() == p.numel()
+    assert p.data_ptr() == p.qdata.data_ptr() == p.untyped_storage().data_ptr()
+
+
 def test_training_it_is_refused_by_name():
     p = frozen()
     with pytest.raises(RuntimeError, match=r"layer\.weight.*torch_fp8\.thaw"):
