@@ -258,7 +258,8 @@ def _as_on_a_card(launches: list[Launch], names: _Names) -> Iterator[None]:
 
     users = [m for name, m in sys.modules.items() if name.startswith("torch_fp8")]
     with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(gemm, "_scaled_mm", operator))
+        for name in ("_scaled_mm", "_scaled_mm_at_once"):
+            stack.enter_context(mock.patch.object(gemm, name, operator))
         for name, other in (("scaled_matmul", on_a_card), ("tensor_amax", amax)):
             for module in users:
                 if hasattr(module, name):

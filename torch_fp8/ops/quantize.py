@@ -226,9 +226,8 @@ def quantize_2d(x: Tensor, options: CastOptions) -> Layouts:
             amax = tensor_amax(x) if options.amax is None else options.amax
             scale = made = scale_from_amax(amax, format, options.power_of_two)
         qdata = cast_saturating(x.float(), scale, format)
-        row = col = _no_qdata(x, options)
-        if options.rowwise:
-            row = qdata.contiguous()
+        row = qdata.contiguous() if options.rowwise else _no_qdata(x, options)
+        col = _no_qdata(x, options)
         if options.columnwise:
             col = transposed_bytes.reference(qdata, x.shape[0] + more)
         return row, made, col, _no_scale(x)

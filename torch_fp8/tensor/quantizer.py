@@ -92,7 +92,8 @@ class Quantizer(NamedTuple):
         if not (rowwise or columnwise):
             sums = None if sum_dtype is None else cast(x.sum(0, dtype=torch.float32), sum_dtype)
             return None, None, sums
-        options = CastOptions.of(self.spec, scale, rowwise=rowwise, columnwise=columnwise)
+        how = self.spec.format.dtype, self.spec.granularity, self.spec.power_of_two
+        options = CastOptions(*how, rowwise, columnwise, scale)
         if sum_dtype is None:
             return *quantize_layouts(x, options), None
         payloads, sums = quantize_layouts_and_sum(x, options, sum_dtype)

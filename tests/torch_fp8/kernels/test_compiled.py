@@ -93,15 +93,12 @@ def test_sums_compile_without_spills(size, record_launches, compile_all):
     _compile(launches, compile_all)
 
 
-@pytest.mark.parametrize("target", ["sm_90", "sm_100"])
 @pytest.mark.parametrize(("rows", "cols"), [(14336, 4096), (1000, 515)])
-def test_transposes_compile_without_spills(
-    rows, cols, target, record_launches, compile_for, record_property
-):
+def test_transposes_compile_without_spills(rows, cols, record_launches, compile_all):
     with record_launches(transpose) as launches:
         transpose.transposed_bytes(torch.empty(rows, cols, dtype=FORMATS[0]), -(-rows // 16) * 16)
-    _compile(launches, f"{rows} x {cols}", target, compile_for, record_property)
-    ptx, _ = compile_for(launches[0], target)
+    _compile(launches, compile_all)
+    (ptx,) = compile_all(launches)
     whole = "ld.global.v4.b32" in ptx and "st.global.v4.b32" in ptx
     assert whole == (cols % 16 == 0), "lines of 16 bytes, where none is cut"
 

@@ -112,9 +112,9 @@ def launch_swiglu(x):
         gate_up.gate_up_backward_amax(inputs._replace(smooth=None))
 
     if x.shape[1] % 16:  # computed first, and the amax with it, and cast then
-        how, arguments = next(delayed_casts()), (x, *saved(x) * 2, smooth, x.dtype)
-        swiglu_backward.swiglu_backward_quantize_delayed(*arguments, *history(), *how)
-        gate_up.gate_up_backward_quantize_delayed(*arguments, True, *how)
+        how, inputs = next(delayed_casts()), BackwardInputs(x, *saved(x) * 2, smooth, x.dtype)
+        swiglu_backward.swiglu_backward_quantize_delayed(inputs, *history(), how)
+        gate_up.gate_up_backward_quantize_delayed(inputs, True, how)
 
 
 def launch_swiglu_casts(dtype, more):
@@ -246,11 +246,11 @@ def test_delayed_casts_are_one_launch_for_any_number_of_rows(record_launches, ro
         record_launches(swiglu) as forward,
         record_launches(swiglu_backward) as backward,
     ):
-        made = rms_norm.rms_norm_quantize_delayed(x, x[0], EPS, 0.0, x.dtype, *how, True)
-        swiglu.swiglu_quantize_delayed(x, x, None, *how, True)
-        arguments = (x, *saved(x) * 2, None, x.dtype)
-        swiglu_backward.swiglu_backward_quantize_delayed(*arguments, *history(), *how)
-        gate_up.gate_up_backward_quantize_delayed(*arguments, True, *how)
+        made = rms_norm.rms_norm_quantize_delayed(x, x[0], EPS, 0.0, x.dtype, how, True)
+        swiglu.swiglu_quantize_delayed(x, x, None, how, True)
+        inputs = BackwardInputs(x, *saved(x) * 2, None, x.dtype)
+        swiglu_backward.swiglu_backward_quantize_delayed(inputs, *history(), how)
+        gate_up.gate_up_backward_quantize_delayed(inputs, True, how)
     assert [t.shape for t in (made[0], made[2])] == [(rows, 512), (512, 33792)]
     assert casts_after == scales == []
     assert names(norm) == ["norm_cast_once"]
