@@ -13,8 +13,9 @@ from torch.optim import Optimizer
 
 from accelerate_fp8.optimizers import WeakKeys
 from torch_fp8 import FP8Config
-from torch_fp8.conversion.frozen_layers import FreezeReport, freeze_layers
+from torch_fp8.conversion.frozen_layers import FreezeReport, freeze_layers, option_that_keeps
 from torch_fp8.nn.linear import Float8Layer
+from torch_fp8.tensor.dtensor import local
 from torch_fp8.tensor.frozen_weight import Float8FrozenWeight
 
 
@@ -28,8 +29,7 @@ class EvaluationModels:
 
     def note(self, model: nn.Module) -> None:
         """Remember a converted model."""
-        stays = self.config.opt_level == "O1" or self.config.frozen_weights == "keep"
-        if not (stays or self.config.backend == "transformer-engine"):
+        if option_that_keeps(self.config) is None:
             self._waiting[model] = None
 
     def freeze(self, optimizers: Iterable[Optimizer]) -> dict[nn.Module, FreezeReport]:
@@ -61,7 +61,7 @@ class EvaluationModels:
 
 def _refuse_training(model: nn.Module, trained: set[Tensor]) -> None:
     for name, parameter in model.named_parameters():
-        if parameter in trained and isinstance(parameter, Float8FrozenWeight):
+        if parameter in trained and isinstance(local(parameter), Float8FrozenWeight):
             raise ValueError(
                 f"an optimizer has '{name}' of {type(model).__name__}, which is stored as FP8 "
                 "alone: it was prepared with evaluation_mode=True, and no optimizer had it when "

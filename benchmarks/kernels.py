@@ -1,4 +1,4 @@
-"""Where the time goes: the kernels of one call, by torch's profiler."""
+"""The kernels of one call and the time that each takes, by torch's profiler."""
 
 from collections.abc import Callable
 

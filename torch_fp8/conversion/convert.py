@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torch_fp8.config import FP8Config, config_or_default
 from torch_fp8.conversion.autotune import choose_recipe, recipe_of
-from torch_fp8.conversion.frozen_layers import freeze_as_configured
+from torch_fp8.conversion.frozen_layers import freeze_as_configured, option_that_keeps
 from torch_fp8.conversion.fused_layers import convert_producers, revert_producers
 from torch_fp8.conversion.report import ConversionReport, SkippedModule, matmul_flops
 from torch_fp8.distributed.ddp.fp8_lm import (
@@ -312,8 +312,7 @@ def _to_float8(
     module: nn.Module, name: str, config: FP8Config, recipe: Recipe, emulate: bool
 ) -> None:
     if isinstance(module, Float8Layer):
-        keeps = config.frozen_weights != "keep" and config.opt_level != "O1"
-        if module.frozen_weight is not None and keeps:
+        if module.frozen_weight is not None and option_that_keeps(config) is None:
             module.fp8_config, module.fp8_name = config, name
             module.fp8_thawed_recipe = recipe
             return

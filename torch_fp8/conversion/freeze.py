@@ -14,6 +14,7 @@ from torch_fp8.conversion.convert import convert_to_float8
 from torch_fp8.conversion.frozen_layers import (
     FreezeReport,
     freeze_layers,
+    option_that_keeps,
     proven_frozen,
     thaw_layers,
 )
@@ -88,14 +89,9 @@ def refuse_kept(config: FP8Config, function: str = "freeze") -> None:
     Raises:
         ValueError: level O1, ``frozen_weights="keep"`` or another backend.
     """
-    wrong = {
-        "opt_level='O1'": config.opt_level == "O1",
-        "frozen_weights='keep'": config.frozen_weights == "keep",
-        "backend='transformer-engine'": config.backend == "transformer-engine",
-    }
-    for option, given in wrong.items():
-        if given:
-            raise ValueError(
-                f"FP8Config({option}) leaves frozen weights as they are, but {function}() was "
-                "called; leave that option out"
-            )
+    option = option_that_keeps(config)
+    if option is not None:
+        raise ValueError(
+            f"FP8Config({option}) leaves frozen weights as they are, but {function}() was called; "
+            "leave that option out"
+        )

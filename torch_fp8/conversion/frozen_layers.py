@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
@@ -21,12 +21,10 @@ from torch_fp8.distributed.fsdp.frozen_gather import can_be_frozen
 from torch_fp8.distributed.fsdp.split_weights import param_groups
 from torch_fp8.nn.frozen_storage import ThawNotice
 from torch_fp8.nn.linear import Float8Layer
-from torch_fp8.nn.weight_cache import unwatch
+from torch_fp8.nn.weight_cache import WatchedParameter, unwatch
 from torch_fp8.ops.hardware import runs_natively
 from torch_fp8.quantization.recipe import E4M3_ONLY, Recipe, make_recipe
 from torch_fp8.tensor.dtensor import local
-
-_TRANSFORMER_ENGINE = "transformer-engine"
 
 
 @dataclass(frozen=True)
@@ -98,11 +96,19 @@ def by_hand(layer: Float8Layer) -> bool:
     return not layer.weight.requires_grad
 
 
+def option_that_keeps(config: FP8Config) -> str | None:
+    """Return the option of `config` that leaves frozen weights as they are; None: there is none."""
+    options = {
+        "opt_level='O1'": config.opt_level == "O1",
+        "frozen_weights='keep'": config.frozen_weights == "keep",
+        "backend='transformer-engine'": config.backend == "transformer-engine",
+    }
+    return next((option for option, given in options.items() if given), None)
+
+
 def freeze_as_configured(model: nn.Module, config: FP8Config, device: torch.device) -> FreezeReport:
     """Freeze the layers of a converted model that `config.frozen_weights` means."""
-    if config.opt_level == "O1" or config.frozen_weights == "keep":
-        return NOTHING
-    if config.backend == _TRANSFORMER_ENGINE:
+    if option_that_keeps(config) is not None:
         return NOTHING
     meant = by_hand if config.frozen_weights == "fp8" else proven_frozen(model)
     return freeze_layers(model, config, device, meant)
@@ -211,11 +217,11 @@ def _shared_weights(model: nn.Module) -> set[int]:
     places: Counter[int] = Counter()
     every = [p for m in model.modules() for p in m._parameters.values() if p is not None]
     owners.update(id(p) for p in every)
-    distinct = {id(p): p for p in every if type(p) is nn.Parameter and not p.is_meta}
-    places.update(p.untyped_storage().data_ptr() for p in distinct.values())
+    plain = {id(p): p for p in every if type(p) in (nn.Parameter, WatchedParameter)}
+    # As the class Tensor does it: a watched Parameter counts the uses of its memory.
+    memory = {
+        key: Tensor.untyped_storage(p).data_ptr() for key, p in plain.items() if not p.is_meta
+    }
+    places.update(memory.values())
     shared = {key for key, count in owners.items() if count > 1}
-    for key, parameter in distinct.items():
-        place = parameter.untyped_storage().data_ptr()
-        if place and places[place] > 1:
-            shared.add(key)
-    return shared
+    return shared | {key for key, place in memory.items() if place and places[place] > 1}

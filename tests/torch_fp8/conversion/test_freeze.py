@@ -223,6 +223,24 @@ def test_tied_and_shared_weights_stay():
     assert type(model.up.weight) is not Float8FrozenWeight
 
 
+def test_weights_that_share_memory_stay():
+    model = Net()
+    model.again = nn.Linear(128, 208)
+    model.again.weight = nn.Parameter(model.up.weight.detach())
+    report = freeze(model, FP8Config(recipe="blockwise"))
+    assert report.frozen == ("down",)
+    assert set(dict(report.kept)) == {"up", "again"}
+
+
+def test_a_frozen_model_is_reported_and_stays():
+    model = Net()
+    freeze(model, FP8Config(recipe="tensorwise"))
+    kept = model.up.weight.qdata.clone()
+    report = torch_fp8.conversion_report(model, FP8Config(recipe="tensorwise"))
+    assert report.converted == ("up", "down")
+    assert torch.equal(model.up.weight.qdata.view(torch.uint8), kept.view(torch.uint8))
+
+
 def test_evaluation_in_high_precision_reads_the_bytes():
     model = Net()
     freeze(model, FP8Config(recipe="blockwise", eval_fp8=False))
