@@ -22,6 +22,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 HARMLESS_WARNINGS = (
     "`isinstance(treespec, LeafSpec)` is deprecated",  # Lightning's, of torch's own names
     "dataloader' does not have many workers",  # the data is in memory
+    "gradient_checkpointing` is deprecated",  # TRL's own default, and its use of transformers
     "'pin_memory' argument is set as true but no accelerator is found",
 )
 HARMLESS_RECORDS = {  # logger -> what its records contain

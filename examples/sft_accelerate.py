@@ -12,13 +12,10 @@ import shutil
 import sys
 from pathlib import Path
 
-import psutil
-
 import comparison
 import script_start
+import side_by_side
 from sft_arguments import argument_parser, checkpoint_to_resume
-
-PRECISIONS = ("bf16", "fp8")
 
 
 def parse_arguments():
@@ -29,13 +26,8 @@ def parse_arguments():
 
 
 def compare() -> None:
-    launch = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "1"]
-    # Its own default is one thread; --quiet leaves the script's error as the last word.
-    threads = os.environ.get("OMP_NUM_THREADS", str(psutil.cpu_count(logical=False) or 1))
-    launch += ["--num_machines", "1", "--dynamo_backend", "no", "--quiet"]
-    launch += ["--num_cpu_threads_per_process", threads]
     script = [__file__, *(a for a in sys.argv[1:] if a != "--resume")]
-    commands = {name: [*launch, "--mixed_precision", name, *script] for name in PRECISIONS}
+    commands = {name: [*side_by_side.launch(name), *script] for name in side_by_side.PRECISIONS}
     comparison.run(__file__, commands, parse_arguments())
 
 

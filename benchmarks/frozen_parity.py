@@ -1,0 +1,125 @@
+"""LoRA SFT, DPO, GRPO and PPO in FP8 against BF16: loss, reward and KL divergence of three seeds.
+
+    nice -n 19 python -m benchmarks.frozen_parity       # from the repository's root
+
+Every run is the unmodified script of examples/ in a process of its own under `accelerate launch`,
+with the small checkpoint that its ``--quick`` makes; all runs start from the same one, and a seed
+is that of the data's order and of sampling. A finished run becomes rows of the CSV at once, and
+what is there is not run again.
+
+* ``loss``: held-out, at the end; DPO's own for DPO, that of the true answers for the others. FP8
+  is to be within 0.5 % of BF16, mean over the seeds.
+* ``reward``: the accuracy for SFT and DPO; ``kl``: from the reference, which for LoRA is the base.
+  FP8's mean is to lie within the spread of BF16's seeds, from the smallest to the largest.
+
+GRPO and PPO sample: once a token differs, so does all that follows, in BF16 from another seed as in
+FP8 from the same one. Their differences are therefore no paired ones.
+"""
+
+import argparse
+import json
+import os
+import shlex
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.measurement import RESULTS, ROOT, Table, environment, print_table, read_rows
+
+BF16, FP8 = "bf16", "fp8"
+SCRIPTS = {
+    "lora_sft": ("eval_loss", "accuracy", "eval_kl"),
+    "dpo_trl": ("eval_loss", "accuracy", "eval_kl"),
+    "grpo_trl": ("eval_loss", "reward", "kl"),
+    "rlhf_ppo": ("eval_loss", "reward", "kl"),
+}
+"""The examples, and where they put loss, reward and KL divergence."""
+BAND = 0.005
+"""The share of BF16's loss that FP8's may differ by."""
+COLUMNS = ("example", "precision", "seed", "steps", "loss", "reward", "kl", "script")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--scripts", nargs="+", choices=list(SCRIPTS), default=list(SCRIPTS))
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--csv", type=Path, default=RESULTS / "frozen_parity.csv")
+    parser.add_argument("script_arguments", nargs="*", help="for every script, after --")
+    arguments = parser.parse_args()
+    table = Table(arguments.csv, COLUMNS, COLUMNS[:3], environment(torch.device("cpu")))
+    for seed in arguments.seeds:  # outside: an interrupted benchmark has compared every script
+        for script in arguments.scripts:
+            for precision in (BF16, FP8):
+                have = {(r["example"], r["precision"], r["seed"]) for r in read_rows(arguments.csv)}
+                if (script, precision, str(seed)) not in have:
+                    row = measure(script, precision, seed, arguments.script_arguments)
+                    table.add([row])
+                    print({name: row[name] for name in COLUMNS[:-1]}, flush=True)
+    verdicts = [verdict(script, read_rows(arguments.csv)) for script in arguments.scripts]
+    print_table(tuple(verdicts[0]), verdicts)
+
+
+def measure(script: str, precision: str, seed: int, more: list[str]) -> dict[str, Any]:
+    """Run an example once and return its row.
+
+    Raises:
+        RuntimeError: it failed; with the end of what it said.
+    """
+    given = [f"examples/{script}.py", "--quick", "--seed", str(seed), *more]
+    launcher = ["accelerate.commands.launch", "--num_processes", "1", "--num_machines", "1"]
+    launcher += ["--dynamo_backend", "no", "--mixed_precision", precision]
+    variables = {k: v for k, v in os.environ.items() if k != "TORCH_FP8_CONFIG"}
+    with tempfile.TemporaryDirectory() as output:
+        command = [sys.executable, "-m", *launcher, *given, "--output", output]
+        run = subprocess.run(
+            command,
+            cwd=ROOT,
+            env=variables | {"OMP_NUM_THREADS": variables.get("OMP_NUM_THREADS", "1")},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        if run.returncode:
+            raise RuntimeError(f"{shlex.join(command)} failed:\n{run.stdout[-4000:]}")
+        result = json.loads((Path(output) / "result.json").read_text())
+    loss, reward, kl = (f"{result['final'][key]:.6f}" for key in SCRIPTS[script])
+    return {
+        "example": script,
+        "precision": precision,
+        "seed": seed,
+        "steps": result["steps"],
+        "loss": loss,
+        "reward": reward,
+        "kl": kl,
+        "script": f"accelerate launch --mixed_precision {precision} {shlex.join(given)}",
+    }
+
+
+def verdict(script: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return what the rows of a script say: both precisions' means, and whether they agree."""
+    of = {
+        precision: [r for r in rows if (r["example"], r["precision"]) == (script, precision)]
+        for precision in (BF16, FP8)
+    }
+    made: dict[str, Any] = {"example": script, "seeds": len(of[FP8])}
+    for name in ("loss", "reward", "kl"):
+        bf16, fp8 = ([float(row[name]) for row in of[precision]] for precision in (BF16, FP8))
+        mean = statistics.mean(fp8)
+        made[f"bf16 {name}"] = f"{min(bf16):.4f} to {max(bf16):.4f}"
+        made[f"fp8 {name}"] = f"{mean:.4f}"
+        if name == "loss":
+            difference = mean / statistics.mean(bf16) - 1
+            made["difference"] = f"{difference:+.2%}"
+            made["loss holds"] = abs(difference) <= BAND
+        else:
+            made[f"{name} holds"] = min(bf16) <= mean <= max(bf16)
+    return made
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,91 @@
+"""Direct preference optimization with TRL: a policy and a reference that nobody trains.
+
+    python examples/dpo_trl.py                  # BF16 and FP8 side by side; nothing to prepare
+    accelerate launch --mixed_precision fp8 examples/dpo_trl.py \
+        --model meta-llama/Llama-3.2-1B-Instruct --data chats.jsonl
+
+Needs `pip install trl`. Precision is the launcher's flag and nothing here depends on it. The data
+has one answer to a prompt; the worse one that DPO needs is made of it (`alignment.preferences`).
+"""
+
+import sys
+
+import script_start
+import side_by_side
+
+MEASURES = {
+    "loss": "DPO loss",
+    "eval_loss": "held-out DPO loss",
+    "accuracy": "held-out pairs ranked right",
+    "eval_kl": "KL to the reference (nats per token)",
+}
+
+
+def parse_arguments():
+    parser = side_by_side.argument_parser("dpo_trl", __doc__.splitlines()[0])
+    parser.add_argument("--beta", type=float, default=0.1)
+    parser.add_argument("--learning-rate", type=float, default=2e-4)
+    return side_by_side.parse(parser, "dpo_trl")
+
+
+if __name__ == "__main__":
+    script_start.begin()
+    if side_by_side.is_wanted():  # not started by `accelerate launch`
+        script_start.run(lambda: side_by_side.compare(__file__, MEASURES, parse_arguments()))
+        sys.exit()
+
+from datasets import Dataset
+from trl import DPOConfig, DPOTrainer
+
+from alignment import preferences, prepare
+from alignment_record import HeldOut, Record, Watch, trainer_options
+
+
+def train(arguments) -> dict:
+    """Train the policy, save it to <output>/model and return the run's result."""
+    start = prepare(arguments)
+    steps = arguments.steps or (30 if arguments.quick else 60)
+    trainer = DPOTrainer(
+        start.model,
+        args=DPOConfig(
+            **trainer_options(arguments, steps),
+            learning_rate=arguments.learning_rate,
+            beta=arguments.beta,
+        ),
+        train_dataset=Dataset.from_list(preferences(start.train)),
+        eval_dataset=Dataset.from_list(preferences(start.eval)),
+        processing_class=start.tokenizer,
+    )
+    record = Record(arguments.output, seed=arguments.seed)
+    held_out = HeldOut(start.eval, start.tokenizer)
+
+    def measure() -> dict[str, float]:
+        pairs = trainer.evaluate()
+        return {
+            "eval_loss": pairs["eval_loss"],
+            "accuracy": pairs["eval_rewards/accuracies"],
+            "eval_kl": held_out(trainer.model, trainer.ref_model)["eval_kl"],
+        }
+
+    Watch(
+        trainer,
+        record,
+        lambda: {"policy": trainer.model, "reference": trainer.ref_model},
+        {"loss": "loss", "rewards/margins": "margin"},
+        measure,
+        every=max(1, steps // 6),
+    )
+    trainer.train()
+    trainer.save_model(str(arguments.output / "model"))
+    return record.finish(precision=trainer.args.mixed_precision, device=trainer.args.device.type)
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    if arguments.started_by_comparison:
+        script_start.end_with_input()
+    train(arguments)
+
+
+if __name__ == "__main__":
+    script_start.run(main)

@@ -1,0 +1,93 @@
+"""LoRA fine-tuning with TRL and PEFT: adapters on a base that nobody trains.
+
+    python examples/lora_sft.py                 # BF16 and FP8 side by side; nothing to prepare
+    accelerate launch --mixed_precision fp8 examples/lora_sft.py \
+        --model meta-llama/Llama-3.2-1B-Instruct --data chats.jsonl
+
+Needs `pip install peft trl`. Precision is the launcher's flag and nothing here depends on it. The
+base is loaded in BF16 and serves as the reference, too: the KL divergence is that from the model
+with its adapters switched off.
+"""
+
+import sys
+
+import script_start
+import side_by_side
+
+MEASURES = {
+    "loss": "training loss (nats per answer token)",
+    "eval_loss": "held-out loss",
+    "accuracy": "accuracy of held-out tokens",
+    "eval_kl": "KL to the base (nats per token)",
+}
+
+
+def parse_arguments():
+    parser = side_by_side.argument_parser("lora_sft", __doc__.splitlines()[0])
+    parser.add_argument("--rank", type=int, default=16, help="of the adapters")
+    parser.add_argument("--learning-rate", type=float, default=2e-3)
+    return side_by_side.parse(parser, "lora_sft")
+
+
+if __name__ == "__main__":
+    script_start.begin()
+    if side_by_side.is_wanted():  # not started by `accelerate launch`
+        script_start.run(lambda: side_by_side.compare(__file__, MEASURES, parse_arguments()))
+        sys.exit()
+
+from datasets import Dataset
+from peft import LoraConfig
+from trl import SFTConfig, SFTTrainer
+
+from alignment import prepare
+from alignment_record import HeldOut, Record, Watch, trainer_options
+
+
+def train(arguments) -> dict:
+    """Train adapters, save them to <output>/model and return the run's result."""
+    start = prepare(arguments)
+    steps = arguments.steps or (30 if arguments.quick else 60)
+    rows = [
+        {"prompt": row["prompt"], "completion": [{"role": "assistant", "content": row["answer"]}]}
+        for row in start.train
+    ]
+    trainer = SFTTrainer(
+        start.model,
+        SFTConfig(
+            **trainer_options(arguments, steps),
+            learning_rate=arguments.learning_rate,
+            model_init_kwargs={"dtype": "bfloat16"},
+        ),
+        train_dataset=Dataset.from_list(rows),
+        processing_class=start.tokenizer,
+        peft_config=LoraConfig(r=arguments.rank, target_modules="all-linear"),
+    )
+    record = Record(arguments.output, seed=arguments.seed)
+    held_out = HeldOut(start.eval, start.tokenizer)
+
+    def base(**batch):
+        with trainer.model.disable_adapter():
+            return trainer.model(**batch)
+
+    Watch(
+        trainer,
+        record,
+        lambda: {"base and adapters": trainer.model},
+        {"loss": "loss"},
+        lambda: held_out(trainer.model, base),
+        every=max(1, steps // 6),
+    )
+    trainer.train()
+    trainer.save_model(str(arguments.output / "model"))
+    return record.finish(precision=trainer.args.mixed_precision, device=trainer.args.device.type)
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    if arguments.started_by_comparison:
+        script_start.end_with_input()
+    train(arguments)
+
+
+if __name__ == "__main__":
+    script_start.run(main)

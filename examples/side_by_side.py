@@ -1,0 +1,167 @@
+"""One training script in BF16 and in FP8, one after the other: tables, a CSV and a picture.
+
+A script that is started by hand becomes the comparison, and the same script under
+`accelerate launch` is one of its two runs. A run leaves curves.csv and result.json in a folder of
+its own (`alignment.Record`). Neither torch nor a host is imported here.
+"""
+
+import argparse
+import csv
+import json
+import os
+import shlex
+import sys
+from pathlib import Path
+
+import psutil
+
+import child_process
+
+PRECISIONS = ("bf16", "fp8")
+KINDS = ("frozen weights", "trained weights", "residuals", "moments", "gradients")
+MIB = 2**20
+
+
+def argument_parser(script: str, description: str) -> argparse.ArgumentParser:
+    """Return what all these scripts take; `script` gives the folder of the output its name."""
+    parser = argparse.ArgumentParser(
+        description=description,
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--model", help="a folder or name for from_pretrained; none: a small Llama, made once")
+    add("--data", type=Path, help="JSONL; none: functions of the standard library, and docstrings")
+    add("--output", type=Path, help=f"folder of the results; none: runs/{script}")
+    add("--assets", type=Path, default=Path("runs/assets"), help="what the script makes for itself")
+    add("--quick", action="store_true", help="a smaller model of its own and fewer steps")
+    add("--steps", type=int, help="optimizer steps; none: as many as show something")
+    add("--start-steps", type=int, help="to teach its own model the task; none: as it needs")
+    add("--batch-size", type=int, default=32, help="answers of one step, per process")
+    add("--max-prompt", type=int, default=96, help="tokens of the longest prompt that is taken")
+    add("--max-answer", type=int, default=32, help="tokens of the longest answer")
+    add("--seed", type=int, default=0, help="of the order of the data and of sampling")
+    add("--started-by-comparison", action="store_true", help=argparse.SUPPRESS)
+    return parser
+
+
+def parse(parser: argparse.ArgumentParser, script: str) -> argparse.Namespace:
+    arguments = parser.parse_args()
+    own = f"{script}_quick" if arguments.quick else script
+    arguments.output = arguments.output or Path("runs") / own
+    return arguments
+
+
+def is_wanted() -> bool:
+    """Return whether the script was started by hand, not by `accelerate launch`."""
+    return "ACCELERATE_MIXED_PRECISION" not in os.environ
+
+
+def launch(precision: str) -> list[str]:
+    """Return the launcher's command, to which the script and its arguments are added."""
+    # Its own default is one thread; --quiet leaves the script's error as the last word.
+    threads = os.environ.get("OMP_NUM_THREADS", str(psutil.cpu_count(logical=False) or 1))
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "1"]
+    command += ["--num_machines", "1", "--dynamo_backend", "no", "--quiet"]
+    return [*command, "--num_cpu_threads_per_process", threads, "--mixed_precision", precision]
+
+
+def compare(script: str, measures: dict[str, str], arguments: argparse.Namespace) -> list[dict]:
+    """Run the script in both precisions, then print, write and draw what came out.
+
+    Args:
+        script: path of the training script.
+        measures: key of curves.csv -> what it is, for people.
+        arguments: of `argument_parser`; --output gets a folder for each run, comparison.csv,
+            memory.csv and comparison.png.
+    Returns:
+        the rows of comparison.csv.
+    Raises:
+        SystemExit: one of the runs failed; its own error stands above.
+    """
+    output, results = arguments.output, {}
+    print(
+        f"{Path(script).stem}: in {' and in '.join(PRECISIONS)}, one after the other. Everything "
+        f"goes to {output}; Ctrl-C ends it.",
+        flush=True,
+    )
+    for precision in PRECISIONS:
+        own = ["--started-by-comparison", "--output", str(output / precision)]
+        command = [*launch(precision), script, *sys.argv[1:], *own]
+        print(f"\n=== {precision}: {shlex.join(command)}\n", flush=True)
+        if status := child_process.run(command):
+            raise SystemExit(status)
+        results[precision] = json.loads((output / precision / "result.json").read_text())
+    rows = result_rows(results, measures)
+    write(output / "comparison.csv", rows)
+    memory = memory_rows(results)
+    write(output / "memory.csv", memory)
+    print(f"\n{format_table(rows)}\n\nMiB, counted over storages:\n{format_table(memory)}")
+    if results["bf16"]["device"] == "cpu":
+        print("On a CPU FP8 is emulated: the seconds say nothing about its speed on a GPU.")
+    from side_by_side_picture import draw  # matplotlib takes a moment, here where it is needed
+
+    draw(output, results, measures, Path(script).stem)
+    print(f"Curves: {output / 'comparison.png'}   numbers: {output}/comparison.csv, memory.csv")
+    return rows
+
+
+def result_rows(results: dict[str, dict], measures: dict[str, str]) -> list[dict]:
+    """Return a row for each precision: the last values of what was measured, and memory in MiB."""
+    rows = []
+    for precision, result in results.items():
+        final = {key: f"{result['final'][key]:.4f}" for key in measures}
+        per_parameter = result["frozen_bytes_per_parameter"]
+        rows.append(
+            {
+                "precision": precision,
+                **final,
+                "bytes/frozen": f"{per_parameter:.3f}",
+                "peak MiB": f"{max(result['live'].values()) / MIB:.1f}",
+                "seconds": f"{result['seconds']:.0f}",
+            }
+        )
+    return rows
+
+
+def memory_rows(results: dict[str, dict]) -> list[dict]:
+    """Return the MiB of each model in each precision, and by how much FP8's sum is below."""
+    rows, totals = [], {}
+    for precision, result in results.items():
+        total = dict.fromkeys(KINDS, 0)
+        for role, sizes in result["memory"].items():
+            rows.append(_in_mib(precision, role, sizes))
+            total = {kind: total[kind] + sizes[kind] for kind in KINDS}
+        totals[precision] = total
+        rows.append(_in_mib(precision, "all", total))
+    first, last = (weights_and_rest(total) for total in totals.values())
+    below = {kind: f"{last[kind] / first[kind] - 1:+.1%}" if first[kind] else "" for kind in first}
+    shown = {kind: below.get(kind, "") for kind in KINDS}
+    rows.append({"precision": "change", "model": "all", **shown, "weights": below["weights"]})
+    return rows
+
+
+def weights_and_rest(sizes: dict[str, int]) -> dict[str, int]:
+    """Return the bytes with both kinds of weights summed up as `weights`, too."""
+    return {**sizes, "weights": sizes["frozen weights"] + sizes["trained weights"]}
+
+
+def format_table(rows: list[dict]) -> str:
+    cells = [list(rows[0]), *([str(value) for value in row.values()] for row in rows)]
+    widths = [max(len(line[i]) for line in cells) for i in range(len(rows[0]))]
+    return "\n".join(
+        "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True))
+        for line in cells
+    )
+
+
+def write(path: Path, rows: list[dict]) -> None:
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def _in_mib(precision: str, role: str, sizes: dict[str, int]) -> dict:
+    sizes = {kind: f"{size / MIB:.2f}" for kind, size in weights_and_rest(sizes).items()}
+    return {"precision": precision, "model": role, **sizes}

@@ -1,0 +1,78 @@
+"""The picture of two precisions side by side: what was measured over the steps, and memory."""
+
+from pathlib import Path
+
+import matplotlib
+
+from losses import read_losses
+from side_by_side import KINDS, MIB
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+
+GREYS = ("0.3", "0.5", "0.65", "0.78", "0.9")
+SMOOTHED = 5
+"""The steps of a running mean, where there are many."""
+
+
+def draw(folder: Path, results: dict[str, dict], measures: dict[str, str], title: str) -> None:
+    """Draw the runs in `folder`/<precision>/curves.csv to `folder`/comparison.png.
+
+    Args:
+        folder: of the runs.
+        results: precision -> result.json.
+        measures: column of curves.csv -> label, a panel for each.
+        title: of the script.
+    """
+    curves = {name: read_losses(folder / name / "curves.csv") for name in results}
+    width = 4 * len(measures) + 4.2
+    figure, axes = plt.subplots(1, len(measures) + 1, figsize=(width, 4.2), layout="constrained")
+    for axis, (key, label) in zip(axes, measures.items(), strict=False):
+        for i, (precision, rows) in enumerate(curves.items()):
+            _curve(axis, rows, key, precision, f"C{i}")
+        axis.set(title=label, xlabel="optimizer step")
+        axis.grid(alpha=0.3)
+    axes[0].legend()
+    _memory(axes[-1], results)
+    first = next(iter(results.values()))
+    device = "a CPU, which emulates FP8" if first["device"] == "cpu" else first["device"]
+    size = first["parameters"] / 1e6
+    figure.suptitle(f"{title}, models of {size:.1f} million parameters, on {device}")
+    figure.savefig(folder / "comparison.png", dpi=110)
+    plt.close(figure)
+
+
+def _curve(axis: Axes, rows: list[dict], key: str, precision: str, colour: str) -> None:
+    steps = [row["step"] for row in rows if key in row]
+    values = [row[key] for row in rows if key in row]
+    style = {"color": colour, "linestyle": "-" if precision == "bf16" else "--"}
+    if len(values) <= 2 * SMOOTHED:
+        axis.plot(steps, values, lw=2, marker="o", label=precision, **style)
+        return
+    axis.plot(steps, values, lw=1, alpha=0.3, **style)
+    windows = [values[max(0, i - SMOOTHED + 1) : i + 1] for i in range(len(values))]
+    smooth = [sum(window) / len(window) for window in windows]
+    axis.plot(steps, smooth, lw=2, label=f"{precision}, mean of {SMOOTHED} steps", **style)
+
+
+def _memory(axis: Axes, results: dict[str, dict]) -> None:
+    names, bottom = list(results), [0.0] * len(results)
+    for kind, grey in zip(KINDS, GREYS, strict=True):
+        sizes = [
+            sum(role[kind] for role in result["memory"].values()) / MIB
+            for result in results.values()
+        ]
+        if not any(sizes):
+            continue
+        axis.bar(names, sizes, 0.55, bottom, color=grey, edgecolor="white", label=kind)
+        bottom = [a + b for a, b in zip(bottom, sizes, strict=True)]
+    peaks = [max(result["live"].values()) / MIB for result in results.values()]
+    rest = [peak - held for peak, held in zip(peaks, bottom, strict=True)]
+    axis.bar(
+        names, rest, 0.55, bottom, color="none", edgecolor="0.4", hatch="//", label="other, at peak"
+    )
+    for x, (held, peak) in enumerate(zip(bottom, peaks, strict=True)):
+        axis.text(x, peak, f"{held:.1f} + {peak - held:.1f}", ha="center", va="bottom", fontsize=9)
+    axis.set(title="Memory, all models (MiB)", ylim=(0, max(peaks) * 1.5))
+    axis.legend(fontsize=8, loc="upper right", ncols=2)
