@@ -1,9 +1,12 @@
 """Bytes of the models that RLHF holds at once: BF16-mixed beside FP8, counted on the meta device.
 
     python -m benchmarks.rlhf_bytes              # benchmarks/results/rlhf_bytes.csv
+    python -m benchmarks.rlhf_bytes --example runs/rlhf_ppo
 
 Nothing is computed: models are built without memory and converted by this package, and the bytes
 of what exists, and of the gradients and states that training will make, are summed up.
+``--example`` takes what `examples/rlhf_ppo.py` counted while it trained: the storages of its four
+models' tensors, and as ``peak`` all that were alive at a point of its loop, batches included.
 
 * ``ppo``: policy and value are trained, reference and reward are not; four equal models, as in
   AlpacaFarm's PPO (FP8-LM, arXiv 2310.18313). BF16-mixed holds trained weights in float32, the
@@ -18,6 +21,7 @@ those of level O2, the default of the one flag.
 """
 
 import argparse
+import json
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +47,7 @@ CONFIG = FP8Config(recipe="tensorwise")
 BF16, FP8 = "bf16-mixed", "fp8 O2"
 COLUMNS = ("scenario", "layout", "variant", "role", "parameters")
 BYTES = ("weights", "residuals", "moments", "gradients")
+EXAMPLE = "examples/rlhf_ppo.py"
 CHANGES = ("weights_below", "weights_and_residuals_below", "moments_below")
 
 SCENARIOS: dict[str, tuple[tuple[str, str, torch.dtype], ...]] = {
@@ -68,9 +73,14 @@ SCENARIOS: dict[str, tuple[tuple[str, str, torch.dtype], ...]] = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--csv", type=Path, default=RESULTS / "rlhf_bytes.csv")
+    parser.add_argument("--example", type=Path, help="a folder that examples/rlhf_ppo.py filled")
     arguments = parser.parse_args()
     about = environment(torch.device("cpu"))
-    table = Table(arguments.csv, (*COLUMNS, *BYTES, *CHANGES), COLUMNS[:4], about)
+    table = Table(arguments.csv, (*COLUMNS, *BYTES, *CHANGES, "peak"), COLUMNS[:4], about)
+    if arguments.example:
+        table.add(rows_of_example(arguments.example))
+        print_rows(table)
+        return
     for scenario, models in SCENARIOS.items():
         layout = "LLaMA-7B" if scenario == "ppo" else "Llama-3.1-8B"
         sizes = LAYOUTS[layout]
@@ -87,8 +97,42 @@ def main() -> None:
                 total |= changes(totals[BF16], total)
             about_rows = {"scenario": scenario, "layout": layout, "variant": variant}
             table.add([{**about_rows, **row} for row in (*rows, total)])
-    shown = ("scenario", "variant", "role", *BYTES, *CHANGES)
-    print_table(shown, [in_gib(row) for row in table.rows])
+    print_rows(table)
+
+
+def rows_of_example(folder: Path) -> list[dict[str, Any]]:
+    """Return what the example counted in both precisions, by model and in all.
+
+    Args:
+        folder: with bf16/result.json and fp8/result.json.
+    """
+    rows: list[dict[str, Any]] = []
+    totals: dict[str, dict[str, Any]] = {}
+    for variant, precision in ((BF16, "bf16"), (FP8, "fp8")):
+        result = json.loads((folder / precision / "result.json").read_text())
+        of_models = [
+            {
+                "role": role,
+                "parameters": result["parameters"][role],
+                "weights": sizes["frozen weights"] + sizes["trained weights"],
+                **{name: sizes[name] for name in BYTES[1:]},
+            }
+            for role, sizes in result["memory"].items()
+        ]
+        total: dict[str, Any] = {"role": "all", "peak": max(result["live"].values())}
+        total |= {name: sum(row[name] for row in of_models) for name in ("parameters", *BYTES)}
+        totals[variant] = total
+        if variant == FP8:
+            total |= changes(totals[BF16], total)
+        about = {"scenario": "ppo example", "layout": EXAMPLE, "variant": variant}
+        rows += [about | row for row in (*of_models, total)]
+    return rows
+
+
+def print_rows(table: Table) -> None:
+    """Print the rows that were added, in GiB, or in MiB where they are small."""
+    shown = ("scenario", "variant", "role", *BYTES, *CHANGES, "peak")
+    print_table(shown, [readable(row) for row in table.rows])
 
 
 def bytes_of(
@@ -148,9 +192,11 @@ def changes(before: dict[str, Any], after: dict[str, Any]) -> dict[str, float]:
     }
 
 
-def in_gib(row: dict[str, Any]) -> dict[str, Any]:
-    """Return a row as it is printed."""
-    return {k: round(v / 2**30, 2) if k in BYTES and v != "" else v for k, v in row.items()}
+def readable(row: dict[str, Any]) -> dict[str, Any]:
+    """Return a row as it is printed: GiB, of the example MiB."""
+    unit = 2**20 if row["layout"] == EXAMPLE else 2**30
+    sizes = {k: f"{v / unit:.2f}" for k, v in row.items() if k in (*BYTES, "peak") and v != ""}
+    return row | sizes
 
 
 if __name__ == "__main__":

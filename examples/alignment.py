@@ -45,11 +45,12 @@ class Start:
     eval: list[dict]
 
 
-def prepare(arguments: argparse.Namespace) -> Start:
+def prepare(arguments: argparse.Namespace, answers: bool = True) -> Start:
     """Load, or first make, the model to start from and the data.
 
     Args:
         arguments: of `side_by_side.argument_parser`.
+        answers: whether a model that is made here has to know what an answer looks like.
     Raises:
         Refusal: there are no rows whose prompt and answer are short enough.
     """
@@ -67,8 +68,8 @@ def prepare(arguments: argparse.Namespace) -> Start:
         train = short_rows(own.train, tokenizer, arguments)
         held_out = short_rows(own.eval, tokenizer, arguments)
         held_out = random.Random(0).sample(held_out, min(EVAL_ROWS, len(held_out)))
-    model = arguments.model
-    if model is None:
+    model = arguments.model or own.model
+    if answers and arguments.model is None:
         steps = arguments.start_steps
         if steps is None:
             steps = START_STEPS_QUICK if arguments.quick else START_STEPS

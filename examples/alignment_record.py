@@ -94,7 +94,9 @@ class Record:
             self.memory[role] = {kind: max(known[kind], sizes[kind]) for kind in KINDS}
         self.live[point] = max(self.live.get(point, 0), live_bytes())
         self.frozen = bytes_per_frozen_parameter(models.values(), optimizer)
-        self.parameters = max(sum(p.numel() for p in m.parameters()) for m in models.values())
+        self.parameters = {
+            role: sum(p.numel() for p in model.parameters()) for role, model in models.items()
+        }
 
     def finish(self, **facts: str | int | float) -> dict:
         """Write both files and return what result.json holds."""

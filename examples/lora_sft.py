@@ -45,7 +45,7 @@ from alignment_record import HeldOut, Record, Watch, trainer_options
 
 def train(arguments) -> dict:
     """Train adapters, save them to <output>/model and return the run's result."""
-    start = prepare(arguments)
+    start = prepare(arguments, answers=False)
     steps = arguments.steps or (30 if arguments.quick else 60)
     rows = [
         {"prompt": row["prompt"], "completion": [{"role": "assistant", "content": row["answer"]}]}
@@ -60,7 +60,9 @@ def train(arguments) -> dict:
         ),
         train_dataset=Dataset.from_list(rows),
         processing_class=start.tokenizer,
-        peft_config=LoraConfig(r=arguments.rank, target_modules="all-linear"),
+        peft_config=LoraConfig(
+            r=arguments.rank, lora_alpha=2 * arguments.rank, target_modules="all-linear"
+        ),
     )
     record = Record(arguments.output, seed=arguments.seed)
     held_out = HeldOut(start.eval, start.tokenizer)

@@ -134,14 +134,14 @@ def memory_rows(results: dict[str, dict]) -> list[dict]:
             total = {kind: total[kind] + sizes[kind] for kind in KINDS}
         totals[precision] = total
         rows.append(_in_mib(precision, "all", total))
-    first, last = (weights_and_rest(total) for total in totals.values())
+    first, last = (with_all_weights(total) for total in totals.values())
     below = {kind: f"{last[kind] / first[kind] - 1:+.1%}" if first[kind] else "" for kind in first}
     shown = {kind: below.get(kind, "") for kind in KINDS}
     rows.append({"precision": "change", "model": "all", **shown, "weights": below["weights"]})
     return rows
 
 
-def weights_and_rest(sizes: dict[str, int]) -> dict[str, int]:
+def with_all_weights(sizes: dict[str, int]) -> dict[str, int]:
     """Return the bytes with both kinds of weights summed up as `weights`, too."""
     return {**sizes, "weights": sizes["frozen weights"] + sizes["trained weights"]}
 
@@ -163,5 +163,5 @@ def write(path: Path, rows: list[dict]) -> None:
 
 
 def _in_mib(precision: str, role: str, sizes: dict[str, int]) -> dict:
-    sizes = {kind: f"{size / MIB:.2f}" for kind, size in weights_and_rest(sizes).items()}
+    sizes = {kind: f"{size / MIB:.2f}" for kind, size in with_all_weights(sizes).items()}
     return {"precision": precision, "model": role, **sizes}

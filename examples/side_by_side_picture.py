@@ -37,7 +37,7 @@ def draw(folder: Path, results: dict[str, dict], measures: dict[str, str], title
     _memory(axes[-1], results)
     first = next(iter(results.values()))
     device = "a CPU, which emulates FP8" if first["device"] == "cpu" else first["device"]
-    size = first["parameters"] / 1e6
+    size = max(first["parameters"].values()) / 1e6
     figure.suptitle(f"{title}, models of {size:.1f} million parameters, on {device}")
     figure.savefig(folder / "comparison.png", dpi=110)
     plt.close(figure)

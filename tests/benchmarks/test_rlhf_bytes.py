@@ -1,6 +1,7 @@
 """The bytes that RLHF's models take are below BF16-mixed's by what was promised."""
 
 import csv
+import json
 
 import pytest
 
@@ -30,6 +31,7 @@ def test_they_are_below_bf16s_and_what_the_csv_says(counted):
     assert float(ppo["moments_below"]) >= 0.62
     assert float(grpo["weights_and_residuals_below"]) >= 0.45
     written = rows_of(RESULTS / "rlhf_bytes.csv")
+    written = {key: row for key, row in written.items() if row["layout"] != rlhf_bytes.EXAMPLE}
     assert written.keys() == counted.keys()
     for key, row in counted.items():
         assert {n: written[key][n] for n in rlhf_bytes.BYTES} == {
@@ -43,3 +45,31 @@ def test_a_frozen_model_takes_a_byte_for_each_converted_parameter(counted):
     others = 2 * 32000 * 4096 + 65 * 4096  # embedding, head and norms, in BF16
     converted = int(row["parameters"]) - others
     assert int(row["weights"]) - 2 * others <= 1.02 * converted
+
+
+def test_what_the_example_counted_becomes_rows_beside_those(tmp_path, monkeypatch, capsys):
+    kinds = ("frozen weights", "trained weights", "residuals", "moments", "gradients")
+    for precision, policy, reward in (
+        ("bf16", (0, 400, 0, 800, 400), (200, 0, 0, 0, 0)),
+        ("fp8", (0, 200, 100, 210, 200), (100, 0, 0, 0, 0)),
+    ):
+        models = {"policy": policy, "reward": reward}
+        result = {
+            "memory": {
+                role: dict(zip(kinds, sizes, strict=True)) for role, sizes in models.items()
+            },
+            "parameters": {"policy": 100, "reward": 100},
+            "live": {"after sampling": 900, "before the step": 1900},
+        }
+        (tmp_path / precision).mkdir()
+        (tmp_path / precision / "result.json").write_text(json.dumps(result))
+    path = tmp_path / "rlhf_bytes.csv"
+    given = ["rlhf_bytes", "--csv", str(path), "--example", str(tmp_path)]
+    monkeypatch.setattr("sys.argv", given)
+    rlhf_bytes.main()
+    rows = rows_of(path)
+    before, after = (rows["ppo example", v, "all"] for v in (rlhf_bytes.BF16, rlhf_bytes.FP8))
+    assert (before["weights"], after["weights"], after["residuals"]) == ("600", "300", "100")
+    assert (after["weights_below"], after["moments_below"]) == ("0.5", "0.7375")
+    assert (before["peak"], rows["ppo example", rlhf_bytes.FP8, "reward"]["peak"]) == ("1900", "")
+    assert "ppo example" in capsys.readouterr().out
