@@ -2,10 +2,11 @@
 
     nice -n 19 python -m benchmarks.frozen_parity       # from the repository's root
 
-Every run is the unmodified script of examples/ in a process of its own under `accelerate launch`,
-with the small checkpoint that its ``--quick`` makes; all runs start from the same one, and a seed
-is that of the data's order and of sampling. A finished run becomes rows of the CSV at once, and
-what is there is not run again.
+Every run is the unmodified script of examples/ in a process of its own, with the variable that
+`accelerate launch --mixed_precision` sets and with the small checkpoint that its ``--quick`` makes;
+all runs start from the same one, and a seed is that of the data's order and of sampling. A finished
+run becomes a row of the CSV at once, and what is there is not run again. The processes are forks of
+this one, which has imported the hosts; so it runs on a CPU alone.
 
 * ``loss``: held-out, at the end; DPO's own for DPO, that of the true answers for the others. FP8
   is to be within 0.5 % of BF16, mean over the seeds.
@@ -18,10 +19,11 @@ FP8 from the same one. Their differences are therefore no paired ones.
 
 import argparse
 import json
+import multiprocessing
 import os
+import runpy
 import shlex
 import statistics
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -41,6 +43,9 @@ SCRIPTS = {
 """The examples, and where they put loss, reward and KL divergence."""
 BAND = 0.005
 """The share of BF16's loss that FP8's may differ by."""
+EXAMPLES = ROOT / "examples"
+RUN = ["--quick", "--steps", "16", "--batch-size", "16", "--max-answer", "16"]
+"""The scripts' arguments: as short as runs can be that show something."""
 COLUMNS = ("example", "precision", "seed", "steps", "loss", "reward", "kl", "script")
 
 
@@ -51,6 +56,9 @@ def main() -> None:
     parser.add_argument("--csv", type=Path, default=RESULTS / "frozen_parity.csv")
     parser.add_argument("script_arguments", nargs="*", help="for every script, after --")
     arguments = parser.parse_args()
+    torch.set_num_threads(1)  # a fork has no other threads
+    from trl import DPOTrainer, GRPOTrainer, SFTTrainer  # noqa: F401  (for all forks)
+
     table = Table(arguments.csv, COLUMNS, COLUMNS[:3], environment(torch.device("cpu")))
     for seed in arguments.seeds:  # outside: an interrupted benchmark has compared every script
         for script in arguments.scripts:
@@ -70,23 +78,19 @@ def measure(script: str, precision: str, seed: int, more: list[str]) -> dict[str
     Raises:
         RuntimeError: it failed; with the end of what it said.
     """
-    given = [f"examples/{script}.py", "--quick", "--seed", str(seed), *more]
-    launcher = ["accelerate.commands.launch", "--num_processes", "1", "--num_machines", "1"]
-    launcher += ["--dynamo_backend", "no", "--mixed_precision", precision]
-    variables = {k: v for k, v in os.environ.items() if k != "TORCH_FP8_CONFIG"}
-    with tempfile.TemporaryDirectory() as output:
-        command = [sys.executable, "-m", *launcher, *given, "--output", output]
-        run = subprocess.run(
-            command,
-            cwd=ROOT,
-            env=variables | {"OMP_NUM_THREADS": variables.get("OMP_NUM_THREADS", "1")},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
+    given = [*RUN, "--seed", str(seed), *more]
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = [*given, "--output", folder]
+        log = Path(folder) / "log"
+        run = multiprocessing.get_context("fork").Process(
+            target=_run, args=(EXAMPLES / f"{script}.py", precision, arguments, log)
         )
-        if run.returncode:
-            raise RuntimeError(f"{shlex.join(command)} failed:\n{run.stdout[-4000:]}")
-        result = json.loads((Path(output) / "result.json").read_text())
+        run.start()
+        run.join()
+        if run.exitcode:
+            said = log.read_text()[-4000:]
+            raise RuntimeError(f"{script} {shlex.join(arguments)} in {precision} failed:\n{said}")
+        result = json.loads((Path(folder) / "result.json").read_text())
     loss, reward, kl = (f"{result['final'][key]:.6f}" for key in SCRIPTS[script])
     return {
         "example": script,
@@ -96,8 +100,20 @@ def measure(script: str, precision: str, seed: int, more: list[str]) -> dict[str
         "loss": loss,
         "reward": reward,
         "kl": kl,
-        "script": f"accelerate launch --mixed_precision {precision} {shlex.join(given)}",
+        "script": f"--mixed_precision {precision} examples/{script}.py {shlex.join(given)}",
     }
+
+
+def _run(script: Path, precision: str, arguments: list[str], log: Path) -> None:
+    """Become the script, as `accelerate launch` would start it."""
+    sys.stdout = sys.stderr = log.open("w", buffering=1)
+    for descriptor in (1, 2):
+        os.dup2(sys.stdout.fileno(), descriptor)
+    os.environ.pop("TORCH_FP8_CONFIG", None)
+    os.environ["ACCELERATE_MIXED_PRECISION"] = precision
+    sys.argv = [str(script), *arguments]
+    sys.path.insert(0, str(script.parent))
+    runpy.run_path(str(script), run_name="__main__")
 
 
 def verdict(script: str, rows: list[dict[str, Any]]) -> dict[str, Any]:

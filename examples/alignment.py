@@ -7,6 +7,7 @@ and --data nothing is made.
 
 import argparse
 import contextlib
+import json
 import os
 import random
 import shutil
@@ -84,7 +85,8 @@ def short_rows(
     path: Path, tokenizer: PreTrainedTokenizerBase, arguments: argparse.Namespace
 ) -> list[dict]:
     """Return the rows of a JSONL whose prompt and answer are not longer than asked for."""
-    rows = [prompt_and_answer(row) for _, row in read_rows(path)]
+    pairs = read_pairs(path)
+    rows = pairs or [prompt_and_answer(row) for _, row in read_rows(path)]
     texts = [tokenizer.apply_chat_template(row["prompt"], tokenize=False) for row in rows]
     prompts, answers = (
         [len(ids) for ids in tokenizer(part, add_special_tokens=False)["input_ids"]]
@@ -104,6 +106,31 @@ def short_rows(
     return kept
 
 
+def read_pairs(path: Path) -> list[dict]:
+    """Return rows {"chosen": ..., "rejected": ...}, with "prompt" or whole conversations, as
+    {"prompt": messages, "answer": text, "worse": text}; none where they are of another kind.
+    """
+    try:
+        rows = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
+    except (OSError, ValueError):
+        return []  # `read_rows` knows more kinds of files, and says what is wrong
+    if not all(isinstance(row, dict) and {"chosen", "rejected"} <= row.keys() for row in rows):
+        return []
+    pairs = []
+    for row in rows:
+        (before, better), (_, worse) = (_split(row[key]) for key in ("chosen", "rejected"))
+        prompt = row.get("prompt", before)
+        if isinstance(prompt, str):
+            prompt = [{"role": "user", "content": prompt}]
+        pairs.append({"prompt": prompt, "answer": better, "worse": worse})
+    return pairs
+
+
+def _split(answer: str | list[dict]) -> tuple[list[dict], str]:
+    """Return what stands before an answer, and its text."""
+    return ([], answer) if isinstance(answer, str) else (answer[:-1], answer[-1]["content"])
+
+
 def prompt_and_answer(row: dict) -> dict:
     """Return a row of `instruction_rows` as {"prompt": messages, "answer": text}."""
     if row.get("messages"):
@@ -119,14 +146,15 @@ def prompt_and_answer(row: dict) -> dict:
 def preferences(rows: list[dict]) -> list[dict]:
     """Return rows with a worse answer beside the true one, as conversations.
 
-    The worse one is another function's in one half of the rows, and the true one cut short in the
+    Where the data has none, it is another row's for one half, and the true one cut short for the
     other half.
     """
     others = rows[1:] + rows[:1]
     made = []
     for i, (row, other) in enumerate(zip(rows, others, strict=True)):
         words = row["answer"].split()
-        worse = other["answer"] if i % 2 else " ".join(words[: max(1, len(words) // 2)])
+        made_up = other["answer"] if i % 2 else " ".join(words[: max(1, len(words) // 2)])
+        worse = row.get("worse", made_up)
         chosen, rejected = (
             [{"role": "assistant", "content": text}] for text in (row["answer"], worse)
         )

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 import torch_fp8
+from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from tqdm import tqdm
@@ -67,11 +68,16 @@ class HeldOut:
 
 
 class Record:
-    """What a run leaves behind: curves.csv, and result.json with last values and memory."""
+    """What a run leaves behind: curves.csv, and result.json with last values and memory.
 
-    def __init__(self, folder: Path, **facts: str | int | None) -> None:
+    Args:
+        folder: made if it does not exist.
+        write: whether this process is the one that writes (rank zero).
+    """
+
+    def __init__(self, folder: Path, write: bool = True) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self.folder, self.facts = folder, facts
+        self.folder, self.write = folder, write
         self.rows: dict[int, dict] = {}
         self.memory: dict[str, dict[str, int]] = {}
         self.live: dict[str, int] = {}
@@ -98,16 +104,14 @@ class Record:
             role: sum(p.numel() for p in model.parameters()) for role, model in models.items()
         }
 
-    def finish(self, **facts: str | int | float) -> dict:
+    def finish(self, arguments: argparse.Namespace, accelerator: Accelerator) -> dict:
         """Write both files and return what result.json holds."""
         rows = [self.rows[step] for step in sorted(self.rows)]
         columns = dict.fromkeys(name for row in rows for name in row)
-        write(
-            self.folder / "curves.csv", [{name: row.get(name) for name in columns} for row in rows]
-        )
         result = {
-            **self.facts,
-            **facts,
+            "precision": accelerator.mixed_precision,
+            "device": accelerator.device.type,
+            "seed": arguments.seed,
             "steps": rows[-1]["step"],
             "final": {name: _last([r[name] for r in rows if name in r]) for name in columns},
             "memory": self.memory,
@@ -116,7 +120,10 @@ class Record:
             "frozen_bytes_per_parameter": self.frozen,
             "seconds": round(time.perf_counter() - self._started, 1),
         }
-        (self.folder / "result.json").write_text(json.dumps(result, indent=2) + "\n")
+        if self.write:
+            lines = [{name: row.get(name) for name in columns} for row in rows]
+            write(self.folder / "curves.csv", lines)
+            (self.folder / "result.json").write_text(json.dumps(result, indent=2) + "\n")
         return result
 
 

@@ -22,16 +22,20 @@ MEASURES = {
 
 
 def parse_arguments():
-    parser = side_by_side.argument_parser("dpo_trl", __doc__.splitlines()[0])
+    rates = (2e-4, 1e-6)
+    parser = side_by_side.argument_parser("dpo_trl", __doc__.splitlines()[0], rates)
     parser.add_argument("--beta", type=float, default=0.1)
-    parser.add_argument("--learning-rate", type=float, default=2e-4)
-    return side_by_side.parse(parser, "dpo_trl")
+    return side_by_side.parse(parser)
+
+
+def compare() -> None:
+    side_by_side.compare(__file__, MEASURES, parse_arguments(), needs=("trl",))
 
 
 if __name__ == "__main__":
     script_start.begin()
     if side_by_side.is_wanted():  # not started by `accelerate launch`
-        script_start.run(lambda: side_by_side.compare(__file__, MEASURES, parse_arguments()))
+        script_start.run(compare)
         sys.exit()
 
 from datasets import Dataset
@@ -56,7 +60,7 @@ def train(arguments) -> dict:
         eval_dataset=Dataset.from_list(preferences(start.eval)),
         processing_class=start.tokenizer,
     )
-    record = Record(arguments.output, seed=arguments.seed)
+    record = Record(arguments.output, trainer.is_world_process_zero())
     held_out = HeldOut(start.eval, start.tokenizer)
 
     def measure() -> dict[str, float]:
@@ -77,7 +81,7 @@ def train(arguments) -> dict:
     )
     trainer.train()
     trainer.save_model(str(arguments.output / "model"))
-    return record.finish(precision=trainer.args.mixed_precision, device=trainer.args.device.type)
+    return record.finish(arguments, trainer.accelerator)
 
 
 def main() -> None:

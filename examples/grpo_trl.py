@@ -23,17 +23,21 @@ MEASURES = {
 
 
 def parse_arguments():
-    parser = side_by_side.argument_parser("grpo_trl", __doc__.splitlines()[0])
+    rates = (5e-4, 1e-6)
+    parser = side_by_side.argument_parser("grpo_trl", __doc__.splitlines()[0], rates)
     parser.add_argument("--beta", type=float, default=0.04)
     parser.add_argument("--generations", type=int, default=8, help="answers to a prompt")
-    parser.add_argument("--learning-rate", type=float, default=5e-4)
-    return side_by_side.parse(parser, "grpo_trl")
+    return side_by_side.parse(parser)
+
+
+def compare() -> None:
+    side_by_side.compare(__file__, MEASURES, parse_arguments(), needs=("trl",))
 
 
 if __name__ == "__main__":
     script_start.begin()
     if side_by_side.is_wanted():  # not started by `accelerate launch`
-        script_start.run(lambda: side_by_side.compare(__file__, MEASURES, parse_arguments()))
+        script_start.run(compare)
         sys.exit()
 
 from datasets import Dataset
@@ -83,7 +87,7 @@ def train(arguments) -> dict:
         train_dataset=Dataset.from_list(rows),
         processing_class=start.tokenizer,
     )
-    record = Record(arguments.output, seed=arguments.seed)
+    record = Record(arguments.output, trainer.is_world_process_zero())
     held_out = HeldOut(start.eval, start.tokenizer)
     Watch(
         trainer,
@@ -100,7 +104,7 @@ def train(arguments) -> dict:
     )
     trainer.train()
     trainer.save_model(str(arguments.output / "model"))
-    return record.finish(precision=trainer.args.mixed_precision, device=trainer.args.device.type)
+    return record.finish(arguments, trainer.accelerator)
 
 
 def main() -> None:

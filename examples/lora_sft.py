@@ -23,16 +23,20 @@ MEASURES = {
 
 
 def parse_arguments():
-    parser = side_by_side.argument_parser("lora_sft", __doc__.splitlines()[0])
+    rates = (2e-3, 2e-4)
+    parser = side_by_side.argument_parser("lora_sft", __doc__.splitlines()[0], rates)
     parser.add_argument("--rank", type=int, default=16, help="of the adapters")
-    parser.add_argument("--learning-rate", type=float, default=2e-3)
-    return side_by_side.parse(parser, "lora_sft")
+    return side_by_side.parse(parser)
+
+
+def compare() -> None:
+    side_by_side.compare(__file__, MEASURES, parse_arguments(), needs=("trl", "peft"))
 
 
 if __name__ == "__main__":
     script_start.begin()
     if side_by_side.is_wanted():  # not started by `accelerate launch`
-        script_start.run(lambda: side_by_side.compare(__file__, MEASURES, parse_arguments()))
+        script_start.run(compare)
         sys.exit()
 
 from datasets import Dataset
@@ -64,7 +68,7 @@ def train(arguments) -> dict:
             r=arguments.rank, lora_alpha=2 * arguments.rank, target_modules="all-linear"
         ),
     )
-    record = Record(arguments.output, seed=arguments.seed)
+    record = Record(arguments.output, trainer.is_world_process_zero())
     held_out = HeldOut(start.eval, start.tokenizer)
 
     def base(**batch):
@@ -81,7 +85,7 @@ def train(arguments) -> dict:
     )
     trainer.train()
     trainer.save_model(str(arguments.output / "model"))
-    return record.finish(precision=trainer.args.mixed_precision, device=trainer.args.device.type)
+    return record.finish(arguments, trainer.accelerator)
 
 
 def main() -> None:

@@ -24,22 +24,26 @@ MEASURES = {
 
 
 def parse_arguments():
-    parser = side_by_side.argument_parser("rlhf_ppo", __doc__.splitlines()[0])
+    rates = (5e-4, 1e-6)
+    parser = side_by_side.argument_parser("rlhf_ppo", __doc__.splitlines()[0], rates)
     add = parser.add_argument
     add("--reward-model", help="a sequence classifier of one label; none: made once from --model")
-    add("--learning-rate", type=float, default=5e-4)
     add("--kl", type=float, default=0.05, help="weight of the KL penalty")
     add("--clip", type=float, default=0.2, help="of the ratio of probabilities, and of values")
     add("--value-weight", type=float, default=0.1, help="of the value model's loss")
     add("--epochs", type=int, default=2, help="passes over the answers of a step")
     add("--minibatches", type=int, default=2, help="optimizer steps of a pass")
-    return side_by_side.parse(parser, "rlhf_ppo")
+    return side_by_side.parse(parser)
+
+
+def compare() -> None:
+    side_by_side.compare(__file__, MEASURES, parse_arguments())
 
 
 if __name__ == "__main__":
     script_start.begin()
     if side_by_side.is_wanted():  # not started by `accelerate launch`
-        script_start.run(lambda: side_by_side.compare(__file__, MEASURES, parse_arguments()))
+        script_start.run(compare)
         sys.exit()
 
 from dataclasses import dataclass, fields
@@ -218,7 +222,7 @@ def train(arguments) -> dict:
     )
     models = Models(policy, value, reward, reference)
 
-    record = Record(arguments.output, seed=arguments.seed)
+    record = Record(arguments.output, accelerator.is_main_process)
     held_out = HeldOut(start.eval, start.tokenizer)
     record.add(0, **held_out(policy, reference))
     bar = tqdm(total=steps, mininterval=1.0, disable=not accelerator.is_local_main_process)
@@ -253,8 +257,7 @@ def train(arguments) -> dict:
     accelerator.unwrap_model(policy).save_pretrained(
         arguments.output / "model", state_dict=accelerator.get_state_dict(policy)
     )
-    device = accelerator.device.type
-    return record.finish(precision=accelerator.mixed_precision, device=device)
+    return record.finish(arguments, accelerator)
 
 
 def own_reward_model(start, arguments) -> Path:

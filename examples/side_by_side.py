@@ -7,6 +7,7 @@ its own (`alignment.Record`). Neither torch nor a host is imported here.
 
 import argparse
 import csv
+import importlib.util
 import json
 import os
 import shlex
@@ -16,14 +17,23 @@ from pathlib import Path
 import psutil
 
 import child_process
+from script_start import Refusal
 
 PRECISIONS = ("bf16", "fp8")
 KINDS = ("frozen weights", "trained weights", "residuals", "moments", "gradients")
 MIB = 2**20
 
 
-def argument_parser(script: str, description: str) -> argparse.ArgumentParser:
-    """Return what all these scripts take; `script` gives the folder of the output its name."""
+def argument_parser(
+    script: str, description: str, learning_rates: tuple[float, float]
+) -> argparse.ArgumentParser:
+    """Return what all these scripts take.
+
+    Args:
+        script: its name, and that of the folder of the output.
+        description: one line.
+        learning_rates: for the model that it makes, and for one that is given.
+    """
     parser = argparse.ArgumentParser(
         description=description,
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
@@ -40,15 +50,22 @@ def argument_parser(script: str, description: str) -> argparse.ArgumentParser:
     add("--batch-size", type=int, default=32, help="answers of one step, per process")
     add("--max-prompt", type=int, default=96, help="tokens of the longest prompt that is taken")
     add("--max-answer", type=int, default=32, help="tokens of the longest answer")
+    own, given = learning_rates
+    text = f"none: {own:g} for its own model, {given:g} with --model"
+    add("--learning-rate", type=float, help=text)
+    parser.set_defaults(learning_rates=learning_rates, script=script)
     add("--seed", type=int, default=0, help="of the order of the data and of sampling")
     add("--started-by-comparison", action="store_true", help=argparse.SUPPRESS)
     return parser
 
 
-def parse(parser: argparse.ArgumentParser, script: str) -> argparse.Namespace:
+def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """Return the arguments, with what follows from others."""
     arguments = parser.parse_args()
-    own = f"{script}_quick" if arguments.quick else script
+    own = f"{arguments.script}_quick" if arguments.quick else arguments.script
     arguments.output = arguments.output or Path("runs") / own
+    if arguments.learning_rate is None:
+        arguments.learning_rate = arguments.learning_rates[arguments.model is not None]
     return arguments
 
 
@@ -66,7 +83,12 @@ def launch(precision: str) -> list[str]:
     return [*command, "--num_cpu_threads_per_process", threads, "--mixed_precision", precision]
 
 
-def compare(script: str, measures: dict[str, str], arguments: argparse.Namespace) -> list[dict]:
+def compare(
+    script: str,
+    measures: dict[str, str],
+    arguments: argparse.Namespace,
+    needs: tuple[str, ...] = (),
+) -> list[dict]:
     """Run the script in both precisions, then print, write and draw what came out.
 
     Args:
@@ -74,11 +96,16 @@ def compare(script: str, measures: dict[str, str], arguments: argparse.Namespace
         measures: key of curves.csv -> what it is, for people.
         arguments: of `argument_parser`; --output gets a folder for each run, comparison.csv,
             memory.csv and comparison.png.
+        needs: packages that the script imports, and that not everybody has.
     Returns:
         the rows of comparison.csv.
     Raises:
+        Refusal: a package is missing.
         SystemExit: one of the runs failed; its own error stands above.
     """
+    missing = [name for name in needs if importlib.util.find_spec(name) is None]
+    if missing:
+        raise Refusal(f"{' and '.join(missing)} is missing here: pip install {' '.join(missing)}")
     output, results = arguments.output, {}
     print(
         f"{Path(script).stem}: in {' and in '.join(PRECISIONS)}, one after the other. Everything "

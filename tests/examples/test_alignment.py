@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+import script_start
 import side_by_side
 import torch
 from side_by_side import KINDS
@@ -112,6 +113,15 @@ def test_without_a_launcher_both_precisions_are_compared(assets_cache, forked_py
     assert gemm_counts(tmp_path, "/fp8")["scaled_mm"] > 0
 
 
+def test_a_package_that_is_missing_is_refused_before_anything_starts(tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["x.py", "--output", str(tmp_path / "out"), "--model", "m"])
+    arguments = side_by_side.parse(side_by_side.argument_parser("x", "X.", (5e-4, 1e-6)))
+    assert arguments.learning_rate == 1e-6
+    with pytest.raises(script_start.Refusal, match="pip install no_such_package"):
+        side_by_side.compare("x.py", {}, arguments, needs=("json", "no_such_package"))
+    assert not (tmp_path / "out").exists()
+
+
 def test_live_bytes_counts_a_storage_once():
     from alignment_record import live_bytes
 
@@ -132,6 +142,26 @@ def test_a_worse_answer_is_anothers_or_cut_short():
     assert [row["chosen"][0]["content"] for row in made] == [row["answer"] for row in rows]
     worse = [row["rejected"][0]["content"] for row in made]
     assert worse == ["Return item", rows[2]["answer"], "Return item", rows[0]["answer"]]
+
+
+@pytest.mark.parametrize("conversational", [True, False], ids=["conversations", "texts"])
+def test_pairs_of_ones_own_are_taken_as_they_are(conversational, tmp_path):
+    from alignment import preferences, read_pairs
+
+    row = {"prompt": "q", "chosen": "a", "rejected": "b"}
+    if conversational:
+        question = {"role": "user", "content": "q"}
+        better, worse = ({"role": "assistant", "content": text} for text in "ab")
+        row = {"chosen": [question, better], "rejected": [question, worse]}
+    data = tmp_path / "pairs.jsonl"
+    data.write_text(2 * (json.dumps(row) + "\n"))
+    rows = read_pairs(data)
+    prompt = [{"role": "user", "content": "q"}]
+    assert rows == 2 * [{"prompt": prompt, "answer": "a", "worse": "b"}]
+    (made, _) = preferences(rows)
+    assert (made["chosen"][0]["content"], made["rejected"][0]["content"]) == ("a", "b")
+    data.write_text('{"prompt": "q", "completion": "a"}\n')
+    assert read_pairs(data) == []
 
 
 @pytest.mark.parametrize(
