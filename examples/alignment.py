@@ -165,6 +165,7 @@ def preferences(rows: list[dict]) -> list[dict]:
 def made_once(folder: Path, make: Callable[[Path], None]) -> Path:
     """Return a folder that `make` filled, now or earlier; a run that is killed leaves none."""
     if not folder.exists():
+        folder.parent.mkdir(parents=True, exist_ok=True)
         partial = Path(tempfile.mkdtemp(prefix=f"{folder.name}-", dir=folder.parent))
         try:
             make(partial)

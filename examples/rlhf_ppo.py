@@ -263,9 +263,10 @@ def train(arguments) -> dict:
 def own_reward_model(start, arguments) -> Path:
     """Return a reward model that was trained, once, from the model to start from."""
     steps = arguments.start_steps or (60 if arguments.quick else 120)
-    folder = arguments.assets if arguments.model else Path(start.model).parent
+    data = arguments.data.stem if arguments.data else "docstrings"
+    folder = Path(start.model).parent if arguments.model is None else arguments.assets
     return made_once(
-        folder / f"reward-{Path(start.model).name}-{steps}",
+        folder / f"reward-{Path(start.model).name}-{data}-{steps}",
         lambda made: teach_preferences(start, start.train, steps, made),
     )
 
