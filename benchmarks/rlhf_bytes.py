@@ -47,6 +47,8 @@ CONFIG = FP8Config(recipe="tensorwise")
 BF16, FP8 = "bf16-mixed", "fp8 O2"
 COLUMNS = ("scenario", "layout", "variant", "role", "parameters")
 BYTES = ("weights", "residuals", "moments", "gradients")
+COUNTED = ("caches", "peak")
+"""What only a run has: FP8 weights that are kept while nothing is trained, and what was alive."""
 EXAMPLE = "examples/rlhf_ppo.py"
 CHANGES = ("weights_below", "weights_and_residuals_below", "moments_below")
 
@@ -76,7 +78,7 @@ def main() -> None:
     parser.add_argument("--example", type=Path, help="a folder that examples/rlhf_ppo.py filled")
     arguments = parser.parse_args()
     about = environment(torch.device("cpu"))
-    table = Table(arguments.csv, (*COLUMNS, *BYTES, *CHANGES, "peak"), COLUMNS[:4], about)
+    table = Table(arguments.csv, (*COLUMNS, *BYTES, *CHANGES, *COUNTED), COLUMNS[:4], about)
     if arguments.example:
         table.add(rows_of_example(arguments.example))
         print_rows(table)
@@ -115,12 +117,13 @@ def rows_of_example(folder: Path) -> list[dict[str, Any]]:
                 "role": role,
                 "parameters": result["parameters"][role],
                 "weights": sizes["frozen weights"] + sizes["trained weights"],
-                **{name: sizes[name] for name in BYTES[1:]},
+                **{name: sizes[name] for name in (*BYTES[1:], "caches")},
             }
             for role, sizes in result["memory"].items()
         ]
         total: dict[str, Any] = {"role": "all", "peak": max(result["live"].values())}
-        total |= {name: sum(row[name] for row in of_models) for name in ("parameters", *BYTES)}
+        summed = ("parameters", *BYTES, "caches")
+        total |= {name: sum(row[name] for row in of_models) for name in summed}
         totals[variant] = total
         if variant == FP8:
             total |= changes(totals[BF16], total)
@@ -131,7 +134,7 @@ def rows_of_example(folder: Path) -> list[dict[str, Any]]:
 
 def print_rows(table: Table) -> None:
     """Print the rows that were added, in GiB, or in MiB where they are small."""
-    shown = ("scenario", "variant", "role", *BYTES, *CHANGES, "peak")
+    shown = ("scenario", "variant", "role", *BYTES, *CHANGES, *COUNTED)
     print_table(shown, [readable(row) for row in table.rows])
 
 
@@ -195,7 +198,7 @@ def changes(before: dict[str, Any], after: dict[str, Any]) -> dict[str, float]:
 def readable(row: dict[str, Any]) -> dict[str, Any]:
     """Return a row as it is printed: GiB, of the example MiB."""
     unit = 2**20 if row["layout"] == EXAMPLE else 2**30
-    sizes = {k: f"{v / unit:.2f}" for k, v in row.items() if k in (*BYTES, "peak") and v != ""}
+    sizes = {k: f"{v / unit:.2f}" for k, v in row.items() if k in (*BYTES, *COUNTED) and v != ""}
     return row | sizes
 
 

@@ -157,10 +157,11 @@ def bytes_by_kind(model: nn.Module, optimizer: Optimizer) -> dict[str, int]:
     frozen = torch_fp8.memory_report(model, parameters=[p for p in parameters if p not in trained])
     return {
         "frozen weights": frozen.weights + frozen.scales,
-        "trained weights": whole.weights - frozen.weights + whole.caches,
+        "trained weights": whole.weights - frozen.weights,
         "residuals": whole.master,
         "moments": whole.moments + whole.scales - frozen.scales,
         "gradients": whole.gradients,
+        "caches": whole.caches,
     }
 
 

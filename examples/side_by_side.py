@@ -20,7 +20,8 @@ import child_process
 from script_start import Refusal
 
 PRECISIONS = ("bf16", "fp8")
-KINDS = ("frozen weights", "trained weights", "residuals", "moments", "gradients")
+KINDS = ("frozen weights", "trained weights", "residuals", "moments", "gradients", "caches")
+"""The kinds of memory; caches hold FP8 weights from one forward without gradients to the next."""
 MIB = 2**20
 
 

@@ -11,7 +11,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
-GREYS = ("0.3", "0.5", "0.65", "0.78", "0.9")
+GREYS = ("0.25", "0.45", "0.6", "0.72", "0.84", "0.94")
 SMOOTHED = 5
 """The steps of a running mean, where there are many."""
 

@@ -48,10 +48,10 @@ def test_a_frozen_model_takes_a_byte_for_each_converted_parameter(counted):
 
 
 def test_what_the_example_counted_becomes_rows_beside_those(tmp_path, monkeypatch, capsys):
-    kinds = ("frozen weights", "trained weights", "residuals", "moments", "gradients")
+    kinds = ("frozen weights", "trained weights", "residuals", "moments", "gradients", "caches")
     for precision, policy, reward in (
-        ("bf16", (0, 400, 0, 800, 400), (200, 0, 0, 0, 0)),
-        ("fp8", (0, 200, 100, 210, 200), (100, 0, 0, 0, 0)),
+        ("bf16", (0, 400, 0, 800, 400, 0), (200, 0, 0, 0, 0, 0)),
+        ("fp8", (0, 200, 100, 210, 200, 90), (100, 0, 0, 0, 0, 0)),
     ):
         models = {"policy": policy, "reward": reward}
         result = {
@@ -71,5 +71,6 @@ def test_what_the_example_counted_becomes_rows_beside_those(tmp_path, monkeypatc
     before, after = (rows["ppo example", v, "all"] for v in (rlhf_bytes.BF16, rlhf_bytes.FP8))
     assert (before["weights"], after["weights"], after["residuals"]) == ("600", "300", "100")
     assert (after["weights_below"], after["moments_below"]) == ("0.5", "0.7375")
+    assert (before["caches"], after["caches"]) == ("0", "90")
     assert (before["peak"], rows["ppo example", rlhf_bytes.FP8, "reward"]["peak"]) == ("1900", "")
     assert "ppo example" in capsys.readouterr().out
