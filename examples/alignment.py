@@ -33,7 +33,6 @@ from instruction_rows import read_rows
 from script_start import Refusal
 
 START_STEPS, START_STEPS_QUICK = 150, 120
-EVAL_ROWS = 64
 
 
 @dataclass(frozen=True)
@@ -63,12 +62,12 @@ def prepare(arguments: argparse.Namespace, answers: bool = True) -> Start:
     if arguments.data is not None:
         rows = short_rows(arguments.data, tokenizer, arguments)
         random.Random(0).shuffle(rows)
-        count = min(EVAL_ROWS, max(1, len(rows) // 10))
+        count = min(arguments.eval_rows, max(1, len(rows) // 10))
         train, held_out = rows[count:], rows[:count]
     else:
         train = short_rows(own.train, tokenizer, arguments)
         held_out = short_rows(own.eval, tokenizer, arguments)
-        held_out = random.Random(0).sample(held_out, min(EVAL_ROWS, len(held_out)))
+        held_out = random.Random(0).sample(held_out, min(arguments.eval_rows, len(held_out)))
     model = arguments.model or own.model
     if answers and arguments.model is None:
         steps = arguments.start_steps

@@ -49,6 +49,7 @@ def argument_parser(
     add("--steps", type=int, help="optimizer steps; none: as many as show something")
     add("--start-steps", type=int, help="to teach its own model the task; none: as it needs")
     add("--batch-size", type=int, default=32, help="answers of one step, per process")
+    add("--eval-rows", type=int, default=64, help="held-out answers to look at")
     add("--max-prompt", type=int, default=96, help="tokens of the longest prompt that is taken")
     add("--max-answer", type=int, default=32, help="tokens of the longest answer")
     own, given = learning_rates

@@ -11,7 +11,8 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
-GREYS = ("0.25", "0.45", "0.6", "0.72", "0.84", "0.94")
+GREYS = ("0.3", "0.5", "0.65", "0.78", "0.9")
+"""Of the kinds of memory; caches, the last kind, are not there at the peak."""
 SMOOTHED = 5
 """The steps of a running mean, where there are many."""
 
@@ -58,7 +59,7 @@ def _curve(axis: Axes, rows: list[dict], key: str, precision: str, colour: str) 
 
 def _memory(axis: Axes, results: dict[str, dict]) -> None:
     names, bottom = list(results), [0.0] * len(results)
-    for kind, grey in zip(KINDS, GREYS, strict=True):
+    for kind, grey in zip(KINDS[:-1], GREYS, strict=True):
         sizes = [
             sum(role[kind] for role in result["memory"].values()) / MIB
             for result in results.values()

@@ -6,7 +6,7 @@ import json
 import pytest
 
 from benchmarks import rlhf_bytes
-from benchmarks.measurement import RESULTS
+from benchmarks.measurement import RESULTS, ROOT
 
 
 @pytest.fixture(scope="module")
@@ -74,3 +74,18 @@ def test_what_the_example_counted_becomes_rows_beside_those(tmp_path, monkeypatc
     assert (before["caches"], after["caches"]) == ("0", "90")
     assert (before["peak"], rows["ppo example", rlhf_bytes.FP8, "reward"]["peak"]) == ("1900", "")
     assert "ppo example" in capsys.readouterr().out
+
+
+def test_the_page_has_the_figures_of_the_example():
+    page = (ROOT / "docs/frozen.md").read_text()
+    written = rows_of(RESULTS / "rlhf_bytes.csv")
+    for name, variant in (("BF16-mixed", rlhf_bytes.BF16), ("FP8", rlhf_bytes.FP8)):
+        row = written["ppo example", variant, "all"]
+        sizes = [int(row[kind]) / 2**20 for kind in (*rlhf_bytes.BYTES, "peak")]
+        cells = [name, *(f"{size:.1f}" if size else "0" for size in sizes)]
+        assert f"| {' | '.join(cells)} |" in page
+    at_7b, here = (
+        100 * float(written[scenario, rlhf_bytes.FP8, "all"]["weights_below"])
+        for scenario in ("ppo", "ppo example")
+    )
+    assert f"{here:.1f} % below there and {at_7b:.1f} % at 7B" in page
