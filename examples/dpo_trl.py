@@ -48,7 +48,7 @@ from alignment_record import HeldOut, Record, Watch, trainer_options
 def train(arguments) -> dict:
     """Train the policy, save it to <output>/model and return the run's result."""
     start = prepare(arguments)
-    steps = arguments.steps or (30 if arguments.quick else 60)
+    steps = arguments.steps or (30 if arguments.quick else 40)
     trainer = DPOTrainer(
         start.model,
         args=DPOConfig(

@@ -72,7 +72,7 @@ def words_of(row: dict) -> list[str]:
 def train(arguments) -> dict:
     """Train the policy, save it to <output>/model and return the run's result."""
     start = prepare(arguments)
-    steps = arguments.steps or (30 if arguments.quick else 60)
+    steps = arguments.steps or (30 if arguments.quick else 40)
     rows = [{"prompt": row["prompt"], "words": words_of(row)} for row in start.train]
     trainer = GRPOTrainer(
         start.model,

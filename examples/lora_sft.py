@@ -50,7 +50,7 @@ from alignment_record import HeldOut, Record, Watch, trainer_options
 def train(arguments) -> dict:
     """Train adapters, save them to <output>/model and return the run's result."""
     start = prepare(arguments, answers=False)
-    steps = arguments.steps or (30 if arguments.quick else 60)
+    steps = arguments.steps or (30 if arguments.quick else 40)
     rows = [
         {"prompt": row["prompt"], "completion": [{"role": "assistant", "content": row["answer"]}]}
         for row in start.train

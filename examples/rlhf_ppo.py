@@ -186,7 +186,7 @@ def train(arguments) -> dict:
     """Train policy and value, save the policy to <output>/model and return the run's result."""
     start = prepare(arguments)
     start.tokenizer.padding_side = "left"  # answers begin where prompts end
-    steps = arguments.steps or (25 if arguments.quick else 40)
+    steps = arguments.steps or (25 if arguments.quick else 30)
     accelerator = Accelerator()
     set_seed(arguments.seed)
     # Weights that are trained in float32: what "mixed" precision means. The others in BF16.

@@ -23,25 +23,32 @@ def draw(folder: Path, results: dict[str, dict], measures: dict[str, str], title
     Args:
         folder: of the runs.
         results: precision -> result.json.
-        measures: column of curves.csv -> label, a panel for each.
+        measures: three or four columns of curves.csv -> label, a panel for each.
         title: of the script.
     """
     curves = {name: read_losses(folder / name / "curves.csv") for name in results}
-    width = 4 * len(measures) + 4.2
-    figure, axes = plt.subplots(1, len(measures) + 1, figsize=(width, 4.2), layout="constrained")
-    for axis, (key, label) in zip(axes, measures.items(), strict=False):
+    figure, axes = plt.subplot_mosaic(
+        _places(list(measures)), figsize=(12.5, 7), width_ratios=(1, 1, 0.9), layout="constrained"
+    )
+    for key, label in measures.items():
         for i, (precision, rows) in enumerate(curves.items()):
-            _curve(axis, rows, key, precision, f"C{i}")
-        axis.set(title=label, xlabel="optimizer step")
-        axis.grid(alpha=0.3)
-    axes[0].legend()
-    _memory(axes[-1], results)
+            _curve(axes[key], rows, key, precision, f"C{i}")
+        axes[key].set(title=label, xlabel="optimizer step")
+        axes[key].grid(alpha=0.3)
+    axes[next(iter(measures))].legend()
+    _memory(axes["memory"], results)
     first = next(iter(results.values()))
     device = "a CPU, which emulates FP8" if first["device"] == "cpu" else first["device"]
     size = max(first["parameters"].values()) / 1e6
     figure.suptitle(f"{title}, models of {size:.1f} million parameters, on {device}")
     figure.savefig(folder / "comparison.png", dpi=110)
     plt.close(figure)
+
+
+def _places(keys: list[str]) -> list[list[str]]:
+    """Return two rows of panels, with memory beside both; the first of three takes a row."""
+    keys = keys if len(keys) == 4 else [keys[0], *keys]
+    return [[*keys[:2], "memory"], [*keys[2:], "memory"]]
 
 
 def _curve(axis: Axes, rows: list[dict], key: str, precision: str, colour: str) -> None:
@@ -75,5 +82,5 @@ def _memory(axis: Axes, results: dict[str, dict]) -> None:
     )
     for x, peak in enumerate(peaks):
         axis.text(x, peak, f"{peak:.1f}", ha="center", va="bottom", fontweight="bold")
-    axis.set(title="Memory at its peak, all models (MiB)", ylim=(0, max(peaks) * 1.5))
+    axis.set(title="Memory at its peak, all models (MiB)", ylim=(0, max(peaks) * 1.3))
     axis.legend(fontsize=8, loc="upper right", ncols=2)
