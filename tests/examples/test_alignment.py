@@ -201,11 +201,11 @@ def test_the_rewards_of_grpo_are_verified():
 
 
 def tiny_policy():
-    from transformers import LlamaConfig, LlamaForCausalLM
+    """A model whose positions are absolute: one that is off by the padding shows."""
+    from transformers import GPT2Config, GPT2LMHeadModel
 
-    sizes = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
-    config = LlamaConfig(vocab_size=32, hidden_size=16, intermediate_size=32, **sizes)
-    return LlamaForCausalLM(config).eval()
+    config = GPT2Config(vocab_size=32, n_positions=16, n_embd=16, n_layer=1, n_head=2)
+    return GPT2LMHeadModel(config).eval()
 
 
 def test_padding_before_a_prompt_changes_no_probability():
