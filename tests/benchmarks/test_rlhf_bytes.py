@@ -89,3 +89,8 @@ def test_the_page_has_the_figures_of_the_example():
         for scenario in ("ppo", "ppo example")
     )
     assert f"{here:.1f} % below there and {at_7b:.1f} % at 7B" in page
+    sums = [
+        sum(int(written["ppo", variant, "all"][kind]) for kind in rlhf_bytes.BYTES) / 2**30
+        for variant in (rlhf_bytes.BF16, rlhf_bytes.FP8)
+    ]
+    assert f"take {sums[0]:.1f} GiB, and {sums[1]:.1f} in FP8" in page
