@@ -14,11 +14,12 @@ this one, which has imported the hosts; so it runs on a CPU alone.
   FP8's mean is to lie within the spread of BF16's seeds, from the smallest to the largest.
 
 GRPO and PPO sample: once a token differs, so does all that follows, in BF16 from another seed as in
-FP8 from the same one. Their differences are therefore no paired ones.
+FP8 from the same one. That FP8 and BF16 have the same seed then says little, and more seeds say more.
 """
 
 import argparse
 import json
+import math
 import multiprocessing
 import os
 import runpy
@@ -117,7 +118,11 @@ def _run(script: Path, precision: str, arguments: list[str], log: Path) -> None:
 
 
 def verdict(script: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return what the rows of a script say: both precisions' means, and whether they agree."""
+    """Return what the rows of a script say: FP8's means beside BF16's range, and what holds.
+
+    The difference of the losses is the mean over the seeds, with its standard error.
+    """
+    rows = sorted(rows, key=lambda row: int(row["seed"]))
     of = {
         precision: [r for r in rows if (r["example"], r["precision"]) == (script, precision)]
         for precision in (BF16, FP8)
@@ -129,9 +134,11 @@ def verdict(script: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
         made[f"bf16 {name}"] = f"{min(bf16):.4f} to {max(bf16):.4f}"
         made[f"fp8 {name}"] = f"{mean:.4f}"
         if name == "loss":
-            difference = mean / statistics.mean(bf16) - 1
-            made["difference"] = f"{difference:+.2%}"
-            made["loss holds"] = abs(difference) <= BAND
+            of_seeds = [100 * (ours / other - 1) for ours, other in zip(fp8, bf16, strict=True)]
+            difference = statistics.mean(of_seeds)
+            error = statistics.stdev(of_seeds) / math.sqrt(len(of_seeds))
+            made["difference"] = f"{difference:+.2f} ± {error:.2f} %"
+            made["loss holds"] = abs(difference) <= 100 * BAND
         else:
             made[f"{name} holds"] = min(bf16) <= mean <= max(bf16)
     return made

@@ -11,20 +11,24 @@ BF16_ROWS = [(2.00, 0.50, 0.10), (2.02, 0.60, 0.12), (1.98, 0.55, 0.11)]
 
 
 def rows(fp8):
-    columns = ("loss", "reward", "kl")
+    columns = ("seed", "loss", "reward", "kl")
     return [
-        {"example": "grpo_trl", "precision": precision, **dict(zip(columns, values, strict=True))}
+        {
+            "example": "grpo_trl",
+            "precision": precision,
+            **dict(zip(columns, (seed, *values), strict=True)),
+        }
         for precision, runs in (("bf16", BF16_ROWS), ("fp8", fp8))
-        for values in runs
+        for seed, values in enumerate(runs)
     ]
 
 
 @pytest.mark.parametrize(
     ("fp8", "holds"),
     [
-        ([(2.009, 0.59, 0.12), (2.009, 0.59, 0.12)], (True, True, True)),
-        ([(2.011, 0.59, 0.12), (2.011, 0.59, 0.12)], (False, True, True)),
-        ([(2.0, 0.49, 0.13), (2.0, 0.49, 0.13)], (True, False, False)),
+        (3 * [(2.009, 0.59, 0.12)], (True, True, True)),
+        (3 * [(2.011, 0.59, 0.12)], (False, True, True)),
+        (3 * [(2.0, 0.49, 0.13)], (True, False, False)),
     ],
     ids=["within", "loss 0.55 % above", "reward below and KL above all seeds"],
 )
@@ -57,6 +61,12 @@ def examples(tmp_path, monkeypatch):
     monkeypatch.setattr(frozen_parity, "EXAMPLES", tmp_path)
     monkeypatch.setenv("TORCH_FP8_CONFIG", "{}")
     return tmp_path
+
+
+def test_the_difference_is_that_of_equal_seeds_with_its_error():
+    fp8 = [(2.02, 0.5, 0.1), (2.02, 0.5, 0.1), (1.98, 0.5, 0.1)]  # +1 %, 0, 0
+    made = frozen_parity.verdict("grpo_trl", rows(fp8)[::-1])
+    assert made["difference"] == "+0.33 ± 0.33 %"
 
 
 def test_every_run_is_the_script_in_a_process_of_its_own_and_is_run_once(examples, monkeypatch):
@@ -99,5 +109,5 @@ def test_the_page_has_the_figures_of_the_csv():
         cells = [name]
         for figure in ("loss", "reward", "kl"):
             cells += [made[f"bf16 {figure}"], made[f"fp8 {figure}"]]
-        cells.insert(3, made["difference"].replace("%", " %"))
+        cells.insert(3, made["difference"])
         assert f"| {' | '.join(cells)} |" in page
