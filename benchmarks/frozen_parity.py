@@ -1,4 +1,4 @@
-"""LoRA SFT, DPO, GRPO and PPO in FP8 against BF16: loss, reward and KL divergence of three seeds.
+"""LoRA SFT, DPO, GRPO and PPO in FP8 against BF16: loss, reward and KL divergence from equal seeds.
 
     nice -n 19 python -m benchmarks.frozen_parity       # from the repository's root
 
@@ -14,7 +14,7 @@ this one, which has imported the hosts; so it runs on a CPU alone.
   FP8's mean is to lie within the spread of BF16's seeds, from the smallest to the largest.
 
 GRPO and PPO sample: once a token differs, so does all that follows, in BF16 from another seed as in
-FP8 from the same one. That FP8 and BF16 have the same seed then says little, and more seeds say more.
+FP8 from the same one. Equal seeds then say little, and more seeds say more.
 """
 
 import argparse
