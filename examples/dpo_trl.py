@@ -65,11 +65,13 @@ def train(arguments) -> dict:
 
     def measure() -> dict[str, float]:
         pairs = trainer.evaluate()
-        return {
+        made = {
             "eval_loss": pairs["eval_loss"],
-            "accuracy": pairs["eval_rewards/accuracies"],
             "eval_kl": held_out(trainer.model, trainer.ref_model)["eval_kl"],
         }
+        if trainer.state.global_step:  # before, policy and reference rank nothing
+            made["accuracy"] = pairs["eval_rewards/accuracies"]
+        return made
 
     Watch(
         trainer,
