@@ -14,6 +14,8 @@ from torch.optim import Optimizer
 from accelerate_fp8.optimizers import WeakKeys
 from torch_fp8 import FP8Config
 from torch_fp8.conversion.frozen_layers import FreezeReport, freeze_layers, option_that_keeps
+from torch_fp8.conversion.memory import size_text
+from torch_fp8.conversion.share_frozen import share_equal_weights
 from torch_fp8.nn.linear import Float8Layer
 from torch_fp8.tensor.dtensor import local
 from torch_fp8.tensor.frozen_weight import Float8FrozenWeight
@@ -57,6 +59,25 @@ class EvaluationModels:
                     reports[model] = report
                     self._frozen[model] = None
         return reports
+
+    def share(self, trained: Iterable[nn.Module]) -> str | None:
+        """Keep one copy of frozen weights that are equal, such as the bases of a LoRA policy and
+        of its reference.
+
+        Args:
+            trained: the models that were prepared to be trained.
+        Returns:
+            A line that says how many weights share memory; None: nothing new does.
+        """
+        if not self._frozen:
+            return None
+        shared = share_equal_weights([*trained, *self._frozen])
+        if not shared.num_weights:
+            return None
+        return (
+            f"{shared.num_weights} frozen weights are equal to others and share one copy with them "
+            f"until either is written, {size_text(shared.num_bytes)} less"
+        )
 
 
 def _refuse_training(model: nn.Module, trained: set[Tensor]) -> None:

@@ -155,6 +155,9 @@ class Preparation:
                 frozen = self.evaluated.freeze(self.optimizers.all_of(accelerator))
                 for model, stored in frozen.items():
                     log_visibly(f"FP8: {type(model).__name__}, which no optimizer trains: {stored}")
+                shared = self.evaluated.share(self._announced) if frozen or self._waiting else None
+                if shared is not None:
+                    log_visibly(f"FP8: {shared}")
         finally:
             if outermost:
                 self._waiting, self._collecting = [], False

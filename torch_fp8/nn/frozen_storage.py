@@ -199,7 +199,7 @@ class FrozenStorage(ScalingBuffers):
         elif frozen is not weight:
             self._refuse_sharded(frozen)
         else:
-            moved = replace(payload, qdata=qdata, scale=scale)
+            moved = replace(payload, qdata=qdata, scale=scale, sharers=None)
             replace_parameter(self, frozen_parameter(moved))
         return self
 

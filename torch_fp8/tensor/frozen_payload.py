@@ -4,6 +4,7 @@
 every value exactly; others' scales are kept as they are.
 """
 
+import weakref
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,6 +32,8 @@ class FrozenPayload:
         owner: the layer whose weight it is, a weak reference; or None.
         first_row: None; or, of one rank's shard of a weight, the place of its first row in its
             block of 128 rows, the first of `scale`.
+        sharers: the payloads that `share` has given the same memory, this one among them; None:
+            there are none.
     """
 
     qdata: Tensor
@@ -40,6 +43,7 @@ class FrozenPayload:
     thawed_dtype: torch.dtype = DTYPE
     owner: Any = None
     first_row: int | None = None
+    sharers: "weakref.WeakSet[FrozenPayload] | None" = None
 
     @property
     def quantized(self) -> QuantizedTensor:
@@ -72,8 +76,35 @@ class FrozenPayload:
                 "FP8Config(frozen_weights='keep')"
             )
         row = quantize(values, self.spec)
+        self.take_own_memory()
         self.qdata.copy_(row.qdata)
         self.scale.copy_(row.scale)
+
+    @property
+    def is_shared(self) -> bool:
+        """Return whether another payload that lives has the same memory."""
+        place = self.qdata.data_ptr()
+        others = (other for other in self.sharers or () if other is not self)
+        return any(other.qdata.data_ptr() == place for other in others)
+
+    def take_own_memory(self) -> None:
+        """Make ready for a write of all elements, which the others of `share` must not see."""
+        if self.is_shared:
+            self.qdata, self.scale = torch.empty_like(self.qdata), torch.empty_like(self.scale)
+        if self.sharers is not None:
+            self.sharers.discard(self)
+            self.sharers = None
+
+    def share(self, other: "FrozenPayload") -> None:
+        """Hold the memory of `other`, whose bytes are equal, in place of one's own.
+
+        Each of both takes memory of its own again before it is written.
+        """
+        if other.sharers is None:
+            other.sharers = weakref.WeakSet([other])
+        other.sharers.add(self)
+        self.sharers = other.sharers
+        self.qdata, self.scale = other.qdata, other.scale
 
     @property
     def num_bytes(self) -> int:
@@ -83,7 +114,11 @@ class FrozenPayload:
     def copied(self) -> "FrozenPayload":
         """Return a copy of the bytes, which no layer owns."""
         qdata, scale = self.qdata.clone(), self.scale.clone()
-        return replace(self, qdata=qdata, scale=scale, owner=None)
+        return replace(self, qdata=qdata, scale=scale, owner=None, sharers=None)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "FrozenPayload":
+        memo[id(self)] = copied = self.copied()
+        return copied
 
 
 def freeze_tensor(

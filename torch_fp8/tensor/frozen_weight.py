@@ -337,6 +337,9 @@ def _same_bytes(target: Any, source: Any) -> bool:
         return False
     if target.payload.spec != source.payload.spec:
         return False
+    if target.qdata.data_ptr() == source.qdata.data_ptr():
+        return True
+    target.payload.take_own_memory()
     target.qdata.view(torch.uint8).copy_(source.qdata.view(torch.uint8))
     target.scale.copy_(source.scale)
     return True
