@@ -149,8 +149,8 @@ class HostPrecision(FP8Precision):
                     f"precision='fp8-mixed' does not run under {cls.__name__}: "
                     f"{_REFUSED_STRATEGIES[cls.__name__]}"
                 )
-            if cls.__name__ == "ModelParallelStrategy":
-                refuse_sharding(self.config)
+        if _shards(strategy):
+            refuse_sharding(self.config)
         self._strategy = strategy
         # By the class: before Lightning 2.5 an accelerator has no name.
         name = type(accelerator).__name__.removesuffix("Accelerator").lower()
@@ -176,7 +176,7 @@ class HostPrecision(FP8Precision):
             ValueError: nothing to convert, or a device that cannot run the recipe.
         """
         device = self._strategy.root_device
-        for line in take_over(module, self.config, device):
+        for line in take_over(module, self.config, device, sharded=_shards(self._strategy)):
             self.info(f"FP8: {line}")
         report = convert_to_float8(module, self.config, device=device)
         converted = next((m for m in self._models if m.module() is module), None)
@@ -378,6 +378,11 @@ class HostPrecision(FP8Precision):
     def __getstate__(self) -> dict[str, Any]:
         # To a spawned process goes the plugin, not what was converted in this one.
         return {**self.__dict__, "_models": []}
+
+
+def _shards(strategy: Any) -> bool:
+    """Return whether a strategy, or its user in ``configure_model``, shards weights by FSDP2."""
+    return any(cls.__name__ == "ModelParallelStrategy" for cls in type(strategy).__mro__)
 
 
 def _is_distributed() -> bool:

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from torch_fp8.config import FP8Config
 from torch_fp8.conversion.checkpoint_format import (
@@ -129,23 +130,26 @@ def take_over(
         device: on which it will run; None: where it is.
         trained: whether an optimizer will take residuals; a model for evaluation needs none.
         sharded: whether ``fully_shard`` comes next: it replaces the Parameters beside which
-            residuals wait, so that none is made.
+            residuals wait, so that none is made. Nor is one of a model that is sharded already.
     Returns:
         Lines that say what was done and what was not; none for other models, and the second time.
     """
     if device is None:
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
     spec = frozen_recipe(config, device)[0].weight
+    already = any(isinstance(p, DTensor) for p in model.parameters())
+    sharded = sharded or already
     lines = take_over_layers(
         model, config, spec, _ScalesOfFiles(model), trained=trained, residuals=not sharded
     )
-    if not (trained and sharded):
+    if not (already or (trained and sharded)):
         lines += [str(report) for report in adopt_checkpoints(model, config, trained=trained)]
     elif config.opt_level != "O1":
         found = {(source.format.name, str(source.files.path)) for source in _sources(model)}
         lines += [
             f"weights of the {name} checkpoint {path!r} continue from the values that they were "
-            "dequantized to; under FSDP2 the bits below are not kept"
+            "dequantized to, and frozen ones are quantized anew: where weights are sharded (FSDP2, "
+            "tensor parallelism), the bits below are not kept"
             for name, path in sorted(found)
         ]
     return [*lines, SAVED_DEQUANTIZED] if save_dequantized(model) else lines

@@ -6,6 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 from tests.fp8_checkpoints import FINE_GRAINED, compressed, exact, write
 from torch_fp8 import FP8Config
@@ -131,8 +132,18 @@ def test_a_trained_model_is_nobodys_checkpoint(tmp_path):
 def test_before_sharding_nothing_waits_and_a_line_says_so(tmp_path):
     model, _ = _loaded(tmp_path)
     (line,) = take_over(model, FP8Config(), sharded=True)
-    assert "under FSDP2 the bits below are not kept" in line
+    assert "sharded (FSDP2, tensor parallelism), the bits below are not kept" in line
     assert pending_residual(model.model.down_proj.weight) is None
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_a_model_that_is_sharded_already_has_a_line_too(tmp_path, single_process_group, trained):
+    model, _ = _loaded(tmp_path)
+    fully_shard(model)
+    (line,) = take_over(model, FP8Config(), trained=trained)
+    assert "frozen ones are quantized anew" in line
+    assert "the bits below are not kept" in line
+    assert take_over(model, FP8Config(opt_level="O1"), trained=trained) == []
 
 
 def _no_quantization(folder):
