@@ -67,7 +67,7 @@ def complaint(asked: tuple[str, str] | None) -> str | None:
     Args:
         asked: as `_asked_by` returns it.
     """
-    if asked is None or _has_fp8_layer():
+    if asked is None or _has_fp8_layer() or _was_told():
         return None
     text, host = asked
     return f"FP8 was asked for by {text}, but this process trains without one FP8 layer: " + (
@@ -102,6 +102,16 @@ def _has_fp8_layer() -> bool:
         issubclass(kind, module)
         and any(f"{base.__module__}.".startswith(_FP8_LAYERS) for base in kind.__mro__)
         for kind in set(map(type, gc.get_objects()))
+    )
+
+
+def _was_told() -> bool:
+    """Return whether a model was converted that has no layer for FP8, whose summary says why."""
+    return any(
+        type(thing).__name__ == "ConversionReport"
+        and type(thing).__module__.startswith("torch_fp8.")
+        and not thing.converted
+        for thing in gc.get_objects()
     )
 
 

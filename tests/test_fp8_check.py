@@ -62,6 +62,18 @@ def test_loop_that_converts_by_hand_is_told_nothing():
     assert run(MODEL + convert + "train()", TORCH_FP8_CONFIG="{}") == []
 
 
+def test_model_that_another_library_has_quantized_is_told_by_its_summary():
+    theirs = """
+    linear = type("Linear4bit", (torch.nn.Linear,), {"__module__": "bitsandbytes.nn.modules"})
+    weight = type("Params4bit", (torch.nn.Parameter,), {"quant_type": "nf4"})
+    for layer in model:
+        layer.__class__ = linear
+        layer._parameters["weight"] = weight(layer.weight.detach())
+    optimizer = torch.optim.AdamW(model.parameters())
+    """
+    assert run(MODEL + textwrap.dedent(theirs) + ACCELERATOR.format(""), **LAUNCHED) == []
+
+
 def test_nothing_asked_for_imports_nothing_and_registers_no_hook():
     code = """
     import sys

@@ -165,3 +165,23 @@ def test_a_separate_reference_of_a_lora_policy_shares_its_base(
     assert torch.equal(one.dequantize(), kept)
     trainer.model.merge_adapter()
     assert torch.equal(other.dequantize(), kept * 2)
+
+
+@pytest.mark.parametrize("load", ["load_in_4bit", "load_in_8bit"])
+def test_a_base_and_an_optimizer_of_bitsandbytes_keep_working(
+    lab: Lab, caplog: pytest.LogCaptureFixture, load: str
+) -> None:
+    pytest.importorskip("bitsandbytes")
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    quantization = BitsAndBytesConfig(**{load: True})
+    model = AutoModelForCausalLM.from_pretrained(lab.folder, quantization_config=quantization)
+    trainer = lab.make("sft", True, {"optim": "adamw_bnb_8bit"}, model=model)
+    before = [p.detach().clone() for p in trainer.model.parameters() if not p.is_floating_point()]
+    trainer.train()
+    after = [p for p in trainer.model.parameters() if not p.is_floating_point()]
+    assert len(before) == LAYERS
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    summary = "\n".join(record.getMessage() for record in caplog.records)
+    assert "quantized 14 layers by bitsandbytes" in summary
+    assert "optimizer AdamW of bitsandbytes keeps its own states" in summary

@@ -56,6 +56,7 @@ class AdoptedCheckpoint:
         num_exact: weights that are trained, whose residual waits for the optimizer.
         num_frozen: weights that are not trained and whose bytes frozen weights may hold.
         num_changed: weights that have been changed since they were loaded.
+        num_fused: weights of the files that no layer has by its own, for the host has fused them.
     """
 
     path: str
@@ -63,6 +64,7 @@ class AdoptedCheckpoint:
     num_exact: int
     num_frozen: int
     num_changed: int
+    num_fused: int = 0
 
     def __str__(self) -> str:
         text = f"of the {self.format} checkpoint {self.path!r} "
@@ -78,6 +80,11 @@ class AdoptedCheckpoint:
             parts.append(
                 f"{self.num_changed} weights were changed since they were loaded and stay as they "
                 "are"
+            )
+        if self.num_fused:
+            parts.append(
+                f"{self.num_fused} weights are fused (experts), and stay as the host loaded them, "
+                "rounded to their dtype"
             )
         return text + "; ".join(parts)
 
@@ -182,7 +189,9 @@ def adopt_checkpoints(
     seen: set[nn.Module] = set()
     for source in _sources(model):
         exact = frozen = changed = 0
+        found_keys = set()
         for key, layer in source.layers():
+            found_keys.add(key)
             weight = layer.weight
             if layer in seen:
                 continue
@@ -202,7 +211,8 @@ def adopt_checkpoints(
                 frozen += 1
         if exact or frozen:
             path, name = str(source.files.path), source.format.name
-            reports.append(AdoptedCheckpoint(path, name, exact, frozen, changed))
+            fused = len(source.scales.keys() - found_keys)
+            reports.append(AdoptedCheckpoint(path, name, exact, frozen, changed, fused))
     return reports
 
 

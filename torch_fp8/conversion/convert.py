@@ -27,6 +27,7 @@ from torch_fp8.distributed.ddp.fp8_lm import (
 from torch_fp8.distributed.tensor_parallel.styles import check_style
 from torch_fp8.nn.class_swap import add_mixin, remove_mixin, unwrapped_name
 from torch_fp8.nn.conv1d import Float8Conv1D
+from torch_fp8.nn.foreign_layer import QUANTIZED, quantized_by
 from torch_fp8.nn.layer_filter import (
     expert_weights,
     high_precision_modules,
@@ -110,19 +111,20 @@ def convert_to_float8(
             if isinstance(module, Float8Layer):  # a second conversion that skips more
                 _to_stock(module)
             skipped.append(SkippedModule(name, reason))
-    if not linears:
+    others = any(reason.startswith(QUANTIZED) for _, reason in skipped)
+    if not (linears or others):
         raise ValueError(_nothing_converted(model, skipped))
-    if not converted:
+    if not converted and not others:
         warnings.warn(
             f"no linear layer of {type(model).__name__} is faster in FP8 on this device, so all "
             f"stay in high precision ({_reasons(skipped)}). Name a recipe to run them in FP8 all "
             "the same, or the tokens of your micro-batches, FP8Config(tokens=...)",
             stacklevel=2,
         )
-    if is_te:
+    if is_te or not converted:
         revert_producers(model)
     frozen = freeze_as_configured(model, config, target)
-    producers = () if is_te else convert_producers(model, config)
+    producers = () if is_te or not converted else convert_producers(model, config)
     place_regions(model)
     _keep_scaling_local(model)
     return ConversionReport(
@@ -300,6 +302,10 @@ def _plan(
     kept_high = high_precision_modules(model, config.skip)
     for name, module in model.named_modules():
         if not is_linear(module):
+            library = quantized_by(module)
+            if library is not None:
+                yield name, module, f"{QUANTIZED}{library}"
+                continue
             yield from ((full, module, why) for full, why in expert_weights(name, module))
             continue
         reason = skip_reason(name, module, config.skip, kept_high)

@@ -1,6 +1,7 @@
 """The report of a conversion, `ConversionReport`, and the start-up summary made from it."""
 
-from collections import defaultdict
+import math
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -12,7 +13,8 @@ from torch_fp8.config import FP8Config
 from torch_fp8.conversion.autotune import RecipeChoice
 from torch_fp8.conversion.frozen_layers import NOTHING, FreezeReport
 from torch_fp8.conversion.memory import expected_bytes_per_param
-from torch_fp8.nn.layer_filter import ADAPTER, expert_weights, is_linear
+from torch_fp8.nn.foreign_layer import QUANTIZED
+from torch_fp8.nn.layer_filter import ADAPTER, expert_weights, features, is_linear
 from torch_fp8.nn.linear import Float8Layer
 from torch_fp8.nn.transformer_engine import version
 from torch_fp8.ops.hardware import backend_name
@@ -153,10 +155,15 @@ class ConversionReport:
         ]
 
     def _high_precision_lines(self) -> list[str]:
-        """Describe adapters, and fused experts with what they mean for speed, in lines of their
-        own.
+        """Describe layers of another quantization, adapters, and fused experts with what they mean
+        for speed, in lines of their own.
         """
-        lines = []
+        libraries = Counter(r.removeprefix(QUANTIZED) for _, r in self.skipped if _is_foreign(r))
+        lines = [
+            f"  quantized {count} layers by {library}, which runs them as it does without FP8; to "
+            "have such a base in FP8, load one in BF16 or FP8 without this quantization"
+            for library, count in libraries.items()
+        ]
         if self.adapters:
             lines.append(f"  adapters  {len(self.adapters)} of LoRA, which stay in high precision")
         if self.flops.experts:
@@ -172,7 +179,7 @@ class ConversionReport:
     def _skipped_by_reason(self) -> list[str]:
         names = defaultdict(list)
         for name, reason in self.skipped:
-            if reason != ADAPTER:
+            if reason != ADAPTER and not _is_foreign(reason):
                 names[reason].append(name)
         lines = []
         for reason, members in names.items():
@@ -198,13 +205,18 @@ def matmul_flops(model: nn.Module, recipe: Recipe) -> MatmulFlops:
                 gemms = 2 + parameter.requires_grad
                 experts += gemms * parameter.numel() * _active_share(model, module, parameter)
             continue
-        weight = module.weight
-        assert isinstance(weight, torch.Tensor)
-        total += (2 + weight.requires_grad) * weight.numel()
+        weight = module._parameters.get("weight")  # which may be packed, or not there at all
+        trained = weight is not None and weight.requires_grad
+        numel = math.prod(features(module))
+        total += (2 + trained) * numel
         if isinstance(module, Float8Layer):
-            fp8_wgrad = weight.requires_grad and recipe.wgrad is not None
-            fp8 += (2 + fp8_wgrad) * weight.numel()
+            fp8_wgrad = trained and recipe.wgrad is not None
+            fp8 += (2 + fp8_wgrad) * numel
     return MatmulFlops(total + experts, fp8, experts)
+
+
+def _is_foreign(reason: str) -> bool:
+    return reason.startswith(QUANTIZED)
 
 
 def _experts(name: str, module: nn.Module) -> list[torch.Tensor]:

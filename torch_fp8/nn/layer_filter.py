@@ -10,6 +10,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.utils.parametrize import is_parametrized
 
 from torch_fp8.nn.class_swap import stock_class, unwrapped_name
+from torch_fp8.nn.foreign_layer import QUANTIZED, quantized_by
 from torch_fp8.nn.linear import Float8Layer
 from torch_fp8.nn.linear_form import computes_linear
 from torch_fp8.nn.weight_cache import WatchedParameter
@@ -78,7 +79,7 @@ def high_precision_modules(model: nn.Module, skip: tuple[str, ...]) -> dict[nn.M
     found: dict[nn.Module, str] = {}
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     for module in model.modules():
-        if isinstance(module, nn.Linear) and id(module.weight) in embeddings:
+        if isinstance(module, nn.Linear) and id(module._parameters.get("weight")) in embeddings:
             found[module] = "output layer (weight tied to an embedding), as lm_head"
         if callable(ask := getattr(module, "get_output_embeddings", None)):
             try:
@@ -94,6 +95,9 @@ def skip_reason(
     name: str, module: nn.Module, skip: tuple[str, ...], kept_high: dict[nn.Module, str]
 ) -> str | None:
     """Why this linear layer stays in high precision; None: it is converted."""
+    library = quantized_by(module)
+    if library is not None:
+        return f"{QUANTIZED}{library}"
     for pattern in skip:
         if matches(pattern, name):
             return f"skip={pattern!r}"

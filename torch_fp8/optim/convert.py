@@ -306,9 +306,14 @@ def _keep_weights(optimizer: Float8Optimizer, model: nn.Module | None) -> int:
     return kept
 
 
+_LIBRARIES = ("bitsandbytes", "torchao", "apex", "deepspeed", "transformer_engine")
+"""Packages whose optimizers are called as torch's are."""
+
+
 def _name(optimizer: Optimizer) -> str:
     base = optimizer._fp8_base if isinstance(optimizer, Float8Optimizer) else type(optimizer)
-    return base.__name__
+    library = base.__module__.partition(".")[0]
+    return f"{base.__name__} of {library}" if library in _LIBRARIES else base.__name__
 
 
 def _reason_to_leave(optimizer: Optimizer) -> str | None:

@@ -121,6 +121,18 @@ def test_level_o1_makes_no_residuals(tmp_path):
     assert pending_residual(model.model.down_proj.weight) is None
 
 
+def test_weights_that_the_host_has_fused_are_counted(tmp_path):
+    model, fp8 = _loaded(tmp_path)
+    state = model.state_dict()
+    experts = {f"model.experts.{i}.up_proj.weight": torch.randn(128, 128) for i in range(3)}
+    written = write(tmp_path, state | experts, {"quantization_config": FINE_GRAINED})
+    of_files = {key: exact(*written[key]).float().bfloat16() for key in fp8}
+    model.load_state_dict(state | of_files)
+    (report,) = adopt_checkpoints(model, FP8Config())
+    assert (report.num_exact, report.num_fused) == (2, 3)
+    assert "3 weights are fused (experts), and stay as the host loaded them" in str(report)
+
+
 def test_a_trained_model_is_nobodys_checkpoint(tmp_path):
     model, _ = _loaded(tmp_path)
     with torch.no_grad():

@@ -1,0 +1,66 @@
+"""Layers that another library has quantized: found by what they are called, never changed.
+
+bitsandbytes' layers (QLoRA) are subclasses of ``nn.Linear`` with packed weights; those of AWQ, GPTQ
+and others are modules of their own, as are MXFP4's experts; torchao changes the weight, and
+compressed-tensors takes it away. None of them is imported here.
+"""
+
+from typing import Any
+
+from torch import nn
+
+QUANTIZED = "quantized by "
+"""How the reason begins for which such a layer stays as it is; the library's name follows."""
+
+_LIBRARIES = {
+    "bitsandbytes": "bitsandbytes",
+    "awq": "AWQ",
+    "gptqmodel": "GPTQ",
+    "auto_gptq": "GPTQ",
+    "auto_round": "AutoRound",
+    "hqq": "HQQ",
+    "aqlm": "AQLM",
+    "eetq": "EETQ",
+    "vptq": "VPTQ",
+    "optimum.quanto": "Quanto",
+    "compressed_tensors": "compressed-tensors",
+    "modelopt": "ModelOpt",
+    "quark": "Quark",
+    "transformers.integrations.mxfp4": "MXFP4",
+    "transformers.integrations.bitnet": "BitNet",
+    "transformers.integrations.fbgemm_fp8": "FBGEMM",
+    "transformers.integrations.finegrained_fp8": "fine-grained FP8 of transformers",
+    "transformers.integrations.higgs": "HIGGS",
+}
+"""The packages that define quantized layers, and what users call them."""
+
+
+def quantized_by(module: nn.Module) -> str | None:
+    """Return the library that has quantized the weight of a layer; None: nobody has.
+
+    Args:
+        module: any module, of which only its own parameters and buffers count.
+    """
+    held = {**module._parameters, **module._buffers}
+    tensors = {name: tensor for name, tensor in held.items() if tensor is not None}
+    if not tensors:
+        return None
+    if "quantization_scheme" in vars(module) and "weight_packed" in tensors:
+        return "compressed-tensors"
+    if any(type(t).__module__.startswith("torchao.") for t in tensors.values()):
+        return "torchao"
+    cls = type(module)
+    home = f"{cls.__module__}."
+    name = next((n for package, n in _LIBRARIES.items() if home.startswith(f"{package}.")), None)
+    if name == "GPTQ" and "awq" in cls.__name__.lower():
+        return "AWQ"  # GPTQModel runs both
+    if name == "bitsandbytes":
+        return _bitsandbytes(tensors.get("weight"))
+    return name
+
+
+def _bitsandbytes(weight: Any) -> str | None:
+    kind = type(weight).__name__
+    if kind == "Params4bit":
+        return f"bitsandbytes ({str(weight.quant_type).upper()})"
+    return "bitsandbytes (INT8)" if kind == "Int8Params" else None
