@@ -19,9 +19,9 @@ from torch_fp8.nn.linear import Float8Linear
 from torch_fp8.optim.convert import (
     OptimizerReport,
     convert_optimizer,
-    merged_state_dict,
     restore_weights,
 )
+from torch_fp8.optim.merged_state import merged_state_dict, stream_state_dict
 
 __all__ = [
     "CommunicationCount",
@@ -45,5 +45,6 @@ __all__ = [
     "revert",
     "scaling_state_dict",
     "selective_checkpoint_contexts",
+    "stream_state_dict",
     "thaw",
 ]

@@ -206,7 +206,7 @@ class FrozenStorage(ScalingBuffers):
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         frozen = self.frozen_weight
-        if frozen is not None:
+        if frozen is not None and not keep_vars:
             destination[prefix + "weight"] = _plain(self.weight, frozen)
 
     def _load_from_state_dict(

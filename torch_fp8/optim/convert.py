@@ -1,11 +1,10 @@
 """The functions that convert an optimizer: `convert_optimizer`, `restore_weights`,
-`merged_state_dict`.
+`torch_fp8.optim.merged_state.merged_state_dict`.
 """
 
 import functools
 import warnings
 import weakref
-from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -236,55 +235,6 @@ def join_parameter(optimizer: Optimizer, parameter: Tensor) -> Tensor:
         return shard.float()
     assert isinstance(optimizer, Float8Optimizer)
     return join_weight(shard, local(residual), optimizer.residual_bits(parameter))
-
-
-@torch.no_grad()
-def merged_state_dict(
-    model: nn.Module,
-    optimizer: Optimizer | Iterable[Optimizer],
-    dtype: torch.dtype = torch.float32,
-) -> dict[str, Any]:
-    """Return ``model.state_dict()`` with every weight joined with its residual, on the CPU.
-
-    Weights are joined one at a time, so that their device never holds more than one joined weight.
-
-    Args:
-        model: the model that the optimizer trains, or its DistributedDataParallel.
-        optimizer: one that `convert_optimizer` has converted, or several; the weights of others are
-            taken as they are.
-        dtype: the dtype of the floating-point parameters in the result; buffers keep theirs.
-    Returns:
-        The keys of ``model.state_dict()``, with plain tensors on the CPU.
-    Raises:
-        ValueError: the model is sharded; torch.distributed.checkpoint.state_dict gathers its
-            weights.
-    """
-    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
-    module = model.module if isinstance(model, DistributedDataParallel) else model
-    owner = {p: o for o in optimizers for g in o.param_groups for p in g["params"]}
-    joined: dict[Tensor, Tensor] = {}
-    merged = {}
-    for name, value in module.state_dict(keep_vars=True).items():
-        if isinstance(value, DTensor):
-            raise ValueError(
-                f"{name!r} is sharded; gather the model's and the optimizer's state with "
-                "torch.distributed.checkpoint.state_dict instead"
-            )
-        if not isinstance(value, nn.Parameter):
-            merged[name] = value.detach().cpu().clone() if isinstance(value, Tensor) else value
-            continue
-        if value not in joined:
-            joined[value] = _merged(value, owner.get(value), dtype)
-        merged[name] = joined[value]
-    return merged
-
-
-def _merged(parameter: Tensor, optimizer: Optimizer | None, dtype: torch.dtype) -> Tensor:
-    if not parameter.is_floating_point():
-        return parameter.detach().cpu().clone()
-    if optimizer is None:
-        return parameter.detach().to(device="cpu", dtype=dtype, copy=True)
-    return join_parameter(optimizer, parameter).to(device="cpu", dtype=dtype, copy=True)
 
 
 def _keep_weights(optimizer: Float8Optimizer, model: nn.Module | None) -> int:
