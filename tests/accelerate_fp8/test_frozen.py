@@ -9,6 +9,7 @@ from torch import nn
 
 import torch_fp8
 from accelerate_fp8 import FP8Config, FP8Kwargs
+from tests.fp8_checkpoints import LiveStorages
 from torch_fp8.tensor.frozen_weight import Float8FrozenWeight
 
 
@@ -128,3 +129,41 @@ def test_what_trl_writes_to_a_reference_is_quantized_anew(accelerator_with):
     SyncRefModelCallback.sync_target_model(trained, reference, alpha=1.0)
     exact = trained.up.weight
     assert (reference.up.weight.dequantize() - exact).norm() / exact.norm() < 0.03
+
+
+class Deep(nn.Sequential):
+    """64 layers of 128 x 128, in BF16 or float32."""
+
+    def __init__(self, dtype):
+        super().__init__(*(nn.Linear(128, 128, dtype=dtype) for _ in range(64)))
+
+
+def adapted(model):
+    from peft import LoraConfig, get_peft_model
+
+    return get_peft_model(model, LoraConfig(r=4, target_modules="all-linear"))
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+def test_preparing_the_models_of_rlhf_never_holds_a_second_copy_of_one(accelerator_with, lora):
+    accelerator = accelerator_with()
+    one = 64 * 128 * 128
+    with LiveStorages() as storages:
+        models = [Deep(torch.float32), Deep(torch.float32), Deep(torch.bfloat16)]
+        policy, reference, reward = models
+        if lora:
+            policy = adapted(policy)
+        del models
+        before = storages.alive
+        assert before > (4 + 4 + 2) * one
+        storages.peak = 0
+        for model in (reference, reward):
+            accelerator.prepare_model(model, evaluation_mode=True)
+        trained = [p for p in policy.parameters() if p.requires_grad]
+        accelerator.prepare(policy, torch.optim.AdamW(trained))
+        after = storages.alive
+    assert storages.peak <= before + 8 * 4 * 128 * 128, "float32 temporaries of one weight"
+    others = 64 * (3 * 4 * 128 + 16 + 2 * 4 * 4 * 128 * lora)  # biases, scales and adapters
+    held = (1 + 1 + 1) if lora else (2 + 1 + 1 + 1)  # FP8 alone; BF16 and 8 bits below it
+    assert after <= 1.02 * held * one + others
+    assert len([p for p in reward.parameters() if isinstance(p, Float8FrozenWeight)]) == 64
