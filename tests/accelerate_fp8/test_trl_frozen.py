@@ -84,6 +84,7 @@ class Lab:
             model=more.pop("model", self.folder),
             args=config,
             train_dataset=Dataset.from_dict(data),
+            eval_dataset=Dataset.from_dict(data),
             processing_class=self.tokenizer,
             **more,
         )
@@ -137,6 +138,54 @@ def test_it_trains(lab: Lab, kind: str, peft: bool) -> None:
     if other is not None:
         assert len(frozen_in(other)) == LAYERS
         assert any(isinstance(m, Float8Layer) for m in other.modules())
+
+
+OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
+    "packing": ("sft", {"packing": True, "max_length": 32}),
+    "padding free": ("sft", {"padding_free": True, "max_length": None}),
+    "no checkpointing": ("sft", {"gradient_checkpointing": False}),
+    "reentrant": ("sft", {"gradient_checkpointing_kwargs": {"use_reentrant": True}}),
+    "precomputed": ("dpo", {"precompute_ref_log_probs": True}),
+    "dpo without checkpointing": ("dpo", {"gradient_checkpointing": False}),
+    "dpo padding free": ("dpo", {"padding_free": True}),
+    "grpo several steps": ("grpo", {"num_iterations": 2, "gradient_checkpointing": False}),
+    "evaluation": ("sft", {"eval_strategy": "steps", "eval_steps": 1}),
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_it_trains_with(lab: Lab, name: str) -> None:
+    kind, args = OPTIONS[name]
+    trainer = lab.make(kind, True, args)
+    trainer.train()
+    assert all(math.isfinite(row["loss"]) for row in trainer.state.log_history if "loss" in row)
+    assert len(frozen_in(trainer.model)) == LAYERS
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["sft", "dpo", "grpo"])
+def test_it_trains_compiled(lab: Lab, kind: str) -> None:
+    options = {"torch_compile": True, "gradient_checkpointing": False}
+    trainer = lab.make(kind, True, options)
+    trainer.train()
+    assert all(math.isfinite(row["loss"]) for row in trainer.state.log_history if "loss" in row)
+    assert len(frozen_in(trainer.model)) == LAYERS
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "args", [{"use_liger_kernel": True}, {"activation_offloading": True}], ids=["liger", "offload"]
+)
+def test_it_trains_on_a_card_with(
+    lab: Lab, caplog: pytest.LogCaptureFixture, args: dict[str, Any]
+) -> None:
+    if "use_liger_kernel" in args:
+        pytest.importorskip("liger_kernel")
+    trainer = lab.make("sft", True, {**args, "use_cpu": False})
+    trainer.train()
+    assert len(frozen_in(trainer.model)) == LAYERS
+    said = "\n".join(record.getMessage() for record in caplog.records)
+    assert ("modules are Liger Kernel's" in said) == ("use_liger_kernel" in args)
 
 
 def test_policy_and_reference_are_one_base_with_adapters_on_and_off(lab: Lab) -> None:

@@ -27,7 +27,7 @@ from torch_fp8.distributed.ddp.fp8_lm import (
 from torch_fp8.distributed.tensor_parallel.styles import check_style
 from torch_fp8.nn.class_swap import add_mixin, remove_mixin, unwrapped_name
 from torch_fp8.nn.conv1d import Float8Conv1D
-from torch_fp8.nn.foreign_layer import QUANTIZED, quantized_by
+from torch_fp8.nn.foreign_layer import QUANTIZED, is_ligers, quantized_by
 from torch_fp8.nn.layer_filter import (
     expert_weights,
     high_precision_modules,
@@ -139,6 +139,7 @@ def convert_to_float8(
         producers=producers,
         choice=choice,
         frozen=frozen,
+        num_liger=sum(map(is_ligers, model.modules())),
     )
 
 

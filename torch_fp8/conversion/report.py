@@ -69,6 +69,7 @@ class ConversionReport:
         producers: qualified names of the norms and gated MLPs that emit FP8.
         choice: how ``auto`` was resolved; None for a named recipe.
         frozen: the layers whose weights are stored as FP8 alone.
+        num_liger: the number of modules that Liger Kernel computes, such as norms and MLPs.
     """
 
     converted: tuple[str, ...]
@@ -82,6 +83,7 @@ class ConversionReport:
     producers: tuple[str, ...] = ()
     choice: RecipeChoice | None = None
     frozen: FreezeReport = NOTHING
+    num_liger: int = 0
 
     @property
     def flops_share(self) -> float:
@@ -146,13 +148,19 @@ class ConversionReport:
         return "\n".join(lines)
 
     def _producer_lines(self) -> list[str]:
-        if not self.producers:
-            return []
-        kept = "in FP8" if self.config.save_activations == "fp8" else "as it is"
-        return [
-            f"  fused     {len(self.producers)} norms and gated MLPs, which hand over FP8 and keep "
-            f"{kept} what backward needs"
-        ]
+        lines = []
+        if self.producers:
+            kept = "in FP8" if self.config.save_activations == "fp8" else "as it is"
+            lines.append(
+                f"  fused     {len(self.producers)} norms and gated MLPs, which hand over FP8 and "
+                f"keep {kept} what backward needs"
+            )
+        if self.num_liger:
+            lines.append(
+                f"  liger     {self.num_liger} modules are Liger Kernel's, which hand over what "
+                "they compute in high precision; the linear layers between them cast it"
+            )
+        return lines
 
     def _high_precision_lines(self) -> list[str]:
         """Describe layers of another quantization, adapters, and fused experts with what they mean

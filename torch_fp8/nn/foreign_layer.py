@@ -1,4 +1,5 @@
-"""Layers that another library has quantized: found by what they are called, never changed.
+"""Layers that another library has quantized or replaced: found by what they are called, never
+changed.
 
 bitsandbytes' layers (QLoRA) are subclasses of ``nn.Linear`` with packed weights; those of AWQ, GPTQ
 and others are modules of their own, as are MXFP4's experts; torchao changes the weight, and
@@ -64,3 +65,9 @@ def _bitsandbytes(weight: Any) -> str | None:
     if kind == "Params4bit":
         return f"bitsandbytes ({str(weight.quant_type).upper()})"
     return "bitsandbytes (INT8)" if kind == "Int8Params" else None
+
+
+def is_ligers(module: nn.Module) -> bool:
+    """Return whether Liger Kernel computes the forward of a module: of its class, or patched in."""
+    forward = getattr(vars(module).get("forward"), "__func__", type(module).forward)
+    return str(getattr(forward, "__module__", "")).startswith("liger_kernel.")

@@ -87,6 +87,24 @@ def test_backward_takes_no_wgrad_and_keeps_nothing_for_it(monkeypatch):
     assert LinearFunction is linear_function.LinearFunction
 
 
+def test_hooks_that_offload_what_is_saved_find_parameters_and_plain_tensors():
+    """TRL's activation offloading leaves Parameters where they are; torch's moves all."""
+    model = Net()
+    freeze(model, FP8Config(recipe="tensorwise"))
+    x = torch.randn(32, 128, requires_grad=True)
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        model.down(model.up(x)).sum().backward()
+    expected, x.grad = x.grad, None
+    weights = [t for t in saved if isinstance(t, Float8FrozenWeight)]
+    assert len(weights) == 2
+    assert all(isinstance(t, nn.Parameter) for t in weights)
+    with torch.autograd.graph.save_on_cpu():
+        out = model.down(model.up(x)).sum()
+    out.backward()
+    assert torch.equal(x.grad, expected)
+
+
 def test_the_gradient_of_the_input_is_that_of_the_bytes():
     model = Net()
     freeze(model, FP8Config(recipe="blockwise"))

@@ -1,5 +1,6 @@
 """Layers that others have quantized: they stay, and the summary says whose they are."""
 
+import types
 import warnings
 
 import pytest
@@ -115,3 +116,15 @@ def test_an_optimizer_of_others_is_named_with_its_library():
     adam = of("AdamW", "bitsandbytes.optim.adamw", torch.optim.Optimizer)
     report = convert_optimizer(adam(model.parameters(), {}), model=model)
     assert str(report).startswith("AdamW of bitsandbytes keeps its own states: ")
+
+
+def test_what_liger_kernel_computes_is_said():
+    norm = of("LigerRMSNorm", "liger_kernel.transformers.rms_norm", forward=lambda self, x: x)
+    norm.forward.__module__ = "liger_kernel.transformers.rms_norm"
+    patched = nn.RMSNorm(64)
+    patched.forward = types.MethodType(norm.forward, patched)
+    model = nn.Sequential(norm(), nn.Linear(64, 64), patched, nn.RMSNorm(64), nn.Linear(64, 64))
+    report = convert_to_float8(model, FP8Config(recipe="tensorwise"))
+    assert report.num_liger == 2
+    assert "  liger     2 modules are Liger Kernel's, which hand over" in report.summary()
+    assert "liger " not in convert_to_float8(nn.Sequential(nn.Linear(64, 64))).summary()
