@@ -3,6 +3,8 @@
 import gc
 import importlib
 import math
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -186,6 +188,20 @@ def test_it_trains_on_a_card_with(
     assert len(frozen_in(trainer.model)) == LAYERS
     said = "\n".join(record.getMessage() for record in caplog.records)
     assert ("modules are Liger Kernel's" in said) == ("use_liger_kernel" in args)
+
+
+@pytest.mark.long
+def test_two_ranks_train_the_same_adapters_over_one_copy_each(
+    run: Callable, tiny_model: Path
+) -> None:
+    done = run("lora_dpo.py", tiny_model, processes=2, launch=("--mixed_precision", "fp8"))
+    said = re.findall(r"(dpo|sft) live (\d+) adapters (\S+)", done.stdout)
+    assert sorted(kind for kind, _, _ in said) == ["dpo", "dpo", "sft", "sft"]
+    for kind in ("dpo", "sft"):
+        of_ranks = [(live, total) for name, live, total in said if name == kind]
+        assert of_ranks[0] == of_ranks[1]
+        assert int(of_ranks[0][0]) == 2 * (4 * 64 * 64 + 3 * 64 * 128)
+    assert "14 frozen weights are equal to others and share one copy" in done.stderr
 
 
 def test_policy_and_reference_are_one_base_with_adapters_on_and_off(lab: Lab) -> None:
