@@ -10,7 +10,7 @@ from torch import nn
 from torch_fp8.ops.quantize import dequantize
 from torch_fp8.quantization.recipe import make_recipe
 from torch_fp8.tensor.frozen_payload import freeze_tensor, frozen_from_bytes
-from torch_fp8.tensor.frozen_weight import Float8FrozenWeight, frozen_parameter
+from torch_fp8.tensor.frozen_weight import Float8FrozenWeight, frozen_parameter, frozen_payloads
 
 BLOCKS = make_recipe("blockwise").weight
 ONE_SCALE = make_recipe("tensorwise", power_of_two_weights=True).weight
@@ -92,7 +92,8 @@ def test_data_can_be_set():
 def test_equal_values_change_no_byte():
     scale = torch.full((2, 2), 0.3)  # as others choose scales: no power of two
     q = torch.randn(160, 200).to(torch.float8_e4m3fn)
-    p = frozen_parameter(frozen_from_bytes(q, scale, BLOCKS, "w", torch.bfloat16))
+    payload = frozen_from_bytes(q.clone(), scale.clone(), BLOCKS, "w", torch.bfloat16)
+    p = frozen_parameter(payload)
     p.copy_(p.dequantize())
     assert torch.equal(p.qdata.view(torch.uint8), q.view(torch.uint8))
     assert torch.equal(p.scale, scale)
@@ -141,6 +142,20 @@ def test_a_scale_of_another_shape_is_refused():
     q = torch.zeros(160, 200, dtype=torch.float8_e4m3fn)
     with pytest.raises(ValueError, match=r"w: .*float32 scales \(2, 2\), got .*\(1, 2\)"):
         frozen_from_bytes(q, torch.ones(1, 2), BLOCKS, "w", torch.bfloat16)
+
+
+def test_scales_of_another_dtype_are_refused():
+    q = torch.zeros(160, 200, dtype=torch.float8_e4m3fn)
+    with pytest.raises(ValueError, match=r"w: .*float32 scales \(2, 2\), got torch\.bfloat16"):
+        frozen_from_bytes(q, torch.ones(2, 2).bfloat16(), BLOCKS, "w", torch.bfloat16)
+
+
+def test_a_layer_that_asks_for_other_scales_is_refused_by_name():
+    p = frozen(spec=ONE_SCALE)
+    with pytest.raises(
+        RuntimeError, match=r"layer\.weight is .* with tensorwise scales, and its l"
+    ):
+        frozen_payloads(p, BLOCKS, True, False, None)
 
 
 def test_autograd_goes_through_what_is_read():
