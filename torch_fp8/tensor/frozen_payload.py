@@ -5,6 +5,7 @@ every value exactly; others' scales are kept as they are.
 """
 
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -32,6 +33,8 @@ class FrozenPayload:
         owner: the layer whose weight it is, a weak reference; or None.
         first_row: None; or, of one rank's shard of a weight, the place of its first row in its
             block of 128 rows, the first of `scale`.
+        rewrite: of a shard, what quantizes new values together with the other ranks, for they share
+            scales: they all write at the same time.
         sharers: the payloads that `share` has given the same memory, this one among them; None:
             there are none.
     """
@@ -43,6 +46,7 @@ class FrozenPayload:
     thawed_dtype: torch.dtype = DTYPE
     owner: Any = None
     first_row: int | None = None
+    rewrite: Callable[[Tensor], None] | None = None
     sharers: "weakref.WeakSet[FrozenPayload] | None" = None
 
     @property
@@ -62,23 +66,20 @@ class FrozenPayload:
 
     @torch.no_grad()
     def write(self, values: Tensor) -> None:
-        """Quantize `values` (R, C) into the memory at hand; equal values change no byte.
-
-        Raises:
-            RuntimeError: other values for a shard, whose scales belong to other ranks' rows, too.
-        """
-        if not values.is_meta and torch.equal(values.to(DTYPE), self.dequantize()):
+        """Quantize `values` (R, C) into the memory at hand; equal values change no byte."""
+        if self.rewrite is not None:
+            self.rewrite(values)
             return
-        if self.first_row is not None:
-            raise RuntimeError(
-                f"{self.name} is stored as FP8 alone and sharded by FSDP2; one rank cannot write "
-                "its rows, whose scales other ranks share. Convert the model with "
-                "FP8Config(frozen_weights='keep')"
-            )
+        if not values.is_meta and self.equals(values):
+            return
         row = quantize(values, self.spec)
         self.take_own_memory()
         self.qdata.copy_(row.qdata)
         self.scale.copy_(row.scale)
+
+    def equals(self, values: Tensor) -> bool:
+        """Return whether `values` (R, C), in BF16, are what the weight reads as."""
+        return torch.equal(values.to(DTYPE), self.dequantize())
 
     @property
     def is_shared(self) -> bool:
@@ -114,7 +115,7 @@ class FrozenPayload:
     def copied(self) -> "FrozenPayload":
         """Return a copy of the bytes, which no layer owns."""
         qdata, scale = self.qdata.clone(), self.scale.clone()
-        return replace(self, qdata=qdata, scale=scale, owner=None, sharers=None)
+        return replace(self, qdata=qdata, scale=scale, owner=None, rewrite=None, sharers=None)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "FrozenPayload":
         memo[id(self)] = copied = self.copied()

@@ -335,7 +335,7 @@ def _same_bytes(target: Any, source: Any) -> bool:
     both = isinstance(target, Float8FrozenWeight) and isinstance(source, Float8FrozenWeight)
     if not both or target.chain or source.chain or target.shape != source.shape:
         return False
-    if target.payload.spec != source.payload.spec:
+    if target.payload.spec != source.payload.spec or target.payload.rewrite is not None:
         return False
     if target.qdata.data_ptr() == source.qdata.data_ptr():
         return True

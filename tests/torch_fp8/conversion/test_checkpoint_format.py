@@ -167,6 +167,10 @@ BROKEN = {
         _with("up_proj.weight", lambda w: w.bfloat16()),
         rf"'{KEY}' has no E4M3 weight beside it",
     ),
+    "no matrix": (
+        _with("up_proj.weight", lambda w: w.view(2, -1, w.shape[1])),
+        r"'up_proj.weight' has shape \(2, .*; FP8 weights are matrices",
+    ),
     "E5M2": (
         _with("up_proj.weight", lambda w: w.float().to(torch.float8_e5m2)),
         "'up_proj.weight' is E5M2",

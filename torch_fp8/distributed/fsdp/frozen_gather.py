@@ -1,14 +1,15 @@
 """Weights that nobody trains, sharded by FSDP2: each rank holds its rows in FP8 alone.
 
 A shard takes a byte an element, and is gathered as it is. The scales of the whole weight, one for
-128 x 128 elements, are on every rank: they are found once, in one collective, when the model is
-connected, and blocks whose rows lie on two ranks have one scale on both.
+128 x 128 elements, are on every rank: they are found in one collective, when the model is connected
+and when all ranks write the weight, and blocks whose rows lie on two ranks have one scale on both.
 """
 
 import weakref
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -23,27 +24,23 @@ class FrozenGather(WeightGather):
     """How the bytes of one frozen weight's shards are gathered."""
 
     wanted = True
+    _written: Tensor | None = None
 
     def freeze(self) -> None:
         """Hold this rank's rows in FP8 alone from now on; `make_scales` has made the scales."""
         self._param_group.reshard()
         layer, shard = self.module, self.shard
         rows, dtype = shard.shape[0], shard.dtype
-        quantized = self._cast(shard.detach())
-        first = self._first_row()
-        scale = self._scale
-        assert scale is not None
-        of_rows = scale
-        if self.spec.granularity in BLOCK_SHAPE:
-            of_rows = scale[first // 128 : -(-(first + rows) // 128)].contiguous()
+        qdata, scale = self._quantized(shard.detach())
         payload = FrozenPayload(
-            quantized.qdata[:rows].to(shard.device).contiguous(),
-            of_rows.to(shard.device),
+            qdata.to(shard.device),
+            scale.to(shard.device),
             self.spec,
             f"{layer.fp8_name}.weight".lstrip("."),
             dtype,
             weakref.ref(layer),
-            first % 128 if rows else 0,
+            self._first_row() % 128 if rows else 0,
+            self.rewrite,
         )
         frozen = Float8FrozenWeight(payload)
         param = self.fsdp_param
@@ -55,6 +52,46 @@ class FrozenGather(WeightGather):
         if param.offload_to_cpu:
             frozen.to = self._moved
         self._start_afresh()
+
+    def _quantized(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Quantize this rank's rows with the scales that `make_scales` has made; return bytes, and
+        the scales of these rows.
+        """
+        scale = self._scale
+        assert scale is not None
+        if self.spec.granularity in BLOCK_SHAPE:
+            first = self._first_row()
+            scale = scale[first // 128 : -(-(first + rows.shape[0]) // 128)]
+        return self._cast(rows).qdata[: rows.shape[0]].contiguous(), scale.contiguous()
+
+    @property
+    def shard(self) -> Tensor:
+        """This rank's rows, without padding; those that are about to be written."""
+        return super().shard if self._written is None else self._written
+
+    def rewrite(self, values: Tensor) -> None:
+        """Quantize new values anew; all ranks call it at the same time, each with its rows.
+
+        A write to a DTensor is such a call on all ranks. Where no rank's values differ, no byte
+        changes.
+        """
+        frozen = self.shard
+        assert isinstance(frozen, Float8FrozenWeight)
+        payload = frozen.payload
+        differs = torch.tensor([0.0 if payload.equals(values) else 1.0], device=self.device)
+        dist.all_reduce(differs, dist.ReduceOp.MAX, group=self.group)
+        if not bool(differs):
+            return
+        self._param_group.reshard()
+        self._written = values
+        try:
+            make_scales([self])
+            qdata, scale = self._quantized(values)
+        finally:
+            self._written = None
+        payload.take_own_memory()
+        payload.qdata.copy_(qdata)
+        payload.scale.copy_(scale)
 
     def _keep_shard(self) -> None:
         """Stand for FSDP's own `reset_sharded_param`, which would pad the shard in high
@@ -73,8 +110,18 @@ class FrozenGather(WeightGather):
         return moved
 
     def pre(self, shard: Tensor) -> tuple[tuple[Tensor, ...], Any]:
-        """Return what this rank sends: (rows, K) uint8, padded."""
+        """Return what this rank sends: (rows, K) uint8, padded.
+
+        Raises:
+            RuntimeError: the weight is to be trained, of which a DTensor tells nobody.
+        """
         del shard
+        if self.fsdp_param.sharded_param.requires_grad:
+            raise RuntimeError(
+                f"'{self.module.fp8_name}.weight' is stored as FP8 alone and sharded by FSDP2, and "
+                "its gradient was asked for (requires_grad=True); thaw the model before "
+                "fully_shard, or convert it with FP8Config(frozen_weights='keep')"
+            )
         held = self.shard
         assert isinstance(held, Float8FrozenWeight)
         bytes_ = held.qdata.view(torch.uint8).to(self.device, non_blocking=True)

@@ -146,12 +146,31 @@ def case_state():
     locals_ = sorted({type(v.to_local()).__name__ for v in own.values()})
     model.load_state_dict(own)
     other = {n: v * 2 for n, v in own.items()}
-    try:
-        model.load_state_dict(other)
-        error = None
-    except RuntimeError as refused:
-        error = str(refused)
-    return [kinds, all(equal), locals_, len(frozen_shards(model)), error]
+    before = [shard.qdata.clone() for shard in frozen_shards(model)]
+    model.load_state_dict(own)
+    kept = [
+        torch.equal(shard.qdata.view(torch.uint8), old.view(torch.uint8))
+        for shard, old in zip(frozen_shards(model), before, strict=True)
+    ]
+    model.load_state_dict(other)
+    alone.load_state_dict({n: v * 2 for n, v in expected.items()})
+    written = get_model_state_dict(model, options=options)
+    same = [torch.equal(written[name], value) for name, value in alone.state_dict().items()]
+    losses = [float(loss_of(one, batch(0))) for one in (model, alone)]
+    with torch.no_grad():
+        for one in (model, alone):
+            for part in one.modules():
+                if isinstance(part, Adapted):
+                    part.base.weight.mul_(0.3).add_(1.0)
+    losses += [float(loss_of(one, batch(0))) for one in (model, alone)]
+    another = adapted(97)
+    shard(another)
+    reshard(model)
+    with torch.no_grad():
+        for mine, theirs in zip(model.parameters(), another.parameters(), strict=True):
+            mine.copy_(theirs)
+    losses += [float(loss_of(one, batch(0))) for one in (model, another)]
+    return [kinds, all(equal), locals_, len(frozen_shards(model)), all(kept), all(same), losses]
 
 
 def case_offload_and_move():
@@ -175,6 +194,7 @@ def case_offload_and_move():
         result["evaluated"] = float(loss_of(model, batch(0)))
     try:
         next(m for m in model.modules() if isinstance(m, Adapted)).base.weight.requires_grad_(True)
+        loss_of(model, batch(0))
         result["error"] = None
     except RuntimeError as refused:
         result["error"] = str(refused)

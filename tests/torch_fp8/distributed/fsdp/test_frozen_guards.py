@@ -41,6 +41,12 @@ def test_a_shard_is_not(sharded, name):
     assert torch.equal(held.view(torch.uint8), kept.view(torch.uint8))
 
 
+def test_training_a_shard_is_refused_when_it_is_gathered(sharded):
+    sharded[0].weight.requires_grad_(True)
+    with pytest.raises(RuntimeError, match=r"'0\.weight' .* its gradient was asked for .*keep"):
+        sharded(torch.randn(4, 128))
+
+
 def test_a_weight_of_tensor_parallelism_stays(single_process_group):
     model = nn.Sequential(nn.Linear(128, 256), nn.Linear(256, 128))
     convert_to_float8(model, "tensorwise")
