@@ -108,6 +108,15 @@ def test_scales_that_the_host_has_rounded_are_those_of_the_file(tmp_path):
     assert (error <= 2.0**-16 * true.abs()).all()
 
 
+def test_scales_of_another_shape_are_named_and_nothing_is_changed():
+    model, *_ = _compressed("channel")
+    model[0].weight_scale.data = model[0].weight_scale.data[1:]
+    with pytest.raises(ValueError, match=r"'0\.weight_scale' has shape .*: the checkpoint is bad"):
+        take_over(model, FP8Config())
+    assert model[0].weight.dtype == torch.float8_e4m3fn
+    assert model.is_quantized
+
+
 def test_broken_scales_are_named_and_nothing_is_changed():
     model, *_ = _compressed("channel")
     model[0].weight_scale.data[7] = float("inf")
