@@ -10,6 +10,7 @@ from torch_fp8.conversion.convert import (
     revert,
     scaling_state_dict,
 )
+from torch_fp8.conversion.export import ExportReport, export
 from torch_fp8.conversion.freeze import freeze, thaw
 from torch_fp8.conversion.load_checkpoint import load_frozen, load_trainable
 from torch_fp8.conversion.memory import MemoryReport, memory_report
@@ -26,6 +27,7 @@ from torch_fp8.optim.merged_state import merged_state_dict, stream_state_dict
 __all__ = [
     "CommunicationCount",
     "ConversionReport",
+    "ExportReport",
     "FP8Config",
     "Float8Linear",
     "MemoryReport",
@@ -35,6 +37,7 @@ __all__ = [
     "convert_optimizer",
     "convert_to_float8",
     "count_communication",
+    "export",
     "freeze",
     "load_frozen",
     "load_scaling_state_dict",

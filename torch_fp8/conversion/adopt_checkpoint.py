@@ -284,7 +284,7 @@ def _sources(model: nn.Module) -> Iterator[_Source]:
     for module in model.modules():
         if not isinstance(getattr(module, "base_model_prefix", None), str):
             continue  # layers, too, have their model's configuration
-        folder = _folder(getattr(module, "config", None))
+        folder = folder_of(getattr(module, "config", None))
         if folder is None:
             continue
         if folder not in known:
@@ -305,7 +305,7 @@ def _opened(module: nn.Module, folder: Path) -> _Source | None:
     return _Source(module, files, format, check_scales(files, format))
 
 
-def _folder(config: Any) -> Path | None:
+def folder_of(config: Any) -> Path | None:
     """Return the folder that a host's model was loaded from; None: there is none here."""
     name = getattr(config, "_name_or_path", None)
     if not isinstance(name, str) or not name:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_DTYPES = {
+DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
     "F16": torch.float16,
@@ -72,9 +72,9 @@ class SafetensorsFiles(Mapping[str, Tensor]):
 
     def __getitem__(self, key: str) -> Tensor:
         stored = self.stored[key]
-        if stored.dtype not in _DTYPES:
+        if stored.dtype not in DTYPES:
             raise ValueError(f"{key!r} in {stored.file} has dtype {stored.dtype}, unknown here")
-        dtype = _DTYPES[stored.dtype]
+        dtype = DTYPES[stored.dtype]
         if not stored.num_bytes:
             return torch.empty(stored.shape, dtype=dtype)
         buffer = bytearray(stored.num_bytes)
@@ -137,7 +137,7 @@ def _header(file: Path) -> dict[str, StoredTensor]:
 def _stored(file: Path, data: int, size: int, entry: dict[str, Any]) -> StoredTensor:
     begin, end = entry["data_offsets"]
     shape = tuple(entry["shape"])
-    dtype = _DTYPES.get(entry["dtype"])
+    dtype = DTYPES.get(entry["dtype"])
     wrong = dtype is not None and end - begin != math.prod(shape) * dtype.itemsize
     if wrong or not 0 <= begin <= end <= size - data:
         raise ValueError(f"a tensor of {entry['dtype']} {shape} lies at bytes {begin} to {end}")

@@ -1,0 +1,295 @@
+"""`export`: a trained model as a folder that inference engines load, in FP8 without calibration.
+
+The scales that training's forward multiplies by are known, so that nothing is calibrated, and what
+is served are the same bits. `torch_fp8.conversion.export_format` has the formats,
+`torch_fp8.conversion.export_plan` what is written of which tensor.
+"""
+
+import copy
+import json
+import shutil
+import sys
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from torch_fp8.conversion.adopt_checkpoint import folder_of
+from torch_fp8.conversion.export_format import check_format
+from torch_fp8.conversion.export_plan import ExportPlan, of_model, plan_export, walk
+from torch_fp8.conversion.fold_adapters import ADAPTERS, AdapterFold, adapted_layers
+from torch_fp8.conversion.safetensors_writer import parse_size, write_safetensors
+from torch_fp8.conversion.whole_folder import refuse_existing, whole_folder
+
+_TOKENIZER = (
+    *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt"),
+    *("*.model", "*.tiktoken", "chat_template*", "*processor_config.json"),
+)
+"""The files of a tokenizer or processor, of all kinds that transformers has."""
+
+
+@dataclass(frozen=True)
+class ExportReport:
+    """What `export` wrote.
+
+    Attributes:
+        path: the folder.
+        format, recipe: what it holds.
+        fp8: names of the layers whose weights are in FP8.
+        kept: (name, reason) of layers that run in FP8 and are written in BF16, with the values that
+            training multiplied by.
+        ignored: names of the linear layers that are not in FP8, those of `kept` too.
+        num_elements: of the weights in FP8.
+        num_bytes: of these weights and their scales in the files.
+    """
+
+    path: Path
+    format: str
+    recipe: str
+    fp8: tuple[str, ...]
+    kept: tuple[tuple[str, str], ...]
+    ignored: tuple[str, ...]
+    num_elements: int
+    num_bytes: int
+
+    @property
+    def bytes_per_bf16_byte(self) -> float:
+        """The bytes in the files for each byte that the weights take in BF16."""
+        return self.num_bytes / (2 * self.num_elements)
+
+    def __str__(self) -> str:
+        text = (
+            f"{len(self.fp8)} layers in {self.format} FP8 ({self.recipe}) at {str(self.path)!r}, "
+            f"{self.bytes_per_bf16_byte:.4f} bytes for each byte of BF16"
+        )
+        if self.kept:
+            text += f"; {len(self.kept)} that run in FP8 are written in BF16: {_reasons(self.kept)}"
+        return text
+
+
+def export(
+    model: nn.Module,
+    path: str | Path,
+    format: str = "fine-grained",
+    *,
+    tokenizer: Any = None,
+    adapters: str | None = None,
+    max_shard_size: int | str = "5GB",
+) -> ExportReport:
+    """Write a converted Hugging Face model as a folder that inference engines load.
+
+    Each weight of an FP8 layer is written as E4M3 codes and scales whose product is, bit for bit,
+    what the layer's forward multiplies by. Everything else keeps its dtype. The folder has
+    ``config.json``, the generation configuration, the tokenizer where it is known, and safetensors
+    in files as ``save_pretrained`` writes them. Tensors are made and written one after the other.
+    The folder is there as a whole or not at all. The model stays as it is.
+
+    Args:
+        model: of transformers, converted by `torch_fp8.convert_to_float8`; its weights may be
+            trained or frozen. DistributedDataParallel's wrapper is looked through; call this on one
+            rank.
+        path: a folder that does not exist; the one above it does.
+        format: ``fine-grained`` (recipe blockwise), ``compressed-tensors`` (tensorwise, rowwise,
+            blockwise, mxfp8) or ``modelopt`` (delayed).
+        tokenizer: anything with ``save_pretrained``; None: the files of the folder that the model
+            was loaded from, if there are any.
+        adapters: what becomes of PEFT's adapters, which has to be said where there are any:
+            ``merge``: ``W + delta`` in BF16, as ``merge_and_unload`` makes it, is cast; what of a
+            small delta is below FP8's resolution is lost. ``apart``: the base alone is written, and
+            ``model.save_pretrained`` saves the adapter for engines that serve both.
+        max_shard_size: bytes, or a text such as ``"5GB"``, of tensors in one file.
+    Returns:
+        What was written, and which layers are in BF16 although they run in FP8.
+    Raises:
+        ValueError: `path` exists; the format is unknown or cannot say the recipe; a layer that it
+            cannot hold, with its name; weights that are not finite, sharded or offloaded.
+        TypeError: `model` is none of transformers.
+        OSError: the disk is full or cannot be written.
+    """
+    check_format(format)
+    most, path = parse_size(max_shard_size), refuse_existing(path)
+    made = prepare_export(model, format, adapters)
+    with whole_folder(path) as folder:
+        made.write(folder, most, tokenizer)
+    report = made.report(path)
+    warn_kept(report)
+    return report
+
+
+@dataclass(frozen=True)
+class PreparedExport:
+    """A model of transformers and what is to be written of it."""
+
+    model: Any
+    plan: ExportPlan
+
+    def write(self, folder: Path, max_shard_size: int, tokenizer: Any = None) -> None:
+        """Write everything into a folder that exists."""
+        write_safetensors(folder, self.plan.groups, max_shard_size)
+        _write_config(self.model, self.plan, folder)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
+        else:
+            copy_tokenizer(folder_of(self.model.config), folder)
+
+    def report(self, path: Path) -> ExportReport:
+        """Return the report of a folder that was written."""
+        plan = self.plan
+        return ExportReport(
+            path,
+            plan.format.name,
+            plan.format.recipe,
+            tuple(plan.fp8),
+            tuple(plan.kept),
+            tuple(plan.ignored),
+            plan.num_fp8_elements,
+            plan.num_fp8_bytes,
+        )
+
+
+def prepare_export(model: nn.Module, format: str, adapters: str | None = None) -> PreparedExport:
+    """Find everything that speaks against an export, before anything is written.
+
+    Args:
+        model, format, adapters: see `export`.
+    Raises:
+        ValueError, TypeError: see `export`.
+    """
+    root = unwrapped(model)
+    found = adapted_layers(root)
+    if adapters not in (None, *ADAPTERS):
+        raise ValueError(f"adapters={adapters!r} is unknown; 'merge' and 'apart' are known")
+    if found and adapters is None:
+        raise ValueError(
+            f"'{found[0]}' has an adapter, and no FP8 format holds one: adapters='merge' folds "
+            "all into the weights, which loses what is below the resolution of FP8; "
+            "adapters='apart' writes the base alone, for an engine that serves the adapter of "
+            "model.save_pretrained beside it"
+        )
+    fold = AdapterFold(root, merge=adapters == "merge")
+    plan = plan_export(
+        root, format, fold.walk if found else walk, of_model, fold if found else None
+    )
+    refuse_other_names(root, plan)
+    return PreparedExport(root, plan)
+
+
+def unwrapped(model: nn.Module) -> Any:
+    """Return the model of transformers within the wrappers of torch and PEFT.
+
+    Raises:
+        TypeError: there is none.
+    """
+    root: Any = model
+    while True:
+        if isinstance(root, DistributedDataParallel):
+            root = root.module
+        elif "_orig_mod" in getattr(root, "_modules", {}):
+            root = root._orig_mod
+        elif callable(getattr(root, "get_base_model", None)):
+            root = root.get_base_model()
+        else:
+            break
+    config = getattr(root, "config", None)
+    if not isinstance(root, nn.Module) or not callable(getattr(config, "save_pretrained", None)):
+        raise TypeError(
+            f"export takes a model of transformers, whose config.json engines read; "
+            f"{type(model).__name__} has no such config"
+        )
+    return root
+
+
+def refuse_other_names(model: Any, plan: ExportPlan) -> None:
+    """Refuse a model whose checkpoints have other names or shapes than its parameters.
+
+    Raises:
+        ValueError: transformers converts its weights when it saves them, with the first name.
+    """
+    loading = sys.modules.get("transformers.core_model_loading")
+    revert = getattr(loading, "revert_weight_conversion", None)
+    if revert is None:  # transformers 4, or a model of another library
+        return
+    names = [
+        tensor.name
+        for group in plan.groups
+        for tensor in group.tensors
+        if not tensor.name.endswith(("_scale", "_scale_inv"))
+    ]
+    stored = revert(model, {name: torch.empty(1, device="meta") for name in names})
+    other = [name for name in names if name not in stored]
+    if other:
+        raise ValueError(
+            f"'{other[0]}' has another name in checkpoints, and transformers converts "
+            f"{len(other)} tensors when it saves them, which this export does not"
+        )
+
+
+def copy_tokenizer(source: Path | None, folder: Path) -> None:
+    """Copy the tokenizer's files, and the code of a model that brings its own, if there are any."""
+    if source is None:
+        return
+    for pattern in (*_TOKENIZER, "*.py"):
+        for file in sorted(source.glob(pattern)):
+            if file.is_file() and not (folder / file.name).exists():
+                shutil.copyfile(file, folder / file.name)
+
+
+def warn_kept(report: ExportReport) -> None:
+    """Warn of layers that run in FP8 and are written in BF16."""
+    if report.kept:
+        warnings.warn(
+            f"{len(report.kept)} layers that run in FP8 are written in BF16, with the same values: "
+            f"{_reasons(report.kept)}",
+            stacklevel=3,
+        )
+
+
+def _reasons(kept: tuple[tuple[str, str], ...]) -> str:
+    reasons = "; ".join(f"'{name}': {reason}" for name, reason in kept[:3])
+    return reasons + (f"; and {len(kept) - 3} more" if len(kept) > 3 else "")
+
+
+def _write_config(model: Any, plan: ExportPlan, folder: Path) -> None:
+    config = copy.deepcopy(model.config)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    config.architectures = [type(model).__name__.removeprefix("FSDP")]
+    config.save_pretrained(folder)
+    write_quantization(folder, plan, str(_dtype(plan)).removeprefix("torch."))
+    generation = getattr(model, "generation_config", None)
+    generates = getattr(model, "can_generate", None)
+    if generation is not None and callable(generates) and generates():
+        generation.save_pretrained(folder)
+
+
+def write_quantization(folder: Path, plan: ExportPlan, dtype: str) -> None:
+    """Add to ``config.json`` what the format says there, and write its other files.
+
+    Args:
+        folder: has the ``config.json`` of the model.
+        plan: what is written.
+        dtype: of what is not in FP8.
+    """
+    file = folder / "config.json"
+    config = json.loads(file.read_text())
+    config.pop("torch_dtype", None)
+    config["dtype"] = dtype
+    config["quantization_config"] = plan.format.quantization_config(plan.ignored)
+    file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    for name, content in plan.format.other_files(plan.ignored).items():
+        (folder / name).write_text(json.dumps(content, indent=4) + "\n")
+
+
+def _dtype(plan: ExportPlan) -> torch.dtype:
+    """Return the dtype of most of what is not in FP8, as transformers looks at it."""
+    floats = (torch.float32, torch.bfloat16, torch.float16)
+    tensors = [group.tensors[0] for group in plan.groups if len(group.tensors) == 1]
+    sizes = dict.fromkeys(floats, 0)
+    for tensor in tensors:
+        if tensor.dtype in sizes:
+            sizes[tensor.dtype] += tensor.num_bytes
+    return max(sizes, key=lambda dtype: sizes[dtype]) if any(sizes.values()) else torch.bfloat16

@@ -1,0 +1,344 @@
+"""What an exported checkpoint consists of: each tensor of a model, in FP8 or as it is.
+
+A weight is written in FP8 with the very bytes that the layer's forward multiplies by. Where that
+cannot be (its sides do not fit the blocks, or a weight that engines multiply together with it is
+not in FP8), it is written in BF16 if that holds the same values exactly, as it does for scales that
+are powers of two, and refused by its name if not. So what is served has the values of training.
+"""
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from torch_fp8.conversion.export_format import ExportFormat
+from torch_fp8.conversion.safetensors_writer import PlannedTensor, TensorGroup
+from torch_fp8.nn.class_swap import unwrapped_name
+from torch_fp8.nn.layer_filter import expert_weights, is_linear
+from torch_fp8.nn.linear import Float8Layer
+from torch_fp8.nn.scaling_buffers import INPUT, WEIGHT
+from torch_fp8.nn.transformer_engine_linear import TransformerEngineLinear
+from torch_fp8.ops.quantize import QuantizedTensor, dequantize
+from torch_fp8.tensor.quantizer import WeightQuantizer
+
+FUSED = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("gate_proj", "up_proj"),
+    ("w1", "w3"),
+    ("q_a_proj", "kv_a_proj_with_mqa"),
+)
+"""Layers whose weights engines multiply as one: all or none of them are in FP8."""
+_NAN_BITS = 0x7F
+
+Source = Callable[[str, Tensor], Tensor]
+"""What gives the values of a tensor: ``source(name, tensor of the model)``."""
+Adapted = Callable[[nn.Module, Tensor], Tensor]
+
+
+def of_model(name: str, tensor: Tensor) -> Tensor:
+    """Return the tensor that the model itself holds, as a `Source` does."""
+    del name
+    return tensor
+
+
+@dataclass
+class ExportPlan:
+    """What is written.
+
+    Attributes:
+        format: the format, with its recipe.
+        groups: the tensors, in the order of the model.
+        fp8: names of the layers that are in FP8.
+        kept: (name, reason) of layers that run in FP8 and are written in BF16.
+        ignored: names of the linear layers that are not in FP8.
+    """
+
+    format: ExportFormat
+    groups: list[TensorGroup] = field(default_factory=list)
+    fp8: list[str] = field(default_factory=list)
+    kept: list[tuple[str, str]] = field(default_factory=list)
+    ignored: list[str] = field(default_factory=list)
+    num_fp8_elements: int = 0
+    num_fp8_bytes: int = 0
+
+
+def walk(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Yield every module under the name that it has in a checkpoint, shared ones each time."""
+    yield unwrapped_name(prefix), model
+    for name, child in model._modules.items():
+        if child is not None:
+            yield from walk(child, f"{prefix}.{name}".lstrip("."))
+
+
+def plan_export(
+    model: nn.Module,
+    name: str,
+    modules: Callable[[nn.Module], Iterator[tuple[str, nn.Module]]] = walk,
+    source: Source = of_model,
+    adapted: Adapted | None = None,
+) -> ExportPlan:
+    """Decide what is written of each tensor of a converted model; nothing is computed yet.
+
+    Args:
+        model: converted; its tensors may be on the meta device if `source` has their values.
+        name: of the format.
+        modules: yields the modules under their names in the checkpoint.
+        source: gives the values of a tensor.
+        adapted: adds to a weight in float32 what is folded into it; None: nothing is.
+    Raises:
+        ValueError: a layer or a recipe that the format cannot hold, with its name and a way out.
+    """
+    places = list(modules(model))
+    layers = {name: m for name, m in places if isinstance(m, Float8Layer)}
+    format = ExportFormat(name, _recipe(layers, name))
+    held = _held(layers, places, format, getattr(model, "config", None))
+    tied = _tied_patterns(places)
+    plan = ExportPlan(format)
+    seen: dict[int, str] = {}
+    for name, module in places:
+        for full, why in expert_weights(name, module):
+            raise ValueError(
+                f"'{full}' holds fused experts, which the engines read expert by expert and this "
+                f"export does not split ({why}); save the model with save_pretrained"
+            )
+        linear = is_linear(module)
+        reason = held.get(name, "not in FP8") if linear else None
+        for key, tensor in _tensors(name, module):
+            _refuse_unreachable(key, tensor, source)
+            before = seen.setdefault(id(tensor), key)
+            if before != key and any(re.search(pattern, key) for pattern in tied):
+                owner = before.removesuffix(".weight")
+                if name in layers or owner in layers:
+                    raise ValueError(
+                        f"'{name}' runs in FP8 and shares its weight with '{owner}', which engines "
+                        f"tie to it in high precision; convert the model with {name!r} among skip"
+                    )
+                continue
+            get = partial(source, key, tensor)
+            if not (name in layers and key == f"{name}.weight"):
+                plan.groups.append(_as_it_is(key, tensor, get))
+                continue
+            layer = layers[name]
+            rows, cols = layer.out_features, layer.in_features
+            get = partial(_folded, layer, get, adapted)
+            if reason:
+                plan.groups.append(_in_bf16(key, layer, get, reason))
+                plan.kept.append((name, reason))
+                continue
+            planned = format.planned(name, rows, cols)
+            make = partial(_in_fp8, name, layer, get, format)
+            group = TensorGroup(planned, make)
+            plan.groups.append(group)
+            plan.fp8.append(name)
+            plan.num_fp8_elements += rows * cols
+            plan.num_fp8_bytes += group.num_bytes
+        if linear and reason:
+            plan.ignored.append(name)
+    if not plan.fp8:
+        raise ValueError(
+            f"format {format.name!r} can hold none of the model's FP8 layers: "
+            + "; ".join(f"'{layer}': {why}" for layer, why in plan.kept[:3])
+        )
+    _refuse_ambiguous(plan)
+    return plan
+
+
+def weight_payload(layer: Float8Layer, weight: Tensor) -> QuantizedTensor:
+    """Return the weight (N, K) as the next forward of `layer` multiplies by it.
+
+    Args:
+        layer: whose recipe and, with delayed scaling, whose history are used; neither changes.
+        weight: as it is stored; the layer's own, or another with the same shape.
+    """
+    quantizer = layer.quantizer(WEIGHT)._replace(updates=False, repeats=False)
+    return WeightQuantizer(quantizer, transposed=layer.fp8_transposed).for_fprop(weight)
+
+
+def input_scale(name: str, layer: Float8Layer) -> Tensor:
+    """Return the () scale with which delayed scaling will cast the next input of `layer`.
+
+    Raises:
+        ValueError: no forward has recorded an amax yet.
+    """
+    quantizer = layer.quantizer(INPUT)._replace(updates=False, repeats=False).settled()
+    if quantizer.scale is None:
+        raise ValueError(
+            f"'{name}' has recorded no amax of its input, so that there is no input_scale; run a "
+            "forward in training mode, or load the history (load_scaling_state_dict), then export"
+        )
+    return quantizer.scale
+
+
+def _recipe(layers: dict[str, Float8Layer], format: str) -> str:
+    """Return the one recipe that all FP8 layers run."""
+    if not layers:
+        raise ValueError(
+            "the model has no FP8 layer; torch_fp8.convert_to_float8(model, recipe) makes them"
+        )
+    first: dict[str, str] = {}
+    for name, layer in layers.items():
+        if isinstance(layer, TransformerEngineLinear):
+            raise ValueError(
+                f"'{name}' is cast by Transformer Engine, whose bytes are not known here; convert "
+                "the model with FP8Config(backend='torch')"
+            )
+        first.setdefault(layer.fp8_recipe.name, name)
+    if len(first) > 1:
+        parts = ", ".join(f"'{name}' runs {recipe}" for recipe, name in first.items())
+        raise ValueError(
+            f"format {format!r} says one recipe for all layers, and {parts}; convert the model "
+            "with the recipe that its frozen layers run, recipe='blockwise'"
+        )
+    return next(iter(first))
+
+
+def _held(
+    layers: dict[str, Float8Layer],
+    places: list[tuple[str, nn.Module]],
+    format: ExportFormat,
+    config: Any,
+) -> dict[str, str]:
+    """Return for each FP8 layer why it cannot be written in FP8; empty: it is."""
+    linears = {name for name, module in places if is_linear(module)}
+    heads = {id(_output_layer(module)) for _, module in places} - {id(None)}
+    held = {}
+    for name, layer in layers.items():
+        reason = format.refusal(layer.out_features, layer.in_features) or ""
+        if layer.fp8_transposed:
+            reason = "engines read the weight of Conv1D in 16 bits"
+        elif id(layer) in heads:
+            reason = "engines keep the output layer in 16 bits"
+        elif not reason and format.granularity == "block_128x128":
+            sizes = _stacked_sizes(name, layer, config)
+            if any(size % 128 for size in sizes):
+                reason = f"its parts have {sizes} rows, no multiples of 128"
+        held[name] = reason
+    for name in list(held):
+        parent, _, leaf = name.rpartition(".")
+        for group in FUSED:
+            if held[name] or leaf not in group:
+                continue
+            others = [f"{parent}.{other}".lstrip(".") for other in group if other != leaf]
+            high = [other for other in others if other in linears and held.get(other, "not FP8")]
+            if high:
+                held[name] = f"engines multiply it together with '{high[0]}', which is not in FP8"
+    return held
+
+
+def _output_layer(module: nn.Module) -> nn.Module | None:
+    ask = getattr(module, "get_output_embeddings", None)
+    try:
+        return ask() if callable(ask) else None
+    except (AttributeError, NotImplementedError):
+        return None
+
+
+def _stacked_sizes(name: str, layer: Float8Layer, config: Any) -> list[int]:
+    """Return the rows of the parts of a layer that is several in one."""
+    rows, leaf = layer.out_features, name.rpartition(".")[2]
+    if leaf == "gate_up_proj":
+        return [rows // 2, rows - rows // 2]
+    heads = getattr(config, "num_attention_heads", None)
+    if leaf != "qkv_proj" or not heads:
+        return [rows]
+    of_keys = getattr(config, "num_key_value_heads", None) or heads
+    size = getattr(config, "head_dim", None) or rows // (heads + 2 * of_keys)
+    return [heads * size, of_keys * size, rows - (heads + of_keys) * size]
+
+
+def _tied_patterns(places: list[tuple[str, nn.Module]]) -> list[str]:
+    """Return patterns of the names that a model ties when it is loaded, as transformers says."""
+    patterns = []
+    for name, module in places:
+        for key in getattr(module, "_tied_weights_keys", None) or ():
+            patterns.append(f"{re.escape(name)}.{key}" if name else key)
+    return patterns
+
+
+def _tensors(name: str, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield what a state dict has of a module itself."""
+    for own, tensor in (*module._parameters.items(), *module._buffers.items()):
+        if tensor is not None and own not in module._non_persistent_buffers_set:
+            yield f"{name}.{own}".lstrip("."), tensor
+
+
+def _refuse_unreachable(key: str, tensor: Tensor, source: Source) -> None:
+    if isinstance(tensor, DTensor):
+        raise ValueError(
+            f"'{key}' is sharded over several ranks; save the model with its host, then run "
+            "torch-fp8 export on that checkpoint"
+        )
+    if tensor.is_meta and source is of_model:
+        raise ValueError(f"'{key}' has no values here (meta device, or offloaded); load it first")
+
+
+def _as_it_is(key: str, tensor: Tensor, get: Callable[[], Tensor]) -> TensorGroup:
+    def make() -> tuple[Tensor]:
+        value = get()
+        if value.is_floating_point() and not bool(value.isfinite().all()):
+            raise _not_finite(key)
+        return (value.to(tensor.dtype),)
+
+    return TensorGroup((PlannedTensor(key, tensor.dtype, tuple(tensor.shape)),), make)
+
+
+def _in_bf16(key: str, layer: Float8Layer, get: Callable[[], Tensor], reason: str) -> TensorGroup:
+    shape = tuple(layer.weight.shape)
+
+    def make() -> tuple[Tensor]:
+        payload = _payload(key, layer, get)
+        value = dequantize(payload, torch.bfloat16)
+        if not torch.equal(value.float(), dequantize(payload)):
+            raise ValueError(
+                f"'{key}' cannot be written in FP8: {reason}; and BF16 does not hold its values "
+                "exactly, for its scales are no powers of two. Convert the model with "
+                "recipe='blockwise' or 'rowwise', or with this layer among skip"
+            )
+        return (value.t() if layer.fp8_transposed else value,)
+
+    return TensorGroup((PlannedTensor(key, torch.bfloat16, shape),), make)
+
+
+def _in_fp8(name: str, layer: Float8Layer, get: Callable[[], Tensor], format: ExportFormat) -> Any:
+    scale = input_scale(name, layer) if format.is_static else None
+    return format.tensors(_payload(f"{name}.weight", layer, get), scale)
+
+
+def _folded(layer: Float8Layer, get: Callable[[], Tensor], adapted: Adapted | None) -> Tensor:
+    weight = get()
+    return weight if adapted is None else adapted(layer, weight)
+
+
+@torch.no_grad()
+def _payload(key: str, layer: Float8Layer, get: Callable[[], Tensor]) -> QuantizedTensor:
+    payload = weight_payload(layer, get())
+    nan = (payload.qdata.view(torch.uint8) & _NAN_BITS == _NAN_BITS).any()
+    if bool(nan) or not bool(payload.scale.isfinite().all()):
+        raise _not_finite(key)
+    return payload
+
+
+def _not_finite(key: str) -> ValueError:
+    return ValueError(
+        f"'{key}' holds an Inf or NaN: training has diverged, or the checkpoint is broken; nothing "
+        "was written"
+    )
+
+
+def _refuse_ambiguous(plan: ExportPlan) -> None:
+    """Refuse names that would make transformers leave an FP8 layer in high precision.
+
+    It takes each name of ``modules_to_not_convert`` for a suffix, too.
+    """
+    for ignored in plan.ignored:
+        for name in plan.fp8:
+            if name.endswith(ignored) or name.startswith(f"{ignored}."):
+                raise ValueError(
+                    f"'{ignored}' is not in FP8 and '{name}' is; engines would take the second for "
+                    f"the first. Convert the model with {name!r} among skip"
+                )

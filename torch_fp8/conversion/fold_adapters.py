@@ -1,0 +1,110 @@
+"""Adapters of PEFT that are folded into the weights that they adapt, one module at a time.
+
+``dequant(W) + delta`` is added up in float32 and rounded to BF16 once, as merging does it; the base
+is read and never written. PEFT's layers are known by what they have, ``base_layer`` and
+``get_delta_weight``, so that nothing of it is imported.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torch_fp8.nn.class_swap import unwrapped_name
+from torch_fp8.tensor.base import QuantizableTensor
+
+ADAPTERS = ("merge", "apart")
+"""What can become of adapters: they are folded into the weights, or left out."""
+
+
+def is_adapted(module: nn.Module) -> bool:
+    """Return whether a module is one of PEFT's around a layer, or around a trained copy of one."""
+    return "base_layer" in module._modules or "original_module" in module._modules
+
+
+def adapted_layers(model: nn.Module) -> list[str]:
+    """Return the qualified names of the layers that have adapters."""
+    return [unwrapped_name(name) for name, m in model.named_modules() if is_adapted(m)]
+
+
+class AdapterFold:
+    """Reads the weights of a model as they are with its active adapters, or without any.
+
+    Args:
+        model: within PEFT's wrapper.
+        merge: whether the adapters are folded in.
+    Raises:
+        ValueError: an adapter that is merged already, or whose delta cannot be asked for.
+    """
+
+    def __init__(self, model: nn.Module, merge: bool) -> None:
+        self._merge = merge
+        self._owners: dict[int, tuple[str, Any]] = {}
+        for name, module in model.named_modules():
+            if "base_layer" not in module._modules:
+                continue
+            name = unwrapped_name(name)
+            if getattr(module, "merged", False):
+                raise ValueError(
+                    f"the adapter of '{name}' is merged already; call unmerge_adapter(), or "
+                    "merge_and_unload() and export the model that it returns"
+                )
+            if merge and not callable(getattr(module, "get_delta_weight", None)):
+                raise ValueError(
+                    f"'{name}' is a {type(module).__name__}, whose adapter is no matrix that is "
+                    "added to the weight; call merge_and_unload() and export the model that it "
+                    "returns"
+                )
+            self._owners[id(module.base_layer)] = name, module
+
+    def walk(self, model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+        """Yield every module under the name that it has without adapters."""
+        if "base_layer" in model._modules:
+            model = model.base_layer
+        elif "original_module" in model._modules:
+            model = self._copy_or_original(model)
+        yield unwrapped_name(prefix), model
+        for name, child in model._modules.items():
+            if child is not None:
+                yield from self.walk(child, f"{prefix}.{name}".lstrip("."))
+
+    def _copy_or_original(self, wrapper: Any) -> nn.Module:
+        active = [name for name in wrapper.active_adapters if name in wrapper.modules_to_save]
+        if self._merge and active:
+            chosen: nn.Module = wrapper.modules_to_save[active[0]]
+            return chosen
+        original: nn.Module = wrapper.original_module
+        return original
+
+    @torch.no_grad()
+    def __call__(self, layer: nn.Module, weight: Tensor) -> Tensor:
+        """Return the weight of a layer with its adapters, as it is stored; in BF16 if it has any.
+
+        Args:
+            layer: whose weight it is.
+            weight: plain or frozen; stays as it is.
+        """
+        owner = self._owners.get(id(layer)) if self._merge else None
+        if owner is None:
+            return weight
+        name, module = owner
+        active = [adapter for adapter in module.active_adapters if _has(module, adapter)]
+        if not active or module.disable_adapters:
+            return weight
+        plain = weight.dequantize() if isinstance(weight, QuantizableTensor) else weight
+        folded = plain.detach().float()
+        for adapter in active:
+            delta = module.get_delta_weight(adapter)
+            if delta.shape != folded.shape or getattr(module, "use_dora", {}).get(adapter, False):
+                raise ValueError(
+                    f"the adapter {adapter!r} of '{name}' does not only add to the weight (DoRA); "
+                    "call merge_and_unload() and export the model that it returns"
+                )
+            folded = folded + delta.float()
+        return folded.to(torch.bfloat16)
+
+
+def _has(module: Any, adapter: str) -> bool:
+    """Return whether a layer of PEFT has this adapter, as its own merge asks."""
+    return any(adapter in getattr(module, name) for name in module.adapter_layer_names)
