@@ -1,0 +1,95 @@
+"""Models with PEFT's adapters are exported as merged ones, or without them; the base never moves."""
+
+import copy
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
+
+from tests.fp8_checkpoints import tiny_llama
+from torch_fp8 import FP8Config, convert_to_float8, export
+
+
+def _adapted(**options):
+    torch.manual_seed(0)
+    options = {"r": 4, "target_modules": ["q_proj", "down_proj"], **options}
+    model = get_peft_model(tiny_llama(), LoraConfig(**options))
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.05)
+    convert_to_float8(model, FP8Config(recipe="blockwise"))
+    return model
+
+
+def _stored(folder):
+    return load_file(folder / "model.safetensors")
+
+
+def _same(a, b):
+    return a.keys() == b.keys() and all(
+        torch.equal(a[key].view(torch.uint8), b[key].view(torch.uint8)) for key in a
+    )
+
+
+def test_what_becomes_of_adapters_has_to_be_said(tmp_path):
+    with pytest.raises(ValueError, match=r"'model.layers.0.self_attn.q_proj' has an adapter"):
+        export(_adapted(), tmp_path / "out")
+    with pytest.raises(ValueError, match="adapters='keep' is unknown"):
+        export(_adapted(), tmp_path / "out", adapters="keep")
+    assert not list(tmp_path.iterdir())
+
+
+def test_without_its_adapters_the_base_keeps_its_bytes_and_names(tmp_path):
+    plain = tiny_llama()
+    convert_to_float8(plain, FP8Config(recipe="blockwise"))
+    export(plain, tmp_path / "plain")
+    report = export(_adapted(), tmp_path / "apart", adapters="apart")
+    assert len(report.fp8) == 14
+    assert _same(_stored(tmp_path / "plain"), _stored(tmp_path / "apart"))
+
+
+@pytest.mark.parametrize("use_rslora", [False, True])
+def test_folded_in_they_give_the_bytes_of_the_merged_model(tmp_path, use_rslora):
+    model = _adapted(use_rslora=use_rslora)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    export(model, tmp_path / "folded", adapters="merge")
+    assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
+    merged = copy.deepcopy(model).merge_and_unload()
+    export(merged, tmp_path / "merged")
+    assert _same(_stored(tmp_path / "folded"), _stored(tmp_path / "merged"))
+    export(model, tmp_path / "apart", adapters="apart")
+    assert not _same(_stored(tmp_path / "folded"), _stored(tmp_path / "apart"))
+
+
+def test_trained_copies_of_modules_are_taken_or_left(tmp_path):
+    model = _adapted(modules_to_save=["lm_head"])
+    head = model.base_model.model.lm_head
+    with torch.no_grad():
+        head.modules_to_save["default"].weight.zero_()
+    export(model, tmp_path / "folded", adapters="merge")
+    export(model, tmp_path / "apart", adapters="apart")
+    assert not _stored(tmp_path / "folded")["lm_head.weight"].any()
+    assert _stored(tmp_path / "apart")["lm_head.weight"].any()
+
+
+def test_an_adapter_that_is_merged_already_is_refused(tmp_path):
+    model = _adapted()
+    model.merge_adapter()
+    with pytest.raises(ValueError, match=r"adapter of 'model.layers.0.self_attn.q_proj' is merged"):
+        export(model, tmp_path / "out", adapters="merge")
+
+
+def test_an_adapter_that_does_more_than_add_is_refused(tmp_path):
+    model = _adapted(use_dora=True)
+    with pytest.raises(ValueError, match=r"'model.layers.0.self_attn.q_proj' does not only add"):
+        export(model, tmp_path / "out", adapters="merge")
+    assert not list(tmp_path.iterdir())
+
+
+def test_adapters_that_are_disabled_are_not_folded_in(tmp_path):
+    model = _adapted()
+    export(model, tmp_path / "apart", adapters="apart")
+    with model.disable_adapter():
+        export(model, tmp_path / "disabled", adapters="merge")
+    assert _same(_stored(tmp_path / "apart"), _stored(tmp_path / "disabled"))
