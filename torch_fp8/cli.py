@@ -5,6 +5,7 @@ Exit status: 0 all is well, 1 something failed, 2 a mistake in the call, 130 int
 
 import argparse
 import contextlib
+import dataclasses
 import datetime
 import os
 import shlex
@@ -14,16 +15,22 @@ import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch_fp8
+from torch_fp8.config import FP8Config
+from torch_fp8.conversion.export_checkpoint import export_checkpoint
+from torch_fp8.conversion.export_format import SUPPORTED
 from torch_fp8.environment import display
 from torch_fp8.environment.autoload import autoload
 from torch_fp8.environment.cards import cards
+from torch_fp8.environment.host_models import model_class
 from torch_fp8.environment.hosts import hosts
 from torch_fp8.environment.result import FAILED, Result, exit_status, last_line
 from torch_fp8.environment.runner import run_checks
 from torch_fp8.environment.self_test import SECTIONS, self_test
 from torch_fp8.environment.versions import versions
+from torch_fp8.quantization.recipe import RECIPES
 
 INTERRUPTED = 130
 
@@ -47,6 +54,12 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="torch-fp8", description="FP8 training on this machine.")
     parser.add_argument("--version", action="version", version=f"%(prog)s {torch_fp8.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    _add_env(commands)
+    _add_export(commands)
+    return parser
+
+
+def _add_env(commands: Any) -> None:
     env = commands.add_parser(
         "env",
         help="versions, cards, recipes, autoload and hosts of this machine; --self-test tries all",
@@ -76,7 +89,54 @@ def _parser() -> argparse.ArgumentParser:
         help="write a report to attach to an issue; with --self-test one is written anyway",
     )
     env.set_defaults(run=_env, parser=env)
-    return parser
+
+
+def _add_export(commands: Any) -> None:
+    exported = commands.add_parser(
+        "export",
+        help="write a checkpoint in an FP8 format that inference engines load",
+        description=(
+            "Write a Hugging Face checkpoint as an FP8 one, with the bytes that training with this "
+            "recipe multiplies by. Tensors are read, cast and written one after the other. Exit "
+            "status: 0 all is well, 1 something failed, 2 a mistake in the call."
+        ),
+    )
+    exported.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="its folder")
+    exported.add_argument("path", type=Path, metavar="OUTPUT", help="a folder that does not exist")
+    exported.add_argument("--format", required=True, choices=list(SUPPORTED))
+    exported.add_argument("--recipe", choices=RECIPES, help="that training ran")
+    exported.add_argument(
+        "--config", metavar="JSON", help="options of FP8Config, as JSON or the path of a file"
+    )
+    exported.add_argument("--device", default="cpu", help="where tensors are cast (default: cpu)")
+    exported.add_argument("--max-shard-size", default="5GB", metavar="SIZE")
+    exported.set_defaults(run=_export, parser=exported)
+
+
+def _export(options: argparse.Namespace) -> int:
+    try:
+        config = FP8Config() if options.config is None else FP8Config.from_json(options.config)
+        if options.recipe is not None:
+            config = dataclasses.replace(config, recipe=options.recipe)
+        report = export_checkpoint(
+            model_class(options.checkpoint),
+            options.checkpoint,
+            options.path,
+            options.format,
+            config,
+            device=options.device,
+            max_shard_size=options.max_shard_size,
+        )
+    except (ValueError, TypeError) as error:
+        options.parser.error(str(error))
+    except (OSError, ImportError, RuntimeError) as error:
+        print(f"torch-fp8 export: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted: nothing was written", file=sys.stderr)
+        return INTERRUPTED
+    print(report)
+    return 0
 
 
 def _env(options: argparse.Namespace) -> int:

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torch_fp8.conversion.adopt_checkpoint import folder_of
 from torch_fp8.conversion.export_format import check_format
-from torch_fp8.conversion.export_plan import ExportPlan, of_model, plan_export, walk
+from torch_fp8.conversion.export_plan import ExportPlan, main_dtype, plan_export, walk
 from torch_fp8.conversion.fold_adapters import ADAPTERS, AdapterFold, adapted_layers
 from torch_fp8.conversion.safetensors_writer import parse_size, write_safetensors
 from torch_fp8.conversion.whole_folder import refuse_existing, whole_folder
@@ -171,9 +171,7 @@ def prepare_export(model: nn.Module, format: str, adapters: str | None = None) -
             "model.save_pretrained beside it"
         )
     fold = AdapterFold(root, merge=adapters == "merge")
-    plan = plan_export(
-        root, format, fold.walk if found else walk, of_model, fold if found else None
-    )
+    plan = plan_export(root, format, fold.walk if found else walk, adapted=fold if found else None)
     refuse_other_names(root, plan)
     return PreparedExport(root, plan)
 
@@ -259,7 +257,7 @@ def _write_config(model: Any, plan: ExportPlan, folder: Path) -> None:
         del config.quantization_config
     config.architectures = [type(model).__name__.removeprefix("FSDP")]
     config.save_pretrained(folder)
-    write_quantization(folder, plan, str(_dtype(plan)).removeprefix("torch."))
+    write_quantization(folder, plan, str(main_dtype(plan)).removeprefix("torch."))
     generation = getattr(model, "generation_config", None)
     generates = getattr(model, "can_generate", None)
     if generation is not None and callable(generates) and generates():
@@ -282,14 +280,3 @@ def write_quantization(folder: Path, plan: ExportPlan, dtype: str) -> None:
     file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
     for name, content in plan.format.other_files(plan.ignored).items():
         (folder / name).write_text(json.dumps(content, indent=4) + "\n")
-
-
-def _dtype(plan: ExportPlan) -> torch.dtype:
-    """Return the dtype of most of what is not in FP8, as transformers looks at it."""
-    floats = (torch.float32, torch.bfloat16, torch.float16)
-    tensors = [group.tensors[0] for group in plan.groups if len(group.tensors) == 1]
-    sizes = dict.fromkeys(floats, 0)
-    for tensor in tensors:
-        if tensor.dtype in sizes:
-            sizes[tensor.dtype] += tensor.num_bytes
-    return max(sizes, key=lambda dtype: sizes[dtype]) if any(sizes.values()) else torch.bfloat16

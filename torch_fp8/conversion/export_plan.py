@@ -35,15 +35,38 @@ FUSED = (
 """Layers whose weights engines multiply as one: all or none of them are in FP8."""
 _NAN_BITS = 0x7F
 
-Source = Callable[[str, Tensor], Tensor]
-"""What gives the values of a tensor: ``source(name, tensor of the model)``."""
 Adapted = Callable[[nn.Module, Tensor], Tensor]
 
 
-def of_model(name: str, tensor: Tensor) -> Tensor:
-    """Return the tensor that the model itself holds, as a `Source` does."""
-    del name
-    return tensor
+class ModelTensors:
+    """The values of a model's tensors: its own. Other sources have them from elsewhere."""
+
+    def dtype(self, key: str, tensor: Tensor) -> torch.dtype:
+        """Return the dtype in which a tensor is written that is not in FP8.
+
+        Args:
+            key: its name.
+            tensor: of the model.
+        """
+        del key
+        return tensor.dtype
+
+    def values(self, key: str, tensor: Tensor, layer: Float8Layer | None) -> Tensor:
+        """Return the values of a tensor.
+
+        Args:
+            key: its name.
+            tensor: of the model.
+            layer: whose weight it is, if that runs in FP8.
+        Raises:
+            ValueError: it has none here.
+        """
+        del layer
+        if tensor.is_meta:
+            raise ValueError(
+                f"'{key}' has no values here (meta device, or offloaded); load it first"
+            )
+        return tensor
 
 
 @dataclass
@@ -79,7 +102,7 @@ def plan_export(
     model: nn.Module,
     name: str,
     modules: Callable[[nn.Module], Iterator[tuple[str, nn.Module]]] = walk,
-    source: Source = of_model,
+    source: ModelTensors | None = None,
     adapted: Adapted | None = None,
 ) -> ExportPlan:
     """Decide what is written of each tensor of a converted model; nothing is computed yet.
@@ -88,11 +111,12 @@ def plan_export(
         model: converted; its tensors may be on the meta device if `source` has their values.
         name: of the format.
         modules: yields the modules under their names in the checkpoint.
-        source: gives the values of a tensor.
+        source: gives the values of the tensors; None: the model.
         adapted: adds to a weight in float32 what is folded into it; None: nothing is.
     Raises:
         ValueError: a layer or a recipe that the format cannot hold, with its name and a way out.
     """
+    source = ModelTensors() if source is None else source
     places = list(modules(model))
     layers = {name: m for name, m in places if isinstance(m, Float8Layer)}
     format = ExportFormat(name, _recipe(layers, name))
@@ -109,7 +133,7 @@ def plan_export(
         linear = is_linear(module)
         reason = held.get(name, "not in FP8") if linear else None
         for key, tensor in _tensors(name, module):
-            _refuse_unreachable(key, tensor, source)
+            _refuse_sharded(key, tensor)
             before = seen.setdefault(id(tensor), key)
             if before != key and any(re.search(pattern, key) for pattern in tied):
                 owner = before.removesuffix(".weight")
@@ -119,20 +143,20 @@ def plan_export(
                         f"tie to it in high precision; convert the model with {name!r} among skip"
                     )
                 continue
-            get = partial(source, key, tensor)
-            if not (name in layers and key == f"{name}.weight"):
-                plan.groups.append(_as_it_is(key, tensor, get))
+            layer = layers.get(name) if key == f"{name}.weight" else None
+            get = partial(source.values, key, tensor, layer)
+            if layer is None:
+                planned = PlannedTensor(key, source.dtype(key, tensor), tuple(tensor.shape))
+                plan.groups.append(_as_it_is(planned, get))
                 continue
-            layer = layers[name]
             rows, cols = layer.out_features, layer.in_features
             get = partial(_folded, layer, get, adapted)
             if reason:
                 plan.groups.append(_in_bf16(key, layer, get, reason))
                 plan.kept.append((name, reason))
                 continue
-            planned = format.planned(name, rows, cols)
             make = partial(_in_fp8, name, layer, get, format)
-            group = TensorGroup(planned, make)
+            group = TensorGroup(format.planned(name, rows, cols), make)
             plan.groups.append(group)
             plan.fp8.append(name)
             plan.num_fp8_elements += rows * cols
@@ -172,6 +196,17 @@ def input_scale(name: str, layer: Float8Layer) -> Tensor:
             "forward in training mode, or load the history (load_scaling_state_dict), then export"
         )
     return quantizer.scale
+
+
+def main_dtype(plan: ExportPlan) -> torch.dtype:
+    """Return the dtype of most of what is not in FP8, as transformers looks at it."""
+    floats = (torch.float32, torch.bfloat16, torch.float16)
+    tensors = [group.tensors[0] for group in plan.groups if len(group.tensors) == 1]
+    sizes = dict.fromkeys(floats, 0)
+    for tensor in tensors:
+        if tensor.dtype in sizes:
+            sizes[tensor.dtype] += tensor.num_bytes
+    return max(sizes, key=lambda dtype: sizes[dtype]) if any(sizes.values()) else torch.bfloat16
 
 
 def _recipe(layers: dict[str, Float8Layer], format: str) -> str:
@@ -267,24 +302,22 @@ def _tensors(name: str, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield f"{name}.{own}".lstrip("."), tensor
 
 
-def _refuse_unreachable(key: str, tensor: Tensor, source: Source) -> None:
+def _refuse_sharded(key: str, tensor: Tensor) -> None:
     if isinstance(tensor, DTensor):
         raise ValueError(
             f"'{key}' is sharded over several ranks; save the model with its host, then run "
             "torch-fp8 export on that checkpoint"
         )
-    if tensor.is_meta and source is of_model:
-        raise ValueError(f"'{key}' has no values here (meta device, or offloaded); load it first")
 
 
-def _as_it_is(key: str, tensor: Tensor, get: Callable[[], Tensor]) -> TensorGroup:
+def _as_it_is(planned: PlannedTensor, get: Callable[[], Tensor]) -> TensorGroup:
     def make() -> tuple[Tensor]:
         value = get()
         if value.is_floating_point() and not bool(value.isfinite().all()):
-            raise _not_finite(key)
-        return (value.to(tensor.dtype),)
+            raise _not_finite(planned.name)
+        return (value,)
 
-    return TensorGroup((PlannedTensor(key, tensor.dtype, tuple(tensor.shape)),), make)
+    return TensorGroup((planned,), make)
 
 
 def _in_bf16(key: str, layer: Float8Layer, get: Callable[[], Tensor], reason: str) -> TensorGroup:

@@ -166,12 +166,12 @@ def _load(
     files = SafetensorsFiles(path)
     format = read_format(path)
     scales = {} if format is None else check_scales(files, format)
-    model = _built(cls, files.path.parent if files.path.is_file() else files.path)
-    homes = _homes(model)
+    model = built_without_data(cls, files.path.parent if files.path.is_file() else files.path)
+    homes = homes_of(model)
     companions = {scale for scale, _ in scales.values()}
     if format is not None:
         companions |= {key for key in files if key.endswith(("activation_scale", "input_scale"))}
-    _check_keys(model, files, homes, companions)
+    check_keys(model, files, homes, companions)
     if convert is not None:
         convert(model)
     for key in files:
@@ -205,7 +205,7 @@ def _assign(owners: list[tuple[nn.Module, str]], value: Tensor) -> None:
         members[name] = value
 
 
-def _built(cls: Any, path: Path) -> nn.Module:
+def built_without_data(cls: Any, path: Path) -> nn.Module:
     """Build the model that `cls` names with its parameters on the meta device."""
     config = None
     if hasattr(cls, "from_config"):  # an AutoModel of transformers
@@ -232,7 +232,7 @@ def _built(cls: Any, path: Path) -> nn.Module:
     return model
 
 
-def _homes(model: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:
+def homes_of(model: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:
     """Map each name of the state dict to the modules that share its tensor, and their names."""
     sharing: dict[int, list[tuple[nn.Module, str]]] = {}
     homes = {}
@@ -247,7 +247,7 @@ def _homes(model: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:
     return homes
 
 
-def _check_keys(
+def check_keys(
     model: nn.Module,
     files: SafetensorsFiles,
     homes: dict[str, list[tuple[nn.Module, str]]],

@@ -1,4 +1,4 @@
-"""Models with PEFT's adapters are exported as merged ones, or without them; the base never moves."""
+"""Models with PEFT's adapters are exported as merged ones, or without; the base never moves."""
 
 import copy
 

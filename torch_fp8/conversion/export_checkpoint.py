@@ -1,0 +1,174 @@
+"""`export_checkpoint`: a checkpoint on disk as a folder that inference engines load.
+
+The model is built without data and converted as training converts it. Each tensor is read from its
+file when its turn comes, cast, written and gone. Weights are those of training's forward: a host
+saves whole weights, float32, of which training multiplied by the upper part, BF16
+(`torch_fp8.quantization.split_float`). FP8 weights with the blocks of the recipe keep their bytes.
+"""
+
+import dataclasses
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torch_fp8.config import FP8Config, config_or_default
+from torch_fp8.conversion.checkpoint_format import check_scales, read_format, read_weight
+from torch_fp8.conversion.convert import convert_to_float8, load_scaling_state_dict
+from torch_fp8.conversion.export import (
+    ExportReport,
+    PreparedExport,
+    copy_tokenizer,
+    refuse_other_names,
+    warn_kept,
+    write_quantization,
+)
+from torch_fp8.conversion.export_format import ExportFormat
+from torch_fp8.conversion.export_plan import ModelTensors, main_dtype, plan_export
+from torch_fp8.conversion.fp8_weight import frozen_payload
+from torch_fp8.conversion.load_checkpoint import built_without_data, check_keys, homes_of
+from torch_fp8.conversion.safetensors_files import DTYPES, SafetensorsFiles
+from torch_fp8.conversion.safetensors_writer import parse_size, write_safetensors
+from torch_fp8.conversion.whole_folder import refuse_existing, whole_folder
+from torch_fp8.nn.linear import Float8Layer
+from torch_fp8.nn.scaling_buffers import BUFFERS
+from torch_fp8.optim.state import MIN_NUMEL
+from torch_fp8.quantization.split_float import split
+from torch_fp8.tensor.frozen_weight import frozen_parameter
+
+_HISTORY = "fp8_scaling_0.safetensors"
+"""The file that hosts write beside a checkpoint with delayed scaling's history."""
+
+
+def export_checkpoint(
+    cls: Any,
+    checkpoint: str | Path,
+    path: str | Path,
+    format: str,
+    config: FP8Config | str,
+    *,
+    device: torch.device | str = "cpu",
+    max_shard_size: int | str = "5GB",
+) -> ExportReport:
+    """Write a checkpoint as a folder that inference engines load, never holding the whole of it.
+
+    Args:
+        cls: a class of transformers, which builds the model that ``config.json`` describes.
+        checkpoint: a folder of ``*.safetensors`` files and ``config.json``, as ``save_pretrained``
+            writes it: in 16 or 32 bits, or FP8 as `torch_fp8.load_frozen` reads it.
+        path, format, max_shard_size: see `torch_fp8.export`.
+        config: with which the model is, or was, trained, or the name of a recipe; not ``auto``. At
+            levels O2 and O3 float32 matrices are rounded to BF16, as they are split for training;
+            at O1 they are cast as they are.
+        device: where tensors are cast.
+    Returns:
+        What was written.
+    Raises:
+        ValueError: see `torch_fp8.export`; the checkpoint is none of this model, or broken; recipe
+            ``delayed`` and no history of amaxes beside the checkpoint.
+        OSError: see `torch_fp8.export`.
+    """
+    config = config_or_default(config)
+    if config.recipe == "auto":
+        raise ValueError("name the recipe that training ran; recipe 'auto' chooses on its card")
+    ExportFormat(format, config.recipe)
+    most, path = parse_size(max_shard_size), refuse_existing(path)
+    source = Path(checkpoint)
+    files = SafetensorsFiles(source)
+    if not (source / "config.json").is_file():
+        raise ValueError(f"{str(source)!r} has no config.json, which engines read; add the model's")
+    tensors = _Tensors(files, config, torch.device(device))
+    model = built_without_data(cls, source)
+    tensors.connect(model)
+    history = SafetensorsFiles(source / _HISTORY) if (source / _HISTORY).is_file() else {}
+    if config.recipe == "delayed":
+        config = _with_history_length(config, history, source)
+    convert_to_float8(model, config, device="cpu")
+    if config.recipe == "delayed":
+        own = [key for key in history if key.startswith("0.")]  # of the first model that was saved
+        _load_history(model, {key.removeprefix("0."): history[key] for key in own})
+    plan = plan_export(model, format, source=tensors)
+    refuse_other_names(model, plan)
+    with whole_folder(path) as folder:
+        write_safetensors(folder, plan.groups, most)
+        for name in ("config.json", "generation_config.json"):
+            if (source / name).is_file():
+                shutil.copyfile(source / name, folder / name)
+        write_quantization(folder, plan, str(main_dtype(plan)).removeprefix("torch."))
+        copy_tokenizer(source, folder)
+    report = PreparedExport(model, plan).report(path)
+    warn_kept(report)
+    return report
+
+
+class _Tensors(ModelTensors):
+    """The tensors of a checkpoint, read when they are asked for."""
+
+    def __init__(self, files: SafetensorsFiles, config: FP8Config, device: torch.device) -> None:
+        self._files, self._device = files, device
+        self._splits, self._bits = config.opt_level != "O1", config.residual_bits
+        format = read_format(files.path)
+        self._scales = {} if format is None else check_scales(files, format)
+        self._companions = {scale for scale, _ in self._scales.values()}
+        if format is not None:
+            suffixes = ("activation_scale", "input_scale")
+            self._companions |= {key for key in files if key.endswith(suffixes)}
+        self._places: dict[str, str] = {}
+
+    def connect(self, model: nn.Module) -> None:
+        """Find the tensors of a model, tied ones under whichever name is stored.
+
+        Raises:
+            ValueError: names or shapes differ.
+        """
+        homes = homes_of(model)
+        check_keys(model, self._files, homes, self._companions)
+        stored = {id(homes[key]): key for key in self._files if key not in self._companions}
+        self._places = {name: stored[id(owners)] for name, owners in homes.items()}
+
+    def dtype(self, key: str, tensor: Tensor) -> torch.dtype:
+        place = self._places[key]
+        stored = self._files.stored[place]
+        is_split = self._splits and stored.dtype == "F32" and tensor.ndim >= 2
+        if place in self._scales or (is_split and tensor.numel() >= MIN_NUMEL):
+            return torch.bfloat16
+        return DTYPES[stored.dtype]
+
+    def values(self, key: str, tensor: Tensor, layer: Float8Layer | None) -> Tensor:
+        place = self._places[key]
+        if place not in self._scales:
+            value = self._files[place].to(self._device)
+            if value.dtype == torch.float32 and self.dtype(key, tensor) == torch.bfloat16:
+                return split(value, self._bits)[0]
+            return value
+        read = read_weight(self._files, place, *self._scales[place]).to(self._device)
+        if layer is None:
+            return read.dequantize(torch.bfloat16)
+        spec = layer.fp8_recipe.weight
+        if spec.granularity in ("block_128x128", "tensorwise") and not spec.delayed:
+            payload = frozen_payload(read, spec, key, torch.bfloat16)
+            if payload is not None:
+                return frozen_parameter(payload)
+        return read.dequantize()
+
+
+def _with_history_length(config: FP8Config, history: Any, source: Path) -> FP8Config:
+    lengths = [history[key].shape[1] for key in history if key.endswith(".amax_history")]
+    if not lengths:
+        raise ValueError(
+            f"{str(source)!r} has no {_HISTORY}, which the hosts write beside a checkpoint: recipe "
+            "'delayed' needs the amaxes of training for input_scale; export the model that is "
+            "trained, or name another recipe and format"
+        )
+    return dataclasses.replace(config, amax_history_len=lengths[0])
+
+
+def _load_history(model: nn.Module, state: dict[str, Tensor]) -> None:
+    for layer in model.modules():
+        if isinstance(layer, Float8Layer):
+            for name in BUFFERS:
+                buffer = getattr(layer, name)
+                layer._buffers[name] = torch.zeros_like(buffer, device="cpu")
+    load_scaling_state_dict(model, state)
