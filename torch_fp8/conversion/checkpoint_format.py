@@ -5,6 +5,8 @@
   tensor where that is null.
 * compressed-tensors (``quant_method: "compressed-tensors"``, ``format: "float-quantized"``):
   ``X.weight`` in E4M3 and ``X.weight_scale``; ``strategy`` is tensor, channel, block or group.
+  ``mxfp8-quantized`` has groups of 32, whose scales are exponents.
+* ModelOpt (``quant_method: "modelopt"``, ``quant_algo: "FP8"``): one ``X.weight_scale``.
 
 What such a file says about activations (``activation_scale``, ``input_scale``, the schemes) is not
 used: activations are quantized as the run's recipe says.
@@ -25,7 +27,7 @@ from torch_fp8.conversion.safetensors_files import SafetensorsFiles, StoredTenso
 
 _E4M3 = "F8_E4M3"
 _FLOATS = ("F32", "F16", "BF16", "F8_E8M0")
-_PLAIN = ("float-quantized", "naive-quantized")
+_PLAIN = ("float-quantized", "naive-quantized", "mxfp8-quantized")
 """The formats of compressed-tensors that hold weights of 8 bits as they are, one to a byte."""
 
 _OTHERS = {
@@ -37,9 +39,10 @@ _OTHERS = {
     "modelopt": "ModelOpt",
 }
 _WAY_OUT = (
-    "torch_fp8 reads BF16, fine-grained FP8 (quant_method 'fp8') and compressed-tensors "
-    "'float-quantized' checkpoints. Take one of these, or load this one with from_pretrained of "
-    "its own library: its layers then stay as they are, beside those that run in FP8"
+    "torch_fp8 reads BF16, fine-grained FP8 (quant_method 'fp8'), compressed-tensors "
+    "'float-quantized' and 'mxfp8-quantized', and ModelOpt 'FP8' checkpoints. Take one of these, "
+    "or load this one with from_pretrained of its own library: its layers then stay as they are, "
+    "beside those that run in FP8"
 )
 
 
@@ -96,24 +99,29 @@ def read_format(
         return _fine_grained(quantization, where)
     if method == "compressed-tensors":
         return _compressed_tensors(quantization, where)
+    if method == "modelopt" and quantization.get("quant_algo") == "FP8":
+        return CheckpointFormat("ModelOpt FP8", "_scale", ((0, 0),))
     name = _OTHERS.get(method.partition("-")[0], method or "an unnamed method")
     raise ValueError(f"{where} is quantized by {name}; {_WAY_OUT}")
 
 
 def check_scales(
-    files: SafetensorsFiles, format: CheckpointFormat
+    files: SafetensorsFiles, format: CheckpointFormat | None
 ) -> dict[str, tuple[str, tuple[int, int]]]:
     """Check the scales of every FP8 weight, before anything is loaded.
 
     Args:
         files: the checkpoint.
-        format: its format.
+        format: its format; None: it says that it is not quantized.
     Returns:
         For the key of each FP8 weight, the key of its scales and the block that shares one.
     Raises:
         ValueError: an FP8 weight without scales, scales without an FP8 weight, or scales of
-            another shape or dtype, not finite, zero or negative: with the key.
+            another shape or dtype, not finite, zero or negative: with the key. FP8 weights where
+            no configuration says what their scales mean.
     """
+    if format is None:
+        return _refuse_unexplained(files)
     checked = {}
     stored = files.stored
     for key in (key for key, tensor in stored.items() if tensor.dtype == "F8_E5M2"):
@@ -148,6 +156,17 @@ def read_scale(
     """Read the scales of a weight of this shape as a float32 grid, whatever they are stored as."""
     rows, cols = (math.ceil(n / b) for n, b in zip(shape, block, strict=True))
     return _float32(files[key]).reshape(rows, cols)
+
+
+def _refuse_unexplained(files: SafetensorsFiles) -> dict[str, tuple[str, tuple[int, int]]]:
+    for key, tensor in files.stored.items():
+        if tensor.dtype in (_E4M3, "F8_E5M2"):
+            raise ValueError(
+                f"{key!r} in {str(files.path)!r} holds FP8 codes, and there is no config.json "
+                "beside it whose quantization_config says what scales belong to them; copy the one "
+                "that was exported with it. Nothing was loaded"
+            )
+    return {}
 
 
 def _checked_block(
@@ -222,8 +241,9 @@ def _compressed_tensors(quantization: Mapping[str, Any], where: str) -> Checkpoi
         blocks.append(_strategy(weights, where))
     if form not in _PLAIN or not blocks:
         raise ValueError(f"{where} is a compressed-tensors checkpoint of {form!r}; {_WAY_OUT}")
-    name = "compressed-tensors 'float-quantized'"
-    return CheckpointFormat(name, "_scale", tuple(dict.fromkeys(blocks)))
+    name = f"compressed-tensors {form!r}"
+    exponents = form == "mxfp8-quantized"
+    return CheckpointFormat(name, "_scale", tuple(dict.fromkeys(blocks)), exponents)
 
 
 def _strategy(weights: Mapping[str, Any], where: str) -> tuple[int, int]:

@@ -110,7 +110,7 @@ class _Tensors(ModelTensors):
         self._files, self._device = files, device
         self._splits, self._bits = config.opt_level != "O1", config.residual_bits
         format = read_format(files.path)
-        self._scales = {} if format is None else check_scales(files, format)
+        self._scales = check_scales(files, format)
         self._companions = {scale for scale, _ in self._scales.values()}
         if format is not None:
             suffixes = ("activation_scale", "input_scale")

@@ -165,7 +165,7 @@ def _load(
     """Build a model, convert it without data, and fill it from a checkpoint."""
     files = SafetensorsFiles(path)
     format = read_format(path)
-    scales = {} if format is None else check_scales(files, format)
+    scales = check_scales(files, format)
     model = built_without_data(cls, files.path.parent if files.path.is_file() else files.path)
     homes = homes_of(model)
     companions = {scale for scale, _ in scales.values()}

@@ -449,3 +449,37 @@ def test_the_folder_is_as_readable_as_others(tmp_path):
     (tmp_path / "other").mkdir()
     assert (tmp_path / "out").stat().st_mode == (tmp_path / "other").stat().st_mode
     assert os.listdir(tmp_path / "out")
+
+
+@pytest.mark.parametrize(("format", "recipe"), CASES)
+def test_it_is_read_back_exactly(tmp_path, monkeypatch, format, recipe):
+    """The residual of 8 bits adds nothing to values that BF16 holds, and half a unit to others."""
+    from transformers import AutoModelForCausalLM
+
+    model = _trained(recipe)
+    export(model, tmp_path / "out", format)
+    read = torch_fp8.load_trainable(AutoModelForCausalLM, tmp_path / "out")
+    optimizer = torch.optim.AdamW(read.parameters())
+    convert_to_float8(read, recipe)
+    torch_fp8.convert_optimizer(optimizer, model=read)
+    merged = torch_fp8.merged_state_dict(read, optimizer)
+    for name, (values, _) in _multiplied(monkeypatch, model).items():
+        error = (merged[f"{name}.weight"].double() - values).abs()
+        bound = 2.0**-16 if recipe in ("tensorwise", "delayed") else 0.0
+        assert bool((error <= bound * values.abs()).all()), name
+
+
+@pytest.mark.parametrize(("format", "recipe"), [CASES[0], CASES[-1]])
+@pytest.mark.parametrize("how", ["no file", "nothing in it"])
+@pytest.mark.parametrize("load", [torch_fp8.load_frozen, torch_fp8.load_trainable])
+def test_a_folder_without_its_config_is_refused_by_name(tmp_path, format, recipe, how, load):
+    model = _trained(recipe)
+    export(model, tmp_path / "out", format)
+    if how == "no file":
+        (tmp_path / "out" / "config.json").unlink()
+    else:
+        config = json.loads((tmp_path / "out" / "config.json").read_text())
+        del config["quantization_config"]
+        (tmp_path / "out" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"proj.weight' in .* holds FP8 codes"):
+        load(lambda: tiny_llama(), tmp_path / "out")
