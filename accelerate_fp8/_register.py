@@ -95,6 +95,7 @@ def extend_accelerator(module: ModuleType) -> None:
         "_prepare_fsdp2": "prepare_fsdp2",
         "unwrap_model": "unwrap_model",
         "get_state_dict": "get_state_dict",
+        "save_model": "save_model",
         "clip_grad_norm_": "clip_grad_norm_",
         "clip_grad_value_": "clip_grad_value_",
     }

@@ -25,6 +25,7 @@ from accelerate_fp8.backend import (
     requested_precision,
 )
 from accelerate_fp8.ddp import connect_engine, engine_options, wraps_in_ddp
+from accelerate_fp8.export import bound_arguments, refuse_sharded_saving, save_exported
 from accelerate_fp8.flags import CONFIG_VARIABLE, resolve_config
 from accelerate_fp8.fsdp import prepare_sharded
 from accelerate_fp8.handler import FP8Kwargs
@@ -78,6 +79,7 @@ def init(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
     refuse_tensor_parallel(getattr(self, "parallelism_config", None))  # since Accelerate 1.10
     if self.distributed_type == DistributedType.FSDP:
         refuse_sharding(config)
+    refuse_sharded_saving(config, self.distributed_type)
     check_config(config, self.device)
     refuse_accumulation(config, self)
     self.register_save_state_pre_hook(functools.partial(_save_state_hook, self))
@@ -208,6 +210,17 @@ def get_state_dict(
     with preparation.whole_weights(model):
         whole: dict[str, Any] = original(self, model, unwrap)
     return whole
+
+
+def save_model(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+    """Extend ``Accelerator.save_model``: export, with ``FP8Config(save_format=...)``."""
+    preparation = preparation_of(self)
+    if preparation is not None:
+        given = bound_arguments(inspect.signature(original), self, *args, **kwargs)
+        where = given["save_directory"], given["max_shard_size"], self.is_main_process
+        if save_exported(preparation, given["model"], *where):
+            return
+    original(self, *args, **kwargs)
 
 
 def prepare_fsdp2(original: Any, self: Any, *args: Any) -> Any:

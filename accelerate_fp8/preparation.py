@@ -16,6 +16,7 @@ from accelerate_fp8.frozen import EvaluationModels
 from accelerate_fp8.optimizers import PreparedOptimizers, WeakKeys
 from torch_fp8 import ConversionReport, FP8Config, convert_to_float8
 from torch_fp8.conversion.adopt_checkpoint import take_over
+from torch_fp8.conversion.export import refuse_unsavable
 from torch_fp8.distributed.fsdp.connect import connect_fsdp
 from torch_fp8.nn.layer_filter import is_linear
 from torch_fp8.nn.linear import Float8Layer
@@ -32,7 +33,10 @@ class Preparation:
         optimizers: the optimizers that were prepared.
         evaluated: the models that were prepared for evaluation.
         communication: model to what travels between ranks in FP8, and why not.
+        saves_checkpoint: whether what is saved now is a checkpoint from which training goes on.
     """
+
+    saves_checkpoint = False
 
     def __init__(self, config: FP8Config) -> None:
         self.config = config
@@ -82,6 +86,8 @@ class Preparation:
                 return
         if model not in self._reports:
             return
+        if not evaluation_mode:
+            refuse_unsavable(model, self.config)
         vars(model)["_fp8_saving"] = Saving(self)
         if evaluation_mode:
             self.evaluated.note(model)
@@ -133,6 +139,15 @@ class Preparation:
                     "residual, in the dtype that they had before; save_state keeps both apart"
                 )
             yield
+
+    @contextlib.contextmanager
+    def saving_checkpoint(self, is_one: bool) -> Iterator[None]:
+        """Remember, within, whether what is saved is a checkpoint from which training goes on."""
+        self.saves_checkpoint = is_one
+        try:
+            yield
+        finally:
+            self.saves_checkpoint = False
 
     @contextlib.contextmanager
     def collected(self, accelerator: Any) -> Iterator[None]:

@@ -4,14 +4,18 @@ Put in place by `accelerate_fp8._register`. Each function takes the method that 
 first argument, then the method's own.
 """
 
+import inspect
 import os
+from pathlib import Path
 from typing import Any
 
 from torch import nn
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
 
 from accelerate_fp8.accelerator import preparation_of
 from accelerate_fp8.backend import is_engine_chosen
+from accelerate_fp8.export import bound_arguments, save_exported
 from accelerate_fp8.history import load_history, save_history
 from accelerate_fp8.release import refuse_training_arguments
 from torch_fp8.conversion.adopt_checkpoint import SAVED_DEQUANTIZED, save_dequantized
@@ -61,12 +65,18 @@ def load_optimizer_and_scheduler(original: Any, self: Any, checkpoint: str | Non
 
 
 def save(original: Any, self: Any, output_dir: str | None = None, state_dict: Any = None) -> None:
-    """Extend ``Trainer._save``: give a checkpoint's model and the final one whole weights."""
+    """Extend ``Trainer._save``: give a checkpoint's model and the final one whole weights.
+
+    With ``FP8Config(save_format=...)`` the final one is exported; see `save_pretrained`.
+    """
     preparation = preparation_of(self.accelerator)
     if preparation is None or not self.args.should_save:
         original(self, output_dir, state_dict)
         return
-    with preparation.whole_weights(self.model):
+    with (
+        preparation.saving_checkpoint(_is_resumed_from(output_dir)),
+        preparation.whole_weights(self.model),
+    ):
         original(self, output_dir, state_dict)
 
 
@@ -84,8 +94,9 @@ def save_pretrained(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Extend ``PreTrainedModel.save_pretrained``: save whole weights, and their dtype in
     ``config.json``.
 
-    A model that transformers dequantized is not quantized again, also where it was never prepared
-    (adapters were merged into it, say).
+    With ``FP8Config(save_format=...)`` the model is exported instead. A model that transformers
+    dequantized is not quantized again, also where it was never prepared (adapters were merged into
+    it, say).
     """
     saving = vars(self).get("_fp8_saving")
     preparation = saving and saving()
@@ -93,6 +104,12 @@ def save_pretrained(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
         _warn_once(f"FP8: {SAVED_DEQUANTIZED}")
     if preparation is None:
         return original(self, *args, **kwargs)
+    given = bound_arguments(inspect.signature(original), self, *args, **kwargs)
+    where = given["save_directory"], given["max_shard_size"], given["is_main_process"]
+    if save_exported(preparation, self, *where):
+        if given["push_to_hub"]:
+            _warn_once("FP8: push_to_hub is not applied with save_format; upload the folder")
+        return None
     with preparation.whole_weights(self):
         return original(self, *args, **kwargs)
 
@@ -132,6 +149,11 @@ def prepare_fsdp(original: Any, model: nn.Module, accelerator: Any) -> nn.Module
     sharded = original(model, accelerator)
     preparation.connect_sharded(model, sharded, evaluation_mode=True)
     return sharded
+
+
+def _is_resumed_from(folder: str | None) -> bool:
+    """Whether the Trainer resumes from folders of this name."""
+    return folder is not None and Path(folder).name.startswith(f"{PREFIX_CHECKPOINT_DIR}-")
 
 
 def _warn_once(message: str) -> None:

@@ -20,7 +20,6 @@ from typing import Any
 import torch_fp8
 from torch_fp8.config import FP8Config
 from torch_fp8.conversion.export_checkpoint import export_checkpoint
-from torch_fp8.conversion.export_format import SUPPORTED
 from torch_fp8.environment import display
 from torch_fp8.environment.autoload import autoload
 from torch_fp8.environment.cards import cards
@@ -30,7 +29,7 @@ from torch_fp8.environment.result import FAILED, Result, exit_status, last_line
 from torch_fp8.environment.runner import run_checks
 from torch_fp8.environment.self_test import SECTIONS, self_test
 from torch_fp8.environment.versions import versions
-from torch_fp8.quantization.recipe import RECIPES
+from torch_fp8.quantization.recipe import RECIPES, SAVE_FORMATS
 
 INTERRUPTED = 130
 
@@ -103,7 +102,7 @@ def _add_export(commands: Any) -> None:
     )
     exported.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="its folder")
     exported.add_argument("path", type=Path, metavar="OUTPUT", help="a folder that does not exist")
-    exported.add_argument("--format", required=True, choices=list(SUPPORTED))
+    exported.add_argument("--format", required=True, choices=list(SAVE_FORMATS))
     exported.add_argument("--recipe", choices=RECIPES, help="that training ran")
     exported.add_argument(
         "--config", metavar="JSON", help="options of FP8Config, as JSON or the path of a file"

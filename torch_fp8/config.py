@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from torch_fp8.quantization.formats import FORMATS
-from torch_fp8.quantization.recipe import E4M3_ONLY, GEMMS, RECIPES
+from torch_fp8.quantization.recipe import E4M3_ONLY, GEMMS, RECIPES, SAVE_FORMATS
 from torch_fp8.quantization.split_float import RESIDUAL_BITS
 
 ENV_VAR = "TORCH_FP8_CONFIG"
@@ -17,7 +17,7 @@ _BOOLS = ("eval_fp8", "emulate", "gradient_release", "keep_eval_weights", "updat
 _OPTIMIZER_ONLY = ("residual_bits", "gradient_release", "cache_weights", "update_clipping", "seed")
 _TORCH_ONLY = (
     *("frozen_weights", "wgrad", "fast_accum"),
-    *("cache_weights", "keep_eval_weights", "emulate"),
+    *("cache_weights", "keep_eval_weights", "emulate", "save_format"),
 )
 _AUTO_ONLY = ("tokens",)
 _MOST_MARGIN = 8
@@ -81,6 +81,12 @@ class FP8Config:
             host has prepared the model for evaluation and no optimizer has it. ``fp8``: all FP8
             layers whose weights do not require gradients; asking for gradients later gives a weight
             its dtype back, with a warning. ``keep``: as they are. Default: ``"auto"``.
+        save_format (str | None): the FP8 format in which ``save_pretrained`` of transformers and
+            ``save_model`` of Accelerate write a model that was prepared, for inference engines:
+            ``fine-grained`` (recipe blockwise), ``compressed-tensors`` (tensorwise, rowwise,
+            blockwise, mxfp8) or ``modelopt`` (delayed); see `torch_fp8.export`. The Trainer's
+            checkpoints, from which training goes on, adapters and models that they were merged into
+            are saved as without it. None: the dtype that the weights had. Default: ``None``.
         communication (str): how gradients, and the weights that FSDP2 gathers, travel between
             ranks. ``fp8``: 8-bit values in groups of 32 with power-of-two scales, 1.03 bytes each,
             summed in float32; a DDP communication hook of your own wins. ``fp8-lm``: gradients
@@ -125,6 +131,7 @@ class FP8Config:
     update_clipping: bool = False
     seed: int = 0
     frozen_weights: str = "auto"
+    save_format: str | None = None
     communication: str = "fp8"
     save_activations: str = "fp8"
     eval_fp8: bool = True
@@ -159,6 +166,7 @@ class FP8Config:
         _check_choice("backend", self.backend, ("torch", "transformer-engine"))
         _check_choice("save_activations", self.save_activations, ("fp8", "bf16"))
         _check_choice("frozen_weights", self.frozen_weights, ("auto", "fp8", "keep"))
+        _check_choice("save_format", self.save_format, (None, *SAVE_FORMATS))
         _check_choice("communication", self.communication, ("fp8", "fp8-lm", "off"))
         _check_int("residual_bits", self.residual_bits, None)
         _check_choice("residual_bits", self.residual_bits, RESIDUAL_BITS)
@@ -188,6 +196,13 @@ class FP8Config:
                 "FP8Config: communication='fp8-lm' rounds gradients with one scale per tensor, but "
                 "at opt_level='O3' they are kept in groups of 32 with a scale each, and would be "
                 "rounded a second time; name opt_level='O2' or 'O1', or communication='fp8'"
+            )
+        recipes = SAVE_FORMATS.get(self.save_format or "", ())
+        if self.save_format is not None and self.recipe not in ("auto", *recipes):
+            others = [name for name, able in SAVE_FORMATS.items() if self.recipe in able]
+            raise ValueError(
+                f"FP8Config: save_format={self.save_format!r} cannot say recipe={self.recipe!r}; "
+                f"name recipe={recipes[0]!r}, or save_format={others[0]!r}"
             )
         optimizer = [n for n in _OPTIMIZER_ONLY if getattr(self, n) != _DEFAULTS[n]]
         if optimizer and self.opt_level == "O1":

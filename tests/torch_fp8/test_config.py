@@ -169,6 +169,7 @@ CHOICES = {
     "amax_compute_algo": ("max", "most_recent"),
     "opt_level": ("O1", "O2", "O3"),
     "cache_weights": ("both",),
+    "save_format": ("fine-grained", "compressed-tensors", "modelopt"),
     "communication": ("fp8", "fp8-lm", "off"),
     "save_activations": ("fp8", "bf16"),
     "backend": ("torch", "transformer-engine"),

@@ -7,6 +7,7 @@ is served are the same bits. `torch_fp8.conversion.export_format` has the format
 
 import copy
 import json
+import os
 import shutil
 import sys
 import warnings
@@ -18,12 +19,13 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from torch_fp8.config import FP8Config
 from torch_fp8.conversion.adopt_checkpoint import folder_of
 from torch_fp8.conversion.export_format import check_format
 from torch_fp8.conversion.export_plan import ExportPlan, main_dtype, plan_export, walk
 from torch_fp8.conversion.fold_adapters import ADAPTERS, AdapterFold, adapted_layers
 from torch_fp8.conversion.safetensors_writer import parse_size, write_safetensors
-from torch_fp8.conversion.whole_folder import refuse_existing, whole_folder
+from torch_fp8.conversion.whole_folder import refuse_existing, replaced_files, whole_folder
 
 _TOKENIZER = (
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt"),
@@ -118,6 +120,41 @@ def export(
     report = made.report(path)
     warn_kept(report)
     return report
+
+
+def export_into(
+    model: nn.Module,
+    folder: str | os.PathLike[str],
+    format: str,
+    *,
+    max_shard_size: int | str = "5GB",
+) -> ExportReport:
+    """Write a converted model into a folder that may exist, whose other files stay.
+
+    The new files take the place of old ones when all of them have been written.
+
+    Args:
+        model, format, max_shard_size: see `export`.
+        folder: is made where it does not exist.
+    Raises:
+        ValueError, TypeError, OSError: see `export`.
+    """
+    most, made = parse_size(max_shard_size), prepare_export(model, format)
+    with replaced_files(folder) as partial:
+        made.write(partial, most)
+    return made.report(Path(folder))
+
+
+def refuse_unsavable(model: nn.Module, config: FP8Config) -> None:
+    """Refuse a model that ``config.save_format`` cannot hold, before it is trained.
+
+    Adapters are saved by their own library, so that a model with some is not looked at.
+
+    Raises:
+        ValueError, TypeError: see `export`.
+    """
+    if config.save_format is not None and not adapted_layers(model):
+        prepare_export(model, config.save_format)
 
 
 @dataclass(frozen=True)

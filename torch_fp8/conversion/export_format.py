@@ -24,14 +24,8 @@ from torch import Tensor
 from torch_fp8.conversion.safetensors_writer import PlannedTensor
 from torch_fp8.ops.quantize import QuantizedTensor
 from torch_fp8.quantization.payload_shape import scale_shape
-from torch_fp8.quantization.recipe import RECIPES
+from torch_fp8.quantization.recipe import RECIPES, SAVE_FORMATS
 
-SUPPORTED = {
-    "fine-grained": ("blockwise",),
-    "compressed-tensors": ("tensorwise", "rowwise", "blockwise", "mxfp8"),
-    "modelopt": ("delayed",),
-}
-"""The recipes that a format can say."""
 _GRANULARITY = {
     "tensorwise": "tensorwise",
     "delayed": "tensorwise",
@@ -60,7 +54,7 @@ class ExportFormat:
 
     Args:
         name: ``fine-grained``, ``compressed-tensors`` or ``modelopt``.
-        recipe: one of `SUPPORTED`.
+        recipe: one of `SAVE_FORMATS`.
     Raises:
         ValueError: the format is unknown, or cannot say the recipe, with the one that can.
     """
@@ -72,12 +66,12 @@ class ExportFormat:
         check_format(self.name)
         if self.recipe not in RECIPES:
             raise ValueError(f"recipe {self.recipe!r} is unknown; one of {', '.join(RECIPES)}")
-        if self.recipe in SUPPORTED[self.name]:
+        if self.recipe in SAVE_FORMATS[self.name]:
             return
-        others = [name for name, recipes in SUPPORTED.items() if self.recipe in recipes]
+        others = [name for name, recipes in SAVE_FORMATS.items() if self.recipe in recipes]
         raise ValueError(
             f"format {self.name!r} cannot say recipe {self.recipe!r}, it holds "
-            f"{' and '.join(SUPPORTED[self.name])}; take format={others[0]!r}"
+            f"{' and '.join(SAVE_FORMATS[self.name])}; take format={others[0]!r}"
         )
 
     @property
@@ -195,8 +189,8 @@ def check_format(name: str) -> None:
     Raises:
         ValueError: it is unknown.
     """
-    if name not in SUPPORTED:
-        known = ", ".join(map(repr, SUPPORTED))
+    if name not in SAVE_FORMATS:
+        known = ", ".join(map(repr, SAVE_FORMATS))
         raise ValueError(f"format {name!r} is unknown; the formats are {known}")
 
 

@@ -50,7 +50,7 @@ def whole_folder(path: str | Path) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def replaced_files(folder: str | Path) -> Iterator[Path]:
+def replaced_files(folder: str | os.PathLike[str]) -> Iterator[Path]:
     """Yield a temporary folder, whose files then replace those of the same name in `folder`.
 
     Each file is replaced in one step, and none before the block has succeeded. Weights of an

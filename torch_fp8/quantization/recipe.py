@@ -139,6 +139,13 @@ RECIPES = tuple(_PRESETS)
 E4M3_ONLY = ("blockwise", "mxfp8")
 """The recipes without E5M2 gradients: block-scaled GEMMs multiply E4M3 with E4M3."""
 
+SAVE_FORMATS = {
+    "fine-grained": ("blockwise",),
+    "compressed-tensors": ("tensorwise", "rowwise", "blockwise", "mxfp8"),
+    "modelopt": ("delayed",),
+}
+"""The formats of FP8 checkpoints that are written, and the recipes that each can say."""
+
 
 def make_recipe(
     name: str,
