@@ -1,0 +1,185 @@
+"""Perplexity of a small Llama that is served from its export, against the forward of its training.
+
+    nice -n 19 python -m benchmarks.export_loss          # from the root; half an hour on one core
+
+For each recipe a Llama of two million parameters learns the standard library from scratch in FP8
+(`benchmarks.pretraining`), and is exported in each format that can say the recipe. Stock
+transformers opens the folder on the CPU, where it dequantizes: weights are those of training,
+activations stay in BF16. It opens no ModelOpt folder, which `torch_fp8.load_trainable` reads here.
+
+* ``weights_equal``: layers whose dequantized weights in the file are, bit for bit, those that a
+  forward in training mode multiplied by, of all FP8 layers.
+* ``bytes_per_bf16_byte``: of the weights in FP8 and their scales, in the file.
+* ``perplexity``: of the same held-out windows, in evaluation: of the model as it was trained
+  (``training``), of the served one, and of the trained one's BF16 weights without FP8 (``bf16``).
+"""
+
+import argparse
+import csv
+import datetime
+import math
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+from benchmarks import pretraining
+from benchmarks.recipes_loss import ROOT, commit
+from examples import tiny_llama
+from torch_fp8 import (
+    FP8Config,
+    convert_optimizer,
+    convert_to_float8,
+    export,
+    load_trainable,
+    revert,
+)
+from torch_fp8.conversion.checkpoint_format import check_scales, read_format, read_weight
+from torch_fp8.conversion.safetensors_files import SafetensorsFiles
+from torch_fp8.nn import linear_function
+from torch_fp8.ops.quantize import dequantize
+from torch_fp8.quantization.recipe import RECIPES, SAVE_FORMATS
+
+RESULTS = ROOT / "benchmarks/results/export_loss.csv"
+CASES = [
+    (format, recipe)
+    for recipe in RECIPES
+    for format, able in SAVE_FORMATS.items()
+    if recipe in able
+]
+STEPS, HIDDEN, LAYERS, LEARNING_RATE = 400, 256, 2, 3e-3
+BAND = 0.005
+"""The most by which the served perplexity may differ."""
+COLUMNS = [
+    *("format", "recipe", "opened_by", "fp8_layers", "weights_equal", "bytes_per_bf16_byte"),
+    *("training_perplexity", "served_perplexity", "rel_diff", "bf16_perplexity"),
+    *("steps", "torch", "transformers", "commit", "date", "command"),
+]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--csv", type=Path, default=RESULTS)
+    arguments = parser.parse_args()
+    tokens, held_out, vocab_size = pretraining.corpus()
+    rows = []
+    for recipe in RECIPES:
+        model = trained(recipe, tokens, vocab_size, arguments.steps)
+        rows += measure(model, recipe, held_out, arguments.steps)
+        write(rows, arguments.csv)
+    print(f"wrote {arguments.csv}")
+
+
+def trained(recipe: str, tokens: Tensor, vocab_size: int, steps: int) -> nn.Module:
+    """Return a Llama that has learned in FP8, at level O2."""
+    torch.manual_seed(0)
+    model = tiny_llama.build(vocab_size, HIDDEN, LAYERS, pad_token_id=0, eos_token_id=1)
+    config = FP8Config(recipe=recipe)
+    convert_to_float8(model, config)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95))
+    convert_optimizer(optimizer, config, model=model)
+    generator = torch.Generator().manual_seed(0)
+    for step in range(steps):
+        rate = LEARNING_RATE * min(1, (step + 1) / 30, (steps - step) / steps * 1.2)
+        optimizer.param_groups[0]["lr"] = rate
+        loss = pretraining.loss_of(model, pretraining.windows(tokens, pretraining.BATCH, generator))
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
+def measure(model: Any, recipe: str, held_out: Tensor, steps: int) -> list[dict[str, Any]]:
+    """Export a model in all formats that can say its recipe, and return a row for each."""
+    training = perplexity(model, held_out)
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        for format in [format for format, able in CASES if able == recipe]:
+            path = Path(folder) / format
+            report = export(model, path, format)
+            if format == "modelopt":
+                opened_by = "torch_fp8.load_trainable"
+                served = load_trainable(AutoModelForCausalLM, path, FP8Config(opt_level="O1"))
+            else:
+                opened_by = "transformers"
+                served = AutoModelForCausalLM.from_pretrained(path)
+            ours = perplexity(served, held_out)
+            rows.append(
+                {
+                    "format": format,
+                    "recipe": recipe,
+                    "opened_by": opened_by,
+                    "fp8_layers": len(report.fp8),
+                    "weights_equal": equal_weights(model, path),
+                    "bytes_per_bf16_byte": f"{report.bytes_per_bf16_byte:.4f}",
+                    "training_perplexity": f"{training:.4f}",
+                    "served_perplexity": f"{ours:.4f}",
+                    "rel_diff": f"{ours / training - 1:+.5f}",
+                    "steps": steps,
+                }
+            )
+            print(*rows[-1].values(), flush=True)
+    revert(model)
+    for row in rows:
+        row["bf16_perplexity"] = f"{perplexity(model, held_out):.4f}"
+    return rows
+
+
+def perplexity(model: Any, held_out: Tensor) -> float:
+    """Return exp of the mean loss of the held-out windows, in evaluation."""
+    return math.exp(pretraining.evaluate(model.eval(), held_out))
+
+
+def equal_weights(model: nn.Module, path: Path) -> int:
+    """Count the layers whose weights in the file are those that training multiplies by."""
+    files = SafetensorsFiles(path)
+    scales = check_scales(files, read_format(path))
+    multiplied = weights_of_a_forward(model)
+    return sum(
+        torch.equal(
+            read_weight(files, f"{name}.weight", *scales[f"{name}.weight"]).dequantize(), weight
+        )
+        for name, weight in multiplied.items()
+    )
+
+
+def weights_of_a_forward(model: Any) -> dict[str, Tensor]:
+    """Return the float32 values of the weights that a forward in training mode multiplies by."""
+    seen: dict[str, Tensor] = {}
+    original = linear_function._fprop
+
+    def spy(x: Any, w: Any, bias: Any, shape: Any, options: Any, *others: Any) -> Any:
+        seen[options.name] = dequantize(w)
+        return original(x, w, bias, shape, options, *others)
+
+    linear_function._fprop = spy
+    try:
+        pretraining.loss_of(model.train(), torch.arange(64).reshape(1, -1))
+    finally:
+        linear_function._fprop = original
+    return seen
+
+
+def write(rows: list[dict[str, Any]], path: Path) -> None:
+    import transformers
+
+    about = {
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "commit": commit(),
+        "date": f"{datetime.date.today():%Y-%m-%d}",
+        "command": "python -m benchmarks.export_loss",
+    }
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows({**row, **about} for row in rows)
+
+
+if __name__ == "__main__":
+    main()
