@@ -136,6 +136,11 @@ class HostPrecision(FP8Precision):
         self._strategy: Any = None
         self._models: list[Converted] = []
         self._whole_announced = False
+        if self.config.save_format is not None:
+            self.warn(
+                f"FP8Config(save_format={self.config.save_format!r}) is not applied: Lightning's "
+                "checkpoints go on with training; torch_fp8.export writes a model for engines"
+            )
 
     def attach(self, strategy: Any, accelerator: Any) -> None:
         """Attach the plugin to `strategy`; called by the connector.
