@@ -15,6 +15,7 @@ from torch_fp8.conversion.freeze import freeze, thaw
 from torch_fp8.conversion.load_checkpoint import load_frozen, load_trainable
 from torch_fp8.conversion.memory import MemoryReport, memory_report
 from torch_fp8.conversion.report import ConversionReport
+from torch_fp8.conversion.weight_sync import weights_for_engine
 from torch_fp8.distributed.comm_counter import CommunicationCount, count_communication
 from torch_fp8.nn.linear import Float8Linear
 from torch_fp8.optim.convert import (
@@ -50,4 +51,5 @@ __all__ = [
     "selective_checkpoint_contexts",
     "stream_state_dict",
     "thaw",
+    "weights_for_engine",
 ]

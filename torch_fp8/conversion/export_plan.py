@@ -132,7 +132,7 @@ def plan_export(
             )
         linear = is_linear(module)
         reason = held.get(name, "not in FP8") if linear else None
-        for key, tensor in _tensors(name, module):
+        for key, tensor in own_tensors(name, module):
             _refuse_sharded(key, tensor)
             before = seen.setdefault(id(tensor), key)
             if before != key and any(re.search(pattern, key) for pattern in tied):
@@ -295,7 +295,7 @@ def _tied_patterns(places: list[tuple[str, nn.Module]]) -> list[str]:
     return patterns
 
 
-def _tensors(name: str, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def own_tensors(name: str, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield what a state dict has of a module itself."""
     for own, tensor in (*module._parameters.items(), *module._buffers.items()):
         if tensor is not None and own not in module._non_persistent_buffers_set:
@@ -314,7 +314,7 @@ def _as_it_is(planned: PlannedTensor, get: Callable[[], Tensor]) -> TensorGroup:
     def make() -> tuple[Tensor]:
         value = get()
         if value.is_floating_point() and not bool(value.isfinite().all()):
-            raise _not_finite(planned.name)
+            raise not_finite(planned.name)
         return (value,)
 
     return TensorGroup((planned,), make)
@@ -324,7 +324,7 @@ def _in_bf16(key: str, layer: Float8Layer, get: Callable[[], Tensor], reason: st
     shape = tuple(layer.weight.shape)
 
     def make() -> tuple[Tensor]:
-        payload = _payload(key, layer, get)
+        payload = checked_payload(key, layer, get())
         value = dequantize(payload, torch.bfloat16)
         if not torch.equal(value.float(), dequantize(payload)):
             raise ValueError(
@@ -339,7 +339,7 @@ def _in_bf16(key: str, layer: Float8Layer, get: Callable[[], Tensor], reason: st
 
 def _in_fp8(name: str, layer: Float8Layer, get: Callable[[], Tensor], format: ExportFormat) -> Any:
     scale = input_scale(name, layer) if format.is_static else None
-    return format.tensors(_payload(f"{name}.weight", layer, get), scale)
+    return format.tensors(checked_payload(f"{name}.weight", layer, get()), scale)
 
 
 def _folded(layer: Float8Layer, get: Callable[[], Tensor], adapted: Adapted | None) -> Tensor:
@@ -348,18 +348,23 @@ def _folded(layer: Float8Layer, get: Callable[[], Tensor], adapted: Adapted | No
 
 
 @torch.no_grad()
-def _payload(key: str, layer: Float8Layer, get: Callable[[], Tensor]) -> QuantizedTensor:
-    payload = weight_payload(layer, get())
+def checked_payload(key: str, layer: Float8Layer, weight: Tensor) -> QuantizedTensor:
+    """Return `weight_payload`.
+
+    Raises:
+        ValueError: the weight is not finite, with its name, `key`.
+    """
+    payload = weight_payload(layer, weight)
     nan = (payload.qdata.view(torch.uint8) & _NAN_BITS == _NAN_BITS).any()
     if bool(nan) or not bool(payload.scale.isfinite().all()):
-        raise _not_finite(key)
+        raise not_finite(key)
     return payload
 
 
-def _not_finite(key: str) -> ValueError:
+def not_finite(key: str) -> ValueError:
+    """Return the error of a tensor that holds an Inf or NaN."""
     return ValueError(
-        f"'{key}' holds an Inf or NaN: training has diverged, or the checkpoint is broken; nothing "
-        "was written"
+        f"'{key}' holds an Inf or NaN: training has diverged, or the checkpoint is broken"
     )
 
 

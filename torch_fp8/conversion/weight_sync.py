@@ -1,0 +1,126 @@
+"""`weights_for_engine`: the weights of a policy, one by one, as an inference engine takes them.
+
+A loop of reinforcement learning hands the weights to the engine that makes rollouts after each
+update. Names are those of a checkpoint. Adapters are folded into each weight as it is handed over,
+in a tensor that is gone when the next one is asked for; the base is read and never written, so that
+it is the same after any number of syncs.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from torch_fp8.conversion.export import refuse_other_names, unwrapped
+from torch_fp8.conversion.export_plan import (
+    ExportPlan,
+    checked_payload,
+    not_finite,
+    own_tensors,
+    plan_export,
+    walk,
+)
+from torch_fp8.conversion.fold_adapters import ADAPTERS, AdapterFold, adapted_layers
+from torch_fp8.nn.linear import Float8Layer
+from torch_fp8.ops.quantize import dequantize
+from torch_fp8.tensor.base import QuantizableTensor
+
+ENGINES = ("bf16", "fp8_per_block", "fine-grained")
+
+
+def weights_for_engine(
+    model: nn.Module, engine: str = "bf16", *, adapters: str = "merge"
+) -> Iterator[tuple[str, Tensor]]:
+    """Return an iterator over (name, tensor) of a policy's weights, for an inference engine.
+
+    Args:
+        model: of transformers, converted by `torch_fp8.convert_to_float8`; wrappers of torch and
+            PEFT are looked through.
+        engine: ``bf16``: BF16 tensors, trained weights as they are. ``fp8_per_block``: BF16 tensors
+            for an engine that quantizes them online in blocks of 128 x 128: those of FP8 layers
+            have the values that training multiplies by, which an engine with power-of-two scales
+            makes the same FP8 values of. ``fine-grained``: E4M3 ``weight`` and float32
+            ``weight_scale_inv``, for an engine that was started from such a checkpoint.
+        adapters: ``merge``: ``W + delta``, rounded to BF16 once, and modules that were trained as
+            copies; ``apart``: the base alone.
+    Returns:
+        The iterator; the tensors of one layer exist at a time. Tied weights come once.
+    Raises:
+        ValueError: an engine or an adapter that is unknown; for the FP8 engines a layer that does
+            not run blockwise, or whose blocks the engine would cut elsewhere, with its name; a
+            weight that is not finite, sharded or without values, when its turn comes.
+        TypeError: `model` is none of transformers.
+    """
+    if engine not in ENGINES:
+        raise ValueError(f"engine={engine!r} is unknown; one of {', '.join(map(repr, ENGINES))}")
+    if adapters not in ADAPTERS:
+        raise ValueError(f"adapters={adapters!r} is unknown; 'merge' and 'apart' are known")
+    root = unwrapped(model)
+    found = bool(adapted_layers(root))
+    fold = AdapterFold(root, merge=adapters == "merge")
+    modules = fold.walk if found else walk
+    if engine == "bf16":
+        return _in_bf16(root, fold)
+    plan = plan_export(root, "fine-grained", modules, adapted=fold if found else None)
+    refuse_other_names(root, plan)
+    if engine == "fine-grained":
+        return _as_planned(plan)
+    for name, reason in plan.kept:
+        raise ValueError(
+            f"'{name}' runs in FP8 and an engine would quantize it in other blocks: {reason}; "
+            f"convert the model with {name!r} among skip, and have the engine skip it, too"
+        )
+    return _in_values_of_fp8(root, fold, set(plan.fp8))
+
+
+def _as_planned(plan: ExportPlan) -> Iterator[tuple[str, Tensor]]:
+    for group in plan.groups:
+        for planned, value in zip(group.tensors, group.make(), strict=True):
+            yield planned.name, value.detach()
+
+
+@torch.no_grad()
+def _in_bf16(root: nn.Module, fold: AdapterFold) -> Iterator[tuple[str, Tensor]]:
+    for key, _, value in _folded(root, fold):
+        yield key, _bf16(key, value)
+
+
+@torch.no_grad()
+def _in_values_of_fp8(
+    root: nn.Module, fold: AdapterFold, in_fp8: set[str]
+) -> Iterator[tuple[str, Tensor]]:
+    for key, module, value in _folded(root, fold):
+        if isinstance(module, Float8Layer) and key.removesuffix(".weight") in in_fp8:
+            payload = checked_payload(key, module, value)
+            plain = dequantize(payload, torch.bfloat16)
+            if not torch.equal(plain.float(), dequantize(payload)):
+                raise ValueError(
+                    f"'{key}' has scales that are no powers of two, those of the checkpoint that "
+                    "it is from, so that BF16 does not hold its values; take engine='fine-grained'"
+                )
+            yield key, plain
+        else:
+            yield key, _bf16(key, value)
+
+
+def _folded(root: nn.Module, fold: AdapterFold) -> Iterator[tuple[str, nn.Module, Tensor]]:
+    """Yield each tensor once, with its name and module."""
+    seen: set[int] = set()
+    for name, module in fold.walk(root):
+        for key, tensor in own_tensors(name, module):
+            if id(tensor) in seen:
+                continue
+            seen.add(id(tensor))
+            is_weight = key == f"{name}.weight"
+            yield key, module, fold(module, tensor) if is_weight else tensor
+
+
+def _bf16(key: str, value: Tensor) -> Tensor:
+    if isinstance(value, QuantizableTensor):
+        value = value.dequantize()
+    value = value.detach()
+    if not value.is_floating_point():
+        return value
+    if not bool(value.isfinite().all()):
+        raise not_finite(key)
+    return value.to(torch.bfloat16)
