@@ -1,6 +1,6 @@
 """Perplexity of a small Llama that is served from its export, against the forward of its training.
 
-    nice -n 19 python -m benchmarks.export_loss          # from the root; half an hour on one core
+    nice -n 19 python -m benchmarks.export_loss          # from the root; a quarter of an hour on a core
 
 For each recipe a Llama of two million parameters learns the standard library from scratch in FP8
 (`benchmarks.pretraining`), and is exported in each format that can say the recipe. Stock
@@ -50,7 +50,7 @@ CASES = [
     for format, able in SAVE_FORMATS.items()
     if recipe in able
 ]
-STEPS, HIDDEN, LAYERS, LEARNING_RATE = 400, 256, 2, 3e-3
+STEPS, HIDDEN, LAYERS, LEARNING_RATE = 150, 256, 2, 3e-3
 BAND = 0.005
 """The most by which the served perplexity may differ."""
 COLUMNS = [
