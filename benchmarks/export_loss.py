@@ -1,6 +1,6 @@
 """Perplexity of a small Llama that is served from its export, against the forward of its training.
 
-    nice -n 19 python -m benchmarks.export_loss          # from the root; a quarter of an hour on a core
+    nice -n 19 python -m benchmarks.export_loss   # from the root; a quarter of an hour
 
 For each recipe a Llama of two million parameters learns the standard library from scratch in FP8
 (`benchmarks.pretraining`), and is exported in each format that can say the recipe. Stock

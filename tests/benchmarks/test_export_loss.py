@@ -17,7 +17,7 @@ def test_recorded_perplexities_are_within_the_band():
         assert float(row["bytes_per_bf16_byte"]) <= 0.52
         ratio = float(row["served_perplexity"]) / float(row["training_perplexity"]) - 1
         assert abs(ratio - float(row["rel_diff"])) < 1e-5
-        assert float(row["training_perplexity"]) < 200  # of a vocabulary of 1,024: it has learned
+        assert float(row["training_perplexity"]) < 300  # of a vocabulary of 1,024: it has learned
 
 
 def test_a_short_run_gives_such_rows(monkeypatch):

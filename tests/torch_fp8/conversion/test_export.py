@@ -416,11 +416,65 @@ def test_fused_experts_are_refused_by_name(tmp_path):
         export(model, tmp_path / "out")
 
 
-def test_sharded_and_missing_weights_are_refused_by_name(tmp_path):
+def test_missing_weights_are_refused_by_name(tmp_path):
     model = tiny_llama().to("meta")
     convert_to_float8(model, "blockwise")
     with pytest.raises(ValueError, match=r"'model.embed_tokens.weight' has no values here"):
         export(model, tmp_path / "out")
+    assert not list(tmp_path.iterdir())
+
+
+def test_sharded_weights_are_refused_by_name(tmp_path):
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import distribute_tensor
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    model = _trained("blockwise", steps=0)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        sharded = distribute_tensor(torch.ones(128), init_device_mesh("cpu", (2,)))
+        model.model.layers[1].input_layernorm.weight = nn.Parameter(sharded)
+        with pytest.raises(ValueError, match=r"'model.layers.1.input_layernorm.weight' is sharded"):
+            export(model, tmp_path / "out")
+    finally:
+        dist.destroy_process_group()
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "blockwise"])
+def test_payloads_that_the_optimizer_writes_are_those_of_the_file(tmp_path, monkeypatch, recipe):
+    model = tiny_llama().float().train()
+    config = FP8Config(recipe=recipe, cache_weights="both")
+    convert_to_float8(model, config)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    torch_fp8.convert_optimizer(optimizer, config, model=model)
+    for step in range(2):
+        _loss(model, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    multiplied = _multiplied(monkeypatch, model)  # of what the step has kept
+    export(model, tmp_path / "out", "compressed-tensors")
+    stored = _read(tmp_path / "out")
+    for name, (values, _) in multiplied.items():
+        qdata, scale = stored[f"{name}.weight"], stored[f"{name}.weight_scale"]
+        assert torch.equal(_values(qdata, scale), values), name
+
+
+def test_a_model_that_transformers_dequantized_is_exported(tmp_path, monkeypatch):
+    from transformers import AutoModelForCausalLM
+
+    write_llama(tmp_path / "in")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "in")
+    convert_to_float8(model, "rowwise")
+    report = export(model, tmp_path / "out", "compressed-tensors")
+    assert len(report.fp8) == 14
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["quantization_config"]["quant_method"] == "compressed-tensors"
+    stored = _read(tmp_path / "out")
+    for name, (values, _) in _multiplied(monkeypatch, model).items():
+        qdata, scale = stored[f"{name}.weight"], stored[f"{name}.weight_scale"]
+        assert torch.equal(_values(qdata, scale), values), name
 
 
 @pytest.mark.parametrize("given", [True, False])
