@@ -23,7 +23,8 @@ def test_recorded_perplexities_are_within_the_band():
 def test_a_short_run_gives_such_rows(monkeypatch):
     monkeypatch.setattr(pretraining, "EVAL_WINDOWS", 16)
     tokens = torch.arange(4096) % 250
-    model = export_loss.trained("blockwise", tokens, 256, steps=1)
+    base = export_loss.pretrained(tokens, 256, steps=1)
+    model = export_loss.trained(base, "blockwise", tokens, steps=1)
     rows = export_loss.measure(model, "blockwise", tokens, steps=1)
     assert [row["format"] for row in rows] == ["fine-grained", "compressed-tensors"]
     assert all(row["weights_equal"] == row["fp8_layers"] == 14 for row in rows)
