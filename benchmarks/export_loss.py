@@ -4,8 +4,9 @@
 
 A Llama of two million parameters learns the standard library from scratch in BF16
 (`benchmarks.pretraining` has the text). For each recipe a copy goes on in FP8, at level O2, and is
-exported in each format that can say the recipe. Stock transformers opens the folder on the CPU, where it dequantizes: weights are those of training, activations stay
-in BF16. It opens no ModelOpt folder, which `torch_fp8.load_trainable` reads here.
+exported in each format that can say the recipe. Stock transformers opens the folder on the CPU,
+where it dequantizes: weights are those of training, activations stay in BF16. It opens no ModelOpt
+folder, which `torch_fp8.load_trainable` reads here.
 
 * ``weights_equal``: layers whose dequantized weights in the file are, bit for bit, those that a
   forward in training mode multiplied by, of all FP8 layers.
