@@ -89,6 +89,29 @@ class ExportPlan:
     num_fp8_elements: int = 0
     num_fp8_bytes: int = 0
 
+    def add_layer(
+        self, name: str, layer: Float8Layer, get: Callable[[], Tensor], reason: str
+    ) -> None:
+        """Add the weight of an FP8 layer.
+
+        Args:
+            name: of the layer.
+            layer: whose weight it is.
+            get: returns the weight as it is stored.
+            reason: why it is written in BF16; empty: in FP8.
+        """
+        if reason:
+            self.groups.append(_in_bf16(f"{name}.weight", layer, get, reason))
+            self.kept.append((name, reason))
+            return
+        rows, cols = layer.out_features, layer.in_features
+        make = partial(_in_fp8, name, layer, get, self.format)
+        group = TensorGroup(self.format.planned(name, rows, cols), make)
+        self.groups.append(group)
+        self.fp8.append(name)
+        self.num_fp8_elements += rows * cols
+        self.num_fp8_bytes += group.num_bytes
+
 
 def walk(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
     """Yield every module under the name that it has in a checkpoint, shared ones each time."""
@@ -125,43 +148,22 @@ def plan_export(
     plan = ExportPlan(format)
     seen: dict[int, str] = {}
     for name, module in places:
-        for full, why in expert_weights(name, module):
-            raise ValueError(
-                f"'{full}' holds fused experts, which the engines read expert by expert and this "
-                f"export does not split ({why}); save the model with save_pretrained"
-            )
-        linear = is_linear(module)
-        reason = held.get(name, "not in FP8") if linear else None
+        _refuse_experts(name, module)
+        reason = held.get(name, "not in FP8") if is_linear(module) else ""
         for key, tensor in own_tensors(name, module):
             _refuse_sharded(key, tensor)
             before = seen.setdefault(id(tensor), key)
             if before != key and any(re.search(pattern, key) for pattern in tied):
-                owner = before.removesuffix(".weight")
-                if name in layers or owner in layers:
-                    raise ValueError(
-                        f"'{name}' runs in FP8 and shares its weight with '{owner}', which engines "
-                        f"tie to it in high precision; convert the model with {name!r} among skip"
-                    )
+                _refuse_tied(name, before.removesuffix(".weight"), layers)
                 continue
             layer = layers.get(name) if key == f"{name}.weight" else None
             get = partial(source.values, key, tensor, layer)
             if layer is None:
                 planned = PlannedTensor(key, source.dtype(key, tensor), tuple(tensor.shape))
                 plan.groups.append(_as_it_is(planned, get))
-                continue
-            rows, cols = layer.out_features, layer.in_features
-            get = partial(_folded, layer, get, adapted)
-            if reason:
-                plan.groups.append(_in_bf16(key, layer, get, reason))
-                plan.kept.append((name, reason))
-                continue
-            make = partial(_in_fp8, name, layer, get, format)
-            group = TensorGroup(format.planned(name, rows, cols), make)
-            plan.groups.append(group)
-            plan.fp8.append(name)
-            plan.num_fp8_elements += rows * cols
-            plan.num_fp8_bytes += group.num_bytes
-        if linear and reason:
+            else:
+                plan.add_layer(name, layer, partial(_folded, layer, get, adapted), reason)
+        if reason:
             plan.ignored.append(name)
     if not plan.fp8:
         raise ValueError(
@@ -300,6 +302,22 @@ def own_tensors(name: str, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for own, tensor in (*module._parameters.items(), *module._buffers.items()):
         if tensor is not None and own not in module._non_persistent_buffers_set:
             yield f"{name}.{own}".lstrip("."), tensor
+
+
+def _refuse_experts(name: str, module: nn.Module) -> None:
+    for full, why in expert_weights(name, module):
+        raise ValueError(
+            f"'{full}' holds fused experts, which the engines read expert by expert and this "
+            f"export does not split ({why}); save the model with save_pretrained"
+        )
+
+
+def _refuse_tied(name: str, owner: str, layers: dict[str, Float8Layer]) -> None:
+    if name in layers or owner in layers:
+        raise ValueError(
+            f"'{name}' runs in FP8 and shares its weight with '{owner}', which engines tie to it "
+            f"in high precision; convert the model with {name!r} among skip"
+        )
 
 
 def _refuse_sharded(key: str, tensor: Tensor) -> None:
