@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from torch_fp8.conversion.export_format import ExportFormat
+from torch_fp8.conversion.export_layers import held_layers
 from torch_fp8.conversion.safetensors_writer import PlannedTensor, TensorGroup
 from torch_fp8.nn.class_swap import unwrapped_name
 from torch_fp8.nn.layer_filter import expert_weights, is_linear
@@ -26,13 +27,6 @@ from torch_fp8.nn.transformer_engine_linear import TransformerEngineLinear
 from torch_fp8.ops.quantize import QuantizedTensor, dequantize
 from torch_fp8.tensor.quantizer import WeightQuantizer
 
-FUSED = (
-    ("q_proj", "k_proj", "v_proj"),
-    ("gate_proj", "up_proj"),
-    ("w1", "w3"),
-    ("q_a_proj", "kv_a_proj_with_mqa"),
-)
-"""Layers whose weights engines multiply as one: all or none of them are in FP8."""
 _NAN_BITS = 0x7F
 
 Adapted = Callable[[nn.Module, Tensor], Tensor]
@@ -143,7 +137,7 @@ def plan_export(
     places = list(modules(model))
     layers = {name: m for name, m in places if isinstance(m, Float8Layer)}
     format = ExportFormat(name, _recipe(layers, name))
-    held = _held(layers, places, format, getattr(model, "config", None))
+    held = held_layers(layers, places, format, getattr(model, "config", None))
     tied = _tied_patterns(places)
     plan = ExportPlan(format)
     seen: dict[int, str] = {}
@@ -232,60 +226,6 @@ def _recipe(layers: dict[str, Float8Layer], format: str) -> str:
             "with the recipe that its frozen layers run, recipe='blockwise'"
         )
     return next(iter(first))
-
-
-def _held(
-    layers: dict[str, Float8Layer],
-    places: list[tuple[str, nn.Module]],
-    format: ExportFormat,
-    config: Any,
-) -> dict[str, str]:
-    """Return for each FP8 layer why it cannot be written in FP8; empty: it is."""
-    linears = {name for name, module in places if is_linear(module)}
-    heads = {id(_output_layer(module)) for _, module in places} - {id(None)}
-    held = {}
-    for name, layer in layers.items():
-        reason = format.refusal(layer.out_features, layer.in_features) or ""
-        if layer.fp8_transposed:
-            reason = "engines read the weight of Conv1D in 16 bits"
-        elif id(layer) in heads:
-            reason = "engines keep the output layer in 16 bits"
-        elif not reason and format.granularity == "block_128x128":
-            sizes = _stacked_sizes(name, layer, config)
-            if any(size % 128 for size in sizes):
-                reason = f"its parts have {sizes} rows, no multiples of 128"
-        held[name] = reason
-    for name in list(held):
-        parent, _, leaf = name.rpartition(".")
-        for group in FUSED:
-            if held[name] or leaf not in group:
-                continue
-            others = [f"{parent}.{other}".lstrip(".") for other in group if other != leaf]
-            high = [other for other in others if other in linears and held.get(other, "not FP8")]
-            if high:
-                held[name] = f"engines multiply it together with '{high[0]}', which is not in FP8"
-    return held
-
-
-def _output_layer(module: nn.Module) -> nn.Module | None:
-    ask = getattr(module, "get_output_embeddings", None)
-    try:
-        return ask() if callable(ask) else None
-    except (AttributeError, NotImplementedError):
-        return None
-
-
-def _stacked_sizes(name: str, layer: Float8Layer, config: Any) -> list[int]:
-    """Return the rows of the parts of a layer that is several in one."""
-    rows, leaf = layer.out_features, name.rpartition(".")[2]
-    if leaf == "gate_up_proj":
-        return [rows // 2, rows - rows // 2]
-    heads = getattr(config, "num_attention_heads", None)
-    if leaf != "qkv_proj" or not heads:
-        return [rows]
-    of_keys = getattr(config, "num_key_value_heads", None) or heads
-    size = getattr(config, "head_dim", None) or rows // (heads + 2 * of_keys)
-    return [heads * size, of_keys * size, rows - (heads + of_keys) * size]
 
 
 def _tied_patterns(places: list[tuple[str, nn.Module]]) -> list[str]:
