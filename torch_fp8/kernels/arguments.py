@@ -8,7 +8,6 @@ from torch import Tensor
 from torch_fp8.quantization.block_scaled import BlockScaled
 from torch_fp8.quantization.payload_shape import (
     Layouts,
-    Made,
     new_payload,
     new_scales,
     padded_rows,
@@ -61,7 +60,7 @@ class CastOptions(NamedTuple):
         """Return the options with which x^T is cast to the same payloads, in the other order."""
         return self._replace(rowwise=self.columnwise, columnwise=self.rowwise)
 
-    def empty_layouts(self, x: Tensor, cols: int | None = None) -> Layouts:
+    def new_layouts(self, x: Tensor, cols: int | None = None) -> Layouts:
         """Allocate what a cast of a result with x's rows returns.
 
         Args:
@@ -81,22 +80,7 @@ class CastOptions(NamedTuple):
             by_col = x.new_empty(size, dtype=self.dtype), scale
         if by_tensor and self.scale is None:
             by_row = by_row[0], x.new_empty((), dtype=torch.float32)
-        return self.present(x, (*by_row, *by_col))
-
-    def present(self, x: Tensor, made: Made) -> Layouts:
-        """Return what an operator returns, with an empty tensor for each layout that does not
-        exist.
-        """
-        qdata, scale, qdata_t, scale_t = made
-        if self.granularity == "tensorwise":  # neither its input, nor one tensor twice
-            one = scale_t if scale is None else scale
-            scale, scale_t = (one if self.scale is None else None), None
-        return (
-            x.new_empty(0, dtype=self.dtype) if qdata is None else qdata,
-            x.new_empty(0, dtype=torch.float32) if scale is None else scale,
-            x.new_empty(0, dtype=self.dtype) if qdata_t is None else qdata_t,
-            x.new_empty(0, dtype=torch.float32) if scale_t is None else scale_t,
-        )
+        return (*by_row, *by_col)
 
     def part(self, i: int) -> "CastOptions":
         """Return the cast of the i-th of several results whose amaxes or scales share a tensor."""

@@ -15,7 +15,6 @@ from torch_fp8.kernels.quantize import BLOCK, cast_flags, quantize_2d
 from torch_fp8.kernels.quantize_delayed import advance_history
 from torch_fp8.quantization.payload_shape import (
     COL_ALIGNMENT,
-    Layouts,
     new_group_scales,
 )
 
@@ -68,6 +67,12 @@ class Cast(NamedTuple):
         past = self.past
         return past.amaxes, past.progress, past.amaxes.shape[0], 2.0**past.margin
 
+    def amax_bits(self, x: Tensor, *shape: int) -> Tensor | None:
+        """Allocate the bits of amaxes, which are taken where the scale was given or is delayed."""
+        if self.past is not None:  # the last program writes them
+            return x.new_empty(shape, dtype=torch.int32)
+        return None if self.options.scale is None else amax_bits(x, *shape)
+
     def flags(self) -> dict[str, object]:
         """Return the compile-time arguments of a kernel that casts."""
         if self.past is not None:
@@ -83,11 +88,6 @@ class Cast(NamedTuple):
         }
 
 
-def cast_unfused(y: Tensor, options: CastOptions) -> Layouts:
-    """Cast a result that has already been written to memory."""
-    return options.present(y, quantize_2d(y, options))
-
-
 def known_cast(options: DelayedCastOptions, amax: Tensor) -> tuple[CastOptions, Tensor]:
     """Return the cast of a result whose amax () is known, and its scale, () float32."""
     amaxes, _, *how = options[:5]
@@ -97,28 +97,27 @@ def known_cast(options: DelayedCastOptions, amax: Tensor) -> tuple[CastOptions, 
 
 def cast_delayed_unfused(
     y: Tensor, options: DelayedCastOptions, amax: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor | None, Tensor, Tensor | None]:
     """Return ``(q, scale, qt)`` of a result that has been written to memory, with its amax ()."""
     cast, scale = known_cast(options, amax)
-    q, _, qt, _ = cast_unfused(y, cast)
+    q, _, qt, _ = quantize_2d(y, cast)
     return q, scale, qt
 
 
-def saved_outputs(x: Tensor, wanted: bool = True) -> tuple[Tensor, Tensor]:
-    """Allocate x as it is saved for backward; empty tensors if it is not saved."""
+def saved_outputs(x: Tensor, wanted: bool = True) -> tuple[Tensor | None, Tensor | None]:
+    """Allocate x as it is saved for backward, if it is."""
     if not wanted:
-        return x.new_empty(0, dtype=torch.float8_e4m3fn), x.new_empty((0,), dtype=torch.float32)
+        return None, None
     rows, cols = x.shape
     return x.new_empty((rows, cols), dtype=torch.float8_e4m3fn), new_group_scales(x, rows, cols)
 
 
-def save_unfused(x: Tensor, wanted: bool = True) -> tuple[Tensor, Tensor]:
+def save_unfused(x: Tensor, wanted: bool = True) -> tuple[Tensor | None, Tensor | None]:
     """Save x for backward in a launch of its own."""
     if not wanted:
-        return saved_outputs(x, False)
-    q, s, *_ = quantize_2d(x, CastOptions(torch.float8_e4m3fn, "block_1x128", True, True, False))
-    assert q is not None
-    assert s is not None
+        return None, None
+    cast = CastOptions(torch.float8_e4m3fn, "block_1x128", True, True, False)
+    q, s, *_ = quantize_2d(x, cast)
     return q, s
 
 
@@ -131,11 +130,11 @@ def registers(warps: int) -> int:
     return min(65536 // (32 * warps), 255)
 
 
-def payload(qdata: Tensor) -> Tensor:
-    """View an FP8 tensor as the bytes that a kernel takes."""
-    return qdata.view(torch.uint8)
-
-
 def amax_bits(x: Tensor, *shape: int) -> Tensor:
     """Allocate the bits of amaxes, initialised to 0, for kernels to raise."""
     return x.new_zeros(shape, dtype=torch.int32)
+
+
+def as_amax(bits: Tensor | None) -> Tensor | None:
+    """Return the float32 numbers whose bits these are."""
+    return None if bits is None else bits.view(torch.float32)

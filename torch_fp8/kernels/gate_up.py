@@ -6,12 +6,14 @@ gradients are told where in one matrix they lie.
 Legend: R rows, C columns of gate and of up.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from torch_fp8.kernels.arguments import BackwardInputs, CastOptions, DelayedCastOptions
-from torch_fp8.kernels.fused_launch import Cast, amax_bits, cast_delayed_unfused, cast_unfused
-from torch_fp8.kernels.quantize import BLOCK
+from torch_fp8.kernels.fused_launch import Cast, amax_bits, as_amax, cast_delayed_unfused
+from torch_fp8.kernels.quantize import BLOCK, quantize_2d
 from torch_fp8.kernels.swiglu import is_fused
 from torch_fp8.kernels.swiglu_backward import cast_gradients, store_gradients
 from torch_fp8.quantization.payload_shape import Layouts
@@ -31,37 +33,36 @@ def gate_up_backward_amax(inputs: BackwardInputs) -> Tensor:
 
 def gate_up_backward_quantize(
     inputs: BackwardInputs, gate_first: bool, options: CastOptions
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor | None, ...]:
     """See `torch_fp8.ops.gate_up.gate_up_backward_quantize`."""
-    grad, cast, given = inputs.grad, Cast(options), options.scale is not None
-    largest = amax_bits(grad) if given else amax_bits(grad, 0)
+    grad, cast = inputs.grad, Cast(options)
+    largest = cast.amax_bits(grad)
     # A block that had a part of both would be a matter of two tiles.
     whole = options.granularity == "tensorwise" or grad.shape[1] % BLOCK == 0
     if whole and is_fused(cast, grad, inputs.gate, inputs.up):
         made = _cast(inputs, gate_first, cast, largest)
     else:
-        made = cast_unfused(_plain(inputs, gate_first, largest if given else None), options)
-    return (*made, largest.view(torch.float32))
+        made = quantize_2d(_plain(inputs, gate_first, largest), options)
+    return (*made, as_amax(largest))
 
 
 def gate_up_backward_quantize_delayed(
     inputs: BackwardInputs, gate_first: bool, options: DelayedCastOptions
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor | None, ...]:
     """See `torch_fp8.ops.gate_up.gate_up_backward_quantize_delayed`."""
     grad, cast = inputs.grad, Cast.delayed(options)
     if is_fused(cast, grad, inputs.gate, inputs.up):
-        largest = grad.new_empty((), dtype=torch.int32)
-        q, s, qt, _ = _cast(inputs, gate_first, cast, largest)
-        return q, s, qt, largest.view(torch.float32)
+        taken = cast.amax_bits(grad)
+        return (*_cast(inputs, gate_first, cast, taken)[:3], as_amax(taken))
     largest = amax_bits(grad)
     both = _plain(inputs, gate_first, largest)
     amax = largest.view(torch.float32)
     return (*cast_delayed_unfused(both, options, amax), amax)
 
 
-def _cast(inputs: BackwardInputs, gate_first: bool, cast: Cast, largest: Tensor) -> Layouts:
+def _cast(inputs: BackwardInputs, gate_first: bool, cast: Cast, largest: Tensor | None) -> Layouts:
     """Compute the gradient (R, 2 C) in FP8, and its amax where asked for; see `cast_gradients`."""
-    made = cast.options.empty_layouts(inputs.grad, 2 * inputs.grad.shape[1])
+    made = cast.options.new_layouts(inputs.grad, 2 * inputs.grad.shape[1])
     halves = [_halves(t, dim, gate_first) for t, dim in zip(made, (1, 1, 0, 0), strict=True)]
     dgate, dup = zip(*halves, strict=True)
     cast_gradients(inputs, cast, (*dgate, *dup), largest, joined=True)
@@ -76,9 +77,9 @@ def _plain(inputs: BackwardInputs, gate_first: bool, largest: Tensor | None) -> 
     return both
 
 
-def _halves(x: Tensor, dim: int, gate_first: bool) -> tuple[Tensor, Tensor]:
+def _halves(x: Any, dim: int, gate_first: bool) -> tuple[Any, Any]:
     """Return gate's and up's halves of a matrix, as views; what is no matrix serves for both."""
-    if x.ndim < 2:
+    if x is None or x.ndim < 2:
         return x, x
     size = x.shape[dim] // 2
     first, second = x.narrow(dim, 0, size), x.narrow(dim, size, size)

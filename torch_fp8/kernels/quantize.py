@@ -11,6 +11,8 @@ Launch configurations are fixed, not tuned at run time, so that a run is reprodu
 fast. The reasons stand beside them.
 """
 
+from collections.abc import Iterable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -29,7 +31,7 @@ from torch_fp8.kernels.quantize_kernels import (
 from torch_fp8.quantization.formats import format_of
 from torch_fp8.quantization.payload_shape import (
     COL_ALIGNMENT,
-    Made,
+    Layouts,
     new_payload,
     new_scales,
 )
@@ -66,7 +68,7 @@ BLOCK_GRANULARITIES = ("block_1x128", "block_128x128", "block_1x32")
 
 def quantize_2d(
     x: Tensor, options: CastOptions, sums: TileSums | None = None, pads: bool = True
-) -> Made:
+) -> Layouts:
     """Quantize x along its last dimension (rowwise) and x^T along its own (columnwise).
 
     Args:
@@ -75,18 +77,18 @@ def quantize_2d(
         sums: filled, if given, where x is cast in tiles.
         pads: whether the column layout is padded; else it is (C, R).
     Returns:
-        qdata (R, C), its float32 scale, qdata of x^T (C, R'), its scale, None for what was not
-        asked for; R' is `padded_rows`. All are contiguous, but scales of block_1x128: see
-        `new_group_scales`. Tensorwise, both scales are the same () tensor.
+        See `Layouts`. All are contiguous, but scales of block_1x128: see `new_group_scales`.
     """
     granularity = options.granularity
     if x.stride(1) != 1 and x.stride(0) == 1:  # loads run along the contiguous dimension
         if sums is not None:
             sums.turn()
-        by_col, scale_col, *by_row = quantize_2d(x.t(), options.transposed(), sums, pads=False)
+        by_col, scale_col, by_row, scale = quantize_2d(x.t(), options.transposed(), sums, False)
         if sums is not None:
             sums.turn()
-        return (*by_row, pad_columns(by_col, granularity), scale_col)
+        if granularity == "tensorwise":
+            scale, scale_col = scale_col, None
+        return by_row, scale, pad_columns(by_col, granularity), scale_col
     with torch.cuda.device_of(x):
         if granularity == "tensorwise":
             return _tensorwise(x, options, sums, pads)
@@ -99,7 +101,7 @@ def quantize_2d(
     raise ValueError(f"unknown granularity {granularity!r}")
 
 
-def _tensorwise(x: Tensor, options: CastOptions, sums: TileSums | None, pads: bool) -> Made:
+def _tensorwise(x: Tensor, options: CastOptions, sums: TileSums | None, pads: bool) -> Layouts:
     source, scale, partial = "given", options.scale, None
     if scale is None and x.numel() == 0:
         scale = torch.ones((), dtype=torch.float32, device=x.device)
@@ -110,7 +112,7 @@ def _tensorwise(x: Tensor, options: CastOptions, sums: TileSums | None, pads: bo
         options = options._replace(power_of_two=False)  # it is as it is
     pad = pad_of(x.shape[0], "tensorwise", pads)
     by_row, by_col = _cast_tiles(x, options, source, scale, partial, pad, sums)
-    return by_row, scale if options.rowwise else None, by_col, scale if options.columnwise else None
+    return by_row, scale if options.scale is None else None, by_col, None
 
 
 def _partial_amax(x: Tensor) -> Tensor:
@@ -189,8 +191,7 @@ def _cast_tiles(
             x,
             scale,
             scale if partial is None else partial,
-            _bytes(by_row, scale),
-            _bytes(by_col, scale),
+            *pointers((by_row, by_col), scale),
             x.stride(0),
             x.stride(1),
             rows,
@@ -220,7 +221,7 @@ def _rows(x: Tensor, options: CastOptions) -> tuple[Tensor | None, Tensor | None
     block_r = max(1, 4096 // block_c)  # short rows: several of them, 32 elements per thread
     quantize_rows_kernel[(cdiv(rows, block_r),)](
         x,
-        _bytes(qdata, scale),
+        qdata.view(torch.uint8),
         scale,
         x.stride(0),
         x.stride(1),
@@ -241,7 +242,7 @@ def _partial_sums(x: Tensor, sums: TileSums | None, block: int, unused: Tensor) 
     return unused if sums is None else sums.allocate(x, cdiv(x.shape[sums.axis], block))
 
 
-def _blocks(x: Tensor, options: CastOptions, sums: TileSums | None, pads: bool) -> Made:
+def _blocks(x: Tensor, options: CastOptions, sums: TileSums | None, pads: bool) -> Layouts:
     granularity, row, col = options.granularity, options.rowwise, options.columnwise
     (rows, cols), pad = x.shape, pad_of(x.shape[0], granularity, pads)
     squares = granularity == "block_128x128"
@@ -261,24 +262,18 @@ def _blocks(x: Tensor, options: CastOptions, sums: TileSums | None, pads: bool) 
     if x.numel() and (row or col):
         unused = row_scale if row_scale is not None else col_scale
         assert unused is not None
-        pointers = (
-            x,
-            _bytes(by_row, unused),
-            unused if row_scale is None else row_scale,
-            _bytes(by_col, unused),
-            unused if col_scale is None else col_scale,
-        )
+        tensors = (x, *pointers((by_row, row_scale, by_col, col_scale), unused))
         sizes = (x.stride(0), x.stride(1), rows, cols)
         how = cast_flags(options)
         if squares and odd:
             quantize_odd_squares_kernel[(cdiv(rows, BLOCK) * cdiv(cols, BLOCK),)](
-                *pointers, *sizes, **how, BLOCK_SIZE=BLOCK, SLICE=ODD_SLICE, num_warps=ODD_WARPS
+                *tensors, *sizes, **how, BLOCK_SIZE=BLOCK, SLICE=ODD_SLICE, num_warps=ODD_WARPS
             )
         else:
             block_r = ODD_SLICE if odd and row else BLOCK
             block_c = ODD_SLICE if odd and col else BLOCK
             quantize_blocks_kernel[(cdiv(rows, block_r) * cdiv(cols, block_c),)](
-                *pointers,
+                *tensors,
                 *sizes,
                 _partial_sums(x, sums, BLOCK, unused),
                 SUM_AXIS=-1 if sums is None else sums.axis,
@@ -329,8 +324,9 @@ def pad_columns(qdata: Tensor | None, granularity: str) -> Tensor | None:
     return F.pad(qdata.view(torch.uint8), (0, more)).view(qdata.dtype)
 
 
-def _bytes(qdata: Tensor | None, unused: Tensor | None) -> Tensor | None:
-    """View a payload as the bytes that a kernel takes; any pointer for None, which it does not
-    touch.
-    """
-    return unused if qdata is None else qdata.view(torch.uint8)
+def pointers(tensors: Iterable[Tensor | None], unused: Tensor) -> list[Tensor]:
+    """Return tensors as kernels take them, FP8 as bytes; `unused` for None, which none touches."""
+    return [
+        unused if t is None else t.view(torch.uint8) if t.dtype.itemsize == 1 else t
+        for t in tensors
+    ]

@@ -15,14 +15,20 @@ from torch_fp8.kernels.fused_launch import (
     TYPES,
     Cast,
     amax_bits,
-    cast_unfused,
+    as_amax,
     known_cast,
-    payload,
     registers,
     saved_outputs,
 )
 from torch_fp8.kernels.launch_math import cdiv, next_power_of_2
-from torch_fp8.kernels.quantize import BLOCK, MAX_ROW_IN_REGISTERS, ROW_CHUNK, TILE_WARPS
+from torch_fp8.kernels.quantize import (
+    BLOCK,
+    MAX_ROW_IN_REGISTERS,
+    ROW_CHUNK,
+    TILE_WARPS,
+    pointers,
+    quantize_2d,
+)
 from torch_fp8.kernels.rms_norm_backward_kernels import (
     norm_backward_kernel,
     wide_norm_backward_kernel,
@@ -57,14 +63,14 @@ ODD_ROW_IN_REGISTERS, ODD_CHUNK = 2048, 512
 
 def rms_norm_statistics(
     x: Tensor, weight: Tensor, eps: float, offset: float, out_dtype: torch.dtype, save: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """See `torch_fp8.ops.rms_norm.rms_norm_statistics`."""
     rows, cols = x.shape
     rstd = x.new_empty(rows, dtype=torch.float32)
     largest = amax_bits(x)
-    saved, saved_scale = saved_outputs(x, save)
+    saved = saved_outputs(x, save)
     if not x.numel():
-        return rstd.fill_(eps).rsqrt_(), largest.view(torch.float32), saved, saved_scale
+        return rstd.fill_(eps).rsqrt_(), largest.view(torch.float32), *saved
     in_registers = cols <= MAX_ROW_IN_REGISTERS
     block_c = max(next_power_of_2(cols), BLOCK) if in_registers else ROW_CHUNK
     block_r = max(1, 4096 // block_c)  # short rows: several of them, 32 elements per thread
@@ -74,8 +80,7 @@ def rms_norm_statistics(
             weight,
             rstd,
             largest,
-            payload(saved),
-            saved_scale,
+            *pointers(saved, x),
             x.stride(0),
             x.stride(1),
             weight.stride(0),
@@ -92,7 +97,7 @@ def rms_norm_statistics(
             num_warps=max(4, block_c // 1024),
             enable_fp_fusion=False,
         )
-    return rstd, largest.view(torch.float32), saved, saved_scale
+    return rstd, largest.view(torch.float32), *saved
 
 
 def rms_norm(
@@ -134,19 +139,16 @@ def rms_norm_quantize(
     """See `torch_fp8.ops.rms_norm.rms_norm_quantize`."""
     cast = Cast(options)
     if not cast.is_fused(x):
-        return cast_unfused(rms_norm(x, weight, rstd, offset, out_dtype), options)
+        return quantize_2d(rms_norm(x, weight, rstd, offset, out_dtype), options)
     rows, cols = x.shape
-    q, s, qt, st = made = options.empty_layouts(x)
+    made = options.new_layouts(x)
     with torch.cuda.device_of(x):
         norm_cast_kernel[(cdiv(rows, BLOCK) * cdiv(cols, BLOCK),)](
             x,
             weight,
             rstd,
-            cast.source(s),
-            payload(q),
-            s,
-            payload(qt),
-            st,
+            cast.source(x),
+            *pointers(made, x),
             x.stride(0),
             x.stride(1),
             weight.stride(0),
@@ -171,15 +173,14 @@ def rms_norm_quantize_once(
     out_dtype: torch.dtype,
     options: CastOptions,
     save: bool,
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor | None, ...]:
     """See `torch_fp8.ops.rms_norm.rms_norm_quantize_once`."""
     cast = Cast(options)
     if not cast.is_fused(x) or not bands_fill_the_card(x, options.granularity):
         made = rms_norm_statistics(x, weight, eps, offset, out_dtype, save)
         rstd, amax, saved, saved_scale = made
         results = rms_norm_quantize(x, weight, rstd, offset, out_dtype, options)
-        amax = amax if options.scale is not None else x.new_empty(0, dtype=torch.float32)
-        return (*results, rstd, saved, saved_scale, amax)
+        return (*results, rstd, saved, saved_scale, None if options.scale is None else amax)
     return _bands(x, weight, eps, offset, out_dtype, cast, save)
 
 
@@ -191,7 +192,7 @@ def rms_norm_quantize_delayed(
     out_dtype: torch.dtype,
     options: DelayedCastOptions,
     save: bool,
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor | None, ...]:
     """See `torch_fp8.ops.rms_norm.rms_norm_quantize_delayed`."""
     cast = Cast.delayed(options)
     if cast.is_fused(x) and bands_fill_the_card(x, "tensorwise"):
@@ -219,16 +220,11 @@ def _bands(
     out_dtype: torch.dtype,
     cast: Cast,
     save: bool,
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor | None, ...]:
     rows, cols = x.shape
-    q, s, qt, st = made = cast.options.empty_layouts(x)
-    saved, saved_scale = saved_outputs(x, save)
-    rstd = x.new_empty(rows, dtype=torch.float32)
-    delayed, given = cast.past is not None, cast.options.scale is not None
-    if delayed:
-        largest = x.new_empty((), dtype=torch.int32)
-    else:
-        largest = amax_bits(x) if given else amax_bits(x, 0)
+    made, saved = cast.options.new_layouts(x), saved_outputs(x, save)
+    rstd, largest = x.new_empty(rows, dtype=torch.float32), cast.amax_bits(x)
+    delayed = cast.past is not None
     band = BAND_ROWS[cast.options.granularity]
     narrow = band != BLOCK and x.element_size() > 2
     warps = TILE_WARPS // 2 if narrow else TILE_WARPS
@@ -239,15 +235,10 @@ def _bands(
             x,
             weight,
             rstd,
-            largest,
-            payload(saved),
-            saved_scale,
-            cast.source(s),
-            payload(q),
-            s,
-            payload(qt),
-            st,
-            *cast.history(s),
+            *pointers((largest, *saved), x),
+            cast.source(x),
+            *pointers(made, x),
+            *cast.history(x),
             x.stride(0),
             x.stride(1),
             weight.stride(0),
@@ -259,14 +250,14 @@ def _bands(
             OUT=TYPES[out_dtype],
             **cast.flags(),
             SAVE=save,
-            AMAX=given or delayed,
+            AMAX=largest is not None,
             BLOCK_R=band,
             BLOCK_C=BLOCK if few else BAND_COLS,
             num_warps=warps,
             maxnreg=registers(warps) if delayed else None,
             enable_fp_fusion=False,
         )
-    return (*made, rstd, saved, saved_scale, largest.view(torch.float32))
+    return (*made, rstd, *saved, as_amax(largest))
 
 
 def rms_norm_backward(
@@ -297,7 +288,7 @@ def rms_norm_backward(
     with torch.cuda.device_of(x):
         kernel[(slabs,)](
             grad,
-            payload(x) if saved else x,
+            *pointers((x,), x),
             x_scale if saved else partial,
             weight,
             rstd,

@@ -14,15 +14,14 @@ from torch_fp8.kernels.fused_launch import (
     TYPES,
     Cast,
     amax_bits,
+    as_amax,
     cast_delayed_unfused,
-    cast_unfused,
-    payload,
     registers,
     save_unfused,
     saved_outputs,
 )
 from torch_fp8.kernels.launch_math import cdiv
-from torch_fp8.kernels.quantize import BLOCK, TILE_WARPS
+from torch_fp8.kernels.quantize import BLOCK, TILE_WARPS, pointers, quantize_2d
 from torch_fp8.kernels.swiglu_kernels import swiglu_cast_kernel, swiglu_kernel
 
 # Where no column layout asks for 128 rows: 16 elements of each operand for each of 256 threads.
@@ -72,69 +71,56 @@ def swiglu(gate: Tensor, up: Tensor, smooth: Tensor | None) -> Tensor:
 
 def swiglu_save(
     gate: Tensor, up: Tensor, smooth: Tensor | None, save: bool = True
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor | None, ...]:
     """See `torch_fp8.ops.swiglu.swiglu_save`."""
-    *saved, amax = _cast(gate, up, smooth, None, save=save, amax=True)[4:]
-    return (*saved, amax)
+    return _cast(gate, up, smooth, None, save)[4:]
 
 
 def swiglu_quantize(
     gate: Tensor, up: Tensor, smooth: Tensor | None, options: CastOptions, save: bool
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor | None, ...]:
     """See `torch_fp8.ops.swiglu.swiglu_quantize`."""
-    cast, given = Cast(options), options.scale is not None
+    cast = Cast(options)
     if is_fused(cast, gate, up):
-        return _cast(gate, up, smooth, cast, save=save, amax=given)
-    made = cast_unfused(swiglu(gate, up, smooth), options)
+        return _cast(gate, up, smooth, cast, save)
+    made = quantize_2d(swiglu(gate, up, smooth), options)
     saved = (*save_unfused(gate, save), *save_unfused(up, save))
-    if not given:
-        return (*made, *saved, gate.new_empty(0, dtype=torch.float32))
-    return (*made, *saved, _cast(gate, up, smooth, None, save=False, amax=True)[8])
+    amax = None if options.scale is None else swiglu_save(gate, up, smooth, False)[4]
+    return (*made, *saved, amax)
 
 
 def swiglu_quantize_delayed(
     gate: Tensor, up: Tensor, smooth: Tensor | None, options: DelayedCastOptions, save: bool
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor | None, ...]:
     """See `torch_fp8.ops.swiglu.swiglu_quantize_delayed`."""
     cast = Cast.delayed(options)
     if is_fused(cast, gate, up):
-        q, s, qt, _, *others = _cast(gate, up, smooth, cast, save=save, amax=True)
+        q, s, qt, _, *others = _cast(gate, up, smooth, cast, save)
         return (q, s, qt, *others)
     *saved, amax = swiglu_save(gate, up, smooth, save)
+    assert amax is not None
     made = cast_delayed_unfused(swiglu(gate, up, smooth), options, amax)
     return (*made, *saved, amax)
 
 
 def _cast(
-    gate: Tensor, up: Tensor, smooth: Tensor | None, cast: Cast | None, *, save: bool, amax: bool
-) -> tuple[Tensor, ...]:
+    gate: Tensor, up: Tensor, smooth: Tensor | None, cast: Cast | None, save: bool
+) -> tuple[Tensor | None, ...]:
     """Compute what `swiglu_quantize` returns in one launch; no layouts without a `cast`."""
     rows, cols = gate.shape
-    if cast is not None and cast.past is not None:
-        largest = gate.new_empty((), dtype=torch.int32)
-    else:
-        largest = amax_bits(gate) if amax else amax_bits(gate, 0)
-    gate_q, gate_s = saved_outputs(gate, save)
-    up_q, up_s = saved_outputs(up, save)
-    q, s, qt, st = made = (gate_q, gate_s) * 2 if cast is None else cast.options.empty_layouts(gate)
+    largest = amax_bits(gate) if cast is None else cast.amax_bits(gate)
+    saved = (*saved_outputs(gate, save), *saved_outputs(up, save))
+    made = (None,) * 4 if cast is None else cast.options.new_layouts(gate)
     block_r, warps, maxnreg = tile(cast, rows)
     if gate.numel():
         with torch.cuda.device_of(gate):
             swiglu_cast_kernel[(cdiv(rows, block_r) * cdiv(cols, BLOCK),)](
                 gate,
                 up,
-                gate_s if smooth is None else smooth,
-                largest,
-                payload(gate_q),
-                gate_s,
-                payload(up_q),
-                up_s,
-                s if cast is None else cast.source(s),
-                payload(q),
-                s,
-                payload(qt),
-                st,
-                *((s, s, 0, 1.0) if cast is None else cast.history(s)),
+                *pointers((smooth, largest, *saved), gate),
+                gate if cast is None else cast.source(gate),
+                *pointers(made, gate),
+                *((gate, gate, 0, 1.0) if cast is None else cast.history(gate)),
                 *gate.stride(),
                 *up.stride(),
                 0 if smooth is None else smooth.stride(0),
@@ -143,7 +129,7 @@ def _cast(
                 OUT=TYPES[gate.dtype],
                 SMOOTH=smooth is not None,
                 SAVE=save,
-                AMAX=amax,
+                AMAX=largest is not None,
                 **(_NO_CAST if cast is None else cast.flags()),
                 BLOCK_R=block_r,
                 BLOCK_C=BLOCK,
@@ -151,7 +137,7 @@ def _cast(
                 maxnreg=maxnreg,
                 enable_fp_fusion=False,
             )
-    return (*made, gate_q, gate_s, up_q, up_s, largest.view(torch.float32))
+    return (*made, *saved, as_amax(largest))
 
 
 def is_fused(cast: Cast, *inputs: Tensor) -> bool:

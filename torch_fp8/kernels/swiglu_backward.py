@@ -16,13 +16,12 @@ from torch_fp8.kernels.fused_launch import (
     TYPES,
     Cast,
     amax_bits,
+    as_amax,
     cast_delayed_unfused,
-    cast_unfused,
-    payload,
     registers,
 )
 from torch_fp8.kernels.launch_math import cdiv
-from torch_fp8.kernels.quantize import BLOCK
+from torch_fp8.kernels.quantize import BLOCK, pointers, quantize_2d
 from torch_fp8.kernels.swiglu import ROWS, WARPS, is_fused, tile
 from torch_fp8.kernels.swiglu_backward_kernels import (
     swiglu_backward_cast_kernel,
@@ -54,11 +53,9 @@ def _operands(
 ) -> tuple[list[Tensor], list[int], dict[str, object]]:
     """Return pointers, strides and flags of backward's inputs, in the order of its kernels."""
     grad, gate, gate_scale, up, up_scale, smooth, out_dtype = inputs
-    pointers, strides = [grad], [*grad.stride()]
+    strides = [*grad.stride()]
     for x, scale in ((gate, gate_scale), (up, up_scale)):
-        pointers += [x, unused] if scale is None else [payload(x), scale]
         strides += [*x.stride(), *((0, 0) if scale is None else scale.stride())]
-    pointers.append(unused if smooth is None else smooth)
     strides.append(0 if smooth is None else smooth.stride(0))
     flags = {
         "OUT": TYPES[out_dtype],
@@ -66,7 +63,7 @@ def _operands(
         "GATE_SAVED": gate_scale is not None,
         "UP_SAVED": up_scale is not None,
     }
-    return pointers, strides, flags
+    return pointers((grad, gate, gate_scale, up, up_scale, smooth), unused), strides, flags
 
 
 def store_gradients(
@@ -87,13 +84,11 @@ def store_gradients(
     if not grad.numel():
         return
     unused = grad if dgate is None else dgate
-    pointers, strides, flags = _operands(inputs, unused)
+    operands, strides, flags = _operands(inputs, unused)
     with torch.cuda.device_of(grad):
         swiglu_backward_kernel[(cdiv(rows, ROWS) * cdiv(cols, BLOCK),)](
-            *pointers,
-            unused,
-            unused if dup is None else dup,
-            unused if largest is None else largest,
+            *operands,
+            *pointers((dgate, dup, largest), unused),
             *strides,
             rows,
             cols,
@@ -108,35 +103,38 @@ def store_gradients(
         )
 
 
-def swiglu_backward_quantize(inputs: BackwardInputs, options: CastOptions) -> tuple[Tensor, ...]:
+def swiglu_backward_quantize(
+    inputs: BackwardInputs, options: CastOptions
+) -> tuple[Tensor | None, ...]:
     """See `torch_fp8.ops.swiglu_backward.swiglu_backward_quantize`."""
-    grad, cast, given = inputs.grad, Cast(options), options.scale is not None
-    largest = amax_bits(grad, 2 if given else 0)
-    if not is_fused(cast, grad, inputs.gate, inputs.up):
+    grad, cast = inputs.grad, Cast(options)
+    largest = cast.amax_bits(grad, 2)
+    if is_fused(cast, grad, inputs.gate, inputs.up):
+        made = (*options.new_layouts(grad), *options.new_layouts(grad))
+        cast_gradients(inputs, cast, made, largest)
+    else:
         dgate, dup = _room(inputs), _room(inputs)
-        store_gradients(inputs, dgate, dup, largest if given else None)
-        made = (*cast_unfused(dgate, options.part(0)), *cast_unfused(dup, options.part(1)))
-        return (*made, largest.view(torch.float32))
-    made = (*options.empty_layouts(grad), *options.empty_layouts(grad))
-    cast_gradients(inputs, cast, made, largest)
-    return (*made, largest.view(torch.float32))
+        store_gradients(inputs, dgate, dup, largest)
+        made = (*quantize_2d(dgate, options.part(0)), *quantize_2d(dup, options.part(1)))
+    return (*made, as_amax(largest))
 
 
 def swiglu_backward_quantize_delayed(
     inputs: BackwardInputs, up_amaxes: Tensor, up_progress: Tensor, of_gate: DelayedCastOptions
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor | None, ...]:
     """See `torch_fp8.ops.swiglu_backward.swiglu_backward_quantize_delayed`."""
     grad, cast = inputs.grad, Cast.delayed(of_gate)
     of_up = of_gate._replace(amaxes=up_amaxes, progress=up_progress)
     if is_fused(cast, grad, inputs.gate, inputs.up):
-        largest = grad.new_empty(2, dtype=torch.int32)
-        made = (*cast.options.empty_layouts(grad), *cast.options.empty_layouts(grad))
-        cast_gradients(inputs, cast, made, largest, up_past=of_up)
-        return (*made[:3], *made[4:7], largest.view(torch.float32))
+        taken = cast.amax_bits(grad, 2)
+        made = (*cast.options.new_layouts(grad), *cast.options.new_layouts(grad))
+        cast_gradients(inputs, cast, made, taken, up_past=of_up)
+        return (*made[:3], *made[4:7], as_amax(taken))
     largest = amax_bits(grad, 2)
     gradients = _room(inputs), _room(inputs)
     store_gradients(inputs, *gradients, largest)
-    amaxes, results = largest.view(torch.float32), []
+    amaxes = largest.view(torch.float32)
+    results: list[Tensor | None] = []
     for d, how, amax in zip(gradients, (of_gate, of_up), amaxes.unbind(), strict=True):
         results += cast_delayed_unfused(d, how, amax)
     return (*results, amaxes)
@@ -145,8 +143,8 @@ def swiglu_backward_quantize_delayed(
 def cast_gradients(
     inputs: BackwardInputs,
     cast: Cast,
-    made: Sequence[Tensor],
-    largest: Tensor,
+    made: Sequence[Tensor | None],
+    largest: Tensor | None,
     joined: bool = False,
     up_past: DelayedCastOptions | None = None,
 ) -> None:
@@ -159,8 +157,8 @@ def cast_gradients(
     """
     grad = inputs.grad
     rows, cols = grad.shape
-    pointers, strides, flags = _operands(inputs, grad)
-    source = cast.source(made[1])
+    operands, strides, flags = _operands(inputs, grad)
+    source = cast.source(grad)
     gate_past, (length, headroom) = cast.history(grad)[:2], cast.history(grad)[2:]
     past = gate_past if up_past is None else (up_past.amaxes, up_past.progress)
     block_r, warps, maxnreg = tile(cast, rows)
@@ -168,10 +166,9 @@ def cast_gradients(
         maxnreg = registers(warps)
     with torch.cuda.device_of(grad):
         swiglu_backward_cast_kernel[(2 * cdiv(rows, block_r) * cdiv(cols, BLOCK),)](
-            *pointers,
+            *operands,
             source,
-            largest,
-            *(payload(t) if t.dtype == cast.options.dtype else t for t in made),
+            *pointers((largest, *made), grad),
             *gate_past,
             *past,
             length,

@@ -1,10 +1,9 @@
 """What RMSNorm and SwiGLU that emit FP8 share: the cast of their result, and what they save.
 
 Legend: R rows, C columns. Layouts are those of ``torch_fp8::quantize_2d``: ``(q, s, qt, st)`` is
-y quantized along C, its scale, y^T quantized along R, its scale; what was not asked for is an
-empty tensor. A tensorwise scale must be known before the cast, as `scale` or as `amax`: a producer
-that computed its result in order to find the maximum would compute it twice. Or it comes from the
-amaxes of the past, see `DelayedCastOptions`.
+y quantized along C, its scale, y^T quantized along R, its scale. A tensorwise scale must be known
+before the cast, as `scale` or as `amax`: a producer that computed its result in order to find the
+maximum would compute it twice. Or it comes from the amaxes of the past, see `DelayedCastOptions`.
 """
 
 import torch
@@ -12,12 +11,14 @@ from torch import Tensor
 
 from torch_fp8.autograd.checkpoint_pass import stand_in
 from torch_fp8.kernels.arguments import CastOptions, DelayedCastOptions
-from torch_fp8.ops.quantize import QuantizedTensor, dequantize
+from torch_fp8.ops.quantize import QuantizedTensor, dequantize, quantize_2d
 from torch_fp8.quantization.formats import E4M3, format_of
 from torch_fp8.quantization.payload_shape import Layouts, scale_shape
 from torch_fp8.quantization.recipe import Granularity
 from torch_fp8.quantization.scaling import delayed_scale, scale_from_amax, tensor_amax
 
+DelayedLayouts = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor]
+"""``(q, scale, qt, amax)`` of a cast with delayed scaling; None for what was not asked for."""
 SAVED: Granularity = "block_1x128"
 """The granularity of tensors saved for backward: E4M3 along C with power-of-two scales (COAT's
 groups, arXiv 2410.19313 section 4, with Hopper's block length).
@@ -42,7 +43,7 @@ def cast_result(y: Tensor, options: CastOptions) -> Layouts:
     Args:
         options: how; tensorwise with either a scale, which is used as it is, or an amax.
     Returns:
-        Layouts; tensorwise, s is () if it was made here and empty if it was given, st is empty.
+        See `Layouts`.
     Raises:
         ValueError: if tensorwise has not exactly one of amax and scale, or another has any.
     """
@@ -51,17 +52,17 @@ def cast_result(y: Tensor, options: CastOptions) -> Layouts:
     if options.amax is not None:
         made = scale_from_amax(options.amax, format_of(options.dtype), options.power_of_two)
         options = options._replace(scale=made, amax=None)
-    q, s, qt, st = torch.ops.torch_fp8.quantize_2d(y, *options)
+    q, s, qt, st = quantize_2d(y, options)
     return q, s if made is None else made, qt, st
 
 
 def cast_result_fake(y: Tensor, options: CastOptions) -> Layouts:
     """Return empty tensors of the shapes of `cast_result`, which refuses as that does."""
     check_scale(options)
-    return options.empty_layouts(y)
+    return options.new_layouts(y)
 
 
-def cast_delayed(y: Tensor, options: DelayedCastOptions) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def cast_delayed(y: Tensor, options: DelayedCastOptions) -> DelayedLayouts:
     """Return ``(q, scale, qt, amax)`` of y (R, C); scale and amax are () float32."""
     amax = tensor_amax(y)
     format = format_of(options.dtype)
@@ -70,21 +71,19 @@ def cast_delayed(y: Tensor, options: DelayedCastOptions) -> tuple[Tensor, Tensor
     return q, scale, qt, amax
 
 
-def cast_delayed_fake(
-    y: Tensor, options: DelayedCastOptions
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def cast_delayed_fake(y: Tensor, options: DelayedCastOptions) -> DelayedLayouts:
     """Return empty tensors of the shapes of `cast_delayed`."""
-    q, scale, qt, _ = options.with_scale(None).empty_layouts(y)
+    q, scale, qt, _ = options.with_scale(None).new_layouts(y)
     return q, scale, qt, y.new_empty((), dtype=torch.float32)
 
 
-def taken_amax(y: Tensor, options: CastOptions) -> Tensor:
-    """Return the amax () of y where a scale was given, whose history wants it; else empty."""
-    return no_amax(y) if options.scale is None else tensor_amax(y)
+def taken_amax(y: Tensor, options: CastOptions) -> Tensor | None:
+    """Return the amax () of y where a scale was given, whose history wants it."""
+    return None if options.scale is None else tensor_amax(y)
 
 
-def save_input(x: Tensor, wanted: bool = True) -> tuple[Tensor, Tensor]:
-    """Return x as backward needs it: E4M3 (R, C), scale (R, ceil(C / 128)); else empty tensors."""
+def save_input(x: Tensor, wanted: bool = True) -> tuple[Tensor | None, Tensor | None]:
+    """Return x as backward needs it, if it is wanted: E4M3 (R, C), scale (R, ceil(C / 128))."""
     q, s, _, _ = cast_result(x, CastOptions(E4M3.dtype, SAVED, True, wanted, False))
     return q, s
 
@@ -98,8 +97,3 @@ def saved_stand_ins(x: Tensor) -> tuple[Tensor, Tensor]:
 def saved_values(x: Tensor, scale: Tensor | None) -> Tensor:
     """Return a saved tensor, FP8 with its scale or plain with None, as float32 (R, C)."""
     return x.float() if scale is None else dequantize(QuantizedTensor(x, scale, SAVED))
-
-
-def no_amax(x: Tensor) -> Tensor:
-    """Return the empty tensor that stands for an amax that was not asked for."""
-    return x.new_empty(0, dtype=torch.float32)

@@ -18,11 +18,11 @@ from torch import Tensor
 
 from torch_fp8.kernels.arguments import BackwardInputs, CastOptions, DelayedCastOptions
 from torch_fp8.ops.fused_quantize import (
+    DelayedLayouts,
     cast_delayed,
     cast_delayed_fake,
     cast_result,
     cast_result_fake,
-    no_amax,
     taken_amax,
 )
 from torch_fp8.ops.registry import operator
@@ -70,16 +70,16 @@ def gate_up_backward_amax(inputs: BackwardInputs) -> Tensor:
 
 def _quantize_fake(
     inputs: BackwardInputs, gate_first: bool, options: CastOptions
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor | None, ...]:
     both = _backward_fake(inputs, gate_first)
-    taken = no_amax(both) if options.scale is None else _amax_fake(inputs)
+    taken = None if options.scale is None else _amax_fake(inputs)
     return (*cast_result_fake(both, options), taken)
 
 
 @operator(_quantize_fake, _kernels, results=5)
 def gate_up_backward_quantize(
     inputs: BackwardInputs, gate_first: bool, options: CastOptions
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor | None, ...]:
     """Cast `gate_up_backward` to FP8 in the layouts asked for, in one read.
 
     Unfused, on CUDA, rowwise, where C is no multiple of 16, and in blocks where it is none of 128,
@@ -90,7 +90,7 @@ def gate_up_backward_quantize(
         options: the cast; tensorwise with the amax of `gate_up_backward_amax`, or with a scale.
     Returns:
         ``(q, s, qt, st, amax)``, the first four as told in `torch_fp8.ops.fused_quantize`; amax ()
-        where a scale was given, and empty otherwise.
+        where a scale was given, and None otherwise.
     Raises:
         ValueError: if tensorwise has not exactly one of amax and scale, or another has any.
     """
@@ -100,14 +100,14 @@ def gate_up_backward_quantize(
 
 def _delayed_fake(
     inputs: BackwardInputs, gate_first: bool, options: DelayedCastOptions
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> DelayedLayouts:
     return cast_delayed_fake(_backward_fake(inputs, gate_first), options)
 
 
 @operator(_delayed_fake, _kernels)
 def gate_up_backward_quantize_delayed(
     inputs: BackwardInputs, gate_first: bool, options: DelayedCastOptions
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> DelayedLayouts:
     """Cast as `gate_up_backward_quantize`, with the tensorwise scale that a history suggests.
 
     Args:

@@ -27,14 +27,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torch_fp8.kernels.arguments import CastOptions
-from torch_fp8.ops.registry import emulates_casts, operator
+from torch_fp8.ops.registry import operator
 from torch_fp8.ops.transpose import transposed_bytes
 from torch_fp8.quantization.formats import Format, format_of
 from torch_fp8.quantization.payload_shape import (
     BLOCK_SHAPE,
     SQUARE,
     Layouts,
-    Made,
     new_group_scales,
     padded_rows,
 )
@@ -175,26 +174,6 @@ def _quantize_blocks(
     return qdata.contiguous(), scale
 
 
-def _no_qdata(x: Tensor, options: CastOptions) -> Tensor:
-    return x.new_empty(0, dtype=options.dtype)
-
-
-def _no_scale(x: Tensor) -> Tensor:
-    return x.new_empty(0, dtype=torch.float32)
-
-
-def _quantize_2d_cuda(x: Tensor, options: CastOptions) -> Layouts:
-    return options.present(x, _quantize_2d_eager(x, options))
-
-
-def _quantize_2d_eager(x: Tensor, options: CastOptions) -> Made:
-    """Run `quantize_2d` in eager code; outputs that were not asked for are unspecified."""
-    if emulates_casts(x.device):
-        return quantize_2d.reference(x, options)
-    made: Made = _kernels().quantize_2d(x, options)
-    return made
-
-
 @functools.cache
 def _kernels() -> Any:
     from torch_fp8.kernels import quantize  # Triton is imported where it is used
@@ -203,38 +182,35 @@ def _kernels() -> Any:
 
 
 def _quantize_2d_fake(x: Tensor, options: CastOptions) -> Layouts:
-    return options.empty_layouts(x)
+    return options.new_layouts(x)
 
 
-@operator(_quantize_2d_fake, cuda=_quantize_2d_cuda, eager=_quantize_2d_eager)
+@operator(_quantize_2d_fake, _kernels)
 def quantize_2d(x: Tensor, options: CastOptions) -> Layouts:
-    """Cast x and its transpose; what was not asked for is an empty tensor.
+    """Cast x and its transpose.
 
     Args:
         x: (R, C), any strides.
         options: how.
     Returns:
-        qdata (R, C), its scale, qdata of x^T (C, R'), its scale. Tensorwise, the second is the one
-        scale of both layouts, or empty if it was given, and the fourth is empty. All contiguous,
-        but scales of block_1x128, which are laid out by `new_group_scales`.
+        See `Layouts`. All contiguous, but scales of block_1x128, which are laid out by
+        `new_group_scales`.
     """
     format, granularity = format_of(options.dtype), options.granularity
     more = padded_rows(x.shape[0], granularity) - x.shape[0]
     if granularity == "tensorwise":
-        made, scale = _no_scale(x), options.scale
+        made, scale = None, options.scale
         if scale is None:
             amax = tensor_amax(x) if options.amax is None else options.amax
             scale = made = scale_from_amax(amax, format, options.power_of_two)
         qdata = cast_saturating(x.float(), scale, format)
-        row = qdata.contiguous() if options.rowwise else _no_qdata(x, options)
-        col = _no_qdata(x, options)
-        if options.columnwise:
-            col = transposed_bytes.reference(qdata, x.shape[0] + more)
-        return row, made, col, _no_scale(x)
+        row = qdata.contiguous() if options.rowwise else None
+        col = transposed_bytes.reference(qdata, x.shape[0] + more) if options.columnwise else None
+        return row, made, col, None
 
-    def one(matrix: Tensor, wanted: bool) -> tuple[Tensor, Tensor]:
+    def one(matrix: Tensor, wanted: bool) -> tuple[Tensor | None, Tensor | None]:
         if not wanted:
-            return _no_qdata(x, options), _no_scale(x)
+            return None, None
         qdata, scale = _quantize_rows(matrix.float(), format, granularity, options.power_of_two)
         if granularity == "block_1x128":
             scale = new_group_scales(scale, *qdata.shape).copy_(scale)

@@ -12,7 +12,7 @@ from torch_fp8.kernels.arguments import CastOptions
 from torch_fp8.ops.quantize import Payloads, as_layouts, quantize_2d
 from torch_fp8.ops.registry import emulates_casts, operator
 
-Outputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+Outputs = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor]
 
 
 def quantize_layouts_and_sum(
@@ -33,11 +33,11 @@ def _quantize_2d_sum_cuda(x: Tensor, options: CastOptions, sum_dtype: torch.dtyp
 
     sums = TileSums()
     made = quantize.quantize_2d(x, options, sums)
-    return (*options.present(x, made), sums.total(x, sum_dtype))
+    return (*made, sums.total(x, sum_dtype))
 
 
 def _quantize_2d_sum_fake(x: Tensor, options: CastOptions, sum_dtype: torch.dtype) -> Outputs:
-    return (*options.empty_layouts(x), x.new_empty(x.shape[1], dtype=sum_dtype))
+    return (*options.new_layouts(x), x.new_empty(x.shape[1], dtype=sum_dtype))
 
 
 @operator(_quantize_2d_sum_fake, cuda=_quantize_2d_sum_cuda)

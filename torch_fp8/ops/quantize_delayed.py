@@ -130,24 +130,16 @@ def _quantize_2d_delayed_cuda(
 
     sums = None if sum_dtype is None else TileSums()
     qdata, scale, qdata_t = quantize_delayed.quantize_2d_delayed(x, options, last, sums)
-    return (
-        x.new_empty(0, dtype=options.dtype) if qdata is None else qdata,
-        scale,
-        x.new_empty(0, dtype=options.dtype) if qdata_t is None else qdata_t,
-        _no_sums(x) if sums is None or sum_dtype is None else sums.total(x, sum_dtype),
-    )
+    total = None if sums is None or sum_dtype is None else sums.total(x, sum_dtype)
+    return qdata, scale, qdata_t, total
 
 
 def _quantize_2d_delayed_fake(
     x: Tensor, options: DelayedCastOptions, last: Tensor | None, sum_dtype: torch.dtype | None
 ) -> Layouts:
-    qdata, scale, qdata_t, _ = options.with_scale(None).empty_layouts(x)
-    sums = _no_sums(x) if sum_dtype is None else x.new_empty(x.shape[1], dtype=sum_dtype)
+    qdata, scale, qdata_t, _ = options.with_scale(None).new_layouts(x)
+    sums = None if sum_dtype is None else x.new_empty(x.shape[1], dtype=sum_dtype)
     return qdata, scale, qdata_t, sums
-
-
-def _no_sums(x: Tensor) -> Tensor:
-    return x.new_empty(0, dtype=torch.float32)
 
 
 def _kernels() -> Any:
@@ -202,13 +194,13 @@ def quantize_2d_delayed(
         last: () float32 that receives the scale, or None.
         sum_dtype: the dtype of the sums; None: not wanted.
     Returns:
-        qdata (R, C), scale (), qdata of x^T (C, R'), ``x.sum(0)``; empty if not asked for. The
+        qdata (R, C), scale (), qdata of x^T (C, R'), ``x.sum(0)``; None if not asked for. The
         kernel adds up in another order.
     """
     how = options.dtype, options.algorithm, options.margin
     scale = advance_history.reference(options.amaxes, last, tensor_amax(x), *how)
     qdata, _, qdata_t, _ = quantize_2d.reference(x, options.with_scale(scale))
-    sums = _no_sums(x)
+    sums = None
     if sum_dtype is not None:
         sums = x.sum(0, dtype=torch.float32).to(sum_dtype)
     return qdata, scale, qdata_t, sums

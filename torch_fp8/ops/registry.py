@@ -55,11 +55,12 @@ def operator(
     results: int | None = None,
     mutates: Sequence[str] = (),
     cuda: Callable[..., Any] | None = None,
-    eager: Callable[..., Any] | None = None,
 ) -> Callable[[Callable[P, R]], Operator[P, R]]:
     """Define ``torch.ops.torch_fp8.<name>`` from its reference, and return who calls it.
 
-    The first argument is a tensor, or a tuple that begins with one; all are positional.
+    The first argument is a tensor, or a tuple that begins with one; all are positional. Among
+    several results, those that do not exist are None; the dispatcher returns empty tensors for
+    them.
 
     Args:
         fake: takes the same arguments and returns empty tensors of the results' shapes.
@@ -68,8 +69,6 @@ def operator(
         results: how many tensors come back, where the annotation does not tell.
         mutates: the names of the tensors that are written.
         cuda: instead of the function of `kernels`.
-        eager: instead of `cuda` where the dispatcher is not asked, which alone minds what is
-            returned.
     """
 
     def define_operator(reference: Callable[P, R]) -> Operator[P, R]:
@@ -85,7 +84,7 @@ def operator(
         parameters, schema = _schema(reference, results, mutates)
         implementations = on_cpu, cuda or launch, fake
         of_flat = (_unflattened(f, parameters) for f in implementations)
-        call = define(schema, *of_flat, eager=eager or cuda or launch)
+        call = define(schema, *of_flat, eager=cuda or launch)
         functools.update_wrapper(call, reference)
         call.reference = reference
         return cast("Operator[P, R]", call)
@@ -142,9 +141,10 @@ def _flat(args: Sequence[Any]) -> list[Any]:
 def _unflattened(
     function: Callable[..., Any], parameters: Sequence[_Parameter]
 ) -> Callable[..., Any]:
-    """Return `function` of flat arguments; those at the end that have their defaults may lack."""
-    if all(p.cls is None for p in parameters):
-        return function
+    """Return `function` of flat arguments; those at the end that have their defaults may lack.
+
+    It returns an empty tensor for each result that does not exist, as schemas have no other.
+    """
 
     def of_flat(*args: Any) -> Any:
         grouped, start = [], 0
@@ -153,7 +153,11 @@ def _unflattened(
                 break
             grouped.append(args[start] if cls is None else cls(*args[start : start + size]))
             start += size
-        return function(*grouped)
+        made = function(*grouped)
+        if not isinstance(made, tuple):
+            return made
+        float32 = torch.float32
+        return tuple(args[0].new_empty(0, dtype=float32) if t is None else t for t in made)
 
     return of_flat
 

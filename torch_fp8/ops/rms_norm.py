@@ -28,7 +28,6 @@ from torch_fp8.ops.fused_quantize import (
     cast_delayed_fake,
     cast_result,
     cast_result_fake,
-    no_amax,
     save_input,
     saved_values,
     taken_amax,
@@ -69,7 +68,7 @@ def rms_norm(
 
 def _statistics_fake(
     x: Tensor, weight: Tensor, eps: float, offset: float, out_dtype: torch.dtype, save: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     rstd = x.new_empty(x.shape[0], dtype=torch.float32)
     return (rstd, x.new_empty((), dtype=torch.float32), *save_input(x, save))
 
@@ -77,7 +76,7 @@ def _statistics_fake(
 @operator(_statistics_fake, _kernels)
 def rms_norm_statistics(
     x: Tensor, weight: Tensor, eps: float, offset: float, out_dtype: torch.dtype, save: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Compute in one read of x: rstd, the amax of the norm's result, and x as backward saves it.
 
     Args:
@@ -89,7 +88,7 @@ def rms_norm_statistics(
         save: whether to return x in FP8.
     Returns:
         rstd (R,) float32; amax () float32, NaN if any element of the result is; x in E4M3 (R, C)
-        and its power-of-two scale (R, ceil(C / 128)), both empty unless `save`.
+        and its power-of-two scale (R, ceil(C / 128)), both None unless `save`.
     """
     x = x.contiguous()  # the order of a sum follows the strides
     squares = x.float().square().sum(1) / max(x.shape[1], 1)
@@ -139,9 +138,9 @@ def _once_fake(
     out_dtype: torch.dtype,
     options: CastOptions,
     save: bool,
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor | None, ...]:
     rstd, amax, *saved = _statistics_fake(x, weight, eps, offset, out_dtype, save)
-    taken = no_amax(x) if options.scale is None else amax
+    taken = None if options.scale is None else amax
     return (*cast_result_fake(x, options), rstd, *saved, taken)
 
 
@@ -154,7 +153,7 @@ def rms_norm_quantize_once(
     out_dtype: torch.dtype,
     options: CastOptions,
     save: bool,
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor | None, ...]:
     """Run `rms_norm_statistics` and `rms_norm_quantize` at once, for scales of a rule known
     beforehand.
 
@@ -170,7 +169,7 @@ def rms_norm_quantize_once(
         options: the cast; tensorwise with a scale, as the amax is not known yet.
     Returns:
         ``(q, s, qt, st, rstd, saved_q, saved_scale, amax)``; the amax () of the rounded result is
-        taken in the same read for tensorwise, whose history wants it, and empty otherwise.
+        taken in the same read for tensorwise, whose history wants it, and None otherwise.
     Raises:
         ValueError: if tensorwise has no scale, or another granularity has one.
     """
@@ -187,7 +186,7 @@ def _delayed_fake(
     out_dtype: torch.dtype,
     options: DelayedCastOptions,
     save: bool,
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor | None, ...]:
     rstd, _, *saved = _statistics_fake(x, weight, eps, offset, out_dtype, save)
     q, scale, qt, amax = cast_delayed_fake(x, options)
     return (q, scale, qt, rstd, *saved, amax)
@@ -202,7 +201,7 @@ def rms_norm_quantize_delayed(
     out_dtype: torch.dtype,
     options: DelayedCastOptions,
     save: bool,
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor | None, ...]:
     """Run `rms_norm_quantize_once` with the tensorwise scale that a history suggests.
 
     Args:

@@ -25,7 +25,6 @@ from torch_fp8.ops.fused_quantize import (
     cast_delayed_fake,
     cast_result,
     cast_result_fake,
-    no_amax,
     save_input,
     taken_amax,
 )
@@ -58,7 +57,7 @@ def swiglu(gate: Tensor, up: Tensor, smooth: Tensor | None) -> Tensor:
 
 def _save_fake(
     gate: Tensor, up: Tensor, smooth: Tensor | None, save: bool = True
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor | None, ...]:
     amax = gate.new_empty((), dtype=torch.float32)
     return (*save_input(gate, save), *save_input(up, save), amax)
 
@@ -66,14 +65,14 @@ def _save_fake(
 @operator(_save_fake, _kernels)
 def swiglu_save(
     gate: Tensor, up: Tensor, smooth: Tensor | None, save: bool = True
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor]:
     """Save gate and up for backward, and compute the amax of h, in one read.
 
     Args:
         gate, up, smooth: see `swiglu`.
         save: False: the amax alone.
     Returns:
-        gate in E4M3 (R, C) and its power-of-two scale (R, ceil(C / 128)), the same of up, all empty
+        gate in E4M3 (R, C) and its power-of-two scale (R, ceil(C / 128)), the same of up, all None
         unless `save`; amax () float32, NaN if any element of h is.
     """
     amax = tensor_amax(swiglu.reference(gate, up, smooth))
@@ -82,16 +81,16 @@ def swiglu_save(
 
 def _quantize_fake(
     gate: Tensor, up: Tensor, smooth: Tensor | None, options: CastOptions, save: bool
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor | None, ...]:
     *saved, amax = _save_fake(gate, up, smooth, save)
-    taken = no_amax(gate) if options.scale is None else amax
+    taken = None if options.scale is None else amax
     return (*cast_result_fake(gate, options), *saved, taken)
 
 
 @operator(_quantize_fake, _kernels, results=9)
 def swiglu_quantize(
     gate: Tensor, up: Tensor, smooth: Tensor | None, options: CastOptions, save: bool
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor | None, ...]:
     """Cast `swiglu` to FP8 in the layouts asked for, in one read (rowwise: unfused).
 
     Args:
@@ -101,7 +100,7 @@ def swiglu_quantize(
     Returns:
         ``(q, s, qt, st, gate_q, gate_s, up_q, up_s, amax)``, the first four as told in
         `torch_fp8.ops.fused_quantize`; amax () is that of h where a scale was given, for its
-        history, and empty otherwise.
+        history, and None otherwise.
     Raises:
         ValueError: if tensorwise has not exactly one of amax and scale, or another has any.
     """
@@ -112,7 +111,7 @@ def swiglu_quantize(
 
 def _delayed_fake(
     gate: Tensor, up: Tensor, smooth: Tensor | None, options: DelayedCastOptions, save: bool
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor | None, ...]:
     q, scale, qt, amax = cast_delayed_fake(gate, options)
     return (q, scale, qt, *save_input(gate, save), *save_input(up, save), amax)
 
@@ -120,7 +119,7 @@ def _delayed_fake(
 @operator(_delayed_fake, _kernels, results=8)
 def swiglu_quantize_delayed(
     gate: Tensor, up: Tensor, smooth: Tensor | None, options: DelayedCastOptions, save: bool
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor | None, ...]:
     """Cast as `swiglu_quantize`, with the tensorwise scale that a history suggests.
 
     Args:

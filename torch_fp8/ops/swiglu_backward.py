@@ -17,7 +17,6 @@ from torch_fp8.ops.fused_quantize import (
     cast_delayed_fake,
     cast_result,
     cast_result_fake,
-    no_amax,
     saved_values,
 )
 from torch_fp8.ops.registry import operator
@@ -63,14 +62,16 @@ def swiglu_backward_amax(inputs: BackwardInputs) -> Tensor:
     return torch.stack([tensor_amax(d) for d in swiglu_backward.reference(inputs)])
 
 
-def _quantize_fake(inputs: BackwardInputs, options: CastOptions) -> tuple[Tensor, ...]:
+def _quantize_fake(inputs: BackwardInputs, options: CastOptions) -> tuple[Tensor | None, ...]:
     grad = inputs.grad
     made = (part for i in range(2) for part in cast_result_fake(grad, options.part(i)))
-    return (*made, no_amax(grad) if options.scale is None else _amax_fake(inputs))
+    return (*made, None if options.scale is None else _amax_fake(inputs))
 
 
 @operator(_quantize_fake, _kernels, results=9)
-def swiglu_backward_quantize(inputs: BackwardInputs, options: CastOptions) -> tuple[Tensor, ...]:
+def swiglu_backward_quantize(
+    inputs: BackwardInputs, options: CastOptions
+) -> tuple[Tensor | None, ...]:
     """Cast `swiglu_backward` to FP8 in the layouts asked for, in one read (rowwise: unfused).
 
     Args:
@@ -78,20 +79,20 @@ def swiglu_backward_quantize(inputs: BackwardInputs, options: CastOptions) -> tu
             scales (2,) of dgate and dup.
     Returns:
         ``(q, s, qt, st)`` of dgate, the same of dup, and their amaxes (2,) where scales were given,
-        empty otherwise: nine tensors.
+        else None: nine.
     Raises:
         ValueError: if tensorwise has not exactly one of amax and scale, or another has any.
     """
     gradients = swiglu_backward.reference(inputs)
     made = (part for i, d in enumerate(gradients) for part in cast_result(d, options.part(i)))
     if options.scale is None:
-        return (*made, no_amax(inputs.grad))
+        return (*made, None)
     return (*made, torch.stack([tensor_amax(d) for d in gradients]))
 
 
 def _delayed_fake(
     inputs: BackwardInputs, up_amaxes: Tensor, up_progress: Tensor, of_gate: DelayedCastOptions
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor | None, ...]:
     q, scale, qt, _ = cast_delayed_fake(inputs.grad, of_gate)
     q_up, scale_up, qt_up, _ = cast_delayed_fake(inputs.grad, of_gate)
     return q, scale, qt, q_up, scale_up, qt_up, _amax_fake(inputs)
@@ -100,7 +101,7 @@ def _delayed_fake(
 @operator(_delayed_fake, _kernels, results=7)
 def swiglu_backward_quantize_delayed(
     inputs: BackwardInputs, up_amaxes: Tensor, up_progress: Tensor, of_gate: DelayedCastOptions
-) -> tuple[Tensor, ...]:
+) -> tuple[Any, ...]:
     """Cast as `swiglu_backward_quantize`, with the tensorwise scales that two histories suggest.
 
     Args:

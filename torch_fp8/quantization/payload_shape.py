@@ -11,10 +11,10 @@ from torch import Tensor
 
 from torch_fp8.quantization.formats import GEMM_ALIGNMENT
 
-Layouts = tuple[Tensor, Tensor, Tensor, Tensor]
-"""qdata (R, C), its scale, qdata of x^T (C, R'), its scale: what operators that cast return."""
-Made = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
-"""The same, with None for what was not asked for."""
+Layouts = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+"""What a cast returns: qdata (R, C), its scale, qdata of x^T (C, R'), its scale; None for what was
+not asked for. Tensorwise, the second is the one scale of both, or None if it was given.
+"""
 
 BLOCK_SHAPE: dict[str, tuple[int, int]] = {
     "block_1x128": (1, 128),

@@ -168,7 +168,8 @@ def compare(got, want):
 
 def reference(x, options):
     made = casts.reference(x, options)
-    wanted = (options.rowwise, options.rowwise, options.columnwise, options.columnwise)
+    row, col = options.rowwise, options.columnwise
+    wanted = (row, row or options.granularity == "tensorwise", col, col)
     return [part if is_wanted else None for part, is_wanted in zip(made, wanted, strict=True)]
 
 

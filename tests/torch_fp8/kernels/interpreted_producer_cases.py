@@ -131,6 +131,9 @@ def matrices():
 
 def differs(got, want):
     """What differs in bits, or ''. NaN equals NaN: which one comes out is the platform's choice."""
+    if got is None or want is None:
+        absent = [t is None or t.shape == (0,) for t in (got, want)]
+        return "" if all(absent) else "only one of the two exists"
     if got.shape != want.shape or got.dtype != want.dtype:
         return f"{got.dtype} {tuple(got.shape)}, want {want.dtype} {tuple(want.shape)}"
     if got.is_contiguous() != want.is_contiguous():
@@ -232,7 +235,7 @@ def norm_statistics(x, offset):
     yield from compare(
         "not saved",
         without[1:],
-        (got[1], torch.empty(0, dtype=E4M3), torch.empty(0)),
+        (got[1], None, None),
         ("amax", "x", "scale"),
     )
     rstd = torch.stack([got[0], got[0]], 1)[:, 1]
@@ -307,7 +310,7 @@ def swiglu_forward(gate, smooth, more=False):
     yield from compare("save", swiglu_kernels.swiglu_save(gate, up, factor), want, parts)
     *nothing, amax = swiglu_kernels.swiglu_save(gate, up, factor, False)
     yield from compare("save=False", [amax], [want[4]], ("amax",))
-    yield "nothing saved", sum(t.numel() for t in nothing)
+    yield "nothing saved", sum(t is not None for t in nothing)
     every = [(*cast, True) for cast in casts(want[4], more)]
     if more:  # fused and not
         some = [c for c in casts(want[4], True) if c[1].granularity in ("tensorwise", "rowwise")]
