@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import torch
 import torch.utils.checkpoint
 from torch import Tensor
+from torch._guards import TracingContext
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
     _get_current_dispatch_mode_stack,
@@ -33,6 +34,11 @@ _TORCH_PASSES = (
 _FIRST_PASS = ("torch.utils.checkpoint", "_checkpoint_hook.__init__.<locals>.pack_hook")
 
 
+def is_traced() -> bool:
+    """Whether torch.compile traces: Dynamo this very code, or AOTAutograd what Dynamo has left."""
+    return torch.compiler.is_compiling() or TracingContext.try_get() is not None
+
+
 def saves_nothing() -> bool:
     """Whether whatever autograd saves now is dropped: in the first pass of a checkpoint.
 
@@ -43,7 +49,7 @@ def saves_nothing() -> bool:
         return False
     top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
     hooks = None if top is None else top(False)
-    if hooks is None:
+    if hooks is None or is_traced():
         return False
     pack = hooks[0]
     name = (getattr(pack, "__module__", None), getattr(pack, "__qualname__", None))
@@ -148,7 +154,7 @@ class Replay(SelectivePass):
 
 def selective_pass() -> SelectivePass | None:
     """The innermost one that runs now."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or not _len_torch_dispatch_stack() or is_traced():
         return None
     return _innermost(SelectivePass)
 
@@ -173,7 +179,7 @@ def torch_selective_pass() -> bool:
     Its second pass looks up by their names the operators that it has saved: both have to issue the
     same. A cast that finds a delayed scale itself does so in the first pass alone.
     """
-    if torch.compiler.is_compiling() or not _len_torch_dispatch_stack():
+    if torch.compiler.is_compiling() or not _len_torch_dispatch_stack() or is_traced():
         return False
     return any(isinstance(mode, _TORCH_PASSES) for mode in _get_current_dispatch_mode_stack())
 
@@ -196,7 +202,7 @@ def repeats_forward() -> bool:
 
     Not in a `Replay`, whose layers are to do what they did in the first pass.
     """
-    if torch.compiler.is_compiling() or torch._C._current_graph_task_id() == -1:
+    if torch.compiler.is_compiling() or torch._C._current_graph_task_id() == -1 or is_traced():
         return False
     replay = _innermost(Replay)
     return replay is None or replay.first_in_backward

@@ -7,11 +7,13 @@ penalty on gradients would then be silently left out of those of the weights.
 """
 
 import functools
+import pickle
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import _get_proxies
 
 _unsafe_view: Any = torch.ops.aten._unsafe_view.default
 _LEAVE = "leave the module as it is with FP8Config(skip=({name!r},)), or torch_fp8.revert the model"
@@ -51,6 +53,32 @@ def reshaped(result: Tensor, shape: Sequence[int]) -> Tensor:
     call = _unsafe_view if torch.compiler.is_compiling() else _unsafe_view._op
     reshaped: Tensor = call(result, shape)
     return reshaped
+
+
+def as_text(value: Any) -> str:
+    """How something is computed, without tensors, as one constant on which torch.compile guards.
+
+    What Dynamo leaves as one call of its graph (``torch.compiler.allow_in_graph``) takes tensors
+    and constants: tracing it takes a tenth of the time that its Python would.
+    """
+    return pickle.dumps(value, 0).decode("latin1")
+
+
+@functools.cache
+def of_text(text: str) -> Any:
+    """What `as_text` was given."""
+    return pickle.loads(text.encode("latin1"))
+
+
+def written_in_backward(tensors: Sequence[Tensor]) -> None:
+    """Have a compiled backward take tensors as they are then, whoever has written them since.
+
+    It keeps them beside ``ctx.save_for_backward``; torch tells these apart where Dynamo itself
+    traces an autograd function (``AutogradFunctionApply``), but not where AOTAutograd does.
+    """
+    for tensor in tensors:
+        for proxy in _get_proxies(tensor):
+            proxy.node.meta["saved_tensor_with_no_vc_check"] = True
 
 
 def name_of(module: Any) -> str:

@@ -343,7 +343,8 @@ def _to_stock(module: Float8Layer) -> None:
     module.drop_scaling()
     module.__dict__.pop("fp8_weight_cache", None)
     unwatch(module.weight)
-    for name in ("fp8_config", "fp8_recipe", "fp8_emulate", "fp8_name", "fp8_delayed"):
+    own = ("fp8_config", "fp8_recipe", "fp8_emulate", "fp8_name", "fp8_delayed", "fp8_casts")
+    for name in own:
         delattr(module, name)
     remove_mixin(module, next(mixin for mixin in _MIXINS if isinstance(module, mixin)))
 

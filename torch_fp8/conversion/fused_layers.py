@@ -3,6 +3,7 @@
 from torch import nn
 
 import torch_fp8.compile.delayed_quantize_fusion  # noqa: F401, where there are producers
+from torch_fp8.autograd.function import as_text
 from torch_fp8.config import FP8Config
 from torch_fp8.conversion.detect_gated_mlp import gated_mlp_spec
 from torch_fp8.conversion.detect_rms_norm import rms_norm_spec
@@ -115,13 +116,13 @@ def convert_rms_norm(
         assert isinstance(module, Float8RMSNorm)
         module.fp8_spec = spec
     module.fp8_config, module.fp8_name, module.fp8_quantizer = config, name, quantizer
-    module.fp8_reader = None
+    module.fp8_casts, module.fp8_reader = as_text(quantizer), None
     return True
 
 
 def revert_rms_norm(module: Float8RMSNorm) -> None:
     """Undo `convert_rms_norm`."""
-    for name in ("fp8_config", "fp8_name", "fp8_spec", "fp8_quantizer", "fp8_reader"):
+    for name in ("fp8_config", "fp8_name", "fp8_spec", "fp8_quantizer", "fp8_casts", "fp8_reader"):
         delattr(module, name)
     remove_mixin(module, Float8RMSNorm)
 

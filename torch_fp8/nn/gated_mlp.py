@@ -19,9 +19,16 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from torch_fp8.autograd.checkpoint_pass import PLAIN, saves_nothing
-from torch_fp8.autograd.function import name_of, once_differentiable, refuse_transforms
+from torch_fp8.autograd.function import (
+    name_of,
+    of_text,
+    once_differentiable,
+    refuse_transforms,
+    written_in_backward,
+)
 from torch_fp8.config import FP8Config
 from torch_fp8.kernels.arguments import BackwardInputs
 from torch_fp8.nn.layer_norm import shared
@@ -30,6 +37,7 @@ from torch_fp8.nn.scaling_buffers import GRAD_OUTPUT, INPUT
 from torch_fp8.nn.swiglu_function import Gradients, JoinedGradient, cast_and_save, product
 from torch_fp8.ops.fused_quantize import saved_stand_ins
 from torch_fp8.ops.gate_up import halves
+from torch_fp8.ops.quantize_delayed import History
 from torch_fp8.ops.swiglu import swiglu, swiglu_save
 from torch_fp8.tensor.base import Payloads
 from torch_fp8.tensor.lazy_quantized import LazyQuantizedTensor, plain
@@ -72,6 +80,8 @@ class _Options(NamedTuple):
     """The quantizers of gate's and up's gradients, if both layers delay their scales."""
     gate_first: bool
     """Whether gate is the first half of a tensor that holds both."""
+    in_graph: bool = False
+    """Whether torch.compile traces, so that all results are plain tensors."""
 
 
 class Float8GatedMLP(nn.Module):
@@ -93,18 +103,26 @@ class Float8GatedMLP(nn.Module):
         spec = self.fp8_spec
         down_layer = getattr(self, spec.down)
         inputs = self._joined(x, spec) if isinstance(spec, FusedGateUpSpec) else self._pair(x, spec)
-        options = self._options(down_layer)
-        if all(type(t) in PLAIN for t in inputs) and _fit(inputs):
+        is_ours = all(type(t) in PLAIN for t in inputs) and _fit(inputs)
+        if is_ours and torch.compiler.is_compiling():
+            product = self._in_graph(inputs, down_layer)
+        elif is_ours:
+            options = self._options(down_layer)
             # Generation does without autograd's bookkeeping.
-            eager = not (options.keep or torch.compiler.is_compiling())
-            product = (_without_gradients if eager else _SwiGLUFunction.apply)(options, *inputs)
+            product = (_SwiGLUFunction.apply if options.keep else _without_gradients)(
+                options, *inputs
+            )
         else:  # DTensors, or what an adapter makes of them
-            gate, up = _gate_and_up([plain(t) for t in inputs], options.gate_first)
+            gate, up = _gate_and_up([plain(t) for t in inputs], self._gate_first)
             product = F.silu(gate) * up
             del gate, up
         del inputs
         output: Tensor = down_layer(product)
         return output
+
+    @property
+    def _gate_first(self) -> bool:
+        return not isinstance(self.fp8_spec, FusedGateUpSpec) or self.fp8_spec.gate_first
 
     def _has_own_activation(self) -> bool:
         """Whether the activation has hooks, or is no longer the one that conversion has seen."""
@@ -124,15 +142,12 @@ class Float8GatedMLP(nn.Module):
         return gate_layer(x), up_layer(x)
 
     def _options(self, down_layer: nn.Module) -> _Options:
-        ahead, compiling = None, torch.compiler.is_compiling()
+        ahead = None
         if _in_fp8(down_layer):
             assert isinstance(down_layer, Float8Linear)
             spec, config = down_layer.operand_spec(INPUT), down_layer.fp8_config
-            delayed = None if compiling else down_layer.producer_quantizer(INPUT)
-            # A rowwise cast is not fused, but in a compiled graph what is saved goes with the cast:
-            # by itself, selective checkpointing would leave it to backward, and repeat two GEMMs.
-            rowwise = spec.granularity == "rowwise" and compiling
-            if delayed is not None or rowwise or spec.granularity.startswith("block"):
+            delayed = down_layer.producer_quantizer(INPUT)
+            if delayed is not None or spec.granularity.startswith("block"):
                 wgrad = _wants_wgrad(down_layer) and torch.is_grad_enabled()
                 ahead = (delayed or Quantizer(spec, config))._replace(columnwise_usage=wgrad)
         return _Options(
@@ -141,8 +156,32 @@ class Float8GatedMLP(nn.Module):
             self.fp8_config.save_activations == "fp8",
             ahead,
             self._gradient_readers() if torch.is_grad_enabled() else None,
-            not isinstance(self.fp8_spec, FusedGateUpSpec) or self.fp8_spec.gate_first,
+            self._gate_first,
         )
+
+    def _in_graph(self, inputs: tuple[Tensor, ...], down_layer: Any) -> Tensor:
+        """The product in a graph of torch.compile."""
+        spec, down, gradients = self.fp8_spec, None, None
+        down_wgrad = gradient_wgrad = False
+        histories: list[Tensor] = []
+        if _in_fp8(down_layer):
+            down, down_wgrad = down_layer.fp8_casts, down_layer.weight.requires_grad
+        if isinstance(spec, GatedMLPSpec):
+            gate, up = getattr(self, spec.gate), getattr(self, spec.up)
+            if _delays(gate) and _delays(up) and gate.fp8_casts == up.fp8_casts:
+                gradients = gate.fp8_casts
+                gradient_wgrad = gate.weight.requires_grad or up.weight.requires_grad
+                histories = [*gate.operand_buffers()[3:], *up.operand_buffers()[3:]]
+        product: Tensor = _product_in_graph(
+            inputs[0],
+            inputs[1] if len(inputs) == 2 else None,
+            self.fp8_config.save_activations == "fp8",
+            self._gate_first,
+            (down, down_wgrad),
+            (gradients, gradient_wgrad),
+            *histories,
+        )
+        return product
 
     def _gradient_readers(self) -> tuple[Quantizer, Quantizer] | None:
         """Return what takes the gradients of gate and up, where two layers do with delayed
@@ -171,7 +210,6 @@ class _SwiGLUFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, options: _Options, first: Tensor, second: Tensor | None = None) -> Tensor:
         inputs: tuple[Tensor, ...] = (first,) if second is None else (first, second)
-        compiling = torch.compiler.is_compiling()
         gate, up = _gate_and_up([_matrix(t) for t in inputs], options.gate_first)
         shape, dtype = (*inputs[0].shape[:-1], gate.shape[1]), gate.dtype
         keep = options.keep and any(ctx.needs_input_grad[1:])
@@ -190,11 +228,11 @@ class _SwiGLUFunction(torch.autograd.Function):
             saved = (*saved_stand_ins(gate), *saved_stand_ins(up))
         if keep:
             ctx.save_for_backward(*saved)
-            ctx.name, ctx.dtype, ctx.plain = options.name, dtype, compiling
+            ctx.name, ctx.dtype, ctx.plain = options.name, dtype, options.in_graph
             ctx.shape, ctx.joined = inputs[0].shape, len(inputs) == 1
             ctx.gate_first, ctx.saved_fp8 = options.gate_first, save
             ctx.readers = options.gradients
-        if compiling:
+        if options.in_graph:
             return swiglu(gate, up, None).view(shape)
         production = product(gate.detach(), up.detach(), amax, options.name)
         if made is not None and ahead is not None:
@@ -231,6 +269,46 @@ class _SwiGLUFunction(torch.autograd.Function):
         return (None, *grads)
 
 
+@torch.compiler.allow_in_graph
+def _product_in_graph(
+    first: Tensor,
+    second: Tensor | None,
+    save_fp8: bool,
+    gate_first: bool,
+    down: tuple[str | None, bool],
+    gradients: tuple[str | None, bool],
+    *histories: Tensor,
+) -> Tensor:
+    """`_SwiGLUFunction` as one call of a graph that Dynamo builds; see `as_text`.
+
+    Args:
+        first, second: see there.
+        save_fp8, gate_first: see `_Options`.
+        down: the casts of the layer behind, or None, and whether its weight takes a gradient.
+        gradients: the same of the two layers before, if they delay their scales.
+        histories: amaxes and progress of gate's gradient, and of up's.
+    """
+    keep, ahead, readers = torch.is_grad_enabled(), None, None
+    if down[0] is not None:
+        recipe, config, *_ = of_text(down[0])
+        # A rowwise cast is not fused, but what is saved goes with the cast: by itself, selective
+        # checkpointing would leave it to backward, and repeat two GEMMs.
+        if recipe.input.granularity != "tensorwise":
+            wgrad = keep and down[1] and recipe.wgrad is not None
+            ahead = Quantizer(recipe.input, config, columnwise_usage=wgrad)
+    if gradients[0] is not None and keep:
+        recipe, config, *_ = of_text(gradients[0])
+        wgrad = gradients[1] and recipe.wgrad is not None
+        reader = Quantizer(recipe.grad_output, config, columnwise_usage=wgrad)
+        of_gate, of_up = History(*histories[:2]), History(*histories[2:])
+        readers = reader._replace(history=of_gate), reader._replace(history=of_up)
+        written_in_backward(histories)
+    options = _Options("", keep, save_fp8, ahead, readers, gate_first, True)
+    inputs = (first,) if second is None else (first, second)
+    output: Tensor = _SwiGLUFunction.apply(options, *inputs)
+    return output
+
+
 def _without_gradients(options: _Options, *inputs: Tensor) -> Tensor:
     """Return what `_SwiGLUFunction` does where no gradients are taken."""
     gate, up = _gate_and_up([_matrix(t.detach()) for t in inputs], options.gate_first)
@@ -246,6 +324,10 @@ def other_modules(module: nn.Module, spec: GatedMLPSpec | FusedGateUpSpec) -> tu
 
 def _in_fp8(layer: nn.Module) -> bool:
     return isinstance(layer, Float8Linear) and layer.runs_fp8
+
+
+def _delays(layer: Any) -> bool:
+    return _in_fp8(layer) and layer.fp8_delayed and not isinstance(layer.weight, DTensor)
 
 
 def _wants_wgrad(layer: Float8Linear) -> bool:

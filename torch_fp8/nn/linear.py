@@ -34,12 +34,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from torch_fp8.autograd.function import refuse_transforms
+from torch_fp8.autograd.function import as_text, refuse_transforms
 from torch_fp8.config import FP8Config
 from torch_fp8.nn.dtensor_layout import local_operands
-from torch_fp8.nn.linear_function import LinearOptions, linear
+from torch_fp8.nn.linear_function import LinearOptions, linear, linear_in_graph
 from torch_fp8.nn.repeated_forward import FLOATS, RepeatedForward
 from torch_fp8.quantization.recipe import Recipe
+from torch_fp8.tensor.base import QuantizableTensor
 from torch_fp8.tensor.lazy_quantized import plain as plain_activation
 from torch_fp8.tensor.quantizer import autocast_dtype
 
@@ -59,6 +60,8 @@ class Float8Layer(RepeatedForward):
     in_features: int
     out_features: int
     fp8_name: str
+    fp8_casts: str
+    """How operands are cast, for `linear_in_graph`."""
     fp8_adds_bias: bool = True
     """False where a parallel style adds it, after its group has summed the output."""
 
@@ -73,6 +76,8 @@ class Float8Layer(RepeatedForward):
                 return self.dequantized_forward(plain_activation(input))
             output: Tensor = super().forward(plain_activation(input))
             return output
+        if torch.compiler.is_compiling() and _is_plain(input) and _is_plain(self.weight):
+            return self._in_graph(input)
         compiling, kept = torch.compiler.is_compiling(), self.fp8_kept_weight
         if not compiling and kept is not None:
             if not torch.is_grad_enabled():
@@ -108,6 +113,17 @@ class Float8Layer(RepeatedForward):
         y = y.reshape(*shape[:-1], y.shape[-1])
         return y if local is None else local.whole(y)
 
+    def _in_graph(self, x: Tensor) -> Tensor:
+        """What `forward` does with plain tensors in a graph of torch.compile."""
+        self._check(x.shape, x.dtype, self.weight)
+        bias = self.bias if self.fp8_adds_bias else None
+        out_dtype = autocast_dtype(self.weight.device.type) or x.dtype
+        buffers = self.operand_buffers() if self.fp8_delayed else ()
+        y: Tensor = linear_in_graph(
+            x, self.weight, bias, self.fp8_casts, out_dtype, self.training, *buffers
+        )
+        return y
+
     def _check(self, shape: torch.Size, dtype: torch.dtype, weight: Tensor) -> None:
         if dtype not in FLOATS:
             raise TypeError(
@@ -137,11 +153,16 @@ class Float8Layer(RepeatedForward):
         """
         self.fp8_config, self.fp8_recipe = config, recipe
         self.fp8_emulate, self.fp8_name, self.fp8_delayed = emulate, name, recipe.delayed
+        self.fp8_casts = as_text((recipe, config, self.fp8_transposed, emulate))
         self.init_scaling()
 
     def extra_repr(self) -> str:
         frozen = "" if self.frozen_weight is None else ", frozen"
         return f"{super().extra_repr()}, fp8={self.fp8_recipe}{frozen}"
+
+
+def _is_plain(x: Tensor) -> bool:
+    return not isinstance(x, (DTensor, QuantizableTensor))
 
 
 class Float8Linear(Float8Layer, nn.Linear):

@@ -6,12 +6,14 @@ is its quantizer's business (`torch_fp8.tensor.quantizer`).
 Legend: M tokens, K in, N out.
 """
 
+import functools
+import math
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from torch_fp8.autograd.function import once_differentiable, reshaped
+from torch_fp8.autograd.function import of_text, once_differentiable, reshaped, written_in_backward
 from torch_fp8.ops.quantize import QuantizedTensor
 from torch_fp8.ops.scaled_mm import cast, scaled_matmul
 from torch_fp8.quantization.recipe import Recipe
@@ -19,6 +21,7 @@ from torch_fp8.tensor.quantizer import (
     InputPayloads,
     Quantizer,
     Quantizers,
+    WeightQuantizer,
     matrix,
     quantize_input,
 )
@@ -69,6 +72,45 @@ def linear(
         return _fprop(x, w, bias, shape, options, quantizers.input, False, False)[0]
     y: Tensor = LinearFunction.apply(x, weight, bias, shape, options, *buffers)
     return y
+
+
+@functools.cache
+def _options(
+    text: str, dtype: torch.dtype, out_dtype: torch.dtype, training: bool
+) -> LinearOptions:
+    recipe, config, transposed, emulate = of_text(text)
+    updates = training or not recipe.delayed
+    weight = Quantizer(recipe.weight, config, updates=updates)
+    quantizers = Quantizers(
+        Quantizer(recipe.input, config, updates=updates),
+        WeightQuantizer(weight, transposed=transposed),
+        Quantizer(recipe.grad_output, config),
+    )
+    return LinearOptions("", dtype, out_dtype, recipe, quantizers, emulate, training)
+
+
+@torch.compiler.allow_in_graph
+def linear_in_graph(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    text: str,
+    out_dtype: torch.dtype,
+    training: bool,
+    *buffers: Tensor,
+) -> Tensor:
+    """`linear` as one call of a graph that Dynamo builds; AOTAutograd traces the operators in it.
+
+    Args:
+        x, weight, bias, buffers: see `linear`; plain tensors.
+        text: recipe, config, whether the weight is stored as (K, N), and `emulate`; see `as_text`.
+        out_dtype, training: see `LinearOptions`.
+    """
+    written_in_backward(buffers)
+    rows = x.reshape(-1, x.shape[-1])
+    options = _options(text, x.dtype, out_dtype, training)
+    y = linear(rows, weight, bias, rows.shape, options, *buffers)
+    return y.reshape(*x.shape[:-1], y.shape[-1])
 
 
 def _fprop(
@@ -159,7 +201,7 @@ class LinearFunction(torch.autograd.Function):
             else:
                 x_t = ctx.input_source.columnwise(saved["x"], saved.get("x_scale"))
             a, b = (x_t, g_t) if for_weight.transposed else (g_t, x_t)
-            tokens, fast_accum = ctx.input_shape[:-1].numel(), recipe.wgrad.fast_accum
+            tokens, fast_accum = math.prod(ctx.input_shape[:-1]), recipe.wgrad.fast_accum
             grad_weight = scaled_matmul(
                 a, b, ctx.dtypes[1], tokens, fast_accum=fast_accum, emulate=emulate
             )

@@ -23,7 +23,7 @@ from torch_fp8.autograd.checkpoint_pass import (
     saves_nothing,
     torch_selective_pass,
 )
-from torch_fp8.autograd.function import name_of, once_differentiable, refuse_transforms, reshaped
+from torch_fp8.autograd.function import of_text, once_differentiable, refuse_transforms, reshaped
 from torch_fp8.config import FP8Config
 from torch_fp8.kernels.arguments import CastOptions
 from torch_fp8.nn.class_swap import is_fsdp_class
@@ -89,6 +89,8 @@ class Float8RMSNorm(nn.Module):
     """How the FP8 layers that read the output cast it, if there are any."""
     fp8_reader: Quantizer | None
     """The quantizer of the layer that read the output first last time, with delayed scaling."""
+    fp8_casts: str
+    """The former, for `_norm_in_graph`."""
     weight: Tensor
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -100,24 +102,27 @@ class Float8RMSNorm(nn.Module):
         if not (runs and usual and x.dtype in _DTYPES and x.shape[-1:] == weight.shape):
             stock: Tensor = super().forward(x)
             return stock
-        name = name_of(self)
-        refuse_transforms(name)
-        spec, compiling = self.fp8_spec, torch.compiler.is_compiling()
+        spec, save_fp8 = self.fp8_spec, self.fp8_config.save_activations == "fp8"
+        out_dtype = torch.promote_types(x.dtype, weight.dtype) if spec.promotes else x.dtype
+        # By itself: compiled with dynamic=True it is an input of the graph, as a tensor is.
+        eps = getattr(self, spec.eps_name)
         # Not where FSDP2 shards the norm by itself: the weight is gone after its forward.
-        in_fp8 = self.fp8_quantizer is not None and not is_fsdp_class(type(self))
-        waits = in_fp8 and not compiling
+        alone = is_fsdp_class(type(self))
+        if torch.compiler.is_compiling():
+            casts = None if alone else self.fp8_casts
+            return _norm_in_graph(x, weight, eps, spec.offset, out_dtype, save_fp8, casts)
+        refuse_transforms(self.fp8_name)
+        waits = self.fp8_quantizer is not None and not alone
         options = _Options(
-            name,
+            self.fp8_name,
             spec.offset,
-            torch.promote_types(x.dtype, weight.dtype) if spec.promotes else x.dtype,
+            out_dtype,
             torch.is_grad_enabled(),
-            self.fp8_config.save_activations == "fp8",
-            self.fp8_quantizer if in_fp8 else None,
+            save_fp8,
+            self.fp8_quantizer if waits else None,
             self._expected_reader(x) if waits else None,
             waits,
         )
-        # By itself: compiled with dynamic=True it is an input of the graph, as a tensor is.
-        eps = getattr(self, spec.eps_name)
         if waits and not options.keep:  # generation does without autograd's bookkeeping
             return _without_gradients(x, weight, eps, options, self._note_reader)
         output: Tensor = _RMSNormFunction.apply(x, weight, eps, options, self._note_reader)
@@ -152,7 +157,7 @@ class _RMSNormFunction(torch.autograd.Function):
         weight: Tensor,
         eps: float,
         options: _Options,
-        on_read: Callable[[Quantizer], None],
+        on_read: Callable[[Quantizer], None] | None,
     ) -> Tensor:
         matrix = x.reshape(-1, x.shape[-1])
         keep = options.keep and any(ctx.needs_input_grad[:2])
@@ -162,12 +167,12 @@ class _RMSNormFunction(torch.autograd.Function):
         sources = matrix.detach(), weight.detach(), eps
         produced = _Produced(*sources, options, save and not dropped, col)
         if keep:
-            of_x = (x,)
+            of_x: tuple[Any, ...] = (x,)
             if save:
                 of_x = saved_stand_ins(matrix) if dropped else produced.saved
             ctx.save_for_backward(weight, produced.rstd, *of_x)
             ctx.name, ctx.offset, ctx.shape, ctx.dtype = *options[:2], x.shape, x.dtype
-        if not options.waits:
+        if on_read is None or not options.waits:
             return reshaped(produced.dense(), x.shape)
         return LazyQuantizedTensor(produced.production(on_read), x.shape, options.out_dtype)
 
@@ -189,6 +194,24 @@ class _RMSNormFunction(torch.autograd.Function):
         dx = grad_x.view(ctx.shape) if wants_x else None
         dw = cast(grad_weight, weight.dtype) if wants_weight else None
         return dx, dw, None, None, None
+
+
+@torch.compiler.allow_in_graph
+def _norm_in_graph(
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    offset: float,
+    out_dtype: torch.dtype,
+    save_fp8: bool,
+    casts: str | None,
+) -> Tensor:
+    """`_RMSNormFunction` as one call of a graph that Dynamo builds; see `as_text`."""
+    quantizer = None if casts is None else of_text(casts)
+    keep = torch.is_grad_enabled()
+    options = _Options("", offset, out_dtype, keep, save_fp8, quantizer, None, False)
+    output: Tensor = _RMSNormFunction.apply(x, weight, eps, options, None)
+    return output
 
 
 def _without_gradients(

@@ -14,7 +14,12 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from torch_fp8.autograd.checkpoint_pass import saves_nothing, stand_in, torch_selective_pass
+from torch_fp8.autograd.checkpoint_pass import (
+    is_traced,
+    saves_nothing,
+    stand_in,
+    torch_selective_pass,
+)
 from torch_fp8.config import FP8Config
 from torch_fp8.kernels.arguments import CastOptions, DelayedCastOptions
 from torch_fp8.ops.quantize import QuantizedTensor, quantize_layouts
@@ -119,7 +124,7 @@ class Quantizer(NamedTuple):
         dozen; a compiled graph fuses these.
         """
         reads = self.history is not None and not (self.updates or self.repeats)
-        return reads and self.group is None and not torch.compiler.is_compiling()
+        return reads and self.group is None and not is_traced()
 
     def settled(self) -> "Quantizer":
         """The same with its history's scale, for as long as nobody records an amax in that.
