@@ -6,7 +6,7 @@
 
 Layouts of Llama-3.2-1B, -3B and 3.1-8B, one sequence of 4096, AdamW, under autocast: BF16-mixed and
 our levels, with activation checkpointing and without. Of the second step (the first makes the
-states) every storage is followed by its category (benchmarks/memory_tracker.py):
+states) every storage is followed by its category (torch_fp8/planner/memory_tracker.py):
 
 * weights, residuals, gradients, states of the optimizer, activations saved for backward, and
   workspace: everything else, casts of weights and logits above all. The columns are what lived at
@@ -26,7 +26,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks.card import free
 from benchmarks.measurement import (
@@ -39,15 +39,14 @@ from benchmarks.measurement import (
     parser,
     print_table,
 )
-from benchmarks.memory_tracker import CATEGORIES, MemoryTracker
 from benchmarks.plot import draw
 from benchmarks.shapes import LAYOUTS, SEQUENCE, TOY_LLAMA, TOY_SEQUENCE
 from benchmarks.training_run import Variant, bigram_tokens, causal_lm, optimizer_of
 from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8
 from torch_fp8.kernels.arguments import GradientParts
-from torch_fp8.nn import gated_mlp, rms_norm
 from torch_fp8.ops.grad_codec import Rounding
 from torch_fp8.optim import optimizer as float8_optimizer
+from torch_fp8.planner.memory_tracker import CATEGORIES, MemoryTracker
 from torch_fp8.quantization.block_scaled import num_groups
 from torch_fp8.tensor import float8_grad
 
@@ -205,13 +204,8 @@ def optimizer_for(case: Case, model: nn.Module, device: torch.device) -> torch.o
 
 @contextlib.contextmanager
 def without_memory() -> Iterator[None]:
-    """Let tensors have shapes alone; in-place work of kernels on a GPU does nothing here.
-
-    Norms and gated MLPs leave tensor subclasses to their stock forward; here these are the rule.
-    """
+    """Let tensors have shapes alone; in-place work of kernels on a GPU does nothing here."""
     with (
-        mock.patch.object(rms_norm, "PLAIN", (FakeTensor,)),
-        mock.patch.object(gated_mlp, "PLAIN", (FakeTensor,)),
         FakeTensorMode(allow_non_fake_inputs=True),
         mock.patch.object(float8_optimizer, "step_large"),
         mock.patch.object(float8_optimizer, "step_small"),

@@ -35,12 +35,12 @@ from benchmarks.measurement import (
     parser,
     print_table,
 )
-from benchmarks.memory_tracker import plain_parts
 from benchmarks.plot import draw
 from benchmarks.shapes import TINY_LLAMA_1_1B, TOY_LLAMA, parameter_shapes
 from torch_fp8 import FP8Config, convert_optimizer
 from torch_fp8.optim.convert import split_parameter
 from torch_fp8.optim.state import is_large
+from torch_fp8.planner.memory_tracker import plain_parts
 from torch_fp8.tensor.float8_grad import Float8Grad
 
 COLUMNS = (

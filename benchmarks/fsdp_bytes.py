@@ -11,17 +11,13 @@ against BF16 collectives. The scales' collective counts as gathering.
 
 import argparse
 import csv
-from contextlib import contextmanager
 from pathlib import Path
 from unittest import mock
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.distributed.device_mesh import init_device_mesh
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks.measurement import RESULTS, environment, print_table, write_rows
 from benchmarks.shapes import LLAMA_3_1_8B_BLOCK
@@ -29,6 +25,7 @@ from torch_fp8 import FP8Config, convert_to_float8
 from torch_fp8.distributed import comm_counter
 from torch_fp8.distributed.fsdp.connect import connect_fsdp
 from torch_fp8.ops import messages
+from torch_fp8.planner.fake_ranks import FakeRecorder, fake_ranks
 
 COLUMNS = (
     *("case", "model", "ranks", "bf16_bytes", "fp8_bytes", "ratio"),
@@ -77,24 +74,6 @@ class Llama(nn.Module):
         return self.lm_head(self.norm(x))
 
 
-class _Recorder(comm_counter._Recorder):
-    """A counter of collectives that counts those of fake tensors, too."""
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        types = [t for t in types if not issubclass(t, FakeTensor)]
-        return super().__torch_dispatch__(func, types, args, kwargs)
-
-
-@contextmanager
-def fake_ranks(number):
-    """Enter a process group of which this process alone exists."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=number)
-    try:
-        yield init_device_mesh("cpu", (number,))
-    finally:
-        dist.destroy_process_group()
-
-
 def count(communication, ranks, name):
     """Count what rank 0 of `ranks` sends in a step, as a `CommunicationCount`."""
     only_linears = name != "Llama-3.1-8B"
@@ -115,7 +94,7 @@ def count(communication, ranks, name):
         connect_fsdp(model, config)
         made = comm_counter.CommunicationCount()
         x = torch.randn(16, HIDDEN, dtype=torch.bfloat16) if only_linears else torch.arange(16)
-        with _Recorder(made):
+        with FakeRecorder(made):
             model(x).float().sum().backward()
     return made
 

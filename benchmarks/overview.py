@@ -17,9 +17,9 @@ from typing import Any
 import torch
 
 from benchmarks.measurement import RESULTS, ROOT, read_rows, write_rows
-from benchmarks.memory_tracker import CATEGORIES
 from benchmarks.plot import COLOURS
 from benchmarks.recipes_loss import RUN
+from torch_fp8.planner.memory_tracker import CATEGORIES
 
 CURVES = RESULTS / "fine_tuning_curves.csv"
 MEMORY = RESULTS / "memory_counted.csv"

@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 
-from benchmarks.fsdp_bytes import COLUMNS, HIDDEN, _Recorder, fake_ranks
+from benchmarks.fsdp_bytes import COLUMNS, HIDDEN
 from benchmarks.measurement import RESULTS, environment, print_table, write_rows
 from benchmarks.shapes import LLAMA_3_1_8B_BLOCK
 from torch_fp8 import FP8Config, convert_to_float8
@@ -29,6 +29,7 @@ from torch_fp8.distributed.tensor_parallel.styles import (
     Float8RowwiseParallel,
     PrepareFloat8ModuleInput,
 )
+from torch_fp8.planner.fake_ranks import FakeRecorder, fake_ranks
 
 TOKENS = 8192
 
@@ -81,7 +82,7 @@ def count(name, communication, ranks, sequence, again):
         x = torch.randn(1, local, HIDDEN, dtype=torch.bfloat16, requires_grad=True)
         placement = Shard(1) if sequence else Replicate()
         made = comm_counter.CommunicationCount()
-        with _Recorder(made):
+        with FakeRecorder(made):
             part(DTensor.from_local(x, mesh, [placement])).float().sum().backward()
     return made
 

@@ -24,6 +24,7 @@ FLOORS = [
     {"distributed"},
     {"conversion"},
     {"environment"},
+    {"planner"},
     {"cli"},
     {"__main__"},
 ]

@@ -23,7 +23,7 @@ from torch_fp8.optim.convert import (
     convert_optimizer,
     restore_weights,
 )
-from torch_fp8.optim.merged_state import merged_state_dict, stream_state_dict
+from torch_fp8.planner.plan import LevelPlan, Plan, plan
 
 __all__ = [
     "CommunicationCount",
@@ -31,8 +31,10 @@ __all__ = [
     "ExportReport",
     "FP8Config",
     "Float8Linear",
+    "LevelPlan",
     "MemoryReport",
     "OptimizerReport",
+    "Plan",
     "__version__",
     "conversion_report",
     "convert_optimizer",
@@ -45,6 +47,7 @@ __all__ = [
     "load_trainable",
     "memory_report",
     "merged_state_dict",
+    "plan",
     "restore_weights",
     "revert",
     "scaling_state_dict",

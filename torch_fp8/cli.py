@@ -29,7 +29,7 @@ from torch_fp8.environment.result import FAILED, Result, exit_status, last_line
 from torch_fp8.environment.runner import run_checks
 from torch_fp8.environment.self_test import SECTIONS, self_test
 from torch_fp8.environment.versions import versions
-from torch_fp8.quantization.recipe import RECIPES, SAVE_FORMATS
+from torch_fp8.planner import command as plan_command
 
 INTERRUPTED = 130
 
@@ -55,6 +55,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     _add_env(commands)
     _add_export(commands)
+    plan_command.add_parser(commands)
     return parser
 
 

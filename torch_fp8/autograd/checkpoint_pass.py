@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import torch
 import torch.utils.checkpoint
 from torch import Tensor
-from torch._guards import TracingContext
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
     _get_current_dispatch_mode_stack,
@@ -115,7 +115,7 @@ class Unavailable(Tensor):
         )
 
 
-PLAIN = (Tensor, Unavailable)
+PLAIN = (Tensor, Unavailable, FakeTensor)
 """Classes of tensors that are nothing else, or stand for one that is."""
 
 

@@ -14,6 +14,7 @@ from torch_fp8.nn.linear import Float8Layer
 from torch_fp8.optim.optimizer import Float8Optimizer
 from torch_fp8.optim.state import is_large, residual_shape
 from torch_fp8.quantization.block_scaled import matrix_shape, num_groups
+from torch_fp8.quantization.payload_shape import scale_shape
 from torch_fp8.tensor.base import QuantizableTensor
 from torch_fp8.tensor.dtensor import local
 from torch_fp8.tensor.frozen_weight import Float8FrozenWeight
@@ -121,10 +122,20 @@ def expected_memory(
         total = _sum(total, _expected(parameter, owner.get(parameter), converted=converted))
     if not converted:
         return total
-    caches = {m.weight: m.fp8_weight_cache for m in _layers(model)}
-    cached = {p: cache.num_layouts for p, cache in caches.items() if cache is not None}
-    kept = sum(cached.get(p, 0) * p.numel() for p in model.parameters())
-    return dataclasses.replace(total, caches=total.caches + kept)
+    layers = {m.weight: m for m in _layers(model)}
+    return dataclasses.replace(total, caches=total.caches + sum(map(_cached, layers.values())))
+
+
+def _cached(layer: Float8Layer) -> int:
+    """Return the bytes of a layer's cache: payloads if asked for, and float32 scales."""
+    if layer.fp8_weight_cache is None:
+        return 0
+    rows, cols = layer.weight.shape
+    granularity = layer.fp8_recipe.weight.granularity
+    layouts = [(rows, cols), (cols, rows)][: layer.fp8_weight_cache.num_layouts]
+    if granularity == "tensorwise":
+        return len(layouts) * rows * cols + 4
+    return sum(r * c + 4 * math.prod(scale_shape(r, c, granularity)) for r, c in layouts)
 
 
 def expected_bytes_per_param(model: nn.Module, optimizers: Iterable[Optimizer] = ()) -> str:
@@ -187,7 +198,7 @@ def _expected(parameter: Tensor, optimizer: Optimizer | None, *, converted: bool
     gradients, scales = numel * size, 0
     groups = _num_scales(shard)
     if ours.has_fp8_gradient(parameter):
-        gradients, scales = numel, groups
+        gradients, scales = numel, groups + 4  # the multiplier, which clipping changes
     if ours.fp8_config.gradient_release:
         gradients, scales = 0, 0
     if is_large(parameter):

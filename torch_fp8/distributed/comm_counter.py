@@ -215,11 +215,11 @@ def count_communication() -> Iterator[CommunicationCount]:
         print(count, count.of("all-gather", torch.uint8).bytes_sent)
     """
     count = CommunicationCount()
-    with _Recorder(count):
+    with Recorder(count):
         yield count
 
 
-class _Recorder(TorchDispatchMode):
+class Recorder(TorchDispatchMode):
     """A dispatch mode that records every collective in a count."""
 
     def __init__(self, count: CommunicationCount) -> None:

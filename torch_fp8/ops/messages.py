@@ -27,6 +27,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from torch_fp8.quantization.block_scaled import BlockScaled, decode, encode
 from torch_fp8.quantization.formats import GRADIENT, GROUP_SIZE
@@ -144,7 +145,7 @@ def pack_flat(
         from torch_fp8.kernels import messages as wire
 
         wire.pack(values, layout, messages, keys)
-    elif layout.num_groups and values.device.type != "meta":
+    elif layout.num_groups and _has_values(values):
         _encode(values, layout, messages, keys)
     if layout.num_plain:
         part = layout.plain(messages)
@@ -180,7 +181,7 @@ def unpack_sum(
         if out_plain is not None:
             wire.sum_plain(layout.plain(messages), out_plain, scale)
         return
-    for part in _parts(layout.num_groups):
+    for part in _parts(layout.num_groups) if _has_values(messages) else ():
         values = slice(part.start * GROUP_SIZE, part.stop * GROUP_SIZE)
         out_groups[values] = _sum_groups(messages, layout, part).view(-1) * scale
     if out_plain is not None:
@@ -211,7 +212,7 @@ def reduce_and_repack(
             wire.sum_plain(layout.plain(messages), layout.plain(combined)[0], scale)
         return combined
     codes, scales = layout.codes(combined)[0], layout.scales(combined)[0]
-    for part in _parts(layout.num_groups):
+    for part in _parts(layout.num_groups) if _has_values(messages) else ():
         total = _sum_groups(messages, layout, part) * scale
         random = _random(total.shape, part.start, total.device, keys)
         made = encode(total, GRADIENT, random)
@@ -255,7 +256,7 @@ def unpack_flat(
         from torch_fp8.kernels import messages as wire
 
         wire.unpack(messages, layout, out_values)
-    elif messages.device.type != "meta":
+    elif _has_values(messages):
         _decode(messages, layout, out_values)
     if out_plain is not None and out_plain.numel():
         out_plain.copy_(layout.plain(messages).reshape(-1)[: out_plain.numel()])
@@ -268,6 +269,11 @@ def _check_buffers(values: Tensor, plain: Tensor | None, layout: Layout, message
     assert values.is_contiguous()
     assert values.numel() <= messages * layout.num_values
     assert (0 if plain is None else plain.numel()) <= messages * layout.num_plain
+
+
+def _has_values(tensor: Tensor) -> bool:
+    """Return whether a tensor has memory, and not a shape alone."""
+    return tensor.device.type != "meta" and not isinstance(tensor, FakeTensor)
 
 
 def _parts(num_groups: int) -> list[slice]:

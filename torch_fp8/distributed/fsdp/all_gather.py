@@ -261,8 +261,10 @@ def _make_scales(group: Any, gathers: list[WeightGather]) -> None:
     else:
         for gather, part, shape in zip(gathers, amax.split(sizes), shapes, strict=True):
             gather.write_amax(part.view(shape))
-    amax = amax.to(gathers[0].device)
-    if amax.numel() and dist.get_world_size(group) > 1:
+    without_values = amax.is_meta  # a model that is loaded later
+    if not without_values:
+        amax = amax.to(gathers[0].device)
+    if amax.numel() and dist.get_world_size(group) > 1 and not without_values:
         # A maximum need not keep a NaN; every backend's keeps an Inf.
         amax = torch.where(amax.isfinite(), amax, torch.inf)
         dist.all_reduce(amax, dist.ReduceOp.MAX, group=group)

@@ -6,7 +6,7 @@ difference to the allocator's own peak shows it).
 """
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -27,6 +27,8 @@ class MemoryTracker(TorchDispatchMode):
     Attributes:
         current: category -> bytes that live now.
         peak: the same when their sum was largest, since `reset_peak`.
+        resized: returns the tensors whose storages somebody frees and makes again by resizing them,
+            as FSDP2 does with gathered weights; no operator tells of that.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter] = ()) -> None:
@@ -37,6 +39,7 @@ class MemoryTracker(TorchDispatchMode):
         self._parameters = list(parameters)
         self._hooks: list[Any] = []
         self._saving: Any = None
+        self.resized: Callable[[], Iterable[Tensor]] = tuple
 
     def __enter__(self) -> "MemoryTracker":
         self._saving = torch.autograd.graph.saved_tensors_hooks(self._save, lambda tensor: tensor)
@@ -58,6 +61,7 @@ class MemoryTracker(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        self._see_resized()
         out = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(out):
             if isinstance(leaf, Tensor):
@@ -85,7 +89,7 @@ class MemoryTracker(TorchDispatchMode):
                 self.current[old[0]] -= old[1]
             self._known[key] = category, num_bytes
             self.current[category] += num_bytes
-        if self.total > sum(self.peak.values()):
+        if self.total > self.peak_total:
             self.peak = dict(self.current)
 
     @property
@@ -93,9 +97,22 @@ class MemoryTracker(TorchDispatchMode):
         """The bytes that live now."""
         return sum(self.current.values())
 
+    @property
+    def peak_total(self) -> int:
+        """The bytes that lived at the peak."""
+        return sum(self.peak.values())
+
     def reset_peak(self) -> None:
         """Start over from what lives now."""
         self.peak = dict(self.current)
+
+    def _see_resized(self) -> None:
+        for tensor in self.resized():
+            storage = tensor.untyped_storage()
+            known = self._known.get(storage._cdata)
+            if known is not None and known[1] != storage.nbytes():
+                self._known[storage._cdata] = known[0], storage.nbytes()
+                self.current[known[0]] += storage.nbytes() - known[1]
 
     def _free(self, key: int) -> None:
         category, num_bytes = self._known.pop(key)
@@ -115,11 +132,11 @@ class MemoryTracker(TorchDispatchMode):
 
 def plain_parts(tensor: Tensor) -> list[Tensor]:
     """Return the tensors with memory behind one, as a wrapper subclass declares them."""
-    if isinstance(tensor, nn.Parameter) or type(tensor) in (Tensor, FakeTensor):
+    if type(tensor) in (Tensor, nn.Parameter, FakeTensor):
         return [tensor]
     if hasattr(tensor, "parts"):
         return [part for part in tensor.parts() if isinstance(part, Tensor)]
     if hasattr(tensor, "__tensor_flatten__"):
         names, _ = tensor.__tensor_flatten__()
         return [leaf for name in names for leaf in plain_parts(getattr(tensor, name))]
-    return []
+    return [tensor] if isinstance(tensor, nn.Parameter) else []

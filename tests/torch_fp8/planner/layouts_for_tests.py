@@ -1,0 +1,48 @@
+"""Five small layouts, and a step of training that fills everything that a plan predicts."""
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from torch_fp8 import convert_optimizer, convert_to_float8
+
+_SIZES = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 144,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+}
+LAYOUTS = {
+    "llama": {"num_key_value_heads": 1, "tie_word_embeddings": True},
+    "qwen3": {"num_key_value_heads": 2, "head_dim": 24, "tie_word_embeddings": False},
+    "gpt_neox": {"use_parallel_residual": False, "tie_word_embeddings": False},
+    "phi3": {"num_key_value_heads": 4, "tie_word_embeddings": False},
+    "gemma2": {"num_key_value_heads": 2, "head_dim": 16},
+}
+
+
+def config_of(layout):
+    return AutoConfig.for_model(layout, **_SIZES, **LAYOUTS[layout])
+
+
+def trained(layout, config, shard=lambda model: None, convert=convert_optimizer):
+    """Return model and optimizer after a step, with the gradients of another one."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config_of(layout), dtype=torch.float32).train()
+    if config is not None:
+        convert_to_float8(model, config)
+    shard(model)
+    optimizer = torch.optim.AdamW(model.parameters())
+    if config is not None and config.opt_level != "O1":
+        convert(optimizer, config, model)
+    tokens = torch.randint(96, (1, 32))
+    for step in range(2):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+        loss.backward()
+        if step == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+    return model, optimizer

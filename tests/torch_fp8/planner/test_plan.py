@@ -1,0 +1,223 @@
+"""`torch_fp8.plan`: what it predicts is what is counted; what it refuses."""
+
+import dataclasses
+import json
+import re
+
+import pytest
+import torch
+
+import torch_fp8
+from tests.torch_fp8.planner.layouts_for_tests import LAYOUTS, config_of, trained
+from torch_fp8 import FP8Config, cli, memory_report
+from torch_fp8.planner import figure, layouts
+from torch_fp8.planner.counts import standing_bytes
+from torch_fp8.planner.plan import CATEGORIES, largest, plan
+from torch_fp8.planner.setup import LEVELS, make_setup
+from torch_fp8.planner.tables import plain_text
+
+SMALL = {"sequence": 32, "recipe": "tensorwise"}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("level", LEVELS)
+def test_predicted_bytes_are_those_of_a_trained_model(layout, level):
+    config = FP8Config(recipe="tensorwise", opt_level=level) if level.startswith("O") else None
+    predicted = standing_bytes(make_setup(config_of(layout), **SMALL), "policy", level)
+    model, optimizer = trained(
+        layout, config, convert=lambda o, c, m: torch_fp8.convert_optimizer(o, c, model=m)
+    )
+    assert dataclasses.asdict(predicted) == dataclasses.asdict(memory_report(model, optimizer))
+
+
+def test_the_step_is_that_of_the_whole_model():
+    """What two and three layers say of five is what five layers say."""
+    from torch_fp8.planner import counts
+
+    config = config_of("llama")
+    config.num_hidden_layers = 5
+    setup = make_setup(config, **SMALL)
+    for level in ("bf16-mixed", "O2"):
+        extrapolated = counts.step_bytes(setup, "policy", level)
+        counted = counts._few_layers(setup, "policy", level, 5)
+        assert dataclasses.asdict(extrapolated) == dataclasses.asdict(counted)
+
+
+def test_total_is_the_sum_and_the_peak_is_below():
+    made = plan(config_of("llama"), **SMALL)
+    for level in made.levels.values():
+        parts = [level.bytes[name] for name in (*CATEGORIES, "activations")]
+        assert level.bytes["total"] == sum(parts)
+        assert 0 < level.peak <= level.bytes["total"]
+        assert level.fits
+    bf16, o3 = made.levels["bf16-mixed"], made.levels["O3"]
+    assert o3.bytes["moments"] < 0.4 * bf16.bytes["moments"]
+    kept = plan(config_of("llama"), **SMALL, accumulate=2, levels=("O2",)).levels["O2"]
+    assert kept.peak == kept.bytes["total"]
+
+
+def test_fp8_sends_half_of_what_bf16_sends():
+    made = plan(config_of("llama"), **SMALL, gpus=4, levels=("bf16-mixed", "O2"))
+    assert made.levels["O2"].wire < 0.75 * made.levels["bf16-mixed"].wire
+    replicas = plan(config_of("llama"), **SMALL, gpus=2, data=2, levels=("bf16-mixed", "O2"))
+    # benchmarks/results/wire.csv: 0.258 of what float32 gradients take
+    share = replicas.levels["O2"].wire / replicas.levels["bf16-mixed"].wire
+    assert share == pytest.approx(0.258, abs=0.001)
+
+
+def test_lora_and_rlhf_hold_frozen_weights_at_a_byte():
+    config = config_of("llama")
+    config.hidden_size, config.intermediate_size, config.head_dim = 256, 512, 64
+    lora = plan(config, **SMALL, method="lora", rank=2, levels=("bf16-mixed", "O2")).levels
+    assert lora["O2"].bytes["weights"] < 0.6 * lora["bf16-mixed"].bytes["weights"]
+    assert lora["O2"].bytes["moments"] < 0.15 * lora["O2"].bytes["weights"]
+    rlhf = plan(config, **SMALL, method="rlhf", levels=("bf16-mixed", "O2"))
+    policy = plan(config, **SMALL, levels=("bf16-mixed", "O2"))
+    assert rlhf.num_params > 3.9 * policy.num_params
+    for level in ("bf16-mixed", "O2"):
+        more = rlhf.levels[level].bytes
+        assert more["weights"] > 2 * policy.levels[level].bytes["weights"]
+        assert more["moments"] == pytest.approx(2 * policy.levels[level].bytes["moments"], rel=0.1)
+
+
+def test_tensor_and_pipeline_parallel_share_the_weights():
+    config = config_of("llama")
+    config.num_key_value_heads = 2
+    whole, halves, stages = (
+        plan(config, **SMALL, levels=("O2",), **degrees).levels["O2"].bytes["weights"]
+        for degrees in ({}, {"gpus": 2, "tensor": 2}, {"gpus": 2, "pipeline": 2})
+    )
+    assert halves < 0.75 * whole
+    assert stages < 0.75 * whole
+
+
+def test_checkpointing_saves_less_and_takes_longer():
+    plain, again = (
+        plan(config_of("llama"), sequence=64, checkpointing=c, levels=("O2",)).levels["O2"]
+        for c in (False, True)
+    )
+    assert again.bytes["activations"] < plain.bytes["activations"]
+    assert again.seconds > plain.seconds
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"gpus": 3, "tensor": 2}, "do not divide the 3 GPUs"),
+        ({"gpus": 4, "fsdp": 3}, "are 3 GPUs, but gpus=4"),
+        ({"tensor": 8, "gpus": 8}, "does not divide the 4 attention heads"),
+        ({"pipeline": 3, "gpus": 3}, "more stages than the model has layers"),
+        ({"card": "h10"}, "Did you mean 'h100'"),
+        ({"recipe": "int4"}, "one of auto"),
+        ({"method": "dpo"}, "one of full, lora, rlhf"),
+        ({"gpus": 0}, "at least 1"),
+        ({"memory": 0}, "above 0 GiB"),
+        ({"levels": ("O4",)}, "level 'O4' is unknown"),
+    ],
+)
+def test_mistakes_are_named(options, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        plan(config_of("llama"), **{"sequence": 32, **options})
+
+
+def test_models_that_cannot_be_read(tmp_path):
+    with pytest.raises(ValueError, match=r"Did you mean 'llama-3\.1-8b'"):
+        plan("Llama3.1-8B")
+    with pytest.raises(ValueError, match="neither a preset nor a folder"):
+        plan(str(tmp_path))
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ValueError, match="no configuration of a Hugging Face model"):
+        plan(str(tmp_path))
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(ValueError, match="has no hidden_size"):
+        plan(str(tmp_path))
+    (tmp_path / "config.json").write_text('{"model_type": "lama", "hidden_size": 64}')
+    with pytest.raises(ValueError, match="lama"):
+        plan(str(tmp_path))
+    with pytest.raises(TypeError, match="name of a preset"):
+        plan(3)
+
+
+def test_a_folder_is_planned_as_its_configuration(tmp_path):
+    config_of("llama").save_pretrained(tmp_path)
+    of_folder, of_config = (
+        plan(m, **SMALL, levels=("O2",)) for m in (str(tmp_path), config_of("llama"))
+    )
+    assert of_folder.levels == of_config.levels
+
+
+def test_presets_have_the_sizes_of_their_names():
+    from torch_fp8.planner.layouts import PRESETS, build, read_config
+
+    for name in PRESETS:
+        billions = float(name.rpartition("-")[2].removesuffix("b"))
+        model = build(read_config(name.upper()))
+        count = sum(p.numel() for p in model.parameters()) / 1e9
+        assert count == pytest.approx(billions, rel=0.25), name
+
+
+def test_largest_takes_the_last_that_fits(monkeypatch):
+    monkeypatch.setitem(layouts.FAMILIES, "qwen3", ("qwen3-0.6b", "qwen3-4b"))
+    name, tried = largest("qwen3", level="O2", memory=16, sequence=128)
+    assert name == "qwen3-0.6b"
+    assert [made.fits for made in tried.values()] == [True, False]
+    with pytest.raises(ValueError, match="of no family"):
+        largest("bert")
+
+
+def test_figure_finds_larger_models_in_fp8(tmp_path, monkeypatch):
+    monkeypatch.setattr(figure, "_MOST_LAYERS", 12)
+    rows = figure.figure((1,), ("bf16-mixed", "FP8-LM", "O3"), sequence=64, memory=3.0)
+    bf16, fp8_lm, ours = (row.parameters for row in rows)
+    assert bf16 < ours
+    assert bf16 < fp8_lm
+    figure.draw(rows, tmp_path / "figure.png")
+    assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_plain_text_stays_within_80_columns():
+    text = plain_text(plan(config_of("llama"), sequence=32))
+    assert max(map(len, text.splitlines())) <= 80
+    assert 'TORCH_FP8_CONFIG=\'{"opt_level": ' in text
+    config = re.search(r"TORCH_FP8_CONFIG='(.*)'", text).group(1)
+    assert FP8Config(**json.loads(config)).opt_level in LEVELS
+
+
+def test_command_prints_json_and_names_mistakes(tmp_path, capsys):
+    config_of("llama").save_pretrained(tmp_path)
+    call = ["plan", str(tmp_path), "--sequence", "32", "--json", "--level", "bf16-mixed", "O3"]
+    assert cli.main(call) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert list(printed["levels"]) == ["bf16-mixed", "O3"]
+    level = printed["levels"]["O3"]
+    assert {*CATEGORIES, "activations", "total"} == set(level["bytes"])
+    assert level["fits"] is True
+    assert level["wire"] == 0
+    assert level["seconds"] > 0
+    assert cli.main([*call, "--memory", "0.001"]) == 1
+    capsys.readouterr()
+    assert cli.main(["plan", "no-such-model"]) == 2
+    assert "neither a preset" in capsys.readouterr().err
+    assert cli.main(["plan", "gpt", "--plot", str(tmp_path / "no" / "x.png")]) == 2
+    assert "no file can be written" in capsys.readouterr().err
+
+
+def test_ctrl_c_leaves_nothing(tmp_path, capsys, monkeypatch):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(figure, "plan", interrupted)
+    assert cli.main(["plan", "gpt", "--plot", str(tmp_path / "figure.png")]) == 130
+    assert "nothing was written" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_process_group_of_ones_own_is_left_alone(tmp_path):
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
+    )
+    try:
+        with pytest.raises(ValueError, match="in another process"):
+            plan(config_of("llama"), **SMALL, gpus=2)
+    finally:
+        torch.distributed.destroy_process_group()

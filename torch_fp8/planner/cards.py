@@ -1,0 +1,66 @@
+"""Cards on paper: memory, peak rates and links, from the makers' data sheets."""
+
+import difflib
+from dataclasses import dataclass
+
+GPUS_PER_NODE = 8
+"""The GPUs of a node that share its fast links, as in NVIDIA's DGX and HGX."""
+
+
+@dataclass(frozen=True)
+class Card:
+    """A GPU, and the links between several of them.
+
+    Attributes:
+        name: as people say it.
+        memory: GiB.
+        bandwidth: of its memory, bytes per second.
+        bf16, fp8: dense tensor-core peaks, FLOP per second.
+        link: to the other GPUs of its node, bytes per second in each direction.
+        network: to other nodes, bytes per second in each direction: one 400 Gbit/s adapter per GPU
+            for cards of the data centre.
+        source: where the figures stand.
+    """
+
+    name: str
+    memory: float
+    bandwidth: float
+    bf16: float
+    fp8: float
+    link: float
+    network: float
+    source: str
+
+
+_NVIDIA = "https://www.nvidia.com/en-us/data-center/"
+CARDS = {
+    card.name: card
+    for card in (
+        Card("h100", 80, 3.35e12, 989.4e12, 1978.9e12, 450e9, 50e9, _NVIDIA + "h100/ (SXM)"),
+        Card("h200", 141, 4.8e12, 989.4e12, 1978.9e12, 450e9, 50e9, _NVIDIA + "h200/ (SXM)"),
+        Card("b200", 180, 8.0e12, 2250e12, 4500e12, 900e9, 50e9, _NVIDIA + "dgx-b200/"),
+        Card("l40s", 48, 864e9, 362e12, 733e12, 32e9, 25e9, _NVIDIA + "l40s/"),
+        Card("rtx-4090", 24, 1008e9, 165.2e12, 330.3e12, 32e9, 12.5e9,
+             "NVIDIA Ada GPU architecture whitepaper, appendix A"),
+    )
+}  # fmt: skip
+SHARE_OF_FLOPS, SHARE_OF_BANDWIDTH, SHARE_OF_LINK = 0.78, 0.92, 0.8
+"""Reachable shares of the peaks: the first two are torchao's (roofline_utils.py), that of the links
+is assumed. No card of ours has measured them.
+"""
+LATENCY = 20e-6
+"""Seconds that a collective takes beside its bytes, for each doubling of the ranks; assumed."""
+
+
+def card_named(name: str) -> Card:
+    """Return a card by its name, in any case.
+
+    Raises:
+        ValueError: it is not known.
+    """
+    card = CARDS.get(str(name).lower())
+    if card is None:
+        near = difflib.get_close_matches(str(name).lower(), CARDS, n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"card {name!r} is unknown.{hint} Known: {', '.join(CARDS)}")
+    return card

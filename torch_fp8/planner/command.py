@@ -1,0 +1,150 @@
+"""The sub-command ``torch-fp8 plan``."""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from torch_fp8.environment import display
+from torch_fp8.planner.cards import CARDS
+from torch_fp8.planner.layouts import FAMILIES, PRESETS
+from torch_fp8.planner.setup import LEVELS, METHODS, ROLES
+from torch_fp8.quantization.recipe import RECIPES
+
+_OPTIONS = (
+    *("gpus", "card", "memory", "sequence", "micro_batch", "accumulate", "data", "fsdp", "tensor"),
+    *("pipeline", "recipe", "checkpointing", "method", "rank"),
+)
+
+
+def add_parser(commands: Any) -> None:
+    """Add the sub-command to those of ``torch-fp8``."""
+    parser = commands.add_parser(
+        "plan",
+        help="memory, bytes on the wire and time of a training run, before a GPU is rented",
+        description=(
+            "What a training run needs of each GPU, in BF16 and at each level. Bytes are counted "
+            "by the code that trains, seconds are an estimate from data sheets. Exit status: 0 "
+            "planned, 1 no level fits, 2 a mistake in the call, 130 interrupted."
+        ),
+        epilog=f"Presets: {', '.join(PRESETS)}.",
+    )
+    parser.add_argument("model", help="a preset, a folder with a config.json, or such a file")
+    parser.add_argument("--level", nargs="+", choices=LEVELS, metavar="LEVEL",
+                        help=f"only these of {', '.join(LEVELS)}")  # fmt: skip
+    whole = {"type": int, "metavar": "N"}
+    parser.add_argument("--gpus", **whole, default=1, help="number of GPUs (default: 1)")
+    parser.add_argument("--card", default="h100", help=f"one of {', '.join(CARDS)}")
+    parser.add_argument("--memory", type=float, metavar="GIB", help="of each GPU (the card's)")
+    parser.add_argument("--sequence", **whole, help="tokens of a sequence (at most 4096)")
+    parser.add_argument("--micro-batch", **whole, default=1, help="sequences of a forward of a GPU")
+    parser.add_argument("--accumulate", **whole, default=1, help="micro-batches of a step")
+    parser.add_argument("--data", **whole, default=1, help="replicas of the model")
+    parser.add_argument("--fsdp", **whole, help="shards of a replica (what the others leave)")
+    parser.add_argument("--tensor", **whole, default=1, help="degree of tensor parallelism")
+    parser.add_argument("--pipeline", **whole, default=1, help="pipeline stages")
+    parser.add_argument("--recipe", choices=("auto", *RECIPES), default="auto")
+    parser.add_argument("--checkpointing", action="store_true",
+                        help="compute layers again in backward")  # fmt: skip
+    parser.add_argument("--method", choices=METHODS, default="full")
+    parser.add_argument("--roles", nargs="+", choices=ROLES, default=list(ROLES),
+                        help="models of --method rlhf (all four)")  # fmt: skip
+    parser.add_argument("--rank", **whole, default=16, help="of LoRA's adapters (default: 16)")
+    parser.add_argument(
+        "--largest",
+        action="store_true",
+        help=f"MODEL names a family ({', '.join(FAMILIES)}): find the largest preset that fits",
+    )
+    parser.add_argument(
+        "--plot",
+        type=Path,
+        metavar="FILE",
+        help="draw FP8-LM's Figure 1 into a PNG: the largest GPT on 8, 32 and 128 GPUs (minutes)",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    parser.set_defaults(run=run, parser=parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the sub-command; returns the exit status."""
+    try:
+        if options.plot is not None:
+            return _plot(options)
+        return _largest(options) if options.largest else _plan(options)
+    except (ValueError, TypeError, ImportError, OSError) as error:
+        print(f"torch-fp8 plan: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted: nothing was written", file=sys.stderr)
+        return 130
+
+
+def _plan(options: argparse.Namespace) -> int:
+    from torch_fp8.planner.plan import plan
+    from torch_fp8.planner.tables import show
+
+    made = plan(options.model, levels=tuple(options.level or LEVELS), **_arguments(options))
+    if options.json:
+        print(json.dumps(made.as_dict(), indent=2))
+    else:
+        show(made, sys.stdout, rich=display.use_rich(sys.stdout))
+    return 0 if any(level.fits for level in made.levels.values()) else 1
+
+
+def _largest(options: argparse.Namespace) -> int:
+    from torch_fp8.planner.plan import largest
+    from torch_fp8.planner.tables import aligned, gib
+
+    found: dict[str, Any] = {}
+    for level in options.level or LEVELS:
+        name, tried = largest(options.model, level=level, **_arguments(options))
+        found[level] = {"largest": name, "peak": {n: plan.peak for n, plan in tried.items()}}
+    if options.json:
+        print(json.dumps(found, indent=2))
+    else:
+        names = list(next(iter(found.values()))["peak"])
+        rows = [["peak, GiB per GPU", *found]]
+        rows += [[n, *(gib(of["peak"][n]) for of in found.values())] for n in names]
+        rows.append(["largest that fits", *(of["largest"] or "none" for of in found.values())])
+        print(aligned(rows))
+    return 0 if any(of["largest"] for of in found.values()) else 1
+
+
+def _plot(options: argparse.Namespace) -> int:
+    from torch_fp8.planner.figure import draw, figure
+    from torch_fp8.planner.tables import aligned, gib
+
+    path: Path = options.plot.absolute()
+    if path.is_dir() or not path.parent.is_dir():
+        raise ValueError(f"--plot {options.plot}: no file can be written there")
+    left_out = ("gpus", "fsdp", "data", "sequence", "checkpointing", "method", "rank")
+    arguments = {k: v for k, v in _arguments(options).items() if k not in left_out}
+    say: Callable[[str], None] = lambda text: print(text, file=sys.stderr)  # noqa: E731
+    counts = (8, 32, 128) if options.gpus == 1 else (options.gpus,)
+    rows = figure(counts, progress=say, **arguments)
+    unfinished = path.with_name(f".{path.name}.part")
+    try:
+        draw(rows, unfinished)
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+    if options.json:
+        print(json.dumps([row._asdict() for row in rows], indent=2))
+        return 0
+    head = ["GPUs", "method", "layers", "billion parameters", "peak, GiB"]
+    lines = [
+        [str(r.gpus), r.method, str(r.layers), f"{r.parameters / 1e9:.1f}", gib(r.peak)]
+        for r in rows
+    ]
+    print(aligned([head, *lines]))
+    print(f"figure: {path}")
+    return 0
+
+
+def _arguments(options: argparse.Namespace) -> dict[str, Any]:
+    arguments = {name: getattr(options, name) for name in _OPTIONS}
+    if options.method == "rlhf":
+        arguments["roles"] = tuple(options.roles)
+    return arguments

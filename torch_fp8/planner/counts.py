@@ -1,0 +1,186 @@
+"""What a run holds and sends, counted on tensors without memory by the code that trains.
+
+The standing bytes (weights, gradients, states) are those of the whole model: converted, sharded by
+FSDP2 on as many ranks, of which one exists, and added up by `torch_fp8.conversion.memory`. What
+lives within a step is followed storage by storage in a step of a model of a few layers, twice: what
+a layer adds is the difference, and layers are alike.
+"""
+
+import functools
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.fsdp import FSDPModule
+
+from torch_fp8.conversion.memory import MemoryReport, expected_memory
+from torch_fp8.distributed.comm_counter import CommunicationCount
+from torch_fp8.distributed.fsdp.split_weights import param_groups
+from torch_fp8.planner.fake_ranks import FakeRecorder, fake_ranks
+from torch_fp8.planner.layouts import blocks_of, period
+from torch_fp8.planner.memory_tracker import MemoryTracker
+from torch_fp8.planner.models import (
+    connect,
+    make_model,
+    only_stage,
+    shard,
+    sharded,
+    stages,
+    with_optimizer,
+)
+from torch_fp8.planner.setup import BF16, JUDGES, TRAINED, Setup
+
+_GATHERS = ("all-gather", "all-reduce")
+_MOST_FAKE_RANKS = 64
+"""The ranks that a step is counted with at most; a ring's bytes beyond differ by 1/64 at most, and
+are scaled.
+"""
+
+
+@dataclass(frozen=True)
+class StepBytes:
+    """The bytes of a micro-batch on one GPU that live within its step only.
+
+    Attributes:
+        forward: beside what stands, when the backward of the layers begins or soon after.
+        backward: beside what stands, when it ends, gradients included.
+        saved: of `forward`, what is saved for backward.
+        gathered, scattered: bytes that FSDP2 sends for weights and for gradients.
+        calls: the collectives of FSDP2.
+    """
+
+    forward: float
+    backward: float
+    saved: float
+    gathered: float
+    scattered: float
+    calls: float
+
+
+def standing_bytes(setup: Setup, role: str, level: str) -> MemoryReport:
+    """Count weights, gradients and states on the fullest GPU, exactly.
+
+    Args:
+        role: one of `torch_fp8.planner.setup.ROLES`.
+        level: one of `torch_fp8.planner.setup.LEVELS`.
+    """
+    reports = []
+    for stage, layers in stages(setup):
+        model = make_model(setup, role, level, layers=layers)
+        with only_stage(model, stage), fake_ranks(setup.fsdp) as mesh:
+            planned = sharded(model, setup, role, level, mesh)
+            reports.append(expected_memory(planned.model, planned.optimizers))
+    return max(reports, key=lambda report: report.total)
+
+
+def step_bytes(setup: Setup, role: str, level: str) -> StepBytes:
+    """Count what a step of a model holds and sends beside what stands."""
+    unit = period(setup.config)
+    few, more = (_few_layers(setup, role, level, n * unit) for n in (2, 3))
+    layers = stages(setup)[0][1]
+    total = {
+        name: getattr(few, name) + (getattr(more, name) - getattr(few, name)) * (layers / unit - 2)
+        for name in StepBytes.__dataclass_fields__
+    }
+    return StepBytes(**total)
+
+
+def _few_layers(setup: Setup, role: str, level: str, layers: int) -> StepBytes:
+    """Run a step of a model of a few layers on fake tensors."""
+    ranks = min(setup.fsdp, _MOST_FAKE_RANKS)
+    model = make_model(setup, role, level, layers=layers)
+    trained = role in TRAINED
+    if trained and level not in (BF16, "O1"):
+        _split(model, setup, role, level, all_of_them=ranks > 1)
+    made = CommunicationCount()
+    with warnings.catch_warnings(), fake_ranks(ranks) as mesh:
+        warnings.simplefilter("ignore")
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            model.to_empty(device="cpu")
+            if hasattr(model, "tie_weights"):
+                model.tie_weights()
+            if mesh is not None:
+                shard(model, mesh)
+                connect(model, setup, level)
+            run = functools.partial(_run, model, setup, role)
+            run()  # the first makes what later ones find
+            tracker = _standing(model)
+            if mesh is not None:
+                tracker.resized = functools.partial(_gathered, model)
+            watch = _Watch(tracker, blocks_of(model))
+            before = tracker.total
+            with tracker, FakeRecorder(made):
+                run()
+            watch.remove()
+    factor = _ring(setup.fsdp) / _ring(ranks) if ranks > 1 else 1.0
+    gathers = sum(made.of(kind).bytes_sent for kind in _GATHERS)
+    return StepBytes(
+        forward=max(watch.forward, 0 if trained else tracker.peak_total) - before,
+        backward=tracker.peak_total - before if trained else 0.0,
+        saved=watch.saved,
+        gathered=gathers * factor,
+        scattered=(made.bytes_sent - gathers) * factor,
+        calls=made.calls,
+    )
+
+
+def _split(model: nn.Module, setup: Setup, role: str, level: str, *, all_of_them: bool) -> None:
+    """Make the weights BF16 that training splits: under FSDP2 all that are trained."""
+    with_optimizer(model, setup, role, level)
+    for parameter in model.parameters() if all_of_them else ():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.to(torch.bfloat16)
+
+
+def _run(model: nn.Module, setup: Setup, role: str) -> None:
+    tokens = torch.zeros((setup.micro_batch, setup.sequence), dtype=torch.long)
+    labels = tokens[:, :1].float() if role in JUDGES else tokens
+    model.zero_grad(set_to_none=True)
+    with torch.autocast("cpu", torch.bfloat16), torch.set_grad_enabled(role in TRAINED):
+        loss = model(input_ids=tokens, labels=labels, use_cache=False).loss
+    if role in TRAINED:
+        loss.backward()
+
+
+def _standing(model: nn.Module) -> MemoryTracker:
+    model.zero_grad(set_to_none=True)
+    tracker = MemoryTracker(model.parameters())
+    for tensor in (*model.parameters(), *model.buffers()):
+        tracker.assign(tensor, "weights")
+    tracker.reset_peak()
+    return tracker
+
+
+def _gathered(model: nn.Module) -> list[Tensor]:
+    """Return the tensors that FSDP2 gathers into, and frees by resizing them."""
+    groups = [g for m in model.modules() if isinstance(m, FSDPModule) for g in param_groups(m)]
+    return [t for g in groups for p in g.fsdp_params for t in p.all_gather_outputs]
+
+
+class _Watch:
+    """The peak before backward comes to the first block, and the one after it."""
+
+    def __init__(self, tracker: MemoryTracker, blocks: list[nn.Module]) -> None:
+        self.tracker, self.forward, self.saved = tracker, 0, 0
+        self._before = blocks[0].register_forward_hook(self._see)
+
+    def _see(self, module: nn.Module, args: Any, output: Any) -> None:
+        hidden = output if isinstance(output, Tensor) else output[0]
+        if hidden.requires_grad and not self.forward:
+            hidden.register_hook(self._mark)
+
+    def _mark(self, grad: Tensor) -> None:
+        if not self.forward:
+            self.forward = self.tracker.peak_total
+            self.saved = self.tracker.peak["saved activations"]
+            self.tracker.reset_peak()
+
+    def remove(self) -> None:
+        self._before.remove()
+
+
+def _ring(ranks: int) -> float:
+    return (ranks - 1) / ranks

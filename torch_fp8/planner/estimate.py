@@ -1,0 +1,227 @@
+"""The seconds of a step on paper: arithmetic, bytes of memory, and bytes between GPUs.
+
+A linear layer with M tokens, K inputs and N outputs runs three GEMMs (two where its weight is
+frozen) of 2 M N K operations each. A GEMM takes the longer of its arithmetic and of its bytes;
+casts take the bytes that they read and write (`CAST_BYTES`); attention, norms, activation
+functions, the loss and the optimizer as in benchmarks/roofline.py. Launches are free. Collectives
+of FSDP2 and of DDP run beside the arithmetic, those of tensor parallelism do not; a pipeline waits
+(P - 1) / m of its time, with m micro-batches. Generation of an RLHF step is not part of it.
+
+The rates are data sheet peaks times reachable shares (`torch_fp8.planner.cards`): paper, until a
+card has measured them.
+"""
+
+import math
+from dataclasses import dataclass
+
+from torch import nn
+
+from torch_fp8.conversion.memory import MemoryReport
+from torch_fp8.nn.linear import Float8Layer
+from torch_fp8.planner.cards import (
+    GPUS_PER_NODE,
+    LATENCY,
+    SHARE_OF_BANDWIDTH,
+    SHARE_OF_FLOPS,
+    SHARE_OF_LINK,
+)
+from torch_fp8.planner.counts import StepBytes
+from torch_fp8.planner.setup import BF16, TRAINED, Setup
+
+CAST_BYTES = {
+    "tensorwise": (6.0, 6.0, 6.0),
+    "delayed": (4.0, 6.0, 4.0),
+    "rowwise": (8.0, 8.0, 8.0),
+    "blockwise": (4.0625, 6.0, 4.0625),
+    "mxfp8": (4.0625, 6.0625, 4.0625),
+}
+"""Recipe -> bytes that casts read and write per element of input, weight and gradient, in a forward
+and backward: counted from the launches (benchmarks/results/quantization_bytes.csv).
+"""
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """The seconds of a step by what they go to; those of the wire may be hidden by the others.
+
+    Attributes:
+        gemms: of linear layers.
+        casts: of FP8.
+        others: attention, norms, activation functions, loss.
+        optimizer: its step.
+        wire: collectives that run beside the arithmetic.
+        exposed_wire: collectives that do not.
+        step: all of it.
+    """
+
+    gemms: float
+    casts: float
+    others: float
+    optimizer: float
+    wire: float
+    exposed_wire: float
+    step: float
+
+
+@dataclass(frozen=True)
+class Linears:
+    """The linear layers of a GPU's part of a model: (N, K, frozen) of those in FP8 and BF16."""
+
+    fp8: tuple[tuple[int, int, bool], ...]
+    bf16: tuple[tuple[int, int, bool], ...]
+
+
+def linears_of(model: nn.Module) -> Linears:
+    """Collect the shapes of a model's linear layers."""
+    fp8: list[tuple[int, int, bool]] = []
+    bf16: list[tuple[int, int, bool]] = []
+    for module in model.modules():
+        weight = getattr(module, "weight", None)
+        if isinstance(module, (nn.Linear, Float8Layer)) and weight is not None:
+            shape = (*weight.shape, not weight.requires_grad)
+            (fp8 if isinstance(module, Float8Layer) else bf16).append(shape)
+    return Linears(tuple(fp8), tuple(bf16))
+
+
+def wire_bytes(setup: Setup, trained: float, step: StepBytes, level: str) -> float:
+    """Return the bytes that a GPU sends in an optimizer step.
+
+    FSDP2's are counted. Replicas exchange gradients once: all-reduced in float32 (BF16-mixed), or
+    as 8-bit values in groups of 32 with a scale each. Tensor parallelism all-reduces BF16
+    activations, twice forward and twice backward in each layer.
+
+    Args:
+        trained: elements of a GPU's gradients.
+    """
+    fsdp = (step.gathered + step.scattered) * setup.accumulate
+    return fsdp + _replica_bytes(setup, trained, level) + _tensor_bytes(setup)
+
+
+def seconds_of_step(
+    setup: Setup, level: str, linears: dict[str, Linears], standing: dict[str, MemoryReport],
+    steps: dict[str, StepBytes], trained_elements: dict[str, float],
+) -> Seconds:  # fmt: skip
+    """Estimate a step of all models of a run.
+
+    Args:
+        level: one of `torch_fp8.planner.setup.LEVELS`.
+        linears, standing, steps, trained_elements: role -> the linears of a GPU's part of the
+            model, the counted bytes, and the elements of its gradients.
+    """
+    gemms = casts = others = optimizer = 0.0
+    for role, found in linears.items():
+        trained = role in TRAINED
+        gemms += setup.accumulate * _gemm_seconds(setup, found, level, trained=trained)
+        if level != BF16:
+            casts += setup.accumulate * _cast_seconds(setup, found, trained=trained)
+        others += setup.accumulate * _other_seconds(setup, trained=trained)
+        if trained:
+            optimizer += _optimizer_bytes(standing[role]) / _bandwidth(setup)
+    busy = gemms + casts + others
+    wire = sum(
+        _fsdp_seconds(setup, steps[role])
+        + _transfer(
+            _replica_bytes(setup, trained_elements[role], level), setup, setup.data * setup.fsdp
+        )
+        for role in steps
+    )
+    exposed = _transfer(_tensor_bytes(setup), setup, setup.tensor)
+    micro_batches = max(setup.accumulate, 1)
+    waiting = (busy + exposed) * (setup.pipeline - 1) / micro_batches
+    return Seconds(
+        gemms=gemms,
+        casts=casts,
+        others=others,
+        optimizer=optimizer,
+        wire=wire,
+        exposed_wire=exposed,
+        step=max(busy + exposed + waiting, wire) + optimizer,
+    )
+
+
+def _gemm_seconds(setup: Setup, linears: Linears, level: str, *, trained: bool) -> float:
+    total = 0.0
+    for in_fp8, shapes in ((level != BF16, linears.fp8), (False, linears.bf16)):
+        for n, k, frozen in shapes:
+            m = setup.tokens
+            forward = _gemm(setup, m, n, k, in_fp8)
+            total += forward
+            if trained:
+                total += _gemm(setup, m, k, n, in_fp8)
+                total += 0.0 if frozen else _gemm(setup, n, k, m, in_fp8)
+                total += forward if setup.checkpointing else 0.0
+    return total
+
+
+def _gemm(setup: Setup, m: int, n: int, k: int, in_fp8: bool) -> float:
+    """Return the seconds of (m, k) times (k, n) into BF16."""
+    peak = setup.card.fp8 if in_fp8 else setup.card.bf16
+    num_bytes = (1 if in_fp8 else 2) * (m * k + n * k) + 2 * m * n
+    return max(2 * m * n * k / (SHARE_OF_FLOPS * peak), num_bytes / _bandwidth(setup))
+
+
+def _cast_seconds(setup: Setup, linears: Linears, *, trained: bool) -> float:
+    x, w, g = CAST_BYTES[setup.recipe]
+    share = 1.0 if trained else 0.5
+    total = 0.0
+    for n, k, frozen in linears.fp8:
+        weight = 0.0 if frozen else w * n * k
+        total += share * (x * setup.tokens * k + weight) + trained * g * setup.tokens * n
+    return total / _bandwidth(setup)
+
+
+def _other_seconds(setup: Setup, *, trained: bool) -> float:
+    """Return the seconds of attention and of what is between the linears, and of the loss."""
+    text = setup.config.get_text_config()
+    hidden = text.hidden_size
+    inner = getattr(text, "intermediate_size", None) or 4 * hidden
+    heads = text.num_attention_heads
+    head_dim = getattr(text, "head_dim", None) or hidden // heads
+    queries = heads * head_dim / setup.tensor
+    layers = -(-text.num_hidden_layers // setup.pipeline)
+    m = setup.tokens
+    passes = 3.5 + setup.checkpointing if trained else 1.0
+    attention = passes * 2 * m * setup.sequence * queries / (SHARE_OF_FLOPS * setup.card.bf16)
+    forward = 2 * 2 * hidden + 2 * 3 * hidden + 8 * queries + 3 * inner / setup.tensor
+    backward = 2 * 3 * hidden + 2 * 3 * hidden + 8 * queries + 5 * inner / setup.tensor
+    between = forward * (1 + (trained and setup.checkpointing)) + (backward if trained else 0.0)
+    loss = 3 * 4 * m * text.vocab_size
+    return layers * (attention + 2 * m * between / _bandwidth(setup)) + loss / _bandwidth(setup)
+
+
+def _optimizer_bytes(report: MemoryReport) -> float:
+    written = report.weights + report.moments + report.master + report.scales
+    return 2.0 * written + report.gradients
+
+
+def _fsdp_seconds(setup: Setup, step: StepBytes) -> float:
+    if setup.fsdp == 1:
+        return 0.0
+    sent = _transfer(step.gathered + step.scattered, setup, setup.fsdp)
+    return setup.accumulate * (sent + step.calls * LATENCY * math.log2(setup.fsdp))
+
+
+def _replica_bytes(setup: Setup, elements: float, level: str) -> float:
+    """Return the bytes of the gradients' exchange between replicas, of a rank's shards."""
+    each = 4.0 if level == BF16 else 1 + 1 / 32
+    return 2 * (setup.data - 1) / setup.data * each * elements
+
+
+def _tensor_bytes(setup: Setup) -> float:
+    if setup.tensor == 1:
+        return 0.0
+    text = setup.config.get_text_config()
+    layers = -(-text.num_hidden_layers // setup.pipeline)
+    ring = 2 * (setup.tensor - 1) / setup.tensor
+    return 4 * layers * ring * 2 * setup.tokens * text.hidden_size * setup.accumulate
+
+
+def _transfer(num_bytes: float, setup: Setup, ranks: int) -> float:
+    """Return the seconds of bytes among so many ranks; beyond a node the network is the limit."""
+    inside = ranks <= GPUS_PER_NODE and setup.tensor * ranks <= max(GPUS_PER_NODE, setup.tensor)
+    rate = setup.card.link if inside else setup.card.network
+    return num_bytes / (SHARE_OF_LINK * rate) if ranks > 1 else 0.0
+
+
+def _bandwidth(setup: Setup) -> float:
+    return SHARE_OF_BANDWIDTH * setup.card.bandwidth

@@ -1,0 +1,45 @@
+"""A rank among many of which this process alone exists, and tensors that have no memory."""
+
+import contextlib
+from collections.abc import Iterator
+
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from torch_fp8.distributed.comm_counter import Recorder
+
+
+class FakeRecorder(Recorder):
+    """A counter of collectives that counts those of tensors without memory, too."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        types = [t for t in types if not issubclass(t, FakeTensor)]
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+@contextlib.contextmanager
+def fake_ranks(number: int) -> Iterator[DeviceMesh | None]:
+    """Enter a process group of `number` ranks of which this process is the first; its collectives
+    move nothing.
+
+    Yields:
+        The mesh of all ranks; None for one rank, which needs no group.
+    Raises:
+        ValueError: this process is in a process group already.
+    """
+    if number == 1:
+        yield None
+        return
+    if dist.is_initialized():
+        raise ValueError(
+            "this process is in a process group of torch.distributed, and planning for several "
+            "GPUs makes one of its own: plan before init_process_group, or in another process"
+        )
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=number)
+    try:
+        yield init_device_mesh("cpu", (number,))
+    finally:
+        dist.destroy_process_group()

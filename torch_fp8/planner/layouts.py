@@ -1,0 +1,290 @@
+"""Models that can be planned: presets, and the configurations of Hugging Face models.
+
+A model is built by transformers on the meta device, where parameters have shapes and no memory, so
+that what is counted are the modules that will be trained. The presets need neither network nor
+files; their sizes are those of the configurations on the Hugging Face hub, GPT's those of the
+scripts that FP8-LM was trained with (Azure/MS-AMP-Examples, gpt3) and, for 175B, of GPT-3 (arXiv
+2005.14165), which GPT-NeoX's class of transformers can express.
+"""
+
+import contextlib
+import copy
+import difflib
+import importlib
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+_LLAMA_3 = {
+    "model_type": "llama",
+    "vocab_size": 128256,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+}
+_QWEN_3 = {
+    "model_type": "qwen3",
+    "vocab_size": 151936,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 40960,
+    "tie_word_embeddings": False,
+}
+_GPT = {
+    "model_type": "gpt_neox",
+    "vocab_size": 50304,
+    "max_position_embeddings": 2048,
+    "use_parallel_residual": False,
+    "tie_word_embeddings": True,
+}
+
+
+def _sizes(
+    base: dict[str, Any], layers: int, hidden: int, inner: int, heads: int, **more: Any
+) -> dict[str, Any]:
+    """Return a configuration with these sizes."""
+    sizes = {
+        "num_hidden_layers": layers,
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_attention_heads": heads,
+    }
+    return base | sizes | more
+
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "gpt-7b": _sizes(_GPT, 32, 4096, 16384, 32),
+    "gpt-13b": _sizes(_GPT, 40, 5120, 20480, 40),
+    "gpt-175b": _sizes(_GPT, 96, 12288, 49152, 96),
+    "llama-3.2-1b": _sizes(_LLAMA_3, 16, 2048, 8192, 32, head_dim=64, tie_word_embeddings=True),
+    "llama-3.2-3b": _sizes(_LLAMA_3, 28, 3072, 8192, 24, tie_word_embeddings=True),
+    "llama-3.1-8b": _sizes(_LLAMA_3, 32, 4096, 14336, 32),
+    "llama-3.1-70b": _sizes(_LLAMA_3, 80, 8192, 28672, 64),
+    "qwen3-0.6b": _sizes(_QWEN_3, 28, 1024, 3072, 16, tie_word_embeddings=True),
+    "qwen3-1.7b": _sizes(_QWEN_3, 28, 2048, 6144, 16, tie_word_embeddings=True),
+    "qwen3-4b": _sizes(_QWEN_3, 36, 2560, 9728, 32, tie_word_embeddings=True),
+    "qwen3-8b": _sizes(_QWEN_3, 36, 4096, 12288, 32),
+    "qwen3-14b": _sizes(_QWEN_3, 40, 5120, 17408, 40),
+    "qwen3-32b": _sizes(_QWEN_3, 64, 5120, 25600, 64),
+}
+"""Name -> keyword arguments of the configuration, with its ``model_type``."""
+FAMILIES = {
+    family: tuple(name for name in PRESETS if name.startswith(family))
+    for family in ("gpt", "llama", "qwen3")
+}
+"""Presets of the same kind, the smallest first."""
+_SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads")
+
+
+def read_config(model: Any) -> Any:
+    """Return the Hugging Face configuration of a model.
+
+    Args:
+        model: a preset (`PRESETS`, in any case), a folder with a ``config.json``, such a file, or a
+            configuration.
+    Raises:
+        ValueError: no such preset or folder; a configuration that names no model, or no sizes.
+        ImportError: transformers is missing.
+    """
+    config = model if hasattr(model, "to_dict") else _from_name(model)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    missing = [n for n in _SIZES if not isinstance(getattr(text, n, None), int)]
+    if missing:
+        raise ValueError(
+            f"the configuration of {type(config).__name__} has no {', '.join(missing)}: what "
+            "repeats in it is not known. Plan a model of layers, as causal language models are"
+        )
+    return config
+
+
+def gpt_config(layers: int) -> Any:
+    """Return the configuration of a GPT of n layers, n heads and 128 n features."""
+    sizes = _sizes(_GPT, layers, 128 * layers, 512 * layers, layers)
+    return _transformers().AutoConfig.for_model(sizes.pop("model_type"), **sizes)
+
+
+def family_of(model: Any) -> tuple[str, ...]:
+    """Return the presets of the family that `model` names, or belongs to, the smallest first."""
+    name = str(model).lower()
+    for family, names in FAMILIES.items():
+        if name == family or name in names:
+            return names
+    raise ValueError(
+        f"{model!r} is of no family of presets: {', '.join(FAMILIES)} are, and their members"
+    )
+
+
+def build(config: Any, *, num_layers: int | None = None, judges: bool = False) -> nn.Module:
+    """Build the model on the meta device in float32, in training mode.
+
+    Args:
+        config: of `read_config`.
+        num_layers: that many layers instead of all.
+        judges: with a head of one number, as value and reward models have it.
+    Raises:
+        ValueError: transformers has no such class for the configuration, or refuses it.
+    """
+    transformers = _transformers()
+    if num_layers is not None or judges:
+        config = copy.deepcopy(config)
+    if judges:
+        config.num_labels = 1
+        if getattr(config, "pad_token_id", None) is None:
+            config.pad_token_id = 0
+    if num_layers is not None:
+        _set_layers(config, num_layers)
+    classes = transformers.AutoModelForSequenceClassification
+    cls = classes if judges else transformers.AutoModelForCausalLM
+    try:
+        with torch.device("meta"), contextlib.redirect_stderr(io.StringIO()):
+            model: nn.Module = cls.from_config(config, dtype=torch.float32)
+    except Exception as error:
+        raise ValueError(
+            f"transformers cannot build a {cls.__name__} of {type(config).__name__}: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    return model.train()
+
+
+def num_layers(config: Any) -> int:
+    """Return the number of layers of a configuration."""
+    return int(_text(config).num_hidden_layers)
+
+
+def period(config: Any) -> int:
+    """Return after how many layers the kinds of layers repeat: 1 where all are alike.
+
+    Raises:
+        ValueError: they do not repeat, as where the first layers are dense and the rest are not.
+    """
+    kinds = getattr(_text(config), "layer_types", None)
+    if not kinds:
+        return 1
+    total = len(kinds)
+    for length in range(1, total + 1):
+        if all(kinds[i] == kinds[i % length] for i in range(total)):
+            return length
+    return total
+
+
+def split_for_tensor_parallel(model: nn.Module, config: Any, degree: int) -> None:
+    """Give each linear layer of the model's own tensor-parallel plan the share of one rank.
+
+    The embedding and the output layer, whose results transformers gathers, stay whole.
+
+    Raises:
+        ValueError: the model has no such plan, or sizes that `degree` does not divide.
+    """
+    if degree == 1:
+        return
+    plan = dict(getattr(model, "tp_plan", None) or {})
+    if not plan:
+        raise ValueError(
+            f"transformers knows no tensor-parallel plan for {type(model).__name__}: tensor=1, and "
+            "shard it with fsdp"
+        )
+    heads = _text(config).num_attention_heads
+    if heads % degree:
+        raise ValueError(f"tensor={degree} does not divide the {heads} attention heads")
+    styles = {tuple(name.split(".")): style for name, style in plan.items()}
+    for name, module in list(model.named_modules()):
+        style = _style(styles, name)
+        if not isinstance(module, nn.Linear) or style not in ("colwise", "rowwise"):
+            continue
+        rows, cols = module.weight.shape
+        if style == "colwise":
+            rows = _divided(rows, degree, name)
+        else:
+            cols = _divided(cols, degree, name)
+        with torch.device("meta"):
+            part = nn.Linear(cols, rows, bias=module.bias is not None)
+        parent, _, child = name.rpartition(".")
+        setattr(model.get_submodule(parent), child, part)
+
+
+def blocks_of(model: nn.Module) -> list[nn.Module]:
+    """Return the layers that repeat: the longest list of modules."""
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    sizes = [sum(p.numel() for p in blocks.parameters()) for blocks in lists]
+    return list(lists[sizes.index(max(sizes))])
+
+
+def _from_name(model: Any) -> Any:
+    if not isinstance(model, (str, Path)):
+        raise TypeError(
+            f"a model to plan is the name of a preset, a folder or a configuration, got {model!r}"
+        )
+    preset = PRESETS.get(str(model).lower())
+    transformers = _transformers()
+    if preset is not None:
+        sizes = dict(preset)
+        return transformers.AutoConfig.for_model(sizes.pop("model_type"), **sizes)
+    path = Path(model)
+    file = path / "config.json" if path.is_dir() else path
+    if not file.is_file():
+        near = difflib.get_close_matches(str(model).lower(), PRESETS, n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise ValueError(
+            f"{str(model)!r} is neither a preset nor a folder with a config.json.{hint} Presets: "
+            f"{', '.join(PRESETS)}"
+        )
+    try:
+        fields = json.loads(file.read_text(encoding="utf-8"))
+        kind = fields.pop("model_type")
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        raise ValueError(
+            f"{file} is no configuration of a Hugging Face model: {type(error).__name__}: {error}"
+        ) from error
+    fields.pop("quantization_config", None)
+    missing = [name for name in ("hidden_size", "n_embd", "d_model") if name in fields]
+    if not missing:
+        raise ValueError(f"{file} has no hidden_size: the model's sizes are not known")
+    try:
+        return transformers.AutoConfig.for_model(kind, **fields)
+    except Exception as error:
+        raise ValueError(f"{file}: {type(error).__name__}: {error}") from error
+
+
+def _transformers() -> Any:
+    try:
+        return importlib.import_module("transformers")
+    except ImportError as error:
+        raise ImportError(
+            "models are built by transformers: pip install 'torch-fp8[accelerate]' transformers"
+        ) from error
+
+
+def _text(config: Any) -> Any:
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
+
+
+def _set_layers(config: Any, number: int) -> None:
+    text = _text(config)
+    kinds = getattr(text, "layer_types", None)
+    text.num_hidden_layers = number
+    if kinds:
+        text.layer_types = [kinds[i % len(kinds)] for i in range(number)]
+
+
+def _style(styles: dict[tuple[str, ...], str], name: str) -> str | None:
+    """Return the style that a plan gives a module; ``*`` stands for a layer's number."""
+    parts = name.split(".")
+    for pattern, style in styles.items():
+        tail = parts[-len(pattern) :]
+        if len(tail) == len(pattern) and all(
+            p in ("*", part) for p, part in zip(pattern, tail, strict=True)
+        ):
+            return style
+    return None
+
+
+def _divided(size: int, degree: int, name: str) -> int:
+    if size % degree:
+        raise ValueError(f"tensor={degree} does not divide the {size} features of {name!r}")
+    return size // degree

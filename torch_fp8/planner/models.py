@@ -1,0 +1,143 @@
+"""The models of a run, made on the meta device and given to this package's own conversion."""
+
+import contextlib
+import importlib
+import warnings
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.optim import AdamW
+
+from torch_fp8.conversion.convert import convert_to_float8
+from torch_fp8.conversion.freeze import freeze
+from torch_fp8.distributed.fsdp.connect import connect_fsdp
+from torch_fp8.distributed.fsdp.split_weights import split_sharded
+from torch_fp8.optim.convert import convert_optimizer
+from torch_fp8.planner.layouts import blocks_of, build, num_layers, split_for_tensor_parallel
+from torch_fp8.planner.setup import BF16, JUDGES, TRAINED, Setup
+
+
+class Planned(NamedTuple):
+    """A model on the meta device, and the optimizers that train it, none where it is frozen."""
+
+    model: nn.Module
+    optimizers: list[AdamW]
+
+
+def make_model(setup: Setup, role: str, level: str, *, layers: int | None = None) -> nn.Module:
+    """Build a model of a run in the dtype that it is loaded in, converted at a level.
+
+    BF16-mixed holds trained weights in float32, those of a frozen model or base in BF16.
+
+    Args:
+        role: one of `torch_fp8.planner.setup.ROLES`.
+        layers: that many of its layers; None: all.
+    """
+    model = build(setup.config, num_layers=layers, judges=role in JUDGES)
+    split_for_tensor_parallel(model, setup.config, setup.tensor)
+    if setup.checkpointing and role in TRAINED:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    if role not in TRAINED:
+        model.requires_grad_(False).to(torch.bfloat16)
+    elif setup.method == "lora":
+        model = _adapted(model.to(torch.bfloat16), setup.rank)
+    if level == BF16:
+        return model
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        config = setup.fp8_config(level)
+        if role in TRAINED or level == "O1":
+            convert_to_float8(model, config, device="cpu")
+        else:
+            freeze(model, config, device="cpu")
+    return model
+
+
+def with_optimizer(model: nn.Module, setup: Setup, role: str, level: str) -> Planned:
+    """Give a model that is trained AdamW, converted at a level."""
+    if role not in TRAINED:
+        return Planned(model, [])
+    optimizer = AdamW(p for p in model.parameters() if p.requires_grad)
+    if level not in (BF16, "O1"):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            convert_optimizer(optimizer, setup.fp8_config(level), model=model)
+    return Planned(model, [optimizer])
+
+
+def sharded(
+    model: nn.Module, setup: Setup, role: str, level: str, mesh: DeviceMesh | None
+) -> Planned:
+    """Shard a model by FSDP2, block by block, and give it its optimizer."""
+    if mesh is None:
+        return with_optimizer(model, setup, role, level)
+    shard(model, mesh)
+    optimizers = []
+    if role in TRAINED:
+        optimizers = [AdamW(p for p in model.parameters() if p.requires_grad)]
+        if level not in (BF16, "O1"):
+            split_sharded(model, optimizers, setup.fp8_config(level))
+    connect(model, setup, level)
+    return Planned(model, optimizers)
+
+
+def shard(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Apply ``fully_shard`` to the blocks and to the whole, computing in BF16."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    for module in (*blocks_of(model), model):
+        fully_shard(module, mesh=mesh, mp_policy=policy)
+
+
+def connect(model: nn.Module, setup: Setup, level: str) -> None:
+    """Let FSDP2's collectives move FP8, as the level has it."""
+    if level != BF16:
+        connect_fsdp(model, setup.fp8_config(level))
+
+
+def stages(setup: Setup) -> list[tuple[str, int]]:
+    """Return the kinds of pipeline stages that can be the fullest, with their layers."""
+    total = num_layers(setup.config)
+    if setup.pipeline == 1:
+        return [("whole", total)]
+    most = -(-total // setup.pipeline)
+    return [("first", most), ("last", total - most * (setup.pipeline - 1) or most)]
+
+
+@contextlib.contextmanager
+def only_stage(model: Any, stage: str) -> Iterator[None]:
+    """Leave out the output layer of a first stage, and the embedding of a last one, for counting.
+
+    A tied weight is in both.
+    """
+    base = getattr(model, "base_model", model)
+    hidden = {
+        "first": [(base, "norm"), (model, "lm_head"), (model, "score")],
+        "last": [(base, "embed_tokens"), (base, "embed_in")],
+    }.get(stage, [])
+    tied = model.get_input_embeddings().weight is getattr(
+        model.get_output_embeddings(), "weight", None
+    )
+    taken = []
+    for owner, name in hidden:
+        if not tied and isinstance(getattr(owner, name, None), nn.Module):
+            taken.append((owner, name, getattr(owner, name)))
+            setattr(owner, name, nn.Identity())
+    try:
+        yield
+    finally:
+        for owner, name, module in taken:
+            setattr(owner, name, module)
+
+
+def _adapted(model: nn.Module, rank: int) -> nn.Module:
+    try:
+        peft = importlib.import_module("peft")
+    except ImportError as error:
+        raise ImportError("LoRA's adapters are made by peft: pip install peft") from error
+    config = peft.LoraConfig(r=rank, target_modules="all-linear")
+    adapted: nn.Module = peft.get_peft_model(model, config, low_cpu_mem_usage=True)
+    return adapted

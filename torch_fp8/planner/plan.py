@@ -1,0 +1,219 @@
+"""`plan`: memory, bytes on the wire and time of a training run, for BF16 and each level."""
+
+import dataclasses
+import json
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+from torch_fp8.conversion.memory import MemoryReport
+from torch_fp8.planner.counts import StepBytes, standing_bytes, step_bytes
+from torch_fp8.planner.estimate import Seconds, linears_of, seconds_of_step, wire_bytes
+from torch_fp8.planner.layouts import family_of
+from torch_fp8.planner.models import make_model, stages
+from torch_fp8.planner.setup import BF16, LEVELS, TRAINED, Setup, make_setup
+
+CATEGORIES = ("weights", "gradients", "moments", "master", "scales", "caches")
+RESERVE = 1.5 * 2**30
+"""Bytes of a card that a run cannot have: CUDA's context, NCCL's buffers, fragments; assumed."""
+
+
+@dataclass(frozen=True)
+class LevelPlan:
+    """What a run needs of each GPU at one level.
+
+    Attributes:
+        bytes: the categories of `torch_fp8.MemoryReport`, ``activations`` (everything that lives
+            within a step only: what is saved for backward, gathered weights, logits and other work
+            space, at their peak), and ``total``, the sum of all.
+        peak: the most that lives at one time. Below the total, for gradients come as activations
+            go; equal to it where gradients stay from one micro-batch to the next.
+        fits: whether `peak` and `RESERVE` are within the card's memory.
+        headroom: bytes that are left; negative where it does not fit.
+        wire: bytes that a GPU sends in an optimizer step.
+        seconds: of an optimizer step, estimated.
+        detail: by what the seconds go to.
+        config: what to copy: the FP8Config of the level, as JSON; empty for BF16.
+    """
+
+    bytes: dict[str, int]
+    peak: int
+    fits: bool
+    headroom: int
+    wire: int
+    seconds: float
+    detail: Seconds
+    config: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The plan of a run.
+
+    Attributes:
+        setup: what was planned.
+        levels: ``bf16-mixed``, ``O1``, ``O2``, ``O3`` -> what it needs.
+        num_params: of all models of the run together, on all GPUs of one replica.
+    """
+
+    setup: Setup
+    levels: dict[str, LevelPlan]
+    num_params: int
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain values, as ``torch-fp8 plan --json`` prints them."""
+        setup = {
+            f.name: getattr(self.setup, f.name)
+            for f in dataclasses.fields(self.setup)
+            if f.name not in ("config", "card", "recipe_is_auto")
+        }
+        levels = {name: dataclasses.asdict(level) for name, level in self.levels.items()}
+        return {
+            "model": self.setup.name,
+            "parameters": self.num_params,
+            "card": dataclasses.asdict(self.setup.card),
+            "setup": setup,
+            "rates": "paper",
+            "levels": levels,
+        }
+
+    def __str__(self) -> str:
+        from torch_fp8.planner.tables import plain_text
+
+        return plain_text(self)
+
+
+def plan(model: Any, *, levels: tuple[str, ...] = LEVELS, **options: Any) -> Plan:
+    """Count what a training run needs of each GPU, before there is one.
+
+    Weights, gradients and optimizer states are those that the real conversion makes of the real
+    modules, on the meta device, sharded by FSDP2 on as many ranks; what lives within a step is
+    followed through a step on tensors without memory. Bytes on the wire are counted there, too.
+    Time is an estimate from data sheets (`torch_fp8.planner.estimate`).
+
+    Args:
+        model: a preset (``llama-3.1-8b``, ...), a folder with a ``config.json``, such a file, or a
+            configuration of transformers.
+        levels: of ``bf16-mixed``, ``O1``, ``O2``, ``O3``.
+        gpus: their number. Default: 1.
+        card: ``h100``, ``h200``, ``b200``, ``l40s``, ``rtx-4090``. Default: ``"h100"``.
+        memory: GiB of each; None: the card's.
+        sequence: tokens of a sequence; None: the model's longest, at most 4096.
+        micro_batch: sequences of a forward of one GPU. Default: 1.
+        accumulate: micro-batches of an optimizer step. Default: 1.
+        data, fsdp, tensor, pipeline: replicas, FSDP2's shards, and the degrees of tensor and
+            pipeline parallelism; their product is `gpus`. `fsdp` None: what the others leave.
+        recipe: of FP8. Default: ``auto``, which is measured on a card: tensorwise on paper.
+        checkpointing: whether layers are computed again in backward. Default: False.
+        method: ``full``; ``lora``, with adapters of `rank` on all linear layers; ``rlhf``, with the
+            models of `roles`: ``policy`` and ``value`` are trained, ``reference`` and ``reward``
+            are not. Default: ``"full"``.
+    Raises:
+        ValueError: a model that cannot be read, or has no sizes; degrees that do not divide; an
+            unknown card, level, recipe or method; this process is in a process group.
+        TypeError: a number that is none.
+        ImportError: transformers, or peft for ``lora``, is missing.
+    """
+    if isinstance(levels, str):
+        levels = (levels,)
+    for level in levels:
+        if level not in LEVELS:
+            raise ValueError(f"level {level!r} is unknown; one of {', '.join(LEVELS)}")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # transformers' about names of its own
+        return _plan(make_setup(model, **options), levels)
+
+
+def _plan(setup: Setup, levels: tuple[str, ...]) -> Plan:
+    counted: dict[tuple[str, str], StepBytes] = {}
+    made = {level: _plan_level(setup, level, counted) for level in levels}
+    roles = {role: make_model(setup, role, BF16) for role in setup.roles}
+    num_params = sum(p.numel() for m in roles.values() for p in m.parameters()) * setup.tensor
+    return Plan(setup, made, num_params)
+
+
+def largest(
+    family: Any, *, level: str = "O2", **options: Any
+) -> tuple[str | None, dict[str, LevelPlan]]:
+    """Find the largest preset of a family that fits; returns its name, and what each tried needs.
+
+    Args:
+        family: ``gpt``, ``llama``, ``qwen3``, or a preset of it.
+        level: one of `torch_fp8.planner.setup.LEVELS`.
+        options: see `plan`.
+    """
+    best, tried = None, {}
+    for name in family_of(family):
+        tried[name] = plan(name, levels=(level,), **options).levels[level]
+        if tried[name].fits:
+            best = name
+    return best, tried
+
+
+def _plan_level(setup: Setup, level: str, counted: dict[tuple[str, str], StepBytes]) -> LevelPlan:
+    standing = {role: standing_bytes(setup, role, level) for role in setup.roles}
+    steps = {role: _step(setup, role, level, counted) for role in setup.roles}
+    parts = {name: sum(getattr(r, name) for r in standing.values()) for name in CATEGORIES}
+    # PPO's losses of policy and value are one backward; the others run before, one by one.
+    trained = [step for role, step in steps.items() if role in TRAINED]
+    in_flight = _saved_again(setup, trained)
+    forward = max(sum(s.forward for s in trained) + in_flight, *(s.forward for s in steps.values()))
+    plain = _with_bf16_gradients(setup, standing, level).values()
+    without_gradients = sum(report.total - report.gradients for report in plain)
+    of_gradients = sum(parts.values()) - without_gradients
+    backward = sum(s.backward for s in trained)
+    backward += of_gradients - sum(report.gradients for report in plain)
+    total = sum(parts.values()) + forward
+    peak = total if setup.keeps_gradients else without_gradients + max(forward, backward)
+    memory = setup.memory * 2**30
+    layers = stages(setup)[0][1]
+    linears = {r: linears_of(make_model(setup, r, level, layers=layers)) for r in setup.roles}
+    trains = {role: _trained_elements(setup, role) for role in setup.roles}
+    seconds = seconds_of_step(setup, level, linears, standing, steps, trains)
+    wire = sum(wire_bytes(setup, trains[role], steps[role], level) for role in setup.roles)
+    config = "" if level == BF16 else _config_text(setup, level)
+    return LevelPlan(
+        bytes={**parts, "activations": round(forward), "total": round(total)},
+        peak=round(peak),
+        fits=peak + RESERVE <= memory,
+        headroom=round(memory - RESERVE - peak),
+        wire=round(wire),
+        seconds=seconds.step,
+        detail=seconds,
+        config=config,
+    )
+
+
+def _step(
+    setup: Setup, role: str, level: str, counted: dict[tuple[str, str], StepBytes]
+) -> StepBytes:
+    """Count a step; those of O2 and O3 hold and send the same, but for 8-bit gradients."""
+    key = role, "O2" if level == "O3" else level
+    if key not in counted:
+        counted[key] = step_bytes(setup, *key)
+    return counted[key]
+
+
+def _with_bf16_gradients(
+    setup: Setup, standing: dict[str, MemoryReport], level: str
+) -> dict[str, MemoryReport]:
+    """Return the bytes with BF16 gradients, with which a step is counted, for 8-bit ones."""
+    if level != "O3":
+        return standing
+    return {r: standing_bytes(setup, r, "O2") if r in TRAINED else standing[r] for r in standing}
+
+
+def _trained_elements(setup: Setup, role: str) -> float:
+    """Return the elements of a GPU's gradients, where replicas exchange them."""
+    return standing_bytes(setup, role, BF16).gradients / 4 if setup.data > 1 else 0.0
+
+
+def _saved_again(setup: Setup, trained: list[StepBytes]) -> float:
+    """Return the activations of the other micro-batches that a first pipeline stage holds."""
+    others = min(setup.pipeline, setup.accumulate) - 1
+    return others * sum(step.saved for step in trained)
+
+
+def _config_text(setup: Setup, level: str) -> str:
+    named = {} if setup.recipe_is_auto else {"recipe": setup.recipe}
+    return json.dumps({"opt_level": level, **named})

@@ -1,0 +1,173 @@
+"""`Setup`: what is to be planned, checked for contradictions."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch_fp8.config import FP8Config
+from torch_fp8.planner.cards import Card, card_named
+from torch_fp8.planner.layouts import num_layers, read_config
+from torch_fp8.quantization.recipe import RECIPES
+
+BF16 = "bf16-mixed"
+LEVELS = (BF16, "O1", "O2", "O3")
+METHODS = ("full", "lora", "rlhf")
+ROLES = ("policy", "value", "reference", "reward")
+"""The models of RLHF: the first two are trained, the others judge."""
+TRAINED = ("policy", "value")
+JUDGES = ("value", "reward")
+"""The models with a head of one number."""
+_AUTO = "tensorwise"
+"""The recipe that stands for ``auto``, which is measured on a card."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A training run on paper.
+
+    Attributes:
+        config: the configuration of the Hugging Face model.
+        name: how the user named it.
+        card: the GPU.
+        gpus: their number, the product of the four degrees.
+        memory: GiB of each.
+        sequence: tokens of a sequence.
+        micro_batch: sequences of a forward of one GPU.
+        accumulate: micro-batches of a step.
+        data, fsdp, tensor, pipeline: the degrees of replicas, of FSDP2's shards, and of tensor and
+            pipeline parallelism.
+        recipe: of FP8; ``tensorwise`` stands for ``auto``.
+        recipe_is_auto: whether the user named none.
+        checkpointing: whether layers are computed again in backward.
+        method: ``full``, ``lora`` or ``rlhf``.
+        roles: the models that exist; of ``rlhf``.
+        rank: of LoRA's adapters.
+    """
+
+    config: Any
+    name: str
+    card: Card
+    gpus: int
+    memory: float
+    sequence: int
+    micro_batch: int
+    accumulate: int
+    data: int
+    fsdp: int
+    tensor: int
+    pipeline: int
+    recipe: str
+    recipe_is_auto: bool
+    checkpointing: bool
+    method: str
+    roles: tuple[str, ...]
+    rank: int
+
+    @property
+    def tokens(self) -> int:
+        """The tokens of a micro-batch."""
+        return self.sequence * self.micro_batch
+
+    @property
+    def keeps_gradients(self) -> bool:
+        """Whether gradients live from one micro-batch to the next, or in DDP's buckets."""
+        return self.accumulate > 1 or self.pipeline > 1 or (self.data > 1 and self.fsdp == 1)
+
+    def fp8_config(self, level: str) -> FP8Config:
+        """Return the configuration of a level."""
+        return FP8Config(recipe=self.recipe, opt_level=level)
+
+
+def make_setup(
+    model: Any,
+    *,
+    gpus: int = 1,
+    card: str = "h100",
+    memory: float | None = None,
+    sequence: int | None = None,
+    micro_batch: int = 1,
+    accumulate: int = 1,
+    data: int = 1,
+    fsdp: int | None = None,
+    tensor: int = 1,
+    pipeline: int = 1,
+    recipe: str = "auto",
+    checkpointing: bool = False,
+    method: str = "full",
+    roles: tuple[str, ...] = ROLES,
+    rank: int = 16,
+) -> Setup:
+    """Check the arguments of `torch_fp8.plan` and fill in what was not said.
+
+    Raises:
+        ValueError, TypeError, ImportError: see `torch_fp8.plan`.
+    """
+    config = read_config(model)
+    chosen = card_named(card)
+    counts = {
+        "gpus": gpus, "micro_batch": micro_batch, "accumulate": accumulate, "data": data,
+        "tensor": tensor, "pipeline": pipeline, "rank": rank,
+    }  # fmt: skip
+    if fsdp is not None:
+        counts["fsdp"] = fsdp
+    if sequence is not None:
+        counts["sequence"] = sequence
+    for name, value in counts.items():
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise TypeError(f"{name} must be an int, got {value!r}")
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}")
+    memory = chosen.memory if memory is None else memory
+    if not memory > 0:
+        raise ValueError(f"memory must be above 0 GiB, got {memory}")
+    others = data * tensor * pipeline
+    if fsdp is None:
+        if gpus % others:
+            raise ValueError(
+                f"data={data} x tensor={tensor} x pipeline={pipeline} do not divide the {gpus} GPUs"
+            )
+        fsdp = gpus // others
+    if fsdp * others != gpus:
+        raise ValueError(
+            f"data={data} x fsdp={fsdp} x tensor={tensor} x pipeline={pipeline} are "
+            f"{fsdp * others} GPUs, but gpus={gpus}"
+        )
+    if pipeline > num_layers(config):
+        raise ValueError(
+            f"pipeline={pipeline} has more stages than the model has layers, {num_layers(config)}"
+        )
+    _check_choice("recipe", recipe, ("auto", *RECIPES))
+    _check_choice("method", method, METHODS)
+    if isinstance(roles, str):
+        roles = (roles,)
+    for role in roles:
+        _check_choice("roles", role, ROLES)
+    if method == "rlhf" and "policy" not in roles:
+        raise ValueError("roles: RLHF trains a policy; name it among the roles")
+    if pipeline > 1:
+        accumulate = max(accumulate, pipeline)  # each stage has a micro-batch to work on
+    longest = getattr(config, "max_position_embeddings", None) or 4096
+    return Setup(
+        config=config,
+        name=model if isinstance(model, str) else type(config).__name__,
+        card=chosen,
+        gpus=gpus,
+        memory=float(memory),
+        sequence=min(4096, longest) if sequence is None else sequence,
+        micro_batch=micro_batch,
+        accumulate=accumulate,
+        data=data,
+        fsdp=fsdp,
+        tensor=tensor,
+        pipeline=pipeline,
+        recipe=_AUTO if recipe == "auto" else recipe,
+        recipe_is_auto=recipe == "auto",
+        checkpointing=bool(checkpointing),
+        method=method,
+        roles=tuple(dict.fromkeys(roles)) if method == "rlhf" else ("policy",),
+        rank=rank,
+    )
+
+
+def _check_choice(name: str, value: Any, valid: tuple[str, ...]) -> None:
+    if value not in valid:
+        raise ValueError(f"{name}={value!r} is unknown; one of {', '.join(valid)}")

@@ -1,0 +1,125 @@
+"""Plans as text: with rich on a terminal that has it, in plain text otherwise."""
+
+import importlib
+from collections.abc import Sequence
+from typing import Any, TextIO
+
+from torch_fp8.planner.plan import CATEGORIES, LevelPlan, Plan
+from torch_fp8.planner.setup import BF16, Setup
+
+_GIB = 2**30
+
+
+def show(plan: Plan, stream: TextIO, *, rich: bool) -> None:
+    """Write a plan to `stream`."""
+    if not rich:
+        stream.write(plain_text(plan))
+        return
+    console = importlib.import_module("rich.console").Console(file=stream, highlight=False)
+    text = importlib.import_module("rich.text").Text
+    table = importlib.import_module("rich.table").Table(
+        title=headline(plan), title_justify="left", safe_box=True
+    )
+    head, *rows = lines_of(plan)
+    table.add_column(head[0], no_wrap=True)
+    for name in head[1:]:
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in rows:
+        style = "bold" if row[0] in ("peak", "fits") else ""
+        table.add_row(*(text(cell, style=_style(cell) or style) for cell in row))
+    console.print(table)
+    console.print(text("\n".join(notes(plan))))
+
+
+def plain_text(plan: Plan) -> str:
+    """Format a plan as text of at most 80 columns."""
+    return "\n".join([headline(plan), "", aligned(lines_of(plan)), "", *notes(plan), ""])
+
+
+def headline(plan: Plan) -> str:
+    """Say in a few words what was planned."""
+    setup = plan.setup
+    degrees = {
+        "data": setup.data,
+        "FSDP": setup.fsdp,
+        "tensor": setup.tensor,
+        "pipeline": setup.pipeline,
+    }
+    ways = " x ".join(f"{name} {n}" for name, n in degrees.items() if n > 1)
+    many = f"{setup.gpus} x {setup.card.name}, {setup.memory:g} GiB each"
+    return (
+        f"{setup.name}, {plan.num_params / 1e9:.2f} billion parameters, {what(setup)}\n"
+        f"{many}{f' ({ways})' if ways else ''}; {setup.micro_batch} x {setup.sequence} tokens"
+        f"{f' x {setup.accumulate} micro-batches' if setup.accumulate > 1 else ''}"
+        f"{', activation checkpointing' if setup.checkpointing else ''}; {setup.recipe}"
+    )
+
+
+def what(setup: Setup) -> str:
+    """Name what is trained."""
+    if setup.method == "lora":
+        return f"LoRA of rank {setup.rank}"
+    if setup.method == "rlhf":
+        return f"RLHF ({', '.join(setup.roles)})"
+    return "full training"
+
+
+def lines_of(plan: Plan) -> list[list[str]]:
+    """Return the rows of the table: a category, and a cell for each level."""
+    levels = plan.levels.values()
+    names = [n for n in CATEGORIES if any(level.bytes[n] for level in levels)]
+    rows = [["GiB per GPU", *plan.levels]]
+    for name in (*names, "activations", "total"):
+        rows.append([name, *(gib(level.bytes[name]) for level in levels)])
+    rows.append(["peak", *(gib(level.peak) for level in levels)])
+    rows.append(["fits", *(_fits(level) for level in levels)])
+    rows.append(["wire a step", *(gib(level.wire) for level in levels)])
+    rows.append(["seconds a step", *(f"{level.seconds:.3f}" for level in levels)])
+    base = plan.levels.get(BF16)
+    if base is not None and len(plan.levels) > 1:
+        rows.append(["speed", *(f"{base.seconds / level.seconds:.2f}x" for level in levels)])
+    return rows
+
+
+def notes(plan: Plan) -> list[str]:
+    """Say what the figures are, and which configuration to copy."""
+    lines = [
+        "Bytes are counted by the code that trains; activations hold all that lives",
+        "within a step. The total is the sum; the peak is what lives at one time.",
+        "Seconds are paper: data sheet rates, no card has measured them.",
+    ]
+    fitting = [level for level in plan.levels.values() if level.config and level.fits]
+    if fitting:
+        fastest = min(fitting, key=lambda level: level.seconds)
+        lines += ["", f"To copy: TORCH_FP8_CONFIG='{fastest.config}'"]
+    elif not any(level.fits for level in plan.levels.values()):
+        lines += [
+            "",
+            "Nothing fits: more GPUs, --checkpointing, --tensor, or a shorter --sequence.",
+        ]
+    return lines
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> str:
+    """Align the cells of a table, the first column to the left."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        cells = [row[0].ljust(widths[0])]
+        cells += [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
+
+
+def gib(num_bytes: float) -> str:
+    """Format bytes in GiB."""
+    return f"{num_bytes / _GIB:.2f}"
+
+
+def _fits(level: LevelPlan) -> str:
+    word = "yes" if level.fits else "NO"
+    return f"{word} ({level.headroom / _GIB:+.1f})"
+
+
+def _style(cell: Any) -> str:
+    return "red" if cell.startswith("NO") else "green" if cell.startswith("yes") else ""
