@@ -30,6 +30,7 @@ from torch_fp8.environment.runner import run_checks
 from torch_fp8.environment.self_test import SECTIONS, self_test
 from torch_fp8.environment.versions import versions
 from torch_fp8.planner import command as plan_command
+from torch_fp8.quantization.recipe import RECIPES, SAVE_FORMATS
 
 INTERRUPTED = 130
 

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import torch
 import torch.utils.checkpoint
 from torch import Tensor
+from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import (
     TorchDispatchMode,

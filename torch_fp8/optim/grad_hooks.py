@@ -141,7 +141,7 @@ def finish_release(optimizer: Any) -> None:
 
 
 class GradientHook:
-    """The hook that quantizes or releases a parameter's gradient; each is owned by its optimizer.
+    """The hook that quantizes, detaches or releases a parameter's gradient; its optimizer's own.
 
     Args:
         optimizer: converted.
@@ -166,6 +166,8 @@ class GradientHook:
             reducer.ready(parameter)
         elif self.quantize:
             self.to_float8(parameter)
+        elif not self.release:
+            _take_out(parameter)
         if self.release:
             release_gradient(
                 optimizer, self.index, optimizer.param_groups[self._place[0]], parameter
@@ -213,23 +215,24 @@ def attach_hooks(optimizer: Any) -> int:
     """Give every parameter of a converted optimizer the hook it should have, and no other.
 
     Returns:
-        The number of hooks that were missing.
+        The number of hooks that quantize or release and were missing.
     """
     index, missing = 0, 0
     for g, group in enumerate(optimizer.param_groups):
         for position, parameter in enumerate(group["params"]):
             quantize = index in optimizer.fp8_gradients
             release = optimizer.fp8_config.gradient_release
+            take_out = bool(optimizer.fp8_gradients) and isinstance(parameter, DTensor)
             hook = hook_of(parameter)
             if hook is not None and not (hook.belongs_to(optimizer) and hook.index == index):
                 remove_hook(parameter)
                 hook = None
-            if not (quantize or release) or not parameter.requires_grad:
+            if not (quantize or release or take_out) or not parameter.requires_grad:
                 remove_hook(parameter)
             elif hook is None:
                 hook = GradientHook(optimizer, index, (g, position))
                 parameter.register_post_accumulate_grad_hook(hook)
-                missing += 1
+                missing += quantize or release
             if hook is not None:
                 hook.quantize, hook.release = quantize, release
             index += 1
@@ -256,6 +259,15 @@ def remove_hook(parameter: Tensor) -> None:
     hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
     for key in [key for key, hook in hooks.items() if isinstance(hook, GradientHook)]:
         del hooks[key]
+
+
+def _take_out(parameter: Tensor) -> None:
+    """Give a gradient that is a small view of a large buffer memory of its own."""
+    grad = parameter.grad
+    assert grad is not None
+    shard = local(grad)
+    if shard.untyped_storage().nbytes() > shard.nbytes:
+        parameter.grad = with_data(grad, shard.clone())
 
 
 def _reducer_of(optimizer: Any, parameter: Tensor) -> Any:
