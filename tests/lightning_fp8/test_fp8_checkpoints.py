@@ -1,5 +1,8 @@
 """FP8 checkpoints in a LightningModule: trained from the files' values, saved for stock."""
 
+import os
+import unittest.mock
+
 import lightning.fabric
 import lightning.pytorch
 import lightning_fabric
@@ -88,7 +91,15 @@ def test_fabric_starts_from_the_files_values(host, tmp_path):
     assert 2.0**-18 < _worst(model, optimizer, fp8) <= 2.0**-16
 
 
+@pytest.fixture
+def own_environment():
+    """Lightning leaves the addresses of ranks in the environment."""
+    with unittest.mock.patch.dict(os.environ):
+        yield
+
+
 @pytest.mark.parametrize("kind", ["trainer", "fabric"])
+@pytest.mark.usefixtures("own_environment")
 def test_a_model_that_is_sharded_says_what_is_not_kept(kind, tmp_path, caplog):
     """The Trainer's user shards before the plugin sees the model, Fabric after it."""
     from torch.distributed.fsdp import fully_shard
