@@ -1,6 +1,7 @@
 """What the design forbids: imports against the order of the rooms, and effects of importing."""
 
 import ast
+import importlib
 import json
 import os
 import subprocess
@@ -98,6 +99,12 @@ def test_packages_import_only_from_those_above(package, floors):
                 other = target[depth]
                 allowed = other not in order or other == own or order[other] < order[own]
                 assert allowed, (str(path), name)
+
+
+@pytest.mark.parametrize("package", [*PACKAGES, "torch_fp8.distributed"])
+def test_every_public_name_can_be_imported(package):
+    module = importlib.import_module(package)
+    assert [name for name in module.__all__ if not hasattr(module, name)] == []
 
 
 def test_few_files_lie_in_the_package_itself():

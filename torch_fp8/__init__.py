@@ -23,6 +23,7 @@ from torch_fp8.optim.convert import (
     convert_optimizer,
     restore_weights,
 )
+from torch_fp8.optim.merged_state import merged_state_dict, stream_state_dict
 from torch_fp8.planner.plan import LevelPlan, Plan, plan
 
 __all__ = [
