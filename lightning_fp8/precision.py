@@ -113,17 +113,13 @@ class Converted:
     wrapped: weakref.ref[nn.Module] | None = None
     announced: bool = False
     communication: object | None = None
-    """The report of what travels between ranks in FP8; None until the model is wrapped or
-    sharded.
-    """
+    """How gradients and weights travel; None until the model is wrapped or sharded."""
     history: dict[str, Tensor] = field(default_factory=dict)
     """Delayed scaling's state from the last teardown, while the model is a stock one."""
 
 
 class HostPrecision(FP8Precision):
-    """The part that the plugins of all hosts share; a ``MixedPrecision`` comes after it in their
-    bases.
-    """
+    """What the plugins of all hosts share; in their bases a ``MixedPrecision`` comes after it."""
 
     info: ClassVar[Any]
     warn: ClassVar[Any]
@@ -301,9 +297,7 @@ class HostPrecision(FP8Precision):
 
     @contextlib.contextmanager
     def joined(self, module: nn.Module) -> Iterator[None]:
-        """Hold the weights that `_split` has split, within, in float32; called by
-        `FP8FSDPStrategy`.
-        """
+        """Hold the weights that `_split` has split in float32, for `FP8FSDPStrategy`."""
         converted = next(c for c in self._live() if c.module() is module)
         join_sharded(module, converted.optimizers)
         try:
