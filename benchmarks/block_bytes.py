@@ -26,7 +26,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRot
 
 from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8
 from torch_fp8.kernels import rms_norm as norm_kernels
-from torch_fp8.kernels.arguments import BackwardInputs
+from torch_fp8.kernels.arguments import BackwardInputs, NormBackwardInputs, NormWithRstd
 from torch_fp8.ops import rms_norm, swiglu, swiglu_backward
 
 BF16 = torch.bfloat16
@@ -201,9 +201,9 @@ def _bf16_norm() -> int:
     """
     x, weight = torch.randn(TOKENS, HIDDEN).to(BF16), torch.ones(HIDDEN, dtype=BF16)
     rstd = torch.ones(TOKENS)
-    forward = _moved(lambda: rms_norm.rms_norm(x, weight, rstd, 0.0, BF16))
+    forward = _moved(lambda: rms_norm.rms_norm(NormWithRstd(x, weight, rstd, 0.0, BF16)))
     arguments = (x.clone(), x, None, weight, rstd, 0.0, BF16, True)
-    return forward + _moved(lambda: rms_norm.rms_norm_backward(*arguments))
+    return forward + _moved(lambda: rms_norm.rms_norm_backward(NormBackwardInputs(*arguments)))
 
 
 def _bf16_product() -> tuple[int, int]:

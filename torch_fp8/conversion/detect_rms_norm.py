@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
+from torch_fp8.kernels.arguments import NormInputs
 from torch_fp8.nn.rms_norm import RMSNormSpec
 from torch_fp8.ops.rms_norm import rms_norm, rms_norm_statistics
 
@@ -105,8 +106,9 @@ def _agrees(module: nn.Module, spec: RMSNormSpec, x: Tensor, weight: Tensor) -> 
     if not isinstance(got, Tensor) or got.dtype != dtype or got.shape != x.shape:
         return False
     eps = getattr(module, spec.eps_name)
-    rstd, *_ = rms_norm_statistics(x, weight, eps, spec.offset, dtype, False)
-    want = rms_norm(x, weight, rstd, spec.offset, dtype)
+    inputs = NormInputs(x, weight, eps, spec.offset, dtype)
+    rstd, *_ = rms_norm_statistics(inputs, False)
+    want = rms_norm(inputs.with_rstd(rstd))
     # Twice rounded, to 8 bits in BF16, where we round once.
     coarse = torch.bfloat16 in (x.dtype, weight.dtype)
     return torch.allclose(got.float(), want.float(), rtol=2.0**-7 if coarse else 1e-5, atol=0.0)

@@ -214,3 +214,61 @@ class BackwardInputs(NamedTuple):
     up_scale: Tensor | None
     smooth: Tensor | None
     out_dtype: torch.dtype
+
+
+class NormInputs(NamedTuple):
+    """The arguments of an RMSNorm that finds its own statistics.
+
+    Attributes:
+        x: (R, C) float32, bfloat16 or float16, any strides.
+        weight: (C,), any floating dtype.
+        eps: added to the mean of squares.
+        offset: added to the weight.
+        out_dtype: the dtype of the norm's result.
+    """
+
+    x: Tensor
+    weight: Tensor
+    eps: float
+    offset: float
+    out_dtype: torch.dtype
+
+    def with_rstd(self, rstd: Tensor) -> "NormWithRstd":
+        """Return the arguments of the same norm, whose statistics are known."""
+        return NormWithRstd(self.x, self.weight, rstd, self.offset, self.out_dtype)
+
+
+class NormWithRstd(NamedTuple):
+    """The arguments of an RMSNorm whose statistics are known: `NormInputs`, but for rstd.
+
+    Attributes:
+        rstd: (R,) float32, ``1 / sqrt(mean(x^2) + eps)``.
+    """
+
+    x: Tensor
+    weight: Tensor
+    rstd: Tensor
+    offset: float
+    out_dtype: torch.dtype
+
+
+class NormBackwardInputs(NamedTuple):
+    """The arguments of an RMSNorm's backward.
+
+    Attributes:
+        grad: (R, C) float32, bfloat16 or float16, the gradient of the result.
+        x: (R, C): what was normalized, or, with `x_scale`, the FP8 that was saved of it.
+        x_scale: (R, ceil(C / 128)) float32 or None.
+        weight, rstd, offset: see `NormWithRstd`.
+        dx_dtype: the dtype of the gradient of x.
+        weight_grad: whether dw is wanted.
+    """
+
+    grad: Tensor
+    x: Tensor
+    x_scale: Tensor | None
+    weight: Tensor
+    rstd: Tensor
+    offset: float
+    dx_dtype: torch.dtype
+    weight_grad: bool

@@ -10,7 +10,13 @@ Legend: R rows, C columns of x. Launch configurations are fixed, not tuned at ru
 import torch
 from torch import Tensor
 
-from torch_fp8.kernels.arguments import CastOptions, DelayedCastOptions
+from torch_fp8.kernels.arguments import (
+    CastOptions,
+    DelayedCastOptions,
+    NormBackwardInputs,
+    NormInputs,
+    NormWithRstd,
+)
 from torch_fp8.kernels.fused_launch import (
     TYPES,
     Cast,
@@ -62,9 +68,10 @@ ODD_ROW_IN_REGISTERS, ODD_CHUNK = 2048, 512
 
 
 def rms_norm_statistics(
-    x: Tensor, weight: Tensor, eps: float, offset: float, out_dtype: torch.dtype, save: bool
+    inputs: NormInputs, save: bool
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """See `torch_fp8.ops.rms_norm.rms_norm_statistics`."""
+    x, weight, eps, offset, out_dtype = inputs
     rows, cols = x.shape
     rstd = x.new_empty(rows, dtype=torch.float32)
     largest = amax_bits(x)
@@ -81,8 +88,7 @@ def rms_norm_statistics(
             rstd,
             largest,
             *pointers(saved, x),
-            x.stride(0),
-            x.stride(1),
+            *x.stride(),
             weight.stride(0),
             rows,
             cols,
@@ -100,10 +106,9 @@ def rms_norm_statistics(
     return rstd, largest.view(torch.float32), *saved
 
 
-def rms_norm(
-    x: Tensor, weight: Tensor, rstd: Tensor, offset: float, out_dtype: torch.dtype
-) -> Tensor:
+def rms_norm(norm: NormWithRstd) -> Tensor:
     """See `torch_fp8.ops.rms_norm.rms_norm`."""
+    x, weight, rstd, offset, out_dtype = norm
     rows, cols = x.shape
     y = x.new_empty((rows, cols), dtype=out_dtype)
     if x.numel():
@@ -113,8 +118,7 @@ def rms_norm(
                 weight,
                 rstd,
                 y,
-                x.stride(0),
-                x.stride(1),
+                *x.stride(),
                 weight.stride(0),
                 rstd.stride(0),
                 rows,
@@ -128,18 +132,12 @@ def rms_norm(
     return y
 
 
-def rms_norm_quantize(
-    x: Tensor,
-    weight: Tensor,
-    rstd: Tensor,
-    offset: float,
-    out_dtype: torch.dtype,
-    options: CastOptions,
-) -> Layouts:
+def rms_norm_quantize(norm: NormWithRstd, options: CastOptions) -> Layouts:
     """See `torch_fp8.ops.rms_norm.rms_norm_quantize`."""
+    x, weight, rstd, offset, out_dtype = norm
     cast = Cast(options)
     if not cast.is_fused(x):
-        return quantize_2d(rms_norm(x, weight, rstd, offset, out_dtype), options)
+        return quantize_2d(rms_norm(norm), options)
     rows, cols = x.shape
     made = options.new_layouts(x)
     with torch.cuda.device_of(x):
@@ -149,8 +147,7 @@ def rms_norm_quantize(
             rstd,
             cast.source(x),
             *pointers(made, x),
-            x.stride(0),
-            x.stride(1),
+            *x.stride(),
             weight.stride(0),
             rstd.stride(0),
             rows,
@@ -166,41 +163,28 @@ def rms_norm_quantize(
 
 
 def rms_norm_quantize_once(
-    x: Tensor,
-    weight: Tensor,
-    eps: float,
-    offset: float,
-    out_dtype: torch.dtype,
-    options: CastOptions,
-    save: bool,
+    inputs: NormInputs, options: CastOptions, save: bool
 ) -> tuple[Tensor | None, ...]:
     """See `torch_fp8.ops.rms_norm.rms_norm_quantize_once`."""
     cast = Cast(options)
-    if not cast.is_fused(x) or not bands_fill_the_card(x, options.granularity):
-        made = rms_norm_statistics(x, weight, eps, offset, out_dtype, save)
-        rstd, amax, saved, saved_scale = made
-        results = rms_norm_quantize(x, weight, rstd, offset, out_dtype, options)
-        return (*results, rstd, saved, saved_scale, None if options.scale is None else amax)
-    return _bands(x, weight, eps, offset, out_dtype, cast, save)
+    if cast.is_fused(inputs.x) and bands_fill_the_card(inputs.x, options.granularity):
+        return _bands(inputs, cast, save)
+    rstd, amax, *saved = rms_norm_statistics(inputs, save)
+    results = rms_norm_quantize(inputs.with_rstd(rstd), options)
+    return (*results, rstd, *saved, None if options.scale is None else amax)
 
 
 def rms_norm_quantize_delayed(
-    x: Tensor,
-    weight: Tensor,
-    eps: float,
-    offset: float,
-    out_dtype: torch.dtype,
-    options: DelayedCastOptions,
-    save: bool,
+    inputs: NormInputs, options: DelayedCastOptions, save: bool
 ) -> tuple[Tensor | None, ...]:
     """See `torch_fp8.ops.rms_norm.rms_norm_quantize_delayed`."""
     cast = Cast.delayed(options)
-    if cast.is_fused(x) and bands_fill_the_card(x, "tensorwise"):
-        q, s, qt, _, *others = _bands(x, weight, eps, offset, out_dtype, cast, save)
+    if cast.is_fused(inputs.x) and bands_fill_the_card(inputs.x, "tensorwise"):
+        q, s, qt, _, *others = _bands(inputs, cast, save)
         return (q, s, qt, *others)
-    rstd, amax, *saved = rms_norm_statistics(x, weight, eps, offset, out_dtype, save)
+    rstd, amax, *saved = rms_norm_statistics(inputs, save)
     known, scale = known_cast(options, amax)
-    q, _, qt, _ = rms_norm_quantize(x, weight, rstd, offset, out_dtype, known)
+    q, _, qt, _ = rms_norm_quantize(inputs.with_rstd(rstd), known)
     return (q, scale, qt, rstd, *saved, amax)
 
 
@@ -212,15 +196,8 @@ def bands_fill_the_card(x: Tensor, granularity: str) -> bool:
     return rows >= MULTIPROCESSORS * band and at_work <= BANDS_IN_CACHE
 
 
-def _bands(
-    x: Tensor,
-    weight: Tensor,
-    eps: float,
-    offset: float,
-    out_dtype: torch.dtype,
-    cast: Cast,
-    save: bool,
-) -> tuple[Tensor | None, ...]:
+def _bands(inputs: NormInputs, cast: Cast, save: bool) -> tuple[Tensor | None, ...]:
+    x, weight, eps, offset, out_dtype = inputs
     rows, cols = x.shape
     made, saved = cast.options.new_layouts(x), saved_outputs(x, save)
     rstd, largest = x.new_empty(rows, dtype=torch.float32), cast.amax_bits(x)
@@ -239,8 +216,7 @@ def _bands(
             cast.source(x),
             *pointers(made, x),
             *cast.history(x),
-            x.stride(0),
-            x.stride(1),
+            *x.stride(),
             weight.stride(0),
             rows,
             cols,
@@ -260,17 +236,9 @@ def _bands(
     return (*made, rstd, *saved, as_amax(largest))
 
 
-def rms_norm_backward(
-    grad: Tensor,
-    x: Tensor,
-    x_scale: Tensor | None,
-    weight: Tensor,
-    rstd: Tensor,
-    offset: float,
-    dx_dtype: torch.dtype,
-    weight_grad: bool,
-) -> tuple[Tensor, Tensor]:
+def rms_norm_backward(inputs: NormBackwardInputs) -> tuple[Tensor, Tensor]:
     """See `torch_fp8.ops.rms_norm.rms_norm_backward`."""
+    grad, x, x_scale, weight, rstd, offset, dx_dtype, weight_grad = inputs
     rows, cols = grad.shape
     dx = grad.new_empty((rows, cols), dtype=dx_dtype)
     if not grad.numel():
@@ -294,12 +262,9 @@ def rms_norm_backward(
             rstd,
             dx,
             partial,
-            grad.stride(0),
-            grad.stride(1),
-            x.stride(0),
-            x.stride(1),
-            x_scale.stride(0) if saved else 0,
-            x_scale.stride(1) if saved else 0,
+            *grad.stride(),
+            *x.stride(),
+            *(x_scale.stride() if x_scale is not None else (0, 0)),
             weight.stride(0),
             rstd.stride(0),
             rows,

@@ -25,7 +25,7 @@ from torch_fp8.autograd.checkpoint_pass import (
 )
 from torch_fp8.autograd.function import of_text, once_differentiable, refuse_transforms, reshaped
 from torch_fp8.config import FP8Config
-from torch_fp8.kernels.arguments import CastOptions
+from torch_fp8.kernels.arguments import CastOptions, NormBackwardInputs, NormInputs
 from torch_fp8.nn.class_swap import is_fsdp_class
 from torch_fp8.ops.fused_quantize import saved_stand_ins
 from torch_fp8.ops.quantize import as_layouts
@@ -74,6 +74,10 @@ class _Options(NamedTuple):
     """The quantizer whose history suggests the scale, if the result may be cast ahead."""
     waits: bool
     """Whether the result is computed when it is read."""
+
+    def inputs(self, x: Tensor, weight: Tensor, eps: float) -> NormInputs:
+        """Return the operators' arguments for x (R, C)."""
+        return NormInputs(x.detach(), weight.detach(), eps, self.offset, self.out_dtype)
 
 
 class Float8RMSNorm(nn.Module):
@@ -164,13 +168,13 @@ class _RMSNormFunction(torch.autograd.Function):
         save = keep and options.save_fp8
         dropped = options.keep and saves_nothing()
         col = options.keep and not dropped
-        sources = matrix.detach(), weight.detach(), eps
-        produced = _Produced(*sources, options, save and not dropped, col)
+        inputs = options.inputs(matrix, weight, eps)
+        produced = _Produced(inputs, options, save and not dropped, col)
         if keep:
             of_x: tuple[Any, ...] = (x,)
             if save:
                 of_x = saved_stand_ins(matrix) if dropped else produced.saved
-            ctx.save_for_backward(weight, produced.rstd, *of_x)
+            ctx.save_for_backward(weight, produced.norm.rstd, *of_x)
             ctx.name, ctx.offset, ctx.shape, ctx.dtype = *options[:2], x.shape, x.dtype
         if on_read is None or not options.waits:
             return reshaped(produced.dense(), x.shape)
@@ -181,16 +185,9 @@ class _RMSNormFunction(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         weight, rstd, x, *scale = ctx.saved_tensors
         wants_x, wants_weight = ctx.needs_input_grad[:2]
-        grad_x, grad_weight = rms_norm_backward(
-            plain(grad).reshape(-1, ctx.shape[-1]),
-            x.reshape(-1, ctx.shape[-1]),
-            scale[0] if scale else None,
-            weight,
-            rstd,
-            ctx.offset,
-            ctx.dtype,
-            wants_weight,
-        )
+        grad, x = (t.reshape(-1, ctx.shape[-1]) for t in (plain(grad), x))
+        how = (scale[0] if scale else None, weight, rstd, ctx.offset, ctx.dtype, wants_weight)
+        grad_x, grad_weight = rms_norm_backward(NormBackwardInputs(grad, x, *how))
         dx = grad_x.view(ctx.shape) if wants_x else None
         dw = cast(grad_weight, weight.dtype) if wants_weight else None
         return dx, dw, None, None, None
@@ -223,8 +220,8 @@ def _without_gradients(
 ) -> Tensor:
     """Return what `_RMSNormFunction` does where no gradients are taken."""
     shape = x.shape
-    matrix = x.detach().reshape(-1, shape[-1])
-    produced = _Produced(matrix, weight.detach(), eps, options, False, False)
+    inputs = options.inputs(x.reshape(-1, shape[-1]), weight, eps)
+    produced = _Produced(inputs, options, False, False)
     return LazyQuantizedTensor(produced.production(on_read), shape, options.out_dtype)
 
 
@@ -235,43 +232,38 @@ class _Produced:
     asked for it is made with the statistics, in the same read.
 
     Args:
-        x, weight, eps: (R, C), (C,), and what is added to the mean of squares.
+        inputs: of the operators.
         options: of the norm.
         save: whether to keep x in FP8.
         col: whether a backward will want the result transposed.
     """
 
-    def __init__(
-        self, x: Tensor, weight: Tensor, eps: float, options: _Options, save: bool, col: bool
-    ) -> None:
-        self.x, self.weight, self.options = x, weight, options
+    def __init__(self, inputs: NormInputs, options: _Options, save: bool, col: bool) -> None:
+        self.options = options
         self.made: Payloads | None = None
         self._amax: Tensor | None = None
-        offset, out_dtype = options.offset, options.out_dtype
         quantizer = options.quantizer
         col = col and quantizer is not None and quantizer.columnwise_usage
         if quantizer is not None and quantizer.spec.granularity.startswith("block"):
             cast = CastOptions.of(quantizer.spec, rowwise=True, columnwise=col)
-            once = rms_norm_quantize_once(x, weight, eps, offset, out_dtype, cast, save)
+            once = rms_norm_quantize_once(inputs, cast, save)
             self.made = as_layouts(once[:4], cast)
-            self.rstd, *saved = once[4:7]
+            rstd, *saved = once[4:7]
         elif quantizer is not None and options.reader is not None:
             delayed = options.reader.delayed_options(rowwise=True, columnwise=col)
-            made = rms_norm_quantize_delayed(x, weight, eps, offset, out_dtype, delayed, save)
+            made = rms_norm_quantize_delayed(inputs, delayed, save)
             self.made, self._amax = delayed_layouts(made, delayed), made[6]
-            self.rstd, *saved = made[3:6]
+            rstd, *saved = made[3:6]
         else:
-            self.rstd, self._amax, *saved = rms_norm_statistics(
-                x, weight, eps, offset, out_dtype, save
-            )
-        self.saved = tuple(saved)
+            rstd, self._amax, *saved = rms_norm_statistics(inputs, save)
+        self.saved, self.norm = tuple(saved), inputs.with_rstd(rstd)
 
     def production(self, on_read: Callable[[Quantizer], None]) -> LazySource:
         """Return the output as a `LazySource` for the layers that read it."""
         quantizer = self.options.reader or self.options.quantizer
         production = LazySource(
             self.options.name,
-            (self.x, self.weight),
+            self.norm[:2],
             self.dense,
             self.layouts,
             self.amax,
@@ -282,8 +274,7 @@ class _Produced:
         return production
 
     def dense(self) -> Tensor:
-        options = self.options
-        return rms_norm(self.x, self.weight, self.rstd, options.offset, options.out_dtype)
+        return rms_norm(self.norm)
 
     def amax(self) -> Tensor:
         return tensor_amax(self.dense()) if self._amax is None else self._amax
@@ -291,8 +282,7 @@ class _Produced:
     def layouts(self, cast: CastOptions) -> Payloads:
         if cast.needs_amax:
             cast = cast._replace(amax=self.amax())
-        norm = (self.x, self.weight, self.rstd, self.options.offset, self.options.out_dtype)
-        return as_layouts(rms_norm_quantize(*norm, cast), cast)
+        return as_layouts(rms_norm_quantize(self.norm, cast), cast)
 
 
 def _is_plain(weight: Tensor) -> bool:

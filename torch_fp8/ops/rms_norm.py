@@ -22,7 +22,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_fp8.kernels.arguments import CastOptions, DelayedCastOptions
+from torch_fp8.kernels.arguments import (
+    CastOptions,
+    DelayedCastOptions,
+    NormBackwardInputs,
+    NormInputs,
+    NormWithRstd,
+)
 from torch_fp8.ops.fused_quantize import (
     cast_delayed,
     cast_delayed_fake,
@@ -43,116 +49,74 @@ def _kernels() -> Any:
     return rms_norm
 
 
-def _norm_fake(
-    x: Tensor, weight: Tensor, rstd: Tensor, offset: float, out_dtype: torch.dtype
-) -> Tensor:
-    return x.new_empty(x.shape, dtype=out_dtype)
+def _norm_fake(norm: NormWithRstd) -> Tensor:
+    return norm.x.new_empty(norm.x.shape, dtype=norm.out_dtype)
 
 
 @operator(_norm_fake, _kernels)
-def rms_norm(
-    x: Tensor, weight: Tensor, rstd: Tensor, offset: float, out_dtype: torch.dtype
-) -> Tensor:
-    """Compute ``(x * rstd) * (weight + offset)``, (R, C) of `out_dtype`, where BF16 is wanted.
-
-    Args:
-        x: (R, C) float32, bfloat16 or float16.
-        weight: (C,), any floating dtype.
-        rstd: (R,) float32 of `rms_norm_statistics`.
-        offset: added to the weight.
-        out_dtype: the dtype of the result.
-    """
+def rms_norm(norm: NormWithRstd) -> Tensor:
+    """Compute ``(x * rstd) * (weight + offset)``, (R, C) of `out_dtype`, where BF16 is wanted."""
+    x, weight, rstd, offset, out_dtype = norm
     y = (x.float() * rstd[:, None]) * (weight.float() + offset)
     return y.to(out_dtype).contiguous()
 
 
 def _statistics_fake(
-    x: Tensor, weight: Tensor, eps: float, offset: float, out_dtype: torch.dtype, save: bool
+    inputs: NormInputs, save: bool
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    x = inputs.x
     rstd = x.new_empty(x.shape[0], dtype=torch.float32)
     return (rstd, x.new_empty((), dtype=torch.float32), *save_input(x, save))
 
 
 @operator(_statistics_fake, _kernels)
 def rms_norm_statistics(
-    x: Tensor, weight: Tensor, eps: float, offset: float, out_dtype: torch.dtype, save: bool
+    inputs: NormInputs, save: bool
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Compute in one read of x: rstd, the amax of the norm's result, and x as backward saves it.
 
     Args:
-        x: (R, C) float32, bfloat16 or float16.
-        weight: (C,), any floating dtype.
-        eps: added to the mean of squares.
-        offset: added to the weight.
-        out_dtype: the dtype of the result whose amax is taken.
+        inputs: of the norm whose result's amax is taken.
         save: whether to return x in FP8.
     Returns:
         rstd (R,) float32; amax () float32, NaN if any element of the result is; x in E4M3 (R, C)
         and its power-of-two scale (R, ceil(C / 128)), both None unless `save`.
     """
-    x = x.contiguous()  # the order of a sum follows the strides
+    x = inputs.x.contiguous()  # the order of a sum follows the strides
     squares = x.float().square().sum(1) / max(x.shape[1], 1)
-    rstd = (squares + eps).rsqrt()
-    y = rms_norm.reference(x, weight, rstd, offset, out_dtype)
+    rstd = (squares + inputs.eps).rsqrt()
+    y = rms_norm.reference(inputs._replace(x=x).with_rstd(rstd))
     return (rstd, tensor_amax(y), *save_input(x, save))
 
 
-def _quantize_fake(
-    x: Tensor,
-    weight: Tensor,
-    rstd: Tensor,
-    offset: float,
-    out_dtype: torch.dtype,
-    options: CastOptions,
-) -> Layouts:
-    return cast_result_fake(x, options)
+def _quantize_fake(norm: NormWithRstd, options: CastOptions) -> Layouts:
+    return cast_result_fake(norm.x, options)
 
 
 @operator(_quantize_fake, _kernels)
-def rms_norm_quantize(
-    x: Tensor,
-    weight: Tensor,
-    rstd: Tensor,
-    offset: float,
-    out_dtype: torch.dtype,
-    options: CastOptions,
-) -> Layouts:
+def rms_norm_quantize(norm: NormWithRstd, options: CastOptions) -> Layouts:
     """Cast `rms_norm` to FP8 in the layouts asked for, in one read of x (rowwise: unfused).
 
     Args:
-        x, weight, rstd, offset, out_dtype: see `rms_norm`.
+        norm: of whose result.
         options: the cast; tensorwise with the amax of `rms_norm_statistics`, or with a scale.
     Returns:
         ``(q, s, qt, st)``, see `torch_fp8.ops.fused_quantize`.
     Raises:
         ValueError: if tensorwise has not exactly one of amax and scale, or another has any.
     """
-    return cast_result(rms_norm.reference(x, weight, rstd, offset, out_dtype), options)
+    return cast_result(rms_norm.reference(norm), options)
 
 
-def _once_fake(
-    x: Tensor,
-    weight: Tensor,
-    eps: float,
-    offset: float,
-    out_dtype: torch.dtype,
-    options: CastOptions,
-    save: bool,
-) -> tuple[Tensor | None, ...]:
-    rstd, amax, *saved = _statistics_fake(x, weight, eps, offset, out_dtype, save)
+def _once_fake(inputs: NormInputs, options: CastOptions, save: bool) -> tuple[Tensor | None, ...]:
+    rstd, amax, *saved = _statistics_fake(inputs, save)
     taken = None if options.scale is None else amax
-    return (*cast_result_fake(x, options), rstd, *saved, taken)
+    return (*cast_result_fake(inputs.x, options), rstd, *saved, taken)
 
 
 @operator(_once_fake, _kernels, results=8)
 def rms_norm_quantize_once(
-    x: Tensor,
-    weight: Tensor,
-    eps: float,
-    offset: float,
-    out_dtype: torch.dtype,
-    options: CastOptions,
-    save: bool,
+    inputs: NormInputs, options: CastOptions, save: bool
 ) -> tuple[Tensor | None, ...]:
     """Run `rms_norm_statistics` and `rms_norm_quantize` at once, for scales of a rule known
     beforehand.
@@ -165,7 +129,7 @@ def rms_norm_quantize_once(
     to 1,117 features in blocks; the CUDA operator takes two launches otherwise.
 
     Args:
-        x, weight, eps, offset, out_dtype, save: see `rms_norm_statistics`.
+        inputs, save: see `rms_norm_statistics`.
         options: the cast; tensorwise with a scale, as the amax is not known yet.
     Returns:
         ``(q, s, qt, st, rstd, saved_q, saved_scale, amax)``; the amax () of the rounded result is
@@ -173,90 +137,54 @@ def rms_norm_quantize_once(
     Raises:
         ValueError: if tensorwise has no scale, or another granularity has one.
     """
-    rstd, _, *saved = rms_norm_statistics.reference(x, weight, eps, offset, out_dtype, save)
-    y = rms_norm.reference(x, weight, rstd, offset, out_dtype)
+    rstd, _, *saved = rms_norm_statistics.reference(inputs, save)
+    y = rms_norm.reference(inputs.with_rstd(rstd))
     return (*cast_result(y, options), rstd, *saved, taken_amax(y, options))
 
 
 def _delayed_fake(
-    x: Tensor,
-    weight: Tensor,
-    eps: float,
-    offset: float,
-    out_dtype: torch.dtype,
-    options: DelayedCastOptions,
-    save: bool,
+    inputs: NormInputs, options: DelayedCastOptions, save: bool
 ) -> tuple[Tensor | None, ...]:
-    rstd, _, *saved = _statistics_fake(x, weight, eps, offset, out_dtype, save)
-    q, scale, qt, amax = cast_delayed_fake(x, options)
+    rstd, _, *saved = _statistics_fake(inputs, save)
+    q, scale, qt, amax = cast_delayed_fake(inputs.x, options)
     return (q, scale, qt, rstd, *saved, amax)
 
 
 @operator(_delayed_fake, _kernels, results=7)
 def rms_norm_quantize_delayed(
-    x: Tensor,
-    weight: Tensor,
-    eps: float,
-    offset: float,
-    out_dtype: torch.dtype,
-    options: DelayedCastOptions,
-    save: bool,
+    inputs: NormInputs, options: DelayedCastOptions, save: bool
 ) -> tuple[Tensor | None, ...]:
     """Run `rms_norm_quantize_once` with the tensorwise scale that a history suggests.
 
     Args:
-        x, weight, eps, offset, out_dtype, save: see `rms_norm_statistics`.
+        inputs, save: see `rms_norm_statistics`.
         options: the cast.
     Returns:
         ``(q, scale, qt, rstd, saved_q, saved_scale, amax)``; scale () and the amax () of the
         rounded result float32.
     """
-    rstd, _, *saved = rms_norm_statistics.reference(x, weight, eps, offset, out_dtype, save)
-    y = rms_norm.reference(x, weight, rstd, offset, out_dtype)
+    rstd, _, *saved = rms_norm_statistics.reference(inputs, save)
+    y = rms_norm.reference(inputs.with_rstd(rstd))
     q, scale, qt, amax = cast_delayed(y, options)
     return (q, scale, qt, rstd, *saved, amax)
 
 
-def _backward_fake(
-    grad: Tensor,
-    x: Tensor,
-    x_scale: Tensor | None,
-    weight: Tensor,
-    rstd: Tensor,
-    offset: float,
-    dx_dtype: torch.dtype,
-    weight_grad: bool,
-) -> tuple[Tensor, Tensor]:
-    dw = x.new_empty(x.shape[1] if weight_grad else 0, dtype=torch.float32)
-    return x.new_empty(x.shape, dtype=dx_dtype), dw
+def _backward_fake(inputs: NormBackwardInputs) -> tuple[Tensor, Tensor]:
+    x, cols = inputs.x, inputs.x.shape[1] if inputs.weight_grad else 0
+    return x.new_empty(x.shape, dtype=inputs.dx_dtype), x.new_empty(cols, dtype=torch.float32)
 
 
 @operator(_backward_fake, _kernels)
-def rms_norm_backward(
-    grad: Tensor,
-    x: Tensor,
-    x_scale: Tensor | None,
-    weight: Tensor,
-    rstd: Tensor,
-    offset: float,
-    dx_dtype: torch.dtype,
-    weight_grad: bool,
-) -> tuple[Tensor, Tensor]:
+def rms_norm_backward(inputs: NormBackwardInputs) -> tuple[Tensor, Tensor]:
     """Compute ``dx = rstd * (g w' - xhat * mean(g w' xhat))``, ``dw = sum over rows of g xhat``.
 
     With ``xhat = x * rstd`` and ``w' = weight + offset``, float32 inside, in one read of grad and
     x. The sum over rows is taken in an order that the shape alone decides: deterministic.
 
-    Args:
-        grad: (R, C) float32, bfloat16 or float16, the gradient of the result.
-        x: (R, C): what was normalized, or, with `x_scale`, the FP8 that was saved of it.
-        x_scale: (R, ceil(C / 128)) float32 or None.
-        weight, rstd, offset: see `rms_norm`.
-        dx_dtype: the dtype of the gradient of x.
-        weight_grad: whether dw is wanted.
     Returns:
         dx (R, C) of `dx_dtype`, dw (C,) float32 or empty.
     """
+    grad, x, x_scale, weight, rstd, offset, dx_dtype, weight_grad = inputs
     normalized = saved_values(x.contiguous(), x_scale) * rstd[:, None]
     g = grad.contiguous().float()
     scaled = g * (weight.float() + offset)

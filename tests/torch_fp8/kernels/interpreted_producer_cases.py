@@ -25,7 +25,14 @@ from torch_fp8.kernels import gate_up as gate_up_kernels
 from torch_fp8.kernels import rms_norm as norm_kernels
 from torch_fp8.kernels import swiglu as swiglu_kernels
 from torch_fp8.kernels import swiglu_backward as backward_kernels
-from torch_fp8.kernels.arguments import BackwardInputs, CastOptions, DelayedCastOptions
+from torch_fp8.kernels.arguments import (
+    BackwardInputs,
+    CastOptions,
+    DelayedCastOptions,
+    NormBackwardInputs,
+    NormInputs,
+    NormWithRstd,
+)
 from torch_fp8.ops import fused_quantize, gate_up, rms_norm, swiglu
 from torch_fp8.ops import swiglu_backward as backward
 from torch_fp8.quantization.scaling import tensor_amax
@@ -225,13 +232,13 @@ def compare(name, got, want, parts=LAYOUTS):
 def norm_statistics(x, offset):
     """Those, and the result."""
     weight, out = columns(x.shape[1]), x.dtype
-    arguments = (x, weight, EPS, offset, out)
-    want = rms_norm.rms_norm_statistics.reference(*arguments, True)
-    got = norm_kernels.rms_norm_statistics(*arguments, True)
+    inputs = NormInputs(x, weight, EPS, offset, out)
+    want = rms_norm.rms_norm_statistics.reference(inputs, True)
+    got = norm_kernels.rms_norm_statistics(inputs, True)
     yield "rstd", far(got[0], want[0])
     yield "amax", far(got[1], want[1], 2**16 if out != torch.float32 else 16)
     yield from compare("saved", got[2:], want[2:], ("x", "scale"))
-    without = norm_kernels.rms_norm_statistics(*arguments, False)
+    without = norm_kernels.rms_norm_statistics(inputs, False)
     yield from compare(
         "not saved",
         without[1:],
@@ -239,18 +246,20 @@ def norm_statistics(x, offset):
         ("amax", "x", "scale"),
     )
     rstd = torch.stack([got[0], got[0]], 1)[:, 1]
-    y = norm_kernels.rms_norm(x, weight, rstd, offset, out)
-    yield "y", differs(y, rms_norm.rms_norm.reference(x, weight, rstd, offset, out))
+    y = norm_kernels.rms_norm(NormWithRstd(x, weight, rstd, offset, out))
+    yield "y", differs(y, rms_norm.rms_norm.reference(NormWithRstd(x, weight, rstd, offset, out)))
     yield "amax of y", differs(got[1], tensor_amax(y))
 
 
 def norm_casts(x, offset, more=False):
     weight, out = columns(x.shape[1]), x.dtype
-    rstd, *_ = rms_norm.rms_norm_statistics.reference(x, weight, EPS, offset, out, False)
+    rstd, *_ = rms_norm.rms_norm_statistics.reference(
+        NormInputs(x, weight, EPS, offset, out), False
+    )
     rstd = torch.stack([rstd, rstd], 1)[:, 1]
-    y = rms_norm.rms_norm.reference(x, weight, rstd, offset, out)
+    y = rms_norm.rms_norm.reference(NormWithRstd(x, weight, rstd, offset, out))
     for name, cast in casts(tensor_amax(y), more):
-        made = norm_kernels.rms_norm_quantize(x, weight, rstd, offset, out, cast)
+        made = norm_kernels.rms_norm_quantize(NormWithRstd(x, weight, rstd, offset, out), cast)
         yield from compare(name, made, fused_quantize.cast_result(y, cast))
 
 
@@ -260,12 +269,16 @@ def norm_once(x, offset, more=False):
         for save in (True, False) if more else (True,):
             if cast.amax is not None:
                 continue
-            made = norm_kernels.rms_norm_quantize_once(x, weight, EPS, offset, out, cast, save)
+            made = norm_kernels.rms_norm_quantize_once(
+                NormInputs(x, weight, EPS, offset, out), cast, save
+            )
             *layouts, rstd, saved, saved_scale, amax = made
-            want = rms_norm.rms_norm_statistics.reference(x, weight, EPS, offset, out, save)
+            want = rms_norm.rms_norm_statistics.reference(
+                NormInputs(x, weight, EPS, offset, out), save
+            )
             yield f"{name} rstd", far(rstd, want[0])
             yield from compare(f"{name} saved", (saved, saved_scale), want[2:], ("x", "scale"))
-            y = rms_norm.rms_norm.reference(x, weight, rstd, offset, out)
+            y = rms_norm.rms_norm.reference(NormWithRstd(x, weight, rstd, offset, out))
             yield from compare(name, layouts, fused_quantize.cast_result(y, cast))
             known = cast.scale is not None
             yield f"{name} amax", differs(amax, tensor_amax(y) if known else torch.empty(0))
@@ -274,12 +287,14 @@ def norm_once(x, offset, more=False):
 def norm_delayed(x, offset, more=False):
     weight, out = columns(x.shape[1]), x.dtype
     for (name, past), save in itertools.product(pasts(more), (True, False) if more else (True,)):
-        made = norm_kernels.rms_norm_quantize_delayed(x, weight, EPS, offset, out, past.how, save)
+        made = norm_kernels.rms_norm_quantize_delayed(
+            NormInputs(x, weight, EPS, offset, out), past.how, save
+        )
         *layouts, rstd, saved, saved_scale, amax = made
-        want = rms_norm.rms_norm_statistics.reference(x, weight, EPS, offset, out, save)
+        want = rms_norm.rms_norm_statistics.reference(NormInputs(x, weight, EPS, offset, out), save)
         yield f"{name} rstd", far(rstd, want[0])
         yield from compare(f"{name} saved", (saved, saved_scale), want[2:], ("x", "scale"))
-        y = rms_norm.rms_norm.reference(x, weight, rstd, offset, out)
+        y = rms_norm.rms_norm.reference(NormWithRstd(x, weight, rstd, offset, out))
         yield from compare_delayed(name, (*layouts, amax), y, past)
 
 
@@ -289,13 +304,15 @@ def norm_backward(x, offset):
     grad = spread(*x.shape, generator).to(x.dtype).as_strided(x.shape, x.contiguous().stride())
     grad = grad.t().contiguous().t()
     rstd, _, saved, scale = rms_norm.rms_norm_statistics.reference(
-        x, weight, EPS, offset, x.dtype, True
+        NormInputs(x, weight, EPS, offset, x.dtype), True
     )
     for what, inputs in (("plain", (x, None)), ("saved", (saved, scale))):
         for dx_dtype, weight_grad in ((torch.float32, True), (BF16, False)):
-            arguments = (grad, *inputs, weight, rstd, offset, dx_dtype, weight_grad)
-            got = norm_kernels.rms_norm_backward(*arguments)
-            want = rms_norm.rms_norm_backward.reference(*arguments)
+            arguments = NormBackwardInputs(
+                grad, *inputs, weight, rstd, offset, dx_dtype, weight_grad
+            )
+            got = norm_kernels.rms_norm_backward(arguments)
+            want = rms_norm.rms_norm_backward.reference(arguments)
             yield f"{what} dx", far(got[0], want[0])
             yield f"{what} dw", far(got[1], want[1])
 

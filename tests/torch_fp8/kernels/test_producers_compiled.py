@@ -6,7 +6,14 @@ import pytest
 import torch
 
 from torch_fp8.kernels import gate_up, quantize, quantize_delayed, rms_norm, swiglu, swiglu_backward
-from torch_fp8.kernels.arguments import BackwardInputs, CastOptions, DelayedCastOptions
+from torch_fp8.kernels.arguments import (
+    BackwardInputs,
+    CastOptions,
+    DelayedCastOptions,
+    NormBackwardInputs,
+    NormInputs,
+    NormWithRstd,
+)
 from torch_fp8.quantization.payload_shape import padded_rows
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -76,26 +83,30 @@ def launch_norms(x):
     """Everything but the casts."""
     weight, rstd = torch.empty(x.shape[1]), torch.empty(x.shape[0])
     for save in (True, False):
-        rms_norm.rms_norm_statistics(x, weight, EPS, 1.0, x.dtype, save)
+        rms_norm.rms_norm_statistics(NormInputs(x, weight, EPS, 1.0, x.dtype), save)
         inputs = saved(x) if save else (x, None)
         for weight_grad in (True, False):
-            rms_norm.rms_norm_backward(x, *inputs, weight, rstd, 1.0, x.dtype, weight_grad)
-    rms_norm.rms_norm(x, weight, rstd, 1.0, x.dtype)
+            rms_norm.rms_norm_backward(
+                NormBackwardInputs(x, *inputs, weight, rstd, 1.0, x.dtype, weight_grad)
+            )
+    rms_norm.rms_norm(NormWithRstd(x, weight, rstd, 1.0, x.dtype))
 
 
 def launch_norm_casts(dtype, more):
     x, weight = torch.empty(8192 + more, 2048, dtype=dtype), torch.empty(2048, dtype=dtype)
     narrow = torch.empty(33792 + more, 512, dtype=dtype)
     for cast in casts(formats=FORWARD):
-        rms_norm.rms_norm_quantize(x, weight, torch.empty(8192 + more), 0.0, dtype, cast)
+        rms_norm.rms_norm_quantize(
+            NormWithRstd(x, weight, torch.empty(8192 + more), 0.0, dtype), cast
+        )
         if cast.amax is None:
             bands = narrow if cast.scale is None else x
             rms_norm.rms_norm_quantize_once(
-                bands, weight[: bands.shape[1]], EPS, 0.0, dtype, cast, True
+                NormInputs(bands, weight[: bands.shape[1]], EPS, 0.0, dtype), cast, True
             )
     for how in delayed_casts(FORWARD):
         for save in (True, False):
-            rms_norm.rms_norm_quantize_delayed(x, weight, EPS, 0.0, dtype, how, save)
+            rms_norm.rms_norm_quantize_delayed(NormInputs(x, weight, EPS, 0.0, dtype), how, save)
 
 
 def launch_swiglu(x):
@@ -182,8 +193,8 @@ def test_launches_of_a_norm(record_launches):
     x, weight = torch.empty(8192, 4096, dtype=torch.bfloat16), torch.empty(4096)
     for cast in casts():
         with record_launches(rms_norm) as launches:
-            rstd = rms_norm.rms_norm_statistics(x, weight, EPS, 0.0, x.dtype, True)[0]
-            rms_norm.rms_norm_quantize(x, weight, rstd, 0.0, x.dtype, cast)
+            rstd = rms_norm.rms_norm_statistics(NormInputs(x, weight, EPS, 0.0, x.dtype), True)[0]
+            rms_norm.rms_norm_quantize(NormWithRstd(x, weight, rstd, 0.0, x.dtype), cast)
         assert names(launches) == ["statistics", "norm_cast"]
 
 
@@ -207,7 +218,9 @@ def test_one_launch_where_bands_fill_the_card_and_stay_in_its_cache(
     scale = torch.ones(()) if granularity == "tensorwise" else None
     cast = CastOptions(E4M3, granularity, True, True, True, scale)
     with record_launches(rms_norm) as launches, record_launches(quantize):
-        rms_norm.rms_norm_quantize_once(x, torch.empty(shape[1]), EPS, 0.0, x.dtype, cast, True)
+        rms_norm.rms_norm_quantize_once(
+            NormInputs(x, torch.empty(shape[1]), EPS, 0.0, x.dtype), cast, True
+        )
     assert (names(launches) == ["norm_cast_once"]) == once
 
 
@@ -246,7 +259,7 @@ def test_delayed_casts_are_one_launch_for_any_number_of_rows(record_launches, ro
         record_launches(swiglu) as forward,
         record_launches(swiglu_backward) as backward,
     ):
-        made = rms_norm.rms_norm_quantize_delayed(x, x[0], EPS, 0.0, x.dtype, how, True)
+        made = rms_norm.rms_norm_quantize_delayed(NormInputs(x, x[0], EPS, 0.0, x.dtype), how, True)
         swiglu.swiglu_quantize_delayed(x, x, None, how, True)
         inputs = BackwardInputs(x, *saved(x) * 2, None, x.dtype)
         swiglu_backward.swiglu_backward_quantize_delayed(inputs, *history(), how)
@@ -292,7 +305,7 @@ def test_tiles_move_in_16_byte_accesses(record_launches, compile_for):
         inputs = BackwardInputs(x, *saved(x) * 2, None, x.dtype)
         swiglu_backward.swiglu_backward_quantize(inputs, cast)
     with record_launches(rms_norm) as norms:
-        rms_norm.rms_norm_quantize(x, x[0], torch.empty(2048), 0.0, x.dtype, cast)
+        rms_norm.rms_norm_quantize(NormWithRstd(x, x[0], torch.empty(2048), 0.0, x.dtype), cast)
     for launch in (*forward, *backward, *norms):
         ptx, _ = compile_for(launch, "sm_90")
         assert "ld.global.v4.b32" in ptx
@@ -305,7 +318,7 @@ def test_a_program_counts_itself_in_when_it_has_written(record_launches, compile
     x, how = torch.empty(8192, 2048, dtype=torch.bfloat16), next(delayed_casts())
     with record_launches(module) as launches:
         if module is rms_norm:
-            rms_norm.rms_norm_quantize_delayed(x, x[0], EPS, 0.0, x.dtype, how, True)
+            rms_norm.rms_norm_quantize_delayed(NormInputs(x, x[0], EPS, 0.0, x.dtype), how, True)
         elif module is swiglu:
             swiglu.swiglu_quantize_delayed(x, x, None, how, True)
         else:

@@ -5,7 +5,7 @@ import torch
 
 from torch_fp8.environment.kernel_cases import producers
 from torch_fp8.environment.kernel_cases.producers import BF16, E4M3, KINDS, OPS, SHAPES
-from torch_fp8.kernels.arguments import CastOptions
+from torch_fp8.kernels.arguments import CastOptions, NormWithRstd
 from torch_fp8.ops import rms_norm
 
 pytestmark = pytest.mark.gpu
@@ -64,6 +64,6 @@ def test_more_than_2_to_the_31_elements():
     weight, rstd = torch.ones(cols, device="cuda"), torch.ones(rows, device="cuda")
     scale = torch.ones((), device="cuda")
     options = CastOptions(E4M3, "tensorwise", False, True, True, scale)
-    row, _, col, _ = rms_norm.rms_norm_quantize(x, weight, rstd, 0.0, BF16, options)
+    row, _, col, _ = rms_norm.rms_norm_quantize(NormWithRstd(x, weight, rstd, 0.0, BF16), options)
     assert row[-1, -1].float() == col[-1, -1].float() == 1.0
     assert int(row[:-1].view(torch.uint8).count_nonzero()) == 0

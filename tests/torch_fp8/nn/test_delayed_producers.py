@@ -18,7 +18,7 @@ from tests.torch_fp8.ops.test_swiglu import CHECKS
 from tests.torch_fp8.training_step import Calls, assert_equal, gaussian, train
 from torch_fp8 import FP8Config, convert_to_float8
 from torch_fp8 import selective_checkpoint_contexts as selective
-from torch_fp8.kernels.arguments import BackwardInputs
+from torch_fp8.kernels.arguments import BackwardInputs, NormInputs, NormWithRstd
 from torch_fp8.nn.gated_mlp import Float8GatedMLP
 from torch_fp8.nn.rms_norm import Float8RMSNorm
 from torch_fp8.nn.scaling_buffers import INPUT
@@ -353,9 +353,11 @@ def test_values_are_those_of_the_result_and_the_rules(shape, algorithm, margin, 
     weight = gaussian(shape[1], seed=3)
     for how in _casts(filled, algorithm, margin):
         q, s, qt, rstd, *_, amax = rms_norm.rms_norm_quantize_delayed(
-            x, weight, 1e-5, 1.0, x.dtype, how, True
+            NormInputs(x, weight, 1e-5, 1.0, x.dtype), how, True
         )
-        _check((q, s, qt, amax), rms_norm.rms_norm(x, weight, rstd, 1.0, x.dtype), how)
+        _check(
+            (q, s, qt, amax), rms_norm.rms_norm(NormWithRstd(x, weight, rstd, 1.0, x.dtype)), how
+        )
         *made, amax = swiglu.swiglu_quantize_delayed(x, up, None, how, True)
         _check((*made[:3], amax), swiglu.swiglu(x, up, None), how)
         inputs = BackwardInputs(grad, *made[3:], None, x.dtype)

@@ -3,7 +3,7 @@ import itertools
 import pytest
 import torch
 
-from torch_fp8.kernels.arguments import CastOptions
+from torch_fp8.kernels.arguments import CastOptions, NormBackwardInputs, NormInputs, NormWithRstd
 from torch_fp8.ops import rms_norm as ops
 from torch_fp8.ops.quantize import QuantizedTensor, dequantize
 from torch_fp8.quantization.formats import E4M3, E5M2
@@ -37,9 +37,9 @@ def same_bits(a, b):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, BF16], ids=str)
 def test_norm_is_that_of_the_formula(dtype, offset):
     x, weight = inputs(37, 300, dtype)
-    rstd, amax, *_ = ops.rms_norm_statistics(x, weight, EPS, offset, dtype, False)
+    rstd, amax, *_ = ops.rms_norm_statistics(NormInputs(x, weight, EPS, offset, dtype), False)
     exact = x.double() / (x.double().square().mean(1, keepdim=True) + EPS).sqrt()
-    y = ops.rms_norm(x, weight, rstd, offset, dtype)
+    y = ops.rms_norm(NormWithRstd(x, weight, rstd, offset, dtype))
     torch.testing.assert_close(y, (exact * (weight + offset)).to(dtype))
     assert amax == y.abs().max()
     assert rstd.dtype == amax.dtype == torch.float32
@@ -47,24 +47,26 @@ def test_norm_is_that_of_the_formula(dtype, offset):
 
 def test_norm_agrees_with_torch():
     x, weight = inputs(40, 256, torch.float32)
-    rstd = ops.rms_norm_statistics(x, weight, EPS, 0.0, x.dtype, False)[0]
+    rstd = ops.rms_norm_statistics(NormInputs(x, weight, EPS, 0.0, x.dtype), False)[0]
     want = torch.nn.functional.rms_norm(x, (256,), weight, EPS)
-    torch.testing.assert_close(ops.rms_norm(x, weight, rstd, 0.0, x.dtype), want)
+    torch.testing.assert_close(ops.rms_norm(NormWithRstd(x, weight, rstd, 0.0, x.dtype)), want)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 def test_bytes_are_those_of_the_norm_and_a_cast(granularity, shape):
     x, weight = inputs(*shape)
-    rstd, amax, *_ = ops.rms_norm_statistics(x, weight, EPS, 0.0, BF16, False)
-    y = ops.rms_norm(x, weight, rstd, 0.0, BF16)
+    rstd, amax, *_ = ops.rms_norm_statistics(NormInputs(x, weight, EPS, 0.0, BF16), False)
+    y = ops.rms_norm(NormWithRstd(x, weight, rstd, 0.0, BF16))
     scales = [None] if granularity != "tensorwise" else [None, torch.tensor(0.02)]
     for dtype, scale, (row, col) in itertools.product(
         (E4M3.dtype, E5M2.dtype), scales, ((True, True), (True, False), (False, True))
     ):
         known = amax if granularity == "tensorwise" and scale is None else None
         options = CastOptions(dtype, granularity, True, row, col, scale)
-        made = ops.rms_norm_quantize(x, weight, rstd, 0.0, BF16, options._replace(amax=known))
+        made = ops.rms_norm_quantize(
+            NormWithRstd(x, weight, rstd, 0.0, BF16), options._replace(amax=known)
+        )
         want = torch.ops.torch_fp8.quantize_2d(y, *options)
         assert all(same_bits(a, b) for a, b in zip(made, want, strict=True))
 
@@ -75,20 +77,20 @@ def test_once_is_both_steps(granularity, save):
     x, weight = inputs(150, 260)
     scale = torch.tensor(0.02) if granularity == "tensorwise" else None
     cast = CastOptions(E4M3.dtype, granularity, True, True, True, scale)
-    made = ops.rms_norm_quantize_once(x, weight, EPS, 1.0, BF16, cast, save)
-    rstd, amax, *saved = ops.rms_norm_statistics(x, weight, EPS, 1.0, BF16, save)
-    want = (*ops.rms_norm_quantize(x, weight, rstd, 1.0, BF16, cast), rstd, *saved)
+    made = ops.rms_norm_quantize_once(NormInputs(x, weight, EPS, 1.0, BF16), cast, save)
+    rstd, amax, *saved = ops.rms_norm_statistics(NormInputs(x, weight, EPS, 1.0, BF16), save)
+    want = (*ops.rms_norm_quantize(NormWithRstd(x, weight, rstd, 1.0, BF16), cast), rstd, *saved)
     assert all(same_bits(a, b) for a, b in zip(made[:7], want, strict=True))
     assert torch.equal(made[7], amax if scale is not None else torch.empty(0))
 
 
 def test_what_is_saved_is_the_input():
     x, weight = inputs(130, 300)
-    *_, qdata, scale = ops.rms_norm_statistics(x, weight, EPS, 0.0, BF16, True)
+    *_, qdata, scale = ops.rms_norm_statistics(NormInputs(x, weight, EPS, 0.0, BF16), True)
     back = dequantize(QuantizedTensor(qdata, scale, "block_1x128"))
     assert sqnr_db(x.float(), back) > E4M3.cast_sqnr_db - 0.5
     assert torch.equal(scale, torch.exp2(scale.log2().round()))
-    *_, qdata, scale = ops.rms_norm_statistics(x, weight, EPS, 0.0, BF16, False)
+    *_, qdata, scale = ops.rms_norm_statistics(NormInputs(x, weight, EPS, 0.0, BF16), False)
     assert qdata.shape == scale.shape == (0,)
 
 
@@ -100,24 +102,30 @@ def test_backward_is_the_derivative(offset):
     rstd = (x.square().mean(1) + EPS).rsqrt()
     (x * rstd[:, None] * (weight + offset)).backward(grad)
     plain = [t.detach().float() for t in (grad, x, weight, rstd)]
-    made = ops.rms_norm_backward(plain[0], plain[1], None, *plain[2:], offset, torch.float32, True)
+    made = ops.rms_norm_backward(
+        NormBackwardInputs(plain[0], plain[1], None, *plain[2:], offset, torch.float32, True)
+    )
     torch.testing.assert_close(made[0], x.grad.float(), rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(made[1], weight.grad.float(), rtol=1e-4, atol=1e-5)
-    dx, dw = ops.rms_norm_backward(plain[0], plain[1], None, *plain[2:], offset, BF16, False)
+    dx, dw = ops.rms_norm_backward(
+        NormBackwardInputs(plain[0], plain[1], None, *plain[2:], offset, BF16, False)
+    )
     assert torch.equal(dx, made[0].bfloat16())
     assert dw.shape == (0,)
 
 
 def test_backward_of_what_was_saved():
     x, weight = inputs(64, 300)
-    rstd, _, qdata, scale = ops.rms_norm_statistics(x, weight, EPS, 0.0, BF16, True)
+    rstd, _, qdata, scale = ops.rms_norm_statistics(NormInputs(x, weight, EPS, 0.0, BF16), True)
     grad = torch.randn(64, 300).bfloat16()
     arguments = (weight, rstd, 0.0, torch.float32, True)
-    saved = ops.rms_norm_backward(grad, qdata, scale, *arguments)
+    saved = ops.rms_norm_backward(NormBackwardInputs(grad, qdata, scale, *arguments))
     back = dequantize(QuantizedTensor(qdata, scale, "block_1x128"))
-    for a, b in zip(saved, ops.rms_norm_backward(grad, back, None, *arguments), strict=True):
+    for a, b in zip(
+        saved, ops.rms_norm_backward(NormBackwardInputs(grad, back, None, *arguments)), strict=True
+    ):
         assert torch.equal(a, b)
-    exact = ops.rms_norm_backward(grad, x, None, *arguments)
+    exact = ops.rms_norm_backward(NormBackwardInputs(grad, x, None, *arguments))
     # x enters dw directly, and dx through a projection only: far better than the cast itself.
     assert sqnr_db(exact[0], saved[0]) > E4M3.cast_sqnr_db + 10
     assert sqnr_db(exact[1], saved[1]) > E4M3.cast_sqnr_db - 1
@@ -126,8 +134,10 @@ def test_backward_of_what_was_saved():
 @pytest.mark.parametrize("shape", SHAPES[1:], ids=str)
 def test_edges_of_shapes_in_backward(shape):
     x, weight = inputs(*shape)
-    rstd, _, qdata, scale = ops.rms_norm_statistics(x, weight, EPS, 0.0, BF16, True)
-    dx, dw = ops.rms_norm_backward(x, qdata, scale, weight, rstd, 0.0, BF16, True)
+    rstd, _, qdata, scale = ops.rms_norm_statistics(NormInputs(x, weight, EPS, 0.0, BF16), True)
+    dx, dw = ops.rms_norm_backward(
+        NormBackwardInputs(x, qdata, scale, weight, rstd, 0.0, BF16, True)
+    )
     assert dx.shape == shape
     assert dw.shape == shape[1:]
     assert dx.isfinite().all()
@@ -139,8 +149,10 @@ def test_strides_do_not_matter():
     for x in (base.t()[:, ::2], base[::2, 1:61], base[:60:3, ::2]):
         w = torch.stack([weight[: x.shape[1]], weight[: x.shape[1]]], 1)[:, 0]
         for strided, plain in zip(
-            ops.rms_norm_statistics(x, w, EPS, 0.0, BF16, True),
-            ops.rms_norm_statistics(x.contiguous(), w.contiguous(), EPS, 0.0, BF16, True),
+            ops.rms_norm_statistics(NormInputs(x, w, EPS, 0.0, BF16), True),
+            ops.rms_norm_statistics(
+                NormInputs(x.contiguous(), w.contiguous(), EPS, 0.0, BF16), True
+            ),
             strict=True,
         ):
             assert same_bits(strided, plain)
@@ -150,14 +162,16 @@ def test_strides_do_not_matter():
 def test_a_row_that_is_not_finite_is_seen(bad):
     x, weight = inputs(40, 140)
     x[5, 7] = bad
-    rstd, amax, qdata, scale = ops.rms_norm_statistics(x, weight, EPS, 0.0, BF16, True)
+    rstd, amax, qdata, scale = ops.rms_norm_statistics(NormInputs(x, weight, EPS, 0.0, BF16), True)
     assert amax.isnan()
     options = CastOptions(E4M3.dtype, "block_1x128", True, True, False)
-    q, s, _, _ = ops.rms_norm_quantize(x, weight, rstd, 0.0, BF16, options)
+    q, s, _, _ = ops.rms_norm_quantize(NormWithRstd(x, weight, rstd, 0.0, BF16), options)
     back = dequantize(QuantizedTensor(q, s, "block_1x128"))
     assert not back[5, 7].isfinite()
     assert back[6:].isfinite().all()
-    dx, dw = ops.rms_norm_backward(x, qdata, scale, weight, rstd, 0.0, BF16, True)
+    dx, dw = ops.rms_norm_backward(
+        NormBackwardInputs(x, qdata, scale, weight, rstd, 0.0, BF16, True)
+    )
     assert not dx[5].isfinite().any()
     assert dx[6:].isfinite().all()
     assert not dw[7].isfinite()
@@ -166,9 +180,9 @@ def test_a_row_that_is_not_finite_is_seen(bad):
 def test_zero_rows_are_zero():
     x, weight = inputs(5, 140)
     x[2] = 0
-    rstd = ops.rms_norm_statistics(x, weight, EPS, 0.0, BF16, False)[0]
+    rstd = ops.rms_norm_statistics(NormInputs(x, weight, EPS, 0.0, BF16), False)[0]
     assert rstd[2] == torch.tensor(EPS).rsqrt()
-    assert (ops.rms_norm(x, weight, rstd, 0.0, BF16)[2] == 0).all()
+    assert (ops.rms_norm(NormWithRstd(x, weight, rstd, 0.0, BF16))[2] == 0).all()
 
 
 def test_scales_that_cannot_be_known_are_refused():
@@ -177,7 +191,7 @@ def test_scales_that_cannot_be_known_are_refused():
 
     def cast(amax, scale, granularity):
         options = CastOptions(E4M3.dtype, granularity, False, True, True, scale, amax)
-        return ops.rms_norm_quantize(x, weight, rstd, 0.0, BF16, options)
+        return ops.rms_norm_quantize(NormWithRstd(x, weight, rstd, 0.0, BF16), options)
 
     for known in ((None, None), (one, one)):
         with pytest.raises(ValueError, match="either amax or scale"):
@@ -190,7 +204,7 @@ def test_scale_is_made_from_the_amax():
     x, weight = inputs(4, 16)
     amax = torch.tensor(1000.0)
     options = CastOptions(E4M3.dtype, "tensorwise", True, True, True, amax=amax)
-    _, s, _, st = ops.rms_norm_quantize(x, weight, torch.ones(4), 0.0, BF16, options)
+    _, s, _, st = ops.rms_norm_quantize(NormWithRstd(x, weight, torch.ones(4), 0.0, BF16), options)
     assert torch.equal(s, scale_from_amax(amax, E4M3, True))
     assert st.shape == (0,)
 
@@ -215,7 +229,7 @@ def test_other_operators_are_well_formed(flag):
     x, weight = inputs(20, 140)
     check, library = torch.library.opcheck, torch.ops.torch_fp8
     check(library.rms_norm_statistics.default, (x, weight, EPS, 0.0, BF16, flag))
-    rstd, _, qdata, scale = ops.rms_norm_statistics(x, weight, EPS, 0.0, BF16, True)
+    rstd, _, qdata, scale = ops.rms_norm_statistics(NormInputs(x, weight, EPS, 0.0, BF16), True)
     check(library.rms_norm.default, (x, weight, rstd, 0.0, torch.float32))
     saved = (qdata, scale) if flag else (x, None)
     arguments = (x, *saved, weight, rstd, 0.0, BF16, flag)
@@ -223,13 +237,19 @@ def test_other_operators_are_well_formed(flag):
 
 
 def everything(x, weight):
-    rstd, amax, qdata, scale = ops.rms_norm_statistics(x, weight, EPS, 0.0, x.dtype, True)
+    rstd, amax, qdata, scale = ops.rms_norm_statistics(
+        NormInputs(x, weight, EPS, 0.0, x.dtype), True
+    )
     cast = CastOptions(E4M3.dtype, "tensorwise", False, True, True, amax=amax)
-    made = ops.rms_norm_quantize(x, weight, rstd, 0.0, x.dtype, cast)
+    made = ops.rms_norm_quantize(NormWithRstd(x, weight, rstd, 0.0, x.dtype), cast)
     blocks = CastOptions(E4M3.dtype, "block_1x128", True, True, True)
-    once = ops.rms_norm_quantize_once(x, weight, EPS, 0.0, x.dtype, blocks, True)
-    y = ops.rms_norm(x, weight, rstd, 0.0, x.dtype)
-    return *made, *once, *ops.rms_norm_backward(y, qdata, scale, weight, rstd, 0.0, BF16, True)
+    once = ops.rms_norm_quantize_once(NormInputs(x, weight, EPS, 0.0, x.dtype), blocks, True)
+    y = ops.rms_norm(NormWithRstd(x, weight, rstd, 0.0, x.dtype))
+    return (
+        *made,
+        *once,
+        *ops.rms_norm_backward(NormBackwardInputs(y, qdata, scale, weight, rstd, 0.0, BF16, True)),
+    )
 
 
 def test_compiles_with_shapes_that_change():

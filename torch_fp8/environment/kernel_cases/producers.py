@@ -18,7 +18,14 @@ from torch import Tensor
 
 from torch_fp8.environment.kernel_cases.casts import BOTH, EACH, GRANULARITIES, Shape
 from torch_fp8.environment.kernel_cases.comparison import close, near, require, same_values
-from torch_fp8.kernels.arguments import BackwardInputs, CastOptions, DelayedCastOptions
+from torch_fp8.kernels.arguments import (
+    BackwardInputs,
+    CastOptions,
+    DelayedCastOptions,
+    NormBackwardInputs,
+    NormInputs,
+    NormWithRstd,
+)
 from torch_fp8.ops import gate_up, rms_norm, swiglu, swiglu_backward
 from torch_fp8.ops.fused_quantize import cast_delayed, cast_result, taken_amax
 from torch_fp8.quantization.scaling import tensor_amax
@@ -96,17 +103,17 @@ def check_norm(ops: Any, device: str, shape: Shape, kind: str, few: bool = False
     for dtype in (BF16,) if few else (BF16, torch.float32):
         what = f"RMSNorm of {shape} {dtype}, {kind}"
         x, weight = matrix(shape, dtype, kind), _weight(shape[1])
-        want = rms_norm.rms_norm_statistics(x, weight, EPS, 1.0, dtype, True)
+        want = rms_norm.rms_norm_statistics(NormInputs(x, weight, EPS, 1.0, dtype), True)
         x, weight = x.to(device), weight.to(device)
-        rstd, amax, *saved = norm.rms_norm_statistics(x, weight, EPS, 1.0, dtype, True)
+        rstd, amax, *saved = norm.rms_norm_statistics(NormInputs(x, weight, EPS, 1.0, dtype), True)
         close(rstd, want[0], 1e-6, f"{what}: rstd")
         _all_same(saved, want[2:], f"{what}: saved")
-        arguments = (x, weight, rstd, 1.0, dtype)
-        y = norm.rms_norm(*arguments)
-        same_values(y, rms_norm.rms_norm(*_moved(arguments, "cpu")), what)
+        norm_of = NormWithRstd(x, weight, rstd, 1.0, dtype)
+        y = norm.rms_norm(norm_of)
+        same_values(y, rms_norm.rms_norm(NormWithRstd(*_moved(norm_of, "cpu"))), what)
 
-        def quantize(cast: CastOptions, arguments: Any = arguments, y: Tensor = y) -> Any:
-            return (*norm.rms_norm_quantize(*arguments, cast), taken_amax(y, cast))
+        def quantize(cast: CastOptions, of: NormWithRstd = norm_of, y: Tensor = y) -> Any:
+            return (*norm.rms_norm_quantize(of, cast), taken_amax(y, cast))
 
         check_casts([y], amax, quantize, what, few)
 
@@ -118,24 +125,26 @@ def check_norm_once(ops: Any, device: str, shape: Shape, granularity: str) -> No
     scale = torch.tensor(0.02, device=device) if granularity == "tensorwise" else None
     cast = CastOptions(E4M3, granularity, True, True, True, scale)
     *made, rstd, saved, saved_scale, amax = ops.rms_norm.rms_norm_quantize_once(
-        x, weight, EPS, 0.0, BF16, cast, True
+        NormInputs(x, weight, EPS, 0.0, BF16), cast, True
     )
-    want = rms_norm.rms_norm_statistics(x, weight, EPS, 0.0, BF16, True)
+    want = rms_norm.rms_norm_statistics(NormInputs(x, weight, EPS, 0.0, BF16), True)
     close(rstd, want[0], 1e-6, f"{what}: rstd")
     _all_same((saved, saved_scale), want[2:], f"{what}: saved")
-    y = rms_norm.rms_norm(x, weight, rstd, 0.0, BF16)
+    y = rms_norm.rms_norm(NormWithRstd(x, weight, rstd, 0.0, BF16))
     _all_same((*made, amax), (*cast_result(y, cast), taken_amax(y, cast)), what)
 
 
 def check_norm_backward(ops: Any, device: str, shape: Shape, saved: bool) -> None:
     """Check the gradients: near the CPU's, and the same each time."""
     x, weight, grad = matrix(shape, BF16), _weight(shape[1]), matrix(shape, BF16, seed=1)
-    rstd, _, qdata, scale = rms_norm.rms_norm_statistics(x, weight, EPS, 0.0, BF16, True)
+    rstd, _, qdata, scale = rms_norm.rms_norm_statistics(
+        NormInputs(x, weight, EPS, 0.0, BF16), True
+    )
     inputs = (qdata, scale) if saved else (x, None)
-    arguments = (grad, *inputs, weight, rstd, 0.0, BF16, True)
-    moved = _moved(arguments, device)
-    want = rms_norm.rms_norm_backward(*arguments)
-    first, second = (ops.rms_norm.rms_norm_backward(*moved) for _ in range(2))
+    arguments = NormBackwardInputs(grad, *inputs, weight, rstd, 0.0, BF16, True)
+    moved = NormBackwardInputs(*_moved(arguments, device))
+    want = rms_norm.rms_norm_backward(arguments)
+    first, second = (ops.rms_norm.rms_norm_backward(moved) for _ in range(2))
     what = f"RMSNorm backward of {shape}{', saved in FP8' if saved else ''}"
     near(first[0], want[0], f"{what}: dx")
     near(first[1], want[1], f"{what}: dw")
@@ -214,12 +223,14 @@ def check_delayed(
     what = f"of {shape}, {kind}, {'with' if filled else 'without'} a history"
     x, up, grad = (matrix(shape, BF16, kind, seed=i).to(device) for i in range(3))
     weight = _weight(shape[1]).to(device)
-    rstd, *_ = ops.rms_norm.rms_norm_statistics(x, weight, EPS, 0.0, BF16, False)
-    y = ops.rms_norm.rms_norm(x, weight, rstd, 0.0, BF16)
+    rstd, *_ = ops.rms_norm.rms_norm_statistics(NormInputs(x, weight, EPS, 0.0, BF16), False)
+    y = ops.rms_norm.rms_norm(NormWithRstd(x, weight, rstd, 0.0, BF16))
     for how in _delayed(y, filled, few):
-        made = ops.rms_norm.rms_norm_quantize_delayed(x, weight, EPS, 0.0, BF16, how, True)
+        made = ops.rms_norm.rms_norm_quantize_delayed(
+            NormInputs(x, weight, EPS, 0.0, BF16), how, True
+        )
         # The sums of this launch have an order of their own.
-        y = ops.rms_norm.rms_norm(x, weight, made[3], 0.0, BF16)
+        y = ops.rms_norm.rms_norm(NormWithRstd(x, weight, made[3], 0.0, BF16))
         _same_delayed((*made[:3], made[6]), y, how, f"RMSNorm {what}")
     h, inputs = ops.swiglu.swiglu(x, up, None), BackwardInputs(grad, x, None, up, None, None, BF16)
     for how in _delayed(h, filled, few):
