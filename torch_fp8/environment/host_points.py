@@ -53,6 +53,7 @@ POINTS: dict[str, dict[str, tuple[str, ...]]] = {
             "Accelerator.prepare",
             "Accelerator.prepare_model",
             "Accelerator.prepare_optimizer",
+            "Accelerator.save_model",
             "Accelerator.unwrap_model",
         ),
     },
