@@ -262,8 +262,8 @@ class _SecondPass(Replay):
         cast = (dtype, "tensorwise", False, *layouts, scale, None)
         with_scale = name.replace("norm_quantize_delayed", "norm_quantize_once")
         func = getattr(ops, with_scale.replace("swiglu_quantize_delayed", "swiglu_quantize"))
-        q, _, qt, _, *others, _ = func(*args[:-8], *cast, save)
-        return q, scale, qt, *others, amax
+        q, _, *others, _ = func(*args[:-8], *cast, save)
+        return q, scale, *others, amax
 
     def _scale_and_amax(self, index: int) -> tuple[Tensor, Tensor]:
         """Return the second and the last result of a cast with a delayed scale."""

@@ -131,7 +131,7 @@ def _of_norm(graph: TracedGraph, norm: Node, cast: DelayedCastOptions) -> _Known
         for made in graph.calls(func, x, weight):
             if made in rstd.args and made.args[3:5] == (offset, out_dtype):
                 call = Call(once, (*made.args[:5], *cast, made.args[-1]))
-                return _read(graph, made, call, (3, 6, 4, 5), Call(twice, norm.args))
+                return _read(graph, made, call, (4, 7, 5, 6), Call(twice, norm.args))
     return None
 
 
@@ -142,7 +142,7 @@ def _of_product(graph: TracedGraph, product: Node, cast: DelayedCastOptions) -> 
     if made is None:  # nothing is saved
         made = graph.node_of_call(Call(save, (*product.args, False)))
     call = Call(once, (*product.args, *cast, (*made.args, True)[3]))
-    return _read(graph, made, call, (3, 4, 5, 6, 7), Call(twice, product.args))
+    return _read(graph, made, call, (4, 5, 6, 7, 8), Call(twice, product.args))
 
 
 def _read(

@@ -110,12 +110,26 @@ class DelayedCastOptions(NamedTuple):
     rowwise: bool
     columnwise: bool
 
+    @property
+    def granularity(self) -> str:
+        """That of `CastOptions`."""
+        return "tensorwise"
+
+    @property
+    def scale(self) -> Tensor | None:
+        """That of `CastOptions`: none is given."""
+        return None
+
     def with_scale(self, scale: Tensor | None) -> CastOptions:
         """Return the cast with the scale, () float32, that the history has given; None: it is made
         by whoever casts.
         """
         layouts = self.rowwise, self.columnwise
         return CastOptions(self.dtype, "tensorwise", False, *layouts, scale)
+
+
+ProducerCast = CastOptions | DelayedCastOptions
+"""How a producer casts its result."""
 
 
 class StepScalars(NamedTuple):

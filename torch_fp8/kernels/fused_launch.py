@@ -10,11 +10,12 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from torch_fp8.kernels.arguments import CastOptions, DelayedCastOptions
+from torch_fp8.kernels.arguments import CastOptions, DelayedCastOptions, ProducerCast
 from torch_fp8.kernels.quantize import BLOCK, cast_flags, quantize_2d
 from torch_fp8.kernels.quantize_delayed import advance_history
 from torch_fp8.quantization.payload_shape import (
     COL_ALIGNMENT,
+    Layouts,
     new_group_scales,
 )
 
@@ -34,9 +35,16 @@ class Cast(NamedTuple):
     past: DelayedCastOptions | None = None
 
     @classmethod
-    def delayed(cls, options: DelayedCastOptions) -> "Cast":
-        """Build the cast that a delayed operator is told."""
-        return cls(options.with_scale(None), options)
+    def of(cls, options: ProducerCast) -> "Cast":
+        """Build the cast that an operator is told."""
+        if isinstance(options, DelayedCastOptions):
+            return cls(options.with_scale(None), options)
+        return cls(options)
+
+    @property
+    def takes_amax(self) -> bool:
+        """Whether the amax is taken, where the scale was given or is delayed."""
+        return self.past is not None or self.options.scale is not None
 
     def is_fused(self, *inputs: Tensor) -> bool:
         """Return whether one launch computes the result and casts it in tiles.
@@ -95,13 +103,18 @@ def known_cast(options: DelayedCastOptions, amax: Tensor) -> tuple[CastOptions, 
     return options.with_scale(scale), scale
 
 
-def cast_delayed_unfused(
-    y: Tensor, options: DelayedCastOptions, amax: Tensor
-) -> tuple[Tensor | None, Tensor, Tensor | None]:
-    """Return ``(q, scale, qt)`` of a result that has been written to memory, with its amax ()."""
+def cast_unfused(y: Tensor, options: ProducerCast, amax: Tensor | None) -> Layouts:
+    """Cast a result that has been written to memory.
+
+    Args:
+        amax: () float32 of y, where a history suggests the scale.
+    """
+    if not isinstance(options, DelayedCastOptions):
+        return quantize_2d(y, options)
+    assert amax is not None
     cast, scale = known_cast(options, amax)
-    q, _, qt, _ = quantize_2d(y, cast)
-    return q, scale, qt
+    q, _, qt, st = quantize_2d(y, cast)
+    return q, scale, qt, st
 
 
 def saved_outputs(x: Tensor, wanted: bool = True) -> tuple[Tensor | None, Tensor | None]:

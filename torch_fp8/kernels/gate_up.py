@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_fp8.kernels.arguments import BackwardInputs, CastOptions, DelayedCastOptions
-from torch_fp8.kernels.fused_launch import Cast, amax_bits, as_amax, cast_delayed_unfused
-from torch_fp8.kernels.quantize import BLOCK, quantize_2d
+from torch_fp8.kernels.arguments import BackwardInputs, ProducerCast
+from torch_fp8.kernels.fused_launch import Cast, amax_bits, as_amax, cast_unfused
+from torch_fp8.kernels.quantize import BLOCK
 from torch_fp8.kernels.swiglu import is_fused
 from torch_fp8.kernels.swiglu_backward import cast_gradients, store_gradients
 from torch_fp8.quantization.payload_shape import Layouts
@@ -32,32 +32,18 @@ def gate_up_backward_amax(inputs: BackwardInputs) -> Tensor:
 
 
 def gate_up_backward_quantize(
-    inputs: BackwardInputs, gate_first: bool, options: CastOptions
+    inputs: BackwardInputs, gate_first: bool, options: ProducerCast
 ) -> tuple[Tensor | None, ...]:
     """See `torch_fp8.ops.gate_up.gate_up_backward_quantize`."""
-    grad, cast = inputs.grad, Cast(options)
-    largest = cast.amax_bits(grad)
+    grad, cast = inputs.grad, Cast.of(options)
     # A block that had a part of both would be a matter of two tiles.
     whole = options.granularity == "tensorwise" or grad.shape[1] % BLOCK == 0
     if whole and is_fused(cast, grad, inputs.gate, inputs.up):
-        made = _cast(inputs, gate_first, cast, largest)
-    else:
-        made = quantize_2d(_plain(inputs, gate_first, largest), options)
-    return (*made, as_amax(largest))
-
-
-def gate_up_backward_quantize_delayed(
-    inputs: BackwardInputs, gate_first: bool, options: DelayedCastOptions
-) -> tuple[Tensor | None, ...]:
-    """See `torch_fp8.ops.gate_up.gate_up_backward_quantize_delayed`."""
-    grad, cast = inputs.grad, Cast.delayed(options)
-    if is_fused(cast, grad, inputs.gate, inputs.up):
         taken = cast.amax_bits(grad)
-        return (*_cast(inputs, gate_first, cast, taken)[:3], as_amax(taken))
-    largest = amax_bits(grad)
-    both = _plain(inputs, gate_first, largest)
-    amax = largest.view(torch.float32)
-    return (*cast_delayed_unfused(both, options, amax), amax)
+        return (*_cast(inputs, gate_first, cast, taken), as_amax(taken))
+    largest = amax_bits(grad) if cast.takes_amax else None
+    both, amax = _plain(inputs, gate_first, largest), as_amax(largest)
+    return (*cast_unfused(both, options, amax), amax)
 
 
 def _cast(inputs: BackwardInputs, gate_first: bool, cast: Cast, largest: Tensor | None) -> Layouts:

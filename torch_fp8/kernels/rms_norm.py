@@ -16,6 +16,7 @@ from torch_fp8.kernels.arguments import (
     NormBackwardInputs,
     NormInputs,
     NormWithRstd,
+    ProducerCast,
 )
 from torch_fp8.kernels.fused_launch import (
     TYPES,
@@ -163,29 +164,19 @@ def rms_norm_quantize(norm: NormWithRstd, options: CastOptions) -> Layouts:
 
 
 def rms_norm_quantize_once(
-    inputs: NormInputs, options: CastOptions, save: bool
+    inputs: NormInputs, options: ProducerCast, save: bool
 ) -> tuple[Tensor | None, ...]:
     """See `torch_fp8.ops.rms_norm.rms_norm_quantize_once`."""
-    cast = Cast(options)
+    cast = Cast.of(options)
     if cast.is_fused(inputs.x) and bands_fill_the_card(inputs.x, options.granularity):
         return _bands(inputs, cast, save)
     rstd, amax, *saved = rms_norm_statistics(inputs, save)
-    results = rms_norm_quantize(inputs.with_rstd(rstd), options)
-    return (*results, rstd, *saved, None if options.scale is None else amax)
-
-
-def rms_norm_quantize_delayed(
-    inputs: NormInputs, options: DelayedCastOptions, save: bool
-) -> tuple[Tensor | None, ...]:
-    """See `torch_fp8.ops.rms_norm.rms_norm_quantize_delayed`."""
-    cast = Cast.delayed(options)
-    if cast.is_fused(inputs.x) and bands_fill_the_card(inputs.x, "tensorwise"):
-        q, s, qt, _, *others = _bands(inputs, cast, save)
-        return (q, s, qt, *others)
-    rstd, amax, *saved = rms_norm_statistics(inputs, save)
-    known, scale = known_cast(options, amax)
-    q, _, qt, _ = rms_norm_quantize(inputs.with_rstd(rstd), known)
-    return (q, scale, qt, rstd, *saved, amax)
+    scale, known = None, options
+    if isinstance(known, DelayedCastOptions):
+        known, scale = known_cast(known, amax)
+    q, s, qt, st = rms_norm_quantize(inputs.with_rstd(rstd), known)
+    taken = amax if cast.takes_amax else None
+    return (q, s if scale is None else scale, qt, st, rstd, *saved, taken)
 
 
 def bands_fill_the_card(x: Tensor, granularity: str) -> bool:

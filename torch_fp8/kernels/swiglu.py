@@ -9,19 +9,19 @@ Legend: R rows, C columns. Launch configurations are fixed, not tuned at run tim
 import torch
 from torch import Tensor
 
-from torch_fp8.kernels.arguments import CastOptions, DelayedCastOptions
+from torch_fp8.kernels.arguments import ProducerCast
 from torch_fp8.kernels.fused_launch import (
     TYPES,
     Cast,
     amax_bits,
     as_amax,
-    cast_delayed_unfused,
+    cast_unfused,
     registers,
     save_unfused,
     saved_outputs,
 )
 from torch_fp8.kernels.launch_math import cdiv
-from torch_fp8.kernels.quantize import BLOCK, TILE_WARPS, pointers, quantize_2d
+from torch_fp8.kernels.quantize import BLOCK, TILE_WARPS, pointers
 from torch_fp8.kernels.swiglu_kernels import swiglu_cast_kernel, swiglu_kernel
 
 # Where no column layout asks for 128 rows: 16 elements of each operand for each of 256 threads.
@@ -77,30 +77,17 @@ def swiglu_save(
 
 
 def swiglu_quantize(
-    gate: Tensor, up: Tensor, smooth: Tensor | None, options: CastOptions, save: bool
+    gate: Tensor, up: Tensor, smooth: Tensor | None, options: ProducerCast, save: bool
 ) -> tuple[Tensor | None, ...]:
     """See `torch_fp8.ops.swiglu.swiglu_quantize`."""
-    cast = Cast(options)
+    cast = Cast.of(options)
     if is_fused(cast, gate, up):
         return _cast(gate, up, smooth, cast, save)
-    made = quantize_2d(swiglu(gate, up, smooth), options)
-    saved = (*save_unfused(gate, save), *save_unfused(up, save))
-    amax = None if options.scale is None else swiglu_save(gate, up, smooth, False)[4]
-    return (*made, *saved, amax)
-
-
-def swiglu_quantize_delayed(
-    gate: Tensor, up: Tensor, smooth: Tensor | None, options: DelayedCastOptions, save: bool
-) -> tuple[Tensor | None, ...]:
-    """See `torch_fp8.ops.swiglu.swiglu_quantize_delayed`."""
-    cast = Cast.delayed(options)
-    if is_fused(cast, gate, up):
-        q, s, qt, _, *others = _cast(gate, up, smooth, cast, save)
-        return (q, s, qt, *others)
-    *saved, amax = swiglu_save(gate, up, smooth, save)
-    assert amax is not None
-    made = cast_delayed_unfused(swiglu(gate, up, smooth), options, amax)
-    return (*made, *saved, amax)
+    if cast.takes_amax:
+        *saved, amax = swiglu_save(gate, up, smooth, save)
+    else:
+        saved, amax = [*save_unfused(gate, save), *save_unfused(up, save)], None
+    return (*cast_unfused(swiglu(gate, up, smooth), options, amax), *saved, amax)
 
 
 def _cast(

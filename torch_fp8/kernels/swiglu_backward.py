@@ -17,7 +17,7 @@ from torch_fp8.kernels.fused_launch import (
     Cast,
     amax_bits,
     as_amax,
-    cast_delayed_unfused,
+    cast_unfused,
     registers,
 )
 from torch_fp8.kernels.launch_math import cdiv
@@ -123,7 +123,7 @@ def swiglu_backward_quantize_delayed(
     inputs: BackwardInputs, up_amaxes: Tensor, up_progress: Tensor, of_gate: DelayedCastOptions
 ) -> tuple[Tensor | None, ...]:
     """See `torch_fp8.ops.swiglu_backward.swiglu_backward_quantize_delayed`."""
-    grad, cast = inputs.grad, Cast.delayed(of_gate)
+    grad, cast = inputs.grad, Cast.of(of_gate)
     of_up = of_gate._replace(amaxes=up_amaxes, progress=up_progress)
     if is_fused(cast, grad, inputs.gate, inputs.up):
         taken = cast.amax_bits(grad, 2)
@@ -136,7 +136,7 @@ def swiglu_backward_quantize_delayed(
     amaxes = largest.view(torch.float32)
     results: list[Tensor | None] = []
     for d, how, amax in zip(gradients, (of_gate, of_up), amaxes.unbind(), strict=True):
-        results += cast_delayed_unfused(d, how, amax)
+        results += cast_unfused(d, how, amax)[:3]
     return (*results, amaxes)
 
 

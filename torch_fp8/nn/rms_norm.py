@@ -25,16 +25,20 @@ from torch_fp8.autograd.checkpoint_pass import (
 )
 from torch_fp8.autograd.function import of_text, once_differentiable, refuse_transforms, reshaped
 from torch_fp8.config import FP8Config
-from torch_fp8.kernels.arguments import CastOptions, NormBackwardInputs, NormInputs
+from torch_fp8.kernels.arguments import (
+    CastOptions,
+    DelayedCastOptions,
+    NormBackwardInputs,
+    NormInputs,
+    ProducerCast,
+)
 from torch_fp8.nn.class_swap import is_fsdp_class
 from torch_fp8.ops.fused_quantize import saved_stand_ins
 from torch_fp8.ops.quantize import as_layouts
-from torch_fp8.ops.quantize_delayed import delayed_layouts
 from torch_fp8.ops.rms_norm import (
     rms_norm,
     rms_norm_backward,
     rms_norm_quantize,
-    rms_norm_quantize_delayed,
     rms_norm_quantize_once,
     rms_norm_statistics,
 )
@@ -244,18 +248,18 @@ class _Produced:
         self._amax: Tensor | None = None
         quantizer = options.quantizer
         col = col and quantizer is not None and quantizer.columnwise_usage
+        cast: ProducerCast | None = None
         if quantizer is not None and quantizer.spec.granularity.startswith("block"):
             cast = CastOptions.of(quantizer.spec, rowwise=True, columnwise=col)
-            once = rms_norm_quantize_once(inputs, cast, save)
-            self.made = as_layouts(once[:4], cast)
-            rstd, *saved = once[4:7]
         elif quantizer is not None and options.reader is not None:
-            delayed = options.reader.delayed_options(rowwise=True, columnwise=col)
-            made = rms_norm_quantize_delayed(inputs, delayed, save)
-            self.made, self._amax = delayed_layouts(made, delayed), made[6]
-            rstd, *saved = made[3:6]
-        else:
+            cast = options.reader.delayed_options(rowwise=True, columnwise=col)
+        if cast is None:
             rstd, self._amax, *saved = rms_norm_statistics(inputs, save)
+        else:
+            made = rms_norm_quantize_once(inputs, cast, save)
+            self.made = as_layouts(made[:4], cast)
+            rstd, *saved = made[4:7]
+            self._amax = made[7] if isinstance(cast, DelayedCastOptions) else None
         self.saved, self.norm = tuple(saved), inputs.with_rstd(rstd)
 
     def production(self, on_read: Callable[[Quantizer], None]) -> LazySource:

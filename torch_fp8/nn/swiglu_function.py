@@ -7,16 +7,20 @@ gradients that two layers take, both are cast when the first is asked for.
 
 from torch import Tensor
 
-from torch_fp8.kernels.arguments import BackwardInputs, CastOptions, DelayedCastOptions
+from torch_fp8.kernels.arguments import (
+    BackwardInputs,
+    CastOptions,
+    DelayedCastOptions,
+    ProducerCast,
+)
 from torch_fp8.ops.gate_up import (
     gate_up_backward,
     gate_up_backward_amax,
     gate_up_backward_quantize,
-    gate_up_backward_quantize_delayed,
 )
 from torch_fp8.ops.quantize import as_layouts, quantize_layouts
-from torch_fp8.ops.quantize_delayed import delayed_layouts, same_memory
-from torch_fp8.ops.swiglu import swiglu, swiglu_quantize, swiglu_quantize_delayed, swiglu_save
+from torch_fp8.ops.quantize_delayed import same_memory
+from torch_fp8.ops.swiglu import swiglu, swiglu_quantize, swiglu_save
 from torch_fp8.ops.swiglu_backward import (
     swiglu_backward,
     swiglu_backward_amax,
@@ -51,8 +55,8 @@ def product(gate: Tensor, up: Tensor, amax: Tensor | None, name: str) -> LazySou
         return found
 
     def delayed(options: DelayedCastOptions) -> tuple[Payloads, Tensor]:
-        made = swiglu_quantize_delayed(gate, up, None, options, False)
-        return delayed_layouts(made, options), made[-1]
+        made = swiglu_quantize(gate, up, None, options, False)
+        return as_layouts(made[:4], options), made[-1]
 
     return LazySource(name, (gate, up), dense, layouts, largest, delayed)
 
@@ -67,13 +71,12 @@ def cast_and_save(
         quantizer: of the layer behind: in blocks, or tensorwise with delayed scaling.
     """
     layouts = {"rowwise": True, "columnwise": quantizer.columnwise_usage}
+    options: ProducerCast = CastOptions.of(quantizer.spec, **layouts)
     if quantizer.history is not None:
-        delayed = quantizer.delayed_options(**layouts)
-        made = swiglu_quantize_delayed(gate, up, None, delayed, True)
-        return delayed_layouts(made, delayed), made[7], made[3:7]
-    options = CastOptions.of(quantizer.spec, **layouts)
+        options = quantizer.delayed_options(**layouts)
     made = swiglu_quantize(gate, up, None, options, True)
-    return as_layouts(made[:4], options), None, made[4:8]
+    amax = None if quantizer.history is None else made[8]
+    return as_layouts(made[:4], options), amax, made[4:8]
 
 
 class Gradients:
@@ -114,7 +117,7 @@ class Gradients:
             of_gate, of_up = casts
             made = swiglu_backward_quantize_delayed(self.inputs, *of_up[:2], of_gate)
             for j in range(2):
-                layouts = delayed_layouts(made[3 * j : 3 * j + 3], options)
+                layouts = as_layouts((*made[3 * j : 3 * j + 3], None), options)
                 self._delayed[j] = casts[j], layouts, made[6][j]
         _, layouts, amax = self._delayed.pop(i)
         return layouts, amax
@@ -163,8 +166,8 @@ class JoinedGradient:
         )
 
     def delayed(self, options: DelayedCastOptions) -> tuple[Payloads, Tensor]:
-        made = gate_up_backward_quantize_delayed(self.inputs, self.gate_first, options)
-        return delayed_layouts(made, options), made[3]
+        made = gate_up_backward_quantize(self.inputs, self.gate_first, options)
+        return as_layouts(made[:4], options), made[4]
 
     def dense(self, i: int) -> Tensor:
         return gate_up_backward(self.inputs, self.gate_first)

@@ -10,15 +10,17 @@ import torch
 from torch import Tensor
 
 from torch_fp8.autograd.checkpoint_pass import stand_in
-from torch_fp8.kernels.arguments import CastOptions, DelayedCastOptions
+from torch_fp8.kernels.arguments import CastOptions, DelayedCastOptions, ProducerCast
 from torch_fp8.ops.quantize import QuantizedTensor, dequantize, quantize_2d
 from torch_fp8.quantization.formats import E4M3, format_of
-from torch_fp8.quantization.payload_shape import Layouts, scale_shape
+from torch_fp8.quantization.payload_shape import scale_shape
 from torch_fp8.quantization.recipe import Granularity
 from torch_fp8.quantization.scaling import delayed_scale, scale_from_amax, tensor_amax
 
-DelayedLayouts = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor]
-"""``(q, scale, qt, amax)`` of a cast with delayed scaling; None for what was not asked for."""
+CastResult = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+"""``(q, s, qt, st, amax)``: layouts, and the amax () float32 where a scale was given or a history
+suggests it, for histories want it; None for what was not asked for or taken.
+"""
 SAVED: Granularity = "block_1x128"
 """The granularity of tensors saved for backward: E4M3 along C with power-of-two scales (COAT's
 groups, arXiv 2410.19313 section 4, with Hopper's block length).
@@ -37,54 +39,39 @@ def check_scale(options: CastOptions) -> None:
         raise ValueError(f"{granularity} scales are made from the tensor, got amax or scale")
 
 
-def cast_result(y: Tensor, options: CastOptions) -> Layouts:
+def cast_result(y: Tensor, options: ProducerCast) -> CastResult:
     """Cast y (R, C), of any strides.
 
     Args:
-        options: how; tensorwise with either a scale, which is used as it is, or an amax.
-    Returns:
-        See `Layouts`.
+        options: how; tensorwise with a scale, which is used as it is, an amax or a history.
     Raises:
         ValueError: if tensorwise has not exactly one of amax and scale, or another has any.
     """
+    if isinstance(options, DelayedCastOptions):
+        amax, format = tensor_amax(y), format_of(options.dtype)
+        made = delayed_scale(options.amaxes, amax, format, options.algorithm, options.margin)
+        q, _, qt, st = quantize_2d(y, options.with_scale(made))
+        return q, made, qt, st, amax
     check_scale(options)
-    made = None
     if options.amax is not None:
         made = scale_from_amax(options.amax, format_of(options.dtype), options.power_of_two)
-        options = options._replace(scale=made, amax=None)
-    q, s, qt, st = quantize_2d(y, options)
-    return q, s if made is None else made, qt, st
+        q, _, qt, st = quantize_2d(y, options._replace(scale=made, amax=None))
+        return q, made, qt, st, None
+    return *quantize_2d(y, options), None if options.scale is None else tensor_amax(y)
 
 
-def cast_result_fake(y: Tensor, options: CastOptions) -> Layouts:
+def cast_result_fake(y: Tensor, options: ProducerCast) -> CastResult:
     """Return empty tensors of the shapes of `cast_result`, which refuses as that does."""
+    amax = y.new_empty((), dtype=torch.float32)
+    if isinstance(options, DelayedCastOptions):
+        return *options.with_scale(None).new_layouts(y), amax
     check_scale(options)
-    return options.new_layouts(y)
-
-
-def cast_delayed(y: Tensor, options: DelayedCastOptions) -> DelayedLayouts:
-    """Return ``(q, scale, qt, amax)`` of y (R, C); scale and amax are () float32."""
-    amax = tensor_amax(y)
-    format = format_of(options.dtype)
-    scale = delayed_scale(options.amaxes, amax, format, options.algorithm, options.margin)
-    q, _, qt, _ = cast_result(y, options.with_scale(scale))
-    return q, scale, qt, amax
-
-
-def cast_delayed_fake(y: Tensor, options: DelayedCastOptions) -> DelayedLayouts:
-    """Return empty tensors of the shapes of `cast_delayed`."""
-    q, scale, qt, _ = options.with_scale(None).new_layouts(y)
-    return q, scale, qt, y.new_empty((), dtype=torch.float32)
-
-
-def taken_amax(y: Tensor, options: CastOptions) -> Tensor | None:
-    """Return the amax () of y where a scale was given, whose history wants it."""
-    return None if options.scale is None else tensor_amax(y)
+    return *options.new_layouts(y), None if options.scale is None else amax
 
 
 def save_input(x: Tensor, wanted: bool = True) -> tuple[Tensor | None, Tensor | None]:
     """Return x as backward needs it, if it is wanted: E4M3 (R, C), scale (R, ceil(C / 128))."""
-    q, s, _, _ = cast_result(x, CastOptions(E4M3.dtype, SAVED, True, wanted, False))
+    q, s, *_ = cast_result(x, CastOptions(E4M3.dtype, SAVED, True, wanted, False))
     return q, s
 
 

@@ -16,15 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_fp8.kernels.arguments import BackwardInputs, CastOptions, DelayedCastOptions
-from torch_fp8.ops.fused_quantize import (
-    DelayedLayouts,
-    cast_delayed,
-    cast_delayed_fake,
-    cast_result,
-    cast_result_fake,
-    taken_amax,
-)
+from torch_fp8.kernels.arguments import BackwardInputs, ProducerCast
+from torch_fp8.ops.fused_quantize import CastResult, cast_result, cast_result_fake
 from torch_fp8.ops.registry import operator
 from torch_fp8.ops.swiglu_backward import swiglu_backward
 from torch_fp8.quantization.scaling import tensor_amax
@@ -68,18 +61,14 @@ def gate_up_backward_amax(inputs: BackwardInputs) -> Tensor:
     return tensor_amax(gate_up_backward.reference(inputs, True))
 
 
-def _quantize_fake(
-    inputs: BackwardInputs, gate_first: bool, options: CastOptions
-) -> tuple[Tensor | None, ...]:
-    both = _backward_fake(inputs, gate_first)
-    taken = None if options.scale is None else _amax_fake(inputs)
-    return (*cast_result_fake(both, options), taken)
+def _quantize_fake(inputs: BackwardInputs, gate_first: bool, options: ProducerCast) -> CastResult:
+    return cast_result_fake(_backward_fake(inputs, gate_first), options)
 
 
-@operator(_quantize_fake, _kernels, results=5)
+@operator(_quantize_fake, _kernels, second="gate_up_backward_quantize_delayed")
 def gate_up_backward_quantize(
-    inputs: BackwardInputs, gate_first: bool, options: CastOptions
-) -> tuple[Tensor | None, ...]:
+    inputs: BackwardInputs, gate_first: bool, options: ProducerCast
+) -> CastResult:
     """Cast `gate_up_backward` to FP8 in the layouts asked for, in one read.
 
     Unfused, on CUDA, rowwise, where C is no multiple of 16, and in blocks where it is none of 128,
@@ -87,33 +76,11 @@ def gate_up_backward_quantize(
 
     Args:
         gate_first: see `gate_up_backward`.
-        options: the cast; tensorwise with the amax of `gate_up_backward_amax`, or with a scale.
+        options: the cast; tensorwise with the amax of `gate_up_backward_amax`, with a scale, or
+            with a history (``torch_fp8::gate_up_backward_quantize_delayed``).
     Returns:
-        ``(q, s, qt, st, amax)``, the first four as told in `torch_fp8.ops.fused_quantize`; amax ()
-        where a scale was given, and None otherwise.
+        See `torch_fp8.ops.fused_quantize.CastResult`.
     Raises:
         ValueError: if tensorwise has not exactly one of amax and scale, or another has any.
     """
-    both = gate_up_backward.reference(inputs, gate_first)
-    return (*cast_result(both, options), taken_amax(both, options))
-
-
-def _delayed_fake(
-    inputs: BackwardInputs, gate_first: bool, options: DelayedCastOptions
-) -> DelayedLayouts:
-    return cast_delayed_fake(_backward_fake(inputs, gate_first), options)
-
-
-@operator(_delayed_fake, _kernels)
-def gate_up_backward_quantize_delayed(
-    inputs: BackwardInputs, gate_first: bool, options: DelayedCastOptions
-) -> DelayedLayouts:
-    """Cast as `gate_up_backward_quantize`, with the tensorwise scale that a history suggests.
-
-    Args:
-        gate_first: see `gate_up_backward`.
-        options: the cast.
-    Returns:
-        ``(q, scale, qt, amax)``; scale () and amax () float32.
-    """
-    return cast_delayed(gate_up_backward.reference(inputs, gate_first), options)
+    return cast_result(gate_up_backward.reference(inputs, gate_first), options)

@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torch_fp8.kernels.arguments import CastOptions
+from torch_fp8.kernels.arguments import CastOptions, ProducerCast
 from torch_fp8.ops.registry import operator
 from torch_fp8.ops.transpose import transposed_bytes
 from torch_fp8.quantization.formats import Format, format_of
@@ -92,7 +92,7 @@ def quantize_layouts(x: Tensor, options: CastOptions) -> Payloads:
     return as_layouts(quantize_2d(x, options), options)
 
 
-def as_layouts(made: Sequence[Any], options: CastOptions) -> Payloads:
+def as_layouts(made: Sequence[Any], options: ProducerCast) -> Payloads:
     """Turn an operator's ``(qdata, scale, qdata_t, scale_t)`` into two payloads.
 
     Args:

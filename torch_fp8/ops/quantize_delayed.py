@@ -11,7 +11,6 @@ history is empty, the scale is that of the matrix at hand; on CUDA nobody waits 
 whether it is (see `torch_fp8.kernels.quantize_delayed`).
 """
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +18,7 @@ from torch import Tensor
 
 from torch_fp8.config import FP8Config
 from torch_fp8.kernels.arguments import DelayedCastOptions
-from torch_fp8.ops.quantize import Payloads, QuantizedTensor, quantize_2d
+from torch_fp8.ops.quantize import QuantizedTensor, quantize_2d
 from torch_fp8.ops.registry import emulates_casts, operator
 from torch_fp8.quantization.formats import format_of
 from torch_fp8.quantization.payload_shape import Layouts
@@ -64,7 +63,9 @@ class History(NamedTuple):
         """
         options = self.options(spec, config, rowwise=rowwise, columnwise=columnwise)
         made = quantize_2d_delayed(x, options, self.last, sum_dtype)
-        return *delayed_layouts(made, options), None if sum_dtype is None else made[3]
+        row = QuantizedTensor(made[0], made[1], "tensorwise") if rowwise else None
+        col = QuantizedTensor(made[2], made[1], "tensorwise") if columnwise else None
+        return row, col, None if sum_dtype is None else made[3]
 
     def options(
         self, spec: CastSpec, config: FP8Config, *, rowwise: bool, columnwise: bool
@@ -103,15 +104,6 @@ class History(NamedTuple):
         """Return the () scale for a matrix with this amax (() float32), and record the amax."""
         how = (spec.format.dtype, config.amax_compute_algo, config.margin)
         return advance_history(self.amaxes, self.last, amax, *how)
-
-
-def delayed_layouts(made: Sequence[Tensor], options: DelayedCastOptions) -> Payloads:
-    """Turn ``(q, scale, qt)``, first of what an operator returns, into two payloads."""
-    q, scale, qt = made[:3]
-    return (
-        QuantizedTensor(q, scale, "tensorwise") if options.rowwise else None,
-        QuantizedTensor(qt, scale, "tensorwise") if options.columnwise else None,
-    )
 
 
 def same_memory(a: Tensor, b: Tensor) -> bool:

@@ -42,10 +42,14 @@ class Operator(Generic[P, R]):
 
 
 class _Parameter(NamedTuple):
-    """A parameter of an operator: a tuple of `size` arguments of a schema, or one."""
+    """A parameter of an operator: a tuple of `size` arguments of a schema, or one.
+
+    `is_choice`: whether another tuple may stand in its place.
+    """
 
     cls: Any
     size: int
+    is_choice: bool = False
 
 
 def operator(
@@ -55,6 +59,7 @@ def operator(
     results: int | None = None,
     mutates: Sequence[str] = (),
     cuda: Callable[..., Any] | None = None,
+    second: str = "",
 ) -> Callable[[Callable[P, R]], Operator[P, R]]:
     """Define ``torch.ops.torch_fp8.<name>`` from its reference, and return who calls it.
 
@@ -69,6 +74,8 @@ def operator(
         results: how many tensors come back, where the annotation does not tell.
         mutates: the names of the tensors that are written.
         cuda: instead of the function of `kernels`.
+        second: where one argument is either of two tuples, the name of the operator that takes the
+            second of them; who is returned calls that which fits.
     """
 
     def define_operator(reference: Callable[P, R]) -> Operator[P, R]:
@@ -81,10 +88,12 @@ def operator(
             assert kernels is not None
             return getattr(kernels(), name)(*args)
 
-        parameters, schema = _schema(reference, results, mutates)
-        implementations = on_cpu, cuda or launch, fake
-        of_flat = (_unflattened(f, parameters) for f in implementations)
-        call = define(schema, *of_flat, eager=cuda or launch)
+        implementations, calls = (on_cpu, cuda or launch, fake), []
+        for choice, own_name in enumerate([name, second] if second else [name]):
+            parameters, schema = _schema(reference, own_name, choice, results, mutates)
+            of_flat = (_unflattened(f, parameters) for f in implementations)
+            calls.append(define(schema, *of_flat, eager=cuda or launch))
+        call = _either(parameters, *calls) if second else calls[0]
         functools.update_wrapper(call, reference)
         call.reference = reference
         return cast("Operator[P, R]", call)
@@ -121,6 +130,21 @@ def define(
     return call
 
 
+def _either(parameters: Sequence["_Parameter"], first: Any, second: Any) -> Any:
+    """Return the function that calls `second` where an argument is of its tuple, else `first`.
+
+    Args:
+        parameters: those of `second`.
+    """
+    position = next(i for i, p in enumerate(parameters) if p.is_choice)
+    cls = parameters[position].cls
+
+    def call(*args: Any) -> Any:
+        return (second if type(args[position]) is cls else first)(*args)
+
+    return call
+
+
 def _first(args: Sequence[Any]) -> Tensor:
     """Return the first tensor of an operator's arguments."""
     tensor: Tensor = args[0] if isinstance(args[0], Tensor) else args[0][0]
@@ -148,7 +172,7 @@ def _unflattened(
 
     def of_flat(*args: Any) -> Any:
         grouped, start = [], 0
-        for cls, size in parameters:
+        for cls, size, _ in parameters:
             if start == len(args):
                 break
             grouped.append(args[start] if cls is None else cls(*args[start : start + size]))
@@ -163,17 +187,27 @@ def _unflattened(
 
 
 def _schema(
-    function: Callable[..., Any], results: int | None, mutates: Sequence[str]
+    function: Callable[..., Any],
+    operator_name: str,
+    choice: int,
+    results: int | None,
+    mutates: Sequence[str],
 ) -> tuple[list[_Parameter], str]:
-    """Return how a function's parameters are grouped, and the schema of its flat arguments."""
+    """Return how a function's parameters are grouped, and the schema of its flat arguments.
+
+    Args:
+        choice: which one of two tuples an argument is.
+    """
     hints = get_type_hints(function)
     result = hints.pop("return")
     parameters, arguments = [], []
     for name, parameter in inspect.signature(function).parameters.items():
         hint = hints[name]
-        if isinstance(hint, type) and issubclass(hint, tuple):
+        tuples = [of for of in get_args(hint) or [hint] if _is_tuple(of)]
+        if tuples:
+            hint = tuples[choice % len(tuples)]
             fields = get_type_hints(hint)
-            parameters.append(_Parameter(hint, len(fields)))
+            parameters.append(_Parameter(hint, len(fields), len(tuples) > 1))
             arguments += [_argument(field, of, mutates) for field, of in fields.items()]
             continue
         parameters.append(_Parameter(None, 1))
@@ -183,7 +217,11 @@ def _schema(
     if results is None and result is not Tensor:
         results = len(get_args(result))
     returned = "Tensor" if results is None else f"({', '.join(['Tensor'] * results)})"
-    return parameters, f"{function.__name__}({', '.join(arguments)}) -> {returned}"
+    return parameters, f"{operator_name}({', '.join(arguments)}) -> {returned}"
+
+
+def _is_tuple(hint: Any) -> bool:
+    return isinstance(hint, type) and issubclass(hint, tuple)
 
 
 def _argument(name: str, hint: Any, mutates: Sequence[str]) -> str:

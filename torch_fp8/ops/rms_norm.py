@@ -7,8 +7,8 @@ that returns it, and only then cast: the bytes are those of the norm followed by
 A row's statistic needs the whole row, a scale along R needs 128 rows or the tensor; hence two
 operators: `rms_norm_statistics` reads x once and returns what the second needs and what backward
 saves, `rms_norm_quantize` reads x again and writes FP8 where the norm would write y. Where the
-rule of the scales is known beforehand, `rms_norm_quantize_once` does both, and so does
-`rms_norm_quantize_delayed` where a history suggests the scale.
+rule of the scales is known beforehand, or a history suggests them, `rms_norm_quantize_once` does
+both.
 
 Every operator is opaque to torch.compile, plain torch on the CPU and a Triton kernel on CUDA. With
 the same rstd the two agree byte for byte; rstd itself may differ in its last bits, as sums in
@@ -24,20 +24,12 @@ from torch import Tensor
 
 from torch_fp8.kernels.arguments import (
     CastOptions,
-    DelayedCastOptions,
     NormBackwardInputs,
     NormInputs,
     NormWithRstd,
+    ProducerCast,
 )
-from torch_fp8.ops.fused_quantize import (
-    cast_delayed,
-    cast_delayed_fake,
-    cast_result,
-    cast_result_fake,
-    save_input,
-    saved_values,
-    taken_amax,
-)
+from torch_fp8.ops.fused_quantize import cast_result, cast_result_fake, save_input, saved_values
 from torch_fp8.ops.registry import operator
 from torch_fp8.quantization.payload_shape import Layouts
 from torch_fp8.quantization.scaling import tensor_amax
@@ -90,7 +82,7 @@ def rms_norm_statistics(
 
 
 def _quantize_fake(norm: NormWithRstd, options: CastOptions) -> Layouts:
-    return cast_result_fake(norm.x, options)
+    return cast_result_fake(norm.x, options)[:4]
 
 
 @operator(_quantize_fake, _kernels)
@@ -105,18 +97,18 @@ def rms_norm_quantize(norm: NormWithRstd, options: CastOptions) -> Layouts:
     Raises:
         ValueError: if tensorwise has not exactly one of amax and scale, or another has any.
     """
-    return cast_result(rms_norm.reference(norm), options)
+    return cast_result(rms_norm.reference(norm), options)[:4]
 
 
-def _once_fake(inputs: NormInputs, options: CastOptions, save: bool) -> tuple[Tensor | None, ...]:
-    rstd, amax, *saved = _statistics_fake(inputs, save)
-    taken = None if options.scale is None else amax
-    return (*cast_result_fake(inputs.x, options), rstd, *saved, taken)
+def _once_fake(inputs: NormInputs, options: ProducerCast, save: bool) -> tuple[Tensor | None, ...]:
+    rstd, _, *saved = _statistics_fake(inputs, save)
+    *made, taken = cast_result_fake(inputs.x, options)
+    return (*made, rstd, *saved, taken)
 
 
-@operator(_once_fake, _kernels, results=8)
+@operator(_once_fake, _kernels, results=8, second="rms_norm_quantize_delayed")
 def rms_norm_quantize_once(
-    inputs: NormInputs, options: CastOptions, save: bool
+    inputs: NormInputs, options: ProducerCast, save: bool
 ) -> tuple[Tensor | None, ...]:
     """Run `rms_norm_statistics` and `rms_norm_quantize` at once, for scales of a rule known
     beforehand.
@@ -130,7 +122,8 @@ def rms_norm_quantize_once(
 
     Args:
         inputs, save: see `rms_norm_statistics`.
-        options: the cast; tensorwise with a scale, as the amax is not known yet.
+        options: the cast; tensorwise with a scale, as the amax is not known yet, or with a history
+            (``torch_fp8::rms_norm_quantize_delayed``).
     Returns:
         ``(q, s, qt, st, rstd, saved_q, saved_scale, amax)``; the amax () of the rounded result is
         taken in the same read for tensorwise, whose history wants it, and None otherwise.
@@ -138,35 +131,8 @@ def rms_norm_quantize_once(
         ValueError: if tensorwise has no scale, or another granularity has one.
     """
     rstd, _, *saved = rms_norm_statistics.reference(inputs, save)
-    y = rms_norm.reference(inputs.with_rstd(rstd))
-    return (*cast_result(y, options), rstd, *saved, taken_amax(y, options))
-
-
-def _delayed_fake(
-    inputs: NormInputs, options: DelayedCastOptions, save: bool
-) -> tuple[Tensor | None, ...]:
-    rstd, _, *saved = _statistics_fake(inputs, save)
-    q, scale, qt, amax = cast_delayed_fake(inputs.x, options)
-    return (q, scale, qt, rstd, *saved, amax)
-
-
-@operator(_delayed_fake, _kernels, results=7)
-def rms_norm_quantize_delayed(
-    inputs: NormInputs, options: DelayedCastOptions, save: bool
-) -> tuple[Tensor | None, ...]:
-    """Run `rms_norm_quantize_once` with the tensorwise scale that a history suggests.
-
-    Args:
-        inputs, save: see `rms_norm_statistics`.
-        options: the cast.
-    Returns:
-        ``(q, scale, qt, rstd, saved_q, saved_scale, amax)``; scale () and the amax () of the
-        rounded result float32.
-    """
-    rstd, _, *saved = rms_norm_statistics.reference(inputs, save)
-    y = rms_norm.reference(inputs.with_rstd(rstd))
-    q, scale, qt, amax = cast_delayed(y, options)
-    return (q, scale, qt, rstd, *saved, amax)
+    *made, taken = cast_result(rms_norm.reference(inputs.with_rstd(rstd)), options)
+    return (*made, rstd, *saved, taken)
 
 
 def _backward_fake(inputs: NormBackwardInputs) -> tuple[Tensor, Tensor]:

@@ -19,15 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_fp8.kernels.arguments import CastOptions, DelayedCastOptions
-from torch_fp8.ops.fused_quantize import (
-    cast_delayed,
-    cast_delayed_fake,
-    cast_result,
-    cast_result_fake,
-    save_input,
-    taken_amax,
-)
+from torch_fp8.kernels.arguments import ProducerCast
+from torch_fp8.ops.fused_quantize import cast_result, cast_result_fake, save_input
 from torch_fp8.ops.registry import operator
 from torch_fp8.quantization.scaling import tensor_amax
 
@@ -80,53 +73,28 @@ def swiglu_save(
 
 
 def _quantize_fake(
-    gate: Tensor, up: Tensor, smooth: Tensor | None, options: CastOptions, save: bool
+    gate: Tensor, up: Tensor, smooth: Tensor | None, options: ProducerCast, save: bool
 ) -> tuple[Tensor | None, ...]:
-    *saved, amax = _save_fake(gate, up, smooth, save)
-    taken = None if options.scale is None else amax
-    return (*cast_result_fake(gate, options), *saved, taken)
+    *made, taken = cast_result_fake(gate, options)
+    return (*made, *save_input(gate, save), *save_input(up, save), taken)
 
 
-@operator(_quantize_fake, _kernels, results=9)
+@operator(_quantize_fake, _kernels, results=9, second="swiglu_quantize_delayed")
 def swiglu_quantize(
-    gate: Tensor, up: Tensor, smooth: Tensor | None, options: CastOptions, save: bool
+    gate: Tensor, up: Tensor, smooth: Tensor | None, options: ProducerCast, save: bool
 ) -> tuple[Tensor | None, ...]:
     """Cast `swiglu` to FP8 in the layouts asked for, in one read (rowwise: unfused).
 
     Args:
         gate, up, smooth: see `swiglu`.
-        options: the cast; tensorwise with the amax of `swiglu_save`, or with a scale.
+        options: the cast; tensorwise with the amax of `swiglu_save`, with a scale, or with a
+            history (``torch_fp8::swiglu_quantize_delayed``).
         save: whether to return gate and up as `swiglu_save` does, from the same read.
     Returns:
         ``(q, s, qt, st, gate_q, gate_s, up_q, up_s, amax)``, the first four as told in
-        `torch_fp8.ops.fused_quantize`; amax () is that of h where a scale was given, for its
-        history, and None otherwise.
+        `torch_fp8.ops.fused_quantize`; amax () as there, of h.
     Raises:
         ValueError: if tensorwise has not exactly one of amax and scale, or another has any.
     """
-    h = swiglu.reference(gate, up, smooth)
-    saved = (*save_input(gate, save), *save_input(up, save))
-    return (*cast_result(h, options), *saved, taken_amax(h, options))
-
-
-def _delayed_fake(
-    gate: Tensor, up: Tensor, smooth: Tensor | None, options: DelayedCastOptions, save: bool
-) -> tuple[Tensor | None, ...]:
-    q, scale, qt, amax = cast_delayed_fake(gate, options)
-    return (q, scale, qt, *save_input(gate, save), *save_input(up, save), amax)
-
-
-@operator(_delayed_fake, _kernels, results=8)
-def swiglu_quantize_delayed(
-    gate: Tensor, up: Tensor, smooth: Tensor | None, options: DelayedCastOptions, save: bool
-) -> tuple[Tensor | None, ...]:
-    """Cast as `swiglu_quantize`, with the tensorwise scale that a history suggests.
-
-    Args:
-        gate, up, smooth, save: see `swiglu_quantize`.
-        options: the cast.
-    Returns:
-        ``(q, scale, qt, gate_q, gate_s, up_q, up_s, amax)``; scale () and the amax () of h float32.
-    """
-    q, scale, qt, amax = cast_delayed(swiglu.reference(gate, up, smooth), options)
-    return (q, scale, qt, *save_input(gate, save), *save_input(up, save), amax)
+    *made, taken = cast_result(swiglu.reference(gate, up, smooth), options)
+    return (*made, *save_input(gate, save), *save_input(up, save), taken)

@@ -12,13 +12,7 @@ import torch
 from torch import Tensor
 
 from torch_fp8.kernels.arguments import BackwardInputs, CastOptions, DelayedCastOptions
-from torch_fp8.ops.fused_quantize import (
-    cast_delayed,
-    cast_delayed_fake,
-    cast_result,
-    cast_result_fake,
-    saved_values,
-)
+from torch_fp8.ops.fused_quantize import cast_result, cast_result_fake, saved_values
 from torch_fp8.ops.registry import operator
 from torch_fp8.quantization.scaling import tensor_amax
 
@@ -64,7 +58,7 @@ def swiglu_backward_amax(inputs: BackwardInputs) -> Tensor:
 
 def _quantize_fake(inputs: BackwardInputs, options: CastOptions) -> tuple[Tensor | None, ...]:
     grad = inputs.grad
-    made = (part for i in range(2) for part in cast_result_fake(grad, options.part(i)))
+    made = (part for i in range(2) for part in cast_result_fake(grad, options.part(i))[:4])
     return (*made, None if options.scale is None else _amax_fake(inputs))
 
 
@@ -84,18 +78,16 @@ def swiglu_backward_quantize(
         ValueError: if tensorwise has not exactly one of amax and scale, or another has any.
     """
     gradients = swiglu_backward.reference(inputs)
-    made = (part for i, d in enumerate(gradients) for part in cast_result(d, options.part(i)))
-    if options.scale is None:
-        return (*made, None)
-    return (*made, torch.stack([tensor_amax(d) for d in gradients]))
+    made = [cast_result(d, options.part(i)) for i, d in enumerate(gradients)]
+    taken = None if options.scale is None else torch.stack([one[4] for one in made])
+    return (*made[0][:4], *made[1][:4], taken)
 
 
 def _delayed_fake(
     inputs: BackwardInputs, up_amaxes: Tensor, up_progress: Tensor, of_gate: DelayedCastOptions
 ) -> tuple[Tensor | None, ...]:
-    q, scale, qt, _ = cast_delayed_fake(inputs.grad, of_gate)
-    q_up, scale_up, qt_up, _ = cast_delayed_fake(inputs.grad, of_gate)
-    return q, scale, qt, q_up, scale_up, qt_up, _amax_fake(inputs)
+    dgate, dup = (cast_result_fake(inputs.grad, of_gate)[:3] for _ in "12")
+    return (*dgate, *dup, _amax_fake(inputs))
 
 
 @operator(_delayed_fake, _kernels, results=7)
@@ -111,6 +103,6 @@ def swiglu_backward_quantize_delayed(
         ``(q, scale, qt)`` of dgate, the same of dup, and their amaxes (2,): seven tensors.
     """
     dgate, dup = swiglu_backward.reference(inputs)
-    *made, amax = cast_delayed(dgate, of_gate)
-    *made_up, amax_up = cast_delayed(dup, of_gate._replace(amaxes=up_amaxes, progress=up_progress))
-    return (*made, *made_up, torch.stack([amax, amax_up]))
+    of_up = of_gate._replace(amaxes=up_amaxes, progress=up_progress)
+    made, made_up = cast_result(dgate, of_gate), cast_result(dup, of_up)
+    return (*made[:3], *made_up[:3], torch.stack([made[4], made_up[4]]))

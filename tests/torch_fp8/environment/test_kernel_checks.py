@@ -122,7 +122,7 @@ WRONG = [
     (kernel_checks.gate_up, with_wrong("gate_up", "gate_up_backward_amax", None)),
     (
         kernel_checks.delayed_producers,
-        with_wrong("rms_norm", "rms_norm_quantize_delayed", 1),
+        with_wrong("rms_norm", "rms_norm_quantize_once", 1),
     ),
     (kernel_checks.step, "fp32", step_with_wrong_decay),
     (kernel_checks.update_size, lambda pairs: update_rms(pairs) * 1.001),

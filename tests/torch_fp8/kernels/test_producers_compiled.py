@@ -106,7 +106,7 @@ def launch_norm_casts(dtype, more):
             )
     for how in delayed_casts(FORWARD):
         for save in (True, False):
-            rms_norm.rms_norm_quantize_delayed(NormInputs(x, weight, EPS, 0.0, dtype), how, save)
+            rms_norm.rms_norm_quantize_once(NormInputs(x, weight, EPS, 0.0, dtype), how, save)
 
 
 def launch_swiglu(x):
@@ -125,7 +125,7 @@ def launch_swiglu(x):
     if x.shape[1] % 16:  # computed first, and the amax with it, and cast then
         how, inputs = next(delayed_casts()), BackwardInputs(x, *saved(x) * 2, smooth, x.dtype)
         swiglu_backward.swiglu_backward_quantize_delayed(inputs, *history(), how)
-        gate_up.gate_up_backward_quantize_delayed(inputs, True, how)
+        gate_up.gate_up_backward_quantize(inputs, True, how)
 
 
 def launch_swiglu_casts(dtype, more):
@@ -142,10 +142,10 @@ def launch_swiglu_casts(dtype, more):
         gate_up.gate_up_backward_quantize(inputs, True, cast)
     for how in delayed_casts(FORWARD):
         for save in (True, False):
-            swiglu.swiglu_quantize_delayed(x, x, smooth, how, save)
+            swiglu.swiglu_quantize(x, x, smooth, how, save)
     for how, inputs in itertools.product(delayed_casts(), backward):
         swiglu_backward.swiglu_backward_quantize_delayed(inputs, *history(), how)
-        gate_up.gate_up_backward_quantize_delayed(inputs, True, how)
+        gate_up.gate_up_backward_quantize(inputs, True, how)
 
 
 def assert_fits(launches, compile_all):
@@ -259,11 +259,11 @@ def test_delayed_casts_are_one_launch_for_any_number_of_rows(record_launches, ro
         record_launches(swiglu) as forward,
         record_launches(swiglu_backward) as backward,
     ):
-        made = rms_norm.rms_norm_quantize_delayed(NormInputs(x, x[0], EPS, 0.0, x.dtype), how, True)
-        swiglu.swiglu_quantize_delayed(x, x, None, how, True)
+        made = rms_norm.rms_norm_quantize_once(NormInputs(x, x[0], EPS, 0.0, x.dtype), how, True)
+        swiglu.swiglu_quantize(x, x, None, how, True)
         inputs = BackwardInputs(x, *saved(x) * 2, None, x.dtype)
         swiglu_backward.swiglu_backward_quantize_delayed(inputs, *history(), how)
-        gate_up.gate_up_backward_quantize_delayed(inputs, True, how)
+        gate_up.gate_up_backward_quantize(inputs, True, how)
     assert [t.shape for t in (made[0], made[2])] == [(rows, 512), (512, 33792)]
     assert casts_after == scales == []
     assert names(norm) == ["norm_cast_once"]
@@ -318,9 +318,9 @@ def test_a_program_counts_itself_in_when_it_has_written(record_launches, compile
     x, how = torch.empty(8192, 2048, dtype=torch.bfloat16), next(delayed_casts())
     with record_launches(module) as launches:
         if module is rms_norm:
-            rms_norm.rms_norm_quantize_delayed(NormInputs(x, x[0], EPS, 0.0, x.dtype), how, True)
+            rms_norm.rms_norm_quantize_once(NormInputs(x, x[0], EPS, 0.0, x.dtype), how, True)
         elif module is swiglu:
-            swiglu.swiglu_quantize_delayed(x, x, None, how, True)
+            swiglu.swiglu_quantize(x, x, None, how, True)
         else:
             inputs = BackwardInputs(x, *saved(x) * 2, None, x.dtype)
             swiglu_backward.swiglu_backward_quantize_delayed(inputs, *history(), how)

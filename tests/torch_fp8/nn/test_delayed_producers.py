@@ -287,7 +287,7 @@ class _Product(torch.autograd.Function):
     def forward(ctx, gate, up, history):
         config = FP8Config(recipe="delayed", amax_compute_algo="most_recent")
         how = history.options(SPEC, config, rowwise=True, columnwise=True)
-        q, scale, qt, *_, amax = swiglu.swiglu_quantize_delayed(gate, up, None, how, True)
+        q, scale, qt, *_, amax = swiglu.swiglu_quantize(gate, up, None, how, True)
         history.advance(amax, SPEC, config)
         ctx.save_for_backward(q, scale, qt)
         return gate + 0
@@ -352,22 +352,23 @@ def test_values_are_those_of_the_result_and_the_rules(shape, algorithm, margin, 
     x, up, grad = (gaussian(*shape, seed=s) for s in range(3))
     weight = gaussian(shape[1], seed=3)
     for how in _casts(filled, algorithm, margin):
-        q, s, qt, rstd, *_, amax = rms_norm.rms_norm_quantize_delayed(
+        q, s, qt, _, rstd, *_, amax = rms_norm.rms_norm_quantize_once(
             NormInputs(x, weight, 1e-5, 1.0, x.dtype), how, True
         )
         _check(
             (q, s, qt, amax), rms_norm.rms_norm(NormWithRstd(x, weight, rstd, 1.0, x.dtype)), how
         )
-        *made, amax = swiglu.swiglu_quantize_delayed(x, up, None, how, True)
+        *made, amax = swiglu.swiglu_quantize(x, up, None, how, True)
         _check((*made[:3], amax), swiglu.swiglu(x, up, None), how)
-        inputs = BackwardInputs(grad, *made[3:], None, x.dtype)
+        inputs = BackwardInputs(grad, *made[4:], None, x.dtype)
         other = how._replace(amaxes=torch.full((3,), 7.0), progress=how.progress.clone())
         gradients = swiglu_backward.swiglu_backward(inputs)
         made = swiglu_backward.swiglu_backward_quantize_delayed(inputs, *other[:2], how)
         for i, (d, its) in enumerate(zip(gradients, (how, other), strict=True)):
             _check((*made[3 * i : 3 * i + 3], made[6][i]), d, its)
         both = gate_up.gate_up_backward(inputs, False)
-        _check(gate_up.gate_up_backward_quantize_delayed(inputs, False, how), both, how)
+        q, s, qt, _, amax = gate_up.gate_up_backward_quantize(inputs, False, how)
+        _check((q, s, qt, amax), both, how)
         assert torch.equal(how.amaxes, _history(filled).amaxes)
 
 

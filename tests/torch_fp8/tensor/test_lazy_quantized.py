@@ -14,7 +14,10 @@ from tests.torch_fp8.conversion.test_fused_layers import MLP, Norm
 from torch_fp8 import FP8Config, convert_to_float8, selective_checkpoint_contexts
 from torch_fp8.nn.layer_norm import shared
 from torch_fp8.nn.scaling_buffers import INPUT
+from torch_fp8.nn.swiglu_function import cast_and_save
+from torch_fp8.quantization.recipe import make_recipe
 from torch_fp8.tensor.lazy_quantized import LazyQuantizedTensor
+from torch_fp8.tensor.quantizer import Quantizer
 
 
 def _norm_and_layer():
@@ -189,3 +192,24 @@ def test_what_a_region_of_a_checkpoint_makes_of_its_own_is_there_after_it():
         again = y * 2
     assert torch.equal(again, twice)
     assert "rms_norm" not in operators.names
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "blockwise", "delayed"])
+def test_the_amax_is_that_of_the_result_however_it_was_cast(recipe):
+    """A cast in blocks takes none."""
+    torch.manual_seed(0)
+    model = nn.Sequential(Norm(128), nn.Linear(128, 128, bias=False)).bfloat16()
+    convert_to_float8(model, FP8Config(recipe=recipe))
+    for _ in range(2):  # with delayed scaling the second is cast ahead
+        y = model[0](_x(64, 128).requires_grad_())
+        model[1](y)
+        assert y.amax().shape == ()
+        assert y.amax() == y.dequantize().float().abs().amax()
+
+
+def test_a_product_that_is_cast_in_blocks_brings_no_amax():
+    config = FP8Config(recipe="blockwise")
+    quantizer = Quantizer(make_recipe("blockwise").input, config)
+    gate, up = _x(64, 128), _x(64, 128)
+    _, amax, _ = cast_and_save(gate, up, quantizer)
+    assert amax is None
