@@ -100,6 +100,20 @@ def refuse_gather(name: str, recipe: Recipe, placement: Placement, ndim: int | N
         )
 
 
+def _gathered(
+    x: DTensor, linear: Float8Linear, operand: int, dtype: torch.dtype, gather_again: bool = False
+) -> DTensor:
+    """Return a sharded DTensor gathered in FP8, as `linear` casts this operand; it reads as
+    `dtype`.
+    """
+    shard = waited(x._local_tensor)
+    shards = Shards(x.shape, x.placements[0].dim, x.device_mesh.get_group())
+    quantizer = linear.quantizer(operand, shards.group)
+    how = quantizer.spec, quantizer.shared_scale(shard), dtype
+    gathered = gather_activation(shard, shards, *how, gather_again=gather_again)
+    return DTensor.from_local(gathered, x.device_mesh, [Replicate()], run_check=False)
+
+
 class _Gather(torch.autograd.Function):
     """Gather a sharded DTensor, cast by a layer; its gradient is scattered."""
 
@@ -107,18 +121,7 @@ class _Gather(torch.autograd.Function):
     def forward(ctx: Any, x: DTensor, linear: Float8Linear, gather_again: bool) -> DTensor:
         ctx.placements, ctx.dtype = x.placements, x.dtype
         ctx.set_materialize_grads(False)
-        shard = waited(x._local_tensor)
-        shards = Shards(x.shape, x.placements[0].dim, x.device_mesh.get_group())
-        quantizer = linear.quantizer(INPUT, shards.group)
-        gathered = gather_activation(
-            shard,
-            shards,
-            quantizer.spec,
-            quantizer.shared_scale(shard),
-            output_dtype(shard),
-            gather_again=gather_again,
-        )
-        return DTensor.from_local(gathered, x.device_mesh, [Replicate()], run_check=False)
+        return _gathered(x, linear, INPUT, output_dtype(x), gather_again)
 
     @staticmethod
     def backward(ctx: Any, grad: DTensor | None) -> Any:
@@ -141,21 +144,9 @@ class _Scatter(torch.autograd.Function):
     def backward(ctx: Any, grad: DTensor | None) -> Any:
         if grad is None:
             return None, None, None
-        (placement,), linear = grad.placements, ctx.linear
-        if not placement.is_shard():
+        if not grad.placements[0].is_shard():
             return grad.redistribute(placements=[Replicate()]), None, None
-        shard = waited(grad._local_tensor)
-        shards = Shards(grad.shape, placement.dim, grad.device_mesh.get_group())
-        quantizer = linear.quantizer(GRAD_OUTPUT, shards.group)
-        gathered = gather_activation(
-            shard,
-            shards,
-            quantizer.spec,
-            quantizer.shared_scale(shard),
-            grad.dtype,
-        )
-        whole = DTensor.from_local(gathered, grad.device_mesh, [Replicate()], run_check=False)
-        return whole, None, None
+        return _gathered(grad, ctx.linear, GRAD_OUTPUT, grad.dtype), None, None
 
 
 class _Narrow(torch.autograd.Function):
