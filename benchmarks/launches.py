@@ -251,15 +251,15 @@ def _as_on_a_card(launches: list[Launch], names: _Names) -> Iterator[None]:
     def on_a_card(a, b, out_dtype, contracted=None, *, bias=None, fast_accum=False, emulate=False):
         bias = None if bias is None else gemm.cast(bias, out_dtype)
         contracted = contracted or min(a.qdata.shape[1], b.qdata.shape[1])
-        laid_out = gemm.lay_out(b, contracted)
-        return gemm.multiply_laid_out(a, laid_out, out_dtype, fast_accum, bias)
+        return gemm._scaled_mm_cuda(a, b, contracted, out_dtype, fast_accum, bias)
 
     def amax(x):
         return torch.linalg.vector_norm(x.detach(), ord=float("inf"), dtype=torch.float32)
 
     users = [m for name, m in sys.modules.items() if name.startswith("torch_fp8")]
     with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(gemm, "_scaled_mm", operator))
+        for name in ("_scaled_mm", "_scaled_mm_at_once"):
+            stack.enter_context(mock.patch.object(gemm, name, operator))
         for name, other in (("scaled_matmul", on_a_card), ("tensor_amax", amax)):
             for module in users:
                 if hasattr(module, name):

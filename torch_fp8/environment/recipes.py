@@ -16,7 +16,7 @@ from torch_fp8.config import FP8Config
 from torch_fp8.conversion.convert import convert_to_float8
 from torch_fp8.conversion.layer_benchmark import Card, LayerShape, layer_times
 from torch_fp8.environment.result import NotRun
-from torch_fp8.ops.hardware import reason_not_native
+from torch_fp8.ops.scaled_mm import reason_not_native
 from torch_fp8.quantization.formats import E4M3, MIN_CAPABILITY
 from torch_fp8.quantization.metrics import sqnr_db, worst_row_sqnr_db
 from torch_fp8.quantization.recipe import GEMMS, Gemm, make_recipe

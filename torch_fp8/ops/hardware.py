@@ -37,9 +37,9 @@ def check_device(device: torch.device, recipe_name: str, emulate: bool) -> None:
             "and later. Use BF16 mixed precision on this card, or FP8Config(emulate=True) to try "
             "out the numerics, slowly"
         )
-    reason = reason_not_native(device, recipe_name)
+    reason = _unsupported_recipe(recipe_name, device)
     if reason is not None:
-        runs = [r for r in RECIPES if reason_not_native(device, r) is None]
+        runs = [r for r in RECIPES if _unsupported_recipe(r, device) is None]
         raise ValueError(
             f"recipe {recipe_name!r}: {reason}. It runs {', '.join(runs)}; "
             "choose one of these, recipe='auto', or FP8Config(emulate=True)"
@@ -48,7 +48,7 @@ def check_device(device: torch.device, recipe_name: str, emulate: bool) -> None:
 
 def runs_natively(device: torch.device, recipe_name: str) -> bool:
     """Return whether `device` runs all GEMMs of the recipe on FP8 tensor cores."""
-    return device.type == "cuda" and reason_not_native(device, recipe_name) is None
+    return device.type == "cuda" and _unsupported_recipe(recipe_name, device) is None
 
 
 def resolve_auto(device: torch.device) -> str:
@@ -74,9 +74,8 @@ def _card(device: torch.device) -> str:
     return f"{torch.cuda.get_device_name(device)} (sm_{capability[0]}{capability[1]})"
 
 
-def reason_not_native(device: torch.device, recipe_name: str) -> str | None:
-    """Return why a CUDA device does not run the recipe on FP8 tensor cores; None if it does."""
-    recipe = make_recipe(recipe_name)
+def _unsupported_recipe(name: str, device: torch.device) -> str | None:
+    recipe = make_recipe(name)
     for spec in (recipe.input, recipe.weight, recipe.grad_output):
         reason = _unsupported(spec.granularity, device)
         if reason is not None:
@@ -90,11 +89,10 @@ def _unsupported(granularity: Granularity, device: torch.device) -> str | None:
     least, most = _CAPABILITIES[granularity]
     if not least <= capability <= most:
         return f"{_card(device)} cannot run {granularity} GEMMs"
-    if granularity.startswith("block_") and cuda_version() < _MIN_CUDA_OF_BLOCKS:
+    if granularity.startswith("block_") and _cuda_version() < _MIN_CUDA_OF_BLOCKS:
         return f"{granularity} GEMMs need CUDA 12.9, this torch was built with {torch.version.cuda}"
     return None
 
 
-def cuda_version() -> tuple[int, ...]:
-    """Return the version of CUDA that torch was built with; (0,) without."""
+def _cuda_version() -> tuple[int, ...]:
     return tuple(int(part) for part in (torch.version.cuda or "0").split(".")[:2])

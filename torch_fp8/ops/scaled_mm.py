@@ -28,7 +28,10 @@ from torch.nn.functional import ScalingType, SwizzleType
 from torch.utils.flop_counter import register_flop_formula
 
 from torch_fp8.ops.gemm_operand import operand
-from torch_fp8.ops.hardware import cuda_version
+from torch_fp8.ops.hardware import (
+    _cuda_version,
+    _unsupported_recipe,
+)
 from torch_fp8.ops.quantize import QuantizedTensor, dequantize
 from torch_fp8.ops.registry import define, is_watched
 from torch_fp8.quantization.recipe import Granularity
@@ -37,16 +40,17 @@ from torch_fp8.quantization.recipe import Granularity
 _CPU_HAS_F_SCALED_MM = torch._C._dispatch_has_kernel_for_dispatch_key("aten::_scaled_mm_v2", "CPU")
 _CPU_NATIVE = ("tensorwise", "rowwise") if _CPU_HAS_F_SCALED_MM else ("tensorwise",)
 
-# As the operator behind F.scaled_mm takes them, which itself makes its lists anew in each call.
-_SCALING_VALUE: dict[str, list[int]] = {
-    "tensorwise": [ScalingType.TensorWise.value],
-    "rowwise": [ScalingType.RowWise.value],
-    "block_1x128": [ScalingType.BlockWise1x128.value],
-    "block_128x128": [ScalingType.BlockWise128x128.value],
-    "block_1x32": [ScalingType.BlockWise1x32.value],
+_SCALING_TYPE: dict[str, ScalingType] = {
+    "tensorwise": ScalingType.TensorWise,
+    "rowwise": ScalingType.RowWise,
+    "block_1x128": ScalingType.BlockWise1x128,
+    "block_128x128": ScalingType.BlockWise128x128,
+    "block_1x32": ScalingType.BlockWise1x32,
 }
+_SCALING_VALUE = {name: [kind.value] for name, kind in _SCALING_TYPE.items()}
 _SWIZZLE: list[int] = [SwizzleType.SWIZZLE_32_4_4.value]
 _NO_SWIZZLE: list[int] = []
+_HAS_OPERATOR = hasattr(torch, "_scaled_mm_v2")
 
 
 def scaled_matmul(
@@ -99,7 +103,7 @@ def _multiply(
     if emulate or a.qdata.is_cpu:
         a, b = _narrowed(a, contracted), _narrowed(b, contracted)
         return _emulated(a, b, out_dtype, fast_accum, bias)
-    return multiply_laid_out(a, lay_out(b, contracted), out_dtype, fast_accum, bias)
+    return _scaled_mm_cuda(a, b, contracted, out_dtype, fast_accum, bias)
 
 
 def _narrowed(x: QuantizedTensor, cols: int) -> QuantizedTensor:
@@ -170,6 +174,11 @@ def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x if x.dtype == dtype else x.to(dtype)
 
 
+def reason_not_native(device: torch.device, recipe_name: str) -> str | None:
+    """Return why a CUDA device does not run the recipe on FP8 tensor cores; None if it does."""
+    return _unsupported_recipe(recipe_name, device)
+
+
 def _scaled_mm(
     a: QuantizedTensor,
     b: QuantizedTensor,
@@ -179,7 +188,7 @@ def _scaled_mm(
 ) -> Tensor:
     """Call torch's operator once; scales are laid out by `operand`."""
     scale_b = b.scale.t() if b.granularity == "rowwise" else b.scale
-    if not _CPU_HAS_F_SCALED_MM and a.qdata.is_cpu:
+    if a.qdata.device.type == "cpu" and not _CPU_HAS_F_SCALED_MM:
         return torch._scaled_mm(
             a.qdata,
             b.qdata.t(),
@@ -189,6 +198,31 @@ def _scaled_mm(
             out_dtype=out_dtype,
             use_fast_accum=fast_accum,
         )
+    swizzle = [SwizzleType.SWIZZLE_32_4_4] if a.granularity == "block_1x32" else None
+    return F.scaled_mm(
+        a.qdata,
+        b.qdata.t(),
+        a.scale,
+        _SCALING_TYPE[a.granularity],
+        scale_b,
+        _SCALING_TYPE[b.granularity],
+        swizzle_a=swizzle,
+        swizzle_b=swizzle,
+        bias=bias,
+        output_dtype=out_dtype,
+        use_fast_accum=fast_accum,
+    )
+
+
+def _scaled_mm_at_once(
+    a: QuantizedTensor,
+    b: QuantizedTensor,
+    out_dtype: torch.dtype,
+    fast_accum: bool,
+    bias: Tensor | None,
+) -> Tensor:
+    """Call the operator behind ``F.scaled_mm``, which makes its lists anew in each call."""
+    scale_b = b.scale.t() if b.granularity == "rowwise" else b.scale
     swizzle = _SWIZZLE if a.granularity == "block_1x32" else _NO_SWIZZLE
     output: Tensor = torch._scaled_mm_v2(
         a.qdata,
@@ -205,6 +239,17 @@ def _scaled_mm(
         fast_accum,
     )
     return output
+
+
+def _scaled_mm_cuda(
+    a: QuantizedTensor,
+    b: QuantizedTensor,
+    contracted: int,
+    out_dtype: torch.dtype,
+    fast_accum: bool,
+    bias: Tensor | None,
+) -> Tensor:
+    return multiply_laid_out(a, lay_out(b, contracted), out_dtype, fast_accum, bias)
 
 
 class LaidOut(NamedTuple):
@@ -253,7 +298,8 @@ def multiply_laid_out(
     a = operand(a, contracted, is_b=False)
     padding = b.qdata.shape[0] - cols
     in_epilogue = F.pad(bias, (0, padding)) if in_gemm and padding else bias
-    output = _scaled_mm(a, b, native_dtype, fast_accum, in_epilogue if in_gemm else None)
+    multiply = _scaled_mm_at_once if _HAS_OPERATOR else _scaled_mm
+    output = multiply(a, b, native_dtype, fast_accum, in_epilogue if in_gemm else None)
     if output.shape != (rows, cols):
         output = output[:rows, :cols]
     if native_dtype != out_dtype:
@@ -269,7 +315,7 @@ def _rowwise_dtype(device: torch.device) -> torch.dtype:
     for all others, CUTLASS's, writes bfloat16 (``_scaled_mm_cuda_v2`` in torch's ScaledBlas.cpp).
     """
     hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
-    return torch.float32 if hopper and cuda_version() >= (12, 9) else torch.bfloat16
+    return torch.float32 if hopper and _cuda_version() >= (12, 9) else torch.bfloat16
 
 
 def _takes_bias(granularity: Granularity, out_dtype: torch.dtype) -> bool:

@@ -29,7 +29,7 @@ def cuda(monkeypatch):
     def install(capability, version=(12, 9)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "NVIDIA H200")
-        monkeypatch.setattr("torch_fp8.ops.hardware.cuda_version", lambda: version)
+        monkeypatch.setattr("torch_fp8.ops.hardware._cuda_version", lambda: version)
 
     return install
 

@@ -255,11 +255,11 @@ def test_rowwise_writes_float32_where_the_kernel_does(monkeypatch, capability, c
         asked.append(out_dtype)
         return torch.zeros(32, 48, dtype=out_dtype, device="meta")
 
-    monkeypatch.setattr(scaled_mm, "_scaled_mm", operator)
+    monkeypatch.setattr(scaled_mm, "_scaled_mm_at_once", operator)
     with FakeTensorMode():
         a, b = (q._replace(qdata=_fake(q.qdata), scale=_fake(q.scale)) for q in (a, b))
         made = [
-            scaled_mm.multiply_laid_out(a, scaled_mm.lay_out(b, 64), d, False, None)
+            scaled_mm._scaled_mm_cuda(a, b, 64, d, False, None)
             for d in (torch.float32, torch.bfloat16)
         ]
     scaled_mm._rowwise_dtype.cache_clear()
@@ -293,7 +293,7 @@ def test_on_a_card_the_gemm_takes_a_bias_where_it_can(monkeypatch, recipe_name, 
         output = torch.zeros(a.qdata.shape[0], b.qdata.shape[0], dtype=out_dtype)
         return output if bias is None else output + bias
 
-    monkeypatch.setattr(scaled_mm, "_scaled_mm", operator)
+    monkeypatch.setattr(scaled_mm, "_scaled_mm_at_once", operator)
     bias = torch.randn(40).to(dtype)
     a, _ = quantize_layouts(
         torch.randn(24, 64), CastOptions.of(recipe.input, rowwise=True, columnwise=False)
@@ -301,7 +301,7 @@ def test_on_a_card_the_gemm_takes_a_bias_where_it_can(monkeypatch, recipe_name, 
     b, _ = quantize_layouts(
         torch.randn(40, 64), CastOptions.of(recipe.weight, rowwise=True, columnwise=False)
     )
-    made = scaled_mm.multiply_laid_out(a, scaled_mm.lay_out(b, 64), dtype, False, bias)
+    made = scaled_mm._scaled_mm_cuda(a, b, 64, dtype, False, bias)
     assert torch.equal(made, bias.expand(24, 40))
     (in_gemm,) = given
     fits = recipe_name in ("tensorwise", "delayed", "rowwise") and dtype != torch.float32
