@@ -34,6 +34,10 @@ from torch_fp8.planner.models import (
 from torch_fp8.planner.setup import BF16, JUDGES, TRAINED, Setup
 
 _GATHERS = ("all-gather", "all-reduce")
+_LAYERS = 3, 4
+"""The layers of the models that run a step: with three there is one between first and last, for
+which FSDP2 gathers the next one's weights ahead.
+"""
 _MOST_FAKE_RANKS = 64
 """The ranks that a step is counted with at most; a ring's bytes beyond differ by 1/64 at most, and
 are scaled.
@@ -79,10 +83,11 @@ def standing_bytes(setup: Setup, role: str, level: str) -> MemoryReport:
 def step_bytes(setup: Setup, role: str, level: str) -> StepBytes:
     """Count what a step of a model holds and sends beside what stands."""
     unit = period(setup.config)
-    few, more = (_few_layers(setup, role, level, n * unit) for n in (2, 3))
+    few, more = (_few_layers(setup, role, level, n * unit) for n in _LAYERS)
     layers = stages(setup)[0][1]
     total = {
-        name: getattr(few, name) + (getattr(more, name) - getattr(few, name)) * (layers / unit - 2)
+        name: getattr(few, name)
+        + (getattr(more, name) - getattr(few, name)) * (layers / unit - _LAYERS[0])
         for name in StepBytes.__dataclass_fields__
     }
     return StepBytes(**total)

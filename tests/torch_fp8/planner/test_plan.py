@@ -10,7 +10,7 @@ import torch
 import torch_fp8
 from tests.torch_fp8.planner.layouts_for_tests import LAYOUTS, config_of, trained
 from torch_fp8 import FP8Config, cli, memory_report
-from torch_fp8.planner import figure, layouts
+from torch_fp8.planner import counts, figure, layouts
 from torch_fp8.planner.counts import standing_bytes
 from torch_fp8.planner.plan import CATEGORIES, largest, plan
 from torch_fp8.planner.setup import LEVELS, make_setup
@@ -30,17 +30,15 @@ def test_predicted_bytes_are_those_of_a_trained_model(layout, level):
     assert dataclasses.asdict(predicted) == dataclasses.asdict(memory_report(model, optimizer))
 
 
-def test_the_step_is_that_of_the_whole_model():
-    """What two and three layers say of five is what five layers say."""
-    from torch_fp8.planner import counts
-
+@pytest.mark.parametrize("gpus", [1, 4])
+@pytest.mark.parametrize("level", ["bf16-mixed", "O2"])
+def test_the_step_is_that_of_the_whole_model(level, gpus):
+    """What a few layers say of six is what six layers say."""
     config = config_of("llama")
-    config.num_hidden_layers = 5
-    setup = make_setup(config, **SMALL)
-    for level in ("bf16-mixed", "O2"):
-        extrapolated = counts.step_bytes(setup, "policy", level)
-        counted = counts._few_layers(setup, "policy", level, 5)
-        assert dataclasses.asdict(extrapolated) == dataclasses.asdict(counted)
+    config.num_hidden_layers = 6
+    setup = make_setup(config, **SMALL, gpus=gpus)
+    extrapolated = dataclasses.asdict(counts.step_bytes(setup, "policy", level))
+    assert extrapolated == dataclasses.asdict(counts._few_layers(setup, "policy", level, 6))
 
 
 def test_total_is_the_sum_and_the_peak_is_below():
