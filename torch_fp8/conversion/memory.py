@@ -59,10 +59,11 @@ class MemoryReport:
         return self.total / max(self.num_params, 1)
 
     def __str__(self) -> str:
+        # The scales alone of weights that are cast in each forward are no payloads worth a word.
         parts = [
             f"{name} {getattr(self, name) / max(self.num_params, 1):.2f}"
             for name in _CATEGORIES
-            if getattr(self, name)
+            if getattr(self, name) >= (0.005 * self.num_params if name == "caches" else 1)
         ]
         per_parameter = f"{self.bytes_per_param:.2f} bytes per parameter ({', '.join(parts)})"
         return f"{per_parameter}, {size_text(self.total)}"
