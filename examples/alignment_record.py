@@ -16,6 +16,7 @@ import torch.nn.functional as F
 import torch_fp8
 from accelerate import Accelerator
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import Optimizer
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase, PrinterCallback, Trainer, TrainerCallback
@@ -195,6 +196,8 @@ def live_bytes() -> int:
     for thing in gc.get_objects():
         if not issubclass(type(thing), Tensor) or hasattr(thing, "__tensor_flatten__"):
             continue  # what is made of other tensors has no storage of its own
+        if isinstance(thing, FakeTensor):
+            continue  # a shape alone
         if thing.device.type != "meta" and thing.layout == torch.strided:
             storage = thing.untyped_storage()
             storages[storage.data_ptr()] = storage.nbytes()

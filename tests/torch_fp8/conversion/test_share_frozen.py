@@ -33,15 +33,19 @@ def live_bytes():
 
 @pytest.fixture
 def pair():
+    policy, reference = frozen(), frozen()
+    assert share_equal_weights([policy, reference]).num_weights == 3
+    return policy, reference
+
+
+def test_one_copy_is_alive():
     before = live_bytes()
     policy, reference = frozen(), frozen()
     both = live_bytes() - before
     shared = share_equal_weights([policy, reference])
-    assert shared.num_weights == 3
     assert live_bytes() - before == both // 2
     scales = sum(m.weight.scale.nbytes for m in reference if isinstance(m, nn.Linear))
     assert shared.num_bytes == both // 2 + scales
-    return policy, reference
 
 
 WRITES = {

@@ -54,6 +54,7 @@ def test_total_is_the_sum_and_the_peak_is_below():
     assert kept.peak == kept.bytes["total"]
 
 
+@pytest.mark.long
 def test_fp8_sends_half_of_what_bf16_sends():
     made = plan(config_of("llama"), **SMALL, gpus=4, levels=("bf16-mixed", "O2"))
     assert made.levels["O2"].wire < 0.75 * made.levels["bf16-mixed"].wire
@@ -63,6 +64,7 @@ def test_fp8_sends_half_of_what_bf16_sends():
     assert share == pytest.approx(0.258, abs=0.001)
 
 
+@pytest.mark.long
 def test_lora_and_rlhf_hold_frozen_weights_at_a_byte():
     config = config_of("llama")
     config.hidden_size, config.intermediate_size, config.head_dim = 256, 512, 64
@@ -163,6 +165,7 @@ def test_largest_takes_the_last_that_fits(monkeypatch):
         largest("bert")
 
 
+@pytest.mark.long
 def test_figure_finds_larger_models_in_fp8(tmp_path, monkeypatch):
     monkeypatch.setattr(figure, "_MOST_LAYERS", 12)
     rows = figure.figure((1,), ("bf16-mixed", "FP8-LM", "O3"), sequence=64, memory=3.0)
