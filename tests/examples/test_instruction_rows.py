@@ -22,7 +22,7 @@ ANSWER = {"role": "assistant", "content": "y"}
         LINE + b"\r\n" + LINE + b"\r\n",
         b"\n" + LINE + b"\n\n  \n" + LINE + b"\n\n",
         b"[" + LINE + b",\n" + LINE + b"]",
-        gzip.compress(LINE + b"\n" + LINE),
+        gzip.compress(LINE + b"\n" + LINE, mtime=0),
     ],
     ids=["plain", "byte order mark", "CRLF", "blank lines", "list", "gzip"],
 )
@@ -52,7 +52,7 @@ def test_a_line_separator_within_text_is_no_end_of_line(tmp_path):
         (LINE + b"\n" + "\u00e9".encode("latin1"), "line 2: byte 0xe9 is not UTF-8"),
         (b"[" * 100_000, "not JSON"),
         (LINE[:-1], "line 1: not JSON"),
-        (gzip.compress(LINE)[:-9], "rows.jsonl: "),
+        (gzip.compress(LINE, mtime=0)[:-9], "rows.jsonl: "),
         (b'{"a": ' * 100_000, "line 1: not JSON"),
     ],
 )
