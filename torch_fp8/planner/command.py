@@ -14,7 +14,7 @@ from torch_fp8.planner.setup import LEVELS, METHODS, ROLES
 from torch_fp8.quantization.recipe import RECIPES
 
 _OPTIONS = (
-    *("gpus", "card", "memory", "sequence", "micro_batch", "accumulate", "data", "fsdp", "tensor"),
+    *("card", "memory", "sequence", "micro_batch", "accumulate", "data", "fsdp", "tensor"),
     *("pipeline", "recipe", "checkpointing", "method", "rank"),
 )
 
@@ -35,13 +35,14 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--level", nargs="+", choices=LEVELS, metavar="LEVEL",
                         help=f"only these of {', '.join(LEVELS)}")  # fmt: skip
     whole = {"type": int, "metavar": "N"}
-    parser.add_argument("--gpus", **whole, default=1, help="number of GPUs (default: 1)")
+    parser.add_argument("--gpus", **whole, nargs="+", default=[1],
+                        help="number of GPUs (default: 1); several: a table over them")  # fmt: skip
     parser.add_argument("--card", default="h100", help=f"one of {', '.join(CARDS)}")
     parser.add_argument("--memory", type=float, metavar="GIB", help="of each GPU (the card's)")
     parser.add_argument("--sequence", **whole, help="tokens of a sequence (at most 4096)")
     parser.add_argument("--micro-batch", **whole, default=1, help="sequences of a forward of a GPU")
     parser.add_argument("--accumulate", **whole, default=1, help="micro-batches of a step")
-    parser.add_argument("--data", **whole, default=1, help="replicas of the model")
+    parser.add_argument("--data", **whole, help="replicas of the model (what --fsdp leaves, or 1)")
     parser.add_argument("--fsdp", **whole, help="shards of a replica (what the others leave)")
     parser.add_argument("--tensor", **whole, default=1, help="degree of tensor parallelism")
     parser.add_argument("--pipeline", **whole, default=1, help="pipeline stages")
@@ -85,7 +86,10 @@ def _plan(options: argparse.Namespace) -> int:
     from torch_fp8.planner.plan import plan
     from torch_fp8.planner.tables import show
 
-    made = plan(options.model, levels=tuple(options.level or LEVELS), **_arguments(options))
+    levels = tuple(options.level or LEVELS)
+    if len(options.gpus) > 1:
+        return _scaling(options, levels)
+    made = plan(options.model, levels=levels, gpus=options.gpus[0], **_arguments(options))
     if options.json:
         print(json.dumps(made.as_dict(), indent=2))
     else:
@@ -93,13 +97,28 @@ def _plan(options: argparse.Namespace) -> int:
     return 0 if any(level.fits for level in made.levels.values()) else 1
 
 
+def _scaling(options: argparse.Namespace, levels: tuple[str, ...]) -> int:
+    from torch_fp8.planner.scaling import scaling, scaling_text
+
+    plans = scaling(options.model, options.gpus, levels=levels, **_arguments(options))
+    if options.json:
+        print(json.dumps([made.as_dict() for made in plans], indent=2))
+    else:
+        print(scaling_text(plans))
+    return 0 if any(level.fits for made in plans for level in made.levels.values()) else 1
+
+
 def _largest(options: argparse.Namespace) -> int:
     from torch_fp8.planner.plan import largest
     from torch_fp8.planner.tables import aligned, gib
 
+    if len(options.gpus) > 1:
+        raise ValueError("--largest takes one number of --gpus; --plot draws several")
     found: dict[str, Any] = {}
     for level in options.level or LEVELS:
-        name, tried = largest(options.model, level=level, **_arguments(options))
+        name, tried = largest(
+            options.model, level=level, gpus=options.gpus[0], **_arguments(options)
+        )
         found[level] = {"largest": name, "peak": {n: plan.peak for n, plan in tried.items()}}
     if options.json:
         print(json.dumps(found, indent=2))
@@ -119,10 +138,10 @@ def _plot(options: argparse.Namespace) -> int:
     path: Path = options.plot.absolute()
     if path.is_dir() or not path.parent.is_dir():
         raise ValueError(f"--plot {options.plot}: no file can be written there")
-    left_out = ("gpus", "fsdp", "data", "sequence", "checkpointing", "method", "rank")
+    left_out = ("fsdp", "data", "sequence", "checkpointing", "method", "rank")
     arguments = {k: v for k, v in _arguments(options).items() if k not in left_out}
     say: Callable[[str], None] = lambda text: print(text, file=sys.stderr)  # noqa: E731
-    counts = (8, 32, 128) if options.gpus == 1 else (options.gpus,)
+    counts = (8, 32, 128) if options.gpus == [1] else options.gpus
     rows = figure(counts, progress=say, **arguments)
     unfinished = path.with_name(f".{path.name}.part")
     try:

@@ -49,8 +49,8 @@ class StepBytes:
     """The bytes of a micro-batch on one GPU that live within its step only.
 
     Attributes:
-        forward: beside what stands, when the backward of the layers begins or soon after.
-        backward: beside what stands, when it ends, gradients included.
+        forward: beside what stands, at most, until the last layer's backward ends.
+        backward: the same from there on, gradients included.
         saved: of `forward`, what is saved for backward.
         gathered, scattered: bytes that FSDP2 sends for weights and for gradients.
         calls: the collectives of FSDP2.
@@ -166,14 +166,17 @@ def _gathered(model: nn.Module) -> list[Tensor]:
 
 
 class _Watch:
-    """The peak before backward comes to the first block, and the one after it."""
+    """The peak before the last block's backward ends, and the one after it.
+
+    Of the gradients of many layers the first holds one layer's, the second all.
+    """
 
     def __init__(self, tracker: MemoryTracker, blocks: list[nn.Module]) -> None:
         self.tracker, self.forward, self.saved = tracker, 0, 0
-        self._before = blocks[0].register_forward_hook(self._see)
+        self._before = blocks[-1].register_forward_pre_hook(self._see, with_kwargs=True)
 
-    def _see(self, module: nn.Module, args: Any, output: Any) -> None:
-        hidden = output if isinstance(output, Tensor) else output[0]
+    def _see(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        hidden = args[0] if args else kwargs["hidden_states"]
         if hidden.requires_grad and not self.forward:
             hidden.register_hook(self._mark)
 

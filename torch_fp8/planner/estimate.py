@@ -86,9 +86,10 @@ def linears_of(model: nn.Module) -> Linears:
 def wire_bytes(setup: Setup, trained: float, step: StepBytes, level: str) -> float:
     """Return the bytes that a GPU sends in an optimizer step.
 
-    FSDP2's are counted. Replicas exchange gradients once: all-reduced in float32 (BF16-mixed), or
-    as 8-bit values in groups of 32 with a scale each. Tensor parallelism all-reduces BF16
-    activations, twice forward and twice backward in each layer.
+    FSDP2's are counted. Replicas exchange gradients once. Those of DDP are all-reduced in float32
+    (BF16-mixed), or go as 8-bit values in groups of 32 with a scale each; between replicas that
+    FSDP2 shards (HSDP) its own all-reduce adds them up, in BF16 at every level. Tensor parallelism
+    all-reduces BF16 activations, twice forward and twice backward in each layer.
 
     Args:
         trained: elements of a GPU's gradients.
@@ -119,10 +120,7 @@ def seconds_of_step(
             optimizer += _optimizer_bytes(standing[role]) / _bandwidth(setup)
     busy = gemms + casts + others
     wire = sum(
-        _fsdp_seconds(setup, steps[role])
-        + _transfer(
-            _replica_bytes(setup, trained_elements[role], level), setup, setup.data * setup.fsdp
-        )
+        _fsdp_seconds(setup, steps[role]) + _replica_seconds(setup, trained_elements[role], level)
         for role in steps
     )
     exposed = _transfer(_tensor_bytes(setup), setup, setup.tensor)
@@ -201,9 +199,19 @@ def _fsdp_seconds(setup: Setup, step: StepBytes) -> float:
     return setup.accumulate * (sent + step.calls * LATENCY * math.log2(setup.fsdp))
 
 
+def _replica_seconds(setup: Setup, elements: float, level: str) -> float:
+    """Return the seconds of the gradients' exchange between replicas, a collective per layer."""
+    if setup.data == 1 or not elements:
+        return 0.0
+    sent = _replica_bytes(setup, elements, level)
+    calls = -(-setup.config.get_text_config().num_hidden_layers // setup.pipeline)
+    waits = calls * LATENCY * math.log2(setup.data)
+    return _transfer(sent, setup, setup.data * setup.fsdp) + waits
+
+
 def _replica_bytes(setup: Setup, elements: float, level: str) -> float:
     """Return the bytes of the gradients' exchange between replicas, of a rank's shards."""
-    each = 4.0 if level == BF16 else 1 + 1 / 32
+    each = 2.0 if setup.fsdp > 1 else 4.0 if level == BF16 else 1 + 1 / 32
     return 2 * (setup.data - 1) / setup.data * each * elements
 
 

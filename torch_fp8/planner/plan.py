@@ -102,7 +102,8 @@ def plan(model: Any, *, levels: tuple[str, ...] = LEVELS, **options: Any) -> Pla
         micro_batch: sequences of a forward of one GPU. Default: 1.
         accumulate: micro-batches of an optimizer step. Default: 1.
         data, fsdp, tensor, pipeline: replicas, FSDP2's shards, and the degrees of tensor and
-            pipeline parallelism; their product is `gpus`. `fsdp` None: what the others leave.
+            pipeline parallelism; their product is `gpus`. `fsdp` None: what the others leave;
+            `data` None: what a given `fsdp` leaves, else 1.
         recipe: of FP8. Default: ``auto``, which is measured on a card: tensorwise on paper.
         checkpointing: whether layers are computed again in backward. Default: False.
         method: ``full``; ``lora``, with adapters of `rank` on all linear layers; ``rlhf``, with the

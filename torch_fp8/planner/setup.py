@@ -1,6 +1,7 @@
 """`Setup`: what is to be planned, checked for contradictions."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from torch_fp8.config import FP8Config
@@ -26,7 +27,7 @@ class Setup:
 
     Attributes:
         config: the configuration of the Hugging Face model.
-        name: how the user named it.
+        name: how the user named it; of a path the last part.
         card: the GPU.
         gpus: their number, the product of the four degrees.
         memory: GiB of each.
@@ -86,7 +87,7 @@ def make_setup(
     sequence: int | None = None,
     micro_batch: int = 1,
     accumulate: int = 1,
-    data: int = 1,
+    data: int | None = None,
     fsdp: int | None = None,
     tensor: int = 1,
     pipeline: int = 1,
@@ -104,13 +105,11 @@ def make_setup(
     config = read_config(model)
     chosen = card_named(card)
     counts = {
-        "gpus": gpus, "micro_batch": micro_batch, "accumulate": accumulate, "data": data,
+        "gpus": gpus, "micro_batch": micro_batch, "accumulate": accumulate,
         "tensor": tensor, "pipeline": pipeline, "rank": rank,
     }  # fmt: skip
-    if fsdp is not None:
-        counts["fsdp"] = fsdp
-    if sequence is not None:
-        counts["sequence"] = sequence
+    given = {"data": data, "fsdp": fsdp, "sequence": sequence}
+    counts |= {name: value for name, value in given.items() if value is not None}
     for name, value in counts.items():
         if not isinstance(value, int) or isinstance(value, bool):
             raise TypeError(f"{name} must be an int, got {value!r}")
@@ -119,6 +118,8 @@ def make_setup(
     memory = chosen.memory if memory is None else memory
     if not memory > 0:
         raise ValueError(f"memory must be above 0 GiB, got {memory}")
+    if data is None:
+        data = max(gpus // (fsdp * tensor * pipeline), 1) if fsdp is not None else 1
     others = data * tensor * pipeline
     if fsdp is None:
         if gpus % others:
@@ -148,7 +149,9 @@ def make_setup(
     longest = getattr(config, "max_position_embeddings", None) or 4096
     return Setup(
         config=config,
-        name=model if isinstance(model, str) else type(config).__name__,
+        name=Path(model).resolve().name
+        if isinstance(model, (str, Path))
+        else type(config).__name__,
         card=chosen,
         gpus=gpus,
         memory=float(memory),

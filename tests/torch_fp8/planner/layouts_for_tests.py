@@ -1,5 +1,7 @@
 """Five small layouts, and a step of training that fills everything that a plan predicts."""
 
+import contextlib
+
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -23,26 +25,44 @@ LAYOUTS = {
 }
 
 
+WIDE = "wide llama"
+"""A sixth, for which the padding of messages is small."""
+
+
 def config_of(layout):
+    if layout == WIDE:
+        sizes = {"hidden_size": 256, "intermediate_size": 512, "num_key_value_heads": 2}
+        return AutoConfig.for_model("llama", **{**_SIZES, **sizes})
     return AutoConfig.for_model(layout, **_SIZES, **LAYOUTS[layout])
 
 
-def trained(layout, config, shard=lambda model: None, convert=convert_optimizer):
-    """Return model and optimizer after a step, with the gradients of another one."""
+def adam(model, config):
+    """Return the model and AdamW, converted at O2 and O3."""
+    optimizer = torch.optim.AdamW(model.parameters())
+    if config is not None and config.opt_level != "O1":
+        convert_optimizer(optimizer, config, model=model)
+    return model, optimizer
+
+
+def trained(layout, config, prepare=adam, watched=contextlib.nullcontext):
+    """Return model and optimizer after a step, with the gradients of another one.
+
+    Args:
+        prepare: takes the converted model and `config`, returns what runs, and an optimizer.
+        watched: makes the context that the other step's forward and backward run in.
+    """
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config_of(layout), dtype=torch.float32).train()
     if config is not None:
         convert_to_float8(model, config)
-    shard(model)
-    optimizer = torch.optim.AdamW(model.parameters())
-    if config is not None and config.opt_level != "O1":
-        convert(optimizer, config, model)
+    model, optimizer = prepare(model, config)
     tokens = torch.randint(96, (1, 32))
-    for step in range(2):
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
-        loss.backward()
-        if step == 0:
+    for last in (False, True):
+        optimizer.zero_grad()
+        with watched() if last else contextlib.nullcontext():
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+            loss.backward()
+        if not last:
             optimizer.step()
-            optimizer.zero_grad()
     return model, optimizer

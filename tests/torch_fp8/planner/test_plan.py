@@ -7,8 +7,7 @@ import re
 import pytest
 import torch
 
-import torch_fp8
-from tests.torch_fp8.planner.layouts_for_tests import LAYOUTS, config_of, trained
+from tests.torch_fp8.planner.layouts_for_tests import LAYOUTS, WIDE, config_of, trained
 from torch_fp8 import FP8Config, cli, memory_report
 from torch_fp8.planner import counts, figure, layouts
 from torch_fp8.planner.counts import standing_bytes
@@ -24,9 +23,7 @@ SMALL = {"sequence": 32, "recipe": "tensorwise"}
 def test_predicted_bytes_are_those_of_a_trained_model(layout, level):
     config = FP8Config(recipe="tensorwise", opt_level=level) if level.startswith("O") else None
     predicted = standing_bytes(make_setup(config_of(layout), **SMALL), "policy", level)
-    model, optimizer = trained(
-        layout, config, convert=lambda o, c, m: torch_fp8.convert_optimizer(o, c, model=m)
-    )
+    model, optimizer = trained(layout, config)
     assert dataclasses.asdict(predicted) == dataclasses.asdict(memory_report(model, optimizer))
 
 
@@ -203,6 +200,21 @@ def test_command_prints_json_and_names_mistakes(tmp_path, capsys):
     assert "no file can be written" in capsys.readouterr().err
 
 
+@pytest.mark.long
+def test_several_numbers_of_gpus_are_a_table_over_them(tmp_path, capsys):
+    config_of("llama").save_pretrained(tmp_path)
+    call = ["plan", str(tmp_path), "--sequence", "32", "--level", "O2", "--gpus", "4", "8"]
+    assert cli.main([*call, "--fsdp", "4"]) == 0
+    text = capsys.readouterr().out
+    assert max(map(len, text.splitlines())) <= 80
+    assert text.count("4 GPUs") == text.count("8 GPUs (D2 F4)") == 4
+    assert cli.main([*call, "--json"]) == 0
+    one, two = json.loads(capsys.readouterr().out)
+    assert (one["setup"]["fsdp"], two["setup"]["fsdp"]) == (4, 8)
+    assert cli.main([*call, "--largest"]) == 2
+    assert "one number of --gpus" in capsys.readouterr().err
+
+
 def test_ctrl_c_leaves_nothing(tmp_path, capsys, monkeypatch):
     def interrupted(*_, **__):
         raise KeyboardInterrupt
@@ -222,3 +234,14 @@ def test_a_process_group_of_ones_own_is_left_alone(tmp_path):
             plan(config_of("llama"), **SMALL, gpus=2)
     finally:
         torch.distributed.destroy_process_group()
+
+
+def test_gradients_of_8_bits_lower_the_peak_of_many_layers():
+    """Weights outweigh activations here: what the last layers' gradients take is not forward's."""
+    config = config_of(WIDE)
+    config.num_hidden_layers = 12
+    made = plan(config, sequence=4, recipe="tensorwise", levels=("O2", "O3"), checkpointing=True)
+    o2, o3 = (made.levels[level] for level in ("O2", "O3"))
+    saved = o2.bytes["gradients"] - o3.bytes["gradients"]
+    assert o2.peak - o3.peak == pytest.approx(saved - o3.bytes["scales"] + o2.bytes["scales"])
+    assert saved > 0.2 * o2.bytes["gradients"]

@@ -1,39 +1,65 @@
-"""Trains small layouts on gloo ranks, sharded by FSDP2, and counts what rank 0 holds.
+"""Trains small layouts on gloo ranks, and counts what rank 0 holds and sends.
 
 Started by test_sharded_plan.py: ``python plan_cases.py <rank> <ranks> <store> <result>``.
 """
 
+import contextlib
 import dataclasses
+import functools
 import json
 import sys
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
 
-from tests.torch_fp8.planner.layouts_for_tests import LAYOUTS, trained
-from torch_fp8 import FP8Config, memory_report
+from tests.torch_fp8.planner.layouts_for_tests import LAYOUTS, WIDE, adam, trained
+from torch_fp8 import FP8Config, count_communication, memory_report
+from torch_fp8.distributed.ddp.wrap import connect_ddp, ddp_options
 from torch_fp8.distributed.fsdp.connect import connect_fsdp
 from torch_fp8.distributed.fsdp.split_weights import split_sharded
 from torch_fp8.planner.models import shard
 
 RANK, RANKS = int(sys.argv[1]), int(sys.argv[2])
+LEVELS = ("bf16-mixed", "O1", "O2", "O3")
 
 
-def count(layout, level, mesh):
-    """Return the bytes after a step, with the gradients of another."""
-    config = FP8Config(recipe="tensorwise", opt_level=level) if level.startswith("O") else None
-
-    def sharded(model):
-        shard(model, mesh)
-        if config is not None and level == "O1":
-            connect_fsdp(model, config)
-
-    def convert(optimizer, config, model):
+def prepare_shards(mesh, model, config):
+    """Shard a model by FSDP2 and give it AdamW, as the hosts do."""
+    shard(model, mesh)
+    optimizer = torch.optim.AdamW(model.parameters())
+    if config is not None and config.opt_level != "O1":
         split_sharded(model, [optimizer], config)
+    if config is not None:
         connect_fsdp(model, config)
+    return model, optimizer
 
-    model, optimizer = trained(layout, config, sharded, convert)
-    return dataclasses.asdict(memory_report(model, optimizer))
+
+def prepare_replica(model, config):
+    """Give a model AdamW and wrap it in DDP, as the hosts do."""
+    model, optimizer = adam(model, config)
+    options = {} if config is None else ddp_options(model, [optimizer])
+    wrapped = DistributedDataParallel(model, **options)
+    if config is not None:
+        connect_ddp(wrapped, [optimizer], config)
+    return wrapped, optimizer
+
+
+def count(layout, level, prepare):
+    """Return the bytes after a step, with the gradients of another, and those that it sent."""
+    config = FP8Config(recipe="tensorwise", opt_level=level) if level.startswith("O") else None
+    sent = []
+
+    @contextlib.contextmanager
+    def watched():
+        with count_communication() as made:
+            yield
+        sent.append(made.bytes_sent)
+
+    model, optimizer = trained(layout, config, prepare, watched)
+    counted = dataclasses.asdict(memory_report(model, optimizer))
+    return {"memory": counted, "wire": sent[0]}
 
 
 def main():
@@ -41,8 +67,16 @@ def main():
         "gloo", init_method=f"file://{sys.argv[3]}", rank=RANK, world_size=RANKS
     )
     mesh = init_device_mesh("cpu", (RANKS,))
-    levels = ("bf16-mixed", "O1", "O2", "O3")
-    results = {f"{name} {level}": count(name, level, mesh) for name in LAYOUTS for level in levels}
+    ways = [(name, name, functools.partial(prepare_shards, mesh)) for name in LAYOUTS]
+    ways.append(("replicas", WIDE, prepare_replica))
+    if RANKS == 4:
+        halves = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+        ways.append(("halves", WIDE, functools.partial(prepare_shards, halves)))
+    results = {
+        f"{way} {level}": count(layout, level, prepare)
+        for way, layout, prepare in ways
+        for level in LEVELS
+    }
     with open(sys.argv[4], "w") as file:
         json.dump(results, file)
     dist.destroy_process_group()

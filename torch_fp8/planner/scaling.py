@@ -1,0 +1,73 @@
+"""The same run on more and more GPUs, on paper: bytes on the wire and seconds by level."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch_fp8.planner.plan import Plan, plan
+from torch_fp8.planner.tables import aligned, gib, what
+
+
+def scaling(model: Any, gpus: Sequence[int], **options: Any) -> list[Plan]:
+    """Plan a run on each number of GPUs, with the same micro-batch on each of them.
+
+    Args:
+        model: see `torch_fp8.plan`.
+        gpus: the numbers of GPUs; FSDP2 shards over all of them, but for the degrees that are
+            given: with ``fsdp=8`` there is a replica for every 8.
+        options: see `torch_fp8.plan`.
+    """
+    return [plan(model, gpus=number, **options) for number in gpus]
+
+
+def scaling_text(plans: Sequence[Plan]) -> str:
+    """Format plans as three tables of at most 80 columns: memory, wire, seconds.
+
+    ``tokens/s`` are those of all GPUs at the fastest level that fits; ``of linear`` is that number
+    against the first row's, per GPU.
+    """
+    setup = plans[0].setup
+    head = (
+        f"{setup.name}, {plans[0].num_params / 1e9:.2f} billion parameters, {what(setup)}\n"
+        f"{setup.card.name}, {setup.memory:g} GiB each; {setup.micro_batch} x {setup.sequence} "
+        f"tokens on each; {setup.recipe}"
+    )
+    levels = list(plans[0].levels)
+    tables = [
+        ("peak GiB per GPU", lambda p: [_peak(level) for level in p.levels.values()]),
+        ("wire GiB per GPU", lambda p: [gib(level.wire) for level in p.levels.values()]),
+        ("seconds a step", lambda p: [f"{level.seconds:.3f}" for level in p.levels.values()]),
+    ]
+    parts = [head]
+    for title, cells in tables:
+        rows = [[title, *levels]]
+        rows += [[_degrees(made), *cells(made)] for made in plans]
+        parts.append(aligned(rows))
+    rows = [["tokens/s", *levels, "of linear"]]
+    first = _tokens_per_second(plans[0])
+    for made in plans:
+        speeds = _tokens_per_second(made)
+        share = max(speeds) / max(first) * plans[0].setup.gpus / made.setup.gpus
+        rows.append([_degrees(made), *(f"{speed:,.0f}" for speed in speeds), f"{share:.0%}"])
+    parts.append(aligned(rows))
+    parts.append(
+        "Bytes are counted by the code that trains, on up to 64 ranks; rings beyond are\n"
+        "arithmetic. Seconds are paper: data sheet rates, no card has measured them."
+    )
+    return "\n\n".join(parts)
+
+
+def _peak(level: Any) -> str:
+    return gib(level.peak) + ("" if level.fits else " NO")
+
+
+def _tokens_per_second(made: Plan) -> list[float]:
+    setup = made.setup
+    tokens = setup.tokens * setup.accumulate * setup.data * setup.fsdp
+    return [tokens / level.seconds for level in made.levels.values()]
+
+
+def _degrees(made: Plan) -> str:
+    setup = made.setup
+    ways = {"D": setup.data, "F": setup.fsdp, "T": setup.tensor, "P": setup.pipeline}
+    named = " ".join(f"{name}{n}" for name, n in ways.items() if n > 1)
+    return f"{setup.gpus:,} GPUs" + (f" ({named})" if len(named.split()) > 1 else "")
