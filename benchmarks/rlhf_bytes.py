@@ -127,7 +127,8 @@ def rows_of_example(folder: Path) -> list[dict[str, Any]]:
         totals[variant] = total
         if variant == FP8:
             total |= changes(totals[BF16], total)
-        about = {"scenario": "ppo example", "layout": EXAMPLE, "variant": variant}
+        size = f"{total['parameters'] / 4e6:.1f}M"
+        about = {"scenario": f"ppo example, {size}", "layout": EXAMPLE, "variant": variant}
         rows += [about | row for row in (*of_models, total)]
     return rows
 

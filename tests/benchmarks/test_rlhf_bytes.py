@@ -58,7 +58,7 @@ def test_what_the_example_counted_becomes_rows_beside_those(tmp_path, monkeypatc
             "memory": {
                 role: dict(zip(kinds, sizes, strict=True)) for role, sizes in models.items()
             },
-            "parameters": {"policy": 100, "reward": 100},
+            "parameters": {"policy": 4_000_000, "reward": 4_000_000},
             "live": {"after sampling": 900, "before the step": 1900},
         }
         (tmp_path / precision).mkdir()
@@ -68,27 +68,31 @@ def test_what_the_example_counted_becomes_rows_beside_those(tmp_path, monkeypatc
     monkeypatch.setattr("sys.argv", given)
     rlhf_bytes.main()
     rows = rows_of(path)
-    before, after = (rows["ppo example", v, "all"] for v in (rlhf_bytes.BF16, rlhf_bytes.FP8))
+    name = "ppo example, 2.0M"
+    before, after = (rows[name, v, "all"] for v in (rlhf_bytes.BF16, rlhf_bytes.FP8))
     assert (before["weights"], after["weights"], after["residuals"]) == ("600", "300", "100")
     assert (after["weights_below"], after["moments_below"]) == ("0.5", "0.7375")
     assert (before["caches"], after["caches"]) == ("0", "90")
-    assert (before["peak"], rows["ppo example", rlhf_bytes.FP8, "reward"]["peak"]) == ("1900", "")
-    assert "ppo example" in capsys.readouterr().out
+    assert (before["peak"], rows[name, rlhf_bytes.FP8, "reward"]["peak"]) == ("1900", "")
+    assert name in capsys.readouterr().out
 
 
 def test_the_page_has_the_figures_of_the_example():
     page = (ROOT / "docs/frozen.md").read_text()
     written = rows_of(RESULTS / "rlhf_bytes.csv")
-    for name, variant in (("BF16-mixed", rlhf_bytes.BF16), ("FP8", rlhf_bytes.FP8)):
-        row = written["ppo example", variant, "all"]
-        sizes = [int(row[kind]) / 2**20 for kind in (*rlhf_bytes.BYTES, "peak")]
-        cells = [name, *(f"{size:.1f}" if size else "0" for size in sizes)]
-        assert f"| {' | '.join(cells)} |" in page
-    at_7b, here = (
+    for millions in ("4.2", "7.1"):
+        bf16 = f"{millions} million parameters each, BF16-mixed"
+        for name, variant in ((bf16, rlhf_bytes.BF16), ("the same in FP8", rlhf_bytes.FP8)):
+            row = written[f"ppo example, {millions}M", variant, "all"]
+            sizes = [int(row[kind]) / 2**20 for kind in (*rlhf_bytes.BYTES, "peak")]
+            cells = [name, *(f"{size:.1f}" if size else "0" for size in sizes)]
+            assert f"| {' | '.join(cells)} |" in page
+    small, larger, at_7b = (
         100 * float(written[scenario, rlhf_bytes.FP8, "all"]["weights_below"])
-        for scenario in ("ppo", "ppo example")
+        for scenario in ("ppo example, 4.2M", "ppo example, 7.1M", "ppo")
     )
-    assert f"{here:.1f} % below there and {at_7b:.1f} % at 7B" in page
+    assert larger >= 46
+    assert f"{small:.1f} and {larger:.1f} % below there and {at_7b:.1f} % at 7B" in page
     sums = [
         sum(int(written["ppo", variant, "all"][kind]) for kind in rlhf_bytes.BYTES) / 2**30
         for variant in (rlhf_bytes.BF16, rlhf_bytes.FP8)

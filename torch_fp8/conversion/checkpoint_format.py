@@ -131,10 +131,6 @@ def check_scales(
             owner = stored.get(key.removesuffix(format.scale_suffix))
             if owner is None or owner.dtype != _E4M3:
                 raise ValueError(f"{key!r} has no E4M3 weight beside it: {_where(files, format)}")
-        if weight.dtype == "F8_E5M2":
-            raise ValueError(
-                f"{key!r} is E5M2, which no weight format has: {_where(files, format)}"
-            )
         if weight.dtype != _E4M3:
             continue
         scale_key = f"{key}{format.scale_suffix}"

@@ -2,8 +2,8 @@
 
 Models are GPTs of n layers, n heads and 128 n features, the rule that GPT-7B (32), 13B (40) and
 175B (96) follow; all GPUs shard by FSDP2. The row of FP8-LM is arithmetic: six bytes per parameter
-(master weight 2, gradient 1, moments 1 and 2: its equation for the FP8 optimizer), its weights
-gathered in FP8, and the activations of BF16 times 18.33 / 22.66, Transformer Engine's share as COAT
+(master weight 2, gradient 1, moments 1 and 2: its equation for the FP8 optimizer), and what BF16
+holds within a step times 18.33 / 22.66, Transformer Engine's share of the activations as COAT
 counts it (arXiv 2410.19313), for FP8-LM's linears are Transformer Engine's.
 """
 
@@ -18,7 +18,7 @@ from torch_fp8.planner.setup import BF16
 
 FP8_LM = "FP8-LM"
 METHODS = (BF16, FP8_LM, "O1", "O2", "O3")
-_FP8_LM_BYTES = 6.0
+_FP8_LM_STATES, _FP8_LM_GRADIENT, _BF16_GRADIENT = 5.0, 1.0, 4.0
 _FP8_LM_ACTIVATIONS = 18.33 / 22.66
 _MOST_LAYERS, _STEP = 400, 4
 
@@ -107,6 +107,10 @@ def _needs(layers: int, gpus: int, method: str, options: dict[str, Any]) -> tupl
     needed = made.levels[level]
     if method != FP8_LM:
         return needed.peak, made.num_params, needed.fits
-    peak = _FP8_LM_BYTES * made.num_params / gpus
-    peak += _FP8_LM_ACTIVATIONS * needed.bytes["activations"]
+    each = made.num_params / gpus
+    forward = needed.bytes["activations"]
+    states = sum(needed.bytes[name] for name in ("weights", "moments"))
+    of_step = max(forward, needed.peak - states)  # in backward with the gradients, float32
+    backward = _FP8_LM_ACTIVATIONS * (of_step - _BF16_GRADIENT * each) + _FP8_LM_GRADIENT * each
+    peak = _FP8_LM_STATES * each + max(_FP8_LM_ACTIVATIONS * forward, backward)
     return round(peak), made.num_params, peak + RESERVE <= made.setup.memory * 2**30
