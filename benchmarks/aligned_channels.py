@@ -5,7 +5,8 @@
 arXiv 2409.12517 describes why FP8 training fails late: the gate and the up projection of a channel
 align, the channel becomes quadratic in the input and outgrows the others. What takes hundreds of
 billions of tokens there is planted here, into each gated MLP of a Llama of half a million
-parameters that learns the standard library (`benchmarks.pretraining` has model and text):
+parameters that has learnt the standard library for 1,500 steps in BF16, and goes on with it from
+there (`benchmarks.pretraining` has model and text):
 
 * **aligned channels.** From step `Faults.start` on the gate row and the up row of a channel are the
   same direction, and both grow by the same factor in each step, to `Faults.magnitude` times their
@@ -21,6 +22,7 @@ size of the learning rate however small a weight is. `train` takes any configura
 `Faults()` has both, and ``Faults(magnitude=1, outlier=1)`` none.
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -33,8 +35,8 @@ from benchmarks.pretraining import BATCH, LEARNING_RATE, corpus, evaluate, loss_
 from examples import tiny_llama
 from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8
 
-STEPS = 600
-HIDDEN, LAYERS = 128, 2
+PRETRAINING_STEPS, STEPS = 1500, 400
+HIDDEN, LAYERS, RATE = 128, 2, 1e-3
 
 
 @dataclass(frozen=True)
@@ -52,8 +54,8 @@ class Faults:
 
     aligned: tuple[int, ...] = (3, 200)
     magnitude: float = 200.0
-    start: int = 100
-    growth: int = 200
+    start: int = 50
+    growth: int = 150
     spiking: int = 77
     outlier: float = 1024.0
     every: int = 50
@@ -72,37 +74,61 @@ class Run(NamedTuple):
 AfterStep = Callable[[int, nn.Module, float], None]
 
 
+@functools.cache
+def pretrained(
+    seed: int, steps: int = PRETRAINING_STEPS
+) -> tuple[dict[str, Tensor], tuple[Tensor, Tensor, int]]:
+    """Return the weights of a model that has learnt in BF16, and `corpus()`."""
+    data = corpus()
+    model = _built(seed, data[2])
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.0
+    )
+    schedule = get_cosine_schedule_with_warmup(optimizer, steps // 20, 2 * steps)
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(steps):
+        loss_of(model, windows(data[0], BATCH, generator)).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+    return {k: v.clone() for k, v in model.state_dict().items()}, data
+
+
+def _built(seed: int, vocab_size: int) -> LlamaForCausalLM:
+    torch.manual_seed(seed)
+    return tiny_llama.build(vocab_size, HIDDEN, LAYERS, pad_token_id=0, eos_token_id=1)
+
+
 def train(
     config: FP8Config | None,
     seed: int,
     faults: Faults = NO_FAULTS,
     steps: int = STEPS,
     after_step: AfterStep | None = None,
-    data: tuple[Tensor, Tensor, int] | None = None,
+    start: tuple[dict[str, Tensor], tuple[Tensor, Tensor, int]] | None = None,
     prepare: Callable[[nn.Module, torch.optim.Optimizer], None] | None = None,
 ) -> Run:
-    """Train one model from scratch.
+    """Train one model on from where BF16 has left it.
 
     Args:
         config: of FP8; None: BF16.
-        seed: of the weights and of the data's order.
+        seed: of the weights before the pretraining, and of the data's order.
         faults: what is planted.
         after_step: called with the step, the model and the loss when a step is done.
-        data: what `benchmarks.pretraining.corpus` returns; None: it is asked.
+        start: what `pretrained` returns; None: it is asked.
         prepare: called with the model, converted, and its optimizer before the first step.
     """
-    tokens, held_out, vocab_size = corpus() if data is None else data
-    torch.manual_seed(seed)
-    model = tiny_llama.build(vocab_size, HIDDEN, LAYERS, pad_token_id=0, eos_token_id=1)
+    weights, (tokens, held_out, vocab_size) = pretrained(seed) if start is None else start
+    model = _built(seed, vocab_size)
+    model.load_state_dict(weights)
     if config is not None:
         convert_to_float8(model, config)
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.0
-    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.0)
     if config is not None and config.opt_level != "O1":
         convert_optimizer(optimizer, config, model=model)
     schedule = get_cosine_schedule_with_warmup(optimizer, steps // 20, steps)
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed + 1)
     planted = [PlantedMLP(layer.mlp, faults) for layer in model.model.layers]
     if prepare is not None:
         prepare(model, optimizer)
