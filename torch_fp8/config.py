@@ -4,26 +4,24 @@ import functools
 import json
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields
-from pathlib import Path
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
+from torch_fp8.quantization.contradictions import (
+    AUTO_ONLY,
+    DELAYED_ONLY,
+    check_contradictions,
+)
 from torch_fp8.quantization.formats import FORMATS
+from torch_fp8.quantization.option_values import check_choice, check_int, read_json, str_tuple
+from torch_fp8.quantization.overrides import HIGH_PRECISION, Overrides
 from torch_fp8.quantization.recipe import E4M3_ONLY, GEMMS, RECIPES, SAVE_FORMATS
 from torch_fp8.quantization.split_float import RESIDUAL_BITS
 
 ENV_VAR = "TORCH_FP8_CONFIG"
+_NO_OVERRIDES = Overrides()
 _BOOLS = ("eval_fp8", "emulate", "gradient_release", "keep_eval_weights", "update_clipping")
-_OPTIMIZER_ONLY = ("residual_bits", "gradient_release", "cache_weights", "update_clipping", "seed")
-_TORCH_ONLY = (
-    *("frozen_weights", "wgrad", "fast_accum"),
-    *("cache_weights", "keep_eval_weights", "emulate", "save_format"),
-)
-_AUTO_ONLY = ("tokens",)
 _MOST_MARGIN = 8
-_MOST_BYTES = 2**20
-"""The most bytes of a configuration file: whatever is larger is another file."""
-_DELAYED_ONLY = ("amax_history_len", "amax_compute_algo", "margin")
 
 
 @dataclass(frozen=True)
@@ -103,6 +101,12 @@ class FP8Config:
             below: ``layers.2`` matches ``model.layers.2.mlp.up_proj`` and not ``model.layers.20``.
             ``*`` matches within a component, ``**`` across components. A value replaces the
             default: name ``lm_head`` again to keep it. Default: ``("lm_head",)``.
+        overrides (dict[str, typing.Any]): other options for some layers, by patterns as of `skip`:
+            ``{"layers.0": {"recipe": "blockwise"}, "down_proj": {"recipe": "bf16"}}``. A value has
+            any of ``recipe`` (a named one, or ``bf16`` for high precision, as None is), ``wgrad``,
+            ``grad_format``, ``fast_accum``, ``amax_history_len``, ``amax_compute_algo``, ``margin``
+            and ``eval_fp8``. Where several patterns match, the later ones win, and `skip` wins over
+            all. Weights that are stored as FP8 alone keep their own recipe. Default: ``{}``.
         emulate (bool): run GEMMs that the hardware cannot run natively through the reference path.
             The CPU always emulates. Default: ``False``.
         backend (str): who runs the GEMMs of linear layers: ``torch``, with casts of this package,
@@ -136,18 +140,19 @@ class FP8Config:
     save_activations: str = "fp8"
     eval_fp8: bool = True
     skip: tuple[str, ...] = ("lm_head",)
+    overrides: dict[str, Any] = _NO_OVERRIDES
     emulate: bool = False
     backend: str = "torch"
 
     def __post_init__(self) -> None:
         for name in ("skip", "fast_accum"):
-            object.__setattr__(self, name, _str_tuple(name, getattr(self, name)))
-        _check_choice("recipe", self.recipe, ("auto", *RECIPES))
-        _check_choice("wgrad", self.wgrad, ("fp8", "bf16"))
-        _check_choice("grad_format", self.grad_format, (None, *FORMATS))
-        _check_choice("amax_compute_algo", self.amax_compute_algo, ("max", "most_recent"))
+            object.__setattr__(self, name, str_tuple(name, getattr(self, name)))
+        check_choice("recipe", self.recipe, ("auto", *RECIPES))
+        check_choice("wgrad", self.wgrad, ("fp8", "bf16"))
+        check_choice("grad_format", self.grad_format, (None, *FORMATS))
+        check_choice("amax_compute_algo", self.amax_compute_algo, ("max", "most_recent"))
         for gemm in self.fast_accum:
-            _check_choice("fast_accum", gemm, GEMMS)
+            check_choice("fast_accum", gemm, GEMMS)
         for name in _BOOLS:
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"FP8Config.{name} must be a bool, got {getattr(self, name)!r}")
@@ -156,87 +161,77 @@ class FP8Config:
                 f"FP8Config.cache_weights must be a bool or 'both', got {self.cache_weights!r}"
             )
         for name, least in (("tokens", 1), ("amax_history_len", 1), ("margin", 0), ("seed", None)):
-            _check_int(name, getattr(self, name), least)
+            check_int(name, getattr(self, name), least)
         if self.margin > _MOST_MARGIN:
             raise ValueError(
                 f"FP8Config.margin must be from 0 to {_MOST_MARGIN}, got {self.margin}: E4M3 has "
                 "17 powers of two, and the margin takes as many of them"
             )
-        _check_choice("opt_level", self.opt_level, ("O1", "O2", "O3"))
-        _check_choice("backend", self.backend, ("torch", "transformer-engine"))
-        _check_choice("save_activations", self.save_activations, ("fp8", "bf16"))
-        _check_choice("frozen_weights", self.frozen_weights, ("auto", "fp8", "keep"))
-        _check_choice("save_format", self.save_format, (None, *SAVE_FORMATS))
-        _check_choice("communication", self.communication, ("fp8", "fp8-lm", "off"))
-        _check_int("residual_bits", self.residual_bits, None)
-        _check_choice("residual_bits", self.residual_bits, RESIDUAL_BITS)
-        self._check_contradictions()
+        check_choice("opt_level", self.opt_level, ("O1", "O2", "O3"))
+        check_choice("backend", self.backend, ("torch", "transformer-engine"))
+        check_choice("save_activations", self.save_activations, ("fp8", "bf16"))
+        check_choice("frozen_weights", self.frozen_weights, ("auto", "fp8", "keep"))
+        check_choice("save_format", self.save_format, (None, *SAVE_FORMATS))
+        check_choice("communication", self.communication, ("fp8", "fp8-lm", "off"))
+        check_int("residual_bits", self.residual_bits, None)
+        check_choice("residual_bits", self.residual_bits, RESIDUAL_BITS)
+        object.__setattr__(self, "overrides", Overrides.checked(self.overrides))
+        check_contradictions(self, _DEFAULTS)
+        for pattern, options in self.overrides.items():
+            self._check_override(pattern, options)
 
-    def _check_contradictions(self) -> None:
-        for recipe, names in (("auto", _AUTO_ONLY), ("delayed", _DELAYED_ONLY)):
-            given = [name for name in names if getattr(self, name) != _DEFAULTS[name]]
-            if given and self.recipe != recipe:
-                raise ValueError(
-                    f"FP8Config: {', '.join(given)} apply to recipe={recipe!r} only, but recipe is "
-                    f"{self.recipe!r}; name recipe={recipe!r}, or leave them out"
-                )
-        if self.grad_format == "e5m2" and self.recipe in E4M3_ONLY:
+    def _check_override(self, pattern: str, options: Mapping[str, Any] | None) -> None:
+        where = f"FP8Config.overrides[{pattern!r}]"
+        # Without a recipe, they may be meant for layers that another pattern gives one.
+        earlier = [o["recipe"] for o in self.overrides.values() if o and "recipe" in o]
+        recipes = [] if options is None or "recipe" in options else dict.fromkeys(earlier)
+        try:
+            self.overridden(options)
+        except (ValueError, TypeError) as error:
+            if not any(self._can_override({"recipe": r, **(options or {})}) for r in recipes):
+                raise type(error)(f"{where}: {error}") from error
+        if pattern in self.skip and not is_high_precision(options):
             raise ValueError(
-                f"FP8Config: recipe={self.recipe!r} takes gradients in E4M3 only (torch's "
-                "block-scaled GEMMs multiply E4M3 with E4M3); leave grad_format out"
+                f"{where} gives options to layers that skip={self.skip!r} keeps in high precision; "
+                f"leave {pattern!r} out of one of them"
             )
-        if self.cache_weights and self.recipe == "delayed":
+        if options and self.backend == "transformer-engine":
             raise ValueError(
-                "FP8Config: cache_weights=True keeps payloads whose scale is the weight's own; "
-                "recipe='delayed' takes it from a history that moves with every forward; leave one "
-                "of them out"
+                f"{where} cannot be had of Transformer Engine, which runs one recipe; name None or "
+                "{'recipe': 'bf16'}, or leave backend out"
             )
-        if self.communication == "fp8-lm" and self.opt_level == "O3":
-            raise ValueError(
-                "FP8Config: communication='fp8-lm' rounds gradients with one scale per tensor, but "
-                "at opt_level='O3' they are kept in groups of 32 with a scale each, and would be "
-                "rounded a second time; name opt_level='O2' or 'O1', or communication='fp8'"
-            )
-        recipes = SAVE_FORMATS.get(self.save_format or "", ())
-        if self.save_format is not None and self.recipe not in ("auto", *recipes):
-            others = [name for name, able in SAVE_FORMATS.items() if self.recipe in able]
-            raise ValueError(
-                f"FP8Config: save_format={self.save_format!r} cannot say recipe={self.recipe!r}; "
-                f"name recipe={recipes[0]!r}, or save_format={others[0]!r}"
-            )
-        optimizer = [n for n in _OPTIMIZER_ONLY if getattr(self, n) != _DEFAULTS[n]]
-        if optimizer and self.opt_level == "O1":
-            raise ValueError(
-                f"FP8Config: {', '.join(optimizer)} apply to the optimizer, which opt_level='O1' "
-                "leaves as it is; name opt_level='O2' or 'O3', or leave them out"
-            )
-        if self.frozen_weights == "fp8" and self.opt_level == "O1":
-            raise ValueError(
-                "FP8Config: frozen_weights='fp8' stores weights in FP8, but opt_level='O1' leaves "
-                "weights as they are; name opt_level='O2' or 'O3', or leave frozen_weights out"
-            )
-        if self.wgrad == "bf16" and "wgrad" in self.fast_accum:
-            raise ValueError(
-                "FP8Config: fast_accum names 'wgrad', but wgrad='bf16' runs that GEMM in high "
-                "precision; leave one of them out"
-            )
-        if self.backend == "transformer-engine":
-            self._check_transformer_engine()
 
-    def _check_transformer_engine(self) -> None:
-        if self.recipe == "rowwise":
-            raise ValueError(
-                "FP8Config: Transformer Engine has no recipe with a scale per row; name recipe="
-                "'tensorwise', 'delayed', 'blockwise' or 'mxfp8', or leave backend out"
-            )
-        given = [name for name in _TORCH_ONLY if getattr(self, name) != _DEFAULTS[name]]
-        if self.recipe == "delayed" and self.amax_history_len == 1:
-            given.append("amax_history_len=1")
-        if given:
-            raise ValueError(
-                f"FP8Config: {', '.join(given)} cannot be had of Transformer Engine; leave that "
-                "out, or backend"
-            )
+    def _can_override(self, options: Mapping[str, Any]) -> bool:
+        try:
+            self.overridden(options)
+        except (ValueError, TypeError):
+            return False
+        return not is_high_precision(options)
+
+    def overridden(self, options: Mapping[str, Any] | None) -> "FP8Config":
+        """Return this configuration with `options` of an override in place of its own.
+
+        Another recipe does not take over what belongs to this one: the options of delayed scaling
+        and of ``auto``, and a format of gradients that it cannot run. High precision changes
+        nothing here.
+
+        Raises:
+            ValueError: see `FP8Config`.
+            TypeError: see `FP8Config`.
+        """
+        changes: dict[str, Any] = {"overrides": {}}
+        if is_high_precision(options):
+            options = {}
+        assert options is not None
+        if options.get("recipe", self.recipe) != self.recipe:
+            left = [*DELAYED_ONLY, *AUTO_ONLY]
+            if options["recipe"] in E4M3_ONLY:
+                left.append("grad_format")
+            changes.update((name, _DEFAULTS[name]) for name in left)
+        if options.get("wgrad") == "bf16":
+            kept = tuple(gemm for gemm in self.fast_accum if gemm != "wgrad")
+            changes["fast_accum"] = kept
+        return replace(self, **{**changes, **options})
 
     def to_json(self) -> str:
         """Return all fields as a JSON object, which `from_json` reads back."""
@@ -249,7 +244,7 @@ class FP8Config:
         Raises:
             ValueError: neither JSON nor a readable file, an unknown field, or a bad value.
         """
-        values = _read_json(source)
+        values = read_json(source)
         return cls(**values)
 
     @classmethod
@@ -291,6 +286,11 @@ def config_or_default(config: object) -> FP8Config:
     raise TypeError(f"config is {config!r}, a {type(config).__name__}; pass {how}")
 
 
+def is_high_precision(options: Mapping[str, Any] | None) -> bool:
+    """Return whether the value of an override keeps layers in high precision."""
+    return options is None or options.get("recipe") == HIGH_PRECISION
+
+
 _DEFAULTS: dict[str, Any] = {f.name: f.default for f in fields(FP8Config)}
 
 
@@ -315,55 +315,6 @@ def _check_names(options: dict[str, Any]) -> None:
             f"unknown FP8Config option(s) {', '.join(map(repr, unknown))}; "
             f"the valid ones are {', '.join(_DEFAULTS)}"
         )
-
-
-def _read_json(source: str | os.PathLike[str]) -> dict[str, Any]:
-    text = os.fspath(source).strip()
-    if not text.startswith("{"):
-        text = _read_file(text)
-    try:
-        values = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"not valid JSON: {error}") from error
-    except RecursionError:
-        raise ValueError("not a JSON object of FP8Config options: it is nested too deep") from None
-    if not isinstance(values, dict):
-        raise ValueError(f"expected a JSON object of FP8Config options, got {values!r}")
-    return values
-
-
-def _read_file(name: str) -> str:
-    try:
-        with Path(name).open("rb") as file:
-            content = file.read(_MOST_BYTES + 1)
-        if len(content) > _MOST_BYTES:
-            raise ValueError(f"{name!r} is larger than {_MOST_BYTES} bytes: no configuration is")
-        return content.decode()
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{name!r} is not UTF-8 text: {error}") from error
-    except OSError as error:
-        raise ValueError(f"{name!r} is neither a JSON object nor a readable file") from error
-
-
-def _check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
-    if value not in choices:
-        valid = ", ".join(repr(c) for c in choices)
-        raise ValueError(f"FP8Config.{name}={value!r} is unknown; the valid choices are {valid}")
-
-
-def _check_int(name: str, value: object, least: int | None) -> None:
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"FP8Config.{name} must be an int, got {value!r}")
-    if least is not None and value < least:
-        raise ValueError(f"FP8Config.{name} must be at least {least}, got {value}")
-
-
-def _str_tuple(name: str, value: object) -> tuple[str, ...]:
-    if isinstance(value, str) or not isinstance(value, (tuple, list)):
-        raise TypeError(f"FP8Config.{name} must be a tuple of strings, got {value!r}")
-    if not all(isinstance(item, str) and item for item in value):
-        raise TypeError(f"FP8Config.{name} must hold non-empty strings, got {value!r}")
-    return tuple(value)
 
 
 def given_config(

@@ -1,4 +1,4 @@
-"""The functions that convert a model: `convert_to_float8`, `revert`, and delayed scaling's state.
+"""The functions that convert a model: `convert_to_float8` and `revert`.
 
 Conversion swaps ``__class__`` in place. The Parameter objects stay the same, so whatever holds them
 (an optimizer, a tied module, FSDP's maps, a state dict) never notices.
@@ -10,22 +10,24 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from torch_fp8.config import FP8Config, config_or_default
 from torch_fp8.conversion.autotune import choose_recipe, recipe_of
 from torch_fp8.conversion.frozen_layers import freeze_as_configured, option_that_keeps
-from torch_fp8.conversion.fused_layers import convert_producers, revert_producers
-from torch_fp8.conversion.report import ConversionReport, SkippedModule, matmul_flops
-from torch_fp8.distributed.ddp.fp8_lm import (
-    automatic_scaling_state,
-    set_automatic_scaling,
-    take_automatic_scaling_state,
+from torch_fp8.conversion.fused_layers import NO_PRODUCERS, convert_producers, revert_producers
+from torch_fp8.conversion.layer_options import (
+    high_precision_pattern,
+    layer_options,
+    own_recipe,
+    unused_overrides,
 )
+from torch_fp8.conversion.report import ConversionReport, SkippedModule, matmul_flops
+from torch_fp8.distributed.ddp.fp8_lm import set_automatic_scaling
 from torch_fp8.distributed.tensor_parallel.styles import check_style
-from torch_fp8.nn.class_swap import add_mixin, remove_mixin, unwrapped_name
+from torch_fp8.nn.class_swap import add_mixin, remove_mixin
 from torch_fp8.nn.conv1d import Float8Conv1D
 from torch_fp8.nn.foreign_layer import QUANTIZED, is_ligers, quantized_by
 from torch_fp8.nn.layer_filter import (
@@ -48,7 +50,6 @@ from torch_fp8.ops.hardware import check_device, resolve_auto, runs_natively
 from torch_fp8.optim.embedding_dtype import restore_output_dtype
 from torch_fp8.quantization.recipe import Recipe
 
-_SCALING = ("amax_history", "last_scale")
 _MIXINS = (TransformerEngineLinear, Float8Linear, Float8Conv1D)
 
 
@@ -92,19 +93,27 @@ def convert_to_float8(
         raise ValueError(NOT_SHARDED)
     plan = list(_plan(model, config, recipe))
     linears = {name: module for name, module, reason in plan if reason is None}
+    own = layer_options(linears, config)
     choice = None
     if config.recipe == "auto":
-        choice = choose_recipe(model, linears, config, target)
+        free = {n: m for n, m in linears.items() if n not in own or own[n].recipe == "auto"}
+        choice = choose_recipe(model, free, config, target)
         if choice.not_measured is None:
             recipe = recipe_of(config, choice.recipe)
             check_device(target, recipe.name, config.emulate)  # another rank's card may be better
     left = {} if choice is None else choice.left
     emulate = config.emulate and not runs_natively(target, recipe.name)
 
-    converted, skipped = [], []
+    converted, skipped, overridden = [], [], {}
     for name, module, reason in plan:
         reason = left.get(name) if reason is None else reason
-        if reason is None:
+        if reason is None and name in own:
+            theirs = own_recipe(own[name], recipe.name, target)
+            emulated = config.emulate and not runs_natively(target, theirs.name)
+            _to_float8(module, name, own[name], theirs, emulated)
+            converted.append(name)
+            overridden[name] = theirs
+        elif reason is None:
             _to_float8(module, name, config, recipe, emulate)
             converted.append(name)
         else:
@@ -124,7 +133,8 @@ def convert_to_float8(
     if is_te or not converted:
         revert_producers(model)
     frozen = freeze_as_configured(model, config, target)
-    producers = () if is_te or not converted else convert_producers(model, config)
+    made = NO_PRODUCERS if is_te or not converted else convert_producers(model, config)
+    unused = unused_overrides(model, config)
     place_regions(model)
     _keep_scaling_local(model)
     return ConversionReport(
@@ -135,11 +145,14 @@ def convert_to_float8(
         device=target,
         emulated=emulate or target.type != "cuda",
         unused_skip=tuple(p for p in config.skip if not _names_a_module(model, p)),
-        flops=matmul_flops(model, recipe),
-        producers=producers,
+        flops=matmul_flops(model),
+        producers=made.converted,
         choice=choice,
         frozen=frozen,
         num_liger=sum(map(is_ligers, model.modules())),
+        overridden=overridden,
+        unused_overrides=unused,
+        unfused=made.unfused,
     )
 
 
@@ -209,67 +222,6 @@ def check_config(config: FP8Config, device: torch.device) -> Recipe:
     return recipe
 
 
-def scaling_state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """Return the scaling state as plain float32 tensors on the CPU; empty for most configurations.
-
-    Delayed scaling has two keys for each layer, which is named as in the model without compiled
-    and checkpointed wrappers. ``<qualified name>.amax_history``, (3, H), holds the amaxes of input,
-    weight and grad_output, the most recent first, and negative where an outlier was left out.
-    ``<qualified name>.last_scale`` is (2,). With ``communication="fp8-lm"`` there is
-    ``automatic_scaling.mu``, ().
-
-    Args:
-        model: converted.
-    """
-    state = automatic_scaling_state(model)
-    for name, module in _delayed_modules(model):
-        for key, value in zip(_SCALING, module.scaling_state, strict=True):
-            state[f"{name}.{key}"] = value.detach().cpu().clone()
-    return state
-
-
-def load_scaling_state_dict(model: nn.Module, state: dict[str, Tensor]) -> None:
-    """Restore what `scaling_state_dict` returned; training then continues exactly as it was.
-
-    An empty `state` (of a checkpoint of another recipe, or of stock training) changes nothing. A
-    ``mu`` is left unused if the communication is not ``"fp8-lm"``.
-
-    Args:
-        model: converted with the same configuration.
-        state: as `scaling_state_dict` returned it.
-    Raises:
-        ValueError: `state` belongs to another model or history length, or its history holds an Inf
-            or NaN; nothing is loaded then.
-    """
-    state = take_automatic_scaling_state(model, state)
-    state = {unwrapped_name(key): value for key, value in state.items()}
-    if not state:
-        return
-    modules = dict(_delayed_modules(model))
-    targets = {
-        f"{name}.{key}": value
-        for name, module in modules.items()
-        for key, value in zip(_SCALING, module.scaling_state, strict=True)
-    }
-    if not targets:
-        return
-    for key in sorted(targets.keys() ^ state.keys()):
-        where = "in the model, not in the state" if key in targets else "in the state only"
-        raise ValueError(f"FP8 scaling state does not fit the model: {key!r} is {where}")
-    for key, target in targets.items():
-        if state[key].shape != target.shape:
-            raise ValueError(
-                f"FP8 scaling state {key!r} has shape {tuple(state[key].shape)}, expected "
-                f"{tuple(target.shape)}; was it saved with another amax_history_len?"
-            )
-        if key.endswith(_SCALING[0]) and not state[key].isfinite().all():
-            raise ValueError(f"FP8 scaling state {key!r} holds an Inf or NaN")
-    with torch.no_grad():
-        for name, module in modules.items():
-            history, last_scale = (state[f"{name}.{key}"] for key in _SCALING)
-            module.load_scaling_state(history, last_scale)
-
-
 def _check_model(model: object) -> None:
     if isinstance(model, nn.Module):
         return
@@ -310,6 +262,8 @@ def _plan(
             yield from ((full, module, why) for full, why in expert_weights(name, module))
             continue
         reason = skip_reason(name, module, config.skip, kept_high)
+        if reason is None:
+            reason = high_precision_pattern(name, config)
         if reason is None and _is_te(config):
             reason = unaligned(module, recipe)
         yield name, module, reason
@@ -374,12 +328,6 @@ def _keep_scaling_local(model: nn.Module) -> None:
 
 def _device_of(model: nn.Module) -> torch.device:
     return next((p.device for p in model.parameters()), torch.device("cpu"))
-
-
-def _delayed_modules(model: nn.Module) -> Iterator[tuple[str, Float8Layer]]:
-    for name, module in model.named_modules():
-        if isinstance(module, Float8Layer) and module.fp8_recipe.delayed:
-            yield unwrapped_name(name), module
 
 
 def _names_a_module(model: nn.Module, pattern: str) -> bool:

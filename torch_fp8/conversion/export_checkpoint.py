@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from torch_fp8.config import FP8Config, config_or_default
 from torch_fp8.conversion.checkpoint_format import check_scales, read_format, read_weight
-from torch_fp8.conversion.convert import convert_to_float8, load_scaling_state_dict
+from torch_fp8.conversion.convert import convert_to_float8
 from torch_fp8.conversion.export import (
     ExportReport,
     PreparedExport,
@@ -31,6 +31,7 @@ from torch_fp8.conversion.fp8_weight import frozen_payload
 from torch_fp8.conversion.load_checkpoint import built_without_data, check_keys, homes_of
 from torch_fp8.conversion.safetensors_files import DTYPES, SafetensorsFiles
 from torch_fp8.conversion.safetensors_writer import parse_size, write_safetensors
+from torch_fp8.conversion.scaling_state import load_scaling_state_dict
 from torch_fp8.conversion.whole_folder import refuse_existing, whole_folder
 from torch_fp8.nn.linear import Float8Layer
 from torch_fp8.nn.scaling_buffers import BUFFERS

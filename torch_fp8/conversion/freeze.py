@@ -19,6 +19,7 @@ from torch_fp8.conversion.frozen_layers import (
     thaw_layers,
 )
 from torch_fp8.conversion.fused_layers import convert_producers
+from torch_fp8.conversion.layer_options import base_config
 from torch_fp8.nn.linear import Float8Layer
 
 
@@ -51,7 +52,7 @@ def freeze(
         refuse_kept(config)
         convert_to_float8(model, config, device=device)
         layers = _layers(model)
-    config = layers[0].fp8_config
+    config = base_config(layers)
     refuse_kept(config)
     target = torch.device(device) if device is not None else layers[0].weight.device
     proven = proven_frozen(model)
@@ -75,7 +76,7 @@ def thaw(model: nn.Module) -> int:
     count = thaw_layers(model)
     layers = _layers(model)
     if count:
-        convert_producers(model, layers[0].fp8_config)
+        convert_producers(model, base_config(layers))
     return count
 
 

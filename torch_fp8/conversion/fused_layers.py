@@ -1,5 +1,8 @@
 """Conversion of the modules between FP8 layers that emit FP8: RMSNorms and gated MLPs."""
 
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
 from torch import nn
 
 import torch_fp8.compile.delayed_quantize_fusion  # noqa: F401, where there are producers
@@ -7,6 +10,7 @@ from torch_fp8.autograd.function import as_text
 from torch_fp8.config import FP8Config
 from torch_fp8.conversion.detect_gated_mlp import gated_mlp_spec
 from torch_fp8.conversion.detect_rms_norm import rms_norm_spec
+from torch_fp8.conversion.layer_options import high_precision_pattern
 from torch_fp8.nn.class_swap import add_mixin, remove_mixin
 from torch_fp8.nn.gated_mlp import Float8GatedMLP, other_modules
 from torch_fp8.nn.layer_filter import matches
@@ -14,35 +18,63 @@ from torch_fp8.nn.layer_norm import SharedOutput
 from torch_fp8.nn.linear import Float8Layer
 from torch_fp8.nn.rms_norm import Float8RMSNorm
 from torch_fp8.nn.scaling_buffers import INPUT
+from torch_fp8.quantization.contradictions import DELAYED_ONLY
 from torch_fp8.tensor.quantizer import Quantizer
 
 
-def convert_producers(model: nn.Module, config: FP8Config) -> tuple[str, ...]:
+class Producers(NamedTuple):
+    """What `convert_producers` did, in qualified names.
+
+    Attributes:
+        converted: the modules that hand over FP8.
+        unfused: those that do not, for the layers behind them cast differently.
+    """
+
+    converted: tuple[str, ...]
+    unfused: tuple[str, ...]
+
+
+NO_PRODUCERS = Producers((), ())
+
+
+def convert_producers(model: nn.Module, config: FP8Config) -> Producers:
     """Convert the RMSNorms of `model`, and the gated MLPs that have an FP8 layer, in place.
 
     LayerNorms in front of several FP8 layers return a tensor that is cast once for all of them.
-    Modules that `config.skip` names, and all others, stay as they are.
+    Modules that `config.skip` names, that an override keeps in high precision, and all others, stay
+    as they are. Where overrides make layers behind a norm, or of an MLP, cast differently, the norm
+    hands over plain tensors, and the MLP stays as it is.
 
     Args:
         model: a model whose linear layers are converted already.
-    Returns:
-        The qualified names of the modules converted.
     """
-    converted = []
+    converted: list[str] = []
+    unfused: list[str] = []
     modules = dict(model.named_modules())
     for name, module in modules.items():
-        if any(matches(pattern, name) for pattern in config.skip):
+        if any(matches(pattern, name) for pattern in config.skip) or (
+            config.overrides and high_precision_pattern(name, config) is not None
+        ):
             _revert(module)
             continue
         parent = modules.get(name.rpartition(".")[0])
-        if _is_shared(module, parent) and share_output(module, name):
+        groups = _layers_beside(module, parent)
+        alike = not config.overrides or _cast_alike(layer for group in groups for layer in group)
+        if alike and any(len(group) > 1 for group in groups) and share_output(module, name):
             continue
-        if convert_rms_norm(module, name, config, _reading_quantizer(module, parent)) or (
-            any(isinstance(m, Float8Layer) for m in module.modules())
-            and convert_gated_mlp(module, name, config)
-        ):
-            converted.append(name)
-    return tuple(converted)
+        if not alike and isinstance(module, SharedOutput):
+            keep_output(module)
+        quantizer = _reading_quantizer(groups) if alike else None
+        if convert_rms_norm(module, name, config, quantizer):
+            (converted if alike else unfused).append(name)
+        elif any(isinstance(m, Float8Layer) for m in module.modules()):
+            if not config.overrides or _cast_alike(_layers_of_mlp(module)):
+                if convert_gated_mlp(module, name, config):
+                    converted.append(name)
+            elif isinstance(module, Float8GatedMLP) or gated_mlp_spec(module) is not None:
+                _revert(module)
+                unfused.append(name)
+    return Producers(tuple(converted), tuple(unfused))
 
 
 def revert_producers(model: nn.Module) -> None:
@@ -51,13 +83,11 @@ def revert_producers(model: nn.Module) -> None:
         _revert(module)
 
 
-def _reading_quantizer(norm: nn.Module, parent: nn.Module | None) -> Quantizer | None:
-    """Return how the FP8 layers cast their input that are beside `norm` or inside its siblings, and
-    take as many features as it has.
+def _reading_quantizer(groups: Iterable[Sequence[Float8Layer]]) -> Quantizer | None:
+    """Return how the FP8 layers of `_layers_beside` cast their input.
 
     The last norm of a model, beside the list of its layers, has none: its output is the model's.
     """
-    groups = _layers_beside(norm, parent)
     layers = [layer for group in groups for layer in group]
     if not layers:
         return None
@@ -66,14 +96,36 @@ def _reading_quantizer(norm: nn.Module, parent: nn.Module | None) -> Quantizer |
     return Quantizer(spec, config, columnwise_usage=wgrad)
 
 
-def _is_shared(norm: nn.Module, parent: nn.Module | None) -> bool:
-    """Return whether some module among the norm's siblings has several such layers, as q, k and
-    v.
+def _cast_alike(layers: Iterable[Float8Layer]) -> bool:
+    """Return whether layers cast by one rule, so that what is in front can do so for all.
+
+    Frozen ones do as they would if they were trained: they have a recipe of their own anyway.
     """
-    return any(len(group) > 1 for group in _layers_beside(norm, parent))
+    recipes = set()
+    for layer in layers:
+        config = layer.fp8_config
+        recipe = layer.fp8_recipe if layer.fp8_thawed_recipe is None else layer.fp8_thawed_recipe
+        how = [getattr(config, option) for option in (*DELAYED_ONLY, "eval_fp8")]
+        recipes.add((recipe, *how))
+    return len(recipes) <= 1
+
+
+def _layers_of_mlp(module: nn.Module) -> list[Float8Layer]:
+    """Return the FP8 layers among the children of a module, and in adapters around them."""
+    return [m for child in module.children() for m in _layers_in(child)]
+
+
+def _layers_in(child: nn.Module) -> list[Float8Layer]:
+    if isinstance(child, Float8Layer):
+        return [child]
+    base = child._modules.get("base_layer")  # PEFT's name
+    return [base] if isinstance(base, Float8Layer) else []
 
 
 def _layers_beside(norm: nn.Module, parent: nn.Module | None) -> list[list[Float8Layer]]:
+    """Return the FP8 layers that are beside `norm` or inside its siblings, for each module that has
+    some, and take as many features as it has.
+    """
     weight = norm._parameters.get("weight")
     if weight is None or weight.ndim != 1 or parent is None:
         return []

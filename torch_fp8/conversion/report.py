@@ -2,8 +2,8 @@
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -70,6 +70,10 @@ class ConversionReport:
         choice: how ``auto`` was resolved; None for a named recipe.
         frozen: the layers whose weights are stored as FP8 alone.
         num_liger: the number of modules that Liger Kernel computes, such as norms and MLPs.
+        overridden: by qualified name, the recipes of layers that `config.overrides` gives options.
+        unused_overrides: patterns of `config.overrides` that match no module.
+        unfused: qualified names of norms and gated MLPs that hand over plain tensors, for the
+            layers that they connect cast differently.
     """
 
     converted: tuple[str, ...]
@@ -84,6 +88,9 @@ class ConversionReport:
     choice: RecipeChoice | None = None
     frozen: FreezeReport = NOTHING
     num_liger: int = 0
+    overridden: Mapping[str, Recipe] = field(default_factory=dict)
+    unused_overrides: tuple[str, ...] = ()
+    unfused: tuple[str, ...] = ()
 
     @property
     def flops_share(self) -> float:
@@ -128,6 +135,7 @@ class ConversionReport:
             f"{100 * self.flops_share:.1f} % of the matmul FLOPs, level {self.config.opt_level}",
             f"  recipe    {chosen}{self.recipe}",
             *([f"  {self.choice.label:<9} {self.choice}"] if self.choice is not None else []),
+            *self._override_lines(),
             f"  GEMMs     {backend}",
             *self._producer_lines(),
             *([f"  frozen    {self.frozen}"] if self.frozen.frozen else []),
@@ -137,6 +145,9 @@ class ConversionReport:
         if self.unused_skip:
             patterns = ", ".join(map(repr, self.unused_skip))
             lines.append(f"  warning   skip pattern(s) {patterns} match no module")
+        if self.unused_overrides:
+            patterns = ", ".join(map(repr, self.unused_overrides))
+            lines.append(f"  warning   pattern(s) of overrides {patterns} match no module")
         if self.config.opt_level != "O1":
             if optimizer_reports is None:
                 lines.append(f"  optimizer not converted, {_HOW_TO_CONVERT}")
@@ -147,6 +158,12 @@ class ConversionReport:
             lines.append(f"  memory    {expected_bytes_per_param(model, optimizers)}")
         return "\n".join(lines)
 
+    def _override_lines(self) -> list[str]:
+        names = defaultdict(list)
+        for name, recipe in self.overridden.items():
+            names[str(recipe)].append(name)
+        return [f"  override  {_shown(members)}: {recipe}" for recipe, members in names.items()]
+
     def _producer_lines(self) -> list[str]:
         lines = []
         if self.producers:
@@ -154,6 +171,11 @@ class ConversionReport:
             lines.append(
                 f"  fused     {len(self.producers)} norms and gated MLPs, which hand over FP8 and "
                 f"keep {kept} what backward needs"
+            )
+        if self.unfused:
+            lines.append(
+                f"  not fused {_shown(self.unfused)}: the layers behind have different recipes, "
+                "and each casts its input itself"
             )
         if self.num_liger:
             lines.append(
@@ -191,15 +213,13 @@ class ConversionReport:
                 names[reason].append(name)
         lines = []
         for reason, members in names.items():
-            shown = ", ".join(members[:_NAMES_PER_REASON])
-            more = len(members) - _NAMES_PER_REASON
-            lines.append(f"{shown}{f' and {more} more' if more > 0 else ''}: {reason}")
+            lines.append(f"{_shown(members)}: {reason}")
         return lines
 
     __str__ = summary
 
 
-def matmul_flops(model: nn.Module, recipe: Recipe) -> MatmulFlops:
+def matmul_flops(model: nn.Module) -> MatmulFlops:
     """Count the GEMMs with a weight: fprop and dgrad for each, wgrad where it takes a gradient.
 
     Expert weights (E, K, N) count for the experts that a token visits, if their module says how
@@ -218,9 +238,14 @@ def matmul_flops(model: nn.Module, recipe: Recipe) -> MatmulFlops:
         numel = math.prod(features(module))
         total += (2 + trained) * numel
         if isinstance(module, Float8Layer):
-            fp8_wgrad = trained and recipe.wgrad is not None
+            fp8_wgrad = trained and module.fp8_recipe.wgrad is not None
             fp8 += (2 + fp8_wgrad) * numel
     return MatmulFlops(total + experts, fp8, experts)
+
+
+def _shown(names: Sequence[str]) -> str:
+    more = len(names) - _NAMES_PER_REASON
+    return f"{', '.join(names[:_NAMES_PER_REASON])}{f' and {more} more' if more > 0 else ''}"
 
 
 def _is_foreign(reason: str) -> bool:

@@ -1,0 +1,114 @@
+"""What `FP8Config.overrides` means for the layers of a model, and what of it matches none."""
+
+import difflib
+import warnings
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from torch_fp8.config import FP8Config, is_high_precision
+from torch_fp8.conversion.autotune import recipe_of
+from torch_fp8.nn.class_swap import unwrapped_name
+from torch_fp8.nn.layer_filter import matches
+from torch_fp8.nn.linear import Float8Layer
+from torch_fp8.ops.hardware import check_device
+from torch_fp8.quantization.recipe import Recipe
+
+_NEAREST = 3
+
+
+def layer_options(names: Iterable[str], config: FP8Config) -> dict[str, FP8Config]:
+    """Return the configuration of each layer that an override gives other options.
+
+    Args:
+        names: qualified, of the layers that run in FP8.
+        config: of the model.
+    Raises:
+        ValueError: options of several patterns that exclude each other.
+    """
+    # A configuration for each set of options, not for each layer: layers compare theirs.
+    made: dict[str, FP8Config] = {}
+    found = {}
+    for name in names if config.overrides else ():
+        options = _options(name, config)
+        if not options:
+            continue
+        if repr(options) not in made:
+            try:
+                made[repr(options)] = config.overridden(options)
+            except ValueError as error:
+                raise ValueError(f"FP8Config.overrides, together, for '{name}': {error}") from error
+        found[name] = made[repr(options)]
+    return found
+
+
+def base_config(layers: Sequence[Float8Layer]) -> FP8Config:
+    """Return the configuration of a model, of which some layers may have options of their own."""
+    configs = [layer.fp8_config for layer in layers]
+    return next((config for config in configs if config.overrides), configs[0])
+
+
+def own_recipe(config: FP8Config, resolved: str, device: torch.device) -> Recipe:
+    """Return the recipe of a layer with options of its own.
+
+    Args:
+        config: of the layer.
+        resolved: the name of the recipe that ``auto`` is on this device.
+        device: on which the layer will run.
+    Raises:
+        ValueError: a device that cannot run it.
+    """
+    recipe = recipe_of(config, resolved if config.recipe == "auto" else config.recipe)
+    check_device(device, recipe.name, config.emulate)
+    return recipe
+
+
+def high_precision_pattern(name: str, config: FP8Config) -> str | None:
+    """Return why an override keeps a module in high precision; None: none does."""
+    matching = [p for p in config.overrides if matches(p, name)]
+    if matching and is_high_precision(config.overrides[matching[-1]]):
+        return f"overrides={{{matching[-1]!r}: bf16}}"
+    return None
+
+
+def unused_overrides(model: nn.Module, config: FP8Config) -> tuple[str, ...]:
+    """Return the patterns of overrides that match no module of `model`, and warn of them once."""
+    if not config.overrides:
+        return ()
+    names = [unwrapped_name(name) for name, _ in model.named_modules() if name]
+    unused = tuple(p for p in config.overrides if not any(matches(p, n) for n in names))
+    if unused and not (dist.is_available() and dist.is_initialized() and dist.get_rank()):
+        said = "; ".join(f"{pattern!r}{_nearest(pattern, names)}" for pattern in unused)
+        warnings.warn(
+            f"FP8Config.overrides: pattern(s) that match no module of {type(model).__name__}: "
+            f"{said}",
+            stacklevel=3,
+        )
+    return unused
+
+
+def _options(name: str, config: FP8Config) -> dict[str, Any]:
+    """Return the options that the overrides give a layer, the later ones last."""
+    options: dict[str, Any] = {}
+    for pattern, given in config.overrides.items():
+        if matches(pattern, name):
+            # High precision ends what came before it, and a later one begins anew.
+            options = {} if is_high_precision(given) else {**options, **given}
+    return options
+
+
+def _nearest(pattern: str, names: list[str]) -> str:
+    """Return the names that a mistaken pattern may have meant, in words."""
+    parts = pattern.count(".") + 1
+    # A pattern stands anywhere in a name, so it is compared with as many components.
+    pieces = dict.fromkeys(
+        ".".join(components[i : i + parts])
+        for name in names
+        for components in [name.split(".")]
+        for i in range(len(components) - parts + 1)
+    )
+    near = difflib.get_close_matches(pattern, list(pieces), _NEAREST, 0.5)
+    return f" (the nearest are {', '.join(map(repr, near))})" if near else ""

@@ -1,0 +1,82 @@
+"""The state of delayed scaling and of the gradients' automatic scaling, as checkpoints hold it."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from torch_fp8.distributed.ddp.fp8_lm import (
+    automatic_scaling_state,
+    take_automatic_scaling_state,
+)
+from torch_fp8.nn.class_swap import unwrapped_name
+from torch_fp8.nn.linear import Float8Layer
+
+_SCALING = ("amax_history", "last_scale")
+
+
+def scaling_state_dict(model: nn.Module) -> dict[str, Tensor]:
+    """Return the scaling state as plain float32 tensors on the CPU; empty for most configurations.
+
+    Delayed scaling has two keys for each layer, which is named as in the model without compiled
+    and checkpointed wrappers. ``<qualified name>.amax_history``, (3, H), holds the amaxes of input,
+    weight and grad_output, the most recent first, and negative where an outlier was left out.
+    ``<qualified name>.last_scale`` is (2,). With ``communication="fp8-lm"`` there is
+    ``automatic_scaling.mu``, ().
+
+    Args:
+        model: converted.
+    """
+    state = automatic_scaling_state(model)
+    for name, module in _delayed_modules(model):
+        for key, value in zip(_SCALING, module.scaling_state, strict=True):
+            state[f"{name}.{key}"] = value.detach().cpu().clone()
+    return state
+
+
+def load_scaling_state_dict(model: nn.Module, state: dict[str, Tensor]) -> None:
+    """Restore what `scaling_state_dict` returned; training then continues exactly as it was.
+
+    An empty `state` (of a checkpoint of another recipe, or of stock training) changes nothing. A
+    ``mu`` is left unused if the communication is not ``"fp8-lm"``.
+
+    Args:
+        model: converted with the same configuration.
+        state: as `scaling_state_dict` returned it.
+    Raises:
+        ValueError: `state` belongs to another model or history length, or its history holds an Inf
+            or NaN; nothing is loaded then.
+    """
+    state = take_automatic_scaling_state(model, state)
+    state = {unwrapped_name(key): value for key, value in state.items()}
+    if not state:
+        return
+    modules = dict(_delayed_modules(model))
+    targets = {
+        f"{name}.{key}": value
+        for name, module in modules.items()
+        for key, value in zip(_SCALING, module.scaling_state, strict=True)
+    }
+    if not targets:
+        return
+    for key in sorted(targets.keys() ^ state.keys()):
+        where = "in the model, not in the state" if key in targets else "in the state only"
+        raise ValueError(f"FP8 scaling state does not fit the model: {key!r} is {where}")
+    for key, target in targets.items():
+        if state[key].shape != target.shape:
+            raise ValueError(
+                f"FP8 scaling state {key!r} has shape {tuple(state[key].shape)}, expected "
+                f"{tuple(target.shape)}; was it saved with another amax_history_len?"
+            )
+        if key.endswith(_SCALING[0]) and not state[key].isfinite().all():
+            raise ValueError(f"FP8 scaling state {key!r} holds an Inf or NaN")
+    with torch.no_grad():
+        for name, module in modules.items():
+            history, last_scale = (state[f"{name}.{key}"] for key in _SCALING)
+            module.load_scaling_state(history, last_scale)
+
+
+def _delayed_modules(model: nn.Module) -> Iterator[tuple[str, Float8Layer]]:
+    for name, module in model.named_modules():
+        if isinstance(module, Float8Layer) and module.fp8_recipe.delayed:
+            yield unwrapped_name(name), module

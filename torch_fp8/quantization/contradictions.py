@@ -1,0 +1,90 @@
+"""Options of `torch_fp8.FP8Config` that exclude each other."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch_fp8.quantization.recipe import E4M3_ONLY, SAVE_FORMATS
+
+AUTO_ONLY = ("tokens",)
+"""The options of recipe ``auto``."""
+DELAYED_ONLY = ("amax_history_len", "amax_compute_algo", "margin")
+"""The options of recipe ``delayed``."""
+_OPTIMIZER_ONLY = ("residual_bits", "gradient_release", "cache_weights", "update_clipping", "seed")
+_TORCH_ONLY = (
+    *("frozen_weights", "wgrad", "fast_accum"),
+    *("cache_weights", "keep_eval_weights", "emulate", "save_format"),
+)
+
+
+def check_contradictions(config: Any, defaults: Mapping[str, Any]) -> None:
+    """Raise ValueError where options of an `FP8Config` exclude each other.
+
+    Args:
+        config: the configuration, each option of which is valid by itself.
+        defaults: the default of each option.
+    """
+    for recipe, names in (("auto", AUTO_ONLY), ("delayed", DELAYED_ONLY)):
+        given = [name for name in names if getattr(config, name) != defaults[name]]
+        if given and config.recipe != recipe:
+            raise ValueError(
+                f"FP8Config: {', '.join(given)} apply to recipe={recipe!r} only, but recipe is "
+                f"{config.recipe!r}; name recipe={recipe!r}, or leave them out"
+            )
+    if config.grad_format == "e5m2" and config.recipe in E4M3_ONLY:
+        raise ValueError(
+            f"FP8Config: recipe={config.recipe!r} takes gradients in E4M3 only (torch's "
+            "block-scaled GEMMs multiply E4M3 with E4M3); leave grad_format out"
+        )
+    if config.cache_weights and config.recipe == "delayed":
+        raise ValueError(
+            "FP8Config: cache_weights=True keeps payloads whose scale is the weight's own; "
+            "recipe='delayed' takes it from a history that moves with every forward; leave one "
+            "of them out"
+        )
+    if config.communication == "fp8-lm" and config.opt_level == "O3":
+        raise ValueError(
+            "FP8Config: communication='fp8-lm' rounds gradients with one scale per tensor, but "
+            "at opt_level='O3' they are kept in groups of 32 with a scale each, and would be "
+            "rounded a second time; name opt_level='O2' or 'O1', or communication='fp8'"
+        )
+    recipes = SAVE_FORMATS.get(config.save_format or "", ())
+    if config.save_format is not None and config.recipe not in ("auto", *recipes):
+        others = [name for name, able in SAVE_FORMATS.items() if config.recipe in able]
+        raise ValueError(
+            f"FP8Config: save_format={config.save_format!r} cannot say recipe={config.recipe!r}; "
+            f"name recipe={recipes[0]!r}, or save_format={others[0]!r}"
+        )
+    optimizer = [n for n in _OPTIMIZER_ONLY if getattr(config, n) != defaults[n]]
+    if optimizer and config.opt_level == "O1":
+        raise ValueError(
+            f"FP8Config: {', '.join(optimizer)} apply to the optimizer, which opt_level='O1' "
+            "leaves as it is; name opt_level='O2' or 'O3', or leave them out"
+        )
+    if config.frozen_weights == "fp8" and config.opt_level == "O1":
+        raise ValueError(
+            "FP8Config: frozen_weights='fp8' stores weights in FP8, but opt_level='O1' leaves "
+            "weights as they are; name opt_level='O2' or 'O3', or leave frozen_weights out"
+        )
+    if config.wgrad == "bf16" and "wgrad" in config.fast_accum:
+        raise ValueError(
+            "FP8Config: fast_accum names 'wgrad', but wgrad='bf16' runs that GEMM in high "
+            "precision; leave one of them out"
+        )
+    if config.backend == "transformer-engine":
+        _check_transformer_engine(config, defaults)
+
+
+def _check_transformer_engine(config: Any, defaults: Mapping[str, Any]) -> None:
+    if config.recipe == "rowwise":
+        raise ValueError(
+            "FP8Config: Transformer Engine has no recipe with a scale per row; name recipe="
+            "'tensorwise', 'delayed', 'blockwise' or 'mxfp8', or leave backend out"
+        )
+    given = [name for name in _TORCH_ONLY if getattr(config, name) != defaults[name]]
+    if config.recipe == "delayed" and config.amax_history_len == 1:
+        given.append("amax_history_len=1")
+    if given:
+        raise ValueError(
+            f"FP8Config: {', '.join(given)} cannot be had of Transformer Engine; leave that "
+            "out, or backend"
+        )

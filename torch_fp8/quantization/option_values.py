@@ -1,0 +1,66 @@
+"""Checks of the values of options, and how options are read from JSON."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+_MOST_BYTES = 2**20
+"""The most bytes of a configuration file: whatever is larger is another file."""
+
+
+def read_json(source: str | os.PathLike[str]) -> dict[str, Any]:
+    """Read a JSON object of options, given as text or as the path of a file.
+
+    Raises:
+        ValueError: neither JSON nor a readable file.
+    """
+    text = os.fspath(source).strip()
+    if not text.startswith("{"):
+        text = _read_file(text)
+    try:
+        values = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not valid JSON: {error}") from error
+    except RecursionError:
+        raise ValueError("not a JSON object of FP8Config options: it is nested too deep") from None
+    if not isinstance(values, dict):
+        raise ValueError(f"expected a JSON object of FP8Config options, got {values!r}")
+    return values
+
+
+def _read_file(name: str) -> str:
+    try:
+        with Path(name).open("rb") as file:
+            content = file.read(_MOST_BYTES + 1)
+        if len(content) > _MOST_BYTES:
+            raise ValueError(f"{name!r} is larger than {_MOST_BYTES} bytes: no configuration is")
+        return content.decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{name!r} is not UTF-8 text: {error}") from error
+    except OSError as error:
+        raise ValueError(f"{name!r} is neither a JSON object nor a readable file") from error
+
+
+def check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
+    """Raise ValueError for a value of option `name` that is none of `choices`."""
+    if value not in choices:
+        valid = ", ".join(repr(c) for c in choices)
+        raise ValueError(f"FP8Config.{name}={value!r} is unknown; the valid choices are {valid}")
+
+
+def check_int(name: str, value: object, least: int | None) -> None:
+    """Raise for a value that is no int (TypeError) or smaller than `least` (ValueError)."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"FP8Config.{name} must be an int, got {value!r}")
+    if least is not None and value < least:
+        raise ValueError(f"FP8Config.{name} must be at least {least}, got {value}")
+
+
+def str_tuple(name: str, value: object) -> tuple[str, ...]:
+    """Return a tuple or list of strings as a tuple; raise TypeError for anything else."""
+    if isinstance(value, str) or not isinstance(value, (tuple, list)):
+        raise TypeError(f"FP8Config.{name} must be a tuple of strings, got {value!r}")
+    if not all(isinstance(item, str) and item for item in value):
+        raise TypeError(f"FP8Config.{name} must hold non-empty strings, got {value!r}")
+    return tuple(value)
