@@ -35,8 +35,8 @@ from benchmarks.pretraining import BATCH, LEARNING_RATE, corpus, evaluate, loss_
 from examples import tiny_llama
 from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8
 
-PRETRAINING_STEPS, STEPS = 1500, 400
-HIDDEN, LAYERS, RATE = 128, 2, 1e-3
+PRETRAINING_STEPS, STEPS = 1500, 300
+HIDDEN, LAYERS, RATE = 128, 2, 3e-4
 
 
 @dataclass(frozen=True)
@@ -52,8 +52,8 @@ class Faults:
         every: steps from one outlier to the next.
     """
 
-    aligned: tuple[int, ...] = (3, 200)
-    magnitude: float = 200.0
+    aligned: tuple[int, ...] = (3, 100, 200, 300)
+    magnitude: float = 400.0
     start: int = 50
     growth: int = 150
     spiking: int = 77

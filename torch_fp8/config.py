@@ -20,7 +20,10 @@ from torch_fp8.quantization.split_float import RESIDUAL_BITS
 
 ENV_VAR = "TORCH_FP8_CONFIG"
 _NO_OVERRIDES = Overrides()
-_BOOLS = ("eval_fp8", "emulate", "gradient_release", "keep_eval_weights", "update_clipping")
+_BOOLS = (
+    *("eval_fp8", "emulate", "gradient_release", "keep_eval_weights", "update_clipping"),
+    "smooth_swiglu",
+)
 _MOST_MARGIN = 8
 
 
@@ -91,6 +94,12 @@ class FP8Config:
             under DDP by FP8-LM's rule, one scale per tensor that all ranks share and an FP8 sum
             (arXiv 2310.18313); at O1 and O2, to compare. ``off``: torch's own collectives, in the
             tensors' dtype. Default: ``"fp8"``.
+        smooth_swiglu (bool): Smooth-SwiGLU (arXiv 2409.12517): cast what goes into the down
+            projection of a gated MLP with a scale for each channel, a power of two from the tokens
+            at hand, whose reciprocal goes into the weight as it is cast. The function and the
+            checkpoint stay the same; outliers of aligned channels no longer flush the others. Found
+            by structure, whatever the activation. ``torch-fp8 check`` says where a model needs it.
+            Default: ``False``.
         save_activations (str): ``fp8`` or ``bf16``: what norms and gated MLPs keep for backward,
             E4M3 with a scale for each 128 elements or their inputs as they are. Linear layers keep
             the FP8 payload that their GEMM takes, except for ``wgrad="bf16"``. Default: ``"fp8"``.
@@ -104,9 +113,10 @@ class FP8Config:
         overrides (dict[str, typing.Any]): other options for some layers, by patterns as of `skip`:
             ``{"layers.0": {"recipe": "blockwise"}, "down_proj": {"recipe": "bf16"}}``. A value has
             any of ``recipe`` (a named one, or ``bf16`` for high precision, as None is), ``wgrad``,
-            ``grad_format``, ``fast_accum``, ``amax_history_len``, ``amax_compute_algo``, ``margin``
-            and ``eval_fp8``. Where several patterns match, the later ones win, and `skip` wins over
-            all. Weights that are stored as FP8 alone keep their own recipe. Default: ``{}``.
+            ``grad_format``, ``fast_accum``, ``amax_history_len``, ``amax_compute_algo``,
+            ``margin``, ``smooth_swiglu`` and ``eval_fp8``. Where several patterns match, the later
+            ones win, and `skip` wins over all. Weights that are stored as FP8 alone keep their own
+            recipe. Default: ``{}``.
         emulate (bool): run GEMMs that the hardware cannot run natively through the reference path.
             The CPU always emulates. Default: ``False``.
         backend (str): who runs the GEMMs of linear layers: ``torch``, with casts of this package,
@@ -137,6 +147,7 @@ class FP8Config:
     frozen_weights: str = "auto"
     save_format: str | None = None
     communication: str = "fp8"
+    smooth_swiglu: bool = False
     save_activations: str = "fp8"
     eval_fp8: bool = True
     skip: tuple[str, ...] = ("lm_head",)

@@ -7,6 +7,7 @@ Conversion swaps ``__class__`` in place. The Parameter objects stay the same, so
 import copy
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from torch_fp8.conversion.layer_options import (
     unused_overrides,
 )
 from torch_fp8.conversion.report import ConversionReport, SkippedModule, matmul_flops
+from torch_fp8.conversion.smooth_layers import down_projections
 from torch_fp8.distributed.ddp.fp8_lm import set_automatic_scaling
 from torch_fp8.distributed.tensor_parallel.styles import check_style
 from torch_fp8.nn.class_swap import add_mixin, remove_mixin
@@ -104,18 +106,19 @@ def convert_to_float8(
     left = {} if choice is None else choice.left
     emulate = config.emulate and not runs_natively(target, recipe.name)
 
+    downs = down_projections(model, (config, *own.values()))
     converted, skipped, overridden = [], [], {}
     for name, module, reason in plan:
         reason = left.get(name) if reason is None else reason
-        if reason is None and name in own:
-            theirs = own_recipe(own[name], recipe.name, target)
+        if reason is None:
+            options = own.get(name, config)
+            theirs = own_recipe(options, recipe.name, target) if name in own else recipe
+            theirs = replace(theirs, smooth=options.smooth_swiglu and module in downs)
             emulated = config.emulate and not runs_natively(target, theirs.name)
-            _to_float8(module, name, own[name], theirs, emulated)
+            _to_float8(module, name, options, theirs, emulated)
             converted.append(name)
-            overridden[name] = theirs
-        elif reason is None:
-            _to_float8(module, name, config, recipe, emulate)
-            converted.append(name)
+            if name in own:
+                overridden[name] = theirs
         else:
             if isinstance(module, Float8Layer):  # a second conversion that skips more
                 _to_stock(module)
@@ -153,6 +156,7 @@ def convert_to_float8(
         overridden=overridden,
         unused_overrides=unused,
         unfused=made.unfused,
+        smooth=tuple(name for name, m in model.named_modules() if _is_smooth(m)),
     )
 
 
@@ -276,6 +280,8 @@ def _to_float8(
         if module.frozen_weight is not None and option_that_keeps(config) is None:
             module.fp8_config, module.fp8_name = config, name
             module.fp8_thawed_recipe = recipe
+            if module.fp8_recipe.smooth != recipe.smooth:
+                module.run_frozen(module.fp8_recipe, module.fp8_emulate)
             return
         module.thaw_weight()
         if (module.fp8_config, module.fp8_recipe) == (config, recipe):
@@ -290,6 +296,10 @@ def _to_float8(
     assert isinstance(module, Float8Layer)
     module.configure(name, config, recipe, emulate)
     check_style(module)
+
+
+def _is_smooth(module: nn.Module) -> bool:
+    return isinstance(module, Float8Layer) and module.fp8_recipe.smooth
 
 
 def _to_stock(module: Float8Layer) -> None:

@@ -18,9 +18,14 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch_fp8.nn.gated_mlp import FusedGateUpSpec, GatedMLPSpec
 
 
-def gated_mlp_spec(module: nn.Module) -> GatedMLPSpec | FusedGateUpSpec | None:
+def gated_mlp_spec(
+    module: nn.Module, *, any_activation: bool = False
+) -> GatedMLPSpec | FusedGateUpSpec | None:
     """Return the names of a gated MLP's layers, if their product is all that the module
     computes.
+
+    Args:
+        any_activation: whether other activations than silu count, such as GeGLU's.
     """
     children = dict(module.named_children())
     widths = {n: _width(child) for n, child in children.items() if _width(child)}
@@ -32,7 +37,7 @@ def gated_mlp_spec(module: nn.Module) -> GatedMLPSpec | FusedGateUpSpec | None:
     x = _Symbol()
     try:
         output = type(module).forward(trial, x)
-        spec = _matched(output, x, children)
+        spec = _matched(output, x, children, any_activation)
     except Exception:  # the forward does something else with its layers
         return None
     names = () if spec is None else (n for n in spec if isinstance(n, str))
@@ -67,6 +72,13 @@ class _Activated(_Symbol):
         if inplace:
             raise NotImplementedError
         self.x = x
+
+
+class _OtherActivated(_Activated):
+    """The result of another activation function."""
+
+    def __init__(self, x: Any, *options: Any, **named: Any) -> None:
+        super().__init__(x, bool(named.get("inplace")))
 
 
 class _Called(_Symbol):
@@ -121,17 +133,22 @@ class _Shape:
 
 _FUNCTIONS: dict[Any, Any] = {
     F.silu: _Activated,
+    F.gelu: _OtherActivated,
+    F.relu: _OtherActivated,
+    torch.relu: _OtherActivated,
+    torch.sigmoid: _OtherActivated,
+    torch.tanh: _OtherActivated,
     torch.mul: _Product,
     torch.chunk: _Called.chunk,
     torch.split: _Called.split,
 }
 
 
-def _matched(output: Any, x: _Symbol, children: dict[str, nn.Module]) -> Any:
+def _matched(output: Any, x: _Symbol, children: dict[str, nn.Module], any_activation: bool) -> Any:
     """Return the spec that gives `output` of `x`; AttributeError where something else does."""
     product = output.x
     for activated, up in (product.factors, product.factors[::-1]):
-        if not _is_activated(activated, children):
+        if not _is_activated(activated, children, any_activation):
             continue
         gate = activated.x
         if isinstance(gate, _Half) and isinstance(up, _Half):
@@ -153,10 +170,10 @@ def _sizes(module: nn.Module, widths: dict[str, int]) -> dict[str, int]:
     return {k: v for k, v in vars(module).items() if type(v) is int and v in possible}
 
 
-def _is_activated(value: Any, children: dict[str, nn.Module]) -> bool:
+def _is_activated(value: Any, children: dict[str, nn.Module], any_activation: bool) -> bool:
     if isinstance(value, _Called):
-        return not value.width and _is_silu(children[value.name])
-    return isinstance(value, _Activated)
+        return not value.width and (any_activation or _is_silu(children[value.name]))
+    return isinstance(value, _Activated) and (any_activation or type(value) is _Activated)
 
 
 def _is_silu(activation: nn.Module) -> bool:

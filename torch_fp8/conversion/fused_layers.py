@@ -1,6 +1,7 @@
 """Conversion of the modules between FP8 layers that emit FP8: RMSNorms and gated MLPs."""
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from torch import nn
@@ -106,7 +107,7 @@ def _cast_alike(layers: Iterable[Float8Layer]) -> bool:
         config = layer.fp8_config
         recipe = layer.fp8_recipe if layer.fp8_thawed_recipe is None else layer.fp8_thawed_recipe
         how = [getattr(config, option) for option in (*DELAYED_ONLY, "eval_fp8")]
-        recipes.add((recipe, *how))
+        recipes.add((replace(recipe, smooth=False), *how))
     return len(recipes) <= 1
 
 

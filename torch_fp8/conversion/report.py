@@ -74,6 +74,7 @@ class ConversionReport:
         unused_overrides: patterns of `config.overrides` that match no module.
         unfused: qualified names of norms and gated MLPs that hand over plain tensors, for the
             layers that they connect cast differently.
+        smooth: qualified names of the layers whose input has scales per channel (Smooth-SwiGLU).
     """
 
     converted: tuple[str, ...]
@@ -91,6 +92,7 @@ class ConversionReport:
     overridden: Mapping[str, Recipe] = field(default_factory=dict)
     unused_overrides: tuple[str, ...] = ()
     unfused: tuple[str, ...] = ()
+    smooth: tuple[str, ...] = ()
 
     @property
     def flops_share(self) -> float:
@@ -138,6 +140,7 @@ class ConversionReport:
             *self._override_lines(),
             f"  GEMMs     {backend}",
             *self._producer_lines(),
+            *self._smooth_lines(),
             *([f"  frozen    {self.frozen}"] if self.frozen.frozen else []),
             *self._high_precision_lines(),
             *(f"  skipped   {line}" for line in self._skipped_by_reason()),
@@ -163,6 +166,19 @@ class ConversionReport:
         for name, recipe in self.overridden.items():
             names[str(recipe)].append(name)
         return [f"  override  {_shown(members)}: {recipe}" for recipe, members in names.items()]
+
+    def _smooth_lines(self) -> list[str]:
+        if self.smooth:
+            return [
+                f"  smooth    {len(self.smooth)} down projections of gated MLPs, with a scale for "
+                "each channel; their weights are cast anew in each forward"
+            ]
+        if self.config.smooth_swiglu:
+            return [
+                "  warning   smooth_swiglu=True changes nothing: no gated MLP was found whose down "
+                "projection runs in FP8"
+            ]
+        return []
 
     def _producer_lines(self) -> list[str]:
         lines = []

@@ -85,6 +85,7 @@ class FrozenStorage(ScalingBuffers):
         """
         before = self.fp8_recipe if self.fp8_thawed_recipe is None else self.fp8_thawed_recipe
         self.drop_scaling()
+        recipe = replace(recipe, smooth=before.smooth)
         self.configure(self.fp8_name, self.fp8_config, recipe, emulate)
         self.fp8_thawed_recipe = before
 

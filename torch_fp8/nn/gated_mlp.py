@@ -38,6 +38,7 @@ from torch_fp8.nn.swiglu_function import Gradients, JoinedGradient, cast_and_sav
 from torch_fp8.ops.fused_quantize import saved_stand_ins
 from torch_fp8.ops.gate_up import halves
 from torch_fp8.ops.quantize_delayed import History
+from torch_fp8.ops.smooth import swiglu_save_columns
 from torch_fp8.ops.swiglu import swiglu, swiglu_save
 from torch_fp8.tensor.base import Payloads
 from torch_fp8.tensor.lazy_quantized import LazyQuantizedTensor, plain
@@ -82,6 +83,8 @@ class _Options(NamedTuple):
     """Whether gate is the first half of a tensor that holds both."""
     in_graph: bool = False
     """Whether torch.compile traces, so that all results are plain tensors."""
+    smooth: bool = False
+    """Whether the layer behind wants the amax of each channel (`torch_fp8.ops.smooth`)."""
 
 
 class Float8GatedMLP(nn.Module):
@@ -142,9 +145,11 @@ class Float8GatedMLP(nn.Module):
         return gate_layer(x), up_layer(x)
 
     def _options(self, down_layer: nn.Module) -> _Options:
-        ahead = None
+        ahead, smooth = None, False
         if _in_fp8(down_layer):
             assert isinstance(down_layer, Float8Linear)
+            smooth = down_layer.fp8_recipe.smooth
+        if _in_fp8(down_layer) and not smooth:
             spec, config = down_layer.operand_spec(INPUT), down_layer.fp8_config
             delayed = down_layer.producer_quantizer(INPUT)
             if delayed is not None or spec.granularity.startswith("block"):
@@ -157,6 +162,7 @@ class Float8GatedMLP(nn.Module):
             ahead,
             self._gradient_readers() if torch.is_grad_enabled() else None,
             self._gate_first,
+            smooth=smooth,
         )
 
     def _in_graph(self, inputs: tuple[Tensor, ...], down_layer: Any) -> Tensor:
@@ -221,6 +227,9 @@ class _SwiGLUFunction(torch.autograd.Function):
         ahead = options.ahead
         if save and ahead is not None and not dropped:
             made, amax, saved = cast_and_save(gate, up, ahead)
+        elif save and options.smooth:
+            *parts, amax = swiglu_save_columns(gate, up, not dropped)
+            saved = tuple(parts)
         elif save and ahead is None:
             *parts, amax = swiglu_save(gate, up, None, not dropped)
             saved = tuple(parts)
@@ -293,7 +302,7 @@ def _product_in_graph(
         recipe, config, *_ = of_text(down[0])
         # A rowwise cast is not fused, but what is saved goes with the cast: by itself, selective
         # checkpointing would leave it to backward, and repeat two GEMMs.
-        if recipe.input.granularity != "tensorwise":
+        if recipe.input.granularity != "tensorwise" and not recipe.smooth:
             wgrad = keep and down[1] and recipe.wgrad is not None
             ahead = Quantizer(recipe.input, config, columnwise_usage=wgrad)
     if gradients[0] is not None and keep:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from torch_fp8.autograd.function import of_text, once_differentiable, reshaped, written_in_backward
+from torch_fp8.nn.smooth_operands import smooth_operands
 from torch_fp8.ops.quantize import QuantizedTensor
 from torch_fp8.ops.scaled_mm import cast, scaled_matmul
 from torch_fp8.quantization.recipe import Recipe
@@ -68,6 +69,10 @@ def linear(
     # Generation launches little and waits for the host: it does without autograd's bookkeeping.
     if not torch.is_grad_enabled():
         quantizers = options.quantizers.with_buffers(buffers)
+        if options.recipe.smooth:
+            how: dict[str, Any] = {"wgrad": False, "fp8_wgrad": False, "dtype": options.out_dtype}
+            operands = smooth_operands(quantizers, x, weight, **how)
+            return _multiplied(operands.input, operands.weight, bias, shape, options)
         w = quantizers.weight.without_gradients(weight, options.training)
         return _fprop(x, w, bias, shape, options, quantizers.input, False, False)[0]
     y: Tensor = LinearFunction.apply(x, weight, bias, shape, options, *buffers)
@@ -125,6 +130,16 @@ def _fprop(
 ) -> tuple[Tensor, InputPayloads]:
     """y, and the payloads of the input."""
     made = quantize_input(quantizer, x, wgrad=wgrad, fp8_wgrad=fp8_wgrad, dtype=options.out_dtype)
+    return _multiplied(made, w, bias, shape, options), made
+
+
+def _multiplied(
+    made: InputPayloads,
+    w: QuantizedTensor,
+    bias: Tensor | None,
+    shape: torch.Size,
+    options: LinearOptions,
+) -> Tensor:
     y = scaled_matmul(
         made.rowwise,
         w,
@@ -133,7 +148,7 @@ def _fprop(
         fast_accum=options.recipe.fprop.fast_accum,
         emulate=options.emulate,
     )
-    return reshaped(y, (*shape[:-1], y.shape[-1])), made
+    return reshaped(y, (*shape[:-1], y.shape[-1]))
 
 
 class LinearFunction(torch.autograd.Function):
@@ -152,14 +167,23 @@ class LinearFunction(torch.autograd.Function):
         wants_dgrad, wants_wgrad = ctx.needs_input_grad[:2]
         fp8_wgrad = wants_wgrad and options.recipe.wgrad is not None
         quantizers = options.quantizers.with_buffers(buffers)
-        w = quantizers.weight.for_fprop(weight)  # first, while x may still be on its way
-        y, made = _fprop(x, w, bias, shape, options, quantizers.input, wants_wgrad, fp8_wgrad)
-        # One scale for the whole weight serves both layouts: backward need not look for it.
+        inverse = None
+        if options.recipe.smooth:
+            how: dict[str, Any] = {"wgrad": wants_wgrad, "fp8_wgrad": fp8_wgrad}
+            operands = smooth_operands(quantizers, x, weight, **how, dtype=options.out_dtype)
+            made, w, w_scale, inverse = operands
+            y = _multiplied(made, w, bias, shape, options)
+        else:
+            w = quantizers.weight.for_fprop(weight)  # first, while x may still be on its way
+            y, made = _fprop(x, w, bias, shape, options, quantizers.input, wants_wgrad, fp8_wgrad)
+            # One scale for the whole weight serves both layouts: backward need not look for it.
+            w_scale = w.scale if w.granularity == "tensorwise" else None
         saved = {
             "weight": weight if wants_dgrad else None,
-            "w_scale": w.scale if w.granularity == "tensorwise" else None,
+            "w_scale": w_scale,
             "x": made.qdata,
             "x_scale": made.scale,
+            "inverse": inverse if fp8_wgrad else None,
         }
         # By name: torch.compile of torch 2.11 shifts saved tensors when one of them is None.
         kept = {name: t for name, t in saved.items() if t is not None}
@@ -205,6 +229,9 @@ class LinearFunction(torch.autograd.Function):
             grad_weight = scaled_matmul(
                 a, b, ctx.dtypes[1], tokens, fast_accum=fast_accum, emulate=emulate
             )
+            if recipe.smooth:
+                inverse = saved["inverse"]
+                grad_weight.mul_(inverse[:, None] if for_weight.transposed else inverse)
         elif wants_wgrad:
             dense = matrix(grad_output)
             kept = saved["x"].to(dense.dtype)

@@ -20,6 +20,7 @@ from torch_fp8.ops.gate_up import (
 )
 from torch_fp8.ops.quantize import as_layouts, quantize_layouts
 from torch_fp8.ops.quantize_delayed import same_memory
+from torch_fp8.ops.smooth import swiglu_save_columns
 from torch_fp8.ops.swiglu import swiglu, swiglu_quantize, swiglu_save
 from torch_fp8.ops.swiglu_backward import (
     swiglu_backward,
@@ -37,9 +38,12 @@ def product(gate: Tensor, up: Tensor, amax: Tensor | None, name: str) -> LazySou
 
     Args:
         gate, up: (R, C).
-        amax: () float32 of the product, or None.
+        amax: () float32 of the product, or (C,) of its channels, or None.
         name: of the module.
     """
+    of_channels = None
+    if amax is not None and amax.ndim:
+        of_channels, amax = amax, None
 
     # None of these may hold the production: a cycle would keep gate and up until it is collected.
     def dense() -> Tensor:
@@ -58,7 +62,20 @@ def product(gate: Tensor, up: Tensor, amax: Tensor | None, name: str) -> LazySou
         made = swiglu_quantize(gate, up, None, options, False)
         return as_layouts(made[:4], options), made[-1]
 
-    return LazySource(name, (gate, up), dense, layouts, largest, delayed)
+    def channels() -> Tensor:
+        found: Tensor | None = of_channels
+        if found is None:
+            found = swiglu_save_columns(gate, up, False)[-1]
+        assert found is not None
+        return found
+
+    def smoothed(factors: Tensor, options: CastOptions) -> Payloads:
+        made = swiglu_quantize(gate, up, factors, options, False)
+        return as_layouts(made[:4], options)
+
+    source = LazySource(name, (gate, up), dense, layouts, largest, delayed)
+    source.make_channels, source.make_smoothed = channels, smoothed
+    return source
 
 
 def cast_and_save(

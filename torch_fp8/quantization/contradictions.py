@@ -12,7 +12,7 @@ DELAYED_ONLY = ("amax_history_len", "amax_compute_algo", "margin")
 _OPTIMIZER_ONLY = ("residual_bits", "gradient_release", "cache_weights", "update_clipping", "seed")
 _TORCH_ONLY = (
     *("frozen_weights", "wgrad", "fast_accum"),
-    *("cache_weights", "keep_eval_weights", "emulate", "save_format"),
+    *("cache_weights", "keep_eval_weights", "emulate", "save_format", "smooth_swiglu"),
 )
 
 

@@ -9,7 +9,7 @@ HIGH_PRECISION = "bf16"
 """The recipe of layers that stay in high precision."""
 OPTIONS = (
     *("recipe", "wgrad", "grad_format", "fast_accum"),
-    *("amax_history_len", "amax_compute_algo", "margin", "eval_fp8"),
+    *("amax_history_len", "amax_compute_algo", "margin", "eval_fp8", "smooth_swiglu"),
 )
 """The options of `torch_fp8.FP8Config` that can differ from layer to layer."""
 

@@ -65,13 +65,15 @@ class Recipe:
     (SwitchBack).
 
     fprop: a = input, b = weight. dgrad: a = grad_output, b = weight. wgrad: a = grad_output,
-    b = input.
+    b = input. With `smooth`, input and the weight of fprop are cast with scales per channel, from
+    the tokens at hand (`torch_fp8.ops.smooth`).
     """
 
     name: str
     fprop: Gemm
     dgrad: Gemm
     wgrad: Gemm | None
+    smooth: bool = False
 
     def __post_init__(self) -> None:
         assert self.fprop.b == self.dgrad.b, "one read of the weight serves fprop and dgrad"
@@ -101,7 +103,8 @@ class Recipe:
 
     def __str__(self) -> str:
         casts = f"input {self.input}, weight {self.weight}, grad_output {self.grad_output}"
-        return f"{self.name}: {casts}{', wgrad bf16' if self.wgrad is None else ''}"
+        smooth = ", smooth input" if self.smooth else ""
+        return f"{self.name}: {casts}{', wgrad bf16' if self.wgrad is None else ''}{smooth}"
 
 
 # name -> casts of (input, weight, grad_output). The sources, in order: torchao's float8 tensorwise;

@@ -31,6 +31,7 @@ from torch_fp8.autograd.checkpoint_pass import SelectivePass, selective_pass
 from torch_fp8.kernels.arguments import CastOptions, DelayedCastOptions
 from torch_fp8.ops.quantize import quantize_layouts
 from torch_fp8.ops.quantize_delayed import History
+from torch_fp8.ops.smooth import column_amax, smoothed_layouts
 from torch_fp8.quantization.recipe import CastSpec
 from torch_fp8.tensor.base import Payloads, QuantizableTensor, map_tensors
 from torch_fp8.tensor.quantizer import Quantizer
@@ -80,6 +81,9 @@ class LazySource:
         self.name, self.sources = name, tuple(sources)
         self.make_dense, self.make_layouts, self.make_amax = make_dense, make_layouts, make_amax
         self.make_delayed, self.on_read = make_delayed, on_read
+        self.make_channels: Callable[[], Tensor] | None = None
+        self.make_smoothed: Callable[[Tensor, CastOptions], Payloads] | None = None
+        """The largest magnitude of each channel, and a cast of the channels times factors."""
         self.written_by: str | None = None
         self.versions = self._versions()
         self._made_in = selective_pass()
@@ -115,6 +119,24 @@ class LazySource:
         if forms.amax is None:
             forms.amax = self.make_amax()
         return forms.amax
+
+    def channel_amax(self) -> Tensor:
+        """Return the largest magnitude of each channel, (C,) float32."""
+        self._check_written()
+        dense = self.forms.dense
+        if dense is None and self.make_channels is not None:
+            self._check_sources()
+            return self.make_channels()
+        return column_amax(self.dense())
+
+    def smoothed(self, factors: Tensor, options: CastOptions) -> Payloads:
+        """Quantize the channels times factors (C,) float32; it is not kept."""
+        self._check_written()
+        dense = self.forms.dense
+        if dense is None and self.make_smoothed is not None:
+            self._check_sources()
+            return self.make_smoothed(factors, options)
+        return smoothed_layouts(self.dense(), factors, options)
 
     def layouts(
         self, spec: CastSpec, scale: Tensor | None, *, rowwise: bool, columnwise: bool

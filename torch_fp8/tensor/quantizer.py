@@ -308,13 +308,15 @@ def quantize_input(
     if saved is not None:
         return InputPayloads(row, *saved)
     if dropped:
-        return InputPayloads(row, *_stand_ins(row, fp8_wgrad, dtype), None)
+        return InputPayloads(row, *input_stand_ins(row, fp8_wgrad, dtype), None)
     if col is not None:
         return InputPayloads(row, col.qdata, col.scale, None)
     return InputPayloads(row, matrix(x).to(dtype) if wgrad else None, None, None)
 
 
-def _stand_ins(row: QuantizedTensor, fp8: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+def input_stand_ins(
+    row: QuantizedTensor, fp8: bool, dtype: torch.dtype
+) -> tuple[Tensor, Tensor | None]:
     """Stand-ins for what is saved of an input: its transposed payload and scale, or itself."""
     tokens, features = row.qdata.shape
     if not fp8:

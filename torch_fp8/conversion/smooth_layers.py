@@ -1,0 +1,36 @@
+"""Which layers cast their input with scales per channel: the down projections of gated MLPs."""
+
+from collections.abc import Iterable
+
+from torch import nn
+
+from torch_fp8.config import FP8Config
+from torch_fp8.conversion.detect_gated_mlp import gated_mlp_spec
+from torch_fp8.nn.gated_mlp import Float8GatedMLP
+from torch_fp8.nn.layer_filter import is_linear
+
+
+def down_projections(model: nn.Module, configs: Iterable[FP8Config]) -> dict[nn.Module, str]:
+    """Return the linear layers behind the product of a gated MLP, and the names of the MLPs.
+
+    Of an adapter around such a layer it is the base, PEFT's ``base_layer``.
+
+    Args:
+        configs: of the layers; without one that asks for Smooth-SwiGLU nothing is looked for.
+    """
+    found: dict[nn.Module, str] = {}
+    if not any(config.smooth_swiglu for config in configs):
+        return found
+    for name, module in model.named_modules():
+        if isinstance(module, Float8GatedMLP):
+            spec = module.fp8_spec
+        else:
+            detected = gated_mlp_spec(module, any_activation=True)
+            if detected is None:
+                continue
+            spec = detected
+        layer = getattr(module, spec.down)
+        layer = layer._modules.get("base_layer", layer)
+        if layer is not None and is_linear(layer):
+            found[layer] = name
+    return found
