@@ -20,11 +20,19 @@ So neither changes what the MLP computes, but for rounding: the outlier is a pow
 BF16's result is the same bit for bit. Planted channels are not trained, for Adam's steps have the
 size of the learning rate however small a weight is. `train` takes any configuration and any faults;
 `Faults()` has both, and ``Faults(magnitude=1, outlier=1)`` none.
+
+The benchmark trains in BF16 and in each recipe, with Smooth-SwiGLU and without, at level O1: only
+the GEMMs differ. A finished run becomes a row of the CSV at once, and a row that is there is not
+run again. The losses of all steps go into a second CSV, of which the picture is drawn.
 """
 
+import argparse
+import csv
+import datetime
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -32,10 +40,21 @@ from torch import Tensor, nn
 from transformers import LlamaForCausalLM, get_cosine_schedule_with_warmup
 
 from benchmarks.pretraining import BATCH, LEARNING_RATE, corpus, evaluate, loss_of, windows
+from benchmarks.recipes_loss import ROOT, commit
 from examples import tiny_llama
 from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8
 
 PRETRAINING_STEPS, STEPS = 1500, 300
+RESULTS = ROOT / "benchmarks/results/aligned_channels.csv"
+CURVES = RESULTS.with_name("aligned_channels_curves.csv")
+PICTURE = RESULTS.with_suffix(".png")
+COLUMNS = [
+    *("faults", "recipe", "smooth_swiglu", "seed", "steps", "eval_loss", "bf16_eval_loss"),
+    *("rel_diff", "torch", "commit", "date", "command"),
+]
+BASELINE = "bf16"
+WINDOW = 10
+"""The steps over which the losses of the picture are averaged."""
 HIDDEN, LAYERS, RATE = 128, 2, 3e-4
 
 
@@ -62,6 +81,11 @@ class Faults:
 
 
 NO_FAULTS = Faults(magnitude=1.0, outlier=1.0)
+PLANTED = {"both": Faults(), "none": NO_FAULTS}
+VARIANTS = [
+    (BASELINE, False),
+    *((recipe, smooth) for recipe in ("delayed", "tensorwise") for smooth in (True, False)),
+]
 
 
 class Run(NamedTuple):
@@ -74,11 +98,18 @@ class Run(NamedTuple):
 AfterStep = Callable[[int, nn.Module, float], None]
 
 
+CACHE = ROOT / "runs/aligned_channels"
+
+
 @functools.cache
 def pretrained(
     seed: int, steps: int = PRETRAINING_STEPS
 ) -> tuple[dict[str, Tensor], tuple[Tensor, Tensor, int]]:
-    """Return the weights of a model that has learnt in BF16, and `corpus()`."""
+    """Return the weights of a model that has learnt in BF16, and `corpus()`; kept in `CACHE`."""
+    path = CACHE / f"pretrained_{seed}_{steps}.pt"
+    if path.is_file():
+        kept: tuple[dict[str, Tensor], tuple[Tensor, Tensor, int]] = torch.load(path)
+        return kept
     data = corpus()
     model = _built(seed, data[2])
     optimizer = torch.optim.AdamW(
@@ -92,7 +123,10 @@ def pretrained(
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
-    return {k: v.clone() for k, v in model.state_dict().items()}, data
+    made = {k: v.clone() for k, v in model.state_dict().items()}, data
+    CACHE.mkdir(parents=True, exist_ok=True)
+    torch.save(made, path)
+    return made
 
 
 def _built(seed: int, vocab_size: int) -> LlamaForCausalLM:
@@ -204,3 +238,109 @@ class PlantedMLP:
         factors = output.new_ones(output.shape[-1])
         factors[self.faults.spiking] = self.faults.outlier
         return output * factors
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--faults", nargs="+", choices=list(PLANTED), default=["both"])
+    parser.add_argument("--csv", type=Path, default=RESULTS)
+    arguments = parser.parse_args()
+    for seed in arguments.seeds:
+        for faults in arguments.faults:
+            for recipe, smooth in VARIANTS:
+                run(arguments.csv, seed, faults, recipe, smooth)
+    draw(CURVES, PICTURE)
+
+
+def run(path: Path, seed: int, faults: str, recipe: str, smooth: bool) -> None:
+    """Train one variant, unless its row is there, and add its rows to both files."""
+    rows = read(path)
+    key = (faults, recipe, str(smooth), str(seed))
+    if any((r["faults"], r["recipe"], r["smooth_swiglu"], r["seed"]) == key for r in rows):
+        return
+    config = None
+    if recipe != BASELINE:
+        config = FP8Config(recipe=recipe, smooth_swiglu=smooth, opt_level="O1")
+    losses, eval_loss = train(config, seed, PLANTED[faults])
+    same = [r for r in rows if (r["faults"], r["recipe"], r["seed"]) == (faults, BASELINE, key[3])]
+    bf16 = float(same[0]["eval_loss"]) if same else eval_loss
+    row = {
+        **dict(zip(COLUMNS, key, strict=False)),
+        "steps": len(losses),
+        "eval_loss": f"{eval_loss:.6f}",
+        "bf16_eval_loss": f"{bf16:.6f}",
+        "rel_diff": f"{eval_loss / bf16 - 1:+.5f}",
+        "torch": torch.__version__,
+        "commit": commit(),
+        "date": datetime.date.today().isoformat(),
+        "command": "nice -n 19 python -m benchmarks.aligned_channels",
+    }
+    append(path, COLUMNS, [row])
+    curve = [dict(zip((*COLUMNS[:4], "step", "loss"), (*key, step, f"{loss:.5f}"), strict=True))
+             for step, loss in enumerate(losses)]  # fmt: skip
+    append(path.with_name(CURVES.name), [*COLUMNS[:4], "step", "loss"], curve)
+    print(" ".join(key), row["eval_loss"], row["rel_diff"], flush=True)
+
+
+def read(path: Path) -> list[dict[str, str]]:
+    """Return the rows of a CSV; none if it is not there."""
+    if not path.is_file():
+        return []
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def append(path: Path, columns: list[str], rows: list[dict]) -> None:
+    """Add rows to a CSV, which gets its header first."""
+    is_new = not path.is_file()
+    with path.open("a", newline="") as file:
+        writer = csv.DictWriter(file, columns, lineterminator="\n")
+        if is_new:
+            writer.writeheader()
+        writer.writerows(rows)
+
+
+def draw(curves: Path, picture: Path, seed: str = "0") -> None:
+    """Draw the smoothed losses of one seed's runs with faults."""
+    from matplotlib import pyplot
+
+    from benchmarks.plot import COLOURS
+
+    losses: dict[tuple[str, str], list[float]] = {}
+    for row in read(curves):
+        if (row["faults"], row["seed"]) == ("both", seed):
+            losses.setdefault((row["recipe"], row["smooth_swiglu"]), []).append(float(row["loss"]))
+    figure, axes = pyplot.subplots(figsize=(7, 4.2), layout="constrained")
+    order = dict(zip([(r, str(s)) for r, s in VARIANTS], ("#000000", *COLOURS), strict=False))
+    for variant, colour in order.items():
+        if variant not in losses:
+            continue
+        recipe, smooth = variant
+        means = [
+            sum(part) / len(part)
+            for i in range(0, len(losses[variant]), WINDOW)
+            for part in [losses[variant][i : i + WINDOW]]
+        ]
+        steps = [WINDOW * (i + 0.5) for i in range(len(means))]
+        label = "BF16" if recipe == BASELINE else recipe
+        label += ", Smooth-SwiGLU" if smooth == "True" else ""
+        style = "--" if smooth == "True" else "-"
+        axes.plot(steps, means, style, color=colour, label=label, linewidth=1.8)
+    faults = Faults()
+    axes.axvspan(faults.start, faults.start + faults.growth, color="#000000", alpha=0.06)
+    for step in range(faults.every - 1, STEPS, faults.every):
+        axes.axvline(step, color="#999999", linewidth=0.6, linestyle=":")
+    axes.set(
+        xlabel=f"step after {PRETRAINING_STEPS} in BF16",
+        ylabel="training loss, nats per token",
+        title="Planted: channels that align and grow (shaded), outliers (dotted)",
+    )
+    axes.grid(alpha=0.25)
+    axes.legend(frameon=False)
+    figure.savefig(picture, dpi=110)
+    pyplot.close(figure)
+
+
+if __name__ == "__main__":
+    main()

@@ -107,6 +107,13 @@ def swiglu(device: str, ops: Any = producers.OPS) -> str:
     return "within a neighbour, casts bit for bit"
 
 
+def smoothing(device: str, ops: Any = producers.OPS) -> str:
+    """Check the scales per channel of Smooth-SwiGLU."""
+    for shape, kind in itertools.product(PRODUCER_SHAPES, ("gaussian", "nan")):
+        producers.check_smoothing(ops, device, shape, kind)
+    return "bit for bit"
+
+
 def swiglu_backward(device: str, ops: Any = producers.OPS) -> str:
     """Check the gradients of gate and up with their casts."""
     for shape, both in itertools.product(PRODUCER_SHAPES, (False, True)):
@@ -197,6 +204,7 @@ CHECKS: dict[str, dict[str, tuple[str, tuple[str, ...]]]] = {
     },
     "swiglu": {
         "swiglu": ("swiglu", ()),
+        "smooth swiglu": ("smoothing", ()),
         "swiglu backward": ("swiglu_backward", ()),
         "gate_up backward": ("gate_up", ()),
     },

@@ -99,6 +99,7 @@ RIGHT = [
     (kernel_checks.norm,),
     (kernel_checks.norm_backward,),
     (kernel_checks.swiglu,),
+    (kernel_checks.smoothing,),
     (kernel_checks.swiglu_backward,),
     (kernel_checks.gate_up,),
     (kernel_checks.delayed_producers,),
@@ -118,6 +119,7 @@ WRONG = [
     (kernel_checks.norm_backward, with_wrong("rms_norm", "rms_norm_backward", 1)),
     (kernel_checks.swiglu, with_wrong("swiglu", "swiglu", None)),
     (kernel_checks.swiglu, with_wrong("swiglu", "swiglu_save", 1)),
+    (kernel_checks.smoothing, with_wrong("smooth", "smooth_factors", 1)),
     (kernel_checks.swiglu_backward, with_wrong("swiglu_backward", "swiglu_backward", 0)),
     (kernel_checks.gate_up, with_wrong("gate_up", "gate_up_backward_amax", None)),
     (

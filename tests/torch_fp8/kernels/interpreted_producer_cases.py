@@ -23,6 +23,7 @@ from triton.runtime import interpreter
 from benchmarks.interpreter import mend
 from torch_fp8.kernels import gate_up as gate_up_kernels
 from torch_fp8.kernels import rms_norm as norm_kernels
+from torch_fp8.kernels import smooth as smooth_kernels
 from torch_fp8.kernels import swiglu as swiglu_kernels
 from torch_fp8.kernels import swiglu_backward as backward_kernels
 from torch_fp8.kernels.arguments import (
@@ -33,7 +34,7 @@ from torch_fp8.kernels.arguments import (
     NormInputs,
     NormWithRstd,
 )
-from torch_fp8.ops import fused_quantize, gate_up, rms_norm, swiglu
+from torch_fp8.ops import fused_quantize, gate_up, rms_norm, smooth, swiglu
 from torch_fp8.ops import swiglu_backward as backward
 from torch_fp8.quantization.scaling import tensor_amax
 
@@ -182,6 +183,7 @@ def casts(known_amax, more):
         yield name, CastOptions(dtype, granularity, *flags, scale, amax)
 
 
+SMOOTHED = ("tails", "odd", "no rows", "sliced", "inf", "nan")
 LAYOUTS = ("row", "row scale", "col", "col scale")
 SAVED_PARTS = ("gate", "gate scale", "up", "up scale")
 
@@ -417,9 +419,29 @@ def gate_up_backward(x, gate_first, more=False):
             yield from compare_delayed(f"{what} {name}", made, want, past)
 
 
+def smoothing(gate, more):
+    """The amaxes of channels, the factors that they give, and casts of what has been smoothed."""
+    up = gate.flip(0).as_strided(gate.shape, gate.flip(0).stride()) if gate.numel() else gate
+    yield "columns", differs(smooth_kernels.column_amax(gate), smooth.column_amax.reference(gate))
+    amax = smooth.column_amax.reference(swiglu_kernels.swiglu(gate, up, None))
+    for save in (True, False):
+        saved = (*fused_quantize.save_input(gate, save), *fused_quantize.save_input(up, save))
+        made = smooth_kernels.swiglu_save_columns(gate, up, save)
+        yield from compare(f"{save=}", made, (*saved, amax), (*SAVED_PARTS, "amax"))
+    factors = smooth.smooth_factors.reference(amax)
+    made = smooth_kernels.smooth_factors(amax)
+    yield from compare("factors", made, factors, ("s", "1 / s", "smoothed"))
+    times = (gate.float() * factors[0]).contiguous()
+    for name, cast in casts(tensor_amax(times), more):
+        made = smooth_kernels.quantize_columns(gate, factors[0], cast)
+        yield from compare(name, made, fused_quantize.cast_result(times, cast)[:4])
+
+
 def results():
     for name, x in matrices():
         more = name == "tails"
+        if name in SMOOTHED:
+            yield f"smooth, {name}", named(smoothing(x, more))
         yield f"norm, {name}", named(norm_statistics(x, 1.0))
         yield f"norm casts, {name}", named(norm_casts(x, 1.0, more))
         yield f"swiglu, {name}", named(swiglu_forward(x, True, more))

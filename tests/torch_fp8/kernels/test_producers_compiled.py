@@ -5,7 +5,15 @@ import itertools
 import pytest
 import torch
 
-from torch_fp8.kernels import gate_up, quantize, quantize_delayed, rms_norm, swiglu, swiglu_backward
+from torch_fp8.kernels import (
+    gate_up,
+    quantize,
+    quantize_delayed,
+    rms_norm,
+    smooth,
+    swiglu,
+    swiglu_backward,
+)
 from torch_fp8.kernels.arguments import (
     BackwardInputs,
     CastOptions,
@@ -148,6 +156,17 @@ def launch_swiglu_casts(dtype, more):
         gate_up.gate_up_backward_quantize(inputs, True, how)
 
 
+def launch_smoothing(x):
+    smooth.column_amax(x)
+    for save in (True, False):
+        smooth.swiglu_save_columns(x, x, save)
+    smooth.smooth_factors(torch.empty(x.shape[1]))
+    known = {"tensorwise": torch.ones(())}
+    for how in ("tensorwise", "block_1x128", "block_128x128"):
+        cast = CastOptions(E4M3, how, True, True, how != "block_128x128", amax=known.get(how))
+        smooth.quantize_columns(x, torch.empty(x.shape[1]), cast)
+
+
 def assert_fits(launches, compile_all):
     for ptx in compile_all(launches):
         # triton-lang/triton#11111: next to these, transposed one-byte stores are corrupted.
@@ -182,6 +201,13 @@ def test_swiglu_compiles_and_fits(record_launches, compile_all, name):
             launch_swiglu_casts(DTYPES[name], 1 if "odd" in name else 0)
         launch_swiglu(torch.empty(4096, 4096, dtype=DTYPES[name]) if name in DTYPES else ODD[name])
     assert_fits(forward + backward, compile_all)
+
+
+@pytest.mark.long
+def test_smoothing_compiles_and_fits(record_launches, compile_all):
+    with record_launches(quantize), record_launches(smooth) as launches:
+        launch_smoothing(torch.empty(2048, 4096, dtype=torch.bfloat16))
+    assert_fits(launches, compile_all)
 
 
 def names(launches):

@@ -35,6 +35,12 @@ def test_swiglu_and_its_casts(shape, smooth, kind):
     producers.check_swiglu(OPS, "cuda", shape, kind, smooth)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_smoothing(shape, kind):
+    producers.check_smoothing(OPS, "cuda", shape, kind)
+
+
 @pytest.mark.parametrize("saved", [False, True])
 @pytest.mark.parametrize("smooth", [False, True])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

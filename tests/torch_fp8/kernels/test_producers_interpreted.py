@@ -31,7 +31,9 @@ KINDS = (
     *("norm", "norm casts", "norm once", "norm delayed", "norm backward"),
     *("swiglu", "swiglu backward", "gate_up backward"),
 )
+SMOOTHED = ("tails", "odd", "no rows", "sliced", "inf", "nan")
 CASES = [
+    *(f"smooth, {name}" for name in SMOOTHED),
     *(f"{kind}, {name}" for kind, name in itertools.product(KINDS, INPUTS)),
     "norm without offset",
     "norm casts without offset",

@@ -1,4 +1,4 @@
-"""Smooth-SwiGLU: the same function, what it saves of an aligned channel, and what runs through it."""
+"""Smooth-SwiGLU: the same function, what it saves of aligned channels, and what it goes with."""
 
 import copy
 

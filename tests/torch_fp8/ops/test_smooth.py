@@ -1,4 +1,4 @@
-"""Scales per channel: what the factors are, and that what is cast with them is what it should be."""
+"""Scales per channel: what the factors are, and that what is cast with them is what it must be."""
 
 import math
 

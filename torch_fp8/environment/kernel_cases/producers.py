@@ -4,8 +4,8 @@ Every cast equals, byte for byte, the cast of the plain result of the same devic
 equal the CPU's but for what rstd, sums and exp differ by in float32: a BF16 result is the same or
 its neighbour, and the same for all but one element in a hundred.
 
-`ops` has the modules ``rms_norm``, ``swiglu``, ``swiglu_backward`` and ``gate_up`` of `torch_fp8`,
-or what stands for them; the reference is always theirs, on the CPU.
+`ops` has the modules ``rms_norm``, ``swiglu``, ``swiglu_backward``, ``gate_up`` and ``smooth`` of
+`torch_fp8`, or what stands for them; the reference is always theirs, on the CPU.
 """
 
 import itertools
@@ -27,6 +27,7 @@ from torch_fp8.kernels.arguments import (
     NormWithRstd,
 )
 from torch_fp8.ops import gate_up, rms_norm, swiglu, swiglu_backward
+from torch_fp8.ops import smooth as smooth_ops
 from torch_fp8.ops.fused_quantize import cast_result
 from torch_fp8.quantization.scaling import tensor_amax
 
@@ -43,7 +44,11 @@ ONCE = (
     ((64, 512), "block_1x128"),
 )
 OPS = SimpleNamespace(
-    rms_norm=rms_norm, swiglu=swiglu, swiglu_backward=swiglu_backward, gate_up=gate_up
+    rms_norm=rms_norm,
+    swiglu=swiglu,
+    swiglu_backward=swiglu_backward,
+    gate_up=gate_up,
+    smooth=smooth_ops,
 )
 
 
@@ -170,6 +175,28 @@ def check_swiglu(
         return (*made[:4], made[8])
 
     check_casts([h], amax, quantize, what, few)
+
+
+def check_smoothing(ops: Any, device: str, shape: Shape, kind: str) -> None:
+    """Check the amaxes of channels, their factors, and a cast of channels times factors."""
+    what = f"smoothing of {shape}, {kind}"
+    arguments = matrix(shape, BF16, kind), matrix(shape, BF16, seed=1)
+    gate, up = _moved(arguments, device)
+    *saved, amax = ops.smooth.swiglu_save_columns(gate, up, True)
+    _all_same(saved, swiglu.swiglu_save(*arguments, None)[:4], f"{what}: saved")
+    h = swiglu.swiglu(gate, up, None)
+    _all_same([amax], [smooth_ops.column_amax.reference(h.cpu())], f"{what}: amax")
+    _all_same([ops.smooth.column_amax(h)], [amax], f"{what}: amax of a tensor")
+    factors = ops.smooth.smooth_factors(amax)
+    _all_same(factors, smooth_ops.smooth_factors.reference(amax.cpu()), f"{what}: factors")
+    times = (gate.float() * factors[0]).cpu()
+    for granularity in FEW_GRANULARITIES:
+        known = tensor_amax(times) if granularity == "tensorwise" else None
+        cast = CastOptions(E4M3, granularity, True, True, True, amax=known)
+        want = cast_result(times, cast)[:4]
+        on_device = cast._replace(amax=None if known is None else known.to(device))
+        made = ops.smooth.quantize_columns(gate, factors[0], on_device)
+        _all_same(made, want, f"{what}: {granularity}")
 
 
 def check_swiglu_backward(
