@@ -23,6 +23,7 @@ from parallel_ranks import (
     rand,
 )
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -41,6 +42,7 @@ from torch_fp8 import (
     scaling_state_dict,
     selective_checkpoint_contexts,
 )
+from torch_fp8.distributed.fsdp.connect import connect_fsdp
 from torch_fp8.distributed.tensor_parallel.all_gather import (
     AllGatheredFloat8Tensor,
     Shards,
@@ -667,3 +669,60 @@ def case_read_only():
             type(other) is torch.Tensor and torch.equal(other, (gathered + 0).view(WIDTH, 4)),
             torch.equal(full(gathered[1:2] + 0), (gathered + 0)[1:2]),
         ]
+
+
+class GatedMLP(nn.Module):
+    """With a channel of gate and up that is aligned, and 200 times larger."""
+
+    def __init__(self, hidden=256):
+        super().__init__()
+        torch.manual_seed(0)
+        self.gate, self.up = (nn.Linear(WIDTH, hidden, bias=False) for _ in range(2))
+        self.down = nn.Linear(hidden, WIDTH, bias=False)
+        with torch.no_grad():
+            self.up.weight[3] = self.gate.weight[3]
+            self.gate.weight[3] *= 200
+            self.up.weight[3] *= 200
+
+    def forward(self, x):
+        return self.down(nn.functional.silu(self.gate(x)) * self.up(x))
+
+
+def median_db(reference, x):
+    """SQNR in dB of the median row; one row of outliers would hide the others."""
+    reference, x = full(reference).detach().float(), full(x).detach().float()
+    noise = (x - reference).square().sum(-1)
+    ratio = reference.square().sum(-1) / noise.clamp(min=1e-30)
+    return min(float(10 * ratio.log10().median()), 200.0)
+
+
+def case_smooth_swiglu():
+    """Under tensor parallelism and FSDP2, output and the down projection's gradient, by recipe."""
+    results = {}
+    x, g = rand(2, 64, WIDTH), rand(2, 64, WIDTH, seed=1)
+    exact = GatedMLP().bfloat16()
+    y = exact(x)
+    y.backward(g)
+    want = y, exact.down.weight.grad.t()
+    plan = {
+        "gate": Float8ColwiseParallel(),
+        "up": Float8ColwiseParallel(),
+        "down": Float8RowwiseParallel(),
+    }
+    for recipe in ("tensorwise", "delayed"):
+        for communication in ("fp8", "off"):
+            config = FP8Config(recipe=recipe, smooth_swiglu=True, communication=communication)
+            split, one = parallel(GatedMLP().bfloat16(), plan, config)
+            sharded = nn.Sequential(GatedMLP().bfloat16())
+            convert_to_float8(sharded, config)
+            fully_shard(sharded[0])
+            fully_shard(sharded)
+            connect_fsdp(sharded, config)
+            found = []
+            for model, down in ((split, split.down), (one, one.down), (sharded, sharded[0].down)):
+                y = model(x)
+                y.backward(g)
+                made = y, full(down.weight.grad).t()
+                found.append([median_db(*pair) for pair in zip(want, made, strict=True)])
+            results[f"{recipe}, {communication}"] = found
+    return results
