@@ -25,7 +25,7 @@ FLOORS = [
     {"distributed"},
     {"conversion"},
     {"environment"},
-    {"planner"},
+    {"advisor", "planner"},
     {"cli"},
     {"__main__"},
 ]

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch_fp8
+from torch_fp8.advisor import command as check_command
 from torch_fp8.config import FP8Config
 from torch_fp8.conversion.export_checkpoint import export_checkpoint
 from torch_fp8.environment import display
@@ -57,6 +58,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_env(commands)
     _add_export(commands)
     plan_command.add_parser(commands)
+    check_command.add_parser(commands)
     return parser
 
 

@@ -1,0 +1,134 @@
+"""The recipe that is proposed for each layer, why, and all of them as one `FP8Config`."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch_fp8.advisor.measure import LayerFindings
+from torch_fp8.config import FP8Config
+
+ENOUGH = 24.0
+"""The dB of a product's median row that are enough: 4.5 below those of Gaussian operands, three
+quarters of a bit.
+"""
+FINER = "blockwise"
+"""The recipe for layers whose outliers one scale cannot hold."""
+PADDED = 0.25
+"""The share of padding in a GEMM from which a layer had better stay in high precision."""
+_MULTIPLE = 16
+
+
+@dataclass(frozen=True)
+class LayerProposal:
+    """What is proposed for a layer.
+
+    Attributes:
+        found: what it rests on.
+        options: of `FP8Config.overrides`; empty: the recipe of the model; None: high precision.
+        reasons: sentences without a full stop.
+    """
+
+    found: LayerFindings
+    options: dict[str, Any] | None
+    reasons: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """What is proposed for a model.
+
+    Attributes:
+        config: the configuration, with its overrides.
+        layers: the proposal of each layer.
+        notes: what concerns the whole run.
+        skipped: by qualified name, why FP8 does not take a layer by itself.
+    """
+
+    config: FP8Config
+    layers: tuple[LayerProposal, ...]
+    notes: tuple[str, ...]
+    skipped: Mapping[str, str] = field(default_factory=dict)
+
+
+def propose(findings: Sequence[LayerFindings], recipe: str, skipped: Mapping[str, str]) -> Proposal:
+    """Propose a configuration.
+
+    Args:
+        findings: of all layers that FP8 can take.
+        recipe: of the model, whose casts were tried, and of `FINER`.
+        skipped: why FP8 does not take others.
+    """
+    layers = tuple(_for_layer(found, recipe) for found in findings)
+    smooth = [p for p in layers if p.options == {"smooth_swiglu": True}]
+    downs = [p for p in layers if p.found.is_down]
+    whole = bool(smooth) and len(smooth) == len(downs)
+    options: dict[str, Any] = {"recipe": recipe}
+    if whole:
+        options["smooth_swiglu"] = True
+    different = [p for p in layers if p.options != {} and not (whole and p in smooth)]
+    config = FP8Config(**options, overrides=_overrides(different, layers))
+    return Proposal(config, layers, tuple(_notes(findings)), dict(skipped))
+
+
+def _for_layer(found: LayerFindings, recipe: str) -> LayerProposal:
+    reasons = []
+    padding = _padding(found)
+    if padding >= PADDED:
+        reasons.append(
+            f"{found.num_in} x {found.num_out} is padded to multiples of 16, {100 * padding:.0f} % "
+            "more work"
+        )
+        return LayerProposal(found, None, tuple(reasons))
+    if not found.db:
+        return LayerProposal(found, {}, ("no token came by: nothing was measured",))
+    plain = found.db[recipe]
+    if not plain < ENOUGH:  # nor NaN
+        return LayerProposal(found, {}, ())
+    if found.is_down and found.aligned:
+        many = "channel of gate and up is" if found.aligned == 1 else "channels of gate and up are"
+        reasons.append(f"{found.aligned} {many} aligned")
+    reasons.append(
+        f"input channel {found.channel} is {found.ratio:,.0f} times as large as the median one, "
+        f"and {recipe} leaves {plain:.1f} dB"
+    )
+    smooth, finer = found.db.get("smooth_swiglu", 0.0), found.db.get(FINER, 0.0)
+    if smooth >= ENOUGH:
+        reasons.append(f"scales per channel leave {smooth:.1f} dB")
+        return LayerProposal(found, {"smooth_swiglu": True}, tuple(reasons))
+    if finer >= ENOUGH:
+        reasons.append(f"{FINER} leaves {finer:.1f} dB")
+        return LayerProposal(found, {"recipe": FINER}, tuple(reasons))
+    best = max(smooth, finer)
+    reasons.append(f"finer scales leave no more than {best:.1f} dB")
+    return LayerProposal(found, None, tuple(reasons))
+
+
+def _padding(found: LayerFindings) -> float:
+    """Return the share of work that padding adds to a GEMM of the layer."""
+    padded = [-(-size // _MULTIPLE) * _MULTIPLE for size in (found.num_in, found.num_out)]
+    return padded[0] * padded[1] / max(1, found.num_in * found.num_out) - 1
+
+
+def _overrides(
+    different: Sequence[LayerProposal], layers: Sequence[LayerProposal]
+) -> dict[str, dict[str, Any] | None]:
+    """Return the overrides of some layers; one for all layers of a name that want the same."""
+    overrides: dict[str, dict[str, Any] | None] = {}
+    for proposal in different:
+        kind = proposal.found.name.rpartition(".")[2]
+        alike = [p for p in layers if p.found.name.rpartition(".")[2] == kind]
+        common = len(alike) > 1 and all(p.options == proposal.options for p in alike)
+        overrides[kind if common else proposal.found.name] = proposal.options
+    return overrides
+
+
+def _notes(findings: Sequence[LayerFindings]) -> list[str]:
+    counts = sorted({tokens for found in findings for tokens in found.calls})
+    odd = [tokens for tokens in counts if tokens % _MULTIPLE]
+    if not odd:
+        return []
+    shown = ", ".join(map(str, odd[:3])) + (", ..." if len(odd) > 3 else "")
+    return [
+        f"forwards of {shown} tokens are no multiple of 16: the product for the weight's gradient "
+        "is padded to one; a sequence length that is a multiple avoids that"
+    ]

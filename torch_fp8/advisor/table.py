@@ -1,0 +1,67 @@
+"""A proposal as text of at most 80 columns."""
+
+import textwrap
+from collections.abc import Iterator, Sequence
+
+from torch_fp8.advisor.proposal import LayerProposal, Proposal
+
+WIDTH = 80
+_NAME, _DB = 44, 8
+
+
+def text_of(proposal: Proposal, headline: str) -> str:
+    """Return a headline, a row for each layer that wants something else, and a line for the rest.
+
+    Args:
+        headline: what was looked at.
+    """
+    return "\n".join([*_wrapped(headline), "", *_lines(proposal)]) + "\n"
+
+
+def _lines(proposal: Proposal) -> Iterator[str]:
+    recipe = proposal.config.recipe
+    yield f"{'layer':<{_NAME}}{recipe[: _DB + 4]:>{_DB + 4}}  proposed"
+    for layer in proposal.layers:
+        if layer.options == {} and not layer.reasons:
+            continue
+        yield from _row(layer, recipe)
+    rest = [layer for layer in proposal.layers if layer.options == {} and not layer.reasons]
+    if rest:
+        found = sorted(layer.found.db[recipe] for layer in rest)
+        many = "all" if len(rest) == len(proposal.layers) else "the others"
+        yield f"{f'{many} ({len(rest)})':<{_NAME}}{_db(found[0]):>{_DB + 4}}  {recipe}"
+    for reason, names in _skipped(proposal).items():
+        shown = ", ".join(names[:2]) + (f" and {len(names) - 2} more" if len(names) > 2 else "")
+        yield from _wrapped(f"not in FP8: {shown}: {reason}")
+    for note in proposal.notes:
+        yield from _wrapped(f"note: {note}")
+
+
+def _row(layer: LayerProposal, recipe: str) -> Iterator[str]:
+    found = layer.found
+    name = found.name if len(found.name) < _NAME else "..." + found.name[-(_NAME - 4) :]
+    yield f"{name:<{_NAME}}{_db(found.db.get(recipe)):>{_DB + 4}}  {_proposed(layer, recipe)}"
+    yield from _wrapped("; ".join(layer.reasons), "    ")
+
+
+def _proposed(layer: LayerProposal, recipe: str) -> str:
+    if layer.options is None:
+        return "bf16"
+    return (
+        "smooth_swiglu" if "smooth_swiglu" in layer.options else layer.options.get("recipe", recipe)
+    )
+
+
+def _db(value: float | None) -> str:
+    return "-" if value is None else f"{min(value, 99.9):.1f} dB"
+
+
+def _wrapped(text: str, indent: str = "") -> Sequence[str]:
+    return textwrap.wrap(text, WIDTH, initial_indent=indent, subsequent_indent=indent or "  ")
+
+
+def _skipped(proposal: Proposal) -> dict[str, list[str]]:
+    names: dict[str, list[str]] = {}
+    for name, reason in proposal.skipped.items():
+        names.setdefault(reason, []).append(name)
+    return names
