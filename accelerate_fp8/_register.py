@@ -96,6 +96,7 @@ def extend_accelerator(module: ModuleType) -> None:
         "unwrap_model": "unwrap_model",
         "get_state_dict": "get_state_dict",
         "save_model": "save_model",
+        "backward": "backward",
         "clip_grad_norm_": "clip_grad_norm_",
         "clip_grad_value_": "clip_grad_value_",
     }

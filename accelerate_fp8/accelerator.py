@@ -180,6 +180,14 @@ def clip_grad_value_(original: Any, self: Any, parameters: Any, clip_value: floa
     return original(self, parameters, clip_value)
 
 
+def backward(original: Any, self: Any, loss: Any, **kwargs: Any) -> None:
+    """Extend ``Accelerator.backward``: show the loss to the monitor, if there is one."""
+    preparation = preparation_of(self)
+    if preparation is not None and preparation.config.monitor:
+        preparation.monitoring.observe(loss)
+    original(self, loss, **kwargs)
+
+
 def unwrap_model(
     original: Any, self: Any, model: nn.Module, *args: Any, **kwargs: Any
 ) -> nn.Module:
@@ -270,8 +278,11 @@ def _save_state_hook(
     accelerator: Any, models: list[nn.Module], weights: list[Any], output_dir: str
 ) -> None:
     save_history(models, output_dir, accelerator.process_index)
+    monitoring = accelerator._fp8_preparation.monitoring
+    monitoring.save(output_dir, accelerator.is_main_process)
 
 
 def _load_state_hook(accelerator: Any, models: list[nn.Module], input_dir: str) -> None:
     # Not `models`: Accelerate leaves those out that FSDP loads itself.
     load_history(accelerator._models, input_dir, accelerator.process_index)
+    accelerator._fp8_preparation.monitoring.load(input_dir)

@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from accelerate_fp8.frozen import EvaluationModels
+from accelerate_fp8.monitoring import Monitoring
 from accelerate_fp8.optimizers import PreparedOptimizers, WeakKeys
 from torch_fp8 import ConversionReport, FP8Config, convert_to_float8
 from torch_fp8.conversion.adopt_checkpoint import take_over
@@ -32,6 +33,7 @@ class Preparation:
         config: resolved from the script, the environment and the launcher's flags.
         optimizers: the optimizers that were prepared.
         evaluated: the models that were prepared for evaluation.
+        monitoring: of the models that are trained.
         communication: model to what travels between ranks in FP8, and why not.
         saves_checkpoint: whether what is saved now is a checkpoint from which training goes on.
     """
@@ -42,6 +44,7 @@ class Preparation:
         self.config = config
         self.optimizers = PreparedOptimizers(config)
         self.evaluated = EvaluationModels(config)
+        self.monitoring = Monitoring(config, log_visibly)
         self.communication: MutableMapping[nn.Module, object] = WeakKeys()
         self._reports: MutableMapping[nn.Module, ConversionReport] = WeakKeys()
         self._announced: MutableMapping[nn.Module, None] = WeakKeys()
@@ -173,6 +176,9 @@ class Preparation:
                 shared = self.evaluated.share(self._announced) if frozen or self._waiting else None
                 if shared is not None:
                     log_visibly(f"FP8: {shared}")
+                for model in list(self._announced) if self.config.monitor else ():
+                    trained_by = self.optimizers.that_train(accelerator, model)
+                    self.monitoring.attach(accelerator, model, trained_by)
         finally:
             if outermost:
                 self._waiting, self._collecting = [], False

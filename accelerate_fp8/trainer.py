@@ -53,15 +53,19 @@ def save_optimizer_and_scheduler(original: Any, self: Any, output_dir: str) -> N
     them.
     """
     original(self, output_dir)
-    if preparation_of(self.accelerator) is not None:
+    preparation = preparation_of(self.accelerator)
+    if preparation is not None:
         save_history([self.model], output_dir, self.args.process_index)
+        preparation.monitoring.save(output_dir, self.args.should_save)
 
 
 def load_optimizer_and_scheduler(original: Any, self: Any, checkpoint: str | None) -> None:
     """Extend ``Trainer._load_optimizer_and_scheduler``: load the history, too."""
     original(self, checkpoint)
-    if checkpoint is not None and preparation_of(self.accelerator) is not None:
+    preparation = preparation_of(self.accelerator)
+    if checkpoint is not None and preparation is not None:
         load_history([self.model], checkpoint, self.args.process_index)
+        preparation.monitoring.load(checkpoint)
 
 
 def save(original: Any, self: Any, output_dir: str | None = None, state_dict: Any = None) -> None:
@@ -127,6 +131,8 @@ def wrap_model(original: Any, self: Any, *args: Any, **kwargs: Any) -> nn.Module
         return model
     if self.optimizer is not None:  # training, not evaluation
         refuse_training_arguments(preparation.config, self.args)
+    if bool(kwargs.get("training", True)) and self.is_in_train:
+        preparation.monitoring.serve(self)
     if isinstance(model, nn.DataParallel):
         raise ValueError(
             f"the Trainer wraps the model in DataParallel, for this one process sees "

@@ -10,10 +10,11 @@ import _fp8_autoload
 
 if TYPE_CHECKING:
     from lightning_fp8.fsdp import FP8FSDPStrategy
+    from lightning_fp8.monitoring import FP8Monitor
     from lightning_fp8.precision import FP8Precision
     from torch_fp8 import FP8Config
 
-__all__ = ["FP8Config", "FP8FSDPStrategy", "FP8Precision"]
+__all__ = ["FP8Config", "FP8FSDPStrategy", "FP8Monitor", "FP8Precision"]
 
 _fp8_autoload.load("lightning_fp8")
 
@@ -29,6 +30,10 @@ def __getattr__(name: str) -> Any:
 
         register_as_strategy()
         return FP8FSDPStrategy
+    if name == "FP8Monitor":
+        from lightning_fp8.monitoring import callback_class
+
+        return callback_class()
     if name == "FP8Config":
         from torch_fp8 import FP8Config
 

@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_fp8.fsdp import FP8FSDPStrategy
+from lightning_fp8.monitoring import MonitoredPrecision
 from lightning_fp8.precision import Converted, HostPrecision, parameters_of
 from torch_fp8.optim.optimizer import Float8Optimizer
 
@@ -24,7 +25,7 @@ _METHODS = (
 )
 
 
-class FabricPrecision(HostPrecision):
+class FabricPrecision(MonitoredPrecision, HostPrecision):
     """The part of Fabric's plugins: models are set up one by one, and optimizers come later."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -45,6 +46,8 @@ class FabricPrecision(HostPrecision):
         """Enter autocast; a model's first forward is the last moment for its start-up summary."""
         for converted in self._live():
             self._announce(converted)
+            if self.config.monitor:
+                self.watch(converted.module(), converted.optimizers, None)
         return super().forward_context()  # type: ignore[misc]
 
     def _setup_module_and_optimizers(

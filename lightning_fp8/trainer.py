@@ -13,11 +13,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_fp8.averaging import SplitWeights, average_whole_weights
+from lightning_fp8.monitoring import MonitoredPrecision
 from lightning_fp8.precision import RELEASE, HostPrecision
 from torch_fp8.optim.optimizer import Float8Optimizer
 
 
-class TrainerPrecision(HostPrecision):
+class TrainerPrecision(MonitoredPrecision, HostPrecision):
     """The part of the Trainer's plugins: a Trainer has one model at a time, and connects it."""
 
     _undo_averaging: Callable[[], None] | None = None
@@ -85,6 +86,9 @@ class TrainerPrecision(HostPrecision):
             callbacks = self._strategy.lightning_module.trainer.callbacks
             self._undo_averaging = average_whole_weights(callbacks, SplitWeights(in_use))
         self._announce(converted)
+        if in_use:
+            trainer = self._strategy.lightning_module.trainer
+            self.watch(converted.module(), in_use, trainer)
         return super().connect(model, optimizers, lr_schedulers)  # type: ignore[misc]
 
     def pre_backward(self, tensor: torch.Tensor, module: Any) -> Any:
@@ -96,7 +100,7 @@ class TrainerPrecision(HostPrecision):
                 ours = [o for o in converted.optimizers if isinstance(o, Float8Optimizer)]
                 for reducer in {reducer for o in ours for reducer in o.fp8_reducers}:
                     reducer.prepare(tensor, synchronize=True)
-        return super().pre_backward(tensor, module)  # type: ignore[misc]
+        return super().pre_backward(tensor, module)
 
     def clip_gradients(self, optimizer: Any, clip_val: float = 0.0, *args: Any, **kw: Any) -> None:
         """Clip as the host does.

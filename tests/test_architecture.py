@@ -24,6 +24,7 @@ FLOORS = [
     {"optim"},
     {"distributed"},
     {"conversion"},
+    {"monitor"},
     {"environment"},
     {"advisor", "planner"},
     {"cli"},

@@ -12,6 +12,7 @@ from torch_fp8.conversion.report import ConversionReport
 from torch_fp8.conversion.scaling_state import load_scaling_state_dict, scaling_state_dict
 from torch_fp8.conversion.weight_sync import weights_for_engine
 from torch_fp8.distributed.comm_counter import CommunicationCount, count_communication
+from torch_fp8.monitor.monitor import Monitor
 from torch_fp8.nn.linear import Float8Linear
 from torch_fp8.optim.convert import (
     OptimizerReport,
@@ -29,6 +30,7 @@ __all__ = [
     "Float8Linear",
     "LevelPlan",
     "MemoryReport",
+    "Monitor",
     "OptimizerReport",
     "Plan",
     "__version__",

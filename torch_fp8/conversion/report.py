@@ -157,6 +157,12 @@ class ConversionReport:
             lines += [f"  optimizer {report}" for report in optimizer_reports or ()]
         if communication is not None:
             lines.append(f"  ranks     {communication}")
+        if self.config.monitor:
+            c = self.config
+            lines.append(
+                f"  monitor   every {c.monitor} steps; on an alarm: {c.on_alarm}, on a loss spike: "
+                f"{c.on_loss_spike}"
+            )
         if model is not None:
             lines.append(f"  memory    {expected_bytes_per_param(model, optimizers)}")
         return "\n".join(lines)

@@ -1,0 +1,142 @@
+"""The engine's monitor under Accelerate and transformers: where its numbers go, and its state.
+
+Under a Trainer they stand in its own log: an entry of ``log_history`` after each measured step,
+which the Trainer's trackers get, too; the bars and prints on the screen do not. In a loop of one's
+own they go to the Accelerator's trackers. Files go to the Trainer's ``output_dir`` or the
+Accelerator's ``project_dir``.
+"""
+
+import functools
+import json
+from collections.abc import Callable, MutableMapping
+from pathlib import Path
+from typing import Any
+from weakref import ReferenceType, ref
+
+from torch import nn
+from torch.optim import Optimizer
+
+from accelerate_fp8.optimizers import WeakKeys
+from torch_fp8 import FP8Config
+from torch_fp8.monitor.monitor import Monitor
+
+_STATE = "fp8_monitor_state.json"
+
+
+class Monitoring:
+    """The monitors of one Accelerator's models.
+
+    Args:
+        config: with ``monitor`` and what belongs to it.
+        say: logs a line.
+    """
+
+    def __init__(self, config: FP8Config, say: Callable[[str], None]) -> None:
+        self.config, self._say = config, say
+        self.checkpoint: str | None = None
+        self._monitors: MutableMapping[nn.Module, Monitor] = WeakKeys()
+        self._trainer: ReferenceType[Any] | None = None
+        self._state: dict[str, Any] = {}
+        self._waiting: list[dict[str, float]] = []
+
+    def __getstate__(self) -> dict[str, Any]:  # a copy watches nothing
+        return {"config": self.config, "_say": self._say}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(state["config"], state["_say"])  # type: ignore[misc]
+
+    def attach(self, accelerator: Any, model: nn.Module, optimizers: list[Optimizer]) -> None:
+        """Watch a model from now on, once its optimizers are known.
+
+        Raises:
+            ValueError: see `Monitor`.
+        """
+        if not (self.config.monitor and optimizers) or model in self._monitors:
+            return
+        folder = self._folder(accelerator)
+        to_trackers = functools.partial(_to_trackers, ref(accelerator))
+        monitor = self._monitors[model] = Monitor(
+            model,
+            optimizers,
+            self.config,
+            folder=folder,
+            log=to_trackers if self._of_trainer() is None else self._wait,
+            say=self._say,
+            restore=functools.partial(self._restore, ref(accelerator)),
+        )
+        where = (
+            f"into {folder}"
+            if folder is not None
+            else ("to trackers alone, for Accelerator(project_dir=...) was not given")
+        )
+        self._say(f"FP8 monitor: every {self.config.monitor} steps, {where}")
+        monitor.load_state_dict(self._state)
+
+    def observe(self, loss: Any) -> None:
+        """Take the loss of a backward."""
+        for monitor in self._monitors.values():
+            monitor.observe_loss(loss)
+
+    def serve(self, trainer: Any) -> None:
+        """Log to a Trainer, which calls back at the end of its steps."""
+        if self.config.monitor and self._of_trainer() is not trainer:
+            from accelerate_fp8.trainer_callback import MonitorCallback
+
+            self._trainer = ref(trainer)
+            trainer.add_callback(MonitorCallback(self))
+
+    def to_trainer(self) -> None:
+        """Hand the Trainer what was measured in the step that has ended."""
+        trainer, waiting = self._of_trainer(), self._waiting
+        self._waiting = []
+        if trainer is not None and waiting:
+            from accelerate_fp8.trainer_callback import log_silently
+
+            for series in waiting:
+                log_silently(trainer, series)
+
+    def save(self, folder: str | Path, is_main_process: bool) -> None:
+        """Write what a resumed run goes on from beside a checkpoint, all ranks having the same."""
+        self.checkpoint = str(folder)
+        states = [monitor.state_dict() for monitor in self._monitors.values()]
+        if states and is_main_process:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            (Path(folder) / _STATE).write_text(json.dumps(states[0]))
+
+    def load(self, folder: str | Path) -> None:
+        """Go on from what `save` wrote, also for a model that is prepared later."""
+        path = Path(folder) / _STATE
+        if self.config.monitor and path.is_file():
+            self._state = json.loads(path.read_text())
+            for monitor in self._monitors.values():
+                monitor.load_state_dict(self._state)
+
+    def _of_trainer(self) -> Any:
+        return None if self._trainer is None else self._trainer()
+
+    def _folder(self, accelerator: Any) -> str | None:
+        trainer = self._of_trainer()
+        folder = accelerator.project_dir if trainer is None else trainer.args.output_dir
+        return None if folder is None else str(folder)
+
+    def _wait(self, series: dict[str, float], step: int) -> None:
+        self._waiting.append(series)
+
+    def _restore(self, accelerator: Any) -> str | None:
+        """Load the last checkpoint that this run has written."""
+        folder, trainer = self.checkpoint, self._of_trainer()
+        if folder is None:
+            return None
+        if trainer is None:
+            accelerator().load_state(folder)
+        else:
+            from accelerate_fp8.trainer_callback import load_checkpoint
+
+            load_checkpoint(trainer, accelerator(), folder)
+        return folder
+
+
+def _to_trackers(accelerator: Any, series: dict[str, float], step: int) -> None:
+    host = accelerator()
+    if host is not None and host.trackers:
+        host.log(series, step=step)

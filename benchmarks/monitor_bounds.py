@@ -1,0 +1,171 @@
+"""What healthy runs and planted faults look like to the monitor, and when it warns.
+
+    nice -n 19 python -m benchmarks.monitor_bounds           # all, about 15 minutes
+    nice -n 19 python -m benchmarks.monitor_bounds --healthy # seeds without faults alone
+
+Each run trains the small Llama of `benchmarks.aligned_channels`. Without faults it shows how near
+healthy numbers come to each default bound; with them, how many steps before the smoothed loss is
+5 % off BF16's the first warning comes. Writes ``benchmarks/results/monitor_bounds.csv`` and
+``monitor_alarms.csv``.
+"""
+
+import argparse
+import csv
+import warnings
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from benchmarks.aligned_channels import NO_FAULTS, Faults, train
+from benchmarks.pretraining import corpus
+from torch_fp8 import FP8Config
+from torch_fp8.monitor.alarm import DEFAULT_BOUNDS
+from torch_fp8.monitor.monitor import Monitor
+
+RESULTS = Path(__file__).parent / "results"
+RECIPES = ("delayed", "tensorwise")
+PLANTED = {
+    "aligned": Faults(start=60, growth=120, outlier=1.0),
+    "outliers": Faults(magnitude=1.0),
+}
+SMOOTHED = 20
+"""Steps that a loss is averaged over."""
+OFF = 1.05
+"""The smoothed loss is off where it is so many times BF16's."""
+
+
+class Watched(NamedTuple):
+    """A run and what its monitor saw: losses, step to series, events, held-out loss."""
+
+    losses: list[float]
+    series: dict[int, dict[str, float]]
+    events: list[dict[str, Any]]
+    eval_loss: float
+
+
+def watch(
+    config: FP8Config | None,
+    seed: int,
+    faults: Faults,
+    steps: int,
+    data: Any,
+    folder: Path | None = None,
+) -> Watched:
+    """Train with a monitor, where the configuration has one."""
+    series: dict[int, dict[str, float]] = {}
+    monitors: list[Monitor] = []
+
+    def prepare(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        if config is None or not config.monitor:
+            return
+        monitor = Monitor(
+            model,
+            [optimizer],
+            config,
+            folder=folder,
+            log=lambda values, step: series.update({step: values}),
+        )
+        monitors.append(monitor)
+
+        def note(module: nn.Module, args: Any, output: Any) -> None:
+            if module.training:
+                monitor.observe_loss(output.loss)
+
+        model.register_forward_hook(note)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        run = train(config, seed, faults, steps, data=data, prepare=prepare)
+    events = monitors[0].events if monitors else []
+    for monitor in monitors:
+        monitor.close()
+    return Watched(run.losses, series, events, run.eval_loss)
+
+
+def smoothed(losses: Sequence[float]) -> list[float]:
+    """The mean of the last `SMOOTHED` losses at each step."""
+    parts = [losses[max(0, i - SMOOTHED + 1) : i + 1] for i in range(len(losses))]
+    return [sum(part) / len(part) for part in parts]
+
+
+def first_off(losses: Sequence[float], reference: Sequence[float]) -> int | None:
+    """The first step, from 1, whose smoothed loss is `OFF` times the reference's."""
+    pairs = zip(smoothed(losses), smoothed(reference), strict=True)
+    return next((i for i, (a, b) in enumerate(pairs, 1) if not a <= OFF * b), None)
+
+
+def first_warning(watched: Watched) -> int | None:
+    """The step of the first warning."""
+    kinds = ("alarm", "loss_spike")
+    return next((e["step"] for e in watched.events if e["event"] in kinds), None)
+
+
+def extremes(watched: Sequence[Watched]) -> dict[tuple[str, str], tuple[float, float]]:
+    """Kind and statistic to the smallest and largest number that occurred."""
+    seen: dict[tuple[str, str], list[float]] = defaultdict(list)
+    for run in watched:
+        for values in run.series.values():
+            for name, value in values.items():
+                place, _, statistic = name.rpartition("/")
+                seen[place.rpartition("/")[2], statistic].append(value)
+    return {key: (min(values), max(values)) for key, values in seen.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--healthy", action="store_true", help="only runs without faults")
+    parser.add_argument("--steps", type=int, default=260)
+    parser.add_argument("--runs", type=Path, help="a folder to keep the statistics in")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--every", type=int, default=10, help="the monitor's interval")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    data = corpus()
+    bounds: list[list[Any]] = []
+    alarms: list[list[Any]] = []
+    for recipe in RECIPES:
+        config = FP8Config(recipe=recipe, monitor=options.every)
+        runs = []
+        for seed in range(options.seeds):
+            folder = options.runs and options.runs / f"healthy-{recipe}-{seed}"
+            runs.append(watch(config, seed, NO_FAULTS, options.steps, data, folder))
+        found = extremes(runs)
+        for bound in DEFAULT_BOUNDS:
+            low, high = found.get((bound.kind, bound.statistic), (float("nan"),) * 2)
+            row = [recipe, bound.kind, bound.statistic, f"{low:.4g}", f"{high:.4g}"]
+            bounds.append([*row, bound.least, bound.most])
+        for seed, run in enumerate(runs):
+            alarms.append([recipe, "none", seed, "", first_warning(run) or "", "", "", ""])
+            print(recipe, "healthy", seed, "first warning:", first_warning(run), flush=True)
+        _write("monitor_bounds.csv", "recipe,kind,statistic,lowest,highest,least,most", bounds)
+    if options.healthy:
+        return
+    for name, faults in PLANTED.items():
+        reference = watch(None, 0, faults, options.steps, data)
+        for on_alarm in ("warn", "bf16"):
+            config = FP8Config(recipe="delayed", monitor=options.every, on_alarm=on_alarm)
+            folder = options.runs and options.runs / f"{name}-{on_alarm}"
+            run = watch(config, 0, faults, options.steps, data, folder)
+            off = first_off(run.losses, reference.losses)
+            apart = 100 * (run.eval_loss / reference.eval_loss - 1)
+            fallen = sum(e["event"] == "fallback" for e in run.events)
+            row = ["delayed", name, 0, on_alarm, first_warning(run) or "", off or ""]
+            alarms.append([*row, f"{apart:.2f}", fallen])
+            print(*alarms[-1], sep=", ", flush=True)
+        columns = "recipe,fault,seed,on_alarm,first_warning,loss_off,held_out_percent,fallbacks"
+        _write("monitor_alarms.csv", columns, alarms)
+
+
+def _write(name: str, columns: str, rows: list[list[Any]]) -> None:
+    with (RESULTS / name).open("w", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(columns.split(","))
+        writer.writerows(rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,174 @@
+"""The numbers stand in the Trainer's log and in trackers, and the state in checkpoints."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.tracking import GeneralTracker
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+
+from torch_fp8.monitor.run_log import read_run
+from torch_fp8.nn.linear import Float8Layer
+from torch_fp8.nn.paused import is_paused
+
+DOWN = "model.layers.0.mlp.down_proj"
+
+
+@pytest.fixture
+def launched(accelerate: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    def configure(**options: Any) -> None:
+        monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")
+        monkeypatch.setenv("TORCH_FP8_CONFIG", json.dumps({"recipe": "tensorwise", **options}))
+
+    return configure
+
+
+def _trainer(folder: Path, model: Path, steps: int, **options: Any) -> Trainer:
+    tokens = torch.randint(4, 32, (32, 12), generator=torch.Generator().manual_seed(0))
+    arguments = TrainingArguments(
+        output_dir=str(folder),
+        max_steps=steps,
+        per_device_train_batch_size=2,
+        logging_steps=2,
+        report_to="none",
+        disable_tqdm=True,
+        use_cpu=True,
+        **options,
+    )
+    rows = [{"input_ids": row, "labels": row} for row in tokens]
+    return Trainer(AutoModelForCausalLM.from_pretrained(model), arguments, train_dataset=rows)
+
+
+def _outlier(trainer: Trainer, steps: range) -> None:
+    """Make the input of the down projection a thousand times larger in one channel."""
+    layer = trainer.model.get_submodule(DOWN)
+
+    def before(module: Any, args: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
+        (x,) = args
+        if trainer.state.global_step + 1 not in steps or not module.training:
+            return (x,)
+        factors = torch.ones(x.shape[-1])
+        factors[3] = 1e4
+        return (x * factors,)
+
+    layer.register_forward_pre_hook(before)
+
+
+def test_an_unmodified_trainer_logs_the_series_and_writes_them(
+    launched: Any, tmp_path: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    launched(monitor=2)
+    trainer = _trainer(tmp_path, tiny_model, 6, save_strategy="no")
+    trainer.train()
+    history = trainer.state.log_history
+    measured = [entry for entry in history if "fp8/alarm" in entry]
+    assert [entry["step"] for entry in measured] == [2, 4, 6]
+    assert [entry["step"] for entry in history if "loss" in entry] == [2, 4, 6]
+    assert measured[0][f"fp8/{DOWN}/input/sqnr"] > 25
+    assert measured[1][f"fp8/{DOWN}/update/rms"] > 0
+    assert "fp8/model" not in capsys.readouterr().out
+    record = read_run(tmp_path)
+    assert record.steps == [2, 4, 6]
+    losses = [sum(record.losses[s] for s in (n - 1, n)) / 2 for n in (2, 4, 6)]
+    assert losses == pytest.approx([e["loss"] for e in history if "loss" in e], rel=1e-3)
+
+
+@pytest.mark.filterwarnings("ignore:FP8 monitor, step")
+def test_a_fall_back_outlives_a_checkpoint_of_the_trainer(
+    launched: Any, tmp_path: Path, tiny_model: Path
+) -> None:
+    launched(monitor=2, on_alarm="bf16", fallback_steps=6)
+    trainer = _trainer(tmp_path, tiny_model, 4, save_steps=4)
+    _outlier(trainer, range(2, 3))
+    trainer.train()
+    assert is_paused(trainer.model.get_submodule(DOWN))
+    resumed = _trainer(tmp_path, tiny_model, 10, save_steps=100)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    events = read_run(tmp_path).events
+    kinds = [(e["step"], e["event"], e["layer"]) for e in events if e["layer"] == DOWN]
+    assert kinds == [(2, "fallback", DOWN), (8, "return", DOWN)]
+    layer = resumed.model.get_submodule(DOWN)
+    assert isinstance(layer, Float8Layer)
+    assert not is_paused(layer)
+
+
+@pytest.mark.filterwarnings("ignore:FP8 monitor, step")
+def test_the_trainer_goes_back_to_its_last_checkpoint_after_a_spike(
+    launched: Any, tmp_path: Path, tiny_model: Path
+) -> None:
+    launched(monitor=100, on_loss_spike="restore")
+    trainer = _trainer(tmp_path, tiny_model, 22, save_steps=5, learning_rate=1e-3)
+    saved: dict[str, torch.Tensor] = {}
+    weight = trainer.model.lm_head.weight
+
+    def poison(module: Any, args: Any, output: Any) -> Any:
+        step = trainer.state.global_step + 1
+        if step == 16:
+            saved["at 15"] = weight.detach().clone()
+        if step == 20:
+            saved["at 19"] = weight.detach().clone()
+            output.loss = output.loss * 50
+        if step == 21:
+            saved["after"] = weight.detach().clone()
+        return output
+
+    trainer.model.register_forward_hook(poison)
+    trainer.train()
+    (event,) = [e for e in read_run(tmp_path).events if e["event"] == "restore"]
+    assert event["what"].endswith("checkpoint-15")
+    assert torch.equal(saved["after"], saved["at 15"])
+    assert not torch.equal(saved["at 19"], saved["at 15"])
+
+
+class _Tracker(GeneralTracker):
+    name, requires_logging_directory = "list", False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.logged: dict[int, dict[str, float]] = {}
+
+    @property
+    def tracker(self) -> Any:
+        return self.logged
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        pass
+
+    def log(self, values: dict[str, float], step: int | None = None, **kwargs: Any) -> None:
+        self.logged[step or 0] = values
+
+
+def test_a_loop_with_accelerate_logs_to_its_trackers_and_skips_a_spike(
+    launched: Any, tmp_path: Path
+) -> None:
+    launched(monitor=5, on_loss_spike="skip")
+    tracker = _Tracker()
+    accelerator = Accelerator(cpu=True, log_with=tracker, project_dir=str(tmp_path))
+    accelerator.init_trackers("run")
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    x = torch.randn(32, 64)
+    before = after = None
+    for step in range(1, 26):
+        loss = (model(x) - x).float().pow(2).mean() * (30 if step == 23 else 1)
+        before = model[0].weight.detach().clone() if step == 23 else before
+        accelerator.backward(loss)
+        if step == 23:
+            with pytest.warns(RuntimeWarning, match="the loss of step 23 is .* far above"):
+                optimizer.step()
+            after = model[0].weight.detach().clone()
+        else:
+            optimizer.step()
+        optimizer.zero_grad()
+    assert sorted(tracker.logged) == [5, 10, 15, 20, 25]
+    assert "fp8/0/input/sqnr" in tracker.logged[5]
+    assert before is not None
+    assert torch.equal(before, after)
+    record = read_run(tmp_path)
+    assert [e["event"] for e in record.events] == ["loss_spike", "skip"]
+    assert record.losses[23] > 10 * record.losses[22]

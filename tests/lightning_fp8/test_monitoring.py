@@ -1,0 +1,103 @@
+"""The monitor's numbers stand in Lightning's loggers, and its state in Lightning's checkpoints."""
+
+import lightning.pytorch
+import pytest
+import pytorch_lightning
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from lightning_fp8 import FP8Config, FP8Monitor, FP8Precision
+from torch_fp8.monitor.run_log import read_run
+from torch_fp8.nn.paused import is_paused
+
+
+def _model(host, spike=None):
+    class Regression(host.LightningModule):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.net = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
+            self.kept = {}
+
+        def training_step(self, batch, batch_idx):
+            step = self.trainer.global_step + 1
+            self.kept[step] = self.net[0].weight.detach().clone()
+            self.paused = is_paused(self.net[2])
+            loss = (self.net(batch) - batch).float().pow(2).mean()
+            return loss * (100 if step == spike else 1)
+
+        def configure_optimizers(self):
+            return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+    return Regression()
+
+
+def _data(outlier=()):
+    rows = torch.randn(32, 8, 64, generator=torch.Generator().manual_seed(1))
+    for step in outlier:
+        rows[step - 1, :, 3] *= 1e5
+    return DataLoader(rows, batch_size=None, shuffle=False)
+
+
+def _trainer(host, folder, steps, config, callbacks=(), **options):
+    options = {"enable_checkpointing": False, **options}
+    return host.Trainer(
+        max_steps=steps,
+        accelerator="cpu",
+        plugins=[FP8Precision(config)],
+        logger=getattr(host.loggers, "CSVLogger")(folder, name="", version=""),  # noqa: B009
+        callbacks=list(callbacks),
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        log_every_n_steps=1,
+        **options,
+    )
+
+
+@pytest.mark.parametrize("host", [lightning.pytorch, pytorch_lightning], ids=lambda h: h.__name__)
+def test_series_stand_in_the_loggers_and_the_file_in_log_dir(host, tmp_path):
+    callback = FP8Monitor(every_n_steps=3)
+    assert isinstance(callback, host.Callback)
+    trainer = _trainer(host, tmp_path, 7, FP8Config(recipe="delayed"), [callback])
+    trainer.fit(_model(host), _data())
+    metrics = (tmp_path / "metrics.csv").read_text().splitlines()
+    assert "fp8/net.0/input/sqnr" in metrics[0]
+    assert trainer.callback_metrics["fp8/alarm"] == 0
+    record = read_run(tmp_path)
+    assert record.steps == [3, 6]
+    assert sorted(record.losses) == [1, 2, 3, 4, 5, 6, 7]
+
+
+def test_the_callback_needs_fp8_and_valid_options(tmp_path):
+    with pytest.raises(ValueError, match="on_alarm"):
+        FP8Monitor(10, on_alarm="shout")
+    host = lightning.pytorch
+    trainer = host.Trainer(max_steps=1, accelerator="cpu", callbacks=[FP8Monitor()], logger=False)
+    with pytest.raises(ValueError, match="precision='fp8-mixed'"):
+        trainer.fit(_model(host), _data())
+
+
+@pytest.mark.filterwarnings("ignore:FP8 monitor, step")
+def test_a_fall_back_outlives_a_checkpoint_and_restore_goes_back_to_it(tmp_path):
+    host = lightning.pytorch
+    config = FP8Config(
+        recipe="tensorwise", monitor=2, on_alarm="bf16", on_loss_spike="restore", fallback_steps=100
+    )
+    every = host.callbacks.ModelCheckpoint(
+        tmp_path, every_n_train_steps=9, save_top_k=-1, filename="{step}"
+    )
+    trainer = _trainer(host, tmp_path, 22, config, [every], enable_checkpointing=True)
+    model = _model(host, spike=21)
+    trainer.fit(model, _data(outlier=[2]))
+    events = [(e["step"], e["event"]) for e in read_run(tmp_path).events if e["event"] != "alarm"]
+    assert (2, "fallback") in events
+    assert (21, "restore") in events
+    assert torch.equal(model.kept[22], model.kept[19])
+    assert not torch.equal(model.kept[21], model.kept[19])
+    resumed = _trainer(host, tmp_path / "again", 20, config)
+    model = _model(host)
+    resumed.fit(model, _data(), ckpt_path=str(tmp_path / "step=18.ckpt"))
+    assert model.kept.keys() == {19, 20}
+    layer = next(e["layer"] for e in read_run(tmp_path).events if e["event"] == "fallback")
+    assert layer == "net.0"

@@ -1,0 +1,194 @@
+"""The monitor measures what is there, under stable names, and changes nothing of a run."""
+
+import json
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from tests.golden.training import Run, adamw, llama
+from torch_fp8 import FP8Config, Monitor, convert_optimizer, convert_to_float8
+from torch_fp8.monitor.run_log import FILE_NAME, read_run
+from torch_fp8.nn.linear import Float8Layer
+
+
+def _run(config, steps, folder=None, **options):
+    model = llama()
+    convert_to_float8(model, config)
+    optimizer = adamw(model)
+    if config.opt_level != "O1":
+        convert_optimizer(optimizer, config, model=model)
+    monitor, logged = None, {}
+    if config.monitor:
+        monitor = Monitor(
+            model,
+            [optimizer],
+            config,
+            folder=folder,
+            log=lambda series, step: logged.update({step: series}),
+            **options,
+        )
+        model.register_forward_hook(lambda m, a, out: monitor.observe_loss(out.loss))
+    return model, optimizer, Run(model, optimizer).train(range(1, steps + 1)), monitor, logged
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "blockwise"])
+def test_a_run_with_a_monitor_is_bit_for_bit_the_same(recipe, tmp_path):
+    config = {"recipe": recipe, "opt_level": "O3"}
+    *_, without, _, _ = _run(FP8Config(**config), 6)
+    probes = ("clip_search", "logit_sharpness")
+    watched = FP8Config(**config, monitor=2, monitor_probes=probes)
+    model, _, with_monitor, monitor, logged = _run(watched, 6, tmp_path)
+    assert with_monitor == without
+    assert sorted(logged) == [2, 4, 6]
+    assert set(logged[4]) == {*monitor.series.names, "fp8/alarm", "fp8/loss"}
+    assert all(math.isfinite(value) for value in logged[6].values() if value == value)
+    layers = [m for m in model.modules() if isinstance(m, Float8Layer)]
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in layers)
+
+
+def test_statistics_are_those_of_the_tensors():
+    torch.manual_seed(0)
+    layer = nn.Sequential(nn.Linear(64, 96, bias=False))
+    config = FP8Config(recipe="tensorwise", opt_level="O1", monitor=1)
+    convert_to_float8(layer, config)
+    optimizer, logged = torch.optim.AdamW(layer.parameters(), lr=1e-3), {}
+    monitor = Monitor(layer, [optimizer], config, log=lambda series, step: logged.update(series))
+    x = torch.randn(32, 64)
+    x[:, 7] *= 100
+    x[0, :8] = 1e-9
+    y = layer(x)
+    y.backward(torch.randn_like(y))
+    optimizer.step()
+    assert monitor.step == 1
+    assert logged["fp8/0/input/amax"] == pytest.approx(x.abs().max().item())
+    assert logged["fp8/0/input/scale"] == pytest.approx(x.abs().max().item() / 448)
+    columns = x.abs().amax(0)
+    assert logged["fp8/0/input/outliers"] == pytest.approx(
+        (columns.max() / columns.median()).item()
+    )
+    assert logged["fp8/0/input/underflow"] >= 8 / x.numel()
+    assert logged["fp8/0/input/saturation"] == 0
+    assert logged["fp8/0/weight/sqnr"] == pytest.approx(31.5, abs=0.7)
+    assert logged["fp8/0/grad_output/sqnr"] == pytest.approx(25.5, abs=0.7)
+    noise = 10 ** (-logged["fp8/0/grad_output/sqnr"] / 10)
+    assert logged["fp8/0/grad_output/direction_error"] == pytest.approx(noise / 2, rel=0.1)
+    assert logged["fp8/0/grad_output/kurtosis"] == pytest.approx(3, abs=0.4)
+    assert "fp8/0/update/rms" not in logged  # there is no v before the first step
+
+
+def test_checkpointing_compiling_and_a_second_micro_batch_count_nothing_twice():
+    torch.manual_seed(0)
+    config = FP8Config(recipe="delayed", opt_level="O1", monitor=1)
+    seen = []
+    for how in ("plain", "checkpoint", "reentrant"):
+        layer = nn.Linear(64, 64, bias=False)
+        nn.init.normal_(layer.weight, generator=torch.Generator().manual_seed(1))
+        convert_to_float8(layer, config)
+        optimizer, logged = torch.optim.SGD(layer.parameters(), lr=0.1), {}
+        monitor = Monitor(layer, [optimizer], config, log=lambda s, _, log=logged: log.update(s))
+        for factor in (1, 1000):
+            x = torch.full((16, 64), 0.5, requires_grad=True) * factor
+            if how == "plain":
+                y = layer(x)
+            else:
+                y = checkpoint(layer, x, use_reentrant=how == "reentrant")
+            y.sum().backward()
+        optimizer.step()
+        seen.append(logged)
+        monitor.close()
+    assert seen[0]["fp8/input/amax"] == 0.5
+    assert seen[0] == seen[1] == seen[2]
+
+
+def test_a_measured_step_of_a_compiled_model_runs_eagerly_and_is_seen():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
+    config = FP8Config(recipe="tensorwise", opt_level="O1", monitor=2)
+    convert_to_float8(model, config)
+    compiled = torch.compile(model, backend="eager")
+    optimizer, logged, said = torch.optim.SGD(model.parameters(), lr=0.1), {}, []
+    log = {"log": lambda series, step: logged.update({step: series}), "say": said.append}
+    monitor = Monitor(model, [optimizer], config, **log)
+    for _ in range(6):
+        compiled(torch.randn(16, 64)).sum().backward()
+        optimizer.step()
+    assert "fp8/0/input/amax" not in logged[2]
+    assert "compiled" in said[0]
+    assert len(said) == 1
+    assert logged[4]["fp8/0/input/amax"] > 1
+    assert "fp8/2/grad_output/sqnr" in logged[6]
+    monitor.close()
+
+
+def test_frozen_layers_and_adapters_are_measured_as_far_as_they_go():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(128, 128), nn.Linear(128, 128))
+    model[0].requires_grad_(False)
+    config = FP8Config(recipe="tensorwise", frozen_weights="fp8", monitor=1)
+    convert_to_float8(model, config)
+    optimizer = torch.optim.AdamW(model[1].parameters(), lr=1e-3)
+    logged = {}
+    monitor = Monitor(model, [optimizer], config, log=lambda series, step: logged.update(series))
+    with torch.autocast("cpu", torch.bfloat16):
+        model(torch.randn(16, 128)).sum().backward()
+    optimizer.step()
+    assert "fp8/0/input/amax" in logged
+    assert not any(name.startswith(("fp8/0/weight", "fp8/0/update")) for name in logged)
+    assert {"fp8/1/weight/amax", "fp8/1/input/sqnr"} <= logged.keys()
+    monitor.close()
+
+
+def test_a_monitor_that_fails_warns_once_and_the_run_goes_on():
+    layer = nn.Linear(64, 64)
+    config = FP8Config(recipe="tensorwise", opt_level="O1", monitor=1)
+    convert_to_float8(layer, config)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+
+    def broken(series, step):
+        raise OSError("no space left on device")
+
+    monitor = Monitor(layer, [optimizer], config, log=broken)
+
+    def train():
+        for _ in range(3):
+            layer(torch.randn(16, 64)).sum().backward()
+            optimizer.step()
+
+    with pytest.warns(RuntimeWarning) as caught:
+        train()
+    reasons = [str(w.message) for w in caught if "monitor failed" in str(w.message)]
+    assert len(reasons) == 1
+    assert "step 1" in reasons[0]
+    assert "OSError: no space left on device" in reasons[0]
+    assert monitor.step == 3
+
+
+def test_the_file_is_read_again_with_a_last_line_cut_off(tmp_path):
+    config = FP8Config(recipe="tensorwise", monitor=2)
+    *_, monitor, logged = _run(config, 5, tmp_path)
+    monitor.close()
+    record = read_run(tmp_path)
+    assert record.steps == [2, 4]
+    assert sorted(record.losses) == [1, 2, 3, 4, 5]
+    assert record.notes == []
+    name = "fp8/model.layers.0.mlp.down_proj/input/sqnr"
+    assert record.values[name][4] == pytest.approx(logged[4][name], rel=1e-4)
+    whole = (tmp_path / FILE_NAME).read_text()
+    (tmp_path / FILE_NAME).write_text(whole[:-5])
+    cut = read_run(tmp_path)
+    assert "cut off" in cut.notes[0]
+    assert cut.steps == [2, 4]
+    assert sorted(cut.losses) == [1, 2, 3, 4]
+    *_, monitor, _ = _run(config, 2, tmp_path)  # a run that goes on in the same folder
+    again = read_run(tmp_path)
+    assert again.steps == [2, 4]
+    header = json.loads(whole.splitlines()[0])
+    header["version"] = 99
+    (tmp_path / FILE_NAME).write_text("\n".join([json.dumps(header), *whole.splitlines()[1:]]))
+    assert "version 99" in read_run(tmp_path).notes[0]
+    (tmp_path / FILE_NAME).unlink()
+    with pytest.raises(FileNotFoundError, match="holds no statistics"):
+        read_run(tmp_path)

@@ -1,0 +1,128 @@
+"""Bounds: which numbers say that a layer, or the run, is not well.
+
+The default bounds were measured: healthy runs stay on this side of them by the factor that
+docs/monitoring.md shows, and a planted fault of each kind crosses one.
+"""
+
+import math
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from torch_fp8.monitor.series import PREFIX
+
+
+class Bound(NamedTuple):
+    """A bound of one statistic of one kind of tensor; `why` is what crossing it means."""
+
+    kind: str
+    statistic: str
+    least: float
+    most: float
+    why: str
+
+
+INF = math.inf
+DEFAULT_BOUNDS = (
+    Bound("input", "saturation", -INF, 1e-2, "values are larger than the payload can say"),
+    Bound("weight", "saturation", -INF, 1e-2, "values are larger than the payload can say"),
+    Bound("grad_output", "saturation", -INF, 1e-2, "values are larger than the payload can say"),
+    Bound("input", "underflow", -INF, 0.2, "small values become zero"),
+    Bound("weight", "underflow", -INF, 0.2, "small values become zero"),
+    Bound("grad_output", "underflow", -INF, 0.5, "small values become zero"),
+    Bound("input", "sqnr", 20.0, INF, "little is left of the values"),
+    Bound("weight", "sqnr", 20.0, INF, "little is left of the values"),
+    Bound("grad_output", "direction_error", -INF, 0.1, "the gradient is turned"),
+    Bound("input", "amax", -INF, 3e38, "Inf or NaN"),
+    Bound("grad_output", "amax", 1e-30, 3e38, "a gradient is zero, Inf or NaN"),
+    Bound("input", "outliers", -INF, 500.0, "one channel is far larger than the others"),
+    Bound("update", "flushed", -INF, 1e-3, "v is zero beside a live m"),
+    Bound("update", "rms", -INF, 10.0, "v lags behind the gradient"),
+    Bound("swiglu", "alignment", -INF, 0.98, "a channel's gate and up weights are parallel"),
+)
+
+
+class Crossing(NamedTuple):
+    """A number that crosses a bound."""
+
+    name: str
+    value: float
+    bound: Bound
+
+    def __str__(self) -> str:
+        sign, limit = (
+            ("<", self.bound.least)
+            if self.value < self.bound.least
+            else (
+                ">",
+                self.bound.most,
+            )
+        )
+        return f"{self.name} = {self.value:.3g} {sign} {limit:g} ({self.bound.why})"
+
+
+def crossings(
+    series: Mapping[str, float], bounds: Sequence[Bound] = DEFAULT_BOUNDS
+) -> list[Crossing]:
+    """Return the numbers of `series` that cross a bound, in its order.
+
+    Args:
+        series: name to number, as `Series.named` returns them.
+        bounds: one for a kind and a statistic.
+    """
+    of = {(bound.kind, bound.statistic): bound for bound in bounds}
+    found = []
+    for name, value in series.items():
+        place, _, statistic = name.rpartition("/")
+        bound = of.get((place.rpartition("/")[2], statistic))
+        if bound is not None and not bound.least <= value <= bound.most:
+            found.append(Crossing(name, value, bound))
+    return found
+
+
+def layer_of(name: str) -> str:
+    """Return the qualified layer in a series' name."""
+    return name.removeprefix(PREFIX).rpartition("/")[0].rpartition("/")[0]
+
+
+class LossSpikes:
+    """Finds losses that jump: far above the last ones, in units of how much these vary.
+
+    A loss is a spike if it is not finite, or above ``median + max(DEVIATIONS * spread, LEAST *
+    |median|)``. The spread is 1.4826 times the median distance from the median of the last `WINDOW`
+    losses that were no spikes, at least `MINIMUM` of them. After `MOST` finite ones in a row the
+    level is taken for the run's new one.
+    """
+
+    WINDOW, MINIMUM, MOST = 64, 16, 16
+    DEVIATIONS, LEAST = 8.0, 0.1
+
+    def __init__(self) -> None:
+        self.losses: deque[float] = deque(maxlen=self.WINDOW)
+        self.in_a_row = 0
+
+    def add(self, loss: float) -> bool:
+        """Take the loss of a step; return whether it is a spike."""
+        if not math.isfinite(loss):
+            return True
+        if self._is_far(loss):
+            self.in_a_row += 1
+            if self.in_a_row < self.MOST:
+                return True
+            self.losses.clear()
+        self.in_a_row = 0
+        self.losses.append(loss)
+        return False
+
+    def _is_far(self, loss: float) -> bool:
+        if len(self.losses) < self.MINIMUM:
+            return False
+        middle = _median(self.losses)
+        spread = 1.4826 * _median([abs(value - middle) for value in self.losses])
+        return loss > middle + max(self.DEVIATIONS * spread, self.LEAST * abs(middle))
+
+
+def _median(values: Sequence[float] | deque[float]) -> float:
+    ordered = sorted(values)
+    half = len(ordered) // 2
+    return ordered[half] if len(ordered) % 2 else (ordered[half - 1] + ordered[half]) / 2

@@ -1,0 +1,396 @@
+"""`Monitor`: measures a step in every N, says what is not well, and takes the ways back.
+
+How it works
+============
+Hooks on the optimizer's step, torch's own, tell it where a step ends. After the one before a
+measured step it puts its hooks on the layers (`torch_fp8.monitor.observer`); before the update of
+the measured one, when all gradients are there, it looks at weights and updates
+(`torch_fp8.monitor.parameters`), removes the hooks, joins the numbers of all ranks and fetches them
+at once. All other steps run as without it.
+
+It never stops a run: an error within it becomes one warning with the reason, and what was not
+measured is missing.
+"""
+
+import math
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from torch_fp8.config import FP8Config
+from torch_fp8.monitor.alarm import DEFAULT_BOUNDS, Bound, Crossing, LossSpikes, crossings
+from torch_fp8.monitor.observer import KINDS, Observer
+from torch_fp8.monitor.parameters import (
+    fp8_layers,
+    gated_mlps,
+    look_at_gated_mlps,
+    look_at_updates,
+    look_at_weights,
+    trained,
+)
+from torch_fp8.monitor.run_log import RunLog
+from torch_fp8.monitor.series import PREFIX, Series, is_distributed
+from torch_fp8.monitor.statistics import CLIP, OPERAND, SHARPNESS, SWIGLU, UPDATE
+from torch_fp8.monitor.way_back import WayBack
+from torch_fp8.nn.scaling_buffers import GRAD_OUTPUT
+
+_NAMED = 5
+"""Names in a warning, at most."""
+_QUIET = 20
+"""Measured steps without a crossing after which the same one is worth a warning again."""
+
+
+class Monitor:
+    """The statistics of a model's FP8 layers while it trains.
+
+    Args:
+        model: converted, not wrapped.
+        optimizers: that train it; the one with the most elements says where a step ends.
+        config: ``monitor`` and what belongs to it.
+        folder: where rank zero writes `fp8_monitor.jsonl`; None: nowhere.
+        log: called on every rank with name to number and the step.
+        say: called on every rank with an event's text.
+        restore: goes back to the host's last checkpoint and returns its name, None where there is
+            none yet; None: the host has no such way.
+        bounds: of the alarm.
+    Raises:
+        ValueError: ``monitor=0``, no optimizer, or a way back that is not there.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Iterable[Optimizer],
+        config: FP8Config,
+        *,
+        folder: str | Path | None = None,
+        log: Callable[[dict[str, float], int], None] | None = None,
+        say: Callable[[str], None] | None = None,
+        restore: Callable[[], str | None] | None = None,
+        bounds: tuple[Bound, ...] = DEFAULT_BOUNDS,
+    ) -> None:
+        if not config.monitor:
+            raise ValueError("FP8Config(monitor=0) measures nothing; name monitor=100, say")
+        if config.on_loss_spike == "restore" and restore is None:
+            raise ValueError(
+                "FP8Config(on_loss_spike='restore') goes back to the host's last checkpoint, and "
+                "this host offers none; name 'skip' or 'bf16'"
+            )
+        self.config, self.bounds, self.step = config, bounds, 0
+        self.events: list[dict[str, Any]] = []
+        self._log, self._say, self._restore = log, say, restore
+        self._optimizers = list(optimizers)
+        if not self._optimizers:
+            raise ValueError("a monitor finds the end of a step by an optimizer; pass one")
+        self._model = weakref.ref(model)
+        self._layers = fp8_layers(model)
+        self._mlps = gated_mlps(model)
+        self._trained = trained(self._layers)
+        self._device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        self.series = Series(self._kinds())
+        self.way_back = WayBack(self._layers, self._mlps, config)
+        self._observer = Observer(
+            self._layers,
+            clip_search="clip_search" in config.monitor_probes,
+            head=_head(model) if "logit_sharpness" in config.monitor_probes else None,
+            failed=self._failed,
+        )
+        self._eager = any(_is_compiled(module) for module in model.modules())
+        self._spikes = LossSpikes()
+        self._losses: list[Tensor] = []
+        self._pending: list[tuple[int, Tensor]] = []
+        self._written: list[tuple[int, float]] = []
+        self._warned: dict[str, int] = {}
+        self._measuring = self._has_failed = self._restores = self._judged = False
+        self._file = None
+        if folder is not None and (not is_distributed() or dist.get_rank() == 0):
+            shown = {"monitor": config.monitor, "on_alarm": config.on_alarm}
+            shown |= {"on_loss_spike": config.on_loss_spike, "recipe": config.recipe}
+            self._file = RunLog(Path(folder), self.series.names, shown)
+        self._handles = self._hook_optimizers()
+        self._begin()
+
+    def observe_loss(self, loss: Any) -> None:
+        """Take the loss of a backward; several before one update are averaged."""
+        if isinstance(loss, Tensor) and loss.numel() == 1:
+            self._losses.append(loss.detach().reshape(()).float())
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps, as JSON has it."""
+        losses = list(self._spikes.losses)
+        return {"step": self.step, "losses": losses, **self.way_back.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state_dict` returned."""
+        if not state:
+            return
+        self._observer.remove()
+        self.step = int(state["step"])
+        self._spikes.losses.clear()
+        self._spikes.losses.extend(map(float, state["losses"]))
+        self.way_back.load_state_dict(state)
+        self._pending.clear()
+        if self.way_back.fallen:
+            names = ", ".join(self.way_back.fallen)
+            self._tell(f"FP8 monitor: still out of FP8 at step {self.step}: {names}")
+        self._begin()
+
+    def summary(self) -> str:
+        """Return what has happened so far, in a sentence."""
+        counts = dict.fromkeys(("alarm", "fallback", "return", "loss_spike", "restore"), 0)
+        for event in self.events:
+            counts[event["event"]] = counts.get(event["event"], 0) + 1
+        told = ", ".join(f"{n} {kind.replace('_', ' ')}" for kind, n in counts.items() if n)
+        out = ", ".join(self.way_back.fallen)
+        more = f"; out of FP8 now: {out}" if out else ""
+        return f"FP8 monitor: {self.step} steps, {told or 'no event'}{more}"
+
+    def close(self) -> None:
+        """Stop measuring; layers that have fallen back run FP8 again. The file stays."""
+        self._observer.remove()
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        self._measure_losses()
+        if self._file is not None and self._written and not self._has_failed:
+            self._write()
+        self.way_back.undo()
+
+    # ---- the course of a step --------------------------------------------------------------------
+
+    def _hook_optimizers(self) -> list[Any]:
+        """Hook the optimizer whose step ends a step; it may be given a closure to compute it."""
+        sizes = [
+            sum(p.numel() for g in o.param_groups for p in g["params"]) for o in self._optimizers
+        ]
+        main = self._optimizers[sizes.index(max(sizes))]
+
+        def before(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+            closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+            if closure is None:
+                self._before_update()
+                return None
+
+            def measured() -> Any:
+                result = closure()
+                self._before_update()
+                return result
+
+            if "closure" in kwargs:
+                return args, {**kwargs, "closure": measured}
+            return (args[0], measured, *args[2:]), kwargs
+
+        def after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+            self._after_update()
+
+        return [
+            main.register_step_pre_hook(before),
+            main.register_step_post_hook(after),
+        ]
+
+    def _begin(self) -> None:
+        """Put hooks on the layers if the step that begins is to be measured."""
+        self._measuring = (self.step + 1) % self.config.monitor == 0
+        if self._measuring:
+            self._observer.install(eager=self._eager)
+
+    def _before_update(self) -> None:
+        """Measure, judge and act between the last backward of a step and its update."""
+        step, spiked = self.step + 1, None
+        if self._losses:
+            self._pending.append(
+                (step, torch.stack([x.to(self._device) for x in self._losses]).mean())
+            )
+            self._losses.clear()
+        # Each rank's own failure must not keep it from the collectives of all.
+        if self.config.on_loss_spike != "warn" or self._measuring:
+            spiked = self._measure_losses()
+        series = self._measure() if self._measuring else None
+        try:
+            if series is not None:
+                self._judge(step, series)
+            if spiked is not None and self._judged:
+                self._act_on_spike(step)
+        except Exception as error:
+            self._failed(error)
+
+    def _after_update(self) -> None:
+        self.step += 1
+        try:
+            for event in self.way_back.tick(self.step):
+                self._note(self.step, event)
+            if self._restores:
+                self._restores = False
+                self._go_back()
+        except Exception as error:
+            self._failed(error)
+        self._begin()
+
+    @torch.no_grad()
+    def _measure(self) -> dict[str, float]:
+        seen = dict(self._observer.seen)
+        self._observer.remove()
+        if not any(place.endswith(f"/{KINDS[0]}") for place in seen) and self._layers:
+            self._notice_compiled()
+        parts: tuple[Callable[[], Iterable[tuple[str, Tensor]]], ...] = (
+            lambda: look_at_weights(self._trained),
+            lambda: look_at_updates(self._trained, self._optimizers),
+            lambda: look_at_gated_mlps(self._mlps),
+        )
+        for part in parts:
+            try:
+                seen.update(part())
+            except Exception as error:
+                self._failed(error)
+        values = self.series.joined(self.series.vector(seen, self._device))
+        self._measuring = False
+        return self.series.named(values)
+
+    def _measure_losses(self) -> float | None:
+        """Fetch the losses since the last time; return the last one if it is a spike."""
+        if not self._pending:
+            return None
+        losses = torch.stack([loss for _, loss in self._pending])
+        if is_distributed():
+            dist.all_reduce(losses)
+            losses = losses / dist.get_world_size()
+        fetched = list(zip((s for s, _ in self._pending), losses.tolist(), strict=True))
+        self._pending.clear()
+        self._written += fetched
+        spiked = None
+        self._judged = False
+        for step, loss in fetched:
+            if self._spikes.add(loss):
+                what = f"the loss of step {step} is {loss:.4g}, far above the last ones"
+                self._note(step, {"event": "loss_spike", "layer": "", "what": what})
+                spiked, self._judged = loss, step == fetched[-1][0]
+        return spiked
+
+    def _judge(self, step: int, series: dict[str, float]) -> None:
+        crossed = crossings(series, self.bounds)
+        spikes = sum(e["event"] == "loss_spike" and e["step"] == step for e in self.events)
+        series = {**series, f"{PREFIX}alarm": float(len(crossed) + spikes)}
+        if self._written:
+            series[f"{PREFIX}loss"] = self._written[-1][1]
+        self._warn(step, crossed)
+        for event in self.way_back.judge(step, crossed):
+            self._note(step, event)
+        if self._file is not None and not self._has_failed:
+            self._write(step, series)
+        if self._log is not None:
+            self._log(series, step)
+
+    def _write(self, step: int | None = None, series: Mapping[str, float] | None = None) -> None:
+        assert self._file is not None
+        losses, self._written = self._written, []
+        if step is None or series is None:
+            self._file.write(self.step, losses=losses)
+            return
+        values = [series.get(name, math.nan) for name in self.series.names]
+        self._file.write(step, values=values, losses=losses)
+
+    def _warn(self, step: int, crossed: list[Crossing]) -> None:
+        quiet = _QUIET * self.config.monitor
+        new = [c for c in crossed if step - self._warned.get(c.name, -quiet - 1) > quiet]
+        self._warned |= {c.name: step for c in crossed}
+        if new:
+            shown = "; ".join(map(str, new[:_NAMED]))
+            more = f"; and {len(new) - _NAMED} more" if len(new) > _NAMED else ""
+            what = f"{len(crossed)} bound(s) crossed, new: {shown}{more}"
+            self._note(step, {"event": "alarm", "layer": "", "what": what}, warn=True)
+
+    def _act_on_spike(self, step: int) -> None:
+        action = self.config.on_loss_spike
+        if action == "bf16":
+            self._note(step, self.way_back.pause_all(step))
+        elif action in ("skip", "restore"):
+            for optimizer in self._optimizers:
+                for group in optimizer.param_groups:
+                    for parameter in group["params"]:
+                        parameter.grad = None
+            what = f"step {step} updates nothing"
+            self._note(step, {"event": "skip", "layer": "", "what": what})
+            self._restores = action == "restore"
+
+    def _go_back(self) -> None:
+        assert self._restore is not None
+        step, losses = self.step, list(self._spikes.losses)
+        name = self._restore()
+        self.step = step  # goes on; so does the data
+        self._spikes.losses.clear()
+        self._spikes.losses.extend(losses)
+        what = f"the run goes on from {name}"
+        if name is None:
+            what = "there is no checkpoint of this run yet to go back to"
+        self._note(step, {"event": "restore", "layer": "", "what": what})
+
+    # ---- telling ---------------------------------------------------------------------------------
+
+    def _note(self, step: int, event: dict[str, Any], warn: bool | None = None) -> None:
+        self.events.append({"step": step, **event})
+        text = f"FP8 monitor, step {step}: {event['what']}"
+        if warn or event["event"] == "loss_spike":
+            if not is_distributed() or dist.get_rank() == 0:
+                warnings.warn(text, RuntimeWarning, stacklevel=2)
+        else:
+            self._tell(text)
+        if self._file is not None and not self._has_failed:
+            self._file.write(step, **event)
+
+    def _tell(self, text: str) -> None:
+        if self._say is not None:
+            self._say(text)
+
+    def _failed(self, error: Exception) -> None:
+        """Warn once, with the reason; the run goes on."""
+        if not self._has_failed:
+            self._has_failed = True
+            warnings.warn(
+                f"the FP8 monitor failed at step {self.step + 1}, and goes on with what it can "
+                f"measure: {type(error).__name__}: {error}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+    def _notice_compiled(self) -> None:
+        if not self._eager:
+            self._eager = True  # the hooks were not called: somebody has compiled the whole model
+            self._tell(
+                f"FP8 monitor: no layer was seen in step {self.step + 1}, as where the model is "
+                "compiled; measured steps run eagerly from now on"
+            )
+
+    def _kinds(self) -> dict[str, tuple[str, ...]]:
+        probes = self.config.monitor_probes
+        kinds: dict[str, tuple[str, ...]] = {}
+        weights = {name for name, _ in self._trained}
+        for name, layer in self._layers:
+            clipped = layer.operand_spec(GRAD_OUTPUT).granularity == "tensorwise"
+            for operand, kind in KINDS.items():
+                searched = operand == GRAD_OUTPUT and clipped and "clip_search" in probes
+                kinds[f"{name}/{kind}"] = (*OPERAND, *(CLIP if searched else ()))
+            if name in weights:
+                kinds[f"{name}/weight"], kinds[f"{name}/update"] = OPERAND, UPDATE
+        kinds |= {f"{name}/swiglu": SWIGLU for name, _, _ in self._mlps}
+        if "logit_sharpness" in probes:
+            kinds["logits"] = SHARPNESS
+        return kinds
+
+
+def _head(model: nn.Module) -> nn.Module | None:
+    """Return the layer whose output is the logits."""
+    get = getattr(model, "get_output_embeddings", None)
+    found = get() if callable(get) else getattr(model, "lm_head", None)
+    return found if isinstance(found, nn.Module) else None
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    compiled = getattr(module, "_compiled_call_impl", None) is not None
+    return compiled or type(module).__name__ == "OptimizedModule"

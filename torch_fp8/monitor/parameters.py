@@ -1,0 +1,131 @@
+"""What is measured between a step's last backward and its update: weights, updates, MLPs."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from torch_fp8.conversion.detect_gated_mlp import gated_mlp_spec
+from torch_fp8.monitor.observer import delayed_scale_of
+from torch_fp8.monitor.series import is_distributed
+from torch_fp8.monitor.statistics import (
+    alignment_statistics,
+    operand_statistics,
+    update_statistics,
+)
+from torch_fp8.nn.class_swap import unwrapped_name
+from torch_fp8.nn.gated_mlp import FusedGateUpSpec, GatedMLPSpec
+from torch_fp8.nn.linear import Float8Layer
+from torch_fp8.nn.scaling_buffers import WEIGHT
+from torch_fp8.quantization.block_scaled import matrix_shape
+from torch_fp8.tensor.dtensor import local
+from torch_fp8.tensor.float8_grad import Float8Grad
+
+Layers = list[tuple[str, Float8Layer]]
+
+
+def fp8_layers(model: nn.Module) -> Layers:
+    """Return the converted linear layers of a model, each under its name without wrappers."""
+    named = model.named_modules()
+    return [(unwrapped_name(n), m) for n, m in named if isinstance(m, Float8Layer)]
+
+
+def trained(layers: Layers) -> Layers:
+    """Return those layers whose weights take gradients."""
+    return [(name, layer) for name, layer in layers if layer.weight.requires_grad]
+
+
+def look_at_weights(layers: Layers) -> Iterator[tuple[str, Tensor]]:
+    """Yield the statistics of each layer's weight; a sharded one has the amax of all its parts."""
+    weights = {name: local(layer.weight).detach() for name, layer in layers}
+    weights = {name: w.reshape(matrix_shape(w.shape)) for name, w in weights.items()}
+    sharded = [name for name, layer in layers if isinstance(layer.weight, DTensor)]
+    amaxes: dict[str, Tensor] = {}
+    if sharded and is_distributed():
+        parts = [weights[n].abs().amax().float() if weights[n].numel() else None for n in sharded]
+        device = weights[sharded[0]].device
+        own = torch.stack([torch.zeros((), device=device) if a is None else a for a in parts])
+        dist.all_reduce(own, op=dist.ReduceOp.MAX)
+        amaxes = dict(zip(sharded, own.unbind(), strict=True))
+    for name, layer in layers:
+        weight = weights[name]
+        if weight.numel():
+            scale = None if name in amaxes else delayed_scale_of(layer, WEIGHT, weight)
+            spec = layer.operand_spec(WEIGHT)
+            yield f"{name}/weight", operand_statistics(weight, spec, scale, amaxes.get(name))
+
+
+def look_at_updates(
+    layers: Layers, optimizers: Iterable[Optimizer]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the statistics of each weight's update that is to come."""
+    places = {
+        parameter: (optimizer, group)
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+        if "betas" in group and "eps" in group
+        for parameter in group["params"]
+    }
+    for name, layer in layers:
+        weight = layer.weight
+        if weight.grad is None or weight not in places:
+            continue
+        optimizer, group = places[weight]
+        state: Mapping[str, Any] = optimizer.state.get(weight, {})
+        if not state or not ({"exp_avg_sq", "exp_avg_sq_qdata"} & state.keys()):
+            continue
+        own = {key: local(value) for key, value in state.items() if isinstance(value, Tensor)}
+        grad = local(weight.grad)
+        grad = grad.dequantize() if isinstance(grad, Float8Grad) else grad.detach()
+        grad = grad.reshape(matrix_shape(grad.shape))
+        if grad.numel():
+            step = float(own["step"]) + 1
+            beta2, eps = float(group["betas"][1]), float(group["eps"])
+            yield f"{name}/update", update_statistics(grad, own, beta2, eps, step)
+
+
+GatedMLPs = list[tuple[str, nn.Module, GatedMLPSpec | FusedGateUpSpec]]
+
+
+def gated_mlps(model: nn.Module) -> GatedMLPs:
+    """Return the gated MLPs of a model, converted or not, under their names without wrappers."""
+    found: GatedMLPs = []
+    for name, module in model.named_modules():
+        spec = getattr(module, "fp8_spec", None)
+        if not isinstance(spec, (GatedMLPSpec, FusedGateUpSpec)):
+            spec = gated_mlp_spec(module)
+        if spec is not None and _aligned(module, spec) is not None:
+            found.append((unwrapped_name(name), module, spec))
+    return found
+
+
+def look_at_gated_mlps(mlps: GatedMLPs) -> Iterator[tuple[str, Tensor]]:
+    """Yield the statistics of each gated MLP's weights."""
+    for name, module, spec in mlps:
+        pair = _aligned(module, spec)
+        if pair is not None and pair[0].numel() and pair[0].shape == pair[1].shape:
+            yield f"{name}/swiglu", alignment_statistics(*pair)
+
+
+def _aligned(
+    module: nn.Module, spec: GatedMLPSpec | FusedGateUpSpec
+) -> tuple[Tensor, Tensor] | None:
+    """Return gate's and up's weights, a row for each channel; None where they are not at hand."""
+    names = (spec.gate_up,) if isinstance(spec, FusedGateUpSpec) else (spec.gate, spec.up)
+    layers = [getattr(module, name) for name in names]
+    weights = [getattr(layer, "weight", None) for layer in layers]
+    if not all(isinstance(w, nn.Parameter) and w.requires_grad for w in weights):
+        return None
+    if getattr(layers[0], "fp8_transposed", False):
+        return None
+    tensors = [local(w).detach() for w in weights if w is not None]
+    if len(tensors) == 2:
+        return tensors[0], tensors[1]
+    if isinstance(weights[0], DTensor):
+        return None  # a rank's rows of gate and of up belong to other channels
+    first, second = tensors[0].chunk(2)
+    return first, second

@@ -1,0 +1,186 @@
+"""The file of a run's statistics, one JSON object in a line, written by rank zero as it goes.
+
+    {"format": "torch-fp8 monitor", "version": 1, "step": 0, "names": [...], "config": {...}}
+    {"step": 10, "values": [...], "losses": [[1, 4.2], ...]}
+    {"step": 12, "event": "fallback", "what": "...", "layer": "..."}
+
+A line with names says what the values after it are called. A run that goes on from a checkpoint
+appends; where a step comes again, the later line holds. A last line that was cut off is left out.
+"""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+FILE_NAME = "fp8_monitor.jsonl"
+FORMAT, VERSION = "torch-fp8 monitor", 1
+
+
+class RunLog:
+    """Writes a run's statistics into a folder; the file is made when something is written.
+
+    Args:
+        folder: of the run.
+        names: of the values.
+        config: to be shown beside them.
+    """
+
+    def __init__(self, folder: Path, names: Sequence[str], config: Mapping[str, Any]) -> None:
+        self.path = folder / FILE_NAME
+        self._header = {
+            "format": FORMAT,
+            "version": VERSION,
+            "names": list(names),
+            "config": dict(config),
+        }
+        self._begun = False
+
+    def write(self, step: int, **what: Any) -> None:
+        """Append one line.
+
+        Args:
+            step: of the run.
+            what: numbers are written with four digits, those that are not finite as null or text.
+        """
+        lines = [_line({"step": step, **what})]
+        if not self._begun:
+            self._begun = True
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            lines.insert(0, _line({**self._header, "step": step}))
+            if _was_cut_off(self.path):
+                lines.insert(0, "")
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write("\n".join(lines) + "\n")
+
+
+class RunRecord:
+    """A run's statistics, read again.
+
+    Attributes:
+        path: of the file.
+        config: of the run, as it was written last.
+        steps: that were measured, rising.
+        values: name to step to value.
+        losses: step to loss.
+        events: in the order of their steps; each has ``step``, ``event`` and ``what``.
+        notes: what was not well with the file, in sentences.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config: dict[str, Any] = {}
+        self.values: dict[str, dict[int, float]] = {}
+        self.losses: dict[int, float] = {}
+        self.events: list[dict[str, Any]] = []
+        self.notes: list[str] = []
+        self._names: list[str] = []
+
+    @property
+    def steps(self) -> list[int]:
+        return sorted({step for values in self.values.values() for step in values})
+
+    def take(self, line: Mapping[str, Any]) -> None:
+        """Take one line of the file.
+
+        Raises:
+            KeyError, TypeError, ValueError: it is no line of such a file.
+        """
+        if "names" in line:
+            if line["format"] != FORMAT:
+                raise ValueError(f"a file of format {line['format']!r}")
+            if line["version"] != VERSION:
+                self.notes.append(
+                    f"The file is of version {line['version']} of this format, and this is "
+                    f"version {VERSION}: what both have in common is drawn."
+                )
+            self._names, self.config = list(line["names"]), dict(line.get("config", {}))
+            return
+        step = int(line["step"])
+        self.losses |= {int(s): _number(v) for s, v in line.get("losses", ())}
+        if "event" in line:
+            self.events.append(dict(line))
+        if "values" not in line:
+            return
+        for name, value in zip(self._names, line["values"], strict=True):
+            if value is not None:
+                self.values.setdefault(name, {})[step] = _number(value)
+
+
+def read_run(run: Path) -> RunRecord:
+    """Read the statistics of a run.
+
+    Args:
+        run: the run's folder, one below which there is exactly one such file, or the file itself.
+    Raises:
+        FileNotFoundError: there is no such folder, or no statistics in it.
+        ValueError: several runs lie below it, or nothing in the file can be read.
+    """
+    record = RunRecord(_find(run))
+    bad = []
+    text = record.path.read_text(encoding="utf-8", errors="replace")
+    lines = text.splitlines()
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            record.take(json.loads(line))
+        except (ValueError, KeyError, TypeError):
+            bad.append(number)
+    if bad == [len(lines)] and not text.endswith("\n"):
+        record.notes.append("The last line was cut off, as where a run is ended; it is left out.")
+    elif bad:
+        shown = ", ".join(map(str, bad[:5])) + (" and more" if len(bad) > 5 else "")
+        record.notes.append(f"{len(bad)} of {len(lines)} lines cannot be read (lines {shown}).")
+    if not (record.values or record.losses or record.events):
+        raise ValueError(f"{record.path} holds no statistics that can be read")
+    record.events.sort(key=lambda event: event["step"])
+    return record
+
+
+def _find(run: Path) -> Path:
+    if run.is_file():
+        return run
+    if not run.is_dir():
+        raise FileNotFoundError(f"{run} is neither a folder nor a file")
+    if (run / FILE_NAME).is_file():
+        return run / FILE_NAME
+    found = sorted(run.rglob(FILE_NAME))
+    if not found:
+        raise FileNotFoundError(
+            f"{run} holds no statistics: there is no {FILE_NAME} in it or below. A run writes them "
+            "with FP8Config(monitor=100), or TORCH_FP8_CONFIG='{\"monitor\": 100}'"
+        )
+    if len(found) > 1:
+        names = ", ".join(str(path.parent) for path in found[:5])
+        raise ValueError(f"{run} holds the statistics of {len(found)} runs; name one: {names}")
+    return found[0]
+
+
+def _was_cut_off(path: Path) -> bool:
+    if not path.exists() or not path.stat().st_size:
+        return False
+    with path.open("rb") as file:
+        file.seek(-1, 2)
+        return file.read(1) != b"\n"
+
+
+def _line(value: Any) -> str:
+    return json.dumps(_rounded(value), separators=(",", ":"))
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, float):
+        if math.isnan(value):
+            return None
+        return float(f"{value:.5g}") if math.isfinite(value) else str(value)
+    if isinstance(value, Mapping):
+        return {key: _rounded(v) for key, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_rounded(v) for v in value]
+    return value
+
+
+def _number(value: Any) -> float:
+    return math.nan if value is None else float(value)

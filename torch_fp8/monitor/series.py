@@ -1,0 +1,73 @@
+"""`Series`: the numbers of one step under their names, joined over ranks and fetched at once.
+
+A number's name is ``fp8/<qualified layer>/<kind>/<statistic>``. Which names a run has is decided
+before it begins, from the model alone, so that all ranks have the same in the same order; a number
+that a rank has not seen is NaN there.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from torch_fp8.monitor.statistics import REDUCTIONS
+
+PREFIX = "fp8/"
+
+
+class Series:
+    """The names of a run's statistics.
+
+    Args:
+        kinds: ``<qualified layer>/<kind>`` to the statistics that it has, in their order.
+    """
+
+    def __init__(self, kinds: Mapping[str, Sequence[str]]) -> None:
+        self.kinds = dict(kinds)
+        names = [(place, name) for place, own in self.kinds.items() for name in own]
+        self.names = [f"{PREFIX}{place}/{name}".replace("//", "/") for place, name in names]
+        how = [REDUCTIONS[name] for _, name in names]
+        self._signs = [{"max": 1.0, "min": -1.0, "mean": 0.0}[h] for h in how]
+
+    def vector(self, seen: Mapping[str, Tensor], device: torch.device) -> Tensor:
+        """Return all numbers as one float32 vector, NaN where nothing was seen.
+
+        Args:
+            seen: place to the vector of its statistics, on any device.
+            device: where the vector lies.
+        """
+        parts = []
+        for place, own in self.kinds.items():
+            found = seen.get(place)
+            if found is None:
+                parts.append(torch.full((len(own),), torch.nan, device=device))
+            else:  # an infinite number was seen; NaN is for what was not
+                parts.append(found.detach().float().nan_to_num(nan=math.inf).to(device))
+        return torch.cat(parts) if parts else torch.empty(0, device=device)
+
+    def joined(self, vector: Tensor) -> list[float]:
+        """Join the vectors of all ranks, and fetch the result: the one wait for the device."""
+        if is_distributed():
+            signs = torch.tensor(self._signs, device=vector.device)
+            missing = vector.isnan()
+            signed = torch.where(missing, -math.inf, vector * signs)
+            of_mean = torch.stack([torch.where(missing, 0.0, vector), (~missing).float()])
+            dist.all_reduce(signed, op=dist.ReduceOp.MAX)
+            dist.all_reduce(of_mean)
+            extreme = torch.where(signed == -math.inf, torch.nan, signed * signs)
+            mean = of_mean[0] / of_mean[1]  # NaN where nobody has seen it
+            vector = torch.where(signs == 0, mean, extreme)
+        fetched: list[float] = vector.tolist()
+        return fetched
+
+    def named(self, values: Sequence[float]) -> dict[str, float]:
+        """Return name to value, of those that were seen."""
+        pairs = zip(self.names, values, strict=True)
+        return {name: value for name, value in pairs if not math.isnan(value)}
+
+
+def is_distributed() -> bool:
+    """Return whether several ranks train together."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1

@@ -1,0 +1,225 @@
+"""The statistics of one tensor, on its device: what its cast to FP8 keeps of it, and its shape.
+
+Each function returns a float32 vector that nobody has waited for. `OPERAND`, `UPDATE` and `SWIGLU`
+name the elements, and `REDUCTIONS` says how ranks that have other parts of a tensor join theirs.
+
+The amax and the columns' largest magnitudes are those of the whole tensor. The others are taken of
+at most `SAMPLE` elements: of whole rows, in groups of 128 that lie evenly over the tensor, so that
+each scale of the cast is what it is in the whole.
+"""
+
+import torch
+from torch import Tensor
+
+from torch_fp8.ops.quantize import dequantize, quantize
+from torch_fp8.quantization.block_scaled import BlockScaled, decode
+from torch_fp8.quantization.formats import MOMENT1, MOMENT2, Format
+from torch_fp8.quantization.recipe import CastSpec
+from torch_fp8.quantization.scaling import scale_from_amax
+
+OPERAND = (
+    *("amax", "scale", "underflow", "saturation", "sqnr", "direction_error"),
+    *("outliers", "kurtosis"),
+)
+"""The statistics of an operand of a GEMM:
+
+    amax             the largest magnitude
+    scale            of the cast, the largest one where there are several
+    underflow        share of the elements other than zero that the cast makes zero
+    saturation       share of the elements that are larger than the payload can say
+    sqnr             10 log10(sum x^2 / sum (x - Q(x))^2), dB
+    direction_error  1 - cos(x, Q(x)) (arXiv 1912.12607)
+    outliers         the largest magnitude of a column, over the median of the columns'
+    kurtosis         mean(x^4) / mean(x^2)^2: 3 for a normal distribution
+"""
+CLIP = ("clip", "clip_direction_error")
+"""The search for a clip: the factor of the scale with the smallest direction error, and that."""
+UPDATE = ("rms", "flushed")
+"""The statistics of a step: StableAdamW's RMS, and the share of v that is zero beside an m."""
+SWIGLU = ("alignment", "alignment_mean")
+"""The statistics of a gated MLP: |cos| of its channels' gate and up weights, largest and mean."""
+SHARPNESS = ("sharpness",)
+
+REDUCTIONS = {
+    **dict.fromkeys(("amax", "scale", "saturation", "direction_error", "outliers"), "max"),
+    **dict.fromkeys(("kurtosis", "clip_direction_error", "rms", "flushed", "alignment"), "max"),
+    **dict.fromkeys(("underflow", "clip", "alignment_mean", "sharpness", "loss"), "mean"),
+    "sqnr": "min",
+}
+"""Statistic to how ranks join it: the worst of them, or their mean."""
+
+SAMPLE = 2**20
+"""Elements that the costlier statistics are taken of, at most."""
+_GROUP = 128
+_CLIPS = (1.0, 0.875, 0.75, 0.625, 0.5, 0.375, 0.25)
+_ROUNDED = 1.05
+"""What rounding to the payload's largest number may take away: half a step is 1/28 in E4M3, and
+1/14 in E5M2."""
+
+
+def operand_statistics(
+    x: Tensor, spec: CastSpec, scale: Tensor | None = None, amax: Tensor | None = None
+) -> Tensor:
+    """Measure what a cast keeps of a matrix, (len(OPERAND),) float32; see `OPERAND`.
+
+    Args:
+        x: (R, C) float32, bfloat16 or float16, with elements.
+        spec: format and granularity of its cast.
+        scale: () float32 of a tensorwise cast that has another than the amax's.
+        amax: () float32 of the whole tensor, where `x` is a rank's part.
+    """
+    columns = x.abs().amax(0).float()
+    own = columns.amax()
+    amax = own if amax is None else amax
+    if scale is None and spec.granularity == "tensorwise":
+        scale = scale_from_amax(amax, spec.format, spec.power_of_two)
+    part = sample(x)
+    payload = quantize(part, spec, scale)
+    exact, kept = part.float(), dequantize(payload)
+    noise = (exact - kept).square().sum()
+    power = exact.square()
+    signal, fourth = power.sum(), power.square().mean()
+    nonzero = exact != 0
+    flushed = ((kept == 0) & nonzero).sum() / nonzero.sum().clamp(min=1)
+    beyond = payload.qdata.float().abs() >= spec.format.max
+    beyond &= exact.abs() > kept.abs() * _half_step(spec.format)
+    median = columns.median().clamp(min=torch.finfo(torch.float32).tiny)
+    return torch.stack(
+        [
+            own,
+            payload.scale.amax().float(),
+            flushed.float(),
+            beyond.float().mean(),
+            decibel(signal, noise),
+            direction_error(exact, kept),
+            torch.where(own > 0, own / median, 1.0),
+            torch.where(signal > 0, fourth / power.mean().square(), 0.0),
+        ]
+    )
+
+
+def clip_statistics(x: Tensor, spec: CastSpec, amax: Tensor) -> Tensor:
+    """Search the factor of a tensorwise scale whose clipping turns a gradient least, (2,) float32.
+
+    Args:
+        x: (R, C).
+        spec: format; tensorwise.
+        amax: () float32.
+    """
+    part = sample(x)
+    exact, scale = part.float(), scale_from_amax(amax, spec.format)
+    errors = [
+        direction_error(exact, dequantize(quantize(part, spec, scale * clip))) for clip in _CLIPS
+    ]
+    least, index = torch.stack(errors).min(0)
+    return torch.stack([torch.tensor(_CLIPS, device=x.device)[index], least])
+
+
+def update_statistics(
+    grad: Tensor, state: dict[str, Tensor], beta2: float, eps: float, step: float
+) -> Tensor:
+    """Measure an Adam step that is to come, (len(UPDATE),) float32.
+
+    ``rms = sqrt(mean(g^2 / max(v_hat, eps^2)))`` with the v that the step will have, without its
+    bias (StableAdamW, arXiv 2304.13013).
+
+    Args:
+        grad: (R, K), of any floating dtype.
+        state: of a `Float8Optimizer` or of torch's Adam, before the step, with elements (R, K).
+        beta2, eps: of the parameter's group.
+        step: the number of this step, from 1.
+    """
+    rows = _rows(grad.shape[0], grad.shape[1])
+    g = _take(grad, rows).float()
+    m, v = _moments(state, grad.shape, rows)
+    v_hat = (v * beta2 + g.square() * (1 - beta2)) / (1 - beta2**step)
+    rms = (g.square() / v_hat.clamp(min=eps * eps)).mean().sqrt()
+    live = m.square() > torch.finfo(torch.float32).tiny
+    flushed = ((v == 0) & live).sum() / live.sum().clamp(min=1)
+    return torch.stack([rms, flushed.float()])
+
+
+def alignment_statistics(gate: Tensor, up: Tensor) -> Tensor:
+    """Measure how parallel the weights of a gated MLP's channels are, (len(SWIGLU),) float32.
+
+    Args:
+        gate, up: (C, K) each; the rows of a channel are those with its number.
+    """
+    gate, up = gate.float(), up.float()
+    cos = torch.nn.functional.cosine_similarity(gate, up, dim=1).abs()
+    return torch.stack([cos.amax(), cos.mean()])
+
+
+def logit_sharpness(logits: Tensor, grad: Tensor, eps: float = 1e-3) -> Tensor:
+    """Measure how sharp the loss is around the logits of the last token, (1,) float32.
+
+    ``100 (max L(y + z) - L(y)) / (1 + L(y))`` over all ``|z_i| <= eps (|y_i| + 1)`` (arXiv
+    2405.18710). L, the cross entropy, grows with each logit but the target's, so the largest lies
+    in a corner. The target is the one logit whose gradient is negative.
+
+    Args:
+        logits: (..., V).
+        grad: of the loss by the logits; tokens without a gradient do not count.
+    """
+    logits, grad = logits.reshape(-1, logits.shape[-1]), grad.reshape(-1, grad.shape[-1])
+    lowest, target = grad.min(1)
+    counts = torch.arange(1, len(lowest) + 1, device=grad.device) * (lowest < 0)
+    last = counts.argmax()
+    y, target = logits[last].float(), target[last]
+    room = eps * (y.abs() + 1)
+    is_target = torch.arange(len(y), device=y.device) == target
+    corner = torch.where(is_target, y - room, y + room)
+    loss, worst = y.logsumexp(0) - y[target], corner.logsumexp(0) - corner[target]
+    return (100 * (worst - loss) / (1 + loss)).reshape(1)
+
+
+def sample(x: Tensor) -> Tensor:
+    """Return at most `SAMPLE` elements of a matrix: groups of 128 whole rows, evenly spread."""
+    return _take(x, _rows(*x.shape))
+
+
+def _rows(rows: int, cols: int) -> list[slice] | None:
+    """Return the rows of the sample; None: all of them."""
+    groups = max(SAMPLE // (max(cols, 1) * _GROUP), 1)
+    total = -(-rows // _GROUP)
+    if total <= groups:
+        return None
+    starts = [(i * total // groups) * _GROUP for i in range(groups)]
+    return [slice(start, min(start + _GROUP, rows)) for start in starts]
+
+
+def _take(x: Tensor, rows: list[slice] | None) -> Tensor:
+    return x if rows is None else torch.cat([x[part] for part in rows])
+
+
+def _moments(
+    state: dict[str, Tensor], shape: torch.Size, rows: list[slice] | None
+) -> tuple[Tensor, Tensor]:
+    found = []
+    for name, format in (("exp_avg", MOMENT1), ("exp_avg_sq", MOMENT2)):
+        if f"{name}_qdata" in state:
+            qdata, scale = (_take(state[f"{name}_{part}"], rows) for part in ("qdata", "scale"))
+            found.append(decode(BlockScaled(qdata, scale), format))
+        else:
+            found.append(_take(state[name].reshape(shape), rows).float())
+    m, v = found
+    return m, v
+
+
+def decibel(signal: Tensor, noise: Tensor) -> Tensor:
+    """Return 10 log10(signal / noise), at most 120; of nothing at all it is 120."""
+    ratio = signal / noise.clamp(min=torch.finfo(torch.float32).tiny)
+    return torch.where(signal > 0, (10 * ratio.log10()).clamp(max=120.0), 120.0)
+
+
+def direction_error(exact: Tensor, kept: Tensor) -> Tensor:
+    """Return 1 - cos of two tensors: 1 where one of them is zero and the other is not."""
+    # 1 - cos = (|a - b|^2 - (|a| - |b|)^2) / (2 |a| |b|), without the cancellation near 1.
+    a, b = exact.norm(), kept.norm()
+    apart = (exact - kept).square().sum() - (a - b).square()
+    error = (apart / (2 * a * b).clamp(min=torch.finfo(torch.float32).tiny)).clamp(0, 2)
+    return torch.where(a == 0, 0.0, torch.where(b == 0, 1.0, error))
+
+
+def _half_step(format: Format) -> float:
+    return 1.1 if format.max > 1000 else _ROUNDED

@@ -1,0 +1,146 @@
+"""`WayBack`: layers that leave FP8 for a while because their statistics say so, and come back.
+
+All that is decided here follows from numbers that all ranks have joined, so all decide alike.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch.distributed.tensor import DTensor
+
+from torch_fp8.config import FP8Config
+from torch_fp8.conversion.autotune import recipe_of
+from torch_fp8.monitor.alarm import Crossing, layer_of
+from torch_fp8.monitor.parameters import GatedMLPs, Layers
+from torch_fp8.nn.linear import Float8Layer
+from torch_fp8.nn.paused import is_paused, pause, resume
+from torch_fp8.ops.hardware import check_device, runs_natively
+from torch_fp8.quantization.recipe import RECIPES, Recipe
+
+_BY_CAST = ("input", "weight", "grad_output", "swiglu")
+"""Kinds of tensors whose bounds another recipe helps."""
+
+
+class WayBack:
+    """What has left FP8, since when, and when it returns.
+
+    Args:
+        layers, mlps: of the model.
+        config: ``on_alarm`` and ``fallback_steps``.
+    Raises:
+        ValueError: a device that cannot run the recipe of ``on_alarm``, or sharded weights, which
+            are gathered as one recipe wants them.
+    """
+
+    def __init__(self, layers: Layers, mlps: GatedMLPs, config: FP8Config) -> None:
+        self.layers, self.config = dict(layers), config
+        self._down = {name: f"{name}.{spec.down}".lstrip(".") for name, _, spec in mlps}
+        self._original = {name: layer.fp8_recipe for name, layer in layers}
+        self.fallen: dict[str, dict[str, Any]] = {}
+        self.times: dict[str, int] = {}
+        self.all_until = 0
+        self._finer: Recipe | None = None
+        if config.on_alarm in RECIPES:
+            self._finer = recipe_of(config, config.on_alarm)
+            for name, layer in layers:
+                _check_finer(name, layer, config)
+
+    @property
+    def target(self) -> str:
+        """Return what a layer that falls back runs."""
+        return "BF16" if self.config.on_alarm == "bf16" else f"recipe {self.config.on_alarm}"
+
+    def judge(self, step: int, crossed: Iterable[Crossing]) -> list[dict[str, Any]]:
+        """Let layers fall back and return after a measured step; return the events.
+
+        Args:
+            step: that was measured.
+            crossed: its bounds that were crossed.
+        """
+        if self.config.on_alarm == "warn":
+            return []
+        why: dict[str, Crossing] = {}
+        for crossing in crossed:
+            if crossing.bound.kind in _BY_CAST:
+                layer = layer_of(crossing.name)
+                layer = self._down.get(layer, layer)
+                if layer in self.layers:
+                    why.setdefault(layer, crossing)
+        events = []
+        for name, crossing in why.items():
+            if name in self.fallen:
+                self.fallen[name]["last"] = step
+                continue
+            self.times[name] = self.times.get(name, 0) + 1
+            self.fallen[name] = {"since": step, "last": step, "why": str(crossing)}
+            events.append(_event("fallback", name, f"{name} runs {self.target}: {crossing}"))
+        for name, state in list(self.fallen.items()):
+            wait = self.config.fallback_steps * 2 ** (self.times[name] - 1)
+            if step - state["last"] >= wait:
+                del self.fallen[name]
+                what = f"{name} runs FP8 again: no bound crossed for {step - state['last']} steps"
+                events.append(_event("return", name, what))
+        self.apply()
+        return events
+
+    def pause_all(self, step: int) -> dict[str, Any]:
+        """Run all layers in high precision for the next steps; return the event."""
+        self.all_until = step + self.config.fallback_steps
+        self.apply()
+        return _event("bf16", "", f"all layers run BF16 until step {self.all_until}")
+
+    def tick(self, step: int) -> list[dict[str, Any]]:
+        """Look, after a step, whether the time of `pause_all` is over; return the events."""
+        if not self.all_until or step < self.all_until:
+            return []
+        self.all_until = 0
+        self.apply()
+        return [_event("return", "", "all layers that were healthy run FP8 again")]
+
+    def apply(self) -> None:
+        """Have each layer run what it is to run now."""
+        for name, layer in self.layers.items():
+            fallen = name in self.fallen
+            finer = None if layer.frozen_weight is not None else self._finer
+            if self.all_until or (fallen and finer is None):
+                pause(layer)
+                continue
+            if is_paused(layer):
+                resume(layer)
+            recipe = finer if fallen and finer is not None else self._original[name]
+            if layer.fp8_recipe != recipe:
+                layer.drop_scaling()
+                natively = runs_natively(layer.weight.device, recipe.name)
+                emulate = layer.fp8_config.emulate and not natively
+                layer.configure(layer.fp8_name, layer.fp8_config, recipe, emulate)
+
+    def undo(self) -> None:
+        """Have all layers run FP8 as they were converted, and forget what has fallen back."""
+        self.fallen, self.times, self.all_until = {}, {}, 0
+        self.apply()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps, as JSON has it."""
+        fallen = {name: dict(state) for name, state in self.fallen.items()}
+        return {"fallen": fallen, "times": dict(self.times), "all_until": self.all_until}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from `state_dict`; of layers that are no more nothing is taken."""
+        known = self.layers
+        self.fallen = {n: dict(s) for n, s in state["fallen"].items() if n in known}
+        self.times = {n: int(t) for n, t in state["times"].items() if n in known}
+        self.all_until = int(state["all_until"])
+        self.apply()
+
+
+def _check_finer(name: str, layer: Float8Layer, config: FP8Config) -> None:
+    if isinstance(layer.weight, DTensor):
+        raise ValueError(
+            f"FP8Config(on_alarm={config.on_alarm!r}): the weight of '{name}' is sharded, and is "
+            f"gathered as recipe {layer.fp8_recipe.name!r} wants it; name on_alarm='bf16'"
+        )
+    check_device(layer.weight.device, config.on_alarm, config.emulate)
+
+
+def _event(kind: str, layer: str, what: str) -> dict[str, Any]:
+    return {"event": kind, "layer": layer, "what": what}

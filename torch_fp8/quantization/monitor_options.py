@@ -1,0 +1,47 @@
+"""The options of the monitor in a configuration, and which of them go together."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch_fp8.quantization.recipe import RECIPES
+
+PROBES = ("clip_search", "logit_sharpness")
+ON_ALARM = ("warn", "bf16", *RECIPES)
+ON_LOSS_SPIKE = ("warn", "skip", "bf16", "restore")
+_MONITOR_ONLY = ("monitor_probes", "on_alarm", "on_loss_spike", "fallback_steps")
+
+
+def check_monitor(config: Any, defaults: Mapping[str, Any]) -> None:
+    """Raise where the monitor's options contradict each other or others.
+
+    Args:
+        config: an FP8Config, each of whose values is valid by itself.
+        defaults: option to its default.
+    Raises:
+        ValueError: the message names the options and a way out.
+    """
+    given = [name for name in _MONITOR_ONLY if getattr(config, name) != defaults[name]]
+    if given and not config.monitor:
+        raise ValueError(
+            f"FP8Config: {', '.join(given)} need statistics; name monitor=100, or leave them out"
+        )
+    if config.on_alarm == config.recipe:
+        raise ValueError(
+            f"FP8Config: on_alarm={config.on_alarm!r} is the recipe that all layers run; name a "
+            "finer one, or on_alarm='bf16'"
+        )
+    if config.on_alarm in RECIPES and config.cache_weights:
+        raise ValueError(
+            f"FP8Config: on_alarm={config.on_alarm!r} casts weights otherwise than cache_weights "
+            "keeps them; leave cache_weights out, or name on_alarm='bf16'"
+        )
+    if config.on_loss_spike in ("skip", "restore") and config.gradient_release:
+        raise ValueError(
+            f"FP8Config: on_loss_spike={config.on_loss_spike!r} leaves a step out, but with "
+            "gradient_release=True weights are updated in backward; leave one of them out"
+        )
+    if config.monitor and config.backend == "transformer-engine":
+        raise ValueError(
+            "FP8Config: monitor cannot be had of Transformer Engine, which casts by itself; leave "
+            "that out, or backend"
+        )
