@@ -3,9 +3,9 @@
     nice -n 19 python -m benchmarks.monitor_bounds           # all, about 15 minutes
     nice -n 19 python -m benchmarks.monitor_bounds --healthy # seeds without faults alone
 
-Each run trains the small Llama of `benchmarks.aligned_channels`. Without faults it shows how near
-healthy numbers come to each default bound; with them, how many steps before the smoothed loss is
-5 % off BF16's the first warning comes. Writes ``benchmarks/results/monitor_bounds.csv`` and
+Each run goes on with the small Llama of `benchmarks.aligned_channels`. Without faults it shows how
+near healthy numbers come to each default bound; with them, how many steps before the smoothed loss
+is 5 % off BF16's the first warning comes. Writes ``benchmarks/results/monitor_bounds.csv`` and
 ``monitor_alarms.csv``.
 """
 
@@ -20,8 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from benchmarks.aligned_channels import NO_FAULTS, Faults, train
-from benchmarks.pretraining import corpus
+from benchmarks.aligned_channels import NO_FAULTS, Faults, pretrained, train
 from torch_fp8 import FP8Config
 from torch_fp8.monitor.alarm import DEFAULT_BOUNDS
 from torch_fp8.monitor.monitor import Monitor
@@ -29,7 +28,7 @@ from torch_fp8.monitor.monitor import Monitor
 RESULTS = Path(__file__).parent / "results"
 RECIPES = ("delayed", "tensorwise")
 PLANTED = {
-    "aligned": Faults(start=60, growth=120, outlier=1.0),
+    "aligned": Faults(outlier=1.0),
     "outliers": Faults(magnitude=1.0),
 }
 SMOOTHED = 20
@@ -52,7 +51,7 @@ def watch(
     seed: int,
     faults: Faults,
     steps: int,
-    data: Any,
+    start: Any,
     folder: Path | None = None,
 ) -> Watched:
     """Train with a monitor, where the configuration has one."""
@@ -79,7 +78,7 @@ def watch(
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
-        run = train(config, seed, faults, steps, data=data, prepare=prepare)
+        run = train(config, seed, faults, steps, start=start, prepare=prepare)
     events = monitors[0].events if monitors else []
     for monitor in monitors:
         monitor.close()
@@ -120,44 +119,49 @@ def main() -> None:
     parser.add_argument("--healthy", action="store_true", help="only runs without faults")
     parser.add_argument("--steps", type=int, default=260)
     parser.add_argument("--runs", type=Path, help="a folder to keep the statistics in")
+    parser.add_argument("--pretraining", type=int, default=600, help="steps in BF16 before")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--every", type=int, default=10, help="the monitor's interval")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    data = corpus()
-    bounds: list[list[Any]] = []
     alarms: list[list[Any]] = []
-    for recipe in RECIPES:
-        config = FP8Config(recipe=recipe, monitor=options.every)
-        runs = []
-        for seed in range(options.seeds):
-            folder = options.runs and options.runs / f"healthy-{recipe}-{seed}"
-            runs.append(watch(config, seed, NO_FAULTS, options.steps, data, folder))
-        found = extremes(runs)
-        for bound in DEFAULT_BOUNDS:
-            low, high = found.get((bound.kind, bound.statistic), (float("nan"),) * 2)
-            row = [recipe, bound.kind, bound.statistic, f"{low:.4g}", f"{high:.4g}"]
-            bounds.append([*row, bound.least, bound.most])
-        for seed, run in enumerate(runs):
-            alarms.append([recipe, "none", seed, "", first_warning(run) or "", "", "", ""])
-            print(recipe, "healthy", seed, "first warning:", first_warning(run), flush=True)
-        _write("monitor_bounds.csv", "recipe,kind,statistic,lowest,highest,least,most", bounds)
-    if options.healthy:
-        return
-    for name, faults in PLANTED.items():
-        reference = watch(None, 0, faults, options.steps, data)
+    for name, faults in {} if options.healthy else PLANTED.items():
+        start = pretrained(0, options.pretraining)
+        reference = watch(None, 0, faults, options.steps, start)
         for on_alarm in ("warn", "bf16"):
             config = FP8Config(recipe="delayed", monitor=options.every, on_alarm=on_alarm)
             folder = options.runs and options.runs / f"{name}-{on_alarm}"
-            run = watch(config, 0, faults, options.steps, data, folder)
+            run = watch(config, 0, faults, options.steps, start, folder)
             off = first_off(run.losses, reference.losses)
             apart = 100 * (run.eval_loss / reference.eval_loss - 1)
             fallen = sum(e["event"] == "fallback" for e in run.events)
             row = ["delayed", name, 0, on_alarm, first_warning(run) or "", off or ""]
             alarms.append([*row, f"{apart:.2f}", fallen])
             print(*alarms[-1], sep=", ", flush=True)
-        columns = "recipe,fault,seed,on_alarm,first_warning,loss_off,held_out_percent,fallbacks"
-        _write("monitor_alarms.csv", columns, alarms)
+    found: dict[str, list[Watched]] = {recipe: [] for recipe in RECIPES}
+    for seed in range(options.seeds):
+        start = pretrained(seed, options.pretraining)
+        reference = watch(None, seed, NO_FAULTS, options.steps, start)
+        for recipe in RECIPES:
+            config = FP8Config(recipe=recipe, monitor=options.every, on_alarm="bf16")
+            folder = options.runs and options.runs / f"healthy-{recipe}-{seed}"
+            run = watch(config, seed, NO_FAULTS, options.steps, start, folder)
+            found[recipe].append(run)
+            apart = 100 * (run.eval_loss / reference.eval_loss - 1)
+            fallen = sum(e["event"] == "fallback" for e in run.events)
+            row = [recipe, "none", seed, "bf16", first_warning(run) or "", ""]
+            alarms.append([*row, f"{apart:.2f}", fallen])
+            print(*alarms[-1], sep=", ", flush=True)
+    columns = "recipe,fault,seed,on_alarm,first_warning,loss_off,held_out_percent,fallbacks"
+    _write("monitor_alarms.csv", columns, alarms)
+    bounds: list[list[Any]] = []
+    for recipe, runs in found.items():
+        seen = extremes(runs)
+        for bound in DEFAULT_BOUNDS:
+            low, high = seen.get((bound.kind, bound.statistic), (float("nan"),) * 2)
+            row = [recipe, bound.kind, bound.statistic, f"{low:.4g}", f"{high:.4g}"]
+            bounds.append([*row, bound.least, bound.most])
+    _write("monitor_bounds.csv", "recipe,kind,statistic,lowest,highest,least,most", bounds)
 
 
 def _write(name: str, columns: str, rows: list[list[Any]]) -> None:

@@ -30,6 +30,7 @@ from torch_fp8.environment.result import FAILED, Result, exit_status, last_line
 from torch_fp8.environment.runner import run_checks
 from torch_fp8.environment.self_test import SECTIONS, self_test
 from torch_fp8.environment.versions import versions
+from torch_fp8.monitor import command as report_command
 from torch_fp8.planner import command as plan_command
 from torch_fp8.quantization.recipe import RECIPES, SAVE_FORMATS
 
@@ -59,6 +60,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_export(commands)
     plan_command.add_parser(commands)
     check_command.add_parser(commands)
+    report_command.add_parser(commands)
     return parser
 
 

@@ -1,0 +1,112 @@
+"""A long run of a small model in BF16 and FP8, with the monitor's files of each.
+
+    nice -n 19 python -m benchmarks.long_run --output runs/long            # from the root
+    torch-fp8 report runs/long/fp8 --beside runs/long/bf16
+
+10,000 steps of 128 tokens of the standard library for a Llama of a quarter of a million parameters,
+each variant in a folder of its own: ``bf16``, ``fp8`` and, with ``--smooth``, ``fp8-smooth``
+(``FP8Config(smooth_swiglu=True)``). Writes ``benchmarks/results/long_run.csv``.
+"""
+
+import argparse
+import csv
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import get_cosine_schedule_with_warmup
+
+from benchmarks.pretraining import corpus, evaluate, windows
+from examples import tiny_llama
+from torch_fp8 import FP8Config, Monitor, convert_optimizer, convert_to_float8
+from torch_fp8.monitor.run_log import RunLog
+
+RESULTS = Path(__file__).parent / "results"
+STEPS, BATCH, LENGTH, HIDDEN, LAYERS, RATE = 10_000, 4, 32, 64, 2, 2e-3
+EVERY = 50
+
+
+def run(config: FP8Config | None, steps: int, folder: Path, data: Any, seed: int) -> dict[str, Any]:
+    """Train one variant; its losses, or all statistics, are written into `folder`."""
+    tokens, held_out, vocab_size = data
+    torch.manual_seed(seed)
+    model = tiny_llama.build(vocab_size, HIDDEN, LAYERS, pad_token_id=0, eos_token_id=1)
+    if config is not None:
+        convert_to_float8(model, config)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.1)
+    monitor = None
+    if config is not None:
+        convert_optimizer(optimizer, config, model=model)
+        monitor = Monitor(model, [optimizer], config, folder=folder)
+    schedule = get_cosine_schedule_with_warmup(optimizer, steps // 20, steps)
+    generator = torch.Generator().manual_seed(seed)
+    losses: list[float] = []
+    started = time.perf_counter()
+    for _ in range(steps):
+        ids = windows(tokens, BATCH, generator)[:, :LENGTH]
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        if monitor is not None:
+            monitor.observe_loss(loss)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    seconds = time.perf_counter() - started
+    events = 0
+    if monitor is not None:
+        monitor.close()
+        events = len(monitor.events)
+    else:
+        log = RunLog(folder, [], {"recipe": "BF16"})
+        log.write(steps, losses=list(enumerate(losses, 1)))
+    model.eval()
+    last = losses[-steps // 20 :]
+    return {
+        "steps": steps,
+        "train_loss": sum(last) / len(last),
+        "held_out_loss": evaluate(model, held_out),
+        "events": events,
+        "seconds": round(seconds),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--recipe", default="delayed")
+    parser.add_argument("--smooth", action="store_true", help="with Smooth-SwiGLU, too")
+    parser.add_argument("--only", nargs="+", metavar="VARIANT")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    fp8: dict[str, Any] = {"recipe": options.recipe, "monitor": EVERY}
+    variants: dict[str, FP8Config | None] = {"bf16": None, "fp8": FP8Config(**fp8)}
+    if options.smooth:
+        variants["fp8-smooth"] = FP8Config(**fp8, smooth_swiglu=True)
+    data = corpus()
+    for name, config in variants.items():
+        if options.only and name not in options.only:
+            continue
+        folder = options.output / name
+        folder.mkdir(parents=True, exist_ok=True)
+        result = run(config, options.steps, folder, data, options.seed)
+        (folder / "result.json").write_text(json.dumps({"variant": name, **result}))
+        print(name, result, flush=True)
+    found = sorted(options.output.glob("*/result.json"))
+    rows = [json.loads(path.read_text()) for path in found]
+    with (RESULTS / "long_run.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
+        writer.writeheader()
+        for row in rows:
+            writer.writerow({**row, **{k: f"{v:.4f}" for k, v in row.items() if "loss" in k}})
+
+
+if __name__ == "__main__":
+    main()

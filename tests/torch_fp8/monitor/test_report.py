@@ -1,0 +1,144 @@
+"""``torch-fp8 report``: the page and its pictures, in a browser and from bad input."""
+
+import base64
+import json
+import math
+import os
+import re
+import shutil
+import subprocess
+
+import pytest
+
+from torch_fp8.cli import main
+from torch_fp8.monitor.run_log import FILE_NAME, RunLog, read_run
+
+LAYERS = [f"model.layers.{i}.{name}" for i in range(3) for name in ("q_proj", "mlp.down_proj")]
+
+
+def _write(folder, steps=120, every=10, config=None):
+    """The statistics of a run in which a down projection loses its SQNR at step 80."""
+    names = [
+        f"fp8/{layer}/{kind}/{statistic}"
+        for layer in LAYERS
+        for kind in ("input", "grad_output")
+        for statistic in ("sqnr", "underflow")
+    ]
+    names += [f"fp8/model.layers.{i}.mlp/swiglu/alignment" for i in range(3)]
+    log = RunLog(folder, names, config or {"monitor": every, "recipe": "delayed"})
+    for step in range(every, steps + 1, every):
+        values = []
+        for name in names:
+            ill = step >= 80 and name.startswith("fp8/model.layers.1.mlp.down_proj/input")
+            healthy = {"sqnr": 31.0, "underflow": 2e-3, "alignment": 0.4}[name.rpartition("/")[2]]
+            values.append((4.5 if name.endswith("sqnr") else 0.4) if ill else healthy)
+        losses = [[s, 5 * math.exp(-s / 60) + 1] for s in range(step - every + 1, step + 1)]
+        log.write(step, values=values, losses=losses)
+        if step == 80:
+            layer = "model.layers.1.mlp.down_proj"
+            log.write(step, event="alarm", layer="", what=f"fp8/{layer}/input/sqnr = 4.5 < 20")
+            log.write(step, event="fallback", layer=layer, what=f"{layer} runs BF16 <b>")
+    return folder
+
+
+def _report(folder, capsys, *options):
+    status = main(["report", str(folder), *map(str, options)])
+    told = capsys.readouterr()
+    return status, told.out, told.err
+
+
+def test_the_page_stands_alone_and_says_what_happened(tmp_path, capsys):
+    other = _write(tmp_path / "other")
+    run = _write(tmp_path / "run")
+    status, out, err = _report(run, capsys, "--beside", other)
+    assert (status, err) == (0, "")
+    folder = run / "fp8_report"
+    assert {path.name for path in folder.iterdir()} == {
+        *("report.html", "loss.png", "sqnr.png", "underflow.png", "alignment.png")
+    }
+    page = (folder / "report.html").read_text()
+    assert not re.search(r"(src|href)=['\"](?!data:)", page)
+    assert "1 alarm, 1 fallback." in page
+    assert "model.layers.1.mlp.down_proj runs BF16 &lt;b&gt;" in page
+    assert "Out of FP8 at the end: model.layers.1.mlp.down_proj" in page
+    worst = re.search(r"<td class='name'>(.*?)</td><td class='number'>(.*?)</td>", page)
+    assert worst.group(1).startswith("model.layers.1.mlp.down_proj/input/")
+    images = re.findall(r"data:image/png;base64,([^\"]+)", page)
+    assert base64.b64decode(images[1]) == (folder / "sqnr.png").read_bytes()
+    assert "fp8_report/report.html: 12 measured steps, 2 events" in out
+
+
+def test_a_map_has_the_worst_tensor_of_a_layer_and_the_worst_step_of_a_column(tmp_path):
+    from torch_fp8.monitor.heat_map import TOPICS, heat_map
+
+    heat = heat_map(read_run(_write(tmp_path, steps=5000)), TOPICS[0])
+    assert heat.rows[3] == "1.mlp.down_proj"
+    assert len(heat.columns) <= 200
+    first_ill = next(i for i, step in enumerate(heat.columns) if step > 80)
+    assert heat.values[3][first_ill] == 4.5
+    assert heat.tensors[3][first_ill] == "input"
+    assert heat.values[2][first_ill] == 31.0
+    assert heat.bounds == [20.0]
+
+
+def test_bad_input_is_named_and_what_is_there_is_drawn(tmp_path, capsys):
+    assert _report(tmp_path / "nowhere", capsys)[::2] == (
+        1,
+        f"torch-fp8 report: {tmp_path / 'nowhere'} is neither a folder nor a file\n",
+    )
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    status, _, err = _report(empty, capsys)
+    assert status == 1
+    assert "holds no statistics" in err
+    assert "monitor=100" in err
+    run = _write(tmp_path / "run")
+    text = (run / FILE_NAME).read_text()
+    (run / FILE_NAME).write_text(text[:-30])
+    status, out, err = _report(run, capsys)
+    assert status == 0
+    assert "cut off" in err
+    assert "11 measured steps" in out or "12 measured steps" in out
+    lines = text.splitlines()
+    header = {**json.loads(lines[0]), "version": 7}
+    (run / FILE_NAME).write_text("\n".join([json.dumps(header), *lines[1:4], "{]", *lines[4:]]))
+    status, out, err = _report(run, capsys)
+    assert status == 0
+    assert "version 7" in err
+    assert "1 of 16 lines cannot be read (lines 5)" in err
+    assert "version 7" in (run / "fp8_report" / "report.html").read_text()
+    (run / FILE_NAME).write_text("nothing\n")
+    status, _, err = _report(run, capsys)
+    assert status == 1
+    assert "no statistics that can be read" in err
+    _write(tmp_path / "two" / "a")
+    _write(tmp_path / "two" / "b")
+    status, _, err = _report(tmp_path / "two", capsys)
+    assert status == 1
+    assert "the statistics of 2 runs; name one" in err
+
+
+def _browser():
+    names = ("chromium", "chromium-browser", "google-chrome")
+    return next((path for name in names if (path := shutil.which(name))), None)
+
+
+@pytest.mark.skipif(_browser() is None, reason="Chromium is not installed (apt install chromium)")
+def test_the_page_loads_in_a_browser(tmp_path, capsys):
+    _report(_write(tmp_path / "run"), capsys)
+    page = tmp_path / "run" / "fp8_report" / "report.html"
+    flags = ("--headless", "--disable-gpu", "--no-first-run", "--disable-background-networking")
+    done = subprocess.run(
+        [
+            *(_browser(), *flags, *(["--no-sandbox"] if os.getuid() == 0 else [])),
+            *(f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", f"file://{page}"),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    dom = done.stdout
+    assert 'data-maps="3"' in dom  # set by the page's script, at its end
+    assert dom.count("<section") >= 6
+    assert "1.mlp.down_proj" in dom

@@ -1,0 +1,182 @@
+"""`HeatMap`: one statistic of all layers over a run, ready to be drawn."""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torch_fp8.monitor.alarm import DEFAULT_BOUNDS
+from torch_fp8.monitor.run_log import RunRecord
+from torch_fp8.monitor.series import PREFIX
+
+MOST_COLUMNS = 200
+"""Columns of a map, at most: of steps that share one, the worst is drawn."""
+
+
+class Topic(NamedTuple):
+    """What a map shows.
+
+    Attributes:
+        key: for file names.
+        title: above it.
+        statistic, kinds: of which numbers; of several kinds of a layer, the worst is drawn.
+        small_is_bad: which end is the worst.
+        logarithmic: the scale of its colours.
+        unit: behind numbers.
+        lowest, highest: the ends of the colours.
+        meaning: a sentence below the title.
+    """
+
+    key: str
+    title: str
+    statistic: str
+    kinds: tuple[str, ...]
+    small_is_bad: bool
+    logarithmic: bool
+    unit: str
+    lowest: float
+    highest: float
+    meaning: str
+
+
+_OPERANDS = ("input", "weight", "grad_output")
+TOPICS = (
+    Topic(
+        "sqnr",
+        "SQNR: what is left of each tensor",
+        "sqnr",
+        _OPERANDS,
+        small_is_bad=True,
+        logarithmic=False,
+        unit=" dB",
+        lowest=0.0,
+        highest=34.0,
+        meaning="Signal to quantization noise of the worst tensor of a layer. Well-scaled E4M3 has "
+        "31.5 dB, E5M2 25.5 dB; below 20 dB little is left.",
+    ),
+    Topic(
+        "underflow",
+        "Underflow: values that become zero",
+        "underflow",
+        _OPERANDS,
+        small_is_bad=False,
+        logarithmic=True,
+        unit="",
+        lowest=1e-4,
+        highest=1.0,
+        meaning="The share of elements other than zero that the cast makes zero, of the worst "
+        "tensor of a layer.",
+    ),
+    Topic(
+        "outliers",
+        "Outlier channels",
+        "outliers",
+        ("input",),
+        small_is_bad=False,
+        logarithmic=True,
+        unit="x",
+        lowest=1.0,
+        highest=1e4,
+        meaning="The largest channel of a layer's input over the median channel. One scale for the "
+        "whole tensor then leaves the other channels few of E4M3's steps.",
+    ),
+    Topic(
+        "alignment",
+        "SwiGLU alignment",
+        "alignment",
+        ("swiglu",),
+        small_is_bad=False,
+        logarithmic=False,
+        unit="",
+        lowest=0.0,
+        highest=1.0,
+        meaning="The largest |cos| of a channel's gate and up weights. A channel whose two weights "
+        "are parallel is quadratic in its input: the sporadic outliers of FP8 begin there "
+        "(arXiv 2409.12517).",
+    ),
+    Topic(
+        "saturation",
+        "Saturation: values beyond the payload",
+        "saturation",
+        _OPERANDS,
+        small_is_bad=False,
+        logarithmic=True,
+        unit="",
+        lowest=1e-5,
+        highest=1.0,
+        meaning="The share of elements that are larger than the payload can say, of the worst "
+        "tensor of a layer: delayed scaling did not see them coming.",
+    ),
+)
+
+
+class HeatMap(NamedTuple):
+    """The numbers of a map.
+
+    Attributes:
+        topic: what it shows.
+        rows: names of layers.
+        columns: the first step of each column.
+        values: row by row; NaN where nothing was measured.
+        tensors: likewise, the kind of tensor that the number is of.
+        bounds: of the alarm, each once.
+    """
+
+    topic: Topic
+    rows: list[str]
+    columns: list[int]
+    values: list[list[float]]
+    tensors: list[list[str]]
+    bounds: list[float]
+
+    @property
+    def is_blank(self) -> bool:
+        """Return whether no number lies within the colours: all is as well as can be."""
+        topic = self.topic
+        best = topic.highest if topic.small_is_bad else topic.lowest
+        seen = [v for row in self.values for v in row if not math.isnan(v)]
+        return all((v >= best) if topic.small_is_bad else (v <= best) for v in seen)
+
+
+def heat_map(record: RunRecord, topic: Topic) -> HeatMap | None:
+    """Return the map of a topic; None where the run has no such numbers."""
+    columns = _columns(record.steps)
+    column_of = {step: i for i, (_, steps) in enumerate(columns) for step in steps}
+    layers: dict[str, tuple[list[float], list[str]]] = {}
+    for name, values in record.values.items():
+        place, _, statistic = name.removeprefix(PREFIX).rpartition("/")
+        layer, _, kind = place.rpartition("/")
+        if statistic != topic.statistic or kind not in topic.kinds:
+            continue
+        row, tensors = layers.setdefault(layer, ([math.nan] * len(columns), [""] * len(columns)))
+        for step, value in values.items():
+            i = column_of[step]
+            if math.isnan(row[i]) or (value < row[i]) == topic.small_is_bad:
+                row[i], tensors[i] = value, kind
+    if not layers:
+        return None
+    rows = short_names(list(layers))
+    sides = [
+        bound.least if topic.small_is_bad else bound.most
+        for bound in DEFAULT_BOUNDS
+        if bound.statistic == topic.statistic and bound.kind in topic.kinds
+    ]
+    numbers = [row for row, _ in layers.values()]
+    kinds = [tensors for _, tensors in layers.values()]
+    return HeatMap(topic, rows, [first for first, _ in columns], numbers, kinds, sorted(set(sides)))
+
+
+def short_names(names: Sequence[str]) -> list[str]:
+    """Return names of layers without the components that all of them begin with."""
+    parts = [name.split(".") for name in names]
+    shared = 0
+    while len(names) > 1 and all(len(p) > shared + 1 for p in parts):
+        if len({p[shared] for p in parts}) > 1:
+            break
+        shared += 1
+    return [".".join(p[shared:]) or "(model)" for p in parts]
+
+
+def _columns(steps: Sequence[int]) -> list[tuple[int, list[int]]]:
+    each = max(1, math.ceil(len(steps) / MOST_COLUMNS))
+    groups = [list(steps[i : i + each]) for i in range(0, len(steps), each)]
+    return [(group[0], group) for group in groups]

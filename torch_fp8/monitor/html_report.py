@@ -1,0 +1,258 @@
+"""The page of a run: one HTML file that needs nothing else, and its pictures as PNGs.
+
+The loss with events, maps of layers and steps, the tensors nearest to a bound, and what happened
+and why. Under the pointer a map tells layer, step, tensor and number.
+"""
+
+import base64
+import html
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch_fp8._version import __version__
+from torch_fp8.monitor.alarm import DEFAULT_BOUNDS, Bound
+from torch_fp8.monitor.figures import EVENTS, FAINT, Picture, draw_loss, draw_map
+from torch_fp8.monitor.heat_map import TOPICS, HeatMap, heat_map
+from torch_fp8.monitor.page_style import SCRIPT, STYLE
+from torch_fp8.monitor.run_log import RunRecord
+from torch_fp8.monitor.series import PREFIX
+from torch_fp8.quantization.formats import E4M3
+
+_WORST, _MOST_EVENTS = 12, 200
+_BEST_DECIBEL = E4M3.cast_sqnr_db
+
+
+def write_report(
+    record: RunRecord, folder: Path, beside: Mapping[str, RunRecord] | None = None
+) -> list[Path]:
+    """Write ``report.html``, and a PNG for each picture in it.
+
+    Args:
+        record: of the run.
+        folder: where they are written; made if it is not there.
+        beside: name to other runs, whose losses are drawn, too.
+    Returns:
+        The files, the page first.
+    Raises:
+        ImportError: matplotlib is missing.
+    """
+    pictures: dict[str, Picture] = {}
+    maps = [found for topic in TOPICS if (found := heat_map(record, topic)) is not None]
+    drawn = [heat for heat in maps if not heat.is_blank]
+    others = {name: run.losses for name, run in (beside or {}).items()}
+    name = record.path.parent.name or "run"
+    if record.losses:
+        pictures["loss"] = draw_loss(record.losses, record.events, others, name)
+    pictures |= {heat.topic.key: draw_map(heat) for heat in drawn}
+    folder.mkdir(parents=True, exist_ok=True)
+    page = folder / "report.html"
+    page.write_text(_page(record, name, maps, pictures), encoding="utf-8")
+    written = [page]
+    for key, picture in pictures.items():
+        written.append(folder / f"{key}.png")
+        written[-1].write_bytes(picture.png)
+    return written
+
+
+def _page(
+    record: RunRecord, name: str, maps: Sequence[HeatMap], pictures: Mapping[str, Picture]
+) -> str:
+    body = [
+        _head(record, name),
+        *(f'<p class="note">{html.escape(note)}</p>' for note in record.notes),
+        _tiles(record),
+    ]
+    if "loss" in pictures:
+        body.append(_section("Loss", _image(pictures["loss"], "the loss of each step")))
+    body.append(_events(record))
+    body.append(_worst(record))
+    for heat in maps:
+        content = '<p class="quiet">None, in any layer and step that was measured.</p>'
+        if not heat.is_blank:
+            content = _map(heat, pictures[heat.topic.key])
+        body.append(_section(heat.topic.title, content, heat.topic.meaning, heat.topic.key))
+    if not maps:
+        body.append(_section("Layers", "<p>The run has no statistics of layers.</p>"))
+    return (
+        "<!doctype html>\n<html lang='en'><head><meta charset='utf-8'>"
+        "<meta name='viewport' content='width=device-width, initial-scale=1'>"
+        f"<title>{html.escape(name)}: torch-fp8 report</title><style>{STYLE}</style></head>"
+        f"<body><main>{''.join(body)}<footer>torch-fp8 {__version__}, from "
+        f"{html.escape(record.path.name)}</footer></main><div id='tip'></div>"
+        f"<script>{SCRIPT}</script></body></html>\n"
+    )
+
+
+def _head(record: RunRecord, name: str) -> str:
+    counts = _counts(record)
+    bad = sum(counts.get(kind, 0) for kind in ("alarm", "loss_spike", "fallback", "restore"))
+    verdict = "No bound was crossed and the loss did not jump."
+    if bad:
+        told = [
+            f"{counts[kind]} {words}{'s' if counts[kind] > 1 else ''}"
+            for kind, words in (
+                ("alarm", "alarm"),
+                ("loss_spike", "loss spike"),
+                ("fallback", "fallback"),
+                ("restore", "return to a checkpoint"),
+            )
+            if counts.get(kind)
+        ]
+        verdict = f"{', '.join(told)}."
+    options = ", ".join(f"{key} {value}" for key, value in record.config.items())
+    return (
+        f'<header><h1>{html.escape(name)}</h1><p class="options">{html.escape(options)}</p>'
+        f'<p class="verdict {"bad" if bad else "good"}">{html.escape(verdict)}</p></header>'
+    )
+
+
+def _tiles(record: RunRecord) -> str:
+    steps = max([*record.losses, *record.steps], default=0)
+    layers = {n.rpartition("/")[0].rpartition("/")[0] for n in record.values}
+    last = [record.losses[s] for s in sorted(record.losses)[-50:]]
+    tiles = [
+        ("steps", f"{steps:,}"),
+        ("measured", f"{len(record.steps):,}"),
+        ("layers", f"{len(layers):,}"),
+        ("last loss", f"{sum(last) / len(last):.4g}" if last else "unknown"),
+        ("out of FP8 at the end", str(len(_out_of_fp8(record)))),
+    ]
+    cells = "".join(f"<div><b>{value}</b><span>{label}</span></div>" for label, value in tiles)
+    return f'<div class="tiles">{cells}</div>'
+
+
+def _events(record: RunRecord) -> str:
+    if not record.events:
+        return _section("What happened", '<p class="quiet">Nothing that needs a word.</p>')
+    rows = []
+    for event in record.events[:_MOST_EVENTS]:
+        colour, words = EVENTS.get(str(event["event"]), (FAINT, str(event["event"])))
+        what = html.escape(str(event.get("what", ""))).replace("; fp8/", ";<br>fp8/")
+        rows.append(
+            f"<tr><td class='number'>{int(event['step']):,}</td>"
+            f"<td><i style='background:{colour}'></i>{html.escape(words)}</td><td>{what}</td></tr>"
+        )
+    more = len(record.events) - _MOST_EVENTS
+    if more > 0:
+        rows.append(f"<tr><td></td><td></td><td>and {more} more, in the file</td></tr>")
+    table = (
+        f"<table><tr><th>step</th><th>event</th><th>what and why</th></tr>{''.join(rows)}</table>"
+    )
+    out = _out_of_fp8(record)
+    note = f"Out of FP8 at the end: {html.escape(', '.join(out))}." if out else ""
+    return _section("What happened", f'<div class="scroll">{table}</div>', note)
+
+
+def _worst(record: RunRecord) -> str:
+    bounds = {(bound.kind, bound.statistic): bound for bound in DEFAULT_BOUNDS}
+    found: list[tuple[float, str, int, dict[int, float], Bound]] = []
+    for name, values in record.values.items():
+        place, _, statistic = name.rpartition("/")
+        bound = bounds.get((place.rpartition("/")[2], statistic))
+        if bound is None or not values:
+            continue
+        nearest = {_nearness(value, bound): step for step, value in values.items()}
+        step = nearest[max(nearest)]
+        found.append((_nearness(values[step], bound), name, step, values, bound))
+    found.sort(key=lambda row: -row[0])
+    rows = []
+    for nearness, name, step, values, bound in found[:_WORST]:
+        least = values[step] < bound.least or math.isinf(bound.most)
+        limit = f"&ge; {bound.least:g}" if least else f"&le; {bound.most:g}"
+        state = "over" if nearness > 1 else "near" if nearness > 0.5 else "fine"
+        wide = 100 * min(nearness, 1.0)
+        shown = html.escape(name.removeprefix(PREFIX))
+        last = _number(values[max(values)])
+        rows.append(
+            f"<tr><td class='name'>{shown}</td><td class='number'>{_number(values[step])}</td>"
+            f"<td class='number'>{step:,}</td><td class='number'>{last}</td>"
+            f"<td class='number'>{limit}</td>"
+            f"<td><div class='bar {state}'><div style='width:{wide:.0f}%'></div></div></td></tr>"
+        )
+    if not rows:
+        return ""
+    head = (
+        "<tr><th>tensor</th><th>worst</th><th>at step</th><th>last</th><th>bound</th><th></th></tr>"
+    )
+    return _section(
+        "Worst tensors",
+        f'<div class="scroll"><table>{head}{"".join(rows)}</table></div>',
+        "The numbers that came nearest to their bound; the bar is full where it was crossed.",
+    )
+
+
+def _nearness(value: float, bound: Bound) -> float:
+    """Return 1 at the bound, above 1 where it is crossed, less the farther away."""
+    if math.isnan(value):
+        return 0.0
+    if value < bound.least:
+        return 1.0 + (bound.least - value) / max(abs(bound.least), 1e-30)
+    if math.isinf(bound.most):  # decibels above the bound, of those that a good cast has
+        return max(0.0, 1.0 - (value - bound.least) / (_BEST_DECIBEL - bound.least))
+    if bound.most > 1e30:
+        return 2.0 if value > bound.most else 0.0
+    return value / bound.most
+
+
+def _map(heat: HeatMap, picture: Picture) -> str:
+    values = [[None if math.isnan(v) else float(f"{v:.3g}") for v in row] for row in heat.values]
+    data = {
+        "rows": heat.rows,
+        "columns": heat.columns,
+        "values": values,
+        "tensors": heat.tensors if len(heat.topic.kinds) > 1 else None,
+        "unit": heat.topic.unit,
+    }
+    if data["tensors"] is not None:
+        kinds = list(heat.topic.kinds)
+        data["kinds"] = kinds
+        data["tensors"] = [
+            "".join(str(kinds.index(k)) if k else "-" for k in row) for row in heat.tensors
+        ]
+    text = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("</", "<\\/")
+    style = (
+        f"left:{100 * picture.left:.3f}%;top:{100 * picture.top:.3f}%;"
+        f"width:{100 * picture.width:.3f}%;height:{100 * picture.height:.3f}%"
+    )
+    alt = f"{heat.topic.title}, {len(heat.rows)} layers"
+    return (
+        f'<div class="map">{_image(picture, alt)}<div class="over" style="{style}"></div>'
+        f'<script type="application/json">{text}</script></div>'
+    )
+
+
+def _image(picture: Picture, alt: str) -> str:
+    data = base64.b64encode(picture.png).decode()
+    return f'<img alt="{html.escape(alt)}" src="data:image/png;base64,{data}">'
+
+
+def _section(title: str, content: str, note: str = "", key: str = "") -> str:
+    below = f'<p class="meaning">{note}</p>' if note else ""
+    identifier = f' id="{key}"' if key else ""
+    return f"<section{identifier}><h2>{html.escape(title)}</h2>{below}{content}</section>"
+
+
+def _counts(record: RunRecord) -> dict[str, int]:
+    counts: dict[str, int] = {}
+    for event in record.events:
+        kind = str(event["event"])
+        counts[kind] = counts.get(kind, 0) + 1
+    return counts
+
+
+def _out_of_fp8(record: RunRecord) -> list[str]:
+    out: dict[str, Any] = {}
+    for event in record.events:
+        layer = str(event.get("layer", ""))
+        if event["event"] == "fallback":
+            out[layer] = event["step"]
+        elif event["event"] == "return":
+            out.pop(layer, None)
+    return list(out)
+
+
+def _number(value: float) -> str:
+    return "unknown" if math.isnan(value) else f"{value:.3g}"

@@ -1,0 +1,72 @@
+"""How the page of a run looks, and what its maps tell under the pointer."""
+
+STYLE = """
+:root { --ink: #1f2933; --soft: #616e7c; --line: #e4e7eb; --back: #f5f7fa; }
+* { box-sizing: border-box; }
+body { margin: 0; background: var(--back); color: var(--ink);
+  font: 15px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", sans-serif; }
+main { max-width: 1120px; margin: 0 auto; padding: 28px 20px 40px; }
+h1 { font-size: 28px; margin: 0; letter-spacing: -0.01em; }
+h2 { font-size: 18px; margin: 0 0 6px; }
+.options { color: var(--soft); margin: 2px 0 10px; }
+.verdict { display: inline-block; margin: 0 0 14px; padding: 5px 14px; border-radius: 99px;
+  font-weight: 600; }
+.verdict.good { background: #dff3ea; color: #14694c; }
+.verdict.bad { background: #fde4e1; color: #9b2c2c; }
+.note { background: #fff6d6; border: 1px solid #f0d98a; border-radius: 8px; padding: 8px 14px; }
+.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(150px, 1fr)); gap: 12px; }
+.tiles div, section { background: white; border: 1px solid var(--line); border-radius: 10px; }
+.tiles div { padding: 12px 16px; }
+.tiles b { display: block; font-size: 24px; font-variant-numeric: tabular-nums; }
+.tiles span { color: var(--soft); font-size: 13px; }
+section { margin-top: 16px; padding: 16px 18px; }
+.meaning { color: var(--soft); margin: 0 0 10px; max-width: 78ch; }
+.quiet { color: var(--soft); margin: 0; }
+img { width: 100%; display: block; }
+.map { position: relative; }
+.over { position: absolute; cursor: crosshair; }
+.scroll { overflow: auto; max-height: 460px; }
+table { border-collapse: collapse; width: 100%; font-size: 13.5px; }
+th { text-align: left; color: var(--soft); font-weight: 600; position: sticky; top: 0;
+  background: white; }
+th, td { padding: 5px 10px 5px 0; border-bottom: 1px solid var(--line); vertical-align: top; }
+td.number { font-variant-numeric: tabular-nums; white-space: nowrap; }
+td.name { font-family: ui-monospace, Menlo, Consolas, monospace; font-size: 12.5px; }
+td i { display: inline-block; width: 10px; height: 10px; border-radius: 3px; margin-right: 7px; }
+td:nth-child(2) { white-space: nowrap; }
+.bar { width: 120px; height: 9px; border-radius: 5px; background: var(--line); margin-top: 6px;
+  overflow: hidden; }
+.bar div { height: 100%; }
+.bar.fine div { background: #2d9d78; }
+.bar.near div { background: #e0a100; }
+.bar.over div { background: #d64545; }
+footer { color: var(--soft); font-size: 13px; margin-top: 18px; }
+#tip { position: fixed; display: none; pointer-events: none; background: var(--ink); color: white;
+  padding: 6px 10px; border-radius: 6px; font-size: 13px; white-space: pre; z-index: 9; }
+"""
+
+SCRIPT = """
+const tip = document.getElementById('tip');
+for (const map of document.querySelectorAll('.map')) {
+  const data = JSON.parse(map.querySelector('script').textContent);
+  const over = map.querySelector('.over');
+  over.addEventListener('mousemove', (event) => {
+    const box = over.getBoundingClientRect();
+    const at = (place, size, count) =>
+      Math.min(count - 1, Math.max(0, Math.floor(place / size * count)));
+    const row = at(event.clientY - box.top, box.height, data.rows.length);
+    const column = at(event.clientX - box.left, box.width, data.columns.length);
+    const value = data.values[row][column];
+    const kind = data.tensors ? data.kinds[data.tensors[row][column]] : null;
+    tip.textContent = data.rows[row] + (kind ? ' / ' + kind : '') + '\\nstep ' +
+      data.columns[column].toLocaleString('en') + ': ' +
+      (value === null ? 'not measured' : value + data.unit);
+    tip.style.display = 'block';
+    const left = event.clientX + 14 + tip.offsetWidth > innerWidth;
+    tip.style.left = (event.clientX + (left ? -14 - tip.offsetWidth : 14)) + 'px';
+    tip.style.top = (event.clientY + 16) + 'px';
+  });
+  over.addEventListener('mouseleave', () => { tip.style.display = 'none'; });
+}
+document.body.dataset.maps = document.querySelectorAll('.map').length;
+"""
