@@ -1,12 +1,12 @@
 """What healthy runs and planted faults look like to the monitor, and when it warns.
 
-    nice -n 19 python -m benchmarks.monitor_bounds           # all, about 15 minutes
-    nice -n 19 python -m benchmarks.monitor_bounds --healthy # seeds without faults alone
+    nice -n 19 python -m benchmarks.monitor_bounds --only faults
+    nice -n 19 python -m benchmarks.monitor_bounds --only healthy
 
 Each run goes on with the small Llama of `benchmarks.aligned_channels`. Without faults it shows how
 near healthy numbers come to each default bound; with them, how many steps before the smoothed loss
-is 5 % off BF16's the first warning comes. Writes ``benchmarks/results/monitor_bounds.csv`` and
-``monitor_alarms.csv``.
+is 5 % off BF16's the first warning comes, and whether a fall-back to BF16 saves the run. Writes
+``monitor_faults.csv``, ``monitor_healthy.csv`` and ``monitor_bounds.csv`` in benchmarks/results.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from torch_fp8.monitor.monitor import Monitor
 RESULTS = Path(__file__).parent / "results"
 RECIPES = ("delayed", "tensorwise")
 PLANTED = {
-    "aligned": Faults(outlier=1.0),
+    "aligned": Faults(magnitude=2000.0, outlier=1.0),
     "outliers": Faults(magnitude=1.0),
 }
 SMOOTHED = 20
@@ -116,7 +116,7 @@ def extremes(watched: Sequence[Watched]) -> dict[tuple[str, str], tuple[float, f
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--healthy", action="store_true", help="only runs without faults")
+    parser.add_argument("--only", choices=("healthy", "faults"))
     parser.add_argument("--steps", type=int, default=260)
     parser.add_argument("--runs", type=Path, help="a folder to keep the statistics in")
     parser.add_argument("--pretraining", type=int, default=600, help="steps in BF16 before")
@@ -124,21 +124,33 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=10, help="the monitor's interval")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    alarms: list[list[Any]] = []
-    for name, faults in {} if options.healthy else PLANTED.items():
-        start = pretrained(0, options.pretraining)
+    if options.only != "healthy":
+        _faults(options)
+    if options.only != "faults":
+        _healthy(options)
+
+
+def _faults(options: argparse.Namespace) -> None:
+    rows: list[list[Any]] = []
+    start = pretrained(0, options.pretraining)
+    for name, faults in PLANTED.items():
         reference = watch(None, 0, faults, options.steps, start)
         for on_alarm in ("warn", "bf16"):
             config = FP8Config(recipe="delayed", monitor=options.every, on_alarm=on_alarm)
             folder = options.runs and options.runs / f"{name}-{on_alarm}"
             run = watch(config, 0, faults, options.steps, start, folder)
             off = first_off(run.losses, reference.losses)
-            apart = 100 * (run.eval_loss / reference.eval_loss - 1)
-            fallen = sum(e["event"] == "fallback" for e in run.events)
-            row = ["delayed", name, 0, on_alarm, first_warning(run) or "", off or ""]
-            alarms.append([*row, f"{apart:.2f}", fallen])
-            print(*alarms[-1], sep=", ", flush=True)
+            rows.append(
+                [name, on_alarm, first_warning(run) or "", off or "", *_end(run, reference)]
+            )
+            print(*rows[-1], sep=", ", flush=True)
+    columns = "fault,on_alarm,first_warning,loss_off,held_out_percent,fallbacks"
+    _write("monitor_faults.csv", columns, rows)
+
+
+def _healthy(options: argparse.Namespace) -> None:
     found: dict[str, list[Watched]] = {recipe: [] for recipe in RECIPES}
+    rows: list[list[Any]] = []
     for seed in range(options.seeds):
         start = pretrained(seed, options.pretraining)
         reference = watch(None, seed, NO_FAULTS, options.steps, start)
@@ -147,13 +159,9 @@ def main() -> None:
             folder = options.runs and options.runs / f"healthy-{recipe}-{seed}"
             run = watch(config, seed, NO_FAULTS, options.steps, start, folder)
             found[recipe].append(run)
-            apart = 100 * (run.eval_loss / reference.eval_loss - 1)
-            fallen = sum(e["event"] == "fallback" for e in run.events)
-            row = [recipe, "none", seed, "bf16", first_warning(run) or "", ""]
-            alarms.append([*row, f"{apart:.2f}", fallen])
-            print(*alarms[-1], sep=", ", flush=True)
-    columns = "recipe,fault,seed,on_alarm,first_warning,loss_off,held_out_percent,fallbacks"
-    _write("monitor_alarms.csv", columns, alarms)
+            rows.append([recipe, seed, first_warning(run) or "", *_end(run, reference)])
+            print(*rows[-1], sep=", ", flush=True)
+    _write("monitor_healthy.csv", "recipe,seed,first_warning,held_out_percent,fallbacks", rows)
     bounds: list[list[Any]] = []
     for recipe, runs in found.items():
         seen = extremes(runs)
@@ -162,6 +170,12 @@ def main() -> None:
             row = [recipe, bound.kind, bound.statistic, f"{low:.4g}", f"{high:.4g}"]
             bounds.append([*row, bound.least, bound.most])
     _write("monitor_bounds.csv", "recipe,kind,statistic,lowest,highest,least,most", bounds)
+
+
+def _end(run: Watched, reference: Watched) -> tuple[str, int]:
+    """How far the held-out loss is from the reference's, %, and how many layers fell back."""
+    apart = 100 * (run.eval_loss / reference.eval_loss - 1)
+    return f"{apart:.2f}", sum(event["event"] == "fallback" for event in run.events)
 
 
 def _write(name: str, columns: str, rows: list[list[Any]]) -> None:

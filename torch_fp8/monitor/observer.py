@@ -25,7 +25,9 @@ from torch_fp8.monitor.statistics import (
     operand_statistics,
 )
 from torch_fp8.nn.linear import Float8Layer
+from torch_fp8.nn.paused import is_paused
 from torch_fp8.nn.scaling_buffers import GRAD_OUTPUT, INPUT
+from torch_fp8.ops.smooth import column_amax, smooth_factors
 from torch_fp8.quantization.scaling import delayed_scale
 from torch_fp8.tensor.base import QuantizableTensor
 from torch_fp8.tensor.dtensor import local, waited
@@ -126,7 +128,11 @@ class Observer:
             if not rows.numel():
                 return
             spec = layer.operand_spec(operand)
-            scale = delayed_scale_of(layer, operand, rows)
+            if operand == INPUT and layer.fp8_recipe.smooth:  # what is cast has other scales
+                rows = rows * smooth_factors(column_amax(rows))[0]
+                scale = None
+            else:
+                scale = delayed_scale_of(layer, operand, rows)
             seen = operand_statistics(rows, spec, scale)
             if self.clip_search and operand == GRAD_OUTPUT and spec.granularity == "tensorwise":
                 seen = torch.cat([seen, clip_statistics(rows, spec, seen[0])])
@@ -135,7 +141,7 @@ class Observer:
 
 def delayed_scale_of(layer: Float8Layer, operand: int, x: Tensor) -> Tensor | None:
     """Return the () scale that delayed scaling casts x with; None where x decides itself."""
-    if not layer.fp8_delayed:
+    if not layer.fp8_delayed or is_paused(layer):  # which begins anew when it returns
         return None
     quantizer = layer.quantizer(operand)
     assert quantizer.history is not None

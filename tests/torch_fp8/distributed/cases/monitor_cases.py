@@ -1,0 +1,118 @@
+"""Trains with a monitor on one of two gloo ranks, with DDP and sharded; writes what it saw.
+
+Started by tests/torch_fp8/monitor/test_way_back.py:
+``python monitor_cases.py <rank> <ranks> <store> <result>``.
+"""
+
+import json
+import sys
+import tempfile
+import warnings
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from torch_fp8 import FP8Config, Monitor, convert_to_float8
+from torch_fp8.distributed.fsdp.connect import connect_fsdp
+from torch_fp8.monitor.run_log import FILE_NAME
+from torch_fp8.nn.paused import is_paused
+
+RANK, WORLD = int(sys.argv[1]), int(sys.argv[2])
+
+
+def main():
+    warnings.simplefilter("ignore", RuntimeWarning)
+    torch.manual_seed(0)
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(sys.argv[3], WORLD), rank=RANK, world_size=WORLD
+    )
+    result = {**data_parallel(), "sharded": sharded()}
+    Path(sys.argv[4]).write_text(json.dumps(result))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def data_parallel():
+    """An outlier comes on rank one alone, and a spike of its loss."""
+    config = FP8Config(
+        recipe="tensorwise",
+        opt_level="O1",
+        monitor=1,
+        on_alarm="bf16",
+        on_loss_spike="skip",
+        fallback_steps=2,
+    )
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    convert_to_float8(model, config)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    logged, paused = {}, {}
+    folder = tempfile.mkdtemp()
+    monitor = Monitor(
+        model,
+        [optimizer],
+        config,
+        folder=folder,
+        log=lambda series, step: logged.update({step: series}),
+    )
+    ddp = DistributedDataParallel(model)
+    generator = torch.Generator().manual_seed(RANK)
+    amax = loss_of_three = None
+    for step in range(1, 25):
+        x = torch.randn(16, 64, generator=generator)
+        target = x
+        if step == 2 and RANK == 1:
+            x = x * torch.where(torch.arange(64) == 5, 1e6, 1.0)
+        loss = (ddp(x) - target).square().mean()
+        loss = loss / loss.detach().clamp(min=1) * (100 if step == 23 and RANK == 1 else 1)
+        loss.backward()
+        monitor.observe_loss(loss)
+        weight = model[0].weight.detach().clone()
+        optimizer.step()
+        optimizer.zero_grad()
+        paused[step] = [name for name, module in model.named_modules() if is_paused(module)]
+        if step == 20:
+            amax, loss_of_three = x.abs().max().item(), loss.item()
+        if step == 23:
+            skipped = torch.equal(weight, model[0].weight)
+    return {
+        "paused": {step: paused[step] for step in (2, 3, 4)},
+        "series": logged[20],
+        "amax": amax,
+        "loss": loss_of_three,
+        "lines": (Path(folder) / FILE_NAME).exists(),
+        "skipped": skipped,
+    }
+
+
+def sharded():
+    """The statistics of weights whose rows two ranks hold, beside those of the whole one."""
+    config = FP8Config(recipe="tensorwise", opt_level="O1", monitor=1, communication="fp8")
+    generator = torch.Generator().manual_seed(7)
+    whole = torch.randn(64, 64, generator=generator)
+    whole[60, 3] = 40.0  # on the second rank
+    seen = {}
+    for how in ("whole", "sharded"):
+        model = nn.Sequential(nn.Linear(64, 64, bias=False))
+        model[0].weight.data.copy_(whole)
+        convert_to_float8(model, config)
+        if how == "sharded":
+            fully_shard(model, mesh=init_device_mesh("cpu", (WORLD,)))
+            connect_fsdp(model, config)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        logged = {}
+        monitor = Monitor(model, [optimizer], config, log=lambda s, _, to=logged: to.update(s))
+        x = torch.randn(16, 64, generator=torch.Generator().manual_seed(1))
+        model(x).square().mean().backward()
+        optimizer.step()
+        monitor.close()
+        seen[how] = logged
+    return seen
+
+
+if __name__ == "__main__":
+    main()

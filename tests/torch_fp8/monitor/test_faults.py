@@ -1,0 +1,181 @@
+"""A planted fault of each kind is found by name, and a healthy model has none."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from torch_fp8 import FP8Config, Monitor, convert_optimizer, convert_to_float8
+from torch_fp8.monitor.alarm import DEFAULT_BOUNDS, LossSpikes, crossings
+
+
+class MLP(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate_proj = nn.Linear(64, 128, bias=False)
+        self.up_proj = nn.Linear(64, 128, bias=False)
+        self.down_proj = nn.Linear(128, 64, bias=False)
+
+    def forward(self, x):
+        return self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Watched:
+    """A small model in training whose every step is measured."""
+
+    def __init__(self, **options):
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(64, 64), MLP(), nn.Linear(64, 64))
+        if "recipe" not in options:
+            options = {"recipe": "delayed", "amax_history_len": 4, **options}
+        config = FP8Config(**{"monitor": 1, **options})
+        convert_to_float8(self.model, config)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+        if config.opt_level != "O1":
+            convert_optimizer(self.optimizer, config, model=self.model)
+        self.logged, self.said, self.in_x, self.out_scale = {}, [], lambda x: x, 1.0
+        self.monitor = Monitor(
+            self.model,
+            [self.optimizer],
+            config,
+            log=lambda series, step: self.logged.update({step: series}),
+            say=self.said.append,
+        )
+
+    def step(self, factor=1.0):
+        x = torch.randn(32, 64)
+        with torch.autocast("cpu", torch.bfloat16):
+            y = self.model(self.in_x(x)) * self.out_scale
+        loss = (y.float() - x).square().mean() * factor
+        loss.backward()
+        self.monitor.observe_loss(loss)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def crossed(self):
+        """Names of the bounds that the last step crossed."""
+        return {c.name for c in crossings(self.logged[self.monitor.step])}
+
+
+def _larger_input(watched):
+    watched.in_x = lambda x: x * 3000
+
+
+def _outlier_channel(watched):
+    watched.in_x = lambda x: x * torch.where(torch.arange(64) == 5, 1e6, 1.0)
+
+
+def _infinite_input(watched):
+    watched.in_x = lambda x: torch.where(torch.arange(64) == 5, math.inf, x)
+
+
+def _dead_gradient(watched):
+    watched.out_scale = 0.0
+
+
+def _larger_gradient(watched):
+    watched.out_scale = 1e5
+
+
+@torch.no_grad()
+def _one_large_weight(watched):
+    watched.model[2].weight[0, 0] = 3e5
+
+
+@torch.no_grad()
+def _parallel_weights(watched):
+    mlp = watched.model[1]
+    mlp.up_proj.weight[7] = -2 * mlp.gate_proj.weight[7]
+
+
+def _flushed_v(watched):
+    state = watched.optimizer.state[watched.model[1].down_proj.weight]
+    state["exp_avg_sq_qdata"].zero_()
+
+
+def _lagging_v(watched):
+    state = watched.optimizer.state[watched.model[1].down_proj.weight]
+    state["exp_avg_sq_scale"].sub_(40)  # a scale is an exponent
+    state["step"].fill_(1000)
+
+
+@pytest.mark.parametrize(
+    ("plant", "names"),
+    [
+        (_larger_input, ["0/input/saturation", "0/input/sqnr"]),
+        (_outlier_channel, ["0/input/outliers"]),
+        (_infinite_input, ["0/input/amax"]),
+        (_dead_gradient, ["2/grad_output/amax"]),
+        (_larger_gradient, ["2/grad_output/saturation", "2/grad_output/direction_error"]),
+        (_one_large_weight, ["2/weight/sqnr"]),
+        (_parallel_weights, ["1/swiglu/alignment"]),
+        (_flushed_v, ["1.down_proj/update/flushed"]),
+        (_lagging_v, ["1.down_proj/update/rms"]),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+@pytest.mark.filterwarnings("ignore:FP8 monitor, step")
+def test_a_planted_fault_is_found_by_name(plant, names):
+    watched = Watched()
+    for _ in range(3):
+        watched.step()
+        assert watched.crossed() == set()
+    plant(watched)
+    watched.step()
+    assert {f"fp8/{name}" for name in names} <= watched.crossed()
+    assert watched.logged[4]["fp8/alarm"] >= len(watched.crossed()) >= 1
+
+
+def test_values_that_a_scale_flushes_are_found():
+    watched = Watched(recipe="tensorwise")
+    watched.in_x = lambda x: torch.where(torch.arange(64) == 5, 1e7, x)
+    with pytest.warns(RuntimeWarning, match="0/input/underflow = .* > 0.2"):
+        watched.step()
+    assert "fp8/0/input/underflow" in watched.crossed()
+
+
+def test_every_statistic_with_a_bound_is_measured():
+    watched = Watched()
+    watched.step()
+    watched.step()
+    measured = {tuple(name.rsplit("/", 2)[1:]) for name in watched.logged[2]}
+    assert {(bound.kind, bound.statistic) for bound in DEFAULT_BOUNDS} <= measured
+
+
+def test_a_warning_names_a_bound_once_and_counts_all():
+    watched = Watched(recipe="tensorwise")
+    watched.step()
+    _outlier_channel(watched)
+
+    def train():
+        for _ in range(3):
+            watched.step()
+
+    with pytest.warns(RuntimeWarning, match=r"step 2: .* new: fp8/0/input/\w+ = ") as caught:
+        train()
+    alarms = [w for w in caught if "bound(s) crossed" in str(w.message)]
+    assert sum("fp8/0/input/outliers" in str(w.message) for w in alarms) == 1
+    assert all(watched.logged[step]["fp8/alarm"] >= 1 for step in (2, 3, 4))
+
+
+def test_losses_that_jump_are_spikes_and_a_new_level_is_none():
+    torch.manual_seed(0)
+    spikes = LossSpikes()
+    falling = [3 + 2 * math.exp(-i / 50) + 0.05 * torch.randn(()).item() for i in range(300)]
+    assert not any(map(spikes.add, falling))
+    assert spikes.add(4.0)
+    assert spikes.add(math.nan)
+    assert not spikes.add(3.05)
+    assert [spikes.add(6.0 + 0.01 * i) for i in range(20)] == [True] * 15 + [False] * 5
+
+
+def test_a_loss_spike_without_an_action_is_told_when_it_is_fetched():
+    watched = Watched(monitor=10)
+    for step in range(1, 31):
+        if step == 30:
+            with pytest.warns(RuntimeWarning, match="the loss of step 25 is .* far above"):
+                watched.step()
+        else:
+            watched.step(50 if step == 25 else 1)
+    assert [e["event"] for e in watched.monitor.events] == ["loss_spike"]

@@ -1,0 +1,194 @@
+"""Layers leave FP8 and return, and after a spike a step is skipped or runs in BF16."""
+
+import copy
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from tests.torch_fp8.monitor.test_faults import Watched, _outlier_channel
+from torch_fp8 import FP8Config, Monitor, convert_to_float8, revert
+from torch_fp8.nn.linear import Float8Linear
+from torch_fp8.nn.paused import is_paused, pause, resume
+
+pytestmark = pytest.mark.filterwarnings("ignore:FP8 monitor, step")
+
+
+def _paused(model):
+    return [name for name, module in model.named_modules() if is_paused(module)]
+
+
+def test_a_paused_layer_is_the_linear_layer_that_it_was():
+    torch.manual_seed(0)
+    layer, stock = nn.Linear(64, 96), nn.Linear(64, 96)
+    stock.load_state_dict(layer.state_dict())
+    convert_to_float8(layer, FP8Config(recipe="delayed"))
+    x = torch.randn(16, 64)
+    in_fp8 = layer(x)
+    pause(layer)
+    pause(layer)
+    assert isinstance(layer, Float8Linear)
+    assert type(layer).__name__ == "Float8Linear"
+    assert torch.equal(layer(x), stock(x))
+    assert copy.deepcopy(layer)(x).equal(stock(x))
+    layer(x).sum().backward()
+    assert layer.weight.grad is not None
+    resume(layer)
+    assert not is_paused(layer)
+    assert torch.equal(layer(x), in_fp8)  # with an empty history, as at first
+    pause(layer)
+    convert_to_float8(layer, FP8Config(recipe="rowwise"))
+    assert not is_paused(layer)
+    pause(layer)
+    revert(layer)
+    assert type(layer) is nn.Linear
+
+
+def test_a_layer_falls_back_returns_and_waits_twice_as_long():
+    watched = Watched(recipe="tensorwise", on_alarm="bf16", fallback_steps=3)
+    healthy = watched.in_x
+    paused = {}
+    for step in range(1, 17):
+        if step in (2, 7):
+            _outlier_channel(watched)
+        else:
+            watched.in_x = healthy
+        watched.step()
+        paused[step] = "0" in _paused(watched.model)
+    assert [s for s in paused if paused[s]] == [2, 3, 4, *range(7, 13)]
+    kinds = [(e["step"], e["event"]) for e in watched.monitor.events if e["layer"] == "0"]
+    assert kinds == [(2, "fallback"), (5, "return"), (7, "fallback"), (13, "return")]
+    assert any("0 runs BF16: fp8/0/input/" in text for text in watched.said)
+    assert "2 fallback, 2 return" in watched.monitor.summary()
+
+
+def test_an_aligned_mlp_takes_its_down_projection_to_a_finer_recipe():
+    watched = Watched(on_alarm="rowwise", fallback_steps=50)
+    watched.step()
+    with torch.no_grad():
+        watched.model[1].up_proj.weight[7] = watched.model[1].gate_proj.weight[7]
+    watched.step()
+    recipes = [
+        getattr(m, "fp8_recipe", None) for m in (watched.model[0], watched.model[1].down_proj)
+    ]
+    assert [recipe.name for recipe in recipes] == ["delayed", "rowwise"]
+    watched.step()  # norms and MLPs hand over what each layer casts
+    assert watched.logged[3]["fp8/1.down_proj/input/sqnr"] > 25
+    watched.monitor.close()
+    assert watched.model[1].down_proj.fp8_recipe.name == "delayed"
+
+
+def test_the_state_goes_through_json_and_is_applied():
+    watched = Watched(recipe="tensorwise", on_alarm="bf16", fallback_steps=3)
+    watched.step()
+    _outlier_channel(watched)
+    watched.step()
+    state = json.loads(json.dumps(watched.monitor.state_dict()))
+    fallen = _paused(watched.model)
+    assert "0" in fallen
+    resumed = Watched(recipe="tensorwise", on_alarm="bf16", fallback_steps=3)
+    resumed.monitor.load_state_dict(state)
+    assert _paused(resumed.model) == fallen
+    assert resumed.monitor.step == 2
+    assert "still out of FP8 at step 2" in resumed.said[-1]
+    for _ in range(3):
+        resumed.step()
+    assert _paused(resumed.model) == []
+    resumed.monitor.load_state_dict({})  # of a checkpoint without a monitor
+    assert resumed.monitor.step == 5
+
+
+@pytest.mark.parametrize("action", ["skip", "bf16"])
+def test_after_a_spike(action):
+    watched = Watched(monitor=100, on_loss_spike=action, fallback_steps=4)
+    for _ in range(20):
+        watched.step()
+    before = watched.model[0].weight.detach().clone()
+    moments = copy.deepcopy(watched.optimizer.state[watched.model[0].weight])
+    watched.step(100)
+    stays = torch.equal(before, watched.model[0].weight)
+    same = torch.equal(
+        moments["exp_avg_qdata"],
+        watched.optimizer.state[watched.model[0].weight]["exp_avg_qdata"],
+    )
+    assert (stays, same) == ((True, True) if action == "skip" else (False, False))
+    paused = []
+    for _ in range(5):
+        paused.append(len(_paused(watched.model)))
+        watched.step()
+    assert paused == ([0] * 5 if action == "skip" else [5, 5, 5, 5, 0])
+    expected = {"skip": ["loss_spike", "skip"], "bf16": ["loss_spike", "bf16", "return"]}
+    assert [e["event"] for e in watched.monitor.events] == expected[action]
+
+
+def test_a_closure_is_measured_before_the_update():
+    watched = Watched(opt_level="O1", on_loss_spike="skip")
+    weights, losses = [], []
+    for step in range(20):
+
+        def closure(step=step):
+            x = torch.randn(32, 64)
+            loss = watched.model(x).square().mean() * (100 if step == 18 else 1)
+            loss.backward()
+            watched.monitor.observe_loss(loss)
+            losses.append(loss.item())
+            return loss
+
+        weights.append(watched.model[0].weight.detach().clone())
+        assert watched.optimizer.step(closure) == losses[-1]
+        watched.optimizer.zero_grad()
+    assert torch.equal(weights[18], weights[19])
+    assert not torch.equal(weights[17], weights[18])
+
+
+def test_what_contradicts_itself_is_refused():
+    for options, told in [
+        ({"on_alarm": "bf16"}, "need statistics; name monitor=100"),
+        ({"monitor": 10, "recipe": "rowwise", "on_alarm": "rowwise"}, "that all layers run"),
+        ({"monitor": 10, "on_alarm": "quiet"}, "'warn', 'bf16'"),
+        ({"monitor": 10, "on_loss_spike": "skip", "gradient_release": True}, "in backward"),
+        ({"monitor": 10, "on_alarm": "rowwise", "cache_weights": True}, "cache_weights"),
+        ({"monitor": -1}, "at least 0"),
+        ({"monitor": 10, "fallback_steps": 0}, "at least 1"),
+        ({"monitor": 10, "monitor_probes": ("everything",)}, "clip_search"),
+        ({"monitor": 10, "backend": "transformer-engine"}, "Transformer Engine"),
+    ]:
+        with pytest.raises(ValueError, match=told):
+            FP8Config(**options)
+    layer = nn.Linear(64, 64)
+    config = FP8Config(recipe="tensorwise", monitor=10, on_loss_spike="restore")
+    convert_to_float8(layer, config)
+    with pytest.raises(ValueError, match="this host offers none"):
+        Monitor(layer, [torch.optim.SGD(layer.parameters(), lr=0.1)], config)
+
+
+@pytest.fixture(scope="module")
+def ranks(run_ranks):
+    """What each of two ranks has seen, see `monitor_cases`."""
+    script = Path(__file__).parents[1] / "distributed" / "cases" / "monitor_cases.py"
+    return run_ranks(script, 2)
+
+
+def test_two_ranks_join_their_numbers_and_fall_back_together(ranks):
+    first, second = ranks
+    assert first["paused"] == second["paused"] == {"2": ["0"], "3": ["0"], "4": []}
+    assert first["series"] == second["series"]
+    assert first["series"]["fp8/0/input/amax"] == max(first["amax"], second["amax"])
+    mean = (first["loss"] + second["loss"]) / 2
+    assert first["series"]["fp8/loss"] == pytest.approx(mean, rel=1e-5)
+    assert (first["lines"], second["lines"]) == (True, False)
+    assert first["skipped"] is second["skipped"] is True
+
+
+def test_a_sharded_weight_has_the_statistics_of_the_whole_one(ranks):
+    first, second = (rank["sharded"] for rank in ranks)
+    assert first == second
+    for name in ("amax", "scale", "underflow"):
+        name = f"fp8/0/weight/{name}"
+        assert first["sharded"][name] == pytest.approx(first["whole"][name]), name
+    assert first["sharded"]["fp8/0/weight/amax"] == 40.0
+    for kind in ("input", "grad_output"):
+        name = f"fp8/0/{kind}/sqnr"
+        assert first["sharded"][name] == pytest.approx(first["whole"][name], abs=0.1)
