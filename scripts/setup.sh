@@ -31,9 +31,9 @@ setup() {
 # is skipped where there is none. Nothing here fails the set-up.
 install_browser() {
   [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null && ! command -v chromium >/dev/null || return 0
-  local install=(timeout 300 apt-get install -y -qq --no-install-recommends chromium)
+  local install=(timeout 120 apt-get install -y -qq --no-install-recommends chromium)
   DEBIAN_FRONTEND=noninteractive "${install[@]}" >/dev/null 2>&1 ||
-    { timeout 120 apt-get update -qq && DEBIAN_FRONTEND=noninteractive "${install[@]}"; } \
+    { timeout 60 apt-get update -qq && DEBIAN_FRONTEND=noninteractive "${install[@]}"; } \
       >/dev/null 2>&1 || true
 }
 
