@@ -24,6 +24,7 @@ from torch_fp8.conversion.adopt_checkpoint import folder_of
 from torch_fp8.conversion.export_format import check_format
 from torch_fp8.conversion.export_plan import ExportPlan, main_dtype, plan_export, walk
 from torch_fp8.conversion.fold_adapters import ADAPTERS, AdapterFold, adapted_layers
+from torch_fp8.conversion.fold_smooth import SmoothFold
 from torch_fp8.conversion.safetensors_writer import parse_size, write_safetensors
 from torch_fp8.conversion.whole_folder import refuse_existing, replaced_files, whole_folder
 
@@ -208,7 +209,9 @@ def prepare_export(model: nn.Module, format: str, adapters: str | None = None) -
             "model.save_pretrained beside it"
         )
     fold = AdapterFold(root, merge=adapters == "merge")
-    plan = plan_export(root, format, fold.walk if found else walk, adapted=fold if found else None)
+    smooth = None if found else SmoothFold(root)
+    modules = fold.walk if found else walk
+    plan = plan_export(root, format, modules, adapted=fold if found else None, smooth=smooth)
     refuse_other_names(root, plan)
     return PreparedExport(root, plan)
 

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from torch_fp8.conversion.export_format import ExportFormat
 from torch_fp8.conversion.export_layers import held_layers
+from torch_fp8.conversion.fold_smooth import SmoothFold
 from torch_fp8.conversion.safetensors_writer import PlannedTensor, TensorGroup
 from torch_fp8.nn.class_swap import unwrapped_name
 from torch_fp8.nn.layer_filter import expert_weights, is_linear
@@ -73,6 +74,7 @@ class ExportPlan:
         fp8: names of the layers that are in FP8.
         kept: (name, reason) of layers that run in FP8 and are written in BF16.
         ignored: names of the linear layers that are not in FP8.
+        smooth: the factors that are folded into weights.
     """
 
     format: ExportFormat
@@ -82,6 +84,10 @@ class ExportPlan:
     ignored: list[str] = field(default_factory=list)
     num_fp8_elements: int = 0
     num_fp8_bytes: int = 0
+    smooth: SmoothFold | None = None
+
+    def _is_folded(self, layer: Float8Layer) -> bool:
+        return self.smooth is not None and layer in self.smooth
 
     def add_layer(
         self, name: str, layer: Float8Layer, get: Callable[[], Tensor], reason: str
@@ -95,11 +101,12 @@ class ExportPlan:
             reason: why it is written in BF16; empty: in FP8.
         """
         if reason:
-            self.groups.append(_in_bf16(f"{name}.weight", layer, get, reason))
+            group = _in_bf16(f"{name}.weight", layer, get, reason, self._is_folded(layer))
+            self.groups.append(group)
             self.kept.append((name, reason))
             return
         rows, cols = layer.out_features, layer.in_features
-        make = partial(_in_fp8, name, layer, get, self.format)
+        make = partial(_in_fp8, name, layer, get, self.format, self.smooth)
         group = TensorGroup(self.format.planned(name, rows, cols), make)
         self.groups.append(group)
         self.fp8.append(name)
@@ -121,6 +128,7 @@ def plan_export(
     modules: Callable[[nn.Module], Iterator[tuple[str, nn.Module]]] = walk,
     source: ModelTensors | None = None,
     adapted: Adapted | None = None,
+    smooth: SmoothFold | None = None,
 ) -> ExportPlan:
     """Decide what is written of each tensor of a converted model; nothing is computed yet.
 
@@ -130,6 +138,7 @@ def plan_export(
         modules: yields the modules under their names in the checkpoint.
         source: gives the values of the tensors; None: the model.
         adapted: adds to a weight in float32 what is folded into it; None: nothing is.
+        smooth: the factors of Smooth-SwiGLU that are folded into weights; None: none are.
     Raises:
         ValueError: a layer or a recipe that the format cannot hold, with its name and a way out.
     """
@@ -139,7 +148,7 @@ def plan_export(
     format = ExportFormat(name, _recipe(layers, name))
     held = held_layers(layers, places, format, getattr(model, "config", None))
     tied = _tied_patterns(places)
-    plan = ExportPlan(format)
+    plan = ExportPlan(format, smooth=smooth)
     seen: dict[int, str] = {}
     for name, module in places:
         _refuse_experts(name, module)
@@ -156,7 +165,7 @@ def plan_export(
                 planned = PlannedTensor(key, source.dtype(key, tensor), tuple(tensor.shape))
                 plan.groups.append(_as_it_is(planned, get))
             else:
-                plan.add_layer(name, layer, partial(_folded, layer, get, adapted), reason)
+                plan.add_layer(name, layer, partial(_folded, layer, get, adapted, smooth), reason)
         if reason:
             plan.ignored.append(name)
     if not plan.fp8:
@@ -168,14 +177,18 @@ def plan_export(
     return plan
 
 
-def weight_payload(layer: Float8Layer, weight: Tensor) -> QuantizedTensor:
+def weight_payload(layer: Float8Layer, weight: Tensor, *, current: bool = False) -> QuantizedTensor:
     """Return the weight (N, K) as the next forward of `layer` multiplies by it.
 
     Args:
         layer: whose recipe and, with delayed scaling, whose history are used; neither changes.
         weight: as it is stored; the layer's own, or another with the same shape.
+        current: whether its scale is its own, with delayed scaling, too: factors are folded into
+            it, and the history is that of the weight without.
     """
     quantizer = layer.quantizer(WEIGHT)._replace(updates=False, repeats=False)
+    if current:
+        quantizer = quantizer._replace(history=None)
     return WeightQuantizer(quantizer, transposed=layer.fp8_transposed).for_fprop(weight)
 
 
@@ -278,11 +291,13 @@ def _as_it_is(planned: PlannedTensor, get: Callable[[], Tensor]) -> TensorGroup:
     return TensorGroup((planned,), make)
 
 
-def _in_bf16(key: str, layer: Float8Layer, get: Callable[[], Tensor], reason: str) -> TensorGroup:
+def _in_bf16(
+    key: str, layer: Float8Layer, get: Callable[[], Tensor], reason: str, folded: bool
+) -> TensorGroup:
     shape = tuple(layer.weight.shape)
 
     def make() -> tuple[Tensor]:
-        payload = checked_payload(key, layer, get())
+        payload = checked_payload(key, layer, get(), current=folded)
         value = dequantize(payload, torch.bfloat16)
         if not torch.equal(value.float(), dequantize(payload)):
             raise ValueError(
@@ -295,24 +310,43 @@ def _in_bf16(key: str, layer: Float8Layer, get: Callable[[], Tensor], reason: st
     return TensorGroup((PlannedTensor(key, torch.bfloat16, shape),), make)
 
 
-def _in_fp8(name: str, layer: Float8Layer, get: Callable[[], Tensor], format: ExportFormat) -> Any:
+def _in_fp8(
+    name: str,
+    layer: Float8Layer,
+    get: Callable[[], Tensor],
+    format: ExportFormat,
+    smooth: SmoothFold | None,
+) -> Any:
     scale = input_scale(name, layer) if format.is_static else None
-    return format.tensors(checked_payload(f"{name}.weight", layer, get()), scale)
+    if scale is not None and smooth is not None:
+        scale = smooth.input_scale(layer, scale)
+    folded = smooth is not None and layer in smooth
+    payload = checked_payload(f"{name}.weight", layer, get(), current=folded)
+    return format.tensors(payload, scale)
 
 
-def _folded(layer: Float8Layer, get: Callable[[], Tensor], adapted: Adapted | None) -> Tensor:
+def _folded(
+    layer: Float8Layer,
+    get: Callable[[], Tensor],
+    adapted: Adapted | None,
+    smooth: SmoothFold | None,
+) -> Tensor:
     weight = get()
-    return weight if adapted is None else adapted(layer, weight)
+    if adapted is not None:
+        weight = adapted(layer, weight)
+    return weight if smooth is None else smooth.weight(layer, weight)
 
 
 @torch.no_grad()
-def checked_payload(key: str, layer: Float8Layer, weight: Tensor) -> QuantizedTensor:
+def checked_payload(
+    key: str, layer: Float8Layer, weight: Tensor, *, current: bool = False
+) -> QuantizedTensor:
     """Return `weight_payload`.
 
     Raises:
         ValueError: the weight is not finite, with its name, `key`.
     """
-    payload = weight_payload(layer, weight)
+    payload = weight_payload(layer, weight, current=current)
     nan = (payload.qdata.view(torch.uint8) & _NAN_BITS == _NAN_BITS).any()
     if bool(nan) or not bool(payload.scale.isfinite().all()):
         raise not_finite(key)

@@ -1,12 +1,12 @@
 """Which layers cast their input with scales per channel: the down projections of gated MLPs."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from torch import nn
 
 from torch_fp8.config import FP8Config
 from torch_fp8.conversion.detect_gated_mlp import gated_mlp_spec
-from torch_fp8.nn.gated_mlp import Float8GatedMLP
+from torch_fp8.nn.gated_mlp import Float8GatedMLP, FusedGateUpSpec, GatedMLPSpec
 from torch_fp8.nn.layer_filter import is_linear
 
 
@@ -21,16 +21,23 @@ def down_projections(model: nn.Module, configs: Iterable[FP8Config]) -> dict[nn.
     found: dict[nn.Module, str] = {}
     if not any(config.smooth_swiglu for config in configs):
         return found
-    for name, module in model.named_modules():
-        if isinstance(module, Float8GatedMLP):
-            spec = module.fp8_spec
-        else:
-            detected = gated_mlp_spec(module, any_activation=True)
-            if detected is None:
-                continue
-            spec = detected
+    for name, module, spec in gated_mlps(model):
         layer = getattr(module, spec.down)
         layer = layer._modules.get("base_layer", layer)
         if layer is not None and is_linear(layer):
             found[layer] = name
     return found
+
+
+def gated_mlps(
+    model: nn.Module,
+) -> Iterator[tuple[str, nn.Module, GatedMLPSpec | FusedGateUpSpec]]:
+    """Yield the gated MLPs of a model, of any activation, with the names of their layers."""
+    for name, module in model.named_modules():
+        spec: GatedMLPSpec | FusedGateUpSpec | None
+        if isinstance(module, Float8GatedMLP):
+            spec = module.fp8_spec
+        else:
+            spec = gated_mlp_spec(module, any_activation=True)
+        if spec is not None:
+            yield name, module, spec

@@ -12,7 +12,7 @@ from torch_fp8.nn.kept_weight import KeptWeight
 from torch_fp8.nn.scaling_buffers import BUFFERS
 from torch_fp8.nn.weight_cache import WeightCache, watch
 from torch_fp8.quantization.recipe import CastSpec
-from torch_fp8.tensor.quantizer import Quantizer, Quantizers, WeightQuantizer
+from torch_fp8.tensor.quantizer import ChannelMaxima, Quantizer, Quantizers, WeightQuantizer
 
 
 class LayerQuantizers(FrozenStorage):
@@ -20,6 +20,8 @@ class LayerQuantizers(FrozenStorage):
 
     fp8_weight_cache: WeightCache | None = None
     fp8_kept_weight: KeptWeight | None = None
+    fp8_channels: ChannelMaxima | None = None
+    """What Smooth-SwiGLU found in the last forward, where the recipe is smooth."""
     fp8_delayed: bool = False
     """Whether the recipe scales by histories: `Recipe.delayed`, asked once."""
 
@@ -50,6 +52,7 @@ class LayerQuantizers(FrozenStorage):
                 weight, self.fp8_weight_cache, self.fp8_transposed, self.fp8_kept_weight
             ),
             Quantizer(recipe.grad_output, config, group),
+            self.fp8_channels,
         )
         if steady:
             self.__dict__["_fp8_quantizers"] = made
@@ -85,6 +88,9 @@ class LayerQuantizers(FrozenStorage):
         """Begin anew, with empty histories and quantizers of the recipe."""
         self.__dict__.pop("_fp8_quantizers", None)
         self.__dict__.pop("fp8_kept_weight", None)
+        self.__dict__.pop("fp8_channels", None)
+        if self.fp8_recipe.smooth:
+            self.fp8_channels = ChannelMaxima()
         if self.fp8_config.keep_eval_weights and self.fp8_config.backend == "torch":
             self.fp8_kept_weight = KeptWeight()
             watch(self.weight)
@@ -107,5 +113,5 @@ class LayerQuantizers(FrozenStorage):
     def drop_scaling(self) -> None:
         """Remove what `init_scaling` made, and what is kept of the weight as it was cast."""
         super().drop_scaling()
-        for name in ("fp8_weight_cache", "fp8_kept_weight", "_fp8_quantizers"):
+        for name in ("fp8_weight_cache", "fp8_kept_weight", "fp8_channels", "_fp8_quantizers"):
             self.__dict__.pop(name, None)

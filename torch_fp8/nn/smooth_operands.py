@@ -71,6 +71,8 @@ def smooth_operands(
         assert dense is not None
         channels = column_amax(dense)
     factors, inverse, amax = smooth_factors(channels)
+    if quantizers.channels is not None and not torch.compiler.is_compiling():
+        quantizers.channels.amax = channels
     if of_input.history is not None and of_input.updates:
         of_input.delayed_scale(channels, of_input.history)
     dropped = wgrad and saves_nothing()

@@ -247,17 +247,31 @@ class WeightQuantizer(NamedTuple):
         return made
 
 
+class ChannelMaxima:
+    """The largest magnitude of each input channel, (K,) float32, in a layer's last forward.
+
+    Copies and pickles start empty.
+    """
+
+    amax: Tensor | None = None
+
+    def __reduce__(self) -> Any:
+        return ChannelMaxima, ()
+
+
 class Quantizers(NamedTuple):
     """The quantizers of a layer's three operands.
 
     Attributes:
         input, grad_output: of the activations.
         weight: of the weight.
+        channels: where the maxima of the input's channels are left, if they are looked for.
     """
 
     input: Quantizer
     weight: WeightQuantizer
     grad_output: Quantizer
+    channels: ChannelMaxima | None = None
 
     def with_buffers(self, buffers: tuple[Tensor, ...]) -> "Quantizers":
         """The same with the histories in these buffers, if any; see `History.of_operand`."""
@@ -269,6 +283,7 @@ class Quantizers(NamedTuple):
             self.input._replace(history=of_input),
             weight._replace(quantizer=weight.quantizer._replace(history=of_weight)),
             self.grad_output._replace(history=of_grad),
+            self.channels,
         )
 
 

@@ -1,0 +1,94 @@
+"""Smooth-SwiGLU folded into an export: ``up <- s up``, ``down <- down / s``, without a further op.
+
+The checkpoint of a training run has the weights as they are, and s is found anew from the tokens of
+each forward. An inference engine does not look for it: its activations would have the outliers that
+training never cast. So an export has the factors of the last forward in the weights, row by row in
+the up projection and column by column in the down projection. They are powers of two, the function
+is the same, and the FP8 codes of the down projection are those that this forward multiplied by.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from torch_fp8.conversion.smooth_layers import gated_mlps
+from torch_fp8.nn.gated_mlp import FusedGateUpSpec, GatedMLPSpec
+from torch_fp8.nn.linear import Float8Layer
+from torch_fp8.ops.smooth import smooth_factors
+from torch_fp8.tensor.base import QuantizableTensor
+
+
+class _Factors(NamedTuple):
+    """Factors of a weight (N, K): of its rows, or of its columns."""
+
+    rows: Tensor | None
+    columns: Tensor | None
+    channels: Tensor | None = None
+    """The amaxes (K,) of a down projection's input."""
+
+
+class SmoothFold:
+    """The factors of a model's gated MLPs, as their last forwards found them.
+
+    Left as they are: MLPs with a layer that does not run in FP8, or has an adapter, or whose up
+    projection has a bias; and those of which only compiled forwards have run, which keep nothing.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._factors: dict[nn.Module, _Factors] = {}
+        for _, module, spec in gated_mlps(model):
+            self._add(module, spec)
+
+    def _add(self, module: nn.Module, spec: GatedMLPSpec | FusedGateUpSpec) -> None:
+        up = getattr(module, spec.gate_up if isinstance(spec, FusedGateUpSpec) else spec.up)
+        down = getattr(module, spec.down)
+        if not (isinstance(up, Float8Layer) and isinstance(down, Float8Layer)):
+            return
+        channels = None if down.fp8_channels is None else down.fp8_channels.amax
+        if channels is None or up.bias is not None or not down.fp8_recipe.smooth:
+            return
+        s, inverse, _ = smooth_factors(channels)
+        rows = s
+        if isinstance(spec, FusedGateUpSpec):
+            parts = (torch.ones_like(s), s)
+            rows = torch.cat(parts if spec.gate_first else parts[::-1])
+        self._factors[up] = _Factors(rows, None)
+        self._factors[down] = _Factors(None, inverse, channels)
+
+    @property
+    def num_mlps(self) -> int:
+        """The gated MLPs whose factors are folded."""
+        return sum(factors.columns is not None for factors in self._factors.values())
+
+    def __contains__(self, layer: object) -> bool:
+        return layer in self._factors
+
+    def weight(self, layer: Float8Layer, weight: Tensor) -> Tensor:
+        """Return a layer's weight, as it is stored, with its factors."""
+        factors = self._factors.get(layer)
+        if factors is None:
+            return weight
+        if isinstance(weight, QuantizableTensor):
+            weight = weight.dequantize()
+        by_row = factors.rows is not None
+        values = factors.rows if by_row else factors.columns
+        assert values is not None
+        values = values.to(weight.device)
+        folded = weight.float() * (values[:, None] if by_row != layer.fp8_transposed else values)
+        return folded.to(weight.dtype)
+
+    def input_scale(self, layer: Float8Layer, scale: Tensor) -> Tensor:
+        """Return delayed scaling's scale () of a layer's input with its factors.
+
+        Args:
+            scale: of the input as it is, for as large a one as the history has. Its largest value
+                is taken to stand in the channel that was the largest in the last forward.
+        """
+        factors = self._factors.get(layer)
+        if factors is None or factors.channels is None:
+            return scale
+        channels = factors.channels
+        s, _, largest = smooth_factors(channels)
+        relative = torch.maximum(largest / channels.amax(), s[channels.argmax()])
+        return scale * relative.to(scale.device)
