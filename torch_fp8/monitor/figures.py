@@ -9,11 +9,12 @@ from typing import Any, NamedTuple
 from torch_fp8.monitor.heat_map import HeatMap
 
 INK, FAINT, RED, BLUE, GREEN = "#1f2933", "#9aa5b1", "#d64545", "#2f6fde", "#2d9d78"
+AWAY = "#8a4fd3"
 EVENTS = {
     "alarm": ("#e0a100", "alarm"),
     "loss_spike": (RED, "loss spike"),
-    "fallback": ("#8a4fd3", "fallback"),
-    "bf16": ("#8a4fd3", "all layers in BF16"),
+    "fallback": (AWAY, "fallback"),
+    "bf16": (AWAY, "all layers in BF16"),
     "skip": ("#c05621", "step left out"),
     "restore": ("#c05621", "back to a checkpoint"),
     "return": (GREEN, "back to FP8"),
@@ -100,6 +101,11 @@ def draw_map(heat: HeatMap) -> Picture:
     axes.spines[:].set_visible(False)
     for row in range(1, rows):
         axes.axhline(row - 0.5, color="white", linewidth=0.8)
+    for row, first, last in heat.away:
+        where = [first - 0.5, last + 0.5]
+        axes.plot(where, [row, row], color=AWAY, linewidth=2.2, solid_capstyle="butt")
+    axes.set_xlim(-0.5, columns - 0.5)
+    axes.set_ylim(rows - 0.5, -0.5)
     bar_axes = figure.add_axes((0.915, bottom, 0.014, tall / height))
     bar = figure.colorbar(image, cax=bar_axes)
     bar.outline.set_visible(False)

@@ -119,6 +119,7 @@ class HeatMap(NamedTuple):
         values: row by row; NaN where nothing was measured.
         tensors: likewise, the kind of tensor that the number is of.
         bounds: of the alarm, each once.
+        away: row, first and last column of each time that a layer was out of FP8.
     """
 
     topic: Topic
@@ -127,6 +128,7 @@ class HeatMap(NamedTuple):
     values: list[list[float]]
     tensors: list[list[str]]
     bounds: list[float]
+    away: list[tuple[int, int, int]]
 
     @property
     def is_blank(self) -> bool:
@@ -162,7 +164,29 @@ def heat_map(record: RunRecord, topic: Topic) -> HeatMap | None:
     ]
     numbers = [row for row, _ in layers.values()]
     kinds = [tensors for _, tensors in layers.values()]
-    return HeatMap(topic, rows, [first for first, _ in columns], numbers, kinds, sorted(set(sides)))
+    starts = [first for first, _ in columns]
+    away = _away(record, list(layers), starts)
+    return HeatMap(topic, rows, starts, numbers, kinds, sorted(set(sides)), away)
+
+
+def _away(
+    record: RunRecord, layers: Sequence[str], starts: Sequence[int]
+) -> list[tuple[int, int, int]]:
+    """Return when layers were out of FP8, as rows and columns of a map."""
+    since: dict[str, int] = {}
+    spans = []
+    for event in [*record.events, *({"event": "return", "layer": n} for n in layers)]:
+        layer = str(event.get("layer", ""))
+        if layer not in layers:
+            continue
+        if event["event"] == "fallback":
+            since[layer] = int(event["step"])
+        elif event["event"] == "return" and layer in since:
+            first, last = since.pop(layer), event.get("step", math.inf)
+            inside = [i for i, start in enumerate(starts) if first <= start <= last]
+            if inside:
+                spans.append((layers.index(layer), inside[0], inside[-1]))
+    return spans
 
 
 def short_names(names: Sequence[str]) -> list[str]:

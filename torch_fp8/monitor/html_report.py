@@ -73,7 +73,10 @@ def _page(
         content = '<p class="quiet">None, in any layer and step that was measured.</p>'
         if not heat.is_blank:
             content = _map(heat, pictures[heat.topic.key])
-        body.append(_section(heat.topic.title, content, heat.topic.meaning, heat.topic.key))
+        meaning = heat.topic.meaning
+        if heat.away:
+            meaning += " A line through a layer: it was out of FP8."
+        body.append(_section(heat.topic.title, content, meaning, heat.topic.key))
     if not maps:
         body.append(_section("Layers", "<p>The run has no statistics of layers.</p>"))
     return (

@@ -91,7 +91,7 @@ class Observer:
         place = f"{name}/{KINDS[INPUT]}"
 
         def before(layer: Float8Layer, args: Any) -> None:
-            if place not in self.seen and args and _trains(layer):
+            if _trains(layer) and place not in self.seen and args:
                 self._look(place, layer, INPUT, args[0])
 
         return before
@@ -104,13 +104,13 @@ class Observer:
                 self._look(place, layer, GRAD_OUTPUT, grad)
 
         def after(layer: Float8Layer, args: Any, output: Any) -> None:
-            if isinstance(output, Tensor) and output.requires_grad and _trains(layer):
+            if _trains(layer) and isinstance(output, Tensor) and output.requires_grad:
                 output.register_hook(lambda grad: on_gradient(layer, grad))
 
         return after
 
     def _after_head(self, head: nn.Module, args: Any, output: Any) -> None:
-        if not (isinstance(output, Tensor) and output.requires_grad and head.training):
+        if not (_trains(head) and isinstance(output, Tensor) and output.requires_grad):
             return
         logits = output.detach()
 
@@ -156,8 +156,10 @@ def delayed_scale_of(layer: Float8Layer, operand: int, x: Tensor) -> Tensor | No
 
 
 def _trains(layer: nn.Module) -> bool:
-    """Whether this forward belongs to a step: generation and validation take no gradients."""
-    return layer.training and torch.is_grad_enabled()
+    """Whether this forward belongs to a step: generation and validation take no gradients, and a
+    graph that is built now would look in all steps.
+    """
+    return layer.training and torch.is_grad_enabled() and not torch.compiler.is_compiling()
 
 
 def _matrix(x: Tensor) -> Tensor:

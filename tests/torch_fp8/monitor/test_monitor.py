@@ -123,6 +123,29 @@ def test_a_measured_step_of_a_compiled_model_runs_eagerly_and_is_seen():
     monitor.close()
 
 
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_graph_that_is_built_in_a_measured_step_has_no_hooks_in_it(whole):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
+    config = FP8Config(recipe="tensorwise", opt_level="O1", monitor=1)
+    convert_to_float8(model, config)
+    optimizer, logged = torch.optim.SGD(model.parameters(), lr=0.1), {}
+    compiled = torch.compile(model, backend="eager") if whole else model
+    if not whole:
+        model[0].compile(backend="eager")
+    monitor = Monitor(
+        model, [optimizer], config, log=lambda series, step: logged.update({step: series})
+    )
+    for _ in range(3):
+        compiled(torch.randn(16, 64)).sum().backward()
+        optimizer.step()
+    monitor.close()
+    assert ("fp8/0/input/amax" in logged[1]) is not whole
+    assert {"fp8/0/input/amax", "fp8/2/grad_output/sqnr"} <= logged[3].keys()
+    graph = compiled(torch.randn(16, 64))  # built anew if hooks had been traced
+    assert graph.shape == (16, 64)
+
+
 def test_frozen_layers_and_adapters_are_measured_as_far_as_they_go():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(128, 128), nn.Linear(128, 128))

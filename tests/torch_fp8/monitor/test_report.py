@@ -79,6 +79,7 @@ def test_a_map_has_the_worst_tensor_of_a_layer_and_the_worst_step_of_a_column(tm
     assert heat.tensors[3][first_ill] == "input"
     assert heat.values[2][first_ill] == 31.0
     assert heat.bounds == [20.0]
+    assert heat.away == [(3, first_ill, len(heat.columns) - 1)]
 
 
 def test_bad_input_is_named_and_what_is_there_is_drawn(tmp_path, capsys):
