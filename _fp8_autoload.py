@@ -14,11 +14,11 @@ import os
 import sys
 import warnings
 from importlib import import_module
-from importlib.machinery import ModuleSpec
 from typing import Any
 
 _LIGHTNING, _ACCELERATE = "lightning_fp8._register", "accelerate_fp8._register"
 _CONNECTOR = "trainer.connectors.accelerator_connector"
+_ROLLOUTS = ("generation.vllm_generation", "trainer.grpo_trainer", "trainer.rloo_trainer")
 
 EXTENSIONS: dict[str, str] = {  # module: function; a copied name is extended where it is defined
     "lightning.fabric.plugins.precision.precision": f"{_LIGHTNING}:extend_precision_choices",
@@ -35,6 +35,7 @@ EXTENSIONS: dict[str, str] = {  # module: function; a copied name is extended wh
     "transformers.trainer": f"{_ACCELERATE}:extend_trainer",
     "peft.tuners.tuners_utils": f"{_ACCELERATE}:extend_tuners",
     "trl.models.utils": f"{_ACCELERATE}:extend_trl_models",
+    **{f"trl.{name}": f"{_ACCELERATE}:extend_rollouts" for name in _ROLLOUTS},
 }
 
 
@@ -46,15 +47,14 @@ class ExtensionFinder:
         self.status: dict[str, str] = {}
         self._searching: set[str] = set()
 
-    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Any:
         """Look up a module that is being imported: one look-up in the common case."""
         if fullname not in self.extensions or fullname in self._searching:
             return None
         self._searching.add(fullname)
         try:
             others = [f for f in sys.meta_path if f is not self and hasattr(f, "find_spec")]
-            specs = (finder.find_spec(fullname, path, target) for finder in others)
-            spec: ModuleSpec | None = next(filter(None, specs), None)
+            spec = next(filter(None, (f.find_spec(fullname, path, target) for f in others)), None)
             if spec is not None:
                 self._extend_after_exec(spec)
             return spec

@@ -215,6 +215,36 @@ def extend_trl_models(module: ModuleType) -> None:
             vars(holder)["prepare_fsdp"] = module.prepare_fsdp
 
 
+def extend_rollouts(module: ModuleType) -> None:
+    """Extend GRPOTrainer and RLOOTrainer, whose rollouts run the FP8 of training and are compared
+    with it, and VLLMGeneration, to which the engine hands the weights.
+    """
+    if _too_old("trl"):
+        return
+    if module.__name__.endswith("vllm_generation"):
+        _wrap(
+            {module.VLLMGeneration: {"sync_weights": "sync_weights"}},
+            "accelerate_fp8.engine_sync",
+            wanted=lambda vllm, *_: _may_use_engine(vllm.accelerator, (), {}),
+        )
+        return
+    cls = getattr(module, "GRPOTrainer", None) or module.RLOOTrainer
+    methods = {
+        "_generate_single_turn": "generate_single_turn",
+        "_generate_and_score_completions": "generate_and_score_completions",
+        "_get_per_token_logps_and_entropies": "per_token_logps",
+        "compute_loss": "compute_loss",
+        "log": "log",
+    }
+    if not all(hasattr(cls, name) for name in methods):
+        methods = {"log": "say_unmeasured"}
+    _wrap(
+        {cls: methods},
+        "accelerate_fp8.rollouts",
+        wanted=lambda trainer, *_: _may_use_engine(trainer.accelerator, (), {}),
+    )
+
+
 def _too_old(host: str) -> str | None:
     line: str | None = import_module("accelerate_fp8._versions").refusal(host)
     return line

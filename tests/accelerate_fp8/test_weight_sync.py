@@ -51,10 +51,10 @@ class Server:
 
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
-def test_merged_weights_are_sent_and_taken_back(
+def test_merged_weights_are_sent(
     accelerate: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tiny_model: Path, level: str
 ) -> None:
-    """base + B A, before every step; what is trained on is the base again, bit for bit."""
+    """base + B A, before every step; what is trained on is the base, bit for bit."""
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")
     monkeypatch.setenv("TORCH_FP8_CONFIG", json.dumps({"opt_level": level}))
     monkeypatch.setattr(vllm_generation, "is_vllm_available", lambda: True)
@@ -88,7 +88,7 @@ def test_merged_weights_are_sent_and_taken_back(
     if frozen:
         exact, base = base, _layer(trainer.model).base_layer.weight.dequantize().float()
         assert (base - exact).norm() / exact.norm() < 0.03
-    assert torch.equal(server.received[0][name].float(), base)  # B is zero before the first step
+    assert torch.equal(server.received[0][name], base.bfloat16())  # B is zero before the first step
     trainer.vllm_generation.sync_weights()
     layer = _layer(trainer.model)
     product = layer.scaling["default"] * (
@@ -100,10 +100,8 @@ def test_merged_weights_are_sent_and_taken_back(
         assert torch.equal(sent, (base + product).bfloat16())
         assert torch.equal(layer.base_layer.weight.dequantize().float(), base)
         return
-    assert sent.dtype == torch.float32
-    torch.testing.assert_close(sent, base + product, rtol=1e-5, atol=1e-6)
-    # PEFT subtracts what it has added, in float32.
-    torch.testing.assert_close(layer.base_layer.weight.float(), base, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(sent, (base + product).bfloat16(), rtol=2.0**-8, atol=1e-6)
+    assert torch.equal(layer.base_layer.weight.float(), base)
 
 
 def _layer(model: Any) -> Any:

@@ -17,6 +17,9 @@ from torch_fp8.tensor.base import QuantizableTensor
 ADAPTERS = ("merge", "apart")
 """What can become of adapters: they are folded into the weights, or left out."""
 
+_NOT_ADDED = {"use_dora": "DoRA", "lora_bias": "lora_bias=True"}
+"""Options of adapters, by PEFT's name, that change more than the weight, or not by adding."""
+
 
 def is_adapted(module: nn.Module) -> bool:
     """Return whether a module is one of PEFT's around a layer, or around a trained copy of one."""
@@ -26,6 +29,21 @@ def is_adapted(module: nn.Module) -> bool:
 def adapted_layers(model: nn.Module) -> list[str]:
     """Return the qualified names of the layers that have adapters."""
     return [unwrapped_name(name) for name, m in model.named_modules() if is_adapted(m)]
+
+
+def why_not_folded(model: nn.Module) -> str | None:
+    """Return why the adapters of a model are no matrices that are added to weights; None: they
+    are.
+    """
+    for name, module in model.named_modules():
+        if "base_layer" not in module._modules:
+            continue
+        if not callable(getattr(module, "get_delta_weight", None)):
+            return f"'{unwrapped_name(name)}' is a {type(module).__name__}"
+        for option, what in _NOT_ADDED.items():
+            if any((getattr(module, option, None) or {}).values()):
+                return f"'{unwrapped_name(name)}' has {what}"
+    return None
 
 
 class AdapterFold:
@@ -96,10 +114,16 @@ class AdapterFold:
         folded = plain.detach().float()
         for adapter in active:
             delta = module.get_delta_weight(adapter)
-            if delta.shape != folded.shape or getattr(module, "use_dora", {}).get(adapter, False):
+            others = [
+                what
+                for option, what in _NOT_ADDED.items()
+                if (getattr(module, option, None) or {}).get(adapter, False)
+            ]
+            if delta.shape != folded.shape or others:
                 raise ValueError(
-                    f"the adapter {adapter!r} of '{name}' does not only add to the weight (DoRA); "
-                    "call merge_and_unload() and export the model that it returns"
+                    f"the adapter {adapter!r} of '{name}' does not only add to the weight "
+                    f"({', '.join(others) or 'DoRA'}); call merge_and_unload() and export the "
+                    "model that it returns"
                 )
             folded = folded + delta.float()
         return folded.to(torch.bfloat16)

@@ -22,6 +22,10 @@ _TRAINER_CONNECTOR = (
     "_AcceleratorConnector._check_and_init_precision",
 )
 _CHOICES = ("_PRECISION_INPUT_STR",)
+_ROLLOUTS = (
+    *("_generate_and_score_completions", "_generate_single_turn"),
+    *("_get_per_token_logps_and_entropies", "compute_loss", "log"),
+)
 
 POINTS: dict[str, dict[str, tuple[str, ...]]] = {
     "lightning": {
@@ -68,7 +72,12 @@ POINTS: dict[str, dict[str, tuple[str, ...]]] = {
             "Trainer._wrap_model",
         ),
     },
-    "trl": {"trl.models.utils": ("prepare_fsdp",)},
+    "trl": {
+        "trl.models.utils": ("prepare_fsdp",),
+        "trl.generation.vllm_generation": ("VLLMGeneration.sync_weights",),
+        "trl.trainer.grpo_trainer": ("prepare_fsdp", *(f"GRPOTrainer.{n}" for n in _ROLLOUTS)),
+        "trl.trainer.rloo_trainer": ("prepare_fsdp", *(f"RLOOTrainer.{n}" for n in _ROLLOUTS)),
+    },
 }
 """The names that `lightning_fp8` and `accelerate_fp8` extend, by host and module."""
 

@@ -16,8 +16,9 @@ Not under FSDP2 with a policy that computes in BF16: there the stream is BF16 wi
 too.
 """
 
+import contextlib
 import sys
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -31,8 +32,12 @@ class Float32Output:
     weights.
     """
 
+    paused = False
+
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
         weight = module.weight
+        if self.paused:
+            return output
         if isinstance(output, Tensor) and weight.dtype == output.dtype == torch.bfloat16:
             return output.float()
         return output
@@ -112,6 +117,23 @@ def keep_output_dtype(model: nn.Module, split: Container[Tensor]) -> int:
             module.register_forward_hook(Float32Output())
             count += 1
     return count
+
+
+@contextlib.contextmanager
+def bf16_stream(model: nn.Module) -> Iterator[None]:
+    """Let embeddings with BF16 weights return BF16, within.
+
+    A cache that is made in the dtype of the model's first weight takes keys of that dtype alone.
+    """
+    hooks = [h for m in model.modules() for h in m._forward_hooks.values()]
+    paused = [hook for hook in hooks if isinstance(hook, Float32Output)]
+    for hook in paused:
+        hook.paused = True
+    try:
+        yield
+    finally:
+        for hook in paused:
+            hook.paused = False
 
 
 def restore_output_dtype(model: nn.Module, *, everywhere: bool = False) -> None:

@@ -27,6 +27,7 @@ def planted(tmp_path, monkeypatch):
     (folder / "__init__.py").write_text("")
     search = [str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(search))
+    monkeypatch.setitem(POINTS, "trl", {UTILS: ("prepare_fsdp",)})
 
     def tell(code):
         (folder / "utils.py").write_text(textwrap.dedent(code))

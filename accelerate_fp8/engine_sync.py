@@ -1,0 +1,114 @@
+"""TRL's weight sync to vLLM under this engine: weights are handed over, nothing is merged in place.
+
+Put in place by `accelerate_fp8._register`. TRL merges adapters into the base before each sync and
+takes them out again after it, and hands a colocated engine one tensor at a time. Here
+`torch_fp8.weights_for_engine` yields all weights with the adapters folded into a copy of each, and
+the base is read alone. To a server they go through TRL's own client, between its start and its end
+of an update. A colocated engine gets one iterator over all of them, through vLLM's reload by
+layers, which quantizes each layer anew when its parts have come.
+"""
+
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+from accelerate.utils import DistributedType
+from torch import Tensor
+
+from accelerate_fp8.accelerator import preparation_of
+from accelerate_fp8.trainer import _warn_once
+from torch_fp8 import weights_for_engine
+from torch_fp8.conversion.fold_adapters import why_not_folded
+from torch_fp8.nn.foreign_layer import quantized_by
+from torch_fp8.nn.linear import Float8Layer
+
+_ONLINE = "fp8_per_block"
+_FINE_GRAINED = "fp8"
+
+
+def sync_weights(original: Any, self: Any) -> None:
+    """Extend ``VLLMGeneration.sync_weights``: hand over the weights of a converted model.
+
+    It stays TRL's under FSDP, whose weights are sharded, for layers that another library has
+    quantized, and for adapters that are no matrix that is added to a weight; these are merged in
+    place and taken out again, which gives a base in FP8 its very bytes back.
+    """
+    if preparation_of(self.accelerator) is None or not _is_handed_over(self):
+        original(self)
+        return
+    vars(self)["_iter_named_params"] = lambda: _weights(self)
+    try:
+        original(self)
+    finally:
+        del vars(self)["_iter_named_params"]
+
+
+def _is_handed_over(generation: Any) -> bool:
+    if generation.accelerator.distributed_type == DistributedType.FSDP:
+        return False
+    modules = list(generation.model.modules())
+    if not any(isinstance(m, Float8Layer) for m in modules) or any(map(quantized_by, modules)):
+        return False
+    if not hasattr(generation, "_iter_named_params"):
+        reason = "this version of TRL reads the parameters by itself"
+    else:
+        reason = why_not_folded(generation.model) or ""
+    if reason:
+        _warn_once(
+            f"FP8: TRL merges adapters in place for vLLM, and takes them out again: {reason}"
+        )
+    return not reason
+
+
+def _weights(generation: Any) -> Iterator[tuple[str, Tensor]]:
+    """Yield what a server is sent; to a colocated engine everything is handed, and nothing left."""
+    if generation.mode == "server":
+        if generation.accelerator.is_main_process:
+            config = generation.vllm_client.get_server_info().get("model_config", {})
+            yield from _handed_over(generation, config)
+        return
+    runner = generation.llm.llm_engine.model_executor.driver_worker.model_runner
+    config = getattr(runner, "model_config", None)
+    weights = _handed_over(generation, config)
+    reload = getattr(runner, "reload_weights", None)
+    if reload is not None and "weights_iterator" in inspect.signature(reload).parameters:
+        reload(weights_iterator=weights)
+        return
+    if _of(config, "quantization"):
+        _warn_once(
+            "FP8: this version of vLLM has no reload by layers (reload_weights with "
+            "weights_iterator), so that an engine which quantizes online keeps what it made of the "
+            "first weights; take a newer vLLM, vllm_mode='server', or an engine in BF16"
+        )
+    runner.model.load_weights(weights)
+
+
+def _handed_over(generation: Any, config: Any) -> Iterator[tuple[str, Tensor]]:
+    quantization = _of(config, "quantization")
+    engine = "bf16"
+    if quantization == _ONLINE:
+        engine = "fp8_per_block"
+    elif quantization == _FINE_GRAINED:
+        stored = _of(_of(config, "hf_config"), "quantization_config")
+        if _of(stored, "weight_block_size"):
+            engine = "fine-grained"
+    if engine == "fp8_per_block":
+        others = _not_blockwise(generation.model)
+        if others:
+            _warn_once(
+                f"FP8: vLLM quantizes in blocks of 128 x 128 and '{others[0]}' is trained with "
+                "other scales, so that rollouts multiply by other weights than training; convert "
+                "with recipe='blockwise'"
+            )
+            engine = "bf16"
+    return weights_for_engine(generation.model, engine)
+
+
+def _not_blockwise(model: Any) -> list[str]:
+    layers = {name: m for name, m in model.named_modules() if isinstance(m, Float8Layer)}
+    return [name for name, m in layers.items() if m.fp8_recipe.name != "blockwise"]
+
+
+def _of(config: Any, name: str) -> Any:
+    """Return a field of what a server tells as JSON, and an engine as an object."""
+    return config.get(name) if isinstance(config, dict) else getattr(config, name, None)

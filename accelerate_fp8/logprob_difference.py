@@ -1,0 +1,151 @@
+"""How far rollouts are from training: the mean difference of log-probabilities, and what follows.
+
+With a mean absolute difference d per token, and log-ratios that are independent and normal, their
+deviation is ``s = d sqrt(pi / 2)``. A sequence of T tokens then has a log-ratio whose deviation is
+``s sqrt(T)``, and its mean under the rollouts is ``-T s^2 / 2``. TRL's correction by sequences
+multiplies a sequence's gradient by the ratio, and throws it away where that is above a cap C. What
+is kept of the gradients' weight is ``Phi((log C - T s^2 / 2) / (s sqrt(T)))``. Real differences are
+correlated, so that this is a guide.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+BOUND = 1.03
+"""The multiplicative error above which runs have been seen to drift apart (NeMo-RL's gate is from
+1.03 to 1.05)."""
+LEAST_KEPT = 0.9
+"""The share of the gradients' weight below which a warning tells of sequences thrown away."""
+_PER_TOKEN = ("rowwise", "blockwise", "mxfp8")
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What was measured between two lines of the log, over all ranks.
+
+    Attributes:
+        mean: of ``|log p - log q|`` per token.
+        tokens: of a sequence, on average.
+        dropped: the share of sequences whose importance ratio is zero; None: there are no ratios.
+    """
+
+    mean: float
+    tokens: float
+    dropped: float | None
+
+    @property
+    def error(self) -> float:
+        """The multiplicative error, exp(mean)."""
+        return math.exp(min(self.mean, 700.0))
+
+
+class LogprobDifference:
+    """Sums of differences, on the device, from one line of the log to the next."""
+
+    def __init__(self) -> None:
+        self._sums: Tensor | None = None
+
+    @torch.no_grad()
+    def add(self, sampled: Tensor, scored: Tensor, mask: Tensor, ratio: Tensor | None) -> None:
+        """Add what one batch shows.
+
+        Args:
+            sampled, scored: (B, T) log-probabilities; NaN: not known.
+            mask: (B, T) whether a token was sampled.
+            ratio: (B, 1) importance ratios of the sequences, (B, T) of tokens, or None.
+        """
+        delta = (sampled - scored).float().abs()
+        real = mask.bool() & delta.isfinite()
+        rows = mask.bool().any(-1)
+        of_sequences = ratio is not None and ratio.shape[-1] == 1
+        dropped = (ratio.reshape(-1) == 0) & rows if of_sequences and ratio is not None else None
+        sums = torch.stack(
+            [
+                delta.where(real, 0.0).sum(dtype=torch.float64),
+                real.sum().double(),
+                rows.sum().double(),
+                rows.new_zeros((), dtype=torch.float64) if dropped is None else dropped.sum(),
+                rows.new_zeros((), dtype=torch.float64) if dropped is None else rows.sum(),
+            ]
+        )
+        self._sums = sums if self._sums is None else self._sums + sums
+
+    def take(self, accelerator: Any) -> Measured | None:
+        """Return what all ranks have added since the last time; None: nothing. All ranks call it.
+
+        Args:
+            accelerator: of the ranks.
+        """
+        own = self._sums
+        self._sums = None
+        if own is None:
+            own = torch.zeros(5, dtype=torch.float64, device=accelerator.device)
+        sums = accelerator.gather(own.float().view(1, -1)).double().sum(0)
+        total, tokens, rows, dropped, with_ratio = sums.tolist()
+        if not tokens:
+            return None
+        return Measured(
+            total / tokens, tokens / max(rows, 1.0), dropped / with_ratio if with_ratio else None
+        )
+
+
+def kept_weight(mean: float, tokens: float, cap: float) -> float:
+    """Return the share of the gradients' weight that a correction by sequences keeps.
+
+    Args:
+        mean: absolute difference of log-probabilities per token.
+        tokens: of a sequence.
+        cap: the largest ratio that is not thrown away.
+    """
+    deviation = mean * math.sqrt(math.pi / 2 * tokens)
+    if deviation == 0:
+        return 1.0
+    return 0.5 * math.erfc(-(math.log(cap) - deviation**2 / 2) / deviation / math.sqrt(2))
+
+
+def warnings_of(measured: Measured, recipes: list[str], trainer: Any) -> Iterator[tuple[str, str]]:
+    """Yield (kind, text) of what is to be said.
+
+    Args:
+        measured: by `LogprobDifference`.
+        recipes: those that the layers run.
+        trainer: of TRL, whose correction is looked at.
+    """
+    found = (
+        f"FP8: rollouts differ from training by {measured.mean:.4f} in the log-probability of a "
+        f"token, fp8/logprob_multiplicative_error={measured.error:.3f}"
+    )
+    coarse = [recipe for recipe in recipes if recipe not in _PER_TOKEN]
+    if measured.error > BOUND:
+        why = "the engine that makes them does not multiply by the weights and scales of training"
+        if not trainer.use_vllm:
+            why = "they are in another precision or mode than training"
+        if coarse:
+            why = (
+                f"recipe {coarse[0]!r} has one scale for a batch, so that a token depends on what "
+                "else is in it. Take a recipe with scales for each token: recipe='rowwise' or "
+                "'blockwise'"
+            )
+        yield "bound", f"{found}, above {BOUND}: {why}"
+    mode = getattr(trainer, "vllm_importance_sampling_mode", None)
+    corrects = trainer.use_vllm and getattr(trainer, "vllm_importance_sampling_correction", False)
+    cap = getattr(trainer, "vllm_importance_sampling_clip_max", None)
+    cap = getattr(trainer, "vllm_importance_sampling_cap", None) if cap is None else cap
+    if not corrects or mode != "sequence_mask" or cap is None or cap <= 0:
+        return
+    kept, dropped = kept_weight(measured.mean, measured.tokens, cap), measured.dropped or 0.0
+    if min(kept, 1 - dropped) < LEAST_KEPT:
+        yield (
+            "correction",
+            f"{found}. vllm_importance_sampling_mode='sequence_mask' throws rollouts away whose "
+            f"ratio is above {cap}: {dropped:.0%} of these, and with {measured.tokens:.0f} tokens "
+            f"each about {kept:.0%} of the gradients' weight is kept. Correct each token by itself "
+            "(vllm_importance_sampling_mode='token_truncate', "
+            "vllm_importance_sampling_clip_max=2.0), or make the difference small: one recipe with "
+            "scales for each token, in training and in the engine",
+        )

@@ -1,0 +1,229 @@
+"""What FP8 does to the rollouts of TRL's trainers of reinforcement learning: they are measured.
+
+Put in place by `accelerate_fp8._register`. Each function takes the method that it wraps as its
+first argument, then the method's own.
+
+A policy gradient takes it for granted that a token was sampled with the probability that the
+training forward gives it. The two are computed apart: one token after the other with a cache, or by
+another engine, and all at once. ``fp8/logprob_difference`` is the mean of ``|log p - log q|`` over
+all tokens that were sampled since the last line of the log, and
+``fp8/logprob_multiplicative_error`` its exponential. Both sides are there anyway: the sampled ones
+come from the engine or from `accelerate_fp8.sampled_logprobs`, the others are those that the
+trainer computes of the same weights. No forward is added, and the device is not waited for.
+"""
+
+import contextlib
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from accelerate_fp8.accelerator import preparation_of
+from accelerate_fp8.logprob_difference import LogprobDifference, warnings_of
+from accelerate_fp8.sampled_logprobs import Logprobs, SampledLogprobs
+from accelerate_fp8.trainer import _warn_once
+from torch_fp8.nn.linear import Float8Layer
+from torch_fp8.nn.rollout import rollout
+from torch_fp8.optim.embedding_dtype import bf16_stream
+
+_SAMPLED = "fp8_sampled_logprobs"
+"""The key of what was sampled, among a trainer's inputs, which it shuffles and splits."""
+
+
+_IN_BATCHES = ("use_transformers_continuous_batching", "use_transformers_paged")
+"""What TRL, newer and older, calls ``generate_batch``."""
+
+
+class RolloutState:
+    """What one trainer's rollouts are remembered by.
+
+    Attributes:
+        sampled: of the rollout that is being scored; None: it was not watched, or cannot be told.
+        scored: the log-probabilities that the trainer has computed within `scoring`.
+        differences: by mode, "train" and "eval".
+    """
+
+    def __init__(self) -> None:
+        self.sampled: Logprobs | None = None
+        self.scored: Tensor | None = None
+        self.is_scoring = False
+        self.differences = {"train": LogprobDifference(), "eval": LogprobDifference()}
+        self.said: set[str] = set()
+
+    @contextlib.contextmanager
+    def scoring(self) -> Any:
+        """Note, within, the first log-probabilities that the trainer computes."""
+        self.scored, self.is_scoring = None, True
+        try:
+            yield
+        finally:
+            self.is_scoring = False
+
+
+def generate_single_turn(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Extend ``_generate_single_turn``: sample with the FP8 of training, and note with which
+    log-probabilities.
+    """
+    if preparation_of(self.accelerator) is None:
+        return original(self, *args, **kwargs)
+    state, model = _state_of(self), self.accelerator.unwrap_model(self.model_wrapped)
+    if self.use_vllm:
+        with _vllm_asked(self, state):
+            return original(self, *args, **kwargs)
+    watch = SampledLogprobs(float(self.temperature))
+    batching = getattr(self, "continuous_batching_config", None)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(rollout(model))
+        stack.enter_context(self.accelerator.autocast())
+        stack.enter_context(watch.watching(model, batching))
+        if any(getattr(self, name, False) for name in _IN_BATCHES):
+            stack.enter_context(bf16_stream(model))
+        made = original(self, *args, **kwargs)
+    several = isinstance(made, tuple)
+    state.sampled = watch.of(made[0] if several else made)
+    if state.sampled is None:
+        _unmeasured(self, "the forwards of this way to generate do not tell what they sample from")
+    if not several or made[1] is not None:
+        return made
+    return (made[0], state.sampled, *made[2:])
+
+
+@contextlib.contextmanager
+def _vllm_asked(trainer: Any, state: RolloutState) -> Any:
+    """Have vLLM return, within, the log-probabilities of its tokens, where the trainer does not."""
+    generation = trainer.vllm_generation
+    if getattr(generation, "logprobs", 0) is not None:
+        yield
+        return
+    original = generation.generate
+
+    def generate(*args: Any, **kwargs: Any) -> Any:
+        made = original(*args, **kwargs)
+        logprobs = made[2]
+        if logprobs is not None:
+            state.sampled = [[_number(token[0]) for token in row] for row in logprobs]
+        return made
+
+    generation.logprobs, vars(generation)["generate"] = 0, generate
+    try:
+        yield
+    finally:
+        generation.logprobs = None
+        del vars(generation)["generate"]
+
+
+def generate_and_score_completions(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Extend ``_generate_and_score_completions``: measure, where the trainer has scored the tokens
+    with the weights that they were sampled with; else keep what was sampled for `compute_loss`.
+    """
+    if preparation_of(self.accelerator) is None:
+        return original(self, *args, **kwargs)
+    state = _state_of(self)
+    state.sampled = None
+    with state.scoring():
+        output: dict[str, Any] = original(self, *args, **kwargs)
+    sampled = output.get("sampling_per_token_logps")
+    if state.sampled is not None:
+        sampled = _padded(state.sampled, output["completion_ids"])
+        if not self.use_vllm:
+            output.pop("sampling_per_token_logps", None)  # the loss is what it is without us
+    scored = output.get("old_per_token_logps")
+    if "old_logps" in output:  # RLOO's, summed up
+        scored = state.scored
+    if sampled is None:
+        _unmeasured(self, "nobody says with which log-probabilities the tokens were sampled")
+    elif scored is None:
+        output[_SAMPLED] = sampled
+    else:
+        _measure(self, output, sampled, scored)
+    return output
+
+
+def per_token_logps(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Extend ``_get_per_token_logps_and_entropies``: note what it returns first."""
+    made = original(self, *args, **kwargs)
+    state = vars(self).get("_fp8_rollouts")
+    if state is not None and state.is_scoring and state.scored is None:
+        state.scored = (made[0] if isinstance(made, tuple) else made).detach()
+    return made
+
+
+def compute_loss(
+    original: Any, self: Any, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Extend ``compute_loss``: measure, where the loss scores tokens of the very same weights."""
+    state = vars(self).get("_fp8_rollouts")
+    sampled = inputs.get(_SAMPLED) if isinstance(inputs, dict) else None
+    if state is None or sampled is None:
+        return original(self, model, inputs, *args, **kwargs)
+    with state.scoring():
+        loss = original(self, model, inputs, *args, **kwargs)
+    if state.scored is None:
+        _unmeasured(self, "the loss computes no log-probabilities of its own (a fused loss)")
+    else:
+        _measure(self, inputs, sampled, state.scored)
+    return loss
+
+
+def log(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Extend ``log``: add the metrics, and warn above the bound, once."""
+    state = vars(self).get("_fp8_rollouts")
+    if state is not None:
+        mode = "train" if self.model.training else "eval"
+        measured = state.differences[mode].take(self.accelerator)
+        if measured is not None:
+            self._metrics[mode]["fp8/logprob_difference"].append(measured.mean)
+            self._metrics[mode]["fp8/logprob_multiplicative_error"].append(measured.error)
+            recipes = sorted({m.fp8_recipe.name for m in self.model.modules() if _is_layer(m)})
+            for kind, text in warnings_of(measured, recipes, self):
+                _say_once(state, kind, text)
+    return original(self, *args, **kwargs)
+
+
+def say_unmeasured(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Extend ``log`` of a trainer that has not the methods to be extended: say so."""
+    if preparation_of(self.accelerator) is not None:
+        _state_of(self)
+        _unmeasured(self, "this version of TRL has other methods than those that are known")
+    return original(self, *args, **kwargs)
+
+
+def _measure(trainer: Any, inputs: dict[str, Any], sampled: Tensor, scored: Tensor) -> None:
+    mask = inputs["completion_mask"]
+    if inputs.get("tool_mask") is not None:
+        mask = mask * inputs["tool_mask"]
+    mode = "train" if trainer.model.training else "eval"
+    kept = inputs.get("importance_sampling_ratio")
+    _state_of(trainer).differences[mode].add(sampled, scored, mask, kept)
+
+
+def _state_of(trainer: Any) -> RolloutState:
+    state: RolloutState = vars(trainer).setdefault("_fp8_rollouts", RolloutState())
+    return state
+
+
+def _padded(rows: Logprobs, like: Tensor) -> Tensor:
+    """Return rows as a tensor of the shape of `like`, NaN where there is none."""
+    made = torch.full(like.shape, float("nan"))
+    for i, row in enumerate(rows[: len(made)]):
+        made[i, : len(row)] = torch.tensor(row[: made.shape[1]])
+    return made.to(like.device)
+
+
+def _number(value: float | None) -> float:
+    return float("nan") if value is None else value
+
+
+def _is_layer(module: nn.Module) -> bool:
+    return isinstance(module, Float8Layer)
+
+
+def _unmeasured(trainer: Any, reason: str) -> None:
+    text = f"FP8: fp8/logprob_difference is not measured: {reason}"
+    _say_once(_state_of(trainer), "unmeasured", text)
+
+
+def _say_once(state: RolloutState, kind: str, text: str) -> None:
+    if kind not in state.said:
+        state.said.add(kind)
+        _warn_once(text)

@@ -1,0 +1,212 @@
+"""TRL's vLLM is handed the weights of training, adapters and all, and the base never moves."""
+
+import contextlib
+import math
+import os
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("peft")
+pytest.importorskip("trl")
+
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from trl.generation import vllm_generation
+from trl.generation.vllm_generation import VLLMGeneration
+
+from accelerate_fp8 import engine_sync, rollouts
+from tests.accelerate_fp8.test_trl_frozen import Lab
+from tests.accelerate_fp8.test_trl_frozen import lab as lab
+from tests.accelerate_fp8.vllm_stub import LLM, Client, Engine, OldRunner, Runner
+from tests.fp8_checkpoints import tiny_llama
+from torch_fp8 import FP8Config, convert_to_float8, weights_for_engine
+from torch_fp8.conversion.fold_adapters import why_not_folded
+from torch_fp8.ops.quantize import dequantize, quantize
+from torch_fp8.quantization.recipe import make_recipe
+from torch_fp8.tensor.frozen_weight import Float8FrozenWeight
+
+LIFE = ["initialize_layerwise_reload", "load_weights", "finalize_layerwise_reload"]
+MODES = ["colocate", "server"]
+
+
+def adapted(folder: Path, recipe: str = "blockwise", **options: Any) -> Any:
+    torch.manual_seed(0)
+    biased = "lora_bias" in options
+    plain = tiny_llama(num_hidden_layers=1, attention_bias=biased, mlp_bias=biased)
+    plain.save_pretrained(folder)
+    targets = ["q_proj", "up_proj"]
+    model = get_peft_model(plain, LoraConfig(r=4, target_modules=targets, **options))
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=0.05)
+    convert_to_float8(model, FP8Config(recipe=recipe))
+    return model
+
+
+def generation_of(model: Any, engine: Engine, mode: str, runner: Any = Runner) -> Any:
+    """TRL's own object, around an engine."""
+    made: Any = VLLMGeneration.__new__(VLLMGeneration)
+    made.model, made.mode, made.enable_sleep_mode = model, mode, False
+    made._weight_metadata = None
+    made.accelerator = types.SimpleNamespace(
+        is_main_process=True, distributed_type="NO", _fp8_preparation=object()
+    )
+    whole = contextlib.nullcontext()
+    made._dist = types.SimpleNamespace(is_fsdp=False, gather_params=lambda _: whole)
+    if mode == "server":
+        made.vllm_client = Client(engine)
+    else:
+        made.llm = LLM(engine, runner)
+    return made
+
+
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    texts: list[str] = []
+    monkeypatch.setattr(engine_sync, "_warn_once", texts.append)
+    monkeypatch.setattr(rollouts, "_warn_once", texts.append)
+    return texts
+
+
+@pytest.mark.long
+def test_a_thousand_syncs_leave_the_base_bit_identical(tmp_path: Path, said: list[str]) -> None:
+    """Merging in place, as TRL does it, changes a quarter of a BF16 base by then."""
+    model = adapted(tmp_path)
+    frozen = [p for p in model.parameters() if isinstance(p, Float8FrozenWeight)]
+    assert len(frozen) == 7
+    before = [(id(p), p.qdata.clone(), p.scale.clone()) for p in frozen]
+    engines = {mode: Engine(tmp_path) for mode in MODES}
+    syncs = {mode: generation_of(model, engines[mode], mode) for mode in MODES}
+    for i in range(1000):  # which take 10 s
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if "lora_" in name:
+                    parameter.mul_(1 + (-1) ** i * 2**-7)
+        syncs[MODES[i % 2]].sync_weights()
+    syncs["colocate"].sync_weights()
+    assert [e.syncs for e in engines.values()] == [501, 500]
+    for parameter, (identity, qdata, scale) in zip(frozen, before, strict=True):
+        assert id(parameter) == identity
+        assert torch.equal(parameter.qdata.view(torch.uint8), qdata.view(torch.uint8))
+        assert torch.equal(parameter.scale, scale)
+    for engine in engines.values():
+        wanted = dict(weights_for_engine(model))
+        assert list(engine.plain) == list(wanted)
+        assert all(torch.equal(engine.plain[key], wanted[key]) for key in wanted)
+    assert engines["colocate"].calls == [*LIFE, "reset_prefix_cache"] * 501
+    update = ["start_weight_update", "finish_weight_update", "reset_prefix_cache"]
+    assert engines["server"].calls == update * 500
+    assert said == []
+
+
+@pytest.mark.parametrize(("mode", "peft"), [("colocate", True), ("server", False)])
+def test_unmodified_grpo_goes_through_it(
+    lab: Lab, said: list[str], monkeypatch: pytest.MonkeyPatch, mode: str, peft: bool
+) -> None:
+    engine = Engine(Path(lab.folder))
+    monkeypatch.setattr(vllm_generation, "is_vllm_available", lambda: True)
+    monkeypatch.setattr(vllm_generation, "VLLMClient", lambda **_: Client(engine))
+    monkeypatch.setattr(vllm_generation, "LLM", lambda **_: LLM(engine), raising=False)
+    params = types.SimpleNamespace
+    monkeypatch.setattr(vllm_generation, "SamplingParams", params, raising=False)
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, os.environ.get(name, ""))  # TRL sets them
+        monkeypatch.delenv(name)
+    args = {"use_vllm": True, "vllm_mode": mode, "max_completion_length": 8, "logging_steps": 1}
+    trainer = lab.make("grpo", peft, args)
+    merged: list[str] = []
+    if peft:
+        tuner = trainer.model.base_model
+        monkeypatch.setattr(type(tuner), "merge_adapter", lambda s: merged.append("in"))
+    trainer.train()
+    assert engine.syncs == 2  # before each step
+    assert merged == []
+    trainer.vllm_generation.sync_weights()
+    wanted = dict(weights_for_engine(trainer.model))
+    assert all(torch.equal(engine.plain[key], wanted[key]) for key in wanted)
+    rows = [row for row in trainer.state.log_history if "fp8/logprob_difference" in row]
+    assert len(rows) == 2
+    for row in rows:  # TRL measures the same, where its correction is on
+        theirs = row["sampling/sampling_logp_difference/mean"]
+        assert row["fp8/logprob_difference"] == pytest.approx(theirs, rel=1e-4)
+    # Its chances are those of no model.
+    assert "fp8/logprob_multiplicative_error=" in said[0]
+
+
+def test_rloo_asks_vllm_for_what_it_sampled_with(
+    lab: Lab, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine(Path(lab.folder))
+    monkeypatch.setattr(vllm_generation, "is_vllm_available", lambda: True)
+    monkeypatch.setattr(vllm_generation, "VLLMClient", lambda **_: Client(engine))
+    args = {"use_vllm": True, "vllm_mode": "server", "max_completion_length": 8, "max_steps": 1}
+    trainer = lab.make("rloo", False, args)
+    trainer.train()
+    (row,) = [row for row in trainer.state.log_history if "fp8/logprob_difference" in row]
+    assert 0 < row["fp8/logprob_difference"] < math.log(64)
+    assert trainer.vllm_generation.logprobs is None
+    assert "generate" not in vars(trainer.vllm_generation)
+
+
+def test_an_engine_without_the_reload_gets_all_parts_at_once(
+    tmp_path: Path, said: list[str]
+) -> None:
+    model = adapted(tmp_path)
+    for quantization in (None, "fp8_per_block"):
+        engine = Engine(tmp_path, quantization)
+        generation_of(model, engine, "colocate", OldRunner).sync_weights()
+        assert engine.calls == ["load_weights", "reset_prefix_cache"]
+        assert engine.syncs == 1
+    assert len(said) == 1
+    assert "no reload by layers" in said[0]
+
+
+def test_scales_that_the_engine_does_not_make_are_told_of(tmp_path: Path, said: list[str]) -> None:
+    model = tiny_llama(num_hidden_layers=1)
+    model.save_pretrained(tmp_path)
+    convert_to_float8(model, FP8Config(recipe="rowwise"))
+    engine = Engine(tmp_path, "fp8_per_block")
+    generation_of(model, engine, "colocate").sync_weights()
+    assert torch.equal(engine.plain["lm_head.weight"], model.lm_head.weight.bfloat16())
+    assert len(said) == 1
+    assert "'model.layers.0.self_attn.q_proj' is trained with other scales" in said[0]
+
+
+@pytest.mark.parametrize("options", [{"use_dora": True}, {"lora_bias": True}])
+def test_adapters_that_do_more_than_add_are_merged_by_trl(
+    tmp_path: Path, said: list[str], options: dict[str, Any]
+) -> None:
+    model = adapted(tmp_path, **options)
+    assert why_not_folded(model) is not None
+    with pytest.raises(ValueError, match="does not only add to the weight"):
+        dict(weights_for_engine(model))
+    before = [
+        (p.qdata.clone(), p.scale.clone())
+        for p in model.parameters()
+        if isinstance(p, Float8FrozenWeight)
+    ]
+    engine = Engine(tmp_path)
+    engine.take = lambda weights: set(dict(weights))  # type: ignore[method-assign]
+    generation_of(model, engine, "colocate").sync_weights()
+    assert len(said) == 1
+    assert "TRL merges adapters in place" in said[0]
+    after = [p for p in model.parameters() if isinstance(p, Float8FrozenWeight)]
+    for parameter, (qdata, scale) in zip(after, before, strict=True):
+        assert torch.equal(parameter.qdata.view(torch.uint8), qdata.view(torch.uint8))
+        assert torch.equal(parameter.scale, scale)
+
+
+def test_the_blocks_of_an_engine_are_those_of_training(tmp_path: Path) -> None:
+    model = adapted(tmp_path)
+    engine = Engine(tmp_path, "fp8_per_block")
+    generation_of(model, engine, "colocate").sync_weights()
+    spec = make_recipe("blockwise").weight
+    up = model.base_model.model.model.layers[0].mlp.up_proj
+    folded = (up.base_layer.weight.dequantize().float() + up.get_delta_weight("default")).bfloat16()
+    made = engine.quantized["model.layers.0.mlp.gate_up_proj"]
+    rows = up.out_features
+    assert torch.equal(dequantize(made)[-rows:], dequantize(quantize(folded, spec)))

@@ -1,0 +1,262 @@
+"""Rollouts of TRL's trainers run the FP8 of training, and their log-probabilities are compared."""
+
+import math
+import types
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("peft")
+pytest.importorskip("trl")
+
+from transformers import LlamaForCausalLM
+
+from accelerate_fp8 import _register, rollouts
+from accelerate_fp8.logprob_difference import (
+    LogprobDifference,
+    Measured,
+    kept_weight,
+    warnings_of,
+)
+from accelerate_fp8.sampled_logprobs import SampledLogprobs
+from tests.accelerate_fp8.test_trl_frozen import Lab
+from tests.accelerate_fp8.test_trl_frozen import lab as lab
+from torch_fp8.nn.linear import Float8Linear
+
+REQUESTS = {"num_blocks": 4, "block_size": 32, "max_batch_tokens": 64}
+MEAN, ERROR = "fp8/logprob_difference", "fp8/logprob_multiplicative_error"
+
+
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The warnings of rollouts, in order."""
+    texts: list[str] = []
+    monkeypatch.setattr(rollouts, "_warn_once", texts.append)
+    return texts
+
+
+def rows_with(trainer: Any, key: str) -> list[dict[str, Any]]:
+    return [row for row in trainer.state.log_history if key in row]
+
+
+@pytest.mark.parametrize(
+    ("kind", "peft", "args"),
+    [
+        ("grpo", False, {}),
+        ("grpo", True, {"num_iterations": 2, "steps_per_generation": 2}),
+        ("rloo", True, {}),
+        ("grpo", False, {"transformers_continuous_batching_config": REQUESTS}),
+    ],
+    ids=["grpo", "several steps", "rloo", "continuous"],
+)
+def test_the_difference_is_logged(
+    lab: Lab, said: list[str], kind: str, peft: bool, args: dict[str, Any]
+) -> None:
+    args = {"max_completion_length": 8, "logging_steps": 1, **args}
+    trainer = lab.make(kind, peft, args)
+    trainer.train()
+    rows = rows_with(trainer, MEAN)
+    assert len(rows) == (1 if "num_iterations" in args else 2)  # each rollout is measured once
+    for row in rows:
+        assert 0 <= row[MEAN] < 0.02
+        assert row[ERROR] == pytest.approx(math.exp(row[MEAN]))
+    assert said == []
+    assert all("sampling_per_token_logps" not in b for b in trainer._buffered_inputs)
+
+
+def test_it_is_what_the_trainer_sampled_and_scored(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[Any, ...]] = []
+    add = LogprobDifference.add
+
+    def spy(self: Any, sampled: Any, scored: Any, mask: Any, ratio: Any) -> None:
+        seen.append((sampled, scored, mask))
+        add(self, sampled, scored, mask, ratio)
+
+    monkeypatch.setattr(LogprobDifference, "add", spy)
+    trainer = lab.make("grpo", False, {"max_completion_length": 8, "max_steps": 1})
+    sampled_with: list[Any] = []
+    original = LlamaForCausalLM.generate
+
+    def generate(self: Any, *given: Any, **kwargs: Any) -> Any:
+        kwargs["generation_config"].output_logits = True
+        kwargs["generation_config"].return_dict_in_generate = True
+        made = original(self, *given, **kwargs)
+        sampled_with.append((made.sequences[:, -len(made.logits) :], torch.stack(made.logits, 1)))
+        return made.sequences
+
+    monkeypatch.setattr(LlamaForCausalLM, "generate", generate)
+    trainer.train()
+    (sampled, scored, mask), (tokens, logits) = seen[0], sampled_with[0]
+    chances = logits.float().log_softmax(-1).gather(-1, tokens[..., None]).squeeze(-1)
+    real = mask.bool()
+    order = [0, 1] if torch.allclose(sampled[real], chances[real], atol=1e-5) else [1, 0]
+    assert torch.allclose(sampled[real], chances[order][real], atol=1e-5)  # TRL shuffles them
+    rows = rows_with(trainer, MEAN)
+    assert rows[0][MEAN] == pytest.approx((sampled - scored)[real].abs().mean().item(), rel=1e-4)
+
+
+@pytest.mark.parametrize("chunk", [None, 3])
+def test_sampled_logprobs_are_those_of_the_logits(tiny_model: Any, chunk: int | None) -> None:
+    """Whatever else is forwarded before; padding is on the left, and one sequence ends early."""
+    torch.manual_seed(0)
+    model = LlamaForCausalLM.from_pretrained(tiny_model)
+    ids = torch.randint(4, 64, (3, 7))
+    attention = torch.ones_like(ids)
+    ids[1, :3], attention[1, :3] = 1, 0
+    watch = SampledLogprobs(0.7)
+    with watch.watching(model, None):
+        made = model.generate(
+            **{"input_ids": ids, "attention_mask": attention, "max_new_tokens": 6},
+            **{"do_sample": True, "temperature": 0.7, "top_k": 0, "prefill_chunk_size": chunk},
+            **{"output_logits": True, "return_dict_in_generate": True, "eos_token_id": None},
+        )
+    new = made.sequences[:, 7:]
+    want = (torch.stack(made.logits, 1).float() / 0.7).log_softmax(-1)
+    want = want.gather(-1, new[..., None]).squeeze(-1)
+    completions = [row.tolist() for row in new]
+    completions[2] = completions[2][:4]
+    got = watch.of(completions)
+    assert got is not None
+    assert [len(row) for row in got] == [6, 6, 4]
+    for row, ours in enumerate(got):
+        torch.testing.assert_close(torch.tensor(ours), want[row, : len(ours)])
+    assert watch.of([[9] * 6, *completions[1:]]) is None  # of tokens that nobody sampled
+    assert watch.of(completions[:2]) is None
+
+
+def test_delayed_scaling_records_nothing_of_a_rollout_and_weights_are_cast_once(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The history would hold amaxes of single tokens alone after a thousand of them."""
+    monkeypatch.setenv("TORCH_FP8_CONFIG", '{"recipe": "delayed"}')
+    trainer = lab.make("grpo", False, {"max_completion_length": 8, "max_steps": 2})
+    original = type(trainer)._generate_single_turn
+    recorded: list[bool] = []
+
+    def histories() -> list[Any]:
+        layers = [m for m in trainer.model.modules() if isinstance(m, Float8Linear)]
+        return [layer.scaling_state[0].clone() for layer in layers]
+
+    def spy(self: Any, *args: Any, **kwargs: Any) -> Any:
+        before = histories()
+        made = original(self, *args, **kwargs)
+        recorded.append(not all(map(torch.equal, before, histories())))
+        assert all(m.training for m in trainer.model.modules() if isinstance(m, Float8Linear))
+        return made
+
+    monkeypatch.setattr(type(trainer), "_generate_single_turn", spy)
+    trainer.train()
+    assert recorded == [False, False]
+    assert any(bool(h.any()) for h in histories())
+
+
+def test_a_run_without_fp8_is_left_alone(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    trainer = lab.make("grpo", False, {"max_steps": 1})
+    trainer.train()
+    assert not rows_with(trainer, MEAN)
+    assert "_fp8_rollouts" not in vars(trainer)
+
+
+def test_another_version_of_trl_is_told_of(lab: Lab, said: list[str]) -> None:
+    trainer = lab.make("grpo", False, {"max_steps": 1})
+
+    class GRPOTrainer:
+        accelerator, model = trainer.accelerator, trainer.model
+
+        def log(self, logs: dict[str, float]) -> None: ...
+
+    module = types.ModuleType("trl.trainer.grpo_trainer")
+    vars(module)["GRPOTrainer"] = GRPOTrainer
+    _register.extend_rollouts(module)
+    other = GRPOTrainer()
+    for _ in range(2):
+        other.log({})
+    assert said == [
+        "FP8: fp8/logprob_difference is not measured: this version of TRL has other methods than "
+        "those that are known"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("mean", "tokens", "kept"),
+    [
+        *((0.005, 4096, 0.99), (0.005, 16384, 0.83), (0.012, 1024, 0.98), (0.012, 4096, 0.75)),
+        *((0.012, 16384, 0.35), (0.0255, 1024, 0.71), (0.0255, 4096, 0.31), (0.0255, 16384, 0.04)),
+    ],
+)
+def test_what_a_correction_by_sequences_keeps(mean: float, tokens: int, kept: float) -> None:
+    """Against draws of independent Gaussian log-ratios, weighted by the ratio."""
+    assert kept_weight(mean, tokens, 3.0) == pytest.approx(kept, abs=0.006)
+    generator = torch.Generator().manual_seed(0)
+    s = mean * math.sqrt(math.pi / 2 * tokens)
+    log_ratio = torch.randn(2_000_000, generator=generator, dtype=torch.float64) * s - s * s / 2
+    ratio = log_ratio.exp()
+    drawn = (ratio * (ratio <= 3)).mean().item()
+    assert kept_weight(mean, tokens, 3.0) == pytest.approx(drawn, abs=0.01)
+
+
+def _trainer(**options: Any) -> Any:
+    return types.SimpleNamespace(
+        **{
+            "use_vllm": True,
+            "vllm_importance_sampling_correction": True,
+            "vllm_importance_sampling_mode": "sequence_mask",
+            "vllm_importance_sampling_clip_max": 3.0,
+            **options,
+        }
+    )
+
+
+def test_warnings_name_the_way_out() -> None:
+    far, near = Measured(0.07, 64.0, None), Measured(0.026, 64.0, None)
+    alone = _trainer(use_vllm=False)
+    assert not list(warnings_of(near, ["tensorwise"], alone))
+    ((kind, text),) = warnings_of(far, ["tensorwise"], alone)
+    assert kind == "bound"
+    assert "multiplicative_error=1.073, above 1.03: recipe 'tensorwise' has one scale" in text
+    assert "recipe='rowwise'" in text
+    ((_, text),) = warnings_of(far, ["blockwise", "rowwise"], alone)
+    assert "another precision or mode" in text
+    assert "recipe" not in text.split("above")[1]
+
+
+def test_a_correction_that_throws_rollouts_away_is_told_of() -> None:
+    long = Measured(0.0255, 4096.0, 0.0)
+    ((kind, text),) = warnings_of(long, ["rowwise"], _trainer())
+    assert kind == "correction"
+    assert "about 31% of the gradients' weight" in text
+    assert "vllm_importance_sampling_mode='token_truncate'" in text
+    assert not list(warnings_of(long, ["rowwise"], _trainer(use_vllm=False)))
+    per_token = _trainer(vllm_importance_sampling_mode="token_truncate")
+    assert not list(warnings_of(long, ["rowwise"], per_token))
+    assert not list(warnings_of(Measured(0.0255, 64.0, 0.0), ["rowwise"], _trainer()))
+    ((_, text),) = warnings_of(Measured(0.0255, 64.0, 0.5), ["rowwise"], _trainer())
+    assert "50% of these" in text
+    older = _trainer(vllm_importance_sampling_cap=3.0)
+    del older.vllm_importance_sampling_clip_max
+    assert [kind for kind, _ in warnings_of(long, ["rowwise"], older)] == ["correction"]
+
+
+def test_sums_leave_out_what_is_not_known_or_not_sampled() -> None:
+    difference = LogprobDifference()
+    sampled = torch.tensor([[-1.0, float("nan"), -2.0], [-1.0, -1.0, 0.0]])
+    scored = torch.tensor([[-1.5, -1.0, -2.0], [-1.0, -1.25, -9.0]])
+    mask = torch.tensor([[1, 1, 1], [1, 1, 0]])
+    alone = types.SimpleNamespace(device="cpu", gather=lambda x: x)
+    difference.add(sampled, scored, mask, torch.tensor([[0.0], [1.0]]))
+    measured = difference.take(alone)
+    assert measured == Measured(pytest.approx(0.75 / 4), 2.0, 0.5)
+    assert difference.take(alone) is None
+
+
+def test_a_warning_is_given_once(lab: Lab, said: list[str], monkeypatch: Any) -> None:
+    monkeypatch.setattr("accelerate_fp8.logprob_difference.BOUND", 1.0)
+    trainer = lab.make("grpo", False, {"max_completion_length": 8, "logging_steps": 1})
+    trainer.train()
+    assert len(rows_with(trainer, MEAN)) == 2
+    assert len(said) == 1
+    assert "above 1.0" in said[0]
