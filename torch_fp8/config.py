@@ -28,7 +28,7 @@ ENV_VAR = "TORCH_FP8_CONFIG"
 _NO_OVERRIDES = Overrides()
 _BOOLS = (
     *("eval_fp8", "emulate", "gradient_release", "keep_eval_weights", "update_clipping"),
-    "smooth_swiglu",
+    *("merge_aware", "smooth_swiglu"),
 )
 _MOST_MARGIN = 8
 
@@ -88,6 +88,9 @@ class FP8Config:
             host has prepared the model for evaluation and no optimizer has it. ``fp8``: all FP8
             layers whose weights do not require gradients; asking for gradients later gives a weight
             its dtype back, with a warning. ``keep``: as they are. Default: ``"auto"``.
+        merge_aware (bool): train LoRA over an FP8 base as it will be merged and exported: forward
+            multiplies by the merged weight, cast to FP8, and the gradient passes the rounding.
+            Needs a frozen FP8 base, one plain adapter and no dropout in it. Default: ``False``.
         save_format (str | None): the FP8 format in which ``save_pretrained`` of transformers and
             ``save_model`` of Accelerate write a model that was prepared, for inference engines:
             ``fine-grained`` (recipe blockwise), ``compressed-tensors`` (tensorwise, rowwise,
@@ -169,6 +172,7 @@ class FP8Config:
     update_clipping: bool = False
     seed: int = 0
     frozen_weights: str = "auto"
+    merge_aware: bool = False
     save_format: str | None = None
     communication: str = "fp8"
     smooth_swiglu: bool = False
@@ -358,10 +362,8 @@ FP8Config.__init__ = _naming_valid_options(FP8Config.__init__)  # type: ignore[m
 def _check_names(options: dict[str, Any]) -> None:
     unknown = sorted(set(options) - set(_DEFAULTS))
     if unknown:
-        raise ValueError(
-            f"unknown FP8Config option(s) {', '.join(map(repr, unknown))}; "
-            f"the valid ones are {', '.join(_DEFAULTS)}"
-        )
+        names, valid = ", ".join(map(repr, unknown)), ", ".join(_DEFAULTS)
+        raise ValueError(f"unknown FP8Config option(s) {names}; the valid ones are {valid}")
 
 
 def given_config(

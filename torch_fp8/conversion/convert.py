@@ -40,6 +40,7 @@ from torch_fp8.nn.layer_filter import (
     skip_reason,
 )
 from torch_fp8.nn.linear import Float8Layer, Float8Linear
+from torch_fp8.nn.merge_aware import stop_merge_aware
 from torch_fp8.nn.transformer_engine import (
     NOT_SHARDED,
     check_transformer_engine,
@@ -201,6 +202,7 @@ def revert(model: nn.Module) -> int:
         The number of modules reverted. Parameters stay the same objects.
     """
     restore_output_dtype(model)
+    stop_merge_aware(model)
     revert_producers(model)
     set_automatic_scaling(model, None)
     modules = [m for m in model.modules() if isinstance(m, Float8Layer)]
@@ -353,5 +355,4 @@ def _nothing_converted(model: nn.Module, skipped: list[SkippedModule]) -> str:
 
 def _reasons(skipped: list[SkippedModule]) -> str:
     reasons = "; ".join(f"'{s.name}': {s.reason}" for s in skipped[:5])
-    more = f"; and {len(skipped) - 5} more" if len(skipped) > 5 else ""
-    return f"{reasons}{more}"
+    return reasons + (f"; and {len(skipped) - 5} more" if len(skipped) > 5 else "")

@@ -21,6 +21,7 @@ from torch_fp8.distributed.fsdp.frozen_gather import can_be_frozen
 from torch_fp8.distributed.fsdp.split_weights import param_groups
 from torch_fp8.nn.frozen_storage import ThawNotice
 from torch_fp8.nn.linear import Float8Layer
+from torch_fp8.nn.merge_aware import make_merge_aware, stop_merge_aware
 from torch_fp8.nn.weight_cache import WatchedParameter, unwatch
 from torch_fp8.ops.hardware import runs_natively
 from torch_fp8.quantization.recipe import E4M3_ONLY, Recipe, make_recipe
@@ -107,11 +108,17 @@ def option_that_keeps(config: FP8Config) -> str | None:
 
 
 def freeze_as_configured(model: nn.Module, config: FP8Config, device: torch.device) -> FreezeReport:
-    """Freeze the layers of a converted model that `config.frozen_weights` means."""
+    """Freeze the layers of a converted model that `config.frozen_weights` means, and have LoRA
+    layers over them multiply by merged weights, with `config.merge_aware`.
+    """
+    stop_merge_aware(model)
     if option_that_keeps(config) is not None:
         return NOTHING
     meant = by_hand if config.frozen_weights == "fp8" else proven_frozen(model)
-    return freeze_layers(model, config, device, meant)
+    report = freeze_layers(model, config, device, meant)
+    if config.merge_aware:
+        make_merge_aware(model)
+    return report
 
 
 def freeze_layers(

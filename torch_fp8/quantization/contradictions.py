@@ -12,7 +12,8 @@ DELAYED_ONLY = ("amax_history_len", "amax_compute_algo", "margin")
 _OPTIMIZER_ONLY = ("residual_bits", "gradient_release", "cache_weights", "update_clipping", "seed")
 _TORCH_ONLY = (
     *("frozen_weights", "wgrad", "fast_accum"),
-    *("cache_weights", "keep_eval_weights", "emulate", "save_format", "smooth_swiglu"),
+    *("cache_weights", "keep_eval_weights", "emulate", "merge_aware", "save_format"),
+    "smooth_swiglu",
 )
 
 
@@ -60,10 +61,17 @@ def check_contradictions(config: Any, defaults: Mapping[str, Any]) -> None:
             f"FP8Config: {', '.join(optimizer)} apply to the optimizer, which opt_level='O1' "
             "leaves as it is; name opt_level='O2' or 'O3', or leave them out"
         )
-    if config.frozen_weights == "fp8" and config.opt_level == "O1":
+    if config.opt_level == "O1" and (config.frozen_weights == "fp8" or config.merge_aware):
+        name, value = ("merge_aware", True) if config.merge_aware else ("frozen_weights", "fp8")
         raise ValueError(
-            "FP8Config: frozen_weights='fp8' stores weights in FP8, but opt_level='O1' leaves "
-            "weights as they are; name opt_level='O2' or 'O3', or leave frozen_weights out"
+            f"FP8Config: {name}={value!r} stores weights in FP8, but opt_level='O1' leaves "
+            f"weights as they are; name opt_level='O2' or 'O3', or leave {name} out"
+        )
+    if config.merge_aware and (config.frozen_weights == "keep" or not config.eval_fp8):
+        other = "eval_fp8=False" if not config.eval_fp8 else "frozen_weights='keep'"
+        raise ValueError(
+            "FP8Config: merge_aware=True runs merged weights in FP8 over a base that is stored "
+            f"so, always; leave {other} out, or merge_aware"
         )
     if config.wgrad == "bf16" and "wgrad" in config.fast_accum:
         raise ValueError(

@@ -35,6 +35,7 @@ class FrozenPayload:
             block of 128 rows, the first of `scale`.
         rewrite: of a shard, what quantizes new values together with the other ranks, for they share
             scales: they all write at the same time.
+        writes: how often the values have been written, which no version of a tensor tells.
         sharers: the payloads that `share` has given the same memory, this one among them; None:
             there are none.
     """
@@ -48,6 +49,7 @@ class FrozenPayload:
     first_row: int | None = None
     rewrite: Callable[[Tensor], None] | None = None
     sharers: "weakref.WeakSet[FrozenPayload] | None" = None
+    writes: int = 0
 
     @property
     def quantized(self) -> QuantizedTensor:
@@ -67,6 +69,7 @@ class FrozenPayload:
     @torch.no_grad()
     def write(self, values: Tensor) -> None:
         """Quantize `values` (R, C) into the memory at hand; equal values change no byte."""
+        self.writes += 1
         if self.rewrite is not None:
             self.rewrite(values)
             return

@@ -340,6 +340,7 @@ def _same_bytes(target: Any, source: Any) -> bool:
     if target.qdata.data_ptr() == source.qdata.data_ptr():
         return True
     target.payload.take_own_memory()
+    target.payload.writes += 1
     target.qdata.view(torch.uint8).copy_(source.qdata.view(torch.uint8))
     target.scale.copy_(source.scale)
     return True

@@ -1,0 +1,272 @@
+"""`MergeAware`: a layer with LoRA over an FP8 base whose forward multiplies by the merged weight.
+
+``y = x Q(W + s B A)^T``: what an adapter adds is rounded in every forward as it will be when it is
+merged and exported in FP8, so that what is trained is what is served. Of a delta much smaller than
+the weight, rounding to nearest loses nearly all; a training that sees it can act on it. The
+gradient passes the rounding as if it were not there (straight through), and with it
+``dA = s B^T (g^T x)`` and ``dB = s (g^T x) A^T`` are computed without the product in parentheses:
+``(g B)^T x`` and ``g^T (x A^T)``, which is what LoRA's own backward computes.
+
+Cost, for each layer and forward: the product B A, one fold and one cast of the weight. The payload
+is kept for backward, 1 byte an element, where LoRA keeps none of its own; folding takes 10 bytes
+for each element of one layer at a time. Between forwards without gradients the payload is kept
+until an adapter or the base changes (as in `torch_fp8.nn.kept_weight`), so that a rollout folds
+once. Compiled, such a layer is a break in the graph.
+
+Legend: M tokens, K in, N out, R rank.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from torch_fp8.autograd.checkpoint_pass import in_reentrant_checkpoint, untraced
+from torch_fp8.autograd.function import once_differentiable
+from torch_fp8.nn.class_swap import add_mixin, remove_mixin, unwrapped_name
+from torch_fp8.nn.linear import Float8Layer
+from torch_fp8.nn.scaling_buffers import WEIGHT
+from torch_fp8.nn.weight_cache import stamp_of, unwatch, watch
+from torch_fp8.ops.quantize import QuantizedTensor, transposed
+from torch_fp8.ops.scaled_mm import cast, scaled_matmul
+from torch_fp8.tensor.base import QuantizableTensor
+from torch_fp8.tensor.quantizer import WeightQuantizer, matrix, output_dtype, quantize_input
+
+
+class MergedPayload:
+    """The payload of one merged weight between forwards without gradients. Copies start empty."""
+
+    def __init__(self) -> None:
+        self.stamp: Any = None
+        self.payload: QuantizedTensor | None = None
+
+    def __reduce__(self) -> Any:
+        return MergedPayload, ()
+
+
+class MergeAware(nn.Module):
+    """The part of a LoRA layer of PEFT that multiplies by the merged weight in FP8.
+
+    It stands in front of PEFT's class. With its adapters switched off or merged, or with none that
+    is active here, the layer is PEFT's.
+
+    Raises:
+        ValueError: several adapters are active, or each row of a batch names its own.
+        RuntimeError: the base is not stored as FP8 alone any more.
+    """
+
+    base_layer: Float8Layer
+    fp8_merged: MergedPayload
+    disable_adapters: bool
+    merged: bool
+    active_adapters: Any
+    get_delta_weight: Any
+    lora_A: Any
+    lora_B: Any
+    scaling: dict[str, float]
+
+    @torch.compiler.disable
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        active = [name for name in self.active_adapters if name in self.lora_A]
+        if self.disable_adapters or self.merged or not active:
+            plain: Tensor = super().forward(x, *args, **kwargs)
+            return plain
+        base = self.base_layer
+        if len(active) > 1 or kwargs.get("adapter_names") is not None:
+            raise ValueError(
+                f"FP8Config(merge_aware=True) multiplies '{base.fp8_name}' by one merged weight, "
+                f"and adapters {', '.join(map(repr, active))} are active, or chosen by row; "
+                "activate one with set_adapter()"
+            )
+        adapter = active[0]
+        a, b = self.lora_A[adapter].weight, self.lora_B[adapter].weight
+        if torch.is_grad_enabled():
+            self.fp8_merged.stamp = self.fp8_merged.payload = None
+            y: Tensor = MergedLinear.apply(
+                x, a, b, base.bias, base, self.merged_weight(adapter), self.scaling[adapter]
+            )
+            return y
+        w = self._kept_weight(adapter, a, b)
+        return _product(x, w, base.bias, base, wgrad=False)[0]
+
+    @torch.no_grad()
+    def merged_weight(self, adapter: str) -> QuantizedTensor:
+        """Cast ``W + s B A`` (N, K), rounded to BF16 once, as the base is cast.
+
+        Args:
+            adapter: its name.
+        """
+        base: Any = self.base_layer
+        weight = base.weight
+        if base.fp8_thawed_recipe is None or isinstance(weight, DTensor):
+            raise RuntimeError(
+                f"'{base.fp8_name}' is no FP8 base any more (it was thawed, or sharded), which "
+                "FP8Config(merge_aware=True) folds the adapter into; leave merge_aware out"
+            )
+        with torch.autocast(weight.device.type, enabled=False):
+            delta = self.get_delta_weight(adapter).float()
+            # A copy that was pickled has its values in BF16, which holds them exactly.
+            plain = weight.dequantize() if isinstance(weight, QuantizableTensor) else weight
+            folded = (plain.float() + delta).to(torch.bfloat16)
+        return WeightQuantizer(base.quantizer(WEIGHT)).for_fprop(folded)
+
+    def _kept_weight(self, adapter: str, a: Tensor, b: Tensor) -> QuantizedTensor:
+        kept, frozen = self.fp8_merged, self.base_layer.frozen_weight
+        stamps = stamp_of(a), stamp_of(b)
+        if frozen is None or None in stamps or (self.training and in_reentrant_checkpoint()):
+            return self.merged_weight(adapter)
+        base = frozen.payload
+        stamp = (*stamps, base.qdata.data_ptr(), base.writes, self.scaling[adapter])
+        if kept.stamp != stamp or kept.payload is None:
+            with untraced(), torch.inference_mode(False):
+                kept.payload = self.merged_weight(adapter)
+            # Reading the weights has moved the count of their uses.
+            kept.stamp = (stamp_of(a), stamp_of(b), *stamp[2:])
+        return kept.payload
+
+    def train(self, mode: bool = True) -> "MergeAware":
+        if mode:
+            self.fp8_merged.stamp = self.fp8_merged.payload = None
+        return super().train(mode)
+
+
+class MergedLinear(torch.autograd.Function):
+    """y = x w^T + bias with w cast of the merged weight; gradients go to x, A, B and the bias."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        a: Tensor,
+        b: Tensor,
+        bias: Tensor | None,
+        layer: Float8Layer,
+        w: QuantizedTensor,
+        scaling: float,
+    ) -> Tensor:
+        y, saved = _product(x, w, bias, layer, wgrad=True)
+        ctx.save_for_backward(saved, w.qdata, w.scale, a, b)
+        ctx.layer, ctx.granularity, ctx.scaling = layer, w.granularity, scaling
+        ctx.shape, ctx.dtype = x.shape, x.dtype
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        x, qdata, scale, a, b = ctx.saved_tensors
+        layer, (wants_x, wants_a, wants_b, wants_bias) = ctx.layer, ctx.needs_input_grad[:4]
+        quantizer, dgrad = layer.quantizers().grad_output, layer.fp8_recipe.dgrad
+        g8, _, grad_bias = quantizer(
+            grad_output,
+            rowwise=wants_x,
+            columnwise=False,
+            sum_dtype=ctx.bias_dtype if wants_bias else None,
+        )
+        grad_x = grad_a = grad_b = None
+        if wants_x:
+            w = transposed(QuantizedTensor(qdata, scale, ctx.granularity))
+            emulate, fast = layer.fp8_emulate, dgrad.fast_accum
+            assert g8 is not None
+            assert w is not None
+            grad_x = scaled_matmul(g8, w, ctx.dtype, fast_accum=fast, emulate=emulate)
+            grad_x = grad_x.view(ctx.shape)
+        g = matrix(grad_output).to(x.dtype)
+        if wants_a:
+            grad_a = ((g @ b.to(x.dtype)).t() @ x).to(a.dtype) * ctx.scaling
+        if wants_b:
+            grad_b = (g.t() @ (x @ a.to(x.dtype).t())).to(b.dtype) * ctx.scaling
+        return grad_x, grad_a, grad_b, grad_bias, None, None, None
+
+
+def _product(
+    x: Tensor, w: QuantizedTensor, bias: Tensor | None, layer: Any, *, wgrad: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Return y (..., N), and x (M, K) in y's dtype for the gradients of an adapter."""
+    shape, dtype = x.shape, output_dtype(x)
+    layer._check(shape, x.dtype, layer.weight)
+    quantizer = layer.quantizers().input
+    made = quantize_input(quantizer, x, wgrad=wgrad, fp8_wgrad=False, dtype=dtype)
+    fast, emulate = layer.fp8_recipe.fprop.fast_accum, layer.fp8_emulate
+    bias = None if bias is None else cast(bias, dtype)
+    y = scaled_matmul(made.rowwise, w, dtype, bias=bias, fast_accum=fast, emulate=emulate)
+    return y.view(*shape[:-1], y.shape[-1]), made.qdata
+
+
+def make_merge_aware(model: nn.Module) -> int:
+    """Have the LoRA layers of a converted model multiply by merged weights; return how many do.
+
+    Adapters over layers that are not in FP8 stay PEFT's.
+
+    Args:
+        model: whose frozen weights are stored as FP8 alone.
+    Raises:
+        ValueError: there is no LoRA over an FP8 base; or an adapter that cannot be merged into one
+            weight, with its name.
+    """
+    count, adapted = 0, None
+    for name, module in model.named_modules():
+        name = unwrapped_name(name)
+        base = module._modules.get("base_layer")
+        if not isinstance(base, Float8Layer):
+            continue
+        reason = _why_not(module, base)
+        if reason:
+            raise ValueError(
+                f"FP8Config(merge_aware=True): '{name}' {reason}; or leave merge_aware out"
+            )
+        adapted = name
+        if not isinstance(module, MergeAware):
+            add_mixin(module, MergeAware)
+            vars(module)["fp8_merged"] = MergedPayload()
+            for parts in (module.lora_A, module.lora_B):
+                for part in parts.values():
+                    watch(part.weight)
+        count += 1
+    if adapted is None:
+        raise ValueError(
+            "FP8Config(merge_aware=True) trains LoRA on an FP8 base, and no FP8 layer of "
+            f"{type(model).__name__} has an adapter: wrap the model by PEFT (get_peft_model, "
+            "peft_config=) before it is prepared, or leave merge_aware out"
+        )
+    return count
+
+
+def stop_merge_aware(model: nn.Module) -> None:
+    """Undo `make_merge_aware`."""
+    for module in model.modules():
+        if isinstance(module, MergeAware):
+            remove_mixin(module, MergeAware)
+            module.__dict__.pop("fp8_merged", None)
+            for parts in (module.lora_A, module.lora_B):
+                for part in parts.values():
+                    unwatch(part.weight)
+
+
+def _why_not(module: Any, base: Float8Layer) -> str | None:
+    """Return why an adapter and its base make no one weight in FP8, and what to do about it."""
+    kinds = (getattr(module, "lora_A", None), getattr(module, "lora_B", None))
+    if not all(isinstance(kind, nn.ModuleDict) and len(kind) for kind in kinds):
+        return f"is a {type(module).__name__}, and no LoRA; take LoraConfig"
+    for adapter in module.lora_A:
+        if (getattr(module, "lora_variant", None) or {}).get(adapter) or (
+            getattr(module, "use_dora", None) or {}
+        ).get(adapter):
+            return "has DoRA, or another variant that does more than add; take plain LoRA"
+        if (getattr(module, "lora_bias", None) or {}).get(adapter):
+            return "trains a bias of LoRA, which is no part of the weight; set lora_bias=False"
+        if getattr(module.lora_dropout[adapter], "p", 0.0):
+            return (
+                f"has lora_dropout={module.lora_dropout[adapter].p}, and what is dropped before "
+                "an adapter alone is no product with one weight; set lora_dropout=0"
+            )
+        if type(module.lora_A[adapter]) is not nn.Linear:
+            return f"has an adapter of {type(module.lora_A[adapter]).__name__}; take plain LoRA"
+    if base.fp8_transposed:
+        return "adapts a Conv1D, which engines do not read in FP8; adapt nn.Linear layers"
+    if base.frozen_weight is None:
+        return "has a base that is trained, or not stored as FP8 alone; freeze it"
+    if base.frozen_weight is not base.weight:
+        return "has a base that is sharded; train it under DDP or on one device"
+    return None
