@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.measurement import RESULTS, Table, environment, print_table
-from torch_fp8.planner.figure import draw, figure
+from benchmarks.measurement import RESULTS, Table, environment, print_table, read_rows
+from torch_fp8.planner.figure import METHODS, Largest, draw, figure
 from torch_fp8.planner.plan import plan
 
 COLUMNS = ("gpus", "method", "layers", "billion_parameters", "peak_gib")
@@ -43,6 +43,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--published", action="store_true", help="FP8-LM's memory instead")
     parser.add_argument("--gpus", type=int, nargs="+", default=[8, 32, 128])
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS)
     parser.add_argument("--folder", type=Path, default=RESULTS)
     arguments = parser.parse_args()
     about = environment(torch.device("cpu"))
@@ -54,11 +55,9 @@ def main() -> None:
         print_table(PUBLISHED_COLUMNS, table.rows)
         return
     path = arguments.folder / "largest_model.csv"
-    table = Table(path, COLUMNS, ("gpus",), about)
-    found = []
+    table = Table(path, COLUMNS, ("gpus", "method"), about)
     for gpus in arguments.gpus:
-        rows = figure((gpus,), progress=print)
-        found += rows
+        rows = figure((gpus,), arguments.methods, progress=print)
         table.add(
             [
                 {
@@ -71,8 +70,23 @@ def main() -> None:
                 for row in rows
             ]
         )
-    draw(found, path.with_suffix(".png"))
+    draw(drawn(read_rows(path)), path.with_suffix(".png"))
     print_table(COLUMNS, table.rows)
+
+
+def drawn(rows: list[dict[str, str]]) -> list[Largest]:
+    """Return the rows of the CSV in the figure's order."""
+    ordered = sorted(rows, key=lambda row: (int(row["gpus"]), METHODS.index(row["method"])))
+    return [
+        Largest(
+            int(row["gpus"]),
+            row["method"],
+            int(row["layers"]),
+            int(float(row["billion_parameters"]) * 1e9),
+            int(float(row["peak_gib"]) * 2**30),
+        )
+        for row in ordered
+    ]
 
 
 def published_row(
