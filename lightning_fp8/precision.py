@@ -225,7 +225,7 @@ class HostPrecision(FP8Precision):
                 "the models up before loading, in the order in which they were when it was saved"
             )
         for converted, state in zip(models, states, strict=True):
-            if any("amax_history" in key for key in state) and not converted.report.recipe.delayed:
+            if any("amax_history" in key for key in state) and not converted.report.delayed:
                 self.warn(
                     "The checkpoint holds the history of FP8Config(recipe='delayed'), which is not "
                     f"used: the recipe is {converted.report.recipe.name!r}"

@@ -1,5 +1,7 @@
 """Checkpoints: stock keys and plain tensors, both directions, and an exact resume."""
 
+import warnings
+
 import lightning.fabric
 import lightning.pytorch
 import lightning_fabric
@@ -222,6 +224,15 @@ def test_history_that_the_recipe_does_not_use_is_warned_about(tmp_path):
     fit(host, tmp_path, DELAYED, max_epochs=1, save_to=tmp_path / "delayed.ckpt")
     with pytest.warns(UserWarning, match="which is not used: the recipe is 'rowwise'"):
         fit(host, tmp_path, FP8Config(recipe="rowwise"), 2, ckpt_path=tmp_path / "delayed.ckpt")
+
+
+def test_history_of_single_layers_is_used_without_a_warning(tmp_path):
+    host = lightning.pytorch
+    config = FP8Config(recipe="rowwise", overrides={"net.0": {"recipe": "delayed"}})
+    fit(host, tmp_path, config, max_epochs=1, save_to=tmp_path / "delayed.ckpt")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*which is not used")
+        fit(host, tmp_path, config, 2, ckpt_path=tmp_path / "delayed.ckpt")
 
 
 def test_history_of_another_length_is_refused(tmp_path):

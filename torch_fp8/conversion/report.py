@@ -102,6 +102,11 @@ class ConversionReport:
         return self.flops.fp8 / self.flops.total
 
     @property
+    def delayed(self) -> bool:
+        """Whether any layer scales by a history of amaxes."""
+        return any(recipe.delayed for recipe in (self.recipe, *self.overridden.values()))
+
+    @property
     def adapters(self) -> tuple[str, ...]:
         """The qualified names of LoRA adapters, which stay in high precision."""
         return tuple(name for name, reason in self.skipped if reason == ADAPTER)
