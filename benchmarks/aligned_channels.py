@@ -338,7 +338,8 @@ def draw(curves: Path, picture: Path, seed: str = "0") -> None:
     )
     axes.grid(alpha=0.25)
     axes.legend(frameon=False)
-    figure.savefig(picture, dpi=110)
+    for path in (picture, ROOT / "docs/images" / picture.name):  # the page shows its own
+        figure.savefig(path, dpi=110)
     pyplot.close(figure)
 
 
