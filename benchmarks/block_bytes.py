@@ -110,8 +110,12 @@ def _row(
 
 
 @functools.cache
-def count(recipe: str) -> list[Launch]:
-    """Return what a training step of the block launches, attributed to the names of `parts`."""
+def count(recipe: str, smooth: bool = False) -> list[Launch]:
+    """Return what a training step of the block launches, attributed to the names of `parts`.
+
+    Args:
+        smooth: with Smooth-SwiGLU.
+    """
     torch.manual_seed(0)
     of_model = LlamaConfig(
         hidden_size=HIDDEN,
@@ -122,7 +126,7 @@ def count(recipe: str) -> list[Launch]:
     )
     of_model._attn_implementation = "sdpa"
     layer, rotary = LlamaDecoderLayer(of_model, 0).bfloat16(), LlamaRotaryEmbedding(of_model)
-    config = FP8Config(recipe=recipe)
+    config = FP8Config(recipe=recipe, smooth_swiglu=smooth)
     convert_to_float8(layer, config)
     optimizer = torch.optim.AdamW(layer.parameters())
     convert_optimizer(optimizer, config, model=layer)

@@ -148,6 +148,9 @@ class WeightGather:
         shard = self.shard
         if not shard.numel() or not target.numel():
             return
+        if self.spec.granularity == "tensorwise":
+            target[0] = tensor_amax(shard)
+            return
         first = self._first_row()
         if self.spec.granularity == "rowwise":
             target[first : first + shard.shape[0]] = shard.abs().amax(1, keepdim=True).float()
@@ -268,11 +271,16 @@ def _make_scales(group: Any, gathers: list[WeightGather]) -> None:
         # A maximum need not keep a NaN; every backend's keeps an Inf.
         amax = torch.where(amax.isfinite(), amax, torch.inf)
         dist.all_reduce(amax, dist.ReduceOp.MAX, group=group)
-    spec = gathers[0].spec
-    scale = scale_from_amax(amax, spec.format, spec.power_of_two)
-    parts = zip(amax.split(sizes), scale.split(sizes), shapes, strict=True)
-    for gather, (amax_part, scale_part, shape) in zip(gathers, parts, strict=True):
-        gather.set_amax(amax_part.view(shape), scale_part.view(shape))
+    amaxes, specs = amax.split(sizes), [gather.spec for gather in gathers]
+    if len(set(specs)) == 1:
+        scales = scale_from_amax(amax, specs[0].format, specs[0].power_of_two).split(sizes)
+    else:  # layers with options of their own
+        scales = tuple(
+            scale_from_amax(part, spec.format, spec.power_of_two)
+            for part, spec in zip(amaxes, specs, strict=True)
+        )
+    for gather, part, scale, shape in zip(gathers, amaxes, scales, shapes, strict=True):
+        gather.set_amax(part.view(shape), scale.view(shape))
     made = torch.cuda.current_stream(amax.device).record_event() if amax.is_cuda else None
     for gather in gathers:
         gather.made = made

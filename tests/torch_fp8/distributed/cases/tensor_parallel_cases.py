@@ -726,3 +726,28 @@ def case_smooth_swiglu():
                 found.append([median_db(*pair) for pair in zip(want, made, strict=True)])
             results[f"{recipe}, {communication}"] = found
     return results
+
+
+def case_overrides():
+    """Layers of one FSDP2 group with recipes of their own, against the same on one rank."""
+    overrides = {"gate": {"recipe": "delayed"}, "up": {"recipe": "blockwise"}}
+    results = {}
+    for level in ("O1", "O3"):
+        config = FP8Config(recipe="tensorwise", opt_level=level, overrides=overrides)
+        sharded, one = (nn.Sequential(GatedMLP().bfloat16()) for _ in range(2))
+        for model in (sharded, one):
+            convert_to_float8(model, config)
+        fully_shard(sharded[0])
+        fully_shard(sharded)
+        said = str(connect_fsdp(sharded, config))
+        x, g = rand(2, 64, WIDTH), rand(2, 64, WIDTH, seed=1)
+        found = []
+        for _ in range(2):
+            y, want = sharded(x), one(x)
+            found.append(db(want, y))
+            y.backward(g)
+            want.backward(g)
+        found.append(db(one[0].up.weight.grad, full(sharded[0].up.weight.grad)))
+        state = {key.rpartition(".")[2] for key in scaling_state_dict(sharded)}
+        results[level] = [found, said, sorted(state)]
+    return results

@@ -45,6 +45,13 @@ def test_smooth_swiglu_keeps_its_bits_in_parts_and_in_shards(cases):
                 assert max(values) - min(values) < 1.5, recipe
 
 
+def test_layers_of_a_shard_have_recipes_of_their_own(cases):
+    for result in cases["overrides"]:
+        for found, _, state in result.values():
+            assert min(found) > 30
+            assert state == ["amax_history", "last_scale"]
+
+
 def test_gathered_bytes_are_those_of_a_whole_cast(cases):
     assert cases["gathered_bytes_are_those_of_a_whole_cast"] == [[], []]
 
