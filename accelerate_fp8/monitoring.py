@@ -45,7 +45,13 @@ class Monitoring:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(state["config"], state["_say"])  # type: ignore[misc]
 
-    def attach(self, accelerator: Any, model: nn.Module, optimizers: list[Optimizer]) -> None:
+    def attach(
+        self,
+        accelerator: Any,
+        model: nn.Module,
+        optimizers: list[Optimizer],
+        ddp: Callable[[], nn.Module | None],
+    ) -> None:
         """Watch a model from now on, once its optimizers are known.
 
         Raises:
@@ -62,6 +68,7 @@ class Monitoring:
             folder=folder,
             log=to_trackers if self._of_trainer() is None else self._wait,
             say=self._say,
+            ddp=ddp,
             restore=functools.partial(self._restore, ref(accelerator)),
         )
         where = (

@@ -147,12 +147,16 @@ class PreparedOptimizers:
             return 0
         return sum(restore_weights(o) for o in self.that_train(accelerator, model))
 
+    def wrapped(self, model: nn.Module) -> DistributedDataParallel | None:
+        """Return the DistributedDataParallel around a model, if there is one."""
+        ddp = self._wrapped.get(model)
+        return None if ddp is None else ddp()
+
     def _as_wrapped(self, model: nn.Module) -> nn.Module:
         """Return the DistributedDataParallel around a model, or the model itself where there is
         none.
         """
-        ddp = self._wrapped.get(model)
-        return model if ddp is None else ddp() or model
+        return self.wrapped(model) or model
 
 
 def bare(optimizer: Any) -> Any:

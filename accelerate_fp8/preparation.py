@@ -1,6 +1,7 @@
 """Preparation under this engine: conversion, and the start-up summary."""
 
 import contextlib
+import functools
 import logging
 from collections.abc import Iterator, MutableMapping
 from types import MethodType
@@ -178,7 +179,8 @@ class Preparation:
                     log_visibly(f"FP8: {shared}")
                 for model in list(self._announced) if self.config.monitor else ():
                     trained_by = self.optimizers.that_train(accelerator, model)
-                    self.monitoring.attach(accelerator, model, trained_by)
+                    ddp = functools.partial(self.optimizers.wrapped, model)
+                    self.monitoring.attach(accelerator, model, trained_by, ddp)
         finally:
             if outermost:
                 self._waiting, self._collecting = [], False

@@ -165,6 +165,7 @@ def test_a_loop_with_accelerate_logs_to_its_trackers_and_skips_a_spike(
         else:
             optimizer.step()
         optimizer.zero_grad()
+    accelerator.save_state(str(tmp_path / "state"))
     assert sorted(tracker.logged) == [5, 10, 15, 20, 25]
     assert "fp8/0/input/sqnr" in tracker.logged[5]
     assert before is not None
@@ -172,3 +173,27 @@ def test_a_loop_with_accelerate_logs_to_its_trackers_and_skips_a_spike(
     record = read_run(tmp_path)
     assert [e["event"] for e in record.events] == ["loss_spike", "skip"]
     assert record.losses[23] > 10 * record.losses[22]
+
+
+@pytest.mark.filterwarnings("ignore:FP8 monitor, step")
+def test_a_loop_with_accelerate_goes_back_to_its_last_state(launched: Any, tmp_path: Path) -> None:
+    launched(monitor=5, on_loss_spike="restore")
+    accelerator = Accelerator(cpu=True)
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    x, weights = torch.randn(32, 64), []
+    for step in range(1, 23):
+        loss = (model(x) - x).float().pow(2).mean() * (30 if step in (18, 21) else 1)
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        weights.append(model[0].weight.detach().clone())
+        if step == 19:
+            accelerator.save_state(str(tmp_path / "state"))
+    assert torch.equal(weights[17], weights[16])  # nothing to go back to yet
+    assert torch.equal(weights[20], weights[18])
+    assert not torch.equal(weights[19], weights[18])
+    state = json.loads((tmp_path / "state" / "fp8_monitor_state.json").read_text())
+    assert state["step"] == 19

@@ -30,6 +30,9 @@ from torch_fp8.monitor.observer import KINDS, Observer
 from torch_fp8.monitor.parameters import (
     fp8_layers,
     gated_mlps,
+    is_compiled,
+    kinds_of,
+    logits_layer,
     look_at_gated_mlps,
     look_at_updates,
     look_at_weights,
@@ -37,9 +40,7 @@ from torch_fp8.monitor.parameters import (
 )
 from torch_fp8.monitor.run_log import RunLog
 from torch_fp8.monitor.series import PREFIX, Series, is_distributed
-from torch_fp8.monitor.statistics import CLIP, OPERAND, SHARPNESS, SWIGLU, UPDATE
 from torch_fp8.monitor.way_back import WayBack
-from torch_fp8.nn.scaling_buffers import GRAD_OUTPUT
 
 _NAMED = 5
 """Names in a warning, at most."""
@@ -57,6 +58,7 @@ class Monitor:
         folder: where rank zero writes `fp8_monitor.jsonl`; None: nowhere.
         log: called on every rank with name to number and the step.
         say: called on every rank with an event's text.
+        ddp: returns the DistributedDataParallel around the model, if there is one.
         restore: goes back to the host's last checkpoint and returns its name, None where there is
             none yet; None: the host has no such way.
         bounds: of the alarm.
@@ -73,6 +75,7 @@ class Monitor:
         folder: str | Path | None = None,
         log: Callable[[dict[str, float], int], None] | None = None,
         say: Callable[[str], None] | None = None,
+        ddp: Callable[[], nn.Module | None] = lambda: None,
         restore: Callable[[], str | None] | None = None,
         bounds: tuple[Bound, ...] = DEFAULT_BOUNDS,
     ) -> None:
@@ -85,7 +88,8 @@ class Monitor:
             )
         self.config, self.bounds, self.step = config, bounds, 0
         self.events: list[dict[str, Any]] = []
-        self._log, self._say, self._restore = log, say, restore
+        self._log, self._say, self._restore, self._ddp = log, say, restore, ddp
+        self._is_joining = False
         self._optimizers = list(optimizers)
         if not self._optimizers:
             raise ValueError("a monitor finds the end of a step by an optimizer; pass one")
@@ -94,15 +98,15 @@ class Monitor:
         self._mlps = gated_mlps(model)
         self._trained = trained(self._layers)
         self._device = next((p.device for p in model.parameters()), torch.device("cpu"))
-        self.series = Series(self._kinds())
+        self.series = Series(kinds_of(self._layers, self._mlps, config.monitor_probes))
         self.way_back = WayBack(self._layers, self._mlps, config)
         self._observer = Observer(
             self._layers,
             clip_search="clip_search" in config.monitor_probes,
-            head=_head(model) if "logit_sharpness" in config.monitor_probes else None,
+            head=logits_layer(model) if "logit_sharpness" in config.monitor_probes else None,
             failed=self._failed,
         )
-        self._eager = any(_is_compiled(module) for module in model.modules())
+        self._eager = any(is_compiled(module) for module in model.modules())
         self._spikes = LossSpikes()
         self._losses: list[Tensor] = []
         self._pending: list[tuple[int, Tensor]] = []
@@ -197,9 +201,26 @@ class Monitor:
 
     def _begin(self) -> None:
         """Put hooks on the layers if the step that begins is to be measured."""
+        if self._joins():
+            self._measuring = False
+            return
         self._measuring = (self.step + 1) % self.config.monitor == 0
         if self._measuring:
             self._observer.install(eager=self._eager)
+
+    def _joins(self) -> bool:
+        """Return whether ranks may run out of inputs, so that not all of them come to join."""
+        config = getattr(self._ddp(), "_join_config", None)
+        if getattr(config, "enable", False) and not self._is_joining:
+            self._is_joining = True
+            warnings.warn(
+                f"the FP8 monitor measures nothing from step {self.step + 1} on: within "
+                "DistributedDataParallel.join() (join_uneven_inputs) ranks end one by one, and "
+                "their numbers cannot be joined",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        return self._is_joining
 
     def _before_update(self) -> None:
         """Measure, judge and act between the last backward of a step and its update."""
@@ -209,6 +230,10 @@ class Monitor:
                 (step, torch.stack([x.to(self._device) for x in self._losses]).mean())
             )
             self._losses.clear()
+        if self._joins():
+            self._observer.remove()
+            self._pending.clear()
+            return
         # Each rank's own failure must not keep it from the collectives of all.
         if self.config.on_loss_spike != "warn" or self._measuring:
             spiked = self._measure_losses()
@@ -366,31 +391,3 @@ class Monitor:
                 f"FP8 monitor: no layer was seen in step {self.step + 1}, as where the model is "
                 "compiled; measured steps run eagerly from now on"
             )
-
-    def _kinds(self) -> dict[str, tuple[str, ...]]:
-        probes = self.config.monitor_probes
-        kinds: dict[str, tuple[str, ...]] = {}
-        weights = {name for name, _ in self._trained}
-        for name, layer in self._layers:
-            clipped = layer.operand_spec(GRAD_OUTPUT).granularity == "tensorwise"
-            for operand, kind in KINDS.items():
-                searched = operand == GRAD_OUTPUT and clipped and "clip_search" in probes
-                kinds[f"{name}/{kind}"] = (*OPERAND, *(CLIP if searched else ()))
-            if name in weights:
-                kinds[f"{name}/weight"], kinds[f"{name}/update"] = OPERAND, UPDATE
-        kinds |= {f"{name}/swiglu": SWIGLU for name, _, _ in self._mlps}
-        if "logit_sharpness" in probes:
-            kinds["logits"] = SHARPNESS
-        return kinds
-
-
-def _head(model: nn.Module) -> nn.Module | None:
-    """Return the layer whose output is the logits."""
-    get = getattr(model, "get_output_embeddings", None)
-    found = get() if callable(get) else getattr(model, "lm_head", None)
-    return found if isinstance(found, nn.Module) else None
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    compiled = getattr(module, "_compiled_call_impl", None) is not None
-    return compiled or type(module).__name__ == "OptimizedModule"

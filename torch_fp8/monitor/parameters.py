@@ -1,6 +1,6 @@
 """What is measured between a step's last backward and its update: weights, updates, MLPs."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,9 +10,14 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from torch_fp8.conversion.detect_gated_mlp import gated_mlp_spec
-from torch_fp8.monitor.observer import delayed_scale_of
+from torch_fp8.monitor.observer import KINDS, delayed_scale_of
 from torch_fp8.monitor.series import is_distributed
 from torch_fp8.monitor.statistics import (
+    CLIP,
+    OPERAND,
+    SHARPNESS,
+    SWIGLU,
+    UPDATE,
     alignment_statistics,
     operand_statistics,
     update_statistics,
@@ -20,7 +25,7 @@ from torch_fp8.monitor.statistics import (
 from torch_fp8.nn.class_swap import unwrapped_name
 from torch_fp8.nn.gated_mlp import FusedGateUpSpec, GatedMLPSpec
 from torch_fp8.nn.linear import Float8Layer
-from torch_fp8.nn.scaling_buffers import WEIGHT
+from torch_fp8.nn.scaling_buffers import GRAD_OUTPUT, WEIGHT
 from torch_fp8.quantization.block_scaled import matrix_shape
 from torch_fp8.tensor.dtensor import local
 from torch_fp8.tensor.float8_grad import Float8Grad
@@ -129,3 +134,32 @@ def _aligned(
         return None  # a rank's rows of gate and of up belong to other channels
     first, second = tensors[0].chunk(2)
     return first, second
+
+
+def kinds_of(layers: Layers, mlps: GatedMLPs, probes: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """Return what is measured: ``<qualified layer>/<kind>`` to statistics, as `Series` takes it."""
+    kinds: dict[str, tuple[str, ...]] = {}
+    for name, layer in layers:
+        clipped = layer.operand_spec(GRAD_OUTPUT).granularity == "tensorwise"
+        for operand, kind in KINDS.items():
+            searched = operand == GRAD_OUTPUT and clipped and "clip_search" in probes
+            kinds[f"{name}/{kind}"] = (*OPERAND, *(CLIP if searched else ()))
+        if layer.weight.requires_grad:
+            kinds[f"{name}/weight"], kinds[f"{name}/update"] = OPERAND, UPDATE
+    kinds |= {f"{name}/swiglu": SWIGLU for name, _, _ in mlps}
+    if "logit_sharpness" in probes:
+        kinds["logits"] = SHARPNESS
+    return kinds
+
+
+def logits_layer(model: nn.Module) -> nn.Module | None:
+    """Return the layer whose output is the logits."""
+    get = getattr(model, "get_output_embeddings", None)
+    found = get() if callable(get) else getattr(model, "lm_head", None)
+    return found if isinstance(found, nn.Module) else None
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Return whether torch.compile runs a module."""
+    compiled = getattr(module, "_compiled_call_impl", None) is not None
+    return compiled or type(module).__name__ == "OptimizedModule"

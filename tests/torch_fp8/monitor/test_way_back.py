@@ -3,6 +3,7 @@
 import copy
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -162,6 +163,18 @@ def test_what_contradicts_itself_is_refused():
     convert_to_float8(layer, config)
     with pytest.raises(ValueError, match="this host offers none"):
         Monitor(layer, [torch.optim.SGD(layer.parameters(), lr=0.1)], config)
+
+
+def test_nothing_is_measured_where_ranks_run_out_of_inputs_one_by_one():
+    watched = Watched(recipe="tensorwise", on_loss_spike="skip")
+    watched.step()
+    joining = SimpleNamespace(_join_config=SimpleNamespace(enable=True))
+    watched.monitor._ddp = lambda: joining
+    with pytest.warns(RuntimeWarning, match="measures nothing from step 2 on: within .*join"):
+        watched.step()
+    watched.step()
+    assert list(watched.logged) == [1]
+    assert not any(m._forward_pre_hooks for m in watched.model.modules())
 
 
 @pytest.fixture(scope="module")
