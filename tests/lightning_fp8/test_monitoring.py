@@ -1,5 +1,6 @@
 """The monitor's numbers stand in Lightning's loggers, and its state in Lightning's checkpoints."""
 
+import lightning.fabric
 import lightning.pytorch
 import pytest
 import pytorch_lightning
@@ -101,3 +102,31 @@ def test_a_fall_back_outlives_a_checkpoint_and_restore_goes_back_to_it(tmp_path)
     assert model.kept.keys() == {19, 20}
     layer = next(e["layer"] for e in read_run(tmp_path).events if e["event"] == "fallback")
     assert layer == "net.0"
+
+
+@pytest.mark.filterwarnings("ignore:FP8 monitor, step")
+def test_fabric_measures_and_falls_back_and_says_that_it_knows_no_logger():
+    config = FP8Config(recipe="tensorwise", monitor=2, on_alarm="bf16")
+    fabric = lightning.fabric.Fabric(accelerator="cpu", plugins=[FP8Precision(config)])
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    model, optimizer = fabric.setup(net, torch.optim.AdamW(net.parameters(), lr=1e-3))
+    for batch in list(_data(outlier=[2]))[:4]:
+        loss = (model(batch) - batch).float().pow(2).mean()
+        fabric.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    ((_, monitor),) = fabric._precision._monitors
+    assert is_paused(net[0])
+    assert [e["event"] for e in monitor.events][:2] == ["alarm", "fallback"]
+    assert monitor.step == 4
+    refused = FP8Config(recipe="tensorwise", monitor=2, on_loss_spike="restore")
+    fabric = lightning.fabric.Fabric(accelerator="cpu", plugins=[FP8Precision(refused)])
+    with pytest.raises(ValueError, match="this host offers none"):
+        _fit_one(fabric)
+
+
+def _fit_one(fabric):
+    net = nn.Linear(64, 64)
+    model, _ = fabric.setup(net, torch.optim.AdamW(net.parameters()))
+    model(torch.randn(8, 64))
