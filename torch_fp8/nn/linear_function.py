@@ -8,6 +8,7 @@ Legend: M tokens, K in, N out.
 
 import functools
 import math
+import warnings
 from typing import Any, NamedTuple
 
 import torch
@@ -94,6 +95,17 @@ def _options(
     return LinearOptions("", dtype, out_dtype, recipe, quantizers, emulate, training)
 
 
+@functools.cache
+def _warn_of_decoding() -> None:
+    warnings.warn(
+        "FP8: a compiled forward of one token casts the weights of its FP8 layers at each token, "
+        "for a graph cannot tell whether a weight has changed. Generate without a graph, where "
+        "they are cast once (transformers: generate(disable_compile=True), as TRL does), or store "
+        "them as FP8 alone, torch_fp8.freeze(model)",
+        stacklevel=2,
+    )
+
+
 @torch.compiler.allow_in_graph
 def linear_in_graph(
     x: Tensor,
@@ -112,6 +124,8 @@ def linear_in_graph(
         out_dtype, training: see `LinearOptions`.
     """
     written_in_backward(buffers)
+    if not torch.is_grad_enabled() and x.ndim == 3 and type(x.shape[1]) is int and x.shape[1] == 1:
+        _warn_of_decoding()
     rows = x.reshape(-1, x.shape[-1])
     options = _options(text, x.dtype, out_dtype, training)
     y = linear(rows, weight, bias, rows.shape, options, *buffers)

@@ -1,0 +1,153 @@
+"""Generation on a policy multiplies by the FP8 weights of training, cast once for all tokens."""
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from transformers import ContinuousBatchingConfig
+
+import torch_fp8.tensor.quantizer
+from tests.fp8_checkpoints import tiny_llama
+from torch_fp8 import FP8Config, convert_to_float8
+from torch_fp8.nn import linear_function
+from torch_fp8.nn.linear import Float8Layer
+from torch_fp8.nn.rollout import rollout
+from torch_fp8.ops.quantize import dequantize
+
+IDS = torch.randint(4, 256, (3, 6), generator=torch.Generator().manual_seed(0))
+NEW = 8
+COMMON: dict[str, Any] = {"max_new_tokens": NEW, "min_new_tokens": NEW, "do_sample": False}
+
+
+def policy(recipe: str, **options: Any) -> Any:
+    torch.manual_seed(0)
+    model = tiny_llama(pad_token_id=0).bfloat16()
+    convert_to_float8(model, FP8Config(recipe=recipe, **options))
+    model.train()
+    model(IDS, labels=IDS).loss.backward()  # delayed scaling has a history now
+    return model
+
+
+def plain(model: Any) -> Any:
+    return model.generate(input_ids=IDS[:1], **COMMON)
+
+
+def batched(model: Any) -> Any:
+    mask = torch.ones_like(IDS)
+    mask[1, :3] = 0
+    return model.generate(input_ids=IDS, attention_mask=mask, **COMMON)
+
+
+def static(model: Any) -> Any:
+    mask = torch.ones_like(IDS)
+    return model.generate(
+        input_ids=IDS, attention_mask=mask, cache_implementation="static", **COMMON
+    )
+
+
+def continuous(model: Any) -> Any:
+    config = ContinuousBatchingConfig(num_blocks=8, block_size=32, max_batch_tokens=64)
+    model.generation_config.do_sample = False
+    with torch.no_grad():
+        return model.generate_batch(
+            [row.tolist() for row in IDS],
+            **{"max_new_tokens": NEW, "continuous_batching_config": config},
+        )
+
+
+WAYS = {"plain": plain, "batched": batched, "static": static, "continuous": continuous}
+
+
+@pytest.fixture
+def casts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The addresses of what is cast, in order."""
+    places: list[int] = []
+    original = torch_fp8.tensor.quantizer.quantize_layouts
+
+    def counted(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        places.append(x.data_ptr())
+        return original(x, *args, **kwargs)
+
+    monkeypatch.setattr(torch_fp8.tensor.quantizer, "quantize_layouts", counted)
+    return places
+
+
+def weights_of(model: Any) -> list[int]:
+    return [m.weight.data_ptr() for m in model.modules() if isinstance(m, Float8Layer)]
+
+
+@pytest.mark.parametrize(
+    ("way", "recipe"),
+    [
+        ("plain", "tensorwise"),
+        ("batched", "rowwise"),
+        ("static", "blockwise"),
+        ("continuous", "rowwise"),
+    ],
+)
+def test_a_rollout_casts_each_weight_once(casts: list[int], way: str, recipe: str) -> None:
+    model = policy(recipe)
+    for _ in range(2):
+        casts.clear()
+        with rollout(model):
+            WAYS[way](model)
+            WAYS[way](model)  # another batch of the same policy
+        weights = weights_of(model)
+        assert len(weights) == 14
+        assert sorted(place for place in casts if place in weights) == sorted(weights)
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "blockwise"])
+def test_a_rollout_multiplies_by_the_weights_of_training(
+    monkeypatch: pytest.MonkeyPatch, recipe: str
+) -> None:
+    """And on the same tokens gives the logits of the training forward."""
+    model, seen = policy(recipe), []
+    original = linear_function._fprop
+
+    def spy(x: Any, w: Any, *args: Any) -> Any:
+        seen.append(dequantize(w))
+        return original(x, w, *args)
+
+    monkeypatch.setattr(linear_function, "_fprop", spy)
+    trained = model(IDS).logits
+    of_training, seen[:] = seen[:], []
+    with rollout(model), torch.no_grad():
+        sampled = model(IDS).logits
+        again = model(IDS).logits
+    assert len(of_training) == 14
+    assert all(torch.equal(w, of_training[i % 14]) for i, w in enumerate(seen))
+    assert torch.equal(sampled, trained)
+    assert torch.equal(again, trained)
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "delayed"])
+def test_outside_of_a_rollout_training_goes_on_as_before(recipe: str) -> None:
+    model = policy(recipe)
+    with rollout(model):
+        plain(model)
+        layers = [m for m in model.modules() if isinstance(m, Float8Layer)]
+        assert all(layer.fp8_kept_weight.payload is not None for layer in layers)
+        assert not any(layer.training for layer in layers)
+        assert model.training
+    assert all(layer.fp8_kept_weight.payload is None for layer in layers)
+    assert all(layer.training for layer in layers)
+    off = policy("rowwise", eval_fp8=False)
+    with rollout(off):
+        assert all(m.training for m in off.modules() if isinstance(m, Float8Layer))
+
+
+def test_a_compiled_decode_says_that_it_casts_weights_at_each_token() -> None:
+    linear_function._warn_of_decoding.cache_clear()
+    model = policy("rowwise").eval()
+    compiled = torch.compile(model, backend="aot_eager")
+    with torch.no_grad(), warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        compiled(IDS)
+        assert not [w for w in said if "each token" in str(w.message)]
+        for _ in range(2):
+            compiled(IDS[:, :1])
+    told = [str(w.message) for w in said if "each token" in str(w.message)]
+    assert len(told) == 1
+    assert "disable_compile=True" in told[0]
