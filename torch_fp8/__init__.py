@@ -14,6 +14,7 @@ from torch_fp8.conversion.weight_sync import weights_for_engine
 from torch_fp8.distributed.comm_counter import CommunicationCount, count_communication
 from torch_fp8.monitor.monitor import Monitor
 from torch_fp8.nn.linear import Float8Linear
+from torch_fp8.nn.rollout import rollout
 from torch_fp8.optim.convert import (
     OptimizerReport,
     convert_optimizer,
@@ -48,6 +49,7 @@ __all__ = [
     "plan",
     "restore_weights",
     "revert",
+    "rollout",
     "scaling_state_dict",
     "selective_checkpoint_contexts",
     "stream_state_dict",

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torch_fp8._version import __version__
 from torch_fp8.conversion.safetensors_writer import PlannedTensor
 from torch_fp8.ops.quantize import QuantizedTensor
 from torch_fp8.quantization.payload_shape import scale_shape
@@ -195,5 +196,5 @@ def check_format(name: str) -> None:
 
 
 def _producer() -> dict[str, str]:
-    # Engines know files of this name by their producer, and read nothing else of it.
-    return {"name": "modelopt", "version": "0.33.0"}
+    # Engines ask for the name, which is that of the format; the version says who wrote the file.
+    return {"name": "modelopt", "version": f"torch-fp8 {__version__}"}

@@ -21,6 +21,7 @@ from torch_fp8.conversion.export_plan import (
     walk,
 )
 from torch_fp8.conversion.fold_adapters import ADAPTERS, AdapterFold, adapted_layers
+from torch_fp8.nn.layer_filter import expert_weights
 from torch_fp8.nn.linear import Float8Layer
 from torch_fp8.ops.quantize import dequantize
 from torch_fp8.tensor.base import QuantizableTensor
@@ -47,8 +48,8 @@ def weights_for_engine(
         The iterator; the tensors of one layer exist at a time. Tied weights come once.
     Raises:
         ValueError: an engine or an adapter that is unknown; for the FP8 engines a layer that does
-            not run blockwise, or whose blocks the engine would cut elsewhere, with its name; a
-            weight that is not finite, sharded or without values, when its turn comes.
+            not run blockwise, or whose blocks the engine would cut elsewhere, with its name; fused
+            experts; a weight that is not finite, sharded or without values, when its turn comes.
         TypeError: `model` is none of transformers.
     """
     if engine not in ENGINES:
@@ -60,6 +61,12 @@ def weights_for_engine(
     fold = AdapterFold(root, merge=adapters == "merge")
     modules = fold.walk if found else walk
     if engine == "bf16":
+        for name, module in fold.walk(root):
+            for full, _ in expert_weights(name, module):
+                raise ValueError(
+                    f"'{full}' has another name in checkpoints, where each expert has weights of "
+                    "its own, and engines know these names; save the model with save_pretrained"
+                )
         return _in_bf16(root, fold)
     plan = plan_export(root, "fine-grained", modules, adapted=fold if found else None)
     refuse_other_names(root, plan)

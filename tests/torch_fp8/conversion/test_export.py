@@ -12,7 +12,7 @@ from torch import nn
 
 import torch_fp8
 from tests.fp8_checkpoints import LiveStorages, exact, tiny_llama, write_llama
-from torch_fp8 import FP8Config, convert_to_float8, export
+from torch_fp8 import FP8Config, convert_to_float8, export, weights_for_engine
 from torch_fp8.conversion import safetensors_writer, whole_folder
 from torch_fp8.nn import linear_function
 
@@ -414,6 +414,8 @@ def test_fused_experts_are_refused_by_name(tmp_path):
     convert_to_float8(model, "blockwise")
     with pytest.raises(ValueError, match=r"'model.layers.0.mlp.experts.gate_up_proj' holds fused"):
         export(model, tmp_path / "out")
+    with pytest.raises(ValueError, match=r"'model.layers.0.mlp.experts.gate_up_proj' has another"):
+        weights_for_engine(model)
 
 
 def test_missing_weights_are_refused_by_name(tmp_path):
