@@ -21,6 +21,7 @@ METHODS = (BF16, FP8_LM, "O1", "O2", "O3")
 _FP8_LM_STATES, _FP8_LM_GRADIENT, _BF16_GRADIENT = 5.0, 1.0, 4.0
 _FP8_LM_ACTIVATIONS = 18.33 / 22.66
 _MOST_LAYERS, _STEP = 400, 4
+_TICKS = [m * 10.0**e for e in range(-2, 4) for m in (1, 3)]
 
 
 class Largest(NamedTuple):
@@ -68,15 +69,22 @@ def draw(rows: Sequence[Largest], path: Path) -> None:
     methods = list(dict.fromkeys(row.method for row in rows))
     colours = {BF16: "0.6", FP8_LM: "tab:orange", "O1": "#a6cee3", "O2": "#4a90c4", "O3": "#08519c"}
     width = 0.8 / len(methods)
+    found = [row.parameters / 1e9 for row in rows if row.parameters]
+    low, high = min(found, default=1.0), max(found, default=1.0)
     for i, method in enumerate(methods):
-        found = [row for row in rows if row.method == method]
-        places = [counts.index(row.gpus) + (i - (len(methods) - 1) / 2) * width for row in found]
-        sizes = [row.parameters / 1e9 for row in found]
+        of_method = [row for row in rows if row.method == method]
+        shift = (i - (len(methods) - 1) / 2) * width
+        places = [counts.index(row.gpus) + shift for row in of_method]
+        sizes = [row.parameters / 1e9 for row in of_method]
         bars = axes.bar(places, sizes, 0.92 * width, label=method, color=colours[method])
         axes.bar_label(bars, [f"{size:.0f}" for size in sizes], fontsize=7)
     axes.set_xticks(range(len(counts)), [f"{n} GPUs" for n in counts])
     axes.set_yscale("log")
+    axes.set_yticks([n for n in _TICKS if low / 2 <= n <= high * 2], minor=False)
+    axes.yaxis.set_major_formatter(lambda value, place: f"{value:g}")
+    axes.yaxis.set_minor_locator(importlib.import_module("matplotlib.ticker").NullLocator())
     axes.set_ylabel("largest model, billion parameters")
+    axes.set_ylim(low / 1.5, high * 1.8)
     axes.legend(fontsize=8, frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
     drawn.savefig(path, dpi=150, format="png")
