@@ -102,6 +102,12 @@ class Monitoring:
             for series in waiting:
                 log_silently(trainer, series)
 
+    def finish(self) -> None:
+        """Write what is left, and say what has happened, when a Trainer has ended."""
+        for monitor in self._monitors.values():
+            monitor.flush()
+            self._say(monitor.summary())
+
     def save(self, folder: str | Path, is_main_process: bool) -> None:
         """Write what a resumed run goes on from beside a checkpoint, all ranks having the same."""
         self.checkpoint = str(folder)

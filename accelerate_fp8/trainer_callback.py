@@ -17,6 +17,10 @@ class MonitorCallback(TrainerCallback):
         """Log what was measured in the step that has ended."""
         self.monitoring.to_trainer()
 
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Write what is left, and say what has happened."""
+        self.monitoring.finish()
+
 
 def log_silently(trainer: Any, series: dict[str, float]) -> None:
     """Log as the Trainer does, to all but the screen, on which hundreds of numbers help nobody.

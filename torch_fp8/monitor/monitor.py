@@ -162,10 +162,17 @@ class Monitor:
         for handle in self._handles:
             handle.remove()
         self._handles = []
-        self._measure_losses()
-        if self._file is not None and self._written and not self._has_failed:
-            self._write()
+        self.flush()
         self.way_back.undo()
+
+    def flush(self) -> None:
+        """Write the losses since the last measured step, on all ranks together."""
+        try:
+            self._measure_losses()
+            if self._file is not None and self._written and not self._has_failed:
+                self._write()
+        except Exception as error:
+            self._failed(error)
 
     # ---- the course of a step --------------------------------------------------------------------
 
