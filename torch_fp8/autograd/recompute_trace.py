@@ -32,6 +32,10 @@ CASTS = (
     "swiglu_save",
     "swiglu_quantize",
     "swiglu_quantize_delayed",
+    "swiglu_save_columns",
+    "column_amax",
+    "smooth_factors",
+    "quantize_columns",
 )
 """Operators of torch_fp8 that return FP8, scales and statistics, and no 16-bit tensor."""
 HISTORY = {

@@ -50,6 +50,7 @@ POINTS: dict[str, dict[str, tuple[str, ...]]] = {
         "accelerate.accelerator": (
             "Accelerator.__init__",
             "Accelerator._prepare_fsdp2",
+            "Accelerator.backward",
             "Accelerator.clip_grad_norm_",
             "Accelerator.clip_grad_value_",
             "Accelerator.fp8_backend",

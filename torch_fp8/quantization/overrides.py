@@ -68,7 +68,11 @@ class Overrides(dict[str, "dict[str, Any] | None"]):
         raise TypeError("FP8Config.overrides does not change; dataclasses.replace makes a new one")
 
     __setitem__ = __delitem__ = __ior__ = _refuse
-    clear = pop = popitem = setdefault = update = _refuse
+    clear = popitem = setdefault = update = _refuse
+
+    def pop(self, key: str, *default: Any) -> Any:
+        """Return the default of a key that is not there, which LightningCLI asks for."""
+        return default[0] if default and key not in self else self._refuse()
 
 
 def _plain(options: Mapping[str, Any]) -> dict[str, Any]:
