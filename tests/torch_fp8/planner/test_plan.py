@@ -27,6 +27,7 @@ def test_predicted_bytes_are_those_of_a_trained_model(layout, level):
     assert dataclasses.asdict(predicted) == dataclasses.asdict(memory_report(model, optimizer))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("gpus", [1, 4])
 @pytest.mark.parametrize("level", ["bf16-mixed", "O2"])
 def test_the_step_is_that_of_the_whole_model(level, gpus):
