@@ -1,0 +1,131 @@
+"""What of LoRA's improvement is left when the adapter has been merged into an FP8 base.
+
+    nice -n 19 python -m benchmarks.merge_aware   # from the root; three minutes
+
+A small Llama has learned the standard library in BF16 (as in `benchmarks.rollout_logprobs`). LoRA
+over its FP8 base then learns the same text read backwards, as PEFT has it (``plain``) and with
+``FP8Config(merge_aware=True)`` (``aware``), with the same batches, at several learning rates: the
+smaller, the smaller is what the adapter adds. The trained model is exported with
+``adapters="merge"`` and read again by `torch_fp8.load_frozen`.
+
+* ``base``, ``trained``, ``merged``: loss of the same windows, in FP8 with recipe blockwise: before,
+  as trained, and of the merged checkpoint.
+* ``kept``: ``(base - merged) / (base - trained)``.
+* ``delta``: norm of what the adapters add, over that of the weights.
+* ``equal_logits``: whether the merged checkpoint's logits are those of the trained forward, bit for
+  bit.
+* ``casts``, ``bytes``: the weights that one step folds and casts, and the bytes of them that are
+  kept for backward beside the base.
+"""
+
+import argparse
+import copy
+import csv
+import math
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from benchmarks import pretraining
+from benchmarks.recipes_loss import ROOT
+from benchmarks.rollout_logprobs import HIDDEN, LAYERS, about, train
+from examples import tiny_llama
+from torch_fp8 import FP8Config, convert_to_float8, export, load_frozen
+from torch_fp8.nn.merge_aware import MergeAware
+from torch_fp8.tensor.frozen_weight import Float8FrozenWeight
+
+RESULTS = ROOT / "benchmarks/results/merge_aware.csv"
+STEPS_BF16, STEPS, RATES = 150, 40, (2e-4, 1e-3, 5e-3)
+BATCH, TOKENS, EVALUATED = 8, 64, 32
+LEAST = 0.95
+COLUMNS = [
+    *("way", "rate", "delta", "base", "trained", "merged", "kept", "equal_logits"),
+    *("casts", "bytes", "steps", "torch", "transformers", "commit", "date", "command"),
+]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--csv", type=Path, default=RESULTS)
+    arguments = parser.parse_args()
+    tokens, _, vocab_size = pretraining.corpus()
+    torch.manual_seed(0)
+    base = tiny_llama.build(vocab_size, HIDDEN, LAYERS, pad_token_id=0, eos_token_id=1)
+    train(base, tokens, STEPS_BF16)
+    rows = [row for rate in RATES for row in measure(base, tokens.flip(0), rate, STEPS)]
+    with arguments.csv.open("w", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows({**row, **about("benchmarks.merge_aware")} for row in rows)
+    print(f"wrote {arguments.csv}")
+
+
+def measure(base: Any, tokens: Tensor, rate: float, steps: int) -> list[dict[str, Any]]:
+    """Train both ways, and return a row for each."""
+    evaluated = pretraining.windows(tokens, EVALUATED, torch.Generator().manual_seed(9))[:, :TOKENS]
+    rows = []
+    for way in ("plain", "aware"):
+        torch.manual_seed(0)
+        lora = LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM")
+        model = get_peft_model(copy.deepcopy(base), lora)
+        convert_to_float8(model, FP8Config(recipe="blockwise", merge_aware=way == "aware"))
+        before, _ = loss_of(model, evaluated)
+        adapters = [p for p in model.parameters() if p.requires_grad]
+        optimizer = torch.optim.AdamW(adapters, lr=rate)
+        generator = torch.Generator().manual_seed(1)
+        for _ in range(steps):
+            windows = pretraining.windows(tokens, BATCH, generator)[:, :TOKENS]
+            pretraining.loss_of(model.train(), windows).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        trained, logits = loss_of(model, evaluated)
+        with tempfile.TemporaryDirectory() as folder:
+            export(model, Path(folder) / "merged", adapters="merge")
+            served = load_frozen(AutoModelForCausalLM, Path(folder) / "merged", "blockwise")
+            merged, of_merged = loss_of(served, evaluated)
+        layers = [m for m in model.modules() if isinstance(m, MergeAware)]
+        row = {
+            "way": way,
+            "rate": rate,
+            "delta": f"{delta_of(model):.5f}",
+            "base": f"{before:.5f}",
+            "trained": f"{trained:.5f}",
+            "merged": f"{merged:.5f}",
+            "kept": f"{(before - merged) / (before - trained):.4f}",
+            "equal_logits": torch.equal(logits, of_merged),
+            "casts": len(layers),
+            "bytes": sum(m.base_layer.weight.numel() for m in layers),
+            "steps": steps,
+        }
+        print(*row.values(), flush=True)
+        rows.append(row)
+    return rows
+
+
+@torch.no_grad()
+def loss_of(model: Any, windows: Tensor) -> tuple[float, Tensor]:
+    """Return the loss of these windows in evaluation, and their logits."""
+    with torch.autocast("cpu", torch.bfloat16):
+        made = model.eval()(input_ids=windows, labels=windows, use_cache=False)
+    return float(made.loss), made.logits
+
+
+@torch.no_grad()
+def delta_of(model: Any) -> float:
+    """Return the norm of what the adapters add, over that of the weights below them."""
+    added = total = 0.0
+    for layer in model.modules():
+        weight = getattr(getattr(layer, "base_layer", None), "weight", None)
+        if isinstance(weight, Float8FrozenWeight):
+            added += layer.get_delta_weight("default").double().square().sum().item()
+            total += weight.dequantize().double().square().sum().item()
+    return math.sqrt(added / total)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,63 @@
+"""Figures in the pages are those of the CSV files that they name."""
+
+from itertools import groupby
+from pathlib import Path
+
+from benchmarks.measurement import RESULTS, read_rows
+
+PAGES = Path(__file__).parents[2] / "docs"
+
+
+def test_the_largest_models():
+    page = (PAGES / "planning.md").read_text()
+    rows = read_rows(RESULTS / "largest_model.csv")
+    methods = ("bf16-mixed", "FP8-LM", "O1", "O2", "O3")
+    found = {(row["gpus"], row["method"]): float(row["billion_parameters"]) for row in rows}
+    assert len(found) == len(rows) == 3 * len(methods)
+    for gpus in ("8", "32", "128"):
+        of_gpus = [found[gpus, method] for method in methods]
+        assert f"| {gpus} | " + " | ".join(f"{n:.1f}" for n in of_gpus) + " |" in page
+        assert 2.0 <= round(of_gpus[-1] / of_gpus[0], 1) <= 2.5
+        assert of_gpus[1] == of_gpus[-1]  # "O3 holds as much"
+    picture = (RESULTS / "largest_model.png").read_bytes()
+    assert picture == (PAGES / "images/largest_model.png").read_bytes()
+
+
+def test_fp8_lms_published_memory():
+    page = (PAGES / "planning.md").read_text()
+    rows = read_rows(RESULTS / "published_memory.csv")
+    assert len(rows) == 3
+    for row in rows:
+        figures = ("published_bf16_gb", "predicted_bf16_gb", "fsdp_bf16_gb")
+        figures = (*figures, "published_fp8_lm_gb", "fsdp_o3_gb")
+        assert " | ".join(row[name] for name in figures) + " |" in page
+
+
+def test_aligned_channels():
+    page = (PAGES / "smooth_swiglu.md").read_text()
+    rows = read_rows(RESULTS / "aligned_channels.csv")
+    planted = [r for r in rows if (r["faults"], r["seed"]) == ("both", "0")]
+    assert len(planted) == 5
+    for recipe, of_recipe in groupby(sorted(planted, key=_recipe), _recipe):
+        if recipe == "bf16":
+            continue
+        ends = {row["smooth_swiglu"]: float(row["rel_diff"]) for row in of_recipe}
+        assert (
+            f"| {recipe} | {ends['False']:+.1%} | {ends['True']:+.2%} |".replace("%", " %") in page
+        )
+        assert abs(ends["True"]) < 0.005 < 0.05 < ends["False"]
+
+
+def test_differences_of_rollouts():
+    page = (PAGES / "rollouts.md").read_text()
+    rows = read_rows(RESULTS / "rollout_logprobs.csv")
+    found = {(r["trainer"], r["recipe"]): r for r in rows}
+    for recipe in {r["recipe"] for r in rows} - {""}:
+        same, mixed = found["fp8", recipe], found["bf16", recipe]
+        error = f"{float(same['multiplicative_error']):.4f}"
+        line = f"| {recipe} | {same['difference']} | {mixed['difference']} | {error} |"
+        assert line in page
+
+
+def _recipe(row):
+    return row["recipe"]

@@ -1,0 +1,55 @@
+"""In FP8 on both sides rollouts are nearer to training than FP8 rollouts are to a BF16 trainer."""
+
+import csv
+import math
+
+import torch
+
+from benchmarks import merge_aware, rollout_logprobs
+from benchmarks.rollout_logprobs import PER_TOKEN
+from examples import tiny_llama
+from torch_fp8.quantization.recipe import RECIPES
+
+
+def test_recorded_differences():
+    with rollout_logprobs.RESULTS.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    found = {(r["trainer"], r["rollout"], r["recipe"]): float(r["difference"]) for r in rows}
+    assert len(found) == len(rows) == 1 + 2 * len(RECIPES)
+    for row in rows:
+        error = math.exp(float(row["difference"]))
+        assert abs(float(row["multiplicative_error"]) - error) < 1e-4
+    for recipe in PER_TOKEN:
+        same, mixed = found["fp8", "fp8", recipe], found["bf16", "fp8", recipe]
+        assert same < mixed / 4
+        assert math.exp(same) <= 1.03
+
+
+def test_recorded_merges():
+    with merge_aware.RESULTS.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["way"] for row in rows] == ["plain", "aware"] * len(merge_aware.RATES)
+    for plain, aware in zip(rows[::2], rows[1::2], strict=True):
+        assert float(aware["kept"]) >= merge_aware.LEAST
+        assert aware["equal_logits"] == "True"
+        assert plain["equal_logits"] == "False"
+        assert float(aware["trained"]) < float(aware["base"])
+        for row in (plain, aware):
+            base, trained, merged = (float(row[k]) for k in ("base", "trained", "merged"))
+            assert abs((base - merged) / (base - trained) - float(row["kept"])) < 0.02
+
+
+def test_short_runs_give_such_rows(monkeypatch):
+    monkeypatch.setattr(rollout_logprobs, "RECIPES", {"rowwise": None})
+    monkeypatch.setattr(rollout_logprobs, "NEW", 4)
+    tokens = torch.arange(4096) % 250
+    torch.manual_seed(0)
+    base = tiny_llama.build(256, 128, 1, pad_token_id=0, eos_token_id=1)
+    rollout_logprobs.train(base, tokens, 1)
+    rows = rollout_logprobs.measure(base, tokens, seeds=1)
+    assert [row["trainer"] for row in rows] == ["bf16", "fp8", "bf16"]
+    assert all(row["tokens"] == str(4 * rollout_logprobs.PROMPTS) for row in rows)
+    plain, aware = merge_aware.measure(base, tokens, 1e-3, steps=1)
+    assert (plain["casts"], aware["casts"]) == (0, 7)
+    assert aware["equal_logits"]
+    assert aware["trained"] == aware["merged"]
