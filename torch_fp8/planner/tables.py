@@ -17,9 +17,7 @@ def show(plan: Plan, stream: TextIO, *, rich: bool) -> None:
         return
     console = importlib.import_module("rich.console").Console(file=stream, highlight=False)
     text = importlib.import_module("rich.text").Text
-    table = importlib.import_module("rich.table").Table(
-        title=headline(plan), title_justify="left", safe_box=True
-    )
+    table = importlib.import_module("rich.table").Table(safe_box=True)
     head, *rows = lines_of(plan)
     table.add_column(head[0], no_wrap=True)
     for name in head[1:]:
@@ -27,6 +25,7 @@ def show(plan: Plan, stream: TextIO, *, rich: bool) -> None:
     for row in rows:
         style = "bold" if row[0] in ("peak", "fits") else ""
         table.add_row(*(text(cell, style=_style(cell) or style) for cell in row))
+    console.print(text(headline(plan), style="bold"))
     console.print(table)
     console.print(text("\n".join(notes(plan))))
 
