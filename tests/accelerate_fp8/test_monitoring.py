@@ -58,7 +58,11 @@ def _outlier(trainer: Trainer, steps: range) -> None:
 
 
 def test_an_unmodified_trainer_logs_the_series_and_writes_them(
-    launched: Any, tmp_path: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]
+    launched: Any,
+    tmp_path: Path,
+    tiny_model: Path,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     launched(monitor=2)
     trainer = _trainer(tmp_path, tiny_model, 7, save_strategy="no")
@@ -67,12 +71,11 @@ def test_an_unmodified_trainer_logs_the_series_and_writes_them(
     measured = [entry for entry in history if "fp8/alarm" in entry]
     assert [entry["step"] for entry in measured] == [2, 4, 6]
     assert [entry["step"] for entry in history if "loss" in entry] == [2, 4, 6]
-    told = capsys.readouterr()
-    assert "monitor   every 2 steps; on an alarm: warn, on a loss spike: warn" in told.err
-    assert "FP8 monitor: 7 steps, no event" in told.err
+    assert "monitor   every 2 steps; on an alarm: warn, on a loss spike: warn" in caplog.text
+    assert "FP8 monitor: 7 steps, no event" in caplog.text
     assert measured[0][f"fp8/{DOWN}/input/sqnr"] > 25
     assert measured[1][f"fp8/{DOWN}/update/rms"] > 0
-    assert "fp8/model" not in told.out
+    assert "fp8/model" not in capsys.readouterr().out
     record = read_run(tmp_path)
     assert record.steps == [2, 4, 6]
     assert sorted(record.losses) == [1, 2, 3, 4, 5, 6, 7]
