@@ -59,5 +59,18 @@ def test_differences_of_rollouts():
         assert line in page
 
 
+def test_what_merging_keeps():
+    page = (PAGES / "rollouts.md").read_text()
+    rows = read_rows(RESULTS / "merge_aware.csv")
+    assert [row["way"] for row in rows[:2]] == ["plain", "aware"]
+    for plain, aware in zip(rows[::2], rows[1::2], strict=True):
+        assert plain["rate"] == aware["rate"]
+        line = f"| {float(plain['delta']):.2%} "
+        for row in (plain, aware):
+            line += f"| {row['trained']} | {row['merged']} | {float(row['kept']):.0%} "
+        assert line.replace("%", " %") + "|" in page
+        assert f"the loss before is {plain['base']} " in page
+
+
 def _recipe(row):
     return row["recipe"]
