@@ -2,6 +2,7 @@
 
 import math
 import types
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from accelerate_fp8.sampled_logprobs import SampledLogprobs
 from tests.accelerate_fp8.test_trl_frozen import Lab
 from tests.accelerate_fp8.test_trl_frozen import lab as lab
 from torch_fp8.nn.linear import Float8Linear
+from torch_fp8.nn.paused import pause, resume
 
 REQUESTS = {"num_blocks": 4, "block_size": 32, "max_batch_tokens": 64}
 MEAN, ERROR = "fp8/logprob_difference", "fp8/logprob_multiplicative_error"
@@ -260,3 +262,78 @@ def test_a_warning_is_given_once(lab: Lab, said: list[str], monkeypatch: Any) ->
     assert len(rows_with(trainer, MEAN)) == 2
     assert len(said) == 1
     assert "above 1.0" in said[0]
+
+
+@pytest.fixture
+def sure(lab: Lab, tmp_path: Path) -> Lab:
+    """A lab whose model is sure of its tokens, as trained ones are; its matrices are larger."""
+    model = LlamaForCausalLM.from_pretrained(lab.folder)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 2:
+                parameter.mul_(5)
+    lab.folder = str(tmp_path / "sure")
+    model.save_pretrained(lab.folder)
+    lab.tokenizer.save_pretrained(lab.folder)
+    return lab
+
+
+def logged(lab: Lab, trains_in_fp8: bool = True, samples_in_fp8: bool = True) -> list[float]:
+    """The multiplicative errors of two steps of GRPO, which asks for FP8 in both."""
+    args = {"max_completion_length": 16, "logging_steps": 1, "beta": 0.0}
+    args |= {"per_device_train_batch_size": 4, "num_generations": 4}
+    trainer = lab.make("grpo", False, args)
+    sample = trainer._generate_single_turn
+
+    def switch(fp8: bool) -> None:
+        for module in list(trainer.model.modules()):
+            if isinstance(module, Float8Linear):
+                (resume if fp8 else pause)(module)
+
+    def sampled(*given: Any, **kwargs: Any) -> Any:
+        switch(samples_in_fp8)
+        try:
+            return sample(*given, **kwargs)
+        finally:
+            switch(trains_in_fp8)
+
+    if not (trains_in_fp8 and samples_in_fp8):
+        vars(trainer)["_generate_single_turn"] = sampled
+    trainer.train()
+    rows = rows_with(trainer, ERROR)
+    assert len(rows) == 2
+    return [row[ERROR] for row in rows]
+
+
+def recipe_of(monkeypatch: pytest.MonkeyPatch, recipe: str) -> None:
+    monkeypatch.setenv("TORCH_FP8_CONFIG", f'{{"recipe": "{recipe}"}}')
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise"])
+def test_a_scale_for_a_batch_crosses_the_bound_and_scales_for_tokens_do_not(
+    sure: Lab, said: list[str], monkeypatch: pytest.MonkeyPatch, recipe: str
+) -> None:
+    recipe_of(monkeypatch, recipe)
+    errors = logged(sure)
+    if recipe == "tensorwise":
+        assert min(errors) > 1.03
+        (text,) = said
+        assert "above 1.03: recipe 'tensorwise' has one scale for a batch" in text
+        assert "recipe='rowwise' or 'blockwise'" in text
+    else:
+        assert max(errors) <= 1.03
+        assert said == []
+
+
+def test_fp8_in_both_is_nearer_than_fp8_rollouts_are_to_a_bf16_trainer(
+    sure: Lab, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe_of(monkeypatch, "rowwise")
+    both = logged(sure)
+    neither = logged(sure, trains_in_fp8=False, samples_in_fp8=False)
+    assert max(both + neither) <= 1.03
+    assert said == []
+    mixed = logged(sure, trains_in_fp8=False)
+    assert min(mixed) > 1 + 3 * (max(both) - 1)
+    assert min(mixed) > 1.03
+    assert "another precision or mode" in said[0]
