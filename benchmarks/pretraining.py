@@ -14,7 +14,11 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import LlamaForCausalLM, get_cosine_schedule_with_warmup
+from transformers import (
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    get_cosine_schedule_with_warmup,
+)
 
 from examples import stdlib_corpus, tiny_llama
 from examples.code_tokenizer import END, train_tokenizer
@@ -86,16 +90,20 @@ def corpus() -> tuple[Tensor, Tensor, int]:
     """Return tokens of a quarter of the standard library and of its held-out files, and the
     vocabulary.
     """
-    files = stdlib_corpus.source_files(one_in=4)
-    texts: dict[bool, list[str]] = {False: [], True: []}
-    for path in files:
-        texts[stdlib_corpus.is_held_out(path)].append(path.read_text(encoding="utf-8"))
-    tokenizer = train_tokenizer(texts[False], 1024)
+    tokenizer, texts = tokenizer_and_texts()
     streams = [
         torch.tensor([i for ids in tokenizer([t + END for t in part])["input_ids"] for i in ids])
         for part in texts.values()
     ]
     return streams[0], streams[1], len(tokenizer)
+
+
+def tokenizer_and_texts() -> tuple[PreTrainedTokenizerFast, dict[bool, list[str]]]:
+    """Return the corpus's tokenizer and files, by whether they are held out."""
+    texts: dict[bool, list[str]] = {False: [], True: []}
+    for path in stdlib_corpus.source_files(one_in=4):
+        texts[stdlib_corpus.is_held_out(path)].append(path.read_text(encoding="utf-8"))
+    return train_tokenizer(texts[False], 1024), texts
 
 
 def windows(tokens: Tensor, count: int, generator: torch.Generator) -> Tensor:

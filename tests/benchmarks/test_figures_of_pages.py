@@ -59,6 +59,17 @@ def test_differences_of_rollouts():
         assert line in page
 
 
+def test_differences_that_grpo_logs():
+    page = (PAGES / "rollouts.md").read_text()
+    rows = read_rows(RESULTS / "rollout_grpo.csv")
+    found = {(r["trainer"], r["rollout"], r["recipe"]): r for r in rows}
+    assert f"BF16 in both logs {found['bf16', 'bf16', '']['difference']}. " in page
+    for recipe in {r["recipe"] for r in rows} - {""}:
+        same, mixed = found["fp8", "fp8", recipe], found["bf16", "fp8", recipe]
+        line = f"| {recipe} | {same['difference']} | {mixed['difference']} "
+        assert f"{line}| {same['multiplicative_error']} | {same['largest']} |" in page
+
+
 def test_what_merging_keeps():
     page = (PAGES / "rollouts.md").read_text()
     rows = read_rows(RESULTS / "merge_aware.csv")

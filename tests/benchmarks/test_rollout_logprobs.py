@@ -3,11 +3,13 @@
 import csv
 import math
 
+import pytest
 import torch
 
-from benchmarks import merge_aware, rollout_logprobs
+from benchmarks import merge_aware, rollout_grpo, rollout_logprobs
 from benchmarks.rollout_logprobs import PER_TOKEN
 from examples import tiny_llama
+from examples.code_tokenizer import train_tokenizer
 from torch_fp8.quantization.recipe import RECIPES
 
 
@@ -23,6 +25,21 @@ def test_recorded_differences():
         same, mixed = found["fp8", "fp8", recipe], found["bf16", "fp8", recipe]
         assert same < mixed / 4
         assert math.exp(same) <= 1.03
+
+
+def test_recorded_runs_of_grpo():
+    with rollout_grpo.RESULTS.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    found = {(r["trainer"], r["rollout"], r["recipe"]): float(r["difference"]) for r in rows}
+    assert len(found) == len(rows) == 1 + 2 * len(RECIPES)
+    for row in rows:
+        assert (row["warned"] == "True") == (float(row["largest"]) > 1.03)
+        assert float(row["largest"]) >= float(row["multiplicative_error"])
+        error = math.exp(float(row["difference"]))
+        assert abs(float(row["multiplicative_error"]) - error) < 1e-4
+    for recipe in PER_TOKEN:
+        assert found["fp8", "fp8", recipe] < found["bf16", "fp8", recipe] / 4
+        assert math.exp(found["fp8", "fp8", recipe]) <= 1.03
 
 
 def test_recorded_merges():
@@ -53,3 +70,18 @@ def test_short_runs_give_such_rows(monkeypatch):
     assert (plain["casts"], aware["casts"]) == (0, 7)
     assert aware["equal_logits"]
     assert aware["trained"] == aware["merged"]
+
+
+def test_a_short_run_of_grpo_gives_such_rows(tmp_path):
+    pytest.importorskip("trl")
+    tokenizer = train_tokenizer(["def f(x):\n    return x\n"], 300)
+    torch.manual_seed(0)
+    base = tiny_llama.build(len(tokenizer), 128, 1, pad_token_id=0, eos_token_id=1)
+    base.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    rows = rollout_grpo.measure(str(tmp_path), ["def f(x):"] * 4, ["rowwise"], steps=1)
+    assert [(row["trainer"], row["rollout"]) for row in rows] == list(rollout_grpo.PAIRS)
+    assert rows[0]["recipe"] == ""
+    neither, both, mixed = (float(row["difference"]) for row in rows)
+    assert both < mixed
+    assert neither < mixed

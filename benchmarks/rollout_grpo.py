@@ -1,0 +1,195 @@
+"""``fp8/logprob_difference`` as TRL's GRPO logs it: in BF16, in FP8, and mixed.
+
+    nice -n 19 python -m benchmarks.rollout_grpo   # from the root; two minutes
+
+The small Llama of `benchmarks.rollout_logprobs` continues lines of held-out files of the standard
+library, 4 answers of 32 tokens to each of 4 prompts, and is rewarded for lower-case letters. TRL's
+`GRPOTrainer` runs unmodified under ``mixed_precision="fp8"`` for 8 steps, and logs in each the mean
+of ``|log p - log q|`` over the tokens that it sampled.
+
+* ``fp8/fp8``: as it runs.
+* ``bf16/bf16``: its FP8 layers are paused, so that both sides run in BF16.
+* ``bf16/fp8``: they are paused but while it samples, as with an engine in FP8.
+
+``difference`` is the mean over the steps, ``multiplicative_error`` its exponential, ``largest`` the
+largest error of a step; ``warned`` says whether the trainer was warned of the bound. ``reward`` is
+that of the last step.
+"""
+
+import argparse
+import contextlib
+import csv
+import json
+import math
+import os
+import tempfile
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import pretraining
+from benchmarks.recipes_loss import ROOT
+from benchmarks.rollout_logprobs import HIDDEN, LAYERS, about, train
+from examples import tiny_llama
+from torch_fp8.nn.linear import Float8Layer
+from torch_fp8.nn.paused import pause, resume
+from torch_fp8.quantization.recipe import RECIPES
+
+RESULTS = ROOT / "benchmarks/results/rollout_grpo.csv"
+STEPS_BF16, STEPS, PROMPTS, ANSWERS, NEW = 150, 8, 4, 4, 32
+RATE = 1e-4
+PAIRS = (("bf16", "bf16"), ("fp8", "fp8"), ("bf16", "fp8"))
+COLUMNS = [
+    *("trainer", "rollout", "recipe", "difference", "multiplicative_error", "largest", "warned"),
+    *("reward", "steps", "torch", "transformers", "commit", "date", "command"),
+]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--csv", type=Path, default=RESULTS)
+    arguments = parser.parse_args()
+    tokens, _, vocab_size = pretraining.corpus()
+    torch.manual_seed(0)
+    base = tiny_llama.build(vocab_size, HIDDEN, LAYERS, pad_token_id=0, eos_token_id=1)
+    train(base, tokens, STEPS_BF16)
+    tokenizer, texts = pretraining.tokenizer_and_texts()
+    lines = [line for text in texts[True] for line in text.splitlines() if 40 <= len(line) <= 60]
+    with tempfile.TemporaryDirectory() as folder:
+        base.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        rows = measure(folder, lines[: STEPS * PROMPTS], RECIPES, STEPS)
+    with arguments.csv.open("w", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows({**row, **about("benchmarks.rollout_grpo")} for row in rows)
+    print(f"wrote {arguments.csv}")
+
+
+def measure(folder: str, prompts: list[str], recipes: Any, steps: int) -> list[dict[str, Any]]:
+    """Run GRPO once in BF16 and twice with each recipe, and return a row for each.
+
+    Args:
+        folder: of the model and its tokenizer.
+        prompts: texts.
+        recipes: names.
+        steps: of the optimizer.
+    """
+    rows = []
+    for recipe in recipes:
+        for trainer, rollout in PAIRS if not rows else PAIRS[1:]:
+            found = run(folder, prompts, recipe, trainer == "fp8", rollout == "fp8", steps)
+            named = recipe if "fp8" in (trainer, rollout) else ""
+            row = {"trainer": trainer, "rollout": rollout, "recipe": named, **found}
+            print(*row.values(), flush=True)
+            rows.append(row)
+    return rows
+
+
+def run(
+    folder: str, prompts: list[str], recipe: str, trains: bool, samples: bool, steps: int
+) -> dict[str, Any]:
+    """Train by GRPO, and return what it has logged.
+
+    Args:
+        folder, prompts, steps: see `measure`.
+        recipe: of the layers.
+        trains, samples: whether the trainer's forward, and that of `generate`, run in FP8.
+    """
+    from datasets import Dataset
+    from trl import GRPOConfig, GRPOTrainer
+
+    with contextlib.ExitStack() as stack:
+        output = stack.enter_context(tempfile.TemporaryDirectory())
+        stack.enter_context(_environment(recipe))
+        said = stack.enter_context(warnings.catch_warnings(record=True))
+        warnings.simplefilter("always")
+        torch.manual_seed(0)
+        trainer: Any = GRPOTrainer(
+            folder,
+            lower_case,
+            args=GRPOConfig(
+                output,
+                max_steps=steps,
+                per_device_train_batch_size=PROMPTS * ANSWERS,
+                num_generations=ANSWERS,
+                max_completion_length=NEW,
+                learning_rate=RATE,
+                logging_steps=1,
+                beta=0.0,
+                report_to="none",
+                save_strategy="no",
+                disable_tqdm=True,
+                use_cpu=True,
+            ),
+            train_dataset=Dataset.from_dict({"prompt": prompts}),
+        )
+        sample = trainer._generate_single_turn
+
+        def sampled(*args: Any, **kwargs: Any) -> Any:
+            _switch(trainer.model, samples)
+            try:
+                return sample(*args, **kwargs)
+            finally:
+                _switch(trainer.model, trains)
+
+        if not (trains and samples):
+            vars(trainer)["_generate_single_turn"] = sampled
+        trainer.train()
+    logged = [row for row in trainer.state.log_history if "fp8/logprob_difference" in row]
+    assert len(logged) == steps
+    mean = sum(row["fp8/logprob_difference"] for row in logged) / steps
+    largest = max(row["fp8/logprob_multiplicative_error"] for row in logged)
+    return {
+        "difference": f"{mean:.5f}",
+        "multiplicative_error": f"{math.exp(mean):.5f}",
+        "largest": f"{largest:.5f}",
+        "warned": any("above 1.03" in str(w.message) for w in said),
+        "reward": f"{logged[-1]['reward']:.3f}",
+        "steps": steps,
+    }
+
+
+def lower_case(completions: list[str], **columns: Any) -> list[float]:
+    """Reward the share of lower-case letters."""
+    return [sum(map(str.islower, text)) / max(1, len(text)) for text in completions]
+
+
+def _switch(model: Any, fp8: bool) -> None:
+    for module in list(model.modules()):
+        if isinstance(module, Float8Layer):
+            (resume if fp8 else pause)(module)
+
+
+@contextlib.contextmanager
+def _environment(recipe: str) -> Any:
+    wanted = {
+        "ACCELERATE_MIXED_PRECISION": "fp8",
+        "TORCH_FP8_CONFIG": json.dumps({"recipe": recipe}),
+    }
+    before = {name: os.environ.get(name) for name in wanted}
+    os.environ.update(wanted)
+    _forget()
+    try:
+        yield
+    finally:
+        _forget()
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def _forget() -> None:
+    """Have Accelerate, which keeps what the environment said, read it again."""
+    from accelerate.state import AcceleratorState, GradientState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+if __name__ == "__main__":
+    main()
