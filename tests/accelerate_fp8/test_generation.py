@@ -98,6 +98,59 @@ def test_a_rollout_casts_each_weight_once(casts: list[int], way: str, recipe: st
         assert sorted(place for place in casts if place in weights) == sorted(weights)
 
 
+@pytest.mark.parametrize(
+    ("way", "recipe"),
+    [
+        ("plain", "blockwise"),
+        ("batched", "rowwise"),
+        ("static", "rowwise"),
+        ("continuous", "blockwise"),
+    ],
+)
+def test_the_tokens_are_those_of_the_training_forward(
+    monkeypatch: pytest.MonkeyPatch, way: str, recipe: str
+) -> None:
+    """Each product of a rollout has the weight and the recipe of training, and so has each token:
+    among what the training forward finds likeliest after the same tokens.
+    """
+    model = policy(recipe)
+    used: dict[str, list[tuple[Any, Any]]] = {}
+    original = linear_function._fprop
+
+    def spy(x: Any, w: Any, bias: Any, shape: Any, options: Any, *others: Any) -> Any:
+        y, made = original(x, w, bias, shape, options, *others)
+        used.setdefault(options.name, []).append((w, made.rowwise.granularity))
+        return y, made
+
+    monkeypatch.setattr(linear_function, "_fprop", spy)
+    model(IDS)
+    trained = {name: seen[-1] for name, seen in used.items()}
+    used.clear()
+    with rollout(model):
+        made = WAYS[way](model)
+    assert used.keys() == trained.keys()
+    assert len(used) == 14
+    for name, seen in used.items():
+        assert len(seen) >= NEW
+        (w, granularity), kept = trained[name], seen[0][0]
+        assert torch.equal(dequantize(kept), dequantize(w)), name
+        for now, of_input in seen:
+            assert now is kept  # of the first token
+            assert of_input == granularity
+    rows = made
+    if way == "continuous":
+        tokens = [output.prompt_ids + output.generated_tokens for output in made.values()]
+        rows = torch.tensor(tokens)
+    assert rows.shape == (1 if way == "plain" else len(IDS), IDS.shape[1] + NEW)
+    attention = torch.ones_like(rows)
+    if way == "batched":
+        attention[1, :3] = 0
+    logits = model(rows, attention_mask=attention).logits[:, IDS.shape[1] - 1 : -1].float()
+    chosen = logits.gather(-1, rows[:, -NEW:, None]).squeeze(-1)
+    assert bool((logits.amax(-1) - chosen < 0.01).all())
+    assert bool((logits.amax(-1) - logits.median(-1).values > 0.3).all())
+
+
 @pytest.mark.parametrize("recipe", ["rowwise", "blockwise"])
 def test_a_rollout_multiplies_by_the_weights_of_training(
     monkeypatch: pytest.MonkeyPatch, recipe: str
