@@ -299,7 +299,10 @@ def test_delayed_scaling_without_a_history_has_no_input_scale(tmp_path):
 def test_modelopt_describes_itself_twice(tmp_path):
     export(_trained("delayed"), tmp_path / "out", "modelopt")
     own = json.loads((tmp_path / "out" / "hf_quant_config.json").read_text())
-    assert own["producer"]["name"] == "modelopt"
+    assert own["producer"] == {
+        "name": "modelopt",  # what engines ask for
+        "version": f"torch-fp8 {torch_fp8.__version__}",  # who has written it
+    }
     assert own["quantization"] == {
         "quant_algo": "FP8",
         "kv_cache_quant_algo": None,
@@ -307,6 +310,7 @@ def test_modelopt_describes_itself_twice(tmp_path):
     }
     of_config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
     assert (of_config["quant_method"], of_config["quant_algo"]) == ("modelopt", "FP8")
+    assert of_config["producer"] == own["producer"]
     assert of_config["ignore"] == ["lm_head"]
 
 
