@@ -1,12 +1,24 @@
-"""`whole_folder`: a folder that is there with everything in it, or not at all."""
+"""`whole_folder`: a folder that is there with everything in it, or not at all.
+
+Files are written into a folder of another name, which its process locks. Where a process was killed
+that folder stays, without a lock, and whoever next writes to the same place removes it.
+"""
 
 import contextlib
 import errno
+import glob
 import os
 import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
+_CONFIG = "config.json"
 
 
 def refuse_existing(path: str | Path) -> Path:
@@ -34,8 +46,7 @@ def whole_folder(path: str | Path) -> Iterator[Path]:
         OSError: the files cannot be written; of a full disk the message says so, with the path.
     """
     path = refuse_existing(path)
-    made = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".partial", dir=path.parent))
-    try:
+    with _temporary(path.parent, f".{path.name}.") as made:
         with _naming_full_disks(path):
             yield made
             made.chmod(0o777 & ~_umask())
@@ -43,9 +54,6 @@ def whole_folder(path: str | Path) -> Iterator[Path]:
                 _sync(file)
             _sync(made)
         os.rename(made, path)
-    except BaseException:
-        shutil.rmtree(made, ignore_errors=True)
-        raise
     _sync(path.parent)
 
 
@@ -53,8 +61,10 @@ def whole_folder(path: str | Path) -> Iterator[Path]:
 def replaced_files(folder: str | os.PathLike[str]) -> Iterator[Path]:
     """Yield a temporary folder, whose files then replace those of the same name in `folder`.
 
-    Each file is replaced in one step, and none before the block has succeeded. Weights of an
-    earlier save that are not written again are removed.
+    None is replaced before the block has succeeded, and each in one step. Between the first and the
+    last the folder has no ``config.json``, so that nobody who is stopped there leaves a mixture of
+    two saves that could be loaded. What else describes or holds weights of an earlier save is
+    removed.
 
     Args:
         folder: is made if it does not exist.
@@ -63,21 +73,58 @@ def replaced_files(folder: str | os.PathLike[str]) -> Iterator[Path]:
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    made = Path(tempfile.mkdtemp(prefix=".export.", suffix=".partial", dir=folder))
-    try:
+    with _temporary(folder, ".export.") as made:
         with _naming_full_disks(folder):
             yield made
             for file in made.iterdir():
                 _sync(file)
         names = sorted(file.name for file in made.iterdir())
+        (folder / _CONFIG).unlink(missing_ok=True)
+        _sync(folder)
         for name in names:
-            os.replace(made / name, folder / name)
-        for pattern in ("model*.safetensors", "model*.safetensors.index.json"):
+            if name != _CONFIG:
+                os.replace(made / name, folder / name)
+        for pattern in ("model*.safetensors", "model*.safetensors.index.json", "hf_quant_*.json"):
             for file in folder.glob(pattern):
                 if file.name not in names:
                     file.unlink()
+        if _CONFIG in names:
+            os.replace(made / _CONFIG, folder / _CONFIG)
+        _sync(folder)
+
+
+@contextlib.contextmanager
+def _temporary(parent: Path, prefix: str) -> Iterator[Path]:
+    """Yield a new folder, which is removed afterwards if it is still there.
+
+    Those of the same prefix that a killed process has left are removed first.
+    """
+    for old in parent.glob(f"{glob.escape(prefix)}*.partial"):
+        with _lock(old) as is_ours:
+            if is_ours:
+                shutil.rmtree(old, ignore_errors=True)
+    made = Path(tempfile.mkdtemp(prefix=prefix, suffix=".partial", dir=parent))
+    try:
+        with _lock(made):
+            yield made
     finally:
         shutil.rmtree(made, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _lock(folder: Path) -> Iterator[bool]:
+    """Lock a folder, and yield whether that could be done; the lock goes with the process."""
+    opened, is_ours = None, False
+    with contextlib.suppress(OSError):
+        opened = os.open(folder, os.O_RDONLY)
+        if fcntl is not None:
+            fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            is_ours = True
+    try:
+        yield is_ours
+    finally:
+        if opened is not None:
+            os.close(opened)
 
 
 def check_space(folder: Path, num_bytes: int) -> None:
