@@ -110,10 +110,15 @@ def export(
     Raises:
         ValueError: `path` exists; the format is unknown or cannot say the recipe; a layer that it
             cannot hold, with its name; weights that are not finite, sharded or offloaded.
-        TypeError: `model` is none of transformers.
+        TypeError: `model` is none of transformers, or `tokenizer` cannot be saved.
         OSError: the disk is full or cannot be written.
     """
     check_format(format)
+    if tokenizer is not None and not callable(getattr(tokenizer, "save_pretrained", None)):
+        raise TypeError(
+            f"tokenizer={tokenizer!r} has no save_pretrained; hand over the tokenizer itself, or "
+            "None to copy the files of the folder that the model is from"
+        )
     most, path = parse_size(max_shard_size), refuse_existing(path)
     made = prepare_export(model, format, adapters)
     with whole_folder(path) as folder:
@@ -167,12 +172,12 @@ class PreparedExport:
 
     def write(self, folder: Path, max_shard_size: int, tokenizer: Any = None) -> None:
         """Write everything into a folder that exists."""
-        write_safetensors(folder, self.plan.groups, max_shard_size)
-        _write_config(self.model, self.plan, folder)
+        _write_config(self.model, self.plan, folder)  # what is wrong there is soon found
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
         else:
             copy_tokenizer(folder_of(self.model.config), folder)
+        write_safetensors(folder, self.plan.groups, max_shard_size)
 
     def report(self, path: Path) -> ExportReport:
         """Return the report of a folder that was written."""

@@ -79,6 +79,11 @@ def export_checkpoint(
     source = Path(checkpoint)
     files = SafetensorsFiles(source)
     if not (source / "config.json").is_file():
+        if (source / "adapter_config.json").is_file():
+            raise ValueError(
+                f"{str(source)!r} is an adapter without its base; load both (PEFT's "
+                "AutoPeftModelForCausalLM), then torch_fp8.export(model, ..., adapters='merge')"
+            )
         raise ValueError(f"{str(source)!r} has no config.json, which engines read; add the model's")
     tensors = _Tensors(files, config, torch.device(device))
     model = built_without_data(cls, source)

@@ -190,7 +190,7 @@ def check_format(name: str) -> None:
     Raises:
         ValueError: it is unknown.
     """
-    if name not in SAVE_FORMATS:
+    if not isinstance(name, str) or name not in SAVE_FORMATS:
         known = ", ".join(map(repr, SAVE_FORMATS))
         raise ValueError(f"format {name!r} is unknown; the formats are {known}")
 

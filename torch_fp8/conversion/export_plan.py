@@ -196,9 +196,17 @@ def input_scale(name: str, layer: Float8Layer) -> Tensor:
     """Return the () scale with which delayed scaling will cast the next input of `layer`.
 
     Raises:
-        ValueError: no forward has recorded an amax yet.
+        ValueError: no forward has recorded an amax yet, or one that is not finite.
     """
-    quantizer = layer.quantizer(INPUT)._replace(updates=False, repeats=False).settled()
+    quantizer = layer.quantizer(INPUT)._replace(updates=False, repeats=False)
+    history = quantizer.history
+    if history is not None and not bool(history.amaxes.isfinite().all()):
+        raise ValueError(
+            f"the history of '{name}' holds an Inf or NaN, an amax of its input, which would be "
+            "served with a scale that means nothing: training has diverged, or is about to; export "
+            "a checkpoint from before"
+        )
+    quantizer = quantizer.settled()
     if quantizer.scale is None:
         raise ValueError(
             f"'{name}' has recorded no amax of its input, so that there is no input_scale; run a "

@@ -174,6 +174,10 @@ def test_bad_calls_are_refused_and_leave_nothing(tmp_path):
     for message, call in cases.items():
         with pytest.raises(ValueError, match=message):
             export(*call)
+    with pytest.raises(ValueError, match=r"format \['fine-grained'\] is unknown"):
+        export(model, tmp_path / "out", ["fine-grained"])
+    with pytest.raises(TypeError, match=r"tokenizer='gpt2' has no save_pretrained"):
+        export(model, tmp_path / "out", tokenizer="gpt2")
     with pytest.raises(TypeError, match=r"Sequential has no such config"):
         export(nn.Sequential(nn.Linear(128, 128)), tmp_path / "out")
     with pytest.raises(ValueError, match="max_shard_size='many' is no size"):
@@ -198,6 +202,18 @@ def test_a_weight_that_is_not_finite_is_refused_by_name(tmp_path, where, value):
         model.get_submodule(where).weight.view(-1)[5] = value
     with pytest.raises(ValueError, match=rf"'{where}\.weight' holds an Inf or NaN"):
         export(model, tmp_path / "out")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_config_that_cannot_be_saved_is_found_before_a_weight_is_cast(tmp_path, monkeypatch):
+    """As transformers' ``save_pretrained`` finds it."""
+    model = _trained("blockwise", steps=0)
+    model.generation_config.temperature = 0.5  # and nothing is sampled
+    cast = []
+    monkeypatch.setattr(safetensors_writer, "_write_bytes", lambda *_: cast.append(1))
+    with pytest.raises(ValueError, match="GenerationConfig is invalid"):
+        export(model, tmp_path / "out")
+    assert cast == []
     assert not list(tmp_path.iterdir())
 
 
@@ -292,6 +308,16 @@ def test_the_model_stays_as_it_is(tmp_path, monkeypatch):
 def test_delayed_scaling_without_a_history_has_no_input_scale(tmp_path):
     model = _trained("delayed", steps=0)
     with pytest.raises(ValueError, match=r"'model.layers.0.self_attn.q_proj' has recorded no amax"):
+        export(model, tmp_path / "out", "modelopt")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_history_that_is_not_finite_is_refused_by_name(tmp_path, value):
+    """NaN would be served with a scale of 1, and Inf with one of Inf."""
+    model = _trained("delayed")
+    model.model.layers[1].mlp.down_proj.fp8_amax_history[0, 3] = value
+    with pytest.raises(ValueError, match=r"history of 'model.layers.1.mlp.down_proj' holds an Inf"):
         export(model, tmp_path / "out", "modelopt")
     assert not list(tmp_path.iterdir())
 

@@ -147,6 +147,9 @@ def test_what_is_wrong_is_refused_and_leaves_nothing(tmp_path):
     (tmp_path / "in" / "config.json").unlink()
     before = sorted(tmp_path.rglob("*"))
     refused("has no config.json")
+    (tmp_path / "in" / "adapter_config.json").write_text("{}")
+    before = sorted(tmp_path.rglob("*"))
+    refused("is an adapter without its base")
 
 
 def test_the_checkpoint_is_never_in_memory_as_a_whole(tmp_path):
