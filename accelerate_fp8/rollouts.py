@@ -73,7 +73,8 @@ def generate_single_turn(original: Any, self: Any, *args: Any, **kwargs: Any) ->
     watch = SampledLogprobs(float(self.temperature))
     batching = getattr(self, "continuous_batching_config", None)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(rollout(model))
+        # TRL compiles nothing, and transformers' graphs go with each call of generate_batch.
+        stack.enter_context(rollout(model, keep_graphs=False))
         stack.enter_context(self.accelerator.autocast())
         stack.enter_context(watch.watching(model, batching))
         if any(getattr(self, name, False) for name in _IN_BATCHES):

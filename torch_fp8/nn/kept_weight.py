@@ -12,9 +12,12 @@ A payload is never stale. It is used while the stamp of the weight is what it wa
 (`torch_fp8.nn.weight_cache.stamp_of`: version, uses of ``.data`` and of collectives, address), and
 only while nobody holds the weight's memory beside the Parameter: no view, no array of NumPy, and no
 tensor of another library (DLPack), which could write to it unseen. A weight that FSDP2 gathers is
-a Parameter that it has made, whose writes are not counted: nothing is kept of it. Nor in a CUDA
-graph, which would read the payload in each replay, nor with delayed scaling in training mode, where
-each forward records an amax.
+a Parameter that it has made, whose writes are not counted: nothing is kept of it. Nor with delayed
+scaling in training mode, where each forward records an amax.
+
+A CUDA graph reads in each replay what it read when it was captured. Outside of a rollout it
+therefore casts the weight itself. Within one (`torch_fp8.nn.rollout`) it reads the payload, whose
+memory then stays: the next rollout begins with casting the weight into it.
 
 In training mode a forward without gradients may be a part of the model that is frozen, or the first
 pass of a reentrant checkpoint: there a payload is made from the second forward in a row on, and
@@ -45,18 +48,26 @@ class KeptWeight:
         training: whether the layer was in training mode.
         operand: the payload as the GEMM takes it, laid out by whoever multiplies first.
         quantizer: of the input, likewise.
+        serving: whether a rollout goes on, in which the weight stays what it is.
+        captured: the payload whose memory CUDA graphs read; None: there are none.
     """
 
     __slots__ = (
-        *("_history", "_recorded", "_seen", "_stamp", "columns", "device_type", "operand"),
-        *("holds", "payload", "quantizer", "training"),
+        *("_history", "_recorded", "_seen", "_stamp", "captured", "columns", "device_type"),
+        *("holds", "operand", "payload", "quantizer", "serving", "training"),
     )
 
     def __init__(self) -> None:
+        self.serving = False
+        self.release()
+
+    def release(self) -> None:
+        """Free the memory, that of CUDA graphs, too, which must not be replayed any more."""
+        self.captured: QuantizedTensor | None = None
         self.forget()
 
     def forget(self) -> None:
-        """Free the memory."""
+        """Free the memory that no CUDA graph reads."""
         self.columns, self.device_type, self.training = 0, "cpu", False
         self.holds = False
         self._stamp: Any = None
@@ -68,7 +79,10 @@ class KeptWeight:
         self.quantizer: Any = None
 
     def is_current(self, weight: Tensor) -> bool:
-        """Whether the payload is that of the weight as it is now."""
+        """Whether the payload is that of the weight as it is now, and not for a CUDA graph."""
+        return self.payload is not None and not _is_capturing(weight) and self._is_of(weight)
+
+    def _is_of(self, weight: Tensor) -> bool:
         if self.payload is None or self._stamp != _stamp(weight):
             return False
         return self._history is None or self._history._version == self._recorded
@@ -88,10 +102,15 @@ class KeptWeight:
             history: of delayed scaling, whose changes change the scale; None: there is none.
             training: whether the layer is in training mode.
         """
+        if _is_capturing(weight):
+            if not self.serving or self.payload is None or not self._is_of(weight):
+                return cast()
+            self.captured = self.payload
+            return self.payload
         if training and in_reentrant_checkpoint():
             self.forget()
             return cast()
-        if self.payload is not None and self.is_current(weight):
+        if self.payload is not None and self._is_of(weight):
             return self.payload
         seen = self._seen
         self.forget()
@@ -99,7 +118,7 @@ class KeptWeight:
             return cast()
         # Made for whoever comes: not within inference mode, nor in a pass of a checkpoint.
         with untraced(), torch.inference_mode(False), torch.no_grad():
-            made = cast()
+            made = self._in_place(cast())
         self.holds = True
         stamp = _stamp(weight)  # the cast itself has used the weight
         if training and seen != stamp:
@@ -112,11 +131,23 @@ class KeptWeight:
             self._history, self._recorded = history, history._version
         return made
 
+    def _in_place(self, made: QuantizedTensor) -> QuantizedTensor:
+        """Return a payload in the memory that CUDA graphs read, if there are any."""
+        old = self.captured
+        if old is None:
+            return made
+        if old.qdata.shape != made.qdata.shape or old.scale.shape != made.scale.shape:
+            self.captured = None  # of another weight
+            return made
+        old.qdata.copy_(made.qdata)
+        old.scale.copy_(made.scale)
+        return old
+
     @property
     def tensors(self) -> list[Tensor]:
         """What is held now."""
         if self.payload is None:
-            return []
+            return [] if self.captured is None else [self.captured.qdata, self.captured.scale]
         kept = [self.payload] if self.operand is None else [self.payload, self.operand.operand]
         return [tensor for x in kept for tensor in (x.qdata, x.scale)]
 
@@ -128,9 +159,12 @@ def _stamp(weight: Tensor) -> Any:
     """What differs after each write; None where a write could stay unseen."""
     if type(weight) is not WatchedParameter:
         return None
-    if weight.is_cuda and torch.cuda.is_current_stream_capturing():
-        return None
     storage = torch.Tensor.untyped_storage(weight)
     if torch._C._storage_Use_Count(storage._cdata) != _ALONE or weight.is_lent:
         return None
     return stamp_of(weight)
+
+
+def _is_capturing(weight: Tensor) -> bool:
+    """Whether a CUDA graph is being captured."""
+    return weight.is_cuda and torch.cuda.is_current_stream_capturing()

@@ -22,6 +22,8 @@ class LayerQuantizers(FrozenStorage):
     fp8_kept_weight: KeptWeight | None = None
     fp8_channels: ChannelMaxima | None = None
     """What Smooth-SwiGLU found in the last forward, where the recipe is smooth."""
+    fp8_served: tuple[Tensor, Tensor, str] | None = None
+    """Codes, scales and granularity of the weight, for graphs of torch.compile in a rollout."""
     fp8_delayed: bool = False
     """Whether the recipe scales by histories: `Recipe.delayed`, asked once."""
 
@@ -101,13 +103,49 @@ class LayerQuantizers(FrozenStorage):
         if self.fp8_kept_weight is not None:
             self.fp8_kept_weight.forget()
 
+    def serve_weight(self, compiled: bool) -> None:
+        """Begin a rollout, in which the weight stays what it is.
+
+        Args:
+            compiled: cast it now, for graphs of torch.compile, which cannot keep it by themselves.
+        """
+        kept, weight = self.fp8_kept_weight, self._parameters.get("weight")
+        if kept is None or self.fp8_recipe.smooth:
+            return
+        kept.serving = True
+        if not (compiled or kept.captured is not None):
+            return
+        if weight is None or isinstance(weight, DTensor) or not weight.numel():  # gathered later
+            return
+        buffers = self.operand_buffers() if self.fp8_delayed else ()
+        with torch.no_grad():
+            self.quantizers().with_buffers(buffers).weight.without_gradients(weight, self.training)
+        if compiled and kept.payload is not None:
+            for part in kept.payload[:2]:  # CUDA graphs of a compiler read them where they are
+                torch._dynamo.mark_static_address(part, guard=False)
+            self.fp8_served = tuple(kept.payload)
+
+    def end_serving(self, keep_graphs: bool) -> None:
+        """End a rollout.
+
+        Args:
+            keep_graphs: whether CUDA graphs that were captured within will be replayed.
+        """
+        self.__dict__.pop("fp8_served", None)
+        if self.fp8_kept_weight is not None:
+            self.fp8_kept_weight.serving = False
+            if not keep_graphs:
+                self.fp8_kept_weight.captured = None
+
     def train(self, mode: bool = True) -> "LayerQuantizers":
         if mode:
             self.forget_weight()
         return super().train(mode)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        self.forget_weight()  # of another device or dtype soon
+        self.__dict__.pop("fp8_served", None)
+        if self.fp8_kept_weight is not None:
+            self.fp8_kept_weight.release()  # of another device or dtype soon
         return super()._apply(fn, recurse)
 
     def drop_scaling(self) -> None:

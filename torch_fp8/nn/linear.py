@@ -37,7 +37,12 @@ from torch.distributed.tensor import DTensor
 from torch_fp8.autograd.function import as_text, refuse_transforms
 from torch_fp8.config import FP8Config
 from torch_fp8.nn.dtensor_layout import local_operands
-from torch_fp8.nn.linear_function import LinearOptions, linear, linear_in_graph
+from torch_fp8.nn.linear_function import (
+    LinearOptions,
+    linear,
+    linear_in_graph,
+    served_in_graph,
+)
 from torch_fp8.nn.repeated_forward import FLOATS, RepeatedForward
 from torch_fp8.quantization.recipe import Recipe
 from torch_fp8.tensor.base import QuantizableTensor
@@ -119,6 +124,11 @@ class Float8Layer(RepeatedForward):
         bias = self.bias if self.fp8_adds_bias else None
         out_dtype = autocast_dtype(self.weight.device.type) or x.dtype
         buffers = self.operand_buffers() if self.fp8_delayed else ()
+        if not self.training and not torch.is_grad_enabled() and self.fp8_served is not None:
+            served: Tensor = served_in_graph(
+                x, *self.fp8_served, bias, self.fp8_casts, out_dtype, *buffers
+            )
+            return served
         y: Tensor = linear_in_graph(
             x, self.weight, bias, self.fp8_casts, out_dtype, self.training, *buffers
         )

@@ -99,9 +99,10 @@ def _options(
 def _warn_of_decoding() -> None:
     warnings.warn(
         "FP8: a compiled forward of one token casts the weights of its FP8 layers at each token, "
-        "for a graph cannot tell whether a weight has changed. Generate without a graph, where "
-        "they are cast once (transformers: generate(disable_compile=True), as TRL does), or store "
-        "them as FP8 alone, torch_fp8.freeze(model)",
+        "for a graph cannot tell whether a weight has changed. Say that they do not, with "
+        "torch_fp8.rollout(model, compiled=True); generate without a graph, where they are cast "
+        "once (transformers: generate(disable_compile=True), as TRL does); or store them as FP8 "
+        "alone, torch_fp8.freeze(model)",
         stacklevel=2,
     )
 
@@ -129,6 +130,32 @@ def linear_in_graph(
     rows = x.reshape(-1, x.shape[-1])
     options = _options(text, x.dtype, out_dtype, training)
     y = linear(rows, weight, bias, rows.shape, options, *buffers)
+    return y.reshape(*x.shape[:-1], y.shape[-1])
+
+
+@torch.compiler.allow_in_graph
+def served_in_graph(
+    x: Tensor,
+    qdata: Tensor,
+    scale: Tensor,
+    granularity: Any,
+    bias: Tensor | None,
+    text: str,
+    out_dtype: torch.dtype,
+    *buffers: Tensor,
+) -> Tensor:
+    """`linear_in_graph` without gradients, with a weight that was cast before.
+
+    Args:
+        qdata, scale, granularity: of the weight (N, K).
+        x, bias, text, out_dtype, buffers: see `linear_in_graph`.
+    """
+    rows = x.reshape(-1, x.shape[-1])
+    options = _options(text, x.dtype, out_dtype, False)
+    w, quantizer = QuantizedTensor(qdata, scale, granularity), options.quantizers.input
+    if buffers:
+        quantizer = options.quantizers.with_buffers(buffers).input
+    y, _ = _fprop(rows, w, bias, rows.shape, options, quantizer, False, False)
     return y.reshape(*x.shape[:-1], y.shape[-1])
 
 

@@ -17,24 +17,39 @@ from torch_fp8.nn.layer_quantizers import LayerQuantizers
 
 
 @contextlib.contextmanager
-def rollout(model: nn.Module) -> Iterator[None]:
+def rollout(
+    model: nn.Module, *, compiled: bool = False, keep_graphs: bool = True
+) -> Iterator[None]:
     """Run the FP8 layers of `model`, within, as in evaluation; in FP8, if training is.
 
     Only FP8 layers notice: dropout and what else there is stay in the mode that they are in. With
-    ``eval_fp8=False``, which would run them in high precision, they stay as they are.
+    ``eval_fp8=False``, which would run them in high precision, they stay as they are. Nobody writes
+    to a weight within.
 
     Args:
         model: converted by `torch_fp8.convert_to_float8`, or any other.
+        compiled: whether its forwards are compiled, as transformers does with a static cache on
+            CUDA. The weights are cast at once, and the graphs read what they were cast to; else
+            they would cast all weights at each token.
+        keep_graphs: whether CUDA graphs that are captured within may be replayed in a later
+            rollout. The payloads that they read stay in memory then, one byte for each parameter,
+            and a rollout begins with casting the weights into it. Without it they must go with this
+            rollout.
     """
-    layers = [
-        module
-        for module in model.modules()
-        if isinstance(module, LayerQuantizers) and module.training and module.fp8_config.eval_fp8
-    ]
-    for layer in layers:
+    layers = [m for m in model.modules() if isinstance(m, LayerQuantizers) and _serves(m)]
+    trained = [layer for layer in layers if layer.training]
+    for layer in trained:
         layer.training = False
     try:
+        for layer in layers:
+            layer.serve_weight(compiled)
         yield
     finally:
         for layer in layers:
+            layer.end_serving(keep_graphs)
+        for layer in trained:
             layer.train()
+
+
+def _serves(layer: LayerQuantizers) -> bool:
+    return layer.fp8_config.eval_fp8 and getattr(layer, "runs_fp8", True)
