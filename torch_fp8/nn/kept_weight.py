@@ -80,7 +80,7 @@ class KeptWeight:
 
     def is_current(self, weight: Tensor) -> bool:
         """Whether the payload is that of the weight as it is now, and not for a CUDA graph."""
-        return self.payload is not None and not _is_capturing(weight) and self._is_of(weight)
+        return self.payload is not None and not is_capturing(weight) and self._is_of(weight)
 
     def _is_of(self, weight: Tensor) -> bool:
         if self.payload is None or self._stamp != _stamp(weight):
@@ -102,7 +102,7 @@ class KeptWeight:
             history: of delayed scaling, whose changes change the scale; None: there is none.
             training: whether the layer is in training mode.
         """
-        if _is_capturing(weight):
+        if is_capturing(weight):
             if not self.serving or self.payload is None or not self._is_of(weight):
                 return cast()
             self.captured = self.payload
@@ -165,6 +165,6 @@ def _stamp(weight: Tensor) -> Any:
     return stamp_of(weight)
 
 
-def _is_capturing(weight: Tensor) -> bool:
+def is_capturing(weight: Tensor) -> bool:
     """Whether a CUDA graph is being captured."""
     return weight.is_cuda and torch.cuda.is_current_stream_capturing()

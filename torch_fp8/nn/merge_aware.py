@@ -11,7 +11,7 @@ Cost, for each layer and forward: the product B A, one fold and one cast of the 
 is kept for backward, 1 byte an element, where LoRA keeps none of its own; folding takes 10 bytes
 for each element of one layer at a time. Between forwards without gradients the payload is kept
 until an adapter or the base changes (as in `torch_fp8.nn.kept_weight`), so that a rollout folds
-once. Compiled, such a layer is a break in the graph.
+once; a CUDA graph folds in each replay. Compiled, such a layer is a break in the graph.
 
 Legend: M tokens, K in, N out, R rank.
 """
@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch_fp8.autograd.checkpoint_pass import in_reentrant_checkpoint, untraced
 from torch_fp8.autograd.function import once_differentiable
 from torch_fp8.nn.class_swap import add_mixin, remove_mixin, unwrapped_name
+from torch_fp8.nn.kept_weight import is_capturing
 from torch_fp8.nn.linear import Float8Layer
 from torch_fp8.nn.scaling_buffers import WEIGHT
 from torch_fp8.nn.weight_cache import stamp_of, unwatch, watch
@@ -115,6 +116,8 @@ class MergeAware(nn.Module):
         kept, frozen = self.fp8_merged, self.base_layer.frozen_weight
         stamps = stamp_of(a), stamp_of(b)
         if frozen is None or None in stamps or (self.training and in_reentrant_checkpoint()):
+            return self.merged_weight(adapter)
+        if is_capturing(a):  # what a CUDA graph computes is there when it is replayed
             return self.merged_weight(adapter)
         base = frozen.payload
         stamp = (*stamps, base.qdata.data_ptr(), base.writes, self.scaling[adapter])

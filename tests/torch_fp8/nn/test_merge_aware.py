@@ -22,6 +22,7 @@ from torch_fp8 import (
     revert,
     weights_for_engine,
 )
+from torch_fp8.nn import merge_aware
 from torch_fp8.nn.merge_aware import MergeAware
 from torch_fp8.ops.quantize import dequantize
 
@@ -232,3 +233,17 @@ def test_what_cannot_be_is_refused():
         up(thawed).base_layer.weight.requires_grad_(True)
     with pytest.raises(RuntimeError, match=r"up_proj.base_layer' is no FP8 base any more"):
         thawed(IDS)
+
+
+def test_what_is_folded_for_a_cuda_graph_is_not_kept(monkeypatch):
+    """It is there when the graph is replayed, and not before."""
+    model = adapted().eval()
+    layer = up(model)
+    x = torch.randn(1, layer.in_features)
+    with torch.no_grad():
+        monkeypatch.setattr(merge_aware, "is_capturing", lambda _: True)
+        layer(x)
+        assert layer.fp8_merged.payload is None
+        monkeypatch.undo()
+        layer(x)
+        assert layer.fp8_merged.payload is not None

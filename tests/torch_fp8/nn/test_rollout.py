@@ -65,7 +65,7 @@ def casts(monkeypatch):
 def capture(monkeypatch):
     """``capture(model)``: a forward while a CUDA graph is captured, as far as our code can tell."""
     capturing = []
-    monkeypatch.setattr(kept_weight, "_is_capturing", lambda weight: bool(capturing))
+    monkeypatch.setattr(kept_weight, "is_capturing", lambda weight: bool(capturing))
 
     @torch.no_grad()
     def captured(model):
