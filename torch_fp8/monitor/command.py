@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,17 +31,31 @@ def add_parser(commands: Any) -> None:
         nargs="+",
         default=[],
         metavar="RUN",
-        help="other runs whose losses are drawn, too",
+        help="other runs whose losses are drawn, too; the first is what losses are compared with",
     )
     report.set_defaults(run=_report)
 
 
+def names_of(folders: Sequence[Path]) -> list[str]:
+    """Return the shortest names that tell folders apart: their last parts."""
+    most = max(len(folder.parts) for folder in folders)
+    for count in range(1, most + 1):
+        names = ["/".join(folder.parts[-count:]) or "run" for folder in folders]
+        if len(set(names)) == len(set(folders)):
+            break
+    return [f"{n}, again" if n in names[:i] else n for i, n in enumerate(names)]
+
+
 def _report(options: argparse.Namespace) -> int:
     try:
-        record = read_run(options.path)
-        beside = {path.name: read_run(path) for path in options.beside}
+        record, *others = map(read_run, (options.path, *options.beside))
+        name, *names = names_of([run.path.resolve().parent for run in (record, *others)])
         folder = options.output or record.path.parent / "fp8_report"
-        written = write_report(record, folder, beside)
+        beside = dict(zip(names, others, strict=True))
+        for other, run in beside.items():
+            lost = [] if run.losses else ["The run has no losses, and is not drawn."]
+            record.notes += [f"{other}: {note}" for note in (*run.notes, *lost)]
+        written = write_report(record, folder, beside, name)
     except (OSError, ValueError, ImportError) as error:
         print(f"torch-fp8 report: {error}", file=sys.stderr)
         return 1

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from torch_fp8.monitor.heat_map import HeatMap
+from torch_fp8.monitor.heat_map import HeatMap, Topic
 
 INK, FAINT, RED, BLUE, GREEN = "#1f2933", "#9aa5b1", "#d64545", "#2f6fde", "#2d9d78"
 AWAY = "#8a4fd3"
@@ -20,8 +20,10 @@ EVENTS = {
     "return": (GREEN, "back to FP8"),
 }
 """Kind of event to colour and words."""
-_BESIDE = ("#9aa5b1", GREEN, "#c05621", "#8a4fd3")
-_MOST_LABELS = 48
+_BESIDE = (INK, GREEN, "#c05621", AWAY)
+_MOST_LABELS, _MOST_LETTERS = 48, 44
+_RED, _APART = 0.8, 0.09
+"""The place where red begins among a map's colours, and the least distance of labels, of 1."""
 _DPI = 150
 
 
@@ -43,79 +45,191 @@ def draw_loss(
 ) -> Picture:
     """Draw the losses of a run, smoothed over those as measured, with its events marked.
 
+    Beside other runs, a second panel below has how far each run's loss lies from the first of
+    these, which runs that lie on each other in the first panel do not show.
+
     Args:
         losses: step to loss.
         events: of the run.
-        beside: name to losses of other runs, to compare.
+        beside: name to losses of other runs, to compare; the first is the one to compare with.
         name: of the run.
     """
-    figure, axes = _figure(11, 3.6, 0.062, 0.13, 0.92, 0.80)
-    for (other, others), colour in zip(beside.items(), _BESIDE * 3, strict=False):
-        axes.plot(*_smoothed(others), color=colour, linewidth=1.3, label=other)
+    differences = _differences(losses, beside, name)
+    tall, below = 3.6, 1.9 if differences else 0.0
+    height = tall + below
+    bottom = (below + 0.13 * tall) / height
+    figure, axes = _figure(11, height, 0.062, bottom, 0.92, 0.80 * tall / height)
     steps = sorted(losses)
     axes.plot(steps, [losses[s] for s in steps], color=BLUE, alpha=0.22, linewidth=0.7)
-    axes.plot(*_smoothed(losses), color=BLUE, linewidth=1.7, label=name)
-    told = set()
-    for event in events:
-        colour, words = EVENTS.get(str(event["event"]), (FAINT, str(event["event"])))
-        label = None if words in told else words
-        told.add(words)
-        axes.axvline(event["step"], color=colour, linewidth=1.0, alpha=0.75, label=label)
+    axes.plot(*_smoothed(losses), color=BLUE, linewidth=2.2, label=name)
+    colours = dict(zip(beside, _BESIDE * len(beside), strict=False))
+    for other, others in beside.items():
+        axes.plot(*_smoothed(others), "--", color=colours[other], linewidth=1.3, label=other)
+    _mark(axes, events)
     axes.set_ylabel("loss")
     _set_loss_limits(axes, [losses, *beside.values()])
+    _dress(axes)
+    axes.legend(frameon=False, fontsize=8.5, ncols=6, loc="lower left", bbox_to_anchor=(0, 0.995))
+    if not differences:
+        axes.set_xlabel("step")
+        return _finished(figure, axes)
+    panel = figure.add_axes((0.062, 0.47 / height, 0.92, (below - 0.62) / height), sharex=axes)
+    panel.tick_params(colors=INK, labelsize=8.5)
+    panel.axhline(0.0, color=INK, linewidth=0.8)
+    for other, (_, shown) in differences.items():
+        colour, wide = (BLUE, 1.7) if other == name else (colours[other], 1.3)
+        panel.plot(*shown, "-" if other == name else "--", color=colour, linewidth=wide)
+    for step in {event["step"] for event in events}:
+        panel.axvline(step, color=FAINT, linewidth=0.7, alpha=0.7)
+    _set_difference_limits(panel, [shown[1] for _, shown in differences.values()])
+    _dress(panel)
+    base = next(iter(beside))
+    ends = ", ".join(f"{other} {end:+.2f} %" for other, (end, _) in differences.items())
+    words = f"difference to {base}, %; in the last twentieth: {ends}"
+    panel.set_title(words, loc="left", fontsize=8.5, color=INK, pad=4)
+    panel.set_xlabel("step")
+    return _finished(figure, axes)
+
+
+def _differences(
+    losses: Mapping[int, float], beside: Mapping[str, Mapping[int, float]], name: str
+) -> dict[str, tuple[float, tuple[list[int], list[float]]]]:
+    """Return of each run how far it is from the first one beside, at the end and smoothed, in %."""
+    if not beside:
+        return {}
+    first, *_ = beside
+    runs = {name: losses} | {other: run for other, run in beside.items() if other != first}
+    found = {}
+    for run, own in runs.items():
+        base = beside[first]
+        apart = {
+            step: 100 * (own[step] / base[step] - 1)
+            for step in own.keys() & base.keys()
+            if base[step] and math.isfinite(own[step]) and math.isfinite(base[step])
+        }
+        if len(apart) > 1:
+            last = [apart[step] for step in sorted(apart)[-max(1, len(apart) // 20) :]]
+            found[run] = sum(last) / len(last), _smoothed(apart)
+    return found
+
+
+def _mark(axes: Any, events: Sequence[Mapping[str, Any]]) -> None:
+    """Mark a run's events: a line at each step, and above each other a mark for each kind."""
+    kinds: dict[str, list[int]] = {}
+    for event in events:
+        kinds.setdefault(str(event["event"]), []).append(int(event["step"]))
+    for step in sorted({step for steps in kinds.values() for step in steps}):
+        kind = next(kind for kind, steps in kinds.items() if step in steps)
+        axes.axvline(step, color=EVENTS.get(kind, (FAINT,))[0], linewidth=0.9, alpha=0.6)
+    above = axes.get_xaxis_transform()
+    for i, (kind, steps) in enumerate(kinds.items()):
+        colour, words = EVENTS.get(kind, (FAINT, kind))
+        high = [0.97 - 0.05 * i] * len(steps)
+        marks = {"color": colour, "linestyle": "", "marker": "v", "markersize": 6}
+        axes.plot(steps, high, transform=above, label=words, zorder=4, **marks)
+
+
+def _dress(axes: Any) -> None:
+    ticker = importlib.import_module("matplotlib.ticker")
     axes.grid(axis="y", color="#e4e7eb", linewidth=0.8)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.set_xlabel("step")
+    axes.xaxis.set_major_formatter(ticker.StrMethodFormatter("{x:,.0f}"))
     axes.margins(x=0.01)
-    axes.legend(frameon=False, fontsize=8.5, ncols=6, loc="lower left", bbox_to_anchor=(0, 0.995))
-    return _finished(figure, axes)
 
 
 def draw_map(heat: HeatMap) -> Picture:
     """Draw a map of layers and steps; the colour bar has a line at each bound."""
     rows, columns = len(heat.rows), len(heat.columns)
+    labels = [_cut(name) for name in heat.rows]
     tall = min(max(0.19 * rows, 0.9), 8.5)
-    height, left = tall + 0.75, min(0.02 + 0.0072 * max(map(len, heat.rows)), 0.32)
+    height, left = tall + 0.75, 0.02 + 0.0058 * max(map(len, labels))
     bottom = 0.5 / height
     figure, axes = _figure(11, height, left, bottom, 0.9 - left, tall / height)
     colors = importlib.import_module("matplotlib.colors")
     topic = heat.topic
-    kind = colors.LogNorm if topic.logarithmic else colors.Normalize
-    norm = kind(topic.lowest, topic.highest)
-    wanted = colors.LinearSegmentedColormap.from_list(
-        "health", ["#f3f8f6", "#b7dfce", "#f4d35e", "#ee964b", RED, "#7b1e3a"]
-    )
+    places = _places(heat)
+    norm = colors.FuncNorm(places, topic.lowest, topic.highest)
+    hues = ("#f3f8f6", "#b7dfce", "#f4d35e", "#ee964b", RED, "#7b1e3a")
+    at = (0.0, 0.25 * _RED, 0.6 * _RED, _RED, _RED, 1.0)
+    wanted = colors.LinearSegmentedColormap.from_list("health", list(zip(at, hues, strict=True)))
     colours = wanted.reversed() if topic.small_is_bad else wanted
-    colours.set_bad("#ffffff")
+    colours = colours.with_extremes(bad="#ffffff")
     shown = [
         [min(max(v, topic.lowest), topic.highest) if not math.isnan(v) else v for v in row]
         for row in heat.values
     ]
     image = axes.imshow(shown, aspect="auto", interpolation="nearest", cmap=colours, norm=norm)
     each = max(1, math.ceil(rows / _MOST_LABELS))
-    axes.set_yticks(range(0, rows, each), heat.rows[::each], fontsize=8)
+    axes.set_yticks(range(0, rows, each), labels[::each], fontsize=8)
     ticks = sorted({round(i * (columns - 1) / 8) for i in range(9)})
     axes.set_xticks(ticks, [f"{heat.columns[i]:,}" for i in ticks], fontsize=8)
     axes.set_xlabel("step", fontsize=9)
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)
-    for row in range(1, rows):
+    for row in range(1, rows if each == 1 else 0):  # of many thin rows it would hide the most
         axes.axhline(row - 0.5, color="white", linewidth=0.8)
+    thick = min(2.2, 0.35 * 72 * tall / rows)
     for row, first, last in heat.away:
         where = [first - 0.5, last + 0.5]
-        axes.plot(where, [row, row], color=AWAY, linewidth=2.2, solid_capstyle="butt")
+        axes.plot(where, [row, row], color=AWAY, linewidth=thick, solid_capstyle="butt")
     axes.set_xlim(-0.5, columns - 0.5)
     axes.set_ylim(rows - 0.5, -0.5)
     bar_axes = figure.add_axes((0.915, bottom, 0.014, tall / height))
     bar = figure.colorbar(image, cax=bar_axes)
     bar.outline.set_visible(False)
     bar.ax.tick_params(labelsize=8, length=2, color=FAINT)
-    if topic.unit:
-        bar.ax.set_title(topic.unit.strip(), fontsize=8, pad=4, color=INK)
+    _set_bar_ticks(bar, topic, places[0])
     for bound in heat.bounds:
         if math.isfinite(bound):
             bar.ax.axhline(bound, color=INK, linewidth=1.4)
     return _finished(figure, axes)
+
+
+def _places(heat: HeatMap) -> tuple[Any, Any]:
+    """Return where a value lies among the colours, and back: red begins at the strictest bound."""
+    numpy = importlib.import_module("numpy")
+    topic = heat.topic
+    values = [topic.lowest, topic.highest]
+    places = [0.0, 1.0]
+    inside = [b for b in heat.bounds if topic.lowest < b < topic.highest]
+    if inside:
+        values.insert(1, max(inside) if topic.small_is_bad else min(inside))
+        places.insert(1, 1 - _RED if topic.small_is_bad else _RED)
+    if topic.logarithmic:
+        values = [math.log(value) for value in values]
+
+    def forward(x: Any) -> Any:
+        x = numpy.log(numpy.maximum(x, topic.lowest)) if topic.logarithmic else x
+        return numpy.interp(x, values, places)
+
+    def back(place: Any) -> Any:
+        x = numpy.interp(place, places, values)
+        return numpy.exp(x) if topic.logarithmic else x
+
+    return forward, back
+
+
+def _set_bar_ticks(bar: Any, topic: Topic, place: Any) -> None:
+    """Label the colours of a map with round numbers that do not lie on each other."""
+    low, high = topic.lowest, topic.highest
+    if topic.logarithmic:
+        decades = range(math.ceil(math.log10(low)), round(math.log10(high)) + 1)
+        ticks = [10.0**decade for decade in decades]
+    else:
+        each = 5 if high > 10 else 0.2
+        ticks = [low + each * i for i in range(int((high - low) / each + 1e-9) + 1)]
+    kept: list[float] = []
+    for tick in ticks if topic.small_is_bad else reversed(ticks):  # the bad end is labelled first
+        if not kept or abs(place(tick) - place(kept[-1])) > _APART:
+            kept.append(tick)
+    factor = 100 if topic.is_share else 1
+    bar.set_ticks(kept, labels=[f"{factor * tick:,.6g}{topic.unit}" for tick in kept])
+    bar.ax.minorticks_off()
+
+
+def _cut(name: str) -> str:
+    """Return a layer's name, without its beginning where it is too long to stand beside a map."""
+    return name if len(name) <= _MOST_LETTERS else "\u2026" + name[1 - _MOST_LETTERS :]
 
 
 def _figure(
@@ -135,8 +249,12 @@ def _figure(
 
 
 def _finished(figure: Any, axes: Any) -> Picture:
-    box, file = axes.get_position(), io.BytesIO()
-    figure.savefig(file, dpi=_DPI, format="png", pil_kwargs={"optimize": True})
+    image = importlib.import_module("PIL.Image")  # which matplotlib writes PNGs with
+    box, file, drawn = axes.get_position(), io.BytesIO(), io.BytesIO()
+    figure.savefig(drawn, dpi=_DPI, format="png", pil_kwargs={"compress_level": 1})
+    with image.open(drawn) as whole:  # a palette takes a third of the bytes
+        few = whole.convert("RGB").quantize(256, method=image.Quantize.MAXCOVERAGE, dither=0)
+    few.save(file, "PNG", optimize=True)
     return Picture(file.getvalue(), box.x0, 1 - box.y1, box.width, box.height)
 
 
@@ -160,3 +278,12 @@ def _set_loss_limits(axes: Any, runs: Sequence[Mapping[int, float]]) -> None:
     if len(values) > 20:
         low, high = values[0], values[int(0.995 * (len(values) - 1))]
         axes.set_ylim(low - 0.05 * (high - low), high + 0.1 * (high - low) + 1e-9)
+
+
+def _set_difference_limits(axes: Any, runs: Sequence[Sequence[float]]) -> None:
+    """Have 0 in the panel, and leave out what is far off: a run's first steps, a spike."""
+    values = sorted(v for run in runs for v in run)
+    cut = len(values) // 100
+    low, high = min(values[cut], 0.0), max(values[len(values) - 1 - cut], 0.0)
+    room = 0.1 * (high - low) + 0.02
+    axes.set_ylim(low - room, high + room)

@@ -24,6 +24,7 @@ class Topic(NamedTuple):
         unit: behind numbers.
         lowest, highest: the ends of the colours.
         meaning: a sentence below the title.
+        is_share: numbers are shares, told in percent.
     """
 
     key: str
@@ -36,6 +37,7 @@ class Topic(NamedTuple):
     lowest: float
     highest: float
     meaning: str
+    is_share: bool = False
 
 
 _OPERANDS = ("input", "weight", "grad_output")
@@ -44,14 +46,27 @@ TOPICS = (
         "sqnr",
         "SQNR: what is left of each tensor",
         "sqnr",
-        _OPERANDS,
+        ("input", "weight"),
         small_is_bad=True,
         logarithmic=False,
         unit=" dB",
         lowest=0.0,
         highest=34.0,
-        meaning="Signal to quantization noise of the worst tensor of a layer. Well-scaled E4M3 has "
-        "31.5 dB, E5M2 25.5 dB; below 20 dB little is left.",
+        meaning="Signal to quantization noise of a layer's input or weight, whichever has less. "
+        "Well-scaled E4M3 has 31.5 dB; below 20 dB little is left.",
+    ),
+    Topic(
+        "direction",
+        "Gradients: how far the cast turns them",
+        "direction_error",
+        ("grad_output",),
+        small_is_bad=False,
+        logarithmic=True,
+        unit="",
+        lowest=3e-4,
+        highest=1.0,
+        meaning="1 - cos of the gradient of a layer's output and its cast. Well-scaled E5M2 has "
+        "0.0014, E4M3 0.0004.",
     ),
     Topic(
         "underflow",
@@ -60,11 +75,12 @@ TOPICS = (
         _OPERANDS,
         small_is_bad=False,
         logarithmic=True,
-        unit="",
+        unit=" %",
         lowest=1e-4,
         highest=1.0,
         meaning="The share of elements other than zero that the cast makes zero, of the worst "
         "tensor of a layer.",
+        is_share=True,
     ),
     Topic(
         "outliers",
@@ -100,11 +116,12 @@ TOPICS = (
         _OPERANDS,
         small_is_bad=False,
         logarithmic=True,
-        unit="",
+        unit=" %",
         lowest=1e-5,
         highest=1.0,
         meaning="The share of elements that are larger than the payload can say, of the worst "
         "tensor of a layer: delayed scaling did not see them coming.",
+        is_share=True,
     ),
 )
 

@@ -8,6 +8,7 @@ import base64
 import html
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,14 +27,18 @@ _BEST_DECIBEL = E4M3.cast_sqnr_db
 
 
 def write_report(
-    record: RunRecord, folder: Path, beside: Mapping[str, RunRecord] | None = None
+    record: RunRecord,
+    folder: Path,
+    beside: Mapping[str, RunRecord] | None = None,
+    name: str = "run",
 ) -> list[Path]:
     """Write ``report.html``, and a PNG for each picture in it.
 
     Args:
         record: of the run.
         folder: where they are written; made if it is not there.
-        beside: name to other runs, whose losses are drawn, too.
+        beside: name to other runs, whose losses are drawn, too; the first is compared with.
+        name: of the run.
     Returns:
         The files, the page first.
     Raises:
@@ -42,8 +47,7 @@ def write_report(
     pictures: dict[str, Picture] = {}
     maps = [found for topic in TOPICS if (found := heat_map(record, topic)) is not None]
     drawn = [heat for heat in maps if not heat.is_blank]
-    others = {name: run.losses for name, run in (beside or {}).items()}
-    name = record.path.parent.name or "run"
+    others = {name: run.losses for name, run in (beside or {}).items() if run.losses}
     if record.losses:
         pictures["loss"] = draw_loss(record.losses, record.events, others, name)
     pictures |= {heat.topic.key: draw_map(heat) for heat in drawn}
@@ -66,16 +70,21 @@ def _page(
         _tiles(record),
     ]
     if "loss" in pictures:
-        body.append(_section("Loss", _image(pictures["loss"], "the loss of each step")))
+        loss = f'<div class="wide">{_image(pictures["loss"], "the loss of each step")}</div>'
+        body.append(_section("Loss", loss))
     body.append(_events(record))
     body.append(_worst(record))
     for heat in maps:
-        content = '<p class="quiet">None, in any layer and step that was measured.</p>'
+        content = (
+            '<p class="quiet">As good as can be, in every layer and step that was measured.</p>'
+        )
         if not heat.is_blank:
             content = _map(heat, pictures[heat.topic.key])
         meaning = heat.topic.meaning
+        if not heat.is_blank and any(map(math.isfinite, heat.bounds)):
+            meaning += " Red begins at the alarm's bound, the black line beside the colours."
         if heat.away:
-            meaning += " A line through a layer: it was out of FP8."
+            meaning += " A violet line through a layer: it was out of FP8."
         body.append(_section(heat.topic.title, content, meaning, heat.topic.key))
     if not maps:
         body.append(_section("Layers", "<p>The run has no statistics of layers.</p>"))
@@ -105,7 +114,7 @@ def _head(record: RunRecord, name: str) -> str:
             if counts.get(kind)
         ]
         verdict = f"{', '.join(told)}."
-    options = ", ".join(f"{key} {value}" for key, value in record.config.items())
+    options = ", ".join(f"{key}={value}" for key, value in record.config.items())
     return (
         f'<header><h1>{html.escape(name)}</h1><p class="options">{html.escape(options)}</p>'
         f'<p class="verdict {"bad" if bad else "good"}">{html.escape(verdict)}</p></header>'
@@ -120,7 +129,7 @@ def _tiles(record: RunRecord) -> str:
         ("steps", f"{steps:,}"),
         ("measured", f"{len(record.steps):,}"),
         ("layers", f"{len(layers):,}"),
-        ("last loss", f"{sum(last) / len(last):.4g}" if last else "unknown"),
+        ("loss, the last 50 steps", f"{sum(last) / len(last):.4g}" if last else "unknown"),
         ("out of FP8 at the end", str(len(_out_of_fp8(record)))),
     ]
     cells = "".join(f"<div><b>{value}</b><span>{label}</span></div>" for label, value in tiles)
@@ -133,10 +142,11 @@ def _events(record: RunRecord) -> str:
     rows = []
     for event in record.events[:_MOST_EVENTS]:
         colour, words = EVENTS.get(str(event["event"]), (FAINT, str(event["event"])))
-        what = html.escape(str(event.get("what", ""))).replace("; fp8/", ";<br>fp8/")
+        what = _breakable(str(event.get("what", ""))).replace("; fp8/", ";<br>fp8/")
         rows.append(
             f"<tr><td class='number'>{int(event['step']):,}</td>"
-            f"<td><i style='background:{colour}'></i>{html.escape(words)}</td><td>{what}</td></tr>"
+            f"<td><i style='background:{colour}'></i>{html.escape(words)}</td>"
+            f"<td class='what'>{what}</td></tr>"
         )
     more = len(record.events) - _MOST_EVENTS
     if more > 0:
@@ -145,7 +155,7 @@ def _events(record: RunRecord) -> str:
         f"<table><tr><th>step</th><th>event</th><th>what and why</th></tr>{''.join(rows)}</table>"
     )
     out = _out_of_fp8(record)
-    note = f"Out of FP8 at the end: {html.escape(', '.join(out))}." if out else ""
+    note = f"Out of FP8 at the end: {_breakable(', '.join(out))}." if out else ""
     return _section("What happened", f'<div class="scroll">{table}</div>', note)
 
 
@@ -167,12 +177,14 @@ def _worst(record: RunRecord) -> str:
         limit = f"&ge; {bound.least:g}" if least else f"&le; {bound.most:g}"
         state = "over" if nearness > 1 else "near" if nearness > 0.5 else "fine"
         wide = 100 * min(nearness, 1.0)
-        shown = html.escape(name.removeprefix(PREFIX))
+        shown = _breakable(name.removeprefix(PREFIX))
         last = _number(values[max(values)])
         rows.append(
-            f"<tr><td class='name'>{shown}</td><td class='number'>{_number(values[step])}</td>"
-            f"<td class='number'>{step:,}</td><td class='number'>{last}</td>"
-            f"<td class='number'>{limit}</td>"
+            f"<tr><td class='name'>{shown}</td>"
+            f"<td class='number' data-is='worst'>{_number(values[step])}</td>"
+            f"<td class='number' data-is='at step'>{step:,}</td>"
+            f"<td class='number' data-is='last'>{last}</td>"
+            f"<td class='number' data-is='bound'>{limit}</td>"
             f"<td><div class='bar {state}'><div style='width:{wide:.0f}%'></div></div></td></tr>"
         )
     if not rows:
@@ -182,7 +194,7 @@ def _worst(record: RunRecord) -> str:
     )
     return _section(
         "Worst tensors",
-        f'<div class="scroll"><table>{head}{"".join(rows)}</table></div>',
+        f'<table class="worst">{head}{"".join(rows)}</table>',
         "The numbers that came nearest to their bound; the bar is full where it was crossed.",
     )
 
@@ -201,7 +213,8 @@ def _nearness(value: float, bound: Bound) -> float:
 
 
 def _map(heat: HeatMap, picture: Picture) -> str:
-    values = [[None if math.isnan(v) else float(f"{v:.3g}") for v in row] for row in heat.values]
+    factor = 100 if heat.topic.is_share else 1
+    values = [[_shown(factor * v) for v in row] for row in heat.values]
     data = {
         "rows": heat.rows,
         "columns": heat.columns,
@@ -222,8 +235,8 @@ def _map(heat: HeatMap, picture: Picture) -> str:
     )
     alt = f"{heat.topic.title}, {len(heat.rows)} layers"
     return (
-        f'<div class="map">{_image(picture, alt)}<div class="over" style="{style}"></div>'
-        f'<script type="application/json">{text}</script></div>'
+        f'<div class="wide"><div class="map">{_image(picture, alt)}<div class="pointer" '
+        f'style="{style}"></div><script type="application/json">{text}</script></div></div>'
     )
 
 
@@ -255,6 +268,18 @@ def _out_of_fp8(record: RunRecord) -> list[str]:
         elif event["event"] == "return":
             out.pop(layer, None)
     return list(out)
+
+
+def _breakable(text: str) -> str:
+    """Return text for the page whose names may go on in the next line behind a point or a slash."""
+    return re.sub(r"([\w\]][./])(?=[A-Za-z_\d])", r"\1<wbr>", html.escape(text))
+
+
+def _shown(value: float) -> float | str | None:
+    """Return a number for JSON, which has none that are not finite."""
+    if math.isfinite(value):
+        return float(f"{value:.3g}")
+    return None if math.isnan(value) else str(value)
 
 
 def _number(value: float) -> str:

@@ -56,19 +56,67 @@ def test_the_page_stands_alone_and_says_what_happened(tmp_path, capsys):
     assert {path.name for path in folder.iterdir()} == {
         *("report.html", "loss.png", "sqnr.png", "underflow.png", "alignment.png")
     }
-    page = (folder / "report.html").read_text()
+    whole = (folder / "report.html").read_text()
+    page = whole.replace("<wbr>", "")
     assert not re.search(r"(src|href)=['\"](?!data:)", page)
     assert "1 alarm, 1 fallback." in page
     assert "model.layers.1.mlp.down_proj runs BF16 &lt;b&gt;" in page
     assert "Out of FP8 at the end: model.layers.1.mlp.down_proj" in page
-    worst = re.search(r"<td class='name'>(.*?)</td><td class='number'>(.*?)</td>", page)
+    worst = re.search(r"<td class='name'>(.*?)</td><td class='number'[^>]*>(.*?)</td>", page)
     assert worst.group(1).startswith("model.layers.1.mlp.down_proj/input/")
     images = re.findall(r"data:image/png;base64,([^\"]+)", page)
     assert base64.b64decode(images[1]) == (folder / "sqnr.png").read_bytes()
     assert "fp8_report/report.html: 12 measured steps, 2 events" in out
 
 
+def test_runs_beside_are_told_apart_and_compared_with_the_first(tmp_path, capsys):
+    from torch_fp8.monitor.command import names_of
+    from torch_fp8.monitor.figures import _differences
+
+    step_of = dict.fromkeys(range(1, 101), 4.0)
+    apart = _differences(
+        {step: 4.0 * (1.02 if step > 50 else 1.0) for step in range(1, 91)},
+        {"bf16": {**step_of, 80: math.nan}, "same": dict(step_of), "other steps": {900: 3.0}},
+        "fp8",
+    )
+    assert list(apart) == ["fp8", "same"]
+    assert apart["fp8"][0] == pytest.approx(2.0)
+    assert apart["same"][0] == 0.0
+    steps, smoothed = apart["fp8"][1]
+    assert 80 not in steps
+    assert (smoothed[0], smoothed[-1]) == (0.0, pytest.approx(2.0))
+    assert _differences(step_of, {}, "fp8") == {}
+
+    folders = [_write(tmp_path / name) for name in ("a/fp8", "b/fp8", "b/bf16")]
+    assert names_of(folders) == ["a/fp8", "b/fp8", "b/bf16"]
+    assert names_of([folders[0], folders[0], folders[2]]) == ["fp8", "fp8, again", "bf16"]
+    (folders[1] / FILE_NAME).write_text((folders[1] / FILE_NAME).read_text()[:-30])
+    status, _, err = _report(folders[0], capsys, "--beside", *folders[1:])
+    assert status == 0
+    assert (
+        err == "note: b/fp8: The last line was cut off, as where a run is ended; it is left out.\n"
+    )
+    page = (folders[0] / "fp8_report" / "report.html").read_text()
+    assert "<h1>a/fp8</h1>" in page
+    assert "b/fp8: The last line was cut off" in page
+
+
+def test_numbers_that_are_not_finite_and_long_names_are_drawn(tmp_path, capsys):
+    names = [f"fp8/{'a_long_name_of_a_wrapper.' * 4}{n}/input/sqnr" for n in ("q", "down")]
+    log = RunLog(tmp_path, [*names, "fp8/q/input/outliers", "fp8/q/input/amax"], {"monitor": 10})
+    for step in (10, 20):
+        log.write(step, values=[31.0, -math.inf, math.inf, math.inf], losses=[[step, math.inf]])
+    log.write(20, values=[math.nan] * 4, losses=[[19, math.nan], [20, 2.0]])
+    status, _, err = _report(tmp_path, capsys)
+    assert (status, err) == (0, "")
+    page = (tmp_path / "fp8_report" / "report.html").read_text()
+    assert '"values":[[31.0,31.0],["-inf","-inf"]]' in page
+    assert '"values":[["inf","inf"]]' in page
+    assert page.count("class='bar over'") == 3
+
+
 def test_a_map_has_the_worst_tensor_of_a_layer_and_the_worst_step_of_a_column(tmp_path):
+    from torch_fp8.monitor.figures import _places
     from torch_fp8.monitor.heat_map import TOPICS, heat_map
 
     heat = heat_map(read_run(_write(tmp_path, steps=5000)), TOPICS[0])
@@ -79,6 +127,13 @@ def test_a_map_has_the_worst_tensor_of_a_layer_and_the_worst_step_of_a_column(tm
     assert heat.tensors[3][first_ill] == "input"
     assert heat.values[2][first_ill] == 31.0
     assert heat.bounds == [20.0]
+    forward, back = _places(heat)
+    assert forward([0.0, 20.0, 34.0]).tolist() == [0.0, pytest.approx(0.2), 1.0]  # red: below 0.2
+    assert back(forward([3.0, 27.0])).tolist() == pytest.approx([3.0, 27.0])
+    shares = heat_map(read_run(tmp_path), next(t for t in TOPICS if t.key == "underflow"))
+    forward, back = _places(shares)
+    assert forward([1e-9, 0.2, 1.0]).tolist() == [0.0, pytest.approx(0.8), 1.0]
+    assert back(forward([0.01, 0.7])).tolist() == pytest.approx([0.01, 0.7])
     assert heat.away == [(3, first_ill, len(heat.columns) - 1)]
 
 
