@@ -302,7 +302,7 @@ def append(path: Path, columns: list[str], rows: list[dict]) -> None:
 
 
 def draw(curves: Path, picture: Path, seed: str = "0") -> None:
-    """Draw the smoothed losses of one seed's runs with faults."""
+    """Draw the smoothed losses of one seed's runs with faults, and how far they are from BF16's."""
     from matplotlib import pyplot
 
     from benchmarks.plot import COLOURS
@@ -311,33 +311,47 @@ def draw(curves: Path, picture: Path, seed: str = "0") -> None:
     for row in read(curves):
         if (row["faults"], row["seed"]) == ("both", seed):
             losses.setdefault((row["recipe"], row["smooth_swiglu"]), []).append(float(row["loss"]))
-    figure, axes = pyplot.subplots(figsize=(7, 4.2), layout="constrained")
+    means = {
+        variant: [
+            sum(part) / len(part)
+            for i in range(0, len(own), WINDOW)
+            for part in [own[i : i + WINDOW]]
+        ]
+        for variant, own in losses.items()
+    }
+    figure, (axes, below) = pyplot.subplots(
+        2, 1, figsize=(7, 5.6), layout="constrained", sharex=True, height_ratios=(3, 2)
+    )
     order = dict(zip([(r, str(s)) for r, s in VARIANTS], ("#000000", *COLOURS), strict=False))
+    base = means[BASELINE, "False"]
+    steps = [WINDOW * (i + 0.5) for i in range(len(base))]
     for variant, colour in order.items():
-        if variant not in losses:
+        if variant not in means:
             continue
         recipe, smooth = variant
-        means = [
-            sum(part) / len(part)
-            for i in range(0, len(losses[variant]), WINDOW)
-            for part in [losses[variant][i : i + WINDOW]]
-        ]
-        steps = [WINDOW * (i + 0.5) for i in range(len(means))]
         label = "BF16" if recipe == BASELINE else recipe
         label += ", Smooth-SwiGLU" if smooth == "True" else ""
-        style = "--" if smooth == "True" else "-"
-        axes.plot(steps, means, style, color=colour, label=label, linewidth=1.8)
+        style = {"color": colour, "linewidth": 1.8, "linestyle": "--" if smooth == "True" else "-"}
+        axes.plot(steps, means[variant], label=label, **style)
+        apart = [100 * (own / b - 1) for own, b in zip(means[variant], base, strict=True)]
+        below.plot(steps, apart, **style)
     faults = Faults()
-    axes.axvspan(faults.start, faults.start + faults.growth, color="#000000", alpha=0.06)
-    for step in range(faults.every - 1, STEPS, faults.every):
-        axes.axvline(step, color="#999999", linewidth=0.6, linestyle=":")
+    for panel in (axes, below):
+        panel.axvspan(faults.start, faults.start + faults.growth, color="#000000", alpha=0.06)
+        for step in range(faults.every - 1, STEPS, faults.every):
+            panel.axvline(step, color="#999999", linewidth=0.6, linestyle=":")
+        panel.grid(alpha=0.25)
     axes.set(
-        xlabel=f"step after {PRETRAINING_STEPS} in BF16",
         ylabel="training loss, nats per token",
         title="Planted: channels that align and grow (shaded), outliers (dotted)",
     )
-    axes.grid(alpha=0.25)
     axes.legend(frameon=False)
+    below.set_yscale("symlog", linthresh=0.5, linscale=1.0)
+    ticks = (-0.5, 0, 0.5, 1, 10, 50)
+    below.set_yticks(ticks, [f"{tick:+g} %" if tick else "0" for tick in ticks])
+    below.minorticks_off()
+    below.set(xlabel=f"step after {PRETRAINING_STEPS} in BF16", ylabel="difference to BF16")
+    below.set_ylim(-0.6, 80)
     for path in (picture, ROOT / "docs/images" / picture.name):  # the page shows its own
         figure.savefig(path, dpi=110)
     pyplot.close(figure)

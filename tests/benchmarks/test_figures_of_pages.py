@@ -46,6 +46,15 @@ def test_aligned_channels():
             f"| {recipe} | {ends['False']:+.1%} | {ends['True']:+.2%} |".replace("%", " %") in page
         )
         assert abs(ends["True"]) < 0.005 < 0.05 < ends["False"]
+    for row in rows:
+        if (row["faults"], row["recipe"], row["seed"]) == ("both", "delayed", "1"):
+            assert f"{float(row['rel_diff']):+.1%}".replace("%", " %") in page
+    healthy = [
+        float(r["rel_diff"]) for r in rows if r["faults"] == "none" and r["recipe"] != "bf16"
+    ]
+    assert len(healthy) == 8
+    ends = f"end {100 * min(healthy):.2f} to {100 * max(healthy):.2f} % above"
+    assert ends in " ".join(page.split())
 
 
 def test_differences_of_rollouts():
