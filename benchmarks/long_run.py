@@ -7,12 +7,15 @@
 each variant in a folder of its own: ``bf16``, ``fp8`` and, with ``--smooth``, ``fp8-smooth``
 (``FP8Config(smooth_swiglu=True)``). The level is O1, so that BF16 and FP8 differ in the layers
 alone: stock AdamW trains float32 weights. Writes ``benchmarks/results/long_run.csv``.
+
+``--perturb N`` multiplies the first weights by 1 plus a thousandth of noise of seed N. Batches stay
+the same. Training so long turns the smallest difference into another run: what such runs in BF16
+differ by is what a difference of one run in FP8 has to be held against.
 """
 
 import argparse
 import csv
 import json
-import time
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +30,21 @@ from torch_fp8.monitor.run_log import RunLog
 
 RESULTS = Path(__file__).parent / "results"
 STEPS, BATCH, LENGTH, HIDDEN, LAYERS, RATE = 10_000, 4, 32, 64, 2, 2e-3
-EVERY = 50
+EVERY, NOISE = 50, 1e-3
 
 
-def run(config: FP8Config | None, steps: int, folder: Path, data: Any, seed: int) -> dict[str, Any]:
+def run(
+    config: FP8Config | None, steps: int, folder: Path, data: Any, seed: int, perturbed: int = 0
+) -> dict[str, Any]:
     """Train one variant; its losses, or all statistics, are written into `folder`."""
     tokens, held_out, vocab_size = data
     torch.manual_seed(seed)
     model = tiny_llama.build(vocab_size, HIDDEN, LAYERS, pad_token_id=0, eos_token_id=1)
+    if perturbed:
+        noise = torch.Generator().manual_seed(perturbed)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1 + NOISE * torch.randn(parameter.shape, generator=noise))
     if config is not None:
         convert_to_float8(model, config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.1)
@@ -44,7 +54,6 @@ def run(config: FP8Config | None, steps: int, folder: Path, data: Any, seed: int
     schedule = get_cosine_schedule_with_warmup(optimizer, steps // 20, steps)
     generator = torch.Generator().manual_seed(seed)
     losses: list[float] = []
-    started = time.perf_counter()
     for _ in range(steps):
         ids = windows(tokens, BATCH, generator)[:, :LENGTH]
         with torch.autocast("cpu", torch.bfloat16):
@@ -57,7 +66,6 @@ def run(config: FP8Config | None, steps: int, folder: Path, data: Any, seed: int
         schedule.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    seconds = time.perf_counter() - started
     events = 0
     if monitor is not None:
         monitor.close()
@@ -72,7 +80,6 @@ def run(config: FP8Config | None, steps: int, folder: Path, data: Any, seed: int
         "train_loss": sum(last) / len(last),
         "held_out_loss": evaluate(model, held_out),
         "events": events,
-        "seconds": round(seconds),
     }
 
 
@@ -81,6 +88,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--perturb", type=int, default=0, metavar="N")
     parser.add_argument("--recipe", default="delayed")
     parser.add_argument("--smooth", action="store_true", help="with Smooth-SwiGLU, too")
     parser.add_argument("--only", nargs="+", metavar="VARIANT")
@@ -94,10 +102,11 @@ def main() -> None:
     for name, config in variants.items():
         if options.only and name not in options.only:
             continue
-        folder = options.output / name
+        folder = options.output / (f"{name}-{options.perturb}" if options.perturb else name)
         folder.mkdir(parents=True, exist_ok=True)
-        result = run(config, options.steps, folder, data, options.seed)
-        (folder / "result.json").write_text(json.dumps({"variant": name, **result}))
+        result = run(config, options.steps, folder, data, options.seed, options.perturb)
+        named = {"variant": name, "perturbed": options.perturb}
+        (folder / "result.json").write_text(json.dumps({**named, **result}))
         print(name, result, flush=True)
     found = sorted(options.output.glob("*/result.json"))
     rows = [json.loads(path.read_text()) for path in found]
