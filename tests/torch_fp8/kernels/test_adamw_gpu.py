@@ -4,10 +4,17 @@ import pytest
 import torch
 
 from torch_fp8.environment.kernel_cases import optimizer
-from torch_fp8.environment.kernel_cases.optimizer import CHOICES, EXPONENTS, GRADS, WEIGHTS
+from torch_fp8.environment.kernel_cases.optimizer import GRADS, WEIGHTS
+from torch_fp8.environment.kernel_cases.states import matrix_differences, moved, optimizer_matrix
 from torch_fp8.ops.adamw import adamw_step_reference
 
 pytestmark = pytest.mark.gpu
+EXPONENTS = {"usual": 0, "tiny": -30, "huge": 30}
+CHOICES = {
+    "coupled": {"weight_decay": 0.1, "decay": 1.0},
+    "maximize": {"maximize": True},
+    "eps": {"eps": 0.01},
+}
 
 
 @pytest.fixture
@@ -24,7 +31,15 @@ def test_three_steps_equal_the_reference(step, weight, grad, exponent):
 
 @pytest.mark.parametrize("changes", CHOICES.values(), ids=CHOICES)
 def test_choices_equal_the_reference(step, changes):
-    optimizer.check_choices(step, "cuda", changes)
+    """Other scalars, a multiplier of the learning rate, and a shard far into its weight."""
+    multiplier = torch.tensor(0.37)
+    for kind in WEIGHTS.values():
+        place = (2**20 + 1, 64, 2**14)  # indices beyond 2^32
+        want = optimizer_matrix(300, 96, *kind, torch.float32, place=place)
+        got, scalars = moved(want, "cuda"), optimizer.scalars_of(1, 0, **changes)
+        step([(got, scalars)], [multiplier.to("cuda")])
+        adamw_step_reference(want, scalars, multiplier)
+        assert matrix_differences(got, want) == []
 
 
 @pytest.mark.parametrize("wrong", [None, 0.5, float("nan")], ids=["kept", "grown", "nan"])
@@ -36,7 +51,14 @@ def test_the_payload_is_a_cast_of_the_new_weight(step, weight, granularity, tran
 
 
 def test_two_runs_give_the_same_bits(step):
-    optimizer.check_repeats(step, "cuda")
+    start = optimizer_matrix(3000, 4096, torch.bfloat16, 8, torch.bfloat16)
+    runs = []
+    for _ in range(2):
+        matrix = moved(start, "cuda")
+        for number in range(1, 6):
+            step([(matrix, optimizer.scalars_of(number, 0))])
+        runs.append(moved(matrix, "cpu"))
+    assert matrix_differences(*runs) == []
 
 
 @pytest.mark.parametrize("coupled", [0.0, 0.1], ids=["decoupled", "coupled"])

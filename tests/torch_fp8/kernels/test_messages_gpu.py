@@ -3,10 +3,11 @@
 import pytest
 
 from torch_fp8.environment.kernel_cases import messages
-from torch_fp8.environment.kernel_cases.messages import DTYPES, EXPONENTS, KEYS, LAYOUTS
+from torch_fp8.environment.kernel_cases.messages import DTYPES, KEYS, LAYOUTS
 from torch_fp8.ops import messages as wire
 
 pytestmark = pytest.mark.gpu
+EXPONENTS = {"usual": 0, "tiny": -120, "huge": 120}
 
 
 @pytest.mark.parametrize("keys", KEYS.values(), ids=KEYS)

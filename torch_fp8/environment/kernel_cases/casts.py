@@ -222,23 +222,3 @@ def check_strides(cast: CastKernel, device: str, granularity: str) -> None:
         options = CastOptions(E4M3.dtype, granularity, False, True, True)
         for got, expected in zip(cast(moved, options), reference(x, options), strict=True):
             same_bits(got, expected, f"{granularity} of strides {x.stride()}")
-
-
-def check_repeats(cast: CastKernel, device: str, granularity: str) -> None:
-    """Check that two runs give the same bytes."""
-    x = matrix("row spread", (4096, 1027), torch.bfloat16).to(device)
-    options = CastOptions(torch.float8_e5m2, granularity, False, True, True)
-    first, second = (cast(x, options) for _ in range(2))
-    for a, b in zip(first, second, strict=True):
-        equal = a is b or torch.equal(a.view(torch.uint8), b.view(torch.uint8))
-        require(equal, f"{granularity}: bytes differ from run to run")
-
-
-def check_operator(device: str) -> None:
-    """Check that the operator runs the kernel, and equals its twin on the CPU."""
-    x = matrix("row spread", (200, 333), torch.bfloat16)
-    options = CastOptions(E4M3.dtype, "block_1x128", False, True, True)
-    want = torch.ops.torch_fp8.quantize_2d(x, *options)
-    made = torch.ops.torch_fp8.quantize_2d(x.to(device), *options)
-    for got, expected in zip(made, want, strict=True):
-        same_bits(got, expected, "torch_fp8::quantize_2d")

@@ -17,7 +17,6 @@ from torch_fp8.quantization.stochastic_rounding import stream_keys
 
 SHAPES = ((1000, 1024), (5, 48), (36, 33), (3, 7), (2, 70000), (17, 4304), (0, 64), (1, 1))
 DTYPES = (torch.bfloat16, torch.float32)
-EXPONENTS = {"usual": 0, "tiny": -120, "huge": 120}
 LAYOUTS = (
     (Layout(5000, 77), 4 * 5000 * 32),
     (Layout(70), 4 * 70 * 32 - 33),

@@ -26,14 +26,8 @@ WEIGHTS = {
     "fp32": (torch.float32, 0),
 }
 GRADS = {"bf16": torch.bfloat16, "fp32": torch.float32, "8-bit": torch.uint8}
-EXPONENTS = {"usual": 0, "tiny": -30, "huge": 30}
 SHAPES = ((1000, 1024), (5, 48), (36, 33), (3, 7), (2, 70000), (17, 4304), (0, 64), (1, 1))
 PAYLOAD_SHAPES = ((1024, 1024), (144, 160), (16, 32), (4304, 96))
-CHOICES: dict[str, dict[str, Any]] = {
-    "coupled": {"weight_decay": 0.1, "decay": 1.0},
-    "maximize": {"maximize": True},
-    "eps": {"eps": 0.01},
-}
 
 
 def kernel() -> Step:
@@ -81,20 +75,6 @@ def check_steps(
             adamw_step_reference(expected, numbers)
             shape = tuple(expected.weight.shape)
             _same(matrix, expected, f"{weight}, gradient {grad}, {shape}")
-
-
-def check_choices(step: Step, device: str, changes: dict[str, Any]) -> None:
-    """Check other scalars, with a multiplier of the learning rate, on a shard far into its
-    weight.
-    """
-    multiplier = torch.tensor(0.37)
-    for name, kind in WEIGHTS.items():
-        place = (2**20 + 1, 64, 2**14)  # a shard, with indices beyond 2^32
-        want = optimizer_matrix(300, 96, *kind, torch.float32, place=place)
-        got, scalars = moved(want, device), scalars_of(1, 0, **changes)
-        step([(got, scalars)], [multiplier.to(device)])
-        adamw_step_reference(want, scalars, multiplier)
-        _same(got, want, f"{name}, {changes}")
 
 
 def check_payload(
@@ -150,19 +130,6 @@ def check_payload(
             pairs.append((payload.scale_t, col.scale))
         equal = all(torch.equal(mine.cpu(), reference) for mine, reference in pairs)
         require(equal, f"{what}: not a cast of the new weight")
-
-
-def check_repeats(step: Step, device: str, rows: int = 3000, cols: int = 4096) -> None:
-    """Check that two runs of five steps give the same bits."""
-    start = optimizer_matrix(rows, cols, torch.bfloat16, 8, torch.bfloat16)
-    runs = []
-    for _ in range(2):
-        matrix = moved(start, device)
-        for number in range(1, 6):
-            step([(matrix, scalars_of(number, 0))])
-        runs.append(moved(matrix, "cpu"))
-    first, second = runs
-    _same(first, second, "from run to run")
 
 
 def check_update_rms(
