@@ -188,10 +188,10 @@ def _of_gradient(
     """
     func = _ops.swiglu_backward_quantize_delayed.default
     for made in graph.calls(func, *backward.args):
-        up_amaxes, _, amaxes, _, *how, row, col = made.args[len(backward.args) :]
+        amaxes, _, *how, row, col, up_amaxes, _ = made.args[len(backward.args) :]
         alike = (amaxes, up_amaxes)[i] is cast.amaxes and how == list(cast[2:5])
         if alike and row >= cast.rowwise and col >= cast.columnwise:
-            return _Known(_last(made), call=Call(func, made.args, 3 * i), gradient=i)
+            return _Known(_last(made), call=Call(func, made.args, 4 * i), gradient=i)
     return None
 
 

@@ -132,6 +132,22 @@ ProducerCast = CastOptions | DelayedCastOptions
 """How a producer casts its result."""
 
 
+def casts_of_both(
+    options: ProducerCast, up_amaxes: Tensor | None = None, up_progress: Tensor | None = None
+) -> tuple[ProducerCast, ProducerCast]:
+    """Return the casts of SwiGLU's two gradients, which differ in their scales alone.
+
+    Args:
+        options: with the amaxes or scales of both, or with the history of gate's.
+        up_amaxes, up_progress: the history of up's, where gate's is given.
+    """
+    if isinstance(options, CastOptions):
+        return options.part(0), options.part(1)
+    assert up_amaxes is not None
+    assert up_progress is not None
+    return options, options._replace(amaxes=up_amaxes, progress=up_progress)
+
+
 class StepScalars(NamedTuple):
     """The numbers of an optimizer step that are equal for all elements of a parameter."""
 

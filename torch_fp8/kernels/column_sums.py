@@ -12,8 +12,8 @@ import triton.language as tl
 from torch import Tensor
 
 from torch_fp8.kernels.launch_math import cdiv
-from torch_fp8.kernels.quantize_kernels import positions
 from torch_fp8.kernels.quick_launch import quick
+from torch_fp8.kernels.tiles import positions
 
 # Narrow blocks of columns fill the card; 64 rows at a time are 16 loads in flight for each thread.
 BLOCK_ROWS = 64

@@ -10,8 +10,7 @@ something other than zeros was seen, and zeros need no scale: each program casts
 import triton
 import triton.language as tl
 
-from torch_fp8.kernels.fp8_cast import abs_bits, cast_saturating, scale_from_amax
-from torch_fp8.kernels.quantize_kernels import per_row, store_col
+from torch_fp8.kernels.fp8_cast import abs_bits, scale_from_amax
 
 
 @triton.jit
@@ -63,37 +62,6 @@ def delayed_scale(bits, headroom, E5M2: tl.constexpr):
     """
     FMAX: tl.constexpr = 57344.0 if E5M2 else 448.0
     return scale_from_amax(bits, FMAX, False) * headroom
-
-
-@triton.jit
-def store_scaled(
-    x,
-    scale,
-    row_ptr,
-    col_ptr,
-    r,
-    c,
-    rows,
-    cols,
-    mask,
-    E5M2: tl.constexpr,
-    ROW: tl.constexpr,
-    COL: tl.constexpr,
-    PAD: tl.constexpr = 16,
-    width=None,
-):
-    """Cast a tile of x with the scale and store it in the layouts asked for; see `store_col`.
-
-    width: the columns that the tile belongs to, where a row of `cols` has more; None: all.
-    """
-    q = cast_saturating(x, per_row(scale, r, rows), E5M2)
-    if ROW:
-        tl.store(row_ptr + r[:, None] * cols + c[None, :], q, mask=mask)
-    if COL:
-        if width is None:
-            store_col(col_ptr, q, r, c, rows, cols, PAD)
-        else:
-            store_col(col_ptr, q, r, c, rows, width, PAD)
 
 
 @triton.jit

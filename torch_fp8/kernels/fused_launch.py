@@ -63,7 +63,7 @@ class Cast(NamedTuple):
         return granularity != "rowwise" and not odd and inputs[0].numel() > 0
 
     def source(self, unused: Tensor) -> Tensor:
-        """Return the tensor from which `epilogue.store_cast` reads the scale."""
+        """Return the tensor from which `tiles.store_cast` reads the scale."""
         if self.options.amax is not None:
             return self.options.amax.view(torch.int32)
         return unused if self.options.scale is None else self.options.scale
@@ -96,6 +96,12 @@ class Cast(NamedTuple):
         }
 
 
+def no_cast(made: Layouts) -> dict[str, object]:
+    """Return `Cast.flags` of a kernel that stores its result as it is, or stores none."""
+    how = {"GROUP": BLOCK, "E5M2": False, "POWER_OF_TWO": False, "COL": False}
+    return {"SCALE": "plain", **how, "ROW": made[0] is not None}
+
+
 def known_cast(options: DelayedCastOptions, amax: Tensor) -> tuple[CastOptions, Tensor]:
     """Return the cast of a result whose amax () is known, and its scale, () float32."""
     amaxes, _, *how = options[:5]
@@ -123,15 +129,6 @@ def saved_outputs(x: Tensor, wanted: bool = True) -> tuple[Tensor | None, Tensor
         return None, None
     rows, cols = x.shape
     return x.new_empty((rows, cols), dtype=torch.float8_e4m3fn), new_group_scales(x, rows, cols)
-
-
-def save_unfused(x: Tensor, wanted: bool = True) -> tuple[Tensor | None, Tensor | None]:
-    """Save x for backward in a launch of its own."""
-    if not wanted:
-        return None, None
-    cast = CastOptions(torch.float8_e4m3fn, "block_1x128", True, True, False)
-    q, s, *_ = quantize_2d(x, cast)
-    return q, s
 
 
 def registers(warps: int) -> int:

@@ -25,7 +25,6 @@ from torch_fp8.kernels.quantize_kernels import (
     cast_kernel,
     column_amax_kernel,
     quantize_blocks_kernel,
-    quantize_odd_squares_kernel,
     quantize_rows_kernel,
 )
 from torch_fp8.quantization.formats import format_of
@@ -44,7 +43,7 @@ TILE_WARPS = 16
 
 # Columns that are no multiple of 16 are moved one element at a time, each with an address and a
 # mask in registers. Casts then work on smaller tiles, those with 1x128 or 1x32 blocks for one
-# layout per launch, and squares are read a slice at a time. FP8 GEMMs take multiples of 16: the
+# layout per launch, and squares have zeros put behind them. FP8 GEMMs take multiples of 16: the
 # rare case. Rows, which are tokens, may be any number: the column layout has them padded.
 ODD_BLOCK = 64
 ODD_WARPS = 8
@@ -139,12 +138,25 @@ def _columns(
     x: Tensor, options: CastOptions, sums: TileSums | None, pads: bool
 ) -> tuple[Tensor | None, Tensor | None]:
     """Cast x^T with a scale per column of x, (C, 1)."""
-    (rows, cols), pad = x.shape, pad_of(x.shape[0], "rowwise", pads)
+    cols, pad = x.shape[1], pad_of(x.shape[0], "rowwise", pads)
     options = options._replace(rowwise=False)
     if x.numel() == 0:
         _, by_col = _outputs(x, options, pad)
         return by_col, x.new_ones((cols, 1), dtype=torch.float32)
-    column_blocks = cdiv(cols, BLOCK)
+    partial = partial_column_amaxes(x, sums)
+    scale = torch.empty((cols, 1), dtype=torch.float32, device=x.device)
+    _, by_col = _cast_tiles(x, options, "columns", scale, partial, pad)
+    return by_col, scale
+
+
+def partial_column_amaxes(x: Tensor, sums: TileSums | None = None) -> Tensor:
+    """Return (slabs, C) int32 whose maxima are the bits of the amaxes of x's columns.
+
+    Args:
+        x: (R, C), not empty.
+        sums: filled, if given, where they are over rows.
+    """
+    (rows, cols), column_blocks = x.shape, cdiv(x.shape[1], BLOCK)
     slabs = min(cdiv(COLUMN_PROGRAMS, column_blocks), MAX_SLABS, cdiv(rows, BLOCK))
     rows_per_slab = cdiv(cdiv(rows, slabs), AMAX_ROWS) * AMAX_ROWS
     slabs = cdiv(rows, rows_per_slab)
@@ -163,9 +175,7 @@ def _columns(
         BLOCK_C=BLOCK,
         num_warps=8 if by_slab else 4,  # a sum beside each maximum
     )
-    scale = torch.empty((cols, 1), dtype=torch.float32, device=x.device)
-    _, by_col = _cast_tiles(x, options, "columns", scale, partial, pad)
-    return by_col, scale
+    return partial
 
 
 def _cast_tiles(
@@ -243,12 +253,14 @@ def _blocks(x: Tensor, options: CastOptions, sums: TileSums | None, pads: bool) 
     (rows, cols), pad = x.shape, pad_of(x.shape[0], granularity, pads)
     squares = granularity == "block_128x128"
     odd = is_odd(x) or (rows % 16 != 0 and col and pad == 1)
-    if row and col and odd and not squares:
+    if odd and squares:
+        whole = F.pad(x, (0, -cols % 16, 0, -rows % 16)).contiguous()
+        by_row, row_scale, by_col, col_scale = _blocks(whole, options, None, pads)
+        return _corner(by_row, rows, cols), row_scale, _corner(by_col, cols, rows), col_scale
+    if row and col and odd:
         by_row = _blocks(x, options._replace(columnwise=False), sums, pads)
         by_col = _blocks(x, options._replace(rowwise=False), None, pads)
         return (*by_row[:2], *by_col[2:])
-    group_c = 32 if granularity == "block_1x32" else BLOCK
-    group_r = BLOCK if squares else 1
     if squares or odd:
         sums = None  # squares are for weights; with sums these kernels spill
 
@@ -258,30 +270,30 @@ def _blocks(x: Tensor, options: CastOptions, sums: TileSums | None, pads: bool) 
     if x.numel() and (row or col):
         unused = row_scale if row_scale is not None else col_scale
         assert unused is not None
-        tensors = (x, *pointers((by_row, row_scale, by_col, col_scale), unused))
-        sizes = (x.stride(0), x.stride(1), rows, cols)
-        how = cast_flags(options)
-        if squares and odd:
-            quantize_odd_squares_kernel[(cdiv(rows, BLOCK) * cdiv(cols, BLOCK),)](
-                *tensors, *sizes, **how, BLOCK_SIZE=BLOCK, SLICE=ODD_SLICE, num_warps=ODD_WARPS
-            )
-        else:
-            block_r = ODD_SLICE if odd and row else BLOCK
-            block_c = ODD_SLICE if odd and col else BLOCK
-            quantize_blocks_kernel[(cdiv(rows, block_r) * cdiv(cols, block_c),)](
-                *tensors,
-                *sizes,
-                _partial_sums(x, sums, BLOCK, unused),
-                SUM_AXIS=-1 if sums is None else sums.axis,
-                GROUP_R=group_r,
-                GROUP_C=group_c,
-                **how,
-                PAD=pad,
-                BLOCK_R=block_r,
-                BLOCK_C=block_c,
-                num_warps=ODD_WARPS if odd else TILE_WARPS,
-            )
+        block_r = ODD_SLICE if odd and row else BLOCK
+        block_c = ODD_SLICE if odd and col else BLOCK
+        quantize_blocks_kernel[(cdiv(rows, block_r) * cdiv(cols, block_c),)](
+            x,
+            *pointers((by_row, row_scale, by_col, col_scale), unused),
+            *x.stride(),
+            rows,
+            cols,
+            _partial_sums(x, sums, BLOCK, unused),
+            SUM_AXIS=-1 if sums is None else sums.axis,
+            SCALE="square" if squares else "groups",
+            GROUP=32 if granularity == "block_1x32" else BLOCK,
+            **cast_flags(options),
+            PAD=pad,
+            BLOCK_R=block_r,
+            BLOCK_C=block_c,
+            num_warps=ODD_WARPS if odd else TILE_WARPS,
+        )
     return by_row, row_scale, by_col, col_scale
+
+
+def _corner(qdata: Tensor | None, rows: int, cols: int) -> Tensor | None:
+    """Return the first rows and columns of a payload."""
+    return None if qdata is None else qdata[:rows, :cols].contiguous()
 
 
 def is_odd(x: Tensor) -> bool:

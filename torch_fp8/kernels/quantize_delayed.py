@@ -15,13 +15,7 @@ from torch import Tensor
 
 from torch_fp8.kernels.arguments import DelayedCastOptions
 from torch_fp8.kernels.column_sums import TileSums
-from torch_fp8.kernels.delayed_scale import (
-    count_in,
-    delayed_scale,
-    past_amax,
-    record_amax,
-    store_scaled,
-)
+from torch_fp8.kernels.delayed_scale import count_in, delayed_scale, past_amax, record_amax
 from torch_fp8.kernels.fp8_cast import abs_bits, largest_bits
 from torch_fp8.kernels.launch_math import cdiv
 from torch_fp8.kernels.quantize import (
@@ -33,8 +27,8 @@ from torch_fp8.kernels.quantize import (
     pad_columns,
     pad_of,
 )
-from torch_fp8.kernels.quantize_kernels import load_tile, positions, store_sums
 from torch_fp8.kernels.quick_launch import quick
+from torch_fp8.kernels.tiles import load_tile, store_scaled, store_sums, tile_at
 from torch_fp8.quantization.formats import format_of
 
 
@@ -65,17 +59,15 @@ def cast_delayed_kernel(
     BLOCK_SIZE: tl.constexpr,
 ):
     """Cast one tile of x in the layouts asked for; the last program records the amax."""
-    tile, tiles_c = tl.program_id(0), tl.cdiv(cols, BLOCK_SIZE)
-    r = positions(tile // tiles_c, BLOCK_SIZE)
-    c = positions(tile % tiles_c, BLOCK_SIZE)
-    mask = (r[:, None] < rows) & (c[None, :] < cols)
-    x = load_tile(x_ptr, stride_r, stride_c, r, c, mask)
-    store_sums(x, sum_ptr, tile // tiles_c, tile % tiles_c, r, c, rows, cols, SUM_AXIS)
+    tile = tile_at(tl.program_id(0), rows, cols, BLOCK_SIZE, BLOCK_SIZE)
+    made = (row_ptr, scale_ptr, col_ptr, scale_ptr)
+    x = load_tile(x_ptr, stride_r, stride_c, tile[2], tile[3], tile[4])
+    store_sums(x, sum_ptr, tile, rows, cols, SUM_AXIS)
     past = past_amax(history_ptr, length, MOST_RECENT)
     scale = delayed_scale(past, headroom, E5M2)
     largest = largest_bits(x)
     if (past != 0) | (largest == 0):
-        store_scaled(x, scale, row_ptr, col_ptr, r, c, rows, cols, mask, E5M2, ROW, COL, PAD)
+        store_scaled(x, scale, made, tile, rows, cols, E5M2, ROW, COL, PAD)
 
     is_last, amax = count_in(progress_ptr, largest, tl.num_programs(0))
     if is_last:
@@ -84,26 +76,10 @@ def cast_delayed_kernel(
             tiles = tl.num_programs(0)
             if amax == 0:
                 tiles = 0
-            for other in range(0, tiles):
-                other_r = positions(other // tiles_c, BLOCK_SIZE)
-                other_c = positions(other % tiles_c, BLOCK_SIZE)
-                inside = (other_r[:, None] < rows) & (other_c[None, :] < cols)
-                y = load_tile(x_ptr, stride_r, stride_c, other_r, other_c, inside)
-                store_scaled(
-                    y,
-                    scale,
-                    row_ptr,
-                    col_ptr,
-                    other_r,
-                    other_c,
-                    rows,
-                    cols,
-                    inside,
-                    E5M2,
-                    ROW,
-                    COL,
-                    PAD,
-                )
+            for index in range(0, tiles):
+                other = tile_at(index, rows, cols, BLOCK_SIZE, BLOCK_SIZE)
+                y = load_tile(x_ptr, stride_r, stride_c, other[2], other[3], other[4])
+                store_scaled(y, scale, made, other, rows, cols, E5M2, ROW, COL, PAD)
         tl.store(scale_ptr, scale)
         if LAST:
             tl.store(last_ptr, scale)

@@ -9,57 +9,22 @@ size that is a launch's choice is a parameter.
 import triton
 import triton.language as tl
 
-from torch_fp8.kernels.fp8_cast import abs_bits, cast_bounded, cast_saturating, scale_from_amax
+from torch_fp8.kernels.fp8_cast import (
+    abs_bits,
+    cast_bounded,
+    cast_saturating,
+    scale_from_amax,
+)
 from torch_fp8.kernels.quick_launch import quick
-
-
-@triton.jit
-def positions(index, BLOCK_SIZE: tl.constexpr):
-    """Return the int64 positions of block `index`: tensors of more than 2^31 elements need them."""
-    return index.to(tl.int64) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
-
-
-@triton.jit
-def load_tile(x_ptr, stride_r, stride_c, r, c, mask):
-    """Load x[r, c] as float32, and 0, which changes no maximum, outside."""
-    offsets = r[:, None] * stride_r + c[None, :] * stride_c
-    return tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
-
-
-@triton.jit
-def padded(size, PAD: tl.constexpr):
-    """Round `size` up to multiples of PAD, in a way that tells the compiler of the divisibility."""
-    return tl.cdiv(size, PAD) * PAD
-
-
-@triton.jit
-def store_col(col_ptr, q, r, c, rows, cols, PAD: tl.constexpr):
-    """Store a tile of q, which is 0 beyond the last row, in the column layout."""
-    length = padded(rows, PAD)
-    mask = (r[:, None] < length) & (c[None, :] < cols)
-    tl.store(col_ptr + c[None, :] * length + r[:, None], q, mask=mask)
-
-
-@triton.jit
-def per_row(scale, r, rows):
-    """Broadcast the scalar to a column vector: with the scalar itself the two-layout cast spills.
-
-    Triton 3.6 casts every element twice there, once in the layout of each store, rather than move
-    the bytes through shared memory (see the count of cvt in the PTX); free while memory is the
-    bound, to be looked at again on a card.
-    """
-    return tl.where(r < rows, scale, 1.0)[:, None]
-
-
-@triton.jit
-def store_sums(x, sum_ptr, tile_r, tile_c, r, c, rows, cols, AXIS: tl.constexpr):
-    """Store the tile's sums along AXIS: sum[tile_r, c] over its rows, or sum[tile_c, r] over
-    columns.
-    """
-    if AXIS == 0:
-        tl.store(sum_ptr + tile_r.to(tl.int64) * cols + c, tl.sum(x, axis=0), mask=c < cols)
-    if AXIS == 1:
-        tl.store(sum_ptr + tile_c.to(tl.int64) * rows + r, tl.sum(x, axis=1), mask=r < rows)
+from torch_fp8.kernels.tiles import (
+    load_tile,
+    per_row,
+    positions,
+    store_blocks,
+    store_layouts,
+    store_sums,
+    tile_at,
+)
 
 
 @quick
@@ -76,12 +41,9 @@ def amax_kernel(
     BLOCK_C: tl.constexpr,
 ):
     """Write into partial[p] the maximum of abs_bits over the tiles p, p + P, ... of P programs."""
-    tiles_c = tl.cdiv(cols, BLOCK_C)
     largest = tl.zeros((BLOCK_R, BLOCK_C), dtype=tl.int32)
     for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
-        r = positions(tile // tiles_c, BLOCK_R)
-        c = positions(tile % tiles_c, BLOCK_C)
-        mask = (r[:, None] < rows) & (c[None, :] < cols)
+        _, _, r, c, mask = tile_at(tile, rows, cols, BLOCK_R, BLOCK_C)
         x = load_tile(x_ptr, stride_r, stride_c, r, c, mask)
         largest = tl.maximum(largest, abs_bits(x))
     tl.store(partial_ptr + tl.program_id(0), tl.max(tl.max(largest, axis=1), axis=0))
@@ -150,12 +112,10 @@ def cast_kernel(
 ):
     """Cast one tile of x in the layouts asked for, with a scale per tensor or per column."""
     FMAX: tl.constexpr = 57344.0 if E5M2 else 448.0
-    tile, tiles_c = tl.program_id(0), tl.cdiv(cols, BLOCK_SIZE)
-    r = positions(tile // tiles_c, BLOCK_SIZE)
-    c = positions(tile % tiles_c, BLOCK_SIZE)
-    mask = (r[:, None] < rows) & (c[None, :] < cols)
+    tile = tile_at(tl.program_id(0), rows, cols, BLOCK_SIZE, BLOCK_SIZE)
+    tile_r, tile_c, r, c, mask = tile
     x = load_tile(x_ptr, stride_r, stride_c, r, c, mask)
-    store_sums(x, sum_ptr, tile // tiles_c, tile % tiles_c, r, c, rows, cols, SUM_AXIS)
+    store_sums(x, sum_ptr, tile, rows, cols, SUM_AXIS)
 
     if SCALE == "given":
         scale = tl.load(scale_ptr)
@@ -163,7 +123,7 @@ def cast_kernel(
         p = tl.arange(0, PARTIALS)
         partials = tl.load(partial_ptr + p, mask=p < num_partials, other=0)
         scale = scale_from_amax(tl.max(partials, axis=0), FMAX, POWER_OF_TWO)
-        if tile == 0:
+        if tile_r + tile_c == 0:
             tl.store(scale_ptr, scale)
     else:
         p = tl.arange(0, PARTIALS)
@@ -173,7 +133,7 @@ def cast_kernel(
             other=0,
         )
         scale = scale_from_amax(tl.max(partials, axis=0), FMAX, POWER_OF_TWO)
-        tl.store(scale_ptr + c, scale, mask=(c < cols) & (tile < tiles_c))
+        tl.store(scale_ptr + c, scale, mask=(c < cols) & (tile_r == 0))
         scale = scale[None, :]
 
     if SCALE != "columns":
@@ -182,10 +142,7 @@ def cast_kernel(
         q = cast_saturating(x, scale, E5M2)
     else:
         q = cast_bounded(x, scale, E5M2, POWER_OF_TWO)
-    if ROW:
-        tl.store(row_ptr + r[:, None] * cols + c[None, :], q, mask=mask)
-    if COL:
-        store_col(col_ptr, q, r, c, rows, cols, PAD)
+    store_layouts(q, row_ptr, col_ptr, tile, rows, cols, ROW, COL, PAD)
 
 
 @quick
@@ -229,14 +186,6 @@ def quantize_rows_kernel(
     tl.store(scale_ptr + r, scale, mask=r < rows)
 
 
-@triton.jit
-def _scale_offsets(r, g, rows, num_groups, GROUP_C: tl.constexpr):
-    """Return where the scale of group g of row r lies; see `payload_shape.new_group_scales`."""
-    if GROUP_C == 128:
-        return g.to(tl.int64) * padded(rows, 16) + r
-    return r * num_groups + g
-
-
 @quick
 @triton.jit
 def quantize_blocks_kernel(
@@ -251,8 +200,8 @@ def quantize_blocks_kernel(
     cols,
     sum_ptr,
     SUM_AXIS: tl.constexpr,  # along which the tile's sums are stored, or -1
-    GROUP_R: tl.constexpr,  # rows and columns that share a scale in the row layout,
-    GROUP_C: tl.constexpr,  # and columns and rows in the column layout
+    SCALE: tl.constexpr,  # "square" or "groups" of GROUP; see `store_blocks`
+    GROUP: tl.constexpr,
     E5M2: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
     ROW: tl.constexpr,
@@ -261,103 +210,9 @@ def quantize_blocks_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """Cast one tile of x, (BLOCK_R, BLOCK_C), in the layouts asked for, with a scale per block.
-
-    It has whole blocks of these layouts. Scales of 1x128 blocks lie block by block, as torch's
-    scaled matmul takes them, others row by row.
-    """
-    FMAX: tl.constexpr = 57344.0 if E5M2 else 448.0
-    tiles_c = tl.cdiv(cols, BLOCK_C)
-    tile_r, tile_c = tl.program_id(0) // tiles_c, tl.program_id(0) % tiles_c
-    r, c = positions(tile_r, BLOCK_R), positions(tile_c, BLOCK_C)
-    mask = (r[:, None] < rows) & (c[None, :] < cols)
-    x = load_tile(x_ptr, stride_r, stride_c, r, c, mask)
-    store_sums(x, sum_ptr, tile_r, tile_c, r, c, rows, cols, SUM_AXIS)
-    bits = abs_bits(x)
-    row_offsets = r[:, None] * cols + c[None, :]
-
-    if GROUP_R == BLOCK_R:  # one scale for the tile, in both layouts
-        scale = scale_from_amax(tl.max(tl.max(bits, axis=1), axis=0), FMAX, POWER_OF_TWO)
-        q = cast_bounded(x, per_row(scale, r, rows), E5M2, POWER_OF_TWO)
-        if ROW:
-            tl.store(row_ptr + row_offsets, q, mask=mask)
-            tl.store(row_scale_ptr + tile_r.to(tl.int64) * tiles_c + tile_c, scale)
-        if COL:
-            store_col(col_ptr, q, r, c, rows, cols, PAD)
-            tiles_r = tl.cdiv(rows, BLOCK_R)
-            tl.store(col_scale_ptr + tile_c.to(tl.int64) * tiles_r + tile_r, scale)
-    else:
-        if ROW:
-            GROUPS_C: tl.constexpr = BLOCK_C // GROUP_C  # per tile and row
-            groups = tl.reshape(bits, (BLOCK_R, GROUPS_C, GROUP_C))
-            scale = scale_from_amax(tl.max(groups, axis=2), FMAX, POWER_OF_TWO)
-            num_groups = tl.cdiv(cols, GROUP_C)
-            g = tile_c * GROUPS_C + tl.arange(0, GROUPS_C)
-            tl.store(
-                row_scale_ptr + _scale_offsets(r[:, None], g[None, :], rows, num_groups, GROUP_C),
-                scale,
-                mask=(r[:, None] < rows) & (g[None, :] < num_groups),
-            )
-            scale = tl.broadcast_to(scale[:, :, None], (BLOCK_R, GROUPS_C, GROUP_C))
-            scale = tl.reshape(scale, (BLOCK_R, BLOCK_C))
-            tl.store(row_ptr + row_offsets, cast_bounded(x, scale, E5M2, POWER_OF_TWO), mask=mask)
-        if COL:
-            GROUPS_R: tl.constexpr = BLOCK_R // GROUP_C
-            groups = tl.reshape(bits, (GROUPS_R, GROUP_C, BLOCK_C))
-            scale = scale_from_amax(tl.max(groups, axis=1), FMAX, POWER_OF_TWO)
-            num_groups = tl.cdiv(rows, GROUP_C)
-            g = tile_r * GROUPS_R + tl.arange(0, GROUPS_R)
-            tl.store(
-                col_scale_ptr + _scale_offsets(c[None, :], g[:, None], cols, num_groups, GROUP_C),
-                scale,
-                mask=(c[None, :] < cols) & (g[:, None] < num_groups),
-            )
-            scale = tl.broadcast_to(scale[:, None, :], (GROUPS_R, GROUP_C, BLOCK_C))
-            scale = tl.reshape(scale, (BLOCK_R, BLOCK_C))
-            q = cast_bounded(x, scale, E5M2, POWER_OF_TWO)
-            store_col(col_ptr, q, r, c, rows, cols, PAD)
-
-
-@quick
-@triton.jit
-def quantize_odd_squares_kernel(
-    x_ptr,
-    row_ptr,
-    row_scale_ptr,
-    col_ptr,
-    col_scale_ptr,
-    stride_r,
-    stride_c,
-    rows,
-    cols,
-    E5M2: tl.constexpr,
-    POWER_OF_TWO: tl.constexpr,
-    ROW: tl.constexpr,
-    COL: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    SLICE: tl.constexpr,
-):
-    """Cast a square of x with one scale; SLICE rows are read at a time, and each is read twice."""
-    FMAX: tl.constexpr = 57344.0 if E5M2 else 448.0
-    tiles_r, tiles_c = tl.cdiv(rows, BLOCK_SIZE), tl.cdiv(cols, BLOCK_SIZE)
-    tile_r, tile_c = tl.program_id(0) // tiles_c, tl.program_id(0) % tiles_c
-    c = positions(tile_c, BLOCK_SIZE)
-    largest = tl.zeros((SLICE, BLOCK_SIZE), dtype=tl.int32)
-    for first in range(0, BLOCK_SIZE, SLICE):
-        r = tile_r.to(tl.int64) * BLOCK_SIZE + first + tl.arange(0, SLICE)
-        mask = (r[:, None] < rows) & (c[None, :] < cols)
-        largest = tl.maximum(largest, abs_bits(load_tile(x_ptr, stride_r, stride_c, r, c, mask)))
-    scale = scale_from_amax(tl.max(tl.max(largest, axis=1), axis=0), FMAX, POWER_OF_TWO)
-    for first in range(0, BLOCK_SIZE, SLICE):
-        r = tile_r.to(tl.int64) * BLOCK_SIZE + first + tl.arange(0, SLICE)
-        mask = (r[:, None] < rows) & (c[None, :] < cols)
-        x = load_tile(x_ptr, stride_r, stride_c, r, c, mask)
-        q = cast_bounded(x, per_row(scale, r, rows), E5M2, POWER_OF_TWO)
-        if ROW:
-            tl.store(row_ptr + r[:, None] * cols + c[None, :], q, mask=mask)
-        if COL:
-            tl.store(col_ptr + c[None, :] * rows + r[:, None], q, mask=mask)
-    if ROW:
-        tl.store(row_scale_ptr + tile_r.to(tl.int64) * tiles_c + tile_c, scale)
-    if COL:
-        tl.store(col_scale_ptr + tile_c.to(tl.int64) * tiles_r + tile_r, scale)
+    """Cast one tile of x, of whole blocks of the layouts asked for, with a scale per block."""
+    tile = tile_at(tl.program_id(0), rows, cols, BLOCK_R, BLOCK_C)
+    x = load_tile(x_ptr, stride_r, stride_c, tile[2], tile[3], tile[4])
+    store_sums(x, sum_ptr, tile, rows, cols, SUM_AXIS)
+    made = (row_ptr, row_scale_ptr, col_ptr, col_scale_ptr)
+    store_blocks(x, made, tile, rows, cols, SCALE, GROUP, E5M2, POWER_OF_TWO, ROW, COL, PAD)

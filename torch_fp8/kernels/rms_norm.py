@@ -24,6 +24,7 @@ from torch_fp8.kernels.fused_launch import (
     amax_bits,
     as_amax,
     known_cast,
+    no_cast,
     registers,
     saved_outputs,
 )
@@ -36,20 +37,16 @@ from torch_fp8.kernels.quantize import (
     pointers,
     quantize_2d,
 )
-from torch_fp8.kernels.rms_norm_backward_kernels import (
-    norm_backward_kernel,
-    wide_norm_backward_kernel,
-)
 from torch_fp8.kernels.rms_norm_kernels import (
+    norm_backward_kernel,
     norm_cast_kernel,
     norm_cast_once_kernel,
-    norm_kernel,
     statistics_kernel,
 )
 from torch_fp8.quantization.payload_shape import Layouts
 
 # 32 elements for each thread of 8 warps; 512 contiguous bytes of BF16.
-NORM_ROWS, NORM_COLS, NORM_WARPS = 32, 256, 8
+PLAIN_TILE = 32, 256, 8
 
 # A band of rows is read from memory once as long as the bands at work stay in the L2 cache: 36 MiB
 # of an H200's 50, one band on each of 132 multiprocessors, 16 warps with more than 64 registers.
@@ -109,58 +106,47 @@ def rms_norm_statistics(
 
 def rms_norm(norm: NormWithRstd) -> Tensor:
     """See `torch_fp8.ops.rms_norm.rms_norm`."""
+    y = norm.x.new_empty(norm.x.shape, dtype=norm.out_dtype)
+    _tiles(norm, None, (y, None, None, None))
+    return y
+
+
+def rms_norm_quantize(norm: NormWithRstd, options: CastOptions) -> Layouts:
+    """See `torch_fp8.ops.rms_norm.rms_norm_quantize`."""
+    cast = Cast(options)
+    if not cast.is_fused(norm.x):
+        return quantize_2d(rms_norm(norm), options)
+    made = options.new_layouts(norm.x)
+    _tiles(norm, cast, made)
+    return made
+
+
+def _tiles(norm: NormWithRstd, cast: Cast | None, made: Layouts) -> None:
+    """Fill the layouts, or, without a cast, the first of them with the result as it is."""
     x, weight, rstd, offset, out_dtype = norm
     rows, cols = x.shape
-    y = x.new_empty((rows, cols), dtype=out_dtype)
+    block_r, block_c, warps = (BLOCK, BLOCK, TILE_WARPS) if cast else PLAIN_TILE
     if x.numel():
         with torch.cuda.device_of(x):
-            norm_kernel[(cdiv(rows, NORM_ROWS) * cdiv(cols, NORM_COLS),)](
+            norm_cast_kernel[(cdiv(rows, block_r) * cdiv(cols, block_c),)](
                 x,
                 weight,
                 rstd,
-                y,
+                x if cast is None else cast.source(x),
+                *pointers(made, x),
                 *x.stride(),
                 weight.stride(0),
                 rstd.stride(0),
                 rows,
                 cols,
                 offset,
-                BLOCK_R=NORM_ROWS,
-                BLOCK_C=NORM_COLS,
-                num_warps=NORM_WARPS,
+                OUT=TYPES[out_dtype],
+                **(no_cast(made) if cast is None else cast.flags()),
+                BLOCK_R=block_r,
+                BLOCK_C=block_c,
+                num_warps=warps,
                 enable_fp_fusion=False,
             )
-    return y
-
-
-def rms_norm_quantize(norm: NormWithRstd, options: CastOptions) -> Layouts:
-    """See `torch_fp8.ops.rms_norm.rms_norm_quantize`."""
-    x, weight, rstd, offset, out_dtype = norm
-    cast = Cast(options)
-    if not cast.is_fused(x):
-        return quantize_2d(rms_norm(norm), options)
-    rows, cols = x.shape
-    made = options.new_layouts(x)
-    with torch.cuda.device_of(x):
-        norm_cast_kernel[(cdiv(rows, BLOCK) * cdiv(cols, BLOCK),)](
-            x,
-            weight,
-            rstd,
-            cast.source(x),
-            *pointers(made, x),
-            *x.stride(),
-            weight.stride(0),
-            rstd.stride(0),
-            rows,
-            cols,
-            offset,
-            OUT=TYPES[out_dtype],
-            **cast.flags(),
-            BLOCK_SIZE=BLOCK,
-            num_warps=TILE_WARPS,
-            enable_fp_fusion=False,
-        )
-    return made
 
 
 def rms_norm_quantize_once(
@@ -243,9 +229,8 @@ def rms_norm_backward(inputs: NormBackwardInputs) -> tuple[Tensor, Tensor]:
     slabs = cdiv(rows, rows_per_slab)
     partial = grad.new_empty((slabs, cols) if weight_grad else (0,), dtype=torch.float32)
     saved = x_scale is not None
-    kernel = wide_norm_backward_kernel if wide else norm_backward_kernel
     with torch.cuda.device_of(x):
-        kernel[(slabs,)](
+        norm_backward_kernel[(slabs,)](
             grad,
             *pointers((x,), x),
             x_scale if saved else partial,
@@ -267,6 +252,7 @@ def rms_norm_backward(inputs: NormBackwardInputs) -> tuple[Tensor, Tensor]:
             WEIGHT_GRAD=weight_grad,
             BLOCK_R=block_r,
             BLOCK_C=block_c,
+            WIDE=wide,
             num_warps=max(4, block_r * block_c // 512),
             enable_fp_fusion=False,
         )

@@ -1,22 +1,29 @@
 """These kernels are launched by `torch_fp8.kernels.rms_norm`.
 
-Legend: R rows, C columns of x; ``xhat = x * rstd``, ``w = weight + offset``, ``y = xhat * w``.
+Legend: R rows, C columns of x; ``xhat = x * rstd``, ``w = weight + offset``, ``y = xhat * w``;
+``dx = rstd * (grad w - xhat * mean(grad w xhat))``, ``dw = sum over rows of grad xhat``.
 Float32 inside; no multiplication is fused with an addition, so that every kernel finds the same y.
+A program of backward owns a slab of rows and adds up its part of dw; the slabs are the launch's
+choice by the shape alone, and their parts are added in order.
 """
 
 import triton
 import triton.language as tl
 
-from torch_fp8.kernels.delayed_scale import (
-    count_in,
-    delayed_scale,
-    past_amax,
-    store_scaled,
-)
-from torch_fp8.kernels.epilogue import push_amax, rounded, store_cast, store_groups
+from torch_fp8.kernels.delayed_scale import count_in, delayed_scale, past_amax
 from torch_fp8.kernels.fp8_cast import abs_bits
-from torch_fp8.kernels.quantize_kernels import load_tile, positions
 from torch_fp8.kernels.quick_launch import quick
+from torch_fp8.kernels.tiles import (
+    load_saved,
+    load_tile,
+    positions,
+    push_amax,
+    rounded,
+    save_tile,
+    store_cast,
+    store_scaled,
+    tile_at,
+)
 
 
 @triton.jit
@@ -65,7 +72,7 @@ def statistics_kernel(
         y = (x * rstd[:, None]) * load_columns(weight_ptr, weight_stride, offset, c, cols)
         push_amax(amax_ptr, tl.where(mask, rounded(y, OUT), 0.0))
         if SAVE:
-            store_groups(x, saved_ptr, saved_scale_ptr, r, c, 0, rows, cols, mask, 128, False, True)
+            save_tile(x, saved_ptr, saved_scale_ptr, (0, 0, r, c, mask), rows, cols)
     else:
         squares = tl.zeros((BLOCK_R, BLOCK_C), dtype=tl.float32)
         for start in range(0, cols, BLOCK_C):
@@ -82,51 +89,10 @@ def statistics_kernel(
             y = tl.where(mask, rounded((x * rstd[:, None]) * weight, OUT), 0.0)
             largest = tl.maximum(largest, abs_bits(y))
             if SAVE:
-                first = start // 128
-                store_groups(
-                    x,
-                    saved_ptr,
-                    saved_scale_ptr,
-                    r,
-                    columns,
-                    first,
-                    rows,
-                    cols,
-                    mask,
-                    128,
-                    False,
-                    True,
-                )
+                tile = (0, start // BLOCK_C, r, columns, mask)
+                save_tile(x, saved_ptr, saved_scale_ptr, tile, rows, cols)
         push_amax(amax_ptr, largest.to(tl.float32, bitcast=True))
     tl.store(rstd_ptr + r, rstd, mask=r < rows)
-
-
-@quick
-@triton.jit
-def norm_kernel(
-    x_ptr,
-    weight_ptr,
-    rstd_ptr,
-    y_ptr,
-    stride_r,
-    stride_c,
-    weight_stride,
-    rstd_stride,
-    rows,
-    cols,
-    offset,
-    BLOCK_R: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-):
-    """Compute one tile of y."""
-    tiles_c = tl.cdiv(cols, BLOCK_C)
-    r = positions(tl.program_id(0) // tiles_c, BLOCK_R)
-    c = positions(tl.program_id(0) % tiles_c, BLOCK_C)
-    mask = (r[:, None] < rows) & (c[None, :] < cols)
-    x = load_tile(x_ptr, stride_r, stride_c, r, c, mask)
-    y = x * load_rows(rstd_ptr, rstd_stride, r, rows)
-    y *= load_columns(weight_ptr, weight_stride, offset, c, cols)
-    tl.store(y_ptr + r[:, None] * cols + c[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
 @quick
@@ -154,37 +120,18 @@ def norm_cast_kernel(
     POWER_OF_TWO: tl.constexpr,
     ROW: tl.constexpr,
     COL: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr,
 ):
-    """Compute and cast one tile of y; see `store_cast`."""
-    tiles_c = tl.cdiv(cols, BLOCK_SIZE)
-    tile_r, tile_c = tl.program_id(0) // tiles_c, tl.program_id(0) % tiles_c
-    r, c = positions(tile_r, BLOCK_SIZE), positions(tile_c, BLOCK_SIZE)
-    mask = (r[:, None] < rows) & (c[None, :] < cols)
+    """Compute and store one tile of y; see `store_cast`."""
+    tile = tile_at(tl.program_id(0), rows, cols, BLOCK_R, BLOCK_C)
+    _, _, r, c, mask = tile
+    made = (q_ptr, s_ptr, qt_ptr, st_ptr)
     x = load_tile(x_ptr, stride_r, stride_c, r, c, mask)
     y = x * load_rows(rstd_ptr, rstd_stride, r, rows)
     y = rounded(y * load_columns(weight_ptr, weight_stride, offset, c, cols), OUT)
-    store_cast(
-        tl.where(mask, y, 0.0),
-        scale_ptr,
-        q_ptr,
-        s_ptr,
-        qt_ptr,
-        st_ptr,
-        tile_r,
-        tile_c,
-        r,
-        c,
-        rows,
-        cols,
-        mask,
-        SCALE,
-        GROUP,
-        E5M2,
-        POWER_OF_TWO,
-        ROW,
-        COL,
-    )
+    y = tl.where(mask, y, 0.0)
+    store_cast(y, scale_ptr, made, tile, rows, cols, SCALE, GROUP, E5M2, POWER_OF_TWO, ROW, COL)
 
 
 @triton.jit
@@ -234,7 +181,7 @@ def norm_cast_once_kernel(
 ):
     """Run `statistics_kernel` and then `norm_cast_kernel` on a band of BLOCK_R whole rows."""
     DELAYED: tl.constexpr = SCALE == "history" or SCALE == "recent"
-    band = tl.program_id(0)
+    band, made = tl.program_id(0), (q_ptr, s_ptr, qt_ptr, st_ptr)
     r = positions(band, BLOCK_R)
     columns = tl.arange(0, BLOCK_C).to(tl.int64)
     squares = tl.zeros((BLOCK_R, BLOCK_C), dtype=tl.float32)
@@ -252,48 +199,18 @@ def norm_cast_once_kernel(
     for start in range(0, cols, BLOCK_C):
         c = start + columns
         mask = (r[:, None] < rows) & (c[None, :] < cols)
+        tile = (band, start // BLOCK_C, r, c, mask)
         x = load_tile(x_ptr, stride_r, stride_c, r, c, mask)
         if SAVE:
-            store_groups(
-                x,
-                saved_ptr,
-                saved_scale_ptr,
-                r,
-                c,
-                start // 128,
-                rows,
-                cols,
-                mask,
-                128,
-                False,
-                True,
-            )
+            save_tile(x, saved_ptr, saved_scale_ptr, tile, rows, cols)
         y = _normed(x, rstd, weight_ptr, weight_stride, offset, c, cols, mask, OUT)
         if AMAX:
             largest = tl.maximum(largest, abs_bits(y))
         if DELAYED:  # without a history, what is not zero is written over by the last program
-            store_scaled(y, scale, q_ptr, qt_ptr, r, c, rows, cols, mask, E5M2, ROW, COL)
+            store_scaled(y, scale, made, tile, rows, cols, E5M2, ROW, COL)
         else:
             store_cast(
-                y,
-                scale_ptr,
-                q_ptr,
-                s_ptr,
-                qt_ptr,
-                st_ptr,
-                band,
-                start // BLOCK_C,
-                r,
-                c,
-                rows,
-                cols,
-                mask,
-                SCALE,
-                GROUP,
-                E5M2,
-                POWER_OF_TWO,
-                ROW,
-                COL,
+                y, scale_ptr, made, tile, rows, cols, SCALE, GROUP, E5M2, POWER_OF_TWO, ROW, COL
             )
     if DELAYED:
         bits = tl.max(tl.max(largest, axis=1), axis=0)
@@ -314,10 +231,99 @@ def norm_cast_once_kernel(
                     normed = _normed(
                         values, factor, weight_ptr, weight_stride, offset, col, cols, inside, OUT
                     )
-                    store_scaled(
-                        normed, scale, q_ptr, qt_ptr, row, col, rows, cols, inside, E5M2, ROW, COL
-                    )
+                    here = (0, 0, row, col, inside)
+                    store_scaled(normed, scale, made, here, rows, cols, E5M2, ROW, COL)
             tl.store(s_ptr, scale)
             tl.store(amax_ptr, amax)
     elif AMAX:
         push_amax(amax_ptr, largest.to(tl.float32, bitcast=True))
+
+
+@quick
+@triton.jit
+def norm_backward_kernel(
+    grad_ptr,
+    x_ptr,
+    scale_ptr,
+    weight_ptr,
+    rstd_ptr,
+    dx_ptr,
+    partial_ptr,
+    grad_r,
+    grad_c,
+    stride_r,
+    stride_c,
+    scale_r,
+    scale_c,
+    weight_stride,
+    rstd_stride,
+    rows,
+    cols,
+    rows_per_slab,
+    inverse,
+    offset,
+    SAVED: tl.constexpr,  # x is E4M3, with scales
+    WEIGHT_GRAD: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    WIDE: tl.constexpr,  # BLOCK_C < cols
+):
+    """Compute dx of a slab of rows, BLOCK_R rows at a time, and partial[slab], their part of dw.
+
+    Rows that do not fit in registers (WIDE) are read twice, the second time out of the cache, and
+    dw is added up in memory.
+    """
+    slab = tl.program_id(0)
+    first = slab.to(tl.int64) * rows_per_slab
+    last = tl.minimum(first + rows_per_slab, rows)
+    source = (x_ptr, scale_ptr, stride_r, stride_c, scale_r, scale_c)
+    columns = tl.arange(0, BLOCK_C).to(tl.int64)
+    if WIDE:
+        for start in range(first, last, BLOCK_R):
+            r = start + tl.arange(0, BLOCK_R)
+            rstd = load_rows(rstd_ptr, rstd_stride, r, rows)
+            products = tl.zeros((BLOCK_R, BLOCK_C), dtype=tl.float32)
+            for chunk in range(0, cols, BLOCK_C):
+                c = chunk + columns
+                mask = (r[:, None] < last) & (c[None, :] < cols)
+                x = load_saved(source, (0, chunk // BLOCK_C, r, c, mask), rows, cols, SAVED)
+                grad = load_tile(grad_ptr, grad_r, grad_c, r, c, mask)
+                grad *= load_columns(weight_ptr, weight_stride, offset, c, cols)
+                products += tl.where(mask, grad * (x * rstd), 0.0)
+            mean = tl.sum(products, axis=1) * inverse
+            for chunk in range(0, cols, BLOCK_C):
+                c = chunk + columns
+                mask = (r[:, None] < last) & (c[None, :] < cols)
+                x = load_saved(source, (0, chunk // BLOCK_C, r, c, mask), rows, cols, SAVED)
+                xhat = x * rstd
+                grad = load_tile(grad_ptr, grad_r, grad_c, r, c, mask)
+                if WEIGHT_GRAD:
+                    target = partial_ptr + slab.to(tl.int64) * cols + c
+                    dw = tl.sum(tl.where(mask, grad * xhat, 0.0), axis=0)
+                    dw += tl.load(target, mask=(c < cols) & (start > first), other=0.0)
+                    tl.store(target, dw, mask=c < cols)
+                grad *= load_columns(weight_ptr, weight_stride, offset, c, cols)
+                dx = rstd * (grad - xhat * mean[:, None])
+                offsets = r[:, None] * cols + c[None, :]
+                tl.store(dx_ptr + offsets, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+            tl.debug_barrier()  # what one thread has stored of dw another may load
+    else:
+        c = columns
+        weight = load_columns(weight_ptr, weight_stride, offset, c, cols)
+        dw = tl.zeros((BLOCK_R, BLOCK_C), dtype=tl.float32)
+        for start in range(first, last, BLOCK_R):
+            r = start + tl.arange(0, BLOCK_R)
+            mask = (r[:, None] < last) & (c[None, :] < cols)
+            x = load_saved(source, (0, 0, r, c, mask), rows, cols, SAVED)
+            rstd = load_rows(rstd_ptr, rstd_stride, r, rows)
+            xhat = x * rstd
+            grad = load_tile(grad_ptr, grad_r, grad_c, r, c, mask)
+            if WEIGHT_GRAD:
+                dw += tl.where(mask, grad * xhat, 0.0)
+            grad *= weight
+            mean = tl.sum(tl.where(mask, grad * xhat, 0.0), axis=1) * inverse
+            dx = rstd * (grad - xhat * mean[:, None])
+            offsets = r[:, None] * cols + c[None, :]
+            tl.store(dx_ptr + offsets, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+        if WEIGHT_GRAD:
+            tl.store(partial_ptr + slab.to(tl.int64) * cols + c, tl.sum(dw, axis=0), mask=c < cols)

@@ -11,19 +11,15 @@ import torch
 from torch import Tensor
 
 from torch_fp8.kernels.arguments import CastOptions
-from torch_fp8.kernels.fused_launch import TYPES, Cast, amax_bits, cast_unfused, saved_outputs
+from torch_fp8.kernels.fused_launch import Cast, cast_unfused
 from torch_fp8.kernels.launch_math import cdiv
-from torch_fp8.kernels.quantize import BLOCK, pointers
+from torch_fp8.kernels.quantize import BLOCK, partial_column_amaxes, pointers
 from torch_fp8.kernels.smooth_kernels import (
-    column_amax_kernel,
     quantize_columns_kernel,
     smooth_factors_kernel,
-    swiglu_columns_kernel,
 )
-from torch_fp8.kernels.swiglu import is_fused, tile
+from torch_fp8.kernels.swiglu import is_fused, swiglu_save, tile
 
-# Rows of a tile, and tiles that a program reads: 256 rows for each atomic maximum of a column.
-ROWS, WARPS, TILES = 32, 8, 8
 FACTORS = 1024
 """The channels that the program of the factors takes at a time."""
 RANGE = 32
@@ -32,48 +28,15 @@ RANGE = 32
 
 def column_amax(x: Tensor) -> Tensor:
     """See `torch_fp8.ops.smooth.column_amax`."""
-    rows, cols = x.shape
-    largest = amax_bits(x, cols)
-    if x.numel():
-        with torch.cuda.device_of(x):
-            column_amax_kernel[(cdiv(rows, ROWS * TILES) * cdiv(cols, BLOCK),)](
-                x,
-                largest,
-                *x.stride(),
-                rows,
-                cols,
-                TILES=TILES,
-                BLOCK_R=ROWS,
-                BLOCK_C=BLOCK,
-                num_warps=WARPS,
-            )
-    return largest.view(torch.float32)
+    if not x.numel():
+        return x.new_zeros(x.shape[1], dtype=torch.float32)
+    with torch.cuda.device_of(x):
+        return partial_column_amaxes(x).amax(0).view(torch.float32)
 
 
 def swiglu_save_columns(gate: Tensor, up: Tensor, save: bool) -> tuple[Tensor | None, ...]:
     """See `torch_fp8.ops.smooth.swiglu_save_columns`."""
-    rows, cols = gate.shape
-    largest = amax_bits(gate, cols)
-    saved = (*saved_outputs(gate, save), *saved_outputs(up, save))
-    if gate.numel():
-        with torch.cuda.device_of(gate):
-            swiglu_columns_kernel[(cdiv(rows, ROWS) * cdiv(cols, BLOCK),)](
-                gate,
-                up,
-                largest,
-                *pointers(saved, gate),
-                *gate.stride(),
-                *up.stride(),
-                rows,
-                cols,
-                OUT=TYPES[gate.dtype],
-                SAVE=save,
-                BLOCK_R=ROWS,
-                BLOCK_C=BLOCK,
-                num_warps=WARPS,
-                enable_fp_fusion=False,
-            )
-    return (*saved, largest.view(torch.float32))
+    return swiglu_save(gate, up, None, save, by_column=True)
 
 
 def smooth_factors(amax: Tensor) -> tuple[Tensor, Tensor, Tensor]:

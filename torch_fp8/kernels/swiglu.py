@@ -16,13 +16,14 @@ from torch_fp8.kernels.fused_launch import (
     amax_bits,
     as_amax,
     cast_unfused,
+    no_cast,
     registers,
-    save_unfused,
     saved_outputs,
 )
 from torch_fp8.kernels.launch_math import cdiv
 from torch_fp8.kernels.quantize import BLOCK, TILE_WARPS, pointers
-from torch_fp8.kernels.swiglu_kernels import swiglu_cast_kernel, swiglu_kernel
+from torch_fp8.kernels.swiglu_kernels import swiglu_cast_kernel
+from torch_fp8.quantization.payload_shape import Layouts
 
 # Where no column layout asks for 128 rows: 16 elements of each operand for each of 256 threads.
 ROWS, WARPS = 32, 8
@@ -34,46 +35,21 @@ COLUMN_ROWS = 64
 # Delayed casts, which end as `delayed_scale` says, with rows to pad: a mask for each layout.
 ODD_DELAYED_ROWS = 32
 
-_NO_CAST = {
-    "SCALE": "given",
-    "GROUP": BLOCK,
-    "E5M2": False,
-    "POWER_OF_TWO": False,
-    "ROW": False,
-    "COL": False,
-}
-
 
 def swiglu(gate: Tensor, up: Tensor, smooth: Tensor | None) -> Tensor:
     """See `torch_fp8.ops.swiglu.swiglu`."""
-    rows, cols = gate.shape
-    h = gate.new_empty((rows, cols))
-    if h.numel():
-        with torch.cuda.device_of(gate):
-            swiglu_kernel[(cdiv(rows, ROWS) * cdiv(cols, BLOCK),)](
-                gate,
-                up,
-                h if smooth is None else smooth,
-                h,
-                *gate.stride(),
-                *up.stride(),
-                0 if smooth is None else smooth.stride(0),
-                rows,
-                cols,
-                SMOOTH=smooth is not None,
-                BLOCK_R=ROWS,
-                BLOCK_C=BLOCK,
-                num_warps=WARPS,
-                enable_fp_fusion=False,
-            )
+    h = gate.new_empty(gate.shape)
+    _launch(gate, up, smooth, None, False, (h, None, None, None), None)
     return h
 
 
 def swiglu_save(
-    gate: Tensor, up: Tensor, smooth: Tensor | None, save: bool = True
+    gate: Tensor, up: Tensor, smooth: Tensor | None, save: bool = True, by_column: bool = False
 ) -> tuple[Tensor | None, ...]:
-    """See `torch_fp8.ops.swiglu.swiglu_save`."""
-    return _cast(gate, up, smooth, None, save)[4:]
+    """See `torch_fp8.ops.swiglu.swiglu_save`, and `by_column` `torch_fp8.ops.smooth`'s."""
+    largest = amax_bits(gate, *gate.shape[1:] if by_column else ())
+    saved = _launch(gate, up, smooth, None, save, (None,) * 4, largest)
+    return (*saved, as_amax(largest))
 
 
 def swiglu_quantize(
@@ -82,22 +58,31 @@ def swiglu_quantize(
     """See `torch_fp8.ops.swiglu.swiglu_quantize`."""
     cast = Cast.of(options)
     if is_fused(cast, gate, up):
-        return _cast(gate, up, smooth, cast, save)
-    if cast.takes_amax:
-        *saved, amax = swiglu_save(gate, up, smooth, save)
-    else:
-        saved, amax = [*save_unfused(gate, save), *save_unfused(up, save)], None
-    return (*cast_unfused(swiglu(gate, up, smooth), options, amax), *saved, amax)
+        made, largest = cast.options.new_layouts(gate), cast.amax_bits(gate)
+        saved = _launch(gate, up, smooth, cast, save, made, largest)
+        return (*made, *saved, as_amax(largest))
+    h, largest = gate.new_empty(gate.shape), amax_bits(gate) if cast.takes_amax else None
+    saved = _launch(gate, up, smooth, None, save, (h, None, None, None), largest)
+    amax = as_amax(largest)
+    return (*cast_unfused(h, options, amax), *saved, amax)
 
 
-def _cast(
-    gate: Tensor, up: Tensor, smooth: Tensor | None, cast: Cast | None, save: bool
+def _launch(
+    gate: Tensor,
+    up: Tensor,
+    smooth: Tensor | None,
+    cast: Cast | None,
+    save: bool,
+    made: Layouts,
+    largest: Tensor | None,
 ) -> tuple[Tensor | None, ...]:
-    """Compute what `swiglu_quantize` returns in one launch; no layouts without a `cast`."""
+    """Fill the layouts, and the amax or those of columns, in one launch; return what is saved.
+
+    Args:
+        made: without a `cast` the first of them is the result itself, (R, C) contiguous, or None.
+    """
     rows, cols = gate.shape
-    largest = amax_bits(gate) if cast is None else cast.amax_bits(gate)
     saved = (*saved_outputs(gate, save), *saved_outputs(up, save))
-    made = (None,) * 4 if cast is None else cast.options.new_layouts(gate)
     block_r, warps, maxnreg = tile(cast, rows)
     if gate.numel():
         with torch.cuda.device_of(gate):
@@ -116,15 +101,15 @@ def _cast(
                 OUT=TYPES[gate.dtype],
                 SMOOTH=smooth is not None,
                 SAVE=save,
-                AMAX=largest is not None,
-                **(_NO_CAST if cast is None else cast.flags()),
+                AMAX="" if largest is None else "columns" if largest.ndim else "tensor",
+                **(no_cast(made) if cast is None else cast.flags()),
                 BLOCK_R=block_r,
                 BLOCK_C=BLOCK,
                 num_warps=warps,
                 maxnreg=maxnreg,
                 enable_fp_fusion=False,
             )
-    return (*made, *saved, as_amax(largest))
+    return saved
 
 
 def is_fused(cast: Cast, *inputs: Tensor) -> bool:

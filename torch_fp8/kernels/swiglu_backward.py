@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from torch_fp8.kernels.arguments import BackwardInputs, CastOptions, DelayedCastOptions
+from torch_fp8.kernels.arguments import BackwardInputs, ProducerCast, casts_of_both
 from torch_fp8.kernels.fused_launch import (
     TYPES,
     Cast,
@@ -21,7 +21,7 @@ from torch_fp8.kernels.fused_launch import (
     registers,
 )
 from torch_fp8.kernels.launch_math import cdiv
-from torch_fp8.kernels.quantize import BLOCK, pointers, quantize_2d
+from torch_fp8.kernels.quantize import BLOCK, pointers
 from torch_fp8.kernels.swiglu import ROWS, WARPS, is_fused, tile
 from torch_fp8.kernels.swiglu_backward_kernels import (
     swiglu_backward_cast_kernel,
@@ -104,40 +104,26 @@ def store_gradients(
 
 
 def swiglu_backward_quantize(
-    inputs: BackwardInputs, options: CastOptions
+    inputs: BackwardInputs,
+    options: ProducerCast,
+    up_amaxes: Tensor | None = None,
+    up_progress: Tensor | None = None,
 ) -> tuple[Tensor | None, ...]:
     """See `torch_fp8.ops.swiglu_backward.swiglu_backward_quantize`."""
-    grad, cast = inputs.grad, Cast(options)
-    largest = cast.amax_bits(grad, 2)
+    grad, cast = inputs.grad, Cast.of(options)
     if is_fused(cast, grad, inputs.gate, inputs.up):
-        made = (*options.new_layouts(grad), *options.new_layouts(grad))
-        cast_gradients(inputs, cast, made, largest)
-    else:
-        dgate, dup = _room(inputs), _room(inputs)
-        store_gradients(inputs, dgate, dup, largest)
-        made = (*quantize_2d(dgate, options.part(0)), *quantize_2d(dup, options.part(1)))
-    return (*made, as_amax(largest))
-
-
-def swiglu_backward_quantize_delayed(
-    inputs: BackwardInputs, up_amaxes: Tensor, up_progress: Tensor, of_gate: DelayedCastOptions
-) -> tuple[Tensor | None, ...]:
-    """See `torch_fp8.ops.swiglu_backward.swiglu_backward_quantize_delayed`."""
-    grad, cast = inputs.grad, Cast.of(of_gate)
-    of_up = of_gate._replace(amaxes=up_amaxes, progress=up_progress)
-    if is_fused(cast, grad, inputs.gate, inputs.up):
-        taken = cast.amax_bits(grad, 2)
+        largest = cast.amax_bits(grad, 2)
         made = (*cast.options.new_layouts(grad), *cast.options.new_layouts(grad))
-        cast_gradients(inputs, cast, made, taken, up_past=of_up)
-        return (*made[:3], *made[4:7], as_amax(taken))
-    largest = amax_bits(grad, 2)
-    gradients = _room(inputs), _room(inputs)
-    store_gradients(inputs, *gradients, largest)
-    amaxes = largest.view(torch.float32)
-    results: list[Tensor | None] = []
-    for d, how, amax in zip(gradients, (of_gate, of_up), amaxes.unbind(), strict=True):
-        results += cast_unfused(d, how, amax)[:3]
-    return (*results, amaxes)
+        past = None if up_amaxes is None else (up_amaxes, up_progress)
+        cast_gradients(inputs, cast, made, largest, up_past=past)
+        return (*made, as_amax(largest))
+    dgate, dup = _room(inputs), _room(inputs)
+    largest = amax_bits(grad, 2) if cast.takes_amax else None
+    store_gradients(inputs, dgate, dup, largest)
+    amaxes = as_amax(largest)
+    of_dgate, of_dup = (None, None) if amaxes is None else amaxes.unbind()
+    how, how_up = casts_of_both(options, up_amaxes, up_progress)
+    return (*cast_unfused(dgate, how, of_dgate), *cast_unfused(dup, how_up, of_dup), amaxes)
 
 
 def cast_gradients(
@@ -146,21 +132,20 @@ def cast_gradients(
     made: Sequence[Tensor | None],
     largest: Tensor | None,
     joined: bool = False,
-    up_past: DelayedCastOptions | None = None,
+    up_past: tuple[Tensor | None, Tensor | None] | None = None,
 ) -> None:
     """Fill the layouts of both gradients, and their amaxes where the scale was given or delayed.
 
     Args:
         made: ``(q, s, qt, st)`` of dgate and of dup; `joined`, views of those of one matrix.
         largest: see `store_gradients`.
-        up_past: the history of dup's scale; None: that of dgate.
+        up_past: amaxes and progress of the history of dup's scale; None: those of dgate's.
     """
     grad = inputs.grad
     rows, cols = grad.shape
     operands, strides, flags = _operands(inputs, grad)
     source = cast.source(grad)
     gate_past, (length, headroom) = cast.history(grad)[:2], cast.history(grad)[2:]
-    past = gate_past if up_past is None else (up_past.amaxes, up_past.progress)
     block_r, warps, maxnreg = tile(cast, rows)
     if rows % 16:  # a mask more than there are registers for two programs at a time
         maxnreg = registers(warps)
@@ -170,7 +155,7 @@ def cast_gradients(
             source,
             *pointers((largest, *made), grad),
             *gate_past,
-            *past,
+            *(up_past or gate_past),
             length,
             headroom,
             *strides,

@@ -9,17 +9,19 @@ Float32 inside; no multiplication is fused with an addition, so that every kerne
 import triton
 import triton.language as tl
 
-from torch_fp8.kernels.delayed_scale import (
-    count_in,
-    delayed_scale,
-    past_amax,
-    store_scaled,
-)
-from torch_fp8.kernels.epilogue import load_saved, push_amax, rounded, store_cast
+from torch_fp8.kernels.delayed_scale import count_in, delayed_scale, past_amax
 from torch_fp8.kernels.fp8_cast import largest_bits
-from torch_fp8.kernels.quantize_kernels import load_tile, positions
 from torch_fp8.kernels.quick_launch import quick
 from torch_fp8.kernels.swiglu_kernels import times_smooth
+from torch_fp8.kernels.tiles import (
+    load_saved,
+    load_tile,
+    push_amax,
+    rounded,
+    store_cast,
+    store_scaled,
+    tile_at,
+)
 
 
 @triton.jit
@@ -28,14 +30,6 @@ def _gradients(grad, gate, up):
     sig = tl.sigmoid(gate)
     silu = gate * sig
     return grad * up * (sig + silu * (1.0 - sig)), grad * silu
-
-
-@triton.jit
-def _place(tile_r, tile_c, rows, cols, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
-    """Return a tile's rows, columns and groups of 128 columns, and the mask of what exists."""
-    r, c = positions(tile_r, BLOCK_R), positions(tile_c, BLOCK_C)
-    g = positions(tile_c, BLOCK_C // 128)
-    return r, c, g, (r[:, None] < rows) & (c[None, :] < cols)
 
 
 @triton.jit
@@ -80,13 +74,12 @@ def swiglu_backward_kernel(
     BLOCK_C: tl.constexpr,
 ):
     """Store one tile of dgate and dup, and raise their amaxes, or the one amax of both."""
-    tiles_c = tl.cdiv(cols, BLOCK_C)
-    tile_r, tile_c = tl.program_id(0) // tiles_c, tl.program_id(0) % tiles_c
-    r, c, g, mask = _place(tile_r, tile_c, rows, cols, BLOCK_R, BLOCK_C)
+    tile = tile_at(tl.program_id(0), rows, cols, BLOCK_R, BLOCK_C)
+    _, _, r, c, mask = tile
     gate = (gate_ptr, gate_s_ptr, gate_r, gate_c, gate_s_r, gate_s_c)
-    gate = load_saved(gate, r, c, g, rows, cols, mask, GATE_SAVED)
+    gate = load_saved(gate, tile, rows, cols, GATE_SAVED)
     up = (up_ptr, up_s_ptr, up_r, up_c, up_s_r, up_s_c)
-    up = load_saved(up, r, c, g, rows, cols, mask, UP_SAVED)
+    up = load_saved(up, tile, rows, cols, UP_SAVED)
     grad = load_tile(grad_ptr, grad_r, grad_c, r, c, mask)
     grad = times_smooth(grad, smooth_ptr, smooth_stride, c, cols, SMOOTH)
     dgate, dup = _gradients(grad, gate, up)
@@ -103,7 +96,7 @@ def swiglu_backward_kernel(
 def _gradient(
     gradient,
     inputs,
-    place,
+    tile,
     rows,
     cols,
     OUT: tl.constexpr,
@@ -115,14 +108,14 @@ def _gradient(
     grad, gate, up, smooth = inputs
     grad_ptr, grad_r, grad_c = grad
     smooth_ptr, smooth_stride = smooth
-    r, c, g, mask = place
-    gate = load_saved(gate, r, c, g, rows, cols, mask, GATE_SAVED)
+    _, _, r, c, mask = tile
+    gate = load_saved(gate, tile, rows, cols, GATE_SAVED)
     d = load_tile(grad_ptr, grad_r, grad_c, r, c, mask)
     d = times_smooth(d, smooth_ptr, smooth_stride, c, cols, SMOOTH)
     sig = tl.sigmoid(gate)
     silu = gate * sig
     if gradient == 0:
-        d *= load_saved(up, r, c, g, rows, cols, mask, UP_SAVED)
+        d *= load_saved(up, tile, rows, cols, UP_SAVED)
         d *= sig + silu * (1.0 - sig)
     else:
         d *= silu
@@ -188,22 +181,20 @@ def swiglu_backward_cast_kernel(
     Registers do not hold both. Neighbouring programs make the two of one tile: at the same time, so
     that what both are made of is read from memory once and comes out of the cache the second time.
     """
-    tiles_c = tl.cdiv(cols, BLOCK_C)
-    gradient, tile = tl.program_id(0) % 2, tl.program_id(0) // 2
-    tile_r, tile_c = tile // tiles_c, tile % tiles_c
+    gradient = tl.program_id(0) % 2
+    tile = tile_at(tl.program_id(0) // 2, rows, cols, BLOCK_R, BLOCK_C)
     inputs = (
         (grad_ptr, grad_r, grad_c),
         (gate_ptr, gate_s_ptr, gate_r, gate_c, gate_s_r, gate_s_c),
         (up_ptr, up_s_ptr, up_r, up_c, up_s_r, up_s_c),
         (smooth_ptr, smooth_stride),
     )
-    place = _place(tile_r, tile_c, rows, cols, BLOCK_R, BLOCK_C)
-    d = _gradient(gradient, inputs, place, rows, cols, OUT, SMOOTH, GATE_SAVED, UP_SAVED)
-    r, c, _, mask = place
+    d = _gradient(gradient, inputs, tile, rows, cols, OUT, SMOOTH, GATE_SAVED, UP_SAVED)
     row_length = _row_length(cols, JOINED)
     q_ptr, s_ptr, qt_ptr, st_ptr = dgate_q_ptr, dgate_s_ptr, dgate_qt_ptr, dgate_st_ptr
     if gradient == 1:
         q_ptr, s_ptr, qt_ptr, st_ptr = dup_q_ptr, dup_s_ptr, dup_qt_ptr, dup_st_ptr
+    made = (q_ptr, s_ptr, qt_ptr, st_ptr)
     if SCALE == "history" or SCALE == "recent":
         history_ptr, progress_ptr = gate_history_ptr, gate_progress_ptr
         programs = tl.num_programs(0)
@@ -216,64 +207,39 @@ def swiglu_backward_cast_kernel(
         scale = delayed_scale(past, headroom, E5M2)
         largest = largest_bits(d)
         if (past != 0) | (largest == 0):
-            store_scaled(
-                d, scale, q_ptr, qt_ptr, r, c, rows, row_length, mask, E5M2, ROW, COL, width=cols
-            )
+            store_scaled(d, scale, made, tile, rows, row_length, E5M2, ROW, COL, width=cols)
         FEW_ROWS: tl.constexpr = 16  # rows that the last program casts at a time
         is_last, amax = count_in(progress_ptr, largest, programs)
         if is_last:
             tiles = 0
             if (past == 0) & (amax != 0):
                 scale = delayed_scale(amax, headroom, E5M2)
-                tiles = tl.cdiv(rows, FEW_ROWS) * tiles_c * (2 if JOINED else 1)
+                tiles = tl.cdiv(rows, FEW_ROWS) * tl.cdiv(cols, BLOCK_C) * (2 if JOINED else 1)
             for index in range(0, tiles):
                 if JOINED:
-                    gradient, tile = index % 2, index // 2
+                    gradient, index = index % 2, index // 2
                     q_ptr, qt_ptr = dgate_q_ptr, dgate_qt_ptr
                     if gradient == 1:
                         q_ptr, qt_ptr = dup_q_ptr, dup_qt_ptr
-                else:
-                    tile = index
-                tile_r, tile_c = tile // tiles_c, tile % tiles_c
-                there = _place(tile_r, tile_c, rows, cols, FEW_ROWS, BLOCK_C)
+                other = tile_at(index, rows, cols, FEW_ROWS, BLOCK_C)
                 y = _gradient(
-                    gradient, inputs, there, rows, cols, OUT, SMOOTH, GATE_SAVED, UP_SAVED
+                    gradient, inputs, other, rows, cols, OUT, SMOOTH, GATE_SAVED, UP_SAVED
                 )
-                row, col, _, inside = there
-                store_scaled(
-                    y,
-                    scale,
-                    q_ptr,
-                    qt_ptr,
-                    row,
-                    col,
-                    rows,
-                    row_length,
-                    inside,
-                    E5M2,
-                    ROW,
-                    COL,
-                    width=cols,
-                )
+                made = (q_ptr, s_ptr, qt_ptr, st_ptr)
+                store_scaled(y, scale, made, other, rows, row_length, E5M2, ROW, COL, width=cols)
             tl.store(s_ptr, scale)
             tl.store(amax_ptr, amax)
     else:
         if AMAX:
             push_amax(amax_ptr + (0 if JOINED else gradient), d)
+        scale_ptr += gradient * scale_stride
         store_cast(
             d,
-            scale_ptr + gradient * scale_stride,
-            q_ptr,
-            s_ptr,
-            qt_ptr,
-            st_ptr,
-            tile_r,
-            tile_c,
-            r,
-            c,
+            scale_ptr,
+            made,
+            tile,
             rows,
             row_length,
-            mask,
             SCALE,
             GROUP,
             E5M2,

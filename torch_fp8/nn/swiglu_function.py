@@ -26,7 +26,6 @@ from torch_fp8.ops.swiglu_backward import (
     swiglu_backward,
     swiglu_backward_amax,
     swiglu_backward_quantize,
-    swiglu_backward_quantize_delayed,
 )
 from torch_fp8.tensor.base import Payloads
 from torch_fp8.tensor.lazy_quantized import LazySource
@@ -132,10 +131,10 @@ class Gradients:
             casts = [options._replace(amaxes=other.amaxes, progress=other.progress)] * 2
             casts[i] = options
             of_gate, of_up = casts
-            made = swiglu_backward_quantize_delayed(self.inputs, *of_up[:2], of_gate)
+            made = swiglu_backward_quantize(self.inputs, of_gate, *of_up[:2])
             for j in range(2):
-                layouts = as_layouts((*made[3 * j : 3 * j + 3], None), options)
-                self._delayed[j] = casts[j], layouts, made[6][j]
+                layouts = as_layouts(made[4 * j : 4 * j + 4], options)
+                self._delayed[j] = casts[j], layouts, made[8][j]
         _, layouts, amax = self._delayed.pop(i)
         return layouts, amax
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_fp8.kernels.arguments import BackwardInputs, CastOptions, DelayedCastOptions
+from torch_fp8.kernels.arguments import BackwardInputs, ProducerCast, casts_of_both
 from torch_fp8.ops.fused_quantize import cast_result, cast_result_fake, saved_values
 from torch_fp8.ops.registry import operator
 from torch_fp8.quantization.scaling import tensor_amax
@@ -56,53 +56,36 @@ def swiglu_backward_amax(inputs: BackwardInputs) -> Tensor:
     return torch.stack([tensor_amax(d) for d in swiglu_backward.reference(inputs)])
 
 
-def _quantize_fake(inputs: BackwardInputs, options: CastOptions) -> tuple[Tensor | None, ...]:
-    grad = inputs.grad
-    made = (part for i in range(2) for part in cast_result_fake(grad, options.part(i))[:4])
-    return (*made, None if options.scale is None else _amax_fake(inputs))
-
-
-@operator(_quantize_fake, _kernels, results=9)
-def swiglu_backward_quantize(
-    inputs: BackwardInputs, options: CastOptions
+def _quantize_fake(
+    inputs: BackwardInputs, options: ProducerCast, *of_up: Tensor | None
 ) -> tuple[Tensor | None, ...]:
+    results = [cast_result_fake(inputs.grad, how) for how in casts_of_both(options, *of_up)]
+    taken = None if results[0][4] is None else _amax_fake(inputs)
+    return (*results[0][:4], *results[1][:4], taken)
+
+
+@operator(_quantize_fake, _kernels, results=9, second="swiglu_backward_quantize_delayed")
+def swiglu_backward_quantize(
+    inputs: BackwardInputs,
+    options: ProducerCast,
+    up_amaxes: Tensor | None = None,
+    up_progress: Tensor | None = None,
+) -> tuple[Any, ...]:
     """Cast `swiglu_backward` to FP8 in the layouts asked for, in one read (rowwise: unfused).
 
     Args:
-        options: the cast; tensorwise with the amaxes (2,) of `swiglu_backward_amax`, or with the
-            scales (2,) of dgate and dup.
+        options: the cast; tensorwise with the amaxes (2,) of `swiglu_backward_amax`, with the
+            scales (2,) of dgate and dup, or with the history of dgate
+            (``torch_fp8::swiglu_backward_quantize_delayed``).
+        up_amaxes, up_progress: the history of dup, where dgate's is given.
     Returns:
-        ``(q, s, qt, st)`` of dgate, the same of dup, and their amaxes (2,) where scales were given,
-        else None: nine.
+        ``(q, s, qt, st)`` of dgate, the same of dup, and their amaxes (2,) where scales or
+        histories were given, else None: nine.
     Raises:
         ValueError: if tensorwise has not exactly one of amax and scale, or another has any.
     """
+    casts = casts_of_both(options, up_amaxes, up_progress)
     gradients = swiglu_backward.reference(inputs)
-    made = [cast_result(d, options.part(i)) for i, d in enumerate(gradients)]
-    taken = None if options.scale is None else torch.stack([one[4] for one in made])
-    return (*made[0][:4], *made[1][:4], taken)
-
-
-def _delayed_fake(
-    inputs: BackwardInputs, up_amaxes: Tensor, up_progress: Tensor, of_gate: DelayedCastOptions
-) -> tuple[Tensor | None, ...]:
-    dgate, dup = (cast_result_fake(inputs.grad, of_gate)[:3] for _ in "12")
-    return (*dgate, *dup, _amax_fake(inputs))
-
-
-@operator(_delayed_fake, _kernels, results=7)
-def swiglu_backward_quantize_delayed(
-    inputs: BackwardInputs, up_amaxes: Tensor, up_progress: Tensor, of_gate: DelayedCastOptions
-) -> tuple[Any, ...]:
-    """Cast as `swiglu_backward_quantize`, with the tensorwise scales that two histories suggest.
-
-    Args:
-        up_amaxes, up_progress: the history of dup.
-        of_gate: the cast of dgate, and, but for the history, that of dup.
-    Returns:
-        ``(q, scale, qt)`` of dgate, the same of dup, and their amaxes (2,): seven tensors.
-    """
-    dgate, dup = swiglu_backward.reference(inputs)
-    of_up = of_gate._replace(amaxes=up_amaxes, progress=up_progress)
-    made, made_up = cast_result(dgate, of_gate), cast_result(dup, of_up)
-    return (*made[:3], *made_up[:3], torch.stack([made[4], made_up[4]]))
+    made = [cast_result(d, how) for d, how in zip(gradients, casts, strict=True)]
+    amaxes = [one[4] for one in made if one[4] is not None]
+    return (*made[0][:4], *made[1][:4], torch.stack(amaxes) if amaxes else None)

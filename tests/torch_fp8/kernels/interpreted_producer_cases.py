@@ -381,11 +381,9 @@ def swiglu_backward(gate, smooth, more=False):
             of_up = others[i ^ 1]  # as long, and empty where the first is not
             other = past.how._replace(amaxes=of_up.how.amaxes, progress=of_up.how.progress)
             of_up.how = other
-            made = backward_kernels.swiglu_backward_quantize_delayed(
-                arguments, *other[:2], past.how
-            )
+            made = backward_kernels.swiglu_backward_quantize(arguments, past.how, *other[:2])
             for j, (d, its) in enumerate(zip(gradients, (past, of_up), strict=True)):
-                part = (*made[3 * j : 3 * j + 3], None, made[6][j])
+                part = (*made[4 * j : 4 * j + 4], made[8][j])
                 yield from compare_delayed(f"{what} {name} {j}", part, d, its)
 
 

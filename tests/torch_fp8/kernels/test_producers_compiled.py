@@ -132,7 +132,7 @@ def launch_swiglu(x):
 
     if x.shape[1] % 16:  # computed first, and the amax with it, and cast then
         how, inputs = next(delayed_casts()), BackwardInputs(x, *saved(x) * 2, smooth, x.dtype)
-        swiglu_backward.swiglu_backward_quantize_delayed(inputs, *history(), how)
+        swiglu_backward.swiglu_backward_quantize(inputs, how, *history())
         gate_up.gate_up_backward_quantize(inputs, True, how)
 
 
@@ -152,7 +152,7 @@ def launch_swiglu_casts(dtype, more):
         for save in (True, False):
             swiglu.swiglu_quantize(x, x, smooth, how, save)
     for how, inputs in itertools.product(delayed_casts(), backward):
-        swiglu_backward.swiglu_backward_quantize_delayed(inputs, *history(), how)
+        swiglu_backward.swiglu_backward_quantize(inputs, how, *history())
         gate_up.gate_up_backward_quantize(inputs, True, how)
 
 
@@ -205,9 +205,13 @@ def test_swiglu_compiles_and_fits(record_launches, compile_all, name):
 
 @pytest.mark.long
 def test_smoothing_compiles_and_fits(record_launches, compile_all):
-    with record_launches(quantize), record_launches(smooth) as launches:
+    with (
+        record_launches(quantize) as columns,
+        record_launches(swiglu) as saves,
+        record_launches(smooth) as launches,
+    ):
         launch_smoothing(torch.empty(2048, 4096, dtype=torch.bfloat16))
-    assert_fits(launches, compile_all)
+    assert_fits(columns + saves + launches, compile_all)
 
 
 def names(launches):
@@ -288,7 +292,7 @@ def test_delayed_casts_are_one_launch_for_any_number_of_rows(record_launches, ro
         made = rms_norm.rms_norm_quantize_once(NormInputs(x, x[0], EPS, 0.0, x.dtype), how, True)
         swiglu.swiglu_quantize(x, x, None, how, True)
         inputs = BackwardInputs(x, *saved(x) * 2, None, x.dtype)
-        swiglu_backward.swiglu_backward_quantize_delayed(inputs, *history(), how)
+        swiglu_backward.swiglu_backward_quantize(inputs, how, *history())
         gate_up.gate_up_backward_quantize(inputs, True, how)
     assert [t.shape for t in (made[0], made[2])] == [(rows, 512), (512, 33792)]
     assert casts_after == scales == []
@@ -349,7 +353,7 @@ def test_a_program_counts_itself_in_when_it_has_written(record_launches, compile
             swiglu.swiglu_quantize(x, x, None, how, True)
         else:
             inputs = BackwardInputs(x, *saved(x) * 2, None, x.dtype)
-            swiglu_backward.swiglu_backward_quantize_delayed(inputs, *history(), how)
+            swiglu_backward.swiglu_backward_quantize(inputs, how, *history())
     ptx, _ = compile_for(launches[0], "sm_90")
     code = [line.strip() for line in ptx.splitlines()]
     (count,) = [i for i, line in enumerate(code) if "atom.global" in line and ".add." in line]

@@ -363,9 +363,9 @@ def test_values_are_those_of_the_result_and_the_rules(shape, algorithm, margin, 
         inputs = BackwardInputs(grad, *made[4:], None, x.dtype)
         other = how._replace(amaxes=torch.full((3,), 7.0), progress=how.progress.clone())
         gradients = swiglu_backward.swiglu_backward(inputs)
-        made = swiglu_backward.swiglu_backward_quantize_delayed(inputs, *other[:2], how)
+        made = swiglu_backward.swiglu_backward_quantize(inputs, how, *other[:2])
         for i, (d, its) in enumerate(zip(gradients, (how, other), strict=True)):
-            _check((*made[3 * i : 3 * i + 3], made[6][i]), d, its)
+            _check((*made[4 * i : 4 * i + 3], made[8][i]), d, its)
         both = gate_up.gate_up_backward(inputs, False)
         q, s, qt, _, amax = gate_up.gate_up_backward_quantize(inputs, False, how)
         _check((q, s, qt, amax), both, how)
@@ -382,7 +382,7 @@ def test_operators_are_well_formed(save):
         check(library.swiglu_quantize_delayed.default, (x, up, None, *how, save))
         inputs = (grad, *saved, None, x.dtype)
         other = _history(False)
-        of_both = (*inputs, other.amaxes, other.progress, *how)
+        of_both = (*inputs, *how, other.amaxes, other.progress)
         operator, joined = (
             library.swiglu_backward_quantize_delayed.default,
             library.gate_up_backward_quantize_delayed.default,

@@ -1,0 +1,322 @@
+"""Tiles of matrices in registers, of which kernels are made: read, rounded, cast and stored.
+
+Legend: R rows, C columns of the matrix; ``row`` is it quantized along C, ``col`` is its transpose
+quantized along R and padded with zeros to a multiple of PAD columns
+(`torch_fp8.quantization.payload_shape`), so that its rows begin where many bytes are stored at
+once. A tile is 0 beyond the last row. All offsets are int64, for tensors of more than 2^31
+elements.
+"""
+
+import triton
+import triton.language as tl
+
+from torch_fp8.kernels.fp8_cast import (
+    abs_bits,
+    cast_bounded,
+    cast_saturating,
+    largest_bits,
+    scale_from_amax,
+)
+
+
+@triton.jit
+def positions(index, BLOCK_SIZE: tl.constexpr):
+    """Return the int64 positions of block `index`: tensors of more than 2^31 elements need them."""
+    return index.to(tl.int64) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
+
+
+@triton.jit
+def tile_at(index, rows, cols, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
+    """Return tile `index`, counted along rows of tiles: (its row, its column, r, c, mask).
+
+    r, c: the positions of its elements; mask: which of these exist.
+    """
+    tiles_c = tl.cdiv(cols, BLOCK_C)
+    tile_r, tile_c = index // tiles_c, index % tiles_c
+    r, c = positions(tile_r, BLOCK_R), positions(tile_c, BLOCK_C)
+    return tile_r, tile_c, r, c, (r[:, None] < rows) & (c[None, :] < cols)
+
+
+@triton.jit
+def load_tile(x_ptr, stride_r, stride_c, r, c, mask):
+    """Load x[r, c] as float32, and 0, which changes no maximum, outside."""
+    offsets = r[:, None] * stride_r + c[None, :] * stride_c
+    return tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def padded(size, PAD: tl.constexpr):
+    """Round `size` up to multiples of PAD, in a way that tells the compiler of the divisibility."""
+    return tl.cdiv(size, PAD) * PAD
+
+
+@triton.jit
+def store_col(col_ptr, q, r, c, rows, cols, PAD: tl.constexpr):
+    """Store a tile of q, which is 0 beyond the last row, in the column layout."""
+    length = padded(rows, PAD)
+    mask = (r[:, None] < length) & (c[None, :] < cols)
+    tl.store(col_ptr + c[None, :] * length + r[:, None], q, mask=mask)
+
+
+@triton.jit
+def per_row(scale, r, rows):
+    """Broadcast the scalar to a column vector: with the scalar itself the two-layout cast spills.
+
+    Triton 3.6 casts every element twice there, once in the layout of each store, rather than move
+    the bytes through shared memory (see the count of cvt in the PTX); free while memory is the
+    bound, to be looked at again on a card.
+    """
+    return tl.where(r < rows, scale, 1.0)[:, None]
+
+
+@triton.jit
+def store_layouts(
+    q,
+    row_ptr,
+    col_ptr,
+    tile,
+    rows,
+    cols,
+    ROW: tl.constexpr,
+    COL: tl.constexpr,
+    PAD: tl.constexpr,
+    width=None,
+):
+    """Store the same bytes in the layouts asked for.
+
+    width: the columns that the tile belongs to, where a row of `cols` has more; None: all.
+    """
+    _, _, r, c, mask = tile
+    if ROW:
+        tl.store(row_ptr + r[:, None] * cols + c[None, :], q, mask=mask)
+    if COL:
+        if width is None:
+            store_col(col_ptr, q, r, c, rows, cols, PAD)
+        else:
+            store_col(col_ptr, q, r, c, rows, width, PAD)
+
+
+@triton.jit
+def store_sums(x, sum_ptr, tile, rows, cols, AXIS: tl.constexpr):
+    """Store the tile's sums along AXIS: sum[tile_r, c] over its rows, or sum[tile_c, r] over
+    columns.
+    """
+    tile_r, tile_c, r, c, _ = tile
+    if AXIS == 0:
+        tl.store(sum_ptr + tile_r.to(tl.int64) * cols + c, tl.sum(x, axis=0), mask=c < cols)
+    if AXIS == 1:
+        tl.store(sum_ptr + tile_c.to(tl.int64) * rows + r, tl.sum(x, axis=1), mask=r < rows)
+
+
+@triton.jit
+def store_groups(
+    y,
+    q_ptr,
+    scale_ptr,
+    tile,
+    rows,
+    cols,
+    GROUP: tl.constexpr,
+    E5M2: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+):
+    """Store y with a scale per GROUP columns, block by block for 128, row by row for 32."""
+    FMAX: tl.constexpr = 57344.0 if E5M2 else 448.0
+    BLOCK_R: tl.constexpr = y.shape[0]
+    GROUPS: tl.constexpr = y.shape[1] // GROUP
+    _, tile_c, r, c, mask = tile
+    groups = tl.reshape(abs_bits(y), (BLOCK_R, GROUPS, GROUP))
+    scale = scale_from_amax(tl.max(groups, axis=2), FMAX, POWER_OF_TWO)
+    num_groups = tl.cdiv(cols, GROUP)
+    g = (tl.arange(0, GROUPS) + tile_c * GROUPS).to(tl.int64)
+    if GROUP == 128:
+        offsets = g[None, :] * padded(rows, 16) + r[:, None]
+    else:
+        offsets = r[:, None] * num_groups + g[None, :]
+    tl.store(scale_ptr + offsets, scale, mask=(r[:, None] < rows) & (g[None, :] < num_groups))
+    scale = tl.broadcast_to(scale[:, :, None], (BLOCK_R, GROUPS, GROUP))
+    scale = tl.reshape(scale, (BLOCK_R, GROUPS * GROUP))
+    q = cast_bounded(y, scale, E5M2, POWER_OF_TWO)
+    tl.store(q_ptr + r[:, None] * cols + c[None, :], q, mask=mask)
+
+
+@triton.jit
+def store_column_groups(
+    y,
+    q_ptr,
+    scale_ptr,
+    tile,
+    rows,
+    cols,
+    GROUP: tl.constexpr,
+    E5M2: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+    PAD: tl.constexpr,
+):
+    """Store y^T as `store_groups` does, with a scale per GROUP rows of y."""
+    FMAX: tl.constexpr = 57344.0 if E5M2 else 448.0
+    BLOCK_C: tl.constexpr = y.shape[1]
+    GROUPS: tl.constexpr = y.shape[0] // GROUP
+    tile_r, _, r, c, _ = tile
+    groups = tl.reshape(abs_bits(y), (GROUPS, GROUP, BLOCK_C))
+    scale = scale_from_amax(tl.max(groups, axis=1), FMAX, POWER_OF_TWO)
+    num_groups = tl.cdiv(rows, GROUP)
+    g = (tl.arange(0, GROUPS) + tile_r * GROUPS).to(tl.int64)
+    if GROUP == 128:
+        offsets = g[:, None] * padded(cols, 16) + c[None, :]
+    else:
+        offsets = c[None, :] * num_groups + g[:, None]
+    tl.store(scale_ptr + offsets, scale, mask=(c[None, :] < cols) & (g[:, None] < num_groups))
+    scale = tl.broadcast_to(scale[:, None, :], (GROUPS, GROUP, BLOCK_C))
+    scale = tl.reshape(scale, (GROUPS * GROUP, BLOCK_C))
+    store_col(q_ptr, cast_bounded(y, scale, E5M2, POWER_OF_TWO), r, c, rows, cols, PAD)
+
+
+@triton.jit
+def store_blocks(
+    y,
+    made,
+    tile,
+    rows,
+    cols,
+    SCALE: tl.constexpr,  # "square" tiles, "groups" of GROUP
+    GROUP: tl.constexpr,
+    E5M2: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+    ROW: tl.constexpr,
+    COL: tl.constexpr,
+    PAD: tl.constexpr,
+    width=None,
+):
+    """Store a tile of y, of whole blocks, in the layouts asked for, with a scale per block.
+
+    made: pointers to payload and scales of the row layout and of the column layout; width: see
+    `store_layouts`. Scales of 1x128 blocks lie block by block, as torch's scaled matmul takes them,
+    others row by row.
+    """
+    q_ptr, s_ptr, qt_ptr, st_ptr = made
+    if SCALE == "groups":
+        if ROW:
+            store_groups(y, q_ptr, s_ptr, tile, rows, cols, GROUP, E5M2, POWER_OF_TWO)
+        if COL:
+            store_column_groups(y, qt_ptr, st_ptr, tile, rows, cols, GROUP, E5M2, POWER_OF_TWO, PAD)
+    else:
+        FMAX: tl.constexpr = 57344.0 if E5M2 else 448.0
+        scale = scale_from_amax(largest_bits(y), FMAX, POWER_OF_TWO)
+        tile_r, tile_c, r, _, _ = tile
+        # There are fewer than 2^31 tiles of 128 x 128.
+        tiles_r, tiles_c = tl.cdiv(rows, y.shape[0]), tl.cdiv(cols, y.shape[1])
+        if ROW:
+            tl.store(s_ptr + tile_r * tiles_c + tile_c, scale)
+        if COL:
+            tl.store(st_ptr + tile_c * tiles_r + tile_r, scale)
+        q = cast_bounded(y, per_row(scale, r, rows), E5M2, POWER_OF_TWO)
+        store_layouts(q, q_ptr, qt_ptr, tile, rows, cols, ROW, COL, PAD, width)
+
+
+@triton.jit
+def rounded(y, OUT: tl.constexpr):
+    """Round y to OUT and return float32, as an unfused producer would have written it."""
+    return y.to(OUT).to(tl.float32)
+
+
+@triton.jit
+def push_amax(amax_ptr, y):
+    """Raise the amax to that of a tile; the order of tiles does not matter for a maximum."""
+    tl.atomic_max(amax_ptr, largest_bits(y), sem="relaxed")
+
+
+@triton.jit
+def push_column_amaxes(amax_ptr, y, c, cols):
+    """Raise the amaxes of columns to those of a tile, which is 0 outside of the matrix."""
+    tl.atomic_max(amax_ptr + c, tl.max(abs_bits(y), axis=0), mask=c < cols, sem="relaxed")
+
+
+@triton.jit
+def save_tile(y, q_ptr, scale_ptr, tile, rows, cols):
+    """Store y as it is saved for backward: E4M3 with a power of two per 128 columns."""
+    store_groups(y, q_ptr, scale_ptr, tile, rows, cols, 128, False, True)
+
+
+@triton.jit
+def store_scaled(
+    x,
+    scale,
+    made,
+    tile,
+    rows,
+    cols,
+    E5M2: tl.constexpr,
+    ROW: tl.constexpr,
+    COL: tl.constexpr,
+    PAD: tl.constexpr = 16,
+    width=None,
+):
+    """Cast a tile of x with the scale and store it in the layouts asked for; see `store_blocks`."""
+    q = cast_saturating(x, per_row(scale, tile[2], rows), E5M2)
+    store_layouts(q, made[0], made[2], tile, rows, cols, ROW, COL, PAD, width)
+
+
+@triton.jit
+def store_cast(
+    y,
+    scale_ptr,
+    made,
+    tile,
+    rows,
+    cols,
+    SCALE: tl.constexpr,  # "given" and "amax" at scale_ptr; "plain": no cast; or `store_blocks`'s
+    GROUP: tl.constexpr,
+    E5M2: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+    ROW: tl.constexpr,
+    COL: tl.constexpr,
+    width=None,
+):
+    """Store a tile of y in the layouts asked for, with its scales.
+
+    tile, made, width: see `tile_at` and `store_blocks`.
+    """
+    tile_r, tile_c, r, _, _ = tile
+    q_ptr, s_ptr, qt_ptr, _ = made
+    if SCALE == "square" or SCALE == "groups":
+        PAD: tl.constexpr = 1 if SCALE == "square" else 128 if GROUP == 128 else 16
+        store_blocks(
+            y, made, tile, rows, cols, SCALE, GROUP, E5M2, POWER_OF_TWO, ROW, COL, PAD, width
+        )
+    elif SCALE == "plain":
+        y = y.to(q_ptr.dtype.element_ty)
+        store_layouts(y, q_ptr, qt_ptr, tile, rows, cols, ROW, COL, 1, width)
+    else:
+        if SCALE == "given":
+            scale = tl.load(scale_ptr)
+            store_scaled(y, scale, made, tile, rows, cols, E5M2, ROW, COL, 16, width)
+        else:
+            FMAX: tl.constexpr = 57344.0 if E5M2 else 448.0
+            scale = scale_from_amax(tl.load(scale_ptr), FMAX, POWER_OF_TWO)
+            if tile_r + tile_c == 0:
+                tl.store(s_ptr, scale)
+            q = cast_bounded(y, per_row(scale, r, rows), E5M2, POWER_OF_TWO)
+            store_layouts(q, q_ptr, qt_ptr, tile, rows, cols, ROW, COL, 16, width)
+
+
+@triton.jit
+def load_saved(x, tile, rows, cols, SAVED: tl.constexpr):
+    """Load a tile as float32, 0 outside, from a plain tensor or from E4M3 with scales (SAVED).
+
+    x: pointers to it and to a scale per 128 columns, strides of both.
+    """
+    _, tile_c, r, c, mask = tile
+    x_ptr, scale_ptr, stride_r, stride_c, scale_r, scale_c = x
+    if SAVED:
+        q = tl.load(x_ptr + r[:, None] * stride_r + c[None, :] * stride_c, mask=mask, other=0)
+        q = q.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+        GROUPS: tl.constexpr = q.shape[1] // 128
+        g = tl.arange(0, GROUPS).to(tl.int64) + tile_c * GROUPS
+        inside = (r[:, None] < rows) & (g[None, :] < tl.cdiv(cols, 128))
+        scale_ptrs = scale_ptr + r[:, None] * scale_r + g[None, :] * scale_c
+        scale = tl.load(scale_ptrs, mask=inside, other=0.0)
+        shape: tl.constexpr = (q.shape[0], GROUPS, 128)
+        scale = tl.reshape(tl.broadcast_to(scale[:, :, None], shape), (q.shape[0], q.shape[1]))
+        return q * scale
+    return load_tile(x_ptr, stride_r, stride_c, r, c, mask)
