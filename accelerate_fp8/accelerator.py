@@ -183,9 +183,11 @@ def clip_grad_value_(original: Any, self: Any, parameters: Any, clip_value: floa
 def backward(original: Any, self: Any, loss: Any, **kwargs: Any) -> None:
     """Extend ``Accelerator.backward``: show the loss to the monitor, if there is one."""
     preparation = preparation_of(self)
-    if preparation is not None and preparation.config.monitor:
-        preparation.monitoring.observe(loss)
-    original(self, loss, **kwargs)
+    if preparation is None or not preparation.config.monitor:
+        original(self, loss, **kwargs)
+        return
+    with preparation.monitoring.observing(loss, self.gradient_accumulation_steps):
+        original(self, loss, **kwargs)
 
 
 def unwrap_model(

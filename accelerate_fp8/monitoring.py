@@ -6,9 +6,10 @@ own they go to the Accelerator's trackers. Files go to the Trainer's ``output_di
 Accelerator's ``project_dir``.
 """
 
+import contextlib
 import functools
 import json
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
 from pathlib import Path
 from typing import Any
 from weakref import ReferenceType, ref
@@ -36,7 +37,7 @@ class Monitoring:
         self.checkpoint: str | None = None
         self._monitors: MutableMapping[nn.Module, Monitor] = WeakKeys()
         self._trainer: ReferenceType[Any] | None = None
-        self._state: dict[str, Any] = {}
+        self._states: list[dict[str, Any]] = []
         self._waiting: list[dict[str, float]] = []
 
     def __getstate__(self) -> dict[str, Any]:  # a copy watches nothing
@@ -61,6 +62,7 @@ class Monitoring:
             return
         folder = self._folder(accelerator)
         to_trackers = functools.partial(_to_trackers, ref(accelerator))
+        others = len(self._monitors)
         monitor = self._monitors[model] = Monitor(
             model,
             optimizers,
@@ -70,6 +72,7 @@ class Monitoring:
             say=self._say,
             ddp=ddp,
             restore=functools.partial(self._restore, ref(accelerator)),
+            name=f"model{others + 1}" if others else "",
         )
         where = (
             f"into {folder}"
@@ -77,12 +80,21 @@ class Monitoring:
             else ("to trackers alone, for Accelerator(project_dir=...) was not given")
         )
         self._say(f"FP8 monitor: every {self.config.monitor} steps, {where}")
-        monitor.load_state_dict(self._state)
+        monitor.load_state_dict(self._states[others] if others < len(self._states) else {})
 
-    def observe(self, loss: Any) -> None:
-        """Take the loss of a backward."""
-        for monitor in self._monitors.values():
-            monitor.observe_loss(loss)
+    @contextlib.contextmanager
+    def observing(self, loss: Any, steps: int) -> Iterator[None]:
+        """Take the loss of the backward within; of several models, those that it trains do.
+
+        Args:
+            loss: before it is divided by the steps of an accumulation.
+            steps: of an accumulation.
+        """
+        before = {m: _gradients(m) for m in self._monitors} if len(self._monitors) > 1 else {}
+        yield
+        trained = [m for m in before if _gradients(m) != before[m]]
+        for model in trained or self._monitors:
+            self._monitors[model].observe_loss(loss.detach() / steps)
 
     def serve(self, trainer: Any) -> None:
         """Log to a Trainer, which calls back at the end of its steps."""
@@ -114,15 +126,17 @@ class Monitoring:
         states = [monitor.state_dict() for monitor in self._monitors.values()]
         if states and is_main_process:
             Path(folder).mkdir(parents=True, exist_ok=True)
-            (Path(folder) / _STATE).write_text(json.dumps(states[0]))
+            first, *others = states
+            (Path(folder) / _STATE).write_text(json.dumps({**first, "others": others}))
 
     def load(self, folder: str | Path) -> None:
         """Go on from what `save` wrote, also for a model that is prepared later."""
         path = Path(folder) / _STATE
         if self.config.monitor and path.is_file():
-            self._state = json.loads(path.read_text())
-            for monitor in self._monitors.values():
-                monitor.load_state_dict(self._state)
+            first = json.loads(path.read_text())
+            self._states = [first, *first.pop("others", ())]
+            for monitor, state in zip(self._monitors.values(), self._states, strict=False):
+                monitor.load_state_dict(state)
 
     def _of_trainer(self) -> Any:
         return None if self._trainer is None else self._trainer()
@@ -147,6 +161,12 @@ class Monitoring:
 
             load_checkpoint(trainer, accelerator(), folder)
         return folder
+
+
+def _gradients(model: nn.Module) -> list[tuple[int, int]]:
+    """Return what changes when a backward adds to a model's gradients."""
+    grads = [parameter.grad for parameter in model.parameters() if parameter.requires_grad]
+    return [(id(grad), grad._version) for grad in grads if grad is not None]
 
 
 def _to_trackers(accelerator: Any, series: dict[str, float], step: int) -> None:

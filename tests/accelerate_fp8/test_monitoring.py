@@ -31,12 +31,11 @@ def _trainer(folder: Path, model: Path, steps: int, **options: Any) -> Trainer:
     arguments = TrainingArguments(
         output_dir=str(folder),
         max_steps=steps,
-        per_device_train_batch_size=2,
         logging_steps=2,
         report_to="none",
         disable_tqdm=True,
         use_cpu=True,
-        **options,
+        **{"per_device_train_batch_size": 2, **options},
     )
     rows = [{"input_ids": row, "labels": row} for row in tokens]
     return Trainer(AutoModelForCausalLM.from_pretrained(model), arguments, train_dataset=rows)
@@ -65,7 +64,8 @@ def test_an_unmodified_trainer_logs_the_series_and_writes_them(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     launched(monitor=2)
-    trainer = _trainer(tmp_path, tiny_model, 7, save_strategy="no")
+    accumulation = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 2}
+    trainer = _trainer(tmp_path, tiny_model, 7, save_strategy="no", **accumulation)
     trainer.train()
     history = trainer.state.log_history
     measured = [entry for entry in history if "fp8/alarm" in entry]
@@ -145,7 +145,7 @@ class _Tracker(GeneralTracker):
         pass
 
     def log(self, values: dict[str, float], step: int | None = None, **kwargs: Any) -> None:
-        self.logged[step or 0] = values
+        self.logged.setdefault(step or 0, {}).update(values)
 
 
 def test_a_loop_with_accelerate_logs_to_its_trackers_and_skips_a_spike(
@@ -204,3 +204,60 @@ def test_a_loop_with_accelerate_goes_back_to_its_last_state(launched: Any, tmp_p
     assert not torch.equal(weights[19], weights[18])
     state = json.loads((tmp_path / "state" / "fp8_monitor_state.json").read_text())
     assert state["step"] == 19
+
+
+def _two_trained(folder: Path) -> tuple[Accelerator, _Tracker, list[Any]]:
+    """Policy and value model of PPO with their optimizers, and a reference that nobody trains."""
+    tracker = _Tracker()
+    accelerator = Accelerator(
+        cpu=True, log_with=tracker, project_dir=str(folder), gradient_accumulation_steps=2
+    )
+    accelerator.init_trackers("run")
+    torch.manual_seed(0)
+    models = [torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in "ab")) for _ in range(3)]
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-3) for m in models[:2]]
+    prepared = list(accelerator.prepare(*models[:2], *optimizers))
+    return accelerator, tracker, [*prepared, accelerator.prepare_model(models[2], None, True)]
+
+
+@pytest.mark.filterwarnings("ignore:FP8 monitor")
+def test_each_of_several_models_has_losses_names_a_file_and_a_state_of_its_own(
+    launched: Any, tmp_path: Path
+) -> None:
+    launched(monitor=1, on_alarm="bf16")
+    accelerator, tracker, (policy, value, *optimizers, reference) = _two_trained(tmp_path)
+    losses: list[list[float]] = [[], []]
+    for batch in range(6):
+        x = torch.randn(16, 64)
+        with accelerator.accumulate(policy, value):
+            with torch.no_grad():
+                reference(x)
+            for i, model in enumerate((policy, value)):
+                outlier = torch.where(torch.arange(64) == 5, 1e6 if i == batch / 2 else 1.0, 1.0)
+                loss = (model(x * outlier) - x).float().pow(2).mean() / outlier.max() * (i + 1)
+                accelerator.backward(loss)
+                losses[i].append(loss.item())
+                optimizers[i].step()
+                optimizers[i].zero_grad()
+    assert {"fp8/0/input/sqnr", "fp8/model2/0/input/sqnr"} <= set().union(*tracker.logged.values())
+    for i, name in enumerate(("fp8_monitor.jsonl", "fp8_monitor_model2.jsonl")):
+        record = read_run(tmp_path / name)
+        means = [sum(losses[i][n : n + 2]) / 2 for n in (0, 2, 4)]
+        assert [record.losses[s] for s in (1, 2, 3)] == pytest.approx(means, rel=1e-3)
+        fallen = {e["step"] for e in record.events if e["event"] == "fallback"}
+        assert fallen == {i + 1}
+    assert read_run(tmp_path).notes == [
+        "The run trained several models. This is the first one; the files of the others are "
+        "fp8_monitor_model2.jsonl."
+    ]
+    assert is_paused(policy[0])
+    assert is_paused(value[0])
+    accelerator.save_state(str(tmp_path / "state"))
+    again, _, (policy, value, *_) = _two_trained(tmp_path / "again")
+    again.load_state(str(tmp_path / "state"))
+    assert is_paused(policy[0])
+    assert is_paused(value[0])
+    first, second = again._fp8_preparation.monitoring._monitors.values()
+    assert (first.step, second.step) == (3, 3)
+    assert first.way_back.fallen["0"]["since"] == 1
+    assert second.way_back.fallen["0"]["since"] == 2

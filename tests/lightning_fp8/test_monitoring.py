@@ -19,13 +19,14 @@ def _model(host, spike=None):
             super().__init__()
             torch.manual_seed(0)
             self.net = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
-            self.kept = {}
+            self.kept, self.losses = {}, []
 
         def training_step(self, batch, batch_idx):
             step = self.trainer.global_step + 1
             self.kept[step] = self.net[0].weight.detach().clone()
             self.paused = is_paused(self.net[2])
             loss = (self.net(batch) - batch).float().pow(2).mean()
+            self.losses.append(loss.item())
             return loss * (100 if step == spike else 1)
 
         def configure_optimizers(self):
@@ -60,14 +61,17 @@ def _trainer(host, folder, steps, config, callbacks=(), **options):
 def test_series_stand_in_the_loggers_and_the_file_in_log_dir(host, tmp_path):
     callback = FP8Monitor(every_n_steps=3)
     assert isinstance(callback, host.Callback)
-    trainer = _trainer(host, tmp_path, 7, FP8Config(recipe="delayed"), [callback])
-    trainer.fit(_model(host), _data())
+    config, model = FP8Config(recipe="delayed"), _model(host)
+    trainer = _trainer(host, tmp_path, 7, config, [callback], accumulate_grad_batches=2)
+    trainer.fit(model, _data())
     metrics = (tmp_path / "metrics.csv").read_text().splitlines()
     assert "fp8/net.0/input/sqnr" in metrics[0]
     assert trainer.callback_metrics["fp8/alarm"] == 0
     record = read_run(tmp_path)
     assert record.steps == [3, 6]
     assert sorted(record.losses) == [1, 2, 3, 4, 5, 6, 7]
+    means = [sum(model.losses[i : i + 2]) / 2 for i in range(0, 14, 2)]
+    assert list(record.losses.values()) == pytest.approx(means, rel=1e-3)
 
 
 def test_the_callback_needs_fp8_and_valid_options(tmp_path):

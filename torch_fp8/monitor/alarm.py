@@ -91,7 +91,7 @@ class LossSpikes:
     A loss is a spike if it is not finite, or above ``median + max(DEVIATIONS * spread, LEAST *
     |median|)``. The spread is 1.4826 times the median distance from the median of the last `WINDOW`
     losses that were no spikes, at least `MINIMUM` of them. After `MOST` finite ones in a row the
-    level is taken for the run's new one.
+    level is taken for the run's new one. ``in_a_row`` counts spikes up to the last loss.
     """
 
     WINDOW, MINIMUM, MOST = 64, 16, 16
@@ -99,20 +99,25 @@ class LossSpikes:
 
     def __init__(self) -> None:
         self.losses: deque[float] = deque(maxlen=self.WINDOW)
-        self.in_a_row = 0
+        self.in_a_row = self._far = 0
 
     def add(self, loss: float) -> bool:
         """Take the loss of a step; return whether it is a spike."""
+        self.in_a_row += 1
         if not math.isfinite(loss):
             return True
         if self._is_far(loss):
-            self.in_a_row += 1
-            if self.in_a_row < self.MOST:
+            self._far += 1
+            if self._far < self.MOST:
                 return True
             self.losses.clear()
-        self.in_a_row = 0
+        self.in_a_row = self._far = 0
         self.losses.append(loss)
         return False
+
+    def count(self, loss: float) -> int:
+        """Take the loss of a step; return how many losses up to it are spikes, in a row."""
+        return self.in_a_row if self.add(loss) else 0
 
     def _is_far(self, loss: float) -> bool:
         if len(self.losses) < self.MINIMUM:

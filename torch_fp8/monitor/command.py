@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from torch_fp8.monitor.html_report import write_report
-from torch_fp8.monitor.run_log import read_run
+from torch_fp8.monitor.run_log import FILE_NAME, read_run
 
 
 def add_parser(commands: Any) -> None:
@@ -46,11 +46,17 @@ def names_of(folders: Sequence[Path]) -> list[str]:
     return [f"{n}, again" if n in names[:i] else n for i, n in enumerate(names)]
 
 
+def _named(file: Path) -> Path:
+    """Return the folder of a run; of a further model of it, the file."""
+    return file.parent if file.name == FILE_NAME else file.with_suffix("")
+
+
 def _report(options: argparse.Namespace) -> int:
     try:
         record, *others = map(read_run, (options.path, *options.beside))
-        name, *names = names_of([run.path.resolve().parent for run in (record, *others)])
-        folder = options.output or record.path.parent / "fp8_report"
+        name, *names = names_of([_named(run.path.resolve()) for run in (record, *others)])
+        model = record.path.stem.removeprefix(Path(FILE_NAME).stem)
+        folder = options.output or record.path.parent / f"fp8_report{model}"
         beside = dict(zip(names, others, strict=True))
         for other, run in beside.items():
             lost = [] if run.losses else ["The run has no losses, and is not drawn."]

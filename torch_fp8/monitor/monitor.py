@@ -25,8 +25,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from torch_fp8.config import FP8Config
-from torch_fp8.monitor.alarm import DEFAULT_BOUNDS, Bound, Crossing, LossSpikes, crossings
-from torch_fp8.monitor.observer import KINDS, Observer
+from torch_fp8.monitor.alarm import DEFAULT_BOUNDS, Bound, Crossing, crossings
+from torch_fp8.monitor.losses import Losses, is_told
+from torch_fp8.monitor.observer import KINDS, Observer, guarded
 from torch_fp8.monitor.parameters import (
     fp8_layers,
     gated_mlps,
@@ -62,6 +63,7 @@ class Monitor:
         restore: goes back to the host's last checkpoint and returns its name, None where there is
             none yet; None: the host has no such way.
         bounds: of the alarm.
+        name: of the model, where a run trains several: in what is told, and in the file's name.
     Raises:
         ValueError: ``monitor=0``, no optimizer, or a way back that is not there.
     """
@@ -78,6 +80,7 @@ class Monitor:
         ddp: Callable[[], nn.Module | None] = lambda: None,
         restore: Callable[[], str | None] | None = None,
         bounds: tuple[Bound, ...] = DEFAULT_BOUNDS,
+        name: str = "",
     ) -> None:
         if not config.monitor:
             raise ValueError("FP8Config(monitor=0) measures nothing; name monitor=100, say")
@@ -86,7 +89,7 @@ class Monitor:
                 "FP8Config(on_loss_spike='restore') goes back to the host's last checkpoint, and "
                 "this host offers none; name 'skip' or 'bf16'"
             )
-        self.config, self.bounds, self.step = config, bounds, 0
+        self.config, self.bounds, self.step, self.name = config, bounds, 0, name
         self.events: list[dict[str, Any]] = []
         self._log, self._say, self._restore, self._ddp = log, say, restore, ddp
         self._is_joining = False
@@ -97,7 +100,6 @@ class Monitor:
         self._layers = fp8_layers(model)
         self._mlps = gated_mlps(model)
         self._trained = trained(self._layers)
-        self._device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self.series = Series(kinds_of(self._layers, self._mlps, config.monitor_probes))
         self.way_back = WayBack(self._layers, self._mlps, config)
         self._observer = Observer(
@@ -107,28 +109,27 @@ class Monitor:
             failed=self._failed,
         )
         self._eager = any(is_compiled(module) for module in model.modules())
-        self._spikes = LossSpikes()
-        self._losses: list[Tensor] = []
-        self._pending: list[tuple[int, Tensor]] = []
-        self._written: list[tuple[int, float]] = []
+        self._losses = Losses()
         self._warned: dict[str, int] = {}
-        self._measuring = self._has_failed = self._restores = self._judged = False
+        self._spiked_at = 0
+        self._measuring = self._has_failed = self._restores = False
         self._file = None
         if folder is not None and (not is_distributed() or dist.get_rank() == 0):
             shown = {"monitor": config.monitor, "on_alarm": config.on_alarm}
             shown |= {"on_loss_spike": config.on_loss_spike, "recipe": config.recipe}
-            self._file = RunLog(Path(folder), self.series.names, shown)
+            shown |= {"smooth_swiglu": True} if config.smooth_swiglu else {}
+            self._file = RunLog(Path(folder), self.series.names, shown, name)
         self._handles = self._hook_optimizers()
         self._begin()
 
     def observe_loss(self, loss: Any) -> None:
-        """Take the loss of a backward; several before one update are averaged."""
-        if isinstance(loss, Tensor) and loss.numel() == 1:
-            self._losses.append(loss.detach().reshape(()).float())
+        """Take what a backward was run on; several of a step are added, as gradients are."""
+        with guarded(self._failed):
+            self._losses.add(loss)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint keeps, as JSON has it."""
-        losses = list(self._spikes.losses)
+        losses = list(self._losses.spikes.losses)
         return {"step": self.step, "losses": losses, **self.way_back.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -137,10 +138,9 @@ class Monitor:
             return
         self._observer.remove()
         self.step = int(state["step"])
-        self._spikes.losses.clear()
-        self._spikes.losses.extend(map(float, state["losses"]))
+        self._losses.go_on(state["losses"])
         self.way_back.load_state_dict(state)
-        self._pending.clear()
+        self._losses.forget()
         if self.way_back.fallen:
             names = ", ".join(self.way_back.fallen)
             self._tell(f"FP8 monitor: still out of FP8 at step {self.step}: {names}")
@@ -154,7 +154,7 @@ class Monitor:
         told = ", ".join(f"{n} {kind.replace('_', ' ')}" for kind, n in counts.items() if n)
         out = ", ".join(self.way_back.fallen)
         more = f"; out of FP8 now: {out}" if out else ""
-        return f"FP8 monitor: {self.step} steps, {told or 'no event'}{more}"
+        return f"FP8 monitor{self._of_model}: {self.step} steps, {told or 'no event'}{more}"
 
     def close(self) -> None:
         """Stop measuring; layers that have fallen back run FP8 again. The file stays."""
@@ -167,12 +167,10 @@ class Monitor:
 
     def flush(self) -> None:
         """Write the losses since the last measured step, on all ranks together."""
-        try:
+        with guarded(self._failed):
             self._measure_losses()
-            if self._file is not None and self._written and not self._has_failed:
+            if self._file is not None and self._losses.fetched and not self._has_failed:
                 self._write()
-        except Exception as error:
-            self._failed(error)
 
     # ---- the course of a step --------------------------------------------------------------------
 
@@ -201,9 +199,9 @@ class Monitor:
         def after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             self._after_update()
 
-        return [
-            main.register_step_pre_hook(before),
-            main.register_step_post_hook(after),
+        return [  # a graph of the optimizer's step is left for them
+            main.register_step_pre_hook(torch.compiler.disable(before)),
+            main.register_step_post_hook(torch.compiler.disable(after)),
         ]
 
     def _begin(self) -> None:
@@ -213,7 +211,8 @@ class Monitor:
             return
         self._measuring = (self.step + 1) % self.config.monitor == 0
         if self._measuring:
-            self._observer.install(eager=self._eager)
+            with guarded(self._failed):
+                self._observer.install(eager=self._eager)
 
     def _joins(self) -> bool:
         """Return whether ranks may run out of inputs, so that not all of them come to join."""
@@ -231,38 +230,30 @@ class Monitor:
 
     def _before_update(self) -> None:
         """Measure, judge and act between the last backward of a step and its update."""
-        step, spiked = self.step + 1, None
-        if self._losses:
-            self._pending.append(
-                (step, torch.stack([x.to(self._device) for x in self._losses]).mean())
-            )
-            self._losses.clear()
+        step = self.step + 1
+        self._losses.end_step(step, self._device)
         if self._joins():
             self._observer.remove()
-            self._pending.clear()
+            self._losses.forget()
             return
         # Each rank's own failure must not keep it from the collectives of all.
         if self.config.on_loss_spike != "warn" or self._measuring:
-            spiked = self._measure_losses()
+            self._measure_losses()
         series = self._measure() if self._measuring else None
-        try:
+        with guarded(self._failed):
             if series is not None:
                 self._judge(step, series)
-            if spiked is not None and self._judged:
+            if self._spiked_at == step:
                 self._act_on_spike(step)
-        except Exception as error:
-            self._failed(error)
 
     def _after_update(self) -> None:
         self.step += 1
-        try:
+        with guarded(self._failed):
             for event in self.way_back.tick(self.step):
                 self._note(self.step, event)
             if self._restores:
                 self._restores = False
                 self._go_back()
-        except Exception as error:
-            self._failed(error)
         self._begin()
 
     @torch.no_grad()
@@ -277,51 +268,42 @@ class Monitor:
             lambda: look_at_gated_mlps(self._mlps),
         )
         for part in parts:
-            try:
+            with guarded(self._failed):
                 seen.update(part())
-            except Exception as error:
-                self._failed(error)
-        values = self.series.joined(self.series.vector(seen, self._device))
         self._measuring = False
+        vector = self.series.vector({}, self._device)
+        with guarded(self._failed):
+            vector = self.series.vector(seen, self._device)
+        values = self.series.joined(vector)
         return self.series.named(values)
 
-    def _measure_losses(self) -> float | None:
-        """Fetch the losses since the last time; return the last one if it is a spike."""
-        if not self._pending:
-            return None
-        losses = torch.stack([loss for _, loss in self._pending])
-        if is_distributed():
-            dist.all_reduce(losses)
-            losses = losses / dist.get_world_size()
-        fetched = list(zip((s for s, _ in self._pending), losses.tolist(), strict=True))
-        self._pending.clear()
-        self._written += fetched
-        spiked = None
-        self._judged = False
-        for step, loss in fetched:
-            if self._spikes.add(loss):
-                what = f"the loss of step {step} is {loss:.4g}, far above the last ones"
+    def _measure_losses(self) -> None:
+        """Fetch the losses since the last time, and tell the first of spikes in a row."""
+        for step, loss, spikes in self._losses.fetch():
+            self._spiked_at = step if spikes else self._spiked_at
+            if is_told(spikes):
+                more = f", as are the {spikes - 1} before it" if spikes > 1 else ""
+                what = f"the loss of step {step} is {loss:.4g}, far above the last ones{more}"
                 self._note(step, {"event": "loss_spike", "layer": "", "what": what})
-                spiked, self._judged = loss, step == fetched[-1][0]
-        return spiked
 
     def _judge(self, step: int, series: dict[str, float]) -> None:
         crossed = crossings(series, self.bounds)
-        spikes = sum(e["event"] == "loss_spike" and e["step"] == step for e in self.events)
-        series = {**series, f"{PREFIX}alarm": float(len(crossed) + spikes)}
-        if self._written:
-            series[f"{PREFIX}loss"] = self._written[-1][1]
+        count = len(crossed) + (self._spiked_at == step)
+        series = {**series, f"{PREFIX}alarm": float(count)}
+        if self._losses.fetched:
+            series[f"{PREFIX}loss"] = self._losses.fetched[-1][1]
         self._warn(step, crossed)
         for event in self.way_back.judge(step, crossed):
             self._note(step, event)
         if self._file is not None and not self._has_failed:
             self._write(step, series)
         if self._log is not None:
-            self._log(series, step)
+            prefix = f"{PREFIX}{self.name}/" if self.name else PREFIX
+            self._log({prefix + n.removeprefix(PREFIX): v for n, v in series.items()}, step)
 
     def _write(self, step: int | None = None, series: Mapping[str, float] | None = None) -> None:
         assert self._file is not None
-        losses, self._written = self._written, []
+        losses, self._losses.fetched = self._losses.fetched, []
         if step is None or series is None:
             self._file.write(self.step, losses=losses)
             return
@@ -339,35 +321,47 @@ class Monitor:
             self._note(step, {"event": "alarm", "layer": "", "what": what}, warn=True)
 
     def _act_on_spike(self, step: int) -> None:
-        action = self.config.on_loss_spike
+        """Take the way back; of many spikes in a row few are told, and go back to a checkpoint."""
+        action, told = self.config.on_loss_spike, is_told(self._losses.spikes.in_a_row)
         if action == "bf16":
-            self._note(step, self.way_back.pause_all(step))
+            event = self.way_back.pause_all(step)
+            if told:
+                self._note(step, event)
         elif action in ("skip", "restore"):
             for optimizer in self._optimizers:
                 for group in optimizer.param_groups:
                     for parameter in group["params"]:
                         parameter.grad = None
-            what = f"step {step} updates nothing"
-            self._note(step, {"event": "skip", "layer": "", "what": what})
-            self._restores = action == "restore"
+            if told:
+                what = f"step {step} updates nothing"
+                self._note(step, {"event": "skip", "layer": "", "what": what})
+            self._restores = told and action == "restore"
 
     def _go_back(self) -> None:
         assert self._restore is not None
-        step, losses = self.step, list(self._spikes.losses)
+        step, losses = self.step, list(self._losses.spikes.losses)
         name = self._restore()
         self.step = step  # goes on; so does the data
-        self._spikes.losses.clear()
-        self._spikes.losses.extend(losses)
+        self._losses.go_on(losses)
         what = f"the run goes on from {name}"
         if name is None:
             what = "there is no checkpoint of this run yet to go back to"
         self._note(step, {"event": "restore", "layer": "", "what": what})
 
+    @property
+    def _device(self) -> torch.device:
+        """Return where the model is now."""
+        return self._layers[0][1].weight.device if self._layers else torch.device("cpu")
+
+    @property
+    def _of_model(self) -> str:
+        return f" of {self.name}" if self.name else ""
+
     # ---- telling ---------------------------------------------------------------------------------
 
     def _note(self, step: int, event: dict[str, Any], warn: bool | None = None) -> None:
         self.events.append({"step": step, **event})
-        text = f"FP8 monitor, step {step}: {event['what']}"
+        text = f"FP8 monitor{self._of_model}, step {step}: {event['what']}"
         if warn or event["event"] == "loss_spike":
             if not is_distributed() or dist.get_rank() == 0:
                 warnings.warn(text, RuntimeWarning, stacklevel=2)

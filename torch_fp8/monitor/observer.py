@@ -68,13 +68,11 @@ class Observer:
         """
         self.seen = {}
         for name, layer in self.layers:
-            for hook in (self._before(name), self._after(name)):
-                register = layer.register_forward_pre_hook
-                if hook.__name__ == "after":
-                    register = layer.register_forward_hook
-                self._handles.append(register(hook))
+            before, after = Hook(self._before(name)), Hook(self._after(name))
+            self._handles.append(layer.register_forward_pre_hook(before))
+            self._handles.append(layer.register_forward_hook(after))
         if self.head is not None:
-            self._handles.append(self.head.register_forward_hook(self._after_head))
+            self._handles.append(self.head.register_forward_hook(Hook(self._after_head)))
         if eager:
             self._stance = torch.compiler.set_stance("force_eager")
 
@@ -84,7 +82,7 @@ class Observer:
             handle.remove()
         self._handles.clear()
         if self._stance is not None:
-            torch.compiler.set_stance("default")
+            self._stance.__exit__(None, None, None)  # to what it was
             self._stance = None
 
     def _before(self, name: str) -> Any:
@@ -116,14 +114,14 @@ class Observer:
 
         def on_gradient(grad: Tensor) -> None:
             if self._handles and "logits" not in self.seen:
-                with torch.no_grad(), _guarded(self.failed):
+                with torch.no_grad(), guarded(self.failed):
                     self.seen["logits"] = logit_sharpness(_matrix(logits), _matrix(grad))
 
         output.register_hook(on_gradient)
 
     @torch.no_grad()
     def _look(self, place: str, layer: Float8Layer, operand: int, x: Any) -> None:
-        with _guarded(self.failed):
+        with guarded(self.failed):
             rows = _matrix(x)
             if not rows.numel():
                 return
@@ -174,7 +172,21 @@ def _matrix(x: Tensor) -> Tensor:
     return x.detach().reshape(-1, x.shape[-1])
 
 
-class _guarded:
+class Hook:
+    """A hook on a layer. A copy of the layer, and a file of it, has one that does nothing."""
+
+    def __init__(self, look: Callable[..., None]) -> None:
+        self.look: Callable[..., None] | None = look
+
+    def __call__(self, *args: Any) -> None:
+        if self.look is not None:
+            self.look(*args)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"look": None}
+
+
+class guarded:
     """Hands an error within to `failed`, for a monitor never stops a run."""
 
     def __init__(self, failed: Callable[[Exception], None]) -> None:

@@ -88,7 +88,7 @@ def look_at_updates(
         grad = grad.dequantize() if isinstance(grad, Float8Grad) else grad.detach()
         grad = grad.reshape(matrix_shape(grad.shape))
         if grad.numel():
-            step = float(own["step"]) + 1
+            step = own["step"] + 1  # may lie on the device, which is not waited for
             beta2, eps = float(group["betas"][1]), float(group["eps"])
             yield f"{name}/update", update_statistics(grad, own, beta2, eps, step)
 

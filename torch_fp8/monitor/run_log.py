@@ -25,10 +25,13 @@ class RunLog:
         folder: of the run.
         names: of the values.
         config: to be shown beside them.
+        model: its name, where a run trains several.
     """
 
-    def __init__(self, folder: Path, names: Sequence[str], config: Mapping[str, Any]) -> None:
-        self.path = folder / FILE_NAME
+    def __init__(
+        self, folder: Path, names: Sequence[str], config: Mapping[str, Any], model: str = ""
+    ) -> None:
+        self.path = folder / (f"fp8_monitor_{model}.jsonl" if model else FILE_NAME)
         self._header = {
             "format": FORMAT,
             "version": VERSION,
@@ -136,6 +139,12 @@ def read_run(run: Path) -> RunRecord:
     if not (record.values or record.losses or record.events):
         raise ValueError(f"{record.path} holds no statistics that can be read")
     record.events.sort(key=lambda event: event["step"])
+    others = sorted(path.name for path in record.path.parent.glob("fp8_monitor_*.jsonl"))
+    if others and record.path.name == FILE_NAME:
+        record.notes.append(
+            "The run trained several models. This is the first one; the files of the others are "
+            f"{', '.join(others)}."
+        )
     return record
 
 
@@ -145,7 +154,7 @@ def _find(run: Path) -> Path:
     if not run.is_dir():
         raise FileNotFoundError(f"{run} is neither a folder nor a file")
     if (run / FILE_NAME).is_file():
-        return run / FILE_NAME
+        return run / FILE_NAME  # of the first model, where there are several
     found = sorted(run.rglob(FILE_NAME))
     if not found:
         raise FileNotFoundError(

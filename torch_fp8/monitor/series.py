@@ -28,6 +28,10 @@ class Series:
         self.kinds = dict(kinds)
         names = [(place, name) for place, own in self.kinds.items() for name in own]
         self.names = [f"{PREFIX}{place}/{name}".replace("//", "/") for place, name in names]
+        self._worst = {
+            place: [-math.inf if REDUCTIONS[name] == "min" else math.inf for name in own]
+            for place, own in self.kinds.items()
+        }
         how = [REDUCTIONS[name] for _, name in names]
         self._signs = [{"max": 1.0, "min": -1.0, "mean": 0.0}[h] for h in how]
 
@@ -43,8 +47,10 @@ class Series:
             found = seen.get(place)
             if found is None:
                 parts.append(torch.full((len(own),), torch.nan, device=device))
-            else:  # an infinite number was seen; NaN is for what was not
-                parts.append(found.detach().float().nan_to_num(nan=math.inf).to(device))
+            else:  # NaN was seen, the worst of all: as a number it is for what was not seen
+                found = found.detach().float().to(device)
+                worst = torch.tensor(self._worst[place], device=device)
+                parts.append(torch.where(found.isnan(), worst, found))
         return torch.cat(parts) if parts else torch.empty(0, device=device)
 
     def joined(self, vector: Tensor) -> list[float]:

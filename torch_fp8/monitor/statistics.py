@@ -92,8 +92,8 @@ def operand_statistics(
             beyond.float().mean(),
             decibel(signal, noise),
             direction_error(exact, kept),
-            torch.where(own > 0, own / median, 1.0),
-            torch.where(signal > 0, fourth / power.mean().square(), 0.0),
+            torch.where(own == 0, 1.0, own / median),
+            torch.where(signal == 0, 0.0, fourth / power.mean().square()),
         ]
     )
 
@@ -112,11 +112,12 @@ def clip_statistics(x: Tensor, spec: CastSpec, amax: Tensor) -> Tensor:
         direction_error(exact, dequantize(quantize(part, spec, scale * clip))) for clip in _CLIPS
     ]
     least, index = torch.stack(errors).min(0)
-    return torch.stack([torch.tensor(_CLIPS, device=x.device)[index], least])
+    clips = torch.tensor(_CLIPS, device=x.device)
+    return torch.stack([clips.take(index), least])  # an index in brackets would be waited for
 
 
 def update_statistics(
-    grad: Tensor, state: dict[str, Tensor], beta2: float, eps: float, step: float
+    grad: Tensor, state: dict[str, Tensor], beta2: float, eps: float, step: Tensor | float
 ) -> Tensor:
     """Measure an Adam step that is to come, (len(UPDATE),) float32.
 
@@ -165,11 +166,11 @@ def logit_sharpness(logits: Tensor, grad: Tensor, eps: float = 1e-3) -> Tensor:
     lowest, target = grad.min(1)
     counts = torch.arange(1, len(lowest) + 1, device=grad.device) * (lowest < 0)
     last = counts.argmax()
-    y, target = logits[last].float(), target[last]
+    y, target = logits.index_select(0, last[None])[0].float(), target.take(last)
     room = eps * (y.abs() + 1)
     is_target = torch.arange(len(y), device=y.device) == target
     corner = torch.where(is_target, y - room, y + room)
-    loss, worst = y.logsumexp(0) - y[target], corner.logsumexp(0) - corner[target]
+    loss, worst = y.logsumexp(0) - y.take(target), corner.logsumexp(0) - corner.take(target)
     return (100 * (worst - loss) / (1 + loss)).reshape(1)
 
 
@@ -209,7 +210,7 @@ def _moments(
 def decibel(signal: Tensor, noise: Tensor) -> Tensor:
     """Return 10 log10(signal / noise), at most 120; of nothing at all it is 120."""
     ratio = signal / noise.clamp(min=torch.finfo(torch.float32).tiny)
-    return torch.where(signal > 0, (10 * ratio.log10()).clamp(max=120.0), 120.0)
+    return torch.where(signal == 0, 120.0, (10 * ratio.log10()).clamp(max=120.0))
 
 
 def direction_error(exact: Tensor, kept: Tensor) -> Tensor:

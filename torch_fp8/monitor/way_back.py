@@ -4,6 +4,7 @@ All that is decided here follows from numbers that all ranks have joined, so all
 """
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch.distributed.tensor import DTensor
@@ -107,7 +108,9 @@ class WayBack:
                 continue
             if is_paused(layer):
                 resume(layer)
-            recipe = finer if fallen and finer is not None else self._original[name]
+            recipe = self._original[name]
+            if fallen and finer is not None:
+                recipe = replace(finer, smooth=recipe.smooth)
             if layer.fp8_recipe != recipe:
                 layer.drop_scaling()
                 natively = runs_natively(layer.weight.device, recipe.name)
