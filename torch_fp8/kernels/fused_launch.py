@@ -134,7 +134,7 @@ def saved_outputs(x: Tensor, wanted: bool = True) -> tuple[Tensor | None, Tensor
 def registers(warps: int) -> int:
     """Return the registers of a thread when one program at a time occupies a multiprocessor.
 
-    For kernels that end as `history_tiles` says: left to itself, the assembler takes half as many
+    For kernels that end as `delayed_scale` says: left to itself, the assembler takes half as many
     for most of them, so that two programs fit, and spills a few bytes.
     """
     return min(65536 // (32 * warps), 255)
