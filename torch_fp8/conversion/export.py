@@ -23,7 +23,12 @@ from torch_fp8.config import FP8Config
 from torch_fp8.conversion.adopt_checkpoint import folder_of
 from torch_fp8.conversion.export_format import check_format
 from torch_fp8.conversion.export_plan import ExportPlan, main_dtype, plan_export, walk
-from torch_fp8.conversion.fold_adapters import ADAPTERS, AdapterFold, adapted_layers
+from torch_fp8.conversion.fold_adapters import (
+    ADAPTERS,
+    AdapterFold,
+    adapted_layers,
+    refuse_prompts,
+)
 from torch_fp8.conversion.fold_smooth import SmoothFold
 from torch_fp8.conversion.safetensors_writer import parse_size, write_safetensors
 from torch_fp8.conversion.whole_folder import refuse_existing, replaced_files, whole_folder
@@ -213,6 +218,8 @@ def prepare_export(model: nn.Module, format: str, adapters: str | None = None) -
             "adapters='apart' writes the base alone, for an engine that serves the adapter of "
             "model.save_pretrained beside it"
         )
+    if adapters != "apart":
+        refuse_prompts(model)
     fold = AdapterFold(root, merge=adapters == "merge")
     smooth = None if found else SmoothFold(root)
     modules = fold.walk if found else walk

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch_fp8.conversion.export_format import ExportFormat
 from torch_fp8.conversion.export_layers import held_layers
 from torch_fp8.conversion.fold_smooth import SmoothFold
+from torch_fp8.conversion.safetensors_files import DTYPES
 from torch_fp8.conversion.safetensors_writer import PlannedTensor, TensorGroup
 from torch_fp8.nn.class_swap import unwrapped_name
 from torch_fp8.nn.layer_filter import expert_weights, is_linear
@@ -159,10 +160,17 @@ def plan_export(
             if before != key and any(re.search(pattern, key) for pattern in tied):
                 _refuse_tied(name, before.removesuffix(".weight"), layers)
                 continue
-            layer = layers.get(name) if key == f"{name}.weight" else None
+            is_weight = key == f"{name}.weight"
+            layer = layers.get(name) if is_weight else None
             get = partial(source.values, key, tensor, layer)
             if layer is None:
+                if is_weight:
+                    get = partial(_folded, module, get, adapted, None)
                 planned = PlannedTensor(key, source.dtype(key, tensor), tuple(tensor.shape))
+                if planned.dtype not in DTYPES.values():
+                    raise ValueError(
+                        f"'{key}' is {tensor.dtype}, which safetensors files do not hold"
+                    )
                 plan.groups.append(_as_it_is(planned, get))
             else:
                 plan.add_layer(name, layer, partial(_folded, layer, get, adapted, smooth), reason)
@@ -334,7 +342,7 @@ def _in_fp8(
 
 
 def _folded(
-    layer: Float8Layer,
+    layer: Any,
     get: Callable[[], Tensor],
     adapted: Adapted | None,
     smooth: SmoothFold | None,

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_fp8.nn.class_swap import unwrapped_name
+from torch_fp8.nn.linear import Float8Layer
 from torch_fp8.tensor.base import QuantizableTensor
 
 ADAPTERS = ("merge", "apart")
@@ -46,6 +47,23 @@ def why_not_folded(model: nn.Module) -> str | None:
     return None
 
 
+def refuse_prompts(model: nn.Module) -> None:
+    """Refuse a model of PEFT whose adapter is no part of a layer.
+
+    Args:
+        model: perhaps within wrappers.
+    Raises:
+        ValueError: it learns a prompt, or a prefix of the cache.
+    """
+    for module in model.modules():
+        if len(module._modules.get("prompt_encoder") or ()):
+            raise ValueError(
+                f"the {type(module).__name__} learns a prompt, which is no part of a weight, and "
+                "no checkpoint of FP8 holds it; adapters='apart' writes the base alone, for an "
+                "engine that serves the prompt of model.save_pretrained beside it"
+            )
+
+
 class AdapterFold:
     """Reads the weights of a model as they are with its active adapters, or without any.
 
@@ -53,7 +71,8 @@ class AdapterFold:
         model: within PEFT's wrapper.
         merge: whether the adapters are folded in.
     Raises:
-        ValueError: an adapter that is merged already, or whose delta cannot be asked for.
+        ValueError: an adapter that is merged already, or whose delta cannot be asked for, or of one
+            of several layers that share a weight.
     """
 
     def __init__(self, model: nn.Module, merge: bool) -> None:
@@ -75,6 +94,29 @@ class AdapterFold:
                     "returns"
                 )
             self._owners[id(module.base_layer)] = name, module
+        if merge and any(map(is_adapted, model.modules())):
+            self._refuse_tied(model)
+
+    def _refuse_tied(self, model: nn.Module) -> None:
+        """Refuse adapters that make two weights of one: engines tie them, and lose one."""
+        chosen = dict(self.walk(model))
+        sharing: dict[int, dict[int, str]] = {}
+        for name, module in AdapterFold(model, merge=False).walk(model):
+            weight = module._parameters.get("weight")
+            if weight is not None:
+                sharing.setdefault(id(weight), {}).setdefault(id(module), name)
+        for names in (list(group.values()) for group in sharing.values() if len(group) > 1):
+            now = {id(chosen[name]._parameters.get("weight")) for name in names}
+            adapted = [name for name in names if self._active(chosen[name])]
+            if len(now) > 1 or adapted:
+                first = adapted[0] if adapted else names[-1]
+                other = next(name for name in names if name != first)
+                raise ValueError(
+                    f"'{first}' has an adapter, or is trained as a copy, and shares its weight "
+                    f"with '{other}', which engines tie to it (tie_word_embeddings): merged, it "
+                    "would be another weight. Train the adapters of other layers, or a model "
+                    "whose weights are not tied; adapters='apart' leaves this one out"
+                )
 
     def walk(self, model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
         """Yield every module under the name that it has without adapters."""
@@ -97,19 +139,18 @@ class AdapterFold:
 
     @torch.no_grad()
     def __call__(self, layer: nn.Module, weight: Tensor) -> Tensor:
-        """Return the weight of a layer with its adapters, as it is stored; in BF16 if it has any.
+        """Return the weight of a layer with its adapters; as it is stored, where it has none.
+
+        Where it has some, in BF16 if the layer runs in FP8, else in the dtype that it has.
 
         Args:
             layer: whose weight it is.
             weight: plain or frozen; stays as it is.
         """
-        owner = self._owners.get(id(layer)) if self._merge else None
-        if owner is None:
+        active = self._active(layer)
+        if not active:
             return weight
-        name, module = owner
-        active = [adapter for adapter in module.active_adapters if _has(module, adapter)]
-        if not active or module.disable_adapters:
-            return weight
+        name, module = self._owners[id(layer)]
         plain = weight.dequantize() if isinstance(weight, QuantizableTensor) else weight
         folded = plain.detach().float()
         for adapter in active:
@@ -126,7 +167,15 @@ class AdapterFold:
                     "model that it returns"
                 )
             folded = folded + delta.float()
-        return folded.to(torch.bfloat16)
+        return folded.to(torch.bfloat16 if isinstance(layer, Float8Layer) else weight.dtype)
+
+    def _active(self, layer: nn.Module) -> list[str]:
+        """Return the adapters that are folded into a layer."""
+        owner = self._owners.get(id(layer)) if self._merge else None
+        if owner is None or owner[1].disable_adapters:
+            return []
+        module = owner[1]
+        return [adapter for adapter in module.active_adapters if _has(module, adapter)]
 
 
 def _has(module: Any, adapter: str) -> bool:

@@ -20,7 +20,12 @@ from torch_fp8.conversion.export_plan import (
     plan_export,
     walk,
 )
-from torch_fp8.conversion.fold_adapters import ADAPTERS, AdapterFold, adapted_layers
+from torch_fp8.conversion.fold_adapters import (
+    ADAPTERS,
+    AdapterFold,
+    adapted_layers,
+    refuse_prompts,
+)
 from torch_fp8.nn.layer_filter import expert_weights
 from torch_fp8.nn.linear import Float8Layer
 from torch_fp8.ops.quantize import dequantize
@@ -58,6 +63,8 @@ def weights_for_engine(
         raise ValueError(f"adapters={adapters!r} is unknown; 'merge' and 'apart' are known")
     root = unwrapped(model)
     found = bool(adapted_layers(root))
+    if adapters == "merge":
+        refuse_prompts(model)
     fold = AdapterFold(root, merge=adapters == "merge")
     modules = fold.walk if found else walk
     if engine == "bf16":

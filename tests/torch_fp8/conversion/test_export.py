@@ -448,6 +448,14 @@ def test_fused_experts_are_refused_by_name(tmp_path):
         weights_for_engine(model)
 
 
+def test_what_files_do_not_hold_is_refused_by_name(tmp_path):
+    model = _trained("blockwise", steps=0)
+    model.model.register_buffer("phases", torch.ones(2, dtype=torch.complex64))
+    with pytest.raises(ValueError, match=r"'model.phases' is torch.complex64, which safetensors"):
+        export(model, tmp_path / "out")
+    assert not list(tmp_path.iterdir())
+
+
 def test_missing_weights_are_refused_by_name(tmp_path):
     model = tiny_llama().to("meta")
     convert_to_float8(model, "blockwise")

@@ -6,7 +6,7 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 
 from tests.fp8_checkpoints import tiny_llama
-from torch_fp8 import FP8Config, convert_to_float8, export
+from torch_fp8 import FP8Config, convert_to_float8, export, weights_for_engine
 
 
 def _adapted(**options):
@@ -98,3 +98,68 @@ def test_adapters_that_are_disabled_are_not_folded_in(tmp_path):
     with model.disable_adapter():
         export(model, tmp_path / "disabled", adapters="merge")
     assert _same(_stored(tmp_path / "apart"), _stored(tmp_path / "disabled"))
+
+
+@pytest.mark.parametrize("kind", ["lm_head", "embed_tokens", "skipped"])
+def test_adapters_of_layers_that_are_not_in_fp8_are_folded_in(tmp_path, kind):
+    """With the bytes of PEFT's own merging, but that it is rounded once."""
+    name = "layers.0.mlp.down_proj" if kind == "skipped" else kind
+    key = {"lm_head": "lm_head.weight"}.get(kind, f"model.{name}.weight")
+    torch.manual_seed(0)
+    plain = tiny_llama()
+    before = plain.state_dict()[key].clone()
+    model = get_peft_model(plain, LoraConfig(r=4, target_modules=["q_proj", name]))
+    for parameter_name, parameter in model.named_parameters():
+        if "lora_" in parameter_name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    skip = ("lm_head", "layers.0.mlp") if kind == "skipped" else ("lm_head",)
+    convert_to_float8(model, FP8Config(recipe="blockwise", skip=skip))
+    (owner,) = [m for n, m in model.named_modules() if n.endswith(name) and hasattr(m, "merged")]
+    expected = (before.float() + owner.get_delta_weight("default").float()).bfloat16()
+    assert not torch.equal(expected, before)
+    export(model, tmp_path / "out", adapters="merge")
+    handed = [dict(weights_for_engine(model, engine))[key] for engine in ("bf16", "fine-grained")]
+    for found in (_stored(tmp_path / "out")[key], *handed):
+        assert torch.equal(found, expected)
+    export(model, tmp_path / "apart", adapters="apart")
+    assert torch.equal(_stored(tmp_path / "apart")[key], before)
+
+
+@pytest.mark.parametrize(
+    "options", [{"target_modules": ["lm_head"]}, {"modules_to_save": ["embed_tokens"]}]
+)
+def test_one_of_two_tied_layers_that_is_trained_is_refused_by_name(tmp_path, options):
+    """Engines tie them again, and serve one for the other."""
+    options = {"r": 4, "target_modules": ["q_proj"], **options}
+    model = get_peft_model(tiny_llama(tie_word_embeddings=True), LoraConfig(**options))
+    convert_to_float8(model, "blockwise")
+    for call in (
+        lambda: export(model, tmp_path / "out", adapters="merge"),
+        lambda: weights_for_engine(model),
+    ):
+        with pytest.raises(ValueError, match=r"'lm_head' has an adapter, .* 'model.embed_tokens'"):
+            call()
+    assert not list(tmp_path.iterdir())
+
+
+def test_adapters_beside_tied_layers_are_folded_in(tmp_path):
+    tied = tiny_llama(tie_word_embeddings=True)
+    model = get_peft_model(tied, LoraConfig(target_modules=["q_proj"]))
+    convert_to_float8(model, "blockwise")
+    export(model, tmp_path / "out", adapters="merge")
+    assert "lm_head.weight" not in _stored(tmp_path / "out")
+    assert "lm_head.weight" not in dict(weights_for_engine(model))
+
+
+def test_a_learned_prompt_is_refused(tmp_path):
+    from peft import PromptTuningConfig
+
+    config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    model = get_peft_model(tiny_llama(), config)
+    convert_to_float8(model, "blockwise")
+    for adapters in (None, "merge"):
+        with pytest.raises(ValueError, match="PeftModelForCausalLM learns a prompt"):
+            export(model, tmp_path / "out", adapters=adapters)
+    with pytest.raises(ValueError, match="learns a prompt"):
+        weights_for_engine(model)
+    assert len(export(model, tmp_path / "apart", adapters="apart").fp8) == 14
