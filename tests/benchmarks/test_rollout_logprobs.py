@@ -72,8 +72,9 @@ def test_short_runs_give_such_rows(monkeypatch):
     assert aware["trained"] == aware["merged"]
 
 
-def test_a_short_run_of_grpo_gives_such_rows(tmp_path):
+def test_a_short_run_of_grpo_gives_such_rows(tmp_path, monkeypatch):
     pytest.importorskip("trl")
+    monkeypatch.setattr(rollout_grpo, "NEW", 8)
     tokenizer = train_tokenizer(["def f(x):\n    return x\n"], 300)
     torch.manual_seed(0)
     base = tiny_llama.build(len(tokenizer), 128, 1, pad_token_id=0, eos_token_id=1)
