@@ -26,6 +26,7 @@ from torch_fp8.conversion.fold_adapters import (
     adapted_layers,
     refuse_prompts,
 )
+from torch_fp8.conversion.fold_smooth import SmoothFold
 from torch_fp8.nn.layer_filter import expert_weights
 from torch_fp8.nn.linear import Float8Layer
 from torch_fp8.ops.quantize import dequantize
@@ -46,7 +47,8 @@ def weights_for_engine(
             for an engine that quantizes them online in blocks of 128 x 128: those of FP8 layers
             have the values that training multiplies by, which an engine with power-of-two scales
             makes the same FP8 values of. ``fine-grained``: E4M3 ``weight`` and float32
-            ``weight_scale_inv``, for an engine that was started from such a checkpoint.
+            ``weight_scale_inv``, for an engine that was started from such a checkpoint. Both FP8
+            engines get the factors of Smooth-SwiGLU in the weights, as `export` folds them.
         adapters: ``merge``: ``W + delta``, rounded to BF16 once, and modules that were trained as
             copies; ``apart``: the base alone.
     Returns:
@@ -75,7 +77,9 @@ def weights_for_engine(
                     "its own, and engines know these names; save the model with save_pretrained"
                 )
         return _in_bf16(root, fold)
-    plan = plan_export(root, "fine-grained", modules, adapted=fold if found else None)
+    smooth = None if found else SmoothFold(root)
+    adapted = fold if found else None
+    plan = plan_export(root, "fine-grained", modules, adapted=adapted, smooth=smooth)
     refuse_other_names(root, plan)
     if engine == "fine-grained":
         return _as_planned(plan)
@@ -84,7 +88,7 @@ def weights_for_engine(
             f"'{name}' runs in FP8 and an engine would quantize it in other blocks: {reason}; "
             f"convert the model with {name!r} among skip, and have the engine skip it, too"
         )
-    return _in_values_of_fp8(root, fold, set(plan.fp8))
+    return _in_values_of_fp8(root, fold, smooth, set(plan.fp8))
 
 
 def _as_planned(plan: ExportPlan) -> Iterator[tuple[str, Tensor]]:
@@ -101,10 +105,11 @@ def _in_bf16(root: nn.Module, fold: AdapterFold) -> Iterator[tuple[str, Tensor]]
 
 @torch.no_grad()
 def _in_values_of_fp8(
-    root: nn.Module, fold: AdapterFold, in_fp8: set[str]
+    root: nn.Module, fold: AdapterFold, smooth: SmoothFold | None, in_fp8: set[str]
 ) -> Iterator[tuple[str, Tensor]]:
     for key, module, value in _folded(root, fold):
         if isinstance(module, Float8Layer) and key.removesuffix(".weight") in in_fp8:
+            value = value if smooth is None else smooth.weight(module, value)
             payload = checked_payload(key, module, value)
             plain = dequantize(payload, torch.bfloat16)
             if not torch.equal(plain.float(), dequantize(payload)):

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.fp8_checkpoints import tiny_llama
-from torch_fp8 import FP8Config, convert_to_float8, export
+from torch_fp8 import FP8Config, convert_to_float8, export, weights_for_engine
 from torch_fp8.conversion.fold_smooth import SmoothFold
 from torch_fp8.quantization.metrics import sqnr_db
 
@@ -86,6 +86,22 @@ def test_a_static_scale_holds_what_is_smooth(tmp_path):
         scales[smooth] = files[f"{MLP}down_proj.input_scale"]
         assert scales[smooth] > 0
     assert 8 < scales[False] / scales[True] < 10000
+
+
+def test_engines_are_handed_what_is_exported(tmp_path):
+    """An engine does not look for factors: its activations would have the outliers."""
+    stock, model = _model("blockwise")
+    model(input_ids=torch.arange(32)[None])
+    export(model, tmp_path / "out")
+    files = load_file(tmp_path / "out" / "model.safetensors")
+    handed = dict(weights_for_engine(model, "fine-grained"))
+    for key, value in handed.items():
+        assert torch.equal(value.float(), files[key].float()), key
+    online = dict(weights_for_engine(model, "fp8_per_block"))
+    for name in ("up_proj", "down_proj"):
+        assert torch.equal(online[f"{MLP}{name}.weight"].float(), _values(files, f"{MLP}{name}"))
+    plain = dict(weights_for_engine(model))
+    assert torch.equal(plain[f"{MLP}up_proj.weight"], stock.state_dict()[f"{MLP}up_proj.weight"])
 
 
 def test_without_a_forward_nothing_is_folded(tmp_path):
