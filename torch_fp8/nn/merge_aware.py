@@ -53,12 +53,15 @@ class MergeAware(nn.Module):
     is active here, the layer is PEFT's.
 
     Raises:
-        ValueError: several adapters are active, or each row of a batch names its own.
+        ValueError: several adapters are active, or each row of a batch names its own; or one that
+            was added later cannot be merged into one weight.
         RuntimeError: the base is not stored as FP8 alone any more.
     """
 
     base_layer: Float8Layer
     fp8_merged: MergedPayload
+    fp8_adapters: set[str]
+    """Those that can be merged into one weight."""
     disable_adapters: bool
     merged: bool
     active_adapters: Any
@@ -81,6 +84,8 @@ class MergeAware(nn.Module):
                 "activate one with set_adapter()"
             )
         adapter = active[0]
+        if adapter not in self.fp8_adapters:
+            _take(base.fp8_name, self, base)
         a, b = self.lora_A[adapter].weight, self.lora_B[adapter].weight
         if torch.is_grad_enabled():
             self.fp8_merged.stamp = self.fp8_merged.payload = None
@@ -214,18 +219,11 @@ def make_merge_aware(model: nn.Module) -> int:
         base = module._modules.get("base_layer")
         if not isinstance(base, Float8Layer):
             continue
-        reason = _why_not(module, base)
-        if reason:
-            raise ValueError(
-                f"FP8Config(merge_aware=True): '{name}' {reason}; or leave merge_aware out"
-            )
+        _take(name, module, base)
         adapted = name
         if not isinstance(module, MergeAware):
             add_mixin(module, MergeAware)
             vars(module)["fp8_merged"] = MergedPayload()
-            for parts in (module.lora_A, module.lora_B):
-                for part in parts.values():
-                    watch(part.weight)
         count += 1
     if adapted is None:
         raise ValueError(
@@ -242,9 +240,27 @@ def stop_merge_aware(model: nn.Module) -> None:
         if isinstance(module, MergeAware):
             remove_mixin(module, MergeAware)
             module.__dict__.pop("fp8_merged", None)
+            module.__dict__.pop("fp8_adapters", None)
             for parts in (module.lora_A, module.lora_B):
                 for part in parts.values():
                     unwatch(part.weight)
+
+
+def _take(name: str, module: Any, base: Float8Layer) -> None:
+    """Note that the adapters of a layer can be merged, and watch who writes to them.
+
+    Raises:
+        ValueError: one cannot, with its name.
+    """
+    reason = _why_not(module, base)
+    if reason:
+        raise ValueError(
+            f"FP8Config(merge_aware=True): '{name}' {reason}; or leave merge_aware out"
+        )
+    vars(module)["fp8_adapters"] = set(module.lora_A)
+    for parts in (module.lora_A, module.lora_B):
+        for part in parts.values():
+            watch(part.weight)
 
 
 def _why_not(module: Any, base: Float8Layer) -> str | None:

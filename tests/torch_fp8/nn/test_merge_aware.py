@@ -247,3 +247,18 @@ def test_what_is_folded_for_a_cuda_graph_is_not_kept(monkeypatch):
         monkeypatch.undo()
         layer(x)
         assert layer.fp8_merged.payload is not None
+
+
+def test_an_adapter_that_is_added_later_is_looked_at_too():
+    """Its dropout would be left out without a word."""
+    model = adapted()
+    targets = ["q_proj", "up_proj"]
+    model.add_adapter("plain", LoraConfig(r=4, target_modules=targets))
+    model.add_adapter("dropping", LoraConfig(r=4, target_modules=targets, lora_dropout=0.5))
+    model.set_adapter("dropping")
+    with pytest.raises(ValueError, match=r"q_proj.*' has lora_dropout=0.5"):
+        model(IDS)
+    model.delete_adapter("dropping")
+    model.set_adapter("plain")
+    model(IDS).logits.sum().backward()
+    assert up(model).lora_A["plain"].weight.grad is not None
