@@ -25,6 +25,7 @@ from torch_fp8.nn.linear import Float8Layer
 
 _ONLINE = "fp8_per_block"
 _FINE_GRAINED = "fp8"
+_OF_CHECKPOINTS = ("compressed-tensors", "modelopt")
 
 
 def sync_weights(original: Any, self: Any) -> None:
@@ -91,14 +92,25 @@ def _weights(generation: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def _handed_over(generation: Any, config: Any) -> Iterator[tuple[str, Tensor]]:
+    """Return the weights as an engine with this configuration takes them.
+
+    Raises:
+        ValueError: it multiplies by weights that it does not make of those that it is handed.
+    """
     quantization = _of(config, "quantization")
+    stored = _of(_of(config, "hf_config"), "quantization_config")
     engine = "bf16"
     if quantization == _ONLINE:
         engine = "fp8_per_block"
-    elif quantization == _FINE_GRAINED:
-        stored = _of(_of(config, "hf_config"), "quantization_config")
-        if _of(stored, "weight_block_size"):
-            engine = "fine-grained"
+    elif quantization == _FINE_GRAINED and _of(stored, "weight_block_size"):
+        engine = "fine-grained"
+    elif quantization in _OF_CHECKPOINTS:
+        raise ValueError(
+            f"vLLM runs with quantization={quantization!r}, that of the checkpoint that it was "
+            "started from, and does not quantize the weights that training hands it so; start it "
+            "from the BF16 checkpoint, as it is or with quantization='fp8_per_block', or from one "
+            "that torch_fp8.export has written with format='fine-grained'"
+        )
     if engine == "fp8_per_block":
         others = _not_blockwise(generation.model)
         if others:

@@ -14,6 +14,7 @@ pytest.importorskip("peft")
 pytest.importorskip("trl")
 
 from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
 from torch import nn
 from trl.generation import vllm_generation
 from trl.generation.vllm_generation import VLLMGeneration
@@ -23,7 +24,7 @@ from tests.accelerate_fp8.test_trl_frozen import Lab
 from tests.accelerate_fp8.test_trl_frozen import lab as lab
 from tests.accelerate_fp8.vllm_stub import LLM, Client, Engine, OldRunner, Runner
 from tests.fp8_checkpoints import tiny_llama
-from torch_fp8 import FP8Config, convert_to_float8, weights_for_engine
+from torch_fp8 import FP8Config, convert_to_float8, export, weights_for_engine
 from torch_fp8.conversion.fold_adapters import why_not_folded
 from torch_fp8.ops.quantize import dequantize, quantize
 from torch_fp8.quantization.recipe import make_recipe
@@ -210,3 +211,47 @@ def test_the_blocks_of_an_engine_are_those_of_training(tmp_path: Path) -> None:
     made = engine.quantized["model.layers.0.mlp.gate_up_proj"]
     rows = up.out_features
     assert torch.equal(dequantize(made)[-rows:], dequantize(quantize(folded, spec)))
+
+
+class FromCheckpoint(Runner):
+    """A runner of an engine that was started from a quantized checkpoint."""
+
+    config: Any = None
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__(engine)
+        self.model_config.hf_config = types.SimpleNamespace(quantization_config=self.config)
+
+
+def test_an_engine_of_a_fine_grained_checkpoint_gets_its_tensors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the adapters in them, bit for bit what an export has."""
+    model = adapted(tmp_path)
+    monkeypatch.setattr(FromCheckpoint, "config", {"weight_block_size": [128, 128]})
+    engine, taken = Engine(tmp_path, "fp8"), {}
+
+    def take(weights: Any) -> set[str]:
+        taken.update({name: weight.clone() for name, weight in weights})
+        return set(taken)
+
+    monkeypatch.setattr(engine, "take", take)
+    generation_of(model, engine, "colocate", FromCheckpoint).sync_weights()
+    assert engine.calls == [*LIFE, "reset_prefix_cache"]
+    export(model, tmp_path / "out", adapters="merge")
+    stored = load_file(tmp_path / "out" / "model.safetensors")
+    assert taken.keys() == stored.keys()
+    for key, value in stored.items():
+        assert torch.equal(taken[key].float(), value.float()), key
+
+
+@pytest.mark.parametrize("quantization", ["compressed-tensors", "modelopt"])
+def test_an_engine_of_another_quantized_checkpoint_is_refused(
+    tmp_path: Path, quantization: str
+) -> None:
+    """It would take BF16 values for FP8 codes."""
+    engine = Engine(tmp_path, quantization)
+    generation = generation_of(adapted(tmp_path), engine, "colocate", FromCheckpoint)
+    with pytest.raises(ValueError, match=f"vLLM runs with quantization='{quantization}'"):
+        generation.sync_weights()
+    assert engine.syncs == 0

@@ -77,6 +77,13 @@ def weights_for_engine(
                     "its own, and engines know these names; save the model with save_pretrained"
                 )
         return _in_bf16(root, fold)
+    for name, module in modules(root):
+        if isinstance(module, Float8Layer) and module.fp8_recipe.name != "blockwise":
+            raise ValueError(
+                f"engine={engine!r} multiplies by blocks of 128 x 128, and '{name}' runs recipe "
+                f"{module.fp8_recipe.name!r}; convert the model with recipe='blockwise', or start "
+                "an engine in BF16"
+            )
     smooth = None if found else SmoothFold(root)
     adapted = fold if found else None
     plan = plan_export(root, "fine-grained", modules, adapted=adapted, smooth=smooth)

@@ -154,7 +154,8 @@ def test_what_an_engine_would_do_otherwise_is_refused_by_name(tmp_path):
         weights_for_engine(_model(), "int8")
     with pytest.raises(ValueError, match="adapters='keep' is unknown"):
         weights_for_engine(_model(), adapters="keep")
-    with pytest.raises(ValueError, match="cannot say recipe 'rowwise'"):
+    rowwise = r"q_proj' runs recipe 'rowwise'; convert the model with recipe='blockwise', or"
+    with pytest.raises(ValueError, match=rf"'model.layers.0.self_attn.{rowwise}"):
         weights_for_engine(_model("rowwise"), "fp8_per_block")
     with pytest.raises(ValueError, match=r"'model.layers.0.self_attn.q_proj' runs in FP8 and"):
         weights_for_engine(_model(num_key_value_heads=1), "fp8_per_block")
