@@ -61,7 +61,7 @@ class MergeAware(nn.Module):
     base_layer: Float8Layer
     fp8_merged: MergedPayload
     fp8_adapters: set[str]
-    """Those that can be merged into one weight."""
+    """The adapters that can be merged into one weight."""
     disable_adapters: bool
     merged: bool
     active_adapters: Any
