@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from torch_fp8.conversion.detect_gated_mlp import gated_mlp_spec
+from torch_fp8.conversion import smooth_layers
 from torch_fp8.monitor.observer import KINDS, delayed_scale_of
 from torch_fp8.monitor.series import is_distributed
 from torch_fp8.monitor.statistics import (
@@ -97,15 +97,12 @@ GatedMLPs = list[tuple[str, nn.Module, GatedMLPSpec | FusedGateUpSpec]]
 
 
 def gated_mlps(model: nn.Module) -> GatedMLPs:
-    """Return the gated MLPs of a model, converted or not, under their names without wrappers."""
-    found: GatedMLPs = []
-    for name, module in model.named_modules():
-        spec = getattr(module, "fp8_spec", None)
-        if not isinstance(spec, (GatedMLPSpec, FusedGateUpSpec)):
-            spec = gated_mlp_spec(module)
-        if spec is not None and _aligned(module, spec) is not None:
-            found.append((unwrapped_name(name), module, spec))
-    return found
+    """Return the gated MLPs of a model, of any activation, under their names without wrappers."""
+    return [
+        (unwrapped_name(name), module, spec)
+        for name, module, spec in smooth_layers.gated_mlps(model)
+        if _aligned(module, spec) is not None
+    ]
 
 
 def look_at_gated_mlps(mlps: GatedMLPs) -> Iterator[tuple[str, Tensor]]:
