@@ -295,8 +295,9 @@ class Monitor:
         self._warn(step, crossed)
         for event in self.way_back.judge(step, crossed):
             self._note(step, event)
-        if self._file is not None and not self._has_failed:
-            self._write(step, series)
+        with guarded(self._failed):
+            if self._file is not None and not self._has_failed:
+                self._write(step, series)
         if self._log is not None:
             prefix = f"{PREFIX}{self.name}/" if self.name else PREFIX
             self._log({prefix + n.removeprefix(PREFIX): v for n, v in series.items()}, step)
@@ -361,6 +362,10 @@ class Monitor:
 
     def _note(self, step: int, event: dict[str, Any], warn: bool | None = None) -> None:
         self.events.append({"step": step, **event})
+        with guarded(self._failed):  # what one rank cannot tell, all have to do
+            self._publish(step, event, warn)
+
+    def _publish(self, step: int, event: dict[str, Any], warn: bool | None) -> None:
         text = f"FP8 monitor{self._of_model}, step {step}: {event['what']}"
         if warn or event["event"] == "loss_spike":
             if not is_distributed() or dist.get_rank() == 0:

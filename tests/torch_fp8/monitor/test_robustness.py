@@ -193,6 +193,35 @@ def test_what_fails_in_it_never_stops_a_run(monkeypatch):
     assert watched.monitor.step == 3
 
 
+def test_a_rank_that_cannot_write_acts_as_the_others_do(tmp_path):
+    """The disk of rank zero is full: the others do not know."""
+    watched = Watched(
+        recipe="tensorwise", opt_level="O1", on_alarm="bf16", on_loss_spike="skip", fallback_steps=9
+    )
+    watched.step()
+
+    class Full:
+        def write(self, step, **what):
+            raise OSError("no space left on device")
+
+    watched.monitor._file = Full()
+    watched.monitor._has_failed = False
+    for _ in range(18):
+        watched.step()
+    healthy = watched.in_x
+    watched.monitor._has_failed = False
+    _outlier_channel(watched)
+    with pytest.warns(RuntimeWarning, match="monitor failed at step 20.*no space left"):
+        watched.step()
+    assert is_paused(watched.model[0])
+    assert "fp8/0/input/sqnr" in watched.logged[20]
+    watched.in_x, watched.monitor._has_failed = healthy, False
+    before = watched.model[0].weight.detach().clone()
+    with pytest.warns(RuntimeWarning, match="monitor failed at step 21.*no space left"):
+        watched.step(100)
+    assert torch.equal(before, watched.model[0].weight)
+
+
 @pytest.mark.parametrize("on_alarm", ["bf16", "rowwise"])
 def test_a_smooth_down_projection_falls_back_and_returns_smooth(on_alarm):
     watched = Watched(recipe="delayed", smooth_swiglu=True, on_alarm=on_alarm, fallback_steps=2)
