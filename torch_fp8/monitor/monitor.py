@@ -129,8 +129,8 @@ class Monitor:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint keeps, as JSON has it."""
-        losses = list(self._losses.spikes.losses)
-        return {"step": self.step, "losses": losses, **self.way_back.state_dict()}
+        state = {"step": self.step, "losses": list(self._losses.spikes.losses)}
+        return state | self.way_back.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state_dict` returned."""
@@ -141,6 +141,8 @@ class Monitor:
         self._losses.go_on(state["losses"])
         self.way_back.load_state_dict(state)
         self._losses.forget()
+        if self._file is not None:
+            self._file.since = self.step
         if self.way_back.fallen:
             names = ", ".join(self.way_back.fallen)
             self._tell(f"FP8 monitor: still out of FP8 at step {self.step}: {names}")
@@ -393,7 +395,5 @@ class Monitor:
     def _notice_compiled(self) -> None:
         if not self._eager:
             self._eager = True  # the hooks were not called: somebody has compiled the whole model
-            self._tell(
-                f"FP8 monitor: no layer was seen in step {self.step + 1}, as where the model is "
-                "compiled; measured steps run eagerly from now on"
-            )
+            what = "as where the model is compiled; measured steps run eagerly from now on"
+            self._tell(f"FP8 monitor: no layer was seen in step {self.step + 1}, {what}")

@@ -1,11 +1,12 @@
 """The file of a run's statistics, one JSON object in a line, written by rank zero as it goes.
 
-    {"format": "torch-fp8 monitor", "version": 1, "step": 0, "names": [...], "config": {...}}
+    {"format": "torch-fp8 monitor", "version": 1, "since": 0, "names": [...], "config": {...}}
     {"step": 10, "values": [...], "losses": [[1, 4.2], ...]}
     {"step": 12, "event": "fallback", "what": "...", "layer": "..."}
 
 A line with names says what the values after it are called. A run that goes on from a checkpoint
-appends; where a step comes again, the later line holds. A last line that was cut off is left out.
+appends, and says since which step: what came after that before holds no more. A last line that was
+cut off is left out.
 """
 
 import json
@@ -26,6 +27,9 @@ class RunLog:
         names: of the values.
         config: to be shown beside them.
         model: its name, where a run trains several.
+
+    Attributes:
+        since: the step that the run goes on from, until something is written.
     """
 
     def __init__(
@@ -38,6 +42,7 @@ class RunLog:
             "names": list(names),
             "config": dict(config),
         }
+        self.since = 0
         self._begun = False
 
     def write(self, step: int, **what: Any) -> None:
@@ -51,7 +56,7 @@ class RunLog:
         if not self._begun:
             self._begun = True
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            lines.insert(0, _line({**self._header, "step": step}))
+            lines.insert(0, _line({**self._header, "since": self.since}))
             if _was_cut_off(self.path):
                 lines.insert(0, "")
         with self.path.open("a", encoding="utf-8") as file:
@@ -99,6 +104,7 @@ class RunRecord:
                     f"version {VERSION}: what both have in common is drawn."
                 )
             self._names, self.config = list(line["names"]), dict(line.get("config", {}))
+            self._forget(int(line.get("since", line.get("step", 1) - 1)))
             return
         step = int(line["step"])
         self.losses |= {int(s): _number(v) for s, v in line.get("losses", ())}
@@ -109,6 +115,17 @@ class RunRecord:
         for name, value in zip(self._names, line["values"], strict=True):
             if value is not None:
                 self.values.setdefault(name, {})[step] = _number(value)
+
+    def _forget(self, since: int) -> None:
+        """Drop what came after a step that the run has gone on from."""
+        begun = bool(self.losses or self.values or self.events)
+        self.losses = {step: v for step, v in self.losses.items() if step <= since}
+        self.events = [event for event in self.events if event["step"] <= since]
+        for name, values in list(self.values.items()):
+            self.values[name] = {step: v for step, v in values.items() if step <= since}
+        self.values = {name: values for name, values in self.values.items() if values}
+        if begun and not (self.losses or self.values or self.events):
+            self.notes.append("The file begins with an earlier run, of which nothing is drawn.")
 
 
 def read_run(run: Path) -> RunRecord:

@@ -205,9 +205,10 @@ def test_the_file_is_read_again_with_a_last_line_cut_off(tmp_path):
     assert "cut off" in cut.notes[0]
     assert cut.steps == [2, 4]
     assert sorted(cut.losses) == [1, 2, 3, 4]
-    *_, monitor, _ = _run(config, 2, tmp_path)  # a run that goes on in the same folder
+    *_, monitor, _ = _run(config, 2, tmp_path)  # a run from its first step on, in the same folder
     again = read_run(tmp_path)
-    assert again.steps == [2, 4]
+    assert again.steps == [2]
+    assert "begins with an earlier run" in again.notes[0]
     header = json.loads(whole.splitlines()[0])
     header["version"] = 99
     (tmp_path / FILE_NAME).write_text("\n".join([json.dumps(header), *whole.splitlines()[1:]]))

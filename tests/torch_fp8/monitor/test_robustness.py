@@ -306,6 +306,38 @@ def test_layers_that_never_ran_and_tokens_that_are_none_are_missing(tmp_path):
     assert not any(n.startswith("fp8/idle/input") for n in read_run(tmp_path).values)
 
 
+def test_what_a_run_did_after_the_checkpoint_that_it_goes_on_from_holds_no_more(tmp_path):
+    def run(state, steps, outlier):
+        watched = Watched(recipe="tensorwise", opt_level="O1", monitor=2, on_alarm="bf16")
+        layers = [name for name, _ in watched.monitor._layers]
+        watched.monitor.close()
+        config = watched.monitor.config
+        monitor = watched.monitor = Monitor(
+            watched.model, [watched.optimizer], config, folder=tmp_path
+        )
+        monitor.load_state_dict(state)
+        states = {}
+        for _ in range(steps):
+            if monitor.step + 1 == outlier:
+                _outlier_channel(watched)
+            watched.step()
+            states[monitor.step] = monitor.state_dict()
+        monitor.flush()
+        return layers, states
+
+    layers, states = run({}, 9, outlier=8)
+    assert {e["layer"] for e in read_run(tmp_path).events if e["event"] == "fallback"} <= {*layers}
+    run(states[5], 2, outlier=0)
+    record = read_run(tmp_path)
+    assert record.steps == [2, 4, 6]
+    assert sorted(record.losses) == [1, 2, 3, 4, 5, 6, 7]
+    assert (record.events, record.notes) == ([], [])
+    run({}, 3, outlier=0)
+    record = read_run(tmp_path)
+    assert (record.steps, sorted(record.losses)) == ([2], [1, 2, 3])
+    assert record.notes == ["The file begins with an earlier run, of which nothing is drawn."]
+
+
 def test_a_run_that_goes_on_with_another_interval(tmp_path):
     watched = Watched(recipe="tensorwise", opt_level="O1", monitor=3)
     for _ in range(4):
