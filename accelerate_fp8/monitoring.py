@@ -104,6 +104,12 @@ class Monitoring:
             self._trainer = ref(trainer)
             trainer.add_callback(MonitorCallback(self))
 
+    def count_from(self, step: int) -> None:
+        """Have monitors that have seen no step yet count from the host's, as its log does."""
+        for monitor in self._monitors.values():
+            if step and not monitor.step:
+                monitor.load_state_dict({**monitor.state_dict(), "step": step})
+
     def to_trainer(self) -> None:
         """Hand the Trainer what was measured in the step that has ended."""
         trainer, waiting = self._of_trainer(), self._waiting

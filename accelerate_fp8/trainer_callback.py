@@ -13,6 +13,10 @@ class MonitorCallback(TrainerCallback):
     def __init__(self, monitoring: Any) -> None:
         self.monitoring = monitoring
 
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Count on from the Trainer's step where its checkpoint has no monitor's state."""
+        self.monitoring.count_from(state.global_step)
+
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Log what was measured in the step that has ended."""
         self.monitoring.to_trainer()

@@ -102,6 +102,20 @@ def test_a_fall_back_outlives_a_checkpoint_of_the_trainer(
     assert not is_paused(layer)
 
 
+def test_a_monitor_that_comes_with_a_resumed_run_counts_as_the_trainer_does(
+    launched: Any, tmp_path: Path, tiny_model: Path
+) -> None:
+    launched()
+    _trainer(tmp_path, tiny_model, 3, save_steps=3).train()
+    launched(monitor=2)
+    resumed = _trainer(tmp_path, tiny_model, 6, save_strategy="no")
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    record = read_run(tmp_path)
+    assert (record.steps, sorted(record.losses)) == ([4, 6], [4, 5, 6])
+    measured = [entry["step"] for entry in resumed.state.log_history if "fp8/alarm" in entry]
+    assert measured == [4, 6]
+
+
 @pytest.mark.filterwarnings("ignore:FP8 monitor, step")
 def test_the_trainer_goes_back_to_its_last_checkpoint_after_a_spike(
     launched: Any, tmp_path: Path, tiny_model: Path
