@@ -216,3 +216,40 @@ def test_the_file_is_read_again_with_a_last_line_cut_off(tmp_path):
     (tmp_path / FILE_NAME).unlink()
     with pytest.raises(FileNotFoundError, match="holds no statistics"):
         read_run(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["Llama", "Mistral", "Qwen2", "Qwen3", "Gemma", "Gemma2", "Gemma3Text", "Phi3"],
+)
+def test_gated_mlps_of_transformers_are_smoothed_and_watched(name):
+    import transformers
+
+    config = getattr(transformers, f"{name}Config")(
+        vocab_size=32,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        max_position_embeddings=16,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    options = FP8Config(recipe="delayed", opt_level="O1", smooth_swiglu=True, monitor=1)
+    report = convert_to_float8(model, options)
+    mlps = [f"model.layers.{i}.mlp" for i in range(2)]
+    assert report.smooth == tuple(f"{mlp}.down_proj" for mlp in mlps)
+    optimizer, logged = torch.optim.SGD(model.parameters(), lr=1e-3), {}
+    Monitor(model, [optimizer], options, log=lambda series, step: logged.update(series))
+    ids = torch.arange(3, 19)[None]
+    with torch.autocast("cpu", torch.bfloat16):
+        model(input_ids=ids, labels=ids).loss.backward()
+    optimizer.step()
+    for mlp in mlps:
+        assert 0 < logged[f"fp8/{mlp}/swiglu/alignment"] < 0.9
+        assert logged[f"fp8/{mlp}.down_proj/input/sqnr"] > 29
