@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
 
 from tests.fp8_checkpoints import tiny_llama
@@ -111,3 +112,35 @@ def test_without_a_forward_nothing_is_folded(tmp_path):
         export(model, tmp_path / name, "compressed-tensors")
     files = [load_file(tmp_path / n / "model.safetensors") for n in ("smooth", "plain")]
     assert all(torch.equal(value.float(), files[1][key].float()) for key, value in files[0].items())
+
+
+@pytest.mark.parametrize("name", ["Phi3", "Gemma"])
+def test_gate_and_up_in_one_layer_and_other_activations_are_folded(name, tmp_path):
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1, "head_dim": 32}
+    sizes |= {"vocab_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2}
+    tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}Config")(**sizes, **tokens)
+    stock = transformers.AutoModelForCausalLM.from_config(config).bfloat16()
+    mlp = stock.model.layers[0].mlp
+    if name == "Phi3":
+        gate, up = (mlp.gate_up_proj.weight.detach()[row] for row in (3, 256 + 3))
+    else:
+        gate, up = mlp.gate_proj.weight.detach()[3], mlp.up_proj.weight.detach()[3]
+    up.copy_(gate)
+    for row in (gate, up):
+        row *= 200
+    model = copy.deepcopy(stock)
+    convert_to_float8(model, FP8Config(recipe="tensorwise", smooth_swiglu=True, opt_level="O1"))
+    model(input_ids=torch.arange(3, 67)[None])
+    export(model, tmp_path / "out", "compressed-tensors")
+    files = load_file(tmp_path / "out" / "model.safetensors")
+    x = torch.randn(64, 128, generator=torch.Generator().manual_seed(1)).bfloat16()
+    want = mlp(x)
+    before = up.float().norm()
+    with torch.no_grad():
+        for key, layer in mlp.named_children():
+            if isinstance(layer, torch.nn.Linear):
+                layer.weight.copy_(_values(files, f"{MLP}{key}"))
+    assert before / up.float().norm() > 8
+    assert sqnr_db(want, mlp(x)) > 25
