@@ -89,7 +89,7 @@ class Observer:
         place = f"{name}/{KINDS[INPUT]}"
 
         def before(layer: Float8Layer, args: Any) -> None:
-            if _trains(layer) and place not in self.seen and args:
+            if _trains() and place not in self.seen and args:
                 self._look(place, layer, INPUT, args[0])
 
         return before
@@ -102,13 +102,13 @@ class Observer:
                 self._look(place, layer, GRAD_OUTPUT, grad)
 
         def after(layer: Float8Layer, args: Any, output: Any) -> None:
-            if _trains(layer) and isinstance(output, Tensor) and output.requires_grad:
+            if _trains() and isinstance(output, Tensor) and output.requires_grad:
                 output.register_hook(lambda grad: on_gradient(layer, grad))
 
         return after
 
     def _after_head(self, head: nn.Module, args: Any, output: Any) -> None:
-        if not (_trains(head) and isinstance(output, Tensor) and output.requires_grad):
+        if not (_trains() and isinstance(output, Tensor) and output.requires_grad):
             return
         logits = output.detach()
 
@@ -153,11 +153,11 @@ def delayed_scale_of(layer: Float8Layer, operand: int, x: Tensor) -> Tensor | No
     )
 
 
-def _trains(layer: nn.Module) -> bool:
+def _trains() -> bool:
     """Whether this forward belongs to a step: generation and validation take no gradients, and a
-    graph that is built now would look in all steps.
+    graph that is built now would look in all steps. A model may well train in evaluation mode.
     """
-    return layer.training and torch.is_grad_enabled() and not torch.compiler.is_compiling()
+    return torch.is_grad_enabled() and not torch.compiler.is_compiling()
 
 
 def _matrix(x: Tensor) -> Tensor:

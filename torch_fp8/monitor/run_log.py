@@ -93,7 +93,7 @@ class RunRecord:
         """Take one line of the file.
 
         Raises:
-            KeyError, TypeError, ValueError: it is no line of such a file.
+            KeyError, TypeError, ValueError, OverflowError: it is no line of such a file.
         """
         if "names" in line:
             if line["format"] != FORMAT:
@@ -146,7 +146,7 @@ def read_run(run: Path) -> RunRecord:
             continue
         try:
             record.take(json.loads(line))
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, OverflowError):
             bad.append(number)
     if bad == [len(lines)] and not text.endswith("\n"):
         record.notes.append("The last line was cut off, as where a run is ended; it is left out.")

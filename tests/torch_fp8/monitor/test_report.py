@@ -163,6 +163,10 @@ def test_bad_input_is_named_and_what_is_there_is_drawn(tmp_path, capsys):
     assert "version 7" in err
     assert "1 of 16 lines cannot be read (lines 5)" in err
     assert "version 7" in (run / "fp8_report" / "report.html").read_text()
+    bad = ['{"step":1e400,"event":"alarm"}', "[]", "7", '{"step":3,"losses":[[1,2,3]]}']
+    bad += ['{"step":3,"values":[1]}', '{"names":7,"format":"torch-fp8 monitor","version":1}']
+    (run / FILE_NAME).write_text("\n".join([*lines, *bad, ""]))
+    assert "6 of 21 lines cannot be read" in _report(run, capsys)[2]
     (run / FILE_NAME).write_text("nothing\n")
     status, _, err = _report(run, capsys)
     assert status == 1

@@ -286,6 +286,16 @@ def test_other_gated_mlps_than_llamas_are_measured_and_fall_back():
     monitor.close()
 
 
+def test_a_model_that_trains_in_evaluation_mode_is_measured():
+    watched = Watched(recipe="tensorwise", opt_level="O1")
+    watched.model.eval()
+    with torch.no_grad():
+        watched.model(torch.full((16, 64), 1e6))  # generation
+    watched.step()
+    assert 0 < watched.logged[1]["fp8/0/input/amax"] < 100
+    assert "fp8/2/grad_output/sqnr" in watched.logged[1]
+
+
 def test_layers_that_never_ran_and_tokens_that_are_none_are_missing(tmp_path):
     torch.manual_seed(0)
     model = nn.ModuleDict({name: nn.Linear(64, 64) for name in ("used", "empty", "idle")})
