@@ -91,3 +91,16 @@ def test_what_merging_keeps():
 
 def _recipe(row):
     return row["recipe"]
+
+
+def test_the_long_run():
+    page = (PAGES / "monitoring.md").read_text()
+    rows = read_rows(RESULTS / "long_run.csv")
+    found = {(r["variant"], r["perturbed"]): r for r in rows}
+    names = ("train_loss", "held_out_loss")
+    for number, start in enumerate(("as they are", "off, noise 1", "off, noise 2")):
+        pair = [found[variant, str(number)] for variant in ("bf16", "fp8")]
+        assert {row["steps"] for row in pair} == {"10000"}
+        assert {row["events"] for row in pair} == {"0"}
+        shown = " | ".join(row[name] for name in names for row in pair)
+        assert f"| {start} | {shown} |" in page
