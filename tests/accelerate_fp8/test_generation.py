@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import ContinuousBatchingConfig
+from transformers import CompileConfig, ContinuousBatchingConfig
 
 import torch_fp8.tensor.quantizer
 from tests.fp8_checkpoints import tiny_llama
@@ -14,6 +14,7 @@ from torch_fp8.nn import linear_function
 from torch_fp8.nn.linear import Float8Layer
 from torch_fp8.nn.rollout import rollout
 from torch_fp8.ops.quantize import dequantize
+from torch_fp8.tensor.quantizer import WeightQuantizer
 
 IDS = torch.randint(4, 256, (3, 6), generator=torch.Generator().manual_seed(0))
 NEW = 8
@@ -204,3 +205,32 @@ def test_a_compiled_decode_says_that_it_casts_weights_at_each_token() -> None:
     told = [str(w.message) for w in said if "each token" in str(w.message)]
     assert len(told) == 1
     assert "disable_compile=True" in told[0]
+
+
+def test_transformers_compiled_decode_with_a_static_cache_casts_no_weight(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As it compiles on CUDA by itself."""
+    cast: list[Any] = []
+    original = WeightQuantizer.for_fprop
+
+    def counted(self: Any, weight: Any) -> Any:
+        cast.append(weight.shape)
+        return original(self, weight)
+
+    model = policy("rowwise")
+    options = {"attention_mask": torch.ones_like(IDS), "cache_implementation": "static", **COMMON}
+    with rollout(model):
+        expected = model.generate(input_ids=IDS, disable_compile=True, **options)
+    compiling = CompileConfig(backend="aot_eager", mode=None)  # type: ignore[arg-type]
+    compiling._compile_all_devices = True
+    linear_function._warn_of_decoding.cache_clear()
+    torch._dynamo.utils.counters.clear()
+    monkeypatch.setattr(WeightQuantizer, "for_fprop", counted)
+    with rollout(model, compiled=True), warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*casts the weights of its FP8 layers")
+        assert len(cast) == 14
+        made = model.generate(input_ids=IDS, compile_config=compiling, **options)
+    assert len(cast) == 14
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
+    assert torch.equal(made, expected)

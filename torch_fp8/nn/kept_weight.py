@@ -49,7 +49,7 @@ class KeptWeight:
         operand: the payload as the GEMM takes it, laid out by whoever multiplies first.
         quantizer: of the input, likewise.
         serving: whether a rollout goes on, in which the weight stays what it is.
-        captured: the payload whose memory CUDA graphs read; None: there are none.
+        captured: the payload whose memory graphs read; None: there are none.
     """
 
     __slots__ = (

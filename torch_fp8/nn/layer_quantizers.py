@@ -121,6 +121,7 @@ class LayerQuantizers(FrozenStorage):
         with torch.no_grad():
             self.quantizers().with_buffers(buffers).weight.without_gradients(weight, self.training)
         if compiled and kept.payload is not None:
+            kept.captured = kept.payload
             for part in kept.payload[:2]:  # CUDA graphs of a compiler read them where they are
                 torch._dynamo.mark_static_address(part, guard=False)
             self.fp8_served = tuple(kept.payload)

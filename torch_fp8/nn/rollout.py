@@ -31,10 +31,10 @@ def rollout(
         compiled: whether its forwards are compiled, as transformers does with a static cache on
             CUDA. The weights are cast at once, and the graphs read what they were cast to; else
             they would cast all weights at each token.
-        keep_graphs: whether CUDA graphs that are captured within may be replayed in a later
-            rollout. The payloads that they read stay in memory then, one byte for each parameter,
-            and a rollout begins with casting the weights into it. Without it they must go with this
-            rollout.
+        keep_graphs: whether CUDA graphs that are captured within, by a compiler, too, may be
+            replayed in a later rollout. What they read stays in memory then, one byte for each
+            parameter, and a rollout begins with casting the weights into it. Without it they must
+            go with this rollout.
     """
     layers = [m for m in model.modules() if isinstance(m, LayerQuantizers) and _serves(m)]
     trained = [layer for layer in layers if layer.training]

@@ -148,16 +148,19 @@ def test_a_compiled_decode_reads_what_was_cast_once(casts, monkeypatch, recipe):
     torch.compiler.reset()
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(model, backend=counter, fullgraph=True)
+    places = set()
     for _ in range(3):
         casts.clear()
         with rollout(model, compiled=True), torch.no_grad():
             assert len(casts) == 2  # at once
+            places.add(tuple(layer.fp8_served[0].data_ptr() for layer in model[::2]))
             made = [compiled(_x()) for _ in range(2)]
             assert len(casts) == 2
             assert all(torch.equal(y, _expected(model)) for y in made)
             assert counter.frame_count == 1
         assert all(layer.fp8_served is None for layer in model[::2])
         _step(model)
+    assert len(places) == 1  # CUDA graphs would read there
     (graph,) = counter.graphs
     called = [node.target for node in graph.graph.nodes]
     assert called.count(served_in_graph) == 2
