@@ -24,9 +24,11 @@ from torch_fp8.conversion.safetensors_writer import PlannedTensor, TensorGroup
 from torch_fp8.nn.class_swap import unwrapped_name
 from torch_fp8.nn.layer_filter import expert_weights, is_linear
 from torch_fp8.nn.linear import Float8Layer
+from torch_fp8.nn.paused import is_paused
 from torch_fp8.nn.scaling_buffers import INPUT, WEIGHT
 from torch_fp8.nn.transformer_engine_linear import TransformerEngineLinear
 from torch_fp8.ops.quantize import QuantizedTensor, dequantize
+from torch_fp8.tensor.base import QuantizableTensor
 from torch_fp8.tensor.quantizer import WeightQuantizer
 
 _NAN_BITS = 0x7F
@@ -145,7 +147,7 @@ def plan_export(
     """
     source = ModelTensors() if source is None else source
     places = list(modules(model))
-    layers = {name: m for name, m in places if isinstance(m, Float8Layer)}
+    layers = {n: m for n, m in places if isinstance(m, Float8Layer) and not is_paused(m)}
     format = ExportFormat(name, _recipe(layers, name))
     held = held_layers(layers, places, format, getattr(model, "config", None))
     tied = _tied_patterns(places)
@@ -300,6 +302,8 @@ def _refuse_sharded(key: str, tensor: Tensor) -> None:
 def _as_it_is(planned: PlannedTensor, get: Callable[[], Tensor]) -> TensorGroup:
     def make() -> tuple[Tensor]:
         value = get()
+        if isinstance(value, QuantizableTensor):  # of a paused layer
+            value = value.dequantize().to(planned.dtype)
         if value.is_floating_point() and not bool(value.isfinite().all()):
             raise not_finite(planned.name)
         return (value,)

@@ -15,6 +15,7 @@ from tests.fp8_checkpoints import LiveStorages, exact, tiny_llama, write_llama
 from torch_fp8 import FP8Config, convert_to_float8, export, weights_for_engine
 from torch_fp8.conversion import safetensors_writer, whole_folder
 from torch_fp8.nn import linear_function
+from torch_fp8.nn.paused import pause
 
 CASES = [
     ("fine-grained", "blockwise"),
@@ -368,6 +369,33 @@ def test_a_skipped_part_of_a_fused_weight_keeps_its_neighbours_in_bf16(tmp_path)
     model = _trained("", config=FP8Config(recipe="tensorwise", skip=config.skip))
     with pytest.raises(ValueError, match=r"'model.layers.0.mlp.up_proj.weight' cannot be written"):
         export(model, tmp_path / "again", "compressed-tensors")
+
+
+def test_a_layer_that_is_paused_is_written_as_it_multiplies_now(tmp_path):
+    """In high precision, as the monitor's way back leaves it, and its neighbours with it."""
+    model = _trained("blockwise")
+    layer = model.model.layers[0]
+    for paused in (layer.self_attn.o_proj, layer.mlp.up_proj):
+        pause(paused)
+    with pytest.warns(UserWarning, match=r"together with 'model.layers.0.mlp.up_proj', which is"):
+        report = export(model, tmp_path / "out")
+    assert [name for name, _ in report.kept] == ["model.layers.0.mlp.gate_proj"]
+    stored = _read(tmp_path / "out")
+    for name in ("model.layers.0.self_attn.o_proj", "model.layers.0.mlp.up_proj"):
+        assert torch.equal(stored[f"{name}.weight"], model.get_submodule(name).weight)
+        assert f"{name}.weight_scale_inv" not in stored
+        assert name in report.ignored
+    assert len(report.fp8) == 11
+
+
+def test_a_paused_layer_whose_weight_is_fp8_alone_is_written_with_its_values(tmp_path):
+    model = _trained("blockwise", steps=0)
+    torch_fp8.freeze(model)
+    layer = model.model.layers[0].self_attn.o_proj
+    pause(layer)
+    export(model, tmp_path / "out")
+    stored = _read(tmp_path / "out")["model.layers.0.self_attn.o_proj.weight"]
+    assert torch.equal(stored, layer.weight.dequantize().bfloat16())
 
 
 def test_stacked_weights_are_cut_at_multiples_of_128(tmp_path):
