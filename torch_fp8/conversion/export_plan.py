@@ -132,6 +132,7 @@ def plan_export(
     source: ModelTensors | None = None,
     adapted: Adapted | None = None,
     smooth: SmoothFold | None = None,
+    paused: bool = False,
 ) -> ExportPlan:
     """Decide what is written of each tensor of a converted model; nothing is computed yet.
 
@@ -142,12 +143,15 @@ def plan_export(
         source: gives the values of the tensors; None: the model.
         adapted: adds to a weight in float32 what is folded into it; None: nothing is.
         smooth: the factors of Smooth-SwiGLU that are folded into weights; None: none are.
+        paused: whether layers that are paused count as FP8, as they do for an engine that runs on.
     Raises:
         ValueError: a layer or a recipe that the format cannot hold, with its name and a way out.
     """
     source = ModelTensors() if source is None else source
     places = list(modules(model))
-    layers = {n: m for n, m in places if isinstance(m, Float8Layer) and not is_paused(m)}
+    layers = {n: m for n, m in places if isinstance(m, Float8Layer)}
+    if not paused:
+        layers = {n: m for n, m in layers.items() if not is_paused(m)}
     format = ExportFormat(name, _recipe(layers, name))
     held = held_layers(layers, places, format, getattr(model, "config", None))
     tied = _tied_patterns(places)

@@ -29,7 +29,6 @@ from torch_fp8.conversion.fold_adapters import (
 from torch_fp8.conversion.fold_smooth import SmoothFold
 from torch_fp8.nn.layer_filter import expert_weights
 from torch_fp8.nn.linear import Float8Layer
-from torch_fp8.nn.paused import is_paused
 from torch_fp8.ops.quantize import dequantize
 from torch_fp8.tensor.base import QuantizableTensor
 
@@ -79,9 +78,7 @@ def weights_for_engine(
                 )
         return _in_bf16(root, fold)
     for name, module in modules(root):
-        if not isinstance(module, Float8Layer) or is_paused(module):
-            continue
-        if module.fp8_recipe.name != "blockwise":
+        if isinstance(module, Float8Layer) and module.fp8_recipe.name != "blockwise":
             raise ValueError(
                 f"engine={engine!r} multiplies by blocks of 128 x 128, and '{name}' runs recipe "
                 f"{module.fp8_recipe.name!r}; convert the model with recipe='blockwise', or start "
@@ -89,7 +86,7 @@ def weights_for_engine(
             )
     smooth = None if found else SmoothFold(root)
     adapted = fold if found else None
-    plan = plan_export(root, "fine-grained", modules, adapted=adapted, smooth=smooth)
+    plan = plan_export(root, "fine-grained", modules, adapted=adapted, smooth=smooth, paused=True)
     refuse_other_names(root, plan)
     if engine == "fine-grained":
         return _as_planned(plan)

@@ -15,6 +15,7 @@ from torch_fp8 import (
     weights_for_engine,
 )
 from torch_fp8.nn import linear_function
+from torch_fp8.nn.paused import pause
 from torch_fp8.ops.quantize import dequantize, quantize
 from torch_fp8.quantization.recipe import make_recipe
 
@@ -175,3 +176,15 @@ def test_a_weight_that_is_not_finite_is_refused_by_name(engine):
         model.get_parameter(UP)[3, 3] = float("inf")
     with pytest.raises(ValueError, match=rf"'{UP}' holds an Inf or NaN"):
         list(weights_for_engine(model, engine))
+
+
+@pytest.mark.parametrize("engine", ["fp8_per_block", "fine-grained"])
+def test_an_engine_runs_on_in_fp8_while_a_layer_is_paused(engine):
+    model = _model()
+    before = dict(weights_for_engine(model, engine))
+    pause(model.model.layers[0].mlp.up_proj)
+    after = dict(weights_for_engine(model, engine))
+    assert after.keys() == before.keys()
+    for key, value in after.items():
+        assert value.dtype == before[key].dtype
+        assert torch.equal(value.float(), before[key].float())
