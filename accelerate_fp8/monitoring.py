@@ -79,7 +79,7 @@ class Monitoring:
             if folder is not None
             else ("to trackers alone, for Accelerator(project_dir=...) was not given")
         )
-        self._say(f"FP8 monitor: every {self.config.monitor} steps, {where}")
+        self._say(f"FP8 monitor{monitor.of_model}: every {self.config.monitor} steps, {where}")
         monitor.load_state_dict(self._states[others] if others < len(self._states) else {})
 
     @contextlib.contextmanager

@@ -156,7 +156,7 @@ class Monitor:
         told = ", ".join(f"{n} {kind.replace('_', ' ')}" for kind, n in counts.items() if n)
         out = ", ".join(self.way_back.fallen)
         more = f"; out of FP8 now: {out}" if out else ""
-        return f"FP8 monitor{self._of_model}: {self.step} steps, {told or 'no event'}{more}"
+        return f"FP8 monitor{self.of_model}: {self.step} steps, {told or 'no event'}{more}"
 
     def close(self) -> None:
         """Stop measuring; layers that have fallen back run FP8 again. The file stays."""
@@ -357,7 +357,8 @@ class Monitor:
         return self._layers[0][1].weight.device if self._layers else torch.device("cpu")
 
     @property
-    def _of_model(self) -> str:
+    def of_model(self) -> str:
+        """Return what tells this monitor's lines from those of a run's other models."""
         return f" of {self.name}" if self.name else ""
 
     # ---- telling ---------------------------------------------------------------------------------
@@ -368,7 +369,7 @@ class Monitor:
             self._publish(step, event, warn)
 
     def _publish(self, step: int, event: dict[str, Any], warn: bool | None) -> None:
-        text = f"FP8 monitor{self._of_model}, step {step}: {event['what']}"
+        text = f"FP8 monitor{self.of_model}, step {step}: {event['what']}"
         if warn or event["event"] == "loss_spike":
             if not is_distributed() or dist.get_rank() == 0:
                 warnings.warn(text, RuntimeWarning, stacklevel=2)

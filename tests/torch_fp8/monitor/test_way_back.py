@@ -205,3 +205,17 @@ def test_a_sharded_weight_has_the_statistics_of_the_whole_one(ranks):
     for kind in ("input", "grad_output"):
         name = f"fp8/0/{kind}/sqnr"
         assert first["sharded"][name] == pytest.approx(first["whole"][name], abs=0.1)
+
+
+def test_tensor_parallel_ranks_measure_their_parts_and_fall_back_together(ranks):
+    first, second = (rank["parallel"] for rank in ranks)
+    assert first == second
+    (whole, paused), (parts, paused_parts) = first["whole"], first["parallel"]
+    assert paused == paused_parts == ["down"]
+    assert parts.keys() == whole.keys()
+    for name in ("gate/input/amax", "down/input/amax", "up/weight/amax", "/swiglu/alignment"):
+        name = f"fp8/{name}".replace("//", "/")
+        assert parts[name] == pytest.approx(whole[name], rel=0.02), name
+    for name, room in (("down/input/sqnr", 0.8), ("gate/grad_output/sqnr", 2.0)):
+        assert parts[f"fp8/{name}"] == pytest.approx(whole[f"fp8/{name}"], abs=room), name
+    assert parts["fp8/loss"] == pytest.approx(whole["fp8/loss"], rel=0.01)

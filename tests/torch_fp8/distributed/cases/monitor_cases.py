@@ -15,6 +15,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 from torch.nn.parallel import DistributedDataParallel
 
 from torch_fp8 import FP8Config, Monitor, convert_to_float8
@@ -31,7 +36,7 @@ def main():
     dist.init_process_group(
         "gloo", store=dist.FileStore(sys.argv[3], WORLD), rank=RANK, world_size=WORLD
     )
-    result = {**data_parallel(), "sharded": sharded()}
+    result = {**data_parallel(), "sharded": sharded(), "parallel": tensor_parallel()}
     Path(sys.argv[4]).write_text(json.dumps(result))
     dist.barrier()
     dist.destroy_process_group()
@@ -111,6 +116,51 @@ def sharded():
         optimizer.step()
         monitor.close()
         seen[how] = logged
+    return seen
+
+
+class MLP(nn.Module):
+    def __init__(self):
+        super().__init__()
+        generator = torch.Generator().manual_seed(3)
+        self.gate, self.up = nn.Linear(64, 128, bias=False), nn.Linear(64, 128, bias=False)
+        self.down = nn.Linear(128, 64, bias=False)
+        for layer in (self.gate, self.up, self.down):
+            layer.weight.data.normal_(generator=generator).mul_(0.1)
+        self.up.weight.data[100] = self.gate.weight.data[100]  # on the second rank
+
+    def forward(self, x):
+        return self.down(nn.functional.silu(self.gate(x)) * self.up(x))
+
+
+def tensor_parallel():
+    """The statistics of an MLP whose channels two ranks share, beside those of the whole one."""
+    config = FP8Config(
+        recipe="tensorwise", smooth_swiglu=True, opt_level="O1", monitor=1, on_alarm="bf16"
+    )
+    plan = {
+        "gate": ColwiseParallel(),
+        "up": ColwiseParallel(),
+        "down": RowwiseParallel(),
+    }
+    seen = {}
+    for how in ("whole", "parallel"):
+        model = MLP()
+        convert_to_float8(model, config)
+        if how == "parallel":
+            parallelize_module(model, init_device_mesh("cpu", (WORLD,)), plan)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        logged = {}
+        monitor = Monitor(model, [optimizer], config, log=lambda s, _, to=logged: to.update(s))
+        x = torch.randn(16, 64, generator=torch.Generator().manual_seed(1))
+        for _ in range(2):
+            loss = model(x).square().mean()
+            loss.backward()
+            monitor.observe_loss(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        seen[how] = [logged, [n for n, m in model.named_modules() if is_paused(m)]]
+        monitor.close()
     return seen
 
 
