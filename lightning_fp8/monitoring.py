@@ -67,6 +67,8 @@ class MonitoredPrecision:
     def pre_backward(self, tensor: Tensor, module: Any) -> Any:
         """Show the loss to the monitor, and run the host's hook."""
         for _, monitor in self._monitors:
+            if not monitor.step:
+                _count_from(monitor, getattr(module, "_trainer", None))
             monitor.observe_loss(tensor)
         return super().pre_backward(tensor, module)  # type: ignore[misc]
 
@@ -95,6 +97,13 @@ class MonitoredPrecision:
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_monitors": []}  # type: ignore[misc]
+
+
+def _count_from(monitor: Monitor, trainer: Any) -> None:
+    """Count on from the Trainer's step where its checkpoint has no monitor's state."""
+    step = 0 if trainer is None else trainer.global_step // max(1, len(trainer.optimizers))
+    if step:
+        monitor.load_state_dict({**monitor.state_dict(), "step": step})
 
 
 def _log(trainer: Any, series: dict[str, float], step: int) -> None:

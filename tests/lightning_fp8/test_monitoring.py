@@ -108,6 +108,18 @@ def test_a_fall_back_outlives_a_checkpoint_and_restore_goes_back_to_it(tmp_path)
     assert layer == "net.0"
 
 
+def test_a_monitor_that_comes_with_a_resumed_run_counts_as_the_trainer_does(tmp_path):
+    host, config = lightning.pytorch, FP8Config(recipe="tensorwise")
+    trainer = _trainer(host, tmp_path, 5, config)
+    trainer.fit(_model(host), _data())
+    trainer.save_checkpoint(tmp_path / "last.ckpt")
+    callbacks = [FP8Monitor(every_n_steps=2)]
+    resumed = _trainer(host, tmp_path / "again", 9, config, callbacks)
+    resumed.fit(_model(host), _data(), ckpt_path=str(tmp_path / "last.ckpt"))
+    record = read_run(tmp_path / "again")
+    assert (record.steps, sorted(record.losses)) == ([6, 8], [6, 7, 8, 9])
+
+
 @pytest.mark.filterwarnings("ignore:FP8 monitor, step")
 def test_fabric_measures_and_falls_back_and_says_that_it_knows_no_logger():
     config = FP8Config(recipe="tensorwise", monitor=2, on_alarm="bf16")
