@@ -216,10 +216,13 @@ def _trainer(**options: Any) -> Any:
 def test_warnings_name_the_way_out() -> None:
     far, near = Measured(0.07, 64.0, None), Measured(0.026, 64.0, None)
     alone = _trainer(use_vllm=False)
-    assert not list(warnings_of(near, ["tensorwise"], alone))
+    assert not list(warnings_of(near, ["delayed"], alone))
+    assert not list(warnings_of(Measured(0.009, 64.0, None), ["tensorwise"], alone))
+    ((_, text),) = warnings_of(Measured(0.015, 64.0, None), ["tensorwise"], alone)
+    assert "above 1.01: recipe 'tensorwise' has one scale" in text
     ((kind, text),) = warnings_of(far, ["tensorwise"], alone)
     assert kind == "bound"
-    assert "multiplicative_error=1.073, above 1.03: recipe 'tensorwise' has one scale" in text
+    assert "multiplicative_error=1.073, above 1.01: recipe 'tensorwise' has one scale" in text
     assert "recipe='rowwise'" in text
     ((_, text),) = warnings_of(far, ["blockwise", "rowwise"], alone)
     assert "another precision or mode" in text
@@ -256,7 +259,7 @@ def test_sums_leave_out_what_is_not_known_or_not_sampled() -> None:
 
 
 def test_a_warning_is_given_once(lab: Lab, said: list[str], monkeypatch: Any) -> None:
-    monkeypatch.setattr("accelerate_fp8.logprob_difference.BOUND", 1.0)
+    monkeypatch.setattr("accelerate_fp8.logprob_difference.BATCH_BOUND", 1.0)
     trainer = lab.make("grpo", False, {"max_completion_length": 8, "logging_steps": 1})
     trainer.train()
     assert len(rows_with(trainer, MEAN)) == 2
@@ -317,7 +320,7 @@ def test_a_scale_for_a_batch_crosses_the_bound_and_scales_for_tokens_do_not(
     if recipe == "tensorwise":
         assert error > 1.03
         (text,) = said
-        assert "above 1.03: recipe 'tensorwise' has one scale for a batch" in text
+        assert "above 1.01: recipe 'tensorwise' has one scale for a batch" in text
         assert "recipe='rowwise' or 'blockwise'" in text
     else:
         assert error <= 1.03
