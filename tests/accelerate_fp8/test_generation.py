@@ -84,7 +84,7 @@ def weights_of(model: Any) -> list[int]:
         ("plain", "tensorwise"),
         ("batched", "rowwise"),
         ("static", "blockwise"),
-        ("continuous", "rowwise"),
+        pytest.param("continuous", "rowwise", marks=pytest.mark.long),
     ],
 )
 def test_a_rollout_casts_each_weight_once(casts: list[int], way: str, recipe: str) -> None:

@@ -94,7 +94,10 @@ def with_payload(matrix, granularity, transposed):
 @pytest.mark.long
 @pytest.mark.parametrize("granularity", ["tensorwise", "block_128x128"])
 @pytest.mark.parametrize("grad", ["bf16", "8-bit"])
-@pytest.mark.parametrize("weight", ["bf16 with 8 bits", "bf16 with 4 bits", "fp32"])
+@pytest.mark.parametrize(
+    "weight",
+    ["bf16 with 8 bits", pytest.param("bf16 with 4 bits", marks=pytest.mark.slow), "fp32"],
+)
 def test_a_step_with_the_payload_compiles_without_spills(
     weight, grad, granularity, make_matrix, record_launches, compile_all
 ):
