@@ -16,7 +16,7 @@ from accelerate.utils import DistributedType
 from torch import Tensor
 
 from accelerate_fp8.accelerator import preparation_of
-from accelerate_fp8.trainer import _warn_once
+from accelerate_fp8.trainer import warn_once
 from torch_fp8 import weights_for_engine
 from torch_fp8.conversion.fold_adapters import why_not_folded
 from torch_fp8.nn.foreign_layer import quantized_by
@@ -56,9 +56,7 @@ def _is_handed_over(generation: Any) -> bool:
     else:
         reason = why_not_folded(generation.model) or _fused_experts(generation.model)
     if reason:
-        _warn_once(
-            f"FP8: TRL merges adapters in place for vLLM, and takes them out again: {reason}"
-        )
+        warn_once(f"FP8: TRL merges adapters in place for vLLM, and takes them out again: {reason}")
     return not reason
 
 
@@ -83,7 +81,7 @@ def _weights(generation: Any) -> Iterator[tuple[str, Tensor]]:
         reload(weights_iterator=weights)
         return
     if _of(config, "quantization"):
-        _warn_once(
+        warn_once(
             "FP8: this version of vLLM has no reload by layers (reload_weights with "
             "weights_iterator), so that an engine which quantizes online keeps what it made of the "
             "first weights; take a newer vLLM, vllm_mode='server', or an engine in BF16"
@@ -114,7 +112,7 @@ def _handed_over(generation: Any, config: Any) -> Iterator[tuple[str, Tensor]]:
     if engine == "fp8_per_block":
         others = _not_blockwise(generation.model)
         if others:
-            _warn_once(
+            warn_once(
                 f"FP8: vLLM quantizes in blocks of 128 x 128 and '{others[0]}' is trained with "
                 "other scales, so that rollouts multiply by other weights than training; convert "
                 "with recipe='blockwise'"

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from accelerate_fp8.accelerator import preparation_of
 from accelerate_fp8.logprob_difference import LogprobDifference, warnings_of
 from accelerate_fp8.sampled_logprobs import Logprobs, SampledLogprobs
-from accelerate_fp8.trainer import _warn_once
+from accelerate_fp8.trainer import warn_once
 from torch_fp8.nn.linear import Float8Layer
 from torch_fp8.nn.rollout import rollout
 from torch_fp8.optim.embedding_dtype import bf16_stream
@@ -227,4 +227,4 @@ def _unmeasured(trainer: Any, reason: str) -> None:
 def _say_once(state: RolloutState, kind: str, text: str) -> None:
     if kind not in state.said:
         state.said.add(kind)
-        _warn_once(text)
+        warn_once(text)

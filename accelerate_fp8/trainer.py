@@ -42,7 +42,7 @@ def post_init(original: Any, self: Any) -> None:
         os.environ[_PRECISION] = "fp8"
     else:
         self.mixed_precision = "fp8"
-    _warn_once(
+    warn_once(
         "FP8: bf16=True in the training arguments (TRL's default) is overridden by "
         "--mixed_precision fp8, which includes BF16 autocast"
     )
@@ -105,14 +105,14 @@ def save_pretrained(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     saving = vars(self).get("_fp8_saving")
     preparation = saving and saving()
     if (preparation or is_engine_chosen((), explicit=False)) and save_dequantized(self):
-        _warn_once(f"FP8: {SAVED_DEQUANTIZED}")
+        warn_once(f"FP8: {SAVED_DEQUANTIZED}")
     if preparation is None:
         return original(self, *args, **kwargs)
     given = bound_arguments(inspect.signature(original), self, *args, **kwargs)
     where = given["save_directory"], given["max_shard_size"], given["is_main_process"]
     if save_exported(preparation, self, *where):
         if given["push_to_hub"]:
-            _warn_once("FP8: push_to_hub is not applied with save_format; upload the folder")
+            warn_once("FP8: push_to_hub is not applied with save_format; upload the folder")
         return None
     with preparation.whole_weights(self):
         return original(self, *args, **kwargs)
@@ -162,7 +162,7 @@ def _is_resumed_from(folder: str | None) -> bool:
     return folder is not None and Path(folder).name.startswith(f"{PREFIX_CHECKPOINT_DIR}-")
 
 
-def _warn_once(message: str) -> None:
+def warn_once(message: str) -> None:
     """Warn on rank zero, where Accelerate's own logger may not be ready yet."""
     if int(os.environ.get("RANK", "0")) == 0:
         logging.get_logger("transformers").warning_once(message)

@@ -51,13 +51,18 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--csv", type=Path, default=RESULTS)
     arguments = parser.parse_args()
+    base, _, held_out = learned(arguments.steps)
+    rows = [{**row, "steps": arguments.steps} for row in measure(base, held_out, SEEDS)]
+    write(rows, arguments.csv, COLUMNS, "benchmarks.rollout_logprobs")
+
+
+def learned(steps: int = STEPS) -> tuple[Any, Tensor, Tensor]:
+    """Return a model that has learned in BF16, the tokens it learned, and held-out ones."""
     tokens, held_out, vocab_size = pretraining.corpus()
     torch.manual_seed(0)
     base = tiny_llama.build(vocab_size, HIDDEN, LAYERS, pad_token_id=0, eos_token_id=1)
-    train(base, tokens, arguments.steps)
-    rows = measure(base, held_out, SEEDS)
-    write([{**row, "steps": arguments.steps} for row in rows], arguments.csv)
-    print(f"wrote {arguments.csv}")
+    train(base, tokens, steps)
+    return base, tokens, held_out
 
 
 def train(model: Any, tokens: Tensor, steps: int) -> None:
@@ -145,13 +150,14 @@ def about(module: str) -> dict[str, str]:
     }
 
 
-def write(rows: list[dict[str, Any]], path: Path) -> None:
-    """Write the rows with what they were made by."""
-    made_by = about("benchmarks.rollout_logprobs")
+def write(rows: list[dict[str, Any]], path: Path, columns: list[str], module: str) -> None:
+    """Write the rows of a benchmark's module with what they were made by."""
+    made_by = about(module)
     with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        writer = csv.DictWriter(file, columns, lineterminator="\n")
         writer.writeheader()
         writer.writerows({**row, **made_by} for row in rows)
+    print(f"wrote {path}")
 
 
 if __name__ == "__main__":

@@ -68,8 +68,8 @@ def generation_of(model: Any, engine: Engine, mode: str, runner: Any = Runner) -
 @pytest.fixture
 def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     texts: list[str] = []
-    monkeypatch.setattr(engine_sync, "_warn_once", texts.append)
-    monkeypatch.setattr(rollouts, "_warn_once", texts.append)
+    monkeypatch.setattr(engine_sync, "warn_once", texts.append)
+    monkeypatch.setattr(rollouts, "warn_once", texts.append)
     return texts
 
 

@@ -34,7 +34,7 @@ MEAN, ERROR = "fp8/logprob_difference", "fp8/logprob_multiplicative_error"
 def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The warnings of rollouts, in order."""
     texts: list[str] = []
-    monkeypatch.setattr(rollouts, "_warn_once", texts.append)
+    monkeypatch.setattr(rollouts, "warn_once", texts.append)
     return texts
 
 
