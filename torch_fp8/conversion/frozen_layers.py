@@ -6,7 +6,7 @@ GEMM for them (they are Hopper's alone) there is one scale for a weight.
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +38,7 @@ class FreezeReport:
         recipe: of the frozen layers; None: there are none.
         num_params: elements of the frozen weights.
         bytes_before, bytes_after: of the frozen weights.
+        num_merge_aware: LoRA layers that multiply by merged weights.
     """
 
     frozen: tuple[str, ...]
@@ -46,15 +47,17 @@ class FreezeReport:
     num_params: int
     bytes_before: int
     bytes_after: int
+    num_merge_aware: int = 0
 
     def __str__(self) -> str:
         if self.recipe is None:
             return "no weight is stored as FP8 alone"
         per_element = self.bytes_after / max(self.num_params, 1)
+        aware = f"; {self.num_merge_aware} LoRA layers multiply by the merged weight"
         return (
             f"{len(self.frozen)} frozen weights stored as FP8 alone, {per_element:.3f} bytes per "
             f"parameter, {self.bytes_before / max(self.num_params, 1):.2f} before; they run "
-            f"{self.recipe.name}, without a wgrad"
+            f"{self.recipe.name}, without a wgrad{aware if self.num_merge_aware else ''}"
         )
 
     def __add__(self, other: "FreezeReport") -> "FreezeReport":
@@ -65,6 +68,7 @@ class FreezeReport:
             self.num_params + other.num_params,
             self.bytes_before + other.bytes_before,
             self.bytes_after + other.bytes_after,
+            self.num_merge_aware + other.num_merge_aware,
         )
 
 
@@ -117,7 +121,7 @@ def freeze_as_configured(model: nn.Module, config: FP8Config, device: torch.devi
     meant = by_hand if config.frozen_weights == "fp8" else proven_frozen(model)
     report = freeze_layers(model, config, device, meant)
     if config.merge_aware:
-        make_merge_aware(model)
+        report = replace(report, num_merge_aware=make_merge_aware(model))
     return report
 
 

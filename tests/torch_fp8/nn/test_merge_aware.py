@@ -151,6 +151,14 @@ def test_each_forward_folds_once_and_a_rollout_once_in_all(folds):
     assert all(m.fp8_merged.payload is None for m in layers_of(model).values())
 
 
+def test_the_summary_says_that_it_is_on():
+    model = adapted(config=None)
+    told = str(convert_to_float8(model, AWARE))
+    assert f"; {len(layers_of(model))} LoRA layers multiply by the merged weight" in told
+    plain = adapted(config=None)
+    assert "merged weight" not in str(convert_to_float8(plain, FP8Config(recipe="blockwise")))
+
+
 def test_adapters_switched_off_are_the_base():
     model, plain = adapted(), adapted(FP8Config(recipe="blockwise"))
     with torch.no_grad():
