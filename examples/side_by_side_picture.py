@@ -12,7 +12,7 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
 GREYS = ("0.3", "0.5", "0.65", "0.78", "0.9")
-"""Of the kinds of memory; caches, the last kind, are not there at the peak."""
+"""The greys of the kinds of memory; caches, the last kind, are not there at the peak."""
 SMOOTHED = 5
 """The steps of a running mean, where there are many."""
 

@@ -14,7 +14,6 @@ measured is missing.
 
 import math
 import warnings
-import weakref
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -96,7 +95,6 @@ class Monitor:
         self._optimizers = list(optimizers)
         if not self._optimizers:
             raise ValueError("a monitor finds the end of a step by an optimizer; pass one")
-        self._model = weakref.ref(model)
         self._layers = fp8_layers(model)
         self._mlps = gated_mlps(model)
         self._trained = trained(self._layers)
