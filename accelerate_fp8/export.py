@@ -11,8 +11,8 @@ from torch import nn
 
 from accelerate_fp8.preparation import Preparation, log_visibly
 from torch_fp8 import FP8Config
-from torch_fp8.conversion.export import export_into
-from torch_fp8.conversion.fold_adapters import adapted_layers
+from torch_fp8.checkpoint.export import export_into
+from torch_fp8.checkpoint.fold_adapters import adapted_layers
 
 
 def refuse_sharded_saving(config: FP8Config, distributed_type: DistributedType) -> None:

@@ -18,7 +18,7 @@ from accelerate_fp8.backend import is_engine_chosen
 from accelerate_fp8.export import bound_arguments, save_exported
 from accelerate_fp8.history import load_history, save_history
 from accelerate_fp8.release import refuse_training_arguments
-from torch_fp8.conversion.adopt_checkpoint import SAVED_DEQUANTIZED, save_dequantized
+from torch_fp8.checkpoint.adopt_checkpoint import SAVED_DEQUANTIZED, save_dequantized
 
 _PRECISION = "ACCELERATE_MIXED_PRECISION"
 

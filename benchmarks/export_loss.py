@@ -39,8 +39,8 @@ from torch_fp8 import (
     load_trainable,
     revert,
 )
-from torch_fp8.conversion.checkpoint_format import check_scales, read_format, read_weight
-from torch_fp8.conversion.safetensors_files import SafetensorsFiles
+from torch_fp8.checkpoint.checkpoint_format import check_scales, read_format, read_weight
+from torch_fp8.checkpoint.safetensors_files import SafetensorsFiles
 from torch_fp8.nn import linear_function
 from torch_fp8.ops.quantize import dequantize
 from torch_fp8.quantization.recipe import RECIPES, SAVE_FORMATS

@@ -38,8 +38,8 @@ from torch_fp8 import (
     revert,
     scaling_state_dict,
 )
+from torch_fp8.checkpoint.adopt_checkpoint import take_over
 from torch_fp8.config import given_config
-from torch_fp8.conversion.adopt_checkpoint import take_over
 from torch_fp8.distributed.config_check import check_same_config
 from torch_fp8.distributed.ddp.wrap import connect_ddp, ddp_options
 from torch_fp8.distributed.fsdp.connect import FSDPReport, connect_fsdp

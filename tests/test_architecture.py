@@ -24,6 +24,7 @@ FLOORS = [
     {"optim"},
     {"distributed"},
     {"conversion"},
+    {"checkpoint"},
     {"monitor"},
     {"environment"},
     {"advisor", "planner"},

@@ -2,15 +2,15 @@
 
 from torch_fp8._version import __version__
 from torch_fp8.autograd.selective_checkpoint import selective_checkpoint_contexts
+from torch_fp8.checkpoint.export import ExportReport, export
+from torch_fp8.checkpoint.load_checkpoint import load_frozen, load_trainable
+from torch_fp8.checkpoint.weight_sync import weights_for_engine
 from torch_fp8.config import FP8Config
 from torch_fp8.conversion.convert import conversion_report, convert_to_float8, revert
-from torch_fp8.conversion.export import ExportReport, export
 from torch_fp8.conversion.freeze import freeze, thaw
-from torch_fp8.conversion.load_checkpoint import load_frozen, load_trainable
 from torch_fp8.conversion.memory import MemoryReport, memory_report
 from torch_fp8.conversion.report import ConversionReport
 from torch_fp8.conversion.scaling_state import load_scaling_state_dict, scaling_state_dict
-from torch_fp8.conversion.weight_sync import weights_for_engine
 from torch_fp8.distributed.comm_counter import CommunicationCount, count_communication
 from torch_fp8.monitor.monitor import Monitor
 from torch_fp8.nn.linear import Float8Linear

@@ -19,8 +19,8 @@ from typing import Any
 
 import torch_fp8
 from torch_fp8.advisor import command as check_command
+from torch_fp8.checkpoint.export_checkpoint import export_checkpoint
 from torch_fp8.config import FP8Config
-from torch_fp8.conversion.export_checkpoint import export_checkpoint
 from torch_fp8.environment import display
 from torch_fp8.environment.autoload import autoload
 from torch_fp8.environment.cards import cards

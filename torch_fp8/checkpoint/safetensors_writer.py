@@ -17,8 +17,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torch_fp8.conversion.safetensors_files import DTYPES
-from torch_fp8.conversion.whole_folder import check_space
+from torch_fp8.checkpoint.safetensors_files import DTYPES
+from torch_fp8.checkpoint.whole_folder import check_space
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}

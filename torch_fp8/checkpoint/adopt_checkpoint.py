@@ -19,17 +19,17 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from torch_fp8.config import FP8Config
-from torch_fp8.conversion.checkpoint_format import (
+from torch_fp8.checkpoint.checkpoint_format import (
     CheckpointFormat,
     check_scales,
     read_format,
     read_scale,
 )
+from torch_fp8.checkpoint.host_layers import take_over_layers
+from torch_fp8.checkpoint.safetensors_files import SafetensorsFiles
+from torch_fp8.config import FP8Config
 from torch_fp8.conversion.fp8_weight import FP8Weight, bytes_behind, remember_scales
 from torch_fp8.conversion.frozen_layers import frozen_recipe
-from torch_fp8.conversion.host_layers import take_over_layers
-from torch_fp8.conversion.safetensors_files import SafetensorsFiles
 from torch_fp8.nn.class_swap import unwrapped_name
 from torch_fp8.nn.weight_cache import WatchedParameter
 from torch_fp8.optim.pending_residual import pending_residual, split_parts
@@ -129,7 +129,7 @@ def take_over(
 ) -> list[str]:
     """Prepare a model that its host loaded from an FP8 checkpoint for training and saving.
 
-    See `torch_fp8.conversion.host_layers`, `adopt_checkpoints` and `save_dequantized`, which this
+    See `torch_fp8.checkpoint.host_layers`, `adopt_checkpoints` and `save_dequantized`, which this
     calls.
 
     Args:
@@ -181,7 +181,7 @@ def adopt_checkpoints(
         A report for each FP8 checkpoint of which there are exact values.
     Raises:
         ValueError: the scales of the checkpoint are incomplete or no scales; see
-            `torch_fp8.conversion.checkpoint_format.check_scales`.
+            `torch_fp8.checkpoint.checkpoint_format.check_scales`.
     """
     if config.opt_level == "O1":
         return []

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from tests.fp8_checkpoints import tiny_llama
 from torch_fp8 import FP8Config, convert_to_float8, export, weights_for_engine
-from torch_fp8.conversion.fold_smooth import SmoothFold
+from torch_fp8.checkpoint.fold_smooth import SmoothFold
 from torch_fp8.quantization.metrics import sqnr_db
 
 CASES = [

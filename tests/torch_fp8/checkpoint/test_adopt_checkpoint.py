@@ -10,7 +10,7 @@ from torch.distributed.fsdp import fully_shard
 
 from tests.fp8_checkpoints import FINE_GRAINED, compressed, exact, write
 from torch_fp8 import FP8Config
-from torch_fp8.conversion.adopt_checkpoint import adopt_checkpoints, take_over
+from torch_fp8.checkpoint.adopt_checkpoint import adopt_checkpoints, take_over
 from torch_fp8.conversion.fp8_weight import known_bytes
 from torch_fp8.optim.pending_residual import pending_residual
 

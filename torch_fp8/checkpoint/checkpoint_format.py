@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torch_fp8.checkpoint.safetensors_files import SafetensorsFiles, StoredTensor
 from torch_fp8.conversion.fp8_weight import FP8Weight
-from torch_fp8.conversion.safetensors_files import SafetensorsFiles, StoredTensor
 
 _E4M3 = "F8_E4M3"
 _FLOATS = ("F32", "F16", "BF16", "F8_E8M0")

@@ -13,7 +13,7 @@ from torch import nn
 
 from tests.fp8_checkpoints import compressed, exact, quantized
 from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8, merged_state_dict
-from torch_fp8.conversion.adopt_checkpoint import take_over
+from torch_fp8.checkpoint.adopt_checkpoint import take_over
 
 BLOCKS = {
     "tensor": (256, 128),

@@ -13,7 +13,7 @@ from torch import nn
 import torch_fp8
 from tests.fp8_checkpoints import LiveStorages, exact, tiny_llama, write_llama
 from torch_fp8 import FP8Config, convert_to_float8, export, weights_for_engine
-from torch_fp8.conversion import safetensors_writer, whole_folder
+from torch_fp8.checkpoint import safetensors_writer, whole_folder
 from torch_fp8.nn import linear_function
 from torch_fp8.nn.paused import pause
 

@@ -8,9 +8,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.fp8_checkpoints import FINE_GRAINED, compressed, exact, quantized, write
-from torch_fp8.conversion.checkpoint_format import check_scales, read_format, read_weight
+from torch_fp8.checkpoint.checkpoint_format import check_scales, read_format, read_weight
+from torch_fp8.checkpoint.safetensors_files import SafetensorsFiles
 from torch_fp8.conversion.fp8_weight import FP8Weight, bytes_behind, frozen_payload
-from torch_fp8.conversion.safetensors_files import SafetensorsFiles
 from torch_fp8.quantization.formats import E4M3
 from torch_fp8.quantization.recipe import CastSpec
 

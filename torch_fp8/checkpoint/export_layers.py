@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import nn
 
-from torch_fp8.conversion.export_format import ExportFormat
+from torch_fp8.checkpoint.export_format import ExportFormat
 from torch_fp8.nn.layer_filter import is_linear
 from torch_fp8.nn.linear import Float8Layer
 

@@ -1,8 +1,8 @@
 """`export`: a trained model as a folder that inference engines load, in FP8 without calibration.
 
 The scales that training's forward multiplies by are known, so that nothing is calibrated, and what
-is served are the same bits. `torch_fp8.conversion.export_format` has the formats,
-`torch_fp8.conversion.export_plan` what is written of which tensor.
+is served are the same bits. `torch_fp8.checkpoint.export_format` has the formats,
+`torch_fp8.checkpoint.export_plan` what is written of which tensor.
 """
 
 import copy
@@ -19,19 +19,19 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from torch_fp8.config import FP8Config
-from torch_fp8.conversion.adopt_checkpoint import folder_of
-from torch_fp8.conversion.export_format import check_format
-from torch_fp8.conversion.export_plan import ExportPlan, main_dtype, plan_export, walk
-from torch_fp8.conversion.fold_adapters import (
+from torch_fp8.checkpoint.adopt_checkpoint import folder_of
+from torch_fp8.checkpoint.export_format import check_format
+from torch_fp8.checkpoint.export_plan import ExportPlan, main_dtype, plan_export, walk
+from torch_fp8.checkpoint.fold_adapters import (
     ADAPTERS,
     AdapterFold,
     adapted_layers,
     refuse_prompts,
 )
-from torch_fp8.conversion.fold_smooth import SmoothFold
-from torch_fp8.conversion.safetensors_writer import parse_size, write_safetensors
-from torch_fp8.conversion.whole_folder import refuse_existing, replaced_files, whole_folder
+from torch_fp8.checkpoint.fold_smooth import SmoothFold
+from torch_fp8.checkpoint.safetensors_writer import parse_size, write_safetensors
+from torch_fp8.checkpoint.whole_folder import refuse_existing, replaced_files, whole_folder
+from torch_fp8.config import FP8Config
 
 _TOKENIZER = (
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt"),

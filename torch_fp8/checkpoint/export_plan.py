@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from torch_fp8.conversion.export_format import ExportFormat
-from torch_fp8.conversion.export_layers import held_layers
-from torch_fp8.conversion.fold_smooth import SmoothFold
-from torch_fp8.conversion.safetensors_files import DTYPES
-from torch_fp8.conversion.safetensors_writer import PlannedTensor, TensorGroup
+from torch_fp8.checkpoint.export_format import ExportFormat
+from torch_fp8.checkpoint.export_layers import held_layers
+from torch_fp8.checkpoint.fold_smooth import SmoothFold
+from torch_fp8.checkpoint.safetensors_files import DTYPES
+from torch_fp8.checkpoint.safetensors_writer import PlannedTensor, TensorGroup
 from torch_fp8.nn.class_swap import unwrapped_name
 from torch_fp8.nn.layer_filter import expert_weights, is_linear
 from torch_fp8.nn.linear import Float8Layer

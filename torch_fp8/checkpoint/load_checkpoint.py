@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from torch_fp8.checkpoint.checkpoint_format import check_scales, read_format, read_weight
+from torch_fp8.checkpoint.safetensors_files import SafetensorsFiles
 from torch_fp8.config import FP8Config, config_or_default
-from torch_fp8.conversion.checkpoint_format import check_scales, read_format, read_weight
 from torch_fp8.conversion.convert import convert_to_float8
 from torch_fp8.conversion.fp8_weight import FP8Weight, frozen_payload
 from torch_fp8.conversion.freeze import refuse_kept
 from torch_fp8.conversion.frozen_layers import freeze_layers, frozen_recipe
-from torch_fp8.conversion.safetensors_files import SafetensorsFiles
 from torch_fp8.nn.frozen_storage import ThawNotice
 from torch_fp8.nn.linear import Float8Layer
 from torch_fp8.optim.pending_residual import split_parts
@@ -62,7 +62,7 @@ def load_trainable(
         cls: a class of transformers (``AutoModelForCausalLM``, say), which builds the model that
             ``config.json`` describes, or a function without arguments that returns the model.
         path: the folder of a checkpoint of ``*.safetensors`` files, or one such file: FP8 (see
-            `torch_fp8.conversion.checkpoint_format`), BF16 or others; what is not FP8 keeps its
+            `torch_fp8.checkpoint.checkpoint_format`), BF16 or others; what is not FP8 keeps its
             dtype.
         config: its `opt_level` and `residual_bits` count.
         device: where the model is put; None: the CPU.

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from torch_fp8.conversion.export import refuse_other_names, unwrapped
-from torch_fp8.conversion.export_plan import (
+from torch_fp8.checkpoint.export import refuse_other_names, unwrapped
+from torch_fp8.checkpoint.export_plan import (
     ExportPlan,
     checked_payload,
     not_finite,
@@ -20,13 +20,13 @@ from torch_fp8.conversion.export_plan import (
     plan_export,
     walk,
 )
-from torch_fp8.conversion.fold_adapters import (
+from torch_fp8.checkpoint.fold_adapters import (
     ADAPTERS,
     AdapterFold,
     adapted_layers,
     refuse_prompts,
 )
-from torch_fp8.conversion.fold_smooth import SmoothFold
+from torch_fp8.checkpoint.fold_smooth import SmoothFold
 from torch_fp8.nn.layer_filter import expert_weights
 from torch_fp8.nn.linear import Float8Layer
 from torch_fp8.ops.quantize import dequantize

@@ -14,10 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torch_fp8.config import FP8Config, config_or_default
-from torch_fp8.conversion.checkpoint_format import check_scales, read_format, read_weight
-from torch_fp8.conversion.convert import convert_to_float8
-from torch_fp8.conversion.export import (
+from torch_fp8.checkpoint.checkpoint_format import check_scales, read_format, read_weight
+from torch_fp8.checkpoint.export import (
     ExportReport,
     PreparedExport,
     copy_tokenizer,
@@ -25,14 +23,16 @@ from torch_fp8.conversion.export import (
     warn_kept,
     write_quantization,
 )
-from torch_fp8.conversion.export_format import ExportFormat
-from torch_fp8.conversion.export_plan import ModelTensors, main_dtype, plan_export
+from torch_fp8.checkpoint.export_format import ExportFormat
+from torch_fp8.checkpoint.export_plan import ModelTensors, main_dtype, plan_export
+from torch_fp8.checkpoint.load_checkpoint import built_without_data, check_keys, homes_of
+from torch_fp8.checkpoint.safetensors_files import DTYPES, SafetensorsFiles
+from torch_fp8.checkpoint.safetensors_writer import parse_size, write_safetensors
+from torch_fp8.checkpoint.whole_folder import refuse_existing, whole_folder
+from torch_fp8.config import FP8Config, config_or_default
+from torch_fp8.conversion.convert import convert_to_float8
 from torch_fp8.conversion.fp8_weight import frozen_payload
-from torch_fp8.conversion.load_checkpoint import built_without_data, check_keys, homes_of
-from torch_fp8.conversion.safetensors_files import DTYPES, SafetensorsFiles
-from torch_fp8.conversion.safetensors_writer import parse_size, write_safetensors
 from torch_fp8.conversion.scaling_state import load_scaling_state_dict
-from torch_fp8.conversion.whole_folder import refuse_existing, whole_folder
 from torch_fp8.nn.linear import Float8Layer
 from torch_fp8.nn.scaling_buffers import BUFFERS
 from torch_fp8.optim.state import MIN_NUMEL

@@ -1,0 +1,1 @@
+"""Checkpoints: FP8 ones loaded, and trained models exported for inference engines."""
