@@ -26,7 +26,9 @@ from torch_fp8.autograd.function import (
     name_of,
     of_text,
     once_differentiable,
+    only_shape_matters,
     refuse_transforms,
+    shape_of_result,
     written_in_backward,
 )
 from torch_fp8.config import FP8Config
@@ -297,6 +299,9 @@ def _product_in_graph(
         gradients: the same of the two layers before, if they delay their scales.
         histories: amaxes and progress of gate's gradient, and of up's.
     """
+    if only_shape_matters(first):
+        width = first.shape[-1] // (2 if second is None else 1)
+        return shape_of_result((*first.shape[:-1], width), first.dtype, first, second)
     keep, ahead, readers = torch.is_grad_enabled(), None, None
     if down[0] is not None:
         recipe, config, *_ = of_text(down[0])

@@ -76,14 +76,15 @@ class Float8Layer(RepeatedForward):
         return self.training or self.fp8_config.eval_fp8
 
     def forward(self, input: Tensor) -> Tensor:
-        if not self.runs_fp8:
+        if not (self.training or self.fp8_config.eval_fp8):  # `runs_fp8`, sooner traced
             if self.fp8_thawed_recipe is not None:
                 return self.dequantized_forward(plain_activation(input))
             output: Tensor = super().forward(plain_activation(input))
             return output
-        if torch.compiler.is_compiling() and _is_plain(input) and _is_plain(self.weight):
+        compiling = torch.compiler.is_compiling()
+        if compiling and not (isinstance(input, _OTHERS) or isinstance(self.weight, _OTHERS)):
             return self._in_graph(input)
-        compiling, kept = torch.compiler.is_compiling(), self.fp8_kept_weight
+        kept = self.fp8_kept_weight
         if not compiling and kept is not None:
             if not torch.is_grad_enabled():
                 again = self.repeated(input)
@@ -122,16 +123,11 @@ class Float8Layer(RepeatedForward):
         """What `forward` does with plain tensors in a graph of torch.compile."""
         self._check(x.shape, x.dtype, self.weight)
         bias = self.bias if self.fp8_adds_bias else None
-        out_dtype = autocast_dtype(self.weight.device.type) or x.dtype
         buffers = self.operand_buffers() if self.fp8_delayed else ()
         if not self.training and not torch.is_grad_enabled() and self.fp8_served is not None:
-            served: Tensor = served_in_graph(
-                x, *self.fp8_served, bias, self.fp8_casts, out_dtype, *buffers
-            )
+            served: Tensor = served_in_graph(x, *self.fp8_served, bias, self.fp8_casts, *buffers)
             return served
-        y: Tensor = linear_in_graph(
-            x, self.weight, bias, self.fp8_casts, out_dtype, self.training, *buffers
-        )
+        y: Tensor = linear_in_graph(x, self.weight, bias, self.fp8_casts, self.training, *buffers)
         return y
 
     def _check(self, shape: torch.Size, dtype: torch.dtype, weight: Tensor) -> None:
@@ -171,8 +167,8 @@ class Float8Layer(RepeatedForward):
         return f"{super().extra_repr()}, fp8={self.fp8_recipe}{frozen}"
 
 
-def _is_plain(x: Tensor) -> bool:
-    return not isinstance(x, (DTensor, QuantizableTensor))
+_OTHERS = (DTensor, QuantizableTensor)
+"""Tensors that are not plain, of which a graph has to know more."""
 
 
 class Float8Linear(Float8Layer, nn.Linear):

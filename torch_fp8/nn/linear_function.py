@@ -14,7 +14,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torch_fp8.autograd.function import of_text, once_differentiable, reshaped, written_in_backward
+from torch_fp8.autograd.function import (
+    of_text,
+    once_differentiable,
+    only_shape_matters,
+    reshaped,
+    shape_of_result,
+    written_in_backward,
+)
 from torch_fp8.nn.smooth_operands import smooth_operands
 from torch_fp8.ops.quantize import QuantizedTensor
 from torch_fp8.ops.scaled_mm import cast, scaled_matmul
@@ -25,6 +32,7 @@ from torch_fp8.tensor.quantizer import (
     Quantizers,
     WeightQuantizer,
     matrix,
+    output_dtype,
     quantize_input,
 )
 
@@ -113,7 +121,6 @@ def linear_in_graph(
     weight: Tensor,
     bias: Tensor | None,
     text: str,
-    out_dtype: torch.dtype,
     training: bool,
     *buffers: Tensor,
 ) -> Tensor:
@@ -122,13 +129,17 @@ def linear_in_graph(
     Args:
         x, weight, bias, buffers: see `linear`; plain tensors.
         text: recipe, config, whether the weight is stored as (K, N), and `emulate`; see `as_text`.
-        out_dtype, training: see `LinearOptions`.
+        training: see `LinearOptions`.
     """
-    written_in_backward(buffers)
     if not torch.is_grad_enabled() and x.ndim == 3 and type(x.shape[1]) is int and x.shape[1] == 1:
         _warn_of_decoding()
-    rows = x.reshape(-1, x.shape[-1])
+    out_dtype = output_dtype(x)
     options = _options(text, x.dtype, out_dtype, training)
+    if only_shape_matters(x):
+        features = weight.shape[1 if options.quantizers.weight.transposed else 0]
+        return shape_of_result((*x.shape[:-1], features), out_dtype, x, weight, bias)
+    written_in_backward(buffers)
+    rows = x.reshape(-1, x.shape[-1])
     y = linear(rows, weight, bias, rows.shape, options, *buffers)
     return y.reshape(*x.shape[:-1], y.shape[-1])
 
@@ -141,15 +152,17 @@ def served_in_graph(
     granularity: Any,
     bias: Tensor | None,
     text: str,
-    out_dtype: torch.dtype,
     *buffers: Tensor,
 ) -> Tensor:
     """`linear_in_graph` without gradients, with a weight that was cast before.
 
     Args:
         qdata, scale, granularity: of the weight (N, K).
-        x, bias, text, out_dtype, buffers: see `linear_in_graph`.
+        x, bias, text, buffers: see `linear_in_graph`.
     """
+    out_dtype = output_dtype(x)
+    if only_shape_matters(x):
+        return shape_of_result((*x.shape[:-1], qdata.shape[0]), out_dtype, x)
     rows = x.reshape(-1, x.shape[-1])
     options = _options(text, x.dtype, out_dtype, False)
     w, quantizer = QuantizedTensor(qdata, scale, granularity), options.quantizers.input

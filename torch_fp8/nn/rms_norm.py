@@ -23,7 +23,14 @@ from torch_fp8.autograd.checkpoint_pass import (
     saves_nothing,
     torch_selective_pass,
 )
-from torch_fp8.autograd.function import of_text, once_differentiable, refuse_transforms, reshaped
+from torch_fp8.autograd.function import (
+    of_text,
+    once_differentiable,
+    only_shape_matters,
+    refuse_transforms,
+    reshaped,
+    shape_of_result,
+)
 from torch_fp8.config import FP8Config
 from torch_fp8.kernels.arguments import (
     CastOptions,
@@ -208,6 +215,8 @@ def _norm_in_graph(
     casts: str | None,
 ) -> Tensor:
     """`_RMSNormFunction` as one call of a graph that Dynamo builds; see `as_text`."""
+    if only_shape_matters(x):
+        return shape_of_result(x.shape, out_dtype, x, weight)
     quantizer = None if casts is None else of_text(casts)
     keep = torch.is_grad_enabled()
     options = _Options("", offset, out_dtype, keep, save_fp8, quantizer, None, False)
