@@ -38,6 +38,7 @@ from benchmarks.measurement import RESULTS, environment, print_table, write_rows
 from benchmarks.shapes import LLAMA_3_2_3B, parameter_shapes
 from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8
 from torch_fp8.kernels.quick_launch import QuickKernel
+from torch_fp8.nn.scaling_buffers import ScalingBuffers
 from torch_fp8.optim.convert import split_parameter
 from torch_fp8.optim.state import is_large
 
@@ -88,9 +89,9 @@ def block(case: str, recipe: str) -> Run:
 
     if case == "inference":
         layer.eval()
-        for name, buffer in layer.named_buffers():  # delayed scaling comes from training
-            if "amax_history" in name:
-                buffer.fill_(1)
+        for module in layer.modules():  # delayed scaling comes from training
+            if isinstance(module, ScalingBuffers) and module.fp8_recipe.delayed:
+                module.fp8_amax_history.fill_(1)
 
     def inference() -> None:
         with torch.no_grad():

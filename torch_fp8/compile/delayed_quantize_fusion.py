@@ -189,10 +189,15 @@ def _of_gradient(
     func = _ops.swiglu_backward_quantize_delayed.default
     for made in graph.calls(func, *backward.args):
         amaxes, _, *how, row, col, up_amaxes, _ = made.args[len(backward.args) :]
-        alike = (amaxes, up_amaxes)[i] is cast.amaxes and how == list(cast[2:5])
+        alike = _is_same((amaxes, up_amaxes)[i], cast.amaxes) and how == list(cast[2:5])
         if alike and row >= cast.rowwise and col >= cast.columnwise:
             return _Known(_last(made), call=Call(func, made.args, 4 * i), gradient=i)
     return None
+
+
+def _is_same(history: Node, other: Any) -> bool:
+    """Return whether both are the same view of the same tensor."""
+    return history is other or (history.target, history.args) == (other.target, other.args)
 
 
 def _last(call: Node) -> Node:

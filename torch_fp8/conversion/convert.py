@@ -304,13 +304,19 @@ def _is_smooth(module: nn.Module) -> bool:
     return isinstance(module, Float8Layer) and module.fp8_recipe.smooth
 
 
+_OWN = (
+    *("fp8_config", "fp8_recipe", "fp8_emulate", "fp8_name"),
+    *("fp8_delayed", "fp8_casts", "fp8_transposed"),
+)
+"""What `Float8Layer.configure` has left in a layer."""
+
+
 def _to_stock(module: Float8Layer) -> None:
     module.thaw_weight()
     module.drop_scaling()
     module.__dict__.pop("fp8_weight_cache", None)
     unwatch(module.weight)
-    own = ("fp8_config", "fp8_recipe", "fp8_emulate", "fp8_name", "fp8_delayed", "fp8_casts")
-    for name in own:
+    for name in _OWN:
         delattr(module, name)
     remove_mixin(module, next(mixin for mixin in _MIXINS if isinstance(module, mixin)))
 

@@ -96,7 +96,7 @@ class DelayedCastOptions(NamedTuple):
 
     Attributes:
         amaxes: (H,) float32, the most recent first; 0 where nothing was recorded yet.
-        progress: (2,) int32, zeros; written on CUDA, and zeros again afterwards: to schemas it is
+        progress: (2,) words, zeros; written on CUDA, and zeros again afterwards: to schemas it is
             not written, so that a graph can drop what nobody reads.
         dtype, rowwise, columnwise: see `CastOptions`.
         algorithm, margin: see `torch_fp8.quantization.scaling.delayed_scale`.

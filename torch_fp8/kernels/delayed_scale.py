@@ -69,8 +69,9 @@ def count_in(progress_ptr, largest, programs):
     """Return whether this program is the last of `programs`, and then the largest bits of them all.
 
     progress: the largest bits so far, programs that are done; both 0 between launches, which the
-    last one sees to.
+    last one sees to. They are integers in a tensor of floats, that of the history.
     """
+    progress_ptr = progress_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
     tl.atomic_max(progress_ptr, largest, sem="relaxed")
     tl.debug_barrier()  # all threads have read the history and written their bytes
     is_last = tl.atomic_add(progress_ptr + 1, 1, sem="acq_rel") == programs - 1

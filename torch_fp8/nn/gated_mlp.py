@@ -87,6 +87,8 @@ class _Options(NamedTuple):
     """Whether torch.compile traces, so that all results are plain tensors."""
     smooth: bool = False
     """Whether the layer behind wants the amax of each channel (`torch_fp8.ops.smooth`)."""
+    histories: tuple[Tensor, ...] = ()
+    """The histories of gate's and up's gradients, where their quantizers have none."""
 
 
 class Float8GatedMLP(nn.Module):
@@ -104,12 +106,13 @@ class Float8GatedMLP(nn.Module):
         if more or not in_fp8 or self._has_own_activation():
             return super().forward(*args, **kwargs)
         (x,) = args
-        refuse_transforms(name_of(self))
-        spec = self.fp8_spec
+        compiling, spec = torch.compiler.is_compiling(), self.fp8_spec
+        if not compiling:
+            refuse_transforms(self.fp8_name)
         down_layer = getattr(self, spec.down)
         inputs = self._joined(x, spec) if isinstance(spec, FusedGateUpSpec) else self._pair(x, spec)
         is_ours = all(type(t) in PLAIN for t in inputs) and _fit(inputs)
-        if is_ours and torch.compiler.is_compiling():
+        if is_ours and compiling:
             product = self._in_graph(inputs, down_layer)
         elif is_ours:
             options = self._options(down_layer)
@@ -142,8 +145,8 @@ class Float8GatedMLP(nn.Module):
 
     def _pair(self, x: Tensor, spec: GatedMLPSpec) -> tuple[Tensor, Tensor]:
         gate_layer, up_layer = getattr(self, spec.gate), getattr(self, spec.up)
-        if _in_fp8(gate_layer) and _in_fp8(up_layer):
-            x = shared(x, name_of(self))
+        if not torch.compiler.is_compiling() and _in_fp8(gate_layer) and _in_fp8(up_layer):
+            x = shared(x, self.fp8_name)
         return gate_layer(x), up_layer(x)
 
     def _options(self, down_layer: nn.Module) -> _Options:
@@ -179,7 +182,7 @@ class Float8GatedMLP(nn.Module):
             if _delays(gate) and _delays(up) and gate.fp8_casts == up.fp8_casts:
                 gradients = gate.fp8_casts
                 gradient_wgrad = gate.weight.requires_grad or up.weight.requires_grad
-                histories = [*gate.operand_buffers()[3:], *up.operand_buffers()[3:]]
+                histories = [gate.operand_buffers()[1], up.operand_buffers()[1]]
         product: Tensor = _product_in_graph(
             inputs[0],
             inputs[1] if len(inputs) == 2 else None,
@@ -242,7 +245,7 @@ class _SwiGLUFunction(torch.autograd.Function):
             ctx.name, ctx.dtype, ctx.plain = options.name, dtype, options.in_graph
             ctx.shape, ctx.joined = inputs[0].shape, len(inputs) == 1
             ctx.gate_first, ctx.saved_fp8 = options.gate_first, save
-            ctx.readers = options.gradients
+            ctx.readers, ctx.histories = options.gradients, options.histories
         if options.in_graph:
             return swiglu(gate, up, None).view(shape)
         production = product(gate.detach(), up.detach(), amax, options.name)
@@ -260,6 +263,9 @@ class _SwiGLUFunction(torch.autograd.Function):
             gate_scale = up_scale = None
         rows = _matrix(plain(grad))
         inputs = BackwardInputs(rows, gate, gate_scale, up, up_scale, None, ctx.dtype)
+        if ctx.histories:  # made here, as a linear layer's: `Quantizers.with_buffers`
+            pairs = zip(ctx.readers, map(History.of_row, ctx.histories), strict=True)
+            ctx.readers = tuple(reader._replace(history=history) for reader, history in pairs)
         made: JoinedGradient | Gradients
         if ctx.joined:
             made = JoinedGradient(inputs, ctx.gate_first)
@@ -297,7 +303,7 @@ def _product_in_graph(
         save_fp8, gate_first: see `_Options`.
         down: the casts of the layer behind, or None, and whether its weight takes a gradient.
         gradients: the same of the two layers before, if they delay their scales.
-        histories: amaxes and progress of gate's gradient, and of up's.
+        histories: those of gate's gradient and of up's, see `History.of_row`.
     """
     if only_shape_matters(first):
         width = first.shape[-1] // (2 if second is None else 1)
@@ -314,10 +320,9 @@ def _product_in_graph(
         recipe, config, *_ = of_text(gradients[0])
         wgrad = gradients[1] and recipe.wgrad is not None
         reader = Quantizer(recipe.grad_output, config, columnwise_usage=wgrad)
-        of_gate, of_up = History(*histories[:2]), History(*histories[2:])
-        readers = reader._replace(history=of_gate), reader._replace(history=of_up)
+        readers = reader, reader
         written_in_backward(histories)
-    options = _Options("", keep, save_fp8, ahead, readers, gate_first, True)
+    options = _Options("", keep, save_fp8, ahead, readers, gate_first, True, histories=histories)
     inputs = (first,) if second is None else (first, second)
     output: Tensor = _SwiGLUFunction.apply(options, *inputs)
     return output
@@ -341,7 +346,8 @@ def _in_fp8(layer: nn.Module) -> bool:
 
 
 def _delays(layer: Any) -> bool:
-    return _in_fp8(layer) and layer.fp8_delayed and not isinstance(layer.weight, DTensor)
+    delays = isinstance(layer, Float8Linear) and layer.fp8_delayed and layer.runs_fp8
+    return delays and not isinstance(layer.weight, DTensor)
 
 
 def _wants_wgrad(layer: Float8Linear) -> bool:

@@ -9,8 +9,8 @@ from torch.distributed.tensor import DTensor
 from torch_fp8.autograd.checkpoint_pass import repeats_forward
 from torch_fp8.nn.frozen_storage import FrozenStorage
 from torch_fp8.nn.kept_weight import KeptWeight
-from torch_fp8.nn.scaling_buffers import BUFFERS
 from torch_fp8.nn.weight_cache import WeightCache, watch
+from torch_fp8.ops.quantize_delayed import History
 from torch_fp8.quantization.recipe import CastSpec
 from torch_fp8.tensor.quantizer import ChannelMaxima, Quantizer, Quantizers, WeightQuantizer
 
@@ -62,14 +62,17 @@ class LayerQuantizers(FrozenStorage):
 
     def operand_buffers(self) -> tuple[Any, ...]:
         """The same as `scaling_buffers`, sooner where none of them is sharded."""
-        buffers = tuple([self._buffers[name] for name in BUFFERS])
+        own = self._buffers
+        buffers = own["fp8_scaling"], own["fp8_grad_scaling"]
         return self.scaling_buffers() if type(buffers[0]) is not Tensor else buffers
 
     def quantizer(self, operand: int, group: Any = None) -> Quantizer:
         """That of INPUT, WEIGHT or GRAD_OUTPUT, with its history."""
-        buffers = self.operand_buffers() if self.fp8_delayed else ()
-        made = self.quantizers(group).with_buffers(buffers)
-        return (made.input, made.weight.quantizer, made.grad_output)[operand]
+        made = self.quantizers(group)
+        quantizer = (made.input, made.weight.quantizer, made.grad_output)[operand]
+        if not self.fp8_delayed:
+            return quantizer
+        return quantizer._replace(history=History.of_operand(self.operand_buffers(), operand))
 
     def producer_quantizer(self, operand: int) -> Quantizer | None:
         """Return that of INPUT or GRAD_OUTPUT, if a producer may cast now with its history's scale.

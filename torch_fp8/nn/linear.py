@@ -122,8 +122,8 @@ class Float8Layer(RepeatedForward):
     def _in_graph(self, x: Tensor) -> Tensor:
         """What `forward` does with plain tensors in a graph of torch.compile."""
         self._check(x.shape, x.dtype, self.weight)
-        bias = self.bias if self.fp8_adds_bias else None
-        buffers = self.operand_buffers() if self.fp8_delayed else ()
+        bias, own = self.bias if self.fp8_adds_bias else None, self._buffers
+        buffers = (own["fp8_scaling"], own["fp8_grad_scaling"]) if self.fp8_delayed else ()
         if not self.training and not torch.is_grad_enabled() and self.fp8_served is not None:
             served: Tensor = served_in_graph(x, *self.fp8_served, bias, self.fp8_casts, *buffers)
             return served
@@ -159,6 +159,8 @@ class Float8Layer(RepeatedForward):
         """
         self.fp8_config, self.fp8_recipe = config, recipe
         self.fp8_emulate, self.fp8_name, self.fp8_delayed = emulate, name, recipe.delayed
+        # Of the class, but a graph guards on every base class before the one that has it.
+        self.fp8_transposed = type(self).fp8_transposed
         self.fp8_casts = as_text((recipe, config, self.fp8_transposed, emulate))
         self.init_scaling()
 

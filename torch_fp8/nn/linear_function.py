@@ -24,6 +24,7 @@ from torch_fp8.autograd.function import (
 )
 from torch_fp8.nn.smooth_operands import smooth_operands
 from torch_fp8.ops.quantize import QuantizedTensor
+from torch_fp8.ops.quantize_delayed import History
 from torch_fp8.ops.scaled_mm import cast, scaled_matmul
 from torch_fp8.quantization.recipe import Recipe
 from torch_fp8.tensor.quantizer import (
@@ -244,8 +245,7 @@ class LinearFunction(torch.autograd.Function):
         ctx.saved_names = tuple(kept)
         ctx.save_for_backward(*kept.values())
         ctx.dtypes = (options.dtype, weight.dtype, None if bias is None else bias.dtype)
-        ctx.options, ctx.name, ctx.num_buffers = options, options.name, len(buffers)
-        ctx.grad_quantizer = quantizers.grad_output
+        ctx.options, ctx.name, ctx.buffers = options, options.name, buffers
         ctx.input_source, ctx.input_shape = made.source, shape
         return y
 
@@ -264,7 +264,10 @@ class LinearFunction(torch.autograd.Function):
             ctx.input_source.start(saved["x"], saved.get("x_scale"))
         if wants_dgrad:  # before the gradient is touched, which may still be on its way
             w = for_weight.for_dgrad(saved["weight"], saved.get("w_scale"), grad_output)
-        g, g_t, grad_bias = ctx.grad_quantizer(
+        quantizer = options.quantizers.grad_output
+        if ctx.buffers:
+            quantizer = quantizer._replace(history=History.of_operand(ctx.buffers, 2))
+        g, g_t, grad_bias = quantizer(
             grad_output, rowwise=wants_dgrad, columnwise=fp8_wgrad, sum_dtype=sum_dtype
         )
         if g is not None:
@@ -291,4 +294,4 @@ class LinearFunction(torch.autograd.Function):
             kept = saved["x"].to(dense.dtype)
             product = kept.t() @ dense if for_weight.transposed else dense.t() @ kept
             grad_weight = cast(product, ctx.dtypes[1])
-        return grad_input, grad_weight, grad_bias, None, None, *[None] * ctx.num_buffers
+        return grad_input, grad_weight, grad_bias, None, None, *[None] * len(ctx.buffers)

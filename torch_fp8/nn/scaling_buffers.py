@@ -9,19 +9,16 @@ import torch
 from torch import Tensor, nn
 
 from torch_fp8.config import FP8Config
+from torch_fp8.ops.quantize_delayed import EXTRA
 from torch_fp8.quantization.recipe import Recipe
 from torch_fp8.tensor.dtensor import local
 
 INPUT, WEIGHT, GRAD_OUTPUT = range(3)
-BUFFERS = (
-    *("fp8_amax_history", "fp8_cast_progress", "fp8_last_scale"),
-    *("fp8_grad_amax_history", "fp8_grad_cast_progress"),
-)
-"""Buffers of delayed scaling, see `History`: a row for each operand of a forward, one for the
-gradient.
+BUFFERS = ("fp8_scaling", "fp8_grad_scaling")
+"""Buffers of delayed scaling: a row for each operand of a forward, (2, H + 4), and the gradient's;
+see `History.of_operand`.
 
-These are apart, for torch.compile gives backward the values that a tensor had after its own
-forward, if both write to it: what another forward has recorded since would be lost.
+A row holds all there is: each tensor that a compiled graph takes costs torch.compile 2 ms.
 """
 
 
@@ -40,34 +37,46 @@ class ScalingBuffers(nn.Module):
         """Create the buffers of delayed scaling, if the recipe has them, with empty histories."""
         if not self.fp8_recipe.delayed:
             return
-        length, device = self.fp8_config.amax_history_len, self.weight.device
-        made = (
-            torch.zeros(2, length, device=device),
-            torch.zeros(2, 2, dtype=torch.int32, device=device),
-            torch.ones(2, device=device),
-            torch.zeros(length, device=device),
-            torch.zeros(2, dtype=torch.int32, device=device),
-        )
-        for name, buffer in zip(BUFFERS, made, strict=True):
-            self.register_buffer(name, buffer, persistent=False)
+        width = self.fp8_config.amax_history_len + EXTRA
+        for name, shape in zip(BUFFERS, ((2, width), (width,)), strict=True):
+            empty = torch.empty(shape, dtype=torch.float32, device=self.weight.device)
+            self.register_buffer(name, empty, persistent=False)
+        self.reset_scaling()
+
+    @property
+    def fp8_amax_history(self) -> Tensor:
+        """The amaxes of input and weight, (2, H), the newest first."""
+        return self.scaling_buffers()[0][:, :-EXTRA]
+
+    @property
+    def fp8_grad_amax_history(self) -> Tensor:
+        """The amaxes of the gradient, (H,), the newest first."""
+        return self.scaling_buffers()[1][:-EXTRA]
+
+    @property
+    def fp8_last_scale(self) -> Tensor:
+        """The scales that input and weight were cast with last, (2,)."""
+        return self.scaling_buffers()[0][:, -EXTRA]
 
     @property
     def scaling_state(self) -> tuple[Tensor, Tensor]:
         """Delayed scaling's amaxes (3, H), the newest first, and last scales (2,)."""
-        amaxes, _, last, of_grad, _ = self.scaling_buffers()
-        return torch.cat([amaxes, of_grad[None]]), last
+        amaxes = torch.cat([self.fp8_amax_history, self.fp8_grad_amax_history[None]])
+        return amaxes, self.fp8_last_scale.clone()
 
     def load_scaling_state(self, history: Tensor, last_scale: Tensor) -> None:
         """Go on from what `scaling_state` was."""
-        none = torch.zeros(2, device="cpu")  # progress of no launch, wherever its memory is from
-        state = (history[:GRAD_OUTPUT], none, last_scale, history[GRAD_OUTPUT], none)
-        for buffer, value in zip(self.scaling_buffers(), state, strict=True):
-            buffer.copy_(value)
+        self.reset_scaling()  # progress of no launch, wherever its memory is from
+        self.fp8_amax_history.copy_(history[:GRAD_OUTPUT])
+        self.fp8_grad_amax_history.copy_(history[GRAD_OUTPUT])
+        self.fp8_last_scale.copy_(last_scale)
 
     def reset_scaling(self) -> None:
         """Empty the histories, of a module on the meta device that was materialised."""
-        for name in self._buffers.keys() & set(BUFFERS):
-            getattr(self, name).fill_(1 if name == "fp8_last_scale" else 0)
+        if "fp8_scaling" in self._buffers:
+            for buffer in self.scaling_buffers():
+                buffer.zero_()
+            self.fp8_last_scale.fill_(1)
 
     def drop_scaling(self) -> None:
         """Remove what `init_scaling` made."""

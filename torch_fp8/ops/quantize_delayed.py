@@ -25,6 +25,9 @@ from torch_fp8.quantization.payload_shape import Layouts
 from torch_fp8.quantization.recipe import CastSpec
 from torch_fp8.quantization.scaling import delayed_scale, push_amax, tensor_amax
 
+EXTRA = 4
+"""The words of a history that are no amaxes, see `History.of_row`."""
+
 
 class History(NamedTuple):
     """The amax history of one operand under delayed scaling; all its tensors are written in place.
@@ -32,7 +35,7 @@ class History(NamedTuple):
     Attributes:
         amaxes: (H,) float32, the most recent first; 0 where nothing was recorded yet. The sign bit
             says that an outlier was left out (`push_amax`).
-        progress: (2,) int32, of a launch that runs; zeros otherwise.
+        progress: (2,) words of a launch that runs; zeros otherwise.
         last: () float32, the scale that was used last; None where nobody asks for it.
     """
 
@@ -79,18 +82,34 @@ class History(NamedTuple):
         return DelayedCastOptions(self.amaxes, self.progress, *how, rowwise, columnwise)
 
     @staticmethod
+    def of_row(row: Tensor, *, last: bool = False) -> "History":
+        """The history that a layer keeps in one tensor.
+
+        Args:
+            row: (H + `EXTRA`,) float32, 16 bytes times something from where others begin: the
+                amaxes, the last scale, a word that nobody uses, and progress.
+            last: whether the last scale is asked for.
+        """
+        length = row.shape[0] - EXTRA
+        return History(
+            row.narrow(0, 0, length),
+            row.narrow(0, length + 2, 2),
+            row.select(0, length) if last else None,
+        )
+
+    @staticmethod
     def of_operand(buffers: tuple[Tensor, ...], operand: int) -> "History":
         """The part of a layer's buffers that belongs to input (0), weight (1) or gradient (2).
 
         Args:
-            buffers: amaxes (2, H), progress (2, 2) and last scales (2,) of input and weight, amaxes
-                (H,) and progress (2,) of the gradient. These are apart, for torch.compile gives
-                backward the values that a tensor had after its own forward, if both write to it.
+            buffers: the rows of input and weight, (2, H + `EXTRA`), and that of the gradient. They
+                are apart, for torch.compile gives backward the values that a tensor had after its
+                own forward, if both write to it.
         """
-        amaxes, progress, last, grad_amaxes, grad_progress = buffers
+        operands, of_gradient = buffers
         if operand == 2:
-            return History(grad_amaxes, grad_progress)
-        return History(amaxes[operand], progress[operand], last[operand])
+            return History.of_row(of_gradient)
+        return History.of_row(operands[operand], last=True)
 
     def copy(self) -> "History":
         """Return the same history, to be advanced in vain."""

@@ -274,16 +274,18 @@ class Quantizers(NamedTuple):
     channels: ChannelMaxima | None = None
 
     def with_buffers(self, buffers: tuple[Tensor, ...]) -> "Quantizers":
-        """The same with the histories in these buffers, if any; see `History.of_operand`."""
+        """The same with the histories of input and weight in these buffers, if there are any.
+
+        Backward finds that of the gradient by itself: what is made of a buffer in forward, torch's
+        partitioner might keep as it was then. See `History.of_operand`.
+        """
         if not buffers:
             return self
-        of_input, of_weight, of_grad = (History.of_operand(buffers, i) for i in range(3))
+        of_input, of_weight = (History.of_operand(buffers, i) for i in range(2))
         weight = self.weight
-        return Quantizers(
-            self.input._replace(history=of_input),
-            weight._replace(quantizer=weight.quantizer._replace(history=of_weight)),
-            self.grad_output._replace(history=of_grad),
-            self.channels,
+        return self._replace(
+            input=self.input._replace(history=of_input),
+            weight=weight._replace(quantizer=weight.quantizer._replace(history=of_weight)),
         )
 
 

@@ -653,7 +653,7 @@ def test_a_kept_result_that_is_modified_in_place():
 
 def test_a_history_does_not_move_twice_for_a_scale_that_is_modified():
     history, config = (
-        History(torch.zeros(4), torch.zeros(2, dtype=torch.int32)),
+        History(torch.zeros(4), torch.zeros(2)),
         FP8Config("delayed"),
     )
     spec = _converted(nn.Sequential(nn.Linear(64, 64)))[0].operand_spec(INPUT)

@@ -35,7 +35,7 @@ class Twin:
             amaxes[-length // 4 :] += 8  # the largest, in the last chunk
         self.ours, self.theirs = amaxes.clone(), amaxes.clone()
         self.last, self.their_last = torch.ones(()), torch.ones(())
-        self.progress = torch.zeros(2, dtype=torch.int32)
+        self.progress = torch.zeros(2)
 
     def differences(self):
         yield "history", cases.difference(self.ours, self.theirs)

@@ -197,7 +197,7 @@ class Past:
         self.before = amaxes if filled else torch.zeros(length)
         self.how = DelayedCastOptions(
             self.before.clone(),
-            torch.zeros(2, dtype=torch.int32),
+            torch.zeros(2),
             dtype,
             algorithm,
             margin,

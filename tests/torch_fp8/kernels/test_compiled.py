@@ -49,7 +49,7 @@ def launch_everything(name):
 
 def launch_delayed(name):
     """The same of delayed scaling, with sums and without."""
-    x, progress = INPUTS[name], torch.zeros(2, dtype=torch.int32)
+    x, progress = INPUTS[name], torch.zeros(2)
     full = name in ("bf16", "bf16 odd rows")
     layouts = (*LAYOUTS, (False, False)) if full else LAYOUTS[2:]
     histories = ((1024, "max"), (16, "most_recent")) if full else ((1024, "max"),)
@@ -107,7 +107,7 @@ def test_all_read_the_history_before_the_last_program_writes_it(
     record_launches, compile_for, row, col
 ):
     """What a program reads and writes, a barrier, then the count with release and acquire."""
-    state = (torch.zeros(1024), torch.zeros(2, dtype=torch.int32))
+    state = (torch.zeros(1024), torch.zeros(2))
     options = DelayedCastOptions(*state, FORMATS[0], "max", 0, row, col)
     with record_launches(quantize_delayed) as launches:
         quantize_delayed.quantize_2d_delayed(INPUTS["bf16"], options, None)
@@ -155,7 +155,7 @@ def test_tile_is_loaded_and_stored_in_16_byte_accesses(
 
 
 def test_a_delayed_cast_of_any_rows_stores_16_bytes(record_launches, compile_for):
-    state = (torch.zeros(1024), torch.zeros(2, dtype=torch.int32))
+    state = (torch.zeros(1024), torch.zeros(2))
     options = DelayedCastOptions(*state, FORMATS[0], "max", 0, True, True)
     with record_launches(quantize_delayed) as launches:
         quantize_delayed.quantize_2d_delayed(INPUTS["bf16 odd rows"], options, None)

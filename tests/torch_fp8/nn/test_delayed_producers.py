@@ -325,7 +325,7 @@ LAYOUTS = ((True, True), (True, False), (False, True))
 
 def _history(filled, length=3):
     amaxes = torch.tensor([0.5, 3.0, 1.0])[:length] if filled else torch.zeros(length)
-    return History(amaxes, torch.zeros(2, dtype=torch.int32))
+    return History(amaxes, torch.zeros(2))
 
 
 def _casts(filled, algorithm="max", margin=0):

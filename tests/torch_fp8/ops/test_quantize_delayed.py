@@ -25,7 +25,7 @@ AMAXES = [3.0, 0.0, 5.0, math.inf, 2.0, math.nan, 7.0, 1.0, 1e6, 1.0, 1e6, math.
 
 
 def _history(length=3):
-    return History(torch.zeros(length), torch.zeros(2, dtype=torch.int32), torch.ones(()))
+    return History(torch.zeros(length), torch.zeros(2), torch.ones(()))
 
 
 def _same(a, b):
@@ -142,12 +142,12 @@ def test_memory_that_was_never_written_is_made_usable_by_loading():
     saved, model = (nn.Sequential(nn.Linear(32, 48)) for _ in range(2))
     for m in (saved, model):
         convert_to_float8(m, FP8Config(recipe="delayed", amax_history_len=4))
-    model[0].fp8_cast_progress.fill_(7)
+    model[0].fp8_scaling[:, -2:].fill_(7)
     load_scaling_state_dict(model, scaling_state_dict(saved))
-    assert not model[0].fp8_cast_progress.any()
-    model[0].fp8_cast_progress.fill_(7)
+    assert not model[0].fp8_scaling[:, -2:].any()
+    model[0].fp8_scaling[:, -2:].fill_(7)
     model[0].reset_parameters()
-    assert not model[0].fp8_cast_progress.any()
+    assert not model[0].fp8_scaling[:, -2:].any()
 
 
 def test_training_goes_on_after_one_finite_bad_batch():

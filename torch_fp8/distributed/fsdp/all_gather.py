@@ -31,7 +31,6 @@ from torch_fp8.nn.scaling_buffers import WEIGHT
 from torch_fp8.ops.quantize import QuantizedTensor, cast_saturating, quantize
 from torch_fp8.quantization.payload_shape import BLOCK_SHAPE
 from torch_fp8.quantization.scaling import delayed_scale, scale_from_amax, tensor_amax
-from torch_fp8.tensor.dtensor import local
 
 _ATTRIBUTES = ("fsdp_pre_all_gather", "fsdp_post_all_gather", "to", "__deepcopy__", "__getstate__")
 
@@ -169,7 +168,7 @@ class WeightGather:
             return
         self._scale = scale.view(())
         if self.spec.delayed:
-            config, history = self.module.fp8_config, local(self.module.fp8_amax_history)[WEIGHT]
+            config, history = self.module.fp8_config, self.module.fp8_amax_history[WEIGHT]
             self._amax = amax.view(())
             self._scale = delayed_scale(
                 history, self._amax, self.spec.format, config.amax_compute_algo, config.margin

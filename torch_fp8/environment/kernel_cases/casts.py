@@ -179,7 +179,7 @@ def check_delayed(
     for shape, dtype, algorithm in itertools.product(shapes, FORMATS, algorithms):
         theirs, last = torch.zeros(40), torch.ones(())
         ours, our_last = (t.clone().to(device) for t in (theirs, last))
-        unused = torch.zeros(2, dtype=torch.int32)
+        unused = torch.zeros(2)
         progress = unused.clone().to(device)
         what = f"{dtype} of {shape} by {algorithm}, {kind}"
         for step in range(4):

@@ -275,7 +275,7 @@ def _delayed(y: Tensor, filled: bool, few: bool) -> Iterator[DelayedCastOptions]
         amaxes[3] = tensor_amax(y).nan_to_num(1.0, 1.0) / 2
     algorithms, layouts = (("max",), BOTH) if few else (("max", "most_recent"), EACH)
     for dtype, algorithm, each in itertools.product((E4M3, E5M2), algorithms, layouts):
-        progress = torch.zeros(2, dtype=torch.int32, device=y.device)
+        progress = torch.zeros(2, device=y.device)
         yield DelayedCastOptions(amaxes, progress, dtype, algorithm, 0, *each)
 
 
