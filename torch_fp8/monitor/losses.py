@@ -59,6 +59,11 @@ class Losses:
         self.fetched += found
         return [(step, loss, self.spikes.count(loss)) for step, loss in found]
 
+    def taken(self) -> list[tuple[int, float]]:
+        """Return what is not yet written, which counts as written from now on."""
+        losses, self.fetched = self.fetched, []
+        return losses
+
     def forget(self) -> None:
         """Drop what was not fetched."""
         self._of_step.clear()

@@ -12,7 +12,6 @@ It never stops a run: an error within it becomes one warning with the reason, an
 measured is missing.
 """
 
-import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -24,7 +23,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from torch_fp8.config import FP8Config
-from torch_fp8.monitor.alarm import DEFAULT_BOUNDS, Bound, Crossing, crossings
+from torch_fp8.monitor.alarm import DEFAULT_BOUNDS, Bound, crossings
+from torch_fp8.monitor.events import Events
 from torch_fp8.monitor.losses import Losses, is_told
 from torch_fp8.monitor.observer import KINDS, Observer, guarded
 from torch_fp8.monitor.parameters import (
@@ -41,11 +41,6 @@ from torch_fp8.monitor.parameters import (
 from torch_fp8.monitor.run_log import RunLog
 from torch_fp8.monitor.series import PREFIX, Series, is_distributed
 from torch_fp8.monitor.way_back import WayBack
-
-_NAMED = 5
-"""Names in a warning, at most."""
-_QUIET = 20
-"""Measured steps without a crossing after which the same one is worth a warning again."""
 
 
 class Monitor:
@@ -88,9 +83,9 @@ class Monitor:
                 "FP8Config(on_loss_spike='restore') goes back to the host's last checkpoint, and "
                 "this host offers none; name 'skip' or 'bf16'"
             )
-        self.config, self.bounds, self.step, self.name = config, bounds, 0, name
-        self.events: list[dict[str, Any]] = []
-        self._log, self._say, self._restore, self._ddp = log, say, restore, ddp
+        self.config, self.bounds, self.name = config, bounds, name
+        self._log, self._restore, self._ddp = log, restore, ddp
+        self._events = Events(name, say)
         self._is_joining = False
         self._optimizers = list(optimizers)
         if not self._optimizers:
@@ -104,25 +99,42 @@ class Monitor:
             self._layers,
             clip_search="clip_search" in config.monitor_probes,
             head=logits_layer(model) if "logit_sharpness" in config.monitor_probes else None,
-            failed=self._failed,
+            failed=self._events.failed,
         )
         self._eager = any(is_compiled(module) for module in model.modules())
         self._losses = Losses()
-        self._warned: dict[str, int] = {}
         self._spiked_at = 0
-        self._measuring = self._has_failed = self._restores = False
-        self._file = None
+        self._measuring = self._restores = False
         if folder is not None and (not is_distributed() or dist.get_rank() == 0):
             shown = {"monitor": config.monitor, "on_alarm": config.on_alarm}
             shown |= {"on_loss_spike": config.on_loss_spike, "recipe": config.recipe}
             shown |= {"smooth_swiglu": True} if config.smooth_swiglu else {}
-            self._file = RunLog(Path(folder), self.series.names, shown, name)
+            self._events.file = RunLog(Path(folder), self.series.names, shown, name)
         self._handles = self._hook_optimizers()
         self._begin()
 
+    @property
+    def step(self) -> int:
+        """The last step that has ended."""
+        return self._events.step
+
+    @step.setter
+    def step(self, step: int) -> None:
+        self._events.step = step
+
+    @property
+    def events(self) -> list[dict[str, Any]]:
+        """What has happened: step, event, layer and, in words, what."""
+        return self._events.happened
+
+    @property
+    def of_model(self) -> str:
+        """What tells this monitor's lines from those of a run's other models."""
+        return self._events.of_model
+
     def observe_loss(self, loss: Any) -> None:
         """Take what a backward was run on; several of a step are added, as gradients are."""
-        with guarded(self._failed):
+        with guarded(self._events.failed):
             self._losses.add(loss)
 
     def state_dict(self) -> dict[str, Any]:
@@ -139,22 +151,16 @@ class Monitor:
         self._losses.go_on(state["losses"])
         self.way_back.load_state_dict(state)
         self._losses.forget()
-        if self._file is not None:
-            self._file.since = self.step
+        if self._events.file is not None:
+            self._events.file.since = self.step
         if self.way_back.fallen:
             names = ", ".join(self.way_back.fallen)
-            self._tell(f"FP8 monitor: still out of FP8 at step {self.step}: {names}")
+            self._events.tell(f"FP8 monitor: still out of FP8 at step {self.step}: {names}")
         self._begin()
 
     def summary(self) -> str:
         """Return what has happened so far, in a sentence."""
-        counts = dict.fromkeys(("alarm", "fallback", "return", "loss_spike", "restore"), 0)
-        for event in self.events:
-            counts[event["event"]] = counts.get(event["event"], 0) + 1
-        told = ", ".join(f"{n} {kind.replace('_', ' ')}" for kind, n in counts.items() if n)
-        out = ", ".join(self.way_back.fallen)
-        more = f"; out of FP8 now: {out}" if out else ""
-        return f"FP8 monitor{self.of_model}: {self.step} steps, {told or 'no event'}{more}"
+        return self._events.summary(self.way_back.fallen)
 
     def close(self) -> None:
         """Stop measuring; layers that have fallen back run FP8 again. The file stays."""
@@ -167,10 +173,10 @@ class Monitor:
 
     def flush(self) -> None:
         """Write the losses since the last measured step, on all ranks together."""
-        with guarded(self._failed):
+        with guarded(self._events.failed):
             self._measure_losses()
-            if self._file is not None and self._losses.fetched and not self._has_failed:
-                self._write()
+            if self._losses.fetched:
+                self._events.write(self.step, (), None, self._losses.taken())
 
     # ---- the course of a step --------------------------------------------------------------------
 
@@ -211,7 +217,7 @@ class Monitor:
             return
         self._measuring = (self.step + 1) % self.config.monitor == 0
         if self._measuring:
-            with guarded(self._failed):
+            with guarded(self._events.failed):
                 self._observer.install(eager=self._eager)
 
     def _joins(self) -> bool:
@@ -240,7 +246,7 @@ class Monitor:
         if self.config.on_loss_spike != "warn" or self._measuring:
             self._measure_losses()
         series = self._measure() if self._measuring else None
-        with guarded(self._failed):
+        with guarded(self._events.failed):
             if series is not None:
                 self._judge(step, series)
             if self._spiked_at == step:
@@ -248,9 +254,9 @@ class Monitor:
 
     def _after_update(self) -> None:
         self.step += 1
-        with guarded(self._failed):
+        with guarded(self._events.failed):
             for event in self.way_back.tick(self.step):
-                self._note(self.step, event)
+                self._events.note(self.step, event)
             if self._restores:
                 self._restores = False
                 self._go_back()
@@ -268,11 +274,11 @@ class Monitor:
             lambda: look_at_gated_mlps(self._mlps),
         )
         for part in parts:
-            with guarded(self._failed):
+            with guarded(self._events.failed):
                 seen.update(part())
         self._measuring = False
         vector = self.series.vector({}, self._device)
-        with guarded(self._failed):
+        with guarded(self._events.failed):
             vector = self.series.vector(seen, self._device)
         values = self.series.joined(vector)
         return self.series.named(values)
@@ -284,7 +290,7 @@ class Monitor:
             if is_told(spikes):
                 more = f", as are the {spikes - 1} before it" if spikes > 1 else ""
                 what = f"the loss of step {step} is {loss:.4g}, far above the last ones{more}"
-                self._note(step, {"event": "loss_spike", "layer": "", "what": what})
+                self._events.note(step, {"event": "loss_spike", "layer": "", "what": what})
 
     def _judge(self, step: int, series: dict[str, float]) -> None:
         crossed = crossings(series, self.bounds)
@@ -292,34 +298,14 @@ class Monitor:
         series = {**series, f"{PREFIX}alarm": float(count)}
         if self._losses.fetched:
             series[f"{PREFIX}loss"] = self._losses.fetched[-1][1]
-        self._warn(step, crossed)
+        self._events.note_crossings(step, crossed, self.config.monitor)
         for event in self.way_back.judge(step, crossed):
-            self._note(step, event)
-        with guarded(self._failed):
-            if self._file is not None and not self._has_failed:
-                self._write(step, series)
+            self._events.note(step, event)
+        with guarded(self._events.failed):
+            self._events.write(step, self.series.names, series, self._losses.taken())
         if self._log is not None:
             prefix = f"{PREFIX}{self.name}/" if self.name else PREFIX
             self._log({prefix + n.removeprefix(PREFIX): v for n, v in series.items()}, step)
-
-    def _write(self, step: int | None = None, series: Mapping[str, float] | None = None) -> None:
-        assert self._file is not None
-        losses, self._losses.fetched = self._losses.fetched, []
-        if step is None or series is None:
-            self._file.write(self.step, losses=losses)
-            return
-        values = [series.get(name, math.nan) for name in self.series.names]
-        self._file.write(step, values=values, losses=losses)
-
-    def _warn(self, step: int, crossed: list[Crossing]) -> None:
-        quiet = _QUIET * self.config.monitor
-        new = [c for c in crossed if step - self._warned.get(c.name, -quiet - 1) > quiet]
-        self._warned |= {c.name: step for c in crossed}
-        if new:
-            shown = "; ".join(map(str, new[:_NAMED]))
-            more = f"; and {len(new) - _NAMED} more" if len(new) > _NAMED else ""
-            what = f"{len(crossed)} bound(s) crossed, new: {shown}{more}"
-            self._note(step, {"event": "alarm", "layer": "", "what": what}, warn=True)
 
     def _act_on_spike(self, step: int) -> None:
         """Take the way back; of many spikes in a row few are told, and go back to a checkpoint."""
@@ -327,7 +313,7 @@ class Monitor:
         if action == "bf16":
             event = self.way_back.pause_all(step)
             if told:
-                self._note(step, event)
+                self._events.note(step, event)
         elif action in ("skip", "restore"):
             for optimizer in self._optimizers:
                 for group in optimizer.param_groups:
@@ -335,7 +321,7 @@ class Monitor:
                         parameter.grad = None
             if told:
                 what = f"step {step} updates nothing"
-                self._note(step, {"event": "skip", "layer": "", "what": what})
+                self._events.note(step, {"event": "skip", "layer": "", "what": what})
             self._restores = told and action == "restore"
 
     def _go_back(self) -> None:
@@ -347,52 +333,15 @@ class Monitor:
         what = f"the run goes on from {name}"
         if name is None:
             what = "there is no checkpoint of this run yet to go back to"
-        self._note(step, {"event": "restore", "layer": "", "what": what})
+        self._events.note(step, {"event": "restore", "layer": "", "what": what})
 
     @property
     def _device(self) -> torch.device:
         """Return where the model is now."""
         return self._layers[0][1].weight.device if self._layers else torch.device("cpu")
 
-    @property
-    def of_model(self) -> str:
-        """Return what tells this monitor's lines from those of a run's other models."""
-        return f" of {self.name}" if self.name else ""
-
-    # ---- telling ---------------------------------------------------------------------------------
-
-    def _note(self, step: int, event: dict[str, Any], warn: bool | None = None) -> None:
-        self.events.append({"step": step, **event})
-        with guarded(self._failed):  # what one rank cannot tell, all have to do
-            self._publish(step, event, warn)
-
-    def _publish(self, step: int, event: dict[str, Any], warn: bool | None) -> None:
-        text = f"FP8 monitor{self.of_model}, step {step}: {event['what']}"
-        if warn or event["event"] == "loss_spike":
-            if not is_distributed() or dist.get_rank() == 0:
-                warnings.warn(text, RuntimeWarning, stacklevel=2)
-        else:
-            self._tell(text)
-        if self._file is not None and not self._has_failed:
-            self._file.write(step, **event)
-
-    def _tell(self, text: str) -> None:
-        if self._say is not None:
-            self._say(text)
-
-    def _failed(self, error: Exception) -> None:
-        """Warn once, with the reason; the run goes on."""
-        if not self._has_failed:
-            self._has_failed = True
-            warnings.warn(
-                f"the FP8 monitor failed at step {self.step + 1}, and goes on with what it can "
-                f"measure: {type(error).__name__}: {error}",
-                RuntimeWarning,
-                stacklevel=2,
-            )
-
     def _notice_compiled(self) -> None:
         if not self._eager:
             self._eager = True  # the hooks were not called: somebody has compiled the whole model
             what = "as where the model is compiled; measured steps run eagerly from now on"
-            self._tell(f"FP8 monitor: no layer was seen in step {self.step + 1}, {what}")
+            self._events.tell(f"FP8 monitor: no layer was seen in step {self.step + 1}, {what}")

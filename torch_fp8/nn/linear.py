@@ -76,7 +76,7 @@ class Float8Layer(RepeatedForward):
         return self.training or self.fp8_config.eval_fp8
 
     def forward(self, input: Tensor) -> Tensor:
-        if not (self.training or self.fp8_config.eval_fp8):  # `runs_fp8`, sooner traced
+        if not self.runs_fp8:
             if self.fp8_thawed_recipe is not None:
                 return self.dequantized_forward(plain_activation(input))
             output: Tensor = super().forward(plain_activation(input))

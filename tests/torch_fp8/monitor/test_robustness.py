@@ -205,18 +205,18 @@ def test_a_rank_that_cannot_write_acts_as_the_others_do(tmp_path):
         def write(self, step, **what):
             raise OSError("no space left on device")
 
-    watched.monitor._file = Full()
-    watched.monitor._has_failed = False
+    watched.monitor._events.file = Full()
+    watched.monitor._events.has_failed = False
     for _ in range(18):
         watched.step()
     healthy = watched.in_x
-    watched.monitor._has_failed = False
+    watched.monitor._events.has_failed = False
     _outlier_channel(watched)
     with pytest.warns(RuntimeWarning, match="monitor failed at step 20.*no space left"):
         watched.step()
     assert is_paused(watched.model[0])
     assert "fp8/0/input/sqnr" in watched.logged[20]
-    watched.in_x, watched.monitor._has_failed = healthy, False
+    watched.in_x, watched.monitor._events.has_failed = healthy, False
     before = watched.model[0].weight.detach().clone()
     with pytest.warns(RuntimeWarning, match="monitor failed at step 21.*no space left"):
         watched.step(100)

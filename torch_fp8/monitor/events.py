@@ -1,0 +1,120 @@
+"""`Events`: what has happened in a run, and who is told of it."""
+
+import math
+import warnings
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from torch_fp8.monitor.alarm import Crossing
+from torch_fp8.monitor.observer import guarded
+from torch_fp8.monitor.run_log import RunLog
+from torch_fp8.monitor.series import is_distributed
+
+_NAMED = 5
+"""Names in a warning, at most."""
+_QUIET = 20
+"""Measured steps without a crossing after which the same one is worth a warning again."""
+
+
+class Events:
+    """The events of a model's run: in a list, in the run's file, as warnings, in the host's log.
+
+    Args:
+        name: of the model, where a run trains several.
+        say: called on every rank with an event's text.
+        file: of rank zero, or None.
+    """
+
+    def __init__(
+        self, name: str, say: Callable[[str], None] | None, file: RunLog | None = None
+    ) -> None:
+        self.happened: list[dict[str, Any]] = []
+        self.file, self.has_failed = file, False
+        self.of_model = f" of {name}" if name else ""
+        self.step = 0
+        """The last step that has ended."""
+        self._say = say
+        self._warned: dict[str, int] = {}
+
+    def note(self, step: int, event: dict[str, Any], warn: bool | None = None) -> None:
+        """Keep an event and tell it: as a warning of rank zero, or in the host's log."""
+        self.happened.append({"step": step, **event})
+        with guarded(self.failed):  # what one rank cannot tell, all have to do
+            self._publish(step, event, warn)
+
+    def _publish(self, step: int, event: dict[str, Any], warn: bool | None) -> None:
+        text = f"FP8 monitor{self.of_model}, step {step}: {event['what']}"
+        if warn or event["event"] == "loss_spike":
+            if not is_distributed() or dist.get_rank() == 0:
+                warnings.warn(text, RuntimeWarning, stacklevel=2)
+        else:
+            self.tell(text)
+        if self.file is not None and not self.has_failed:
+            self.file.write(step, **event)
+
+    def note_crossings(self, step: int, crossed: list[Crossing], every: int) -> None:
+        """Tell those crossings that were not told lately.
+
+        Args:
+            every: the steps from one measured step to the next.
+        """
+        quiet = _QUIET * every
+        new = [c for c in crossed if step - self._warned.get(c.name, -quiet - 1) > quiet]
+        self._warned |= {c.name: step for c in crossed}
+        if new:
+            shown = "; ".join(map(str, new[:_NAMED]))
+            more = f"; and {len(new) - _NAMED} more" if len(new) > _NAMED else ""
+            what = f"{len(crossed)} bound(s) crossed, new: {shown}{more}"
+            self.note(step, {"event": "alarm", "layer": "", "what": what}, warn=True)
+
+    def write(
+        self,
+        step: int,
+        names: Sequence[str],
+        series: Mapping[str, float] | None,
+        losses: list[tuple[int, float]],
+    ) -> None:
+        """Write what was measured at a step, and losses up to it, as long as the file takes them.
+
+        Args:
+            names: the numbers that a measured step has.
+            series: their values; None: the step was not measured.
+        """
+        if self.file is None or self.has_failed:
+            return
+        if series is None:
+            self.file.write(step, losses=losses)
+            return
+        values = [series.get(name, math.nan) for name in names]
+        self.file.write(step, values=values, losses=losses)
+
+    def tell(self, text: str) -> None:
+        """Write a line in the host's log."""
+        if self._say is not None:
+            self._say(text)
+
+    def failed(self, error: Exception) -> None:
+        """Warn once, with the reason; the run goes on."""
+        if not self.has_failed:
+            self.has_failed = True
+            warnings.warn(
+                f"the FP8 monitor failed at step {self.step + 1}, and goes on with what it can "
+                f"measure: {type(error).__name__}: {error}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+    def summary(self, fallen: Collection[str]) -> str:
+        """Return what has happened so far, in a sentence.
+
+        Args:
+            fallen: the layers that are out of FP8 now.
+        """
+        counts = dict.fromkeys(("alarm", "fallback", "return", "loss_spike", "restore"), 0)
+        for event in self.happened:
+            counts[event["event"]] = counts.get(event["event"], 0) + 1
+        told = ", ".join(f"{n} {kind.replace('_', ' ')}" for kind, n in counts.items() if n)
+        more = f"; out of FP8 now: {', '.join(fallen)}" if fallen else ""
+        return f"FP8 monitor{self.of_model}: {self.step} steps, {told or 'no event'}{more}"
