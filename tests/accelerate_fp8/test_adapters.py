@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import inspect
 
 import peft
 import pytest
@@ -136,6 +137,43 @@ def test_a_broken_adapter_leaves_the_base_frozen():
     weight = layer.get_base_layer().weight
     assert isinstance(weight, Float8FrozenWeight)
     assert torch.equal(weight.qdata.view(torch.uint8), kept.view(torch.uint8))
+
+
+@pytest.mark.parametrize("safe", [False, True])
+@pytest.mark.parametrize("kind", ["lora", "dora", "loha", "ia3"])
+def test_peft_alone_does_not_merge_into_fp8(kind, safe):
+    model, _ = adapted(kind)
+    layer = model.base_model.model.model.layers[0].mlp.down_proj
+    if kind == "loha":
+        layer = up_proj(model)
+    kept = layer.get_base_layer().weight.qdata.clone()
+    stock = inspect.unwrap(type(layer).merge)  # as in a process that never had our extension
+    with pytest.raises(RuntimeError, match=r"_proj\.base_layer\.weight.*import accelerate_fp8"):
+        stock(layer, safe_merge=safe)
+    weight = layer.get_base_layer().weight
+    assert torch.equal(weight.qdata.view(torch.uint8), kept.view(torch.uint8))
+    assert not layer.merged
+    layer.merge(safe_merge=safe)  # by way of BF16
+    assert layer.merged
+    assert not isinstance(layer.get_base_layer().weight, Float8FrozenWeight)
+
+
+def test_a_base_that_holds_merged_adapters_is_not_frozen():
+    model = get_peft_model(LlamaForCausalLM(CONFIG), copy.deepcopy(KINDS["rslora"]))
+    layer = up_proj(model)
+    torch.nn.init.normal_(layer.lora_B["default"].weight)
+    base = layer.get_base_layer().weight.detach().clone()
+    model.merge_adapter()
+    kept = dict(freeze(model).kept)
+    assert len(kept) == 7
+    assert all("unmerge it before" in reason for reason in kept.values())
+    model.unmerge_adapter()
+    torch.testing.assert_close(layer.get_base_layer().weight.detach(), base)
+    assert len(freeze(model).frozen) == 7
+    model.merge_adapter()
+    freeze(model)
+    model.unmerge_adapter()
+    torch.testing.assert_close(layer.get_base_layer().weight.float(), base, rtol=0.07, atol=1e-4)
 
 
 def test_merge_and_unload_gives_bf16_and_lets_the_bytes_go():

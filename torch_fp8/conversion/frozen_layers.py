@@ -72,6 +72,8 @@ class FreezeReport:
         )
 
 
+MERGED = "an adapter is merged into its weight; unmerge it before the weight is frozen"
+
 NOTHING = FreezeReport((), (), None, 0, 0, 0)
 
 
@@ -142,6 +144,7 @@ def freeze_layers(
     recipe, emulate = frozen_recipe(config, device)
     shared, notice = _shared_weights(model), ThawNotice()
     sharded, waiting = _sharded_weights(model), False
+    merged = _merged_layers(model)
     frozen, kept = [], []
     num_params = before = after = 0
     for name, layer in model.named_modules():
@@ -152,7 +155,9 @@ def freeze_layers(
         if new is None and not meant(layer):
             continue
         of_fsdp = id(layer.weight) in sharded
-        reason = None if layer.frozen_weight is not None else _why_not(layer, shared, of_fsdp)
+        reason = None
+        if layer.frozen_weight is None:
+            reason = MERGED if layer in merged else _why_not(layer, shared, of_fsdp)
         if reason is not None:
             kept.append((name, reason))
             continue
@@ -212,6 +217,13 @@ def _why_not(layer: Float8Layer, shared: set[int], of_fsdp: bool) -> str | None:
     if id(layer.weight) in shared:
         return "its weight is shared with another module"
     return None
+
+
+def _merged_layers(model: nn.Module) -> set[nn.Module]:
+    """The layers below adapters that are merged: unmerging changes them again."""
+    adapters = [module for module in model.modules() if "base_layer" in module._modules]
+    merged = [module for module in adapters if getattr(module, "merged", False)]
+    return {layer for module in merged for layer in module.modules()}
 
 
 def _sharded_weights(model: nn.Module) -> set[int]:

@@ -24,9 +24,15 @@ from torch_fp8.tensor.frozen_weight import Float8FrozenWeight, frozen_parameter
 
 
 class ThawNotice:
-    """What weights share that were frozen together: whether a warning has said that some thaw."""
+    """What weights share that were frozen together: which warnings of them have been given.
+
+    Attributes:
+        given: that some thaw.
+        lost: that FP8 is too coarse for a change which somebody makes to them.
+    """
 
     given = False
+    lost = False
 
 
 class FrozenStorage(ScalingBuffers):

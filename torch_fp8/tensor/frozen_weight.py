@@ -25,6 +25,7 @@ from torch_fp8.quantization.payload_shape import SQUARE
 from torch_fp8.quantization.recipe import CastSpec
 from torch_fp8.tensor.base import Payloads, QuantizableTensor, map_tensors
 from torch_fp8.tensor.frozen_payload import DTYPE, FrozenPayload
+from torch_fp8.tensor.frozen_writes import refuse_merge, write_change
 
 _aten: Any = torch.ops.aten
 
@@ -138,6 +139,7 @@ class Float8FrozenWeight(QuantizableTensor):
                 f"was set to {tuple(value.shape)} on {value.device}. Move the module, or give the "
                 "weight back its own dtype first: torch_fp8.thaw(model)"
             )
+        refuse_merge(self.payload)
         self.copy_(value)
 
     def untyped_storage(self) -> torch.UntypedStorage:
@@ -219,6 +221,8 @@ class Float8FrozenWeight(QuantizableTensor):
         if func is _aten.copy_.default and _same_bytes(*args[:2]):
             return args[0]
         written = {id(x.payload): x.payload for x in _written(func, args, kwargs)}
+        for payload in written.values():
+            refuse_merge(payload)
         whole = {key: payload.dequantize(torch.float32) for key, payload in written.items()}
         own: dict[int, Any] = {}  # what stands for a weight that is written, by identity
 
@@ -233,7 +237,7 @@ class Float8FrozenWeight(QuantizableTensor):
 
         made = func(*map_tensors(args, plain), **map_tensors(kwargs, plain))
         for key, payload in written.items():
-            payload.write(whole[key])
+            write_change(payload, whole[key], func)
         return map_tensors(made, lambda x: own[id(x)][1] if id(x) in own else x)
 
 

@@ -193,6 +193,16 @@ def test_asking_for_gradients_thaws_with_one_warning():
     assert not torch.equal(up.detach().float(), values)
 
 
+def test_weights_that_were_frozen_together_warn_once_of_lost_changes():
+    model = Net()
+    freeze(model)
+    with pytest.warns(UserWarning, match=r"up\.weight is.*FP8Config\(frozen_weights='keep'\)"):
+        model.up.weight.mul_(0.999)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model.down.weight.mul_(0.999)
+
+
 def test_thaw_and_revert_leave_nothing():
     model = Net()
     stock = copy.deepcopy(model)

@@ -2,6 +2,7 @@
 
 import copy
 import io
+import warnings
 
 import pytest
 import torch
@@ -78,6 +79,33 @@ def test_what_is_written_is_quantized_anew(name, spec):
     expected = dequantize(requantized(plain, spec))
     assert torch.equal(dequantize(p.payload.quantized), expected)
     assert not torch.equal(expected, before)
+
+
+def mix(p, other, alpha):
+    """As TRL's `sync_ref_model` writes a reference."""
+    p.data.mul_(1.0 - alpha).add_(other, alpha=alpha)
+
+
+def test_a_change_below_the_steps_of_fp8_is_lost_with_a_warning():
+    p = frozen()
+    with pytest.warns(UserWarning, match=r"layer\.weight is stored as FP8 alone, and add_"):
+        p.data += 1e-3 * torch.randn(p.shape)
+    with pytest.warns(UserWarning, match=r"mul_ changed it by less than the steps"):
+        mix(p, torch.randn(p.shape), 0.01)
+
+
+@SPECS
+def test_writes_that_fp8_holds_are_quiet(spec):
+    p, near = frozen(spec=spec), torch.randn(160, 200)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        mix(p, torch.randn(p.shape), 0.6)
+        mix(p, near, 1.0)
+        p.copy_(near + 1e-4)  # what a copy leaves depends on its source alone
+        p.data = near
+        torch._foreach_copy_([p], [near + 1e-4])
+        p.t()[3].zero_()
+        p.add_(0.0)
 
 
 def test_data_can_be_set():

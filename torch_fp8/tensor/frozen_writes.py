@@ -1,0 +1,84 @@
+"""What is written to a weight in FP8 alone is never lost in silence.
+
+A copy leaves what FP8 makes of its source. A change (``add_``, ``mul_`` and the like) may be
+smaller than the steps of E4M3, which are 6 to 12 % of a value: then the weight stays as it was. An
+adapter's delta is such a change, and taking it away again would not give the bytes back.
+"""
+
+import sys
+import warnings
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torch_fp8.tensor.frozen_payload import FrozenPayload
+
+_MERGES = ("merge", "unmerge")
+"""The methods of PEFT's layers that write to the weight below them."""
+
+
+def refuse_merge(payload: FrozenPayload) -> None:
+    """Refuse to be written by an adapter that is merged by PEFT alone, before anything is changed.
+
+    With `accelerate_fp8` imported, the weight is in float32 by then.
+
+    Raises:
+        RuntimeError: the caller merges an adapter into the weight, or takes it out.
+    """
+    owner = None if payload.owner is None else payload.owner()
+    if owner is None:
+        return
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        if frame.f_code.co_name in _MERGES:
+            layer = frame.f_locals.get("self")
+            if isinstance(layer, nn.Module) and any(m is owner for m in layer.modules()):
+                raise RuntimeError(
+                    f"{payload.name} is stored as FP8 alone, and {type(layer).__name__}."
+                    f"{frame.f_code.co_name}() writes an adapter into its FP8 values: small deltas "
+                    "would be rounded away, and unmerging would not give the weight back. Merging "
+                    "goes through float32 and BF16 after `import accelerate_fp8`, which torch's "
+                    "autoload does where TORCH_DEVICE_BACKEND_AUTOLOAD is not 0; or give the "
+                    "weights back their own dtype first: torch_fp8.thaw(model)"
+                )
+        frame = frame.f_back
+
+
+def write_change(payload: FrozenPayload, values: Tensor, func: Any) -> None:
+    """Write `values`, and warn where a change of the weight was smaller than FP8's steps.
+
+    Args:
+        payload: what is written.
+        values: (R, C) float32.
+        func: the operator that has made them of the weight. What a copy leaves depends on its
+            source alone.
+    """
+    if values.is_meta or "copy" in func.__name__:
+        payload.write(values)
+        return
+    before = payload.dequantize(torch.float32)
+    payload.write(values)
+    wanted = values - before
+    made = payload.dequantize(torch.float32).sub_(before)
+    if (wanted * made).sum() < 0.5 * wanted.square().sum():
+        _warn_of_loss(payload, func)
+
+
+def _warn_of_loss(payload: FrozenPayload, func: Any) -> None:
+    """Say so once for all weights that were frozen together."""
+    owner = None if payload.owner is None else payload.owner()
+    notice = getattr(owner, "fp8_thaw_notice", None)
+    if notice is not None and notice.lost:
+        return
+    warnings.warn(
+        f"{payload.name} is stored as FP8 alone, and {func.overloadpacket.__name__} changed it by "
+        "less than the steps between its values, which are 6 to 12 % of each: less than half of "
+        "the change is left, and changes as small will be lost again, in other weights as well. "
+        "Make larger changes in fewer steps, or let the weights have their own dtype: "
+        "FP8Config(frozen_weights='keep') or torch_fp8.thaw(model)",
+        stacklevel=3,
+    )
+    if notice is not None:
+        notice.lost = True
