@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import _fp8_autoload
 from tests import durations
 from tests.durations import (  # noqa: F401  (hooks)
     pytest_collection_modifyitems,
@@ -18,6 +19,7 @@ from tests.durations import (  # noqa: F401  (hooks)
 from tests.forked_python import Server
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+_fp8_autoload.load()  # torch finds the entry point of an installed package alone
 
 
 @pytest.fixture(scope="session")

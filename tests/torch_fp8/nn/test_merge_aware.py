@@ -8,7 +8,6 @@ import torch
 from safetensors.torch import load_file
 
 pytest.importorskip("peft")
-pytest.importorskip("accelerate_fp8")  # merging into FP8 alone is refused
 
 from peft import LoHaConfig, LoraConfig, get_peft_model
 from torch import nn
