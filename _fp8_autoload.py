@@ -1,9 +1,8 @@
 """Extends Lightning and Accelerate for FP8 when, and only when, they are imported.
 
-torch calls `load`, an entry point of the group ``torch.backends``, at the end of ``import torch``.
-It puts one finder in front of ``sys.meta_path`` that lets the others find a module and, if it is
-one of `EXTENSIONS`, calls our function on it once it has run. A module that is half imported by
-then is extended when its import ends. `_finder.status` says what became of each.
+torch calls `load`, an entry point of ``torch.backends``, at the end of ``import torch``. One finder
+in front of ``sys.meta_path`` lets the others find a module and calls our function on each one of
+`EXTENSIONS` when its import has ended. `_finder.status` says what became of them.
 
 An exception here would break ``import torch`` for a whole environment. Hence: standard library
 only, nothing raises (a failure is one warning, no more), everything may be called twice.
@@ -34,6 +33,7 @@ EXTENSIONS: dict[str, str] = {  # module: function; a copied name is extended wh
     "transformers.training_args": f"{_ACCELERATE}:extend_training_args",
     "transformers.trainer": f"{_ACCELERATE}:extend_trainer",
     "peft.tuners.tuners_utils": f"{_ACCELERATE}:extend_tuners",
+    "peft.utils.save_and_load": f"{_ACCELERATE}:extend_adapter_state",
     "trl.models.utils": f"{_ACCELERATE}:extend_trl_models",
     **{f"trl.{name}": f"{_ACCELERATE}:extend_rollouts" for name in _ROLLOUTS},
 }

@@ -165,11 +165,8 @@ def extend_modeling(module: ModuleType) -> None:
 def extend_tuners(module: ModuleType) -> None:
     """Extend ``merge`` and ``unmerge`` of PEFT's layers, for bases that are stored as FP8 alone."""
     base, tuner = module.BaseTunerLayer, module.BaseTuner
-    _wrap(
-        {tuner: {"_unload_and_optionally_merge": "unload"}},
-        "accelerate_fp8.adapters",
-        wanted=lambda *_: "torch_fp8.nn.frozen_storage" in sys.modules,
-    )
+    names = {tuner: {"_unload_and_optionally_merge": "unload"}}
+    _wrap(names, "accelerate_fp8.adapters", wanted=_may_be_frozen)
     if "__init_subclass__" in vars(base):
         return
 
@@ -187,6 +184,16 @@ def extend_tuners(module: ModuleType) -> None:
         extend(cls)
         known += cls.__subclasses__()
     base.__init_subclass__ = classmethod(__init_subclass__)
+
+
+def extend_adapter_state(module: ModuleType) -> None:
+    """Extend PEFT's ``get_peft_model_state_dict``: bases that are stored as FP8 are not read."""
+    names = {module: {"get_peft_model_state_dict": "adapter_state"}}
+    _wrap(names, "accelerate_fp8.adapters", wanted=_may_be_frozen)
+
+
+def _may_be_frozen(*_: Any) -> bool:
+    return "torch_fp8.nn.frozen_storage" in sys.modules
 
 
 def _has_frozen_base(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

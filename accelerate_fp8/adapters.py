@@ -8,7 +8,7 @@ bytes, however often.
 
 from typing import Any
 
-from torch_fp8.nn.frozen_storage import FrozenStorage
+from torch_fp8.nn.frozen_storage import FrozenStorage, left_unread, plain_copy
 
 
 def merge(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
@@ -28,6 +28,15 @@ def unload(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(module, FrozenStorage):
             module.forget_unmerged()
     return made
+
+
+def adapter_state(original: Any, model: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    """Extend ``get_peft_model_state_dict``, which takes the state of the whole model to choose
+    from: frozen weights are made BF16 only if they are chosen.
+    """
+    with left_unread(model):
+        state = original(model, *args, **kwargs)
+    return {name: plain_copy(value) for name, value in state.items()}
 
 
 def _within(original: Any, layer: Any, *args: Any, **kwargs: Any) -> None:

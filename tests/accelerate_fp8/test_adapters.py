@@ -8,8 +8,10 @@ import peft
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from tests.fp8_checkpoints import LiveStorages
 from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8, freeze, memory_report
 from torch_fp8.conversion.report import ConversionReport
 from torch_fp8.tensor.frozen_weight import Float8FrozenWeight
@@ -219,6 +221,32 @@ def test_adapters_are_saved_and_loaded_over_a_stock_base_and_a_frozen_one(tmp_pa
         loaded = peft.PeftModel.from_pretrained(stock, tmp_path)
         difference = (logits(loaded) - logits(model)).norm() / logits(model).norm()
         assert difference < (1e-6 if frozen else 0.1)
+
+
+@pytest.mark.parametrize("way", ["save_pretrained", "state"])
+def test_saving_adapters_does_not_read_the_base(tmp_path, way):
+    model, _ = adapted("rslora")
+    expected = {
+        name.replace(".default", ""): value
+        for name, value in model.state_dict().items()
+        if "lora_" in name
+    }
+    base = sum(p.numel() for p in model.parameters() if isinstance(p, Float8FrozenWeight))
+    with LiveStorages() as storages:
+        _ = [p.detach() for p in model.parameters() if not isinstance(p, Float8FrozenWeight)]
+        storages.peak = before = storages.alive
+        if way == "state":
+            saved = peft.get_peft_model_state_dict(model)
+        else:
+            model.save_pretrained(tmp_path)
+    assert storages.peak - before < base / 8
+    if way != "state":
+        saved = load_file(tmp_path / "adapter_model.safetensors")
+    assert saved.keys() == expected.keys()
+    assert all(torch.equal(saved[name], value) for name, value in expected.items())
+    whole = {name: p for name, p in model.state_dict().items() if "base_layer" in name}
+    assert {type(value) for value in whole.values()} == {torch.Tensor}
+    assert {value.dtype for value in whole.values()} == {torch.bfloat16}
 
 
 def test_a_stock_base_is_merged_as_before():

@@ -7,8 +7,10 @@ the CPU one weight after the other, so that the device never holds a second copy
 is loaded, is quantized.
 """
 
+import contextlib
 import warnings
 import weakref
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -43,11 +45,13 @@ class FrozenStorage(ScalingBuffers):
             is not frozen.
         fp8_thaw_notice: what the weights share that were frozen together.
         fp8_unmerged: the bytes of the weight without the adapters that are merged into it.
+        fp8_unread: whether ``state_dict`` has the frozen weight itself; see `left_unread`.
     """
 
     fp8_thawed_recipe: Recipe | None = None
     fp8_thaw_notice: "ThawNotice | None" = None
     fp8_unmerged: FrozenPayload | None = None
+    fp8_unread = False
     fp8_name: str
     fp8_emulate: bool
     fp8_transposed: bool = False
@@ -213,7 +217,7 @@ class FrozenStorage(ScalingBuffers):
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         frozen = self.frozen_weight
-        if frozen is not None and not keep_vars:
+        if frozen is not None and not (keep_vars or self.fp8_unread):
             destination[prefix + "weight"] = _plain(self.weight, frozen)
 
     def _load_from_state_dict(
@@ -240,6 +244,29 @@ class FrozenStorage(ScalingBuffers):
         frozen = self.frozen_weight
         if frozen is not None:
             frozen.payload.owner = weakref.ref(self)
+
+
+@contextlib.contextmanager
+def left_unread(model: nn.Module) -> Iterator[None]:
+    """Have ``state_dict`` of `model` hold frozen weights as they are, in the with block.
+
+    It is for who takes few values of it: of those `plain_copy` makes what is to be saved.
+    """
+    layers = [module for module in model.modules() if isinstance(module, FrozenStorage)]
+    for layer in layers:
+        layer.fp8_unread = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.__dict__.pop("fp8_unread", None)
+
+
+@torch.no_grad()
+def plain_copy(value: Any) -> Any:
+    """Return what a state dict has of a frozen weight, or of a shard of one; others as they are."""
+    frozen = local(value) if isinstance(value, Tensor) else None
+    return _plain(value, frozen) if isinstance(frozen, Float8FrozenWeight) else value
 
 
 def replace_parameter(layer: nn.Module, new: nn.Parameter) -> None:
