@@ -182,10 +182,7 @@ def test_a_selective_checkpoint_repeats_three_gemms(recipe):
 
 def test_a_checkpoint_repeats_a_forward_with_the_scales_that_it_had():
     forward, backward = _checkpointed("delayed")
-    repeated = 6  # nobody wants the last one's result
-    if torch.__version__.startswith("2.11"):
-        repeated = 0  # it has no tags for what custom functions do within a checkpoint
-    assert (forward["gemm"], backward["gemm"]) == (7, 14 + repeated)
+    assert (forward["gemm"], backward["gemm"]) == (7, 14 + 6)  # nobody wants the last one's result
 
 
 def _checkpointed(recipe, **options):
