@@ -5,8 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import _disable_current_modes
 
-from torch_fp8.autograd.checkpoint_pass import repeats_forward
+from torch_fp8.autograd.checkpoint_pass import is_traced, repeats_forward
 from torch_fp8.nn.frozen_storage import FrozenStorage
 from torch_fp8.nn.kept_weight import KeptWeight
 from torch_fp8.nn.weight_cache import WeightCache, watch
@@ -28,7 +29,7 @@ class LayerQuantizers(FrozenStorage):
     """Whether the recipe scales by histories: `Recipe.delayed`, asked once."""
 
     def quantizers(self, group: Any = None) -> Quantizers:
-        """How the operands are cast now.
+        """How the operands are cast now; with their histories in eager code and without a group.
 
         Args:
             group: of ranks that have other parts of them; or None.
@@ -36,12 +37,17 @@ class LayerQuantizers(FrozenStorage):
         updates, repeats = True, False
         if self.fp8_delayed:
             updates, repeats = self.training, repeats_forward()
-        # Many objects, which change with these and the weight's cache alone.
+        # Many objects, which change with these, the weight's cache and the histories' buffer alone.
         steady = group is None and not torch.compiler.is_compiling()
+        rows = self._buffers.get("fp8_scaling")
+        if steady and rows is not None:  # views of it would belong to these
+            steady = not (torch.is_inference_mode_enabled() or is_traced())
         if steady:
-            kept: Quantizers | None = self.__dict__.get("_fp8_quantizers")
+            kept: Quantizers | None
+            kept, of_rows = self.__dict__.get("_fp8_quantizers", (None, None))
             if (
                 kept is not None
+                and of_rows is rows
                 and kept.weight.cache is self.fp8_weight_cache
                 and (kept.input.updates, kept.input.repeats) == (updates, repeats)
             ):
@@ -57,7 +63,14 @@ class LayerQuantizers(FrozenStorage):
             self.fp8_channels,
         )
         if steady:
-            self.__dict__["_fp8_quantizers"] = made
+            if self.fp8_delayed:
+                buffers = self.operand_buffers()
+                with _disable_current_modes():  # a checkpoint would miss them in its second pass
+                    of_gradient = History.of_operand(buffers, 2)
+                    made = made.with_buffers(buffers)
+                gradient = made.grad_output._replace(history=of_gradient)
+                made = made._replace(grad_output=gradient)
+            self.__dict__["_fp8_quantizers"] = made, rows
         return made
 
     def operand_buffers(self) -> tuple[Any, ...]:
@@ -70,7 +83,7 @@ class LayerQuantizers(FrozenStorage):
         """That of INPUT, WEIGHT or GRAD_OUTPUT, with its history."""
         made = self.quantizers(group)
         quantizer = (made.input, made.weight.quantizer, made.grad_output)[operand]
-        if not self.fp8_delayed:
+        if not self.fp8_delayed or quantizer.history is not None:
             return quantizer
         return quantizer._replace(history=History.of_operand(self.operand_buffers(), operand))
 
@@ -120,9 +133,8 @@ class LayerQuantizers(FrozenStorage):
             return
         if weight is None or isinstance(weight, DTensor) or not weight.numel():  # gathered later
             return
-        buffers = self.operand_buffers() if self.fp8_delayed else ()
-        with torch.no_grad():
-            self.quantizers().with_buffers(buffers).weight.without_gradients(weight, self.training)
+        with torch.no_grad(), torch.inference_mode(False):
+            self.quantizers().weight.without_gradients(weight, self.training)
         if compiled and kept.payload is not None:
             kept.captured = kept.payload
             for part in kept.payload[:2]:  # CUDA graphs of a compiler read them where they are
@@ -147,7 +159,8 @@ class LayerQuantizers(FrozenStorage):
         return super().train(mode)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        self.__dict__.pop("fp8_served", None)
+        for name in ("fp8_served", "_fp8_quantizers"):
+            self.__dict__.pop(name, None)
         if self.fp8_kept_weight is not None:
             self.fp8_kept_weight.release()  # of another device or dtype soon
         return super()._apply(fn, recurse)

@@ -109,7 +109,8 @@ class Float8Layer(RepeatedForward):
         options = LinearOptions(
             name, dtype, out_dtype, self.fp8_recipe, quantizers, self.fp8_emulate, self.training
         )
-        buffers = self.operand_buffers() if self.fp8_delayed else ()
+        known = not self.fp8_delayed or quantizers.input.history is not None
+        buffers = () if known else self.operand_buffers()
         if not compiling:
             y = linear(x, weight, bias, shape, options, *buffers)
             return y if local is None else local.whole(y)

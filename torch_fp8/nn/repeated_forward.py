@@ -47,9 +47,8 @@ class RepeatedForward(LayerQuantizers):
         if shape[-1] != kept.columns or dtype not in FLOATS or self._is_special():
             return None
         if kept.quantizer is None:
-            buffers = self.operand_buffers() if self.fp8_delayed else ()
             with torch.inference_mode(False), torch.no_grad():
-                kept.quantizer = self.quantizers().with_buffers(buffers).input.settled()
+                kept.quantizer = self.quantizers().input.settled()
         a, _, _ = kept.quantizer(input, rowwise=True, columnwise=False)
         if is_watched(a.qdata) or not a.qdata.numel():
             return None
