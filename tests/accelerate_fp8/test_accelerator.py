@@ -20,6 +20,7 @@ from accelerate_fp8 import FP8Config, FP8Kwargs
 from accelerate_fp8.accelerator import preparation_of
 from accelerate_fp8.history import load_history, save_history
 from torch_fp8 import Float8Linear, scaling_state_dict
+from torch_fp8.ops import scaled_mm
 
 
 class Block(nn.Module):
@@ -53,13 +54,17 @@ def fp8(accelerate: Any) -> Any:
 def gemms(monkeypatch: pytest.MonkeyPatch) -> list[torch.dtype]:
     """The output dtype of every scaled matmul."""
     calls: list[torch.dtype] = []
-    original = torch.nn.functional.scaled_mm
+    place, name, dtype = torch.nn.functional, "scaled_mm", "output_dtype"
+    if not scaled_mm._CPU_HAS_F_SCALED_MM:  # torch 2.11
+        place, name, dtype = torch, "_scaled_mm", "out_dtype"
+    original = getattr(place, name)
 
     def counted(*args: Any, **kwargs: Any) -> torch.Tensor:
-        calls.append(kwargs["output_dtype"])
-        return original(*args, **kwargs)
+        calls.append(kwargs[dtype])
+        result: torch.Tensor = original(*args, **kwargs)
+        return result
 
-    monkeypatch.setattr(torch.nn.functional, "scaled_mm", counted)
+    monkeypatch.setattr(place, name, counted)
     return calls
 
 

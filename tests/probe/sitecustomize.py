@@ -34,6 +34,9 @@ class _WrapFunctional:
 def _wrap(module):
     for name in _counts:
         setattr(module, name, _counting(name, getattr(module, name)))
+    torch = module.torch
+    if not torch._C._dispatch_has_kernel_for_dispatch_key("aten::_scaled_mm_v2", "CPU"):
+        torch._scaled_mm = _counting("scaled_mm", torch._scaled_mm)  # torch 2.11
 
 
 def _counting(name, function):
