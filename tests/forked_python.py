@@ -203,7 +203,6 @@ def _become(arguments, folder, environment, numbers, files, python) -> None:
     os.environ.clear()
     os.environ.update(environment)
     assert environment.get("TORCH_DEVICE_BACKEND_AUTOLOAD") != "0", "take the real Python for this"
-    sys.modules["torch"]._import_device_backends()  # as `import torch` ends, in this environment
     sys.executable = python
     multiprocessing.set_executable(python)
     sys.orig_argv = [python, *arguments]
@@ -211,6 +210,7 @@ def _become(arguments, folder, environment, numbers, files, python) -> None:
     # The folder of this file was the first.
     sys.path[:1] = [p for p in environment.get("PYTHONPATH", "").split(os.pathsep) if p]
     importlib.invalidate_caches()
+    sys.modules["torch"]._import_device_backends()  # as `import torch` ends, in this environment
     if any((Path(p) / "sitecustomize.py").exists() for p in sys.path[:3]):
         sys.modules.pop("sitecustomize", None)
         importlib.import_module("sitecustomize")

@@ -51,10 +51,10 @@ def test_constructor_without_fp8_runs_none(run: Callable) -> None:
 
 
 def test_environment_reaches_every_option_of_an_unmodified_script(run: Callable) -> None:
-    options = '{"recipe": "rowwise", "wgrad": "bf16", "skip": ["2"]}'
+    options = '{"recipe": "tensorwise", "wgrad": "bf16", "skip": ["2"]}'
     done = run("loop.py", "fp8", TORCH_FP8_CONFIG=options)
     assert done.fp8 == 8 * (2 + 1)  # two layers; dgrad for the last only, no wgrad
-    assert "rowwise" in done.stderr
+    assert "tensorwise" in done.stderr
     assert "2: skip='2'" in done.stderr
 
 
