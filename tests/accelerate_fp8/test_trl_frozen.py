@@ -164,14 +164,26 @@ def test_it_trains_with(lab: Lab, name: str) -> None:
     assert len(frozen_in(trainer.model)) == LAYERS
 
 
+def losses_of(trainer: Any) -> list[float]:
+    return [row["loss"] for row in trainer.state.log_history if "loss" in row]
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointing"])
+@pytest.mark.parametrize("peft", [True, False], ids=["lora", "full"])
 @pytest.mark.parametrize("kind", ["sft", "dpo", "grpo"])
-def test_it_trains_compiled(lab: Lab, kind: str) -> None:
-    options = {"torch_compile": True, "gradient_checkpointing": False}
-    trainer = lab.make(kind, True, options)
+def test_compiled_it_trains_the_same(lab: Lab, kind: str, peft: bool, checkpointing: bool) -> None:
+    options = {"gradient_checkpointing": checkpointing, "logging_steps": 1}
+    expected = lab.make(kind, peft, options)
+    expected.train()
+    torch._dynamo.reset()
+    options["torch_compile"] = True
+    if checkpointing:  # Dynamo's part, for which the operators need not be compiled
+        options["torch_compile_backend"] = "aot_eager"
+    trainer = lab.make(kind, peft, options)
     trainer.train()
-    assert all(math.isfinite(row["loss"]) for row in trainer.state.log_history if "loss" in row)
-    assert len(frozen_in(trainer.model)) == LAYERS
+    assert len(frozen_in(trainer.model)) == LAYERS * peft
+    assert losses_of(trainer) == pytest.approx(losses_of(expected), rel=0.01, abs=0.01)
 
 
 @pytest.mark.gpu
