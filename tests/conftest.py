@@ -1,5 +1,6 @@
 """Fixtures for all tests, and the environment they run in."""
 
+import contextlib
 import importlib
 import os
 import sys
@@ -16,21 +17,34 @@ from tests.durations import (  # noqa: F401  (hooks)
     pytest_runtest_setup,
     pytest_runtest_teardown,
 )
-from tests.forked_python import Server
+from tests.forked_python import ONLY_TORCH, Server
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 _fp8_autoload.load()  # torch finds the entry point of an installed package alone
 
 
-@pytest.fixture(scope="session")
-def forked_python():
-    """Path of a Python for scripts that has torch imported, but neither hosts nor this package."""
+@contextlib.contextmanager
+def _started(*arguments, **variables):
     with tempfile.TemporaryDirectory() as folder:
-        server = Server(Path(folder))
+        server = Server(Path(folder), *arguments, **variables)
         durations.SERVERS.append(server)
         yield server.python
         durations.SERVERS.remove(server)
         server.stop()
+
+
+@pytest.fixture(scope="session")
+def forked_python():
+    """Path of a Python for scripts that has torch imported, but neither hosts nor this package."""
+    with _started() as python:
+        yield python
+
+
+@pytest.fixture(scope="session")
+def forked_interpreter():
+    """As `forked_python`, for kernels in Triton's interpreter, which is chosen at its import."""
+    with _started(ONLY_TORCH, TRITON_INTERPRET="1") as python:
+        yield python
 
 
 @pytest.fixture(autouse=True)

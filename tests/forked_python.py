@@ -28,6 +28,7 @@ import sys
 import threading
 import types
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 
 MODULES = (
@@ -40,12 +41,15 @@ MODULES = (
     "torchmetrics",
     "tokenizers",
 )
+ONLY_TORCH = tuple(name for name in MODULES if name.startswith("torch."))
 PACKAGES_UNDER_TEST = ("lightning", "lightning_fabric", "pytorch_lightning", "accelerate", "trl")
 EXTENDED = ("transformers.modeling_utils", "transformers.training_args", "transformers.trainer")
 ENGINE = ("torch_fp8", "lightning_fp8", "accelerate_fp8")
 
 CLIENT = """#!{python} -ISE
 import marshal, os, signal, socket, sys
+endings = signal.SIGTERM, signal.SIGINT, signal.SIGHUP
+ignored = [int(number) for number in endings if signal.getsignal(number) == signal.SIG_IGN]
 connection = socket.socket(socket.AF_UNIX)
 connection.connect({address!r})
 def is_open(name):
@@ -54,7 +58,7 @@ def is_open(name):
     except OSError:
         return False
 files = [int(name) for name in os.listdir("/proc/self/fd") if is_open(name)]
-request = marshal.dumps((sys.argv[1:], os.getcwd(), dict(os.environ), files))
+request = marshal.dumps((sys.argv[1:], os.getcwd(), dict(os.environ), files, ignored))
 socket.send_fds(connection, [len(request).to_bytes(8, "little")], files)
 connection.sendall(request)
 pid = int.from_bytes(connection.recv(8), "little")
@@ -77,12 +81,15 @@ os._exit(code)
 class Server:
     """Starts the process that is forked, in `folder`; `stop` ends it and what it has started.
 
+    Args:
+        modules: what it imports.
+        variables: environment that it imports these in.
     Attributes:
         python: path of the executable.
         pid: the server's.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, modules: Sequence[str] = MODULES, **variables: str) -> None:
         address = str(folder / "socket")
         self.python = str(folder / "python")
         Path(self.python).write_text(CLIENT.format(python=sys.executable, address=address))
@@ -90,10 +97,10 @@ class Server:
         chosen = ("PYTHONPATH", "ACCELERATE_", "TORCH_", "PL_", "LT_")
         kept = {k: v for k, v in os.environ.items() if not k.startswith(chosen)}
         self._process = subprocess.Popen(
-            [sys.executable, __file__, address, self.python],
+            [sys.executable, __file__, address, self.python, *modules],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env={**kept, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+            env={**kept, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **variables},
         )
         self.pid = self._process.pid
         assert self._process.stdout.readline() == b"ready\n"
@@ -108,9 +115,9 @@ class Server:
         self._process.wait(timeout=30)
 
 
-def serve(address: str, python: str) -> None:
+def serve(address: str, python: str, *modules: str) -> None:
     """Forks for each request; returns in the child, which runs what was asked for."""
-    for name in MODULES:
+    for name in modules:
         importlib.import_module(name)
     loaded = {name.partition(".")[0] for name in sys.modules}
     assert not loaded.intersection(PACKAGES_UNDER_TEST + ENGINE), loaded
@@ -190,8 +197,13 @@ def _receive(connection: socket.socket):
     return marshal.loads(data), files
 
 
-def _become(arguments, folder, environment, numbers, files, python) -> None:
+def _become(arguments, folder, environment, numbers, ignored, files, python) -> None:
     """What a new Python has of its caller."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in ignored:
+        signal.signal(number, signal.SIG_IGN)
     above = max(numbers, default=0) + 1
     copies = [fcntl.fcntl(file, fcntl.F_DUPFD, above) for file in files]
     for file in files:

@@ -94,3 +94,18 @@ def test_a_signal_reaches_it(forked_python, tmp_path, number):
     while os.path.exists(f"/proc/{pid}"):
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+@pytest.mark.parametrize("action", [signal.SIG_DFL, signal.SIG_IGN], ids=lambda a: a.name)
+def test_it_heeds_the_signals_that_its_caller_heeds(forked_python, action):
+    code = "import signal as s; print([s.getsignal(n) for n in (s.SIGTERM, s.SIGINT, s.SIGHUP)])"
+
+    def heeded(python):
+        def act():
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+                signal.signal(number, action)
+
+        command = [python, "-c", code]
+        return subprocess.run(command, preexec_fn=act, capture_output=True, check=True).stdout
+
+    assert heeded(forked_python).split(b" at ")[0] == heeded(sys.executable).split(b" at ")[0]

@@ -3,7 +3,6 @@
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -26,10 +25,10 @@ print(json.dumps([rows, others, parts]))
 
 
 @pytest.fixture(scope="module")
-def run():
+def run(forked_interpreter):
     """A process of its own: the interpreter is chosen when Triton is imported."""
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT],
+        [forked_interpreter, "-c", SCRIPT],
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,

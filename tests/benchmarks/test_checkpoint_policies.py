@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -46,9 +45,9 @@ def test_products_again_in_a_compiled_graph(kind):
 
 @pytest.mark.long
 @pytest.mark.skipif(shutil.which("cc") is None, reason="Triton's launchers need cc")
-def test_host_time_of_each_kind():
+def test_host_time_of_each_kind(forked_python):
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.checkpoint_host_time", "2"],
+        [forked_python, "-m", "benchmarks.checkpoint_host_time", "2"],
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,

@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -48,10 +47,10 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def run():
+def run(forked_python):
     """A process of its own: operators are registered when they are imported."""
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT],
+        [forked_python, "-c", SCRIPT],
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,

@@ -3,7 +3,6 @@
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -33,10 +32,10 @@ CASES = [
 ]
 
 
-def _run(script):
+def _run(python, script):
     """A process of its own: the interpreter is chosen when Triton is imported."""
     done = subprocess.run(
-        [sys.executable, "-c", script],
+        [python, "-c", script],
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -48,10 +47,10 @@ def _run(script):
 
 
 @pytest.fixture(scope="module")
-def counted():
+def counted(forked_interpreter):
     """(recipe, case, tensor) -> its row."""
     recipes = ("tensorwise", "delayed", "blockwise")
-    rows = _run(SCRIPT.format(named=CASES, recipes=recipes))
+    rows = _run(forked_interpreter, SCRIPT.format(named=CASES, recipes=recipes))
     return {(row["recipe"], row["case"], row["tensor"]): row for row in rows}
 
 
@@ -128,9 +127,11 @@ def test_a_frozen_weight_needs_one_layout(counted, recipe):
     assert full - frozen == pytest.approx(1, abs=0.04)  # the other layout, and its scales
 
 
-def test_the_count_is_of_what_runs():
+def test_the_count_is_of_what_runs(forked_interpreter):
     """What programs read that run at once is read once, and again by later ones; masks; L2."""
-    counts = _run("""
+    counts = _run(
+        forked_interpreter,
+        """
 from benchmarks.launches import AT_ONCE, count_launches
 import json, torch, triton, triton.language as tl
 
@@ -152,7 +153,8 @@ def run():
 launches = count_launches(run, x=x)
 counts = [[k.kind, k.name, k.sources, k.moved, k.requested] for k in launches]
 print(json.dumps([AT_ONCE, counts]))
-""")
+""",
+    )
     at_once, counts = counts
     size = 100_003
     again = size - at_once * 256

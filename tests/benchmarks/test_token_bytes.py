@@ -5,7 +5,6 @@ import itertools
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -47,10 +46,10 @@ def test_recorded_rows_are_alike(recorded):
 
 
 @pytest.mark.long
-def test_a_layer_moves_and_launches_what_is_recorded(recorded):
+def test_a_layer_moves_and_launches_what_is_recorded(recorded, forked_interpreter):
     """A process of its own: the interpreter is chosen when Triton is imported."""
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT],
+        [forked_interpreter, "-c", SCRIPT],
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,

@@ -4,7 +4,6 @@ import itertools
 import json
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -37,9 +36,9 @@ SHARED_BYTES = 227 * 1024  # that one program may have, of Hopper's and Blackwel
 
 
 @pytest.fixture(scope="module")
-def differences():
+def differences(forked_interpreter):
     """Case -> what differed from the reference."""
-    command = [sys.executable, "-m", "tests.benchmarks.interpreted_gemm_cases"]
+    command = [forked_interpreter, "-m", "tests.benchmarks.interpreted_gemm_cases"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout)

@@ -165,7 +165,7 @@ def complete_checkpoints(output: Path) -> list[Path]:
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT], ids=lambda s: s.name)
 def test_a_signal_ends_a_run_with_its_number_and_leaves_no_result(
-    host, signum, assets_cache, tmp_path
+    host, signum, assets_cache, forked_python, tmp_path
 ):
     """Lightning takes SIGTERM for an early, regular end: status 0.
 
@@ -174,7 +174,7 @@ def test_a_signal_ends_a_run_with_its_number_and_leaves_no_result(
     precision = None if host.script == "sft_accelerate.py" else host.fp8
     output = tmp_path / "out"
     steps = ["--quick", "--steps", "500", "--assets", str(assets_cache)]
-    command = host.command(precision, *steps, "--output", str(output))
+    command = host.command(precision, *steps, "--output", str(output), python=forked_python)
     with (tmp_path / "log").open("w") as log:
         run = subprocess.Popen(
             command,

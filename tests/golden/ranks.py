@@ -125,15 +125,15 @@ def recorded(kind: type[OfDDP] | type[OfFSDP], level: str, folder: Path) -> dict
     return made
 
 
-def recorded_on_ranks() -> dict[str, Any]:
-    """What both ranks note, by the names in `NAMES`.
+def recorded_on_ranks(python: str = sys.executable) -> dict[str, Any]:
+    """What both ranks note, by the names in `NAMES`, each started by `python`.
 
     Raises:
         RuntimeError: with what a rank has written to its standard error.
     """
     root = Path(__file__).parents[2]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-W", "ignore", "-m", "tests.golden.ranks"]
+    command = [python, "-W", "ignore", "-m", "tests.golden.ranks"]
     with tempfile.TemporaryDirectory() as folder:
         processes = [
             subprocess.Popen(

@@ -33,8 +33,8 @@ def runs():
 
 
 @pytest.fixture(scope="module")
-def on_ranks(runs):
-    return recorded_on_ranks()
+def on_ranks(runs, forked_python):
+    return recorded_on_ranks(forked_python)
 
 
 def _marked(name):

@@ -4,7 +4,6 @@ import json
 import os
 import re
 import subprocess
-import sys
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -282,7 +281,7 @@ def count_instructions(tmp_path):
 
 
 @pytest.fixture(scope="session")
-def interpreted():
+def interpreted(forked_interpreter):
     """`interpreted(name)`: what a script of cases prints under Triton's interpreter, read as JSON.
 
     A process of its own: the interpreter is chosen when Triton is imported.
@@ -292,7 +291,7 @@ def interpreted():
         environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
         paths = [str(Path(__file__).resolve().parents[3]), os.environ.get("PYTHONPATH")]
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))  # benchmarks is no package
-        command = [sys.executable, str(Path(__file__).with_name(name))]
+        command = [forked_interpreter, str(Path(__file__).with_name(name))]
         done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
         assert done.returncode == 0, done.stderr[-4000:]
         return json.loads(done.stdout)
