@@ -6,8 +6,10 @@ lives within a step is followed storage by storage in a step of a model of a few
 a layer adds is the difference, and layers are alike.
 """
 
+import contextlib
 import functools
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -117,10 +119,10 @@ def _few_layers(setup: Setup, role: str, level: str, layers: int) -> StepBytes:
             run()  # the first makes what later ones find
             tracker = _standing(model)
             if mesh is not None:
-                tracker.resized = functools.partial(_gathered, model)
+                tracker.resized = _gathered(model)
             watch = _Watch(tracker, blocks_of(model))
             before = tracker.total
-            with tracker, FakeRecorder(made):
+            with tracker, contextlib.nullcontext() if mesh is None else FakeRecorder(made):
                 run()
             watch.remove()
     factor = _ring(setup.fsdp) / _ring(ranks) if ranks > 1 else 1.0
@@ -162,10 +164,10 @@ def _standing(model: nn.Module) -> MemoryTracker:
     return tracker
 
 
-def _gathered(model: nn.Module) -> list[Tensor]:
-    """Return the tensors that FSDP2 gathers into, and frees by resizing them."""
+def _gathered(model: nn.Module) -> Callable[[], list[Tensor]]:
+    """Return what lists the tensors that FSDP2 gathers into, and frees by resizing them."""
     groups = [g for m in model.modules() if isinstance(m, FSDPModule) for g in param_groups(m)]
-    return [t for g in groups for p in g.fsdp_params for t in p.all_gather_outputs]
+    return lambda: [t for g in groups for p in g.fsdp_params for t in p.all_gather_outputs]
 
 
 class _Watch:

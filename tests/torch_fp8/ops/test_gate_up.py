@@ -111,15 +111,22 @@ def test_scales_that_cannot_be_known_are_refused():
 @pytest.mark.parametrize("saved", [True, False])
 @pytest.mark.parametrize("layouts", LAYOUTS, ids=str)
 @pytest.mark.parametrize("granularity", GRANULARITIES)
-def test_operators_are_well_formed(granularity, layouts, saved):
-    check, library = torch.library.opcheck, torch.ops.torch_fp8
+def test_the_operator_that_casts_is_well_formed(granularity, layouts, saved):
     arguments = inputs((20, 140), saved, smooth=layouts[0])
     cast = (E4M3.dtype, granularity, False, *layouts)
     known = ((1, 0), (0, 1)) if granularity == "tensorwise" else ((0, 0),)
-    for given in known:
-        scales = [torch.ones(()) if g else None for g in given]
-        operator = library.gate_up_backward_quantize.default
-        check(operator, (*arguments, saved, *cast, *scales), test_utils=CHECKS[saved])
+    for amax, scale in known:
+        scales = [torch.ones(()) if given else None for given in (amax, scale)]
+        operator = torch.ops.torch_fp8.gate_up_backward_quantize.default
+        given = (*arguments, saved, *cast, *scales)
+        torch.library.opcheck(operator, given, test_utils=CHECKS[saved])
+
+
+@pytest.mark.parametrize("saved", [True, False])
+@pytest.mark.parametrize("smooth", [True, False])
+def test_other_operators_are_well_formed(smooth, saved):
+    check, library = torch.library.opcheck, torch.ops.torch_fp8
+    arguments = inputs((20, 140), saved, smooth)
     check(library.gate_up_backward.default, (*arguments, saved), test_utils=CHECKS[saved])
     check(library.gate_up_backward_amax.default, arguments, test_utils=CHECKS[saved])
 

@@ -1,6 +1,7 @@
 """`torch_fp8.plan`: what it predicts is what is counted; what it refuses."""
 
 import dataclasses
+import functools
 import json
 import re
 
@@ -9,7 +10,7 @@ import torch
 
 from tests.torch_fp8.planner.layouts_for_tests import LAYOUTS, WIDE, config_of, trained
 from torch_fp8 import FP8Config, cli, memory_report
-from torch_fp8.planner import counts, figure, layouts
+from torch_fp8.planner import counts, figure, layouts, scaling
 from torch_fp8.planner.counts import standing_bytes
 from torch_fp8.planner.plan import CATEGORIES, largest, plan
 from torch_fp8.planner.setup import LEVELS, make_setup
@@ -202,7 +203,12 @@ def test_command_prints_json_and_names_mistakes(tmp_path, capsys):
 
 
 @pytest.mark.long
-def test_several_numbers_of_gpus_are_a_table_over_them(tmp_path, capsys):
+def test_several_numbers_of_gpus_are_a_table_over_them(tmp_path, capsys, monkeypatch):
+    @functools.cache  # the table and the JSON are of the same plans
+    def planned(model, **options):
+        return plan(model, **options)
+
+    monkeypatch.setattr(scaling, "plan", planned)
     config_of("llama").save_pretrained(tmp_path)
     call = ["plan", str(tmp_path), "--sequence", "32", "--level", "O2", "--gpus", "4", "8"]
     assert cli.main([*call, "--fsdp", "4"]) == 0
