@@ -28,9 +28,10 @@ def mend() -> None:
 
     interpreter._patch_lang_tensor = patch_tensor_for_numpy_2
     _without_unread_checks()
-    _patch_once_a_launch()
+    _patch_once()
     _patch_with_less_between()
     _share_types()
+    _share_operands()
     _shift_bfloat16()
 
 
@@ -41,24 +42,24 @@ def _without_unread_checks() -> None:
     builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
 
 
-def _patch_once_a_launch() -> None:
-    """Not for each function that a kernel calls, but for each module with such a function."""
-    patch_language, run = interpreter._patch_lang, interpreter.GridExecutor.__call__
-    patched: set[int] = set()  # modules with a function that ran in this launch
+def _patch_once() -> None:
+    """Once for each module with a function that a kernel calls, and for all launches."""
+    patch_language = interpreter._patch_lang
+    patched: set[int] = set()
+
+    class Kept(interpreter._LangPatchScope):
+        def restore(self) -> None:
+            pass
 
     def patch_language_once(function: Callable) -> Any:
         module = id(function.__globals__)
-        if module in patched:
-            return None  # only the kernel's own, which is the first, is asked for
-        patched.add(module)
-        return patch_language(function)
+        if module not in patched:
+            patched.add(module)
+            patch_language(function)
+        return kept
 
-    def run_anew(self: Any, *args: Any, **kwargs: Any) -> None:
-        patched.clear()
-        run(self, *args, **kwargs)
-
+    kept = Kept()
     interpreter._patch_lang = patch_language_once
-    interpreter.GridExecutor.__call__ = run_anew
 
 
 def _patch_with_less_between() -> None:
@@ -116,18 +117,52 @@ def _share_types() -> None:
             found = numpy_types[type.name] = numpy_type(type)
         return found
 
-    def broadcast_unequal(self: Any, lhs: Any, rhs: Any) -> tuple[Any, Any]:
-        shapes = [x.type.shape.values if x.type.is_block() else None for x in (lhs, rhs)]
-        return (lhs, rhs) if shapes[0] == shapes[1] else broadcast(self, lhs, rhs)
-
     start = core.tensor.__init__
-    semantic = type(interpreter.interpreter_semantic)
-    broadcast, semantic.broadcast_impl_value = semantic.broadcast_impl_value, broadcast_unequal
     core.block_type.__new__ = block
     core.block_type.__init__ = lambda self, element, shape: None
     core.block_type.to_ir = lambda self, builder: self
     core.tensor.__init__ = start_tensor
     interpreter._get_np_dtype = numpy_type_of
+
+
+def _share_operands() -> None:
+    """Operands of one type stay as they are, and a number is made a block of a type once."""
+    semantic, tensor = type(interpreter.interpreter_semantic), core.tensor
+    check, broadcast, cast = (
+        semantic.binary_op_type_checking_impl,
+        semantic.broadcast_impl_value,
+        semantic.cast,
+    )
+    own = {"fp32", "int1", "uint8", "int32", "uint32", "int64"}  # the type of what is made of two
+    numbers: dict[tuple, Any] = {}
+
+    def check_unequal(self: Any, lhs: Any, rhs: Any, *flags: bool, **more: bool) -> Any:
+        if type(lhs) is not tensor or lhs.dtype.name not in own:
+            return check(self, lhs, rhs, *flags, **more)
+        if type(rhs) is tensor:
+            return (lhs, rhs) if lhs.type is rhs.type else check(self, lhs, rhs, *flags, **more)
+        if type(rhs) not in (int, float) or rhs == 0:  # there are two zeros
+            return check(self, lhs, rhs, *flags, **more)
+        key = lhs.type.name, type(rhs), rhs, flags, *more.items()
+        found = numbers.get(key)
+        if found is not None:
+            return lhs, found
+        left, right = check(self, lhs, rhs, *flags, **more)
+        if left is lhs:
+            right.handle.data.setflags(write=False)
+            numbers[key] = right
+        return left, right
+
+    def broadcast_unequal(self: Any, lhs: Any, rhs: Any) -> tuple[Any, Any]:
+        shapes = [x.type.shape.values if x.type.is_block() else None for x in (lhs, rhs)]
+        return (lhs, rhs) if shapes[0] == shapes[1] else broadcast(self, lhs, rhs)
+
+    def cast_other(self: Any, value: Any, type: Any, *rounding: Any) -> Any:
+        return value if value.dtype is type.scalar else cast(self, value, type, *rounding)
+
+    semantic.binary_op_type_checking_impl = check_unequal
+    semantic.broadcast_impl_value = broadcast_unequal
+    semantic.cast = cast_other
 
 
 def _shift_bfloat16() -> None:
