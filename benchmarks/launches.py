@@ -268,12 +268,25 @@ def _as_on_a_card(launches: list[Launch], names: _Names) -> Iterator[None]:
 
 
 class _Access(NamedTuple):
-    """The elements that one program touched: addresses and size, and which programs ran with it."""
+    """The elements that one program touched: addresses and size, and which programs ran with it;
+    and the first and the last address.
+    """
 
     pointers: np.ndarray
     itemsize: int
     is_write: bool
     window: int
+    first: int
+    last: int
+
+    def within(self, address: int, size: int) -> np.ndarray:
+        """Return those of `size` bytes from an address on: all, most often, or none."""
+        end = address + size
+        if self.last < address or self.first >= end:
+            return self.pointers[:0]
+        if address <= self.first and self.last < end:
+            return self.pointers
+        return self.pointers[(self.pointers >= address) & (self.pointers < end)]
 
 
 @contextlib.contextmanager
@@ -293,7 +306,8 @@ def _interpreted(launches: list[Launch], names: _Names) -> Iterator[None]:
         x, y, z = at.grid_idx
         program = x + at.grid_dim[0] * (y + at.grid_dim[1] * z)
         inside = ptrs.data[mask.data.astype(bool)].ravel()
-        accesses.append(_Access(inside, size, is_write, program // AT_ONCE))
+        ends = (int(inside.min()), int(inside.max())) if inside.size else (0, -1)
+        accesses.append(_Access(inside, size, is_write, program // AT_ONCE, *ends))
 
     def noted_load(self, ptrs, mask, *rest):
         note(self, ptrs, mask, False)
@@ -351,8 +365,7 @@ def _launch(executor, args, accesses, names) -> Launch:
             for access in accesses:
                 if access.is_write is not is_write:
                     continue
-                pointers = access.pointers
-                inside = pointers[(pointers >= address) & (pointers < address + size)]
+                inside = access.within(address, size)
                 if not inside.size:
                     continue
                 requested += inside.size * access.itemsize

@@ -14,7 +14,6 @@ from benchmarks import run_gpu
 from benchmarks.shapes import TOY_LLAMA, parameter_count
 
 ROOT = Path(__file__).resolve().parents[2]
-COMMAND = [sys.executable, "-m", "benchmarks.run_gpu"]
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 RECIPES = ("tensorwise", "delayed", "rowwise", "blockwise", "mxfp8")
 PEERS = ("torchao tensorwise", "torchao rowwise", "Transformer Engine delayed")
@@ -25,7 +24,16 @@ PARTS = ("linear", "block", "step", "memory", "gemm", "optimizer")
 def results(tmp_path_factory, forked_python):
     """Directory of the CSV files of one toy run."""
     directory = tmp_path_factory.mktemp("results")
-    command = [forked_python, *COMMAND[1:], "--toy", "--budget", "900", "--results", str(directory)]
+    command = [
+        forked_python,
+        "-m",
+        "benchmarks.run_gpu",
+        "--toy",
+        "--budget",
+        "900",
+        "--results",
+        str(directory),
+    ]
     run = subprocess.run(
         command, capture_output=True, text=True, timeout=920, env=ENVIRONMENT, check=False, cwd=ROOT
     )
@@ -294,9 +302,10 @@ def test_a_part_that_was_ended_is_drawn_from_the_rows_it_has(tmp_path, monkeypat
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
-def test_without_a_gpu_the_full_size_is_refused():
+def test_without_a_gpu_the_full_size_is_refused(forked_python):
+    command = [forked_python, "-m", "benchmarks.run_gpu"]
     run = subprocess.run(
-        COMMAND, capture_output=True, text=True, env=ENVIRONMENT, check=False, cwd=ROOT
+        command, capture_output=True, text=True, env=ENVIRONMENT, check=False, cwd=ROOT
     )
     assert run.returncode == 2
     assert "--toy" in run.stderr
