@@ -43,14 +43,11 @@ class LayerQuantizers(FrozenStorage):
         if steady and rows is not None:  # views of it would belong to these
             steady = not (torch.is_inference_mode_enabled() or is_traced())
         if steady:
-            kept: Quantizers | None
-            kept, of_rows = self.__dict__.get("_fp8_quantizers", (None, None))
-            if (
-                kept is not None
-                and of_rows is rows
-                and kept.weight.cache is self.fp8_weight_cache
-                and (kept.input.updates, kept.input.repeats) == (updates, repeats)
-            ):
+            passes: Any = self.__dict__.get("_fp8_quantizers")
+            if passes is None or passes[0] is not rows or passes[1] is not self.fp8_weight_cache:
+                passes = self.__dict__["_fp8_quantizers"] = rows, self.fp8_weight_cache, {}
+            kept: Quantizers | None = passes[2].get((updates, repeats))
+            if kept is not None:
                 return kept
         recipe, config = self.fp8_recipe, self.fp8_config
         weight = Quantizer(recipe.weight, config, group, None, updates, repeats)
@@ -70,7 +67,7 @@ class LayerQuantizers(FrozenStorage):
                     made = made.with_buffers(buffers)
                 gradient = made.grad_output._replace(history=of_gradient)
                 made = made._replace(grad_output=gradient)
-            self.__dict__["_fp8_quantizers"] = made, rows
+            passes[2][updates, repeats] = made
         return made
 
     def operand_buffers(self) -> tuple[Any, ...]:

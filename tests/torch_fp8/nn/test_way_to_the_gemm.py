@@ -11,10 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import torch_fp8
 import torch_fp8.ops.scaled_mm as gemm
 from torch_fp8 import FP8Config, convert_to_float8
+from torch_fp8.nn import layer_quantizers
 from torch_fp8.nn.linear import Float8Layer
 
 ENGINE = Path(torch_fp8.__file__).parent
@@ -58,3 +60,20 @@ def test_few_modules_lie_between_a_layer_and_its_gemm(recipe):
     model(x).sum().backward()  # what is made once is made
     modules = modules_on_the_way(model[0], x)
     assert len(modules) <= MOST, "\n".join(modules)
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
+def test_quantizers_are_made_once_for_both_passes_of_a_checkpoint(recipe, monkeypatch):
+    model = nn.Sequential(nn.Linear(128, 128))
+    convert_to_float8(model, FP8Config(recipe=recipe))
+    x = torch.randn(32, 128, requires_grad=True)
+    checkpoint(model, x, use_reentrant=False).sum().backward()
+    made = []
+    make = layer_quantizers.WeightQuantizer
+    monkeypatch.setattr(layer_quantizers, "WeightQuantizer", lambda *a: made.append(a) or make(*a))
+    for _ in range(2):
+        checkpoint(model, x, use_reentrant=False).sum().backward()
+    assert not made
+    model[0].init_scaling()
+    checkpoint(model, x, use_reentrant=False).sum().backward()
+    assert len(made) == (2 if recipe == "delayed" else 1)  # twice where the second pass differs
