@@ -3,27 +3,52 @@
     python -m benchmarks.kernel_resources
 
 The tests that compile what is launched for Hopper and Blackwell (``test_*compiled.py``) record what
-the assembler made of each variant; this runs them, with every variant for both, which the tests
-leave out where registers abound, and writes the record down. A row is a kernel,
+the assembler made of each variant; this runs them with every variant for both, of which the tests
+compile a covering part, and writes the record down. A row is a kernel,
 its compile-time choices and the type of its first pointer: where several inputs differ in sizes or
-strides alone, the most registers and the most spilled bytes among them.
+strides alone, the most registers and the most spilled bytes among them. The last columns are the
+version of Triton and the digest of the kernels' code: when that changes, a test asks for a new run.
 """
 
+import ast
 import csv
+import hashlib
 import re
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
 from xml.etree import ElementTree
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "kernel_resources.csv"
+KERNELS = ROOT / "torch_fp8" / "kernels"
 COLUMNS = ("kernel", "variant", "target", "registers", "spilled_bytes", "shared_bytes", "warps")
 _USED = re.compile(
     r"Resources\(registers=(\d+), stack=(\d+), local=(\d+), shared=(\d+), warps=(\d+)"
 )
+
+
+def digest(folder: Path = KERNELS) -> str:
+    """Return 12 hexadecimal digits for the code in `folder`, without comments and docstrings."""
+    code = []
+    for path in sorted(folder.glob("*.py")):
+        tree = ast.parse(path.read_text())
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Module | ast.FunctionDef | ast.ClassDef):
+                node.body = [part for part in node.body if not _is_text(part)]
+        code += [path.name, ast.unparse(tree)]
+    return hashlib.sha256("\n".join(code).encode()).hexdigest()[:12]
+
+
+def _is_text(node: ast.stmt) -> bool:
+    return (
+        isinstance(node, ast.Expr)
+        and isinstance(node.value, ast.Constant)
+        and isinstance(node.value.value, str)
+    )
 
 
 def rows_of(report: Path) -> Iterator[dict[str, object]]:
@@ -59,7 +84,7 @@ def measure(*selection: str) -> list[dict[str, object]]:
     """
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
-        options = ["-q", "--every-target", f"--junitxml={report}", "-o", "junit_family=xunit1"]
+        options = ["-q", "--every-variant", f"--junitxml={report}", "-o", "junit_family=xunit1"]
         command = [sys.executable, "-m", "pytest", *options, *selection]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
         if not report.exists():
@@ -69,11 +94,12 @@ def measure(*selection: str) -> list[dict[str, object]]:
 
 def main() -> None:
     tests = sorted(ROOT.glob("tests/torch_fp8/kernels/test_*compiled.py"))
-    rows = measure(*map(str, tests))
+    code = {"triton": metadata.version("triton"), "digest": digest()}
+    rows = measure("-n", "auto", *map(str, tests))
     with RESULTS.open("w", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS)
+        writer = csv.DictWriter(file, (*COLUMNS, *code))
         writer.writeheader()
-        writer.writerows(rows)
+        writer.writerows(row | code for row in rows)
     worst = [row for row in rows if row["spilled_bytes"]]
     print(f"{len(rows)} variants, {len(worst)} with spills, in {RESULTS}")
 

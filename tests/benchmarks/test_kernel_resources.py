@@ -25,7 +25,7 @@ def recorded():
 def test_recorded_figures_are_those_of_this_code(recorded):
     """Of a few variants; all are the largest among inputs, of which these tests have one."""
     rows = {tuple(row[c] for c in bench.COLUMNS[:3]): row for row in recorded}
-    measured = bench.measure(f"{FEW}[short rows]")
+    measured = bench.measure(f"{FEW}[one element]")
     assert {row["target"] for row in measured} == {"sm_90", "sm_100"}
     assert len(measured) >= 10
     for row in measured:
@@ -45,6 +45,24 @@ def test_every_kernel_is_recorded_for_both_targets_without_spills(recorded):
     assert not [
         row for row in recorded if row["kernel"].startswith(producers) and int(row["spilled_bytes"])
     ]
+
+
+def test_all_variants_were_compiled_of_this_code(recorded):
+    """What tests compile covers the variants two choices at a time; the record has every one."""
+    assert {row["digest"] for row in recorded} == {bench.digest()}, (
+        "the kernels have changed: run `python -m benchmarks.kernel_resources` and commit the CSV"
+    )
+    assert len({row["triton"] for row in recorded}) == 1
+
+
+def test_the_digest_is_that_of_code(tmp_path):
+    def of(text):
+        (tmp_path / "kernel.py").write_text(text)
+        return bench.digest(tmp_path)
+
+    plain = of("def f(x):\n    return x + 1\n")
+    assert of('"""Says."""\ndef f(x):\n    """One more."""\n    return (x + 1)  # see\n') == plain
+    assert of("def f(x):\n    return x + 2\n") != plain
 
 
 def test_what_is_far_from_spilling_on_hopper_is_so_on_blackwell(recorded):

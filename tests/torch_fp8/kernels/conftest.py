@@ -1,9 +1,11 @@
 """Records what the host functions launch, and compiles it for a GPU that is not there."""
 
+import itertools
 import json
 import os
 import re
 import subprocess
+from collections.abc import Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,8 +25,8 @@ TARGETS = {"sm_90": GPUTarget("cuda", 90, 32), "sm_100": GPUTarget("cuda", 100, 
 FAR_FROM_SPILLING = 0.6
 """What takes a smaller part of a thread's registers on Hopper is not compiled for Blackwell, too.
 
-Such variants take at most 0.66 of them there: `benchmarks.kernel_resources` compiles all for both,
-and test_kernel_resources.py holds this against what it recorded.
+Such variants take at most 0.66 of them there: test_kernel_resources.py holds this against what
+`benchmarks.kernel_resources` recorded, which compiles every variant for both.
 """
 
 _POINTER = {
@@ -71,6 +73,31 @@ class Launch:
             self.divisible,
             self.options,
         )
+
+    @property
+    def choices(self) -> list[tuple[str, object]]:
+        """What the compiler is told, in parts: a type and whether it is divisible, a value, ..."""
+        arguments = [(name, (kind, name in self.divisible)) for name, kind in self.signature]
+        return [*arguments, *self.constants, *self.options]
+
+
+def covering(launches: Sequence[Launch]) -> list[Launch]:
+    """Few of these launches, in order, that have of each kernel every two choices that go together.
+
+    Greedy: always the launch with the most pairs that are still missing. Compilers fail over one
+    choice or over two that meet; three that must meet are what `benchmarks.kernel_resources` finds.
+    """
+    pairs = {
+        launch.key: {(launch.kernel, *pair) for pair in itertools.combinations(launch.choices, 2)}
+        for launch in launches
+    }
+    missing = set().union(*pairs.values())
+    chosen = set()
+    while missing:
+        most = max(pairs, key=lambda key: len(pairs[key] & missing))
+        missing -= pairs[most]
+        chosen.add(most)
+    return [launch for launch in launches if launch.key in chosen]
 
 
 class _Recorder:
@@ -191,7 +218,8 @@ def just_rounded_up(rows, cols, keys):
 
 
 def pytest_addoption(parser):
-    parser.addoption("--every-target", action="store_true", help="see FAR_FROM_SPILLING")
+    text = "compile every variant of every kernel, for Hopper and Blackwell, not a covering part"
+    parser.addoption("--every-variant", action="store_true", help=text)
 
 
 @pytest.hookimpl(tryfirst=True)  # before markers select
@@ -240,11 +268,12 @@ def compile_for(tmp_path):
 
 @pytest.fixture
 def compile_all(compile_for, record_property, pytestconfig):
-    """`compile_all(launches, registers, shared)` -> the PTX for Hopper of each distinct launch.
+    """`compile_all(launches, registers, shared)` -> the PTX for Hopper of launches that cover them.
 
     None spills, and none takes more registers or bytes of shared memory than these; for Blackwell
     neither, of each kernel at least the variant that takes the most registers (FAR_FROM_SPILLING).
     """
+    every = pytestconfig.getoption("every_variant", default=False)
 
     def compile_and_check(launch: Launch, target: str, most: int, shared: int) -> tuple[str, int]:
         ptx, used = compile_for(launch, target)
@@ -256,7 +285,8 @@ def compile_all(compile_for, record_property, pytestconfig):
 
     def compile_launches(launches, registers: int = 255, shared: int = 100 * 1024) -> list[str]:
         made, taken = [], []
-        for launch in {launch.key: launch for launch in launches}.values():
+        distinct = list({launch.key: launch for launch in launches}.values())
+        for launch in distinct if every else covering(distinct):
             # One program fits the register file.
             most = min(registers, 65536 // (32 * launch.num_warps))
             ptx, used = compile_and_check(launch, "sm_90", most, shared)
@@ -265,7 +295,6 @@ def compile_all(compile_for, record_property, pytestconfig):
         largest = {}
         for part, launch, _ in taken:
             largest[launch.kernel] = max(part, largest.get(launch.kernel, 0.0))
-        every = pytestconfig.getoption("every_target", default=False)
         for part, launch, most in taken:
             if every or part >= FAR_FROM_SPILLING or part == largest[launch.kernel]:
                 compile_and_check(launch, "sm_100", most, shared)

@@ -17,6 +17,11 @@ WEIGHTS = {
     "fp32": (torch.float32, 0),
 }
 GRADS = {"bf16": torch.bfloat16, "fp32": torch.float32, "8-bit": torch.uint8}
+LOW_BITS = ("bf16 with 8 bits", "bf16 with 4 bits")
+PAYLOADS = {
+    "tensorwise": ["adamw_step_kernel", "recast_kernel"],
+    "block_128x128": ["adamw_step_kernel"],
+}
 COLS = {"flat": 64, "rows": 48, "any": 33}
 REGISTERS = 168  # 12 programs of a warp in a multiprocessor of 65536
 SCALARS = StepScalars(0.1, 0.999, 0.001, 1e-3, 1.0, 1e-8, 1.0, 0.0, False, (1, 2))
@@ -38,18 +43,16 @@ def launch_of(make_matrix, record_launches):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("grad", GRADS)
-@pytest.mark.parametrize("weight", WEIGHTS)
-def test_every_class_compiles_without_spills(weight, grad, launch_of, compile_all):
-    of_layouts = [launch_of(weight, grad, layout) for layout in COLS]
-    for launches in of_layouts:
+def test_every_class_compiles_without_spills(launch_of, compile_all):
+    of_classes = [launch_of(*each) for each in itertools.product(WEIGHTS, GRADS, COLS)]
+    for launches in of_classes:
         assert [launch.kernel.__name__ for launch in launches] == [
             "adamw_step_kernel",
             "update_squares_kernel",
             "update_rms_kernel",
             "update_squares_kernel",
         ]
-    compile_all(itertools.chain(*of_layouts), REGISTERS, shared=4096)
+    compile_all(itertools.chain(*of_classes), REGISTERS, shared=4096)
 
 
 @pytest.mark.parametrize(("grad", "most"), [("bf16", 102), ("8-bit", 111)])
@@ -63,16 +66,13 @@ def test_a_step_takes_a_hundred_instructions_for_an_element(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("grad", ["bf16", "8-bit"])
-@pytest.mark.parametrize("weight", ["bf16 with 8 bits", "bf16 with 4 bits"])
-def test_a_step_with_the_amax_compiles_without_spills(
-    weight, grad, make_matrix, record_launches, compile_all
-):
+def test_a_step_with_the_amax_compiles_without_spills(make_matrix, record_launches, compile_all):
+    classes = list(itertools.product(LOW_BITS, ("bf16", "8-bit"), COLS.values()))
     with record_launches(adamw) as launches:
-        for cols in COLS.values():
+        for weight, grad, cols in classes:
             matrix = make_matrix(4, cols, *WEIGHTS[weight], GRADS[grad])
             adamw.adamw_step([(matrix._replace(amax=torch.zeros(())), SCALARS)])
-    assert len(launches) == len(COLS)
+    assert len(launches) == len(classes)
     compile_all(launches, REGISTERS)
 
 
@@ -92,21 +92,15 @@ def with_payload(matrix, granularity, transposed):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("granularity", ["tensorwise", "block_128x128"])
-@pytest.mark.parametrize("grad", ["bf16", "8-bit"])
-@pytest.mark.parametrize(
-    "weight",
-    ["bf16 with 8 bits", pytest.param("bf16 with 4 bits", marks=pytest.mark.slow), "fp32"],
-)
-def test_a_step_with_the_payload_compiles_without_spills(
-    weight, grad, granularity, make_matrix, record_launches, compile_all
-):
+def test_a_step_with_the_payload_compiles_without_spills(make_matrix, record_launches, compile_all):
     with record_launches(adamw) as launches:
-        for transposed in (False, True):
-            matrix = make_matrix(32, 64, *WEIGHTS[weight], GRADS[grad])
-            adamw.adamw_step([(with_payload(matrix, granularity, transposed), SCALARS)])
-    second = ["recast_kernel"] if granularity == "tensorwise" else []
-    assert [launch.kernel.__name__ for launch in launches] == ["adamw_step_kernel", *second] * 2
+        for weight, grad in itertools.product((*LOW_BITS, "fp32"), ("bf16", "8-bit")):
+            for granularity, transposed in itertools.product(PAYLOADS, (False, True)):
+                before = len(launches)
+                matrix = make_matrix(32, 64, *WEIGHTS[weight], GRADS[grad])
+                adamw.adamw_step([(with_payload(matrix, granularity, transposed), SCALARS)])
+                names = [launch.kernel.__name__ for launch in launches[before:]]
+                assert names == PAYLOADS[granularity]
     for ptx in compile_all(launches, REGISTERS):
         # The payload leaves in 16 bytes at a time, whichever way it lies.
         narrow = set(re.findall(r"(?:ld|st)\.global\.b\d+", ptx.split(".section")[0]))
