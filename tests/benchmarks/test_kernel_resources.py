@@ -35,20 +35,18 @@ def test_recorded_figures_are_those_of_this_code(recorded):
         assert int(was["warps"]) == row["warps"]
 
 
-@pytest.mark.long
 def test_every_kernel_is_recorded_for_both_targets_without_spills(recorded):
     for target in ("sm_90", "sm_100"):
         kernels = {row["kernel"] for row in recorded if row["target"] == target}
         assert {"statistics_kernel", "norm_cast_kernel", "swiglu_backward_cast_kernel"} <= kernels
         assert {"quantize_blocks_kernel", "adamw_step_kernel", "pack_kernel"} <= kernels
-    producers = ("norm", "swiglu", "statistics")
-    assert not [
-        row for row in recorded if row["kernel"].startswith(producers) and int(row["spilled_bytes"])
-    ]
+    for row in recorded:
+        assert int(row["spilled_bytes"]) == 0, row
+        assert int(row["registers"]) <= _allowed(row["kernel"], int(row["warps"])), row
 
 
 def test_all_variants_were_compiled_of_this_code(recorded):
-    """What tests compile covers the variants two choices at a time; the record has every one."""
+    """Of what tests compile, every choice is covered; the record has every variant."""
     assert {row["digest"] for row in recorded} == {bench.digest()}, (
         "the kernels have changed: run `python -m benchmarks.kernel_resources` and commit the CSV"
     )

@@ -1,6 +1,6 @@
 """Records what the host functions launch, and compiles it for a GPU that is not there."""
 
-import itertools
+import csv
 import json
 import os
 import re
@@ -18,6 +18,7 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from benchmarks import kernel_resources
 from torch_fp8.environment.kernel_cases.states import matrix_differences, moved, optimizer_matrix
 from torch_fp8.quantization.stochastic_rounding import random_words
 
@@ -82,20 +83,17 @@ class Launch:
 
 
 def covering(launches: Sequence[Launch]) -> list[Launch]:
-    """Few of these launches, in order, that have of each kernel every two choices that go together.
+    """Few of these launches, in order, that have of each kernel every choice that one of them has.
 
-    Greedy: always the launch with the most pairs that are still missing. Compilers fail over one
-    choice or over two that meet; three that must meet are what `benchmarks.kernel_resources` finds.
+    Greedy: always the launch with the most choices that are still missing. What fails only where
+    several choices meet is found by `benchmarks.kernel_resources`, which compiles every launch.
     """
-    pairs = {
-        launch.key: {(launch.kernel, *pair) for pair in itertools.combinations(launch.choices, 2)}
-        for launch in launches
-    }
-    missing = set().union(*pairs.values())
+    choices = {launch.key: {(launch.kernel, c) for c in launch.choices} for launch in launches}
+    missing = set().union(*choices.values())
     chosen = set()
     while missing:
-        most = max(pairs, key=lambda key: len(pairs[key] & missing))
-        missing -= pairs[most]
+        most = max(choices, key=lambda key: len(choices[key] & missing))
+        missing -= choices[most]
         chosen.add(most)
     return [launch for launch in launches if launch.key in chosen]
 
@@ -266,21 +264,42 @@ def compile_for(tmp_path):
     return compile_and_measure
 
 
+@pytest.fixture(scope="session")
+def recorded_resources():
+    """Registers and shared memory of every variant, as `benchmarks.kernel_resources` recorded them.
+
+    Empty if that was with another release of Triton, whose figures are others.
+    """
+    with kernel_resources.RESULTS.open() as file:
+        return {
+            (f"{row['target']} {row['kernel']} {row['variant']}".strip(), int(row["warps"])): row
+            for row in csv.DictReader(file)
+            if row["triton"] == triton.__version__
+        }
+
+
 @pytest.fixture
-def compile_all(compile_for, record_property, pytestconfig):
+def compile_all(compile_for, record_property, pytestconfig, recorded_resources):
     """`compile_all(launches, registers, shared)` -> the PTX for Hopper of launches that cover them.
 
-    None spills, and none takes more registers or bytes of shared memory than these; for Blackwell
-    neither, of each kernel at least the variant that takes the most registers (FAR_FROM_SPILLING).
+    None spills, none takes more registers or bytes of shared memory than these, nor more than is
+    recorded; for Blackwell neither, of each kernel at least the variant that takes the most
+    registers (FAR_FROM_SPILLING).
     """
     every = pytestconfig.getoption("every_variant", default=False)
 
     def compile_and_check(launch: Launch, target: str, most: int, shared: int) -> tuple[str, int]:
         ptx, used = compile_for(launch, target)
-        record_property(f"{target} {launch.name}", str(used))
-        assert used.stack == used.local == 0, f"{target} {launch.name} spills: {used}"
-        assert used.registers <= most, f"{target} {launch.name}: {used}"
-        assert used.shared <= shared, f"{target} {launch.name}: {used}"
+        name = f"{target} {launch.name}"
+        record_property(name, str(used))
+        assert used.stack == used.local == 0, f"{name} spills: {used}"
+        assert used.registers <= most, f"{name}: {used}"
+        assert used.shared <= shared, f"{name}: {used}"
+        if recorded_resources and not every:
+            row = recorded_resources.get((name, used.warps))
+            assert row, f"{name} is not recorded: run `python -m benchmarks.kernel_resources`"
+            assert used.registers <= int(row["registers"]), f"{name}: {used}, recorded: {row}"
+            assert used.shared <= int(row["shared_bytes"]), f"{name}: {used}, recorded: {row}"
         return ptx, used.registers
 
     def compile_launches(launches, registers: int = 255, shared: int = 100 * 1024) -> list[str]:
