@@ -262,6 +262,7 @@ def test_checkpoints_open_in_stock_libraries(
     assert read["resumed"] == pytest.approx(read["logits"], rel=0.02)  # weights in BF16
 
 
+@pytest.mark.long
 def test_trainer_resumes_delayed_scaling_exactly(
     accelerate: Any, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

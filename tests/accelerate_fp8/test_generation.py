@@ -192,6 +192,7 @@ def test_outside_of_a_rollout_training_goes_on_as_before(recipe: str) -> None:
         assert all(m.training for m in off.modules() if isinstance(m, Float8Layer))
 
 
+@pytest.mark.long
 def test_a_compiled_decode_says_that_it_casts_weights_at_each_token() -> None:
     linear_function._warn_of_decoding.cache_clear()
     model = policy("rowwise").eval()

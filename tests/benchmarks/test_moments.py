@@ -30,6 +30,7 @@ def test_the_second_moment_follows_a_change_of_scale(scenario, elements):
     assert float(row["zero"]) == 0
 
 
+@pytest.mark.long
 def test_the_recorded_figures_are_those_of_this_code():
     recorded = _recorded()
     for row in bench.measure_following(*bench.PRODUCT, scenarios=("up", "down")):

@@ -75,6 +75,7 @@ def test_short_runs_give_such_rows(monkeypatch):
     assert aware["trained"] == aware["merged"]
 
 
+@pytest.mark.long
 def test_a_short_run_of_grpo_gives_such_rows(tmp_path, monkeypatch):
     pytest.importorskip("trl")
     monkeypatch.setattr(rollout_grpo, "NEW", 8)

@@ -46,6 +46,7 @@ def test_all_green_is_0_and_leaves_a_report(plant, tmp_path, capsys):
     assert re.search(r"fine +ok", text)
 
 
+@pytest.mark.long
 def test_something_red_is_1_and_the_report_has_its_traceback(plant, tmp_path, capsys):
     plant(WRONG, FINE)
     assert cli.main(["env", "--self-test", "--report", "mine.txt"]) == 1
@@ -160,6 +161,7 @@ def test_a_pipe_gets_plain_text():
     assert "0 ok, 1 failed, 0 not run (trl)" in stream.getvalue()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "command", [["-m", "torch_fp8"], ["-c", "import _fp8_command as c; c.main()"]]
 )
@@ -174,6 +176,7 @@ def test_both_entries_print_the_version(command):
     assert done.stdout == f"torch-fp8 {torch_fp8.__version__}\n"
 
 
+@pytest.mark.long
 def test_a_terminal_without_utf_8_and_a_pipe_that_closes():
     """The path has a letter that ASCII lacks; whoever reads takes one line and goes."""
     script = (

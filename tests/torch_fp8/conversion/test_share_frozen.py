@@ -38,6 +38,7 @@ def pair():
     return policy, reference
 
 
+@pytest.mark.long
 def test_one_copy_is_alive():
     before = live_bytes()
     policy, reference = frozen(), frozen()

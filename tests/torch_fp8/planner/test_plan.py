@@ -40,6 +40,7 @@ def test_the_step_is_that_of_the_whole_model(level, gpus):
     assert extrapolated == dataclasses.asdict(counts._few_layers(setup, "policy", level, 6))
 
 
+@pytest.mark.long
 def test_total_is_the_sum_and_the_peak_is_below():
     made = plan(config_of("llama"), **SMALL)
     for level in made.levels.values():
@@ -79,6 +80,7 @@ def test_lora_and_rlhf_hold_frozen_weights_at_a_byte():
         assert more["moments"] == pytest.approx(2 * policy.levels[level].bytes["moments"], rel=0.1)
 
 
+@pytest.mark.long
 def test_tensor_and_pipeline_parallel_share_the_weights():
     config = config_of("llama")
     config.num_key_value_heads = 2
@@ -90,6 +92,7 @@ def test_tensor_and_pipeline_parallel_share_the_weights():
     assert stages < 0.75 * whole
 
 
+@pytest.mark.long
 def test_checkpointing_saves_less_and_takes_longer():
     plain, again = (
         plan(config_of("llama"), sequence=64, checkpointing=c, levels=("O2",)).levels["O2"]
@@ -137,6 +140,7 @@ def test_models_that_cannot_be_read(tmp_path):
         plan(3)
 
 
+@pytest.mark.long
 def test_a_folder_is_planned_as_its_configuration(tmp_path):
     config_of("llama").save_pretrained(tmp_path)
     of_folder, of_config = (
@@ -155,6 +159,7 @@ def test_presets_have_the_sizes_of_their_names():
         assert count == pytest.approx(billions, rel=0.25), name
 
 
+@pytest.mark.long
 def test_largest_takes_the_last_that_fits(monkeypatch):
     monkeypatch.setitem(layouts.FAMILIES, "qwen3", ("qwen3-0.6b", "qwen3-4b"))
     name, tried = largest("qwen3", level="O2", memory=16, sequence=128)
@@ -175,6 +180,7 @@ def test_figure_finds_larger_models_in_fp8(tmp_path, monkeypatch):
     assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.long
 def test_plain_text_stays_within_80_columns():
     text = plain_text(plan(config_of("llama"), sequence=32))
     assert max(map(len, text.splitlines())) <= 80
@@ -243,6 +249,7 @@ def test_a_process_group_of_ones_own_is_left_alone(tmp_path):
         torch.distributed.destroy_process_group()
 
 
+@pytest.mark.long
 def test_gradients_of_8_bits_lower_the_peak_of_many_layers():
     """Weights outweigh activations here: what the last layers' gradients take is not forward's."""
     config = config_of(WIDE)
