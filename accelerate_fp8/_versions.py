@@ -10,8 +10,8 @@ from importlib.metadata import PackageNotFoundError, version
 TRIED = {
     "accelerate": ("1.10", "1.15"),
     "transformers": ("4.57", "5.23"),
-    "trl": ("1.0", "1.16"),
-    "peft": ("0.19", "0.21"),
+    "trl": ("0.24", "1.16"),
+    "peft": ("0.18", "0.21"),
 }
 """The lowest and highest minor version of each host."""
 

@@ -73,8 +73,11 @@ PARTS = (
     "transformers-4.57+peft-0.19+datasets-4.4",
     "transformers-5.17",
     "transformers-5.23",
+    # With transformers 5, TRL 0.24 looks for mergekit in vain; PEFT 0.18 needs torchao below 0.15.
+    "trl-0.24+transformers-4.57+peft-0.18+torchao-0.14+datasets-4.4",
     "trl-1.0",
     "trl-1.16",
+    "peft-0.18+torchao-0.14",
     "peft-0.19",
     "peft-0.21",
 )
@@ -271,6 +274,7 @@ def _test(python: str, files: Sequence[str], source: Path) -> str:
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
+        "TEST_FORKED": "0",
         "PATH": f"{Path(python).parent}{os.pathsep}{os.environ['PATH']}",
     }
     try:
