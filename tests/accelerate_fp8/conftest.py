@@ -143,6 +143,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         eos_token="</s>",
         chat_template="{% for m in messages %}{{ m['role'] + ' : ' + m['content'] + ' ' }}"
         "{% endfor %}",
+        model_input_names=["input_ids", "attention_mask"],  # as Llama's
     )
     tokenizer.save_pretrained(folder)
     set_seed(0)
