@@ -75,6 +75,7 @@ def launches_of(record_launches, shape, granularity, dtypes, *, tiles=TILES, bia
     return launches
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("target", ["sm_90", "sm_100"])
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 def test_every_tile_compiles_without_spills(granularity, target, record_launches, compile_for):
