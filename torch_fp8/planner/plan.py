@@ -115,6 +115,23 @@ def plan(model: Any, *, levels: tuple[str, ...] = LEVELS, **options: Any) -> Pla
         TypeError: a number that is none.
         ImportError: transformers, or peft for ``lora``, is missing.
     """
+    return plan_beside({}, model, levels=levels, **options)
+
+
+def plan_beside(
+    counted: dict[tuple[str, str, int], StepBytes],
+    model: Any,
+    *,
+    levels: tuple[str, ...] = LEVELS,
+    **options: Any,
+) -> Plan:
+    """Plan as `plan` does, beside other plans.
+
+    Args:
+        counted: the steps of plans that differ from this one in the number of GPUs alone, by role,
+            level and degree of FSDP2. Those of this one are added.
+        model, levels, options: see `plan`.
+    """
     if isinstance(levels, str):
         levels = (levels,)
     for level in levels:
@@ -122,11 +139,12 @@ def plan(model: Any, *, levels: tuple[str, ...] = LEVELS, **options: Any) -> Pla
             raise ValueError(f"level {level!r} is unknown; one of {', '.join(LEVELS)}")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # transformers' about names of its own
-        return _plan(make_setup(model, **options), levels)
+        return _plan(make_setup(model, **options), levels, counted)
 
 
-def _plan(setup: Setup, levels: tuple[str, ...]) -> Plan:
-    counted: dict[tuple[str, str], StepBytes] = {}
+def _plan(
+    setup: Setup, levels: tuple[str, ...], counted: dict[tuple[str, str, int], StepBytes]
+) -> Plan:
     made = {level: _plan_level(setup, level, counted) for level in levels}
     roles = {role: make_model(setup, role, BF16) for role in setup.roles}
     num_params = sum(p.numel() for m in roles.values() for p in m.parameters()) * setup.tensor
@@ -151,7 +169,9 @@ def largest(
     return best, tried
 
 
-def _plan_level(setup: Setup, level: str, counted: dict[tuple[str, str], StepBytes]) -> LevelPlan:
+def _plan_level(
+    setup: Setup, level: str, counted: dict[tuple[str, str, int], StepBytes]
+) -> LevelPlan:
     standing = {role: standing_bytes(setup, role, level) for role in setup.roles}
     steps = {role: _step(setup, role, level, counted) for role in setup.roles}
     parts = {name: sum(getattr(r, name) for r in standing.values()) for name in CATEGORIES}
@@ -186,12 +206,13 @@ def _plan_level(setup: Setup, level: str, counted: dict[tuple[str, str], StepByt
 
 
 def _step(
-    setup: Setup, role: str, level: str, counted: dict[tuple[str, str], StepBytes]
+    setup: Setup, role: str, level: str, counted: dict[tuple[str, str, int], StepBytes]
 ) -> StepBytes:
     """Count a step; those of O2 and O3 hold and send the same, but for 8-bit gradients."""
-    key = role, "O2" if level == "O3" else level
+    same = "O2" if level == "O3" else level
+    key = role, same, setup.fsdp
     if key not in counted:
-        counted[key] = step_bytes(setup, *key)
+        counted[key] = step_bytes(setup, role, same)
     return counted[key]
 
 

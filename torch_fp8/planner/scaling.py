@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
-from torch_fp8.planner.plan import Plan, plan
+from torch_fp8.planner.counts import StepBytes
+from torch_fp8.planner.plan import Plan, plan_beside
 from torch_fp8.planner.tables import aligned, gib, what
 
 
@@ -16,7 +17,8 @@ def scaling(model: Any, gpus: Sequence[int], **options: Any) -> list[Plan]:
             given: with ``fsdp=8`` there is a replica for every 8.
         options: see `torch_fp8.plan`.
     """
-    return [plan(model, gpus=number, **options) for number in gpus]
+    counted: dict[tuple[str, str, int], StepBytes] = {}
+    return [plan_beside(counted, model, gpus=number, **options) for number in gpus]
 
 
 def scaling_text(plans: Sequence[Plan]) -> str:
