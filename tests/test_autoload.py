@@ -88,7 +88,6 @@ def test_every_extension_function_exists():
         assert callable(getattr(importlib.import_module(package), function)), target
 
 
-@pytest.mark.long
 def test_loading_imports_nothing_and_takes_under_a_millisecond(tmp_path):
     # As torch does it: at the end of `import torch`, with everything of torch's own imported; and
     # compiled, as pip installs it. The fastest of five: the machine may be busy otherwise.
@@ -97,16 +96,20 @@ def test_loading_imports_nothing_and_takes_under_a_millisecond(tmp_path):
     code = """
         import json, sys, time
         import torch
-        before = set(sys.modules)
-        start = time.perf_counter()
-        import _fp8_autoload
-        _fp8_autoload.load()
-        ms = 1000 * (time.perf_counter() - start)
-        print(json.dumps([ms, sorted(set(sys.modules) - before)]))
+        path, runs = list(sys.meta_path), []
+        for _ in range(5):
+            before = set(sys.modules)
+            start = time.perf_counter()
+            import _fp8_autoload
+            _fp8_autoload.load()
+            ms = 1000 * (time.perf_counter() - start)
+            runs.append([ms, sorted(set(sys.modules) - before)])
+            assert sys.meta_path != path
+            sys.meta_path[:] = path
+            del sys.modules["_fp8_autoload"], _fp8_autoload
+        print(json.dumps(runs))
     """
-    runs = [
-        json.loads(run_python(code, tmp_path, TORCH_DEVICE_BACKEND_AUTOLOAD="0")) for _ in range(5)
-    ]
+    runs = json.loads(run_python(code, tmp_path, TORCH_DEVICE_BACKEND_AUTOLOAD="0"))
     assert all(new == ["_fp8_autoload"] for _, new in runs)
     assert min(ms for ms, _ in runs) < COST_LIMIT_MS
 

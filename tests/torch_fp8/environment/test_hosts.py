@@ -19,8 +19,8 @@ UTILS = "trl.models.utils"
 
 
 @pytest.fixture
-def planted(tmp_path, monkeypatch):
-    """``planted(code)``: what is told where `code` is the module of TRL that is extended."""
+def planted(tmp_path, monkeypatch, forked_python):
+    """``planted(code, python)``: what is told where `code` is TRL's module that is extended."""
     folder = tmp_path / "trl" / "models"
     folder.mkdir(parents=True)
     (tmp_path / "trl" / "__init__.py").write_text("__version__ = '9.9'\n")
@@ -29,8 +29,9 @@ def planted(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(search))
     monkeypatch.setitem(POINTS, "trl", {UTILS: ("prepare_fsdp",)})
 
-    def tell(code):
+    def tell(code, python=forked_python):
         (folder / "utils.py").write_text(textwrap.dedent(code))
+        monkeypatch.setattr(sys, "executable", python)
         return hosts._extended("trl", set())
 
     return tell
@@ -64,7 +65,7 @@ def test_a_point_that_moved_is_red_by_name(planted):
 
 def test_autoload_that_is_missing_is_red_at_each_point(planted, monkeypatch):
     monkeypatch.setenv("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
-    host, point = planted("def prepare_fsdp(model, accelerator): ...")
+    host, point = planted("def prepare_fsdp(model, accelerator): ...", sys.executable)
     assert (host.status, point.status) == ("failed", "failed")
     assert "the flag is off here" in point.detail
 
