@@ -2,10 +2,14 @@
 
 Most of what such a test takes is the import of torch and of what hosts import beside it. One server
 imports these once; `Server.python` is an executable that is called as ``python`` is and hands its
-arguments, folder, environment and open files to the server, whose fork does the rest. What is under
-test is not among the modules imported before (`MODULES`): the hosts, the entry points that are
-extended in them, and this package are imported by each script, with the hooks that ``import torch``
-has left. Scripts that start others by ``sys.executable``, as launchers do, start these likewise.
+arguments, folder, environment and open files to the server, whose fork does the rest. Scripts that
+start others by ``sys.executable``, as launchers do, start these likewise. There are two:
+
+* With `MODULES` imported, and none of what is under test: the hosts, the entry points that are
+  extended in them, and this package are imported by each script, with the hooks that
+  ``import torch`` has left.
+* With `HOSTS` as well, and this package, as in a program that has imported everything before it
+  asks for FP8. For scripts whose test is of what they train.
 
 A test of the start itself (autoload switched off, modules that are hidden, other flags of Python)
 takes the real one.
@@ -25,6 +29,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import types
 import warnings
@@ -44,6 +49,23 @@ MODULES = (
 ONLY_TORCH = tuple(name for name in MODULES if name.startswith("torch."))
 PACKAGES_UNDER_TEST = ("lightning", "lightning_fabric", "pytorch_lightning", "accelerate", "trl")
 EXTENDED = ("transformers.modeling_utils", "transformers.training_args", "transformers.trainer")
+HOSTS = (
+    *MODULES,
+    "accelerate",
+    "datasets",
+    "lightning.pytorch",
+    "peft",
+    "torch.distributed.tensor.experimental",
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.auto.modeling_auto",
+    "transformers.trainer",
+    "trl.trainer.sft_trainer",
+    "torch_fp8",
+    "accelerate_fp8.accelerator",
+    "lightning_fp8.precision",
+)
+RARE_COLLECTIONS = (700, 10, 100)
+"""Of garbage. Python's own thresholds take a fifth of the time of an import as large as torch's."""
 ENGINE = ("torch_fp8", "lightning_fp8", "accelerate_fp8")
 
 CLIENT = """#!{python} -ISE
@@ -100,7 +122,14 @@ class Server:
             [sys.executable, __file__, address, self.python, *modules],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env={**kept, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **variables},
+            env={
+                **kept,
+                "OMP_NUM_THREADS": "1",
+                "HF_HUB_OFFLINE": "1",
+                "HF_HOME": str(folder / "hf_home"),
+                "JE_ARROW_MALLOC_CONF": "background_thread:false",  # pyarrow's allocator
+                **variables,
+            },
         )
         self.pid = self._process.pid
         assert self._process.stdout.readline() == b"ready\n"
@@ -117,11 +146,13 @@ class Server:
 
 def serve(address: str, python: str, *modules: str) -> None:
     """Forks for each request; returns in the child, which runs what was asked for."""
-    for name in modules:
-        importlib.import_module(name)
-    loaded = {name.partition(".")[0] for name in sys.modules}
-    assert not loaded.intersection(PACKAGES_UNDER_TEST + ENGINE), loaded
-    assert not set(EXTENDED) & set(sys.modules)
+    gc.set_threshold(*RARE_COLLECTIONS)
+    del sys.path[0]  # the folder of this file
+    _import_in_silence(modules)
+    if not set(modules) > set(MODULES):
+        loaded = {name.partition(".")[0] for name in sys.modules}
+        assert not loaded.intersection(PACKAGES_UNDER_TEST + ENGINE), loaded
+        assert not set(EXTENDED) & set(sys.modules)
     assert len(os.listdir("/proc/self/task")) == 1, "a process with threads cannot be forked"
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(address)
@@ -168,6 +199,23 @@ def serve(address: str, python: str, *modules: str) -> None:
             running[pid] = connection
             with contextlib.suppress(OSError):
                 connection.sendall(pid.to_bytes(8, "little"))
+
+
+def _import_in_silence(modules: Sequence[str]) -> None:
+    """What libraries write to standard error when imported is shown if one fails."""
+    error = os.dup(2)
+    with tempfile.TemporaryFile() as said:
+        os.dup2(said.fileno(), 2)
+        try:
+            for name in modules:
+                importlib.import_module(name)
+        except BaseException:
+            said.seek(0)
+            os.write(error, said.read())
+            raise
+        finally:
+            os.dup2(error, 2)
+            os.close(error)
 
 
 def _report(running: dict[int, socket.socket]) -> None:
@@ -219,10 +267,12 @@ def _become(arguments, folder, environment, numbers, ignored, files, python) -> 
     multiprocessing.set_executable(python)
     sys.orig_argv = [python, *arguments]
     sys.argv = arguments
-    # The folder of this file was the first.
-    sys.path[:1] = [p for p in environment.get("PYTHONPATH", "").split(os.pathsep) if p]
+    sys.path[:0] = [p for p in environment.get("PYTHONPATH", "").split(os.pathsep) if p]
     importlib.invalidate_caches()
     sys.modules["torch"]._import_device_backends()  # as `import torch` ends, in this environment
+    if "lightning_utilities.core.rank_zero" in sys.modules:  # it asks for its rank when imported
+        rank = environment.get("RANK") or environment.get("LOCAL_RANK") or 0
+        sys.modules["lightning_utilities.core.rank_zero"].rank_zero_only.rank = int(rank)
     if any((Path(p) / "sitecustomize.py").exists() for p in sys.path[:3]):
         sys.modules.pop("sitecustomize", None)
         importlib.import_module("sitecustomize")

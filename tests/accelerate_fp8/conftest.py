@@ -12,6 +12,7 @@ import pytest
 
 SCRIPTS = Path(__file__).parent / "scripts"
 PROBE = Path(__file__).parents[1] / "probe"
+IMPORTS_THEM = ("explicit_import.py", "loop.py")  # hosts, in an order that is tested
 
 
 @dataclass
@@ -53,7 +54,9 @@ def environment(tmp_path: Path) -> dict[str, str]:
 
 
 @pytest.fixture
-def run(tmp_path: Path, environment: dict[str, str], forked_python: str) -> Callable[..., Run]:
+def run(
+    tmp_path: Path, environment: dict[str, str], forked_python: str, forked_hosts: str
+) -> Callable[..., Run]:
     """``run("loop.py", *arguments, launch=("--mixed_precision", "fp8"), **environment)``.
 
     `launch` None: ``python script``; else ``accelerate launch`` with these flags, on the CPU.
@@ -74,7 +77,8 @@ def run(tmp_path: Path, environment: dict[str, str], forked_python: str) -> Call
         counts = tmp_path / f"counts{len(list(tmp_path.glob('counts*')))}"
         counts.mkdir()
         real = before is not None or "TORCH_DEVICE_BACKEND_AUTOLOAD" in variables
-        command = [sys.executable if real else forked_python]
+        forked = forked_python if script in IMPORTS_THEM else forked_hosts
+        command = [sys.executable if real else forked]
         if launch is not None:
             command += ["-m", "accelerate.commands.launch", "--cpu", "--num_processes", "1"]
             command += launch

@@ -82,7 +82,7 @@ fsdp_config:
 def test_configuration_file_shards_unmodified_code(
     tmp_path: Path,
     environment: dict[str, str],
-    forked_python: str,
+    forked_hosts: str,
     tiny_model: Path,
     sparing: str,
     kinds: list[str],
@@ -92,7 +92,7 @@ def test_configuration_file_shards_unmodified_code(
     command = ["-m", "accelerate.commands.launch", "--config_file", str(config)]
     command += ["--main_process_port", "0", str(SCRIPTS / "fsdp2_config.py"), str(tiny_model)]
     done = subprocess.run(
-        [forked_python, *command, *kinds],
+        [forked_hosts, *command, *kinds],
         env={**environment, "FP8_PROBE_OUT": str(tmp_path)},
         cwd=tmp_path,
         capture_output=True,

@@ -21,11 +21,11 @@ PARTS = ("linear", "block", "step", "memory", "gemm", "optimizer")
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory, forked_python):
+def results(tmp_path_factory, forked_hosts):
     """Directory of the CSV files of one toy run."""
     directory = tmp_path_factory.mktemp("results")
     command = [
-        forked_python,
+        forked_hosts,
         "-m",
         "benchmarks.run_gpu",
         "--toy",
@@ -302,8 +302,8 @@ def test_a_part_that_was_ended_is_drawn_from_the_rows_it_has(tmp_path, monkeypat
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
-def test_without_a_gpu_the_full_size_is_refused(forked_python):
-    command = [forked_python, "-m", "benchmarks.run_gpu"]
+def test_without_a_gpu_the_full_size_is_refused(forked_hosts):
+    command = [forked_hosts, "-m", "benchmarks.run_gpu"]
     run = subprocess.run(
         command, capture_output=True, text=True, env=ENVIRONMENT, check=False, cwd=ROOT
     )

@@ -41,13 +41,13 @@ def options(assets_cache: Path) -> list[str]:
 
 
 @pytest.fixture
-def results(once, assets_cache, forked_python):
+def results(once, assets_cache, forked_hosts):
     """precision -> script -> result.json, and the first row of curves.csv."""
 
     def make(folder: Path) -> None:
         for precision in side_by_side.PRECISIONS:
             given = [str(EXAMPLES), precision, str(folder / precision), *options(assets_cache)]
-            run_example([forked_python, "-c", ALL, *given], folder)
+            run_example([forked_hosts, "-c", ALL, *given], folder)
 
     folder = once("alignment", make)
     found = {precision: {} for precision in side_by_side.PRECISIONS}
@@ -107,9 +107,9 @@ def test_both_precisions_begin_alike(name, results):
 
 
 @pytest.mark.long
-def test_without_a_launcher_both_precisions_are_compared(assets_cache, forked_python, tmp_path):
+def test_without_a_launcher_both_precisions_are_compared(assets_cache, forked_hosts, tmp_path):
     given = [*options(assets_cache), "--output", str(tmp_path / "out")]
-    printed = run_example([forked_python, str(EXAMPLES / "rlhf_ppo.py"), *given], tmp_path)
+    printed = run_example([forked_hosts, str(EXAMPLES / "rlhf_ppo.py"), *given], tmp_path)
     rows = list(csv.DictReader((tmp_path / "out/comparison.csv").open()))
     assert [row["precision"] for row in rows] == ["bf16", "fp8"]
     assert [float(row["bytes/frozen"]) for row in rows] == [2, 1]

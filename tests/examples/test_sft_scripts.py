@@ -59,7 +59,10 @@ def host(request) -> Host:
 
 @pytest.fixture
 def compared(once, assets_cache, forked_python):
-    """`compared(host)`: the folder in which the host's script compared the two precisions."""
+    """`compared(host)`: the folder in which the host's script compared the two precisions.
+
+    It imports what it needs itself, with the warnings that this brings.
+    """
 
     def compare(host: Host) -> Path:
         def make(folder: Path) -> None:
@@ -132,7 +135,7 @@ def test_the_model_is_saved_plain(host, compared, assets_cache):
 
 
 def test_a_killed_run_goes_on_to_the_same_losses(
-    host, compared, assets_cache, forked_python, tmp_path
+    host, compared, assets_cache, forked_hosts, tmp_path
 ):
     output = tmp_path / "out"
     command = host.command(host.fp8, *arguments(assets_cache), "--output", str(output))
@@ -152,7 +155,7 @@ def test_a_killed_run_goes_on_to_the_same_losses(
         os.killpg(run.pid, signal.SIGKILL)
         run.wait()
     assert not (output / "result.json").exists()
-    run_example([forked_python, *command[1:], "--resume"], tmp_path)
+    run_example([forked_hosts, *command[1:], "--resume"], tmp_path)
     rows = read_losses(output / "losses.csv")
     whole = read_losses(compared(host) / "out" / host.fp8 / "losses.csv")
     assert [{**row, "seconds": 0} for row in rows] == [{**row, "seconds": 0} for row in whole]
@@ -165,7 +168,7 @@ def complete_checkpoints(output: Path) -> list[Path]:
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT], ids=lambda s: s.name)
 def test_a_signal_ends_a_run_with_its_number_and_leaves_no_result(
-    host, signum, assets_cache, forked_python, tmp_path
+    host, signum, assets_cache, forked_hosts, tmp_path
 ):
     """Lightning takes SIGTERM for an early, regular end: status 0.
 
@@ -174,7 +177,7 @@ def test_a_signal_ends_a_run_with_its_number_and_leaves_no_result(
     precision = None if host.script == "sft_accelerate.py" else host.fp8
     output = tmp_path / "out"
     steps = ["--quick", "--steps", "500", "--assets", str(assets_cache)]
-    command = host.command(precision, *steps, "--output", str(output), python=forked_python)
+    command = host.command(precision, *steps, "--output", str(output), python=forked_hosts)
     with (tmp_path / "log").open("w") as log:
         run = subprocess.Popen(
             command,
@@ -201,10 +204,10 @@ def test_a_signal_ends_a_run_with_its_number_and_leaves_no_result(
     assert len(read_losses(losses)) == rows  # nobody trains on
 
 
-def test_resuming_without_a_checkpoint_is_refused(host, forked_python, tmp_path):
+def test_resuming_without_a_checkpoint_is_refused(host, forked_hosts, tmp_path):
     for precision in (None, host.bf16):
         given = ["--resume", "--output", str(tmp_path / "out")]
-        command = host.command(precision, *given, python=forked_python)
+        command = host.command(precision, *given, python=forked_hosts)
         run = subprocess.run(
             command, env=environment_in(tmp_path), capture_output=True, text=True, cwd=tmp_path
         )
@@ -222,10 +225,10 @@ def test_resuming_without_a_checkpoint_is_refused(host, forked_python, tmp_path)
         ("accelerate", ["--model", "./nowhere"], "--model ./nowhere: there is no such folder"),
     ],
 )
-def test_mistakes_are_one_line_before_anything_is_made(name, given, said, forked_python, tmp_path):
+def test_mistakes_are_one_line_before_anything_is_made(name, given, said, forked_hosts, tmp_path):
     (tmp_path / "rows.jsonl").write_text('{"prompt": "x", "completion": "y"}\n{"prompt": \n')
     run = subprocess.run(
-        HOSTS[name].command(None, *given, python=forked_python),
+        HOSTS[name].command(None, *given, python=forked_hosts),
         env=environment_in(tmp_path),
         capture_output=True,
         text=True,
@@ -249,23 +252,23 @@ ROWS = {
 
 
 @pytest.mark.parametrize("rows", ["chat", "prompt"])
-def test_any_model_and_any_data(host, rows, assets_cache, forked_python, tmp_path):
+def test_any_model_and_any_data(host, rows, assets_cache, forked_hosts, tmp_path):
     """Padded batches of one's own data, one epoch of it."""
     data = tmp_path / "data.jsonl"
     data.write_text("".join(json.dumps(ROWS[rows](i)) + "\n" for i in range(21)))
     model = assets_cache / "quick/model"
     own = ["--model", str(model), "--data", str(data), "--batching", "padded"]
     own += ["--batch-size", "4", "--output", str(tmp_path / "out")]
-    run_example(host.command(host.fp8, *own, python=forked_python), tmp_path)
+    run_example(host.command(host.fp8, *own, python=forked_hosts), tmp_path)
     result = json.loads((tmp_path / "out/result.json").read_text())
     assert result["steps"] == 3  # 20 examples, one of 21 held out, 4 rows x 2 micro-batches a step
     assert result["final_eval_loss"] < result["first_eval_loss"]
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "fp8-mixed"])
-def test_the_fabric_loop_runs(precision, assets_cache, forked_python, tmp_path):
+def test_the_fabric_loop_runs(precision, assets_cache, forked_hosts, tmp_path):
     script = [str(EXAMPLES / "fabric_loop.py"), "--steps", "4", "--assets", str(assets_cache)]
-    printed = run_example([forked_python, *script, "--precision", precision], tmp_path)
+    printed = run_example([forked_hosts, *script, "--precision", precision], tmp_path)
     losses = [float(loss) for loss in re.findall(r"step +\d+  loss ([\d.]+)", printed)]
     assert len(losses) == 4
     assert losses[-1] < losses[0]

@@ -33,8 +33,8 @@ def runs():
 
 
 @pytest.fixture(scope="module")
-def on_ranks(runs, forked_python):
-    return recorded_on_ranks(forked_python)
+def on_ranks(runs, forked_hosts):
+    return recorded_on_ranks(forked_hosts)
 
 
 def _marked(name):

@@ -62,17 +62,20 @@ def free_port() -> int:
 
 
 @pytest.fixture
-def run(tmp_path, forked_python):
+def run(tmp_path, forked_python, forked_hosts):
     """run(command, command, ...): the scripts, all at the same time.
 
     A command is a list of arguments, and perhaps a dictionary of environment variables. One that
-    switches the autoload off takes a Python that has imported nothing before.
+    switches the autoload off takes a Python that has imported nothing before, and one that names a
+    package of Lightning's other copy a Python without the first.
     """
 
     def start(command: list) -> Run:
         env = next((part for part in command if isinstance(part, dict)), {})
+        other_copy = any("pytorch_lightning" in p or "lightning_fabric" in p for p in command)
+        forked = forked_python if other_copy else forked_hosts
         return run_script(
-            sys.executable if "TORCH_DEVICE_BACKEND_AUTOLOAD" in env else forked_python,
+            sys.executable if "TORCH_DEVICE_BACKEND_AUTOLOAD" in env else forked,
             Path(tempfile.mkdtemp(dir=tmp_path)),
             [part for part in command if isinstance(part, str)],
             env,

@@ -20,7 +20,7 @@ def single_process_group(tmp_path):
 
 
 @pytest.fixture(scope="session")
-def run_ranks(tmp_path_factory, forked_python):
+def run_ranks(tmp_path_factory, forked_hosts):
     """``run_ranks(script, ranks, *arguments)``: the JSON that each of its processes has written.
 
     Each is ``python script <rank> <ranks> <file of the store> <file of the result> <arguments>``;
@@ -33,7 +33,7 @@ def run_ranks(tmp_path_factory, forked_python):
         search = os.pathsep.join(filter(None, [str(here.parents[3]), os.environ.get("PYTHONPATH")]))
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": search, **variables}
         results = [folder / f"{rank}.json" for rank in range(ranks)]
-        command = [forked_python, "-W", "ignore", here / script]
+        command = [forked_hosts, "-W", "ignore", here / script]
         processes = [
             subprocess.Popen(
                 [*command, str(rank), str(ranks), folder / "store", result, *arguments],
