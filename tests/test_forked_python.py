@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 
 import pytest
@@ -47,6 +48,28 @@ def test_a_script_sees_what_it_sees_in_a_python_of_its_own(seen, forked_python, 
     assert found == seen(sys.executable, *how)
     assert found[0] == 7
     assert found[1][5] == []  # neither the hosts nor this package
+
+
+def test_hosts_are_imported_and_extended_before(seen, forked_hosts):
+    found, own = seen(forked_hosts, "script.py"), seen(sys.executable, "script.py")
+    assert found[1][5] == ["torch_fp8", "accelerate", "lightning", "transformers.trainer", "trl"]
+    del found[1][5], own[1][5]
+    assert found == own
+    code = """
+        import gc, json, sys
+        from lightning_utilities.core.rank_zero import rank_zero_only
+        import _fp8_autoload
+        status = _fp8_autoload._finder.status
+        imported = {status[name] for name in status if name in sys.modules}
+        print(json.dumps([sorted(imported), rank_zero_only.rank, gc.get_freeze_count()]))
+    """
+    done = subprocess.run(
+        [forked_hosts, "-c", textwrap.dedent(code)],
+        env={**os.environ, "RANK": "3"},
+        capture_output=True,
+        check=True,
+    )
+    assert json.loads(done.stdout) == [["extended"], 3, 0]
 
 
 @pytest.mark.parametrize("precision", ["fp8", "bf16"])
