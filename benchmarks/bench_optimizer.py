@@ -180,7 +180,7 @@ def training_loss(name: str, device: torch.device) -> float:
         for parameter in network.parameters():
             parameter.grad = as_stored(name, parameter, parameter.grad)
         optimizer.step()
-    return float(loss)
+    return loss.item()
 
 
 def make_optimizer(

@@ -1,6 +1,6 @@
 """`LayerQuantizers`: the quantizers of a linear layer, and what they remember between steps."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +14,20 @@ from torch_fp8.nn.weight_cache import WeightCache, watch
 from torch_fp8.ops.quantize_delayed import History
 from torch_fp8.quantization.recipe import CastSpec
 from torch_fp8.tensor.quantizer import ChannelMaxima, Quantizer, Quantizers, WeightQuantizer
+
+
+class _Kept(NamedTuple):
+    """A layer's quantizers, for as long as it has these.
+
+    Attributes:
+        rows: the buffer of its histories.
+        cache: of its weight.
+        of_pass: by whether histories are updated, and whether a forward runs again.
+    """
+
+    rows: Tensor | None
+    cache: WeightCache | None
+    of_pass: dict[tuple[bool, bool], Quantizers]
 
 
 class LayerQuantizers(FrozenStorage):
@@ -42,13 +56,14 @@ class LayerQuantizers(FrozenStorage):
         rows = self._buffers.get("fp8_scaling")
         if steady and rows is not None:  # views of it would belong to these
             steady = not (torch.is_inference_mode_enabled() or is_traced())
+        kept: _Kept | None = None
         if steady:
-            passes: Any = self.__dict__.get("_fp8_quantizers")
-            if passes is None or passes[0] is not rows or passes[1] is not self.fp8_weight_cache:
-                passes = self.__dict__["_fp8_quantizers"] = rows, self.fp8_weight_cache, {}
-            kept: Quantizers | None = passes[2].get((updates, repeats))
-            if kept is not None:
-                return kept
+            kept = self.__dict__.get("_fp8_quantizers")
+            if kept is None or kept.rows is not rows or kept.cache is not self.fp8_weight_cache:
+                kept = self.__dict__["_fp8_quantizers"] = _Kept(rows, self.fp8_weight_cache, {})
+            of_before = kept.of_pass.get((updates, repeats))
+            if of_before is not None:
+                return of_before
         recipe, config = self.fp8_recipe, self.fp8_config
         weight = Quantizer(recipe.weight, config, group, None, updates, repeats)
         made = Quantizers(
@@ -59,7 +74,7 @@ class LayerQuantizers(FrozenStorage):
             Quantizer(recipe.grad_output, config, group),
             self.fp8_channels,
         )
-        if steady:
+        if kept is not None:
             if self.fp8_delayed:
                 buffers = self.operand_buffers()
                 with _disable_current_modes():  # a checkpoint would miss them in its second pass
@@ -67,7 +82,7 @@ class LayerQuantizers(FrozenStorage):
                     made = made.with_buffers(buffers)
                 gradient = made.grad_output._replace(history=of_gradient)
                 made = made._replace(grad_output=gradient)
-            passes[2][updates, repeats] = made
+            kept.of_pass[updates, repeats] = made
         return made
 
     def operand_buffers(self) -> tuple[Any, ...]:
