@@ -68,9 +68,8 @@ def main():
     )
     mesh = init_device_mesh("cpu", (RANKS,))
     ways = [(name, name, functools.partial(prepare_shards, mesh)) for name in LAYOUTS]
-    if RANKS == 2:
-        ways.append(("replicas", WIDE, prepare_replica))
-    else:
+    ways.append(("replicas", WIDE, prepare_replica))
+    if RANKS == 4:
         halves = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
         ways.append(("halves", WIDE, functools.partial(prepare_shards, halves)))
     results = {
