@@ -10,7 +10,7 @@ import torch
 
 from tests.torch_fp8.planner.layouts_for_tests import LAYOUTS, WIDE, config_of, trained
 from torch_fp8 import FP8Config, cli, memory_report
-from torch_fp8.planner import counts, figure, layouts
+from torch_fp8.planner import counts, figure, layouts, scaling
 from torch_fp8.planner.counts import standing_bytes
 from torch_fp8.planner.plan import CATEGORIES, largest, plan
 from torch_fp8.planner.setup import LEVELS, make_setup
@@ -184,6 +184,8 @@ def test_figure_finds_larger_models_in_fp8(tmp_path, monkeypatch):
 
 @pytest.mark.long
 def test_plain_text_stays_within_80_columns(whole):
+    of_auto = plain_text(plan(config_of("llama"), sequence=32, levels=("O1",)))
+    assert max(map(len, of_auto.splitlines())) <= 80
     text = plain_text(whole)
     assert max(map(len, text.splitlines())) <= 80
     assert 'TORCH_FP8_CONFIG=\'{"opt_level": ' in text
@@ -231,6 +233,13 @@ def test_several_numbers_of_gpus_are_a_table_over_them(tmp_path, capsys, monkeyp
     assert steps == [4, 1, 2]  # with FSDP over 4, the step is the same for 4 and for 8
     assert cli.main([*call, "4", "8", "--largest"]) == 2
     assert "one number of --gpus" in capsys.readouterr().err
+
+
+@pytest.mark.long
+def test_a_step_that_plans_share_is_that_of_each():
+    options = {**SMALL, "levels": ("O1",), "fsdp": 1}
+    shared = scaling.scaling(config_of("llama"), (1, 2), **options)
+    assert shared[1].levels == plan(config_of("llama"), gpus=2, **options).levels
 
 
 def test_ctrl_c_leaves_nothing(tmp_path, capsys, monkeypatch):

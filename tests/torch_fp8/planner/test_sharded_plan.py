@@ -28,9 +28,9 @@ def test_predicted_shards_are_those_of_a_rank(ranks, layout, level):
     assert dataclasses.asdict(predicted) == counted[f"{layout} {level}"]["memory"]
 
 
-def test_predicted_wire_of_fsdp_is_what_a_rank_sends(ranks):
+@pytest.mark.parametrize("layout", ["llama", "phi3"])
+def test_predicted_wire_of_fsdp_is_what_a_rank_sends(ranks, layout):
     number, counted = ranks
-    layout = {2: "llama", 4: "phi3"}[number]
     made = plan(config_of(layout), gpus=number, **OPTIONS)
     predicted = {level: made.levels[level].wire for level in LEVELS}
     assert predicted == {level: counted[f"{layout} {level}"]["wire"] for level in LEVELS}
