@@ -9,7 +9,8 @@ tensors, and their launches go through Triton to a driver that does nothing
 as in FP8. Variants are interleaved in this process.
 
 * ``host_us``: CPU time of the thread, the least of all repetitions: what others do on the machine
-  only adds; ``median_us``: the median;
+  only adds; ``median_us``: the median. Of BF16 what its GEMMs compute is taken off, which a card
+  does: their time beyond that of as many GEMMs of single elements, ``gemm_us``;
 * ``ratio``: of ``host_us`` to BF16's in the same circumstance;
 * ``launch_us``: what is saved where Triton is called and returns at once;
 * ``kernels``, ``gemms``: launches of ours, and GEMMs in FP8;
@@ -17,6 +18,7 @@ as in FP8. Variants are interleaved in this process.
 """
 
 import argparse
+import functools
 import gc
 import statistics
 import sys
@@ -37,6 +39,8 @@ from triton.runtime.jit import JITFunction
 from benchmarks.measurement import RESULTS, environment, print_table, write_rows
 from benchmarks.shapes import LLAMA_3_2_3B, parameter_shapes
 from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8
+from torch_fp8.kernels import quantize, rms_norm, swiglu
+from torch_fp8.kernels.quantize import whole_tile
 from torch_fp8.kernels.quick_launch import QuickKernel
 from torch_fp8.nn.scaling_buffers import ScalingBuffers
 from torch_fp8.optim.convert import split_parameter
@@ -46,21 +50,26 @@ TOKENS, HIDDEN, INNER, HEADS, GROUPS = 16, 128, 256, 2, 1
 RECIPES = ("tensorwise", "delayed", "rowwise", "blockwise")
 BF16 = "BF16"
 COLUMNS = (
-    *("what", "recipe", "host_us", "ratio", "median_us", "launch_us", "kernels", "gemms", "calls"),
+    *("what", "recipe", "host_us", "ratio", "median_us", "gemm_us", "launch_us"),
+    *("kernels", "gemms", "calls"),
     *("torch", "triton", "commit", "date", "command"),
 )
+MANY = "inference, many tokens"
+"""As if no tile held all of them, so that a tensorwise amax takes a launch of its own."""
 CASES: dict[str, dict[str, object]] = {
     "training": {},
     "training, checkpointed": {},
     "training, cache_weights": {"cache_weights": True},
     "training, O3": {"opt_level": "O3"},
     "inference": {},
+    MANY: {},
 }
 STEP = "optimizer step"
 TENSORS = 4096
 """Elements of a weight in the optimizer's step: the least that has 8-bit states."""
 
 Run = Callable[[], None]
+_FINDS_TILES = (quantize, rms_norm, swiglu)
 
 
 def block(case: str, recipe: str) -> Run:
@@ -87,7 +96,8 @@ def block(case: str, recipe: str) -> Run:
         convert_optimizer(optimizer, config, model=layer)
         layer._optimizer = optimizer  # whose hooks at O3 live as long as it
 
-    if case == "inference":
+    generates = case in ("inference", MANY)
+    if generates:
         layer.eval()
         for module in layer.modules():  # delayed scaling comes from training
             if isinstance(module, ScalingBuffers) and module.fp8_recipe.delayed:
@@ -106,7 +116,33 @@ def block(case: str, recipe: str) -> Run:
         for tensor in tensors:
             tensor.grad = None
 
-    return inference if case == "inference" else training
+    if not generates:
+        return training
+    return inference if case == "inference" else without_whole_tiles(inference)
+
+
+def products_of(case: str) -> tuple[Run, Run]:
+    """What BF16's GEMMs of a block take with what they compute, and with next to nothing."""
+    kv = HIDDEN * GROUPS // HEADS
+    layers = [(HIDDEN, HIDDEN)] * 2 + [(HIDDEN, kv)] * 2 + [(HIDDEN, INNER)] * 2 + [(INNER, HIDDEN)]
+    sizes = []
+    for k, n in layers:
+        sizes += [(TOKENS, k, n)] * (2 if "checkpointed" in case else 1)
+        if "training" in case:
+            sizes += [(TOKENS, n, k), (n, TOKENS, k)]
+    new = functools.partial(torch.ones, dtype=torch.bfloat16)
+    factors = [(new(m, k), new(n, k).t()) for m, k, n in sizes]
+    single = new(1, 1)
+
+    def computing() -> None:
+        for a, b in factors:
+            torch.mm(a, b)
+
+    def empty() -> None:
+        for _ in factors:
+            torch.mm(single, single)
+
+    return computing, empty
 
 
 def optimizer_step(level: str) -> Run:
@@ -155,6 +191,25 @@ def without_launches(run: Run) -> Run:
     return cut
 
 
+def without_whole_tiles(run: Run) -> Run:
+    """The same where no tile holds all tokens."""
+
+    def cut() -> None:
+        for module in _FINDS_TILES:
+            module.whole_tile = _no_tile
+        try:
+            run()
+        finally:
+            for module in _FINDS_TILES:
+                module.whole_tile = whole_tile
+
+    return cut
+
+
+def _no_tile(x: torch.Tensor, columnwise: bool) -> None:
+    return None
+
+
 def count_calls(run: Run) -> int:
     """Calls of functions from Python."""
     calls = 0
@@ -173,6 +228,9 @@ def count_calls(run: Run) -> int:
 
 def rows(what: str, runs: dict[str, Run], counts: Counts, repetitions: int) -> list[dict]:
     """A row for each run, the first of which is what the others are compared to."""
+    products: dict[str, Run] = {}
+    if what in CASES:
+        products = dict(zip(("computing", "empty"), products_of(what), strict=True))
     for run in runs.values():
         for _ in range(3):  # launchers are built, states and scales are there
             run()
@@ -184,12 +242,14 @@ def rows(what: str, runs: dict[str, Run], counts: Counts, repetitions: int) -> l
         made.append({"what": what, "recipe": name, "calls": count_calls(run)})
         made[-1] |= dict(zip(("kernels", "gemms"), launched, strict=True))
     cut = {f"{name}, cut": without_launches(run) for name, run in runs.items() if name != BF16}
-    times = measure(runs | cut, repetitions)
-    baseline = min(next(iter(times.values())))
+    times = measure(runs | cut | products, repetitions)
+    computed = min(times["computing"]) - min(times["empty"]) if products else 0.0
+    baseline = min(next(iter(times.values()))) - computed
     for row in made:
         name = row["recipe"]
-        least = min(times[name])
-        row |= {"host_us": round(least), "median_us": round(statistics.median(times[name]))}
+        of_gemms = computed if name == BF16 else 0.0
+        least, median = min(times[name]) - of_gemms, statistics.median(times[name]) - of_gemms
+        row |= {"host_us": round(least), "median_us": round(median), "gemm_us": round(of_gemms)}
         row["ratio"] = f"{least / baseline:.2f}"
         row["launch_us"] = round(least - min(times.get(f"{name}, cut", times[name])))
     return made
@@ -216,7 +276,7 @@ def main() -> None:
         made += rows(f"{STEP}, 254 tensors", runs, counts, max(options.repetitions // 10, 1))
     made = [{column: (row | about).get(column, "") for column in COLUMNS} for row in made]
     write_rows(options.csv, COLUMNS, made)
-    print_table(COLUMNS[:9], made)
+    print_table(COLUMNS[:10], made)
 
 
 if __name__ == "__main__":
