@@ -18,8 +18,8 @@ from torch_fp8.environment.versions import distribution_version
 from torch_fp8.quantization.formats import MIN_CAPABILITY
 from torch_fp8.quantization.recipe import Granularity
 
-ODD, EVEN = (37, 131), (512, 272)
-TWO_SHAPES = (ODD, EVEN)
+ODD, EVEN, FEW = (37, 131), (512, 272), (17, 272)
+SHAPES = (ODD, EVEN, FEW)
 TWO_FORMATS = ((torch.float8_e4m3fn, False), (torch.float8_e5m2, False))
 CAST_KINDS = ("row spread", "boundaries", "zeros", "nan")
 PRODUCER_SHAPES = ((144, 1024), ODD)
@@ -40,16 +40,14 @@ def missing() -> str:
 def cast(device: str, granularity: str, kernel: casts.CastKernel | None = None) -> str:
     """Check casts to both formats and layouts."""
     for kind in CAST_KINDS:
-        casts.check_cast(
-            kernel or casts.kernel(), device, granularity, kind, TWO_SHAPES, TWO_FORMATS
-        )
+        casts.check_cast(kernel or casts.kernel(), device, granularity, kind, SHAPES, TWO_FORMATS)
     return "both formats and layouts, bit for bit"
 
 
 def known_scale(device: str, kernel: casts.CastKernel | None = None) -> str:
     """Check casts with a scale or an amax that is known."""
     for kind in CAST_KINDS:
-        casts.check_known_scale(kernel or casts.kernel(), device, kind, TWO_SHAPES)
+        casts.check_known_scale(kernel or casts.kernel(), device, kind, SHAPES)
     return "bit for bit"
 
 
@@ -70,7 +68,7 @@ def delayed(device: str, kernel: casts.CastKernel | None = None) -> str:
     """Check casts that take their scale from a history and write it."""
     for kind in ("row spread", "nan"):
         casts.check_delayed(
-            kernel or casts.delayed_kernel(), device, kind, (*TWO_SHAPES, (1024, 2048)), ("max",)
+            kernel or casts.delayed_kernel(), device, kind, (*SHAPES, (1024, 2048)), ("max",)
         )
     return "payloads, scales and histories over four steps, bit for bit"
 
@@ -89,6 +87,8 @@ def norm(device: str, ops: Any = producers.OPS) -> str:
         producers.check_norm(ops, device, shape, kind, few=True)
     for granularity in producers.FEW_GRANULARITIES:
         producers.check_norm_once(ops, device, (64, 512), granularity)
+    for shape in (FEW, EVEN):
+        producers.check_norm_once(ops, device, shape, "tensorwise", finds_amax=True)
     return "casts bit for bit"
 
 
@@ -101,7 +101,7 @@ def norm_backward(device: str, ops: Any = producers.OPS) -> str:
 
 def swiglu(device: str, ops: Any = producers.OPS) -> str:
     """Check SwiGLU with its casts."""
-    for shape in PRODUCER_SHAPES:
+    for shape in (*PRODUCER_SHAPES, FEW):
         for smooth, kind in ((False, "gaussian"), (True, "nan")):
             producers.check_swiglu(ops, device, shape, kind, smooth, few=True)
     return "within a neighbour, casts bit for bit"

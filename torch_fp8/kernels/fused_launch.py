@@ -46,6 +46,11 @@ class Cast(NamedTuple):
         """Whether the amax is taken, where the scale was given or is delayed."""
         return self.past is not None or self.options.scale is not None
 
+    @property
+    def needs_amax(self) -> bool:
+        """Whether a tensorwise scale is made of the result's amax, which all of it decides."""
+        return self.past is None and self.options.needs_amax
+
     def is_fused(self, *inputs: Tensor) -> bool:
         """Return whether one launch computes the result and casts it in tiles.
 
@@ -56,7 +61,7 @@ class Cast(NamedTuple):
         """
         granularity = self.options.granularity
         given = (self.options.amax, self.options.scale, self.past)
-        assert sum(how is not None for how in given) == (granularity == "tensorwise")
+        assert sum(how is not None for how in given) <= (granularity == "tensorwise")
         rows, cols = inputs[0].shape
         unpadded = self.options.columnwise and COL_ALIGNMENT[granularity] == 1
         odd = cols % 16 or (unpadded and rows % 16) or any(x.stride(1) != 1 for x in inputs)
@@ -81,10 +86,17 @@ class Cast(NamedTuple):
             return x.new_empty(shape, dtype=torch.int32)
         return None if self.options.scale is None else amax_bits(x, *shape)
 
-    def flags(self) -> dict[str, object]:
-        """Return the compile-time arguments of a kernel that casts."""
+    def flags(self, whole: bool = False) -> dict[str, object]:
+        """Return the compile-time arguments of a kernel that casts.
+
+        Args:
+            whole: whether one tile is all of the result, as a cast without its amax demands.
+        """
+        assert whole == self.needs_amax
         if self.past is not None:
             source = "recent" if self.past.algorithm == "most_recent" else "history"
+        elif whole:
+            source = "whole"
         elif self.options.granularity == "tensorwise":
             source = "given" if self.options.amax is None else "amax"
         else:
@@ -134,8 +146,8 @@ def saved_outputs(x: Tensor, wanted: bool = True) -> tuple[Tensor | None, Tensor
 def registers(warps: int) -> int:
     """Return the registers of a thread when one program at a time occupies a multiprocessor.
 
-    For kernels that end as `delayed_scale` says: left to itself, the assembler takes half as many
-    for most of them, so that two programs fit, and spills a few bytes.
+    For kernels that end as `delayed_scale` says, or have one program: left to itself, the assembler
+    takes half as many for most of them, so that two programs fit, and spills a few bytes.
     """
     return min(65536 // (32 * warps), 255)
 

@@ -2,8 +2,9 @@
 
 Casting is bound by memory, so what matters is how often the matrix is read. Blocks and tensorwise
 casts with a known scale read it once and write both layouts from the same tile; a tensorwise scale
-from the tensor at hand costs one more read; row scales and column scales of one matrix live in
-groups that no tile holds, so the column layout of a rowwise cast reads it twice on its own.
+from the tensor at hand costs one more read, except where one tile is all of it; row scales and
+column scales of one matrix live in groups that no tile holds, so the column layout of a rowwise
+cast reads it twice on its own.
 
 Legend: R rows, C columns of x; rowwise is x quantized along C, columnwise is x^T quantized along R.
 
@@ -101,17 +102,41 @@ def quantize_2d(
 
 
 def _tensorwise(x: Tensor, options: CastOptions, sums: TileSums | None, pads: bool) -> Layouts:
-    source, scale, partial = "given", options.scale, None
-    if scale is None and x.numel() == 0:
-        scale = torch.ones((), dtype=torch.float32, device=x.device)
-    elif scale is None:
-        source, scale, amax = "tensor", x.new_empty((), dtype=torch.float32), options.amax
-        partial = _partial_amax(x) if amax is None else amax.view(1).view(torch.int32)
-    else:
+    source, scale, partial, whole = "given", options.scale, None, None
+    if scale is not None:
         options = options._replace(power_of_two=False)  # it is as it is
+    elif not x.numel():
+        scale = x.new_ones((), dtype=torch.float32)
+    else:
+        source, scale = "tensor", x.new_empty((), dtype=torch.float32)
+        if options.amax is not None:
+            partial = options.amax.view(1).view(torch.int32)
+        elif sums is None:
+            whole = whole_tile(x, options.columnwise)
+        if whole is not None:
+            source = "whole"
+        elif partial is None:
+            partial = _partial_amax(x)
     pad = pad_of(x.shape[0], "tensorwise", pads)
-    by_row, by_col = _cast_tiles(x, options, source, scale, partial, pad, sums)
-    return by_row, scale if options.scale is None else None, by_col, None
+    by_row, by_col = _cast_tiles(x, options, source, scale, partial, pad, sums, whole)
+    return by_row, None if scale is options.scale else scale, by_col, None
+
+
+def whole_tile(x: Tensor, columnwise: bool) -> tuple[int, int, int] | None:
+    """Return rows, columns and warps of a tile that is all of x, or None: it does not fit.
+
+    The program then knows the amax. These are the few tokens of a generation, where a launch takes
+    longer than what it does.
+    """
+    rows, cols = x.shape
+    if not x.numel() or x.numel() > BLOCK * BLOCK or is_odd(x):
+        return None
+    block_r, block_c = next_power_of_2(rows), max(next_power_of_2(cols), BLOCK)
+    if columnwise:  # whose padding the tile writes
+        block_r = max(block_r, COL_ALIGNMENT["tensorwise"])
+    elements = block_r * block_c
+    fits = elements <= BLOCK * BLOCK
+    return (block_r, block_c, max(1, min(TILE_WARPS, elements // 512))) if fits else None
 
 
 def _partial_amax(x: Tensor) -> Tensor:
@@ -186,8 +211,9 @@ def _cast_tiles(
     partial: Tensor | None,
     pad: int,
     sums: TileSums | None = None,
+    whole: tuple[int, int, int] | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Cast the payloads in tiles; `scale` is filled from `partial` unless `source` is "given"."""
+    """Cast the payloads in tiles, or in the `whole` one; `scale` is filled unless it is "given"."""
     rows, cols = x.shape
     by_row, by_col = _outputs(x, options, pad)
     if x.numel() and (options.rowwise or options.columnwise):
@@ -195,7 +221,8 @@ def _cast_tiles(
         # Another length and mask for the column layout leave too few registers beside sums.
         small = is_odd(x) or (pad > 1 and sums is not None and source == "given")
         block, warps = (ODD_BLOCK, ODD_WARPS) if small else (BLOCK, TILE_WARPS)
-        cast_kernel[(cdiv(rows, block) * cdiv(cols, block),)](
+        block_r, block_c, warps = whole or (block, block, warps)
+        cast_kernel[(cdiv(rows, block_r) * cdiv(cols, block_c),)](
             x,
             scale,
             scale if partial is None else partial,
@@ -210,7 +237,8 @@ def _cast_tiles(
             **cast_flags(options),
             PAD=pad,
             PARTIALS=next_power_of_2(num_partials),
-            BLOCK_SIZE=block,
+            BLOCK_R=block_r,
+            BLOCK_C=block_c,
             num_warps=warps,
         )
     return by_row, by_col

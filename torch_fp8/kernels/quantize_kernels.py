@@ -13,6 +13,7 @@ from torch_fp8.kernels.fp8_cast import (
     abs_bits,
     cast_bounded,
     cast_saturating,
+    largest_bits,
     scale_from_amax,
 )
 from torch_fp8.kernels.quick_launch import quick
@@ -101,24 +102,31 @@ def cast_kernel(
     num_partials,
     sum_ptr,
     SUM_AXIS: tl.constexpr,  # along which the tile's sums are stored, or -1
-    SCALE: tl.constexpr,  # "given", "tensor" from partials of amax_kernel, "columns" from slabs
+    SCALE: tl.constexpr,  # "given", "tensor" from partials of amax_kernel, "whole", "columns"
     E5M2: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
     ROW: tl.constexpr,
     COL: tl.constexpr,
     PAD: tl.constexpr,
     PARTIALS: tl.constexpr,  # num_partials rounded up to a power of two
-    BLOCK_SIZE: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr,
 ):
-    """Cast one tile of x in the layouts asked for, with a scale per tensor or per column."""
+    """Cast one tile of x in the layouts asked for, with a scale per tensor or per column.
+
+    SCALE: for "whole" the tile is all of x; for "columns" partials are those of slabs.
+    """
     FMAX: tl.constexpr = 57344.0 if E5M2 else 448.0
-    tile = tile_at(tl.program_id(0), rows, cols, BLOCK_SIZE, BLOCK_SIZE)
+    tile = tile_at(tl.program_id(0), rows, cols, BLOCK_R, BLOCK_C)
     tile_r, tile_c, r, c, mask = tile
     x = load_tile(x_ptr, stride_r, stride_c, r, c, mask)
     store_sums(x, sum_ptr, tile, rows, cols, SUM_AXIS)
 
     if SCALE == "given":
         scale = tl.load(scale_ptr)
+    elif SCALE == "whole":
+        scale = scale_from_amax(largest_bits(x), FMAX, POWER_OF_TWO)
+        tl.store(scale_ptr, scale)
     elif SCALE == "tensor":
         p = tl.arange(0, PARTIALS)
         partials = tl.load(partial_ptr + p, mask=p < num_partials, other=0)

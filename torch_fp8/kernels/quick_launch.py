@@ -12,7 +12,7 @@ tensor by its dtype and by whether its address is a multiple of 16, a float by b
 from collections.abc import Callable
 from typing import Any
 
-import torch
+from torch import Tensor
 from triton.runtime.jit import JITFunction
 
 _MOST = 4096
@@ -27,14 +27,16 @@ class QuickKernel(JITFunction):  # type: ignore[misc]  # Triton has no types
 
         def launch(*args: Any, **how: Any) -> None:
             parts: list[Any] = [grid, args[0].get_device(), *how, *how.values()]
+            add = parts.append
             for a in args:  # without a call for a number: there are a hundred in a block
                 kind = a.__class__
                 if kind is int or kind is bool:
-                    parts += (a,)
-                elif isinstance(a, torch.Tensor):
-                    parts += (a.dtype, a.data_ptr() & 15)
+                    add(a)
+                elif kind is Tensor or isinstance(a, Tensor):
+                    add(a.dtype)
+                    add(a.data_ptr() & 15)
                 else:
-                    parts += (float if kind is float else a,)
+                    add(float if kind is float else a)
             key = tuple(parts)
             found = known.get(key)
             if found is not None and not self.pre_run_hooks:

@@ -36,6 +36,7 @@ from torch_fp8.kernels.quantize import (
     TILE_WARPS,
     pointers,
     quantize_2d,
+    whole_tile,
 )
 from torch_fp8.kernels.rms_norm_kernels import (
     norm_backward_kernel,
@@ -154,12 +155,19 @@ def rms_norm_quantize_once(
 ) -> tuple[Tensor | None, ...]:
     """See `torch_fp8.ops.rms_norm.rms_norm_quantize_once`."""
     cast = Cast.of(options)
-    if cast.is_fused(inputs.x) and bands_fill_the_card(inputs.x, options.granularity):
-        return _bands(inputs, cast, save)
+    if cast.is_fused(inputs.x):
+        whole = None
+        if cast.needs_amax and not save:  # as in SwiGLU
+            whole = whole_tile(inputs.x, options.columnwise)
+        fills = not cast.needs_amax and bands_fill_the_card(inputs.x, options.granularity)
+        if whole is not None or fills:
+            return _bands(inputs, cast, save, whole)
     rstd, amax, *saved = rms_norm_statistics(inputs, save)
     scale, known = None, options
     if isinstance(known, DelayedCastOptions):
         known, scale = known_cast(known, amax)
+    elif cast.needs_amax:
+        known = known._replace(amax=amax)
     q, s, qt, st = rms_norm_quantize(inputs.with_rstd(rstd), known)
     taken = amax if cast.takes_amax else None
     return (q, s if scale is None else scale, qt, st, rstd, *saved, taken)
@@ -173,7 +181,10 @@ def bands_fill_the_card(x: Tensor, granularity: str) -> bool:
     return rows >= MULTIPROCESSORS * band and at_work <= BANDS_IN_CACHE
 
 
-def _bands(inputs: NormInputs, cast: Cast, save: bool) -> tuple[Tensor | None, ...]:
+def _bands(
+    inputs: NormInputs, cast: Cast, save: bool, whole: tuple[int, int, int] | None
+) -> tuple[Tensor | None, ...]:
+    """Compute and cast bands of rows, or all of them in one tile of a `whole_tile`."""
     x, weight, eps, offset, out_dtype = inputs
     rows, cols = x.shape
     made, saved = cast.options.new_layouts(x), saved_outputs(x, save)
@@ -184,6 +195,7 @@ def _bands(inputs: NormInputs, cast: Cast, save: bool) -> tuple[Tensor | None, .
     warps = TILE_WARPS // 2 if narrow else TILE_WARPS
     # Delayed casts, which end as `delayed_scale` says, with rows to pad: a mask for each layout.
     few = band == BLOCK or (delayed and rows % 16)
+    band, block_c, warps = whole or (band, BLOCK if few else BAND_COLS, warps)
     with torch.cuda.device_of(x):
         norm_cast_once_kernel[(cdiv(rows, band),)](
             x,
@@ -201,13 +213,13 @@ def _bands(inputs: NormInputs, cast: Cast, save: bool) -> tuple[Tensor | None, .
             eps,
             offset,
             OUT=TYPES[out_dtype],
-            **cast.flags(),
+            **cast.flags(whole is not None),
             SAVE=save,
             AMAX=largest is not None,
             BLOCK_R=band,
-            BLOCK_C=BLOCK if few else BAND_COLS,
+            BLOCK_C=block_c,
             num_warps=warps,
-            maxnreg=registers(warps) if delayed else None,
+            maxnreg=registers(warps) if delayed or whole else None,
             enable_fp_fusion=False,
         )
     return (*made, rstd, *saved, as_amax(largest))

@@ -21,7 +21,7 @@ from torch_fp8.kernels.fused_launch import (
     saved_outputs,
 )
 from torch_fp8.kernels.launch_math import cdiv
-from torch_fp8.kernels.quantize import BLOCK, TILE_WARPS, pointers
+from torch_fp8.kernels.quantize import BLOCK, TILE_WARPS, pointers, whole_tile
 from torch_fp8.kernels.swiglu_kernels import swiglu_cast_kernel
 from torch_fp8.quantization.payload_shape import Layouts
 
@@ -57,9 +57,16 @@ def swiglu_quantize(
 ) -> tuple[Tensor | None, ...]:
     """See `torch_fp8.ops.swiglu.swiglu_quantize`."""
     cast = Cast.of(options)
-    if is_fused(cast, gate, up):
+    fused, whole = is_fused(cast, gate, up), None
+    if cast.needs_amax and fused and not save:  # saving comes with gradients, and spills
+        whole = whole_tile(gate, options.columnwise)
+    if cast.needs_amax and whole is None:
+        *saved, amax = swiglu_save(gate, up, smooth, save)
+        known = cast.options._replace(amax=amax)
+        return (*swiglu_quantize(gate, up, smooth, known, False)[:4], *saved, None)
+    if fused:
         made, largest = cast.options.new_layouts(gate), cast.amax_bits(gate)
-        saved = _launch(gate, up, smooth, cast, save, made, largest)
+        saved = _launch(gate, up, smooth, cast, save, made, largest, whole)
         return (*made, *saved, as_amax(largest))
     h, largest = gate.new_empty(gate.shape), amax_bits(gate) if cast.takes_amax else None
     saved = _launch(gate, up, smooth, None, save, (h, None, None, None), largest)
@@ -75,18 +82,21 @@ def _launch(
     save: bool,
     made: Layouts,
     largest: Tensor | None,
+    whole: tuple[int, int, int] | None = None,
 ) -> tuple[Tensor | None, ...]:
     """Fill the layouts, and the amax or those of columns, in one launch; return what is saved.
 
     Args:
         made: without a `cast` the first of them is the result itself, (R, C) contiguous, or None.
+        whole: the tile of a cast that takes all of them at once.
     """
     rows, cols = gate.shape
     saved = (*saved_outputs(gate, save), *saved_outputs(up, save))
     block_r, warps, maxnreg = tile(cast, rows)
+    block_r, block_c, warps = whole or (block_r, BLOCK, warps)
     if gate.numel():
         with torch.cuda.device_of(gate):
-            swiglu_cast_kernel[(cdiv(rows, block_r) * cdiv(cols, BLOCK),)](
+            swiglu_cast_kernel[(cdiv(rows, block_r) * cdiv(cols, block_c),)](
                 gate,
                 up,
                 *pointers((smooth, largest, *saved), gate),
@@ -102,9 +112,9 @@ def _launch(
                 SMOOTH=smooth is not None,
                 SAVE=save,
                 AMAX="" if largest is None else "columns" if largest.ndim else "tensor",
-                **(no_cast(made) if cast is None else cast.flags()),
+                **(no_cast(made) if cast is None else cast.flags(whole is not None)),
                 BLOCK_R=block_r,
-                BLOCK_C=BLOCK,
+                BLOCK_C=block_c,
                 num_warps=warps,
                 maxnreg=maxnreg,
                 enable_fp_fusion=False,

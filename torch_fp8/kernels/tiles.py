@@ -265,7 +265,7 @@ def store_cast(
     tile,
     rows,
     cols,
-    SCALE: tl.constexpr,  # "given" and "amax" at scale_ptr; "plain": no cast; or `store_blocks`'s
+    SCALE: tl.constexpr,  # "given", "amax": at scale_ptr; "whole", "plain"; or `store_blocks`'s
     GROUP: tl.constexpr,
     E5M2: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
@@ -275,7 +275,8 @@ def store_cast(
 ):
     """Store a tile of y in the layouts asked for, with its scales.
 
-    tile, made, width: see `tile_at` and `store_blocks`.
+    tile, made, width: see `tile_at` and `store_blocks`. SCALE: for "whole" the tile is all of the
+    matrix, whose amax is then known; for "plain" nothing is cast.
     """
     tile_r, tile_c, r, _, _ = tile
     q_ptr, s_ptr, qt_ptr, _ = made
@@ -293,7 +294,8 @@ def store_cast(
             store_scaled(y, scale, made, tile, rows, cols, E5M2, ROW, COL, 16, width)
         else:
             FMAX: tl.constexpr = 57344.0 if E5M2 else 448.0
-            scale = scale_from_amax(tl.load(scale_ptr), FMAX, POWER_OF_TWO)
+            bits = largest_bits(y) if SCALE == "whole" else tl.load(scale_ptr)
+            scale = scale_from_amax(bits, FMAX, POWER_OF_TWO)
             if tile_r + tile_c == 0:
                 tl.store(s_ptr, scale)
             q = cast_bounded(y, per_row(scale, r, rows), E5M2, POWER_OF_TWO)

@@ -37,6 +37,7 @@ from torch_fp8.kernels.arguments import (
     DelayedCastOptions,
     NormBackwardInputs,
     NormInputs,
+    NormWithRstd,
     ProducerCast,
 )
 from torch_fp8.nn.class_swap import is_fsdp_class
@@ -262,6 +263,11 @@ class _Produced:
             cast = CastOptions.of(quantizer.spec, rowwise=True, columnwise=col)
         elif quantizer is not None and options.reader is not None:
             cast = options.reader.delayed_options(rowwise=True, columnwise=col)
+        self.saved: tuple[Tensor | None, ...] = ()
+        self._inputs = inputs
+        self._norm: NormWithRstd | None = None
+        if cast is None and not options.keep:
+            return  # whoever reads has the statistics made together with a cast
         if cast is None:
             rstd, self._amax, *saved = rms_norm_statistics(inputs, save)
         else:
@@ -269,14 +275,22 @@ class _Produced:
             self.made = as_layouts(made[:4], cast)
             rstd, *saved = made[4:7]
             self._amax = made[7] if isinstance(cast, DelayedCastOptions) else None
-        self.saved, self.norm = tuple(saved), inputs.with_rstd(rstd)
+        self.saved, self._norm = tuple(saved), inputs.with_rstd(rstd)
+
+    @property
+    def norm(self) -> NormWithRstd:
+        """The arguments of operators that take the statistics."""
+        if self._norm is None:
+            rstd, self._amax, *_ = rms_norm_statistics(self._inputs, False)
+            self._norm = self._inputs.with_rstd(rstd)
+        return self._norm
 
     def production(self, on_read: Callable[[Quantizer], None]) -> LazySource:
         """Return the output as a `LazySource` for the layers that read it."""
         quantizer = self.options.reader or self.options.quantizer
         production = LazySource(
             self.options.name,
-            self.norm[:2],
+            self._inputs[:2],
             self.dense,
             self.layouts,
             self.amax,
@@ -290,9 +304,14 @@ class _Produced:
         return rms_norm(self.norm)
 
     def amax(self) -> Tensor:
-        return tensor_amax(self.dense()) if self._amax is None else self._amax
+        norm = self.norm  # with which the amax comes
+        return tensor_amax(rms_norm(norm)) if self._amax is None else self._amax
 
     def layouts(self, cast: CastOptions) -> Payloads:
+        if self._norm is None and cast.granularity == "tensorwise" and cast.amax is None:
+            made = rms_norm_quantize_once(self._inputs, cast, False)
+            self._norm = self._inputs.with_rstd(made[4])
+            return as_layouts(made[:4], cast)
         if cast.needs_amax:
             cast = cast._replace(amax=self.amax())
         return as_layouts(rms_norm_quantize(self.norm, cast), cast)

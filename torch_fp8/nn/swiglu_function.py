@@ -49,8 +49,8 @@ def product(gate: Tensor, up: Tensor, amax: Tensor | None, name: str) -> LazySou
         return swiglu(gate, up, None)
 
     def layouts(options: CastOptions) -> Payloads:
-        if options.needs_amax:
-            options = options._replace(amax=largest())
+        if options.needs_amax and amax is not None:
+            options = options._replace(amax=amax)
         return as_layouts(swiglu_quantize(gate, up, None, options, False)[:4], options)
 
     def largest() -> Tensor:

@@ -1,9 +1,10 @@
 """What RMSNorm and SwiGLU that emit FP8 share: the cast of their result, and what they save.
 
 Legend: R rows, C columns. Layouts are those of ``torch_fp8::quantize_2d``: ``(q, s, qt, st)`` is
-y quantized along C, its scale, y^T quantized along R, its scale. A tensorwise scale must be known
-before the cast, as `scale` or as `amax`: a producer that computed its result in order to find the
-maximum would compute it twice. Or it comes from the amaxes of the past, see `DelayedCastOptions`.
+y quantized along C, its scale, y^T quantized along R, its scale. A tensorwise scale is known before
+the cast, as `scale` or as `amax`, or comes from the amaxes of the past, see `DelayedCastOptions`:
+a producer that computes its result in order to find the maximum computes it twice, unless one
+program holds all of it. Producers of the forward, which meet a few tokens, do find it.
 """
 
 import torch
@@ -27,23 +28,26 @@ groups, arXiv 2410.19313 section 4, with Hopper's block length).
 """
 
 
-def check_scale(options: CastOptions) -> None:
-    """Raise ValueError unless a tensorwise scale is known in exactly one way, and no other is
-    given.
+def check_scale(options: CastOptions, finds_amax: bool = False) -> None:
+    """Raise ValueError unless a tensorwise scale is known in one way, and no other is given.
+
+    Args:
+        finds_amax: whether the producer makes a tensorwise scale of which nothing is known.
     """
     granularity = options.granularity
     given = (options.amax is not None) + (options.scale is not None)
-    if granularity == "tensorwise" and given != 1:
+    if granularity == "tensorwise" and given != 1 and not (finds_amax and not given):
         raise ValueError("a tensorwise producer takes either amax or scale")
     if granularity != "tensorwise" and given:
         raise ValueError(f"{granularity} scales are made from the tensor, got amax or scale")
 
 
-def cast_result(y: Tensor, options: ProducerCast) -> CastResult:
+def cast_result(y: Tensor, options: ProducerCast, finds_amax: bool = False) -> CastResult:
     """Cast y (R, C), of any strides.
 
     Args:
         options: how; tensorwise with a scale, which is used as it is, an amax or a history.
+        finds_amax: whether tensorwise may have none of them, and the scale is made from y's amax.
     Raises:
         ValueError: if tensorwise has not exactly one of amax and scale, or another has any.
     """
@@ -52,7 +56,7 @@ def cast_result(y: Tensor, options: ProducerCast) -> CastResult:
         made = delayed_scale(options.amaxes, amax, format, options.algorithm, options.margin)
         q, _, qt, st = quantize_2d(y, options.with_scale(made))
         return q, made, qt, st, amax
-    check_scale(options)
+    check_scale(options, finds_amax)
     if options.amax is not None:
         made = scale_from_amax(options.amax, format_of(options.dtype), options.power_of_two)
         q, _, qt, st = quantize_2d(y, options._replace(scale=made, amax=None))
@@ -60,12 +64,12 @@ def cast_result(y: Tensor, options: ProducerCast) -> CastResult:
     return *quantize_2d(y, options), None if options.scale is None else tensor_amax(y)
 
 
-def cast_result_fake(y: Tensor, options: ProducerCast) -> CastResult:
+def cast_result_fake(y: Tensor, options: ProducerCast, finds_amax: bool = False) -> CastResult:
     """Return empty tensors of the shapes of `cast_result`, which refuses as that does."""
     amax = y.new_empty((), dtype=torch.float32)
     if isinstance(options, DelayedCastOptions):
         return *options.with_scale(None).new_layouts(y), amax
-    check_scale(options)
+    check_scale(options, finds_amax)
     return *options.new_layouts(y), None if options.scale is None else amax
 
 

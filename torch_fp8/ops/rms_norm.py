@@ -102,7 +102,7 @@ def rms_norm_quantize(norm: NormWithRstd, options: CastOptions) -> Layouts:
 
 def _once_fake(inputs: NormInputs, options: ProducerCast, save: bool) -> tuple[Tensor | None, ...]:
     rstd, _, *saved = _statistics_fake(inputs, save)
-    *made, taken = cast_result_fake(inputs.x, options)
+    *made, taken = cast_result_fake(inputs.x, options, finds_amax=True)
     return (*made, rstd, *saved, taken)
 
 
@@ -122,16 +122,18 @@ def rms_norm_quantize_once(
 
     Args:
         inputs, save: see `rms_norm_statistics`.
-        options: the cast; tensorwise with a scale, as the amax is not known yet, or with a history
-            (``torch_fp8::rms_norm_quantize_delayed``).
+        options: the cast; tensorwise with a scale, as the amax is not known yet, with a history
+            (``torch_fp8::rms_norm_quantize_delayed``), or with neither: that the CUDA operator does
+            in one launch where one program holds all of x.
     Returns:
         ``(q, s, qt, st, rstd, saved_q, saved_scale, amax)``; the amax () of the rounded result is
         taken in the same read for tensorwise, whose history wants it, and None otherwise.
     Raises:
-        ValueError: if tensorwise has no scale, or another granularity has one.
+        ValueError: if tensorwise has both amax and scale, or another granularity has any.
     """
     rstd, _, *saved = rms_norm_statistics.reference(inputs, save)
-    *made, taken = cast_result(rms_norm.reference(inputs.with_rstd(rstd)), options)
+    y = rms_norm.reference(inputs.with_rstd(rstd))
+    *made, taken = cast_result(y, options, finds_amax=True)
     return (*made, rstd, *saved, taken)
 
 

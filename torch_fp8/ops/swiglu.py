@@ -75,7 +75,7 @@ def swiglu_save(
 def _quantize_fake(
     gate: Tensor, up: Tensor, smooth: Tensor | None, options: ProducerCast, save: bool
 ) -> tuple[Tensor | None, ...]:
-    *made, taken = cast_result_fake(gate, options)
+    *made, taken = cast_result_fake(gate, options, finds_amax=True)
     return (*made, *save_input(gate, save), *save_input(up, save), taken)
 
 
@@ -87,14 +87,15 @@ def swiglu_quantize(
 
     Args:
         gate, up, smooth: see `swiglu`.
-        options: the cast; tensorwise with the amax of `swiglu_save`, with a scale, or with a
-            history (``torch_fp8::swiglu_quantize_delayed``).
+        options: the cast; tensorwise with the amax of `swiglu_save`, with a scale, with a history
+            (``torch_fp8::swiglu_quantize_delayed``), or with none of them: the amax is found
+            first, on CUDA in the same launch where one program holds all of h.
         save: whether to return gate and up as `swiglu_save` does, from the same read.
     Returns:
         ``(q, s, qt, st, gate_q, gate_s, up_q, up_s, amax)``, the first four as told in
         `torch_fp8.ops.fused_quantize`; amax () as there, of h.
     Raises:
-        ValueError: if tensorwise has not exactly one of amax and scale, or another has any.
+        ValueError: if tensorwise has both amax and scale, or another has any.
     """
-    *made, taken = cast_result(swiglu.reference(gate, up, smooth), options)
+    *made, taken = cast_result(swiglu.reference(gate, up, smooth), options, finds_amax=True)
     return (*made, *save_input(gate, save), *save_input(up, save), taken)

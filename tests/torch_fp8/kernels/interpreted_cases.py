@@ -107,6 +107,7 @@ def matrices(generator):
     yield "columns to pad", spread(144, 37, generator).bfloat16().t()
     yield "one tile", spread(128, 128, generator).bfloat16()
     yield "tails", spread(130, 140, generator).half()
+    yield "few rows", spread(3, 272, generator).bfloat16()
     yield "transposed", spread(150, 70, generator).bfloat16().t()
     yield "sliced", big[:120:2, 1:200].bfloat16()[1:]
     yield "no unit stride", big[:96:2, ::3]
@@ -177,8 +178,8 @@ def results():
     for granularity, (name, x) in itertools.product(
         GRANULARITIES, matrices(torch.Generator().manual_seed(0))
     ):
-        failures = []
-        for fmt, power_of_two, row, col in CHOICES + (ONE_LAYOUT if name == "tails" else ()):
+        failures, more = [], ONE_LAYOUT if name in ("tails", "few rows") else ()
+        for fmt, power_of_two, row, col in CHOICES + more:
             options = CastOptions(DTYPES[fmt], granularity, power_of_two, row, col)
             found = compare(quantize_2d(x, options), reference(x, options))
             if found:

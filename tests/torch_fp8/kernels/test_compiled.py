@@ -77,6 +77,22 @@ def test_every_kernel_compiles_without_spills(names, record_launches, compile_al
     _compile(launches, compile_all)
 
 
+WHOLE = ((128, 128), (17, 256), (1, 16384), (16, 1024), (1, 64))
+"""Shapes of which one tile is all."""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_whole_tiles_compile_without_spills(dtype, record_launches, compile_all):
+    with record_launches(quantize) as launches:
+        for shape, each in itertools.product(WHOLE, LAYOUTS):
+            for format, power_of_two in ((FORMATS[0], False), (FORMATS[1], True)):
+                options = CastOptions(format, "tensorwise", power_of_two, *each)
+                quantize.quantize_2d(torch.empty(shape, dtype=dtype), options)
+    assert {dict(launch.constants).get("SCALE") for launch in launches} == {"whole", "tensor", None}
+    _compile(launches, compile_all)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("names", GROUPS)
 def test_every_kernel_of_delayed_scaling_compiles_without_spills(

@@ -93,6 +93,9 @@ def input_of(name):
     return torch.empty(4096, 4096, dtype=DTYPES[name]) if name in DTYPES else ODD[name]
 
 
+WHOLE = ((128, 128), (17, 256), (1, 16384), (16, 1024), (1, 64))
+
+
 def launch_norms(x):
     """Everything but the casts."""
     weight, rstd = torch.empty(x.shape[1]), torch.empty(x.shape[0])
@@ -173,6 +176,18 @@ def launch_smoothing(x):
         smooth.quantize_columns(x, torch.empty(x.shape[1]), cast)
 
 
+def launch_whole_tiles(dtype):
+    """Casts of results that one tile holds, with an amax that it finds."""
+    layouts = ((True, False), (False, True), (True, True))
+    for shape, each, save in itertools.product(WHOLE, layouts, (True, False)):
+        x, smooth = torch.empty(shape, dtype=dtype), torch.empty(shape[1])
+        for power_of_two in (True, False):
+            cast = CastOptions(E4M3, "tensorwise", power_of_two, *each)
+            inputs = NormInputs(x, smooth, EPS, 0.0, dtype)
+            rms_norm.rms_norm_quantize_once(inputs, cast, save)
+            swiglu.swiglu_quantize(x, x, smooth, cast, save)
+
+
 def assert_fits(launches, compile_all):
     for ptx in compile_all(launches):
         # triton-lang/triton#11111: next to these, transposed one-byte stores are corrupted.
@@ -220,6 +235,16 @@ def test_smoothing_compiles_and_fits(record_launches, compile_all):
     ):
         launch_smoothing(torch.empty(2048, 4096, dtype=torch.bfloat16))
     assert_fits(columns + saves + launches, compile_all)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_whole_tiles_compile_and_fit(record_launches, compile_all, dtype):
+    with record_launches(rms_norm) as norms, record_launches(swiglu) as products:
+        launch_whole_tiles(dtype)
+    whole = [made for made in norms + products if dict(made.constants).get("SCALE") == "whole"]
+    assert set(names(whole)) == {"norm_cast_once", "swiglu_cast"}
+    assert_fits(whole, compile_all)
 
 
 def names(launches):
@@ -285,6 +310,48 @@ def test_launches_of_a_gated_mlp(record_launches):
             inputs = BackwardInputs(x, *saved(x) * 2, None, x.dtype)
             gate_up.gate_up_backward_quantize(inputs, True, cast)
         assert names(launches) == ["swiglu_backward_cast"]
+
+
+@pytest.mark.parametrize(
+    ("shape", "columnwise", "whole"),
+    [
+        ((16, 1024), False, True),  # 16,384 elements
+        ((17, 1024), False, False),
+        ((16, 1040), False, False),  # 2,048 with those beside the last
+        ((1, 16384), False, True),
+        ((1, 16384), True, False),  # the column layout has 16 rows
+        ((1, 1024), True, True),
+        ((128, 128), True, True),
+        ((16, 1000), False, False),  # moved one element at a time
+        ((0, 128), False, False),
+    ],
+    ids=str,
+)
+def test_one_launch_finds_the_amax_of_what_one_tile_holds(
+    record_launches, shape, columnwise, whole
+):
+    x = torch.empty(shape, dtype=torch.bfloat16)
+    cast = CastOptions(E4M3, "tensorwise", True, True, columnwise)
+    with record_launches(quantize) as casts_of_it:
+        quantize.quantize_2d(x, cast)
+    with record_launches(quantize), record_launches(rms_norm) as norm:
+        made = rms_norm.rms_norm_quantize_once(
+            NormInputs(x, torch.empty(shape[1]), EPS, 0.0, x.dtype), cast, False
+        )
+    with record_launches(quantize), record_launches(swiglu) as product:
+        others = swiglu.swiglu_quantize(x, x, None, cast, False)
+    assert [t.shape for t in made[:2]] == [t.shape for t in others[:2]] == [shape, ()]
+    assert made[7] is others[8] is None, "an amax that nobody has a history for"
+    if whole:
+        assert names(casts_of_it) == ["cast"]
+        assert names(norm) == ["norm_cast_once"]
+        assert names(product) == ["swiglu_cast"]
+        assert {dict(made.constants)["SCALE"] for made in casts_of_it + norm + product} == {"whole"}
+        assert {made.grid for made in casts_of_it + norm + product} == {(1,)}
+    elif x.numel():
+        assert names(casts_of_it) == ["amax", "cast"]
+        assert names(norm)[0] == "statistics"
+        assert len(product) == 2
 
 
 @pytest.mark.parametrize("rows", [33792, 33791])

@@ -29,6 +29,11 @@ def test_once_equals_two_launches(shape, granularity):
     producers.check_norm_once(OPS, "cuda", shape, granularity)
 
 
+@pytest.mark.parametrize("shape", [(17, 272), (1, 4096), (128, 128), (512, 272)], ids=str)
+def test_amax_that_is_found_equals_the_one_that_is_given(shape):
+    producers.check_norm_once(OPS, "cuda", shape, "tensorwise", finds_amax=True)
+
+
 @pytest.mark.parametrize("saved", [False, True])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_norm_backward(shape, saved):

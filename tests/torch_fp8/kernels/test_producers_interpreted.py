@@ -16,6 +16,7 @@ INPUTS = (
     "rows to pad",
     "129 x 127",
     "one row",
+    "few rows",
     "one column",
     "one element",
     "no rows",

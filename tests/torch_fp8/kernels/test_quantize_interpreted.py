@@ -13,6 +13,7 @@ INPUTS = (
     "columns to pad",
     "one tile",
     "tails",
+    "few rows",
     "transposed",
     "sliced",
     "no unit stride",

@@ -32,7 +32,7 @@ GRANULARITIES: tuple[Granularity, ...] = (
     "block_128x128",
     "block_1x32",
 )
-SHAPES = ((1, 1), (37, 131), (129, 4096), (512, 272), (3, 20000), (0, 48))
+SHAPES = ((1, 1), (37, 131), (129, 4096), (512, 272), (3, 20000), (0, 48), (17, 272))
 ALL_LAYOUTS_OF = (129, 4096)
 """The shape with which each single layout and each input dtype is tried: each is a compilation."""
 CHOICES = ((torch.float8_e4m3fn, False), (torch.float8_e4m3fn, True), (torch.float8_e5m2, False))

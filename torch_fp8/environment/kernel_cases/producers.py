@@ -34,7 +34,10 @@ from torch_fp8.quantization.scaling import tensor_amax
 BF16, EPS = torch.bfloat16, 1e-5
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 FEW_GRANULARITIES = ("tensorwise", "block_1x128")
-SHAPES = ((4096, 1024), (272, 4096), (144, 14336), (37, 131), (1, 160), (129, 20000), (0, 48))
+SHAPES = (
+    *((4096, 1024), (272, 4096), (144, 14336), (129, 20000)),
+    *((37, 131), (17, 272), (1, 160), (0, 48)),
+)
 KINDS = ("gaussian", "inf", "nan", "zeros")
 OPS = SimpleNamespace(
     rms_norm=rms_norm,
@@ -117,11 +120,14 @@ def check_norm(ops: Any, device: str, shape: Shape, kind: str, few: bool = False
         check_casts([y], amax, quantize, what, few)
 
 
-def check_norm_once(ops: Any, device: str, shape: Shape, granularity: str) -> None:
-    """Check that one launch equals two."""
+def check_norm_once(
+    ops: Any, device: str, shape: Shape, granularity: str, finds_amax: bool = False
+) -> None:
+    """Check that one launch equals two; a tensorwise scale is given, or of the amax it finds."""
     what = f"RMSNorm of {shape} in one launch, {granularity}"
     x, weight = matrix(shape, BF16).to(device), _weight(shape[1]).to(device)
-    scale = torch.tensor(0.02, device=device) if granularity == "tensorwise" else None
+    given = granularity == "tensorwise" and not finds_amax
+    scale = torch.tensor(0.02, device=device) if given else None
     cast = CastOptions(E4M3, granularity, True, True, True, scale)
     *made, rstd, saved, saved_scale, amax = ops.rms_norm.rms_norm_quantize_once(
         NormInputs(x, weight, EPS, 0.0, BF16), cast, True
@@ -130,7 +136,7 @@ def check_norm_once(ops: Any, device: str, shape: Shape, granularity: str) -> No
     close(rstd, want[0], 1e-6, f"{what}: rstd")
     _all_same((saved, saved_scale), want[2:], f"{what}: saved")
     y = rms_norm.rms_norm(NormWithRstd(x, weight, rstd, 0.0, BF16))
-    _all_same((*made, amax), cast_result(y, cast), what)
+    _all_same((*made, amax), cast_result(y, cast, finds_amax), what)
 
 
 def check_norm_backward(ops: Any, device: str, shape: Shape, saved: bool) -> None:
@@ -168,6 +174,10 @@ def check_swiglu(
         return (*made[:4], made[8])
 
     check_casts([h], amax, quantize, what, few)
+    for each in BOTH if few else EACH:
+        cast = CastOptions(E4M3, "tensorwise", False, *each)
+        made = quantize(cast)
+        _all_same(made, cast_result(h, cast, finds_amax=True), f"{what}: amax found, {each}")
 
 
 def check_smoothing(ops: Any, device: str, shape: Shape, kind: str) -> None:
