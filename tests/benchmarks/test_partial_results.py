@@ -128,6 +128,7 @@ def test_the_fastest_of_each_shape_is_written_with_each_size(tmp_path, monkeypat
     assert row["M"] == "16"
 
 
+@pytest.mark.long
 def test_our_optimizers_are_written_before_a_peer_begins_to_compile(tmp_path, monkeypatch):
     csv = tmp_path / "optimizer.csv"
     variants = [bench_optimizer.FUSED, "fp8, no residual", "torchao AdamW8bit"]
