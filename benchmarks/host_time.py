@@ -55,7 +55,7 @@ COLUMNS = (
     *("torch", "triton", "commit", "date", "command"),
 )
 MANY = "inference, many tokens"
-"""As if no tile held all of them, so that a tensorwise amax takes a launch of its own."""
+"""The case in which no tile holds all tokens: a tensorwise amax then takes its own launch."""
 CASES: dict[str, dict[str, object]] = {
     "training": {},
     "training, checkpointed": {},

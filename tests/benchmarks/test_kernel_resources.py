@@ -75,7 +75,7 @@ def test_what_is_far_from_spilling_on_hopper_is_so_on_blackwell(recorded):
         allowed = _allowed(kernel, int(warps))
         if registers < FAR_FROM_SPILLING * allowed:
             left_out += 1
-            assert of_target["sm_100"][kernel, variant, warps] <= 0.75 * allowed, (kernel, variant)
+            assert of_target["sm_100"][kernel, variant, warps] <= 0.7 * allowed, (kernel, variant)
     assert left_out > 300
 
 

@@ -94,6 +94,7 @@ def input_of(name):
 
 
 WHOLE = ((128, 128), (17, 256), (1, 16384), (16, 1024), (1, 64))
+"""Shapes of which one tile is all."""
 
 
 def launch_norms(x):
