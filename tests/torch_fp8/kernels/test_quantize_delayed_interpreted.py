@@ -11,6 +11,7 @@ INPUTS = (
     "rows to pad",
     "columns to pad",
     "one tile",
+    "few rows",
     "tails",
     "transposed",
     "sliced",
