@@ -13,6 +13,7 @@ fast. The reasons stand beside them.
 """
 
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -122,8 +123,16 @@ def _tensorwise(x: Tensor, options: CastOptions, sums: TileSums | None, pads: bo
     return by_row, None if scale is options.scale else scale, by_col, None
 
 
-def whole_tile(x: Tensor, columnwise: bool) -> tuple[int, int, int] | None:
-    """Return rows, columns and warps of a tile that is all of x, or None: it does not fit.
+class Tile(NamedTuple):
+    """What one program works on."""
+
+    rows: int
+    cols: int
+    warps: int
+
+
+def whole_tile(x: Tensor, columnwise: bool) -> Tile | None:
+    """Return a tile that is all of x, or None: it does not fit.
 
     The program then knows the amax. These are the few tokens of a generation, where a launch takes
     longer than what it does.
@@ -136,7 +145,7 @@ def whole_tile(x: Tensor, columnwise: bool) -> tuple[int, int, int] | None:
         block_r = max(block_r, COL_ALIGNMENT["tensorwise"])
     elements = block_r * block_c
     fits = elements <= BLOCK * BLOCK
-    return (block_r, block_c, max(1, min(TILE_WARPS, elements // 512))) if fits else None
+    return Tile(block_r, block_c, max(1, min(TILE_WARPS, elements // 512))) if fits else None
 
 
 def _partial_amax(x: Tensor) -> Tensor:
@@ -211,7 +220,7 @@ def _cast_tiles(
     partial: Tensor | None,
     pad: int,
     sums: TileSums | None = None,
-    whole: tuple[int, int, int] | None = None,
+    whole: Tile | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
     """Cast the payloads in tiles, or in the `whole` one; `scale` is filled unless it is "given"."""
     rows, cols = x.shape

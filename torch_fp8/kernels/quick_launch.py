@@ -15,6 +15,8 @@ from typing import Any
 from torch import Tensor
 from triton.runtime.jit import JITFunction
 
+from torch_fp8.kernels.launch_tape import recording
+
 _MOST = 4096
 """Launches that are kept of a kernel: numbers of tokens that never come again shall not add up."""
 
@@ -38,20 +40,35 @@ class QuickKernel(JITFunction):  # type: ignore[misc]  # Triton has no types
                 else:
                     add(float if kind is float else a)
             key = tuple(parts)
-            found = known.get(key)
-            if found is not None and not self.pre_run_hooks:
+            found = None if self.pre_run_hooks else known.get(key)
+            if found is None:
+                found = self._first(key, grid, args, how)
+            else:
                 run, constants = found
                 run(*args, *constants)
-                return
-            kernel = self.run(*args, grid=grid, warmup=False, **how)
-            if not hasattr(kernel, "__getitem__"):  # somebody's hook has taken the launch
-                return
-            if len(known) >= _MOST:
-                known.clear()
-            constants = tuple(how[name] for name in self.arg_names[len(args) :])
-            known[key] = kernel[(*grid, 1, 1)[:3]], constants
+            recorder = recording()
+            if recorder is not None:
+                recorder.launched(self, args, found)
 
         return launch
+
+    def _first(
+        self,
+        key: tuple[Any, ...],
+        grid: tuple[int, ...],
+        args: tuple[Any, ...],
+        how: dict[str, Any],
+    ) -> tuple[Callable[..., Any], tuple[Any, ...]] | None:
+        """Launch as Triton does, and keep what it has found, which is returned."""
+        kernel = self.run(*args, grid=grid, warmup=False, **how)
+        if self.pre_run_hooks or not hasattr(kernel, "__getitem__"):
+            return None  # somebody's hook sees the launch, or has taken it
+        known: dict[Any, Any] = self.__dict__["_launches"]
+        if len(known) >= _MOST:
+            known.clear()
+        constants = tuple(how[name] for name in self.arg_names[len(args) :])
+        known[key] = found = kernel[(*grid, 1, 1)[:3]], constants
+        return found
 
 
 def quick(kernel: Any) -> Any:

@@ -34,6 +34,7 @@ from torch_fp8.kernels.quantize import (
     MAX_ROW_IN_REGISTERS,
     ROW_CHUNK,
     TILE_WARPS,
+    Tile,
     pointers,
     quantize_2d,
     whole_tile,
@@ -182,7 +183,7 @@ def bands_fill_the_card(x: Tensor, granularity: str) -> bool:
 
 
 def _bands(
-    inputs: NormInputs, cast: Cast, save: bool, whole: tuple[int, int, int] | None
+    inputs: NormInputs, cast: Cast, save: bool, whole: Tile | None
 ) -> tuple[Tensor | None, ...]:
     """Compute and cast bands of rows, or all of them in one tile of a `whole_tile`."""
     x, weight, eps, offset, out_dtype = inputs

@@ -21,7 +21,7 @@ from torch_fp8.kernels.fused_launch import (
     saved_outputs,
 )
 from torch_fp8.kernels.launch_math import cdiv
-from torch_fp8.kernels.quantize import BLOCK, TILE_WARPS, pointers, whole_tile
+from torch_fp8.kernels.quantize import BLOCK, TILE_WARPS, Tile, pointers, whole_tile
 from torch_fp8.kernels.swiglu_kernels import swiglu_cast_kernel
 from torch_fp8.quantization.payload_shape import Layouts
 
@@ -82,7 +82,7 @@ def _launch(
     save: bool,
     made: Layouts,
     largest: Tensor | None,
-    whole: tuple[int, int, int] | None = None,
+    whole: Tile | None = None,
 ) -> tuple[Tensor | None, ...]:
     """Fill the layouts, and the amax or those of columns, in one launch; return what is saved.
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _len_torch_dispatch_stack
 
+from torch_fp8.kernels.launch_tape import Replayed
 from torch_fp8.quantization.formats import MIN_CAPABILITY
 
 _LIBRARY = torch.library.Library("torch_fp8", "DEF")
@@ -92,7 +93,7 @@ def operator(
         for choice, own_name in enumerate([name, second] if second else [name]):
             parameters, schema = _schema(reference, own_name, choice, results, mutates)
             of_flat = (_unflattened(f, parameters) for f in implementations)
-            calls.append(define(schema, *of_flat, eager=cuda or launch))
+            calls.append(define(schema, *of_flat, eager=Replayed(cuda or launch)))
         call = _either(parameters, *calls) if second else calls[0]
         functools.update_wrapper(call, reference)
         call.reference = reference

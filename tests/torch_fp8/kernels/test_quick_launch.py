@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from triton.runtime.jit import JITFunction
 
+from torch_fp8.kernels.launch_tape import Recording
 from torch_fp8.kernels.quick_launch import _MOST, quick
 
 
@@ -104,3 +105,25 @@ def test_launches_of_ever_new_sizes_do_not_add_up(launches):
     for size in range(2, _MOST + 10):
         _launch(launches.kernel, size=size)
     assert len(launches.kernel._launches) < 10
+
+
+def test_a_recording_is_told_of_first_launches_and_of_remembered_ones(launches, monkeypatch):
+    told = []
+    monkeypatch.setattr(Recording, "launched", lambda self, *launch: told.append(launch))
+    with Recording([X]):
+        _launch(launches.kernel)
+        _launch(launches.kernel, factor=0.25)
+    for (kernel, args, (run, constants)), factor in zip(told, (0.5, 0.25), strict=True):
+        assert kernel is launches.kernel
+        assert args[2:] == (32, factor)
+        run(*args, *constants)
+        assert launches.called[-1] == (1, (3, 1, 1), (X, Y, 32, factor, True))
+
+
+def test_a_recording_is_told_that_a_launch_is_somebody_elses(launches, monkeypatch):
+    told = []
+    monkeypatch.setattr(Recording, "launched", lambda self, *launch: told.append(launch[2]))
+    launches.kernel.add_pre_run_hook(lambda *args, **kwargs: None)
+    with Recording([X]):
+        _launch(launches.kernel)
+    assert told == [None]
