@@ -243,8 +243,9 @@ def _as_on_a_card(launches: list[Launch], names: _Names) -> Iterator[None]:
 
     def operator(a, b, out_dtype, fast_accum, bias=None):
         launches.append(Launch("scaled_mm", "gemm"))
+        columns = b.operand.qdata.shape[0] if isinstance(b, gemm.LaidOut) else b.qdata.shape[0]
         with _disable_current_modes():
-            output = torch.zeros(a.qdata.shape[0], b.qdata.shape[0], dtype=out_dtype)
+            output = torch.zeros(a.qdata.shape[0], columns, dtype=out_dtype)
         names.made.pop(_address(output), None)
         return output
 

@@ -155,7 +155,7 @@ class Replay(SelectivePass):
 
 def selective_pass() -> SelectivePass | None:
     """The innermost one that runs now."""
-    if torch.compiler.is_compiling() or not _len_torch_dispatch_stack() or is_traced():
+    if not _len_torch_dispatch_stack() or torch.compiler.is_compiling() or is_traced():
         return None
     return _innermost(SelectivePass)
 

@@ -165,7 +165,7 @@ def _matrix(x: Tensor) -> Tensor:
     if isinstance(x, LazyQuantizedTensor):
         source = x.production
         dense = source.forms.dense
-        return source.make_dense() if dense is None else dense
+        return source.producer.dense() if dense is None else dense
     x = waited(local(x))
     if isinstance(x, QuantizableTensor):
         return x.matrix()

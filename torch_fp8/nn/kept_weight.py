@@ -9,7 +9,7 @@ part of the time; ``FP8Config(keep_eval_weights=False)`` keeps nothing, for a mo
 evaluated and fills the memory by itself.
 
 A payload is never stale. It is used while the stamp of the weight is what it was
-(`torch_fp8.nn.weight_cache.stamp_of`: version, uses of ``.data`` and of collectives, address), and
+(`torch_fp8.nn.weight_cache.Stamp`: version, uses of ``.data`` and of collectives, address), and
 only while nobody holds the weight's memory beside the Parameter: no view, no array of NumPy, and no
 tensor of another library (DLPack), which could write to it unseen. A weight that FSDP2 gathers is
 a Parameter that it has made, whose writes are not counted: nothing is kept of it. Nor with delayed
@@ -31,9 +31,10 @@ import torch
 from torch import Tensor
 
 from torch_fp8.autograd.checkpoint_pass import in_reentrant_checkpoint, untraced
-from torch_fp8.nn.weight_cache import WatchedParameter, stamp_of
+from torch_fp8.nn.weight_cache import Stamp, WatchedParameter
 from torch_fp8.ops.quantize import QuantizedTensor
 
+_storage_of, _use_count = torch.Tensor.untyped_storage, torch._C._storage_Use_Count
 _ALONE = 2
 """References to the memory of a tensor that has it alone: its own, and that of who asks."""
 
@@ -70,8 +71,8 @@ class KeptWeight:
         """Free the memory that no CUDA graph reads."""
         self.columns, self.device_type, self.training = 0, "cpu", False
         self.holds = False
-        self._stamp: Any = None
-        self._seen: Any = None
+        self._stamp: Stamp | None = None
+        self._seen: Stamp | None = None
         self._history: Tensor | None = None
         self._recorded = 0
         self.payload: QuantizedTensor | None = None
@@ -80,7 +81,9 @@ class KeptWeight:
 
     def is_current(self, weight: Tensor) -> bool:
         """Whether the payload is that of the weight as it is now, and not for a CUDA graph."""
-        return self.payload is not None and not is_capturing(weight) and self._is_of(weight)
+        if weight.is_cuda and torch.cuda.is_current_stream_capturing():
+            return False
+        return self._is_of(weight)
 
     def _is_of(self, weight: Tensor) -> bool:
         if self.payload is None or self._stamp != _stamp(weight):
@@ -155,14 +158,13 @@ class KeptWeight:
         return KeptWeight, ()
 
 
-def _stamp(weight: Tensor) -> Any:
-    """What differs after each write; None where a write could stay unseen."""
-    if type(weight) is not WatchedParameter:
+def _stamp(weight: Tensor) -> Stamp | None:
+    """Return what `stamp_of` does in eager mode; None also where a write could stay unseen."""
+    if type(weight) is not WatchedParameter or weight.is_lent or weight.is_inference():
         return None
-    storage = torch.Tensor.untyped_storage(weight)
-    if torch._C._storage_Use_Count(storage._cdata) != _ALONE or weight.is_lent:
+    if _use_count(_storage_of(weight)._cdata) != _ALONE:
         return None
-    return stamp_of(weight)
+    return id(weight), weight._version, weight.uses, weight.data_ptr()
 
 
 def is_capturing(weight: Tensor) -> bool:

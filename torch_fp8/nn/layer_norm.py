@@ -7,9 +7,12 @@ from torch import Tensor, nn
 
 from torch_fp8.autograd.checkpoint_pass import PLAIN
 from torch_fp8.autograd.function import name_of
+from torch_fp8.kernels.arguments import CastOptions
 from torch_fp8.ops.quantize import quantize_layouts
 from torch_fp8.quantization.scaling import tensor_amax
+from torch_fp8.tensor.base import Payloads
 from torch_fp8.tensor.lazy_quantized import LazyQuantizedTensor, LazySource
+from torch_fp8.tensor.producer import Producer
 
 
 class SharedOutput(nn.Module):
@@ -35,17 +38,27 @@ def shared(x: Tensor, name: str) -> Tensor:
     return output
 
 
+class _Dense(Producer):
+    """A result that is there, (R, C)."""
+
+    def __init__(self, matrix: Tensor) -> None:
+        self._matrix = matrix
+
+    def dense(self) -> Tensor:
+        return self._matrix
+
+    def layouts(self, options: CastOptions) -> Payloads:
+        return quantize_layouts(self._matrix, options)
+
+    def amax(self) -> Tensor:
+        return tensor_amax(self._matrix)
+
+
 class _Shared(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, name: str) -> Tensor:
         matrix = x.detach().reshape(-1, x.shape[-1])
-        production = LazySource(
-            name,
-            (matrix,),
-            lambda: matrix,
-            lambda options: quantize_layouts(matrix, options),
-            lambda: tensor_amax(matrix),
-        )
+        production = LazySource(name, (matrix,), _Dense(matrix))
         return LazyQuantizedTensor(production, x.shape, x.dtype)
 
     @staticmethod

@@ -28,19 +28,14 @@ class RepeatedForward(LayerQuantizers):
 
     def repeated(self, input: Tensor) -> Tensor | None:
         """Return the output, or None where the layer has to look at everything anew."""
-        kept = self.fp8_kept_weight
-        if kept is None:
-            return None
-        payload, weight = kept.payload, self._parameters["weight"]
-        if payload is None or weight is None or self.fp8_emulate:
+        kept, weight = self.fp8_kept_weight, self._parameters["weight"]
+        if kept is None or kept.payload is None or weight is None or self.fp8_emulate:
             return None
         if kept.training != self.training or not kept.is_current(weight):
             return None
-        kind = type(input)
-        if kind is LazyQuantizedTensor:
-            with torch._C.DisableTorchFunctionSubclass():
-                shape, dtype = input.shape, input.dtype
-        elif kind is Tensor and not is_watched(input):
+        if type(input) is LazyQuantizedTensor:
+            shape, dtype = input.outer_shape, input.outer_dtype
+        elif type(input) is Tensor and not is_watched(input):
             shape, dtype = input.shape, input.dtype
         else:
             return None
@@ -53,7 +48,7 @@ class RepeatedForward(LayerQuantizers):
         if is_watched(a.qdata) or not a.qdata.numel():
             return None
         if kept.operand is None:
-            kept.operand = lay_out(payload, kept.columns)
+            kept.operand = lay_out(kept.payload, kept.columns)
         out_dtype = autocast_dtype(kept.device_type) or dtype
         bias = self._parameters["bias"] if self.fp8_adds_bias else None
         bias = bias if bias is None else cast(bias, out_dtype)

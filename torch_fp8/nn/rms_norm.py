@@ -54,6 +54,7 @@ from torch_fp8.ops.scaled_mm import cast
 from torch_fp8.quantization.scaling import tensor_amax
 from torch_fp8.tensor.base import Payloads
 from torch_fp8.tensor.lazy_quantized import LazyQuantizedTensor, LazySource, plain
+from torch_fp8.tensor.producer import Producer
 from torch_fp8.tensor.quantizer import Quantizer
 
 
@@ -71,6 +72,7 @@ class RMSNormSpec(NamedTuple):
     promotes: bool
 
 
+_PLAIN = (*PLAIN, nn.Parameter)
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -112,23 +114,33 @@ class Float8RMSNorm(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if len(args) != 1 or kwargs:  # by keyword, or more than the input
             return super().forward(*args, **kwargs)
-        x, weight = plain(args[0]), self.weight
+        x, compiling = plain(args[0]), torch.compiler.is_compiling()
+        weight = None if compiling else self._parameters.get("weight")  # sooner than by attribute
+        weight = self.weight if weight is None else weight
         runs = self.training or self.fp8_config.eval_fp8
-        usual = type(x) in (*PLAIN, nn.Parameter) and _is_plain(weight)
+        usual = type(x) in _PLAIN and _is_plain(weight)
         if not (runs and usual and x.dtype in _DTYPES and x.shape[-1:] == weight.shape):
             stock: Tensor = super().forward(x)
             return stock
         spec, save_fp8 = self.fp8_spec, self.fp8_config.save_activations == "fp8"
-        out_dtype = torch.promote_types(x.dtype, weight.dtype) if spec.promotes else x.dtype
+        out_dtype = x.dtype
+        if spec.promotes and weight.dtype != out_dtype:
+            out_dtype = torch.promote_types(out_dtype, weight.dtype)
         # By itself: compiled with dynamic=True it is an input of the graph, as a tensor is.
         eps = getattr(self, spec.eps_name)
         # Not where FSDP2 shards the norm by itself: the weight is gone after its forward.
         alone = is_fsdp_class(type(self))
-        if torch.compiler.is_compiling():
+        if compiling:
             casts = None if alone else self.fp8_casts
             return _norm_in_graph(x, weight, eps, spec.offset, out_dtype, save_fp8, casts)
         refuse_transforms(self.fp8_name)
         waits = self.fp8_quantizer is not None and not alone
+        ahead = self.training and self.fp8_reader is not None
+        if waits and not (ahead or torch.is_grad_enabled()):  # without autograd's bookkeeping
+            matrix = x.reshape(-1, x.shape[-1])
+            inputs = NormInputs(matrix.detach(), weight.detach(), eps, spec.offset, out_dtype)
+            source = LazySource(self.fp8_name, inputs[:2], _Unread(inputs), self._note_reader)
+            return LazyQuantizedTensor(source, x.shape, out_dtype)
         options = _Options(
             self.fp8_name,
             spec.offset,
@@ -139,8 +151,6 @@ class Float8RMSNorm(nn.Module):
             self._expected_reader(x) if waits else None,
             waits,
         )
-        if waits and not options.keep:  # generation does without autograd's bookkeeping
-            return _without_gradients(x, weight, eps, options, self._note_reader)
         output: Tensor = _RMSNormFunction.apply(x, weight, eps, options, self._note_reader)
         return output
 
@@ -225,21 +235,43 @@ def _norm_in_graph(
     return output
 
 
-def _without_gradients(
-    x: Tensor,
-    weight: Tensor,
-    eps: float,
-    options: _Options,
-    on_read: Callable[[Quantizer], None],
-) -> Tensor:
-    """Return what `_RMSNormFunction` does where no gradients are taken."""
-    shape = x.shape
-    inputs = options.inputs(x.reshape(-1, shape[-1]), weight, eps)
-    produced = _Produced(inputs, options, False, False)
-    return LazyQuantizedTensor(produced.production(on_read), shape, options.out_dtype)
+class _Unread(Producer):
+    """One output of a norm, of which nothing is computed before it is read."""
+
+    def __init__(self, inputs: NormInputs) -> None:
+        self._inputs = inputs
+        self._norm: NormWithRstd | None = None
+        self._amax: Tensor | None = None
+
+    @property
+    def norm(self) -> NormWithRstd:
+        """The arguments of operators that take the statistics."""
+        if self._norm is None:
+            rstd, self._amax, *_ = rms_norm_statistics(self._inputs, False)
+            self._norm = self._inputs.with_rstd(rstd)
+        return self._norm
+
+    def dense(self) -> Tensor:
+        return rms_norm(self.norm)
+
+    def amax(self) -> Tensor:
+        norm = self.norm  # with which the amax comes
+        return tensor_amax(rms_norm(norm)) if self._amax is None else self._amax
+
+    def layouts(self, options: CastOptions) -> Payloads:
+        if self._norm is not None:
+            return self._later(options)
+        made = rms_norm_quantize_once(self._inputs, options, False)
+        self._norm = self._inputs.with_rstd(made[4])
+        return as_layouts(made[:4], options)
+
+    def _later(self, options: CastOptions) -> Payloads:
+        if options.needs_amax:
+            options = options._replace(amax=self.amax())
+        return as_layouts(rms_norm_quantize(self.norm, options), options)
 
 
-class _Produced:
+class _Produced(_Unread):
     """One output of a norm: its statistics at once, the rest when it is asked for.
 
     A cast in blocks needs nothing but x, one with delayed scaling a history: where one will be
@@ -253,9 +285,9 @@ class _Produced:
     """
 
     def __init__(self, inputs: NormInputs, options: _Options, save: bool, col: bool) -> None:
+        super().__init__(inputs)
         self.options = options
         self.made: Payloads | None = None
-        self._amax: Tensor | None = None
         quantizer = options.quantizer
         col = col and quantizer is not None and quantizer.columnwise_usage
         cast: ProducerCast | None = None
@@ -263,11 +295,6 @@ class _Produced:
             cast = CastOptions.of(quantizer.spec, rowwise=True, columnwise=col)
         elif quantizer is not None and options.reader is not None:
             cast = options.reader.delayed_options(rowwise=True, columnwise=col)
-        self.saved: tuple[Tensor | None, ...] = ()
-        self._inputs = inputs
-        self._norm: NormWithRstd | None = None
-        if cast is None and not options.keep:
-            return  # whoever reads has the statistics made together with a cast
         if cast is None:
             rstd, self._amax, *saved = rms_norm_statistics(inputs, save)
         else:
@@ -275,46 +302,16 @@ class _Produced:
             self.made = as_layouts(made[:4], cast)
             rstd, *saved = made[4:7]
             self._amax = made[7] if isinstance(cast, DelayedCastOptions) else None
-        self.saved, self._norm = tuple(saved), inputs.with_rstd(rstd)
-
-    @property
-    def norm(self) -> NormWithRstd:
-        """The arguments of operators that take the statistics."""
-        if self._norm is None:
-            rstd, self._amax, *_ = rms_norm_statistics(self._inputs, False)
-            self._norm = self._inputs.with_rstd(rstd)
-        return self._norm
+        self.saved: tuple[Tensor | None, ...] = tuple(saved)
+        self._norm = inputs.with_rstd(rstd)
 
     def production(self, on_read: Callable[[Quantizer], None]) -> LazySource:
         """Return the output as a `LazySource` for the layers that read it."""
         quantizer = self.options.reader or self.options.quantizer
-        production = LazySource(
-            self.options.name,
-            self._inputs[:2],
-            self.dense,
-            self.layouts,
-            self.amax,
-            on_read=on_read,
-        )
+        production = LazySource(self.options.name, self._inputs[:2], self, on_read)
         if self.made is not None and quantizer is not None:
             production.keep(quantizer, self.made, self._amax)
         return production
-
-    def dense(self) -> Tensor:
-        return rms_norm(self.norm)
-
-    def amax(self) -> Tensor:
-        norm = self.norm  # with which the amax comes
-        return tensor_amax(rms_norm(norm)) if self._amax is None else self._amax
-
-    def layouts(self, cast: CastOptions) -> Payloads:
-        if self._norm is None and cast.granularity == "tensorwise" and cast.amax is None:
-            made = rms_norm_quantize_once(self._inputs, cast, False)
-            self._norm = self._inputs.with_rstd(made[4])
-            return as_layouts(made[:4], cast)
-        if cast.needs_amax:
-            cast = cast._replace(amax=self.amax())
-        return as_layouts(rms_norm_quantize(self.norm, cast), cast)
 
 
 def _is_plain(weight: Tensor) -> bool:

@@ -29,52 +29,59 @@ from torch_fp8.ops.swiglu_backward import (
 )
 from torch_fp8.tensor.base import Payloads
 from torch_fp8.tensor.lazy_quantized import LazySource
+from torch_fp8.tensor.producer import Producer
 from torch_fp8.tensor.quantizer import Quantizer
 
 
-def product(gate: Tensor, up: Tensor, amax: Tensor | None, name: str) -> LazySource:
+class Product(Producer):
     """``silu(gate) * up``, whose amax may be known.
 
     Args:
         gate, up: (R, C).
         amax: () float32 of the product, or (C,) of its channels, or None.
-        name: of the module.
     """
-    of_channels = None
-    if amax is not None and amax.ndim:
-        of_channels, amax = amax, None
 
-    # None of these may hold the production: a cycle would keep gate and up until it is collected.
-    def dense() -> Tensor:
-        return swiglu(gate, up, None)
+    def __init__(self, gate: Tensor, up: Tensor, amax: Tensor | None = None) -> None:
+        self._gate, self._up, self._amax = gate, up, amax
 
-    def layouts(options: CastOptions) -> Payloads:
-        if options.needs_amax and amax is not None:
-            options = options._replace(amax=amax)
-        return as_layouts(swiglu_quantize(gate, up, None, options, False)[:4], options)
+    def source(self, name: str) -> LazySource:
+        """Return the product for the layers that read it.
 
-    def largest() -> Tensor:
-        found: Tensor = swiglu_save(gate, up, None, False)[-1] if amax is None else amax
-        return found
+        Args:
+            name: of the module.
+        """
+        return LazySource(name, (self._gate, self._up), self)
 
-    def delayed(options: DelayedCastOptions) -> tuple[Payloads, Tensor]:
-        made = swiglu_quantize(gate, up, None, options, False)
+    def dense(self) -> Tensor:
+        return swiglu(self._gate, self._up, None)
+
+    def layouts(self, options: CastOptions) -> Payloads:
+        if options.needs_amax and self._amax is not None and not self._amax.ndim:
+            options = options._replace(amax=self._amax)
+        return self._cast(None, options)
+
+    def amax(self) -> Tensor:
+        if self._amax is not None and not self._amax.ndim:
+            return self._amax
+        return swiglu_save(self._gate, self._up, None, False)[-1]
+
+    def delayed(self, options: DelayedCastOptions) -> tuple[Payloads, Tensor]:
+        made = swiglu_quantize(self._gate, self._up, None, options, False)
         return as_layouts(made[:4], options), made[-1]
 
-    def channels() -> Tensor:
-        found: Tensor | None = of_channels
-        if found is None:
-            found = swiglu_save_columns(gate, up, False)[-1]
+    def channel_amax(self) -> Tensor:
+        if self._amax is not None and self._amax.ndim:
+            return self._amax
+        found = swiglu_save_columns(self._gate, self._up, False)[-1]
         assert found is not None
         return found
 
-    def smoothed(factors: Tensor, options: CastOptions) -> Payloads:
-        made = swiglu_quantize(gate, up, factors, options, False)
-        return as_layouts(made[:4], options)
+    def smoothed(self, factors: Tensor, options: CastOptions) -> Payloads:
+        return self._cast(factors, options)
 
-    source = LazySource(name, (gate, up), dense, layouts, largest, delayed)
-    source.make_channels, source.make_smoothed = channels, smoothed
-    return source
+    def _cast(self, factors: Tensor | None, options: CastOptions) -> Payloads:
+        made = swiglu_quantize(self._gate, self._up, factors, options, False)
+        return as_layouts(made[:4], options)
 
 
 def cast_and_save(
@@ -113,14 +120,8 @@ class Gradients:
 
     def production(self, i: int, name: str) -> LazySource:
         """Gradient `i`."""
-        return LazySource(
-            name,
-            (self.inputs.grad,),
-            lambda: self.dense(i),
-            lambda options: self.layouts(i, options),
-            lambda: self.amax()[i],
-            None if self.readers is None else lambda options: self.delayed(i, options),
-        )
+        kind = _OneGradient if self.readers is None else _OneDelayedGradient
+        return LazySource(name, (self.inputs.grad,), kind(self, i))
 
     def delayed(self, i: int, options: DelayedCastOptions) -> tuple[Payloads, Tensor]:
         """Gradient `i` and its amax, with the other one's scale from its own history."""
@@ -170,22 +171,44 @@ class Gradients:
         return self._made.pop((i, options))
 
 
-class JoinedGradient:
-    """The gradient (R, 2 C) of both in one; its methods are those of `Gradients`."""
+class _OneGradient(Producer):
+    """One of both gradients."""
+
+    def __init__(self, both: Gradients, i: int) -> None:
+        self._both, self._i = both, i
+
+    def dense(self) -> Tensor:
+        return self._both.dense(self._i)
+
+    def layouts(self, options: CastOptions) -> Payloads:
+        return self._both.layouts(self._i, options)
+
+    def amax(self) -> Tensor:
+        return self._both.amax()[self._i]
+
+
+class _OneDelayedGradient(_OneGradient):
+    """One of both where two layers take them, with delayed scaling."""
+
+    def delayed(self, options: DelayedCastOptions) -> tuple[Payloads, Tensor]:
+        return self._both.delayed(self._i, options)
+
+
+class JoinedGradient(Producer):
+    """The gradient (R, 2 C) of both in one."""
 
     def __init__(self, inputs: BackwardInputs, gate_first: bool) -> None:
         self.inputs, self.gate_first = inputs, gate_first
 
     def production(self, i: int, name: str) -> LazySource:
-        return LazySource(
-            name, (self.inputs.grad,), lambda: self.dense(i), self.layouts, self.amax, self.delayed
-        )
+        """Return the gradient for the one layer that takes it."""
+        return LazySource(name, (self.inputs.grad,), self)
 
     def delayed(self, options: DelayedCastOptions) -> tuple[Payloads, Tensor]:
         made = gate_up_backward_quantize(self.inputs, self.gate_first, options)
         return as_layouts(made[:4], options), made[4]
 
-    def dense(self, i: int) -> Tensor:
+    def dense(self, i: int = 0) -> Tensor:
         return gate_up_backward(self.inputs, self.gate_first)
 
     def amax(self) -> Tensor:

@@ -42,7 +42,7 @@ it.
 """
 
 import sys
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -104,13 +104,8 @@ class WatchedParameter(nn.Parameter):
         return super().__dlpack__(**options)
 
 
-class Stamp(NamedTuple):
-    """What any write that can be seen changes; see `stamp_of`."""
-
-    weight: int
-    version: int
-    uses: int
-    address: int
+Stamp = tuple[int, int, int, int]
+"""What any write that can be seen changes: a tensor's id, version, uses and address."""
 
 
 class WeightCache:
@@ -296,11 +291,11 @@ def stamp_of(weight: Tensor) -> Stamp | None:
         None where nothing can be told: `weight` is not watched, has no version (an inference
         tensor), or is being compiled.
     """
-    if not isinstance(weight, WatchedParameter) or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or not isinstance(weight, WatchedParameter):
         return None
     if weight.is_inference():
         return None
-    return Stamp(id(weight), weight._version, weight.uses, weight.data_ptr())
+    return id(weight), weight._version, weight.uses, weight.data_ptr()
 
 
 def _layouts(written: WeightPayload) -> tuple[QuantizedTensor, QuantizedTensor | None]:

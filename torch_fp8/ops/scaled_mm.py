@@ -34,6 +34,7 @@ from torch_fp8.ops.hardware import (
 )
 from torch_fp8.ops.quantize import QuantizedTensor, dequantize
 from torch_fp8.ops.registry import define, is_watched
+from torch_fp8.quantization.formats import GEMM_ALIGNMENT
 from torch_fp8.quantization.recipe import Granularity
 
 # torch 2.11 has F.scaled_mm for CUDA only; there the CPU has its predecessor, tensorwise.
@@ -214,33 +215,6 @@ def _scaled_mm(
     )
 
 
-def _scaled_mm_at_once(
-    a: QuantizedTensor,
-    b: QuantizedTensor,
-    out_dtype: torch.dtype,
-    fast_accum: bool,
-    bias: Tensor | None,
-) -> Tensor:
-    """Call the operator behind ``F.scaled_mm``, which makes its lists anew in each call."""
-    scale_b = b.scale.t() if b.granularity == "rowwise" else b.scale
-    swizzle = _SWIZZLE if a.granularity == "block_1x32" else _NO_SWIZZLE
-    output: Tensor = torch._scaled_mm_v2(
-        a.qdata,
-        b.qdata.t(),
-        [a.scale],
-        _SCALING_VALUE[a.granularity],
-        swizzle,
-        [scale_b],
-        _SCALING_VALUE[b.granularity],
-        swizzle,
-        bias,
-        out_dtype,
-        (),
-        fast_accum,
-    )
-    return output
-
-
 def _scaled_mm_cuda(
     a: QuantizedTensor,
     b: QuantizedTensor,
@@ -258,11 +232,13 @@ class LaidOut(NamedTuple):
     Attributes:
         operand: padded, with scales laid out.
         cols, contracted: of the product, without padding.
+        arguments: the operator's, of this operand: the payload's transpose, scales and their kind.
     """
 
     operand: QuantizedTensor
     cols: int
     contracted: int
+    arguments: tuple[Tensor, list[Tensor], list[int]]
 
 
 def lay_out(b: QuantizedTensor, contracted: int) -> LaidOut:
@@ -271,7 +247,39 @@ def lay_out(b: QuantizedTensor, contracted: int) -> LaidOut:
     Args:
         contracted: C, without the zeros that a cast has padded.
     """
-    return LaidOut(operand(b, contracted, is_b=True), b.qdata.shape[0], contracted)
+    laid_out = operand(b, contracted, is_b=True)
+    qdata, scale, granularity = laid_out
+    scales = [scale.t() if granularity == "rowwise" else scale]
+    arguments = qdata.t(), scales, _SCALING_VALUE[granularity]
+    return LaidOut(laid_out, b.qdata.shape[0], contracted, arguments)
+
+
+def _scaled_mm_at_once(
+    a: QuantizedTensor,
+    b: LaidOut,
+    out_dtype: torch.dtype,
+    fast_accum: bool,
+    bias: Tensor | None,
+) -> Tensor:
+    """Call the operator behind ``F.scaled_mm``, which makes its lists anew in each call."""
+    qdata, scale, granularity = a
+    qdata_b, scales_b, kind_b = b.arguments
+    swizzle = _SWIZZLE if granularity == "block_1x32" else _NO_SWIZZLE
+    output: Tensor = torch._scaled_mm_v2(
+        qdata,
+        qdata_b,
+        [scale],
+        _SCALING_VALUE[granularity],
+        swizzle,
+        scales_b,
+        kind_b,
+        swizzle,
+        bias,
+        out_dtype,
+        (),
+        fast_accum,
+    )
+    return output
 
 
 def multiply_laid_out(
@@ -289,17 +297,21 @@ def multiply_laid_out(
         out_dtype, fast_accum: as there.
         bias: (S,) of `out_dtype`, or None.
     """
-    b, cols, contracted = laid_out
-    rows = a.qdata.shape[0]
-    native_dtype = out_dtype
-    if a.granularity == "rowwise" and out_dtype == torch.float32:
+    b, cols, contracted, _ = laid_out
+    rows, granularity, native_dtype = a.qdata.shape[0], a.granularity, out_dtype
+    if granularity == "rowwise" and out_dtype == torch.float32:
         native_dtype = _rowwise_dtype(a.qdata.device)
-    in_gemm = bias is not None and _takes_bias(a.granularity, out_dtype)
-    a = operand(a, contracted, is_b=False)
-    padding = b.qdata.shape[0] - cols
-    in_epilogue = F.pad(bias, (0, padding)) if in_gemm and padding else bias
-    multiply = _scaled_mm_at_once if _HAS_OPERATOR else _scaled_mm
-    output = multiply(a, b, native_dtype, fast_accum, in_epilogue if in_gemm else None)
+    in_gemm = bias is not None and _takes_bias(granularity, out_dtype)
+    fits = a.qdata.shape[1] == contracted and contracted % GEMM_ALIGNMENT == 0
+    if not fits or granularity != "tensorwise":
+        a = operand(a, contracted, is_b=False)
+    in_epilogue = bias if in_gemm else None
+    if in_epilogue is not None and b.qdata.shape[0] != cols:
+        in_epilogue = F.pad(in_epilogue, (0, b.qdata.shape[0] - cols))
+    if _HAS_OPERATOR:
+        output = _scaled_mm_at_once(a, laid_out, native_dtype, fast_accum, in_epilogue)
+    else:
+        output = _scaled_mm(a, b, native_dtype, fast_accum, in_epilogue)
     if output.shape != (rows, cols):
         output = output[:rows, :cols]
     if native_dtype != out_dtype:

@@ -6,12 +6,12 @@ range is wider (Micikevicius et al., "FP8 Formats for Deep Learning", arXiv 2209
 
 import struct
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 
-@dataclass(frozen=True)
-class Format:
+class Format(NamedTuple):
     """An FP8 format.
 
     Attributes:
@@ -32,9 +32,6 @@ class Format:
     mantissa_bits: int
     has_inf: bool
     cast_sqnr_db: float
-
-    def __hash__(self) -> int:  # a `CastSpec` is looked up several times in each layer
-        return hash(self.name)
 
 
 E4M3 = Format("e4m3", torch.float8_e4m3fn, 448.0, 2.0**-9, 3, False, 31.5)

@@ -18,8 +18,8 @@ Granularity: how many elements share a scale.
     block_1x32      32 elements along the contraction dimension, scale a power of two (E8M0)
 """
 
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
 from torch_fp8.quantization.formats import E4M3, E5M2, FORMATS, Format
 
@@ -27,8 +27,7 @@ Granularity = Literal["tensorwise", "rowwise", "block_1x128", "block_128x128", "
 GEMMS = ("fprop", "dgrad", "wgrad")
 
 
-@dataclass(frozen=True)
-class CastSpec:
+class CastSpec(NamedTuple):
     """How one operand is cast to FP8.
 
     Attributes:
@@ -171,7 +170,7 @@ def make_recipe(
     """
     input, weight, grad_output = _PRESETS[name]
     if power_of_two_weights:
-        weight = replace(weight, power_of_two=True)
+        weight = weight._replace(power_of_two=True)
     if grad_format is not None:
         grad_output = CastSpec(
             FORMATS[grad_format],

@@ -28,12 +28,13 @@ import torch
 from torch import Tensor
 
 from torch_fp8.autograd.checkpoint_pass import SelectivePass, selective_pass
-from torch_fp8.kernels.arguments import CastOptions, DelayedCastOptions
+from torch_fp8.kernels.arguments import CastOptions
 from torch_fp8.ops.quantize import quantize_layouts
 from torch_fp8.ops.quantize_delayed import History
 from torch_fp8.ops.smooth import column_amax, smoothed_layouts
 from torch_fp8.quantization.recipe import CastSpec
 from torch_fp8.tensor.base import Payloads, QuantizableTensor, map_tensors
+from torch_fp8.tensor.producer import Producer
 from torch_fp8.tensor.quantizer import Quantizer
 
 _aten: Any = torch.ops.aten
@@ -55,45 +56,33 @@ class _Forms:
 
 
 class LazySource:
-    """One result of a producer, (R, C): each form of it is made when it is first asked for.
+    """One result of a producer: each form of it is made when it is first asked for.
 
     Args:
         name: qualified name of the producing module, for errors.
         sources: what the forms are made from; not to be written to meanwhile.
-        make_dense: makes the plain tensor (R, C).
-        make_layouts: casts as told, as `quantize_layouts` does.
-        make_amax: the largest magnitude of the plain tensor, () float32, as `tensor_amax`.
-        make_delayed: casts as told, and takes the amax in the same read; None: in the read that
-            `make_amax` takes.
+        producer: makes them.
         on_read: told of the quantizer of who reads first with delayed scaling.
     """
 
     def __init__(
         self,
         name: str,
-        sources: Sequence[Tensor],
-        make_dense: Callable[[], Tensor],
-        make_layouts: Callable[[CastOptions], Payloads],
-        make_amax: Callable[[], Tensor],
-        make_delayed: Callable[[DelayedCastOptions], tuple[Payloads, Tensor]] | None = None,
+        sources: tuple[Tensor, ...],
+        producer: Producer,
         on_read: Callable[[Quantizer], None] | None = None,
     ) -> None:
-        self.name, self.sources = name, tuple(sources)
-        self.make_dense, self.make_layouts, self.make_amax = make_dense, make_layouts, make_amax
-        self.make_delayed, self.on_read = make_delayed, on_read
-        self.make_channels: Callable[[], Tensor] | None = None
-        self.make_smoothed: Callable[[Tensor, CastOptions], Payloads] | None = None
-        """The largest magnitude of each channel, and a cast of the channels times factors."""
+        self.name, self.sources, self.producer, self.on_read = name, sources, producer, on_read
         self.written_by: str | None = None
-        self.versions = self._versions()
+        self.versions = _versions(sources)
         self._made_in = selective_pass()
         self._own_forms = _Forms()
 
     @property
     def forms(self) -> "_Forms":
         """What was made so far: in a region that both passes of a checkpoint run, within it."""
-        now = self.foreign_pass
-        if now is None:
+        now = selective_pass()
+        if now is None or now is self._made_in:
             return self._own_forms
         forms: _Forms = now.forms.setdefault(self, _Forms())
         return forms
@@ -109,7 +98,7 @@ class LazySource:
         forms = self.forms
         if forms.dense is None:
             self._check_sources()
-            forms.dense = self.make_dense()
+            forms.dense = self.producer.dense()
         return forms.dense
 
     def amax(self) -> Tensor:
@@ -117,25 +106,27 @@ class LazySource:
         self._check_written()
         forms = self.forms
         if forms.amax is None:
-            forms.amax = self.make_amax()
+            forms.amax = self.producer.amax()
         return forms.amax
 
     def channel_amax(self) -> Tensor:
         """Return the largest magnitude of each channel, (C,) float32."""
         self._check_written()
         dense = self.forms.dense
-        if dense is None and self.make_channels is not None:
+        channel_amax = self.producer.channel_amax
+        if dense is None and channel_amax is not None:
             self._check_sources()
-            return self.make_channels()
+            return channel_amax()
         return column_amax(self.dense())
 
     def smoothed(self, factors: Tensor, options: CastOptions) -> Payloads:
         """Quantize the channels times factors (C,) float32; it is not kept."""
         self._check_written()
         dense = self.forms.dense
-        if dense is None and self.make_smoothed is not None:
+        smoothed = self.producer.smoothed
+        if dense is None and smoothed is not None:
             self._check_sources()
-            return self.make_smoothed(factors, options)
+            return smoothed(factors, options)
         return smoothed_layouts(self.dense(), factors, options)
 
     def layouts(
@@ -149,7 +140,8 @@ class LazySource:
                 has them agree.
             rowwise, columnwise: the layouts to return.
         """
-        self._check_written()
+        if self.written_by is not None:
+            self._check_written()
         forms = self.forms
         if forms.ahead is not None:
             self._not_ahead(forms)
@@ -159,7 +151,8 @@ class LazySource:
             other = old_row or old_col
             if other is not None and spec.granularity == "tensorwise":
                 scale = other.scale
-            options = CastOptions.of(spec, scale, rowwise=new_row, columnwise=new_col)
+            how = spec.format.dtype, spec.granularity, spec.power_of_two
+            options = CastOptions(*how, new_row, new_col, scale)
             made_row, made_col = self._make(options)
             old_row, old_col = old_row or made_row, old_col or made_col
             forms.layouts[spec] = old_row, old_col
@@ -192,11 +185,11 @@ class LazySource:
         if self.on_read is not None and forms is self._own_forms:
             self.on_read(quantizer)
             self.on_read = None
-        wanted = rowwise or columnwise
-        if spec not in forms.layouts and self.make_delayed is not None and wanted:
+        wanted, delayed = rowwise or columnwise, self.producer.delayed
+        if spec not in forms.layouts and delayed is not None and wanted:
             self._check_sources()
             options = quantizer.delayed_options(rowwise=rowwise, columnwise=columnwise)
-            forms.layouts[spec], forms.amax = self.make_delayed(options)
+            forms.layouts[spec], forms.amax = delayed(options)
         scale = history.advance(self.amax(), spec, quantizer.config)
         return self.layouts(spec, scale, rowwise=rowwise, columnwise=columnwise)
 
@@ -222,17 +215,14 @@ class LazySource:
         if dense is not None:
             return quantize_layouts(dense, options)
         self._check_sources()
-        return self.make_layouts(options)
-
-    def _versions(self) -> list[int]:
-        return [0 if s.is_inference() else s._version for s in self.sources]
+        return self.producer.layouts(options)
 
     def _check_written(self) -> None:
         if self.written_by is not None:
             raise RuntimeError(_modifies(self.written_by, self.name))
 
     def _check_sources(self) -> None:
-        if self._versions() != self.versions:
+        if _versions(self.sources) != self.versions:
             raise RuntimeError(
                 f"the input of '{self.name}' was modified in place after its forward and before "
                 "its output was used, which is computed at its first use; leave the module as it "
@@ -240,39 +230,46 @@ class LazySource:
             )
 
 
+def _versions(sources: tuple[Tensor, ...]) -> list[int]:
+    return [0 if source.is_inference() else source._version for source in sources]
+
+
 class LazyQuantizedTensor(QuantizableTensor):
     """(..., C), read-only; see the module.
 
     Attributes:
         production: its forms, as matrices (R, C); shared with all aliases.
+        outer_shape, outer_dtype: those of the tensor, sooner than torch tells those of a subclass.
         connected: the plain tensor for whoever autograd records; each alias has its own.
     """
 
     production: LazySource
+    outer_shape: torch.Size
+    outer_dtype: torch.dtype
     connected: Tensor | None = None
 
     @staticmethod
     def __new__(
         cls, production: LazySource, shape: Sequence[int], dtype: torch.dtype
     ) -> "LazyQuantizedTensor":
-        device = production.sources[0].device
+        device, size = production.sources[0].device, torch.Size(shape)
         self: LazyQuantizedTensor = torch.Tensor._make_wrapper_subclass(
-            cls, torch.Size(shape), dtype=dtype, device=device
+            cls, size, dtype=dtype, device=device
         )
-        self.production = production
+        self.production, self.outer_shape, self.outer_dtype = production, size, dtype
         return self
 
     def quantize(self, quantizer: Quantizer, *, rowwise: bool, columnwise: bool) -> Payloads:
         """The payloads, made when they are first asked for; see `LazySource`."""
         history, made = quantizer.history, self.production
-        if history is not None and quantizer.casts_by_history:
-            return made.delayed_layouts(quantizer, rowwise=rowwise, columnwise=columnwise)
-        found = None
+        scale = quantizer.scale
         if history is not None:
+            if quantizer.casts_by_history:
+                return made.delayed_layouts(quantizer, rowwise=rowwise, columnwise=columnwise)
             found = made.found(quantizer.spec, rowwise=rowwise, columnwise=columnwise)
-        if found is not None and quantizer.reads_history:
-            return found
-        scale = quantizer.scale if history is None else quantizer.delayed_scale(self, history)
+            if found is not None and quantizer.reads_history:
+                return found
+            scale = quantizer.delayed_scale(self, history)
         if not (rowwise or columnwise):
             return None, None
         return made.layouts(quantizer.spec, scale, rowwise=rowwise, columnwise=columnwise)
@@ -285,16 +282,12 @@ class LazyQuantizedTensor(QuantizableTensor):
 
     def dequantize(self) -> Tensor:
         """The plain tensor, which autograd does not record; see `plain`."""
-        with torch._C.DisableTorchFunctionSubclass():
-            shape = self.shape
         # Not a view, so that autograd takes it for a result of its own.
-        dense: Tensor = _aten._unsafe_view(self.production.dense(), shape)
+        dense: Tensor = _aten._unsafe_view(self.production.dense(), self.outer_shape)
         return dense
 
     def alias(self, shape: Sequence[int]) -> "LazyQuantizedTensor":
-        with torch._C.DisableTorchFunctionSubclass():
-            dtype = self.dtype
-        return LazyQuantizedTensor(self.production, shape, dtype)
+        return LazyQuantizedTensor(self.production, shape, self.outer_dtype)
 
     def __repr__(self) -> str:
         return (

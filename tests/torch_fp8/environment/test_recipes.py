@@ -25,7 +25,7 @@ def test_a_gemm_in_the_wrong_format_is_told(operand, monkeypatch):
     """E5M2 where E4M3 is right."""
 
     def configure(layer, name, config, recipe, emulate):
-        spec = dataclasses.replace(getattr(recipe, operand), format=E5M2)
+        spec = getattr(recipe, operand)._replace(format=E5M2)
         a = dataclasses.replace
         if operand == "input":
             recipe = a(recipe, fprop=a(recipe.fprop, a=spec), wgrad=a(recipe.wgrad, b=spec))

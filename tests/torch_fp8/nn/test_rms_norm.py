@@ -94,7 +94,7 @@ def test_a_reader_with_one_scale_behind_a_norm_that_casts_in_blocks():
     spec = _stack(nn.Linear(64, 64))[0].operand_spec(INPUT)
     assert spec.granularity == "tensorwise"
     row, col = y.production.layouts(spec, None, rowwise=True, columnwise=True)
-    dense = y.production.make_dense()
+    dense = y.production.producer.dense()
     want_row, want_col = quantize_layouts(
         dense, CastOptions.of(spec, rowwise=True, columnwise=True)
     )

@@ -290,7 +290,7 @@ def test_on_a_card_the_gemm_takes_a_bias_where_it_can(monkeypatch, recipe_name, 
 
     def operator(a, b, out_dtype, fast_accum, bias=None):
         given.append(bias)
-        output = torch.zeros(a.qdata.shape[0], b.qdata.shape[0], dtype=out_dtype)
+        output = torch.zeros(a.qdata.shape[0], b.operand.qdata.shape[0], dtype=out_dtype)
         return output if bias is None else output + bias
 
     monkeypatch.setattr(scaled_mm, "_scaled_mm_at_once", operator)
