@@ -200,7 +200,7 @@ def _chooser(places: list[int], several: bool) -> Callable[[list[Any]], Any]:
     """Return who takes these values from a list: as a tuple, or the only one as it is."""
     if len(places) > 1 or not several:
         return itemgetter(*places)
-    return lambda values: tuple([values[i] for i in places])
+    return itemgetter(slice(0, 0)) if not places else lambda values: (values[places[0]],)
 
 
 def _function(func: Any) -> Any:

@@ -44,7 +44,10 @@ class RepeatedForward(LayerQuantizers):
         if kept.quantizer is None:
             with torch.inference_mode(False), torch.no_grad():
                 kept.quantizer = self.quantizers().input.settled()
-        a, _, _ = kept.quantizer(input, rowwise=True, columnwise=False)
+        if type(input) is LazyQuantizedTensor and kept.quantizer.history is None:
+            a = input.production.rowwise(kept.quantizer.spec, kept.quantizer.scale)
+        else:
+            a, _, _ = kept.quantizer(input, rowwise=True, columnwise=False)
         if is_watched(a.qdata) or not a.qdata.numel():
             return None
         if kept.operand is None:

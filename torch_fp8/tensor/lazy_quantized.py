@@ -29,7 +29,7 @@ from torch import Tensor
 
 from torch_fp8.autograd.checkpoint_pass import SelectivePass, selective_pass
 from torch_fp8.kernels.arguments import CastOptions
-from torch_fp8.ops.quantize import quantize_layouts
+from torch_fp8.ops.quantize import QuantizedTensor, quantize_layouts
 from torch_fp8.ops.quantize_delayed import History
 from torch_fp8.ops.smooth import column_amax, smoothed_layouts
 from torch_fp8.quantization.recipe import CastSpec
@@ -48,11 +48,12 @@ class _Forms:
         ahead: the history of the reader that payloads were made for, until somebody reads them.
     """
 
+    dense: Tensor | None = None
+    amax: Tensor | None = None
+    ahead: History | None = None
+
     def __init__(self) -> None:
-        self.dense: Tensor | None = None
         self.layouts: dict[CastSpec, Payloads] = {}
-        self.amax: Tensor | None = None
-        self.ahead: History | None = None
 
 
 class LazySource:
@@ -65,6 +66,8 @@ class LazySource:
         on_read: told of the quantizer of who reads first with delayed scaling.
     """
 
+    written_by: str | None = None
+
     def __init__(
         self,
         name: str,
@@ -73,7 +76,6 @@ class LazySource:
         on_read: Callable[[Quantizer], None] | None = None,
     ) -> None:
         self.name, self.sources, self.producer, self.on_read = name, sources, producer, on_read
-        self.written_by: str | None = None
         self.versions = _versions(sources)
         self._made_in = selective_pass()
         self._own_forms = _Forms()
@@ -157,6 +159,15 @@ class LazySource:
             old_row, old_col = old_row or made_row, old_col or made_col
             forms.layouts[spec] = old_row, old_col
         return old_row if rowwise else None, old_col if columnwise else None
+
+    def rowwise(self, spec: CastSpec, scale: Tensor | None) -> QuantizedTensor:
+        """Return the rowwise payload of `layouts`, sooner where it was made before."""
+        forms = self.forms
+        row, _ = forms.layouts.get(spec, (None, None))
+        if row is None or forms.ahead is not None or self.written_by is not None:
+            row, _ = self.layouts(spec, scale, rowwise=True, columnwise=False)
+            assert row is not None
+        return row
 
     def found(self, spec: CastSpec, *, rowwise: bool, columnwise: bool) -> Payloads | None:
         """What `layouts` would return, if all of it was made before, for whoever reads first."""
