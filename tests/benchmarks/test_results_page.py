@@ -85,6 +85,13 @@ def test_time_on_the_host():
             assert shown == (row["ratio"] if row else ""), (what, recipe)
     training = [float(rows["training", recipe]["ratio"]) for recipe in recipes]
     assert f"| {min(training):.1f}x to {max(training):.1f}x |" in README
+    for what in ("training", "inference"):
+        shares = [
+            row["ratio_with_gemms"]
+            for (case, recipe), row in rows.items()
+            if case.startswith(what) and recipe != "BF16" and (what == "inference" or case == what)
+        ]
+        assert f"{min(shares)} to {max(shares)} in" in re.sub(r"\s+", " ", PAGE), what
 
 
 def test_time_to_trace():
