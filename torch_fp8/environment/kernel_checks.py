@@ -6,14 +6,14 @@ compilation, about a second: that is why there are few of them.
 """
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 import torch
 
 import torch_fp8.ops.grad_codec
 import torch_fp8.ops.messages
-from torch_fp8.environment.kernel_cases import casts, messages, optimizer, producers
+from torch_fp8.environment.kernel_cases import casts, messages, optimizer, played, producers
 from torch_fp8.environment.versions import distribution_version
 from torch_fp8.quantization.formats import MIN_CAPABILITY
 from torch_fp8.quantization.recipe import Granularity
@@ -188,6 +188,13 @@ def message(device: str, wire: Any = torch_fp8.ops.messages) -> str:
     return "bit for bit"
 
 
+def played_calls(device: str, calls: Iterable[played.Call] | None = None) -> str:
+    """Check that a launcher's recorded call is played as the launcher would do it."""
+    for call in played.one_of_each(played.calls(*EVEN, device) if calls is None else calls):
+        played.check_played(call)
+    return "what the launcher makes, bit for bit"
+
+
 CHECKS: dict[str, dict[str, tuple[str, tuple[str, ...]]]] = {
     "casts": {
         **{f"quantize {g}": ("cast", (g,)) for g in casts.GRANULARITIES},
@@ -207,6 +214,7 @@ CHECKS: dict[str, dict[str, tuple[str, tuple[str, ...]]]] = {
         "smooth swiglu": ("smoothing", ()),
         "swiglu backward": ("swiglu_backward", ()),
         "gate_up backward": ("gate_up", ()),
+        "calls played again": ("played_calls", ()),
     },
     "optimizer": {
         **{f"adamw step, {weight}": ("step", (weight,)) for weight in optimizer.WEIGHTS},

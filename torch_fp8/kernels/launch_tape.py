@@ -32,7 +32,7 @@ _SAME_ADDRESS = {_aten.view.default, _aten.view.dtype, _aten._unsafe_view.defaul
 _SAME_ADDRESS.add(_DETACH)
 """Views that begin where their base begins: a kernel may be given either."""
 _DATA_DEPENDENT = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
-_MOST = 4096
+_MOST = 512
 """Calls that are kept of an operator: numbers of tokens that never come again shall not add up."""
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from torch_fp8.environment import kernel_checks
-from torch_fp8.environment.kernel_cases import casts, producers
+from torch_fp8.environment.kernel_cases import casts, played, producers
 from torch_fp8.environment.kernel_cases.comparison import Mismatch
 from torch_fp8.ops import grad_codec
 from torch_fp8.ops import messages as wire
@@ -90,7 +90,12 @@ def wrong_sum(messages, layout, out, out_plain, scale=1.0):
     wire.unpack_sum(messages, layout, out, out_plain, 2 * scale)
 
 
+def called(launcher):
+    return [played.Call("call", launcher, (lambda: torch.randn(3),))]
+
+
 RIGHT = [
+    (kernel_checks.played_calls, called(lambda x: x * 2)),
     *((kernel_checks.cast, granularity, cast) for granularity in casts.GRANULARITIES),
     (kernel_checks.known_scale, cast),
     (kernel_checks.strides, cast),
@@ -109,6 +114,8 @@ RIGHT = [
     (kernel_checks.message,),
 ]
 WRONG = [
+    (kernel_checks.played_calls, called(lambda x: x * x[0].item())),
+    (kernel_checks.played_calls, called(lambda x: x * float(x.numpy()[0]))),
     *((kernel_checks.cast, granularity, with_wrong_scale) for granularity in casts.GRANULARITIES),
     (kernel_checks.cast, "tensorwise", with_wrong_payload),
     (kernel_checks.known_scale, with_wrong_payload),

@@ -4,8 +4,6 @@ import pytest
 
 pytestmark = pytest.mark.long
 
-ODD_GRADIENTS = ("swiglu backward casts delayed", "swiglu backward casts delayed of what was saved")
-
 
 @pytest.fixture(scope="module")
 def differences(interpreted):
@@ -14,6 +12,5 @@ def differences(interpreted):
 
 
 def test_played_calls_make_and_write_the_same_bytes(differences):
-    assert len(differences) > 140
-    asked = {f"{name}, 48 x 40": ["the launcher was called 3 times"] for name in ODD_GRADIENTS}
-    assert {case: found for case, found in differences.items() if found} == asked
+    assert len(differences) > 130
+    assert {case: found for case, found in differences.items() if found} == {}

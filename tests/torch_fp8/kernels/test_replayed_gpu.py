@@ -1,0 +1,14 @@
+"""Calls of every operator's launcher, played on a card."""
+
+import pytest
+
+from torch_fp8.environment.kernel_cases import played
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("shape", played.SHAPES, ids=str)
+def test_played_calls_make_and_write_the_same_bytes(shape):
+    for call in played.calls(*shape, "cuda"):
+        asked = shape == played.ODD and call.name.startswith(played.ASKED)
+        played.check_played(call, asked)

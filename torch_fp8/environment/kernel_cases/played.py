@@ -1,0 +1,249 @@
+"""Cases of calls that are played: the bytes that the launcher makes and writes of the same tensors.
+
+See `torch_fp8.kernels.launch_tape`. The first two calls go to the launcher, the third is played.
+"""
+
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from torch_fp8.environment.kernel_cases.comparison import require, same_bits
+from torch_fp8.kernels.arguments import (
+    BackwardInputs,
+    CastOptions,
+    DelayedCastOptions,
+    NormBackwardInputs,
+    NormInputs,
+    NormWithRstd,
+)
+from torch_fp8.kernels.launch_tape import Replayed
+from torch_fp8.ops import quantize_dbias, quantize_delayed
+from torch_fp8.quantization.formats import E4M3, E5M2
+
+BF16 = torch.bfloat16
+GRANULARITIES = ("tensorwise", "rowwise", "block_1x128", "block_128x128", "block_1x32")
+ODD = (48, 40)
+"""Columns that are moved one by one."""
+SHAPES = ((3, 272), (80, 272), ODD)
+"""One tile holds the first, not the second."""
+ASKED = "swiglu backward casts with histories"
+"""The launcher puts amaxes together where columns are odd, and is called each time then."""
+
+
+class Call(NamedTuple):
+    """A call of an operator's launcher.
+
+    Attributes:
+        name: of the case.
+        launcher: as the operator calls it on CUDA.
+        arguments: of the launcher; functions among them make a new one for each call.
+    """
+
+    name: str
+    launcher: Callable[..., Any]
+    arguments: tuple[Any, ...]
+
+    def make(self) -> tuple[Any, ...]:
+        """Return the arguments of another call."""
+        return tuple(a() if callable(a) else a for a in self.arguments)
+
+
+def cast(granularity: str, **how: Any) -> CastOptions:
+    """Return options of a cast to E4M3, in both layouts unless told otherwise."""
+    wanted = {"rowwise": True, "columnwise": True} | how
+    return CastOptions(E4M3.dtype, granularity, granularity == "block_1x32", **wanted)
+
+
+class Arguments:
+    """Makes random arguments for (rows, cols), on a device."""
+
+    def __init__(self, rows: int, cols: int, device: str) -> None:
+        self.rows, self.cols, self.device = rows, cols, device
+
+    def x(self) -> Tensor:
+        return torch.randn(self.rows, self.cols, device=self.device).to(BF16)
+
+    def turned(self) -> Tensor:
+        return self.x().t()
+
+    def codes(self) -> Tensor:
+        return self.x().to(E4M3.dtype)
+
+    def positive(self, *shape: int) -> Tensor:
+        """Return numbers from 4 to 5, such as amaxes are."""
+        return torch.rand(shape, device=self.device) + 4
+
+    def channels(self) -> Tensor:
+        return self.positive(self.cols)
+
+    def amaxes(self) -> Tensor:
+        return self.positive(4)
+
+    def progress(self) -> Tensor:
+        return torch.zeros(2, dtype=torch.int32, device=self.device)
+
+    def scaled(self) -> CastOptions:
+        return cast("tensorwise", scale=self.positive())._replace(dtype=E5M2.dtype)
+
+    def known(self, *shape: int) -> CastOptions:
+        return cast("tensorwise", amax=self.positive(*shape))
+
+    def delayed(self, dtype: torch.dtype = E4M3.dtype) -> DelayedCastOptions:
+        how = self.amaxes(), self.progress(), dtype
+        return DelayedCastOptions(*how, "max", 0, True, True)
+
+    def norm(self) -> NormInputs:
+        return NormInputs(self.x(), self.channels().to(BF16), 1e-5, 0.0, BF16)
+
+    def known_norm(self) -> NormWithRstd:
+        return self.norm().with_rstd(self.positive(self.rows))
+
+    def norm_backward(self) -> NormBackwardInputs:
+        x, weight, rstd, offset, _ = self.known_norm()
+        return NormBackwardInputs(self.x(), x, None, weight, rstd, offset, BF16, True)
+
+    def backward(self, saved: bool) -> BackwardInputs:
+        if not saved:
+            return BackwardInputs(self.x(), self.x(), None, self.x(), None, None, BF16)
+        from torch_fp8.kernels.quantize import quantize_2d
+
+        how = cast("block_1x128", columnwise=False)
+        (gate, gate_scale, *_), (up, up_scale, *_) = (quantize_2d(self.x(), how) for _ in range(2))
+        assert gate is not None
+        assert up is not None
+        return BackwardInputs(self.x(), gate, gate_scale, up, up_scale, None, BF16)
+
+
+def calls(rows: int, cols: int, device: str) -> Iterator[Call]:
+    """Yield calls of all launchers; Triton is imported here."""
+    made = Arguments(rows, cols, device)
+    yield from _of_casts(made)
+    yield from _of_norms(made)
+    yield from _of_products(made)
+    yield from _of_gradients(made)
+
+
+def _of_casts(made: Arguments) -> Iterator[Call]:
+    from torch_fp8.kernels.quantize import quantize_2d
+    from torch_fp8.kernels.quantize_delayed import advance_history
+    from torch_fp8.kernels.transpose import transposed_bytes
+
+    for g in GRANULARITIES:
+        yield Call(f"cast {g}", quantize_2d, (made.x, cast(g)))
+        yield Call(f"cast {g}, rows", quantize_2d, (made.x, cast(g, columnwise=False)))
+    yield Call("cast transposed", quantize_2d, (made.turned, cast("tensorwise")))
+    yield Call("cast with a scale", quantize_2d, (made.x, made.scaled))
+    yield Call("cast with an amax", quantize_2d, (made.x, made.known))
+    for g in ("tensorwise", "rowwise", "block_1x128"):
+        summing = quantize_dbias._quantize_2d_sum_cuda
+        yield Call(f"cast and sum {g}", summing, (made.x, cast(g), BF16))
+    for sums in (None, BF16):
+        delayed = quantize_delayed._quantize_2d_delayed_cuda
+        arguments = (made.x, made.delayed, made.positive, sums)
+        yield Call(f"cast delayed, sums {sums}", delayed, arguments)
+    rest = (made.positive, made.positive, E4M3.dtype, "max", 0)
+    yield Call("history", advance_history, (made.amaxes, *rest))
+    yield Call("transpose", transposed_bytes, (made.codes, -(-made.rows // 16) * 16))
+
+
+def _of_norms(made: Arguments) -> Iterator[Call]:
+    from torch_fp8.kernels import rms_norm
+
+    once = rms_norm.rms_norm_quantize_once
+    yield Call("norm", rms_norm.rms_norm, (made.known_norm,))
+    for save in (True, False):
+        yield Call(f"norm statistics, {save=}", rms_norm.rms_norm_statistics, (made.norm, save))
+    yield Call("norm casts", rms_norm.rms_norm_quantize, (made.known_norm, made.known))
+    for g in GRANULARITIES:
+        yield Call(f"norm once {g}", once, (made.norm, cast(g), False))
+    yield Call("norm once delayed", once, (made.norm, made.delayed, True))
+    yield Call("norm once with a scale", once, (made.norm, made.scaled, False))
+    yield Call("norm backward", rms_norm.rms_norm_backward, (made.norm_backward,))
+
+
+def _of_products(made: Arguments) -> Iterator[Call]:
+    from torch_fp8.kernels import smooth, swiglu
+
+    pair, casts = (made.x, made.x), swiglu.swiglu_quantize
+    yield Call("swiglu", swiglu.swiglu, (*pair, made.channels))
+    yield Call("swiglu saves", swiglu.swiglu_save, (*pair, None, True))
+    for g in GRANULARITIES:
+        yield Call(f"swiglu casts {g}", casts, (*pair, None, cast(g), g == "block_1x128"))
+    yield Call("swiglu casts delayed", casts, (*pair, None, made.delayed, True))
+    yield Call("channels", smooth.column_amax, (made.x,))
+    yield Call("channels, saving", smooth.swiglu_save_columns, (*pair, True))
+    yield Call("factors", smooth.smooth_factors, (made.channels,))
+    yield Call("smoothed cast", smooth.quantize_columns, (made.x, made.channels, made.known))
+
+
+def _of_gradients(made: Arguments) -> Iterator[Call]:
+    from torch_fp8.kernels import gate_up
+    from torch_fp8.kernels import swiglu_backward as backward
+
+    casts, joined = backward.swiglu_backward_quantize, gate_up.gate_up_backward_quantize
+    blocks, delayed = cast("block_1x128"), functools.partial(made.delayed, E5M2.dtype)
+    known = functools.partial(made.known, 2)
+    for saved in (False, True):
+        inputs, how = functools.partial(made.backward, saved), f", {saved=}"
+        yield Call(f"swiglu backward{how}", backward.swiglu_backward, (inputs,))
+        yield Call(f"swiglu backward amax{how}", backward.swiglu_backward_amax, (inputs,))
+        yield Call(f"swiglu backward casts with amaxes{how}", casts, (inputs, known, None, None))
+        yield Call(f"swiglu backward casts blocks{how}", casts, (inputs, blocks, None, None))
+        yield Call(f"{ASKED}{how}", casts, (inputs, delayed, made.amaxes, made.progress))
+        yield Call(f"gate_up backward{how}", gate_up.gate_up_backward, (inputs, True))
+        yield Call(f"gate_up backward amax{how}", gate_up.gate_up_backward_amax, (inputs,))
+        yield Call(f"gate_up backward casts{how}", joined, (inputs, True, blocks))
+
+
+def one_of_each(found: Iterable[Call]) -> list[Call]:
+    """Return the first call of each launcher."""
+    first: dict[Any, Call] = {}
+    for call in found:
+        first.setdefault(call.launcher, call)
+    return [*first.values()]
+
+
+def check_played(call: Call, is_asked: bool = False) -> None:
+    """Check three calls, of which the last is played.
+
+    Args:
+        is_asked: whether the launcher is called each time nevertheless.
+    """
+    asked = []
+
+    def counting(*args: Any) -> Any:
+        asked.append(args)
+        return call.launcher(*args)
+
+    replayed = Replayed(counting)
+    for number in range(3):
+        args = call.make()
+        twins = _copied(args)
+        made, want = _parts((replayed(*args), args)), _parts((call.launcher(*twins), twins))
+        require(len(made) == len(want), f"{call.name}, call {number}: other results")
+        for got, expected in zip(made, want, strict=True):
+            expected = None if expected is None else expected.cpu()
+            same_bits(got, expected, f"{call.name}, call {number}")
+    times = 3 if is_asked else 2
+    require(len(asked) == times, f"{call.name}: the launcher was called {len(asked)} times")
+
+
+def _parts(value: Any) -> list[Tensor | None]:
+    """Return tensors, and None for those that do not exist, in tuples of tuples."""
+    if value is None or isinstance(value, Tensor):
+        return [value]
+    return [t for part in value if isinstance(part, tuple | Tensor | None) for t in _parts(part)]
+
+
+def _copied(value: Any) -> Any:
+    """Return arguments whose tensors are others, with the same elements and strides."""
+    if isinstance(value, Tensor):
+        how = {"dtype": value.dtype, "device": value.device}
+        return torch.empty_strided(value.shape, value.stride(), **how).copy_(value)
+    if isinstance(value, tuple):
+        parts = [_copied(part) for part in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
+    return value
