@@ -58,5 +58,6 @@ for make in (dpo, sft):
     trainer = make()
     trainer.train()
     sums = [float(p.double().sum()) for p in trainer.model.parameters() if p.requires_grad]
-    print(f"{make.__name__} live {live_bytes()} adapters {sum(sums):.17g}")
+    # In one write, which another rank's cannot part.
+    print(f"{make.__name__} live {live_bytes()} adapters {sum(sums):.17g}\n", end="")
     del trainer
