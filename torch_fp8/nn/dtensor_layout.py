@@ -23,7 +23,7 @@ from torch_fp8.tensor.dtensor import waited
 
 
 class LocalOperands(NamedTuple):
-    """A linear layer's tensors on this rank.
+    """A linear layer's tensors on this rank, as `torch_fp8.nn.layer_quantizers.Operands`.
 
     Attributes:
         input: (..., K) or a rank's part of it.
@@ -46,7 +46,7 @@ class LocalOperands(NamedTuple):
         """The ranks that have parts of the weight; None: there are no others."""
         return None if self.mesh is None else self.mesh.get_group()
 
-    def bias(self, bias: Tensor) -> Tensor:
+    def bias(self, bias: Tensor | None) -> Tensor | None:
         """What this rank adds to its part of the output."""
         if not isinstance(bias, DTensor):
             return bias

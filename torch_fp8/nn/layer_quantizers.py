@@ -8,11 +8,13 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from torch_fp8.autograd.checkpoint_pass import is_traced, repeats_forward
+from torch_fp8.nn.dtensor_layout import LocalOperands, local_operands
 from torch_fp8.nn.frozen_storage import FrozenStorage
 from torch_fp8.nn.kept_weight import KeptWeight
 from torch_fp8.nn.weight_cache import WeightCache, watch
 from torch_fp8.ops.quantize_delayed import History
 from torch_fp8.quantization.recipe import CastSpec
+from torch_fp8.tensor.base import QuantizableTensor
 from torch_fp8.tensor.quantizer import ChannelMaxima, Quantizer, Quantizers, WeightQuantizer
 
 
@@ -28,6 +30,30 @@ class _Kept(NamedTuple):
     rows: Tensor | None
     cache: WeightCache | None
     of_pass: dict[tuple[bool, bool], Quantizers]
+
+
+NOT_PLAIN = (DTensor, QuantizableTensor)
+"""Tensors of which a graph of torch.compile has to know more than of others."""
+
+
+class Operands(NamedTuple):
+    """A layer's tensors: input (..., K) and weight (N, K)."""
+
+    input: Tensor
+    weight: Tensor
+
+    @property
+    def group(self) -> Any:
+        """The ranks that have parts of the weight; None: there are no others."""
+        return None
+
+    def bias(self, bias: Tensor | None) -> Tensor | None:
+        """What is added to the output here."""
+        return bias
+
+    def whole(self, output: Tensor) -> Tensor:
+        """The output as the layer returns it."""
+        return output
 
 
 class LayerQuantizers(FrozenStorage):
@@ -84,6 +110,22 @@ class LayerQuantizers(FrozenStorage):
                 made = made._replace(grad_output=gradient)
             kept.of_pass[updates, repeats] = made
         return made
+
+    def operands(self, input: Tensor) -> Operands | LocalOperands:
+        """The tensors that are multiplied here; what is kept of the weight goes with gradients."""
+        weight: Tensor = self.weight
+        if not torch.compiler.is_compiling() and torch.is_grad_enabled():
+            kept = self.fp8_kept_weight
+            if kept is not None and kept.holds:
+                kept.forget()
+        if isinstance(weight, DTensor) or isinstance(input, DTensor):
+            return local_operands(self, input)
+        return Operands(input, weight)
+
+    def buffers_of(self, quantizers: Quantizers) -> tuple[Any, ...]:
+        """The buffers with the histories of quantizers that do not have them yet."""
+        known = not self.fp8_delayed or quantizers.input.history is not None
+        return () if known else self.operand_buffers()
 
     def operand_buffers(self) -> tuple[Any, ...]:
         """The same as `scaling_buffers`, sooner where none of them is sharded."""

@@ -32,11 +32,10 @@ transposed payload (`torch_fp8.autograd.checkpoint_pass`).
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from torch_fp8.autograd.function import as_text, refuse_transforms
 from torch_fp8.config import FP8Config
-from torch_fp8.nn.dtensor_layout import local_operands
+from torch_fp8.nn.layer_quantizers import NOT_PLAIN
 from torch_fp8.nn.linear_function import (
     LinearOptions,
     linear,
@@ -45,7 +44,6 @@ from torch_fp8.nn.linear_function import (
 )
 from torch_fp8.nn.repeated_forward import FLOATS, RepeatedForward
 from torch_fp8.quantization.recipe import Recipe
-from torch_fp8.tensor.base import QuantizableTensor
 from torch_fp8.tensor.lazy_quantized import plain as plain_activation
 from torch_fp8.tensor.quantizer import autocast_dtype
 
@@ -77,48 +75,41 @@ class Float8Layer(RepeatedForward):
 
     def forward(self, input: Tensor) -> Tensor:
         if not self.runs_fp8:
-            if self.fp8_thawed_recipe is not None:
-                return self.dequantized_forward(plain_activation(input))
-            output: Tensor = super().forward(plain_activation(input))
-            return output
+            return self._in_high_precision(plain_activation(input))
         compiling = torch.compiler.is_compiling()
-        if compiling and not (isinstance(input, _OTHERS) or isinstance(self.weight, _OTHERS)):
+        if compiling and not (isinstance(input, NOT_PLAIN) or isinstance(self.weight, NOT_PLAIN)):
             return self._in_graph(input)
-        kept = self.fp8_kept_weight
-        if not compiling and kept is not None:
-            if not torch.is_grad_enabled():
-                again = self.repeated(input)
-                if again is not None:
-                    return again
-            elif kept.holds:
-                kept.forget()
-        x, weight, local = input, self.weight, None
-        if isinstance(weight, DTensor) or isinstance(input, DTensor):
-            local = local_operands(self, input)
-            x, weight = local.input, local.weight
+        if not (compiling or torch.is_grad_enabled()):
+            again = self.repeated(input)
+            if again is not None:
+                return again
+        here = self.operands(input)
+        x, weight = here.input, here.weight
+        bias = here.bias(self.bias) if self.fp8_adds_bias else None
         shape, dtype = x.shape, x.dtype  # asked once: a produced activation answers in Python
         self._check(shape, dtype, weight)
         name = "" if compiling else self.fp8_name  # as `name_of`
         if not compiling and torch._C._are_functorch_transforms_active():
             refuse_transforms(name)
-        bias = self.bias if self.fp8_adds_bias else None
-        if local is not None and bias is not None:
-            bias = local.bias(bias)
-        quantizers = self.quantizers(None if local is None else local.group)
+        quantizers = self.quantizers(here.group)
         out_dtype = autocast_dtype(weight.device.type) or dtype
         options = LinearOptions(
             name, dtype, out_dtype, self.fp8_recipe, quantizers, self.fp8_emulate, self.training
         )
-        known = not self.fp8_delayed or quantizers.input.history is not None
-        buffers = () if known else self.operand_buffers()
+        buffers = self.buffers_of(quantizers)
         if not compiling:
-            y = linear(x, weight, bias, shape, options, *buffers)
-            return y if local is None else local.whole(y)
-        # Compiled with DTensors, torch 2.13 loses views in the function's backward: keep them out.
+            return here.whole(linear(x, weight, bias, shape, options, *buffers))
+        # torch 2.13 loses views in the backward of a function with sharded tensors: none go in.
         rows = x.reshape(-1, shape[-1])
         y = linear(rows, weight, bias, rows.shape, options, *buffers)
-        y = y.reshape(*shape[:-1], y.shape[-1])
-        return y if local is None else local.whole(y)
+        return here.whole(y.reshape(*shape[:-1], y.shape[-1]))
+
+    def _in_high_precision(self, x: Tensor) -> Tensor:
+        """What `forward` does where it does not run in FP8."""
+        if self.fp8_thawed_recipe is not None:
+            return self.dequantized_forward(x)
+        output: Tensor = super().forward(x)
+        return output
 
     def _in_graph(self, x: Tensor) -> Tensor:
         """What `forward` does with plain tensors in a graph of torch.compile."""
@@ -168,10 +159,6 @@ class Float8Layer(RepeatedForward):
     def extra_repr(self) -> str:
         frozen = "" if self.frozen_weight is None else ", frozen"
         return f"{super().extra_repr()}, fp8={self.fp8_recipe}{frozen}"
-
-
-_OTHERS = (DTensor, QuantizableTensor)
-"""Tensors that are not plain, of which a graph has to know more."""
 
 
 class Float8Linear(Float8Layer, nn.Linear):

@@ -24,7 +24,6 @@ from torch_fp8.autograd.function import (
 )
 from torch_fp8.nn.smooth_operands import smooth_operands
 from torch_fp8.ops.quantize import QuantizedTensor
-from torch_fp8.ops.quantize_delayed import History
 from torch_fp8.ops.scaled_mm import cast, scaled_matmul
 from torch_fp8.quantization.recipe import Recipe
 from torch_fp8.tensor.quantizer import (
@@ -264,9 +263,7 @@ class LinearFunction(torch.autograd.Function):
             ctx.input_source.start(saved["x"], saved.get("x_scale"))
         if wants_dgrad:  # before the gradient is touched, which may still be on its way
             w = for_weight.for_dgrad(saved["weight"], saved.get("w_scale"), grad_output)
-        quantizer = options.quantizers.grad_output
-        if ctx.buffers:
-            quantizer = quantizer._replace(history=History.of_operand(ctx.buffers, 2))
+        quantizer = options.quantizers.of_gradient(ctx.buffers)
         g, g_t, grad_bias = quantizer(
             grad_output, rowwise=wants_dgrad, columnwise=fp8_wgrad, sum_dtype=sum_dtype
         )

@@ -276,8 +276,8 @@ class Quantizers(NamedTuple):
     def with_buffers(self, buffers: tuple[Tensor, ...]) -> "Quantizers":
         """The same with the histories of input and weight in these buffers, if there are any.
 
-        Backward finds that of the gradient by itself: what is made of a buffer in forward, torch's
-        partitioner might keep as it was then. See `History.of_operand`.
+        Backward finds that of the gradient by itself, by `of_gradient`: what is made of a buffer in
+        forward, torch's partitioner might keep as it was then. See `History.of_operand`.
         """
         if not buffers:
             return self
@@ -287,6 +287,12 @@ class Quantizers(NamedTuple):
             input=self.input._replace(history=of_input),
             weight=weight._replace(quantizer=weight.quantizer._replace(history=of_weight)),
         )
+
+    def of_gradient(self, buffers: tuple[Tensor, ...]) -> Quantizer:
+        """That of the output's gradient, with its history in these buffers, if there are any."""
+        if not buffers:
+            return self.grad_output
+        return self.grad_output._replace(history=History.of_operand(buffers, 2))
 
 
 class InputPayloads(NamedTuple):
