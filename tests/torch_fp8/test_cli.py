@@ -331,7 +331,7 @@ def test_the_self_test_has_every_kernel_recipe_host_and_level():
     )
     assert "exchange: two processes" in checks
     kernels = self_test(["kernels"])
-    assert len(kernels) == 25
+    assert len(kernels) == 26
     if not torch.cuda.is_available():
         assert {check.not_run for check in kernels} == {"no card"}
         assert {check.not_run for check in self_test(["speed"])} == {"emulation: not timed"}
