@@ -28,7 +28,7 @@ class LocalOperands(NamedTuple):
     Attributes:
         input: (..., K) or a rank's part of it.
         weight: (N, K) or a rank's part of it.
-        mesh: None: nothing is sharded.
+        mesh: of one dimension.
         output: how the output lies on the mesh.
         bias_grad: how the gradient of the bias does.
         shape: of the whole output.
@@ -36,21 +36,20 @@ class LocalOperands(NamedTuple):
 
     input: Tensor
     weight: Tensor
-    mesh: Any = None
-    output: Placement | None = None
-    bias_grad: Placement | None = None
-    shape: tuple[int, ...] = ()
+    mesh: Any
+    output: Placement
+    bias_grad: Placement
+    shape: tuple[int, ...]
 
     @property
     def group(self) -> Any:
-        """The ranks that have parts of the weight; None: there are no others."""
-        return None if self.mesh is None else self.mesh.get_group()
+        """The ranks that have parts of the weight."""
+        return self.mesh.get_group()
 
     def bias(self, bias: Tensor | None) -> Tensor | None:
         """What this rank adds to its part of the output."""
         if not isinstance(bias, DTensor):
             return bias
-        assert self.output is not None
         local = waited(bias.to_local(grad_placements=[self.bias_grad]))
         if self.output.is_partial():  # all ranks' parts will be summed
             return _Share.apply(local, self.mesh.size())
@@ -58,8 +57,6 @@ class LocalOperands(NamedTuple):
 
     def whole(self, output: Tensor) -> Tensor:
         """This rank's part of the output as the DTensor that it belongs to."""
-        if self.mesh is None:
-            return output
         shape = torch.Size(self.shape)
         return DTensor.from_local(
             output,
@@ -76,18 +73,16 @@ def local_operands(linear: Any, input: Tensor) -> LocalOperands:
 
     Args:
         linear: a converted layer, weight (N, K); its name is read for errors alone.
-        input: (..., K).
+        input: (..., K); it or the weight is a DTensor.
     Raises:
         ValueError: one of them is a DTensor and the other is not; a mesh of several dimensions.
     """
     weight: Tensor = linear.weight
     if not isinstance(weight, DTensor):
-        if isinstance(input, DTensor):
-            raise ValueError(
-                f"FP8 linear '{linear.fp8_name}' got a DTensor, but its weight is none; give it a "
-                "parallel style in parallelize_module, or input.to_local()"
-            )
-        return LocalOperands(input, weight)
+        raise ValueError(
+            f"FP8 linear '{linear.fp8_name}' got a DTensor, but its weight is none; give it a "
+            "parallel style in parallelize_module, or input.to_local()"
+        )
     if not isinstance(input, DTensor):
         raise ValueError(
             f"the weight of FP8 linear '{linear.fp8_name}' is sharded as {weight.placements}, but "

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from torch_fp8.autograd.checkpoint_pass import in_reentrant_checkpoint, untraced
-from torch_fp8.nn.weight_cache import Stamp, WatchedParameter
+from torch_fp8.nn.weight_cache import Stamp, WatchedParameter, stamp
 from torch_fp8.ops.quantize import QuantizedTensor
 
 _storage_of, _use_count = torch.Tensor.untyped_storage, torch._C._storage_Use_Count
@@ -81,9 +81,7 @@ class KeptWeight:
 
     def is_current(self, weight: Tensor) -> bool:
         """Whether the payload is that of the weight as it is now, and not for a CUDA graph."""
-        if weight.is_cuda and torch.cuda.is_current_stream_capturing():
-            return False
-        return self._is_of(weight)
+        return not is_capturing(weight) and self._is_of(weight)
 
     def _is_of(self, weight: Tensor) -> bool:
         if self.payload is None or self._stamp != _stamp(weight):
@@ -123,11 +121,11 @@ class KeptWeight:
         with untraced(), torch.inference_mode(False), torch.no_grad():
             made = self._in_place(cast())
         self.holds = True
-        stamp = _stamp(weight)  # the cast itself has used the weight
-        if training and seen != stamp:
-            self._seen = stamp
+        now = _stamp(weight)  # the cast itself has used the weight
+        if training and seen != now:
+            self._seen = now
             return made
-        self._stamp, self._seen, self.payload = stamp, stamp, made
+        self._stamp, self._seen, self.payload = now, now, made
         self.columns, self.training = made.qdata.shape[1], training
         self.device_type = weight.device.type
         if history is not None:
@@ -164,7 +162,7 @@ def _stamp(weight: Tensor) -> Stamp | None:
         return None
     if _use_count(_storage_of(weight)._cdata) != _ALONE:
         return None
-    return id(weight), weight._version, weight.uses, weight.data_ptr()
+    return stamp(weight)
 
 
 def is_capturing(weight: Tensor) -> bool:

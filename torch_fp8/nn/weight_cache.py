@@ -295,6 +295,11 @@ def stamp_of(weight: Tensor) -> Stamp | None:
         return None
     if weight.is_inference():
         return None
+    return stamp(weight)
+
+
+def stamp(weight: WatchedParameter) -> Stamp:
+    """What `stamp_of` returns of a Parameter that is watched, has a version and is not compiled."""
     return id(weight), weight._version, weight.uses, weight.data_ptr()
 
 

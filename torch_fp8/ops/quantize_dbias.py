@@ -25,7 +25,8 @@ def quantize_layouts_and_sum(
     return as_layouts(made, options), sums
 
 
-def _quantize_2d_sum_cuda(x: Tensor, options: CastOptions, sum_dtype: torch.dtype) -> Outputs:
+def quantize_2d_sum_cuda(x: Tensor, options: CastOptions, sum_dtype: torch.dtype) -> Outputs:
+    """Return what `quantize_2d_sum` does on CUDA: its launcher."""
     if emulates_casts(x.device):
         return quantize_2d_sum.reference(x, options, sum_dtype)
     from torch_fp8.kernels import quantize
@@ -40,7 +41,7 @@ def _quantize_2d_sum_fake(x: Tensor, options: CastOptions, sum_dtype: torch.dtyp
     return (*options.new_layouts(x), x.new_empty(x.shape[1], dtype=sum_dtype))
 
 
-@operator(_quantize_2d_sum_fake, cuda=_quantize_2d_sum_cuda)
+@operator(_quantize_2d_sum_fake, cuda=quantize_2d_sum_cuda)
 def quantize_2d_sum(x: Tensor, options: CastOptions, sum_dtype: torch.dtype) -> Outputs:
     """Cast as `quantize_2d`, and add up the rows; the kernel adds in another order."""
     sums = x.sum(0, dtype=torch.float32).to(sum_dtype)

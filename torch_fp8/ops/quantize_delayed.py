@@ -131,9 +131,10 @@ def same_memory(a: Tensor, b: Tensor) -> bool:
     return same and a.storage_offset() == b.storage_offset()
 
 
-def _quantize_2d_delayed_cuda(
+def quantize_2d_delayed_cuda(
     x: Tensor, options: DelayedCastOptions, last: Tensor | None, sum_dtype: torch.dtype | None
 ) -> Layouts:
+    """Return what `quantize_2d_delayed` does on CUDA: its launcher."""
     if emulates_casts(x.device) or x.numel() == 0:
         return quantize_2d_delayed.reference(x, options, last, sum_dtype)
     from torch_fp8.kernels import quantize_delayed
@@ -191,7 +192,7 @@ def advance_history(
 
 @operator(
     _quantize_2d_delayed_fake,
-    cuda=_quantize_2d_delayed_cuda,
+    cuda=quantize_2d_delayed_cuda,
     mutates=("amaxes", "progress", "last"),
 )
 def quantize_2d_delayed(

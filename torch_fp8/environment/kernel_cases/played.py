@@ -138,10 +138,10 @@ def _of_casts(made: Arguments) -> Iterator[Call]:
     yield Call("cast with a scale", quantize_2d, (made.x, made.scaled))
     yield Call("cast with an amax", quantize_2d, (made.x, made.known))
     for g in ("tensorwise", "rowwise", "block_1x128"):
-        summing = quantize_dbias._quantize_2d_sum_cuda
+        summing = quantize_dbias.quantize_2d_sum_cuda
         yield Call(f"cast and sum {g}", summing, (made.x, cast(g), BF16))
     for sums in (None, BF16):
-        delayed = quantize_delayed._quantize_2d_delayed_cuda
+        delayed = quantize_delayed.quantize_2d_delayed_cuda
         arguments = (made.x, made.delayed, made.positive, sums)
         yield Call(f"cast delayed, sums {sums}", delayed, arguments)
     rest = (made.positive, made.positive, E4M3.dtype, "max", 0)
