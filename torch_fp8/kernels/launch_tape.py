@@ -32,6 +32,8 @@ _SAME_ADDRESS = {_aten.view.default, _aten.view.dtype, _aten._unsafe_view.defaul
 _SAME_ADDRESS.add(_DETACH)
 """Views that begin where their base begins: a kernel may be given either."""
 _DATA_DEPENDENT = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+_VALUES = frozenset({type(None), bool, int, float, str, torch.dtype})
+"""Types of what is no tensor among a launcher's arguments."""
 _MOST = 512
 """Calls that are kept of an operator: numbers of tokens that never come again shall not add up."""
 
@@ -235,11 +237,11 @@ class Replayed:
         tensors: list[Tensor] = []
         for argument in args:
             for x in argument if isinstance(argument, tuple) else (argument,):
-                if isinstance(x, Tensor):
+                if type(x) in _VALUES:  # sooner than to ask each whether it is a tensor
+                    key.append(x)
+                else:
                     tensors.append(x)
                     key += x.shape, x.stride(), x.dtype, x.data_ptr() & 15
-                else:
-                    key.append(x)
         device = tensors[0].get_device()
         key.append(device)
         known = tuple(key)

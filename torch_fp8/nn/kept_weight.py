@@ -81,10 +81,17 @@ class KeptWeight:
 
     def is_current(self, weight: Tensor) -> bool:
         """Whether the payload is that of the weight as it is now, and not for a CUDA graph."""
-        return not is_capturing(weight) and self._is_of(weight)
+        return self._is_of(weight) and not is_capturing(weight)
 
     def _is_of(self, weight: Tensor) -> bool:
-        if self.payload is None or self._stamp != _stamp(weight):
+        then = self._stamp
+        if self.payload is None or then is None or type(weight) is not WatchedParameter:
+            return False
+        # Asked in one place, for each token asks each layer. The uses come before the version,
+        # which an inference tensor has not: only `.data` can have made the weight one.
+        if weight.uses != then[2] or weight.is_lent or id(weight) != then[0]:
+            return False
+        if weight._version != then[1] or weight.data_ptr() != then[3] or not _is_alone(weight):
             return False
         return self._history is None or self._history._version == self._recorded
 
@@ -160,9 +167,13 @@ def _stamp(weight: Tensor) -> Stamp | None:
     """Return what `stamp_of` does in eager mode; None also where a write could stay unseen."""
     if type(weight) is not WatchedParameter or weight.is_lent or weight.is_inference():
         return None
-    if _use_count(_storage_of(weight)._cdata) != _ALONE:
-        return None
-    return stamp(weight)
+    return stamp(weight) if _is_alone(weight) else None
+
+
+def _is_alone(weight: Tensor) -> bool:
+    """Whether nobody holds the weight's memory beside itself."""
+    count: int = _use_count(_storage_of(weight)._cdata)
+    return count == _ALONE
 
 
 def is_capturing(weight: Tensor) -> bool:

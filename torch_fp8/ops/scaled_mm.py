@@ -298,11 +298,11 @@ def multiply_laid_out(
         bias: (S,) of `out_dtype`, or None.
     """
     b, cols, contracted, _ = laid_out
-    rows, granularity, native_dtype = a.qdata.shape[0], a.granularity, out_dtype
+    (rows, width), granularity, native_dtype = a.qdata.shape, a.granularity, out_dtype
     if granularity == "rowwise" and out_dtype == torch.float32:
         native_dtype = _rowwise_dtype(a.qdata.device)
     in_gemm = bias is not None and _takes_bias(granularity, out_dtype)
-    fits = a.qdata.shape[1] == contracted and contracted % GEMM_ALIGNMENT == 0
+    fits = width == contracted and contracted % GEMM_ALIGNMENT == 0
     if not fits or granularity != "tensorwise":
         a = operand(a, contracted, is_b=False)
     in_epilogue = bias if in_gemm else None

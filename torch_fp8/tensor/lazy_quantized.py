@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _len_torch_dispatch_stack
 
 from torch_fp8.autograd.checkpoint_pass import SelectivePass, selective_pass
 from torch_fp8.kernels.arguments import CastOptions
@@ -162,7 +163,7 @@ class LazySource:
 
     def rowwise(self, spec: CastSpec, scale: Tensor | None) -> QuantizedTensor:
         """Return the rowwise payload of `layouts`, sooner where it was made before."""
-        forms = self.forms
+        forms = self.forms if _len_torch_dispatch_stack() else self._own_forms
         row, _ = forms.layouts.get(spec, (None, None))
         if row is None or forms.ahead is not None or self.written_by is not None:
             row, _ = self.layouts(spec, scale, rowwise=True, columnwise=False)
