@@ -102,6 +102,22 @@ def test_a_read_without_autograd_leaves_the_next_one_connected():
     assert x.grad is not None
 
 
+@pytest.mark.parametrize("reads", ["the layer", "torch", "both"])
+def test_a_frozen_part_without_gradients_stays_out_of_the_graph_of_who_reads_it(reads):
+    model, x = _norm_and_layer(), _x(4, 64)
+    with torch.no_grad():
+        y = model[0](x)
+    assert not y.requires_grad
+    if reads != "torch":
+        model[1](y).sum().backward()
+        grad, model[1].weight.grad = model[1].weight.grad, None
+        model[1](y.detach().clone()).sum().backward()
+        assert torch.equal(grad, model[1].weight.grad)
+    if reads != "the layer":
+        assert not (y + 0).requires_grad
+    assert model[0].weight.grad is None
+
+
 def test_all_plain_readers_share_one_tensor():
     y = _norm_and_layer()[0](_x(4, 64).requires_grad_())
     first, second = y.view(4, 64), y.view(4, 64)
