@@ -84,14 +84,15 @@ class KeptWeight:
         return self._is_of(weight) and not is_capturing(weight)
 
     def _is_of(self, weight: Tensor) -> bool:
-        then = self._stamp
-        if self.payload is None or then is None or type(weight) is not WatchedParameter:
+        if self.payload is None or self._stamp is None or type(weight) is not WatchedParameter:
             return False
-        # Asked in one place, for each token asks each layer. The uses come before the version,
-        # which an inference tensor has not: only `.data` can have made the weight one.
-        if weight.uses != then[2] or weight.is_lent or id(weight) != then[0]:
+        # As `_stamp(weight)` does, but no further than it is equal: each layer asks for each token.
+        # The uses come before the version, which an inference tensor has not: only `.data` can
+        # have made the weight one.
+        identity, version, uses, address = self._stamp
+        if weight.uses != uses or weight.is_lent or id(weight) != identity:
             return False
-        if weight._version != then[1] or weight.data_ptr() != then[3] or not _is_alone(weight):
+        if weight._version != version or weight.data_ptr() != address or not _is_alone(weight):
             return False
         return self._history is None or self._history._version == self._recorded
 

@@ -172,6 +172,15 @@ def test_an_array_of_numpy_writes_unseen_and_so_nothing_is_kept():
         assert not torch.equal(layer(x), before)
 
 
+def test_a_write_through_memory_that_is_held_uncounted_is_seen(repeats):
+    model = _model().eval()
+    before = _evaluate(model), _evaluate(model)
+    held = torch.Tensor.data.__get__(model[0].weight)  # past the Parameter that counts its uses
+    held.mul_(-2)
+    assert not torch.equal(_evaluate(model), before[1])
+    assert torch.equal(_evaluate(model), _fresh(model))
+
+
 @pytest.mark.parametrize("how", ["numpy", "dlpack", "view", "storage"])
 def test_who_holds_the_memory_writes_unseen_and_so_nothing_is_kept(how, repeats):
     model = _model().eval()
