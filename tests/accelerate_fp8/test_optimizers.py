@@ -302,7 +302,7 @@ def test_states_make_no_round_trip_through_float32(
     monkeypatch.setattr(Float8Optimizer, "state_dict", lambda *_: calls.append("saved") or {})
     accelerator.prepare(model, optimizer)
     assert calls == []
-    assert optimizer.state[model.up.weight]["exp_avg_qdata"].any()
+    assert optimizer.state[model.up.weight]["exp_avg"].any()
 
 
 def test_placeholder_of_deepspeed_is_handed_through(accelerator_with: Callable) -> None:

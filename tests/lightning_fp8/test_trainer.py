@@ -118,7 +118,7 @@ def test_weights_are_split_while_it_fits_and_whole_after(host, level, log):
     assert set(model.dtypes) == {torch.bfloat16}
     assert trainer.optimizers[0] is kept[0]
     assert isinstance(kept[0], Float8Optimizer)
-    assert kept[0].state[parameters[0]]["exp_avg_qdata"].dtype == torch.uint8
+    assert kept[0].state[parameters[0]]["exp_avg"].qdata.dtype == torch.uint8
     assert set(model.gradients) == {"Float8Grad" if level == "O3" else "Tensor"}
     assert all(a is b for a, b in zip(parameters, model.parameters(), strict=True))
     assert_stock(model)

@@ -17,6 +17,7 @@ from torch_fp8.quantization.block_scaled import matrix_shape, num_groups
 from torch_fp8.quantization.payload_shape import scale_shape
 from torch_fp8.tensor.base import QuantizableTensor
 from torch_fp8.tensor.dtensor import local
+from torch_fp8.tensor.float8_moment import Float8Moment
 from torch_fp8.tensor.frozen_weight import Float8FrozenWeight
 
 _CATEGORIES = ("weights", "gradients", "moments", "master", "scales", "caches")
@@ -247,18 +248,16 @@ def _by_category(optimizers: list[Optimizer], parameters: list[Tensor]) -> dict[
         for parameter, state in optimizer.state.items():
             if parameter in wanted:
                 for name, value in state.items():
-                    if isinstance(value, Tensor) and value.ndim > 0:
-                        found[_category(name)].append(value)
+                    shard = local(value)
+                    if isinstance(shard, Float8Moment):
+                        found["moments"].append(shard.qdata)
+                        found["scales"].append(shard.scale)
+                    elif isinstance(value, Tensor) and value.ndim > 0:
+                        found["master" if name == "residual" else "moments"].append(value)
         if isinstance(optimizer, Float8Optimizer):
             residuals = (optimizer.residual_of(p) for p in parameters)
             found["master"] += [r for r in residuals if r is not None]
     return found
-
-
-def _category(name: str) -> str:
-    if name == "residual":
-        return "master"
-    return "scales" if name.endswith("_scale") else "moments"
 
 
 def _gradient_parts(grad: Tensor) -> tuple[Tensor, list[Tensor]]:

@@ -81,7 +81,7 @@ def look_at_updates(
             continue
         optimizer, group = places[weight]
         state: Mapping[str, Any] = optimizer.state.get(weight, {})
-        if not state or not ({"exp_avg_sq", "exp_avg_sq_qdata"} & state.keys()):
+        if "exp_avg_sq" not in state:
             continue
         own = {key: local(value) for key, value in state.items() if isinstance(value, Tensor)}
         grad = local(weight.grad)

@@ -13,9 +13,10 @@ from torch import Tensor
 
 from torch_fp8.ops.quantize import dequantize, quantize
 from torch_fp8.quantization.block_scaled import BlockScaled, decode
-from torch_fp8.quantization.formats import MOMENT1, MOMENT2, Format
+from torch_fp8.quantization.formats import Format
 from torch_fp8.quantization.recipe import CastSpec
 from torch_fp8.quantization.scaling import scale_from_amax
+from torch_fp8.tensor.float8_moment import Float8Moment
 
 OPERAND = (
     *("amax", "scale", "underflow", "saturation", "sqnr", "direction_error"),
@@ -196,15 +197,14 @@ def _take(x: Tensor, rows: list[slice] | None) -> Tensor:
 def _moments(
     state: dict[str, Tensor], shape: torch.Size, rows: list[slice] | None
 ) -> tuple[Tensor, Tensor]:
-    found = []
-    for name, format in (("exp_avg", MOMENT1), ("exp_avg_sq", MOMENT2)):
-        if f"{name}_qdata" in state:
-            qdata, scale = (_take(state[f"{name}_{part}"], rows) for part in ("qdata", "scale"))
-            found.append(decode(BlockScaled(qdata, scale), format))
-        else:
-            found.append(_take(state[name].reshape(shape), rows).float())
-    m, v = found
+    m, v = (_rows_of_moment(state[name], shape, rows) for name in ("exp_avg", "exp_avg_sq"))
     return m, v
+
+
+def _rows_of_moment(moment: Tensor, shape: torch.Size, rows: list[slice] | None) -> Tensor:
+    if isinstance(moment, Float8Moment):
+        return decode(BlockScaled(*(_take(x, rows) for x in moment.codes)), moment.format)
+    return _take(moment.reshape(shape), rows).float()
 
 
 def decibel(signal: Tensor, noise: Tensor) -> Tensor:

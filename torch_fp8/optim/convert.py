@@ -28,7 +28,7 @@ from torch_fp8.optim.grad_hooks import attach_hooks, detach_hooks
 from torch_fp8.optim.optimizer import Float8Optimizer, float8_class
 from torch_fp8.optim.pending_residual import take_residuals
 from torch_fp8.optim.report import OptimizerReport, in_words
-from torch_fp8.optim.state import State, from_checkpoint, is_large, join_weight, split_weight
+from torch_fp8.optim.state import State, is_large, join_weight, settle_moments, split_weight
 from torch_fp8.optim.state_sharding import check_shardings
 from torch_fp8.optim.weight_owners import NO_MODEL, has_linear_forward, reasons_to_stay
 from torch_fp8.tensor.dtensor import local
@@ -314,11 +314,8 @@ def _warn_if_lossy(optimizer: Optimizer, config: FP8Config) -> None:
 def _quantize_state(optimizer: Float8Optimizer, parameter: Tensor) -> None:
     """Turn the stock state of a parameter, from steps before the conversion, into ours."""
     state: State = optimizer.state.get(parameter, {})
-    if "exp_avg" not in state:
-        return
-    large = is_large(parameter)
-    if large or (parameter.dtype == torch.bfloat16 and state["exp_avg"].dtype != torch.float32):
-        optimizer.state[parameter] = from_checkpoint(parameter, state, large)
+    if "exp_avg" in state:
+        settle_moments(parameter, state)
 
 
 def _swap_class(optimizer: Optimizer) -> None:

@@ -39,6 +39,7 @@ from torch_fp8.optim.state import (
     new_moments,
     residual_from_checkpoint,
     residual_to_checkpoint,
+    settle_moments,
     to_checkpoint,
     zero_residual,
 )
@@ -107,7 +108,7 @@ class Float8Optimizer(Optimizer):
                 raise RuntimeError(f"{self._fp8_base.__name__} does not support sparse gradients")
             settle_gradient(parameter)
             state = self._state_of(parameter)
-            if "exp_avg_qdata" in state:
+            if is_large(parameter):
                 large.append((index, group, parameter, state))
             else:
                 small.append((group, parameter, state))
@@ -130,6 +131,7 @@ class Float8Optimizer(Optimizer):
                 state["residual"] = residual
         if state["step"].device.type != "cpu":
             state["step"] = state["step"].cpu()
+        settle_moments(parameter, state)
         bits = self.residual_bits(parameter)
         if not bits:
             state.pop("residual", None)

@@ -1,16 +1,18 @@
 """The state that an optimizer keeps for a parameter, and its form in a checkpoint.
 
 A large weight has 8-bit moments and, where it is BF16, a residual; a small one has float32 moments,
-and 16 residual bits where it is BF16. In memory the state of a large weight is a flat dict of plain
-tensors, so that whoever moves, copies or shards optimizer states knows what to do with it:
+and 16 residual bits where it is BF16. In memory the state of a large weight is torch.optim.AdamW's,
+a flat dict of tensors, and its residual:
 
 ========================  ========================================================================
 ``step``                  () float32 on the CPU, as torch.optim.AdamW's
-``exp_avg_qdata``         codes of `formats.MOMENT1`, uint8, the parameter's matrix shape (R, K)
-``exp_avg_scale``         (R, ceil(K / 32)) uint8
-``exp_avg_sq_qdata``      codes of `formats.MOMENT2`; ``exp_avg_sq_scale``: likewise
+``exp_avg``               `Float8Moment` of the parameter's shape, which reads as float32
+``exp_avg_sq``            `Float8Moment`
 ``residual``              int8 (R, K); (R, ceil(K / 2)) with 4 bits; int16 for a small weight
 ========================  ========================================================================
+
+(R, K) is the parameter's matrix shape. You may write to the moments or assign others: the next step
+quantizes those that are plain.
 
 In a checkpoint it has torch.optim.AdamW's own names, shapes and dtype (``step``, ``exp_avg``,
 ``exp_avg_sq`` float32) beside ``residual``, so that stock AdamW opens it.
@@ -27,21 +29,17 @@ from torch.distributed.tensor import DTensor
 from torch_fp8.quantization.block_scaled import (
     MIN_NUMEL,
     BlockScaled,
-    decode,
-    encode,
     matrix_shape,
-    num_groups,
     row_parts,
 )
-from torch_fp8.quantization.formats import MOMENT1, MOMENT2, ByteFloat
 from torch_fp8.quantization.split_float import join, pack, split, stored_cols, unpack
 from torch_fp8.tensor.dtensor import like_parameter, local
+from torch_fp8.tensor.float8_moment import MOMENT_FORMATS, Float8Moment
 
 SMALL_RESIDUAL_BITS = 16
 """The residual bits of a small BF16 parameter: with them it is a float32 number."""
 
 
-_MOMENTS = {"exp_avg": MOMENT1, "exp_avg_sq": MOMENT2}
 _DTYPES = (torch.float32, torch.bfloat16)
 
 State = dict[str, Any]
@@ -58,22 +56,44 @@ def is_large(parameter: Tensor) -> bool:
 def new_moments(parameter: Tensor) -> State:
     """Return zero moments and step of a large parameter."""
     state: State = {"step": torch.zeros((), dtype=torch.float32, device="cpu")}
-    rows, cols = matrix_shape(local(parameter).shape)
-    whole_rows, whole_cols = matrix_shape(parameter.shape)
-    device = local(parameter).device
-    for name in _MOMENTS:
-        qdata = torch.zeros((rows, cols), dtype=torch.uint8, device=device)
-        scale = torch.full((rows, num_groups(cols)), 127, dtype=torch.uint8, device=device)
-        state[f"{name}_qdata"] = like_parameter(parameter, qdata, (whole_rows, whole_cols))
-        state[f"{name}_scale"] = like_parameter(
-            parameter, scale, (whole_rows, num_groups(whole_cols))
-        )
+    for name, format in MOMENT_FORMATS.items():
+        zeros = Float8Moment.zeros(local(parameter), format)
+        state[name] = like_parameter(parameter, zeros, tuple(parameter.shape))
     return state
 
 
+def settle_moments(parameter: Tensor, state: State) -> None:
+    """Give moments that somebody has assigned the form that the step takes.
+
+    Raises:
+        KeyError: a moment is missing.
+        ValueError: a moment has another shape than the parameter.
+    """
+    large = is_large(parameter)
+    dtype = torch.float32 if parameter.dtype == torch.bfloat16 else parameter.dtype
+    for name, format in MOMENT_FORMATS.items():
+        value = state[name]
+        shard = local(value)
+        settled = isinstance(shard, Float8Moment) if large else value.dtype == dtype
+        if settled and shard.shape == local(parameter).shape:
+            continue
+        if value.shape not in (parameter.shape, local(parameter).shape):
+            raise ValueError(
+                f"optimizer.state[p][{name!r}] has shape {tuple(value.shape)}, but p has "
+                f"{tuple(parameter.shape)}; assign one of the same shape"
+            )
+        if large:
+            target = Float8Moment.zeros(local(parameter), format)
+            target.store(shard)
+        else:
+            target = shard.to(local(parameter).device, dtype)
+        state[name] = like_parameter(parameter, target, tuple(parameter.shape))
+
+
 def moment(state: State, name: str) -> BlockScaled:
-    """Return ``exp_avg`` or ``exp_avg_sq`` of this rank's shard."""
-    return BlockScaled(local(state[f"{name}_qdata"]), local(state[f"{name}_scale"]))
+    """Return codes and scales of ``exp_avg`` or ``exp_avg_sq`` of this rank's shard."""
+    codes: BlockScaled = local(state[name]).codes
+    return codes
 
 
 def split_weight(weight: Tensor, bits: int) -> tuple[Tensor, Tensor | None]:
@@ -190,13 +210,13 @@ def to_checkpoint(parameter: Tensor, state: State) -> State:
     is).
     """
     entry: State = {"step": state["step"].clone()}
-    for name, format in _MOMENTS.items():
-        if f"{name}_qdata" in state:
-            device = _saved_on(parameter)
-            value = _decoded(moment(state, name), format, local(parameter).shape, device)
-            entry[name] = like_parameter(parameter, value, tuple(parameter.shape))
-        elif name in state:
-            entry[name] = _copied(state[name])
+    for name in MOMENT_FORMATS:
+        value = state.get(name)
+        if isinstance(local(value), Float8Moment):
+            dense = local(value).dequantize(_saved_on(parameter))
+            entry[name] = like_parameter(parameter, dense, tuple(parameter.shape))
+        elif value is not None:
+            entry[name] = _copied(value)
     if "residual" in state:
         entry["residual"] = residual_to_checkpoint(parameter, state["residual"])
     return entry
@@ -219,30 +239,13 @@ def from_checkpoint(parameter: Tensor, entry: Mapping[str, Any], large: bool) ->
             "step": step,
             **{
                 name: entry[name].detach().to(device=parameter.device, dtype=dtype, copy=True)
-                for name in _MOMENTS
+                for name in MOMENT_FORMATS
             },
         }
     state = {**new_moments(parameter), "step": step}
-    for name, format in _MOMENTS.items():
-        _encode_into(moment(state, name), local(entry[name]).detach(), format)
+    for name in MOMENT_FORMATS:
+        local(state[name]).store(local(entry[name]).detach())
     return state
-
-
-def _decoded(x: BlockScaled, format: ByteFloat, shape: torch.Size, device: torch.device) -> Tensor:
-    rows, cols = x.qdata.shape
-    value = torch.empty((rows, cols), dtype=torch.float32, device=device)
-    for part in row_parts(rows, cols):
-        value[part] = decode(BlockScaled(x.qdata[part], x.scale[part]), format)
-    return value.view(shape)
-
-
-def _encode_into(target: BlockScaled, value: Tensor, format: ByteFloat) -> None:
-    rows, cols = target.qdata.shape
-    value = value.reshape(rows, cols)
-    for part in row_parts(rows, cols):
-        codes = encode(value[part].to(target.qdata.device, torch.float32), format)
-        target.qdata[part] = codes.qdata
-        target.scale[part] = codes.scale
 
 
 def _copied(tensor: Tensor) -> Tensor:

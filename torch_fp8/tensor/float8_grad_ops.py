@@ -16,15 +16,6 @@ from torch_fp8.ops.grad_codec import norm, zero_gradient
 _aten: Any = torch.ops.aten
 
 
-def _view_as_is(grad: Any, size: Any) -> Any:
-    # FSDP2 accumulates into the local tensor of a DTensor, which DTensor.from_local has viewed.
-    shape = tuple(size)
-    if -1 in shape:
-        known = -math.prod(shape)
-        shape = tuple(grad.numel() // max(known, 1) if s == -1 else s for s in shape)
-    return grad.alias() if shape == tuple(grad.shape) else NotImplemented
-
-
 def _to_copy(
     grad: Any, *, dtype: Any = None, device: Any = None, non_blocking: bool = False, **_: Any
 ) -> Any:
@@ -101,10 +92,6 @@ def _norm(
 
 
 HANDLERS = {
-    _aten.detach.default: lambda grad: grad.alias(),
-    _aten.alias.default: lambda grad: grad.alias(),
-    _aten.view.default: _view_as_is,
-    _aten._unsafe_view.default: _view_as_is,
     _aten._to_copy.default: _to_copy,
     _aten.mul_.Tensor: _scale("mul_"),
     _aten.mul_.Scalar: _scale("mul_"),

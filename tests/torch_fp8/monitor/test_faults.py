@@ -91,12 +91,12 @@ def _parallel_weights(watched):
 
 def _flushed_v(watched):
     state = watched.optimizer.state[watched.model[1].down_proj.weight]
-    state["exp_avg_sq_qdata"].zero_()
+    state["exp_avg_sq"].qdata.zero_()
 
 
 def _lagging_v(watched):
     state = watched.optimizer.state[watched.model[1].down_proj.weight]
-    state["exp_avg_sq_scale"].sub_(40)  # a scale is an exponent
+    state["exp_avg_sq"].scale.sub_(40)  # a scale is an exponent
     state["step"].fill_(1000)
 
 

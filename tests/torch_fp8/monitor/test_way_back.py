@@ -111,8 +111,8 @@ def test_after_a_spike(action):
     watched.step(100)
     stays = torch.equal(before, watched.model[0].weight)
     same = torch.equal(
-        moments["exp_avg_qdata"],
-        watched.optimizer.state[watched.model[0].weight]["exp_avg_qdata"],
+        moments["exp_avg"],
+        watched.optimizer.state[watched.model[0].weight]["exp_avg"],
     )
     assert (stays, same) == ((True, True) if action == "skip" else (False, False))
     paused = []

@@ -10,7 +10,8 @@ from torch import nn
 from torch_fp8.kernels.arguments import GradientParts
 from torch_fp8.ops import grad_codec
 from torch_fp8.ops.grad_codec import Rounding
-from torch_fp8.tensor.float8_grad import Float8Grad, Float8GradView
+from torch_fp8.tensor.encoded import EncodedView
+from torch_fp8.tensor.float8_grad import Float8Grad
 
 SHAPES = [(128, 96), (70, 33), (4, 40, 64), (16, 16, 3, 3), (0, 32)]
 
@@ -271,7 +272,7 @@ def test_lists_give_lists():
     doubled = torch._foreach_mul([x, grad, x], 2.0)
     expected = [x * 2, grad.float() * 2, x * 2]
     assert all(torch.equal(a, b) for a, b in zip(doubled, expected, strict=True))
-    assert type(grad[1:]) is Float8GradView
+    assert type(grad[1:]) is EncodedView
 
 
 def test_products_with_numbers_are_exact_and_move_no_codes():

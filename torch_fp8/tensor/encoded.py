@@ -1,0 +1,229 @@
+"""`Encoded`: a tensor that is stored in one form and read in another, like a gradient in 8 bits.
+
+Readers take it for a plain tensor of its shape and dtype. It has no memory of that form:
+
+* any operator that reads it decodes it first, in lists (``torch._foreach_*``) one tensor after the
+  other, so that one decoded tensor lives at a time;
+* any operator that writes to it decodes it, writes, and encodes the result;
+* a view, as ``x[0]`` or ``x.view(-1)``, reads and writes its base (`EncodedView`), whatever its
+  geometry;
+* an array of NumPy is a decoded copy and read-only, because what is written to it would be lost.
+
+A subclass says how to decode and to encode, and may answer some operators itself (`handlers`).
+"""
+
+import math
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+_aten: Any = torch.ops.aten
+_FOREACH = "aten::_foreach_"
+
+
+class _Readable(Tensor):
+    """What a tensor without memory of its own needs to be read and written as a plain one."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    def dequantize(self) -> Tensor:
+        """Return a plain tensor of this shape and dtype."""
+        raise NotImplementedError
+
+    def store(self, x: Tensor) -> None:
+        """Encode `x`, of this shape."""
+        raise NotImplementedError
+
+    def tolist(self) -> Any:
+        return self.dequantize().tolist()
+
+    def numpy(self, **options: Any) -> Any:
+        array = self.dequantize().numpy(**options)
+        array.flags.writeable = False
+        return array
+
+    def __array__(self, dtype: Any = None, **options: Any) -> Any:
+        return self.numpy().__array__(dtype, **options)
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        return _dispatch(func, args, kwargs or {})
+
+
+class Encoded(_Readable):
+    """The base of tensors that are stored in another form; see the module.
+
+    Attributes:
+        handlers: operators that the class answers itself, beside aliases. Each handler takes the
+            operator's arguments, an object of the class first, and returns the result, or
+            NotImplemented to have it computed on a decoded tensor.
+        foreach_methods: ``torch._foreach_*`` operators, without the prefix, to call as a method.
+    """
+
+    handlers: ClassVar[dict[Any, Any]] = {}
+    foreach_methods: ClassVar[frozenset[str]] = frozenset()
+
+    def alias(self) -> "Encoded":
+        """Return another object with the same parts."""
+        raise NotImplementedError
+
+
+class EncodedView(_Readable):
+    """A view of an `Encoded` tensor.
+
+    Attributes:
+        base: the tensor, or another view of it.
+        replay: function that makes the same view of a plain tensor.
+    """
+
+    base: "Encoded | EncodedView"
+    replay: Any
+
+    @staticmethod
+    def __new__(cls, base: Any, replay: Any, like: Tensor) -> "EncodedView":
+        self: EncodedView = torch.Tensor._make_wrapper_subclass(
+            cls, like.shape, strides=like.stride(), dtype=like.dtype, device=base.device
+        )
+        self.base, self.replay = base, replay
+        return self
+
+    def dequantize(self) -> Tensor:
+        view: Tensor = self.replay(self.base.dequantize())
+        return view
+
+    def store(self, x: Tensor) -> None:
+        dense = self.base.dequantize()
+        self.replay(dense).copy_(x)
+        self.base.store(dense)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        memo[id(self)] = result = self.dequantize().clone()
+        return result
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.dequantize().clone().__reduce_ex__(protocol)
+
+    def __repr__(self, **options: Any) -> str:
+        return f"{self.dequantize()!r} of {self.base!r}"
+
+
+def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    first = args[0] if args else None
+    if isinstance(first, Encoded):
+        handler = _ALIASES.get(func) or first.handlers.get(func)
+        result = NotImplemented if handler is None else handler(*args, **kwargs)
+        if result is not NotImplemented:
+            return result
+    if func._schema.name.startswith(_FOREACH):
+        return _foreach(func, args, kwargs)
+    if isinstance(first, _Readable) and _is_view(func):
+        return _view(func, args, kwargs)
+    return on_dense(func, args, kwargs)
+
+
+def _alias(x: Encoded) -> Encoded:
+    return x.alias()
+
+
+def _view_as_is(x: Encoded, size: Any) -> Any:
+    # FSDP2 accumulates into the local tensor of a DTensor, which DTensor.from_local has viewed.
+    shape = tuple(size)
+    if -1 in shape:
+        known = -math.prod(shape)
+        shape = tuple(x.numel() // max(known, 1) if s == -1 else s for s in shape)
+    return x.alias() if shape == tuple(x.shape) else NotImplemented
+
+
+_ALIASES = {
+    _aten.detach.default: _alias,
+    _aten.alias.default: _alias,
+    _aten.view.default: _view_as_is,
+    _aten._unsafe_view.default: _view_as_is,
+}
+
+
+def _foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call the operator for encoded tensors one after the other, and once for the rest."""
+    count = len(next(a for a in args if isinstance(a, (list, tuple))))
+
+    def at(where: list[int]) -> list[Any]:
+        return [[a[i] for i in where] if isinstance(a, (list, tuple)) else a for a in args]
+
+    encoded: list[int] = []
+    plain: list[int] = []
+    for i in range(count):
+        lists = [a for a in at([i]) if isinstance(a, list)]
+        (encoded if any(isinstance(a[0], _Readable) for a in lists) else plain).append(i)
+    results: list[Any] = [None] * count
+    groups = [(plain, func(*at(plain), **kwargs))] if plain else []
+    groups += [([i], _foreach_single(func, at([i]), kwargs)) for i in encoded]
+    for where, outputs in groups:
+        for i, result in zip(where, outputs or [None] * len(where), strict=True):
+            results[i] = result
+    return results if func._schema.returns else None
+
+
+def _foreach_single(func: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    name = func._schema.name.removeprefix(_FOREACH)
+    first, *rest = [a[0] if isinstance(a, list) else a for a in args]
+    if isinstance(first, Encoded):
+        if name in first.foreach_methods:
+            return [getattr(first, name)(*rest, **kwargs)]
+        if name == "norm":
+            return [torch.linalg.vector_norm(first, *rest, **kwargs)]
+    return on_dense(func, tuple(args), kwargs)
+
+
+def _is_view(func: Any) -> bool:
+    aliases = [r.alias_info for r in func._schema.returns]
+    return any(a is not None and not a.is_write for a in aliases)
+
+
+def _view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Make a view of any geometry that writes through; its template is on the meta device."""
+    base = args[0]
+
+    def replay(x: Tensor) -> Any:
+        return func(x, *args[1:], **kwargs)
+
+    views = replay(torch.empty_strided(base.shape, base.stride(), dtype=base.dtype, device="meta"))
+    if isinstance(views, Tensor):
+        return EncodedView(base, replay, views)
+    return [EncodedView(base, lambda x, i=i: replay(x)[i], v) for i, v in enumerate(views)]
+
+
+def on_dense(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Decode what an operator reads, call it, and encode what it has written."""
+    written: list[tuple[Any, Tensor]] = []
+    schema = func._schema.arguments
+    by_name = {a.name: _writes(a) for a in schema}
+    plain_args = [_dense(a, _writes(s), written) for a, s in zip(args, schema, strict=False)]
+    plain_kwargs = {n: _dense(a, by_name.get(n, False), written) for n, a in kwargs.items()}
+    result = func(*plain_args, **plain_kwargs)
+    for target, value in written:
+        target.store(value)
+    return _originals(result, written)
+
+
+def _writes(argument: Any) -> bool:
+    return argument.alias_info is not None and argument.alias_info.is_write
+
+
+def _dense(x: Any, writes: bool, written: list[tuple[Any, Tensor]]) -> Any:
+    if isinstance(x, _Readable):
+        dense = x.dequantize()
+        if writes:
+            written.append((x, dense))
+        return dense
+    if isinstance(x, (list, tuple)):
+        return [_dense(y, writes, written) for y in x]
+    return x
+
+
+def _originals(result: Any, written: list[tuple[Any, Tensor]]) -> Any:
+    if isinstance(result, (list, tuple)):
+        return type(result)(_originals(r, written) for r in result)
+    return next((target for target, dense in written if dense is result), result)
