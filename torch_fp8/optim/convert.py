@@ -161,17 +161,15 @@ def gradients_report(optimizer: Optimizer, report: OptimizerReport) -> Optimizer
 
 def _convert_gradients(optimizer: Float8Optimizer, model: nn.Module | None) -> None:
     """Put hooks on the parameters whose gradients have 8 bits or are released, and only there."""
-    had_hooks = optimizer.fp8_gradients
-    optimizer.fp8_gradients, optimizer.fp8_why_bf16_gradients = frozenset(), None
+    had_hooks = optimizer.fp8_layers
+    optimizer.fp8_layers, optimizer.fp8_why_bf16_gradients = (), None
     if optimizer.fp8_config.opt_level == "O3":
         assert model is not None
         if isinstance(model, DistributedDataParallel):
             optimizer.fp8_why_bf16_gradients = _WRAPPED
         else:
             layers = (m for m in model.modules() if isinstance(m, Float8Layer))
-            weights = {layer.weight for layer in layers if is_large(layer.weight)}
-            parameters = optimizer.indexed_parameters()
-            optimizer.fp8_gradients = frozenset(i for i, _, p in parameters if p in weights)
+            optimizer.fp8_layers = tuple(weakref.ref(m) for m in layers if is_large(m.weight))
     missing = attach_hooks(optimizer)
     if had_hooks:
         optimizer.fp8_hooks_restored += missing
@@ -206,7 +204,7 @@ def restore_weights(optimizer: Optimizer) -> int:
     if not isinstance(optimizer, Float8Optimizer):
         return 0
     detach_hooks(optimizer)
-    optimizer.fp8_gradients = frozenset()
+    optimizer.fp8_layers = ()
     restored = 0
     for _, _, parameter in optimizer.indexed_parameters():
         if isinstance(parameter, DTensor):

@@ -14,10 +14,12 @@ of one's own, which may only count, by a warning at the line that reads. A secon
 ``step()`` and GradScaler are told, too.
 
 Hooks get lost: ``fully_shard`` and ``load_state_dict(assign=True)`` replace Parameters, deepcopy
-and pickling leave hooks behind. So an optimizer remembers which of its parameters want one, by
-their places, and puts missing ones back in every step. A lost hook costs memory, not correctness.
+and pickling leave hooks behind. So an optimizer remembers the FP8 layers whose weights want one,
+and puts missing ones back in every step. A lost hook costs memory, not correctness. You may add,
+remove, split and reorder groups meanwhile.
 """
 
+import itertools
 import sys
 import warnings
 import weakref
@@ -102,7 +104,7 @@ def release_gradient(optimizer: Any, index: int, group: dict[str, Any], paramete
     Raises:
         RuntimeError: it was stepped since the last ``optimizer.step()`` already.
     """
-    if index in optimizer.fp8_released:
+    if parameter in optimizer.fp8_released:
         raise RuntimeError(
             f"parameter {index}, of shape {tuple(parameter.shape)}, got a second gradient before "
             f"optimizer.step(), but {_WHY} the first one in backward. Gradient accumulation over "
@@ -114,7 +116,7 @@ def release_gradient(optimizer: Any, index: int, group: dict[str, Any], paramete
     # shall say so.
     torch.autograd.graph.increment_version(parameter)
     parameter.grad = None
-    optimizer.fp8_released.add(index)
+    optimizer.fp8_released.add(parameter)
     cls: type[Tensor] = type(parameter)
     if cls in _CLASSES:
         parameter.__dict__["_fp8_class"], parameter.__class__ = cls, _CLASSES[cls]
@@ -145,16 +147,16 @@ class GradientHook:
 
     Args:
         optimizer: converted.
-        index: the parameter's place among all of the optimizer.
-        place: the parameter's group, and its place there.
+        index: place of the parameter among all of the optimizer, as of its last step; it keys the
+            random bits.
     """
 
     quantize = False
     release = False
 
-    def __init__(self, optimizer: Any, index: int, place: tuple[int, int]) -> None:
+    def __init__(self, optimizer: Any, index: int) -> None:
         self._optimizer = weakref.ref(optimizer)
-        self.index, self._place = index, place
+        self.index = index
 
     @torch.no_grad()
     def __call__(self, parameter: Tensor) -> None:
@@ -169,9 +171,9 @@ class GradientHook:
         elif not self.release:
             _take_out(parameter)
         if self.release:
-            release_gradient(
-                optimizer, self.index, optimizer.param_groups[self._place[0]], parameter
-            )
+            group = _group_of(optimizer, parameter)
+            if group is not None:
+                release_gradient(optimizer, self.index, group, parameter)
 
     def to_float8(self, parameter: Tensor, *, exchanged: bool = False) -> None:
         """Quantize ``parameter.grad``.
@@ -201,8 +203,8 @@ class GradientHook:
         optimizer: Any = self._optimizer()
         if optimizer is None:
             return (self.index,)
-        group, position = self._place
-        parameter = optimizer.param_groups[group]["params"][position]
+        every = (p for group in optimizer.param_groups for p in group["params"])
+        parameter = next(itertools.islice(every, self.index, None), None)
         step = optimizer.state.get(parameter, {}).get("step", 0)
         return optimizer.fp8_config.seed, int(step), self.index
 
@@ -217,25 +219,23 @@ def attach_hooks(optimizer: Any) -> int:
     Returns:
         The number of hooks that quantize or release and were missing.
     """
-    index, missing = 0, 0
-    for g, group in enumerate(optimizer.param_groups):
-        for position, parameter in enumerate(group["params"]):
-            quantize = index in optimizer.fp8_gradients
-            release = optimizer.fp8_config.gradient_release
-            take_out = bool(optimizer.fp8_gradients) and isinstance(parameter, DTensor)
-            hook = hook_of(parameter)
-            if hook is not None and not (hook.belongs_to(optimizer) and hook.index == index):
-                remove_hook(parameter)
-                hook = None
-            if not (quantize or release or take_out) or not parameter.requires_grad:
-                remove_hook(parameter)
-            elif hook is None:
-                hook = GradientHook(optimizer, index, (g, position))
-                parameter.register_post_accumulate_grad_hook(hook)
-                missing += quantize or release
-            if hook is not None:
-                hook.quantize, hook.release = quantize, release
-            index += 1
+    weights, missing = optimizer.fp8_gradients, 0
+    release = optimizer.fp8_config.gradient_release
+    for index, _, parameter in optimizer.indexed_parameters():
+        quantize = parameter in weights
+        take_out = bool(weights) and isinstance(parameter, DTensor)
+        hook = hook_of(parameter)
+        if hook is not None and not hook.belongs_to(optimizer):
+            remove_hook(parameter)
+            hook = None
+        if not (quantize or release or take_out) or not parameter.requires_grad:
+            remove_hook(parameter)
+        elif hook is None:
+            hook = GradientHook(optimizer, index)
+            parameter.register_post_accumulate_grad_hook(hook)
+            missing += quantize or release
+        if hook is not None:
+            hook.index, hook.quantize, hook.release = index, quantize, release
     return missing
 
 
@@ -259,6 +259,12 @@ def remove_hook(parameter: Tensor) -> None:
     hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
     for key in [key for key, hook in hooks.items() if isinstance(hook, GradientHook)]:
         del hooks[key]
+
+
+def _group_of(optimizer: Optimizer, parameter: Tensor) -> dict[str, Any] | None:
+    """Return the group that has the parameter now; None: it was taken out."""
+    groups = optimizer.param_groups
+    return next((g for g in groups if any(p is parameter for p in g["params"])), None)
 
 
 def _take_out(parameter: Tensor) -> None:

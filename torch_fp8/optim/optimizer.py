@@ -13,6 +13,7 @@ BF16 gradient a weight then takes 2 + 1 + 2 + 1 + 1 bytes and the scales, 7.06, 
 import contextlib
 import dataclasses
 import functools
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from torch_fp8.config import FP8Config
+from torch_fp8.nn.linear import Float8Layer
 from torch_fp8.optim.checkpoint import (
     FORMAT_VERSION,
     GROUP_KEY,
@@ -55,19 +57,19 @@ class Float8Optimizer(Optimizer):
 
     Attributes:
         fp8_config: the configuration with which the optimizer was converted.
-        fp8_gradients: places, among all parameters, of those with 8-bit gradients.
+        fp8_layers: layers whose weights get 8-bit gradients.
         fp8_why_bf16_gradients: why at level O3 there are none of these; None where there are.
         fp8_hooks_restored: gradient hooks that were lost and put back so far.
-        fp8_released: places of the parameters that were stepped in backward, since ``step``.
+        fp8_released: the parameters that were stepped in backward, since ``step``.
         fp8_caches: payload caches of the weights; a copy has none, its layers cast when they run.
         fp8_reducers: reducers of 8-bit gradients over ranks, one for each DDP module.
     """
 
     fp8_config: FP8Config
-    fp8_gradients: frozenset[int]
+    fp8_layers: tuple["weakref.ref[Float8Layer]", ...]
     fp8_why_bf16_gradients: str | None
     fp8_hooks_restored: int
-    fp8_released: set[int]
+    fp8_released: set[Tensor]
     fp8_caches: Caches
     fp8_reducers: tuple[Any, ...] = ()
     _fp8_base: type[Optimizer]
@@ -88,6 +90,11 @@ class Float8Optimizer(Optimizer):
         finish_release(self)
         self.step_parameters(self.indexed_parameters())
         return loss
+
+    @property
+    def fp8_gradients(self) -> set[Tensor]:
+        """The weights that get 8-bit gradients, as their layers have them now."""
+        return {layer.weight for ref in self.fp8_layers if (layer := ref()) is not None}
 
     def indexed_parameters(self) -> list[tuple[int, dict[str, Any], Tensor]]:
         """Return every parameter with its group and its index among all, which keys the random
@@ -151,7 +158,7 @@ class Float8Optimizer(Optimizer):
         self.__dict__.setdefault("_fp8_dtypes", {})
         self.__dict__.setdefault("_fp8_writes", LastWrites())
         self.fp8_caches = {}
-        self.__dict__.setdefault("fp8_gradients", frozenset())
+        self.__dict__.setdefault("fp8_layers", ())
         self.__dict__.setdefault("fp8_why_bf16_gradients", None)
         self.__dict__.setdefault("fp8_hooks_restored", 0)
         self.__dict__.setdefault("fp8_released", set())
@@ -321,7 +328,6 @@ class Float8Optimizer(Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         ours = (
             "fp8_config",
-            "fp8_gradients",
             "fp8_why_bf16_gradients",
             "fp8_hooks_restored",
             "fp8_released",
@@ -329,10 +335,13 @@ class Float8Optimizer(Optimizer):
             "_fp8_residuals",
             "_fp8_dtypes",
         )
-        return {**super().__getstate__(), **{name: self.__dict__[name] for name in ours}}
+        state = {**super().__getstate__(), **{name: self.__dict__[name] for name in ours}}
+        return {**state, "fp8_layers": [layer for ref in self.fp8_layers if (layer := ref())]}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        if "fp8_layers" in state:  # of a copy; load_state_dict calls this, too
+            self.fp8_layers = tuple(map(weakref.ref, state["fp8_layers"]))
         self.fp8_caches = self.__dict__.get("fp8_caches", {})
         self.__dict__.setdefault("_fp8_writes", LastWrites())
         self._step_supports_amp_scaling = self.fp8_config.gradient_release

@@ -113,7 +113,7 @@ class EncodedView(_Readable):
 def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     first = args[0] if args else None
     if isinstance(first, Encoded):
-        handler = _ALIASES.get(func) or first.handlers.get(func)
+        handler: Any = _ALIASES.get(func) or first.handlers.get(func)
         result = NotImplemented if handler is None else handler(*args, **kwargs)
         if result is not NotImplemented:
             return result

@@ -69,12 +69,12 @@ def ddp_options(
             "has averaged them; set gradient_release=False, or run on one device"
         )
     asked = [name for name in ("find_unused_parameters", "static_graph") if made.get(name)]
-    eight_bit = [(o, _places(o, module)) for o in ours]
-    if asked and any(places for _, places in eight_bit):
+    eight_bit = [(o, _eight_bit(o, module)) for o in ours]
+    if asked and any(weights for _, weights in eight_bit):
         reason = f"DistributedDataParallel({asked[0]}=True) needs plain ones"
         warnings.warn(f"gradients stay in BF16, as at level O2: {reason}", stacklevel=2)
-        for optimizer, places in eight_bit:
-            _keep_plain(optimizer, places, reason)
+        for optimizer, weights in eight_bit:
+            _keep_plain(optimizer, weights, reason)
     _leave_one(module, ours)
     _ignore(module, [p for p in module.parameters() if any(o.has_fp8_gradient(p) for o in ours)])
     if ours and dist.is_available() and dist.is_initialized() and made.get("init_sync", True):
@@ -153,16 +153,18 @@ def _connect_reducer(
     return reducer
 
 
-def _places(optimizer: Float8Optimizer, module: nn.Module) -> set[int]:
-    """Return the places, among the optimizer's, of the module's parameters with 8-bit gradients."""
-    own = set(module.parameters())
-    indexed = optimizer.indexed_parameters()
-    return {i for i, _, p in indexed if i in optimizer.fp8_gradients and p in own}
+def _eight_bit(optimizer: Float8Optimizer, module: nn.Module) -> set[Tensor]:
+    """Return the module's parameters that the optimizer steps and that have 8-bit gradients."""
+    stepped = {p for _, _, p in optimizer.indexed_parameters()}
+    return optimizer.fp8_gradients & stepped & set(module.parameters())
 
 
-def _keep_plain(optimizer: Float8Optimizer, places: set[int], reason: str | None) -> None:
-    optimizer.fp8_gradients -= places
-    if not optimizer.fp8_gradients:
+def _keep_plain(optimizer: Float8Optimizer, weights: set[Tensor], reason: str | None) -> None:
+    layers = [(ref, ref()) for ref in optimizer.fp8_layers]
+    optimizer.fp8_layers = tuple(
+        ref for ref, layer in layers if layer is not None and layer.weight not in weights
+    )
+    if not optimizer.fp8_layers:
         optimizer.fp8_why_bf16_gradients = reason
     attach_hooks(optimizer)
 
@@ -172,11 +174,11 @@ def _leave_one(module: nn.Module, optimizers: list[Float8Optimizer]) -> None:
     everything.
     """
     trained = [p for p in module.parameters() if p.requires_grad]
-    places = {p: (o, i) for o in optimizers for i, _, p in o.indexed_parameters()}
-    eight_bit = [p for p in trained if p in places and places[p][0].has_fp8_gradient(p)]
+    owners = {p: o for o in optimizers for _, _, p in o.indexed_parameters()}
+    eight_bit = [p for p in trained if p in owners and owners[p].has_fp8_gradient(p)]
     if trained and len(eight_bit) == len(trained):
-        optimizer, index = places[min(trained, key=Tensor.numel)]
-        _keep_plain(optimizer, {index}, None)
+        smallest = min(trained, key=Tensor.numel)
+        _keep_plain(owners[smallest], {smallest}, None)
 
 
 def _ignore(module: nn.Module, parameters: list[Tensor]) -> None:

@@ -165,4 +165,4 @@ def _detach_hooks(optimizers: Iterable[Optimizer]) -> None:
     for optimizer in optimizers:
         detach_hooks(optimizer)
         if isinstance(optimizer, Float8Optimizer):
-            optimizer.fp8_gradients = frozenset()
+            optimizer.fp8_layers = ()

@@ -1,0 +1,102 @@
+"""Parameter groups are added, removed, split and reordered in training at every level."""
+
+import pytest
+import torch
+from torch import nn
+
+from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8
+from torch_fp8.tensor.float8_grad import Float8Grad
+
+CONFIGS = {
+    "O2": FP8Config(emulate=True),
+    "O3": FP8Config(opt_level="O3", emulate=True),
+    "O3, release": FP8Config(opt_level="O3", gradient_release=True, emulate=True),
+}
+
+
+def _converted(config, trained=slice(None)):
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(96, 96, bias=i < 2) for i in range(4)))
+    convert_to_float8(model, config)
+    groups = [{"params": list(layer.parameters())} for layer in model[trained]]
+    optimizer = torch.optim.AdamW(groups, lr=1e-2, weight_decay=0.0)
+    convert_optimizer(optimizer, config, model=model)
+    return model, optimizer
+
+
+def _step(model, optimizer, seed):
+    x = torch.randn(16, 96, generator=torch.Generator().manual_seed(seed))
+    optimizer.zero_grad()
+    (model(x) - x).square().mean().backward()
+    kinds = [type(layer.weight.grad) for layer in model]
+    optimizer.step()
+    return kinds
+
+
+def _remove(optimizer):
+    del optimizer.param_groups[0]
+    return [False, True, True, True]
+
+
+def _reverse(optimizer):
+    optimizer.param_groups.reverse()
+    return [True] * 4
+
+
+def _split(optimizer):
+    group = optimizer.param_groups[1]
+    optimizer.param_groups.insert(0, {**group, "params": [group["params"].pop()], "lr": 1e-3})
+    return [True] * 4
+
+
+def _merge(optimizer):
+    first, *rest = optimizer.param_groups
+    first["params"] += [p for group in rest for p in group["params"]]
+    del optimizer.param_groups[1:]
+    return [True] * 4
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+@pytest.mark.parametrize("change", [_remove, _reverse, _split, _merge])
+def test_groups_change_between_steps(change, config):
+    model, optimizer = _converted(config)
+    _step(model, optimizer, 0)
+    trained = change(optimizer)
+    for seed in (1, 2):
+        before = [layer.weight.detach().clone() for layer in model]
+        kinds = _step(model, optimizer, seed)
+        moved = [not torch.equal(b, m.weight) for b, m in zip(before, model, strict=True)]
+        assert moved == trained
+        if config.opt_level == "O3" and not config.gradient_release:
+            # The weight that nobody steps any more keeps its hook until the next conversion.
+            assert kinds == [Float8Grad] * 4
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_a_group_that_is_added_trains_with_8_bit_states(config):
+    model, optimizer = _converted(config, slice(2))
+    _step(model, optimizer, 0)
+    optimizer.add_param_group({"params": list(model[2:].parameters()), "lr": 1e-2})
+    for seed in (1, 2, 3):
+        before = [layer.weight.detach().clone() for layer in model]
+        kinds = _step(model, optimizer, seed)
+        moved = [not torch.equal(b, m.weight) for b, m in zip(before, model, strict=True)]
+        assert moved == [True] * 4
+    assert {state["step"].item() for p, state in optimizer.state.items() if p.ndim == 2} == {3, 4}
+    if config.opt_level == "O3" and not config.gradient_release:
+        assert kinds == [Float8Grad] * 4
+
+
+def test_the_order_of_groups_does_not_change_what_is_released():
+    runs = []
+    for release in (False, True):
+        config = FP8Config(opt_level="O3", gradient_release=release, emulate=True)
+        model, optimizer = _converted(config)
+        _step(model, optimizer, 0)
+        optimizer.param_groups.reverse()
+        optimizer.zero_grad()
+        optimizer.step()  # nothing to do, but the order is known
+        for seed in (1, 2):
+            _step(model, optimizer, seed)
+        runs.append([p.detach().clone() for p in model.parameters()])
+    assert all(map(torch.equal, *runs))
