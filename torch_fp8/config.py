@@ -28,7 +28,7 @@ ENV_VAR = "TORCH_FP8_CONFIG"
 _NO_OVERRIDES = Overrides()
 _BOOLS = (
     *("eval_fp8", "emulate", "gradient_release", "keep_eval_weights", "update_clipping"),
-    *("merge_aware", "smooth_swiglu"),
+    *("merge_aware", "smooth_swiglu", "split_weights"),
 )
 _MOST_MARGIN = 8
 
@@ -65,6 +65,10 @@ class FP8Config:
             them. ``O2``: Adam and AdamW keep 8-bit moments, and float32 weights become BF16 with a
             residual in the optimizer, 7.1 bytes per parameter in all. ``O3``: the gradients of FP8
             layers take 8 bits, too, 6.1 bytes. Default: ``"O2"``.
+        split_weights (bool): whether float32 weights become BF16 with a residual at O2 and O3.
+            False keeps all weights as they are, and Adam's moments alone take 8 bits: 10.1 bytes
+            per parameter with float32 weights. For models whose own code computes with weights,
+            writes small changes into them or averages them. Default: ``True``.
         residual_bits (int): bits of a weight below BF16 that the optimizer keeps: 8, 4 or 0. 8 has
             no visible loss against float32 at learning rates of 1e-6; fewer lose updates where the
             learning rate is small, of which a warning tells. Default: ``8``.
@@ -165,6 +169,7 @@ class FP8Config:
     margin: int = 0
     tokens: int = 8192
     opt_level: str = "O2"
+    split_weights: bool = True
     residual_bits: int = 8
     gradient_release: bool = False
     cache_weights: bool | str = False
@@ -230,6 +235,12 @@ class FP8Config:
         check_monitor(self, _DEFAULTS)
         for pattern, options in self.overrides.items():
             self._check_override(pattern, options)
+
+    @property
+    def large_residual_bits(self) -> int | None:
+        """The residual bits of large BF16 weights; None: weights are left as they are."""
+        splits = self.opt_level != "O1" and self.split_weights
+        return self.residual_bits if splits else None
 
     def _check_override(self, pattern: str, options: Mapping[str, Any] | None) -> None:
         where = f"FP8Config.overrides[{pattern!r}]"

@@ -151,7 +151,7 @@ def take_over(
     )
     if not (already or (trained and sharded)):
         lines += [str(report) for report in adopt_checkpoints(model, config, trained=trained)]
-    elif config.opt_level != "O1":
+    elif config.large_residual_bits is not None:
         found = {(source.format.name, str(source.files.path)) for source in _sources(model)}
         lines += [
             f"weights of the {name} checkpoint {path!r} continue from the values that they were "
@@ -170,7 +170,8 @@ def adopt_checkpoints(
     from, and the others its scales.
 
     It is to be called before the optimizer is converted, and before DistributedDataParallel or
-    ``fully_shard`` wrap the model. At level O1, which has no residuals, nothing is done.
+    ``fully_shard`` wrap the model. It does nothing without residuals: at level O1, and with
+    ``split_weights=False``.
 
     Args:
         model: any; parts of it with a ``config._name_or_path``, as transformers has it, are looked
@@ -183,7 +184,7 @@ def adopt_checkpoints(
         ValueError: the scales of the checkpoint are incomplete or no scales; see
             `torch_fp8.checkpoint.checkpoint_format.check_scales`.
     """
-    if config.opt_level == "O1":
+    if config.large_residual_bits is None:
         return []
     reports = []
     seen: set[nn.Module] = set()

@@ -114,7 +114,7 @@ class _Tensors(ModelTensors):
 
     def __init__(self, files: SafetensorsFiles, config: FP8Config, device: torch.device) -> None:
         self._files, self._device = files, device
-        self._splits, self._bits = config.opt_level != "O1", config.residual_bits
+        self._bits = config.large_residual_bits
         format = read_format(files.path)
         self._scales = check_scales(files, format)
         self._companions = {scale for scale, _ in self._scales.values()}
@@ -137,7 +137,7 @@ class _Tensors(ModelTensors):
     def dtype(self, key: str, tensor: Tensor) -> torch.dtype:
         place = self._places[key]
         stored = self._files.stored[place]
-        is_split = self._splits and stored.dtype == "F32" and tensor.ndim >= 2
+        is_split = self._bits is not None and stored.dtype == "F32" and tensor.ndim >= 2
         if place in self._scales or (is_split and tensor.numel() >= MIN_NUMEL):
             return torch.bfloat16
         return DTYPES[stored.dtype]
@@ -147,7 +147,7 @@ class _Tensors(ModelTensors):
         if place not in self._scales:
             value = self._files[place].to(self._device)
             if value.dtype == torch.float32 and self.dtype(key, tensor) == torch.bfloat16:
-                return split(value, self._bits)[0]
+                return split(value, self._bits or 0)[0]
             return value
         read = read_weight(self._files, place, *self._scales[place]).to(self._device)
         if layer is None:

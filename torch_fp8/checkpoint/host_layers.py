@@ -83,7 +83,8 @@ def take_over_layers(
             layer.weight.data = torch.empty(
                 weight.shape, dtype=torch.bfloat16, device=weight.qdata.device
             )
-            split_parts(layer.weight, weight.parts(), config.residual_bits if residuals else 0)
+            bits = config.large_residual_bits if residuals else 0
+            split_parts(layer.weight, weight.parts(), bits or 0)
             num_trained += 1
         else:
             payload = frozen_payload(weight, spec, f"{name}.weight", torch.bfloat16)

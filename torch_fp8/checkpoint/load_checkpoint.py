@@ -75,7 +75,7 @@ def load_trainable(
         TypeError: `cls` builds no model.
     """
     config = config_or_default(config)
-    bits = None if config.opt_level == "O1" else config.residual_bits
+    bits = config.large_residual_bits
 
     def place(name: str, layer: nn.Module, read: Read) -> Tensor:
         if isinstance(read, Tensor):

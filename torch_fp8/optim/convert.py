@@ -84,6 +84,8 @@ def convert_optimizer(
     _warn_if_lossy(optimizer, config)
     if not isinstance(optimizer, Float8Optimizer):
         _swap_class(optimizer)
+    elif not config.split_weights:
+        restore_weights(optimizer)
     assert isinstance(optimizer, Float8Optimizer)
     optimizer.set_config(config)
     take_residuals(optimizer)
@@ -115,7 +117,9 @@ def _split_weights(optimizer: Float8Optimizer, model: nn.Module | None) -> tuple
         if not parameter.requires_grad:
             continue
         reason = reasons.get(parameter, unknown)
-        if isinstance(parameter, DTensor):
+        if not optimizer.fp8_config.split_weights:
+            reason = "split_weights=False"
+        elif isinstance(parameter, DTensor):
             reason = _SHARDED
         elif wrapped:
             reason = _WRAPPED
@@ -297,14 +301,19 @@ def _warn_if_lossy(optimizer: Optimizer, config: FP8Config) -> None:
     """Warn where updates are small against the rounding, whose noise grows as the learning rate
     falls.
     """
-    least = {8: 0.0, 4: 1e-6, 0: 1e-5}[config.residual_bits]
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    bits = config.large_residual_bits
+    if bits is None and not any(p.dtype == torch.bfloat16 and is_large(p) for p in parameters):
+        return
+    least = {8: 0.0, 4: 1e-6, 0: 1e-5}[bits or 0]
+    option = "split_weights=False" if bits is None else f"residual_bits={bits}"
     rates = [float(g.get("initial_lr", g["lr"])) for g in optimizer.param_groups]
     small = [rate for rate in rates if 0 < rate < least]
     if small:
         warnings.warn(
-            f"FP8Config(residual_bits={config.residual_bits}) at the learning rate {min(small):g}: "
+            f"FP8Config({option}) with BF16 weights at the learning rate {min(small):g}: "
             "rounding noise then hides a part of the updates (their direction agrees with "
-            "float32's by a cosine under 0.995); residual_bits=8 has none to see",
+            "float32's by a cosine under 0.995); a residual of 8 bits has none to see",
             stacklevel=3,
         )
 

@@ -216,7 +216,9 @@ class Float8Optimizer(Optimizer):
         """Return k, the residual bits of a parameter: 0 where it is not BF16 (any more)."""
         if parameter.dtype != torch.bfloat16:
             return 0
-        return self.fp8_config.residual_bits if is_large(parameter) else SMALL_RESIDUAL_BITS
+        if not is_large(parameter):
+            return SMALL_RESIDUAL_BITS
+        return self.fp8_config.large_residual_bits or 0
 
     def original_dtype(self, parameter: Tensor) -> torch.dtype:
         """Return the dtype that a parameter had before it became BF16."""

@@ -28,7 +28,7 @@ def check_shardings(optimizer: Optimizer, model: nn.Module | None, config: FP8Co
     for i, parameter in enumerate(parameters):
         large, bits = is_large(parameter), 0
         if parameter.dtype == torch.bfloat16:
-            bits = config.residual_bits if large else SMALL_RESIDUAL_BITS
+            bits = (config.large_residual_bits or 0) if large else SMALL_RESIDUAL_BITS
         if large or bits:
             check_sharding(parameter, bits, named.get(parameter, f"parameter {i}"))
 

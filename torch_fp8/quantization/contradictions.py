@@ -9,7 +9,10 @@ AUTO_ONLY = ("tokens",)
 """The options of recipe ``auto``."""
 DELAYED_ONLY = ("amax_history_len", "amax_compute_algo", "margin")
 """The options of recipe ``delayed``."""
-_OPTIMIZER_ONLY = ("residual_bits", "gradient_release", "cache_weights", "update_clipping", "seed")
+_OPTIMIZER_ONLY = (
+    *("split_weights", "residual_bits", "gradient_release", "cache_weights", "update_clipping"),
+    "seed",
+)
 _TORCH_ONLY = (
     *("frozen_weights", "wgrad", "fast_accum"),
     *("cache_weights", "keep_eval_weights", "emulate", "merge_aware", "save_format"),
@@ -60,6 +63,11 @@ def check_contradictions(config: Any, defaults: Mapping[str, Any]) -> None:
         raise ValueError(
             f"FP8Config: {', '.join(optimizer)} apply to the optimizer, which opt_level='O1' "
             "leaves as it is; name opt_level='O2' or 'O3', or leave them out"
+        )
+    if not config.split_weights and config.residual_bits != defaults["residual_bits"]:
+        raise ValueError(
+            f"FP8Config: residual_bits={config.residual_bits} is about split weights, and "
+            "split_weights=False splits none; leave one of them out"
         )
     if config.opt_level == "O1" and (config.frozen_weights == "fp8" or config.merge_aware):
         name, value = ("merge_aware", True) if config.merge_aware else ("frozen_weights", "fp8")

@@ -53,6 +53,8 @@ def split_sharded(
         for _, _, p in optimizer.indexed_parameters()
     }
     trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    if config.large_residual_bits is None:
+        return reports
     if not all(report.converted for report in reports) or trained.values() - owners.keys():
         return reports
     bits: dict[Tensor, int] = {}

@@ -1,0 +1,87 @@
+"""FP8Config(split_weights=False) keeps weights as they are; Adam's moments alone have 8 bits."""
+
+import pytest
+import torch
+from torch import nn
+
+from torch_fp8 import (
+    FP8Config,
+    convert_optimizer,
+    convert_to_float8,
+    memory_report,
+    merged_state_dict,
+)
+from torch_fp8.tensor.float8_grad import Float8Grad
+
+
+def _converted(dtype=torch.float32, lr=1e-3, **options):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(64, 128), nn.Linear(128, 256), nn.Linear(256, 128)).to(dtype)
+    config = FP8Config(emulate=True, **options)
+    convert_to_float8(model, config)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+    return model, optimizer, convert_optimizer(optimizer, config, model=model)
+
+
+def _step(model, optimizer, seed=0):
+    ids = torch.randint(64, (8, 16), generator=torch.Generator().manual_seed(seed))
+    optimizer.zero_grad()
+    (model(ids) - 1).float().square().mean().backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize(("level", "grad_bytes", "most"), [("O2", 4, 10.2), ("O3", 1, 7.3)])
+def test_weights_keep_their_dtype_and_bytes_are_those_of_the_docs(level, grad_bytes, most):
+    model, optimizer, report = _converted(opt_level=level, split_weights=False)
+    assert "split_weights=False" in str(report)
+    before = model[1].weight
+    _step(model, optimizer)
+    assert model[1].weight is before
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert (type(model[1].weight.grad) is Float8Grad) == (level == "O3")
+    layers = nn.ModuleList(model[1:])
+    counted = memory_report(layers, optimizer)
+    assert counted.master == 0
+    assert counted.bytes_per_param < most
+    assert counted.gradients < (grad_bytes + 0.1) * counted.num_params
+
+
+def test_small_writes_and_averages_are_those_of_float32():
+    model, optimizer, _ = _converted(split_weights=False)
+    _step(model, optimizer)
+    weight = model[1].weight
+    before, average = weight.detach().clone(), torch.zeros_like(weight)
+    with torch.no_grad():
+        weight.mul_(1 - 1e-6)
+        average.lerp_(weight, 1e-4)
+    assert torch.equal(weight, before * (1 - 1e-6))
+    assert torch.equal(average, torch.zeros_like(weight).lerp_(weight.detach(), 1e-4))
+
+
+def test_what_was_split_is_joined_again():
+    model, optimizer, _ = _converted()
+    for seed in range(3):
+        _step(model, optimizer, seed)
+    whole = merged_state_dict(model, optimizer)
+    convert_optimizer(optimizer, FP8Config(split_weights=False, emulate=True), model=model)
+    assert all(torch.equal(whole[name], p) for name, p in model.state_dict().items())
+    _step(model, optimizer)
+
+
+def test_bf16_weights_have_no_residual_and_low_rates_are_warned_of():
+    with pytest.warns(UserWarning, match=r"split_weights=False\) with BF16 weights"):
+        model, optimizer, _ = _converted(torch.bfloat16, 1e-6, split_weights=False)
+    _step(model, optimizer)
+    assert optimizer.residual_of(model[1].weight) is None
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"residual_bits": 4}, "split_weights=False splits none"),
+        ({"opt_level": "O1"}, "split_weights apply to the optimizer"),
+    ],
+)
+def test_options_that_contradict_it_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        FP8Config(split_weights=False, **options)
