@@ -65,10 +65,8 @@ class FP8Config:
             them. ``O2``: Adam and AdamW keep 8-bit moments, and float32 weights become BF16 with a
             residual in the optimizer, 7.1 bytes per parameter in all. ``O3``: the gradients of FP8
             layers take 8 bits, too, 6.1 bytes. Default: ``"O2"``.
-        split_weights (bool): whether float32 weights become BF16 with a residual at O2 and O3.
-            False keeps all weights as they are, and Adam's moments alone take 8 bits: 10.1 bytes
-            per parameter with float32 weights. For models whose own code computes with weights,
-            writes small changes into them or averages them. Default: ``True``.
+        split_weights (bool): whether float32 weights become BF16 with a residual at O2 and O3, or
+            stay (10.1 bytes), for models whose own code computes with them. Default: ``True``.
         residual_bits (int): bits of a weight below BF16 that the optimizer keeps: 8, 4 or 0. 8 has
             no visible loss against float32 at learning rates of 1e-6; fewer lose updates where the
             learning rate is small, of which a warning tells. Default: ``8``.
