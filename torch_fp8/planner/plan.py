@@ -95,20 +95,23 @@ def plan(model: Any, *, levels: tuple[str, ...] = LEVELS, **options: Any) -> Pla
         model: a preset (``llama-3.1-8b``, ...), a folder with a ``config.json``, such a file, or a
             configuration of transformers.
         levels: of ``bf16-mixed``, ``O1``, ``O2``, ``O3``.
-        gpus: their number. Default: 1.
-        card: ``h100``, ``h200``, ``b200``, ``l40s``, ``rtx-4090``. Default: ``"h100"``.
-        memory: GiB of each; None: the card's.
-        sequence: tokens of a sequence; None: the model's longest, at most 4096.
-        micro_batch: sequences of a forward of one GPU. Default: 1.
-        accumulate: micro-batches of an optimizer step. Default: 1.
-        data, fsdp, tensor, pipeline: replicas, FSDP2's shards, and the degrees of tensor and
-            pipeline parallelism; their product is `gpus`. `fsdp` None: what the others leave;
-            `data` None: what a given `fsdp` leaves, else 1.
-        recipe: of FP8. Default: ``auto``, which is measured on a card: tensorwise on paper.
-        checkpointing: whether layers are computed again in backward. Default: False.
-        method: ``full``; ``lora``, with adapters of `rank` on all linear layers; ``rlhf``, with the
-            models of `roles`: ``policy`` and ``value`` are trained, ``reference`` and ``reward``
-            are not. Default: ``"full"``.
+        **options: the cluster and the run:
+
+            * ``gpus``: number of GPUs. Default: 1.
+            * ``card``: ``h100``, ``h200``, ``b200``, ``l40s``, ``rtx-4090``. Default: ``"h100"``.
+            * ``memory``: GiB of each GPU; None: the card's.
+            * ``sequence``: tokens of a sequence; None: the model's longest, at most 4096.
+            * ``micro_batch``: sequences of a forward of one GPU. Default: 1.
+            * ``accumulate``: micro-batches of an optimizer step. Default: 1.
+            * ``data``, ``fsdp``, ``tensor``, ``pipeline``: replicas, FSDP2's shards, and the
+              degrees of tensor and pipeline parallelism; their product is ``gpus``. ``fsdp=None``:
+              what the others leave; ``data=None``: what a given ``fsdp`` leaves, else 1.
+            * ``recipe``: recipe of FP8. Default: ``auto``, which is measured on a card: tensorwise
+              on paper.
+            * ``checkpointing``: whether layers are computed again in backward. Default: False.
+            * ``method``: ``full``; ``lora``, with adapters of ``rank`` on all linear layers;
+              ``rlhf``, with the models of ``roles``: ``policy`` and ``value`` are trained,
+              ``reference`` and ``reward`` are not. Default: ``"full"``.
     Raises:
         ValueError: a model that cannot be read, or has no sizes; degrees that do not divide; an
             unknown card, level, recipe or method; this process is in a process group.

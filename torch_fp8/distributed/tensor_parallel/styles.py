@@ -87,8 +87,7 @@ class Float8ColwiseParallel(ColwiseParallel):
 class Float8RowwiseParallel(RowwiseParallel):
     """torch's RowwiseParallel; the gradient of a scattered output is gathered in FP8.
 
-    Args:
-        input_layouts, output_layouts, use_local_output: those of torch's style.
+    It takes the arguments of torch's style.
     """
 
     def _prepare_output_fn(
