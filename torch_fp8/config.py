@@ -4,7 +4,7 @@ import functools
 import json
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from typing import Any
 
 from torch_fp8.quantization.contradictions import (
@@ -25,7 +25,6 @@ from torch_fp8.quantization.recipe import E4M3_ONLY, GEMMS, RECIPES, SAVE_FORMAT
 from torch_fp8.quantization.split_float import RESIDUAL_BITS
 
 ENV_VAR = "TORCH_FP8_CONFIG"
-_NO_OVERRIDES = Overrides()
 _BOOLS = (
     *("eval_fp8", "emulate", "gradient_release", "keep_eval_weights", "update_clipping"),
     *("merge_aware", "smooth_swiglu", "split_weights"),
@@ -182,7 +181,7 @@ class FP8Config:
     save_activations: str = "fp8"
     eval_fp8: bool = True
     skip: tuple[str, ...] = ("lm_head",)
-    overrides: dict[str, Any] = _NO_OVERRIDES
+    overrides: dict[str, Any] = field(default_factory=Overrides)
     emulate: bool = False
     backend: str = "torch"
     monitor: int = 0
@@ -351,7 +350,10 @@ def is_high_precision(options: Mapping[str, Any] | None) -> bool:
     return options is None or options.get("recipe") == HIGH_PRECISION
 
 
-_DEFAULTS: dict[str, Any] = {f.name: f.default for f in fields(FP8Config)}
+_DEFAULTS: dict[str, Any] = {
+    f.name: f.default if f.default_factory is MISSING else f.default_factory()
+    for f in fields(FP8Config)
+}
 
 
 def _naming_valid_options(init: Callable[..., None]) -> Callable[..., None]:

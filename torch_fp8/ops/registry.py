@@ -12,7 +12,7 @@ nothing is compiled, nobody needs to see the call, and it goes straight to the i
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from types import UnionType
+from types import NoneType
 from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar, cast, get_args, get_type_hints
 
 import torch
@@ -227,7 +227,7 @@ def _is_tuple(hint: Any) -> bool:
 
 def _argument(name: str, hint: Any, mutates: Sequence[str]) -> str:
     """Return a parameter as a schema has it."""
-    optional = isinstance(hint, UnionType)
+    optional = NoneType in get_args(hint)
     of = get_args(hint)[0] if optional else hint
     text = _SCHEMA_TYPES.get(of) or of.__name__
     written = f"({chr(ord('a') + list(mutates).index(name))}!)" if name in mutates else ""
