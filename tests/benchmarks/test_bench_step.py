@@ -10,7 +10,16 @@ from benchmarks import bench_step
 from benchmarks.bench_step import BF16, FP8, Bench, Case
 from benchmarks.measurement import ENVIRONMENT, NOT_REACHED, Budget, Table
 from benchmarks.shapes import TOY_LLAMA, parameter_count
-from benchmarks.training_run import WARMUP_STEPS, Marks, Run, bigram_tokens
+from benchmarks.training_run import (
+    WARMUP_STEPS,
+    Marks,
+    Run,
+    bigram_tokens,
+    causal_lm,
+    optimizer_of,
+)
+from tests.waits import Waits
+from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8
 
 CPU = torch.device("cpu")
 GIB = 1024.0
@@ -124,6 +133,29 @@ def test_the_largest_batch_is_found_from_two_peaks(bench, tmp_path, monkeypatch)
     rows = {row["batch"]: row for row in found.rows}
     assert rows[8]["peak_mib"] == 120 * GIB
     assert max(batch for batch, row in rows.items() if row.get("median_ms")) == 8
+
+
+@pytest.mark.parametrize(
+    "name", [name for name, variant in bench_step.VARIANTS.items() if variant.precision == FP8]
+)
+def test_no_step_of_ours_waits_for_the_device(name, te):
+    """transformers looks at the positions, once in a forward, to find packed sequences."""
+    variant = bench_step.VARIANTS[name]
+    config = FP8Config(**{"recipe": "tensorwise", **variant.config})
+    model = causal_lm(TOY_LLAMA | {"num_hidden_layers": 1}, variant, CPU)
+    optimizer = optimizer_of(variant, model.parameters(), CPU)
+    convert_to_float8(model, config)
+    convert_optimizer(optimizer, config, model=model)
+    counted = []
+    for tokens in bigram_tokens(2, 32, TOY_LLAMA["vocab_size"]).split(1):
+        with Waits(lambda: [state["step"] for state in optimizer.state.values()]) as waits:
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        counted.append(waits.count)
+    assert counted == [1, 1]
 
 
 def test_tokens_can_be_learned():

@@ -112,9 +112,6 @@ def release_gradient(optimizer: Any, index: int, group: dict[str, Any], paramete
             "several places, need gradient_release=False"
         )
     optimizer.step_parameters([(index, group, parameter)])
-    # A sharded parameter has a version beside its shard's: a graph that still needs the old value
-    # shall say so.
-    torch.autograd.graph.increment_version(parameter)
     parameter.grad = None
     optimizer.fp8_released.add(parameter)
     cls: type[Tensor] = type(parameter)

@@ -106,11 +106,14 @@ class Float8Optimizer(Optimizer):
     def step_parameters(self, indexed: Iterable[tuple[int, dict[str, Any], Tensor]]) -> None:
         """Step those of some `indexed_parameters` that have a gradient."""
         large, small = [], []
-        indexed = list(indexed)
-        self.renew_residuals([p for *_, p in indexed], in_step=True)
+        indexed = [entry for entry in indexed if entry[2].grad is not None]
+        parameters = [p for *_, p in indexed]
+        self.renew_residuals(parameters, in_step=True)
+        # Kernels write past torch, and shards have versions of their own. A graph that needs the
+        # old value shall notice; what is noted and kept of the new one comes after this.
+        torch.autograd.graph.increment_version(parameters)
         for index, group, parameter in indexed:
-            if parameter.grad is None:
-                continue
+            assert parameter.grad is not None
             if parameter.grad.is_sparse:
                 raise RuntimeError(f"{self._fp8_base.__name__} does not support sparse gradients")
             settle_gradient(parameter)

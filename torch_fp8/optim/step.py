@@ -105,8 +105,6 @@ def _step_on(device: torch.device, prepared: list[Any], config: FP8Config) -> No
         from torch_fp8.kernels.adamw import adamw_step
 
         adamw_step(entries, multipliers)
-        # Kernels write past torch: whoever looks at versions shall see it.
-        torch.autograd.graph.increment_version([matrix.weight for matrix, _ in entries])
         return
     for (matrix, scalars), multiplier in zip(entries, multipliers, strict=True):
         adamw_step_reference(matrix, scalars, multiplier)

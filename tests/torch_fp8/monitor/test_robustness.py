@@ -8,29 +8,15 @@ import warnings
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.torch_fp8.monitor.test_faults import MLP, Watched, _outlier_channel
+from tests.waits import Waits
 from torch_fp8 import FP8Config, Monitor, convert_to_float8
 from torch_fp8.monitor.alarm import LossSpikes
 from torch_fp8.monitor.run_log import read_run
 from torch_fp8.nn.paused import is_paused
 
 pytestmark = pytest.mark.filterwarnings("ignore:FP8 monitor, step")
-
-
-class Waits(TorchDispatchMode):
-    """Counts the operators that wait for the device: they return numbers or decide sizes."""
-
-    NAMES = ("_local_scalar_dense", "nonzero", "equal", "masked_select", "unique", "_unique2")
-
-    def __init__(self):
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += func.overloadpacket.__name__ in self.NAMES
-        return func(*args, **(kwargs or {}))
 
 
 class _Headed(nn.Module):

@@ -118,6 +118,19 @@ def test_gradients_live_one_at_a_time(level):
     assert all(p.grad is None for p in model.parameters())
 
 
+def test_weights_that_are_written_before_every_step_keep_their_residuals():
+    """As without release, from the second step in a row on."""
+    runs = [_converted(gradient_release=release) for release in (False, True)]
+    for model, optimizer in runs:
+        for step in range(4):
+            with torch.no_grad():
+                model.hidden.weight.div_(model.hidden.weight.norm())
+            _backward(model, step)
+            optimizer.step()
+            optimizer.zero_grad()
+    _assert_equal(*runs)
+
+
 def test_a_second_backward_before_the_step_is_refused():
     model, optimizer = _converted(gradient_release=True)
     _backward(model, 0)
