@@ -9,7 +9,7 @@ part of the time; ``FP8Config(keep_eval_weights=False)`` keeps nothing, for a mo
 evaluated and fills the memory by itself.
 
 A payload is never stale. It is used while the stamp of the weight is what it was
-(`torch_fp8.nn.weight_cache.Stamp`: version, uses of ``.data`` and of collectives, address), and
+(`torch_fp8.nn.weight_cache.Stamp`: version, uses of ``.data``, collectives and steps, address), and
 only while nobody holds the weight's memory beside the Parameter: no view, no array of NumPy, and no
 tensor of another library (DLPack), which could write to it unseen. A weight that FSDP2 gathers is
 a Parameter that it has made, whose writes are not counted: nothing is kept of it. Nor with delayed

@@ -18,10 +18,14 @@ weight in registers then (see `torch_fp8.kernels.weight_cast`). Such scales are 
 two where payloads are kept, tensorwise ones too: from one step to the next they hardly ever change.
 Others, and weights of odd sizes, are cast after the step: 2 bytes more.
 
-Nothing kept must ever be stale, and a weight can be written in three ways:
+Nothing kept must ever be stale, and a weight can be written in four ways:
 
 * in place, by an optimizer, a loader, ``p.copy_()`` or through ``p.detach()``: that moves
   ``p._version``;
+* by an optimizer whose kernels write past torch: of the operators of torch 2.13 that write lists
+  of tensors, ``_fused_adam_``, ``_fused_adamw_``, ``_fused_sgd_`` and ``_fused_adagrad_`` move no
+  version, and other libraries' optimizers are like them. Hence the ``step()`` of each optimizer
+  counts as a use of its weights (`count_step`);
 * by ``p.data = x``, and through ``p.data`` (EMA, merging of adapters), which moves nothing; nor do
   ``broadcast``, ``all_reduce`` and ``scatter`` into p, with torch 2.11 and 2.13; nor does whoever
   has its memory from ``p.detach()`` (NumPy, DLPack) or ``p.untyped_storage()``. Hence the
@@ -32,7 +36,8 @@ Nothing kept must ever be stale, and a weight can be written in three ways:
 
 Not seen is who has taken the memory before and writes to it past torch later: an array of NumPy or
 a storage that is kept from step to step, ``p.data_ptr()``, a collective into a view ``p.view(-1)``;
-nor are ``reduce`` and a blocking ``recv`` into p. Such code says so itself, with torch's
+nor are ``reduce`` and a blocking ``recv`` into p, nor ``torch._fused_adamw_`` without its
+optimizer. Such code says so itself, with torch's
 ``torch.autograd.graph.increment_version(p)``. To compare the weight with a sample of it would see
 them, too, but the host must not wait for the answer, and on the device it takes two launches for
 each forward where the scale that is kept saves a read of 2 bytes an element.
@@ -41,11 +46,13 @@ What is kept is made outside of ``torch.inference_mode()`` also within it, for t
 it.
 """
 
+import functools
 import sys
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from torch_fp8.autograd.checkpoint_pass import selective_pass, untraced
 from torch_fp8.kernels.arguments import CastOptions, WeightPayload
@@ -263,7 +270,29 @@ def keeps_scale(spec: CastSpec) -> bool:
 def watch(weight: nn.Parameter) -> None:
     """Make a Parameter one whose writes are seen, in place."""
     if type(weight) is nn.Parameter:
+        _count_steps()
         weight.__class__ = WatchedParameter
+
+
+@functools.cache
+def _count_steps() -> Any:
+    """Have all optimizers' steps counted from the first weight on that is watched."""
+    return register_optimizer_step_post_hook(count_step)
+
+
+def count_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """Count a use of each watched weight that an optimizer has stepped.
+
+    Args:
+        optimizer: any. A converted one moves the versions itself, before it fills caches.
+        args, kwargs: of its ``step()``.
+    """
+    if hasattr(optimizer, "fp8_caches"):
+        return
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if isinstance(parameter, WatchedParameter):
+                parameter.uses += 1
 
 
 def unwatch(weight: nn.Parameter) -> None:

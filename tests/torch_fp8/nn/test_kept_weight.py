@@ -2,6 +2,8 @@
 
 import contextlib
 import copy
+import ctypes
+import inspect
 import pickle
 
 import pytest
@@ -247,6 +249,53 @@ def test_an_optimizer_step_without_a_forward_is_seen(cache, converted, repeats):
         optimizer.step()
         assert not torch.equal(_evaluate(model, seed), before)
         assert torch.equal(_evaluate(model, seed), _fresh(model, seed))
+
+
+_OF_OTHERS = ("Optimizer", "SparseAdam")  # the base, and one for gradients of embeddings
+
+
+def _optimizers():
+    """Names of torch's optimizers, each with the ways in which it can step."""
+    base = torch.optim.Optimizer
+    for name, cls in sorted(vars(torch.optim).items()):
+        if isinstance(cls, type) and issubclass(cls, base) and name not in _OF_OTHERS:
+            takes = inspect.signature(cls).parameters
+            yield from ((name, way) for way in ("", "foreach", "fused") if not way or way in takes)
+
+
+@pytest.mark.parametrize(("name", "way"), _optimizers())
+def test_every_step_of_every_optimizer_is_seen(name, way, monkeypatch):
+    _repeat(monkeypatch)
+    model = _model().float()
+    weights = [layer.weight for layer in model[::2]]
+    options = {way: True} if way else {}
+    optimizer = getattr(torch.optim, name)(weights, lr=1e-2, **options)
+    _train(model)
+    model.eval()
+    for seed in range(2):
+        _evaluate(model, seed)
+        assert _kept(model) == [True, True]
+        before = [weight.clone() for weight in weights]
+        optimizer.step(lambda: torch.tensor(0.0))
+        assert not any(map(torch.equal, weights, before))
+        assert torch.equal(_evaluate(model, seed), _fresh(model, seed))
+
+
+class _PastTorch(torch.optim.Optimizer):
+    """As other libraries' kernels, which write where ``data_ptr()`` says."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for weight in group["params"]:
+                ctypes.memset(weight.data_ptr(), 0, 64)
+
+
+def test_a_step_past_torch_is_seen():
+    model = _model().eval()
+    before = _evaluate(model)
+    _PastTorch(model.parameters(), {}).step()
+    assert torch.equal(_evaluate(model), _fresh(model))
+    assert not torch.equal(_evaluate(model), before)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

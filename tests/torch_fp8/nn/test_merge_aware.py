@@ -140,6 +140,7 @@ def test_each_forward_folds_once_and_a_rollout_once_in_all(folds):
             lambda: up(model).lora_B["default"].weight.data.mul_(2),
             lambda: up(model).base_layer.weight.mul_(2),
             lambda: up(model).set_scale("default", 3.0),
+            torch.optim.SGD(up(model).lora_A.parameters(), lr=1.0, fused=True).step,
         ):
             before = model(IDS).logits
             folds.clear()

@@ -20,14 +20,14 @@ from torch_fp8.optim.convert import split_parameter
 RECIPES = ["tensorwise", "rowwise", "blockwise", "mxfp8"]
 
 
-def _model(cache=True, recipe="tensorwise", like=False):
+def _model(cache=True, recipe="tensorwise", like=False, **options):
     """Layers that keep payloads in one or ``"both"`` layouts, scales (``False``), nothing (None).
 
     Args:
         like: cast as layers do that have this ``cache_weights``.
     """
     torch.manual_seed(0)
-    config = FP8Config(recipe=recipe, cache_weights=cache or False)
+    config = FP8Config(recipe=recipe, cache_weights=cache or False, **options)
     model = nn.Sequential(nn.Linear(128, 192), nn.GELU(), nn.Linear(192, 128))
     convert_to_float8(model, replace(config, cache_weights=cache or like))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -151,6 +151,20 @@ def test_a_weight_is_cast_once_per_optimizer_step_and_by_it(weight_casts, cache)
         assert len(weight_casts) == 2
 
 
+@pytest.mark.parametrize("cache", [False, True, "both"])
+def test_a_released_step_keeps_what_the_next_forward_needs(weight_casts, weight_reads, cache):
+    model, optimizer = _model(cache, gradient_release=True)
+    weights = [(192, 128), (128, 192)]
+    for step in range(3):
+        _backward(model, step)
+        optimizer.step()
+        if step:
+            assert not {*weights} & {*weight_reads}
+            assert not cache or sorted(weight_casts) == sorted(weights)
+        weight_casts.clear()
+        weight_reads.clear()
+
+
 def test_a_layer_that_is_gone_is_not_cast_for(weight_casts):
     model, optimizer = _model()
     _backward(model, 0)
@@ -221,6 +235,19 @@ def test_a_write_from_outside_is_seen(write, cache):
             write(model[2].weight)
         plain, cached = (_backward(model, 1) for model, _ in models)
         assert torch.equal(plain, cached)
+
+
+@pytest.mark.parametrize("cache", [False, True, "both"])
+def test_a_fused_step_of_another_optimizer_is_seen(cache):
+    outputs = []
+    for kept in (None, cache):
+        model, optimizer = _model(kept, like=cache)
+        other = torch.optim.AdamW(model.parameters(), lr=1.0, fused=True)
+        _backward(model, 0)
+        optimizer.step()
+        other.step()
+        outputs.append(_backward(model, 1))
+    assert torch.equal(*outputs)
 
 
 _COLLECTIVES = {
