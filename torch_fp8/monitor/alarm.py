@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from torch_fp8.monitor.series import PREFIX
+from torch_fp8.monitor.statistics import LEFT_OUT
 
 
 class Bound(NamedTuple):
@@ -36,6 +37,10 @@ DEFAULT_BOUNDS = (
     Bound("input", "amax", -INF, 3e38, "Inf or NaN"),
     Bound("grad_output", "amax", 1e-30, 3e38, "a gradient is zero, Inf or NaN"),
     Bound("input", "outliers", -INF, 500.0, "one channel is far larger than the others"),
+    *(
+        Bound("history", operand, -INF, 0.0, "delayed scaling left amaxes out, casts saturated")
+        for operand in LEFT_OUT
+    ),
     Bound("update", "flushed", -INF, 1e-3, "v is zero beside a live m"),
     Bound("update", "rms", -INF, 10.0, "v lags behind the gradient"),
     Bound("swiglu", "alignment", -INF, 0.98, "a channel's gate and up weights are parallel"),

@@ -7,10 +7,11 @@ from typing import Any
 
 import torch.distributed as dist
 
-from torch_fp8.monitor.alarm import Crossing
+from torch_fp8.monitor.alarm import Crossing, layer_of
 from torch_fp8.monitor.observer import guarded
 from torch_fp8.monitor.run_log import RunLog
-from torch_fp8.monitor.series import is_distributed
+from torch_fp8.monitor.series import PREFIX, is_distributed
+from torch_fp8.quantization.scaling import OUTLIER
 
 _NAMED = 5
 """Names in a warning, at most."""
@@ -68,6 +69,24 @@ class Events:
             more = f"; and {len(new) - _NAMED} more" if len(new) > _NAMED else ""
             what = f"{len(crossed)} bound(s) crossed, new: {shown}{more}"
             self.note(step, {"event": "alarm", "layer": "", "what": what}, warn=True)
+
+    def note_left_out(self, step: int, series: Mapping[str, float], every: int) -> None:
+        """Tell which amaxes the histories of delayed scaling have left out.
+
+        Args:
+            series: name to number of a measured step.
+            every: the steps from one measured step to the next.
+        """
+        for name, count in series.items():
+            place, _, operand = name.rpartition("/")
+            if count > 0 and place.endswith("/history"):
+                layer = layer_of(name)
+                what = (
+                    f"{name.removeprefix(PREFIX)}: delayed scaling left out {count:.0f} amax(es) "
+                    f"of the {operand} since step {max(step - every, 0)}, each more than "
+                    f"{OUTLIER:,.0f} times the largest of the history, whose scale cast it"
+                )
+                self.note(step, {"event": "left_out", "layer": layer, "what": what})
 
     def write(
         self,

@@ -12,6 +12,7 @@ INK, FAINT, RED, BLUE, GREEN = "#1f2933", "#9aa5b1", "#d64545", "#2f6fde", "#2d9
 AWAY = "#8a4fd3"
 EVENTS = {
     "alarm": ("#e0a100", "alarm"),
+    "left_out": ("#e0a100", "amax left out"),
     "loss_spike": (RED, "loss spike"),
     "fallback": (AWAY, "fallback"),
     "bf16": (AWAY, "all layers in BF16"),

@@ -3,10 +3,10 @@
 How it works
 ============
 Hooks on the optimizer's step, torch's own, tell it where a step ends. After the one before a
-measured step it puts its hooks on the layers (`torch_fp8.monitor.observer`); before the update of
-the measured one, when all gradients are there, it looks at weights and updates
-(`torch_fp8.monitor.parameters`), removes the hooks, joins the numbers of all ranks and fetches them
-at once. All other steps run as without it.
+measured step it has the layers show the operands of their GEMMs (`torch_fp8.monitor.observer`);
+before the update of the measured one, when all gradients are there, it looks at histories and
+updates (`torch_fp8.monitor.parameters`), leaves the layers, joins the numbers of all ranks and
+fetches them at once. All other steps run as without it.
 
 It never stops a run: an error within it becomes one warning with the reason, and what was not
 measured is missing.
@@ -26,7 +26,7 @@ from torch_fp8.config import FP8Config
 from torch_fp8.monitor.alarm import DEFAULT_BOUNDS, Bound, crossings
 from torch_fp8.monitor.events import Events
 from torch_fp8.monitor.losses import Losses, is_told
-from torch_fp8.monitor.observer import KINDS, Observer, guarded
+from torch_fp8.monitor.observer import INPUT, Observer, guarded
 from torch_fp8.monitor.parameters import (
     fp8_layers,
     gated_mlps,
@@ -34,8 +34,8 @@ from torch_fp8.monitor.parameters import (
     kinds_of,
     logits_layer,
     look_at_gated_mlps,
+    look_at_histories,
     look_at_updates,
-    look_at_weights,
     trained,
 )
 from torch_fp8.monitor.run_log import RunLog
@@ -103,6 +103,7 @@ class Monitor:
         )
         self._eager = any(is_compiled(module) for module in model.modules())
         self._losses = Losses()
+        self._reported: dict[str, Tensor] = {}
         self._spiked_at = 0
         self._measuring = self._restores = False
         if folder is not None and (not is_distributed() or dist.get_rank() == 0):
@@ -211,7 +212,7 @@ class Monitor:
         ]
 
     def _begin(self) -> None:
-        """Put hooks on the layers if the step that begins is to be measured."""
+        """Have the layers observed if the step that begins is to be measured."""
         if self._joins():
             self._measuring = False
             return
@@ -264,12 +265,12 @@ class Monitor:
 
     @torch.no_grad()
     def _measure(self) -> dict[str, float]:
-        seen = dict(self._observer.seen)
+        seen = {**self._observer.idle, **self._observer.seen}
         self._observer.remove()
-        if not any(place.endswith(f"/{KINDS[0]}") for place in seen) and self._layers:
+        if not any(place.endswith(f"/{INPUT}") for place in seen) and self._layers:
             self._notice_compiled()
         parts: tuple[Callable[[], Iterable[tuple[str, Tensor]]], ...] = (
-            lambda: look_at_weights(self._trained),
+            lambda: look_at_histories(self._layers, self._reported),
             lambda: look_at_updates(self._trained, self._optimizers),
             lambda: look_at_gated_mlps(self._mlps),
         )
@@ -299,6 +300,7 @@ class Monitor:
         if self._losses.fetched:
             series[f"{PREFIX}loss"] = self._losses.fetched[-1][1]
         self._events.note_crossings(step, crossed, self.config.monitor)
+        self._events.note_left_out(step, series, self.config.monitor)
         for event in self.way_back.judge(step, crossed):
             self._events.note(step, event)
         with guarded(self._events.failed):
@@ -342,6 +344,6 @@ class Monitor:
 
     def _notice_compiled(self) -> None:
         if not self._eager:
-            self._eager = True  # the hooks were not called: somebody has compiled the whole model
+            self._eager = True  # no layer was seen: somebody has compiled the whole model
             what = "as where the model is compiled; measured steps run eagerly from now on"
             self._events.tell(f"FP8 monitor: no layer was seen in step {self.step + 1}, {what}")

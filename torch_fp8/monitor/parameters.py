@@ -1,31 +1,30 @@
-"""What is measured between a step's last backward and its update: weights, updates, MLPs."""
+"""What is measured between a step's last backward and its update: histories, updates, MLPs."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from torch_fp8.conversion import smooth_layers
-from torch_fp8.monitor.observer import KINDS, delayed_scale_of
-from torch_fp8.monitor.series import is_distributed
+from torch_fp8.monitor.observer import GRAD_OUTPUT, INPUT, WEIGHT
 from torch_fp8.monitor.statistics import (
     CLIP,
+    LEFT_OUT,
     OPERAND,
     SHARPNESS,
     SWIGLU,
     UPDATE,
     alignment_statistics,
-    operand_statistics,
+    left_out,
     update_statistics,
 )
 from torch_fp8.nn.class_swap import unwrapped_name
 from torch_fp8.nn.gated_mlp import FusedGateUpSpec, GatedMLPSpec
 from torch_fp8.nn.linear import Float8Layer
-from torch_fp8.nn.scaling_buffers import GRAD_OUTPUT, WEIGHT
+from torch_fp8.nn.paused import is_paused
 from torch_fp8.quantization.block_scaled import matrix_shape
 from torch_fp8.tensor.dtensor import local
 from torch_fp8.tensor.float8_grad import Float8Grad
@@ -44,24 +43,27 @@ def trained(layers: Layers) -> Layers:
     return [(name, layer) for name, layer in layers if layer.weight.requires_grad]
 
 
-def look_at_weights(layers: Layers) -> Iterator[tuple[str, Tensor]]:
-    """Yield the statistics of each layer's weight; a sharded one has the amax of all its parts."""
-    weights = {name: local(layer.weight).detach() for name, layer in layers}
-    weights = {name: w.reshape(matrix_shape(w.shape)) for name, w in weights.items()}
-    sharded = [name for name, layer in layers if isinstance(layer.weight, DTensor)]
-    amaxes: dict[str, Tensor] = {}
-    if sharded and is_distributed():
-        parts = [weights[n].abs().amax().float() if weights[n].numel() else None for n in sharded]
-        device = weights[sharded[0]].device
-        own = torch.stack([torch.zeros((), device=device) if a is None else a for a in parts])
-        dist.all_reduce(own, op=dist.ReduceOp.MAX)
-        amaxes = dict(zip(sharded, own.unbind(), strict=True))
+def look_at_histories(layers: Layers, reported: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Yield how many amaxes each layer's histories have left out since they were looked at last.
+
+    Args:
+        layers: of the model.
+        reported: name to what `left_out` returned last; written.
+    """
     for name, layer in layers:
-        weight = weights[name]
-        if weight.numel():
-            scale = None if name in amaxes else delayed_scale_of(layer, WEIGHT, weight)
-            spec = layer.operand_spec(WEIGHT)
-            yield f"{name}/weight", operand_statistics(weight, spec, scale, amaxes.get(name))
+        if not _leaves_out(layer) or is_paused(layer):
+            continue
+        parts = layer.fp8_amax_history, layer.fp8_grad_amax_history[None]
+        device = parts[0].device
+        before = reported.get(name, torch.zeros(len(LEFT_OUT))).to(device)
+        counted = [left_out(h, b) for h, b in zip(parts, before.split([2, 1]), strict=True)]
+        counts, marks = (torch.cat(part) for part in zip(*counted, strict=True))
+        reported[name] = marks
+        yield f"{name}/history", counts
+
+
+def _leaves_out(layer: Float8Layer) -> bool:
+    return layer.fp8_delayed and layer.fp8_config.amax_compute_algo == "max"
 
 
 def look_at_updates(
@@ -137,12 +139,16 @@ def kinds_of(layers: Layers, mlps: GatedMLPs, probes: Sequence[str]) -> dict[str
     """Return what is measured: ``<qualified layer>/<kind>`` to statistics, as `Series` takes it."""
     kinds: dict[str, tuple[str, ...]] = {}
     for name, layer in layers:
-        clipped = layer.operand_spec(GRAD_OUTPUT).granularity == "tensorwise"
-        for operand, kind in KINDS.items():
-            searched = operand == GRAD_OUTPUT and clipped and "clip_search" in probes
-            kinds[f"{name}/{kind}"] = (*OPERAND, *(CLIP if searched else ()))
+        clipped = layer.fp8_recipe.grad_output.granularity == "tensorwise"
+        searched = clipped and "clip_search" in probes
+        kinds[f"{name}/{INPUT}"] = OPERAND
+        kinds[f"{name}/{GRAD_OUTPUT}"] = (*OPERAND, *(CLIP if searched else ()))
+        if layer.frozen_weight is None:
+            kinds[f"{name}/{WEIGHT}"] = OPERAND
         if layer.weight.requires_grad:
-            kinds[f"{name}/weight"], kinds[f"{name}/update"] = OPERAND, UPDATE
+            kinds[f"{name}/update"] = UPDATE
+        if _leaves_out(layer):
+            kinds[f"{name}/history"] = LEFT_OUT
     kinds |= {f"{name}/swiglu": SWIGLU for name, _, _ in mlps}
     if "logit_sharpness" in probes:
         kinds["logits"] = SHARPNESS

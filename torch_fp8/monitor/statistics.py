@@ -3,17 +3,18 @@
 Each function returns a float32 vector that nobody has waited for. `OPERAND`, `UPDATE` and `SWIGLU`
 name the elements, and `REDUCTIONS` says how ranks that have other parts of a tensor join theirs.
 
-The amax and the columns' largest magnitudes are those of the whole tensor. The others are taken of
-at most `SAMPLE` elements: of whole rows, in groups of 128 that lie evenly over the tensor, so that
-each scale of the cast is what it is in the whole.
+The amax and the columns' largest magnitudes are those of the whole tensor, the scale is that of the
+whole payload. The others are taken of at most `SAMPLE` elements: of whole rows, in groups of 128
+that lie evenly over the tensor.
 """
 
 import torch
 from torch import Tensor
 
-from torch_fp8.ops.quantize import dequantize, quantize
+from torch_fp8.ops.quantize import QuantizedTensor, dequantize, quantize
 from torch_fp8.quantization.block_scaled import BlockScaled, decode
-from torch_fp8.quantization.formats import Format
+from torch_fp8.quantization.formats import Format, format_of
+from torch_fp8.quantization.payload_shape import BLOCK_SHAPE
 from torch_fp8.quantization.recipe import CastSpec
 from torch_fp8.quantization.scaling import scale_from_amax
 from torch_fp8.tensor.float8_moment import Float8Moment
@@ -40,8 +41,11 @@ UPDATE = ("rms", "flushed")
 SWIGLU = ("alignment", "alignment_mean")
 """The statistics of a gated MLP: |cos| of its channels' gate and up weights, largest and mean."""
 SHARPNESS = ("sharpness",)
+LEFT_OUT = ("input", "weight", "grad_output")
+"""The statistics of a layer's histories: how many amaxes of each operand they have left out."""
 
 REDUCTIONS = {
+    **dict.fromkeys(LEFT_OUT, "max"),
     **dict.fromkeys(("amax", "scale", "saturation", "direction_error", "outliers"), "max"),
     **dict.fromkeys(("kurtosis", "clip_direction_error", "rms", "flushed", "alignment"), "max"),
     **dict.fromkeys(("underflow", "clip", "alignment_mean", "sharpness", "loss"), "mean"),
@@ -59,44 +63,71 @@ _ROUNDED = 1.05
 
 
 def operand_statistics(
-    x: Tensor, spec: CastSpec, scale: Tensor | None = None, amax: Tensor | None = None
+    x: Tensor, payload: QuantizedTensor, *, turned: bool = False, first: int = 0
 ) -> Tensor:
-    """Measure what a cast keeps of a matrix, (len(OPERAND),) float32; see `OPERAND`.
+    """Measure what a GEMM's operand keeps of its source, (len(OPERAND),) float32; see `OPERAND`.
 
     Args:
-        x: (R, C) float32, bfloat16 or float16, with elements.
-        spec: format and granularity of its cast.
-        scale: () float32 of a tensorwise cast that has another than the amax's.
-        amax: () float32 of the whole tensor, where `x` is a rank's part.
+        x: source (R, C) in float32, bfloat16 or float16, with elements.
+        payload: operand that the GEMM multiplies, (R', C'), where zeros may follow the columns.
+        turned: whether the payload is the transpose, (C', R').
+        first: row of the whole tensor with which `x` begins, where it is a rank's part.
     """
     columns = x.abs().amax(0).float()
-    own = columns.amax()
-    amax = own if amax is None else amax
-    if scale is None and spec.granularity == "tensorwise":
-        scale = scale_from_amax(amax, spec.format, spec.power_of_two)
-    part = sample(x)
-    payload = quantize(part, spec, scale)
-    exact, kept = part.float(), dequantize(payload)
+    amax = columns.amax()
+    matrix, row, col = (x.t(), 0, first) if turned else (x, first, 0)
+    rows = _rows(*matrix.shape)
+    exact = _take(matrix, rows).float()
+    cols = slice(col, col + matrix.shape[1])
+    parts = [
+        _codes_and_values(payload, slice(row + part.start, row + part.stop), cols)
+        for part in rows or [slice(0, matrix.shape[0])]
+    ]
+    codes, kept = (torch.cat(part) for part in zip(*parts, strict=True))
     noise = (exact - kept).square().sum()
     power = exact.square()
     signal, fourth = power.sum(), power.square().mean()
     nonzero = exact != 0
     flushed = ((kept == 0) & nonzero).sum() / nonzero.sum().clamp(min=1)
-    beyond = payload.qdata.float().abs() >= spec.format.max
-    beyond &= exact.abs() > kept.abs() * _half_step(spec.format)
+    format = format_of(payload.qdata.dtype)
+    beyond = (codes.abs() >= format.max) & (exact.abs() > kept.abs() * _half_step(format))
     median = columns.median().clamp(min=torch.finfo(torch.float32).tiny)
     return torch.stack(
         [
-            own,
+            amax,
             payload.scale.amax().float(),
             flushed.float(),
             beyond.float().mean(),
             decibel(signal, noise),
             direction_error(exact, kept),
-            torch.where(own == 0, 1.0, own / median),
+            torch.where(amax == 0, 1.0, amax / median),
             torch.where(signal == 0, 0.0, fourth / power.mean().square()),
         ]
     )
+
+
+def worst(first: Tensor, second: Tensor) -> Tensor:
+    """Return the worse of two payloads' statistics, each (len(OPERAND),), element by element."""
+    both = torch.stack([first, second])
+    joined, least = both.amax(0), OPERAND.index("sqnr")
+    joined[least] = both[:, least].amin()
+    return joined
+
+
+def left_out(history: Tensor, reported: Tensor) -> tuple[Tensor, Tensor]:
+    """Count the amaxes that histories have left out since the last call, and strike them.
+
+    The newest entry keeps its mark, by which `push_amax` goes, and so comes in the next call again.
+
+    Args:
+        history: (N, H) float32, see `torch_fp8.quantization.scaling.push_amax`.
+        reported: (N,) float32, whether the newest entry of the last call was counted there.
+    Returns:
+        The numbers (N,), and `reported` for the next call.
+    """
+    marks = history.signbit()
+    history[:, 1:].abs_()
+    return (marks.sum(1) - reported).clamp(min=0), marks[:, 0].float()
 
 
 def clip_statistics(x: Tensor, spec: CastSpec, amax: Tensor) -> Tensor:
@@ -192,6 +223,17 @@ def _rows(rows: int, cols: int) -> list[slice] | None:
 
 def _take(x: Tensor, rows: list[slice] | None) -> Tensor:
     return x if rows is None else torch.cat([x[part] for part in rows])
+
+
+def _codes_and_values(payload: QuantizedTensor, rows: slice, cols: slice) -> tuple[Tensor, Tensor]:
+    """Return a part of a payload as float32: its codes, and these times their scales."""
+    codes, scale = payload.qdata[rows, cols].float(), payload.scale
+    if scale.ndim:
+        high, wide = BLOCK_SHAPE.get(payload.granularity, (1, payload.qdata.shape[1]))
+        row = torch.arange(rows.start, rows.stop, device=scale.device) // high
+        col = torch.arange(cols.start, cols.stop, device=scale.device) // wide
+        scale = scale.index_select(0, row).index_select(1, col)
+    return codes, codes * scale
 
 
 def _moments(

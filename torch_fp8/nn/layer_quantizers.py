@@ -63,6 +63,8 @@ class LayerQuantizers(FrozenStorage):
     fp8_kept_weight: KeptWeight | None = None
     fp8_channels: ChannelMaxima | None = None
     """What Smooth-SwiGLU found in the last forward, where the recipe is smooth."""
+    fp8_observer: Any = None
+    """Whom the layer shows the operands of its GEMMs; see `observe`."""
     fp8_served: tuple[Tensor, Tensor, str] | None = None
     """Codes, scales and granularity of the weight, for graphs of torch.compile in a rollout."""
     fp8_delayed: bool = False
@@ -99,6 +101,7 @@ class LayerQuantizers(FrozenStorage):
             ),
             Quantizer(recipe.grad_output, config, group),
             self.fp8_channels,
+            None if torch.compiler.is_compiling() else self.fp8_observer,
         )
         if kept is not None:
             if self.fp8_delayed:
@@ -110,6 +113,19 @@ class LayerQuantizers(FrozenStorage):
                 made = made._replace(grad_output=gradient)
             kept.of_pass[updates, repeats] = made
         return made
+
+    def observe(self, observer: Any) -> None:
+        """Show each operand of a GEMM to a monitor from now on.
+
+        Args:
+            observer: see `torch_fp8.tensor.quantizer.Quantizers`; None: nobody.
+        """
+        self.__dict__.pop("_fp8_quantizers", None)
+        self.__dict__.pop("fp8_observer", None)
+        if observer is not None:
+            self.fp8_observer = observer
+        if self.fp8_kept_weight is not None:
+            self.fp8_kept_weight.quantizer = None  # so that `RepeatedForward` asks again
 
     def operands(self, input: Tensor) -> Operands | LocalOperands:
         """The tensors that are multiplied here; what is kept of the weight goes with gradients."""

@@ -78,12 +78,17 @@ def linear(
     # Generation launches little and waits for the host: it does without autograd's bookkeeping.
     if not torch.is_grad_enabled():
         quantizers = options.quantizers.with_buffers(buffers)
+        if quantizers.observer is not None:
+            idle = quantizers.observer.without_gradients(options.training)
+            quantizers = quantizers._replace(observer=idle)
         if options.recipe.smooth:
             how: dict[str, Any] = {"wgrad": False, "fp8_wgrad": False, "dtype": options.out_dtype}
             operands = smooth_operands(quantizers, x, weight, **how)
             return _multiplied(operands.input, operands.weight, bias, shape, options)
         w = quantizers.weight.without_gradients(weight, options.training)
-        return _fprop(x, w, bias, shape, options, quantizers.input, False, False)[0]
+        if quantizers.observer is not None:
+            quantizers.observer.weight(weight, w)
+        return _fprop(x, w, bias, shape, options, quantizers, False, False)[0]
     y: Tensor = LinearFunction.apply(x, weight, bias, shape, options, *buffers)
     return y
 
@@ -165,10 +170,9 @@ def served_in_graph(
         return shape_of_result((*x.shape[:-1], qdata.shape[0]), out_dtype, x)
     rows = x.reshape(-1, x.shape[-1])
     options = _options(text, x.dtype, out_dtype, False)
-    w, quantizer = QuantizedTensor(qdata, scale, granularity), options.quantizers.input
-    if buffers:
-        quantizer = options.quantizers.with_buffers(buffers).input
-    y, _ = _fprop(rows, w, bias, rows.shape, options, quantizer, False, False)
+    w = QuantizedTensor(qdata, scale, granularity)
+    quantizers = options.quantizers.with_buffers(buffers)
+    y, _ = _fprop(rows, w, bias, rows.shape, options, quantizers, False, False)
     return y.reshape(*x.shape[:-1], y.shape[-1])
 
 
@@ -178,12 +182,19 @@ def _fprop(
     bias: Tensor | None,
     shape: torch.Size,
     options: LinearOptions,
-    quantizer: Quantizer,
+    quantizers: Quantizers,
     wgrad: bool,
     fp8_wgrad: bool,
 ) -> tuple[Tensor, InputPayloads]:
     """y, and the payloads of the input."""
-    made = quantize_input(quantizer, x, wgrad=wgrad, fp8_wgrad=fp8_wgrad, dtype=options.out_dtype)
+    made = quantize_input(
+        quantizers.input,
+        x,
+        wgrad=wgrad,
+        fp8_wgrad=fp8_wgrad,
+        dtype=options.out_dtype,
+        observer=quantizers.observer,
+    )
     return _multiplied(made, w, bias, shape, options), made
 
 
@@ -229,7 +240,9 @@ class LinearFunction(torch.autograd.Function):
             y = _multiplied(made, w, bias, shape, options)
         else:
             w = quantizers.weight.for_fprop(weight)  # first, while x may still be on its way
-            y, made = _fprop(x, w, bias, shape, options, quantizers.input, wants_wgrad, fp8_wgrad)
+            if quantizers.observer is not None:
+                quantizers.observer.weight(weight, w)
+            y, made = _fprop(x, w, bias, shape, options, quantizers, wants_wgrad, fp8_wgrad)
             # One scale for the whole weight serves both layouts: backward need not look for it.
             w_scale = w.scale if w.granularity == "tensorwise" else None
         saved = {
@@ -267,6 +280,8 @@ class LinearFunction(torch.autograd.Function):
         g, g_t, grad_bias = quantizer(
             grad_output, rowwise=wants_dgrad, columnwise=fp8_wgrad, sum_dtype=sum_dtype
         )
+        if options.quantizers.observer is not None:
+            options.quantizers.observer.backward(grad_output, g, g_t, saved.get("weight"), w)
         if g is not None:
             assert w is not None
             grad_input = scaled_matmul(

@@ -173,6 +173,8 @@ class MergedLinear(torch.autograd.Function):
             sum_dtype=ctx.bias_dtype if wants_bias else None,
         )
         grad_x = grad_a = grad_b = None
+        if layer.fp8_observer is not None:
+            layer.fp8_observer.backward(grad_output, g8, None, None, None)
         if wants_x:
             w = transposed(QuantizedTensor(qdata, scale, ctx.granularity))
             emulate, fast = layer.fp8_emulate, dgrad.fast_accum
@@ -194,8 +196,11 @@ def _product(
     """Return y (..., N), and x (M, K) in y's dtype for the gradients of an adapter."""
     shape, dtype = x.shape, output_dtype(x)
     layer._check(shape, x.dtype, layer.weight)
-    quantizer = layer.quantizers().input
-    made = quantize_input(quantizer, x, wgrad=wgrad, fp8_wgrad=False, dtype=dtype)
+    quantizer, observer = layer.quantizers().input, layer.fp8_observer
+    if observer is not None and not wgrad:
+        observer = observer.without_gradients(layer.training)
+    how = {"wgrad": wgrad, "fp8_wgrad": False, "dtype": dtype, "observer": observer}
+    made = quantize_input(quantizer, x, **how)
     fast, emulate = layer.fp8_recipe.fprop.fast_accum, layer.fp8_emulate
     bias = None if bias is None else cast(bias, dtype)
     y = scaled_matmul(made.rowwise, w, dtype, bias=bias, fast_accum=fast, emulate=emulate)

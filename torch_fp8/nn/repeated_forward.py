@@ -42,6 +42,8 @@ class RepeatedForward(LayerQuantizers):
         if shape[-1] != kept.columns or dtype not in FLOATS or self._is_special():
             return None
         if kept.quantizer is None:
+            if self.fp8_observer is not None:
+                return None
             with torch.inference_mode(False), torch.no_grad():
                 kept.quantizer = self.quantizers().input.settled()
         if type(input) is LazyQuantizedTensor and kept.quantizer.history is None:

@@ -83,6 +83,8 @@ def smooth_operands(
         assert dense is not None
         row, col = smoothed_layouts(dense, factors, options)
     assert row is not None
+    if quantizers.observer is not None:
+        quantizers.observer.input(x, row, col, factors)
     if dropped:
         made = InputPayloads(row, *input_stand_ins(row, fp8_wgrad, dtype), None)
     elif col is not None:
@@ -110,6 +112,8 @@ def _smooth_weight(
         if not isinstance(weight, QuantizableTensor):
             scale = _scale(quantizer, columns)
     row, _ = _cast(quantizer, rows, inverse, amax)
+    if quantizers.observer is not None:
+        quantizers.observer.weight(weight, row, inverse)
     return row, scale
 
 

@@ -71,6 +71,19 @@ class QuantizableTensor(Tensor):
         """
         return None
 
+    def before_cast(
+        self, row: QuantizedTensor | None, col: QuantizedTensor | None
+    ) -> "tuple[Tensor, QuantizedTensor | None, QuantizedTensor | None, int] | None":
+        """The matrix in high precision that this rank has cast, for whoever compares the two.
+
+        Args:
+            row, col: payloads (R, C) and (C, R) of this tensor that GEMMs multiply, or None.
+        Returns:
+            The matrix, the payloads with its part in them, and the first row of that part; None
+            where nobody holds such a matrix.
+        """
+        return None
+
     def alias(self, shape: Sequence[int]) -> "QuantizableTensor":
         """This tensor in another shape whose last dimension is the same."""
         raise NotImplementedError

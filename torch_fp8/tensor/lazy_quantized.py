@@ -292,6 +292,14 @@ class LazyQuantizedTensor(QuantizableTensor):
     def matrix(self) -> Tensor:
         return self.production.dense()
 
+    def before_cast(
+        self, row: QuantizedTensor | None, col: QuantizedTensor | None
+    ) -> tuple[Tensor, QuantizedTensor | None, QuantizedTensor | None, int]:
+        """The plain tensor; where it was never written, it is computed and not kept."""
+        source = self.production
+        dense = source.forms.dense
+        return source.producer.dense() if dense is None else dense, row, col, 0
+
     def dequantize(self) -> Tensor:
         """The plain tensor, which autograd does not record; see `plain`."""
         # Not a view, so that autograd takes it for a result of its own.

@@ -266,12 +266,15 @@ class Quantizers(NamedTuple):
         input, grad_output: of the activations.
         weight: of the weight.
         channels: where the maxima of the input's channels are left, if they are looked for.
+        observer: monitor to which each operand of a GEMM is shown beside its source
+            (`torch_fp8.monitor.observer.LayerObserver`); None: nobody looks.
     """
 
     input: Quantizer
     weight: WeightQuantizer
     grad_output: Quantizer
     channels: ChannelMaxima | None = None
+    observer: Any = None
 
     def with_buffers(self, buffers: tuple[Tensor, ...]) -> "Quantizers":
         """The same with the histories of input and weight in these buffers, if there are any.
@@ -311,7 +314,13 @@ class InputPayloads(NamedTuple):
 
 
 def quantize_input(
-    quantizer: Quantizer, x: Tensor, *, wgrad: bool, fp8_wgrad: bool, dtype: torch.dtype
+    quantizer: Quantizer,
+    x: Tensor,
+    *,
+    wgrad: bool,
+    fp8_wgrad: bool,
+    dtype: torch.dtype,
+    observer: Any = None,
 ) -> InputPayloads:
     """Cast the input of a layer for fprop, and for the wgrad that may follow.
 
@@ -320,6 +329,7 @@ def quantize_input(
         wgrad: whether backward takes the gradient of the weight.
         fp8_wgrad: whether it does so in FP8.
         dtype: in which x is saved where it does not.
+        observer: see `Quantizers`.
     """
     saved = None
     if fp8_wgrad and isinstance(x, QuantizableTensor):
@@ -328,6 +338,8 @@ def quantize_input(
     columnwise = fp8_wgrad and saved is None and not dropped
     row, col, _ = quantizer(x, rowwise=True, columnwise=columnwise)
     assert row is not None
+    if observer is not None:
+        observer.input(x, row, col)
     if saved is not None:
         return InputPayloads(row, *saved)
     if dropped:
