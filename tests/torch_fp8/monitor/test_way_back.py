@@ -174,7 +174,7 @@ def test_nothing_is_measured_where_ranks_run_out_of_inputs_one_by_one():
         watched.step()
     watched.step()
     assert list(watched.logged) == [1]
-    assert not any(m._forward_pre_hooks for m in watched.model.modules())
+    assert not any(layer.fp8_observer for _, layer in watched.monitor._layers)
 
 
 @pytest.fixture(scope="module")
@@ -205,6 +205,36 @@ def test_a_sharded_weight_has_the_statistics_of_the_whole_one(ranks):
     for kind in ("input", "grad_output"):
         name = f"fp8/0/{kind}/sqnr"
         assert first["sharded"][name] == pytest.approx(first["whole"][name], abs=0.1)
+
+
+def test_a_weight_that_is_gathered_in_fp8_is_compared_with_its_shards(ranks):
+    first, second = (rank["outgrown"] for rank in ranks)
+    assert first == second
+    for recipe in ("rowwise", "blockwise", "mxfp8"):
+        (whole, _), (sharded, _) = first[f"{recipe} whole"], first[f"{recipe} sharded"]
+        for name, room in (("amax", 0), ("scale", 0), ("sqnr", 0.5), ("underflow", 0.05)):
+            name = f"fp8/0/weight/{name}"
+            assert sharded[name] == pytest.approx(whole[name], abs=room), (recipe, name)
+    for how in ("whole", "sharded"):
+        series, events = first[f"delayed {how}"]
+        assert series["fp8/0/weight/sqnr"] < 1
+        assert series["fp8/0/weight/saturation"] > 0.6
+        assert events == [[3, "alarm"], [3, "left_out"]]
+
+
+def test_what_ranks_gather_in_fp8_is_compared_with_their_parts(ranks):
+    first, second = (rank["gathered"] for rank in ranks)
+    assert first == second
+    for recipe in ("tensorwise", "rowwise"):
+        whole = first[f"{recipe} whole"]
+        for style, kind in (
+            ("Float8ColwiseParallel", "input"),
+            ("Float8RowwiseParallel", "grad_output"),
+        ):
+            parts = first[f"{recipe} {style}"]
+            for name, room in (("amax", 0.01), ("sqnr", 1.0)):
+                name = f"fp8/0/{kind}/{name}"
+                assert parts[name] == pytest.approx(whole[name], abs=room), (recipe, name)
 
 
 def test_tensor_parallel_ranks_measure_their_parts_and_fall_back_together(ranks):

@@ -178,6 +178,9 @@ class WeightGather:
         padded_rows: int = self.fsdp_param.padded_sharded_param_size[0]
         return dist.get_rank(self.group) * padded_rows
 
+    def _own_rows(self) -> tuple[Tensor, int]:
+        return self.shard, self._first_row()
+
     def pre(self, shard: Tensor) -> tuple[tuple[Tensor, ...], Any]:
         """Return what this rank sends: (rows, K) uint8, padded, and the scales where they go
         along.
@@ -230,7 +233,8 @@ class WeightGather:
         elif scale.is_cuda:  # the tensor may belong to the stream in which FSDP casts
             scale.record_stream(torch.cuda.current_stream(scale.device))
         if out is None:
-            return UnshardedFloat8Weight(Payload(qdata, scale, self.spec, amax), dtype), ()
+            payload = Payload(qdata, scale, self.spec, amax, self._own_rows)
+            return UnshardedFloat8Weight(payload, dtype), ()
         weight = out._local_tensor if isinstance(out, DTensor) else out
         assert isinstance(weight, UnshardedFloat8Weight)
         weight.payload.qdata, weight.payload.scale = qdata, scale

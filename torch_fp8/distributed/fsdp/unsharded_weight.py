@@ -8,6 +8,7 @@ FSDP frees what it gathered by resizing the storage and fills it again at the ne
 weight and its aliases share one `Payload`, whose scale is replaced then.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,12 +35,14 @@ class Payload:
             what FSDP has gathered.
         spec: how it was cast.
         amax: () float32 of the weight, where its recipe keeps a history of these.
+        shard: returns this rank's rows before they were cast, and the first of them; or None.
     """
 
     qdata: Tensor
     scale: Tensor
     spec: CastSpec
     amax: Tensor | None = None
+    shard: Callable[[], tuple[Tensor, int]] | None = None
 
 
 class UnshardedFloat8Weight(QuantizableTensor):
@@ -75,6 +78,15 @@ class UnshardedFloat8Weight(QuantizableTensor):
         """Return the payloads as `quantize` does; no amax is recorded."""
         row = gathered_rowwise(self, quantizer.spec) if rowwise else None
         return row, gathered_columnwise(self, quantizer.spec, grad_output) if columnwise else None
+
+    def before_cast(
+        self, row: QuantizedTensor | None, col: QuantizedTensor | None
+    ) -> tuple[Tensor, QuantizedTensor | None, QuantizedTensor | None, int] | None:
+        """This rank's shard, whose rows are a part of the payloads'."""
+        if self.payload.shard is None:
+            return None
+        shard, first = self.payload.shard()
+        return shard, row, col, first
 
     def rowwise(self) -> QuantizedTensor:
         """The weight, quantized along K."""

@@ -51,24 +51,25 @@ class Shards(NamedTuple):
         return (*self.shape[: self.dim], size, *self.shape[self.dim + 1 :])
 
 
-def pack_shard(shard: Tensor, shards: Shards, spec: CastSpec, scale: Tensor | None) -> Tensor:
+def pack_shard(
+    quantized: QuantizedTensor, shape: torch.Size, shards: Shards, spec: CastSpec
+) -> Tensor:
     """One rank's message: its part in FP8, then the exponents of its scales.
 
     Args:
-        shard: (..., C) float32, bfloat16 or float16, of ``shards.local_shape()``.
+        quantized: part as a matrix, with a scale that is equal on all ranks if tensorwise.
+        shape: shape (..., C) of the part, ``shards.local_shape()``.
         shards: where it belongs.
         spec: format and granularity.
-        scale: () float32, equal on all ranks, for tensorwise; else None.
     Returns:
         (B,) uint8, as long on every rank.
     """
-    quantized = quantize(shard.reshape(-1, shard.shape[-1]), spec, scale)
-    payload = quantized.qdata.view(torch.uint8).view(shard.shape)
+    payload = quantized.qdata.view(torch.uint8).view(shape)
     parts = [_padded(payload, shards)]
     if spec.granularity != "tensorwise":
         exponents = (quantized.scale.view(torch.int32) >> 23).to(torch.uint8)
-        per_row = _scales_per_row(spec, shard.shape[-1])
-        parts.append(_padded(exponents.reshape(*shard.shape[:-1], per_row), shards))
+        per_row = _scales_per_row(spec, shape[-1])
+        parts.append(_padded(exponents.reshape(*shape[:-1], per_row), shards))
     return parts[0].view(-1) if len(parts) == 1 else torch.cat([p.reshape(-1) for p in parts])
 
 
@@ -77,8 +78,14 @@ class Gather:
 
     Args:
         message: of `pack_shard`.
-        shards, spec, scale: as given to it.
+        shards, spec: as given to it.
+        scale: () float32 of all parts, for tensorwise; else None.
+
+    Attributes:
+        part: this rank's part as a matrix, and its payload, where somebody compares them; or None.
     """
+
+    part: tuple[Tensor, QuantizedTensor] | None = None
 
     def __init__(
         self, message: Tensor, shards: Shards, spec: CastSpec, scale: Tensor | None
@@ -207,6 +214,15 @@ class AllGatheredFloat8Tensor(QuantizableTensor):
         """The payloads as they were gathered, whatever scale the layer would take."""
         return self.rowwise() if rowwise else None, self.columnwise() if columnwise else None
 
+    def before_cast(
+        self, row: QuantizedTensor | None, col: QuantizedTensor | None
+    ) -> tuple[Tensor, QuantizedTensor | None, QuantizedTensor | None, int] | None:
+        """This rank's part, and its bytes that were gathered: all payloads are made of these."""
+        if self.gather.part is None or (row is not None and row is not self.gather.result()):
+            return None
+        source, payload = self.gather.part
+        return source, payload, None, 0
+
     def saved_for_backward(self) -> tuple[Tensor, Tensor | None, SavedInput]:
         """The rank's own bytes or the whole payload, and the scale if it has one."""
         self.source.users += 1
@@ -242,16 +258,23 @@ def gather_activation(
     dtype: torch.dtype,
     *,
     gather_again: bool = False,
+    keep_part: bool = False,
 ) -> AllGatheredFloat8Tensor:
     """Cast this rank's part and start to gather all of them.
 
     Args:
-        shard, shards, spec, scale: see `pack_shard`.
+        shard: (..., C) float32, bfloat16 or float16, of ``shards.local_shape()``.
+        shards: where it belongs.
+        spec: format and granularity.
+        scale: () float32, equal on all ranks, for tensorwise; else None.
         dtype: that the result shall have for those who read it.
         gather_again: whether backward gathers it again instead of keeping it.
+        keep_part: whether the result keeps `shard`, for a monitor.
     """
-    message = pack_shard(shard, shards, spec, scale)
+    rows = shard.reshape(-1, shard.shape[-1])
+    quantized = quantize(rows, spec, scale)
+    message = pack_shard(quantized, shard.shape, shards, spec)
     source = GatheredInput(spec, shards if gather_again else None)
-    return AllGatheredFloat8Tensor(
-        Gather(message, shards, spec, scale), source, shards.shape, dtype
-    )
+    gather = Gather(message, shards, spec, scale)
+    gather.part = (rows, quantized) if keep_part else None
+    return AllGatheredFloat8Tensor(gather, source, shards.shape, dtype)

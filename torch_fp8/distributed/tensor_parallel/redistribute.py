@@ -110,7 +110,8 @@ def _gathered(
     shards = Shards(x.shape, x.placements[0].dim, x.device_mesh.get_group())
     quantizer = linear.quantizer(operand, shards.group)
     how = quantizer.spec, quantizer.shared_scale(shard), dtype
-    gathered = gather_activation(shard, shards, *how, gather_again=gather_again)
+    observed = linear.fp8_observer is not None
+    gathered = gather_activation(shard, shards, *how, gather_again=gather_again, keep_part=observed)
     return DTensor.from_local(gathered, x.device_mesh, [Replicate()], run_check=False)
 
 

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -24,6 +25,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torch_fp8 import FP8Config, Monitor, convert_to_float8
 from torch_fp8.distributed.fsdp.connect import connect_fsdp
+from torch_fp8.distributed.tensor_parallel.styles import (
+    Float8ColwiseParallel,
+    Float8RowwiseParallel,
+)
 from torch_fp8.monitor.run_log import FILE_NAME
 from torch_fp8.nn.paused import is_paused
 
@@ -37,6 +42,7 @@ def main():
         "gloo", store=dist.FileStore(sys.argv[3], WORLD), rank=RANK, world_size=WORLD
     )
     result = {**data_parallel(), "sharded": sharded(), "parallel": tensor_parallel()}
+    result |= {"outgrown": outgrown(), "gathered": gathered()}
     Path(sys.argv[4]).write_text(json.dumps(result))
     dist.barrier()
     dist.destroy_process_group()
@@ -116,6 +122,60 @@ def sharded():
         optimizer.step()
         monitor.close()
         seen[how] = logged
+    return seen
+
+
+def _train(model, config, x, steps=1):
+    """Train a model's only layer for some steps, each on this rank's x; return what is logged."""
+    optimizer, logged = torch.optim.SGD(model.parameters(), lr=0.0), {}
+    monitor = Monitor(model, [optimizer], config, log=lambda s, step: logged.update({step: s}))
+    for step in range(1, steps + 1):
+        if step == steps > 1:
+            with torch.no_grad():
+                model[0].weight.mul_(1e4)
+        y = model(x)
+        y.square().mean().backward()
+        optimizer.step()
+    events = [(e["step"], e["event"]) for e in monitor.events]
+    monitor.close()
+    return logged[steps], events
+
+
+def outgrown():
+    """A weight that FSDP2 gathers in FP8, whole and sharded, of several recipes."""
+    seen = {}
+    for recipe in ("rowwise", "blockwise", "mxfp8", "delayed"):
+        config = FP8Config(recipe=recipe, opt_level="O1", monitor=1, communication="fp8")
+        for how in ("whole", "sharded"):
+            torch.manual_seed(0)
+            model = nn.Sequential(nn.Linear(160, 208, bias=False))
+            model[0].weight.data.mul_(2.0 ** torch.randint(-9, 9, (208, 1)))
+            convert_to_float8(model, config)
+            if how == "sharded":
+                fully_shard(model, mesh=init_device_mesh("cpu", (WORLD,)))
+                connect_fsdp(model, config)
+            x = torch.randn(16, 160)
+            seen[f"{recipe} {how}"] = _train(model, config, x, 3 if recipe == "delayed" else 1)
+    return seen
+
+
+def gathered():
+    """Inputs and gradients whose tokens two ranks gather in FP8, beside the whole ones."""
+    seen = {}
+    for recipe in ("tensorwise", "rowwise"):
+        config = FP8Config(recipe=recipe, opt_level="O1", monitor=1, communication="fp8")
+        for style in (None, Float8ColwiseParallel, Float8RowwiseParallel):
+            torch.manual_seed(0)
+            model, x = nn.Sequential(nn.Linear(64, 96, bias=False)), torch.randn(32, 64)
+            convert_to_float8(model, config)
+            if style is not None:
+                of = {"input": Shard(0)} if style is Float8ColwiseParallel else {"output": Shard(0)}
+                layouts = {f"{name}_layouts": layout for name, layout in of.items()}
+                plan = {"0": style(**layouts)}
+                parallelize_module(model, init_device_mesh("cpu", (WORLD,)), plan)
+                x = x.chunk(WORLD, dim=0 if "input" in of else 1)[RANK]
+            name = "whole" if style is None else style.__name__
+            seen[f"{recipe} {name}"] = _train(model, config, x)[0]
     return seen
 
 
