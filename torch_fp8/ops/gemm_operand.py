@@ -11,30 +11,39 @@ from torch import Tensor
 
 from torch_fp8.ops.quantize import QuantizedTensor
 from torch_fp8.quantization.formats import GEMM_ALIGNMENT
-from torch_fp8.quantization.payload_shape import BLOCK_SHAPE, E8M0_ROWS, multiple_of_16
+from torch_fp8.quantization.payload_shape import BLOCK_SHAPE, E8M0_ROWS
 
 
-def operand(x: QuantizedTensor, contracted: int, *, is_b: bool) -> QuantizedTensor:
+def operand(
+    x: QuantizedTensor, contracted: int, *, is_b: bool, row_multiple: int = 1
+) -> QuantizedTensor:
     """Return x with payload padded and scales laid out as the CUDA operator takes them.
 
     The contraction dimension goes to a multiple of 16, with block scales of 128 to one of 128; the
     rows of b, and of a with block scales, to one of 16, with square blocks to one of 128. The
     scales of the padding are 1. Where the casts have padded tokens, nothing is left to do.
+
+    Args:
+        x: (R, C), or with more columns, which are zeros.
+        contracted: C.
+        is_b: whether it is the second operand.
+        row_multiple: power of two of which the rows become a multiple, if that is more.
     """
     blocks_of_128 = x.granularity in ("block_1x128", "block_128x128")
     col_multiple = 128 if blocks_of_128 else GEMM_ALIGNMENT
-    row_multiple = GEMM_ALIGNMENT if is_b or blocks_of_128 else 1
     if x.granularity == "block_128x128":
-        row_multiple = 128
+        row_multiple = max(row_multiple, 128)
+    elif is_b or blocks_of_128:
+        row_multiple = max(row_multiple, GEMM_ALIGNMENT)
     rows, cols = x.qdata.shape
     qdata, scale = x.qdata, x.scale
     more_rows, more_cols = -rows % row_multiple, contracted + -contracted % col_multiple - cols
     if more_rows and not more_cols and x.granularity == "block_1x128":
-        there = _with_rows_behind(x)
+        there = _with_rows_behind(x, rows + more_rows)
         if there is not None:
             return there
     if more_rows or more_cols:
-        qdata = _pad(qdata.view(torch.uint8), more_rows, more_cols, 0).view(qdata.dtype)
+        qdata = _pad_payload(qdata, more_rows, more_cols)
     elif scale.ndim == 0:
         return x
     if x.granularity == "rowwise":
@@ -47,14 +56,18 @@ def operand(x: QuantizedTensor, contracted: int, *, is_b: bool) -> QuantizedTens
     return QuantizedTensor(qdata, scale, x.granularity)
 
 
-def _with_rows_behind(x: QuantizedTensor) -> QuantizedTensor | None:
-    """Return x extended over the memory behind it to multiples of 16 rows; None if there is none.
+def with_columns(qdata: Tensor, cols: int) -> Tensor:
+    """Return a payload with zeros up to `cols` columns."""
+    return _pad_payload(qdata, 0, cols - qdata.shape[1])
+
+
+def _with_rows_behind(x: QuantizedTensor, rows: int) -> QuantizedTensor | None:
+    """Return x extended over the memory behind it to `rows` rows; None if there is none.
 
     The contents of that memory reach only rows of the product that are cut off. Scales are laid out
     with this room wherever such a payload is made.
     """
-    (_, cols), rows = x.qdata.shape, multiple_of_16(x.qdata.shape[0])
-    groups = x.scale.shape[1]
+    cols, groups = x.qdata.shape[1], x.scale.shape[1]
     if x.scale.stride() != (1, rows) or not x.qdata.is_contiguous():
         return None
     if _elements_from(x.qdata) < rows * cols or _elements_from(x.scale) < rows * groups:
@@ -68,6 +81,10 @@ def _with_rows_behind(x: QuantizedTensor) -> QuantizedTensor | None:
 def _elements_from(x: Tensor) -> int:
     """Return how many elements lie in the memory of x from its first element on."""
     return x.untyped_storage().nbytes() // x.element_size() - x.storage_offset()
+
+
+def _pad_payload(qdata: Tensor, rows: int, cols: int) -> Tensor:
+    return _pad(qdata.view(torch.uint8), rows, cols, 0).view(qdata.dtype)
 
 
 def _pad(x: Tensor, rows: int, cols: int, value: float) -> Tensor:

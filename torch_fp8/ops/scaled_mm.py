@@ -27,7 +27,8 @@ from torch import Tensor
 from torch.nn.functional import ScalingType, SwizzleType
 from torch.utils.flop_counter import register_flop_formula
 
-from torch_fp8.ops.gemm_operand import operand
+from torch_fp8.ops import refused_rows
+from torch_fp8.ops.gemm_operand import operand, with_columns
 from torch_fp8.ops.hardware import (
     _cuda_version,
     _unsupported_recipe,
@@ -303,20 +304,77 @@ def multiply_laid_out(
         native_dtype = _rowwise_dtype(a.qdata.device)
     in_gemm = bias is not None and _takes_bias(granularity, out_dtype)
     fits = width == contracted and contracted % GEMM_ALIGNMENT == 0
+    laid_out_a = a
     if not fits or granularity != "tensorwise":
-        a = operand(a, contracted, is_b=False)
+        laid_out_a = operand(a, contracted, is_b=False)
     in_epilogue = bias if in_gemm else None
     if in_epilogue is not None and b.qdata.shape[0] != cols:
         in_epilogue = F.pad(in_epilogue, (0, b.qdata.shape[0] - cols))
-    if _HAS_OPERATOR:
-        output = _scaled_mm_at_once(a, laid_out, native_dtype, fast_accum, in_epilogue)
-    else:
-        output = _scaled_mm(a, b, native_dtype, fast_accum, in_epilogue)
+    options = native_dtype, fast_accum, in_epilogue
+    known = refused_rows.padded
+    multiple = known.get(_sizes(laid_out_a, b, *options)) if known else None
+    try:
+        if multiple is None:
+            output = _product(laid_out_a, laid_out, *options)
+        else:
+            output = _padded_product(a, laid_out, multiple, *options)
+    except RuntimeError as refusal:
+        if multiple is not None:
+            raise
+        output = refused_rows.find_rows(
+            refusal,
+            _sizes(laid_out_a, b, *options),
+            laid_out_a.qdata.shape,
+            lambda multiple: _padded_product(a, laid_out, multiple, *options),
+        )
     if output.shape != (rows, cols):
         output = output[:rows, :cols]
     if native_dtype != out_dtype:
         output = output.to(out_dtype)
     return output if bias is None or in_gemm else output + bias
+
+
+def _product(
+    a: QuantizedTensor,
+    b: LaidOut,
+    out_dtype: torch.dtype,
+    fast_accum: bool,
+    bias: Tensor | None,
+) -> Tensor:
+    if _HAS_OPERATOR:
+        return _scaled_mm_at_once(a, b, out_dtype, fast_accum, bias)
+    return _scaled_mm(a, b.operand, out_dtype, fast_accum, bias)
+
+
+def _padded_product(a: QuantizedTensor, b: LaidOut, multiple: int, *options: Any) -> Tensor:
+    """Multiply with rows in whole multiples of a number, and contracted columns in those of 128."""
+    contracted = refused_rows.whole(b.contracted)
+    a = operand(a, contracted, is_b=False, row_multiple=multiple)
+    if b.operand.qdata.shape[1] != contracted:
+        # Scales per block are laid out in whole multiples of 128 columns.
+        qdata = with_columns(b.operand.qdata, contracted)
+        b = b._replace(
+            operand=b.operand._replace(qdata=qdata), arguments=(qdata.t(), *b.arguments[1:])
+        )
+    return _product(a, b, *options)
+
+
+def _sizes(
+    a: QuantizedTensor,
+    b: QuantizedTensor,
+    out_dtype: torch.dtype,
+    fast_accum: bool,
+    bias: Tensor | None,
+) -> refused_rows.Sizes:
+    (rows, contracted), whole = a.qdata.shape, refused_rows.whole
+    return refused_rows.Sizes(
+        a.qdata.device,
+        (a.granularity, b.granularity),
+        (a.qdata.dtype, b.qdata.dtype, out_dtype, fast_accum, bias is not None),
+        whole(rows),
+        whole(contracted),
+        b.qdata.shape[0],
+    )
 
 
 @functools.cache

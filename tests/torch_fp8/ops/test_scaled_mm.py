@@ -149,7 +149,8 @@ def test_other_accelerators_are_refused():
     "shape", [(256, 256, 384), (100, 200, 72), (100, 208, 72), (1, 16, 16)], ids=str
 )
 @pytest.mark.parametrize("recipe_name", RECIPES)
-def test_cuda_operands_pass_the_operators_own_checks(monkeypatch, recipe_name, shape):
+@pytest.mark.parametrize("multiple", [1, 256], ids=["", "more rows"])
+def test_cuda_operands_pass_the_operators_own_checks(monkeypatch, recipe_name, shape, multiple):
     """torch's shape function for CUDA checks alignment, strides and the scales' layout."""
     _pretend_card(monkeypatch, (10, 0) if recipe_name == "mxfp8" else (9, 0))
     recipe = make_recipe(recipe_name)
@@ -162,7 +163,10 @@ def test_cuda_operands_pass_the_operators_own_checks(monkeypatch, recipe_name, s
     )
     for a, b in ((x_row, w_row), (g_row, w_col), (g_col, x_col)):
         contracted = min(a.qdata.shape[1], b.qdata.shape[1])
-        operands = operand(a, contracted, is_b=False), operand(b, contracted, is_b=True)
+        operands = (
+            operand(a, contracted, is_b=False, row_multiple=multiple),
+            operand(b, contracted, is_b=True),
+        )
         with FakeTensorMode():
             on_cuda = [q._replace(qdata=_fake(q.qdata), scale=_fake(q.scale)) for q in operands]
             output = scaled_mm._scaled_mm(*on_cuda, torch.bfloat16, fast_accum=False)

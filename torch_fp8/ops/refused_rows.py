@@ -1,0 +1,88 @@
+"""GEMMs that cuBLASLt refuses because of their size: they run with more rows, which are zeros.
+
+Which sizes cuBLASLt has no algorithm for depends on its version, the card and the scales. One
+example is an H100 with rowwise scales, 9,216 columns and up to 256 rows
+(https://github.com/pytorch/ao/issues/4582). The first GEMM of a refused size is tried again with
+more rows. The process remembers the number that was taken, so that later GEMMs of this size are
+padded at once. cuBLASLt refuses before it launches anything: a CUDA graph that is being captured
+stays valid, and records the padded GEMM.
+"""
+
+import warnings
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+_STATUS = "CUBLAS_STATUS_NOT_SUPPORTED"
+_MULTIPLES = (128, 256, 512)
+
+
+class Sizes(NamedTuple):
+    """A kind of GEMMs that are refused alike.
+
+    Attributes:
+        device: the card.
+        scales: granularities of the operands.
+        options: all else on which the choice of an algorithm depends.
+        rows, contracted, cols: of the product, the first two in multiples of 128.
+    """
+
+    device: torch.device
+    scales: tuple[str, str]
+    options: tuple[Any, ...]
+    rows: int
+    contracted: int
+    cols: int
+
+
+padded: dict[Sizes, int] = {}
+"""Sizes that were refused, and the number of whose multiples their rows are padded to."""
+
+
+def whole(size: int, multiple: int = _MULTIPLES[0]) -> int:
+    """Round `size` up to a multiple."""
+    return -(-size // multiple) * multiple
+
+
+def find_rows(
+    refusal: RuntimeError, sizes: Sizes, shape: torch.Size, product: Callable[[int], Tensor]
+) -> Tensor:
+    """Return the product with more rows, as few as the card takes; remember and report them.
+
+    Args:
+        refusal: error of the GEMM without padding. Any error but this refusal is raised again.
+        sizes: key under which the answer is remembered.
+        shape: rows and contracted columns of the GEMM that was refused.
+        product: function that runs the GEMM with rows padded to a multiple of its argument.
+    Raises:
+        RuntimeError: the card refuses these scales with every number of rows.
+    """
+    if _STATUS not in str(refusal):
+        raise refusal
+    (rows, contracted), (a, b) = shape, sizes.scales
+    gemm = f"GEMM of {a} by {b} scales with M = {rows}, K = {contracted}, N = {sizes.cols}"
+    refused = {tuple(shape)}
+    for multiple in _MULTIPLES:
+        larger = whole(rows, multiple), sizes.contracted
+        if larger in refused:
+            continue
+        refused.add(larger)
+        try:
+            output = product(multiple)
+        except RuntimeError as error:
+            if _STATUS not in str(error):
+                raise
+            continue
+        if not any((known.device, known.scales) == sizes[:2] for known in padded):
+            warnings.warn(
+                f"FP8: {sizes.device} refuses a {gemm}. It runs padded to M = {larger[0]}, "
+                f"K = {larger[1]}, and so do other GEMMs of these scales that are refused",
+                stacklevel=2,
+            )
+        padded[sizes] = multiple
+        return output
+    raise RuntimeError(
+        f"{sizes.device} refuses a {gemm}, and with more rows as well: choose another recipe"
+    ) from refusal
