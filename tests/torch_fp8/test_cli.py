@@ -326,9 +326,9 @@ def test_the_self_test_has_every_kernel_recipe_host_and_level():
 
     checks = {f"{check.section}: {check.name}": check for check in self_test()}
     assert {f"training steps: TRL SFT, {level}" for level in ("O1", "O2", "O3")} <= set(checks)
-    assert {f"recipes: {r}, {m}" for r in ("delayed", "mxfp8") for m in ("eager", "compiled")} <= (
-        set(checks)
-    )
+    ways = ("eager", "compiled", "few tokens")
+    assert {f"recipes: {r}, {way}" for r in ("delayed", "mxfp8") for way in ways} <= set(checks)
+    assert "recipes: frozen weight" in checks
     assert "exchange: two processes" in checks
     kernels = self_test(["kernels"])
     assert len(kernels) == 26

@@ -1,5 +1,5 @@
-"""Checks of each recipe on this device: its three GEMMs against float32, eager and compiled; its
-speed.
+"""Checks of each recipe on this device: its three GEMMs against float32, eager and compiled, with
+few tokens, and with a frozen weight; its speed.
 
 The floors are those of Gaussian data, 28.5 dB where E4M3 meets E4M3 and 24.6 dB where E5M2 does,
 less half a dB: an operand in the wrong format lies below. The worst of a few hundred rows lies
@@ -14,8 +14,11 @@ from torch import Tensor, nn
 
 from torch_fp8.config import FP8Config
 from torch_fp8.conversion.convert import convert_to_float8
+from torch_fp8.conversion.freeze import freeze
 from torch_fp8.conversion.layer_benchmark import Card, LayerShape, layer_times
 from torch_fp8.environment.result import NotRun
+from torch_fp8.nn.linear import Float8Linear
+from torch_fp8.ops import refused_rows
 from torch_fp8.ops.scaled_mm import reason_not_native
 from torch_fp8.quantization.formats import E4M3, MIN_CAPABILITY
 from torch_fp8.quantization.metrics import sqnr_db, worst_row_sqnr_db
@@ -26,6 +29,9 @@ ROW_ALLOWANCE_DB = 2.5
 FEATURES_IN, FEATURES_OUT = 256, 384
 TOKENS = (256, 99)
 """Numbers of tokens: a multiple of 16, and one that is none, so that padding is seen, too."""
+FEW_TOKENS = (99, 16, 1)
+LARGE = (4096, 4096)
+"""Features of the layers that are checked with few tokens: a card refuses GEMMs by their size."""
 TIMED_TOKENS, TIMED_FEATURES = 8192, 4096
 
 
@@ -66,6 +72,55 @@ def check_compiled(recipe: str) -> str:
     return f"{measured}, {found} ({backend.name}), {how}"
 
 
+def check_few_tokens(recipe: str) -> str:
+    """Check output and gradients of a large layer with few tokens, and a token that it decodes."""
+    layer, how = _layer(recipe, large=True)
+    return f"{_few_tokens(layer, recipe)}, {how}"
+
+
+def check_frozen() -> str:
+    """Check the same of a layer whose weight is held in FP8 alone, as the base of adapters is."""
+    layer, how = _layer("tensorwise", large=True)
+    weight = layer.weight.detach().clone()
+    recipe = freeze(layer).recipe
+    assert recipe is not None
+    return f"{_few_tokens(layer, recipe.name, weight)}, {recipe.name}, {how}"
+
+
+def _few_tokens(layer: Float8Linear, recipe: str, frozen: Tensor | None = None) -> str:
+    """Hold each GEMM to the floor of a row: of one token it is one, or consists of scaled ones."""
+    floors = {
+        name: floor_db(gemm) - ROW_ALLOWANCE_DB
+        for name, gemm in zip(GEMMS, make_recipe(recipe).gemms, strict=True)
+    }
+    found = []
+    for tokens in FEW_TOKENS:
+        for name, (got, want) in _results(layer, layer, tokens, frozen).items():
+            found.append((name, tokens, sqnr_db(want, got)))
+    layer.eval()
+    prompt, token = (_gaussian(layer, n, layer.in_features) for n in FEW_TOKENS[::2])
+    with torch.no_grad():
+        layer(prompt)
+        output = layer(token)
+    kept = layer.fp8_kept_weight
+    repeated = " (repeated)" if kept is not None and kept.operand is not None else ""
+    weight = layer.weight.detach() if frozen is None else frozen
+    found.append(("fprop", 1, sqnr_db(token.double() @ weight.double().t(), output)))
+    for name, tokens, sqnr in found:
+        if not sqnr >= floors[name]:  # NaN is not
+            wanted = f"{floors[name]:.1f} dB"
+            raise RuntimeError(
+                f"{name} of {tokens} tokens has {sqnr:.1f} dB, its floor is {wanted}"
+            )
+    least = min(found, key=lambda gemm: gemm[2] - floors[gemm[0]])
+    sizes = len(refused_rows.padded)
+    padded = f", refused sizes of GEMMs that run padded: {sizes}" if sizes else ""
+    return (
+        f"{', '.join(map(str, FEW_TOKENS))} tokens and one decoded{repeated}, the worst: "
+        f"{least[0]} of {least[1]} {least[2]:.1f} dB{padded}"
+    )
+
+
 def time_recipe(recipe: str) -> str:
     """Time forward and backward of a large layer, casts included, beside BF16."""
     device = device_at_hand()
@@ -93,14 +148,16 @@ class _Counting:
         return torch._dynamo.lookup_backend(self.name)(graph, inputs)
 
 
-def _layer(recipe: str) -> tuple[nn.Linear, str]:
+def _layer(recipe: str, large: bool = False) -> tuple[Float8Linear, str]:
     """Return a converted layer, and in words how its GEMMs run."""
     device = device_at_hand()
     reason = "the CPU has no tensor cores" if device.type == "cpu" else _reason(device, recipe)
     torch.manual_seed(0)
-    layer = nn.Linear(FEATURES_IN, FEATURES_OUT, bias=False).to(device, torch.bfloat16)
+    features = LARGE if large and device.type == "cuda" else (FEATURES_IN, FEATURES_OUT)
+    layer = nn.Linear(*features, bias=False).to(device, torch.bfloat16)
     nn.init.normal_(layer.weight)
     convert_to_float8(layer, FP8Config(recipe=recipe, emulate=reason is not None))
+    assert isinstance(layer, Float8Linear)
     return layer, "native" if reason is None else "emulated"
 
 
@@ -117,8 +174,7 @@ def _measured(layer: nn.Linear, run: Callable[[Tensor], Tensor], recipe: str) ->
     gemms = make_recipe(recipe).gemms
     least = {name: (float("inf"), float("inf")) for name in GEMMS}
     for tokens in TOKENS:
-        ours, exact = _results(layer, run, tokens)
-        for name, got, want in zip(GEMMS, ours, exact, strict=True):
+        for name, (got, want) in _results(layer, run, tokens).items():
             if not bool(got.isfinite().all()):
                 raise RuntimeError(f"{name} with {tokens} tokens is not finite")
             all_, row = least[name]
@@ -136,27 +192,28 @@ def _measured(layer: nn.Linear, run: Callable[[Tensor], Tensor], recipe: str) ->
 
 
 def _results(
-    layer: nn.Linear, run: Callable[[Tensor], Tensor], tokens: int
-) -> tuple[list[Tensor], list[Tensor]]:
-    """Return output, input gradient and weight gradient: ours, and in float32."""
-    device = layer.weight.device
-    generator = torch.Generator().manual_seed(tokens)
-    x, grad = (
-        torch.randn(tokens, features, generator=generator).to(device, torch.bfloat16)
-        for features in (FEATURES_IN, FEATURES_OUT)
-    )
+    layer: nn.Linear,
+    run: Callable[[Tensor], Tensor],
+    tokens: int,
+    frozen: Tensor | None = None,
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """Return output, input gradient and, unless frozen, weight gradient: ours, and exact."""
+    weight = layer.weight.detach() if frozen is None else frozen
+    x, grad = (_gaussian(layer, tokens, features) for features in reversed(weight.shape))
     leaf = x.clone().requires_grad_()
     layer.weight.grad = None
     output = run(leaf)
     output.backward(grad)
     assert leaf.grad is not None
-    assert layer.weight.grad is not None
-    ours = [output.detach(), leaf.grad, layer.weight.grad]
-    allowed = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = False
-    try:
-        w, x, grad = layer.weight.detach().float(), x.float(), grad.float()
-        exact = [x @ w.t(), grad @ w, grad.t() @ x]
-    finally:
-        torch.backends.cuda.matmul.allow_tf32 = allowed
-    return [t.float() for t in ours], exact
+    w, x, grad = weight.double(), x.double(), grad.double()
+    found = {"fprop": (output.detach(), x @ w.t()), "dgrad": (leaf.grad, grad @ w)}
+    if frozen is None:
+        assert layer.weight.grad is not None
+        found["wgrad"] = layer.weight.grad, grad.t() @ x
+    return found
+
+
+def _gaussian(layer: nn.Linear, tokens: int, features: int) -> Tensor:
+    generator = torch.Generator().manual_seed(tokens + features)
+    x = torch.randn(tokens, features, generator=generator)
+    return x.to(layer.weight.device, torch.bfloat16)

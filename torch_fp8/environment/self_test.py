@@ -9,6 +9,11 @@ from torch_fp8.environment.check import ALONE, EVERY_CARD, Check
 from torch_fp8.quantization.recipe import RECIPES
 
 _HERE = __name__.rpartition(".")[0]
+_OF_EACH_RECIPE = {
+    "eager": "check_gemms",
+    "compiled": "check_compiled",
+    "few tokens": "check_few_tokens",
+}
 
 
 def self_test(only: Sequence[str] | None = None) -> list[Check]:
@@ -36,9 +41,11 @@ def _recipes() -> Iterator[Check]:
     apart = torch.cuda.is_available()
     for recipe in RECIPES:
         process = f"recipe {recipe}" if apart else "recipes"
-        for name, function in (("eager", "check_gemms"), ("compiled", "check_compiled")):
+        for name, function in _OF_EACH_RECIPE.items():
             path = f"{_HERE}.recipes:{function}"
             yield Check("recipes", f"{recipe}, {name}", path, (recipe,), process)
+    process = "frozen" if apart else "recipes"
+    yield Check("recipes", "frozen weight", f"{_HERE}.recipes:check_frozen", (), process)
 
 
 def _hosts() -> Iterator[Check]:

@@ -11,6 +11,7 @@ from torch_fp8 import FP8Config
 from torch_fp8.environment import exchange, host_steps, recipes
 from torch_fp8.environment.hosts import child_environment
 from torch_fp8.nn.linear import Float8Linear
+from torch_fp8.ops import refused_rows
 from torch_fp8.quantization.formats import E5M2
 from torch_fp8.quantization.recipe import RECIPES, make_recipe
 
@@ -73,6 +74,32 @@ def test_a_break_in_a_compiled_layer_is_told(monkeypatch):
     monkeypatch.setattr(Float8Linear, "forward", forward)
     with pytest.raises(RuntimeError, match=r"[1-9] breaks: .*graph_break"):
         recipes.check_compiled("tensorwise")
+
+
+@pytest.mark.parametrize("recipe", [*RECIPES, "frozen"])
+def test_a_wrong_output_of_one_token_is_told(recipe, monkeypatch):
+    """By 8 %, 22 dB: once in training and once where the token is decoded."""
+    check, *given = (
+        (recipes.check_frozen,) if recipe == "frozen" else (recipes.check_few_tokens, recipe)
+    )
+    assert "99, 16, 1 tokens and one decoded" in check(*given)
+    original = Float8Linear.forward
+    for training in (True, False):
+
+        def wrong(self, x, training=training):
+            y = original(self, x)
+            return y * 1.08 if len(x) == 1 and self.training == training else y
+
+        monkeypatch.setattr(Float8Linear, "forward", wrong)
+        with pytest.raises(
+            RuntimeError, match=r"fprop of 1 tokens has 2\d\.\d dB, its floor is 25"
+        ):
+            check(*given)
+
+
+def test_sizes_that_a_card_refuses_are_told(monkeypatch):
+    monkeypatch.setattr(refused_rows, "padded", {"a size": 128})
+    assert "refused sizes of GEMMs that run padded: 1" in recipes.check_frozen()
 
 
 def test_floors_follow_the_formats():
