@@ -259,6 +259,11 @@ def _become(arguments, folder, environment, numbers, ignored, files, python) -> 
     for number, copy in zip(numbers, copies, strict=True):
         os.dup2(copy, number)
         os.close(copy)
+    for name, number in (("stdout", 1), ("stderr", 2)):  # the server's may be files, these pipes
+        old = getattr(sys, name)
+        new = open(number, "w", encoding=old.encoding, errors=old.errors, closefd=False)  # noqa: SIM115
+        new.reconfigure(line_buffering=number == 2)
+        setattr(sys, name, new)
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)

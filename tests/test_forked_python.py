@@ -85,6 +85,17 @@ def test_the_autoload_sees_the_environment_of_the_script(forked_python, precisio
     assert done.stdout == f"{precision == 'fp8'}\n"
 
 
+def test_its_streams_can_be_configured(forked_python):
+    """A stream of the server's that was a file would seek in the caller's pipe."""
+    code = (
+        "import sys\n"
+        "for stream in (sys.stdout, sys.stderr): stream.reconfigure(errors='backslashreplace')\n"
+        "print('out'); print('error', file=sys.stderr)"
+    )
+    done = subprocess.run([forked_python, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "out\n", "error\n")
+
+
 def test_it_ends_as_a_python_does(forked_python):
     def end(code):
         done = subprocess.run(
