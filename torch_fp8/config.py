@@ -236,8 +236,7 @@ class FP8Config:
     @property
     def large_residual_bits(self) -> int | None:
         """The residual bits of large BF16 weights; None: weights are left as they are."""
-        splits = self.opt_level != "O1" and self.split_weights
-        return self.residual_bits if splits else None
+        return self.residual_bits if self.opt_level != "O1" and self.split_weights else None
 
     def _check_override(self, pattern: str, options: Mapping[str, Any] | None) -> None:
         where = f"FP8Config.overrides[{pattern!r}]"

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torch_fp8.checkpoint.adopt_checkpoint import folder_of
 from torch_fp8.checkpoint.export_format import check_format
-from torch_fp8.checkpoint.export_plan import ExportPlan, main_dtype, plan_export, walk
+from torch_fp8.checkpoint.export_plan import ExportPlan, plan_export, walk
 from torch_fp8.checkpoint.fold_adapters import (
     ADAPTERS,
     AdapterFold,
@@ -29,6 +29,7 @@ from torch_fp8.checkpoint.fold_adapters import (
     refuse_prompts,
 )
 from torch_fp8.checkpoint.fold_smooth import SmoothFold
+from torch_fp8.checkpoint.plain_dtype import PLAIN
 from torch_fp8.checkpoint.safetensors_writer import parse_size, write_safetensors
 from torch_fp8.checkpoint.whole_folder import refuse_existing, replaced_files, whole_folder
 from torch_fp8.config import FP8Config
@@ -91,7 +92,8 @@ def export(
     """Write a converted Hugging Face model as a folder that inference engines load.
 
     Each weight of an FP8 layer is written as E4M3 codes and scales whose product is, bit for bit,
-    what the layer's forward multiplies by. Everything else keeps its dtype. The folder has
+    what the layer's forward multiplies by. All other parameters are written in BF16, except
+    those that transformers keeps in float32; buffers keep their dtype. The folder has
     ``config.json``, the generation configuration, the tokenizer where it is known, and safetensors
     in files as ``save_pretrained`` writes them. Tensors are made and written one after the other.
     The folder is there as a whole or not at all. The model stays as it is.
@@ -309,26 +311,33 @@ def _write_config(model: Any, plan: ExportPlan, folder: Path) -> None:
         del config.quantization_config
     config.architectures = [type(model).__name__.removeprefix("FSDP")]
     config.save_pretrained(folder)
-    write_quantization(folder, plan, str(main_dtype(plan)).removeprefix("torch."))
+    write_quantization(folder, plan)
     generation = getattr(model, "generation_config", None)
     generates = getattr(model, "can_generate", None)
     if generation is not None and callable(generates) and generates():
         generation.save_pretrained(folder)
 
 
-def write_quantization(folder: Path, plan: ExportPlan, dtype: str) -> None:
+def write_quantization(folder: Path, plan: ExportPlan) -> None:
     """Add to ``config.json`` what the format says there, and write its other files.
 
     Args:
         folder: has the ``config.json`` of the model.
         plan: what is written.
-        dtype: of what is not in FP8.
     """
     file = folder / "config.json"
-    config = json.loads(file.read_text())
-    config.pop("torch_dtype", None)
-    config["dtype"] = dtype
+    config = _in_dtype(json.loads(file.read_text()), str(PLAIN).removeprefix("torch."))
     config["quantization_config"] = plan.format.quantization_config(plan.ignored)
     file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
     for name, content in plan.format.other_files(plan.ignored).items():
         (folder / name).write_text(json.dumps(content, indent=4) + "\n")
+
+
+def _in_dtype(config: dict[str, Any], dtype: str) -> dict[str, Any]:
+    """Return a configuration whose own dtype, and that of each part that states one, is `dtype`."""
+    parts = {
+        key: _in_dtype(value, dtype)
+        for key, value in config.items()
+        if isinstance(value, dict) and not value.keys().isdisjoint(("dtype", "torch_dtype"))
+    }
+    return {k: v for k, v in config.items() if k != "torch_dtype"} | parts | {"dtype": dtype}

@@ -24,7 +24,7 @@ from torch_fp8.checkpoint.export import (
     write_quantization,
 )
 from torch_fp8.checkpoint.export_format import ExportFormat
-from torch_fp8.checkpoint.export_plan import ModelTensors, main_dtype, plan_export
+from torch_fp8.checkpoint.export_plan import ModelTensors, plan_export
 from torch_fp8.checkpoint.load_checkpoint import built_without_data, check_keys, homes_of
 from torch_fp8.checkpoint.safetensors_files import DTYPES, SafetensorsFiles
 from torch_fp8.checkpoint.safetensors_writer import parse_size, write_safetensors
@@ -102,7 +102,7 @@ def export_checkpoint(
         for name in ("config.json", "generation_config.json"):
             if (source / name).is_file():
                 shutil.copyfile(source / name, folder / name)
-        write_quantization(folder, plan, str(main_dtype(plan)).removeprefix("torch."))
+        write_quantization(folder, plan)
         copy_tokenizer(source, folder)
     report = PreparedExport(model, plan).report(path)
     warn_kept(report)
@@ -136,18 +136,15 @@ class _Tensors(ModelTensors):
 
     def dtype(self, key: str, tensor: Tensor) -> torch.dtype:
         place = self._places[key]
-        stored = self._files.stored[place]
-        is_split = self._bits is not None and stored.dtype == "F32" and tensor.ndim >= 2
-        if place in self._scales or (is_split and tensor.numel() >= MIN_NUMEL):
-            return torch.bfloat16
-        return DTYPES[stored.dtype]
+        return torch.bfloat16 if place in self._scales else DTYPES[self._files.stored[place].dtype]
 
     def values(self, key: str, tensor: Tensor, layer: Float8Layer | None) -> Tensor:
         place = self._places[key]
         if place not in self._scales:
             value = self._files[place].to(self._device)
-            if value.dtype == torch.float32 and self.dtype(key, tensor) == torch.bfloat16:
-                return split(value, self._bits or 0)[0]
+            is_matrix = isinstance(tensor, nn.Parameter) and tensor.ndim >= 2
+            if self._bits is not None and value.dtype == torch.float32 and is_matrix:
+                return split(value, self._bits)[0] if value.numel() >= MIN_NUMEL else value
             return value
         read = read_weight(self._files, place, *self._scales[place]).to(self._device)
         if layer is None:

@@ -5,6 +5,7 @@ from typing import Any
 from torch import nn
 
 from torch_fp8.checkpoint.export_format import ExportFormat
+from torch_fp8.checkpoint.plain_dtype import is_left_by_quantizers
 from torch_fp8.nn.layer_filter import is_linear
 from torch_fp8.nn.linear import Float8Layer
 
@@ -18,18 +19,18 @@ FUSED = (
 
 
 def held_layers(
+    model: nn.Module,
     layers: dict[str, Float8Layer],
     places: list[tuple[str, nn.Module]],
     format: ExportFormat,
-    config: Any,
 ) -> dict[str, str]:
     """Return for each FP8 layer why it cannot be written in FP8; empty: it is.
 
     Args:
+        model: model of transformers, whose configuration has the numbers of its heads.
         layers: the FP8 layers by name.
         places: all modules by name.
         format: in which they are written.
-        config: of the model, with the numbers of its heads.
     """
     linears = {name for name, module in places if is_linear(module)}
     heads = {id(_output_layer(module)) for _, module in places} - {id(None)}
@@ -40,8 +41,10 @@ def held_layers(
             reason = "engines read the weight of Conv1D in 16 bits"
         elif id(layer) in heads:
             reason = "engines keep the output layer in 16 bits"
+        elif format.name == "fine-grained" and is_left_by_quantizers(model, name):
+            reason = "transformers keeps it in high precision"
         elif not reason and format.granularity == "block_128x128":
-            sizes = _stacked_sizes(name, layer, config)
+            sizes = _stacked_sizes(name, layer, getattr(model, "config", None))
             if any(size % 128 for size in sizes):
                 reason = f"its parts have {sizes} rows, no multiples of 128"
         held[name] = reason

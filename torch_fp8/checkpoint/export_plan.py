@@ -1,4 +1,4 @@
-"""What an exported checkpoint consists of: each tensor of a model, in FP8 or as it is.
+"""What an exported checkpoint consists of: each tensor of a model, in FP8 or in one plain dtype.
 
 A weight is written in FP8 with the very bytes that the layer's forward multiplies by. Where that
 cannot be (its sides do not fit the blocks, or a weight that engines multiply together with it is
@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch_fp8.checkpoint.export_format import ExportFormat
 from torch_fp8.checkpoint.export_layers import held_layers
 from torch_fp8.checkpoint.fold_smooth import SmoothFold
+from torch_fp8.checkpoint.plain_dtype import PLAIN, plain_dtype
 from torch_fp8.checkpoint.safetensors_files import DTYPES
 from torch_fp8.checkpoint.safetensors_writer import PlannedTensor, TensorGroup
 from torch_fp8.nn.class_swap import unwrapped_name
@@ -40,7 +41,7 @@ class ModelTensors:
     """The values of a model's tensors: its own. Other sources have them from elsewhere."""
 
     def dtype(self, key: str, tensor: Tensor) -> torch.dtype:
-        """Return the dtype in which a tensor is written that is not in FP8.
+        """Return the dtype in which the values of a tensor are stored.
 
         Args:
             key: its name.
@@ -153,7 +154,7 @@ def plan_export(
     if not paused:
         layers = {n: m for n, m in layers.items() if not is_paused(m)}
     format = ExportFormat(name, _recipe(layers, name))
-    held = held_layers(layers, places, format, getattr(model, "config", None))
+    held = held_layers(model, layers, places, format)
     tied = _tied_patterns(places)
     plan = ExportPlan(format, smooth=smooth)
     seen: dict[int, str] = {}
@@ -172,7 +173,8 @@ def plan_export(
             if layer is None:
                 if is_weight:
                     get = partial(_folded, module, get, adapted, None)
-                planned = PlannedTensor(key, source.dtype(key, tensor), tuple(tensor.shape))
+                dtype = plain_dtype(model, key, tensor, source.dtype(key, tensor))
+                planned = PlannedTensor(key, dtype, tuple(tensor.shape))
                 if planned.dtype not in DTYPES.values():
                     raise ValueError(
                         f"'{key}' is {tensor.dtype}, which safetensors files do not hold"
@@ -227,17 +229,6 @@ def input_scale(name: str, layer: Float8Layer) -> Tensor:
             "forward in training mode, or load the history (load_scaling_state_dict), then export"
         )
     return quantizer.scale
-
-
-def main_dtype(plan: ExportPlan) -> torch.dtype:
-    """Return the dtype of most of what is not in FP8, as transformers looks at it."""
-    floats = (torch.float32, torch.bfloat16, torch.float16)
-    tensors = [group.tensors[0] for group in plan.groups if len(group.tensors) == 1]
-    sizes = dict.fromkeys(floats, 0)
-    for tensor in tensors:
-        if tensor.dtype in sizes:
-            sizes[tensor.dtype] += tensor.num_bytes
-    return max(sizes, key=lambda dtype: sizes[dtype]) if any(sizes.values()) else torch.bfloat16
 
 
 def _recipe(layers: dict[str, Float8Layer], format: str) -> str:
@@ -307,7 +298,8 @@ def _as_it_is(planned: PlannedTensor, get: Callable[[], Tensor]) -> TensorGroup:
     def make() -> tuple[Tensor]:
         value = get()
         if isinstance(value, QuantizableTensor):  # of a paused layer
-            value = value.dequantize().to(planned.dtype)
+            value = value.dequantize()
+        value = value.to(planned.dtype)
         if value.is_floating_point() and not bool(value.isfinite().all()):
             raise not_finite(planned.name)
         return (value,)
@@ -322,7 +314,7 @@ def _in_bf16(
 
     def make() -> tuple[Tensor]:
         payload = checked_payload(key, layer, get(), current=folded)
-        value = dequantize(payload, torch.bfloat16)
+        value = dequantize(payload, PLAIN)
         if not torch.equal(value.float(), dequantize(payload)):
             raise ValueError(
                 f"'{key}' cannot be written in FP8: {reason}; and BF16 does not hold its values "
@@ -331,7 +323,7 @@ def _in_bf16(
             )
         return (value.t() if layer.fp8_transposed else value,)
 
-    return TensorGroup((PlannedTensor(key, torch.bfloat16, shape),), make)
+    return TensorGroup((PlannedTensor(key, PLAIN, shape),), make)
 
 
 def _in_fp8(

@@ -27,6 +27,7 @@ from torch_fp8.checkpoint.fold_adapters import (
     refuse_prompts,
 )
 from torch_fp8.checkpoint.fold_smooth import SmoothFold
+from torch_fp8.checkpoint.plain_dtype import plain_dtype
 from torch_fp8.nn.layer_filter import expert_weights
 from torch_fp8.nn.linear import Float8Layer
 from torch_fp8.ops.quantize import dequantize
@@ -43,10 +44,11 @@ def weights_for_engine(
     Args:
         model: of transformers, converted by `torch_fp8.convert_to_float8`; wrappers of torch and
             PEFT are looked through.
-        engine: ``bf16``: BF16 tensors, trained weights as they are. ``fp8_per_block``: BF16 tensors
-            for an engine that quantizes them online in blocks of 128 x 128: those of FP8 layers
-            have the values that training multiplies by, which an engine with power-of-two scales
-            makes the same FP8 values of. ``fine-grained``: E4M3 ``weight`` and float32
+        engine: ``bf16``: BF16 tensors, trained weights as they are; buffers, and parameters that
+            transformers keeps in float32, keep their dtype. ``fp8_per_block``: BF16 tensors for an
+            engine that quantizes them online in blocks of 128 x 128: those of FP8 layers have the
+            values that training multiplies by, which an engine with power-of-two scales makes the
+            same FP8 values of. ``fine-grained``: E4M3 ``weight`` and float32
             ``weight_scale_inv``, for an engine that was started from such a checkpoint. Both FP8
             engines get the factors of Smooth-SwiGLU in the weights, as `export` folds them.
         adapters: ``merge``: ``W + delta``, rounded to BF16 once, and modules that were trained as
@@ -106,15 +108,15 @@ def _as_planned(plan: ExportPlan) -> Iterator[tuple[str, Tensor]]:
 
 @torch.no_grad()
 def _in_bf16(root: nn.Module, fold: AdapterFold) -> Iterator[tuple[str, Tensor]]:
-    for key, _, value in _folded(root, fold):
-        yield key, _bf16(key, value)
+    for key, _, value, dtype in _folded(root, fold):
+        yield key, _plain(key, value, dtype)
 
 
 @torch.no_grad()
 def _in_values_of_fp8(
     root: nn.Module, fold: AdapterFold, smooth: SmoothFold | None, in_fp8: set[str]
 ) -> Iterator[tuple[str, Tensor]]:
-    for key, module, value in _folded(root, fold):
+    for key, module, value, dtype in _folded(root, fold):
         if isinstance(module, Float8Layer) and key.removesuffix(".weight") in in_fp8:
             value = value if smooth is None else smooth.weight(module, value)
             payload = checked_payload(key, module, value)
@@ -126,27 +128,27 @@ def _in_values_of_fp8(
                 )
             yield key, plain
         else:
-            yield key, _bf16(key, value)
+            yield key, _plain(key, value, dtype)
 
 
-def _folded(root: nn.Module, fold: AdapterFold) -> Iterator[tuple[str, nn.Module, Tensor]]:
-    """Yield each tensor once, with its name and module."""
+def _folded(
+    root: nn.Module, fold: AdapterFold
+) -> Iterator[tuple[str, nn.Module, Tensor, torch.dtype]]:
+    """Yield each tensor once: its name, its module, its values and the dtype for an engine."""
     seen: set[int] = set()
     for name, module in fold.walk(root):
         for key, tensor in own_tensors(name, module):
             if id(tensor) in seen:
                 continue
             seen.add(id(tensor))
-            is_weight = key == f"{name}.weight"
-            yield key, module, fold(module, tensor) if is_weight else tensor
+            value = fold(module, tensor) if key == f"{name}.weight" else tensor
+            yield key, module, value, plain_dtype(root, key, tensor, tensor.dtype)
 
 
-def _bf16(key: str, value: Tensor) -> Tensor:
+def _plain(key: str, value: Tensor, dtype: torch.dtype) -> Tensor:
     if isinstance(value, QuantizableTensor):
         value = value.dequantize()
-    value = value.detach()
-    if not value.is_floating_point():
-        return value
-    if not bool(value.isfinite().all()):
+    value = value.detach().to(dtype)
+    if value.is_floating_point() and not bool(value.isfinite().all()):
         raise not_finite(key)
-    return value.to(torch.bfloat16)
+    return value
