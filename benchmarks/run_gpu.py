@@ -1,26 +1,31 @@
-"""Everything that awaits a GPU, in one command: the GPU tests, then every benchmark.
+"""Everything that awaits a GPU, in one command: the self-test, the GPU tests, every benchmark.
 
-    python -m benchmarks.run_gpu                          # all parts, within the budget
+    python -m benchmarks.run_gpu                          # what fits into nine minutes
+    python -m benchmarks.run_gpu --seconds 1500           # or into the time that you have
     python -m benchmarks.run_gpu --parts linear block     # some; several calls cover everything
     python -m benchmarks.run_gpu --toy                    # the same at toy size, also on a CPU
 
-Parts, the most telling first: tests, timing, linear, block, step, memory, gemm, optimizer. Each is
-a process of its own that gets its share of the time that is left, by the weights in `PARTS`, and
-writes its CSV, a row at a time, and its picture under benchmarks/results; gpu_run.csv says how each
-went. Rows stay until they are measured again. What follows ``--`` goes to every part that is named:
+The parts and their order are those of `PARTS`. A plan with the estimated seconds of each comes
+first. A part gets its estimate, and its share of what is left over if all of them fit. At the end
+stands what was not run, with the command for it. If a check of the self-test fails nothing else is
+run, for no figure of a broken engine is worth having.
+
+Each part is a process of its own, which writes a CSV row by row: tests.csv has a row for each test
+from the beginning, and the benchmarks draw pictures, too. gpu_run.csv says how each part went. The
+files lie under ``$OUT`` if that is set, else in benchmarks/results. What follows ``--`` goes to
+every part that is named:
 
     python -m benchmarks.run_gpu --parts step -- --models Llama-3.1-8B --modes compiled
 
-``tests`` are the GPU tests, in several processes where pytest-xdist is there, for most of their
-time goes into compiling kernels; ``timing`` those that compare times, which need the card to
-themselves. The exit status is 0 if that of every part is.
+``tests`` run in several processes where pytest-xdist is there, for most of their time goes into
+compiling kernels; see `benchmarks.gpu_tests` for their order. ``timing`` are the tests that compare
+times, which need the card to themselves. The exit status is 0 if that of every part is.
 """
 
 import argparse
 import contextlib
 import importlib.util
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -29,7 +34,9 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.gpu_tests import NOT_RUN, counted
 from benchmarks.measurement import (
+    NOT_REACHED,
     RESULTS,
     ROOT,
     TOY_RESULTS,
@@ -40,75 +47,136 @@ from benchmarks.measurement import (
 )
 from benchmarks.plot import draw
 
-BUDGET = 540.0
+SECONDS = 540.0
 """The seconds of the whole, so that ten minutes also hold the start of Python and the results."""
 PARTS = {
-    "tests": 2.5,
-    "timing": 0.5,
-    "linear": 2.5,
-    "block": 1.5,
-    "step": 4.0,
-    "memory": 1.5,
-    "gemm": 1.0,
-    "optimizer": 1.0,
+    "self-test": 90.0,
+    "tests": 240.0,
+    "timing": 30.0,
+    "linear": 120.0,
+    "block": 90.0,
+    "optimizer": 45.0,
+    "gemm": 60.0,
+    "memory": 60.0,
+    "step": 240.0,
 }
-"""The weight of each part's share in the time that is left to it and those after it."""
+"""The estimated seconds of each part on an H100 with 16 cores, in the order in which they run."""
 TESTS = {"tests": "gpu and not alone", "timing": "gpu and alone"}
 """The tests that each part of tests runs."""
 GRACE = 20.0
-"""The seconds before the end of its share in which a part begins nothing new."""
+"""The seconds before the end of its time in which a part begins nothing new."""
+LEAST = 0.5
+"""The share of its estimate without which a part does not begin."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--toy", action="store_true", help="toy sizes, also on a CPU")
-    parser.add_argument("--budget", type=float, default=BUDGET, help="seconds for everything")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="for everything")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--results", type=Path, help="directory of the CSV files")
     parser.add_argument("options", nargs="*", help="for the parts, after --")
     arguments = parser.parse_args()
     if not arguments.toy and not torch.cuda.is_available():
         parser.error("there is no GPU here; --toy runs everything at toy size on the CPU")
-    results = arguments.results or (TOY_RESULTS if arguments.toy else RESULTS)
-    deadline = time.monotonic() + arguments.budget
+    results = arguments.results or default_results(arguments.toy)
+    results.mkdir(parents=True, exist_ok=True)
+    deadline = time.monotonic() + arguments.seconds
     columns = ("part", "seconds", "result")
     table = Table(results / "gpu_run.csv", columns, ("part",), environment(default_device()))
     names = [name for name in PARTS if name in arguments.parts]
-    statuses = []
+    print(plan(names, arguments.seconds), flush=True)
+    statuses, left_out = [], []
     for i, name in enumerate(names):
-        share = PARTS[name] / sum(PARTS[later] for later in names[i:])
-        seconds = share * (deadline - time.monotonic())
-        toy = ["--toy"] if arguments.toy else []
-        command = [*command_of(name, results), *(toy if name not in TESTS else [])]
+        seconds = time_of(names[i:], deadline - time.monotonic())
+        if not seconds:
+            left_out.append(name)
+            table.add([{"part": name, "result": NOT_RUN, "note": NOT_REACHED}])
+            continue
+        toy = ["--toy"] if arguments.toy and name not in (*TESTS, "self-test") else []
         began = time.monotonic()
-        status, result = run_part(name, [*command, *arguments.options], seconds)
+        command = [*command_of(name, results), *toy, *arguments.options]
+        status, result = run_part(name, command, seconds)
+        if name in TESTS:
+            result += tests_told(results / f"{name}.csv")
         statuses.append(status)
         spent = round(time.monotonic() - began, 1)
         table.add([{"part": name, "seconds": spent, "result": result}])
         print(f"== {name}: {result} in {spent} s", flush=True)
-        if status and name not in TESTS:
+        if name == "self-test" and status and result != cut_off(seconds):
+            left_out = names[i + 1 :]
+            print("== the self-test fails: mend that first; it names the check", flush=True)
+            break
+        if status and name not in (*TESTS, "self-test"):
             draw_what_there_is(results / f"{name}.csv")
+    if left_out:
+        again = f"python -m benchmarks.run_gpu --parts {' '.join(left_out)}"
+        print(f"== not run: {', '.join(left_out)}; {again}", flush=True)
     sys.exit(any(statuses))  # of a process that a signal has ended it is negative
+
+
+def default_results(toy: bool) -> Path:
+    """Return the directory of the CSV files: ``$OUT``, or the one of full or of toy size."""
+    if os.environ.get("OUT"):
+        return Path(os.environ["OUT"])
+    return TOY_RESULTS if toy else RESULTS
+
+
+def time_of(names: list[str], left: float) -> float:
+    """Return the seconds that the first of the remaining parts gets; 0 if it does not begin.
+
+    Args:
+        names: the parts that remain.
+        left: the seconds that remain.
+    """
+    estimate, all_ = PARTS[names[0]], sum(PARTS[name] for name in names)
+    if left < LEAST * estimate:
+        return 0.0
+    return min(left, estimate * max(1.0, left / all_))
+
+
+def plan(names: list[str], seconds: float) -> str:
+    """Return the lines that say what will be run, if every part takes the time that it gets."""
+    lines, left = [f"== plan for {seconds:.0f} s; estimated seconds, and those it gets"], seconds
+    for i, name in enumerate(names):
+        given = time_of(names[i:], left)
+        left -= given
+        lines.append(f"   {name:<10}{PARTS[name]:>6.0f}{f'{given:.0f}' if given else NOT_RUN:>9}")
+    return "\n".join(lines)
+
+
+def tests_told(path: Path) -> str:
+    """Return how many tests of a CSV had each result, for the line on their part."""
+    counts = counted(path)
+    return "".join(f", {count} {result}" for result, count in counts.items())
 
 
 def command_of(name: str, results: Path) -> list[str]:
     """Return the command of a part; without a card the GPU tests are only collected."""
+    if name == "self-test":
+        report = str((results / "self_test.txt").resolve())
+        only = [] if torch.cuda.is_available() else ["--only", "kernels"]
+        command = [sys.executable, "-m", "torch_fp8", "env", "--self-test", "--report", report]
+        return [*command, *only]
+    csv = str((results / f"{name}.csv").resolve())
     if name not in TESTS:
-        csv = str(results / f"{name}.csv")
         return [sys.executable, "-m", f"benchmarks.bench_{name}", "--csv", csv]
-    command = [sys.executable, "-m", "pytest", "-q", "-m", TESTS[name], *gpu_tests()]
+    plugin = ["-p", "benchmarks.gpu_tests", "--results", csv]
+    command = [sys.executable, "-m", "pytest", "-q", *plugin, "-m", TESTS[name], *gpu_tests(name)]
     if not torch.cuda.is_available():
         return [*command, "--collect-only"]
     parallel = name == "tests" and importlib.util.find_spec("xdist") is not None
-    return [*command, "-n", str(num_processes())] if parallel else command
+    # One at a time: workers that get long lists would not keep the order.
+    return [*command, "--maxschedchunk", "1", "-n", str(num_processes())] if parallel else command
 
 
-def gpu_tests() -> list[str]:
-    """Return the files with GPU tests: others may need packages that a machine with a card
-    lacks.
+def gpu_tests(name: str) -> list[str]:
+    """Return the files with GPU tests of a part: others may need packages that a machine with a
+    card lacks.
     """
     files = sorted((ROOT / "tests").rglob("test_*.py"))
-    return [str(path) for path in files if "mark.gpu" in path.read_text(encoding="utf-8")]
+    mark = "mark.alone" if name == "timing" else "mark.gpu"
+    return [str(path) for path in files if mark in path.read_text(encoding="utf-8")]
 
 
 def num_processes() -> int:
@@ -128,53 +196,38 @@ def draw_what_there_is(csv: Path) -> None:
 
 
 def run_part(name: str, command: list[str], seconds: float) -> tuple[int, str]:
-    """Run one part -> (exit status, one line on how it went)."""
+    """Run one part -> (exit status, one line on how it went); its output is shown as it comes."""
     print(f"== {name}: up to {seconds:.0f} s", flush=True)
     environment = dict(os.environ)
     if name in TESTS:
         environment["OMP_NUM_THREADS"] = "1"  # beside other processes
-    else:
+    elif name != "self-test":
         command = [*command, "--budget", f"{max(seconds - GRACE, 0.5 * seconds):.0f}"]
-    process = subprocess.Popen(
-        command,
-        cwd=ROOT,
-        env=environment,
-        stdout=subprocess.PIPE,
-        text=True,
-        preexec_fn=os.setpgrp,  # a group of its own: what it starts may hold the pipe as it does
-    )
+    # A group of its own, which is ended with it.
+    process = subprocess.Popen(command, cwd=ROOT, env=environment, preexec_fn=os.setpgrp)
     try:
-        output, _ = process.communicate(timeout=max(seconds, 1.0))
+        status = process.wait(max(seconds, 1.0))
     except subprocess.TimeoutExpired:
         # As from the keyboard: pytest then reports what it has run so far.
         process.send_signal(signal.SIGINT)
-        try:
-            output, _ = process.communicate(timeout=GRACE / 2)
-        except subprocess.TimeoutExpired:
-            end_all(process)
-            output, _ = process.communicate()
-        print(output, flush=True)
-        return 1, f"ended after {seconds:.0f} s{_counted(name, output)}"
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(GRACE / 2)
+        return 1, cut_off(seconds)
     finally:
         end_all(process)  # and what it may have left running, beside which nothing is to be timed
-    print(output, flush=True)
-    if name in TESTS and _counted(name, output):
-        return process.returncode, _counted(name, output).removeprefix(", ")
-    status = process.returncode
     return status, "done" if status == 0 else f"exit status {status}"
+
+
+def cut_off(seconds: float) -> str:
+    """Return the line on a part whose time was over."""
+    return f"ended after {seconds:.0f} s"
 
 
 def end_all(process: subprocess.Popen) -> None:
     """End a part and all processes that it has started."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-
-
-def _counted(name: str, output: str) -> str:
-    """Return what pytest says that it has run."""
-    last = (output.strip().splitlines() or [""])[-1]
-    found = re.search(r"\d+ (passed|failed|error|tests? collected|deselected).*", last)
-    return f", {found.group(0).strip('= ')}" if name in TESTS and found else ""
+    process.wait()
 
 
 if __name__ == "__main__":

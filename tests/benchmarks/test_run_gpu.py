@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import run_gpu
+from benchmarks import gpu_tests, run_gpu
 from benchmarks.shapes import TOY_LLAMA, parameter_count
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -30,8 +30,8 @@ def results(tmp_path_factory, forked_hosts):
         "-m",
         "benchmarks.run_gpu",
         "--toy",
-        "--budget",
-        "900",
+        "--seconds",
+        "9000",
         "--results",
         str(directory),
     ]
@@ -218,9 +218,105 @@ def test_every_part_is_drawn(results):
     assert {path.stem for path in results.glob("*.png")} == set(PARTS)
 
 
+@pytest.mark.long
+def test_every_gpu_test_has_a_row_before_it_runs(results):
+    """Every function comes before the second case of any, kernels before layers before hosts."""
+    tests = [row["test"].partition("[")[0] for row in rows(results, "tests.csv")]
+    assert {row["result"] for row in rows(results, "tests.csv")} == {"not run"}
+    functions = list(dict.fromkeys(tests))
+    assert tests[: len(functions)] == functions
+    files = list(dict.fromkeys(test.partition("::")[0] for test in functions))
+    assert files[0].endswith("test_quantize_gpu.py")
+    assert files.index("tests/torch_fp8/test_cuda.py") < files.index(
+        "tests/accelerate_fp8/test_trl_frozen.py"
+    )
+    ran = {row["part"]: row["result"] for row in rows(results, "gpu_run.csv")}
+    assert list(ran) == list(run_gpu.PARTS)
+    assert ran["tests"] == f"done, {len(tests)} not run"
+    assert "not run no card" in " ".join((results / "self_test.txt").read_text().split())
+
+
+def test_a_plan_gives_each_part_its_estimate_and_says_what_it_leaves_out():
+    names = list(run_gpu.PARTS)
+    lines = [line.split() for line in run_gpu.plan(names, 540.0).splitlines()[1:]]
+    assert [line[0] for line in lines] == names
+    assert lines[0] == ["self-test", "90", "90"]
+    assert lines[4] == ["block", "90", "60"]
+    assert all(line[2:] == ["not", "run"] for line in lines[5:])
+    assert run_gpu.time_of(["tests"], 540.0) == 540.0
+    twice = [
+        run_gpu.time_of(names[i:], 2.0 * sum(list(run_gpu.PARTS.values())[i:])) for i in (0, 4)
+    ]
+    assert twice == [180.0, 180.0]
+    assert sum(run_gpu.PARTS.values()) < 1500  # of the half hour that a card is lent for
+
+
+@pytest.fixture
+def run_parts(tmp_path, monkeypatch):
+    """``run_parts({part: code}, *arguments)``: rows of a run whose parts are these scripts."""
+
+    def run(codes, *arguments):
+        def command_of(name, results):
+            return [sys.executable, "-c", codes[name]]
+
+        monkeypatch.setattr(run_gpu, "command_of", command_of)
+        command = ["run_gpu", "--toy", "--results", str(tmp_path), "--parts", *codes, *arguments]
+        monkeypatch.setattr(sys, "argv", command)
+        with pytest.raises(SystemExit) as ended:
+            run_gpu.main()
+        return ended.value.code, {r["part"]: r["result"] for r in rows(tmp_path, "gpu_run.csv")}
+
+    return run
+
+
+@pytest.mark.parametrize("status", [1, 3])
+def test_a_self_test_that_fails_stops_the_rest(run_parts, capsys, status):
+    code, ran = run_parts({"self-test": f"raise SystemExit({status})", "linear": "", "gemm": ""})
+    assert code == 1
+    assert ran == {"self-test": f"exit status {status}"}
+    out = capsys.readouterr().out
+    assert "the self-test fails" in out
+    assert "not run: linear, gemm; python -m benchmarks.run_gpu --parts linear gemm" in out
+
+
+def test_parts_without_time_are_listed(run_parts, capsys):
+    code, ran = run_parts({"linear": "", "step": ""}, "--seconds", "100")
+    assert code == 0
+    assert ran == {"linear": "done", "step": "not run"}
+    out = capsys.readouterr().out
+    assert out.index("plan for 100 s") < out.index("== linear: up to 100 s")
+    assert "not run: step; python -m benchmarks.run_gpu --parts step" in out
+
+
+def test_results_lie_where_the_variable_says(monkeypatch, tmp_path):
+    monkeypatch.setenv("OUT", str(tmp_path))
+    assert run_gpu.default_results(toy=False) == tmp_path
+    monkeypatch.delenv("OUT")
+    assert run_gpu.default_results(toy=False) == run_gpu.RESULTS
+
+
+def test_a_test_that_did_not_end_is_not_run(tmp_path):
+    path = tmp_path / "tests.csv"
+    assert gpu_tests.counted(path) == {}
+    results = gpu_tests.Results(path)
+    results.pytest_xdist_node_collection_finished(None, ["a", "b", "c", "d"])
+    for test, when, outcome in (
+        *[("a", when, "passed") for when in ("setup", "call", "teardown")],
+        *[("b", "setup", "passed"), ("b", "call", "failed"), ("b", "teardown", "passed")],
+        *[("c", "setup", "skipped"), ("c", "teardown", "passed"), ("d", "setup", "passed")],
+    ):
+        results.pytest_runtest_logreport(
+            pytest.TestReport(test, ("", 0, ""), {}, outcome, "wrong\nsum", when, duration=0.5)
+        )
+    found = {row["test"]: row for row in rows(tmp_path, "tests.csv")}
+    assert [found[test]["result"] for test in "abcd"] == ["passed", "failed", "skipped", "not run"]
+    assert (found["b"]["note"], found["b"]["seconds"]) == ("sum", "1.5")
+    assert run_gpu.tests_told(path) == ", 1 passed, 1 failed, 1 skipped, 1 not run"
+
+
 def test_the_files_with_gpu_tests_are_all_that_is_collected():
     """The others need packages that a machine with a card may lack: an error when collecting."""
-    files = {Path(path).relative_to(ROOT).as_posix() for path in run_gpu.gpu_tests()}
+    files = {Path(path).relative_to(ROOT).as_posix() for path in run_gpu.gpu_tests("tests")}
     assert "tests/torch_fp8/test_cuda.py" in files
     assert "tests/torch_fp8/conversion/test_autotune.py" in files
     assert "tests/torch_fp8/nn/test_linear.py" not in files
@@ -247,21 +343,14 @@ def script(tmp_path, text):
     return [sys.executable, str(path)]
 
 
-def test_a_part_that_a_signal_ends_is_a_failure(tmp_path, monkeypatch):
-    died = script(tmp_path, "import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
-    monkeypatch.setattr(run_gpu, "command_of", lambda name, results: died)
-    monkeypatch.setattr(sys, "argv", ["run_gpu", "--toy", "--parts", "gemm", "--results", "x"])
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit) as ended:
-        run_gpu.main()
-    assert ended.value.code == 1
-    (row,) = rows(tmp_path / "x", "gpu_run.csv")
-    assert row["result"] == "exit status -9"
+def test_a_part_that_a_signal_ends_is_a_failure(run_parts):
+    died = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
+    assert run_parts({"gemm": died}) == (1, {"gemm": "exit status -9"})
 
 
 @pytest.mark.parametrize("stubborn", [False, True])
 def test_a_part_is_ended_in_time_with_all_that_it_started(tmp_path, monkeypatch, stubborn):
-    """A worker that holds the pipe may not hold the run, nor be there beside the next part."""
+    """A worker may not be there beside the next part."""
     monkeypatch.setattr(run_gpu, "GRACE", 2.0)
     command = script(
         tmp_path,
@@ -277,16 +366,16 @@ def test_a_part_is_ended_in_time_with_all_that_it_started(tmp_path, monkeypatch,
     assert (status, result) == (1, "ended after 2 s")
 
 
-def test_what_a_part_left_running_is_ended(tmp_path, capsys):
+def test_what_a_part_left_running_is_ended(tmp_path, capfd):
     command = script(
         tmp_path,
         "import subprocess, sys\n"
         "worker = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'],"
         " stdout=subprocess.DEVNULL)\n"
-        "print(worker.pid)\n",
+        "print(worker.pid, flush=True)\n",
     )
     assert run_gpu.run_part("gemm", command, 30.0) == (0, "done")
-    worker = int(capsys.readouterr().out.split()[-1])
+    worker = int(capfd.readouterr().out.split()[-1])
     for _ in range(50):
         state = Path(f"/proc/{worker}/stat")
         if not state.exists() or state.read_text().rsplit(")", 1)[1].split()[0] == "Z":
