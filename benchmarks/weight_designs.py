@@ -172,9 +172,9 @@ def _bucket(layer: torch.nn.Module) -> int:
     """Return the bytes of the bucket in which DDP reduces a layer's gradient."""
     seen = []
 
-    def hook(_: Any, bucket: Any) -> Any:
+    def hook(_: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         seen.append(bucket.buffer().nbytes)
-        future: Any = torch.futures.Future()
+        future = torch.futures.Future[torch.Tensor]()
         future.set_result(bucket.buffer())
         return future
 
