@@ -85,11 +85,19 @@ class ScalingBuffers(nn.Module):
             self._non_persistent_buffers_set.discard(name)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        # Module.to(bfloat16) casts every floating buffer; amaxes follow the device only.
+        # Amaxes follow the device only: Module.to(bfloat16) casts, to_empty leaves garbage.
         kept = {n: b for n, b in self._buffers.items() if n.startswith("fp8_") and b is not None}
         super()._apply(fn, recurse)
         for name, buffer in kept.items():
             moved = self._buffers[name]
-            if moved is not None and moved.dtype != buffer.dtype:
+            if moved is not None and moved is not buffer and not buffer.is_meta:
                 self._buffers[name] = buffer.to(moved.device)
+        if any(buffer.is_meta for buffer in kept.values()):
+            self.reset_scaling()
         return self
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        super()._load_from_state_dict(*args)
+        buffers = [self._buffers.get(name) for name in BUFFERS]
+        if not self.weight.is_meta and any(b is not None and b.is_meta for b in buffers):
+            ScalingBuffers.init_scaling(self)  # the weight was assigned, which left these behind

@@ -322,14 +322,46 @@ def test_history_keeps_its_precision_when_the_module_is_cast():
     assert torch.equal(fp8[0].fp8_amax_history, before)
 
 
-def test_history_of_a_materialised_meta_module_is_empty():
+@pytest.fixture
+def filled_memory():
+    """Memory that nobody has initialised holds NaN."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+_OUT_OF_META = {
+    "to_empty": lambda model, values: model.to_empty(device="cpu"),
+    "loaded": lambda model, values: model.to_empty(device="cpu").load_state_dict(values),
+    "assigned": lambda model, values: model.load_state_dict(values, assign=True),
+    "cast": lambda model, values: model.to_empty(device="cpu").to(torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("way", _OUT_OF_META)
+def test_delayed_scaling_begins_empty_behind_the_meta_device(filled_memory, way):
+    values = nn.Sequential(nn.Linear(K, N)).state_dict()
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(K, N))
+    fresh = nn.Sequential(nn.Linear(K, N))
+    for each in (model, fresh):
+        torch_fp8.convert_to_float8(each, FP8Config(recipe="delayed"))
+    _OUT_OF_META[way](model, values)
+    for buffer, expected in zip(model.buffers(), fresh.buffers(), strict=True):
+        assert torch.equal(buffer, expected)
+    for each in (model, fresh):
+        each.float().load_state_dict(values)
+    x = torch.randn(2, K)
+    assert torch.equal(model(x), fresh(x))
+
+
+def test_memory_that_is_made_anew_keeps_the_history(filled_memory):
+    model = nn.Sequential(nn.Linear(K, N))
     torch_fp8.convert_to_float8(model, FP8Config(recipe="delayed"))
+    model(torch.randn(2, K))
+    before = [buffer.clone() for buffer in model.buffers()]
     model.to_empty(device="cpu")
-    model[0].reset_parameters()
-    assert (model[0].fp8_amax_history == 0).all()
-    assert model(torch.randn(2, K)).isfinite().all()
+    assert all(map(torch.equal, model.buffers(), before))
 
 
 @pytest.mark.parametrize("options", [{}, {"wgrad": "bf16"}], ids=["wgrad-fp8", "wgrad-bf16"])
