@@ -8,9 +8,13 @@ launches, and does just that in later calls, with their tensors: a third of the 
 What is written down is seen, not told: a mode of torch's dispatcher sees all operators that the
 launcher calls, and `torch_fp8.kernels.quick_launch` reports every launch. A launcher that does more
 than that with its tensors, such as to read an element, is always called as it is.
+
+``TORCH_FP8_REPLAY=0`` in the environment plays nothing, and no launch is remembered: whoever looks
+for a fault on a card can leave both out.
 """
 
 import functools
+import os
 from collections.abc import Callable, Sequence
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -36,6 +40,20 @@ _VALUES = frozenset({type(None), bool, int, float, str, torch.dtype})
 """Types of what is no tensor among a launcher's arguments."""
 _MOST = 512
 """Calls that are kept of an operator: numbers of tokens that never come again shall not add up."""
+
+
+def _replays() -> bool:
+    value = os.environ.get("TORCH_FP8_REPLAY", "").strip()
+    if value not in ("", "0", "1"):
+        raise ValueError(
+            f"TORCH_FP8_REPLAY is {value!r}: 0 has Triton make each launch anew, 1 (or nothing) "
+            "has launches that were made before made again"
+        )
+    return value != "0"
+
+
+REPLAYS = _replays()
+"""Whether calls are played and launches remembered in this process."""
 
 
 class Step(NamedTuple):
@@ -233,6 +251,8 @@ class Replayed:
         self._tapes: dict[Any, Tape | bool] = {}
 
     def __call__(self, *args: Any) -> Any:
+        if not REPLAYS:
+            return self._launcher(*args)
         key: list[Any] = []
         tensors: list[Tensor] = []
         for argument in args:

@@ -72,6 +72,26 @@ def _ask(replayed, *shapes, times=4, **how):
     return tensors, made
 
 
+def test_with_the_switch_the_launcher_is_always_called(monkeypatch):
+    monkeypatch.setattr(launch_tape, "REPLAYS", False)
+    launcher, replayed = _replayed(_double)
+    (x,), y = _ask(replayed, (3, 5), times=4)
+    assert launcher.calls == 4
+    assert torch.equal(y, 2 * x)
+
+
+@pytest.mark.parametrize(("value", "replays"), [("0", False), ("1", True), ("", True)])
+def test_the_switch_is_an_environment_variable(monkeypatch, value, replays):
+    monkeypatch.setenv("TORCH_FP8_REPLAY", value)
+    assert launch_tape._replays() is replays
+
+
+def test_another_value_of_the_switch_is_refused(monkeypatch):
+    monkeypatch.setenv("TORCH_FP8_REPLAY", "no")
+    with pytest.raises(ValueError, match=r"TORCH_FP8_REPLAY is 'no': 0 has .*, 1 \(or nothing\)"):
+        launch_tape._replays()
+
+
 def test_third_call_is_played_with_its_own_tensors():
     launcher, replayed = _replayed(_double)
     before = scale_kernel.launches

@@ -1,5 +1,7 @@
 """Launches that are remembered: the binary that Triton would take, with the arguments of now."""
 
+import inspect
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -8,21 +10,34 @@ import triton
 import triton.language as tl
 from triton.runtime.jit import JITFunction
 
+from torch_fp8.kernels import quick_launch
 from torch_fp8.kernels.launch_tape import Recording
 from torch_fp8.kernels.quick_launch import _MOST, quick
 
 
 @pytest.fixture
 def launches(monkeypatch):
-    """A kernel with what Triton was asked for, and what its binaries were called with."""
-    asked, called = [], []
+    """A kernel with what Triton was asked for, and what its binaries were called with.
+
+    `hooked` has what they were called with by Triton's way, which makes metadata for hooks.
+    """
+    asked, called, hooked = [], [], []
 
     class Binary:
+        packed_metadata = "packed"
+
         def __init__(self, number):
-            self.number = number
+            self.function = number
+
+        def run(self, x, y, z, stream, function, packed, metadata, enter, leave, *args):
+            assert (stream, packed, metadata, enter, leave) == ("of 0", "packed", *[None] * 3)
+            called.append((function, (x, y, z), args))
 
         def __getitem__(self, grid):
-            return lambda *args: called.append((self.number, grid, args))
+            return lambda *args: hooked.append((self.function, grid, args))
+
+    active = SimpleNamespace(get_current_device=lambda: 0, get_current_stream="of {}".format)
+    monkeypatch.setattr(quick_launch, "driver", SimpleNamespace(active=active))
 
     def run(self, *args, grid, warmup, **how):
         asked.append((grid, args, how))
@@ -35,7 +50,7 @@ def launches(monkeypatch):
     def kernel(x_ptr, y_ptr, size, factor, FLAG: tl.constexpr):
         pass
 
-    return SimpleNamespace(kernel=kernel, asked=asked, called=called)
+    return SimpleNamespace(kernel=kernel, asked=asked, called=called, hooked=hooked)
 
 
 class _OnAnotherCard(torch.Tensor):
@@ -93,6 +108,47 @@ def test_hooks_of_triton_see_each_launch(launches):
     _launch(launches.kernel)
     _launch(launches.kernel)
     assert len(launches.asked) == 2
+
+
+@pytest.mark.parametrize("name", ["launch_enter_hook", "launch_exit_hook"])
+@pytest.mark.parametrize("in_chain", [False, True])
+def test_hooks_of_launches_see_remembered_ones(launches, monkeypatch, name, in_chain):
+    """As Triton calls them: `HookChain.add`, or a function in the place of the chain."""
+    hook = triton.knobs.HookChain() if in_chain else print
+    _launch(launches.kernel)
+    monkeypatch.setattr(triton.knobs.runtime, name, hook)
+    if in_chain:
+        _launch(launches.kernel)
+        assert len(launches.called) == 1
+        hook.add(print)
+    launches.called.clear()
+    _launch(launches.kernel)
+    assert launches.called == []
+    assert launches.hooked == [(1, (3, 1, 1), (X, Y, 32, 0.5, True))]
+
+
+def test_triton_launches_as_these_launches_do():
+    """The arguments of a binary are Triton's own, of the release that is installed."""
+    source = inspect.getsource(triton.compiler.CompiledKernel.__getitem__)
+    (call,) = re.findall(r"self\.run\((.*?)\)\n", source, re.DOTALL)
+    assert [each.strip().split(".")[-1] for each in call.split(",")] == [
+        *("grid[0]", "grid[1]", "grid[2]", "stream", "function", "packed_metadata"),
+        *("launch_metadata", "launch_enter_hook", "launch_exit_hook", "*args"),
+    ]
+
+
+def test_with_the_switch_triton_makes_each_launch(launches, monkeypatch):
+    monkeypatch.setattr(quick_launch, "REPLAYS", False)
+
+    @triton.jit
+    def kernel(x_ptr, y_ptr, size, factor, FLAG: tl.constexpr):
+        pass
+
+    assert type(quick(kernel)) is JITFunction
+    for _ in range(3):
+        _launch(kernel)
+    assert len(launches.asked) == 3
+    assert launches.called == []
 
 
 def test_launch_that_a_hook_took_is_not_remembered(launches, monkeypatch):
