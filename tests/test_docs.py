@@ -24,6 +24,7 @@ FENCE = re.compile(r"^(?:<!-- not run: (.*?) -->\n)?^```(\w*)\n(.*?)^```$", re.M
 NOT_RUN: dict[str, str] = {}
 """Reason -> what tests it instead. A Python block that is not run has its reason in a comment."""
 NOT_EXECUTED = {
+    "apt-get": "needs a network",
     "pip": "needs a network",
     "git": "needs a network",
     "cd": "goes into the clone",

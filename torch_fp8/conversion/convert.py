@@ -50,6 +50,7 @@ from torch_fp8.nn.transformer_engine import (
 from torch_fp8.nn.transformer_engine_linear import TransformerEngineLinear, place_regions
 from torch_fp8.nn.weight_cache import unwatch
 from torch_fp8.ops.hardware import check_device, resolve_auto, runs_natively
+from torch_fp8.ops.kernel_driver import check_driver
 from torch_fp8.optim.embedding_dtype import restore_output_dtype
 from torch_fp8.quantization.recipe import Recipe
 
@@ -81,8 +82,9 @@ def convert_to_float8(
         matmul FLOPs that run in FP8.
     Raises:
         ValueError: there is nothing to convert; `device` cannot run the recipe (see
-            `torch_fp8.ops.hardware.check_device`); weights are sharded and the backend is
-            Transformer Engine. A `skip` pattern without a match is no error: the report names it.
+            `torch_fp8.ops.hardware.check_device`), or Triton finds no C compiler; weights are
+            sharded and the backend is Transformer Engine. A `skip` pattern without a match is no
+            error: the report names it.
         TypeError: `model` is not a module, or `config` not a configuration.
         ImportError: Transformer Engine is asked for and not installed.
         RuntimeError: another rank was to measure for this one, and has not finished in time.
@@ -217,14 +219,15 @@ def check_config(config: FP8Config, device: torch.device) -> Recipe:
     """Return the recipe that `config` runs on `device`.
 
     Raises:
-        ValueError: a device that cannot run it.
-        ImportError: Transformer Engine is asked for and is not installed.
+        ValueError: a device that cannot run it, or on which no kernel can start.
+        ImportError: Transformer Engine is asked for and is not installed; Triton is not installed.
     """
     recipe = _resolve(config, device)
     if _is_te(config):
         check_transformer_engine(device, recipe.name)
     else:
         check_device(device, recipe.name, config.emulate)
+    check_driver(device)
     return recipe
 
 

@@ -1,5 +1,6 @@
 """Versions of the software that FP8 runs on."""
 
+import os
 import platform
 import shutil
 import subprocess
@@ -10,7 +11,8 @@ from pathlib import Path
 import torch
 
 import torch_fp8
-from torch_fp8.environment.result import INFO, Result
+from torch_fp8.environment.result import FAILED, INFO, Result
+from torch_fp8.ops.kernel_driver import PACKAGES, check_driver, missing_tools
 
 SECTION = "versions"
 _CUBLAS = ("nvidia-cublas", "nvidia-cublas-cu13", "nvidia-cublas-cu12")
@@ -30,7 +32,8 @@ def versions() -> list[Result]:
         "NCCL": _nccl(),
         "Triton": distribution_version("triton") or "not installed: no kernel can run on a card",
     }
-    return [Result(SECTION, name, INFO, detail) for name, detail in found.items()]
+    rows = [Result(SECTION, name, INFO, detail) for name, detail in found.items()]
+    return [*rows, _compiler()]
 
 
 def distribution_version(*names: str) -> str | None:
@@ -58,6 +61,19 @@ def driver() -> str | None:
         return None
     lines = done.stdout.split() if done.returncode == 0 else []
     return lines[0] if lines else None
+
+
+def _compiler() -> Result:
+    """Report what Triton compiles with: a failure only if it's a card's first kernel that fails."""
+    try:
+        if torch.cuda.is_available():
+            check_driver(torch.device("cuda"))
+    except (ImportError, ValueError) as error:
+        return Result(SECTION, "C compiler", FAILED, " ".join(str(error).split()))
+    missing = ", and ".join(missing_tools())
+    needed = f"{missing}. A GPU needs them, or a warm Triton cache: apt-get install {PACKAGES}"
+    found = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+    return Result(SECTION, "C compiler", INFO, needed if missing else f"{found}, with Python.h")
 
 
 def _cuda() -> str:

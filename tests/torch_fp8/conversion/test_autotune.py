@@ -30,6 +30,7 @@ def cuda(monkeypatch):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "NVIDIA H200")
         monkeypatch.setattr("torch_fp8.ops.hardware._cuda_version", lambda: version)
+        monkeypatch.setattr("torch_fp8.conversion.convert.check_driver", lambda device: None)
 
     return install
 

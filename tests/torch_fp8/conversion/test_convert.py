@@ -296,6 +296,7 @@ def test_auto_says_what_it_resolved_to():
 def test_emulation_is_decided_at_conversion(monkeypatch, recipe, emulate, emulated):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "NVIDIA H100")
+    monkeypatch.setattr("torch_fp8.conversion.convert.check_driver", lambda device: None)
     model = Model()
     config = FP8Config(recipe=recipe, emulate=emulate)
     report = convert_to_float8(model, config, device="cuda:0")
