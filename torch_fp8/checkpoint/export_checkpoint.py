@@ -93,8 +93,10 @@ def export_checkpoint(
         config = _with_history_length(config, history, source)
     convert_to_float8(model, config, device="cpu")
     if config.recipe == "delayed":
-        own = [key for key in history if key.startswith("0.")]  # of the first model that was saved
-        _load_history(model, {key.removeprefix("0."): history[key] for key in own})
+        # Of the first model that has one: a criterion may have been prepared before it.
+        first = min((key.partition(".")[0] for key in history), key=int, default="") + "."
+        own = [key for key in history if key.startswith(first)]
+        _load_history(model, {key.removeprefix(first): history[key] for key in own})
     plan = plan_export(model, format, source=tensors)
     refuse_other_names(model, plan)
     with whole_folder(path) as folder:

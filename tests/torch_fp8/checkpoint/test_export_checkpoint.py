@@ -100,6 +100,13 @@ def test_delayed_scaling_goes_on_from_the_history_beside_the_checkpoint(tmp_path
     paths = tmp_path / "in", tmp_path / "out"
     export_checkpoint(AutoModelForCausalLM, *paths, "modelopt", "delayed")
     _assert_same(tmp_path / "live", tmp_path / "out")
+    history = tmp_path / "in" / "fp8_scaling_0.safetensors"
+    behind = {f"10{key.removeprefix('0')}": value for key, value in load_file(history).items()}
+    save_file(behind, history)  # the model was prepared after others that have none
+    export_checkpoint(
+        AutoModelForCausalLM, tmp_path / "in", tmp_path / "of_10", "modelopt", "delayed"
+    )
+    _assert_same(tmp_path / "live", tmp_path / "of_10")
     (tmp_path / "in" / "fp8_scaling_0.safetensors").unlink()
     with pytest.raises(ValueError, match=r"has no fp8_scaling_0.safetensors"):
         export_checkpoint(

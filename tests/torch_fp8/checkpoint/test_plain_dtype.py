@@ -27,6 +27,7 @@ TOKENS = torch.arange(1, 9)[None]
 def _llama(origin, recipe, **changes):
     """A model whose k_proj and v_proj have 64 rows, no multiple of a block's."""
     options = {"num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}
+    options |= {"intermediate_size": 128, "vocab_size": 64}
     is_level = origin in ("O1", "O2", "O3")
     model = tiny_llama(**(options | changes)).train()
     dtype = torch.float32 if is_level else getattr(torch, origin)
@@ -35,12 +36,13 @@ def _llama(origin, recipe, **changes):
     model.config.dtype = dtype
     config = FP8Config(recipe=recipe, opt_level=origin if is_level else "O1")
     torch_fp8.convert_to_float8(model, config)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     if is_level:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         convert_optimizer(optimizer, config, model=model)
-    with torch.autocast("cpu", torch.bfloat16):
-        model(input_ids=TOKENS, labels=TOKENS).loss.backward()
+    with torch.autocast("cpu", torch.bfloat16), torch.set_grad_enabled(is_level):
+        loss = model(input_ids=TOKENS, labels=TOKENS).loss  # delayed scaling records amaxes
     if is_level:
+        loss.backward()
         optimizer.step()
     return model
 
