@@ -159,7 +159,10 @@ def _why_accelerate() -> str:
             f"--fp8_backend {backend} was chosen, and has converted nothing. Leave it out, and the "
             "engine torch_fp8 runs"
         )
-    return "no model was given to Accelerator.prepare before the first step. Prepare it"
+    return (
+        "no model was given to Accelerator.prepare before the first step, or none that has linear "
+        "layers. Prepare the one that is trained"
+    )
 
 
 def _why_lightning() -> str:
@@ -167,7 +170,10 @@ def _why_lightning() -> str:
         name = type(loop).__name__
         precision = getattr(loop, "precision", None) or loop._precision.precision
         if precision == "fp8-mixed":
-            return f"no model was set up by its {name} before the first step. Let it set one up"
+            return (
+                f"no model was set up by its {name} before the first step, or none that has linear "
+                "layers. Let it set up the one that is trained"
+            )
         return (
             f"its {name} runs precision={precision!r}, by an argument in the script or its "
             "configuration, which wins over the environment. Leave it out, or give 'fp8-mixed' "

@@ -181,8 +181,14 @@ def clip_grad_value_(original: Any, self: Any, parameters: Any, clip_value: floa
 
 
 def backward(original: Any, self: Any, loss: Any, **kwargs: Any) -> None:
-    """Extend ``Accelerator.backward``: show the loss to the monitor, if there is one."""
+    """Extend ``Accelerator.backward``: show the loss to the monitor, if there is one.
+
+    Raises:
+        ValueError: nothing that was prepared runs in FP8.
+    """
     preparation = preparation_of(self)
+    if preparation is not None:
+        preparation.refuse_idle()
     if preparation is None or not preparation.config.monitor:
         original(self, loss, **kwargs)
         return

@@ -6,7 +6,7 @@ Checkpoints from which training goes on stay as they are: FP8 weights have no ma
 import os
 from typing import Any
 
-from accelerate.utils import DistributedType
+from accelerate.utils import DistributedType, extract_model_from_parallel
 from torch import nn
 
 from accelerate_fp8.preparation import Preparation, log_visibly
@@ -46,10 +46,12 @@ def save_exported(
         is_main_process: the others do nothing.
     Returns:
         False if nothing is to be done: no format was chosen, the folder is a checkpoint to resume
-        from, or adapters are saved by their own library.
+        from, adapters are saved by their own library, or nothing in the model can run in FP8.
     """
     format = preparation.config.save_format
     if format is None or preparation.saves_checkpoint or adapted_layers(model):
+        return False
+    if preparation.is_left(extract_model_from_parallel(model, keep_torch_compile=False)):
         return False
     if is_main_process:
         report = export_into(model, folder, format, max_shard_size=max_shard_size)

@@ -19,6 +19,7 @@ from accelerate_fp8.optimizers import PreparedOptimizers, WeakKeys
 from torch_fp8 import ConversionReport, FP8Config, convert_to_float8
 from torch_fp8.checkpoint.adopt_checkpoint import take_over
 from torch_fp8.checkpoint.export import refuse_unsavable
+from torch_fp8.conversion.convert import RUNS_IN_FP8, NothingToConvertError
 from torch_fp8.distributed.fsdp.connect import connect_fsdp
 from torch_fp8.nn.layer_filter import is_linear
 from torch_fp8.nn.linear import Float8Layer
@@ -50,6 +51,8 @@ class Preparation:
         self._reports: MutableMapping[nn.Module, ConversionReport] = WeakKeys()
         self._announced: MutableMapping[nn.Module, None] = WeakKeys()
         self._taken_over: MutableMapping[nn.Module, bool] = WeakKeys()  # to be trained
+        self._left: MutableMapping[nn.Module, str] = WeakKeys()
+        self._runs_fp8 = False
         self._waiting: list[nn.Module] = []
         self._collecting = False
         self._whole_announced = False
@@ -63,33 +66,34 @@ class Preparation:
     ) -> None:
         """Convert `model` in place; a second time changes nothing.
 
+        A model in which nothing can run in FP8 stays as it is, and a line says so: it may stand
+        beside one that can, such as the critic of a GAN. `refuse_idle` looks whether there is one.
+        A module without parameters, such as a criterion, is not looked at.
+
         Models that are prepared for evaluation (reference and reward models, or the trained one
         before training) are converted too: two models that are compared then see the same FP8.
 
         Args:
             model: the model given to ``prepare``; its Parameters stay the same objects.
             device: the device on which it will run; None: its present one.
-            evaluation_mode: nothing to convert is then a warning, for such a model may be small.
+            evaluation_mode: whether the model is prepared for evaluation alone.
             sharded: whether FSDP2 shards it next.
         Raises:
-            ValueError: nothing to convert in a model that is to be trained; see
-                `torch_fp8.convert_to_float8`.
+            ValueError: see `torch_fp8.convert_to_float8`.
         """
+        if next(model.parameters(), None) is None:
+            return
         prepared = getattr(model, "_is_accelerate_prepared", False)
         self._take_over(model, device, not evaluation_mode, sharded)
         if not (prepared and any(isinstance(m, Float8Layer) for m in model.modules())):
             try:
                 with _forwards_reachable(model):
                     self._reports[model] = convert_to_float8(model, self.config, device=device)
-            except ValueError as error:
-                if not evaluation_mode:
-                    raise
-                get_logger(LOGGER_NAME).warning(
-                    f"FP8: {type(model).__name__}, prepared for evaluation, runs as it is: {error}"
-                )
-                return
+            except NothingToConvertError as error:
+                self._leave(model, str(error))
         if model not in self._reports:
             return
+        self._runs_fp8 = True
         if not evaluation_mode:
             refuse_unsavable(model, self.config)
         vars(model)["_fp8_saving"] = Saving(self)
@@ -98,6 +102,33 @@ class Preparation:
             self._announce_evaluation(model)
         elif model not in self._announced and all(model is not other for other in self._waiting):
             self._waiting.append(model)
+
+    def _leave(self, model: nn.Module, reason: str) -> None:
+        if model not in self._left:
+            log_visibly(f"FP8: {type(model).__name__} runs as it is: {reason}")
+        self._left[model] = reason
+        vars(model)["_fp8_saving"] = Saving(self)  # its optimizer may split weights all the same
+
+    def is_left(self, model: nn.Module) -> bool:
+        """Return whether a model, without wrappers, was prepared and cannot run in FP8."""
+        return model in self._left
+
+    def refuse_idle(self) -> None:
+        """Refuse to train where no model that was prepared so far runs in FP8.
+
+        The first backward asks, since the models of a run come in any order and in several calls of
+        ``prepare``.
+
+        Raises:
+            ValueError: there is none, and models were left as they are.
+        """
+        if self._left and not self._runs_fp8:
+            reasons = "; ".join(self._left.values())
+            raise ValueError(
+                f"mixed_precision='fp8', and no model that was prepared can run in FP8: {reasons}. "
+                f"{RUNS_IN_FP8}: prepare a model that has some before the first backward, or train "
+                "with mixed_precision='bf16'"
+            )
 
     def _take_over(
         self, model: nn.Module, device: torch.device | None, trained: bool, sharded: bool

@@ -8,12 +8,14 @@ import functools
 import weakref
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_fp8.fsdp import FP8FSDPStrategy
 from lightning_fp8.monitoring import MonitoredPrecision
-from lightning_fp8.precision import Converted, HostPrecision, parameters_of
+from lightning_fp8.precision import HostPrecision, parameters_of
+from lightning_fp8.set_up_module import SetUpModule, refusal
+from torch_fp8.conversion.convert import NothingToConvertError
 from torch_fp8.optim.optimizer import Float8Optimizer
 
 _METHODS = (
@@ -33,6 +35,26 @@ class FabricPrecision(MonitoredPrecision, HostPrecision):
         # Optimizers that were set up before their model.
         self._waiting: list[weakref.ref[Optimizer]] = []
 
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        """Convert as `HostPrecision.convert_module` does, unless `module` has no parameters."""
+        if next(module.parameters(), None) is None:
+            return module
+        return super().convert_module(module)
+
+    def leave(self, error: NothingToConvertError) -> str:
+        """Return why a module stays as it is: another one of the run may run in FP8."""
+        return str(error)
+
+    def pre_backward(self, tensor: Tensor, module: Any) -> Any:
+        """Run the host's hook; the first backward is when all modules of a run are known.
+
+        Raises:
+            ValueError: modules were set up, and nothing in them can run in FP8.
+        """
+        if not self.runs_fp8 and self._live():
+            raise refusal("; ".join(str(converted.report) for converted in self._live()))
+        return super().pre_backward(tensor, module)
+
     def attach(self, strategy: Any, accelerator: Any) -> None:
         """Attach as `HostPrecision.attach` does; and observe the modules and optimizers of
         `strategy`.
@@ -46,7 +68,7 @@ class FabricPrecision(MonitoredPrecision, HostPrecision):
         """Enter autocast; a model's first forward is the last moment for its start-up summary."""
         for converted in self._live():
             self._announce(converted)
-            if self.config.monitor:
+            if self.config.monitor and not isinstance(converted.report, str):
                 self.watch(converted.module(), converted.optimizers, None)
         return super().forward_context()  # type: ignore[misc]
 
@@ -54,17 +76,22 @@ class FabricPrecision(MonitoredPrecision, HostPrecision):
         self, strategy: Any, module: nn.Module, optimizers: list[Optimizer], *scheduler: Any
     ) -> Any:
         converted = self._converted(module)
-        if not isinstance(strategy, FP8FSDPStrategy):  # else `_setup_optimizer` does it
+        # With FP8FSDPStrategy `_setup_optimizer` does it.
+        if converted is not None and not isinstance(strategy, FP8FSDPStrategy):
             self._convert_optimizers(converted, optimizers, module)
         # Calls the other two in turn.
         set_up = type(strategy).setup_module_and_optimizers(
             strategy, module, optimizers, *scheduler
         )
-        self._announce(converted)
+        if converted is not None:
+            self._announce(converted)
         return set_up
 
     def _setup_module(self, strategy: Any, module: nn.Module) -> nn.Module:
         converted = self._converted(module)
+        if converted is None:
+            as_it_is: nn.Module = type(strategy).setup_module(strategy, module)
+            return as_it_is
         waiting = [optimizer for reference in self._waiting if (optimizer := reference())]
         of_this_one = [o for o in waiting if self._model_of(o) is converted]
         self._waiting = [weakref.ref(o) for o in waiting if o not in of_this_one]
@@ -106,10 +133,10 @@ class FabricPrecision(MonitoredPrecision, HostPrecision):
         for predecessor in predecessors:
             _hand_over(predecessor, optimizer)
 
-    def _converted(self, module: nn.Module) -> Converted:
-        return next(c for c in self._live() if c.module() is module)
+    def _converted(self, module: nn.Module) -> SetUpModule | None:
+        return next((c for c in self._live() if c.module() is module), None)
 
-    def _model_of(self, optimizer: Optimizer) -> Converted | None:
+    def _model_of(self, optimizer: Optimizer) -> SetUpModule | None:
         parameters = parameters_of(optimizer)
         for converted in self._live():
             module = converted.module()

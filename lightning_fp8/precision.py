@@ -16,8 +16,8 @@ nothing of ours in it.
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -27,6 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_fp8.fsdp import FP8FSDPStrategy
+from lightning_fp8.set_up_module import SetUpModule, refusal
 from torch_fp8 import (
     ConversionReport,
     FP8Config,
@@ -40,6 +41,7 @@ from torch_fp8 import (
 )
 from torch_fp8.checkpoint.adopt_checkpoint import take_over
 from torch_fp8.config import given_config
+from torch_fp8.conversion.convert import NothingToConvertError
 from torch_fp8.distributed.config_check import check_same_config
 from torch_fp8.distributed.ddp.wrap import connect_ddp, ddp_options
 from torch_fp8.distributed.fsdp.connect import FSDPReport, connect_fsdp
@@ -101,28 +103,13 @@ class FP8Precision:
         return f"FP8Precision({self.config})"
 
 
-@dataclass
-class Converted:
-    """A model that the plugin was given; it is not kept alive, since Fabric has no teardown."""
-
-    module: weakref.ref[nn.Module]
-    report: ConversionReport
-    optimizers: MutableMapping[Optimizer, OptimizerReport] = field(
-        default_factory=weakref.WeakKeyDictionary
-    )
-    wrapped: weakref.ref[nn.Module] | None = None
-    announced: bool = False
-    communication: object | None = None
-    """How gradients and weights travel; None until the model is wrapped or sharded."""
-    history: dict[str, Tensor] = field(default_factory=dict)
-    """Delayed scaling's state from the last teardown, while the model is a stock one."""
-
-
 class HostPrecision(FP8Precision):
     """What the plugins of all hosts share; in their bases a ``MixedPrecision`` comes after it."""
 
     info: ClassVar[Any]
     warn: ClassVar[Any]
+    runs_fp8 = False
+    """Whether a module was converted that can run in FP8."""
 
     def __init__(self, config: FP8Config | None = None, **options: Any) -> None:
         super().__init__(config, **options)
@@ -130,7 +117,7 @@ class HostPrecision(FP8Precision):
         self.precision = "fp8-mixed"
         self.device = "cuda"
         self._strategy: Any = None
-        self._models: list[Converted] = []
+        self._models: list[SetUpModule] = []
         self._whole_announced = False
         if self.config.save_format is not None:
             self.warn(
@@ -174,19 +161,33 @@ class HostPrecision(FP8Precision):
         """Convert `module` in place and return it (the DDP strategies ignore what is returned).
 
         Raises:
-            ValueError: nothing to convert, or a device that cannot run the recipe.
+            ValueError: nothing to convert in a Trainer's model, or a device that cannot run the
+                recipe.
         """
         device = self._strategy.root_device
         for line in take_over(module, self.config, device, sharded=_shards(self._strategy)):
             self.info(f"FP8: {line}")
-        report = convert_to_float8(module, self.config, device=device)
+        report: ConversionReport | str
+        try:
+            report = convert_to_float8(module, self.config, device=device)
+            self.runs_fp8 = True
+        except NothingToConvertError as error:
+            report = self.leave(error)
         converted = next((m for m in self._models if m.module() is module), None)
         if converted is None:
-            converted = Converted(weakref.ref(module), report)
+            converted = SetUpModule(weakref.ref(module), report)
             self._models = [*self._live(), converted]
         converted.report = report
         load_scaling_state_dict(module, converted.history)
         return module
+
+    def leave(self, error: NothingToConvertError) -> str:
+        """Return why a module stays as it is, or refuse it.
+
+        Raises:
+            ValueError: the module is the only one of the run.
+        """
+        raise refusal(str(error)) from None
 
     def state_dict(self) -> dict[str, Any]:
         """Return the scaling state, delayed scaling's history and FP8-LM's mu; empty for most.
@@ -225,10 +226,13 @@ class HostPrecision(FP8Precision):
                 "the models up before loading, in the order in which they were when it was saved"
             )
         for converted, state in zip(models, states, strict=True):
-            if any("amax_history" in key for key in state) and not converted.report.delayed:
+            report = converted.report
+            if isinstance(report, str):
+                continue
+            if any("amax_history" in key for key in state) and not report.delayed:
                 self.warn(
                     "The checkpoint holds the history of FP8Config(recipe='delayed'), which is not "
-                    f"used: the recipe is {converted.report.recipe.name!r}"
+                    f"used: the recipe is {report.recipe.name!r}"
                 )
             module = converted.module()
             assert module is not None
@@ -250,10 +254,10 @@ class HostPrecision(FP8Precision):
             revert(module)
         super().teardown()  # type: ignore[misc]
 
-    def _live(self) -> list[Converted]:
+    def _live(self) -> list[SetUpModule]:
         return [converted for converted in self._models if converted.module() is not None]
 
-    def _history(self, converted: Converted) -> dict[str, Tensor]:
+    def _history(self, converted: SetUpModule) -> dict[str, Tensor]:
         module = converted.module()
         assert module is not None
         return scaling_state_dict(module) or converted.history
@@ -269,7 +273,7 @@ class HostPrecision(FP8Precision):
         return super().main_params(optimizer)  # type: ignore[misc]
 
     def _convert_optimizers(
-        self, converted: Converted, optimizers: Sequence[Optimizer], model: nn.Module
+        self, converted: SetUpModule, optimizers: Sequence[Optimizer], model: nn.Module
     ) -> None:
         """Convert the optimizers of `model`, which is the module of `converted` or wraps it."""
         if isinstance(self._strategy, FP8FSDPStrategy):
@@ -283,7 +287,7 @@ class HostPrecision(FP8Precision):
                 report = convert_optimizer(optimizer, self.config, model=model)
             converted.optimizers[optimizer] = report
 
-    def _split(self, converted: Converted, optimizers: Sequence[Optimizer]) -> None:
+    def _split(self, converted: SetUpModule, optimizers: Sequence[Optimizer]) -> None:
         """Convert `optimizers`, and split the weights once all that train them are there.
 
         FSDP2 wants the weights of a block in one dtype.
@@ -324,7 +328,7 @@ class HostPrecision(FP8Precision):
     def _optimizers(self) -> list[Optimizer]:
         return [optimizer for converted in self._live() for optimizer in converted.optimizers]
 
-    def _connect_sharded(self, converted: Converted) -> None:
+    def _connect_sharded(self, converted: SetUpModule) -> None:
         """Have FSDP2 gather and scatter in FP8 where the model is sharded; again is harmless."""
         module = converted.module()
         assert module is not None
@@ -332,7 +336,7 @@ class HostPrecision(FP8Precision):
             converted.communication = connect_fsdp(module, self.config)
 
     def _wrap(
-        self, strategy: Any, converted: Converted, wrap: Callable[[], nn.Module]
+        self, strategy: Any, converted: SetUpModule, wrap: Callable[[], nn.Module]
     ) -> nn.Module:
         """Wrap the module with `wrap`, a part of `strategy`, and with our options if that is DDP.
 
@@ -360,19 +364,13 @@ class HostPrecision(FP8Precision):
             converted.optimizers[optimizer] = gradients_report(optimizer, report)
         return wrapped
 
-    def _announce(self, converted: Converted) -> None:
+    def _announce(self, converted: SetUpModule) -> None:
         """Log the start-up summary, once per model, on rank zero."""
         if converted.announced:
             return
         converted.announced = True
-        optimizers = converted.optimizers
-        reports = [] if self.config.opt_level == "O1" else optimizers.values()
-        module = converted.module()
-        summary = converted.report.summary(
-            module, list(optimizers), reports, converted.communication
-        )
-        name = type(module).__name__.removeprefix("FSDP")
-        self.info(summary.replace("\n", f"\n  model     {name}\n", 1))
+        of_optimizers = [] if self.config.opt_level == "O1" else converted.optimizers.values()
+        self.info(converted.summary(of_optimizers))
 
     def __getstate__(self) -> dict[str, Any]:
         # To a spawned process goes the plugin, not what was converted in this one.

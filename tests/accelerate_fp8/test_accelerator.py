@@ -214,21 +214,6 @@ def test_tensor_parallelism_is_refused(accelerate: Any, monkeypatch: pytest.Monk
         accelerate.Accelerator(mixed_precision="fp8", parallelism_config=parallelism, cpu=True)
 
 
-def test_nothing_to_convert_is_an_error(fp8: Any) -> None:
-    with pytest.raises(ValueError, match=r"no nn\.Linear: there is nothing to run in FP8"):
-        fp8.prepare(nn.Sequential(nn.Conv1d(16, 16, 3)))
-
-
-def test_nothing_to_convert_in_an_evaluation_model_is_a_warning(
-    fp8: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    model = nn.Sequential(nn.Conv1d(16, 16, 3))
-    fp8.prepare_model(model, evaluation_mode=True)
-    assert "prepared for evaluation, runs as it is" in caplog.text
-    with pytest.raises(ValueError, match="nothing to run in FP8"):
-        fp8.prepare_model(model)  # trained after all
-
-
 @pytest.fixture
 def old_card(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A machine with an A100, as far as Accelerate and the engine can see."""

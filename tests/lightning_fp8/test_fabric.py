@@ -10,6 +10,7 @@ from torch import nn
 from torch.optim import SGD, AdamW
 
 from lightning_fp8 import FP8Config, FP8Precision
+from tests.tiny_gan import make_gan, train_gan
 from torch_fp8.optim.optimizer import Float8Optimizer
 
 each_fabric = pytest.mark.parametrize(
@@ -168,3 +169,44 @@ def test_gradient_release(host):
         fabric.clip_gradients(model, optimizer, max_norm=1.0)
     with pytest.raises(RuntimeError, match="second gradient before"):
         fabric.backward(loss(model))
+
+
+@pytest.mark.parametrize(
+    ("host", "strategy"), [(HOST, "auto"), (HOST, "ddp"), (lightning_fabric, "auto")]
+)
+def test_a_gan_with_a_critic_of_convolutions_trains_saves_and_resumes(
+    host, strategy, log, tmp_path, monkeypatch
+):
+    fabric = host.Fabric(accelerator="cpu", devices=1, precision="fp8-mixed", strategy=strategy)
+    fabric.launch()
+    generator, critic, criterion, of_generator, of_critic = make_gan()
+    if strategy == "auto":  # torch's DDP takes no module without parameters
+        criterion = fabric.setup(criterion)
+    critic, of_critic = fabric.setup(critic, of_critic)
+    generator = fabric.setup_module(generator)
+    parts = generator, critic, criterion, fabric.setup_optimizers(of_generator), of_critic
+    train_gan(fabric.backward, *parts)
+    assert isinstance(of_critic.optimizer, Float8Optimizer)
+    lines = [line for line in log().splitlines() if "Critic" in line or "BCE" in line]
+    assert len(lines) == 1
+    assert lines[0].startswith("FP8: Critic runs as it is: no linear layer of Critic can run")
+    names = "generator", "critic", "criterion", "of_generator", "of_critic"
+    state = dict(zip(names, parts, strict=True))
+    fabric.save(tmp_path / "gan.pt", state)
+    on = train_gan(fabric.backward, *parts)
+    fabric.load(tmp_path / "gan.pt", state)
+    assert train_gan(fabric.backward, *parts) == on
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+@each_fabric
+def test_training_without_any_module_in_fp8_is_refused_at_the_first_backward(host):
+    fabric = make_fabric(host, "O2")
+    critic = fabric.setup(make_gan()[1])
+    result = critic(torch.randn(8, 24, 4, 4)).sum()
+    message = r"'3': out_features=15 .*16 features.*precision='bf16-mixed'"
+    with pytest.raises(ValueError, match=message):
+        fabric.backward(result)
+    fabric.setup(make_net())
+    fabric.backward(result)

@@ -54,6 +54,13 @@ from torch_fp8.ops.kernel_driver import check_driver
 from torch_fp8.optim.embedding_dtype import restore_output_dtype
 from torch_fp8.quantization.recipe import Recipe
 
+RUNS_IN_FP8 = "FP8 runs linear layers of 16 features and more"
+
+
+class NothingToConvertError(ValueError):
+    """A model has no layer that can run in FP8. It stays as it was."""
+
+
 _MIXINS = (TransformerEngineLinear, Float8Linear, Float8Conv1D)
 
 
@@ -81,7 +88,8 @@ def convert_to_float8(
         The modules that were converted, those that were skipped and why, and the share of the
         matmul FLOPs that run in FP8.
     Raises:
-        ValueError: there is nothing to convert; `device` cannot run the recipe (see
+        NothingToConvertError: a ValueError; no layer can run in FP8.
+        ValueError: `device` cannot run the recipe (see
             `torch_fp8.ops.hardware.check_device`), or Triton finds no C compiler; weights are
             sharded and the backend is Transformer Engine. A `skip` pattern without a match is no
             error: the report names it.
@@ -98,6 +106,9 @@ def convert_to_float8(
         raise ValueError(NOT_SHARDED)
     plan = list(_plan(model, config, recipe))
     linears = {name: module for name, module, reason in plan if reason is None}
+    others = any((reason or "").startswith(QUANTIZED) for _, _, reason in plan)
+    if not (linears or others):
+        raise NothingToConvertError(_nothing_converted(model, plan))
     own = layer_options(linears, config)
     choice = None
     if config.recipe == "auto":
@@ -126,9 +137,6 @@ def convert_to_float8(
             if isinstance(module, Float8Layer):  # a second conversion that skips more
                 _to_stock(module)
             skipped.append(SkippedModule(name, reason))
-    others = any(reason.startswith(QUANTIZED) for _, reason in skipped)
-    if not (linears or others):
-        raise ValueError(_nothing_converted(model, skipped))
     if not converted and not others:
         warnings.warn(
             f"no linear layer of {type(model).__name__} is faster in FP8 on this device, so all "
@@ -356,7 +364,8 @@ def _names_a_module(model: nn.Module, pattern: str) -> bool:
     return pattern == "lm_head" or any(matches(pattern, n) for n, _ in model.named_modules())
 
 
-def _nothing_converted(model: nn.Module, skipped: list[SkippedModule]) -> str:
+def _nothing_converted(model: nn.Module, plan: list[tuple[str, Any, str | None]]) -> str:
+    skipped = [SkippedModule(name, reason) for name, _, reason in plan if reason is not None]
     if not skipped:
         return f"{type(model).__name__} has no nn.Linear: there is nothing to run in FP8"
     return f"no linear layer of {type(model).__name__} can run in FP8 ({_reasons(skipped)})"

@@ -1,0 +1,49 @@
+"""A module that a plugin was given, what became of it, and the line that says so."""
+
+import weakref
+from collections.abc import Iterable, MutableMapping
+from dataclasses import dataclass, field
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from torch_fp8 import ConversionReport, OptimizerReport
+from torch_fp8.conversion.convert import RUNS_IN_FP8
+
+
+@dataclass
+class SetUpModule:
+    """A module that the plugin was given; it is not kept alive, since Fabric has no teardown."""
+
+    module: weakref.ref[nn.Module]
+    report: ConversionReport | str
+    """What was converted, or why nothing could be."""
+    optimizers: MutableMapping[Optimizer, OptimizerReport] = field(
+        default_factory=weakref.WeakKeyDictionary
+    )
+    wrapped: weakref.ref[nn.Module] | None = None
+    announced: bool = False
+    communication: object | None = None
+    """How gradients and weights travel; None until the model is wrapped or sharded."""
+    history: dict[str, Tensor] = field(default_factory=dict)
+    """Delayed scaling's state from the last teardown, while the model is a stock one."""
+
+    def summary(self, of_optimizers: Iterable[OptimizerReport]) -> str:
+        """Return the start-up summary; one line for a module that runs as it is."""
+        module = self.module()
+        name = type(module).__name__.removeprefix("FSDP")
+        if isinstance(self.report, str):
+            named = [f"optimizer {report}" for report in of_optimizers]
+            return "; ".join([f"FP8: {name} runs as it is: {self.report}", *named])
+        optimizers = list(self.optimizers)
+        text = self.report.summary(module, optimizers, of_optimizers, self.communication)
+        return text.replace("\n", f"\n  model     {name}\n", 1)
+
+
+def refusal(reasons: str) -> ValueError:
+    """Return the error of a run in which nothing can run in FP8."""
+    return ValueError(
+        f"precision='fp8-mixed', and no model that was set up can run in FP8: {reasons}. "
+        f"{RUNS_IN_FP8}: set up a model that has some before the first backward, or train with "
+        "precision='bf16-mixed'"
+    )

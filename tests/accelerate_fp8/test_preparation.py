@@ -1,0 +1,104 @@
+"""Models that cannot run in FP8 pass beside one that can; without one, training is refused."""
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from accelerate_fp8 import FP8Config, FP8Kwargs
+from tests.tiny_gan import make_gan, train_gan
+from torch_fp8 import Float8Linear
+from torch_fp8.optim.optimizer import Float8Optimizer
+
+
+@pytest.fixture
+def fp8(accelerate: Any) -> Any:
+    return accelerate.Accelerator(mixed_precision="fp8", cpu=True)
+
+
+@pytest.fixture
+def messages(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
+    caplog.set_level(logging.INFO, logger="accelerate_fp8")
+    return lambda: [r.getMessage() for r in caplog.records if r.name == "accelerate_fp8"]
+
+
+def _at_once(accelerator: Any, parts: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(accelerator.prepare(*parts))
+
+
+def _one_by_one(accelerator: Any, parts: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The criterion first, then the critic with its optimizer, then the generator."""
+    generator, critic, criterion, of_generator, of_critic = parts
+    criterion = accelerator.prepare(criterion)
+    critic, of_critic = accelerator.prepare(critic, of_critic)
+    generator = accelerator.prepare_model(generator)
+    return generator, critic, criterion, accelerator.prepare(of_generator), of_critic
+
+
+@pytest.mark.parametrize("prepare", [_at_once, _one_by_one])
+def test_a_gan_with_a_critic_of_convolutions_trains_saves_and_resumes(
+    tmp_path: Path, fp8: Any, messages: Callable[[], list[str]], prepare: Callable[..., Any]
+) -> None:
+    parts = prepare(fp8, make_gan())
+    generator, critic, criterion, _, of_critic = parts
+    train_gan(fp8.backward, *parts)
+    assert sum(isinstance(m, Float8Linear) for m in generator.modules()) == 2
+    assert not any(isinstance(m, Float8Linear) for m in critic.modules())
+    assert not any("fp8" in name for name in vars(criterion))
+    assert isinstance(of_critic.optimizer, Float8Optimizer)
+    lines = [line for line in messages() if "Critic" in line or "BCE" in line]
+    assert len(lines) == 1
+    assert "FP8: Critic runs as it is: no linear layer of Critic can run" in lines[0]
+    fp8.save_state(str(tmp_path))
+    on = train_gan(fp8.backward, *parts)
+    fp8.load_state(str(tmp_path))
+    assert train_gan(fp8.backward, *parts) == on
+
+
+def test_the_losses_of_a_gan_are_near_those_in_bf16(accelerate: Any, fp8: Any) -> None:
+    losses = train_gan(fp8.backward, *_at_once(fp8, make_gan()))
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    bf16 = accelerate.Accelerator(mixed_precision="bf16", cpu=True)
+    expected = train_gan(bf16.backward, *_at_once(bf16, make_gan()))
+    assert losses == pytest.approx(expected, abs=0.02)
+
+
+@pytest.mark.parametrize("evaluation_mode", [False, True])
+def test_training_without_any_model_in_fp8_is_refused_at_the_first_backward(
+    fp8: Any, evaluation_mode: bool
+) -> None:
+    critic = fp8.prepare_model(make_gan()[1], evaluation_mode=evaluation_mode)
+    loss = critic(torch.randn(8, 24, 4, 4)).sum()
+    with pytest.raises(ValueError, match=r"'3': out_features=15 .*16 features.*_precision='bf16'"):
+        fp8.backward(loss)
+    fp8.prepare(nn.Linear(32, 32))
+    fp8.backward(loss)
+
+
+def test_what_stands_beside_an_export_is_saved_as_ever(tmp_path: Path, accelerate: Any) -> None:
+    handler = FP8Kwargs(FP8Config(recipe="rowwise", save_format="compressed-tensors"))
+    fp8 = accelerate.Accelerator(mixed_precision="fp8", kwargs_handlers=[handler], cpu=True)
+    critic = make_gan()[1]
+    before = {name: value.clone() for name, value in critic.state_dict().items()}
+    critic, _ = fp8.prepare(critic, torch.optim.AdamW(critic.parameters()))
+    assert critic[3].weight.dtype == torch.bfloat16
+    fp8.save_model(critic, tmp_path)
+    saved = load_file(tmp_path / "model.safetensors")
+    for name, value in before.items():
+        assert saved[name].dtype == torch.float32
+        assert torch.allclose(saved[name], value, atol=1e-6), name
+
+
+def test_a_frozen_feature_extractor_passes(fp8: Any) -> None:
+    extractor = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)).requires_grad_(False).eval()
+    generator, _, _, optimizer, _ = make_gan()
+    extractor = fp8.prepare(extractor)
+    generator, optimizer = fp8.prepare(generator, optimizer)
+    made = generator(torch.randn(4, 16))[:, :3]
+    fp8.backward(extractor(made).pow(2).mean())
+    assert generator[0].weight.grad is not None
