@@ -1,9 +1,9 @@
 """What our autograd functions share: results that may be written to, and what they refuse.
 
-They are neither differentiated twice nor go through transforms of torch.func. torch's own errors
-name neither the module nor a way out, and where the gradient that comes in needs no gradient
-itself, as that of ``y.sum()``, its ``once_differentiable`` returns what looks like a constant: a
-penalty on gradients would then be silently left out of those of the weights.
+With ``create_graph=True`` a backward either computes by operators that torch differentiates, or
+raises at once. torch's ``once_differentiable`` raises later, and in silence not at all: its results
+lead to no input, so that ``autograd.grad`` of them never asks. A penalty on gradients would be left
+out of those of the weights.
 """
 
 import functools
@@ -13,34 +13,68 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import _get_dispatch_mode_pre_dispatch
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import _get_proxies
 
 _unsafe_view: Any = torch.ops.aten._unsafe_view.default
-_LEAVE = "leave the module as it is with FP8Config(skip=({name!r},)), or torch_fp8.revert the model"
+Backward = Callable[..., tuple[Tensor | None, ...]]
 
 
-def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """A ``backward(ctx, *grads)`` that raises, by name, where its results are differentiated.
+def differentiable_by(second: Backward) -> Callable[[Backward], Backward]:
+    """Decorate a ``backward(ctx, *grads)`` whose results `second` computes where they are
+    differentiated.
 
     Args:
-        backward: of a function that has kept the qualified name of its module as ``ctx.name``.
+        second: the same function by operators that torch differentiates; or it raises.
     """
 
-    @functools.wraps(backward)
-    def wrapper(ctx: Any, *grads: Tensor) -> Any:
-        with torch.no_grad():
-            results = backward(ctx, *grads)
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
-            return results
-        message = (
-            f"the backward of '{ctx.name}' runs in FP8 and cannot be differentiated, as a penalty "
-            f"on gradients would; {_LEAVE.format(name=ctx.name)}"
-        )
-        raises = torch._C._functions.DelayedError(message.encode(), len(results))
-        return raises(*(None if r is None else r.detach().requires_grad_() for r in results))
+    def decorate(backward: Backward) -> Backward:
+        @functools.wraps(backward)
+        def wrapper(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+            if torch.compiler.is_compiling():
+                with torch.no_grad():
+                    return backward(ctx, *grads)
+            if torch.is_grad_enabled() or forward_ad._current_level >= 0:
+                return second(ctx, *grads)
+            return backward(ctx, *grads)
 
-    return wrapper
+        return wrapper
+
+    return decorate
+
+
+def refuse_derivatives(ctx: Any, *grads: Tensor) -> Any:
+    """Raise RuntimeError, for the gradients of a module cannot be differentiated.
+
+    Args:
+        ctx: context of a function that has kept the qualified name of its module as ``ctx.name``.
+    """
+    name = ctx.name
+    raise RuntimeError(
+        f"the backward of '{name}' runs in FP8 and cannot be differentiated, as create_graph=True "
+        "asks for (penalties on gradients, Hessian products, second-order MAML); run the forward "
+        "and the backward of this pass within torch_fp8.high_precision(), or leave the module as "
+        f"it is with FP8Config(skip=({name!r},))"
+    )
+
+
+once_differentiable = differentiable_by(refuse_derivatives)
+
+
+def is_asked_for(ctx: Any, i: int) -> bool:
+    """Return whether the backward that runs wants the gradient of the tensor `i` of a function.
+
+    ``needs_input_grad`` knows what takes a gradient; ``autograd.grad`` asks for few of them.
+    """
+    node = ctx.next_functions[i][0]
+    if node is None:
+        return False
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:  # a leaf that autograd.grad was given
+        return True
 
 
 def reshaped(result: Tensor, shape: Sequence[int]) -> Tensor:
@@ -80,7 +114,8 @@ def only_shape_matters(x: Tensor) -> bool:
     if type(x) is not FakeTensor:
         return False
     modes = torch._C._TorchDispatchModeKey
-    return not any(map(torch._C._get_dispatch_mode, (modes.PROXY, modes.FUNCTIONAL)))
+    lookups = torch._C._get_dispatch_mode, _get_dispatch_mode_pre_dispatch  # the latter: of export
+    return not any(look(mode) for look in lookups for mode in (modes.PROXY, modes.FUNCTIONAL))
 
 
 class _ShapeOfResult(torch.autograd.Function):
@@ -115,16 +150,3 @@ def name_of(module: Any) -> str:
     a function eager. torch 2.11 guards on a name as soon as it is handed to a function.
     """
     return "" if torch.compiler.is_compiling() else module.fp8_name
-
-
-def refuse_transforms(name: str) -> None:
-    """Raise RuntimeError under torch.func's transforms.
-
-    Args:
-        name: of the module.
-    """
-    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
-        raise RuntimeError(
-            f"'{name}' runs in FP8 and does not go through transforms of torch.func (vmap, grad, "
-            f"vjp, jvp); use torch.autograd, or {_LEAVE.format(name=name)}"
-        )

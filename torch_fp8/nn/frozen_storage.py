@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torch_fp8.nn.scaling_buffers import ScalingBuffers
@@ -189,8 +190,8 @@ class FrozenStorage(ScalingBuffers):
         if isinstance(weight, QuantizableTensor):
             weight = weight.dequantize()
         weight = weight.to(x.dtype)
-        y = x @ (weight if self.fp8_transposed else weight.t())
-        return y if self.bias is None else y + self.bias.to(y.dtype)
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        return F.linear(x, weight.t() if self.fp8_transposed else weight, bias)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         # A dtype is asked of floating tensors alone: bytes and the bits of scales only move.

@@ -27,10 +27,10 @@ from torch_fp8.autograd.function import (
     of_text,
     once_differentiable,
     only_shape_matters,
-    refuse_transforms,
     shape_of_result,
     written_in_backward,
 )
+from torch_fp8.autograd.high_precision import RunsFP8, is_transformed
 from torch_fp8.config import FP8Config
 from torch_fp8.kernels.arguments import BackwardInputs
 from torch_fp8.nn.layer_norm import shared
@@ -48,11 +48,16 @@ from torch_fp8.tensor.quantizer import Quantizer
 
 
 class GatedMLPSpec(NamedTuple):
-    """Names of the children of a gated MLP."""
+    """Names of the children of a gated MLP.
+
+    Attributes:
+        gate_first: as in `FusedGateUpSpec`; it is always True.
+    """
 
     gate: str
     up: str
     down: str
+    gate_first: bool = True
 
 
 class FusedGateUpSpec(NamedTuple):
@@ -91,7 +96,7 @@ class _Options(NamedTuple):
     """The histories of gate's and up's gradients, where their quantizers have none."""
 
 
-class Float8GatedMLP(nn.Module):
+class Float8GatedMLP(RunsFP8):
     """The part of a converted gated MLP that goes in front of its own class."""
 
     fp8_config: FP8Config
@@ -101,34 +106,28 @@ class Float8GatedMLP(nn.Module):
     """The children beside the layers, which are not called; in a tuple, not to own them twice."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        in_fp8 = self.training or self.fp8_config.eval_fp8
+        compiling, spec = torch.compiler.is_compiling(), self.fp8_spec
+        in_fp8 = self.runs_fp8 and (compiling or not is_transformed())
         more = len(args) != 1 or kwargs  # or the input by keyword
         if more or not in_fp8 or self._has_own_activation():
             return super().forward(*args, **kwargs)
         (x,) = args
-        compiling, spec = torch.compiler.is_compiling(), self.fp8_spec
-        if not compiling:
-            refuse_transforms(self.fp8_name)
         down_layer = getattr(self, spec.down)
         inputs = self._joined(x, spec) if isinstance(spec, FusedGateUpSpec) else self._pair(x, spec)
         is_ours = all(type(t) in PLAIN for t in inputs) and _fit(inputs)
         if is_ours and compiling:
             product = self._in_graph(inputs, down_layer)
         elif is_ours and not torch.is_grad_enabled():
-            product = _unread(name_of(self), self._gate_first, inputs)
+            product = _unread(name_of(self), self.fp8_spec.gate_first, inputs)
         elif is_ours:
             product = _SwiGLUFunction.apply(self._options(down_layer), *inputs)
         else:  # DTensors, or what an adapter makes of them
-            gate, up = _gate_and_up([plain(t) for t in inputs], self._gate_first)
+            gate, up = _gate_and_up([plain(t) for t in inputs], self.fp8_spec.gate_first)
             product = F.silu(gate) * up
             del gate, up
         del inputs
         output: Tensor = down_layer(product)
         return output
-
-    @property
-    def _gate_first(self) -> bool:
-        return not isinstance(self.fp8_spec, FusedGateUpSpec) or self.fp8_spec.gate_first
 
     def _has_own_activation(self) -> bool:
         """Whether the activation has hooks, or is no longer the one that conversion has seen."""
@@ -164,7 +163,7 @@ class Float8GatedMLP(nn.Module):
             self.fp8_config.save_activations == "fp8",
             ahead,
             self._gradient_readers(),
-            self._gate_first,
+            self.fp8_spec.gate_first,
             smooth=smooth,
         )
 
@@ -185,7 +184,7 @@ class Float8GatedMLP(nn.Module):
             inputs[0],
             inputs[1] if len(inputs) == 2 else None,
             self.fp8_config.save_activations == "fp8",
-            self._gate_first,
+            self.fp8_spec.gate_first,
             (down, down_wgrad),
             (gradients, gradient_wgrad),
             *histories,

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from torch_fp8.autograd.checkpoint_pass import PLAIN
 from torch_fp8.autograd.function import name_of
+from torch_fp8.autograd.high_precision import is_transformed
 from torch_fp8.kernels.arguments import CastOptions
 from torch_fp8.ops.quantize import quantize_layouts
 from torch_fp8.quantization.scaling import tensor_amax
@@ -32,7 +33,7 @@ def shared(x: Tensor, name: str) -> Tensor:
         x: anything else is returned as it is.
         name: of the module whose layers share it.
     """
-    if type(x) not in PLAIN or torch.compiler.is_compiling():
+    if type(x) not in PLAIN or torch.compiler.is_compiling() or is_transformed():
         return x
     output: Tensor = _Shared.apply(x, name)
     return output

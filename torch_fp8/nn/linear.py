@@ -30,10 +30,13 @@ activation checkpointing repeats uses the scales of the first, which saves nothi
 transposed payload (`torch_fp8.autograd.checkpoint_pass`).
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
-from torch_fp8.autograd.function import as_text, refuse_transforms
+from torch_fp8.autograd.function import as_text
+from torch_fp8.autograd.high_precision import RunsFP8, is_transformed
 from torch_fp8.config import FP8Config
 from torch_fp8.nn.layer_quantizers import NOT_PLAIN
 from torch_fp8.nn.linear_function import (
@@ -48,7 +51,7 @@ from torch_fp8.tensor.lazy_quantized import plain as plain_activation
 from torch_fp8.tensor.quantizer import autocast_dtype
 
 
-class Float8Layer(RepeatedForward):
+class Float8Layer(RepeatedForward, RunsFP8):
     """The part of a linear layer that runs its fprop, dgrad and wgrad GEMMs in FP8.
 
     It stands in front of a class that has ``weight`` and ``bias`` (see `Float8Linear`).
@@ -68,15 +71,10 @@ class Float8Layer(RepeatedForward):
     fp8_adds_bias: bool = True
     """False where a parallel style adds it, after its group has summed the output."""
 
-    @property
-    def runs_fp8(self) -> bool:
-        """Whether a forward runs in FP8 now."""
-        return self.training or self.fp8_config.eval_fp8
-
     def forward(self, input: Tensor) -> Tensor:
-        if not self.runs_fp8:
-            return self._in_high_precision(plain_activation(input))
         compiling = torch.compiler.is_compiling()
+        if not self.runs_fp8 or (not compiling and is_transformed()):
+            return self._in_high_precision(plain_activation(input))
         if compiling and not (isinstance(input, NOT_PLAIN) or isinstance(self.weight, NOT_PLAIN)):
             return self._in_graph(input)
         if not (compiling or torch.is_grad_enabled()):
@@ -89,8 +87,6 @@ class Float8Layer(RepeatedForward):
         shape, dtype = x.shape, x.dtype  # asked once: a produced activation answers in Python
         self._check(shape, dtype, weight)
         name = "" if compiling else self.fp8_name  # as `name_of`
-        if not compiling and torch._C._are_functorch_transforms_active():
-            refuse_transforms(name)
         quantizers = self.quantizers(here.group)
         out_dtype = autocast_dtype(weight.device.type) or dtype
         options = LinearOptions(
@@ -105,8 +101,8 @@ class Float8Layer(RepeatedForward):
         return here.whole(y.reshape(*shape[:-1], y.shape[-1]))
 
     def _in_high_precision(self, x: Tensor) -> Tensor:
-        """What `forward` does where it does not run in FP8."""
-        if self.fp8_thawed_recipe is not None:
+        """What `forward` does where it does not run in FP8, with a weight of any dtype."""
+        if self.fp8_thawed_recipe is not None or _is_mixed(x, self.weight):
             return self.dequantized_forward(x)
         output: Tensor = super().forward(x)
         return output
@@ -159,6 +155,13 @@ class Float8Layer(RepeatedForward):
     def extra_repr(self) -> str:
         frozen = "" if self.frozen_weight is None else ", frozen"
         return f"{super().extra_repr()}, fp8={self.fp8_recipe}{frozen}"
+
+
+def _is_mixed(x: Any, weight: Tensor) -> bool:
+    """Whether torch's own product refuses these dtypes; x may be the proxy of a tracer."""
+    if not isinstance(x, Tensor) or x.dtype == weight.dtype:
+        return False
+    return autocast_dtype(x.device.type) is None
 
 
 class Float8Linear(Float8Layer, nn.Linear):

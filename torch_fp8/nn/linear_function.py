@@ -15,9 +15,11 @@ import torch
 from torch import Tensor
 
 from torch_fp8.autograd.function import (
+    differentiable_by,
+    is_asked_for,
     of_text,
-    once_differentiable,
     only_shape_matters,
+    refuse_derivatives,
     reshaped,
     shape_of_result,
     written_in_backward,
@@ -26,6 +28,7 @@ from torch_fp8.nn.smooth_operands import smooth_operands
 from torch_fp8.ops.quantize import QuantizedTensor
 from torch_fp8.ops.scaled_mm import cast, scaled_matmul
 from torch_fp8.quantization.recipe import Recipe
+from torch_fp8.tensor.lazy_quantized import plain
 from torch_fp8.tensor.quantizer import (
     InputPayloads,
     Quantizer,
@@ -216,6 +219,26 @@ def _multiplied(
     return reshaped(y, (*shape[:-1], y.shape[-1]))
 
 
+def _differentiable(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+    """The gradients of input and bias in high precision, by torch's operators.
+
+    Nothing leads back from the payload of the input: the gradient of the weight, where it is asked
+    for, is refused, and so are the gradients of sharded layers.
+    """
+    wants_dgrad, wants_wgrad, wants_bias = ctx.needs_input_grad[:3]
+    sharded = ctx.options.quantizers.grad_output.group is not None
+    if sharded or (wants_wgrad and is_asked_for(ctx, 1)):
+        refuse_derivatives(ctx)
+    grad, grad_input, grad_bias = plain(grad_output), None, None
+    if wants_dgrad:
+        weight = dict(zip(ctx.saved_names, ctx.saved_tensors, strict=True))["weight"].to(grad.dtype)
+        product = grad @ (weight.t() if ctx.options.quantizers.weight.transposed else weight)
+        grad_input = product.to(ctx.dtypes[0]).view(ctx.input_shape)
+    if wants_bias:
+        grad_bias = matrix(grad).sum(0, dtype=torch.float32).to(ctx.dtypes[2])
+    return grad_input, None, grad_bias, None, None, *[None] * len(ctx.buffers)
+
+
 class LinearFunction(torch.autograd.Function):
     """y = x w^T + b on FP8 payloads, with dgrad and wgrad likewise; see `linear`."""
 
@@ -262,7 +285,7 @@ class LinearFunction(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
+    @differentiable_by(_differentiable)
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         saved = dict(zip(ctx.saved_names, ctx.saved_tensors, strict=True))
         options: LinearOptions = ctx.options

@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from torch_fp8.autograd.checkpoint_pass import in_reentrant_checkpoint, untraced
 from torch_fp8.autograd.function import once_differentiable
+from torch_fp8.autograd.high_precision import is_transformed
 from torch_fp8.nn.class_swap import add_mixin, remove_mixin, unwrapped_name
 from torch_fp8.nn.kept_weight import is_capturing
 from torch_fp8.nn.linear import Float8Layer
@@ -70,12 +71,16 @@ class MergeAware(nn.Module):
     lora_B: Any
     scaling: dict[str, float]
 
-    @torch.compiler.disable
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         active = [name for name in self.active_adapters if name in self.lora_A]
-        if self.disable_adapters or self.merged or not active:
-            plain: Tensor = super().forward(x, *args, **kwargs)
-            return plain
+        merges = bool(active) and not (self.disable_adapters or self.merged)
+        if merges and self.base_layer.runs_fp8 and not is_transformed():
+            return self._merged_forward(active, x, **kwargs)
+        plain: Tensor = super().forward(x, *args, **kwargs)
+        return plain
+
+    @torch.compiler.disable
+    def _merged_forward(self, active: list[str], x: Tensor, **kwargs: Any) -> Tensor:
         base = self.base_layer
         if len(active) > 1 or kwargs.get("adapter_names") is not None:
             raise ValueError(
@@ -156,6 +161,7 @@ class MergedLinear(torch.autograd.Function):
         y, saved = _product(x, w, bias, layer, wgrad=True)
         ctx.save_for_backward(saved, w.qdata, w.scale, a, b)
         ctx.layer, ctx.granularity, ctx.scaling = layer, w.granularity, scaling
+        ctx.name = layer.fp8_name
         ctx.shape, ctx.dtype = x.shape, x.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
         return y

@@ -64,8 +64,6 @@ class RepeatedForward(LayerQuantizers):
 
     def _is_special(self) -> bool:
         """Whether torch runs this forward in a way that the layer has to know of."""
-        if torch._C._are_functorch_transforms_active():
-            return True
         if self.fp8_delayed and torch._C._current_graph_task_id() != -1:
             return True
         return self.training and in_reentrant_checkpoint()

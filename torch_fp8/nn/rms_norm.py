@@ -27,10 +27,10 @@ from torch_fp8.autograd.function import (
     of_text,
     once_differentiable,
     only_shape_matters,
-    refuse_transforms,
     reshaped,
     shape_of_result,
 )
+from torch_fp8.autograd.high_precision import RunsFP8, is_transformed
 from torch_fp8.config import FP8Config
 from torch_fp8.kernels.arguments import (
     CastOptions,
@@ -94,7 +94,7 @@ class _Options(NamedTuple):
         return NormInputs(x.detach(), weight.detach(), eps, self.offset, self.out_dtype)
 
 
-class Float8RMSNorm(nn.Module):
+class Float8RMSNorm(RunsFP8):
     """The part of a converted RMSNorm that goes in front of its own class.
 
     Shapes: input (..., C), weight (C,), output (..., C).
@@ -117,8 +117,9 @@ class Float8RMSNorm(nn.Module):
         x, compiling = plain(args[0]), torch.compiler.is_compiling()
         weight = None if compiling else self._parameters.get("weight")  # sooner than by attribute
         weight = self.weight if weight is None else weight
-        runs = self.training or self.fp8_config.eval_fp8
-        usual = type(x) in _PLAIN and _is_plain(weight)
+        runs = self.runs_fp8 and (compiling or not is_transformed())
+        usual = isinstance(weight, nn.Parameter) or type(weight) is Tensor
+        usual = usual and type(x) in _PLAIN
         if not (runs and usual and x.dtype in _DTYPES and x.shape[-1:] == weight.shape):
             stock: Tensor = super().forward(x)
             return stock
@@ -133,7 +134,6 @@ class Float8RMSNorm(nn.Module):
         if compiling:
             casts = None if alone else self.fp8_casts
             return _norm_in_graph(x, weight, eps, spec.offset, out_dtype, save_fp8, casts)
-        refuse_transforms(self.fp8_name)
         waits = self.fp8_quantizer is not None and not alone
         ahead = self.training and self.fp8_reader is not None
         if waits and not (ahead or torch.is_grad_enabled()):  # without autograd's bookkeeping
@@ -312,7 +312,3 @@ class _Produced(_Unread):
         if self.made is not None and quantizer is not None:
             production.keep(quantizer, self.made, self._amax)
         return production
-
-
-def _is_plain(weight: Tensor) -> bool:
-    return isinstance(weight, nn.Parameter) or type(weight) is Tensor

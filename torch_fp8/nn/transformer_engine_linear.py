@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from torch_fp8.autograd.high_precision import is_transformed
 from torch_fp8.config import FP8Config
 from torch_fp8.nn.linear import Float8Linear
 from torch_fp8.nn.transformer_engine import (
@@ -63,8 +64,8 @@ class TransformerEngineLinear(Float8Linear, nn.Linear):
     """Delayed scaling of a checkpoint or of the module that this is a copy of, for the engine."""
 
     def forward(self, input: Tensor) -> Tensor:
-        if not self.runs_fp8:
-            return nn.Linear.forward(self, input)
+        if not self.runs_fp8 or (not torch.compiler.is_compiling() and is_transformed()):
+            return self._in_high_precision(input)
         self._check_operands(input)
         rows = input.reshape(-1, self.in_features)
         multiple, num_rows = alignment(self.fp8_recipe), rows.shape[0]

@@ -241,12 +241,13 @@ def emulates_casts(device: torch.device) -> bool:
 
 
 def is_watched(x: Tensor) -> bool:
-    """Return whether the dispatcher must see an operator on x: a mode, a subclass, autograd or the
-    CPU.
+    """Return whether the dispatcher must see an operator on x: a mode, a transform, a subclass,
+    autograd or the CPU.
     """
     return (
         not on_cuda(x)
         or _len_torch_dispatch_stack() > 0
+        or torch._C._are_functorch_transforms_active()
         or type(x).__torch_dispatch__ is not Tensor.__torch_dispatch__
         or (x.requires_grad and torch.is_grad_enabled())
     )

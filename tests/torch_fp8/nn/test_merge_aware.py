@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import warnings
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from torch_fp8 import (
     FP8Config,
     convert_to_float8,
     export,
+    high_precision,
     load_frozen,
     revert,
     weights_for_engine,
@@ -271,3 +273,27 @@ def test_an_adapter_that_is_added_later_is_looked_at_too():
     model.set_adapter("plain")
     model(IDS).logits.sum().backward()
     assert up(model).lora_A["plain"].weight.grad is not None
+
+
+def test_gradients_of_gradients_are_refused_by_name():
+    layer = up(adapted())
+    x = torch.randn(3, layer.in_features, requires_grad=True)
+    y = layer(x).square().sum()
+    with pytest.raises(RuntimeError, match=r"up_proj.*torch_fp8\.high_precision"):
+        torch.autograd.grad(y, x, create_graph=True)
+
+
+def test_peft_computes_transforms_exports_and_passes_in_high_precision(folds):
+    layer = up(adapted())
+    x = torch.randn(3, layer.in_features)
+    with high_precision():
+        want = layer(x)
+        assert torch.equal(want, type(layer).__bases__[-1].forward(layer, x))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        batched = torch.func.vmap(layer)(x[:, None])[:, 0]
+    torch.testing.assert_close(batched, want)
+    for strict in (False, True):
+        program = torch.export.export(layer, (x,), strict=strict)
+        torch.testing.assert_close(program.module()(x), want)
+    assert not folds
