@@ -8,7 +8,7 @@ from typing import Any
 import torch.distributed as dist
 
 from torch_fp8.monitor.alarm import Crossing, layer_of
-from torch_fp8.monitor.observer import guarded
+from torch_fp8.monitor.layer_observer import guarded
 from torch_fp8.monitor.run_log import RunLog
 from torch_fp8.monitor.series import PREFIX, is_distributed
 from torch_fp8.quantization.scaling import OUTLIER

@@ -25,8 +25,9 @@ from torch.optim import Optimizer
 from torch_fp8.config import FP8Config
 from torch_fp8.monitor.alarm import DEFAULT_BOUNDS, Bound, crossings
 from torch_fp8.monitor.events import Events
+from torch_fp8.monitor.layer_observer import INPUT, guarded
 from torch_fp8.monitor.losses import Losses, is_told
-from torch_fp8.monitor.observer import INPUT, Observer, guarded
+from torch_fp8.monitor.observer import Observer
 from torch_fp8.monitor.parameters import (
     fp8_layers,
     gated_mlps,
@@ -148,6 +149,7 @@ class Monitor:
         if not state:
             return
         self._observer.remove()
+        self._reported.clear()  # the histories are others
         self.step = int(state["step"])
         self._losses.go_on(state["losses"])
         self.way_back.load_state_dict(state)
@@ -265,7 +267,7 @@ class Monitor:
 
     @torch.no_grad()
     def _measure(self) -> dict[str, float]:
-        seen = {**self._observer.idle, **self._observer.seen}
+        seen = self._observer.seen
         self._observer.remove()
         if not any(place.endswith(f"/{INPUT}") for place in seen) and self._layers:
             self._notice_compiled()

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from torch_fp8.conversion import smooth_layers
-from torch_fp8.monitor.observer import GRAD_OUTPUT, INPUT, WEIGHT
+from torch_fp8.monitor.layer_observer import GRAD_OUTPUT, INPUT, WEIGHT
 from torch_fp8.monitor.statistics import (
     CLIP,
     LEFT_OUT,
@@ -52,6 +52,7 @@ def look_at_histories(layers: Layers, reported: dict[str, Tensor]) -> Iterator[t
     """
     for name, layer in layers:
         if not _leaves_out(layer) or is_paused(layer):
+            reported.pop(name, None)  # its histories will begin anew
             continue
         parts = layer.fp8_amax_history, layer.fp8_grad_amax_history[None]
         device = parts[0].device
@@ -62,7 +63,10 @@ def look_at_histories(layers: Layers, reported: dict[str, Tensor]) -> Iterator[t
         yield f"{name}/history", counts
 
 
-def _leaves_out(layer: Float8Layer) -> bool:
+def _leaves_out(layer: nn.Module) -> bool:
+    """Return whether a layer has histories with a guard; it may have been reverted meanwhile."""
+    if not isinstance(layer, Float8Layer):
+        return False
     return layer.fp8_delayed and layer.fp8_config.amax_compute_algo == "max"
 
 

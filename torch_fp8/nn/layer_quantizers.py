@@ -238,5 +238,6 @@ class LayerQuantizers(FrozenStorage):
     def drop_scaling(self) -> None:
         """Remove what `init_scaling` made, and what is kept of the weight as it was cast."""
         super().drop_scaling()
-        for name in ("fp8_weight_cache", "fp8_kept_weight", "fp8_channels", "_fp8_quantizers"):
+        for name in ("fp8_weight_cache", "fp8_kept_weight", "fp8_channels", "fp8_observer"):
             self.__dict__.pop(name, None)
+        self.__dict__.pop("_fp8_quantizers", None)

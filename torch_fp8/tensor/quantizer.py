@@ -267,7 +267,7 @@ class Quantizers(NamedTuple):
         weight: of the weight.
         channels: where the maxima of the input's channels are left, if they are looked for.
         observer: monitor to which each operand of a GEMM is shown beside its source
-            (`torch_fp8.monitor.observer.LayerObserver`); None: nobody looks.
+            (`torch_fp8.monitor.layer_observer.LayerObserver`); None: nobody looks.
     """
 
     input: Quantizer

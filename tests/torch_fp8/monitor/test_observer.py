@@ -12,9 +12,10 @@ from torch.utils.checkpoint import checkpoint
 import torch_fp8.ops.scaled_mm
 from tests.torch_fp8.conversion.test_fused_layers import Norm
 from tests.torch_fp8.nn.test_conv1d import Conv1D
-from torch_fp8 import FP8Config, Monitor, convert_optimizer, convert_to_float8
+from torch_fp8 import FP8Config, Monitor, convert_optimizer, convert_to_float8, revert
 from torch_fp8.monitor.run_log import read_run
 from torch_fp8.nn import linear_function
+from torch_fp8.nn.paused import pause, resume
 from torch_fp8.nn.weight_cache import stamp_of
 from torch_fp8.ops.quantize import QuantizedTensor, dequantize
 from torch_fp8.ops.smooth import column_amax, smooth_factors
@@ -370,3 +371,32 @@ def test_a_layer_that_nobody_observes_calls_no_monitor(monkeypatch):
         watched.step()
     assert seen == [False, True, False, True]
     assert "fp8_observer" not in watched.layer.__dict__
+
+
+def test_a_layer_that_is_reverted_in_a_measured_step_is_observed_no_longer(monkeypatch):
+    watched = Watched(monkeypatch, nn.Linear(K, N), nn.Linear(N, OUT), recipe="rowwise")
+    watched.step()
+    revert(watched.layer)
+    assert "fp8_observer" not in watched.layer.__dict__
+    for _ in range(2):
+        series = watched.step()
+        assert "fp8/1/input/sqnr" in series
+        assert "fp8/0/input/sqnr" not in series
+    assert not watched.monitor._events.has_failed
+
+
+def test_an_amax_is_an_event_after_the_layer_was_out_of_fp8(monkeypatch):
+    """The mark that was told last is gone with the history."""
+    watched = Watched(monkeypatch, nn.Linear(K, N), recipe="delayed")
+    for step in range(1, 9):
+        if step in (3, 8):
+            with torch.no_grad():
+                watched.layer.weight.mul_(1e5)
+        if step == 4:  # before the next amax shifts the mark
+            pause(watched.layer)
+        if step == 6:
+            resume(watched.layer)
+        watched.step()
+    told = [e["step"] for e in watched.monitor.events if "history/weight" in e["what"]]
+    assert sorted(set(told)) == [3, 8]
+    watched.monitor.close()

@@ -1,0 +1,241 @@
+"""`LayerObserver`: looks at the operands that one layer's GEMMs multiply in a measured step."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from torch_fp8.autograd.checkpoint_pass import torch_selective_pass, untraced
+from torch_fp8.monitor.statistics import clip_statistics, operand_statistics, worst
+from torch_fp8.nn.linear import Float8Layer
+from torch_fp8.ops.quantize import QuantizedTensor, quantize
+from torch_fp8.ops.smooth import column_amax, smooth_factors
+from torch_fp8.quantization.payload_shape import SQUARE
+from torch_fp8.tensor.base import QuantizableTensor
+from torch_fp8.tensor.dtensor import local, waited
+
+INPUT, WEIGHT, GRAD_OUTPUT = "input", "weight", "grad_output"
+
+
+class Observation:
+    """What is seen of the layers in one step.
+
+    Args:
+        clip_search: whether to search the clip of gradients.
+        failed: called with an error in an observation.
+
+    Attributes:
+        seen: place to statistics, of forwards with gradients and of their backwards.
+        idle: the same of forwards without gradients in training mode.
+        goes_on: whether the step has not ended.
+    """
+
+    def __init__(self, clip_search: bool, failed: Callable[[Exception], None]) -> None:
+        self.clip_search, self.failed = clip_search, failed
+        self.seen: dict[str, Tensor] = {}
+        self.idle: dict[str, Tensor] = {}
+        self.goes_on = True
+
+
+class LayerObserver:
+    """Looks at the operands of one layer's GEMMs. Copies and files of the layer have none.
+
+    Args:
+        step: observation that it belongs to.
+        name: qualified name of the layer.
+        layer: the layer itself.
+        seen: where statistics are left.
+    """
+
+    def __init__(
+        self, step: Observation, name: str, layer: Float8Layer, seen: dict[str, Tensor]
+    ) -> None:
+        self.step, self.name, self.layer, self.seen = step, name, layer, seen
+        self._looked: set[Any] = set()
+        self._idle: LayerObserver | None = None
+
+    def without_gradients(self, training: bool) -> "LayerObserver | None":
+        """Return the observer of a forward without gradients; None: it belongs to no step.
+
+        Args:
+            training: whether the layer is in training mode.
+        """
+        if self._idle is None and training:
+            self._idle = LayerObserver(self.step, self.name, self.layer, self.step.idle)
+        return self._idle if training else None
+
+    def input(
+        self,
+        x: Tensor,
+        row: QuantizedTensor,
+        col: QuantizedTensor | None,
+        factors: Tensor | None = None,
+    ) -> None:
+        """Look at the input.
+
+        Args:
+            x: source (..., K).
+            row, col: operands (M, K) of fprop and (K, M) of wgrad; or None.
+            factors: factors (K,) of the source's channels in the operands; or None.
+        """
+        self._look(INPUT, x, row, col, factors)
+
+    def weight(self, weight: Tensor, row: QuantizedTensor, factors: Tensor | None = None) -> None:
+        """Look at the weight.
+
+        Args:
+            weight: source, as it is stored.
+            row: operand (N, K) of fprop.
+            factors: factors (K,) of the source's channels in the operand; or None.
+        """
+        self._look(WEIGHT, weight, *self._as_stored(row, None), factors)
+
+    def backward(
+        self,
+        grad_output: Tensor,
+        row: QuantizedTensor | None,
+        col: QuantizedTensor | None,
+        weight: Tensor | None,
+        weight_col: QuantizedTensor | None,
+    ) -> None:
+        """Look at the operands that backward adds.
+
+        Args:
+            grad_output: source (..., N).
+            row, col: operands (M, N) of dgrad and (N, M) of wgrad; or None.
+            weight: source, as it is stored; or None.
+            weight_col: operand (K, N) of dgrad; or None.
+        """
+        self._look(GRAD_OUTPUT, grad_output, row, col)
+        if weight is not None:
+            self._look(WEIGHT, weight, *self._as_stored(None, weight_col))
+
+    def _as_stored(
+        self, row: QuantizedTensor | None, col: QuantizedTensor | None
+    ) -> tuple[QuantizedTensor | None, QuantizedTensor | None]:
+        return (col, row) if self.layer.fp8_transposed else (row, col)
+
+    def _look(
+        self,
+        kind: str,
+        x: Tensor,
+        row: QuantizedTensor | None,
+        col: QuantizedTensor | None,
+        factors: Tensor | None = None,
+    ) -> None:
+        if row is not None and self._key(kind, row, False, factors) in self._looked:
+            row = None
+        if col is not None and self._key(kind, col, True, factors) in self._looked:
+            col = None
+        if (row is None and col is None) or not self.step.goes_on:
+            return
+        with apart(), guarded(self.step.failed):
+            first = 0
+            if isinstance(x, QuantizableTensor):
+                found = x.before_cast(row, col)
+                if found is None:
+                    return
+                x, row, col, first = found
+            x = matrix(x)
+            if not x.numel():
+                return
+            if factors is not None:
+                flips = kind == WEIGHT and self.layer.fp8_transposed
+                x = x * (factors[:, None] if flips else factors)
+            for payload, turned in ((row, False), (col, True)):
+                key = None if payload is None else self._key(kind, payload, turned, factors)
+                if payload is not None and key not in self._looked:
+                    self._looked.add(key)
+                    self._keep(kind, x, payload, turned, first)
+
+    @staticmethod
+    def _key(kind: str, payload: QuantizedTensor, turned: bool, factors: Tensor | None) -> Any:
+        """Return what tells payloads apart; where scales are square, the transpose is the same."""
+        return kind, turned and payload.granularity not in SQUARE, factors is None
+
+    def _keep(
+        self, kind: str, x: Tensor, payload: QuantizedTensor, turned: bool, first: int
+    ) -> None:
+        place, source = f"{self.name}/{kind}", x.to(payload.qdata.device)
+        found = operand_statistics(source, payload, turned=turned, first=first)
+        spec = self.layer.fp8_recipe.grad_output
+        if kind == GRAD_OUTPUT and self.step.clip_search and spec.granularity == "tensorwise":
+            found = torch.cat([found, clip_statistics(source, spec, found[0])])
+        before = self.seen.get(place)
+        self.seen[place] = found if before is None else worst(before, found)
+
+    # ---- a layer that is out of FP8 --------------------------------------------------------------
+
+    def before_paused(self, layer: Float8Layer, args: Any) -> None:
+        """Look at input and weight before the forward of a paused layer."""
+        if trains() and args:
+            recipe, factors = layer.fp8_recipe, None
+            with apart(), guarded(self.step.failed):
+                x, weight = matrix(args[0]), matrix(layer.weight)
+                if x.numel() and recipe.smooth:
+                    factors = smooth_factors(column_amax(x))[0]
+                self._look_as_if(INPUT, x if factors is None else x * factors, recipe.input)
+                if layer.frozen_weight is None:
+                    self._look_as_if(WEIGHT, weight, recipe.weight)
+
+    def after_paused(self, layer: Float8Layer, args: Any, output: Any) -> None:
+        """Have the gradient of a paused layer's output looked at."""
+        if trains() and isinstance(output, Tensor) and output.requires_grad:
+            spec = layer.fp8_recipe.grad_output
+            output.register_hook(lambda grad: self._look_as_if(GRAD_OUTPUT, grad, spec))
+
+    def _look_as_if(self, kind: str, x: Tensor, spec: Any) -> None:
+        if self.step.goes_on and f"{self.name}/{kind}" not in self.seen:
+            with apart(), guarded(self.step.failed):
+                x = matrix(x)
+                if x.numel():
+                    self._look(kind, x, quantize(x, spec), None)
+
+    def __reduce__(self) -> Any:
+        return type(None), ()
+
+
+@contextlib.contextmanager
+def apart() -> Iterator[None]:
+    """Operators in here leave nothing for autograd, nor in a pass of a checkpoint."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(untraced())
+        if torch_selective_pass():
+            stack.enter_context(_disable_current_modes())
+        yield
+
+
+def trains() -> bool:
+    """Whether this forward belongs to a step: generation and validation take no gradients, and a
+    graph that is built now would look in all steps. A model may well train in evaluation mode.
+    """
+    return torch.is_grad_enabled() and not torch.compiler.is_compiling()
+
+
+def matrix(x: Tensor) -> Tensor:
+    """Return a tensor's values, this rank's, as (R, C), and leave all that it holds as it is."""
+    x = waited(local(x))
+    if isinstance(x, QuantizableTensor):
+        found = x.before_cast(None, None)
+        return x.matrix() if found is None else found[0]
+    return x.reshape(-1, x.shape[-1])  # not detached, which would count as a use of a weight
+
+
+class guarded:
+    """Hands an error within to `failed`, for a monitor never stops a run."""
+
+    def __init__(self, failed: Callable[[Exception], None]) -> None:
+        self.failed = failed
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> bool:
+        if isinstance(error, Exception):
+            self.failed(error)
+            return True
+        return False
