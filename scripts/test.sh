@@ -6,13 +6,18 @@
 #   scripts/test.sh PATH...   pytest alone, with these arguments: a path, -k, -x ...
 #
 # TEST_PROCESSES: how many tests run at the same time (default 2).
+# PYTHONS: versions, such as "3.12 3.13", that are set up for the test under other Pythons; the default
+# is the lowest. An environment that is there (.venv-3.12) is always tried.
 set -euo pipefail
-source "$(dirname "$0")/setup.sh"
+cd "$(dirname "$0")/.."
+source scripts/setup.sh
+[ $# -gt 0 ] || start_pythons
 setup dev
 if [ $# -eq 0 ] || [ "$*" = --fast ]; then
   "$venv/bin/python" -m ruff check .
   "$venv/bin/python" -m ruff format --check .
   "$venv/bin/python" -m mypy
+  [ -z "$pythons" ] || wait_for_pythons
   fast=$*
   # A file's tests share what they set up and stay together; tests/durations.py has the order.
   set -- -n "${TEST_PROCESSES:-2}" --dist loadfile --no-loadscope-reorder --durations 20

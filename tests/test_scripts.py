@@ -128,3 +128,21 @@ def test_a_signal_ends_the_installation_and_is_the_status(project, signum):
     time.sleep(0.2)
     assert not state.exists() or state.read_text().rsplit(")", 1)[1].split()[0] == "Z"
     assert not (project / "venv/installed-examples").exists()
+
+
+def test_a_python_on_the_path_that_does_not_run_is_passed_over(tmp_path):
+    """pyenv's shims are there for versions that are not chosen, and fail."""
+    shim, real = tmp_path / "python3.10", tmp_path / "pyenv/versions/3.10.1/bin/python"
+    real.parent.mkdir(parents=True)
+    for path, status in ((shim, 127), (real, 0)):
+        path.write_text(f"#!/bin/sh\nexit {status}\n")
+        path.chmod(0o755)
+    found = subprocess.run(
+        ["bash", "-c", "source scripts/setup.sh && find_python 3.10"],
+        cwd=ROOT,
+        env={"PATH": f"{tmp_path}:/bin", "PYENV_ROOT": str(tmp_path / "pyenv")},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert found.stdout.strip() == str(real)
