@@ -1,4 +1,5 @@
 """Each Python that pyproject.toml promises imports the package, converts a model and steps."""
+
 import os
 import re
 import subprocess
