@@ -264,6 +264,7 @@ def _become(arguments, folder, environment, numbers, ignored, files, python) -> 
         new = open(number, "w", encoding=old.encoding, errors=old.errors, closefd=False)  # noqa: SIM115
         new.reconfigure(line_buffering=number == 2)
         setattr(sys, name, new)
+        setattr(sys, f"__{name}__", new)
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
@@ -300,7 +301,8 @@ def run_and_exit() -> None:
         code = 1
     threading._shutdown()
     atexit._run_exitfuncs()
-    for stream in (sys.stdout, sys.stderr):
+    # A script may have put others in the places of the first two.
+    for stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
     if code == -signal.SIGINT:
