@@ -56,14 +56,14 @@ def test_what_lies_behind_the_rows_is_used_only_where_it_lies_there():
     x, _ = quantize_layouts(
         torch.randn(37, K), CastOptions.of(spec, rowwise=True, columnwise=False)
     )
-    assert gemm_operand._with_rows_behind(x) is None  # 37 rows in memory
-    found = gemm_operand._with_rows_behind(_with_room(x))
+    assert gemm_operand._with_rows_behind(x, 48) is None  # 37 rows in memory
+    found = gemm_operand._with_rows_behind(_with_room(x), 48)
     assert found.qdata.shape == (48, K)
     assert found.scale.shape == (48, 1)
     assert found.scale.stride() == (1, 48)
     assert torch.equal(found.qdata[:37].float(), x.qdata.float())
     dense = x._replace(scale=torch.ones(1, 37).t())  # no room for more
-    assert gemm_operand._with_rows_behind(_with_room(dense)) is None
+    assert gemm_operand._with_rows_behind(_with_room(dense), 48) is None
     assert operand(x, K, is_b=False).qdata.shape == (48, K)  # by a copy then
 
 

@@ -47,6 +47,7 @@ from torch_fp8.optim.state import (
 )
 from torch_fp8.optim.step import Caches, new_small_state, settle_gradient, step_large, step_small
 from torch_fp8.tensor.dtensor import local
+from torch_fp8.tensor.float8_moment import Float8Moment
 
 _HOOKS = ("state_dict_pre", "state_dict_post", "load_state_dict_pre", "load_state_dict_post")
 
@@ -118,7 +119,7 @@ class Float8Optimizer(Optimizer):
                 raise RuntimeError(f"{self._fp8_base.__name__} does not support sparse gradients")
             settle_gradient(parameter)
             state = self._state_of(parameter)
-            if is_large(parameter):
+            if state["exp_avg"].__class__ is Float8Moment or is_large(parameter):
                 large.append((index, group, parameter, state))
             else:
                 small.append((group, parameter, state))
@@ -141,7 +142,10 @@ class Float8Optimizer(Optimizer):
                 state["residual"] = residual
         if state["step"].device.type != "cpu":
             state["step"] = state["step"].cpu()
-        settle_moments(parameter, state)
+        first, second = state["exp_avg"], state["exp_avg_sq"]
+        settled = first.__class__ is second.__class__ is Float8Moment  # the usual case, quickly
+        if not settled or not first.shape == second.shape == parameter.shape:
+            settle_moments(parameter, state)
         bits = self.residual_bits(parameter)
         if not bits:
             state.pop("residual", None)
