@@ -59,7 +59,8 @@ def verdict(value: Any, reference: Any, near: float) -> str:
     if isinstance(value, str):
         return value
     if isinstance(value, Exception):
-        text = " ".join(str(value).split())[:70]
+        # What Dynamo adds names files of the machine.
+        text = " ".join(str(value).partition("from user code")[0].split())[:70]
         if isinstance(value, AssertionError):
             return f"wrong ({text})"
         return "refused" if "refused" in text else f"raises ({type(value).__name__}: {text})"
