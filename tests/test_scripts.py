@@ -41,8 +41,9 @@ def project(tmp_path):
 
 
 def environment(project: Path, **settings: str) -> dict[str, str]:
+    """What the scripts see: no setting of whoever runs the tests, such as CUDA_BUILD."""
     return {
-        **os.environ,
+        "HOME": os.environ.get("HOME", "/"),
         "PATH": f"{project}:/usr/bin:/bin",
         "VENV": str(project / "venv"),
         "PYTHON": str(project / "venv/bin/python"),
