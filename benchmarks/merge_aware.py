@@ -2,8 +2,10 @@
 
     nice -n 19 python -m benchmarks.merge_aware   # from the root; two minutes
 
-A small Llama has learned the standard library in BF16 (as in `benchmarks.rollout_logprobs`). LoRA
-over its FP8 base then learns the same text read backwards, as PEFT has it (``plain``) and with
+A small Llama has learned the standard library in BF16 (as in `benchmarks.rollout_logprobs`). Its
+parameters are rounded to BF16, as a base is loaded for LoRA: exports hold BF16 beside FP8, and with
+a float32 embedding the hidden states between layers would be float32 in training alone. LoRA over
+its FP8 base then learns the same text read backwards, as PEFT has it (``plain``) and with
 ``FP8Config(merge_aware=True)`` (``aware``), with the same batches, at several learning rates: the
 smaller, the smaller is what the adapter adds. The trained model is exported with
 ``adapters="merge"`` and read again by `torch_fp8.load_frozen`.
@@ -59,6 +61,7 @@ def main() -> None:
 def measure(base: Any, tokens: Tensor, rate: float, steps: int) -> list[dict[str, Any]]:
     """Train both ways, and return a row for each."""
     evaluated = pretraining.windows(tokens, EVALUATED, torch.Generator().manual_seed(9))[:, :TOKENS]
+    base = in_bf16(base)
     rows = []
     for way in ("plain", "aware"):
         torch.manual_seed(0)
@@ -96,6 +99,14 @@ def measure(base: Any, tokens: Tensor, rate: float, steps: int) -> list[dict[str
         print(*row.values(), flush=True)
         rows.append(row)
     return rows
+
+
+def in_bf16(model: Any) -> Any:
+    """Return a copy with BF16 parameters and float32 buffers (of RoPE), as loading gives."""
+    model = copy.deepcopy(model)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.bfloat16()
+    return model
 
 
 @torch.no_grad()
