@@ -1,7 +1,7 @@
 """FP8 mixed-precision training for PyTorch: the engine. Importing it runs nothing."""
 
 from torch_fp8._version import __version__
-from torch_fp8.autograd.high_precision import high_precision
+from torch_fp8.autograd.current_pass import high_precision
 from torch_fp8.autograd.selective_checkpoint import selective_checkpoint_contexts
 from torch_fp8.checkpoint.export import ExportReport, export
 from torch_fp8.checkpoint.load_checkpoint import load_frozen, load_trainable

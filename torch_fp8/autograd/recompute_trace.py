@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from torch_fp8.autograd.checkpoint_pass import SelectivePass
+from torch_fp8.autograd.current_pass import SelectivePass
 from torch_fp8.autograd.recompute_plan import Kind, Operation, Result, Signature, Trace
 
 _aten: Any = torch.ops.aten

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from torch_fp8.autograd.checkpoint_pass import Replay, SelectivePass, Unavailable, repeats_forward
+from torch_fp8.autograd.current_pass import Replay, SelectivePass, Unavailable, repeats_forward
 from torch_fp8.autograd.recompute_plan import Kind, Operation, Plan, Result, Signature, make_plan
 from torch_fp8.autograd.recompute_trace import (
     ATTENTION,

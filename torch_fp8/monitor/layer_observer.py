@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from torch_fp8.autograd.checkpoint_pass import torch_selective_pass, untraced
+from torch_fp8.autograd.current_pass import torch_selective_pass, untraced
 from torch_fp8.monitor.statistics import clip_statistics, operand_statistics, worst
 from torch_fp8.nn.linear import Float8Layer
 from torch_fp8.ops.quantize import QuantizedTensor, quantize

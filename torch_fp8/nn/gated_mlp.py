@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from torch_fp8.autograd.checkpoint_pass import PLAIN, saves_nothing
+from torch_fp8.autograd.current_pass import PLAIN, RunsFP8, is_transformed, saves_nothing
 from torch_fp8.autograd.function import (
     name_of,
     of_text,
@@ -30,7 +30,6 @@ from torch_fp8.autograd.function import (
     shape_of_result,
     written_in_backward,
 )
-from torch_fp8.autograd.high_precision import RunsFP8, is_transformed
 from torch_fp8.config import FP8Config
 from torch_fp8.kernels.arguments import BackwardInputs
 from torch_fp8.nn.layer_norm import shared

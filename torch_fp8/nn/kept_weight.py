@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_fp8.autograd.checkpoint_pass import in_reentrant_checkpoint, untraced
+from torch_fp8.autograd.current_pass import in_reentrant_checkpoint, untraced
 from torch_fp8.nn.weight_cache import Stamp, WatchedParameter, stamp
 from torch_fp8.ops.quantize import QuantizedTensor
 

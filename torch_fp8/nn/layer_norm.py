@@ -5,9 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torch_fp8.autograd.checkpoint_pass import PLAIN
+from torch_fp8.autograd.current_pass import PLAIN, is_transformed
 from torch_fp8.autograd.function import name_of
-from torch_fp8.autograd.high_precision import is_transformed
 from torch_fp8.kernels.arguments import CastOptions
 from torch_fp8.ops.quantize import quantize_layouts
 from torch_fp8.quantization.scaling import tensor_amax

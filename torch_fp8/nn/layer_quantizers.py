@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from torch_fp8.autograd.checkpoint_pass import is_traced, repeats_forward
+from torch_fp8.autograd.current_pass import is_traced, repeats_forward
 from torch_fp8.nn.dtensor_layout import LocalOperands, local_operands
 from torch_fp8.nn.frozen_storage import FrozenStorage
 from torch_fp8.nn.kept_weight import KeptWeight

@@ -27,7 +27,7 @@ MLP hands over, cast once for all layers that share it (`torch_fp8.tensor.lazy_q
 Delayed scaling keeps a history of amaxes in non-persistent buffers, moved with the module and kept
 out of ``state_dict``. It is advanced by forwards in training mode and by backwards; a forward that
 activation checkpointing repeats uses the scales of the first, which saves nothing and makes no
-transposed payload (`torch_fp8.autograd.checkpoint_pass`).
+transposed payload (`torch_fp8.autograd.current_pass`).
 """
 
 from typing import Any
@@ -35,8 +35,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torch_fp8.autograd.current_pass import RunsFP8, is_transformed
 from torch_fp8.autograd.function import as_text
-from torch_fp8.autograd.high_precision import RunsFP8, is_transformed
 from torch_fp8.config import FP8Config
 from torch_fp8.nn.layer_quantizers import NOT_PLAIN
 from torch_fp8.nn.linear_function import (

@@ -22,9 +22,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from torch_fp8.autograd.checkpoint_pass import in_reentrant_checkpoint, untraced
+from torch_fp8.autograd.current_pass import in_reentrant_checkpoint, is_transformed, untraced
 from torch_fp8.autograd.function import once_differentiable
-from torch_fp8.autograd.high_precision import is_transformed
 from torch_fp8.nn.class_swap import add_mixin, remove_mixin, unwrapped_name
 from torch_fp8.nn.kept_weight import is_capturing
 from torch_fp8.nn.linear import Float8Layer

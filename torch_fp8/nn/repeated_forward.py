@@ -8,7 +8,7 @@ that has been decided already; what is left is to cast the input and to multiply
 import torch
 from torch import Tensor, nn
 
-from torch_fp8.autograd.checkpoint_pass import in_reentrant_checkpoint
+from torch_fp8.autograd.current_pass import in_reentrant_checkpoint
 from torch_fp8.autograd.function import reshaped
 from torch_fp8.nn.layer_quantizers import LayerQuantizers
 from torch_fp8.ops.registry import is_watched

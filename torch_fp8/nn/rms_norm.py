@@ -16,8 +16,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from torch_fp8.autograd.checkpoint_pass import (
+from torch_fp8.autograd.current_pass import (
     PLAIN,
+    RunsFP8,
+    is_transformed,
     repeats_forward,
     replayed_operator,
     saves_nothing,
@@ -30,7 +32,6 @@ from torch_fp8.autograd.function import (
     reshaped,
     shape_of_result,
 )
-from torch_fp8.autograd.high_precision import RunsFP8, is_transformed
 from torch_fp8.config import FP8Config
 from torch_fp8.kernels.arguments import (
     CastOptions,

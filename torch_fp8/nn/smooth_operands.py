@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torch_fp8.autograd.checkpoint_pass import saves_nothing
+from torch_fp8.autograd.current_pass import saves_nothing
 from torch_fp8.kernels.arguments import CastOptions
 from torch_fp8.ops.quantize import Payloads, QuantizedTensor
 from torch_fp8.ops.smooth import column_amax, smooth_factors, smoothed_layouts

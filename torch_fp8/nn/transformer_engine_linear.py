@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from torch_fp8.autograd.high_precision import is_transformed
+from torch_fp8.autograd.current_pass import is_transformed
 from torch_fp8.config import FP8Config
 from torch_fp8.nn.linear import Float8Linear
 from torch_fp8.nn.transformer_engine import (

@@ -54,7 +54,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
-from torch_fp8.autograd.checkpoint_pass import selective_pass, untraced
+from torch_fp8.autograd.current_pass import selective_pass, untraced
 from torch_fp8.kernels.arguments import CastOptions, WeightPayload
 from torch_fp8.ops.quantize import QuantizedTensor, quantize_layouts, transposed
 from torch_fp8.quantization.payload_shape import SQUARE

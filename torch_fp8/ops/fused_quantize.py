@@ -10,7 +10,7 @@ program holds all of it. Producers of the forward, which meet a few tokens, do f
 import torch
 from torch import Tensor
 
-from torch_fp8.autograd.checkpoint_pass import stand_in
+from torch_fp8.autograd.current_pass import stand_in
 from torch_fp8.kernels.arguments import CastOptions, DelayedCastOptions, ProducerCast
 from torch_fp8.ops.quantize import QuantizedTensor, dequantize, quantize_2d
 from torch_fp8.quantization.formats import E4M3, format_of

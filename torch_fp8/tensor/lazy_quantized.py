@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _len_torch_dispatch_stack
 
-from torch_fp8.autograd.checkpoint_pass import SelectivePass, selective_pass
+from torch_fp8.autograd.current_pass import SelectivePass, selective_pass
 from torch_fp8.kernels.arguments import CastOptions
 from torch_fp8.ops.quantize import QuantizedTensor, quantize_layouts
 from torch_fp8.ops.quantize_delayed import History

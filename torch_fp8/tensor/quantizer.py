@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from torch_fp8.autograd.checkpoint_pass import (
+from torch_fp8.autograd.current_pass import (
     is_traced,
     saves_nothing,
     stand_in,

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import (
 
 from tests.torch_fp8.conversion.test_fused_layers import Block
 from torch_fp8 import FP8Config, convert_to_float8
-from torch_fp8.autograd.checkpoint_pass import (
+from torch_fp8.autograd.current_pass import (
     SelectivePass,
     saves_nothing,
     stand_in,

@@ -207,7 +207,7 @@ def test_weights_of_16_bits_multiply_inputs_of_32():
 
 
 def test_a_transform_is_said_once():
-    torch_fp8.autograd.high_precision._warn_of_transforms.cache_clear()
+    torch_fp8.autograd.current_pass._warn_of_transforms.cache_clear()
     _, converted = stock_and_converted("linear")
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")

@@ -26,7 +26,7 @@ from torch_fp8 import (
     convert_to_float8,
     selective_checkpoint_contexts,
 )
-from torch_fp8.autograd.checkpoint_pass import Unavailable
+from torch_fp8.autograd.current_pass import Unavailable
 from torch_fp8.autograd.recompute_trace import ATTENTION, CASTS, is_random
 from torch_fp8.distributed.fsdp.connect import connect_fsdp
 from torch_fp8.nn.linear import Float8Linear

@@ -1,24 +1,36 @@
-"""Which of its two passes a checkpointed forward is in, and what it saves in the first.
+"""What kind of pass runs now: in FP8 or in high precision, and which of a checkpoint's two.
 
-``torch.utils.checkpoint`` runs a region twice: in forward, where it throws away what autograd would
-save, and in backward, where it keeps that. With ``use_reentrant=False`` the first pass runs with
-gradients enabled, and what a layer makes for backward alone is made in vain: a stand-in takes its
-place, with the dtype, shape and device that checkpoint compares, and without memory or a kernel.
+**High precision.** Our autograd functions save FP8 payloads, not their inputs. No graph leads back
+from a payload, so most gradients cannot be differentiated again, and transforms of torch.func and
+forward-mode AD find no rule for our operators. A program that torch exports or traces shall run
+without this package. All of these get torch's own operators, by the classes that converted modules
+had: the transforms and the tracers by themselves, a second differentiation of the gradients of
+weights within `high_precision`.
+
+**Checkpoints.** ``torch.utils.checkpoint`` runs a region twice: in forward, where it throws away
+what autograd would save, and in backward, where it keeps that. With ``use_reentrant=False`` the
+first pass runs with gradients enabled, and what a layer makes for backward alone is made in vain: a
+stand-in takes its place, with the dtype, shape and device that checkpoint compares, and without
+memory or a kernel.
 
 Checkpoint offers no way to ask for the pass. It is told by the saved-tensor hooks that are
 installed, which are known by name; where anything looks different, nothing is stood in for.
 """
 
 import contextlib
+import functools
 import sys
+import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
 import torch.utils.checkpoint
-from torch import Tensor
+from torch import Tensor, nn
 from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd import forward_ad
+from torch.fx import _symbolic_trace
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
     _get_current_dispatch_mode_stack,
@@ -33,6 +45,61 @@ _TORCH_PASSES = (
     torch.utils.checkpoint._CachedTorchDispatchMode,
 )
 _FIRST_PASS = ("torch.utils.checkpoint", "_checkpoint_hook.__init__.<locals>.pack_hook")
+
+
+requested = 0
+"""The number of `high_precision` blocks that run now."""
+
+
+@contextlib.contextmanager
+def high_precision() -> Iterator[None]:
+    """Run converted modules in high precision within, with gradients that can be differentiated.
+
+    Hessian products, second-order MAML and penalties on the gradients of weights need it. Forward
+    and backward belong inside, and all threads notice. Histories of delayed scaling stand still.
+    """
+    global requested
+    requested += 1
+    try:
+        yield
+    finally:
+        requested -= 1
+
+
+class RunsFP8(nn.Module):
+    """The part of a converted module that knows whether its forwards run in FP8."""
+
+    fp8_config: Any
+
+    @property
+    def runs_fp8(self) -> bool:
+        """Whether a forward runs in FP8 now, unless it is `is_transformed`."""
+        if requested or torch.compiler._is_exporting_flag:
+            return False
+        return self.training or bool(self.fp8_config.eval_fp8)
+
+
+def is_transformed() -> bool:
+    """Return whether this eager forward is transformed, or traced, with torch's own operators.
+
+    AOTAutograd, which traces and functionalizes, takes our operators.
+    """
+    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+        _warn_of_transforms()
+        return True
+    if _symbolic_trace._is_fx_tracing_flag:  # by make_fx, too
+        functional = torch._C._TorchDispatchModeKey.FUNCTIONAL
+        return torch._C._get_dispatch_mode(functional) is None
+    return torch._C._get_tracing_state() is not None
+
+
+@functools.cache
+def _warn_of_transforms() -> None:
+    warnings.warn(
+        "FP8: converted modules run in high precision under transforms of torch.func (grad, vjp, "
+        "jvp, vmap) and forward-mode AD",
+        stacklevel=2,
+    )
 
 
 def is_traced() -> bool:
