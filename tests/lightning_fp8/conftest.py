@@ -7,11 +7,13 @@ import socket
 import subprocess
 import sys
 import tempfile
+import unittest.mock
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 TESTS = Path(__file__).parent.parent
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -86,6 +88,15 @@ def run(tmp_path, forked_python, forked_hosts):
             return list(pool.map(start, commands))
 
     return run
+
+
+@pytest.fixture
+def own_ranks():
+    """Lightning leaves a process group, and the addresses of ranks in the environment."""
+    with unittest.mock.patch.dict(os.environ):
+        yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 @pytest.fixture

@@ -174,8 +174,9 @@ def test_gradient_release(host):
 @pytest.mark.parametrize(
     ("host", "strategy"), [(HOST, "auto"), (HOST, "ddp"), (lightning_fabric, "auto")]
 )
+@pytest.mark.usefixtures("own_ranks")
 def test_a_gan_with_a_critic_of_convolutions_trains_saves_and_resumes(
-    host, strategy, log, tmp_path, monkeypatch
+    host, strategy, log, tmp_path
 ):
     fabric = host.Fabric(accelerator="cpu", devices=1, precision="fp8-mixed", strategy=strategy)
     fabric.launch()
@@ -196,8 +197,6 @@ def test_a_gan_with_a_critic_of_convolutions_trains_saves_and_resumes(
     on = train_gan(fabric.backward, *parts)
     fabric.load(tmp_path / "gan.pt", state)
     assert train_gan(fabric.backward, *parts) == on
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
 
 
 @each_fabric

@@ -1,8 +1,5 @@
 """FP8 checkpoints in a LightningModule: trained from the files' values, saved for stock."""
 
-import os
-import unittest.mock
-
 import lightning.fabric
 import lightning.pytorch
 import lightning_fabric
@@ -91,15 +88,8 @@ def test_fabric_starts_from_the_files_values(host, tmp_path):
     assert 2.0**-18 < _worst(model, optimizer, fp8) <= 2.0**-16
 
 
-@pytest.fixture
-def own_environment():
-    """Lightning leaves the addresses of ranks in the environment."""
-    with unittest.mock.patch.dict(os.environ):
-        yield
-
-
 @pytest.mark.parametrize("kind", ["trainer", "fabric"])
-@pytest.mark.usefixtures("own_environment")
+@pytest.mark.usefixtures("own_ranks")
 def test_a_model_that_is_sharded_says_what_is_not_kept(kind, tmp_path, caplog):
     """The Trainer's user shards before the plugin sees the model, Fabric after it."""
     from torch.distributed.fsdp import fully_shard
@@ -107,34 +97,30 @@ def test_a_model_that_is_sharded_says_what_is_not_kept(kind, tmp_path, caplog):
     write_llama(tmp_path)
     caplog.set_level("INFO")
     plugin = FP8Precision(FP8Config())
-    try:
-        if kind == "fabric":
-            shard = lightning.fabric.strategies.ModelParallelStrategy(
-                lambda model, mesh: fully_shard(model, mesh=mesh["data_parallel"]),
-                data_parallel_size=1, tensor_parallel_size=1,
-            )  # fmt: skip
-            fabric = lightning.fabric.Fabric(
-                accelerator="cpu", devices=1, strategy=shard, plugins=plugin
-            )
-            fabric.launch()
-            fabric.setup(_loaded(tmp_path))
-        else:
-            model = _tuning(lightning.pytorch, tmp_path, {})
-            model.configure_model = lambda: fully_shard(
-                model.model, mesh=model.device_mesh["data_parallel"]
-            )
-            model.on_train_start = lambda: None
-            shard = lightning.pytorch.strategies.ModelParallelStrategy(
-                data_parallel_size=1, tensor_parallel_size=1
-            )
-            lightning.pytorch.Trainer(
-                accelerator="cpu", devices=1, strategy=shard, plugins=plugin, max_steps=1,
-                logger=False, enable_checkpointing=False, enable_progress_bar=False,
-                enable_model_summary=False,
-            ).fit(model, DataLoader(TOKENS, batch_size=2))  # fmt: skip
-    finally:
-        if torch.distributed.is_initialized():
-            torch.distributed.destroy_process_group()
+    if kind == "fabric":
+        shard = lightning.fabric.strategies.ModelParallelStrategy(
+            lambda model, mesh: fully_shard(model, mesh=mesh["data_parallel"]),
+            data_parallel_size=1, tensor_parallel_size=1,
+        )  # fmt: skip
+        fabric = lightning.fabric.Fabric(
+            accelerator="cpu", devices=1, strategy=shard, plugins=plugin
+        )
+        fabric.launch()
+        fabric.setup(_loaded(tmp_path))
+    else:
+        model = _tuning(lightning.pytorch, tmp_path, {})
+        model.configure_model = lambda: fully_shard(
+            model.model, mesh=model.device_mesh["data_parallel"]
+        )
+        model.on_train_start = lambda: None
+        shard = lightning.pytorch.strategies.ModelParallelStrategy(
+            data_parallel_size=1, tensor_parallel_size=1
+        )
+        lightning.pytorch.Trainer(
+            accelerator="cpu", devices=1, strategy=shard, plugins=plugin, max_steps=1,
+            logger=False, enable_checkpointing=False, enable_progress_bar=False,
+            enable_model_summary=False,
+        ).fit(model, DataLoader(TOKENS, batch_size=2))  # fmt: skip
     lines = [r.getMessage() for r in caplog.records if "checkpoint" in r.getMessage()]
     assert sum("the bits below are not kept" in line for line in lines) == 1
     assert not any("exact values" in line for line in lines)
