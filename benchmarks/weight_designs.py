@@ -122,11 +122,18 @@ def _process(rank: int, folder: str, design: str, first: int) -> None:
         dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
         outcome = measured(design, function)
         if isinstance(outcome, Exception):
-            torch.save(outcome.with_traceback(None), f"{folder}/{design} {name} {rank}")
+            _save(outcome.with_traceback(None), Path(folder), f"{design} {name} {rank}")
             os._exit(1)
         if rank == 0:
-            torch.save(outcome, f"{folder}/{design} {name} 0")
+            _save(outcome, Path(folder), f"{design} {name} 0")
         dist.destroy_process_group()
+
+
+def _save(outcome: Any, folder: Path, name: str) -> None:
+    """Write a whole file or none: the end of the other rank ends this one at any moment."""
+    part = folder / f"{name}.part"
+    torch.save(outcome, part)
+    part.rename(folder / name)
 
 
 def two_processes() -> list[dict[str, object]]:
