@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from benchmarks.weight_designs import measured, summary, table, verdict
 from benchmarks.weight_properties import PROPERTIES, Kit
@@ -20,13 +19,6 @@ HELD_BY_THE_WRAPPER = [
     ("0 a Parameter", "weakref before conversion"),
     ("0 a Parameter", "hooks before conversion"),
 ]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _no_process_group_stays():
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(("section", "name"), HELD_BY_THE_WRAPPER, ids=lambda text: text)
