@@ -139,7 +139,6 @@ def extend_trainer(module: ModuleType) -> None:
         "_load_optimizer_and_scheduler": "load_optimizer_and_scheduler",
         "_wrap_model": "wrap_model",
         "_save": "save",
-        "_load_best_model": "load_best_model",
     }
     _wrap(
         {module.Trainer: methods},

@@ -13,6 +13,7 @@ import torch
 from accelerate.logging import get_logger
 from accelerate.utils import DistributedType
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 import _fp8_check
 from accelerate_fp8._versions import refuse_old_hosts
@@ -199,28 +200,29 @@ def backward(original: Any, self: Any, loss: Any, **kwargs: Any) -> None:
 def unwrap_model(
     original: Any, self: Any, model: nn.Module, *args: Any, **kwargs: Any
 ) -> nn.Module:
-    """Extend ``Accelerator.unwrap_model``: without autocast, restore the dtype that weights had.
-
-    Layers that are not in FP8 could not multiply BF16 weights with float32 inputs otherwise.
-    """
+    """Extend ``Accelerator.unwrap_model``: without autocast, leave a stock model."""
     preparation = preparation_of(self)
     bound = inspect.signature(original).bind(self, model, *args, **kwargs)
-    if preparation is not None and not bound.arguments.get("keep_fp32_wrapper", True):
+    if bound.arguments.get("keep_fp32_wrapper", True):
+        preparation = None
+    if preparation is not None:
         preparation.optimizers.restore(self, model)
     unwrapped: nn.Module = original(*bound.args, **bound.kwargs)
+    if preparation is not None:
+        preparation.release(unwrapped)
     return unwrapped
 
 
 def get_state_dict(
     original: Any, self: Any, model: nn.Module, unwrap: bool = True
 ) -> dict[str, Any]:
-    """Extend ``Accelerator.get_state_dict``: return whole weights, since it serves to save a final
-    model.
+    """Extend ``Accelerator.get_state_dict``: return whole weights, on the CPU.
 
-    ``save_state`` asks for the model as it is wrapped, and goes on from BF16 and residual.
+    ``save_state`` asks for the model as it is wrapped; shards go on from BF16 and residual.
     """
     preparation = preparation_of(self)
-    if preparation is None or not unwrap:
+    sharded = any(isinstance(p, DTensor) for p in model.parameters())
+    if preparation is None or (sharded and not unwrap):
         as_it_is: dict[str, Any] = original(self, model, unwrap)
         return as_it_is
     with preparation.whole_weights(model):

@@ -12,11 +12,12 @@ import torch
 from accelerate.logging import get_logger
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from accelerate_fp8.frozen import EvaluationModels
 from accelerate_fp8.monitoring import Monitoring
 from accelerate_fp8.optimizers import PreparedOptimizers, WeakKeys
-from torch_fp8 import ConversionReport, FP8Config, convert_to_float8
+from torch_fp8 import ConversionReport, FP8Config, convert_to_float8, revert
 from torch_fp8.checkpoint.adopt_checkpoint import take_over
 from torch_fp8.checkpoint.export import refuse_unsavable
 from torch_fp8.conversion.convert import RUNS_IN_FP8, NothingToConvertError
@@ -103,6 +104,24 @@ class Preparation:
         elif model not in self._announced and all(model is not other for other in self._waiting):
             self._waiting.append(model)
 
+    def release(self, model: nn.Module) -> None:
+        """Make a model stock again, in place: classes, hooks and dtypes.
+
+        Not one whose shards go on as they are, nor one that is to be exported
+        (``FP8Config(save_format=...)``), which takes its FP8 layers.
+        """
+        sharded = any(isinstance(parameter, DTensor) for parameter in model.parameters())
+        if model not in self._reports or sharded or self.config.save_format is not None:
+            return
+        num_layers = revert(model)
+        vars(model).pop("_fp8_saving", None)
+        del self._reports[model]
+        self._waiting = [other for other in self._waiting if other is not model]
+        log_visibly(
+            f"FP8: {type(model).__name__} is a stock model again ({num_layers} layers), and runs "
+            "in high precision until it is prepared again"
+        )
+
     def _leave(self, model: nn.Module, reason: str) -> None:
         if model not in self._left:
             log_visibly(f"FP8: {type(model).__name__} runs as it is: {reason}")
@@ -161,17 +180,17 @@ class Preparation:
                 log_visibly(f"FP8: {name}, prepared for evaluation: {report}")
 
     @contextlib.contextmanager
-    def whole_weights(self, model: nn.Module, *, keep_changes: bool = False) -> Iterator[None]:
+    def whole_weights(self, model: nn.Module) -> Iterator[None]:
         """Show `model`, within, as a stock run would save it; see
         `torch_fp8.optim.whole_weights`.
         """
-        optimizers = self.optimizers.known()
-        with whole_weights(model, optimizers, keep_changes=keep_changes) as joined:
-            if joined and not keep_changes and not self._whole_announced:
+        with whole_weights(model, self.optimizers.known()) as joined:
+            if joined and not self._whole_announced:
                 self._whole_announced = True
                 log_visibly(
-                    f"FP8: {joined} weights are saved whole, BF16 joined with the optimizer's "
-                    "residual, in the dtype that they had before; save_state keeps both apart"
+                    f"FP8: {joined} sharded weights are saved whole, BF16 joined with the "
+                    "optimizer's residual, in the dtype that they had before; save_state keeps "
+                    "both apart"
                 )
             yield
 

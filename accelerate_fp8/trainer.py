@@ -84,16 +84,6 @@ def save(original: Any, self: Any, output_dir: str | None = None, state_dict: An
         original(self, output_dir, state_dict)
 
 
-def load_best_model(original: Any, self: Any) -> None:
-    """Extend ``Trainer._load_best_model``: split its whole weights as those in training are."""
-    preparation = preparation_of(self.accelerator)
-    if preparation is None:
-        original(self)
-        return
-    with preparation.whole_weights(self.model, keep_changes=True):
-        original(self)
-
-
 def save_pretrained(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Extend ``PreTrainedModel.save_pretrained``: save whole weights, and their dtype in
     ``config.json``.

@@ -43,9 +43,7 @@ def log_silently(trainer: Any, series: dict[str, float]) -> None:
 
 def load_checkpoint(trainer: Any, accelerator: Any, folder: str) -> None:
     """Load model, optimizer and schedule of a checkpoint into a Trainer that is training."""
-    preparation = accelerator._fp8_preparation
-    with preparation.whole_weights(trainer.model, keep_changes=True):
-        trainer._load_from_checkpoint(folder)
+    trainer._load_from_checkpoint(folder)
     trainer._load_optimizer_and_scheduler(folder)
 
 

@@ -49,6 +49,7 @@ from torch_fp8.optim import optimizer as float8_optimizer
 from torch_fp8.planner.memory_tracker import CATEGORIES, MemoryTracker
 from torch_fp8.quantization.block_scaled import num_groups
 from torch_fp8.tensor import float8_grad
+from torch_fp8.tensor.split_weight import SplitWeight, stored
 
 COLUMNS = (
     *("kind", "model", "variant", "checkpointing", "batch", "sequence"),
@@ -240,7 +241,7 @@ def assign_standing(
 ) -> None:
     """Tell the tracker what exists between steps."""
     for tensor in (*model.parameters(), *model.buffers()):
-        tracker.assign(tensor, "weights")
+        tracker.assign(stored(tensor), "weights")
     for category, tensor in state_tensors(optimizer):
         tracker.assign(tensor, category)
 
@@ -252,6 +253,8 @@ def state_tensors(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Tenso
             if isinstance(value, Tensor) and name != "residual":
                 yield "states", value
         residual = getattr(optimizer, "residual_of", lambda _: None)(parameter)
+        if isinstance(parameter, SplitWeight):
+            residual = parameter.residual
         if residual is not None:
             yield "residuals", residual
 

@@ -38,10 +38,10 @@ from benchmarks.measurement import (
 from benchmarks.plot import draw
 from benchmarks.shapes import TINY_LLAMA_1_1B, TOY_LLAMA, parameter_shapes
 from torch_fp8 import FP8Config, convert_optimizer
-from torch_fp8.optim.convert import split_parameter
 from torch_fp8.optim.state import is_large
 from torch_fp8.planner.memory_tracker import plain_parts
 from torch_fp8.tensor.float8_grad import Float8Grad
+from torch_fp8.tensor.split_weight import split_parameter, stored, stored_grad
 
 COLUMNS = (
     *("variant", "tensors", "parameters", "median_ms", "p20_ms", "p80_ms", "host_ms"),
@@ -197,7 +197,7 @@ def make_optimizer(
         convert_optimizer(optimizer, config)
         for parameter in parameters:  # of no model, which could tell that they may be split
             if is_large(parameter) and parameter.dtype == torch.float32:
-                split_parameter(optimizer, parameter)
+                split_parameter(parameter, residual_bits)
     return optimizer
 
 
@@ -218,7 +218,7 @@ def build(name: str, shapes: list[tuple[int, ...]], device: torch.device) -> tor
     parameters = [nn.Parameter(random(shape, 0.02).to(dtype)) for shape in shapes]
     optimizer = make_optimizer(name, parameters, 1e-4, device)
     for parameter in parameters:
-        grad = random(parameter.shape, 1e-3).to(parameter.dtype)
+        grad = random(parameter.shape, 1e-3).to(stored(parameter).dtype)
         parameter.grad = as_stored(name, parameter, grad)
     return optimizer
 
@@ -230,7 +230,7 @@ def moved_bytes(optimizer: torch.optim.Optimizer) -> int:
         for parameter in group["params"]:
             states = [s for s in optimizer.state[parameter].values() if s.ndim]
             total += 2 * sum(part.nbytes for t in (parameter, *states) for part in plain_parts(t))
-            total += sum(part.nbytes for part in plain_parts(parameter.grad))
+            total += sum(part.nbytes for part in plain_parts(stored_grad(parameter)))
     return total
 
 

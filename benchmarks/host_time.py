@@ -45,8 +45,8 @@ from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8
 from torch_fp8.kernels import quantize, rms_norm, swiglu
 from torch_fp8.kernels.launch_tape import Replayed
 from torch_fp8.nn.scaling_buffers import ScalingBuffers
-from torch_fp8.optim.convert import split_parameter
 from torch_fp8.optim.state import is_large
+from torch_fp8.tensor.split_weight import split_parameter, stored
 
 TOKENS, HIDDEN, INNER, HEADS, GROUPS = 16, 128, 256, 2, 1
 RECIPES = ("tensorwise", "delayed", "rowwise", "blockwise")
@@ -157,9 +157,9 @@ def optimizer_step(level: str) -> Run:
         convert_optimizer(optimizer, FP8Config(opt_level=level))
         for parameter in parameters:  # of no model, which could tell that they may be split
             if is_large(parameter):
-                split_parameter(optimizer, parameter)
+                split_parameter(parameter, optimizer.fp8_config.residual_bits)
     for parameter in parameters:
-        parameter.grad = torch.zeros_like(parameter)
+        parameter.grad = torch.zeros_like(stored(parameter))
     return optimizer.step
 
 

@@ -23,7 +23,6 @@ _METHODS = (
     "setup_module",
     "setup_optimizer",
     "get_module_state_dict",
-    "load_module_state_dict",
 )
 
 
@@ -112,12 +111,6 @@ class FabricPrecision(MonitoredPrecision, HostPrecision):
         with self.whole_weights(module):
             state: dict[str, Any] = type(strategy).get_module_state_dict(strategy, module)
         return state
-
-    def _load_module_state_dict(
-        self, strategy: Any, module: nn.Module, state_dict: Any, *args: Any, **kwargs: Any
-    ) -> None:
-        state_dict = self.split_loaded(module, state_dict)
-        type(strategy).load_module_state_dict(strategy, module, state_dict, *args, **kwargs)
 
     def _set_up_alone(self, optimizer: Optimizer) -> None:
         converted = self._model_of(optimizer)

@@ -16,7 +16,7 @@ nothing of ours in it.
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -48,7 +48,7 @@ from torch_fp8.distributed.fsdp.connect import FSDPReport, connect_fsdp
 from torch_fp8.distributed.fsdp.split_weights import join_sharded, reshard, split_sharded
 from torch_fp8.nn.transformer_engine import refuse_sharding
 from torch_fp8.optim.convert import gradients_report
-from torch_fp8.optim.whole_weights import split_loaded, whole_weights
+from torch_fp8.optim.whole_weights import whole_weights
 
 # Strategies that cannot host the plugin, with what to use instead. By name: a strategy's module
 # need not be importable where it is not used.
@@ -316,14 +316,10 @@ class HostPrecision(FP8Precision):
             if joined and not self._whole_announced:
                 self._whole_announced = True
                 self.info(
-                    f"FP8: {joined} weights are saved whole, BF16 joined with the optimizer's "
-                    "residual, in the dtype that they had before"
+                    f"FP8: {joined} sharded weights are saved whole, BF16 joined with the "
+                    "optimizer's residual, in the dtype that they had before"
                 )
             yield
-
-    def split_loaded(self, module: nn.Module, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-        """Split weights that `whole_weights` showed as `module` has them while it trains."""
-        return split_loaded(module, self._optimizers(), state_dict)
 
     def _optimizers(self) -> list[Optimizer]:
         return [optimizer for converted in self._live() for optimizer in converted.optimizers]

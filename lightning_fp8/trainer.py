@@ -5,14 +5,12 @@ when it tears down, every weight has the dtype again that the user gave it.
 """
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_fp8.averaging import SplitWeights, average_whole_weights
 from lightning_fp8.monitoring import MonitoredPrecision
 from lightning_fp8.precision import RELEASE, HostPrecision
 from torch_fp8.optim.optimizer import Float8Optimizer
@@ -21,16 +19,11 @@ from torch_fp8.optim.optimizer import Float8Optimizer
 class TrainerPrecision(MonitoredPrecision, HostPrecision):
     """The part of the Trainer's plugins: a Trainer has one model at a time, and connects it."""
 
-    _undo_averaging: Callable[[], None] | None = None
-
     def attach(self, strategy: Any, accelerator: Any) -> None:
-        """Attach as `HostPrecision.attach` does; and intervene where `strategy` saves and loads
-        weights.
-        """
+        """Attach as `HostPrecision.attach` does; and intervene where `strategy` saves weights."""
         super().attach(strategy, accelerator)
         # Only functions of modules and classes: ddp_spawn pickles the strategy.
         strategy.lightning_module_state_dict = functools.partial(self._saved, strategy)
-        strategy.load_model_state_dict = functools.partial(self._load, strategy)
 
     def _saved(self, strategy: Any) -> dict[str, Any]:
         """Return the strategy's ``lightning_module_state_dict``, of whole weights.
@@ -44,15 +37,6 @@ class TrainerPrecision(MonitoredPrecision, HostPrecision):
         with self.whole_weights(strategy.lightning_module):
             whole: dict[str, Any] = original(strategy)
         return whole
-
-    def _load(self, strategy: Any, checkpoint: Any, *args: Any, **kwargs: Any) -> None:
-        """Run the strategy's ``load_model_state_dict``, also with whole weights while a fit
-        runs.
-        """
-        if self._live() and "state_dict" in checkpoint:  # else the strategy has loaded it
-            state = self.split_loaded(strategy.lightning_module, checkpoint["state_dict"])
-            checkpoint = {**checkpoint, "state_dict": state}
-        type(strategy).load_model_state_dict(strategy, checkpoint, *args, **kwargs)
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Convert `module`, the only one from now on."""
@@ -82,9 +66,6 @@ class TrainerPrecision(MonitoredPrecision, HostPrecision):
         if self._let_ddp_go_on():
             model = self._wrap(self._strategy, converted, self._configure_ddp)
         self._connect_sharded(converted)
-        if in_use and self.config.opt_level != "O1":
-            callbacks = self._strategy.lightning_module.trainer.callbacks
-            self._undo_averaging = average_whole_weights(callbacks, SplitWeights(in_use))
         self._announce(converted)
         if in_use:
             trainer = self._strategy.lightning_module.trainer
@@ -115,9 +96,6 @@ class TrainerPrecision(MonitoredPrecision, HostPrecision):
     def teardown(self) -> None:
         """Leave a stock model behind, its weights in the user's dtype."""
         self._let_ddp_go_on()
-        if self._undo_averaging is not None:
-            self._undo_averaging()
-            self._undo_averaging = None
         super().teardown()
 
     def autocast_context_manager(self) -> torch.autocast:

@@ -357,8 +357,9 @@ def test_what_is_not_applied_is_warned_about(
 
 def test_unwrapped_model_still_runs(fp8: Any) -> None:
     unwrapped = fp8.unwrap_model(fp8.prepare(Block()), keep_fp32_wrapper=False)
-    assert type(unwrapped.up) is Float8Linear
+    assert type(unwrapped.up) is nn.Linear
     assert unwrapped(torch.randn(4, 32)).isfinite().all()
+    assert type(fp8.prepare(unwrapped).up) is Float8Linear
 
 
 def test_free_memory_lets_the_model_go(fp8: Any) -> None:

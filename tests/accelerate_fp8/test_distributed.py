@@ -37,12 +37,12 @@ def test_levels_under_ddp_keep_replicas_equal_and_resume_bit_for_bit(run: Callab
         assert ranks[0][1:] == ranks[1][1:], mode
     formats = {mode: ranks[0][1] for mode, ranks in of.items()}
     assert formats == {
-        "O1": "weight torch.float32 grad Tensor view True",
-        "O2": "weight torch.bfloat16 grad Tensor view True",
-        "O3": "weight torch.bfloat16 grad Float8Grad view True",
-        "unused": "weight torch.bfloat16 grad Tensor view True",
-        "late": "weight torch.float32 grad Tensor view True",
-        "hook": "weight torch.float32 grad Tensor view True",
+        "O1": "weight Parameter grad Tensor view True",
+        "O2": "weight SplitWeight grad WideGrad view True",
+        "O3": "weight SplitWeight grad Float8Grad view True",
+        "unused": "weight SplitWeight grad Tensor view True",
+        "late": "weight Parameter grad Tensor view True",
+        "hook": "weight Parameter grad Tensor view True",
     }
     losses = {mode: float(ranks[0][2]) for mode, ranks in of.items()}
     assert losses == pytest.approx(dict.fromkeys(modes, losses["O1"]), rel=0.01)
@@ -109,6 +109,6 @@ def test_model_saved_under_ddp_is_whole_and_of_the_dtype_it_names(
     assert sorted(rank for rank, _ in lines) == ["0", "1"]
     for _, line in lines:
         assert line == (
-            "DistributedDataParallel trained ['torch.bfloat16'] saved ['torch.float32'] "
+            "DistributedDataParallel trained ['SplitWeight'] saved ['torch.float32'] "
             "as float32 equal True rounded 0"
         )

@@ -79,9 +79,9 @@ def test_trainers_of_transformers_and_trl_run_fp8_gemms(
     assert done.stderr.count("14 frozen weights stored as FP8 alone") == 3
     assert done.stderr.count("bf16=True in the training arguments") == 1
     # 14 linear layers, embedding and output layer; the adapters of 4 layers, two matrices each.
-    full = "optimizer AdamW {'trained bfloat16': 16} and 16 more"
+    full = "optimizer AdamW {'trained SplitWeight': 16}"
     assert done.stdout.count(full) == 4
-    kinds = "{'frozen float32': 2, 'frozen bfloat16': 14, 'trained float32': 8}"
+    kinds = "{'frozen Parameter': 2, 'frozen Float8FrozenWeight': 14, 'trained Parameter': 8}"
     assert f"lora optimizer AdamW {kinds}" in done.stdout
 
 

@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 from accelerate_fp8 import FP8Config, FP8Kwargs
 from torch_fp8 import Float8Linear
 from torch_fp8.optim.optimizer import Float8Optimizer
+from torch_fp8.tensor.split_weight import SplitWeight
 
 O1 = FP8Config(opt_level="O1")
 
@@ -105,9 +106,9 @@ def test_any_order_converts_weights_and_optimizer(
     if order != "o m s":  # Accelerate reloads the state of a stock optimizer, and so its groups
         assert optimizer.param_groups is groups
     assert all(p is q for p, q in zip(parameters, model.parameters(), strict=True))
-    split = [name for name, p in model.named_parameters() if p.dtype == torch.bfloat16]
+    split = [name for name, p in model.named_parameters() if isinstance(p, SplitWeight)]
     assert split == ["up.weight", "down.weight", "lm_head.weight"]
-    assert optimizer.state[model.up.weight]["residual"].any()
+    assert model.up.weight.residual.any()
     assert scheduler.get_last_lr()[0] == pytest.approx(0.5e-2 * (1 + math.cos(0.4 * math.pi)))
 
 
@@ -143,7 +144,8 @@ def test_accumulation_steps_once_per_window_and_clipping_clips(accelerator_with:
                 after = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
                 norms.append((before.item(), after.item()))
                 accelerator.clip_grad_value_(model.parameters(), 1e-5)
-                assert max(p.grad.abs().max() for p in model.parameters()) <= 1.001e-5
+                # Clipped in BF16, which a value of 1e-5 is rounded to.
+                assert max(p.grad.abs().max() for p in model.parameters()) <= 1.002e-5
             optimizer.step()
             optimizer.zero_grad()
     assert len(norms) == 2
@@ -169,7 +171,7 @@ def test_two_models_with_an_optimizer_each(
         first.zero_grad()
     assert isinstance(adam, Float8Optimizer)
     assert isinstance(adamw, Float8Optimizer)
-    assert [p.dtype for p in (generator.up.weight, critic.up.weight)] == [torch.bfloat16] * 2
+    assert {type(p) for p in (generator.up.weight, critic.up.weight)} == {SplitWeight}
     of_critic, of_generator = messages()
     assert "  optimizer AdamW with 8-bit states" in of_critic
     assert "  optimizer Adam with 8-bit states" in of_generator
@@ -180,10 +182,10 @@ def test_one_optimizer_of_two_models_waits_for_both(accelerator_with: Callable) 
     encoder, decoder = Net(), Net()
     optimizer = torch.optim.AdamW([*encoder.parameters(), *decoder.parameters()])
     encoder, _ = accelerator.prepare(encoder, optimizer)
-    assert encoder.up.weight.dtype == torch.float32
+    assert type(encoder.up.weight) is nn.Parameter
     decoder = accelerator.prepare(decoder)
     assert isinstance(optimizer, Float8Optimizer)
-    assert {encoder.up.weight.dtype, decoder.up.weight.dtype} == {torch.bfloat16}
+    assert {type(encoder.up.weight), type(decoder.up.weight)} == {SplitWeight}
 
 
 def test_weights_that_run_without_autocast_keep_the_optimizer_as_it_is(
@@ -209,8 +211,7 @@ def test_evaluation_models_keep_their_dtype_unless_an_optimizer_trains_them(
     model = accelerator.prepare_model(Net(), evaluation_mode=True)
     if training_follows:
         accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
-    expected = torch.bfloat16 if training_follows else torch.float32
-    assert model.up.weight.dtype == expected
+    assert isinstance(model.up.weight, SplitWeight) == training_follows
     assert type(model.up) is Float8Linear
 
 
@@ -320,9 +321,11 @@ def test_model_unwrapped_from_autocast_has_its_dtype_again(accelerator_with: Cal
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     model, prepared = accelerator.prepare(model, optimizer)
     _train(accelerator, model, prepared, 2)
-    assert accelerator.unwrap_model(model).up.weight.dtype == torch.bfloat16
+    assert isinstance(accelerator.unwrap_model(model).up.weight, SplitWeight)
     unwrapped = accelerator.unwrap_model(model, keep_fp32_wrapper=False)
+    assert {type(p) for p in unwrapped.parameters()} == {torch.nn.Parameter}
     assert {p.dtype for p in unwrapped.parameters()} == {torch.float32}
+    assert type(unwrapped.up) is torch.nn.Linear
     assert unwrapped(torch.randn(4, 64)).isfinite().all()
     rounded = unwrapped.up.weight.bfloat16().float()
     assert not torch.equal(rounded, unwrapped.up.weight)  # the residual is in the weight again

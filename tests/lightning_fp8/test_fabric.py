@@ -12,6 +12,7 @@ from torch.optim import SGD, AdamW
 from lightning_fp8 import FP8Config, FP8Precision
 from tests.tiny_gan import make_gan, train_gan
 from torch_fp8.optim.optimizer import Float8Optimizer
+from torch_fp8.tensor.split_weight import SplitWeight
 
 each_fabric = pytest.mark.parametrize(
     "host", [lightning.fabric, lightning_fabric], ids=lambda host: host.__name__
@@ -69,8 +70,8 @@ def test_optimizer_is_converted_with_its_model(host, level, set_up, log):
     assert all(a is b for a, b in zip(parameters, net.parameters(), strict=True))
     assert optimizer.optimizer is given
     assert isinstance(given, Float8Optimizer) == (level != "O1")
-    assert net[0].weight.dtype == (torch.float32 if level == "O1" else torch.bfloat16)
-    assert gradient == ("Float8Grad" if level == "O3" else "Tensor")
+    assert isinstance(net[0].weight, SplitWeight) == (level != "O1")
+    assert gradient == {"O1": "Tensor", "O2": "WideGrad", "O3": "Float8Grad"}[level]
     assert log().count("of the matmul FLOPs") == 1
     assert log().count("optimizer AdamW with 8-bit states") == (level != "O1")
 
@@ -100,21 +101,21 @@ def test_several_optimizers_and_a_scheduler():
     train(fabric, model, optimizers, steps=1)
     same.step()
     assert first.param_groups[0]["lr"] == 5e-3
-    assert net[0].weight.dtype == torch.bfloat16
-    assert net[3].weight.dtype == torch.float32  # no residual could be kept for it
+    assert isinstance(net[0].weight, SplitWeight)
+    assert type(net[3].weight) is torch.nn.Parameter  # SGD keeps float32
 
 
-def test_optimizer_that_takes_over_gets_the_residuals():
+def test_optimizer_that_takes_over_goes_on_from_the_whole_weights():
     fabric, net = make_fabric(HOST, "O2"), make_net()
     first = AdamW(net.parameters(), lr=1e-2)
     model, wrapped = fabric.setup(net, first)
     train(fabric, model, [wrapped])
-    residual = first.residual_of(net[0].weight).clone()
-    assert residual.any()
+    whole = net[0].weight.detach().clone()
+    assert not torch.equal(whole, whole.bfloat16().float())
     second = AdamW(net.parameters(), lr=1e-3)
     fabric.setup_optimizers(second)
-    assert torch.equal(second.residual_of(net[0].weight), residual)
-    assert first.residual_of(net[0].weight) is None
+    assert torch.equal(net[0].weight, whole)
+    assert isinstance(second, Float8Optimizer)
 
 
 def test_optimizer_of_another_model_is_left_alone():

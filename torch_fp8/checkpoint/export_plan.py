@@ -31,6 +31,7 @@ from torch_fp8.nn.transformer_engine_linear import TransformerEngineLinear
 from torch_fp8.ops.quantize import QuantizedTensor, dequantize
 from torch_fp8.tensor.base import QuantizableTensor
 from torch_fp8.tensor.quantizer import WeightQuantizer
+from torch_fp8.tensor.split_weight import stored
 
 _NAN_BITS = 0x7F
 
@@ -38,7 +39,9 @@ Adapted = Callable[[nn.Module, Tensor], Tensor]
 
 
 class ModelTensors:
-    """The values of a model's tensors: its own. Other sources have them from elsewhere."""
+    """The values of a model's tensors: its own, as its layers multiply them. Other sources have
+    them from elsewhere.
+    """
 
     def dtype(self, key: str, tensor: Tensor) -> torch.dtype:
         """Return the dtype in which the values of a tensor are stored.
@@ -48,7 +51,7 @@ class ModelTensors:
             tensor: of the model.
         """
         del key
-        return tensor.dtype
+        return stored(tensor).dtype
 
     def values(self, key: str, tensor: Tensor, layer: Float8Layer | None) -> Tensor:
         """Return the values of a tensor.
@@ -65,7 +68,7 @@ class ModelTensors:
             raise ValueError(
                 f"'{key}' has no values here (meta device, or offloaded); load it first"
             )
-        return tensor
+        return stored(tensor)
 
 
 @dataclass

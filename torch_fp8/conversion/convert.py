@@ -53,6 +53,7 @@ from torch_fp8.ops.hardware import check_device, resolve_auto, runs_natively
 from torch_fp8.ops.kernel_driver import check_driver
 from torch_fp8.optim.embedding_dtype import restore_output_dtype
 from torch_fp8.quantization.recipe import Recipe
+from torch_fp8.tensor.split_weight import join_parameter
 
 RUNS_IN_FP8 = "FP8 runs linear layers of 16 features and more"
 
@@ -204,7 +205,8 @@ def conversion_report(
 def revert(model: nn.Module) -> int:
     """Turn every FP8 linear layer of `model` back into its original class, in place.
 
-    Together with `torch_fp8.restore_weights` this leaves nothing of ours in the model.
+    Weights in two halves become plain float32 Parameters, one after the other. Nothing of ours is
+    left in a model that is not sharded; its optimizer keeps its 8-bit moments.
 
     Args:
         model: a module that `convert_to_float8` has converted, or any other.
@@ -220,6 +222,8 @@ def revert(model: nn.Module) -> int:
         _to_stock(module)
     place_regions(model)
     _keep_scaling_local(model)
+    for parameter in model.parameters():
+        join_parameter(parameter)
     return len(modules)
 
 

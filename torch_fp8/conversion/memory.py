@@ -19,6 +19,7 @@ from torch_fp8.tensor.base import QuantizableTensor
 from torch_fp8.tensor.dtensor import local
 from torch_fp8.tensor.float8_moment import Float8Moment
 from torch_fp8.tensor.frozen_weight import Float8FrozenWeight
+from torch_fp8.tensor.split_weight import SplitWeight, stored, stored_grad
 
 _CATEGORIES = ("weights", "gradients", "moments", "master", "scales", "caches")
 _NUM_MOMENTS = {"Adam": 2, "AdamW": 2, "NAdam": 2, "RAdam": 2, "Adamax": 2}
@@ -87,7 +88,7 @@ def memory_report(
         Bytes by category.
     """
     counted = list(model.parameters() if parameters is None else parameters)
-    gradients = [_gradient_parts(p.grad) for p in counted if p.grad is not None]
+    gradients = [_gradient_parts(g) for p in counted if (g := stored_grad(p)) is not None]
     states = _by_category(_optimizers(optimizer), counted)
     buffers = [] if parameters is not None else list(model.named_buffers())
     histories = [b for name, b in buffers if name.rpartition(".")[2].startswith("fp8_")]
@@ -181,7 +182,8 @@ def _expected(parameter: Tensor, optimizer: Optimizer | None, *, converted: bool
     is.
     """
     shard = local(parameter)
-    numel, size = shard.numel(), shard.element_size()
+    numel = shard.numel()
+    size = stored(shard).element_size() if converted else shard.element_size()
     ours = optimizer if isinstance(optimizer, Float8Optimizer) else None
     if ours is not None and not converted:
         size = ours.original_dtype(parameter).itemsize
@@ -195,7 +197,8 @@ def _expected(parameter: Tensor, optimizer: Optimizer | None, *, converted: bool
     if ours is None or not converted:
         num_moments = 0 if optimizer is None else _num_moments(optimizer) or 0
         return MemoryReport(numel, numel * size, numel * size, num_moments * numel * size, 0, 0)
-    bits = ours.residual_bits(parameter)
+    split = isinstance(shard, SplitWeight)
+    bits = shard.halves.step_bits if split else ours.residual_bits(parameter)
     master = math.prod(residual_shape(shard.shape, bits)) * (2 if bits > 8 else 1) if bits else 0
     gradients, scales = numel * size, 0
     groups = _num_scales(shard)
@@ -257,6 +260,8 @@ def _by_category(optimizers: list[Optimizer], parameters: list[Tensor]) -> dict[
         if isinstance(optimizer, Float8Optimizer):
             residuals = (optimizer.residual_of(p) for p in parameters)
             found["master"] += [r for r in residuals if r is not None]
+    halves = [p.halves for p in parameters if isinstance(p, SplitWeight)]
+    found["master"] += [h.residual for h in halves if h.residual is not None]
     return found
 
 
@@ -281,7 +286,7 @@ def _frozen_scales(tensors: list[Tensor]) -> list[Tensor]:
 
 def _stored(tensors: list[Tensor]) -> list[Tensor]:
     """Replace weights that are held, or gathered, in FP8 by their bytes, without the scales."""
-    shards = (local(tensor) for tensor in tensors)
+    shards = (stored(local(tensor)) for tensor in tensors)
     return [getattr(s, "qdata", s) if isinstance(s, QuantizableTensor) else s for s in shards]
 
 

@@ -16,6 +16,7 @@ from torch_fp8.ops.smooth import column_amax, smooth_factors
 from torch_fp8.quantization.payload_shape import SQUARE
 from torch_fp8.tensor.base import QuantizableTensor
 from torch_fp8.tensor.dtensor import local, waited
+from torch_fp8.tensor.split_weight import stored
 
 INPUT, WEIGHT, GRAD_OUTPUT = "input", "weight", "grad_output"
 
@@ -91,7 +92,7 @@ class LayerObserver:
             row: operand (N, K) of fprop.
             factors: factors (K,) of the source's channels in the operand; or None.
         """
-        self._look(WEIGHT, weight, *self._as_stored(row, None), factors)
+        self._look(WEIGHT, stored(weight), *self._as_stored(row, None), factors)
 
     def backward(
         self,
@@ -111,7 +112,7 @@ class LayerObserver:
         """
         self._look(GRAD_OUTPUT, grad_output, row, col)
         if weight is not None:
-            self._look(WEIGHT, weight, *self._as_stored(None, weight_col))
+            self._look(WEIGHT, stored(weight), *self._as_stored(None, weight_col))
 
     def _as_stored(
         self, row: QuantizedTensor | None, col: QuantizedTensor | None

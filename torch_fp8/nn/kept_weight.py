@@ -33,6 +33,7 @@ from torch import Tensor
 from torch_fp8.autograd.current_pass import in_reentrant_checkpoint, untraced
 from torch_fp8.nn.weight_cache import Stamp, WatchedParameter, stamp
 from torch_fp8.ops.quantize import QuantizedTensor
+from torch_fp8.tensor.split_weight import SplitWeight
 
 _storage_of, _use_count = torch.Tensor.untyped_storage, torch._C._storage_Use_Count
 _ALONE = 2
@@ -84,7 +85,13 @@ class KeptWeight:
         return self._is_of(weight) and not is_capturing(weight)
 
     def _is_of(self, weight: Tensor) -> bool:
-        if self.payload is None or self._stamp is None or type(weight) is not WatchedParameter:
+        if self.payload is None or self._stamp is None:
+            return False
+        if type(weight) is SplitWeight:
+            current = stamp(weight) == self._stamp
+            history = self._history
+            return current and (history is None or history._version == self._recorded)
+        if type(weight) is not WatchedParameter:
             return False
         # As `_stamp(weight)` does, but no further than it is equal: each layer asks for each token.
         # The uses come before the version, which an inference tensor has not: only `.data` can
@@ -166,6 +173,8 @@ class KeptWeight:
 
 def _stamp(weight: Tensor) -> Stamp | None:
     """Return what `stamp_of` does in eager mode; None also where a write could stay unseen."""
+    if type(weight) is SplitWeight:
+        return stamp(weight)
     if type(weight) is not WatchedParameter or weight.is_lent or weight.is_inference():
         return None
     return stamp(weight) if _is_alone(weight) else None

@@ -16,12 +16,13 @@ from torch_fp8.nn.linear_form import computes_linear
 from torch_fp8.nn.weight_cache import WatchedParameter
 from torch_fp8.quantization.formats import GEMM_ALIGNMENT
 from torch_fp8.tensor.base import QuantizableTensor
+from torch_fp8.tensor.split_weight import SplitWeight
 
 _LORA = re.compile(r"(^|\.)lora_[A-Za-z_]+(\.|$)")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ADAPTER = "LoRA adapter"
 """Why an adapter stays in high precision: it is small, and the user's."""
-_WEIGHTS = (nn.Parameter, torch.Tensor, WatchedParameter)
+_WEIGHTS = (nn.Parameter, torch.Tensor, WatchedParameter, SplitWeight)
 
 
 def matches(pattern: str, name: str) -> bool:

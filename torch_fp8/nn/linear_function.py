@@ -38,6 +38,7 @@ from torch_fp8.tensor.quantizer import (
     output_dtype,
     quantize_input,
 )
+from torch_fp8.tensor.split_weight import SplitWeight, gradient_dtype
 
 
 class LinearOptions(NamedTuple):
@@ -279,7 +280,8 @@ class LinearFunction(torch.autograd.Function):
         kept = {name: t for name, t in saved.items() if t is not None}
         ctx.saved_names = tuple(kept)
         ctx.save_for_backward(*kept.values())
-        ctx.dtypes = (options.dtype, weight.dtype, None if bias is None else bias.dtype)
+        dtype = gradient_dtype(weight) if isinstance(weight, SplitWeight) else weight.dtype
+        ctx.dtypes = (options.dtype, dtype, None if bias is None else bias.dtype)
         ctx.options, ctx.name, ctx.buffers = options, options.name, buffers
         ctx.input_source, ctx.input_shape = made.source, shape
         return y

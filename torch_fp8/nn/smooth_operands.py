@@ -28,6 +28,7 @@ from torch_fp8.tensor.quantizer import (
     input_stand_ins,
     matrix,
 )
+from torch_fp8.tensor.split_weight import stored
 
 
 class SmoothOperands(NamedTuple):
@@ -99,7 +100,7 @@ def _smooth_weight(
 ) -> tuple[QuantizedTensor, Tensor | None]:
     """Return the payload of ``w / s``, and the scale of the weight as it is where it is known."""
     quantizer, scale, amax = quantizers.weight.quantizer, None, None
-    whole = weight
+    whole = stored(weight)
     if isinstance(weight, QuantizableTensor):  # gathered in FP8, or stored so
         if quantizer.history is not None:
             type(weight).quantize(weight, quantizer, rowwise=False, columnwise=False)

@@ -36,6 +36,7 @@ from torch_fp8.nn.transformer_engine import (
 )
 from torch_fp8.quantization.recipe import Recipe
 from torch_fp8.tensor.quantizer import output_dtype
+from torch_fp8.tensor.split_weight import SplitWeight, half, stored
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _region: ContextVar[Any] = ContextVar("_region", default=None)
@@ -106,6 +107,8 @@ class TransformerEngineLinear(Float8Linear, nn.Linear):
         held = engine.linear._parameters
         for name in ("weight", "bias"):
             mine = getattr(self, name)
+            if isinstance(mine, SplitWeight):
+                mine = half(mine)
             if mine is not None and held[name] is not mine:
                 held[name] = mine
         return engine
@@ -132,10 +135,11 @@ class TransformerEngineLinear(Float8Linear, nn.Linear):
     def _in_one_dtype(self, rows: Tensor) -> Any:
         """Transformer Engine takes several dtypes only under torch's autocast."""
         device_type = rows.device.type
-        dtypes = {t.dtype for t in (rows, self.weight, self.bias) if t is not None}
+        operands = (rows, stored(self.weight), self.bias)
+        dtypes = {t.dtype for t in operands if t is not None}
         if len(dtypes) == 1 or torch.is_autocast_enabled(device_type):
             return contextlib.nullcontext()
-        dtype = self.weight.dtype if rows.dtype == torch.float32 else rows.dtype
+        dtype = stored(self.weight).dtype if rows.dtype == torch.float32 else rows.dtype
         return torch.autocast(device_type, dtype)
 
     def _check_operands(self, x: Tensor) -> None:

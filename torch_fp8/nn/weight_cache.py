@@ -59,6 +59,7 @@ from torch_fp8.kernels.arguments import CastOptions, WeightPayload
 from torch_fp8.ops.quantize import QuantizedTensor, quantize_layouts, transposed
 from torch_fp8.quantization.payload_shape import SQUARE
 from torch_fp8.quantization.recipe import CastSpec
+from torch_fp8.tensor.split_weight import SplitWeight, stored
 
 _CHECKPOINTS = "torch.utils.checkpoint"
 
@@ -181,7 +182,7 @@ class WeightCache:
             col = self.transposed and not (keep and spec.granularity in SQUARE)
             row = not col
         options = CastOptions.of(spec, self._scale, self._amax, rowwise=row, columnwise=col)
-        return quantize_layouts(weight, options)
+        return quantize_layouts(stored(weight), options)
 
     def _keep(
         self, stamp: Stamp | None, row: QuantizedTensor | None, col: QuantizedTensor | None
@@ -320,15 +321,18 @@ def stamp_of(weight: Tensor) -> Stamp | None:
         None where nothing can be told: `weight` is not watched, has no version (an inference
         tensor), or is being compiled.
     """
-    if torch.compiler.is_compiling() or not isinstance(weight, WatchedParameter):
+    if torch.compiler.is_compiling() or not isinstance(weight, (WatchedParameter, SplitWeight)):
         return None
     if weight.is_inference():
         return None
     return stamp(weight)
 
 
-def stamp(weight: WatchedParameter) -> Stamp:
+def stamp(weight: WatchedParameter | SplitWeight) -> Stamp:
     """What `stamp_of` returns of a Parameter that is watched, has a version and is not compiled."""
+    if isinstance(weight, SplitWeight):
+        halves = weight.halves
+        return id(weight), halves.writes, 0, id(halves)
     return id(weight), weight._version, weight.uses, weight.data_ptr()
 
 

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch_fp8.optim.state import is_large, residual_shape, sharded_residual_shape
 from torch_fp8.quantization.split_float import RESIDUAL_BITS
 from torch_fp8.tensor.dtensor import local
+from torch_fp8.tensor.split_weight import stored
 
 FORMAT_VERSION = 1
 """The version of what `Float8Optimizer.state_dict` adds to the format of torch.optim.AdamW."""
@@ -149,7 +150,7 @@ def _check_residual(parameter: Tensor, entry: Mapping[str, Any], bits: int, wher
     saved, where = entry["residual"], f"{where}['residual']"
     if not isinstance(saved, Tensor):
         raise ValueError(f"{where} is no tensor: {saved!r:.80}")
-    if parameter.dtype != torch.bfloat16:
+    if stored(local(parameter)).dtype != torch.bfloat16:
         return
     bits = bits if is_large(parameter) else 16
     dtypes = (torch.int16, torch.int8) if bits == 16 else (torch.int8,)

@@ -20,18 +20,21 @@ from torch_fp8.nn.weight_cache import WeightCache, keeps_scale, watch
 from torch_fp8.optim.arguments import check_arguments
 from torch_fp8.optim.checkpoint import REFUSED_OPTIONS
 from torch_fp8.optim.embedding_dtype import (
-    keep_float32_products,
     keep_output_dtype,
-    name_the_way_out,
+    multiply_half,
 )
 from torch_fp8.optim.grad_hooks import attach_hooks, detach_hooks
 from torch_fp8.optim.optimizer import Float8Optimizer, float8_class
 from torch_fp8.optim.pending_residual import take_residuals
 from torch_fp8.optim.report import OptimizerReport, in_words
-from torch_fp8.optim.state import State, is_large, join_weight, settle_moments, split_weight
+from torch_fp8.optim.state import State, is_large, settle_moments
 from torch_fp8.optim.state_sharding import check_shardings
 from torch_fp8.optim.weight_owners import NO_MODEL, has_linear_forward, reasons_to_stay
 from torch_fp8.tensor.dtensor import local
+from torch_fp8.tensor.encoded import plain
+from torch_fp8.tensor.halves import join_matrix
+from torch_fp8.tensor.split_weight import SplitWeight, split_parameter
+from torch_fp8.tensor.split_weight import join_parameter as join_split_weight
 
 _BASES = (AdamW, Adam)
 _WRAPPED = "DistributedDataParallel has wrapped them before"
@@ -126,7 +129,8 @@ def _split_weights(optimizer: Float8Optimizer, model: nn.Module | None) -> tuple
         if reason is not None:
             stay.append(reason)
             continue
-        split_parameter(optimizer, parameter)
+        if not isinstance(parameter, SplitWeight):
+            split_parameter(parameter, optimizer.fp8_config.residual_bits)
         num_split += 1
     if model is not None:
         _keep_dtypes(optimizer, model)
@@ -135,16 +139,14 @@ def _split_weights(optimizer: Float8Optimizer, model: nn.Module | None) -> tuple
 
 def _keep_dtypes(optimizer: Float8Optimizer, model: nn.Module) -> None:
     """Let high-precision modules compute in float32 though their weights were split."""
-    dtypes = optimizer._fp8_dtypes
-    split = {p for p, t in dtypes.items() if t == torch.float32 and not isinstance(p, DTensor)}
+    split = {p for _, _, p in optimizer.indexed_parameters() if isinstance(p, SplitWeight)}
     keep_output_dtype(model, split)
-    kinds = (nn.Linear, Float8Layer)
-    linears = [m for m in model.modules() if isinstance(m, kinds) and m.weight in split]
-    by_autocast = [m for m in linears if not isinstance(m, Float8Layer) and has_linear_forward(m)]
-    by_autocast += [m for m in linears if isinstance(m, Float8Layer) and not m.fp8_config.eval_fp8]
-    keep_float32_products(by_autocast)
-    if split:
-        name_the_way_out(model)
+    for module in model.modules():
+        multiplies = has_linear_forward(module)
+        if isinstance(module, Float8Layer):
+            multiplies = not module.fp8_config.eval_fp8
+        if multiplies and module.weight in split:
+            multiply_half(module)
 
 
 def gradients_report(optimizer: Optimizer, report: OptimizerReport) -> OptimizerReport:
@@ -180,22 +182,6 @@ def _convert_gradients(optimizer: Float8Optimizer, model: nn.Module | None) -> N
 
 
 @torch.no_grad()
-def split_parameter(optimizer: Float8Optimizer, parameter: Tensor) -> None:
-    """Convert a float32 Parameter to BF16, in place; the optimizer keeps its residual."""
-    high, residual = split_weight(parameter.detach(), optimizer.fp8_config.residual_bits)
-    optimizer._fp8_dtypes.setdefault(parameter, parameter.dtype)
-    grad, parameter.grad = parameter.grad, None
-    parameter.data = high
-    if grad is not None:
-        parameter.grad = grad.to(torch.bfloat16)
-    optimizer.set_residual(parameter, residual)
-    if residual is not None and not parameter.is_meta:
-        if isinstance(parameter, nn.Parameter):
-            watch(parameter)
-        optimizer.note_weights([parameter])
-
-
-@torch.no_grad()
 def restore_weights(optimizer: Optimizer) -> int:
     """Give each weight the dtype back that it had, joined with its residual, in place.
 
@@ -212,6 +198,10 @@ def restore_weights(optimizer: Optimizer) -> int:
     restored = 0
     for _, _, parameter in optimizer.indexed_parameters():
         if isinstance(parameter, DTensor):
+            continue
+        if isinstance(parameter, SplitWeight):
+            join_split_weight(parameter)
+            restored += 1
             continue
         dtype = optimizer._fp8_dtypes.pop(parameter, None)
         if dtype is None or parameter.dtype != torch.bfloat16:
@@ -232,11 +222,11 @@ def join_parameter(optimizer: Optimizer, parameter: Tensor) -> Tensor:
     if isinstance(optimizer, Float8Optimizer) and parameter.dtype == torch.bfloat16:
         optimizer.renew_residuals([parameter])
         residual = optimizer.residual_of(parameter)
-    shard = local(parameter.detach())
+    shard = plain(local(parameter.detach()))
     if residual is None:
         return shard.float()
     assert isinstance(optimizer, Float8Optimizer)
-    return join_weight(shard, local(residual), optimizer.residual_bits(parameter))
+    return join_matrix(shard, local(residual), optimizer.residual_bits(parameter))
 
 
 def _keep_weights(optimizer: Float8Optimizer, model: nn.Module | None) -> int:

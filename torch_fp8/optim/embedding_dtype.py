@@ -6,23 +6,21 @@ with the BF16 weight of a split master it would be BF16, at the price of 0.9 % o
 loss after 3,000 steps (benchmarks/results/optimizer_loss.csv, "residual stream in BF16"). So a hook
 casts the output.
 
-A linear layer (the output layer, say) that runs where autocast is off multiplies float32 with
-float32. With a BF16 weight it would raise: two hooks give it the weight in float32 meanwhile.
-
-Other code may still read such a weight, and multiply it with float32 where autocast is off: the
-error that torch raises then gets a line with the way out.
+Under autocast a linear layer (the output layer, say) multiplies in BF16. A hook gives it the BF16
+half of a `SplitWeight` (`torch_fp8.tensor.split_weight`), so that nothing is joined and cast.
 
 Not under FSDP2 with a policy that computes in BF16: there the stream is BF16 with stock weights,
 too.
 """
 
 import contextlib
-import sys
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from torch_fp8.tensor.split_weight import SplitWeight, half, stored
 
 _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 
@@ -35,74 +33,46 @@ class Float32Output:
     paused = False
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
-        weight = module.weight
-        if self.paused:
+        if self.paused or not isinstance(output, Tensor) or output.dtype != torch.bfloat16:
             return output
-        if isinstance(output, Tensor) and weight.dtype == output.dtype == torch.bfloat16:
-            return output.float()
-        return output
+        return output.float() if _is_narrow(module) else output
 
 
-class WidenedWeight:
-    """A forward pre-hook that widens a BF16 weight for a float32 input, outside autocast."""
+class HalfWeight:
+    """A forward pre-hook that lets a module multiply by, or look up, the BF16 half of its weight.
+
+    Not outside autocast: there it is float32 that stock would multiply.
+    """
 
     def __call__(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        input, weight = next(iter((*args, *kwargs.values())), None), module.weight
-        if not isinstance(input, Tensor) or input.dtype != torch.float32:
+        weight = module._parameters.get("weight")
+        if not isinstance(weight, SplitWeight) or getattr(module, "runs_fp8", False):
             return
-        if getattr(module, "runs_fp8", False):  # an FP8 layer that is not evaluated in FP8
-            return
-        if weight.dtype == torch.bfloat16 and not torch.is_autocast_enabled(input.device.type):
+        if isinstance(module, _EMBEDDINGS) or torch.is_autocast_enabled(weight.device.type):
             # The attribute hides the Parameter of this name, which stays where it is.
-            module.__dict__["weight"] = weight.float()
+            module.__dict__["weight"] = half(weight)
 
 
-class NarrowedWeight:
-    """A forward hook that ends what `WidenedWeight` began, also where the forward raised."""
+class WholeWeight:
+    """A forward hook that ends what `HalfWeight` began, also where the forward raised."""
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         if "weight" in module.__dict__:  # torch 2.11 breaks a compiled graph here
             del module.__dict__["weight"]
 
 
-class WayOut:
-    """A forward hook that adds to an error of torch about BF16 next to another dtype."""
-
-    note = (
-        "\nFP8Config(opt_level='O2') and 'O3' make float32 weights of FP8 layers, embeddings and "
-        "output layers BF16 (torch_fp8.optim.weight_owners). If other code than the layer's "
-        "forward read one of them here, where autocast is off: FP8Config(skip=('name of the "
-        "layer',)) keeps its weight as it is, and opt_level='O1' all of them"
-    )
-
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        if output is not None:
-            return
-        error = sys.exc_info()[1]
-        if not isinstance(error, RuntimeError) or self.note in str(error):
-            return
-        if "dtype" in str(error) and any(name in str(error) for name in ("BFloat16", "bfloat16")):
-            error.args = (f"{error}{self.note}",)
+_HOOKS = (Float32Output, HalfWeight, WholeWeight)
 
 
-_HOOKS = (Float32Output, WidenedWeight, NarrowedWeight)
+def multiply_half(linear: nn.Module) -> None:
+    """Let a linear layer in high precision multiply by the BF16 half under autocast."""
+    if not _hooks(linear):
+        _use_half(linear)
 
 
-def name_the_way_out(model: nn.Module) -> None:
-    """Let errors of `WayOut`'s kind have its note, as the model, or a child of it, raises them."""
-    for module in (model, *model.children()):
-        # torch's own containers read no weights of their children, or look at hooks.
-        own = type(module).__module__.startswith("torch.nn.")
-        if not own and not any(isinstance(hook, WayOut) for hook in module._forward_hooks.values()):
-            module.register_forward_hook(WayOut(), always_call=True)
-
-
-def keep_float32_products(linears: Iterable[nn.Module]) -> None:
-    """Let linear layers in high precision multiply in float32 where autocast is off."""
-    for module in linears:
-        if not _hooks(module):
-            module.register_forward_pre_hook(WidenedWeight(), with_kwargs=True)
-            module.register_forward_hook(NarrowedWeight(), always_call=True)
+def _use_half(module: nn.Module) -> None:
+    module.register_forward_pre_hook(HalfWeight(), with_kwargs=True)
+    module.register_forward_hook(WholeWeight(), always_call=True)
 
 
 def keep_output_dtype(model: nn.Module, split: Container[Tensor]) -> int:
@@ -114,6 +84,7 @@ def keep_output_dtype(model: nn.Module, split: Container[Tensor]) -> int:
     count = 0
     for module in model.modules():
         if isinstance(module, _EMBEDDINGS) and module.weight in split and not _hooks(module):
+            _use_half(module)
             module.register_forward_hook(Float32Output())
             count += 1
     return count
@@ -139,14 +110,17 @@ def bf16_stream(model: nn.Module) -> Iterator[None]:
 def restore_output_dtype(model: nn.Module, *, everywhere: bool = False) -> None:
     """Remove the hooks where the weight is no longer BF16, or `everywhere`."""
     for module in model.modules():
-        for key in [k for k, hook in module._forward_hooks.items() if isinstance(hook, WayOut)]:
-            del module._forward_hooks[key]
-            module._forward_hooks_always_called.pop(key, None)
         for key, hooks in _hooks(module):
-            if everywhere or module.weight.dtype != torch.bfloat16:
+            if everywhere or not _is_narrow(module):
                 del hooks[key]
                 module._forward_pre_hooks_with_kwargs.pop(key, None)
                 module._forward_hooks_always_called.pop(key, None)
+
+
+def _is_narrow(module: nn.Module) -> bool:
+    """Return whether the weight is BF16 in memory."""
+    weight: Any = module._parameters.get("weight")
+    return isinstance(weight, Tensor) and stored(weight).dtype == torch.bfloat16
 
 
 def _hooks(module: nn.Module) -> list[tuple[int, dict[int, Any]]]:

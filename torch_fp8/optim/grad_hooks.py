@@ -35,6 +35,7 @@ from torch_fp8.ops.grad_codec import Rounding
 from torch_fp8.optim.step import shard_origin
 from torch_fp8.tensor.dtensor import local, with_data
 from torch_fp8.tensor.float8_grad import Float8Grad
+from torch_fp8.tensor.split_weight import SplitWeight, stored_grad
 
 _WHY = "FP8Config(gradient_release=True) has applied and freed"
 _CLIPPING = "torch.nn.utils.clip_grad"
@@ -86,10 +87,15 @@ class ReleasedDTensor(_Released, DTensor):
     """A sharded `ReleasedParameter`."""
 
 
+class ReleasedSplitWeight(_Released, SplitWeight):
+    """A `ReleasedParameter` in two halves."""
+
+
 _CLASSES: dict[type[Tensor], type[Tensor]] = {
     nn.Parameter: ReleasedParameter,
     WatchedParameter: ReleasedParameter,
     DTensor: ReleasedDTensor,
+    SplitWeight: ReleasedSplitWeight,
 }
 
 
@@ -130,7 +136,8 @@ def finish_release(optimizer: Any) -> None:
         return
     for _, _, parameter in optimizer.indexed_parameters():
         if isinstance(parameter, _Released):
-            parameter.__class__ = parameter.__dict__.pop("_fp8_class")
+            # The note goes where the Parameter is moved as torch moves subclasses.
+            parameter.__class__ = parameter.__dict__.pop("_fp8_class", SplitWeight)
     # What GradScaler tells an optimizer that unscales by itself.
     if hasattr(optimizer, "found_inf"):
         raise RuntimeError(
@@ -158,14 +165,14 @@ class GradientHook:
     @torch.no_grad()
     def __call__(self, parameter: Tensor) -> None:
         optimizer = self._optimizer()
-        if optimizer is None or parameter.grad is None:
+        if optimizer is None or stored_grad(parameter) is None:
             return
         reducer = _reducer_of(optimizer, parameter)
-        if self.quantize and reducer is not None and reducer.begun():
+        if reducer is not None and reducer.begun():
             reducer.ready(parameter)
         elif self.quantize:
             self.to_float8(parameter)
-        elif not self.release:
+        elif isinstance(parameter, DTensor) and not self.release:
             _take_out(parameter)
         if self.release:
             group = _group_of(optimizer, parameter)
@@ -178,14 +185,15 @@ class GradientHook:
         Args:
             exchanged: whether it is an average over ranks, which all of them round alike.
         """
-        grad = parameter.grad
+        grad = stored_grad(parameter)
         assert grad is not None
         shard = local(grad)
         if isinstance(shard, Float8Grad):
             return
         if isinstance(grad, DTensor) and any(p.is_partial() for p in grad.placements):
             return  # the addends of a sum that is still to be made
-        quantized = Float8Grad.quantize(shard, self.rounding(parameter), exchanged=exchanged)
+        rounding, dtype = self.rounding(parameter), local(parameter).dtype
+        quantized = Float8Grad.quantize(shard, rounding, dtype, exchanged=exchanged)
         parameter.grad = with_data(grad, quantized)
 
     def rounding(self, parameter: Tensor) -> Rounding:
@@ -221,11 +229,12 @@ def attach_hooks(optimizer: Any) -> int:
     for index, _, parameter in optimizer.indexed_parameters():
         quantize = parameter in weights
         take_out = bool(weights) and isinstance(parameter, DTensor)
+        averaged = _reducer_of(optimizer, parameter) is not None
         hook = hook_of(parameter)
         if hook is not None and not hook.belongs_to(optimizer):
             remove_hook(parameter)
             hook = None
-        if not (quantize or release or take_out) or not parameter.requires_grad:
+        if not (quantize or release or take_out or averaged) or not parameter.requires_grad:
             remove_hook(parameter)
         elif hook is None:
             hook = GradientHook(optimizer, index)
@@ -249,6 +258,12 @@ def hook_of(parameter: Tensor) -> GradientHook | None:
     """Return the hook of a parameter, if it has one."""
     hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
     return next((h for h in hooks.values() if isinstance(h, GradientHook)), None)
+
+
+def keeps_8_bits(parameter: Tensor) -> bool:
+    """Return whether a gradient that has come from other ranks in 8 bits stays as it is."""
+    hook = hook_of(parameter)
+    return hook is None or hook.quantize
 
 
 def remove_hook(parameter: Tensor) -> None:

@@ -42,12 +42,15 @@ from torch_fp8.optim.state import (
     residual_from_checkpoint,
     residual_to_checkpoint,
     settle_moments,
+    settle_weight,
     to_checkpoint,
     zero_residual,
 )
 from torch_fp8.optim.step import Caches, new_small_state, settle_gradient, step_large, step_small
 from torch_fp8.tensor.dtensor import local
 from torch_fp8.tensor.float8_moment import Float8Moment
+from torch_fp8.tensor.halves import EXACT_BITS
+from torch_fp8.tensor.split_weight import SplitWeight, split_parameter, stored, stored_grad
 
 _HOOKS = ("state_dict_pre", "state_dict_post", "load_state_dict_pre", "load_state_dict_post")
 
@@ -107,18 +110,22 @@ class Float8Optimizer(Optimizer):
     def step_parameters(self, indexed: Iterable[tuple[int, dict[str, Any], Tensor]]) -> None:
         """Step those of some `indexed_parameters` that have a gradient."""
         large, small = [], []
-        indexed = [entry for entry in indexed if entry[2].grad is not None]
+        indexed = [entry for entry in indexed if stored_grad(entry[2]) is not None]
         parameters = [p for *_, p in indexed]
         self.renew_residuals(parameters, in_step=True)
         # Kernels write past torch, and shards have versions of their own. A graph that needs the
         # old value shall notice; what is noted and kept of the new one comes after this.
         torch.autograd.graph.increment_version(parameters)
         for index, group, parameter in indexed:
-            assert parameter.grad is not None
-            if parameter.grad.is_sparse:
+            grad = stored_grad(parameter)
+            assert grad is not None
+            if grad.is_sparse:
                 raise RuntimeError(f"{self._fp8_base.__name__} does not support sparse gradients")
             settle_gradient(parameter)
             state = self._state_of(parameter)
+            if isinstance(parameter, SplitWeight):
+                parameter.halves.awaited = None
+                settle_weight(parameter, self.fp8_config.seed, int(state["step"]), index)
             if state["exp_avg"].__class__ is Float8Moment or is_large(parameter):
                 large.append((index, group, parameter, state))
             else:
@@ -137,13 +144,15 @@ class Float8Optimizer(Optimizer):
         if "step" not in state:
             large = is_large(parameter)
             state.update(new_moments(parameter) if large else new_small_state(parameter))
-            residual = self._fp8_residuals.pop(parameter, None)
-            if residual is not None:
-                state["residual"] = residual
+            if not isinstance(parameter, SplitWeight):
+                residual = self._fp8_residuals.pop(parameter, None)
+                if residual is not None:
+                    state["residual"] = residual
         if state["step"].device.type != "cpu":
             state["step"] = state["step"].cpu()
         first, second = state["exp_avg"], state["exp_avg_sq"]
         settled = first.__class__ is second.__class__ is Float8Moment  # the usual case, quickly
+        settled = settled and parameter.dtype in (torch.float32, torch.bfloat16)
         if not settled or not first.shape == second.shape == parameter.shape:
             settle_moments(parameter, state)
         bits = self.residual_bits(parameter)
@@ -172,17 +181,14 @@ class Float8Optimizer(Optimizer):
         # GradScaler shall unscale and check the gradients itself, not leave it to a fused step;
         # only where they are gone by then does the step tell it that it cannot.
         self._step_supports_amp_scaling = config.gradient_release
-        if old.residual_bits == config.residual_bits:
-            return
+        before, bits = old.residual_bits, config.residual_bits
         for _, _, parameter in self.indexed_parameters():
             residual = self.residual_of(parameter)
-            if residual is not None and is_large(parameter):
-                self.set_residual(
-                    parameter,
-                    residual_from_checkpoint(
-                        parameter, residual, old.residual_bits, config.residual_bits
-                    ),
-                )
+            if isinstance(parameter, SplitWeight):
+                parameter.halves.step_bits = bits
+            elif residual is not None and is_large(parameter) and before != bits:
+                residual = residual_from_checkpoint(parameter, residual, before, bits)
+                self.set_residual(parameter, residual)
 
     def residual_of(self, parameter: Tensor) -> Tensor | None:
         """Return the bits of a weight below BF16, as stored."""
@@ -269,7 +275,7 @@ class Float8Optimizer(Optimizer):
         packed[RESIDUALS_KEY] = {
             i: residual_to_checkpoint(p, self._fp8_residuals[p])
             for i, p in parameters.items()
-            if p in self._fp8_residuals
+            if p in self._fp8_residuals and not isinstance(p, SplitWeight)
         }
         return packed
 
@@ -310,7 +316,14 @@ class Float8Optimizer(Optimizer):
                 self.fp8_config = dataclasses.replace(self.fp8_config, seed=saved["seed"])
         for _, parameter, entry in loaded:
             bits = self.residual_bits(parameter)
-            if bits and has_residual(entry):
+            if isinstance(parameter, SplitWeight):
+                parameter.halves.awaited = None
+                if has_residual(entry):
+                    residual = residual_from_checkpoint(
+                        stored(parameter), entry["residual"], saved_bits, parameter.halves.step_bits
+                    )
+                    parameter.halves.adopt(residual)
+            elif bits and has_residual(entry):
                 saved_k = saved_bits if is_large(parameter) else bits
                 self._fp8_residuals[parameter] = residual_from_checkpoint(
                     parameter, entry["residual"], saved_k, bits
@@ -319,7 +332,7 @@ class Float8Optimizer(Optimizer):
             if "step" not in entry:
                 continue
             state = from_checkpoint(parameter, entry, is_large(parameter))
-            if parameter in self._fp8_residuals:
+            if parameter in self._fp8_residuals and not isinstance(parameter, SplitWeight):
                 state["residual"] = self._fp8_residuals.pop(parameter)
             self.state[parameter] = state
 
@@ -345,12 +358,19 @@ class Float8Optimizer(Optimizer):
             "_fp8_dtypes",
         )
         state = {**super().__getstate__(), **{name: self.__dict__[name] for name in ours}}
-        return {**state, "fp8_layers": [layer for ref in self.fp8_layers if (layer := ref())]}
+        indexed = self.indexed_parameters()
+        split = [i for i, _, p in indexed if isinstance(p, SplitWeight)]  # copies are plain
+        layers = [layer for ref in self.fp8_layers if (layer := ref())]
+        return {**state, "fp8_layers": layers, "fp8_split": split}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         if "fp8_layers" in state:  # of a copy; load_state_dict calls this, too
             self.fp8_layers = tuple(map(weakref.ref, state["fp8_layers"]))
+            split = self.__dict__.pop("fp8_split")
+            for _, _, parameter in [self.indexed_parameters()[i] for i in split]:
+                if not isinstance(parameter, SplitWeight):
+                    split_parameter(parameter, EXACT_BITS, self.fp8_config.residual_bits)
         self.fp8_caches = self.__dict__.get("fp8_caches", {})
         self.__dict__.setdefault("_fp8_writes", LastWrites())
         self._step_supports_amp_scaling = self.fp8_config.gradient_release

@@ -32,9 +32,11 @@ from torch_fp8.quantization.block_scaled import (
     matrix_shape,
     row_parts,
 )
-from torch_fp8.quantization.split_float import join, pack, split, stored_cols, unpack
+from torch_fp8.quantization.split_float import pack, stored_cols, unpack
+from torch_fp8.quantization.stochastic_rounding import stream_keys
 from torch_fp8.tensor.dtensor import like_parameter, local
 from torch_fp8.tensor.float8_moment import MOMENT_FORMATS, Float8Moment
+from torch_fp8.tensor.split_weight import SplitWeight
 
 SMALL_RESIDUAL_BITS = 16
 """The residual bits of a small BF16 parameter: with them it is a float32 number."""
@@ -90,54 +92,24 @@ def settle_moments(parameter: Tensor, state: State) -> None:
         state[name] = like_parameter(parameter, target, tuple(parameter.shape))
 
 
+def settle_weight(weight: SplitWeight, seed: int, step: int, index: int) -> None:
+    """Give a weight that is about to be stepped the residual bits of a step.
+
+    Args:
+        weight: one that somebody may have written.
+        seed, step, index: seed of the optimizer, steps of the weight so far and its index, which
+            key the random bits.
+    """
+    halves = weight.halves
+    if halves.bits != halves.step_bits:
+        halves.settle(stream_keys(seed, -1 - step, index))
+    halves.writes += 1
+
+
 def moment(state: State, name: str) -> BlockScaled:
     """Return codes and scales of ``exp_avg`` or ``exp_avg_sq`` of this rank's shard."""
     codes: BlockScaled = local(state[name]).codes
     return codes
-
-
-def split_weight(weight: Tensor, bits: int) -> tuple[Tensor, Tensor | None]:
-    """Split a float32 tensor into BF16 of the same shape and strides, and its residual as stored.
-
-    Rounding is to nearest, part by part, so that no temporary has the tensor's size.
-    """
-    rows, cols = matrix_shape(weight.shape) if weight.ndim > 1 else (1, weight.numel())
-    high = torch.empty_like(weight, dtype=torch.bfloat16)
-    if not weight.numel():
-        return high, None
-    contiguous = weight.contiguous().view(rows, cols)
-    target = (
-        high.view(rows, cols)
-        if high.is_contiguous()
-        else torch.empty_like(contiguous, dtype=torch.bfloat16)
-    )
-    stored = None
-    if bits:
-        dtype = torch.int16 if bits == 16 else torch.int8
-        stored = torch.empty((rows, stored_cols(cols, bits)), dtype=dtype, device=weight.device)
-    parts = [] if weight.device.type == "meta" else row_parts(rows, cols)
-    for part in parts:
-        upper, residual = split(contiguous[part], bits)
-        target[part] = upper
-        if stored is not None:
-            assert residual is not None
-            stored[part] = pack(residual, bits)
-    if not high.is_contiguous():
-        high.copy_(target.view(weight.shape))
-    return high, stored
-
-
-def join_weight(weight: Tensor, residual: Tensor | None, bits: int) -> Tensor:
-    """Join `split_weight`'s parts to the float32 tensor; contiguous, on the weight's device."""
-    rows, cols = matrix_shape(weight.shape) if weight.ndim > 1 else (1, weight.numel())
-    joined = torch.empty(weight.shape, dtype=torch.float32, device=weight.device)
-    matrix, target = weight.contiguous().view(rows, cols), joined.view(rows, cols)
-    for part in row_parts(rows, cols):
-        stored = None
-        if residual is not None:
-            stored = unpack(residual[part].to(weight.device), bits, cols)
-        target[part] = join(matrix[part], stored, bits if residual is not None else 0)
-    return joined
 
 
 def zero_residual(parameter: Tensor, bits: int) -> Tensor:

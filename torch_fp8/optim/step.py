@@ -15,11 +15,13 @@ from torch_fp8.kernels.arguments import GradientParts, StepScalars, WeightMatrix
 from torch_fp8.nn.weight_cache import WeightCache
 from torch_fp8.ops.adamw import adamw_step_reference, update_rms_reference
 from torch_fp8.ops.registry import emulates_casts
-from torch_fp8.optim.state import SMALL_RESIDUAL_BITS, State, join_weight, moment, split_weight
+from torch_fp8.optim.state import SMALL_RESIDUAL_BITS, State, moment
 from torch_fp8.quantization.block_scaled import matrix_shape
 from torch_fp8.quantization.recipe import CastSpec
 from torch_fp8.quantization.stochastic_rounding import stream_keys
 from torch_fp8.tensor.dtensor import local
+from torch_fp8.tensor.halves import join_matrix, split_matrix
+from torch_fp8.tensor.split_weight import SplitWeight, stored, stored_grad
 
 Entry = tuple[int, dict[str, Any], Tensor, State]
 """A parameter to step: its index among all, its group, the parameter, its state."""
@@ -42,7 +44,7 @@ def step_large(entries: list[Entry], config: FP8Config, caches: Caches) -> None:
     numbers = _zeros([p for _, _, p, _ in stepped if _alive(caches, p)])
     of_groups: dict[tuple[int, float], StepScalars] = {}
     for index, group, parameter, state in stepped:
-        weight = local(parameter)
+        weight = stored(local(parameter))
         in_place = weight.is_contiguous()
         matrix = _matrix(parameter, state, weight if in_place else weight.contiguous(), config)
         if parameter in numbers:
@@ -135,7 +137,7 @@ def step_small(group: dict[str, Any], entries: list[tuple[Tensor, State]]) -> No
     if not entries:
         return
     weights = [_full_precision(p, s) for p, s in entries]
-    grads = [local(_dense(p.grad)).to(w.dtype) for (p, _), w in zip(entries, weights, strict=True)]
+    grads = [local(_dense(p)).to(w.dtype) for (p, _), w in zip(entries, weights, strict=True)]
     beta1, beta2 = group["betas"]
     adam(
         weights,
@@ -156,7 +158,7 @@ def step_small(group: dict[str, Any], entries: list[tuple[Tensor, State]]) -> No
     )
     for (parameter, state), weight in zip(entries, weights, strict=True):
         if parameter.dtype == torch.bfloat16 and weight.numel():  # some ranks have none
-            high, residual = split_weight(weight, SMALL_RESIDUAL_BITS)
+            high, residual = split_matrix(weight, SMALL_RESIDUAL_BITS)
             local(parameter).copy_(high)
             local(state["residual"]).copy_(residual)
 
@@ -177,7 +179,7 @@ def new_small_state(parameter: Tensor) -> State:
 def _full_precision(parameter: Tensor, state: State) -> Tensor:
     if parameter.dtype != torch.bfloat16:
         return local(parameter)
-    return join_weight(local(parameter), local(state["residual"]), SMALL_RESIDUAL_BITS)
+    return join_matrix(local(parameter), local(state["residual"]), SMALL_RESIDUAL_BITS)
 
 
 def settle_gradient(parameter: Tensor) -> None:
@@ -186,28 +188,30 @@ def settle_gradient(parameter: Tensor) -> None:
     Where ranks have different tokens, torch leaves the gradient of what they all have (of a norm
     under sequence parallelism) as partial sums.
     """
-    grad = parameter.grad
-    both = isinstance(grad, DTensor) and isinstance(parameter, DTensor)
-    if both and grad.placements != parameter.placements:
+    grad = stored_grad(parameter)
+    if not (isinstance(grad, DTensor) and isinstance(parameter, DTensor)):
+        return
+    if grad.placements != parameter.placements:
         parameter.grad = grad.redistribute(placements=parameter.placements)
 
 
-def _dense(grad: Tensor | None) -> Tensor:
+def _dense(parameter: Tensor) -> Tensor:
+    grad = stored_grad(parameter)
     assert grad is not None
     return grad
 
 
 def _matrix(parameter: Tensor, state: State, weight: Tensor, config: FP8Config) -> WeightMatrix:
     shape = matrix_shape(weight.shape)
-    grad = parameter.grad
-    assert grad is not None
     row, col, row_length = shard_origin(parameter)
     residual = state.get("residual")
+    if isinstance(parameter, SplitWeight):
+        residual = parameter.halves.residual
     return WeightMatrix(
         weight=weight.view(shape),
         residual=None if residual is None else local(residual),
         residual_bits=0 if residual is None else config.residual_bits,
-        grad=gradient_matrix(local(grad), shape),
+        grad=gradient_matrix(local(_dense(parameter)), shape),
         exp_avg=moment(state, "exp_avg"),
         exp_avg_sq=moment(state, "exp_avg_sq"),
         row=row,

@@ -4,7 +4,8 @@ Readers take it for a plain tensor of its shape and dtype. It has no memory of t
 
 * any operator that reads it decodes it first, in lists (``torch._foreach_*``) one tensor after the
   other, so that one decoded tensor lives at a time;
-* any operator that writes to it decodes it, writes, and encodes the result;
+* any operator that writes to it decodes it, writes, and encodes the result; a collective that
+  writes to it has ended when it returns;
 * a view, as ``x[0]`` or ``x.view(-1)``, reads and writes its base (`EncodedView`), whatever its
   geometry;
 * an array of NumPy is a decoded copy and read-only, because what is written to it would be lost.
@@ -37,6 +38,14 @@ class _Readable(Tensor):
 
     def tolist(self) -> Any:
         return self.dequantize().tolist()
+
+    def __dlpack__(self, **options: Any) -> Any:
+        if self.requires_grad:
+            raise BufferError("Can't export tensors that require gradient, use tensor.detach()")
+        return self.dequantize().__dlpack__(**options)  # a copy: nothing that is written arrives
+
+    def __format__(self, spec: str) -> str:
+        return format(self.dequantize(), spec) if spec else str(self)
 
     def numpy(self, **options: Any) -> Any:
         array = self.dequantize().numpy(**options)
@@ -85,7 +94,12 @@ class EncodedView(_Readable):
     @staticmethod
     def __new__(cls, base: Any, replay: Any, like: Tensor) -> "EncodedView":
         self: EncodedView = torch.Tensor._make_wrapper_subclass(
-            cls, like.shape, strides=like.stride(), dtype=like.dtype, device=base.device
+            cls,
+            like.shape,
+            strides=like.stride(),
+            storage_offset=like.storage_offset(),
+            dtype=like.dtype,
+            device=base.device,
         )
         self.base, self.replay = base, replay
         return self
@@ -99,6 +113,17 @@ class EncodedView(_Readable):
         self.replay(dense).copy_(x)
         self.base.store(dense)
 
+    def data_ptr(self) -> int:
+        """Return the address of this part of the copy whose address the base shows; 0: it has none.
+
+        Writers of files compare addresses to find tensors that overlap.
+        """
+        base: Encoded | EncodedView = self
+        while isinstance(base, EncodedView):
+            base = base.base
+        start = base.data_ptr()
+        return start and start + self.storage_offset() * self.element_size()
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         memo[id(self)] = result = self.dequantize().clone()
         return result
@@ -110,6 +135,11 @@ class EncodedView(_Readable):
         return f"{self.dequantize()!r} of {self.base!r}"
 
 
+def plain(x: Tensor) -> Tensor:
+    """Return a plain tensor of what may be stored in another form."""
+    return x.dequantize() if isinstance(x, (Encoded, EncodedView)) else x
+
+
 def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     first = args[0] if args else None
     if isinstance(first, Encoded):
@@ -119,6 +149,8 @@ def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return result
     if func._schema.name.startswith(_FOREACH):
         return _foreach(func, args, kwargs)
+    if func.namespace == "c10d":
+        return _collective(func, args, kwargs)
     if isinstance(first, _Readable) and _is_view(func):
         return _view(func, args, kwargs)
     return on_dense(func, args, kwargs)
@@ -168,6 +200,8 @@ def _foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _foreach_single(func: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
     name = func._schema.name.removeprefix(_FOREACH)
+    if name.endswith("_"):  # torch counts the writes of other operators itself
+        torch.autograd.graph.increment_version(args[0])
     first, *rest = [a[0] if isinstance(a, list) else a for a in args]
     if isinstance(first, Encoded):
         if name in first.foreach_methods:
@@ -175,6 +209,21 @@ def _foreach_single(func: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
         if name == "norm":
             return [torch.linalg.vector_norm(first, *rest, **kwargs)]
     return on_dense(func, tuple(args), kwargs)
+
+
+def _collective(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a collective, whose schema does not say that it writes to its first argument."""
+    written: list[tuple[Any, Tensor]] = []
+    writes = "send" not in func._schema.name
+    plain_args = [_dense(a, writes and i == 0, written) for i, a in enumerate(args)]
+    result = func(*plain_args, **kwargs)
+    if written:
+        for work in result if isinstance(result, tuple) else (result,):
+            if isinstance(work, torch.ScriptObject):
+                work.wait()
+    for target, value in written:
+        target.store(value)
+    return _originals(result, written)
 
 
 def _is_view(func: Any) -> bool:
@@ -202,6 +251,11 @@ def on_dense(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     by_name = {a.name: _writes(a) for a in schema}
     plain_args = [_dense(a, _writes(s), written) for a, s in zip(args, schema, strict=False)]
     plain_kwargs = {n: _dense(a, by_name.get(n, False), written) for n, a in kwargs.items()}
+    if written and torch.Tag.inplace_view in func.tags:
+        raise RuntimeError(
+            f"{func._schema.name} changes the geometry in place of a tensor that is stored in "
+            "another form; take a view or a copy, x.t() or x.clone()"
+        )
     result = func(*plain_args, **plain_kwargs)
     for target, value in written:
         target.store(value)

@@ -35,6 +35,7 @@ from torch_fp8.quantization.scaling import (
     scale_from_amax,
 )
 from torch_fp8.tensor.base import QuantizableTensor, SavedInput
+from torch_fp8.tensor.split_weight import SplitWeight
 
 
 class Quantizer(NamedTuple):
@@ -194,6 +195,8 @@ class WeightQuantizer(NamedTuple):
     def for_fprop(self, weight: Tensor) -> QuantizedTensor:
         """The weight (N, K), quantized along K: gathered so, kept so, or cast now."""
         flip = self.transposed
+        if isinstance(weight, SplitWeight) and self.cache is None:
+            weight = weight.halves.high
         if self.cache is not None and not isinstance(weight, QuantizableTensor):
             kept: QuantizedTensor = self.cache.row(weight, self.quantizer.spec)
             return kept
@@ -239,6 +242,8 @@ class WeightQuantizer(NamedTuple):
             kept = None if self.cache is None else self.cache.col(weight)
             if kept is not None:
                 return kept
+            if isinstance(weight, SplitWeight):
+                weight = weight.halves.high
             spec = self.quantizer.spec
             options = CastOptions.of(spec, scale, rowwise=flip, columnwise=not flip)
             row, col = quantize_layouts(weight, options)

@@ -61,7 +61,7 @@ class Training:
 
     def sums(self) -> str:
         weight = self.model.module[0].weight
-        residual = self.optimizer.state[weight].get("residual", torch.zeros(1))
+        residual = getattr(weight, "residual", torch.zeros(1))
         total = sum(p.detach().double().sum() for p in self.model.parameters())
         return f"{total.item():.17g} {residual.double().sum().item():.0f}"
 
@@ -72,7 +72,7 @@ def run(mode: str) -> str:
     weight, kind = training.model.module[0].weight, type(training.grad).__name__
     said = (
         f"{mode} rank {training.rank}: "
-        f"weight {weight.dtype} grad {kind} view {training.model.gradient_as_bucket_view} "
+        f"weight {type(weight).__name__} grad {kind} view {training.model.gradient_as_bucket_view} "
         f"loss {loss:.4f} sums {training.sums()}"
     )
     training.accelerator.save_state(f"state_{mode}")

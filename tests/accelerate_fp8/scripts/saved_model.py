@@ -31,7 +31,7 @@ dtypes = sorted({str(tensor.dtype) for tensor in saved.values()})
 named = json.loads((Path(output) / "config.json").read_text())["dtype"]
 equal = all(torch.equal(tensor, whole[name]) for name, tensor in saved.items())
 rounded = sum(torch.equal(tensor.bfloat16().float(), tensor) for tensor in saved.values())
-trained = {str(p.dtype) for p in model.parameters() if p.ndim == 2}
+trained = {type(p).__name__ for p in model.parameters() if p.ndim == 2}
 print(
     f"rank {rank}: {type(trainer.model_wrapped).__name__} trained {sorted(trained)} "
     f"saved {dtypes} as {named} equal {equal} rounded {rounded}"

@@ -100,9 +100,8 @@ for make in (trainer, sft, lora, dpo, grpo, reward_model):
     print(f"{make.__name__}: trained {trained - start} evaluated {evaluated - trained}")
     optimizer = getattr(built.optimizer, "optimizer", built.optimizer)
     kinds = Counter(
-        f"{'trained' if p.requires_grad else 'frozen'} {str(p.dtype)[6:]}"
+        f"{'trained' if p.requires_grad else 'frozen'} {type(p).__name__}"
         for p in built.model.parameters()
         if p.ndim == 2
     )
-    extra = sum("residual" in state for state in optimizer.state.values())
-    print(f"{make.__name__} optimizer {type(optimizer).__name__} {dict(kinds)} and {extra} more")
+    print(f"{make.__name__} optimizer {type(optimizer).__name__} {dict(kinds)}")

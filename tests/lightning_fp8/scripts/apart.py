@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from torch_fp8.optim.optimizer import Float8Optimizer
+from torch_fp8.tensor.split_weight import SplitWeight
 
 
 def make_net():
@@ -23,8 +24,8 @@ def train(fabric):
             fabric.backward(trained(torch.randn(4, 64)).pow(2).mean())
             stepped.step()
         assert isinstance(stepped.optimizer, Float8Optimizer)
-    assert wrapped_first[0].weight.dtype == torch.float32
-    assert optimizer_first[0].weight.dtype == torch.bfloat16
+    assert type(wrapped_first[0].weight) is nn.Parameter
+    assert isinstance(optimizer_first[0].weight, SplitWeight)
     assert model._forward_module.gradient_as_bucket_view
 
 

@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader  # noqa: E402
 
 import torch_fp8  # noqa: E402
 from lightning_fp8 import FP8Config, FP8Precision  # noqa: E402
+from torch_fp8.tensor.split_weight import SplitWeight  # noqa: E402
 
 CONFIG = FP8Config(opt_level=level)
 STEPS, MICRO_BATCHES = 12, 2 if kind == "accumulate" else 1
@@ -60,14 +61,14 @@ def check(net, optimizer, ddp, gradient):
     """On every rank, after the last step."""
     weight = net[0].weight
     eight_bit = level == "O3" and kind != "unused"
-    assert weight.dtype == (torch.float32 if level == "O1" else torch.bfloat16)
+    assert isinstance(weight, SplitWeight) == (level != "O1")
     hook = ddp._get_ddp_logging_data().get("comm_hook")
     assert hook == (None if kind == "hook" else "average_bucket"), hook
-    assert gradient == ("Float8Grad" if eight_bit else "Tensor"), gradient
+    narrow = "WideGrad" if level == "O2" and kind != "unused" else "Tensor"
+    assert gradient == ("Float8Grad" if eight_bit else narrow), gradient
     assert ddp.gradient_as_bucket_view
     assert ddp.find_unused_parameters == (kind == "unused")
-    residual = [] if level == "O1" else [optimizer.state[weight]["residual"]]
-    for tensor in (weight, *residual):
+    for tensor in weight.halves.tensors if level != "O1" else [weight]:
         every = [torch.empty_like(tensor.view(torch.uint8)) for _ in range(2)]
         dist.all_gather(every, tensor.detach().view(torch.uint8))
         assert torch.equal(*every)  # bit for bit

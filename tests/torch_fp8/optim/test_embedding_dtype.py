@@ -10,6 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8, restore_weights, revert
 from torch_fp8.optim.embedding_dtype import Float32Output
+from torch_fp8.tensor.split_weight import SplitWeight, stored, stored_grad
 
 IDS = torch.arange(8).view(2, 4)
 
@@ -61,16 +62,37 @@ def test_the_residual_stream_has_the_dtype_that_bf16_mixed_gives_it(level):
     model, _ = converted(level=level)
     run(model)
     assert stock.dtype == model.dtype == torch.float32
-    assert model.embed.weight.dtype == (torch.float32 if level == "O1" else torch.bfloat16)
+    weight = model.embed.weight
+    assert weight.dtype == torch.float32
+    assert stored(weight).dtype == (torch.float32 if level == "O1" else torch.bfloat16)
 
 
-def test_the_output_is_the_weight_and_the_gradient_is_exact():
+@pytest.mark.parametrize("autocast", [True, False])
+def test_the_output_is_the_bf16_half_and_the_gradient_is_exact(autocast):
     model, _ = converted()
-    torch.testing.assert_close(run(model.embed), model.embed.weight[IDS].float(), rtol=0, atol=0)
-    run(model.embed).sum().backward()
-    expected = torch.zeros(256, 64, dtype=torch.bfloat16)
+    weight = model.embed.weight
+
+    def look_up():
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            return model.embed(IDS)
+
+    torch.testing.assert_close(look_up(), stored(weight)[IDS].float(), rtol=0, atol=0)
+    torch.testing.assert_close(look_up(), weight[IDS], rtol=2**-8, atol=0)  # BF16's rounding
+    assert model.embed.weight is weight
+    look_up().sum().backward()
+    expected = torch.zeros(256, 64)
     expected[:8] = 1
-    torch.testing.assert_close(model.embed.weight.grad, expected, rtol=0, atol=0)
+    torch.testing.assert_close(weight.grad, expected, rtol=0, atol=0)
+    assert stored_grad(weight).dtype == torch.bfloat16
+
+
+def test_the_weight_is_back_where_forward_raises():
+    model, _ = converted()
+    weight = model.embed.weight
+    with pytest.raises(IndexError):
+        model.embed(torch.tensor([256]))
+    assert model.embed.weight is weight
+    assert isinstance(weight, SplitWeight)
 
 
 def test_a_weight_that_was_bf16_before_keeps_a_bf16_stream():

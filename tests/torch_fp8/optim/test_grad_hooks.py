@@ -14,6 +14,8 @@ from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8, restore_w
 from torch_fp8.optim.convert import OptimizerReport, gradients_report
 from torch_fp8.optim.grad_hooks import hook_of
 from torch_fp8.tensor.float8_grad import Float8Grad
+from torch_fp8.tensor.split_weight import stored_grad
+from torch_fp8.tensor.wide_grad import WideGrad
 
 O3 = FP8Config(opt_level="O3")
 
@@ -62,7 +64,7 @@ def test_weights_of_fp8_layers_alone_have_8_bit_gradients():
     grads = {name: p.grad for name, p in model.named_parameters()}
     eight = {name for name, grad in grads.items() if type(grad) is Float8Grad}
     assert eight == {"0.weight", "2.weight", "3.weight"}
-    assert all(grads[name].dtype == torch.bfloat16 for name in eight)
+    assert all(grad.dtype == torch.float32 for grad in grads.values())  # as the weights
     bytes_held = sum(part.nbytes for part in grads["0.weight"].parts())
     assert bytes_held == 128 * 96 + 128 * 3 + 4
     optimizer.step()
@@ -209,7 +211,7 @@ def test_the_model_is_needed_before_anything_is_changed():
     with pytest.raises(ValueError, match="pass the model"):
         convert_optimizer(optimizer, O3)
     assert type(optimizer) is torch.optim.AdamW
-    assert model[0].weight.dtype == torch.float32
+    assert type(model[0].weight) is nn.Parameter
 
 
 def test_tied_frozen_unused_and_small_weights():
@@ -255,11 +257,19 @@ def test_clipping_and_accumulation_in_a_loop():
 def test_other_hooks_see_it():
     model = _model()
     seen = []
-    model[0].weight.register_post_accumulate_grad_hook(lambda p: seen.append(type(p.grad)))
+    weight = model[0].weight
+
+    def look(parameter):
+        assert parameter is weight
+        assert parameter.grad.dtype == torch.float32
+        seen.append((type(parameter.grad), stored_grad(parameter).element_size()))
+
+    weight.register_post_accumulate_grad_hook(look)
     _, _optimizer, _ = _converted(model=model)
-    model[0].weight.register_post_accumulate_grad_hook(lambda p: seen.append(type(p.grad)))
+    weight.register_post_accumulate_grad_hook(look)
     _backward(model, 0)
-    assert seen == [torch.Tensor, Float8Grad]
+    assert [kind for kind, _ in seen] == [WideGrad, Float8Grad]
+    assert seen[0][1] == 2  # bytes of BF16
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])

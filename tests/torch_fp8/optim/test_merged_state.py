@@ -15,6 +15,7 @@ from torch_fp8 import (
     stream_state_dict,
 )
 from torch_fp8.tensor.frozen_weight import Float8FrozenWeight
+from torch_fp8.tensor.split_weight import stored
 
 
 def net(layers=4, width=128):
@@ -53,7 +54,30 @@ def test_a_stream_of_a_trained_model_has_the_residuals():
     assert own["0.weight"].dtype == torch.bfloat16
     assert own["1.weight"].dtype == torch.float32
     assert all(torch.equal(own[key].float(), merged[key]) for key in merged)
+    assert {type(value) for value in own.values()} == {torch.Tensor}
+    assert torch.equal(own["1.weight"], model[1].weight)
+    assert not torch.equal(own["1.weight"], stored(model[1].weight).float())
+    without = dict(stream_state_dict(model))  # the residual is the weight's, not the optimizer's
+    assert all(torch.equal(without[key], own[key]) for key in own)
+    kept = own["1.weight"].clone()
+    with torch.no_grad():
+        model[1].weight.zero_()
+    assert torch.equal(own["1.weight"], kept), "it is a copy"
+
+
+def test_a_stream_of_a_model_of_the_users_in_bf16_has_the_residuals():
+    model = net().bfloat16()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    convert_optimizer(optimizer, model=model)
+    model(torch.randn(8, 128).bfloat16()).sum().backward()
+    optimizer.step()
+    merged = merged_state_dict(model, optimizer)
+    own = dict(stream_state_dict(model, optimizer))
+    assert {v.dtype for v in own.values()} == {torch.float32}
+    assert all(torch.equal(own[key], merged[key]) for key in merged)
     assert not torch.equal(own["1.weight"], model[1].weight.float())
+    below = (own["1.weight"] - model[1].weight).abs()
+    assert (below <= 2**-8 * model[1].weight.abs()).all()  # half of BF16's spacing
 
 
 def test_who_reads_one_after_the_other_holds_one():

@@ -13,6 +13,7 @@ from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8, memory_re
 from torch_fp8.conversion.memory import expected_bytes_per_param
 from torch_fp8.nn.linear import Float8Linear
 from torch_fp8.nn.weight_cache import WatchedParameter
+from torch_fp8.tensor.split_weight import SplitWeight, half
 
 CONFIGS = {
     "O2": (FP8Config(), 7.2),
@@ -86,6 +87,34 @@ def test_bytes_of_converted_weights(config, most):
     assert "16.00 before" in expected
 
 
+@pytest.mark.parametrize("bits", [8, 4, 0])
+def test_bytes_of_a_written_weight_until_the_next_step(bits):
+    model = _layers()
+    optimizer = torch.optim.AdamW(model.parameters())
+    convert_optimizer(optimizer, FP8Config(residual_bits=bits), model=model)
+
+    def held():
+        report = memory_report(model, optimizer)
+        assert sum(t.nbytes for p in model.parameters() for t in p.halves.tensors) == (
+            report.weights + report.master
+        )
+        return (report.weights + report.master) / report.num_params
+
+    assert held() == 2 + bits / 8
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.99)
+    assert held() == 4
+    for parameter in model.parameters():
+        parameter.detach().norm()
+        parameter.data.numpy()
+    gc.collect()
+    assert held() == 4
+    _backward(model)
+    optimizer.step()
+    assert held() == 2 + bits / 8
+
+
 def test_a_convolution_has_as_few_scales_as_a_matrix():
     model = nn.Conv2d(64, 64, 3, bias=False)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -146,7 +175,9 @@ def test_bytes_of_the_layout_of_llama_3_1_8b(config, most):
     optimizer = torch.optim.AdamW(model.parameters())
     convert_optimizer(optimizer, config, model=model)
     for parameter in model.parameters():
-        (parameter * 2).sum().backward()  # its gradient, and whatever backward does with it
+        # Its gradient, as its layer makes it, and whatever backward does with it.
+        weight = half(parameter) if isinstance(parameter, SplitWeight) else parameter
+        (weight * 2).sum().backward()
     optimizer.step()
     report = memory_report(model, optimizer)
     assert report.num_params == 8_030_261_248

@@ -1,6 +1,7 @@
 """Gradient release: the optimizer runs in backward."""
 
 import copy
+import pickle
 import warnings
 
 import pytest
@@ -18,7 +19,7 @@ from torch_fp8 import (
     memory_report,
     merged_state_dict,
 )
-from torch_fp8.nn.weight_cache import WatchedParameter
+from torch_fp8.tensor.split_weight import SplitWeight, stored
 
 
 class Tied(nn.Module):
@@ -47,9 +48,12 @@ class Tied(nn.Module):
         return self.output(x)
 
 
-def _converted(model=None, cls=torch.optim.AdamW, **options):
+each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+
+
+def _converted(model=None, cls=torch.optim.AdamW, dtype=torch.float32, **options):
     torch.manual_seed(0)
-    model = model or Tied()
+    model = (model or Tied()).to(dtype)
     config = FP8Config(skip=(), **options)
     convert_to_float8(model, config)
     optimizer = cls(model.parameters(), lr=1e-2, weight_decay=0.1)
@@ -118,9 +122,10 @@ def test_gradients_live_one_at_a_time(level):
     assert all(p.grad is None for p in model.parameters())
 
 
-def test_weights_that_are_written_before_every_step_keep_their_residuals():
-    """As without release, from the second step in a row on."""
-    runs = [_converted(gradient_release=release) for release in (False, True)]
+@each_dtype
+def test_weights_that_are_written_before_every_step_keep_their_residuals(dtype):
+    """As without release; those of the user's in BF16 from the second step in a row on."""
+    runs = [_converted(dtype=dtype, gradient_release=release) for release in (False, True)]
     for model, optimizer in runs:
         for step in range(4):
             with torch.no_grad():
@@ -150,13 +155,16 @@ CLIPS = {
 
 @pytest.mark.parametrize("clip", CLIPS.values(), ids=CLIPS)
 @pytest.mark.parametrize("level", ["O2", "O3"])
-def test_whoever_clips_freed_gradients_is_told(clip, level):
-    model, optimizer = _converted(opt_level=level, gradient_release=True)
+@each_dtype
+def test_whoever_clips_freed_gradients_is_told(clip, level, dtype):
+    model, optimizer = _converted(dtype=dtype, opt_level=level, gradient_release=True)
+    before = [type(p) for p in model.parameters()]
+    assert (SplitWeight in before) == (dtype == torch.float32)
     _backward(model, 0)
     with pytest.raises(RuntimeError, match=r"clip_grad_norm_.*gradient_release=False"):
         clip(list(model.parameters()))
     optimizer.step()
-    assert all(type(p) in (nn.Parameter, WatchedParameter) for p in model.parameters())
+    assert [type(p) for p in model.parameters()] == before
     assert nn.utils.clip_grad_norm_(model.parameters(), 1.0) == 0
 
 
@@ -188,15 +196,26 @@ def test_a_norm_of_ones_own_is_told_once_where_it_reads():
     assert sum(squares) > 0
 
 
-def test_a_released_parameter_can_be_copied_moved_and_given_a_gradient():
-    model, optimizer = _converted(gradient_release=True)
+@each_dtype
+def test_a_released_parameter_can_be_copied_moved_and_given_a_gradient(dtype):
+    model, optimizer = _converted(dtype=dtype, gradient_release=True)
     _backward(model, 0)
     weight = model.hidden.weight
     assert weight.grad is None
+    assert weight.dtype == dtype
+    assert stored(weight).dtype == torch.bfloat16
     optimizer.zero_grad(set_to_none=False)
     assert model.to("cpu") is model
     copied = copy.deepcopy(model)
     assert torch.equal(copied.hidden.weight, weight)
+    if dtype == torch.float32:
+        assert type(copied.hidden.weight) is nn.Parameter
+        pickled = pickle.loads(pickle.dumps(model)).hidden.weight
+        assert type(pickled) is nn.Parameter
+        assert torch.equal(pickled, weight)
+        with torch.no_grad():
+            weight.mul_(1 - 1e-6)
+        assert torch.equal(weight, copied.hidden.weight * (1 - 1e-6))
     before = weight.detach().clone()
     weight.grad = torch.ones_like(weight)
     optimizer.step()

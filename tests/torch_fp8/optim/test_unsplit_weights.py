@@ -12,6 +12,7 @@ from torch_fp8 import (
     merged_state_dict,
 )
 from torch_fp8.tensor.float8_grad import Float8Grad
+from torch_fp8.tensor.split_weight import SplitWeight
 
 
 def _converted(dtype=torch.float32, lr=1e-3, **options):
@@ -37,6 +38,7 @@ def test_weights_keep_their_dtype_and_bytes_are_those_of_the_docs(level, grad_by
     before = model[1].weight
     _step(model, optimizer)
     assert model[1].weight is before
+    assert not any(isinstance(p, SplitWeight) for p in model.parameters())
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     assert (type(model[1].weight.grad) is Float8Grad) == (level == "O3")
     layers = nn.ModuleList(model[1:])
@@ -46,10 +48,12 @@ def test_weights_keep_their_dtype_and_bytes_are_those_of_the_docs(level, grad_by
     assert counted.gradients < (grad_bytes + 0.1) * counted.num_params
 
 
-def test_small_writes_and_averages_are_those_of_float32():
-    model, optimizer, _ = _converted(split_weights=False)
+@pytest.mark.parametrize("split_weights", [True, False])
+def test_small_writes_and_averages_are_those_of_float32(split_weights):
+    model, optimizer, _ = _converted(split_weights=split_weights)
     _step(model, optimizer)
     weight = model[1].weight
+    assert isinstance(weight, SplitWeight) == split_weights
     before, average = weight.detach().clone(), torch.zeros_like(weight)
     with torch.no_grad():
         weight.mul_(1 - 1e-6)
@@ -64,6 +68,7 @@ def test_what_was_split_is_joined_again():
         _step(model, optimizer, seed)
     whole = merged_state_dict(model, optimizer)
     convert_optimizer(optimizer, FP8Config(split_weights=False, emulate=True), model=model)
+    assert not any(isinstance(p, SplitWeight) for p in model.parameters())
     assert all(torch.equal(whole[name], p) for name, p in model.state_dict().items())
     _step(model, optimizer)
 

@@ -1,4 +1,4 @@
-"""Only weights whose every use is known become BF16; others work as with stock AdamW."""
+"""Only weights whose every use is known are split; others work as with stock AdamW."""
 
 import copy
 
@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8, restore_weights, revert
+from torch_fp8.tensor.split_weight import SplitWeight, stored, stored_grad
 
 
 def _converted(model, **options):
@@ -149,20 +150,22 @@ def test_an_output_layer_outside_autocast_computes_in_float32(keyword, compiled)
     optimizer, report = _converted(model)
     assert (report.num_split, report.num_float32) == (3, 0)
     weight = model.lm_head.weight
-    assert weight.dtype == torch.bfloat16
-    expected = F.linear(torch.ones(4, 64) / 3, weight.float(), model.lm_head.bias)
-    assert torch.equal(model.lm_head(torch.ones(4, 64) / 3), expected)
+    assert isinstance(weight, SplitWeight)
+    x, whole = torch.ones(4, 64) / 3, weight.detach().clone()
+    assert not torch.equal(whole, stored(weight).float())
+    assert torch.equal(model.lm_head(x), F.linear(x, whole, model.lm_head.bias))
     # Dynamo of torch 2.11 cannot delete an attribute, and breaks the graph there.
-    whole = torch.__version__ >= torch.torch_version.TorchVersion("2.13")
-    forward = torch.compile(model, backend="aot_eager", fullgraph=whole) if compiled else model
+    one = torch.__version__ >= torch.torch_version.TorchVersion("2.13")
+    forward = torch.compile(model, backend="aot_eager", fullgraph=one) if compiled else model
     with torch.autocast("cpu", torch.bfloat16):
         logits = forward(torch.arange(8), keyword)
     assert logits.dtype == torch.float32
     logits.square().mean().backward()
-    assert weight.grad.dtype == torch.bfloat16
+    assert weight.grad.dtype == torch.float32
     assert weight.grad.abs().sum() > 0
     optimizer.step()
     assert model.lm_head.weight is weight
+    assert not torch.equal(weight, whole)
     with pytest.raises(RuntimeError):
         model.lm_head(torch.ones(4, 63))
     assert model.lm_head.weight is weight
@@ -175,7 +178,33 @@ def test_an_output_layer_under_autocast_is_no_break_in_a_compiled_graph():
     x = torch.randn(4, 64)
     with torch.autocast("cpu", torch.bfloat16):
         compiled = torch.compile(model, backend="aot_eager", fullgraph=True)(x)
-        assert torch.equal(compiled, model(x))
+        eager = model(x)
+    assert torch.equal(compiled, eager)
+    assert eager.dtype == torch.bfloat16
+    gradients = []
+    for output in (compiled, eager):
+        output.float().square().mean().backward()
+        gradients.append(stored_grad(model[1].weight).clone())
+        assert gradients[-1].dtype == torch.bfloat16  # as the product that makes it
+        model.zero_grad()
+    assert torch.equal(*gradients)
+
+
+def test_an_output_layer_under_autocast_multiplies_by_the_bf16_half():
+    """As autocast casts a float32 weight that is BF16 already."""
+    model = nn.Sequential(nn.Linear(64, 512), nn.Linear(512, 8))
+    _converted(model)
+    head, x = model[1], torch.randn(4, 512)
+    with torch.autocast("cpu", torch.bfloat16):
+        output = head(x)
+        assert torch.equal(output, F.linear(x, stored(head.weight).float(), head.bias))
+    output.float().square().mean().backward()
+    grad = head.weight.grad.clone()
+    twin = nn.Linear(512, 8)
+    twin.weight.data, twin.bias.data = stored(head.weight).float(), head.bias.data
+    with torch.autocast("cpu", torch.bfloat16):
+        twin(x).float().square().mean().backward()
+    assert torch.equal(grad, twin.weight.grad)
 
 
 def test_the_hooks_of_output_layers_go_with_the_split():
@@ -232,8 +261,9 @@ def test_adapters_keep_their_dtype_and_are_merged_outside_autocast(dora):
 def test_what_skip_names_keeps_its_dtype_and_an_output_layer_does_not():
     model = Heads()
     _optimizer, report = _converted(model, skip=("lm_head", "embed"))
+    assert type(model.embed.weight) is nn.Parameter
     assert model.embed.weight.dtype == torch.float32
-    assert model.lm_head.weight.dtype == torch.bfloat16
+    assert isinstance(model.lm_head.weight, SplitWeight)
     assert "1 weight stays float32: skip='embed'" in str(report)
 
 
@@ -242,6 +272,7 @@ def test_one_unknown_owner_is_enough():
     model.add_module("other", Owner())
     model.other.weight = model.embed.weight
     _optimizer, report = _converted(model)
+    assert type(model.embed.weight) is nn.Parameter
     assert model.embed.weight.dtype == torch.float32
     assert report.why_float32 == "of Owner"
 
@@ -250,7 +281,7 @@ def test_without_the_model_weights_stay_float32_and_the_report_says_how_they_wou
     model = Heads()
     optimizer = torch.optim.AdamW(model.parameters())
     report = convert_optimizer(optimizer)
-    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert {(type(p), p.dtype) for p in model.parameters()} == {(nn.Parameter, torch.float32)}
     assert (report.num_split, report.num_float32) == (0, 3)
     assert str(report) == (
         "AdamW with 8-bit states, 3 weights stay float32: of no module that is known; pass "
@@ -278,18 +309,35 @@ class Reader(nn.Module):
             return x.float() @ self.inner.weight
 
 
+@pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("wrap", [lambda m: m, nn.Sequential], ids=["root", "child"])
-def test_an_error_of_that_kind_names_the_way_out(wrap):
+def test_a_weight_that_is_read_where_autocast_is_off_is_the_users(wrap, compiled):
     model = wrap(Reader())
-    optimizer, _ = _converted(model)
-    with pytest.raises(
-        RuntimeError, match=r"same dtype[\s\S]*FP8Config\(skip=\('name of the"
-    ) as error:
-        model(torch.randn(2, 64))
-    assert str(error.value).count("opt_level='O1'") == 1
+    before = [p.detach().clone() for p in model.parameters()]
+    optimizer, report = _converted(model)
+    assert report.num_split == 1
+    weight = next(model.parameters())
+    torch.testing.assert_close(weight.detach(), before[0], rtol=2**-16, atol=0)
+    stock = wrap(Reader())
+    stock.load_state_dict(model.state_dict())
+    whole = next(stock.parameters())
+    forwards = [model, stock]
+    if compiled:
+        forwards = [torch.compile(m, backend="aot_eager", fullgraph=True) for m in forwards]
+    x = torch.randn(2, 64)
+    for autocast in (True, False):
+        weight.grad = whole.grad = None
+        for forward in forwards:
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                output = forward(x)
+            assert torch.equal(output, x @ whole)
+            output.square().sum().backward()
+        assert torch.equal(weight.grad, whole.grad)
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as error:
         model(torch.randn(2, 63))
     assert "FP8Config" not in str(error.value)
+    optimizer.step()
+    assert not torch.equal(weight, whole)
     restore_weights(optimizer)
     revert(model)
     assert not any(m._forward_hooks or m._forward_hooks_always_called for m in model.modules())
@@ -298,7 +346,7 @@ def test_an_error_of_that_kind_names_the_way_out(wrap):
     skipping[0](torch.randn(2, 64))
 
 
-def test_the_way_out_is_no_break_in_a_compiled_graph():
+def test_a_parameter_of_the_users_own_is_no_break_in_a_compiled_graph():
     model = Around(Owner(), lambda inner, x: x @ inner.weight)
     _converted(model)
     x = torch.randn(4, 64)

@@ -1,11 +1,14 @@
 """Weights as a model is saved: joined, in the user's dtype, and split again bit for bit."""
 
+import contextlib
+
 import pytest
 import torch
 from torch import nn
 
 from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8, merged_state_dict
-from torch_fp8.optim.whole_weights import split_loaded, whole_weights
+from torch_fp8.optim.whole_weights import whole_weights
+from torch_fp8.tensor.split_weight import SplitWeight, stored
 
 each_config = pytest.mark.parametrize(
     "config",
@@ -63,11 +66,11 @@ def test_a_model_shows_whole_weights_of_the_users_dtype(config):
     model, optimizer = _trained(config)
     parameters = dict(model.named_parameters())
     expected = merged_state_dict(model, optimizer)
-    with whole_weights(model, [optimizer]) as joined:
-        assert joined == 2  # the tied one once
+    with whole_weights(model, [optimizer]) as sharded:
+        assert sharded == 0
         state = model.state_dict()
-        assert model.head.weight is model.embedding.weight
-        assert next(model.parameters()).dtype == torch.float32
+        assert model.head.weight is model.embedding.weight  # the tied one once
+        assert not any(isinstance(p, SplitWeight) for p in model.parameters())
     assert {name for name, t in state.items() if t.dtype == torch.bfloat16} == {
         "own.weight",
         "own.bias",
@@ -76,7 +79,24 @@ def test_a_model_shows_whole_weights_of_the_users_dtype(config):
         own = tensor.dtype == torch.bfloat16
         assert torch.equal(tensor, parameters[name] if own else expected[name])
     assert all(p is parameters[name] for name, p in model.named_parameters())
-    assert model.embedding.weight.dtype == torch.bfloat16
+    split = {"embedding.weight", "hidden.weight"}
+    assert {name for name, p in parameters.items() if isinstance(p, SplitWeight)} == split
+    assert all(stored(p).dtype == torch.bfloat16 for n, p in parameters.items() if n in split)
+    for name, tensor in model.state_dict().items():  # without it, too
+        assert tensor.dtype == state[name].dtype
+        assert torch.equal(tensor, state[name])
+
+
+def test_no_optimizer_is_needed_and_what_is_shown_is_a_copy():
+    model, optimizer = _trained(FP8Config())
+    expected = merged_state_dict(model, optimizer)
+    with whole_weights(model, []):
+        state = model.state_dict()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    assert torch.equal(state["hidden.weight"], expected["hidden.weight"])
+    assert torch.equal(state["embedding.weight"], expected["embedding.weight"])
 
 
 def test_the_parameters_are_back_after_an_error():
@@ -95,33 +115,41 @@ def test_training_goes_on_as_if_nothing_had_been_saved():
     assert _step(model, optimizer, 3, 4) == expected
 
 
+@pytest.mark.parametrize("shown", [True, False])
 @each_config
-def test_whole_weights_that_are_loaded_fall_into_the_same_parts(config):
+def test_whole_weights_that_are_loaded_fall_into_the_same_parts(config, shown):
     model, optimizer = _trained(config)
+    split = [p for p in model.parameters() if isinstance(p, SplitWeight)]
+    assert len(split) == 2
     # Ties of the rounding to BF16, which a plain copy would round to even: another weight.
-    for _, _, parameter in optimizer.indexed_parameters():
-        residual = optimizer.residual_of(parameter)
-        if residual is not None and config.residual_bits == 8:
-            residual.fill_(-128)
-    with whole_weights(model, [optimizer]):
+    for parameter in split if config.residual_bits == 8 else ():
+        parameter.halves.residual.fill_(-128)
+    with whole_weights(model, [optimizer]) if shown else contextlib.nullcontext():
         saved = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    weights = [p.clone() for p in model.parameters()]
-    residuals = [_residual(optimizer, p) for p in model.parameters()]
+    weights = [p.detach().clone() for p in model.parameters()]
+    parts = [[part.clone() for part in p.halves.tensors] for p in split]
 
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
-    model.load_state_dict(split_loaded(model, [optimizer], saved))
+    model.load_state_dict(saved)
     assert all(map(torch.equal, weights, model.parameters()))
-    for before, parameter in zip(residuals, model.parameters(), strict=True):
-        after = _residual(optimizer, parameter)
-        assert (before is None and after is None) or torch.equal(before, after)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.param_groups[0]["lr"] = 0.0
+    optimizer.step()
+    assert all(map(torch.equal, weights, model.parameters()))
+    for before, parameter in zip(parts, split, strict=True):
+        assert all(map(torch.equal, before, parameter.halves.tensors))
 
-    if config.residual_bits == 8:  # the control
-        model.load_state_dict(saved)
-        assert not all(map(torch.equal, weights, model.parameters()))
 
-
-def _residual(optimizer, parameter):
-    residual = optimizer.residual_of(parameter)
-    return None if residual is None else residual.clone()
+def test_residuals_of_bf16_weights_of_the_users_stay_with_the_optimizer():
+    model, optimizer = _trained(FP8Config())
+    before = optimizer.residual_of(model.own.weight).clone()
+    assert before.any()
+    with whole_weights(model, [optimizer]):
+        saved = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    expected = merged_state_dict(model, optimizer)["own.weight"]
+    model.load_state_dict(saved)
+    assert torch.equal(optimizer.residual_of(model.own.weight), before)
+    assert torch.equal(merged_state_dict(model, optimizer)["own.weight"], expected)

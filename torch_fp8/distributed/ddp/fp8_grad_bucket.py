@@ -20,11 +20,12 @@ from torch_fp8.distributed.collectives import all_gather, all_to_all
 from torch_fp8.kernels.arguments import GradientParts
 from torch_fp8.ops import messages
 from torch_fp8.ops.grad_codec import Rounding
-from torch_fp8.optim.grad_hooks import hook_of
+from torch_fp8.optim.grad_hooks import hook_of, keeps_8_bits
 from torch_fp8.quantization.block_scaled import matrix_shape, num_groups
 from torch_fp8.quantization.formats import GROUP_SIZE
 from torch_fp8.quantization.stochastic_rounding import shifted_keys
 from torch_fp8.tensor.float8_grad import Float8Grad
+from torch_fp8.tensor.split_weight import gradient_dtype, stored_grad
 
 
 class GradientBucket:
@@ -42,7 +43,7 @@ class GradientBucket:
     def __init__(self, parameters: list[Tensor], group: Any) -> None:
         self._parameters, self._group = parameters, group
         self._world_size = dist.get_world_size(group)
-        self._missing = [parameter.grad is None for parameter in parameters]
+        self._missing = [stored_grad(parameter) is None for parameter in parameters]
         shapes = [matrix_shape(parameter.shape) for parameter in parameters]
         self._numels = [rows * num_groups(cols) * GROUP_SIZE for rows, cols in shapes]
         layout = messages.split_layout(sum(self._numels), len(parameters), self._world_size)
@@ -94,25 +95,27 @@ class GradientBucket:
                 if not bool(flags.reshape(-1)[i]):
                     continue
                 parameter.grad = _empty_gradient(parameter)
-            grad = parameter.grad
+            grad = stored_grad(parameter)
             assert isinstance(grad, Float8Grad)
             _take(codes, values, grad.qdata, GROUP_SIZE)
             _take(scales, groups, grad.scale, 1)
             grad.multiplier.fill_(1.0)
+            if not keeps_8_bits(parameter):
+                parameter.grad = grad.dequantize(gradient_dtype(parameter))
 
     def wait(self) -> None:
         """Wait for the collective that is under way, without decoding its result."""
         self._work.wait()
 
     def _codes(self, i: int) -> Tensor:
-        grad = self._parameters[i].grad
+        grad = stored_grad(self._parameters[i])
         if grad is None:
             return self._sent.new_zeros(self._numels[i])
         assert isinstance(grad, Float8Grad)
         return F.pad(grad.qdata, (0, -grad.qdata.shape[1] % GROUP_SIZE)).view(-1)
 
     def _scales(self, i: int) -> Tensor:
-        grad = self._parameters[i].grad
+        grad = stored_grad(self._parameters[i])
         if grad is None:
             return self._sent.new_zeros(self._numels[i] // GROUP_SIZE)
         assert isinstance(grad, Float8Grad)
@@ -138,8 +141,9 @@ def _take(source: Tensor, part: slice, target: Tensor, multiple: int) -> None:
 
 
 def _rounding(parameter: Tensor) -> Rounding:
-    if isinstance(parameter.grad, Float8Grad):
-        return parameter.grad.rounding
+    grad = stored_grad(parameter)
+    if isinstance(grad, Float8Grad):
+        return grad.rounding
     hook = hook_of(parameter)
     return Rounding() if hook is None else hook.rounding(parameter)
 

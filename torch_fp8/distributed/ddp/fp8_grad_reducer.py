@@ -35,6 +35,7 @@ from torch_fp8.distributed.collectives import CommunicationStream
 from torch_fp8.distributed.ddp.fp8_grad_bucket import GradientBucket
 from torch_fp8.optim.grad_hooks import hook_of
 from torch_fp8.tensor.float8_grad import Float8Grad
+from torch_fp8.tensor.split_weight import gradient_dtype, stored_grad
 
 _BUCKET_NUMEL = 8 << 20
 """The least number of elements that are sent together; a bucket of DDP has 13 million in BF16."""
@@ -105,7 +106,7 @@ class Float8GradReducer:
 
     def take_part(self) -> None:
         """Send zeros in a backward of the other ranks; gradients of this rank stay as they are."""
-        kept = [(parameter, parameter.grad) for parameter in self._order]
+        kept = [(parameter, stored_grad(parameter)) for parameter in self._order]
         for parameter, _ in kept:
             parameter.grad = None
         self._start()
@@ -159,7 +160,7 @@ class Float8GradReducer:
 
     def _quantize(self, parameter: Tensor) -> None:
         """Quantize ``parameter.grad`` to what a `GradientBucket` takes."""
-        grad, hook = parameter.grad, hook_of(parameter)
+        grad, hook = stored_grad(parameter), hook_of(parameter)
         if grad is None:
             return
         if isinstance(grad, Float8Grad):
@@ -204,14 +205,14 @@ class _PlainGradient:
 
     def __init__(self, parameter: Tensor, group: Any) -> None:
         self._parameter = parameter
-        grad = parameter.grad
+        grad, dtype = stored_grad(parameter), gradient_dtype(parameter)
         self._missing = grad is None
         if grad is None:
-            buffer = torch.full_like(parameter, -0.0, memory_format=torch.contiguous_format)
+            buffer = torch.full(parameter.shape, -0.0, dtype=dtype, device=parameter.device)
         elif isinstance(grad, Float8Grad):
-            buffer = grad.dequantize()
+            buffer = grad.dequantize(dtype)
         else:
-            buffer = grad.contiguous()
+            buffer = grad.to(dtype).contiguous()
         self._buffer = buffer.div_(dist.get_world_size(group))
         self.nbytes = buffer.nbytes
         self._work = dist.all_reduce(buffer, group=group, async_op=True)
@@ -225,12 +226,13 @@ class _PlainGradient:
         parameter, average = self._parameter, self._buffer
         if self._missing and bool((average.signbit() & (average == 0)).all()):
             return
-        if isinstance(parameter.grad, Float8Grad):
-            parameter.grad.store(average, exchanged=True)
+        grad = stored_grad(parameter)
+        if isinstance(grad, Float8Grad):
+            grad.store(average, exchanged=True)
             return
         parameter.grad = average
         hook = hook_of(parameter)
-        if hook is not None:
+        if hook is not None and hook.quantize:
             hook.to_float8(parameter, exchanged=True)
 
     def wait(self) -> None:

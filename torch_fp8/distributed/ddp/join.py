@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from torch_fp8.distributed.ddp.fp8_grad_reducer import Float8GradReducer
 from torch_fp8.optim.optimizer import Float8Optimizer
 from torch_fp8.optim.state import zero_residual
+from torch_fp8.tensor.split_weight import SplitWeight
 
 
 def connect_join(
@@ -126,7 +127,10 @@ def broadcast_state(
         for _, _, parameter in optimizer.indexed_parameters():
             if parameter not in trained or parameter.device.type == "meta":
                 continue
-            if parameter in kept:
+            if isinstance(parameter, SplitWeight):
+                tensors += parameter.halves.tensors
+                parameter.halves.writes += 1
+            elif parameter in kept:
                 tensors.append(parameter.detach())
             bits = optimizer.residual_bits(parameter)
             if bits:

@@ -35,6 +35,7 @@ from torch_fp8.distributed.ddp.hook_registration import (
 from torch_fp8.distributed.ddp.join import broadcast_state, connect_join
 from torch_fp8.optim.grad_hooks import attach_hooks
 from torch_fp8.optim.optimizer import Float8Optimizer
+from torch_fp8.tensor.split_weight import SplitWeight, average_beside
 
 _NAMES = "_fp8_kept_from_ddp"
 _IGNORED = "_ddp_params_and_buffers_to_ignore"
@@ -75,8 +76,14 @@ def ddp_options(
         warnings.warn(f"gradients stay in BF16, as at level O2: {reason}", stacklevel=2)
         for optimizer, weights in eight_bit:
             _keep_plain(optimizer, weights, reason)
-    _leave_one(module, ours)
-    _ignore(module, [p for p in module.parameters() if any(o.has_fp8_gradient(p) for o in ours)])
+    beside = set() if asked else _averaged_beside(ours)
+    trained = [p for p in module.parameters() if p.requires_grad]
+    if trained and beside.issuperset(trained):  # DDP refuses to ignore everything
+        smallest = min(trained, key=Tensor.numel)
+        beside.remove(smallest)
+        for optimizer in ours:
+            _keep_plain(optimizer, {smallest}, None)
+    _ignore(module, [p for p in module.parameters() if p in beside])
     if ours and dist.is_available() and dist.is_initialized() and made.get("init_sync", True):
         kept = set(module.__dict__.get(_NAMES, {}).values())
         broadcast_state(module, ours, kept, _process_group(made))
@@ -111,6 +118,8 @@ def connect_ddp(
     optimizers = list(optimizers)
     config = config or _config_of(optimizers)
     kept = _unignore(ddp.module)
+    for parameter in kept:
+        average_beside(parameter, ddp)
     num_ranks = dist.get_world_size(ddp.process_group)
     if config.communication == "off":
         reason = "communication='off'"
@@ -150,6 +159,7 @@ def _connect_reducer(
             # Reducers of other modules stay: an optimizer may train several.
             others = [e for e in optimizer.fp8_reducers if not e.parameters & parameters]
             optimizer.fp8_reducers = tuple(others if reducer is None else [*others, reducer])
+            attach_hooks(optimizer)
     return reducer
 
 
@@ -169,16 +179,18 @@ def _keep_plain(optimizer: Float8Optimizer, weights: set[Tensor], reason: str | 
     attach_hooks(optimizer)
 
 
-def _leave_one(module: nn.Module, optimizers: list[Float8Optimizer]) -> None:
-    """Leave the smallest parameter to DDP, which refuses a module of which it is to ignore
-    everything.
+def _averaged_beside(optimizers: list[Float8Optimizer]) -> set[Tensor]:
+    """Return the weights that are kept from DDP, whose buckets have the dtype that they read as.
+
+    Those with 8-bit gradients, and split weights whose gradients travel in FP8.
     """
-    trained = [p for p in module.parameters() if p.requires_grad]
-    owners = {p: o for o in optimizers for _, _, p in o.indexed_parameters()}
-    eight_bit = [p for p in trained if p in owners and owners[p].has_fp8_gradient(p)]
-    if trained and len(eight_bit) == len(trained):
-        smallest = min(trained, key=Tensor.numel)
-        _keep_plain(owners[smallest], {smallest}, None)
+    return {
+        p
+        for o in optimizers
+        for _, _, p in o.indexed_parameters()
+        if o.has_fp8_gradient(p)
+        or (isinstance(p, SplitWeight) and p.requires_grad and o.fp8_config.communication == "fp8")
+    }
 
 
 def _ignore(module: nn.Module, parameters: list[Tensor]) -> None:

@@ -21,10 +21,11 @@ from torch_fp8.config import FP8Config
 from torch_fp8.optim.convert import OptimizerReport, convert_optimizer, join_parameter
 from torch_fp8.optim.grad_hooks import detach_hooks
 from torch_fp8.optim.optimizer import Float8Optimizer
-from torch_fp8.optim.state import SMALL_RESIDUAL_BITS, residual_shape, split_weight, zero_residual
+from torch_fp8.optim.state import SMALL_RESIDUAL_BITS, residual_shape, zero_residual
 from torch_fp8.optim.state_sharding import check_sharding
 from torch_fp8.quantization.block_scaled import MIN_NUMEL
 from torch_fp8.tensor.dtensor import like_parameter, local, with_data
+from torch_fp8.tensor.halves import split_matrix
 
 
 @torch.no_grad()
@@ -68,7 +69,7 @@ def split_sharded(
 
     def split(parameter: Tensor) -> DTensor:
         owner, k = owners[parameter], bits[parameter]
-        high, residual = split_weight(local(parameter.detach()), k)
+        high, residual = split_matrix(local(parameter.detach()), k)
         owner._fp8_dtypes[parameter] = torch.float32
         if residual is not None:
             shape = residual_shape(parameter.shape, k)

@@ -105,14 +105,14 @@ def test_joined_model_computes_in_bf16_and_has_float32_gradients():
 
 
 def test_a_shard_is_freed_before_the_next_one_is_split_or_joined(monkeypatch):
-    split, join = split_weights.split_weight, split_weights.join_parameter
+    split, join = split_weights.split_matrix, split_weights.join_parameter
     before, alive = [], []
 
     def note(shard):
         alive.append(sum(not storage.expired() for storage in before))
         before.append(StorageWeakRef(torch.Tensor.untyped_storage(shard)))
 
-    monkeypatch.setattr(split_weights, "split_weight", lambda w, k: note(w) or split(w, k))
+    monkeypatch.setattr(split_weights, "split_matrix", lambda w, k: note(w) or split(w, k))
     monkeypatch.setattr(
         split_weights, "join_parameter", lambda o, p: note(p.to_local()) or join(o, p)
     )

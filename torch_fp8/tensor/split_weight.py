@@ -1,0 +1,353 @@
+"""`SplitWeight`: a float32 weight that is stored as a BF16 half and a residual.
+
+It is the Parameter of a trained weight at levels O2 and O3. Code that reads it, writes to it,
+copies it or saves it takes it for the float32 Parameter that it replaces:
+
+* any operator that reads it joins the halves (`torch_fp8.quantization.split_float`) first;
+* any operator that writes to it splits the float32 result exactly, into BF16 and 16 bits. The next
+  step of the optimizer leaves 8 of them, 4 or none, as configured, rounded stochastically;
+* aliases (``p.data``, ``p.detach()``) and views share the halves; ``deepcopy`` and pickle make
+  plain float32 tensors.
+
+Layers in FP8, embeddings and output layers multiply by the BF16 half (`stored`), and their
+gradients are BF16. ``p.grad`` shows such a gradient as float32 (`WideGrad`).
+"""
+
+import functools
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from torch_fp8.tensor.encoded import Encoded, plain
+from torch_fp8.tensor.halves import Halves
+from torch_fp8.tensor.wide_grad import WideGrad
+
+_aten: Any = torch.ops.aten
+_OWN = ("halves", "_joined", "_is_param", "_wide_grad")
+_BESIDE = "_fp8_averaged_beside"
+
+
+class SplitTensor(Encoded):
+    """A float32 tensor over `Halves`, which is no Parameter: a weight on its way to a device."""
+
+    halves: Halves
+
+    @staticmethod
+    def __new__(cls: Any, halves: Halves) -> Any:
+        high = halves.high
+        self = torch.Tensor._make_wrapper_subclass(
+            cls, high.shape, strides=high.stride(), dtype=torch.float32, device=high.device
+        )
+        self.halves = halves
+        return self
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        pass
+
+    def dequantize(self) -> Tensor:
+        """Return the float32 weight as a plain tensor."""
+        with torch.no_grad():
+            return self.halves.join()
+
+    @torch.no_grad()
+    def store(self, x: Tensor) -> None:
+        x = plain(x).to(self.device, torch.float32).expand(self.shape)
+        self.halves.write(x.contiguous())
+
+    def alias(self) -> Any:
+        return type(self)(self.halves)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return memo.setdefault(id(self), self._plain())
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # On the CPU: a file of a model's weights does not take a second model on their device.
+        return self._plain(torch.device("cpu")).__reduce_ex__(protocol)
+
+    def _plain(self, device: torch.device | None = None) -> Tensor:
+        with torch.no_grad():
+            joined = self.halves.join(device)
+        return nn.Parameter(joined, self.requires_grad) if _is_parameter(self) else joined
+
+    def __repr__(self, **options: Any) -> str:
+        return repr(self._plain())
+
+
+class SplitWeight(SplitTensor):
+    """A Parameter, or an alias of one, over `Halves`."""
+
+    @property
+    def data(self) -> Tensor:
+        alias: Tensor = torch.Tensor.data.__get__(self)  # with a version of its own
+        return alias
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        if type(value) is SplitTensor and value.halves is self.halves:
+            return
+        if type(value) is SplitTensor:  # model.to(device)
+            other = SplitWeight(value.halves).requires_grad_(self.requires_grad)
+            other._is_param = True
+        elif (value.shape, value.dtype, value.device) == (self.shape, self.dtype, self.device):
+            with torch.no_grad():
+                self.data.copy_(value)
+            return
+        else:
+            other = nn.Parameter(plain(value), self.requires_grad)
+        grad = self.grad
+        exchange(self, other)
+        if grad is not None:  # of the old dtype or device, as stock leaves it
+            self.grad_dtype = None
+            self.grad = plain(grad)
+
+    @property
+    def grad(self) -> Tensor | None:
+        grad = stored_grad(self)
+        narrow = grad is not None and type(grad) is Tensor and grad.dtype == torch.bfloat16
+        if not narrow:
+            return grad
+        wide: WideGrad | None = vars(self).get("_wide_grad")
+        if wide is None or wide.stored is not grad:
+            wide = self._wide_grad = WideGrad(grad)
+        return wide
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        self.__dict__.pop("_wide_grad", None)
+        value = value.stored if isinstance(value, WideGrad) else value
+        if value is not None and value.dtype != torch.float32:
+            self.grad_dtype = None
+        torch.Tensor.grad.__set__(self, value)
+
+    @grad.deleter
+    def grad(self) -> None:
+        self.__dict__.pop("_wide_grad", None)
+        torch.Tensor.grad.__delete__(self)
+
+    def requires_grad_(self, requires_grad: bool = True) -> "SplitWeight":
+        super().requires_grad_(requires_grad)
+        if requires_grad:
+            self.grad_dtype = None  # a layer's gradient is BF16, that of other code float32
+        return self
+
+    def data_ptr(self) -> int:
+        """Return 0 for the Parameter; for an alias, the address of a joined copy, which lives as
+        long as the alias.
+        """
+        return super().data_ptr() if _is_parameter(self) else self._copy().data_ptr()
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        return super().untyped_storage() if _is_parameter(self) else self._copy().untyped_storage()
+
+    def _copy(self) -> Tensor:
+        if torch.compiler.is_compiling() or type(self.halves.high) is not Tensor:
+            return self.halves.high
+        known = self.halves.copy
+        copy = known[1]() if known is not None and known[0] == self.halves.writes else None
+        if copy is None:
+            copy = self.dequantize()
+            self.halves.copy = self.halves.writes, weakref.ref(copy)
+        self._joined = copy
+        return copy
+
+    def share_memory_(self) -> Tensor:
+        for part in self.halves.tensors:
+            part.share_memory_()
+        return _unswapped(self)
+
+    def is_shared(self) -> bool:
+        return all(part.is_shared() for part in self.halves.tensors)
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        halves = self.halves
+        names = ["high"] if halves.residual is None else ["high", "residual"]
+        return names, (halves.bits, halves.step_bits)
+
+    @property
+    def high(self) -> Tensor:
+        return self.halves.high
+
+    @property
+    def residual(self) -> Tensor | None:
+        return self.halves.residual
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: dict[str, Tensor], context: Any, outer_size: Any, outer_stride: Any
+    ) -> "SplitWeight":
+        made = SplitWeight(Halves(inner["high"], inner.get("residual"), *context))
+        made.grad_dtype = None  # a compiled layer's gradient is BF16, too
+        return made
+
+
+def _unswapped(weight: SplitWeight) -> Tensor:
+    """Return what ``Module._apply`` takes for a Parameter that is there already.
+
+    It would swap the Parameter for one like it, which loses the hooks of its gradient.
+    """
+    apply = _is_parameter(weight) and not torch.is_grad_enabled()
+    return SplitTensor(weight.halves) if apply else weight
+
+
+def _method(name: str) -> Any:
+    def method(self: SplitWeight, *args: Any, **options: Any) -> Tensor:
+        result: Tensor = getattr(torch.Tensor, name)(self, *args, **options)
+        return _unswapped(self) if result is self else result
+
+    return method
+
+
+for _name in ("to", "cpu", "cuda", "float", "type"):
+    setattr(SplitWeight, _name, _method(_name))
+
+
+def stored(weight: Tensor) -> Tensor:
+    """Return the BF16 half of a `SplitWeight`, without a copy; any other tensor itself."""
+    return weight.halves.high if isinstance(weight, SplitWeight) else weight
+
+
+class _Half(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: SplitWeight) -> Tensor:
+        ctx.dtype = gradient_dtype(weight)
+        return weight.halves.high.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad.to(ctx.dtype)
+
+
+@torch.compiler.allow_in_graph
+def half(weight: Tensor) -> Tensor:
+    """Return the BF16 half of a `SplitWeight`, through which its gradient flows in BF16."""
+    result: Tensor = _Half.apply(weight)
+    return result
+
+
+def gradient_dtype(weight: Tensor) -> torch.dtype:
+    """Return the dtype in which a layer makes its weight's gradient in this forward.
+
+    That of a `SplitWeight` is BF16, but float32 where DistributedDataParallel averages it, whose
+    buckets have the Parameter's dtype.
+    """
+    if not isinstance(weight, SplitWeight):
+        return weight.dtype
+    ddp = DistributedDataParallel._active_ddp_module
+    if ddp is None:
+        return torch.bfloat16
+    beside = vars(weight).get(_BESIDE)
+    return torch.bfloat16 if beside is not None and beside() is ddp else torch.float32
+
+
+def average_beside(weight: Tensor, ddp: DistributedDataParallel) -> None:
+    """Note that `ddp` does not average the gradient of this weight."""
+    vars(weight)[_BESIDE] = weakref.ref(ddp)
+
+
+def stored_grad(parameter: Tensor) -> Tensor | None:
+    """Return ``parameter.grad`` as it is in memory."""
+    grad: Tensor | None = torch.Tensor.grad.__get__(parameter)
+    return grad
+
+
+@torch.no_grad()
+def split_parameter(parameter: Tensor, bits: int, step_bits: int | None = None) -> SplitWeight:
+    """Make a float32 Parameter a `SplitWeight`, the same object, rounded to nearest.
+
+    Args:
+        parameter: a leaf, not sharded.
+        bits: residual bits: 8, 4, 0; 16 keeps the weight exactly.
+        step_bits: residual bits after a step of the optimizer; None: as many.
+    """
+    halves = Halves.of(parameter.detach(), bits)
+    halves.step_bits = bits if step_bits is None else step_bits
+    split = SplitWeight(halves).requires_grad_(parameter.requires_grad)
+    split._is_param = True
+    grad = parameter.grad
+    exchange(parameter, split)
+    assert isinstance(parameter, SplitWeight)
+    if grad is not None:
+        parameter.grad = grad.to(torch.bfloat16) if type(grad) is Tensor else grad
+    return parameter
+
+
+@torch.no_grad()
+def join_parameter(parameter: Tensor) -> None:
+    """Make a `SplitWeight` a plain float32 Parameter again, the same object."""
+    if isinstance(parameter, SplitWeight):
+        grad = parameter.grad
+        exchange(parameter, nn.Parameter(parameter.dequantize(), parameter.requires_grad))
+        parameter.grad = None if grad is None else plain(grad).to(torch.float32)
+
+
+def exchange(parameter: Tensor, other: Tensor) -> None:
+    """Give a Parameter the implementation of another tensor, in place; its gradient is dropped.
+
+    The Parameter keeps its identity, attributes and hooks. Unlike ``torch.utils.swap_tensors`` it
+    may have weak references. The gradient of a graph that was made before is still delivered.
+    """
+    hooks, accumulated = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
+    torch.Tensor.grad.__set__(parameter, None)
+    parameter._backward_hooks = None
+    own = {name: x for name, x in vars(parameter).items() if name not in _OWN}
+    parts = {name: x for name, x in vars(parameter).items() if name in _OWN}
+    attributes = {**own, **vars(other)}
+    parameter.__class__, other.__class__ = type(other), type(parameter)
+    torch._C._swap_tensor_impl(parameter, other)
+    vars(parameter).clear()
+    vars(parameter).update(attributes)
+    vars(other).clear()
+    vars(other).update(parts)  # a graph that was made before may read it
+    other.register_post_accumulate_grad_hook(lambda old: _deliver(old, parameter))
+    if hooks is not None:
+        parameter._backward_hooks = hooks
+    if accumulated is not None:
+        parameter._post_accumulate_grad_hooks = accumulated
+
+
+def _deliver(old: Tensor, parameter: Tensor) -> None:
+    """Take the gradient of a graph that was made before the exchange."""
+    grad = stored_grad(old)
+    torch.Tensor.grad.__set__(old, None)
+    if grad is not None:
+        before = parameter.grad
+        parameter.grad = grad if before is None else plain(before) + grad
+
+
+def _is_parameter(x: Tensor) -> bool:
+    return "_is_param" in vars(x)
+
+
+def _to_copy(weight: SplitWeight, *, dtype: Any = None, device: Any = None, **options: Any) -> Any:
+    if dtype not in (None, torch.float32) or device is None:
+        return NotImplemented
+    device = torch.device(device)
+    if _is_parameter(weight):  # model.to(device)
+        return SplitTensor(weight.halves.mapped(lambda half: half.to(device)))
+    return weight.halves.join(device)
+
+
+def _empty_like(weight: SplitWeight, *, device: Any = None, **options: Any) -> Any:
+    if not _is_parameter(weight) or device is None or options.get("dtype") is not None:
+        return NotImplemented
+    empty = functools.partial(torch.empty_like, device=device)  # model.to_empty(device=device)
+    return SplitTensor(weight.halves.mapped(empty))
+
+
+def _copy(weight: SplitWeight, source: Any, non_blocking: bool = False) -> Any:
+    if isinstance(source, Tensor) and source.shape == weight.shape:
+        weight.store(source.detach())
+        if source.dtype == torch.bfloat16:
+            weight.halves.take_awaited()
+        return weight
+    return NotImplemented
+
+
+SplitWeight.handlers = {
+    _aten._to_copy.default: _to_copy,
+    _aten.copy_.default: _copy,
+    _aten.empty_like.default: _empty_like,
+}

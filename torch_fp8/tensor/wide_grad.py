@@ -1,0 +1,55 @@
+"""`WideGrad`: a BF16 gradient that reads as float32."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_fp8.tensor.encoded import Encoded, plain
+
+
+class WideGrad(Encoded):
+    """The BF16 gradient of a `SplitWeight`, which reads as float32; a write is rounded to BF16.
+
+    Attributes:
+        stored: gradient, bfloat16.
+    """
+
+    stored: Tensor
+    foreach_methods = frozenset(("mul_", "div_", "zero_"))
+
+    @staticmethod
+    def __new__(cls: Any, stored: Tensor) -> "WideGrad":
+        self: WideGrad = torch.Tensor._make_wrapper_subclass(
+            cls,
+            stored.shape,
+            strides=stored.stride(),
+            dtype=torch.float32,
+            device=stored.device,
+        )
+        self.stored = stored
+        return self
+
+    @property
+    def _version(self) -> int:
+        return self.stored._version
+
+    def dequantize(self) -> Tensor:
+        return self.stored.detach().float()
+
+    @torch.no_grad()
+    def store(self, x: Tensor) -> None:
+        self.stored.copy_(plain(x))
+
+    def alias(self) -> "WideGrad":
+        return WideGrad(self.stored)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        memo[id(self)] = result = self.dequantize()
+        return result
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.dequantize().__reduce_ex__(protocol)
+
+    def __repr__(self, **options: Any) -> str:
+        return repr(self.dequantize())
