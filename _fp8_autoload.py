@@ -1,8 +1,7 @@
 """Extends Lightning and Accelerate for FP8 when, and only when, they are imported.
 
-torch calls `load`, an entry point of ``torch.backends``, at the end of ``import torch``. One finder
-in front of ``sys.meta_path`` lets the others find a module and calls our function on each one of
-`EXTENSIONS` when its import has ended. `_finder.status` says what became of them.
+torch calls `load`, an entry point of ``torch.backends``, at the end of ``import torch``. A finder
+in front of ``sys.meta_path`` calls our function on each module of `EXTENSIONS` after its import.
 
 An exception here would break ``import torch`` for a whole environment. Hence: standard library
 only, nothing raises (a failure is one warning, no more), everything may be called twice.
@@ -29,6 +28,7 @@ EXTENSIONS: dict[str, str] = {  # module: function; a copied name is extended wh
     "accelerate.utils.imports": f"{_ACCELERATE}:extend_imports",
     "accelerate.state": f"{_ACCELERATE}:extend_state",
     "accelerate.accelerator": f"{_ACCELERATE}:extend_accelerator",
+    "accelerate.commands.config.cluster": f"{_ACCELERATE}:extend_config_questions",
     "transformers.modeling_utils": f"{_ACCELERATE}:extend_modeling",
     "transformers.training_args": f"{_ACCELERATE}:extend_training_args",
     "transformers.trainer": f"{_ACCELERATE}:extend_trainer",

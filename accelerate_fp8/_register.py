@@ -24,6 +24,7 @@ _COPIES = (
     "accelerate.commands.config.cluster",
 )
 _PRECISION = "_mixed_precision"  # key in AcceleratorState's shared state
+_BACKEND_VARIABLE, _ENGINE = "ACCELERATE_FP8_BACKEND", "TORCH_FP8"
 
 
 def extend_imports(module: ModuleType) -> None:
@@ -111,6 +112,25 @@ def extend_accelerator(module: ModuleType) -> None:
 
     fp8_backend._fp8_original = original  # type: ignore[attr-defined]
     cls.fp8_backend = property(fp8_backend)
+
+
+def extend_config_questions(module: ModuleType) -> None:
+    """Extend the menu of ``accelerate config``: this engine is the first of its FP8 backends."""
+    ask, convert_backend = module._ask_options, module._convert_fp8_backend
+    if _too_old("accelerate") or hasattr(ask, "_fp8_original"):
+        return
+
+    @functools.wraps(ask)
+    def _ask_options(
+        question: str, options: Any = (), convert_value: Any = None, default: int = 0
+    ) -> Any:
+        if convert_value is not convert_backend:
+            return ask(question, options, convert_value, default)
+        choice = ask(question, [_ENGINE.lower(), *options], None, default)
+        return convert_backend(choice - 1) if choice else _ENGINE
+
+    _ask_options._fp8_original = ask  # type: ignore[attr-defined]
+    module._ask_options = _ask_options  # type: ignore[attr-defined]
 
 
 def extend_training_args(module: ModuleType) -> None:
@@ -266,7 +286,8 @@ def _refuse_when_asked(cls: type, name: str, line: str, asked: Callable[..., boo
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
         handlers = kwargs.get("kwargs_handlers") or ()
         theirs = any(type(handler).__name__.endswith("RecipeKwargs") for handler in handlers)
-        if not (theirs or os.environ.get("ACCELERATE_FP8_BACKEND")) and asked(self, args, kwargs):
+        theirs = theirs or os.environ.get(_BACKEND_VARIABLE, "") not in ("", _ENGINE)
+        if not theirs and asked(self, args, kwargs):
             raise ImportError(line)
         return original(self, *args, **kwargs)
 

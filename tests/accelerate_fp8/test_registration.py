@@ -103,6 +103,7 @@ def test_all_methods_of_a_class_are_extended_or_none(
         ("extend_imports", "accelerate.utils.imports"),
         ("extend_state", "accelerate.state"),
         ("extend_accelerator", "accelerate.accelerator"),
+        ("extend_config_questions", "accelerate.commands.config.cluster"),
         ("extend_training_args", "transformers.training_args"),
         ("extend_trainer", "transformers.trainer"),
         ("extend_trl_models", "trl.models.utils"),

@@ -61,6 +61,7 @@ POINTS: dict[str, dict[str, tuple[str, ...]]] = {
             "Accelerator.save_model",
             "Accelerator.unwrap_model",
         ),
+        "accelerate.commands.config.cluster": ("_ask_options", "is_fp8_available"),
     },
     "transformers": {
         "transformers.training_args": ("TrainingArguments.__post_init__",),
