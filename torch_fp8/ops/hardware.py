@@ -30,18 +30,35 @@ def check_device(device: torch.device, recipe_name: str, emulate: bool) -> None:
         )
     if emulate:
         return
-    capability = torch.cuda.get_device_capability(device)
+    _check(_card(device), torch.cuda.get_device_capability(device), recipe_name, device)
+
+
+def check_card(name: str, capability: tuple[int, int], recipe_name: str) -> None:
+    """Raise ValueError if a card that is not there, of this compute capability, cannot run the
+    recipe with a recent CUDA.
+    """
+    _check(f"{name} (sm_{capability[0]}{capability[1]})", capability, recipe_name, None)
+
+
+def _check(
+    card: str, capability: tuple[int, int], recipe_name: str, device: torch.device | None
+) -> None:
     if capability < MIN_CAPABILITY:
         raise ValueError(
-            f"{_card(device)} has no FP8 tensor cores: they come with sm_89 (Ada), sm_90 (Hopper) "
+            f"{card} has no FP8 tensor cores: they come with sm_89 (Ada), sm_90 (Hopper) "
             "and later. Use BF16 mixed precision on this card, or FP8Config(emulate=True) to try "
             "out the numerics, slowly"
         )
-    reason = _unsupported_recipe(recipe_name, device)
-    if reason is not None:
-        runs = [r for r in RECIPES if _unsupported_recipe(r, device) is None]
+
+    def reason(recipe: str) -> str | None:
+        if device is None:
+            return _unsupported(recipe, capability, card)
+        return _unsupported_recipe(recipe, device)
+
+    if reason(recipe_name) is not None:
+        runs = [recipe for recipe in RECIPES if reason(recipe) is None]
         raise ValueError(
-            f"recipe {recipe_name!r}: {reason}. It runs {', '.join(runs)}; "
+            f"recipe {recipe_name!r}: {reason(recipe_name)}. It runs {', '.join(runs)}; "
             "choose one of these, recipe='auto', or FP8Config(emulate=True)"
         )
 
@@ -75,23 +92,27 @@ def _card(device: torch.device) -> str:
 
 
 def _unsupported_recipe(name: str, device: torch.device) -> str | None:
-    recipe = make_recipe(name)
-    for spec in (recipe.input, recipe.weight, recipe.grad_output):
-        reason = _unsupported(spec.granularity, device)
-        if reason is not None:
-            return reason
-    return None
-
-
-def _unsupported(granularity: Granularity, device: torch.device) -> str | None:
-    """Return why `device` cannot run a GEMM with this granularity, or None."""
+    """Return why `device` cannot run the GEMMs of the recipe, or None."""
     capability = torch.cuda.get_device_capability(device)
-    least, most = _CAPABILITIES[granularity]
-    if not least <= capability <= most:
-        return f"{_card(device)} cannot run {granularity} GEMMs"
-    if granularity.startswith("block_") and _cuda_version() < _MIN_CUDA_OF_BLOCKS:
-        return f"{granularity} GEMMs need CUDA 12.9, this torch was built with {torch.version.cuda}"
+    reason = _unsupported(name, capability, _card(device))
+    blocks = [g for g in _granularities(name) if g.startswith("block_")]
+    if reason is None and blocks and _cuda_version() < _MIN_CUDA_OF_BLOCKS:
+        return f"{blocks[0]} GEMMs need CUDA 12.9, this torch was built with {torch.version.cuda}"
+    return reason
+
+
+def _unsupported(name: str, capability: tuple[int, int], card: str) -> str | None:
+    """Return why a card of this capability cannot run the GEMMs of the recipe, or None."""
+    for granularity in _granularities(name):
+        least, most = _CAPABILITIES[granularity]
+        if not least <= capability <= most:
+            return f"{card} cannot run {granularity} GEMMs"
     return None
+
+
+def _granularities(name: str) -> tuple[Granularity, ...]:
+    recipe = make_recipe(name)
+    return tuple(c.granularity for c in (recipe.input, recipe.weight, recipe.grad_output))
 
 
 def _cuda_version() -> tuple[int, ...]:

@@ -3,6 +3,8 @@
 import difflib
 from dataclasses import dataclass
 
+from torch_fp8.ops.hardware import check_card
+
 GPUS_PER_NODE = 8
 """The GPUs of a node that share its fast links, as in NVIDIA's DGX and HGX."""
 
@@ -13,16 +15,18 @@ class Card:
 
     Attributes:
         name: as people say it.
+        capability: CUDA compute capability.
         memory: GiB.
         bandwidth: of its memory, bytes per second.
         bf16, fp8: dense tensor-core peaks, FLOP per second.
         link: to the other GPUs of its node, bytes per second in each direction.
         network: to other nodes, bytes per second in each direction: one 400 Gbit/s adapter per GPU
             for cards of the data centre.
-        source: where the figures stand.
+        source: page of the figures; those of H100 and H200 are the SXM module's.
     """
 
     name: str
+    capability: tuple[int, int]
     memory: float
     bandwidth: float
     bf16: float
@@ -36,14 +40,18 @@ _NVIDIA = "https://www.nvidia.com/en-us/data-center/"
 CARDS = {
     card.name: card
     for card in (
-        Card("h100", 80, 3.35e12, 989.4e12, 1978.9e12, 450e9, 50e9, _NVIDIA + "h100/ (SXM)"),
-        Card("h200", 141, 4.8e12, 989.4e12, 1978.9e12, 450e9, 50e9, _NVIDIA + "h200/ (SXM)"),
-        Card("b200", 180, 8.0e12, 2250e12, 4500e12, 900e9, 50e9, _NVIDIA + "dgx-b200/"),
-        Card("l40s", 48, 864e9, 362e12, 733e12, 32e9, 25e9, _NVIDIA + "l40s/"),
-        Card("rtx-4090", 24, 1008e9, 165.2e12, 330.3e12, 32e9, 12.5e9,
+        Card("h100", (9, 0), 80, 3.35e12, 989.4e12, 1978.9e12, 450e9, 50e9, _NVIDIA + "h100/"),
+        Card("h200", (9, 0), 141, 4.8e12, 989.4e12, 1978.9e12, 450e9, 50e9, _NVIDIA + "h200/"),
+        Card("b200", (10, 0), 180, 8.0e12, 2250e12, 4500e12, 900e9, 50e9, _NVIDIA + "dgx-b200/"),
+        Card("l40s", (8, 9), 48, 864e9, 362e12, 733e12, 32e9, 25e9, _NVIDIA + "l40s/"),
+        Card("rtx-4090", (8, 9), 24, 1008e9, 165.2e12, 330.3e12, 32e9, 12.5e9,
              "NVIDIA Ada GPU architecture whitepaper, appendix A"),
     )
 }  # fmt: skip
+_WITHOUT_FP8 = {
+    **{"v100": (7, 0), "t4": (7, 5), "a100": (8, 0)},
+    **{"a10": (8, 6), "a40": (8, 6), "a6000": (8, 6), "rtx-3090": (8, 6)},
+}
 SHARE_OF_FLOPS, SHARE_OF_BANDWIDTH, SHARE_OF_LINK = 0.78, 0.92, 0.8
 """Reachable shares of the peaks: the first two are torchao's (roofline_utils.py), that of the links
 is assumed. No card of ours has measured them.
@@ -56,10 +64,12 @@ def card_named(name: str) -> Card:
     """Return a card by its name, in any case.
 
     Raises:
-        ValueError: it is not known.
+        ValueError: it is not known, or has no FP8 tensor cores.
     """
     card = CARDS.get(str(name).lower())
     if card is None:
+        if str(name).lower() in _WITHOUT_FP8:
+            check_card(str(name), _WITHOUT_FP8[str(name).lower()], "tensorwise")
         near = difflib.get_close_matches(str(name).lower(), CARDS, n=1)
         hint = f" Did you mean {near[0]!r}?" if near else ""
         raise ValueError(f"card {name!r} is unknown.{hint} Known: {', '.join(CARDS)}")

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from torch_fp8.config import FP8Config
+from torch_fp8.ops.hardware import check_card
 from torch_fp8.planner.cards import Card, card_named
 from torch_fp8.planner.layouts import num_layers, read_config
 from torch_fp8.quantization.recipe import RECIPES
@@ -137,6 +138,7 @@ def make_setup(
             f"pipeline={pipeline} has more stages than the model has layers, {num_layers(config)}"
         )
     _check_choice("recipe", recipe, ("auto", *RECIPES))
+    check_card(chosen.name, chosen.capability, _AUTO if recipe == "auto" else recipe)
     _check_choice("method", method, METHODS)
     if isinstance(roles, str):
         roles = (roles,)
@@ -146,7 +148,9 @@ def make_setup(
         raise ValueError("roles: RLHF trains a policy; name it among the roles")
     if pipeline > 1:
         accumulate = max(accumulate, pipeline)  # each stage has a micro-batch to work on
-    longest = getattr(config, "max_position_embeddings", None) or 4096
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if sequence is not None and isinstance(positions, int) and sequence > positions:
+        raise ValueError(f"sequence={sequence} is longer than the model's {positions} positions")
     return Setup(
         config=config,
         name=Path(model).resolve().name
@@ -155,7 +159,7 @@ def make_setup(
         card=chosen,
         gpus=gpus,
         memory=float(memory),
-        sequence=min(4096, longest) if sequence is None else sequence,
+        sequence=min(4096, positions or 4096) if sequence is None else sequence,
         micro_batch=micro_batch,
         accumulate=accumulate,
         data=data,

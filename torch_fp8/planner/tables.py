@@ -4,10 +4,14 @@ import importlib
 from collections.abc import Sequence
 from typing import Any, TextIO
 
+from torch_fp8.config import FP8Config
 from torch_fp8.planner.plan import CATEGORIES, LevelPlan, Plan
 from torch_fp8.planner.setup import BF16, Setup
 
 _GIB = 2**30
+_DEFAULT = FP8Config().opt_level
+_EQUAL = 1.01
+"""Estimated seconds within this factor of the least are equal."""
 
 
 def show(plan: Plan, stream: TextIO, *, rich: bool) -> None:
@@ -87,16 +91,29 @@ def notes(plan: Plan) -> list[str]:
         "within a step. The total is the sum; the peak is what lives at one time.",
         "Seconds are paper: data sheet rates, no card has measured them.",
     ]
-    fitting = [level for level in plan.levels.values() if level.config and level.fits]
-    if fitting:
-        fastest = min(fitting, key=lambda level: level.seconds)
-        lines += ["", f"To copy: TORCH_FP8_CONFIG='{fastest.config}'"]
+    name, why = advice(plan)
+    if name:
+        lines += ["", f"{name}: {why}.", f"To copy: TORCH_FP8_CONFIG='{plan.levels[name].config}'"]
     elif not any(level.fits for level in plan.levels.values()):
         lines += [
             "",
             "Nothing fits: more GPUs, --checkpointing, --tensor, or a shorter --sequence.",
         ]
     return lines
+
+
+def advice(plan: Plan) -> tuple[str, str]:
+    """Return the level to run, and why; two empty texts where none fits."""
+    fitting = {name: level for name, level in plan.levels.items() if level.config and level.fits}
+    if not fitting:
+        return "", ""
+    least = min(level.seconds for level in fitting.values())
+    equal = [name for name, level in fitting.items() if level.seconds <= _EQUAL * least]
+    if _DEFAULT not in equal:
+        return equal[0], "the fastest level that fits"
+    others = " and ".join(name for name in equal if name != _DEFAULT)
+    why = f"as fast as {others}, and the default" if others else "the fastest level that fits"
+    return _DEFAULT, why
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> str:

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import re
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from torch_fp8.planner import counts, figure, layouts, scaling
 from torch_fp8.planner.counts import standing_bytes
 from torch_fp8.planner.plan import CATEGORIES, largest, plan
 from torch_fp8.planner.setup import LEVELS, make_setup
-from torch_fp8.planner.tables import plain_text
+from torch_fp8.planner.tables import advice, plain_text
 
 SMALL = {"sequence": 32, "recipe": "tensorwise"}
 
@@ -119,6 +120,11 @@ def test_checkpointing_saves_less_and_takes_longer(whole):
         ({"gpus": 0}, "at least 1"),
         ({"memory": 0}, "above 0 GiB"),
         ({"levels": ("O4",)}, "level 'O4' is unknown"),
+        ({"recipe": "mxfp8"}, "h100 (sm_90) cannot run block_1x32 GEMMs. It runs tensorwise"),
+        ({"card": "b200", "recipe": "blockwise"}, "b200 (sm_100) cannot run block_1x128 GEMMs"),
+        ({"card": "rtx-4090", "recipe": "blockwise"}, "(sm_89) cannot run block_1x128"),
+        ({"card": "A100"}, "A100 (sm_80) has no FP8 tensor cores: they come with sm_89"),
+        ({"sequence": 10**6}, "sequence=1000000 is longer than the model's"),
     ],
 )
 def test_mistakes_are_named(options, message):
@@ -191,6 +197,24 @@ def test_plain_text_stays_within_80_columns(whole):
     assert 'TORCH_FP8_CONFIG=\'{"opt_level": ' in text
     config = re.search(r"TORCH_FP8_CONFIG='(.*)'", text).group(1)
     assert FP8Config(**json.loads(config)).opt_level in LEVELS
+
+
+@pytest.mark.parametrize(
+    ("seconds", "fits", "advised"),
+    [
+        ({"O1": 3.0, "O2": 2.0, "O3": 2.0}, True, ("O2", "as fast as O3, and the default")),
+        ({"O1": 2.0, "O2": 2.0, "O3": 2.0}, True, ("O2", "as fast as O1 and O3, and the default")),
+        ({"O1": 3.0, "O2": 3.0, "O3": 2.0}, True, ("O3", "the fastest level that fits")),
+        ({"O2": 2.0}, True, ("O2", "the fastest level that fits")),
+        ({"O2": 2.0}, False, ("", "")),
+    ],
+)
+def test_of_equal_levels_the_default_is_advised(seconds, fits, advised):
+    levels = {
+        name: SimpleNamespace(config="{}", fits=fits, seconds=value)
+        for name, value in seconds.items()
+    }
+    assert advice(SimpleNamespace(levels=levels)) == advised
 
 
 def test_command_prints_json_and_names_mistakes(tmp_path, capsys):
