@@ -21,6 +21,7 @@ from torch_fp8.conversion.frozen_layers import (
 from torch_fp8.conversion.fused_layers import convert_producers
 from torch_fp8.conversion.layer_options import base_config
 from torch_fp8.nn.linear import Float8Layer
+from torch_fp8.nn.training_guard import guard
 
 
 def freeze(
@@ -35,7 +36,8 @@ def freeze(
     that PEFT trains stay as they are; of any other all FP8 layers are frozen, whatever their
     ``requires_grad``. Embeddings, norms, ``lm_head``, what `config.skip` names and weights that
     several modules share stay in their dtype. The Parameters stay the same objects; their memory
-    in the old dtype is released. ``state_dict`` has plain BF16 tensors under the same keys.
+    in the old dtype is released. ``state_dict`` has plain BF16 tensors under the same keys. An
+    optimizer that has one of them raises a ValueError when it is converted, or at its first step.
 
     Args:
         model: any module that `torch_fp8.convert_to_float8` takes.
@@ -57,6 +59,7 @@ def freeze(
     target = torch.device(device) if device is not None else layers[0].weight.device
     proven = proven_frozen(model)
     adapted = any(proven(layer) for layer in layers)
+    guard(model)
     return freeze_layers(model, config, target, proven if adapted else lambda layer: True)
 
 

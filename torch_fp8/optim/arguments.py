@@ -3,6 +3,8 @@
 from torch import nn
 from torch.optim import Optimizer
 
+from torch_fp8.nn.training_guard import refuse_training
+
 
 def check_arguments(optimizer: object, model: object) -> None:
     """Check the optimizer that is to be converted, and the model that it is said to train.
@@ -12,7 +14,7 @@ def check_arguments(optimizer: object, model: object) -> None:
         model: shall be the module that it trains, or None.
     Raises:
         TypeError: one of them is something else.
-        ValueError: none of the optimizer's parameters is the model's.
+        ValueError: none of the optimizer's parameters is the model's, or one was frozen.
     """
     if not isinstance(optimizer, Optimizer):
         how = "pass the optimizer"
@@ -20,6 +22,7 @@ def check_arguments(optimizer: object, model: object) -> None:
             how = "torch_fp8.convert_to_float8(model, config) converts a model"
         got = type(optimizer).__name__
         raise TypeError(f"convert_optimizer takes a torch.optim.Optimizer, got {got}; {how}")
+    refuse_training(optimizer)
     if model is None:
         return
     if not isinstance(model, nn.Module):

@@ -193,6 +193,36 @@ def test_asking_for_gradients_thaws_with_one_warning():
     assert not torch.equal(up.detach().float(), values)
 
 
+@pytest.mark.parametrize("order", ["before", "after"])
+@pytest.mark.parametrize("converted", [False, True])
+def test_an_optimizer_of_frozen_weights_is_an_error_that_names_them(order, converted):
+    model = Net()
+    if order == "before":
+        optimizer = torch.optim.AdamW(model.parameters())
+    freeze(model)
+    if order == "after":
+        optimizer = torch.optim.AdamW(model.parameters())
+    model(IDS).sum().backward()
+    message = r"AdamW has 'up\.weight' of Net, which torch_fp8\.freeze.*thaw\(model\)"
+    with pytest.raises(ValueError, match=message):
+        convert_optimizer(optimizer, model=model) if converted else optimizer.step()
+    others = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+    convert_optimizer(others, model=model) if converted else None
+    others.step()
+    thaw(model)
+    model.requires_grad_(True)
+    optimizer.step()
+
+
+def test_an_optimizer_may_have_the_frozen_base_below_adapters():
+    model = nn.Sequential(nn.Linear(64, 64))
+    freeze(model)
+    model[0] = nn.ModuleDict({"base_layer": model[0], "lora_A": nn.Linear(64, 4)})
+    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer.step()
+    convert_optimizer(optimizer)
+
+
 def test_weights_that_were_frozen_together_warn_once_of_lost_changes():
     model = Net()
     freeze(model)
