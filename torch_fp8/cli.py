@@ -9,6 +9,7 @@ import dataclasses
 import datetime
 import os
 import shlex
+import shutil
 import signal
 import sys
 import tempfile
@@ -85,6 +86,11 @@ def _add_env(commands: Any) -> None:
         choices=SECTIONS,
         metavar="PART",
         help=f"only these parts of the self-test: {', '.join(SECTIONS)}",
+    )
+    env.add_argument(
+        "--all",
+        action="store_true",
+        help="a line for everything, extension points of the hosts included",
     )
     env.add_argument("--json", action="store_true", help="print JSON instead of tables")
     env.add_argument(
@@ -194,10 +200,12 @@ def _print(results: Sequence[Result], options: argparse.Namespace, report: Path 
     try:
         if options.json:
             print(display.as_json(results, report))
+        elif not (options.all or options.self_test):
+            sys.stdout.write(display.brief_text(results, shutil.get_terminal_size().columns))
         else:
             display.show(results, sys.stdout, rich=display.use_rich(sys.stdout))
-            if report is not None:
-                print(f"report: {report}")
+        if report is not None and not options.json:
+            print(f"report: {report}")
         sys.stdout.flush()
     except BrokenPipeError:  # the reader has closed the pipe: `torch-fp8 env | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

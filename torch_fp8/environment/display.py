@@ -83,6 +83,35 @@ def plain_text(results: Sequence[Result], width: int = 100) -> str:
     return "".join([*parts, summary(results), "\n"])
 
 
+def brief_text(results: Sequence[Result], width: int = 80) -> str:
+    """Format `results` as a paragraph for each section, and a line for each failure."""
+    parts = []
+    for section, lines in _sections(results):
+        parts.append(section)
+        names: dict[str, list[str]] = {}  # by detail: cards have the same
+        for line in lines:
+            if line.status != FAILED and not line.part:
+                names.setdefault(line.detail, []).append(line.name)
+        texts = [
+            "; ".join(f"{', '.join(of)}: {detail}".rstrip(": ") for detail, of in names.items())
+        ]
+        texts += [f"FAILED {x.name}: {x.detail}" for x in lines if x.status == FAILED]
+        parts += [_indented(text, width) for text in filter(None, texts)]
+    more = "torch-fp8 env --all: every line; --self-test: does it work?"
+    return "\n".join([*parts, _indented(f"{summary(results)}. {more}", width).strip(), ""])
+
+
+def _indented(text: str, width: int) -> str:
+    return textwrap.fill(
+        text,
+        width,
+        initial_indent="  ",
+        subsequent_indent="  ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
 def summary(results: Iterable[Result]) -> str:
     """Count the results of each status, in one line."""
     results = list(results)

@@ -99,7 +99,7 @@ def _is_about_a_point(host: str, warning: str) -> bool:
 def _point(module: str, name: str, state: str, warnings: list[str]) -> Result:
     full = f"{module}:{name}"
     if state == HELD:
-        return Result(SECTION, full, OK, "extended")
+        return Result(SECTION, full, OK, "extended", part=True)
     about = [one_line(warning) for warning in warnings if f" {module}:" in warning]
     if state == MOVED:
         detail = "is not there in this version: the flag cannot work through it"

@@ -21,6 +21,7 @@ class Result:
         detail: one line.
         seconds: the time that it took, in seconds; 0 if it was not measured.
         log: a traceback and what was printed, for the report.
+        part: whether another line sums it up; the brief list leaves it out then, unless it failed.
     """
 
     section: str
@@ -29,10 +30,13 @@ class Result:
     detail: str = ""
     seconds: float = 0.0
     log: str = ""
+    part: bool = False
 
     def as_dict(self) -> dict[str, str | float]:
         """Return the fields for JSON."""
-        return asdict(self)
+        fields = asdict(self)
+        del fields["part"]
+        return fields
 
 
 class NotRun(Exception):
