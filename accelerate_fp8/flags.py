@@ -17,14 +17,13 @@ the launcher's default therefore counts as not given.
 | ``--fp8_enable_fsdp_float8_all_gather false`` | holds: weights are gathered as they are | true |
 """
 
-import json
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch_fp8 import FP8Config
+from torch_fp8.quantization.option_values import read_json
 
 CONFIG_VARIABLE = "TORCH_FP8_CONFIG"
 _PREFIX = "ACCELERATE_FP8_"
@@ -123,8 +122,7 @@ def _environment_options() -> dict[str, Any] | None:
     """Return the validated options of ``TORCH_FP8_CONFIG``; None if it is unset."""
     if FP8Config.from_env() is None:
         return None
-    text = os.environ[CONFIG_VARIABLE].strip()
-    return json.loads(text if text.startswith("{") else Path(text).read_text())
+    return read_json(os.environ[CONFIG_VARIABLE])
 
 
 def _overridden(flags: Mapping[str, Flag], options: Mapping[str, Any], source: str) -> list[str]:

@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import datetime
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -16,7 +17,7 @@ import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch_fp8
 from torch_fp8.advisor import command as check_command
@@ -24,7 +25,7 @@ from torch_fp8.checkpoint.export_checkpoint import export_checkpoint
 from torch_fp8.config import FP8Config
 from torch_fp8.environment import display
 from torch_fp8.environment.autoload import autoload
-from torch_fp8.environment.cards import cards
+from torch_fp8.environment.cards import cards, usable_device
 from torch_fp8.environment.host_models import model_class
 from torch_fp8.environment.hosts import hosts
 from torch_fp8.environment.result import FAILED, Result, exit_status, last_line
@@ -34,6 +35,7 @@ from torch_fp8.environment.versions import versions
 from torch_fp8.monitor import command as report_command
 from torch_fp8.planner import command as plan_command
 from torch_fp8.quantization.recipe import RECIPES, SAVE_FORMATS
+from torch_fp8.quantization.suggestions import suggestion
 
 INTERRUPTED = 130
 
@@ -53,8 +55,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return status
 
 
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors name what a misspelled option or choice may have meant."""
+
+    def error(self, message: str) -> NoReturn:
+        words = re.findall(r"--?[\w-]+|'[^']*'", message)
+        commands = [a for a in self._actions if isinstance(a, argparse._SubParsersAction)]
+        parsers = [self, *(p for action in commands for p in action.choices.values())]
+        known = {name for parser in parsers for name in parser._option_string_actions}
+        if message.startswith("unrecognized arguments: -"):
+            message += suggestion(words[0], known)
+        elif "invalid choice: '" in message:
+            wrong, *choices = [word.strip("'") for word in words if not word.startswith("-")]
+            choices = choices or re.findall(r"[\w.-]+", message.partition("choose from")[2])
+            message += suggestion(wrong, choices)
+        super().error(message)
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="torch-fp8", description="FP8 training on this machine.")
+    parser = _Parser(prog="torch-fp8", description="FP8 training on this machine.")
     parser.add_argument("--version", action="version", version=f"%(prog)s {torch_fp8.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     _add_env(commands)
@@ -135,7 +154,7 @@ def _export(options: argparse.Namespace) -> int:
             options.path,
             options.format,
             config,
-            device=options.device,
+            device=usable_device(options.device),
             max_shard_size=options.max_shard_size,
         )
     except (ValueError, TypeError) as error:

@@ -23,6 +23,7 @@ from torch_fp8.quantization.option_values import check_choice, check_int, read_j
 from torch_fp8.quantization.overrides import HIGH_PRECISION, Overrides
 from torch_fp8.quantization.recipe import E4M3_ONLY, GEMMS, RECIPES, SAVE_FORMATS
 from torch_fp8.quantization.split_float import RESIDUAL_BITS
+from torch_fp8.quantization.suggestions import suggestion, unknown_options
 
 ENV_VAR = "TORCH_FP8_CONFIG"
 _BOOLS = (
@@ -154,7 +155,7 @@ class FP8Config:
     Raises:
         ValueError: an unknown value (the message names the valid ones), or options that
             contradict each other.
-        TypeError: a value of the wrong type.
+        TypeError: an unknown option, or a value of the wrong type.
     """
 
     recipe: str = "auto"
@@ -299,10 +300,14 @@ class FP8Config:
     def from_json(cls, source: str | os.PathLike[str]) -> "FP8Config":
         """Read a JSON object of field names and values, given as text or as the path of a file.
 
+        The name of a recipe stands for ``{"recipe": name}``.
+
         Raises:
-            ValueError: neither JSON nor a readable file, an unknown field, or a bad value.
+            ValueError: none of these, an unknown field, or a bad value.
         """
         values = read_json(source)
+        if unknown := unknown_options(values, _DEFAULTS, "FP8Config"):
+            raise ValueError(unknown)
         return cls(**values)
 
     @classmethod
@@ -336,7 +341,8 @@ def config_or_default(config: object) -> FP8Config:
     recipes = ("auto", *RECIPES)
     if isinstance(config, str) and config in recipes:
         return FP8Config(recipe=config)
-    how = f"FP8Config(...), or the name of a recipe ({', '.join(recipes)})"
+    names = f"({', '.join(recipes)}){suggestion(config, recipes)}"
+    how = f"FP8Config(...), or the name of a recipe {names}"
     if isinstance(config, Mapping):
         how = "FP8Config(**options)"
     elif isinstance(config, os.PathLike) or (isinstance(config, str) and set(config) & set("{/.")):
@@ -360,20 +366,14 @@ def _naming_valid_options(init: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(init)
     def __init__(self: FP8Config, *args: Any, **options: Any) -> None:
-        _check_names(options)
+        if unknown := unknown_options(options, _DEFAULTS, "FP8Config"):
+            raise TypeError(unknown)
         init(self, *args, **options)
 
     return __init__
 
 
 FP8Config.__init__ = _naming_valid_options(FP8Config.__init__)  # type: ignore[method-assign]
-
-
-def _check_names(options: dict[str, Any]) -> None:
-    unknown = sorted(set(options) - set(_DEFAULTS))
-    if unknown:
-        names, valid = ", ".join(map(repr, unknown)), ", ".join(_DEFAULTS)
-        raise ValueError(f"unknown FP8Config option(s) {names}; the valid ones are {valid}")
 
 
 def given_config(
@@ -383,8 +383,8 @@ def given_config(
     fields.
 
     Raises:
-        TypeError: `config` is not an FP8Config.
-        ValueError: both were given; an option is not a field, or its value not valid.
+        TypeError: `config` is not an FP8Config; an option is not a field.
+        ValueError: both were given; an option's value is not valid.
     """
     if config is not None and not isinstance(config, FP8Config):
         hint = f"; did you mean {taker}(recipe={config!r})?" if isinstance(config, str) else ""

@@ -191,3 +191,9 @@ def test_bad_environment_is_refused(export: Export, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("TORCH_FP8_CONFIG", '{"recipe": "rowise"}')
     with pytest.raises(ValueError, match=r"TORCH_FP8_CONFIG.*'rowise' is unknown"):
         resolve_config(None)
+
+
+def test_environment_may_name_a_recipe(export: Export, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_FP8_CONFIG", "rowwise")
+    export("--fp8_opt_level", "O1")
+    assert resolve_config(None) == (FP8Config(recipe="rowwise", opt_level="O1"), [])

@@ -99,6 +99,48 @@ def test_a_mistake_in_the_call_is_2(plant, arguments, capsys):
     assert "usage: torch-fp8" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("arguments", "meant"),
+    [
+        (["plan", "gpt", "--sequense", "32"], "did you mean '--sequence'?"),
+        (["plan", "gpt", "--recipe", "rowwize"], "did you mean 'rowwise'?"),
+        (["plann", "gpt"], "did you mean 'plan'?"),
+        (["check", "here", "--recipe", "rowwise_with_gw_hp"], "recipe='rowwise', wgrad='bf16'"),
+        (["export", "in", "out", "--format", "modeloptt"], "did you mean 'modelopt'?"),
+    ],
+    ids=str,
+)
+def test_a_misspelled_word_is_answered_with_the_nearest(arguments, meant, capsys):
+    with pytest.raises(SystemExit):
+        cli.main(arguments)
+    assert meant in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a card")
+@pytest.mark.parametrize("command", [["check"], ["export", "--format", "modelopt"]])
+def test_a_card_that_is_not_there_and_a_name_of_the_hub_have_a_way_out(
+    command, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    command += ["out"] if command[0] == "export" else []
+
+    def run(model, *more):
+        try:
+            status = cli.main([command[0], model, *command[1:], *more])
+        except SystemExit as error:
+            status = error.code
+        assert status == 2
+        return capsys.readouterr().err
+
+    assert "hf download org/tiny --local-dir tiny" in run("org/tiny")
+    (tmp_path / "tiny").mkdir()
+    (tmp_path / "tiny" / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
+    assert "--device cuda: this torch was built" in run("tiny", "--device", "cuda")
+    assert "--device cuda: " in run("tiny", "--device", "cuda")
+    assert "Take --device cpu" in run("tiny", "--device", "cuda")
+    assert "take cpu, cuda or cuda:0" in run("tiny", "--device", "gpu0")
+
+
 def test_a_machine_that_cannot_be_described_is_a_red_line(plant, monkeypatch, capsys):
     def lost():
         raise RuntimeError("the driver is another one than the library")

@@ -69,8 +69,38 @@ def test_unknown_values_name_the_valid_ones(options, named):
 
 
 def test_an_unknown_option_names_the_valid_ones():
-    with pytest.raises(ValueError, match=r"'recipee'.*valid ones are recipe, wgrad"):
+    message = r"'recipee'.*valid ones are recipe, wgrad.*did you mean 'recipe'\?"
+    with pytest.raises(TypeError, match=message):
         FP8Config(recipee="auto")
+    with pytest.raises(ValueError, match=message):
+        FP8Config.from_json('{"recipee": "auto"}')
+
+
+@pytest.mark.parametrize(
+    ("value", "meant"),
+    [
+        ("Row-wise", "did you mean 'rowwise'?"),
+        ("rowwise_with_gw_hp", "recipe='rowwise', wgrad='bf16'"),
+        ("MXFP8BlockScaling", "recipe='mxfp8'"),
+    ],
+)
+def test_an_unknown_recipe_is_answered_with_the_nearest_everywhere(value, meant, monkeypatch):
+    with pytest.raises(ValueError, match=re.escape(meant)):
+        FP8Config(recipe=value)
+    with pytest.raises(ValueError, match=re.escape(meant)):
+        FP8Config(overrides={"0": {"recipe": value}})
+    with pytest.raises(TypeError, match=re.escape(meant)):
+        config_or_default(value)
+    monkeypatch.setenv("TORCH_FP8_CONFIG", value)
+    with pytest.raises(ValueError, match=re.escape(meant)):
+        FP8Config.from_env()
+    with pytest.raises(ValueError, match=r"did you mean 'wgrad'\?"):
+        FP8Config(overrides={"0": {"wgrads": "bf16"}})
+
+
+def test_the_environment_may_name_a_recipe(monkeypatch):
+    monkeypatch.setenv("TORCH_FP8_CONFIG", "rowwise")
+    assert FP8Config.from_env() == FP8Config(recipe="rowwise")
 
 
 def test_copies_and_pickles():

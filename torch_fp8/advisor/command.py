@@ -17,6 +17,7 @@ from torch_fp8.advisor.proposal import FINER, Proposal, propose
 from torch_fp8.advisor.table import text_of
 from torch_fp8.config import FP8Config
 from torch_fp8.conversion.convert import conversion_report
+from torch_fp8.environment.cards import usable_device
 from torch_fp8.environment.host_models import model_class
 from torch_fp8.quantization.recipe import RECIPES
 
@@ -100,9 +101,10 @@ def changed_options(config: FP8Config) -> dict[str, Any]:
 
 
 def _model(options: argparse.Namespace) -> nn.Module:
+    device = usable_device(options.device)
     cls = model_class(options.model)
     model: nn.Module = cls.from_pretrained(options.model, dtype=torch.bfloat16)
-    return model.eval().to(options.device)
+    return model.eval().to(device)
 
 
 def _batches(options: argparse.Namespace, model: Any) -> list[torch.Tensor]:

@@ -47,6 +47,22 @@ def cards() -> list[Result]:
     return results
 
 
+def usable_device(name: str) -> torch.device:
+    """Return the device that ``--device`` of a command names.
+
+    Raises:
+        ValueError: there is no such device here; the message says why, and what to take.
+    """
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ValueError(f"--device {name}: no device of torch; take cpu, cuda or cuda:0") from None
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        reason = _no_card([]) if not torch.cuda.device_count() else "there is no such card here"
+        raise ValueError(f"--device {name}: {reason}. Take --device cpu, which is the default")
+    return device
+
+
 def _card(device: torch.device) -> list[Result]:
     properties = torch.cuda.get_device_properties(device)
     capability = (properties.major, properties.minor)

@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,11 @@ def model_class(checkpoint: Path) -> Any:
         ImportError: transformers is not installed.
     """
     file = checkpoint / "config.json"
+    if not checkpoint.exists() and re.fullmatch(r"[\w.-]+/[\w.-]+", str(checkpoint)):
+        raise ValueError(
+            f"{str(checkpoint)!r} is no folder here. If it is a model of the Hugging Face hub, "
+            f"download it: hf download {checkpoint} --local-dir {checkpoint.name}"
+        )
     try:
         names = json.loads(file.read_text()).get("architectures") or [None]
     except (OSError, ValueError, AttributeError) as error:

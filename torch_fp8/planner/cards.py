@@ -1,9 +1,9 @@
 """Cards on paper: memory, peak rates and links, from the makers' data sheets."""
 
-import difflib
 from dataclasses import dataclass
 
 from torch_fp8.ops.hardware import check_card
+from torch_fp8.quantization.suggestions import suggestion
 
 GPUS_PER_NODE = 8
 """The GPUs of a node that share its fast links, as in NVIDIA's DGX and HGX."""
@@ -70,7 +70,6 @@ def card_named(name: str) -> Card:
     if card is None:
         if str(name).lower() in _WITHOUT_FP8:
             check_card(str(name), _WITHOUT_FP8[str(name).lower()], "tensorwise")
-        near = difflib.get_close_matches(str(name).lower(), CARDS, n=1)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"card {name!r} is unknown.{hint} Known: {', '.join(CARDS)}")
+        hint = suggestion(name, CARDS)
+        raise ValueError(f"card {name!r} is unknown; one of {', '.join(CARDS)}{hint}")
     return card

@@ -1,6 +1,7 @@
 """`plan`: memory, bytes on the wire and time of a training run, for BF16 and each level."""
 
 import dataclasses
+import inspect
 import json
 import warnings
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from torch_fp8.planner.estimate import Seconds, linears_of, seconds_of_step, wir
 from torch_fp8.planner.layouts import family_of
 from torch_fp8.planner.models import make_model, stages
 from torch_fp8.planner.setup import BF16, LEVELS, TRAINED, Setup, make_setup
+from torch_fp8.quantization.suggestions import unknown_options
 
 CATEGORIES = ("weights", "gradients", "moments", "master", "scales", "caches")
 RESERVE = 1.5 * 2**30
@@ -115,7 +117,7 @@ def plan(model: Any, *, levels: tuple[str, ...] = LEVELS, **options: Any) -> Pla
     Raises:
         ValueError: a model that cannot be read, or has no sizes; degrees that do not divide; an
             unknown card, level, recipe or method; this process is in a process group.
-        TypeError: a number that is none.
+        TypeError: a size is not a number, or an option is unknown.
         ImportError: transformers, or peft for ``lora``, is missing.
     """
     return plan_beside({}, model, levels=levels, **options)
@@ -140,6 +142,9 @@ def plan_beside(
     for level in levels:
         if level not in LEVELS:
             raise ValueError(f"level {level!r} is unknown; one of {', '.join(LEVELS)}")
+    known = [name for name in inspect.signature(make_setup).parameters if name != "model"]
+    if unknown := unknown_options(options, known, "plan()"):
+        raise TypeError(unknown)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # transformers' about names of its own
         return _plan(make_setup(model, **options), levels, counted)

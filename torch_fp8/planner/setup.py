@@ -9,6 +9,7 @@ from torch_fp8.ops.hardware import check_card
 from torch_fp8.planner.cards import Card, card_named
 from torch_fp8.planner.layouts import num_layers, read_config
 from torch_fp8.quantization.recipe import RECIPES
+from torch_fp8.quantization.suggestions import suggestion
 
 BF16 = "bf16-mixed"
 LEVELS = (BF16, "O1", "O2", "O3")
@@ -177,4 +178,5 @@ def make_setup(
 
 def _check_choice(name: str, value: Any, valid: tuple[str, ...]) -> None:
     if value not in valid:
-        raise ValueError(f"{name}={value!r} is unknown; one of {', '.join(valid)}")
+        hint = suggestion(value, valid)
+        raise ValueError(f"{name}={value!r} is unknown; one of {', '.join(valid)}{hint}")

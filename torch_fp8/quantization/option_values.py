@@ -5,17 +5,22 @@ import os
 from pathlib import Path
 from typing import Any
 
+from torch_fp8.quantization.recipe import RECIPES
+from torch_fp8.quantization.suggestions import suggestion
+
 _MOST_BYTES = 2**20
 """The most bytes of a configuration file: whatever is larger is another file."""
 
 
 def read_json(source: str | os.PathLike[str]) -> dict[str, Any]:
-    """Read a JSON object of options, given as text or as the path of a file.
+    """Read a JSON object of options, given as text, as the path of a file or as a recipe's name.
 
     Raises:
-        ValueError: neither JSON nor a readable file.
+        ValueError: none of these.
     """
     text = os.fspath(source).strip()
+    if text in ("auto", *RECIPES):
+        return {"recipe": text}
     if not text.startswith("{"):
         text = _read_file(text)
     try:
@@ -39,14 +44,20 @@ def _read_file(name: str) -> str:
     except UnicodeDecodeError as error:
         raise ValueError(f"{name!r} is not UTF-8 text: {error}") from error
     except OSError as error:
-        raise ValueError(f"{name!r} is neither a JSON object nor a readable file") from error
+        hint = suggestion(name, ("auto", *RECIPES))
+        raise ValueError(
+            f"{name!r} is neither a JSON object nor a readable file nor a recipe{hint}"
+        ) from error
 
 
 def check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
     """Raise ValueError for a value of option `name` that is none of `choices`."""
     if value not in choices:
         valid = ", ".join(repr(c) for c in choices)
-        raise ValueError(f"FP8Config.{name}={value!r} is unknown; the valid choices are {valid}")
+        raise ValueError(
+            f"FP8Config.{name}={value!r} is unknown; the valid choices are {valid}"
+            f"{suggestion(value, choices)}"
+        )
 
 
 def check_int(name: str, value: object, least: int | None) -> None:

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from torch_fp8.quantization.recipe import RECIPES
+from torch_fp8.quantization.suggestions import suggestion
 
 HIGH_PRECISION = "bf16"
 """The recipe of layers that stay in high precision."""
@@ -43,13 +44,14 @@ class Overrides(dict[str, "dict[str, Any] | None"]):
             if unknown:
                 raise ValueError(
                     f"{where}: {', '.join(map(repr, unknown))} cannot differ from layer to layer; "
-                    f"what can is {', '.join(OPTIONS)}"
+                    f"what can is {', '.join(OPTIONS)}{suggestion(unknown[0], OPTIONS)}"
                 )
             if options.get("recipe", HIGH_PRECISION) not in (*RECIPES, HIGH_PRECISION):
                 valid = ", ".join(map(repr, (*RECIPES, HIGH_PRECISION)))
                 raise ValueError(
                     f"{where}: recipe={options['recipe']!r} is none that layers can have of their "
                     f"own; the valid choices are {valid}"
+                    f"{suggestion(options['recipe'], RECIPES)}"
                 )
             others = [repr(name) for name in options if name != "recipe"]
             if options.get("recipe") == HIGH_PRECISION and others:

@@ -114,7 +114,7 @@ def test_checkpointing_saves_less_and_takes_longer(whole):
         ({"gpus": 4, "fsdp": 3}, "are 3 GPUs, but gpus=4"),
         ({"tensor": 8, "gpus": 8}, "does not divide the 4 attention heads"),
         ({"pipeline": 3, "gpus": 3}, "more stages than the model has layers"),
-        ({"card": "h10"}, "Did you mean 'h100'"),
+        ({"card": "h10"}, "did you mean 'h100'?"),
         ({"recipe": "int4"}, "one of auto"),
         ({"method": "dpo"}, "one of full, lora, rlhf"),
         ({"gpus": 0}, "at least 1"),
@@ -130,6 +130,11 @@ def test_checkpointing_saves_less_and_takes_longer(whole):
 def test_mistakes_are_named(options, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         plan(config_of("llama"), **{"sequence": 32, **options})
+
+
+def test_an_unknown_option_is_a_type_error_that_names_the_nearest():
+    with pytest.raises(TypeError, match=r"plan\(\) option\(s\) 'gpu'; .*did you mean 'gpus'\?"):
+        plan(config_of("llama"), gpu=8)
 
 
 def test_models_that_cannot_be_read(tmp_path):

@@ -1,0 +1,37 @@
+"""What a user may have meant who wrote a name that is unknown here."""
+
+import difflib
+from collections.abc import Collection, Iterable
+
+_ELSEWHERE = {
+    "rowwise_with_gw_hp": "recipe='rowwise', wgrad='bf16'",
+    "Float8CurrentScaling": "recipe='tensorwise'",
+    "DelayedScaling": "recipe='delayed'",
+    "Float8BlockScaling": "recipe='blockwise'",
+    "MXFP8BlockScaling": "recipe='mxfp8'",
+}
+"""Recipes by their names in torchao and Transformer Engine."""
+
+
+def suggestion(value: object, choices: Iterable[object]) -> str:
+    """Return what to write instead of `value`, as the end of a message, or nothing.
+
+    Args:
+        value: an unknown name.
+        choices: the known names.
+    """
+    if str(value) in _ELSEWHERE:
+        return f"; {value!r} of another library is {_ELSEWHERE[str(value)]} here"
+    words = {str(choice).lower(): choice for choice in choices}
+    near = difflib.get_close_matches(str(value).lower(), words, n=1)
+    return f"; did you mean {words[near[0]]!r}?" if near else ""
+
+
+def unknown_options(given: Iterable[str], known: Collection[str], taker: str) -> str:
+    """Return what is wrong with the names that `taker` was given, or nothing."""
+    unknown = sorted(set(given) - set(known))
+    if not unknown:
+        return ""
+    names, valid = ", ".join(map(repr, unknown)), ", ".join(known)
+    hint = suggestion(unknown[0], known)
+    return f"unknown {taker} option(s) {names}; the valid ones are {valid}{hint}"
