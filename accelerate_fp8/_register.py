@@ -265,6 +265,11 @@ def extend_rollouts(module: ModuleType) -> None:
     if not all(hasattr(cls, name) for name in methods):
         methods = {"log": "say_unmeasured"}
     _wrap(
+        {cls: {"__init__": "construct"}},
+        "accelerate_fp8.rollouts",
+        wanted=lambda trainer, *_: _may_use_engine(trainer, (), {}),
+    )
+    _wrap(
         {cls: methods},
         "accelerate_fp8.rollouts",
         wanted=lambda trainer, *_: _may_use_engine(trainer.accelerator, (), {}),

@@ -20,6 +20,7 @@ from accelerate_fp8._versions import refuse_old_hosts
 from accelerate_fp8.backend import (
     is_engine_chosen,
     precision_kept,
+    recipe_of_rollouts,
     refuse_tensor_parallel,
     refuse_unsupported,
     repair_backend_variable,
@@ -31,7 +32,7 @@ from accelerate_fp8.flags import CONFIG_VARIABLE, resolve_config
 from accelerate_fp8.fsdp import prepare_sharded
 from accelerate_fp8.handler import FP8Kwargs
 from accelerate_fp8.history import load_history, save_history
-from accelerate_fp8.preparation import LOGGER_NAME, Preparation
+from accelerate_fp8.preparation import LOGGER_NAME, Preparation, log_visibly
 from accelerate_fp8.release import refuse_accumulation, refuse_clipping
 from torch_fp8.conversion.convert import check_config
 from torch_fp8.distributed.config_check import check_same_config
@@ -72,6 +73,9 @@ def init(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
     refuse_old_hosts()
     refuse_unsupported(bound.arguments)
     config, notes = resolve_config(explicit.config if explicit is not None else None)
+    config, lines = recipe_of_rollouts(config)
+    for line in lines:
+        log_visibly(f"FP8: {line}")
     self._fp8_preparation = Preparation(config)
     with precision_kept():
         original(*bound.args, **bound.kwargs)

@@ -10,13 +10,18 @@ import enum
 import os
 from collections.abc import Iterable, Iterator
 from contextvars import ContextVar
+from dataclasses import replace
 from typing import Any
+
+from torch_fp8 import FP8Config
 
 BACKEND_VARIABLE = "ACCELERATE_FP8_BACKEND"
 _THEIRS = ("AO", "TE", "MSAMP")
 
 # True while an Accelerator that runs this engine is constructed; see `precision_kept`.
 _keep_fp8: ContextVar[bool] = ContextVar("keep_fp8", default=False)
+# True while a trainer is constructed whose policy samples; see `sampling_trainer`.
+_samples: ContextVar[bool] = ContextVar("samples", default=False)
 
 
 class FP8Engine(str, enum.Enum):
@@ -93,6 +98,30 @@ def precision_kept() -> Iterator[None]:
         yield
     finally:
         _keep_fp8.reset(token)
+
+
+@contextlib.contextmanager
+def sampling_trainer() -> Iterator[None]:
+    """Have ``auto`` of an Accelerator that is constructed within be a recipe for rollouts."""
+    token = _samples.set(True)
+    try:
+        yield
+    finally:
+        _samples.reset(token)
+
+
+def recipe_of_rollouts(config: FP8Config) -> tuple[FP8Config, list[str]]:
+    """Return `config` with the recipe that a sampling trainer gets for ``auto``, and a line on it.
+
+    Tensorwise scales would have a token's log-probability depend on the rest of its batch.
+    """
+    if not _samples.get() or config.recipe != "auto":
+        return config, []
+    line = (
+        "recipe='auto' is rowwise in a trainer that samples: scales per token keep rollouts near "
+        "training; name a recipe to have another"
+    )
+    return replace(config, recipe="rowwise"), [line]
 
 
 def is_precision_kept() -> bool:

@@ -311,6 +311,30 @@ def recipe_of(monkeypatch: pytest.MonkeyPatch, recipe: str) -> None:
     monkeypatch.setenv("TORCH_FP8_CONFIG", f'{{"recipe": "{recipe}"}}')
 
 
+@pytest.mark.parametrize(
+    ("kind", "named", "runs"),
+    [
+        ("grpo", "", "rowwise"),
+        ("rloo", "", "rowwise"),
+        ("grpo", "blockwise", "blockwise"),
+        ("sft", "", "tensorwise"),
+    ],
+)
+def test_auto_is_a_recipe_per_token_where_the_policy_samples(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch, kind: str, named: str, runs: str
+) -> None:
+    lines: list[str] = []
+    monkeypatch.setattr("accelerate_fp8.accelerator.log_visibly", lines.append)
+    if named:
+        recipe_of(monkeypatch, named)
+    trainer = lab.make(kind, False, {"max_steps": 1})
+    trainer.train()
+    layers = [m for m in trainer.model.modules() if isinstance(m, Float8Linear)]
+    assert {layer.fp8_recipe.name for layer in layers} == {runs}
+    chosen = [line for line in lines if "rowwise in a trainer that samples" in line]
+    assert len(chosen) == (runs == "rowwise")
+
+
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise"])
 def test_a_scale_for_a_batch_crosses_the_bound_and_scales_for_tokens_do_not(
     sure: Lab, said: list[str], monkeypatch: pytest.MonkeyPatch, recipe: str

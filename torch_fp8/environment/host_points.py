@@ -24,7 +24,7 @@ _TRAINER_CONNECTOR = (
 _CHOICES = ("_PRECISION_INPUT_STR",)
 _ROLLOUTS = (
     *("_generate_and_score_completions", "_generate_single_turn"),
-    *("_get_per_token_logps_and_entropies", "compute_loss", "log"),
+    *("_get_per_token_logps_and_entropies", "compute_loss", "log", "__init__"),
 )
 
 POINTS: dict[str, dict[str, tuple[str, ...]]] = {
