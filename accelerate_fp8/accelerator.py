@@ -79,6 +79,16 @@ def init(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
     self._fp8_preparation = Preparation(config)
     with precision_kept():
         original(*bound.args, **bound.kwargs)
+    sharded = self.distributed_type == DistributedType.FSDP
+    if (
+        os.environ.get("ACCELERATE_USE_FSDP") == "true"
+        and not sharded
+        and self.device.type == "cpu"
+    ):
+        log_visibly(
+            "FP8: the FSDP settings have no effect: Accelerate shards on GPUs alone, and runs DDP "
+            "on the CPU (use_cpu: true)"
+        )
     if self.num_processes > 1:
         check_same_config(config)
     refuse_tensor_parallel(getattr(self, "parallelism_config", None))  # since Accelerate 1.10

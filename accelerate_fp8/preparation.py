@@ -91,7 +91,7 @@ class Preparation:
                 with _forwards_reachable(model):
                     self._reports[model] = convert_to_float8(model, self.config, device=device)
             except NothingToConvertError as error:
-                self._leave(model, str(error))
+                self._leave(model, error.reason)
         if model not in self._reports:
             return
         self._runs_fp8 = True

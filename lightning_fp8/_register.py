@@ -104,6 +104,7 @@ def _extend_connector(module: ModuleType, name: str, flag: str, instance: str) -
         for name in {"plugins", "strategy"} & kwargs.keys():
             kwargs[name] = _for_host(plugin_module, kwargs[name])
         _refuse_nearly(kwargs.get("precision"))
+        _refuse_deepspeed(kwargs)
         init(self, *args, **kwargs)
 
     @functools.wraps(check)
@@ -153,6 +154,16 @@ def _refuse_nearly(precision: object) -> None:
         return
     if precision.lower().replace("-", "").replace("_", "") in _NEARLY:
         raise ValueError(f"precision={precision!r} is unknown; did you mean {PRECISION!r}?")
+
+
+def _refuse_deepspeed(given: dict[str, Any]) -> None:
+    """Raise ValueError before the host asks for a library that could not run FP8 anyway."""
+    plugins = given.get("plugins")
+    listed = plugins if isinstance(plugins, list) else [plugins]
+    asked = given.get("precision") == PRECISION or any(map(_class_of_ours, listed))
+    strategy = given.get("strategy")
+    if asked and isinstance(strategy, str) and strategy.startswith("deepspeed"):
+        import_module("lightning_fp8.strategies").refuse_strategy("DeepSpeedStrategy")
 
 
 def _replace(owner: type, name: str, wrapper: Any, original: Any) -> None:

@@ -42,7 +42,7 @@ class FabricPrecision(MonitoredPrecision, HostPrecision):
 
     def leave(self, error: NothingToConvertError) -> str:
         """Return why a module stays as it is: another one of the run may run in FP8."""
-        return str(error)
+        return error.reason
 
     def pre_backward(self, tensor: Tensor, module: Any) -> Any:
         """Run the host's hook; the first backward is when all modules of a run are known.

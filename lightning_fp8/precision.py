@@ -28,6 +28,7 @@ from torch.optim import Optimizer
 
 from lightning_fp8.fsdp import FP8FSDPStrategy
 from lightning_fp8.set_up_module import SetUpModule, refusal
+from lightning_fp8.strategies import refuse_strategy
 from torch_fp8 import (
     ConversionReport,
     FP8Config,
@@ -49,20 +50,6 @@ from torch_fp8.distributed.fsdp.split_weights import join_sharded, reshard, spli
 from torch_fp8.nn.transformer_engine import refuse_sharding
 from torch_fp8.optim.convert import gradients_report
 from torch_fp8.optim.whole_weights import whole_weights
-
-# Strategies that cannot host the plugin, with what to use instead. By name: a strategy's module
-# need not be importable where it is not used.
-_MODEL_PARALLEL = "use ModelParallelStrategy (FSDP2) instead"
-_REFUSED_STRATEGIES = {
-    "FSDPStrategy": _MODEL_PARALLEL,
-    "DeepSpeedStrategy": _MODEL_PARALLEL,
-    "MegatronStrategy": _MODEL_PARALLEL,
-    "DataParallelStrategy": "use strategy='ddp' instead",
-    "XLAStrategy": "FP8 needs a CUDA device",
-    "XLAFSDPStrategy": "FP8 needs a CUDA device",
-    "SingleDeviceXLAStrategy": "FP8 needs a CUDA device",
-}
-
 
 RELEASE = "FP8Config(gradient_release=True)"
 _RELEASED = "each gradient is used and freed in backward; leave gradient_release out"
@@ -132,11 +119,7 @@ class HostPrecision(FP8Precision):
             ValueError: a strategy that cannot run FP8 linears, or those of Transformer Engine.
         """
         for cls in type(strategy).__mro__:
-            if cls.__name__ in _REFUSED_STRATEGIES:
-                raise ValueError(
-                    f"precision='fp8-mixed' does not run under {cls.__name__}: "
-                    f"{_REFUSED_STRATEGIES[cls.__name__]}"
-                )
+            refuse_strategy(cls.__name__)
         if _shards(strategy):
             refuse_sharding(self.config)
         self._strategy = strategy
@@ -187,7 +170,7 @@ class HostPrecision(FP8Precision):
         Raises:
             ValueError: the module is the only one of the run.
         """
-        raise refusal(str(error)) from None
+        raise refusal(error.reason) from None
 
     def state_dict(self) -> dict[str, Any]:
         """Return the scaling state, delayed scaling's history and FP8-LM's mu; empty for most.

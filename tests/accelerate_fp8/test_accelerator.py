@@ -206,6 +206,16 @@ def test_deepspeed_and_megatron_are_refused_by_name(
         accelerate.Accelerator(mixed_precision="fp8", cpu=True)
 
 
+@pytest.mark.parametrize("asked", ["true", "false"])
+def test_fsdp_that_accelerate_does_not_run_on_the_cpu_is_said(
+    accelerate: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, asked: str
+) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", asked)
+    with caplog.at_level("INFO"):
+        accelerate.Accelerator(mixed_precision="fp8", cpu=True)
+    assert caplog.text.count("runs DDP on the CPU (use_cpu: true)") == (asked == "true")
+
+
 def test_tensor_parallelism_is_refused(accelerate: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     parallelism = accelerate.ParallelismConfig(tp_size=2)
     monkeypatch.setattr(parallelism, "get_device_mesh", lambda _: None)

@@ -248,6 +248,14 @@ def test_strategy_that_cannot_host_fp8_is_refused_with_what_to_use(
         make_host(host, strategy=strategy, **given)
 
 
+def test_deepspeed_by_name_is_refused_before_the_host_asks_for_its_library():
+    message = "does not run under DeepSpeedStrategy: use ModelParallelStrategy"
+    for host in (lightning.pytorch.Trainer, lightning.fabric.Fabric):
+        for asked in ({"precision": "fp8-mixed"}, {"plugins": [FP8Precision()]}):
+            with pytest.raises(ValueError, match=message):
+                host(strategy="deepspeed_stage_2", accelerator="cpu", **asked)
+
+
 @pytest.mark.parametrize("name", ["FSDPStrategy", "DeepSpeedStrategy", "MegatronStrategy"])
 def test_subclass_of_a_refused_strategy_is_refused(name):
     """By name: neither DeepSpeed nor NeMo need be installed."""

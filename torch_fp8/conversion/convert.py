@@ -59,7 +59,15 @@ RUNS_IN_FP8 = "FP8 runs linear layers of 16 features and more"
 
 
 class NothingToConvertError(ValueError):
-    """A model has no layer that can run in FP8. It stays as it was."""
+    """A model has no layer that can run in FP8. It stays as it was.
+
+    Attributes:
+        reason: why, without the way out that the message ends with.
+    """
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"{reason}. {RUNS_IN_FP8}; train this model in BF16 mixed precision")
+        self.reason = reason
 
 
 _MIXINS = (TransformerEngineLinear, Float8Linear, Float8Conv1D)

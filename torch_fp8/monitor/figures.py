@@ -135,7 +135,13 @@ def _dress(axes: Any) -> None:
     axes.grid(axis="y", color="#e4e7eb", linewidth=0.8)
     axes.spines[["top", "right"]].set_visible(False)
     axes.xaxis.set_major_formatter(ticker.StrMethodFormatter("{x:,.0f}"))
+    axes.yaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: _short(value)))
     axes.margins(x=0.01)
+
+
+def _short(value: float) -> str:
+    """Format a tick in at most five digits, which leave room for the axis' name."""
+    return f"{value:g}" if abs(value) < 1e5 else f"{value:.3g}".replace("e+0", "e")
 
 
 def draw_map(heat: HeatMap) -> Picture:

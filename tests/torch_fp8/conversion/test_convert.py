@@ -261,7 +261,7 @@ def test_lm_head_is_converted_by_choice():
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        (nn.Sequential(nn.Conv2d(3, 3, 3)), "no nn.Linear"),
+        (nn.Sequential(nn.Conv2d(3, 3, 3)), "no nn.Linear.*train this model in BF16"),
         (nn.Sequential(nn.Linear(4, 4)), r"'0': in_features=4"),
         (nn.ModuleDict({"lm_head": nn.Linear(32, 32)}), "'lm_head': skip='lm_head'"),
         (nn.Sequential(), "no nn.Linear"),

@@ -11,6 +11,7 @@ import subprocess
 import pytest
 
 from torch_fp8.cli import main
+from torch_fp8.monitor import figures
 from torch_fp8.monitor.run_log import FILE_NAME, RunLog, read_run
 
 LAYERS = [f"model.layers.{i}.{name}" for i in range(3) for name in ("q_proj", "mlp.down_proj")]
@@ -202,3 +203,21 @@ def test_the_page_loads_in_a_browser(tmp_path, capsys):
     assert 'data-maps="3"' in dom  # set by the page's script, at its end
     assert dom.count("<section") >= 6
     assert "1.mlp.down_proj" in dom
+
+
+def test_the_name_of_the_axis_has_room_beside_large_losses(monkeypatch):
+    drawn = []
+    finished = figures._finished
+
+    def finish(figure, axes):
+        drawn.append(figure)
+        return finished(figure, axes)
+
+    monkeypatch.setattr(figures, "_finished", finish)
+    for scale in (1.0, 1e2, 1e6):
+        figures.draw_loss({step: scale * (1 + step / 7) for step in range(9)}, [], {}, "run")
+    for figure in drawn:
+        axes = figure.axes[0]
+        assert axes.yaxis.label.get_window_extent().x0 >= 0
+        labels = [label.get_text() for label in axes.get_yticklabels()]
+        assert len(set(labels)) == len(labels)

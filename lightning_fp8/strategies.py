@@ -1,0 +1,22 @@
+"""The strategies that cannot host the plugin, with what to use instead.
+
+They are known by name: a strategy's module need not be importable where it is not used.
+"""
+
+_MODEL_PARALLEL = "use ModelParallelStrategy (FSDP2) instead"
+_NEEDS_CUDA = "FP8 needs a CUDA device"
+_REFUSED = {
+    "FSDPStrategy": _MODEL_PARALLEL,
+    "DeepSpeedStrategy": _MODEL_PARALLEL,
+    "MegatronStrategy": _MODEL_PARALLEL,
+    "DataParallelStrategy": "use strategy='ddp' instead",
+    "XLAStrategy": _NEEDS_CUDA,
+    "XLAFSDPStrategy": _NEEDS_CUDA,
+    "SingleDeviceXLAStrategy": _NEEDS_CUDA,
+}
+
+
+def refuse_strategy(name: str) -> None:
+    """Raise ValueError if strategies of the class `name` cannot run FP8 linears."""
+    if name in _REFUSED:
+        raise ValueError(f"precision='fp8-mixed' does not run under {name}: {_REFUSED[name]}")
