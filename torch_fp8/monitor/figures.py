@@ -141,7 +141,8 @@ def _dress(axes: Any) -> None:
 
 def _short(value: float) -> str:
     """Format a tick in at most five digits, which leave room for the axis' name."""
-    return f"{value:g}" if abs(value) < 1e5 else f"{value:.3g}".replace("e+0", "e")
+    text = f"{value:.5g}" if abs(value) < 1e5 else f"{value:.3g}"
+    return text.replace("e+0", "e").replace("e-0", "e-")
 
 
 def draw_map(heat: HeatMap) -> Picture:

@@ -214,7 +214,7 @@ def test_the_name_of_the_axis_has_room_beside_large_losses(monkeypatch):
         return finished(figure, axes)
 
     monkeypatch.setattr(figures, "_finished", finish)
-    for scale in (1.0, 1e2, 1e6):
+    for scale in (1e-5, 1.0, 2e4, 1.3e5, 5.1e5, 1e6):
         figures.draw_loss({step: scale * (1 + step / 7) for step in range(9)}, [], {}, "run")
     for figure in drawn:
         axes = figure.axes[0]
