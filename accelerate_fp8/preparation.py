@@ -25,6 +25,7 @@ from torch_fp8.distributed.fsdp.connect import connect_fsdp
 from torch_fp8.nn.layer_filter import is_linear
 from torch_fp8.nn.linear import Float8Layer
 from torch_fp8.optim.whole_weights import whole_weights
+from torch_fp8.quantization.wording import counted
 
 LOGGER_NAME = "accelerate_fp8"
 
@@ -188,9 +189,8 @@ class Preparation:
             if joined and not self._whole_announced:
                 self._whole_announced = True
                 log_visibly(
-                    f"FP8: {joined} sharded weights are saved whole, BF16 joined with the "
-                    "optimizer's residual, in the dtype that they had before; save_state keeps "
-                    "both apart"
+                    f"FP8: {counted(joined, 'sharded weight')} saved whole: BF16 joined with the "
+                    "optimizer's residual, in the dtype from before; save_state keeps both apart"
                 )
             yield
 

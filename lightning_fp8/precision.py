@@ -50,7 +50,10 @@ from torch_fp8.distributed.fsdp.split_weights import join_sharded, reshard, spli
 from torch_fp8.nn.transformer_engine import refuse_sharding
 from torch_fp8.optim.convert import gradients_report
 from torch_fp8.optim.whole_weights import whole_weights
+from torch_fp8.quantization.wording import counted
 
+_summaries: "weakref.WeakKeyDictionary[nn.Module, str]" = weakref.WeakKeyDictionary()
+"""What was logged last of each model."""
 RELEASE = "FP8Config(gradient_release=True)"
 _RELEASED = "each gradient is used and freed in backward; leave gradient_release out"
 
@@ -299,8 +302,8 @@ class HostPrecision(FP8Precision):
             if joined and not self._whole_announced:
                 self._whole_announced = True
                 self.info(
-                    f"FP8: {joined} sharded weights are saved whole, BF16 joined with the "
-                    "optimizer's residual, in the dtype that they had before"
+                    f"FP8: {counted(joined, 'sharded weight')} saved whole: BF16 joined with the "
+                    "optimizer's residual, in the dtype from before"
                 )
             yield
 
@@ -349,7 +352,11 @@ class HostPrecision(FP8Precision):
             return
         converted.announced = True
         of_optimizers = [] if self.config.opt_level == "O1" else converted.optimizers.values()
-        self.info(converted.summary(of_optimizers))
+        summary, module = converted.summary(of_optimizers), converted.module()
+        assert module is not None
+        if _summaries.get(module) != summary:  # an earlier fit may have logged it
+            _summaries[module] = summary
+            self.info(summary)
 
     def __getstate__(self) -> dict[str, Any]:
         # To a spawned process goes the plugin, not what was converted in this one.

@@ -199,7 +199,7 @@ def test_it_trains_on_a_card_with(
     trainer.train()
     assert len(frozen_in(trainer.model)) == LAYERS
     said = "\n".join(record.getMessage() for record in caplog.records)
-    assert ("modules are Liger Kernel's" in said) == ("use_liger_kernel" in args)
+    assert ("modules of Liger Kernel" in said) == ("use_liger_kernel" in args)
 
 
 @pytest.mark.long

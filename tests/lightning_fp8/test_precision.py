@@ -410,6 +410,16 @@ def test_trainer_summary_is_logged_once_per_model_with_the_optimizer(host, tmp_p
 
 
 @each_trainer
+def test_another_fit_of_the_same_model_repeats_no_summary(host, tmp_path, summaries):
+    model = make_model(host)
+    for _ in range(2):
+        make_trainer(host, tmp_path, precision="fp8-mixed").fit(model, data(2))
+    assert len(summaries()) == 1
+    make_trainer(host, tmp_path, plugins=[FP8Precision(recipe="rowwise")]).fit(model, data(2))
+    assert len(summaries()) == 2
+
+
+@each_trainer
 def test_auto_measures_once_and_leaves_a_layer_in_bf16(host, tmp_path, summaries, timed):
     recipes = ("tensorwise", "rowwise", "blockwise")
     wins, loses = (dict(zip(recipes, us, strict=True)) for us in ((60, 50, 70), (30, 30, 30)))

@@ -25,6 +25,7 @@ from torch_fp8.nn.merge_aware import make_merge_aware, stop_merge_aware
 from torch_fp8.nn.weight_cache import WatchedParameter, unwatch
 from torch_fp8.ops.hardware import runs_natively
 from torch_fp8.quantization.recipe import E4M3_ONLY, Recipe, make_recipe
+from torch_fp8.quantization.wording import counted
 from torch_fp8.tensor.dtensor import local
 
 
@@ -53,11 +54,12 @@ class FreezeReport:
         if self.recipe is None:
             return "no weight is stored as FP8 alone"
         per_element = self.bytes_after / max(self.num_params, 1)
-        aware = f"; {self.num_merge_aware} LoRA layers multiply by the merged weight"
+        aware = f"; {counted(self.num_merge_aware, 'LoRA layer')} multiply by the merged weight"
         return (
-            f"{len(self.frozen)} frozen weights stored as FP8 alone, {per_element:.3f} bytes per "
-            f"parameter, {self.bytes_before / max(self.num_params, 1):.2f} before; they run "
-            f"{self.recipe.name}, without a wgrad{aware if self.num_merge_aware else ''}"
+            f"{counted(len(self.frozen), 'frozen weight')} stored as FP8 alone, "
+            f"{per_element:.3f} bytes per parameter, "
+            f"{self.bytes_before / max(self.num_params, 1):.2f} before; "
+            f"they run {self.recipe.name}, without a wgrad{aware if self.num_merge_aware else ''}"
         )
 
     def __add__(self, other: "FreezeReport") -> "FreezeReport":

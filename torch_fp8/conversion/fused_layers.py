@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 import torch_fp8.compile.delayed_quantize_fusion  # noqa: F401, where there are producers
 from torch_fp8.autograd.function import as_text
@@ -128,7 +129,7 @@ def _layers_beside(norm: nn.Module, parent: nn.Module | None) -> list[list[Float
     some, and take as many features as it has.
     """
     weight = norm._parameters.get("weight")
-    if weight is None or weight.ndim != 1 or parent is None:
+    if weight is None or is_lazy(weight) or weight.ndim != 1 or parent is None:
         return []
     beside = [m for m in parent.children() if not isinstance(m, (nn.ModuleList, nn.ModuleDict))]
     owners = [parent, *(m for child in beside for m in child.modules())]

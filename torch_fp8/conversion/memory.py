@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from torch_fp8.nn.linear import Float8Layer
@@ -87,7 +88,8 @@ def memory_report(
     Returns:
         Bytes by category.
     """
-    counted = list(model.parameters() if parameters is None else parameters)
+    given = model.parameters() if parameters is None else parameters
+    counted = [p for p in given if not is_lazy(p)]
     gradients = [_gradient_parts(g) for p in counted if (g := stored_grad(p)) is not None]
     states = _by_category(_optimizers(optimizer), counted)
     buffers = [] if parameters is not None else list(model.named_buffers())
@@ -148,7 +150,7 @@ def expected_bytes_per_param(model: nn.Module, optimizers: Iterable[Optimizer] =
     after = expected_memory(model, optimizers)
     unknown = [type(o).__name__ for o in optimizers if _num_moments(o) is None]
     text = str(after)
-    same = after == before
+    same = text == str(before)
     change = ", before and after (" if same else f", {before.bytes_per_param:.2f} before ("
     text = text.replace(" (", change, 1)
     if not same:
@@ -182,6 +184,8 @@ def _expected(parameter: Tensor, optimizer: Optimizer | None, *, converted: bool
     is.
     """
     shard = local(parameter)
+    if is_lazy(shard):
+        return _NOTHING
     numel = shard.numel()
     size = stored(shard).element_size() if converted else shard.element_size()
     ours = optimizer if isinstance(optimizer, Float8Optimizer) else None

@@ -20,6 +20,7 @@ from torch_fp8.nn.transformer_engine import version
 from torch_fp8.ops.hardware import backend_name
 from torch_fp8.optim.convert import OptimizerReport
 from torch_fp8.quantization.recipe import Recipe
+from torch_fp8.quantization.wording import counted
 
 _NAMES_PER_REASON = 3
 _FASTER = 2.0
@@ -138,7 +139,7 @@ class ConversionReport:
         if self.config.backend == "transformer-engine":
             backend = backend.replace("torch scaled_mm", f"Transformer Engine {version()}")
         lines = [
-            f"FP8: {len(self.converted)} of {self.num_layers} linear layers, "
+            f"FP8: {len(self.converted)} of {counted(self.num_layers, 'linear layer')}, "
             f"{100 * self.flops_share:.1f} % of the matmul FLOPs, level {self.config.opt_level}",
             f"  recipe    {chosen}{self.recipe}",
             *([f"  {self.choice.label:<9} {self.choice}"] if self.choice is not None else []),
@@ -194,10 +195,12 @@ class ConversionReport:
     def _producer_lines(self) -> list[str]:
         lines = []
         if self.producers:
+            number = len(self.producers)
+            noun = "norm or gated MLP" if number == 1 else "norms and gated MLPs"
             kept = "in FP8" if self.config.save_activations == "fp8" else "as it is"
             lines.append(
-                f"  fused     {len(self.producers)} norms and gated MLPs, which hand over FP8 and "
-                f"keep {kept} what backward needs"
+                f"  fused     {number} {noun}, which hand over FP8 and keep {kept} what "
+                "backward needs"
             )
         if self.unfused:
             lines.append(
@@ -206,8 +209,8 @@ class ConversionReport:
             )
         if self.num_liger:
             lines.append(
-                f"  liger     {self.num_liger} modules are Liger Kernel's, which hand over what "
-                "they compute in high precision; the linear layers between them cast it"
+                f"  liger     {counted(self.num_liger, 'module')} of Liger Kernel, which hand over "
+                "what they compute in high precision; the linear layers between them cast it"
             )
         return lines
 
@@ -217,8 +220,9 @@ class ConversionReport:
         """
         libraries = Counter(r.removeprefix(QUANTIZED) for _, r in self.skipped if _is_foreign(r))
         lines = [
-            f"  quantized {count} layers by {library}, which runs them as it does without FP8; to "
-            "have such a base in FP8, load one in BF16 or FP8 without this quantization"
+            f"  quantized {counted(count, 'layer')} by {library}, which runs them as it does "
+            "without FP8; to have such a base in FP8, load one in BF16 or FP8 without this "
+            "quantization"
             for library, count in libraries.items()
         ]
         if self.adapters:

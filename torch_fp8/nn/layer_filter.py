@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import is_parametrized
 
 from torch_fp8.nn.class_swap import stock_class, unwrapped_name
@@ -22,6 +23,7 @@ _LORA = re.compile(r"(^|\.)lora_[A-Za-z_]+(\.|$)")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ADAPTER = "LoRA adapter"
 """Why an adapter stays in high precision: it is small, and the user's."""
+UNINITIALIZED = "its size is not known yet: run a batch through the model before it is converted"
 _WEIGHTS = (nn.Parameter, torch.Tensor, WatchedParameter, SplitWeight)
 
 
@@ -158,6 +160,8 @@ def _class_reason(module: nn.Module) -> str | None:
 def _weight_reason(module: nn.Module) -> str | None:
     weight = module.weight
     assert isinstance(weight, torch.Tensor)
+    if is_lazy(weight):
+        return UNINITIALIZED
     if weight.dtype not in _DTYPES:
         return f"weight is {weight.dtype}"
     sharded = hasattr(weight, "_local_tensor") or isinstance(weight, QuantizableTensor)

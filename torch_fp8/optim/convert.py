@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 from torch.optim import Adam, AdamW, Optimizer
 
 from torch_fp8.config import FP8Config, config_or_default
@@ -100,6 +101,7 @@ def convert_optimizer(
         num_float32=len(float32),
         why_float32=in_words(float32),
         num_cached=_keep_weights(optimizer, model),
+        num_large=sum(is_large(p) for _, _, p in optimizer.indexed_parameters() if not is_lazy(p)),
     )
     _convert_gradients(optimizer, model)
     return gradients_report(optimizer, report)

@@ -2,6 +2,9 @@
 
 from dataclasses import dataclass
 
+from torch_fp8.optim.state import MIN_NUMEL
+from torch_fp8.quantization.wording import counted
+
 
 @dataclass(frozen=True)
 class OptimizerReport:
@@ -19,6 +22,7 @@ class OptimizerReport:
         num_hooks_restored: the number of gradient hooks that were lost (to ``fully_shard``,
             deepcopy, pickling, ``assign=True``) and put back.
         num_cached: the number of weights whose FP8 payloads are kept between steps.
+        num_large: the number of parameters that are large enough for 8-bit states.
     """
 
     optimizer: str
@@ -31,19 +35,23 @@ class OptimizerReport:
     why_bf16_gradients: str | None = None
     num_hooks_restored: int = 0
     num_cached: int = 0
+    num_large: int = 1
 
     def __str__(self) -> str:
         if not self.converted:
             return f"{self.optimizer} keeps its own states: {self.reason}"
+        if not self.num_large:
+            least = f"fewer than {MIN_NUMEL:,} elements, or is no matrix"
+            return f"{self.optimizer} with states as they are: each of its parameters has {least}"
         text = f"{self.optimizer} with 8-bit states"
         if self.num_fp8_gradients:
-            text += f", {self.num_fp8_gradients} gradients in 8 bits"
+            text += f", {counted(self.num_fp8_gradients, 'gradient')} in 8 bits"
         if self.num_hooks_restored:
-            text += f" ({self.num_hooks_restored} hooks put back)"
+            text += f" ({counted(self.num_hooks_restored, 'hook')} put back)"
         if self.why_bf16_gradients:
             text += f", no gradients in 8 bits: {self.why_bf16_gradients}"
         if self.num_cached:
-            text += f", {self.num_cached} weight payloads kept"
+            text += f", {counted(self.num_cached, 'weight payload')} kept"
         if self.num_float32:
             weights = "weight stays" if self.num_float32 == 1 else "weights stay"
             text += f", {self.num_float32} {weights} float32: {self.why_float32}"

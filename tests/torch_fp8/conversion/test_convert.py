@@ -9,7 +9,14 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 import torch_fp8
-from torch_fp8 import Float8Linear, FP8Config, convert_to_float8, revert
+from torch_fp8 import (
+    Float8Linear,
+    FP8Config,
+    convert_optimizer,
+    convert_to_float8,
+    memory_report,
+    revert,
+)
 from torch_fp8.nn.layer_filter import matches
 
 
@@ -512,3 +519,49 @@ def test_fsdp2_modules_are_converted_and_reverted(order):
     assert not isinstance(model[0], Float8Linear)
     assert isinstance(model[0], FSDPModule)
     model(x)
+
+
+def test_lazy_modules_are_left_until_their_sizes_are_known():
+    model = nn.Sequential(
+        *(nn.Linear(64, 96), nn.LazyBatchNorm1d(), nn.RMSNorm(96), nn.Linear(96, 96)),
+        *(nn.LazyLinear(80), nn.LazyLinear(64)),
+    )
+    optimizer = torch.optim.AdamW(model.parameters())
+    report = convert_to_float8(model)
+    assert report.converted == ("0", "3")
+    assert {name: reason.partition(":")[0] for name, reason in report.skipped} == {
+        "4": "its size is not known yet",
+        "5": "its size is not known yet",
+    }
+    optimizer_report = convert_optimizer(optimizer, model=model)
+    summary = report.summary(model, [optimizer], [optimizer_report])
+    assert "4, 5: its size is not known yet: run a batch through the model" in summary
+    assert memory_report(model, optimizer).num_params == 64 * 96 + 96 + 96 + 96 * 96 + 96
+    model(torch.randn(16, 64)).square().mean().backward()
+    optimizer.step()
+    assert convert_to_float8(model).converted == ("0", "3", "4", "5")
+
+
+@pytest.mark.parametrize(
+    ("features", "said"),
+    [
+        (64, "optimizer AdamW with 8-bit states"),
+        (
+            32,
+            "optimizer AdamW with states as they are: each of its parameters has fewer than 4,096",
+        ),
+    ],
+)
+def test_the_summary_says_of_states_what_its_bytes_say(features, said):
+    model = nn.Sequential(nn.Linear(features, features), nn.Linear(features, features))
+    report = convert_to_float8(model)
+    optimizer = torch.optim.AdamW(model.parameters())
+    summary = report.summary(model, [optimizer], [convert_optimizer(optimizer, model=model)])
+    assert said in summary
+    assert ("before and after" in summary) == (features == 32)
+
+
+def test_one_of_a_kind_is_singular():
+    report = convert_to_float8(nn.Sequential(nn.RMSNorm(64, eps=1e-6), nn.Linear(64, 64)))
+    assert "1 of 1 linear layer, " in report.summary()
+    assert "1 norm or gated MLP, " in report.summary()

@@ -255,7 +255,7 @@ def test_what_is_frozen_by_hand_is_stored_so_only_when_asked():
     assert convert_to_float8(model, FP8Config(recipe="blockwise")).frozen.frozen == ()
     report = convert_to_float8(model, FP8Config(recipe="blockwise", frozen_weights="fp8"))
     assert report.frozen.frozen == ("up",)
-    assert "frozen    1 frozen weights stored as FP8 alone, 1.00" in report.summary(model)
+    assert "frozen    1 frozen weight stored as FP8 alone, 1.00" in report.summary(model)
     again = convert_to_float8(model, FP8Config(recipe="blockwise", frozen_weights="fp8"))
     assert again.frozen.frozen == ("up",)
     report = convert_to_float8(model, FP8Config(recipe="blockwise", frozen_weights="keep"))
