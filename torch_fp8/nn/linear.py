@@ -75,6 +75,8 @@ class Float8Layer(RepeatedForward, RunsFP8):
         compiling = torch.compiler.is_compiling()
         if not self.runs_fp8 or (not compiling and is_transformed()):
             return self._in_high_precision(plain_activation(input))
+        if input.is_nested:
+            return self._of_jagged(input)
         if compiling and not (isinstance(input, NOT_PLAIN) or isinstance(self.weight, NOT_PLAIN)):
             return self._in_graph(input)
         if not (compiling or torch.is_grad_enabled()):
@@ -99,6 +101,13 @@ class Float8Layer(RepeatedForward, RunsFP8):
         rows = x.reshape(-1, shape[-1])
         y = linear(rows, weight, bias, rows.shape, options, *buffers)
         return here.whole(y.reshape(*shape[:-1], y.shape[-1]))
+
+    def _of_jagged(self, input: Tensor) -> Tensor:
+        """Run on the tokens of all sequences, (sum of lengths, K), of a jagged nested tensor."""
+        if input.layout != torch.jagged or getattr(input, "_ragged_idx", 1) != 1 or input.ndim != 3:
+            return self._in_high_precision(input)
+        output = self.forward(input.values())
+        return torch.nested.nested_tensor_from_jagged(output, input.offsets(), input.lengths())
 
     def _in_high_precision(self, x: Tensor) -> Tensor:
         """What `forward` does where it does not run in FP8, with a weight of any dtype."""

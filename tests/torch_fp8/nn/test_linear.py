@@ -529,3 +529,35 @@ def test_on_the_meta_device_shapes_go_through(recipe):
     y.sum().backward()
     assert x.grad.shape == (8, 64)
     assert model[1].weight.grad.shape == (128, 64)
+
+
+class _Block(nn.Module):
+    def __init__(self, norm):
+        super().__init__()
+        self.norm, self.q, self.k = norm, nn.Linear(64, 96), nn.Linear(64, 96, bias=False)
+
+    def forward(self, x):
+        x = self.norm(x)
+        return self.q(x) * self.k(x)
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "rowwise", "blockwise", "mxfp8"])
+@pytest.mark.parametrize("norm", [nn.Identity(), nn.RMSNorm(64, eps=1e-6), nn.LayerNorm(64)])
+def test_jagged_nested_tensors_are_computed_as_their_tokens(recipe, norm):
+    rows = [torch.randn(5, 64), torch.randn(11, 64)]
+    model = _Block(copy.deepcopy(norm))
+    stock = copy.deepcopy(model)
+    convert_to_float8(model, recipe)
+    grads = []
+    for module in (stock, model):
+        x = torch.nested.nested_tensor(rows, layout=torch.jagged, requires_grad=True)
+        with torch.autocast("cpu", torch.bfloat16):
+            y = module(x)
+        assert y.is_nested
+        assert [tuple(part.shape) for part in y.unbind()] == [(5, 96), (11, 96)]
+        y.values().float().square().sum().backward()
+        grads.append((y.values().detach(), x.grad.values(), module.q.weight.grad))
+        with torch.no_grad():
+            assert module(x).shape == y.shape
+    for expected, got in zip(*grads, strict=True):
+        assert (got - expected).norm() < 0.15 * expected.norm()
