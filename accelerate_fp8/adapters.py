@@ -6,9 +6,13 @@ float32 and rounded to BF16 once; to FP8 a small delta would be lost. Unmerging 
 bytes, however often.
 """
 
+import inspect
 from typing import Any
 
+from accelerate_fp8.export import bound_arguments
+from accelerate_fp8.trainer import warn_once
 from torch_fp8.nn.frozen_storage import FrozenStorage, left_unread, plain_copy
+from torch_fp8.quantization.wording import counted
 
 
 def merge(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
@@ -23,11 +27,19 @@ def unmerge(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
 
 def unload(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Extend ``BaseTuner._unload_and_optionally_merge``: nobody will unmerge the bases again."""
-    made = original(self, *args, **kwargs)
-    for module in self.model.modules():
-        if isinstance(module, FrozenStorage):
-            module.forget_unmerged()
-    return made
+    merges = bound_arguments(inspect.signature(original), self, *args, **kwargs).get("merge")
+    layers = [m for m in self.model.modules() if isinstance(m, FrozenStorage)]
+    rounded = sum(layer.fp8_thawed_recipe is not None for layer in layers)
+    unloaded = original(self, *args, **kwargs)
+    for layer in layers:
+        layer.forget_unmerged()
+    if merges and rounded:
+        warn_once(
+            f"FP8: {counted(rounded, 'merged weight')} with the rounding of the FP8 base, a few "
+            "percent of each value: to merge into the exact base, save the adapter and merge it "
+            "where the base is loaded without FP8"
+        )
+    return unloaded
 
 
 def adapter_state(original: Any, model: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:

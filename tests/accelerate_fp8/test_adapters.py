@@ -178,6 +178,24 @@ def test_a_base_that_holds_merged_adapters_is_not_frozen():
     torch.testing.assert_close(layer.get_base_layer().weight.float(), base, rtol=0.07, atol=1e-4)
 
 
+@pytest.mark.parametrize("way", ["merge_and_unload", "unload"])
+def test_merging_into_an_fp8_base_says_whose_rounding_stays(monkeypatch, way):
+    lines = []
+    monkeypatch.setattr("accelerate_fp8.adapters.warn_once", lines.append)
+    model, _ = adapted()
+    getattr(model, way)()
+    told = [line for line in lines if "with the rounding of the FP8 base" in line]
+    assert len(told) == (way == "merge_and_unload")
+
+
+def test_merging_into_a_stock_base_says_nothing(monkeypatch):
+    lines = []
+    monkeypatch.setattr("accelerate_fp8.adapters.warn_once", lines.append)
+    model = get_peft_model(LlamaForCausalLM(CONFIG), LoraConfig(target_modules=["up_proj"]))
+    model.merge_and_unload()
+    assert lines == []
+
+
 def test_merge_and_unload_gives_bf16_and_lets_the_bytes_go():
     model, _ = adapted("rslora")
     expected = logits(model)
