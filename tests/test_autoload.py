@@ -20,6 +20,7 @@ import pytest
 
 import _fp8_autoload
 from _fp8_autoload import EXTENSIONS, ExtensionFinder
+from torch_fp8.environment.host_points import POINTS
 
 COST_LIMIT_MS = 1.0
 
@@ -383,3 +384,10 @@ def test_real_hosts_are_extended_whichever_is_imported_first(first):
         assert hasattr(accelerate.utils.imports.is_fp8_available, "__wrapped__")
     """
     run_python(code, PYTHONWARNINGS="error:FP8:RuntimeWarning")
+
+
+def test_every_module_with_extension_points_is_in_the_list_and_the_other_way_round():
+    points = {module for modules in POINTS.values() for module in modules}
+    without_points = {name for name in EXTENSIONS if name.startswith("peft.")}
+    assert set(EXTENSIONS) - without_points == points
+    assert "trl.trainer.grpo_trainer" in EXTENSIONS

@@ -4,10 +4,13 @@ import math
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from torch_fp8 import FP8Config, Monitor, convert_optimizer, convert_to_float8
+from torch_fp8.monitor import series as series_module
 from torch_fp8.monitor.alarm import DEFAULT_BOUNDS, LossSpikes, crossings
+from torch_fp8.monitor.series import Series
 
 
 class MLP(nn.Module):
@@ -179,3 +182,34 @@ def test_a_loss_spike_without_an_action_is_told_when_it_is_fetched():
         else:
             watched.step(50 if step == 25 else 1)
     assert [e["event"] for e in watched.monitor.events] == ["loss_spike"]
+
+
+def test_spikes_do_not_become_the_level_that_judges_the_next_one():
+    spikes = LossSpikes()
+    assert not any(spikes.add(1.0 + 0.01 * (i % 3)) for i in range(16))
+    for _ in range(6):
+        assert all(spikes.add(50.0) for _ in range(LossSpikes.MOST - 1))
+        assert not spikes.add(1.0)
+    assert max(spikes.losses) < 2
+
+
+def test_ranks_join_the_worst_of_each_statistic(monkeypatch):
+    """The other rank's numbers come from a run of its own, reduced as torch.distributed does it."""
+    series = Series({"layer/input": ("sqnr", "saturation", "underflow")})
+    good, bad = torch.tensor([31.0, 0.0, 0.1]), torch.tensor([4.0, 0.5, 0.3])
+    sent = {}
+
+    def all_reduce(tensor, op=dist.ReduceOp.SUM):
+        sent.setdefault(rank, []).append((tensor.clone(), op))
+        if rank == "second":
+            other, same_op = sent["first"].pop(0)
+            assert same_op == op
+            tensor.copy_(tensor + other if op == dist.ReduceOp.SUM else tensor.maximum(other))
+
+    monkeypatch.setattr(series_module, "is_distributed", lambda: True)
+    monkeypatch.setattr(dist, "all_reduce", all_reduce)
+    for first, second in ((good, bad), (bad, good)):
+        rank = "first"
+        series.joined(first)
+        rank = "second"
+        assert series.joined(second) == pytest.approx([4.0, 0.5, 0.2])

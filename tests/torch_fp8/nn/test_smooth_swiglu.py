@@ -18,9 +18,12 @@ from torch_fp8 import (
     load_scaling_state_dict,
     scaling_state_dict,
 )
+from torch_fp8.nn import smooth_operands
 from torch_fp8.nn.gated_mlp import Float8GatedMLP
 from torch_fp8.ops.swiglu import swiglu
 from torch_fp8.quantization.metrics import sqnr_db
+from torch_fp8.quantization.recipe import make_recipe
+from torch_fp8.tensor.quantizer import Quantizer
 
 RECIPES = ("tensorwise", "delayed", "rowwise", "blockwise", "mxfp8")
 SIZE, INNER, ALIGNED = 64, 512, 3
@@ -274,3 +277,24 @@ def test_what_is_not_finite_stays_visible(bad):
     y, _, grads = train(_model(), x)
     assert not y[3].isfinite().all()
     assert not grads["1.down_proj.weight"].isfinite().all()
+
+
+def test_ranks_of_a_group_agree_on_the_amax_of_what_is_smoothed(monkeypatch):
+    """Each of two ranks has half of the columns; the cast takes the larger amax of the two."""
+    asked = []
+
+    def group_amax(amax, group):
+        asked.append(group)
+        return amax if group is None else torch.maximum(amax, torch.tensor(448.0))
+
+    monkeypatch.setattr(smooth_operands, "group_amax", group_amax)
+    spec = make_recipe("tensorwise").input
+    for group, amax in (("ranks", 448.0), (None, 2.0)):
+        quantizer = Quantizer(spec, FP8Config(recipe="tensorwise"), group=group)
+        options = smooth_operands._options(
+            quantizer, torch.tensor(2.0), rowwise=True, columnwise=True
+        )
+        assert options.amax == amax
+        scale = smooth_operands._scale(quantizer, torch.tensor(2.0))
+        assert scale == pytest.approx(amax / 448)
+    assert "ranks" in asked

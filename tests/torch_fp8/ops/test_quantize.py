@@ -13,6 +13,7 @@ from torch_fp8.ops.quantize import (
     quantize,
     quantize_2d,
     quantize_layouts,
+    transposed,
 )
 from torch_fp8.quantization.formats import E4M3, E5M2, FORMATS, MIN_SCALE
 from torch_fp8.quantization.metrics import sqnr_db
@@ -226,3 +227,13 @@ def test_container_is_not_a_tensor():
     assert isinstance(q, QuantizedTensor)
     with pytest.raises(TypeError):
         torch.add(q, 1)
+
+
+@pytest.mark.parametrize("shape", [(128, 640), (640, 256), (384, 896)])
+def test_the_transpose_of_a_grid_that_is_no_square_has_the_same_values(shape):
+    """A grid of scales that is reshaped instead has the right shape and other values."""
+    x = torch.randn(shape) * torch.logspace(-3, 3, shape[1])
+    row = quantize(x, make_recipe("blockwise").weight)
+    turned = transposed(row)
+    rows, columns = shape
+    assert torch.equal(dequantize(turned)[:columns, :rows], dequantize(row)[:rows, :columns].t())

@@ -477,3 +477,25 @@ def test_a_written_weight_is_restored_as_written():
     assert restore_weights(optimizer) == 2
     assert {type(p) for p in model.parameters()} == {nn.Parameter}
     assert _same(dict(model.state_dict()), weights)
+
+
+def test_options_of_every_group_are_restored():
+    def converted(rates, betas):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 96), nn.Linear(96, 64))
+        groups = [
+            {"params": list(layer.parameters()), "lr": rate, "betas": beta, "weight_decay": rate}
+            for layer, rate, beta in zip(model, rates, betas, strict=True)
+        ]
+        optimizer = torch.optim.AdamW(groups)
+        convert_optimizer(optimizer, FP8Config(), model=model)
+        _step(model, optimizer)
+        return optimizer
+
+    saved = converted((1e-3, 2e-4), ((0.9, 0.999), (0.8, 0.95)))
+    loaded = converted((5e-1, 6e-1), ((0.5, 0.5), (0.6, 0.6)))
+    loaded.load_state_dict(saved.state_dict())
+    for ours, theirs in zip(loaded.param_groups, saved.param_groups, strict=True):
+        assert {k: v for k, v in ours.items() if k != "params"} == {
+            k: v for k, v in theirs.items() if k != "params"
+        }

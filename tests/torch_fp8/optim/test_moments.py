@@ -9,6 +9,8 @@ from torch import nn
 
 from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8
 from torch_fp8.conversion.memory import memory_report
+from torch_fp8.ops.grad_codec import Rounding
+from torch_fp8.tensor.float8_grad import Float8Grad
 from torch_fp8.tensor.float8_moment import Float8Moment
 
 NAMES = ("exp_avg", "exp_avg_sq")
@@ -172,3 +174,26 @@ def test_a_copy_of_an_optimizer_keeps_8_bits_and_a_pickle_is_plain():
     loaded = torch.load(file, weights_only=True)
     assert type(loaded) is torch.Tensor
     assert torch.equal(loaded, first)
+
+
+def test_equal_parameters_are_rounded_with_bits_of_their_own():
+    weight, grad = torch.randn(64, 96), torch.randn(64, 96)
+    parameters = [nn.Parameter(weight.clone()) for _ in range(2)]
+    optimizer = torch.optim.AdamW([{"params": [p]} for p in parameters], lr=1e-3)
+    convert_optimizer(optimizer, FP8Config(emulate=True))
+    for p in parameters:
+        p.grad = grad.clone()
+    optimizer.step()
+    first, second = (optimizer.state[p]["exp_avg"].qdata.view(torch.uint8) for p in parameters)
+    assert 0.2 < (first != second).float().mean() < 0.9
+
+
+def test_ranks_round_their_own_gradients_with_bits_of_their_own():
+    x = torch.randn(64, 96)
+    grads = [
+        Float8Grad.quantize(x, Rounding(lambda: (0, 1, 2), offset, rank))
+        for offset, rank in ((0, 0), (0, 1), (64 * 96, 0))
+    ]
+    first, *others = (grad.parts()[0].view(torch.uint8) for grad in grads)
+    for other in others:
+        assert (first != other).float().mean() > 0.2

@@ -13,7 +13,7 @@ from tests.torch_fp8.planner.layouts_for_tests import LAYOUTS, WIDE, config_of, 
 from torch_fp8 import FP8Config, cli, memory_report
 from torch_fp8.planner import counts, figure, layouts, scaling
 from torch_fp8.planner.counts import standing_bytes
-from torch_fp8.planner.plan import CATEGORIES, largest, plan
+from torch_fp8.planner.plan import CATEGORIES, largest, plan, plan_beside
 from torch_fp8.planner.setup import LEVELS, make_setup
 from torch_fp8.planner.tables import advice, plain_text
 
@@ -302,3 +302,20 @@ def test_gradients_of_8_bits_lower_the_peak_of_many_layers():
     saved = o2.bytes["gradients"] - o3.bytes["gradients"]
     assert o2.peak - o3.peak == pytest.approx(saved - o3.bytes["scales"] + o2.bytes["scales"])
     assert saved > 0.2 * o2.bytes["gradients"]
+
+
+@pytest.mark.long
+def test_activations_grow_with_the_micro_batch_and_with_those_in_flight():
+    config = config_of("llama")
+    one, three = (
+        counts.step_bytes(make_setup(config, **SMALL, micro_batch=n), "policy", "O2")
+        for n in (1, 3)
+    )
+    assert three.saved == pytest.approx(3 * one.saved, rel=0.05)
+    counted = {}
+    options = {**SMALL, "gpus": 2, "pipeline": 2, "levels": ("O2",)}
+    piped = plan_beside(counted, config, accumulate=4, **options).levels["O2"]
+    (step,) = counted.values()
+    # Of two stages, the first holds what one more micro-batch has saved.
+    assert step.saved > 0
+    assert piped.bytes["activations"] == round(step.forward + step.saved)

@@ -9,6 +9,7 @@ from torch_fp8.quantization.stochastic_rounding import (
     element_index,
     random_words,
     second_words,
+    shifted_keys,
     stream_keys,
 )
 
@@ -151,3 +152,14 @@ def test_indices_of_a_large_matrix_wrap_at_32_bits():
     expected = [[(r * length + c) & 0xFFFFFFFF for c in (7, 8, 9)] for r in (row, row + 1)]
     assert index.dtype == torch.int32
     assert (index.to(torch.int64) & 0xFFFFFFFF).tolist() == expected
+
+
+def test_every_counter_and_every_offset_has_bits_of_its_own():
+    streams = {
+        (counters, offset): tuple(
+            random_words(INDEX[:64], shifted_keys(stream_keys(*counters), offset)).tolist()
+        )
+        for counters in ((0, 1, 0), (0, 1, 1), (0, 2, 0), (1, 1, 0))
+        for offset in (0, 4096)
+    }
+    assert len(set(streams.values())) == len(streams)
