@@ -136,8 +136,9 @@ def verdict(script: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
         if name == "loss":
             of_seeds = [100 * (ours / other - 1) for ours, other in zip(fp8, bf16, strict=True)]
             difference = statistics.mean(of_seeds)
-            error = statistics.stdev(of_seeds) / math.sqrt(len(of_seeds))
-            made["difference"] = f"{difference:+.2f} ± {error:.2f} %"
+            several = len(of_seeds) > 1  # one seed has no spread
+            error = statistics.stdev(of_seeds) / math.sqrt(len(of_seeds)) if several else 0.0
+            made["difference"] = f"{difference:+.2f}{f' ± {error:.2f}' if several else ''} %"
             made["loss holds"] = abs(difference) <= 100 * BAND
         else:
             made[f"{name} holds"] = min(bf16) <= mean <= max(bf16)

@@ -1,6 +1,7 @@
 """What the comparison of alignment in FP8 with BF16 runs, and what it calls equal."""
 
 import csv
+import re
 
 import pytest
 
@@ -67,6 +68,11 @@ def test_the_difference_is_that_of_equal_seeds_with_its_error():
     fp8 = [(2.02, 0.5, 0.1), (2.02, 0.5, 0.1), (1.98, 0.5, 0.1)]  # +1 %, 0, 0
     made = frozen_parity.verdict("grpo_trl", rows(fp8)[::-1])
     assert made["difference"] == "+0.33 ± 0.33 %"
+
+
+def test_one_seed_has_a_difference_without_a_spread():
+    one = [row for row in rows([(2.02, 0.5, 0.1)] * 3) if row["seed"] == 0]
+    assert re.fullmatch(r"[+-]\d\.\d\d %", frozen_parity.verdict("grpo_trl", one)["difference"])
 
 
 def test_every_run_is_the_script_in_a_process_of_its_own_and_is_run_once(examples, monkeypatch):
