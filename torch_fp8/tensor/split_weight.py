@@ -15,6 +15,7 @@ gradients are BF16. ``p.grad`` shows such a gradient as float32 (`WideGrad`).
 
 import functools
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -326,15 +327,24 @@ def _to_copy(weight: SplitWeight, *, dtype: Any = None, device: Any = None, **op
         return NotImplemented
     device = torch.device(device)
     if _is_parameter(weight):  # model.to(device)
-        return SplitTensor(weight.halves.mapped(lambda half: half.to(device)))
+        return _moved(weight, device, lambda half: half.to(device))
     return weight.halves.join(device)
+
+
+def _moved(weight: SplitWeight, device: torch.device, move: Callable[[Tensor], Tensor]) -> Any:
+    """Return what ``Module._apply`` takes for a Parameter on another device.
+
+    From meta and to it there is no ``p.data = x``: torch swaps the Parameter itself.
+    """
+    swapped = "meta" in (device.type, weight.device.type)
+    return (SplitWeight if swapped else SplitTensor)(weight.halves.mapped(move))
 
 
 def _empty_like(weight: SplitWeight, *, device: Any = None, **options: Any) -> Any:
     if not _is_parameter(weight) or device is None or options.get("dtype") is not None:
         return NotImplemented
     empty = functools.partial(torch.empty_like, device=device)  # model.to_empty(device=device)
-    return SplitTensor(weight.halves.mapped(empty))
+    return _moved(weight, torch.device(device), empty)
 
 
 def _copy(weight: SplitWeight, source: Any, non_blocking: bool = False) -> Any:
