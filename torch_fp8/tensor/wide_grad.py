@@ -44,6 +44,15 @@ class WideGrad(Encoded):
     def alias(self) -> "WideGrad":
         return WideGrad(self.stored)
 
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["stored"], None
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: dict[str, Tensor], context: Any, outer_size: Any, outer_stride: Any
+    ) -> "WideGrad":
+        return WideGrad(inner["stored"])
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         memo[id(self)] = result = self.dequantize()
         return result
