@@ -1,0 +1,271 @@
+"""A driver for Triton below which the emulator runs instead of a card.
+
+Launches go their whole way: `kernel[grid](...)`, remembered launches and played tapes, Triton's
+specialisation and its key, the compiler and its assembler, the launcher in C that packs the
+arguments. Its call of ``cuLaunchKernelEx`` ends here, with the addresses of the parameters.
+"""
+
+import contextlib
+import ctypes
+import importlib
+import pkgutil
+from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+from triton import knobs
+from triton.backends import nvidia
+from triton.backends.compiler import GPUTarget
+from triton.compiler import CompiledKernel
+from triton.runtime import driver as triton_driver
+from triton.runtime.jit import JITFunction
+
+import torch_fp8.kernels
+from tests.emulator.allocations import Allocations, span
+from tests.emulator.approximate import Approximate
+from tests.emulator.global_memory import GlobalMemory, Region
+from tests.emulator.machine import MOST_BLOCKS, Launch
+from tests.emulator.on_card import card_tensors
+from tests.emulator.ptx import PtxError
+from tests.emulator.schedule import Lockstep, Schedule
+from tests.emulator.stub_library import stub_library
+from torch_fp8.kernels.launch_tape import Replayed
+
+_FIRST_ARGUMENT = 4
+"""Of a launcher, behind the function: packed metadata, the launch's metadata and two hooks."""
+_MAX_SHARED = 232448
+"""Bytes of shared memory that a program may have, of sm_90 and sm_100."""
+_binaries: dict[int, "Binary"] = {}
+
+
+class Binary(NamedTuple):
+    """A kernel that has been loaded: its name and its PTX."""
+
+    name: str
+    ptx: str
+
+
+class Launched(NamedTuple):
+    """What was launched: a kernel, its PTX, the numbers of programs, and what watched it."""
+
+    name: str
+    ptx: str
+    grid: tuple[int, int, int]
+    watch: tuple[Any, ...]
+
+
+class Emulation:
+    """Runs launches.
+
+    Args:
+        capability: of the card, such as (9, 0).
+        schedule: who runs when; called for every launch.
+        error_seed: of the errors of approximate functions; None: they are rounded once.
+        watch: called for every launch, returns what sees its accesses.
+        edit: changes the PTX before it runs, such as for planted faults.
+        most_blocks: bound on what the programs on the card run.
+    """
+
+    def __init__(
+        self,
+        capability: tuple[int, int] = (9, 0),
+        schedule: Callable[[], Schedule] = Lockstep,
+        error_seed: int | None = None,
+        watch: Callable[[], Sequence[Any]] = tuple,
+        edit: Callable[[str, str], str] | None = None,
+        most_blocks: int = MOST_BLOCKS,
+    ) -> None:
+        self.capability = capability
+        self.schedule, self.watch, self.edit = schedule, watch, edit
+        self.most_blocks = most_blocks
+        self.approximate = Approximate(error_seed)
+        self.allocations = Allocations()
+        self.launches: list[Launched] = []
+        self.error: BaseException | None = None
+        self._named: tuple[int, list[Tensor]] = (0, [])
+        self._arguments: dict[str, Tensor] = {}
+
+    def named(self, table: Tensor, tensors: Sequence[Tensor]) -> None:
+        """Allow launches with a table access to the tensors whose addresses it has."""
+        self._named = table.untyped_storage().data_ptr(), list(tensors)
+
+    def launching(self, arguments: dict[str, Tensor]) -> None:
+        """Note the tensors of the launch that comes next."""
+        self._arguments, self.error = arguments, None
+
+    def launched(self, config: Any, function: int, parameters: Any) -> int:
+        """Run a kernel; called by the library that stands for the driver's."""
+        try:
+            self._run(config.contents, _binaries[function], parameters)
+        except BaseException as error:  # reported by the launcher, which C has called
+            self.error = error
+            return 1
+        return 0
+
+    def _run(self, config: Any, binary: Binary, parameters: Any) -> None:
+        text = binary.ptx if self.edit is None else self.edit(binary.name, binary.ptx)
+        grid = config.grid_x, config.grid_y, config.grid_z
+        watch = tuple(self.watch())
+        memory = GlobalMemory(list(self._regions()), watch)
+        launch = Launch(
+            text,
+            b"",
+            grid,
+            config.shared,
+            memory,
+            self.schedule(),
+            self.approximate,
+            self.most_blocks,
+        )
+        kernel = launch.kernel
+        launch.parameters = _packed(kernel.parameters, parameters)
+        if config.block_x != kernel.threads:
+            raise PtxError(f"{config.block_x} threads are launched, of {kernel.threads}")
+        self.launches.append(Launched(binary.name, text, grid, watch))
+        launch.run()
+
+    def _regions(self) -> Iterator[Region]:
+        tensors = list(self._arguments.items())
+        table, named = self._named
+        if any(x.untyped_storage().data_ptr() == table for _, x in tensors):
+            tensors += [(f"tensor {i} of the table", x) for i, x in enumerate(named)]
+        for name, x in tensors:
+            written, first = self.allocations.written(x)
+            yield Region(x.data_ptr(), x.data_ptr() + span(x), name, written, first)
+
+
+_current: list[Emulation] = []
+
+
+@contextlib.contextmanager
+def emulated(**options: Any) -> Iterator[Emulation]:
+    """Run within, on CPU tensors, what is launched on a card; see `Emulation`."""
+    assert not _current, "one emulation at a time"
+    emulation = Emulation(**options)
+    library = stub_library()
+    adamw = importlib.import_module("torch_fp8.kernels.adamw")
+    tables = adamw._tables
+
+    def named_tables(entries: Any, *rest: Any, **options: Any) -> Any:
+        made = tables(entries, *rest, **options)
+        leaves = tree_leaves((entries, rest, options))
+        emulation.named(made[0], [x for x in leaves if isinstance(x, Tensor)])
+        return made
+
+    with contextlib.ExitStack() as stack:
+        for owner, name, stub in (
+            (triton_driver, "_active", _Driver(emulation)),
+            (
+                nvidia.driver,
+                "library_dirs",
+                lambda: [nvidia.driver.libdevice_dir, str(library.folder)],
+            ),
+            (CompiledKernel, "_init_handles", _init_handles),
+            (torch.cuda, "get_device_capability", lambda device=None: emulation.capability),
+            (adamw, "_tables", named_tables),
+            (knobs.compilation, "disable_line_info", True),  # a fourteenth of the time
+        ):
+            stack.enter_context(mock.patch.object(owner, name, stub))
+        library.handle(emulation.launched)
+        stack.callback(library.handle, None)
+        _current.append(emulation)
+        stack.callback(_current.pop)
+        _forget_launches()
+        stack.callback(_forget_launches)
+        stack.enter_context(emulation.allocations)
+        stack.enter_context(card_tensors(modes=1))
+        yield emulation
+
+
+def _forget_launches() -> None:
+    """Let kernels and operators forget what they have launched on another card."""
+    for module in pkgutil.iter_modules(torch_fp8.kernels.__path__, "torch_fp8.kernels."):
+        for value in vars(importlib.import_module(module.name)).values():
+            if isinstance(value, JITFunction):
+                vars(value).pop("_launches", None)
+                value.device_caches.clear()
+    for package in ("torch_fp8.kernels", "torch_fp8.ops"):
+        path = importlib.import_module(package).__path__
+        for module in pkgutil.iter_modules(path, f"{package}."):
+            for value in vars(importlib.import_module(module.name)).values():
+                if isinstance(value, Replayed):
+                    value.forget()
+
+
+_load = CompiledKernel._init_handles
+
+
+def _init_handles(self: CompiledKernel) -> None:
+    """Load a kernel, and note its PTX."""
+    _load(self)
+    if self.function not in _binaries:
+        _binaries[self.function] = Binary(self.name, self.asm["ptx"])
+
+
+def _packed(places: dict[str, tuple[int, int]], parameters: Any) -> bytes:
+    """Return the bytes of a kernel's parameters, which lie where their addresses say."""
+    size = max((offset + size for offset, size in places.values()), default=0)
+    made = bytearray(size)
+    for i, (offset, length) in enumerate(places.values()):
+        made[offset : offset + length] = ctypes.string_at(parameters[i], length)
+    return bytes(made)
+
+
+class _Driver:
+    """The answers that Triton asks of its driver.
+
+    Args:
+        emulation: whose card it is.
+    """
+
+    def __init__(self, emulation: Emulation) -> None:
+        self._capability = 10 * emulation.capability[0] + emulation.capability[1]
+        self.launcher_cls = _Launcher
+        self.utils = SimpleNamespace(
+            load_binary=_load_binary,
+            get_device_properties=lambda device: {"max_shared_mem": _MAX_SHARED},
+        )
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self._capability, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def _load_binary(name: str, binary: bytes, shared: int, device: int) -> tuple[int, ...]:
+    """Return a module, a function, its registers, its spills and the most threads of a program."""
+    return 1, len(_binaries) + 1, 0, 0, 1024
+
+
+class _Launcher:
+    """Triton's launcher, which is told where the tensors are whose addresses it packs.
+
+    Args:
+        src: the kernel's source.
+        metadata: of its binary.
+    """
+
+    def __init__(self, src: Any, metadata: Any) -> None:
+        self._names = src.fn.arg_names
+        self._launcher = nvidia.driver.CudaLauncher(src, metadata)
+
+    def __call__(self, *args: Any) -> None:
+        emulation = _current[-1]
+        values = args[5 + _FIRST_ARGUMENT :]
+        pairs = zip(self._names, values, strict=True)
+        emulation.launching({name: x for name, x in pairs if isinstance(x, Tensor)})
+        try:
+            self._launcher(*args)
+        except RuntimeError:
+            if emulation.error is None:
+                raise
+        if emulation.error is not None:
+            raise emulation.error

@@ -1,0 +1,133 @@
+"""The emulator's arithmetic and conversions, against torch and exact fractions."""
+
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+
+from tests.emulator import arithmetic, conversions
+from tests.emulator.approximate import Approximate
+from torch_fp8.quantization.formats import E4M3, E5M2
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+
+def floats(count=200_000, seed=0):
+    """float32 of every kind: random bits, values of FP8's range, and halves between FP8 values."""
+    random = np.random.default_rng(seed)
+    bits = random.integers(0, 1 << 32, count, dtype=np.uint32).view(np.float32)
+    near = (random.normal(size=count) * 2.0 ** random.integers(-20, 18, count)).astype(np.float32)
+    ties = (random.integers(0, 1 << 12, count, dtype=np.uint32) << np.uint32(19)).view(np.float32)
+    return np.concatenate([bits, near, ties, np.float32([0, -0.0, np.inf, -np.inf, 448, 464, 480])])
+
+
+@pytest.mark.parametrize("format", [E4M3, E5M2], ids=["e4m3", "e5m2"])
+def test_fp8_equals_torch_and_saturates(format):
+    x = floats()
+    mine = getattr(conversions, f"{format.name}_of")(x).astype(np.uint8)
+    clamped = torch.from_numpy(x).clamp(-format.max, format.max)
+    theirs = clamped.to(format.dtype).view(torch.uint8).numpy()
+    nan = np.isnan(x)
+    assert (mine[~nan] == theirs[~nan]).all()
+    assert (mine[nan] == 0x7F).all()
+
+
+@pytest.mark.parametrize("format", [E4M3, E5M2], ids=["e4m3", "e5m2"])
+def test_fp8_codes_are_exact_halves(format):
+    codes = np.arange(256, dtype=np.uint16)
+    made = conversions.halves_of(format.name, codes | (codes << np.uint16(8)))
+    want = torch.arange(256, dtype=torch.uint8).view(format.dtype).half()
+    for half in (made & np.uint32(0xFFFF), made >> np.uint32(16)):
+        got = torch.from_numpy(half.astype(np.uint16)).view(torch.half)
+        assert torch.equal(got.nan_to_num(-1), want.nan_to_num(-1))
+        assert torch.equal(got.signbit() & ~got.isnan(), want.signbit() & ~want.isnan())
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("bf16", torch.bfloat16), ("f16", torch.float16)])
+def test_halves_equal_torch(name, dtype):
+    x = floats()
+    mine = torch.from_numpy(getattr(conversions, f"{name}_of")(x)).view(dtype)
+    theirs = torch.from_numpy(x).to(dtype)
+    assert torch.equal(mine.isnan(), theirs.isnan())
+    assert torch.equal(
+        mine[~mine.isnan()].view(torch.int16), theirs[~mine.isnan()].view(torch.int16)
+    )
+    back = getattr(conversions, f"f32_of_{name}")(theirs.view(torch.uint16).numpy())
+    assert np.array_equal(back, theirs.float().numpy(), equal_nan=True)
+
+
+def nearest(exact):
+    """Round a fraction to float32, to nearest even."""
+    if exact == 0:
+        return np.float32(0)
+    exponent = abs(exact).numerator.bit_length() - abs(exact).denominator.bit_length()
+    exponent -= abs(exact) < Fraction(2) ** exponent
+    unit = Fraction(2) ** (max(exponent, -126) - 23)
+    return np.float32(float(round(exact / unit) * unit))
+
+
+def test_fma_rounds_once():
+    """The third product is 1 - 2^-46; what is near a half in float64 would be rounded twice."""
+    random = np.random.default_rng(1)
+    a, b, c = (random.normal(size=3000).astype(np.float32) for _ in range(3))
+    a[:1000] *= np.float32(2.0**-70)
+    b[:1000] *= np.float32(2.0**-70)
+    c[:1000] *= np.float32(2.0**-130)
+    c[1000:2000] = -(a * b)[1000:2000]
+    a[2000:], b[2000:] = 1 + np.float32(2.0**-12), 1 + np.float32(2.0**-12)
+    c[2000:] = np.ldexp(random.choice([-1.0, 1.0], 1000), random.integers(-80, -20, 1000))
+    made = arithmetic.fma(a, b, c)
+    want = [
+        nearest(Fraction(float(x)) * Fraction(float(y)) + Fraction(float(z)))
+        for x, y, z in zip(a, b, c, strict=True)
+    ]
+    assert np.array_equal(made, np.array(want))
+    twice = (a.astype(np.float64) * b + c).astype(np.float32)
+    assert (twice != made).any()
+
+
+def test_integers_divide_towards_zero():
+    a, b = np.int32([7, -7, 7, -7, 5, -(2**31)]), np.int32([2, 2, -2, -2, 0, 3])
+    assert arithmetic.divide(a, b).tolist() == [3, -3, -3, 3, -1, -715827882]
+    wide = arithmetic.divide_64(a.astype(np.int64), b.astype(np.int64))
+    assert wide.tolist() == [3, -3, -3, 3, -1, -715827882]
+
+
+def test_bytes_are_permuted():
+    a, b = np.uint32([0x83020100]), np.uint32([0x07060504])
+    assert arithmetic.permute(a, b, np.uint32(0x7531)).tolist() == [0x07058301]
+    assert arithmetic.permute(a, b, np.uint32(0x3210)).tolist() == [0x83020100]
+    assert arithmetic.permute(a, b, np.uint32(0x4567)).tolist() == [0x04050607]
+    assert arithmetic.permute(a, b, np.uint32(0xBBB3)).tolist() == [0xFFFFFF83]
+
+
+def test_fields_are_extracted():
+    assert arithmetic.extract(np.uint32([0xABCD1234]), 8, 8).tolist() == [0x12]
+    assert arithmetic.extract(np.int32([0x8000]), 15, 1).tolist() == [-1]
+    assert arithmetic.extract(np.int32([-16]), 3, 29).tolist() == [-2]
+
+
+def test_shifts_beyond_the_width_leave_nothing():
+    amount = np.uint32([0, 1, 31, 32, 40])
+    assert arithmetic.shift_left(np.uint32([3] * 5), amount).tolist() == [3, 6, 1 << 31, 0, 0]
+    assert arithmetic.shift_right(np.uint32([1 << 31] * 5), amount).tolist() == [
+        1 << 31,
+        1 << 30,
+        1,
+        0,
+        0,
+    ]
+    assert arithmetic.shift_right(np.int32([-8] * 5), amount).tolist() == [-8, -4, -1, -1, -1]
+
+
+@pytest.mark.parametrize("name", ["ex2", "rcp", "rsqrt", "divide"])
+def test_errors_stay_within_the_bounds_of_the_isa_and_repeat(name):
+    x = np.abs(floats(10_000)[10_000:20_000]) + np.float32(1e-3)
+    arguments = (x, np.float32(3) + x) if name == "divide" else (np.minimum(x, np.float32(100)),)
+    exact = getattr(Approximate(), name)(*arguments, False)
+    first, again, other = (getattr(Approximate(s), name)(*arguments, False) for s in (1, 1, 2))
+    off = np.abs(first.astype(np.float64) / exact - 1)
+    assert 2.0**-24 < off.max() < 2.0**-21.5
+    assert np.array_equal(first, again)
+    assert not np.array_equal(first, other)
