@@ -35,8 +35,8 @@ from tests.emulator.schedule import Lockstep, Schedule
 from tests.emulator.stub_library import stub_library
 from torch_fp8.kernels.launch_tape import Replayed
 
-_FIRST_ARGUMENT = 4
-"""Of a launcher, behind the function: packed metadata, the launch's metadata and two hooks."""
+FIRST_ARGUMENT = 9
+"""Index of a kernel's first argument among a launcher's, behind the grid, hooks and the like."""
 _MAX_SHARED = 232448
 """Bytes of shared memory that a program may have, of sm_90 and sm_100."""
 _binaries: dict[int, "Binary"] = {}
@@ -86,6 +86,8 @@ class Emulation:
         self.allocations = Allocations()
         self.launches: list[Launched] = []
         self.error: BaseException | None = None
+        self.last: tuple[Callable[..., None], tuple[Any, ...]] | None = None
+        """Triton's launcher in the last launch, and its arguments."""
         self._named: tuple[int, list[Tensor]] = (0, [])
         self._arguments: dict[str, Tensor] = {}
 
@@ -259,7 +261,8 @@ class _Launcher:
 
     def __call__(self, *args: Any) -> None:
         emulation = _current[-1]
-        values = args[5 + _FIRST_ARGUMENT :]
+        emulation.last = self, args
+        values = args[FIRST_ARGUMENT:]
         pairs = zip(self._names, values, strict=True)
         emulation.launching({name: x for name, x in pairs if isinstance(x, Tensor)})
         try:

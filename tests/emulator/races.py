@@ -50,6 +50,8 @@ class Races(Watch):
         self._names = [region.name for region in regions]
         self._offsets = np.concatenate([[0], np.cumsum(sizes)])[:-1]
         self._writers, self._readers = _Shadow(sum(sizes)), _Shadow(sum(sizes))
+        self._others = _Shadow(sum(sizes))
+        """Readers of another program than the last."""
         count = int(np.prod(wave.grid))
         assert count <= _MOST_PROGRAMS, f"{count} programs are too many for a search for races"
         self._clock = np.ones(count, np.int32)
@@ -105,13 +107,32 @@ class Races(Watch):
         before = same.before if same else np.zeros(where.shape, bool)
         self._require_order(line, self._writers, where, program, warp, atomic, at, before)
         if write or atomic:
-            self._require_order(line, self._readers, where, program, warp, atomic, at, before)
+            for readers in (self._readers, self._others):
+                self._require_order(line, readers, where, program, warp, atomic, at, before)
             self._writers.write(where, program, self._clock[program], warp, atomic)
             if same:  # of two programs in one instruction, one is not seen above
                 rest = at, same.after
                 self._require_order(line, self._writers, where, program, warp, atomic, *rest)
         else:
-            self._readers.write(where, program, self._clock[program], warp, atomic)
+            self._read(where, program, warp)
+
+    def _read(self, where: np.ndarray, program: np.ndarray, warp: np.ndarray) -> None:
+        """Note readers, of which several may read a byte in one instruction."""
+        assert self._clock is not None
+        readers = where, program, self._clock[program], warp
+        self._note_reader(*(np.ascontiguousarray(x[::-1]) for x in readers))
+        self._note_reader(*readers)
+
+    def _note_reader(
+        self, where: np.ndarray, program: np.ndarray, clock: np.ndarray, warp: np.ndarray
+    ) -> None:
+        last = self._readers
+        another = last.program[where] != program
+        if another.any():
+            moved = where[another]
+            values = last.program[moved], last.clock[moved], last.warp[moved], False
+            self._others.write(moved, *values)
+        last.write(where, program, clock, warp, False)
 
     def _require_order(
         self,

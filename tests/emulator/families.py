@@ -1,0 +1,101 @@
+"""Cases of every kernel family: what the GPU tests compare, of small shapes, on CPU tensors."""
+
+from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+import torch_fp8.ops.grad_codec
+import torch_fp8.ops.messages
+from tests.emulator.on_card import card_module, on_card
+from torch_fp8.environment.kernel_cases import casts, messages, optimizer, producers
+from torch_fp8.ops.messages import Layout
+
+ODD, WHOLE = (37, 131), (130, 272)
+"""Shapes of one program, with columns that are moved one by one, and of several programs."""
+BF16 = torch.bfloat16
+_MATRICES = ((100, 128), (5, 48), (36, 33), (3, 7))
+
+
+def _operators() -> Any:
+    modules = vars(producers.OPS).items()
+    return SimpleNamespace(**{name: card_module(module) for name, module in modules})
+
+
+def _cast(granularity: str, kind: str) -> None:
+    choices = casts.CHOICES[:1] if granularity != "rowwise" else casts.CHOICES[2:]
+    casts.check_cast(casts.kernel(), "cpu", granularity, kind, [ODD, WHOLE], choices)
+
+
+def _sums() -> None:
+    with on_card():
+        casts.check_sums("cpu", "block_1x128", 300)
+
+
+def _steps(weight: str, grad: str) -> None:
+    optimizer.check_steps(optimizer.kernel(), "cpu", weight, grad, shapes=_MATRICES)
+
+
+def _payload(granularity: Any, wrong: float | None) -> None:
+    step, weight = optimizer.kernel(), "bf16 with 8 bits"
+    optimizer.check_payload(step, "cpu", weight, granularity, True, wrong, [(144, 160)])
+
+
+def _update_rms() -> None:
+    from torch_fp8.kernels.adamw import update_rms
+
+    optimizer.check_update_rms(update_rms, "cpu", "bf16", 0.1, [(100, 128), (5, 48)])
+
+
+def _messages(keys: Any) -> None:
+    wire, layout = card_module(torch_fp8.ops.messages), Layout(70, 5)
+    messages.check_messages(wire, "cpu", layout, 4 * 70 * 32 - 33, BF16, 0, keys)
+
+
+def _gradient() -> None:
+    parts = card_module(torch_fp8.ops.grad_codec)
+    messages.check_gradient(parts, "cpu", ODD, BF16)
+
+
+def families() -> dict[str, Callable[[], None]]:
+    """Return the cases by name; each raises `Mismatch` where a kernel is wrong."""
+    ops = _operators()
+    few: dict[str, Any] = {"few": True}
+    return {
+        **{f"cast {g}": partial(_cast, g, "row spread") for g in casts.GRANULARITIES},
+        "cast with NaN": partial(_cast, "block_1x128", "nan"),
+        "known scale": partial(
+            casts.check_known_scale, casts.kernel(), "cpu", "boundaries", [WHOLE]
+        ),
+        "delayed cast": partial(
+            casts.check_delayed, casts.delayed_kernel(), "cpu", "gaussian", [WHOLE], ["max"]
+        ),
+        "transpose": partial(casts.check_transpose, casts.transpose_kernel(), "cpu", [ODD, WHOLE]),
+        "strides": partial(casts.check_strides, casts.kernel(), "cpu", "block_1x32"),
+        "sums": _sums,
+        "norm": partial(producers.check_norm, ops, "cpu", ODD, "gaussian", **few),
+        "norm once": partial(producers.check_norm_once, ops, "cpu", (64, 512), "block_1x128"),
+        "norm finds amax": partial(
+            producers.check_norm_once, ops, "cpu", (17, 272), "tensorwise", finds_amax=True
+        ),
+        "norm backward": partial(producers.check_norm_backward, ops, "cpu", WHOLE, True),
+        "swiglu": partial(producers.check_swiglu, ops, "cpu", WHOLE, "inf", True, **few),
+        "smoothing": partial(producers.check_smoothing, ops, "cpu", ODD, "gaussian"),
+        "swiglu backward": partial(
+            producers.check_swiglu_backward, ops, "cpu", ODD, True, True, **few
+        ),
+        "gate and up": partial(producers.check_gate_up, ops, "cpu", WHOLE, True, **few),
+        "delayed producers": partial(
+            producers.check_delayed, ops, "cpu", ODD, "gaussian", True, **few
+        ),
+        "adamw, 8 bits": partial(_steps, "bf16 with 8 bits", "bf16"),
+        "adamw, 4 bits and 8-bit gradients": partial(_steps, "bf16 with 4 bits", "8-bit"),
+        "adamw with a tensorwise payload": partial(_payload, "tensorwise", None),
+        "adamw with a payload of blocks": partial(_payload, "block_128x128", 0.5),
+        "size of updates": _update_rms,
+        "messages": partial(_messages, None),
+        "messages, stochastic": partial(_messages, messages.KEYS["stochastic"]),
+        "gradient": _gradient,
+    }

@@ -1,0 +1,55 @@
+"""Compiled kernels, launched as on a card and emulated, equal their references bit for bit."""
+
+import pytest
+
+from tests.emulator.driver import emulated
+from tests.emulator.families import families
+from tests.emulator.races import Races
+from tests.emulator.schedule import Shuffled
+
+pytestmark = pytest.mark.long
+
+FAMILIES = families()
+SHARED = (
+    *("cast block_1x128", "delayed cast", "transpose", "norm once", "norm backward"),
+    *("smoothing", "delayed producers", "adamw with a tensorwise payload", "gradient"),
+)
+"""Families whose programs or warps work together in each way that there is."""
+
+
+def watched():
+    return [Races()]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_in_lockstep(family):
+    with emulated(watch=watched) as emulation:
+        FAMILIES[family]()
+    assert emulation.launches
+
+
+@pytest.mark.parametrize("family", SHARED)
+def test_in_a_random_order(family):
+    with emulated(watch=watched, schedule=lambda: Shuffled(1)):
+        FAMILIES[family]()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(2, 6))
+@pytest.mark.parametrize("family", FAMILIES)
+def test_in_other_random_orders(family, seed):
+    with emulated(watch=watched, schedule=lambda: Shuffled(seed), error_seed=seed):
+        FAMILIES[family]()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_on_blackwell(family):
+    with emulated(capability=(10, 0), watch=watched):
+        FAMILIES[family]()
+
+
+def test_errors_of_approximate_functions_change_no_promise():
+    with emulated(error_seed=1):
+        for family in ("norm", "swiglu backward", "adamw, 8 bits"):
+            FAMILIES[family]()
