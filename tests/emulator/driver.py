@@ -43,18 +43,32 @@ _binaries: dict[int, "Binary"] = {}
 
 
 class Binary(NamedTuple):
-    """A kernel that has been loaded: its name and its PTX."""
+    """A kernel that has been loaded: its name, what it was compiled for, and its PTX."""
 
     name: str
+    variant: str
     ptx: str
 
 
 class Launched(NamedTuple):
-    """What was launched: a kernel, its PTX, the numbers of programs, and what watched it."""
+    """What was launched.
+
+    Attributes:
+        name: of the kernel.
+        variant: type of its first pointer, and its compile-time choices.
+        ptx: what ran.
+        grid: numbers of programs.
+        threads: of a program.
+        elements: of the largest tensor.
+        watch: what saw it.
+    """
 
     name: str
+    variant: str
     ptx: str
     grid: tuple[int, int, int]
+    threads: int
+    elements: int
     watch: tuple[Any, ...]
 
 
@@ -127,15 +141,21 @@ class Emulation:
         launch.parameters = _packed(kernel.parameters, parameters)
         if config.block_x != kernel.threads:
             raise PtxError(f"{config.block_x} threads are launched, of {kernel.threads}")
-        self.launches.append(Launched(binary.name, text, grid, watch))
+        elements = max((x.numel() for _, x in self._tensors()), default=0)
+        what = binary.name, binary.variant, text
+        self.launches.append(Launched(*what, grid, kernel.threads, elements, watch))
         launch.run()
 
-    def _regions(self) -> Iterator[Region]:
+    def _tensors(self) -> list[tuple[str, Tensor]]:
+        """Return what the launch was given, and what its table of addresses names."""
         tensors = list(self._arguments.items())
         table, named = self._named
         if any(x.untyped_storage().data_ptr() == table for _, x in tensors):
             tensors += [(f"tensor {i} of the table", x) for i, x in enumerate(named)]
-        for name, x in tensors:
+        return tensors
+
+    def _regions(self) -> Iterator[Region]:
+        for name, x in self._tensors():
             written, first = self.allocations.written(x)
             yield Region(x.data_ptr(), x.data_ptr() + span(x), name, written, first)
 
@@ -205,7 +225,18 @@ def _init_handles(self: CompiledKernel) -> None:
     """Load a kernel, and note its PTX."""
     _load(self)
     if self.function not in _binaries:
-        _binaries[self.function] = Binary(self.name, self.asm["ptx"])
+        _binaries[self.function] = Binary(self.name, _variant(self.src), self.asm["ptx"])
+
+
+def _variant(src: Any) -> str:
+    """Return what `benchmarks.kernel_resources` calls a kernel's variant."""
+    names = src.fn.arg_names
+    flags = [(names[place], value) for (place, *_), value in src.constants.items()]
+    types = [kind for kind in src.signature.values() if kind.startswith("*")]
+    order = sorted(
+        (names.index(name), f"{name}={value}") for name, value in flags if name.isupper()
+    )
+    return " ".join([types[0], *(text for _, text in order)])
 
 
 def _packed(places: dict[str, tuple[int, int]], parameters: Any) -> bytes:

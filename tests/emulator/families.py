@@ -19,7 +19,8 @@ BF16 = torch.bfloat16
 _MATRICES = ((100, 128), (5, 48), (36, 33), (3, 7))
 
 
-def _operators() -> Any:
+def operators() -> Any:
+    """Return the modules of operators of RMSNorm and SwiGLU, on the card."""
     modules = vars(producers.OPS).items()
     return SimpleNamespace(**{name: card_module(module) for name, module in modules})
 
@@ -61,7 +62,7 @@ def _gradient() -> None:
 
 def families() -> dict[str, Callable[[], None]]:
     """Return the cases by name; each raises `Mismatch` where a kernel is wrong."""
-    ops = _operators()
+    ops = operators()
     few: dict[str, Any] = {"few": True}
     return {
         **{f"cast {g}": partial(_cast, g, "row spread") for g in casts.GRANULARITIES},

@@ -9,9 +9,10 @@ from unittest import mock
 
 import torch
 
+from tests.emulator.place import on_card, state
 from torch_fp8.ops import registry
 
-_state = SimpleNamespace(on_card=False, modes=0)
+__all__ = ["card_module", "card_tensors", "on_card"]
 
 
 @contextlib.contextmanager
@@ -21,29 +22,23 @@ def card_tensors(modes: int) -> Iterator[None]:
     Args:
         modes: number of the emulation's own modes of torch's dispatcher.
     """
-    depth = registry._len_torch_dispatch_stack
+    depth, base = registry._len_torch_dispatch_stack, torch._C.TensorBase
 
     def other_modes() -> int:
         return depth() - modes
 
-    place = property(lambda x: _state.on_card or torch._C.TensorBase.is_cuda.__get__(x))
+    is_cuda = property(lambda x: state.on_card or base.is_cuda.__get__(x))
+    is_cpu = property(lambda x: not state.on_card and base.is_cpu.__get__(x))
     with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(torch.Tensor, "is_cuda", place, create=True))
-        seen = mock.patch.object(registry, "_len_torch_dispatch_stack", other_modes)
-        stack.enter_context(seen)
+        for owner, name, stub in (
+            (torch.Tensor, "is_cuda", is_cuda),
+            (torch.Tensor, "is_cpu", is_cpu),
+            (registry, "_len_torch_dispatch_stack", other_modes),
+        ):
+            stack.enter_context(mock.patch.object(owner, name, stub, create=True))
         registry.emulates_casts.cache_clear()
         stack.callback(registry.emulates_casts.cache_clear)
         yield
-
-
-@contextlib.contextmanager
-def on_card() -> Iterator[None]:
-    """Take all tensors within for tensors on CUDA, by their `is_cuda`."""
-    before, _state.on_card = _state.on_card, True
-    try:
-        yield
-    finally:
-        _state.on_card = before
 
 
 def card_module(module: ModuleType) -> Any:

@@ -1,0 +1,165 @@
+"""Trains small models on an emulated card and on the CPU; prints, as JSON, how far apart they are.
+
+Run by test_steps.py in a process of its own: operators register both of their implementations when
+`torch_fp8` is imported. Products are computed in float64 on both, the emulated card's with the
+demands of torch's CUDA operator; all else that a card would run is launched and emulated. Without
+fused norms, O1, losses are equal to the bit. With these a float32 sum has another order: where that
+moves one element to the next FP8 value, later layers differ by as much as FP8's own noise.
+
+    python -m tests.emulator.steps --csv benchmarks/results/emulated_steps.csv
+"""
+
+import argparse
+import contextlib
+import csv
+import inspect
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from tests.emulator.card_process import steps  # before torch_fp8
+
+# isort: split
+import torch
+from torch import Tensor
+
+from tests.emulator.driver import emulated
+from tests.emulator.place import off_card, on_card
+from tests.emulator.scaled_gemm import exact_product, scaled_mm
+from tests.emulator.step_cases import CASES
+from tests.golden.training import adamw, batch, llama
+from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8
+from torch_fp8.ops import scaled_mm as products
+
+_RAW = argparse.RawDescriptionHelpFormatter
+KINDS = ("loss", "first grad", "last grad", "weight", "logits")
+COLUMNS = ("case", *KINDS, "equal", "compared", "launches", "kernels")
+"""Of each kind the largest distance, relative to the size of what is compared."""
+LENGTHS = (32, 37, 32)
+"""Tokens of the steps' texts."""
+
+
+def train(config: FP8Config) -> dict[str, Any]:
+    """Train a Llama for a few steps, then decode two tokens.
+
+    Returns:
+        Losses, gradients before the last step, weights and states behind it, logits.
+    """
+    model = llama()
+    optimizer = adamw(model)
+    convert_to_float8(model, config)
+    convert_optimizer(optimizer, config, model=model)
+    losses, grads, first = [], {}, {}
+    for number, tokens in enumerate(LENGTHS):
+        ids = batch(number, tokens, 0)
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        losses.append(loss.detach())
+        named = list(model.named_parameters())
+        grads = {n: _plain(p.grad) for n, p in named if p.grad is not None}
+        first = first or grads
+        optimizer.step()
+        optimizer.zero_grad()
+    made = {f"loss {i}": loss for i, loss in enumerate(losses)}
+    made |= {f"first grad of {name}": grad for name, grad in first.items()}
+    made |= {f"last grad of {name}": grad for name, grad in grads.items()}
+    made |= {f"weight {name}": _plain(p) for name, p in model.named_parameters()}
+    model.eval()
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        past = None
+        for i, ids in enumerate((batch(5, 7, 0)[:1], batch(5, 8, 0)[:1, 7:])):
+            out = model(input_ids=ids, past_key_values=past, use_cache=True)
+            past = out.past_key_values
+            made[f"logits {i}"] = out.logits
+    return made
+
+
+def _plain(x: Tensor) -> Tensor:
+    """Return a copy in float32."""
+    return x.detach().float().clone()
+
+
+@contextlib.contextmanager
+def card() -> Iterator[Any]:
+    """Run within on the emulated card."""
+    with contextlib.ExitStack() as stack:
+        emulation = stack.enter_context(emulated())
+        capturing = mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=False)
+        stack.enter_context(capturing)
+        stack.enter_context(mock.patch.object(torch, "_scaled_mm_v2", off_card_product))
+        # As Hopper has it, with cuBLASLt of CUDA 12.9.
+        wide = mock.patch.object(products, "_rowwise_dtype", return_value=torch.float32)
+        stack.enter_context(wide)
+        for name in ("_with_payload", "_step_on", "_update_rms"):
+            stub = _for_cpu(steps, getattr(steps, name))
+            stack.enter_context(mock.patch.object(steps, name, stub))
+        stack.enter_context(on_card())
+        yield emulation
+
+
+def off_card_product(*args: Any) -> Tensor:
+    with off_card():
+        return scaled_mm(*args)
+
+
+def _for_cpu(module: Any, function: Any) -> Any:
+    """Return a function that takes tensors of type "cpu" for tensors on CUDA."""
+    source = inspect.getsource(function).replace('"cuda"', '"cpu"')
+    names = dict(vars(module))
+    exec(source, names)
+    return names[function.__name__]
+
+
+def distance(got: Tensor, want: Tensor) -> float:
+    """Return the size of the difference over the size of what is wanted."""
+    size = float(want.double().norm()) or 1.0
+    return float((got.double() - want.double()).norm()) / size
+
+
+def compare(case: str) -> dict[str, Any]:
+    """Train both ways."""
+    options = CASES[case]
+    if options["recipe"] == "delayed":
+        options = options | {"amax_history_len": 8}
+    config = FP8Config(**options)
+    with mock.patch.object(products, "_emulated", exact_product):
+        want = train(config)
+    with card() as emulation:
+        got = train(config)
+    apart = {name: distance(got[name], x) for name, x in want.items()}
+    return {
+        **{kind: max(v for name, v in apart.items() if name.startswith(kind)) for kind in KINDS},
+        "equal": sum(v == 0 for v in apart.values()),
+        "compared": len(apart),
+        "launches": len(emulation.launches),
+        "kernels": len({launched.name for launched in emulation.launches}),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=_RAW)
+    parser.add_argument("cases", nargs="*", help="names; none: all that --csv does not have")
+    parser.add_argument("--csv", type=Path, help="file to which rows are added")
+    chosen = parser.parse_args()
+    if chosen.csv is None:
+        json.dump({case: compare(case) for case in chosen.cases}, sys.stdout)
+        return
+    done = []
+    if chosen.csv.exists():
+        with chosen.csv.open() as file:
+            done = list(csv.DictReader(file))
+    there = {row["case"] for row in done}
+    for case in chosen.cases or [name for name in CASES if name not in there]:
+        done.append({"case": case, **compare(case)})
+        with chosen.csv.open("w", newline="") as file:
+            writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(done)
+
+
+if __name__ == "__main__":
+    main()

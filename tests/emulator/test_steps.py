@@ -1,0 +1,113 @@
+"""Whole training steps and decoding through the code that a card would run, emulated."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.emulator.scaled_gemm import exact_product, scaled_mm
+from torch_fp8.kernels.arguments import CastOptions
+from torch_fp8.ops.gemm_operand import operand
+from torch_fp8.ops.quantize import quantize_2d
+from torch_fp8.ops.scaled_mm import QuantizedTensor, lay_out
+
+ROOT = Path(__file__).resolve().parents[2]
+EXACT, NOISE = 2e-6, 0.2
+"""Distances of gradients: of float32 sums in another order, and of FP8 values that these move."""
+
+
+def distances(*cases):
+    command = [sys.executable, "-m", "tests.emulator.steps", *cases]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout)
+
+
+@pytest.mark.long
+def test_steps_of_two_recipes():
+    found = distances("tensorwise O1", "blockwise O3")
+    plain, fused = found["tensorwise O1"], found["blockwise O3"]
+    assert plain["loss"] == 0
+    assert plain["first grad"] < EXACT
+    assert fused["loss"] < 1e-3
+    assert fused["first grad"] < NOISE
+    assert plain["launches"] > 200
+    assert fused["kernels"] >= 9
+
+
+@pytest.mark.slow
+def test_every_recipe_level_and_option():
+    from tests.emulator.step_cases import CASES
+
+    for case, found in distances(*CASES).items():
+        assert found["loss"] < 1e-3, case
+        assert found["first grad"] < (EXACT if case.endswith("O1") else NOISE), case
+
+
+def quantized(shape, granularity, seed):
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    options = CastOptions(torch.float8_e4m3fn, granularity, True, True, False)
+    qdata, scale, *_ = quantize_2d(x, options)
+    return QuantizedTensor(qdata, scale, granularity)
+
+
+def arguments(a, b, dtype=torch.bfloat16, bias=None):
+    """Arguments of the operator, as `torch_fp8.ops.scaled_mm` makes them."""
+    kinds = {"tensorwise": 0, "rowwise": 1, "block_1x32": 3, "block_1x128": 4, "block_128x128": 5}
+    swizzle = [1 if a.granularity == "block_1x32" else 0]
+    laid_out = lay_out(b, b.qdata.shape[1])
+    left = operand(a, a.qdata.shape[1], is_b=False)
+    right, scales, kind = laid_out.arguments
+    mine = [kinds[a.granularity]]
+    return [left.qdata, right, [left.scale], mine, swizzle, scales, kind, swizzle, bias, dtype]
+
+
+@pytest.mark.parametrize(
+    ("of_a", "of_b"),
+    [
+        *(("tensorwise",) * 2, ("rowwise",) * 2, ("block_1x32",) * 2, ("block_1x128",) * 2),
+        *(("block_1x128", "block_128x128"), ("block_128x128", "block_1x128")),
+    ],
+)
+def test_laid_out_operands_give_the_product(of_a, of_b):
+    a, b = quantized((40, 272), of_a, 0), quantized((136, 272), of_b, 1)
+    made = scaled_mm(*arguments(a, b))[:40, :136]
+    want = exact_product(a, b, torch.bfloat16, False, None)
+    assert torch.equal(made, want)
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({0: lambda x: x[:, :40]}, "sizes|multiple of 16"),
+        ({0: lambda x: x.t().contiguous().t()}, "a is row-major"),
+        ({1: lambda x: x.contiguous()}, "b is column-major"),
+        ({0: lambda x: x.float()}, "FP8, not torch.float32"),
+        ({2: lambda x: [x[0].expand(2)]}, "scale_a has one element"),
+        ({2: lambda x: [x[0].double()]}, "scale_a is float32"),
+        ({3: lambda x: [1]}, "scaling 1 with 0"),
+        ({8: lambda x: torch.zeros(48)}, "a bias of torch.bfloat16, not torch.float32"),
+        ({8: lambda x: torch.zeros(4).bfloat16()}, "a bias of 48 elements, not 4"),
+    ],
+)
+def test_operands_that_the_operator_refuses(change, match):
+    every = arguments(quantized((32, 64), "tensorwise", 0), quantized((48, 64), "tensorwise", 1))
+    for place, function in change.items():
+        every[place] = function(every[place])
+    with pytest.raises(ValueError, match=match):
+        scaled_mm(*every)
+
+
+def test_block_scales_in_another_layout_are_refused():
+    a, b = (quantized((n, 512), "block_1x128", n) for n in (32, 48))
+    every = arguments(a, b)
+    every[2] = [every[2][0].contiguous()]
+    with pytest.raises(ValueError, match=r"scale_a is \(32, 4\) with strides \(1, 32\)"):
+        scaled_mm(*every)
