@@ -1,0 +1,56 @@
+"""Counts of emulated kernels: rows of launches, and sectors and banks of known accesses."""
+
+from types import SimpleNamespace
+
+import numpy as np
+
+from benchmarks.emulated_kernels import rows_of
+from tests.emulator.counts import Counts
+from tests.emulator.driver import Launched
+
+
+def counted(addresses, width, shared=False):
+    """Counts of one warp that loads once from a tensor of 4096 bytes at address 0."""
+    counts = Counts()
+    region = SimpleNamespace(start=0, end=4096)
+    memory = SimpleNamespace(regions=[region])
+    counts.begins(SimpleNamespace(launch=SimpleNamespace(memory=memory, shared_size=64)))
+    g = SimpleNamespace(numbers=np.arange(32))
+    how = 0, g, None, np.asarray(addresses), width, False
+    counts.shared(*how) if shared else counts.accessed(*how, False)
+    return counts
+
+
+def test_neighbours_ask_for_each_sector_once():
+    counts = counted(np.arange(32) * 16, 16)
+    assert (counts.requested, counts.needed) == (512, 512)
+    assert (counts.sectors, counts.least_sectors) == (16, 16)
+
+
+def test_every_second_piece_asks_for_twice_the_sectors():
+    counts = counted(np.arange(32) * 32, 16)
+    assert (counts.sectors, counts.least_sectors) == (32, 16)
+
+
+def test_the_same_bytes_are_requested_often_and_needed_once():
+    counts = counted(np.zeros(32, int), 4)
+    assert (counts.requested, counts.needed, counts.sectors) == (128, 4, 1)
+
+
+def test_threads_in_one_bank_take_turns():
+    assert counted(np.arange(32) * 4, 4, shared=True).passes == 1
+    assert counted(np.arange(32) * 128, 4, shared=True).passes == 32
+    assert counted(np.zeros(32, int), 4, shared=True).passes == 1
+    wide = counted(np.arange(32) * 16, 16, shared=True)
+    assert (wide.passes, wide.least_passes) == (4, 4)
+
+
+def test_a_row_sums_the_launches_of_a_variant():
+    counts = counted(np.arange(32) * 32, 16)
+    counts.instructions = 10
+    launched = Launched("cast_kernel", "*bf16 ROW=True", "", (1, 1, 1), 128, 64, (counts,))
+    (row,) = rows_of([launched, launched], True)
+    assert (row["kernel"], row["warps"], row["launches"]) == ("cast_kernel", 4, 2)
+    assert row["instructions_per_element"] == "5.0"
+    assert row["sectors_over_least"] == "2.00"
+    assert row["passes_over_least"] == ""
