@@ -35,6 +35,7 @@ from torch_fp8.distributed.ddp.fp8_grad_bucket import GradientBucket
 from torch_fp8.distributed.ddp.wrap import connect_ddp, ddp_options
 from torch_fp8.optim.convert import gradients_report
 from torch_fp8.tensor.float8_grad import Float8Grad
+from torch_fp8.tensor.split_weight import stored_grad
 
 RANK = int(sys.argv[1])
 
@@ -152,7 +153,7 @@ def case_bytes():
         train(ddp, optimizer, 3)
         backward(ddp, 9)
         optimizer.step()
-        grads = [p.grad for p in ddp.parameters()]
+        grads = [stored_grad(p) for p in ddp.parameters()]
         plain = [g for g in grads if type(g) is torch.Tensor]
         numel = sum(p.numel() for p in ddp.parameters())
         buckets = sum(map(int, ddp._get_ddp_logging_data()["bucket_sizes"].split(",")))

@@ -37,6 +37,7 @@ from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8, restore_w
 from torch_fp8.distributed.fsdp.split_weights import join_sharded, split_sharded
 from torch_fp8.tensor.dtensor import local
 from torch_fp8.tensor.float8_grad import Float8Grad
+from torch_fp8.tensor.split_weight import stored, stored_grad
 
 STEPS = 20
 
@@ -267,8 +268,8 @@ def case_split_float32():
     single = adamw(one, config, 1e-2)
     dtypes = {str(p.dtype) for n, p in model.named_parameters() if "weight" in n}
     for i, (p, q) in enumerate(zip(model.parameters(), one.parameters(), strict=True)):
-        q.grad = rand(*q.shape, seed=i, dtype=q.dtype)
-        p.grad = distribute_tensor(q.grad.to(p.dtype), mesh_of(), p.placements)
+        q.grad = rand(*q.shape, seed=i, dtype=stored(q).dtype)
+        p.grad = distribute_tensor(stored_grad(q).to(p.dtype), mesh_of(), p.placements)
     optimizer.step()
     single.step()
     join_sharded(model, [optimizer])

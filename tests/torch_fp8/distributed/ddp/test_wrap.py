@@ -33,9 +33,8 @@ def test_ddp_is_kept_from_the_weights_and_the_module_forgets_it(case):
 def test_bytes_are_those_of_one_process(case):
     for value in case("bytes"):
         assert value["O1"]["buckets"] == value["O1"]["plain gradients"] == 4
-        assert (
-            value["O2"]["buckets"] == value["O2"]["plain gradients"] == pytest.approx(2, rel=0.01)
-        )
+        assert value["O2"]["plain gradients"] == pytest.approx(2, rel=0.01)
+        assert value["O2"]["buckets"] < 0.02  # of what is not split
         assert value["O2"]["total"] <= 7.2
         assert value["O3"]["8-bit"] == 3
         assert value["O3"]["buckets"] == value["O3"]["plain gradients"] < 0.02
@@ -193,7 +192,7 @@ def test_gradient_release_is_refused(case):
 
 
 def test_other_levels_later_find_nothing_of_o3(case):
-    assert case("wrapped_again") == [[0, True, 0, True]] * 2
+    assert case("wrapped_again") == [[3, True, 0, True]] * 2  # split weights, then nothing
 
 
 def test_compiled_around_ddp(case):
