@@ -28,7 +28,6 @@ from torch_fp8.kernels.adamw import adamw_step
 from torch_fp8.kernels.arguments import CastOptions, StepScalars, WeightMatrix
 from torch_fp8.nn.linear import Float8Linear
 from torch_fp8.optim.state import moment
-from torch_fp8.tensor.split_weight import stored
 
 TOKENS = IN = OUT = 512
 STEP_IN, STEP_OUT = (
@@ -144,10 +143,9 @@ def count_step(linear: Float8Linear, state: dict[str, Tensor]) -> list[Launch]:
     payload = cache.to_overwrite(spec, new_scale)
     if payload is None:  # cast after the step
         return count_launches(lambda: cache.refill(weight, spec), weight=weight)
-    weight = stored(weight)
     matrix = WeightMatrix(
-        weight,
-        linear.weight.residual,
+        weight.detach(),
+        state["residual"],
         linear.fp8_config.residual_bits,
         torch.randn_like(weight),
         moment(state, "exp_avg"),
