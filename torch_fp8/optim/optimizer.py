@@ -125,7 +125,7 @@ class Float8Optimizer(Optimizer):
             state = self._state_of(parameter)
             if isinstance(parameter, SplitWeight):
                 parameter.halves.awaited = None
-                settle_weight(parameter, self.fp8_config.seed, int(state["step"]), index)
+                settle_weight(parameter, self.fp8_config.seed, state, index)
             if state["exp_avg"].__class__ is Float8Moment or is_large(parameter):
                 large.append((index, group, parameter, state))
             else:

@@ -92,17 +92,17 @@ def settle_moments(parameter: Tensor, state: State) -> None:
         state[name] = like_parameter(parameter, target, tuple(parameter.shape))
 
 
-def settle_weight(weight: SplitWeight, seed: int, step: int, index: int) -> None:
+def settle_weight(weight: SplitWeight, seed: int, state: State, index: int) -> None:
     """Give a weight that is about to be stepped the residual bits of a step.
 
     Args:
         weight: one that somebody may have written.
-        seed, step, index: seed of the optimizer, steps of the weight so far and its index, which
-            key the random bits.
+        seed, state, index: seed of the optimizer, state of the weight, whose ``step`` counts, and
+            its index: they key the random bits.
     """
     halves = weight.halves
     if halves.bits != halves.step_bits:
-        halves.settle(stream_keys(seed, -1 - step, index))
+        halves.settle(stream_keys(seed, -1 - int(state["step"]), index))
     halves.writes += 1
 
 
