@@ -19,7 +19,9 @@ from torch_fp8.environment.hosts import is_installed
 from torch_fp8.environment.recipes import device_at_hand
 from torch_fp8.nn.linear import Float8Layer
 from torch_fp8.ops.hardware import runs_natively
+from torch_fp8.tensor.dtensor import local
 from torch_fp8.tensor.float8_grad import Float8Grad
+from torch_fp8.tensor.split_weight import stored
 
 _FLAG, _LAUNCHED = "fp8-mixed", "ACCELERATE_MIXED_PRECISION"
 LEVELS = ("O1", "O2", "O3")
@@ -50,7 +52,8 @@ class Evidence:
         for module in model.modules():
             if isinstance(module, Float8Layer):
                 weight = module.weight
-                self.states.append((weight.dtype, isinstance(weight.grad, Float8Grad)))
+                is_fp8 = isinstance(local(weight.grad), Float8Grad)
+                self.states.append((stored(local(weight)).dtype, is_fp8))
                 self.before.append((weight, weight.detach().clone()))
 
     def verdict(self, level: str, loss: float) -> str:
