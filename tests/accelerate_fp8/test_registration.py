@@ -80,7 +80,6 @@ def test_all_methods_of_a_class_are_extended_or_none(
             "_load_optimizer_and_scheduler",
             "_wrap_model",
             "_save",
-            "_load_best_model",
         ],
     }[host]
     methods: dict[str, Any] = {

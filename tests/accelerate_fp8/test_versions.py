@@ -113,7 +113,7 @@ def test_fields_of_the_configuration_are_accepted() -> None:
     [
         ((FP8Config(),), {"recipe": "rowwise"}, ValueError, "got both: .* and recipe; put recipe"),
         (("rowwise",), {}, TypeError, r"did you mean FP8Kwargs\(recipe='rowwise'\)"),
-        ((), {"recipes": "rowwise"}, ValueError, "recipes"),
+        ((), {"recipes": "rowwise"}, TypeError, "recipes"),
         ((), {"recipe": "rowise"}, ValueError, "rowise"),
     ],
 )

@@ -42,7 +42,7 @@ def test_flag_and_yaml_and_what_the_environment_does_not_reach(run, yaml):
     for done in (flag, file):
         assert done.returncode == 0, done.output
         assert done.fp8_gemms == [2 * 2], done.output
-        assert "1 of 1 linear layers" in done.output
+        assert "1 of 1 linear layer," in done.output
         assert "FP8 was asked for" not in done.output
     assert environment.returncode == 0, environment.output
     assert environment.fp8_gemms == []

@@ -77,7 +77,7 @@ def test_fields_of_the_configuration_are_accepted():
     [
         ((FP8Config(),), {"recipe": "rowwise"}, ValueError, "got both: .* and recipe; put recipe"),
         (("rowwise",), {}, TypeError, r"did you mean FP8Precision\(recipe='rowwise'\)"),
-        ((), {"recipes": "rowwise"}, ValueError, "recipes"),
+        ((), {"recipes": "rowwise"}, TypeError, "recipes"),
     ],
 )
 def test_other_arguments_are_named(arguments, options, error, message):

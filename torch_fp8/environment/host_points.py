@@ -67,7 +67,6 @@ POINTS: dict[str, dict[str, tuple[str, ...]]] = {
         "transformers.training_args": ("TrainingArguments.__post_init__",),
         "transformers.modeling_utils": ("PreTrainedModel.save_pretrained",),
         "transformers.trainer": (
-            "Trainer._load_best_model",
             "Trainer._load_optimizer_and_scheduler",
             "Trainer._save",
             "Trainer._save_optimizer_and_scheduler",

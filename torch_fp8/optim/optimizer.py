@@ -110,14 +110,14 @@ class Float8Optimizer(Optimizer):
     def step_parameters(self, indexed: Iterable[tuple[int, dict[str, Any], Tensor]]) -> None:
         """Step those of some `indexed_parameters` that have a gradient."""
         large, small = [], []
-        indexed = [entry for entry in indexed if stored_grad(entry[2]) is not None]
-        parameters = [p for *_, p in indexed]
+        with_grads = [(*entry, stored_grad(entry[2])) for entry in indexed]
+        with_grads = [entry for entry in with_grads if entry[3] is not None]
+        parameters = [p for _, _, p, _ in with_grads]
         self.renew_residuals(parameters, in_step=True)
         # Kernels write past torch, and shards have versions of their own. A graph that needs the
         # old value shall notice; what is noted and kept of the new one comes after this.
         torch.autograd.graph.increment_version(parameters)
-        for index, group, parameter in indexed:
-            grad = stored_grad(parameter)
+        for index, group, parameter, grad in with_grads:
             assert grad is not None
             if grad.is_sparse:
                 raise RuntimeError(f"{self._fp8_base.__name__} does not support sparse gradients")

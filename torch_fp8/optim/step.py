@@ -21,7 +21,7 @@ from torch_fp8.quantization.recipe import CastSpec
 from torch_fp8.quantization.stochastic_rounding import stream_keys
 from torch_fp8.tensor.dtensor import local
 from torch_fp8.tensor.halves import join_matrix, split_matrix
-from torch_fp8.tensor.split_weight import SplitWeight, stored, stored_grad
+from torch_fp8.tensor.split_weight import SplitWeight, stored_grad
 
 Entry = tuple[int, dict[str, Any], Tensor, State]
 """A parameter to step: its index among all, its group, the parameter, its state."""
@@ -44,7 +44,8 @@ def step_large(entries: list[Entry], config: FP8Config, caches: Caches) -> None:
     numbers = _zeros([p for _, _, p, _ in stepped if _alive(caches, p)])
     of_groups: dict[tuple[int, float], StepScalars] = {}
     for index, group, parameter, state in stepped:
-        weight = stored(local(parameter))
+        split = isinstance(parameter, SplitWeight)
+        weight = parameter.halves.high if split else local(parameter)
         in_place = weight.is_contiguous()
         matrix = _matrix(parameter, state, weight if in_place else weight.contiguous(), config)
         if parameter in numbers:
@@ -188,10 +189,10 @@ def settle_gradient(parameter: Tensor) -> None:
     Where ranks have different tokens, torch leaves the gradient of what they all have (of a norm
     under sequence parallelism) as partial sums.
     """
-    grad = stored_grad(parameter)
-    if not (isinstance(grad, DTensor) and isinstance(parameter, DTensor)):
+    if not isinstance(parameter, DTensor):
         return
-    if grad.placements != parameter.placements:
+    grad = stored_grad(parameter)
+    if isinstance(grad, DTensor) and grad.placements != parameter.placements:
         parameter.grad = grad.redistribute(placements=parameter.placements)
 
 
@@ -204,14 +205,16 @@ def _dense(parameter: Tensor) -> Tensor:
 def _matrix(parameter: Tensor, state: State, weight: Tensor, config: FP8Config) -> WeightMatrix:
     shape = matrix_shape(weight.shape)
     row, col, row_length = shard_origin(parameter)
-    residual = state.get("residual")
     if isinstance(parameter, SplitWeight):
-        residual = parameter.halves.residual
+        residual, grad = parameter.halves.residual, stored_grad(parameter)
+    else:
+        residual, grad = state.get("residual"), local(_dense(parameter))
+    assert grad is not None
     return WeightMatrix(
         weight=weight.view(shape),
         residual=None if residual is None else local(residual),
         residual_bits=0 if residual is None else config.residual_bits,
-        grad=gradient_matrix(local(_dense(parameter)), shape),
+        grad=gradient_matrix(grad, shape),
         exp_avg=moment(state, "exp_avg"),
         exp_avg_sq=moment(state, "exp_avg_sq"),
         row=row,

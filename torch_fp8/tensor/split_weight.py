@@ -6,8 +6,8 @@ copies it or saves it takes it for the float32 Parameter that it replaces:
 * any operator that reads it joins the halves (`torch_fp8.quantization.split_float`) first;
 * any operator that writes to it splits the float32 result exactly, into BF16 and 16 bits. The next
   step of the optimizer leaves 8 of them, 4 or none, as configured, rounded stochastically;
-* aliases (``p.data``, ``p.detach()``) and views share the halves; ``deepcopy`` and pickle make
-  plain float32 tensors.
+* aliases (``p.data``, ``p.detach()``) and views share the halves; ``deepcopy`` of a Parameter has
+  halves of its own; other copies and pickles are plain float32 tensors.
 
 Layers in FP8, embeddings and output layers multiply by the BF16 half (`stored`), and their
 gradients are BF16. ``p.grad`` shows such a gradient as float32 (`WideGrad`).
@@ -161,6 +161,14 @@ class SplitWeight(SplitTensor):
 
     def is_shared(self) -> bool:
         return all(part.is_shared() for part in self.halves.tensors)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        if not _is_parameter(self):
+            return super().__deepcopy__(memo)
+        # In two halves, so that a copy of a layer multiplies by the same BF16 half.
+        copied = SplitWeight(self.halves.mapped(torch.clone)).requires_grad_(self.requires_grad)
+        copied._is_param = True
+        return memo.setdefault(id(self), copied)
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         halves = self.halves

@@ -209,7 +209,7 @@ def test_a_released_parameter_can_be_copied_moved_and_given_a_gradient(dtype):
     copied = copy.deepcopy(model)
     assert torch.equal(copied.hidden.weight, weight)
     if dtype == torch.float32:
-        assert type(copied.hidden.weight) is nn.Parameter
+        assert type(copied.hidden.weight) is SplitWeight
         pickled = pickle.loads(pickle.dumps(model)).hidden.weight
         assert type(pickled) is nn.Parameter
         assert torch.equal(pickled, weight)

@@ -609,12 +609,14 @@ COPIES = {
 
 
 @pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
-def test_copies_are_plain_and_whole(copied):
+def test_copies_are_whole_and_those_in_files_plain(copied):
     model = tied()
     model[1].weight.requires_grad_(False)
     expected = {name: value.clone() for name, value in model.state_dict().items()}
     other = copied(model)
-    assert {type(p) for p in other.parameters()} == {nn.Parameter}
+    cls = SplitWeight if copied is copy.deepcopy else nn.Parameter
+    assert type(other[0].weight) is cls
+    assert {type(p) for p in other.parameters()} <= {cls, nn.Parameter}
     assert [p.requires_grad for p in other.parameters()] == [True, True, False, True, True]
     assert other[2].weight is other[0].weight
     with torch.no_grad():
