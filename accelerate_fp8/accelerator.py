@@ -13,7 +13,6 @@ import torch
 from accelerate.logging import get_logger
 from accelerate.utils import DistributedType
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 import _fp8_check
 from accelerate_fp8._versions import refuse_old_hosts
@@ -37,6 +36,7 @@ from accelerate_fp8.release import refuse_accumulation, refuse_clipping
 from torch_fp8.conversion.convert import check_config
 from torch_fp8.distributed.config_check import check_same_config
 from torch_fp8.nn.transformer_engine import refuse_sharding
+from torch_fp8.optim.whole_weights import whole_weights
 
 
 def init(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
@@ -230,16 +230,8 @@ def unwrap_model(
 def get_state_dict(
     original: Any, self: Any, model: nn.Module, unwrap: bool = True
 ) -> dict[str, Any]:
-    """Extend ``Accelerator.get_state_dict``: return whole weights, on the CPU.
-
-    ``save_state`` asks for the model as it is wrapped; shards go on from BF16 and residual.
-    """
-    preparation = preparation_of(self)
-    sharded = any(isinstance(p, DTensor) for p in model.parameters())
-    if preparation is None or (sharded and not unwrap):
-        as_it_is: dict[str, Any] = original(self, model, unwrap)
-        return as_it_is
-    with preparation.whole_weights(model):
+    """Extend ``Accelerator.get_state_dict``: return whole weights, on the CPU."""
+    with whole_weights(model):
         whole: dict[str, Any] = original(self, model, unwrap)
     return whole
 

@@ -1,4 +1,4 @@
-"""FSDP2 as Accelerate applies it: its float32 shards become BF16 and residuals.
+"""FSDP2 as Accelerate applies it: its float32 shards are split.
 
 Accelerate itself makes every trainable parameter float32 before it shards them.
 """
@@ -6,13 +6,12 @@ Accelerate itself makes every trainable parameter float32 before it shards them.
 from typing import Any
 
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from accelerate_fp8.optimizers import PreparedOptimizers, bare
 from accelerate_fp8.release import refuse_accumulation
 from torch_fp8.distributed.fsdp.split_weights import split_sharded
-from torch_fp8.optim.convert import convert_optimizer, restore_weights
+from torch_fp8.optim.convert import restore_weights
 from torch_fp8.optim.embedding_dtype import restore_output_dtype
 
 
@@ -20,9 +19,6 @@ def prepare_sharded(
     original: Any, accelerator: Any, optimizers: PreparedOptimizers, args: tuple[Any, ...]
 ) -> Any:
     """Shard the model among `args` with its optimizers converted.
-
-    A model that was sharded before keeps its dtype; so does one with an optimizer that is left
-    alone, or whose policy names no dtype to compute in. The optimizers' reports say so.
 
     Args:
         original: ``Accelerator._prepare_fsdp2``.
@@ -36,18 +32,12 @@ def prepare_sharded(
         return original(accelerator, *args)
     config = optimizers.config
     refuse_accumulation(config, accelerator)
-    already_sharded = isinstance(getattr(model, "_orig_mod", model), FSDPModule)
     for optimizer in trained_by:  # of a loop that converted it: float32 again
         restore_weights(optimizer)
     restore_output_dtype(model)
     prepared = original(accelerator, *args)
     sharded = next(obj for obj in prepared if isinstance(obj, nn.Module))
-    # FSDP2 computes in this dtype, without autocast; in float32 if there is none.
-    policy = accelerator.state.fsdp_plugin.mixed_precision_policy
-    if already_sharded or getattr(policy, "param_dtype", None) is None:
-        reports = [convert_optimizer(o, config, model=sharded) for o in trained_by]
-    else:
-        reports = split_sharded(sharded, trained_by, config)
+    reports = split_sharded(sharded, trained_by, config)
     for optimizer, report in zip(trained_by, reports, strict=True):
         optimizers.record(optimizer, report)
     return prepared

@@ -24,8 +24,6 @@ from torch_fp8.conversion.convert import RUNS_IN_FP8, NothingToConvertError
 from torch_fp8.distributed.fsdp.connect import connect_fsdp
 from torch_fp8.nn.layer_filter import is_linear
 from torch_fp8.nn.linear import Float8Layer
-from torch_fp8.optim.whole_weights import whole_weights
-from torch_fp8.quantization.wording import counted
 
 LOGGER_NAME = "accelerate_fp8"
 
@@ -57,7 +55,6 @@ class Preparation:
         self._runs_fp8 = False
         self._waiting: list[nn.Module] = []
         self._collecting = False
-        self._whole_announced = False
 
     def convert(
         self,
@@ -179,20 +176,6 @@ class Preparation:
             if evaluation_mode:
                 name = type(model).__name__.removeprefix("FSDP")
                 log_visibly(f"FP8: {name}, prepared for evaluation: {report}")
-
-    @contextlib.contextmanager
-    def whole_weights(self, model: nn.Module) -> Iterator[None]:
-        """Show `model`, within, as a stock run would save it; see
-        `torch_fp8.optim.whole_weights`.
-        """
-        with whole_weights(model, self.optimizers.known()) as joined:
-            if joined and not self._whole_announced:
-                self._whole_announced = True
-                log_visibly(
-                    f"FP8: {counted(joined, 'sharded weight')} saved whole: BF16 joined with the "
-                    "optimizer's residual, in the dtype from before; save_state keeps both apart"
-                )
-            yield
 
     @contextlib.contextmanager
     def saving_checkpoint(self, is_one: bool) -> Iterator[None]:

@@ -19,6 +19,7 @@ from accelerate_fp8.export import bound_arguments, save_exported
 from accelerate_fp8.history import load_history, save_history
 from accelerate_fp8.release import refuse_training_arguments
 from torch_fp8.checkpoint.adopt_checkpoint import SAVED_DEQUANTIZED, save_dequantized
+from torch_fp8.optim.whole_weights import whole_weights
 
 _PRECISION = "ACCELERATE_MIXED_PRECISION"
 
@@ -79,7 +80,7 @@ def save(original: Any, self: Any, output_dir: str | None = None, state_dict: An
         return
     with (
         preparation.saving_checkpoint(_is_resumed_from(output_dir)),
-        preparation.whole_weights(self.model),
+        whole_weights(self.model),
     ):
         original(self, output_dir, state_dict)
 
@@ -104,7 +105,7 @@ def save_pretrained(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
         if given["push_to_hub"]:
             warn_once("FP8: push_to_hub is not applied with save_format; upload the folder")
         return None
-    with preparation.whole_weights(self):
+    with whole_weights(self):
         return original(self, *args, **kwargs)
 
 

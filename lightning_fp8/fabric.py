@@ -16,7 +16,7 @@ from lightning_fp8.monitoring import MonitoredPrecision
 from lightning_fp8.precision import HostPrecision, parameters_of
 from lightning_fp8.set_up_module import SetUpModule, refusal
 from torch_fp8.conversion.convert import NothingToConvertError
-from torch_fp8.optim.optimizer import Float8Optimizer
+from torch_fp8.optim.whole_weights import whole_weights
 
 _METHODS = (
     "setup_module_and_optimizers",
@@ -108,7 +108,7 @@ class FabricPrecision(MonitoredPrecision, HostPrecision):
         return set_up
 
     def _get_module_state_dict(self, strategy: Any, module: nn.Module) -> dict[str, Any]:
-        with self.whole_weights(module):
+        with whole_weights(module):
             state: dict[str, Any] = type(strategy).get_module_state_dict(strategy, module)
         return state
 
@@ -121,10 +121,7 @@ class FabricPrecision(MonitoredPrecision, HostPrecision):
         if model is None:
             model = converted.module()
         assert model is not None
-        predecessors = list(converted.optimizers)
         self._convert_optimizers(converted, [optimizer], model)
-        for predecessor in predecessors:
-            _hand_over(predecessor, optimizer)
 
     def _converted(self, module: nn.Module) -> SetUpModule | None:
         return next((c for c in self._live() if c.module() is module), None)
@@ -140,16 +137,3 @@ class FabricPrecision(MonitoredPrecision, HostPrecision):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_waiting": []}
-
-
-def _hand_over(old: Optimizer, new: Optimizer) -> None:
-    """Give the residuals of weights that both optimizers train to the one that trains them from now
-    on.
-    """
-    if not (isinstance(old, Float8Optimizer) and isinstance(new, Float8Optimizer)):
-        return
-    for parameter in parameters_of(old) & parameters_of(new):
-        residual = old.residual_of(parameter)
-        if residual is not None:
-            old.set_residual(parameter, None)
-            new.set_residual(parameter, residual)

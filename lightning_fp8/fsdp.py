@@ -10,17 +10,13 @@ BF16 and its residual at O2 and O3. As under ``bf16-mixed``, what flows between 
 float32: inputs are not cast, and embeddings return float32.
 """
 
-import contextlib
-import functools
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -168,19 +164,6 @@ class HostStrategy(FP8FSDPStrategy):
                 fully_shard(root, **options)
         keep_stream(model)
 
-    @contextlib.contextmanager
-    def _weights_as_saved(
-        self, precision: Any, model: nn.Module, path: Path, key: str | None, weights_only: Any
-    ) -> Iterator[None]:
-        """Hold split weights, within, in float32 if a checkpoint has them so."""
-        split = {n for n, p in model.named_parameters() if p.dtype == torch.bfloat16}
-        dtypes = _saved_dtypes(path, key, weights_only) if split else {}
-        if any(dtypes.get(name) == torch.float32 for name in split):
-            with precision.joined(model):
-                yield
-        else:
-            yield
-
 
 class TrainerStrategy(HostStrategy):
     """The part of the Trainer's strategies."""
@@ -234,15 +217,6 @@ class TrainerStrategy(HostStrategy):
         for child in module.children():
             if not isinstance(child, FSDPModule):
                 child.to(self.root_device)
-
-    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> Any:
-        """Load as the host does; float32 weights (of stock training, say) are read as such, then
-        split.
-        """
-        path = Path(self.broadcast(checkpoint_path))
-        key, weights_only = _STATE_DICT, kwargs.get("weights_only")
-        with self._weights_as_saved(self.precision_plugin, self.model, path, key, weights_only):
-            return super().load_checkpoint(checkpoint_path, *args, **kwargs)  # type: ignore[misc]
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Step as the host does, through the hooks of a LightningModule that is its own root."""
@@ -309,34 +283,6 @@ class FabricStrategy(HostStrategy):
         set_up = [self.setup_optimizer(o) for o in optimizers]
         return sharded, set_up, *(scheduler or (None,))
 
-    def save_checkpoint(self, path: Any, state: Any, *args: Any, **kwargs: Any) -> None:
-        """Save as the host does; a full checkpoint of models alone has whole weights.
-
-        A folder of shards, or a checkpoint with the optimizer, which has the residuals, is there to
-        resume from.
-        """
-        models = [value for value in state.values() if isinstance(value, nn.Module)]
-        to_resume = any(isinstance(value, Optimizer) for value in state.values())
-        with contextlib.ExitStack() as whole:
-            for model in () if self.save_distributed_checkpoint or to_resume else models:
-                whole.enter_context(self.precision.whole_weights(model))
-            super().save_checkpoint(path, state, *args, **kwargs)  # type: ignore[misc]
-
-    def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """Load as the host does; float32 weights (of stock training, say) are read as such, then
-        split.
-        """
-        found = {None: state} if isinstance(state, nn.Module) else dict(state or {})
-        models = [(key, value) for key, value in found.items() if isinstance(value, nn.Module)]
-        load = functools.partial(super().load_checkpoint, path, state, *args, **kwargs)  # type: ignore[misc]
-        if len(models) != 1:  # the host refuses it, or loads no weights
-            return load()
-        ((key, model),) = models
-        where = Path(self.broadcast(path))
-        weights_only = kwargs.get("weights_only")
-        with self._weights_as_saved(self.precision, model, where, key, weights_only):
-            return load()
-
 
 def _refuse_averaging(callbacks: Iterable[Any]) -> None:
     """Raise ValueError for EMA and SWA: their copy of the model is made before it is sharded."""
@@ -351,20 +297,3 @@ def _refuse_averaging(callbacks: Iterable[Any]) -> None:
 
 def _sharded() -> None:
     """Stand for ``configure_model`` while the host looks for it."""
-
-
-def _saved_dtypes(path: Path, key: str | None, weights_only: bool | None) -> dict[str, Any]:
-    """Return the dtypes of a model's weights in a checkpoint.
-
-    Args:
-        path: a folder of shards or a file.
-        key: the model's key in it; None: the file has its weights alone.
-        weights_only: the argument of ``torch.load``.
-    """
-    if path.is_dir():
-        entries = FileSystemReader(path).read_metadata().state_dict_metadata
-        dtypes = {k: v.properties.dtype for k, v in entries.items() if hasattr(v, "properties")}
-        return {k.removeprefix(f"{key}."): dtype for k, dtype in dtypes.items()}
-    saved = torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
-    state = saved if key is None else saved[key]
-    return {name: value.dtype for name, value in state.items() if isinstance(value, Tensor)}

@@ -13,10 +13,9 @@ the weights have the user's dtype, so that whoever saves, exports or trains the 
 nothing of ours in it.
 """
 
-import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -26,7 +25,6 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lightning_fp8.fsdp import FP8FSDPStrategy
 from lightning_fp8.set_up_module import SetUpModule, refusal
 from lightning_fp8.strategies import refuse_strategy
 from torch_fp8 import (
@@ -36,7 +34,6 @@ from torch_fp8 import (
     convert_optimizer,
     convert_to_float8,
     load_scaling_state_dict,
-    restore_weights,
     revert,
     scaling_state_dict,
 )
@@ -49,8 +46,6 @@ from torch_fp8.distributed.fsdp.connect import FSDPReport, connect_fsdp
 from torch_fp8.distributed.fsdp.split_weights import join_sharded, reshard, split_sharded
 from torch_fp8.nn.transformer_engine import refuse_sharding
 from torch_fp8.optim.convert import gradients_report
-from torch_fp8.optim.whole_weights import whole_weights
-from torch_fp8.quantization.wording import counted
 
 _summaries: "weakref.WeakKeyDictionary[nn.Module, str]" = weakref.WeakKeyDictionary()
 """What was logged last of each model."""
@@ -108,7 +103,6 @@ class HostPrecision(FP8Precision):
         self.device = "cuda"
         self._strategy: Any = None
         self._models: list[SetUpModule] = []
-        self._whole_announced = False
         if self.config.save_format is not None:
             self.warn(
                 f"FP8Config(save_format={self.config.save_format!r}) is not applied: Lightning's "
@@ -234,8 +228,6 @@ class HostPrecision(FP8Precision):
                 reshard(module)
                 connect_fsdp(module, replace(self.config, communication="off"))
             join_sharded(module, converted.optimizers)
-            for optimizer in converted.optimizers:
-                restore_weights(optimizer)
             converted.optimizers.clear()
             revert(module)
         super().teardown()  # type: ignore[misc]
@@ -262,7 +254,7 @@ class HostPrecision(FP8Precision):
         self, converted: SetUpModule, optimizers: Sequence[Optimizer], model: nn.Module
     ) -> None:
         """Convert the optimizers of `model`, which is the module of `converted` or wraps it."""
-        if isinstance(self._strategy, FP8FSDPStrategy):
+        if any(isinstance(part, FSDPModule) for part in model.modules()):
             self._split(converted, optimizers)
             return
         for optimizer in optimizers:
@@ -274,41 +266,13 @@ class HostPrecision(FP8Precision):
             converted.optimizers[optimizer] = report
 
     def _split(self, converted: SetUpModule, optimizers: Sequence[Optimizer]) -> None:
-        """Convert `optimizers`, and split the weights once all that train them are there.
-
-        FSDP2 wants the weights of a block in one dtype.
-        """
+        """Convert `optimizers`, and split the shards that they train."""
         module = converted.module()
         assert module is not None
         together = list(dict.fromkeys([*converted.optimizers, *optimizers]))
         reports = split_sharded(module, together, self.config)
         converted.optimizers.update(zip(together, reports, strict=True))
         self._connect_sharded(converted)  # to the shards that there are now
-
-    @contextlib.contextmanager
-    def joined(self, module: nn.Module) -> Iterator[None]:
-        """Hold the weights that `_split` has split in float32, for `FP8FSDPStrategy`."""
-        converted = next(c for c in self._live() if c.module() is module)
-        join_sharded(module, converted.optimizers)
-        try:
-            yield
-        finally:
-            self._split(converted, ())
-
-    @contextlib.contextmanager
-    def whole_weights(self, module: nn.Module) -> Iterator[None]:
-        """Show whole weights of `module`, in the user's dtype, to whoever saves them within."""
-        with whole_weights(module, self._optimizers()) as joined:
-            if joined and not self._whole_announced:
-                self._whole_announced = True
-                self.info(
-                    f"FP8: {counted(joined, 'sharded weight')} saved whole: BF16 joined with the "
-                    "optimizer's residual, in the dtype from before"
-                )
-            yield
-
-    def _optimizers(self) -> list[Optimizer]:
-        return [optimizer for converted in self._live() for optimizer in converted.optimizers]
 
     def _connect_sharded(self, converted: SetUpModule) -> None:
         """Have FSDP2 gather and scatter in FP8 where the model is sharded; again is harmless."""

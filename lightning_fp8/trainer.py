@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from lightning_fp8.monitoring import MonitoredPrecision
 from lightning_fp8.precision import RELEASE, HostPrecision
 from torch_fp8.optim.optimizer import Float8Optimizer
+from torch_fp8.optim.whole_weights import whole_weights
 
 
 class TrainerPrecision(MonitoredPrecision, HostPrecision):
@@ -26,15 +27,9 @@ class TrainerPrecision(MonitoredPrecision, HostPrecision):
         strategy.lightning_module_state_dict = functools.partial(self._saved, strategy)
 
     def _saved(self, strategy: Any) -> dict[str, Any]:
-        """Return the strategy's ``lightning_module_state_dict``, of whole weights.
-
-        A folder of shards, which is there to resume from, has them as they are.
-        """
+        """Return the strategy's ``lightning_module_state_dict``, of whole weights."""
         original = type(strategy).lightning_module_state_dict
-        if getattr(strategy, "_save_distributed_checkpoint", False):
-            as_they_are: dict[str, Any] = original(strategy)
-            return as_they_are
-        with self.whole_weights(strategy.lightning_module):
+        with whole_weights(strategy.lightning_module):
             whole: dict[str, Any] = original(strategy)
         return whole
 

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from accelerate_fp8 import FP8Config, FP8Kwargs
 from tests.fp8_checkpoints import FINE_GRAINED, exact, tiny_llama, write, write_llama
 from torch_fp8 import freeze, merged_state_dict
-from torch_fp8.optim.pending_residual import pending_residual
+from torch_fp8.optim.residual import residual_of
 
 TOKENS = torch.arange(32).view(2, 16) * 7 % 256
 
@@ -63,7 +63,7 @@ def test_full_fine_tuning_starts_from_the_files_values(
         worst[key] = float(((merged[key] - true).abs() / true.abs().clamp(min=1e-300)).max())
     assert len(worst) == 14
     assert 2.0**-18 < max(worst.values()) <= 2.0**-16
-    assert pending_residual(model.model.layers[0].mlp.up_proj.weight) is None
+    assert residual_of(model.model.layers[0].mlp.up_proj.weight) is None
 
 
 @pytest.mark.parametrize("order", ["model first", "optimizer first"])
@@ -81,7 +81,7 @@ def test_residuals_wait_for_an_optimizer_that_is_prepared_apart(
         optimizer = accelerator.prepare(optimizer)
         model = accelerator.prepare(model)
     weight = model.model.layers[1].mlp.down_proj.weight
-    assert optimizer.optimizer.residual_of(weight).any()
+    assert residual_of(weight).any()
 
 
 def test_a_model_that_is_evaluated_first_is_trained_from_the_files_values(
@@ -96,7 +96,7 @@ def test_a_model_that_is_evaluated_first_is_trained_from_the_files_values(
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     model, optimizer = accelerator.prepare(model, optimizer)
     weight = model.model.layers[1].mlp.down_proj.weight
-    assert optimizer.optimizer.residual_of(weight).any()
+    assert residual_of(weight).any()
 
 
 def test_a_weight_that_was_changed_before_stays_changed(
@@ -120,7 +120,7 @@ def test_models_for_evaluation_get_no_residuals(accelerate: Any, tmp_path: Path)
     reference = AutoModelForCausalLM.from_pretrained(tmp_path)
     accelerator = accelerate.Accelerator(mixed_precision="fp8", cpu=True)
     reference = accelerator.prepare_model(reference, evaluation_mode=True)
-    assert pending_residual(reference.model.layers[0].mlp.up_proj.weight) is None
+    assert residual_of(reference.model.layers[0].mlp.up_proj.weight) is None
 
 
 @pytest.mark.parametrize("quantized", [True, False], ids=["FP8 checkpoint", "BF16 checkpoint"])

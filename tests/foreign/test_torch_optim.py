@@ -214,7 +214,7 @@ def _observed(optimizer):
         optimizer.register_load_state_dict_post_hook(load_post("after, prepended"), prepend=True),
     ]
     saved = optimizer.state_dict()
-    seen.append(sorted(map(str, saved.keys() - {"torch_fp8_residuals"})))
+    seen.append(sorted(map(str, saved.keys() - {"torch_fp8", "torch_fp8_residuals"})))
     optimizer.load_state_dict(saved)
     seen.append([k for k in optimizer.state if isinstance(k, str)])
     for handle in handles:

@@ -32,7 +32,7 @@ from torch_fp8.conversion.fp8_weight import FP8Weight, bytes_behind, remember_sc
 from torch_fp8.conversion.frozen_layers import frozen_recipe
 from torch_fp8.nn.class_swap import unwrapped_name
 from torch_fp8.nn.weight_cache import WatchedParameter
-from torch_fp8.optim.pending_residual import pending_residual, split_parts
+from torch_fp8.optim.residual import known_residual, split_parts
 
 _ADAPTED = ("base_layer", "original_module")
 """The names under which PEFT keeps a module that it has wrapped."""
@@ -199,7 +199,7 @@ def adopt_checkpoints(
             seen.add(layer)
             if type(weight) not in (nn.Parameter, WatchedParameter):  # sharded, say
                 continue
-            if weight.dtype != torch.bfloat16 or pending_residual(weight) is not None:
+            if weight.dtype != torch.bfloat16 or known_residual(weight) is not None:
                 continue
             found = source.weight_behind(key, weight.detach())
             if found is None:

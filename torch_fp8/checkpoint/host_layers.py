@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from torch_fp8.config import FP8Config
 from torch_fp8.conversion.fp8_weight import FP8Weight, frozen_payload
-from torch_fp8.optim.pending_residual import split_parts
+from torch_fp8.optim.residual import split_parts
 from torch_fp8.quantization.recipe import CastSpec
 from torch_fp8.tensor.frozen_payload import freeze_tensor
 from torch_fp8.tensor.frozen_weight import frozen_parameter

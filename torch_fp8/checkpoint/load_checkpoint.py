@@ -22,7 +22,7 @@ from torch_fp8.conversion.freeze import refuse_kept
 from torch_fp8.conversion.frozen_layers import freeze_layers, frozen_recipe
 from torch_fp8.nn.frozen_storage import ThawNotice
 from torch_fp8.nn.linear import Float8Layer
-from torch_fp8.optim.pending_residual import split_parts
+from torch_fp8.optim.residual import split_parts
 from torch_fp8.tensor.frozen_payload import freeze_tensor
 
 Read: TypeAlias = Tensor | FP8Weight

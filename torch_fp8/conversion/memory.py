@@ -13,7 +13,8 @@ from torch.optim import Optimizer
 
 from torch_fp8.nn.linear import Float8Layer
 from torch_fp8.optim.optimizer import Float8Optimizer
-from torch_fp8.optim.state import is_large, residual_shape
+from torch_fp8.optim.residual import residual_of, residual_shape
+from torch_fp8.optim.state import is_large
 from torch_fp8.quantization.block_scaled import matrix_shape, num_groups
 from torch_fp8.quantization.payload_shape import scale_shape
 from torch_fp8.tensor.base import QuantizableTensor
@@ -21,6 +22,7 @@ from torch_fp8.tensor.dtensor import local
 from torch_fp8.tensor.float8_moment import Float8Moment
 from torch_fp8.tensor.frozen_weight import Float8FrozenWeight
 from torch_fp8.tensor.split_weight import SplitWeight, stored, stored_grad
+from torch_fp8.tensor.wide_grad import narrowed
 
 _CATEGORIES = ("weights", "gradients", "moments", "master", "scales", "caches")
 _NUM_MOMENTS = {"Adam": 2, "AdamW": 2, "NAdam": 2, "RAdam": 2, "Adamax": 2}
@@ -189,8 +191,6 @@ def _expected(parameter: Tensor, optimizer: Optimizer | None, *, converted: bool
     numel = shard.numel()
     size = stored(shard).element_size() if converted else shard.element_size()
     ours = optimizer if isinstance(optimizer, Float8Optimizer) else None
-    if ours is not None and not converted:
-        size = ours.original_dtype(parameter).itemsize
     if isinstance(shard, Float8FrozenWeight):
         payload = shard.payload
         if converted:
@@ -254,24 +254,21 @@ def _by_category(optimizers: list[Optimizer], parameters: list[Tensor]) -> dict[
     for optimizer in optimizers:
         for parameter, state in optimizer.state.items():
             if parameter in wanted:
-                for name, value in state.items():
+                for value in state.values():
                     shard = local(value)
                     if isinstance(shard, Float8Moment):
                         found["moments"].append(shard.qdata)
                         found["scales"].append(shard.scale)
                     elif isinstance(value, Tensor) and value.ndim > 0:
-                        found["master" if name == "residual" else "moments"].append(value)
-        if isinstance(optimizer, Float8Optimizer):
-            residuals = (optimizer.residual_of(p) for p in parameters)
-            found["master"] += [r for r in residuals if r is not None]
-    halves = [p.halves for p in parameters if isinstance(p, SplitWeight)]
-    found["master"] += [h.residual for h in halves if h.residual is not None]
+                        found["moments"].append(value)
+    residuals = map(residual_of, parameters)
+    found["master"] = [residual for residual in residuals if residual is not None]
     return found
 
 
 def _gradient_parts(grad: Tensor) -> tuple[Tensor, list[Tensor]]:
     """Return a gradient's elements, and its scales where it has 8 bits."""
-    shard = local(grad)
+    shard = narrowed(local(grad))
     parts = getattr(shard, "parts", None)
     if parts is None:
         return shard, []

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from torch_fp8.optim.state import is_large, residual_shape, sharded_residual_shape
+from torch_fp8.optim.residual import residual_shape, sharded_residual_shape
+from torch_fp8.optim.state import is_large
 from torch_fp8.quantization.split_float import RESIDUAL_BITS
 from torch_fp8.tensor.dtensor import local
 from torch_fp8.tensor.split_weight import stored
@@ -17,7 +18,7 @@ from torch_fp8.tensor.split_weight import stored
 FORMAT_VERSION = 1
 """The version of what `Float8Optimizer.state_dict` adds to the format of torch.optim.AdamW."""
 
-GROUP_KEY = "torch_fp8"
+OPTIONS_KEY = "torch_fp8"
 RESIDUALS_KEY = "torch_fp8_residuals"
 REFUSED_OPTIONS = ("amsgrad", "capturable", "differentiable")
 """The options of Adam and AdamW that 8-bit states do not support."""
@@ -70,7 +71,9 @@ def check_state_dict(
         )
     for i, group in enumerate(groups):
         _check_group(group, f"param_groups[{i}]")
-        bits = group.get(GROUP_KEY, {}).get("residual_bits", bits)
+    for where, saved in saved_options(state_dict):
+        _check_options(saved, where)
+        bits = saved["residual_bits"]
     parameters = [p for group in param_groups for p in group["params"]]
     states = state_dict["state"]
     for saved_id, parameter, entry in entries(_checked_states(states, state_dict), parameters):
@@ -79,6 +82,15 @@ def check_state_dict(
             _check_entry(parameter, entry, where)
         _check_residual(parameter, entry, bits, where)
     return bits
+
+
+def saved_options(state_dict: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the options that a checkpoint was saved with, and where; in older files, by group."""
+    if OPTIONS_KEY in state_dict:
+        yield f"state_dict[{OPTIONS_KEY!r}]", state_dict[OPTIONS_KEY]
+    for i, group in enumerate(state_dict["param_groups"]):
+        if OPTIONS_KEY in group:
+            yield f"param_groups[{i}][{OPTIONS_KEY!r}]", group[OPTIONS_KEY]
 
 
 def has_residual(entry: Mapping[str, Any]) -> bool:
@@ -107,9 +119,9 @@ def _check_group(group: Mapping[str, Any], where: str) -> None:
                 f"{where}[{option!r}] of the optimizer's checkpoint is {group[option]!r}, which "
                 "8-bit states do not have; train on with FP8Config(opt_level='O1')"
             )
-    if GROUP_KEY not in group:
-        return
-    saved, where = group[GROUP_KEY], f"{where}[{GROUP_KEY!r}]"
+
+
+def _check_options(saved: Any, where: str) -> None:
     if not isinstance(saved, Mapping):
         raise ValueError(f"{where} is no dict: {saved!r:.80}")
     if saved.get("version") != FORMAT_VERSION:
@@ -158,7 +170,7 @@ def _check_residual(parameter: Tensor, entry: Mapping[str, Any], bits: int, wher
         raise ValueError(f"{where} is {saved.dtype}, expected {dtypes[0]}")
     fits = [residual_shape(parameter.shape, bits), residual_shape(local(parameter).shape, bits)]
     # The shape as sharded where it was saved, though it may have been gathered since.
-    sharded = sharded_residual_shape(parameter, fits[0], 2 if bits == 16 else 1)
+    sharded = sharded_residual_shape(parameter, fits[0], bits)
     fits = [sharded] if isinstance(saved, DTensor) else [*fits, sharded]
     if tuple(saved.shape) not in fits:
         raise ValueError(f"{where} has shape {tuple(saved.shape)}, expected {fits[0]}")

@@ -26,16 +26,14 @@ from torch_fp8.optim.embedding_dtype import (
 )
 from torch_fp8.optim.grad_hooks import attach_hooks, detach_hooks
 from torch_fp8.optim.optimizer import Float8Optimizer, float8_class
-from torch_fp8.optim.pending_residual import take_residuals
 from torch_fp8.optim.report import OptimizerReport, in_words
+from torch_fp8.optim.residual import drop_residuals
 from torch_fp8.optim.state import State, is_large, settle_moments
 from torch_fp8.optim.state_sharding import check_shardings
 from torch_fp8.optim.weight_owners import NO_MODEL, has_linear_forward, reasons_to_stay
 from torch_fp8.tensor.dtensor import local
-from torch_fp8.tensor.encoded import plain
-from torch_fp8.tensor.halves import join_matrix
-from torch_fp8.tensor.split_weight import SplitWeight, split_parameter
-from torch_fp8.tensor.split_weight import join_parameter as join_split_weight
+from torch_fp8.tensor.split_shard import SplitShard
+from torch_fp8.tensor.split_weight import SplitWeight, join_parameter, split_parameter
 
 _BASES = (AdamW, Adam)
 _WRAPPED = "DistributedDataParallel has wrapped them before"
@@ -74,7 +72,7 @@ def convert_optimizer(
     name = _name(optimizer)
     reason = "level O1" if config.opt_level == "O1" else _reason_to_leave(optimizer)
     if reason is not None:
-        take_residuals(optimizer)
+        drop_residuals(optimizer)
         if isinstance(optimizer, _BASES) and config.opt_level != "O1":
             warnings.warn(f"{reason}: it keeps its own states", stacklevel=2)
         return OptimizerReport(name, False, reason)
@@ -92,7 +90,6 @@ def convert_optimizer(
         restore_weights(optimizer)
     assert isinstance(optimizer, Float8Optimizer)
     optimizer.set_config(config)
-    take_residuals(optimizer)
     num_split, float32 = _split_weights(optimizer, model)
     report = OptimizerReport(
         name,
@@ -120,6 +117,9 @@ def _split_weights(optimizer: Float8Optimizer, model: nn.Module | None) -> tuple
         if parameter.dtype != torch.float32 or not is_large(parameter):
             continue
         if not parameter.requires_grad:
+            continue
+        if isinstance(local(parameter), SplitShard):
+            num_split += 1
             continue
         reason = reasons.get(parameter, unknown)
         if not optimizer.fp8_config.split_weights:
@@ -185,7 +185,7 @@ def _convert_gradients(optimizer: Float8Optimizer, model: nn.Module | None) -> N
 
 @torch.no_grad()
 def restore_weights(optimizer: Optimizer) -> int:
-    """Give each weight the dtype back that it had, joined with its residual, in place.
+    """Make each split weight a plain float32 Parameter again, the same object.
 
     Another `convert_optimizer` splits them again, exactly. Sharded weights stay as they are, since
     their model has to know: see `torch_fp8.distributed.join_sharded`.
@@ -197,38 +197,10 @@ def restore_weights(optimizer: Optimizer) -> int:
         return 0
     detach_hooks(optimizer)
     optimizer.fp8_layers = ()
-    restored = 0
-    for _, _, parameter in optimizer.indexed_parameters():
-        if isinstance(parameter, DTensor):
-            continue
-        if isinstance(parameter, SplitWeight):
-            join_split_weight(parameter)
-            restored += 1
-            continue
-        dtype = optimizer._fp8_dtypes.pop(parameter, None)
-        if dtype is None or parameter.dtype != torch.bfloat16:
-            continue
-        joined = join_parameter(optimizer, parameter)
-        optimizer.set_residual(parameter, None)
-        grad, parameter.grad = parameter.grad, None
-        parameter.data = joined.to(dtype)
-        if grad is not None:
-            parameter.grad = grad.to(dtype)
-        restored += 1
-    return restored
-
-
-def join_parameter(optimizer: Optimizer, parameter: Tensor) -> Tensor:
-    """Join a parameter with its residual, if the optimizer has one, to the float32 weight."""
-    residual = None
-    if isinstance(optimizer, Float8Optimizer) and parameter.dtype == torch.bfloat16:
-        optimizer.renew_residuals([parameter])
-        residual = optimizer.residual_of(parameter)
-    shard = plain(local(parameter.detach()))
-    if residual is None:
-        return shard.float()
-    assert isinstance(optimizer, Float8Optimizer)
-    return join_matrix(shard, local(residual), optimizer.residual_bits(parameter))
+    split = [p for _, _, p in optimizer.indexed_parameters() if isinstance(p, SplitWeight)]
+    for parameter in split:
+        join_parameter(parameter)
+    return len(split)
 
 
 def _keep_weights(optimizer: Float8Optimizer, model: nn.Module | None) -> int:

@@ -35,7 +35,9 @@ from torch_fp8.ops.grad_codec import Rounding
 from torch_fp8.optim.step import shard_origin
 from torch_fp8.tensor.dtensor import local, with_data
 from torch_fp8.tensor.float8_grad import Float8Grad
+from torch_fp8.tensor.split_shard import SplitShard
 from torch_fp8.tensor.split_weight import SplitWeight, stored_grad
+from torch_fp8.tensor.wide_grad import WideGrad
 
 _WHY = "FP8Config(gradient_release=True) has applied and freed"
 _CLIPPING = "torch.nn.utils.clip_grad"
@@ -188,10 +190,8 @@ class GradientHook:
         grad = stored_grad(parameter)
         assert grad is not None
         shard = local(grad)
-        if isinstance(shard, Float8Grad):
+        if isinstance(shard, Float8Grad) or _is_partial(grad):
             return
-        if isinstance(grad, DTensor) and any(p.is_partial() for p in grad.placements):
-            return  # the addends of a sum that is still to be made
         rounding, dtype = self.rounding(parameter), local(parameter).dtype
         quantized = Float8Grad.quantize(shard, rounding, dtype, exchanged=exchanged)
         parameter.grad = with_data(grad, quantized)
@@ -226,9 +226,11 @@ def attach_hooks(optimizer: Any) -> int:
     """
     weights, missing = optimizer.fp8_gradients, 0
     release = optimizer.fp8_config.gradient_release
-    for index, _, parameter in optimizer.indexed_parameters():
+    indexed = optimizer.indexed_parameters()
+    narrow = bool(weights) or any(isinstance(local(p), SplitShard) for _, _, p in indexed)
+    for index, _, parameter in indexed:
         quantize = parameter in weights
-        take_out = bool(weights) and isinstance(parameter, DTensor)
+        take_out = narrow and isinstance(parameter, DTensor)
         averaged = _reducer_of(optimizer, parameter) is not None
         hook = hook_of(parameter)
         if hook is not None and not hook.belongs_to(optimizer):
@@ -280,12 +282,24 @@ def _group_of(optimizer: Optimizer, parameter: Tensor) -> dict[str, Any] | None:
 
 
 def _take_out(parameter: Tensor) -> None:
-    """Give a gradient that is a small view of a large buffer memory of its own."""
+    """Give a gradient that FSDP2 has reduced memory of its own, that of a split weight in BF16.
+
+    It is a view of the buffer of a whole block in float32.
+    """
     grad = parameter.grad
     assert grad is not None
     shard = local(grad)
-    if shard.untyped_storage().nbytes() > shard.nbytes:
+    if type(shard) is not Tensor:
+        return
+    if isinstance(local(parameter), SplitShard) and not _is_partial(grad):
+        parameter.grad = with_data(grad, WideGrad(shard.to(torch.bfloat16)))
+    elif shard.untyped_storage().nbytes() > shard.nbytes:
         parameter.grad = with_data(grad, shard.clone())
+
+
+def _is_partial(grad: Tensor) -> bool:
+    """Return whether a gradient holds the addends of a sum that is still to be made."""
+    return isinstance(grad, DTensor) and any(p.is_partial() for p in grad.placements)
 
 
 def _reducer_of(optimizer: Any, parameter: Tensor) -> Any:

@@ -1,7 +1,7 @@
 """A model's weights for others: whole, plain and on the CPU, all at once or one after the other.
 
-At level O2 and O3 a trained weight is BF16 in the model and a residual in its optimizer, and a
-weight that nobody trains may be stored as FP8 alone. Here both are what a stock run would have.
+At level O2 and O3 a trained weight is stored as BF16 and a residual, and a weight that nobody
+trains may be stored as FP8 alone. Here both are what a stock run would have.
 """
 
 from collections.abc import Iterable, Iterator
@@ -13,8 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from torch_fp8.optim.convert import join_parameter
-from torch_fp8.optim.optimizer import Float8Optimizer
+from torch_fp8.optim.residual import join_weight, residual_of
 
 
 @torch.no_grad()
@@ -101,7 +100,6 @@ def _merged(parameter: Tensor, optimizer: Optimizer | None, dtype: torch.dtype |
     if not parameter.is_floating_point():
         return parameter.detach().cpu().clone()
     whole = parameter.detach()
-    ours = isinstance(optimizer, Float8Optimizer) and optimizer.residual_of(parameter) is not None
-    if optimizer is not None and (ours or dtype is not None):
-        whole = join_parameter(optimizer, parameter)
+    if optimizer is not None and (dtype is not None or residual_of(parameter) is not None):
+        whole = join_weight(parameter)
     return whole.to(device="cpu", dtype=dtype or whole.dtype, copy=True)

@@ -4,8 +4,8 @@
 and from its own, with another ``step``, ``state_dict`` and ``load_state_dict``; groups, hooks and
 the scheduler that holds it never notice.
 
-A float32 weight becomes a BF16 Parameter, and the bits below it an 8-bit residual in the optimizer
-(`torch_fp8.quantization.split_float`); both moments have 8 bits (`torch_fp8.ops.adamw`). With the
+A float32 weight is stored as a BF16 half and an 8-bit residual
+(`torch_fp8.tensor.split_weight`); both moments have 8 bits (`torch_fp8.ops.adamw`). With the
 BF16 gradient a weight then takes 2 + 1 + 2 + 1 + 1 bytes and the scales, 7.06, where float32 takes
 16.
 """
@@ -25,32 +25,48 @@ from torch_fp8.config import FP8Config
 from torch_fp8.nn.linear import Float8Layer
 from torch_fp8.optim.checkpoint import (
     FORMAT_VERSION,
-    GROUP_KEY,
+    OPTIONS_KEY,
     RESIDUALS_KEY,
     check_state_dict,
     entries,
     has_residual,
+    saved_options,
 )
 from torch_fp8.optim.grad_hooks import attach_hooks, finish_release, hook_of
-from torch_fp8.optim.last_writes import LastWrites
+from torch_fp8.optim.residual import (
+    known_residual,
+    residual_to_checkpoint,
+    set_residual,
+    with_bits,
+)
 from torch_fp8.optim.state import (
     SMALL_RESIDUAL_BITS,
     State,
     from_checkpoint,
     is_large,
     new_moments,
-    residual_from_checkpoint,
-    residual_to_checkpoint,
     settle_moments,
     settle_weight,
     to_checkpoint,
-    zero_residual,
 )
-from torch_fp8.optim.step import Caches, new_small_state, settle_gradient, step_large, step_small
+from torch_fp8.optim.step import (
+    Caches,
+    new_small_state,
+    settle_gradient,
+    shard_origin,
+    step_large,
+    step_small,
+)
 from torch_fp8.tensor.dtensor import local
 from torch_fp8.tensor.float8_moment import Float8Moment
 from torch_fp8.tensor.halves import EXACT_BITS
-from torch_fp8.tensor.split_weight import SplitWeight, split_parameter, stored, stored_grad
+from torch_fp8.tensor.split_weight import (
+    SplitWeight,
+    halves_of,
+    split_parameter,
+    stored,
+    stored_grad,
+)
 
 _HOOKS = ("state_dict_pre", "state_dict_post", "load_state_dict_pre", "load_state_dict_post")
 
@@ -77,11 +93,6 @@ class Float8Optimizer(Optimizer):
     fp8_caches: Caches
     fp8_reducers: tuple[Any, ...] = ()
     _fp8_base: type[Optimizer]
-    # Parameter -> residual as stored, until its first step moves it into the state.
-    _fp8_residuals: dict[Tensor, Tensor]
-    # Parameter -> the dtype it had before it became BF16.
-    _fp8_dtypes: dict[Tensor, torch.dtype]
-    _fp8_writes: LastWrites
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -113,9 +124,8 @@ class Float8Optimizer(Optimizer):
         with_grads = [(*entry, stored_grad(entry[2])) for entry in indexed]
         with_grads = [entry for entry in with_grads if entry[3] is not None]
         parameters = [p for _, _, p, _ in with_grads]
-        self.renew_residuals(parameters, in_step=True)
         # Kernels write past torch, and shards have versions of their own. A graph that needs the
-        # old value shall notice; what is noted and kept of the new one comes after this.
+        # old value shall notice; what is kept of the new one comes after this.
         torch.autograd.graph.increment_version(parameters)
         for index, group, parameter, grad in with_grads:
             assert grad is not None
@@ -123,9 +133,11 @@ class Float8Optimizer(Optimizer):
                 raise RuntimeError(f"{self._fp8_base.__name__} does not support sparse gradients")
             settle_gradient(parameter)
             state = self._state_of(parameter)
-            if isinstance(parameter, SplitWeight):
-                parameter.halves.awaited = None
-                settle_weight(parameter, self.fp8_config.seed, state, index)
+            halves = halves_of(parameter)
+            if halves is not None:
+                halves.awaited = None
+                origin = shard_origin(parameter)
+                settle_weight(halves, self.fp8_config.seed, state, index, origin)
             if state["exp_avg"].__class__ is Float8Moment or is_large(parameter):
                 large.append((index, group, parameter, state))
             else:
@@ -135,8 +147,6 @@ class Float8Optimizer(Optimizer):
         step_large(large, self.fp8_config, self.fp8_caches)
         for group in self.param_groups:
             step_small(group, [(p, s) for g, p, s in small if g is group])
-        stepped = [(p, s) for *_, p, s in large] + [(p, s) for _, p, s in small]
-        self._fp8_writes.note([p for p, s in stepped if "residual" in s and not p.is_meta])
 
     def _state_of(self, parameter: Tensor) -> State:
         """Return a parameter's state, made at its first step and repaired after outside changes."""
@@ -144,10 +154,6 @@ class Float8Optimizer(Optimizer):
         if "step" not in state:
             large = is_large(parameter)
             state.update(new_moments(parameter) if large else new_small_state(parameter))
-            if not isinstance(parameter, SplitWeight):
-                residual = self._fp8_residuals.pop(parameter, None)
-                if residual is not None:
-                    state["residual"] = residual
         if state["step"].device.type != "cpu":
             state["step"] = state["step"].cpu()
         first, second = state["exp_avg"], state["exp_avg_sq"]
@@ -155,11 +161,6 @@ class Float8Optimizer(Optimizer):
         settled = settled and parameter.dtype in (torch.float32, torch.bfloat16)
         if not settled or not first.shape == second.shape == parameter.shape:
             settle_moments(parameter, state)
-        bits = self.residual_bits(parameter)
-        if not bits:
-            state.pop("residual", None)
-        elif "residual" not in state:
-            state["residual"] = zero_residual(parameter, bits)
         device = local(parameter).device
         for name, value in state.items():
             if name != "step" and value.device != device:
@@ -167,12 +168,8 @@ class Float8Optimizer(Optimizer):
         return state
 
     def set_config(self, config: FP8Config) -> None:
-        """Take over a configuration; residuals change their bits with it."""
-        old = self.__dict__.get("fp8_config", config)
+        """Take over a configuration; residuals change their bits at the next step."""
         self.fp8_config = config
-        self.__dict__.setdefault("_fp8_residuals", {})
-        self.__dict__.setdefault("_fp8_dtypes", {})
-        self.__dict__.setdefault("_fp8_writes", LastWrites())
         self.fp8_caches = {}
         self.__dict__.setdefault("fp8_layers", ())
         self.__dict__.setdefault("fp8_why_bf16_gradients", None)
@@ -181,49 +178,10 @@ class Float8Optimizer(Optimizer):
         # GradScaler shall unscale and check the gradients itself, not leave it to a fused step;
         # only where they are gone by then does the step tell it that it cannot.
         self._step_supports_amp_scaling = config.gradient_release
-        before, bits = old.residual_bits, config.residual_bits
         for _, _, parameter in self.indexed_parameters():
-            residual = self.residual_of(parameter)
-            if isinstance(parameter, SplitWeight):
-                parameter.halves.step_bits = bits
-            elif residual is not None and is_large(parameter) and before != bits:
-                residual = residual_from_checkpoint(parameter, residual, before, bits)
-                self.set_residual(parameter, residual)
-
-    def residual_of(self, parameter: Tensor) -> Tensor | None:
-        """Return the bits of a weight below BF16, as stored."""
-        residual: Tensor | None = self.state.get(parameter, {}).get("residual")
-        return self._fp8_residuals.get(parameter) if residual is None else residual
-
-    def set_residual(self, parameter: Tensor, residual: Tensor | None) -> None:
-        """Replace the residual; None: there is none."""
-        self._fp8_writes.forget(parameter)
-        self._fp8_residuals.pop(parameter, None)
-        state = self.state.get(parameter, {})
-        state.pop("residual", None)
-        if residual is not None and state:
-            state["residual"] = residual
-        elif residual is not None:
-            self._fp8_residuals[parameter] = residual
-
-    def renew_residuals(self, parameters: Iterable[Tensor], *, in_step: bool = False) -> None:
-        """Zero the residuals of weights that somebody else has written (`LastWrites`).
-
-        Args:
-            parameters: the weights to look at.
-            in_step: whether a step is about to begin.
-        """
-        split = [p for p in parameters if p.dtype == torch.bfloat16]
-        changed = self._fp8_writes.changed(split, in_step=in_step)
-        for parameter in changed:
-            residual = self.residual_of(parameter)
-            if residual is not None:
-                local(residual).zero_()
-        self._fp8_writes.note(changed)
-
-    def note_weights(self, parameters: Iterable[Tensor]) -> None:
-        """Note that these weights, as they are, belong to their residuals."""
-        self._fp8_writes.note(parameters)
+            halves = halves_of(parameter)
+            if halves is not None:
+                halves.step_bits = config.residual_bits
 
     def residual_bits(self, parameter: Tensor) -> int:
         """Return k, the residual bits of a parameter: 0 where it is not BF16 (any more)."""
@@ -233,21 +191,17 @@ class Float8Optimizer(Optimizer):
             return SMALL_RESIDUAL_BITS
         return self.fp8_config.large_residual_bits or 0
 
-    def original_dtype(self, parameter: Tensor) -> torch.dtype:
-        """Return the dtype that a parameter had before it became BF16."""
-        return self._fp8_dtypes.get(parameter, parameter.dtype)
-
     def has_fp8_gradient(self, parameter: Tensor) -> bool:
         """Return whether the gradient of a parameter is quantized as soon as it is there."""
         hook = hook_of(parameter)
         return hook is not None and hook.quantize
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state in torch.optim.AdamW's format, on the CPU, plus ``residual``.
+        """Return the state in torch.optim.AdamW's format, on the CPU.
 
-        Weights that have not been stepped yet have no state in that format; their residuals are
-        under a key of their own beside ``state`` and ``param_groups``. Hooks run as in stock: post
-        hooks see, and may change, what is returned.
+        Weights that their user holds in BF16 have a ``residual`` beside it. Beside ``state`` and
+        ``param_groups`` are options of ours and the residuals of weights that were not stepped.
+        Hooks run as in stock: post hooks see, and may change, what is returned.
         """
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
@@ -260,23 +214,23 @@ class Float8Optimizer(Optimizer):
 
     def _to_checkpoint(self, packed: dict[str, Any]) -> dict[str, Any]:
         parameters = {i: p for i, _, p in self.indexed_parameters()}
-        self.renew_residuals(parameters.values())
         for i, state in packed["state"].items():
             if i in parameters:  # beside them may be what a hook has put there
                 ours = "step" in state
                 state = to_checkpoint(parameters[i], state) if ours else dict(state)
+                residual = residual_to_checkpoint(parameters[i]) if ours else None
                 packed["state"][i] = state
-        for group in packed["param_groups"]:
-            group[GROUP_KEY] = {
-                "version": FORMAT_VERSION,
-                "residual_bits": self.fp8_config.residual_bits,
-                "seed": self.fp8_config.seed,
-            }
-        packed[RESIDUALS_KEY] = {
-            i: residual_to_checkpoint(p, self._fp8_residuals[p])
-            for i, p in parameters.items()
-            if p in self._fp8_residuals and not isinstance(p, SplitWeight)
+                if residual is not None:
+                    state["residual"] = residual
+        # Not in state or param_groups, where torch.distributed.checkpoint asks a file for each key.
+        packed[OPTIONS_KEY] = {
+            "version": FORMAT_VERSION,
+            "residual_bits": self.fp8_config.residual_bits,
+            "seed": self.fp8_config.seed,
         }
+        unstepped = {i: p for i, p in parameters.items() if "step" not in self.state.get(p, {})}
+        residuals = {i: residual_to_checkpoint(p) for i, p in unstepped.items()}
+        packed[RESIDUALS_KEY] = {i: r for i, r in residuals.items() if r is not None}
         return packed
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -304,37 +258,30 @@ class Float8Optimizer(Optimizer):
     def _from_checkpoint(self, state_dict: dict[str, Any], saved_bits: int) -> None:
         parameters = [p for _, _, p in self.indexed_parameters()]
         loaded = list(entries(state_dict, parameters))
-        self.renew_residuals(parameters)
-        states = ((p, self.state.get(p, {})) for p in parameters)
-        self._fp8_residuals.update({p: s["residual"] for p, s in states if "residual" in s})
         ids = {saved_id for saved_id, _, _ in loaded}
         others = {i: value for i, value in state_dict["state"].items() if i not in ids}
         super().load_state_dict({**state_dict, "state": others})
+        for _, saved in saved_options(state_dict):
+            self.fp8_config = dataclasses.replace(self.fp8_config, seed=saved["seed"])
         for group in self.param_groups:
-            saved = group.pop(GROUP_KEY, None)
-            if saved is not None:
-                self.fp8_config = dataclasses.replace(self.fp8_config, seed=saved["seed"])
+            group.pop(OPTIONS_KEY, None)
+        ours = any(saved_options(state_dict))
         for _, parameter, entry in loaded:
-            bits = self.residual_bits(parameter)
-            if isinstance(parameter, SplitWeight):
-                parameter.halves.awaited = None
-                if has_residual(entry):
-                    residual = residual_from_checkpoint(
-                        stored(parameter), entry["residual"], saved_bits, parameter.halves.step_bits
-                    )
-                    parameter.halves.adopt(residual)
-            elif bits and has_residual(entry):
-                saved_k = saved_bits if is_large(parameter) else bits
-                self._fp8_residuals[parameter] = residual_from_checkpoint(
-                    parameter, entry["residual"], saved_k, bits
-                )
-                self._fp8_writes.forget(parameter)  # its weight may be loaded after this
+            bits, halves = self.residual_bits(parameter), halves_of(parameter)
+            if halves is not None:
+                halves.awaited = None
+            if has_residual(entry):
+                saved, shard = entry["residual"], stored(local(parameter))
+                if halves is not None:
+                    halves.adopt(with_bits(shard, saved, saved_bits, halves.step_bits))
+                elif bits:
+                    saved_k = saved_bits if is_large(parameter) else bits
+                    set_residual(parameter, with_bits(shard, saved, saved_k, bits), bits)
+            elif ours and "residual" not in entry:
+                set_residual(parameter, None, 0)
             if "step" not in entry:
                 continue
-            state = from_checkpoint(parameter, entry, is_large(parameter))
-            if parameter in self._fp8_residuals and not isinstance(parameter, SplitWeight):
-                state["residual"] = self._fp8_residuals.pop(parameter)
-            self.state[parameter] = state
+            self.state[parameter] = from_checkpoint(parameter, entry, is_large(parameter))
 
     @contextlib.contextmanager
     def _without_hooks(self) -> Iterator[None]:
@@ -354,25 +301,26 @@ class Float8Optimizer(Optimizer):
             "fp8_hooks_restored",
             "fp8_released",
             "_fp8_base",
-            "_fp8_residuals",
-            "_fp8_dtypes",
         )
         state = {**super().__getstate__(), **{name: self.__dict__[name] for name in ours}}
         indexed = self.indexed_parameters()
-        split = [i for i, _, p in indexed if isinstance(p, SplitWeight)]  # copies are plain
+        # Copies of these are plain float32, and of BF16 weights without residual.
+        split = [i for i, _, p in indexed if isinstance(p, SplitWeight)]
+        residuals = {i: known for i, _, p in indexed if (known := known_residual(p)) is not None}
         layers = [layer for ref in self.fp8_layers if (layer := ref())]
-        return {**state, "fp8_layers": layers, "fp8_split": split}
+        return {**state, "fp8_layers": layers, "fp8_split": split, "fp8_residuals": residuals}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         if "fp8_layers" in state:  # of a copy; load_state_dict calls this, too
             self.fp8_layers = tuple(map(weakref.ref, state["fp8_layers"]))
-            split = self.__dict__.pop("fp8_split")
-            for _, _, parameter in [self.indexed_parameters()[i] for i in split]:
-                if not isinstance(parameter, SplitWeight):
+            split, residuals = self.__dict__.pop("fp8_split"), self.__dict__.pop("fp8_residuals")
+            for i, _, parameter in self.indexed_parameters():
+                if i in split and not isinstance(parameter, SplitWeight):
                     split_parameter(parameter, EXACT_BITS, self.fp8_config.residual_bits)
+                if i in residuals:
+                    set_residual(parameter, *residuals[i])
         self.fp8_caches = self.__dict__.get("fp8_caches", {})
-        self.__dict__.setdefault("_fp8_writes", LastWrites())
         self._step_supports_amp_scaling = self.fp8_config.gradient_release
         attach_hooks(self)  # the copied parameters have none
 

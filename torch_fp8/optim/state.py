@@ -1,24 +1,21 @@
 """The state that an optimizer keeps for a parameter, and its form in a checkpoint.
 
-A large weight has 8-bit moments and, where it is BF16, a residual; a small one has float32 moments,
-and 16 residual bits where it is BF16. In memory the state of a large weight is torch.optim.AdamW's,
-a flat dict of tensors, and its residual:
+A large weight has 8-bit moments, a small one float32 moments. In memory the state of a large weight
+is torch.optim.AdamW's, a flat dict of tensors:
 
 ========================  ========================================================================
 ``step``                  () float32 on the CPU, as torch.optim.AdamW's
 ``exp_avg``               `Float8Moment` of the parameter's shape, which reads as float32
 ``exp_avg_sq``            `Float8Moment`
-``residual``              int8 (R, K); (R, ceil(K / 2)) with 4 bits; int16 for a small weight
 ========================  ========================================================================
 
-(R, K) is the parameter's matrix shape. You may write to the moments or assign others: the next step
-quantizes those that are plain.
+You may write to the moments or assign others: the next step quantizes those that are plain.
 
 In a checkpoint it has torch.optim.AdamW's own names, shapes and dtype (``step``, ``exp_avg``,
-``exp_avg_sq`` float32) beside ``residual``, so that stock AdamW opens it.
+``exp_avg_sq`` float32), so that stock AdamW opens it; beside them stands the ``residual`` of a
+weight that its user holds in BF16 (`torch_fp8.optim.residual`).
 """
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -29,14 +26,11 @@ from torch.distributed.tensor import DTensor
 from torch_fp8.quantization.block_scaled import (
     MIN_NUMEL,
     BlockScaled,
-    matrix_shape,
-    row_parts,
 )
-from torch_fp8.quantization.split_float import pack, stored_cols, unpack
 from torch_fp8.quantization.stochastic_rounding import stream_keys
 from torch_fp8.tensor.dtensor import like_parameter, local
 from torch_fp8.tensor.float8_moment import MOMENT_FORMATS, Float8Moment
-from torch_fp8.tensor.split_weight import SplitWeight
+from torch_fp8.tensor.halves import Halves
 
 SMALL_RESIDUAL_BITS = 16
 """The residual bits of a small BF16 parameter: with them it is a float32 number."""
@@ -92,17 +86,18 @@ def settle_moments(parameter: Tensor, state: State) -> None:
         state[name] = like_parameter(parameter, target, tuple(parameter.shape))
 
 
-def settle_weight(weight: SplitWeight, seed: int, state: State, index: int) -> None:
+def settle_weight(
+    halves: Halves, seed: int, state: State, index: int, origin: tuple[int, int, int]
+) -> None:
     """Give a weight that is about to be stepped the residual bits of a step.
 
     Args:
-        weight: one that somebody may have written.
+        halves: those of a weight that somebody may have written.
         seed, state, index: seed of the optimizer, state of the weight, whose ``step`` counts, and
             its index: they key the random bits.
+        origin: see `torch_fp8.tensor.halves.Halves.settle`.
     """
-    halves = weight.halves
-    if halves.bits != halves.step_bits:
-        halves.settle(stream_keys(seed, -1 - int(state["step"]), index))
+    halves.settle(stream_keys(seed, -1 - int(state["step"]), index), origin)
     halves.writes += 1
 
 
@@ -110,71 +105,6 @@ def moment(state: State, name: str) -> BlockScaled:
     """Return codes and scales of ``exp_avg`` or ``exp_avg_sq`` of this rank's shard."""
     codes: BlockScaled = local(state[name]).codes
     return codes
-
-
-def zero_residual(parameter: Tensor, bits: int) -> Tensor:
-    """Return the residual of a weight that is exactly BF16."""
-    shard = local(parameter)
-    rows, cols = matrix_shape(shard.shape) if shard.ndim > 1 else (1, shard.numel())
-    dtype = torch.int16 if bits == 16 else torch.int8
-    zeros = torch.zeros((rows, stored_cols(cols, bits)), dtype=dtype, device=shard.device)
-    return like_parameter(parameter, zeros, residual_shape(parameter.shape, bits))
-
-
-def residual_shape(shape: torch.Size, bits: int) -> tuple[int, int]:
-    """Return the shape of the stored residual of a whole parameter."""
-    rows, cols = matrix_shape(shape) if len(shape) > 1 else (1, math.prod(shape))
-    return rows, stored_cols(cols, bits)
-
-
-def residual_from_checkpoint(
-    parameter: Tensor, saved: Tensor, saved_bits: int, bits: int
-) -> Tensor:
-    """Return a saved residual, rounded to nearest where it has more bits than are kept."""
-    residual = zero_residual(parameter, bits)
-    target = local(residual)
-    if not bits:
-        return residual
-    source = local(saved).contiguous().view(torch.int16 if saved_bits == 16 else torch.int8)
-    source = source.view(residual_shape(local(parameter).shape, saved_bits))
-    if saved_bits == bits:
-        target.copy_(source)
-        return residual
-    shard = local(parameter)
-    cols = matrix_shape(shard.shape)[1]
-    for part in row_parts(target.shape[0], cols):
-        wide = unpack(source[part].to(target.device), saved_bits, cols)
-        if bits > saved_bits:
-            wide = wide << (bits - saved_bits)
-        else:
-            dropped = saved_bits - bits
-            wide = (wide + (1 << dropped >> 1)) >> dropped
-            wide = wide.clamp(max=(1 << (bits - 1)) - 1)
-        target[part] = pack(wide, bits)
-    return residual
-
-
-def residual_to_checkpoint(parameter: Tensor, residual: Tensor) -> Tensor:
-    """Return a residual as it is saved: on the CPU, or as a DTensor where it is.
-
-    A sharded parameter's residual is saved as int8 (S, n), S the parameter's first dimension: the
-    matrix of a vector, or of stacked matrices, has other rows than the parameter is sharded by, and
-    neither gloo nor NCCL sends int16.
-    """
-    if not isinstance(parameter, DTensor):
-        return _copied(residual)
-    shape = sharded_residual_shape(parameter, residual.shape, residual.element_size())
-    shard = local(residual).contiguous().view(torch.int8)
-    rows = local(parameter).shape[0]
-    cols = shard.numel() // rows if rows else shape[1]  # fewer where columns are sharded
-    return like_parameter(parameter, shard.view(rows, cols).clone(), shape)
-
-
-def sharded_residual_shape(
-    parameter: Tensor, shape: tuple[int, ...], element_size: int
-) -> tuple[int, int]:
-    """Return the shape of a sharded parameter's residual as `residual_to_checkpoint` has it."""
-    return parameter.shape[0], math.prod(shape) * element_size // parameter.shape[0]
 
 
 def to_checkpoint(parameter: Tensor, state: State) -> State:
@@ -189,15 +119,13 @@ def to_checkpoint(parameter: Tensor, state: State) -> State:
             entry[name] = like_parameter(parameter, dense, tuple(parameter.shape))
         elif value is not None:
             entry[name] = _copied(value)
-    if "residual" in state:
-        entry["residual"] = residual_to_checkpoint(parameter, state["residual"])
     return entry
 
 
 def from_checkpoint(parameter: Tensor, entry: Mapping[str, Any], large: bool) -> State:
     """Return the state in memory from torch.optim.AdamW's format; moments round to nearest.
 
-    The residual, which may be stored in another form, is left to the caller.
+    The residual, which belongs to the weight, is left to the caller.
     """
     step = entry["step"]
     step = (

@@ -15,13 +15,15 @@ from torch_fp8.kernels.arguments import GradientParts, StepScalars, WeightMatrix
 from torch_fp8.nn.weight_cache import WeightCache
 from torch_fp8.ops.adamw import adamw_step_reference, update_rms_reference
 from torch_fp8.ops.registry import emulates_casts
+from torch_fp8.optim.residual import join_weight, set_residual, settled_residual
 from torch_fp8.optim.state import SMALL_RESIDUAL_BITS, State, moment
 from torch_fp8.quantization.block_scaled import matrix_shape
 from torch_fp8.quantization.recipe import CastSpec
 from torch_fp8.quantization.stochastic_rounding import stream_keys
 from torch_fp8.tensor.dtensor import local
-from torch_fp8.tensor.halves import join_matrix, split_matrix
-from torch_fp8.tensor.split_weight import SplitWeight, stored_grad
+from torch_fp8.tensor.halves import split_matrix
+from torch_fp8.tensor.split_weight import halves_of, stored, stored_grad
+from torch_fp8.tensor.wide_grad import narrowed
 
 Entry = tuple[int, dict[str, Any], Tensor, State]
 """A parameter to step: its index among all, its group, the parameter, its state."""
@@ -44,8 +46,7 @@ def step_large(entries: list[Entry], config: FP8Config, caches: Caches) -> None:
     numbers = _zeros([p for _, _, p, _ in stepped if _alive(caches, p)])
     of_groups: dict[tuple[int, float], StepScalars] = {}
     for index, group, parameter, state in stepped:
-        split = isinstance(parameter, SplitWeight)
-        weight = parameter.halves.high if split else local(parameter)
+        weight = stored(local(parameter))
         in_place = weight.is_contiguous()
         matrix = _matrix(parameter, state, weight if in_place else weight.contiguous(), config)
         if parameter in numbers:
@@ -137,7 +138,7 @@ def step_small(group: dict[str, Any], entries: list[tuple[Tensor, State]]) -> No
     """
     if not entries:
         return
-    weights = [_full_precision(p, s) for p, s in entries]
+    weights = [_full_precision(p) for p, _ in entries]
     grads = [local(_dense(p)).to(w.dtype) for (p, _), w in zip(entries, weights, strict=True)]
     beta1, beta2 = group["betas"]
     adam(
@@ -157,11 +158,11 @@ def step_small(group: dict[str, Any], entries: list[tuple[Tensor, State]]) -> No
         eps=group["eps"],
         maximize=group["maximize"],
     )
-    for (parameter, state), weight in zip(entries, weights, strict=True):
-        if parameter.dtype == torch.bfloat16 and weight.numel():  # some ranks have none
+    for (parameter, _), weight in zip(entries, weights, strict=True):
+        if parameter.dtype == torch.bfloat16:
             high, residual = split_matrix(weight, SMALL_RESIDUAL_BITS)
             local(parameter).copy_(high)
-            local(state["residual"]).copy_(residual)
+            set_residual(parameter, residual, SMALL_RESIDUAL_BITS)
 
 
 def new_small_state(parameter: Tensor) -> State:
@@ -177,10 +178,11 @@ def new_small_state(parameter: Tensor) -> State:
     }
 
 
-def _full_precision(parameter: Tensor, state: State) -> Tensor:
+def _full_precision(parameter: Tensor) -> Tensor:
     if parameter.dtype != torch.bfloat16:
         return local(parameter)
-    return join_matrix(local(parameter), local(state["residual"]), SMALL_RESIDUAL_BITS)
+    settled_residual(parameter, SMALL_RESIDUAL_BITS)  # on the weight's device
+    return join_weight(parameter)
 
 
 def settle_gradient(parameter: Tensor) -> None:
@@ -205,15 +207,18 @@ def _dense(parameter: Tensor) -> Tensor:
 def _matrix(parameter: Tensor, state: State, weight: Tensor, config: FP8Config) -> WeightMatrix:
     shape = matrix_shape(weight.shape)
     row, col, row_length = shard_origin(parameter)
-    if isinstance(parameter, SplitWeight):
-        residual, grad = parameter.halves.residual, stored_grad(parameter)
+    halves, bits = halves_of(parameter), config.residual_bits
+    if halves is not None:
+        residual = halves.residual
+    elif parameter.dtype == torch.bfloat16:
+        residual = settled_residual(parameter, config.large_residual_bits or 0)
     else:
-        residual, grad = state.get("residual"), local(_dense(parameter))
-    assert grad is not None
+        residual = None
+    grad = local(_dense(parameter))
     return WeightMatrix(
         weight=weight.view(shape),
-        residual=None if residual is None else local(residual),
-        residual_bits=0 if residual is None else config.residual_bits,
+        residual=residual,
+        residual_bits=0 if residual is None else bits,
         grad=gradient_matrix(grad, shape),
         exp_avg=moment(state, "exp_avg"),
         exp_avg_sq=moment(state, "exp_avg_sq"),
@@ -225,6 +230,7 @@ def _matrix(parameter: Tensor, state: State, weight: Tensor, config: FP8Config) 
 
 def gradient_matrix(grad: Tensor, shape: tuple[int, int]) -> Tensor | GradientParts:
     """Return a gradient as the step takes it: an (R, K) tensor, or the parts of an 8-bit one."""
+    grad = narrowed(grad)
     parts = getattr(grad, "parts", None)
     if parts is not None:
         result: GradientParts = parts()

@@ -62,24 +62,31 @@ class Halves:
         self.bits, self.residual = EXACT_BITS, residual
         self.writes += 1
 
-    def settle(self, keys: tuple[int, int]) -> None:
+    def settle(self, keys: tuple[int, int], origin: tuple[int, int, int] | None = None) -> None:
         """Round what somebody has written to the bits of a step, stochastically.
 
         Args:
             keys: name the random bits, see `torch_fp8.quantization.stochastic_rounding`.
+            origin: row and column of the whole matrix where this shard starts, and its columns;
+                None: it is no shard.
         """
+        if self.residual is not None:
+            self.residual = self.residual.to(self.high.device)
         if self.bits == self.step_bits:
             return
         if self.bits < self.step_bits:
             self.write(self.join())
         rows, cols = _matrix_shape(self.high)
+        row, col, row_length = origin or (0, 0, cols)
         kept = empty_residual(self.high, self.step_bits)
         matrix = self.high.view(rows, cols)
-        for part in row_parts(rows, cols):
+        for part in row_parts(rows, cols) if self.high.numel() else ():
             assert self.residual is not None
             wide = unpack(self.residual[part], self.bits, cols)
             joined = join(matrix[part], wide, self.bits)
-            index = element_index(len(joined), cols, part.start, 0, cols, joined.device)
+            index = element_index(
+                len(joined), cols, row + part.start, col, row_length, joined.device
+            )
             upper, lower = split(joined, self.step_bits, random_words(index, keys))
             matrix[part] = upper
             if kept is not None:

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from torch_fp8.tensor.dtensor import local
 from torch_fp8.tensor.encoded import Encoded, plain
 from torch_fp8.tensor.halves import Halves
 from torch_fp8.tensor.wide_grad import WideGrad
@@ -211,6 +212,12 @@ def _method(name: str) -> Any:
 
 for _name in ("to", "cpu", "cuda", "float", "type"):
     setattr(SplitWeight, _name, _method(_name))
+
+
+def halves_of(weight: Tensor) -> Halves | None:
+    """Return the halves of a weight that is split, of this rank's shard where it is sharded."""
+    shard = local(weight)
+    return shard.halves if isinstance(shard, SplitWeight) else None
 
 
 def stored(weight: Tensor) -> Tensor:

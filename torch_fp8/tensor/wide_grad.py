@@ -62,3 +62,8 @@ class WideGrad(Encoded):
 
     def __repr__(self, **options: Any) -> str:
         return repr(self.dequantize())
+
+
+def narrowed(grad: Tensor) -> Tensor:
+    """Return the BF16 gradient behind a `WideGrad`; any other tensor itself."""
+    return grad.stored if isinstance(grad, WideGrad) else grad

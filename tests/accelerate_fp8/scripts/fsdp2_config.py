@@ -75,10 +75,8 @@ def loop() -> str:
         assert saved.keys() <= state.keys()
         for (name, tensor), value in zip(model.named_parameters(), expected, strict=True):
             assert type(state[name]) is torch.Tensor
-            assert tensor.dtype == torch.bfloat16
-            # Whole weights, of which BF16 is the upper part.
-            assert saved[name].dtype == torch.float32
-            torch.testing.assert_close(saved[name], value.cpu().float(), rtol=2**-8, atol=0)
+            assert tensor.dtype == saved[name].dtype == torch.float32
+            assert torch.equal(saved[name], value.cpu())
         whole_ones = [t for t in saved.values() if not torch.equal(t, t.bfloat16().float())]
         assert len(whole_ones) > len(saved) / 2
     return f"{losses[0]:.4f} {losses[-1]:.4f}"
@@ -119,7 +117,7 @@ def trainer() -> str:
     def fit(steps: int, checkpoint: str | None = None, **more: object) -> Trainer:
         made = Trainer(
             AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32),
-            TrainingArguments(**common, max_steps=steps, learning_rate=1e-2, **more),
+            TrainingArguments(**common, max_steps=steps, **{"learning_rate": 1e-2, **more}),
             train_dataset=encoded,
             eval_dataset=encoded,
             data_collator=DataCollatorForSeq2Seq(tokenizer),
@@ -130,7 +128,13 @@ def trainer() -> str:
     full = fit(4, save_strategy="steps", save_steps=2, lr_scheduler_type="constant")
     resumed = fit(4, str(output / "checkpoint-2"), save_strategy="no", lr_scheduler_type="constant")
     assert all(map(torch.equal, whole(full.model), whole(resumed.model)))
-    assert {p.dtype for p in resumed.model.parameters()} == {torch.bfloat16}
+    assert {p.dtype for p in resumed.model.parameters()} == {torch.float32}
+    each_step = dict.fromkeys(("eval_strategy", "save_strategy"), "steps")
+    each_step |= dict.fromkeys(("eval_steps", "save_steps"), 1)
+    best = fit(2, **each_step, load_best_model_at_end=True, learning_rate=0.3)
+    evaluated = [entry["eval_loss"] for entry in best.state.log_history if "eval_loss" in entry]
+    assert min(evaluated) < evaluated[-1], evaluated
+    assert best.evaluate()["eval_loss"] == min(evaluated)
     return f"{resumed.evaluate()['eval_loss']:.4f}"
 
 

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 from torch.distributed.tensor import DTensor
 
 from accelerate_fp8 import FP8Config, FP8Kwargs
-from torch_fp8.optim.convert import join_parameter
+from torch_fp8.optim.residual import join_weight
 
 # Mode: options of FP8Config, of the plugin, of the test.
 MODES = {
@@ -93,7 +93,7 @@ class Training:
         torch.manual_seed(0)
         errors = []
         for whole, parameter in zip(new_model().parameters(), self.model.parameters(), strict=True):
-            shard = join_parameter(self.optimizer.optimizer, parameter)
+            shard = join_weight(parameter)
             parts = whole.detach().chunk(dist.get_world_size())
             part = parts[dist.get_rank()] if dist.get_rank() < len(parts) else whole[:0]
             errors.append(((shard - part).abs() / part.abs().clamp(min=1e-6)).max().item())

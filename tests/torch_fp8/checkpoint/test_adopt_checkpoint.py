@@ -12,7 +12,7 @@ from tests.fp8_checkpoints import FINE_GRAINED, compressed, exact, write
 from torch_fp8 import FP8Config
 from torch_fp8.checkpoint.adopt_checkpoint import adopt_checkpoints, take_over
 from torch_fp8.conversion.fp8_weight import known_bytes
-from torch_fp8.optim.pending_residual import pending_residual
+from torch_fp8.optim.residual import residual_of
 
 
 class _Config:
@@ -89,8 +89,8 @@ def test_each_weight_is_judged_by_itself(tmp_path):
     model.model.up_proj.requires_grad_(False)
     (report,) = adopt_checkpoints(model, FP8Config())
     assert (report.num_exact, report.num_frozen, report.num_changed) == (1, 1, 0)
-    assert pending_residual(model.model.down_proj.weight) is not None
-    assert pending_residual(model.model.up_proj.weight) is None
+    assert residual_of(model.model.down_proj.weight) is not None
+    assert residual_of(model.model.up_proj.weight) is None
 
 
 def test_a_part_of_the_checkpoint_is_found_without_its_prefix(tmp_path):
@@ -118,7 +118,7 @@ def test_adapters_and_compiled_wrappers_hide_no_weight(tmp_path):
 def test_level_o1_makes_no_residuals(tmp_path):
     model, _ = _loaded(tmp_path)
     assert adopt_checkpoints(model, FP8Config(opt_level="O1")) == []
-    assert pending_residual(model.model.down_proj.weight) is None
+    assert residual_of(model.model.down_proj.weight) is None
 
 
 def test_weights_that_the_host_has_fused_are_counted(tmp_path):
@@ -145,7 +145,7 @@ def test_before_sharding_nothing_waits_and_a_line_says_so(tmp_path):
     model, _ = _loaded(tmp_path)
     (line,) = take_over(model, FP8Config(), sharded=True)
     assert "sharded (FSDP2, tensor parallelism), the bits below are not kept" in line
-    assert pending_residual(model.model.down_proj.weight) is None
+    assert residual_of(model.model.down_proj.weight) is None
 
 
 @pytest.mark.parametrize("trained", [True, False])

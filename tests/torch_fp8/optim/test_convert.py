@@ -15,6 +15,7 @@ from torch_fp8 import (
     restore_weights,
 )
 from torch_fp8.optim.optimizer import Float8Optimizer
+from torch_fp8.optim.residual import residual_of
 from torch_fp8.tensor.float8_moment import Float8Moment
 from torch_fp8.tensor.split_weight import SplitWeight, split_parameter, stored_grad
 
@@ -64,15 +65,15 @@ def test_large_float32_weights_are_split_and_the_rest_stays():
         assert torch.equal(after, p)
 
 
-def test_weights_of_the_users_in_bf16_stay_and_the_optimizer_has_their_residuals():
+def test_weights_of_the_users_in_bf16_stay_parameters_and_have_residuals():
     model = _model().bfloat16()
     optimizer = torch.optim.AdamW(model.parameters())
     report = convert_optimizer(optimizer, FP8Config(), model=model)
     assert (report.num_split, report.num_float32) == (0, 0)
     _step(model, optimizer)
     assert {(type(p), p.dtype) for p in model.parameters()} == {(nn.Parameter, torch.bfloat16)}
-    assert optimizer.residual_of(model[0].weight).dtype == torch.int8
-    assert optimizer.residual_of(model[1].weight).dtype == torch.int16
+    assert residual_of(model[0].weight).dtype == torch.int8
+    assert residual_of(model[1].weight).dtype == torch.int16
 
 
 def test_a_weight_that_two_optimizers_train_is_one_weight():

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8, merged_state_dict
+from torch_fp8.optim.residual import residual_of
 from torch_fp8.optim.whole_weights import whole_weights
 from torch_fp8.tensor.split_weight import SplitWeight, stored
 
@@ -66,8 +67,7 @@ def test_a_model_shows_whole_weights_of_the_users_dtype(config):
     model, optimizer = _trained(config)
     parameters = dict(model.named_parameters())
     expected = merged_state_dict(model, optimizer)
-    with whole_weights(model, [optimizer]) as sharded:
-        assert sharded == 0
+    with whole_weights(model):
         state = model.state_dict()
         assert model.head.weight is model.embedding.weight  # the tied one once
         assert not any(isinstance(p, SplitWeight) for p in model.parameters())
@@ -90,7 +90,7 @@ def test_a_model_shows_whole_weights_of_the_users_dtype(config):
 def test_no_optimizer_is_needed_and_what_is_shown_is_a_copy():
     model, optimizer = _trained(FP8Config())
     expected = merged_state_dict(model, optimizer)
-    with whole_weights(model, []):
+    with whole_weights(model):
         state = model.state_dict()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -100,9 +100,9 @@ def test_no_optimizer_is_needed_and_what_is_shown_is_a_copy():
 
 
 def test_the_parameters_are_back_after_an_error():
-    model, optimizer = _trained(FP8Config(), steps=0)
+    model, _ = _trained(FP8Config(), steps=0)
     before = list(model.parameters())
-    with pytest.raises(KeyboardInterrupt), whole_weights(model, [optimizer]):
+    with pytest.raises(KeyboardInterrupt), whole_weights(model):
         raise KeyboardInterrupt
     assert all(p is q for p, q in zip(before, model.parameters(), strict=True))
 
@@ -110,7 +110,7 @@ def test_the_parameters_are_back_after_an_error():
 def test_training_goes_on_as_if_nothing_had_been_saved():
     expected = _step(*_trained(FP8Config(opt_level="O3")), 3, 4)
     model, optimizer = _trained(FP8Config(opt_level="O3"))
-    with whole_weights(model, [optimizer]):
+    with whole_weights(model):
         model.state_dict()
     assert _step(model, optimizer, 3, 4) == expected
 
@@ -124,7 +124,7 @@ def test_whole_weights_that_are_loaded_fall_into_the_same_parts(config, shown):
     # Ties of the rounding to BF16, which a plain copy would round to even: another weight.
     for parameter in split if config.residual_bits == 8 else ():
         parameter.halves.residual.fill_(-128)
-    with whole_weights(model, [optimizer]) if shown else contextlib.nullcontext():
+    with whole_weights(model) if shown else contextlib.nullcontext():
         saved = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     weights = [p.detach().clone() for p in model.parameters()]
     parts = [[part.clone() for part in p.halves.tensors] for p in split]
@@ -143,13 +143,13 @@ def test_whole_weights_that_are_loaded_fall_into_the_same_parts(config, shown):
         assert all(map(torch.equal, before, parameter.halves.tensors))
 
 
-def test_residuals_of_bf16_weights_of_the_users_stay_with_the_optimizer():
+def test_residuals_of_bf16_weights_of_the_users_stay():
     model, optimizer = _trained(FP8Config())
-    before = optimizer.residual_of(model.own.weight).clone()
+    before = residual_of(model.own.weight).clone()
     assert before.any()
-    with whole_weights(model, [optimizer]):
+    with whole_weights(model):
         saved = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     expected = merged_state_dict(model, optimizer)["own.weight"]
     model.load_state_dict(saved)
-    assert torch.equal(optimizer.residual_of(model.own.weight), before)
+    assert torch.equal(residual_of(model.own.weight), before)
     assert torch.equal(merged_state_dict(model, optimizer)["own.weight"], expected)

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from torch_fp8.distributed.ddp.fp8_grad_reducer import Float8GradReducer
 from torch_fp8.optim.optimizer import Float8Optimizer
-from torch_fp8.optim.state import zero_residual
+from torch_fp8.optim.residual import settled_residual
 from torch_fp8.tensor.split_weight import SplitWeight
 
 
@@ -130,15 +130,12 @@ def broadcast_state(
             if isinstance(parameter, SplitWeight):
                 tensors += parameter.halves.tensors
                 parameter.halves.writes += 1
-            elif parameter in kept:
+                continue
+            if parameter in kept:
                 tensors.append(parameter.detach())
             bits = optimizer.residual_bits(parameter)
-            if bits:
-                residual = optimizer.residual_of(parameter)
-                if residual is None:
-                    residual = zero_residual(parameter, bits)
-                residual = residual.to(parameter.device)
-                optimizer.set_residual(parameter, residual)
+            residual = settled_residual(parameter, bits) if bits else None
+            if residual is not None:
                 tensors.append(residual)
     _check_equal(tensors, group, next(module.parameters()).device)
     for tensor in tensors:

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from torch_fp8.distributed.fsdp.split_weights import renew_unsharded
 from torch_fp8.distributed.fsdp.unsharded_weight import (
     Payload,
     UnshardedFloat8Weight,
@@ -31,6 +32,7 @@ from torch_fp8.nn.scaling_buffers import WEIGHT
 from torch_fp8.ops.quantize import QuantizedTensor, cast_saturating, quantize
 from torch_fp8.quantization.payload_shape import BLOCK_SHAPE
 from torch_fp8.quantization.scaling import delayed_scale, scale_from_amax, tensor_amax
+from torch_fp8.tensor.split_weight import stored
 
 _ATTRIBUTES = ("fsdp_pre_all_gather", "fsdp_post_all_gather", "to", "__deepcopy__", "__getstate__")
 
@@ -66,14 +68,19 @@ class WeightGather:
 
     @property
     def shard(self) -> Tensor:
-        """This rank's rows, without padding."""
-        shard: Tensor = self.fsdp_param._sharded_local_tensor
-        return shard
+        """This rank's rows, without padding, as they are multiplied."""
+        return stored(self._asked)
+
+    @property
+    def _asked(self) -> Tensor:
+        """The local tensor, which FSDP asks for what it sends."""
+        asked: Tensor = self.fsdp_param._sharded_local_tensor
+        return asked
 
     @property
     def attached(self) -> bool:
         """Whether FSDP asks us for what the shard sends."""
-        return hasattr(self.shard, "fsdp_pre_all_gather")
+        return "fsdp_pre_all_gather" in vars(self._asked)
 
     @property
     def wanted(self) -> bool:
@@ -85,46 +92,34 @@ class WeightGather:
     def attach(self) -> None:
         """Have FSDP ask us from the next all-gather on."""
         self._param_group.reshard()
-        shard = self.shard
+        shard = self._asked
         make_askable(shard, self)
         if self.fsdp_param.offload_to_cpu:
             shard.to = self._moved
         # A copy of the tensor, or a pickle of it, shall be plain.
         shard.__deepcopy__ = self._copied
         shard.__getstate__ = dict
-        self._start_afresh()
+        renew_unsharded(self.fsdp_param)
 
     def detach(self) -> None:
         """Undo `attach`."""
         self._param_group.reshard()
         for name in _ATTRIBUTES:
-            self.shard.__dict__.pop(name, None)
-        self._start_afresh()
-
-    def _start_afresh(self) -> None:
-        """Have FSDP create the unsharded parameter anew, if it has created one of another kind."""
-        param = self.fsdp_param
-        param._init_extensions()
-        unsharded = param.__dict__.pop("_unsharded_param", None)
-        param.all_gather_outputs = []
-        if unsharded is not None and unsharded.grad is not None:  # accumulated without a reduction
-            if param.unsharded_accumulated_grad is None:
-                param.unsharded_accumulated_grad = unsharded.grad
-            else:
-                param.unsharded_accumulated_grad += unsharded.grad
+            vars(self._asked).pop(name, None)
+        renew_unsharded(self.fsdp_param)
 
     def _moved(self, *args: Any, **kwargs: Any) -> Tensor:
         """Return the shard on the device: with CPU offload FSDP asks the shard that it has moved
         there.
         """
-        shard = self.shard
+        shard = self._asked
         moved = Tensor.to(shard, *args, **kwargs)
         if moved is not shard:
             make_askable(moved, self)
         return moved
 
     def _copied(self, memo: dict[int, Any]) -> Tensor:
-        shard = self.shard
+        shard = self._asked
         memo[id(shard)] = copied = shard.detach().clone().requires_grad_(shard.requires_grad)
         return copied
 
@@ -192,7 +187,7 @@ class WeightGather:
         self._made_for_this_gather = False
         if self.made is not None:
             torch.cuda.current_stream(self.device).wait_event(self.made)
-        rows = self.fsdp_param.padded_sharded_param_size[0]
+        rows, shard = self.fsdp_param.padded_sharded_param_size[0], stored(shard)
         if shard.shape[0] != rows:
             shard = F.pad(shard, (0, 0, 0, rows - shard.shape[0]))
         quantized = self._cast(shard)

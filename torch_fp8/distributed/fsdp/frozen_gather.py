@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torch_fp8.distributed.fsdp.all_gather import WeightGather, make_askable, make_scales
+from torch_fp8.distributed.fsdp.split_weights import renew_unsharded
 from torch_fp8.nn.linear import Float8Layer
 from torch_fp8.quantization.payload_shape import BLOCK_SHAPE
 from torch_fp8.tensor.frozen_payload import FrozenPayload
@@ -51,7 +52,7 @@ class FrozenGather(WeightGather):
         make_askable(frozen, self)
         if param.offload_to_cpu:
             frozen.to = self._moved
-        self._start_afresh()
+        renew_unsharded(param)
 
     def _quantized(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Quantize this rank's rows with the scales that `make_scales` has made; return bytes, and

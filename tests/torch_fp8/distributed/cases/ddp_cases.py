@@ -34,6 +34,7 @@ from torch_fp8.distributed.ddp import fp8_grad_reducer
 from torch_fp8.distributed.ddp.fp8_grad_bucket import GradientBucket
 from torch_fp8.distributed.ddp.wrap import connect_ddp, ddp_options
 from torch_fp8.optim.convert import gradients_report
+from torch_fp8.optim.residual import residual_of
 from torch_fp8.tensor.float8_grad import Float8Grad
 from torch_fp8.tensor.split_weight import stored_grad
 
@@ -390,14 +391,14 @@ def case_join():
                 backward(ddp, step)
                 before = [p.grad.clone() for p in ddp.parameters()]
                 optimizer.step()
-            mine = [t.clone() for t in _weights_and_residuals(ddp, optimizer)]
+            mine = [t.clone() for t in _weights_and_residuals(ddp)]
         after = [p.grad for p in ddp.parameters()]
         # Rank 0 sent zeros in the last step, and its own gradients are those of its last.
         errors = [
             float((p.grad.float() - exact[name] / 2).norm() / exact[name].norm() * 2)
             for name, p in ddp.module.named_parameters()
         ]
-        state = _weights_and_residuals(ddp, optimizer)
+        state = _weights_and_residuals(ddp)
         made[f"{level} {communication}"] = {
             "errors": errors if RANK == 1 else [],
             "untouched": all(torch.equal(g, h) for g, h in zip(before, after, strict=True)),
@@ -414,8 +415,8 @@ def case_join():
     return made
 
 
-def _weights_and_residuals(ddp, optimizer):
-    residuals = [optimizer.residual_of(p) for p in ddp.parameters()]
+def _weights_and_residuals(ddp):
+    residuals = [residual_of(p) for p in ddp.parameters()]
     return [*ddp.parameters(), *(r for r in residuals if r is not None)]
 
 

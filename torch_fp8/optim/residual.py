@@ -1,0 +1,172 @@
+"""The residual of a weight that its user holds in BF16: the bits that the weight has below BF16.
+
+Such a weight stays the user's Parameter, and reads as BF16. Its residual (`torch_fp8.quantization.
+split_float`) is an attribute of the Parameter, so that it goes along from one optimizer to the
+next. The optimizer's steps change both. So does a checkpoint in FP8, whose weights, codes times
+float32 scales, have more bits than BF16.
+
+Nobody watches the weight: whoever writes it writes BF16 values, which it has then, and the residual
+stays. Weight and residual together are within half a spacing of BF16 of what was written. A deep
+copy of the Parameter, and what `fully_shard` makes of it, has no residual.
+"""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from torch_fp8.optim.state import SMALL_RESIDUAL_BITS, is_large
+from torch_fp8.quantization.block_scaled import matrix_shape, row_parts
+from torch_fp8.quantization.split_float import pack, split, stored_cols, unpack
+from torch_fp8.tensor.dtensor import like_parameter, local
+from torch_fp8.tensor.encoded import plain
+from torch_fp8.tensor.halves import EXACT_BITS, empty_residual, join_matrix
+from torch_fp8.tensor.split_weight import halves_of
+
+_ATTRIBUTE = "_fp8_residual"
+
+
+def residual_of(weight: Tensor) -> Tensor | None:
+    """Return the stored residual of a weight, this rank's part of it; None: it has none."""
+    halves = halves_of(weight)
+    if halves is not None:
+        return halves.residual
+    known = known_residual(weight)
+    return None if known is None else known[0]
+
+
+def known_residual(weight: Tensor) -> tuple[Tensor, int] | None:
+    """Return the stored residual of a BF16 weight and its bits; None: it has none."""
+    known: tuple[Tensor, int] | None = vars(weight).get(_ATTRIBUTE)
+    if known is None or weight.dtype != torch.bfloat16:
+        return None
+    fits = known[0].numel() == math.prod(residual_shape(local(weight).shape, known[1]))
+    return known if fits else None  # else its data were exchanged
+
+
+def set_residual(weight: Tensor, stored: Tensor | None, bits: int) -> None:
+    """Give a BF16 weight a residual as stored, of this rank's part; None: it has none."""
+    vars(weight).pop(_ATTRIBUTE, None)
+    if stored is not None:
+        # A plain tuple is what torch.load(weights_only=True) reads, if somebody saves Parameters
+        # instead of their data.
+        setattr(weight, _ATTRIBUTE, (stored, bits))
+
+
+def settled_residual(weight: Tensor, bits: int) -> Tensor | None:
+    """Return the residual of a BF16 weight with the bits of a step, zeros if it has none yet."""
+    shard, known = local(weight), known_residual(weight)
+    if not bits:
+        set_residual(weight, None, 0)
+        return None
+    if known is not None and known[1] == bits and known[0].device == shard.device:
+        stored: Tensor = known[0]
+        return stored
+    if known is None:
+        stored = zero_residual(shard, bits)
+    else:
+        stored = with_bits(shard, known[0].to(shard.device), known[1], bits)
+    set_residual(weight, stored, bits)
+    return stored
+
+
+def drop_residuals(optimizer: Optimizer) -> None:
+    """Free the residuals of BF16 weights that an optimizer trains without them."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            set_residual(parameter, None, 0)
+
+
+@torch.no_grad()
+def split_parts(parameter: nn.Parameter, parts: Any, bits: int) -> None:
+    """Give a BF16 Parameter its weight in float32, some rows at a time, and keep the residual.
+
+    What both hold together is within a relative ``2 ** -(8 + bits)`` of the weight: rounding to
+    nearest leaves half a unit of 8 + `bits` significant bits.
+
+    Args:
+        parameter: (N, K) bfloat16, contiguous; its values are replaced.
+        parts: pairs of row slice and float32 values (rows, K), of all rows.
+        bits: the residual bits of large weights, 8, 4 or 0; a small weight has 16.
+    """
+    bits = bits if is_large(parameter) else SMALL_RESIDUAL_BITS
+    stored = zero_residual(parameter, bits) if bits else None
+    for rows, value in parts:
+        high, residual = split(value, bits)
+        parameter[rows] = high
+        if stored is not None:
+            assert residual is not None
+            stored[rows] = pack(residual, bits)
+    set_residual(parameter, stored, bits)
+
+
+def join_weight(weight: Tensor) -> Tensor:
+    """Return a weight, this rank's part of it, with its residual: a plain float32 tensor."""
+    shard = plain(local(weight.detach()))
+    known = known_residual(weight)
+    return shard.float() if known is None else join_matrix(shard, *known)
+
+
+def zero_residual(shard: Tensor, bits: int) -> Tensor:
+    """Return the residual of a shard that is exactly BF16."""
+    empty = empty_residual(shard, bits)
+    dtype = torch.int16 if bits == EXACT_BITS else torch.int8
+    return torch.zeros(1, 0, dtype=dtype, device=shard.device) if empty is None else empty.zero_()
+
+
+def residual_shape(shape: torch.Size, bits: int) -> tuple[int, int]:
+    """Return the shape of the stored residual of a whole parameter."""
+    rows, cols = matrix_shape(shape) if len(shape) > 1 else (1, math.prod(shape))
+    return rows, stored_cols(cols, bits)
+
+
+def with_bits(shard: Tensor, saved: Tensor, saved_bits: int, bits: int) -> Tensor:
+    """Return a shard's residual of other bits, rounded to nearest where it has more than `bits`."""
+    target = zero_residual(shard, bits)
+    if not bits or not shard.numel():
+        return target
+    source = local(saved).contiguous().view(torch.int16 if saved_bits == 16 else torch.int8)
+    source = source.view(residual_shape(shard.shape, saved_bits))
+    if saved_bits == bits:
+        target.copy_(source)
+        return target
+    cols = matrix_shape(shard.shape)[1]
+    for part in row_parts(target.shape[0], cols):
+        wide = unpack(source[part].to(target.device), saved_bits, cols)
+        if bits > saved_bits:
+            wide = wide << (bits - saved_bits)
+        else:
+            dropped = saved_bits - bits
+            wide = (wide + (1 << dropped >> 1)) >> dropped
+            wide = wide.clamp(max=(1 << (bits - 1)) - 1)
+        target[part] = pack(wide, bits)
+    return target
+
+
+def residual_to_checkpoint(weight: Tensor) -> Tensor | None:
+    """Return the residual of a BF16 weight as it is saved: on the CPU, or as a DTensor.
+
+    A sharded parameter's residual is saved as int8 (S, n), S the parameter's first dimension: the
+    matrix of a vector, or of stacked matrices, has other rows than the parameter is sharded by, and
+    neither gloo nor NCCL sends int16.
+    """
+    known = known_residual(weight)
+    if known is None:
+        return None
+    stored, bits = known
+    if not isinstance(weight, DTensor):
+        return stored.detach().to("meta" if weight.is_meta else "cpu", copy=True)
+    shape = sharded_residual_shape(weight, residual_shape(weight.shape, bits), bits)
+    shard = stored.contiguous().view(torch.int8)
+    rows = local(weight).shape[0]
+    cols = shard.numel() // rows if rows else shape[1]  # fewer where columns are sharded
+    return like_parameter(weight, shard.view(rows, cols).clone(), shape)
+
+
+def sharded_residual_shape(parameter: Tensor, shape: tuple[int, ...], bits: int) -> tuple[int, int]:
+    """Return the shape of a sharded parameter's residual as `residual_to_checkpoint` has it."""
+    size = 2 if bits == EXACT_BITS else 1
+    return parameter.shape[0], math.prod(shape) * size // parameter.shape[0]
