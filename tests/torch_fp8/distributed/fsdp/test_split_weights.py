@@ -5,15 +5,19 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import torch_fp8
 from torch_fp8 import FP8Config
+from torch_fp8.distributed.fsdp.connect import connect_fsdp
 from torch_fp8.distributed.fsdp.split_weights import (
     join_sharded,
+    reshard,
     split_sharded,
 )
+from torch_fp8.tensor.dtensor import with_data
+from torch_fp8.tensor.encoded import plain
 from torch_fp8.tensor.split_shard import SplitShard
 
 POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, cast_forward_inputs=False)
@@ -187,3 +191,110 @@ def test_columns_are_split_too_and_an_inner_dimension_is_refused():
     optimizer = torch.optim.AdamW(conv.parameters())
     with pytest.raises(ValueError, match=r"'0.weight' is sharded as \(Shard\(dim=1\),\)"):
         split_sharded(conv, [optimizer], FP8Config())
+
+
+def in_memory(parameter, grad):
+    """A whole gradient as it is held: that of a split weight in BF16."""
+    split = isinstance(parameter._local_tensor, SplitShard)
+    return grad.full_tensor().bfloat16().float() if split else grad.full_tensor()
+
+
+READS = {
+    "full_tensor": lambda p: p.full_tensor(),
+    "to_local": lambda p: p.to_local(),
+    "clone": lambda p: p.detach().clone().to_local(),
+    "norm": lambda p: torch.linalg.vector_norm(p.detach()).full_tensor(),
+    "foreach norm": lambda p: torch._foreach_norm([p.detach()])[0].full_tensor(),
+    "difference": lambda p: (p.detach() - 0.01).abs().full_tensor(),
+    "cpu": lambda p: p.detach().cpu().to_local(),
+    "redistribute": lambda p: p.detach().redistribute(placements=[Replicate()]).to_local(),
+    "double": lambda p: p.detach().double().to_local(),
+    "numpy": lambda p: torch.from_numpy(p.detach().to_local().numpy().copy()),
+    "state_dict": lambda p: nn.ParameterList([p]).state_dict()["0"].full_tensor(),
+}
+
+
+@pytest.mark.parametrize("read", READS.values(), ids=READS)
+def test_shards_read_as_float32_ones(read):
+    net, optimizer = make()
+    split_sharded(net, [optimizer], FP8Config())
+    step(net, optimizer, 0)
+    for parameter in net.parameters():
+        whole = nn.Parameter(with_data(parameter, plain(parameter._local_tensor)))
+        with torch.no_grad():
+            result, expected = read(parameter), read(whole)
+        assert result.dtype == expected.dtype
+        assert torch.equal(result, expected)
+
+
+def test_a_penalty_on_shards_has_the_gradient_of_float32_ones():
+    net, optimizer = make()
+    split_sharded(net, [optimizer], FP8Config())
+    for parameter in net.parameters():
+        whole = nn.Parameter(with_data(parameter, plain(parameter._local_tensor)))
+        for weight in (parameter, whole):
+            (weight - 0.01).square().sum().full_tensor().backward()
+        assert torch.equal(parameter.grad.full_tensor(), in_memory(parameter, whole.grad))
+
+
+WRITES = {
+    "mul_": lambda p: p.mul_(1 - 1e-5),
+    "add_": lambda p: p.add_(1e-6),
+    "zero_": lambda p: p.zero_(),
+    "clamp_": lambda p: p.clamp_(-0.011, 0.011),
+    "lerp_": lambda p: p.lerp_(torch.ones_like(p), 1e-4),
+    "copy_": lambda p: p.copy_(p.detach() * 1.00001),
+    "data": lambda p: p.data.mul_(1 - 1e-5),
+    "detach": lambda p: p.detach().mul_(1 - 1e-5),
+    "to_local": lambda p: p.to_local().mul_(1 - 1e-5),
+    "row": lambda p: p.to_local()[0].fill_(0.3),
+    "foreach": lambda p: torch._foreach_mul_([p], 1 - 1e-5),
+    "swapped": lambda p: (k := p.detach().clone(), p.zero_(), p.copy_(k)),
+    "all_reduce": lambda p: dist.all_reduce(p.to_local().mul_(1 - 1e-5)),
+    "init": lambda p: (torch.manual_seed(3), nn.init.uniform_(p, -0.1, 0.1)),
+    "load": lambda p: nn.ParameterList([p]).load_state_dict({"0": p.detach() * 1.00001}),
+}
+
+
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+@torch.no_grad()
+def test_what_is_written_to_a_shard_is_kept_and_gathered(write):
+    nets = []
+    for _ in range(2):
+        net, optimizer = make()
+        split_sharded(net, [optimizer], FP8Config())
+        connect_fsdp(net, FP8Config())
+        nets.append(net)
+    net, twin = nets
+    x = torch.randn(8, 64).bfloat16()
+    net(x)
+    reshard(net)  # the root keeps what it has gathered
+    for parameter, other in zip(net.parameters(), twin.parameters(), strict=True):
+        whole = nn.Parameter(with_data(parameter, plain(parameter._local_tensor).clone()))
+        write(parameter)
+        write(whole)
+        assert torch.equal(parameter.full_tensor(), whole.full_tensor())
+        other.copy_(whole)
+    assert split_names(net) == {"0.weight", "2.weight"}
+    assert torch.equal(net(x), twin(x))
+
+
+@pytest.mark.parametrize("dtype", [None, torch.float16])
+def test_what_a_policy_computes_in_is_gathered(dtype):
+    split, stock = new_net(), new_net()
+    for net in (split, stock):
+        for module in (net[2], net):
+            fully_shard(module, mp_policy=MixedPrecisionPolicy(param_dtype=dtype))
+    optimizer = torch.optim.AdamW(split.parameters(), lr=1e-2)
+    split_sharded(split, [optimizer], FP8Config())
+    assert split_names(split) == {"0.weight", "2.weight"}
+    x = torch.randn(8, 64)
+    with torch.no_grad():
+        for parameter, value in zip(stock.parameters(), values(split), strict=True):
+            parameter.copy_(with_data(parameter, value))
+    outputs = [net(x) for net in (split, stock)]
+    assert torch.equal(*outputs)
+    for output in outputs:
+        output.float().square().sum().backward()
+    for parameter, other in zip(split.parameters(), stock.parameters(), strict=True):
+        assert torch.equal(parameter.grad.full_tensor(), in_memory(parameter, other.grad))
