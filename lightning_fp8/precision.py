@@ -22,6 +22,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -254,7 +255,7 @@ class HostPrecision(FP8Precision):
         self, converted: SetUpModule, optimizers: Sequence[Optimizer], model: nn.Module
     ) -> None:
         """Convert the optimizers of `model`, which is the module of `converted` or wraps it."""
-        if any(isinstance(part, FSDPModule) for part in model.modules()):
+        if any(isinstance(p, DTensor) for p in model.parameters()):
             self._split(converted, optimizers)
             return
         for optimizer in optimizers:

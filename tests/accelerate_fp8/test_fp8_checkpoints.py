@@ -63,7 +63,7 @@ def test_full_fine_tuning_starts_from_the_files_values(
         worst[key] = float(((merged[key] - true).abs() / true.abs().clamp(min=1e-300)).max())
     assert len(worst) == 14
     assert 2.0**-18 < max(worst.values()) <= 2.0**-16
-    assert residual_of(model.model.layers[0].mlp.up_proj.weight) is None
+    assert residual_of(model.model.layers[0].mlp.up_proj.weight).any()
 
 
 @pytest.mark.parametrize("order", ["model first", "optimizer first"])

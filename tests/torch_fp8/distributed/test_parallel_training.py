@@ -55,7 +55,8 @@ def test_shardings_that_states_cannot_follow_are_refused_by_name(cases):
 
 
 def test_float32_shards_are_split_and_joined_as_on_one_rank(cases):
-    assert cases["split_float32"] == [[["torch.bfloat16"], [[True, True]] * 2]] * 2
+    names = ["up.weight", "down.weight"]
+    assert cases["split_float32"] == [[names, ["WideGrad"], [[True, True]] * 2]] * 2
 
 
 def test_one_optimizer_steps_sharded_and_plain_parameters(cases):

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from torch_fp8.config import FP8Config
@@ -48,34 +49,43 @@ def split_sharded(
         return reports
     ours = [o for o in optimizers if isinstance(o, Float8Optimizer)]
     trained = {p for o in ours for _, _, p in o.indexed_parameters() if p.requires_grad}
+    reshard(model)
     whole = [
-        param
-        for param in _fsdp_params(model)
-        if param.sharded_param in trained
-        and param.sharded_param.dtype == torch.float32
-        and is_large(param.sharded_param)
-        and type(local(param.sharded_param)) is Tensor
+        parameter
+        for parameter in model.parameters()
+        if parameter in trained
+        and parameter.dtype == torch.float32
+        and is_large(parameter)
+        and isinstance(parameter, DTensor)
+        and type(parameter._local_tensor) is Tensor
     ]
     if not whole:
         return reports
-    reshard(model)
-    for param in whole:
-        _split(param, bits)
+    gathered = {param.sharded_param: param for param in _fsdp_params(model)}
+    for parameter in whole:
+        _split(parameter, gathered.get(parameter), bits)
     return [convert_optimizer(o, config, model=model) for o in optimizers]
 
 
-def _split(param: Any, bits: int) -> None:
-    """Split the shard of one of FSDP2's parameters; its float32 memory is freed."""
-    shard = param.sharded_param._local_tensor
+def _split(parameter: DTensor, param: Any, bits: int) -> None:
+    """Split the shard of a parameter; its float32 memory is freed.
+
+    Args:
+        parameter: float32.
+        param: FSDP2's record of it; None: tensor parallelism has sharded it.
+        bits: residual bits.
+    """
+    shard = parameter._local_tensor
     padded = torch.zeros(
-        param.padded_sharded_param_size,
+        shard.shape if param is None else param.padded_sharded_param_size,
         dtype=torch.bfloat16,
         device=shard.device,
-        pin_memory=param.pin_memory and not shard.is_meta,
+        pin_memory=param is not None and param.pin_memory and not shard.is_meta,
     )
-    param.sharded_param._local_tensor = SplitShard.of(shard, bits, padded)
-    param._sharded_param_data = padded.view(-1)
-    renew_unsharded(param)
+    parameter._local_tensor = SplitShard.of(shard, bits, padded)
+    if param is not None:
+        param._sharded_param_data = padded.view(-1)
+        renew_unsharded(param)
 
 
 @torch.no_grad()
@@ -88,19 +98,17 @@ def join_sharded(model: nn.Module, optimizers: Iterable[Optimizer] = ()) -> int:
     Returns:
         The number of shards.
     """
-    split = [
-        param
-        for param in _fsdp_params(model)
-        if isinstance(param.sharded_param._local_tensor, SplitShard)
-    ]
     reshard(model)
-    for param in split:
-        parameter = param.sharded_param
+    gathered = {param.sharded_param: param for param in _fsdp_params(model)}
+    split = [p for p in model.parameters() if isinstance(local(p), SplitShard)]
+    for parameter in split:
+        assert isinstance(parameter, DTensor)
         grad, parameter.grad = parameter.grad, None
-        parameter._local_tensor = parameter._local_tensor.dequantize()
-        param.reset_sharded_param()
-        renew_unsharded(param)
-        if grad is not None:
+        parameter._local_tensor = plain(parameter._local_tensor)
+        if parameter in gathered:
+            gathered[parameter].reset_sharded_param()
+            renew_unsharded(gathered[parameter])
+        if isinstance(grad, DTensor):
             grad._local_tensor = plain(grad._local_tensor)
             parameter.grad = grad
     for optimizer in optimizers:

@@ -37,6 +37,7 @@ from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8, restore_w
 from torch_fp8.distributed.fsdp.split_weights import join_sharded, split_sharded
 from torch_fp8.tensor.dtensor import local
 from torch_fp8.tensor.float8_grad import Float8Grad
+from torch_fp8.tensor.split_shard import SplitShard
 from torch_fp8.tensor.split_weight import stored, stored_grad
 
 STEPS = 20
@@ -258,7 +259,7 @@ def case_refused_shardings():
 
 
 def case_split_float32():
-    """Float32 weights sharded on dimensions 0 and 1 become BF16 and residual, as on one rank."""
+    """Float32 weights sharded on dimensions 0 and 1 are split as on one rank, and train."""
     config = FP8Config(opt_level="O2")
     torch.manual_seed(0)
     model, one = parallel(Pair(128, 256), pair_plan(), config)
@@ -266,7 +267,10 @@ def case_split_float32():
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     split_sharded(model, [optimizer], config)
     single = adamw(one, config, 1e-2)
-    dtypes = {str(p.dtype) for n, p in model.named_parameters() if "weight" in n}
+    split = [n for n, p in model.named_parameters() if isinstance(local(p), SplitShard)]
+    with torch.autocast("cpu", torch.bfloat16):
+        model(rand(2, 16, 128)).float().square().mean().backward()
+    kinds = {type(local(p.grad)).__name__ for n, p in model.named_parameters() if n in split}
     for i, (p, q) in enumerate(zip(model.parameters(), one.parameters(), strict=True)):
         q.grad = rand(*q.shape, seed=i, dtype=stored(q).dtype)
         p.grad = distribute_tensor(stored_grad(q).to(p.dtype), mesh_of(), p.placements)
@@ -279,7 +283,7 @@ def case_split_float32():
         for p, q, old in zip(model.parameters(), one.parameters(), before, strict=True)
         if p.ndim == 2
     ]
-    return [sorted(dtypes), moved]
+    return [split, sorted(kinds), moved]
 
 
 def case_mixed_parameters():
