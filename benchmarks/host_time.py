@@ -58,8 +58,11 @@ COLUMNS = (
 )
 MANY = "inference, many tokens"
 """The case in which no tile holds all tokens: a tensorwise amax then takes its own launch."""
+WIDE = "training, float32 weights"
+"""The case of weights that the optimizer splits, under autocast; the others have BF16 weights."""
 CASES: dict[str, dict[str, object]] = {
     "training": {},
+    WIDE: {},
     "training, checkpointed": {},
     "training, cache_weights": {"cache_weights": True},
     "training, O3": {"opt_level": "O3"},
@@ -84,7 +87,8 @@ def block(case: str, recipe: str) -> Run:
         num_hidden_layers=1,
     )
     of_model._attn_implementation = "sdpa"
-    layer, rotary = LlamaDecoderLayer(of_model, 0).bfloat16(), LlamaRotaryEmbedding(of_model)
+    layer, rotary = LlamaDecoderLayer(of_model, 0), LlamaRotaryEmbedding(of_model)
+    layer.to(torch.float32 if case == WIDE else torch.bfloat16)
     x = torch.randn(1, TOKENS, HIDDEN, dtype=torch.bfloat16, requires_grad=True)
     grad = torch.randn(1, TOKENS, HIDDEN, dtype=torch.bfloat16)
     angles = rotary(x, torch.arange(TOKENS)[None])
@@ -112,8 +116,9 @@ def block(case: str, recipe: str) -> Run:
         if case == "training, checkpointed":
             y = checkpoint(layer, x, position_embeddings=angles, use_reentrant=False)
         else:
-            y = layer(x, position_embeddings=angles)
-        y.backward(grad)
+            with torch.autocast("cpu", torch.bfloat16, enabled=case == WIDE):
+                y = layer(x, position_embeddings=angles)
+        y.backward(grad.to(y.dtype))
         for tensor in tensors:
             tensor.grad = None
 

@@ -18,6 +18,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import _get_proxies
 
+from torch_fp8.autograd.current_pass import is_traced
+
 _unsafe_view: Any = torch.ops.aten._unsafe_view.default
 Backward = Callable[..., tuple[Tensor | None, ...]]
 
@@ -69,12 +71,19 @@ def is_asked_for(ctx: Any, i: int) -> bool:
     ``needs_input_grad`` knows what takes a gradient; ``autograd.grad`` asks for few of them.
     """
     node = ctx.next_functions[i][0]
+    return node is not None and (is_returned(ctx, i) or torch._C._will_engine_execute_node(node))
+
+
+def is_returned(ctx: Any, i: int) -> bool:
+    """Return whether the backward that runs is ``autograd.grad`` of a leaf, the tensor `i`."""
+    node = ctx.next_functions[i][0]
     if node is None:
         return False
     try:
-        return bool(torch._C._will_engine_execute_node(node))
-    except RuntimeError:  # a leaf that autograd.grad was given
-        return True
+        torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # so torch says it
+        return not is_traced()
+    return False
 
 
 def reshaped(result: Tensor, shape: Sequence[int]) -> Tensor:

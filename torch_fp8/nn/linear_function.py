@@ -17,6 +17,7 @@ from torch import Tensor
 from torch_fp8.autograd.function import (
     differentiable_by,
     is_asked_for,
+    is_returned,
     of_text,
     only_shape_matters,
     refuse_derivatives,
@@ -38,7 +39,8 @@ from torch_fp8.tensor.quantizer import (
     output_dtype,
     quantize_input,
 )
-from torch_fp8.tensor.split_weight import SplitWeight, gradient_dtype
+from torch_fp8.tensor.split_weight import SplitWeight
+from torch_fp8.tensor.weight_half import gradient_dtype
 
 
 class LinearOptions(NamedTuple):
@@ -282,6 +284,7 @@ class LinearFunction(torch.autograd.Function):
         ctx.save_for_backward(*kept.values())
         dtype = gradient_dtype(weight) if isinstance(weight, SplitWeight) else weight.dtype
         ctx.dtypes = (options.dtype, dtype, None if bias is None else bias.dtype)
+        ctx.weight_dtype = weight.dtype
         ctx.options, ctx.name, ctx.buffers = options, options.name, buffers
         ctx.input_source, ctx.input_shape = made.source, shape
         return y
@@ -297,6 +300,9 @@ class LinearFunction(torch.autograd.Function):
         sum_dtype = ctx.dtypes[2] if ctx.needs_input_grad[2] else None
         for_weight = options.quantizers.weight
         w = grad_input = grad_weight = None
+        weight_dtype = ctx.dtypes[1]
+        if wants_wgrad and weight_dtype != ctx.weight_dtype and is_returned(ctx, 1):
+            weight_dtype = ctx.weight_dtype
         if fp8_wgrad and ctx.input_source is not None:
             ctx.input_source.start(saved["x"], saved.get("x_scale"))
         if wants_dgrad:  # before the gradient is touched, which may still be on its way
@@ -321,7 +327,7 @@ class LinearFunction(torch.autograd.Function):
             a, b = (x_t, g_t) if for_weight.transposed else (g_t, x_t)
             tokens, fast_accum = math.prod(ctx.input_shape[:-1]), recipe.wgrad.fast_accum
             grad_weight = scaled_matmul(
-                a, b, ctx.dtypes[1], tokens, fast_accum=fast_accum, emulate=emulate
+                a, b, weight_dtype, tokens, fast_accum=fast_accum, emulate=emulate
             )
             if recipe.smooth:
                 inverse = saved["inverse"]
@@ -330,5 +336,5 @@ class LinearFunction(torch.autograd.Function):
             dense = matrix(grad_output)
             kept = saved["x"].to(dense.dtype)
             product = kept.t() @ dense if for_weight.transposed else dense.t() @ kept
-            grad_weight = cast(product, ctx.dtypes[1])
+            grad_weight = cast(product, weight_dtype)
         return grad_input, grad_weight, grad_bias, None, None, *[None] * len(ctx.buffers)

@@ -36,7 +36,8 @@ from torch_fp8.nn.transformer_engine import (
 )
 from torch_fp8.quantization.recipe import Recipe
 from torch_fp8.tensor.quantizer import output_dtype
-from torch_fp8.tensor.split_weight import SplitWeight, half, stored
+from torch_fp8.tensor.split_weight import SplitWeight, stored
+from torch_fp8.tensor.weight_half import half
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _region: ContextVar[Any] = ContextVar("_region", default=None)

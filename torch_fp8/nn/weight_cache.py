@@ -321,7 +321,7 @@ def stamp_of(weight: Tensor) -> Stamp | None:
         None where nothing can be told: `weight` is not watched, has no version (an inference
         tensor), or is being compiled.
     """
-    if torch.compiler.is_compiling() or not isinstance(weight, (WatchedParameter, SplitWeight)):
+    if torch.compiler.is_compiling() or not isinstance(weight, (SplitWeight, WatchedParameter)):
         return None
     if weight.is_inference():
         return None

@@ -20,7 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torch_fp8.tensor.split_weight import SplitWeight, half, stored
+from torch_fp8.tensor.split_weight import SplitWeight, stored
+from torch_fp8.tensor.weight_half import half
 
 _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 

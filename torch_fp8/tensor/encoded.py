@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 
 _aten: Any = torch.ops.aten
 _FOREACH = "aten::_foreach_"
@@ -26,6 +27,7 @@ _FOREACH = "aten::_foreach_"
 class _Readable(Tensor):
     """What a tensor without memory of its own needs to be read and written as a plain one."""
 
+    __tensor_flatten__: Any
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     def dequantize(self) -> Tensor:
@@ -103,6 +105,26 @@ class EncodedView(_Readable):
         )
         self.base, self.replay = base, replay
         return self
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        part: Any = self.base
+        while isinstance(part, _Readable):
+            part = getattr(part, part.__tensor_flatten__()[0][0])
+        if type(part) is FunctionalTensor:  # AOTAutograd flattens what leaves its graph
+            raise RuntimeError(
+                "a view of a tensor that is stored in another form leaves a graph of "
+                "torch.compile, where a write to it would be lost; use a copy, x[0].clone(), or "
+                "torch.compiler.disable for the function that takes the view"
+            )
+        return ["base"], self.replay
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: dict[str, Any], replay: Any, outer_size: Any, outer_stride: Any
+    ) -> "EncodedView":
+        base = inner["base"]
+        like = torch.empty_strided(base.shape, base.stride(), dtype=base.dtype, device="meta")
+        return EncodedView(base, replay, replay(like))
 
     def dequantize(self) -> Tensor:
         view: Tensor = self.replay(self.base.dequantize())

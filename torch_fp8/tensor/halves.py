@@ -1,5 +1,6 @@
 """`Halves`: memory of a float32 weight, a BF16 tensor and the bits below it."""
 
+import warnings
 import weakref
 from collections.abc import Callable
 
@@ -59,7 +60,10 @@ class Halves:
         """Take the float32 weight exactly."""
         high, residual = split_matrix(weight, EXACT_BITS)
         self.high.copy_(high)
-        self.bits, self.residual = EXACT_BITS, residual
+        if self.bits == EXACT_BITS and self.residual is not None:
+            self.residual.copy_(residual)  # others may share it
+        else:
+            self.bits, self.residual = EXACT_BITS, residual
         self.writes += 1
 
     def settle(self, keys: tuple[int, int], origin: tuple[int, int, int] | None = None) -> None:
@@ -76,6 +80,12 @@ class Halves:
             return
         if self.bits < self.step_bits:
             self.write(self.join())
+        if self.high.device.type == "cpu" and self.high.is_shared():
+            warnings.warn(
+                "FP8: an optimizer's step takes the lower half of a weight out of the memory that "
+                "processes share; use FP8Config(split_weights=False) where they share weights",
+                stacklevel=2,
+            )
         rows, cols = _matrix_shape(self.high)
         row, col, row_length = origin or (0, 0, cols)
         kept = empty_residual(self.high, self.step_bits)
@@ -167,7 +177,7 @@ def join_matrix(
         device: device of the result; None: that of the halves.
     """
     device = device or high.device
-    joined = torch.empty(high.shape, dtype=torch.float32, device=device)
+    joined = high.new_empty(high.shape, dtype=torch.float32, device=device)
     if not high.numel() or device.type == "meta":
         return joined
     rows, cols = _matrix_shape(high)

@@ -259,6 +259,7 @@ class LazyQuantizedTensor(QuantizableTensor):
     outer_shape: torch.Size
     outer_dtype: torch.dtype
     connected: Tensor | None = None
+    is_nested = is_quantized = False  # every layer asks: here, without __torch_function__
 
     @staticmethod
     def __new__(
@@ -389,7 +390,6 @@ def _modifies(func: str, name: str) -> str:
 
 _PROPERTIES: tuple[str, ...] = ("shape", "dtype", "device", "layout", "ndim", "is_leaf", "grad_fn")
 _PROPERTIES += ("requires_grad", "grad", "output_nr", "is_cpu", "is_cuda", "is_meta", "is_sparse")
-_PROPERTIES += ("is_quantized", "is_nested")
 _METHODS: tuple[str, ...] = ("size", "stride", "dim", "ndimension", "numel", "nelement", "__len__")
 _METHODS += ("element_size", "get_device", "is_floating_point", "is_complex", "is_contiguous")
 _METHODS += ("is_inference", "requires_grad_", "register_hook", "retain_grad", "detach", "__hash__")

@@ -9,27 +9,29 @@ copies it or saves it takes it for the float32 Parameter that it replaces:
 * aliases (``p.data``, ``p.detach()``) and views share the halves; ``deepcopy`` of a Parameter has
   halves of its own; other copies and pickles are plain float32 tensors.
 
-Layers in FP8, embeddings and output layers multiply by the BF16 half (`stored`), and their
-gradients are BF16. ``p.grad`` shows such a gradient as float32 (`WideGrad`).
+Layers in FP8, embeddings and output layers multiply by the BF16 half
+(`torch_fp8.tensor.weight_half`), and their gradients are BF16. ``p.grad`` shows such a gradient as
+float32 (`WideGrad`).
 """
 
 import functools
 import weakref
 from collections.abc import Callable
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
+from torch._subclasses.fake_tensor import FakeTensor, UnsupportedOperatorException
+from torch._subclasses.functional_tensor import FunctionalTensor
 
 from torch_fp8.tensor.dtensor import local
 from torch_fp8.tensor.encoded import Encoded, plain
-from torch_fp8.tensor.halves import Halves
-from torch_fp8.tensor.wide_grad import WideGrad
+from torch_fp8.tensor.halves import EXACT_BITS, Halves
+from torch_fp8.tensor.wide_grad import WideGrad, WideHook
 
 _aten: Any = torch.ops.aten
 _OWN = ("halves", "_joined", "_is_param", "_wide_grad")
-_BESIDE = "_fp8_averaged_beside"
 
 
 class SplitTensor(Encoded):
@@ -56,6 +58,11 @@ class SplitTensor(Encoded):
 
     @torch.no_grad()
     def store(self, x: Tensor) -> None:
+        if type(self.halves.high) in (
+            FakeTensor,
+            FunctionalTensor,
+        ):  # torch.compile breaks its graph
+            raise UnsupportedOperatorException("writing a weight that is stored in two halves")
         x = plain(x).to(self.device, torch.float32).expand(self.shape)
         self.halves.write(x.contiguous())
 
@@ -91,8 +98,7 @@ class SplitWeight(SplitTensor):
         if type(value) is SplitTensor and value.halves is self.halves:
             return
         if type(value) is SplitTensor:  # model.to(device)
-            other = SplitWeight(value.halves).requires_grad_(self.requires_grad)
-            other._is_param = True
+            other: Tensor = _parameter(value.halves, self)
         elif (value.shape, value.dtype, value.device) == (self.shape, self.dtype, self.device):
             with torch.no_grad():
                 self.data.copy_(value)
@@ -108,8 +114,7 @@ class SplitWeight(SplitTensor):
     @property
     def grad(self) -> Tensor | None:
         grad = stored_grad(self)
-        narrow = grad is not None and type(grad) is Tensor and grad.dtype == torch.bfloat16
-        if not narrow:
+        if grad is None or grad.dtype != torch.bfloat16 or isinstance(grad, Encoded):
             return grad
         wide: WideGrad | None = vars(self).get("_wide_grad")
         if wide is None or wide.stored is not grad:
@@ -120,7 +125,9 @@ class SplitWeight(SplitTensor):
     def grad(self, value: Tensor | None) -> None:
         self.__dict__.pop("_wide_grad", None)
         value = value.stored if isinstance(value, WideGrad) else value
-        if value is not None and value.dtype != torch.float32:
+        if isinstance(value, Tensor) and value.dtype != torch.float32:
+            if value.dtype != torch.bfloat16:  # torch would take any
+                raise RuntimeError(f"the gradient of a float32 weight cannot be {value.dtype}")
             self.grad_dtype = None
         torch.Tensor.grad.__set__(self, value)
 
@@ -128,6 +135,9 @@ class SplitWeight(SplitTensor):
     def grad(self) -> None:
         self.__dict__.pop("_wide_grad", None)
         torch.Tensor.grad.__delete__(self)
+
+    def register_hook(self, hook: Callable[[Tensor], Any]) -> Any:
+        return super().register_hook(WideHook(hook))
 
     def requires_grad_(self, requires_grad: bool = True) -> "SplitWeight":
         super().requires_grad_(requires_grad)
@@ -139,14 +149,20 @@ class SplitWeight(SplitTensor):
         """Return 0 for the Parameter; for an alias, the address of a joined copy, which lives as
         long as the alias.
         """
-        return super().data_ptr() if _is_parameter(self) else self._copy().data_ptr()
+        copy = self._copy()
+        return super().data_ptr() if copy is None else copy.data_ptr()
 
     def untyped_storage(self) -> torch.UntypedStorage:
-        return super().untyped_storage() if _is_parameter(self) else self._copy().untyped_storage()
+        copy = self._copy()
+        return super().untyped_storage() if copy is None else copy.untyped_storage()
 
-    def _copy(self) -> Tensor:
-        if torch.compiler.is_compiling() or type(self.halves.high) is not Tensor:
-            return self.halves.high
+    def _copy(self) -> Tensor | None:
+        if (
+            _is_parameter(self)
+            or torch.compiler.is_compiling()
+            or type(self.halves.high) is not Tensor
+        ):
+            return None
         known = self.halves.copy
         copy = known[1]() if known is not None and known[0] == self.halves.writes else None
         if copy is None:
@@ -156,6 +172,8 @@ class SplitWeight(SplitTensor):
         return copy
 
     def share_memory_(self) -> Tensor:
+        if self.halves.bits != EXACT_BITS:
+            self.halves.write(self.halves.join())  # from now on writes stay in these two
         for part in self.halves.tensors:
             part.share_memory_()
         return _unswapped(self)
@@ -167,9 +185,7 @@ class SplitWeight(SplitTensor):
         if not _is_parameter(self):
             return super().__deepcopy__(memo)
         # In two halves, so that a copy of a layer multiplies by the same BF16 half.
-        copied = SplitWeight(self.halves.mapped(torch.clone)).requires_grad_(self.requires_grad)
-        copied._is_param = True
-        return memo.setdefault(id(self), copied)
+        return memo.setdefault(id(self), _parameter(self.halves.mapped(torch.clone), self))
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         halves = self.halves
@@ -225,44 +241,6 @@ def stored(weight: Tensor) -> Tensor:
     return weight.halves.high if isinstance(weight, SplitWeight) else weight
 
 
-class _Half(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, weight: SplitWeight) -> Tensor:
-        ctx.dtype = gradient_dtype(weight)
-        return weight.halves.high.detach()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad.to(ctx.dtype)
-
-
-@torch.compiler.allow_in_graph
-def half(weight: Tensor) -> Tensor:
-    """Return the BF16 half of a `SplitWeight`, through which its gradient flows in BF16."""
-    result: Tensor = _Half.apply(weight)
-    return result
-
-
-def gradient_dtype(weight: Tensor) -> torch.dtype:
-    """Return the dtype in which a layer makes its weight's gradient in this forward.
-
-    That of a `SplitWeight` is BF16, but float32 where DistributedDataParallel averages it, whose
-    buckets have the Parameter's dtype.
-    """
-    if not isinstance(weight, SplitWeight):
-        return weight.dtype
-    ddp = DistributedDataParallel._active_ddp_module
-    if ddp is None:
-        return torch.bfloat16
-    beside = vars(weight).get(_BESIDE)
-    return torch.bfloat16 if beside is not None and beside() is ddp else torch.float32
-
-
-def average_beside(weight: Tensor, ddp: DistributedDataParallel) -> None:
-    """Note that `ddp` does not average the gradient of this weight."""
-    vars(weight)[_BESIDE] = weakref.ref(ddp)
-
-
 def stored_grad(parameter: Tensor) -> Tensor | None:
     """Return ``parameter.grad`` as it is in memory."""
     grad: Tensor | None = torch.Tensor.grad.__get__(parameter)
@@ -280,10 +258,8 @@ def split_parameter(parameter: Tensor, bits: int, step_bits: int | None = None) 
     """
     halves = Halves.of(parameter.detach(), bits)
     halves.step_bits = bits if step_bits is None else step_bits
-    split = SplitWeight(halves).requires_grad_(parameter.requires_grad)
-    split._is_param = True
     grad = parameter.grad
-    exchange(parameter, split)
+    exchange(parameter, _parameter(halves, parameter))
     assert isinstance(parameter, SplitWeight)
     if grad is not None:
         parameter.grad = grad.to(torch.bfloat16) if type(grad) is Tensor else grad
@@ -319,6 +295,9 @@ def exchange(parameter: Tensor, other: Tensor) -> None:
     vars(other).update(parts)  # a graph that was made before may read it
     other.register_post_accumulate_grad_hook(lambda old: _deliver(old, parameter))
     if hooks is not None:
+        for key, hook in hooks.items():
+            hook = hook.hook if isinstance(hook, WideHook) else hook
+            hooks[key] = WideHook(hook) if isinstance(parameter, SplitWeight) else hook
         parameter._backward_hooks = hooks
     if accumulated is not None:
         parameter._post_accumulate_grad_hooks = accumulated
@@ -331,6 +310,12 @@ def _deliver(old: Tensor, parameter: Tensor) -> None:
     if grad is not None:
         before = parameter.grad
         parameter.grad = grad if before is None else plain(before) + grad
+
+
+def _parameter(halves: Halves, like: Tensor) -> SplitWeight:
+    parameter = SplitWeight(halves).requires_grad_(like.requires_grad)
+    parameter._is_param = True
+    return parameter
 
 
 def _is_parameter(x: Tensor) -> bool:
@@ -371,6 +356,21 @@ def _copy(weight: SplitWeight, source: Any, non_blocking: bool = False) -> Any:
     return NotImplemented
 
 
+def _reduce(weight: SplitWeight) -> Any:
+    """Pickle for another process: a weight in shared memory stays shared, others are copied."""
+    halves, device = weight.halves, weight.device.type
+    if halves.bits != EXACT_BITS or device != "cpu" or not weight.is_shared():
+        return weight.__reduce_ex__(2)
+    parts = halves.high, halves.residual, halves.bits, halves.step_bits
+    return _rebuild, (parts, weight.requires_grad, _is_parameter(weight))
+
+
+def _rebuild(parts: Any, requires_grad: bool, is_parameter: bool) -> SplitWeight:
+    weight = SplitWeight(Halves(*parts)).requires_grad_(requires_grad)
+    return _parameter(weight.halves, weight) if is_parameter else weight
+
+
+ForkingPickler.register(SplitWeight, _reduce)
 SplitWeight.handlers = {
     _aten._to_copy.default: _to_copy,
     _aten.copy_.default: _copy,

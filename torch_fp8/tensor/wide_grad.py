@@ -1,5 +1,6 @@
 """`WideGrad`: a BF16 gradient that reads as float32."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -67,3 +68,15 @@ class WideGrad(Encoded):
 def narrowed(grad: Tensor) -> Tensor:
     """Return the BF16 gradient behind a `WideGrad`; any other tensor itself."""
     return grad.stored if isinstance(grad, WideGrad) else grad
+
+
+class WideHook:
+    """A hook of a gradient that is BF16 in memory, which reads as float32 to the user's hook."""
+
+    def __init__(self, hook: Callable[[Tensor], Any]) -> None:
+        self.hook = hook
+
+    def __call__(self, grad: Tensor) -> Any:
+        narrow = grad.dtype == torch.bfloat16 and not isinstance(grad, Encoded)
+        result = self.hook(WideGrad(grad) if narrow else grad)
+        return result.stored if isinstance(result, WideGrad) else result

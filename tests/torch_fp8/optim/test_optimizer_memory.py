@@ -13,7 +13,8 @@ from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8, memory_re
 from torch_fp8.conversion.memory import expected_bytes_per_param
 from torch_fp8.nn.linear import Float8Linear
 from torch_fp8.nn.weight_cache import WatchedParameter
-from torch_fp8.tensor.split_weight import SplitWeight, half
+from torch_fp8.tensor.split_weight import SplitWeight
+from torch_fp8.tensor.weight_half import half
 
 CONFIGS = {
     "O2": (FP8Config(), 7.2),

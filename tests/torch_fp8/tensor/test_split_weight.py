@@ -18,12 +18,12 @@ from torch_fp8.quantization.split_float import join
 from torch_fp8.tensor.halves import Halves
 from torch_fp8.tensor.split_weight import (
     SplitWeight,
-    half,
     join_parameter,
     split_parameter,
     stored,
     stored_grad,
 )
+from torch_fp8.tensor.weight_half import half
 from torch_fp8.tensor.wide_grad import WideGrad
 
 SIZE = 64

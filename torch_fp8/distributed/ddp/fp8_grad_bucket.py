@@ -25,7 +25,8 @@ from torch_fp8.quantization.block_scaled import matrix_shape, num_groups
 from torch_fp8.quantization.formats import GROUP_SIZE
 from torch_fp8.quantization.stochastic_rounding import shifted_keys
 from torch_fp8.tensor.float8_grad import Float8Grad
-from torch_fp8.tensor.split_weight import gradient_dtype, stored_grad
+from torch_fp8.tensor.split_weight import stored_grad
+from torch_fp8.tensor.weight_half import gradient_dtype
 
 
 class GradientBucket:

@@ -35,7 +35,8 @@ from torch_fp8.distributed.ddp.hook_registration import (
 from torch_fp8.distributed.ddp.join import broadcast_state, connect_join
 from torch_fp8.optim.grad_hooks import attach_hooks
 from torch_fp8.optim.optimizer import Float8Optimizer
-from torch_fp8.tensor.split_weight import SplitWeight, average_beside
+from torch_fp8.tensor.split_weight import SplitWeight
+from torch_fp8.tensor.weight_half import average_beside
 
 _NAMES = "_fp8_kept_from_ddp"
 _IGNORED = "_ddp_params_and_buffers_to_ignore"

@@ -1,0 +1,51 @@
+"""What a layer takes of a `SplitWeight`: its BF16 half, and the dtype of its gradient."""
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from torch_fp8.autograd.function import is_returned
+from torch_fp8.tensor.split_weight import SplitWeight
+
+_BESIDE = "_fp8_averaged_beside"
+
+
+class _Half(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: SplitWeight) -> Tensor:
+        ctx.dtype = gradient_dtype(weight)
+        return weight.halves.high.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad.to(torch.float32 if is_returned(ctx, 0) else ctx.dtype)
+
+
+@torch.compiler.allow_in_graph
+def half(weight: Tensor) -> Tensor:
+    """Return the BF16 half of a `SplitWeight`, through which its gradient flows in BF16."""
+    result: Tensor = _Half.apply(weight)
+    return result
+
+
+def gradient_dtype(weight: Tensor) -> torch.dtype:
+    """Return the dtype in which a layer makes its weight's gradient in this forward.
+
+    That of a `SplitWeight` is BF16, but float32 where DistributedDataParallel averages it, whose
+    buckets have the Parameter's dtype.
+    """
+    if not isinstance(weight, SplitWeight):
+        return weight.dtype
+    ddp = DistributedDataParallel._active_ddp_module
+    if ddp is None:
+        return torch.bfloat16
+    beside = vars(weight).get(_BESIDE)
+    return torch.bfloat16 if beside is not None and beside() is ddp else torch.float32
+
+
+def average_beside(weight: Tensor, ddp: DistributedDataParallel) -> None:
+    """Note that `ddp` does not average the gradient of this weight."""
+    vars(weight)[_BESIDE] = weakref.ref(ddp)
