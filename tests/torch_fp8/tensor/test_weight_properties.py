@@ -28,7 +28,11 @@ DIFFERENT = {
     },
 }
 """What does not equal float32 weights, and why."""
-SECTIONS = [section for section in PROPERTIES if not section.startswith("0 two")]
+LONG = ("0 compile", "5 saving", "8 leaving")
+SECTIONS = [
+    pytest.param(section, marks=pytest.mark.long) if section in LONG else section
+    for section in PROPERTIES
+]
 
 
 class Product(torch.autograd.Function):
@@ -97,6 +101,8 @@ def test_a_weight_is_what_float32_is(designs, section, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     different = {}
     for name, function in PROPERTIES[section].items():
+        if name.endswith("inductor"):  # the graph is AOTAutograd's
+            continue
         outcomes = [weight_designs.measured(design, function) for design in ("built", "stock")]
         result = weight_designs.verdict(*outcomes, NEAR.get(f"{section}/{name}", 0.0))
         if result not in ("ok", "refused"):
