@@ -79,6 +79,16 @@ class RunsFP8(nn.Module):
         return self.training or bool(self.fp8_config.eval_fp8)
 
 
+def in_high_precision() -> bool:
+    """Return whether a module that is not converted takes weights as float32 in this forward.
+
+    A converted one asks for both parts itself, see `RunsFP8.runs_fp8`.
+    """
+    if requested or torch.compiler._is_exporting_flag:
+        return True
+    return not torch.compiler.is_compiling() and is_transformed()
+
+
 def is_transformed() -> bool:
     """Return whether this eager forward is transformed, or traced, with torch's own operators.
 

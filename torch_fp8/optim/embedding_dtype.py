@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torch_fp8.autograd.current_pass import in_high_precision
 from torch_fp8.tensor.split_weight import SplitWeight, stored
 from torch_fp8.tensor.weight_half import half
 
@@ -42,12 +43,15 @@ class Float32Output:
 class HalfWeight:
     """A forward pre-hook that lets a module multiply by, or look up, the BF16 half of its weight.
 
-    Not outside autocast: there it is float32 that stock would multiply.
+    Not outside autocast, where stock would multiply float32, nor within
+    `torch_fp8.high_precision`, in transforms of torch.func and in traces for programs without us.
     """
 
     def __call__(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         weight = module._parameters.get("weight")
         if not isinstance(weight, SplitWeight) or getattr(module, "runs_fp8", False):
+            return
+        if in_high_precision():
             return
         if isinstance(module, _EMBEDDINGS) or torch.is_autocast_enabled(weight.device.type):
             # The attribute hides the Parameter of this name, which stays where it is.

@@ -1,0 +1,270 @@
+"""What user code does with weights, and checks of what it finds."""
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+import torch_fp8
+from tests.host_loops import SIDE, Net, batch
+
+
+def _reference(model: nn.Module) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    return [torch.randn(p.shape, generator=generator) / 8 for p in model.parameters()]
+
+
+def _no_grad(function: Callable[..., Any]) -> Callable[[nn.Module], Any]:
+    def run(model: nn.Module) -> Any:
+        with torch.no_grad():
+            return [
+                function(p, r) for p, r in zip(model.parameters(), _reference(model), strict=True)
+            ]
+
+    return run
+
+
+def _penalty(model: nn.Module, function: Callable[[Tensor, Tensor], Tensor]) -> Any:
+    """Gradients of what a user computes of the weights alone."""
+    parameters = list(model.parameters())
+    loss = sum(function(p, r) for p, r in zip(parameters, _reference(model), strict=True))
+    return loss, torch.autograd.grad(loss, parameters)
+
+
+def _second_order(model: nn.Module) -> Any:
+    parameters = list(model.parameters())
+    loss = sum((p**3).sum() for p in parameters)
+    grads = torch.autograd.grad(loss, parameters, create_graph=True)
+    return torch.autograd.grad(sum(g.square().sum() for g in grads), parameters)
+
+
+def _through_data(p: Tensor, r: Tensor) -> None:
+    p.data = p.data * 0.5 + r
+
+
+def _vector(model: nn.Module) -> Any:
+    parameters = list(model.parameters())
+    vector = nn.utils.parameters_to_vector(parameters).detach()
+    nn.utils.vector_to_parameters(vector * 0.999, parameters)
+    for p in parameters:  # stock ones are views of one vector now, of which safetensors saves one
+        p.data = p.data.clone()
+    return vector
+
+
+def _foreach(model: nn.Module) -> Any:
+    parameters = list(model.parameters())
+    with torch.no_grad():
+        torch._foreach_mul_(parameters, 0.999)
+        torch._foreach_lerp_(parameters, _reference(model), 1e-3)
+        return torch._foreach_norm(parameters)
+
+
+def _average(model: nn.Module) -> Any:
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.999))
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(0.9)
+    average.update_parameters(model)
+    average.update_parameters(model)
+    return [v for name, v in average.state_dict().items() if "fp8" not in name]
+
+
+def _interpolated(model: nn.Module) -> Any:
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for p, r in zip(other.parameters(), _reference(model), strict=True):
+            p.copy_(r)
+        for p, q in zip(model.parameters(), other.parameters(), strict=True):
+            p.lerp_(q, 0.25)
+    return [p.detach() for p in other.parameters()]
+
+
+def _loaded(model: nn.Module) -> None:
+    model.load_state_dict({k: v.clone() * 0.999 for k, v in model.state_dict().items()})
+
+
+def _initialized(model: nn.Module) -> Tensor:
+    torch.manual_seed(3)
+    return nn.init.orthogonal_(model.wide.weight).detach()
+
+
+def _in_place_of_leaf(model: nn.Module) -> str:
+    try:
+        next(model.parameters()).mul_(2)
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+OPERATIONS: dict[str, Callable[[nn.Module], Any]] = {
+    "values": _no_grad(lambda p, r: (p.norm(), p.sum(), p.abs().max(), p.mean(), p.std())),
+    "dtypes": _no_grad(lambda p, r: str((p.dtype, p.element_size(), (p * 1).dtype, p.is_leaf))),
+    "numpy": _no_grad(lambda p, r: np.linalg.norm(p.detach().cpu().numpy())),
+    "quantile": _no_grad(lambda p, r: p.flatten().quantile(0.3)),
+    "histogram": _no_grad(lambda p, r: torch.histc(p, 8)),
+    "distance": _no_grad(lambda p, r: torch.cdist(p.view(-1, SIDE), r.view(-1, SIDE))),
+    "clone": _no_grad(lambda p, r: (p.clone(), p.detach().cpu(), p.double(), p.to(torch.bfloat16))),
+    "pickle": _no_grad(lambda p, r: pickle.loads(pickle.dumps(p))),
+    "rows": _no_grad(lambda p, r: [row.sum() for row in p.view(-1, SIDE)]),
+    "mul_": _no_grad(lambda p, r: p.mul_(0.999)),
+    "add_": _no_grad(lambda p, r: p.add_(r, alpha=1e-6)),
+    "clamp_": _no_grad(lambda p, r: p.clamp_(-0.1, 0.1)),
+    "lerp_": _no_grad(lambda p, r: p.lerp_(r, 1e-4)),
+    "mask": _no_grad(lambda p, r: p.mul_((r > 0).float())),
+    "index": _no_grad(lambda p, r: p.view(-1).__setitem__(slice(3), r.view(-1)[:3])),
+    "data": _no_grad(_through_data),
+    "foreach": _foreach,
+    "vector": _vector,
+    "init": lambda model: (torch.manual_seed(3), nn.init.orthogonal_(model.wide.weight))[
+        1
+    ].detach(),
+    "load_state_dict": _loaded,
+    "interpolated": _interpolated,
+    "average": _average,
+    "l2": lambda model: _penalty(model, lambda p, r: (p - r).square().sum()),
+    "l1": lambda model: _penalty(model, lambda p, r: p.abs().sum() + 1e-3 * p.norm()),
+    "second order": _second_order,
+    "leaf in place": _in_place_of_leaf,
+}
+
+
+def outcome(function: Callable[[nn.Module], Any], model: nn.Module) -> list[Any]:
+    """Return what an operation gives and leaves, as plain tensors and values."""
+    leaves = torch.utils._pytree.tree_leaves(
+        (function(model), [p.detach() for p in model.parameters()])
+    )
+    return [x.detach().clone() if isinstance(x, Tensor) else x for x in leaves]
+
+
+def differs(model: nn.Module) -> list[str]:
+    """Run all operations on a model and on plain copies; return those with another outcome."""
+    names = []
+    for name, function in OPERATIONS.items():
+        twin = Net()
+        with torch.no_grad():
+            for p, q in zip(twin.parameters(), model.parameters(), strict=True):
+                p.copy_(q)
+        got, want = outcome(function, model), outcome(function, twin)
+        if len(got) != len(want) or not all(map(_same, got, want)):
+            names.append(name)
+    return names
+
+
+def _same(a: Any, b: Any) -> bool:
+    if not isinstance(b, Tensor):
+        return bool(a == b)
+    return (a.dtype, a.shape) == (b.dtype, b.shape) and torch.equal(a, b)
+
+
+def check_gradients(model: nn.Module) -> None:
+    """Gradients read as float32 wherever a user meets them, and are assigned in either dtype."""
+    parameters, x, seen = list(model.parameters()), batch(), []
+    before = [None if p.grad is None else p.grad.clone() for p in parameters]
+    handles = [p.register_hook(lambda grad: seen.append(grad.numpy().dtype)) for p in parameters]
+    with torch.autocast("cpu", torch.bfloat16):
+        returned = torch.autograd.grad(model(x)["loss"], parameters)
+    assert {g.dtype for g in returned} == {torch.float32}
+    for p in parameters:
+        p.grad = None
+    with torch.autocast("cpu", torch.bfloat16):
+        model(x)["loss"].backward()
+    assert set(seen) == {np.dtype("float32")}
+    assert len(seen) == 2 * len(parameters)
+    for handle, p, grad in zip(handles, parameters, returned, strict=True):
+        handle.remove()
+        torch.testing.assert_close(
+            p.grad.clone(), grad, rtol=0.13, atol=float(grad.abs().max()) / 8
+        )
+        assert p.grad.numpy().dtype == np.float32
+    assert torch.cat([p.grad.flatten() for p in parameters]).dtype == torch.float32
+    for p, grad in zip(parameters, before, strict=True):
+        for value in (torch.ones(p.shape), grad):
+            p.grad = value
+            assert value is None or torch.equal(p.grad.clone(), value)
+    with pytest.raises(RuntimeError, match=r"float64|double"):
+        parameters[0].grad = torch.ones(parameters[0].shape, dtype=torch.float64)
+
+
+def check_moments(model: nn.Module, optimizer: Any) -> None:
+    """Adam's state reads and takes assignments as stock's."""
+    optimizer = getattr(optimizer, "optimizer", optimizer)
+    weight = model.wide.weight
+    if weight in optimizer.state:
+        state = optimizer.state[weight]
+        for name in ("exp_avg", "exp_avg_sq"):
+            assert state[name].shape == weight.shape
+            assert state[name].dtype == torch.float32
+            state[name] = torch.zeros_like(weight.data)
+            assert not state[name].any()
+        for of_weight in optimizer.state.values():
+            for value in of_weight.values():
+                if torch.is_tensor(value) and value.dim():
+                    value.zero_()
+        assert not optimizer.state_dict()["state"][0]["exp_avg"].any()
+
+
+def regroup(model: nn.Module, optimizer: Any) -> None:
+    """Split a group, reverse the rest of it, and put the new one first."""
+    optimizer = getattr(optimizer, "optimizer", optimizer)
+    group, (weight, bias) = optimizer.param_groups[0], model.wide.parameters()
+    group["params"] = [p for p in group["params"] if p is not weight and p is not bias][::-1]
+    optimizer.add_param_group({**group, "params": [weight, bias], "lr": group["lr"] / 2})
+    optimizer.param_groups.reverse()
+
+
+def check_kept_copies(model: nn.Module) -> None:
+    """What is served after a write is the weight that was written."""
+    training, x = model.training, batch()
+    model.eval()
+    for write in ("mul_", "_foreach_mul_", "data"):
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            before = model(x)["logits"]
+            for p in model.parameters():
+                if write == "mul_":
+                    p.mul_(1.5)
+                elif write == "data":
+                    p.data = p.data / 1.5
+                else:
+                    torch._foreach_mul_([p.detach()], 1.25)
+            after, fresh = model(x)["logits"], copy.deepcopy(model)(x)["logits"]
+        assert torch.equal(after, fresh), write
+        assert not torch.equal(after, before), write
+    model.train(training)
+
+
+def check_higher_order(model: nn.Module) -> None:
+    """Derivatives of gradients are refused by name, or right in high precision."""
+    parameters, x = list(model.parameters()), batch()
+    grads = [p.grad for p in parameters]
+    entries = (
+        lambda loss: loss.backward(create_graph=True),
+        lambda loss: loss.backward(inputs=[model.wide.weight], create_graph=True),
+        lambda loss: torch.autograd.grad(loss, parameters, create_graph=True),
+    )
+    for entry in entries:
+        with (
+            pytest.raises(RuntimeError, match=r"wide|narrow"),
+            torch.autocast("cpu", torch.bfloat16),
+        ):
+            entry(model(x)["loss"])
+    with torch_fp8.high_precision():
+        (first,) = torch.autograd.grad(model(x)["loss"], model.wide.weight, create_graph=True)
+        (second,) = torch.autograd.grad(first.square().sum(), model.wide.weight)
+
+    def loss(weight: Tensor) -> Tensor:
+        return functional_call(model, {"wide.weight": weight}, (x,))["loss"]
+
+    weight = model.wide.weight.detach().clone()
+    inner = torch.func.grad(lambda w: torch.func.grad(loss)(w).square().sum())(weight)
+    assert second.any()
+    assert second.dtype == torch.float32
+    torch.testing.assert_close(inner, second, rtol=1e-3, atol=1e-6 * float(second.abs().max()))
+    for p, grad in zip(parameters, grads, strict=True):
+        p.grad = grad
