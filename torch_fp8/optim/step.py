@@ -20,6 +20,7 @@ from torch_fp8.optim.state import SMALL_RESIDUAL_BITS, State, moment
 from torch_fp8.quantization.block_scaled import matrix_shape
 from torch_fp8.quantization.recipe import CastSpec
 from torch_fp8.quantization.stochastic_rounding import stream_keys
+from torch_fp8.tensor.alignment import aligned
 from torch_fp8.tensor.dtensor import local
 from torch_fp8.tensor.halves import split_matrix
 from torch_fp8.tensor.split_weight import halves_of, stored, stored_grad
@@ -229,7 +230,9 @@ def _matrix(parameter: Tensor, state: State, weight: Tensor, config: FP8Config) 
 
 
 def gradient_matrix(grad: Tensor, shape: tuple[int, int]) -> Tensor | GradientParts:
-    """Return a gradient as the step takes it: an (R, K) tensor, or the parts of an 8-bit one."""
+    """Return a gradient as the step takes it: an aligned (R, K) tensor, or the parts of an 8-bit
+    one.
+    """
     grad = narrowed(grad)
     parts = getattr(grad, "parts", None)
     if parts is not None:
@@ -237,7 +240,7 @@ def gradient_matrix(grad: Tensor, shape: tuple[int, int]) -> Tensor | GradientPa
         return result
     if grad.dtype not in (torch.bfloat16, torch.float32):
         grad = grad.float()
-    return grad.contiguous().view(shape)
+    return aligned(grad.contiguous()).view(shape)
 
 
 def shard_origin(parameter: Tensor) -> tuple[int, int, int]:

@@ -30,6 +30,7 @@ from torch_fp8.distributed.collectives import CommunicationStream, all_gather, a
 from torch_fp8.ops import messages
 from torch_fp8.quantization.block_scaled import MIN_NUMEL
 from torch_fp8.quantization.formats import GROUP_SIZE
+from torch_fp8.tensor.alignment import aligned, is_aligned
 
 _WIRE_DTYPES = (torch.bfloat16, torch.float32)
 _DTYPES = (*_WIRE_DTYPES, torch.float16)
@@ -156,20 +157,24 @@ def average_bucket(state: QuantizedAllReduce, bucket: dist.GradBucket) -> Future
 
 
 def _joined(buffer: Tensor, runs: list[Run], multiple: int) -> Tensor:
-    """Join runs of a buffer to one flat tensor; each of several is zero-padded to a `multiple` of
-    elements.
+    """Join runs of a buffer to one flat, aligned tensor; each of several is zero-padded to a
+    `multiple` of elements.
     """
     pieces = [buffer[run.start : run.stop] for run in runs]
     if len(pieces) == 1:
-        return pieces[0]
+        return aligned(pieces[0])
     padded = [F.pad(piece, (0, -piece.numel() % multiple)) for piece in pieces]
     return torch.cat(padded) if padded else buffer.new_empty(0)
 
 
 def _target(buffer: Tensor, runs: list[Run], numel: int, dtypes: tuple[torch.dtype, ...]) -> Tensor:
-    """Return where runs are decoded: a single one in its own place, several in memory for all."""
+    """Return where runs are decoded: an aligned one alone in its own place, others in memory for
+    all.
+    """
     if len(runs) == 1 and buffer.dtype in dtypes:
-        return buffer[runs[0].start : runs[0].stop]
+        place = buffer[runs[0].start : runs[0].stop]
+        if is_aligned(place):
+            return place
     return buffer.new_empty(numel, dtype=buffer.dtype if buffer.dtype in dtypes else torch.float32)
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from torch_fp8.distributed.ddp.comm_hook import Run, runs_of
+from torch_fp8.distributed.ddp.comm_hook import Run, _joined, _target, runs_of
 
 pytestmark = pytest.mark.long
 
@@ -39,6 +39,19 @@ def case(results):
         return [of_rank[name]["value"] for of_rank in results[ranks]]
 
     return values
+
+
+@pytest.mark.parametrize("start", [0, 1, 65])
+def test_what_travels_behind_an_odd_bias_is_aligned(start):
+    """Of a bucket, the run that is packed, and the one that is decoded."""
+    buffer = torch.randn(start + 4096).bfloat16()
+    runs = [Run(start, start + 4096, True)]
+    packed = _joined(buffer, runs, 32)
+    assert torch.equal(packed, buffer[start:])
+    decoded = _target(buffer, runs, 4096, (torch.bfloat16,))
+    assert packed.data_ptr() % 16 == decoded.data_ptr() % 16 == 0
+    in_place = decoded.data_ptr() == buffer[start:].data_ptr()
+    assert in_place == (start == 0), "in its own place where that is aligned"
 
 
 @RANKS

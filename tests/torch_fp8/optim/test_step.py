@@ -1,0 +1,81 @@
+"""What a step costs beside its arithmetic: how it waits for the device, how it reads gradients."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8
+from torch_fp8.optim import step
+
+each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+
+
+class Answers(TorchDispatchMode):
+    """Counts the elements that the host asks a device for, one at a time."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        asks = func is torch.ops.aten._local_scalar_dense.default
+        self.count += asks and args[0].dtype == torch.bool  # steps are numbers of the CPU
+        return func(*args, **(kwargs or {}))
+
+
+def converted(dtype, layers=6):
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(layers))).to(dtype)
+    convert_to_float8(model, FP8Config())
+    optimizer = torch.optim.AdamW(model.parameters())
+    convert_optimizer(optimizer, FP8Config(), model=model)
+    return model, optimizer
+
+
+def set_gradients(model, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+
+
+@each_dtype
+def test_the_step_behind_state_dict_does_not_wait_for_each_weight(dtype):
+    """Nobody asks whether a weight was written."""
+    model, optimizer = converted(dtype)
+    for saves in (False, True):
+        set_gradients(model)
+        if saves:
+            model.state_dict()
+            optimizer.state_dict()
+            model.state_dict()
+        with Answers() as asked:
+            optimizer.step()
+        assert asked.count == 0
+
+
+@each_dtype
+def test_a_gradient_behind_an_odd_bias_is_stepped_as_an_aligned_one(dtype, monkeypatch):
+    """As the views of a bucket of DDP are: the kernels would read it element by element."""
+    models = []
+    starts = []
+
+    def reference(matrix, *rest):
+        starts.append(matrix.grad.data_ptr() % 16)
+        adamw_step(matrix, *rest)
+
+    adamw_step = step.adamw_step_reference
+    monkeypatch.setattr(step, "adamw_step_reference", reference)
+    for shift in (0, 1):
+        model, optimizer = converted(dtype, layers=2)
+        set_gradients(model)
+        for parameter in model.parameters():
+            bucket = torch.empty(parameter.numel() + shift, dtype=parameter.grad.dtype)
+            view = bucket[shift:].view(parameter.shape)
+            parameter.grad = view.copy_(parameter.grad)
+        optimizer.step()
+        models.append(model)
+    assert len(starts) == 4
+    assert not any(starts)
+    for one, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        assert torch.equal(one, other)
