@@ -13,6 +13,10 @@ before that; the call of the last bucket brings all to their end, that of the fi
 own. That order is the same on all ranks. On CUDA everything runs on a stream beside the one that
 computes, which waits when backward ends.
 
+Where other gradients are averaged beside DDP (`fp8_grad_reducer`), in the same process group, their
+collectives come first and these follow: buckets that are ready before are held back. Which of them
+are ready first may differ by rank, and so there is one order.
+
 What a bucket holds that has no 8-bit form, sparse gradients and float64, is averaged as without the
 hook. Ranks that have joined (uneven inputs) send zeros, and the average counts them, as it does
 with torch's own hooks.
@@ -27,6 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torch_fp8.distributed.collectives import CommunicationStream, all_gather, all_to_all
+from torch_fp8.distributed.ddp.fp8_grad_reducer import Float8GradReducer
 from torch_fp8.ops import messages
 from torch_fp8.quantization.block_scaled import MIN_NUMEL
 from torch_fp8.quantization.formats import GROUP_SIZE
@@ -73,12 +78,20 @@ class QuantizedAllReduce:
 
     Args:
         group: DDP's process group, of more than one rank.
+        beside: what averages other gradients of this DDP, and goes first.
+        eight_bits: whether gradients travel in 8 bits; else in their dtype.
     """
 
-    def __init__(self, group: Any) -> None:
+    def __init__(
+        self, group: Any, beside: Float8GradReducer | None = None, eight_bits: bool = True
+    ) -> None:
         self.group = group
+        self.beside = beside
+        self._eight_bits = eight_bits
         self.world_size = dist.get_world_size(group)
+        self._held: list[Stages] = []
         self._in_flight: list[Stages] = []
+        self._is_last = False
         self._stream = CommunicationStream()
 
     def average(self, bucket: dist.GradBucket) -> Future:
@@ -90,17 +103,29 @@ class QuantizedAllReduce:
         buffer = bucket.buffer()
         if bucket.index() == 0:
             self._in_flight.clear()  # the last backward raised
+            self._held.clear()
         future: Future = torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else [])
-        stock = buffer.is_sparse or buffer.dtype not in _DTYPES
+        stock = buffer.is_sparse or buffer.dtype not in _DTYPES or not self._eight_bits
         stages = self._average_stock if stock else self._average
-        with self._stream.beside(buffer.device):
-            self._in_flight.insert(0, stages(bucket, buffer, future))
-            self._advance()
+        self._held.append(stages(bucket, buffer, future))
+        self._is_last = bucket.is_last()
+        beside, device = self.beside, buffer.device
+        if beside is None or not beside.goes_first(
+            lambda: self._release(device, True), bucket.index() == 0
+        ):
             # With a static graph, all buckets of the first backward come as number 0, and DDP waits
             # for them before it returns.
-            while (bucket.is_last() or bucket.index() == 0) and self._in_flight:
-                self._advance()
+            self._release(device, self._is_last or bucket.index() == 0)
         return future
+
+    def _release(self, device: torch.device, to_the_end: bool) -> None:
+        """Begin to average the buckets that were held back, in their order."""
+        with self._stream.beside(device):
+            while self._held:
+                self._in_flight.insert(0, self._held.pop(0))
+                self._advance()
+            while to_the_end and self._in_flight:
+                self._advance()
 
     def _advance(self) -> None:
         """Advance each bucket on its way by one stage; those that have ended are dropped."""

@@ -8,8 +8,10 @@ codes and scales replace those in ``p.grad`` when they come back
 dtype, and its average quantized.
 
 * Collectives run in one order on all ranks, first that of the module, reversed, then the order in
-  which rank 0's gradients became ready; in a process group of their own, since DDP's collectives
-  come in between at places that differ.
+  which rank 0's gradients became ready. DDP's own, in the same process group, follow when all of
+  these have begun (`comm_hook`), for its buckets are ready at places that differ. Where its buckets
+  cannot wait, these follow them: where another hook than ours averages DDP's, and with reentrant
+  checkpoints, within which DDP may end, from the second backward on.
 * What has not become ready when backward ends is sent then. A rank without a gradient sends zeros
   and says so (without FP8: minus zeros), so that ``p.grad`` stays None where nobody had one.
 * Gradients that were accumulated under ``no_sync`` are averaged with the last micro-batch's.
@@ -22,7 +24,7 @@ dtype, and its average quantized.
 
 import dataclasses
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -52,12 +54,14 @@ class Float8GradReducer:
 
     Args:
         parameters: the parameters to average, equal and in the same order on all ranks.
-        group: process group of its own.
+        group: DDP's process group.
         fp8: whether gradients travel in FP8; else in their dtype.
 
     Attributes:
         parameters: the parameters whose gradients are averaged.
         rank: this process's.
+        leads: whether DDP's collectives are ours, and follow.
+        joined: whether this rank has run out of inputs, and takes part in others' collectives.
     """
 
     def __init__(self, parameters: Iterable[Tensor], group: Any, fp8: bool = True) -> None:
@@ -69,6 +73,11 @@ class Float8GradReducer:
         self._overlaps = self._order[0].is_cuda
         self._learned = False
         self._active = False
+        self.leads = False
+        self.joined = False
+        self._task = -1
+        self._is_nested = False
+        self._release: Callable[[], None] | None = None
         self._without_output_hooks = False
         self._start()
 
@@ -102,8 +111,29 @@ class Float8GradReducer:
         self._ready[parameter] = None
         if self._fp8:
             self._quantize(parameter)
-        while self._buckets and self._ready.keys() >= _trained(self._buckets[0]):
+        while self.leads and self._buckets and self._ready.keys() >= _trained(self._buckets[0]):
             self._send(self._buckets.popleft())
+
+    def goes_first(self, release: Callable[[], None], is_first: bool) -> bool:
+        """Return whether a bucket of DDP is to wait; `release` will then send those that have.
+
+        Args:
+            release: called once in this backward, when all of our collectives have begun.
+            is_first: whether the bucket is the first of its backward.
+        """
+        if not self.leads:
+            return False
+        if self.joined:
+            if is_first:
+                self.take_part()
+            return False
+        if not self._active:
+            self._begin()
+        if torch._C._current_graph_task_id() != self._task:
+            self._is_nested = True
+            return False
+        self._release = release
+        return True
 
     def take_part(self) -> None:
         """Send zeros in a backward of the other ranks; gradients of this rank stay as they are."""
@@ -121,7 +151,14 @@ class Float8GradReducer:
         if not self._active:
             self._active = True
             self._start()
-            Variable._execution_engine.queue_callback(self._finish)
+            self._release = None
+            self._task = torch._C._current_graph_task_id()
+            # Callbacks run in their order, and DDP has queued its own by the time of `_follow`.
+            then = self._finish if self.leads else self._follow
+            Variable._execution_engine.queue_callback(then)
+
+    def _follow(self) -> None:
+        Variable._execution_engine.queue_callback(self._finish)
 
     @torch.no_grad()
     def _finish(self) -> None:
@@ -131,12 +168,17 @@ class Float8GradReducer:
             if self._fp8:
                 for sent in self._in_flight:
                     sent.gather()
+        if not self._learned:
+            self._learn_order()
+        if self._release is not None:
+            self._release()
+            self._release = None
+        with self._stream.beside(self._order[0].device):
             while self._in_flight:
                 self._in_flight.popleft().finish()
         self._stream.join()
         self._active = False
-        if not self._learned:
-            self._learn_order()
+        self.leads = self.leads and not self._is_nested
         self._start()
 
     def _send(self, bucket: list[Tensor]) -> None:

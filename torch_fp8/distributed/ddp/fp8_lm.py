@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from torch_fp8.distributed.collectives import all_gather, all_to_all
 from torch_fp8.distributed.ddp.comm_hook import Future, QuantizedAllReduce, Stages
+from torch_fp8.distributed.ddp.fp8_grad_reducer import Float8GradReducer
 from torch_fp8.ops import messages
 from torch_fp8.quantization.block_scaled import MIN_NUMEL
 from torch_fp8.quantization.formats import E4M3, MIN_SCALE
@@ -109,10 +110,16 @@ class SharedScaleAllReduce(QuantizedAllReduce):
     Args:
         group: DDP's process group, of more than one rank.
         scaling: holds mu.
+        beside: see `QuantizedAllReduce`.
     """
 
-    def __init__(self, group: dist.ProcessGroup, scaling: AutomaticScaling) -> None:
-        super().__init__(group)
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        scaling: AutomaticScaling,
+        beside: Float8GradReducer | None = None,
+    ) -> None:
+        super().__init__(group, beside)
         self.scaling = scaling
         self._saturated: list[Tensor] = []
         self._numel = 0
@@ -122,12 +129,14 @@ class SharedScaleAllReduce(QuantizedAllReduce):
         if bucket.index() == 0:  # what is left belongs to a backward that raised
             self._saturated.clear()
             self._numel = 0
-        future = super().average(bucket)
-        if bucket.is_last() and self._saturated:
-            with self._stream.beside(bucket.buffer().device):
+        return super().average(bucket)
+
+    def _release(self, device: torch.device, to_the_end: bool) -> None:
+        super()._release(device, to_the_end)
+        if self._is_last and self._saturated:
+            with self._stream.beside(device):
                 saturated = torch.stack(self._saturated).sum()
                 self.scaling.update(saturated, self._numel, self.world_size)
-        return future
 
     def _average(self, bucket: dist.GradBucket, buffer: Tensor, future: Future) -> Stages:
         ranks, group = self.world_size, self.group

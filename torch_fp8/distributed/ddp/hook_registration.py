@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from torch_fp8.distributed.ddp.comm_hook import QuantizedAllReduce, average_bucket
+from torch_fp8.distributed.ddp.fp8_grad_reducer import Float8GradReducer
 from torch_fp8.distributed.ddp.fp8_lm import (
     AutomaticScaling,
     SharedScaleAllReduce,
@@ -77,17 +78,22 @@ def is_connected(ddp: DistributedDataParallel) -> bool:
     return any(isinstance(h, HookRegistration) for h in ddp._forward_pre_hooks.values())
 
 
-def connect_hook(ddp: DistributedDataParallel, communication: str = "fp8") -> None:
-    """Have the buckets of `ddp` averaged in FP8, unless its first run finds another hook.
+def connect_hook(
+    ddp: DistributedDataParallel,
+    communication: str = "fp8",
+    beside: Float8GradReducer | None = None,
+) -> None:
+    """Have the buckets of `ddp` averaged by our hook, unless its first run finds another one.
 
     Args:
         ddp: not connected yet.
-        communication: the option of FP8Config, ``"fp8"`` or ``"fp8-lm"``.
+        communication: the option of FP8Config; with ``"off"`` they are averaged in their dtype.
+        beside: what averages other gradients of `ddp`.
     """
     fp8_lm = communication == "fp8-lm"
     scaling = (automatic_scaling(ddp.module) or AutomaticScaling()) if fp8_lm else None
     set_automatic_scaling(ddp.module, scaling)
-    registration = HookRegistration(fp8_lm)
+    registration = HookRegistration(communication, beside)
     ddp.register_forward_pre_hook(registration)
     ddp.join_hook = _JoinHook(ddp, registration)
 
@@ -96,11 +102,12 @@ class HookRegistration:
     """A forward pre-hook of a DistributedDataParallel; a copy of both registers its own.
 
     Args:
-        fp8_lm: whether by FP8-LM's rule, with the automatic scaling of ``ddp.module``.
+        communication: see `connect_hook`; ``"fp8-lm"`` takes the scaling of ``ddp.module``.
+        beside: see `connect_hook`.
     """
 
-    def __init__(self, fp8_lm: bool) -> None:
-        self._fp8_lm = fp8_lm
+    def __init__(self, communication: str, beside: Float8GradReducer | None = None) -> None:
+        self._communication, self._beside = communication, beside
         self._registered = False
 
     @torch._dynamo.disable
@@ -112,16 +119,19 @@ class HookRegistration:
         ddp._comm_hooks = [entry for entry in ddp._comm_hooks if entry[0] is not average_bucket]
         if reason_without_hook(ddp) is None and dist.get_world_size(ddp.process_group) > 1:
             ddp.register_comm_hook(self._state(ddp), average_bucket)
+            if self._beside is not None:
+                self._beside.leads = True
 
     def _state(self, ddp: DistributedDataParallel) -> QuantizedAllReduce:
-        if not self._fp8_lm:
-            return QuantizedAllReduce(ddp.process_group)
+        group, beside = ddp.process_group, self._beside
+        if self._communication != "fp8-lm":
+            return QuantizedAllReduce(group, beside, self._communication == "fp8")
         scaling = automatic_scaling(ddp.module)
         assert scaling is not None
-        return SharedScaleAllReduce(ddp.process_group, scaling)
+        return SharedScaleAllReduce(group, scaling, beside)
 
     def __reduce__(self) -> Any:
-        return HookRegistration, (self._fp8_lm,)
+        return HookRegistration, (self._communication, self._beside)
 
 
 class _JoinHook:

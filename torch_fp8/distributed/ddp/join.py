@@ -87,10 +87,17 @@ class _Join(JoinHook):
 
     def main_hook(self) -> None:
         """Take part in one step of the other ranks."""
-        self._of_ddp.main_hook()
+        reducer = self._reducer
+        if reducer is not None:
+            reducer.joined = True
+        try:
+            self._of_ddp.main_hook()
+        finally:
+            if reducer is not None:
+                reducer.joined = False
         # DDP notes here whether the others average in this step, or accumulate.
-        if self._reducer is not None and self._ddp.require_forward_param_sync:
-            self._reducer.take_part()
+        if reducer is not None and not reducer.leads and self._ddp.require_forward_param_sync:
+            reducer.take_part()
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """Take part in the end of training, once all ranks have joined."""

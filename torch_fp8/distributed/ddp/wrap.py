@@ -122,15 +122,16 @@ def connect_ddp(
     for parameter in kept:
         average_beside(parameter, ddp)
     num_ranks = dist.get_world_size(ddp.process_group)
-    if config.communication == "off":
-        reason = "communication='off'"
     reason = reason or reason_without_hook(ddp)
-    if reason is None and num_ranks > 1 and not is_connected(ddp):
-        connect_hook(ddp, config.communication)
     if not any(isinstance(hook, ForwardHook) for hook in ddp._forward_hooks.values()):
-        reducer = _connect_reducer(ddp, optimizers, kept, config.communication == "fp8")
+        rule, reducer = config.communication, _connect_reducer(ddp, optimizers, kept, config)
+        wanted = reason is None and (rule != "off" or reducer is not None)
+        if wanted and num_ranks > 1 and not is_connected(ddp):
+            connect_hook(ddp, rule, reducer)
         if num_ranks > 1:
             connect_join(ddp, reducer, optimizers)
+    if config.communication == "off":
+        reason = "communication='off'"
     reducers = {e for o in optimizers for e in getattr(o, "fp8_reducers", ())}
     parameters = {p for e in reducers for p in e.parameters}.intersection(ddp.module.parameters())
     rule = config.communication
@@ -145,14 +146,15 @@ def _config_of(optimizers: Iterable[Optimizer]) -> FP8Config:
 
 
 def _connect_reducer(
-    ddp: DistributedDataParallel, optimizers: list[Optimizer], kept: list[Tensor], fp8: bool
+    ddp: DistributedDataParallel,
+    optimizers: list[Optimizer],
+    kept: list[Tensor],
+    config: FP8Config,
 ) -> Float8GradReducer | None:
     """Average the gradients that `ddp_options` kept from DDP."""
     reducer = None
     if kept and dist.get_world_size(ddp.process_group) > 1:
-        ranks = dist.get_process_group_ranks(ddp.process_group)
-        group = dist.new_group(ranks, use_local_synchronization=True)
-        reducer = Float8GradReducer(kept, group, fp8)
+        reducer = Float8GradReducer(kept, ddp.process_group, config.communication == "fp8")
         ddp.register_forward_hook(ForwardHook(reducer))
     parameters = frozenset(ddp.module.parameters())
     for optimizer in optimizers:

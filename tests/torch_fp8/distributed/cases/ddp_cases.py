@@ -16,6 +16,7 @@ import warnings
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -30,6 +31,7 @@ from torch_fp8 import (
     restore_weights,
     revert,
 )
+from torch_fp8.distributed import collectives as collectives_of_messages
 from torch_fp8.distributed.ddp import fp8_grad_reducer
 from torch_fp8.distributed.ddp.fp8_grad_bucket import GradientBucket
 from torch_fp8.distributed.ddp.wrap import connect_ddp, ddp_options
@@ -328,6 +330,29 @@ def case_rounding():
     return [float(errors[0].norm() / exact.norm()), float(mean)]
 
 
+@contextlib.contextmanager
+def collectives():
+    """Collect the collectives that this rank begins: name, number of elements, process group."""
+    begun, names = [], ("all_reduce", "broadcast", "all_to_all_single")
+    places = [*((dist, name) for name in names), (collectives_of_messages, "_all_gather")]
+    originals = [getattr(module, name) for module, name in places]
+
+    def recorder(name, original):
+        def recorded(tensor, *args, group=None, **kwargs):
+            begun.append([name, tensor.numel(), (group or dist.group.WORLD).group_name])
+            return original(tensor, *args, group=group, **kwargs)
+
+        return recorded
+
+    for (module, name), original in zip(places, originals, strict=True):
+        setattr(module, name, recorder(name, original))
+    try:
+        yield begun
+    finally:
+        for (module, name), original in zip(places, originals, strict=True):
+            setattr(module, name, original)
+
+
 def case_unused_beside_many_buckets():
     """Ranks whose 8-bit gradients become ready in another order, beside several buckets of DDP."""
 
@@ -341,15 +366,25 @@ def case_unused_beside_many_buckets():
                 x = part(x, i % 2 == RANK, i % 2 != RANK)
             return x
 
-    usual, fp8_grad_reducer._BUCKET_NUMEL = fp8_grad_reducer._BUCKET_NUMEL, 1
-    ddp, optimizer, _ = wrapped(model=Chain(), options={"bucket_cap_mb": 1e-4})
-    for step in range(4):
-        backward(ddp, step)
-        optimizer.step()
-        optimizer.zero_grad()
-    fp8_grad_reducer._BUCKET_NUMEL = usual
-    buckets = ddp._get_ddp_logging_data()["rebuilt_bucket_sizes"]
-    return [len(buckets.split(",")), equal_on_ranks(merged_state_dict(ddp, optimizer).values())]
+    made = {}
+    for way in ("fp8", "off", "another hook"):
+        usual, fp8_grad_reducer._BUCKET_NUMEL = fp8_grad_reducer._BUCKET_NUMEL, 1
+        communication = "off" if way == "off" else "fp8"
+        ddp, optimizer, _ = wrapped(
+            model=Chain(), options={"bucket_cap_mb": 1e-4}, communication=communication
+        )
+        if way == "another hook":
+            ddp.register_comm_hook(None, default_hooks.allreduce_hook)
+        with collectives() as begun:
+            for step in range(4):
+                backward(ddp, step)
+                optimizer.step()
+                optimizer.zero_grad()
+        fp8_grad_reducer._BUCKET_NUMEL = usual
+        buckets = ddp._get_ddp_logging_data()["rebuilt_bucket_sizes"]
+        equal = equal_on_ranks(merged_state_dict(ddp, optimizer).values())
+        made[way] = [len(buckets.split(",")), equal, begun]
+    return made
 
 
 def case_scaled_before_it_is_averaged():

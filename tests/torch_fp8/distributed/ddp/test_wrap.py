@@ -145,10 +145,21 @@ def test_averages_are_sent_while_backward_runs(case, communication):
         assert ours[6:] == learned
 
 
-def test_ranks_that_are_ready_in_different_orders_do_not_wait_for_each_other(case):
-    for num_buckets, equal in case("unused_beside_many_buckets"):
+@pytest.mark.parametrize("way", ["fp8", "off", "another hook"])
+def test_ranks_that_are_ready_in_different_orders_do_not_wait_for_each_other(case, way):
+    for num_buckets, equal, _ in (value[way] for value in case("unused_beside_many_buckets")):
         assert num_buckets >= 3
         assert equal
+
+
+@pytest.mark.parametrize("way", ["fp8", "off", "another hook"])
+def test_collectives_have_one_order_on_all_ranks_in_one_process_group(case, way):
+    """DDP's and ours: in two groups a rank could wait for one that waits in the other."""
+    begun, others = (value[way][2] for value in case("unused_beside_many_buckets"))
+    assert begun == others
+    assert len({group for *_, group in begun}) == 1
+    if way == "another hook":  # whose buckets are there, too
+        assert sum(name == "all_reduce" for name, *_ in begun) >= 4 * 3
 
 
 def test_averages_are_rounded_stochastically(case):
