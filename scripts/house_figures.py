@@ -1,0 +1,133 @@
+"""Lines of code by room, and the private names of other projects that the packages read.
+
+A line of code holds a token that is neither a comment nor a docstring. ::
+
+    python scripts/house_figures.py            # a table of rooms, and the number of private names
+    python scripts/house_figures.py --private  # each private name with the files that read it
+
+A private name begins with one underscore and is defined nowhere in our packages: a part of an
+import from another project, an attribute, or a string given to getattr, hasattr or setattr.
+"""
+
+import argparse
+import ast
+import io
+import tokenize
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+ENGINE = "torch_fp8"
+PACKAGES = (ENGINE, "lightning_fp8", "accelerate_fp8")
+FOLDERS = (*PACKAGES, "benchmarks", "examples", "scripts", "tests")
+_BY_NAME = ("getattr", "hasattr", "setattr")
+_NO_CODE = {
+    *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT),
+    *(tokenize.ENCODING, tokenize.ENDMARKER),
+}
+
+
+def code_lines(source: str) -> int:
+    """Count the lines that hold code: not blank, no comment, no docstring."""
+    lines: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type not in _NO_CODE:
+            lines.update(range(token.start[0], token.end[0] + 1))
+    for node in _docstrings(ast.parse(source)):
+        lines.difference_update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    return len(lines)
+
+
+def _docstrings(tree: ast.AST) -> Iterator[ast.stmt]:
+    """Yield the strings that stand alone: docstrings, and those below a constant or a field."""
+    for node in ast.walk(tree):
+        value = node.value if isinstance(node, ast.Expr) else None
+        if isinstance(value, ast.Constant) and isinstance(value.value, str):
+            yield node
+
+
+def rooms(root: Path = ROOT) -> dict[str, list[Path]]:
+    """Return the files of each room: a package of the engine, or another folder as a whole."""
+    files: dict[str, list[Path]] = defaultdict(list)
+    for folder in FOLDERS:
+        for path in sorted((root / folder).rglob("*.py")):
+            parts = path.relative_to(root).parts
+            inside = folder == ENGINE and len(parts) > 2
+            files["/".join(parts[:2]) if inside else folder].append(path)
+    files["start-up"] = sorted(root.glob("_fp8_*.py"))
+    return files
+
+
+def private_names(root: Path = ROOT) -> dict[str, list[str]]:
+    """Return the files that read each private name of another project, by name."""
+    sources = {
+        path.relative_to(root).as_posix(): ast.parse(path.read_text())
+        for package in PACKAGES
+        for path in sorted((root / package).rglob("*.py"))
+    }
+    own = {name for tree in sources.values() for name in _defined(tree)}
+    readers: dict[str, list[str]] = defaultdict(list)
+    for path, tree in sources.items():
+        for name in sorted(_read(tree) - own):
+            readers[name].append(path)
+    return dict(sorted(readers.items()))
+
+
+def _is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__") and name.isidentifier()
+
+
+def _defined(tree: ast.AST) -> Iterator[str]:
+    """Yield the names that a file defines: functions, classes, arguments, variables, attributes."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            if isinstance(node.value, ast.Name) and node.value.id in ("self", "cls"):
+                yield node.attr
+        elif isinstance(node, ast.arg):
+            yield node.arg
+
+
+def _read(tree: ast.AST) -> set[str]:
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            names.add(node.attr)
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] not in PACKAGES:
+            names.update((node.module or "").split("."), (alias.name for alias in node.names))
+        elif isinstance(node, ast.Call) and getattr(node.func, "id", "") in _BY_NAME:
+            texts = (a.value for a in node.args[1:2] if isinstance(a, ast.Constant))
+            names.update(text for text in texts if isinstance(text, str))
+    return {name for name in names - {"_"} if _is_private(name)}
+
+
+def main() -> None:
+    """Print the figures."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--private", action="store_true", help="list the private names")
+    options = parser.parse_args()
+    names = private_names()
+    if options.private:
+        for name, paths in names.items():
+            print(f"{name}: {', '.join(paths)}")
+        return
+    totals: Counter[str] = Counter()
+    print(f"{'room':28}{'files':>6}{'lines':>8}{'code':>8}")
+    for room, paths in rooms().items():
+        sources = [path.read_text() for path in paths]
+        lines, code = sum(len(s.splitlines()) for s in sources), sum(map(code_lines, sources))
+        print(f"{room:28}{len(paths):6}{lines:8}{code:8}")
+        if room.split("/")[0] == ENGINE:
+            totals.update(files=len(paths), lines=lines, code=code)
+    print(f"{'engine':28}{totals['files']:6}{totals['lines']:8}{totals['code']:8}")
+    for package in PACKAGES:
+        read = [n for n, paths in names.items() if any(p.startswith(f"{package}/") for p in paths)]
+        print(f"private names in {package}: {len(read)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,43 @@
+"""What scripts/house_figures.py counts."""
+
+from scripts.house_figures import code_lines, private_names, rooms
+
+SOURCE = '''"""A module's docstring,
+of two lines."""
+
+import torch  # a comment beside code
+
+# a comment alone
+LIMIT = 1
+"""A text below a constant."""
+
+
+def double(
+    x,
+):
+    """A docstring."""
+    return f"""{x}
+    {x}"""
+'''
+
+
+def test_comments_blank_lines_and_docstrings_are_no_code():
+    assert code_lines(SOURCE) == 7
+
+
+def test_every_file_of_the_engine_belongs_to_one_room():
+    paths = [path for paths in rooms().values() for path in paths]
+    assert len(paths) == len(set(paths))
+    assert {"torch_fp8", "torch_fp8/nn", "tests", "start-up"} <= set(rooms())
+
+
+def test_private_names_are_those_of_other_projects(tmp_path):
+    for package in ("torch_fp8", "lightning_fp8", "accelerate_fp8"):
+        (tmp_path / package).mkdir()
+    (tmp_path / "torch_fp8/one.py").write_text("self._own = torch._C._theirs\n")
+    (tmp_path / "lightning_fp8/two.py").write_text("getattr(x, '_read', x._own).__dict__\n")
+    assert private_names(tmp_path) == {
+        "_C": ["torch_fp8/one.py"],
+        "_read": ["lightning_fp8/two.py"],
+        "_theirs": ["torch_fp8/one.py"],
+    }
