@@ -197,6 +197,8 @@ def test_importing_the_engine_changes_nothing_of_torch():
         snapshot = lambda: {(i, k): id(v) for i, o in enumerate(owners) for k, v in vars(o).items()}
         before, modules = snapshot(), set(sys.modules)
         import torch_fp8
+        for name in torch_fp8.__all__:
+            getattr(torch_fp8, name)
         after = snapshot()
         changed = [str(k) for k in before if after.get(k) != before[k]]
         hosts = ("triton", "lightning", "pytorch_lightning", "lightning_fabric", "accelerate",
@@ -207,6 +209,66 @@ def test_importing_the_engine_changes_nothing_of_torch():
     )
     assert changed == []
     assert imported == []
+
+
+_SLOW_IMPORTS = (
+    *("torch._dynamo", "torch._inductor", "torch.distributed.tensor", "torch.distributed.fsdp"),
+    *("torch.distributed.checkpoint", "torch.testing", "torch.utils.flop_counter"),
+    *("sympy", "mpmath", "triton", "numpy", "networkx", "jinja2", "rich", "matplotlib"),
+)
+"""Modules that take a tenth of a second and more, and none of which `import torch` imports."""
+
+
+@pytest.mark.parametrize("module", ["torch_fp8", "torch_fp8.cli", "torch_fp8.config"])
+def test_importing_the_package_imports_nothing_slow(module):
+    """``import torch_fp8`` takes little longer than ``import torch``; ``torch-fp8 --help`` too."""
+    code = f"""
+    import json, sys, torch
+    before = set(sys.modules)
+    import {module}
+    from torch_fp8.cli import main
+    try:
+        main(["--help"])
+    except SystemExit:
+        pass
+    slow = [name for name in {_SLOW_IMPORTS!r} if name in set(sys.modules) - before]
+    rooms = sorted({{name.split(".")[1] for name in sys.modules if name.startswith("torch_fp8.")}})
+    print(json.dumps([slow, rooms]))
+    """
+    slow, rooms = _run(code)
+    assert slow == []
+    assert not {"nn", "optim", "distributed", "conversion", "compile"} & set(rooms)
+
+
+def test_the_lists_of_public_names_agree():
+    """What type checkers read, where a name is defined, and ``__all__``."""
+    import torch_fp8
+
+    block = next(
+        node
+        for node in ast.parse((ROOT / "torch_fp8/__init__.py").read_text()).body
+        if isinstance(node, ast.If)
+    )
+    read = {name.name: node.module for node in block.body for name in node.names}
+    assert read == {name: f"torch_fp8.{home}" for name, home in torch_fp8._HOMES.items()}
+    assert sorted([*read, "__version__"]) == sorted(torch_fp8.__all__)
+    assert set(torch_fp8.__all__) <= set(dir(torch_fp8))
+    with pytest.raises(AttributeError, match="module 'torch_fp8' has no attribute 'FP8config'"):
+        torch_fp8.FP8config  # noqa: B018
+
+
+def test_packages_of_the_engine_are_there_without_an_import_of_their_own():
+    assert _run("""
+        import torch_fp8
+        print(len(torch_fp8.distributed.__all__))
+        """)
+
+
+@pytest.mark.parametrize("entry", ["import torch_fp8", "import _fp8_command as c; c.main()"])
+def test_where_numpy_is_missing_nothing_is_printed(entry):
+    code = f"import sys; sys.modules['numpy'] = None; sys.argv = ['torch-fp8', '--help']; {entry}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stderr == ""
 
 
 @pytest.mark.long

@@ -1,28 +1,56 @@
-"""FP8 mixed-precision training for PyTorch: the engine. Importing it runs nothing."""
+"""FP8 mixed-precision training for PyTorch: the engine.
+
+Importing it runs nothing. A public name is imported when it is first read, because the engine needs
+DTensor and Dynamo, whose import takes longer than torch's own.
+"""
+
+from importlib import import_module
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
 
 from torch_fp8._version import __version__
-from torch_fp8.autograd.current_pass import high_precision
-from torch_fp8.autograd.selective_checkpoint import selective_checkpoint_contexts
-from torch_fp8.checkpoint.export import ExportReport, export
-from torch_fp8.checkpoint.load_checkpoint import load_frozen, load_trainable
-from torch_fp8.checkpoint.weight_sync import weights_for_engine
-from torch_fp8.config import FP8Config
-from torch_fp8.conversion.convert import conversion_report, convert_to_float8, revert
-from torch_fp8.conversion.freeze import freeze, thaw
-from torch_fp8.conversion.memory import MemoryReport, memory_report
-from torch_fp8.conversion.report import ConversionReport
-from torch_fp8.conversion.scaling_state import load_scaling_state_dict, scaling_state_dict
-from torch_fp8.distributed.comm_counter import CommunicationCount, count_communication
-from torch_fp8.monitor.monitor import Monitor
-from torch_fp8.nn.linear import Float8Linear
-from torch_fp8.nn.rollout import rollout
-from torch_fp8.optim.convert import (
-    OptimizerReport,
-    convert_optimizer,
-    restore_weights,
-)
-from torch_fp8.optim.merged_state import merged_state_dict, stream_state_dict
-from torch_fp8.planner.plan import LevelPlan, Plan, plan
+
+if TYPE_CHECKING:
+    from torch_fp8.autograd.current_pass import high_precision
+    from torch_fp8.autograd.selective_checkpoint import selective_checkpoint_contexts
+    from torch_fp8.checkpoint.export import ExportReport, export
+    from torch_fp8.checkpoint.load_checkpoint import load_frozen, load_trainable
+    from torch_fp8.checkpoint.weight_sync import weights_for_engine
+    from torch_fp8.config import FP8Config
+    from torch_fp8.conversion.convert import conversion_report, convert_to_float8, revert
+    from torch_fp8.conversion.freeze import freeze, thaw
+    from torch_fp8.conversion.memory import MemoryReport, memory_report
+    from torch_fp8.conversion.report import ConversionReport
+    from torch_fp8.conversion.scaling_state import load_scaling_state_dict, scaling_state_dict
+    from torch_fp8.distributed.comm_counter import CommunicationCount, count_communication
+    from torch_fp8.monitor.monitor import Monitor
+    from torch_fp8.nn.linear import Float8Linear
+    from torch_fp8.nn.rollout import rollout
+    from torch_fp8.optim.convert import OptimizerReport, convert_optimizer, restore_weights
+    from torch_fp8.optim.merged_state import merged_state_dict, stream_state_dict
+    from torch_fp8.planner.plan import LevelPlan, Plan, plan
+
+_NAMES = {  # module: the public names that it defines; what type checkers read stands above
+    "autograd.current_pass": ("high_precision",),
+    "autograd.selective_checkpoint": ("selective_checkpoint_contexts",),
+    "checkpoint.export": ("ExportReport", "export"),
+    "checkpoint.load_checkpoint": ("load_frozen", "load_trainable"),
+    "checkpoint.weight_sync": ("weights_for_engine",),
+    "config": ("FP8Config",),
+    "conversion.convert": ("conversion_report", "convert_to_float8", "revert"),
+    "conversion.freeze": ("freeze", "thaw"),
+    "conversion.memory": ("MemoryReport", "memory_report"),
+    "conversion.report": ("ConversionReport",),
+    "conversion.scaling_state": ("load_scaling_state_dict", "scaling_state_dict"),
+    "distributed.comm_counter": ("CommunicationCount", "count_communication"),
+    "monitor.monitor": ("Monitor",),
+    "nn.linear": ("Float8Linear",),
+    "nn.rollout": ("rollout",),
+    "optim.convert": ("OptimizerReport", "convert_optimizer", "restore_weights"),
+    "optim.merged_state": ("merged_state_dict", "stream_state_dict"),
+    "planner.plan": ("LevelPlan", "Plan", "plan"),
+}
+_HOMES = {name: module for module, names in _NAMES.items() for name in names}
 
 __all__ = [
     "CommunicationCount",
@@ -58,3 +86,18 @@ __all__ = [
     "thaw",
     "weights_for_engine",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name, or a package such as ``torch_fp8.distributed``, at its first use."""
+    if name in _HOMES:
+        value = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+        globals()[name] = value
+        return value
+    if not name.startswith("_") and find_spec(f"{__name__}.{name}") is not None:
+        return import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,10 +1,13 @@
 """The version of this package, and the oldest torch that it runs on."""
 
 import re
+import warnings
 from importlib import metadata
 from pathlib import Path
 
-import torch
+with warnings.catch_warnings():  # torch warns while it is imported; nothing here needs NumPy
+    warnings.filterwarnings("ignore", "Failed to initialize NumPy")
+    import torch
 
 OLDEST_TORCH = (2, 11)
 

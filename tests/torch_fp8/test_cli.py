@@ -13,8 +13,9 @@ import torch
 
 import torch_fp8
 from torch_fp8 import _version, cli
-from torch_fp8.environment import cards, display, hosts
+from torch_fp8.environment import cards, display, hosts, machine
 from torch_fp8.environment.check import Check
+from torch_fp8.environment.command import SECTIONS
 from torch_fp8.environment.result import Result
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -27,9 +28,9 @@ def plant(monkeypatch, tmp_path):
     """``plant(checks)``: the self-test has these, and no host is looked at."""
 
     def install(*checks):
-        monkeypatch.setattr(cli, "self_test", lambda only: list(checks))
+        monkeypatch.setattr(machine, "self_test", lambda only: list(checks))
 
-    monkeypatch.setattr(cli, "hosts", lambda: [Result("hosts", "accelerate", "ok", "1.15.0")])
+    monkeypatch.setattr(machine, "hosts", lambda: [Result("hosts", "accelerate", "ok", "1.15.0")])
     monkeypatch.chdir(tmp_path)
     return install
 
@@ -146,7 +147,7 @@ def test_a_machine_that_cannot_be_described_is_a_red_line(plant, monkeypatch, ca
         raise RuntimeError("the driver is another one than the library")
 
     plant()
-    monkeypatch.setattr(cli, "cards", lost)
+    monkeypatch.setattr(machine, "cards", lost)
     assert cli.main(["env"]) == 1
     assert "  FAILED lost: RuntimeError: the driver is another" in capsys.readouterr().out
     assert cli.main(["env", "--all"]) == 1
@@ -157,7 +158,7 @@ def test_what_a_machine_has_is_one_screen_and_all_of_it_an_option(plant, monkeyp
     points = [Result("hosts", f"trl:Trainer.point{i}", "ok", "extended", part=True) for i in "abc"]
     plant()
     monkeypatch.setenv("COLUMNS", "80")
-    monkeypatch.setattr(cli, "hosts", lambda: [Result("hosts", "trl", "ok", "1.16.0"), *points])
+    monkeypatch.setattr(machine, "hosts", lambda: [Result("hosts", "trl", "ok", "1.16.0"), *points])
     assert cli.main(["env"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) <= 24
@@ -167,7 +168,7 @@ def test_what_a_machine_has_is_one_screen_and_all_of_it_an_option(plant, monkeyp
     assert cli.main(["env", "--all"]) == 0
     assert capsys.readouterr().out.count("trl:Trainer.point") == 3
     failed = Result("hosts", "trl:Trainer.pointd", "failed", "moved", part=True)
-    monkeypatch.setattr(cli, "hosts", lambda: [*points, failed])
+    monkeypatch.setattr(machine, "hosts", lambda: [*points, failed])
     assert cli.main(["env"]) == 1
     assert "FAILED trl:Trainer.pointd: moved" in capsys.readouterr().out
 
@@ -178,7 +179,7 @@ def test_an_interrupt_leaves_a_table_and_no_report(plant, monkeypatch, tmp_path,
         raise KeyboardInterrupt
 
     plant(FINE)
-    monkeypatch.setattr(cli, "run_checks", interrupted)
+    monkeypatch.setattr(machine, "run_checks", interrupted)
     assert cli.main(["env", "--self-test"]) == 130
     printed = capsys.readouterr()
     assert re.search(r"first +ok +done", printed.out)
@@ -243,8 +244,9 @@ def test_both_entries_print_the_version(command):
 def test_a_terminal_without_utf_8_and_a_pipe_that_closes():
     """The path has a letter that ASCII lacks; whoever reads takes one line and goes."""
     script = (
-        "import sys; from torch_fp8 import cli; from torch_fp8.environment.result import Result;"
-        "cli.hosts = lambda: [Result('hosts', 'caf\\u00e9', 'ok')] * 5000;"
+        "import sys; from torch_fp8 import cli; from torch_fp8.environment import machine;"
+        "from torch_fp8.environment.result import Result;"
+        "machine.hosts = lambda: [Result('hosts', 'caf\\u00e9', 'ok')] * 5000;"
         "sys.exit(cli.main(['env']))"
     )
     environment = {**hosts.child_environment(), "PYTHONIOENCODING": "ascii"}
@@ -378,14 +380,14 @@ def test_why_there_is_no_card(shown, monkeypatch):
 def test_parts_that_are_asked_for_alone(plant, monkeypatch, capsys):
     asked = []
     plant()
-    monkeypatch.setattr(cli, "self_test", lambda only: asked.append(only) or [])
+    monkeypatch.setattr(machine, "self_test", lambda only: asked.append(only) or [])
     assert cli.main(["env", "--self-test", "--only", "kernels", "speed"]) == 0
     assert asked == [["kernels", "speed"]]
     assert "accelerate" not in capsys.readouterr().out
 
 
 def test_the_self_test_has_every_kernel_recipe_host_and_level():
-    from torch_fp8.environment.self_test import SECTIONS, self_test
+    from torch_fp8.environment.self_test import self_test
 
     checks = {f"{check.section}: {check.name}": check for check in self_test()}
     assert {f"training steps: TRL SFT, {level}" for level in ("O1", "O2", "O3")} <= set(checks)

@@ -17,8 +17,8 @@ _OF_EACH_RECIPE = {
 
 
 def self_test(only: Sequence[str] | None = None) -> list[Check]:
-    """Return all checks, or those of the named parts of `SECTIONS`."""
-    return [check for part, checks in _PARTS.items() if part in (only or SECTIONS)
+    """Return all checks, or those of the named parts."""
+    return [check for part, checks in _PARTS.items() if part in (only or _PARTS)
             for check in checks()]  # fmt: skip
 
 
@@ -86,5 +86,3 @@ _PARTS: dict[str, Callable[[], Iterator[Check]]] = {
     "hosts": _hosts,
     "exchange": _exchange,
 }
-SECTIONS = tuple(_PARTS)
-"""The parts of the self-test that can be asked for alone."""

@@ -1,0 +1,64 @@
+"""The sub-command ``torch-fp8 export``."""
+
+import argparse
+import dataclasses
+import sys
+from pathlib import Path
+from typing import Any
+
+from torch_fp8.quantization.recipe import RECIPES, SAVE_FORMATS
+
+
+def add_parser(commands: Any) -> None:
+    """Add the sub-command to those of ``torch-fp8``."""
+    exported = commands.add_parser(
+        "export",
+        help="write a checkpoint in an FP8 format that inference engines load",
+        description=(
+            "Write a Hugging Face checkpoint as an FP8 one, with the bytes that training with this "
+            "recipe multiplies by. Tensors are read, cast and written one after the other. Exit "
+            "status: 0 all is well, 1 something failed, 2 a mistake in the call."
+        ),
+    )
+    exported.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="its folder")
+    exported.add_argument("path", type=Path, metavar="OUTPUT", help="a folder that does not exist")
+    exported.add_argument("--format", required=True, choices=list(SAVE_FORMATS))
+    exported.add_argument("--recipe", choices=RECIPES, help="that training ran")
+    exported.add_argument(
+        "--config", metavar="JSON", help="options of FP8Config, as JSON or the path of a file"
+    )
+    exported.add_argument("--device", default="cpu", help="where tensors are cast (default: cpu)")
+    exported.add_argument("--max-shard-size", default="5GB", metavar="SIZE")
+    exported.set_defaults(run=run, parser=exported)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the sub-command; returns the exit status."""
+    from torch_fp8.checkpoint.export_checkpoint import export_checkpoint
+    from torch_fp8.config import FP8Config
+    from torch_fp8.environment.cards import usable_device
+    from torch_fp8.environment.host_models import model_class
+
+    try:
+        config = FP8Config() if options.config is None else FP8Config.from_json(options.config)
+        if options.recipe is not None:
+            config = dataclasses.replace(config, recipe=options.recipe)
+        report = export_checkpoint(
+            model_class(options.checkpoint),
+            options.checkpoint,
+            options.path,
+            options.format,
+            config,
+            device=usable_device(options.device),
+            max_shard_size=options.max_shard_size,
+        )
+    except (ValueError, TypeError) as error:
+        options.parser.error(str(error))
+    except (OSError, ImportError, RuntimeError) as error:
+        print(f"torch-fp8 export: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted: nothing was written", file=sys.stderr)
+        return 130
+    print(report)
+    return 0

@@ -1,0 +1,105 @@
+"""What a machine has for FP8 training: described, tried and printed."""
+
+import argparse
+import contextlib
+import datetime
+import os
+import shlex
+import shutil
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from torch_fp8.environment import display
+from torch_fp8.environment.autoload import autoload
+from torch_fp8.environment.cards import cards
+from torch_fp8.environment.hosts import hosts
+from torch_fp8.environment.result import FAILED, Result, exit_status, last_line
+from torch_fp8.environment.runner import run_checks
+from torch_fp8.environment.self_test import self_test
+from torch_fp8.environment.versions import versions
+
+INTERRUPTED = 130
+"""The exit status of a command that was interrupted."""
+
+
+def describe(options: argparse.Namespace) -> int:
+    """Describe this machine, run the self-test if it is asked for; returns the exit status."""
+    if options.only and not options.self_test:
+        options.parser.error("--only chooses parts of --self-test")
+    report = _report_path(options)
+    checks = self_test(options.only) if options.self_test else []
+    rich = display.use_rich(sys.stderr)
+    results: list[Result] = []
+    interrupted = False
+    try:
+        for describe in (versions, cards, autoload):
+            results += _guarded(describe)
+        with (
+            display.Progress(len(checks), rich=rich) as progress,
+            contextlib.closing(run_checks(checks, progress.begin)) as running,
+        ):
+            if not options.only or "hosts" in options.only:
+                progress.begin("importing the hosts")
+                results += _guarded(hosts)
+            for result in running:
+                results.append(result)
+                progress.end(result)
+    except KeyboardInterrupt:
+        interrupted = True
+    order = {(check.section, check.name): i for i, check in enumerate(checks)}
+    results.sort(key=lambda result: order.get((result.section, result.name), -1))
+    if interrupted:
+        report = None
+    elif report is not None:
+        command = shlex.join(["torch-fp8", *sys.argv[1:]])
+        display.write_whole(report, display.report_text(results, command))
+    _print(results, options, report)
+    if interrupted:
+        print("interrupted: the rest did not run, and no report was written", file=sys.stderr)
+        return INTERRUPTED
+    return exit_status(results)
+
+
+def _guarded(describe: Callable[[], list[Result]]) -> list[Result]:
+    """Describe a part of the machine; where that fails, the failure is the result."""
+    try:
+        return describe()
+    except Exception as error:
+        name = getattr(describe, "__name__", "machine")
+        return [Result(name, name, FAILED, last_line(error), log=traceback.format_exc())]
+
+
+def _print(results: Sequence[Result], options: argparse.Namespace, report: Path | None) -> None:
+    try:
+        if options.json:
+            print(display.as_json(results, report))
+        elif not (options.all or options.self_test):
+            sys.stdout.write(display.brief_text(results, shutil.get_terminal_size().columns))
+        else:
+            display.show(results, sys.stdout, rich=display.use_rich(sys.stdout))
+        if report is not None and not options.json:
+            print(f"report: {report}")
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader has closed the pipe: `torch-fp8 env | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _report_path(options: argparse.Namespace) -> Path | None:
+    """Return where the report goes, None for nowhere; raise at once for a folder that cannot take
+    it.
+    """
+    path: Path | None = options.report
+    if path is not None:
+        path = path.absolute()
+        if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
+            options.parser.error(f"--report {options.report}: no file can be written there")
+        return path
+    if not options.self_test:
+        return None
+    here = Path.cwd()
+    folder = here if os.access(here, os.W_OK) else Path(tempfile.gettempdir())
+    now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
+    return folder / f"torch-fp8-env-{now}.txt"
