@@ -33,8 +33,8 @@ from benchmarks import kernel_resources
 from tests.emulator.counts import Counts
 from tests.emulator.driver import Launched, emulated
 from tests.emulator.families import ODD, WHOLE, card_module, families, operators
-from torch_fp8.environment.kernel_cases import casts, messages, optimizer, producers
-from torch_fp8.environment.kernel_cases.comparison import Mismatch
+from tests.kernel_cases import casts, messages, optimizer, producers
+from tests.kernel_cases.comparison import Mismatch
 
 RESULTS = kernel_resources.RESULTS.with_name("emulated_kernels.csv")
 TARGETS = {"sm_90": (9, 0), "sm_100": (10, 0)}

@@ -10,7 +10,7 @@ import torch
 import torch_fp8.ops.grad_codec
 import torch_fp8.ops.messages
 from tests.emulator.on_card import card_module, on_card
-from torch_fp8.environment.kernel_cases import casts, messages, optimizer, producers
+from tests.kernel_cases import casts, messages, optimizer, producers
 from torch_fp8.ops.messages import Layout
 
 ODD, WHOLE = (37, 131), (130, 272)

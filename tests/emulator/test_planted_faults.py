@@ -10,8 +10,8 @@ from tests.emulator.driver import FIRST_ARGUMENT, emulated
 from tests.emulator.families import BF16, WHOLE, families
 from tests.emulator.races import Races
 from tests.emulator.schedule import Shuffled
-from torch_fp8.environment.kernel_cases import casts
-from torch_fp8.environment.kernel_cases.comparison import Mismatch
+from tests.kernel_cases import casts
+from tests.kernel_cases.comparison import Mismatch
 from torch_fp8.kernels.arguments import CastOptions, DelayedCastOptions
 
 pytestmark = pytest.mark.long

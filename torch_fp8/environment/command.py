@@ -21,8 +21,8 @@ def add_parser(commands: Any) -> None:
     env.add_argument(
         "--self-test",
         action="store_true",
-        help="try the kernels, the recipes, the hosts and the exchange between processes; "
-        "about two minutes on a card, three on a CPU",
+        help="try the kernels, the recipes, the hosts and the exchange between processes "
+        "(a few minutes)",
     )
     env.add_argument(
         "--only",

@@ -8,6 +8,7 @@ makes of them. Hosts are imported by name where a step begins; the flag does the
 import os
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_fp8.config import ENV_VAR, FP8Config
+from torch_fp8.environment.check import run_parts
 from torch_fp8.environment.hosts import is_installed
 from torch_fp8.environment.recipes import device_at_hand
 from torch_fp8.nn.linear import Float8Layer
@@ -72,6 +74,11 @@ class Evidence:
         return f"{len(self.states)} FP8 layers, loss {loss:.3f}"
 
 
+def steps(host: str) -> str:
+    """Run a step of each level through a host of `STEPS`."""
+    return run_parts({level: partial(step, host, level) for level in LEVELS})
+
+
 def step(host: str, level: str) -> str:
     """Run one step of a level through a host of `STEPS`, and return what was observed."""
     torch.manual_seed(0)
@@ -93,14 +100,6 @@ def run(host: str, level: str, evidence: Evidence, folder: str) -> float:
         for name, value in before.items():
             os.environ.pop(name, None)
             os.environ.update({} if value is None else {name: value})
-
-
-def missing(host: str) -> str:
-    """Return why a host of `STEPS` cannot be tried, empty if it can."""
-    needed = _NEEDED[host]
-    if not any(all(map(is_installed, group)) for group in needed):
-        return "not installed"
-    return ""
 
 
 def _network() -> nn.Module:
@@ -279,11 +278,4 @@ STEPS: dict[str, Callable[[Evidence, str], float]] = {
     "Accelerate": _accelerate,
     "transformers Trainer": _transformers,
     "TRL SFT": _trl,
-}
-_NEEDED: dict[str, tuple[tuple[str, ...], ...]] = {
-    "Lightning Trainer": (("lightning",), ("pytorch_lightning",)),
-    "Lightning Fabric": (("lightning",), ("lightning_fabric",)),
-    "Accelerate": (("accelerate",),),
-    "transformers Trainer": (("transformers", "accelerate"),),
-    "TRL SFT": (("trl", "datasets", "transformers", "accelerate"),),
 }

@@ -16,6 +16,7 @@ from torch_fp8.config import FP8Config
 from torch_fp8.conversion.convert import convert_to_float8
 from torch_fp8.conversion.freeze import freeze
 from torch_fp8.conversion.layer_benchmark import Card, LayerShape, layer_times
+from torch_fp8.environment.check import run_parts
 from torch_fp8.environment.result import NotRun
 from torch_fp8.nn.linear import Float8Linear
 from torch_fp8.ops import refused_rows
@@ -44,6 +45,17 @@ def floor_db(gemm: Gemm) -> float:
 def device_at_hand() -> torch.device:
     """Return the first card, or the CPU."""
     return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def check_recipe(recipe: str) -> str:
+    """Check a recipe in all ways: eager, compiled, and with few tokens."""
+    return run_parts(
+        {
+            "eager": lambda: check_gemms(recipe),
+            "compiled": lambda: check_compiled(recipe),
+            "few tokens": lambda: check_few_tokens(recipe),
+        }
+    )
 
 
 def check_gemms(recipe: str) -> str:

@@ -1,15 +1,12 @@
-"""Runs checks, each apart from the others and from this process.
+"""Runs checks, each in a process of its own.
 
 A check that raises, hangs, or ends its process turns its own line red and no other. Processes and
 temporary folders are gone when the last check is done, and when this process is interrupted.
 """
 
 import contextlib
-import itertools
 import json
 import os
-import queue
-import select
 import signal
 import subprocess
 import sys
@@ -17,16 +14,14 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Generator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from torch_fp8.environment.check import ALONE, EVERY_CARD, Check
+from torch_fp8.environment.check import Check
 from torch_fp8.environment.hosts import child_environment
 from torch_fp8.environment.result import FAILED, NOT_RUN, Result, last_line
-from torch_fp8.environment.worker import READY
 
 _START_LIMIT_S = 180.0
 _LOG_CHARACTERS = 8000
@@ -43,82 +38,92 @@ def run_checks(
     """Yield the result of each check as it ends; several processes work at a time.
 
     Args:
-        checks: the checks; those of `Check.process` `ALONE` run when all others are done.
+        checks: the checks; those that are to be alone run when all others are done.
         begin: called with the name of each before it runs, from any thread.
     """
-    groups: dict[str, list[Check]] = {}
-    for check in checks:
-        groups.setdefault(check.process, []).append(check)
-    last = [groups.pop(ALONE)] if ALONE in groups else []
     with tempfile.TemporaryDirectory(prefix="torch-fp8-", ignore_cleanup_errors=True) as folder:
-        for phase in (list(groups.values()), last):
-            run = _Run(Path(folder), begin)
-            with ThreadPoolExecutor(_at_a_time()) as pool:
+        for is_alone in (False, True):
+            processes = _Processes(Path(folder), begin)
+            with ThreadPoolExecutor(1 if is_alone else _at_a_time()) as pool:
                 try:
-                    for group in phase:
-                        pool.submit(run.group, group)
-                    for _ in itertools.chain(*phase):
-                        yield run.results.get()
+                    phase = [check for check in checks if check.is_alone == is_alone]
+                    futures = [pool.submit(processes.result, check) for check in phase]
+                    for future in as_completed(futures):
+                        yield future.result()
                 finally:
-                    run.stop()
+                    pool.shutdown(wait=False, cancel_futures=True)
+                    processes.stop()
 
 
-class _Run:
-    """Groups of checks in threads, which wait for their processes.
-
-    Attributes:
-        results: the results of the checks that have ended.
-    """
+class _Processes:
+    """The processes of checks that run at the same time, each waited for by a thread."""
 
     def __init__(self, folder: Path, begin: Callable[[str], None]) -> None:
-        self.results: queue.SimpleQueue[Result] = queue.SimpleQueue()
         self._folder, self._begin = folder, begin
-        self._workers: set[_Worker] = set()
+        self._running: set[subprocess.Popen[bytes]] = set()
         self._lock = threading.Lock()
         self._is_over = False
 
-    def group(self, checks: Sequence[Check]) -> None:
-        """Run the checks of one process; another one follows a process that has ended."""
-        worker: _Worker | None = None
+    def result(self, check: Check) -> Result:
+        """Run a check; whatever goes wrong with its process is a failure of the check."""
+        self._begin(f"{check.section}: {check.name}")
+        if check.not_run:
+            return Result(check.section, check.name, NOT_RUN, check.not_run)
         try:
-            for check in checks:
-                if self._is_over:
-                    return
-                self._begin(f"{check.section}: {check.name}")
-                if check.not_run:
-                    self.results.put(Result(check.section, check.name, NOT_RUN, check.not_run))
-                    continue
-                try:
-                    if worker is None or worker.is_over:
-                        self._close(worker)
-                        worker = self._started(check.process)
-                    result = worker.run(check)
-                except Exception as error:  # no memory for another process
-                    result = Result(check.section, check.name, FAILED, last_line(error))
-                self.results.put(result)
-        finally:
-            self._close(worker)
+            return self._run(check, Path(tempfile.mkdtemp(dir=self._folder)))
+        except Exception as error:  # no memory for another process
+            return Result(check.section, check.name, FAILED, last_line(error))
 
     def stop(self) -> None:
-        """Stop what still runs; the threads see that and return."""
+        """End what still runs, and start nothing more."""
         with self._lock:
             self._is_over = True
-            for worker in self._workers:
-                worker.kill()
+            for process in self._running:
+                _kill(process)
 
-    def _started(self, process: str) -> "_Worker":
-        with self._lock:
+    def _run(self, check: Check, folder: Path) -> Result:
+        answer, log = folder / "answer.json", folder / "log"
+        began = time.monotonic()
+        process = self._started(check, folder, answer, log)
+        try:
+            process.wait(_START_LIMIT_S + check.limit_s)
+        except subprocess.TimeoutExpired:
+            pass
+        finally:
+            _kill(process)  # and all that it has started
+            process.wait()
+            with self._lock:
+                self._running.discard(process)
+        seconds = time.monotonic() - began
+        text = log.read_text(errors="replace").strip()
+        printed = f"\nwhat it printed:\n{text[-_LOG_CHARACTERS:]}" if text else ""
+        if answer.is_file():
+            fields = json.loads(answer.read_text())
+            fields["log"] += printed if fields["status"] == FAILED else ""
+            return Result(check.section, check.name, **fields)
+        detail = _end(process.returncode)
+        if seconds >= check.limit_s:
+            detail = f"took more than {check.limit_s:.0f} s"
+        return Result(check.section, check.name, FAILED, detail, seconds, printed)
+
+    def _started(
+        self, check: Check, folder: Path, answer: Path, log: Path
+    ) -> subprocess.Popen[bytes]:
+        request = json.dumps([check.function, check.arguments, check.limit_s, str(answer)])
+        with self._lock, log.open("wb") as output:
             if self._is_over:
                 raise InterruptedError("nothing more is started")
-            worker = _Worker(process, self._folder)
-            self._workers.add(worker)
-            return worker
-
-    def _close(self, worker: "_Worker | None") -> None:
-        if worker is not None:
-            worker.close()
-            with self._lock:
-                self._workers.discard(worker)
+            process = subprocess.Popen(
+                [sys.executable, "-m", "torch_fp8.environment.worker", request],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                cwd=folder,
+                env=_environment(folder, check),
+                start_new_session=True,  # with all its children it can be ended at once
+            )
+            self._running.add(process)
+        return process
 
 
 def _at_a_time() -> int:
@@ -127,117 +132,20 @@ def _at_a_time() -> int:
     return min(4, max(1, (cores or 1) // 2))
 
 
-class _Worker:
-    """A process of `torch_fp8.environment.worker`.
-
-    Attributes:
-        name: the `Check.process` that it is for.
-        is_over: it cannot run another check.
-    """
-
-    def __init__(self, name: str, folder: Path) -> None:
-        self.name, self.is_over = name, False
-        self._log = folder / f"{time.monotonic_ns()}.log"
-        self._answers, theirs = os.pipe()
-        self._received = b""
-        command = [sys.executable, "-m", "torch_fp8.environment.worker", str(theirs)]
-        with self._log.open("wb") as log:
-            self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                pass_fds=(theirs,),
-                cwd=folder,
-                env=_environment(folder, name),
-                start_new_session=True,  # with all its children it can be ended at once
-            )
-        os.close(theirs)
-        self._is_ready = False
-
-    def run(self, check: Check) -> Result:
-        """Run one check; a failure of the process is a failure of the check."""
-        began, offset = time.monotonic(), self._log.stat().st_size
-        try:
-            if not self._is_ready:
-                assert self._answer(_START_LIMIT_S) == READY
-                self._is_ready = True
-            request = {"function": check.function, "arguments": check.arguments}
-            assert self._process.stdin is not None
-            self._process.stdin.write(json.dumps(request).encode() + b"\n")
-            self._process.stdin.flush()
-            answer = self._answer(check.limit_s)
-        except TimeoutError as error:
-            self._dump_stack()
-            self.close(at_once=True)
-            return self._failed(check, str(error), began, offset)
-        except OSError:
-            self.close()
-            return self._failed(check, f"its process {self._end()}", began, offset)
-        self.is_over = answer.pop("over")
-        if answer["status"] == FAILED:
-            answer["log"] += self._printed(offset)
-        return Result(check.section, check.name, **answer)
-
-    def close(self, at_once: bool = False) -> None:
-        """End the process and all that it has started."""
-        self.is_over = True
-        if self._process.stdin is not None:
-            with contextlib.suppress(OSError):
-                self._process.stdin.close()
-        if not at_once:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(10)
-        self.kill()
-        self._process.wait()
-        if self._answers >= 0:
-            os.close(self._answers)
-            self._answers = -1
-
-    def kill(self) -> None:
-        """Send SIGKILL to the process and all that it has started."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-
-    def _answer(self, limit_s: float) -> Any:
-        """Return the next line of JSON; ConnectionError where the process has ended."""
-        end = time.monotonic() + limit_s
-        while b"\n" not in self._received:
-            left = end - time.monotonic()
-            if left <= 0 or not select.select([self._answers], [], [], left)[0]:
-                raise TimeoutError(f"took more than {limit_s:.0f} s")
-            part = os.read(self._answers, 1 << 16)
-            if not part:
-                raise ConnectionError
-            self._received += part
-        line, _, self._received = self._received.partition(b"\n")
-        return json.loads(line)
-
-    def _dump_stack(self) -> None:
-        with contextlib.suppress(OSError):
-            self._process.send_signal(signal.SIGUSR1)
-            time.sleep(0.5)
-
-    def _end(self) -> str:
-        status = self._process.returncode
-        if status is not None and status < 0:
-            return f"was ended by {signal.Signals(-status).name}"
-        return f"ended with status {status}"
-
-    def _failed(self, check: Check, detail: str, began: float, offset: int) -> Result:
-        seconds = time.monotonic() - began
-        log = self._printed(offset)
-        return Result(check.section, check.name, FAILED, detail, seconds, log)
-
-    def _printed(self, offset: int) -> str:
-        with self._log.open("rb") as file:
-            file.seek(offset)
-            text = file.read().decode(errors="replace").strip()
-        return f"\nwhat it printed:\n{text[-_LOG_CHARACTERS:]}" if text else ""
+def _kill(process: "subprocess.Popen[bytes]") -> None:
+    """Send SIGKILL to the process and all that it has started."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
 
 
-def _environment(folder: Path, process: str) -> dict[str, str]:
-    if process != EVERY_CARD and torch.cuda.device_count() > 1:  # hosts would use all of them
+def _end(status: int) -> str:
+    if status < 0:
+        return f"its process was ended by {signal.Signals(-status).name}"
+    return f"its process ended with status {status}"
+
+
+def _environment(folder: Path, check: Check) -> dict[str, str]:
+    if not check.sees_every_card and torch.cuda.device_count() > 1:  # hosts would use all of them
         first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
         cards = {"CUDA_VISIBLE_DEVICES": first}
     else:

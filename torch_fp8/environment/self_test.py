@@ -4,16 +4,23 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from torch_fp8.environment import host_steps, kernel_checks
-from torch_fp8.environment.check import ALONE, EVERY_CARD, Check
+from torch_fp8.environment.check import Check
+from torch_fp8.environment.hosts import is_installed
+from torch_fp8.environment.versions import distribution_version
+from torch_fp8.quantization.formats import MIN_CAPABILITY
 from torch_fp8.quantization.recipe import RECIPES
 
 _HERE = __name__.rpartition(".")[0]
-_OF_EACH_RECIPE = {
-    "eager": "check_gemms",
-    "compiled": "check_compiled",
-    "few tokens": "check_few_tokens",
+KERNELS = ("casts", "norm", "swiglu", "optimizer", "messages")
+"""Checks of `torch_fp8.environment.kernel_checks`, each the function ``check_<name>``."""
+HOSTS: dict[str, tuple[tuple[str, ...], ...]] = {
+    "Lightning Trainer": (("lightning",), ("pytorch_lightning",)),
+    "Lightning Fabric": (("lightning",), ("lightning_fabric",)),
+    "Accelerate": (("accelerate",),),
+    "transformers Trainer": (("transformers", "accelerate"),),
+    "TRL SFT": (("trl", "datasets", "transformers", "accelerate"),),
 }
+"""Groups of modules, one of which a host's training step needs, by host."""
 
 
 def self_test(only: Sequence[str] | None = None) -> list[Check]:
@@ -23,60 +30,50 @@ def self_test(only: Sequence[str] | None = None) -> list[Check]:
 
 
 def _kernels() -> Iterator[Check]:
-    why_not = kernel_checks.missing()
-    for process, checks in kernel_checks.CHECKS.items():
-        for name, (function, arguments) in checks.items():
-            yield Check(
-                "kernels",
-                name,
-                f"{_HERE}.kernel_checks:{function}",
-                ("cuda", *arguments),
-                process,
-                not_run=why_not,
-            )
+    why_not = _no_kernel()
+    for name in KERNELS:
+        function = f"{_HERE}.kernel_checks:check_{name}"
+        yield Check("kernels", name, function, ("cuda",), not_run=why_not)
+
+
+def _no_kernel() -> str:
+    """Return why no kernel can run here, empty if they can."""
+    if not torch.cuda.is_available():
+        return "no card"
+    if torch.cuda.get_device_capability() < MIN_CAPABILITY:
+        return "this card is below sm_89: it runs the references"
+    return "" if distribution_version("triton") else "Triton is not installed"
 
 
 def _recipes() -> Iterator[Check]:
-    # Compiling for a card takes its time, and processes share it; for a CPU it takes none.
-    apart = torch.cuda.is_available()
     for recipe in RECIPES:
-        process = f"recipe {recipe}" if apart else "recipes"
-        for name, function in _OF_EACH_RECIPE.items():
-            path = f"{_HERE}.recipes:{function}"
-            yield Check("recipes", f"{recipe}, {name}", path, (recipe,), process)
-    process = "frozen" if apart else "recipes"
-    yield Check("recipes", "frozen weight", f"{_HERE}.recipes:check_frozen", (), process)
+        yield Check("recipes", recipe, f"{_HERE}.recipes:check_recipe", (recipe,), limit_s=300.0)
+    yield Check("recipes", "frozen weight", f"{_HERE}.recipes:check_frozen")
 
 
 def _hosts() -> Iterator[Check]:
-    for host in host_steps.STEPS:
-        for level in host_steps.LEVELS:
-            yield Check(
-                "training steps",
-                f"{host}, {level}",
-                f"{_HERE}.host_steps:step",
-                (host, level),
-                process=host.partition(" ")[0],  # Lightning's two share one
-                limit_s=180.0,
-                not_run=host_steps.missing(host),
-            )
+    for host, groups in HOSTS.items():
+        installed = any(all(map(is_installed, group)) for group in groups)
+        yield Check(
+            "training steps",
+            host,
+            f"{_HERE}.host_steps:steps",
+            (host,),
+            limit_s=300.0,
+            not_run="" if installed else "not installed",
+        )
 
 
 def _exchange() -> Iterator[Check]:
     function = f"{_HERE}.exchange:check_exchange"
-    yield Check("exchange", "two processes", function, (), EVERY_CARD)
+    yield Check("exchange", "two processes", function, sees_every_card=True)
 
 
 def _speed() -> Iterator[Check]:
+    why_not = "" if torch.cuda.is_available() else "emulation: not timed"
     for recipe in RECIPES:
-        yield Check(
-            "speed",
-            recipe,
-            f"{_HERE}.recipes:time_recipe",
-            (recipe,),
-            ALONE,
-            not_run="" if torch.cuda.is_available() else "emulation: not timed",
-        )
+        function = f"{_HERE}.recipes:time_recipe"
+        yield Check("speed", recipe, function, (recipe,), not_run=why_not, is_alone=True)
 
 
 _PARTS: dict[str, Callable[[], Iterator[Check]]] = {

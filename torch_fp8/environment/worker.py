@@ -1,32 +1,24 @@
-"""The process that runs checks: ``python -m torch_fp8.environment.worker FILE_DESCRIPTOR``.
+"""The process of one check: ``python -m torch_fp8.environment.worker REQUEST``.
 
-It reads a check from each line of standard input and writes its outcome, a line of JSON, to the
-descriptor. Standard output and error belong to what is checked. It ends where its input does.
+The request is JSON: the function, its arguments, its limit in seconds, and the file for the
+outcome, which is JSON, too. Standard output and error belong to what is checked.
 """
 
 import faulthandler
 import json
 import os
-import signal
 import sys
 import time
 import traceback
 from importlib import import_module
-from typing import Any, TextIO
-
-import torch
+from pathlib import Path
+from typing import Any
 
 from torch_fp8.environment.result import FAILED, NOT_RUN, OK, NotRun, last_line, one_line
 
-READY = "ready"
-
 
 def run_one(function: str, arguments: list[Any]) -> dict[str, Any]:
-    """Call the function of a `Check`.
-
-    Returns:
-        The fields of a `Result` but its name, and ``over``: no other check can run in this process.
-    """
+    """Call the function of a `Check`; returns the fields of a `Result` but its name."""
     began, log = time.perf_counter(), ""
     try:
         module, _, name = function.partition(":")
@@ -40,28 +32,13 @@ def run_one(function: str, arguments: list[Any]) -> dict[str, Any]:
         "detail": one_line(str(detail or "")),
         "log": log,
         "seconds": time.perf_counter() - began,
-        "over": status == FAILED and _context_is_lost(),
     }
 
 
-def _context_is_lost() -> bool:
-    """Return whether a kernel has broken the CUDA context, in which every later call fails, too."""
-    if not torch.cuda.is_initialized():
-        return False
-    try:
-        torch.cuda.synchronize()
-    except Exception:
-        return True
-    return False
-
-
-def _serve(requests: TextIO, answers: TextIO) -> None:
-    print(json.dumps(READY), file=answers, flush=True)
-    for line in requests:
-        request = json.loads(line)
-        print(json.dumps(run_one(**request)), file=answers, flush=True)
-
-
 if __name__ == "__main__":
-    faulthandler.register(signal.SIGUSR1)  # shows where a check hangs when its time is over
-    _serve(sys.stdin, os.fdopen(int(sys.argv[1]), "w"))
+    _function, _arguments, _limit_s, _file = json.loads(sys.argv[1])
+    faulthandler.dump_traceback_later(_limit_s, exit=True)  # shows where it hangs
+    Path(_file).write_text(json.dumps(run_one(_function, _arguments)))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # threads of a host may never end

@@ -1,202 +1,70 @@
-"""The self-test's checks of kernels, on stand-ins: a right kernel passes, a wrong one does not.
+"""The self-test's checks of kernels: a right kernel passes, a wrong one does not."""
 
-The references stand for kernels here, called as kernels are.
-"""
-
-from types import SimpleNamespace
+import functools
+import itertools
 
 import pytest
 import torch
 
 from torch_fp8.environment import kernel_checks
-from torch_fp8.environment.kernel_cases import casts, played, producers
-from torch_fp8.environment.kernel_cases.comparison import Mismatch
-from torch_fp8.ops import grad_codec
-from torch_fp8.ops import messages as wire
-from torch_fp8.ops.adamw import adamw_step_reference, update_rms_reference
-from torch_fp8.ops.quantize_delayed import quantize_2d_delayed
+from torch_fp8.environment.self_test import KERNELS
+from torch_fp8.ops import messages, rms_norm, swiglu, swiglu_backward
 
 
-def cast(x, options):
-    row, col = options.rowwise, options.columnwise
-    made = casts.reference(x, options._replace(rowwise=True, columnwise=True, amax=None))
-    wanted = zip(made, (row, row, col, col), strict=True)
-    return [part if is_wanted else None for part, is_wanted in wanted]
+def wrong(function, index, change):
+    """`function`, whose first, third ... call changes one of its results."""
+    calls = itertools.count()
+
+    @functools.wraps(function)  # with its reference
+    def call(*arguments):
+        results = function(*arguments)
+        if next(calls) % 2:
+            return results
+        if isinstance(results, torch.Tensor):
+            return change(results)
+        return tuple(change(part) if i == index else part for i, part in enumerate(results))
+
+    return call
 
 
-def with_wrong_scale(*arguments):
-    made = cast(*arguments)
-    return [made[0], None if made[1] is None else made[1] * 2, *made[2:]]
+def one_element(x):
+    """Flip the lowest bit of the last element."""
+    x = x.clone()
+    x.view(torch.uint8).view(-1)[-x.element_size()] ^= 1
+    return x
 
 
-def with_wrong_payload(*arguments):
-    """One element of the transpose."""
-    *made, qdata_t, scale_t = cast(*arguments)
-    if qdata_t is not None and qdata_t.numel():
-        qdata_t.view(torch.uint8)[-1, -1] ^= 1
-    return [*made, qdata_t, scale_t]
-
-
-def delayed(x, options, last):
-    return quantize_2d_delayed.reference(x, options, last, None)[:3]
-
-
-def delayed_that_forgets(x, options, last):
-    return delayed(x, options._replace(amaxes=options.amaxes.clone()), last)
-
-
-def step(pairs, multipliers=None):
-    for i, (matrix, scalars) in enumerate(pairs):
-        adamw_step_reference(matrix, scalars, None if multipliers is None else multipliers[i])
-
-
-def step_with_wrong_decay(pairs, multipliers=None):
-    step([(matrix, scalars._replace(decay=1.0)) for matrix, scalars in pairs], multipliers)
-
-
-def update_rms(pairs):
-    return torch.stack([update_rms_reference(*pair) for pair in pairs])
-
-
-def changed(owner, **functions):
-    """A copy of a module in which some functions are others."""
-    return SimpleNamespace(**{**vars(owner), **functions})
-
-
-def doubled_scale(function):
-    """The second of what it returns is the scale."""
-
-    def wrong(*arguments):
-        first, scale, *rest = function(*arguments)
-        return (first, scale * 2, *rest)
-
-    return wrong
-
-
-def with_wrong(name, function, at):
-    """The operators, of which one returns twice what it should at an index (None: the one)."""
-    original = getattr(producers.OPS, name)
-
-    def wrong(*arguments):
-        made = getattr(original, function)(*arguments)
-        if at is None:
-            return made * 2
-        return tuple(part * 2 if i == at else part for i, part in enumerate(made))
-
-    return changed(producers.OPS, **{name: changed(original, **{function: wrong})})
-
-
-def wrong_sum(messages, layout, out, out_plain, scale=1.0):
-    wire.unpack_sum(messages, layout, out, out_plain, 2 * scale)
-
-
-def called(launcher):
-    return [played.Call("call", launcher, (lambda: torch.randn(3),))]
-
-
-RIGHT = [
-    (kernel_checks.played_calls, called(lambda x: x * 2)),
-    *((kernel_checks.cast, granularity, cast) for granularity in casts.GRANULARITIES),
-    (kernel_checks.known_scale, cast),
-    (kernel_checks.strides, cast),
-    (kernel_checks.delayed, delayed),
-    (kernel_checks.bias_gradient,),
-    (kernel_checks.norm,),
-    (kernel_checks.norm_backward,),
-    (kernel_checks.swiglu,),
-    (kernel_checks.smoothing,),
-    (kernel_checks.swiglu_backward,),
-    (kernel_checks.gate_up,),
-    (kernel_checks.delayed_producers,),
-    (kernel_checks.step, "bf16 with 8 bits", step),
-    (kernel_checks.update_size, update_rms),
-    (kernel_checks.gradient,),
-    (kernel_checks.message,),
-]
-WRONG = [
-    (kernel_checks.played_calls, called(lambda x: x * x[0].item())),
-    (kernel_checks.played_calls, called(lambda x: x * float(x.numpy()[0]))),
-    *((kernel_checks.cast, granularity, with_wrong_scale) for granularity in casts.GRANULARITIES),
-    (kernel_checks.cast, "tensorwise", with_wrong_payload),
-    (kernel_checks.known_scale, with_wrong_payload),
-    (kernel_checks.strides, with_wrong_scale),
-    (kernel_checks.delayed, delayed_that_forgets),
-    (kernel_checks.norm, with_wrong("rms_norm", "rms_norm_statistics", 3)),
-    (kernel_checks.norm, with_wrong("rms_norm", "rms_norm_quantize_once", 1)),
-    (kernel_checks.norm_backward, with_wrong("rms_norm", "rms_norm_backward", 1)),
-    (kernel_checks.swiglu, with_wrong("swiglu", "swiglu", None)),
-    (kernel_checks.swiglu, with_wrong("swiglu", "swiglu_save", 1)),
-    (kernel_checks.smoothing, with_wrong("smooth", "smooth_factors", 1)),
-    (kernel_checks.swiglu_backward, with_wrong("swiglu_backward", "swiglu_backward", 0)),
-    (kernel_checks.gate_up, with_wrong("gate_up", "gate_up_backward_amax", None)),
-    (
-        kernel_checks.delayed_producers,
-        with_wrong("rms_norm", "rms_norm_quantize_once", 1),
-    ),
-    (kernel_checks.step, "fp32", step_with_wrong_decay),
-    (kernel_checks.update_size, lambda pairs: update_rms(pairs) * 1.001),
-    (
-        kernel_checks.gradient,
-        changed(
-            grad_codec,
-            decode_gradient=lambda source, dtype: grad_codec.decode_gradient(source, dtype) * 2,
-        ),
-    ),
-    (kernel_checks.message, changed(wire, unpack_sum=wrong_sum)),
+FAULTS = [
+    ("casts", (kernel_checks, "quantize_2d"), 0, one_element),
+    ("casts", (kernel_checks, "quantize_2d"), 3, lambda scale: scale * 2),
+    ("casts", (kernel_checks, "transposed_bytes"), 0, one_element),
+    ("norm", (rms_norm, "rms_norm_quantize_once"), 4, lambda rstd: rstd * 1.001),
+    ("norm", (rms_norm, "rms_norm_backward"), 1, lambda grad: grad * 1.1),
+    ("swiglu", (swiglu, "swiglu_quantize"), 2, lambda qdata: qdata.roll(1)),
+    ("swiglu", (swiglu_backward, "swiglu_backward"), 0, lambda grad: grad * 1.1),
+    ("optimizer", (kernel_checks, "_trained"), 0, one_element),
+    ("messages", (messages, "pack_flat"), 0, one_element),
+    ("messages", (messages, "reduce_and_repack"), 0, one_element),
 ]
 
 
-def _id(case):
-    return f"{case[0].__name__}-{case[1] if len(case) > 1 and isinstance(case[1], str) else ''}"
+@pytest.mark.parametrize("check", KERNELS)
+def test_a_right_kernel_passes(check):
+    assert getattr(kernel_checks, f"check_{check}")("cpu")
 
 
-@pytest.mark.parametrize("case", RIGHT, ids=_id)
-def test_a_right_kernel_passes(case):
-    check, *arguments = case
-    assert check("cpu", *arguments)
+@pytest.mark.parametrize(
+    ("check", "place", "index", "change"), FAULTS, ids=[f"{f[1][1]}-{f[2]}" for f in FAULTS]
+)
+def test_a_wrong_kernel_is_told(check, place, index, change, monkeypatch):
+    owner, name = place
+    monkeypatch.setattr(owner, name, wrong(getattr(owner, name), index, change))
+    with pytest.raises(RuntimeError, match="differ"):
+        getattr(kernel_checks, f"check_{check}")("cpu")
 
 
-@pytest.mark.parametrize("case", WRONG, ids=_id)
-def test_a_wrong_kernel_is_told(case):
-    check, *arguments = case
-    with pytest.raises(Mismatch):
-        check("cpu", *arguments)
-
-
-def test_the_payload_of_a_step_that_writes_none_is_told():
-    with pytest.raises(Mismatch, match="not a cast of the new weight"):
-        kernel_checks.payload("cpu", step)
-
-
-@pytest.mark.parametrize("granularity", ["tensorwise", "block_1x128"])
-def test_wrong_sums_are_told(granularity, monkeypatch):
-    """A sum of 16-bit values would lose what float32 keeps."""
-
-    def rounded(*arguments):
-        payloads, sums = original(*arguments)
-        return payloads, sums.bfloat16().float()
-
-    original = casts.quantize_layouts_and_sum
-    monkeypatch.setattr(casts, "quantize_layouts_and_sum", rounded)
-    with pytest.raises(Mismatch, match="too far off"):
-        casts.check_sums("cpu", granularity)
-
-
-def test_every_check_is_a_function_of_its_module():
-    for checks in kernel_checks.CHECKS.values():
-        for function, _ in checks.values():
-            assert callable(getattr(kernel_checks, function))
-
-
-def test_no_check_is_left_out():
-    named = {
-        function for checks in kernel_checks.CHECKS.values() for function, _ in checks.values()
-    }
-    checks = {
-        name
-        for name, value in vars(kernel_checks).items()
-        if callable(value)
-        and getattr(value, "__module__", "") == kernel_checks.__name__
-        and not name.startswith("_")
-    }
-    assert checks - {"missing"} == named
+def test_a_result_of_another_form_is_told():
+    x = torch.ones(4, 4)
+    for got in ([None], [x[:2]], [x.half()]):
+        with pytest.raises(RuntimeError, match=r"only one|another shape"):
+            kernel_checks._compare("it", got, [x])

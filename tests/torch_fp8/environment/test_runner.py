@@ -3,18 +3,15 @@
 import contextlib
 import os
 import signal
-import sys
 import tempfile
 import threading
 import time
 from pathlib import Path
 
 import pytest
-import torch
 
-from torch_fp8.environment.check import Check
+from torch_fp8.environment.check import Check, run_parts
 from torch_fp8.environment.runner import run_checks
-from torch_fp8.environment.worker import run_one
 
 pytestmark = pytest.mark.long
 
@@ -47,9 +44,6 @@ def hangs(file):
 
 def cannot():
     raise NotRun("no card")
-
-def whose():
-    return str(os.getpid())
 """
 
 
@@ -78,9 +72,10 @@ def test_each_check_is_isolated(faults, tmp_path):
         faults("cannot"),
         Check("planted", "absent", "planted_faults:absent"),
         Check("planted", "skipped", "planted_faults:fine", not_run="not installed"),
-        faults("fine", "still"),
+        Check("planted", "still", "planted_faults:fine", ("still",)),
     ]
-    results = list(run_checks(checks))
+    by_name = {result.name: result for result in run_checks(checks)}
+    results = [by_name[check.name] for check in checks]
     assert [result.status for result in results] == [
         *("ok", "failed", "failed", "failed", "failed", "not run", "failed", "not run", "ok")
     ]
@@ -100,29 +95,15 @@ def test_each_check_is_isolated(faults, tmp_path):
     assert list((tmp_path / "temporary").iterdir()) == []
 
 
-def test_checks_of_one_process_share_it(faults, forked_python, monkeypatch):
-    monkeypatch.setattr(sys, "executable", forked_python)
-    names = ("whose", "whose")
-    one = [faults(name, process="one") for name in names]
-    results = list(run_checks([*one, faults("whose", process="two")]))
-    pids = [result.detail for result in results]
-    assert len(set(pids)) == 2
-    assert os.getpid() not in map(int, pids)
+def test_all_parts_of_a_check_run_and_those_that_fail_are_named():
+    def wrong():
+        raise ValueError("no such recipe")
 
-
-def test_a_lost_cuda_context_ends_its_process(monkeypatch):
-    """After an illegal access every later call fails: the next check gets a process of its own."""
-
-    def lost():
-        raise RuntimeError("an illegal memory access was encountered")
-
-    failing = ("torch_fp8.environment.recipes:check_gemms", ["no such recipe"])
-    assert run_one(*failing)["over"] is False
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    assert run_one(*failing)["over"] is False
-    monkeypatch.setattr(torch.cuda, "synchronize", lost)
-    assert run_one(*failing)["over"] is True
+    parts = {"eager": lambda: "31.5 dB", "compiled": wrong, "few tokens": lambda: "28.1 dB"}
+    with pytest.raises(RuntimeError, match=r"^compiled: ValueError: no such recipe$"):
+        run_parts(parts)
+    del parts["compiled"]
+    assert run_parts(parts) == "eager: 31.5 dB; few tokens: 28.1 dB"
 
 
 def test_an_interrupt_leaves_nothing_behind(faults, tmp_path):

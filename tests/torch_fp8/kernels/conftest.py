@@ -19,7 +19,7 @@ from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from benchmarks import kernel_resources
-from torch_fp8.environment.kernel_cases.states import matrix_differences, moved, optimizer_matrix
+from tests.kernel_cases.states import matrix_differences, moved, optimizer_matrix
 from torch_fp8.quantization.stochastic_rounding import random_words
 
 TARGETS = {"sm_90": GPUTarget("cuda", 90, 32), "sm_100": GPUTarget("cuda", 100, 32)}

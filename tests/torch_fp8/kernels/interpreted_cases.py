@@ -22,8 +22,8 @@ import triton.language as tl
 from triton.runtime import interpreter
 
 from benchmarks.interpreter import mend
-from torch_fp8.environment.kernel_cases import casts
-from torch_fp8.environment.kernel_cases.comparison import Mismatch
+from tests.kernel_cases import casts
+from tests.kernel_cases.comparison import Mismatch
 from torch_fp8.kernels.arguments import CastOptions
 from torch_fp8.kernels.column_sums import TileSums
 from torch_fp8.kernels.fp8_cast import divide, reciprocal

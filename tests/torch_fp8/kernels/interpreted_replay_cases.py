@@ -17,8 +17,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from triton.runtime import interpreter
 
 from benchmarks.interpreter import mend
-from torch_fp8.environment.kernel_cases import played
-from torch_fp8.environment.kernel_cases.comparison import Mismatch
+from tests.kernel_cases import played
+from tests.kernel_cases.comparison import Mismatch
 from torch_fp8.kernels.launch_tape import recording
 from torch_fp8.ops import quantize_dbias, quantize_delayed
 

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from torch_fp8.environment.kernel_cases import optimizer
-from torch_fp8.environment.kernel_cases.optimizer import GRADS, WEIGHTS
-from torch_fp8.environment.kernel_cases.states import matrix_differences, moved, optimizer_matrix
+from tests.kernel_cases import optimizer
+from tests.kernel_cases.optimizer import GRADS, WEIGHTS
+from tests.kernel_cases.states import matrix_differences, moved, optimizer_matrix
 from torch_fp8.ops.adamw import adamw_step_reference
 
 pytestmark = pytest.mark.gpu

@@ -2,8 +2,8 @@
 
 import pytest
 
-from torch_fp8.environment.kernel_cases import messages
-from torch_fp8.environment.kernel_cases.messages import DTYPES, SHAPES
+from tests.kernel_cases import messages
+from tests.kernel_cases.messages import DTYPES, SHAPES
 from torch_fp8.ops import grad_codec
 
 pytestmark = pytest.mark.gpu

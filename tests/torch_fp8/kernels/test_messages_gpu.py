@@ -2,8 +2,8 @@
 
 import pytest
 
-from torch_fp8.environment.kernel_cases import messages
-from torch_fp8.environment.kernel_cases.messages import DTYPES, KEYS, LAYOUTS
+from tests.kernel_cases import messages
+from tests.kernel_cases.messages import DTYPES, KEYS, LAYOUTS
 from torch_fp8.ops import messages as wire
 
 pytestmark = pytest.mark.gpu

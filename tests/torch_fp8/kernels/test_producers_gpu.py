@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from torch_fp8.environment.kernel_cases import producers
-from torch_fp8.environment.kernel_cases.producers import BF16, E4M3, KINDS, OPS, SHAPES
+from tests.kernel_cases import producers
+from tests.kernel_cases.producers import BF16, E4M3, KINDS, OPS, SHAPES
 from torch_fp8.kernels.arguments import CastOptions, NormWithRstd
 from torch_fp8.ops import rms_norm
 

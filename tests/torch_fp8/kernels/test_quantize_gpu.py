@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from torch_fp8.environment.kernel_cases import casts
-from torch_fp8.environment.kernel_cases.comparison import same_bits
+from tests.kernel_cases import casts
+from tests.kernel_cases.comparison import same_bits
 from torch_fp8.kernels.arguments import CastOptions
 
 pytestmark = pytest.mark.gpu

@@ -2,7 +2,7 @@
 
 import pytest
 
-from torch_fp8.environment.kernel_cases import played
+from tests.kernel_cases import played
 
 pytestmark = pytest.mark.gpu
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torch_fp8.environment.kernel_cases.comparison import require, same_bits
+from tests.kernel_cases.comparison import require, same_bits
 from torch_fp8.kernels.arguments import (
     BackwardInputs,
     CastOptions,

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_fp8.environment.kernel_cases.comparison import require, same_bits
+from tests.kernel_cases.comparison import require, same_bits
 from torch_fp8.kernels.arguments import CastOptions, DelayedCastOptions
 from torch_fp8.ops.quantize import quantize_2d
 from torch_fp8.ops.quantize_dbias import quantize_layouts_and_sum

@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 import torch
 
-from torch_fp8.environment.kernel_cases.comparison import close, require
-from torch_fp8.environment.kernel_cases.states import matrix_differences, moved, optimizer_matrix
+from tests.kernel_cases.comparison import close, require
+from tests.kernel_cases.states import matrix_differences, moved, optimizer_matrix
 from torch_fp8.kernels.arguments import CastOptions, StepScalars, WeightPayload
 from torch_fp8.ops.adamw import adamw_step_reference, update_rms_reference
 from torch_fp8.ops.quantize import quantize_layouts

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import torch_fp8.ops.grad_codec
 import torch_fp8.ops.messages
-from torch_fp8.environment.kernel_cases.comparison import close, require, same_values
+from tests.kernel_cases.comparison import close, require, same_values
 from torch_fp8.ops.messages import Layout
 from torch_fp8.quantization.stochastic_rounding import stream_keys
 

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_fp8.environment.kernel_cases.casts import BOTH, EACH, GRANULARITIES, Shape
-from torch_fp8.environment.kernel_cases.comparison import close, near, require, same_values
+from tests.kernel_cases.casts import BOTH, EACH, GRANULARITIES, Shape
+from tests.kernel_cases.comparison import close, near, require, same_values
 from torch_fp8.kernels.arguments import (
     BackwardInputs,
     CastOptions,
