@@ -7,9 +7,8 @@ converted with each recipe. Counted are the distinct storages that saved-tensor 
 forward, without parameters and without the rotary angles, which all layers share. `share` is that
 of eager BF16. COAT publishes 0.59 for Llama-2-7B (arXiv 2410.19313, table 3).
 
-The last two, with the default recipe, are inside ``torch.utils.checkpoint``, as it is and with
-`torch_fp8.selective_checkpoint_contexts`. Counted are the layer's input and what the contexts keep;
-`gemms_again` are the forward's GEMMs that backward runs again.
+The last one, with the default recipe, is inside ``torch.utils.checkpoint``. `gemms_again` are the
+forward's GEMMs that backward runs again.
 """
 
 import argparse
@@ -26,12 +25,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRot
 
 from benchmarks.measurement import RESULTS, environment, print_table, write_rows
 from benchmarks.saved_activations import count_saved
-from torch_fp8 import (
-    Float8Linear,
-    FP8Config,
-    convert_to_float8,
-    selective_checkpoint_contexts,
-)
+from torch_fp8 import Float8Linear, FP8Config, convert_to_float8
 
 TOKENS = 256
 LAYOUTS = {
@@ -57,7 +51,7 @@ VARIANTS = {
     "wgrad bf16": {"wgrad": "bf16"},
     "save_activations bf16": {"save_activations": "bf16"},
 }
-CHECKPOINTED = {"checkpointed": False, "selective": True}
+CHECKPOINTED = "checkpointed"
 COLUMNS = (
     *("layout", "variant", "bytes_per_token", "share", "gemms_again"),
     *("torch", "commit", "command"),
@@ -73,8 +67,7 @@ def main() -> None:
         counted = {"BF16 eager": (kept(sizes, None), 0)}
         for variant, options in VARIANTS.items():
             counted[variant] = kept(sizes, FP8Config(**options)), 0
-        for variant, selective in CHECKPOINTED.items():
-            counted[variant] = kept_checkpointed(sizes, selective)
+        counted[CHECKPOINTED] = kept_checkpointed(sizes)
         for variant, (total, gemms) in counted.items():
             row = {"layout": layout, "variant": variant, "bytes_per_token": round(total, 1)}
             share = round(total / counted["BF16 eager"][0], 4)
@@ -91,21 +84,11 @@ def kept(sizes: dict[str, int], config: FP8Config | None) -> float:
     return saved.total / TOKENS
 
 
-def kept_checkpointed(sizes: dict[str, int], selective: bool) -> tuple[float, int]:
+def kept_checkpointed(sizes: dict[str, int]) -> tuple[float, int]:
     """Return the bytes per token of a checkpointed layer, and how many GEMMs run again."""
     layer, there, run, x = forward_of(sizes, FP8Config())
-    options, passes = {}, []
-
-    def contexts() -> Any:
-        passes.extend(selective_checkpoint_contexts())
-        return passes[0], passes[1]
-
-    if selective:
-        options["context_fn"] = contexts
     with count_saved(there) as saved:
-        y = checkpoint(run, x, use_reentrant=False, **options)
-        for tensor in passes[1].kept if selective else ():
-            saved.note(tensor)
+        y = checkpoint(run, x, use_reentrant=False)
     with Gemms() as gemms:
         y.backward(torch.ones_like(y))
     linears = sum(isinstance(m, Float8Linear) for m in layer.modules())

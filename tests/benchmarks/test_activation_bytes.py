@@ -14,14 +14,13 @@ def shares():
 
 
 def test_everything_is_in_the_file(shares):
-    variants = ("BF16 eager", *VARIANTS, *CHECKPOINTED)
+    variants = ("BF16 eager", *VARIANTS, CHECKPOINTED)
     assert set(shares) == {(la, v) for la in LAYOUTS for v in variants}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_selective_checkpoint_keeps_less_than_none(shares, layout):
-    assert shares[layout, "checkpointed"] < shares[layout, "selective"]
-    assert shares[layout, "selective"] <= 0.9 * shares[layout, "tensorwise (default)"]
+def test_a_checkpoint_keeps_less_than_none(shares, layout):
+    assert shares[layout, "checkpointed"] <= 0.1 * shares[layout, "tensorwise (default)"]
 
 
 def test_what_a_checkpoint_keeps_and_repeats():
@@ -31,12 +30,7 @@ def test_what_a_checkpoint_keeps_and_repeats():
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
     }
-    assert kept_checkpointed(sizes, False) == (2 * 128, 7)
-    total, gemms = kept_checkpointed(sizes, True)
-    assert gemms == 3
-    # In 16 bits the input and what attention returns; in 8 bits o_proj's input, the second norm's
-    # input and output, and gate, up and their product.
-    assert 0 <= total - (2 * 2 * 128 + 3 * 128 + 3 * 256) < 64
+    assert kept_checkpointed(sizes) == (2 * 128, 7)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

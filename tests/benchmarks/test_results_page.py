@@ -55,7 +55,6 @@ ACTIVATIONS = {
     'wgrad="bf16"': "wgrad bf16",
     'save_activations="bf16"': "save_activations bf16",
     "default, checkpointed: all seven products run again": "checkpointed",
-    "default, `selective_checkpoint_contexts`: three do": "selective",
 }
 
 

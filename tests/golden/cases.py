@@ -14,7 +14,6 @@ from torch_fp8 import (
     load_scaling_state_dict,
     merged_state_dict,
     scaling_state_dict,
-    selective_checkpoint_contexts,
 )
 
 
@@ -45,7 +44,6 @@ class Case:
 
 RECIPES = ("tensorwise", "delayed", "rowwise", "blockwise", "mxfp8")
 PLAIN = {"use_reentrant": False}
-SELECTIVE = {"use_reentrant": False, "context_fn": selective_checkpoint_contexts}
 CASES = {
     **{f"{r} {level}": Case(r, level) for r in RECIPES for level in ("O1", "O2", "O3")},
     "tensorwise O3 gradient release": Case("tensorwise", "O3", {"gradient_release": True}),
@@ -54,7 +52,6 @@ CASES = {
     "blockwise O2 wgrad in BF16": Case("blockwise", "O2", {"wgrad": "bf16"}),
     "mxfp8 O2 activations in BF16": Case("mxfp8", "O2", {"save_activations": "bf16"}),
     "delayed O2 checkpointing": Case("delayed", "O2", checkpointing=PLAIN),
-    "tensorwise O1 selective checkpointing": Case("tensorwise", "O1", checkpointing=SELECTIVE),
     "tensorwise O2 compiled": Case("tensorwise", "O2", compiled=True),
 }
 

@@ -22,7 +22,7 @@ import functools
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.utils.checkpoint
@@ -32,12 +32,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 from torch.fx import _symbolic_trace
 from torch.utils._python_dispatch import (
-    TorchDispatchMode,
     _get_current_dispatch_mode_stack,
     _len_torch_dispatch_stack,
 )
-
-Mode = TypeVar("Mode", bound=TorchDispatchMode)
 
 _REENTRANT = torch.utils.checkpoint.CheckpointFunction.forward.__code__
 _TORCH_PASSES = (
@@ -153,102 +150,8 @@ def stand_in(shape: Sequence[int], dtype: torch.dtype, like: Tensor) -> Tensor:
     return like.new_empty(1, dtype=dtype).expand(tuple(shape))
 
 
-class Unavailable(Tensor):
-    """A result that the second pass of a selective checkpoint has not computed: nobody needs it.
-
-    It passes for a plain tensor of its shape, strides, dtype and device, and has no memory. Whoever
-    reads it past that pass gets an error.
-    """
-
-    __torch_function__ = torch._C._disabled_torch_function_impl
-
-    @staticmethod
-    def __new__(
-        cls,
-        size: Sequence[int],
-        stride: Sequence[int],
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> "Unavailable":
-        self: Unavailable = torch.Tensor._make_wrapper_subclass(
-            cls, torch.Size(size), strides=tuple(stride), dtype=dtype, device=device
-        )
-        torch._C._set_throw_on_mutable_data_ptr(self)
-        return self
-
-    def __repr__(self) -> str:
-        return f"Unavailable(shape={tuple(self.shape)}, dtype={self.dtype})"
-
-    @classmethod
-    def __torch_dispatch__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        if any(not issubclass(t, Unavailable) for t in types):
-            return NotImplemented
-        raise RuntimeError(
-            f"{func} reads a tensor that backward's recomputation of a selective checkpoint did "
-            "not compute, since no gradient needs it. A module or hook has kept it from there: let "
-            "it keep what it saw in the forward itself (torch._C._current_graph_task_id() is -1 "
-            "there), or checkpoint this region without torch_fp8.selective_checkpoint_contexts"
-        )
-
-
-PLAIN = (Tensor, Unavailable, FakeTensor)
+PLAIN = (Tensor, FakeTensor)
 """Classes of tensors that are nothing else, or stand for one that is."""
-
-
-class SelectivePass(TorchDispatchMode):
-    """A pass of a selective checkpoint: both issue the same operators.
-
-    Attributes:
-        forms: what this pass has made of activations that come from outside its region, which may
-            be made there, too, before, between or after the passes.
-        pauses: whether operators run without being part of it; see `untraced`.
-    """
-
-    pauses = False
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.forms: dict[Any, Any] = {}
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        return func(*args, **(kwargs or {}))
-
-
-class Replay(SelectivePass):
-    """The second pass, where not every operator runs.
-
-    Attributes:
-        first_in_backward: whether the first pass itself ran inside a backward.
-        upcoming: name of the operator that casts next, as the first pass issued it.
-    """
-
-    first_in_backward: bool
-    upcoming: str
-
-
-def selective_pass() -> SelectivePass | None:
-    """The innermost one that runs now."""
-    if not _len_torch_dispatch_stack() or torch.compiler.is_compiling() or is_traced():
-        return None
-    return _innermost(SelectivePass)
-
-
-@contextlib.contextmanager
-def untraced() -> Iterator[None]:
-    """Operators in here are no part of a selective pass: they fill what the next one finds full."""
-    passes = [m for m in _get_current_dispatch_mode_stack() if isinstance(m, SelectivePass)]
-    before = [mode.pauses for mode in passes]
-    for mode in passes:
-        mode.pauses = True
-    try:
-        yield
-    finally:
-        for mode, paused in zip(passes, before, strict=True):
-            mode.pauses = paused
 
 
 def torch_selective_pass() -> bool:
@@ -262,28 +165,11 @@ def torch_selective_pass() -> bool:
     return any(isinstance(mode, _TORCH_PASSES) for mode in _get_current_dispatch_mode_stack())
 
 
-def replayed_operator() -> str | None:
-    """Which operator casts next, in the second pass of a selective checkpoint; else None."""
-    replay = _innermost(Replay)
-    return None if replay is None else replay.upcoming
-
-
-def _innermost(kind: type[Mode]) -> Mode | None:
-    if not _len_torch_dispatch_stack():  # asked several times for each activation
-        return None
-    stack = reversed(_get_current_dispatch_mode_stack())
-    return next((mode for mode in stack if isinstance(mode, kind)), None)
-
-
 def repeats_forward() -> bool:
-    """Whether this forward was counted already: it is the second pass of a checkpoint.
-
-    Not in a `Replay`, whose layers are to do what they did in the first pass.
-    """
-    if torch.compiler.is_compiling() or torch._C._current_graph_task_id() == -1 or is_traced():
+    """Whether this forward was counted already: it is the second pass of a checkpoint."""
+    if torch.compiler.is_compiling() or torch._C._current_graph_task_id() == -1:
         return False
-    replay = _innermost(Replay)
-    return replay is None or replay.first_in_backward
+    return not is_traced()
 
 
 def in_reentrant_checkpoint() -> bool:

@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_fp8.autograd.current_pass import in_reentrant_checkpoint, untraced
+from torch_fp8.autograd.current_pass import in_reentrant_checkpoint
 from torch_fp8.nn.weight_cache import Stamp, WatchedParameter, stamp
 from torch_fp8.ops.quantize import QuantizedTensor
 from torch_fp8.tensor.split_weight import SplitWeight
@@ -132,8 +132,8 @@ class KeptWeight:
         self.forget()
         if _stamp(weight) is None:
             return cast()
-        # Made for whoever comes: not within inference mode, nor in a pass of a checkpoint.
-        with untraced(), torch.inference_mode(False), torch.no_grad():
+        # Made for whoever comes: not within inference mode.
+        with torch.inference_mode(False), torch.no_grad():
             made = self._in_place(cast())
         self.holds = True
         now = _stamp(weight)  # the cast itself has used the weight

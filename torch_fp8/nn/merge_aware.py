@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from torch_fp8.autograd.current_pass import in_reentrant_checkpoint, is_transformed, untraced
+from torch_fp8.autograd.current_pass import in_reentrant_checkpoint, is_transformed
 from torch_fp8.autograd.function import once_differentiable
 from torch_fp8.nn.class_swap import add_mixin, remove_mixin, unwrapped_name
 from torch_fp8.nn.kept_weight import is_capturing
@@ -131,7 +131,7 @@ class MergeAware(nn.Module):
         base = frozen.payload
         stamp = (*stamps, base.qdata.data_ptr(), base.writes, self.scaling[adapter])
         if kept.stamp != stamp or kept.payload is None:
-            with untraced(), torch.inference_mode(False):
+            with torch.inference_mode(False):
                 kept.payload = self.merged_weight(adapter)
             # Reading the weights has moved the count of their uses.
             kept.stamp = (stamp_of(a), stamp_of(b), *stamp[2:])

@@ -21,7 +21,6 @@ from torch_fp8.autograd.current_pass import (
     RunsFP8,
     is_transformed,
     repeats_forward,
-    replayed_operator,
     saves_nothing,
     torch_selective_pass,
 )
@@ -160,12 +159,10 @@ class Float8RMSNorm(RunsFP8):
 
         Not in evaluation, nor where a forward runs again with the scales that it had.
         """
-        reader, replayed = self.fp8_reader, replayed_operator()
+        reader = self.fp8_reader
         again = repeats_forward() or torch_selective_pass()
         if reader is None or reader.history is None or not self.training or again:
             return None
-        if replayed is not None:  # the first pass may have come before anybody had read
-            return reader if replayed == "rms_norm_quantize_delayed" else None
         amaxes = reader.history.amaxes
         return reader if type(amaxes) is type(x.detach()) and amaxes.device == x.device else None
 

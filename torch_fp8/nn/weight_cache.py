@@ -54,7 +54,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
-from torch_fp8.autograd.current_pass import selective_pass, untraced
 from torch_fp8.kernels.arguments import CastOptions, WeightPayload
 from torch_fp8.ops.quantize import QuantizedTensor, quantize_layouts, transposed
 from torch_fp8.quantization.payload_shape import SQUARE
@@ -155,12 +154,10 @@ class WeightCache:
         if kept is not None:
             return kept
         if stamp is not None and (self.keeps_payload or self._scale is None):
-            with untraced(), torch.inference_mode(False), torch.no_grad():
+            with torch.inference_mode(False), torch.no_grad():
                 made = self._cast(weight, spec, self.keeps_payload)
             self._keep(stamp_of(weight), *made)  # the cast itself has used the weight
-            # Without a payload, the second pass of a checkpoint will cast with the scale again.
-            if self.keeps_payload or selective_pass() is None:
-                return self._for_forward(*made)
+            return self._for_forward(*made)
         return self._for_forward(*self._cast(weight, spec, False))
 
     def _for_forward(

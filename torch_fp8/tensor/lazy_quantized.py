@@ -26,9 +26,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _len_torch_dispatch_stack
 
-from torch_fp8.autograd.current_pass import SelectivePass, selective_pass
 from torch_fp8.kernels.arguments import CastOptions
 from torch_fp8.ops.quantize import QuantizedTensor, quantize_layouts
 from torch_fp8.ops.quantize_delayed import History
@@ -65,6 +63,9 @@ class LazySource:
         sources: what the forms are made from; not to be written to meanwhile.
         producer: makes them.
         on_read: told of the quantizer of who reads first with delayed scaling.
+
+    Attributes:
+        forms: the forms that were made so far.
     """
 
     written_by: str | None = None
@@ -78,23 +79,7 @@ class LazySource:
     ) -> None:
         self.name, self.sources, self.producer, self.on_read = name, sources, producer, on_read
         self.versions = _versions(sources)
-        self._made_in = selective_pass()
-        self._own_forms = _Forms()
-
-    @property
-    def forms(self) -> "_Forms":
-        """What was made so far: in a region that both passes of a checkpoint run, within it."""
-        now = selective_pass()
-        if now is None or now is self._made_in:
-            return self._own_forms
-        forms: _Forms = now.forms.setdefault(self, _Forms())
-        return forms
-
-    @property
-    def foreign_pass(self) -> SelectivePass | None:
-        """The pass of a checkpointed region that runs now, unless this was made within it."""
-        now = selective_pass()
-        return None if now is self._made_in else now
+        self.forms = _Forms()
 
     def dense(self) -> Tensor:
         """The plain tensor, (R, C)."""
@@ -163,7 +148,7 @@ class LazySource:
 
     def rowwise(self, spec: CastSpec, scale: Tensor | None) -> QuantizedTensor:
         """Return the rowwise payload of `layouts`, sooner where it was made before."""
-        forms = self.forms if _len_torch_dispatch_stack() else self._own_forms
+        forms = self.forms
         row, _ = forms.layouts.get(spec, (None, None))
         if row is None or forms.ahead is not None or self.written_by is not None:
             row, _ = self.layouts(spec, scale, rowwise=True, columnwise=False)
@@ -194,7 +179,7 @@ class LazySource:
         if forms.ahead is not None and not forms.ahead.is_same(history):
             self._not_ahead(forms)
         forms.ahead = None
-        if self.on_read is not None and forms is self._own_forms:
+        if self.on_read is not None:
             self.on_read(quantizer)
             self.on_read = None
         wanted, delayed = rowwise or columnwise, self.producer.delayed
@@ -350,7 +335,7 @@ def plain(x: Any) -> Any:
     if not (x.requires_grad and torch.is_grad_enabled()):
         return x.dequantize()
     # Kept, a leaf would hold itself through its gradient's accumulator.
-    if x.is_leaf or x.production.foreign_pass is not None:
+    if x.is_leaf:
         fresh: Tensor = _Plain.apply(x)
         return fresh
     if x.connected is None:

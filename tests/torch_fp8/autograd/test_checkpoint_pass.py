@@ -17,10 +17,8 @@ from torch.utils.checkpoint import (
 from tests.torch_fp8.conversion.test_fused_layers import Block
 from torch_fp8 import FP8Config, convert_to_float8
 from torch_fp8.autograd.current_pass import (
-    SelectivePass,
     saves_nothing,
     stand_in,
-    untraced,
 )
 from torch_fp8.quantization.recipe import RECIPES
 
@@ -212,15 +210,6 @@ def test_where_hooks_cannot_be_seen_everything_is_made(monkeypatch):
 
     monkeypatch.setattr(torch._C, "_autograd", NoAutograd())
     assert not saves_nothing()
-
-
-def test_pauses_of_a_pass_nest():
-    with SelectivePass() as mode:
-        with untraced():
-            with untraced():
-                assert mode.pauses
-            assert mode.pauses
-        assert not mode.pauses
 
 
 def test_a_stand_in_costs_nothing():

@@ -13,7 +13,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
 from torch_fp8 import FP8Config, convert_to_float8
-from torch_fp8.autograd.recompute_trace import ATTENTION, CASTS, operator_name
+from torch_fp8.autograd.selective_checkpoint import ATTENTION, CASTS, operator_name
 
 
 def _policy(saved, context, func, *args, **kwargs):

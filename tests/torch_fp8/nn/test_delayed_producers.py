@@ -17,7 +17,6 @@ from tests.torch_fp8.nn.test_gated_mlp import Joined, Pair
 from tests.torch_fp8.ops.test_swiglu import CHECKS
 from tests.torch_fp8.training_step import Calls, assert_equal, gaussian, train
 from torch_fp8 import FP8Config, convert_to_float8
-from torch_fp8 import selective_checkpoint_contexts as selective
 from torch_fp8.kernels.arguments import BackwardInputs, NormInputs, NormWithRstd
 from torch_fp8.nn.gated_mlp import Float8GatedMLP
 from torch_fp8.nn.rms_norm import Float8RMSNorm
@@ -242,12 +241,11 @@ def test_a_norm_that_is_converted_again_has_met_nobody():
 # Checkpointing.
 
 
-@pytest.mark.parametrize("context", [{}, {"context_fn": selective}], ids=["all", "selective"])
-def test_a_checkpointed_block_has_the_same_gradients_and_histories(context):
+def test_a_checkpointed_block_has_the_same_gradients_and_histories():
     """The first forward of a norm is that of a first pass; by the second it has met its reader."""
     model = _block()
     twin = _plain(copy.deepcopy(model))
-    model.context = context
+    model.context = {}
     for x in _steps():
         _assert_same(model, twin, x)
 
@@ -262,12 +260,11 @@ def test_a_forward_that_runs_again_casts_once_with_the_scale_that_it_had():
     assert calls.names.count(norms) == calls.names.count(again) == 2
 
 
-@pytest.mark.parametrize("context", [{}, {"context_fn": selective}], ids=["all", "selective"])
-def test_two_forwards_before_their_backwards(context):
+def test_two_forwards_before_their_backwards():
     """The second one's norms know their readers, the first one's did not."""
     model = _block()
     twin = copy.deepcopy(model)
-    model.context = context
+    model.context = {}
     inputs = [gaussian(2, 17, SIZE, seed=s) for s in range(2)]
     found = []
     for m in (model, twin):
@@ -278,44 +275,6 @@ def test_two_forwards_before_their_backwards(context):
         found.append([x.grad for x in xs] + [p.grad for p in m.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
     _assert_same_histories(model, twin)
-
-
-class _Product(torch.autograd.Function):
-    """gate, and for its gradient what a cast of the product with gate's history made."""
-
-    @staticmethod
-    def forward(ctx, gate, up, history):
-        config = FP8Config(recipe="delayed", amax_compute_algo="most_recent")
-        how = history.options(SPEC, config, rowwise=True, columnwise=True)
-        q, scale, qt, *_, amax = swiglu.swiglu_quantize(gate, up, None, how, True)
-        history.advance(amax, SPEC, config)
-        ctx.save_for_backward(q, scale, qt)
-        return gate + 0
-
-    @staticmethod
-    def backward(ctx, grad):
-        q, scale, qt = ctx.saved_tensors
-        return (q.float() + qt.float().t()) * scale * grad, None, None
-
-
-def test_a_product_that_is_cast_again_has_the_scale_of_its_first_cast():
-    """Of inputs of the region, which it need not keep, when the history has moved on."""
-    found = []
-    for context in (None, selective):
-        gate, up = (gaussian(32, 48, seed=s, dtype=torch.float32) for s in range(2))
-        history, gate = _history(True), gate.requires_grad_()
-        if context is None:
-            y = _Product.apply(gate, up, history)
-        else:
-            y = checkpoint(
-                _Product.apply, gate, up, history, use_reentrant=False, context_fn=context
-            )
-        y.sum().backward()
-        found.append((gate.grad, history.amaxes))
-    (want, amaxes), (got, others) = found
-    assert torch.equal(want, got)
-    assert torch.equal(amaxes, others)
-    assert amaxes[0] > 2 * amaxes[1] == 1.0  # the scale would be another one now
 
 
 # Operators.

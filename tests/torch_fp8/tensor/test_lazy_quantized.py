@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from tests.torch_fp8.conversion.test_fused_layers import MLP, Norm
-from torch_fp8 import FP8Config, convert_to_float8, selective_checkpoint_contexts
+from torch_fp8 import FP8Config, convert_to_float8
 from torch_fp8.nn.layer_norm import shared
 from torch_fp8.nn.scaling_buffers import INPUT
 from torch_fp8.nn.swiglu_function import cast_and_save
@@ -203,7 +203,7 @@ def test_what_a_region_of_a_checkpoint_makes_of_its_own_is_there_after_it():
         return y, y * 2
 
     x = _x(4, 64).requires_grad_()
-    y, twice = checkpoint(region, x, use_reentrant=False, context_fn=selective_checkpoint_contexts)
+    y, twice = checkpoint(region, x, use_reentrant=False)
     with _Names() as operators:
         again = y * 2
     assert torch.equal(again, twice)
