@@ -1,8 +1,8 @@
 """The scaling state in checkpoint folders: a small file of its own beside the weights.
 
-That is delayed scaling's history, and FP8-LM's mu with ``communication="fp8-lm"``. The weights' own
-files stay what stock libraries write and read. Each process has a file, for each sees other
-activations; a resume with more processes than files takes the first one's.
+That is delayed scaling's history. The weights' own files stay what stock libraries write and read.
+Each process has a file, for each sees other activations; a resume with more processes than files
+takes the first one's.
 """
 
 import os

@@ -168,8 +168,6 @@ class Preparation:
             model: the model given to `convert`.
             sharded: the same model as FSDP2 has sharded it.
             evaluation_mode: it is to be said at once, for no summary follows.
-        Raises:
-            ValueError: ``communication="fp8-lm"``, a rule for DDP.
         """
         if model in self._reports and any(isinstance(m, FSDPModule) for m in sharded.modules()):
             report = self.communication[model] = connect_fsdp(sharded, self.config)

@@ -30,6 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.measurement import RESULTS, environment, print_table, write_rows
 from torch_fp8 import FP8Config, count_communication
+from torch_fp8.distributed.collectives import all_gather, all_to_all
 from torch_fp8.distributed.ddp.fp8_grad_bucket import GradientBucket
 from torch_fp8.distributed.ddp.wrap import connect_ddp
 from torch_fp8.ops.grad_codec import Rounding
@@ -67,18 +68,14 @@ class _Given(nn.Module):
         return (self.weight * self.gradient).sum()
 
 
-def of_communication(communication: str) -> Callable[[Tensor], Tensor]:
-    """Return what DDP makes of a gradient at O1, with ``FP8Config(communication=...)``."""
-
-    def average(gradient: Tensor) -> Tensor:
-        module = _Given(gradient)
-        ddp = DistributedDataParallel(module, init_sync=False)
-        connect_ddp(ddp, [], FP8Config(opt_level="O1", communication=communication))
-        ddp().backward()
-        assert module.weight.grad is not None
-        return module.weight.grad
-
-    return average
+def o1(gradient: Tensor) -> Tensor:
+    """Average as levels O1 and O2 do, by the communication hook of DDP."""
+    module = _Given(gradient)
+    ddp = DistributedDataParallel(module, init_sync=False)
+    connect_ddp(ddp, [], FP8Config(opt_level="O1"))
+    ddp().backward()
+    assert module.weight.grad is not None
+    return module.weight.grad
 
 
 def o3(gradient: Tensor) -> Tensor:
@@ -113,10 +110,38 @@ def fp8_sum(gradient: Tensor) -> Tensor:
     return total * (scale / ranks)
 
 
+def fp8_lm(gradient: Tensor) -> Tensor:
+    """Average as FP8-LM does in the first step (arXiv 2310.18313, section 2.1).
+
+    All ranks share the smallest ``448 / amax`` of a tensor, times mu, which leaves room for the
+    sum. The sum is rounded to E4M3 after each addition, as in a ring of an 8-bit all-reduce.
+    """
+    ranks = dist.get_world_size()
+    factor = (E4M3.max / gradient.abs().amax()).reshape(1)
+    dist.all_reduce(factor, dist.ReduceOp.MIN)
+    factor *= ranks**-0.5
+    parts = _to_e4m3(gradient.flatten() * factor).view(ranks, -1)
+    received = torch.empty_like(parts)
+    all_to_all(received, parts, dist.group.WORLD).wait()
+    total, *others = received
+    for other in others:
+        total = _to_e4m3(_from_e4m3(total) + _from_e4m3(other))
+    all_gather(received, total, dist.group.WORLD).wait()
+    return (_from_e4m3(received) * (1 / factor / ranks)).view(gradient.shape)
+
+
+def _to_e4m3(x: Tensor) -> Tensor:
+    return x.clamp(-E4M3.max, E4M3.max).to(E4M3.dtype).view(torch.uint8)
+
+
+def _from_e4m3(codes: Tensor) -> Tensor:
+    return codes.view(E4M3.dtype).float()
+
+
 METHODS: dict[str, Callable[[Tensor], Tensor]] = {
-    "fp8": of_communication("fp8"),
+    "fp8": o1,
     "fp8, O3": o3,
-    "fp8-lm": of_communication("fp8-lm"),
+    "fp8-lm": fp8_lm,
     "bf16": bf16,
     "fp8 sum": fp8_sum,
 }

@@ -26,7 +26,6 @@ RUNS = {
     "O2": {"opt_level": "O2"},
     "O3": {"opt_level": "O3"},
     "O2, off": {"opt_level": "O2", "communication": "off"},
-    "O2, fp8-lm": {"opt_level": "O2", "communication": "fp8-lm"},
 }
 DEFAULT = [BASELINE, "O2", "O3"]
 COLUMNS = [

@@ -171,7 +171,7 @@ class HostPrecision(FP8Precision):
         raise refusal(error.reason) from None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the scaling state, delayed scaling's history and FP8-LM's mu; empty for most.
+        """Return the scaling state, delayed scaling's history; empty for most.
 
         All ranks must call it together.
 

@@ -101,10 +101,8 @@ class FP8Config:
             are saved as without it. None: the dtype that the weights had. Default: ``None``.
         communication (str): how gradients, and the weights that FSDP2 gathers, travel between
             ranks. ``fp8``: 8-bit values in groups of 32 with power-of-two scales, 1.03 bytes each,
-            summed in float32; a DDP communication hook of your own wins. ``fp8-lm``: gradients
-            under DDP by FP8-LM's rule, one scale per tensor that all ranks share and an FP8 sum
-            (arXiv 2310.18313); at O1 and O2, to compare. ``off``: torch's own collectives, in the
-            tensors' dtype. Default: ``"fp8"``.
+            summed in float32; a DDP communication hook of your own wins. ``off``: torch's own
+            collectives, in the tensors' dtype. Default: ``"fp8"``.
         smooth_swiglu (bool): Smooth-SwiGLU (arXiv 2409.12517): cast what goes into the down
             projection of a gated MLP with a scale for each channel, a power of two from the tokens
             at hand, whose reciprocal goes into the weight as it is cast. The function and the
@@ -219,7 +217,13 @@ class FP8Config:
         check_choice("save_activations", self.save_activations, ("fp8", "bf16"))
         check_choice("frozen_weights", self.frozen_weights, ("auto", "fp8", "keep"))
         check_choice("save_format", self.save_format, (None, *SAVE_FORMATS))
-        check_choice("communication", self.communication, ("fp8", "fp8-lm", "off"))
+        if self.communication == "fp8-lm":
+            raise ValueError(
+                "FP8Config.communication='fp8-lm', FP8-LM's rule with one scale per tensor and a "
+                "sum in FP8, was there to compare and is gone; take 'fp8', which is more exact at "
+                "the same bytes, or register a communication hook of your own on DDP"
+            )
+        check_choice("communication", self.communication, ("fp8", "off"))
         for name, least in (("monitor", 0), ("fallback_steps", 1)):
             check_int(name, getattr(self, name), least)
         for probe in self.monitor_probes:

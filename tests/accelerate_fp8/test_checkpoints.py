@@ -15,11 +15,6 @@ from torch import nn
 from accelerate_fp8 import FP8Config, FP8Kwargs
 from accelerate_fp8.history import load_history, save_history
 from torch_fp8 import convert_to_float8, merged_state_dict, scaling_state_dict
-from torch_fp8.distributed.ddp.fp8_lm import (
-    AutomaticScaling,
-    automatic_scaling,
-    set_automatic_scaling,
-)
 from torch_fp8.tensor.split_weight import SplitWeight
 
 DELAYED = FP8Config(recipe="delayed", amax_history_len=4)
@@ -115,22 +110,6 @@ def test_resume_without_the_history_differs(accelerate: Any, tmp_path: Path) -> 
     resumed = Training(accelerate, DELAYED)
     resumed.accelerator.load_state(tmp_path)
     assert resumed.steps(6, 7, 8) != expected
-
-
-def test_fp8_lms_mu_is_saved_and_loaded(
-    accelerate: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    run = Training(accelerate, FP8Config())
-    set_automatic_scaling(run.model, AutomaticScaling(torch.tensor(0.375)))
-    run.accelerator.save_state(str(tmp_path))
-    set_automatic_scaling(run.model, AutomaticScaling(torch.tensor(0.5)))
-    run.accelerator.load_state(str(tmp_path))
-    scaling = automatic_scaling(run.model)
-    assert scaling is not None
-    assert scaling.mu == 0.375
-    (tmp_path / HISTORY).unlink()
-    run.accelerator.load_state(str(tmp_path))
-    assert "amax history" not in caplog.text
 
 
 def test_other_recipes_write_no_history(accelerate: Any, tmp_path: Path) -> None:

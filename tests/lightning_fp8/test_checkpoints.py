@@ -13,11 +13,6 @@ from torch.utils.data import DataLoader
 
 from lightning_fp8 import FP8Config, FP8Precision
 from torch_fp8 import Float8Linear, merged_state_dict
-from torch_fp8.distributed.ddp.fp8_lm import (
-    AutomaticScaling,
-    automatic_scaling,
-    set_automatic_scaling,
-)
 from torch_fp8.tensor.split_weight import SplitWeight
 
 each_trainer = pytest.mark.parametrize(
@@ -324,18 +319,3 @@ def test_fabric_state_of_several_models_belongs_to_each(tmp_path):
         saved["scaling"][0], state["precision"].state_dict()["scaling"][0], strict=True
     ):
         assert same(old, new)
-
-
-@each_fabric
-def test_fp8_lms_mu_is_saved_and_loaded(host, recwarn):
-    precisions = []
-    for mu in (0.375, 0.5):
-        fabric = host.Fabric(accelerator="cpu", precision="fp8-mixed")
-        net = make_net()
-        fabric.setup(net)
-        set_automatic_scaling(net, AutomaticScaling(torch.tensor(mu)))
-        precisions.append((fabric.strategy.precision, net))
-    (saving, _), (loading, net) = precisions
-    loading.load_state_dict(saving.state_dict())
-    assert automatic_scaling(net).mu.item() == 0.375
-    assert not any("not used" in str(warning.message) for warning in recwarn)

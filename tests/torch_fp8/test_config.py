@@ -23,7 +23,7 @@ def test_json_round_trip():
         amax_history_len=16,
         skip=("a", "b.*"),
         wgrad="bf16",
-        communication="fp8-lm",
+        communication="off",
     )
     assert FP8Config.from_json(config.to_json()) == config
 
@@ -54,7 +54,8 @@ def test_reads_the_environment(monkeypatch, tmp_path):
         ({"fast_accum": ("forward",)}, "fprop"),
         ({"opt_level": "O4"}, "O1"),
         ({"residual_bits": 6}, "8, 4, 0"),
-        ({"communication": "bf16"}, "'fp8', 'fp8-lm', 'off'"),
+        ({"communication": "bf16"}, "'fp8', 'off'"),
+        ({"communication": "fp8-lm"}, "is gone; take 'fp8'"),
         ({"opt_level": "O1", "residual_bits": 4}, "residual_bits apply to the optimizer"),
         ({"amax_history_len": 0, "recipe": "delayed"}, "at least 1"),
         ({"margin": 9, "recipe": "delayed"}, "from 0 to 8"),
@@ -117,24 +118,17 @@ def test_copies_and_pickles():
         ({"recipe": "rowwise", "margin": 1}, "margin"),
         ({"wgrad": "bf16", "fast_accum": ("wgrad",)}, "wgrad"),
         ({"recipe": "blockwise", "grad_format": "e5m2"}, "E4M3 only"),
-        ({"communication": "fp8-lm", "opt_level": "O3"}, "rounded a second time.*'O2' or 'O1'"),
     ],
     ids=[
         "history-without-delayed",
         "margin-without-delayed",
         "fast-bf16-wgrad",
         "e5m2-blocks",
-        "fp8-lm-at-O3",
     ],
 )
 def test_contradictions_raise(options, named):
     with pytest.raises(ValueError, match=named):
         FP8Config(**options)
-
-
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_the_rule_of_fp8_lm_goes_with_plain_gradients(level):
-    assert FP8Config(communication="fp8-lm", opt_level=level).communication == "fp8-lm"
 
 
 def test_gradients_travel_in_fp8_unless_told_otherwise():
@@ -200,7 +194,7 @@ CHOICES = {
     "opt_level": ("O1", "O2", "O3"),
     "cache_weights": ("both",),
     "save_format": ("fine-grained", "compressed-tensors", "modelopt"),
-    "communication": ("fp8", "fp8-lm", "off"),
+    "communication": ("fp8", "off"),
     "save_activations": ("fp8", "bf16"),
     "backend": ("torch", "transformer-engine"),
 }

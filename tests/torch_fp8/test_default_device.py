@@ -15,7 +15,6 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8, merged_state_dict
 from torch_fp8.conversion.memory import memory_report
-from torch_fp8.distributed.ddp.fp8_lm import AutomaticScaling
 from torch_fp8.kernels import adamw
 from torch_fp8.quantization.recipe import RECIPES
 
@@ -129,10 +128,6 @@ def test_histories_are_loaded():
     history, last = model.out.scaling_state
     model.out.load_scaling_state(history.clone(), last.clone())
     assert torch.equal(model.out.scaling_state[0], history)
-
-
-def test_automatic_scaling_begins_where_the_gradients_are():
-    assert AutomaticScaling().prepare(4, torch.device("cpu")).item() == 0.5
 
 
 def test_no_weight_to_ask_of_is_no_tensor_of_the_default_device():

@@ -27,7 +27,6 @@ from torch_fp8.conversion.layer_options import (
 )
 from torch_fp8.conversion.report import ConversionReport, SkippedModule, matmul_flops
 from torch_fp8.conversion.smooth_layers import down_projections
-from torch_fp8.distributed.ddp.fp8_lm import set_automatic_scaling
 from torch_fp8.distributed.tensor_parallel.styles import check_style
 from torch_fp8.nn.class_swap import add_mixin, remove_mixin
 from torch_fp8.nn.conv1d import Float8Conv1D
@@ -224,7 +223,6 @@ def revert(model: nn.Module) -> int:
     restore_output_dtype(model)
     stop_merge_aware(model)
     revert_producers(model)
-    set_automatic_scaling(model, None)
     modules = [m for m in model.modules() if isinstance(m, Float8Layer)]
     for module in modules:
         _to_stock(module)

@@ -1,18 +1,16 @@
-"""The state of delayed scaling and of the gradients' automatic scaling, as checkpoints hold it."""
+"""The state of delayed scaling, as checkpoints hold it."""
 
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
 
-from torch_fp8.distributed.ddp.fp8_lm import (
-    automatic_scaling_state,
-    take_automatic_scaling_state,
-)
 from torch_fp8.nn.class_swap import unwrapped_name
 from torch_fp8.nn.linear import Float8Layer
 
 _SCALING = ("amax_history", "last_scale")
+_FORMER = "automatic_scaling.mu"
+"""A key of checkpoints that earlier versions wrote with ``communication="fp8-lm"``."""
 
 
 def scaling_state_dict(model: nn.Module) -> dict[str, Tensor]:
@@ -21,13 +19,12 @@ def scaling_state_dict(model: nn.Module) -> dict[str, Tensor]:
     Delayed scaling has two keys for each layer, which is named as in the model without compiled
     and checkpointed wrappers. ``<qualified name>.amax_history``, (3, H), holds the amaxes of input,
     weight and grad_output, the most recent first, and negative where an outlier was left out.
-    ``<qualified name>.last_scale`` is (2,). With ``communication="fp8-lm"`` there is
-    ``automatic_scaling.mu``, ().
+    ``<qualified name>.last_scale`` is (2,).
 
     Args:
         model: converted.
     """
-    state = automatic_scaling_state(model)
+    state = {}
     for name, module in _delayed_modules(model):
         for key, value in zip(_SCALING, module.scaling_state, strict=True):
             state[f"{name}.{key}"] = value.detach().cpu().clone()
@@ -37,8 +34,7 @@ def scaling_state_dict(model: nn.Module) -> dict[str, Tensor]:
 def load_scaling_state_dict(model: nn.Module, state: dict[str, Tensor]) -> None:
     """Restore what `scaling_state_dict` returned; training then continues exactly as it was.
 
-    An empty `state` (of a checkpoint of another recipe, or of stock training) changes nothing. A
-    ``mu`` is left unused if the communication is not ``"fp8-lm"``.
+    An empty `state` (of a checkpoint of another recipe, or of stock training) changes nothing.
 
     Args:
         model: converted with the same configuration.
@@ -47,8 +43,7 @@ def load_scaling_state_dict(model: nn.Module, state: dict[str, Tensor]) -> None:
         ValueError: `state` belongs to another model or history length, or its history holds an Inf
             or NaN; nothing is loaded then.
     """
-    state = take_automatic_scaling_state(model, state)
-    state = {unwrapped_name(key): value for key, value in state.items()}
+    state = {unwrapped_name(key): value for key, value in state.items() if key != _FORMER}
     if not state:
         return
     modules = dict(_delayed_modules(model))

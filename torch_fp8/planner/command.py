@@ -3,8 +3,6 @@
 import argparse
 import json
 import sys
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from torch_fp8.environment import display
@@ -58,12 +56,7 @@ def add_parser(commands: Any) -> None:
         action="store_true",
         help=f"MODEL names a family ({', '.join(FAMILIES)}): find the largest preset that fits",
     )
-    parser.add_argument(
-        "--plot",
-        type=Path,
-        metavar="FILE",
-        help="draw FP8-LM's Figure 1 into a PNG: the largest GPT on 8, 32 and 128 GPUs (minutes)",
-    )
+    parser.add_argument("--plot", help=argparse.SUPPRESS)
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     parser.set_defaults(run=run, parser=parser)
 
@@ -72,7 +65,10 @@ def run(options: argparse.Namespace) -> int:
     """Run the sub-command; returns the exit status."""
     try:
         if options.plot is not None:
-            return _plot(options)
+            raise ValueError(
+                "--plot drew FP8-LM's Figure 1 and is gone; `python -m benchmarks.largest_model` "
+                "of the project's repository draws it, and --largest finds the largest preset"
+            )
         return _largest(options) if options.largest else _plan(options)
     except (ValueError, TypeError, ImportError, OSError) as error:
         print(f"torch-fp8 plan: {error}", file=sys.stderr)
@@ -113,7 +109,7 @@ def _largest(options: argparse.Namespace) -> int:
     from torch_fp8.planner.tables import aligned, gib
 
     if len(options.gpus) > 1:
-        raise ValueError("--largest takes one number of --gpus; --plot draws several")
+        raise ValueError("--largest takes one number of --gpus")
     found: dict[str, Any] = {}
     for level in options.level or LEVELS:
         name, tried = largest(
@@ -129,37 +125,6 @@ def _largest(options: argparse.Namespace) -> int:
         rows.append(["largest that fits", *(of["largest"] or "none" for of in found.values())])
         print(aligned(rows))
     return 0 if any(of["largest"] for of in found.values()) else 1
-
-
-def _plot(options: argparse.Namespace) -> int:
-    from torch_fp8.planner.figure import draw, figure
-    from torch_fp8.planner.tables import aligned, gib
-
-    path: Path = options.plot.absolute()
-    if path.is_dir() or not path.parent.is_dir():
-        raise ValueError(f"--plot {options.plot}: no file can be written there")
-    left_out = ("fsdp", "data", "sequence", "checkpointing", "method", "rank")
-    arguments = {k: v for k, v in _arguments(options).items() if k not in left_out}
-    say: Callable[[str], None] = lambda text: print(text, file=sys.stderr)  # noqa: E731
-    counts = (8, 32, 128) if options.gpus == [1] else options.gpus
-    rows = figure(counts, progress=say, **arguments)
-    unfinished = path.with_name(f".{path.name}.part")
-    try:
-        draw(rows, unfinished)
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
-    if options.json:
-        print(json.dumps([row._asdict() for row in rows], indent=2))
-        return 0
-    head = ["GPUs", "method", "layers", "billion parameters", "peak, GiB"]
-    lines = [
-        [str(r.gpus), r.method, str(r.layers), f"{r.parameters / 1e9:.1f}", gib(r.peak)]
-        for r in rows
-    ]
-    print(aligned([head, *lines]))
-    print(f"figure: {path}")
-    return 0
 
 
 def _arguments(options: argparse.Namespace) -> dict[str, Any]:

@@ -45,12 +45,6 @@ def check_contradictions(config: Any, defaults: Mapping[str, Any]) -> None:
             "recipe='delayed' takes it from a history that moves with every forward; leave one "
             "of them out"
         )
-    if config.communication == "fp8-lm" and config.opt_level == "O3":
-        raise ValueError(
-            "FP8Config: communication='fp8-lm' rounds gradients with one scale per tensor, but "
-            "at opt_level='O3' they are kept in groups of 32 with a scale each, and would be "
-            "rounded a second time; name opt_level='O2' or 'O1', or communication='fp8'"
-        )
     recipes = SAVE_FORMATS.get(config.save_format or "", ())
     if config.save_format is not None and config.recipe not in ("auto", *recipes):
         others = [name for name, able in SAVE_FORMATS.items() if config.recipe in able]

@@ -14,12 +14,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torch_fp8.distributed.ddp.comm_hook import QuantizedAllReduce, average_bucket
 from torch_fp8.distributed.ddp.fp8_grad_reducer import Float8GradReducer
-from torch_fp8.distributed.ddp.fp8_lm import (
-    AutomaticScaling,
-    SharedScaleAllReduce,
-    automatic_scaling,
-    set_automatic_scaling,
-)
 
 
 @dataclass(frozen=True)
@@ -32,21 +26,17 @@ class DDPReport:
         num_fp8_gradients: the number of weights with 8-bit gradients (O3), which are averaged
             beside DDP.
         fp8_exchange: whether these 8-bit gradients travel in FP8.
-        fp8_lm: whether the buckets are averaged by FP8-LM's rule (arXiv 2310.18313).
     """
 
     num_ranks: int
     reason: str | None = None
     num_fp8_gradients: int = 0
     fp8_exchange: bool = True
-    fp8_lm: bool = False
 
     def __str__(self) -> str:
         if self.num_ranks == 1:
             return "1, which has nothing to exchange"
         text = f"{self.num_ranks}, gradients averaged in "
-        if self.reason is None and self.fp8_lm:
-            return f"{text}FP8 by FP8-LM's rule, 1 byte each"
         if self.reason is None:
             return f"{text}FP8, 1.03 bytes each"
         if self.num_fp8_gradients and self.fp8_exchange:
@@ -90,9 +80,6 @@ def connect_hook(
         communication: the option of FP8Config; with ``"off"`` they are averaged in their dtype.
         beside: what averages other gradients of `ddp`.
     """
-    fp8_lm = communication == "fp8-lm"
-    scaling = (automatic_scaling(ddp.module) or AutomaticScaling()) if fp8_lm else None
-    set_automatic_scaling(ddp.module, scaling)
     registration = HookRegistration(communication, beside)
     ddp.register_forward_pre_hook(registration)
     ddp.join_hook = _JoinHook(ddp, registration)
@@ -102,7 +89,7 @@ class HookRegistration:
     """A forward pre-hook of a DistributedDataParallel; a copy of both registers its own.
 
     Args:
-        communication: see `connect_hook`; ``"fp8-lm"`` takes the scaling of ``ddp.module``.
+        communication: see `connect_hook`.
         beside: see `connect_hook`.
     """
 
@@ -118,17 +105,11 @@ class HookRegistration:
         # The hooks that are listed in a copy belong to the original.
         ddp._comm_hooks = [entry for entry in ddp._comm_hooks if entry[0] is not average_bucket]
         if reason_without_hook(ddp) is None and dist.get_world_size(ddp.process_group) > 1:
-            ddp.register_comm_hook(self._state(ddp), average_bucket)
+            fp8 = self._communication == "fp8"
+            state = QuantizedAllReduce(ddp.process_group, self._beside, fp8)
+            ddp.register_comm_hook(state, average_bucket)
             if self._beside is not None:
                 self._beside.leads = True
-
-    def _state(self, ddp: DistributedDataParallel) -> QuantizedAllReduce:
-        group, beside = ddp.process_group, self._beside
-        if self._communication != "fp8-lm":
-            return QuantizedAllReduce(group, beside, self._communication == "fp8")
-        scaling = automatic_scaling(ddp.module)
-        assert scaling is not None
-        return SharedScaleAllReduce(group, scaling, beside)
 
     def __reduce__(self) -> Any:
         return HookRegistration, (self._communication, self._beside)

@@ -134,8 +134,7 @@ def connect_ddp(
         reason = "communication='off'"
     reducers = {e for o in optimizers for e in getattr(o, "fp8_reducers", ())}
     parameters = {p for e in reducers for p in e.parameters}.intersection(ddp.module.parameters())
-    rule = config.communication
-    return DDPReport(num_ranks, reason, len(parameters), rule != "off", rule == "fp8-lm")
+    return DDPReport(num_ranks, reason, len(parameters), config.communication != "off")
 
 
 def _config_of(optimizers: Iterable[Optimizer]) -> FP8Config:

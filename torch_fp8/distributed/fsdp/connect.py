@@ -78,15 +78,10 @@ def connect_fsdp(model: nn.Module, config: FP8Config) -> FSDPReport:
     Returns:
         What travels in FP8, and why the rest does not.
     Raises:
-        ValueError: ``communication="fp8-lm"``; the backend is Transformer Engine; the ranks have
-            different models, or have converted or sharded them in different ways.
+        ValueError: the backend is Transformer Engine; the ranks have different models, or have
+            converted or sharded them in different ways.
     """
     refuse_sharding(config)
-    if config.communication == "fp8-lm":
-        raise ValueError(
-            "FP8Config(communication='fp8-lm') is a rule for DistributedDataParallel's all-reduce "
-            "of gradients; with FSDP2 use communication='fp8' or 'off'"
-        )
     _disconnect(model)
     every_group = dict.fromkeys(g for m in _sharded_modules(model) for g in param_groups(m))
     num_frozen = connect_frozen(list(every_group))

@@ -180,10 +180,6 @@ def case_options():
     result["off"] = [report.num_gathers, report.num_scatters, len(weights_of(unshard(model)))]
     reshard(model)
     result["on again"] = [connect_fsdp(model, config).num_gathers, len(weights_of(unshard(model)))]
-    try:
-        connect_fsdp(model, FP8Config(communication="fp8-lm"))
-    except ValueError as error:
-        result["fp8-lm"] = str(error)
 
     model, _ = sharded(config, connected=False)
     own = DefaultReduceScatter()

@@ -87,9 +87,9 @@ def test_buckets_of_every_kind(case, shapes):
 def test_a_static_graph_whose_first_backward_has_several_buckets(case):
     """DDP gives all of them the number 0 then, and none is the last."""
     for value in case("static_graph_of_two_dtypes"):
-        for (error, equal, _), most in zip(value, (TWO_ROUNDINGS, 0.1), strict=True):
-            assert error < most
-            assert equal
+        error, equal, _ = value
+        assert error < TWO_ROUNDINGS
+        assert equal
 
 
 @RANKS
