@@ -7,11 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from typing import Any
 
-from torch_fp8.quantization.contradictions import (
-    AUTO_ONLY,
-    DELAYED_ONLY,
-    check_contradictions,
-)
+from torch_fp8.quantization.contradictions import check_contradictions
 from torch_fp8.quantization.formats import FORMATS
 from torch_fp8.quantization.monitor_options import (
     ON_ALARM,
@@ -19,18 +15,18 @@ from torch_fp8.quantization.monitor_options import (
     PROBES,
     check_monitor,
 )
-from torch_fp8.quantization.option_values import check_choice, check_int, read_json, str_tuple
+from torch_fp8.quantization.option_values import checked, named, option, read_json
 from torch_fp8.quantization.overrides import HIGH_PRECISION, Overrides
 from torch_fp8.quantization.recipe import E4M3_ONLY, GEMMS, RECIPES, SAVE_FORMATS
 from torch_fp8.quantization.split_float import RESIDUAL_BITS
 from torch_fp8.quantization.suggestions import suggestion, unknown_options
 
 ENV_VAR = "TORCH_FP8_CONFIG"
-_BOOLS = (
-    *("eval_fp8", "emulate", "gradient_release", "keep_eval_weights", "update_clipping"),
-    *("merge_aware", "smooth_swiglu", "split_weights"),
-)
-_MOST_MARGIN = 8
+_GONE = {
+    "fp8-lm": "FP8-LM's rule with one scale per tensor and a sum in FP8, was there to compare and "
+    "is gone; take 'fp8', which is more exact at the same bytes, or register a communication hook "
+    "of your own on DDP"
+}
 
 
 @dataclass(frozen=True)
@@ -156,85 +152,54 @@ class FP8Config:
         TypeError: an unknown option, or a value of the wrong type.
     """
 
-    recipe: str = "auto"
-    wgrad: str = "fp8"
-    grad_format: str | None = None
-    fast_accum: tuple[str, ...] = ("fprop",)
-    amax_history_len: int = 1024
-    amax_compute_algo: str = "max"
-    margin: int = 0
-    tokens: int = 8192
-    opt_level: str = "O2"
-    split_weights: bool = True
-    residual_bits: int = 8
-    gradient_release: bool = False
-    cache_weights: bool | str = False
-    keep_eval_weights: bool = True
-    update_clipping: bool = False
-    seed: int = 0
-    frozen_weights: str = "auto"
-    merge_aware: bool = False
-    save_format: str | None = None
-    communication: str = "fp8"
-    smooth_swiglu: bool = False
-    save_activations: str = "fp8"
-    eval_fp8: bool = True
-    skip: tuple[str, ...] = ("lm_head",)
+    recipe: str = option("auto", choices=("auto", *RECIPES), of="layer")
+    wgrad: str = option("fp8", choices=("fp8", "bf16"), of="layer torch")
+    grad_format: str | None = option(None, choices=(None, *FORMATS), of="layer")
+    fast_accum: tuple[str, ...] = option(("fprop",), choices=GEMMS, of="layer torch")
+    amax_history_len: int = option(1024, least=1, of="layer delayed")
+    amax_compute_algo: str = option("max", choices=("max", "most_recent"), of="layer delayed")
+    margin: int = option(
+        0,
+        least=0,
+        most=8,
+        why="E4M3 has 17 powers of two, and the margin takes as many of them",
+        of="layer delayed",
+    )
+    tokens: int = option(8192, least=1, of="auto")
+    opt_level: str = option("O2", choices=("O1", "O2", "O3"))
+    split_weights: bool = option(True, of="optimizer")
+    residual_bits: int = option(8, choices=RESIDUAL_BITS, of="optimizer")
+    gradient_release: bool = option(False, of="optimizer")
+    cache_weights: bool | str = option(False, choices=("both",), of="optimizer torch")
+    keep_eval_weights: bool = option(True, of="torch")
+    update_clipping: bool = option(False, of="optimizer")
+    seed: int = option(0, of="optimizer")
+    frozen_weights: str = option("auto", choices=("auto", "fp8", "keep"), of="torch")
+    merge_aware: bool = option(False, of="torch")
+    save_format: str | None = option(None, choices=(None, *SAVE_FORMATS), of="torch")
+    communication: str = option("fp8", choices=("fp8", "off"), gone=_GONE)
+    smooth_swiglu: bool = option(False, of="layer torch")
+    save_activations: str = option("fp8", choices=("fp8", "bf16"))
+    eval_fp8: bool = option(True, of="layer")
+    skip: tuple[str, ...] = option(("lm_head",))
     overrides: dict[str, Any] = field(default_factory=Overrides)
-    emulate: bool = False
-    backend: str = "torch"
-    monitor: int = 0
-    monitor_probes: tuple[str, ...] = ()
-    on_alarm: str = "warn"
-    on_loss_spike: str = "warn"
-    fallback_steps: int = 100
+    emulate: bool = option(False, of="torch")
+    backend: str = option("torch", choices=("torch", "transformer-engine"))
+    monitor: int = option(0, least=0)
+    monitor_probes: tuple[str, ...] = option((), choices=PROBES, of="monitor")
+    on_alarm: str = option("warn", choices=ON_ALARM, of="monitor")
+    on_loss_spike: str = option("warn", choices=ON_LOSS_SPIKE, of="monitor")
+    fallback_steps: int = option(100, least=1, of="monitor")
 
     def __post_init__(self) -> None:
-        for name in ("skip", "fast_accum", "monitor_probes"):
-            object.__setattr__(self, name, str_tuple(name, getattr(self, name)))
-        check_choice("recipe", self.recipe, ("auto", *RECIPES))
-        check_choice("wgrad", self.wgrad, ("fp8", "bf16"))
-        check_choice("grad_format", self.grad_format, (None, *FORMATS))
-        check_choice("amax_compute_algo", self.amax_compute_algo, ("max", "most_recent"))
-        for gemm in self.fast_accum:
-            check_choice("fast_accum", gemm, GEMMS)
-        for name in _BOOLS:
-            if not isinstance(getattr(self, name), bool):
-                raise TypeError(f"FP8Config.{name} must be a bool, got {getattr(self, name)!r}")
-        if not isinstance(self.cache_weights, bool) and self.cache_weights != "both":
-            raise TypeError(
-                f"FP8Config.cache_weights must be a bool or 'both', got {self.cache_weights!r}"
-            )
-        for name, least in (("tokens", 1), ("amax_history_len", 1), ("margin", 0), ("seed", None)):
-            check_int(name, getattr(self, name), least)
-        if self.margin > _MOST_MARGIN:
-            raise ValueError(
-                f"FP8Config.margin must be from 0 to {_MOST_MARGIN}, got {self.margin}: E4M3 has "
-                "17 powers of two, and the margin takes as many of them"
-            )
-        check_choice("opt_level", self.opt_level, ("O1", "O2", "O3"))
-        check_choice("backend", self.backend, ("torch", "transformer-engine"))
-        check_choice("save_activations", self.save_activations, ("fp8", "bf16"))
-        check_choice("frozen_weights", self.frozen_weights, ("auto", "fp8", "keep"))
-        check_choice("save_format", self.save_format, (None, *SAVE_FORMATS))
-        if self.communication == "fp8-lm":
-            raise ValueError(
-                "FP8Config.communication='fp8-lm', FP8-LM's rule with one scale per tensor and a "
-                "sum in FP8, was there to compare and is gone; take 'fp8', which is more exact at "
-                "the same bytes, or register a communication hook of your own on DDP"
-            )
-        check_choice("communication", self.communication, ("fp8", "off"))
-        for name, least in (("monitor", 0), ("fallback_steps", 1)):
-            check_int(name, getattr(self, name), least)
-        for probe in self.monitor_probes:
-            check_choice("monitor_probes", probe, PROBES)
-        check_choice("on_alarm", self.on_alarm, ON_ALARM)
-        check_choice("on_loss_spike", self.on_loss_spike, ON_LOSS_SPIKE)
-        check_int("residual_bits", self.residual_bits, None)
-        check_choice("residual_bits", self.residual_bits, RESIDUAL_BITS)
-        object.__setattr__(self, "overrides", Overrides.checked(self.overrides))
-        check_contradictions(self, _DEFAULTS)
-        check_monitor(self, _DEFAULTS)
+        for of_field in fields(self):
+            if of_field.name != "overrides":
+                value = checked(of_field, getattr(self, of_field.name))
+                object.__setattr__(self, of_field.name, value)
+        overrides = Overrides.checked(self.overrides, named(FP8Config, "layer"))
+        object.__setattr__(self, "overrides", overrides)
+        check_contradictions(self)
+        check_monitor(self)
         for pattern, options in self.overrides.items():
             self._check_override(pattern, options)
 
@@ -287,7 +252,7 @@ class FP8Config:
             options = {}
         assert options is not None
         if options.get("recipe", self.recipe) != self.recipe:
-            left = [*DELAYED_ONLY, *AUTO_ONLY]
+            left = [*named(FP8Config, "delayed"), *named(FP8Config, "auto")]
             if options["recipe"] in E4M3_ONLY:
                 left.append("grad_format")
             changes.update((name, _DEFAULTS[name]) for name in left)

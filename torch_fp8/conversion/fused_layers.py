@@ -20,7 +20,7 @@ from torch_fp8.nn.layer_norm import SharedOutput
 from torch_fp8.nn.linear import Float8Layer
 from torch_fp8.nn.rms_norm import Float8RMSNorm
 from torch_fp8.nn.scaling_buffers import INPUT
-from torch_fp8.quantization.contradictions import DELAYED_ONLY
+from torch_fp8.quantization.option_values import named
 from torch_fp8.tensor.quantizer import Quantizer
 
 
@@ -107,7 +107,7 @@ def _cast_alike(layers: Iterable[Float8Layer]) -> bool:
     for layer in layers:
         config = layer.fp8_config
         recipe = layer.fp8_recipe if layer.fp8_thawed_recipe is None else layer.fp8_thawed_recipe
-        how = [getattr(config, option) for option in (*DELAYED_ONLY, "eval_fp8")]
+        how = [getattr(config, option) for option in (*named(config, "delayed"), "eval_fp8")]
         recipes.add((replace(recipe, smooth=False), *how))
     return len(recipes) <= 1
 

@@ -1,37 +1,22 @@
 """Options of `torch_fp8.FP8Config` that exclude each other."""
 
-from collections.abc import Mapping
 from typing import Any
 
+from torch_fp8.quantization.option_values import given
 from torch_fp8.quantization.recipe import E4M3_ONLY, SAVE_FORMATS
 
-AUTO_ONLY = ("tokens",)
-"""The options of recipe ``auto``."""
-DELAYED_ONLY = ("amax_history_len", "amax_compute_algo", "margin")
-"""The options of recipe ``delayed``."""
-_OPTIMIZER_ONLY = (
-    *("split_weights", "residual_bits", "gradient_release", "cache_weights", "update_clipping"),
-    "seed",
-)
-_TORCH_ONLY = (
-    *("frozen_weights", "wgrad", "fast_accum"),
-    *("cache_weights", "keep_eval_weights", "emulate", "merge_aware", "save_format"),
-    "smooth_swiglu",
-)
 
-
-def check_contradictions(config: Any, defaults: Mapping[str, Any]) -> None:
+def check_contradictions(config: Any) -> None:
     """Raise ValueError where options of an `FP8Config` exclude each other.
 
     Args:
         config: the configuration, each option of which is valid by itself.
-        defaults: the default of each option.
     """
-    for recipe, names in (("auto", AUTO_ONLY), ("delayed", DELAYED_ONLY)):
-        given = [name for name in names if getattr(config, name) != defaults[name]]
-        if given and config.recipe != recipe:
+    for recipe in ("auto", "delayed"):
+        names = given(config, recipe)
+        if names and config.recipe != recipe:
             raise ValueError(
-                f"FP8Config: {', '.join(given)} apply to recipe={recipe!r} only, but recipe is "
+                f"FP8Config: {', '.join(names)} apply to recipe={recipe!r} only, but recipe is "
                 f"{config.recipe!r}; name recipe={recipe!r}, or leave them out"
             )
     if config.grad_format == "e5m2" and config.recipe in E4M3_ONLY:
@@ -52,13 +37,13 @@ def check_contradictions(config: Any, defaults: Mapping[str, Any]) -> None:
             f"FP8Config: save_format={config.save_format!r} cannot say recipe={config.recipe!r}; "
             f"name recipe={recipes[0]!r}, or save_format={others[0]!r}"
         )
-    optimizer = [n for n in _OPTIMIZER_ONLY if getattr(config, n) != defaults[n]]
+    optimizer = given(config, "optimizer")
     if optimizer and config.opt_level == "O1":
         raise ValueError(
             f"FP8Config: {', '.join(optimizer)} apply to the optimizer, which opt_level='O1' "
             "leaves as it is; name opt_level='O2' or 'O3', or leave them out"
         )
-    if not config.split_weights and config.residual_bits != defaults["residual_bits"]:
+    if not config.split_weights and "residual_bits" in optimizer:
         raise ValueError(
             f"FP8Config: residual_bits={config.residual_bits} is about split weights, and "
             "split_weights=False splits none; leave one of them out"
@@ -81,20 +66,20 @@ def check_contradictions(config: Any, defaults: Mapping[str, Any]) -> None:
             "precision; leave one of them out"
         )
     if config.backend == "transformer-engine":
-        _check_transformer_engine(config, defaults)
+        _check_transformer_engine(config)
 
 
-def _check_transformer_engine(config: Any, defaults: Mapping[str, Any]) -> None:
+def _check_transformer_engine(config: Any) -> None:
     if config.recipe == "rowwise":
         raise ValueError(
             "FP8Config: Transformer Engine has no recipe with a scale per row; name recipe="
             "'tensorwise', 'delayed', 'blockwise' or 'mxfp8', or leave backend out"
         )
-    given = [name for name in _TORCH_ONLY if getattr(config, name) != defaults[name]]
+    names = given(config, "torch")
     if config.recipe == "delayed" and config.amax_history_len == 1:
-        given.append("amax_history_len=1")
-    if given:
+        names.append("amax_history_len=1")
+    if names:
         raise ValueError(
-            f"FP8Config: {', '.join(given)} cannot be had of Transformer Engine; leave that "
+            f"FP8Config: {', '.join(names)} cannot be had of Transformer Engine; leave that "
             "out, or backend"
         )

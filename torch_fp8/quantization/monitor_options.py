@@ -1,29 +1,27 @@
 """The options of the monitor in a configuration, and which of them go together."""
 
-from collections.abc import Mapping
 from typing import Any
 
+from torch_fp8.quantization.option_values import given
 from torch_fp8.quantization.recipe import RECIPES
 
 PROBES = ("clip_search", "logit_sharpness")
 ON_ALARM = ("warn", "bf16", *RECIPES)
 ON_LOSS_SPIKE = ("warn", "skip", "bf16", "restore")
-_MONITOR_ONLY = ("monitor_probes", "on_alarm", "on_loss_spike", "fallback_steps")
 
 
-def check_monitor(config: Any, defaults: Mapping[str, Any]) -> None:
+def check_monitor(config: Any) -> None:
     """Raise where the monitor's options contradict each other or others.
 
     Args:
         config: an FP8Config, each of whose values is valid by itself.
-        defaults: option to its default.
     Raises:
         ValueError: the message names the options and a way out.
     """
-    given = [name for name in _MONITOR_ONLY if getattr(config, name) != defaults[name]]
-    if given and not config.monitor:
+    names = given(config, "monitor")
+    if names and not config.monitor:
         raise ValueError(
-            f"FP8Config: {', '.join(given)} need statistics; name monitor=100, or leave them out"
+            f"FP8Config: {', '.join(names)} need statistics; name monitor=100, or leave them out"
         )
     if config.on_alarm == config.recipe:
         raise ValueError(

@@ -2,6 +2,8 @@
 
 import json
 import os
+from collections.abc import Mapping
+from dataclasses import Field, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +50,75 @@ def _read_file(name: str) -> str:
         raise ValueError(
             f"{name!r} is neither a JSON object nor a readable file nor a recipe{hint}"
         ) from error
+
+
+def option(
+    default: Any,
+    *,
+    choices: tuple[object, ...] = (),
+    least: int | None = None,
+    most: int | None = None,
+    why: str = "",
+    gone: Mapping[str, str] | None = None,
+    of: str = "",
+) -> Any:
+    """Return the field of an option whose values `checked` checks.
+
+    Args:
+        default: default, whose type says what values are: a bool, an int, a tuple of strings, or
+            one of `choices`.
+        choices: valid values, or valid items of a tuple; for a bool, valid values beside True and
+            False.
+        least, most: bounds of an int, with the reason `why` for the upper one.
+        gone: former choices, each with what to take instead.
+        of: words, for `named`: ``layer`` (it may differ from layer to layer), or what it belongs
+            to: recipe ``auto`` or ``delayed``, the ``optimizer``, backend ``torch``, the
+            ``monitor``.
+    """
+    rule = {"choices": choices, "least": least, "most": most, "why": why, "gone": gone or {}}
+    return field(default=default, metadata={**rule, "of": of.split()})
+
+
+def named(config: Any, word: str) -> list[str]:
+    """Return the options whose field carries `word`; see `option`."""
+    return [f.name for f in fields(config) if word in f.metadata.get("of", ())]
+
+
+def given(config: Any, word: str) -> list[str]:
+    """Return the options of `named` whose value is not the default."""
+    names, defaults = named(config, word), {f.name: f.default for f in fields(config)}
+    return [name for name in names if getattr(config, name) != defaults[name]]
+
+
+def checked(of_field: "Field[Any]", value: Any) -> Any:
+    """Return the value of an option, a list as a tuple.
+
+    Raises:
+        TypeError: a value of another type.
+        ValueError: a value that is none of the choices, or out of bounds.
+    """
+    name, rule, default = of_field.name, of_field.metadata, of_field.default
+    choices = rule["choices"]
+    if isinstance(default, tuple):
+        value = str_tuple(name, value)
+        for item in value if choices else ():
+            check_choice(name, item, choices)
+    elif isinstance(default, bool):
+        if not isinstance(value, bool) and value not in choices:
+            valid = "".join(f" or {choice!r}" for choice in choices)
+            raise TypeError(f"FP8Config.{name} must be a bool{valid}, got {value!r}")
+    elif isinstance(default, int):
+        check_int(name, value, rule["least"])
+        if rule["most"] is not None and value > rule["most"]:
+            raise ValueError(
+                f"FP8Config.{name} must be from {rule['least']} to {rule['most']}, got {value}: "
+                f"{rule['why']}"
+            )
+    if isinstance(value, str) and value in rule["gone"]:
+        raise ValueError(f"FP8Config.{name}={value!r}, {rule['gone'][value]}")
+    if choices and not isinstance(default, (tuple, bool)):
+        check_choice(name, value, choices)
+    return value
 
 
 def check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:

@@ -1,6 +1,6 @@
 """`Overrides`: options for some layers, by patterns on their qualified names."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NoReturn
 
 from torch_fp8.quantization.recipe import RECIPES
@@ -8,20 +8,18 @@ from torch_fp8.quantization.suggestions import suggestion
 
 HIGH_PRECISION = "bf16"
 """The recipe of layers that stay in high precision."""
-OPTIONS = (
-    *("recipe", "wgrad", "grad_format", "fast_accum"),
-    *("amax_history_len", "amax_compute_algo", "margin", "eval_fp8", "smooth_swiglu"),
-)
-"""The options of `torch_fp8.FP8Config` that can differ from layer to layer."""
 
 
 class Overrides(dict[str, "dict[str, Any] | None"]):
     """A dictionary from pattern to options, or None for high precision, that does not change."""
 
     @classmethod
-    def checked(cls, value: object) -> "Overrides":
+    def checked(cls, value: object, names: Collection[str]) -> "Overrides":
         """Return `value`, a mapping of patterns, as it is kept.
 
+        Args:
+            value: the option's value.
+            names: the options of `torch_fp8.FP8Config` that may differ from layer to layer.
         Raises:
             TypeError: it is no mapping of non-empty strings to mappings or None.
             ValueError: an option that layers cannot have of their own, or with high precision.
@@ -40,11 +38,11 @@ class Overrides(dict[str, "dict[str, Any] | None"]):
             if not isinstance(options, Mapping):
                 hint = f"; did you mean {{'recipe': {options!r}}}?" if _is_name(options) else ""
                 raise TypeError(f"{where} must map options to values, got {options!r}{hint}")
-            unknown = [name for name in options if name not in OPTIONS]
+            unknown = [name for name in options if name not in names]
             if unknown:
                 raise ValueError(
                     f"{where}: {', '.join(map(repr, unknown))} cannot differ from layer to layer; "
-                    f"what can is {', '.join(OPTIONS)}{suggestion(unknown[0], OPTIONS)}"
+                    f"what can is {', '.join(names)}{suggestion(unknown[0], names)}"
                 )
             if options.get("recipe", HIGH_PRECISION) not in (*RECIPES, HIGH_PRECISION):
                 valid = ", ".join(map(repr, (*RECIPES, HIGH_PRECISION)))
