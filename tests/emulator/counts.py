@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 
+from tests.emulator.accesses import TYPES
 from tests.emulator.threads import WARP, Threads
 from tests.emulator.watch import Watch
 
@@ -39,11 +40,13 @@ class Counts(Watch):
         if not self.touched:
             regions = wave.launch.memory.regions
             self._starts = np.array([region.start for region in regions], np.int64)
-            self.touched = [np.zeros(r.end - r.start, np.uint8) for r in regions]
+            self._bases = [region.start & -16 for region in regions]
+            sizes = [(r.end - base + 15) & -16 for r, base in zip(regions, self._bases, strict=True)]
+            self.touched = [np.zeros(size, np.uint8) for size in sizes]
             self.shared_bytes = wave.launch.shared_size
 
     def runs(self, block: Any, g: Threads) -> None:
-        self.instructions += block.size * len(np.unique(g.numbers // WARP))
+        self.instructions += block.size * g.warp_count
 
     def accessed(
         self,
@@ -56,19 +59,24 @@ class Counts(Watch):
         atomic: bool,
         same: Any = None,
     ) -> None:
-        warps = _warps(g, places)
+        warps = g.among(g.numbers, places) // WARP
         self.requested += width * len(addresses)
-        every = (addresses[:, None] + np.arange(width)).reshape(-1)
-        pairs = np.unique(np.stack([np.repeat(warps, width), every], 1), axis=0)
-        sectors = np.unique(np.stack([pairs[:, 0], pairs[:, 1] // SECTOR], 1), axis=0)
-        self.sectors += len(sectors)
-        sizes = np.unique(pairs[:, 0], return_counts=True)[1]
-        self.least_sectors += int((-(-sizes // SECTOR)).sum())
+        # An access is aligned to its width, which divides a sector.
+        self.sectors += len(_pairs(warps, addresses // SECTOR)[0])
+        elements = np.bincount(_pairs(warps, addresses // width)[0])
+        self.least_sectors += int((-(-elements * width // SECTOR)).sum())
         at = self._starts.searchsorted(addresses, "right") - 1
-        for one in np.unique(at):
-            offsets = addresses[at == one] - self._starts[one]
-            where = (offsets[:, None] + np.arange(width)).reshape(-1)
-            self.touched[one][where] |= 2 if write else 1
+        for one in range(int(at.min()), int(at.max()) + 1):
+            self._touch(one, addresses[at == one], width, 2 if write else 1)
+
+    def _touch(self, region: int, addresses: np.ndarray, width: int, how: int) -> None:
+        """Note that a region's bytes have been loaded or stored."""
+        part = min(width, 8)
+        words = self.touched[region].view(TYPES[part])
+        flags = words.dtype.type(how * int("01" * part, 16))
+        first = (addresses - self._bases[region]) // part
+        for word in range(width // part):
+            words[first + word] |= flags
 
     def shared(
         self,
@@ -79,19 +87,21 @@ class Counts(Watch):
         width: int,
         write: bool,
     ) -> None:
-        lanes = g.numbers if places is None else g.numbers[places]
         words = max(width // 4, 1)
         # A pass serves 128 bytes: a warp's 4 bytes a thread, a quarter's 16.
-        groups = lanes // (WARP // words)
+        requests = g.among(g.numbers, places) // (WARP // words)
         every = ((addresses // 4)[:, None] + np.arange(words)).reshape(-1)
-        pairs = np.unique(np.stack([np.repeat(groups, words), every], 1), axis=0)
-        banks = np.stack([pairs[:, 0], pairs[:, 1] % _BANKS], 1)
-        found, sizes = np.unique(banks, axis=0, return_counts=True)
-        starts = np.flatnonzero(np.diff(found[:, 0], prepend=-1))
-        self.passes += int(np.maximum.reduceat(sizes, starts).sum())
-        self.least_passes += len(starts)
+        number, word = _pairs(np.repeat(requests, words), every)
+        conflicts = np.bincount(number * _BANKS + word % _BANKS, minlength=_BANKS)
+        most = np.maximum.reduceat(conflicts, np.arange(0, len(conflicts), _BANKS))
+        self.passes += int(most.sum())
+        self.least_passes += int(np.count_nonzero(most))
 
 
-def _warps(g: Threads, places: np.ndarray | None) -> np.ndarray:
-    numbers = g.numbers if places is None else g.numbers[places]
-    return numbers // WARP
+def _pairs(groups: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the different pairs of a group and a value, groups counted from 0."""
+    least, first = int(values.min()), int(groups.min())
+    size = int(values.max()) - least + 1
+    keys = np.sort((groups - first) * size + (values - least))
+    keys = keys[np.concatenate([[True], keys[1:] != keys[:-1]])]
+    return keys // size, keys % size + least
