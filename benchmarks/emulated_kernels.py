@@ -3,20 +3,28 @@ equal to their references.
 
     python -m benchmarks.emulated_kernels    # benchmarks/results/emulated_kernels.csv
 
-The cases of the GPU tests run on CPU tensors of small shapes, with tails and odd sizes, compiled
-for Hopper and Blackwell; Triton's launcher launches and `tests.emulator` runs them. A row is a
-kernel, its compile-time choices and the case that launched it. Cases that are in the file with this
-version of Triton and the digest of this code are not run again. Nothing is timed:
+Every variant that `benchmarks.kernel_resources` records is launched with few rows, with tails and
+odd sizes, compiled for Hopper and Blackwell; Triton's launcher launches and `tests.emulator` runs
+it. A row is a kernel, its compile-time choices and the case that launched it; variants that no case
+has launched are rows without a case. Cases that are in the file with this version of Triton and the
+digest of this code are not run again. Nothing is timed:
 
+* ``equal``: whether results were equal to the reference's, bit for bit where it promises that, else
+  within the bounds of the GPU tests;
 * ``instructions_per_element``: of all threads, over the elements of the largest tensor;
+* ``sectors_per_element``: of 32 bytes, over the same;
 * ``requested_over_needed``: bytes that threads load and store, over the different ones among them;
 * ``sectors_over_least``: of 32 bytes, over as many as the bytes of each request of a warp fill;
 * ``passes_over_least``: over the banks of shared memory, one is without conflicts;
 * ``registers``: of a thread, as `benchmarks.kernel_resources` has recorded them.
+
+Several processes share the work: each writes the rows of one target to a file of its own, and
+``--rows FILE ...`` takes them over.
 """
 
 import argparse
 import csv
+import functools
 import itertools
 import time
 from collections import defaultdict
@@ -29,105 +37,137 @@ from typing import Any
 import torch
 
 import torch_fp8.ops.grad_codec
+import torch_fp8.ops.messages
 from benchmarks import kernel_resources
+from tests.emulator.compared import Comparison
 from tests.emulator.counts import Counts
-from tests.emulator.driver import Launched, emulated
-from tests.emulator.families import ODD, WHOLE, card_module, families, operators
-from tests.kernel_cases import casts, messages, optimizer, producers
+from tests.emulator.driver import Emulation, Launched, emulated
+from tests.emulator.families import families
+from tests.emulator.faults import Fault
+from tests.emulator.on_card import card_module
+from tests.emulator.ptx import PtxError
+from tests.emulator.variants import few_rows, launching, unaligned_messages
+from tests.kernel_cases import messages, optimizer
 from tests.kernel_cases.comparison import Mismatch
+from torch_fp8.ops.messages import Layout
 
 RESULTS = kernel_resources.RESULTS.with_name("emulated_kernels.csv")
 TARGETS = {"sm_90": (9, 0), "sm_100": (10, 0)}
 COLUMNS = (
     *("case", "kernel", "variant", "target", "warps", "equal", "launches"),
-    *("instructions_per_element", "requested_over_needed", "sectors_over_least"),
-    *("passes_over_least", "shared_bytes", "registers", "triton", "digest"),
+    *("instructions_per_element", "sectors_per_element", "requested_over_needed"),
+    *("sectors_over_least", "passes_over_least", "shared_bytes", "registers", "triton", "digest"),
 )
-SHAPES = (ODD, WHOLE)
 _MATRICES = ((100, 128), (64, 272), (5, 48), (36, 33), (3, 7))
+_LAID_OUT = ((200, 64), (200, 48), (200, 33))
+"""Gradients in each of the layouts of `torch_fp8.kernels.block_layout`."""
+Case = Callable[[Emulation], dict[int, str]]
 
 
-def cases() -> Iterator[tuple[str, Callable[[], None]]]:
-    """Yield the cases by name."""
-    yield from families().items()
-    for granularity in casts.GRANULARITIES:
-        check = partial(casts.check_cast, casts.kernel(), "cpu", granularity)
-        yield f"all casts, {granularity}", partial(check, "range", (*SHAPES, (129, 4096)))
-        yield (
-            f"strides, {granularity}",
-            partial(casts.check_strides, casts.kernel(), "cpu", granularity),
-        )
-    check_delayed = partial(casts.check_delayed, casts.delayed_kernel(), "cpu", "row spread")
-    yield "all delayed casts", partial(check_delayed, ((17, 272), ODD, WHOLE, (3, 20000)))
-    ops = operators()
-    for shape in (*SHAPES, (64, 512)):
-        yield f"norm, {shape}", partial(producers.check_norm, ops, "cpu", shape, "gaussian")
-        for granularity in ("block_1x128", "block_128x128", "block_1x32"):
-            once = partial(producers.check_norm_once, ops, "cpu", shape, granularity)
-            yield f"norm once, {granularity}, {shape}", once
-        for flag in (False, True):
-            backward = partial(producers.check_norm_backward, ops, "cpu", shape, flag)
-            yield f"norm backward, {flag}, {shape}", backward
-            swiglu = partial(producers.check_swiglu, ops, "cpu", shape, "gaussian", flag)
-            yield f"swiglu, {flag}, {shape}", swiglu
-            gate_up = partial(producers.check_gate_up, ops, "cpu", shape, flag)
-            yield f"gate and up, {flag}, {shape}", gate_up
-            delayed = partial(producers.check_delayed, ops, "cpu", shape, "gaussian", flag)
-            yield f"delayed producers, {flag}, {shape}", delayed
-            for saved in (False, True):
-                check = partial(producers.check_swiglu_backward, ops, "cpu", shape, flag, saved)
-                yield f"swiglu backward, {flag}, {saved}, {shape}", check
+def cases() -> Iterator[tuple[str, Case]]:
+    """Yield the cases by name; each returns which of its launches were unequal, and how."""
+    for name, launch in launching():
+        yield name, partial(_compared, launch)
+    for name, check in itertools.chain(_optimizer(), _wire(), families().items()):
+        yield name, partial(_checked, check)
+
+
+def _compared(launch: Callable[[], None], emulation: Emulation) -> dict[int, str]:
+    comparison = Comparison(emulation.launches)
+    with few_rows(), comparison.all_functions():
+        launch()
+    return comparison.unequal
+
+
+def _checked(check: Callable[[], None], emulation: Emulation) -> dict[int, str]:
+    try:
+        check()
+    except (Mismatch, Fault) as error:
+        return dict.fromkeys(range(len(emulation.launches)), str(error))
+    return {}
+
+
+def _optimizer() -> Iterator[tuple[str, Callable[[], None]]]:
+    from torch_fp8.kernels.adamw import update_rms
+
+    step = partial(optimizer.check_steps, optimizer.kernel(), "cpu")
     for weight, grad in itertools.product(optimizer.WEIGHTS, optimizer.GRADS):
-        step = partial(optimizer.check_steps, optimizer.kernel(), "cpu", weight, grad, 0)
-        yield f"adamw, {weight}, {grad}", partial(step, _MATRICES)
-    parts = card_module(torch_fp8.ops.grad_codec)
-    for shape, dtype in itertools.product(SHAPES, messages.DTYPES):
-        yield (
-            f"gradient, {shape}, {dtype}",
-            partial(messages.check_gradient, parts, "cpu", shape, dtype),
-        )
+        yield f"adamw, {weight}, {grad}", partial(step, weight, grad, 0, _MATRICES)
+    low_bits = ("bf16 with 8 bits", "bf16 with 4 bits")
+    for weight, grad in itertools.product(low_bits, ("bf16", "8-bit")):
+        amax = partial(step, weight, grad, 0, _MATRICES, finds_amax=True)
+        yield f"adamw with the amax, {weight}, {grad}", amax
+    payload = partial(optimizer.check_payload, optimizer.kernel(), "cpu", shapes=[(144, 160)])
+    for weight, grad in itertools.product((*low_bits, "fp32"), ("bf16", "8-bit")):
+        for granularity, transposed in itertools.product(("tensorwise", "block_128x128"), (0, 1)):
+            name = f"adamw, {weight}, {grad}, payload {granularity}{', transposed' * transposed}"
+            yield name, partial(payload, weight, granularity, bool(transposed), grad=grad)
+    for grad, coupled in itertools.product(optimizer.GRADS, (0.0, 0.1)):
+        check = partial(optimizer.check_update_rms, update_rms, "cpu", grad, coupled, _MATRICES)
+        yield f"size of updates, {grad}, {coupled}", check
 
 
-def rows_of(launches: list[Launched], equal: bool) -> Iterator[dict[str, Any]]:
+def _wire() -> Iterator[tuple[str, Callable[[], None]]]:
+    parts, wire = card_module(torch_fp8.ops.grad_codec), card_module(torch_fp8.ops.messages)
+    for shape, dtype in itertools.product(_LAID_OUT, messages.DTYPES):
+        check = partial(messages.check_gradient, parts, "cpu", shape, dtype)
+        yield f"gradient, {shape}, {dtype}", check
+    for dtype, (name, keys) in itertools.product(messages.DTYPES, messages.KEYS.items()):
+        for less in (48, 7):
+            arguments = Layout(100, 9), 4 * 100 * 32 - less, dtype, 0, keys
+            check = partial(messages.check_messages, wire, "cpu", *arguments)
+            yield f"messages, {name}, {less} less, {dtype}", check
+    yield "messages at odd addresses", unaligned_messages
+
+
+def rows_of(launches: list[Launched], unequal: dict[int, str]) -> Iterator[dict[str, Any]]:
     """Yield a row for each kernel and variant that was launched, with the sums of its counts."""
-    groups: dict[tuple[str, str, int], list[Launched]] = defaultdict(list)
-    for launched in launches:
-        groups[launched.name, launched.variant, launched.threads // 32].append(launched)
-    for (name, variant, warps), group in groups.items():
+    groups: dict[tuple[str, str, int], list[int]] = defaultdict(list)
+    for number, launched in enumerate(launches):
+        groups[launched.name, launched.variant, launched.threads // 32].append(number)
+    for (name, variant, warps), numbers in groups.items():
+        group = [launches[number] for number in numbers]
         counts = [watch for launched in group for watch in launched.watch]
-
-        def total(attribute: str, counts: list[Counts] = counts) -> int:
-            return sum(getattr(count, attribute) for count in counts)
-
-        def over(attribute: str, least: str, total: Any = total) -> str:
-            return f"{total(attribute) / total(least):.2f}" if total(least) else ""
-
-        elements = sum(launched.elements for launched in group)
+        total = {name: sum(getattr(count, name) for count in counts) for name in _COUNTED}
+        elements = max(sum(launched.elements for launched in group), 1)
         yield {
             "kernel": name,
             "variant": variant,
             "warps": warps,
-            "equal": equal,
+            "equal": not any(number in unequal for number in numbers),
             "launches": len(group),
-            "instructions_per_element": f"{32 * total('instructions') / max(elements, 1):.1f}",
-            "requested_over_needed": over("requested", "needed"),
-            "sectors_over_least": over("sectors", "least_sectors"),
-            "passes_over_least": over("passes", "least_passes"),
+            "instructions_per_element": f"{32 * total['instructions'] / elements:.1f}",
+            "sectors_per_element": f"{total['sectors'] / elements:.3f}",
+            "requested_over_needed": _ratio(total["requested"], total["needed"]),
+            "sectors_over_least": _ratio(total["sectors"], total["least_sectors"]),
+            "passes_over_least": _ratio(total["passes"], total["least_passes"]),
             "shared_bytes": max(count.shared_bytes for count in counts),
         }
 
 
-def run(case: Callable[[], None], target: str) -> tuple[list[dict[str, Any]], str]:
+_COUNTED = (
+    *("instructions", "requested", "needed", "sectors", "least_sectors"),
+    *("passes", "least_passes"),
+)
+
+
+def _ratio(count: int, least: int) -> str:
+    return f"{count / least:.2f}" if least else ""
+
+
+def run(case: Case, target: str) -> tuple[list[dict[str, Any]], str]:
     """Run a case; return its rows, and what was not equal."""
-    found = ""
-    with emulated(capability=TARGETS[target], watch=lambda: [Counts()]) as emulation:
+    options: dict[str, Any] = {"capability": TARGETS[target], "watch": lambda: [Counts()]}
+    with emulated(assembles=False, **options) as emulation:
         try:
-            case()
-        except Mismatch as mismatch:
-            found = str(mismatch)
-    return list(rows_of(emulation.launches, not found)), found
+            unequal = case(emulation)
+        except PtxError as error:
+            unequal = dict.fromkeys(range(len(emulation.launches)), str(error))
+    differences = sorted(set(unequal.values()))
+    return list(rows_of(emulation.launches, unequal)), "; ".join(differences)
 
 
+@functools.cache
 def recorded_registers() -> dict[tuple[str, ...], str]:
     """Return the registers of kernels, variants, targets and warps."""
     with kernel_resources.RESULTS.open() as file:
@@ -135,34 +175,63 @@ def recorded_registers() -> dict[tuple[str, ...], str]:
         return {tuple(r[c] for c in columns): r["registers"] for r in csv.DictReader(file)}
 
 
+def key_of(row: dict[str, Any]) -> tuple[str, ...]:
+    """Return what a recorded variant and a row have in common."""
+    return row["kernel"], row["variant"], row["target"], str(row["warps"])
+
+
+def read(paths: list[Path], digest: str) -> list[dict[str, Any]]:
+    """Return the rows of cases in files, of this code; each once."""
+    rows: dict[tuple[str, ...], dict[str, Any]] = {}
+    for path in (p for p in paths if p.exists()):
+        with path.open() as file:
+            for row in csv.DictReader(file):
+                if row["digest"] == digest and row["case"]:
+                    rows[(row["case"], row["triton"], *key_of(row))] = row
+    return list(rows.values())
+
+
+def write(path: Path, rows: list[dict[str, Any]], digest: str) -> None:
+    """Write rows, and one for each recorded variant that none of them has."""
+    seen = {(row["triton"], *key_of(row)) for row in rows}
+    missing: list[dict[str, Any]] = []
+    for triton, key in itertools.product(sorted({r["triton"] for r in rows}), recorded_registers()):
+        if (triton, *key) not in seen:
+            names = ("kernel", "variant", "target", "warps")
+            row = dict(zip(names, key, strict=True))
+            missing.append({**row, "equal": "missing", "triton": triton, "digest": digest})
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows([*rows, *missing])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="count what kernels ask of a card")
     parser.add_argument("--csv", type=Path, default=RESULTS)
-    parser.add_argument("--targets", nargs="+", choices=TARGETS, default=list(TARGETS))
+    parser.add_argument("--rows", type=Path, nargs="+", default=[], help="files of other processes")
+    parser.add_argument("--targets", nargs="*", choices=TARGETS, default=list(TARGETS))
     parser.add_argument("--minutes", type=float, default=60, help="none begins after as many")
     chosen = parser.parse_args()
-    code = {"triton": metadata.version("triton"), "digest": kernel_resources.digest()}
-    rows: list[dict[str, Any]] = []
-    if chosen.csv.exists():
-        with chosen.csv.open() as file:
-            rows = [r for r in csv.DictReader(file) if code.items() <= r.items()]
-    done, registers = {(r["case"], r["target"]) for r in rows}, recorded_registers()
+    triton, digest = metadata.version("triton"), kernel_resources.digest()
+    rows = read([chosen.csv, *chosen.rows], digest)
+    done = {(r["case"], r["target"]) for r in rows if r["triton"] == triton}
     start = time.monotonic()
     for target, (name, case) in itertools.product(chosen.targets, cases()):
         if (name, target) in done or time.monotonic() - start > 60 * chosen.minutes:
             continue
-        made, found = run(case, target)
-        print(f"{target}, {name}: {found or 'equal'}", flush=True)
-        for row in made:
-            key = row["kernel"], row["variant"], target, str(row["warps"])
-            rows.append({"case": name, "target": target, **row, **code})
-            rows[-1]["registers"] = registers.get(key, "")
-        with chosen.csv.open("w", newline="") as file:
-            writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(rows)
-    seen = {(r["kernel"], r["variant"], r["target"], str(r["warps"])) for r in rows}
-    print(f"{len(seen & registers.keys())} of {len(registers)} recorded variants, in {chosen.csv}")
+        case_start = time.process_time()
+        new, differences = run(case, target)
+        seconds = time.process_time() - case_start
+        print(f"{target}, {name}: {differences or 'equal'}, {seconds:.0f} s", flush=True)
+        for row in new:
+            row |= {"case": name, "target": target, "triton": triton, "digest": digest}
+            rows.append(row | {"registers": recorded_registers().get(key_of(row), "")})
+        write(chosen.csv, rows, digest)
+    write(chosen.csv, rows, digest)
+    seen = {key_of(row) for row in rows if row["triton"] == triton}
+    recorded = recorded_registers().keys()
+    print(f"{len(seen & recorded)} of {len(recorded)} recorded variants, in {chosen.csv}")
 
 
 if __name__ == "__main__":

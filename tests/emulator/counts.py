@@ -41,7 +41,9 @@ class Counts(Watch):
             regions = wave.launch.memory.regions
             self._starts = np.array([region.start for region in regions], np.int64)
             self._bases = [region.start & -16 for region in regions]
-            sizes = [(r.end - base + 15) & -16 for r, base in zip(regions, self._bases, strict=True)]
+            sizes = [
+                (r.end - base + 15) & -16 for r, base in zip(regions, self._bases, strict=True)
+            ]
             self.touched = [np.zeros(size, np.uint8) for size in sizes]
             self.shared_bytes = wave.launch.shared_size
 

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 from triton import knobs
 from triton.backends import nvidia
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import CUDABackend
 from triton.compiler import CompiledKernel
 from triton.runtime import driver as triton_driver
 from triton.runtime.jit import JITFunction
@@ -164,8 +165,13 @@ _current: list[Emulation] = []
 
 
 @contextlib.contextmanager
-def emulated(**options: Any) -> Iterator[Emulation]:
-    """Run within, on CPU tensors, what is launched on a card; see `Emulation`."""
+def emulated(assembles: bool = True, **options: Any) -> Iterator[Emulation]:
+    """Run within, on CPU tensors, what is launched on a card.
+
+    Args:
+        assembles: whether Triton's assembler runs, a quarter of the time; what runs is the PTX.
+        options: see `Emulation`.
+    """
     assert not _current, "one emulation at a time"
     emulation = Emulation(**options)
     library = stub_library()
@@ -192,6 +198,11 @@ def emulated(**options: Any) -> Iterator[Emulation]:
             (knobs.compilation, "disable_line_info", True),  # a fourteenth of the time
         ):
             stack.enter_context(mock.patch.object(owner, name, stub))
+        if not assembles:  # what is cached then has no code
+            stub = lambda *args: b""  # noqa: E731
+            stack.enter_context(mock.patch.object(CUDABackend, "make_cubin", stub))
+            folder = f"{knobs.cache.dir}/not_assembled"
+            stack.enter_context(mock.patch.object(knobs.cache, "dir", folder))
         library.handle(emulation.launched)
         stack.callback(library.handle, None)
         _current.append(emulation)

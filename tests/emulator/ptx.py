@@ -172,6 +172,8 @@ def _instruction(statement: str, number: int) -> Instruction:
 
 def _split(text: str) -> list[str]:
     """Split operands at the commas outside of braces and brackets."""
+    if "{" not in text and "[" not in text:
+        return [part.strip() for part in text.split(",") if part.strip()]
     parts, depth = [""], 0
     for character in text:
         depth += (character in "{[") - (character in "}]")

@@ -61,12 +61,19 @@ def check_steps(
     grad: str,
     exponent: int = 0,
     shapes: Sequence[tuple[int, int]] = SHAPES,
+    finds_amax: bool = False,
 ) -> None:
-    """Check three steps of matrices of all shapes at once."""
+    """Check three steps of matrices of all shapes at once.
+
+    Args:
+        finds_amax: whether the amaxes of the new weights are asked for.
+    """
     want = [
         optimizer_matrix(*shape, *WEIGHTS[weight], GRADS[grad], seed=i, exponent=exponent)
         for i, shape in enumerate(shapes)
     ]
+    if finds_amax:
+        want = [matrix._replace(amax=torch.zeros(())) for matrix in want]
     for number in range(1, 4):
         got = [moved(matrix, device) for matrix in want]
         scalars = [scalars_of(number, i) for i in range(len(shapes))]
@@ -85,6 +92,7 @@ def check_payload(
     transposed: bool,
     wrong: float | None = None,
     shapes: Sequence[tuple[int, int]] = PAYLOAD_SHAPES,
+    grad: str = "bf16",
 ) -> None:
     """Check that the payload that the step writes is a cast of the new weight.
 
@@ -94,7 +102,7 @@ def check_payload(
     spec = CastSpec(E4M3, granularity, power_of_two=True)
     want, got, payloads = [], [], []
     for i, shape in enumerate(shapes):
-        matrix = optimizer_matrix(*shape, *WEIGHTS[weight], torch.bfloat16, seed=i)
+        matrix = optimizer_matrix(*shape, *WEIGHTS[weight], GRADS[grad], seed=i)
         options = CastOptions.of(spec, rowwise=True, columnwise=transposed)
         row, col = quantize_layouts(matrix.weight.to(device), options)
         assert row is not None

@@ -26,6 +26,8 @@ INPUTS = {
     "bf16 14336": torch.empty(512, 14336, dtype=torch.bfloat16),
     "bf16 no unit stride": torch.empty(2048, 8192, dtype=torch.bfloat16)[:, ::2],
 }
+empty = torch.empty
+"""`tests.emulator.variants` takes values for it, and smaller `INPUTS`."""
 # What a test compiles together covers its inputs together; the last group is that of --fast.
 ONE = "bf16 no unit stride"
 GROUPS = {"the others": [name for name in INPUTS if name != ONE], ONE: [ONE]}
@@ -81,14 +83,23 @@ WHOLE = ((128, 128), (17, 256), (1, 16384), (16, 1024), (1, 64))
 """Shapes of which one tile is all."""
 
 
+def launch_whole_tiles(dtype):
+    for shape, each in itertools.product(WHOLE, LAYOUTS):
+        for format, power_of_two in ((FORMATS[0], False), (FORMATS[1], True)):
+            options = CastOptions(format, "tensorwise", power_of_two, *each)
+            quantize.quantize_2d(empty(shape, dtype=dtype), options)
+
+
+def launch_sums(size):
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        TileSums(0, empty(128, size)).total(empty(16384, size), dtype)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_whole_tiles_compile_without_spills(dtype, record_launches, compile_all):
     with record_launches(quantize) as launches:
-        for shape, each in itertools.product(WHOLE, LAYOUTS):
-            for format, power_of_two in ((FORMATS[0], False), (FORMATS[1], True)):
-                options = CastOptions(format, "tensorwise", power_of_two, *each)
-                quantize.quantize_2d(torch.empty(shape, dtype=dtype), options)
+        launch_whole_tiles(dtype)
     assert {dict(launch.constants).get("SCALE") for launch in launches} == {"whole", "tensor", None}
     _compile(launches, compile_all)
 
@@ -108,8 +119,7 @@ def test_every_kernel_of_delayed_scaling_compiles_without_spills(
 @pytest.mark.parametrize("size", [4096, 515])
 def test_sums_compile_without_spills(size, record_launches, compile_all):
     with record_launches(column_sums) as launches:
-        for dtype in (torch.bfloat16, torch.float16, torch.float32):
-            TileSums(0, torch.empty(128, size)).total(torch.empty(16384, size), dtype)
+        launch_sums(size)
     _compile(launches, compile_all)
 
 

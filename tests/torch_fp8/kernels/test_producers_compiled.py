@@ -60,6 +60,9 @@ ODD = {
     "long rows": torch.empty(64, 32768, dtype=torch.bfloat16),
     "one element": torch.empty(1, 1, dtype=torch.bfloat16),
 }
+ROWS = {"norm": 8192, "narrow norm": 33792, "SwiGLU": 2048, "plain": 4096}
+empty = torch.empty
+"""`tests.emulator.variants` takes values for it, and fewer `ROWS` and `ODD` shapes."""
 # What a test compiles together covers its inputs together; the last group is that of --fast.
 GROUPS = {"casts": list(DTYPES), "odd shapes": list(ODD)[:-1], "one element": ["one element"]}
 
@@ -80,17 +83,17 @@ def delayed_casts(formats=(E4M3, E5M2)):
 
 
 def history():
-    return torch.empty(1024), torch.zeros(2)
+    return empty(1024), torch.zeros(2)
 
 
 def saved(x):
     """Something in the place of x as it is saved."""
     rows, cols = x.shape
-    return torch.empty((rows, cols), dtype=E4M3), torch.empty(-(-cols // 128), rows).t()
+    return empty((rows, cols), dtype=E4M3), empty(-(-cols // 128), rows).t()
 
 
 def input_of(name):
-    return torch.empty(4096, 4096, dtype=DTYPES[name]) if name in DTYPES else ODD[name]
+    return empty(ROWS["plain"], 4096, dtype=DTYPES[name]) if name in DTYPES else ODD[name]
 
 
 WHOLE = ((128, 128), (17, 256), (1, 16384), (16, 1024), (1, 64))
@@ -99,7 +102,7 @@ WHOLE = ((128, 128), (17, 256), (1, 16384), (16, 1024), (1, 64))
 
 def launch_norms(x):
     """Everything but the casts."""
-    weight, rstd = torch.empty(x.shape[1]), torch.empty(x.shape[0])
+    weight, rstd = empty(x.shape[1]), empty(x.shape[0])
     for save in (True, False):
         rms_norm.rms_norm_statistics(NormInputs(x, weight, EPS, 1.0, x.dtype), save)
         inputs = saved(x) if save else (x, None)
@@ -111,12 +114,11 @@ def launch_norms(x):
 
 
 def launch_norm_casts(dtype, more):
-    x, weight = torch.empty(8192 + more, 2048, dtype=dtype), torch.empty(2048, dtype=dtype)
-    narrow = torch.empty(33792 + more, 512, dtype=dtype)
+    x, weight = empty(ROWS["norm"] + more, 2048, dtype=dtype), empty(2048, dtype=dtype)
+    narrow = empty(ROWS["narrow norm"] + more, 512, dtype=dtype)
+    rstd = empty(ROWS["norm"] + more)
     for cast in casts(formats=FORWARD):
-        rms_norm.rms_norm_quantize(
-            NormWithRstd(x, weight, torch.empty(8192 + more), 0.0, dtype), cast
-        )
+        rms_norm.rms_norm_quantize(NormWithRstd(x, weight, rstd, 0.0, dtype), cast)
         if cast.amax is None:
             bands = narrow if cast.scale is None else x
             rms_norm.rms_norm_quantize_once(
@@ -129,7 +131,7 @@ def launch_norm_casts(dtype, more):
 
 def launch_swiglu(x):
     """Everything but the casts."""
-    smooth = torch.empty(x.shape[1])
+    smooth = empty(x.shape[1])
     swiglu.swiglu(x, x, smooth)
     for save in (True, False):
         swiglu.swiglu_save(x, x, None, save)
@@ -147,7 +149,7 @@ def launch_swiglu(x):
 
 
 def launch_swiglu_casts(dtype, more):
-    x, smooth = torch.empty(2048 + more, 4096, dtype=dtype), torch.empty(4096)
+    x, smooth = empty(ROWS["SwiGLU"] + more, 4096, dtype=dtype), empty(4096)
     for cast in casts(formats=FORWARD):
         for save in (True, False):
             swiglu.swiglu_quantize(x, x, smooth, cast, save)
@@ -170,18 +172,18 @@ def launch_smoothing(x):
     smooth.column_amax(x)
     for save in (True, False):
         smooth.swiglu_save_columns(x, x, save)
-    smooth.smooth_factors(torch.empty(x.shape[1]))
+    smooth.smooth_factors(empty(x.shape[1]))
     known = {"tensorwise": torch.ones(())}
     for how in ("tensorwise", "block_1x128", "block_128x128"):
         cast = CastOptions(E4M3, how, True, True, how != "block_128x128", amax=known.get(how))
-        smooth.quantize_columns(x, torch.empty(x.shape[1]), cast)
+        smooth.quantize_columns(x, empty(x.shape[1]), cast)
 
 
 def launch_whole_tiles(dtype):
     """Casts of results that one tile holds, with an amax that it finds."""
     layouts = ((True, False), (False, True), (True, True))
     for shape, each, save in itertools.product(WHOLE, layouts, (True, False)):
-        x, smooth = torch.empty(shape, dtype=dtype), torch.empty(shape[1])
+        x, smooth = empty(shape, dtype=dtype), empty(shape[1])
         for power_of_two in (True, False):
             cast = CastOptions(E4M3, "tensorwise", power_of_two, *each)
             inputs = NormInputs(x, smooth, EPS, 0.0, dtype)
@@ -234,7 +236,7 @@ def test_smoothing_compiles_and_fits(record_launches, compile_all):
         record_launches(swiglu) as saves,
         record_launches(smooth) as launches,
     ):
-        launch_smoothing(torch.empty(2048, 4096, dtype=torch.bfloat16))
+        launch_smoothing(input_of("bf16"))
     assert_fits(columns + saves + launches, compile_all)
 
 
