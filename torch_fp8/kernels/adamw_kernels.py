@@ -229,9 +229,9 @@ def adamw_step_kernel(
                 payload_ptr,
                 payload_t_ptr,
                 local,
-                position,
-                mask,
+                (position, mask, row, col),
                 rows,
+                cols,
                 TRANSPOSED,
             )
 

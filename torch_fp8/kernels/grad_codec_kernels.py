@@ -9,6 +9,7 @@ import triton.language as tl
 from torch_fp8.kernels.block_layout import at_origin, places
 from torch_fp8.kernels.block_scaled import GRADIENT, decode, encode, scale_of
 from torch_fp8.kernels.stochastic_rounding import random_words
+from torch_fp8.kernels.tiles import LINE
 
 
 # One binary for all sizes and keys, whatever they happen to be multiples of.
@@ -33,15 +34,16 @@ def encode_gradient_kernel(
     position, mask, row, col = places(first, local, num_groups, cols, LAYOUT)
     x_ptr = at_origin(x_ptr, first, cols, LAYOUT)
     qdata_ptr = at_origin(qdata_ptr, first, cols, LAYOUT)
+    codes_ptr = tl.max_contiguous(qdata_ptr + position, (1, LINE))
     x = tl.load(x_ptr + position, mask=mask, other=0.0).to(tl.float32)
     if ACCUMULATE:
-        codes = tl.load(qdata_ptr + position, mask=mask, other=0)
+        codes = tl.load(codes_ptr, mask=mask, other=0)
         scale = tl.load(scale_ptr + first + local, mask=inside, other=127)
         x = decode(codes, scale, GRADIENT) * tl.load(multiplier_ptr) + x
     index = (row * cols)[:, None] + col
     bits = random_words(index, key0, key1) & 0xFFFF
     scale = scale_of(x, GRADIENT)
-    tl.store(qdata_ptr + position, encode(x, scale, bits << 4 | 8, GRADIENT), mask=mask)
+    tl.store(codes_ptr, encode(x, scale, bits << 4 | 8, GRADIENT), mask=mask)
     tl.store(scale_ptr + first + local, scale, mask=inside)
 
 

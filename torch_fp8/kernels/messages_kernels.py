@@ -10,6 +10,7 @@ import triton.language as tl
 
 from torch_fp8.kernels.block_scaled import GRADIENT, decode, encode, scale_of
 from torch_fp8.kernels.stochastic_rounding import random_words
+from torch_fp8.kernels.tiles import LINE
 
 
 @triton.jit
@@ -25,7 +26,8 @@ def _tile_of(message_ptr, tile, num_groups, GROUPS: tl.constexpr):
     codes_ptr = tl.multiple_of(message_ptr + first * 32, 16)
     scales_ptr = message_ptr + num_groups.to(tl.int64) * 32 + first
     inside = tl.arange(0, GROUPS) < num_groups - tile * GROUPS
-    return codes_ptr + _local(GROUPS), scales_ptr + tl.arange(0, GROUPS), inside
+    codes_ptr = tl.max_contiguous(codes_ptr + _local(GROUPS), (1, LINE))
+    return codes_ptr, scales_ptr + tl.arange(0, GROUPS), inside
 
 
 @triton.jit

@@ -18,6 +18,7 @@ from torch_fp8.kernels.fp8_cast import (
 )
 from torch_fp8.kernels.quick_launch import quick
 from torch_fp8.kernels.tiles import (
+    LINE,
     load_tile,
     per_row,
     positions,
@@ -178,7 +179,9 @@ def quantize_rows_kernel(
         x = load_tile(x_ptr, stride_r, stride_c, r, c, mask)
         scale = scale_from_amax(tl.max(abs_bits(x), axis=1), FMAX, POWER_OF_TWO)
         q = cast_bounded(x, scale[:, None], E5M2, POWER_OF_TWO)
-        tl.store(row_ptr + r[:, None] * cols + c[None, :], q, mask=mask)
+        tl.store(
+            tl.max_contiguous(row_ptr + r[:, None] * cols + c[None, :], (1, LINE)), q, mask=mask
+        )
     else:
         largest = tl.zeros((BLOCK_R, BLOCK_C), dtype=tl.int32)
         for start in range(0, cols, BLOCK_C):
@@ -190,7 +193,8 @@ def quantize_rows_kernel(
             mask = (r[:, None] < rows) & (start + c[None, :] < cols)
             x = load_tile(x_ptr, stride_r, stride_c, r, start + c, mask)
             q = cast_bounded(x, scale[:, None], E5M2, POWER_OF_TWO)
-            tl.store(row_ptr + r[:, None] * cols + start + c[None, :], q, mask=mask)
+            places = row_ptr + r[:, None] * cols + start + c[None, :]
+            tl.store(tl.max_contiguous(places, (1, LINE)), q, mask=mask)
     tl.store(scale_ptr + r, scale, mask=r < rows)
 
 

@@ -29,13 +29,19 @@ def payload_at_origin(payload_ptr, payload_t_ptr, first, rows, cols, TRANSPOSED:
 
 @triton.jit
 def store_payload(
-    weight, scale, payload_ptr, payload_t_ptr, local, position, mask, rows, TRANSPOSED: tl.constexpr
+    weight, scale, payload_ptr, payload_t_ptr, local, tile, rows, cols, TRANSPOSED: tl.constexpr
 ):
-    """Cast a tile (G, 32) of groups `local` and store it in one or both layouts."""
+    """Cast a tile (G, 32) of groups `local` and store it in one or both layouts.
+
+    tile: what `places` returns of it.
+    """
+    position, mask, row, col = tile
     codes = cast_bounded(weight, scale, False, True)
     tl.store(payload_ptr + position, codes, mask=mask)
     if TRANSPOSED:
         rows = rows // 16 * 16
+        # Of this mask the compiler knows that it does not change within 16 rows.
+        mask = (row < rows)[:, None] & (col < cols)
         col = (local // 128 * 32)[:, None] + tl.arange(0, 32)[None, :]
         tl.store(payload_t_ptr + col * rows + (local % 128)[:, None], codes, mask=mask)
 
@@ -61,8 +67,8 @@ def cast_square(
     """Cast the weights of a square, which are in memory; pointers are at its origin."""
     for done in range(0, 512, GROUPS):
         local = done + tl.arange(0, GROUPS)
-        position, mask, _, _ = places(first, local, 0, cols, "squares", rows=rows)
-        weight = tl.load(weight_ptr + position, mask=mask, other=0.0).to(tl.float32)
+        tile = places(first, local, 0, cols, "squares", rows=rows)
+        weight = tl.load(weight_ptr + tile[0], mask=tile[1], other=0.0).to(tl.float32)
         store_payload(
-            weight, scale, payload_ptr, payload_t_ptr, local, position, mask, rows, TRANSPOSED
+            weight, scale, payload_ptr, payload_t_ptr, local, tile, rows, cols, TRANSPOSED
         )
