@@ -1,50 +1,29 @@
 """A CUDA driver that does nothing: what the host does for launches can be timed without a card.
 
 Our operators run their implementations for CUDA on CPU tensors. Triton's own launcher runs, the C
-code that it generates for every kernel included, down to a ``libcuda.so.1`` of a few lines, built
-here, that takes every launch and counts it. Kernels are not compiled. GEMMs return memory that
-nobody has written. So all is there that Python, torch and Triton do for a step on a card, and
-nothing else: what the real driver takes for a launch is missing, in BF16 as in FP8.
+code that it generates for every kernel included, down to a ``libcuda.so.1`` of a few lines, that of
+`tests.emulator.stub_library`, that takes every launch and counts it. Kernels are not compiled. GEMMs
+return memory that nobody has written. So all is there that Python, torch and Triton do for a step on
+a card, and nothing else: what the real driver takes for a launch is missing, in BF16 as in FP8.
 
 Import this before anything of ``torch_fp8``: the implementations are chosen as they are registered.
 """
 
 import contextlib
-import ctypes
 import importlib
-import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
 import torch
 from triton import compiler, knobs
 from triton.backends import nvidia
-from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
+from tests.emulator.stub_library import Driver, StubLibrary, stub_library
+
 CAPABILITY = (9, 0)
-_SOURCE = """
-#include "cuda.h"
-long launches = 0;
-CUresult cuLaunchKernelEx(const CUlaunchConfig *c, CUfunction f, void **p, void **e) {
-  launches++;
-  return CUDA_SUCCESS;
-}
-CUresult cuPointerGetAttribute(void *data, CUpointer_attribute a, CUdeviceptr p) {
-  *(CUdeviceptr *)data = p;
-  return CUDA_SUCCESS;
-}
-CUresult cuCtxGetCurrent(CUcontext *c) { *c = (CUcontext)1; return CUDA_SUCCESS; }
-CUresult cuCtxSetCurrent(CUcontext c) { return CUDA_SUCCESS; }
-CUresult cuDeviceGet(CUdevice *d, int i) { *d = 0; return CUDA_SUCCESS; }
-CUresult cuDevicePrimaryCtxRetain(CUcontext *c, CUdevice d) { return CUDA_SUCCESS; }
-CUresult cuFuncSetAttribute(CUfunction f, CUfunction_attribute a, int v) { return CUDA_SUCCESS; }
-CUresult cuGetErrorString(CUresult r, const char **s) { *s = ""; return CUDA_SUCCESS; }
-"""
 
 
 def _cuda_implementations_on_cpu() -> None:
@@ -66,15 +45,15 @@ GradientParts = importlib.import_module("torch_fp8.ops.adamw").GradientParts
 
 
 class Counts:
-    """The launches so far: of our kernels, and GEMMs in FP8."""
+    """The launches since then: of our kernels, and GEMMs in FP8."""
 
-    def __init__(self, library: ctypes.CDLL) -> None:
-        self._kernels = ctypes.c_long.in_dll(library, "launches")
+    def __init__(self, library: StubLibrary) -> None:
+        self._library, self._before = library, library.launches
         self.gemms = 0
 
     @property
     def kernels(self) -> int:
-        return self._kernels.value
+        return self._library.launches - self._before
 
 
 @contextlib.contextmanager
@@ -102,11 +81,14 @@ def stub_driver() -> Iterator[Counts]:
 
     gradients = importlib.import_module("torch_fp8.kernels.grad_codec")
     tensors = importlib.import_module("torch_fp8.tensor.float8_grad")
-    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
-        counts = Counts(_load(Path(folder)))
+    with contextlib.ExitStack() as stack:
+        library = stub_library()
+        library.accept(True)
+        stack.callback(library.accept, False)
+        counts = Counts(library)
         for owner, name, stub in (
-            (knobs.nvidia, "libcuda_path", folder),
-            (driver, "_active", _Driver()),
+            (knobs.nvidia, "libcuda_path", str(library.folder)),
+            (driver, "_active", Driver(CAPABILITY)),
             (compiler, "compile", _Uncompiled),
             (torch.cuda, "get_device_capability", _capability),
             (torch, "_scaled_mm_v2", product),
@@ -131,29 +113,6 @@ def references() -> Iterator[None]:
             reference = getattr(operators, name).reference
             stack.enter_context(mock.patch.object(norms, name, reference))
         yield
-
-
-def _load(folder: Path) -> ctypes.CDLL:
-    """Build the stub where launchers are linked with it, and load it under its name."""
-    source, library = folder / "stub.c", folder / "libcuda.so.1"
-    source.write_text(_SOURCE)
-    include = Path(nvidia.__path__[0]) / "include"
-    command = ["cc", "-shared", "-fPIC", "-O2", f"-I{include}", "-Wl,-soname,libcuda.so.1"]
-    subprocess.run([*command, str(source), "-o", str(library)], check=True)
-    return ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
-
-
-class _Driver:
-    """The answers that Triton asks of its driver for a launch."""
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 10 * CAPABILITY[0] + CAPABILITY[1], 32)
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
 
 
 class _Uncompiled:

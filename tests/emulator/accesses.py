@@ -1,8 +1,11 @@
 """What the two memories share: which threads access, and values between registers and bytes."""
 
+from functools import cached_property
 from typing import Any
 
 import numpy as np
+
+from tests.emulator.threads import Threads
 
 Values = Any
 TYPES = {
@@ -14,8 +17,78 @@ TYPES = {
 }
 
 
-def chosen(guard: Values, count: int) -> np.ndarray | None:
-    """Return the places of the threads that access; None: all do."""
+class Access:
+    """What threads access with one instruction, a place for each of them.
+
+    Args:
+        line: of the PTX.
+        threads: that run the instruction.
+        address: for each thread, or of all.
+        guard: which of them access; None: all do.
+        width: bytes of each access.
+        write: whether they are written.
+        atomic: whether it is an atomic operation.
+
+    Attributes:
+        places: of the threads that access, among those that run; None: all.
+        addresses: for each access, int64.
+    """
+
+    def __init__(
+        self,
+        line: int,
+        threads: Threads,
+        address: Values,
+        guard: Values,
+        width: int,
+        write: bool,
+        atomic: bool = False,
+    ) -> None:
+        self.line, self.threads, self.width = line, threads, width
+        self.write, self.atomic = write, atomic
+        self.places = _chosen(guard, threads.count)
+        address = address.astype(np.int64)
+        if np.ndim(address) == 0:
+            count = threads.count if self.places is None else len(self.places)
+            self.addresses = np.full(count, address)
+        else:
+            self.addresses = self._among(address)
+
+    def __len__(self) -> int:
+        return len(self.addresses)
+
+    @cached_property
+    def numbers(self) -> np.ndarray:
+        """Number of each access's thread among those of all programs on the card."""
+        return self._among(self.threads.numbers)
+
+    @cached_property
+    def program(self) -> np.ndarray:
+        """Each access's program, counted among those on the card."""
+        return self._among(self.threads.program)
+
+    @cached_property
+    def warp(self) -> np.ndarray:
+        """Each access's warp within its program, from 1."""
+        return self._among(self.threads.warp)
+
+    @property
+    def bytes(self) -> np.ndarray:
+        """Addresses of all bytes, (accesses, width)."""
+        return self.addresses[:, None] + np.arange(self.width)
+
+    def misaligned(self) -> int | None:
+        """Return an address that is no multiple of the width; None: all are."""
+        if self.width == 1 or not np.bitwise_or.reduce(self.addresses) & (self.width - 1):
+            return None
+        return int(self.addresses[np.flatnonzero(self.addresses % self.width)[0]])
+
+    def _among(self, values: np.ndarray) -> np.ndarray:
+        """Return the values of the threads that access."""
+        return values if self.places is None else values[self.places]
+
+
+def _chosen(guard: Values, count: int) -> np.ndarray | None:
     if guard is None or (np.ndim(guard) == 0 and guard):
         return None
     if np.ndim(guard) == 0:
@@ -24,44 +97,30 @@ def chosen(guard: Values, count: int) -> np.ndarray | None:
     return None if len(places) == count else places
 
 
-def addresses_of(address: Values, places: np.ndarray | None, count: int) -> np.ndarray:
-    """Return an address for each thread that accesses, int64."""
-    address = address.astype(np.int64)
-    if np.ndim(address) == 0:
-        return np.full(count if places is None else len(places), address)
-    return address if places is None else address[places]
-
-
-def unpacked(
-    values: np.ndarray, bits: int, vector: int, places: np.ndarray | None, count: int
-) -> np.ndarray:
+def unpacked(values: np.ndarray, bits: int, vector: int, access: Access) -> np.ndarray:
     """Return what was loaded as (vector, threads), or (threads,) of one value.
 
     Args:
         values: one element for each access, of its width.
         bits: of each register.
         vector: number of registers.
-        places: the threads that accessed; others get zeros.
-        count: number of threads.
+        access: that loaded them; threads without one get zeros.
     """
     dtype = TYPES[bits // 8]
     parts = values.view(dtype).reshape(len(values), vector).T
-    if places is None:
-        made = np.ascontiguousarray(parts)
+    if access.places is None:
+        registers = np.ascontiguousarray(parts)
     else:
-        made = np.zeros((vector, count), dtype)
-        made[:, places] = parts
-    return made if vector > 1 else made[0]
+        registers = np.zeros((vector, access.threads.count), dtype)
+        registers[:, access.places] = parts
+    return registers if vector > 1 else registers[0]
 
 
-def packed(
-    values: tuple[Values, ...], bits: int, places: np.ndarray | None, count: int
-) -> np.ndarray:
+def packed(values: tuple[Values, ...], bits: int, access: Access) -> np.ndarray:
     """Return what is stored as one element for each access."""
-    dtype = TYPES[bits // 8]
-    size = count if places is None else len(places)
-    made = np.empty((size, len(values)), dtype)
+    dtype, places = TYPES[bits // 8], access.places
+    elements = np.empty((len(access), len(values)), dtype)
     for i, value in enumerate(values):
         value = value.astype(dtype)
-        made[:, i] = value if places is None or np.ndim(value) == 0 else value[places]
-    return made.view(TYPES[bits // 8 * len(values)])[:, 0]
+        elements[:, i] = value if places is None or np.ndim(value) == 0 else value[places]
+    return elements.view(TYPES[bits // 8 * len(values)])[:, 0]

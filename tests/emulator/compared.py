@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from tests.emulator.faults import Fault
+from tests.emulator.place import off_card
 from tests.kernel_cases import casts
 from tests.kernel_cases.comparison import (
     Mismatch,
@@ -35,6 +36,7 @@ from torch_fp8.kernels import (
 )
 from torch_fp8.kernels.arguments import CastOptions, DelayedCastOptions, casts_of_both
 from torch_fp8.kernels.column_sums import TileSums
+from torch_fp8.kernels.launch_tape import recording
 from torch_fp8.ops import quantize_delayed as delayed_ops
 from torch_fp8.ops import rms_norm as norm_ops
 from torch_fp8.ops import smooth as smooth_ops
@@ -51,12 +53,13 @@ class Comparison:
         launches: the emulation's list of launches, which grows.
 
     Attributes:
+        compared: number of calls.
         unequal: number of each launch that a faulty result needed -> what is wrong with it.
     """
 
     def __init__(self, launches: list[Any]) -> None:
         self._launches, self._inside = launches, False
-        self.unequal: dict[int, str] = {}
+        self.compared, self.unequal = 0, dict[int, str]()
 
     @contextlib.contextmanager
     def all_functions(self) -> Iterator[None]:
@@ -69,13 +72,15 @@ class Comparison:
 
     def _compared(self, function: Callable[..., Any], check: Callable[..., None]) -> Any:
         def call(*args: Any) -> Any:
-            if self._inside:
+            if self._inside or recording() is not None:  # what is recorded is played later
                 return function(*args)
             self._inside, start = True, len(self._launches)
+            self.compared += 1
             copies = tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, args)
             try:
                 results = function(*args)
-                check(results, args, copies)
+                with off_card():
+                    check(results, args, copies)
             except (Mismatch, Fault) as error:
                 for number in range(start, len(self._launches)):
                     self.unequal[number] = f"{function.__name__}: {error}"

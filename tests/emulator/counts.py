@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.emulator.accesses import TYPES
+from tests.emulator.accesses import TYPES, Access
 from tests.emulator.threads import WARP, Threads
 from tests.emulator.watch import Watch
 
@@ -50,49 +50,31 @@ class Counts(Watch):
     def runs(self, block: Any, g: Threads) -> None:
         self.instructions += block.size * g.warp_count
 
-    def accessed(
-        self,
-        line: int,
-        g: Threads,
-        places: np.ndarray | None,
-        addresses: np.ndarray,
-        width: int,
-        write: bool,
-        atomic: bool,
-        same: Any = None,
-    ) -> None:
-        warps = g.among(g.numbers, places) // WARP
-        self.requested += width * len(addresses)
+    def accessed(self, access: Access, same: Any = None) -> None:
+        warps, width, addresses = access.numbers // WARP, access.width, access.addresses
+        self.requested += width * len(access)
         # An access is aligned to its width, which divides a sector.
         self.sectors += len(_pairs(warps, addresses // SECTOR)[0])
         elements = np.bincount(_pairs(warps, addresses // width)[0])
         self.least_sectors += int((-(-elements * width // SECTOR)).sum())
         at = self._starts.searchsorted(addresses, "right") - 1
         for one in range(int(at.min()), int(at.max()) + 1):
-            self._touch(one, addresses[at == one], width, 2 if write else 1)
+            self._touch(one, addresses[at == one], width, 2 if access.write else 1)
 
-    def _touch(self, region: int, addresses: np.ndarray, width: int, how: int) -> None:
+    def _touch(self, region: int, addresses: np.ndarray, width: int, flag: int) -> None:
         """Note that a region's bytes have been loaded or stored."""
         part = min(width, 8)
         words = self.touched[region].view(TYPES[part])
-        flags = words.dtype.type(how * int("01" * part, 16))
+        flags = words.dtype.type(flag * int("01" * part, 16))
         first = (addresses - self._bases[region]) // part
         for word in range(width // part):
             words[first + word] |= flags
 
-    def shared(
-        self,
-        line: int,
-        g: Threads,
-        places: np.ndarray | None,
-        addresses: np.ndarray,
-        width: int,
-        write: bool,
-    ) -> None:
-        words = max(width // 4, 1)
+    def shared(self, access: Access) -> None:
+        words = max(access.width // 4, 1)
         # A pass serves 128 bytes: a warp's 4 bytes a thread, a quarter's 16.
-        requests = g.among(g.numbers, places) // (WARP // words)
-        every = ((addresses // 4)[:, None] + np.arange(words)).reshape(-1)
+        requests = access.numbers // (WARP // words)
+        every = ((access.addresses // 4)[:, None] + np.arange(words)).reshape(-1)
         number, word = _pairs(np.repeat(requests, words), every)
         conflicts = np.bincount(number * _BANKS + word % _BANKS, minlength=_BANKS)
         most = np.maximum.reduceat(conflicts, np.arange(0, len(conflicts), _BANKS))

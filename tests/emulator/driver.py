@@ -19,7 +19,6 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from triton import knobs
 from triton.backends import nvidia
-from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend
 from triton.compiler import CompiledKernel
 from triton.runtime import driver as triton_driver
@@ -33,7 +32,7 @@ from tests.emulator.machine import MOST_BLOCKS, Launch
 from tests.emulator.on_card import card_tensors
 from tests.emulator.ptx import PtxError
 from tests.emulator.schedule import Lockstep, Schedule
-from tests.emulator.stub_library import stub_library
+from tests.emulator.stub_library import Driver, stub_library
 from torch_fp8.kernels.launch_tape import Replayed
 
 FIRST_ARGUMENT = 9
@@ -179,10 +178,10 @@ def emulated(assembles: bool = True, **options: Any) -> Iterator[Emulation]:
     tables = adamw._tables
 
     def named_tables(entries: Any, *rest: Any, **options: Any) -> Any:
-        made = tables(entries, *rest, **options)
+        table, *others = tables(entries, *rest, **options)
         leaves = tree_leaves((entries, rest, options))
-        emulation.named(made[0], [x for x in leaves if isinstance(x, Tensor)])
-        return made
+        emulation.named(table, [x for x in leaves if isinstance(x, Tensor)])
+        return table, *others
 
     with contextlib.ExitStack() as stack:
         for owner, name, stub in (
@@ -253,35 +252,26 @@ def _variant(src: Any) -> str:
 def _packed(places: dict[str, tuple[int, int]], parameters: Any) -> bytes:
     """Return the bytes of a kernel's parameters, which lie where their addresses say."""
     size = max((offset + size for offset, size in places.values()), default=0)
-    made = bytearray(size)
+    block = bytearray(size)
     for i, (offset, length) in enumerate(places.values()):
-        made[offset : offset + length] = ctypes.string_at(parameters[i], length)
-    return bytes(made)
+        block[offset : offset + length] = ctypes.string_at(parameters[i], length)
+    return bytes(block)
 
 
-class _Driver:
-    """The answers that Triton asks of its driver.
+class _Driver(Driver):
+    """A driver whose binaries are emulated.
 
     Args:
         emulation: whose card it is.
     """
 
     def __init__(self, emulation: Emulation) -> None:
-        self._capability = 10 * emulation.capability[0] + emulation.capability[1]
+        super().__init__(emulation.capability)
         self.launcher_cls = _Launcher
         self.utils = SimpleNamespace(
             load_binary=_load_binary,
             get_device_properties=lambda device: {"max_shared_mem": _MAX_SHARED},
         )
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", self._capability, 32)
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
 
 
 def _load_binary(name: str, binary: bytes, shared: int, device: int) -> tuple[int, ...]:

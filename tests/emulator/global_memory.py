@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.emulator.accesses import TYPES, addresses_of, chosen, packed, unpacked
+from tests.emulator.accesses import TYPES, Access, packed, unpacked
 from tests.emulator.faults import Misaligned, OutOfBounds, Uninitialised
 from tests.emulator.threads import Threads
 from tests.emulator.watch import Same
@@ -67,14 +67,12 @@ class GlobalMemory:
             vector: number of registers.
             guard: whether a thread loads; None: all do.
         """
-        width = bits // 8 * vector
-        places = chosen(guard, g.count)
-        addresses = addresses_of(address, places, g.count)
-        self._check(line, addresses, width, False)
-        values = _VIEWS[width][(addresses - _BASE) // width]
-        for watch in self.watch if len(addresses) else ():
-            watch.accessed(line, g, places, addresses, width, False, False)
-        return unpacked(values, bits, vector, places, g.count)
+        access = Access(line, g, address, guard, bits // 8 * vector, False)
+        self._check(access)
+        values = _VIEWS[access.width][(access.addresses - _BASE) // access.width]
+        for watch in self.watch if len(access) else ():
+            watch.accessed(access)
+        return unpacked(values, bits, vector, access)
 
     def store(
         self,
@@ -86,38 +84,40 @@ class GlobalMemory:
         guard: Values,
     ) -> None:
         """Write values to the addresses."""
-        width = bits // 8 * len(values)
-        places = chosen(guard, g.count)
-        addresses = addresses_of(address, places, g.count)
-        self._check(line, addresses, width, True)
-        view, where = _VIEWS[width], (addresses - _BASE) // width
-        new = packed(values, bits, places, g.count)
-        if self.watch and len(addresses):
+        access = Access(line, g, address, guard, bits // 8 * len(values), True)
+        self._check(access)
+        view, where = _VIEWS[access.width], (access.addresses - _BASE) // access.width
+        new = packed(values, bits, access)
+        if self.watch and len(access):
             old = view[where]
             view[where] = new
             same = Same(*(_bytes(x) == _bytes(new) for x in (old, view[where])))
             for watch in self.watch:
-                watch.accessed(line, g, places, addresses, width, True, False, same)
+                watch.accessed(access, same)
         else:
             view[where] = new
 
     def one(self, line: int, g: Threads, place: int, address: int, dtype: np.dtype) -> np.ndarray:
         """Return the one element that an atomic operation reads and writes."""
-        where = np.array([address], np.int64)
-        self._check(line, where, dtype.itemsize, False)
+        guard = np.arange(g.count) == place
+        access = Access(line, g, np.int64(address), guard, dtype.itemsize, True, atomic=True)
+        self._check(access, reads=True)
         for watch in self.watch:
-            watch.accessed(line, g, np.array([place]), where, dtype.itemsize, True, True)
+            watch.accessed(access)
         at = (address - _BASE) // dtype.itemsize
         return _VIEWS[dtype.itemsize][at : at + 1].view(dtype)
 
-    def _check(self, line: int, addresses: np.ndarray, width: int, write: bool) -> None:
-        if not len(addresses):
+    def _check(self, access: Access, reads: bool = False) -> None:
+        """Require that accesses are aligned, within tensors, and read what was written."""
+        if not len(access):
             return
-        if width > 1 and np.bitwise_or.reduce(addresses) & (width - 1):
-            wrong = int(addresses[np.flatnonzero(addresses % width)[0]])
+        addresses, width, line = access.addresses, access.width, access.line
+        wrong = access.misaligned()
+        if wrong is not None:
             raise Misaligned(f"{width} bytes at {wrong:#x}, {self._near(wrong)}", line)
         lowest, highest = int(addresses.min()), int(addresses.max())
         at = int(self._starts.searchsorted(lowest, "right")) - 1
+        write = access.write and not reads
         if at >= 0 and highest + width <= self._ends[at]:
             if self._tracked:
                 self._check_written(line, at, addresses, width, write)
@@ -126,8 +126,8 @@ class GlobalMemory:
             inside = (at >= 0) & (addresses + width <= self._ends[at])
             if not inside.all():
                 wrong = int(addresses[np.flatnonzero(~inside)[0]])
-                what = f"{'writes' if write else 'reads'} {width} bytes at {wrong:#x}"
-                raise OutOfBounds(f"{what}, {self._near(wrong)}", line)
+                verb = "writes" if write else "reads"
+                raise OutOfBounds(f"{verb} {width} bytes at {wrong:#x}, {self._near(wrong)}", line)
             if self._tracked:
                 for one in np.unique(at):
                     self._check_written(line, int(one), addresses[at == one], width, write)

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from tests.emulator.accesses import Access
 from tests.emulator.faults import Race
 from tests.emulator.threads import Threads
 from tests.emulator.watch import Same, Watch
@@ -85,28 +86,15 @@ class Races(Watch):
             mine[1][number], mine[2][number] = self._clock[number], g.warp[place]
             self._released[address] = mine
 
-    def accessed(
-        self,
-        line: int,
-        g: Threads,
-        places: np.ndarray | None,
-        addresses: np.ndarray,
-        width: int,
-        write: bool,
-        atomic: bool,
-        same: Same | None = None,
-    ) -> None:
+    def accessed(self, access: Access, same: Same | None = None) -> None:
         assert self._clock is not None
-        program, warp = g.wave.programs[g.program], g.warp
-        if places is not None:
-            program, warp = program[places], warp[places]
-        at = self._starts.searchsorted(addresses, "right") - 1
-        first = addresses - self._starts[at] + self._offsets[at]
-        where = first[:, None] + np.arange(width)
-        program, warp = program[:, None], warp[:, None]
-        before = same.before if same else np.zeros(where.shape, bool)
+        program = access.threads.wave.programs[access.program][:, None]
+        warp, atomic = access.warp[:, None], access.atomic
+        at = self._starts.searchsorted(access.addresses, "right") - 1
+        where = access.bytes + (self._offsets[at] - self._starts[at])[:, None]
+        line, before = access.line, same.before if same else np.zeros(where.shape, bool)
         self._require_order(line, self._writers, where, program, warp, atomic, at, before)
-        if write or atomic:
+        if access.write:
             for readers in (self._readers, self._others):
                 self._require_order(line, readers, where, program, warp, atomic, at, before)
             self._writers.write(where, program, self._clock[program], warp, atomic)

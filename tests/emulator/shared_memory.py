@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.emulator.accesses import TYPES, addresses_of, chosen, packed, unpacked
+from tests.emulator.accesses import TYPES, Access, packed, unpacked
 from tests.emulator.faults import Misaligned, OutOfBounds, Race, Uninitialised
 from tests.emulator.threads import WARP, Threads
 
@@ -49,11 +49,9 @@ class SharedMemory:
         self, line: int, g: Threads, address: Values, bits: int, vector: int, guard: Values
     ) -> Values:
         """Return what is at the addresses; see `GlobalMemory.load`."""
-        width = bits // 8 * vector
-        places = chosen(guard, g.count)
-        addresses = addresses_of(address, places, g.count)
-        where = self._check_read(line, g, places, addresses, width)
-        return unpacked(self._views[width][where // width], bits, vector, places, g.count)
+        access = Access(line, g, address, guard, bits // 8 * vector, False)
+        where = self._check_read(access)
+        return unpacked(self._views[access.width][where // access.width], bits, vector, access)
 
     def store(
         self,
@@ -65,9 +63,8 @@ class SharedMemory:
         guard: Values,
     ) -> None:
         """Write values to the addresses."""
-        places = chosen(guard, g.count)
-        addresses = addresses_of(address, places, g.count)
-        self._write(line, g, places, addresses, packed(values, bits, places, g.count))
+        access = Access(line, g, address, guard, bits // 8 * len(values), True)
+        self._write(access, packed(values, bits, access))
 
     def load_matrices(
         self, line: int, g: Threads, address: Values, count: int, trans: bool
@@ -77,8 +74,7 @@ class SharedMemory:
         Of each matrix, 8 threads give the addresses of its rows of 16 bytes. A thread gets two
         neighbours of 16 bits of a row: of row i // 4 and column i % 4, or transposed.
         """
-        places, addresses = self._rows(line, g, address, count)
-        where = self._check_read(line, g, places, addresses, 16)
+        where = self._check_read(self._rows(line, g, address, count, False))
         rows = self._views[16][where // 16].view(np.uint16)
         matrices = rows.reshape(-1, count, 8, 8)
         if trans:
@@ -91,31 +87,20 @@ class SharedMemory:
     ) -> None:
         """Do what `stmatrix` does: `load_matrices` the other way round."""
         count = len(values)
-        places, addresses = self._rows(line, g, address, count)
+        access = self._rows(line, g, address, count, True)
         words = np.stack([np.broadcast_to(value, g.count).reshape(-1, 8, 4) for value in values], 1)
         matrices = np.ascontiguousarray(words).view(np.uint16)
         if trans:
             matrices = np.ascontiguousarray(matrices.swapaxes(2, 3))
-        self._write(line, g, places, addresses, matrices.reshape(-1, 8).view(TYPES[16])[:, 0])
+        self._write(access, matrices.reshape(-1, 8).view(TYPES[16])[:, 0])
 
-    def _rows(
-        self, line: int, g: Threads, address: Values, count: int
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Return the threads that give the addresses of rows, and these."""
+    def _rows(self, line: int, g: Threads, address: Values, count: int, write: bool) -> Access:
+        """Return the access to rows of matrices, whose addresses some of the threads give."""
         g.whole(line)
-        warps = np.arange(g.count).reshape(-1, WARP)[:, : 8 * count].reshape(-1)
-        return warps, addresses_of(address, warps, g.count)
+        return Access(line, g, address, np.arange(g.count) % WARP < 8 * count, 16, write)
 
-    def _write(
-        self,
-        line: int,
-        g: Threads,
-        places: np.ndarray | None,
-        addresses: np.ndarray,
-        values: np.ndarray,
-    ) -> None:
-        width = values.dtype.itemsize
-        where, warps = self._place(line, g, places, addresses, width, True)
+    def _write(self, access: Access, values: np.ndarray) -> None:
+        where, warps, width, line = self._place(access), access.warp, access.width, access.line
         if not len(where):
             return
         others = _unlike(self._readers, where, warps, width, 0)
@@ -136,22 +121,16 @@ class SharedMemory:
             what = "writes shared memory that another warp has written since the last barrier"
             raise Race(what, line)
 
-    def _check_read(
-        self,
-        line: int,
-        g: Threads,
-        places: np.ndarray | None,
-        addresses: np.ndarray,
-        width: int,
-    ) -> np.ndarray:
-        where, warps = self._place(line, g, places, addresses, width, False)
+    def _check_read(self, access: Access) -> np.ndarray:
+        """Return where the bytes are, which have been written before the last barrier."""
+        where, warps, width, line = self._place(access), access.warp, access.width, access.line
         if not len(where):
             return where
         others = _unlike(self._writers, where, warps, width, _SETTLED)
         if others is not None:
             writers = self._writers[where[others, None] + np.arange(width)]
             if (writers == 0).any():
-                wrong = int(addresses[others[np.flatnonzero((writers == 0).any(1))[0]]])
+                wrong = int(access.addresses[others[np.flatnonzero((writers == 0).any(1))[0]]])
                 raise Uninitialised(f"reads byte {wrong} of shared memory, never written", line)
             what = "reads shared memory that another warp has written since the last barrier"
             raise Race(what, line)
@@ -161,30 +140,20 @@ class SharedMemory:
             self._readers[where[others, None] + np.arange(width)] = _SEVERAL
         return where
 
-    def _place(
-        self,
-        line: int,
-        g: Threads,
-        places: np.ndarray | None,
-        addresses: np.ndarray,
-        width: int,
-        write: bool,
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Return where the bytes are among all programs', and the warps that access them."""
-        program, warps = g.program, g.warp
-        if places is not None:
-            program, warps = program[places], warps[places]
-        if not len(addresses):
-            return addresses, warps
-        if width > 1 and np.bitwise_or.reduce(addresses) & (width - 1):
-            wrong = int(addresses[np.flatnonzero(addresses % width)[0]])
+    def _place(self, access: Access) -> np.ndarray:
+        """Return where the bytes are among all programs'."""
+        if not len(access):
+            return access.addresses
+        width, line = access.width, access.line
+        wrong = access.misaligned()
+        if wrong is not None:
             raise Misaligned(f"{width} bytes at {wrong} of shared memory", line)
-        if int(addresses.max()) + width > self.size:
-            wrong = int(addresses.max())
-            raise OutOfBounds(f"{width} bytes at {wrong} of {self.size} of shared memory", line)
+        last = int(access.addresses.max())
+        if last + width > self.size:
+            raise OutOfBounds(f"{width} bytes at {last} of {self.size} of shared memory", line)
         for watch in self.watch:
-            watch.shared(line, g, places, addresses, width, write)
-        return addresses + program * self._stride, warps
+            watch.shared(access)
+        return access.addresses + access.program * self._stride
 
 
 def _unlike(

@@ -1,8 +1,10 @@
-"""Recipes, levels and options of whole steps."""
+"""Models, recipes, levels and options of whole steps."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 RECIPES = ("tensorwise", "delayed", "rowwise", "blockwise")
+"""Those of Hopper; mxfp8 is Blackwell's."""
+LEVELS = ("O1", "O2", "O3")
 OPTIONS: dict[str, dict[str, Any]] = {
     "gradient release": {"opt_level": "O3", "gradient_release": True},
     "cached weights": {"cache_weights": "both"},
@@ -10,15 +12,42 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "wgrad in BF16": {"wgrad": "bf16"},
     "4-bit residual": {"opt_level": "O3", "residual_bits": 4},
 }
-CASES = {
-    **{
-        f"{r} {level}": {"recipe": r, "opt_level": level}
-        for r in RECIPES
-        for level in ("O1", "O2", "O3")
-    },
-    **{
-        f"{r} {name}": {"recipe": r, **options}
-        for r in RECIPES
-        for name, options in OPTIONS.items()
-    },
-}
+
+
+class Case(NamedTuple):
+    """What is trained, and how.
+
+    Attributes:
+        model: see `tests.emulator.step_models`.
+        options: of `FP8Config`.
+        capability: of the card.
+    """
+
+    model: str
+    options: dict[str, Any]
+    capability: tuple[int, int] = (9, 0)
+
+
+def _cases() -> dict[str, Case]:
+    """Return the cases by name: a recipe and a level or an option, behind a model but a Llama."""
+    cases = {}
+    for recipe in RECIPES:
+        for level in LEVELS:
+            cases[f"{recipe} {level}"] = Case("llama", {"recipe": recipe, "opt_level": level})
+        for name, options in OPTIONS.items():
+            cases[f"{recipe} {name}"] = Case("llama", {"recipe": recipe, **options})
+    for level in LEVELS:
+        options = {"recipe": "mxfp8", "opt_level": level}
+        cases[f"mxfp8 {level}"] = Case("llama", options, (10, 0))
+    for model in ("biases", "gpt2", "lora"):
+        for recipe in RECIPES:
+            for level in LEVELS:
+                options = {"recipe": recipe, "opt_level": level}
+                cases[f"{model}, {recipe} {level}"] = Case(model, options)
+    for recipe in ("blockwise", "tensorwise"):
+        options = {"recipe": recipe, "opt_level": "O1", "merge_aware": True}
+        cases[f"lora, {recipe} merge-aware"] = Case("lora", options)
+    return cases
+
+
+CASES = _cases()

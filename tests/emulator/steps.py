@@ -2,9 +2,13 @@
 
 Run by test_steps.py in a process of its own: operators register both of their implementations when
 `torch_fp8` is imported. Products are computed in float64 on both, the emulated card's with the
-demands of torch's CUDA operator; all else that a card would run is launched and emulated. Without
-fused norms, O1, losses are equal to the bit. With these a float32 sum has another order: where that
-moves one element to the next FP8 value, later layers differ by as much as FP8's own noise.
+demands of torch's CUDA operator; all else that a card would run is launched and emulated.
+
+Each call that launches casts or producers is compared with its reference on the arguments that it
+got, as `tests.emulator.compared` says, and none may be unequal. Steps as a whole are further apart:
+a float32 sum in another order, such as a norm's, moves an element to the next FP8 value here and
+there, and what follows differs by FP8's own noise. How much that is, another run on the CPU shows:
+the same but for rstd, which is the next float32 above.
 
     python -m tests.emulator.steps --csv benchmarks/results/emulated_steps.csv
 """
@@ -25,19 +29,27 @@ from tests.emulator.card_process import steps  # before torch_fp8
 # isort: split
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
+from tests.emulator.compared import Comparison
 from tests.emulator.driver import emulated
 from tests.emulator.place import off_card, on_card
 from tests.emulator.scaled_gemm import exact_product, scaled_mm
-from tests.emulator.step_cases import CASES
-from tests.golden.training import adamw, batch, llama
+from tests.emulator.step_cases import CASES, Case
+from tests.emulator.step_models import MODELS
+from tests.golden.training import adamw, batch
 from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8
 from torch_fp8.ops import scaled_mm as products
 
 _RAW = argparse.RawDescriptionHelpFormatter
 KINDS = ("loss", "first grad", "last grad", "weight", "logits")
-COLUMNS = ("case", *KINDS, "equal", "compared", "launches", "kernels")
-"""Of each kind the largest distance, relative to the size of what is compared.
+NOISE = tuple(f"{kind} by rstd" for kind in KINDS)
+COLUMNS = (
+    *("case", "model", "recipe", "level", "target"),
+    *(*KINDS, *NOISE, "equal", "tensors", "calls", "unequal calls", "launches", "kernels"),
+)
+"""Of each kind the largest distance, relative to the size of what is compared; the same of the run
+with another rstd; how many tensors were equal; calls of launching functions that were compared.
 
 Where the optimizer releases gradients there are none to compare.
 """
@@ -45,13 +57,27 @@ LENGTHS = (32, 37, 32)
 """Tokens of the steps' texts."""
 
 
-def train(config: FP8Config) -> dict[str, Any]:
-    """Train a Llama for a few steps, then decode two tokens.
+class NextRstd(TorchFunctionMode):
+    """Takes the next float32 above for each reciprocal root, as another order of sums does."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is Tensor.rsqrt:
+            return torch.nextafter(result, torch.full_like(result, torch.inf))
+        return result
+
+
+def train(case: Case) -> dict[str, Any]:
+    """Train a model for a few steps, then decode two tokens.
 
     Returns:
         Losses, gradients before the last step, weights and states behind it, logits.
     """
-    model = llama()
+    options = case.options
+    if options["recipe"] == "delayed":
+        options = options | {"amax_history_len": 8}
+    config = FP8Config(**options)
+    model = MODELS[case.model]()
     optimizer = adamw(model)
     convert_to_float8(model, config)
     convert_optimizer(optimizer, config, model=model)
@@ -70,7 +96,8 @@ def train(config: FP8Config) -> dict[str, Any]:
     made = {f"loss {i}": loss for i, loss in enumerate(losses)}
     made |= {f"first grad of {name}": grad for name, grad in first.items()}
     made |= {f"last grad of {name}": grad for name, grad in grads.items()}
-    made |= {f"weight {name}": _plain(p) for name, p in model.named_parameters()}
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    made |= {f"weight {name}": _plain(p) for name, p in trained}
     model.eval()
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         past = None
@@ -87,15 +114,16 @@ def _plain(x: Tensor) -> Tensor:
 
 
 @contextlib.contextmanager
-def card() -> Iterator[Any]:
+def card(capability: tuple[int, int] = (9, 0)) -> Iterator[Any]:
     """Run within on the emulated card."""
     with contextlib.ExitStack() as stack:
-        emulation = stack.enter_context(emulated())
+        emulation = stack.enter_context(emulated(capability=capability, assembles=False))
         capturing = mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=False)
         stack.enter_context(capturing)
         stack.enter_context(mock.patch.object(torch, "_scaled_mm_v2", off_card_product))
         # As Hopper has it, with cuBLASLt of CUDA 12.9.
-        wide = mock.patch.object(products, "_rowwise_dtype", return_value=torch.float32)
+        dtype = torch.float32 if capability == (9, 0) else torch.bfloat16
+        wide = mock.patch.object(products, "_rowwise_dtype", return_value=dtype)
         stack.enter_context(wide)
         for name in ("_with_payload", "_step_on", "_update_rms"):
             stub = _for_cpu(steps, getattr(steps, name))
@@ -123,27 +151,39 @@ def distance(got: Tensor, want: Tensor) -> float:
     return float((got.double() - want.double()).norm()) / size
 
 
-def compare(case: str) -> dict[str, Any]:
-    """Train both ways."""
-    options = CASES[case]
-    if options["recipe"] == "delayed":
-        options = options | {"amax_history_len": 8}
-    config = FP8Config(**options)
+def compare(name: str) -> dict[str, Any]:
+    """Train on the CPU, there with another rstd, and on the emulated card."""
+    case = CASES[name]
     with mock.patch.object(products, "_emulated", exact_product):
-        want = train(config)
-    with card() as emulation:
-        got = train(config)
-    apart = {name: distance(got[name], x) for name, x in want.items()}
+        want = train(case)
+        with NextRstd():
+            noisy = train(case)
+    with card(case.capability) as emulation:
+        comparison = Comparison(emulation.launches)
+        with comparison.all_functions():
+            got = train(case)
+    apart = {key: distance(got[key], x) for key, x in want.items()}
+    noise = {key: distance(noisy[key], x) for key, x in want.items()}
+    for difference in sorted(set(comparison.unequal.values())):
+        print(f"{name}: {difference}", file=sys.stderr)
     return {
-        **{
-            kind: max((v for name, v in apart.items() if name.startswith(kind)), default=0.0)
-            for kind in KINDS
-        },
+        "model": case.model,
+        "recipe": case.options["recipe"],
+        "level": case.options.get("opt_level", "O2"),
+        "target": f"sm_{10 * case.capability[0]}",
+        **{kind: _largest(apart, kind) for kind in KINDS},
+        **{f"{kind} by rstd": _largest(noise, kind) for kind in KINDS},
         "equal": sum(v == 0 for v in apart.values()),
-        "compared": len(apart),
+        "tensors": len(apart),
+        "calls": comparison.compared,
+        "unequal calls": len(set(comparison.unequal.values())),
         "launches": len(emulation.launches),
         "kernels": len({launched.name for launched in emulation.launches}),
     }
+
+
+def _largest(distances: dict[str, float], kind: str) -> float:
+    return max((v for key, v in distances.items() if key.startswith(kind)), default=0.0)
 
 
 def main() -> None:

@@ -1,4 +1,7 @@
-"""A ``libcuda.so.1`` that calls a Python function where the real one launches a kernel."""
+"""A ``libcuda.so.1`` that counts launches, or calls a Python function for each, and runs nothing.
+
+With it stands what Triton asks of its driver when it launches.
+"""
 
 import ctypes
 import functools
@@ -8,14 +11,20 @@ from collections.abc import Callable
 from pathlib import Path
 
 from triton.backends import nvidia
+from triton.backends.compiler import GPUTarget
 
 _SOURCE = """
 #include "cuda.h"
 typedef int (*Handler)(const CUlaunchConfig *, CUfunction, void **);
 static Handler handler = 0;
+static int accepts = 0;
+long launches = 0;
 void set_handler(Handler h) { handler = h; }
+void set_accepts(int a) { accepts = a; }
 CUresult cuLaunchKernelEx(const CUlaunchConfig *c, CUfunction f, void **p, void **e) {
-  return handler == 0 ? CUDA_ERROR_NOT_INITIALIZED : handler(c, f, p);
+  launches++;
+  if (handler != 0) return handler(c, f, p);
+  return accepts ? CUDA_SUCCESS : CUDA_ERROR_NOT_INITIALIZED;
 }
 CUresult cuPointerGetAttribute(void *data, CUpointer_attribute a, CUdeviceptr p) {
   *(CUdeviceptr *)data = p;
@@ -53,8 +62,8 @@ class StubLibrary:
     """
 
     def __init__(self) -> None:
-        self._kept = tempfile.TemporaryDirectory()
-        self.folder = Path(self._kept.name)
+        self._directory = tempfile.TemporaryDirectory()
+        self.folder = Path(self._directory.name)
         source, library = self.folder / "stub.c", self.folder / "libcuda.so.1"
         source.write_text(_SOURCE)
         include = Path(nvidia.__path__[0]) / "include"
@@ -62,11 +71,41 @@ class StubLibrary:
         subprocess.run([*command, str(source), "-o", str(library)], check=True)
         self._library = ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
         self._handler: object = None
+        self._launches = ctypes.c_long.in_dll(self._library, "launches")
+
+    @property
+    def launches(self) -> int:
+        """Number of launches so far."""
+        return self._launches.value
+
+    def accept(self, accepts: bool) -> None:
+        """Let launches succeed without a function that is called for them, or fail."""
+        self._library.set_accepts(int(accepts))
 
     def handle(self, function: Callable[..., int] | None) -> None:
         """Call a function with (configuration, function's handle, addresses of parameters)."""
         self._handler = HANDLER() if function is None else HANDLER(function)
         self._library.set_handler(self._handler)
+
+
+class Driver:
+    """The answers that Triton asks of its driver for a launch.
+
+    Args:
+        capability: of the card, such as (9, 0).
+    """
+
+    def __init__(self, capability: tuple[int, int]) -> None:
+        self._capability = 10 * capability[0] + capability[1]
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self._capability, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
 
 
 @functools.cache

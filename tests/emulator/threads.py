@@ -64,11 +64,6 @@ class Threads:
         warps = self.numbers // WARP
         return int(np.count_nonzero(np.diff(warps, prepend=-1)))
 
-    @staticmethod
-    def among(values: np.ndarray, places: np.ndarray | None) -> np.ndarray:
-        """Return the part of values that belongs to the threads at these places; None: all."""
-        return values if places is None else values[places]
-
     @property
     def ctaid_x(self) -> Values:
         """`%ctaid.x`."""

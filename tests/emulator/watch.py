@@ -7,6 +7,7 @@ import numpy as np
 from tests.emulator.threads import Threads
 
 if TYPE_CHECKING:
+    from tests.emulator.accesses import Access
     from tests.emulator.machine import Wave
     from tests.emulator.translate import Translated
 
@@ -32,39 +33,15 @@ class Watch:
     def runs(self, block: "Translated", g: Threads) -> None:
         """See threads that are about to run a block."""
 
-    def accessed(
-        self,
-        line: int,
-        g: Threads,
-        places: np.ndarray | None,
-        addresses: np.ndarray,
-        width: int,
-        write: bool,
-        atomic: bool,
-        same: "Same | None" = None,
-    ) -> None:
+    def accessed(self, access: "Access", same: "Same | None" = None) -> None:
         """See an access to tensors, when it has been done.
 
         Args:
-            line: of the PTX.
-            g: threads that run.
-            places: of those that access, among them; None: all.
-            addresses: for each access.
-            width: bytes of an access.
-            write: whether they are written.
-            atomic: whether it is an atomic operation of one thread.
+            access: of at least one thread.
             same: which bytes were written that were there before, and which are there now.
         """
 
-    def shared(
-        self,
-        line: int,
-        g: Threads,
-        places: np.ndarray | None,
-        addresses: np.ndarray,
-        width: int,
-        write: bool,
-    ) -> None:
+    def shared(self, access: "Access") -> None:
         """See an access to shared memory."""
 
     def synchronises(self, g: Threads, place: int, address: int, order: str) -> None:

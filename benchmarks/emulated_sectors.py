@@ -1,0 +1,165 @@
+"""Instructions and sectors of kernels at shapes without tails, counted in the emulator of PTX.
+
+    python -m benchmarks.emulated_sectors           # rows "now" of results/emulated_sectors.csv
+    python -m benchmarks.emulated_sectors --docs    # the table of docs/results.md
+
+A warp's access asks for sectors of 32 bytes; it needs as many as its bytes fill. What it asks for
+twice comes out of a cache, but takes the multiprocessor's time. Rows "before" are of the commit
+before accesses were told how many bytes a thread moves at once (``--as before``, run there). For
+Hopper; `benchmarks.emulated_kernels` has every variant, both targets and tails. Nothing is timed.
+"""
+
+import argparse
+import csv
+from collections.abc import Callable
+from functools import partial
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import torch_fp8.ops.grad_codec
+import torch_fp8.ops.messages
+from benchmarks import kernel_resources
+from benchmarks.emulated_kernels import rows_of
+from tests.emulator.counts import Counts
+from tests.emulator.driver import emulated
+from tests.emulator.on_card import card_module
+from tests.emulator.variants import values
+from tests.kernel_cases import messages, optimizer
+from torch_fp8.kernels import quantize, quantize_delayed, rms_norm, swiglu, swiglu_backward
+from torch_fp8.kernels.arguments import (
+    BackwardInputs,
+    CastOptions,
+    DelayedCastOptions,
+    NormBackwardInputs,
+    NormInputs,
+    NormWithRstd,
+)
+from torch_fp8.ops.fused_quantize import save_input
+from torch_fp8.ops.messages import Layout
+
+RESULTS = kernel_resources.RESULTS.with_name("emulated_sectors.csv")
+PAGE = kernel_resources.ROOT / "docs" / "results.md"
+MARK = "<!-- table: python -m benchmarks.emulated_sectors --docs -->"
+_COUNTS = ("instructions_per_element", "sectors_per_element", "sectors_over_least")
+COLUMNS = ("as", "what", "kernel", *_COUNTS, "triton", "digest")
+SHAPE = (128, 4096)
+E4M3 = torch.float8_e4m3fn
+
+
+def cases() -> dict[str, Callable[[], Any]]:
+    """Return what launches, by name; weights and inputs are in BF16."""
+    x, weight, rstd = values(*SHAPE, dtype=torch.bfloat16), values(SHAPE[1]), values(SHAPE[0])
+    one, saved = torch.ones(()), save_input(x)
+
+    def cast(granularity: str, row: bool, col: bool, scale: Any = None) -> Callable[[], Any]:
+        options = CastOptions(E4M3, granularity, granularity != "tensorwise", row, col, scale)
+        return partial(quantize.quantize_2d, x, options)
+
+    blocks = CastOptions(E4M3, "block_1x128", True, True, True)
+    delayed = DelayedCastOptions(values(1024), torch.zeros(2), E4M3, "max", 0, True, True)
+    backward = NormBackwardInputs(x, *saved, weight, rstd, 0.0, x.dtype, True)
+    gradient = BackwardInputs(x, *saved, *saved, None, x.dtype)
+    step, codec = optimizer.kernel(), card_module(torch_fp8.ops.grad_codec)
+    wire, layout = card_module(torch_fp8.ops.messages), Layout(4096, 8)
+    sent = (layout, 4 * 4096 * 32, torch.bfloat16, 0, None)
+    bits = "bf16 with 8 bits"
+    return {
+        "tensorwise, scale known": cast("tensorwise", True, True, one),
+        "tensorwise, forward alone": cast("tensorwise", True, False, one),
+        "rowwise, rows": cast("rowwise", True, False),
+        "rowwise, columns": cast("rowwise", False, True),
+        "1x128": cast("block_1x128", True, True),
+        "128x128": cast("block_128x128", True, True),
+        "1x32": cast("block_1x32", True, True),
+        "delayed": partial(quantize_delayed.quantize_2d_delayed, x, delayed, None),
+        "statistics of RMSNorm": partial(
+            rms_norm.rms_norm_statistics, NormInputs(x, weight, 1e-5, 0.0, x.dtype), True
+        ),
+        "RMSNorm to 1x128": partial(
+            rms_norm.rms_norm_quantize, NormWithRstd(x, weight, rstd, 0.0, x.dtype), blocks
+        ),
+        "RMSNorm backward": partial(rms_norm.rms_norm_backward, backward),
+        "SwiGLU to 1x128": partial(swiglu.swiglu_quantize, x, x, None, blocks, True),
+        "SwiGLU backward to 1x128": partial(
+            swiglu_backward.swiglu_backward_quantize, gradient, blocks
+        ),
+        "AdamW": partial(optimizer.check_steps, step, "cpu", bits, "bf16", 0, [(128, 1024)]),
+        "AdamW with both payloads": partial(
+            optimizer.check_payload, step, "cpu", bits, "tensorwise", True, 0.5, [(128, 512)]
+        ),
+        "8-bit gradients": partial(
+            messages.check_gradient, codec, "cpu", (32, 4096), torch.bfloat16
+        ),
+        "messages": partial(messages.check_messages, wire, "cpu", *sent),
+    }
+
+
+def measure(state: str) -> list[dict[str, Any]]:
+    """Return a row for each case and kernel: of a kernel's variants the one with most launches."""
+    rows = []
+    versions = {"triton": metadata.version("triton"), "digest": kernel_resources.digest()}
+    for what, case in cases().items():
+        with emulated(assembles=False, watch=lambda: [Counts()]) as emulation:
+            case()
+        best: dict[str, dict[str, Any]] = {}
+        for row in rows_of(emulation.launches, {}):
+            if row["launches"] > best.get(row["kernel"], {"launches": 0})["launches"]:
+                best[row["kernel"]] = row
+        for kernel, row in best.items():
+            counts = {name: row[name] for name in _COUNTS}
+            rows.append({"as": state, "what": what, "kernel": kernel, **counts, **versions})
+    return rows
+
+
+def table(rows: list[dict[str, Any]]) -> list[str]:
+    """Return the lines of the table of docs/results.md."""
+    states = {state: {} for state in ("before", "now")}
+    for row in rows:
+        states[row["as"]][row["what"], row["kernel"]] = row
+    lines = [
+        "| what, kernel | instructions | sectors | over the least | before |",
+        "|---|---|---|---|---|",
+    ]
+    for (what, kernel), row in states["now"].items():
+        before = states["before"].get((what, kernel))
+        cells = [f"{what}, `{kernel.removesuffix('_kernel')}`", *(row[name] for name in _COUNTS)]
+        cells.append("" if before is None else before["sectors_over_least"])
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def write_docs() -> None:
+    """Put the table between its two marks."""
+    head, _, tail = PAGE.read_text().split(MARK)
+    with RESULTS.open() as file:
+        lines = table(list(csv.DictReader(file)))
+    PAGE.write_text("\n".join([head + MARK, "", *lines, "", MARK + tail]))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="count instructions and sectors of kernels")
+    parser.add_argument("--csv", type=Path, default=RESULTS)
+    parser.add_argument("--as", dest="state", choices=("before", "now"), default="now")
+    parser.add_argument("--docs", action="store_true", help="write the table into docs and end")
+    chosen = parser.parse_args()
+    if chosen.docs:
+        write_docs()
+        return
+    rows: list[dict[str, Any]] = []
+    if chosen.csv.exists():
+        with chosen.csv.open() as file:
+            rows = [row for row in csv.DictReader(file) if row["as"] != chosen.state]
+    rows += measure(chosen.state)
+    rows.sort(key=lambda row: row["as"])
+    with chosen.csv.open("w", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main()
