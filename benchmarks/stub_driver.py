@@ -1,10 +1,11 @@
 """A CUDA driver that does nothing: what the host does for launches can be timed without a card.
 
 Our operators run their implementations for CUDA on CPU tensors. Triton's own launcher runs, the C
-code that it generates for every kernel included, down to a ``libcuda.so.1`` of a few lines, that of
-`tests.emulator.stub_library`, that takes every launch and counts it. Kernels are not compiled. GEMMs
-return memory that nobody has written. So all is there that Python, torch and Triton do for a step on
-a card, and nothing else: what the real driver takes for a launch is missing, in BF16 as in FP8.
+code that it generates for every kernel included, down to a ``libcuda.so.1`` of a few lines
+(`tests.emulator.stub_library`) that takes every launch and counts it. Kernels are not compiled.
+GEMMs return memory that nobody has written. So all is there that Python, torch and Triton do for a
+step on a card, and nothing else: what the real driver takes for a launch is missing, in BF16 as in
+FP8.
 
 Import this before anything of ``torch_fp8``: the implementations are chosen as they are registered.
 """
