@@ -5,6 +5,7 @@ import gc
 import io
 import pickle
 import weakref
+from multiprocessing.reduction import ForkingPickler
 
 import numpy as np
 import pytest
@@ -954,3 +955,61 @@ def test_threads_and_processes_share_the_halves():
     assert all(part.is_shared() for part in weight.halves.tensors)
     assert weight.is_shared()
     assert same(weight, plain)
+
+
+def test_a_step_warns_that_it_ends_sharing():
+    weight = twins()[0].share_memory_()
+    with pytest.warns(UserWarning, match="processes share"):
+        weight.halves.settle((1, 2))
+
+
+def test_a_parameter_in_shared_memory_is_sent_as_it_is_and_others_as_copies():
+    for shared in (True, False):
+        weight = twins()[0]
+        if shared:
+            weight.share_memory_()
+        received = pickle.loads(ForkingPickler.dumps(weight))
+        with torch.no_grad():
+            received.add_(1e-6)
+        assert same(received, weight) is shared
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("alias", [False, True])
+def test_compiled_code_reads_views_beside_a_gradient(alias):
+    weight, plain = twins()
+    for p in (weight, plain):
+        p.grad = torch.ones(p.shape)
+    weight.grad = torch.ones(weight.shape, dtype=torch.bfloat16)
+
+    def read(p):
+        return F.linear(X, p[:4]).sum() + p.t()[0].norm() + (0 if alias else p.grad.sum())
+
+    torch._dynamo.reset()
+    compiled = torch.compile(read, backend="aot_eager", fullgraph=True)
+    assert same(compiled(weight.data if alias else weight), read(plain.data if alias else plain))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_compiled_code_that_writes_breaks_its_graph():
+    weight, plain = twins()
+
+    def write(p):
+        p.mul_(0.999)
+        return p.sum()
+
+    torch._dynamo.reset()
+    with torch.no_grad():
+        assert same(torch.compile(write, backend="aot_eager")(weight), write(plain))
+    assert same(weight, plain)
+    torch._dynamo.reset()
+    with pytest.raises(RuntimeError, match="leaves a graph"), torch.no_grad():
+        torch.compile(lambda p: p[0], backend="aot_eager")(weight)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+def test_a_gradient_of_another_dtype_is_refused_as_stock_does(dtype):
+    for weight in twins():
+        with pytest.raises(RuntimeError, match=r"float|Half|double"):
+            weight.grad = torch.ones(weight.shape, dtype=dtype)
+        assert weight.grad is None
