@@ -1,8 +1,7 @@
-import csv
-
 import pytest
 
 from benchmarks import kernel_resources as bench
+from benchmarks.rows import read_rows
 from tests.torch_fp8.kernels.conftest import FAR_FROM_SPILLING
 
 FEW = "tests/torch_fp8/kernels/test_producers_compiled.py::test_norm_compiles_and_fits"
@@ -17,8 +16,7 @@ def _allowed(kernel, warps):
 
 @pytest.fixture(scope="module")
 def recorded():
-    with bench.RESULTS.open() as file:
-        return list(csv.DictReader(file))
+    return read_rows(bench.RESULTS)
 
 
 @pytest.mark.long
@@ -47,9 +45,9 @@ def test_every_kernel_is_recorded_for_both_targets_without_spills(recorded):
 
 def test_all_variants_were_compiled_of_this_code(recorded):
     """Of what tests compile, every choice is covered; the record has every variant."""
-    assert {row["digest"] for row in recorded} == {bench.digest()}, (
-        "the kernels have changed: run `python -m benchmarks.kernel_resources` and commit the CSV"
-    )
+    code = bench.digests()
+    changed = {row["kernel"] for row in recorded if row["digest"] != code.get(row["kernel"])}
+    assert not changed, "run `python -m benchmarks.kernel_resources --changed` and commit the CSV"
     assert len({row["triton"] for row in recorded}) == 1
 
 
@@ -61,6 +59,20 @@ def test_the_digest_is_that_of_code(tmp_path):
     plain = of("def f(x):\n    return x + 1\n")
     assert of('"""Says."""\ndef f(x):\n    """One more."""\n    return (x + 1)  # see\n') == plain
     assert of("def f(x):\n    return x + 2\n") != plain
+
+
+def test_a_kernels_digest_has_what_it_calls_and_nothing_else(tmp_path):
+    def of(ours, shared, other="1"):
+        head = "from torch_fp8.kernels.shared import g\n\nSIZE = 4\n\n"
+        code = f"def f(x):\n    return g(x) + {ours} + SIZE\n\ndef h(x):\n    return {other}\n"
+        (tmp_path / "kernel.py").write_text(head + code)
+        (tmp_path / "shared.py").write_text(f"def g(x):\n    return x * {shared}\n")
+        return bench.digests(tmp_path)
+
+    first = of("1", "1")
+    assert set(first) == {"f", "g", "h"}
+    for changed, names in ((of("2", "1"), "f"), (of("1", "2"), "fg"), (of("1", "1", "2"), "h")):
+        assert {name for name in first if first[name] != changed[name]} == set(names)
 
 
 def test_what_is_far_from_spilling_on_hopper_is_so_on_blackwell(recorded):

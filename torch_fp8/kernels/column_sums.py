@@ -21,7 +21,7 @@ BLOCK_COLS = 32
 
 
 @quick
-@triton.jit
+@triton.jit(do_not_specialize=["num_partials"])
 def reduce_sums_kernel(
     partial_ptr, sum_ptr, num_partials, size, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr
 ):

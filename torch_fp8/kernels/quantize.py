@@ -149,10 +149,13 @@ def whole_tile(x: Tensor, columnwise: bool) -> Tile | None:
 
 
 def _partial_amax(x: Tensor) -> Tensor:
-    """Return (P,) int32 whose maximum is the bits of the amax of x."""
+    """Return (P,) int32 whose maximum is the bits of the amax of x.
+
+    P is a multiple of 16, of which some may have no tile: what reads them is one binary for all R.
+    """
     rows, cols = x.shape
     num_tiles = cdiv(rows, AMAX_ROWS) * cdiv(cols, BLOCK)
-    programs = min(num_tiles, AMAX_PROGRAMS)
+    programs = min(cdiv(num_tiles, 16) * 16, AMAX_PROGRAMS)
     partial = x.new_empty(programs, dtype=torch.int32)
     amax_kernel[(programs,)](
         x,
@@ -183,17 +186,22 @@ def _columns(
     return by_col, scale
 
 
+def _most_slabs(cols: int) -> int:
+    return min(cdiv(COLUMN_PROGRAMS, cdiv(cols, BLOCK)), MAX_SLABS)
+
+
 def partial_column_amaxes(x: Tensor, sums: TileSums | None = None) -> Tensor:
     """Return (slabs, C) int32 whose maxima are the bits of the amaxes of x's columns.
+
+    There are as many slabs for all R, of which some may have no rows.
 
     Args:
         x: (R, C), not empty.
         sums: filled, if given, where they are over rows.
     """
     (rows, cols), column_blocks = x.shape, cdiv(x.shape[1], BLOCK)
-    slabs = min(cdiv(COLUMN_PROGRAMS, column_blocks), MAX_SLABS, cdiv(rows, BLOCK))
-    rows_per_slab = cdiv(cdiv(rows, slabs), AMAX_ROWS) * AMAX_ROWS
-    slabs = cdiv(rows, rows_per_slab)
+    slabs = _most_slabs(cols)
+    rows_per_slab = cdiv(cdiv(rows, min(slabs, cdiv(rows, BLOCK))), AMAX_ROWS) * AMAX_ROWS
     partial = torch.empty((slabs, cols), dtype=torch.int32, device=x.device)
     by_slab = sums is not None and sums.axis == 0
     column_amax_kernel[(column_blocks, slabs)](
@@ -245,12 +253,21 @@ def _cast_tiles(
             SCALE=source,
             **cast_flags(options),
             PAD=pad,
-            PARTIALS=next_power_of_2(num_partials),
+            PARTIALS=_most_partials(options, source, cols),
             BLOCK_R=block_r,
             BLOCK_C=block_c,
             num_warps=warps,
         )
     return by_row, by_col
+
+
+def _most_partials(options: CastOptions, source: str, cols: int) -> int:
+    """Return a power of two that the partials of a cast do not exceed, the same for every R: each
+    other one is another binary to compile.
+    """
+    if source == "columns":
+        return next_power_of_2(_most_slabs(cols))
+    return AMAX_PROGRAMS if source == "tensor" and options.amax is None else 1
 
 
 def _rows(x: Tensor, options: CastOptions) -> tuple[Tensor | None, Tensor | None]:

@@ -30,7 +30,7 @@ from torch_fp8.kernels.tiles import (
 
 
 @quick
-@triton.jit
+@triton.jit(do_not_specialize=["num_tiles"])
 def amax_kernel(
     x_ptr,
     partial_ptr,
@@ -109,7 +109,7 @@ def cast_kernel(
     ROW: tl.constexpr,
     COL: tl.constexpr,
     PAD: tl.constexpr,
-    PARTIALS: tl.constexpr,  # num_partials rounded up to a power of two
+    PARTIALS: tl.constexpr,  # a power of two, at least num_partials
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):

@@ -240,7 +240,7 @@ def norm_cast_once_kernel(
 
 
 @quick
-@triton.jit
+@triton.jit(do_not_specialize=["rows_per_slab"])
 def norm_backward_kernel(
     grad_ptr,
     x_ptr,

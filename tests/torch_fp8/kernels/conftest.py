@@ -1,6 +1,6 @@
 """Records what the host functions launch, and compiles it for a GPU that is not there."""
 
-import csv
+import itertools
 import json
 import os
 import re
@@ -19,6 +19,7 @@ from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from benchmarks import kernel_resources
+from benchmarks.rows import read_rows
 from tests.kernel_cases.states import matrix_differences, moved, optimizer_matrix
 from torch_fp8.quantization.stochastic_rounding import random_words
 
@@ -219,6 +220,8 @@ def just_rounded_up(rows, cols, keys):
 def pytest_addoption(parser):
     text = "compile every variant of every kernel, for Hopper and Blackwell, not a covering part"
     parser.addoption("--every-variant", action="store_true", help=text)
+    text = "compile only what `benchmarks.kernel_resources` has not recorded of this code"
+    parser.addoption("--unrecorded", action="store_true", help=text)
 
 
 @pytest.hookimpl(tryfirst=True)  # before markers select
@@ -269,14 +272,14 @@ def compile_for(tmp_path):
 def recorded_resources():
     """Registers and shared memory of every variant, as `benchmarks.kernel_resources` recorded them.
 
-    Empty if that was with another release of Triton, whose figures are others.
+    Without those of another release of Triton, whose figures are others, and of other code.
     """
-    with kernel_resources.RESULTS.open() as file:
-        return {
-            (f"{row['target']} {row['kernel']} {row['variant']}".strip(), int(row["warps"])): row
-            for row in csv.DictReader(file)
-            if row["triton"] == triton.__version__
-        }
+    code = kernel_resources.digests()
+    return {
+        (f"{row['target']} {row['kernel']} {row['variant']}".strip(), int(row["warps"])): row
+        for row in read_rows(kernel_resources.RESULTS)
+        if (row["triton"], row["digest"]) == (triton.__version__, code.get(row["kernel"]))
+    }
 
 
 @pytest.fixture
@@ -288,17 +291,24 @@ def compile_all(compile_for, record_property, pytestconfig, recorded_resources):
     nothing is recorded with this release of Triton, all that are not FAR_FROM_SPILLING.
     """
     every = pytestconfig.getoption("every_variant", default=False)
+    unrecorded = pytestconfig.getoption("unrecorded", default=False)
 
     def compile_and_check(launch: Launch, target: str, most: int, shared: int) -> tuple[str, int]:
-        ptx, used = compile_for(launch, target)
         name = f"{target} {launch.name}"
+        row = recorded_resources.get((name, launch.num_warps))
+        if unrecorded and row:
+            kept = (int(row[c]) for c in ("registers", "spilled_bytes", "shared_bytes"))
+            registers, spilled, bytes_shared = kept
+            used = Resources(registers, spilled, 0, bytes_shared, launch.num_warps)
+            record_property(name, str(used))
+            return "", registers
+        ptx, used = compile_for(launch, target)
         record_property(name, str(used))
         assert used.stack == used.local == 0, f"{name} spills: {used}"
         assert used.registers <= most, f"{name}: {used}"
         assert used.shared <= shared, f"{name}: {used}"
         if recorded_resources and not every:
-            row = recorded_resources.get((name, used.warps))
-            assert row, f"{name} is not recorded: run `python -m benchmarks.kernel_resources`"
+            assert row
             assert used.registers <= int(row["registers"]), f"{name}: {used}, recorded: {row}"
             assert used.shared <= int(row["shared_bytes"]), f"{name}: {used}, recorded: {row}"
         return ptx, used.registers
@@ -306,6 +316,12 @@ def compile_all(compile_for, record_property, pytestconfig, recorded_resources):
     def compile_launches(launches, registers: int = 255, shared: int = 100 * 1024) -> list[str]:
         made, taken = [], []
         distinct = list({launch.key: launch for launch in launches}.values())
+        for launch, target in itertools.product(distinct, TARGETS):
+            known = (f"{target} {launch.name}", launch.num_warps) in recorded_resources
+            assert known or every or not recorded_resources, (
+                f"{target} {launch.name} is not recorded: run "
+                "`python -m benchmarks.kernel_resources --changed` and commit the CSV"
+            )
         for launch in distinct if every else covering(distinct):
             # One program fits the register file.
             most = min(registers, 65536 // (32 * launch.num_warps))

@@ -1,0 +1,135 @@
+"""The rows of CSV files: where they are written, and which code made them.
+
+    python -m benchmarks.rows    # of each committed CSV, which commit has the code that made it
+
+A benchmark writes below ``runs/benchmarks``, never over a file of the repository unless you name
+one with ``--csv``. Rows that are there are kept, and not measured again: a cut-off run goes on, and
+what is printed at the end is of all rows.
+
+The last column, ``code``, is the `digest` of the code that made the row, in 12 hexadecimal digits.
+Commits are squashed and moved; a digest is found again wherever the files are the same. Rows from
+before there was the column say ``committed with`` the digest of the commit that brought them: what
+made them was that code or one shortly before.
+"""
+
+import argparse
+import csv
+import hashlib
+import subprocess
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+OUTPUT = ROOT / "runs" / "benchmarks"
+PARTS = ("torch_fp8", "accelerate_fp8", "lightning_fp8", "benchmarks", "examples")
+"""The folders whose Python files are the code."""
+CODE = "code"
+EARLIER = "committed with "
+"""In front of the digest of rows that do not know their own."""
+
+
+def digest(files: Mapping[str, str]) -> str:
+    """Return 12 hexadecimal digits for paths and their contents, as git's ids of blobs."""
+    lines = "".join(f"{path} {files[path]}\n" for path in sorted(files))
+    return hashlib.sha256(lines.encode()).hexdigest()[:12]
+
+
+def code() -> str:
+    """Return the digest of the code as it is in the checkout, committed or not."""
+    paths = [path for part in PARTS for path in (ROOT / part).rglob("*.py")]
+    return digest({path.relative_to(ROOT).as_posix(): _blob(path.read_bytes()) for path in paths})
+
+
+def code_of(commit: str) -> str:
+    """Return the digest of the code of a commit."""
+    listed = _git("ls-tree", "-r", commit, *PARTS)
+    entries = (line.split(maxsplit=3) for line in listed)
+    return digest({path: blob for _, _, blob, path in entries if path.endswith(".py")})
+
+
+def add_csv(parser: argparse.ArgumentParser, name: str) -> None:
+    """Add ``--csv``, where rows are written, with a default that is no file of the repository."""
+    text = "the rows' file; benchmarks/results has those that are committed"
+    parser.add_argument("--csv", type=Path, default=OUTPUT / f"{name}.csv", help=text)
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """Return the rows of a CSV; none where it does not exist."""
+    if not path.exists():
+        return []
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def write_rows(path: Path, columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> None:
+    """Replace `path` by these rows, with the code that made them behind `columns`.
+
+    Written whole each time: a cut-off run keeps its rows.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    columns = [*(column for column in columns if column != CODE), CODE]
+    partial = path.with_name(f"{path.name}.partial")
+    with partial.open("w", newline="") as file:
+        writer = csv.DictWriter(
+            file, columns, restval="", extrasaction="ignore", lineterminator="\n"
+        )
+        writer.writeheader()
+        writer.writerows({**row, CODE: row.get(CODE) or _AT_START} for row in rows)
+    partial.replace(path)
+
+
+def tell_kept(path: Path) -> None:
+    """Say which rows will not be measured again; to be called by whoever goes on with a file."""
+    kept = len(read_rows(path))
+    if kept:
+        print(f"{kept} rows are in {path}: they are printed, not measured again", flush=True)
+
+
+def append_rows(path: Path, columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> None:
+    """Add rows to a CSV."""
+    write_rows(path, columns, [*read_rows(path), *rows])
+
+
+def commits_of(wanted: set[str]) -> dict[str, str]:
+    """Return the newest commit that has each of these digests, as far as the history has one."""
+    found: dict[str, str] = {}
+    for commit in _git("log", "--format=%h"):
+        if wanted <= found.keys():
+            break
+        found.setdefault(code_of(commit), commit)
+    return found
+
+
+def origins(folder: Path = RESULTS) -> Iterator[tuple[str, int, str]]:
+    """Yield the name of each CSV, how many rows say the same of their code, and what."""
+    for path in sorted(folder.glob("*.csv")):
+        said = [row.get(CODE, "") for row in read_rows(path)]
+        for value in dict.fromkeys(said):
+            yield path.name, said.count(value), value
+
+
+def main() -> None:
+    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
+    found = list(origins())
+    commits = commits_of({value.removeprefix(EARLIER) for *_, value in found})
+    for name, count, value in found:
+        commit = commits.get(value.removeprefix(EARLIER), "no commit of this history")
+        print(f"{name:28} {count:5} rows  {value:28} {commit}")
+
+
+def _blob(data: bytes) -> str:
+    return hashlib.sha1(b"blob %d\0%s" % (len(data), data)).hexdigest()
+
+
+def _git(*arguments: str) -> list[str]:
+    command = ["git", "-C", str(ROOT), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+
+
+_AT_START = code()
+"""Before a run of hours, in which somebody may change a file."""
+
+if __name__ == "__main__":
+    main()
