@@ -16,6 +16,8 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
+from _fp8_points import wrapped
+
 # Modules that copy names of others; rebound where they were imported before us.
 _COPIES = (
     "accelerate.utils",
@@ -88,20 +90,8 @@ def extend_accelerator(module: ModuleType) -> None:
     backend: property = cls.fp8_backend
     if hasattr(backend.fget, "_fp8_original"):
         return
-    methods = {
-        "__init__": "init",
-        "prepare": "prepare",
-        "prepare_model": "prepare_model",
-        "prepare_optimizer": "prepare_optimizer",
-        "_prepare_fsdp2": "prepare_fsdp2",
-        "unwrap_model": "unwrap_model",
-        "get_state_dict": "get_state_dict",
-        "save_model": "save_model",
-        "backward": "backward",
-        "clip_grad_norm_": "clip_grad_norm_",
-        "clip_grad_value_": "clip_grad_value_",
-    }
-    _wrap({cls: methods}, "accelerate_fp8.accelerator", wanted=_may_use_engine)
+    names = wrapped(module.__name__)
+    _wrap(module, names, "accelerate_fp8.accelerator", wanted=_may_use_engine)
     original: Any = backend.fget
 
     @functools.wraps(original)
@@ -142,7 +132,8 @@ def extend_training_args(module: ModuleType) -> None:
         _refuse_when_asked(module.TrainingArguments, "__post_init__", too_old, _asks_for_fp8)
         return
     _wrap(
-        {module.TrainingArguments: {"__post_init__": "post_init"}},
+        module,
+        wrapped(module.__name__),
         "accelerate_fp8.trainer",
         wanted=lambda *_: _launched_with_fp8(),
     )
@@ -154,14 +145,9 @@ def extend_trainer(module: ModuleType) -> None:
     """
     if _too_old("transformers"):
         return
-    methods = {
-        "_save_optimizer_and_scheduler": "save_optimizer_and_scheduler",
-        "_load_optimizer_and_scheduler": "load_optimizer_and_scheduler",
-        "_wrap_model": "wrap_model",
-        "_save": "save",
-    }
     _wrap(
-        {module.Trainer: methods},
+        module,
+        wrapped(module.__name__),
         "accelerate_fp8.trainer",
         wanted=lambda trainer, *_: _may_use_engine(trainer.accelerator, (), {}),
     )
@@ -172,7 +158,8 @@ def extend_modeling(module: ModuleType) -> None:
     or that transformers dequantized.
     """
     _wrap(
-        {module.PreTrainedModel: {"save_pretrained": "save_pretrained"}},
+        module,
+        wrapped(module.__name__),
         "accelerate_fp8.trainer",
         wanted=lambda model, *_: (
             "_fp8_saving" in vars(model)
@@ -183,15 +170,15 @@ def extend_modeling(module: ModuleType) -> None:
 
 def extend_tuners(module: ModuleType) -> None:
     """Extend ``merge`` and ``unmerge`` of PEFT's layers, for bases that are stored as FP8 alone."""
-    base, tuner = module.BaseTunerLayer, module.BaseTuner
-    names = {tuner: {"_unload_and_optionally_merge": "unload"}}
-    _wrap(names, "accelerate_fp8.adapters", wanted=_may_be_frozen)
+    base: Any = module.BaseTunerLayer
+    names = {"BaseTuner._unload_and_optionally_merge": "unload"}
+    _wrap(module, names, "accelerate_fp8.adapters", wanted=_may_be_frozen)
     if "__init_subclass__" in vars(base):
         return
 
     def extend(cls: type) -> None:
         own = {name: name for name in ("merge", "unmerge") if name in vars(cls)}
-        _wrap({cls: own}, "accelerate_fp8.adapters", wanted=_has_frozen_base)
+        _wrap(cls, own, "accelerate_fp8.adapters", wanted=_has_frozen_base)
 
     def __init_subclass__(cls: type, **kwargs: Any) -> None:
         super(base, cls).__init_subclass__(**kwargs)
@@ -207,8 +194,8 @@ def extend_tuners(module: ModuleType) -> None:
 
 def extend_adapter_state(module: ModuleType) -> None:
     """Extend PEFT's ``get_peft_model_state_dict``: bases that are stored as FP8 are not read."""
-    names = {module: {"get_peft_model_state_dict": "adapter_state"}}
-    _wrap(names, "accelerate_fp8.adapters", wanted=_may_be_frozen)
+    names = {"get_peft_model_state_dict": "adapter_state"}
+    _wrap(module, names, "accelerate_fp8.adapters", wanted=_may_be_frozen)
 
 
 def _may_be_frozen(*_: Any) -> bool:
@@ -229,7 +216,8 @@ def extend_trl_models(module: ModuleType) -> None:
     if hasattr(original, "_fp8_original"):
         return
     _wrap(
-        {module: {"prepare_fsdp": "prepare_fsdp"}},
+        module,
+        wrapped(module.__name__),
         "accelerate_fp8.trainer",
         wanted=lambda model, args, kwargs: _may_use_engine(
             args[0] if args else kwargs["accelerator"], (), {}
@@ -249,28 +237,25 @@ def extend_rollouts(module: ModuleType) -> None:
         return
     if module.__name__.endswith("vllm_generation"):
         _wrap(
-            {module.VLLMGeneration: {"sync_weights": "sync_weights"}},
+            module,
+            wrapped(module.__name__),
             "accelerate_fp8.engine_sync",
             wanted=lambda vllm, *_: _may_use_engine(vllm.accelerator, (), {}),
         )
         return
     cls = getattr(module, "GRPOTrainer", None) or module.RLOOTrainer
-    methods = {
-        "_generate_single_turn": "generate_single_turn",
-        "_generate_and_score_completions": "generate_and_score_completions",
-        "_get_per_token_logps_and_entropies": "per_token_logps",
-        "compute_loss": "compute_loss",
-        "log": "log",
-    }
-    if not all(hasattr(cls, name) for name in methods):
-        methods = {"log": "say_unmeasured"}
+    names = {name.rpartition(".")[2]: ours for name, ours in wrapped(module.__name__).items()}
+    if not all(hasattr(cls, name) for name in names):
+        names = {"log": "say_unmeasured"}
     _wrap(
-        {cls: {"__init__": "construct"}},
+        cls,
+        {"__init__": "construct"},
         "accelerate_fp8.rollouts",
         wanted=lambda trainer, *_: _may_use_engine(trainer, (), {}),
     )
     _wrap(
-        {cls: methods},
+        cls,
+        names,
         "accelerate_fp8.rollouts",
         wanted=lambda trainer, *_: _may_use_engine(trainer.accelerator, (), {}),
     )
@@ -329,19 +314,25 @@ def _launched_with_fp8() -> bool:
 
 
 def _wrap(
-    names: dict[Any, dict[str, str]],
+    holder: Any,
+    names: dict[str, str],
     package: str,
     wanted: Callable[[Any, tuple[Any, ...], dict[str, Any]], bool],
 ) -> None:
     """Let ``package.function(original, self, ...)`` run for methods and functions; all or none.
 
     Args:
-        names: for each class or module of the host, its names and the functions that wrap them.
+        holder: the module or class of the host.
+        names: dotted names in it, with the functions that wrap them.
         package: the module of the functions, imported when first wanted.
         wanted: asked at each call with the first argument, args, kwargs; False: straight to the
             original.
     """
-    originals = [(h, n, f, getattr(h, n)) for h, group in names.items() for n, f in group.items()]
+    originals = []
+    for dotted, function in names.items():
+        *path, name = dotted.split(".")
+        owner = functools.reduce(getattr, path, holder)
+        originals.append((owner, name, function, getattr(owner, name)))
 
     def wrap(original: Any, function: str) -> Any:
         @functools.wraps(original)
@@ -353,6 +344,6 @@ def _wrap(
         wrapper._fp8_original = original  # type: ignore[attr-defined]
         return wrapper
 
-    for holder, name, function, original in originals:
+    for owner, name, function, original in originals:
         if not hasattr(original, "_fp8_original"):
-            setattr(holder, name, wrap(original, function))
+            setattr(owner, name, wrap(original, function))

@@ -122,11 +122,11 @@ def fp8_lm(gradient: Tensor) -> Tensor:
     factor *= ranks**-0.5
     parts = _to_e4m3(gradient.flatten() * factor).view(ranks, -1)
     received = torch.empty_like(parts)
-    all_to_all(received, parts, dist.group.WORLD).wait()
+    all_to_all(received, parts, dist.group.WORLD)
     total, *others = received
     for other in others:
         total = _to_e4m3(_from_e4m3(total) + _from_e4m3(other))
-    all_gather(received, total, dist.group.WORLD).wait()
+    all_gather(received, total, dist.group.WORLD)
     return (_from_e4m3(received) * (1 / factor / ranks)).view(gradient.shape)
 
 

@@ -42,7 +42,7 @@ RIDDLES = {
 }
 """First words of docstrings whose subject stands elsewhere, if anywhere: "Of a message." """
 MAY_IMPORT = {
-    "torch_fp8": {"torch", "torch_fp8"},
+    "torch_fp8": {"torch", "torch_fp8", "_fp8_points"},
     "lightning_fp8": {
         "torch",
         "torch_fp8",
@@ -62,6 +62,7 @@ MAY_IMPORT = {
         "accelerate_fp8",
         "_fp8_autoload",
         "_fp8_check",
+        "_fp8_points",
         "packaging",
         "safetensors",
     },

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 import _fp8_autoload
+from _fp8_points import POINTS
 from accelerate_fp8 import _register
 
 OFF = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
@@ -63,25 +64,7 @@ def test_run_in_bf16_imports_nothing_of_the_engine(run: Callable) -> None:
 def test_all_methods_of_a_class_are_extended_or_none(
     function: str, host: str, missing: str
 ) -> None:
-    names = {
-        "accelerate.accelerator": [
-            "prepare",
-            "prepare_model",
-            "prepare_optimizer",
-            "unwrap_model",
-            "get_state_dict",
-            "clip_grad_norm_",
-            "clip_grad_value_",
-            "_prepare_fsdp2",
-            "fp8_backend",
-        ],
-        "transformers.trainer": [
-            "_save_optimizer_and_scheduler",
-            "_load_optimizer_and_scheduler",
-            "_wrap_model",
-            "_save",
-        ],
-    }[host]
+    names = [name.rpartition(".")[2] for name in POINTS[host] if not name.endswith("__init__")]
     methods: dict[str, Any] = {
         name: property(lambda self: None) if name == "fp8_backend" else lambda self: None
         for name in names

@@ -13,74 +13,15 @@ import warnings
 from types import ModuleType
 from typing import Any, get_args
 
+import _fp8_points
 from torch_fp8.environment.result import last_line
 
 _FLAG = "fp8-mixed"
-_FABRIC_CONNECTOR = ("_Connector.__init__", "_Connector._check_and_init_precision")
-_TRAINER_CONNECTOR = (
-    "_AcceleratorConnector.__init__",
-    "_AcceleratorConnector._check_and_init_precision",
-)
-_CHOICES = ("_PRECISION_INPUT_STR",)
-_ROLLOUTS = (
-    *("_generate_and_score_completions", "_generate_single_turn"),
-    *("_get_per_token_logps_and_entropies", "compute_loss", "log", "__init__"),
-)
 
-POINTS: dict[str, dict[str, tuple[str, ...]]] = {
-    "lightning": {
-        "lightning.fabric.plugins.precision.precision": _CHOICES,
-        "lightning.fabric.connector": _FABRIC_CONNECTOR,
-        "lightning.pytorch.trainer.connectors.accelerator_connector": _TRAINER_CONNECTOR,
-    },
-    "lightning_fabric": {
-        "lightning_fabric.plugins.precision.precision": _CHOICES,
-        "lightning_fabric.connector": _FABRIC_CONNECTOR,
-    },
-    "pytorch_lightning": {
-        "pytorch_lightning.trainer.connectors.accelerator_connector": _TRAINER_CONNECTOR,
-    },
-    "accelerate": {
-        "accelerate.utils.imports": ("is_fp8_available",),
-        "accelerate.state": (
-            "is_fp8_available",
-            "check_cuda_fp8_capability",
-            "AcceleratorState.__init__",
-        ),
-        "accelerate.accelerator": (
-            "Accelerator.__init__",
-            "Accelerator._prepare_fsdp2",
-            "Accelerator.backward",
-            "Accelerator.clip_grad_norm_",
-            "Accelerator.clip_grad_value_",
-            "Accelerator.fp8_backend",
-            "Accelerator.get_state_dict",
-            "Accelerator.prepare",
-            "Accelerator.prepare_model",
-            "Accelerator.prepare_optimizer",
-            "Accelerator.save_model",
-            "Accelerator.unwrap_model",
-        ),
-        "accelerate.commands.config.cluster": ("_ask_options", "is_fp8_available"),
-    },
-    "transformers": {
-        "transformers.training_args": ("TrainingArguments.__post_init__",),
-        "transformers.modeling_utils": ("PreTrainedModel.save_pretrained",),
-        "transformers.trainer": (
-            "Trainer._load_optimizer_and_scheduler",
-            "Trainer._save",
-            "Trainer._save_optimizer_and_scheduler",
-            "Trainer._wrap_model",
-        ),
-    },
-    "trl": {
-        "trl.models.utils": ("prepare_fsdp",),
-        "trl.generation.vllm_generation": ("VLLMGeneration.sync_weights",),
-        "trl.trainer.grpo_trainer": ("prepare_fsdp", *(f"GRPOTrainer.{n}" for n in _ROLLOUTS)),
-        "trl.trainer.rloo_trainer": ("prepare_fsdp", *(f"RLOOTrainer.{n}" for n in _ROLLOUTS)),
-    },
-}
+POINTS: dict[str, dict[str, tuple[str, ...]]] = {}
 """The names that `lightning_fp8` and `accelerate_fp8` extend, by host and module."""
+for _module, _names in _fp8_points.POINTS.items():
+    POINTS.setdefault(_module.partition(".")[0], {})[_module] = tuple(_names)
 
 HELD, NOT_EXTENDED, MOVED = "held", "not extended", "moved"
 
