@@ -4,7 +4,7 @@ import importlib
 import io
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch_fp8.monitor.heat_map import HeatMap, Topic
 
@@ -28,23 +28,13 @@ _RED, _APART = 0.8, 0.09
 _DPI = 150
 
 
-class Picture(NamedTuple):
-    """A PNG, and where its axes lie, as fractions of its width and height from the top left."""
-
-    png: bytes
-    left: float
-    top: float
-    width: float
-    height: float
-
-
 def draw_loss(
     losses: Mapping[int, float],
     events: Sequence[Mapping[str, Any]],
     beside: Mapping[str, Mapping[int, float]],
     name: str,
-) -> Picture:
-    """Draw the losses of a run, smoothed over those as measured, with its events marked.
+) -> bytes:
+    """Draw the losses of a run, smoothed over those as measured, with its events marked, as a PNG.
 
     Beside other runs, a second panel below has how far each run's loss lies from the first of
     these, which runs that lie on each other in the first panel do not show.
@@ -73,7 +63,7 @@ def draw_loss(
     axes.legend(frameon=False, fontsize=8.5, ncols=6, loc="lower left", bbox_to_anchor=(0, 0.995))
     if not differences:
         axes.set_xlabel("step")
-        return _finished(figure, axes)
+        return _finished(figure)
     panel = figure.add_axes((0.062, 0.47 / height, 0.92, (below - 0.62) / height), sharex=axes)
     panel.tick_params(colors=INK, labelsize=8.5)
     panel.axhline(0.0, color=INK, linewidth=0.8)
@@ -89,7 +79,7 @@ def draw_loss(
     words = f"difference to {base}, %; in the last twentieth: {ends}"
     panel.set_title(words, loc="left", fontsize=8.5, color=INK, pad=4)
     panel.set_xlabel("step")
-    return _finished(figure, axes)
+    return _finished(figure)
 
 
 def _differences(
@@ -145,8 +135,8 @@ def _short(value: float) -> str:
     return text.replace("e+0", "e").replace("e-0", "e-")
 
 
-def draw_map(heat: HeatMap) -> Picture:
-    """Draw a map of layers and steps; the colour bar has a line at each bound."""
+def draw_map(heat: HeatMap) -> bytes:
+    """Draw a map of layers and steps, as a PNG; the colour bar has a line at each bound."""
     rows, columns = len(heat.rows), len(heat.columns)
     labels = [_cut(name) for name in heat.rows]
     tall = min(max(0.19 * rows, 0.9), 8.5)
@@ -190,7 +180,7 @@ def draw_map(heat: HeatMap) -> Picture:
     for bound in heat.bounds:
         if math.isfinite(bound):
             bar.ax.axhline(bound, color=INK, linewidth=1.4)
-    return _finished(figure, axes)
+    return _finished(figure)
 
 
 def _places(heat: HeatMap) -> tuple[Any, Any]:
@@ -256,14 +246,14 @@ def _figure(
     return figure, axes
 
 
-def _finished(figure: Any, axes: Any) -> Picture:
+def _finished(figure: Any) -> bytes:
     image = importlib.import_module("PIL.Image")  # which matplotlib writes PNGs with
-    box, file, drawn = axes.get_position(), io.BytesIO(), io.BytesIO()
+    file, drawn = io.BytesIO(), io.BytesIO()
     figure.savefig(drawn, dpi=_DPI, format="png", pil_kwargs={"compress_level": 1})
     with image.open(drawn) as whole:  # a palette takes a third of the bytes
         few = whole.convert("RGB").quantize(256, method=image.Quantize.MAXCOVERAGE, dither=0)
     few.save(file, "PNG", optimize=True)
-    return Picture(file.getvalue(), box.x0, 1 - box.y1, box.width, box.height)
+    return file.getvalue()
 
 
 def _smoothed(losses: Mapping[int, float]) -> tuple[list[int], list[float]]:

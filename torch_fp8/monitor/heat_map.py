@@ -134,7 +134,6 @@ class HeatMap(NamedTuple):
         rows: names of layers.
         columns: the first step of each column.
         values: row by row; NaN where nothing was measured.
-        tensors: likewise, the kind of tensor that the number is of.
         bounds: of the alarm, each once.
         away: row, first and last column of each time that a layer was out of FP8.
     """
@@ -143,7 +142,6 @@ class HeatMap(NamedTuple):
     rows: list[str]
     columns: list[int]
     values: list[list[float]]
-    tensors: list[list[str]]
     bounds: list[float]
     away: list[tuple[int, int, int]]
 
@@ -160,17 +158,17 @@ def heat_map(record: RunRecord, topic: Topic) -> HeatMap | None:
     """Return the map of a topic; None where the run has no such numbers."""
     columns = _columns(record.steps)
     column_of = {step: i for i, (_, steps) in enumerate(columns) for step in steps}
-    layers: dict[str, tuple[list[float], list[str]]] = {}
+    layers: dict[str, list[float]] = {}
     for name, values in record.values.items():
         place, _, statistic = name.removeprefix(PREFIX).rpartition("/")
         layer, _, kind = place.rpartition("/")
         if statistic != topic.statistic or kind not in topic.kinds:
             continue
-        row, tensors = layers.setdefault(layer, ([math.nan] * len(columns), [""] * len(columns)))
+        row = layers.setdefault(layer, [math.nan] * len(columns))
         for step, value in values.items():
             i = column_of[step]
             if math.isnan(row[i]) or (value < row[i]) == topic.small_is_bad:
-                row[i], tensors[i] = value, kind
+                row[i] = value
     if not layers:
         return None
     rows = short_names(list(layers))
@@ -179,11 +177,9 @@ def heat_map(record: RunRecord, topic: Topic) -> HeatMap | None:
         for bound in DEFAULT_BOUNDS
         if bound.statistic == topic.statistic and bound.kind in topic.kinds
     ]
-    numbers = [row for row, _ in layers.values()]
-    kinds = [tensors for _, tensors in layers.values()]
     starts = [first for first, _ in columns]
     away = _away(record, list(layers), starts)
-    return HeatMap(topic, rows, starts, numbers, kinds, sorted(set(sides)), away)
+    return HeatMap(topic, rows, starts, list(layers.values()), sorted(set(sides)), away)
 
 
 def _away(

@@ -1,12 +1,11 @@
 """The page of a run: one HTML file that needs nothing else, and its pictures as PNGs.
 
 The loss with events, maps of layers and steps, the tensors nearest to a bound, and what happened
-and why. Under the pointer a map tells layer, step, tensor and number.
+and why.
 """
 
 import base64
 import html
-import json
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -15,9 +14,9 @@ from typing import Any
 
 from torch_fp8._version import __version__
 from torch_fp8.monitor.alarm import DEFAULT_BOUNDS, Bound
-from torch_fp8.monitor.figures import EVENTS, FAINT, Picture, draw_loss, draw_map
+from torch_fp8.monitor.figures import EVENTS, FAINT, draw_loss, draw_map
 from torch_fp8.monitor.heat_map import TOPICS, HeatMap, heat_map
-from torch_fp8.monitor.page_style import SCRIPT, STYLE
+from torch_fp8.monitor.page_style import STYLE
 from torch_fp8.monitor.run_log import RunRecord
 from torch_fp8.monitor.series import PREFIX
 from torch_fp8.quantization.formats import E4M3
@@ -44,7 +43,7 @@ def write_report(
     Raises:
         ImportError: matplotlib is missing.
     """
-    pictures: dict[str, Picture] = {}
+    pictures: dict[str, bytes] = {}
     maps = [found for topic in TOPICS if (found := heat_map(record, topic)) is not None]
     drawn = [heat for heat in maps if not heat.is_blank]
     others = {name: run.losses for name, run in (beside or {}).items() if run.losses}
@@ -57,12 +56,12 @@ def write_report(
     written = [page]
     for key, picture in pictures.items():
         written.append(folder / f"{key}.png")
-        written[-1].write_bytes(picture.png)
+        written[-1].write_bytes(picture)
     return written
 
 
 def _page(
-    record: RunRecord, name: str, maps: Sequence[HeatMap], pictures: Mapping[str, Picture]
+    record: RunRecord, name: str, maps: Sequence[HeatMap], pictures: Mapping[str, bytes]
 ) -> str:
     body = [
         _head(record, name),
@@ -70,8 +69,7 @@ def _page(
         _tiles(record),
     ]
     if "loss" in pictures:
-        loss = f'<div class="wide">{_image(pictures["loss"], "the loss of each step")}</div>'
-        body.append(_section("Loss", loss))
+        body.append(_section("Loss", _image(pictures["loss"], "the loss of each step")))
     body.append(_events(record))
     body.append(_worst(record))
     for heat in maps:
@@ -79,7 +77,8 @@ def _page(
             '<p class="quiet">As good as can be, in every layer and step that was measured.</p>'
         )
         if not heat.is_blank:
-            content = _map(heat, pictures[heat.topic.key])
+            alt = f"{heat.topic.title}, {len(heat.rows)} layers"
+            content = _image(pictures[heat.topic.key], alt)
         meaning = heat.topic.meaning
         if not heat.is_blank and any(map(math.isfinite, heat.bounds)):
             meaning += " Red begins at the alarm's bound, the black line beside the colours."
@@ -93,8 +92,7 @@ def _page(
         "<meta name='viewport' content='width=device-width, initial-scale=1'>"
         f"<title>{html.escape(name)}: torch-fp8 report</title><style>{STYLE}</style></head>"
         f"<body><main>{''.join(body)}<footer>torch-fp8 {__version__}, from "
-        f"{html.escape(record.path.name)}</footer></main><div id='tip'></div>"
-        f"<script>{SCRIPT}</script></body></html>\n"
+        f"{html.escape(record.path.name)}</footer></main></body></html>\n"
     )
 
 
@@ -212,37 +210,10 @@ def _nearness(value: float, bound: Bound) -> float:
     return value / bound.most
 
 
-def _map(heat: HeatMap, picture: Picture) -> str:
-    factor = 100 if heat.topic.is_share else 1
-    values = [[_shown(factor * v) for v in row] for row in heat.values]
-    data = {
-        "rows": heat.rows,
-        "columns": heat.columns,
-        "values": values,
-        "tensors": heat.tensors if len(heat.topic.kinds) > 1 else None,
-        "unit": heat.topic.unit,
-    }
-    if data["tensors"] is not None:
-        kinds = list(heat.topic.kinds)
-        data["kinds"] = kinds
-        data["tensors"] = [
-            "".join(str(kinds.index(k)) if k else "-" for k in row) for row in heat.tensors
-        ]
-    text = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("</", "<\\/")
-    style = (
-        f"left:{100 * picture.left:.3f}%;top:{100 * picture.top:.3f}%;"
-        f"width:{100 * picture.width:.3f}%;height:{100 * picture.height:.3f}%"
-    )
-    alt = f"{heat.topic.title}, {len(heat.rows)} layers"
-    return (
-        f'<div class="wide"><div class="map">{_image(picture, alt)}<div class="pointer" '
-        f'style="{style}"></div><script type="application/json">{text}</script></div></div>'
-    )
-
-
-def _image(picture: Picture, alt: str) -> str:
-    data = base64.b64encode(picture.png).decode()
-    return f'<img alt="{html.escape(alt)}" src="data:image/png;base64,{data}">'
+def _image(picture: bytes, alt: str) -> str:
+    data = base64.b64encode(picture).decode()
+    image = f'<img alt="{html.escape(alt)}" src="data:image/png;base64,{data}">'
+    return f'<div class="wide">{image}</div>'
 
 
 def _section(title: str, content: str, note: str = "", key: str = "") -> str:
@@ -273,13 +244,6 @@ def _out_of_fp8(record: RunRecord) -> list[str]:
 def _breakable(text: str) -> str:
     """Return text for the page whose names may go on in the next line behind a point or a slash."""
     return re.sub(r"([\w\]][./])(?=[A-Za-z_\d])", r"\1<wbr>", html.escape(text))
-
-
-def _shown(value: float) -> float | str | None:
-    """Return a number for JSON, which has none that are not finite."""
-    if math.isfinite(value):
-        return float(f"{value:.3g}")
-    return None if math.isnan(value) else str(value)
 
 
 def _number(value: float) -> str:

@@ -1,4 +1,4 @@
-"""How the page of a run looks, and what its maps tell under the pointer."""
+"""How the page of a run looks."""
 
 STYLE = """
 :root { color-scheme: light dark; --ink: #1f2933; --soft: #616e7c; --line: #e4e7eb;
@@ -35,8 +35,6 @@ p { overflow-wrap: anywhere; }
 .quiet { color: var(--soft); margin: 0; }
 img { width: 100%; display: block; }
 .wide { overflow-x: auto; }
-.map { position: relative; }
-.pointer { position: absolute; cursor: crosshair; }
 .scroll { overflow: auto; max-height: 460px; }
 table { border-collapse: collapse; width: 100%; font-size: 13.5px; }
 th { text-align: left; color: var(--soft); font-weight: 600; position: sticky; top: 0;
@@ -60,7 +58,6 @@ h1 { overflow-wrap: anywhere; }
   main { padding: 18px 10px 30px; }
   section { padding: 14px 12px; }
   .wide img { width: 760px; max-width: none; }
-  .map { width: 760px; }
   .worst, .worst tbody { display: block; }
   .worst tr { display: flex; flex-wrap: wrap; gap: 0 12px; padding: 6px 0;
     border-bottom: 1px solid var(--line); }
@@ -71,33 +68,4 @@ h1 { overflow-wrap: anywhere; }
   .bar { width: 90px; }
 }
 footer { color: var(--soft); font-size: 13px; margin-top: 18px; }
-#tip { position: fixed; display: none; pointer-events: none; background: var(--ink);
-  color: var(--paper); padding: 6px 10px; border-radius: 6px; font-size: 13px; white-space: pre;
-  z-index: 9; }
-"""
-
-SCRIPT = """
-const tip = document.getElementById('tip');
-for (const map of document.querySelectorAll('.map')) {
-  const data = JSON.parse(map.querySelector('script').textContent);
-  const over = map.querySelector('.pointer');
-  over.addEventListener('mousemove', (event) => {
-    const box = over.getBoundingClientRect();
-    const at = (place, size, count) =>
-      Math.min(count - 1, Math.max(0, Math.floor(place / size * count)));
-    const row = at(event.clientY - box.top, box.height, data.rows.length);
-    const column = at(event.clientX - box.left, box.width, data.columns.length);
-    const value = data.values[row][column];
-    const kind = data.tensors ? data.kinds[data.tensors[row][column]] : null;
-    tip.textContent = data.rows[row] + (kind ? ' / ' + kind : '') + '\\nstep ' +
-      data.columns[column].toLocaleString('en') + ': ' +
-      (value === null ? 'not measured' : value + data.unit);
-    tip.style.display = 'block';
-    const left = event.clientX + 14 + tip.offsetWidth > innerWidth;
-    tip.style.left = (event.clientX + (left ? -14 - tip.offsetWidth : 14)) + 'px';
-    tip.style.top = (event.clientY + 16) + 'px';
-  });
-  over.addEventListener('mouseleave', () => { tip.style.display = 'none'; });
-}
-document.body.dataset.maps = document.querySelectorAll('.map').length;
 """

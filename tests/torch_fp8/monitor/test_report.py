@@ -60,6 +60,7 @@ def test_the_page_stands_alone_and_says_what_happened(tmp_path, capsys):
     whole = (folder / "report.html").read_text()
     page = whole.replace("<wbr>", "")
     assert not re.search(r"(src|href)=['\"](?!data:)", page)
+    assert "<script" not in page
     assert "1 alarm, 1 fallback." in page
     assert "model.layers.1.mlp.down_proj runs BF16 &lt;b&gt;" in page
     assert "Out of FP8 at the end: model.layers.1.mlp.down_proj" in page
@@ -111,8 +112,7 @@ def test_numbers_that_are_not_finite_and_long_names_are_drawn(tmp_path, capsys):
     status, _, err = _report(tmp_path, capsys)
     assert (status, err) == (0, "")
     page = (tmp_path / "fp8_report" / "report.html").read_text()
-    assert '"values":[[31.0,31.0],["-inf","-inf"]]' in page
-    assert '"values":[["inf","inf"]]' in page
+    assert page.count("<img") == 3
     assert page.count("class='bar over'") == 3
 
 
@@ -125,7 +125,6 @@ def test_a_map_has_the_worst_tensor_of_a_layer_and_the_worst_step_of_a_column(tm
     assert len(heat.columns) <= 200
     first_ill = next(i for i, step in enumerate(heat.columns) if step > 80)
     assert heat.values[3][first_ill] == 4.5
-    assert heat.tensors[3][first_ill] == "input"
     assert heat.values[2][first_ill] == 31.0
     assert heat.bounds == [20.0]
     forward, back = _places(heat)
@@ -200,18 +199,17 @@ def test_the_page_loads_in_a_browser(tmp_path, capsys):
         check=True,
     )
     dom = done.stdout
-    assert 'data-maps="3"' in dom  # set by the page's script, at its end
     assert dom.count("<section") >= 6
-    assert "1.mlp.down_proj" in dom
+    assert "1.mlp.down_proj" in dom.replace("<wbr>", "")
 
 
 def test_the_name_of_the_axis_has_room_beside_large_losses(monkeypatch):
     drawn = []
     finished = figures._finished
 
-    def finish(figure, axes):
+    def finish(figure):
         drawn.append(figure)
-        return finished(figure, axes)
+        return finished(figure)
 
     monkeypatch.setattr(figures, "_finished", finish)
     for scale in (1e-5, 1.0, 2e4, 1.3e5, 5.1e5, 1e6):
