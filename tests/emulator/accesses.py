@@ -21,8 +21,8 @@ class Access:
     """What threads access with one instruction, a place for each of them.
 
     Args:
-        line: of the PTX.
-        threads: that run the instruction.
+        line: line of the PTX.
+        threads: the threads that run the instruction.
         address: for each thread, or of all.
         guard: which of them access; None: all do.
         width: bytes of each access.
@@ -30,7 +30,7 @@ class Access:
         atomic: whether it is an atomic operation.
 
     Attributes:
-        places: of the threads that access, among those that run; None: all.
+        places: which of these threads access, by their places; None: all.
         addresses: for each access, int64.
     """
 
@@ -102,9 +102,9 @@ def unpacked(values: np.ndarray, bits: int, vector: int, access: Access) -> np.n
 
     Args:
         values: one element for each access, of its width.
-        bits: of each register.
+        bits: size of each register.
         vector: number of registers.
-        access: that loaded them; threads without one get zeros.
+        access: the load; threads that take no part in it get zeros.
     """
     dtype = TYPES[bits // 8]
     parts = values.view(dtype).reshape(len(values), vector).T

@@ -32,19 +32,19 @@ class Allocations(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        made = func(*args, **(kwargs or {}))
+        results = func(*args, **(kwargs or {}))
         if func in _ALLOCATE:
-            self._begin(made)
+            self._begin(results)
         elif self._written:
             schema = func._schema
             if schema.is_mutable:
                 leaves = tree_leaves((args, kwargs))
                 for x in leaves:
                     self._fill(x)
-            for x, returned in zip(tree_leaves(made), schema.returns, strict=False):
+            for x, returned in zip(tree_leaves(results), schema.returns, strict=False):
                 if returned.alias_info is None:
                     self._forget(x)
-        return made
+        return results
 
     def written(self, x: Tensor) -> tuple[np.ndarray | None, int]:
         """Return for each byte of a tensor's allocation whether it has been written.

@@ -15,7 +15,7 @@ class Approximate:
     """The functions.
 
     Args:
-        seed: of random errors within the bounds of the PTX ISA; None: results are rounded once.
+        seed: seed of random errors within the bounds of the PTX ISA; None: rounded once.
     """
 
     def __init__(self, seed: int | None = None) -> None:

@@ -16,10 +16,10 @@ class Counts(Watch):
     """One launch.
 
     Attributes:
-        instructions: that warps have run.
+        instructions: number of instructions that warps have run.
         requested: bytes that threads have loaded and stored, in tensors.
-        sectors: of 32 bytes, of each request of a warp.
-        least_sectors: as many as the different bytes of each request fill.
+        sectors: sectors of 32 bytes, summed over the requests of warps.
+        least_sectors: sectors that the different bytes of each request fill.
         passes: over the banks of the shared memory.
         least_passes: without conflicts.
         touched: per tensor, whether each byte has been loaded (1) or stored (2).

@@ -54,12 +54,12 @@ class Launched(NamedTuple):
     """What was launched.
 
     Attributes:
-        name: of the kernel.
+        name: name of the kernel.
         variant: type of its first pointer, and its compile-time choices.
         ptx: what ran.
         grid: numbers of programs.
-        threads: of a program.
-        elements: of the largest tensor.
+        threads: threads of a program.
+        elements: elements of the largest tensor.
         watch: what saw it.
     """
 
@@ -76,9 +76,9 @@ class Emulation:
     """Runs launches.
 
     Args:
-        capability: of the card, such as (9, 0).
-        schedule: who runs when; called for every launch.
-        error_seed: of the errors of approximate functions; None: they are rounded once.
+        capability: compute capability, such as (9, 0).
+        schedule: returns the order of warps and programs; called for every launch.
+        error_seed: seed of the errors of approximate functions; None: they are rounded once.
         watch: called for every launch, returns what sees its accesses.
         edit: changes the PTX before it runs, such as for planted faults.
         most_blocks: bound on what the programs on the card run.
@@ -284,7 +284,7 @@ class _Launcher:
 
     Args:
         src: the kernel's source.
-        metadata: of its binary.
+        metadata: metadata of its binary.
     """
 
     def __init__(self, src: Any, metadata: Any) -> None:

@@ -6,7 +6,7 @@ class Fault(Exception):
 
     Args:
         what: happened.
-        line: of the PTX; None: no line is at fault.
+        line: line of the PTX; None: no line is at fault.
     """
 
     def __init__(self, what: str, line: int | None = None) -> None:

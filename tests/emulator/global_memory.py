@@ -26,7 +26,7 @@ class Region:
     Attributes:
         start: address of the first byte.
         end: address behind the last byte.
-        name: of the tensor, for messages.
+        name: name of the tensor, for messages.
         written: for each byte of the allocation whether it has been written; None: all have been.
         first: address of the first byte of the allocation.
     """
@@ -47,8 +47,7 @@ class GlobalMemory:
     """
 
     def __init__(self, regions: list[Region], watch: tuple[Any, ...] = ()) -> None:
-        merged = _merged(regions)
-        self.regions = merged
+        self.regions = merged = _merged(regions)
         self._starts = np.array([r.start for r in merged], np.int64)
         self._ends = np.array([r.end for r in merged], np.int64)
         self._tracked = any(r.written is not None for r in merged)
@@ -60,10 +59,10 @@ class GlobalMemory:
         """Return what is at the addresses.
 
         Args:
-            line: of the PTX.
+            line: line of the PTX.
             g: the threads.
             address: uint64.
-            bits: of each register.
+            bits: size of each register.
             vector: number of registers.
             guard: whether a thread loads; None: all do.
         """
@@ -162,13 +161,13 @@ def _bytes(values: np.ndarray) -> np.ndarray:
 
 def _merged(regions: list[Region]) -> list[Region]:
     """Return the regions in order; those that overlap become one."""
-    found: list[Region] = []
+    merged: list[Region] = []
     for region in sorted((r for r in regions if r.end > r.start), key=lambda r: (r.start, r.end)):
-        last = found[-1] if found else None
+        last = merged[-1] if merged else None
         if last is not None and region.start < last.end:
             last.end = max(last.end, region.end)
             if last.name != region.name:
                 last.name = f"{last.name}, {region.name}"
         else:
-            found.append(Region(**vars(region)))
-    return found
+            merged.append(Region(**vars(region)))
+    return merged

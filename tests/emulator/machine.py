@@ -27,7 +27,7 @@ class Launch:
         grid: numbers of programs.
         shared: bytes of shared memory of a program.
         memory: the tensors that it may access.
-        schedule: who runs when.
+        schedule: order of warps and programs.
         approximate: functions that are not exact.
         watch: sees accesses, barriers and atomic operations.
         most_blocks: bound on what the programs on the card run.

@@ -62,8 +62,8 @@ def _atomic(w: BlockWriter, ins: Instruction, order: str, name: str, suffix: str
     kind = kind_of(suffix)
     values = ", ".join(w.use(x, kind) for x in rest)
     call = f"m.atomic({ins.line}, g, {w.address(a, 'u64')}, {name!r}, {order!r}, {kind!r}"
-    made = w.assign(f"{call}, ({values},), {w.guard()})")
-    w.define(d, made, kind)
+    before = w.assign(f"{call}, ({values},), {w.guard()})")
+    w.define(d, before, kind)
     w.atomic = True
 
 

@@ -10,7 +10,7 @@ from tests.emulator.translate import BlockWriter, kind_of, size_of
 
 Emitter = Callable[..., None]
 _EMITTERS: list[tuple[re.Pattern[str], Emitter]] = []
-_FOUND: dict[str, tuple[Emitter, tuple[str, ...]]] = {}
+_KNOWN: dict[str, tuple[Emitter, tuple[str, ...]]] = {}
 _COMPARISONS = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
 _COMPARISONS |= {"lo": "<", "ls": "<=", "hi": ">", "hs": ">="}
 
@@ -32,14 +32,14 @@ def emit(w: BlockWriter, instruction: Instruction) -> None:
         PtxError: the opcode is unknown.
     """
     name = instruction.opcode
-    if name not in _FOUND:
+    if name not in _KNOWN:
         for pattern, emitter in _EMITTERS:
-            if found := pattern.fullmatch(name):
-                _FOUND[name] = emitter, found.groups()
+            if match := pattern.fullmatch(name):
+                _KNOWN[name] = emitter, match.groups()
                 break
         else:
             raise w.fail(f"opcode {name} is unknown")
-    emitter, groups = _FOUND[name]
+    emitter, groups = _KNOWN[name]
     emitter(w, instruction, *groups)
 
 
@@ -189,8 +189,8 @@ def _two_floats(w: BlockWriter, ins: Instruction, name: str) -> None:
     d, *rest = ins.operands
     values = [f"pairs({w.use(x, 'u64')}, g.count)" for x in rest]
     sign = {"add": " + ", "sub": " - ", "mul": " * "}
-    made = f"fma({', '.join(values)})" if name == "fma" else sign[name].join(values)
-    w.define(d, f"bits_of({made}).view(U64)", "u64")
+    results = f"fma({', '.join(values)})" if name == "fma" else sign[name].join(values)
+    w.define(d, f"bits_of({results}).view(U64)", "u64")
 
 
 @opcode(r"div\.full(\.ftz)?\.f32")
@@ -205,8 +205,7 @@ def _exact(w: BlockWriter, ins: Instruction, name: str) -> None:
     d, *rest = ins.operands
     values = [w.use(x, "f32") for x in rest]
     forms = {"div": "{0} / {1}", "sqrt": "np.sqrt({0})", "rcp": "F32(1) / {0}"}
-    made = forms[name].format(*values, *values)
-    w.define(d, made, "f32", computed=True)
+    w.define(d, forms[name].format(*values, *values), "f32", computed=True)
 
 
 @opcode(r"(ex2|lg2|rcp|rsqrt|sqrt)\.approx(\.ftz)?\.f32")

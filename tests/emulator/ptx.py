@@ -111,7 +111,7 @@ def parse(text: str) -> Kernel:
 
 def _statements(text: str) -> list[tuple[int, str]]:
     """Return the statements with their lines, without comments and debug information."""
-    found, pending, start = [], "", 0
+    statements, pending, start = [], "", 0
     for number, line in enumerate(text.splitlines(), 1):
         line = line.split("//")[0].strip()
         if not line or line.startswith((".loc", ".file", ".section", ".pragma")):
@@ -120,29 +120,29 @@ def _statements(text: str) -> list[tuple[int, str]]:
         pending = f"{pending} {line}".strip()
         whole = pending.endswith((";", ":", ",")) or pending in "{})" or pending.startswith(".")
         if whole and pending.count("{") <= max(pending.count("}"), pending == "{"):
-            found.append((start, pending))
+            statements.append((start, pending))
             pending = ""
-    return found
+    return statements
 
 
 def _read_parameter(kernel: Kernel, statement: str, offset: int, number: int) -> int:
     if not statement.startswith(".param"):
         return offset
-    found = _PARAMETER.match(statement)
-    if found is None:
+    match = _PARAMETER.match(statement)
+    if match is None:
         raise PtxError(f"line {number}: parameter `{statement}` is unknown (host-side TMA?)")
-    size = _SIZES[found[1]]
+    size = _SIZES[match[1]]
     offset = -(-offset // size) * size
-    kernel.parameters[found[2]] = offset, size
+    kernel.parameters[match[2]] = offset, size
     return offset + size
 
 
 def _read_statement(kernel: Kernel, statement: str, number: int) -> None:
     if statement.startswith(".reg"):
-        found = _REGISTERS.match(statement)
-        if found is None or found[1] not in WIDTHS:
+        match = _REGISTERS.match(statement)
+        if match is None or match[1] not in WIDTHS:
             raise PtxError(f"line {number}: registers `{statement}` are unknown")
-        kernel.registers[found[2]] = WIDTHS[found[1]]
+        kernel.registers[match[2]] = WIDTHS[match[1]]
     elif statement.endswith(":"):
         _begin_block(kernel)
         kernel.labels[statement[:-1]] = kernel.blocks[-1].number
@@ -162,10 +162,10 @@ def _begin_block(kernel: Kernel) -> None:
 
 
 def _instruction(statement: str, number: int) -> Instruction:
-    found = _CODE.match(statement)
-    if found is None:
+    match = _CODE.match(statement)
+    if match is None:
         raise PtxError(f"line {number}: `{statement}` is unknown")
-    negated, predicate, opcode, rest = found.groups()
+    negated, predicate, opcode, rest = match.groups()
     operands = tuple(_operand(part) for part in _split(rest))
     return Instruction(number, statement, opcode, operands, predicate, bool(negated))
 
@@ -187,5 +187,5 @@ def _split(text: str) -> list[str]:
 def _operand(text: str) -> Operand:
     if text.startswith("{"):
         return tuple(part.strip() for part in text.strip("{} ").split(","))
-    found = _ADDRESS.match(text)
-    return Address(found[1], int(found[2] or 0)) if found else text
+    match = _ADDRESS.match(text)
+    return Address(match[1], int(match[2] or 0)) if match else text

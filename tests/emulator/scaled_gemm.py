@@ -97,10 +97,10 @@ def _values(x: Tensor, scale: Tensor, kind: int, name: str) -> Tensor:
         return values * scale.double()
     shape = (rows, blocks) if kind == _SMALL else (blocks + -blocks % 4, -(-rows // 128))
     demand = f"scale_{name} is {shape} with strides (1, {shape[0]})"
-    found = f"{tuple(scale.shape)} with strides {scale.stride()}"
-    _require(scale.shape == shape and scale.stride(0) == 1, f"{demand}, not {found}")
+    actual = f"{tuple(scale.shape)} with strides {scale.stride()}"
+    _require(scale.shape == shape and scale.stride(0) == 1, f"{demand}, not {actual}")
     dense = scale.stride(1) == shape[0] or (shape[1] == 1 and scale.stride(1) == 1)
-    _require(dense, f"{demand}, not {found}")
+    _require(dense, f"{demand}, not {actual}")
     if kind == _SQUARE:
         scale = scale.t()[:, :blocks].repeat_interleave(128, 0)[:rows]
     return values * scale.double().repeat_interleave(128, 1)[:, :cols]

@@ -24,7 +24,7 @@ class Lockstep:
 
         Args:
             runnable: block -> numbers of the threads that are about to run it.
-            whole: of each block, whether it needs all threads of a warp.
+            whole: for each block, whether it needs all threads of a warp.
         """
         block = min(runnable)
         return block, runnable[block]
@@ -41,7 +41,7 @@ class Shuffled:
     """Warps run block by block, and programs start, in a random order.
 
     Args:
-        seed: of the order.
+        seed: seed of the order.
         lanes: threads that are on the card at once.
     """
 

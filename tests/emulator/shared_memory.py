@@ -166,10 +166,10 @@ def _unlike(
     dtype = TYPES[part].type
     wrong = np.zeros(len(where), bool)
     for start in range(0, width, part):
-        found = view[(where + start) // part]
-        same = found == warps.astype(dtype) * dtype(ones)
+        flags = view[(where + start) // part]
+        same = flags == warps.astype(dtype) * dtype(ones)
         for value in fine:
-            same |= found == dtype(value * ones)
+            same |= flags == dtype(value * ones)
         wrong |= ~same
     if not wrong.any():
         return None
@@ -178,8 +178,8 @@ def _unlike(
     same = each == warps[doubtful, None]
     for value in fine:
         same |= each == value
-    found = doubtful[~same.all(1)]
-    return found if len(found) else None
+    others = doubtful[~same.all(1)]
+    return others if len(others) else None
 
 
 def _fill(shadow: np.ndarray, where: np.ndarray, warps: np.ndarray, width: int) -> None:

@@ -5,6 +5,8 @@ from typing import Any, NamedTuple
 RECIPES = ("tensorwise", "delayed", "rowwise", "blockwise")
 """Those of Hopper; mxfp8 is Blackwell's."""
 LEVELS = ("O1", "O2", "O3")
+KINDS = ("loss", "first grad", "last grad", "weight", "logits")
+"""What is compared of a step."""
 OPTIONS: dict[str, dict[str, Any]] = {
     "gradient release": {"opt_level": "O3", "gradient_release": True},
     "cached weights": {"cache_weights": "both"},
@@ -19,8 +21,8 @@ class Case(NamedTuple):
 
     Attributes:
         model: see `tests.emulator.step_models`.
-        options: of `FP8Config`.
-        capability: of the card.
+        options: fields of `FP8Config`.
+        capability: compute capability.
     """
 
     model: str

@@ -29,26 +29,24 @@ from tests.emulator.card_process import steps  # before torch_fp8
 # isort: split
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from tests.emulator.compared import Comparison
 from tests.emulator.driver import emulated
 from tests.emulator.place import off_card, on_card
 from tests.emulator.scaled_gemm import exact_product, scaled_mm
-from tests.emulator.step_cases import CASES, Case
+from tests.emulator.step_cases import CASES, KINDS, Case
 from tests.emulator.step_models import MODELS
 from tests.golden.training import adamw, batch
 from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8
 from torch_fp8.ops import scaled_mm as products
 
 _RAW = argparse.RawDescriptionHelpFormatter
-KINDS = ("loss", "first grad", "last grad", "weight", "logits")
 NOISE = tuple(f"{kind} by rstd" for kind in KINDS)
 COLUMNS = (
     *("case", "model", "recipe", "level", "target"),
     *(*KINDS, *NOISE, "equal", "tensors", "calls", "unequal calls", "launches", "kernels"),
 )
-"""Of each kind the largest distance, relative to the size of what is compared; the same of the run
+"""The largest distance of each kind, relative to the size of what is compared; the same of the run
 with another rstd; how many tensors were equal; calls of launching functions that were compared.
 
 Where the optimizer releases gradients there are none to compare.
@@ -57,14 +55,17 @@ LENGTHS = (32, 37, 32)
 """Tokens of the steps' texts."""
 
 
-class NextRstd(TorchFunctionMode):
-    """Takes the next float32 above for each reciprocal root, as another order of sums does."""
+@contextlib.contextmanager
+def next_rstd() -> Iterator[None]:
+    """Take the next float32 above for each reciprocal root, as another order of sums does."""
+    exact = Tensor.rsqrt
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if func is Tensor.rsqrt:
-            return torch.nextafter(result, torch.full_like(result, torch.inf))
-        return result
+    def next_above(x: Tensor) -> Tensor:
+        root = exact(x)
+        return torch.nextafter(root, torch.full_like(root, torch.inf))
+
+    with mock.patch.object(Tensor, "rsqrt", next_above, create=True):
+        yield
 
 
 def train(case: Case) -> dict[str, Any]:
@@ -93,19 +94,19 @@ def train(case: Case) -> dict[str, Any]:
         first = first or grads
         optimizer.step()
         optimizer.zero_grad()
-    made = {f"loss {i}": loss for i, loss in enumerate(losses)}
-    made |= {f"first grad of {name}": grad for name, grad in first.items()}
-    made |= {f"last grad of {name}": grad for name, grad in grads.items()}
+    results = {f"loss {i}": loss for i, loss in enumerate(losses)}
+    results |= {f"first grad of {name}": grad for name, grad in first.items()}
+    results |= {f"last grad of {name}": grad for name, grad in grads.items()}
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    made |= {f"weight {name}": _plain(p) for name, p in trained}
+    results |= {f"weight {name}": _plain(p) for name, p in trained}
     model.eval()
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         past = None
         for i, ids in enumerate((batch(5, 7, 0)[:1], batch(5, 8, 0)[:1, 7:])):
             out = model(input_ids=ids, past_key_values=past, use_cache=True)
             past = out.past_key_values
-            made[f"logits {i}"] = out.logits
-    return made
+            results[f"logits {i}"] = out.logits
+    return results
 
 
 def _plain(x: Tensor) -> Tensor:
@@ -156,7 +157,7 @@ def compare(name: str) -> dict[str, Any]:
     case = CASES[name]
     with mock.patch.object(products, "_emulated", exact_product):
         want = train(case)
-        with NextRstd():
+        with next_rstd():
             noisy = train(case)
     with card(case.capability) as emulation:
         comparison = Comparison(emulation.launches)

@@ -92,7 +92,7 @@ class Driver:
     """The answers that Triton asks of its driver for a launch.
 
     Args:
-        capability: of the card, such as (9, 0).
+        capability: compute capability, such as (9, 0).
     """
 
     def __init__(self, capability: tuple[int, int]) -> None:

@@ -36,9 +36,9 @@ def test_fp8_equals_torch_and_saturates(format):
 @pytest.mark.parametrize("format", [E4M3, E5M2], ids=["e4m3", "e5m2"])
 def test_fp8_codes_are_exact_halves(format):
     codes = np.arange(256, dtype=np.uint16)
-    made = conversions.halves_of(format.name, codes | (codes << np.uint16(8)))
+    halves = conversions.halves_of(format.name, codes | (codes << np.uint16(8)))
     want = torch.arange(256, dtype=torch.uint8).view(format.dtype).half()
-    for half in (made & np.uint32(0xFFFF), made >> np.uint32(16)):
+    for half in (halves & np.uint32(0xFFFF), halves >> np.uint32(16)):
         got = torch.from_numpy(half.astype(np.uint16)).view(torch.half)
         assert torch.equal(got.nan_to_num(-1), want.nan_to_num(-1))
         assert torch.equal(got.signbit() & ~got.isnan(), want.signbit() & ~want.isnan())
@@ -77,14 +77,14 @@ def test_fma_rounds_once():
     c[1000:2000] = -(a * b)[1000:2000]
     a[2000:], b[2000:] = 1 + np.float32(2.0**-12), 1 + np.float32(2.0**-12)
     c[2000:] = np.ldexp(random.choice([-1.0, 1.0], 1000), random.integers(-80, -20, 1000))
-    made = arithmetic.fma(a, b, c)
+    results = arithmetic.fma(a, b, c)
     want = [
         nearest(Fraction(float(x)) * Fraction(float(y)) + Fraction(float(z)))
         for x, y, z in zip(a, b, c, strict=True)
     ]
-    assert np.array_equal(made, np.array(want))
+    assert np.array_equal(results, np.array(want))
     twice = (a.astype(np.float64) * b + c).astype(np.float32)
-    assert (twice != made).any()
+    assert (twice != results).any()
 
 
 def test_integers_divide_towards_zero():

@@ -44,7 +44,7 @@ class Edit:
         return text
 
 
-def found(family, edit, expected, match, schedule=None):
+def assert_found(family, edit, expected, match, schedule=None):
     """Require that the faulty kernel is found out."""
     options = {} if schedule is None else {"schedule": schedule}
     with (
@@ -67,7 +67,7 @@ def test_a_barrier_taken_out(family, kernel, number, seed):
     edit = Edit(kernel, BARRIER, "", number)
     schedule = None if seed is None else lambda: Shuffled(seed)
     what = "since the last barrier|never written"
-    found(family, edit, (faults.Race, faults.Uninitialised), what, schedule)
+    assert_found(family, edit, (faults.Race, faults.Uninitialised), what, schedule)
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,9 @@ def test_a_barrier_taken_out(family, kernel, number, seed):
 )
 def test_a_mask_off_by_one(family, kernel):
     edit = Edit(kernel, r"setp\.lt\.s(?=64|32\s+%p\d+, %r\d+, %r)", "setp.le.s")
-    found(family, edit, (faults.OutOfBounds, faults.Race), "behind the end of|nothing orders")
+    assert_found(
+        family, edit, (faults.OutOfBounds, faults.Race), "behind the end of|nothing orders"
+    )
 
 
 @pytest.mark.parametrize(("family", "distance"), [("cast block_1x128", 8), ("cast block_1x32", 2)])
@@ -84,7 +86,7 @@ def test_a_scale_of_another_block(family, distance):
     """The largest of half a block and half of the next one."""
     other = rf"\1 {2 * distance}, 31"
     edit = Edit("quantize_blocks_kernel", rf"(shfl\.sync\.bfly.*,) {distance}, 31", other)
-    found(family, edit, Mismatch, "differ")
+    assert_found(family, edit, Mismatch, "differ")
 
 
 def test_an_address_that_is_not_aligned():
@@ -104,7 +106,7 @@ def test_an_address_that_is_not_aligned():
 
 def test_an_address_that_is_computed_one_byte_off():
     edit = Edit("quantize_blocks_kernel", r"(st\.global\.v4\.b32 \[ %rd\d+ )\+ 0", r"\1+ 1", 0)
-    found("cast block_1x128", edit, faults.Misaligned, "16 bytes at")
+    assert_found("cast block_1x128", edit, faults.Misaligned, "16 bytes at")
 
 
 _COUNT = r"(acq_rel\.add\.u32 %r\d+, \[ (%rd\d+) (?:.|\n)*?)\t@%p\d+ st\.global\.b32 \[ \2 .*\n"
@@ -117,7 +119,7 @@ _COUNT = r"(acq_rel\.add\.u32 %r\d+, \[ (%rd\d+) (?:.|\n)*?)\t@%p\d+ st\.global\
 )
 def test_a_counter_left_over(pattern, replacement):
     edit = Edit("cast_delayed_kernel", pattern, replacement)
-    found("delayed cast", edit, Mismatch, "progress is left over")
+    assert_found("delayed cast", edit, Mismatch, "progress is left over")
 
 
 @pytest.mark.parametrize(
@@ -133,7 +135,7 @@ def test_a_counter_left_over(pattern, replacement):
 )
 def test_two_programs_that_race(pattern, replacement):
     edit = Edit("cast_delayed_kernel", pattern, replacement)
-    found("delayed cast", edit, faults.Race, "nothing orders them")
+    assert_found("delayed cast", edit, faults.Race, "nothing orders them")
 
 
 def test_memory_that_nobody_has_written():

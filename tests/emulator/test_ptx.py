@@ -73,9 +73,9 @@ $L__BB0_3:
 	shfl.sync.bfly.b32 	%r5, %r4, 1, 31, -1;
 	st.global.b32 [ %rd3 + 0 ], { %r5 };
 """
-    made = run(body, np.zeros(64, np.uint32), schedule=schedule)
+    results = run(body, np.zeros(64, np.uint32), schedule=schedule)
     want = [max(i, 1) if i < 10 else 5 for i in range(64)]
-    assert made.tolist() == [want[i ^ 1] for i in range(64)]
+    assert results.tolist() == [want[i ^ 1] for i in range(64)]
 
 
 @pytest.mark.parametrize(
@@ -119,11 +119,11 @@ def test_matrices_come_as_they_were_stored(trans):
 	st.global.b32 [ %rd3 + 256 ], {{ %r8 }};
 	st.global.b32 [ %rd3 + 512 ], {{ %r7 }};
 """
-    made = run(body, np.zeros(192, np.uint32), number=77, shared=1024)
-    assert made[:64].tolist() == list(range(64))
-    assert (made[128:] == 77).all()
+    results = run(body, np.zeros(192, np.uint32), number=77, shared=1024)
+    assert results[:64].tolist() == list(range(64))
+    assert (results[128:] == 77).all()
     # Row i of the first matrix, whose beginning thread i reads: elements 0 and 1.
-    assert made[64 + 1] == (4 if not trans else 0)
+    assert results[64 + 1] == (4 if not trans else 0)
 
 
 def test_atomics_of_programs_add_up(schedule):

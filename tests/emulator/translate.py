@@ -59,7 +59,7 @@ class Translated:
         whole_warps: whether an instruction needs all threads of a warp.
         atomic: whether it is one atomic operation.
         size: number of its instructions.
-        line: of the first instruction.
+        line: line of the first instruction.
     """
 
     run: Callable[..., tuple[Any, ...]]
@@ -178,7 +178,7 @@ class BlockWriter:
 
         Args:
             operand: a register, or a number.
-            kind: of the values, such as "u32", "i16", "f32" and "pred".
+            kind: type of the values, such as "u32", "i16", "f32" and "pred".
         """
         if not isinstance(operand, str):
             raise self.fail("operands of another form")
@@ -213,9 +213,9 @@ class BlockWriter:
 
     def _immediate(self, text: str, kind: str) -> str:
         dtype = DTYPES[kind]
-        if found := _FLOAT.match(text):
-            bits = int(found[1] or found[2], 16)
-            value = np.array(bits, f"u{4 if found[1] else 8}").view(f"f{4 if found[1] else 8}")
+        if match := _FLOAT.match(text):
+            bits = int(match[1] or match[2], 16)
+            value = np.array(bits, f"u{4 if match[1] else 8}").view(f"f{4 if match[1] else 8}")
             if dtype.kind != "f":
                 return self.constant(np.array(bits, f"u{dtype.itemsize}").astype(dtype)[()])
             return self.constant(value.astype(dtype)[()])
@@ -239,7 +239,7 @@ class BlockWriter:
         Args:
             operand: the register; "_": nothing is written.
             expression: its new values.
-            kind: of the values.
+            kind: type of the values.
             computed: whether they are float results, whose NaNs may have any bits.
         """
         assert self.instruction is not None

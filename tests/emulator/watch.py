@@ -37,7 +37,7 @@ class Watch:
         """See an access to tensors, when it has been done.
 
         Args:
-            access: of at least one thread.
+            access: an access of at least one thread.
             same: which bytes were written that were there before, and which are there now.
         """
 
