@@ -140,3 +140,18 @@ def test_peak_memory():
         copies = 2 * MULTIPLIED[model] / 2**30
         for shown in (f"{copies:.1f}", f"{activations['bf16-mixed'] - copies:.1f}"):
             assert shown in PAGE
+
+
+def test_instructions_and_sectors():
+    names = ("instructions_per_element", "sectors_per_element", "sectors_over_least")
+    rows = read_rows(RESULTS / "emulated_sectors.csv")
+    states = {
+        state: {(row["what"], row["kernel"]): row for row in rows if row["as"] == state}
+        for state in ("before", "now")
+    }
+    shown = _table("Instructions and sectors")
+    assert len(shown) == len(states["now"])
+    for (what, kernel), row in states["now"].items():
+        before = states["before"][what, kernel]["sectors_over_least"]
+        cells = shown[f"{what}, `{kernel.removesuffix('_kernel')}"]
+        assert cells == [*(row[name] for name in names), before]

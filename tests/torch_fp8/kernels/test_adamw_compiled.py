@@ -105,6 +105,8 @@ def test_a_step_with_the_payload_compiles_without_spills(make_matrix, record_lau
         # The payload leaves in 16 bytes at a time, whichever way it lies.
         narrow = set(re.findall(r"(?:ld|st)\.global\.b\d+", ptx.split(".section")[0]))
         assert "st.global.b16" not in narrow
+        # One byte at a time, only the scales: a group's 32 elements have two, in a step.
+        assert len(re.findall(r"st\.global\.b8", ptx)) <= 4
 
 
 def step_of(launches, compile_for):

@@ -172,25 +172,25 @@ def test_hardware_conversion_is_used(record_launches, compile_for):
 
 @pytest.mark.parametrize("granularity", ["tensorwise", "block_1x128", "block_1x32"])
 @pytest.mark.parametrize("name", ["bf16", "bf16 odd rows"])
-def test_tile_is_loaded_and_stored_in_16_byte_accesses(
-    record_launches, compile_for, name, granularity
-):
-    """Whatever the number of rows."""
+def test_tile_is_moved_in_whole_sectors(record_launches, compile_for, name, granularity):
+    """Whatever the number of rows: 8 elements of a row to a thread, 16 bytes of a column."""
     with record_launches(quantize) as launches:
         options = CastOptions(FORMATS[0], granularity, True, True, True)
         quantize.quantize_2d(INPUTS[name], options)
     ptx, _ = compile_for(launches[-1], "sm_90")
     assert "ld.global.v4.b32" in ptx
-    assert ptx.count("st.global.v4.b32") >= 2  # both layouts
+    assert "st.global.v2.b32" in ptx
+    assert "st.global.v4.b32" in ptx
     assert "st.global.b8" not in ptx
 
 
-def test_a_delayed_cast_of_any_rows_stores_16_bytes(record_launches, compile_for):
+def test_a_delayed_cast_of_any_rows_stores_whole_sectors(record_launches, compile_for):
     state = (torch.zeros(1024), torch.zeros(2))
     options = DelayedCastOptions(*state, FORMATS[0], "max", 0, True, True)
     with record_launches(quantize_delayed) as launches:
         quantize_delayed.quantize_2d_delayed(INPUTS["bf16 odd rows"], options, None)
     ptx, _ = compile_for(launches[0], "sm_90")
+    assert ptx.count("st.global.v2.b32") >= 2
     assert ptx.count("st.global.v4.b32") >= 2
     assert "st.global.b8" not in ptx
 

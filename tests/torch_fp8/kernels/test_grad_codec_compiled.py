@@ -31,9 +31,13 @@ def test_every_kernel_compiles_without_spills(dtype, layout, launches_of, compil
     launches = launches_of(dtype, layout)
     assert len(launches) == 3
     # 8 programs of 4 warps in a multiprocessor: of 65536 registers, 64 for each thread.
-    for ptx in compile_all(launches, registers=64, shared=8192):
+    encoding, adding, decoding = compile_all(launches, registers=64, shared=8192)
+    for ptx in (encoding, adding, decoding):
         assert ("ld.global.v4.b32" in ptx) is (layout != "any")
-        assert ("st.global.v4.b32" in ptx) is (layout != "any")
+    # Eight elements to a thread: whole sectors of values, and of codes.
+    assert ("st.global.v4.b32" in decoding) is (layout != "any")
+    for ptx in (encoding, adding):
+        assert ("st.global.v2.b32" in ptx) is (layout != "any")
 
 
 def test_products_and_sums_are_not_contracted(launches_of, compile_for):

@@ -41,8 +41,10 @@ def test_every_kernel_compiles_without_spills(dtype, numel, launches_of, compile
     for launch, ptx in zip(launches, ptx_of_launches, strict=True):
         if "plain" not in launch.name:
             wide = numel == "aligned" or "repack" in launch.name
-            assert ("ld.global.v4.b32" in ptx or "ld.global.v4.u32" in ptx) or not wide
-            assert "st.global.v4.b32" in ptx or not wide
+            values = "pack_kernel" in launch.name and "re" not in launch.name
+            assert f"ld.global.v{4 if values else 2}" in ptx or not wide
+            codes = "pack" in launch.name and "unpack" not in launch.name
+            assert f"st.global.v{2 if codes else 4}.b32" in ptx or not wide
 
 
 def test_products_and_sums_are_not_contracted(launches_of, compile_for):
