@@ -41,9 +41,9 @@ def test_every_kernel_compiles_without_spills(dtype, numel, launches_of, compile
     for launch, ptx in zip(launches, ptx_of_launches, strict=True):
         if "plain" not in launch.name:
             wide = numel == "aligned" or "repack" in launch.name
-            values = "pack_kernel" in launch.name and "re" not in launch.name
+            values = launch.name.startswith("pack")
             assert f"ld.global.v{4 if values else 2}" in ptx or not wide
-            codes = "pack" in launch.name and "unpack" not in launch.name
+            codes = launch.name.startswith(("pack", "reduce"))
             assert f"st.global.v{2 if codes else 4}.b32" in ptx or not wide
 
 
