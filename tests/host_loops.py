@@ -42,8 +42,10 @@ def batch() -> Tensor:
     return x
 
 
-def own_loop(config: Any, visit: Visit, folder: Path) -> dict[str, Tensor]:
-    model = Net()
+def own_loop(
+    config: Any, visit: Visit, folder: Path, model: nn.Module | None = None
+) -> dict[str, Tensor]:
+    model = model or Net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     torch_fp8.convert_to_float8(model, config)
     torch_fp8.convert_optimizer(optimizer, config, model=model)
@@ -59,13 +61,15 @@ def own_loop(config: Any, visit: Visit, folder: Path) -> dict[str, Tensor]:
     return torch.load(folder / "model.pt")
 
 
-def accelerate(config: Any, visit: Visit, folder: Path) -> dict[str, Tensor]:
+def accelerate(
+    config: Any, visit: Visit, folder: Path, model: nn.Module | None = None
+) -> dict[str, Tensor]:
     from accelerate import Accelerator
 
     from accelerate_fp8 import FP8Kwargs
 
     accelerator = Accelerator(mixed_precision="fp8", cpu=True, kwargs_handlers=[FP8Kwargs(config)])
-    model = Net()
+    model = model or Net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     model, optimizer, loader = accelerator.prepare(
         model, optimizer, DataLoader(data(), batch_size=8)
@@ -82,13 +86,15 @@ def accelerate(config: Any, visit: Visit, folder: Path) -> dict[str, Tensor]:
     return load_file(folder / "model.safetensors")
 
 
-def fabric(config: Any, visit: Visit, folder: Path) -> dict[str, Tensor]:
+def fabric(
+    config: Any, visit: Visit, folder: Path, model: nn.Module | None = None
+) -> dict[str, Tensor]:
     from lightning.fabric import Fabric
 
     from lightning_fp8 import FP8Precision
 
     fabric = Fabric(accelerator="cpu", devices=1, plugins=[FP8Precision(config)])
-    model = Net()
+    model = model or Net()
     model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
     for i, (x,) in enumerate(DataLoader(data(), batch_size=8)):
         fabric.backward(model(x)["loss"])
@@ -100,7 +106,9 @@ def fabric(config: Any, visit: Visit, folder: Path) -> dict[str, Tensor]:
     return torch.load(folder / "model.ckpt")["model"]
 
 
-def lightning(config: Any, visit: Visit, folder: Path) -> dict[str, Tensor]:
+def lightning(
+    config: Any, visit: Visit, folder: Path, model: nn.Module | None = None
+) -> dict[str, Tensor]:
     import lightning as L
 
     from lightning_fp8 import FP8Precision
@@ -108,7 +116,7 @@ def lightning(config: Any, visit: Visit, folder: Path) -> dict[str, Tensor]:
     class Task(L.LightningModule):
         def __init__(self) -> None:
             super().__init__()
-            self.net = Net()
+            self.net = model or Net()
 
         def training_step(self, batch: Any, index: int) -> Tensor:
             return self.net(batch[0])["loss"]
@@ -130,7 +138,9 @@ def lightning(config: Any, visit: Visit, folder: Path) -> dict[str, Tensor]:
     return {name.removeprefix("net."): x for name, x in saved.items()}
 
 
-def trainer(config: Any, visit: Visit, folder: Path) -> dict[str, Tensor]:
+def trainer(
+    config: Any, visit: Visit, folder: Path, model: nn.Module | None = None
+) -> dict[str, Tensor]:
     from safetensors.torch import load_file
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
@@ -144,7 +154,7 @@ def trainer(config: Any, visit: Visit, folder: Path) -> dict[str, Tensor]:
         learning_rate=1e-2, report_to=[], save_strategy="no", disable_tqdm=True, bf16=True,
     )  # fmt: skip
     rows = [{"x": x} for (x,) in data()]
-    host = Trainer(Net(), arguments, train_dataset=rows, callbacks=[Visitor()])
+    host = Trainer(model or Net(), arguments, train_dataset=rows, callbacks=[Visitor()])
     host.label_names = []
     host.train()
     host.save_model(str(folder))

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from tests.host_loops import WAYS
+from tests.host_loops import WAYS, Net
 from tests.weight_walk import (
     check_gradients,
     check_higher_order,
@@ -46,3 +46,48 @@ def test_user_code_finds_float32_weights(way, level, tmp_path, monkeypatch):
     assert {x.dtype for x in saved.values()} == {torch.float32}
     assert all(torch.equal(saved[name], state[name]) for name in state)
     assert (state["wide.weight"] != before).float().mean() > 0.9  # it trains on
+
+
+SEQUENCES = [
+    ("own_loop", "trainer"),
+    ("trainer", "trainer"),
+    ("trainer", "lightning"),
+    ("lightning", "accelerate"),
+    ("accelerate", "accelerate"),
+    ("fabric", "fabric"),
+    ("lightning", "lightning"),
+]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("ways", "level"), [(ways, "O2") for ways in SEQUENCES] + [(SEQUENCES[1], "O3")]
+)
+def test_a_second_host_goes_on_from_what_the_first_has_trained(ways, level, tmp_path, monkeypatch):
+    """Phase two, folds, SFT and then DPO: over one model, without a file in between."""
+    choices = {"opt_level": level, "emulate": True, "recipe": "tensorwise"}
+    monkeypatch.setenv("TORCH_FP8_CONFIG", json.dumps(choices))
+    model, seen = Net(), []
+    for i, way in enumerate(ways):
+        monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8" if way == "trainer" else "no")
+        before = {name: x.detach().clone() for name, x in model.state_dict().items()}
+        begun = []
+
+        def notice(module, args, options, begun=begun):
+            if not begun:
+                begun.append(module.weight.detach().clone())
+
+        handle = model.wide.register_forward_pre_hook(notice, with_kwargs=True)
+        folder = tmp_path / str(i)
+        folder.mkdir()
+        saved = WAYS[way](
+            FP8Config(**choices), lambda model, optimizer: seen.append(model), folder, model
+        )
+        handle.remove()
+        state = model.state_dict()
+        if i:  # the first conversion rounds to 24 bits
+            assert torch.equal(begun[0], before["wide.weight"])
+        assert {x.dtype for x in saved.values()} == {torch.float32}
+        assert all(torch.equal(saved[name], state[name]) for name in state)
+        assert (saved["wide.weight"] != before["wide.weight"]).float().mean() > 0.9
+    assert len(seen) == 2
