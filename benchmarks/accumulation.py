@@ -1,6 +1,6 @@
 """Error of gradients summed over micro-batches in 8 bits, against a sum in float32, as CSV.
 
-    python benchmarks/accumulation.py    # writes benchmarks/results/accumulation.csv
+    python -m benchmarks.accumulation    # runs/benchmarks/accumulation.csv
 
 The stored sum is decoded, the next gradient added, and the result encoded again, so every
 micro-batch rounds the whole sum. Gradients are (64, 512); each sum is repeated with `streams` of
@@ -30,19 +30,18 @@ sum has moved to a coarser spacing in between, that outcome changes what the sec
 a turn instead of the complement has half of both effects.
 """
 
-import csv
+import argparse
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from benchmarks.rows import add_csv, write_rows
 from torch_fp8.quantization.block_scaled import decode, encode
 from torch_fp8.quantization.formats import GRADIENT, MOMENT1, ByteFloat
 from torch_fp8.quantization.stochastic_rounding import element_index, random_words, stream_keys
 
-RESULTS = Path(__file__).parent / "results" / "accumulation.csv"
 COLUMNS = (
     "method",
     "input",
@@ -211,16 +210,16 @@ def measure(method_name: str, input_name: str, streams: int | None = None) -> It
 
 def main() -> None:
     """Measure everything and write the CSV."""
-    RESULTS.parent.mkdir(exist_ok=True)
-    with RESULTS.open("w", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-        writer.writeheader()
-        for method in METHODS:
-            for input_name in INPUTS:
-                for row in measure(method, input_name):
-                    writer.writerow(row)
-                    print(*row.values(), flush=True)
-    print(f"wrote {RESULTS}")
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add_csv(parser, "accumulation")
+    path, rows = parser.parse_args().csv, []
+    for method in METHODS:
+        for input_name in INPUTS:
+            for row in measure(method, input_name):
+                rows.append(row)
+                print(*row.values(), flush=True)
+    write_rows(path, COLUMNS, rows)
+    print(f"wrote {path}")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Bytes per token that one Llama block keeps from forward to backward, counted.
 
-    python -m benchmarks.activation_bytes    # writes benchmarks/results/activation_bytes.csv
+    python -m benchmarks.activation_bytes    # runs/benchmarks/activation_bytes.csv
 
 Hugging Face's decoder layer with BF16 weights and torch's attention, on 256 tokens: eager BF16, and
 converted with each recipe. Counted are the distinct storages that saved-tensor hooks see in one
@@ -23,7 +23,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
-from benchmarks.measurement import RESULTS, environment, print_table, write_rows
+from benchmarks.measurement import environment, print_table
+from benchmarks.rows import add_csv, write_rows
 from benchmarks.saved_activations import count_saved
 from torch_fp8 import Float8Linear, FP8Config, convert_to_float8
 
@@ -60,7 +61,8 @@ COLUMNS = (
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.parse_args()
+    add_csv(parser, "activation_bytes")
+    path = parser.parse_args().csv
     about = {k: v for k, v in environment(torch.device("cpu")).items() if k in COLUMNS}
     rows = []
     for layout, sizes in LAYOUTS.items():
@@ -72,7 +74,7 @@ def main() -> None:
             row = {"layout": layout, "variant": variant, "bytes_per_token": round(total, 1)}
             share = round(total / counted["BF16 eager"][0], 4)
             rows.append({**row, "share": share, "gemms_again": gemms, **about})
-        write_rows(RESULTS / "activation_bytes.csv", COLUMNS, rows)
+        write_rows(path, COLUMNS, rows)
     print_table(COLUMNS[:5], rows)
 
 

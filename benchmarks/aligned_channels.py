@@ -27,7 +27,6 @@ run again. The losses of all steps go into a second CSV, of which the picture is
 """
 
 import argparse
-import csv
 import datetime
 import functools
 from collections.abc import Callable
@@ -41,6 +40,7 @@ from transformers import LlamaForCausalLM, get_cosine_schedule_with_warmup
 
 from benchmarks.pretraining import BATCH, LEARNING_RATE, corpus, evaluate, loss_of, windows
 from benchmarks.recipes_loss import ROOT, commit
+from benchmarks.rows import add_csv, append_rows, read_rows, tell_kept
 from examples import tiny_llama
 from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8
 
@@ -244,18 +244,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--faults", nargs="+", choices=list(PLANTED), default=["both"])
-    parser.add_argument("--csv", type=Path, default=RESULTS)
+    add_csv(parser, RESULTS.stem)
+    parser.add_argument("--docs", action="store_true", help="draw the committed runs, and end")
     arguments = parser.parse_args()
+    tell_kept(arguments.csv)
+    if arguments.docs:
+        draw(CURVES, PICTURE, ROOT / "docs/images" / PICTURE.name)  # the page shows its own
+        return
     for seed in arguments.seeds:
         for faults in arguments.faults:
             for recipe, smooth in VARIANTS:
                 run(arguments.csv, seed, faults, recipe, smooth)
-    draw(CURVES, PICTURE)
+    draw(arguments.csv.with_name(CURVES.name), arguments.csv.with_suffix(".png"))
 
 
 def run(path: Path, seed: int, faults: str, recipe: str, smooth: bool) -> None:
     """Train one variant, unless its row is there, and add its rows to both files."""
-    rows = read(path)
+    rows = read_rows(path)
     key = (faults, recipe, str(smooth), str(seed))
     if any((r["faults"], r["recipe"], r["smooth_swiglu"], r["seed"]) == key for r in rows):
         return
@@ -276,39 +281,21 @@ def run(path: Path, seed: int, faults: str, recipe: str, smooth: bool) -> None:
         "date": datetime.date.today().isoformat(),
         "command": "nice -n 19 python -m benchmarks.aligned_channels",
     }
-    append(path, COLUMNS, [row])
+    append_rows(path, COLUMNS, [row])
     curve = [dict(zip((*COLUMNS[:4], "step", "loss"), (*key, step, f"{loss:.5f}"), strict=True))
              for step, loss in enumerate(losses)]  # fmt: skip
-    append(path.with_name(CURVES.name), [*COLUMNS[:4], "step", "loss"], curve)
+    append_rows(path.with_name(CURVES.name), [*COLUMNS[:4], "step", "loss"], curve)
     print(" ".join(key), row["eval_loss"], row["rel_diff"], flush=True)
 
 
-def read(path: Path) -> list[dict[str, str]]:
-    """Return the rows of a CSV; none if it is not there."""
-    if not path.is_file():
-        return []
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
-
-
-def append(path: Path, columns: list[str], rows: list[dict]) -> None:
-    """Add rows to a CSV, which gets its header first."""
-    is_new = not path.is_file()
-    with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, columns, lineterminator="\n")
-        if is_new:
-            writer.writeheader()
-        writer.writerows(rows)
-
-
-def draw(curves: Path, picture: Path, seed: str = "0") -> None:
+def draw(curves: Path, *pictures: Path, seed: str = "0") -> None:
     """Draw the smoothed losses of one seed's runs with faults, and how far they are from BF16's."""
     from matplotlib import pyplot
 
     from benchmarks.plot import COLOURS
 
     losses: dict[tuple[str, str], list[float]] = {}
-    for row in read(curves):
+    for row in read_rows(curves):
         if (row["faults"], row["seed"]) == ("both", seed):
             losses.setdefault((row["recipe"], row["smooth_swiglu"]), []).append(float(row["loss"]))
     means = {
@@ -352,7 +339,7 @@ def draw(curves: Path, picture: Path, seed: str = "0") -> None:
     below.minorticks_off()
     below.set(xlabel=f"step after {PRETRAINING_STEPS} in BF16", ylabel="difference to BF16")
     below.set_ylim(-0.6, 80)
-    for path in (picture, ROOT / "docs/images" / picture.name):  # the page shows its own
+    for path in pictures:
         figure.savefig(path, dpi=110)
     pyplot.close(figure)
 

@@ -1,6 +1,6 @@
 """Forward and backward of one Hugging Face decoder layer of the Llama-3.1-8B layout.
 
-    python -m benchmarks.bench_block            # on a GPU; benchmarks/results/block.csv
+    python -m benchmarks.bench_block            # on a GPU; runs/benchmarks/block.csv
     python -m benchmarks.bench_block --toy      # small sizes, also on a CPU
 
 The real LlamaDecoderLayer with SDPA and BF16 weights, sequences of 4096; BF16, our recipes,

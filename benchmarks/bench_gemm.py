@@ -1,6 +1,6 @@
 """The three GEMMs of the linears of a Llama-3.1-8B block, without casts: time and error of each.
 
-    python -m benchmarks.bench_gemm            # on a GPU; benchmarks/results/gemm.csv
+    python -m benchmarks.bench_gemm            # on a GPU; runs/benchmarks/gemm.csv
     python -m benchmarks.bench_gemm --toy      # small sizes, also on a CPU
 
 BF16, and FP8 with one scale per tensor, per row and per block, accumulated fast (in the tensor

@@ -1,6 +1,6 @@
 """Forward and backward of the seven linears of a Llama-3.1-8B block, casts included.
 
-    python -m benchmarks.bench_linear            # on a GPU; benchmarks/results/linear.csv
+    python -m benchmarks.bench_linear            # on a GPU; runs/benchmarks/linear.csv
     python -m benchmarks.bench_linear --toy      # small sizes, also on a CPU
 
 Every variant of a number of rows M runs in this process, interleaved: BF16, each FP8 recipe, with

@@ -1,6 +1,6 @@
 """Peak memory of a full fine-tuning step by category, per layout and level.
 
-    python -m benchmarks.bench_memory            # on a GPU; benchmarks/results/memory.csv
+    python -m benchmarks.bench_memory            # on a GPU; runs/benchmarks/memory.csv
     python -m benchmarks.bench_memory --fake     # without one, counted; memory_counted.csv
     python -m benchmarks.bench_memory --toy      # a tiny model, also on a CPU
 

@@ -1,6 +1,6 @@
 """One optimizer step on a billion parameters: 8-bit AdamW against torch's fused one and torchao's.
 
-    python -m benchmarks.bench_optimizer         # on a GPU; benchmarks/results/optimizer.csv
+    python -m benchmarks.bench_optimizer         # on a GPU; runs/benchmarks/optimizer.csv
     python -m benchmarks.bench_optimizer --toy   # a tiny model, also on a CPU: the reference path
 
 The parameters of a TinyLlama-1.1B layout with tied embeddings: 200 tensors, 1.03e9 elements. All

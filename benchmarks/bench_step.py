@@ -1,6 +1,6 @@
 """A full fine-tuning step of Llama layouts through the real Lightning Trainer and Accelerate.
 
-    python -m benchmarks.bench_step            # on a GPU; benchmarks/results/step.csv
+    python -m benchmarks.bench_step            # on a GPU; runs/benchmarks/step.csv
     python -m benchmarks.bench_step --toy      # a tiny model, also on a CPU
 
 Layouts of Llama-3.2-3B, -1B and 3.1-8B with random weights, sequences of 4096, learnable tokens,

@@ -15,11 +15,9 @@ configuration classes have by default. At the end docs/coverage.md is written fr
 """
 
 import argparse
-import csv
 import datetime
 import os
 import warnings
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -27,6 +25,7 @@ import torch
 from benchmarks import small_models_loss
 from benchmarks.architectures import KINDS, batch_for, make
 from benchmarks.recipes_loss import ROOT, commit
+from benchmarks.rows import add_csv, read_rows, tell_kept, write_rows
 from torch_fp8 import ConversionReport, FP8Config, convert_optimizer, convert_to_float8
 
 STEPS, LEARNING_RATE = 30, 1e-3
@@ -91,26 +90,28 @@ what rounding to 8 bits costs models of this size, and nothing systematic beyond
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", choices=[*KINDS, []], help="none: all", metavar="name")
-    parser.add_argument("--table", action="store_true", help="write docs/coverage.md alone")
+    text = "write docs/coverage.md from the committed rows, and end"
+    parser.add_argument("--table", action="store_true", help=text)
     parser.add_argument("--experts", action="store_true", help="count mixtures of experts alone")
-    parser.add_argument("--csv", type=Path, default=RESULTS)
-    parser.add_argument("--document", type=Path, default=TABLE)
+    add_csv(parser, RESULTS.stem)
     arguments = parser.parse_args()
+    tell_kept(arguments.csv)
     os.environ.pop("TORCH_FP8_CONFIG", None)
     torch.set_num_threads(1)
-    alone = arguments.table or arguments.experts
+    if arguments.table:
+        TABLE.write_text(document(by_architecture(RESULTS), by_architecture(EXPERTS)))
+        return
     if arguments.experts:
-        write_rows(EXPERTS, {name: count_mixture(name) for name in MIXTURES}, EXPERT_COLUMNS)
-    names = [] if alone else arguments.names or list(KINDS)
-    for name in names:
-        rows = read_rows(arguments.csv)
+        counted = [count_mixture(name) for name in MIXTURES]
+        write_rows(arguments.csv.with_name(EXPERTS.name), EXPERT_COLUMNS, counted)
+        return
+    for name in arguments.names or list(KINDS):
+        rows = by_architecture(arguments.csv)
         if name in rows and not rows[name]["failure"]:
             continue
         rows[name] = row = measure(name)
-        write_rows(arguments.csv, rows)
+        write_rows(arguments.csv, COLUMNS, [rows[name] for name in KINDS if name in rows])
         print(f"{name:18} {row['flops_share']:>6} {row['difference']:>8} {row['failure']}")
-    arguments.document.parent.mkdir(exist_ok=True)
-    arguments.document.write_text(document(read_rows(arguments.csv), read_rows(EXPERTS)))
 
 
 def measure(name: str) -> dict[str, str]:
@@ -196,24 +197,9 @@ def train(
     return losses, report
 
 
-def read_rows(path: Path) -> dict[str, dict[str, str]]:
+def by_architecture(path: Path) -> dict[str, dict[str, str]]:
     """Return the existing rows, by architecture."""
-    if not path.exists():
-        return {}
-    with path.open() as file:
-        return {row["architecture"]: row for row in csv.DictReader(file)}
-
-
-def write_rows(
-    path: Path, rows: dict[str, dict[str, str]], columns: Sequence[str] = COLUMNS
-) -> None:
-    """Write all rows, in the order of `KINDS`."""
-    partial = path.with_suffix(".partial")
-    with partial.open("w", newline="") as file:
-        writer = csv.DictWriter(file, columns, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows[name] for name in KINDS if name in rows)
-    partial.replace(path)
+    return {row["architecture"]: row for row in read_rows(path)}
 
 
 def document(rows: dict[str, dict[str, str]], mixtures: dict[str, dict[str, str]]) -> str:

@@ -1,7 +1,7 @@
 """What compiled kernels ask of a card, counted in the emulator of their PTX, and whether they are
 equal to their references.
 
-    python -m benchmarks.emulated_kernels    # benchmarks/results/emulated_kernels.csv
+    python -m benchmarks.emulated_kernels    # runs/benchmarks/emulated_kernels.csv
 
 Every variant that `benchmarks.kernel_resources` records is launched with few rows, with tails and
 odd sizes, compiled for Hopper and Blackwell; Triton's launcher launches and `tests.emulator` runs
@@ -23,7 +23,6 @@ Several processes share the work: each writes the rows of one target to a file o
 """
 
 import argparse
-import csv
 import functools
 import itertools
 import time
@@ -31,7 +30,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from functools import partial
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -39,6 +37,7 @@ import torch
 import torch_fp8.ops.grad_codec
 import torch_fp8.ops.messages
 from benchmarks import kernel_resources
+from benchmarks.rows import add_csv, read_rows, tell_kept, write_rows
 from tests.emulator.compared import Comparison
 from tests.emulator.counts import Counts
 from tests.emulator.driver import Emulation, Launched, emulated
@@ -170,9 +169,9 @@ def run(case: Case, target: str) -> tuple[list[dict[str, Any]], str]:
 @functools.cache
 def recorded_registers() -> dict[tuple[str, ...], str]:
     """Return the registers of kernels, variants, targets and warps."""
-    with kernel_resources.RESULTS.open() as file:
-        columns = ("kernel", "variant", "target", "warps")
-        return {tuple(r[c] for c in columns): r["registers"] for r in csv.DictReader(file)}
+    columns = ("kernel", "variant", "target", "warps")
+    recorded = read_rows(kernel_resources.RESULTS)
+    return {tuple(r[c] for c in columns): r["registers"] for r in recorded}
 
 
 def key_of(row: dict[str, Any]) -> tuple[str, ...]:
@@ -183,11 +182,9 @@ def key_of(row: dict[str, Any]) -> tuple[str, ...]:
 def read(paths: list[Path], digest: str) -> list[dict[str, Any]]:
     """Return the rows of cases in files, of this code; each once."""
     rows: dict[tuple[str, ...], dict[str, Any]] = {}
-    for path in (p for p in paths if p.exists()):
-        with path.open() as file:
-            for row in csv.DictReader(file):
-                if row["digest"] == digest and row["case"]:
-                    rows[(row["case"], row["triton"], *key_of(row))] = row
+    for row in itertools.chain.from_iterable(map(read_rows, paths)):
+        if row["digest"] == digest and row["case"]:
+            rows[(row["case"], row["triton"], *key_of(row))] = row
     return list(rows.values())
 
 
@@ -200,19 +197,17 @@ def write(path: Path, rows: list[dict[str, Any]], digest: str) -> None:
             names = ("kernel", "variant", "target", "warps")
             row = dict(zip(names, key, strict=True))
             missing.append({**row, "equal": "missing", "triton": triton, "digest": digest})
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows([*rows, *missing])
+    write_rows(path, COLUMNS, [*rows, *missing])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="count what kernels ask of a card")
-    parser.add_argument("--csv", type=Path, default=RESULTS)
+    add_csv(parser, "emulated_kernels")
     parser.add_argument("--rows", type=Path, nargs="+", default=[], help="files of other processes")
     parser.add_argument("--targets", nargs="*", choices=TARGETS, default=list(TARGETS))
     parser.add_argument("--minutes", type=float, default=60, help="none begins after as many")
     chosen = parser.parse_args()
+    tell_kept(chosen.csv)
     triton, digest = metadata.version("triton"), kernel_resources.digest()
     rows = read([chosen.csv, *chosen.rows], digest)
     done = {(r["case"], r["target"]) for r in rows if r["triton"] == triton}

@@ -17,7 +17,6 @@ folder, which `torch_fp8.load_trainable` reads here.
 
 import argparse
 import copy
-import csv
 import datetime
 import math
 import tempfile
@@ -30,6 +29,7 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks import pretraining
 from benchmarks.recipes_loss import ROOT, commit
+from benchmarks.rows import add_csv, write_rows
 from examples import tiny_llama
 from torch_fp8 import (
     FP8Config,
@@ -67,7 +67,7 @@ COLUMNS = [
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=STEPS)
-    parser.add_argument("--csv", type=Path, default=RESULTS)
+    add_csv(parser, "export_loss")
     arguments = parser.parse_args()
     pretraining.EVAL_WINDOWS = EVAL_WINDOWS
     tokens, held_out, vocab_size = pretraining.corpus()
@@ -193,10 +193,7 @@ def write(rows: list[dict[str, Any]], path: Path) -> None:
         "date": f"{datetime.date.today():%Y-%m-%d}",
         "command": "python -m benchmarks.export_loss",
     }
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows({**row, **about} for row in rows)
+    write_rows(path, COLUMNS, [{**row, **about} for row in rows])
 
 
 if __name__ == "__main__":

@@ -32,7 +32,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.measurement import RESULTS, ROOT, Table, environment, print_table, read_rows
+from benchmarks.measurement import Table, environment, print_table
+from benchmarks.rows import ROOT, add_csv, read_rows, tell_kept
 
 BF16, FP8 = "bf16", "fp8"
 SCRIPTS = {
@@ -54,9 +55,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--scripts", nargs="+", choices=list(SCRIPTS), default=list(SCRIPTS))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument("--csv", type=Path, default=RESULTS / "frozen_parity.csv")
+    add_csv(parser, "frozen_parity")
     parser.add_argument("script_arguments", nargs="*", help="for every script, after --")
     arguments = parser.parse_args()
+    tell_kept(arguments.csv)
     torch.set_num_threads(1)  # a fork has no other threads
     from trl import DPOTrainer, GRPOTrainer, SFTTrainer  # noqa: F401  (for all forks)
 

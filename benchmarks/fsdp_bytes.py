@@ -5,13 +5,11 @@
 The model is made of fake tensors, which have shapes and no memory, on a fake process group; FSDP2,
 our gathers and our scatters run as ever, and `torch_fp8.count_communication` counts what they hand
 to the collectives: one forward and backward, weights gathered again in backward. Blocks and root
-are sharded as everybody does it. Written to ``results/wire_bytes.csv``: bytes that a rank sends,
-against BF16 collectives. The scales' collective counts as gathering.
+are sharded as everybody does it. Written to ``wire_bytes.csv``: bytes that a rank sends, against
+BF16 collectives. The scales' collective counts as gathering.
 """
 
 import argparse
-import csv
-from pathlib import Path
 from unittest import mock
 
 import torch
@@ -19,7 +17,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from benchmarks.measurement import RESULTS, environment, print_table, write_rows
+from benchmarks.measurement import environment, print_table
+from benchmarks.rows import add_csv, read_rows, write_rows
 from benchmarks.shapes import LLAMA_3_1_8B_BLOCK
 from torch_fp8 import FP8Config, convert_to_float8
 from torch_fp8.distributed import comm_counter
@@ -129,17 +128,16 @@ def rows(ranks):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 8])
-    parser.add_argument("--csv", type=Path, default=RESULTS / "wire_bytes.csv")
+    add_csv(parser, "wire_bytes")
     options = parser.parse_args()
-    kept = []
-    if options.csv.exists():  # rows of others stay
-        with options.csv.open(newline="") as file:
-            kept = [row for row in csv.DictReader(file) if not row["case"].startswith("FSDP2")]
+    others = [
+        row for row in read_rows(options.csv) if not row["case"].startswith("FSDP2")
+    ]  # of others
     where = {**environment(torch.device("cpu")), "command": "python -m benchmarks.fsdp_bytes"}
     made = []
     for ranks in options.ranks:
         made += [{**row, **{c: where[c] for c in COLUMNS[6:]}} for row in rows(ranks)]
-        write_rows(options.csv, COLUMNS, kept + made)
+        write_rows(options.csv, COLUMNS, others + made)
     print_table(COLUMNS[:6], made)
 
 

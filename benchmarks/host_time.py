@@ -1,6 +1,6 @@
 """What the host takes to launch a Llama block and an optimizer step, measured without a card.
 
-    python -m benchmarks.host_time    # benchmarks/results/host_time.csv
+    python -m benchmarks.host_time    # runs/benchmarks/host_time.csv
 
 A Hugging Face LlamaDecoderLayer runs forward and backward in eager mode on a few tokens and
 features, so that arithmetic takes next to nothing. Our implementations for CUDA run, on CPU
@@ -27,7 +27,6 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from unittest import mock
 
 from benchmarks.stub_driver import Counts, references, stub_driver  # before torch_fp8
@@ -39,7 +38,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
-from benchmarks.measurement import RESULTS, environment, print_table, write_rows
+from benchmarks.measurement import environment, print_table
+from benchmarks.rows import add_csv, write_rows
 from benchmarks.shapes import LLAMA_3_2_3B, parameter_shapes
 from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8
 from torch_fp8.kernels import quantize, rms_norm, swiglu
@@ -256,7 +256,7 @@ def runs_of(case: str, recipes: tuple[str, ...] = RECIPES) -> dict[str, Run]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repetitions", type=int, default=300)
-    parser.add_argument("--csv", type=Path, default=RESULTS / "host_time.csv")
+    add_csv(parser, "host_time")
     options = parser.parse_args()
     torch.set_num_threads(1)
     about = environment(torch.device("cpu"))

@@ -1,7 +1,7 @@
 """The largest model that a cluster can train, and FP8-LM's published memory beside the planner's.
 
-    python -m benchmarks.largest_model              # benchmarks/results/largest_model.csv, .png
-    python -m benchmarks.largest_model --published  # benchmarks/results/published_memory.csv
+    python -m benchmarks.largest_model              # runs/benchmarks/largest_model.csv, .png
+    python -m benchmarks.largest_model --published  # runs/benchmarks/published_memory.csv
 
 * ``largest_model``: FP8-LM's Figure 1 (arXiv 2310.18313): GPTs of n layers, n heads and 128 n
   features on 8, 32 and 128 GPUs of 80 GB, all of which shard by FSDP2, sequences of 2,048, one at a
@@ -26,7 +26,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks.measurement import RESULTS, Table, environment, print_table, read_rows
+from benchmarks.measurement import Table, environment, print_table
+from benchmarks.rows import OUTPUT, read_rows
 from torch_fp8.planner.layouts import gpt_config
 from torch_fp8.planner.plan import RESERVE, plan
 from torch_fp8.planner.setup import BF16
@@ -66,7 +67,8 @@ def main() -> None:
     parser.add_argument("--published", action="store_true", help="FP8-LM's memory instead")
     parser.add_argument("--gpus", type=int, nargs="+", default=[8, 32, 128])
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS)
-    parser.add_argument("--folder", type=Path, default=RESULTS)
+    text = "of the rows and the picture; benchmarks/results has those that are committed"
+    parser.add_argument("--folder", type=Path, default=OUTPUT, help=text)
     arguments = parser.parse_args()
     about = environment(torch.device("cpu"))
     if arguments.published:

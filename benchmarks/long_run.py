@@ -6,7 +6,7 @@
 10,000 steps of 128 tokens of the standard library for a Llama of a quarter of a million parameters,
 each variant in a folder of its own: ``bf16``, ``fp8`` and, with ``--smooth``, ``fp8-smooth``
 (``FP8Config(smooth_swiglu=True)``). The level is O1, so that BF16 and FP8 differ in the layers
-alone: stock AdamW trains float32 weights. Writes ``benchmarks/results/long_run.csv``.
+alone: stock AdamW trains float32 weights. Writes ``long_run.csv``.
 
 ``--perturb N`` multiplies the first weights by 1 plus a thousandth of noise of seed N. Batches stay
 the same. Training so long turns the smallest difference into another run: what such runs in BF16
@@ -14,7 +14,6 @@ differ by is what a difference of one run in FP8 has to be held against.
 """
 
 import argparse
-import csv
 import json
 from pathlib import Path
 from typing import Any
@@ -24,11 +23,11 @@ from torch import nn
 from transformers import get_cosine_schedule_with_warmup
 
 from benchmarks.pretraining import corpus, evaluate, windows
+from benchmarks.rows import add_csv, write_rows
 from examples import tiny_llama
 from torch_fp8 import FP8Config, Monitor, convert_to_float8
 from torch_fp8.monitor.run_log import RunLog
 
-RESULTS = Path(__file__).parent / "results"
 STEPS, BATCH, LENGTH, HIDDEN, LAYERS, RATE = 10_000, 4, 32, 64, 2, 2e-3
 EVERY, NOISE = 50, 1e-3
 
@@ -92,6 +91,7 @@ def main() -> None:
     parser.add_argument("--recipe", default="delayed")
     parser.add_argument("--smooth", action="store_true", help="with Smooth-SwiGLU, too")
     parser.add_argument("--only", nargs="+", metavar="VARIANT")
+    add_csv(parser, "long_run")
     options = parser.parse_args()
     torch.set_num_threads(1)
     fp8: dict[str, Any] = {"recipe": options.recipe, "opt_level": "O1", "monitor": EVERY}
@@ -110,11 +110,8 @@ def main() -> None:
         print(name, result, flush=True)
     found = sorted(options.output.glob("*/result.json"))
     rows = [json.loads(path.read_text()) for path in found]
-    with (RESULTS / "long_run.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
-        writer.writeheader()
-        for row in rows:
-            writer.writerow({**row, **{k: f"{v:.4f}" for k, v in row.items() if "loss" in k}})
+    shown = [{**row, **{k: f"{v:.4f}" for k, v in row.items() if "loss" in k}} for row in rows]
+    write_rows(options.csv, list(rows[0]), shown)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """Interleaved timing, and CSV rows that say where they come from."""
 
 import argparse
-import csv
 import datetime
 import os
 import platform
@@ -17,8 +16,8 @@ from pathlib import Path
 
 import torch
 
-ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmarks" / "results"
+from benchmarks.rows import OUTPUT, RESULTS, ROOT, read_rows, write_rows
+
 TOY_RESULTS = ROOT / "runs" / "toy"
 ENVIRONMENT = ("gpu", "driver", "torch", "cuda", "triton", "commit", "date", "command")
 CYCLES_PER_MS = 2_000_000  # of a GPU's clock, at most
@@ -159,7 +158,7 @@ def parser(
         def parse_args(self, *given, **options):  # type: ignore[override]
             arguments = super().parse_args(*given, **options)
             if arguments.csv is None:
-                arguments.csv = (TOY_RESULTS if arguments.toy else RESULTS) / f"{name}.csv"
+                arguments.csv = (TOY_RESULTS if arguments.toy else OUTPUT) / f"{name}.csv"
             if arguments.toy and arguments.csv.resolve().is_relative_to(RESULTS):
                 self.error("toy figures do not belong into benchmarks/results")
             flags = ("toy", *(flag.lstrip("-") for flag in without_gpu))
@@ -171,7 +170,7 @@ def parser(
     arguments = Parser(description=description.splitlines()[0])
     arguments.add_argument("--toy", action="store_true", help="toy sizes, also on a CPU")
     arguments.add_argument("--budget", type=float, default=float("inf"), help="seconds")
-    arguments.add_argument("--csv", type=Path, help=f"default: benchmarks/results/{name}.csv")
+    arguments.add_argument("--csv", type=Path, help=f"default: runs/benchmarks/{name}.csv")
     return arguments
 
 
@@ -282,23 +281,6 @@ class Table:
 
     def _group_of(self, row: dict[str, object]) -> tuple[str, ...]:
         return tuple(str(row.get(column, "")) for column in self.group)
-
-
-def read_rows(path: Path) -> list[dict[str, object]]:
-    """Return the rows of a CSV; none where it does not exist."""
-    if not path.exists():
-        return []
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
-
-
-def write_rows(path: Path, columns: tuple[str, ...], rows: list[dict[str, object]]) -> None:
-    """Replace `path` by these rows; written whole each time: a cut-off run keeps its rows."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, columns, extrasaction="ignore", lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
 
 
 def print_table(columns: tuple[str, ...], rows: list[dict[str, object]]) -> None:

@@ -35,6 +35,7 @@ from transformers import AutoModelForCausalLM
 from benchmarks import pretraining
 from benchmarks.recipes_loss import ROOT
 from benchmarks.rollout_logprobs import learned, write
+from benchmarks.rows import add_csv
 from torch_fp8 import FP8Config, convert_to_float8, export, load_frozen
 from torch_fp8.nn.merge_aware import MergeAware
 from torch_fp8.tensor.frozen_weight import Float8FrozenWeight
@@ -51,7 +52,7 @@ COLUMNS = [
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--csv", type=Path, default=RESULTS)
+    add_csv(parser, "merge_aware")
     arguments = parser.parse_args()
     base, tokens, _ = learned()
     rows = [row for rate in RATES for row in measure(base, tokens.flip(0), rate, STEPS)]

@@ -1,6 +1,6 @@
 """8-bit formats of Adam's second moment, each rounded to nearest and stochastically, as CSV.
 
-    python benchmarks/moments.py         # writes benchmarks/results/moments.csv
+    python -m benchmarks.moments         # runs/benchmarks/moments.csv
 
 Formats, in groups of 32 or 128 along a row:
 
@@ -26,19 +26,18 @@ Scenarios, at beta2 = 0.999:
 makes its weight explode. The unsigned formats store the smallest positive code instead.
 """
 
-import csv
+import argparse
 import math
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from benchmarks.rows import add_csv, write_rows
 from torch_fp8.quantization.block_scaled import decode, encode
 from torch_fp8.quantization.formats import GROUP_SIZE, MOMENT1, MOMENT2, ByteFloat
 
-RESULTS = Path(__file__).parent / "results" / "moments.csv"
 COLUMNS = (
     "format",
     "group",
@@ -250,18 +249,18 @@ def _statistics(v: Tensor, exact: Tensor) -> dict[str, float | bool]:
 
 def main() -> None:
     """Measure everything and write the CSV."""
-    RESULTS.parent.mkdir(exist_ok=True)
-    with RESULTS.open("w", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-        writer.writeheader()
-        for format_name in FORMATS:
-            for group in (32, 128):
-                for rounding in ("stochastic", "nearest"):
-                    variant = format_name, group, rounding
-                    for row in (*measure_following(*variant), measure_once(*variant)):
-                        writer.writerow(row)
-                        print(*row.values(), flush=True)
-    print(f"wrote {RESULTS}")
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add_csv(parser, "moments")
+    path, rows = parser.parse_args().csv, []
+    for format_name in FORMATS:
+        for group in (32, 128):
+            for rounding in ("stochastic", "nearest"):
+                variant = format_name, group, rounding
+                for row in (*measure_following(*variant), *measure_once(*variant)):
+                    rows.append(row)
+                    print(*row.values(), flush=True)
+    write_rows(path, COLUMNS, rows)
+    print(f"wrote {path}")
 
 
 if __name__ == "__main__":

@@ -6,11 +6,10 @@
 Each run goes on with the small Llama of `benchmarks.aligned_channels`. Without faults it shows how
 near healthy numbers come to each default bound; with them, how many steps before the smoothed loss
 is 5 % off BF16's the first warning comes, and whether a fall-back to BF16 saves the run. Writes
-``monitor_faults.csv``, ``monitor_healthy.csv`` and ``monitor_bounds.csv`` in benchmarks/results.
+``monitor_faults.csv``, ``monitor_healthy.csv`` and ``monitor_bounds.csv``.
 """
 
 import argparse
-import csv
 import warnings
 from collections import defaultdict
 from collections.abc import Sequence
@@ -21,11 +20,11 @@ import torch
 from torch import nn
 
 from benchmarks.aligned_channels import NO_FAULTS, Faults, pretrained, train
+from benchmarks.rows import OUTPUT, write_rows
 from torch_fp8 import FP8Config
 from torch_fp8.monitor.alarm import DEFAULT_BOUNDS
 from torch_fp8.monitor.monitor import Monitor
 
-RESULTS = Path(__file__).parent / "results"
 RECIPES = ("delayed", "tensorwise")
 PLANTED = {
     "aligned": Faults(magnitude=2000.0, outlier=1.0),
@@ -122,6 +121,8 @@ def main() -> None:
     parser.add_argument("--pretraining", type=int, default=600, help="steps in BF16 before")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--every", type=int, default=10, help="the monitor's interval")
+    text = "of the three CSV files; benchmarks/results has those that are committed"
+    parser.add_argument("--folder", type=Path, default=OUTPUT, help=text)
     options = parser.parse_args()
     torch.set_num_threads(1)
     if options.only != "healthy":
@@ -145,7 +146,7 @@ def _faults(options: argparse.Namespace) -> None:
             )
             print(*rows[-1], sep=", ", flush=True)
     columns = "fault,on_alarm,first_warning,loss_off,held_out_percent,fallbacks"
-    _write("monitor_faults.csv", columns, rows)
+    _write(options.folder / "monitor_faults.csv", columns, rows)
 
 
 def _healthy(options: argparse.Namespace) -> None:
@@ -161,7 +162,8 @@ def _healthy(options: argparse.Namespace) -> None:
             found[recipe].append(run)
             rows.append([recipe, seed, first_warning(run) or "", *_end(run, reference)])
             print(*rows[-1], sep=", ", flush=True)
-    _write("monitor_healthy.csv", "recipe,seed,first_warning,held_out_percent,fallbacks", rows)
+    columns = "recipe,seed,first_warning,held_out_percent,fallbacks"
+    _write(options.folder / "monitor_healthy.csv", columns, rows)
     bounds: list[list[Any]] = []
     for recipe, runs in found.items():
         seen = extremes(runs)
@@ -169,7 +171,8 @@ def _healthy(options: argparse.Namespace) -> None:
             low, high = seen.get((bound.kind, bound.statistic), (float("nan"),) * 2)
             row = [recipe, bound.kind, bound.statistic, f"{low:.4g}", f"{high:.4g}"]
             bounds.append([*row, bound.least, bound.most])
-    _write("monitor_bounds.csv", "recipe,kind,statistic,lowest,highest,least,most", bounds)
+    columns = "recipe,kind,statistic,lowest,highest,least,most"
+    _write(options.folder / "monitor_bounds.csv", columns, bounds)
 
 
 def _end(run: Watched, reference: Watched) -> tuple[str, int]:
@@ -178,11 +181,9 @@ def _end(run: Watched, reference: Watched) -> tuple[str, int]:
     return f"{apart:.2f}", sum(event["event"] == "fallback" for event in run.events)
 
 
-def _write(name: str, columns: str, rows: list[list[Any]]) -> None:
-    with (RESULTS / name).open("w", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(columns.split(","))
-        writer.writerows(rows)
+def _write(path: Path, columns: str, rows: list[list[Any]]) -> None:
+    names = columns.split(",")
+    write_rows(path, names, [dict(zip(names, row, strict=True)) for row in rows])
 
 
 if __name__ == "__main__":

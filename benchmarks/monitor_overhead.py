@@ -5,22 +5,20 @@
 A Llama of 3 million parameters trains with ``FP8Config(monitor=2)``: every second step is measured,
 and its processor time is compared with that of the step before it. What is measured costs the same
 at any interval, so the share at an interval of N is the difference over N steps. Writes
-``benchmarks/results/monitor_overhead.csv``. Here FP8 is emulated, which makes steps long; on a card
+``monitor_overhead.csv``. Here FP8 is emulated, which makes steps long; on a card
 nothing has been measured.
 """
 
 import argparse
-import csv
 import statistics
 import time
-from pathlib import Path
 
 import torch
 
+from benchmarks.rows import add_csv, write_rows
 from examples import tiny_llama
 from torch_fp8 import FP8Config, Monitor, convert_optimizer, convert_to_float8
 
-RESULTS = Path(__file__).parent / "results"
 DEFAULT_INTERVAL = 100
 PROBES = {"without probes": (), "with both probes": ("clip_search", "logit_sharpness")}
 
@@ -51,6 +49,7 @@ def pairs(recipe: str, probes: tuple[str, ...], number: int) -> list[tuple[float
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--pairs", type=int, default=25)
+    add_csv(parser, "monitor_overhead")
     options = parser.parse_args()
     torch.set_num_threads(1)
     rows = []
@@ -63,11 +62,8 @@ def main() -> None:
             rows.append([recipe, name, len(measured), f"{1000 * step:.1f}", f"{1000 * more:.1f}"])
             rows[-1] += [f"{100 * more / step:.1f}", f"{share:.2f}"]
             print(*rows[-1], sep=", ", flush=True)
-    columns = "recipe,probes,pairs,step_ms,more_ms,more_percent,percent_at_100"
-    with (RESULTS / "monitor_overhead.csv").open("w", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(columns.split(","))
-        writer.writerows(rows)
+    columns = ["recipe", "probes", "pairs", "step_ms", "more_ms", "more_percent", "percent_at_100"]
+    write_rows(options.csv, columns, [dict(zip(columns, row, strict=True)) for row in rows])
 
 
 if __name__ == "__main__":

@@ -1,23 +1,22 @@
 """Error of every recipe's casts and forward GEMM on kind and unkind inputs, as CSV.
 
-    python benchmarks/numerics.py        # writes benchmarks/results/numerics.csv
+    python -m benchmarks.numerics        # runs/benchmarks/numerics.csv
 
 Shapes: x (384, 512), w (320, 512), both float32; the GEMM's reference is float32.
 """
 
-import csv
+import argparse
 from collections.abc import Iterator
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from benchmarks.rows import add_csv, write_rows
 from torch_fp8.ops.quantize import dequantize, quantize
 from torch_fp8.ops.scaled_mm import scaled_matmul
 from torch_fp8.quantization.metrics import sqnr_db, underflow_fraction, worst_row_sqnr_db
 from torch_fp8.quantization.recipe import RECIPES, make_recipe
 
-RESULTS = Path(__file__).parent / "results" / "numerics.csv"
 COLUMNS = ("recipe", "input", "operand", "sqnr_db", "worst_row_db", "flushed")
 
 
@@ -71,14 +70,14 @@ def _row(
 
 def main() -> None:
     """Measure everything and write the CSV."""
-    RESULTS.parent.mkdir(exist_ok=True)
-    with RESULTS.open("w", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-        writer.writeheader()
-        for recipe in RECIPES:
-            for input_name in INPUTS:
-                writer.writerows(measure(recipe, input_name))
-    print(f"wrote {RESULTS}")
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add_csv(parser, "numerics")
+    path, rows = parser.parse_args().csv, []
+    for recipe in RECIPES:
+        for input_name in INPUTS:
+            rows += measure(recipe, input_name)
+    write_rows(path, COLUMNS, rows)
+    print(f"wrote {path}")
 
 
 if __name__ == "__main__":

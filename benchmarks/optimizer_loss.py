@@ -10,7 +10,6 @@ run again, so an interrupted benchmark goes on where it was.
 """
 
 import argparse
-import csv
 import datetime
 import json
 import os
@@ -23,6 +22,8 @@ from pathlib import Path
 import torch
 
 from benchmarks.recipes_loss import ROOT, RUN, commit, print_means
+from benchmarks.rows import add_csv, append_rows, tell_kept
+from benchmarks.rows import read_rows as read_csv
 
 BASELINE = "bf16-mixed"
 LEVELS = ["O1", "O2", "O3"]
@@ -50,10 +51,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--levels", nargs="+", choices=[*LEVELS, *PERTURBED], default=LEVELS)
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument("--csv", type=Path, default=ROOT / "benchmarks/results/optimizer_loss.csv")
+    add_csv(parser, "optimizer_loss")
     parser.add_argument("--pretraining", action="store_true")
     parser.add_argument("script_arguments", nargs="*", help="for the script, after --")
     arguments = parser.parse_args()
+    tell_kept(arguments.csv)
     if not arguments.pretraining and not PERTURBED.keys().isdisjoint(arguments.levels):
         parser.error("perturbed runs are of --pretraining")
     run = PRETRAINING if arguments.pretraining else FINE_TUNING
@@ -67,7 +69,7 @@ def main() -> None:
             result = measure(*command(level, seed), arguments.script_arguments)
             baseline = rows.get((run, BASELINE, seed))
             row = {"run": run, "level": level, "seed": seed, **as_columns(result, baseline)}
-            append_row(arguments.csv, row)
+            append_rows(arguments.csv, COLUMNS, [row])
             print(f"  {result['seconds']:.0f} s, {row['final_eval_loss']} ({row['rel_diff']})")
     rows = read_rows(arguments.csv)
     print_means({(level, seed): row for (r, level, seed), row in rows.items() if r == run})
@@ -133,20 +135,7 @@ def as_columns(result: dict, baseline: dict | None) -> dict:
 
 def read_rows(path: Path) -> dict[tuple[str, str, int], dict]:
     """Return the CSV's rows by (run, level, seed)."""
-    if not path.exists():
-        return {}
-    with path.open(newline="") as file:
-        return {(r["run"], r["level"], int(r["seed"])): r for r in csv.DictReader(file)}
-
-
-def append_row(path: Path, row: dict) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    new = not path.exists()
-    with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-        if new:
-            writer.writeheader()
-        writer.writerow(row)
+    return {(r["run"], r["level"], int(r["seed"])): r for r in read_csv(path)}
 
 
 if __name__ == "__main__":

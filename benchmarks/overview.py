@@ -1,10 +1,11 @@
 """The picture of README: losses of a fine-tuning in BF16 and FP8, and the memory of a larger one.
 
-    python -m benchmarks.overview                             # docs/images/overview.png
-    python -m benchmarks.overview --runs runs/sft_lightning   # first takes a run's losses over
+    python -m benchmarks.overview                             # runs/benchmarks/overview.png
+    python -m benchmarks.overview --docs                      # docs/images/overview.png
+    python -m benchmarks.overview --runs runs/sft_lightning   # takes the losses of a run first
 
-It draws what is committed: ``benchmarks/results/fine_tuning_curves.csv``, the losses of
-``examples/sft_lightning.py`` with the arguments of `benchmarks.recipes_loss`, and
+It measures nothing and draws what is committed: ``benchmarks/results/fine_tuning_curves.csv``, the
+losses of ``examples/sft_lightning.py`` with the arguments of `benchmarks.recipes_loss`, and
 ``memory_counted.csv`` of `benchmarks.bench_memory`. Needs matplotlib (torch-fp8[examples]).
 """
 
@@ -16,9 +17,9 @@ from typing import Any
 
 import torch
 
-from benchmarks.measurement import RESULTS, ROOT, read_rows, write_rows
 from benchmarks.plot import COLOURS
 from benchmarks.recipes_loss import RUN
+from benchmarks.rows import OUTPUT, RESULTS, ROOT, add_csv, read_rows, write_rows
 from torch_fp8.planner.memory_tracker import CATEGORIES
 
 CURVES = RESULTS / "fine_tuning_curves.csv"
@@ -37,8 +38,8 @@ SHOWN = {
 """Names of the categories of memory in the picture; gradients are freed by the time of the peak."""
 
 
-def take(runs: Path, commit: str) -> None:
-    """Write the losses of both runs in the folder `runs` to `CURVES`."""
+def take(runs: Path, commit: str, path: Path) -> None:
+    """Write the losses of both runs in the folder `runs` to a CSV."""
     command = f"python examples/sft_lightning.py {' '.join(RUN)} --seed 0"
     rows = []
     for precision in PRECISIONS:
@@ -50,7 +51,7 @@ def take(runs: Path, commit: str) -> None:
                 made[name] = f"{float(row[name]):.6f}" if row[name] else ""
             made |= {"precision": precision, "torch": torch.__version__, "commit": commit}
             rows.append({**made, "date": datetime.date.today().isoformat(), "command": command})
-    write_rows(CURVES, COLUMNS, rows)
+    write_rows(path, COLUMNS, rows)
 
 
 def curve(rows: list[dict[str, Any]], precision: str, column: str) -> dict[int, float]:
@@ -71,14 +72,14 @@ def peaks(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
     }
 
 
-def draw(path: Path = PICTURE) -> None:
-    """Draw the picture from the committed CSV files."""
+def draw(path: Path, curves: Path = CURVES) -> None:
+    """Draw the picture from the committed CSV files, or from other curves."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    rows = read_rows(CURVES)
+    rows = read_rows(curves)
     figure, axes = plt.subplot_mosaic(
         [["losses", "memory"], ["difference", "memory"]],
         figsize=(11, 5.2),
@@ -150,11 +151,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--runs", type=Path, help="folder of a run of examples/sft_lightning.py")
     parser.add_argument("--commit", default="", help="that the run was made with")
+    parser.add_argument("--docs", action="store_true", help="draw the picture of the pages")
+    add_csv(parser, CURVES.stem)
     arguments = parser.parse_args()
+    picture, curves = PICTURE if arguments.docs else OUTPUT / PICTURE.name, CURVES
     if arguments.runs:
-        take(arguments.runs, arguments.commit)
-    draw()
-    print(f"drawn: {PICTURE}")
+        curves = arguments.csv
+        take(arguments.runs, arguments.commit, curves)
+    draw(picture, curves)
+    print(f"drawn: {picture}, from {curves} and {MEMORY}; nothing was measured")
 
 
 if __name__ == "__main__":

@@ -63,6 +63,9 @@ def draw(path: Path) -> Path | None:
     Returns:
         the path of the PNG; None, with a line printed, where it was not drawn.
     """
+    if path.stem not in PICTURES:
+        print(f"no picture of {path.name}: that of {', '.join(PICTURES)} is told by the name")
+        return None
     try:
         import matplotlib
     except ImportError:

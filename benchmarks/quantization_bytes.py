@@ -4,7 +4,7 @@
 
 A `Float8Linear` runs once per recipe and circumstance, its real kernels in Triton's interpreter
 (`benchmarks.launches`), and every load and store is counted. Written to
-``results/quantization_bytes.csv``: for input, gradient and weight the bytes per element, the
+``quantization_bytes.csv``: for input, gradient and weight the bytes per element, the
 launches, and the bytes that programs asked for, which come from L2 where all read the same few kB
 (a history of amaxes, partial maxima). Bytes and launches do not depend on the card. Rows of a block
 say what it adds to BF16's bytes (`benchmarks.block_bytes`).
@@ -13,7 +13,6 @@ say what it adds to BF16's bytes (`benchmarks.block_bytes`).
 import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 from benchmarks import block_bytes  # before torch_fp8
 from benchmarks.launches import Launch, count_launches
@@ -22,7 +21,8 @@ from benchmarks.launches import Launch, count_launches
 import torch
 from torch import Tensor, nn
 
-from benchmarks.measurement import RESULTS, environment, print_table, read_rows, write_rows
+from benchmarks.measurement import environment, print_table
+from benchmarks.rows import add_csv, read_rows, write_rows
 from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8
 from torch_fp8.kernels.adamw import adamw_step
 from torch_fp8.kernels.arguments import CastOptions, StepScalars, WeightMatrix
@@ -224,7 +224,7 @@ def _launched(launches: list[Launch]) -> dict[str, object]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--csv", type=Path, default=RESULTS / "quantization_bytes.csv")
+    add_csv(parser, "quantization_bytes")
     parser.add_argument("--block", action="store_true", help="only the rows of the block, anew")
     options = parser.parse_args()
     about = environment(torch.device("cpu"))

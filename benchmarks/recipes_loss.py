@@ -1,6 +1,6 @@
 """Evaluation loss of each FP8 recipe against BF16, in the fine-tuning of examples/sft_lightning.py.
 
-    python benchmarks/recipes_loss.py
+    python -m benchmarks.recipes_loss
 
 Every run is the unmodified script in a process of its own, with the recipe in TORCH_FP8_CONFIG. A
 finished run becomes a row of the CSV at once, and a row that is there is not run again, so an
@@ -8,7 +8,6 @@ interrupted benchmark goes on where it was.
 """
 
 import argparse
-import csv
 import datetime
 import json
 import math
@@ -21,6 +20,9 @@ import tempfile
 from pathlib import Path
 
 import torch
+
+from benchmarks.rows import add_csv, append_rows, tell_kept
+from benchmarks.rows import read_rows as read_csv
 
 ROOT = Path(__file__).resolve().parent.parent
 BASELINE = "bf16-mixed"
@@ -46,11 +48,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=RECIPES)
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument("--csv", type=Path, default=ROOT / "benchmarks/results/recipes_loss.csv")
+    add_csv(parser, "recipes_loss")
     parser.add_argument(
         "script_arguments", nargs="*", help="for examples/sft_lightning.py, after --"
     )
     arguments = parser.parse_args()
+    tell_kept(arguments.csv)
     for (
         seed
     ) in arguments.seeds:  # seeds outside: an interrupted benchmark has compared every recipe
@@ -59,7 +62,11 @@ def main() -> None:
             if (recipe, seed) in rows:
                 continue
             baseline = rows.get((BASELINE, seed))
-            append_row(arguments.csv, measure(recipe, seed, baseline, arguments.script_arguments))
+            append_rows(
+                arguments.csv,
+                COLUMNS,
+                [measure(recipe, seed, baseline, arguments.script_arguments)],
+            )
     print_means(read_rows(arguments.csv))
 
 
@@ -125,20 +132,7 @@ def measure(recipe: str, seed: int, baseline: dict | None, script_arguments: lis
 
 def read_rows(path: Path) -> dict[tuple[str, int], dict]:
     """Return the CSV's rows by (recipe, seed)."""
-    if not path.exists():
-        return {}
-    with path.open(newline="") as file:
-        return {(row["recipe"], int(row["seed"])): row for row in csv.DictReader(file)}
-
-
-def append_row(path: Path, row: dict) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    new = not path.exists()
-    with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-        if new:
-            writer.writeheader()
-        writer.writerow(row)
+    return {(row["recipe"], int(row["seed"])): row for row in read_csv(path)}
 
 
 def print_means(rows: dict[tuple[str, int], dict]) -> None:

@@ -1,6 +1,6 @@
 """Bytes of the models that RLHF holds at once: BF16-mixed beside FP8, counted on the meta device.
 
-    python -m benchmarks.rlhf_bytes              # benchmarks/results/rlhf_bytes.csv
+    python -m benchmarks.rlhf_bytes              # runs/benchmarks/rlhf_bytes.csv
     python -m benchmarks.rlhf_bytes --example runs/rlhf_ppo
 
 Nothing is computed: models are built without memory and converted by this package, and the bytes
@@ -29,7 +29,8 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
-from benchmarks.measurement import RESULTS, Table, environment, print_table
+from benchmarks.measurement import Table, environment, print_table
+from benchmarks.rows import add_csv
 from benchmarks.shapes import LLAMA_3_1_8B
 from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8, freeze
 from torch_fp8.conversion.memory import expected_memory
@@ -74,7 +75,7 @@ SCENARIOS: dict[str, tuple[tuple[str, str, torch.dtype], ...]] = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--csv", type=Path, default=RESULTS / "rlhf_bytes.csv")
+    add_csv(parser, "rlhf_bytes")
     parser.add_argument("--example", type=Path, help="a folder that examples/rlhf_ppo.py filled")
     arguments = parser.parse_args()
     about = environment(torch.device("cpu"))

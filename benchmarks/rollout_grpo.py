@@ -22,7 +22,6 @@ import json
 import math
 import os
 import tempfile
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,6 +29,7 @@ import torch
 from benchmarks import pretraining
 from benchmarks.recipes_loss import ROOT
 from benchmarks.rollout_logprobs import learned, write
+from benchmarks.rows import add_csv
 from torch_fp8.nn.linear import Float8Layer
 from torch_fp8.nn.paused import pause, resume
 from torch_fp8.quantization.recipe import RECIPES
@@ -46,7 +46,7 @@ COLUMNS = [
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--csv", type=Path, default=RESULTS)
+    add_csv(parser, "rollout_grpo")
     arguments = parser.parse_args()
     base, _, _ = learned()
     tokenizer, texts = pretraining.tokenizer_and_texts()

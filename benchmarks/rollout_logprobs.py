@@ -18,7 +18,6 @@ at once. Both run under BF16 autocast.
 import argparse
 import contextlib
 import copy
-import csv
 import datetime
 import math
 from pathlib import Path
@@ -30,6 +29,7 @@ from torch import Tensor
 from accelerate_fp8.sampled_logprobs import SampledLogprobs
 from benchmarks import pretraining
 from benchmarks.recipes_loss import ROOT, commit
+from benchmarks.rows import add_csv, write_rows
 from examples import tiny_llama
 from torch_fp8 import FP8Config, convert_to_float8
 from torch_fp8.nn.rollout import rollout
@@ -49,7 +49,7 @@ COLUMNS = [
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=STEPS)
-    parser.add_argument("--csv", type=Path, default=RESULTS)
+    add_csv(parser, "rollout_logprobs")
     arguments = parser.parse_args()
     base, _, held_out = learned(arguments.steps)
     rows = [{**row, "steps": arguments.steps} for row in measure(base, held_out, SEEDS)]
@@ -153,10 +153,7 @@ def about(module: str) -> dict[str, str]:
 def write(rows: list[dict[str, Any]], path: Path, columns: list[str], module: str) -> None:
     """Write the rows of a benchmark's module with what they were made by."""
     made_by = about(module)
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, columns, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows({**row, **made_by} for row in rows)
+    write_rows(path, columns, [{**row, **made_by} for row in rows])
     print(f"wrote {path}")
 
 

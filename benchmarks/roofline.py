@@ -1,6 +1,6 @@
 """How fast a linear, a block and a step can be at best: a model on paper, no measurement.
 
-    python -m benchmarks.roofline       # writes benchmarks/results/roofline.csv
+    python -m benchmarks.roofline       # runs/benchmarks/roofline.csv
 
 A linear with input x (M, K), weight w (N, K) and gradient g (M, N) runs three GEMMs of 2 M N K
 floating-point operations each. A GEMM takes the longer of its arithmetic and of its bytes (each
@@ -28,10 +28,12 @@ The model's cards: data sheet peaks times the shares that are reached (`SHARE_OF
 benchmarks/card.py.
 """
 
+import argparse
 from dataclasses import dataclass
 
-from benchmarks.measurement import RESULTS, command_line, print_table, write_rows
+from benchmarks.measurement import command_line, print_table
 from benchmarks.plot import draw
+from benchmarks.rows import add_csv, write_rows
 from benchmarks.shapes import LLAMA_3_1_8B_BLOCK, TOKENS
 
 COLUMNS = (
@@ -246,8 +248,9 @@ def _row(
 
 def main() -> None:
     """Write the CSV, its picture, and print the H200's ceilings."""
-    table = rows()
-    path = RESULTS / "roofline.csv"
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add_csv(parser, "roofline")
+    path, table = parser.parse_args().csv, rows()
     write_rows(path, COLUMNS, table)
     draw(path)
     shown = [r for r in table if (r["card"], r["linears"]) == ("H200", "seven, inputs shared")]

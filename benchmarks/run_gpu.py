@@ -12,7 +12,7 @@ run, for no figure of a broken engine is worth having.
 
 Each part is a process of its own, which writes a CSV row by row: tests.csv has a row for each test
 from the beginning, and the benchmarks draw pictures, too. gpu_run.csv says how each part went. The
-files lie under ``$OUT`` if that is set, else in benchmarks/results. What follows ``--`` goes to
+files lie under ``$OUT`` if that is set, else in runs/benchmarks. What follows ``--`` goes to
 every part that is named:
 
     python -m benchmarks.run_gpu --parts step -- --models Llama-3.1-8B --modes compiled
@@ -37,7 +37,6 @@ import torch
 from benchmarks.gpu_tests import NOT_RUN, counted
 from benchmarks.measurement import (
     NOT_REACHED,
-    RESULTS,
     ROOT,
     TOY_RESULTS,
     Table,
@@ -46,6 +45,7 @@ from benchmarks.measurement import (
     note_of,
 )
 from benchmarks.plot import draw
+from benchmarks.rows import OUTPUT
 
 SECONDS = 540.0
 """The seconds of the whole, so that ten minutes also hold the start of Python and the results."""
@@ -119,7 +119,7 @@ def default_results(toy: bool) -> Path:
     """Return the directory of the CSV files: ``$OUT``, or the one of full or of toy size."""
     if os.environ.get("OUT"):
         return Path(os.environ["OUT"])
-    return TOY_RESULTS if toy else RESULTS
+    return TOY_RESULTS if toy else OUTPUT
 
 
 def time_of(names: list[str], left: float) -> float:

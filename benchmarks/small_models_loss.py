@@ -22,7 +22,6 @@ is that of these rows at the end, without dropout.
 """
 
 import argparse
-import csv
 import datetime
 import functools
 import math
@@ -39,6 +38,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.recipes_loss import ROOT, commit
+from benchmarks.rows import add_csv, append_rows, tell_kept
+from benchmarks.rows import read_rows as read_csv
 from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8
 from torch_fp8.quantization.formats import GEMM_ALIGNMENT
 
@@ -83,8 +84,9 @@ def main() -> None:
     parser.add_argument("--runs", nargs="+", choices=list(RUNS), default=DEFAULT)
     parser.add_argument("--seeds", nargs="+", type=int, default=list(range(10)))
     parser.add_argument("--steps", type=int, default=STEPS)
-    parser.add_argument("--csv", type=Path, default=RESULTS)
+    add_csv(parser, "small_models_loss")
     arguments = parser.parse_args()
+    tell_kept(arguments.csv)
     os.environ.pop("TORCH_FP8_CONFIG", None)
     torch.set_num_threads(1)
     for seed in arguments.seeds:  # outside: an interrupted benchmark has compared every model
@@ -96,7 +98,7 @@ def main() -> None:
                 start = time.perf_counter()
                 loss = train(model, run, seed, arguments.steps)
                 row = as_columns(model, run, seed, arguments.steps, loss, rows)
-                append_row(arguments.csv, row)
+                append_rows(arguments.csv, COLUMNS, [row])
                 seconds = time.perf_counter() - start
                 print(f"{model:12} {run:24} seed {seed}: {loss:.4f} {row['rel_diff']}", end="")
                 print(f"  {seconds:.0f} s", flush=True)
@@ -300,20 +302,7 @@ def as_columns(model: str, run: str, seed: int, steps: int, loss: float, rows: d
 
 def read_rows(path: Path) -> dict[tuple[str, str, int], dict]:
     """Return the CSV's rows by (model, run, seed)."""
-    if not path.exists():
-        return {}
-    with path.open(newline="") as file:
-        return {(row["model"], row["run"], int(row["seed"])): row for row in csv.DictReader(file)}
-
-
-def append_row(path: Path, row: dict) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    new = not path.exists()
-    with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-        if new:
-            writer.writeheader()
-        writer.writerow(row)
+    return {(row["model"], row["run"], int(row["seed"])): row for row in read_csv(path)}
 
 
 def summary(rows: dict[tuple[str, str, int], dict]) -> dict[tuple[str, str], tuple[float, ...]]:

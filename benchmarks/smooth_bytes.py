@@ -8,15 +8,15 @@ is one more: the gradient of down's weight is divided by the factors, 4 bytes fo
 row is written by hand.
 """
 
-import csv
+import argparse
 from collections import Counter
 
 from benchmarks import block_bytes  # before torch_fp8
 
 # isort: split
-from benchmarks.recipes_loss import ROOT
+from benchmarks.measurement import print_table
+from benchmarks.rows import add_csv, write_rows
 
-RESULTS = ROOT / "benchmarks/results/smooth_bytes.csv"
 COLUMNS = ("recipe", "kernel", "launches", "launches_smooth", "bytes", "bytes_smooth")
 RECIPES = ("tensorwise", "delayed")
 block_bytes.TOKENS = 128  # a tile's rows: the interpreter takes minutes for 512
@@ -42,13 +42,12 @@ def rows(recipe: str) -> list[dict[str, object]]:
 
 
 def main() -> None:
-    with RESULTS.open("w", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-        writer.writeheader()
-        for recipe in RECIPES:
-            for row in rows(recipe):
-                writer.writerow(row)
-                print(*row.values(), flush=True)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add_csv(parser, "smooth_bytes")
+    path = parser.parse_args().csv
+    made = [row for recipe in RECIPES for row in rows(recipe)]
+    write_rows(path, COLUMNS, made)
+    print_table(COLUMNS, made)
 
 
 if __name__ == "__main__":

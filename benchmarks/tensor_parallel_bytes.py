@@ -6,12 +6,10 @@ The MLP and the attention's projections of a Llama-3.1-8B block on 8,192 tokens,
 backward, made of fake tensors on a fake process group; `torch_fp8.count_communication` counts what
 torch's styles (``communication="off"``) and ours hand to the collectives. Where our layers gather
 their input again in backward, torch's gather of it counts twice. Written to
-``results/wire_bytes.csv``: bytes that a rank sends, against BF16 collectives.
+``wire_bytes.csv``: bytes that a rank sends, against BF16 collectives.
 """
 
 import argparse
-import csv
-from pathlib import Path
 
 import torch
 from torch import nn
@@ -20,7 +18,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 
 from benchmarks.fsdp_bytes import COLUMNS, HIDDEN
-from benchmarks.measurement import RESULTS, environment, print_table, write_rows
+from benchmarks.measurement import environment, print_table
+from benchmarks.rows import add_csv, read_rows, write_rows
 from benchmarks.shapes import LLAMA_3_1_8B_BLOCK
 from torch_fp8 import FP8Config, convert_to_float8
 from torch_fp8.distributed import comm_counter
@@ -117,18 +116,15 @@ def rows(ranks):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 8])
-    parser.add_argument("--csv", type=Path, default=RESULTS / "wire_bytes.csv")
+    add_csv(parser, "wire_bytes")
     options = parser.parse_args()
     made = []
     command = "python -m benchmarks.tensor_parallel_bytes"
     where = {**environment(torch.device("cpu")), "command": command}
     for ranks in options.ranks:
         made += [{**row, **{c: where[c] for c in COLUMNS[6:]}} for row in rows(ranks)]
-    kept = []
-    if options.csv.exists():  # rows of others stay
-        with options.csv.open(newline="") as file:
-            kept = [row for row in csv.DictReader(file) if "parallel" not in row["case"]]
-    write_rows(options.csv, COLUMNS, kept + made)
+    others = [row for row in read_rows(options.csv) if "parallel" not in row["case"]]  # of others
+    write_rows(options.csv, COLUMNS, others + made)
     print_table(COLUMNS[:6], made)
 
 

@@ -1,6 +1,6 @@
 """What a step moves and launches for a number of tokens that is no multiple of 16, beside one more.
 
-    python -m benchmarks.token_bytes    # benchmarks/results/token_bytes.csv
+    python -m benchmarks.token_bytes    # runs/benchmarks/token_bytes.csv
 
 Batches that are padded to their longest sequence have any number of tokens. A linear layer with a
 bias, and an RMSNorm with a gated MLP, run forward and backward with 4,096 tokens and with 4,095,
@@ -14,7 +14,6 @@ and every launch, padding and layouts of GEMM operands included. Neither depends
 """
 
 import argparse
-from pathlib import Path
 
 from benchmarks.launches import Launch, count_launches  # before torch_fp8
 
@@ -24,7 +23,8 @@ from torch import Tensor, nn
 from transformers.models.llama.configuration_llama import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
-from benchmarks.measurement import RESULTS, environment, print_table, write_rows
+from benchmarks.measurement import environment, print_table
+from benchmarks.rows import add_csv, write_rows
 from torch_fp8 import FP8Config, convert_to_float8
 
 TOKENS = (4096, 4095)
@@ -94,7 +94,7 @@ def row(recipe: str, model: str, tokens: int) -> dict[str, object]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--csv", type=Path, default=RESULTS / "token_bytes.csv")
+    add_csv(parser, "token_bytes")
     parser.add_argument("--tokens", nargs="+", type=int, default=TOKENS)
     parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=RECIPES)
     options = parser.parse_args()

@@ -1,6 +1,6 @@
 """What torch.compile takes to trace a Llama block, before any kernel is generated.
 
-    python -m benchmarks.trace_time    # benchmarks/results/trace_time.csv
+    python -m benchmarks.trace_time    # runs/benchmarks/trace_time.csv
 
 Dynamo traces a Hugging Face LlamaDecoderLayer to one graph (backend ``eager``), and AOTAutograd
 traces that to a graph of forward and one of backward (backend ``aot_eager``). Each repetition is
@@ -17,7 +17,6 @@ import argparse
 import gc
 import statistics
 import time
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -27,7 +26,8 @@ from torch._dynamo.backends.registry import lookup_backend
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
-from benchmarks.measurement import RESULTS, environment, print_table, write_rows
+from benchmarks.measurement import environment, print_table
+from benchmarks.rows import add_csv, write_rows
 from torch_fp8 import FP8Config, convert_to_float8
 
 RECIPES = ("BF16", "tensorwise", "delayed", "rowwise", "blockwise")
@@ -117,7 +117,7 @@ def rows(backend: str, recipes: tuple[str, ...], repetitions: int) -> list[dict[
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repetitions", type=int, default=8)
-    parser.add_argument("--csv", type=Path, default=RESULTS / "trace_time.csv")
+    add_csv(parser, "trace_time")
     options = parser.parse_args()
     torch.set_num_threads(1)
     about = environment(torch.device("cpu"))

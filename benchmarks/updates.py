@@ -1,6 +1,6 @@
 """Whether small updates arrive: how far weights are after 2,000 steps, against FP32, as CSV.
 
-    python benchmarks/updates.py         # writes benchmarks/results/updates.csv
+    python -m benchmarks.updates         # runs/benchmarks/updates.csv
 
 AdamW on the regression ``|x (w - w*)|^2 / 2B`` with w, w* (256, 256), w ~ 0.02 N(0, 1),
 w* - w ~ 0.02 N(0, 1), batches x (32, 256) ~ N(0, 1), labels with noise of 0.2 N(0, 1); every store
@@ -18,16 +18,14 @@ float32 weights.
 """
 
 import argparse
-import csv
-import datetime
-import subprocess
 from collections.abc import Iterator
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from benchmarks.measurement import environment
+from benchmarks.rows import add_csv, write_rows
 from torch_fp8.kernels.arguments import GradientParts, StepScalars, WeightMatrix
 from torch_fp8.ops.adamw import adamw_step_reference
 from torch_fp8.quantization.block_scaled import BlockScaled, decode, encode, num_groups
@@ -40,7 +38,6 @@ from torch_fp8.quantization.stochastic_rounding import (
     stream_keys,
 )
 
-RESULTS = Path(__file__).parent / "results" / "updates.csv"
 COLUMNS = (
     "store",
     "lr",
@@ -280,24 +277,15 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--rates", type=float, nargs="+", default=RATES)
     parser.add_argument("--stores", nargs="+", choices=STORES, default=list(STORES))
-    parser.add_argument("--csv", type=Path, default=RESULTS)
+    add_csv(parser, "updates")
     arguments = parser.parse_args()
-    git = ["git", "rev-parse", "--short", "HEAD"]
-    commit = subprocess.run(git, cwd=RESULTS.parent, capture_output=True, text=True).stdout.strip()
-    about = {
-        "torch": torch.__version__,
-        "commit": commit or "unknown",
-        "date": f"{datetime.date.today():%Y-%m-%d}",
-        "command": f"python benchmarks/{Path(__file__).name}",
-    }
-    arguments.csv.parent.mkdir(exist_ok=True)
-    with arguments.csv.open("w", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-        writer.writeheader()
-        for lr in arguments.rates:
-            for row in measure(arguments.stores, lr, arguments.steps):
-                writer.writerow({**row, **about})
-                print(*row.values(), flush=True)
+    about = environment(torch.device("cpu"))
+    rows = []
+    for lr in arguments.rates:
+        for row in measure(arguments.stores, lr, arguments.steps):
+            rows.append({**row, **about})
+            print(*row.values(), flush=True)
+    write_rows(arguments.csv, COLUMNS, rows)
     print(f"wrote {arguments.csv}")
 
 

@@ -1,4 +1,4 @@
-"""Runs the tests of a host under its older and newer versions: ``benchmarks/results/versions.csv``.
+"""Runs the tests of a host under its older and newer versions: ``versions.csv``.
 
 ``python -m benchmarks.versions --parts lightning-2.5 accelerate-1.10`` makes an environment of its
 own for each part, on top of the one that runs this (so that torch is not installed again), installs
@@ -11,7 +11,6 @@ its part is then ``torch-2.11`` or ``python-3.10``.
 """
 
 import argparse
-import csv
 import datetime
 import json
 import os
@@ -22,6 +21,8 @@ import sys
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+
+from benchmarks.rows import add_csv, read_rows, write_rows
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "versions.csv"
@@ -184,20 +185,12 @@ def run_part(part: str, base: str, keep: Path | None = None) -> dict[str, object
     return _with_origin(row)
 
 
-def write(rows: Iterable[Mapping[str, object]], path: Path = RESULTS) -> None:
+def write(rows: Iterable[Mapping[str, object]], path: Path) -> None:
     """Add `rows`, each in the place of an earlier one of the same versions."""
-    kept = {_key(row): row for row in (read(path) if path.exists() else [])}
+    kept = {_key(row): row for row in read_rows(path)}
     kept.update({_key(row): row for row in rows})
     ordered = sorted(kept.values(), key=lambda r: (list(TESTS).index(r["host"]), _sortable(r)))
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS, restval="", lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(ordered)
-
-
-def read(path: Path = RESULTS) -> list[dict[str, str]]:
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
+    write_rows(path, COLUMNS, ordered)
 
 
 def table(rows: Iterable[Mapping[str, object]]) -> str:
@@ -225,7 +218,7 @@ def write_docs(path: Path = DOCS) -> None:
     """Put the rows into docs/versions.md, in place of the table between its two marks."""
     before, _, rest = path.read_text().partition(MARK)
     _, _, after = rest.partition(MARK)
-    path.write_text(f"{before}{MARK}\n{table(read())}{MARK}{after}")
+    path.write_text(f"{before}{MARK}\n{table(read_rows(RESULTS))}{MARK}{after}")
 
 
 def minor(version: str) -> tuple[int, int]:
@@ -308,7 +301,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--parts", nargs="+", default=list(PARTS), metavar="HOST-VERSION")
     parser.add_argument("--base", default=sys.executable, help="the interpreter to build on")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="the CSV to write")
+    add_csv(parser, RESULTS.stem)
     parser.add_argument("--logs", type=Path, help="a folder for the tests' output")
     parser.add_argument("--docs", action="store_true", help="write the table into docs and end")
     parser.add_argument("--list", action="store_true", help="name the parts and end")
@@ -324,7 +317,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     failed = False
     for part in chosen.parts:
         row = run_part(part, chosen.base, chosen.logs)
-        write([row], chosen.out)
+        write([row], chosen.csv)
         failed |= row["result"] != "works"
         print(f"{part}: {row['result']} ({row.get('passed', 0)} passed) {row['note']}", flush=True)
     sys.exit(failed)

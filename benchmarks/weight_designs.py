@@ -1,6 +1,6 @@
 """Which way to hold a weight keeps user code right: a table of properties of three designs.
 
-    python -m benchmarks.weight_designs    # benchmarks/results/weight_designs.csv
+    python -m benchmarks.weight_designs    # runs/benchmarks/weight_designs.csv
 
 `benchmarks.weight_prototypes` has the designs, `benchmarks.weight_properties` what is asked of
 them. ``stock`` has float32 weights, as BF16-mixed training leaves them. Each cell is:
@@ -34,7 +34,8 @@ from torch.multiprocessing.spawn import ProcessException
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
-from benchmarks.measurement import RESULTS, environment, print_table, write_rows
+from benchmarks.measurement import environment, print_table
+from benchmarks.rows import add_csv, write_rows
 from benchmarks.weight_properties import DISTRIBUTED, NEAR, PROPERTIES, SIDE, Kit, Property, alone
 from benchmarks.weight_prototypes import DESIGNS, Design, HalfLinear
 
@@ -251,7 +252,7 @@ def summary(rows: list[dict[str, object]]) -> list[dict[str, object]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--csv", type=Path, default=RESULTS / "weight_designs.csv")
+    add_csv(parser, "weight_designs")
     path = parser.parse_args().csv
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"

@@ -1,6 +1,6 @@
 """Error of a gradient averaged over ranks, by how it travels, against the mean in float32, as CSV.
 
-    python -m benchmarks.wire       # from the repository's root; writes benchmarks/results/wire.csv
+    python -m benchmarks.wire       # from the repository's root; runs/benchmarks/wire.csv
 
 2, 4 and 8 processes on the CPU with gloo, each with a Gaussian gradient (1024, 1024) of its own; in
 ``spread``, rows grow from 2^-8 to 2^8. Independent gradients are the hard case: their mean is
@@ -28,7 +28,8 @@ import torch.multiprocessing
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.measurement import RESULTS, environment, print_table, write_rows
+from benchmarks.measurement import environment, print_table
+from benchmarks.rows import add_csv, write_rows
 from torch_fp8 import FP8Config, count_communication
 from torch_fp8.distributed.collectives import all_gather, all_to_all
 from torch_fp8.distributed.ddp.fp8_grad_bucket import GradientBucket
@@ -192,7 +193,7 @@ def measure(rank: int, ranks: int, store: str, results: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, nargs="+", default=RANKS)
-    parser.add_argument("--csv", type=Path, default=RESULTS / "wire.csv")
+    add_csv(parser, "wire")
     arguments = parser.parse_args()
     here = environment(torch.device("cpu")) | {"command": "python -m benchmarks.wire"}
     rows: list[dict[str, object]] = []

@@ -10,7 +10,6 @@ becomes a row of the CSV at once, and a row that is there is not run again.
 """
 
 import argparse
-import csv
 import datetime
 import json
 import os
@@ -18,7 +17,9 @@ from pathlib import Path
 
 from benchmarks import optimizer_loss
 from benchmarks.optimizer_loss import BASELINE, FINE_TUNING
-from benchmarks.recipes_loss import ROOT, RUN
+from benchmarks.recipes_loss import RUN
+from benchmarks.rows import RESULTS, add_csv, append_rows, tell_kept
+from benchmarks.rows import read_rows as read_csv
 
 RANKS = 2
 RUNS = {
@@ -50,11 +51,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--runs", nargs="+", choices=list(RUNS), default=DEFAULT)
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
-    parser.add_argument("--csv", type=Path, default=ROOT / "benchmarks/results/wire_loss.csv")
+    add_csv(parser, "wire_loss")
     parser.add_argument("script_arguments", nargs="*", help="for the script, after --")
     arguments = parser.parse_args()
+    tell_kept(arguments.csv)
     os.environ["PL_TRAINER_DEVICES"] = str(RANKS)
-    one_rank = optimizer_loss.read_rows(ROOT / "benchmarks/results/optimizer_loss.csv")
+    one_rank = optimizer_loss.read_rows(RESULTS / "optimizer_loss.csv")
     for seed in arguments.seeds:
         for run in dict.fromkeys([BASELINE, *arguments.runs]):
             rows = read_rows(arguments.csv)
@@ -67,7 +69,7 @@ def main() -> None:
             row = as_columns(
                 result, rows.get((BASELINE, seed)), one_rank.get((FINE_TUNING, level, seed))
             )
-            append_row(arguments.csv, {"run": run, "seed": seed, "ranks": RANKS, **row})
+            append_rows(arguments.csv, COLUMNS, [{"run": run, "seed": seed, "ranks": RANKS, **row}])
             print(f"  {result['seconds']:.0f} s, {row['final_eval_loss']} ({row['rel_diff']})")
     for (run, seed), row in read_rows(arguments.csv).items():
         print(
@@ -104,20 +106,7 @@ def as_columns(result: dict, baseline: dict | None, one_rank: dict | None) -> di
 
 def read_rows(path: Path) -> dict[tuple[str, int], dict]:
     """Return the CSV's rows by (run, seed)."""
-    if not path.exists():
-        return {}
-    with path.open(newline="") as file:
-        return {(row["run"], int(row["seed"])): row for row in csv.DictReader(file)}
-
-
-def append_row(path: Path, row: dict) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    new = not path.exists()
-    with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-        if new:
-            writer.writeheader()
-        writer.writerow(row)
+    return {(row["run"], int(row["seed"])): row for row in read_csv(path)}
 
 
 if __name__ == "__main__":

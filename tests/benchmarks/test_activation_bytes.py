@@ -4,7 +4,8 @@ import csv
 
 import pytest
 
-from benchmarks.activation_bytes import CHECKPOINTED, LAYOUTS, RESULTS, VARIANTS, kept_checkpointed
+from benchmarks.activation_bytes import CHECKPOINTED, LAYOUTS, VARIANTS, kept_checkpointed
+from benchmarks.rows import RESULTS
 
 
 @pytest.fixture(scope="module")

@@ -3,17 +3,18 @@ import csv
 import pytest
 
 from benchmarks import architectures, coverage
+from benchmarks.rows import CODE
 
 
 def test_the_document_is_that_of_the_rows():
-    rows = coverage.read_rows(coverage.RESULTS)
-    mixtures = coverage.read_rows(coverage.EXPERTS)
+    rows = coverage.by_architecture(coverage.RESULTS)
+    mixtures = coverage.by_architecture(coverage.EXPERTS)
     assert coverage.TABLE.read_text() == coverage.document(rows, mixtures)
     assert set(mixtures) == set(coverage.MIXTURES)
     assert set(rows) == set(architectures.KINDS)
     assert len(rows) >= 70
     with coverage.RESULTS.open() as file:
-        assert next(csv.reader(file)) == coverage.COLUMNS
+        assert next(csv.reader(file)) == [*coverage.COLUMNS, CODE]
 
 
 def test_a_row_is_measured_once_unless_it_failed(monkeypatch, tmp_path):
@@ -27,15 +28,18 @@ def test_a_row_is_measured_once_unless_it_failed(monkeypatch, tmp_path):
         return row
 
     monkeypatch.setattr(coverage, "measure", measure)
-    results, document = tmp_path / "coverage.csv", tmp_path / "docs" / "coverage.md"
-    options = ["coverage", "t5", "bart", "--csv", str(results), "--document", str(document)]
-    monkeypatch.setattr("sys.argv", options)
+    results = tmp_path / "coverage.csv"
+    monkeypatch.setattr("sys.argv", ["coverage", "t5", "bart", "--csv", str(results)])
+
+    def document():
+        return coverage.document(coverage.by_architecture(results), {})
+
     coverage.main()
-    assert "| bart | 1 | | | | 1 | fails | TypeError: a / b |" in document.read_text()
+    assert "| bart | 1 | | | | 1 | fails | TypeError: a / b |" in document()
     coverage.main()
     assert measured == ["t5", "bart", "bart"]
-    assert list(coverage.read_rows(results)) == ["bart", "t5"]  # in the order of KINDS
-    assert "| t5 | 1 | 1 of 1 | 100.0 % | 100.0 % | 1 | 1 | +100.00 % |" in document.read_text()
+    assert list(coverage.by_architecture(results)) == ["bart", "t5"]  # in the order of KINDS
+    assert "| t5 | 1 | 1 of 1 | 100.0 % | 100.0 % | 1 | 1 | +100.00 % |" in document()
 
 
 @pytest.mark.parametrize("name", ["gpt2", "falcon", "mixtral", "t5", "vit"])

@@ -30,14 +30,13 @@ def test_both_runs_of_the_curves_are_of_one_length():
         assert len(steps[0]) == count
 
 
-def test_losses_of_a_run_are_taken_over(tmp_path, monkeypatch):
-    monkeypatch.setattr(overview, "CURVES", tmp_path / "curves.csv")
+def test_losses_of_a_run_are_taken_over(tmp_path):
     for precision, loss in (("bf16-mixed", "2.0"), ("fp8-mixed", "2.5")):
         (tmp_path / precision).mkdir()
         text = f"step,loss,eval_loss,seconds\n0,,3.0,0.1\n1,{loss},,0.2\n"
         (tmp_path / precision / "losses.csv").write_text(text)
-    overview.take(tmp_path, "abc")
-    rows = read_rows(overview.CURVES)
+    overview.take(tmp_path, "abc", tmp_path / "curves.csv")
+    rows = read_rows(tmp_path / "curves.csv")
     assert overview.curve(rows, "fp8-mixed", "loss") == {1: 2.5}
     assert overview.curve(rows, "bf16-mixed", "eval_loss") == {0: 3.0}
     assert {row["commit"] for row in rows} == {"abc"}

@@ -119,3 +119,12 @@ def test_pictures_that_are_kept_are_of_the_csv_beside_them():
             picture.stem in PICTURES or "savefig" in own.read_text() or "draw(" in own.read_text()
         )
         assert picture.with_suffix(".csv").exists()
+
+
+def test_a_csv_of_another_name_has_no_picture(tmp_path, capsys):
+    """As ``--csv`` may ask for: the rows are there, and that is said."""
+    path = tmp_path / "mine.csv"
+    write_rows(path, ("a",), [{"a": 1}])
+    assert plot.draw(path) is None
+    assert "no picture of mine.csv" in capsys.readouterr().out
+    assert list(tmp_path.iterdir()) == [path]

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from benchmarks import gpu_tests, run_gpu
+from benchmarks.rows import OUTPUT
 from benchmarks.shapes import TOY_LLAMA, parameter_count
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -289,7 +290,7 @@ def test_results_lie_where_the_variable_says(monkeypatch, tmp_path):
     monkeypatch.setenv("OUT", str(tmp_path))
     assert run_gpu.default_results(toy=False) == tmp_path
     monkeypatch.delenv("OUT")
-    assert run_gpu.default_results(toy=False) == run_gpu.RESULTS
+    assert run_gpu.default_results(toy=False) == OUTPUT
 
 
 def test_a_test_that_did_not_end_is_not_run(tmp_path):

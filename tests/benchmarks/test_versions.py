@@ -9,6 +9,7 @@ import torch
 
 from accelerate_fp8._versions import TRIED
 from benchmarks import versions
+from benchmarks.rows import read_rows
 from lightning_fp8 import _versions as lightning_versions
 from torch_fp8.ops.hardware import check_device, runs_natively
 from torch_fp8.quantization.recipe import RECIPES
@@ -17,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PROJECT = (ROOT / "pyproject.toml").read_text()
 README = (ROOT / "README.md").read_text().partition("## Install\n")[2].partition("\n## ")[0]
 INSTALL = (ROOT / "docs" / "install.md").read_text()
-ROWS = versions.read()
+ROWS = read_rows(versions.RESULTS)
 
 
 def _after(version):
@@ -109,7 +110,7 @@ def test_rows_are_replaced_and_ordered(tmp_path):
     for version, passed in (("1.10.1", 1), ("1.9.0", 2), ("1.10.1", 3)):
         row = {**common, "host": "accelerate", "version": version, "passed": passed}
         versions.write([row], path)
-    rows = versions.read(path)
+    rows = read_rows(path)
     assert [(row["version"], row["passed"]) for row in rows] == [("1.9.0", "2"), ("1.10.1", "3")]
     assert versions.tried(rows, "accelerate") == ("1.9", "1.10")
 
