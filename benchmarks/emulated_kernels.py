@@ -30,6 +30,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from functools import partial
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import torch

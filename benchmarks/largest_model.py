@@ -29,7 +29,7 @@ import torch
 from benchmarks.measurement import Table, environment, print_table
 from benchmarks.rows import OUTPUT, read_rows
 from torch_fp8.planner.layouts import gpt_config
-from torch_fp8.planner.plan import RESERVE, plan
+from torch_fp8.planner.plan import left_of, plan
 from torch_fp8.planner.setup import BF16
 
 COLUMNS = ("gpus", "method", "layers", "billion_parameters", "peak_gib")
@@ -227,7 +227,7 @@ def _needs(layers: int, gpus: int, method: str, options: dict[str, Any]) -> tupl
     of_step = max(forward, needed.peak - states)  # in backward with the gradients, float32
     backward = _FP8_LM_ACTIVATIONS * (of_step - _BF16_GRADIENT * each) + _FP8_LM_GRADIENT * each
     peak = _FP8_LM_STATES * each + max(_FP8_LM_ACTIVATIONS * forward, backward)
-    return round(peak), made.num_params, peak + RESERVE <= made.setup.memory * 2**30
+    return round(peak), made.num_params, left_of(made.setup.memory * 2**30, peak) >= 0
 
 
 if __name__ == "__main__":

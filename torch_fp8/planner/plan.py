@@ -16,8 +16,20 @@ from torch_fp8.planner.setup import BF16, LEVELS, TRAINED, Setup, make_setup
 from torch_fp8.quantization.suggestions import unknown_options
 
 CATEGORIES = ("weights", "gradients", "moments", "master", "scales", "caches")
-RESERVE = 1.5 * 2**30
-"""Bytes of a card that a run cannot have: CUDA's context, NCCL's buffers, fragments; assumed."""
+USABLE = 0.99
+"""The share of a card's memory that programs can have: 79.2 GiB of an H100's 80."""
+CONTEXT = 2**30
+"""Bytes of CUDA's context, NCCL's buffers and cuBLAS's workspaces; assumed."""
+FRAGMENTS = 0.08
+"""What the allocator holds beyond the counted peak, as a share of it; assumed, no card has measured
+it."""
+
+
+def left_of(memory: float, peak: float) -> float:
+    """Return the bytes that a run with this counted peak leaves of a card; negative: it does not
+    fit.
+    """
+    return USABLE * memory - (1 + FRAGMENTS) * peak - CONTEXT
 
 
 @dataclass(frozen=True)
@@ -30,8 +42,8 @@ class LevelPlan:
             space, at their peak), and ``total``, the sum of all.
         peak: the most that lives at one time. Below the total, for gradients come as activations
             go; equal to it where gradients stay from one micro-batch to the next.
-        fits: whether `peak` and `RESERVE` are within the card's memory.
-        headroom: bytes that are left; negative where it does not fit.
+        fits: whether `peak` is within the card's memory, with what a card takes beside it.
+        headroom: bytes that are left (`left_of`); negative where it does not fit.
         wire: bytes that a GPU sends in an optimizer step.
         seconds: of an optimizer step, estimated.
         detail: by what the seconds go to.
@@ -204,8 +216,8 @@ def _plan_level(
     return LevelPlan(
         bytes={**parts, "activations": round(forward), "total": round(total)},
         peak=round(peak),
-        fits=peak + RESERVE <= memory,
-        headroom=round(memory - RESERVE - peak),
+        fits=left_of(memory, peak) >= 0,
+        headroom=round(left_of(memory, peak)),
         wire=round(wire),
         seconds=seconds.step,
         detail=seconds,
