@@ -6,12 +6,13 @@ import pytest
 import torch
 
 from benchmarks import accumulation as bench
+from benchmarks.rows import RESULTS
 from torch_fp8.ops.grad_codec import Rounding
 from torch_fp8.tensor.float8_grad import Float8Grad
 
 
 def _recorded():
-    with bench.RESULTS.open() as file:
+    with (RESULTS / "accumulation.csv").open() as file:
         rows = list(csv.DictReader(file))
     return {(r["method"], r["input"], int(r["micro_batches"])): r for r in rows}
 

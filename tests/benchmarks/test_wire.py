@@ -5,6 +5,7 @@ import csv
 import pytest
 
 from benchmarks import wire as bench
+from benchmarks.rows import RESULTS
 
 pytestmark = pytest.mark.long
 
@@ -15,7 +16,7 @@ INPUTS = pytest.mark.parametrize("input_name", bench.INPUTS)
 
 @pytest.fixture(scope="module")
 def recorded():
-    with (bench.RESULTS / "wire.csv").open() as file:
+    with (RESULTS / "wire.csv").open() as file:
         return {(r["method"], int(r["ranks"]), r["input"]): r for r in csv.DictReader(file)}
 
 

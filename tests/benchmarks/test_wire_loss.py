@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks import optimizer_loss
 from benchmarks import wire_loss as bench
+from benchmarks.rows import RESULTS
 
 
 @pytest.fixture
@@ -45,7 +46,7 @@ def test_each_run_is_compared_to_bf16_on_two_ranks_and_to_one_rank(runs, monkeyp
     row = bench.read_rows(path)["O3", 0]
     assert row["ranks"] == "2"
     assert float(row["rel_diff"]) == pytest.approx(0.01)
-    alone = optimizer_loss.read_rows(bench.ROOT / "benchmarks/results/optimizer_loss.csv")
+    alone = optimizer_loss.read_rows(RESULTS / "optimizer_loss.csv")
     alone = float(alone["fine-tuning", "O3", 0]["final_eval_loss"])
     assert float(row["one_rank_eval_loss"]) == alone
     assert float(row["rel_diff_to_one_rank"]) == pytest.approx(5.05 / alone - 1, abs=1e-6)
@@ -53,7 +54,7 @@ def test_each_run_is_compared_to_bf16_on_two_ranks_and_to_one_rank(runs, monkeyp
 
 
 def test_recorded_runs_are_within_the_band():
-    rows = bench.read_rows(bench.ROOT / "benchmarks/results/wire_loss.csv")
+    rows = bench.read_rows(RESULTS / "wire_loss.csv")
     assert {("O2", 0), ("O3", 0)} <= rows.keys()
     for row in rows.values():
         assert abs(float(row["rel_diff"])) < optimizer_loss.BAND
