@@ -75,7 +75,8 @@ def private_names(root: Path = ROOT) -> dict[str, list[str]]:
 
 
 def _is_private(name: str) -> bool:
-    return name.startswith("_") and not name.startswith("__") and name.isidentifier()
+    is_ours = name.startswith(("__", "_fp8_"))  # the modules beside the packages, and attributes
+    return name.startswith("_") and not is_ours and name.isidentifier()
 
 
 def _defined(tree: ast.AST) -> Iterator[str]:
