@@ -25,7 +25,9 @@ from tests.kernel_cases.comparison import (
     same_bits,
     same_values,
 )
+from torch_fp8.environment.kernel_cases.states import matrix_differences
 from torch_fp8.kernels import (
+    adamw,
     gate_up,
     quantize,
     quantize_delayed,
@@ -42,6 +44,7 @@ from torch_fp8.ops import rms_norm as norm_ops
 from torch_fp8.ops import smooth as smooth_ops
 from torch_fp8.ops import swiglu as swiglu_ops
 from torch_fp8.ops import swiglu_backward as backward_ops
+from torch_fp8.ops.adamw import adamw_step_reference
 from torch_fp8.ops.fused_quantize import cast_result
 from torch_fp8.quantization.scaling import tensor_amax
 
@@ -256,6 +259,15 @@ def _quantize_columns(results: Any, args: Any, copies: Any) -> None:
     _all_same(results, cast_result(x.float() * factors, cast)[:4], "cast times factors")
 
 
+def _adamw_step(result: Any, args: Any, copies: Any) -> None:
+    entries, *rest = copies
+    multipliers = rest[0] if rest and rest[0] else [None] * len(entries)
+    for (got, _), (want, scalars), multiplier in zip(args[0], entries, multipliers, strict=True):
+        adamw_step_reference(want, scalars, multiplier)
+        differences = matrix_differences(got, want)
+        require(not differences, f"AdamW of {tuple(want.weight.shape)}: {differences}")
+
+
 _CHECKS: dict[tuple[Any, str], Callable[..., None]] = {
     (quantize, "quantize_2d"): _quantize_2d,
     (TileSums, "total"): _total,
@@ -279,6 +291,7 @@ _CHECKS: dict[tuple[Any, str], Callable[..., None]] = {
     (smooth, "swiglu_save_columns"): _save_columns,
     (smooth, "smooth_factors"): _factors,
     (smooth, "quantize_columns"): _quantize_columns,
+    (adamw, "adamw_step"): _adamw_step,
 }
 """Owner and name of a function -> what compares its results, given its arguments and copies of
 these from before the call.
