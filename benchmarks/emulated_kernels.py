@@ -158,7 +158,7 @@ def _ratio(count: int, least: int) -> str:
 def run(case: Case, target: str) -> tuple[list[dict[str, Any]], str]:
     """Run a case; return its rows, and what was not equal."""
     options: dict[str, Any] = {"capability": TARGETS[target], "watch": lambda: [Counts()]}
-    with emulated(assembles=False, **options) as emulation:
+    with emulated(**options) as emulation:
         try:
             unequal = case(emulation)
         except PtxError as error:
@@ -192,8 +192,9 @@ def read(paths: list[Path], digest: str) -> list[dict[str, Any]]:
 def write(path: Path, rows: list[dict[str, Any]], digest: str) -> None:
     """Write rows, and one for each recorded variant that none of them has."""
     seen = {(row["triton"], *key_of(row)) for row in rows}
+    versions = sorted({metadata.version("triton"), *(row["triton"] for row in rows)})
     missing: list[dict[str, Any]] = []
-    for triton, key in itertools.product(sorted({r["triton"] for r in rows}), recorded_registers()):
+    for triton, key in itertools.product(versions, recorded_registers()):
         if (triton, *key) not in seen:
             names = ("kernel", "variant", "target", "warps")
             row = dict(zip(names, key, strict=True))

@@ -102,7 +102,7 @@ def measure(state: str) -> list[dict[str, Any]]:
     rows = []
     versions = {"triton": metadata.version("triton"), "digest": kernel_resources.digest()}
     for what, case in cases().items():
-        with emulated(assembles=False, watch=lambda: [Counts()]) as emulation:
+        with emulated(watch=lambda: [Counts()]) as emulation:
             case()
         best: dict[str, dict[str, Any]] = {}
         for row in rows_of(emulation.launches, {}):

@@ -5,8 +5,12 @@ from types import SimpleNamespace
 import numpy as np
 
 from benchmarks.emulated_kernels import rows_of
+from benchmarks.measurement import RESULTS, read_rows
+from tests.emulator.accesses import Access
 from tests.emulator.counts import Counts
 from tests.emulator.driver import Launched
+
+KEY = ("kernel", "variant", "target", "warps")
 
 
 def counted(addresses, width, shared=False):
@@ -15,9 +19,9 @@ def counted(addresses, width, shared=False):
     region = SimpleNamespace(start=0, end=4096)
     memory = SimpleNamespace(regions=[region])
     counts.begins(SimpleNamespace(launch=SimpleNamespace(memory=memory, shared_size=64)))
-    g = SimpleNamespace(numbers=np.arange(32))
-    how = 0, g, None, np.asarray(addresses), width, False
-    counts.shared(*how) if shared else counts.accessed(*how, False)
+    threads = SimpleNamespace(numbers=np.arange(32), count=32)
+    access = Access(0, threads, np.asarray(addresses), None, width, False)
+    counts.shared(access) if shared else counts.accessed(access)
     return counts
 
 
@@ -49,8 +53,19 @@ def test_a_row_sums_the_launches_of_a_variant():
     counts = counted(np.arange(32) * 32, 16)
     counts.instructions = 10
     launched = Launched("cast_kernel", "*bf16 ROW=True", "", (1, 1, 1), 128, 64, (counts,))
-    (row,) = rows_of([launched, launched], True)
+    (row,) = rows_of([launched, launched], {})
+    assert row["equal"]
+    assert not next(rows_of([launched, launched], {1: "differs"}))["equal"]
     assert (row["kernel"], row["warps"], row["launches"]) == ("cast_kernel", 4, 2)
     assert row["instructions_per_element"] == "5.0"
+    assert row["sectors_per_element"] == "0.500"
     assert row["sectors_over_least"] == "2.00"
     assert row["passes_over_least"] == ""
+
+
+def test_each_recorded_variant_has_a_row_and_none_is_unequal():
+    recorded = {tuple(r[c] for c in KEY) for r in read_rows(RESULTS / "kernel_resources.csv")}
+    rows = read_rows(RESULTS / "emulated_kernels.csv")
+    assert recorded <= {tuple(row[c] for c in KEY) for row in rows}
+    for row in rows:
+        assert row["equal"] == ("True" if row["case"] else "missing")

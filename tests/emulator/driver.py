@@ -164,11 +164,11 @@ _current: list[Emulation] = []
 
 
 @contextlib.contextmanager
-def emulated(assembles: bool = True, **options: Any) -> Iterator[Emulation]:
+def emulated(assembles: bool = False, **options: Any) -> Iterator[Emulation]:
     """Run within, on CPU tensors, what is launched on a card.
 
     Args:
-        assembles: whether Triton's assembler runs, a quarter of the time; what runs is the PTX.
+        assembles: whether Triton's assembler runs, too, a quarter of the time; the PTX is run.
         options: see `Emulation`.
     """
     assert not _current, "one emulation at a time"

@@ -134,7 +134,7 @@ def _plain(x: Tensor) -> Tensor:
 def card(capability: tuple[int, int] = (9, 0)) -> Iterator[Any]:
     """Run within on the emulated card."""
     with contextlib.ExitStack() as stack:
-        emulation = stack.enter_context(emulated(capability=capability, assembles=False))
+        emulation = stack.enter_context(emulated(capability=capability))
         capturing = mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=False)
         stack.enter_context(capturing)
         stack.enter_context(mock.patch.object(torch, "_scaled_mm_v2", off_card_product))

@@ -28,6 +28,12 @@ def test_in_lockstep(family):
     assert emulation.launches
 
 
+def test_a_binary_is_assembled_and_loaded():
+    with emulated(assembles=True) as emulation:
+        FAMILIES["transpose"]()
+    assert emulation.launches
+
+
 @pytest.mark.parametrize("family", SHARED)
 def test_in_a_random_order(family):
     with emulated(watch=watched, schedule=lambda: Shuffled(1)):

@@ -28,7 +28,7 @@ LARGEST = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_sectors_of_a_kernel(name):
-    with emulated(assembles=False, watch=lambda: [Counts()]) as emulation:
+    with emulated(watch=lambda: [Counts()]) as emulation:
         CASES[name]()
     for launched in emulation.launches:
         (counts,) = launched.watch
