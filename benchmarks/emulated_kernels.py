@@ -207,6 +207,7 @@ def main() -> None:
     add_csv(parser, "emulated_kernels")
     parser.add_argument("--rows", type=Path, nargs="+", default=[], help="files of other processes")
     parser.add_argument("--targets", nargs="*", choices=TARGETS, default=list(TARGETS))
+    parser.add_argument("--cases", nargs="+", default=[], help="names; none: all")
     parser.add_argument("--minutes", type=float, default=60, help="none begins after as many")
     chosen = parser.parse_args()
     tell_kept(chosen.csv)
@@ -215,6 +216,8 @@ def main() -> None:
     done = {(r["case"], r["target"]) for r in rows if r["triton"] == triton}
     start = time.monotonic()
     for target, (name, case) in itertools.product(chosen.targets, cases()):
+        if chosen.cases and name not in chosen.cases:
+            continue
         if (name, target) in done or time.monotonic() - start > 60 * chosen.minutes:
             continue
         case_start = time.process_time()

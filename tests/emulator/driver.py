@@ -184,13 +184,10 @@ def emulated(assembles: bool = False, **options: Any) -> Iterator[Emulation]:
         return table, *others
 
     with contextlib.ExitStack() as stack:
+        folders = [nvidia.driver.libdevice_dir, str(library.folder)]
+        stack.enter_context(mock.patch.object(nvidia.driver, "library_dirs", return_value=folders))
         for owner, name, stub in (
             (triton_driver, "_active", _Driver(emulation)),
-            (
-                nvidia.driver,
-                "library_dirs",
-                lambda: [nvidia.driver.libdevice_dir, str(library.folder)],
-            ),
             (CompiledKernel, "_init_handles", _init_handles),
             (torch.cuda, "get_device_capability", lambda device=None: emulation.capability),
             (adamw, "_tables", named_tables),
@@ -268,10 +265,11 @@ class _Driver(Driver):
     def __init__(self, emulation: Emulation) -> None:
         super().__init__(emulation.capability)
         self.launcher_cls = _Launcher
-        self.utils = SimpleNamespace(
-            load_binary=_load_binary,
-            get_device_properties=lambda device: {"max_shared_mem": _MAX_SHARED},
-        )
+        # The launcher of Triton 3.7 is part of its module; that of 3.6 is built for each kernel.
+        module = nvidia.driver.CudaUtils() if hasattr(nvidia.driver, "PyKernelArg") else None
+        self.utils = SimpleNamespace(**({} if module is None else vars(module)))
+        self.utils.load_binary = _load_binary
+        self.utils.get_device_properties = lambda device: {"max_shared_mem": _MAX_SHARED}
 
 
 def _load_binary(name: str, binary: bytes, shared: int, device: int) -> tuple[int, ...]:

@@ -37,6 +37,13 @@ CUresult cuDevicePrimaryCtxRetain(CUcontext *c, CUdevice d) { return CUDA_SUCCES
 CUresult cuFuncSetAttribute(CUfunction f, CUfunction_attribute a, int v) { return CUDA_SUCCESS; }
 CUresult cuGetErrorString(CUresult r, const char **s) { *s = "a fault"; return CUDA_SUCCESS; }
 """
+_ABSENT_SOURCE = "int {name}(void) {{ return 801; }}"
+_ABSENT = (
+    *("cuCtxGetLimit", "cuCtxSetLimit", "cuDeviceGetAttribute", "cuDriverGetVersion"),
+    *("cuFuncGetAttribute", "cuFuncSetCacheConfig", "cuModuleGetFunction", "cuModuleLoadData"),
+    *("cuTensorMapEncodeTiled", "cuOccupancyMaxActiveClusters"),
+)
+"""What Triton 3.7's module is linked with, and launches do not call: CUDA_ERROR_NOT_SUPPORTED."""
 
 
 class LaunchConfig(ctypes.Structure):
@@ -66,9 +73,11 @@ class StubLibrary:
         self.folder = Path(self._directory.name)
         source, library = self.folder / "stub.c", self.folder / "libcuda.so.1"
         source.write_text(_SOURCE)
+        absent = self.folder / "absent.c"
+        absent.write_text("\n".join(_ABSENT_SOURCE.format(name=name) for name in _ABSENT))
         include = Path(nvidia.__path__[0]) / "include"
         command = ["cc", "-shared", "-fPIC", "-O2", f"-I{include}", "-Wl,-soname,libcuda.so.1"]
-        subprocess.run([*command, str(source), "-o", str(library)], check=True)
+        subprocess.run([*command, str(source), str(absent), "-o", str(library)], check=True)
         self._library = ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
         self._handler: object = None
         self._launches = ctypes.c_long.in_dll(self._library, "launches")
