@@ -9,7 +9,7 @@ that it got, as `tests.emulator.compared` says, and none may be unequal. Whole s
 apart. A float32 sum in another order, such as a norm's, moves an element to the next FP8 value here
 and there, and Adam's first update of a weight is the sign of its gradient, however small. How far
 that carries, another run on the CPU shows: the same but for rstd, which is the next float32 above,
-and for noise of a millionth in the first gradients, where they are plain tensors.
+and for noise of a millionth in the first gradients, where these are not in 8 bits.
 
     python -m tests.emulator.steps --csv benchmarks/results/emulated_steps.csv
 """
@@ -40,6 +40,7 @@ from tests.emulator.step_models import MODELS
 from tests.golden.training import adamw, batch
 from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8
 from torch_fp8.ops import scaled_mm as products
+from torch_fp8.tensor.float8_grad import Float8Grad
 
 _RAW = argparse.RawDescriptionHelpFormatter
 NOISE = tuple(f"{kind} by noise" for kind in KINDS)
@@ -74,9 +75,9 @@ def add_noise(model: nn.Module) -> None:
     generator = torch.Generator().manual_seed(0)
     for parameter in model.parameters():
         grad = parameter.grad
-        if type(grad) is Tensor:
+        if grad is not None and not isinstance(grad, Float8Grad):
             noise = torch.randn(grad.shape, generator=generator)
-            grad += (1e-6 * grad.float().square().mean().sqrt() * noise).to(grad.dtype)
+            grad.add_((1e-6 * grad.float().square().mean().sqrt() * noise).to(grad.dtype))
 
 
 def train(case: Case, noisy: bool = False) -> dict[str, Any]:
