@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 
 from benchmarks.emulated_kernels import rows_of
-from benchmarks.measurement import RESULTS, read_rows
+from benchmarks.rows import RESULTS, read_rows
 from tests.emulator.accesses import Access
 from tests.emulator.counts import Counts
 from tests.emulator.driver import Launched

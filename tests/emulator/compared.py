@@ -13,7 +13,6 @@ from unittest import mock
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
-from torch_fp8.environment.kernel_cases.states import matrix_differences
 
 from tests.emulator.faults import Fault
 from tests.emulator.place import off_card
@@ -26,6 +25,7 @@ from tests.kernel_cases.comparison import (
     same_bits,
     same_values,
 )
+from tests.kernel_cases.states import matrix_differences
 from torch_fp8.kernels import (
     adamw,
     gate_up,
