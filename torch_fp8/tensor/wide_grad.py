@@ -45,14 +45,18 @@ class WideGrad(Encoded):
     def alias(self) -> "WideGrad":
         return WideGrad(self.stored)
 
+    @property
+    def high(self) -> Tensor:
+        return self.stored
+
     def __tensor_flatten__(self) -> tuple[list[str], None]:
-        return ["stored"], None
+        return ["high"], None  # torch 2.11 looks for a part of the weight of this name
 
     @staticmethod
     def __tensor_unflatten__(
         inner: dict[str, Tensor], context: Any, outer_size: Any, outer_stride: Any
     ) -> "WideGrad":
-        return WideGrad(inner["stored"])
+        return WideGrad(inner["high"])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         memo[id(self)] = result = self.dequantize()
