@@ -48,6 +48,10 @@ BAND = 0.005
 EXAMPLES = ROOT / "examples"
 RUN = ["--quick", "--steps", "16", "--batch-size", "16", "--max-answer", "16"]
 """The scripts' arguments: as short as runs can be that show something."""
+START = ["--pretraining-steps", "100", "--assets", "runs/frozen_parity"]
+"""All machines start from a model of as many steps: left to itself, a script fits them to the time
+that one takes, and each machine has another model, and another loss in BF16, too.
+"""
 COLUMNS = ("example", "precision", "seed", "steps", "loss", "reward", "kl", "script")
 
 
@@ -81,7 +85,7 @@ def measure(script: str, precision: str, seed: int, more: list[str]) -> dict[str
     Raises:
         RuntimeError: it failed; with the end of what it said.
     """
-    given = [*RUN, "--seed", str(seed), *more]
+    given = [*RUN, *START, "--seed", str(seed), *more]
     with tempfile.TemporaryDirectory() as folder:
         arguments = [*given, "--output", folder]
         log = Path(folder) / "log"

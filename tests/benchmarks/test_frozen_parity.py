@@ -2,6 +2,7 @@
 
 import csv
 import re
+import statistics
 
 import pytest
 
@@ -81,7 +82,8 @@ def test_every_run_is_the_script_in_a_process_of_its_own_and_is_run_once(example
     monkeypatch.setattr(frozen_parity, "environment", lambda device: {"commit": "x"})
     frozen_parity.main()
     runs = (examples / "runs").read_text().splitlines()
-    options = " ".join(frozen_parity.RUN)
+    options = " ".join([*frozen_parity.RUN, *frozen_parity.START])
+    assert "--pretraining-steps" in options, "each machine would fit its own"
     assert runs == [
         f"{script} {precision} {options} --seed {seed}"
         for seed in (0, 1)
@@ -117,3 +119,19 @@ def test_the_page_has_the_figures_of_the_csv():
             cells += [made[f"bf16 {figure}"], made[f"fp8 {figure}"]]
         cells.insert(3, made["difference"])
         assert f"| {' | '.join(cells)} |" in page
+
+
+@pytest.mark.parametrize(("script", "word"), [("grpo_trl", "reward"), ("rlhf_ppo", "score")])
+def test_the_pictures_say_how_far_the_seeds_of_bf16_lie_apart(script, word):
+    """Where answers are sampled, two equal runs differ, too."""
+    text = (ROOT / "examples" / f"{script}.py").read_text()
+    of_bf16 = [
+        row
+        for row in read_rows(RESULTS / "frozen_parity.csv")
+        if (row["example"], row["precision"]) == (script, "bf16")
+    ]
+    assert f"of {len(of_bf16)} seeds" in text
+    for name, column in ((word, "reward"), ("KL", "kl"), ("loss", "loss")):
+        values = [float(row[column]) for row in of_bf16]
+        mean, deviation = statistics.mean(values), statistics.stdev(values)
+        assert f"{name} {mean:.2f} ± {deviation:.2f}" in text
