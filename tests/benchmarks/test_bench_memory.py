@@ -34,7 +34,13 @@ def counted(variant, *, fake=True, checkpointing=False):
 
 @pytest.mark.parametrize(
     ("variant", "weights", "states", "residuals"),
-    [("bf16-mixed", 4, 8, 0), ("O1", 4, 8, 0), ("O2", 2, 2 + 2 / 32, 1), ("O3", 2, 2 + 2 / 32, 1)],
+    [
+        ("bf16-mixed", 4, 8, 0),
+        ("O1", 4, 8, 0),
+        ("O2", 2, 2 + 2 / 32, 1),
+        ("O3", 2, 2 + 2 / 32, 1),
+        ("O3, release", 2, 2 + 2 / 32, 1),
+    ],
 )
 def test_what_stands_between_steps(variant, weights, states, residuals):
     """Bytes per parameter; of norms, 0.1 % of all, a little more."""
