@@ -192,12 +192,10 @@ def read(paths: list[Path], digest: str) -> list[dict[str, Any]]:
 def write(path: Path, rows: list[dict[str, Any]], digest: str) -> None:
     """Write rows, and one for each recorded variant that none of them has."""
     seen = {(row["triton"], *key_of(row)) for row in rows}
-    versions = sorted({metadata.version("triton"), *(row["triton"] for row in rows)})
-    missing: list[dict[str, Any]] = []
-    for triton, key in itertools.product(versions, recorded_registers()):
+    triton, missing = metadata.version("triton"), []
+    for key in recorded_registers():
         if (triton, *key) not in seen:
-            names = ("kernel", "variant", "target", "warps")
-            row = dict(zip(names, key, strict=True))
+            row = dict(zip(("kernel", "variant", "target", "warps"), key, strict=True))
             missing.append({**row, "equal": "missing", "triton": triton, "digest": digest})
     write_rows(path, COLUMNS, [*rows, *missing])
 

@@ -216,8 +216,9 @@ def main() -> None:
     if chosen.csv.exists():
         with chosen.csv.open() as file:
             done = list(csv.DictReader(file))
-    there = {row["case"] for row in done}
+    there = {row["case"] for row in done if row["calls"]}
     for case in chosen.cases or [name for name in CASES if name not in there]:
+        done = [row for row in done if row["case"] != case]
         done.append({"case": case, **compare(case)})
         with chosen.csv.open("w", newline="") as file:
             writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
