@@ -151,7 +151,7 @@ def cast_kernel(
         q = cast_saturating(x, scale, E5M2)
     else:
         q = cast_bounded(x, scale, E5M2, POWER_OF_TWO)
-    store_layouts(q, row_ptr, col_ptr, tile, rows, cols, ROW, COL, PAD)
+    store_layouts(q, row_ptr, col_ptr, tile, rows, cols, ROW, COL, PAD, LINES=True)
 
 
 @quick
@@ -227,4 +227,6 @@ def quantize_blocks_kernel(
     x = load_tile(x_ptr, stride_r, stride_c, tile[2], tile[3], tile[4])
     store_sums(x, sum_ptr, tile, rows, cols, SUM_AXIS)
     made = (row_ptr, row_scale_ptr, col_ptr, col_scale_ptr)
-    store_blocks(x, made, tile, rows, cols, SCALE, GROUP, E5M2, POWER_OF_TWO, ROW, COL, PAD)
+    store_blocks(
+        x, made, tile, rows, cols, SCALE, GROUP, E5M2, POWER_OF_TWO, ROW, COL, PAD, LINES=True
+    )

@@ -23,7 +23,8 @@ LINE = tl.constexpr(8)
 
 All accesses to a tile get the layout of the widest. With 16 bytes of FP8 to a thread it would load
 32 of BF16, in two accesses that leave 16 bytes between neighbours, and a warp would ask for each
-sector of 32 bytes twice.
+sector of 32 bytes twice. Kernels that compute more than a cast have no registers left for it: 22 of
+their variants would spill.
 """
 
 
@@ -89,16 +90,19 @@ def store_layouts(
     COL: tl.constexpr,
     PAD: tl.constexpr,
     width=None,
+    LINES: tl.constexpr = False,
 ):
     """Store the same bytes in the layouts asked for.
 
-    width: the columns that the tile belongs to, where a row of `cols` has more; None: all.
+    width: the columns that the tile belongs to, where a row of `cols` has more; None: all. LINES:
+    whether a thread moves a LINE at once.
     """
     _, _, r, c, mask = tile
     if ROW:
-        tl.store(
-            tl.max_contiguous(row_ptr + r[:, None] * cols + c[None, :], (1, LINE)), q, mask=mask
-        )
+        places = row_ptr + r[:, None] * cols + c[None, :]
+        if LINES:
+            places = tl.max_contiguous(places, (1, LINE))
+        tl.store(places, q, mask=mask)
     if COL:
         if width is None:
             store_col(col_ptr, q, r, c, rows, cols, PAD)
@@ -129,8 +133,12 @@ def store_groups(
     GROUP: tl.constexpr,
     E5M2: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
+    LINES: tl.constexpr = False,
 ):
-    """Store y with a scale per GROUP columns, block by block for 128, row by row for 32."""
+    """Store y with a scale per GROUP columns, block by block for 128, row by row for 32.
+
+    LINES: see `store_layouts`.
+    """
     FMAX: tl.constexpr = 57344.0 if E5M2 else 448.0
     BLOCK_R: tl.constexpr = y.shape[0]
     GROUPS: tl.constexpr = y.shape[1] // GROUP
@@ -147,7 +155,10 @@ def store_groups(
     scale = tl.broadcast_to(scale[:, :, None], (BLOCK_R, GROUPS, GROUP))
     scale = tl.reshape(scale, (BLOCK_R, GROUPS * GROUP))
     q = cast_bounded(y, scale, E5M2, POWER_OF_TWO)
-    tl.store(tl.max_contiguous(q_ptr + r[:, None] * cols + c[None, :], (1, LINE)), q, mask=mask)
+    places = q_ptr + r[:, None] * cols + c[None, :]
+    if LINES:
+        places = tl.max_contiguous(places, (1, LINE))
+    tl.store(places, q, mask=mask)
 
 
 @triton.jit
@@ -197,17 +208,18 @@ def store_blocks(
     COL: tl.constexpr,
     PAD: tl.constexpr,
     width=None,
+    LINES: tl.constexpr = False,
 ):
     """Store a tile of y, of whole blocks, in the layouts asked for, with a scale per block.
 
-    made: pointers to payload and scales of the row layout and of the column layout; width: see
-    `store_layouts`. Scales of 1x128 blocks lie block by block, as torch's scaled matmul takes them,
-    others row by row.
+    made: pointers to payload and scales of the row layout and of the column layout; width, LINES:
+    see `store_layouts`. Scales of 1x128 blocks lie block by block, as torch's scaled matmul takes
+    them, others row by row.
     """
     q_ptr, s_ptr, qt_ptr, st_ptr = made
     if SCALE == "groups":
         if ROW:
-            store_groups(y, q_ptr, s_ptr, tile, rows, cols, GROUP, E5M2, POWER_OF_TWO)
+            store_groups(y, q_ptr, s_ptr, tile, rows, cols, GROUP, E5M2, POWER_OF_TWO, LINES)
         if COL:
             store_column_groups(y, qt_ptr, st_ptr, tile, rows, cols, GROUP, E5M2, POWER_OF_TWO, PAD)
     else:
@@ -221,7 +233,7 @@ def store_blocks(
         if COL:
             tl.store(st_ptr + tile_c * tiles_r + tile_r, scale)
         q = cast_bounded(y, per_row(scale, r, rows), E5M2, POWER_OF_TWO)
-        store_layouts(q, q_ptr, qt_ptr, tile, rows, cols, ROW, COL, PAD, width)
+        store_layouts(q, q_ptr, qt_ptr, tile, rows, cols, ROW, COL, PAD, width, LINES)
 
 
 @triton.jit
@@ -321,8 +333,7 @@ def load_saved(x, tile, rows, cols, SAVED: tl.constexpr):
     _, tile_c, r, c, mask = tile
     x_ptr, scale_ptr, stride_r, stride_c, scale_r, scale_c = x
     if SAVED:
-        places = tl.max_contiguous(x_ptr + r[:, None] * stride_r + c[None, :] * stride_c, (1, LINE))
-        q = tl.load(places, mask=mask, other=0)
+        q = tl.load(x_ptr + r[:, None] * stride_r + c[None, :] * stride_c, mask=mask, other=0)
         q = q.to(tl.float8e4nv, bitcast=True).to(tl.float32)
         GROUPS: tl.constexpr = q.shape[1] // 128
         g = tl.arange(0, GROUPS).to(tl.int64) + tile_c * GROUPS
