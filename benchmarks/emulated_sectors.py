@@ -1,6 +1,6 @@
 """Instructions and sectors of kernels at shapes without tails, counted in the emulator of PTX.
 
-    python -m benchmarks.emulated_sectors           # rows "now" of results/emulated_sectors.csv
+    python -m benchmarks.emulated_sectors           # rows "now" of runs/benchmarks/emulated_sectors.csv
     python -m benchmarks.emulated_sectors --docs    # the table of docs/results.md
 
 A warp's access asks for sectors of 32 bytes; it needs as many as its bytes fill. What it asks for
@@ -10,11 +10,9 @@ Hopper; `benchmarks.emulated_kernels` has every variant, both targets and tails.
 """
 
 import argparse
-import csv
 from collections.abc import Callable
 from functools import partial
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +21,7 @@ import torch_fp8.ops.grad_codec
 import torch_fp8.ops.messages
 from benchmarks import kernel_resources
 from benchmarks.emulated_kernels import rows_of
+from benchmarks.rows import add_csv, read_rows, write_rows
 from tests.emulator.counts import Counts
 from tests.emulator.driver import emulated
 from tests.emulator.on_card import card_module
@@ -134,14 +133,13 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
 def write_docs() -> None:
     """Put the table between its two marks."""
     head, _, tail = PAGE.read_text().split(MARK)
-    with RESULTS.open() as file:
-        lines = table(list(csv.DictReader(file)))
+    lines = table(read_rows(RESULTS))
     PAGE.write_text("\n".join([head + MARK, "", *lines, "", MARK + tail]))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="count instructions and sectors of kernels")
-    parser.add_argument("--csv", type=Path, default=RESULTS)
+    add_csv(parser, "emulated_sectors")
     parser.add_argument("--as", dest="state", choices=("before", "now"), default="now")
     parser.add_argument("--docs", action="store_true", help="write the table into docs and end")
     chosen = parser.parse_args()
@@ -149,15 +147,9 @@ def main() -> None:
         write_docs()
         return
     rows: list[dict[str, Any]] = []
-    if chosen.csv.exists():
-        with chosen.csv.open() as file:
-            rows = [row for row in csv.DictReader(file) if row["as"] != chosen.state]
+    rows += (row for row in read_rows(chosen.csv) if row["as"] != chosen.state)
     rows += measure(chosen.state)
-    rows.sort(key=lambda row: row["as"])
-    with chosen.csv.open("w", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
+    write_rows(chosen.csv, COLUMNS, sorted(rows, key=lambda row: row["as"]))
 
 
 if __name__ == "__main__":
