@@ -46,10 +46,11 @@ from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8
 from torch_fp8.kernels.arguments import GradientParts
 from torch_fp8.ops.grad_codec import Rounding
 from torch_fp8.optim import optimizer as float8_optimizer
+from torch_fp8.optim.residual import residual_of
 from torch_fp8.planner.memory_tracker import CATEGORIES, MemoryTracker
 from torch_fp8.quantization.block_scaled import num_groups
 from torch_fp8.tensor import float8_grad
-from torch_fp8.tensor.split_weight import SplitWeight, stored
+from torch_fp8.tensor.split_weight import stored
 
 COLUMNS = (
     *("kind", "model", "variant", "checkpointing", "batch", "sequence"),
@@ -249,12 +250,10 @@ def assign_standing(
 def state_tensors(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Tensor]]:
     """Yield the optimizer's tensors with their categories."""
     for parameter, state in optimizer.state.items():
-        for name, value in state.items():
-            if isinstance(value, Tensor) and name != "residual":
+        for value in state.values():
+            if isinstance(value, Tensor):
                 yield "states", value
-        residual = getattr(optimizer, "residual_of", lambda _: None)(parameter)
-        if isinstance(parameter, SplitWeight):
-            residual = parameter.residual
+        residual = residual_of(parameter)
         if residual is not None:
             yield "residuals", residual
 

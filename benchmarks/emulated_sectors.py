@@ -1,6 +1,6 @@
 """Instructions and sectors of kernels at shapes without tails, counted in the emulator of PTX.
 
-    python -m benchmarks.emulated_sectors         # rows "now" of runs/benchmarks/emulated_sectors.csv
+    python -m benchmarks.emulated_sectors         # rows "now"
     python -m benchmarks.emulated_sectors --docs  # the table of docs/results.md
 
 A warp's access asks for sectors of 32 bytes; it needs as many as its bytes fill. What it asks for

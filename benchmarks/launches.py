@@ -46,7 +46,9 @@ def _cuda_implementations() -> dict[str, Callable]:
         return register(self, name, function, dispatch_key, **options)
 
     with mock.patch.object(torch.library.Library, "impl", noting):
-        importlib.import_module("torch_fp8")
+        package = importlib.import_module("torch_fp8")
+        for name in package.__all__:  # which imports what registers operators
+            getattr(package, name)
     return found
 
 

@@ -27,6 +27,7 @@ from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8
 from torch_fp8.kernels.adamw import adamw_step
 from torch_fp8.kernels.arguments import CastOptions, StepScalars, WeightMatrix
 from torch_fp8.nn.linear import Float8Linear
+from torch_fp8.optim.residual import residual_of
 from torch_fp8.optim.state import moment
 
 TOKENS = IN = OUT = 512
@@ -145,7 +146,7 @@ def count_step(linear: Float8Linear, state: dict[str, Tensor]) -> list[Launch]:
         return count_launches(lambda: cache.refill(weight, spec), weight=weight)
     matrix = WeightMatrix(
         weight.detach(),
-        state["residual"],
+        residual_of(weight),
         linear.fp8_config.residual_bits,
         torch.randn_like(weight),
         moment(state, "exp_avg"),

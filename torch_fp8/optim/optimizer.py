@@ -46,14 +46,13 @@ from torch_fp8.optim.state import (
     is_large,
     new_moments,
     settle_moments,
-    settle_weight,
     to_checkpoint,
 )
 from torch_fp8.optim.step import (
     Caches,
     new_small_state,
     settle_gradient,
-    shard_origin,
+    settle_weight,
     step_large,
     step_small,
 )
@@ -135,9 +134,7 @@ class Float8Optimizer(Optimizer):
             state = self._state_of(parameter)
             halves = halves_of(parameter)
             if halves is not None:
-                halves.awaited = None
-                origin = shard_origin(parameter)
-                settle_weight(halves, self.fp8_config.seed, state, index, origin)
+                settle_weight(parameter, halves, self.fp8_config.seed, state, index)
             if state["exp_avg"].__class__ is Float8Moment or is_large(parameter):
                 large.append((index, group, parameter, state))
             else:

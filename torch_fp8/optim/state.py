@@ -27,10 +27,8 @@ from torch_fp8.quantization.block_scaled import (
     MIN_NUMEL,
     BlockScaled,
 )
-from torch_fp8.quantization.stochastic_rounding import stream_keys
 from torch_fp8.tensor.dtensor import like_parameter, local
 from torch_fp8.tensor.float8_moment import MOMENT_FORMATS, Float8Moment
-from torch_fp8.tensor.halves import Halves
 
 SMALL_RESIDUAL_BITS = 16
 """The residual bits of a small BF16 parameter: with them it is a float32 number."""
@@ -84,21 +82,6 @@ def settle_moments(parameter: Tensor, state: State) -> None:
         else:
             target = shard.to(local(parameter).device, dtype)
         state[name] = like_parameter(parameter, target, tuple(parameter.shape))
-
-
-def settle_weight(
-    halves: Halves, seed: int, state: State, index: int, origin: tuple[int, int, int]
-) -> None:
-    """Give a weight that is about to be stepped the residual bits of a step.
-
-    Args:
-        halves: those of a weight that somebody may have written.
-        seed, state, index: seed of the optimizer, state of the weight, whose ``step`` counts, and
-            its index: they key the random bits.
-        origin: see `torch_fp8.tensor.halves.Halves.settle`.
-    """
-    halves.settle(stream_keys(seed, -1 - int(state["step"]), index), origin)
-    halves.writes += 1
 
 
 def moment(state: State, name: str) -> BlockScaled:

@@ -22,7 +22,7 @@ from torch_fp8.quantization.recipe import CastSpec
 from torch_fp8.quantization.stochastic_rounding import stream_keys
 from torch_fp8.tensor.alignment import aligned
 from torch_fp8.tensor.dtensor import local
-from torch_fp8.tensor.halves import split_matrix
+from torch_fp8.tensor.halves import Halves, split_matrix
 from torch_fp8.tensor.split_weight import halves_of, stored, stored_grad
 from torch_fp8.tensor.wide_grad import narrowed
 
@@ -184,6 +184,24 @@ def _full_precision(parameter: Tensor) -> Tensor:
         return local(parameter)
     settled_residual(parameter, SMALL_RESIDUAL_BITS)  # on the weight's device
     return join_weight(parameter)
+
+
+def settle_weight(parameter: Tensor, halves: Halves, seed: int, state: State, index: int) -> None:
+    """Give a weight that is about to be stepped the residual bits of a step, where its bits lie.
+
+    Args:
+        parameter: one that somebody may have written.
+        halves: those of this rank's part of it.
+        seed, state, index: seed of the optimizer, state of the weight, whose ``step`` counts, and
+            its index: they key the random bits.
+    """
+    halves.awaited = None
+    if halves.residual is not None and halves.residual.device != halves.high.device:
+        halves.residual = halves.residual.to(halves.high.device)
+    if halves.bits != halves.step_bits:
+        keys = stream_keys(seed, -1 - int(state["step"]), index)
+        halves.settle(keys, shard_origin(parameter))
+    halves.writes += 1
 
 
 def settle_gradient(parameter: Tensor) -> None:

@@ -74,8 +74,6 @@ class Halves:
             origin: row and column of the whole matrix where this shard starts, and its columns;
                 None: it is no shard.
         """
-        if self.residual is not None:
-            self.residual = self.residual.to(self.high.device)
         if self.bits == self.step_bits:
             return
         if self.bits < self.step_bits:

@@ -83,4 +83,6 @@ class WideHook:
     def __call__(self, grad: Tensor) -> Any:
         narrow = grad.dtype == torch.bfloat16 and not isinstance(grad, Encoded)
         result = self.hook(WideGrad(grad) if narrow else grad)
-        return result.stored if isinstance(result, WideGrad) else result
+        if isinstance(result, WideGrad):
+            return result.stored
+        return result.to(grad.dtype) if narrow and isinstance(result, Tensor) else result

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from torch_fp8.optim.embedding_dtype import multiply_half
 from torch_fp8.quantization.split_float import join
 from torch_fp8.tensor.halves import Halves
 from torch_fp8.tensor.split_weight import (
@@ -1013,3 +1014,17 @@ def test_a_gradient_of_another_dtype_is_refused_as_stock_does(dtype):
         with pytest.raises(RuntimeError, match=r"float|Half|double"):
             weight.grad = torch.ones(weight.shape, dtype=dtype)
         assert weight.grad is None
+
+
+@pytest.mark.parametrize("change", [lambda g: g * 2, lambda g: g.mul_(2), lambda g: g.double() * 2])
+def test_what_a_hook_returns_becomes_the_gradient(change):
+    """A BF16 gradient reads as float32 in the hook; a product of it is float32."""
+    layer, x = nn.Linear(SIZE, SIZE, bias=False), torch.randn(4, SIZE)
+    weight = split_parameter(layer.weight, 8)
+    weight.register_hook(change)
+    multiply_half(layer)
+    with torch.autocast("cpu", torch.bfloat16):
+        layer(x).float().sum().backward()
+    expected = x.bfloat16().float().sum(0).expand(SIZE, SIZE).bfloat16() * 2
+    assert stored_grad(weight).dtype == torch.bfloat16
+    torch.testing.assert_close(weight.grad, expected.float(), rtol=2**-7, atol=2**-6)
