@@ -60,6 +60,7 @@ MANY = "inference, many tokens"
 """The case in which no tile holds all tokens: a tensorwise amax then takes its own launch."""
 WIDE = "training, float32 weights"
 """The case of weights that the optimizer splits, under autocast; the others have BF16 weights."""
+autocast = functools.partial(torch.autocast, "cpu", torch.bfloat16)
 CASES: dict[str, dict[str, object]] = {
     "training": {},
     WIDE: {},
@@ -116,7 +117,7 @@ def block(case: str, recipe: str) -> Run:
         if case == "training, checkpointed":
             y = checkpoint(layer, x, position_embeddings=angles, use_reentrant=False)
         else:
-            with torch.autocast("cpu", torch.bfloat16, enabled=case == WIDE):
+            with autocast() if case == WIDE else contextlib.nullcontext():
                 y = layer(x, position_embeddings=angles)
         y.backward(grad.to(y.dtype))
         for tensor in tensors:

@@ -17,6 +17,7 @@ from benchmarks.measurement import (
     parser,
     read_rows,
 )
+from benchmarks.rows import OUTPUT
 
 CPU = torch.device("cpu")
 ABOUT = dict.fromkeys(ENVIRONMENT, "x")
@@ -109,7 +110,7 @@ def test_full_sizes_need_a_gpu_or_a_flag_that_does_without(monkeypatch, capsys):
         made.add_argument("--fake", action="store_true")
         return made.parse_args()
 
-    assert parse("--fake").csv == RESULTS / "memory.csv"
+    assert parse("--fake").csv == OUTPUT / "memory.csv"
     with pytest.raises(SystemExit):
         parse()
     assert "no GPU" in capsys.readouterr().err

@@ -227,7 +227,8 @@ def attach_hooks(optimizer: Any) -> int:
     weights, missing = optimizer.fp8_gradients, 0
     release = optimizer.fp8_config.gradient_release
     indexed = optimizer.indexed_parameters()
-    narrow = bool(weights) or any(isinstance(local(p), SplitShard) for _, _, p in indexed)
+    sharded = [p._local_tensor for _, _, p in indexed if isinstance(p, DTensor)]
+    narrow = bool(weights) or any(isinstance(shard, SplitShard) for shard in sharded)
     for index, _, parameter in indexed:
         quantize = parameter in weights
         take_out = narrow and isinstance(parameter, DTensor)

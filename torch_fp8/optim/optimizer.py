@@ -132,7 +132,7 @@ class Float8Optimizer(Optimizer):
                 raise RuntimeError(f"{self._fp8_base.__name__} does not support sparse gradients")
             settle_gradient(parameter)
             state = self._state_of(parameter)
-            halves = halves_of(parameter)
+            halves = halves_of(parameter) if parameter.dtype == torch.float32 else None
             if halves is not None:
                 settle_weight(parameter, halves, self.fp8_config.seed, state, index)
             if state["exp_avg"].__class__ is Float8Moment or is_large(parameter):
@@ -158,7 +158,7 @@ class Float8Optimizer(Optimizer):
         settled = settled and parameter.dtype in (torch.float32, torch.bfloat16)
         if not settled or not first.shape == second.shape == parameter.shape:
             settle_moments(parameter, state)
-        device = local(parameter).device
+        device = parameter.device
         for name, value in state.items():
             if name != "step" and value.device != device:
                 state[name] = value.to(device)

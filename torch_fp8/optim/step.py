@@ -23,8 +23,8 @@ from torch_fp8.quantization.stochastic_rounding import stream_keys
 from torch_fp8.tensor.alignment import aligned
 from torch_fp8.tensor.dtensor import local
 from torch_fp8.tensor.halves import Halves, split_matrix
-from torch_fp8.tensor.split_weight import halves_of, stored, stored_grad
-from torch_fp8.tensor.wide_grad import narrowed
+from torch_fp8.tensor.split_weight import SplitWeight, stored_grad
+from torch_fp8.tensor.wide_grad import WideGrad
 
 Entry = tuple[int, dict[str, Any], Tensor, State]
 """A parameter to step: its index among all, its group, the parameter, its state."""
@@ -43,13 +43,17 @@ def step_large(entries: list[Entry], config: FP8Config, caches: Caches) -> None:
         caches: payload caches of some weights, which are cast anew.
     """
     prepared = []
-    stepped = [entry for entry in entries if local(entry[2]).device.type != "meta"]
+    stepped = [entry for entry in entries if entry[2].device.type != "meta"]
     numbers = _zeros([p for _, _, p, _ in stepped if _alive(caches, p)])
     of_groups: dict[tuple[int, float], StepScalars] = {}
     for index, group, parameter, state in stepped:
-        weight = stored(local(parameter))
+        shard = local(parameter)
+        halves = shard.halves if isinstance(shard, SplitWeight) else None
+        weight = shard if halves is None else halves.high
         in_place = weight.is_contiguous()
-        matrix = _matrix(parameter, state, weight if in_place else weight.contiguous(), config)
+        matrix = _matrix(
+            parameter, halves, state, weight if in_place else weight.contiguous(), config
+        )
         if parameter in numbers:
             matrix = _with_payload(matrix, *_alive(caches, parameter)[0], numbers[parameter])
         step = float(state["step"])
@@ -223,22 +227,25 @@ def _dense(parameter: Tensor) -> Tensor:
     return grad
 
 
-def _matrix(parameter: Tensor, state: State, weight: Tensor, config: FP8Config) -> WeightMatrix:
+def _matrix(
+    parameter: Tensor, halves: Halves | None, state: State, weight: Tensor, config: FP8Config
+) -> WeightMatrix:
     shape = matrix_shape(weight.shape)
     row, col, row_length = shard_origin(parameter)
-    halves, bits = halves_of(parameter), config.residual_bits
+    bits = config.residual_bits
     if halves is not None:
         residual = halves.residual
     elif parameter.dtype == torch.bfloat16:
         residual = settled_residual(parameter, config.large_residual_bits or 0)
     else:
         residual = None
-    grad = local(_dense(parameter))
+    grad = stored_grad(parameter)
+    assert grad is not None
     return WeightMatrix(
         weight=weight.view(shape),
         residual=residual,
         residual_bits=0 if residual is None else bits,
-        grad=gradient_matrix(grad, shape),
+        grad=gradient_matrix(local(grad), shape),
         exp_avg=moment(state, "exp_avg"),
         exp_avg_sq=moment(state, "exp_avg_sq"),
         row=row,
@@ -251,14 +258,15 @@ def gradient_matrix(grad: Tensor, shape: tuple[int, int]) -> Tensor | GradientPa
     """Return a gradient as the step takes it: an aligned (R, K) tensor, or the parts of an 8-bit
     one.
     """
-    grad = narrowed(grad)
+    grad = grad.stored if isinstance(grad, WideGrad) else grad
     parts = getattr(grad, "parts", None)
     if parts is not None:
         result: GradientParts = parts()
         return result
     if grad.dtype not in (torch.bfloat16, torch.float32):
         grad = grad.float()
-    return aligned(grad.contiguous()).view(shape)
+    grad = grad.contiguous()
+    return (aligned(grad) if grad.storage_offset() else grad).view(shape)
 
 
 def shard_origin(parameter: Tensor) -> tuple[int, int, int]:
