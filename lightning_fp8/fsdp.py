@@ -5,8 +5,8 @@ connector that receives it asks `FP8FSDPStrategy.for_host` for the strategy of i
 Lightning, a subclass of that copy's ``ModelParallelStrategy``.
 
 What it shards: each transformer block, and what is left of each root, which is the module that is
-called as a whole. They compute in BF16 and keep the master weights in shards: float32 at level O1,
-BF16 and its residual at O2 and O3. As under ``bf16-mixed``, what flows between the layers is
+called as a whole. They compute in BF16 and keep float32 weights in shards, stored in two halves at
+O2 and O3. As under ``bf16-mixed``, what flows between the layers is
 float32: inputs are not cast, and embeddings return float32.
 """
 

@@ -58,10 +58,10 @@ class FP8Config:
         tokens (int): for recipe ``auto``: the tokens that it measures with, at least 1; those of a
             rank's micro-batch are best. Default: ``8192``.
         opt_level (str): ``O1``: FP8 GEMMs; weights, gradients and optimizer states as the user has
-            them. ``O2``: Adam and AdamW keep 8-bit moments, and float32 weights become BF16 with a
-            residual in the optimizer, 7.1 bytes per parameter in all. ``O3``: the gradients of FP8
+            them. ``O2``: Adam and AdamW keep 8-bit moments, and float32 weights are stored as BF16
+            and a residual, 7.1 bytes per parameter in all. ``O3``: the gradients of FP8
             layers take 8 bits, too, 6.1 bytes. Default: ``"O2"``.
-        split_weights (bool): whether float32 weights become BF16 with a residual at O2 and O3, or
+        split_weights (bool): whether float32 weights are stored in two halves at O2 and O3, or
             stay (10.1 bytes), for models whose own code computes with them. Default: ``True``.
         residual_bits (int): bits of a weight below BF16 that the optimizer keeps: 8, 4 or 0. 8 has
             no visible loss against float32 at learning rates of 1e-6; fewer lose updates where the

@@ -46,21 +46,21 @@ def convert_optimizer(
     """Give Adam or AdamW 8-bit moments and split master weights, in place.
 
     The optimizer stays the same object, with its groups, hooks and scheduler, and so do the
-    Parameters. Large float32 weights of FP8 layers, embeddings and output layers become BF16; the
-    optimizer keeps their residuals. States that exist are quantized. Other optimizers, and (with a
-    warning) subclasses with a ``step`` of their own, are left alone, and the report says why. A
-    second call changes nothing.
+    Parameters. Large float32 weights of FP8 layers, embeddings and output layers are stored as
+    a BF16 half and a residual (`torch_fp8.tensor.split_weight`). States that exist are quantized.
+    Other optimizers, and (with a warning) subclasses with a ``step`` of their own, are left alone,
+    and the report says why. A second call changes nothing.
 
     Args:
         optimizer: Adam or AdamW, or a subclass that inherits their ``step``.
         config: a configuration, or the name of a recipe; None: as in `convert_to_float8`. At level
             O1 nothing is done.
-        model: the converted model that it trains, which tells which weights may become BF16
-            (`torch_fp8.optim.weight_owners`): without it none does, and the report says so. Its
+        model: the converted model that it trains, which tells which weights may be split
+            (`torch_fp8.optim.weight_owners`): without it none is, and the report says so. Its
             embeddings continue to return float32, and its output layer to multiply in float32
-            where autocast is off (`torch_fp8.optim.embedding_dtype`). Float32 weights stay float32
-            under DistributedDataParallel, whose buckets have the dtype of the weights that it
-            wrapped, and so do DTensors, which are sharded already.
+            where autocast is off (`torch_fp8.optim.embedding_dtype`). Weights that
+            DistributedDataParallel has wrapped before are not split, nor are DTensors: these by
+            `torch_fp8.distributed.split_sharded`.
     Raises:
         ValueError: ``amsgrad``, ``capturable`` or ``differentiable``; update clipping of sharded
             weights; weights sharded as states cannot be (`torch_fp8.optim.state_sharding`); no

@@ -1,4 +1,4 @@
-"""The choice of weights that may become BF16: those whose every use is known.
+"""The choice of weights that may be split: those whose every use is known.
 
 Under autocast a float32 weight is cast where a matrix product reads it, and nowhere else: a
 parametrization, ``autocast(enabled=False)``, a merge of adapters or a fused operator finds float32
@@ -32,7 +32,7 @@ _HEAD = "lm_head"
 
 
 def reasons_to_stay(model: nn.Module, config: FP8Config) -> dict[Tensor, str | None]:
-    """Explain why each parameter of a model keeps its dtype; None: it may become BF16.
+    """Explain why each parameter of a model stays one tensor; None: it may be split.
 
     Args:
         model: converted already, if it is to be.
