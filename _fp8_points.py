@@ -45,6 +45,7 @@ POINTS: dict[str, dict[str, str]] = {
     },
     "accelerate.commands.config.cluster": {"_ask_options": "", "is_fp8_available": ""},
     "transformers.training_args": {"TrainingArguments.__post_init__": "post_init"},
+    "transformers.generation.utils": {"GenerationMixin.generate": "generate"},
     "transformers.modeling_utils": {"PreTrainedModel.save_pretrained": "save_pretrained"},
     "transformers.trainer": {
         "Trainer._save_optimizer_and_scheduler": "save_optimizer_and_scheduler",

@@ -153,6 +153,16 @@ def extend_trainer(module: ModuleType) -> None:
     )
 
 
+def extend_generation(module: ModuleType) -> None:
+    """Extend ``GenerationMixin.generate`` for models with FP8 layers."""
+    _wrap(
+        module,
+        wrapped(module.__name__),
+        "accelerate_fp8.generation",
+        wanted=lambda *_: "torch_fp8.nn.linear" in sys.modules,
+    )
+
+
 def extend_modeling(module: ModuleType) -> None:
     """Extend ``PreTrainedModel.save_pretrained`` for a model that is trained with split weights,
     or that transformers dequantized.

@@ -30,7 +30,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
 from benchmarks import kernels, peers
-from benchmarks.bench_linear import BF16, PEERS, traffic
+from benchmarks.bench_linear import BF16, PEERS, traffic, widen_linears
 from benchmarks.bench_linear import OURS as OF_LINEARS
 from benchmarks.card import free, measured_rates, peak_mib
 from benchmarks.measurement import (
@@ -236,6 +236,8 @@ def build(variant: str, layer: nn.Module) -> nn.Module:
     if variant.startswith("Transformer Engine "):
         return peers.TransformerEngine(layer, variant.removeprefix("Transformer Engine "))
     config = FP8Config(**OURS[variant])
+    if config.cache_weights:
+        widen_linears(layer)
     convert_to_float8(layer, config)
     if config.cache_weights:
         convert_optimizer(torch.optim.AdamW(layer.parameters()), config, model=layer)

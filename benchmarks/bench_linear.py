@@ -274,6 +274,13 @@ def _variants(
     return rows
 
 
+def widen_linears(module: nn.Module) -> None:
+    """Make weights float32: those that the optimizer stores in two halves keep payloads."""
+    for layer in module.modules():
+        if isinstance(layer, nn.Linear):
+            layer.float()
+
+
 def build(variant: str, module: nn.Module) -> nn.Module:
     """Return the module as a variant runs it."""
     if variant == BF16:
@@ -283,6 +290,8 @@ def build(variant: str, module: nn.Module) -> nn.Module:
     if variant.startswith("Transformer Engine "):
         return peers.TransformerEngine(module, variant.removeprefix("Transformer Engine "))
     config = FP8Config(**OURS[variant])
+    if config.cache_weights:
+        widen_linears(module)
     convert_to_float8(module, config)
     if config.cache_weights:  # the optimizer, which steps once per several calls, fills the caches
         optimizer = torch.optim.AdamW(module.parameters())

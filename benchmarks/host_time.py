@@ -44,6 +44,7 @@ from benchmarks.shapes import LLAMA_3_2_3B, parameter_shapes
 from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8
 from torch_fp8.kernels import quantize, rms_norm, swiglu
 from torch_fp8.kernels.launch_tape import Replayed
+from torch_fp8.nn.rollout import rollout
 from torch_fp8.nn.scaling_buffers import ScalingBuffers
 from torch_fp8.optim.state import is_large
 from torch_fp8.tensor.split_weight import split_parameter, stored
@@ -59,13 +60,14 @@ COLUMNS = (
 MANY = "inference, many tokens"
 """The case in which no tile holds all tokens: a tensorwise amax then takes its own launch."""
 WIDE = "training, float32 weights"
-"""The case of weights that the optimizer splits, under autocast; the others have BF16 weights."""
+"""A case of weights that the optimizer splits, under autocast; `CACHED` is another."""
+CACHED = "training, cache_weights"
 autocast = functools.partial(torch.autocast, "cpu", torch.bfloat16)
 CASES: dict[str, dict[str, object]] = {
     "training": {},
     WIDE: {},
     "training, checkpointed": {},
-    "training, cache_weights": {"cache_weights": True},
+    CACHED: {"cache_weights": True},
     "training, O3": {"opt_level": "O3"},
     "inference": {},
     MANY: {},
@@ -89,7 +91,7 @@ def block(case: str, recipe: str) -> Run:
     )
     of_model._attn_implementation = "sdpa"
     layer, rotary = LlamaDecoderLayer(of_model, 0), LlamaRotaryEmbedding(of_model)
-    layer.to(torch.float32 if case == WIDE else torch.bfloat16)
+    layer.to(torch.float32 if case in (WIDE, CACHED) else torch.bfloat16)
     x = torch.randn(1, TOKENS, HIDDEN, dtype=torch.bfloat16, requires_grad=True)
     grad = torch.randn(1, TOKENS, HIDDEN, dtype=torch.bfloat16)
     angles = rotary(x, torch.arange(TOKENS)[None])
@@ -108,6 +110,9 @@ def block(case: str, recipe: str) -> Run:
         for module in layer.modules():  # delayed scaling comes from training
             if isinstance(module, ScalingBuffers) and module.fp8_recipe.delayed:
                 module.fp8_amax_history.fill_(1)
+        scope = rollout(layer)  # which ends with the block
+        scope.__enter__()
+        layer._scope = scope
 
     def inference() -> None:
         with torch.no_grad():
@@ -117,7 +122,7 @@ def block(case: str, recipe: str) -> Run:
         if case == "training, checkpointed":
             y = checkpoint(layer, x, position_embeddings=angles, use_reentrant=False)
         else:
-            with autocast() if case == WIDE else contextlib.nullcontext():
+            with autocast() if case in (WIDE, CACHED) else contextlib.nullcontext():
                 y = layer(x, position_embeddings=angles)
         y.backward(grad.to(y.dtype))
         for tensor in tensors:

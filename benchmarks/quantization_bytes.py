@@ -27,8 +27,8 @@ from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8
 from torch_fp8.kernels.adamw import adamw_step
 from torch_fp8.kernels.arguments import CastOptions, StepScalars, WeightMatrix
 from torch_fp8.nn.linear import Float8Linear
-from torch_fp8.optim.residual import residual_of
 from torch_fp8.optim.state import moment
+from torch_fp8.tensor.split_weight import SplitWeight, stored
 
 TOKENS = IN = OUT = 512
 STEP_IN, STEP_OUT = (
@@ -95,6 +95,8 @@ def count(recipe: str, case: Case) -> tuple[list[Launch], dict[str, Tensor]]:
     num_in, num_out = (STEP_IN, STEP_OUT) if case.ending == "step" else (IN, OUT)
     model = nn.Sequential(nn.Linear(num_in, num_out, bias=case.bias, dtype=torch.bfloat16))
     config = FP8Config(recipe=recipe, **dict(case.options))
+    if case.steps:  # it is stored in two halves
+        model[0].weight = nn.Parameter(model[0].weight.float())
     convert_to_float8(model, config)
     linear, weight = model[0], model[0].weight
     weight.requires_grad_(case.frozen != "weight")
@@ -123,32 +125,34 @@ def count(recipe: str, case: Case) -> tuple[list[Launch], dict[str, Tensor]]:
     x.grad = None
     model.zero_grad()
     if case.ending == "step":
-        return count_step(linear, optimizer.state[weight]), {"weight": weight}
+        return count_step(linear, optimizer.state[weight]), {"weight": stored(weight)}
     run: dict[str, Callable[[], None]] = {
         "backward": forward_and_backward,
         "inference": inference,
         "amax": both_layouts,
     }
-    operands = {"input": x, "gradient": grad, "weight": weight}
-    cache = linear.fp8_weight_cache
+    operands = {"input": x, "gradient": grad, "weight": stored(weight)}
+    cache = linear.fp8_payloads
     kept = [] if cache is None else cache.tensors
-    launches = count_launches(run[case.ending], **operands | {"weight": [weight, *kept]})
+    launches = count_launches(run[case.ending], **operands | {"weight": [stored(weight), *kept]})
     return launches, operands
 
 
 def count_step(linear: Float8Linear, state: dict[str, Tensor]) -> list[Launch]:
     """Return what the step of a layer's weight launches, its payload included."""
-    weight, spec, cache = linear.weight, linear.fp8_recipe.weight, linear.fp8_weight_cache
+    weight, spec, cache = linear.weight, linear.fp8_recipe.weight, linear.fp8_payloads
     assert cache is not None
+    assert isinstance(weight, SplitWeight)
+    halves = weight.halves
     amax, new_scale = torch.zeros(4)[:1].view(()), torch.zeros(4)[:1].view(())
     payload = cache.to_overwrite(spec, new_scale)
     if payload is None:  # cast after the step
-        return count_launches(lambda: cache.refill(weight, spec), weight=weight)
+        return count_launches(lambda: cache.refill(weight, spec), weight=halves.high)
     matrix = WeightMatrix(
-        weight.detach(),
-        residual_of(weight),
+        halves.high,
+        halves.residual,
         linear.fp8_config.residual_bits,
-        torch.randn_like(weight),
+        torch.randn_like(halves.high),
         moment(state, "exp_avg"),
         moment(state, "exp_avg_sq"),
         row=0,
@@ -163,7 +167,7 @@ def count_step(linear: Float8Linear, state: dict[str, Tensor]) -> list[Launch]:
     return count_launches(
         lambda: adamw_step([(matrix, scalars)]),
         payload=[*payload_tensors, amax],
-        weight=weight,
+        weight=halves.high,
         other=others,
     )
 

@@ -48,7 +48,10 @@ MODULES = (
 )
 ONLY_TORCH = tuple(name for name in MODULES if name.startswith("torch."))
 PACKAGES_UNDER_TEST = ("lightning", "lightning_fabric", "pytorch_lightning", "accelerate", "trl")
-EXTENDED = ("transformers.modeling_utils", "transformers.training_args", "transformers.trainer")
+EXTENDED = tuple(
+    f"transformers.{name}"
+    for name in ("generation.utils", "modeling_utils", "training_args", "trainer")
+)
 HOSTS = (
     *MODULES,
     "accelerate",

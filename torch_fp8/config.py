@@ -71,12 +71,14 @@ class FP8Config:
             over micro-batches, manual optimization or DDP: refused there. Default: ``False``.
         cache_weights (bool | str): keep the FP8 payload of a weight from one optimizer step, which
             writes it, to the next, instead of casting it in every forward: one byte per parameter
-            more. ``"both"``: its transpose, too, which backward takes: two bytes. Any write to the
-            weight in between is seen. Scales of weights are powers of two then. Not with recipe
-            ``delayed``; within torch.compile weights are cast as without it. Default: ``False``.
-        keep_eval_weights (bool): between forwards without gradients, as generation consists of,
-            keep the FP8 payload of each weight until it changes or training goes on: one byte per
-            parameter, while no gradients exist. Any write to the weight is seen. Default: ``True``.
+            more. ``"both"``: its transpose, too, which backward takes: two bytes. It takes float32
+            weights, which are stored in two halves and see each write. Scales of weights are powers
+            of two then. Not with recipe ``delayed``; within torch.compile weights are cast as
+            without it. Default: ``False``.
+        keep_eval_weights (bool): keep the FP8 payload of a weight between forwards without
+            gradients: one byte per parameter, while no gradients exist. In evaluation mode of
+            weights in two halves; of all within `torch_fp8.rollout` and transformers' ``generate``,
+            where nobody writes. Default: ``True``.
         update_clipping (bool): StableAdamW's: divide a parameter's learning rate by the RMS of
             ``g / sqrt(v)`` where that is above 1 (arXiv 2304.13013). Default: ``False``.
         seed (int): of stochastic rounding in the optimizer. Equal on all ranks; kept in

@@ -99,6 +99,22 @@ def test_a_rollout_casts_each_weight_once(casts: list[int], way: str, recipe: st
         assert sorted(place for place in casts if place in weights) == sorted(weights)
 
 
+def test_generate_is_a_scope_by_itself(casts: list[int]) -> None:
+    """Each call casts BF16 weights once, and what is written between two calls counts."""
+    model = policy("rowwise").eval()
+    casts.clear()
+    first = plain(model)
+    weights = weights_of(model)
+    assert sorted(place for place in casts if place in weights) == sorted(weights)
+    model.lm_head.weight.data.neg_()
+    assert not torch.equal(plain(model), first)
+    with torch.no_grad():  # outside of it nobody can tell
+        casts.clear()
+        model(IDS)
+        model(IDS)
+    assert len([place for place in casts if place in weights]) == 2 * len(weights)
+
+
 @pytest.mark.parametrize(
     ("way", "recipe"),
     [
@@ -182,10 +198,10 @@ def test_outside_of_a_rollout_training_goes_on_as_before(recipe: str) -> None:
     with rollout(model):
         plain(model)
         layers = [m for m in model.modules() if isinstance(m, Float8Layer)]
-        assert all(layer.fp8_kept_weight.payload is not None for layer in layers)
+        assert all(layer.fp8_payloads.payload is not None for layer in layers)
         assert not any(layer.training for layer in layers)
         assert model.training
-    assert all(layer.fp8_kept_weight.payload is None for layer in layers)
+    assert all(layer.fp8_payloads.payload is None for layer in layers)
     assert all(layer.training for layer in layers)
     off = policy("rowwise", eval_fp8=False)
     with rollout(off):

@@ -31,6 +31,8 @@ with stub_driver() as counts:
     rows = []
     for case in ("training", "inference"):
         rows += host_time.rows(case, host_time.runs_of(case), counts, 2)
+    split = host_time.runs_of(host_time.WIDE, ("tensorwise",))
+    rows += host_time.rows(host_time.WIDE, split, counts, 2)
     rows += host_time.rows("step", {"O2": host_time.optimizer_step("O2")}, counts, 2)
     names = {}
     for recipe in host_time.RECIPES:
@@ -73,8 +75,12 @@ def rows(run):
 def test_all_gemms_and_kernels_are_launched(rows, recipe):
     training, inference = (rows[case, recipe] for case in ("training", "inference"))
     assert (training["gemms"], inference["gemms"]) == (21, 7)
-    kernels = {"tensorwise": (30, 4), "delayed": (38, 6), "rowwise": (63, 9), "blockwise": (28, 6)}
+    kernels = {"tensorwise": (33, 4), "delayed": (38, 6), "rowwise": (63, 9), "blockwise": (28, 6)}
     assert (training["kernels"], inference["kernels"]) == kernels[recipe]
+
+
+def test_weights_in_two_halves_are_not_read_for_their_amax(rows):
+    assert rows["training, float32 weights", "tensorwise"]["kernels"] == 30
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -121,13 +121,13 @@ def test_the_optimizer_step_writes_the_payload_of_a_weight(recipe, cache, monkey
     except ValueError as error:
         pytest.skip(str(error))
     cast = []
-    original = torch_fp8.nn.weight_cache.quantize_layouts
+    original = torch_fp8.tensor.payload_cache.quantize_layouts
 
     def counted(x, *args, **kwargs):
         cast.append(tuple(x.shape))
         return original(x, *args, **kwargs)
 
-    monkeypatch.setattr(torch_fp8.nn.weight_cache, "quantize_layouts", counted)
+    monkeypatch.setattr(torch_fp8.tensor.payload_cache, "quantize_layouts", counted)
     models = []
     for kept in (False, cache):
         torch.manual_seed(0)

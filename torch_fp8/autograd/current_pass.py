@@ -19,7 +19,6 @@ installed, which are known by name; where anything looks different, nothing is s
 
 import contextlib
 import functools
-import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -36,7 +35,6 @@ from torch.utils._python_dispatch import (
     _len_torch_dispatch_stack,
 )
 
-_REENTRANT = torch.utils.checkpoint.CheckpointFunction.forward.__code__
 _TORCH_PASSES = (
     torch.utils.checkpoint._CachingTorchDispatchMode,
     torch.utils.checkpoint._CachedTorchDispatchMode,
@@ -170,14 +168,3 @@ def repeats_forward() -> bool:
     if torch.compiler.is_compiling() or torch._C._current_graph_task_id() == -1:
         return False
     return not is_traced()
-
-
-def in_reentrant_checkpoint() -> bool:
-    """Whether this is the first pass of ``torch.utils.checkpoint(use_reentrant=True)``.
-
-    It runs without gradients, and is told by its frame: by walking up, where that matters.
-    """
-    frame: Any = sys._getframe(1)
-    while frame is not None and frame.f_code is not _REENTRANT:
-        frame = frame.f_back
-    return frame is not None

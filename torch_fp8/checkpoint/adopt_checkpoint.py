@@ -31,7 +31,6 @@ from torch_fp8.config import FP8Config
 from torch_fp8.conversion.fp8_weight import FP8Weight, bytes_behind, remember_scales
 from torch_fp8.conversion.frozen_layers import frozen_recipe
 from torch_fp8.nn.class_swap import unwrapped_name
-from torch_fp8.nn.weight_cache import WatchedParameter
 from torch_fp8.optim.residual import known_residual, split_parts
 
 _ADAPTED = ("base_layer", "original_module")
@@ -197,7 +196,7 @@ def adopt_checkpoints(
             if layer in seen:
                 continue
             seen.add(layer)
-            if type(weight) not in (nn.Parameter, WatchedParameter):  # sharded, say
+            if type(weight) is not nn.Parameter:  # sharded, say
                 continue
             if weight.dtype != torch.bfloat16 or known_residual(weight) is not None:
                 continue

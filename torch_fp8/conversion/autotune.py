@@ -103,8 +103,9 @@ def choose_recipe(
     shapes = layer_shapes(model, layers)
     distinct = sorted(set(shapes.values()), key=repr)
     recipes = tuple(recipe_of(config, name) for name in names)
-    sharded = any(isinstance(layer.weight, DTensor) for layer in layers.values())
-    kept = None if sharded else kept_weights(config)
+    weights = [layer.weight for layer in layers.values()]
+    split = all(w.dtype == torch.float32 and not isinstance(w, DTensor) for w in weights)
+    kept = kept_weights(config) if split else None
     options = (config.tokens, config.wgrad, config.grad_format, config.fast_accum, kept, by_tensor)
     answer: dict[str, Any] = json.loads(
         answer_of_one(

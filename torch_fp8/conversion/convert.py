@@ -47,7 +47,6 @@ from torch_fp8.nn.transformer_engine import (
     unaligned,
 )
 from torch_fp8.nn.transformer_engine_linear import TransformerEngineLinear, place_regions
-from torch_fp8.nn.weight_cache import unwatch
 from torch_fp8.ops.hardware import check_device, resolve_auto, runs_natively
 from torch_fp8.ops.kernel_driver import check_driver
 from torch_fp8.optim.embedding_dtype import restore_output_dtype
@@ -335,8 +334,6 @@ _OWN = (
 def _to_stock(module: Float8Layer) -> None:
     module.thaw_weight()
     module.drop_scaling()
-    module.__dict__.pop("fp8_weight_cache", None)
-    unwatch(module.weight)
     for name in _OWN:
         delattr(module, name)
     remove_mixin(module, next(mixin for mixin in _MIXINS if isinstance(module, mixin)))

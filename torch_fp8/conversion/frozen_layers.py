@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
@@ -22,7 +22,6 @@ from torch_fp8.distributed.fsdp.split_weights import param_groups
 from torch_fp8.nn.frozen_storage import ThawNotice
 from torch_fp8.nn.linear import Float8Layer
 from torch_fp8.nn.merge_aware import make_merge_aware, stop_merge_aware
-from torch_fp8.nn.weight_cache import WatchedParameter, unwatch
 from torch_fp8.ops.hardware import runs_natively
 from torch_fp8.quantization.recipe import E4M3_ONLY, Recipe, make_recipe
 from torch_fp8.quantization.wording import counted
@@ -182,7 +181,6 @@ def freeze_layers(
         elif held is None:
             weight = layer.weight
             before += weight.numel() * weight.element_size()
-            unwatch(weight)
             payload = known_payload(weight, recipe.weight, f"{name}.weight")
             del weight  # or the Parameter could not be replaced
             layer.freeze_weight(recipe, emulate, payload)
@@ -242,11 +240,8 @@ def _shared_weights(model: nn.Module) -> set[int]:
     places: Counter[int] = Counter()
     every = [p for m in model.modules() for p in m._parameters.values() if p is not None]
     owners.update(id(p) for p in every)
-    plain = {id(p): p for p in every if type(p) in (nn.Parameter, WatchedParameter)}
-    # As the class Tensor does it: a watched Parameter counts the uses of its memory.
-    memory = {
-        key: Tensor.untyped_storage(p).data_ptr() for key, p in plain.items() if not p.is_meta
-    }
+    plain = {id(p): p for p in every if type(p) is nn.Parameter}
+    memory = {key: p.untyped_storage().data_ptr() for key, p in plain.items() if not p.is_meta}
     places.update(memory.values())
     shared = {key for key, count in owners.items() if count > 1}
     return shared | {key for key, place in memory.items() if place and places[place] > 1}

@@ -18,8 +18,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from torch_fp8.config import FP8Config
 from torch_fp8.nn.linear import Float8Linear
-from torch_fp8.nn.weight_cache import WeightCache, keeps_scale, watch
 from torch_fp8.quantization.recipe import Recipe
+from torch_fp8.tensor.payload_cache import keeps_scale
+from torch_fp8.tensor.split_weight import split_parameter
 
 WARMUP, REPETITIONS = 1, 5
 
@@ -49,10 +50,8 @@ payload (True), or ``"both"`` payloads, as in ``FP8Config.cache_weights``.
 
 
 def kept_weights(config: FP8Config) -> Kept:
-    """Return what layers keep under `config`: at O1 the optimizer is the user's, and fills
-    nothing.
-    """
-    return None if config.opt_level == "O1" else config.cache_weights
+    """Return what layers keep of float32 weights under `config`: nothing where they stay plain."""
+    return None if config.large_residual_bits is None else config.cache_weights
 
 
 class LayerTimes(NamedTuple):
@@ -161,10 +160,15 @@ def _passes(
         return torch.randn(size, generator=generator, device=device, dtype=shape.dtype)
 
     num_out, num_in = shape.out_features, shape.in_features
-    weight = nn.Parameter(random(num_out, num_in).mul_(num_in**-0.5))
+    plain = nn.Parameter(random(num_out, num_in).mul_(num_in**-0.5))
+    weight = plain
+    if kept is not None:
+        weight = split_parameter(nn.Parameter(plain.detach().float()), 8)
+        plain = nn.Parameter(weight.halves.high)
     bias = nn.Parameter(random(num_out)) if shape.bias else None
     x, grad = random(tokens, num_in).requires_grad_(), random(tokens, num_out)
-    return [LayerPass(_layer(weight, bias, r, kept), r, x, grad) for r in (None, *recipes)]
+    layers = [_layer(plain if r is None else weight, bias, r, kept) for r in (None, *recipes)]
+    return [LayerPass(*pair, x, grad) for pair in zip(layers, (None, *recipes), strict=True)]
 
 
 def _layer(
@@ -179,8 +183,8 @@ def _layer(
         assert isinstance(layer, Float8Linear)
         layer.configure(f"{num_out}x{num_in}", FP8Config(), recipe, emulate=False)
         if kept or (kept is not None and keeps_scale(recipe.weight)):
-            watch(weight)  # the first pass, which is not timed, fills the cache
-            layer.fp8_weight_cache = WeightCache(kept)
+            assert layer.fp8_payloads is not None
+            layer.fp8_payloads.between_steps = kept  # the first pass, which is not timed, fills it
     return layer
 
 

@@ -98,7 +98,7 @@ def memory_report(
     histories = [b for name, b in buffers if name.rpartition(".")[2].startswith("fp8_")]
     scales = [*_frozen_scales(counted), *(s for _, ss in gradients for s in ss)]
     layers = [] if parameters is not None else _layers(model)
-    caches = [cache for m in layers for cache in (m.fp8_weight_cache, m.fp8_kept_weight)]
+    caches = [m.fp8_payloads for m in layers]
     return MemoryReport(
         num_params=sum(local(p).numel() for p in _distinct(counted)),
         weights=_num_bytes(counted),
@@ -135,11 +135,12 @@ def expected_memory(
 
 def _cached(layer: Float8Layer) -> int:
     """Return the bytes of a layer's cache: payloads if asked for, and float32 scales."""
-    if layer.fp8_weight_cache is None:
+    cache = layer.fp8_payloads
+    if cache is None or cache.between_steps is None:
         return 0
     rows, cols = layer.weight.shape
     granularity = layer.fp8_recipe.weight.granularity
-    layouts = [(rows, cols), (cols, rows)][: layer.fp8_weight_cache.num_layouts]
+    layouts = [(rows, cols), (cols, rows)][: cache.num_layouts]
     if granularity == "tensorwise":
         return len(layouts) * rows * cols + 4
     return sum(r * c + 4 * math.prod(scale_shape(r, c, granularity)) for r, c in layouts)

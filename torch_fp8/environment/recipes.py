@@ -114,7 +114,7 @@ def _few_tokens(layer: Float8Linear, recipe: str, frozen: Tensor | None = None) 
     with torch.no_grad():
         layer(prompt)
         output = layer(token)
-    kept = layer.fp8_kept_weight
+    kept = layer.fp8_payloads
     repeated = " (repeated)" if kept is not None and kept.operand is not None else ""
     weight = layer.weight.detach() if frozen is None else frozen
     found.append(("fprop", 1, sqnr_db(token.double() @ weight.double().t(), output)))

@@ -14,7 +14,6 @@ from torch_fp8.nn.class_swap import stock_class, unwrapped_name
 from torch_fp8.nn.foreign_layer import QUANTIZED, quantized_by
 from torch_fp8.nn.linear import Float8Layer
 from torch_fp8.nn.linear_form import computes_linear
-from torch_fp8.nn.weight_cache import WatchedParameter
 from torch_fp8.quantization.formats import GEMM_ALIGNMENT
 from torch_fp8.tensor.base import QuantizableTensor
 from torch_fp8.tensor.split_weight import SplitWeight
@@ -24,7 +23,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ADAPTER = "LoRA adapter"
 """Why an adapter stays in high precision: it is small, and the user's."""
 UNINITIALIZED = "its size is not known yet: run a batch through the model before it is converted"
-_WEIGHTS = (nn.Parameter, torch.Tensor, WatchedParameter, SplitWeight)
+_WEIGHTS = (nn.Parameter, torch.Tensor, SplitWeight)
 
 
 def matches(pattern: str, name: str) -> bool:

@@ -10,11 +10,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch_fp8.autograd.current_pass import is_traced, repeats_forward
 from torch_fp8.nn.dtensor_layout import LocalOperands, local_operands
 from torch_fp8.nn.frozen_storage import FrozenStorage
-from torch_fp8.nn.kept_weight import KeptWeight
-from torch_fp8.nn.weight_cache import WeightCache, watch
 from torch_fp8.ops.quantize_delayed import History
 from torch_fp8.quantization.recipe import CastSpec
 from torch_fp8.tensor.base import QuantizableTensor
+from torch_fp8.tensor.payload_cache import PayloadCache
 from torch_fp8.tensor.quantizer import ChannelMaxima, Quantizer, Quantizers, WeightQuantizer
 
 
@@ -23,12 +22,10 @@ class _Kept(NamedTuple):
 
     Attributes:
         rows: the buffer of its histories.
-        cache: of its weight.
         of_pass: by whether histories are updated, and whether a forward runs again.
     """
 
     rows: Tensor | None
-    cache: WeightCache | None
     of_pass: dict[tuple[bool, bool], Quantizers]
 
 
@@ -59,8 +56,7 @@ class Operands(NamedTuple):
 class LayerQuantizers(FrozenStorage):
     """The part of a layer that knows how its operands are cast."""
 
-    fp8_weight_cache: WeightCache | None = None
-    fp8_kept_weight: KeptWeight | None = None
+    fp8_payloads: PayloadCache | None = None
     fp8_channels: ChannelMaxima | None = None
     """What Smooth-SwiGLU found in the last forward, where the recipe is smooth."""
     fp8_observer: Any = None
@@ -79,7 +75,7 @@ class LayerQuantizers(FrozenStorage):
         updates, repeats = True, False
         if self.fp8_delayed:
             updates, repeats = self.training, repeats_forward()
-        # Many objects, which change with these, the weight's cache and the histories' buffer alone.
+        # Many objects, which change with these and the histories' buffer alone.
         steady = group is None and not torch.compiler.is_compiling()
         rows = self._buffers.get("fp8_scaling")
         if steady and rows is not None:  # views of it would belong to these
@@ -87,8 +83,8 @@ class LayerQuantizers(FrozenStorage):
         kept: _Kept | None = None
         if steady:
             kept = self.__dict__.get("_fp8_quantizers")
-            if kept is None or kept.rows is not rows or kept.cache is not self.fp8_weight_cache:
-                kept = self.__dict__["_fp8_quantizers"] = _Kept(rows, self.fp8_weight_cache, {})
+            if kept is None or kept.rows is not rows:
+                kept = self.__dict__["_fp8_quantizers"] = _Kept(rows, {})
             of_before = kept.of_pass.get((updates, repeats))
             if of_before is not None:
                 return of_before
@@ -96,9 +92,7 @@ class LayerQuantizers(FrozenStorage):
         weight = Quantizer(recipe.weight, config, group, None, updates, repeats)
         made = Quantizers(
             Quantizer(recipe.input, config, group, None, updates, repeats),
-            WeightQuantizer(
-                weight, self.fp8_weight_cache, self.fp8_transposed, self.fp8_kept_weight
-            ),
+            WeightQuantizer(weight, self.fp8_payloads, self.fp8_transposed),
             Quantizer(recipe.grad_output, config, group),
             self.fp8_channels,
             None if torch.compiler.is_compiling() else self.fp8_observer,
@@ -124,16 +118,16 @@ class LayerQuantizers(FrozenStorage):
         self.__dict__.pop("fp8_observer", None)
         if observer is not None:
             self.fp8_observer = observer
-        if self.fp8_kept_weight is not None:
-            self.fp8_kept_weight.quantizer = None  # so that `RepeatedForward` asks again
+        if self.fp8_payloads is not None:
+            self.fp8_payloads.quantizer = None  # so that `RepeatedForward` asks again
 
     def operands(self, input: Tensor) -> Operands | LocalOperands:
         """The tensors that are multiplied here; what is kept of the weight goes with gradients."""
         weight: Tensor = self.weight
         if not torch.compiler.is_compiling() and torch.is_grad_enabled():
-            kept = self.fp8_kept_weight
-            if kept is not None and kept.holds:
-                kept.forget()
+            cache = self.fp8_payloads
+            if cache is not None and cache.payload is not None:
+                cache.forget_evaluation()
         if isinstance(weight, DTensor) or isinstance(input, DTensor):
             return local_operands(self, input)
         return Operands(input, weight)
@@ -175,69 +169,61 @@ class LayerQuantizers(FrozenStorage):
     def init_scaling(self) -> None:
         """Begin anew, with empty histories and quantizers of the recipe."""
         self.__dict__.pop("_fp8_quantizers", None)
-        self.__dict__.pop("fp8_kept_weight", None)
         self.__dict__.pop("fp8_channels", None)
         if self.fp8_recipe.smooth:
             self.fp8_channels = ChannelMaxima()
-        if self.fp8_config.keep_eval_weights and self.fp8_config.backend == "torch":
-            self.fp8_kept_weight = KeptWeight()
-            watch(self.weight)
+        self.__dict__.pop("fp8_payloads", None)
+        if self.fp8_config.backend == "torch":
+            self.fp8_payloads = PayloadCache(self.fp8_transposed, self.fp8_config.keep_eval_weights)
         super().init_scaling()
 
-    def forget_weight(self) -> None:
-        """Free what is kept of the weight between forwards without gradients."""
-        if self.fp8_kept_weight is not None:
-            self.fp8_kept_weight.forget()
-
-    def serve_weight(self, compiled: bool) -> None:
-        """Begin a rollout, in which the weight stays what it is.
+    def begin_scope(self, compiled: bool) -> None:
+        """Begin a scope in which nobody writes to the weight.
 
         Args:
             compiled: cast it now, for graphs of torch.compile, which cannot keep it by themselves.
         """
-        kept, weight = self.fp8_kept_weight, self._parameters.get("weight")
-        if kept is None or self.fp8_recipe.smooth:
-            return
-        kept.serving = True
-        if not (compiled or kept.captured is not None):
+        cache, weight = self.fp8_payloads, self._parameters.get("weight")
+        if cache is None or not cache.keeps_evaluation or self.fp8_recipe.smooth:
             return
         if weight is None or isinstance(weight, DTensor) or not weight.numel():  # gathered later
             return
+        cache.begin_scope(weight)
+        if not (compiled or cache.captured is not None):
+            return
         with torch.no_grad(), torch.inference_mode(False):
             self.quantizers().weight.without_gradients(weight, self.training)
-        if compiled and kept.payload is not None:
-            kept.captured = kept.payload
-            for part in kept.payload[:2]:  # CUDA graphs of a compiler read them where they are
+        if compiled and cache.payload is not None:
+            cache.captured = cache.payload
+            for part in cache.payload[:2]:  # CUDA graphs of a compiler read them where they are
                 torch._dynamo.mark_static_address(part, guard=False)
-            self.fp8_served = tuple(kept.payload)
+            self.fp8_served = tuple(cache.payload)
 
-    def end_serving(self, keep_graphs: bool) -> None:
-        """End a rollout.
+    def end_scope(self, keep_graphs: bool) -> None:
+        """End it.
 
         Args:
             keep_graphs: whether CUDA graphs that were captured within will be replayed.
         """
         self.__dict__.pop("fp8_served", None)
-        if self.fp8_kept_weight is not None:
-            self.fp8_kept_weight.serving = False
-            if not keep_graphs:
-                self.fp8_kept_weight.captured = None
+        if self.fp8_payloads is not None:
+            self.fp8_payloads.end_scope(keep_graphs)
 
     def train(self, mode: bool = True) -> "LayerQuantizers":
-        if mode:
-            self.forget_weight()
+        if mode and self.fp8_payloads is not None:
+            self.fp8_payloads.forget_evaluation()
         return super().train(mode)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         for name in ("fp8_served", "_fp8_quantizers"):
             self.__dict__.pop(name, None)
-        if self.fp8_kept_weight is not None:
-            self.fp8_kept_weight.release()  # of another device or dtype soon
+        if self.fp8_payloads is not None:
+            self.fp8_payloads.release()  # of another device or dtype soon
         return super()._apply(fn, recurse)
 
     def drop_scaling(self) -> None:
         """Remove what `init_scaling` made, and what is kept of the weight as it was cast."""
         super().drop_scaling()
-        for name in ("fp8_weight_cache", "fp8_kept_weight", "fp8_channels", "fp8_observer"):
+        for name in ("fp8_payloads", "fp8_channels", "fp8_observer"):
             self.__dict__.pop(name, None)
         self.__dict__.pop("_fp8_quantizers", None)

@@ -13,8 +13,8 @@ only while it is used:
 
 * the weight is cast when a GEMM wants it, with a scale taken from the weight itself, once in
   forward and once, transposed, in backward. What is saved for backward is the Parameter, never a
-  payload: nothing can be stale, and FSDP frees what it gathered. (`torch_fp8.nn.weight_cache` keeps
-  the payload, by choice; a weight that FSDP2 has gathered in FP8 brings its own;)
+  payload: nothing can be stale, and FSDP frees what it gathered. (`torch_fp8.tensor.payload_cache`
+  says which weights may keep one; a weight that FSDP2 has gathered in FP8 brings its own;)
 * the input is saved for backward as its transposed FP8 payload, 1 byte an element, and only if the
   weight takes a gradient. A frozen layer saves nothing of its input and runs no wgrad; a forward
   without gradients builds nothing for a backward.

@@ -9,9 +9,10 @@ gradient passes the rounding as if it were not there (straight through), and wit
 
 Cost, for each layer and forward: the product B A, one fold and one cast of the weight. The payload
 is kept for backward, 1 byte an element, where LoRA keeps none of its own; folding takes 10 bytes
-for each element of one layer at a time. Between forwards without gradients the payload is kept
-until an adapter or the base changes (as in `torch_fp8.nn.kept_weight`), so that a rollout folds
-once; a CUDA graph folds in each replay. Compiled, such a layer is a break in the graph.
+for each element of one layer at a time. In evaluation the payload is kept while neither base nor
+adapter is written, as adapters in two halves tell (`torch_fp8.tensor.payload_cache`); that others
+are not is known within a rollout, which so folds once. A CUDA graph folds in each replay. Compiled,
+such a layer is a break in the graph.
 
 Legend: M tokens, K in, N out, R rank.
 """
@@ -22,28 +23,17 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from torch_fp8.autograd.current_pass import in_reentrant_checkpoint, is_transformed
+from torch_fp8.autograd.current_pass import is_transformed
 from torch_fp8.autograd.function import once_differentiable
 from torch_fp8.nn.class_swap import add_mixin, remove_mixin, unwrapped_name
-from torch_fp8.nn.kept_weight import is_capturing
 from torch_fp8.nn.linear import Float8Layer
 from torch_fp8.nn.scaling_buffers import WEIGHT
-from torch_fp8.nn.weight_cache import stamp_of, unwatch, watch
 from torch_fp8.ops.quantize import QuantizedTensor, transposed
 from torch_fp8.ops.scaled_mm import cast, scaled_matmul
 from torch_fp8.tensor.base import QuantizableTensor
+from torch_fp8.tensor.payload_cache import is_capturing
 from torch_fp8.tensor.quantizer import WeightQuantizer, matrix, output_dtype, quantize_input
-
-
-class MergedPayload:
-    """The payload of one merged weight between forwards without gradients. Copies start empty."""
-
-    def __init__(self) -> None:
-        self.stamp: Any = None
-        self.payload: QuantizedTensor | None = None
-
-    def __reduce__(self) -> Any:
-        return MergedPayload, ()
+from torch_fp8.tensor.split_weight import SplitWeight
 
 
 class MergeAware(nn.Module):
@@ -59,7 +49,6 @@ class MergeAware(nn.Module):
     """
 
     base_layer: Float8Layer
-    fp8_merged: MergedPayload
     fp8_adapters: set[str]
     """The adapters that can be merged into one weight."""
     disable_adapters: bool
@@ -92,12 +81,13 @@ class MergeAware(nn.Module):
             _take(base.fp8_name, self, base)
         a, b = self.lora_A[adapter].weight, self.lora_B[adapter].weight
         if torch.is_grad_enabled():
-            self.fp8_merged.stamp = self.fp8_merged.payload = None
+            if base.fp8_payloads is not None:
+                base.fp8_payloads.forget_evaluation()
             y: Tensor = MergedLinear.apply(
                 x, a, b, base.bias, base, self.merged_weight(adapter), self.scaling[adapter]
             )
             return y
-        w = self._kept_weight(adapter, a, b)
+        w = self._evaluation_weight(adapter, a, b)
         return _product(x, w, base.bias, base, wgrad=False)[0]
 
     @torch.no_grad()
@@ -121,26 +111,18 @@ class MergeAware(nn.Module):
             folded = (plain.float() + delta).to(torch.bfloat16)
         return WeightQuantizer(base.quantizer(WEIGHT)).for_fprop(folded)
 
-    def _kept_weight(self, adapter: str, a: Tensor, b: Tensor) -> QuantizedTensor:
-        kept, frozen = self.fp8_merged, self.base_layer.frozen_weight
-        stamps = stamp_of(a), stamp_of(b)
-        if frozen is None or None in stamps or (self.training and in_reentrant_checkpoint()):
+    def _evaluation_weight(self, adapter: str, a: Tensor, b: Tensor) -> QuantizedTensor:
+        base, frozen = self.base_layer, self.base_layer.frozen_weight
+        cache = base.fp8_payloads
+        if cache is None or frozen is None or base.training or is_capturing(a.device):
             return self.merged_weight(adapter)
-        if is_capturing(a):  # what a CUDA graph computes is there when it is replayed
-            return self.merged_weight(adapter)
-        base = frozen.payload
-        stamp = (*stamps, base.qdata.data_ptr(), base.writes, self.scaling[adapter])
-        if kept.stamp != stamp or kept.payload is None:
-            with torch.inference_mode(False):
-                kept.payload = self.merged_weight(adapter)
-            # Reading the weights has moved the count of their uses.
-            kept.stamp = (stamp_of(a), stamp_of(b), *stamp[2:])
-        return kept.payload
-
-    def train(self, mode: bool = True) -> "MergeAware":
-        if mode:
-            self.fp8_merged.stamp = self.fp8_merged.payload = None
-        return super().train(mode)
+        versions = [
+            cache.version_of(x) if isinstance(x, SplitWeight) else cache.scope for x in (a, b)
+        ]
+        version = None
+        if None not in versions:
+            version = (*versions, frozen.payload.writes, adapter, self.scaling[adapter])
+        return cache.evaluation_row(version, lambda: self.merged_weight(adapter), a.device)
 
 
 class MergedLinear(torch.autograd.Function):
@@ -233,7 +215,6 @@ def make_merge_aware(model: nn.Module) -> int:
         adapted = name
         if not isinstance(module, MergeAware):
             add_mixin(module, MergeAware)
-            vars(module)["fp8_merged"] = MergedPayload()
         count += 1
     if adapted is None:
         raise ValueError(
@@ -249,15 +230,11 @@ def stop_merge_aware(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, MergeAware):
             remove_mixin(module, MergeAware)
-            module.__dict__.pop("fp8_merged", None)
             module.__dict__.pop("fp8_adapters", None)
-            for parts in (module.lora_A, module.lora_B):
-                for part in parts.values():
-                    unwatch(part.weight)
 
 
 def _take(name: str, module: Any, base: Float8Layer) -> None:
-    """Note that the adapters of a layer can be merged, and watch who writes to them.
+    """Note that the adapters of a layer can be merged.
 
     Raises:
         ValueError: one cannot, with its name.
@@ -268,9 +245,6 @@ def _take(name: str, module: Any, base: Float8Layer) -> None:
             f"FP8Config(merge_aware=True): '{name}' {reason}; or leave merge_aware out"
         )
     vars(module)["fp8_adapters"] = set(module.lora_A)
-    for parts in (module.lora_A, module.lora_B):
-        for part in parts.values():
-            watch(part.weight)
 
 
 def _why_not(module: Any, base: Float8Layer) -> str | None:

@@ -31,7 +31,8 @@ def pause(layer: Float8Layer) -> None:
     """Run a layer in high precision from now on; a repeated call changes nothing."""
     if is_paused(layer):
         return
-    layer.forget_weight()
+    if layer.fp8_payloads is not None:
+        layer.fp8_payloads.forget()
     add_mixin(layer, Paused)
 
 

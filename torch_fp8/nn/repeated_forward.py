@@ -1,14 +1,13 @@
 """`RepeatedForward`: what a layer does in a forward without gradients that it has done before.
 
 A token of generation is little work for the device, and what Python takes to find out how a layer
-multiplies is most of its time. Where the weight is kept in FP8 (`torch_fp8.nn.kept_weight`), all
-that has been decided already; what is left is to cast the input and to multiply.
+multiplies is most of its time. Where the weight is kept in FP8 (`torch_fp8.tensor.payload_cache`),
+all that has been decided already; what is left is to cast the input and to multiply.
 """
 
 import torch
 from torch import Tensor, nn
 
-from torch_fp8.autograd.current_pass import in_reentrant_checkpoint
 from torch_fp8.autograd.function import reshaped
 from torch_fp8.nn.layer_quantizers import LayerQuantizers
 from torch_fp8.ops.registry import is_watched
@@ -28,10 +27,10 @@ class RepeatedForward(LayerQuantizers):
 
     def repeated(self, input: Tensor) -> Tensor | None:
         """Return the output, or None where the layer has to look at everything anew."""
-        kept, weight = self.fp8_kept_weight, self._parameters["weight"]
+        kept, weight = self.fp8_payloads, self._parameters["weight"]
         if kept is None or kept.payload is None or weight is None or self.fp8_emulate:
             return None
-        if kept.training != self.training or not kept.is_current(weight):
+        if self.training or not kept.is_current(weight):
             return None
         if type(input) is LazyQuantizedTensor:
             shape, dtype = input.outer_shape, input.outer_dtype
@@ -64,6 +63,4 @@ class RepeatedForward(LayerQuantizers):
 
     def _is_special(self) -> bool:
         """Whether torch runs this forward in a way that the layer has to know of."""
-        if self.fp8_delayed and torch._C._current_graph_task_id() != -1:
-            return True
-        return self.training and in_reentrant_checkpoint()
+        return self.fp8_delayed and torch._C._current_graph_task_id() != -1

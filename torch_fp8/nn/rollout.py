@@ -1,11 +1,10 @@
 """`rollout`: forwards of a policy that is in training, between its steps, to sample from it.
 
-Trainers sample in training mode. There a forward without gradients may be many things, so that FP8
-layers keep a weight's payload from the second one on, and delayed scaling records the amaxes of
-each: the history of training would be that of single tokens, and each token would cast all weights
-anew. Within `rollout` the layers know better: they run as in evaluation, with the recipe, the
-scales and the weights that the next forward of training multiplies by, and each weight is cast
-once.
+Trainers sample in training mode. There delayed scaling records the amaxes of each forward, so that
+the history of training would be that of single tokens, and each token would cast all weights anew.
+Within `rollout` the layers run as in evaluation, with the recipe, the scales and the weights that
+the next forward of training multiplies by, and each weight is cast once: nobody writes to it within
+(`torch_fp8.tensor.payload_cache`). ``generate`` of transformers is such a scope by itself.
 """
 
 import contextlib
@@ -23,8 +22,8 @@ def rollout(
     """Run the FP8 layers of `model`, within, as in evaluation; in FP8, if training is.
 
     Only FP8 layers notice: dropout and what else there is stay in the mode that they are in. With
-    ``eval_fp8=False``, which would run them in high precision, they stay as they are. Nobody writes
-    to a weight within.
+    ``eval_fp8=False``, which would run them in high precision, they stay as they are. Nobody may
+    write to a weight within. Within another `rollout` of the model this one changes nothing.
 
     Args:
         model: converted by `torch_fp8.convert_to_float8`, or any other.
@@ -42,14 +41,15 @@ def rollout(
         layer.training = False
     try:
         for layer in layers:
-            layer.serve_weight(compiled)
+            layer.begin_scope(compiled)
         yield
     finally:
         for layer in layers:
-            layer.end_serving(keep_graphs)
+            layer.end_scope(keep_graphs)
         for layer in trained:
             layer.train()
 
 
 def _serves(layer: LayerQuantizers) -> bool:
-    return layer.fp8_config.eval_fp8 and getattr(layer, "runs_fp8", True)
+    within = layer.fp8_payloads is not None and layer.fp8_payloads.in_scope
+    return not within and layer.fp8_config.eval_fp8 and getattr(layer, "runs_fp8", True)

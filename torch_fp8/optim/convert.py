@@ -17,7 +17,6 @@ from torch.optim import Adam, AdamW, Optimizer
 
 from torch_fp8.config import FP8Config, config_or_default
 from torch_fp8.nn.linear import Float8Layer
-from torch_fp8.nn.weight_cache import WeightCache, keeps_scale, watch
 from torch_fp8.optim.arguments import check_arguments
 from torch_fp8.optim.checkpoint import REFUSED_OPTIONS
 from torch_fp8.optim.embedding_dtype import (
@@ -32,6 +31,7 @@ from torch_fp8.optim.state import State, is_large, settle_moments
 from torch_fp8.optim.state_sharding import check_shardings
 from torch_fp8.optim.weight_owners import NO_MODEL, has_linear_forward, reasons_to_stay
 from torch_fp8.tensor.dtensor import local
+from torch_fp8.tensor.payload_cache import keeps_scale
 from torch_fp8.tensor.split_shard import SplitShard
 from torch_fp8.tensor.split_weight import SplitWeight, join_parameter, split_parameter
 
@@ -210,16 +210,25 @@ def _keep_weights(optimizer: Float8Optimizer, model: nn.Module | None) -> int:
         raise ValueError(f"FP8Config(cache_weights={payloads!r}) needs the model: pass model=")
     stepped = {p for _, _, p in optimizer.indexed_parameters() if not isinstance(p, DTensor)}
     modules = [] if model is None else model.modules()  # a compiled one has no truth value
-    layers = [m for m in modules if isinstance(m, Float8Layer)]
-    kept = 0
+    layers = [m for m in modules if isinstance(m, Float8Layer) and m.fp8_payloads is not None]
+    num_payloads = 0
     for layer in layers:
-        spec, ours = layer.fp8_recipe.weight, layer.fp8_config.backend == "torch"
-        if ours and layer.weight in stepped and (payloads or keeps_scale(spec)):
-            watch(layer.weight)
-            cache = layer.fp8_weight_cache = WeightCache(payloads, layer.fp8_transposed)
-            optimizer.fp8_caches.setdefault(layer.weight, []).append((weakref.ref(cache), spec))
-            kept += bool(payloads)
-    return kept
+        cache, weight, spec = layer.fp8_payloads, layer.weight, layer.fp8_recipe.weight
+        assert cache is not None
+        if weight not in stepped or not (payloads or keeps_scale(spec)):
+            continue
+        if isinstance(weight, SplitWeight):
+            cache.between_steps = payloads
+            optimizer.fp8_caches.setdefault(weight, []).append((weakref.ref(cache), spec))
+            num_payloads += bool(payloads)
+    if payloads and not num_payloads:
+        warnings.warn(
+            f"FP8Config(cache_weights={payloads!r}) keeps no payload: it takes float32 weights, "
+            "which O2 and O3 store in two halves. BF16 Parameters any code may write unseen, and "
+            "FSDP2 gathers payloads itself. Load the model in float32, or leave cache_weights out",
+            stacklevel=3,
+        )
+    return num_payloads
 
 
 _LIBRARIES = ("bitsandbytes", "torchao", "apex", "deepspeed", "transformer_engine")

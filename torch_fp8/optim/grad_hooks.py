@@ -30,7 +30,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from torch_fp8.nn.weight_cache import WatchedParameter
 from torch_fp8.ops.grad_codec import Rounding
 from torch_fp8.optim.step import shard_origin
 from torch_fp8.tensor.dtensor import local, with_data
@@ -75,7 +74,7 @@ class _Released(Tensor):
         torch.Tensor.grad.__delete__(self)
 
 
-class ReleasedParameter(_Released, WatchedParameter):
+class ReleasedParameter(_Released, nn.Parameter):
     """A Parameter between the backward that has stepped it and the optimizer's ``step()``.
 
     Its ``grad`` is None. Code other than torch's that reads it is warned, once at each line.
@@ -95,7 +94,6 @@ class ReleasedSplitWeight(_Released, SplitWeight):
 
 _CLASSES: dict[type[Tensor], type[Tensor]] = {
     nn.Parameter: ReleasedParameter,
-    WatchedParameter: ReleasedParameter,
     DTensor: ReleasedDTensor,
     SplitWeight: ReleasedSplitWeight,
 }

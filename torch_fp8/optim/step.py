@@ -12,7 +12,6 @@ from torch.optim.adam import adam
 
 from torch_fp8.config import FP8Config
 from torch_fp8.kernels.arguments import GradientParts, StepScalars, WeightMatrix
-from torch_fp8.nn.weight_cache import WeightCache
 from torch_fp8.ops.adamw import adamw_step_reference, update_rms_reference
 from torch_fp8.ops.registry import emulates_casts
 from torch_fp8.optim.residual import join_weight, set_residual, settled_residual
@@ -22,7 +21,8 @@ from torch_fp8.quantization.recipe import CastSpec
 from torch_fp8.quantization.stochastic_rounding import stream_keys
 from torch_fp8.tensor.alignment import aligned
 from torch_fp8.tensor.dtensor import local
-from torch_fp8.tensor.halves import Halves, split_matrix
+from torch_fp8.tensor.halves import VERSIONS, Halves, split_matrix
+from torch_fp8.tensor.payload_cache import PayloadCache
 from torch_fp8.tensor.split_weight import SplitWeight, stored_grad
 from torch_fp8.tensor.wide_grad import WideGrad
 
@@ -30,7 +30,7 @@ Entry = tuple[int, dict[str, Any], Tensor, State]
 """A parameter to step: its index among all, its group, the parameter, its state."""
 
 
-Caches = dict[Tensor, list[tuple["weakref.ref[WeightCache]", CastSpec]]]
+Caches = dict[Tensor, list[tuple["weakref.ref[PayloadCache]", CastSpec]]]
 """The payload caches of each weight, one for each layer that has it, with how it is cast."""
 
 
@@ -83,7 +83,7 @@ def _zeros(parameters: list[Tensor]) -> dict[Tensor, Tensor]:
 
 
 def _with_payload(
-    matrix: WeightMatrix, cache: WeightCache, spec: CastSpec, zeros: Tensor
+    matrix: WeightMatrix, cache: PayloadCache, spec: CastSpec, zeros: Tensor
 ) -> WeightMatrix:
     """Add its amax to the matrix, and its payload where the step's kernel can write that.
 
@@ -129,7 +129,7 @@ def _update_rms(
     return [update_rms_reference(*entry) for entry in entries]
 
 
-def _alive(caches: Caches, parameter: Tensor) -> list[tuple[WeightCache, CastSpec]]:
+def _alive(caches: Caches, parameter: Tensor) -> list[tuple[PayloadCache, CastSpec]]:
     """Return the caches of a weight whose layers still use them."""
     found = ((reference(), spec) for reference, spec in caches.get(parameter, ()))
     return [(cache, spec) for cache, spec in found if cache is not None]
@@ -205,7 +205,7 @@ def settle_weight(parameter: Tensor, halves: Halves, seed: int, state: State, in
     if halves.bits != halves.step_bits:
         keys = stream_keys(seed, -1 - int(state["step"]), index)
         halves.settle(keys, shard_origin(parameter))
-    halves.writes += 1
+    halves.version = next(VERSIONS)
 
 
 def settle_gradient(parameter: Tensor) -> None:

@@ -21,7 +21,6 @@ from torch.distributed.fsdp import FSDPModule
 from torch_fp8.conversion.memory import MemoryReport, expected_memory
 from torch_fp8.distributed.comm_counter import CommunicationCount
 from torch_fp8.distributed.fsdp.split_weights import param_groups
-from torch_fp8.nn.weight_cache import unwatch
 from torch_fp8.planner.fake_ranks import FakeRecorder, fake_ranks
 from torch_fp8.planner.layouts import blocks_of, period
 from torch_fp8.planner.memory_tracker import MemoryTracker
@@ -103,8 +102,6 @@ def _few_layers(setup: Setup, role: str, level: str, layers: int) -> StepBytes:
     trained = role in TRAINED
     if trained and level not in (BF16, "O1"):
         _split(model, setup, role, level, all_of_them=ranks > 1)
-    for parameter in model.parameters():
-        unwatch(parameter)  # fake tensors of torch 2.11 take no subclass of Parameter
     made = CommunicationCount()
     with warnings.catch_warnings(), fake_ranks(ranks) as mesh:
         warnings.simplefilter("ignore")

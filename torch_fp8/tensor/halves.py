@@ -1,5 +1,6 @@
 """`Halves`: memory of a float32 weight, a BF16 tensor and the bits below it."""
 
+import itertools
 import warnings
 import weakref
 from collections.abc import Callable
@@ -13,6 +14,8 @@ from torch_fp8.quantization.stochastic_rounding import element_index, random_wor
 
 EXACT_BITS = 16
 """The residual bits with which a split is exact."""
+VERSIONS = itertools.count(1)
+"""Numbers of which each value of a weight has one of its own."""
 
 
 class Halves:
@@ -23,7 +26,7 @@ class Halves:
         residual: residual as stored (`torch_fp8.quantization.split_float.pack`); None without bits.
         bits: residual bits that are stored now.
         step_bits: residual bits that a step of the optimizer leaves.
-        writes: number of writes so far, by anybody.
+        version: another number after each write, whoever wrote, and that of no other weight.
     """
 
     __slots__ = (
@@ -34,7 +37,7 @@ class Halves:
         "high",
         "residual",
         "step_bits",
-        "writes",
+        "version",
     )
 
     def __init__(
@@ -42,7 +45,7 @@ class Halves:
     ) -> None:
         self.high, self.residual, self.bits = high, residual, bits
         self.step_bits = bits if step_bits is None else step_bits
-        self.writes = 0
+        self.version = next(VERSIONS)
         self.awaited: Tensor | None = None
         self.copy: tuple[int, weakref.ref[Tensor]] | None = None
 
@@ -64,7 +67,7 @@ class Halves:
             self.residual.copy_(residual)  # others may share it
         else:
             self.bits, self.residual = EXACT_BITS, residual
-        self.writes += 1
+        self.version = next(VERSIONS)
 
     def settle(self, keys: tuple[int, int], origin: tuple[int, int, int] | None = None) -> None:
         """Round what somebody has written to the bits of a step, stochastically.
@@ -119,7 +122,7 @@ class Halves:
         if self.awaited is None or (self.residual is not None and bool(self.residual.any())):
             return False
         self.residual, self.bits = self.awaited.clone(), self.step_bits
-        self.writes += 1
+        self.version = next(VERSIONS)
         return True
 
     def mapped(self, function: Callable[[Tensor], Tensor]) -> "Halves":

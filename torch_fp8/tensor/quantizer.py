@@ -35,6 +35,7 @@ from torch_fp8.quantization.scaling import (
     scale_from_amax,
 )
 from torch_fp8.tensor.base import QuantizableTensor, SavedInput
+from torch_fp8.tensor.payload_cache import PayloadCache
 from torch_fp8.tensor.split_weight import SplitWeight
 
 
@@ -180,26 +181,22 @@ class WeightQuantizer(NamedTuple):
 
     Attributes:
         quantizer: how.
-        cache: what is kept of the weight from one step to the next
-            (`torch_fp8.nn.weight_cache.WeightCache`); or None.
+        cache: what is kept of the weight; or None.
         transposed: whether the weight is stored as (K, N): the payloads change places.
-        kept: what is kept of it between forwards without gradients
-            (`torch_fp8.nn.kept_weight.KeptWeight`); or None.
     """
 
     quantizer: Quantizer
-    cache: Any = None
+    cache: PayloadCache | None = None
     transposed: bool = False
-    kept: Any = None
 
     def for_fprop(self, weight: Tensor) -> QuantizedTensor:
         """The weight (N, K), quantized along K: gathered so, kept so, or cast now."""
         flip = self.transposed
-        if isinstance(weight, SplitWeight) and self.cache is None:
+        cache = self._step_cache(weight)
+        if cache is not None:
+            return cache.training_row(weight, self.quantizer.spec)
+        if isinstance(weight, SplitWeight):
             weight = weight.halves.high
-        if self.cache is not None and not isinstance(weight, QuantizableTensor):
-            kept: QuantizedTensor = self.cache.row(weight, self.quantizer.spec)
-            return kept
         row, col, _ = self.quantizer(weight, rowwise=not flip, columnwise=flip)
         made = col if flip else row
         assert made is not None
@@ -211,17 +208,25 @@ class WeightQuantizer(NamedTuple):
         Args:
             training: whether the layer is in training mode.
         """
-        if self.kept is None or torch.compiler.is_compiling():
+        cache, history = self.cache, self.quantizer.history
+        if training or cache is None or torch.compiler.is_compiling():
             return self.for_fprop(weight)
-        history = self.quantizer.history
         records = history is not None and self.quantizer.updates
         if records or isinstance(weight, QuantizableTensor):
             return self.for_fprop(weight)
-        amaxes = None if history is None else history.amaxes
-        row: QuantizedTensor = self.kept.row(
-            weight, lambda: self.for_fprop(weight), amaxes, training
+        return cache.evaluation_row(
+            cache.version_of(weight),
+            lambda: self.for_fprop(weight),
+            weight.device,
+            None if history is None else history.amaxes,
         )
-        return row
+
+    def _step_cache(self, weight: Tensor) -> PayloadCache | None:
+        """Return what keeps the weight from one step of the optimizer to the next, if any does."""
+        cache = self.cache
+        if cache is None or cache.between_steps is None or torch.compiler.is_compiling():
+            return None
+        return cache if isinstance(weight, SplitWeight) else None
 
     def for_dgrad(
         self, weight: Tensor, scale: Tensor | None, grad_output: Tensor
@@ -239,13 +244,12 @@ class WeightQuantizer(NamedTuple):
                 weight, self.quantizer, grad_output, rowwise=flip, columnwise=not flip
             )
         else:
-            kept = None if self.cache is None else self.cache.col(weight)
-            if kept is not None:
+            cache = self._step_cache(weight)
+            if cache is not None and (kept := cache.col(weight)) is not None:
                 return kept
+            options = CastOptions.of(self.quantizer.spec, scale, rowwise=flip, columnwise=not flip)
             if isinstance(weight, SplitWeight):
                 weight = weight.halves.high
-            spec = self.quantizer.spec
-            options = CastOptions.of(spec, scale, rowwise=flip, columnwise=not flip)
             row, col = quantize_layouts(weight, options)
         made = row if flip else col
         assert made is not None

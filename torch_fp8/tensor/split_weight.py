@@ -164,10 +164,10 @@ class SplitWeight(SplitTensor):
         ):
             return None
         known = self.halves.copy
-        copy = known[1]() if known is not None and known[0] == self.halves.writes else None
+        copy = known[1]() if known is not None and known[0] == self.halves.version else None
         if copy is None:
             copy = self.dequantize()
-            self.halves.copy = self.halves.writes, weakref.ref(copy)
+            self.halves.copy = self.halves.version, weakref.ref(copy)
         self._joined = copy
         return copy
 

@@ -118,12 +118,14 @@ def test_a_second_conversion_measures_nothing_and_chooses_the_same(timed):
     per_shape = (layer_benchmark.WARMUP + layer_benchmark.REPETITIONS) * 4
     assert len(timer.runs) == 3 * per_shape
     assert all(run.input.shape[0] == 16 for run in timer.runs)
-    for other in (net, model(), model().bfloat16()):
+    for other in (net, model()):
         again = convert_to_float8(other, AUTO)
         assert (again.converted, again.skipped) == (first.converted, first.skipped)
     assert len(timer.runs) == 3 * per_shape
     convert_to_float8(net, dataclasses.replace(AUTO, tokens=32))
     assert len(timer.runs) == 6 * per_shape
+    convert_to_float8(model().bfloat16(), AUTO)  # whose weights keep no scale from step to step
+    assert len(timer.runs) == 9 * per_shape
 
 
 def test_frozen_layers_are_decided_as_trained_ones(timed):
@@ -172,13 +174,12 @@ def test_layers_are_timed_with_what_is_kept_of_their_weights(timed, cache, level
     convert_to_float8(model(), dataclasses.replace(AUTO, opt_level=level, cache_weights=cache))
     fresh = timer.runs[runs:] if cache or level == "O1" else timer.runs
     assert fresh
-    caches = {run.recipe.name: run.layer.fp8_weight_cache for run in fresh if run.recipe}
-    of_tensor = caches["tensorwise"]
+    kept = {r.recipe.name: r.layer.fp8_payloads.between_steps for r in fresh if r.recipe}
     if level == "O1":
-        assert set(caches.values()) == {None}
+        assert set(kept.values()) == {None}
     else:
-        assert of_tensor.keeps_payload == cache
-        assert (caches["blockwise"] is None) == (cache is False)
+        assert kept["tensorwise"] == cache
+        assert (kept["blockwise"] is None) == (cache is False)
 
 
 @pytest.mark.parametrize(

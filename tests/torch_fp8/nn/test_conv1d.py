@@ -93,7 +93,7 @@ def test_the_kept_payload_is_the_one_of_a_fresh_cast():
             convert_to_float8(model, config)
             convert_optimizer(optimizer, config, model=model)
             _step(model, optimizer, 0)
-            cache, spec = model[0].fp8_weight_cache, model[0].fp8_recipe.weight
+            cache, spec = model[0].fp8_payloads, model[0].fp8_recipe.weight
             shapes = {tuple(t.shape) for t in cache.tensors if t.element_size() == 1}
             stored, turned = (144, 96), (96, 144)
             kept_alone = stored if in_both_orders else turned
@@ -102,7 +102,7 @@ def test_the_kept_payload_is_the_one_of_a_fresh_cast():
             x = torch.randn(3, 144)
             with torch.no_grad():
                 kept = model(x)
-                model[0].fp8_weight_cache = None
+                model[0].fp8_payloads = None
                 assert torch.equal(kept, model(x))
             numel = 144 * 96
             assert sum(t.numel() for t in cache.tensors if t.element_size() == 1) == numel * (

@@ -26,7 +26,9 @@ from torch_fp8 import (
 )
 from torch_fp8.nn import merge_aware
 from torch_fp8.nn.merge_aware import MergeAware
+from torch_fp8.nn.rollout import rollout
 from torch_fp8.ops.quantize import dequantize
+from torch_fp8.tensor.split_weight import split_parameter
 
 IDS = torch.arange(64).reshape(2, 32)
 AWARE = FP8Config(recipe="blockwise", merge_aware=True)
@@ -136,7 +138,16 @@ def test_each_forward_folds_once_and_a_rollout_once_in_all(folds):
     folds.clear()
     model.generate(input_ids=IDS[:, :4], max_new_tokens=6, min_new_tokens=6, do_sample=False)
     assert len(folds) == 4
+    model.eval()
     with torch.no_grad():
+        for _ in range(2):
+            folds.clear()
+            model(IDS)
+            assert len(folds) == 4  # of plain adapters nobody can tell
+        for layer in layers_of(model).values():
+            for adapters in (layer.lora_A, layer.lora_B):
+                split_parameter(adapters["default"].weight, 8)
+        model(IDS)
         for change in (
             lambda: up(model).lora_A["default"].weight.mul_(2),
             lambda: up(model).lora_B["default"].weight.data.mul_(2),
@@ -149,9 +160,9 @@ def test_each_forward_folds_once_and_a_rollout_once_in_all(folds):
             change()
             assert not torch.equal(model(IDS).logits, before)
             assert folds == ["base_model.model.model.layers.0.mlp.up_proj.base_layer"]
-        assert all(m.fp8_merged.payload is not None for m in layers_of(model).values())
+        assert all(m.base_layer.fp8_payloads.payload is not None for m in layers_of(model).values())
     model(IDS)
-    assert all(m.fp8_merged.payload is None for m in layers_of(model).values())
+    assert all(m.base_layer.fp8_payloads.payload is None for m in layers_of(model).values())
 
 
 def test_the_summary_says_that_it_is_on():
@@ -251,13 +262,13 @@ def test_what_is_folded_for_a_cuda_graph_is_not_kept(monkeypatch):
     model = adapted().eval()
     layer = up(model)
     x = torch.randn(1, layer.in_features)
-    with torch.no_grad():
+    with torch.no_grad(), rollout(model):
         monkeypatch.setattr(merge_aware, "is_capturing", lambda _: True)
         layer(x)
-        assert layer.fp8_merged.payload is None
+        assert layer.base_layer.fp8_payloads.payload is None
         monkeypatch.undo()
         layer(x)
-        assert layer.fp8_merged.payload is not None
+        assert layer.base_layer.fp8_payloads.payload is not None
 
 
 def test_an_adapter_that_is_added_later_is_looked_at_too():

@@ -242,7 +242,7 @@ def test_down_projections_stored_as_fp8_alone_and_behind_an_adapter():
 @pytest.mark.parametrize("cached", [False, True, "both"])
 def test_a_payload_that_is_kept_serves_dgrad_alone(cached):
     config = FP8Config(recipe="tensorwise", smooth_swiglu=True, cache_weights=cached)
-    model = _stock()
+    model = _stock().float()
     convert_to_float8(model, config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     convert_optimizer(optimizer, config, model=model)

@@ -12,7 +12,6 @@ from torch.utils._pytree import tree_iter
 from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8, memory_report
 from torch_fp8.conversion.memory import expected_bytes_per_param
 from torch_fp8.nn.linear import Float8Linear
-from torch_fp8.nn.weight_cache import WatchedParameter
 from torch_fp8.tensor.split_weight import SplitWeight
 from torch_fp8.tensor.weight_half import half
 
@@ -35,7 +34,7 @@ class _Storages(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         for value in tree_iter((args, kwargs)):
-            if type(value) in (torch.Tensor, nn.Parameter, WatchedParameter):
+            if type(value) in (torch.Tensor, nn.Parameter):
                 key = value.untyped_storage()._cdata
                 self._before |= {key} - self._tensors.keys()
         result = function(*args, **(kwargs or {}))

@@ -80,7 +80,7 @@ class Built(weight_prototypes.Design):
         parameter.halves.settle((1, 2))
 
     def stamp(self, parameter):
-        return parameter.halves.writes
+        return parameter.halves.version
 
 
 @pytest.fixture

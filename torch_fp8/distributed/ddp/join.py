@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from torch_fp8.distributed.ddp.fp8_grad_reducer import Float8GradReducer
 from torch_fp8.optim.optimizer import Float8Optimizer
 from torch_fp8.optim.residual import settled_residual
+from torch_fp8.tensor.halves import VERSIONS
 from torch_fp8.tensor.split_weight import SplitWeight
 
 
@@ -136,7 +137,7 @@ def broadcast_state(
                 continue
             if isinstance(parameter, SplitWeight):
                 tensors += parameter.halves.tensors
-                parameter.halves.writes += 1
+                parameter.halves.version = next(VERSIONS)
                 continue
             if parameter in kept:
                 tensors.append(parameter.detach())
