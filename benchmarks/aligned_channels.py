@@ -38,10 +38,10 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM, get_cosine_schedule_with_warmup
 
+from benchmarks.comparison import tiny_llama
 from benchmarks.pretraining import BATCH, LEARNING_RATE, corpus, evaluate, loss_of, windows
 from benchmarks.recipes_loss import ROOT, commit
 from benchmarks.rows import add_csv, append_rows, read_rows, tell_kept
-from examples import tiny_llama
 from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8
 
 PRETRAINING_STEPS, STEPS = 1500, 300

@@ -45,7 +45,7 @@ SCRIPTS = {
 """The examples, and where they put loss, reward and KL divergence."""
 BAND = 0.005
 """The share of BF16's loss that FP8's may differ by."""
-EXAMPLES = ROOT / "examples"
+EXAMPLES = ROOT / "benchmarks/comparison"
 RUN = ["--quick", "--steps", "16", "--batch-size", "16", "--max-answer", "16"]
 """The scripts' arguments: as short as runs can be that show something."""
 START = ["--pretraining-steps", "100", "--assets", "runs/frozen_parity"]

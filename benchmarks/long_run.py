@@ -22,9 +22,9 @@ import torch
 from torch import nn
 from transformers import get_cosine_schedule_with_warmup
 
+from benchmarks.comparison import tiny_llama
 from benchmarks.pretraining import corpus, evaluate, windows
 from benchmarks.rows import add_csv, write_rows
-from examples import tiny_llama
 from torch_fp8 import FP8Config, Monitor, convert_to_float8
 from torch_fp8.monitor.run_log import RunLog
 

@@ -15,8 +15,8 @@ import time
 
 import torch
 
+from benchmarks.comparison import tiny_llama
 from benchmarks.rows import add_csv, write_rows
-from examples import tiny_llama
 from torch_fp8 import FP8Config, Monitor, convert_optimizer, convert_to_float8
 
 DEFAULT_INTERVAL = 100

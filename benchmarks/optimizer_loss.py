@@ -1,6 +1,6 @@
 """Evaluation loss of the levels O1, O2 and O3 against BF16 with a float32 AdamW.
 
-    python -m benchmarks.optimizer_loss                  # fine-tuning, examples/sft_lightning.py
+    python -m benchmarks.optimizer_loss                  # fine-tuning, comparison/sft_lightning.py
     python -m benchmarks.optimizer_loss --pretraining    # 3,000 steps, benchmarks/pretraining.py
 
 Both from the repository's root.
@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.recipes_loss import ROOT, RUN, commit, print_means
+from benchmarks.recipes_loss import ROOT, RUN, SCRIPT, commit, print_means
 from benchmarks.rows import add_csv, append_rows, tell_kept
 from benchmarks.rows import read_rows as read_csv
 
@@ -79,7 +79,7 @@ def fine_tuning(level: str, seed: int) -> tuple[list[str], dict[str, str]]:
     """Return the arguments of python and the environment of a run of fine-tuning."""
     precision = BASELINE if level == BASELINE else "fp8-mixed"
     config = {} if level == BASELINE else {"TORCH_FP8_CONFIG": json.dumps({"opt_level": level})}
-    script = ["examples/sft_lightning.py", "--precision", precision, *RUN, "--seed", str(seed)]
+    script = [SCRIPT, "--precision", precision, *RUN, "--seed", str(seed)]
     return script, config
 
 

@@ -5,7 +5,7 @@
     python -m benchmarks.overview --runs runs/sft_lightning   # takes the losses of a run first
 
 It measures nothing and draws what is committed: ``benchmarks/results/fine_tuning_curves.csv``, the
-losses of ``examples/sft_lightning.py`` with the arguments of `benchmarks.recipes_loss`, and
+losses of ``comparison/sft_lightning.py`` with the arguments of `benchmarks.recipes_loss`, and
 ``memory_counted.csv`` of `benchmarks.bench_memory`. Needs matplotlib (torch-fp8[examples]).
 """
 
@@ -40,7 +40,7 @@ SHOWN = {
 
 def take(runs: Path, commit: str, path: Path) -> None:
     """Write the losses of both runs in the folder `runs` to a CSV."""
-    command = f"python examples/sft_lightning.py {' '.join(RUN)} --seed 0"
+    command = f"python benchmarks/comparison/sft_lightning.py {' '.join(RUN)} --seed 0"
     rows = []
     for precision in PRECISIONS:
         with (runs / precision / "losses.csv").open(newline="") as file:
@@ -149,7 +149,7 @@ def _draw_memory(axis: Any, variants: dict[str, dict[str, float]]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--runs", type=Path, help="folder of a run of examples/sft_lightning.py")
+    parser.add_argument("--runs", type=Path, help="folder of a run of comparison/sft_lightning.py")
     parser.add_argument("--commit", default="", help="that the run was made with")
     parser.add_argument("--docs", action="store_true", help="draw the picture of the pages")
     add_csv(parser, CURVES.stem)

@@ -20,9 +20,9 @@ from transformers import (
     get_cosine_schedule_with_warmup,
 )
 
-from examples import stdlib_corpus, tiny_llama
-from examples.code_tokenizer import END, train_tokenizer
-from examples.memory_count import bytes_per_parameter
+from benchmarks.comparison import stdlib_corpus, tiny_llama
+from benchmarks.comparison.code_tokenizer import END, train_tokenizer
+from benchmarks.comparison.memory_count import bytes_per_parameter
 from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8
 
 STEPS = 3000

@@ -1,4 +1,4 @@
-"""Evaluation loss of each FP8 recipe against BF16, in the fine-tuning of examples/sft_lightning.py.
+"""Evaluation loss of each FP8 recipe against BF16, in the fine-tuning of the comparison.
 
     python -m benchmarks.recipes_loss
 
@@ -27,6 +27,7 @@ from benchmarks.rows import read_rows as read_csv
 ROOT = Path(__file__).resolve().parent.parent
 BASELINE = "bf16-mixed"
 RECIPES = ["tensorwise", "delayed", "rowwise", "blockwise", "mxfp8"]
+SCRIPT = "benchmarks/comparison/sft_lightning.py"
 RUN = ["--pretraining-steps", "1000", "--steps", "80", "--eval-examples", "160"]
 """The script's arguments, whatever its defaults: rows are to be comparable."""
 BAND = 0.005  # of the evaluation loss, mean over the seeds
@@ -50,7 +51,7 @@ def main() -> None:
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     add_csv(parser, "recipes_loss")
     parser.add_argument(
-        "script_arguments", nargs="*", help="for examples/sft_lightning.py, after --"
+        "script_arguments", nargs="*", help="for benchmarks/comparison/sft_lightning.py, after --"
     )
     arguments = parser.parse_args()
     tell_kept(arguments.csv)
@@ -88,7 +89,7 @@ def measure(recipe: str, seed: int, baseline: dict | None, script_arguments: lis
         environment["TORCH_FP8_CONFIG"] = json.dumps({"recipe": recipe})
         prefix = f"TORCH_FP8_CONFIG={shlex.quote(environment['TORCH_FP8_CONFIG'])} "
     script = [
-        "examples/sft_lightning.py",
+        SCRIPT,
         "--precision",
         precision,
         *RUN,

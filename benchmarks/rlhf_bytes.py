@@ -5,7 +5,7 @@
 
 Nothing is computed: models are built without memory and converted by this package, and the bytes
 of what exists, and of the gradients and states that training will make, are summed up.
-``--example`` takes what `examples/rlhf_ppo.py` counted while it trained: the storages of its four
+``--example`` takes what `comparison/rlhf_ppo.py` counted while it trained: the storages of its four
 models' tensors, and as ``peak`` all that were alive at a point of its loop, batches included.
 
 * ``ppo``: policy and value are trained, reference and reward are not; four equal models, as in
@@ -50,7 +50,7 @@ COLUMNS = ("scenario", "layout", "variant", "role", "parameters")
 BYTES = ("weights", "residuals", "moments", "gradients")
 COUNTED = ("caches", "peak")
 """What only a run has: FP8 weights that are kept while nothing is trained, and what was alive."""
-EXAMPLE = "examples/rlhf_ppo.py"
+EXAMPLE = "benchmarks/comparison/rlhf_ppo.py"
 CHANGES = ("weights_below", "weights_and_residuals_below", "moments_below")
 
 SCENARIOS: dict[str, tuple[tuple[str, str, torch.dtype], ...]] = {
@@ -76,7 +76,7 @@ SCENARIOS: dict[str, tuple[tuple[str, str, torch.dtype], ...]] = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_csv(parser, "rlhf_bytes")
-    parser.add_argument("--example", type=Path, help="a folder that examples/rlhf_ppo.py filled")
+    parser.add_argument("--example", type=Path, help="a folder that comparison/rlhf_ppo.py filled")
     arguments = parser.parse_args()
     about = environment(torch.device("cpu"))
     table = Table(arguments.csv, (*COLUMNS, *BYTES, *CHANGES, *COUNTED), COLUMNS[:4], about)

@@ -2,7 +2,7 @@
 
     python -m benchmarks.wire_loss        # from the repository's root
 
-The fine-tuning of examples/sft_lightning.py, unmodified: Lightning takes the number of processes
+The fine-tuning of comparison/sft_lightning.py, unmodified: Lightning takes the number of processes
 from ``PL_TRAINER_DEVICES`` and starts the second one itself, on the CPU with gloo. With one
 micro-batch for each rank instead of two on one, a step sees the same rows as the one process of
 benchmarks/optimizer_loss.py, so its rows are what one rank gets on the same data. A finished run
@@ -17,7 +17,7 @@ from pathlib import Path
 
 from benchmarks import optimizer_loss
 from benchmarks.optimizer_loss import BASELINE, FINE_TUNING
-from benchmarks.recipes_loss import RUN
+from benchmarks.recipes_loss import RUN, SCRIPT
 from benchmarks.rows import RESULTS, add_csv, append_rows, tell_kept
 from benchmarks.rows import read_rows as read_csv
 
@@ -82,7 +82,7 @@ def command(run: str, seed: int) -> tuple[list[str], dict[str, str]]:
     """Return a run's arguments of python and environment: one micro-batch for each rank."""
     config = RUNS[run]
     precision = BASELINE if config is None else "fp8-mixed"
-    script = ["examples/sft_lightning.py", "--precision", precision, *RUN, "--seed", str(seed)]
+    script = [SCRIPT, "--precision", precision, *RUN, "--seed", str(seed)]
     environment = {} if config is None else {"TORCH_FP8_CONFIG": json.dumps(config)}
     return [*script, "--accumulate", "1"], environment
 

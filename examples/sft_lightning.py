@@ -1,158 +1,117 @@
-"""Supervised fine-tuning of a causal language model with the Lightning Trainer.
+"""Supervised fine-tuning with PyTorch Lightning.
 
-    python examples/sft_lightning.py            # BF16 and FP8 compared; nothing to prepare
-    python examples/sft_lightning.py --precision fp8-mixed \
-        --model meta-llama/Llama-3.2-1B-Instruct --data chats.jsonl
+    python examples/sft_lightning.py --model Qwen/Qwen3-0.6B --data chats.jsonl
+    python examples/sft_lightning.py --quick  # a tiny model, any machine
 
-Precision is Trainer's argument and nothing else here depends on it.
+Each line of the data is {"prompt": "...", "completion": "..."}. FP8 is `precision="fp8-mixed"` of
+the Trainer, and nothing else. Needs `pip install lightning transformers`.
 """
 
-import sys
+import argparse
+import inspect
+import json
+import os
+import shutil
+import statistics
+import textwrap
 from pathlib import Path
-
-import comparison
-import script_start
-from sft_arguments import argument_parser, checkpoint_to_resume
-
-PRECISIONS = ("bf16-mixed", "fp8-mixed")
-
-
-def parse_arguments():
-    parser = argument_parser(__doc__.splitlines()[0])
-    parser.add_argument(
-        "--precision", help=f"Trainer's precision; none: {' and '.join(PRECISIONS)}, compared"
-    )
-    arguments = parser.parse_args()
-    own = "sft_lightning_quick" if arguments.quick else "sft_lightning"
-    arguments.output = arguments.output or Path("runs") / own
-    return arguments
-
-
-def compare() -> None:
-    script = [sys.executable, __file__, *(a for a in sys.argv[1:] if a != "--resume")]
-    commands = {precision: [*script, "--precision", precision] for precision in PRECISIONS}
-    comparison.run(__file__, commands, parse_arguments())
-
-
-if __name__ == "__main__":
-    script_start.begin()
-    if parse_arguments().precision is None:  # a comparison needs none of what follows
-        script_start.run(compare)
-        sys.exit()
 
 import lightning as L
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
-from torch import Tensor
-
-from fine_tuning import FineTuning, num_targets, prepare
-from run_record import RunRecord
+from torch.utils.data import DataLoader
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    ByT5Tokenizer,
+    DataCollatorForSeq2Seq,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 
 class SupervisedFineTuning(L.LightningModule):
-    def __init__(self, run: FineTuning) -> None:
+    def __init__(self, model: torch.nn.Module, learning_rate: float) -> None:
         super().__init__()
-        self.run = run
-        self.model = run.model.train()
-        self.micro_losses: list[Tensor] = []
-        self.eval_sums = torch.zeros(2, dtype=torch.float64)  # loss * tokens, tokens
-        self.record: RunRecord | None = None
+        self.model, self.learning_rate = model.train(), learning_rate
 
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        loss = self.model(**batch, use_cache=False).loss
-        self.micro_losses.append(loss.detach())
+    def training_step(self, batch: dict, batch_idx: int) -> torch.Tensor:
+        loss = self.model(**batch).loss
         self.log("loss", loss, prog_bar=True)
         return loss
 
-    def on_validation_start(self) -> None:
-        self._open_record()
+    def validation_step(self, batch: dict, batch_idx: int) -> None:
+        self.log("eval_loss", self.model(**batch).loss, prog_bar=True)
 
-    def on_train_start(self) -> None:
-        self._open_record()  # resumed: there was no evaluation before
-
-    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        self.record.train(self.global_step + 1, float(torch.stack(self.micro_losses).mean()))
-        self.micro_losses.clear()
-
-    def on_train_batch_end(self, *_: object) -> None:
-        if self.trainer.optimizers[0].state:
-            self.record.measure(self.model, self.trainer.optimizers[0])
-
-    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        tokens = num_targets(batch)
-        self.eval_sums += torch.tensor(
-            [float(self.model(**batch, use_cache=False).loss) * tokens, tokens]
-        )
-
-    def on_validation_epoch_end(self) -> None:
-        loss = float(self.eval_sums[0] / self.eval_sums[1])
-        self.eval_sums.zero_()
-        self.log("eval_loss", loss, prog_bar=True)
-        self.record.evaluation(self.global_step, loss)
-
-    def configure_optimizers(self) -> dict:
-        arguments = self.run.arguments
-        optimizer = torch.optim.AdamW(
-            self.model.parameters(), lr=arguments.learning_rate, weight_decay=arguments.weight_decay
-        )
-        schedule = self.run.schedule(optimizer, self.trainer.world_size)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
-
-    def train_dataloader(self) -> torch.utils.data.DataLoader:
-        trainer = self.trainer
-        seen = trainer.global_step * self.run.arguments.accumulate
-        return self.run.train_loader(trainer.world_size, trainer.global_rank, start=seen)
-
-    def val_dataloader(self) -> torch.utils.data.DataLoader:
-        return self.run.eval_loader()
-
-    def _open_record(self) -> None:
-        if self.record is None:
-            output, step = self.run.arguments.output, self.global_step
-            self.record = RunRecord(output, resume_at=step, write=self.trainer.is_global_zero)
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=self.learning_rate)
 
 
-def train(arguments, precision: str) -> dict:
-    """Fine-tune, save the model to <output>/model and return the run's result."""
-    last = checkpoint_to_resume(arguments)
-    L.seed_everything(arguments.seed)
-    run = prepare(arguments)
-    module = SupervisedFineTuning(run)
-    checkpoint = ModelCheckpoint(
-        arguments.output / "checkpoints",
-        "last",
-        enable_version_counter=False,
-        save_on_train_epoch_end=False,
-    )  # one, after every evaluation
-    trainer = L.Trainer(
-        precision=precision,
-        max_epochs=1,  # the loader reads the data --epochs times
-        accumulate_grad_batches=arguments.accumulate,
-        gradient_clip_val=arguments.clip,
-        val_check_interval=arguments.eval_every * arguments.accumulate,
-        check_val_every_n_epoch=None,
-        num_sanity_val_steps=-1,  # a full evaluation of the model as it came
-        use_distributed_sampler=False,  # the run's own order knows ranks and resuming
-        default_root_dir=arguments.output,
-        logger=False,  # losses.csv is written by the record
-        enable_model_summary=False,
-        callbacks=[checkpoint],
-    )
-    trainer.fit(module, ckpt_path=last)
-    if module.record.rows[-1].get("eval_loss") is None:
-        trainer.validate(module, verbose=False)
-    if trainer.is_global_zero:
-        run.model.save_pretrained(arguments.output / "model")
-        run.tokenizer.save_pretrained(arguments.output / "model")
-    return module.record.finish(precision=precision, seed=arguments.seed)
+def quick_model():
+    """Return a tiny model with random weights and a tokenizer of bytes."""
+    tokenizer = ByT5Tokenizer(extra_ids=0)
+    sizes = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 2}
+    config = LlamaConfig(vocab_size=len(tokenizer), num_attention_heads=2, pad_token_id=0, **sizes)
+    return LlamaForCausalLM(config), tokenizer
+
+
+def quick_rows() -> list[dict[str, str]]:
+    """Return questions about functions of Python's library, with their docstrings' first lines."""
+    rows = []
+    for module in (inspect, os, shutil, statistics, textwrap):
+        for name, function in inspect.getmembers(module, inspect.isfunction):
+            answer = (inspect.getdoc(function) or "").partition("\n")[0]
+            rows.append({"prompt": f"{module.__name__}.{name}: ", "completion": answer})
+    return [row for row in rows if row["completion"]]
+
+
+def tokenize(row: dict[str, str], tokenizer) -> dict[str, list[int]]:
+    """Return the tokens of a row; the loss is that of the answer, for -100 is no target."""
+    prompt = tokenizer(row["prompt"], add_special_tokens=False).input_ids
+    answer = tokenizer(row["completion"], add_special_tokens=False).input_ids
+    answer = [*answer, tokenizer.eos_token_id]
+    return {"input_ids": prompt + answer, "labels": [-100] * len(prompt) + answer}
 
 
 def main() -> None:
-    arguments = parse_arguments()
-    if arguments.started_by_comparison:
-        script_start.end_with_input()
-    train(arguments, arguments.precision)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="Qwen/Qwen3-0.6B")
+    parser.add_argument("--data", default="chats.jsonl")
+    parser.add_argument("--output", default="runs/sft_lightning")
+    parser.add_argument("--precision", default="fp8-mixed")
+    parser.add_argument("--quick", action="store_true", help="a tiny model and data of its own")
+    options = parser.parse_args()
+
+    L.seed_everything(0)
+    if options.quick:
+        model, tokenizer = quick_model()
+        rows = quick_rows()
+    else:
+        model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32)
+        tokenizer = AutoTokenizer.from_pretrained(options.model)
+        rows = [json.loads(line) for line in Path(options.data).read_text().splitlines()]
+    data = [tokenize(row, tokenizer) for row in rows]
+    collate = DataCollatorForSeq2Seq(tokenizer, pad_to_multiple_of=16)
+    train = DataLoader(data[10:], 8, shuffle=True, collate_fn=collate)
+    held_out = DataLoader(data[:10], 8, collate_fn=collate)
+
+    trainer = L.Trainer(
+        precision=options.precision,
+        max_epochs=1,
+        max_steps=30 if options.quick else -1,
+        gradient_clip_val=1.0,
+        logger=False,
+        enable_checkpointing=False,
+    )
+    module = SupervisedFineTuning(model, 1e-3 if options.quick else 1e-5)
+    (before,) = trainer.validate(module, held_out, verbose=False)
+    trainer.fit(module, train)
+    (after,) = trainer.validate(module, held_out, verbose=False)
+    if trainer.is_global_zero:
+        model.save_pretrained(options.output)
+        tokenizer.save_pretrained(options.output)
+        losses = f"{before['eval_loss']:.3f} -> {after['eval_loss']:.3f}"
+        print(f"held-out loss {losses}; the model is in {options.output}")
 
 
 if __name__ == "__main__":
-    script_start.run(main)
+    main()

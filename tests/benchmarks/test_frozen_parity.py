@@ -124,7 +124,7 @@ def test_the_page_has_the_figures_of_the_csv():
 @pytest.mark.parametrize(("script", "word"), [("grpo_trl", "reward"), ("rlhf_ppo", "score")])
 def test_the_pictures_say_how_far_the_seeds_of_bf16_lie_apart(script, word):
     """Where answers are sampled, two equal runs differ, too."""
-    text = (ROOT / "examples" / f"{script}.py").read_text()
+    text = (ROOT / "benchmarks/comparison" / f"{script}.py").read_text()
     of_bf16 = [
         row
         for row in read_rows(RESULTS / "frozen_parity.csv")

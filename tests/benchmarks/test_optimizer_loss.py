@@ -70,7 +70,7 @@ def test_finished_rows_are_not_run_again(runs, monkeypatch, tmp_path):
     _start(monkeypatch, path, "--seeds", "0", "--levels", "O2")
     _start(monkeypatch, path, "--seeds", "0", "--levels", "O2", "O3")
     _start(monkeypatch, path, "--seeds", "0", "--levels", "O2", "--pretraining")
-    script, long = "examples/sft_lightning.py", "benchmarks.pretraining"
+    script, long = "benchmarks/comparison/sft_lightning.py", "benchmarks.pretraining"
     fine_tuning = [(script, level, 0) for level in ("bf16-mixed", "O2", "O3")]
     assert runs == [*fine_tuning, (long, "bf16-mixed", 0), (long, "O2", 0)]
 

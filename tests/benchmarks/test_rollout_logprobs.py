@@ -8,9 +8,9 @@ import torch
 
 from accelerate_fp8.logprob_difference import BATCH_BOUND, BOUND
 from benchmarks import merge_aware, rollout_grpo, rollout_logprobs
+from benchmarks.comparison import tiny_llama
+from benchmarks.comparison.code_tokenizer import train_tokenizer
 from benchmarks.rollout_logprobs import PER_TOKEN
-from examples import tiny_llama
-from examples.code_tokenizer import train_tokenizer
 from torch_fp8.quantization.recipe import RECIPES
 
 

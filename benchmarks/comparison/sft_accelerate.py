@@ -1,7 +1,7 @@
 """Supervised fine-tuning of a causal language model with a training loop on Accelerate.
 
-    python examples/sft_accelerate.py           # BF16 and FP8 compared; nothing to prepare
-    accelerate launch --mixed_precision fp8 examples/sft_accelerate.py \
+    python benchmarks/comparison/sft_accelerate.py  # BF16 and FP8 compared; nothing to prepare
+    accelerate launch --mixed_precision fp8 benchmarks/comparison/sft_accelerate.py \
         --model meta-llama/Llama-3.2-1B-Instruct --data chats.jsonl
 
 Precision is the launcher's flag and nothing here depends on it.

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-EXAMPLES = ROOT / "examples"
+EXAMPLES = ROOT / "benchmarks/comparison"
 sys.path.insert(0, str(EXAMPLES))
 
 import assets as example_assets  # noqa: E402

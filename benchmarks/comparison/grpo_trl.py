@@ -1,7 +1,7 @@
 """Group relative policy optimization with TRL, and rewards that a program can verify.
 
-    python examples/grpo_trl.py                 # BF16 and FP8 side by side; nothing to prepare
-    accelerate launch --mixed_precision fp8 examples/grpo_trl.py \
+    python benchmarks/comparison/grpo_trl.py  # BF16 and FP8 side by side; nothing to prepare
+    accelerate launch --mixed_precision fp8 benchmarks/comparison/grpo_trl.py \
         --model meta-llama/Llama-3.2-1B-Instruct --data chats.jsonl
 
 Needs `pip install trl`. Precision is the launcher's flag and nothing here depends on it. A function

@@ -1,7 +1,7 @@
 """RLHF with PPO on Accelerate: policy, value, reward and reference model, as AlpacaFarm did it.
 
-    python examples/rlhf_ppo.py                 # BF16 and FP8 side by side; nothing to prepare
-    accelerate launch --mixed_precision fp8 examples/rlhf_ppo.py \
+    python benchmarks/comparison/rlhf_ppo.py  # BF16 and FP8 side by side; nothing to prepare
+    accelerate launch --mixed_precision fp8 benchmarks/comparison/rlhf_ppo.py \
         --model my/instructed --reward-model my/reward --data chats.jsonl
 
 Precision is the launcher's flag and nothing here depends on it. Four models of one size are held at

@@ -1,7 +1,7 @@
 """LoRA fine-tuning with TRL and PEFT: adapters on a base that nobody trains.
 
-    python examples/lora_sft.py                 # BF16 and FP8 side by side; nothing to prepare
-    accelerate launch --mixed_precision fp8 examples/lora_sft.py \
+    python benchmarks/comparison/lora_sft.py  # BF16 and FP8 side by side; nothing to prepare
+    accelerate launch --mixed_precision fp8 benchmarks/comparison/lora_sft.py \
         --model meta-llama/Llama-3.2-1B-Instruct --data chats.jsonl
 
 Needs `pip install peft trl`. Precision is the launcher's flag and nothing here depends on it. The

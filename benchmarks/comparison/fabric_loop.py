@@ -1,6 +1,6 @@
 """The shortest fine-tuning loop by hand: Lightning Fabric, a Hugging Face model, JSONL.
 
-python examples/fabric_loop.py --precision fp8-mixed
+python benchmarks/comparison/fabric_loop.py --precision fp8-mixed
 """
 
 import script_start

@@ -1,6 +1,6 @@
 """What a comparison does before it trains: model and data are made, loaded and checked.
 
-    python examples/before_training.py [arguments of the fine-tuning scripts]
+    python benchmarks/comparison/before_training.py [arguments of the fine-tuning scripts]
 
 The model is converted once on the meta device, so that one that FP8 refuses is refused now, and on
 a CPU a micro-batch is timed, so that the expected time is known.

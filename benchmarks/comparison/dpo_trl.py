@@ -1,7 +1,7 @@
 """Direct preference optimization with TRL: a policy and a reference that nobody trains.
 
-    python examples/dpo_trl.py                  # BF16 and FP8 side by side; nothing to prepare
-    accelerate launch --mixed_precision fp8 examples/dpo_trl.py \
+    python benchmarks/comparison/dpo_trl.py  # BF16 and FP8 side by side; nothing to prepare
+    accelerate launch --mixed_precision fp8 benchmarks/comparison/dpo_trl.py \
         --model meta-llama/Llama-3.2-1B-Instruct --data chats.jsonl
 
 Needs `pip install trl`. Precision is the launcher's flag and nothing here depends on it. The data
