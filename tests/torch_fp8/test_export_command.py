@@ -47,16 +47,13 @@ def test_options_of_the_configuration_count(checkpoint, tmp_path, capsys):
     [
         (["--format", "fine-grained", "--recipe", "mxfp8"], "take format='compressed-tensors'"),
         (["--format", "fine-grained"], "name the recipe"),
-        (["--format", "gguf", "--recipe", "blockwise"], "invalid choice: 'gguf'"),
         (["--format", "fine-grained", "--config", '{"recipes": 1}'], "unknown FP8Config option"),
     ],
 )
 def test_a_mistake_in_the_call_is_2_and_leaves_nothing(
     checkpoint, tmp_path, capsys, arguments, message
 ):
-    with pytest.raises(SystemExit) as raised:
-        _export(checkpoint, tmp_path / "out", *arguments)
-    assert raised.value.code == 2
+    assert _export(checkpoint, tmp_path / "out", *arguments) == 2
     assert message in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
 
@@ -66,9 +63,7 @@ def test_a_folder_that_is_no_checkpoint_is_a_mistake(tmp_path, capsys):
     for content in (None, "[]", '{"architectures": ["NoSuchModel"]}'):
         if content is not None:
             (tmp_path / "config.json").write_text(content)
-        with pytest.raises(SystemExit) as raised:
-            _export(tmp_path, tmp_path / "out", *arguments)
-        assert raised.value.code == 2
+        assert _export(tmp_path, tmp_path / "out", *arguments) == 2
         assert "config.json" in capsys.readouterr().err
 
 

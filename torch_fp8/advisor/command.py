@@ -34,7 +34,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--output", type=Path, metavar="FILE",
                         help="write the configuration there, for TORCH_FP8_CONFIG")  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    parser.set_defaults(run=run, parser=parser)
+    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:

@@ -29,7 +29,7 @@ def add_parser(commands: Any) -> None:
     )
     exported.add_argument("--device", default="cpu", help="where tensors are cast (default: cpu)")
     exported.add_argument("--max-shard-size", default="5GB", metavar="SIZE")
-    exported.set_defaults(run=run, parser=exported)
+    exported.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -53,7 +53,8 @@ def run(options: argparse.Namespace) -> int:
             max_shard_size=options.max_shard_size,
         )
     except (ValueError, TypeError) as error:
-        options.parser.error(str(error))
+        print(f"torch-fp8 export: {error}", file=sys.stderr)
+        return 2
     except (OSError, ImportError, RuntimeError) as error:
         print(f"torch-fp8 export: {error}", file=sys.stderr)
         return 1

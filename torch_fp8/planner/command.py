@@ -58,7 +58,7 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("--plot", help=argparse.SUPPRESS)
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
-    parser.set_defaults(run=run, parser=parser)
+    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
