@@ -48,6 +48,7 @@ POINTS: dict[str, dict[str, str]] = {
     "transformers.generation.utils": {"GenerationMixin.generate": "generate"},
     "transformers.modeling_utils": {"PreTrainedModel.save_pretrained": "save_pretrained"},
     "transformers.trainer": {
+        "Trainer.create_accelerator_and_postprocess": "create_accelerator",
         "Trainer._save_optimizer_and_scheduler": "save_optimizer_and_scheduler",
         "Trainer._load_optimizer_and_scheduler": "load_optimizer_and_scheduler",
         "Trainer._wrap_model": "wrap_model",
@@ -58,7 +59,6 @@ POINTS: dict[str, dict[str, str]] = {
     **{
         f"trl.trainer.{name.lower()}_trainer": {
             "prepare_fsdp": "",
-            f"{name}Trainer.__init__": "",
             **{f"{name}Trainer.{method}": ours for method, ours in _ROLLOUTS.items()},
         }
         for name in ("GRPO", "RLOO")

@@ -140,8 +140,8 @@ def extend_training_args(module: ModuleType) -> None:
 
 
 def extend_trainer(module: ModuleType) -> None:
-    """Extend Trainer's checkpoints, which do not go through ``save_state``, and its
-    DataParallel.
+    """Extend Trainer's Accelerator, its checkpoints, which do not go through ``save_state``, and
+    its DataParallel.
     """
     if _too_old("transformers"):
         return
@@ -149,7 +149,9 @@ def extend_trainer(module: ModuleType) -> None:
         module,
         wrapped(module.__name__),
         "accelerate_fp8.trainer",
-        wanted=lambda trainer, *_: _may_use_engine(trainer.accelerator, (), {}),
+        wanted=lambda trainer, *_: _may_use_engine(
+            getattr(trainer, "accelerator", trainer), (), {}
+        ),
     )
 
 
@@ -257,12 +259,6 @@ def extend_rollouts(module: ModuleType) -> None:
     names = {name.rpartition(".")[2]: ours for name, ours in wrapped(module.__name__).items()}
     if not all(hasattr(cls, name) for name in names):
         names = {"log": "say_unmeasured"}
-    _wrap(
-        cls,
-        {"__init__": "construct"},
-        "accelerate_fp8.rollouts",
-        wanted=lambda trainer, *_: _may_use_engine(trainer, (), {}),
-    )
     _wrap(
         cls,
         names,

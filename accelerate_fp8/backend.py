@@ -101,9 +101,13 @@ def precision_kept() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def sampling_trainer() -> Iterator[None]:
-    """Have ``auto`` of an Accelerator that is constructed within be a recipe for rollouts."""
-    token = _samples.set(True)
+def sampling_trainer(samples: bool) -> Iterator[None]:
+    """Have ``auto`` of an Accelerator that is constructed within be a recipe for rollouts.
+
+    Args:
+        samples: whether the trainer's policy samples; False changes nothing.
+    """
+    token = _samples.set(samples)
     try:
         yield
     finally:

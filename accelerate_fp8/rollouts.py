@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 
 from accelerate_fp8.accelerator import preparation_of
-from accelerate_fp8.backend import sampling_trainer
 from accelerate_fp8.logprob_difference import LogprobDifference, warnings_of
 from accelerate_fp8.sampled_logprobs import Logprobs, SampledLogprobs
 from accelerate_fp8.trainer import warn_once
@@ -59,12 +58,6 @@ class RolloutState:
             yield
         finally:
             self.is_scoring = False
-
-
-def construct(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Extend ``__init__``: recipe ``auto`` is one for policies that sample."""
-    with sampling_trainer():
-        original(self, *args, **kwargs)
 
 
 def generate_single_turn(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -14,7 +14,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
 
 from accelerate_fp8.accelerator import preparation_of
-from accelerate_fp8.backend import is_engine_chosen
+from accelerate_fp8.backend import is_engine_chosen, sampling_trainer
 from accelerate_fp8.export import bound_arguments, save_exported
 from accelerate_fp8.history import load_history, save_history
 from accelerate_fp8.release import refuse_training_arguments
@@ -47,6 +47,16 @@ def post_init(original: Any, self: Any) -> None:
         "FP8: bf16=True in the training arguments (TRL's default) is overridden by "
         "--mixed_precision fp8, which includes BF16 autocast"
     )
+
+
+def create_accelerator(original: Any, self: Any) -> None:
+    """Extend ``Trainer.create_accelerator_and_postprocess``: recipe ``auto`` is one for rollouts
+    where the arguments have a temperature and a length to sample, as those of TRL's trainers do.
+    """
+    lengths = ("max_completion_length", "max_new_tokens")
+    samples = any(hasattr(self.args, name) for name in lengths)
+    with sampling_trainer(samples and hasattr(self.args, "temperature")):
+        original(self)
 
 
 def save_optimizer_and_scheduler(original: Any, self: Any, output_dir: str) -> None:

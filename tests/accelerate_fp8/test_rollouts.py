@@ -1,7 +1,10 @@
 """Rollouts of TRL's trainers run the FP8 of training, and their log-probabilities are compared."""
 
+import importlib.util
 import math
+import re
 import types
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +14,11 @@ import torch
 pytest.importorskip("peft")
 pytest.importorskip("trl")
 
-from transformers import LlamaForCausalLM
+from torch import nn
+from transformers import LlamaForCausalLM, Trainer, TrainingArguments
 
 from accelerate_fp8 import _register, rollouts
+from accelerate_fp8.accelerator import preparation_of
 from accelerate_fp8.logprob_difference import (
     LogprobDifference,
     Measured,
@@ -318,6 +323,7 @@ def recipe_of(monkeypatch: pytest.MonkeyPatch, recipe: str) -> None:
     [
         ("grpo", "", "rowwise"),
         ("rloo", "", "rowwise"),
+        ("distillation", "", "rowwise"),
         ("grpo", "blockwise", "blockwise"),
         ("sft", "", "tensorwise"),
     ],
@@ -335,6 +341,39 @@ def test_auto_is_a_recipe_per_token_where_the_policy_samples(
     assert {layer.fp8_recipe.name for layer in layers} == {runs}
     chosen = [line for line in lines if "rowwise in a trainer that samples" in line]
     assert len(chosen) == (runs == "rowwise")
+
+
+def test_a_search_that_makes_the_accelerator_anew_keeps_the_recipe(
+    accelerate: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")
+
+    @dataclass
+    class Arguments(TrainingArguments):
+        temperature: float = 1.0
+        max_new_tokens: int = 8
+
+    arguments = Arguments(str(tmp_path), use_cpu=True, report_to=[], bf16=True)
+    trainer = Trainer(nn.Linear(32, 32), arguments)
+    for _ in range(2):
+        preparation = preparation_of(trainer.accelerator)
+        assert preparation is not None
+        assert preparation.config.recipe == "rowwise"
+        trainer.create_accelerator_and_postprocess()  # as with the second set of hyperparameters
+
+
+def test_the_arguments_of_trainers_that_sample_have_a_temperature_and_a_length() -> None:
+    """Of TRL; those that only sample to show it in evaluation have no temperature."""
+    folder = Path(importlib.util.find_spec("trl").origin).parent  # type: ignore[union-attr, arg-type]
+    shown = {"orpo", "cpo"}
+    for trainer in folder.rglob("*_trainer.py"):
+        source, name = trainer.read_text(), trainer.stem.removesuffix("_trainer")
+        config = trainer.with_name(f"{name}_config.py")
+        samples = "unwrap_model_for_generation(" in source or "VLLMGeneration(" in source
+        if config.exists() and name not in shown and (samples or name in ("sft", "dpo")):
+            fields = set(re.findall(r"^    (\w+): ", config.read_text(), re.MULTILINE))
+            has_length = bool(fields & {"max_completion_length", "max_new_tokens"})
+            assert (has_length and "temperature" in fields) == samples, name
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise"])
