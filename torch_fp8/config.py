@@ -133,7 +133,7 @@ class FP8Config:
         monitor (int): measure every so many steps what FP8 keeps of each layer's tensors, and warn
             where a bound is crossed; 0 is off. The numbers stand in the host's own log under
             ``fp8/<layer>/<tensor>/<statistic>``, and in the run's folder for ``torch-fp8 report``.
-            At 100 it takes less than 2 % of the time. Default: ``0``.
+            What it takes: benchmarks/results/monitor_overhead.csv. Default: ``0``.
         monitor_probes (tuple[str, ...]): what costs more: ``clip_search``, the clip of each
             gradient that turns it least, and ``logit_sharpness``, how sharp the loss is around the
             logits of a batch's last token. Default: ``()``.

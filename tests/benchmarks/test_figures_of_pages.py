@@ -1,11 +1,15 @@
 """Figures in the pages are those of the CSV files that they name."""
 
+import io
+import re
+import tokenize
 from itertools import groupby
-from pathlib import Path
 
-from benchmarks.measurement import RESULTS, read_rows
+from benchmarks.measurement import RESULTS, ROOT, read_rows
+from torch_fp8.ops import messages, smooth
+from torch_fp8.quantization import metrics
 
-PAGES = Path(__file__).parents[2] / "docs"
+PAGES = ROOT / "docs"
 
 
 def test_the_largest_models():
@@ -79,6 +83,11 @@ def test_differences_that_grpo_logs():
 def test_what_merging_keeps():
     page = (PAGES / "rollouts.md").read_text()
     rows = read_rows(RESULTS / "merge_aware.csv")
+    least, kept = f"adds {float(rows[0]['delta']):.2%} to", f"{float(rows[0]['kept']):.0%} "
+    for name in ("checkpoints.md", "export.md"):
+        text = " ".join((PAGES / name).read_text().split())
+        assert least.replace("%", " %") in text
+        assert f"{kept.replace('%', ' %')}" in text
     assert [row["way"] for row in rows[:2]] == ["plain", "aware"]
     for plain, aware in zip(rows[::2], rows[1::2], strict=True):
         assert plain["rate"] == aware["rate"]
@@ -87,6 +96,58 @@ def test_what_merging_keeps():
             line += f"| {row['trained']} | {row['merged']} | {float(row['kept']):.0%} "
         assert line.replace("%", " %") + "|" in page
         assert f"the loss before is {plain['base']} " in page
+
+
+def test_noise_of_casts():
+    """On pages and in docstrings: of Gaussian values, and of the worst of rows that spread."""
+    rows = read_rows(RESULTS / "numerics.csv")
+    found = {(r["recipe"], r["input"], r["operand"]): r for r in rows}
+    cast, wide = (found["tensorwise", "gaussian", x]["sqnr_db"] for x in ("input", "grad_output"))
+    one, each = (found[r, "row_spread", "input"] for r in ("tensorwise", "rowwise"))
+    page = " ".join((PAGES / "how-it-works.md").read_text().split())
+    assert f"keeps {float(cast):.1f} dB of signal to noise in E4M3 and {float(wide):.1f} dB" in page
+    worst = [f"{float(row['worst_row_db']):.1f} dB" for row in (one, each)]
+    assert "keeps {}, and that of a `rowwise` or `blockwise` cast {} (".format(*worst) in page
+    results = " ".join((PAGES / "results.md").read_text().split())
+    assert "cast keeps {}, that of a rowwise or blockwise one {}.".format(*worst) in results
+    flushed = f"{100 * float(one['flushed']):.1f} % of the elements are flushed"
+    assert f"its worst row has {worst[0]} and {flushed}" in " ".join(metrics.__doc__.split())
+    assert f"({float(cast):.1f} dB, `numerics.csv`)" in (PAGES / "frozen.md").read_text()
+
+
+def test_noise_of_smoothed_products_and_of_averages():
+    ways = {
+        (r["tokens"], r["way"]): r["sqnr_db"] for r in read_rows(RESULTS / "smooth_factors.csv")
+    }
+    text = " ".join(smooth.__doc__.split())
+    assert f": {ways['2048', 's = 1 / max']} dB are left" in text
+    assert f", {ways['2048', 'the root']} dB with the root" in text
+    rows = [
+        r
+        for r in read_rows(RESULTS / "wire.csv")
+        if (r["ranks"], r["input"]) == ("2", "rows alike")
+    ]
+    noise = {row["method"]: row["sqnr_db"] for row in rows}
+    text = " ".join(messages.__doc__.split())
+    assert (
+        f"keep {noise['fp8']} dB of a Gaussian gradient, two of E4M3 {noise['fp8 sum']} (" in text
+    )
+
+
+TIME = re.compile(
+    r"\d[\d.]* (us|ms|µs|seconds?)\b|\ba (third|quarter|fifth|tenth) (of|less) .{0,20}time"
+)
+
+
+def test_no_docstring_or_comment_states_a_time_that_nobody_can_measure_again():
+    """A time is of one machine: it stands in a CSV, with the command that measured it."""
+    for package in ("torch_fp8", "lightning_fp8", "accelerate_fp8"):
+        for path in (ROOT / package).rglob("*.py"):
+            tokens = tokenize.generate_tokens(io.StringIO(path.read_text()).readline)
+            for token in tokens:
+                if token.type == tokenize.COMMENT or token.string.startswith('"""'):
+                    stated = TIME.search(" ".join(token.string.split()))
+                    assert stated is None, (path.name, token.start[0], stated[0])
 
 
 def _recipe(row):

@@ -103,7 +103,7 @@ def as_text(value: Any) -> str:
     """How something is computed, without tensors, as one constant on which torch.compile guards.
 
     What Dynamo leaves as one call of its graph (``torch.compiler.allow_in_graph``) takes tensors
-    and constants: tracing it takes a tenth of the time that its Python would.
+    and constants, and is traced without its Python (`benchmarks.trace_time`).
     """
     return pickle.dumps(value, 0).decode("latin1")
 
@@ -118,7 +118,7 @@ def only_shape_matters(x: Tensor) -> bool:
     """Return whether a call of Dynamo's graph is made to learn the shape of its result alone.
 
     AOTAutograd, which traces the operators within, makes it under modes of its own. What stands in
-    for the result is `shape_of_result`: to trace a layer takes a tenth less time so.
+    for the result is `shape_of_result`, which is traced in less time.
     """
     if type(x) is not FakeTensor:
         return False

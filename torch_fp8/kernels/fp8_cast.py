@@ -10,7 +10,7 @@ compute on the CPU.
 * Divisions are fused multiply-adds. IEEE division (`div_rn`) is a branch and a call each: it took
   a hundred more registers per thread, and some kernels spilled.
 * Bit patterns are named where they are used: Triton looks at each global of a kernel in each
-  launch, 0.7 us of the host's time.
+  launch.
 """
 
 import triton

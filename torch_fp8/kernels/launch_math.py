@@ -1,4 +1,4 @@
-"""Integer arithmetic of launches; Triton's functions of the same names take 2.5 us a call."""
+"""Integer arithmetic of launches; Triton's functions of the same names ask for constants first."""
 
 
 def cdiv(x: int, y: int) -> int:

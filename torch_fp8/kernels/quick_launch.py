@@ -1,7 +1,7 @@
-"""Launches that were made before, made again for a third of the host's time.
+"""Launches that were made before, made again without what Triton asks each time.
 
 Triton finds out with each launch which binary its arguments take: types, alignment of pointers,
-divisibility of integers, compile-time constants and options, 15 us or more of Python. A step makes
+divisibility of integers, compile-time constants and options, all of it in Python. A step makes
 the same few launches again and again, with other tensors. So the binary is kept beside what told
 it, and launched as ``kernel[grid](*arguments)`` does, but for what that makes for hooks where
 nobody has registered one.

@@ -250,7 +250,7 @@ def _finished(figure: Any) -> bytes:
     image = importlib.import_module("PIL.Image")  # which matplotlib writes PNGs with
     file, drawn = io.BytesIO(), io.BytesIO()
     figure.savefig(drawn, dpi=_DPI, format="png", pil_kwargs={"compress_level": 1})
-    with image.open(drawn) as whole:  # a palette takes a third of the bytes
+    with image.open(drawn) as whole:  # a palette takes fewer bytes
         few = whole.convert("RGB").quantize(256, method=image.Quantize.MAXCOVERAGE, dither=0)
     few.save(file, "PNG", optimize=True)
     return file.getvalue()

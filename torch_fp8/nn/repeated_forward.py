@@ -58,7 +58,7 @@ class RepeatedForward(LayerQuantizers):
         bias = bias if bias is None else cast(bias, out_dtype)
         y = multiply_laid_out(a, kept.operand, out_dtype, self.fp8_recipe.fprop.fast_accum, bias)
         whole = (*shape[:-1], y.shape[1])
-        # As `reshaped` does, for a fifth of the time: the result is no view.
+        # As `reshaped` does, in less time: the result is no view.
         return y.resize_(whole) if y.is_contiguous() else reshaped(y, whole)
 
     def _is_special(self) -> bool:

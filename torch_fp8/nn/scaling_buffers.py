@@ -18,7 +18,7 @@ BUFFERS = ("fp8_scaling", "fp8_grad_scaling")
 """Buffers of delayed scaling: a row for each operand of a forward, (2, H + 4), and the gradient's;
 see `History.of_operand`.
 
-A row holds all there is: each tensor that a compiled graph takes costs torch.compile 2 ms.
+A row holds all there is: torch.compile pays for each tensor that a graph takes.
 """
 
 

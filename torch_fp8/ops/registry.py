@@ -4,9 +4,9 @@ An operator is its reference in plain torch, decorated with `operator`: what is 
 the function that calls the operator, and the schema is read from its annotations. Tuples of
 arguments, such as `torch_fp8.kernels.arguments.CastOptions`, are flattened here and nowhere else.
 
-torch's dispatcher takes 5 to 7 us of the host's time for an operator whose implementation is
-Python, and a Llama block calls 28. If tensors are plain ones on CUDA, no dispatch mode is on and
-nothing is compiled, nobody needs to see the call, and it goes straight to the implementation.
+torch's dispatcher takes a while for an operator whose implementation is Python, and a block calls
+many. If tensors are plain ones on CUDA, no dispatch mode is on and nothing is compiled, nobody
+needs to see the call, and it goes straight to the implementation.
 """
 
 import functools

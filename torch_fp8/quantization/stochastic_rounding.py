@@ -5,8 +5,8 @@ whole (unsharded) tensor, and on nothing else. Replicas therefore round alike an
 sharded tensor rounds as the whole one would, and a resumed run repeats the uninterrupted one.
 
 A word is two rounds of a 32-bit integer hash (xor-shift and multiply, the constants of C. Wellons'
-search for low bias) over the index, keyed twice. Philox costs four times as many instructions, more
-than an optimizer step that is to be bound by memory has to spare.
+search for low bias) over the index, keyed twice. Philox, ten rounds of wide products, costs more
+instructions than an optimizer step that is to be bound by memory has to spare.
 """
 
 import torch
