@@ -91,3 +91,22 @@ def test_a_second_host_goes_on_from_what_the_first_has_trained(ways, level, tmp_
         assert all(torch.equal(saved[name], state[name]) for name in state)
         assert (saved["wide.weight"] != before["wide.weight"]).float().mean() > 0.9
     assert len(seen) == 2
+
+
+AROUND = ("lightning", "accelerate", "fabric", "lightning", "fabric", "accelerate", "lightning")
+"""All six orders of two hosts."""
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_hosts_in_one_process_leave_nothing_to_each_other(level, tmp_path, monkeypatch):
+    """Each of three hosts before and behind each other one: all train as a loop of one's own."""
+    config = FP8Config(opt_level=level, emulate=True, recipe="tensorwise")
+    for variable in ("TORCH_FP8_CONFIG", "ACCELERATE_MIXED_PRECISION"):
+        monkeypatch.delenv(variable, raising=False)
+    want = WAYS["own_loop"](config, lambda model, optimizer: None, tmp_path)
+    for i, way in enumerate(AROUND):
+        folder = tmp_path / str(i)
+        folder.mkdir()
+        saved = WAYS[way](config, lambda model, optimizer: None, folder)
+        assert all(torch.equal(saved[name], x) for name, x in want.items()), (i, way)
