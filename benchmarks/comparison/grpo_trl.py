@@ -22,7 +22,8 @@ MEASURES = {
 }
 SPREAD = (
     "BF16's own seeds end at reward 0.42 ± 0.07, KL 0.27 ± 0.11 and loss 5.16 ± 0.13\n"
-    "(mean and standard deviation of 39 seeds, 16 quick steps): sampling sets equal runs apart."
+    "(mean and standard deviation of 39 seeds, 16 quick steps of the script's own model):\n"
+    "sampling sets equal runs apart."
 )
 
 
