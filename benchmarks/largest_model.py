@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks.measurement import Table, environment, print_table
-from benchmarks.rows import OUTPUT, read_rows
+from benchmarks.rows import OUTPUT, RESULTS, read_rows
 from torch_fp8.planner.layouts import gpt_config
 from torch_fp8.planner.plan import left_of, plan
 from torch_fp8.planner.setup import BF16
@@ -199,19 +199,30 @@ def draw(rows: Sequence[Largest], path: Path) -> None:
 def _largest(
     gpus: int, method: str, progress: Callable[[str], None], options: dict[str, Any]
 ) -> Largest:
-    """Search by halves: whether a model fits falls with its size."""
+    """Search away from what was found last, then by halves: whether a model fits falls with its
+    size.
+    """
     best = Largest(gpus, method, None, 0, 0)
-    low, high = 1, _MOST_LAYERS // _STEP
-    while low <= high:
-        middle = (low + high) // 2
-        layers = middle * _STEP
+    low, high, away = 0, _MOST_LAYERS // _STEP + 1, 1
+    tried = _found_last(gpus, method) // _STEP
+    while high - low > 1:
+        tried = tried if low < tried < high else (low + high) // 2
+        layers = tried * _STEP
         progress(f"{method}, {gpus} GPUs: {layers} layers")
         peak, parameters, fits = _needs(layers, gpus, method, options)
         if fits:
-            best, low = Largest(gpus, method, layers, parameters, peak), middle + 1
+            best, low, tried = Largest(gpus, method, layers, parameters, peak), tried, tried + away
         else:
-            high = middle - 1
+            high, tried = tried, tried - away
+        away *= 2
     return best
+
+
+def _found_last(gpus: int, method: str) -> int:
+    """Return the layers of a committed row; 0 if there is none."""
+    rows = read_rows(RESULTS / "largest_model.csv")
+    found = [r["layers"] for r in rows if (r["gpus"], r["method"]) == (str(gpus), method)]
+    return int(found[0]) if found else 0
 
 
 def _needs(layers: int, gpus: int, method: str, options: dict[str, Any]) -> tuple[int, int, bool]:
