@@ -94,18 +94,20 @@ def test_a_second_host_goes_on_from_what_the_first_has_trained(ways, level, tmp_
 
 
 AROUND = ("lightning", "accelerate", "fabric", "lightning", "fabric", "accelerate", "lightning")
-"""All six orders of two hosts."""
+"""All six orders of two hosts; the first three have both orders of Accelerate and Lightning's."""
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
-def test_hosts_in_one_process_leave_nothing_to_each_other(level, tmp_path, monkeypatch):
-    """Each of three hosts before and behind each other one: all train as a loop of one's own."""
+@pytest.mark.parametrize(
+    ("level", "ways"), [("O1", AROUND[:3]), ("O2", AROUND), ("O3", AROUND[:3])]
+)
+def test_hosts_in_one_process_leave_nothing_to_each_other(level, ways, tmp_path, monkeypatch):
+    """Hosts before and behind each other: all train as a loop of one's own."""
     config = FP8Config(opt_level=level, emulate=True, recipe="tensorwise")
     for variable in ("TORCH_FP8_CONFIG", "ACCELERATE_MIXED_PRECISION"):
         monkeypatch.delenv(variable, raising=False)
     want = WAYS["own_loop"](config, lambda model, optimizer: None, tmp_path)
-    for i, way in enumerate(AROUND):
+    for i, way in enumerate(ways):
         folder = tmp_path / str(i)
         folder.mkdir()
         saved = WAYS[way](config, lambda model, optimizer: None, folder)

@@ -323,7 +323,6 @@ def recipe_of(monkeypatch: pytest.MonkeyPatch, recipe: str) -> None:
     [
         ("grpo", "", "rowwise"),
         ("rloo", "", "rowwise"),
-        ("distillation", "", "rowwise"),
         ("grpo", "blockwise", "blockwise"),
         ("sft", "", "tensorwise"),
     ],

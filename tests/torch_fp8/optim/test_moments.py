@@ -2,6 +2,7 @@
 
 import copy
 import io
+import types
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8
 from torch_fp8.conversion.memory import memory_report
 from torch_fp8.ops.grad_codec import Rounding
+from torch_fp8.optim.grad_hooks import hook_of
 from torch_fp8.tensor.float8_grad import Float8Grad
 from torch_fp8.tensor.float8_moment import Float8Moment
 
@@ -197,3 +199,14 @@ def test_ranks_round_their_own_gradients_with_bits_of_their_own():
     first, *others = (grad.parts()[0].view(torch.uint8) for grad in grads)
     for other in others:
         assert (first != other).float().mean() > 0.2
+
+
+def test_a_gradient_is_rounded_with_the_bits_of_the_rank_that_has_it():
+    layer = nn.Sequential(nn.Linear(64, 96))
+    optimizer = torch.optim.AdamW(layer.parameters())
+    convert_to_float8(layer, FP8Config(opt_level="O3"))
+    convert_optimizer(optimizer, FP8Config(opt_level="O3"), model=layer)
+    weight = layer[0].weight
+    for rank in (0, 3):
+        optimizer.fp8_reducers = (types.SimpleNamespace(parameters={weight}, rank=rank),)
+        assert hook_of(weight).rounding(weight).rank == rank
