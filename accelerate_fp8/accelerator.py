@@ -28,7 +28,7 @@ from accelerate_fp8.backend import (
 from accelerate_fp8.ddp import connect_engine, engine_options, wraps_in_ddp
 from accelerate_fp8.export import bound_arguments, refuse_sharded_saving, save_exported
 from accelerate_fp8.flags import CONFIG_VARIABLE, resolve_config
-from accelerate_fp8.fsdp import prepare_sharded
+from accelerate_fp8.fsdp import adopt_sharded, prepare_sharded
 from accelerate_fp8.handler import FP8Kwargs
 from accelerate_fp8.history import load_history, save_history
 from accelerate_fp8.preparation import LOGGER_NAME, Preparation, log_visibly
@@ -301,4 +301,5 @@ def _save_state_hook(
 def _load_state_hook(accelerator: Any, models: list[nn.Module], input_dir: str) -> None:
     # Not `models`: Accelerate leaves those out that FSDP loads itself.
     load_history(accelerator._models, input_dir, accelerator.process_index)
+    adopt_sharded(accelerator._models, input_dir)
     accelerator._fp8_preparation.monitoring.load(input_dir)

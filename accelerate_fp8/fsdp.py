@@ -3,13 +3,17 @@
 Accelerate itself makes every trainable parameter float32 before it shards them.
 """
 
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from accelerate_fp8.optimizers import PreparedOptimizers, bare
 from accelerate_fp8.release import refuse_accumulation
+from torch_fp8.checkpoint.adopt_residuals import adopt_residuals
 from torch_fp8.distributed.fsdp.split_weights import split_sharded
 from torch_fp8.optim.convert import restore_weights
 from torch_fp8.optim.embedding_dtype import restore_output_dtype
@@ -41,3 +45,10 @@ def prepare_sharded(
     for optimizer, report in zip(trained_by, reports, strict=True):
         optimizers.record(optimizer, report)
     return prepared
+
+
+def adopt_sharded(models: Iterable[nn.Module], folder: str | Path) -> None:
+    """Join the weights of sharded models with the residuals that an older folder has of them."""
+    for model in models:
+        if any(isinstance(module, FSDPModule) for module in model.modules()):
+            adopt_residuals(folder, model)

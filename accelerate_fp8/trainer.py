@@ -16,6 +16,7 @@ from transformers.utils import logging
 from accelerate_fp8.accelerator import preparation_of
 from accelerate_fp8.backend import is_engine_chosen, sampling_trainer
 from accelerate_fp8.export import bound_arguments, save_exported
+from accelerate_fp8.fsdp import adopt_sharded
 from accelerate_fp8.history import load_history, save_history
 from accelerate_fp8.release import refuse_training_arguments
 from torch_fp8.checkpoint.adopt_checkpoint import SAVED_DEQUANTIZED, save_dequantized
@@ -76,6 +77,7 @@ def load_optimizer_and_scheduler(original: Any, self: Any, checkpoint: str | Non
     preparation = preparation_of(self.accelerator)
     if checkpoint is not None and preparation is not None:
         load_history([self.model], checkpoint, self.args.process_index)
+        adopt_sharded([self.model], checkpoint)
         preparation.monitoring.load(checkpoint)
 
 

@@ -39,6 +39,7 @@ from torch_fp8 import (
     scaling_state_dict,
 )
 from torch_fp8.checkpoint.adopt_checkpoint import take_over
+from torch_fp8.checkpoint.adopt_residuals import adopt_residuals
 from torch_fp8.config import given_config
 from torch_fp8.conversion.convert import NothingToConvertError
 from torch_fp8.distributed.config_check import check_same_config
@@ -127,6 +128,7 @@ class HostPrecision(FP8Precision):
         # After it ranks can talk, and have not yet. Only functions of modules and classes:
         # ddp_spawn pickles the strategy.
         strategy.setup_environment = functools.partial(self._setup_environment, strategy)
+        strategy.load_checkpoint = functools.partial(self._load_checkpoint, strategy)
 
     def _setup_environment(self, strategy: Any) -> None:
         """Set up the environment as the strategy does.
@@ -137,6 +139,17 @@ class HostPrecision(FP8Precision):
         type(strategy).setup_environment(strategy)
         if getattr(strategy, "world_size", 1) > 1:
             check_same_config(self.config)
+
+    def _load_checkpoint(self, strategy: Any, path: Any, *args: Any, **kwargs: Any) -> Any:
+        """Load as the strategy does, and join what an older folder has beside its weights."""
+        loaded = type(strategy).load_checkpoint(strategy, path, *args, **kwargs)
+        if _shards(strategy):
+            path, trusted = strategy.broadcast(path), kwargs.get("weights_only") is False
+            for converted in self._live():
+                module = converted.module()
+                assert module is not None
+                adopt_residuals(path, module, weights_only=not trusted)
+        return loaded
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Convert `module` in place and return it (the DDP strategies ignore what is returned).

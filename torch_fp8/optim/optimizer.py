@@ -37,6 +37,7 @@ from torch_fp8.optim.residual import (
     known_residual,
     residual_to_checkpoint,
     set_residual,
+    shard_of,
     with_bits,
 )
 from torch_fp8.optim.state import (
@@ -268,7 +269,7 @@ class Float8Optimizer(Optimizer):
             if halves is not None:
                 halves.awaited = None
             if has_residual(entry):
-                saved, shard = entry["residual"], stored(local(parameter))
+                saved, shard = shard_of(parameter, entry["residual"]), stored(local(parameter))
                 if halves is not None:
                     halves.adopt(with_bits(shard, saved, saved_bits, halves.step_bits))
                 elif bits:

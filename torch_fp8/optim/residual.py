@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
 from torch_fp8.optim.state import SMALL_RESIDUAL_BITS, is_large
@@ -170,3 +170,17 @@ def sharded_residual_shape(parameter: Tensor, shape: tuple[int, ...], bits: int)
     """Return the shape of a sharded parameter's residual as `residual_to_checkpoint` has it."""
     size = 2 if bits == EXACT_BITS else 1
     return parameter.shape[0], math.prod(shape) * size // parameter.shape[0]
+
+
+def shard_of(parameter: Tensor, saved: Tensor) -> Tensor:
+    """Return this rank's part of a residual that a checkpoint has whole; else `saved` itself."""
+    if not isinstance(parameter, DTensor) or isinstance(saved, DTensor):
+        return saved
+    rows = parameter.shape[0]
+    if not rows or local(parameter).shape == parameter.shape:
+        return saved
+    whole = saved.contiguous().view(torch.int8).view(rows, -1)
+    mesh, placements = parameter.device_mesh, parameter.placements
+    return distribute_tensor(
+        whole.to(local(parameter).device), mesh, placements, src_data_rank=None
+    )
