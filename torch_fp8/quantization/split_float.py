@@ -2,7 +2,8 @@
 
 The bits of a float32, read as an integer, are rounded to 16 + k bits; the upper part, rounded to
 nearest, is the BF16 weight, and what is left is the residual, in [-2^(k-1), 2^(k-1)). Joined they
-are the rounded float32. With k = 16 the split is exact.
+are the rounded float32. With k = 16 the split is exact. Numbers above BF16's largest have an Inf as
+their BF16 part, and a negative residual; with fewer bits `saturated` lowers them before.
 
 A residual that is stale, because somebody wrote the Parameter, is wrong by half an ulp of BF16 at
 most: such writes need no notice.
@@ -16,6 +17,7 @@ RESIDUAL_BITS = (8, 4, 0)
 
 _INF = 0x7F800000
 _ABS = 0x7FFFFFFF
+_LARGEST = 0x7F7F0000
 _QUIET = 0x00400000
 
 
@@ -45,7 +47,7 @@ def split(weight: Tensor, bits: int, random: Tensor | None = None) -> tuple[Tens
     return high.to(torch.int16).view(torch.bfloat16), residual
 
 
-def join(weight: Tensor, residual: Tensor | None, bits: int) -> Tensor:
+def join(weight: Tensor, residual: Tensor | None, bits: int, exact: bool = False) -> Tensor:
     """Join a BF16 weight and its residual to the float32 weight.
 
     A residual that cannot be this weight's, such as that of an Inf or a negative one of a zero,
@@ -55,6 +57,8 @@ def join(weight: Tensor, residual: Tensor | None, bits: int) -> Tensor:
         weight: bfloat16, contiguous.
         residual: integers of the weight's shape, as from `split`; None with k = 0.
         bits: k.
+        exact: whether the residual is of this very weight. An Inf with a negative one then is a
+            number above BF16's largest, as k = 16 splits it.
     """
     word = weight.view(torch.int16).to(torch.int32) << bits
     if residual is not None:
@@ -65,7 +69,16 @@ def join(weight: Tensor, residual: Tensor | None, bits: int) -> Tensor:
     # The residuals of a zero are not negative. A stale one, of a weight that somebody has zeroed,
     # would borrow from the sign bit and make a NaN.
     applies = weight.isfinite() & ((weight != 0) | (residual >= 0))
+    if exact:
+        applies = applies | (weight.isinf() & (residual < 0))
     return torch.where(applies, joined, weight.float())
+
+
+def saturated(weight: Tensor, bits: int) -> Tensor:
+    """Return float32 weights, finite ones at most the largest that BF16 and k bits hold."""
+    word = _LARGEST + (((1 << bits >> 1) - 1) << (16 - bits) if bits else 0)
+    limit = torch.tensor(word, dtype=torch.int32, device="cpu").view(torch.float32).item()
+    return torch.where(weight.isinf(), weight, weight.clamp(-limit, limit))
 
 
 def pack(residual: Tensor, bits: int) -> Tensor:

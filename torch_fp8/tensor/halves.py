@@ -9,7 +9,14 @@ import torch
 from torch import Tensor
 
 from torch_fp8.quantization.block_scaled import matrix_shape, row_parts
-from torch_fp8.quantization.split_float import join, pack, split, stored_cols, unpack
+from torch_fp8.quantization.split_float import (
+    join,
+    pack,
+    saturated,
+    split,
+    stored_cols,
+    unpack,
+)
 from torch_fp8.quantization.stochastic_rounding import element_index, random_words
 
 EXACT_BITS = 16
@@ -57,7 +64,8 @@ class Halves:
 
     def join(self, device: torch.device | None = None) -> Tensor:
         """Return the float32 weight, on `device` if one is given."""
-        return join_matrix(self.high, self.residual, self.bits, device)
+        exact = self.bits == EXACT_BITS
+        return join_matrix(self.high, self.residual, self.bits, device, exact)
 
     def write(self, weight: Tensor) -> None:
         """Take the float32 weight exactly."""
@@ -94,7 +102,8 @@ class Halves:
         for part in row_parts(rows, cols) if self.high.numel() else ():
             assert self.residual is not None
             wide = unpack(self.residual[part], self.bits, cols)
-            joined = join(matrix[part], wide, self.bits)
+            joined = join(matrix[part], wide, self.bits, self.bits == EXACT_BITS)
+            joined = saturated(joined, self.step_bits)
             index = element_index(
                 len(joined), cols, row + part.start, col, row_length, joined.device
             )
@@ -152,7 +161,8 @@ def empty_residual(high: Tensor, bits: int) -> Tensor | None:
 def split_matrix(weight: Tensor, bits: int) -> tuple[Tensor, Tensor | None]:
     """Split a float32 tensor into BF16 of the same shape, contiguous, and its residual as stored.
 
-    Rounding is to nearest, part by part, so that no temporary has the tensor's size.
+    Rounding is to nearest, part by part, so that no temporary has the tensor's size. Numbers above
+    the largest that the halves hold become that.
     """
     rows, cols = _matrix_shape(weight)
     high = torch.empty(weight.shape, dtype=torch.bfloat16, device=weight.device)
@@ -160,7 +170,8 @@ def split_matrix(weight: Tensor, bits: int) -> tuple[Tensor, Tensor | None]:
     source, target = weight.contiguous().view(rows, cols), high.view(rows, cols)
     parts = row_parts(rows, cols) if weight.numel() and weight.device.type != "meta" else ()
     for part in parts:
-        upper, residual = split(source[part], bits)
+        rows_of_part = source[part] if bits == EXACT_BITS else saturated(source[part], bits)
+        upper, residual = split(rows_of_part, bits)
         target[part] = upper
         if stored is not None:
             assert residual is not None
@@ -169,13 +180,18 @@ def split_matrix(weight: Tensor, bits: int) -> tuple[Tensor, Tensor | None]:
 
 
 def join_matrix(
-    high: Tensor, residual: Tensor | None, bits: int, device: torch.device | None = None
+    high: Tensor,
+    residual: Tensor | None,
+    bits: int,
+    device: torch.device | None = None,
+    exact: bool = False,
 ) -> Tensor:
     """Join `split_matrix`'s parts to the float32 tensor, contiguous.
 
     Args:
         high, residual, bits: halves of the tensor.
         device: device of the result; None: that of the halves.
+        exact: whether the residual is certainly of this weight.
     """
     device = device or high.device
     joined = high.new_empty(high.shape, dtype=torch.float32, device=device)
@@ -185,5 +201,5 @@ def join_matrix(
     matrix, target = high.contiguous().view(rows, cols), joined.view(rows, cols)
     for part in row_parts(rows, cols):
         lower = None if residual is None else unpack(residual[part].to(high.device), bits, cols)
-        target[part] = join(matrix[part], lower, bits if lower is not None else 0)
+        target[part] = join(matrix[part], lower, bits if lower is not None else 0, exact)
     return joined
