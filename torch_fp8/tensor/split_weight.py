@@ -28,10 +28,11 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch_fp8.tensor.dtensor import local
 from torch_fp8.tensor.encoded import Encoded, plain
 from torch_fp8.tensor.halves import EXACT_BITS, Halves
+from torch_fp8.tensor.swapped_parameter import SwappedParameter
 from torch_fp8.tensor.wide_grad import WideGrad, WideHook
 
 _aten: Any = torch.ops.aten
-_OWN = ("halves", "_joined", "_is_param", "_wide_grad")
+_OWN = ("halves", "_joined", "_is_param", "_wide_grad", "_swapped")
 
 
 class SplitTensor(Encoded):
@@ -171,6 +172,15 @@ class SplitWeight(SplitTensor):
         self._joined = copy
         return copy
 
+    def _use_count(self) -> int:
+        # torch.utils.swap_tensors asks this of both, once more of one that it swaps with itself.
+        if _is_parameter(self) and self.__dict__.pop("_swapped", None) is None:
+            bits = self.halves.step_bits
+            again = functools.partial(split_parameter, bits=EXACT_BITS, step_bits=bits)
+            self._swapped = SwappedParameter(self, _attributes(self), again)
+        count: int = super()._use_count()
+        return count
+
     def share_memory_(self) -> Tensor:
         if self.halves.bits != EXACT_BITS:
             self.halves.write(self.halves.join())  # from now on writes stay in these two
@@ -284,7 +294,7 @@ def exchange(parameter: Tensor, other: Tensor) -> None:
     hooks, accumulated = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
     torch.Tensor.grad.__set__(parameter, None)
     parameter._backward_hooks = None
-    own = {name: x for name, x in vars(parameter).items() if name not in _OWN}
+    own = _attributes(parameter)
     parts = {name: x for name, x in vars(parameter).items() if name in _OWN}
     attributes = {**own, **vars(other)}
     parameter.__class__, other.__class__ = type(other), type(parameter)
@@ -301,6 +311,10 @@ def exchange(parameter: Tensor, other: Tensor) -> None:
         parameter._backward_hooks = hooks
     if accumulated is not None:
         parameter._post_accumulate_grad_hooks = accumulated
+
+
+def _attributes(parameter: Tensor) -> dict[str, Any]:
+    return {name: x for name, x in vars(parameter).items() if name not in _OWN}
 
 
 def _deliver(old: Tensor, parameter: Tensor) -> None:
