@@ -26,10 +26,10 @@ def as_written_before(path: Path, bits: int = 8) -> None:
     states = _read(path)
     optimizer = next(part for part in _dicts(states) if "param_groups" in part)
     entries = optimizer["state"]
-    weights = next(
-        part for part in _dicts(states) if entries.keys() <= part.keys() and part is not entries
-    )
-    for name, entry in entries.items():
+    weights = next(part for part in _dicts(states) if _are_weights(part))
+    names = list(weights)
+    for key, entry in entries.items():
+        name = names[key] if isinstance(key, int) else key
         weights[name], entry["residual"] = _halves(weights[name], bits)
     for group in optimizer["param_groups"]:
         group["torch_fp8"] = {"version": 1, "residual_bits": bits, "seed": 0}
@@ -52,6 +52,10 @@ def _read(path: Path) -> dict[Path, Any]:
             states[metadata.parent], storage_reader=reader, planner=planner, no_dist=True
         )
     return states
+
+
+def _are_weights(part: dict[Any, Any]) -> bool:
+    return len(part) > 3 and all(isinstance(value, Tensor) for value in part.values())
 
 
 def _dicts(value: Any) -> Iterator[dict[Any, Any]]:

@@ -8,7 +8,7 @@ halves alone. `adopt_residuals` then reads the residuals and joins them.
 import re
 import warnings
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +52,8 @@ def adopt_residuals(path: str | Path, model: nn.Module, weights_only: bool = Tru
     }
     joined: set[str] = set()
     refused: set[str] = set()
-    for name, residual in _read(Path(path), weights, weights_only):
+    names = [name for name, _ in model.named_parameters()]
+    for name, residual in _read(Path(path), weights, names, weights_only):
         fits = residual is not None and _join(weights[name], *residual)
         (joined if fits else refused).add(name)
     if refused:
@@ -65,7 +66,7 @@ def adopt_residuals(path: str | Path, model: nn.Module, weights_only: bool = Tru
 
 
 def _read(
-    path: Path, weights: Mapping[str, Tensor], weights_only: bool
+    path: Path, weights: Mapping[str, Tensor], names: Sequence[str], weights_only: bool
 ) -> Iterator[tuple[str, tuple[Tensor, int] | None]]:
     """Yield names of weights with this rank's part of the residual and its bits; None: it has
     another shape.
@@ -73,7 +74,8 @@ def _read(
     files = [path] if path.is_file() else sorted(path.glob("optimizer*.bin"))
     for file in filter(zipfile.is_zipfile, files):  # others are not torch's
         saved = torch.load(file, map_location="cpu", mmap=True, weights_only=weights_only)
-        for name, entry in _entries(saved):
+        for key, entry in _entries(saved):
+            name = names[key] if isinstance(key, int) and key < len(names) else key
             if name in weights and has_residual(entry):
                 bits = _bits(weights[name], entry["residual"].shape)
                 whole = None if bits is None else shard_of(weights[name], entry["residual"])
@@ -83,8 +85,8 @@ def _read(
             yield from _read_shards(part, weights)
 
 
-def _entries(saved: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield names and states of all optimizers in a file."""
+def _entries(saved: Any) -> Iterator[tuple[Any, Mapping[str, Any]]]:
+    """Yield names, or numbers, and states of the parameters of all optimizers in a file."""
     values = [saved, *saved.values()] if isinstance(saved, dict) else []
     values += [part for value in values if isinstance(value, list) for part in value]
     for value in values:

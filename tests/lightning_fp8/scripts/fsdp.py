@@ -227,6 +227,12 @@ def resume():
             if name == "after":
                 first.save_checkpoint(path)
             dist.barrier()
+            if not sharded:
+                saved = torch.load(path, weights_only=True)
+                assert list(saved["state_dict"]) == list(Regression(config).state_dict())
+                assert {type(t) for t in saved["state_dict"].values()} == {torch.Tensor}
+                dtypes = {t.dtype for t in saved["state_dict"].values()}
+                assert dtypes == {torch.float32}, dtypes
             for written in ("now", "before"):
                 if written == "before" and name == "during":
                     break
@@ -238,12 +244,6 @@ def resume():
                 trainer(config, strategy, epochs=2).fit(model, data(), ckpt_path=path)
                 same = map(torch.equal, whole(model.parameters()), uninterrupted)
                 assert all(same), (sharded, name, written)
-            if not sharded:
-                saved = torch.load(path, weights_only=True)
-                assert list(saved["state_dict"]) == list(Regression(config).state_dict())
-                assert {type(t) for t in saved["state_dict"].values()} == {torch.Tensor}
-                dtypes = {t.dtype for t in saved["state_dict"].values()}
-                assert dtypes == {torch.float32}, dtypes
     return "bit for bit"
 
 
