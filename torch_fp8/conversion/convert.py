@@ -50,7 +50,9 @@ from torch_fp8.nn.transformer_engine_linear import TransformerEngineLinear, plac
 from torch_fp8.ops.hardware import check_device, resolve_auto, runs_natively
 from torch_fp8.ops.kernel_driver import check_driver
 from torch_fp8.optim.embedding_dtype import restore_output_dtype
+from torch_fp8.optim.grad_hooks import remove_hook
 from torch_fp8.quantization.recipe import Recipe
+from torch_fp8.tensor.encoded import plain
 from torch_fp8.tensor.split_weight import join_parameter
 
 RUNS_IN_FP8 = "FP8 runs linear layers of 16 features and more"
@@ -228,7 +230,11 @@ def revert(model: nn.Module) -> int:
     place_regions(model)
     _keep_scaling_local(model)
     for parameter in model.parameters():
-        join_parameter(parameter)
+        if not isinstance(parameter, DTensor):
+            remove_hook(parameter)
+            join_parameter(parameter)
+            if parameter.grad is not None:
+                parameter.grad = plain(parameter.grad)
     return len(modules)
 
 

@@ -109,7 +109,8 @@ class Float8Optimizer(Optimizer):
     @property
     def fp8_gradients(self) -> set[Tensor]:
         """The weights that get 8-bit gradients, as their layers have them now."""
-        return {layer.weight for ref in self.fp8_layers if (layer := ref()) is not None}
+        layers = [layer for ref in self.fp8_layers if (layer := ref()) is not None]
+        return {layer.weight for layer in layers if isinstance(layer, Float8Layer)}
 
     def indexed_parameters(self) -> list[tuple[int, dict[str, Any], Tensor]]:
         """Return every parameter with its group and its index among all, which keys the random

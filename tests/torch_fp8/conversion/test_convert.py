@@ -130,6 +130,41 @@ def test_revert_leaves_stock_modules(recipe):
     assert torch.equal(model(tokens), stock(tokens))
 
 
+def test_revert_leaves_plain_gradients():
+    """At O3 too, whose hooks quantize them; the optimizer goes on, and both are converted again."""
+    model = nn.Sequential(nn.Linear(64, 96), nn.Linear(96, 64))
+    twin = copy.deepcopy(model)
+    config = FP8Config(opt_level="O3")
+    optimizers = [torch.optim.AdamW(m.parameters()) for m in (model, twin)]
+    x = torch.randn(8, 64)
+
+    def step(model, optimizer):
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for each, optimizer in zip((model, twin), optimizers, strict=True):
+        convert_to_float8(each, config)
+        convert_optimizer(optimizer, config, model=each)
+        step(each, optimizer)
+    model(x).square().mean().backward()
+    assert {type(p.grad) for p in model.parameters()} > {torch.Tensor}
+    revert(model)
+    for _ in range(2):
+        assert {type(p.grad) for p in model.parameters()} == {torch.Tensor}
+        assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
+        model.zero_grad()
+        optimizers[0].step()
+        model(x).square().mean().backward()
+    model.zero_grad()
+    convert_to_float8(model, config)
+    convert_optimizer(optimizers[0], config, model=model)
+    for each, optimizer in zip((model, twin), optimizers, strict=True):
+        step(each, optimizer)
+    for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(ours.detach().clone(), theirs.detach().clone())
+
+
 def test_a_bare_linear_is_converted_itself():
     linear = nn.Linear(32, 32)
     report = convert_to_float8(linear)
