@@ -1,21 +1,16 @@
 """User code that works on weights in the middle of a loop, at each level and under each host."""
 
 import json
+import os
+import socket
+import subprocess
 
 import pytest
 import torch
 
 from tests.host_loops import WAYS, Net
-from tests.weight_walk import (
-    check_gradients,
-    check_higher_order,
-    check_kept_copies,
-    check_moments,
-    differs,
-    regroup,
-)
+from tests.weight_walk import walk
 from torch_fp8 import FP8Config
-from torch_fp8.tensor.split_weight import SplitWeight
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -23,29 +18,45 @@ from torch_fp8.tensor.split_weight import SplitWeight
 @pytest.mark.parametrize("way", WAYS)
 def test_user_code_finds_float32_weights(way, level, tmp_path, monkeypatch):
     """Reading, writing, copying, gradients, Adam's state, kept copies, derivatives, the file."""
-    choices = {"opt_level": level, "emulate": True, "recipe": "tensorwise"}
-    monkeypatch.setenv("TORCH_FP8_CONFIG", json.dumps(choices))  # of the Trainer, by its flag
+    monkeypatch.setenv("TORCH_FP8_CONFIG", _chosen(level)["TORCH_FP8_CONFIG"])
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8" if way == "trainer" else "no")
-    seen = []
+    walk(way, level, tmp_path)
 
-    def visit(model, optimizer):
-        assert sum(isinstance(p, SplitWeight) for p in model.parameters()) == 3
-        assert differs(model) == []
-        check_gradients(model)
-        check_kept_copies(model)
-        check_higher_order(model)
-        check_moments(model, optimizer)
-        if way != "trainer":  # whose scheduler counts the groups
-            regroup(model, optimizer)
-        seen.append((model, model.wide.weight.detach().clone()))
 
-    saved = WAYS[way](FP8Config(**choices), visit, tmp_path)
-    ((model, before),) = seen
-    state = model.state_dict()
-    assert saved.keys() == state.keys()
-    assert {x.dtype for x in saved.values()} == {torch.float32}
-    assert all(torch.equal(saved[name], state[name]) for name in state)
-    assert (state["wide.weight"] != before).float().mean() > 0.9  # it trains on
+@pytest.mark.long
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_user_code_finds_float32_weights_on_two_ranks(level, tmp_path, forked_hosts):
+    """Under DDP in each loop, where the first rank alone saves from hooks."""
+    environment = {**os.environ, **_chosen(level), "OMP_NUM_THREADS": "1", "WORLD_SIZE": "2"}
+    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    environment |= {"TORCHELASTIC_RUN_ID": "none"}  # hosts start no processes of their own
+    ranks = [
+        subprocess.Popen(
+            [forked_hosts, "-W", "ignore", "-m", "tests.user_code_ranks", level, str(tmp_path)],
+            env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        said = [rank.communicate(timeout=200)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(said)
+
+
+def _chosen(level):
+    choices = {"opt_level": level, "emulate": True, "recipe": "tensorwise"}
+    return {"TORCH_FP8_CONFIG": json.dumps(choices)}  # of the Trainer, by its flag
+
+
+def free_port():
+    with socket.socket() as opened:
+        opened.bind(("127.0.0.1", 0))
+        return opened.getsockname()[1]
 
 
 SEQUENCES = [

@@ -3,17 +3,21 @@
 import copy
 import pickle
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file, save_model
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import torch_fp8
-from tests.host_loops import SIDE, Net, batch
+from tests.host_loops import SIDE, WAYS, Net, batch, rank
+from torch_fp8 import FP8Config
+from torch_fp8.tensor.split_weight import SplitWeight
 
 
 def _reference(model: nn.Module) -> list[Tensor]:
@@ -219,6 +223,44 @@ def regroup(model: nn.Module, optimizer: Any) -> None:
     optimizer.param_groups.reverse()
 
 
+def check_saving(model: nn.Module, folder: Path) -> None:
+    """Weights are whole in files that hooks and callbacks write, on the first rank alone."""
+    expected = {name: p.detach().clone() for name, p in model.named_parameters()}
+    caught: list[dict[str, Tensor]] = []
+
+    def save(module: nn.Module, *_: Any) -> None:
+        torch.save(module.state_dict(), folder / "hook.pt")
+        save_file(module.state_dict(), folder / "hook.safetensors")
+        save_model(module, str(folder / "model.safetensors"))
+        caught.append(torch.load(folder / "hook.pt"))
+        caught.extend(load_file(folder / f"{name}.safetensors") for name in ("hook", "model"))
+
+    def note(module: nn.Module, state: dict[str, Tensor], prefix: str, _: Any) -> None:
+        caught.append({name: x.clone() for name, x in state.items()})
+
+    if rank() == 0:
+        handles = [
+            model.register_state_dict_post_hook(note),
+            model.register_forward_hook(save),
+            model.register_forward_pre_hook(save),
+            model.wide.weight.register_hook(lambda grad: save(model)),
+        ]
+        grads = [p.grad for p in model.parameters()]
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(batch())["loss"]
+        torch.autograd.grad(loss, list(model.parameters()))
+        for handle in handles:
+            handle.remove()
+        for p, grad in zip(model.parameters(), grads, strict=True):
+            p.grad = grad
+        assert len(caught) == 18  # 3 files and 3 state dicts of 3 hooks
+    for state in caught:
+        assert state.keys() >= expected.keys()
+        for name, x in expected.items():
+            assert state[name].dtype == torch.float32
+            assert torch.equal(state[name], x), name
+
+
 def check_kept_copies(model: nn.Module) -> None:
     """What is served after a write is the weight that was written."""
     training, x = model.training, batch()
@@ -268,3 +310,29 @@ def check_higher_order(model: nn.Module) -> None:
     torch.testing.assert_close(inner, second, rtol=1e-3, atol=1e-6 * float(second.abs().max()))
     for p, grad in zip(parameters, grads, strict=True):
         p.grad = grad
+
+
+def walk(way: str, level: str, folder: Path) -> None:
+    """Read, write, copy and save weights in the middle of a loop, then look at what it saves."""
+    seen = []
+
+    def visit(model: Any, optimizer: Any) -> None:
+        assert sum(isinstance(p, SplitWeight) for p in model.parameters()) == 3
+        assert differs(model) == []
+        check_gradients(model)
+        check_saving(model, folder)
+        check_kept_copies(model)
+        check_higher_order(model)
+        check_moments(model, optimizer)
+        if way != "trainer":  # whose scheduler counts the groups
+            regroup(model, optimizer)
+        seen.append((model, model.wide.weight.detach().clone()))
+
+    config = FP8Config(opt_level=level, emulate=True, recipe="tensorwise")
+    saved = WAYS[way](config, visit, folder)
+    ((model, before),) = seen
+    state = model.state_dict()
+    assert saved.keys() == state.keys()
+    assert {x.dtype for x in saved.values()} == {torch.float32}
+    assert all(torch.equal(saved[name], state[name]) for name in state)
+    assert (state["wide.weight"] != before).float().mean() > 0.9  # it trains on

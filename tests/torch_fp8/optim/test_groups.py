@@ -1,5 +1,7 @@
 """Parameter groups are added, removed, split and reordered in training at every level."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -8,6 +10,7 @@ from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8
 from torch_fp8.tensor.float8_grad import Float8Grad
 
 CONFIGS = {
+    "O1": FP8Config(opt_level="O1", emulate=True),
     "O2": FP8Config(emulate=True),
     "O3": FP8Config(opt_level="O3", emulate=True),
     "O3, release": FP8Config(opt_level="O3", gradient_release=True, emulate=True),
@@ -73,7 +76,7 @@ def test_groups_change_between_steps(change, config):
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-def test_a_group_that_is_added_trains_with_8_bit_states(config):
+def test_a_group_that_is_added_trains(config):
     model, optimizer = _converted(config, slice(2))
     _step(model, optimizer, 0)
     optimizer.add_param_group({"params": list(model[2:].parameters()), "lr": 1e-2})
@@ -85,6 +88,32 @@ def test_a_group_that_is_added_trains_with_8_bit_states(config):
     assert {state["step"].item() for p, state in optimizer.state.items() if p.ndim == 2} == {3, 4}
     if config.opt_level == "O3" and not config.gradient_release:
         assert kinds == [Float8Grad] * 4
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_a_weight_that_left_comes_back_and_resumes(config):
+    model, optimizer = _converted(config)
+    _step(model, optimizer, 0)
+    group, weight = optimizer.param_groups[0], model[0].weight
+    group["params"] = [p for p in group["params"] if p is not weight]
+    del optimizer.state[weight]
+    kept = weight.detach().clone()
+    _step(model, optimizer, 1)
+    assert torch.equal(weight.detach().clone(), kept)
+    optimizer.add_param_group({"params": [weight], "lr": 1e-3})
+    _step(model, optimizer, 2)
+    assert not torch.equal(weight.detach().clone(), kept)
+    assert optimizer.state[weight]["step"].item() == 1
+    again, resumed = _converted(config)
+    first = resumed.param_groups[0]
+    first["params"] = [p for p in first["params"] if p is not again[0].weight]
+    resumed.add_param_group({"params": [again[0].weight]})
+    again.load_state_dict(model.state_dict())
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for each, of_each in ((model, optimizer), (again, resumed)):
+        _step(each, of_each, 3)
+    for ours, theirs in zip(model.parameters(), again.parameters(), strict=True):
+        assert torch.equal(ours.detach().clone(), theirs.detach().clone())
 
 
 def test_the_order_of_groups_does_not_change_what_is_released():
