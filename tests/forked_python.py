@@ -167,6 +167,7 @@ def serve(address: str, python: str, *modules: str) -> None:
     signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
     running: dict[int, socket.socket] = {}
     gc.collect()
+    gc.freeze()  # what is imported is no garbage: a collection in a fork looks at the fork's own
     os.write(1, b"ready\n")
     while True:
         ready, _, _ = select.select([0, woken, listener, *running.values()], [], [])
