@@ -13,6 +13,11 @@ import triton.language as tl
 from triton.language import core
 from triton.runtime import interpreter
 
+OWN = {"fp32", "int1", "uint8", "int32", "uint32", "int64"}
+"""The types of which two operands make a result of the same."""
+SUMS = {"__add__": "add", "__sub__": "sub", "__mul__": "mul"}
+BITS = {"__and__": "and", "__or__": "or", "__xor__": "xor"}
+
 
 def mend() -> None:
     """Replace functions of the interpreter for the rest of the process.
@@ -70,6 +75,8 @@ def _patch_with_less_between() -> None:
 
     def interpreted(member: Any) -> Callable:
         called = member.__wrapped__ if member.__code__ is checked else member
+        if member.__name__ in SUMS or member.__name__ in BITS:
+            return _two_operands(member.__name__, called)
 
         def call(*args: Any, **kwargs: Any) -> Any:
             kwargs["_semantic"] = semantic
@@ -85,6 +92,31 @@ def _patch_with_less_between() -> None:
             scope.set_attr(package, name, function)
 
     interpreter._patch_builtin = patch_builtin
+
+
+def _two_operands(name: str, called: Callable) -> Callable:
+    """Return the method of a tensor for an operation on two, such as ``__add__``.
+
+    Args:
+        name: of it.
+        called: the language's own, for operands that are not of `OWN` types.
+    """
+    semantic, builder = interpreter.interpreter_semantic, interpreter.interpreter_builder
+    tensor = core.tensor
+    flags = {"__add__": (True, True), "__sub__": (True, False)}.get(name, ())
+    of_integers = f"create_{(SUMS | BITS)[name]}"
+    of_floats = f"create_f{SUMS[name]}" if name in SUMS else ""
+
+    def call(self: Any, other: Any) -> Any:
+        # Numbers may become a type of their own; those are left to the language.
+        if self.dtype.name in OWN and type(other) is tensor and other.dtype.name in OWN:
+            left, right = semantic.binary_op_type_checking_impl(self, other, *flags)
+            made_by = of_floats if left.dtype.name == "fp32" else of_integers
+            if made_by and left.dtype is right.dtype:
+                return tensor(getattr(builder, made_by)(left.handle, right.handle), left.type)
+        return called(self, other, _semantic=semantic)
+
+    return call
 
 
 def _share_types() -> None:
@@ -126,22 +158,35 @@ def _share_types() -> None:
 
 
 def _share_operands() -> None:
-    """Operands of one type stay as they are, and a number is made a block of a type once."""
+    """What operands become depends on their types alone: it is found out once for each pair.
+
+    NumPy spreads an operand of fewer elements over the other, so that this is left to it.
+    """
     semantic, tensor = type(interpreter.interpreter_semantic), core.tensor
     check, broadcast, cast = (
         semantic.binary_op_type_checking_impl,
         semantic.broadcast_impl_value,
         semantic.cast,
     )
-    own = {"fp32", "int1", "uint8", "int32", "uint32", "int64"}  # the type of what is made of two
     numbers: dict[tuple, Any] = {}
+    pairs: dict[tuple, tuple[Any, Any]] = {}
 
-    def check_unequal(self: Any, lhs: Any, rhs: Any, *flags: bool, **more: bool) -> Any:
-        if type(lhs) is not tensor or lhs.dtype.name not in own:
+    def check_once(self: Any, lhs: Any, rhs: Any, *flags: bool, **more: bool) -> Any:
+        if type(lhs) is not tensor:
             return check(self, lhs, rhs, *flags, **more)
         if type(rhs) is tensor:
-            return (lhs, rhs) if lhs.type is rhs.type else check(self, lhs, rhs, *flags, **more)
-        if type(rhs) not in (int, float) or rhs == 0:  # there are two zeros
+            if lhs.type is rhs.type and lhs.dtype.name in OWN:
+                return lhs, rhs
+            key = lhs.type.name, rhs.type.name, flags, *more.items()
+            types = pairs.get(key)
+            if types is None:
+                left, right = check(self, lhs, rhs, *flags, **more)
+                pairs[key] = left.type, right.type
+                return left, right
+            return of_type(self, lhs, types[0]), of_type(self, rhs, types[1])
+        if type(rhs) not in (int, float) or lhs.dtype.name not in OWN:
+            return check(self, lhs, rhs, *flags, **more)
+        if type(rhs) is float and rhs == 0:  # there are two zeros
             return check(self, lhs, rhs, *flags, **more)
         key = lhs.type.name, type(rhs), rhs, flags, *more.items()
         found = numbers.get(key)
@@ -153,6 +198,19 @@ def _share_operands() -> None:
             numbers[key] = right
         return left, right
 
+    def of_type(self: Any, operand: Any, type: Any) -> Any:
+        if operand.type is type:
+            return operand
+        element = type.scalar
+        if not element.is_ptr():
+            operand = cast_other(self, operand, element)
+        handle, blocks = operand.handle, type.is_block()
+        missing = len(type.shape) - handle.data.ndim if blocks and operand.type.is_block() else 0
+        if missing:
+            data = handle.data.reshape(*[1] * missing, *handle.data.shape)
+            handle = interpreter.TensorHandle(data, handle.dtype)
+        return tensor(handle, type)
+
     def broadcast_unequal(self: Any, lhs: Any, rhs: Any) -> tuple[Any, Any]:
         shapes = [x.type.shape.values if x.type.is_block() else None for x in (lhs, rhs)]
         return (lhs, rhs) if shapes[0] == shapes[1] else broadcast(self, lhs, rhs)
@@ -160,7 +218,7 @@ def _share_operands() -> None:
     def cast_other(self: Any, value: Any, type: Any, *rounding: Any) -> Any:
         return value if value.dtype is type.scalar else cast(self, value, type, *rounding)
 
-    semantic.binary_op_type_checking_impl = check_unequal
+    semantic.binary_op_type_checking_impl = check_once
     semantic.broadcast_impl_value = broadcast_unequal
     semantic.cast = cast_other
 

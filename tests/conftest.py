@@ -19,10 +19,18 @@ from tests.durations import (  # noqa: F401  (hooks)
     pytest_runtest_setup,
     pytest_runtest_teardown,
 )
-from tests.forked_python import HOSTS, MODULES, ONLY_TORCH, RARE_COLLECTIONS, Server
+from tests.forked_python import (
+    HOSTS,
+    MODULES,
+    ONLY_TORCH,
+    RARE_COLLECTIONS,
+    Server,
+    seed_the_cpu_alone,
+)
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 gc.set_threshold(*RARE_COLLECTIONS)
+seed_the_cpu_alone()
 _fp8_autoload.load()  # torch finds the entry point of an installed package alone
 
 

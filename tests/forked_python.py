@@ -54,6 +54,7 @@ EXTENDED = tuple(
 )
 HOSTS = (
     *MODULES,
+    "torch._inductor.compile_fx",  # every torch.compile imports it, whatever its backend
     "accelerate",
     "datasets",
     "lightning.pytorch",
@@ -152,6 +153,7 @@ def serve(address: str, python: str, *modules: str) -> None:
     gc.set_threshold(*RARE_COLLECTIONS)
     del sys.path[0]  # the folder of this file
     _import_in_silence(modules)
+    seed_the_cpu_alone()
     if not set(modules) > set(MODULES):
         loaded = {name.partition(".")[0] for name in sys.modules}
         assert not loaded.intersection(PACKAGES_UNDER_TEST + ENGINE), loaded
@@ -167,7 +169,6 @@ def serve(address: str, python: str, *modules: str) -> None:
     signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
     running: dict[int, socket.socket] = {}
     gc.collect()
-    gc.freeze()  # what is imported is no garbage: a collection in a fork looks at the fork's own
     os.write(1, b"ready\n")
     while True:
         ready, _, _ = select.select([0, woken, listener, *running.values()], [], [])
@@ -203,6 +204,18 @@ def serve(address: str, python: str, *modules: str) -> None:
             running[pid] = connection
             with contextlib.suppress(OSError):
                 connection.sendall(pid.to_bytes(8, "little"))
+
+
+def seed_the_cpu_alone() -> None:
+    """Where no card is, `torch.manual_seed` keeps the call for one, with the caller's stack.
+
+    That takes a millisecond for each of three kinds of cards, and thousands of tests seed.
+    """
+    import torch
+
+    if not torch.accelerator.is_available():
+        for module in (torch.cuda.random, torch.xpu.random, torch.mtia):
+            module._lazy_call = lambda call, **options: None
 
 
 def _import_in_silence(modules: Sequence[str]) -> None:
