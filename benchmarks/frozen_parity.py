@@ -2,7 +2,7 @@
 
     nice -n 19 python -m benchmarks.frozen_parity       # from the repository's root
 
-Every run is the unmodified script of examples/ in a process of its own, with the variable that
+Every run is the unmodified script of comparison/ in a process of its own, with the variable that
 `accelerate launch --mixed_precision` sets and with the small checkpoint that its ``--quick`` makes;
 all runs start from the same one, and a seed is that of the data's order and of sampling. A finished
 run becomes a row of the CSV at once, and what is there is not run again. The processes are forks of
@@ -107,7 +107,7 @@ def measure(script: str, precision: str, seed: int, more: list[str]) -> dict[str
         "loss": loss,
         "reward": reward,
         "kl": kl,
-        "script": f"--mixed_precision {precision} examples/{script}.py {shlex.join(given)}",
+        "script": f"--mixed_precision {precision} comparison/{script}.py {shlex.join(given)}",
     }
 
 

@@ -37,12 +37,12 @@ def test_levels_under_ddp_keep_replicas_equal_and_resume_bit_for_bit(run: Callab
         assert ranks[0][1:] == ranks[1][1:], mode
     formats = {mode: ranks[0][1] for mode, ranks in of.items()}
     assert formats == {
-        "O1": "weight WatchedParameter grad Tensor view True",
+        "O1": "weight Parameter grad Tensor view True",
         "O2": "weight SplitWeight grad WideGrad view True",
         "O3": "weight SplitWeight grad Float8Grad view True",
         "unused": "weight SplitWeight grad Tensor view True",
-        "late": "weight WatchedParameter grad Tensor view True",
-        "hook": "weight WatchedParameter grad Tensor view True",
+        "late": "weight Parameter grad Tensor view True",
+        "hook": "weight Parameter grad Tensor view True",
     }
     losses = {mode: float(ranks[0][2]) for mode, ranks in of.items()}
     assert losses == pytest.approx(dict.fromkeys(modes, losses["O1"]), rel=0.01)
