@@ -4,6 +4,7 @@ import ast
 import importlib
 import json
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -41,6 +42,10 @@ RIDDLES = {
     *("It", "Its", "They", "Their", "Them", "Those", "He", "Who", "Whose"),
 }
 """First words of docstrings whose subject stands elsewhere, if anywhere: "Of a message." """
+VAGUE = {"made", "kept", "how", "here", "found"}
+"""Names of local variables that say nothing of what they hold."""
+MOST_VAGUE, MOST_PREPOSITIONS = 225, 118
+"""Bounds that only fall: vague locals, and descriptions that begin with "of", "by" or "that"."""
 MAY_IMPORT = {
     "torch_fp8": {"torch", "torch_fp8", "_fp8_points"},
     "lightning_fp8": {
@@ -314,3 +319,18 @@ def test_files_are_short_and_typed(package):
     for path in _sources(package):
         lines = len(path.read_text().splitlines())
         assert lines <= 400, f"{path}: {lines} lines"
+
+
+def test_names_and_descriptions_are_nouns():
+    vague = prepositions = 0
+    for package in PACKAGES:
+        for path in (ROOT / package).rglob("*.py"):
+            source = path.read_text()
+            vague += sum(
+                isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.id in VAGUE
+                for node in ast.walk(ast.parse(source))
+            )
+            described = r"^\s+\w+(?:, \w+)*(?: \([^)]*\))?: (?:of|by|that) "
+            prepositions += len(re.findall(described, source, re.M))
+    assert vague <= MOST_VAGUE
+    assert prepositions <= MOST_PREPOSITIONS

@@ -17,12 +17,12 @@ from torch_fp8.tensor.payload_cache import PayloadCache
 from torch_fp8.tensor.quantizer import ChannelMaxima, Quantizer, Quantizers, WeightQuantizer
 
 
-class _Kept(NamedTuple):
+class _Memo(NamedTuple):
     """A layer's quantizers, for as long as it has these.
 
     Attributes:
         rows: the buffer of its histories.
-        of_pass: by whether histories are updated, and whether a forward runs again.
+        of_pass: quantizers, keyed by whether histories are updated and whether a forward repeats.
     """
 
     rows: Tensor | None
@@ -70,7 +70,7 @@ class LayerQuantizers(FrozenStorage):
         """How the operands are cast now; with their histories in eager code and without a group.
 
         Args:
-            group: of ranks that have other parts of them; or None.
+            group: ranks that have other parts of them; or None.
         """
         updates, repeats = True, False
         if self.fp8_delayed:
@@ -80,33 +80,33 @@ class LayerQuantizers(FrozenStorage):
         rows = self._buffers.get("fp8_scaling")
         if steady and rows is not None:  # views of it would belong to these
             steady = not (torch.is_inference_mode_enabled() or is_traced())
-        kept: _Kept | None = None
+        memo: _Memo | None = None
         if steady:
-            kept = self.__dict__.get("_fp8_quantizers")
-            if kept is None or kept.rows is not rows:
-                kept = self.__dict__["_fp8_quantizers"] = _Kept(rows, {})
-            of_before = kept.of_pass.get((updates, repeats))
+            memo = self.__dict__.get("_fp8_quantizers")
+            if memo is None or memo.rows is not rows:
+                memo = self.__dict__["_fp8_quantizers"] = _Memo(rows, {})
+            of_before = memo.of_pass.get((updates, repeats))
             if of_before is not None:
                 return of_before
         recipe, config = self.fp8_recipe, self.fp8_config
         weight = Quantizer(recipe.weight, config, group, None, updates, repeats)
-        made = Quantizers(
+        quantizers = Quantizers(
             Quantizer(recipe.input, config, group, None, updates, repeats),
             WeightQuantizer(weight, self.fp8_payloads, self.fp8_transposed),
             Quantizer(recipe.grad_output, config, group),
             self.fp8_channels,
             None if torch.compiler.is_compiling() else self.fp8_observer,
         )
-        if kept is not None:
+        if memo is not None:
             if self.fp8_delayed:
                 buffers = self.operand_buffers()
                 with _disable_current_modes():  # a checkpoint would miss them in its second pass
                     of_gradient = History.of_operand(buffers, 2)
-                    made = made.with_buffers(buffers)
-                gradient = made.grad_output._replace(history=of_gradient)
-                made = made._replace(grad_output=gradient)
-            kept.of_pass[updates, repeats] = made
-        return made
+                    quantizers = quantizers.with_buffers(buffers)
+                gradient = quantizers.grad_output._replace(history=of_gradient)
+                quantizers = quantizers._replace(grad_output=gradient)
+            memo.of_pass[updates, repeats] = quantizers
+        return quantizers
 
     def observe(self, observer: Any) -> None:
         """Show each operand of a GEMM to a monitor from now on.
@@ -145,8 +145,8 @@ class LayerQuantizers(FrozenStorage):
 
     def quantizer(self, operand: int, group: Any = None) -> Quantizer:
         """That of INPUT, WEIGHT or GRAD_OUTPUT, with its history."""
-        made = self.quantizers(group)
-        quantizer = (made.input, made.weight.quantizer, made.grad_output)[operand]
+        every = self.quantizers(group)
+        quantizer = (every.input, every.weight.quantizer, every.grad_output)[operand]
         if not self.fp8_delayed or quantizer.history is not None:
             return quantizer
         return quantizer._replace(history=History.of_operand(self.operand_buffers(), operand))

@@ -83,24 +83,24 @@ class Float8Layer(RepeatedForward, RunsFP8):
             again = self.repeated(input)
             if again is not None:
                 return again
-        here = self.operands(input)
-        x, weight = here.input, here.weight
-        bias = here.bias(self.bias) if self.fp8_adds_bias else None
+        operands = self.operands(input)
+        x, weight = operands.input, operands.weight
+        bias = operands.bias(self.bias) if self.fp8_adds_bias else None
         shape, dtype = x.shape, x.dtype  # asked once: a produced activation answers in Python
         self._check(shape, dtype, weight)
         name = "" if compiling else self.fp8_name  # as `name_of`
-        quantizers = self.quantizers(here.group)
+        quantizers = self.quantizers(operands.group)
         out_dtype = autocast_dtype(weight.device.type) or dtype
         options = LinearOptions(
             name, dtype, out_dtype, self.fp8_recipe, quantizers, self.fp8_emulate, self.training
         )
         buffers = self.buffers_of(quantizers)
         if not compiling:
-            return here.whole(linear(x, weight, bias, shape, options, *buffers))
+            return operands.whole(linear(x, weight, bias, shape, options, *buffers))
         # torch 2.13 loses views in the backward of a function with sharded tensors: none go in.
         rows = x.reshape(-1, shape[-1])
         y = linear(rows, weight, bias, rows.shape, options, *buffers)
-        return here.whole(y.reshape(*shape[:-1], y.shape[-1]))
+        return operands.whole(y.reshape(*shape[:-1], y.shape[-1]))
 
     def _of_jagged(self, input: Tensor) -> Tensor:
         """Run on the tokens of all sequences, (sum of lengths, K), of a jagged nested tensor."""

@@ -48,9 +48,9 @@ class LinearOptions(NamedTuple):
 
     Attributes:
         name: qualified, of the module, for errors.
-        dtype, out_dtype: of the input, and of the output.
-        recipe: of the GEMMs.
-        quantizers: of the operands.
+        dtype, out_dtype: dtypes of input and output.
+        recipe: formats and granularities of the GEMMs.
+        quantizers: casts of the operands.
         emulate: whether the GEMMs run through the reference path.
         training: whether the layer is in training mode.
     """
@@ -78,8 +78,8 @@ def linear(
         x: (..., K) float32, bfloat16 or float16.
         weight: (N, K), or (K, N) where its quantizer says so.
         bias: (N,) or None.
-        shape: of x, which is asked for it once.
-        buffers: of the quantizers; torch.compile wants tensors as arguments of their own.
+        shape: x's, which is asked for it once.
+        buffers: the quantizers' histories; torch.compile wants tensors as arguments of their own.
     """
     # Generation launches little and waits for the host: it does without autograd's bookkeeping.
     if not torch.is_grad_enabled():
@@ -88,8 +88,8 @@ def linear(
             idle = quantizers.observer.without_gradients(options.training)
             quantizers = quantizers._replace(observer=idle)
         if options.recipe.smooth:
-            how: dict[str, Any] = {"wgrad": False, "fp8_wgrad": False, "dtype": options.out_dtype}
-            operands = smooth_operands(quantizers, x, weight, **how)
+            needs: dict[str, Any] = {"wgrad": False, "fp8_wgrad": False, "dtype": options.out_dtype}
+            operands = smooth_operands(quantizers, x, weight, **needs)
             return _multiplied(operands.input, operands.weight, bias, shape, options)
         w = quantizers.weight.without_gradients(weight, options.training)
         if quantizers.observer is not None:
@@ -168,7 +168,7 @@ def served_in_graph(
     """`linear_in_graph` without gradients, with a weight that was cast before.
 
     Args:
-        qdata, scale, granularity: of the weight (N, K).
+        qdata, scale, granularity: the weight's payload (N, K).
         x, bias, text, buffers: see `linear_in_graph`.
     """
     out_dtype = output_dtype(x)
@@ -193,7 +193,7 @@ def _fprop(
     fp8_wgrad: bool,
 ) -> tuple[Tensor, InputPayloads]:
     """y, and the payloads of the input."""
-    made = quantize_input(
+    payloads = quantize_input(
         quantizers.input,
         x,
         wgrad=wgrad,
@@ -201,18 +201,18 @@ def _fprop(
         dtype=options.out_dtype,
         observer=quantizers.observer,
     )
-    return _multiplied(made, w, bias, shape, options), made
+    return _multiplied(payloads, w, bias, shape, options), payloads
 
 
 def _multiplied(
-    made: InputPayloads,
+    payloads: InputPayloads,
     w: QuantizedTensor,
     bias: Tensor | None,
     shape: torch.Size,
     options: LinearOptions,
 ) -> Tensor:
     y = scaled_matmul(
-        made.rowwise,
+        payloads.rowwise,
         w,
         options.out_dtype,
         bias=bias,
@@ -260,33 +260,33 @@ class LinearFunction(torch.autograd.Function):
         quantizers = options.quantizers.with_buffers(buffers)
         inverse = None
         if options.recipe.smooth:
-            how: dict[str, Any] = {"wgrad": wants_wgrad, "fp8_wgrad": fp8_wgrad}
-            operands = smooth_operands(quantizers, x, weight, **how, dtype=options.out_dtype)
-            made, w, w_scale, inverse = operands
-            y = _multiplied(made, w, bias, shape, options)
+            needs: dict[str, Any] = {"wgrad": wants_wgrad, "fp8_wgrad": fp8_wgrad}
+            operands = smooth_operands(quantizers, x, weight, **needs, dtype=options.out_dtype)
+            payloads, w, w_scale, inverse = operands
+            y = _multiplied(payloads, w, bias, shape, options)
         else:
             w = quantizers.weight.for_fprop(weight)  # first, while x may still be on its way
             if quantizers.observer is not None:
                 quantizers.observer.weight(weight, w)
-            y, made = _fprop(x, w, bias, shape, options, quantizers, wants_wgrad, fp8_wgrad)
+            y, payloads = _fprop(x, w, bias, shape, options, quantizers, wants_wgrad, fp8_wgrad)
             # One scale for the whole weight serves both layouts: backward need not look for it.
             w_scale = w.scale if w.granularity == "tensorwise" else None
         saved = {
             "weight": weight if wants_dgrad else None,
             "w_scale": w_scale,
-            "x": made.qdata,
-            "x_scale": made.scale,
+            "x": payloads.qdata,
+            "x_scale": payloads.scale,
             "inverse": inverse if fp8_wgrad else None,
         }
         # By name: torch.compile of torch 2.11 shifts saved tensors when one of them is None.
-        kept = {name: t for name, t in saved.items() if t is not None}
-        ctx.saved_names = tuple(kept)
-        ctx.save_for_backward(*kept.values())
+        present = {name: t for name, t in saved.items() if t is not None}
+        ctx.saved_names = tuple(present)
+        ctx.save_for_backward(*present.values())
         dtype = gradient_dtype(weight) if isinstance(weight, SplitWeight) else weight.dtype
         ctx.dtypes = (options.dtype, dtype, None if bias is None else bias.dtype)
         ctx.weight_dtype = weight.dtype
         ctx.options, ctx.name, ctx.buffers = options, options.name, buffers
-        ctx.input_source, ctx.input_shape = made.source, shape
+        ctx.input_source, ctx.input_shape = payloads.source, shape
         return y
 
     @staticmethod
@@ -334,7 +334,7 @@ class LinearFunction(torch.autograd.Function):
                 grad_weight.mul_(inverse[:, None] if for_weight.transposed else inverse)
         elif wants_wgrad:
             dense = matrix(grad_output)
-            kept = saved["x"].to(dense.dtype)
-            product = kept.t() @ dense if for_weight.transposed else dense.t() @ kept
+            x = saved["x"].to(dense.dtype)  # (M, K)
+            product = x.t() @ dense if for_weight.transposed else dense.t() @ x
             grad_weight = cast(product, weight_dtype)
         return grad_input, grad_weight, grad_bias, None, None, *[None] * len(ctx.buffers)

@@ -27,10 +27,10 @@ class RepeatedForward(LayerQuantizers):
 
     def repeated(self, input: Tensor) -> Tensor | None:
         """Return the output, or None where the layer has to look at everything anew."""
-        kept, weight = self.fp8_payloads, self._parameters["weight"]
-        if kept is None or kept.payload is None or weight is None or self.fp8_emulate:
+        cache, weight = self.fp8_payloads, self._parameters["weight"]
+        if cache is None or cache.payload is None or weight is None or self.fp8_emulate:
             return None
-        if self.training or not kept.is_current(weight):
+        if self.training or not cache.is_current(weight):
             return None
         if type(input) is LazyQuantizedTensor:
             shape, dtype = input.outer_shape, input.outer_dtype
@@ -38,25 +38,25 @@ class RepeatedForward(LayerQuantizers):
             shape, dtype = input.shape, input.dtype
         else:
             return None
-        if shape[-1] != kept.columns or dtype not in FLOATS or self._is_special():
+        if shape[-1] != cache.columns or dtype not in FLOATS or self._is_special():
             return None
-        if kept.quantizer is None:
+        if cache.quantizer is None:
             if self.fp8_observer is not None:
                 return None
             with torch.inference_mode(False), torch.no_grad():
-                kept.quantizer = self.quantizers().input.settled()
-        if type(input) is LazyQuantizedTensor and kept.quantizer.history is None:
-            a = input.production.rowwise(kept.quantizer.spec, kept.quantizer.scale)
+                cache.quantizer = self.quantizers().input.settled()
+        if type(input) is LazyQuantizedTensor and cache.quantizer.history is None:
+            a = input.production.rowwise(cache.quantizer.spec, cache.quantizer.scale)
         else:
-            a, _, _ = kept.quantizer(input, rowwise=True, columnwise=False)
+            a, _, _ = cache.quantizer(input, rowwise=True, columnwise=False)
         if is_watched(a.qdata) or not a.qdata.numel():
             return None
-        if kept.operand is None:
-            kept.operand = lay_out(kept.payload, kept.columns)
-        out_dtype = autocast_dtype(kept.device_type) or dtype
+        if cache.operand is None:
+            cache.operand = lay_out(cache.payload, cache.columns)
+        out_dtype = autocast_dtype(cache.device_type) or dtype
         bias = self._parameters["bias"] if self.fp8_adds_bias else None
         bias = bias if bias is None else cast(bias, out_dtype)
-        y = multiply_laid_out(a, kept.operand, out_dtype, self.fp8_recipe.fprop.fast_accum, bias)
+        y = multiply_laid_out(a, cache.operand, out_dtype, self.fp8_recipe.fprop.fast_accum, bias)
         whole = (*shape[:-1], y.shape[1])
         # As `reshaped` does, in less time: the result is no view.
         return y.resize_(whole) if y.is_contiguous() else reshaped(y, whole)

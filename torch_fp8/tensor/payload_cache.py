@@ -67,7 +67,7 @@ class PayloadCache:
             scale (False), the payload (True), it and its transpose (``"both"``).
         payload: (N, K), quantized along K, for forwards without gradients; None: nothing is kept.
         operand: the payload as the GEMM takes it, laid out by whoever multiplies first.
-        quantizer: of the input, likewise.
+        quantizer: the input's, likewise.
         captured: the payload whose memory CUDA graphs read; None: there are none.
         scope: the version of weights in the scope that goes on; None: there is none.
     """
@@ -140,7 +140,7 @@ class PayloadCache:
 
         Args:
             weight: (N, K), or (K, N) if `transposed`.
-            spec: of the cast.
+            spec: format and granularity of the cast.
         """
         version = self.version_of(weight)
         if version != self._version:
@@ -174,10 +174,10 @@ class PayloadCache:
         """The payload for a forward without gradients: that of the last one, or cast now.
 
         Args:
-            version: of the weight, see `version_of`; None: nothing is kept.
+            version: what `version_of` says of the weight; None: nothing is kept.
             cast: makes the payload.
-            device: of the weight.
-            history: of delayed scaling, whose changes change the scale; None: there is none.
+            device: where the weight lies.
+            history: amaxes of delayed scaling, which make the scale; None: there are none.
         """
         capturing = is_capturing(device)
         if version is None or (capturing and not self.in_scope):
@@ -255,7 +255,7 @@ class PayloadCache:
         """The payload's memory, where the optimizer's step can write the next one to it.
 
         Args:
-            spec: of the cast.
+            spec: format and granularity of the cast.
             new_scale: () float32, for a scale of the tensor.
         """
         row, col = self._row, self._col
@@ -286,7 +286,7 @@ class PayloadCache:
 
         Args:
             weight: as it is stored.
-            spec: of the cast.
+            spec: format and granularity of the cast.
             amax: () float32 of the weight, if the step has it: a scale per tensor then takes no
                 read of its own.
             written: the payload, where the step has written it.

@@ -46,7 +46,7 @@ class Quantizer(NamedTuple):
         spec: format and granularity.
         config: the algorithm and margin of delayed scaling.
         group: ranks with other parts of the operand, which shall have the same scale; or None.
-        history: of amaxes, for delayed scaling.
+        history: amaxes of past casts, for delayed scaling.
         updates: whether a cast records the amax in the history, as it does in training.
         repeats: whether this cast was made before, in the first pass of a checkpoint: it takes the
             scale of then.
@@ -99,8 +99,8 @@ class Quantizer(NamedTuple):
         if not (rowwise or columnwise):
             sums = None if sum_dtype is None else cast(x.sum(0, dtype=torch.float32), sum_dtype)
             return None, None, sums
-        how = self.spec.format.dtype, self.spec.granularity, self.spec.power_of_two
-        options = CastOptions(*how, rowwise, columnwise, scale)
+        spec = self.spec.format.dtype, self.spec.granularity, self.spec.power_of_two
+        options = CastOptions(*spec, rowwise, columnwise, scale)
         if sum_dtype is None:
             return *quantize_layouts(x, options), None
         payloads, sums = quantize_layouts_and_sum(x, options, sum_dtype)
@@ -198,9 +198,9 @@ class WeightQuantizer(NamedTuple):
         if isinstance(weight, SplitWeight):
             weight = weight.halves.high
         row, col, _ = self.quantizer(weight, rowwise=not flip, columnwise=flip)
-        made = col if flip else row
-        assert made is not None
-        return made
+        layout = col if flip else row
+        assert layout is not None
+        return layout
 
     def without_gradients(self, weight: Tensor, training: bool) -> QuantizedTensor:
         """The same as `for_fprop`, where no gradients are taken: perhaps from the last forward.
@@ -245,15 +245,15 @@ class WeightQuantizer(NamedTuple):
             )
         else:
             cache = self._step_cache(weight)
-            if cache is not None and (kept := cache.col(weight)) is not None:
-                return kept
+            if cache is not None and (layout := cache.col(weight)) is not None:
+                return layout
             options = CastOptions.of(self.quantizer.spec, scale, rowwise=flip, columnwise=not flip)
             if isinstance(weight, SplitWeight):
                 weight = weight.halves.high
             row, col = quantize_layouts(weight, options)
-        made = row if flip else col
-        assert made is not None
-        return made
+        layout = row if flip else col
+        assert layout is not None
+        return layout
 
 
 class ChannelMaxima:
@@ -272,8 +272,8 @@ class Quantizers(NamedTuple):
     """The quantizers of a layer's three operands.
 
     Attributes:
-        input, grad_output: of the activations.
-        weight: of the weight.
+        input, grad_output: casts of the activations.
+        weight: cast of the weight.
         channels: where the maxima of the input's channels are left, if they are looked for.
         observer: monitor to which each operand of a GEMM is shown beside its source
             (`torch_fp8.monitor.layer_observer.LayerObserver`); None: nobody looks.
