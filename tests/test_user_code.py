@@ -24,15 +24,15 @@ def test_user_code_finds_float32_weights(way, level, tmp_path, monkeypatch):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("level", ["O2", "O3"])
-def test_user_code_finds_float32_weights_on_two_ranks(level, tmp_path, forked_hosts):
+@pytest.mark.parametrize(("level", "ways"), [("O2", ["own_loop", "trainer"]), ("O3", [])])
+def test_user_code_finds_float32_weights_on_two_ranks(level, ways, tmp_path, forked_hosts):
     """Under DDP in each loop, where the first rank alone saves from hooks."""
     environment = {**os.environ, **_chosen(level), "OMP_NUM_THREADS": "1", "WORLD_SIZE": "2"}
     environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     environment |= {"TORCHELASTIC_RUN_ID": "none"}  # hosts start no processes of their own
     ranks = [
         subprocess.Popen(
-            [forked_hosts, "-W", "ignore", "-m", "tests.user_code_ranks", level, str(tmp_path)],
+            [forked_hosts, "-W", "ignore", "-m", "tests.user_code_ranks", level, tmp_path, *ways],
             env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
