@@ -28,6 +28,7 @@ from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8
 from torch_fp8.kernels import rms_norm as norm_kernels
 from torch_fp8.kernels.arguments import BackwardInputs, NormBackwardInputs, NormWithRstd
 from torch_fp8.ops import rms_norm, swiglu, swiglu_backward
+from torch_fp8.tensor.split_weight import stored
 
 BF16 = torch.bfloat16
 TOKENS, HIDDEN, INNER, HEADS, GROUPS = 512, 512, 1792, 8, 2  # as Llama-3, at an eighth
@@ -127,6 +128,9 @@ def count(recipe: str, smooth: bool = False) -> list[Launch]:
     of_model._attn_implementation = "sdpa"
     layer, rotary = LlamaDecoderLayer(of_model, 0).bfloat16(), LlamaRotaryEmbedding(of_model)
     config = FP8Config(recipe=recipe, smooth_swiglu=smooth)
+    for module in layer.modules():  # float32 weights, which the optimizer stores in two halves
+        if isinstance(module, nn.Linear):
+            module.float()
     convert_to_float8(layer, config)
     optimizer = torch.optim.AdamW(layer.parameters())
     convert_optimizer(optimizer, config, model=layer)
@@ -178,7 +182,7 @@ def _name(layer: nn.Module, recording: Recording) -> None:
         lambda m, args: gradient(args[0], "gradients of gate, up")
     )
     linears = [m for m in layer.modules() if isinstance(m, nn.Linear)]
-    recording.name("weights", [m.weight for m in linears])
+    recording.name("weights", [stored(m.weight) for m in linears])
     recording.ignore([b for m in linears for b in m.buffers()])
 
 
