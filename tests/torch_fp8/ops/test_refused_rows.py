@@ -7,6 +7,7 @@ import torch
 
 from torch_fp8 import FP8Config, convert_to_float8, freeze
 from torch_fp8.nn import repeated_forward
+from torch_fp8.nn.rollout import rollout
 from torch_fp8.ops import refused_rows, scaled_mm
 from torch_fp8.ops.quantize import QuantizedTensor, dequantize, quantize
 from torch_fp8.quantization.formats import E4M3
@@ -167,7 +168,7 @@ def test_a_decoded_token_is_padded(card, recipe, monkeypatch):
     monkeypatch.setattr(repeated_forward, "is_watched", lambda x: False)  # as on CUDA
     layer = _layer(recipe).eval()
     x = torch.randn(1, 1, FEATURES[0]).bfloat16()
-    with torch.no_grad():
+    with rollout(layer), torch.no_grad():
         layer(torch.randn(16, FEATURES[0]).bfloat16())
         expected = layer(x)
         card.refuses = _odd
