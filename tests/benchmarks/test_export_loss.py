@@ -2,6 +2,7 @@
 
 import csv
 
+import pytest
 import torch
 
 from benchmarks import export_loss, pretraining
@@ -20,6 +21,7 @@ def test_recorded_perplexities_are_within_the_band():
         assert float(row["training_perplexity"]) < 300  # of a vocabulary of 1,024: it has learned
 
 
+@pytest.mark.long
 def test_a_short_run_gives_such_rows(monkeypatch):
     monkeypatch.setattr(pretraining, "EVAL_WINDOWS", 16)
     tokens = torch.arange(4096) % 250
