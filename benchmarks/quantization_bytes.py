@@ -49,7 +49,7 @@ class Case:
     """The circumstances under which a layer is counted.
 
     Attributes:
-        name: of it.
+        name: the circumstance in words.
         options: of the `FP8Config`.
         bias: whether the layer has one.
         frozen: ``weight``, ``input`` or nothing.

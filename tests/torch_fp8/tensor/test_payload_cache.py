@@ -26,7 +26,7 @@ def _model(cache=True, recipe="tensorwise", like=False, dtype=torch.float32, **o
 
     Args:
         like: cast as layers do that have this ``cache_weights``.
-        dtype: of the weights; those in BF16 are plain Parameters.
+        dtype: the weights'; BF16 ones are plain Parameters.
     """
     torch.manual_seed(0)
     config = FP8Config(recipe=recipe, cache_weights=cache or False, **options)
