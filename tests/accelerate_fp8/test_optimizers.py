@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from accelerate_fp8 import FP8Config, FP8Kwargs
+from tests.leaving_peak import check_peak_of_leaving
 from torch_fp8 import Float8Linear
 from torch_fp8.optim.optimizer import Float8Optimizer
 from torch_fp8.tensor.split_weight import SplitWeight
@@ -322,7 +323,12 @@ def test_model_unwrapped_from_autocast_has_its_dtype_again(accelerator_with: Cal
     model, prepared = accelerator.prepare(model, optimizer)
     _train(accelerator, model, prepared, 2)
     assert isinstance(accelerator.unwrap_model(model).up.weight, SplitWeight)
-    unwrapped = accelerator.unwrap_model(model, keep_fp32_wrapper=False)
+
+    def leave() -> None:
+        accelerator.unwrap_model(model, keep_fp32_wrapper=False)
+
+    check_peak_of_leaving(model, leave, model.up.weight.nbytes)
+    unwrapped = accelerator.unwrap_model(model)
     assert {type(p) for p in unwrapped.parameters()} == {torch.nn.Parameter}
     assert {p.dtype for p in unwrapped.parameters()} == {torch.float32}
     assert type(unwrapped.up) is torch.nn.Linear

@@ -107,7 +107,10 @@ class Float8Grad(Encoded):
     @torch.no_grad()
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """A plain tensor of this shape, in `dtype` or this tensor's own."""
-        return decode_gradient(self.parts(), dtype or self.dtype).view(self.shape)
+        decoded = decode_gradient(self.parts(), dtype or self.dtype)
+        # No view: as a gradient, one would keep this memory after its `.data` is exchanged.
+        plain: Tensor = torch.ops.aten._unsafe_view(decoded, self.shape)
+        return plain
 
     def parts(self) -> GradientParts:
         """Codes, scales and multiplier, as an optimizer's step takes them."""
