@@ -231,3 +231,29 @@ def test_model_in_training_generates(tmp_path: Path, tiny_model: Path) -> None:
     prompt = torch.arange(4, 8)[None]
     generated = unwrapped.generate(prompt, max_new_tokens=4, min_new_tokens=4, do_sample=False)
     assert generated.shape == (1, 8)
+
+
+@pytest.mark.usefixtures("launched")
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_tokens_that_are_added_after_training_are_saved(
+    tmp_path: Path, tiny_model: Path, tied: bool
+) -> None:
+    rows = [{"input_ids": torch.arange(4, 16), "labels": torch.arange(4, 16)}] * 4
+    arguments = TrainingArguments(
+        str(tmp_path), max_steps=1, use_cpu=True, report_to="none", save_strategy="no"
+    )
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, tie_word_embeddings=tied)
+    trainer = Trainer(model, arguments, train_dataset=rows)
+    trainer.train()
+    embedding = model.get_input_embeddings().weight
+    assert isinstance(embedding, SplitWeight)
+    trained = embedding.detach().clone()
+    model.resize_token_embeddings(76)
+    for save in (trainer.save_model, model.save_pretrained):
+        save(tmp_path / save.__name__)
+        opened = AutoModelForCausalLM.from_pretrained(tmp_path / save.__name__)
+        assert {p.dtype for p in opened.parameters()} == {torch.float32}
+        saved = opened.get_input_embeddings().weight
+        assert saved.shape == (76, 64)
+        assert torch.equal(saved[:64], trained)
+        assert (opened.get_output_embeddings().weight is saved) == tied

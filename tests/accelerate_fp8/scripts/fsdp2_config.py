@@ -68,6 +68,8 @@ def loop() -> str:
     assert train(accelerator, model, optimizer, range(3, 5)) == losses[3:]
     assert all(map(torch.equal, whole(model), expected))
     assert losses[-1] < losses[0], losses
+    with torch.no_grad():  # which leaves the weights of the root gathered
+        model.eval()(input_ids=torch.arange(4, 16)[None])
     state = accelerator.get_state_dict(model)
     accelerator.save_model(model, str(output / "model"))
     accelerator.wait_for_everyone()
