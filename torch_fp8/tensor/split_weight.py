@@ -322,6 +322,8 @@ def _deliver(old: Tensor, parameter: Tensor) -> None:
     grad = stored_grad(old)
     torch.Tensor.grad.__set__(old, None)
     if grad is not None:
+        if not isinstance(parameter, SplitWeight):
+            grad = plain(grad).to(parameter.dtype)
         before = parameter.grad
         parameter.grad = grad if before is None else plain(before) + grad
 

@@ -165,6 +165,24 @@ def test_revert_leaves_plain_gradients():
         assert torch.equal(ours.detach().clone(), theirs.detach().clone())
 
 
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_a_graph_from_before_revert_delivers_its_gradients(level):
+    model = nn.Sequential(nn.Linear(64, 96), nn.Linear(96, 64))
+    convert_to_float8(model)
+    twin = copy.deepcopy(model)
+    for each, chosen in ((model, level), (twin, "O2")):
+        optimizer = torch.optim.AdamW(each.parameters())
+        convert_optimizer(optimizer, FP8Config(opt_level=chosen), model=each)
+    x = torch.randn(8, 64)
+    losses = [each(x).square().mean() for each in (model, twin)]
+    revert(model)
+    for loss in losses:
+        loss.backward()
+    for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+        assert (type(ours.grad), ours.grad.dtype) == (torch.Tensor, torch.float32)
+        assert torch.equal(ours.grad, theirs.grad.clone())
+
+
 def test_a_bare_linear_is_converted_itself():
     linear = nn.Linear(32, 32)
     report = convert_to_float8(linear)
