@@ -21,7 +21,7 @@ if [ $# -eq 0 ] || [ "$*" = --fast ]; then
   fast=$*
   # A file's tests share what they set up and stay together; tests/durations.py has the order.
   set -- -n "${TEST_PROCESSES:-2}" --dist loadfile --no-loadscope-reorder --durations 20
-  [ -z "$fast" ] || set -- "$@" -m "not gpu and not slow and (not long or smoke)"
+  [ -z "$fast" ] || set -- "$@" -m "not gpu and not slow and not transformer_engine and (not long or smoke)"
 fi
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 exec "$venv/bin/python" -m pytest "$@"

@@ -2,7 +2,6 @@
 
 import contextlib
 import gc
-import importlib
 import os
 import sys
 import tempfile
@@ -13,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import _fp8_autoload
-from tests import durations
+from tests import durations, transformer_engine_sources, transformer_engine_stub
 from tests.durations import (  # noqa: F401  (hooks)
     pytest_collection_modifyitems,
     pytest_runtest_setup,
@@ -116,22 +115,30 @@ def _nothing_compiled_before():
         dynamo.reset()
 
 
-@pytest.fixture
-def te(monkeypatch):
-    """The stub of ``transformer_engine.pytorch``, on any device."""
+@pytest.fixture(scope="session")
+def _sources(tmp_path_factory):
+    return transformer_engine_sources.unpacked(tmp_path_factory.mktemp("transformer_engine"))
+
+
+@pytest.fixture(params=["stub", pytest.param("sources", marks=pytest.mark.transformer_engine)])
+def te(request, monkeypatch):
+    """``transformer_engine.pytorch`` on the CPU: a stub, and the Python of the pinned release."""
     from torch_fp8.nn import transformer_engine
 
-    def forget():
-        for name in [n for n in sys.modules if n.partition(".")[0] == "transformer_engine"]:
-            del sys.modules[name]
-        transformer_engine.native_recipe.cache_clear()
-
-    forget()
-    monkeypatch.syspath_prepend(Path(__file__).parent / "stubs")
+    for name in [n for n in sys.modules if n.partition(".")[0] == "transformer_engine"]:
+        monkeypatch.delitem(sys.modules, name)
+    transformer_engine.native_recipe.cache_clear()
     monkeypatch.setattr(transformer_engine, "_is_cuda", lambda device: True)
     monkeypatch.setattr("torch_fp8.conversion.convert.check_driver", lambda device: None)
-    yield importlib.import_module("transformer_engine.pytorch")
-    forget()
+    if request.param == "stub":
+        for name, module in transformer_engine_stub.modules().items():
+            monkeypatch.setitem(sys.modules, name, module)
+        yield sys.modules["transformer_engine.pytorch"]
+    else:
+        yield transformer_engine_sources.load(request.getfixturevalue("_sources"), monkeypatch)
+        for name in [n for n in sys.modules if n.partition(".")[0] == "transformer_engine"]:
+            del sys.modules[name]
+    transformer_engine.native_recipe.cache_clear()
 
 
 class _Clock:

@@ -1,8 +1,6 @@
 """The peers: torchao as installed, Transformer Engine as a stub with its signatures."""
 
 import copy
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -10,20 +8,6 @@ from torch import nn
 
 from benchmarks import peers
 from torch_fp8.quantization.metrics import sqnr_db
-
-STUBS = Path(__file__).parents[1] / "stubs"
-
-
-@pytest.fixture
-def transformer_engine(monkeypatch):
-    """The stub, importable."""
-    monkeypatch.syspath_prepend(str(STUBS))
-    loaded = [name for name in sys.modules if name.partition(".")[0] == "transformer_engine"]
-    for name in loaded:
-        monkeypatch.delitem(sys.modules, name)
-    yield
-    for name in [n for n in sys.modules if n.partition(".")[0] == "transformer_engine"]:
-        del sys.modules[name]
 
 
 def network():
@@ -33,7 +17,7 @@ def network():
 
 
 @pytest.mark.parametrize("recipe", peers.TRANSFORMER_ENGINE_RECIPES)
-def test_transformer_engine_takes_the_linears_and_their_weights(transformer_engine, recipe):
+def test_transformer_engine_takes_the_linears_and_their_weights(te, recipe):
     stock = network()
     ours = peers.TransformerEngine(copy.deepcopy(stock), recipe)
     kinds = [type(m).__module__.partition(".")[0] for m in ours.module.children()]
@@ -44,7 +28,7 @@ def test_transformer_engine_takes_the_linears_and_their_weights(transformer_engi
     assert sqnr_db(stock(x).float(), ours(x).float()) > 15
 
 
-def test_transformer_engine_takes_a_single_linear(transformer_engine):
+def test_transformer_engine_takes_a_single_linear(te):
     ours = peers.TransformerEngine(nn.Linear(32, 32).bfloat16(), "current")
     assert type(ours.module).__module__.startswith("transformer_engine")
     ours(torch.randn(16, 32, dtype=torch.bfloat16)).sum().backward()

@@ -42,8 +42,8 @@ from torch_fp8.nn.linear import Float8Layer, Float8Linear
 from torch_fp8.nn.merge_aware import stop_merge_aware
 from torch_fp8.nn.transformer_engine import (
     NOT_SHARDED,
+    RECIPES,
     check_transformer_engine,
-    runs_recipe,
     unaligned,
 )
 from torch_fp8.nn.transformer_engine_linear import TransformerEngineLinear, place_regions
@@ -273,7 +273,7 @@ def _resolve(config: FP8Config, device: torch.device) -> Recipe:
     name = config.recipe
     if name == "auto":
         name = resolve_auto(device)
-        if _is_te(config) and not runs_recipe(name):
+        if _is_te(config) and name not in RECIPES:
             name = "tensorwise"
     return recipe_of(config, name)
 

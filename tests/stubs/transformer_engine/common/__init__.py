@@ -1,1 +1,0 @@
-"""Common to all frameworks."""
