@@ -41,7 +41,7 @@ from torch_fp8 import (
 from torch_fp8.checkpoint.adopt_checkpoint import take_over
 from torch_fp8.checkpoint.adopt_residuals import adopt_residuals
 from torch_fp8.config import given_config
-from torch_fp8.conversion.convert import NothingToConvertError
+from torch_fp8.conversion.selection import NothingToConvertError
 from torch_fp8.distributed.config_check import check_same_config
 from torch_fp8.distributed.ddp.wrap import connect_ddp, ddp_options
 from torch_fp8.distributed.fsdp.connect import FSDPReport, connect_fsdp

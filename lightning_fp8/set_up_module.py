@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from torch_fp8 import ConversionReport, OptimizerReport
-from torch_fp8.conversion.convert import RUNS_IN_FP8
+from torch_fp8.conversion.selection import RUNS_IN_FP8
 
 
 @dataclass

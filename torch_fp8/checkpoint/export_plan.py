@@ -14,20 +14,25 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from torch_fp8.checkpoint.export_format import ExportFormat
 from torch_fp8.checkpoint.export_layers import held_layers
+from torch_fp8.checkpoint.export_refusals import (
+    one_recipe,
+    refuse_ambiguous,
+    refuse_experts,
+    refuse_sharded,
+    refuse_tied,
+)
 from torch_fp8.checkpoint.fold_smooth import SmoothFold
 from torch_fp8.checkpoint.plain_dtype import PLAIN, plain_dtype
 from torch_fp8.checkpoint.safetensors_files import DTYPES
 from torch_fp8.checkpoint.safetensors_writer import PlannedTensor, TensorGroup
 from torch_fp8.nn.class_swap import unwrapped_name
-from torch_fp8.nn.layer_filter import expert_weights, is_linear
+from torch_fp8.nn.layer_filter import is_linear
 from torch_fp8.nn.linear import Float8Layer
 from torch_fp8.nn.paused import is_paused
 from torch_fp8.nn.scaling_buffers import INPUT, WEIGHT
-from torch_fp8.nn.transformer_engine_linear import TransformerEngineLinear
 from torch_fp8.ops.quantize import QuantizedTensor, dequantize
 from torch_fp8.tensor.base import QuantizableTensor
 from torch_fp8.tensor.quantizer import WeightQuantizer
@@ -156,19 +161,19 @@ def plan_export(
     layers = {n: m for n, m in places if isinstance(m, Float8Layer)}
     if not paused:
         layers = {n: m for n, m in layers.items() if not is_paused(m)}
-    format = ExportFormat(name, _recipe(layers, name))
+    format = ExportFormat(name, one_recipe(layers, name))
     held = held_layers(model, layers, places, format)
     tied = _tied_patterns(places)
     plan = ExportPlan(format, smooth=smooth)
     seen: dict[int, str] = {}
     for name, module in places:
-        _refuse_experts(name, module)
+        refuse_experts(name, module)
         reason = held.get(name, "not in FP8") if is_linear(module) else ""
         for key, tensor in own_tensors(name, module):
-            _refuse_sharded(key, tensor)
+            refuse_sharded(key, tensor)
             before = seen.setdefault(id(tensor), key)
             if before != key and any(re.search(pattern, key) for pattern in tied):
-                _refuse_tied(name, before.removesuffix(".weight"), layers)
+                refuse_tied(name, before.removesuffix(".weight"), layers)
                 continue
             is_weight = key == f"{name}.weight"
             layer = layers.get(name) if is_weight else None
@@ -192,7 +197,7 @@ def plan_export(
             f"format {format.name!r} can hold none of the model's FP8 layers: "
             + "; ".join(f"'{layer}': {why}" for layer, why in plan.kept[:3])
         )
-    _refuse_ambiguous(plan)
+    refuse_ambiguous(plan.fp8, plan.ignored)
     return plan
 
 
@@ -234,29 +239,6 @@ def input_scale(name: str, layer: Float8Layer) -> Tensor:
     return quantizer.scale
 
 
-def _recipe(layers: dict[str, Float8Layer], format: str) -> str:
-    """Return the one recipe that all FP8 layers run."""
-    if not layers:
-        raise ValueError(
-            "the model has no FP8 layer; torch_fp8.convert_to_float8(model, recipe) makes them"
-        )
-    first: dict[str, str] = {}
-    for name, layer in layers.items():
-        if isinstance(layer, TransformerEngineLinear):
-            raise ValueError(
-                f"'{name}' is cast by Transformer Engine, whose bytes are not known here; convert "
-                "the model with FP8Config(backend='torch')"
-            )
-        first.setdefault(layer.fp8_recipe.name, name)
-    if len(first) > 1:
-        parts = ", ".join(f"'{name}' runs {recipe}" for recipe, name in first.items())
-        raise ValueError(
-            f"format {format!r} says one recipe for all layers, and {parts}; convert the model "
-            "with the recipe that its frozen layers run, recipe='blockwise'"
-        )
-    return next(iter(first))
-
-
 def _tied_patterns(places: list[tuple[str, nn.Module]]) -> list[str]:
     """Return patterns of the names that a model ties when it is loaded, as transformers says."""
     patterns = []
@@ -271,30 +253,6 @@ def own_tensors(name: str, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for own, tensor in (*module._parameters.items(), *module._buffers.items()):
         if tensor is not None and own not in module._non_persistent_buffers_set:
             yield f"{name}.{own}".lstrip("."), tensor
-
-
-def _refuse_experts(name: str, module: nn.Module) -> None:
-    for full, why in expert_weights(name, module):
-        raise ValueError(
-            f"'{full}' holds fused experts, which the engines read expert by expert and this "
-            f"export does not split ({why}); save the model with save_pretrained"
-        )
-
-
-def _refuse_tied(name: str, owner: str, layers: dict[str, Float8Layer]) -> None:
-    if name in layers or owner in layers:
-        raise ValueError(
-            f"'{name}' runs in FP8 and shares its weight with '{owner}', which engines tie to it "
-            f"in high precision; convert the model with {name!r} among skip"
-        )
-
-
-def _refuse_sharded(key: str, tensor: Tensor) -> None:
-    if isinstance(tensor, DTensor):
-        raise ValueError(
-            f"'{key}' is sharded over several ranks; save the model with its host, then run "
-            "torch-fp8 export on that checkpoint"
-        )
 
 
 def _as_it_is(planned: PlannedTensor, get: Callable[[], Tensor]) -> TensorGroup:
@@ -377,17 +335,3 @@ def not_finite(key: str) -> ValueError:
     return ValueError(
         f"'{key}' holds an Inf or NaN: training has diverged, or the checkpoint is broken"
     )
-
-
-def _refuse_ambiguous(plan: ExportPlan) -> None:
-    """Refuse names that would make transformers leave an FP8 layer in high precision.
-
-    It takes each name of ``modules_to_not_convert`` for a suffix, too.
-    """
-    for ignored in plan.ignored:
-        for name in plan.fp8:
-            if name.endswith(ignored) or name.startswith(f"{ignored}."):
-                raise ValueError(
-                    f"'{ignored}' is not in FP8 and '{name}' is; engines would take the second for "
-                    f"the first. Convert the model with {name!r} among skip"
-                )

@@ -6,9 +6,8 @@ Conversion swaps ``__class__`` in place. The Parameter objects stay the same, so
 
 import copy
 import warnings
-from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -16,37 +15,25 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from torch_fp8.config import FP8Config, config_or_default
-from torch_fp8.conversion.autotune import choose_recipe, recipe_of
-from torch_fp8.conversion.frozen_layers import freeze_as_configured, option_that_keeps
-from torch_fp8.conversion.fused_layers import NO_PRODUCERS, convert_producers, revert_producers
-from torch_fp8.conversion.layer_options import (
-    high_precision_pattern,
-    layer_options,
-    own_recipe,
-    unused_overrides,
+from torch_fp8.conversion.autotune import RecipeChoice, choose_recipe, recipe_of
+from torch_fp8.conversion.frozen_layers import FreezeReport, freeze_as_configured
+from torch_fp8.conversion.fused_layers import (
+    NO_PRODUCERS,
+    Producers,
+    convert_producers,
+    revert_producers,
 )
+from torch_fp8.conversion.layer_options import layer_options, own_recipe, unused_overrides
+from torch_fp8.conversion.layer_swap import to_float8, to_stock
 from torch_fp8.conversion.report import ConversionReport, SkippedModule, matmul_flops
+from torch_fp8.conversion.selection import Product, first_reasons, select
 from torch_fp8.conversion.smooth_layers import down_projections
-from torch_fp8.distributed.tensor_parallel.styles import check_style
-from torch_fp8.nn.class_swap import add_mixin, remove_mixin
-from torch_fp8.nn.conv1d import Float8Conv1D
-from torch_fp8.nn.foreign_layer import QUANTIZED, is_ligers, quantized_by
-from torch_fp8.nn.layer_filter import (
-    expert_weights,
-    high_precision_modules,
-    is_linear,
-    matches,
-    skip_reason,
-)
-from torch_fp8.nn.linear import Float8Layer, Float8Linear
+from torch_fp8.nn.foreign_layer import QUANTIZED, is_ligers
+from torch_fp8.nn.layer_filter import matches
+from torch_fp8.nn.linear import Float8Layer
 from torch_fp8.nn.merge_aware import stop_merge_aware
-from torch_fp8.nn.transformer_engine import (
-    NOT_SHARDED,
-    RECIPES,
-    check_transformer_engine,
-    unaligned,
-)
-from torch_fp8.nn.transformer_engine_linear import TransformerEngineLinear, place_regions
+from torch_fp8.nn.transformer_engine import NOT_SHARDED, RECIPES, check_transformer_engine
+from torch_fp8.nn.transformer_engine_linear import place_regions
 from torch_fp8.ops.hardware import check_device, resolve_auto, runs_natively
 from torch_fp8.ops.kernel_driver import check_driver
 from torch_fp8.optim.embedding_dtype import restore_output_dtype
@@ -54,23 +41,6 @@ from torch_fp8.optim.grad_hooks import remove_hook
 from torch_fp8.quantization.recipe import Recipe
 from torch_fp8.tensor.encoded import plain
 from torch_fp8.tensor.split_weight import join_parameter
-
-RUNS_IN_FP8 = "FP8 runs linear layers of 16 features and more"
-
-
-class NothingToConvertError(ValueError):
-    """A model has no layer that can run in FP8. It stays as it was.
-
-    Attributes:
-        reason: why, without the way out that the message ends with.
-    """
-
-    def __init__(self, reason: str) -> None:
-        super().__init__(f"{reason}. {RUNS_IN_FP8}; train this model in BF16 mixed precision")
-        self.reason = reason
-
-
-_MIXINS = (TransformerEngineLinear, Float8Linear, Float8Conv1D)
 
 
 def convert_to_float8(
@@ -110,74 +80,118 @@ def convert_to_float8(
     _check_model(model)
     target = torch.device(device) if device is not None else _device_of(model)
     recipe = check_config(config, target)
-    is_te = _is_te(config)
-    if is_te and any(isinstance(p, DTensor) for p in model.parameters()):
+    if _is_te(config) and any(isinstance(p, DTensor) for p in model.parameters()):
         raise ValueError(NOT_SHARDED)
-    plan = list(_plan(model, config, recipe))
-    linears = {name: module for name, module, reason in plan if reason is None}
-    others = any((reason or "").startswith(QUANTIZED) for _, _, reason in plan)
-    if not (linears or others):
-        raise NothingToConvertError(_nothing_converted(model, plan))
+    products = select(model, config, recipe)
+    linears = {product.name: product.module for product in products if product.reason is None}
     own = layer_options(linears, config)
-    choice = None
-    if config.recipe == "auto":
-        free = {n: m for n, m in linears.items() if n not in own or own[n].recipe == "auto"}
-        choice = choose_recipe(model, free, config, target)
-        if choice.not_measured is None:
-            recipe = recipe_of(config, choice.recipe)
-            check_device(target, recipe.name, config.emulate)  # another rank's card may be better
-    left = {} if choice is None else choice.left
-    emulate = config.emulate and not runs_natively(target, recipe.name)
-
-    downs = down_projections(model, (config, *own.values()))
-    converted, skipped, overridden = [], [], {}
-    for name, module, reason in plan:
-        reason = left.get(name) if reason is None else reason
-        if reason is None:
-            options = own.get(name, config)
-            theirs = own_recipe(options, recipe.name, target) if name in own else recipe
-            theirs = replace(theirs, smooth=options.smooth_swiglu and module in downs)
-            emulated = config.emulate and not runs_natively(target, theirs.name)
-            _to_float8(module, name, options, theirs, emulated)
-            converted.append(name)
-            if name in own:
-                overridden[name] = theirs
-        else:
-            if isinstance(module, Float8Layer):  # a second conversion that skips more
-                _to_stock(module)
-            skipped.append(SkippedModule(name, reason))
-    if not converted and not others:
-        warnings.warn(
-            f"no linear layer of {type(model).__name__} is faster in FP8 on this device, so all "
-            f"stay in high precision ({_reasons(skipped)}). Name a recipe to run them in FP8 all "
-            "the same, or the tokens of your micro-batches, FP8Config(tokens=...)",
-            stacklevel=2,
-        )
-    if is_te or not converted:
-        revert_producers(model)
-    frozen = freeze_as_configured(model, config, target)
-    made = NO_PRODUCERS if is_te or not converted else convert_producers(model, config)
-    unused = unused_overrides(model, config)
-    place_regions(model)
-    _keep_scaling_local(model)
+    choice, recipe = _choose(model, linears, own, config, recipe, target)
+    layers = _swap(model, products, own, choice, config, recipe, target)
+    frozen, fused = _finish(model, config, target, bool(layers.converted))
+    is_emulated = config.emulate and not runs_natively(target, recipe.name)
     return ConversionReport(
-        converted=tuple(converted),
-        skipped=tuple(skipped),
+        converted=tuple(layers.converted),
+        skipped=tuple(layers.skipped),
         recipe=recipe,
         config=config,
         device=target,
-        emulated=emulate or target.type != "cuda",
+        emulated=is_emulated or target.type != "cuda",
         unused_skip=tuple(p for p in config.skip if not _names_a_module(model, p)),
         flops=matmul_flops(model),
-        producers=made.converted,
+        producers=fused.converted,
         choice=choice,
         frozen=frozen,
         num_liger=sum(map(is_ligers, model.modules())),
-        overridden=overridden,
-        unused_overrides=unused,
-        unfused=made.unfused,
+        overridden=layers.overridden,
+        unused_overrides=unused_overrides(model, config),
+        unfused=fused.unfused,
         smooth=tuple(name for name, m in model.named_modules() if _is_smooth(m)),
     )
+
+
+def _choose(
+    model: nn.Module,
+    linears: dict[str, Any],
+    own: dict[str, FP8Config],
+    config: FP8Config,
+    recipe: Recipe,
+    target: torch.device,
+) -> tuple[RecipeChoice | None, Recipe]:
+    """Measure, if the recipe is ``auto``; return what was found, and the recipe of the model."""
+    if config.recipe != "auto":
+        return None, recipe
+    free = {n: m for n, m in linears.items() if n not in own or own[n].recipe == "auto"}
+    choice = choose_recipe(model, free, config, target)
+    if choice.not_measured is None:
+        recipe = recipe_of(config, choice.recipe)
+        check_device(target, recipe.name, config.emulate)  # another rank's card may be better
+    return choice, recipe
+
+
+class _Layers(NamedTuple):
+    """What was done with each layer: `ConversionReport` has the fields."""
+
+    converted: list[str]
+    skipped: list[SkippedModule]
+    overridden: dict[str, Recipe]
+
+
+def _swap(
+    model: nn.Module,
+    products: list[Product],
+    own: dict[str, FP8Config],
+    choice: RecipeChoice | None,
+    config: FP8Config,
+    recipe: Recipe,
+    target: torch.device,
+) -> _Layers:
+    """Swap the class of each layer that runs in FP8, and back where an earlier call converted it.
+
+    Args:
+        own: the options of layers that have others than `config`.
+        choice: the layers that are slower in FP8, with the times.
+    """
+    slower = {} if choice is None else choice.left
+    downs = down_projections(model, (config, *own.values()))
+    layers = _Layers([], [], {})
+    for name, module, reason in products:
+        reason = slower.get(name) if reason is None else reason
+        if reason is not None:
+            if isinstance(module, Float8Layer):  # a second conversion that skips more
+                to_stock(module)
+            layers.skipped.append(SkippedModule(name, reason))
+            continue
+        options = own.get(name, config)
+        theirs = own_recipe(options, recipe.name, target) if name in own else recipe
+        theirs = replace(theirs, smooth=options.smooth_swiglu and module in downs)
+        emulate = config.emulate and not runs_natively(target, theirs.name)
+        to_float8(module, name, options, theirs, emulate)
+        layers.converted.append(name)
+        if name in own:
+            layers.overridden[name] = theirs
+    quantized = any((product.reason or "").startswith(QUANTIZED) for product in products)
+    if not (layers.converted or quantized):
+        warnings.warn(
+            f"no linear layer of {type(model).__name__} is faster in FP8 on this device, so all "
+            f"stay in high precision ({first_reasons(layers.skipped)}). Name a recipe to run them "
+            "in FP8 all the same, or the tokens of your micro-batches, FP8Config(tokens=...)",
+            stacklevel=3,
+        )
+    return layers
+
+
+def _finish(
+    model: nn.Module, config: FP8Config, target: torch.device, has_layers: bool
+) -> tuple[FreezeReport, Producers]:
+    """Freeze what the configuration names, and fuse the casts of norms and gated MLPs."""
+    fuses = has_layers and not _is_te(config)
+    if not fuses:
+        revert_producers(model)
+    frozen = freeze_as_configured(model, config, target)
+    fused = convert_producers(model, config) if fuses else NO_PRODUCERS
+    place_regions(model)
+    _keep_scaling_local(model)
+    return frozen, fused
 
 
 def conversion_report(
@@ -226,7 +240,7 @@ def revert(model: nn.Module) -> int:
     revert_producers(model)
     modules = [m for m in model.modules() if isinstance(m, Float8Layer)]
     for module in modules:
-        _to_stock(module)
+        to_stock(module)
     place_regions(model)
     _keep_scaling_local(model)
     for parameter in model.parameters():
@@ -278,71 +292,8 @@ def _resolve(config: FP8Config, device: torch.device) -> Recipe:
     return recipe_of(config, name)
 
 
-def _plan(
-    model: nn.Module, config: FP8Config, recipe: Recipe
-) -> Iterator[tuple[str, Any, str | None]]:
-    """Yield each matrix product with a weight, its module, and why it stays in high precision or
-    None.
-    """
-    kept_high = high_precision_modules(model, config.skip)
-    for name, module in model.named_modules():
-        if not is_linear(module):
-            library = quantized_by(module)
-            if library is not None:
-                yield name, module, f"{QUANTIZED}{library}"
-                continue
-            yield from ((full, module, why) for full, why in expert_weights(name, module))
-            continue
-        reason = skip_reason(name, module, config.skip, kept_high)
-        if reason is None:
-            reason = high_precision_pattern(name, config)
-        if reason is None and _is_te(config):
-            reason = unaligned(module, recipe)
-        yield name, module, reason
-
-
-def _to_float8(
-    module: nn.Module, name: str, config: FP8Config, recipe: Recipe, emulate: bool
-) -> None:
-    if isinstance(module, Float8Layer):
-        if module.frozen_weight is not None and option_that_keeps(config) is None:
-            module.fp8_config, module.fp8_name = config, name
-            module.fp8_thawed_recipe = recipe
-            if module.fp8_recipe.smooth != recipe.smooth:
-                module.run_frozen(module.fp8_recipe, module.fp8_emulate)
-            return
-        module.thaw_weight()
-        if (module.fp8_config, module.fp8_recipe) == (config, recipe):
-            module.fp8_emulate = emulate
-            return
-        module.drop_scaling()
-        if isinstance(module, TransformerEngineLinear) != _is_te(config):
-            _to_stock(module)
-    if not isinstance(module, Float8Layer):
-        linear = TransformerEngineLinear if _is_te(config) else Float8Linear
-        add_mixin(module, linear if isinstance(module, nn.Linear) else Float8Conv1D)
-    assert isinstance(module, Float8Layer)
-    module.configure(name, config, recipe, emulate)
-    check_style(module)
-
-
 def _is_smooth(module: nn.Module) -> bool:
     return isinstance(module, Float8Layer) and module.fp8_recipe.smooth
-
-
-_OWN = (
-    *("fp8_config", "fp8_recipe", "fp8_emulate", "fp8_name"),
-    *("fp8_delayed", "fp8_casts", "fp8_transposed"),
-)
-"""What `Float8Layer.configure` has left in a layer."""
-
-
-def _to_stock(module: Float8Layer) -> None:
-    module.thaw_weight()
-    module.drop_scaling()
-    for name in _OWN:
-        delattr(module, name)
-    remove_mixin(module, next(mixin for mixin in _MIXINS if isinstance(module, mixin)))
 
 
 def _keep_scaling_local(model: nn.Module) -> None:
@@ -375,15 +326,3 @@ def _device_of(model: nn.Module) -> torch.device:
 def _names_a_module(model: nn.Module, pattern: str) -> bool:
     # The default stands for the usual name of an output layer; not every model has one.
     return pattern == "lm_head" or any(matches(pattern, n) for n, _ in model.named_modules())
-
-
-def _nothing_converted(model: nn.Module, plan: list[tuple[str, Any, str | None]]) -> str:
-    skipped = [SkippedModule(name, reason) for name, _, reason in plan if reason is not None]
-    if not skipped:
-        return f"{type(model).__name__} has no nn.Linear: there is nothing to run in FP8"
-    return f"no linear layer of {type(model).__name__} can run in FP8 ({_reasons(skipped)})"
-
-
-def _reasons(skipped: list[SkippedModule]) -> str:
-    reasons = "; ".join(f"'{s.name}': {s.reason}" for s in skipped[:5])
-    return reasons + (f"; and {len(skipped) - 5} more" if len(skipped) > 5 else "")

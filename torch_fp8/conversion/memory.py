@@ -22,7 +22,7 @@ from torch_fp8.tensor.dtensor import local
 from torch_fp8.tensor.float8_moment import Float8Moment
 from torch_fp8.tensor.frozen_weight import Float8FrozenWeight
 from torch_fp8.tensor.split_weight import SplitWeight, stored, stored_grad
-from torch_fp8.tensor.wide_grad import narrowed
+from torch_fp8.tensor.wide_grad import WideGrad
 
 _CATEGORIES = ("weights", "gradients", "moments", "master", "scales", "caches")
 _NUM_MOMENTS = {"Adam": 2, "AdamW": 2, "NAdam": 2, "RAdam": 2, "Adamax": 2}
@@ -269,7 +269,9 @@ def _by_category(optimizers: list[Optimizer], parameters: list[Tensor]) -> dict[
 
 def _gradient_parts(grad: Tensor) -> tuple[Tensor, list[Tensor]]:
     """Return a gradient's elements, and its scales where it has 8 bits."""
-    shard = narrowed(local(grad))
+    shard = local(grad)
+    if isinstance(shard, WideGrad):
+        shard = shard.stored
     parts = getattr(shard, "parts", None)
     if parts is None:
         return shard, []

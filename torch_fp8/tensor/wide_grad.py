@@ -69,11 +69,6 @@ class WideGrad(Encoded):
         return repr(self.dequantize())
 
 
-def narrowed(grad: Tensor) -> Tensor:
-    """Return the BF16 gradient behind a `WideGrad`; any other tensor itself."""
-    return grad.stored if isinstance(grad, WideGrad) else grad
-
-
 class WideHook:
     """A hook of a gradient that is BF16 in memory, which reads as float32 to the user's hook."""
 

@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from torch_fp8 import FP8Config, convert_to_float8, count_communication
-from torch_fp8.conversion.convert import _to_float8
+from torch_fp8.conversion.layer_swap import to_float8
 from torch_fp8.distributed.fsdp.connect import connect_fsdp
 from torch_fp8.ops.quantize import quantize
 from torch_fp8.quantization.recipe import make_recipe
@@ -41,7 +41,7 @@ def case_few_rows():
         config = FP8Config(recipe=recipe, opt_level="O1", emulate=True)
         for one in (model, alone):
             for i, layer in enumerate(one):  # also those that convert_to_float8 finds too small
-                _to_float8(layer, str(i), config, make_recipe(recipe), True)
+                to_float8(layer, str(i), config, make_recipe(recipe), True)
         fully_shard(model)
         report = connect_fsdp(model, config)
         unshard(model)

@@ -1,0 +1,74 @@
+"""What an export refuses: each error is a ValueError that names the layer and a way out."""
+
+from collections.abc import Iterable
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from torch_fp8.nn.layer_filter import expert_weights
+from torch_fp8.nn.linear import Float8Layer
+from torch_fp8.nn.transformer_engine_linear import TransformerEngineLinear
+
+
+def one_recipe(layers: dict[str, Float8Layer], format: str) -> str:
+    """Return the one recipe that all FP8 layers run; refuse a model that has none or several."""
+    if not layers:
+        raise ValueError(
+            "the model has no FP8 layer; torch_fp8.convert_to_float8(model, recipe) makes them"
+        )
+    first: dict[str, str] = {}
+    for name, layer in layers.items():
+        if isinstance(layer, TransformerEngineLinear):
+            raise ValueError(
+                f"'{name}' is cast by Transformer Engine, whose bytes are not known here; convert "
+                "the model with FP8Config(backend='torch')"
+            )
+        first.setdefault(layer.fp8_recipe.name, name)
+    if len(first) > 1:
+        parts = ", ".join(f"'{name}' runs {recipe}" for recipe, name in first.items())
+        raise ValueError(
+            f"format {format!r} says one recipe for all layers, and {parts}; convert the model "
+            "with the recipe that its frozen layers run, recipe='blockwise'"
+        )
+    return next(iter(first))
+
+
+def refuse_experts(name: str, module: nn.Module) -> None:
+    """Refuse fused experts."""
+    for full, why in expert_weights(name, module):
+        raise ValueError(
+            f"'{full}' holds fused experts, which the engines read expert by expert and this "
+            f"export does not split ({why}); save the model with save_pretrained"
+        )
+
+
+def refuse_tied(name: str, owner: str, layers: dict[str, Float8Layer]) -> None:
+    """Refuse an FP8 layer that shares its weight with another module."""
+    if name in layers or owner in layers:
+        raise ValueError(
+            f"'{name}' runs in FP8 and shares its weight with '{owner}', which engines tie to it "
+            f"in high precision; convert the model with {name!r} among skip"
+        )
+
+
+def refuse_sharded(key: str, tensor: Tensor) -> None:
+    """Refuse a tensor of which this rank has a part."""
+    if isinstance(tensor, DTensor):
+        raise ValueError(
+            f"'{key}' is sharded over several ranks; save the model with its host, then run "
+            "torch-fp8 export on that checkpoint"
+        )
+
+
+def refuse_ambiguous(fp8: Iterable[str], ignored: Iterable[str]) -> None:
+    """Refuse names that would make transformers leave an FP8 layer in high precision.
+
+    It takes each name of ``modules_to_not_convert`` for a suffix, too.
+    """
+    for plain in ignored:
+        for name in fp8:
+            if name.endswith(plain) or name.startswith(f"{plain}."):
+                raise ValueError(
+                    f"'{plain}' is not in FP8 and '{name}' is; engines would take the second for "
+                    f"the first. Convert the model with {name!r} among skip"
+                )

@@ -1,0 +1,59 @@
+"""One linear layer's way into FP8 and back: its class is swapped, its Parameters stay."""
+
+from torch import nn
+
+from torch_fp8.config import FP8Config
+from torch_fp8.conversion.frozen_layers import option_that_keeps
+from torch_fp8.distributed.tensor_parallel.styles import check_style
+from torch_fp8.nn.class_swap import add_mixin, remove_mixin
+from torch_fp8.nn.conv1d import Float8Conv1D
+from torch_fp8.nn.linear import Float8Layer, Float8Linear
+from torch_fp8.nn.transformer_engine_linear import TransformerEngineLinear
+from torch_fp8.quantization.recipe import Recipe
+
+_MIXINS = (TransformerEngineLinear, Float8Linear, Float8Conv1D)
+_OWN = (
+    *("fp8_config", "fp8_recipe", "fp8_emulate", "fp8_name"),
+    *("fp8_delayed", "fp8_casts", "fp8_transposed"),
+)
+"""What `Float8Layer.configure` has left in a layer."""
+
+
+def to_float8(
+    module: nn.Module, name: str, config: FP8Config, recipe: Recipe, emulate: bool
+) -> None:
+    """Make `module` run `recipe`, whatever it runs now; `Float8Layer.configure` has the arguments.
+
+    A frozen weight that the configuration keeps in FP8 stays so, and what thaws it later takes the
+    recipe.
+    """
+    uses_te = config.backend == "transformer-engine"
+    if isinstance(module, Float8Layer):
+        if module.frozen_weight is not None and option_that_keeps(config) is None:
+            module.fp8_config, module.fp8_name = config, name
+            module.fp8_thawed_recipe = recipe
+            if module.fp8_recipe.smooth != recipe.smooth:
+                module.run_frozen(module.fp8_recipe, module.fp8_emulate)
+            return
+        module.thaw_weight()
+        if (module.fp8_config, module.fp8_recipe) == (config, recipe):
+            module.fp8_emulate = emulate
+            return
+        module.drop_scaling()
+        if isinstance(module, TransformerEngineLinear) != uses_te:
+            to_stock(module)
+    if not isinstance(module, Float8Layer):
+        linear = TransformerEngineLinear if uses_te else Float8Linear
+        add_mixin(module, linear if isinstance(module, nn.Linear) else Float8Conv1D)
+    assert isinstance(module, Float8Layer)
+    module.configure(name, config, recipe, emulate)
+    check_style(module)
+
+
+def to_stock(module: Float8Layer) -> None:
+    """Give `module` its original class, and its weight back in high precision."""
+    module.thaw_weight()
+    module.drop_scaling()
+    for name in _OWN:
+        delattr(module, name)
+    remove_mixin(module, next(mixin for mixin in _MIXINS if isinstance(module, mixin)))

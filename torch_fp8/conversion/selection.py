@@ -1,0 +1,83 @@
+"""Which matrix products of a model can run in FP8, and what keeps the others from it."""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from torch_fp8.config import FP8Config
+from torch_fp8.conversion.layer_options import high_precision_pattern
+from torch_fp8.conversion.report import SkippedModule
+from torch_fp8.nn.foreign_layer import QUANTIZED, quantized_by
+from torch_fp8.nn.layer_filter import expert_weights, high_precision_modules, is_linear, skip_reason
+from torch_fp8.nn.transformer_engine import unaligned
+from torch_fp8.quantization.recipe import Recipe
+
+RUNS_IN_FP8 = "FP8 runs linear layers of 16 features and more"
+
+
+class NothingToConvertError(ValueError):
+    """A model has no layer that can run in FP8. It stays as it was.
+
+    Attributes:
+        reason: why, without the way out that the message ends with.
+    """
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"{reason}. {RUNS_IN_FP8}; train this model in BF16 mixed precision")
+        self.reason = reason
+
+
+class Product(NamedTuple):
+    """A matrix product with a weight: its qualified name, its module, and what keeps it from FP8.
+
+    Attributes:
+        module: the linear layer; of fused experts, the module that holds them.
+        reason: why it stays in high precision; None: it can run in FP8.
+    """
+
+    name: str
+    module: Any
+    reason: str | None
+
+
+def select(model: nn.Module, config: FP8Config, recipe: Recipe) -> list[Product]:
+    """Return each matrix product of `model` with a weight.
+
+    Raises:
+        NothingToConvertError: none can run in FP8, and no other library quantizes one.
+    """
+    products = list(_products(model, config, recipe))
+    skipped = [SkippedModule(name, reason) for name, _, reason in products if reason is not None]
+    if len(skipped) < len(products) or any(s.reason.startswith(QUANTIZED) for s in skipped):
+        return products
+    if not skipped:
+        why = f"{type(model).__name__} has no nn.Linear: there is nothing to run in FP8"
+        raise NothingToConvertError(why)
+    raise NothingToConvertError(
+        f"no linear layer of {type(model).__name__} can run in FP8 ({first_reasons(skipped)})"
+    )
+
+
+def _products(model: nn.Module, config: FP8Config, recipe: Recipe) -> Iterator[Product]:
+    kept_high = high_precision_modules(model, config.skip)
+    for name, module in model.named_modules():
+        if not is_linear(module):
+            library = quantized_by(module)
+            if library is not None:
+                yield Product(name, module, f"{QUANTIZED}{library}")
+                continue
+            yield from (Product(full, module, why) for full, why in expert_weights(name, module))
+            continue
+        reason = skip_reason(name, module, config.skip, kept_high)
+        if reason is None:
+            reason = high_precision_pattern(name, config)
+        if reason is None and config.backend == "transformer-engine":
+            reason = unaligned(module, recipe)
+        yield Product(name, module, reason)
+
+
+def first_reasons(skipped: list[SkippedModule]) -> str:
+    """Join the names and reasons of the first five, with the number of the others."""
+    reasons = "; ".join(f"'{s.name}': {s.reason}" for s in skipped[:5])
+    return reasons + (f"; and {len(skipped) - 5} more" if len(skipped) > 5 else "")
