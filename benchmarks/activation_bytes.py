@@ -25,7 +25,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRot
 
 from benchmarks.measurement import environment, print_table
 from benchmarks.rows import add_csv, write_rows
-from benchmarks.saved_activations import count_saved
+from tests.saved_activations import count_saved
 from torch_fp8 import Float8Linear, FP8Config, convert_to_float8
 
 TOKENS = 256

@@ -131,6 +131,18 @@ def test_packages_import_only_what_their_prefix_names(package):
             assert name.split(".")[0] in allowed, f"{path}: imports {name}"
 
 
+def test_only_tests_of_the_benchmarks_import_them():
+    """The emulator, the interpreter and the kernels' cases lie in tests/, where both find them."""
+    of_benchmarks = {ROOT / "tests" / "benchmarks", ROOT / "tests" / "comparison"}
+    importing = {
+        path.relative_to(ROOT).as_posix()
+        for path in (ROOT / "tests").rglob("*.py")
+        if not of_benchmarks & set(path.parents)
+        and any(name.split(".")[0] == "benchmarks" for name in _imports(path))
+    }
+    assert importing == set()
+
+
 def test_autoload_is_small_and_needs_the_standard_library_alone():
     path = ROOT / "_fp8_autoload.py"
     assert len(path.read_text().splitlines()) < 150

@@ -131,7 +131,9 @@ def hidden_torchao(tmp_path: Path) -> Path:
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a Llama of two layers, hidden size 64, and a tokenizer of whole words."""
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, set_seed
+    from transformers import PreTrainedTokenizerFast, set_seed
+
+    from tests.models import llama
 
     folder = tmp_path_factory.mktemp("tiny_model")
     words = Tokenizer(models.WordLevel(unk_token="<unk>"))
@@ -151,19 +153,9 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     tokenizer.save_pretrained(folder)
     set_seed(0)
-    config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        max_position_embeddings=128,
-        pad_token_id=1,
-        bos_token_id=2,
-        eos_token_id=3,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
+    special = {"pad_token_id": 1, "bos_token_id": 2, "eos_token_id": 3}
+    model = llama(num_attention_heads=2, max_position_embeddings=128, **special)
+    model.save_pretrained(folder)
     return folder
 
 

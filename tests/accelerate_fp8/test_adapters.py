@@ -9,21 +9,15 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from tests.fp8_checkpoints import LiveStorages
+from tests.models import llama_config
 from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8, freeze, memory_report
 from torch_fp8.conversion.report import ConversionReport
 from torch_fp8.tensor.frozen_weight import Float8FrozenWeight
 
-CONFIG = LlamaConfig(
-    hidden_size=64,
-    intermediate_size=128,
-    num_hidden_layers=1,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    vocab_size=96,
-)
+CONFIG = llama_config(num_hidden_layers=1, vocab_size=96)
 IDS = torch.arange(64).view(2, 32)
 KINDS = {
     "lora": LoraConfig(r=4, target_modules="all-linear", modules_to_save=["lm_head"]),

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from benchmarks.saved_activations import count_saved
+from tests.saved_activations import count_saved
 from torch_fp8.planner.memory_tracker import MemoryTracker, plain_parts
 from torch_fp8.tensor.float8_grad import Float8Grad
 

@@ -8,7 +8,8 @@ import torch
 from code_tokenizer import train_tokenizer
 from instruction_data import IGNORED, Example, hold_out, load_examples, pack, pad, stack, tokenize
 from script_start import Refusal
-from transformers import LlamaConfig, LlamaForCausalLM
+
+from tests.models import llama
 
 CHAT = [
     {"role": "system", "content": "be short"},
@@ -189,15 +190,7 @@ def test_packing_refuses_an_example_that_does_not_fit():
 
 def test_packed_examples_do_not_see_each_other():
     """Their logits are those of each example alone."""
-    config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-    )
-    model = LlamaForCausalLM(config).eval()
+    model = llama(hidden_size=32, intermediate_size=48).eval()
     examples = examples_of([9, 6, 5, 8])
     batch = stack(pack(examples, 20, pad_token_id=1))
     assert batch["input_ids"].shape == (2, 20)
@@ -211,14 +204,8 @@ def test_packed_examples_do_not_see_each_other():
 
 
 def test_packed_and_padded_rows_give_the_same_loss():
-    config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-    )
-    model = LlamaForCausalLM(config).eval()
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+    model = llama(**sizes, num_key_value_heads=4).eval()
     examples = examples_of([9, 6, 5, 8])
     packed = stack(pack(examples, 16, pad_token_id=1))
     padded = pad(examples, pad_token_id=1)

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 from transformers.models.moonshine.modeling_moonshine import MoonshineDecoderMLP
 
-from benchmarks.saved_activations import count_saved
+from tests.saved_activations import count_saved
 from torch_fp8 import (
     FP8Config,
     convert_optimizer,

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
+from tests.models import llama_config
 from torch_fp8 import FP8Config, convert_to_float8, selective_checkpoint_contexts
 from torch_fp8.autograd.selective_checkpoint import ATTENTION, CASTS
 
@@ -22,13 +22,7 @@ class Llama(nn.Module):
 
     def __init__(self, **options):
         super().__init__()
-        config = LlamaConfig(
-            hidden_size=128,
-            intermediate_size=256,
-            num_hidden_layers=1,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-        )
+        config = llama_config(hidden_size=128, intermediate_size=256, num_hidden_layers=1)
         config._attn_implementation = "sdpa"
         torch.manual_seed(0)
         self.layer = LlamaDecoderLayer(config, 0).bfloat16()

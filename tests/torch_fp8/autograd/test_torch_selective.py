@@ -9,9 +9,9 @@ from torch.utils.checkpoint import (
     checkpoint,
     create_selective_checkpoint_contexts,
 )
-from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
+from tests.models import llama_config
 from torch_fp8 import FP8Config, convert_to_float8
 from torch_fp8.autograd.selective_checkpoint import ATTENTION, CASTS, operator_name
 
@@ -27,12 +27,12 @@ POLICIES = {"nothing": (), "casts": (*CASTS, *ATTENTION), "products": ("scaled_m
 def _gradients(recipe, saved):
     """Gradients of two steps, each of two micro-batches, and the histories then."""
     torch.manual_seed(0)
-    config = LlamaConfig(
+    config = llama_config(
         hidden_size=128,
         intermediate_size=256,
+        num_hidden_layers=1,
         num_attention_heads=2,
         num_key_value_heads=1,
-        num_hidden_layers=1,
     )
     config._attn_implementation = "sdpa"
     layer = LlamaDecoderLayer(config, 0).bfloat16()

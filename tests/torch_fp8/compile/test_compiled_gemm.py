@@ -5,8 +5,8 @@ import torch
 from torch._dynamo import trace_rules
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import LlamaConfig, LlamaForCausalLM
 
+from tests.models import llama
 from torch_fp8 import Float8Linear, FP8Config, convert_to_float8
 from torch_fp8.ops.quantize import QuantizedTensor, quantize
 from torch_fp8.ops.scaled_mm import scaled_matmul
@@ -45,15 +45,7 @@ def test_a_layer_is_one_graph_whatever_dynamo_knows(no_rule, recipe_name):
 def test_layers_compiled_one_by_one_share_one_graph_without_a_break(no_rule):
     torch._dynamo.utils.counters.clear()
     torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=64,
-        intermediate_size=160,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=64,
-    )
-    model = LlamaForCausalLM(config)
+    model = llama(intermediate_size=160, num_hidden_layers=4)
     convert_to_float8(model, FP8Config())
     backend = CompileCounterWithBackend("aot_eager")
     for layer in model.model.layers:

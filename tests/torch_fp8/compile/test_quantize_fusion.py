@@ -16,7 +16,7 @@ from transformers import LlamaConfig, Phi3Config
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 from transformers.models.phi3.modeling_phi3 import Phi3DecoderLayer
 
-from benchmarks.saved_activations import count_saved
+from tests.saved_activations import count_saved
 from torch_fp8 import (
     Float8Linear,
     FP8Config,

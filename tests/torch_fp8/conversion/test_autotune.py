@@ -10,8 +10,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM
 
+from tests.models import llama_config
 from torch_fp8 import Float8Linear, FP8Config, convert_optimizer, convert_to_float8
 from torch_fp8.conversion import layer_benchmark
 from torch_fp8.conversion.autotune import MARGIN, candidates, layer_shapes
@@ -332,15 +333,7 @@ def test_shapes_and_the_dtype_that_a_layer_multiplies_in(weights, dtype):
     assert shapes == {n: LayerShape(48, 32, n == "a", dtype) for n in layers}
 
 
-LLAMA = LlamaConfig(
-    hidden_size=64,
-    intermediate_size=176,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    vocab_size=128,
-    attn_implementation="eager",
-)
+LLAMA = llama_config(intermediate_size=176, vocab_size=128, attn_implementation="eager")
 Q, KV, GATE, DOWN = (64, 64), (32, 64), (176, 64), (64, 176)
 
 

@@ -1,5 +1,6 @@
 """Records what the host functions launch, and compiles it for a GPU that is not there."""
 
+import csv
 import itertools
 import json
 import os
@@ -18,8 +19,7 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from benchmarks import kernel_resources
-from benchmarks.rows import read_rows
+from tests import kernel_code
 from tests.kernel_cases.states import matrix_differences, moved, optimizer_matrix
 from torch_fp8.quantization.stochastic_rounding import random_words
 
@@ -274,10 +274,12 @@ def recorded_resources():
 
     Without those of another release of Triton, whose figures are others, and of other code.
     """
-    code = kernel_resources.digests()
+    code = kernel_code.digests()
+    with kernel_code.RESOURCES.open(newline="") as file:
+        rows = list(csv.DictReader(file))
     return {
         (f"{row['target']} {row['kernel']} {row['variant']}".strip(), int(row["warps"])): row
-        for row in read_rows(kernel_resources.RESULTS)
+        for row in rows
         if (row["triton"], row["digest"]) == (triton.__version__, code.get(row["kernel"]))
     }
 

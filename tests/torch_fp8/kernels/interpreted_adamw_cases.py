@@ -20,7 +20,7 @@ import triton.language as tl
 from conftest import matrix_differences, moved, optimizer_matrix
 from triton.runtime import interpreter
 
-from benchmarks.interpreter import mend
+from tests.interpreter import mend
 from torch_fp8.kernels import adamw, block_scaled, fast_math
 from torch_fp8.kernels.arguments import CastOptions, StepScalars, WeightPayload
 from torch_fp8.kernels.block_scaled import decode, encode, scale_of

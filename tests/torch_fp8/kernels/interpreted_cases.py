@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from triton.runtime import interpreter
 
-from benchmarks.interpreter import mend
+from tests.interpreter import mend
 from tests.kernel_cases import casts
 from tests.kernel_cases.comparison import Mismatch
 from torch_fp8.kernels.arguments import CastOptions

@@ -14,7 +14,7 @@ import torch
 from conftest import just_rounded_up
 from triton.runtime import interpreter
 
-from benchmarks.interpreter import mend
+from tests.interpreter import mend
 from torch_fp8.kernels import grad_codec as kernels
 from torch_fp8.ops import grad_codec
 from torch_fp8.quantization.stochastic_rounding import stream_keys

@@ -20,7 +20,7 @@ import torch
 import triton.language as tl
 from triton.runtime import interpreter
 
-from benchmarks.interpreter import mend
+from tests.interpreter import mend
 from torch_fp8.kernels import gate_up as gate_up_kernels
 from torch_fp8.kernels import rms_norm as norm_kernels
 from torch_fp8.kernels import smooth as smooth_kernels

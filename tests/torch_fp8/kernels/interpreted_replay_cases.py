@@ -16,7 +16,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 from triton.runtime import interpreter
 
-from benchmarks.interpreter import mend
+from tests.interpreter import mend
 from tests.kernel_cases import played
 from tests.kernel_cases.comparison import Mismatch
 from torch_fp8.kernels.launch_tape import recording

@@ -14,7 +14,7 @@ import torch
 from conftest import just_rounded_up
 from triton.runtime import interpreter
 
-from benchmarks.interpreter import mend
+from tests.interpreter import mend
 from torch_fp8.kernels import messages as kernels
 from torch_fp8.ops import messages as wire
 from torch_fp8.ops.messages import Layout

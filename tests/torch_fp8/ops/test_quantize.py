@@ -1,11 +1,8 @@
-import csv
 import math
 
 import pytest
 import torch
 
-from benchmarks import numerics as bench
-from benchmarks.rows import RESULTS
 from torch_fp8.kernels.arguments import CastOptions
 from torch_fp8.ops.quantize import (
     QuantizedTensor,
@@ -19,7 +16,7 @@ from torch_fp8.ops.quantize import (
 from torch_fp8.quantization.formats import E4M3, E5M2, FORMATS, MIN_SCALE
 from torch_fp8.quantization.metrics import sqnr_db
 from torch_fp8.quantization.payload_shape import padded_rows
-from torch_fp8.quantization.recipe import RECIPES, CastSpec, make_recipe
+from torch_fp8.quantization.recipe import CastSpec, make_recipe
 
 GRANULARITIES = ("tensorwise", "rowwise", "block_1x128", "block_128x128", "block_1x32")
 FINE = ("rowwise", "blockwise", "mxfp8")
@@ -36,32 +33,6 @@ def test_cast_reaches_the_floor_of_its_format(granularity, format):
     x = torch.randn(256, 512)
     back = dequantize(quantize(x, _spec(granularity, format)))
     assert sqnr_db(x, back) == pytest.approx(format.cast_sqnr_db, abs=0.5)
-
-
-@pytest.mark.parametrize("input_name", bench.INPUTS)
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_recipe_keeps_the_worst_row(recipe, input_name):
-    for row in bench.measure(recipe, input_name):
-        if row["operand"] == "fprop":
-            continue
-        spec = getattr(make_recipe(recipe), row["operand"])
-        if input_name == "gaussian" or recipe in FINE:
-            assert row["worst_row_db"] >= spec.format.cast_sqnr_db - 2, row
-            assert row["flushed"] <= 5e-4, row
-        if input_name == "gaussian":
-            assert row["sqnr_db"] == pytest.approx(spec.format.cast_sqnr_db, abs=0.5)
-
-
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_recorded_figures_are_those_of_this_code(recipe):
-    """One scale for a whole tensor loses rows: recorded, not hidden, in benchmarks/results."""
-    with (RESULTS / "numerics.csv").open() as file:
-        recorded = {(r["recipe"], r["input"], r["operand"]): r for r in csv.DictReader(file)}
-    for input_name in bench.INPUTS:
-        for row in bench.measure(recipe, input_name):
-            was = recorded[recipe, input_name, row["operand"]]
-            for column, tolerance in (("sqnr_db", 0.2), ("worst_row_db", 0.5), ("flushed", 2e-3)):
-                assert row[column] == pytest.approx(float(was[column]), abs=tolerance), row
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (3, 5), (16, 16), (129, 200), (0, 32), (32, 0)], ids=str)

@@ -8,8 +8,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from transformers import LlamaConfig, LlamaForCausalLM
 
+from tests.models import llama
 from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8
 from torch_fp8.distributed.ddp.wrap import connect_ddp, ddp_options
 from torch_fp8.distributed.fsdp.connect import connect_fsdp
@@ -45,15 +45,7 @@ def _compared(train, config):
 def _llama():
     torch.manual_seed(0)
     torch._dynamo.reset()
-    config = LlamaConfig(
-        hidden_size=64,
-        intermediate_size=160,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=64,
-    )
-    return LlamaForCausalLM(config)
+    return llama(intermediate_size=160)
 
 
 def _under_ddp(config, backend):
