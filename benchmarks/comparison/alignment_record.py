@@ -23,7 +23,8 @@ from transformers import PreTrainedTokenizerBase, PrinterCallback, Trainer, Trai
 
 from alignment import as_example
 from instruction_data import pad
-from side_by_side import KINDS, write
+from runs import write
+from side_by_side import KINDS
 
 COUNTED_STEPS = 4
 """The steps at which memory is counted, which takes a moment; all states exist after the first."""
@@ -128,9 +129,11 @@ class Record:
         return result
 
 
-def trainer_options(arguments: argparse.Namespace, steps: int) -> dict[str, object]:
+def trainer_options(arguments: argparse.Namespace) -> dict[str, object]:
     """Return what TRL's configurations here have in common: one log a step, no checkpoints."""
+    steps = arguments.steps or (30 if arguments.quick else 40)
     return {
+        "learning_rate": arguments.learning_rate,
         "output_dir": str(arguments.output),
         "max_steps": steps,
         "per_device_train_batch_size": arguments.batch_size,
@@ -257,6 +260,27 @@ class Watch(TrainerCallback):
     def _count(self, point: str) -> None:
         if self.trainer.state.global_step < COUNTED_STEPS:
             self.record.count_memory(point, self.models(), self.trainer.optimizer)
+
+
+def train_recorded(
+    trainer: Trainer,
+    arguments: argparse.Namespace,
+    models: Callable[[], dict[str, nn.Module]],
+    logged: dict[str, str],
+    measure: Callable[[], dict[str, float]],
+) -> dict[str, object]:
+    """Train, save the model to <output>/model and return the run's result.
+
+    Args:
+        trainer: a Trainer of TRL.
+        arguments: those of the script.
+        models, logged, measure: see `Watch`, which measures about six times.
+    """
+    record = Record(arguments.output, trainer.is_world_process_zero())
+    Watch(trainer, record, models, logged, measure, every=max(1, trainer.args.max_steps // 6))
+    trainer.train()
+    trainer.save_model(str(arguments.output / "model"))
+    return record.finish(arguments, trainer.accelerator)
 
 
 def _last(values: list[float]) -> float:

@@ -4,13 +4,11 @@ It imports neither torch nor a host: it says at once what is going to happen, an
 """
 
 import argparse
-import csv
-import json
-import shlex
 import sys
 from pathlib import Path
 
 import child_process
+from runs import run_each, say_where, table, write
 from script_start import Refusal
 from sft_arguments import last_checkpoint
 
@@ -101,20 +99,11 @@ def compare(commands: dict[str, list[str]], output: Path, title: str = "") -> li
     """
     for name in ("comparison.csv", "comparison.png"):  # of an earlier comparison
         (output / name).unlink(missing_ok=True)
-    for precision, command in commands.items():
-        command = [*command, "--started-by-comparison", "--output", str(output / precision)]
-        print(f"\n=== {precision}: {shlex.join(command)}\n", flush=True)
-        if status := child_process.run(command):
-            raise SystemExit(status)
-    results = {p: json.loads((output / p / "result.json").read_text()) for p in commands}
+    results = run_each(commands, output)
     rows = table_rows(results)
-    with (output / "comparison.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(COLUMNS.values()), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
+    write(output / "comparison.csv", rows)
     print("\n" + format_table(rows))
-    if results[next(iter(commands))]["device"] == "cpu":
-        print("On a CPU FP8 is emulated: the seconds say nothing about its speed on a GPU.")
+    say_where(results)
     from comparison_picture import draw  # matplotlib takes a moment, here where it is needed
 
     draw(results, output, output / "comparison.png", title)
@@ -148,9 +137,4 @@ def format_table(rows: list[dict]) -> str:
         "seconds": "{:.0f}",
     }
     cells = [[formats.get(key, "{}").format(row[key]) for key in COLUMNS.values()] for row in rows]
-    lines = [list(COLUMNS), *cells]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(COLUMNS))]
-    return "\n".join(
-        "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True))
-        for line in lines
-    )
+    return table([list(COLUMNS), *cells])

@@ -8,9 +8,6 @@ Needs `pip install trl`. Precision is the launcher's flag and nothing here depen
 has one answer to a prompt; the worse one that DPO needs is made of it (`alignment.preferences`).
 """
 
-import sys
-
-import script_start
 import side_by_side
 
 MEASURES = {
@@ -33,34 +30,28 @@ def compare() -> None:
 
 
 if __name__ == "__main__":
-    script_start.begin()
-    if side_by_side.is_wanted():  # not started by `accelerate launch`
-        script_start.run(compare)
-        sys.exit()
+    side_by_side.begin(compare)
 
 from datasets import Dataset
 from trl import DPOConfig, DPOTrainer
 
 from alignment import preferences, prepare
-from alignment_record import HeldOut, Record, Watch, trainer_options
+from alignment_record import HeldOut, train_recorded, trainer_options
 
 
 def train(arguments) -> dict:
     """Train the policy, save it to <output>/model and return the run's result."""
     start = prepare(arguments)
-    steps = arguments.steps or (30 if arguments.quick else 40)
     trainer = DPOTrainer(
         start.model,
         args=DPOConfig(
-            **trainer_options(arguments, steps),
-            learning_rate=arguments.learning_rate,
+            **trainer_options(arguments),
             beta=arguments.beta,
         ),
         train_dataset=Dataset.from_list(preferences(start.train)),
         eval_dataset=Dataset.from_list(preferences(start.eval)),
         processing_class=start.tokenizer,
     )
-    record = Record(arguments.output, trainer.is_world_process_zero())
     held_out = HeldOut(start.eval, start.tokenizer)
 
     def measure() -> dict[str, float]:
@@ -73,25 +64,14 @@ def train(arguments) -> dict:
             made["accuracy"] = pairs["eval_rewards/accuracies"]
         return made
 
-    Watch(
+    return train_recorded(
         trainer,
-        record,
+        arguments,
         lambda: {"policy": trainer.model, "reference": trainer.ref_model},
         {"loss": "loss", "rewards/margins": "margin"},
         measure,
-        every=max(1, steps // 6),
     )
-    trainer.train()
-    trainer.save_model(str(arguments.output / "model"))
-    return record.finish(arguments, trainer.accelerator)
-
-
-def main() -> None:
-    arguments = parse_arguments()
-    if arguments.started_by_comparison:
-        script_start.end_with_input()
-    train(arguments)
 
 
 if __name__ == "__main__":
-    script_start.run(main)
+    side_by_side.run(parse_arguments, train)

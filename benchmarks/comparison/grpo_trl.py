@@ -10,9 +10,7 @@ the function's name. With --data, the words of the reference answer take the nam
 """
 
 import re
-import sys
 
-import script_start
 import side_by_side
 
 MEASURES = {
@@ -40,16 +38,13 @@ def compare() -> None:
 
 
 if __name__ == "__main__":
-    script_start.begin()
-    if side_by_side.is_wanted():  # not started by `accelerate launch`
-        script_start.run(compare)
-        sys.exit()
+    side_by_side.begin(compare)
 
 from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer
 
 from alignment import prepare
-from alignment_record import HeldOut, Record, Watch, trainer_options
+from alignment_record import HeldOut, train_recorded, trainer_options
 
 
 def is_a_sentence(completions, **columns) -> list[float]:
@@ -77,14 +72,12 @@ def words_of(row: dict) -> list[str]:
 def train(arguments) -> dict:
     """Train the policy, save it to <output>/model and return the run's result."""
     start = prepare(arguments)
-    steps = arguments.steps or (30 if arguments.quick else 40)
     rows = [{"prompt": row["prompt"], "words": words_of(row)} for row in start.train]
     trainer = GRPOTrainer(
         start.model,
         [is_a_sentence, has_the_words],
         args=GRPOConfig(
-            **trainer_options(arguments, steps),
-            learning_rate=arguments.learning_rate,
+            **trainer_options(arguments),
             beta=arguments.beta,
             num_generations=arguments.generations,
             max_completion_length=arguments.max_answer,
@@ -92,11 +85,10 @@ def train(arguments) -> dict:
         train_dataset=Dataset.from_list(rows),
         processing_class=start.tokenizer,
     )
-    record = Record(arguments.output, trainer.is_world_process_zero())
     held_out = HeldOut(start.eval, start.tokenizer)
-    Watch(
+    return train_recorded(
         trainer,
-        record,
+        arguments,
         lambda: {"policy": trainer.model, "reference": trainer.ref_model},
         {
             "reward": "reward",
@@ -105,19 +97,8 @@ def train(arguments) -> dict:
             "rewards/has_the_words/mean": "words",
         },
         lambda: held_out(trainer.model, trainer.ref_model),
-        every=max(1, steps // 6),
     )
-    trainer.train()
-    trainer.save_model(str(arguments.output / "model"))
-    return record.finish(arguments, trainer.accelerator)
-
-
-def main() -> None:
-    arguments = parse_arguments()
-    if arguments.started_by_comparison:
-        script_start.end_with_input()
-    train(arguments)
 
 
 if __name__ == "__main__":
-    script_start.run(main)
+    side_by_side.run(parse_arguments, train)

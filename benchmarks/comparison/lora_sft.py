@@ -9,9 +9,6 @@ base is loaded in BF16 and serves as the reference, too: the KL divergence is th
 with its adapters switched off.
 """
 
-import sys
-
-import script_start
 import side_by_side
 
 MEASURES = {
@@ -34,23 +31,19 @@ def compare() -> None:
 
 
 if __name__ == "__main__":
-    script_start.begin()
-    if side_by_side.is_wanted():  # not started by `accelerate launch`
-        script_start.run(compare)
-        sys.exit()
+    side_by_side.begin(compare)
 
 from datasets import Dataset
 from peft import LoraConfig
 from trl import SFTConfig, SFTTrainer
 
 from alignment import prepare
-from alignment_record import HeldOut, Record, Watch, trainer_options
+from alignment_record import HeldOut, train_recorded, trainer_options
 
 
 def train(arguments) -> dict:
     """Train adapters, save them to <output>/model and return the run's result."""
     start = prepare(arguments, answers=False)
-    steps = arguments.steps or (30 if arguments.quick else 40)
     rows = [
         {"prompt": row["prompt"], "completion": [{"role": "assistant", "content": row["answer"]}]}
         for row in start.train
@@ -58,8 +51,7 @@ def train(arguments) -> dict:
     trainer = SFTTrainer(
         start.model,
         SFTConfig(
-            **trainer_options(arguments, steps),
-            learning_rate=arguments.learning_rate,
+            **trainer_options(arguments),
             model_init_kwargs={"dtype": "bfloat16"},
         ),
         train_dataset=Dataset.from_list(rows),
@@ -68,32 +60,20 @@ def train(arguments) -> dict:
             r=arguments.rank, lora_alpha=2 * arguments.rank, target_modules="all-linear"
         ),
     )
-    record = Record(arguments.output, trainer.is_world_process_zero())
     held_out = HeldOut(start.eval, start.tokenizer)
 
     def base(**batch):
         with trainer.model.disable_adapter():
             return trainer.model(**batch)
 
-    Watch(
+    return train_recorded(
         trainer,
-        record,
+        arguments,
         lambda: {"base and adapters": trainer.model},
         {"loss": "loss"},
         lambda: held_out(trainer.model, base),
-        every=max(1, steps // 6),
     )
-    trainer.train()
-    trainer.save_model(str(arguments.output / "model"))
-    return record.finish(arguments, trainer.accelerator)
-
-
-def main() -> None:
-    arguments = parse_arguments()
-    if arguments.started_by_comparison:
-        script_start.end_with_input()
-    train(arguments)
 
 
 if __name__ == "__main__":
-    script_start.run(main)
+    side_by_side.run(parse_arguments, train)

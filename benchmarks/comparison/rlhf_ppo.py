@@ -11,9 +11,6 @@ penalty goes to every token, the score to the last one, an answer without an end
 neither discount nor lambda are below 1.
 """
 
-import sys
-
-import script_start
 import side_by_side
 
 MEASURES = {
@@ -46,10 +43,7 @@ def compare() -> None:
 
 
 if __name__ == "__main__":
-    script_start.begin()
-    if side_by_side.is_wanted():  # not started by `accelerate launch`
-        script_start.run(compare)
-        sys.exit()
+    side_by_side.begin(compare)
 
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -276,12 +270,5 @@ def own_reward_model(start, arguments) -> Path:
     )
 
 
-def main() -> None:
-    arguments = parse_arguments()
-    if arguments.started_by_comparison:
-        script_start.end_with_input()
-    train(arguments)
-
-
 if __name__ == "__main__":
-    script_start.run(main)
+    side_by_side.run(parse_arguments, train)

@@ -6,17 +6,16 @@ its own (`alignment.Record`). Neither torch nor a host is imported here.
 """
 
 import argparse
-import csv
 import importlib.util
-import json
 import os
-import shlex
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 
-import child_process
+import script_start
+from runs import run_each, say_where, table, write
 from script_start import Refusal
 
 PRECISIONS = ("bf16", "fp8")
@@ -73,9 +72,29 @@ def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
     return arguments
 
 
-def is_wanted() -> bool:
-    """Return whether the script was started by hand, not by `accelerate launch`."""
-    return "ACCELERATE_MIXED_PRECISION" not in os.environ
+def begin(compare: Callable[[], None]) -> None:
+    """Begin a script; one that is started by hand, not by `accelerate launch`, compares and ends.
+
+    Call it before torch or a host is imported.
+    """
+    script_start.begin()
+    if "ACCELERATE_MIXED_PRECISION" not in os.environ:
+        script_start.run(compare)
+        sys.exit()
+
+
+def run(
+    arguments: Callable[[], argparse.Namespace], train: Callable[[argparse.Namespace], object]
+) -> None:
+    """Run one of the two trainings, which ends when the comparison that started it does."""
+
+    def main() -> None:
+        parsed = arguments()
+        if parsed.started_by_comparison:
+            script_start.end_with_input()
+        train(parsed)
+
+    script_start.run(main)
 
 
 def launch(precision: str) -> list[str]:
@@ -112,26 +131,20 @@ def compare(
     missing = [name for name in needs if importlib.util.find_spec(name) is None]
     if missing:
         raise Refusal(f"{' and '.join(missing)} is missing here: pip install {' '.join(missing)}")
-    output, results = arguments.output, {}
+    output = arguments.output
     print(
         f"{Path(script).stem}: in {' and in '.join(PRECISIONS)}, one after the other. Everything "
         f"goes to {output}; Ctrl-C ends it.",
         flush=True,
     )
-    for precision in PRECISIONS:
-        own = ["--started-by-comparison", "--output", str(output / precision)]
-        command = [*launch(precision), script, *sys.argv[1:], *own]
-        print(f"\n=== {precision}: {shlex.join(command)}\n", flush=True)
-        if status := child_process.run(command):
-            raise SystemExit(status)
-        results[precision] = json.loads((output / precision / "result.json").read_text())
+    commands = {p: [*launch(p), script, *sys.argv[1:]] for p in PRECISIONS}
+    results = run_each(commands, output)
     rows = result_rows(results, measures)
     write(output / "comparison.csv", rows)
     memory = memory_rows(results)
     write(output / "memory.csv", memory)
     print(f"\n{format_table(rows)}\n\nMiB, counted over storages:\n{format_table(memory)}")
-    if results["bf16"]["device"] == "cpu":
-        print("On a CPU FP8 is emulated: the seconds say nothing about its speed on a GPU.")
+    say_where(results)
     from side_by_side_picture import draw  # matplotlib takes a moment, here where it is needed
 
     draw(output, results, measures, Path(script).stem, note)
@@ -182,19 +195,8 @@ def with_all_weights(sizes: dict[str, int]) -> dict[str, int]:
 
 
 def format_table(rows: list[dict]) -> str:
-    cells = [list(rows[0]), *([str(value) for value in row.values()] for row in rows)]
-    widths = [max(len(line[i]) for line in cells) for i in range(len(rows[0]))]
-    return "\n".join(
-        "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True))
-        for line in cells
-    )
-
-
-def write(path: Path, rows: list[dict]) -> None:
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
+    """Return the table of `rows`, with their keys above."""
+    return table([list(rows[0]), *([str(value) for value in row.values()] for row in rows)])
 
 
 def _in_mib(precision: str, role: str, sizes: dict[str, int]) -> dict:
