@@ -129,6 +129,11 @@ class Monitor:
         """What has happened: step, event, layer and, in words, what."""
         return self._events.happened
 
+    @property
+    def of_model(self) -> str:
+        """What tells this monitor's lines from those of a run's other models."""
+        return self._events.of_model
+
     def observe_loss(self, loss: Any) -> None:
         """Take what a backward was run on; several of a step are added, as gradients are."""
         with guarded(self._events.failed):
