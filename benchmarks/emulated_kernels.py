@@ -39,6 +39,7 @@ import torch_fp8.ops.grad_codec
 import torch_fp8.ops.messages
 from benchmarks import kernel_resources
 from benchmarks.rows import add_csv, read_rows, tell_kept, write_rows
+from tests import kernel_code
 from tests.emulator.compared import Comparison
 from tests.emulator.counts import Counts
 from tests.emulator.driver import Emulation, Launched, emulated
@@ -209,7 +210,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=60, help="none begins after as many")
     chosen = parser.parse_args()
     tell_kept(chosen.csv)
-    triton, digest = metadata.version("triton"), kernel_resources.digest()
+    triton, digest = metadata.version("triton"), kernel_code.digest()
     rows = read([chosen.csv, *chosen.rows], digest)
     done = {(r["case"], r["target"]) for r in rows if r["triton"] == triton}
     start = time.monotonic()

@@ -22,6 +22,7 @@ import torch_fp8.ops.messages
 from benchmarks import kernel_resources
 from benchmarks.emulated_kernels import rows_of
 from benchmarks.rows import add_csv, read_rows, write_rows
+from tests import kernel_code
 from tests.emulator.counts import Counts
 from tests.emulator.driver import emulated
 from tests.emulator.on_card import card_module
@@ -99,7 +100,7 @@ def cases() -> dict[str, Callable[[], Any]]:
 def measure(state: str) -> list[dict[str, Any]]:
     """Return a row for each case and kernel: of a kernel's variants the one with most launches."""
     rows = []
-    versions = {"triton": metadata.version("triton"), "digest": kernel_resources.digest()}
+    versions = {"triton": metadata.version("triton"), "digest": kernel_code.digest()}
     for what, case in cases().items():
         with emulated(watch=lambda: [Counts()]) as emulation:
             case()

@@ -2,6 +2,7 @@ import pytest
 
 from benchmarks import kernel_resources as bench
 from benchmarks.rows import read_rows
+from tests import kernel_code
 from tests.torch_fp8.kernels.conftest import FAR_FROM_SPILLING
 
 FEW = "tests/torch_fp8/kernels/test_producers_compiled.py::test_norm_compiles_and_fits"
@@ -45,7 +46,7 @@ def test_every_kernel_is_recorded_for_both_targets_without_spills(recorded):
 
 def test_all_variants_were_compiled_of_this_code(recorded):
     """Of what tests compile, every choice is covered; the record has every variant."""
-    code = bench.digests()
+    code = kernel_code.digests()
     changed = {row["kernel"] for row in recorded if row["digest"] != code.get(row["kernel"])}
     assert not changed, "run `python -m benchmarks.kernel_resources --changed` and commit the CSV"
     assert len({row["triton"] for row in recorded}) == 1
@@ -54,7 +55,7 @@ def test_all_variants_were_compiled_of_this_code(recorded):
 def test_the_digest_is_that_of_code(tmp_path):
     def of(text):
         (tmp_path / "kernel.py").write_text(text)
-        return bench.digest(tmp_path)
+        return kernel_code.digest(tmp_path)
 
     plain = of("def f(x):\n    return x + 1\n")
     assert of('"""Says."""\ndef f(x):\n    """One more."""\n    return (x + 1)  # see\n') == plain
@@ -67,7 +68,7 @@ def test_a_kernels_digest_has_what_it_calls_and_nothing_else(tmp_path):
         code = f"def f(x):\n    return g(x) + {ours} + SIZE\n\ndef h(x):\n    return {other}\n"
         (tmp_path / "kernel.py").write_text(head + code)
         (tmp_path / "shared.py").write_text(f"def g(x):\n    return x * {shared}\n")
-        return bench.digests(tmp_path)
+        return kernel_code.digests(tmp_path)
 
     first = of("1", "1")
     assert set(first) == {"f", "g", "h"}
