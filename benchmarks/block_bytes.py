@@ -141,7 +141,7 @@ def count(recipe: str, smooth: bool = False) -> list[Launch]:
     def step() -> None:
         layer(x, position_embeddings=angles).backward(grad)
 
-    step()  # histories are filled, weights are known
+    step()  # weights are known, and with the optimizer's step scales
     optimizer.step()
     layer.zero_grad()
     with _suits_a_card(), recorded() as recording:

@@ -16,6 +16,7 @@ from importlib import metadata
 from typing import Any
 
 import torch
+from torch import Tensor
 
 import torch_fp8.ops.grad_codec
 import torch_fp8.ops.messages
@@ -28,11 +29,10 @@ from tests.emulator.driver import emulated
 from tests.emulator.on_card import card_module
 from tests.emulator.variants import values
 from tests.kernel_cases import messages, optimizer
-from torch_fp8.kernels import quantize, quantize_delayed, rms_norm, swiglu, swiglu_backward
+from torch_fp8.kernels import quantize, rms_norm, swiglu, swiglu_backward
 from torch_fp8.kernels.arguments import (
     BackwardInputs,
     CastOptions,
-    DelayedCastOptions,
     NormBackwardInputs,
     NormInputs,
     NormWithRstd,
@@ -54,12 +54,11 @@ def cases() -> dict[str, Callable[[], Any]]:
     x, weight, rstd = values(*SHAPE, dtype=torch.bfloat16), values(SHAPE[1]), values(SHAPE[0])
     one, saved = torch.ones(()), save_input(x)
 
-    def cast(granularity: str, row: bool, col: bool, scale: Any = None) -> Callable[[], Any]:
-        options = CastOptions(E4M3, granularity, granularity != "tensorwise", row, col, scale)
+    def cast(granularity: str, row: bool, col: bool, *known: Tensor) -> Callable[[], Any]:
+        options = CastOptions(E4M3, granularity, granularity != "tensorwise", row, col, *known)
         return partial(quantize.quantize_2d, x, options)
 
     blocks = CastOptions(E4M3, "block_1x128", True, True, True)
-    delayed = DelayedCastOptions(values(1024), torch.zeros(2), E4M3, "max", 0, True, True)
     backward = NormBackwardInputs(x, *saved, weight, rstd, 0.0, x.dtype, True)
     gradient = BackwardInputs(x, *saved, *saved, None, x.dtype)
     step, codec = optimizer.kernel(), card_module(torch_fp8.ops.grad_codec)
@@ -74,7 +73,7 @@ def cases() -> dict[str, Callable[[], Any]]:
         "1x128": cast("block_1x128", True, True),
         "128x128": cast("block_128x128", True, True),
         "1x32": cast("block_1x32", True, True),
-        "delayed": partial(quantize_delayed.quantize_2d_delayed, x, delayed, None),
+        "delayed": cast("tensorwise", True, True, one, torch.zeros(())),
         "statistics of RMSNorm": partial(
             rms_norm.rms_norm_statistics, NormInputs(x, weight, 1e-5, 0.0, x.dtype), True
         ),

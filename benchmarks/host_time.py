@@ -109,7 +109,8 @@ def block(case: str, recipe: str) -> Run:
         layer.eval()
         for module in layer.modules():  # delayed scaling comes from training
             if isinstance(module, ScalingBuffers) and module.fp8_recipe.delayed:
-                module.fp8_amax_history.fill_(1)
+                history, scales = module.scaling_state
+                module.load_scaling_state(history.fill_(1), scales)
         scope = rollout(layer)  # which ends with the block
         scope.__enter__()
         layer._scope = scope

@@ -6,7 +6,7 @@ A `Float8Linear` runs once per recipe and circumstance, its real kernels in Trit
 (`benchmarks.launches`), and every load and store is counted. Written to
 ``quantization_bytes.csv``: for input, gradient and weight the bytes per element, the
 launches, and the bytes that programs asked for, which come from L2 where all read the same few kB
-(a history of amaxes, partial maxima). Bytes and launches do not depend on the card. Rows of a block
+(partial maxima). Bytes and launches do not depend on the card. Rows of a block
 say what it adds to BF16's bytes (`benchmarks.block_bytes`).
 """
 
@@ -26,6 +26,7 @@ from benchmarks.rows import add_csv, read_rows, write_rows
 from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8
 from torch_fp8.kernels.adamw import adamw_step
 from torch_fp8.kernels.arguments import CastOptions, StepScalars, WeightMatrix
+from torch_fp8.nn.delayed_scaling import renew_scales
 from torch_fp8.nn.linear import Float8Linear
 from torch_fp8.optim.state import moment
 from torch_fp8.tensor.split_weight import SplitWeight, stored
@@ -119,9 +120,11 @@ def count(recipe: str, case: Case) -> tuple[list[Launch], dict[str, Tensor]]:
         torch.ops.torch_fp8.quantize_2d(x, *options)
 
     amax = torch.ones(())
-    count_launches(forward_and_backward)  # histories are filled, the weight is known
+    count_launches(forward_and_backward)  # scales can be made, the weight is known
     if case.steps:
         optimizer.step()
+    else:  # as the user's would
+        renew_scales([linear])
     x.grad = None
     model.zero_grad()
     if case.ending == "step":

@@ -26,6 +26,8 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 from benchmarks.measurement import environment, print_table
 from benchmarks.rows import add_csv, write_rows
 from torch_fp8 import FP8Config, convert_to_float8
+from torch_fp8.nn.delayed_scaling import renew_scales
+from torch_fp8.nn.scaling_buffers import ScalingBuffers
 
 TOKENS = (4096, 4095)
 HIDDEN, INNER = 128, 128
@@ -55,7 +57,7 @@ MODELS = {
 
 
 def count(recipe: str, model: str, tokens: int) -> list[Launch]:
-    """Return what forward and backward launch once histories are filled."""
+    """Return what forward and backward launch once scales are known."""
     torch.manual_seed(0)
     made = MODELS[model]().bfloat16()
     convert_to_float8(made, FP8Config(recipe=recipe, opt_level="O1"))
@@ -70,6 +72,7 @@ def count(recipe: str, model: str, tokens: int) -> list[Launch]:
         with torch.random.fork_rng():
             few = torch.randn(16, HIDDEN, dtype=torch.bfloat16, requires_grad=True)
             count_launches(lambda: made(few).backward(grad[:16]))
+        renew_scales(m for m in made.modules() if isinstance(m, ScalingBuffers))
     for tensor in (x, *made.parameters()):
         tensor.grad = None
     return count_launches(step, input=x, gradient=grad, parameters=[*made.parameters()])

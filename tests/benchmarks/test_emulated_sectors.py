@@ -15,8 +15,6 @@ LARGEST = {
     # Bytes of states take 16 of a thread, and so do its weights.
     "AdamW": 1.34,
     "AdamW with both payloads": 1.76,
-    # 16 bytes of FP8 and 32 of BF16 to a thread: with 8 elements some of their variants spill.
-    "delayed": 1.48,
     "statistics of RMSNorm": 1.32,
     "RMSNorm to 1x128": 1.55,
     "RMSNorm backward": 1.18,

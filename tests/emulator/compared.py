@@ -30,16 +30,14 @@ from torch_fp8.kernels import (
     adamw,
     gate_up,
     quantize,
-    quantize_delayed,
     rms_norm,
     smooth,
     swiglu,
     swiglu_backward,
 )
-from torch_fp8.kernels.arguments import CastOptions, DelayedCastOptions, casts_of_both
+from torch_fp8.kernels.arguments import CastOptions
 from torch_fp8.kernels.column_sums import TileSums
 from torch_fp8.kernels.launch_tape import recording
-from torch_fp8.ops import quantize_delayed as delayed_ops
 from torch_fp8.ops import rms_norm as norm_ops
 from torch_fp8.ops import smooth as smooth_ops
 from torch_fp8.ops import swiglu as swiglu_ops
@@ -104,8 +102,15 @@ def _quantize_2d(results: Any, args: Any, copies: Any) -> None:
     x, options, *sums = copies
     for got, want in zip(results, casts.reference(x, options), strict=True):
         same_bits(got, want, "cast")
-    if sums:
+    _same_slot(args[1], options, "cast")
+    if sums and sums[0] is not None:
         _tile_sums(sums[0], x)
+
+
+def _same_slot(given: CastOptions, want: CastOptions, what: str) -> None:
+    """Compare the slot that a cast has raised with the one that the reference has."""
+    if given.raises_amax:
+        same_values(given.amax, want.amax, f"slot of {what}")
 
 
 def _tile_sums(sums: TileSums, x: Tensor) -> None:
@@ -124,25 +129,6 @@ def _total(result: Tensor, args: Any, copies: Any) -> None:
     require(((result - exact).abs() <= bound).all(), "sums of partial sums are too far off")
 
 
-def _cast_delayed(results: Any, args: Any, copies: Any) -> None:
-    x, options, last, *sums = copies
-    want = delayed_ops.quantize_2d_delayed.reference(x, options, last, None)
-    for got, expected in zip(results, want[:3], strict=True):
-        same_bits(got, expected, "delayed cast")
-    same_bits(args[1].amaxes, options.amaxes, "history of a delayed cast")
-    if last is not None:
-        same_bits(args[2], last, "last scale of a delayed cast")
-    require(not args[1].progress.any(), "progress is left over")
-    if sums and sums[0] is not None:
-        _tile_sums(sums[0], x)
-
-
-def _advance_history(result: Tensor, args: Any, copies: Any) -> None:
-    same_bits(result, delayed_ops.advance_history.reference(*copies), "scale of a history")
-    for got, want in zip(args[:2], copies[:2], strict=True):
-        same_bits(got, want, "history")
-
-
 def _statistics(results: Any, args: Any, copies: Any) -> None:
     inputs, save = copies
     want = norm_ops.rms_norm_statistics(inputs, save)
@@ -158,17 +144,17 @@ def _norm(result: Tensor, args: Any, copies: Any) -> None:
 
 def _norm_quantize(results: Any, args: Any, copies: Any) -> None:
     norm, cast = copies
-    _all_same(results, cast_result(norm_ops.rms_norm(norm), cast)[:4], "cast of a norm")
+    _cast(results, norm_ops.rms_norm(norm), cast, args[1], "norm")
 
 
 def _norm_quantize_once(results: Any, args: Any, copies: Any) -> None:
     inputs, cast, save = copies
-    *layouts, rstd, saved, saved_scale, amax = results
+    *layouts, rstd, saved, saved_scale = results
     want = norm_ops.rms_norm_statistics(inputs, save)
     close(rstd, want[0], 1e-6, "rstd of a norm in one launch")
     _all_same((saved, saved_scale), want[2:], "saved by a norm in one launch")
     y = norm_ops.rms_norm(inputs.with_rstd(rstd))
-    _cast((*layouts, amax), y, cast, args[1], "norm in one launch")
+    _cast(layouts, y, cast, args[1], "norm in one launch")
 
 
 def _norm_backward(results: Any, args: Any, copies: Any) -> None:
@@ -177,13 +163,10 @@ def _norm_backward(results: Any, args: Any, copies: Any) -> None:
     near(results[1][None], want[1][None], "gradient of a norm's weight")
 
 
-def _cast(results: Any, y: Tensor, cast: Any, given: Any, what: str) -> None:
-    """Compare layouts and amax with the cast of a plain result, and look for progress left over."""
-    finds = isinstance(cast, CastOptions) and cast.granularity == "tensorwise"
-    finds = finds and cast.scale is None and cast.amax is None
-    _all_same(results, cast_result(y, cast, finds_amax=finds), what)
-    if isinstance(given, DelayedCastOptions):
-        require(not given.progress.any(), f"{what}: progress is left over")
+def _cast(results: Any, y: Tensor, cast: CastOptions, given: CastOptions, what: str) -> None:
+    """Compare layouts and slot with the cast of a plain result."""
+    _all_same(results, cast_result(y, cast, cast.needs_amax), f"cast of {what}")
+    _same_slot(given, cast, what)
 
 
 def _swiglu(result: Tensor, args: Any, copies: Any) -> None:
@@ -198,9 +181,9 @@ def _swiglu_save(results: Any, args: Any, copies: Any) -> None:
 def _swiglu_quantize(results: Any, args: Any, copies: Any) -> None:
     gate, up, factors, cast, save = copies
     want = swiglu_ops.swiglu_save(gate, up, factors, save)[:4]
-    _all_same(results[4:8], want, "saved beside a cast of SwiGLU")
+    _all_same(results[4:], want, "saved beside a cast of SwiGLU")
     y = swiglu.swiglu(gate, up, factors)
-    _cast((*results[:4], results[8]), y, cast, args[3], "cast of SwiGLU")
+    _cast(results[:4], y, cast, args[3], "SwiGLU")
 
 
 def _swiglu_backward(results: Any, args: Any, copies: Any) -> None:
@@ -214,13 +197,11 @@ def _swiglu_backward_amax(result: Tensor, args: Any, copies: Any) -> None:
 
 
 def _swiglu_backward_quantize(results: Any, args: Any, copies: Any) -> None:
-    inputs, options, *history = copies
+    inputs, options, *of_dup = copies
     gradients = swiglu_backward.swiglu_backward(inputs)
-    both = casts_of_both(options, *(history or (None, None)))
-    for i, (d, cast) in enumerate(zip(gradients, both, strict=True)):
-        amax = None if results[8] is None else results[8][i]
-        layouts = results[4 * i : 4 * i + 4]
-        _cast((*layouts, amax), d, cast, args[1], "cast of SwiGLU backward")
+    casts = options.of_gradients(*of_dup), args[1].of_gradients(*args[2:])
+    for i, (d, cast, given) in enumerate(zip(gradients, *casts, strict=True)):
+        _cast(results[4 * i : 4 * i + 4], d, cast, given, "SwiGLU backward")
 
 
 def _gate_up(result: Tensor, args: Any, copies: Any) -> None:
@@ -236,7 +217,7 @@ def _gate_up_amax(result: Tensor, args: Any, copies: Any) -> None:
 def _gate_up_quantize(results: Any, args: Any, copies: Any) -> None:
     inputs, gate_first, cast = copies
     y = gate_up.gate_up_backward(inputs, gate_first)
-    _cast(results, y, cast, args[2], "cast of gate_up backward")
+    _cast(results, y, cast, args[2], "gate_up backward")
 
 
 def _column_amax(result: Tensor, args: Any, copies: Any) -> None:
@@ -256,7 +237,7 @@ def _factors(results: Any, args: Any, copies: Any) -> None:
 
 def _quantize_columns(results: Any, args: Any, copies: Any) -> None:
     x, factors, cast = copies
-    _all_same(results, cast_result(x.float() * factors, cast)[:4], "cast times factors")
+    _cast(results, x.float() * factors, cast, args[2], "columns times factors")
 
 
 def _adamw_step(result: Any, args: Any, copies: Any) -> None:
@@ -271,8 +252,6 @@ def _adamw_step(result: Any, args: Any, copies: Any) -> None:
 _CHECKS: dict[tuple[Any, str], Callable[..., None]] = {
     (quantize, "quantize_2d"): _quantize_2d,
     (TileSums, "total"): _total,
-    (quantize_delayed, "quantize_2d_delayed"): _cast_delayed,
-    (quantize_delayed, "advance_history"): _advance_history,
     (rms_norm, "rms_norm_statistics"): _statistics,
     (rms_norm, "rms_norm"): _norm,
     (rms_norm, "rms_norm_quantize"): _norm_quantize,

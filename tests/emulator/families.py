@@ -30,9 +30,9 @@ def _cast(granularity: str, kind: str) -> None:
     casts.check_cast(casts.kernel(), "cpu", granularity, kind, [ODD, WHOLE], choices)
 
 
-def _sums() -> None:
+def _sums(granularity: Any) -> None:
     with on_card():
-        casts.check_sums("cpu", "block_1x128", 300)
+        casts.check_sums("cpu", granularity, 300)
 
 
 def _steps(weight: str, grad: str) -> None:
@@ -70,14 +70,15 @@ def families() -> dict[str, Callable[[], None]]:
         "known scale": partial(
             casts.check_known_scale, casts.kernel(), "cpu", "boundaries", [WHOLE]
         ),
-        "delayed cast": partial(
-            casts.check_delayed, casts.delayed_kernel(), "cpu", "gaussian", [WHOLE], ["max"]
-        ),
         "transpose": partial(casts.check_transpose, casts.transpose_kernel(), "cpu", [ODD, WHOLE]),
         "strides": partial(casts.check_strides, casts.kernel(), "cpu", "block_1x32"),
-        "sums": _sums,
+        "sums": partial(_sums, "block_1x128"),
+        "sums beside a slot": partial(_sums, "tensorwise"),
         "norm": partial(producers.check_norm, ops, "cpu", ODD, "gaussian", **few),
         "norm once": partial(producers.check_norm_once, ops, "cpu", (64, 512), "block_1x128"),
+        "norm once with a scale": partial(
+            producers.check_norm_once, ops, "cpu", (64, 512), "tensorwise"
+        ),
         "norm finds amax": partial(
             producers.check_norm_once, ops, "cpu", (17, 272), "tensorwise", finds_amax=True
         ),
@@ -88,9 +89,6 @@ def families() -> dict[str, Callable[[], None]]:
             producers.check_swiglu_backward, ops, "cpu", ODD, True, True, **few
         ),
         "gate and up": partial(producers.check_gate_up, ops, "cpu", WHOLE, True, **few),
-        "delayed producers": partial(
-            producers.check_delayed, ops, "cpu", ODD, "gaussian", True, **few
-        ),
         "adamw, 8 bits": partial(_steps, "bf16 with 8 bits", "bf16"),
         "adamw, 4 bits and 8-bit gradients": partial(_steps, "bf16 with 4 bits", "8-bit"),
         "adamw with a tensorwise payload": partial(_payload, "tensorwise", None),

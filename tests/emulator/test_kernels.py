@@ -11,8 +11,8 @@ pytestmark = pytest.mark.long
 
 FAMILIES = families()
 SHARED = (
-    *("cast block_1x128", "delayed cast", "transpose", "norm once", "norm backward"),
-    *("smoothing", "delayed producers", "adamw with a tensorwise payload", "gradient"),
+    *("cast block_1x128", "known scale", "transpose", "norm once", "norm backward"),
+    *("smoothing", "gate and up", "adamw with a tensorwise payload", "gradient"),
 )
 """Families whose programs or warps work together in each way that there is."""
 

@@ -1,9 +1,12 @@
 """Faults that are planted in compiled kernels and launches: each is found, and by which check."""
 
+import contextlib
 import re
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 from tests.emulator import faults
 from tests.emulator.driver import FIRST_ARGUMENT, emulated
@@ -12,7 +15,7 @@ from tests.emulator.races import Races
 from tests.emulator.schedule import Shuffled
 from tests.kernel_cases import casts
 from tests.kernel_cases.comparison import Mismatch
-from torch_fp8.kernels.arguments import CastOptions, DelayedCastOptions
+from torch_fp8.kernels.arguments import CastOptions
 
 pytestmark = pytest.mark.long
 FAMILIES = families()
@@ -72,7 +75,7 @@ def test_a_barrier_taken_out(family, kernel, number, seed):
 
 @pytest.mark.parametrize(
     ("family", "kernel"),
-    [("delayed cast", "cast_delayed_kernel"), ("transpose", "transpose_kernel")],
+    [("known scale", "cast_kernel"), ("transpose", "transpose_kernel")],
 )
 def test_a_mask_off_by_one(family, kernel):
     edit = Edit(kernel, r"setp\.lt\.s(?=64|32\s+%p\d+, %r\d+, %r)", "setp.le.s")
@@ -109,46 +112,50 @@ def test_an_address_that_is_computed_one_byte_off():
     assert_found("cast block_1x128", edit, faults.Misaligned, "16 bytes at")
 
 
-_COUNT = r"(acq_rel\.add\.u32 %r\d+, \[ (%rd\d+) (?:.|\n)*?)\t@%p\d+ st\.global\.b32 \[ \2 .*\n"
+_RAISE = r"atom\.global\.gpu\.relaxed\.max\.s32 %r\d+, (\[.*\]), (%r\d+)"
 
 
-@pytest.mark.parametrize(
-    ("pattern", "replacement"),
-    [(_COUNT, r"\1"), (r"relaxed\.exch\.b32", "relaxed.or.b32")],
-    ids=["count", "amax"],
-)
-def test_a_counter_left_over(pattern, replacement):
-    edit = Edit("cast_delayed_kernel", pattern, replacement)
-    assert_found("delayed cast", edit, Mismatch, "progress is left over")
+def test_a_slot_that_is_lowered():
+    edit = Edit("cast_kernel", r"relaxed\.max\.s32", "relaxed.min.s32")
+    assert_found("known scale", edit, Mismatch, "slot of 0.0: 1 of 1 differ")
 
 
-@pytest.mark.parametrize(
-    ("pattern", "replacement"),
-    [
-        (r"gpu\.acq_rel\.add", "gpu.relaxed.add"),
-        (
-            r"atom\.global\.gpu\.relaxed\.max\.s32 %r\d+, (\[.*\]), (%r\d+)",
-            r"st.global.b32 \1, { \2 }",
-        ),
-    ],
-    ids=["an atomic that orders nothing", "a store instead of an atomic"],
-)
-def test_two_programs_that_race(pattern, replacement):
-    edit = Edit("cast_delayed_kernel", pattern, replacement)
-    assert_found("delayed cast", edit, faults.Race, "nothing orders them")
+def test_a_store_instead_of_an_atomic():
+    edit = Edit("cast_kernel", _RAISE, r"st.global.b32 \1, { \2 }")
+    assert_found("known scale", edit, faults.Race, "nothing orders them")
+
+
+@triton.jit
+def last_sum_kernel(x_ptr, count_ptr, total_ptr, SEM: tl.constexpr):
+    """Write x[p] in each program; the last one that counts itself in adds all up."""
+    program = tl.program_id(0)
+    tl.store(x_ptr + program, program + 1)
+    tl.debug_barrier()
+    if tl.atomic_add(count_ptr, 1, sem=SEM) == 3:
+        tl.store(total_ptr, tl.sum(tl.load(x_ptr + tl.arange(0, 4)), axis=0))
+        tl.store(count_ptr, 0)
+
+
+@pytest.mark.parametrize("sem", ["acq_rel", "relaxed"])
+def test_an_atomic_that_orders_nothing(sem):
+    """A count releases what a program has written and acquires what the others have, or not."""
+    x, (count, total) = torch.zeros(4, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
+    found = contextlib.nullcontext()
+    if sem == "relaxed":
+        found = pytest.raises(faults.Race, match="nothing orders them")
+    with emulated(watch=lambda: [Races()]), found:
+        for _ in range(2):
+            last_sum_kernel[(4,)](x, count, total, SEM=sem)
+            assert (count.item(), total.item()) == (0, 10)
 
 
 def test_memory_that_nobody_has_written():
-    """A history without its first values, and an amax that no kernel has made."""
+    """A slot without a first value, and an amax that no kernel has made."""
     x = torch.randn(WHOLE).to(BF16)
-    options = DelayedCastOptions(
-        torch.empty(16), torch.zeros(2), torch.float8_e4m3fn, "max", 0, True, True
-    )
+    cast = CastOptions(torch.float8_e4m3fn, "tensorwise", False, True, False)
     with emulated():
-        history = torch.empty(16)
-        with pytest.raises(faults.Uninitialised, match=r"byte 0 of history_ptr, never written"):
-            casts.delayed_kernel()(x, options._replace(amaxes=history), None)
-        amax = torch.empty(())
-        cast = CastOptions(torch.float8_e4m3fn, "tensorwise", False, True, False, amax=amax)
+        raising = cast._replace(scale=torch.ones(()), amax=torch.empty(()))
+        with pytest.raises(faults.Uninitialised, match=r"byte 0 of amax_ptr, never written"):
+            casts.kernel()(x, raising)
         with pytest.raises(faults.Uninitialised, match="never written"):
-            casts.kernel()(x, cast)
+            casts.kernel()(x, cast._replace(amax=torch.empty(())))

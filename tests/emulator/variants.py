@@ -113,7 +113,6 @@ def launching() -> Iterator[tuple[str, Callable[[], None]]]:
     """Yield names and functions that launch, to be called `few_rows`."""
     for name in test_compiled.INPUTS:
         yield f"casts, {name}", partial(test_compiled.launch_everything, name)
-        yield f"delayed casts, {name}", partial(test_compiled.launch_delayed, name)
     for size in (4096, 515):
         yield f"sums, {size}", partial(test_compiled.launch_sums, size)
     producers = test_producers_compiled

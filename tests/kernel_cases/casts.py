@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from tests.kernel_cases.comparison import require, same_bits
-from torch_fp8.kernels.arguments import CastOptions, DelayedCastOptions
+from torch_fp8.kernels.arguments import CastOptions
 from torch_fp8.ops.quantize import quantize_2d
 from torch_fp8.ops.quantize_dbias import quantize_layouts_and_sum
-from torch_fp8.ops.quantize_delayed import quantize_2d_delayed
 from torch_fp8.ops.transpose import transposed_bytes
 from torch_fp8.quantization.formats import E4M3
 from torch_fp8.quantization.payload_shape import Layouts
@@ -64,13 +63,6 @@ def transpose_kernel() -> CastKernel:
     from torch_fp8.kernels import transpose
 
     return transpose.transposed_bytes
-
-
-def delayed_kernel() -> CastKernel:
-    """Return the kernel of casts with delayed scaling."""
-    from torch_fp8.kernels import quantize_delayed
-
-    return quantize_delayed.quantize_2d_delayed
 
 
 def matrix(kind: str, shape: Shape, dtype: torch.dtype) -> Tensor:
@@ -152,7 +144,7 @@ def check_transpose(transpose: CastKernel, device: str, shapes: Iterable[Shape] 
 def check_known_scale(
     cast: CastKernel, device: str, kind: str, shapes: Iterable[Shape] = SHAPES
 ) -> None:
-    """Check a tensorwise cast with a given scale, and with a given amax."""
+    """Check a tensorwise cast with a given scale, also beside a slot, and with a given amax."""
     for shape, dtype, value in itertools.product(shapes, FORMATS, (0.37, 2.0**-100)):
         x, scale = matrix(kind, shape, torch.bfloat16), torch.tensor(value)
         what = f"{dtype} of {shape} with scale {value}, {kind}"
@@ -161,54 +153,54 @@ def check_known_scale(
         made = cast(x.to(device), options._replace(scale=scale.to(device)))
         same_bits(made[0], want[0], what)
         same_bits(made[2], want[2], what)
+        if value == 0.37:
+            check_slot(cast, x, options._replace(scale=scale), device, what)
         made = cast(x.to(device), options._replace(amax=tensor_amax(x).to(device)))
         for got, expected in zip(made, reference(x, options), strict=True):
             same_bits(got, expected, f"{what}, with amax")
 
 
-def check_delayed(
-    cast: CastKernel,
-    device: str,
-    kind: str,
-    shapes: Iterable[Shape] = (*SHAPES, (2048, 4096)),
-    algorithms: Iterable[str] = ("max", "most_recent"),
-) -> None:
-    """Check payloads, scales and histories over steps, on a grid of programs that end in any
-    order.
+def check_slot(cast: CastKernel, x: Tensor, options: CastOptions, device: str, what: str) -> None:
+    """Check that a cast raises its slot to the amax of x, and makes the bytes that it makes without
+    one.
+
+    Args:
+        options: with a scale.
     """
-    for shape, dtype, algorithm in itertools.product(shapes, FORMATS, algorithms):
-        theirs, last = torch.zeros(40), torch.ones(())
-        ours, our_last = (t.clone().to(device) for t in (theirs, last))
-        unused = torch.zeros(2)
-        progress = unused.clone().to(device)
-        what = f"{dtype} of {shape} by {algorithm}, {kind}"
-        for step in range(4):
-            x = matrix(kind, shape, torch.bfloat16) * 2.0**step
-            if x.numel() == 0:
-                continue
-            options = DelayedCastOptions(theirs, unused, dtype, algorithm, 0, True, True)
-            want = quantize_2d_delayed.reference(x, options, last, None)
-            options = options._replace(amaxes=ours, progress=progress)
-            made = cast(x.to(device), options, our_last)
-            for got, expected in zip(made, want[:3], strict=True):
-                same_bits(got, expected, what)
-            same_bits(ours, theirs, f"history of {what}")
-            same_bits(our_last, last, f"last scale of {what}")
-            require(not progress.any(), f"{what}: progress is left over")
+    scale, want = options.scale, reference(x, options)
+    assert scale is not None
+    for before in (0.0, 1e30, float("nan")):
+        slot = torch.tensor(before, device=device)
+        made = cast(x.to(device), options._replace(scale=scale.to(device), amax=slot))
+        for got, expected in zip(made, want, strict=True):
+            same_bits(got, expected, f"{what}, beside a slot of {before}")
+        expected = torch.maximum(torch.tensor(before), tensor_amax(x))
+        same_bits(slot, expected, f"{what}: slot of {before}")
 
 
 def check_sums(device: str, granularity: Granularity, rows: int = 5000) -> None:
     """Check the bias gradient that a cast adds up: exact but for float32, and repeatable."""
     x = matrix("row spread", (rows, 1040), torch.bfloat16)
+    options, slot = CastOptions(E4M3.dtype, granularity, False, True, True), torch.tensor(0.0)
+    _check_sums(x, options, device)
+    if granularity == "tensorwise":
+        options, slot = options._replace(scale=torch.tensor(0.37)), slot.to(device)
+        _check_sums(x, options._replace(amax=slot), device)
+        same_bits(slot, tensor_amax(x), "slot of a cast with sums")
+
+
+def _check_sums(x: Tensor, options: CastOptions, device: str) -> None:
     exact, size = x.double().sum(0), x.double().abs().sum(0)
-    options, moved = CastOptions(E4M3.dtype, granularity, False, True, True), x.to(device)
+    scale = None if options.scale is None else options.scale.to(device)
+    moved, how = x.to(device), options._replace(scale=scale)
     (payloads, first), (_, second) = (
-        quantize_layouts_and_sum(moved, options, torch.float32) for _ in range(2)
+        quantize_layouts_and_sum(moved, how, torch.float32) for _ in range(2)
     )
+    granularity, without = options.granularity, options._replace(amax=None)
     require(torch.equal(first, second), f"{granularity}: sums differ from run to run")
     error = (first.cpu() - exact).abs()
-    require((error <= size * rows * 2.0**-24).all(), f"{granularity}: sums are too far off")
-    for made, want in zip(payloads, reference(x, options)[::2], strict=True):
+    require((error <= size * len(x) * 2.0**-24).all(), f"{granularity}: sums are too far off")
+    for made, want in zip(payloads, reference(x, without)[::2], strict=True):
         assert made is not None
         same_bits(made.qdata, want, f"{granularity} payload beside its sums")
 

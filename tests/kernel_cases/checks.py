@@ -32,7 +32,7 @@ def cast(device: str, granularity: str, kernel: casts.CastKernel | None = None) 
 
 
 def known_scale(device: str, kernel: casts.CastKernel | None = None) -> str:
-    """Check casts with a scale or an amax that is known."""
+    """Check casts with a scale, also beside a slot, or an amax that is known."""
     for kind in CAST_KINDS:
         casts.check_known_scale(kernel or casts.kernel(), device, kind, SHAPES)
     return "bit for bit"
@@ -49,13 +49,6 @@ def transpose(device: str, kernel: casts.CastKernel | None = None) -> str:
     """Check that bytes are transposed."""
     casts.check_transpose(kernel or casts.transpose_kernel(), device)
     return "with zeros behind, bit for bit"
-
-
-def delayed(device: str, kernel: casts.CastKernel | None = None) -> str:
-    """Check casts that take their scale from a history and write it."""
-    for kind in ("row spread", "nan"):
-        casts.check_delayed(kernel or casts.delayed_kernel(), device, kind, SHAPES, ("max",))
-    return "payloads, scales and histories over four steps, bit for bit"
 
 
 def bias_gradient(device: str) -> str:
@@ -111,13 +104,6 @@ def gate_up(device: str, ops: Any = producers.OPS) -> str:
     for shape in PRODUCER_SHAPES:
         producers.check_gate_up(ops, device, shape, True, few=True)
     return "as two, casts bit for bit"
-
-
-def delayed_producers(device: str, ops: Any = producers.OPS) -> str:
-    """Check the delayed casts of all of these."""
-    for shape, filled in itertools.product(PRODUCER_SHAPES, (True, False)):
-        producers.check_delayed(ops, device, shape, "gaussian", filled, few=True)
-    return "casts bit for bit"
 
 
 def step(device: str, weight: str, kernel: optimizer.Step | None = None) -> str:

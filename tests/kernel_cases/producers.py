@@ -17,11 +17,10 @@ import torch
 from torch import Tensor
 
 from tests.kernel_cases.casts import BOTH, EACH, GRANULARITIES, Shape
-from tests.kernel_cases.comparison import close, near, require, same_values
+from tests.kernel_cases.comparison import close, near, same_values
 from torch_fp8.kernels.arguments import (
     BackwardInputs,
     CastOptions,
-    DelayedCastOptions,
     NormBackwardInputs,
     NormInputs,
     NormWithRstd,
@@ -67,8 +66,10 @@ def casts(amax: Tensor, few: bool) -> Iterator[CastOptions]:
     for granularity, dtype, each in itertools.product(granularities, (E4M3, E5M2), layouts):
         options = CastOptions(dtype, granularity, granularity != "tensorwise", *each)
         if granularity == "tensorwise":
+            scale = torch.full_like(amax.view(-1)[0], 0.02)
             yield options._replace(amax=amax)
-            yield options._replace(scale=torch.full_like(amax, 0.02))
+            yield options._replace(scale=scale)
+            yield options._replace(scale=scale, amax=torch.zeros_like(scale))
         else:
             yield options
 
@@ -76,7 +77,7 @@ def casts(amax: Tensor, few: bool) -> Iterator[CastOptions]:
 def check_casts(
     results: Sequence[Tensor],
     amax: Tensor,
-    quantize: Callable[[CastOptions], Sequence[Tensor]],
+    quantize: Callable[..., Sequence[Tensor]],
     what: str,
     few: bool,
 ) -> None:
@@ -85,17 +86,29 @@ def check_casts(
     Args:
         results: one result, or two that are cast in one launch.
         amax: () of one, or (2,).
-        quantize: returns the layouts of each, and behind them the amax where a scale was given.
+        quantize: takes the options of the cast, and of two results the second's scale and slot
+            where a scale is given; returns the layouts of each.
     """
     several = len(results) > 1
     want = torch.stack([tensor_amax(y) for y in results])
     same_values(amax, want if several else want[0], f"{what}: amax")
     for cast in casts(amax, few):
-        *made, taken = quantize(cast)
-        for i, y in enumerate(results):
-            expected = cast_result(y, cast.part(i) if several else cast)[:4]
-            _all_same(made[4 * i : 4 * i + 4], expected, f"{what}: cast {cast[:5]}")
-        same_values(taken, None if cast.scale is None else amax, f"{what}: amax")
+        second: tuple[Tensor | None, ...] = ()
+        if several and cast.scale is not None:
+            second = 2 * cast.scale, None if cast.amax is None else cast.amax.clone()
+        made = quantize(cast, *second)
+        each = cast.of_gradients(*second) if several else (cast,)
+        for i, (y, one) in enumerate(zip(results, each, strict=True)):
+            _same_cast(made[4 * i : 4 * i + 4], y, one, f"{what}: cast {cast[:5]}")
+
+
+def _same_cast(made: Any, y: Tensor, cast: CastOptions, what: str) -> None:
+    """Check layouts against the cast of a plain result, and a slot, which was zero."""
+    slot = None
+    if cast.raises_amax:
+        slot, cast = cast.amax, cast._replace(amax=None)
+        same_values(slot, tensor_amax(y), f"{what}: slot")
+    _all_same(made, cast_result(y, cast, cast.needs_amax), what)
 
 
 def check_norm(ops: Any, device: str, shape: Shape, kind: str, few: bool = False) -> None:
@@ -113,9 +126,8 @@ def check_norm(ops: Any, device: str, shape: Shape, kind: str, few: bool = False
         y = norm.rms_norm(norm_of)
         same_values(y, rms_norm.rms_norm(NormWithRstd(*_moved(norm_of, "cpu"))), what)
 
-        def quantize(cast: CastOptions, of: NormWithRstd = norm_of, y: Tensor = y) -> Any:
-            taken = None if cast.scale is None else tensor_amax(y)
-            return (*norm.rms_norm_quantize(of, cast), taken)
+        def quantize(cast: CastOptions, of: NormWithRstd = norm_of) -> Any:
+            return norm.rms_norm_quantize(of, cast)
 
         check_casts([y], amax, quantize, what, few)
 
@@ -126,17 +138,21 @@ def check_norm_once(
     """Check that one launch equals two; a tensorwise scale is given, or of the amax it finds."""
     what = f"RMSNorm of {shape} in one launch, {granularity}"
     x, weight = matrix(shape, BF16).to(device), _weight(shape[1]).to(device)
-    given = granularity == "tensorwise" and not finds_amax
-    scale = torch.tensor(0.02, device=device) if given else None
-    cast = CastOptions(E4M3, granularity, True, True, True, scale)
-    *made, rstd, saved, saved_scale, amax = ops.rms_norm.rms_norm_quantize_once(
-        NormInputs(x, weight, EPS, 0.0, BF16), cast, True
-    )
-    want = rms_norm.rms_norm_statistics(NormInputs(x, weight, EPS, 0.0, BF16), True)
-    close(rstd, want[0], 1e-6, f"{what}: rstd")
-    _all_same((saved, saved_scale), want[2:], f"{what}: saved")
-    y = rms_norm.rms_norm(NormWithRstd(x, weight, rstd, 0.0, BF16))
-    _all_same((*made, amax), cast_result(y, cast, finds_amax), what)
+    cast, inputs = CastOptions(E4M3, granularity, True, True, True), _norm_of(x, weight)
+    every = [cast]
+    if granularity == "tensorwise" and not finds_amax:
+        scale, slot = (torch.full((), value, device=device) for value in (0.02, 0.0))
+        every = [cast._replace(scale=scale), cast._replace(scale=scale, amax=slot)]
+    want = rms_norm.rms_norm_statistics(inputs, True)
+    for how in every:
+        *made, rstd, saved, saved_scale = ops.rms_norm.rms_norm_quantize_once(inputs, how, True)
+        close(rstd, want[0], 1e-6, f"{what}: rstd")
+        _all_same((saved, saved_scale), want[2:], f"{what}: saved")
+        _same_cast(made, rms_norm.rms_norm(inputs.with_rstd(rstd)), how, what)
+
+
+def _norm_of(x: Tensor, weight: Tensor) -> NormInputs:
+    return NormInputs(x, weight, EPS, 0.0, BF16)
 
 
 def check_norm_backward(ops: Any, device: str, shape: Shape, saved: bool) -> None:
@@ -170,14 +186,12 @@ def check_swiglu(
     _all_same(made, swiglu.swiglu_save(*arguments)[:4], f"{what}: saved")
 
     def quantize(cast: CastOptions) -> Any:
-        made = ops.swiglu.swiglu_quantize(*on_device, cast, True)
-        return (*made[:4], made[8])
+        return ops.swiglu.swiglu_quantize(*on_device, cast, True)[:4]
 
     check_casts([h], amax, quantize, what, few)
     for each in BOTH if few else EACH:
         cast = CastOptions(E4M3, "tensorwise", False, *each)
-        made = quantize(cast)
-        _all_same(made, cast_result(h, cast, finds_amax=True), f"{what}: amax found, {each}")
+        _same_cast(quantize(cast), h, cast, f"{what}: amax found, {each}")
 
 
 def check_smoothing(ops: Any, device: str, shape: Shape, kind: str) -> None:
@@ -196,10 +210,14 @@ def check_smoothing(ops: Any, device: str, shape: Shape, kind: str) -> None:
     for granularity in FEW_GRANULARITIES:
         known = tensor_amax(times) if granularity == "tensorwise" else None
         cast = CastOptions(E4M3, granularity, True, True, True, amax=known)
-        want = cast_result(times, cast)[:4]
+        want = cast_result(times, cast)
         on_device = cast._replace(amax=None if known is None else known.to(device))
         made = ops.smooth.quantize_columns(gate, factors[0], on_device)
         _all_same(made, want, f"{what}: {granularity}")
+    scale, slot = (torch.full((), value, device=device) for value in (0.02, 0.0))
+    cast = CastOptions(E4M3, "tensorwise", False, True, True, scale, slot)
+    made = ops.smooth.quantize_columns(gate, factors[0], cast)
+    _same_cast(made, times.to(device), cast, f"{what}: with a slot")
 
 
 def check_swiglu_backward(
@@ -219,8 +237,8 @@ def check_swiglu_backward(
         near(got, want, what)
     amax = backward.swiglu_backward_amax(on_device)
 
-    def quantize(cast: CastOptions) -> Any:
-        return backward.swiglu_backward_quantize(on_device, cast)
+    def quantize(cast: CastOptions, *second: Tensor | None) -> Any:
+        return backward.swiglu_backward_quantize(on_device, cast, *second)
 
     check_casts(gradients, amax, quantize, what, few)
 
@@ -242,56 +260,6 @@ def check_gate_up(ops: Any, device: str, shape: Shape, gate_first: bool, few: bo
         return ops.gate_up.gate_up_backward_quantize(on_device, gate_first, cast)
 
     check_casts([made], amax, quantize, what, few)
-
-
-def check_delayed(
-    ops: Any, device: str, shape: Shape, kind: str, filled: bool, few: bool = False
-) -> None:
-    """Check the delayed casts of all producers.
-
-    Without a history the last program casts everything: what it does is the same each time.
-    """
-    what = f"of {shape}, {kind}, {'with' if filled else 'without'} a history"
-    x, up, grad = (matrix(shape, BF16, kind, seed=i).to(device) for i in range(3))
-    weight = _weight(shape[1]).to(device)
-    rstd, *_ = ops.rms_norm.rms_norm_statistics(NormInputs(x, weight, EPS, 0.0, BF16), False)
-    y = ops.rms_norm.rms_norm(NormWithRstd(x, weight, rstd, 0.0, BF16))
-    for how in _delayed(y, filled, few):
-        made = ops.rms_norm.rms_norm_quantize_once(NormInputs(x, weight, EPS, 0.0, BF16), how, True)
-        # The sums of this launch have an order of their own.
-        y = ops.rms_norm.rms_norm(NormWithRstd(x, weight, made[4], 0.0, BF16))
-        _same_delayed((*made[:4], made[7]), y, how, f"RMSNorm {what}")
-    h, inputs = ops.swiglu.swiglu(x, up, None), BackwardInputs(grad, x, None, up, None, None, BF16)
-    for how in _delayed(h, filled, few):
-        made = ops.swiglu.swiglu_quantize(x, up, None, how, True)
-        _same_delayed((*made[:4], made[8]), h, how, f"SwiGLU {what}")
-    backward = ops.swiglu_backward
-    dgate, dup = backward.swiglu_backward(inputs)
-    for of_gate, of_up in zip(_delayed(dgate, filled, few), _delayed(dup, True, few), strict=True):
-        made = backward.swiglu_backward_quantize(inputs, of_gate, *of_up[:2])
-        for i, (d, how) in enumerate(((dgate, of_gate), (dup, of_up))):
-            outputs = (*made[4 * i : 4 * i + 4], made[8][i])
-            _same_delayed(outputs, d, how, f"SwiGLU backward {what}")
-    both = ops.gate_up.gate_up_backward(inputs, True)
-    for how in _delayed(both, filled, few):
-        made = ops.gate_up.gate_up_backward_quantize(inputs, True, how)
-        _same_delayed(made, both, how, f"gate_up backward {what}")
-
-
-def _delayed(y: Tensor, filled: bool, few: bool) -> Iterator[DelayedCastOptions]:
-    """Yield every delayed cast of a result y, with a history that is empty or of about its size."""
-    amaxes = torch.zeros(1024, device=y.device)
-    if filled:
-        amaxes[3] = tensor_amax(y).nan_to_num(1.0, 1.0) / 2
-    algorithms, layouts = (("max",), BOTH) if few else (("max", "most_recent"), EACH)
-    for dtype, algorithm, each in itertools.product((E4M3, E5M2), algorithms, layouts):
-        progress = torch.zeros(2, device=y.device)
-        yield DelayedCastOptions(amaxes, progress, dtype, algorithm, 0, *each)
-
-
-def _same_delayed(made: Any, y: Tensor, how: DelayedCastOptions, what: str) -> None:
-    _all_same(made, cast_result(y, how), what)
-    require(not how.progress.any(), f"{what}: progress is left over")
 
 
 def _all_same(made: Iterable[Any], want: Iterable[Any], what: str) -> None:

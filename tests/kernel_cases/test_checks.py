@@ -7,18 +7,20 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.utils._pytree import tree_map
 
 from tests.kernel_cases import casts, checks, played, producers
 from tests.kernel_cases.comparison import Mismatch
 from torch_fp8.ops import grad_codec
 from torch_fp8.ops import messages as wire
 from torch_fp8.ops.adamw import adamw_step_reference, update_rms_reference
-from torch_fp8.ops.quantize_delayed import quantize_2d_delayed
 
 
 def cast(x, options):
     row, col = options.rowwise, options.columnwise
-    made = casts.reference(x, options._replace(rowwise=True, columnwise=True, amax=None))
+    if not options.raises_amax:
+        options = options._replace(amax=None)
+    made = casts.reference(x, options._replace(rowwise=True, columnwise=True))
     wanted = zip(made, (row, row, col, col), strict=True)
     return [part if is_wanted else None for part, is_wanted in wanted]
 
@@ -36,12 +38,11 @@ def with_wrong_payload(*arguments):
     return [*made, qdata_t, scale_t]
 
 
-def delayed(x, options, last):
-    return quantize_2d_delayed.reference(x, options, last, None)[:3]
-
-
-def delayed_that_forgets(x, options, last):
-    return delayed(x, options._replace(amaxes=options.amaxes.clone()), last)
+def without_raising(x, options):
+    """A slot stays as it is."""
+    if options.raises_amax:
+        options = options._replace(amax=options.amax.clone())
+    return cast(x, options)
 
 
 def step(pairs, multipliers=None):
@@ -85,6 +86,17 @@ def with_wrong(name, function, at):
     return changed(producers.OPS, **{name: changed(original, **{function: wrong})})
 
 
+def without_slot(name, function):
+    """The operators, of which one leaves its slot as it is."""
+    original = getattr(producers.OPS, name)
+
+    def wrong(*arguments):
+        copies = tree_map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, arguments)
+        return getattr(original, function)(*copies)
+
+    return changed(producers.OPS, **{name: changed(original, **{function: wrong})})
+
+
 def wrong_sum(messages, layout, out, out_plain, scale=1.0):
     wire.unpack_sum(messages, layout, out, out_plain, 2 * scale)
 
@@ -98,7 +110,6 @@ RIGHT = [
     *((checks.cast, granularity, cast) for granularity in casts.GRANULARITIES),
     (checks.known_scale, cast),
     (checks.strides, cast),
-    (checks.delayed, delayed),
     (checks.bias_gradient,),
     (checks.norm,),
     (checks.norm_backward,),
@@ -106,7 +117,6 @@ RIGHT = [
     (checks.smoothing,),
     (checks.swiglu_backward,),
     (checks.gate_up,),
-    (checks.delayed_producers,),
     (checks.step, "bf16 with 8 bits", step),
     (checks.update_size, update_rms),
     (checks.gradient,),
@@ -118,8 +128,8 @@ WRONG = [
     *((checks.cast, granularity, with_wrong_scale) for granularity in casts.GRANULARITIES),
     (checks.cast, "tensorwise", with_wrong_payload),
     (checks.known_scale, with_wrong_payload),
+    (checks.known_scale, without_raising),
     (checks.strides, with_wrong_scale),
-    (checks.delayed, delayed_that_forgets),
     (checks.norm, with_wrong("rms_norm", "rms_norm_statistics", 3)),
     (checks.norm, with_wrong("rms_norm", "rms_norm_quantize_once", 1)),
     (checks.norm_backward, with_wrong("rms_norm", "rms_norm_backward", 1)),
@@ -128,10 +138,12 @@ WRONG = [
     (checks.smoothing, with_wrong("smooth", "smooth_factors", 1)),
     (checks.swiglu_backward, with_wrong("swiglu_backward", "swiglu_backward", 0)),
     (checks.gate_up, with_wrong("gate_up", "gate_up_backward_amax", None)),
-    (
-        checks.delayed_producers,
-        with_wrong("rms_norm", "rms_norm_quantize_once", 1),
-    ),
+    (checks.norm, without_slot("rms_norm", "rms_norm_quantize")),
+    (checks.norm, without_slot("rms_norm", "rms_norm_quantize_once")),
+    (checks.swiglu, without_slot("swiglu", "swiglu_quantize")),
+    (checks.swiglu_backward, without_slot("swiglu_backward", "swiglu_backward_quantize")),
+    (checks.gate_up, without_slot("gate_up", "gate_up_backward_quantize")),
+    (checks.smoothing, without_slot("smooth", "quantize_columns")),
     (checks.step, "fp32", step_with_wrong_decay),
     (checks.update_size, lambda pairs: update_rms(pairs) * 1.001),
     (

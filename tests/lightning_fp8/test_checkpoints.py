@@ -255,7 +255,7 @@ def test_state_of_another_number_of_ranks_is_taken_over():
     fabric, state = start(lightning.fabric, DELAYED)
     train(fabric, state, batches())
     (of_rank,) = state["precision"].state_dict()["scaling"]
-    other = [{k: torch.zeros_like(v) for k, v in s.items()} for s in of_rank]
+    other = [{k: torch.full_like(v, k.endswith("scale")) for k, v in s.items()} for s in of_rank]
     state["precision"].load_state_dict({"scaling": [other, of_rank]})
     (loaded,) = state["precision"].state_dict()["scaling"]
     assert same(loaded[0], other[0])

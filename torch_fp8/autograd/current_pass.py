@@ -156,15 +156,8 @@ def torch_selective_pass() -> bool:
     """Whether a pass of torch's own ``create_selective_checkpoint_contexts`` runs now.
 
     Its second pass looks up by their names the operators that it has saved: both have to issue the
-    same. A cast that finds a delayed scale itself does so in the first pass alone.
+    same.
     """
     if torch.compiler.is_compiling() or not _len_torch_dispatch_stack() or is_traced():
         return False
     return any(isinstance(mode, _TORCH_PASSES) for mode in _get_current_dispatch_mode_stack())
-
-
-def repeats_forward() -> bool:
-    """Whether this forward was counted already: it is the second pass of a checkpoint."""
-    if torch.compiler.is_compiling() or torch._C._current_graph_task_id() == -1:
-        return False
-    return not is_traced()

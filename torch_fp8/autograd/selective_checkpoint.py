@@ -17,17 +17,14 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 CASTS = (
+    "amax",
     "quantize_2d",
     "quantize_2d_sum",
-    "quantize_2d_delayed",
-    "advance_history",
     "rms_norm_statistics",
     "rms_norm_quantize",
     "rms_norm_quantize_once",
-    "rms_norm_quantize_delayed",
     "swiglu_save",
     "swiglu_quantize",
-    "swiglu_quantize_delayed",
     "swiglu_save_columns",
     "column_amax",
     "smooth_factors",

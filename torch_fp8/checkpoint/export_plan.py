@@ -34,8 +34,10 @@ from torch_fp8.nn.linear import Float8Layer
 from torch_fp8.nn.paused import is_paused
 from torch_fp8.nn.scaling_buffers import INPUT, WEIGHT
 from torch_fp8.ops.quantize import QuantizedTensor, dequantize
+from torch_fp8.quantization.scaling import delayed_scale, past_amax
 from torch_fp8.tensor.base import QuantizableTensor
-from torch_fp8.tensor.quantizer import WeightQuantizer
+from torch_fp8.tensor.quantizer import Quantizer, WeightQuantizer
+from torch_fp8.tensor.scale_source import ScaleSource
 from torch_fp8.tensor.split_weight import stored
 
 _NAN_BITS = 0x7F
@@ -210,9 +212,8 @@ def weight_payload(layer: Float8Layer, weight: Tensor, *, current: bool = False)
         current: whether its scale is its own, with delayed scaling, too: factors are folded into
             it, and the history is that of the weight without.
     """
-    quantizer = layer.quantizer(WEIGHT)._replace(updates=False, repeats=False)
-    if current:
-        quantizer = quantizer._replace(history=None)
+    scale = layer.scaling_buffers()[1][WEIGHT] if layer.fp8_ready and not current else None
+    quantizer = Quantizer(layer.operand_spec(WEIGHT), ScaleSource(scale))
     return WeightQuantizer(quantizer, transposed=layer.fp8_transposed).for_fprop(weight)
 
 
@@ -222,21 +223,20 @@ def input_scale(name: str, layer: Float8Layer) -> Tensor:
     Raises:
         ValueError: no forward has recorded an amax yet, or one that is not finite.
     """
-    quantizer = layer.quantizer(INPUT)._replace(updates=False, repeats=False)
-    history = quantizer.history
-    if history is not None and not bool(history.amaxes.isfinite().all()):
+    config, (history, _, amaxes, _) = layer.fp8_config, layer.scaling_buffers()
+    if not bool(history.isfinite().all() & amaxes.isfinite().all()):
         raise ValueError(
             f"the history of '{name}' holds an Inf or NaN, an amax of its input, which would be "
             "served with a scale that means nothing: training has diverged, or is about to; export "
             "a checkpoint from before"
         )
-    quantizer = quantizer.settled()
-    if quantizer.scale is None:
+    past = past_amax(layer.pushed_history()[INPUT], config.amax_compute_algo)
+    if not bool(past):
         raise ValueError(
             f"'{name}' has recorded no amax of its input, so that there is no input_scale; run a "
             "forward in training mode, or load the history (load_scaling_state_dict), then export"
         )
-    return quantizer.scale
+    return delayed_scale(past, layer.fp8_recipe.input.format, config.margin)
 
 
 def _tied_patterns(places: list[tuple[str, nn.Module]]) -> list[str]:

@@ -6,8 +6,8 @@ traced, it looks up in the graph what made its input. If that is a producer, wit
 in between, the producer's operator that emits FP8 takes its place; a 16-bit tensor that nobody else
 reads is dropped as dead code. Forward and backward are traced alike, and the bytes are the same.
 
-What eager code does not fuse is not fused here either. Casts with delayed scaling, which write a
-history, are the subject of `torch_fp8.compile.delayed_quantize_fusion`.
+What eager code does not fuse is not fused here either. The amax that delayed scaling records,
+``torch_fp8::amax``, comes from the producer, too, if that knows it.
 """
 
 import operator
@@ -28,12 +28,14 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.fx.traceback import get_current_meta
 
 # These imports define the operators.
+import torch_fp8.ops.amax
 import torch_fp8.ops.gate_up
 import torch_fp8.ops.quantize
 import torch_fp8.ops.rms_norm
 import torch_fp8.ops.swiglu
 import torch_fp8.ops.swiglu_backward  # noqa: F401
 from torch_fp8.kernels.arguments import CastOptions
+from torch_fp8.quantization.scaling import tensor_amax
 
 _aten: Any = torch.ops.aten
 _ops: Any = torch.ops.torch_fp8
@@ -126,21 +128,44 @@ def _trace_cast(
     mode: ProxyTorchDispatchMode, func: Any, types: Any, args: tuple[Any, ...], kwargs: Any
 ) -> Any:
     """Trace ``torch_fp8::quantize_2d``."""
-    x, cast, call = args[0], CastOptions(*args[1:]), None
+    x, cast, call, scale = args[0], CastOptions(*args[1:]), None, None
     if isinstance(x, FakeTensor) and cast.amax is None:
         graph = TracedGraph(mode)
-        call = _fused(graph, graph.source_of(x), cast)
+        source, scale = (
+            graph.source_of(x),
+            None if cast.scale is None else graph.node_of(cast.scale),
+        )
+        if source is not None and (cast.scale is None) == (scale is None):
+            scale = _first_scale(graph, source, cast, scale)
+            call = _fused(graph, source, cast._replace(scale=scale))
     if call is None:
         return mode.__torch_dispatch__(func, types, args, kwargs)
-    return graph.results(call)[call.first : call.first + 4]
+    made = graph.results(call)[call.first : call.first + 4]
+    return made if scale is None else (made[0], graph.tensor_of(scale), *made[2:])
 
 
-def _fused(graph: TracedGraph, source: Node | None, cast: CastOptions) -> Call | None:
+def _first_scale(
+    graph: TracedGraph, source: Node, cast: CastOptions, scale: Node | None
+) -> Node | None:
+    """Return the scale with which the result of `source` was cast first; as in eager code, it
+    serves all readers.
+
+    Args:
+        scale: the one in `cast`; None: there is none.
+    """
+    func = _CASTS.get(source.target)
+    if scale is None or func is None:
+        return scale
+    for made in graph.calls(func, *source.args):
+        of = CastOptions(*made.args[len(source.args) :][:7])
+        if of.scale is not None and of.dtype == cast.dtype:
+            first: Any = of.scale
+            return _as_node(first)
+    return scale
+
+
+def _fused(graph: TracedGraph, source: Node, cast: CastOptions) -> Call | None:
     """Return the call that makes what `cast` asks for of the result of `source`."""
-    scale: Any = None if cast.scale is None else graph.node_of(cast.scale)
-    if source is None or (cast.scale is None) != (scale is None):
-        return None
-    cast = cast._replace(scale=scale)
     if source.target is operator.getitem:
         source, i = source.args
         return _of_gradients(graph, source, i, cast) if source.target is SWIGLU_BACKWARD else None
@@ -148,19 +173,53 @@ def _fused(graph: TracedGraph, source: Node | None, cast: CastOptions) -> Call |
     return None if fuse is None else fuse(graph, source, cast)
 
 
+def _trace_amax(
+    mode: ProxyTorchDispatchMode, func: Any, types: Any, args: tuple[Any, ...], kwargs: Any
+) -> Any:
+    """Trace ``torch_fp8::amax``."""
+    x, known = args[0], None
+    if isinstance(x, FakeTensor):
+        graph = TracedGraph(mode)
+        source = graph.source_of(x)
+        if source is not None and source.target in _AMAXES:
+            known = _AMAXES[source.target](graph, source)
+    if known is not None:
+        return graph.tensor_of(known)
+    with mode:
+        return tensor_amax(x)
+
+
+def _amax_of_norm(graph: TracedGraph, norm: Node) -> Node | None:
+    x, weight, rstd, offset, out_dtype = norm.args
+    for made in graph.calls(_ops.rms_norm_statistics.default, x, weight):
+        if made in rstd.args and made.args[3:5] == (offset, out_dtype):
+            return result(made, 1)
+    return None
+
+
+def _amax_of_product(graph: TracedGraph, product: Node) -> Node:
+    save = _ops.swiglu_save.default
+    made = next(graph.calls(save, *product.args), None)
+    if made is None:  # nothing is saved
+        made = graph.node_of_call(Call(save, (*product.args, False)))
+    return result(made, 4)
+
+
+def _amax_of_joined_gradient(graph: TracedGraph, backward: Node) -> Node:
+    return graph.node_of_call(Call(_ops.gate_up_backward_amax.default, backward.args[:7]))
+
+
 def _of_norm(graph: TracedGraph, norm: Node, cast: CastOptions) -> Call | None:
     x, weight, rstd, offset, out_dtype = norm.args
     # The call that made rstd has the other results as well.
-    once, statistics = _ops.rms_norm_quantize_once.default, _ops.rms_norm_statistics.default
+    once = _ops.rms_norm_quantize_once.default
     for made in graph.calls(once, x, weight):
         of_it = made in rstd.args and made.args[3:5] == (offset, out_dtype)
         if of_it and _is_made_by(cast, CastOptions(*made.args[5:12])):
             return Call(once, made.args)
     amax: Any = None
     if cast.needs_amax:
-        for made in graph.calls(statistics, x, weight):
-            if made in rstd.args and made.args[3:5] == (offset, out_dtype):
-                amax = result(made, 1)
+        amax = _amax_of_norm(graph, norm)
         if amax is None:
             return None
     args = (x, weight, rstd, offset, out_dtype, *cast._replace(amax=amax))
@@ -219,4 +278,15 @@ _PRODUCERS: dict[Any, Callable[[TracedGraph, Node, CastOptions], Call | None]] =
     _ops.swiglu.default: _of_product,
     _ops.gate_up_backward.default: _of_joined_gradient,
 }
-torch.library.register_torch_dispatch("torch_fp8::quantize_2d", ProxyTorchDispatchMode, _trace_cast)
+_CASTS: dict[Any, Any] = {
+    _ops.rms_norm.default: _ops.rms_norm_quantize.default,
+    _ops.swiglu.default: _ops.swiglu_quantize.default,
+    _ops.gate_up_backward.default: _ops.gate_up_backward_quantize.default,
+}
+_AMAXES: dict[Any, Callable[[TracedGraph, Node], Node | None]] = {
+    _ops.rms_norm.default: _amax_of_norm,
+    _ops.swiglu.default: _amax_of_product,
+    _ops.gate_up_backward.default: _amax_of_joined_gradient,
+}
+for _name, _rule in (("quantize_2d", _trace_cast), ("amax", _trace_amax)):
+    torch.library.register_torch_dispatch(f"torch_fp8::{_name}", ProxyTorchDispatchMode, _rule)

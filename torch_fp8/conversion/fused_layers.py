@@ -7,7 +7,7 @@ from typing import NamedTuple
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-import torch_fp8.compile.delayed_quantize_fusion  # noqa: F401, where there are producers
+import torch_fp8.compile.quantize_fusion  # noqa: F401, where there are producers
 from torch_fp8.autograd.function import as_text
 from torch_fp8.config import FP8Config
 from torch_fp8.conversion.detect_gated_mlp import gated_mlp_spec
@@ -94,8 +94,7 @@ def _reading_quantizer(groups: Iterable[Sequence[Float8Layer]]) -> Quantizer | N
     if not layers:
         return None
     wgrad = any(m.weight.requires_grad and m.fp8_recipe.wgrad is not None for m in layers)
-    spec, config = layers[0].operand_spec(INPUT), layers[0].fp8_config
-    return Quantizer(spec, config, columnwise_usage=wgrad)
+    return Quantizer(layers[0].operand_spec(INPUT), columnwise_usage=wgrad)
 
 
 def _cast_alike(layers: Iterable[Float8Layer]) -> bool:

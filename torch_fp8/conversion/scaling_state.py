@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_fp8.nn.class_swap import unwrapped_name
+from torch_fp8.nn.delayed_scaling import restore_scales
 from torch_fp8.nn.linear import Float8Layer
 
 _SCALING = ("amax_history", "last_scale")
@@ -19,7 +20,8 @@ def scaling_state_dict(model: nn.Module) -> dict[str, Tensor]:
     Delayed scaling has two keys for each layer, which is named as in the model without compiled
     and checkpointed wrappers. ``<qualified name>.amax_history``, (3, H), holds the amaxes of input,
     weight and grad_output, the most recent first, and negative where an outlier was left out.
-    ``<qualified name>.last_scale`` is (2,).
+    ``<qualified name>.last_scale``, (2,), are the scales of input and weight that the history
+    suggests.
 
     Args:
         model: converted.
@@ -69,6 +71,7 @@ def load_scaling_state_dict(model: nn.Module, state: dict[str, Tensor]) -> None:
         for name, module in modules.items():
             history, last_scale = (state[f"{name}.{key}"] for key in _SCALING)
             module.load_scaling_state(history, last_scale)
+    restore_scales(module for module in modules.values() if module.fp8_ready)
 
 
 def _delayed_modules(model: nn.Module) -> Iterator[tuple[str, Float8Layer]]:

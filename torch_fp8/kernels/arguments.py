@@ -26,7 +26,10 @@ class CastOptions(NamedTuple):
         columnwise: whether to make x^T quantized along R, (C, R'); see
             `torch_fp8.quantization.payload_shape`.
         scale: () float32 dequantization scale, for tensorwise, used as it is; or None.
-        amax: () float32, at least that of x, from which a tensorwise scale is made; or None.
+        amax: () float32 or None, for tensorwise. Without a scale: at least the amax of x, from
+            which the scale is made. Beside a scale: a slot, 0 or more or NaN, which is raised in
+            place to the amax of x. Schemas do not declare that write: inside a graph of
+            torch.compile no slot is given, and what nobody reads can be dropped.
     """
 
     dtype: torch.dtype
@@ -56,6 +59,11 @@ class CastOptions(NamedTuple):
         """Whether the scale is made from an amax that is not given."""
         return self.granularity == "tensorwise" and self.scale is None and self.amax is None
 
+    @property
+    def raises_amax(self) -> bool:
+        """Whether `amax` is a slot, which the cast raises."""
+        return self.scale is not None and self.amax is not None
+
     def transposed(self) -> "CastOptions":
         """Return the options with which x^T is cast to the same payloads, in the other order."""
         return self._replace(rowwise=self.columnwise, columnwise=self.rowwise)
@@ -82,70 +90,19 @@ class CastOptions(NamedTuple):
             by_row = by_row[0], x.new_empty((), dtype=torch.float32)
         return (*by_row, *by_col)
 
-    def part(self, i: int) -> "CastOptions":
-        """Return the cast of the i-th of several results whose amaxes or scales share a tensor."""
-        scale, amax = (None if t is None else t[i] for t in (self.scale, self.amax))
-        return self._replace(scale=scale, amax=amax)
+    def of_gradients(
+        self, dup_scale: Tensor | None = None, dup_amax: Tensor | None = None
+    ) -> tuple["CastOptions", "CastOptions"]:
+        """Return the casts of SwiGLU's two gradients, dgate and dup.
 
-
-class DelayedCastOptions(NamedTuple):
-    """A tensorwise cast with the scale that a history suggests, which takes the amax in the same
-    read.
-
-    The history stays as it is: each reader of the result records the amax in its own history.
-
-    Attributes:
-        amaxes: (H,) float32, the most recent first; 0 where nothing was recorded yet.
-        progress: (2,) words, zeros; written on CUDA, and zeros again afterwards: to schemas it is
-            not written, so that a graph can drop what nobody reads.
-        dtype, rowwise, columnwise: see `CastOptions`.
-        algorithm, margin: see `torch_fp8.quantization.scaling.delayed_scale`.
-    """
-
-    amaxes: Tensor
-    progress: Tensor
-    dtype: torch.dtype
-    algorithm: str
-    margin: int
-    rowwise: bool
-    columnwise: bool
-
-    @property
-    def granularity(self) -> str:
-        """That of `CastOptions`."""
-        return "tensorwise"
-
-    @property
-    def scale(self) -> Tensor | None:
-        """That of `CastOptions`: none is given."""
-        return None
-
-    def with_scale(self, scale: Tensor | None) -> CastOptions:
-        """Return the cast with the scale, () float32, that the history has given; None: it is made
-        by whoever casts.
+        Args:
+            dup_scale, dup_amax: dup's, where these options have the scale of dgate; without one,
+                their amax is (2,), of both, or None.
         """
-        layouts = self.rowwise, self.columnwise
-        return CastOptions(self.dtype, "tensorwise", False, *layouts, scale)
-
-
-ProducerCast = CastOptions | DelayedCastOptions
-"""How a producer casts its result."""
-
-
-def casts_of_both(
-    options: ProducerCast, up_amaxes: Tensor | None = None, up_progress: Tensor | None = None
-) -> tuple[ProducerCast, ProducerCast]:
-    """Return the casts of SwiGLU's two gradients, which differ in their scales alone.
-
-    Args:
-        options: with the amaxes or scales of both, or with the history of gate's.
-        up_amaxes, up_progress: the history of up's, where gate's is given.
-    """
-    if isinstance(options, CastOptions):
-        return options.part(0), options.part(1)
-    assert up_amaxes is not None
-    assert up_progress is not None
-    return options, options._replace(amaxes=up_amaxes, progress=up_progress)
+        if self.scale is not None:
+            return self, self._replace(scale=dup_scale, amax=dup_amax)
+        of_dgate, of_dup = (None, None) if self.amax is None else (self.amax[0], self.amax[1])
+        return self._replace(amax=of_dgate), self._replace(amax=of_dup)
 
 
 class StepScalars(NamedTuple):

@@ -233,17 +233,21 @@ def _cast_tiles(
     """Cast the payloads in tiles, or in the `whole` one; `scale` is filled unless it is "given"."""
     rows, cols = x.shape
     by_row, by_col = _outputs(x, options, pad)
-    if x.numel() and (options.rowwise or options.columnwise):
+    slot = amax_slot(options)
+    if x.numel() and (options.rowwise or options.columnwise or slot is not None):
         num_partials = 1 if partial is None else partial.shape[0]
-        # Another length and mask for the column layout leave too few registers beside sums.
-        small = is_odd(x) or (pad > 1 and sums is not None and source == "given")
+        # Another length and mask for the column layout leave too few registers beside sums, and in
+        # both layouts of E5M2 beside an amax.
+        both = options.rowwise and options.columnwise and format_of(options.dtype).has_inf
+        beside = source == "given" and (sums is not None or (both and slot is not None))
+        small = is_odd(x) or (pad > 1 and beside)
         block, warps = (ODD_BLOCK, ODD_WARPS) if small else (BLOCK, TILE_WARPS)
         block_r, block_c, warps = whole or (block, block, warps)
         cast_kernel[(cdiv(rows, block_r) * cdiv(cols, block_c),)](
             x,
             scale,
             scale if partial is None else partial,
-            *pointers((by_row, by_col), scale),
+            *pointers((slot, by_row, by_col), scale),
             *x.stride(),
             rows,
             cols,
@@ -251,6 +255,7 @@ def _cast_tiles(
             _partial_sums(x, sums, block, scale),
             SUM_AXIS=-1 if sums is None else sums.axis,
             SCALE=source,
+            AMAX=slot is not None,
             **cast_flags(options),
             PAD=pad,
             PARTIALS=_most_partials(options, source, cols),
@@ -359,6 +364,13 @@ def pad_of(rows: int, granularity: str, pads: bool) -> int:
     """Return a kernel's PAD: 1 if nothing is padded, so that one length and mask suffice."""
     pad = COL_ALIGNMENT[granularity] if pads else 1
     return pad if rows % pad else 1
+
+
+def amax_slot(options: CastOptions) -> Tensor | None:
+    """Return the int32 bits of the amax that a cast raises, if it does."""
+    if options.amax is None or options.scale is None:
+        return None
+    return options.amax.view(torch.int32)
 
 
 def cast_flags(options: CastOptions) -> dict[str, object]:

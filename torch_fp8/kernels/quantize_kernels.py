@@ -22,6 +22,7 @@ from torch_fp8.kernels.tiles import (
     load_tile,
     per_row,
     positions,
+    push_amax,
     store_blocks,
     store_layouts,
     store_sums,
@@ -89,11 +90,12 @@ def column_amax_kernel(
 
 
 @quick
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["scale_ptr", "amax_ptr"])
 def cast_kernel(
     x_ptr,
     scale_ptr,
     partial_ptr,
+    amax_ptr,
     row_ptr,
     col_ptr,
     stride_r,
@@ -104,6 +106,7 @@ def cast_kernel(
     sum_ptr,
     SUM_AXIS: tl.constexpr,  # along which the tile's sums are stored, or -1
     SCALE: tl.constexpr,  # "given", "tensor" from partials of amax_kernel, "whole", "columns"
+    AMAX: tl.constexpr,  # whether an amax is raised, for "given"
     E5M2: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
     ROW: tl.constexpr,
@@ -123,6 +126,8 @@ def cast_kernel(
     x = load_tile(x_ptr, stride_r, stride_c, r, c, mask)
     store_sums(x, sum_ptr, tile, rows, cols, SUM_AXIS)
 
+    if AMAX:
+        push_amax(amax_ptr, x)
     if SCALE == "given":
         scale = tl.load(scale_ptr)
     elif SCALE == "whole":

@@ -12,21 +12,19 @@ from torch import Tensor
 
 from torch_fp8.kernels.arguments import (
     CastOptions,
-    DelayedCastOptions,
     NormBackwardInputs,
     NormInputs,
     NormWithRstd,
-    ProducerCast,
 )
 from torch_fp8.kernels.fused_launch import (
     TYPES,
-    Cast,
     amax_bits,
-    as_amax,
-    known_cast,
+    fits_tiles,
+    fused_flags,
     no_cast,
     registers,
     saved_outputs,
+    scale_source,
 )
 from torch_fp8.kernels.launch_math import cdiv, next_power_of_2
 from torch_fp8.kernels.quantize import (
@@ -35,6 +33,7 @@ from torch_fp8.kernels.quantize import (
     ROW_CHUNK,
     TILE_WARPS,
     Tile,
+    amax_slot,
     pointers,
     quantize_2d,
     whole_tile,
@@ -68,13 +67,17 @@ ODD_ROW_IN_REGISTERS, ODD_CHUNK = 2048, 512
 
 
 def rms_norm_statistics(
-    inputs: NormInputs, save: bool
+    inputs: NormInputs, save: bool, slot: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """See `torch_fp8.ops.rms_norm.rms_norm_statistics`."""
+    """See `torch_fp8.ops.rms_norm.rms_norm_statistics`.
+
+    Args:
+        slot: () int32, the bits of an amax, which is raised and returned.
+    """
     x, weight, eps, offset, out_dtype = inputs
     rows, cols = x.shape
     rstd = x.new_empty(rows, dtype=torch.float32)
-    largest = amax_bits(x)
+    largest = amax_bits(x) if slot is None else slot
     saved = saved_outputs(x, save)
     if not x.numel():
         return rstd.fill_(eps).rsqrt_(), largest.view(torch.float32), *saved
@@ -115,27 +118,29 @@ def rms_norm(norm: NormWithRstd) -> Tensor:
 
 def rms_norm_quantize(norm: NormWithRstd, options: CastOptions) -> Layouts:
     """See `torch_fp8.ops.rms_norm.rms_norm_quantize`."""
-    cast = Cast(options)
-    if not cast.is_fused(norm.x):
+    if not fits_tiles(options, norm.x):
         return quantize_2d(rms_norm(norm), options)
     made = options.new_layouts(norm.x)
-    _tiles(norm, cast, made)
+    _tiles(norm, options, made)
     return made
 
 
-def _tiles(norm: NormWithRstd, cast: Cast | None, made: Layouts) -> None:
+def _tiles(norm: NormWithRstd, options: CastOptions | None, made: Layouts) -> None:
     """Fill the layouts, or, without a cast, the first of them with the result as it is."""
     x, weight, rstd, offset, out_dtype = norm
     rows, cols = x.shape
-    block_r, block_c, warps = (BLOCK, BLOCK, TILE_WARPS) if cast else PLAIN_TILE
+    slot = None if options is None else amax_slot(options)
+    block_r, block_c, warps = (BLOCK, BLOCK, TILE_WARPS) if options else PLAIN_TILE
+    if slot is not None:  # one more value for each element than a whole tile has registers for
+        block_r, warps = block_r // 2, warps // 2
     if x.numel():
         with torch.cuda.device_of(x):
             norm_cast_kernel[(cdiv(rows, block_r) * cdiv(cols, block_c),)](
                 x,
                 weight,
                 rstd,
-                x if cast is None else cast.source(x),
-                *pointers(made, x),
+                x if options is None else scale_source(options, x),
+                *pointers((slot, *made), x),
                 *x.stride(),
                 weight.stride(0),
                 rstd.stride(0),
@@ -143,7 +148,8 @@ def _tiles(norm: NormWithRstd, cast: Cast | None, made: Layouts) -> None:
                 cols,
                 offset,
                 OUT=TYPES[out_dtype],
-                **(no_cast(made) if cast is None else cast.flags()),
+                AMAX=slot is not None,
+                **(no_cast(made) if options is None else fused_flags(options)),
                 BLOCK_R=block_r,
                 BLOCK_C=block_c,
                 num_warps=warps,
@@ -152,26 +158,21 @@ def _tiles(norm: NormWithRstd, cast: Cast | None, made: Layouts) -> None:
 
 
 def rms_norm_quantize_once(
-    inputs: NormInputs, options: ProducerCast, save: bool
+    inputs: NormInputs, options: CastOptions, save: bool
 ) -> tuple[Tensor | None, ...]:
     """See `torch_fp8.ops.rms_norm.rms_norm_quantize_once`."""
-    cast = Cast.of(options)
-    if cast.is_fused(inputs.x):
+    finds_amax = options.needs_amax
+    if fits_tiles(options, inputs.x):
         whole = None
-        if cast.needs_amax and not save:  # as in SwiGLU
+        if finds_amax and not save:  # as in SwiGLU
             whole = whole_tile(inputs.x, options.columnwise)
-        fills = not cast.needs_amax and bands_fill_the_card(inputs.x, options.granularity)
+        fills = not finds_amax and bands_fill_the_card(inputs.x, options.granularity)
         if whole is not None or fills:
-            return _bands(inputs, cast, save, whole)
-    rstd, amax, *saved = rms_norm_statistics(inputs, save)
-    scale, known = None, options
-    if isinstance(known, DelayedCastOptions):
-        known, scale = known_cast(known, amax)
-    elif cast.needs_amax:
-        known = known._replace(amax=amax)
-    q, s, qt, st = rms_norm_quantize(inputs.with_rstd(rstd), known)
-    taken = amax if cast.takes_amax else None
-    return (q, s if scale is None else scale, qt, st, rstd, *saved, taken)
+            return _bands(inputs, options, save, whole)
+    rstd, amax, *saved = rms_norm_statistics(inputs, save, amax_slot(options))
+    if finds_amax or options.raises_amax:
+        options = options._replace(amax=amax if finds_amax else None)
+    return (*rms_norm_quantize(inputs.with_rstd(rstd), options), rstd, *saved)
 
 
 def bands_fill_the_card(x: Tensor, granularity: str) -> bool:
@@ -183,29 +184,25 @@ def bands_fill_the_card(x: Tensor, granularity: str) -> bool:
 
 
 def _bands(
-    inputs: NormInputs, cast: Cast, save: bool, whole: Tile | None
+    inputs: NormInputs, options: CastOptions, save: bool, whole: Tile | None
 ) -> tuple[Tensor | None, ...]:
     """Compute and cast bands of rows, or all of them in one tile of a `whole_tile`."""
     x, weight, eps, offset, out_dtype = inputs
     rows, cols = x.shape
-    made, saved = cast.options.new_layouts(x), saved_outputs(x, save)
-    rstd, largest = x.new_empty(rows, dtype=torch.float32), cast.amax_bits(x)
-    delayed = cast.past is not None
-    band = BAND_ROWS[cast.options.granularity]
+    made, saved = options.new_layouts(x), saved_outputs(x, save)
+    rstd, slot = x.new_empty(rows, dtype=torch.float32), amax_slot(options)
+    band = BAND_ROWS[options.granularity]
     narrow = band != BLOCK and x.element_size() > 2
     warps = TILE_WARPS // 2 if narrow else TILE_WARPS
-    # Delayed casts, which end as `delayed_scale` says, with rows to pad: a mask for each layout.
-    few = band == BLOCK or (delayed and rows % 16)
-    band, block_c, warps = whole or (band, BLOCK if few else BAND_COLS, warps)
+    band, block_c, warps = whole or (band, BLOCK if band == BLOCK else BAND_COLS, warps)
     with torch.cuda.device_of(x):
         norm_cast_once_kernel[(cdiv(rows, band),)](
             x,
             weight,
             rstd,
-            *pointers((largest, *saved), x),
-            cast.source(x),
+            *pointers((slot, *saved), x),
+            scale_source(options, x),
             *pointers(made, x),
-            *cast.history(x),
             *x.stride(),
             weight.stride(0),
             rows,
@@ -214,16 +211,16 @@ def _bands(
             eps,
             offset,
             OUT=TYPES[out_dtype],
-            **cast.flags(whole is not None),
+            **fused_flags(options, whole is not None),
             SAVE=save,
-            AMAX=largest is not None,
+            AMAX=slot is not None,
             BLOCK_R=band,
             BLOCK_C=block_c,
             num_warps=warps,
-            maxnreg=registers(warps) if delayed or whole else None,
+            maxnreg=registers(warps) if whole else None,
             enable_fp_fusion=False,
         )
-    return (*made, rstd, *saved, as_amax(largest))
+    return (*made, rstd, *saved)
 
 
 def rms_norm_backward(inputs: NormBackwardInputs) -> tuple[Tensor, Tensor]:

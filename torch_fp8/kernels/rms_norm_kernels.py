@@ -10,7 +10,6 @@ choice by the shape alone, and their parts are added in order.
 import triton
 import triton.language as tl
 
-from torch_fp8.kernels.delayed_scale import count_in, delayed_scale, past_amax
 from torch_fp8.kernels.fp8_cast import abs_bits
 from torch_fp8.kernels.quick_launch import quick
 from torch_fp8.kernels.tiles import (
@@ -21,7 +20,6 @@ from torch_fp8.kernels.tiles import (
     rounded,
     save_tile,
     store_cast,
-    store_scaled,
     tile_at,
 )
 
@@ -96,12 +94,13 @@ def statistics_kernel(
 
 
 @quick
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["scale_ptr", "amax_ptr"])
 def norm_cast_kernel(
     x_ptr,
     weight_ptr,
     rstd_ptr,
     scale_ptr,
+    amax_ptr,
     q_ptr,
     s_ptr,
     qt_ptr,
@@ -114,6 +113,7 @@ def norm_cast_kernel(
     cols,
     offset,
     OUT: tl.constexpr,
+    AMAX: tl.constexpr,
     SCALE: tl.constexpr,
     GROUP: tl.constexpr,
     E5M2: tl.constexpr,
@@ -131,18 +131,13 @@ def norm_cast_kernel(
     y = x * load_rows(rstd_ptr, rstd_stride, r, rows)
     y = rounded(y * load_columns(weight_ptr, weight_stride, offset, c, cols), OUT)
     y = tl.where(mask, y, 0.0)
+    if AMAX:
+        push_amax(amax_ptr, y)
     store_cast(y, scale_ptr, made, tile, rows, cols, SCALE, GROUP, E5M2, POWER_OF_TWO, ROW, COL)
 
 
-@triton.jit
-def _normed(x, rstd, weight_ptr, weight_stride, offset, c, cols, mask, OUT: tl.constexpr):
-    """Compute a tile of y, rounded, and 0 outside."""
-    weight = load_columns(weight_ptr, weight_stride, offset, c, cols)
-    return tl.where(mask, rounded((x * rstd[:, None]) * weight, OUT), 0.0)
-
-
 @quick
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["scale_ptr", "amax_ptr"])
 def norm_cast_once_kernel(
     x_ptr,
     weight_ptr,
@@ -155,10 +150,6 @@ def norm_cast_once_kernel(
     s_ptr,
     qt_ptr,
     st_ptr,
-    history_ptr,
-    progress_ptr,
-    length,
-    headroom,
     stride_r,
     stride_c,
     weight_stride,
@@ -168,7 +159,7 @@ def norm_cast_once_kernel(
     eps,
     offset,
     OUT: tl.constexpr,
-    SCALE: tl.constexpr,  # see `store_cast`; or the "history" or its "recent" entry
+    SCALE: tl.constexpr,  # see `store_cast`
     GROUP: tl.constexpr,
     E5M2: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
@@ -180,7 +171,6 @@ def norm_cast_once_kernel(
     BLOCK_C: tl.constexpr,
 ):
     """Run `statistics_kernel` and then `norm_cast_kernel` on a band of BLOCK_R whole rows."""
-    DELAYED: tl.constexpr = SCALE == "history" or SCALE == "recent"
     band, made = tl.program_id(0), (q_ptr, s_ptr, qt_ptr, st_ptr)
     r = positions(band, BLOCK_R)
     columns = tl.arange(0, BLOCK_C).to(tl.int64)
@@ -192,9 +182,6 @@ def norm_cast_once_kernel(
         squares += x * x
     rstd = tl.rsqrt(tl.sum(squares, axis=1) * inverse + eps)
     tl.store(rstd_ptr + r, rstd, mask=r < rows)
-    if DELAYED:
-        past = past_amax(history_ptr, length, SCALE == "recent")
-        scale = delayed_scale(past, headroom, E5M2)
     largest = tl.zeros((BLOCK_R, BLOCK_C), dtype=tl.int32)
     for start in range(0, cols, BLOCK_C):
         c = start + columns
@@ -203,39 +190,12 @@ def norm_cast_once_kernel(
         x = load_tile(x_ptr, stride_r, stride_c, r, c, mask)
         if SAVE:
             save_tile(x, saved_ptr, saved_scale_ptr, tile, rows, cols)
-        y = _normed(x, rstd, weight_ptr, weight_stride, offset, c, cols, mask, OUT)
+        weight = load_columns(weight_ptr, weight_stride, offset, c, cols)
+        y = tl.where(mask, rounded((x * rstd[:, None]) * weight, OUT), 0.0)
         if AMAX:
             largest = tl.maximum(largest, abs_bits(y))
-        if DELAYED:  # without a history, what is not zero is written over by the last program
-            store_scaled(y, scale, made, tile, rows, cols, E5M2, ROW, COL)
-        else:
-            store_cast(
-                y, scale_ptr, made, tile, rows, cols, SCALE, GROUP, E5M2, POWER_OF_TWO, ROW, COL
-            )
-    if DELAYED:
-        bits = tl.max(tl.max(largest, axis=1), axis=0)
-        FEW_ROWS: tl.constexpr = 16  # rows that the last program casts at a time
-        is_last, amax = count_in(progress_ptr, bits, tl.num_programs(0))
-        if is_last:
-            bands = 0
-            if (past == 0) & (amax != 0):
-                scale = delayed_scale(amax, headroom, E5M2)
-                bands = tl.cdiv(rows, FEW_ROWS)
-            for other in range(0, bands):
-                row = other * FEW_ROWS + tl.arange(0, FEW_ROWS).to(tl.int64)
-                factor = tl.load(rstd_ptr + row, mask=row < rows, other=0.0)
-                for start in range(0, cols, BLOCK_C):
-                    col = start + columns
-                    inside = (row[:, None] < rows) & (col[None, :] < cols)
-                    values = load_tile(x_ptr, stride_r, stride_c, row, col, inside)
-                    normed = _normed(
-                        values, factor, weight_ptr, weight_stride, offset, col, cols, inside, OUT
-                    )
-                    here = (0, 0, row, col, inside)
-                    store_scaled(normed, scale, made, here, rows, cols, E5M2, ROW, COL)
-            tl.store(s_ptr, scale)
-            tl.store(amax_ptr, amax)
-    elif AMAX:
+        store_cast(y, scale_ptr, made, tile, rows, cols, SCALE, GROUP, E5M2, POWER_OF_TWO, ROW, COL)
+    if AMAX:
         push_amax(amax_ptr, largest.to(tl.float32, bitcast=True))
 
 

@@ -11,9 +11,15 @@ import torch
 from torch import Tensor
 
 from torch_fp8.kernels.arguments import CastOptions
-from torch_fp8.kernels.fused_launch import Cast, cast_unfused
+from torch_fp8.kernels.fused_launch import fused_flags, scale_source
 from torch_fp8.kernels.launch_math import cdiv
-from torch_fp8.kernels.quantize import BLOCK, partial_column_amaxes, pointers
+from torch_fp8.kernels.quantize import (
+    BLOCK,
+    amax_slot,
+    partial_column_amaxes,
+    pointers,
+    quantize_2d,
+)
 from torch_fp8.kernels.smooth_kernels import (
     quantize_columns_kernel,
     smooth_factors_kernel,
@@ -60,22 +66,22 @@ def smooth_factors(amax: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def quantize_columns(x: Tensor, factors: Tensor, options: CastOptions) -> tuple[Tensor | None, ...]:
     """See `torch_fp8.ops.smooth.quantize_columns`."""
-    cast = Cast.of(options)
-    if not is_fused(cast, x):
-        return cast_unfused((x.float() * factors).contiguous(), options, None)
+    if not is_fused(options, x):
+        return quantize_2d((x.float() * factors).contiguous(), options)
     rows, cols = x.shape
     made = options.new_layouts(x)
-    block_r, warps, _ = tile(cast, rows)
+    block_r, warps = tile(options)
     with torch.cuda.device_of(x):
         quantize_columns_kernel[(cdiv(rows, block_r) * cdiv(cols, BLOCK),)](
             x,
             factors,
-            cast.source(x),
-            *pointers(made, x),
+            scale_source(options, x),
+            *pointers((amax_slot(options), *made), x),
             *x.stride(),
             rows,
             cols,
-            **cast.flags(),
+            AMAX=options.raises_amax,
+            **fused_flags(options),
             BLOCK_R=block_r,
             BLOCK_C=BLOCK,
             num_warps=warps,

@@ -8,7 +8,7 @@ import triton.language as tl
 
 from torch_fp8.kernels.fp8_cast import abs_bits
 from torch_fp8.kernels.quick_launch import quick
-from torch_fp8.kernels.tiles import load_tile, store_cast, tile_at
+from torch_fp8.kernels.tiles import load_tile, push_amax, store_cast, tile_at
 
 
 @triton.jit
@@ -54,11 +54,12 @@ def smooth_factors_kernel(
 
 
 @quick
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["scale_ptr", "amax_ptr"])
 def quantize_columns_kernel(
     x_ptr,
     factors_ptr,
     scale_ptr,
+    amax_ptr,
     q_ptr,
     s_ptr,
     qt_ptr,
@@ -67,6 +68,7 @@ def quantize_columns_kernel(
     stride_c,
     rows,
     cols,
+    AMAX: tl.constexpr,
     SCALE: tl.constexpr,  # see `store_cast`
     GROUP: tl.constexpr,
     E5M2: tl.constexpr,
@@ -82,4 +84,6 @@ def quantize_columns_kernel(
     made = (q_ptr, s_ptr, qt_ptr, st_ptr)
     y = load_tile(x_ptr, stride_r, stride_c, r, c, mask)
     y *= tl.load(factors_ptr + c, mask=c < cols, other=0.0)[None, :]
+    if AMAX:
+        push_amax(amax_ptr, y)
     store_cast(y, scale_ptr, made, tile, rows, cols, SCALE, GROUP, E5M2, POWER_OF_TWO, ROW, COL)

@@ -11,17 +11,21 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from torch_fp8.kernels.arguments import BackwardInputs, ProducerCast, casts_of_both
+from torch_fp8.kernels.arguments import BackwardInputs, CastOptions
 from torch_fp8.kernels.fused_launch import (
     TYPES,
-    Cast,
     amax_bits,
-    as_amax,
-    cast_unfused,
+    fused_flags,
     registers,
+    scale_source,
 )
 from torch_fp8.kernels.launch_math import cdiv
-from torch_fp8.kernels.quantize import BLOCK, pointers
+from torch_fp8.kernels.quantize import (
+    BLOCK,
+    amax_slot,
+    pointers,
+    quantize_2d,
+)
 from torch_fp8.kernels.swiglu import ROWS, WARPS, is_fused, tile
 from torch_fp8.kernels.swiglu_backward_kernels import (
     swiglu_backward_cast_kernel,
@@ -105,70 +109,52 @@ def store_gradients(
 
 def swiglu_backward_quantize(
     inputs: BackwardInputs,
-    options: ProducerCast,
-    up_amaxes: Tensor | None = None,
-    up_progress: Tensor | None = None,
+    options: CastOptions,
+    dup_scale: Tensor | None = None,
+    dup_amax: Tensor | None = None,
 ) -> tuple[Tensor | None, ...]:
     """See `torch_fp8.ops.swiglu_backward.swiglu_backward_quantize`."""
-    grad, cast = inputs.grad, Cast.of(options)
-    if is_fused(cast, grad, inputs.gate, inputs.up):
-        largest = cast.amax_bits(grad, 2)
-        made = (*cast.options.new_layouts(grad), *cast.options.new_layouts(grad))
-        past = None if up_amaxes is None else (up_amaxes, up_progress)
-        cast_gradients(inputs, cast, made, largest, up_past=past)
-        return (*made, as_amax(largest))
-    dgate, dup = _room(inputs), _room(inputs)
-    largest = amax_bits(grad, 2) if cast.takes_amax else None
-    store_gradients(inputs, dgate, dup, largest)
-    amaxes = as_amax(largest)
-    of_dgate, of_dup = (None, None) if amaxes is None else amaxes.unbind()
-    how, how_up = casts_of_both(options, up_amaxes, up_progress)
-    return (*cast_unfused(dgate, how, of_dgate), *cast_unfused(dup, how_up, of_dup), amaxes)
+    grad, casts = inputs.grad, options.of_gradients(dup_scale, dup_amax)
+    if is_fused(options, grad, inputs.gate, inputs.up):
+        made = tuple(t for how in casts for t in how.new_layouts(grad))
+        cast_gradients(inputs, casts, made)
+        return made
+    gradients = swiglu_backward(inputs)
+    return tuple(t for d, how in zip(gradients, casts, strict=True) for t in quantize_2d(d, how))
 
 
 def cast_gradients(
     inputs: BackwardInputs,
-    cast: Cast,
+    casts: Sequence[CastOptions],
     made: Sequence[Tensor | None],
-    largest: Tensor | None,
     joined: bool = False,
-    up_past: tuple[Tensor | None, Tensor | None] | None = None,
 ) -> None:
-    """Fill the layouts of both gradients, and their amaxes where the scale was given or delayed.
+    """Fill the layouts of both gradients, and raise their amaxes where there are slots.
 
     Args:
+        casts: of dgate and of dup, which differ in scale and amax alone.
         made: ``(q, s, qt, st)`` of dgate and of dup; `joined`, views of those of one matrix.
-        largest: see `store_gradients`.
-        up_past: amaxes and progress of the history of dup's scale; None: those of dgate's.
     """
-    grad = inputs.grad
+    grad, options = inputs.grad, casts[0]
     rows, cols = grad.shape
     operands, strides, flags = _operands(inputs, grad)
-    source = cast.source(grad)
-    gate_past, (length, headroom) = cast.history(grad)[:2], cast.history(grad)[2:]
-    block_r, warps, maxnreg = tile(cast, rows)
-    if rows % 16:  # a mask more than there are registers for two programs at a time
-        maxnreg = registers(warps)
+    block_r, warps = tile(options)
     with torch.cuda.device_of(grad):
         swiglu_backward_cast_kernel[(2 * cdiv(rows, block_r) * cdiv(cols, BLOCK),)](
             *operands,
-            source,
-            *pointers((largest, *made), grad),
-            *gate_past,
-            *(up_past or gate_past),
-            length,
-            headroom,
+            *(scale_source(how, grad) for how in casts),
+            *pointers((*(amax_slot(how) for how in casts), *made), grad),
             *strides,
-            source.stride(0) if source.ndim == 1 else 0,
             rows,
             cols,
             **flags,
             JOINED=joined,
-            AMAX=cast.options.scale is not None,
-            **cast.flags(),
+            AMAX=options.raises_amax,
+            **fused_flags(options),
             BLOCK_R=block_r,
             BLOCK_C=BLOCK,
             num_warps=warps,
-            maxnreg=maxnreg,
+            # A mask more than there are registers for two programs at a time.
+            maxnreg=registers(warps) if rows % 16 else None,
             enable_fp_fusion=False,
         )

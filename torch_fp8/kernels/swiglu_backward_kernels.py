@@ -9,8 +9,6 @@ Float32 inside; no multiplication is fused with an addition, so that every kerne
 import triton
 import triton.language as tl
 
-from torch_fp8.kernels.delayed_scale import count_in, delayed_scale, past_amax
-from torch_fp8.kernels.fp8_cast import largest_bits
 from torch_fp8.kernels.quick_launch import quick
 from torch_fp8.kernels.swiglu_kernels import times_smooth
 from torch_fp8.kernels.tiles import (
@@ -19,7 +17,6 @@ from torch_fp8.kernels.tiles import (
     push_amax,
     rounded,
     store_cast,
-    store_scaled,
     tile_at,
 )
 
@@ -123,7 +120,9 @@ def _gradient(
 
 
 @quick
-@triton.jit
+@triton.jit(
+    do_not_specialize_on_alignment=["scale_ptr", "dup_scale_ptr", "amax_ptr", "dup_amax_ptr"]
+)
 def swiglu_backward_cast_kernel(
     grad_ptr,
     gate_ptr,
@@ -132,7 +131,9 @@ def swiglu_backward_cast_kernel(
     up_s_ptr,
     smooth_ptr,
     scale_ptr,
+    dup_scale_ptr,
     amax_ptr,
+    dup_amax_ptr,
     dgate_q_ptr,
     dgate_s_ptr,
     dgate_qt_ptr,
@@ -141,12 +142,6 @@ def swiglu_backward_cast_kernel(
     dup_s_ptr,
     dup_qt_ptr,
     dup_st_ptr,
-    gate_history_ptr,
-    gate_progress_ptr,
-    up_history_ptr,
-    up_progress_ptr,
-    length,
-    headroom,
     grad_r,
     grad_c,
     gate_r,
@@ -158,7 +153,6 @@ def swiglu_backward_cast_kernel(
     up_s_r,
     up_s_c,
     smooth_stride,
-    scale_stride,
     rows,
     cols,
     OUT: tl.constexpr,
@@ -167,7 +161,7 @@ def swiglu_backward_cast_kernel(
     UP_SAVED: tl.constexpr,
     JOINED: tl.constexpr,  # as above; with a scale per group it is to divide a half
     AMAX: tl.constexpr,
-    SCALE: tl.constexpr,  # see `swiglu_cast_kernel`
+    SCALE: tl.constexpr,  # see `store_cast`
     GROUP: tl.constexpr,
     E5M2: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
@@ -195,56 +189,22 @@ def swiglu_backward_cast_kernel(
     if gradient == 1:
         q_ptr, s_ptr, qt_ptr, st_ptr = dup_q_ptr, dup_s_ptr, dup_qt_ptr, dup_st_ptr
     made = (q_ptr, s_ptr, qt_ptr, st_ptr)
-    if SCALE == "history" or SCALE == "recent":
-        history_ptr, progress_ptr = gate_history_ptr, gate_progress_ptr
-        programs = tl.num_programs(0)
-        if not JOINED:
-            programs = programs // 2
-            amax_ptr += gradient
-            if gradient == 1:
-                history_ptr, progress_ptr = up_history_ptr, up_progress_ptr
-        past = past_amax(history_ptr, length, SCALE == "recent")
-        scale = delayed_scale(past, headroom, E5M2)
-        largest = largest_bits(d)
-        if (past != 0) | (largest == 0):
-            store_scaled(d, scale, made, tile, rows, row_length, E5M2, ROW, COL, width=cols)
-        FEW_ROWS: tl.constexpr = 16  # rows that the last program casts at a time
-        is_last, amax = count_in(progress_ptr, largest, programs)
-        if is_last:
-            tiles = 0
-            if (past == 0) & (amax != 0):
-                scale = delayed_scale(amax, headroom, E5M2)
-                tiles = tl.cdiv(rows, FEW_ROWS) * tl.cdiv(cols, BLOCK_C) * (2 if JOINED else 1)
-            for index in range(0, tiles):
-                if JOINED:
-                    gradient, index = index % 2, index // 2
-                    q_ptr, qt_ptr = dgate_q_ptr, dgate_qt_ptr
-                    if gradient == 1:
-                        q_ptr, qt_ptr = dup_q_ptr, dup_qt_ptr
-                other = tile_at(index, rows, cols, FEW_ROWS, BLOCK_C)
-                y = _gradient(
-                    gradient, inputs, other, rows, cols, OUT, SMOOTH, GATE_SAVED, UP_SAVED
-                )
-                made = (q_ptr, s_ptr, qt_ptr, st_ptr)
-                store_scaled(y, scale, made, other, rows, row_length, E5M2, ROW, COL, width=cols)
-            tl.store(s_ptr, scale)
-            tl.store(amax_ptr, amax)
-    else:
-        if AMAX:
-            push_amax(amax_ptr + (0 if JOINED else gradient), d)
-        scale_ptr += gradient * scale_stride
-        store_cast(
-            d,
-            scale_ptr,
-            made,
-            tile,
-            rows,
-            row_length,
-            SCALE,
-            GROUP,
-            E5M2,
-            POWER_OF_TWO,
-            ROW,
-            COL,
-            width=cols,
-        )
+    if gradient == 1:
+        scale_ptr, amax_ptr = dup_scale_ptr, dup_amax_ptr
+    if AMAX:
+        push_amax(amax_ptr, d)
+    store_cast(
+        d,
+        scale_ptr,
+        made,
+        tile,
+        rows,
+        row_length,
+        SCALE,
+        GROUP,
+        E5M2,
+        POWER_OF_TWO,
+        ROW,
+        COL,
+        width=cols,
+    )

@@ -7,17 +7,13 @@ Float32 inside; no multiplication is fused with an addition, so that every kerne
 import triton
 import triton.language as tl
 
-from torch_fp8.kernels.delayed_scale import count_in, delayed_scale, past_amax
-from torch_fp8.kernels.fp8_cast import largest_bits
 from torch_fp8.kernels.quick_launch import quick
 from torch_fp8.kernels.tiles import (
     load_tile,
     push_amax,
     push_column_amaxes,
-    rounded,
     save_tile,
     store_cast,
-    store_scaled,
     tile_at,
 )
 
@@ -30,14 +26,8 @@ def times_smooth(x, smooth_ptr, stride, c, cols, SMOOTH: tl.constexpr):
     return x
 
 
-@triton.jit
-def _product(gate, up, smooth_ptr, stride, c, cols, SMOOTH: tl.constexpr):
-    h = gate * tl.sigmoid(gate) * up
-    return times_smooth(h, smooth_ptr, stride, c, cols, SMOOTH)
-
-
 @quick
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["scale_ptr", "amax_ptr"])
 def swiglu_cast_kernel(
     gate_ptr,
     up_ptr,
@@ -52,10 +42,6 @@ def swiglu_cast_kernel(
     s_ptr,
     qt_ptr,
     st_ptr,
-    history_ptr,
-    progress_ptr,
-    length,
-    headroom,
     gate_r,
     gate_c,
     up_r,
@@ -67,7 +53,7 @@ def swiglu_cast_kernel(
     SMOOTH: tl.constexpr,
     SAVE: tl.constexpr,
     AMAX: tl.constexpr,  # of all ("tensor") or of each of "columns"; "": not taken
-    SCALE: tl.constexpr,  # see `store_cast`; or the "history" or its "recent" entry
+    SCALE: tl.constexpr,  # see `store_cast`
     GROUP: tl.constexpr,
     E5M2: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
@@ -82,40 +68,15 @@ def swiglu_cast_kernel(
     made = (q_ptr, s_ptr, qt_ptr, st_ptr)
     gate = load_tile(gate_ptr, gate_r, gate_c, r, c, mask)
     up = load_tile(up_ptr, up_r, up_c, r, c, mask)
-    h = _product(gate, up, smooth_ptr, smooth_stride, c, cols, SMOOTH).to(OUT)
+    h = gate * tl.sigmoid(gate) * up
+    h = times_smooth(h, smooth_ptr, smooth_stride, c, cols, SMOOTH).to(OUT)
     if SAVE:
         save_tile(gate, gate_q_ptr, gate_s_ptr, tile, rows, cols)
         save_tile(up, up_q_ptr, up_s_ptr, tile, rows, cols)
-    h = h.to(tl.float32)
-    if SCALE == "history" or SCALE == "recent":
-        past = past_amax(history_ptr, length, SCALE == "recent")
-        scale = delayed_scale(past, headroom, E5M2)
-        largest = largest_bits(h)
-        if (past != 0) | (largest == 0):
-            store_scaled(h, scale, made, tile, rows, cols, E5M2, ROW, COL)
-        FEW_ROWS: tl.constexpr = 16  # rows that the last program casts at a time
-        is_last, amax = count_in(progress_ptr, largest, tl.num_programs(0))
-        if is_last:
-            tiles = 0
-            if (past == 0) & (amax != 0):
-                scale = delayed_scale(amax, headroom, E5M2)
-                tiles = tl.cdiv(rows, FEW_ROWS) * tl.cdiv(cols, BLOCK_C)
-            for index in range(0, tiles):
-                other = tile_at(index, rows, cols, FEW_ROWS, BLOCK_C)
-                _, _, row, col, inside = other
-                g = load_tile(gate_ptr, gate_r, gate_c, row, col, inside)
-                u = load_tile(up_ptr, up_r, up_c, row, col, inside)
-                y = _product(g, u, smooth_ptr, smooth_stride, col, cols, SMOOTH)
-                y = rounded(y, OUT)
-                store_scaled(y, scale, made, other, rows, cols, E5M2, ROW, COL)
-            tl.store(s_ptr, scale)
-            tl.store(amax_ptr, amax)
-    else:
-        if AMAX == "tensor":
-            push_amax(amax_ptr, h)
-        if AMAX == "columns":
-            push_column_amaxes(amax_ptr, h, c, cols)
-        if ROW or COL:
-            store_cast(
-                h, scale_ptr, made, tile, rows, cols, SCALE, GROUP, E5M2, POWER_OF_TWO, ROW, COL
-            )
+    h = h.to(tl.float32)  # from here on: it takes fewer registers while the others are saved
+    if AMAX == "tensor":
+        push_amax(amax_ptr, h)
+    if AMAX == "columns":
+        push_column_amaxes(amax_ptr, h, c, cols)
+    if ROW or COL:
+        store_cast(h, scale_ptr, made, tile, rows, cols, SCALE, GROUP, E5M2, POWER_OF_TWO, ROW, COL)

@@ -261,25 +261,6 @@ def save_tile(y, q_ptr, scale_ptr, tile, rows, cols):
 
 
 @triton.jit
-def store_scaled(
-    x,
-    scale,
-    made,
-    tile,
-    rows,
-    cols,
-    E5M2: tl.constexpr,
-    ROW: tl.constexpr,
-    COL: tl.constexpr,
-    PAD: tl.constexpr = 16,
-    width=None,
-):
-    """Cast a tile of x with the scale and store it in the layouts asked for; see `store_blocks`."""
-    q = cast_saturating(x, per_row(scale, tile[2], rows), E5M2)
-    store_layouts(q, made[0], made[2], tile, rows, cols, ROW, COL, PAD, width)
-
-
-@triton.jit
 def store_cast(
     y,
     scale_ptr,
@@ -312,8 +293,7 @@ def store_cast(
         store_layouts(y, q_ptr, qt_ptr, tile, rows, cols, ROW, COL, 1, width)
     else:
         if SCALE == "given":
-            scale = tl.load(scale_ptr)
-            store_scaled(y, scale, made, tile, rows, cols, E5M2, ROW, COL, 16, width)
+            q = cast_saturating(y, per_row(tl.load(scale_ptr), r, rows), E5M2)
         else:
             FMAX: tl.constexpr = 57344.0 if E5M2 else 448.0
             bits = largest_bits(y) if SCALE == "whole" else tl.load(scale_ptr)
@@ -321,7 +301,7 @@ def store_cast(
             if tile_r + tile_c == 0:
                 tl.store(s_ptr, scale)
             q = cast_bounded(y, per_row(scale, r, rows), E5M2, POWER_OF_TWO)
-            store_layouts(q, q_ptr, qt_ptr, tile, rows, cols, ROW, COL, 16, width)
+        store_layouts(q, q_ptr, qt_ptr, tile, rows, cols, ROW, COL, 16, width)
 
 
 @triton.jit

@@ -22,6 +22,7 @@ from torch_fp8.monitor.statistics import (
     update_statistics,
 )
 from torch_fp8.nn.class_swap import unwrapped_name
+from torch_fp8.nn.delayed_scaling import renew_scales
 from torch_fp8.nn.gated_mlp import FusedGateUpSpec, GatedMLPSpec
 from torch_fp8.nn.linear import Float8Layer
 from torch_fp8.nn.paused import is_paused
@@ -50,16 +51,15 @@ def look_at_histories(layers: Layers, reported: dict[str, Tensor]) -> Iterator[t
         layers: of the model.
         reported: name to what `left_out` returned last; written.
     """
+    ours = (layer for _, layer in layers if isinstance(layer, Float8Layer))
+    renew_scales(layer for layer in ours if layer.fp8_recorded)
     for name, layer in layers:
         if not _leaves_out(layer) or is_paused(layer):
             reported.pop(name, None)  # its histories will begin anew
             continue
-        parts = layer.fp8_amax_history, layer.fp8_grad_amax_history[None]
-        device = parts[0].device
-        before = reported.get(name, torch.zeros(len(LEFT_OUT))).to(device)
-        counted = [left_out(h, b) for h, b in zip(parts, before.split([2, 1]), strict=True)]
-        counts, marks = (torch.cat(part) for part in zip(*counted, strict=True))
-        reported[name] = marks
+        history = layer.scaling_buffers()[0]
+        before = reported.get(name, torch.zeros(len(LEFT_OUT))).to(history.device)
+        counts, reported[name] = left_out(history, before)
         yield f"{name}/history", counts
 
 

@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from torch_fp8.autograd.current_pass import PLAIN, RunsFP8, is_transformed, saves_nothing
 from torch_fp8.autograd.function import (
@@ -28,7 +27,6 @@ from torch_fp8.autograd.function import (
     once_differentiable,
     only_shape_matters,
     shape_of_result,
-    written_in_backward,
 )
 from torch_fp8.config import FP8Config
 from torch_fp8.kernels.arguments import BackwardInputs
@@ -38,7 +36,6 @@ from torch_fp8.nn.scaling_buffers import GRAD_OUTPUT, INPUT
 from torch_fp8.nn.swiglu_function import Gradients, JoinedGradient, Product, cast_and_save
 from torch_fp8.ops.fused_quantize import saved_stand_ins
 from torch_fp8.ops.gate_up import halves
-from torch_fp8.ops.quantize_delayed import History
 from torch_fp8.ops.smooth import swiglu_save_columns
 from torch_fp8.ops.swiglu import swiglu, swiglu_save
 from torch_fp8.tensor.base import Payloads
@@ -84,15 +81,13 @@ class _Options(NamedTuple):
     ahead: Quantizer | None
     """The quantizer of the layer behind, if its cast may be made with the product."""
     gradients: tuple[Quantizer, Quantizer] | None
-    """The quantizers of gate's and up's gradients, if both layers delay their scales."""
+    """The quantizers of gate's and up's gradients, if both scales are known."""
     gate_first: bool
     """Whether gate is the first half of a tensor that holds both."""
     in_graph: bool = False
     """Whether torch.compile traces, so that all results are plain tensors."""
     smooth: bool = False
     """Whether the layer behind wants the amax of each channel (`torch_fp8.ops.smooth`)."""
-    histories: tuple[Tensor, ...] = ()
-    """The histories of gate's and up's gradients, where their quantizers have none."""
 
 
 class Float8GatedMLP(RunsFP8):
@@ -151,11 +146,10 @@ class Float8GatedMLP(RunsFP8):
             assert isinstance(down_layer, Float8Linear)
             smooth = down_layer.fp8_recipe.smooth
         if _in_fp8(down_layer) and not smooth:
-            spec, config = down_layer.operand_spec(INPUT), down_layer.fp8_config
-            delayed = down_layer.producer_quantizer(INPUT)
+            spec, delayed = down_layer.operand_spec(INPUT), down_layer.producer_quantizer(INPUT)
             if delayed is not None or spec.granularity.startswith("block"):
                 wgrad = _wants_wgrad(down_layer)
-                ahead = (delayed or Quantizer(spec, config))._replace(columnwise_usage=wgrad)
+                ahead = (delayed or Quantizer(spec))._replace(columnwise_usage=wgrad)
         return _Options(
             name_of(self),
             True,
@@ -168,42 +162,29 @@ class Float8GatedMLP(RunsFP8):
 
     def _in_graph(self, inputs: tuple[Tensor, ...], down_layer: Any) -> Tensor:
         """The product in a graph of torch.compile."""
-        spec, down, gradients = self.fp8_spec, None, None
-        down_wgrad = gradient_wgrad = False
-        histories: list[Tensor] = []
+        down, down_wgrad = None, False
         if _in_fp8(down_layer):
             down, down_wgrad = down_layer.fp8_casts, down_layer.weight.requires_grad
-        if isinstance(spec, GatedMLPSpec):
-            gate, up = getattr(self, spec.gate), getattr(self, spec.up)
-            if _delays(gate) and _delays(up) and gate.fp8_casts == up.fp8_casts:
-                gradients = gate.fp8_casts
-                gradient_wgrad = gate.weight.requires_grad or up.weight.requires_grad
-                histories = [gate.operand_buffers()[1], up.operand_buffers()[1]]
         product: Tensor = _product_in_graph(
             inputs[0],
             inputs[1] if len(inputs) == 2 else None,
             self.fp8_config.save_activations == "fp8",
             self.fp8_spec.gate_first,
             (down, down_wgrad),
-            (gradients, gradient_wgrad),
-            *histories,
         )
         return product
 
     def _gradient_readers(self) -> tuple[Quantizer, Quantizer] | None:
-        """Return what takes the gradients of gate and up, where two layers do with delayed
-        scaling.
-        """
+        """Return what takes the gradients of gate and up, where two layers know both scales."""
         if isinstance(self.fp8_spec, FusedGateUpSpec):
             return None
         layers = getattr(self, self.fp8_spec.gate), getattr(self, self.fp8_spec.up)
-        if not all(map(_in_fp8, layers)) or layers[0].fp8_config != layers[1].fp8_config:
+        if not all(map(_in_fp8, layers)):
             return None
         of_gate, of_up = (layer.producer_quantizer(GRAD_OUTPUT) for layer in layers)
-        if of_gate is None or of_up is None:
+        if of_gate is None or of_up is None or of_gate.spec != of_up.spec:
             return None
-        wgrad = any(map(_wants_wgrad, layers))
-        return of_gate._replace(columnwise_usage=wgrad), of_up._replace(columnwise_usage=wgrad)
+        return of_gate, of_up
 
 
 class _SwiGLUFunction(torch.autograd.Function):
@@ -227,7 +208,7 @@ class _SwiGLUFunction(torch.autograd.Function):
         dropped = save and saves_nothing()
         ahead = options.ahead
         if save and ahead is not None and not dropped:
-            made, amax, saved = cast_and_save(gate, up, ahead)
+            made, saved = cast_and_save(gate, up, ahead)
         elif save and options.smooth:
             *parts, amax = swiglu_save_columns(gate, up, not dropped)
             saved = tuple(parts)
@@ -241,12 +222,12 @@ class _SwiGLUFunction(torch.autograd.Function):
             ctx.name, ctx.dtype, ctx.plain = options.name, dtype, options.in_graph
             ctx.shape, ctx.joined = inputs[0].shape, len(inputs) == 1
             ctx.gate_first, ctx.saved_fp8 = options.gate_first, save
-            ctx.readers, ctx.histories = options.gradients, options.histories
+            ctx.readers = options.gradients
         if options.in_graph:
             return swiglu(gate, up, None).view(shape)
         production = Product(gate.detach(), up.detach(), amax).source(options.name)
         if made is not None and ahead is not None:
-            production.keep(ahead, made, amax)
+            production.keep(ahead, made)
         return LazyQuantizedTensor(production, shape, dtype)
 
     @staticmethod
@@ -259,16 +240,11 @@ class _SwiGLUFunction(torch.autograd.Function):
             gate_scale = up_scale = None
         rows = _matrix(plain(grad))
         inputs = BackwardInputs(rows, gate, gate_scale, up, up_scale, None, ctx.dtype)
-        if ctx.histories:  # made here, as a linear layer's: `Quantizers.with_buffers`
-            pairs = zip(ctx.readers, map(History.of_row, ctx.histories), strict=True)
-            ctx.readers = tuple(reader._replace(history=history) for reader, history in pairs)
         made: JoinedGradient | Gradients
         if ctx.joined:
             made = JoinedGradient(inputs, ctx.gate_first)
         else:
             made = Gradients(inputs, ctx.readers)
-            if ctx.plain:
-                made.cast_ahead()
         grads: list[Tensor | None] = []
         for i, wanted in enumerate(ctx.needs_input_grad[1:]):
             if not wanted:
@@ -289,8 +265,6 @@ def _product_in_graph(
     save_fp8: bool,
     gate_first: bool,
     down: tuple[str | None, bool],
-    gradients: tuple[str | None, bool],
-    *histories: Tensor,
 ) -> Tensor:
     """`_SwiGLUFunction` as one call of a graph that Dynamo builds; see `as_text`.
 
@@ -298,27 +272,19 @@ def _product_in_graph(
         first, second: see there.
         save_fp8, gate_first: see `_Options`.
         down: the casts of the layer behind, or None, and whether its weight takes a gradient.
-        gradients: the same of the two layers before, if they delay their scales.
-        histories: those of gate's gradient and of up's, see `History.of_row`.
     """
     if only_shape_matters(first):
         width = first.shape[-1] // (2 if second is None else 1)
         return shape_of_result((*first.shape[:-1], width), first.dtype, first, second)
-    keep, ahead, readers = torch.is_grad_enabled(), None, None
+    keep, ahead = torch.is_grad_enabled(), None
     if down[0] is not None:
-        recipe, config, *_ = of_text(down[0])
+        recipe, *_ = of_text(down[0])
         # A rowwise cast is not fused, but what is saved goes with the cast: by itself, selective
         # checkpointing would leave it to backward, and repeat two GEMMs.
         if recipe.input.granularity != "tensorwise" and not recipe.smooth:
             wgrad = keep and down[1] and recipe.wgrad is not None
-            ahead = Quantizer(recipe.input, config, columnwise_usage=wgrad)
-    if gradients[0] is not None and keep:
-        recipe, config, *_ = of_text(gradients[0])
-        wgrad = gradients[1] and recipe.wgrad is not None
-        reader = Quantizer(recipe.grad_output, config, columnwise_usage=wgrad)
-        readers = reader, reader
-        written_in_backward(histories)
-    options = _Options("", keep, save_fp8, ahead, readers, gate_first, True, histories=histories)
+            ahead = Quantizer(recipe.input, columnwise_usage=wgrad)
+    options = _Options("", keep, save_fp8, ahead, None, gate_first, True)
     inputs = (first,) if second is None else (first, second)
     output: Tensor = _SwiGLUFunction.apply(options, *inputs)
     return output
@@ -339,11 +305,6 @@ def other_modules(module: nn.Module, spec: GatedMLPSpec | FusedGateUpSpec) -> tu
 
 def _in_fp8(layer: nn.Module) -> bool:
     return isinstance(layer, Float8Linear) and layer.runs_fp8
-
-
-def _delays(layer: Any) -> bool:
-    delays = isinstance(layer, Float8Linear) and layer.fp8_delayed and layer.runs_fp8
-    return delays and not isinstance(layer.weight, DTensor)
 
 
 def _wants_wgrad(layer: Float8Linear) -> bool:

@@ -5,29 +5,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import _disable_current_modes
 
-from torch_fp8.autograd.current_pass import is_traced, repeats_forward
 from torch_fp8.nn.dtensor_layout import LocalOperands, local_operands
 from torch_fp8.nn.frozen_storage import FrozenStorage
-from torch_fp8.ops.quantize_delayed import History
+from torch_fp8.nn.scaling_buffers import BUFFERS
 from torch_fp8.quantization.recipe import CastSpec
 from torch_fp8.tensor.base import QuantizableTensor
 from torch_fp8.tensor.payload_cache import PayloadCache
 from torch_fp8.tensor.quantizer import ChannelMaxima, Quantizer, Quantizers, WeightQuantizer
-
-
-class _Memo(NamedTuple):
-    """A layer's quantizers, for as long as it has these.
-
-    Attributes:
-        rows: the buffer of its histories.
-        of_pass: quantizers, keyed by whether histories are updated and whether a forward repeats.
-    """
-
-    rows: Tensor | None
-    of_pass: dict[tuple[bool, bool], Quantizers]
-
+from torch_fp8.tensor.scale_source import OF_TENSOR
 
 NOT_PLAIN = (DTensor, QuantizableTensor)
 """Tensors of which a graph of torch.compile has to know more than of others."""
@@ -67,45 +53,35 @@ class LayerQuantizers(FrozenStorage):
     """Whether the recipe scales by histories: `Recipe.delayed`, asked once."""
 
     def quantizers(self, group: Any = None) -> Quantizers:
-        """How the operands are cast now; with their histories in eager code and without a group.
+        """How the operands are cast now; in eager code with their scales, if these are delayed.
 
         Args:
             group: ranks that have other parts of them; or None.
         """
-        updates, repeats = True, False
-        if self.fp8_delayed:
-            updates, repeats = self.training, repeats_forward()
-        # Many objects, which change with these and the histories' buffer alone.
-        steady = group is None and not torch.compiler.is_compiling()
-        rows = self._buffers.get("fp8_scaling")
-        if steady and rows is not None:  # views of it would belong to these
-            steady = not (torch.is_inference_mode_enabled() or is_traced())
-        memo: _Memo | None = None
-        if steady:
-            memo = self.__dict__.get("_fp8_quantizers")
-            if memo is None or memo.rows is not rows:
-                memo = self.__dict__["_fp8_quantizers"] = _Memo(rows, {})
-            of_before = memo.of_pass.get((updates, repeats))
+        compiling = torch.compiler.is_compiling()
+        steady = group is None and not compiling
+        training = self.fp8_delayed and self.training
+        if training and not compiling:
+            self.fp8_recorded = True
+        if steady:  # many objects, which change with this and the scales alone
+            memo = self.__dict__.setdefault("_fp8_quantizers", {})
+            of_before: Quantizers | None = memo.get(training)
             if of_before is not None:
                 return of_before
-        recipe, config = self.fp8_recipe, self.fp8_config
-        weight = Quantizer(recipe.weight, config, group, None, updates, repeats)
+        recipe = self.fp8_recipe
+        delayed = self.fp8_delayed and not compiling
+        of_input, of_weight, of_gradient = self.scale_sources() if delayed else (OF_TENSOR,) * 3
         quantizers = Quantizers(
-            Quantizer(recipe.input, config, group, None, updates, repeats),
-            WeightQuantizer(weight, self.fp8_payloads, self.fp8_transposed),
-            Quantizer(recipe.grad_output, config, group),
+            Quantizer(recipe.input, of_input, group),
+            WeightQuantizer(
+                Quantizer(recipe.weight, of_weight, group), self.fp8_payloads, self.fp8_transposed
+            ),
+            Quantizer(recipe.grad_output, of_gradient, group),
             self.fp8_channels,
-            None if torch.compiler.is_compiling() else self.fp8_observer,
+            None if compiling else self.fp8_observer,
         )
-        if memo is not None:
-            if self.fp8_delayed:
-                buffers = self.operand_buffers()
-                with _disable_current_modes():  # a checkpoint would miss them in its second pass
-                    of_gradient = History.of_operand(buffers, 2)
-                    quantizers = quantizers.with_buffers(buffers)
-                gradient = quantizers.grad_output._replace(history=of_gradient)
-                quantizers = quantizers._replace(grad_output=gradient)
-            memo.of_pass[updates, repeats] = quantizers
+        if steady:
+            memo[training] = quantizers
         return quantizers
 
     def observe(self, observer: Any) -> None:
@@ -132,34 +108,25 @@ class LayerQuantizers(FrozenStorage):
             return local_operands(self, input)
         return Operands(input, weight)
 
-    def buffers_of(self, quantizers: Quantizers) -> tuple[Any, ...]:
-        """The buffers with the histories of quantizers that do not have them yet."""
-        known = not self.fp8_delayed or quantizers.input.history is not None
-        return () if known else self.operand_buffers()
-
-    def operand_buffers(self) -> tuple[Any, ...]:
-        """The same as `scaling_buffers`, sooner where none of them is sharded."""
+    def graph_buffers(self) -> tuple[Any, ...]:
+        """The scales and slots that a graph of torch.compile takes, if they are delayed."""
+        if not self.fp8_delayed:
+            return ()
         own = self._buffers
-        buffers = own["fp8_scaling"], own["fp8_grad_scaling"]
-        return self.scaling_buffers() if type(buffers[0]) is not Tensor else buffers
+        buffers = tuple(own[name] for name in BUFFERS[1:])
+        return self.scaling_buffers()[1:] if isinstance(buffers[0], DTensor) else buffers
 
     def quantizer(self, operand: int, group: Any = None) -> Quantizer:
-        """That of INPUT, WEIGHT or GRAD_OUTPUT, with its history."""
+        """That of INPUT, WEIGHT or GRAD_OUTPUT."""
         every = self.quantizers(group)
-        quantizer = (every.input, every.weight.quantizer, every.grad_output)[operand]
-        if not self.fp8_delayed or quantizer.history is not None:
-            return quantizer
-        return quantizer._replace(history=History.of_operand(self.operand_buffers(), operand))
+        return (every.input, every.weight.quantizer, every.grad_output)[operand]
 
     def producer_quantizer(self, operand: int) -> Quantizer | None:
-        """Return that of INPUT or GRAD_OUTPUT, if a producer may cast now with its history's scale.
-
-        Not where a group of ranks agrees on one, nor where a forward runs again with the last.
-        """
+        """Return that of INPUT or GRAD_OUTPUT, if its scale is known before the cast."""
         if not self.fp8_delayed or isinstance(self.weight, DTensor):
             return None
         quantizer = self.quantizer(operand)
-        return quantizer if quantizer.casts_by_history else None
+        return None if quantizer.source.scale is None else quantizer
 
     def operand_spec(self, operand: int) -> CastSpec:
         """How the recipe casts INPUT, WEIGHT or GRAD_OUTPUT."""

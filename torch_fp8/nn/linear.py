@@ -25,9 +25,8 @@ payload along (`torch_fp8.distributed.tensor_parallel.all_gather`). So does what
 MLP hands over, cast once for all layers that share it (`torch_fp8.tensor.lazy_quantized`).
 
 Delayed scaling keeps a history of amaxes in non-persistent buffers, moved with the module and kept
-out of ``state_dict``. It is advanced by forwards in training mode and by backwards; a forward that
-activation checkpointing repeats uses the scales of the first, which saves nothing and makes no
-transposed payload (`torch_fp8.autograd.current_pass`).
+out of ``state_dict``. Forwards in training mode and backwards record amaxes, the optimizer's step
+renews the scales (`torch_fp8.nn.delayed_scaling`).
 """
 
 from typing import Any
@@ -92,14 +91,20 @@ class Float8Layer(RepeatedForward, RunsFP8):
         quantizers = self.quantizers(operands.group)
         out_dtype = autocast_dtype(weight.device.type) or dtype
         options = LinearOptions(
-            name, dtype, out_dtype, self.fp8_recipe, quantizers, self.fp8_emulate, self.training
+            name,
+            dtype,
+            out_dtype,
+            self.fp8_recipe,
+            quantizers,
+            self.fp8_emulate,
+            self.training,
+            compiling and self.scales_ready(),
         )
-        buffers = self.buffers_of(quantizers)
         if not compiling:
-            return operands.whole(linear(x, weight, bias, shape, options, *buffers))
+            return operands.whole(linear(x, weight, bias, shape, options))
         # torch 2.13 loses views in the backward of a function with sharded tensors: none go in.
         rows = x.reshape(-1, shape[-1])
-        y = linear(rows, weight, bias, rows.shape, options, *buffers)
+        y = linear(rows, weight, bias, rows.shape, options, *self.graph_buffers())
         return operands.whole(y.reshape(*shape[:-1], y.shape[-1]))
 
     def _of_jagged(self, input: Tensor) -> Tensor:
@@ -119,13 +124,20 @@ class Float8Layer(RepeatedForward, RunsFP8):
     def _in_graph(self, x: Tensor) -> Tensor:
         """What `forward` does with plain tensors in a graph of torch.compile."""
         self._check(x.shape, x.dtype, self.weight)
-        bias, own = self.bias if self.fp8_adds_bias else None, self._buffers
-        buffers = (own["fp8_scaling"], own["fp8_grad_scaling"]) if self.fp8_delayed else ()
+        bias, buffers = self.bias if self.fp8_adds_bias else None, self.graph_buffers()
+        ready = self.scales_ready()
         if not self.training and not torch.is_grad_enabled() and self.fp8_served is not None:
-            served: Tensor = served_in_graph(x, *self.fp8_served, bias, self.fp8_casts, *buffers)
+            served: Tensor = served_in_graph(
+                x, *self.fp8_served, bias, (self.fp8_casts, ready), *buffers
+            )
             return served
-        y: Tensor = linear_in_graph(x, self.weight, bias, self.fp8_casts, self.training, *buffers)
+        casts = self.fp8_casts, ready, self.training
+        y: Tensor = linear_in_graph(x, self.weight, bias, casts, *buffers)
         return y
+
+    def scales_ready(self) -> bool:
+        """Whether a graph of torch.compile takes scales of past amaxes."""
+        return self.fp8_delayed and self.fp8_ready
 
     def _check(self, shape: torch.Size, dtype: torch.dtype, weight: Tensor) -> None:
         if dtype not in FLOATS:
@@ -158,7 +170,7 @@ class Float8Layer(RepeatedForward, RunsFP8):
         self.fp8_emulate, self.fp8_name, self.fp8_delayed = emulate, name, recipe.delayed
         # Of the class, but a graph guards on every base class before the one that has it.
         self.fp8_transposed = type(self).fp8_transposed
-        self.fp8_casts = as_text((recipe, config, self.fp8_transposed, emulate))
+        self.fp8_casts = as_text((recipe, self.fp8_transposed, emulate))
         self.init_scaling()
 
     def extra_repr(self) -> str:

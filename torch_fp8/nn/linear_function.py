@@ -53,6 +53,7 @@ class LinearOptions(NamedTuple):
         quantizers: casts of the operands.
         emulate: whether the GEMMs run through the reference path.
         training: whether the layer is in training mode.
+        ready: whether the scales that a graph is given are known.
     """
 
     name: str
@@ -62,6 +63,11 @@ class LinearOptions(NamedTuple):
     quantizers: Quantizers
     emulate: bool
     training: bool
+    ready: bool = False
+
+    def quantizers_of(self, buffers: tuple[Tensor, ...]) -> Quantizers:
+        """The quantizers, with the scales and slots in a graph's buffers, if it has any."""
+        return self.quantizers.in_graph(self.ready, self.training, buffers)
 
 
 def linear(
@@ -79,11 +85,12 @@ def linear(
         weight: (N, K), or (K, N) where its quantizer says so.
         bias: (N,) or None.
         shape: x's, which is asked for it once.
-        buffers: the quantizers' histories; torch.compile wants tensors as arguments of their own.
+        buffers: delayed scaling's, in a graph of torch.compile, which wants tensors as arguments
+            of their own; see `Quantizers.in_graph`.
     """
     # Generation launches little and waits for the host: it does without autograd's bookkeeping.
     if not torch.is_grad_enabled():
-        quantizers = options.quantizers.with_buffers(buffers)
+        quantizers = options.quantizers_of(buffers)
         if quantizers.observer is not None:
             idle = quantizers.observer.without_gradients(options.training)
             quantizers = quantizers._replace(observer=idle)
@@ -101,17 +108,15 @@ def linear(
 
 @functools.cache
 def _options(
-    text: str, dtype: torch.dtype, out_dtype: torch.dtype, training: bool
+    text: str, dtype: torch.dtype, out_dtype: torch.dtype, training: bool, ready: bool
 ) -> LinearOptions:
-    recipe, config, transposed, emulate = of_text(text)
-    updates = training or not recipe.delayed
-    weight = Quantizer(recipe.weight, config, updates=updates)
+    recipe, transposed, emulate = of_text(text)
     quantizers = Quantizers(
-        Quantizer(recipe.input, config, updates=updates),
-        WeightQuantizer(weight, transposed=transposed),
-        Quantizer(recipe.grad_output, config),
+        Quantizer(recipe.input),
+        WeightQuantizer(Quantizer(recipe.weight), transposed=transposed),
+        Quantizer(recipe.grad_output),
     )
-    return LinearOptions("", dtype, out_dtype, recipe, quantizers, emulate, training)
+    return LinearOptions("", dtype, out_dtype, recipe, quantizers, emulate, training, ready)
 
 
 @functools.cache
@@ -131,25 +136,25 @@ def linear_in_graph(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    text: str,
-    training: bool,
+    casts: tuple[str, bool, bool],
     *buffers: Tensor,
 ) -> Tensor:
     """`linear` as one call of a graph that Dynamo builds; AOTAutograd traces the operators in it.
 
     Args:
         x, weight, bias, buffers: see `linear`; plain tensors.
-        text: recipe, config, whether the weight is stored as (K, N), and `emulate`; see `as_text`.
-        training: see `LinearOptions`.
+        casts: recipe, whether the weight is stored as (K, N), and `emulate`, see `as_text`;
+            `ready` and `training`, see `LinearOptions`.
     """
     if not torch.is_grad_enabled() and x.ndim == 3 and type(x.shape[1]) is int and x.shape[1] == 1:
         _warn_of_decoding()
     out_dtype = output_dtype(x)
-    options = _options(text, x.dtype, out_dtype, training)
+    text, ready, training = casts
+    options = _options(text, x.dtype, out_dtype, training, ready)
     if only_shape_matters(x):
         features = weight.shape[1 if options.quantizers.weight.transposed else 0]
         return shape_of_result((*x.shape[:-1], features), out_dtype, x, weight, bias)
-    written_in_backward(buffers)
+    written_in_backward(buffers[-1:])
     rows = x.reshape(-1, x.shape[-1])
     y = linear(rows, weight, bias, rows.shape, options, *buffers)
     return y.reshape(*x.shape[:-1], y.shape[-1])
@@ -162,22 +167,23 @@ def served_in_graph(
     scale: Tensor,
     granularity: Any,
     bias: Tensor | None,
-    text: str,
+    casts: tuple[str, bool],
     *buffers: Tensor,
 ) -> Tensor:
     """`linear_in_graph` without gradients, with a weight that was cast before.
 
     Args:
         qdata, scale, granularity: the weight's payload (N, K).
-        x, bias, text, buffers: see `linear_in_graph`.
+        x, bias, casts, buffers: see `linear_in_graph`.
     """
     out_dtype = output_dtype(x)
     if only_shape_matters(x):
         return shape_of_result((*x.shape[:-1], qdata.shape[0]), out_dtype, x)
     rows = x.reshape(-1, x.shape[-1])
-    options = _options(text, x.dtype, out_dtype, False)
+    text, ready = casts
+    options = _options(text, x.dtype, out_dtype, False, ready)
     w = QuantizedTensor(qdata, scale, granularity)
-    quantizers = options.quantizers.with_buffers(buffers)
+    quantizers = options.quantizers_of(buffers)
     y, _ = _fprop(rows, w, bias, rows.shape, options, quantizers, False, False)
     return y.reshape(*x.shape[:-1], y.shape[-1])
 
@@ -257,7 +263,7 @@ class LinearFunction(torch.autograd.Function):
     ) -> Tensor:
         wants_dgrad, wants_wgrad = ctx.needs_input_grad[:2]
         fp8_wgrad = wants_wgrad and options.recipe.wgrad is not None
-        quantizers = options.quantizers.with_buffers(buffers)
+        quantizers = options.quantizers_of(buffers)
         inverse = None
         if options.recipe.smooth:
             needs: dict[str, Any] = {"wgrad": wants_wgrad, "fp8_wgrad": fp8_wgrad}
@@ -286,6 +292,7 @@ class LinearFunction(torch.autograd.Function):
         ctx.dtypes = (options.dtype, dtype, None if bias is None else bias.dtype)
         ctx.weight_dtype = weight.dtype
         ctx.options, ctx.name, ctx.buffers = options, options.name, buffers
+        ctx.grad_output = quantizers.grad_output
         ctx.input_source, ctx.input_shape = payloads.source, shape
         return y
 
@@ -307,8 +314,7 @@ class LinearFunction(torch.autograd.Function):
             ctx.input_source.start(saved["x"], saved.get("x_scale"))
         if wants_dgrad:  # before the gradient is touched, which may still be on its way
             w = for_weight.for_dgrad(saved["weight"], saved.get("w_scale"), grad_output)
-        quantizer = options.quantizers.of_gradient(ctx.buffers)
-        g, g_t, grad_bias = quantizer(
+        g, g_t, grad_bias = ctx.grad_output.in_backward(ctx.buffers)(
             grad_output, rowwise=wants_dgrad, columnwise=fp8_wgrad, sum_dtype=sum_dtype
         )
         if options.quantizers.observer is not None:

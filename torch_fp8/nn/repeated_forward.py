@@ -38,15 +38,15 @@ class RepeatedForward(LayerQuantizers):
             shape, dtype = input.shape, input.dtype
         else:
             return None
-        if shape[-1] != cache.columns or dtype not in FLOATS or self._is_special():
+        if shape[-1] != cache.columns or dtype not in FLOATS:
             return None
         if cache.quantizer is None:
             if self.fp8_observer is not None:
                 return None
             with torch.inference_mode(False), torch.no_grad():
-                cache.quantizer = self.quantizers().input.settled()
-        if type(input) is LazyQuantizedTensor and cache.quantizer.history is None:
-            a = input.production.rowwise(cache.quantizer.spec, cache.quantizer.scale)
+                cache.quantizer = self.quantizers().input
+        if type(input) is LazyQuantizedTensor:
+            a = input.production.rowwise(cache.quantizer)
         else:
             a, _, _ = cache.quantizer(input, rowwise=True, columnwise=False)
         if is_watched(a.qdata) or not a.qdata.numel():
@@ -60,7 +60,3 @@ class RepeatedForward(LayerQuantizers):
         whole = (*shape[:-1], y.shape[1])
         # As `reshaped` does, in less time: the result is no view.
         return y.resize_(whole) if y.is_contiguous() else reshaped(y, whole)
-
-    def _is_special(self) -> bool:
-        """Whether torch runs this forward in a way that the layer has to know of."""
-        return self.fp8_delayed and torch._C._current_graph_task_id() != -1

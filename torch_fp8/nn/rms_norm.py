@@ -20,9 +20,7 @@ from torch_fp8.autograd.current_pass import (
     PLAIN,
     RunsFP8,
     is_transformed,
-    repeats_forward,
     saves_nothing,
-    torch_selective_pass,
 )
 from torch_fp8.autograd.function import (
     of_text,
@@ -34,11 +32,9 @@ from torch_fp8.autograd.function import (
 from torch_fp8.config import FP8Config
 from torch_fp8.kernels.arguments import (
     CastOptions,
-    DelayedCastOptions,
     NormBackwardInputs,
     NormInputs,
     NormWithRstd,
-    ProducerCast,
 )
 from torch_fp8.nn.class_swap import is_fsdp_class
 from torch_fp8.ops.fused_quantize import saved_stand_ins
@@ -85,7 +81,7 @@ class _Options(NamedTuple):
     quantizer: Quantizer | None
     """How the layers that read the result cast it; None: it is returned plain."""
     reader: Quantizer | None
-    """The quantizer whose history suggests the scale, if the result may be cast ahead."""
+    """The quantizer with the scale, if the result may be cast ahead."""
     waits: bool
     """Whether the result is computed when it is read."""
 
@@ -157,14 +153,13 @@ class Float8RMSNorm(RunsFP8):
     def _expected_reader(self, x: Tensor) -> Quantizer | None:
         """Return what is to read this forward's result, if the result may be cast for it already.
 
-        Not in evaluation, nor where a forward runs again with the scales that it had.
+        Not in evaluation, whose scales are those of whoever reads.
         """
         reader = self.fp8_reader
-        again = repeats_forward() or torch_selective_pass()
-        if reader is None or reader.history is None or not self.training or again:
+        if reader is None or reader.source.scale is None or not self.training:
             return None
-        amaxes = reader.history.amaxes
-        return reader if type(amaxes) is type(x.detach()) and amaxes.device == x.device else None
+        scale = reader.source.scale
+        return reader if type(scale) is type(x.detach()) and scale.device == x.device else None
 
     def _note_reader(self, quantizer: Quantizer) -> None:
         self.fp8_reader = quantizer
@@ -272,8 +267,8 @@ class _Unread(Producer):
 class _Produced(_Unread):
     """One output of a norm: its statistics at once, the rest when it is asked for.
 
-    A cast in blocks needs nothing but x, one with delayed scaling a history: where one will be
-    asked for it is made with the statistics, in the same read.
+    A cast in blocks needs nothing but x, one with delayed scaling a scale that is known: where one
+    will be asked for it is made with the statistics, in the same read.
 
     Args:
         inputs: of the operators.
@@ -288,18 +283,17 @@ class _Produced(_Unread):
         self.made: Payloads | None = None
         quantizer = options.quantizer
         col = col and quantizer is not None and quantizer.columnwise_usage
-        cast: ProducerCast | None = None
+        cast: CastOptions | None = None
         if quantizer is not None and quantizer.spec.granularity.startswith("block"):
-            cast = CastOptions.of(quantizer.spec, rowwise=True, columnwise=col)
+            cast = quantizer.known_options(rowwise=True, columnwise=col)
         elif quantizer is not None and options.reader is not None:
-            cast = options.reader.delayed_options(rowwise=True, columnwise=col)
+            cast = options.reader.known_options(rowwise=True, columnwise=col)
         if cast is None:
             rstd, self._amax, *saved = rms_norm_statistics(inputs, save)
         else:
             made = rms_norm_quantize_once(inputs, cast, save)
             self.made = as_layouts(made[:4], cast)
             rstd, *saved = made[4:7]
-            self._amax = made[7] if isinstance(cast, DelayedCastOptions) else None
         self.saved: tuple[Tensor | None, ...] = tuple(saved)
         self._norm = inputs.with_rstd(rstd)
 
@@ -308,5 +302,5 @@ class _Produced(_Unread):
         quantizer = self.options.reader or self.options.quantizer
         production = LazySource(self.options.name, self._inputs[:2], self, on_read)
         if self.made is not None and quantizer is not None:
-            production.keep(quantizer, self.made, self._amax)
+            production.keep(quantizer, self.made)
         return production

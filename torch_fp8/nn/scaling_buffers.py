@@ -1,25 +1,36 @@
-"""`ScalingBuffers`: where a layer keeps the amax histories of delayed scaling.
+"""`ScalingBuffers`: what a layer with delayed scaling remembers of the amaxes of its operands.
 
-They are non-persistent buffers, moved with the module and kept out of ``state_dict``.
+A cast raises the operand's *slot*, () float32, to the largest magnitude of what it casts. When an
+optimizer has made a step, the slots of all layers are pushed into the histories, and the scales of
+the next step are made of these (`torch_fp8.nn.delayed_scaling`). Until a layer's first step its
+casts take the scales of the tensors at hand.
+
+All of it lies in non-persistent buffers, moved with the module and kept out of ``state_dict``. The
+operands are input (0), weight (1) and gradient of the output (2).
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from torch_fp8.config import FP8Config
-from torch_fp8.ops.quantize_delayed import EXTRA
+from torch_fp8.nn import delayed_scaling
 from torch_fp8.quantization.recipe import Recipe
+from torch_fp8.quantization.scaling import push_amax
 from torch_fp8.tensor.dtensor import local
+from torch_fp8.tensor.payload_cache import PayloadCache
+from torch_fp8.tensor.scale_source import ScaleSource
 
 INPUT, WEIGHT, GRAD_OUTPUT = range(3)
-BUFFERS = ("fp8_scaling", "fp8_grad_scaling")
-"""Buffers of delayed scaling: a row for each operand of a forward, (2, H + 4), and the gradient's;
-see `History.of_operand`.
+BUFFERS = ("fp8_amax_history", "fp8_scales", "fp8_amaxes", "fp8_grad_amax")
+"""Buffers of delayed scaling: histories (3, H), the newest amax first; scales (3,), 0 where they
+are not known; the slots of input and weight (2,); the slot of the gradient (1,).
 
-A row holds all there is: torch.compile pays for each tensor that a graph takes.
+Forward and backward write slots in tensors of their own, as graphs of torch.compile ask for.
 """
+_VIEWS = ("_fp8_sources", "_fp8_quantizers")
 
 
 class ScalingBuffers(nn.Module):
@@ -28,61 +39,110 @@ class ScalingBuffers(nn.Module):
     weight: nn.Parameter
     fp8_recipe: Recipe
     fp8_config: FP8Config
+    fp8_payloads: PayloadCache | None = None
+    fp8_ready: bool = False
+    """Whether the scales are known."""
+    fp8_recorded: bool = False
+    """Whether an eager forward in training mode has recorded amaxes since an optimizer's step."""
 
-    def scaling_buffers(self) -> tuple[Any, ...]:
+    def scaling_buffers(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """The tensors named in `BUFFERS`."""
-        return tuple(local(getattr(self, name)) for name in BUFFERS)
+        history, scales, amaxes, grad_amax = (local(getattr(self, name)) for name in BUFFERS)
+        return history, scales, amaxes, grad_amax
 
     def init_scaling(self) -> None:
         """Create the buffers of delayed scaling, if the recipe has them, with empty histories."""
         if not self.fp8_recipe.delayed:
             return
-        width = self.fp8_config.amax_history_len + EXTRA
-        for name, shape in zip(BUFFERS, ((2, width), (width,)), strict=True):
+        shapes = (3, self.fp8_config.amax_history_len), (3,), (2,), (1,)
+        for name, shape in zip(BUFFERS, shapes, strict=True):
             empty = torch.empty(shape, dtype=torch.float32, device=self.weight.device)
             self.register_buffer(name, empty, persistent=False)
         self.reset_scaling()
+        delayed_scaling.track(self)
 
-    @property
-    def fp8_amax_history(self) -> Tensor:
-        """The amaxes of input and weight, (2, H), the newest first."""
-        return self.scaling_buffers()[0][:, :-EXTRA]
+    def scale_sources(self) -> tuple[ScaleSource, ...]:
+        """What knows the scales of the operands, and takes their amaxes, in eager code.
 
-    @property
-    def fp8_grad_amax_history(self) -> Tensor:
-        """The amaxes of the gradient, (H,), the newest first."""
-        return self.scaling_buffers()[1][:-EXTRA]
+        The slots of input and weight are raised in training mode alone.
+        """
+        sources = self._sources()
+        if self.training:
+            return sources[:3]
+        return *sources[3:], sources[GRAD_OUTPUT]
 
-    @property
-    def fp8_last_scale(self) -> Tensor:
-        """The scales that input and weight were cast with last, (2,)."""
-        return self.scaling_buffers()[0][:, -EXTRA]
+    def _sources(self) -> tuple[ScaleSource, ...]:
+        """Return the sources of all operands, and those of input and weight in evaluation."""
+        sources: tuple[ScaleSource, ...] | None = self.__dict__.get("_fp8_sources")
+        if sources is None:
+            with torch.inference_mode(False):
+                _, scales, amaxes, grad_amax = self.scaling_buffers()
+                slots = *amaxes.unbind(), grad_amax[0], None, None
+                sources = tuple(ScaleSource(None, slot) for slot in slots)
+                self.__dict__["_fp8_sources"] = sources
+                if self.fp8_ready:
+                    self.take_scales(scales.clone().unbind())
+        return sources
+
+    def take_scales(self, scales: Sequence[Tensor]) -> None:
+        """Cast with other scales from now on.
+
+        Args:
+            scales: () float32 of each operand, which nobody writes to any more.
+        """
+        for source, scale in zip(self._sources(), (*scales, *scales[:2]), strict=True):
+            source.scale = scale
+        self.fp8_ready = True
+        if self.fp8_payloads is not None:
+            self.fp8_payloads.forget_evaluation()
+
+    def forget_scales(self) -> None:
+        """Drop what was made of the buffers."""
+        for name in _VIEWS:
+            self.__dict__.pop(name, None)
+        if self.fp8_payloads is not None:
+            self.fp8_payloads.forget_evaluation()
+
+    def pushed_history(self) -> Tensor:
+        """The histories (3, H) with what was recorded since the last step of an optimizer."""
+        history, _, amaxes, grad_amax = self.scaling_buffers()
+        recorded = torch.cat([amaxes, grad_amax])
+        return push_amax(history, recorded, self.fp8_config.amax_compute_algo)
 
     @property
     def scaling_state(self) -> tuple[Tensor, Tensor]:
-        """Delayed scaling's amaxes (3, H), the newest first, and last scales (2,)."""
-        amaxes = torch.cat([self.fp8_amax_history, self.fp8_grad_amax_history[None]])
-        return amaxes, self.fp8_last_scale.clone()
+        """Delayed scaling's amaxes (3, H), the newest first; scales of input and weight (2,).
+
+        What was recorded since the last step of an optimizer is among the amaxes.
+        """
+        history = self.pushed_history()
+        return history, delayed_scaling.scales_of(self, history[None])[0, :2]
 
     def load_scaling_state(self, history: Tensor, last_scale: Tensor) -> None:
-        """Go on from what `scaling_state` was."""
-        self.reset_scaling()  # progress of no launch, wherever its memory is from
-        self.fp8_amax_history.copy_(history[:GRAD_OUTPUT])
-        self.fp8_grad_amax_history.copy_(history[GRAD_OUTPUT])
-        self.fp8_last_scale.copy_(last_scale)
+        """Go on from what `scaling_state` was; the history suggests the scales."""
+        self.reset_scaling()
+        self.scaling_buffers()[0].copy_(history)
+        if history.any():
+            self.fp8_ready = True
+            delayed_scaling.restore_scales([self])
 
     def reset_scaling(self) -> None:
         """Empty the histories, of a module on the meta device that was materialised."""
-        if "fp8_scaling" in self._buffers:
+        if BUFFERS[0] in self._buffers:
             for buffer in self.scaling_buffers():
                 buffer.zero_()
-            self.fp8_last_scale.fill_(1)
+            self.fp8_ready = self.fp8_recorded = False
+            self.forget_scales()
 
     def drop_scaling(self) -> None:
         """Remove what `init_scaling` made."""
+        self.forget_scales()
+        delayed_scaling.untrack(self)
         for name in BUFFERS:
             self._buffers.pop(name, None)
             self._non_persistent_buffers_set.discard(name)
+        for name in ("fp8_ready", "fp8_recorded"):
+            self.__dict__.pop(name, None)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         # Amaxes follow the device only: Module.to(bfloat16) casts, to_empty leaves garbage.
@@ -92,9 +152,18 @@ class ScalingBuffers(nn.Module):
             moved = self._buffers[name]
             if moved is not None and moved is not buffer and not buffer.is_meta:
                 self._buffers[name] = buffer.to(moved.device)
+        if kept:
+            self.forget_scales()
         if any(buffer.is_meta for buffer in kept.values()):
             self.reset_scaling()
         return self
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for name in (*_VIEWS, delayed_scaling.NUMBER):
+            self.__dict__.pop(name, None)
+        if BUFFERS[0] in self._buffers:
+            delayed_scaling.track(self)
 
     def _load_from_state_dict(self, *args: Any) -> None:
         super()._load_from_state_dict(*args)

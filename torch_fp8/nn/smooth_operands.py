@@ -2,9 +2,9 @@
 
 The input is cast as ``x s``, the weight as ``w / s``, whose product is ``x w^T``; the factors s are
 those of `torch_fp8.ops.smooth`. Both scales are those of the tensors at hand, with delayed scaling,
-too: an outlier that comes unannounced is in s, which is known before anything is cast. Histories
-record x and w as they are, for dgrad, which takes the weight as it is, and for whoever goes on
-without s. The gradient of the weight, ``g^T (x s)``, is divided by s at the end.
+too: an outlier that comes unannounced is in s, which is known before anything is cast. Recorded are
+the amaxes of x and w as they are, for dgrad, which takes the weight as it is, and for whoever goes
+on without s. The gradient of the weight, ``g^T (x s)``, is divided by s at the end.
 
 Legend: M tokens, K in, N out.
 """
@@ -74,8 +74,7 @@ def smooth_operands(
     factors, inverse, amax = smooth_factors(channels)
     if quantizers.channels is not None and not torch.compiler.is_compiling():
         quantizers.channels.amax = channels
-    if of_input.history is not None and of_input.updates:
-        of_input.delayed_scale(channels, of_input.history)
+    of_input.source.record(channels)
     dropped = wgrad and saves_nothing()
     options = _options(of_input, amax, rowwise=True, columnwise=fp8_wgrad and not dropped)
     if source is not None:
@@ -102,8 +101,6 @@ def _smooth_weight(
     quantizer, scale, amax = quantizers.weight.quantizer, None, None
     whole = stored(weight)
     if isinstance(weight, QuantizableTensor):  # gathered in FP8, or stored so
-        if quantizer.history is not None:
-            type(weight).quantize(weight, quantizer, rowwise=False, columnwise=False)
         whole = weight.dequantize()
     rows = whole.t() if quantizers.weight.transposed else whole
     rows = rows.detach()
@@ -119,9 +116,10 @@ def _smooth_weight(
 
 
 def _scale(quantizer: Quantizer, columns: Tensor) -> Tensor:
-    """Return the () scale of a weight whose columns have these amaxes, and record its amax."""
-    if quantizer.history is not None:
-        return quantizer.delayed_scale(columns, quantizer.history)
+    """Return the () scale of a weight whose columns have these amaxes, and record the largest."""
+    quantizer.source.record(columns)
+    if quantizer.source.scale is not None:
+        return quantizer.source.scale
     amax, spec = group_amax(columns, quantizer.group), quantizer.spec
     return scale_from_amax(amax, spec.format, spec.power_of_two)
 

@@ -16,10 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_fp8.kernels.arguments import BackwardInputs, ProducerCast
-from torch_fp8.ops.fused_quantize import CastResult, cast_result, cast_result_fake
+from torch_fp8.kernels.arguments import BackwardInputs, CastOptions
+from torch_fp8.ops.fused_quantize import cast_result, cast_result_fake
 from torch_fp8.ops.registry import operator
 from torch_fp8.ops.swiglu_backward import swiglu_backward
+from torch_fp8.quantization.payload_shape import Layouts
 from torch_fp8.quantization.scaling import tensor_amax
 
 
@@ -61,14 +62,14 @@ def gate_up_backward_amax(inputs: BackwardInputs) -> Tensor:
     return tensor_amax(gate_up_backward.reference(inputs, True))
 
 
-def _quantize_fake(inputs: BackwardInputs, gate_first: bool, options: ProducerCast) -> CastResult:
+def _quantize_fake(inputs: BackwardInputs, gate_first: bool, options: CastOptions) -> Layouts:
     return cast_result_fake(_backward_fake(inputs, gate_first), options)
 
 
-@operator(_quantize_fake, _kernels, second="gate_up_backward_quantize_delayed")
+@operator(_quantize_fake, _kernels)
 def gate_up_backward_quantize(
-    inputs: BackwardInputs, gate_first: bool, options: ProducerCast
-) -> CastResult:
+    inputs: BackwardInputs, gate_first: bool, options: CastOptions
+) -> Layouts:
     """Cast `gate_up_backward` to FP8 in the layouts asked for, in one read.
 
     Unfused, on CUDA, rowwise, where C is no multiple of 16, and in blocks where it is none of 128,
@@ -76,11 +77,11 @@ def gate_up_backward_quantize(
 
     Args:
         gate_first: see `gate_up_backward`.
-        options: the cast; tensorwise with the amax of `gate_up_backward_amax`, with a scale, or
-            with a history (``torch_fp8::gate_up_backward_quantize_delayed``).
+        options: the cast; tensorwise with the amax of `gate_up_backward_amax`, or with a scale,
+            whose slot is raised to the amax of both halves.
     Returns:
-        See `torch_fp8.ops.fused_quantize.CastResult`.
+        See `Layouts`.
     Raises:
-        ValueError: if tensorwise has not exactly one of amax and scale, or another has any.
+        ValueError: if tensorwise has neither amax nor scale, or another granularity has any.
     """
     return cast_result(gate_up_backward.reference(inputs, gate_first), options)

@@ -14,8 +14,8 @@ What a cast reads and writes, in bytes per element of a BF16 matrix, both layout
 | tensorwise | 6 | 2 | its amax is a read of its own |
 | rowwise | 8 | 3 | rows are read once; columns are no tile's, and read twice on their own |
 
-Casts with delayed scaling are in `torch_fp8.ops.quantize_delayed`, those that add up rows on their
-way in `torch_fp8.ops.quantize_dbias`.
+With delayed scaling the scale is given, and the cast raises the amax of its input on its way. Casts
+that add up rows are in `torch_fp8.ops.quantize_dbias`.
 """
 
 import functools
@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torch_fp8.kernels.arguments import CastOptions, ProducerCast
+from torch_fp8.kernels.arguments import CastOptions
 from torch_fp8.ops.registry import operator
 from torch_fp8.ops.transpose import transposed_bytes
 from torch_fp8.quantization.formats import Format, format_of
@@ -92,7 +92,7 @@ def quantize_layouts(x: Tensor, options: CastOptions) -> Payloads:
     return as_layouts(quantize_2d(x, options), options)
 
 
-def as_layouts(made: Sequence[Any], options: ProducerCast) -> Payloads:
+def as_layouts(made: Sequence[Any], options: CastOptions) -> Payloads:
     """Turn an operator's ``(qdata, scale, qdata_t, scale_t)`` into two payloads.
 
     Args:
@@ -101,7 +101,8 @@ def as_layouts(made: Sequence[Any], options: ProducerCast) -> Payloads:
     """
     qdata, scale, qdata_t, scale_t = made
     granularity: Any = options.granularity
-    if options.scale is not None:
+    # Traced, the cast of a producer's result may have found the scale of another reader.
+    if options.scale is not None and (scale is None or scale.ndim):
         scale = options.scale
     if granularity == "tensorwise":
         scale_t = scale
@@ -191,7 +192,7 @@ def quantize_2d(x: Tensor, options: CastOptions) -> Layouts:
 
     Args:
         x: (R, C), any strides.
-        options: how.
+        options: how; an amax beside a scale is raised.
     Returns:
         See `Layouts`. All contiguous, but scales of block_1x128, which are laid out by
         `new_group_scales`.
@@ -199,10 +200,12 @@ def quantize_2d(x: Tensor, options: CastOptions) -> Layouts:
     format, granularity = format_of(options.dtype), options.granularity
     more = padded_rows(x.shape[0], granularity) - x.shape[0]
     if granularity == "tensorwise":
-        made, scale = None, options.scale
+        made, scale, amax = None, options.scale, options.amax
         if scale is None:
-            amax = tensor_amax(x) if options.amax is None else options.amax
+            amax = tensor_amax(x) if amax is None else amax
             scale = made = scale_from_amax(amax, format, options.power_of_two)
+        elif amax is not None:
+            torch.maximum(amax, tensor_amax(x), out=amax)
         qdata = cast_saturating(x.float(), scale, format)
         row = qdata.contiguous() if options.rowwise else None
         col = transposed_bytes.reference(qdata, x.shape[0] + more) if options.columnwise else None

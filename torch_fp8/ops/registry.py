@@ -43,14 +43,10 @@ class Operator(Generic[P, R]):
 
 
 class _Parameter(NamedTuple):
-    """A parameter of an operator: a tuple of `size` arguments of a schema, or one.
-
-    `is_choice`: whether another tuple may stand in its place.
-    """
+    """A parameter of an operator: a tuple of `size` arguments of a schema, or one."""
 
     cls: Any
     size: int
-    is_choice: bool = False
 
 
 def operator(
@@ -58,9 +54,7 @@ def operator(
     kernels: Callable[[], Any] | None = None,
     *,
     results: int | None = None,
-    mutates: Sequence[str] = (),
     cuda: Callable[..., Any] | None = None,
-    second: str = "",
 ) -> Callable[[Callable[P, R]], Operator[P, R]]:
     """Define ``torch.ops.torch_fp8.<name>`` from its reference, and return who calls it.
 
@@ -73,10 +67,7 @@ def operator(
         kernels: returns the module whose function of the operator's name launches its kernels; it
             is asked only where they run, for Triton is imported there.
         results: how many tensors come back, where the annotation does not tell.
-        mutates: the names of the tensors that are written.
         cuda: instead of the function of `kernels`.
-        second: where one argument is either of two tuples, the name of the operator that takes the
-            second of them; who is returned calls that which fits.
     """
 
     def define_operator(reference: Callable[P, R]) -> Operator[P, R]:
@@ -89,12 +80,9 @@ def operator(
             assert kernels is not None
             return getattr(kernels(), name)(*args)
 
-        implementations, calls = (on_cpu, cuda or launch, fake), []
-        for choice, own_name in enumerate([name, second] if second else [name]):
-            parameters, schema = _schema(reference, own_name, choice, results, mutates)
-            of_flat = (_unflattened(f, parameters) for f in implementations)
-            calls.append(define(schema, *of_flat, eager=Replayed(cuda or launch)))
-        call = _either(parameters, *calls) if second else calls[0]
+        parameters, schema = _schema(reference, results)
+        of_flat = (_unflattened(f, parameters) for f in (on_cpu, cuda or launch, fake))
+        call = define(schema, *of_flat, eager=Replayed(cuda or launch))
         functools.update_wrapper(call, reference)
         call.reference = reference
         return cast("Operator[P, R]", call)
@@ -131,21 +119,6 @@ def define(
     return call
 
 
-def _either(parameters: Sequence["_Parameter"], first: Any, second: Any) -> Any:
-    """Return the function that calls `second` where an argument is of its tuple, else `first`.
-
-    Args:
-        parameters: those of `second`.
-    """
-    position = next(i for i, p in enumerate(parameters) if p.is_choice)
-    cls = parameters[position].cls
-
-    def call(*args: Any) -> Any:
-        return (second if type(args[position]) is cls else first)(*args)
-
-    return call
-
-
 def _first(args: Sequence[Any]) -> Tensor:
     """Return the first tensor of an operator's arguments."""
     tensor: Tensor = args[0] if isinstance(args[0], Tensor) else args[0][0]
@@ -173,7 +146,7 @@ def _unflattened(
 
     def of_flat(*args: Any) -> Any:
         grouped, start = [], 0
-        for cls, size, _ in parameters:
+        for cls, size in parameters:
             if start == len(args):
                 break
             grouped.append(args[start] if cls is None else cls(*args[start : start + size]))
@@ -187,51 +160,34 @@ def _unflattened(
     return of_flat
 
 
-def _schema(
-    function: Callable[..., Any],
-    operator_name: str,
-    choice: int,
-    results: int | None,
-    mutates: Sequence[str],
-) -> tuple[list[_Parameter], str]:
-    """Return how a function's parameters are grouped, and the schema of its flat arguments.
-
-    Args:
-        choice: which one of two tuples an argument is.
-    """
+def _schema(function: Callable[..., Any], results: int | None) -> tuple[list[_Parameter], str]:
+    """Return how a function's parameters are grouped, and the schema of its flat arguments."""
     hints = get_type_hints(function)
     result = hints.pop("return")
     parameters, arguments = [], []
     for name, parameter in inspect.signature(function).parameters.items():
         hint = hints[name]
-        tuples = [of for of in get_args(hint) or [hint] if _is_tuple(of)]
-        if tuples:
-            hint = tuples[choice % len(tuples)]
+        if isinstance(hint, type) and issubclass(hint, tuple):
             fields = get_type_hints(hint)
-            parameters.append(_Parameter(hint, len(fields), len(tuples) > 1))
-            arguments += [_argument(field, of, mutates) for field, of in fields.items()]
+            parameters.append(_Parameter(hint, len(fields)))
+            arguments += [_argument(field, of) for field, of in fields.items()]
             continue
         parameters.append(_Parameter(None, 1))
         has_default = parameter.default is not parameter.empty
         default = f"={parameter.default}" if has_default else ""
-        arguments.append(_argument(name, hint, mutates) + default)
+        arguments.append(_argument(name, hint) + default)
     if results is None and result is not Tensor:
         results = len(get_args(result))
     returned = "Tensor" if results is None else f"({', '.join(['Tensor'] * results)})"
-    return parameters, f"{operator_name}({', '.join(arguments)}) -> {returned}"
+    return parameters, f"{function.__name__}({', '.join(arguments)}) -> {returned}"
 
 
-def _is_tuple(hint: Any) -> bool:
-    return isinstance(hint, type) and issubclass(hint, tuple)
-
-
-def _argument(name: str, hint: Any, mutates: Sequence[str]) -> str:
+def _argument(name: str, hint: Any) -> str:
     """Return a parameter as a schema has it."""
     optional = NoneType in get_args(hint)
     of = get_args(hint)[0] if optional else hint
     text = _SCHEMA_TYPES.get(of) or of.__name__
-    written = f"({chr(ord('a') + list(mutates).index(name))}!)" if name in mutates else ""
-    return f"{text}{written}{'?' * optional} {name}"
+    return f"{text}{'?' * optional} {name}"
 
 
 @functools.cache

@@ -7,8 +7,7 @@ that returns it, and only then cast: the bytes are those of the norm followed by
 A row's statistic needs the whole row, a scale along R needs 128 rows or the tensor; hence two
 operators: `rms_norm_statistics` reads x once and returns what the second needs and what backward
 saves, `rms_norm_quantize` reads x again and writes FP8 where the norm would write y. Where the
-rule of the scales is known beforehand, or a history suggests them, `rms_norm_quantize_once` does
-both.
+rule of the scales is known beforehand, `rms_norm_quantize_once` does both.
 
 Every operator is opaque to torch.compile, plain torch on the CPU and a Triton kernel on CUDA. With
 the same rstd the two agree byte for byte; rstd itself may differ in its last bits, as sums in
@@ -27,7 +26,6 @@ from torch_fp8.kernels.arguments import (
     NormBackwardInputs,
     NormInputs,
     NormWithRstd,
-    ProducerCast,
 )
 from torch_fp8.ops.fused_quantize import cast_result, cast_result_fake, save_input, saved_values
 from torch_fp8.ops.registry import operator
@@ -82,7 +80,7 @@ def rms_norm_statistics(
 
 
 def _quantize_fake(norm: NormWithRstd, options: CastOptions) -> Layouts:
-    return cast_result_fake(norm.x, options)[:4]
+    return cast_result_fake(norm.x, options)
 
 
 @operator(_quantize_fake, _kernels)
@@ -91,24 +89,24 @@ def rms_norm_quantize(norm: NormWithRstd, options: CastOptions) -> Layouts:
 
     Args:
         norm: of whose result.
-        options: the cast; tensorwise with the amax of `rms_norm_statistics`, or with a scale.
+        options: the cast; tensorwise with the amax of `rms_norm_statistics`, or with a scale,
+            whose slot is raised.
     Returns:
         ``(q, s, qt, st)``, see `torch_fp8.ops.fused_quantize`.
     Raises:
-        ValueError: if tensorwise has not exactly one of amax and scale, or another has any.
+        ValueError: if tensorwise has neither amax nor scale, or another granularity has any.
     """
-    return cast_result(rms_norm.reference(norm), options)[:4]
+    return cast_result(rms_norm.reference(norm), options)
 
 
-def _once_fake(inputs: NormInputs, options: ProducerCast, save: bool) -> tuple[Tensor | None, ...]:
+def _once_fake(inputs: NormInputs, options: CastOptions, save: bool) -> tuple[Tensor | None, ...]:
     rstd, _, *saved = _statistics_fake(inputs, save)
-    *made, taken = cast_result_fake(inputs.x, options, finds_amax=True)
-    return (*made, rstd, *saved, taken)
+    return (*cast_result_fake(inputs.x, options, finds_amax=True), rstd, *saved)
 
 
-@operator(_once_fake, _kernels, results=8, second="rms_norm_quantize_delayed")
+@operator(_once_fake, _kernels, results=7)
 def rms_norm_quantize_once(
-    inputs: NormInputs, options: ProducerCast, save: bool
+    inputs: NormInputs, options: CastOptions, save: bool
 ) -> tuple[Tensor | None, ...]:
     """Run `rms_norm_statistics` and `rms_norm_quantize` at once, for scales of a rule known
     beforehand.
@@ -122,19 +120,17 @@ def rms_norm_quantize_once(
 
     Args:
         inputs, save: see `rms_norm_statistics`.
-        options: the cast; tensorwise with a scale, as the amax is not known yet, with a history
-            (``torch_fp8::rms_norm_quantize_delayed``), or with neither: that the CUDA operator does
-            in one launch where one program holds all of x.
+        options: the cast; tensorwise with a scale, as the amax is not known yet, whose slot is
+            raised to the amax of the rounded result in the same read, or with neither: that the
+            CUDA operator does in one launch where one program holds all of x.
     Returns:
-        ``(q, s, qt, st, rstd, saved_q, saved_scale, amax)``; the amax () of the rounded result is
-        taken in the same read for tensorwise, whose history wants it, and None otherwise.
+        ``(q, s, qt, st, rstd, saved_q, saved_scale)``.
     Raises:
-        ValueError: if tensorwise has both amax and scale, or another granularity has any.
+        ValueError: if another granularity than tensorwise has an amax or a scale.
     """
     rstd, _, *saved = rms_norm_statistics.reference(inputs, save)
     y = rms_norm.reference(inputs.with_rstd(rstd))
-    *made, taken = cast_result(y, options, finds_amax=True)
-    return (*made, rstd, *saved, taken)
+    return (*cast_result(y, options, finds_amax=True), rstd, *saved)
 
 
 def _backward_fake(inputs: NormBackwardInputs) -> tuple[Tensor, Tensor]:

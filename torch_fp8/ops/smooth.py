@@ -99,7 +99,7 @@ def smooth_factors(amax: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _quantize_fake(x: Tensor, factors: Tensor, options: CastOptions) -> tuple[Tensor | None, ...]:
-    return cast_result_fake(x, options)[:4]
+    return cast_result_fake(x, options)
 
 
 @operator(_quantize_fake, _kernels, results=4)
@@ -113,7 +113,7 @@ def quantize_columns(x: Tensor, factors: Tensor, options: CastOptions) -> tuple[
     Returns:
         ``(q, s, qt, st)`` as told in `torch_fp8.ops.fused_quantize`.
     """
-    return cast_result((x.float() * factors).contiguous(), options)[:4]
+    return cast_result((x.float() * factors).contiguous(), options)
 
 
 def smoothed_layouts(x: Tensor, factors: Tensor, options: CastOptions) -> Payloads:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_fp8.kernels.arguments import ProducerCast
+from torch_fp8.kernels.arguments import CastOptions
 from torch_fp8.ops.fused_quantize import cast_result, cast_result_fake, save_input
 from torch_fp8.ops.registry import operator
 from torch_fp8.quantization.scaling import tensor_amax
@@ -73,29 +73,29 @@ def swiglu_save(
 
 
 def _quantize_fake(
-    gate: Tensor, up: Tensor, smooth: Tensor | None, options: ProducerCast, save: bool
+    gate: Tensor, up: Tensor, smooth: Tensor | None, options: CastOptions, save: bool
 ) -> tuple[Tensor | None, ...]:
-    *made, taken = cast_result_fake(gate, options, finds_amax=True)
-    return (*made, *save_input(gate, save), *save_input(up, save), taken)
+    made = cast_result_fake(gate, options, finds_amax=True)
+    return (*made, *save_input(gate, save), *save_input(up, save))
 
 
-@operator(_quantize_fake, _kernels, results=9, second="swiglu_quantize_delayed")
+@operator(_quantize_fake, _kernels, results=8)
 def swiglu_quantize(
-    gate: Tensor, up: Tensor, smooth: Tensor | None, options: ProducerCast, save: bool
+    gate: Tensor, up: Tensor, smooth: Tensor | None, options: CastOptions, save: bool
 ) -> tuple[Tensor | None, ...]:
     """Cast `swiglu` to FP8 in the layouts asked for, in one read (rowwise: unfused).
 
     Args:
         gate, up, smooth: see `swiglu`.
-        options: the cast; tensorwise with the amax of `swiglu_save`, with a scale, with a history
-            (``torch_fp8::swiglu_quantize_delayed``), or with none of them: the amax is found
-            first, on CUDA in the same launch where one program holds all of h.
+        options: the cast; tensorwise with the amax of `swiglu_save`, with a scale, whose slot is
+            raised to the amax of h, or with none of them: the amax is found first, on CUDA in the
+            same launch where one program holds all of h.
         save: whether to return gate and up as `swiglu_save` does, from the same read.
     Returns:
-        ``(q, s, qt, st, gate_q, gate_s, up_q, up_s, amax)``, the first four as told in
-        `torch_fp8.ops.fused_quantize`; amax () as there, of h.
+        ``(q, s, qt, st, gate_q, gate_s, up_q, up_s)``, the first four as told in
+        `torch_fp8.ops.fused_quantize`.
     Raises:
-        ValueError: if tensorwise has both amax and scale, or another has any.
+        ValueError: if another granularity than tensorwise has an amax or a scale.
     """
-    *made, taken = cast_result(swiglu.reference(gate, up, smooth), options, finds_amax=True)
-    return (*made, *save_input(gate, save), *save_input(up, save), taken)
+    made = cast_result(swiglu.reference(gate, up, smooth), options, finds_amax=True)
+    return (*made, *save_input(gate, save), *save_input(up, save))

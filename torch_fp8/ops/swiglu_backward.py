@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_fp8.kernels.arguments import BackwardInputs, ProducerCast, casts_of_both
+from torch_fp8.kernels.arguments import BackwardInputs, CastOptions
 from torch_fp8.ops.fused_quantize import cast_result, cast_result_fake, saved_values
 from torch_fp8.ops.registry import operator
 from torch_fp8.quantization.scaling import tensor_amax
@@ -57,35 +57,29 @@ def swiglu_backward_amax(inputs: BackwardInputs) -> Tensor:
 
 
 def _quantize_fake(
-    inputs: BackwardInputs, options: ProducerCast, *of_up: Tensor | None
+    inputs: BackwardInputs, options: CastOptions, *of_up: Tensor | None
 ) -> tuple[Tensor | None, ...]:
-    results = [cast_result_fake(inputs.grad, how) for how in casts_of_both(options, *of_up)]
-    taken = None if results[0][4] is None else _amax_fake(inputs)
-    return (*results[0][:4], *results[1][:4], taken)
+    casts = options.of_gradients(*of_up)
+    return tuple(t for how in casts for t in cast_result_fake(inputs.grad, how))
 
 
-@operator(_quantize_fake, _kernels, results=9, second="swiglu_backward_quantize_delayed")
+@operator(_quantize_fake, _kernels, results=8)
 def swiglu_backward_quantize(
     inputs: BackwardInputs,
-    options: ProducerCast,
-    up_amaxes: Tensor | None = None,
-    up_progress: Tensor | None = None,
-) -> tuple[Any, ...]:
+    options: CastOptions,
+    dup_scale: Tensor | None = None,
+    dup_amax: Tensor | None = None,
+) -> tuple[Tensor | None, ...]:
     """Cast `swiglu_backward` to FP8 in the layouts asked for, in one read (rowwise: unfused).
 
     Args:
-        options: the cast; tensorwise with the amaxes (2,) of `swiglu_backward_amax`, with the
-            scales (2,) of dgate and dup, or with the history of dgate
-            (``torch_fp8::swiglu_backward_quantize_delayed``).
-        up_amaxes, up_progress: the history of dup, where dgate's is given.
+        options: the cast; tensorwise with the amaxes (2,) of `swiglu_backward_amax`, or with the
+            scale of dgate, whose slot is raised.
+        dup_scale, dup_amax: the scale and the slot of dup, where dgate's scale is given.
     Returns:
-        ``(q, s, qt, st)`` of dgate, the same of dup, and their amaxes (2,) where scales or
-        histories were given, else None: nine.
+        ``(q, s, qt, st)`` of dgate, the same of dup: eight.
     Raises:
-        ValueError: if tensorwise has not exactly one of amax and scale, or another has any.
+        ValueError: if tensorwise has neither amax nor scale, or another granularity has any.
     """
-    casts = casts_of_both(options, up_amaxes, up_progress)
-    gradients = swiglu_backward.reference(inputs)
-    made = [cast_result(d, how) for d, how in zip(gradients, casts, strict=True)]
-    amaxes = [one[4] for one in made if one[4] is not None]
-    return (*made[0][:4], *made[1][:4], torch.stack(amaxes) if amaxes else None)
+    gradients, casts = swiglu_backward.reference(inputs), options.of_gradients(dup_scale, dup_amax)
+    return tuple(t for d, how in zip(gradients, casts, strict=True) for t in cast_result(d, how))

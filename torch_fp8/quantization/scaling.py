@@ -59,28 +59,14 @@ def round_up_to_power_of_two(x: Tensor) -> Tensor:
     return torch.where(x.isfinite(), rounded, x)
 
 
-def delayed_scale(
-    history: Tensor, amax: Tensor, format: Format, algorithm: str, margin: int
-) -> Tensor:
-    """Compute the scale from past amaxes: ``f(history) * 2^margin / format.max``.
+def push_amax(history: Tensor, amax: Tensor, algorithm: str) -> Tensor:
+    """Return histories with an amax recorded in front of each.
 
     Args:
-        history: (H,) float32, the most recent amax first, whatever its sign; 0 where nothing was
-            recorded yet.
-        amax: () float32 of the tensor at hand, used while the history is empty.
-        format: E4M3 or E5M2.
-        algorithm: ``max`` of the history or its ``most_recent`` entry.
-        margin: headroom in powers of two.
-
-    This is Transformer Engine's ``DelayedScaling``, except that an empty history means current
-    scaling, where Transformer Engine starts with scale 1 and flushes gradients.
-    """
-    past = past_amax(history, algorithm)
-    return scale_from_amax(torch.where(past > 0, past, amax), format) * 2.0**margin
-
-
-def push_amax(history: Tensor, amax: Tensor, algorithm: str) -> None:
-    """Record `amax` (() float32) in front of `history` ((H,) float32), in place.
+        history: (..., H) float32, the most recent amax first; 0 where nothing was recorded yet. The
+            sign bit of the first says that an outlier was left out.
+        amax: (...,) float32; 0: nothing was cast, and the history stays as it is.
+        algorithm: see `past_amax`.
 
     A non-finite amax is not recorded: one bad batch, which the loop may skip, would otherwise
     poison the scale for H steps. It repeats the most recent entry instead. With ``max`` the same
@@ -88,17 +74,35 @@ def push_amax(history: Tensor, amax: Tensor, algorithm: str) -> None:
     repeated is negative then, and if the next amax is so large, too, it is no outlier and is
     recorded. In every other case this is Transformer Engine's rule.
     """
-    newest = torch.where(amax.isfinite(), amax, history[0])
+    last = history[..., 0]
+    newest = torch.where(amax.isfinite(), amax, last)
     if algorithm == "max":
         past = past_amax(history, algorithm)
         is_outlier = (past > 0) & amax.isfinite() & (amax > past * OUTLIER)
-        newest = torch.where(is_outlier & ~history[0].signbit(), -history[0], newest)
-    history.copy_(torch.cat([newest.reshape(1), history[:-1]]))
+        newest = torch.where(is_outlier & ~last.signbit(), -last, newest)
+    pushed = torch.cat([newest[..., None], history[..., :-1]], -1)
+    return torch.where((amax == 0)[..., None], history, pushed)
 
 
 def past_amax(history: Tensor, algorithm: str) -> Tensor:
-    """Return the amax () that `history` suggests; 0 while it is empty."""
-    return history.abs().amax() if algorithm == "max" else history[0].abs()
+    """Return the amaxes (...,) that histories (..., H) suggest; 0 while they are empty.
+
+    Args:
+        history: see `push_amax`.
+        algorithm: ``max`` of the history or its ``most_recent`` entry.
+    """
+    return history.abs().amax(-1) if algorithm == "max" else history[..., 0].abs()
+
+
+def delayed_scale(past: Tensor, format: Format, margin: int) -> Tensor:
+    """Compute scales from the amaxes that histories suggest: ``past * 2^margin / format.max``.
+
+    Args:
+        past: any shape, float32, see `past_amax`.
+        format: E4M3 or E5M2.
+        margin: headroom in powers of two.
+    """
+    return scale_from_amax(past, format) * 2.0**margin
 
 
 def group_amax(x: Tensor, group: Any) -> Tensor:

@@ -10,10 +10,9 @@ one alone.
 Quantized is what the plain tensor would have held, rounded to its dtype: fused and unfused have the
 same bytes.
 
-With delayed scaling a producer casts with the scale that its first reader's history suggests, and
-takes the amax in the same read. The amax is recorded by each reader in its own history when it
-reads, and by nobody else. A producer that knows that reader beforehand casts ahead; should another
-one read, or one that brings a scale, what was made is made again.
+With delayed scaling a producer casts with the scale of its first reader, whose slot it raises in
+the same read; each further reader's slot is raised when it reads. A producer that knows the first
+reader beforehand casts ahead.
 
 The results live in the activation itself, not in a table on the side: they go when it goes, and
 belong to no other tensor. Inputs that were written to in between are noticed.
@@ -29,12 +28,13 @@ from torch import Tensor
 
 from torch_fp8.kernels.arguments import CastOptions
 from torch_fp8.ops.quantize import QuantizedTensor, quantize_layouts
-from torch_fp8.ops.quantize_delayed import History
 from torch_fp8.ops.smooth import column_amax, smoothed_layouts
 from torch_fp8.quantization.recipe import CastSpec
+from torch_fp8.quantization.scaling import group_amax
 from torch_fp8.tensor.base import Payloads, QuantizableTensor, map_tensors
 from torch_fp8.tensor.producer import Producer
 from torch_fp8.tensor.quantizer import Quantizer
+from torch_fp8.tensor.scale_source import OF_TENSOR
 
 _aten: Any = torch.ops.aten
 
@@ -44,15 +44,15 @@ class _Forms:
 
     Attributes:
         dense, layouts, amax: it.
-        ahead: the history of the reader that payloads were made for, until somebody reads them.
+        slots: those that were raised to the amax.
     """
 
     dense: Tensor | None = None
     amax: Tensor | None = None
-    ahead: History | None = None
 
     def __init__(self) -> None:
         self.layouts: dict[CastSpec, Payloads] = {}
+        self.slots: list[Tensor] = []
 
 
 class LazySource:
@@ -117,95 +117,75 @@ class LazySource:
             return smoothed(factors, options)
         return smoothed_layouts(self.dense(), factors, options)
 
-    def layouts(
-        self, spec: CastSpec, scale: Tensor | None, *, rowwise: bool, columnwise: bool
-    ) -> Payloads:
-        """Quantize the plain tensor as `quantize_layouts` does, or return what was made before.
+    def layouts(self, quantizer: Quantizer, *, rowwise: bool, columnwise: bool) -> Payloads:
+        """Quantize the plain tensor, or return what was made before.
 
         Args:
-            spec: format and granularity.
-            scale: for tensorwise, or None; who asks first decides for all, since delayed scaling
-                has them agree.
+            quantizer: the reader's; who asks first decides on a tensorwise scale for all.
             rowwise, columnwise: the layouts to return.
         """
         if self.written_by is not None:
             self._check_written()
-        forms = self.forms
-        if forms.ahead is not None:
-            self._not_ahead(forms)
-        old_row, old_col = forms.layouts.get(spec, (None, None))
+        forms, slot = self.forms, quantizer.source.slot
+        if self.on_read is not None and quantizer.source is not OF_TENSOR:
+            self.on_read(quantizer)
+            self.on_read = None
+        old_row, old_col = forms.layouts.get(quantizer.spec, (None, None))
         new_row, new_col = rowwise and old_row is None, columnwise and old_col is None
         if new_row or new_col:
-            other = old_row or old_col
-            if other is not None and spec.granularity == "tensorwise":
-                scale = other.scale
-            how = spec.format.dtype, spec.granularity, spec.power_of_two
-            options = CastOptions(*how, new_row, new_col, scale)
+            options = self._options(quantizer, old_row or old_col, new_row, new_col)
             made_row, made_col = self._make(options)
+            if options.scale is not None and options.amax is not None:
+                self._note(options.amax)
             old_row, old_col = old_row or made_row, old_col or made_col
-            forms.layouts[spec] = old_row, old_col
+            forms.layouts[quantizer.spec] = old_row, old_col
+        if slot is not None and not any(raised is slot for raised in forms.slots):
+            quantizer.source.record(self.amax())
+            forms.slots.append(slot)
         return old_row if rowwise else None, old_col if columnwise else None
 
-    def rowwise(self, spec: CastSpec, scale: Tensor | None) -> QuantizedTensor:
+    def _options(
+        self, quantizer: Quantizer, other: QuantizedTensor | None, rowwise: bool, columnwise: bool
+    ) -> CastOptions:
+        """Return the cast of a layout that is missing.
+
+        Args:
+            other: the layout that is there, whose tensorwise scale serves both.
+        """
+        spec, scale, slot = quantizer.spec, quantizer.source.scale, quantizer.source.slot
+        how = {"rowwise": rowwise, "columnwise": columnwise}
+        if spec.granularity != "tensorwise":
+            return CastOptions.of(spec, **how)
+        if other is not None:
+            return CastOptions.of(spec, other.scale, **how)
+        if scale is None and quantizer.group is not None:
+            return CastOptions.of(spec, None, group_amax(self.amax(), quantizer.group), **how)
+        return CastOptions.of(spec, scale, None if scale is None else slot, **how)
+
+    def _note(self, slot: Tensor) -> None:
+        """Remember that a cast has raised a slot, which other readers' slots are raised to."""
+        self.forms.slots.append(slot)
+        if self.forms.amax is None:
+            self.forms.amax = slot
+
+    def rowwise(self, quantizer: Quantizer) -> QuantizedTensor:
         """Return the rowwise payload of `layouts`, sooner where it was made before."""
-        forms = self.forms
-        row, _ = forms.layouts.get(spec, (None, None))
-        if row is None or forms.ahead is not None or self.written_by is not None:
-            row, _ = self.layouts(spec, scale, rowwise=True, columnwise=False)
+        row, _ = self.forms.layouts.get(quantizer.spec, (None, None))
+        if row is None or self.written_by is not None:
+            row, _ = self.layouts(quantizer, rowwise=True, columnwise=False)
             assert row is not None
         return row
 
-    def found(self, spec: CastSpec, *, rowwise: bool, columnwise: bool) -> Payloads | None:
-        """What `layouts` would return, if all of it was made before, for whoever reads first."""
-        forms = self.forms
-        made_row, made_col = forms.layouts.get(spec, (None, None))
-        missing = (rowwise and made_row is None) or (columnwise and made_col is None)
-        if forms.ahead is not None or missing:
-            return None
-        self._check_written()
-        return made_row if rowwise else None, made_col if columnwise else None
-
-    def delayed_layouts(self, quantizer: Quantizer, *, rowwise: bool, columnwise: bool) -> Payloads:
-        """Quantize with the scale that a reader's history suggests, and record the amax in it.
-
-        Args:
-            quantizer: of the reader; who asks first decides for all.
-            rowwise, columnwise: the layouts to return.
-        """
-        spec, history = quantizer.spec, quantizer.history
-        assert history is not None
-        self._check_written()
-        forms = self.forms
-        if forms.ahead is not None and not forms.ahead.is_same(history):
-            self._not_ahead(forms)
-        forms.ahead = None
-        if self.on_read is not None:
-            self.on_read(quantizer)
-            self.on_read = None
-        wanted, delayed = rowwise or columnwise, self.producer.delayed
-        if spec not in forms.layouts and delayed is not None and wanted:
-            self._check_sources()
-            options = quantizer.delayed_options(rowwise=rowwise, columnwise=columnwise)
-            forms.layouts[spec], forms.amax = delayed(options)
-        scale = history.advance(self.amax(), spec, quantizer.config)
-        return self.layouts(spec, scale, rowwise=rowwise, columnwise=columnwise)
-
-    @staticmethod
-    def _not_ahead(forms: _Forms) -> None:
-        forms.layouts.clear()
-        forms.ahead = None
-
-    def keep(self, quantizer: Quantizer, made: Payloads, amax: Tensor | None = None) -> None:
+    def keep(self, quantizer: Quantizer, made: Payloads) -> None:
         """Take payloads that were made beforehand.
 
         Args:
-            quantizer: of the reader for which they were made.
+            quantizer: the reader's for which they were made.
             made: the payloads.
-            amax: where it is known.
         """
-        forms = self.forms
-        forms.layouts[quantizer.spec] = made
-        forms.amax, forms.ahead = amax, quantizer.history
+        self.forms.layouts[quantizer.spec] = made
+        if quantizer.source.scale is not None and quantizer.source.slot is not None:
+            self._note(quantizer.source.slot)
 
     def _make(self, options: CastOptions) -> Payloads:
         dense = self.forms.dense
@@ -259,18 +239,9 @@ class LazyQuantizedTensor(QuantizableTensor):
 
     def quantize(self, quantizer: Quantizer, *, rowwise: bool, columnwise: bool) -> Payloads:
         """The payloads, made when they are first asked for; see `LazySource`."""
-        history, made = quantizer.history, self.production
-        scale = quantizer.scale
-        if history is not None:
-            if quantizer.casts_by_history:
-                return made.delayed_layouts(quantizer, rowwise=rowwise, columnwise=columnwise)
-            found = made.found(quantizer.spec, rowwise=rowwise, columnwise=columnwise)
-            if found is not None and quantizer.reads_history:
-                return found
-            scale = quantizer.delayed_scale(self, history)
         if not (rowwise or columnwise):
             return None, None
-        return made.layouts(quantizer.spec, scale, rowwise=rowwise, columnwise=columnwise)
+        return self.production.layouts(quantizer, rowwise=rowwise, columnwise=columnwise)
 
     def amax(self) -> Tensor:
         return self.production.amax()

@@ -73,7 +73,7 @@ class PayloadCache:
     """
 
     __slots__ = (
-        *("__weakref__", "_amax", "_col", "_history", "_recorded", "_row", "_scale"),
+        *("__weakref__", "_amax", "_col", "_row", "_scale"),
         *("_scoped_weight", "_version", "between_steps", "captured", "columns", "device_type"),
         *("keeps_evaluation", "operand", "payload", "quantizer", "scope", "transposed"),
     )
@@ -106,8 +106,6 @@ class PayloadCache:
         self.operand: Any = None
         self.quantizer: Any = None
         self.columns, self.device_type = 0, "cpu"
-        self._history: Tensor | None = None
-        self._recorded = 0
 
     def begin_scope(self, weight: Tensor) -> None:
         """Begin a scope in which nobody writes to `weight`."""
@@ -169,7 +167,6 @@ class PayloadCache:
         version: Any,
         cast: Callable[[], QuantizedTensor],
         device: torch.device,
-        history: Tensor | None = None,
     ) -> QuantizedTensor:
         """The payload for a forward without gradients: that of the last one, or cast now.
 
@@ -177,12 +174,11 @@ class PayloadCache:
             version: what `version_of` says of the weight; None: nothing is kept.
             cast: makes the payload.
             device: where the weight lies.
-            history: amaxes of delayed scaling, which make the scale; None: there are none.
         """
         capturing = is_capturing(device)
         if version is None or (capturing and not self.in_scope):
             return cast()
-        if self.payload is not None and self._is_current(version):
+        if self.payload is not None and version == self._version:
             if capturing:
                 self.captured = self.payload
             return self.payload
@@ -194,20 +190,14 @@ class PayloadCache:
             payload = self._in_captured_memory(cast())
         self._version, self.payload, self.operand = version, payload, None
         self.columns, self.device_type = payload.qdata.shape[1], device.type
-        if history is not None:
-            self._history, self._recorded = history, history._version
         return payload
 
     def is_current(self, weight: Tensor) -> bool:
         """Whether `payload` is that of the weight now, and not for a CUDA graph of its own."""
-        if self.payload is None or not self._is_current(self.version_of(weight)):
+        version = self.version_of(weight)
+        if self.payload is None or version is None or version != self._version:
             return False
         return not is_capturing(weight.device)
-
-    def _is_current(self, version: Any) -> bool:
-        if version is None or version != self._version:
-            return False
-        return self._history is None or self._history._version == self._recorded
 
     def _in_captured_memory(self, payload: QuantizedTensor) -> QuantizedTensor:
         """Return a payload in the memory that CUDA graphs read, if there are any."""
@@ -239,7 +229,8 @@ class PayloadCache:
             # forward turns that around, where both have the same scales.
             col = self.transposed and not (keep and spec.granularity in SQUARE)
             row = not col
-        options = CastOptions.of(spec, self._scale, self._amax, rowwise=row, columnwise=col)
+        amax = self._amax if self._scale is None else None
+        options = CastOptions.of(spec, self._scale, amax, rowwise=row, columnwise=col)
         return quantize_layouts(stored(weight), options)
 
     def _keep(

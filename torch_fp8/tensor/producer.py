@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from torch_fp8.kernels.arguments import CastOptions, DelayedCastOptions
+from torch_fp8.kernels.arguments import CastOptions
 from torch_fp8.tensor.base import Payloads
 
 
@@ -15,14 +15,11 @@ class Producer:
     would keep all of it until it is collected.
 
     Attributes:
-        delayed: casts as told, and takes the amax in the same read; None: in the read that `amax`
-            takes.
         channel_amax: returns the largest magnitude of each channel, (C,) float32; None: it is found
             in the plain tensor.
         smoothed: casts the channels times factors, (C,) float32; None: the plain tensor's.
     """
 
-    delayed: Callable[[DelayedCastOptions], tuple[Payloads, Tensor]] | None = None
     channel_amax: Callable[[], Tensor] | None = None
     smoothed: Callable[[Tensor, CastOptions], Payloads] | None = None
 

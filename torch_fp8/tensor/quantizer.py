@@ -12,30 +12,19 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
-from torch_fp8.autograd.current_pass import (
-    is_traced,
-    saves_nothing,
-    stand_in,
-    torch_selective_pass,
-)
-from torch_fp8.config import FP8Config
-from torch_fp8.kernels.arguments import CastOptions, DelayedCastOptions
+from torch_fp8.autograd.current_pass import is_traced, saves_nothing, stand_in
+from torch_fp8.kernels.arguments import CastOptions
+from torch_fp8.ops.amax import amax
 from torch_fp8.ops.quantize import QuantizedTensor, quantize_layouts
 from torch_fp8.ops.quantize_dbias import quantize_layouts_and_sum
-from torch_fp8.ops.quantize_delayed import History
 from torch_fp8.ops.scaled_mm import cast
 from torch_fp8.quantization.payload_shape import padded_rows, scale_shape
 from torch_fp8.quantization.recipe import CastSpec
-from torch_fp8.quantization.scaling import (
-    delayed_scale,
-    group_amax,
-    past_amax,
-    scale_from_amax,
-)
+from torch_fp8.quantization.scaling import group_amax, scale_from_amax
 from torch_fp8.tensor.base import QuantizableTensor, SavedInput
 from torch_fp8.tensor.payload_cache import PayloadCache
+from torch_fp8.tensor.scale_source import OF_TENSOR, ScaleSource
 from torch_fp8.tensor.split_weight import SplitWeight
 
 
@@ -44,25 +33,16 @@ class Quantizer(NamedTuple):
 
     Attributes:
         spec: format and granularity.
-        config: the algorithm and margin of delayed scaling.
+        source: the scale, where it is known before the cast, and who is told the amax.
         group: ranks with other parts of the operand, which shall have the same scale; or None.
-        history: amaxes of past casts, for delayed scaling.
-        updates: whether a cast records the amax in the history, as it does in training.
-        repeats: whether this cast was made before, in the first pass of a checkpoint: it takes the
-            scale of then.
         columnwise_usage: whether backward will want the transpose, for a producer that casts before
             anybody asks.
-        scale: () that is known already; see `settled`.
     """
 
     spec: CastSpec
-    config: FP8Config
+    source: ScaleSource = OF_TENSOR
     group: Any = None
-    history: History | None = None
-    updates: bool = True
-    repeats: bool = False
     columnwise_usage: bool = False
-    scale: Tensor | None = None
 
     def __call__(
         self,
@@ -88,77 +68,50 @@ class Quantizer(NamedTuple):
             row, col = type(x).quantize(x, self, rowwise=rowwise, columnwise=columnwise)
             return row, col, sums
         x = x.reshape(-1, x.shape[-1])
-        if self.history is not None and self.casts_by_history:
-            layouts = {"rowwise": rowwise, "columnwise": columnwise}
-            return self.history.cast(x, self.spec, self.config, **layouts, sum_dtype=sum_dtype)
-        if self.reads_history and (rowwise or columnwise) and sum_dtype is None:
-            assert self.history is not None
-            layouts = {"rowwise": rowwise, "columnwise": columnwise}
-            return self.history.copy().cast(x, self.spec, self.config, **layouts)
-        scale = self.scale if self.history is None else self.delayed_scale(x, self.history)
         if not (rowwise or columnwise):
             sums = None if sum_dtype is None else cast(x.sum(0, dtype=torch.float32), sum_dtype)
             return None, None, sums
-        spec = self.spec.format.dtype, self.spec.granularity, self.spec.power_of_two
-        options = CastOptions(*spec, rowwise, columnwise, scale)
+        options = self.options(x, rowwise=rowwise, columnwise=columnwise)
         if sum_dtype is None:
             return *quantize_layouts(x, options), None
         payloads, sums = quantize_layouts_and_sum(x, options, sum_dtype)
         return *payloads, sums
 
-    @property
-    def casts_by_history(self) -> bool:
-        """Whether the cast itself finds the delayed scale, in the read that it takes anyway."""
-        ahead = self.group is None and self.updates and not self.repeats
-        return ahead and not torch_selective_pass()
+    def options(self, x: Tensor, *, rowwise: bool, columnwise: bool) -> CastOptions:
+        """Return the cast of x, whose amax is recorded here or by the cast.
 
-    def delayed_options(self, *, rowwise: bool, columnwise: bool) -> DelayedCastOptions:
-        """The cast that a producer fuses, with the scale that the history suggests."""
-        assert self.history is not None
-        layouts = {"rowwise": rowwise, "columnwise": columnwise}
-        return self.history.options(self.spec, self.config, **layouts)
-
-    @property
-    def reads_history(self) -> bool:
-        """Whether a cast takes its scale from the history and leaves that as it is.
-
-        What records the amax and throws it away is one launch, where the rule's operations are a
-        dozen; a compiled graph fuses these.
+        Args:
+            x: (R, C).
+            rowwise, columnwise: the payloads to make.
         """
-        reads = self.history is not None and not (self.updates or self.repeats)
-        return reads and self.group is None and not is_traced()
+        scale, slot = self.source.scale, self.source.slot
+        if slot is not None and (scale is None or is_traced()):  # graphs find an amax by itself
+            found = amax(x)
+            self.source.record(found)
+            slot = None
+            if scale is None and not (is_traced() and self.group is None):
+                slot = found if self.group is None else group_amax(found, self.group)
+        spec = self.spec
+        how = spec.format.dtype, spec.granularity, spec.power_of_two
+        return CastOptions(*how, rowwise, columnwise, scale, slot)
 
-    def settled(self) -> "Quantizer":
-        """The same with its history's scale, for as long as nobody records an amax in that.
+    def in_backward(self, buffers: tuple[Tensor, ...]) -> "Quantizer":
+        """The same with the slot that a graph's backward has in these buffers, if there are any.
 
-        It asks the device whether the history is empty, and waits for the answer.
+        It is looked up in backward: what is made of a buffer in forward, torch's partitioner might
+        keep as it was then.
+
+        Args:
+            buffers: see `Quantizers.in_graph`.
         """
-        if self.history is None or not self.reads_history:
+        if not buffers:
             return self
-        amax, (amaxes, *_) = torch.zeros((), device=self.history.amaxes.device), self.history
-        algorithm, margin = self.config.amax_compute_algo, self.config.margin
-        if not past_amax(amaxes, algorithm).item():
-            return self
-        scale = delayed_scale(amaxes, amax, self.spec.format, algorithm, margin)
-        return self._replace(history=None, scale=scale)
+        return self._replace(source=ScaleSource(self.source.scale, buffers[-1][0]))
 
-    def delayed_scale(self, x: Tensor, history: History) -> Tensor:
-        """The () scale of x by its history, which records its amax in training."""
-        if self.repeats:
-            assert history.last is not None
-            return history.last.clone()
-        if self.updates and torch_selective_pass():
-            with _disable_current_modes():  # what the second pass will not do
-                history.advance(amax_of(x, self.group), self.spec, self.config)
-            assert history.last is not None
-            return history.last.clone()
-        amax = amax_of(x, self.group)
-        if self.updates:
-            return history.advance(amax, self.spec, self.config)
-        if self.reads_history:
-            return history.copy().advance(amax, self.spec, self.config)
-        algorithm, margin = self.config.amax_compute_algo, self.config.margin
-        return delayed_scale(history.amaxes, amax, self.spec.format, algorithm, margin)
+    def known_options(self, *, rowwise: bool, columnwise: bool) -> CastOptions:
+        """Return a cast that needs not see what it casts: in blocks, or with a known scale."""
+        scale, slot = self.source.scale, self.source.slot
+        return CastOptions.of(self.spec, scale, slot, rowwise=rowwise, columnwise=columnwise)
 
     @torch.no_grad()
     def shared_scale(self, x: Tensor) -> Tensor | None:
@@ -171,9 +124,15 @@ class Quantizer(NamedTuple):
         """
         if self.spec.granularity != "tensorwise":
             return None
-        if self.history is not None:
-            return self.delayed_scale(x, self.history)
-        return scale_from_amax(amax_of(x, self.group), self.spec.format, self.spec.power_of_two)
+        if self.source.scale is not None and self.source.slot is None:
+            return self.source.scale
+        own = amax_of(x)
+        self.source.record(own)
+        if self.source.scale is not None:
+            return self.source.scale
+        return scale_from_amax(
+            group_amax(own, self.group), self.spec.format, self.spec.power_of_two
+        )
 
 
 class WeightQuantizer(NamedTuple):
@@ -208,18 +167,13 @@ class WeightQuantizer(NamedTuple):
         Args:
             training: whether the layer is in training mode.
         """
-        cache, history = self.cache, self.quantizer.history
+        cache = self.cache
         if training or cache is None or torch.compiler.is_compiling():
             return self.for_fprop(weight)
-        records = history is not None and self.quantizer.updates
-        if records or isinstance(weight, QuantizableTensor):
+        if self.quantizer.source.slot is not None or isinstance(weight, QuantizableTensor):
             return self.for_fprop(weight)
-        return cache.evaluation_row(
-            cache.version_of(weight),
-            lambda: self.for_fprop(weight),
-            weight.device,
-            None if history is None else history.amaxes,
-        )
+        version = cache.version_of(weight)
+        return cache.evaluation_row(version, lambda: self.for_fprop(weight), weight.device)
 
     def _step_cache(self, weight: Tensor) -> PayloadCache | None:
         """Return what keeps the weight from one step of the optimizer to the next, if any does."""
@@ -285,26 +239,29 @@ class Quantizers(NamedTuple):
     channels: ChannelMaxima | None = None
     observer: Any = None
 
-    def with_buffers(self, buffers: tuple[Tensor, ...]) -> "Quantizers":
-        """The same with the histories of input and weight in these buffers, if there are any.
+    def in_graph(self, ready: bool, training: bool, buffers: tuple[Tensor, ...]) -> "Quantizers":
+        """The same with the scales and slots that a graph has in these buffers, if there are any.
 
-        Backward finds that of the gradient by itself, by `of_gradient`: what is made of a buffer in
-        forward, torch's partitioner might keep as it was then. See `History.of_operand`.
+        Args:
+            ready: whether the scales are known.
+            training: whether the slots of input and weight are raised.
+            buffers: see `torch_fp8.nn.scaling_buffers.BUFFERS`, without the histories.
         """
         if not buffers:
             return self
-        of_input, of_weight = (History.of_operand(buffers, i) for i in range(2))
-        weight = self.weight
-        return self._replace(
-            input=self.input._replace(history=of_input),
-            weight=weight._replace(quantizer=weight.quantizer._replace(history=of_weight)),
+        scales, amaxes, _ = buffers
+        # Backward keeps them, whoever renews the buffer in between.
+        known = scales.clone().unbind() if ready else (None,) * 3
+        slots = (*(amaxes.unbind() if training else (None,) * 2), None)
+        of_input, of_weight, of_gradient = (
+            ScaleSource(*pair) for pair in zip(known, slots, strict=True)
         )
-
-    def of_gradient(self, buffers: tuple[Tensor, ...]) -> Quantizer:
-        """That of the output's gradient, with its history in these buffers, if there are any."""
-        if not buffers:
-            return self.grad_output
-        return self.grad_output._replace(history=History.of_operand(buffers, 2))
+        weight = self.weight.quantizer._replace(source=of_weight)
+        return self._replace(
+            input=self.input._replace(source=of_input),
+            weight=self.weight._replace(quantizer=weight),
+            grad_output=self.grad_output._replace(source=of_gradient),
+        )
 
 
 class InputPayloads(NamedTuple):
@@ -380,12 +337,9 @@ def matrix(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1])
 
 
-def amax_of(x: Tensor, group: Any) -> Tensor:
-    """`group_amax`; a `QuantizableTensor` knows its own, for which nothing is launched again."""
-    if not isinstance(x, QuantizableTensor):
-        return group_amax(x, group)
-    amax = x.amax()
-    return amax if group is None else group_amax(amax, group)
+def amax_of(x: Tensor) -> Tensor:
+    """The largest magnitude, () float32; a `QuantizableTensor` knows its own."""
+    return x.amax() if isinstance(x, QuantizableTensor) else amax(x)
 
 
 def output_dtype(input: Tensor) -> torch.dtype:

@@ -17,6 +17,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRot
 from transformers.models.phi3.modeling_phi3 import Phi3DecoderLayer
 
 from tests.saved_activations import count_saved
+from tests.torch_fp8.training_step import renew_scales
 from torch_fp8 import (
     Float8Linear,
     FP8Config,
@@ -154,7 +155,43 @@ def test_a_compiled_block_gives_the_very_bytes_by_the_same_operators(recipe, fam
     _assert_equal(list(block.buffers()), list(twin.buffers()))
     # What is saved of gate and up rowwise comes with the product's cast, for checkpoints.
     less = collections.Counter(swiglu_save=recipe == "rowwise")
-    assert sum(backend.operators(), less) == eager.count
+    assert sum(backend.operators(), less) == _as_in_a_graph(eager.count, recipe, family)
+
+
+def _as_in_a_graph(count, recipe, family):
+    """With a scale that is known beforehand eager code makes something else of it.
+
+    A norm is cast with its statistics, the product with what is saved, two gradients together; and
+    each cast takes the amax.
+    """
+    count = collections.Counter(count)
+    if recipe == "delayed":
+        norms = count.pop("rms_norm_quantize_once")
+        count.update(rms_norm_statistics=norms, rms_norm_quantize=norms, swiglu_save=1)
+        if family == "llama":
+            pair = count.pop("swiglu_backward_quantize")
+            count.update(swiglu_backward=pair, quantize_2d=2 * pair)
+        else:
+            count.update(gate_up_backward_amax=1)
+    return count
+
+
+def test_a_compiled_block_is_scaled_by_steps_as_an_eager_one():
+    block = Block(recipe="delayed")
+    for layer in block.modules():
+        if isinstance(layer, Float8Linear):
+            layer.reset_scaling()
+    twin = copy.deepcopy(block)
+    compiled = Partitioned(keep_inference_input_mutations=True).compile(twin)
+    for step in range(4):
+        for micro_batch in range(2):
+            seed = 2 * step + micro_batch
+            want = _run(block, list(block.parameters()), seed)
+            _assert_equal(want, _run(compiled, list(twin.parameters()), seed))
+        _assert_equal(list(block.buffers()), list(twin.buffers()))
+        renew_scales(*block.parameters(), *twin.parameters())
+        _assert_equal(list(block.buffers()), list(twin.buffers()))
+        assert all(m.fp8_ready for m in twin.modules() if isinstance(m, Float8Linear))
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -274,13 +311,7 @@ class Readers(nn.Module):
         return self.first(y) + self.second(y) + other
 
 
-@pytest.mark.parametrize(
-    ("reads_before", "frozen", "casts"),
-    [
-        (True, False, ["rms_norm_statistics", "rms_norm", "rms_norm_quantize"]),
-        (False, True, ["rms_norm_quantize_delayed", "rms_norm_quantize", "rms_norm"]),
-    ],
-)
+@pytest.mark.parametrize(("reads_before", "frozen", "casts"), [(True, False, 1), (False, True, 2)])
 def test_the_first_reader_decides_the_scale_for_all(reads_before, frozen, casts):
     model = Readers(reads_before, frozen)
     twin = copy.deepcopy(model)
@@ -297,7 +328,7 @@ def test_the_first_reader_decides_the_scale_for_all(reads_before, frozen, casts)
     _assert_equal(list(model.buffers()), list(twin.buffers()))
     forward, _ = backend.operators()
     of_norm = {name: count for name, count in forward.items() if name.startswith("rms_norm")}
-    assert of_norm == dict.fromkeys(casts, 1)
+    assert of_norm == {"rms_norm_statistics": 1, "rms_norm": 1, "rms_norm_quantize": casts}
 
 
 @pytest.mark.parametrize(

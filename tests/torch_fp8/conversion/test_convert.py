@@ -100,10 +100,10 @@ def test_converting_twice_changes_nothing():
     config = FP8Config(recipe="delayed", amax_history_len=4)
     first = convert_to_float8(model, config)
     model(torch.arange(48).view(2, 24))
-    history = model.layers[0]["up"].fp8_scaling
+    history = model.layers[0]["up"].fp8_amax_history
     second = convert_to_float8(model, config)
     assert (first.converted, first.skipped) == (second.converted, second.skipped)
-    assert model.layers[0]["up"].fp8_scaling is history
+    assert model.layers[0]["up"].fp8_amax_history is history
 
 
 def test_another_config_replaces_the_first():

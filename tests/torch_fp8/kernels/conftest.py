@@ -112,7 +112,9 @@ class _Recorder:
             for name, value in zip(names, args, strict=False):
                 if isinstance(value, torch.Tensor):
                     signature[name] = _POINTER[value.dtype]
-                    divisible.append(name)  # every allocation starts at a multiple of 256 bytes
+                    # Every allocation starts at a multiple of 256 bytes.
+                    if not self.kernel.params[names.index(name)].do_not_specialize_on_alignment:
+                        divisible.append(name)
                 elif isinstance(value, TensorDescriptor):
                     signature[name] = f"tensordesc<{_FP8[value.base.dtype]}{value.block_shape}>"
                 elif isinstance(value, float):

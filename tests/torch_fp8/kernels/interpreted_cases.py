@@ -174,6 +174,20 @@ def reference(x, options):
     return [part if is_wanted else None for part, is_wanted in zip(made, wanted, strict=True)]
 
 
+def slots(x, options):
+    """What differs where a slot is raised, in every layout, with sums and without."""
+    layouts = itertools.product((True, False), (True, False))
+    for (row, col), before, sums in itertools.product(layouts, (0.0, 3e38), (None, TileSums())):
+        slot, how = torch.tensor(before), options._replace(rowwise=row, columnwise=col)
+        made = quantize_2d(x, how._replace(amax=slot), sums)
+        found = compare(made, reference(x, how))
+        found += difference(slot, torch.maximum(torch.tensor(before), tensor_amax(x)))
+        if sums is not None:
+            found += sum_difference(sums.total(x, torch.float32), x)
+        if found:
+            yield f"slot of {before}, {row=} {col=} sums={sums is not None}: {found}"
+
+
 def results():
     for granularity, (name, x) in itertools.product(
         GRANULARITIES, matrices(torch.Generator().manual_seed(0))
@@ -194,6 +208,7 @@ def results():
             found = compare(quantize_2d(x, options), reference(x, options))
             if found:
                 failures.append(f"{fmt} scale {value}: {found}")
+            failures += [f"{fmt} scale {value}, {text}" for text in slots(x, options)]
         for fmt, power_of_two, row, col in CHOICES + ONE_LAYOUT:
             options = CastOptions(DTYPES[fmt], "tensorwise", power_of_two, row, col)
             known = options._replace(amax=tensor_amax(x))

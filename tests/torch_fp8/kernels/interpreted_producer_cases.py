@@ -8,7 +8,6 @@ the same input, and that value with the reference's, within a few ulp of float32
 order, and exp and division other last bits, as on a card.
 """
 
-import itertools
 import json
 import os
 import sys
@@ -29,7 +28,6 @@ from torch_fp8.kernels import swiglu_backward as backward_kernels
 from torch_fp8.kernels.arguments import (
     BackwardInputs,
     CastOptions,
-    DelayedCastOptions,
     NormBackwardInputs,
     NormInputs,
     NormWithRstd,
@@ -45,12 +43,15 @@ FP8 = {tl.float8e4nv: E4M3, tl.float8e5: E5M2}
 CHOICES = (
     (E4M3, "tensorwise", "amax", True, True, True),
     (E4M3, "tensorwise", "scale", False, True, True),
+    (E4M3, "tensorwise", "slot", False, True, True),
     (E4M3, "block_1x128", None, True, True, True),
     (E4M3, "block_128x128", None, True, True, True),
 )
 MORE_CHOICES = (  # for one input
     (E5M2, "tensorwise", "amax", False, True, False),
     (E4M3, "tensorwise", "scale", False, True, False),
+    (E4M3, "tensorwise", "slot", False, True, False),
+    (E5M2, "tensorwise", "slot", False, False, True),
     (E4M3, "rowwise", None, False, True, True),
     (E5M2, "block_1x128", None, False, False, True),
     (E4M3, "block_1x128", None, True, True, False),
@@ -183,8 +184,8 @@ def columns(cols, value=1.0):
 def casts(known_amax, more, found=()):
     """Name and options of every cast; those of `found` know nothing of the scale."""
     for dtype, granularity, known, *flags in CHOICES + (MORE_CHOICES if more else ()) + found:
-        amax = known_amax if known == "amax" else None
-        scale = torch.tensor(0.02).expand(known_amax.shape).clone() if known == "scale" else None
+        amax = {"amax": known_amax, "slot": torch.tensor(0.0)}.get(known)
+        scale = torch.tensor(0.02) if known in ("scale", "slot") else None
         name = f"{granularity} {known} {str(dtype)[-6:]} {flags}"
         yield name, CastOptions(dtype, granularity, *flags, scale, amax)
 
@@ -194,42 +195,12 @@ LAYOUTS = ("row", "row scale", "col", "col scale")
 SAVED_PARTS = ("gate", "gate scale", "up", "up scale")
 
 
-class Past:
-    """A history that a producer casts with, empty or filled; `left_behind` after it has."""
-
-    def __init__(self, filled, dtype, algorithm, margin, row, col, length=5):
-        generator = torch.Generator().manual_seed(length + len(algorithm))
-        amaxes = torch.rand(length, generator=generator) * 8 + 1
-        self.before = amaxes if filled else torch.zeros(length)
-        self.how = DelayedCastOptions(
-            self.before.clone(),
-            torch.zeros(2),
-            dtype,
-            algorithm,
-            margin,
-            row,
-            col,
-        )
-
-    def left_behind(self):
-        changed = not torch.equal(self.how.amaxes, self.before)
-        return "history changed" * changed + "progress" * bool(self.how.progress.any())
-
-
-def pasts(more):
-    """Name and history of every delayed cast; one of them longer than a chunk."""
-    choices = [(filled, E4M3, "max", 0, True, True) for filled in (True, False)]
-    if more:
-        choices += [(f, E5M2, "most_recent", 2, f, not f, 1500) for f in (True, False)]
-    for choice in choices:
-        yield f"delayed {choice}", Past(*choice)
-
-
-def compare_delayed(name, got, y, past):
-    """``(q, scale, qt, None, amax)`` with the reference's of y, the plain result."""
-    parts = (*LAYOUTS, "amax")
-    yield from compare(name, got, fused_quantize.cast_result(y, past.how), parts)
-    yield f"{name} left behind", past.left_behind()
+def compare_cast(name, got, y, cast):
+    """``(q, s, qt, st)`` with the cast of y, the plain result, and a slot, which was zero."""
+    if cast.raises_amax:
+        yield f"{name} slot", differs(cast.amax, tensor_amax(y))
+        cast = cast._replace(amax=None)
+    yield from compare(name, got, fused_quantize.cast_result(y, cast, cast.needs_amax))
 
 
 def compare(name, got, want, parts=LAYOUTS):
@@ -268,42 +239,28 @@ def norm_casts(x, offset, more=False):
     y = rms_norm.rms_norm.reference(NormWithRstd(x, weight, rstd, offset, out))
     for name, cast in casts(tensor_amax(y), more):
         made = norm_kernels.rms_norm_quantize(NormWithRstd(x, weight, rstd, offset, out), cast)
-        yield from compare(name, made, fused_quantize.cast_result(y, cast)[:4])
+        yield from compare_cast(name, made, y, cast)
 
 
 def norm_once(x, offset, more=False):
     weight, out = columns(x.shape[1]), x.dtype
     for name, cast in casts(torch.ones(()), more, FOUND + (MORE_FOUND if more else ())):
         for save in (True, False) if more else (True,):
-            if cast.amax is not None:
+            if cast.amax is not None and cast.scale is None:
                 continue
+            if cast.raises_amax:
+                cast.amax.zero_()
             made = norm_kernels.rms_norm_quantize_once(
                 NormInputs(x, weight, EPS, offset, out), cast, save
             )
-            *layouts, rstd, saved, saved_scale, amax = made
+            *layouts, rstd, saved, saved_scale = made
             want = rms_norm.rms_norm_statistics.reference(
                 NormInputs(x, weight, EPS, offset, out), save
             )
             yield f"{name} rstd", far(rstd, want[0])
             yield from compare(f"{name} saved", (saved, saved_scale), want[2:], ("x", "scale"))
             y = rms_norm.rms_norm.reference(NormWithRstd(x, weight, rstd, offset, out))
-            *want, taken = fused_quantize.cast_result(y, cast, finds_amax=True)
-            yield from compare(name, layouts, want)
-            yield f"{name} amax", differs(amax, taken)
-
-
-def norm_delayed(x, offset, more=False):
-    weight, out = columns(x.shape[1]), x.dtype
-    for (name, past), save in itertools.product(pasts(more), (True, False) if more else (True,)):
-        made = norm_kernels.rms_norm_quantize_once(
-            NormInputs(x, weight, EPS, offset, out), past.how, save
-        )
-        *layouts, rstd, saved, saved_scale, amax = made
-        want = rms_norm.rms_norm_statistics.reference(NormInputs(x, weight, EPS, offset, out), save)
-        yield f"{name} rstd", far(rstd, want[0])
-        yield from compare(f"{name} saved", (saved, saved_scale), want[2:], ("x", "scale"))
-        y = rms_norm.rms_norm.reference(NormWithRstd(x, weight, rstd, offset, out))
-        yield from compare_delayed(name, (*layouts, amax), y, past)
+            yield from compare_cast(name, layouts, y, cast)
 
 
 def norm_backward(x, offset):
@@ -344,17 +301,8 @@ def swiglu_forward(gate, smooth, more=False):
     for name, cast, save in every:
         made = swiglu_kernels.swiglu_quantize(gate, up, factor, cast, save)
         saved = (*fused_quantize.save_input(gate, save), *fused_quantize.save_input(up, save))
-        amax = torch.empty(0) if cast.scale is None else want[4]
-        result = fused_quantize.cast_result(h, cast, finds_amax=True)
-        expected = (*result[:4], *saved, amax)
-        yield from compare(f"{name} {save=}", made, expected, LAYOUTS + parts)
-    every = [(*past, True) for past in pasts(more)]
-    every += [(*past, False) for past in pasts(False) if more]
-    for name, past, save in every:
-        made = swiglu_kernels.swiglu_quantize(gate, up, factor, past.how, save)
-        saved = (*fused_quantize.save_input(gate, save), *fused_quantize.save_input(up, save))
-        yield from compare(f"{name} {save=}", made[4:8], saved, SAVED_PARTS)
-        yield from compare_delayed(f"{name} {save=}", (*made[:4], made[8]), h, past)
+        yield from compare(f"{name} {save=}", made[4:], saved, SAVED_PARTS)
+        yield from compare_cast(f"{name} {save=}", made[:4], h, cast)
 
 
 def swiglu_backward(gate, smooth, more=False):
@@ -377,22 +325,12 @@ def swiglu_backward(gate, smooth, more=False):
         yield f"{what} amax", differs(backward_kernels.swiglu_backward_amax(arguments), amax)
         every = more and what == "saved"  # what is read and how it is cast are two things
         for name, cast in casts(amax, every):
-            made = backward_kernels.swiglu_backward_quantize(arguments, cast)
-            for i, d in enumerate(gradients):
-                of_one = [None if t is None else t[i] for t in (cast.scale, cast.amax)]
-                want = fused_quantize.cast_result(d, CastOptions(*cast[:5], *of_one))[:4]
-                yield from compare(f"{what} {name} {i}", made[4 * i : 4 * i + 4], want)
-            taken = torch.empty(0) if cast.scale is None else amax
-            yield f"{what} {name} amax", differs(made[8], taken)
-        others = [past for _, past in pasts(every)]
-        for i, (name, past) in enumerate(pasts(every)):
-            of_up = others[i ^ 1]  # as long, and empty where the first is not
-            other = past.how._replace(amaxes=of_up.how.amaxes, progress=of_up.how.progress)
-            of_up.how = other
-            made = backward_kernels.swiglu_backward_quantize(arguments, past.how, *other[:2])
-            for j, (d, its) in enumerate(zip(gradients, (past, of_up), strict=True)):
-                part = (*made[4 * j : 4 * j + 4], made[8][j])
-                yield from compare_delayed(f"{what} {name} {j}", part, d, its)
+            of_up = () if cast.scale is None else (torch.tensor(0.05), torch.tensor(0.0))
+            if cast.scale is not None and cast.amax is None:
+                of_up = of_up[0], None
+            made = backward_kernels.swiglu_backward_quantize(arguments, cast, *of_up)
+            for i, (d, one) in enumerate(zip(gradients, cast.of_gradients(*of_up), strict=True)):
+                yield from compare_cast(f"{what} {name} {i}", made[4 * i : 4 * i + 4], d, one)
 
 
 def gate_up_backward(x, gate_first, more=False):
@@ -416,13 +354,8 @@ def gate_up_backward(x, gate_first, more=False):
         yield f"{what} amax", differs(gate_up_kernels.gate_up_backward_amax(arguments), amax)
         every = more and what == "saved"
         for name, cast in casts(amax, every):
-            *made, taken = gate_up_kernels.gate_up_backward_quantize(arguments, gate_first, cast)
-            yield from compare(f"{what} {name}", made, fused_quantize.cast_result(want, cast)[:4])
-            expected = torch.empty(0) if cast.scale is None else amax
-            yield f"{what} {name} amax", differs(taken, expected)
-        for name, past in pasts(every):
-            made = gate_up_kernels.gate_up_backward_quantize(arguments, gate_first, past.how)
-            yield from compare_delayed(f"{what} {name}", made, want, past)
+            made = gate_up_kernels.gate_up_backward_quantize(arguments, gate_first, cast)
+            yield from compare_cast(f"{what} {name}", made, want, cast)
 
 
 def smoothing(gate, more):
@@ -440,7 +373,7 @@ def smoothing(gate, more):
     times = (gate.float() * factors[0]).contiguous()
     for name, cast in casts(tensor_amax(times), more):
         made = smooth_kernels.quantize_columns(gate, factors[0], cast)
-        yield from compare(name, made, fused_quantize.cast_result(times, cast)[:4])
+        yield from compare_cast(name, made, times, cast)
 
 
 def results():
@@ -459,11 +392,10 @@ def results():
             yield "swiglu, not smooth", named(swiglu_forward(x, False))
             yield "swiglu backward, not smooth", named(swiglu_backward(x, False))
         yield f"norm backward, {name}", named(norm_backward(x, 1.0))
-    yield "norm delayed, two launches", named(norm_delayed(dict(matrices())["tails"], 1.0, True))
+    yield "norm once, two launches", named(norm_once(dict(matrices())["tails"], 1.0, True))
     norm_kernels.MULTIPROCESSORS = 0  # bands for any number of rows
     for name, x in matrices():
         yield f"norm once, {name}", named(norm_once(x, 1.0, name in ("tails", "few rows")))
-        yield f"norm delayed, {name}", named(norm_delayed(x, 1.0, name == "tails"))
     generator = torch.Generator().manual_seed(4)
     x = spread(144, 256, generator).bfloat16()
     yield "gate_up backward, whole tiles", named(gate_up_backward(x, True, True))

@@ -8,8 +8,8 @@ import itertools
 import pytest
 import torch
 
-from torch_fp8.kernels import column_sums, quantize, quantize_delayed, transpose
-from torch_fp8.kernels.arguments import CastOptions, DelayedCastOptions
+from torch_fp8.kernels import column_sums, quantize, transpose
+from torch_fp8.kernels.arguments import CastOptions
 from torch_fp8.kernels.column_sums import TileSums
 
 GRANULARITIES = ("tensorwise", "rowwise", "block_1x128", "block_128x128", "block_1x32")
@@ -42,31 +42,16 @@ def launch_everything(name):
         for dtype, each in itertools.product(formats, layouts):
             quantize.quantize_2d(x, CastOptions(dtype, granularity, False, *each))
         quantize.quantize_2d(x, CastOptions(formats[0], granularity, full, True, True))
-    scale = torch.ones(())
+    scale, slot = torch.ones(()), torch.zeros(())
     for dtype, each in itertools.product(formats, layouts):
         options = CastOptions(dtype, "tensorwise", False, *each)
-        quantize.quantize_2d(x, options._replace(scale=scale))
         quantize.quantize_2d(x, options._replace(amax=scale))
         for granularity in GRANULARITIES:
             quantize.quantize_2d(x, options._replace(granularity=granularity), TileSums())
-        quantize.quantize_2d(x, options._replace(scale=scale), TileSums())
-
-
-def launch_delayed(name):
-    """The same of delayed scaling, with sums and without."""
-    x, progress = INPUTS[name], torch.zeros(2)
-    full = name in ("bf16", "bf16 odd rows")
-    layouts = (*LAYOUTS, (False, False)) if full else LAYOUTS[2:]
-    histories = ((1024, "max"), (16, "most_recent")) if full else ((1024, "max"),)
-    for dtype, (row, col) in itertools.product(FORMATS if full else FORMATS[:1], layouts):
-        for (length, algorithm), wanted in itertools.product(histories, (None, TileSums())):
-            how = (dtype, algorithm, 0, row, col)
-            options = DelayedCastOptions(torch.zeros(length), progress, *how)
-            quantize_delayed.quantize_2d_delayed(x, options, torch.ones(()), wanted)
-    amax = torch.ones(())
-    for length, algorithm in histories:
-        for dtype, last in itertools.product(FORMATS, (None, torch.ones(()))):
-            quantize_delayed.advance_history(torch.zeros(length), last, amax, dtype, algorithm, 0)
+        for raised, sums in itertools.product((None, slot), (None, TileSums())):
+            quantize.quantize_2d(x, options._replace(scale=scale, amax=raised), sums)
+    options = CastOptions(formats[0], "tensorwise", False, False, False, scale, slot)
+    quantize.quantize_2d(x, options)
 
 
 @pytest.mark.long
@@ -105,17 +90,6 @@ def test_whole_tiles_compile_without_spills(dtype, record_launches, compile_all)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("names", GROUPS)
-def test_every_kernel_of_delayed_scaling_compiles_without_spills(
-    names, record_launches, compile_all
-):
-    with record_launches(quantize_delayed) as launches:
-        for name in GROUPS[names]:
-            launch_delayed(name)
-    _compile(launches, compile_all)
-
-
-@pytest.mark.long
 @pytest.mark.parametrize("size", [4096, 515])
 def test_sums_compile_without_spills(size, record_launches, compile_all):
     with record_launches(column_sums) as launches:
@@ -134,23 +108,27 @@ def test_transposes_compile_without_spills(rows, cols, record_launches, compile_
 
 
 @pytest.mark.parametrize(("row", "col"), [(True, True), (False, False)])
-def test_all_read_the_history_before_the_last_program_writes_it(
-    record_launches, compile_for, row, col
-):
-    """What a program reads and writes, a barrier, then the count with release and acquire."""
-    state = (torch.zeros(1024), torch.zeros(2))
-    options = DelayedCastOptions(*state, FORMATS[0], "max", 0, row, col)
-    with record_launches(quantize_delayed) as launches:
-        quantize_delayed.quantize_2d_delayed(INPUTS["bf16"], options, None)
+def test_a_cast_raises_its_slot_once_in_each_program(record_launches, compile_for, row, col):
+    """A maximum in any order, of bits: no thread waits for another program's."""
+    options = CastOptions(FORMATS[0], "tensorwise", False, row, col, torch.ones(()), torch.ones(()))
+    with record_launches(quantize) as launches:
+        quantize.quantize_2d(INPUTS["bf16"], options)
+        quantize.quantize_2d(INPUTS["bf16"], options._replace(amax=None))
     ptx, _ = compile_for(launches[0], "sm_90")
-    code = [line.strip() for line in ptx.splitlines()]
-    (count,) = [i for i, line in enumerate(code) if "atom.global" in line and ".add." in line]
-    assert ".gpu.acq_rel." in code[count]
-    accesses = [i for i, line in enumerate(code) if "ld.global" in line or "st.global" in line]
-    assert any("bar.sync" in line for line in code[max(i for i in accesses if i < count) : count])
-    # What the last one takes and writes comes after.
-    (taken,) = [i for i, line in enumerate(code) if "atom.global" in line and "exch" in line]
-    assert count < taken < max(accesses)
+    atomics = [line for line in ptx.splitlines() if "atom.global" in line]
+    assert len(atomics) == 1, atomics
+    assert ".relaxed." in atomics[0]
+    assert ".max.s32" in atomics[0]
+    assert len(launches) == 2 - (not row), "without a layout and a slot there is nothing to do"
+
+
+def test_scales_and_slots_of_any_alignment_run_one_binary(record_launches):
+    """They are elements of a few tensors that have those of all layers."""
+    options = CastOptions(FORMATS[0], "tensorwise", False, True, True, torch.ones(()))
+    with record_launches(quantize) as launches:
+        quantize.quantize_2d(INPUTS["bf16"], options._replace(amax=torch.zeros(())))
+    assert {"scale_ptr", "amax_ptr"}.isdisjoint(launches[0].divisible)
+    assert "x_ptr" in launches[0].divisible
 
 
 def _compile(launches, compile_all):
@@ -184,32 +162,34 @@ def test_tile_is_moved_in_whole_sectors(record_launches, compile_for, name, gran
     assert "st.global.b8" not in ptx
 
 
-def test_a_delayed_cast_of_any_rows_stores_16_bytes(record_launches, compile_for):
-    state = (torch.zeros(1024), torch.zeros(2))
-    options = DelayedCastOptions(*state, FORMATS[0], "max", 0, True, True)
-    with record_launches(quantize_delayed) as launches:
-        quantize_delayed.quantize_2d_delayed(INPUTS["bf16 odd rows"], options, None)
+def test_a_cast_of_any_rows_that_raises_its_slot_stores_16_bytes(record_launches, compile_for):
+    options = CastOptions(
+        FORMATS[0], "tensorwise", False, True, True, torch.ones(()), torch.ones(())
+    )
+    with record_launches(quantize) as launches:
+        quantize.quantize_2d(INPUTS["bf16 odd rows"], options)
     ptx, _ = compile_for(launches[0], "sm_90")
     assert ptx.count("st.global.v4.b32") >= 2
     assert "st.global.b8" not in ptx
 
 
 @pytest.mark.parametrize(
-    ("granularity", "scale", "bytes_per_element"),
+    ("granularity", "known", "bytes_per_element"),
     [
-        ("tensorwise", torch.ones(()), 4),
-        ("block_1x128", None, 4),
-        ("block_128x128", None, 4),
-        ("block_1x32", None, 4),
-        ("tensorwise", None, 6),
-        ("rowwise", None, 8),
+        ("tensorwise", (torch.ones(()),), 4),
+        ("tensorwise", (torch.ones(()), torch.ones(())), 4),
+        ("block_1x128", (), 4),
+        ("block_128x128", (), 4),
+        ("block_1x32", (), 4),
+        ("tensorwise", (), 6),
+        ("rowwise", (), 8),
     ],
 )
-def test_reads_and_writes_per_element(record_launches, granularity, scale, bytes_per_element):
+def test_reads_and_writes_per_element(record_launches, granularity, known, bytes_per_element):
     """Payload traffic of a bf16 matrix in both layouts: the reads are those of the launches."""
     reads = {"amax": 1, "column_amax": 1, "cast": 1, "quantize_rows": 1, "quantize_blocks": 1}
     with record_launches(quantize) as launches:
-        options = CastOptions(FORMATS[0], granularity, False, True, True, scale)
+        options = CastOptions(FORMATS[0], granularity, False, True, True, *known)
         quantize.quantize_2d(INPUTS["bf16"], options)
     names = [launch.kernel.__name__.strip("_").removesuffix("_kernel") for launch in launches]
     assert 2 * sum(reads[name] for name in names) + 2 == bytes_per_element

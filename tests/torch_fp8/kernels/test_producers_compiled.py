@@ -8,7 +8,6 @@ import torch
 from torch_fp8.kernels import (
     gate_up,
     quantize,
-    quantize_delayed,
     rms_norm,
     smooth,
     swiglu,
@@ -17,7 +16,6 @@ from torch_fp8.kernels import (
 from torch_fp8.kernels.arguments import (
     BackwardInputs,
     CastOptions,
-    DelayedCastOptions,
     NormBackwardInputs,
     NormInputs,
     NormWithRstd,
@@ -33,20 +31,16 @@ CASTS = (
     ("scale", E4M3, "tensorwise", False, True, True),
     ("scale", E5M2, "tensorwise", False, True, True),
     ("scale", E4M3, "tensorwise", False, True, False),
+    ("slot", E4M3, "tensorwise", False, True, True),
+    ("slot", E4M3, "tensorwise", False, True, False),
+    ("slot", E5M2, "tensorwise", False, True, True),
+    ("slot", E5M2, "tensorwise", False, False, True),
     (None, E4M3, "block_1x128", True, True, True),
     (None, E4M3, "block_1x128", True, True, False),
     (None, E4M3, "block_1x128", True, False, True),
     (None, E5M2, "block_1x128", False, True, True),
     (None, E4M3, "block_128x128", False, True, True),
     (None, E4M3, "block_1x32", True, True, True),
-)
-# (format, algorithm, row, col)
-DELAYED = (
-    (E4M3, "max", True, True),
-    (E4M3, "max", True, False),
-    (E4M3, "most_recent", True, True),
-    (E5M2, "max", True, True),
-    (E5M2, "most_recent", False, True),
 )
 FORWARD = (E4M3,)  # E5M2 is for gradients, in all recipes
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "bf16, odd rows": torch.bfloat16}
@@ -68,22 +62,26 @@ GROUPS = {"casts": list(DTYPES), "odd shapes": list(ODD)[:-1], "one element": ["
 
 
 def casts(*shape, formats=(E4M3, E5M2)):
-    """Options of every cast to these formats."""
+    """Options of every cast to these formats; amaxes have this shape."""
     for known, *rest in CASTS:
         if rest[0] in formats:
-            given = {} if known is None else {known: torch.ones(shape)}
-            yield CastOptions(*rest, **given)
+            scale = torch.ones(()) if known in ("scale", "slot") else None
+            amax = {"amax": torch.ones(shape), "slot": torch.zeros(())}.get(known)
+            yield CastOptions(*rest, scale, amax)
 
 
-def delayed_casts(formats=(E4M3, E5M2)):
-    """Options of every cast with delayed scaling."""
-    for dtype, algorithm, row, col in DELAYED:
-        if dtype in formats:
-            yield DelayedCastOptions(*history(), dtype, algorithm, 0, row, col)
+def raising(dtype=E4M3):
+    """Return options of a cast that raises its slot."""
+    return CastOptions(dtype, "tensorwise", False, True, True, torch.ones(()), torch.zeros(()))
 
 
-def history():
-    return empty(1024), torch.zeros(2)
+def of_dup(cast):
+    """Return scale and slot of dup, where those of dgate are given."""
+    return (
+        ()
+        if cast.scale is None
+        else (cast.scale.clone(), None if cast.amax is None else cast.amax.clone())
+    )
 
 
 def saved(x):
@@ -119,14 +117,11 @@ def launch_norm_casts(dtype, more):
     rstd = empty(ROWS["norm"] + more)
     for cast in casts(formats=FORWARD):
         rms_norm.rms_norm_quantize(NormWithRstd(x, weight, rstd, 0.0, dtype), cast)
-        if cast.amax is None:
+        if cast.scale is not None or cast.amax is None:
             bands = narrow if cast.scale is None else x
-            rms_norm.rms_norm_quantize_once(
-                NormInputs(bands, weight[: bands.shape[1]], EPS, 0.0, dtype), cast, True
-            )
-    for how in delayed_casts(FORWARD):
-        for save in (True, False):
-            rms_norm.rms_norm_quantize_once(NormInputs(x, weight, EPS, 0.0, dtype), how, save)
+            inputs = NormInputs(bands, weight[: bands.shape[1]], EPS, 0.0, dtype)
+            for save in (True, False):
+                rms_norm.rms_norm_quantize_once(inputs, cast, save)
 
 
 def launch_swiglu(x):
@@ -142,11 +137,6 @@ def launch_swiglu(x):
         gate_up.gate_up_backward(inputs, True)
         gate_up.gate_up_backward_amax(inputs._replace(smooth=None))
 
-    if x.shape[1] % 16:  # computed first, and the amax with it, and cast then
-        how, inputs = next(delayed_casts()), BackwardInputs(x, *saved(x) * 2, smooth, x.dtype)
-        swiglu_backward.swiglu_backward_quantize(inputs, how, *history())
-        gate_up.gate_up_backward_quantize(inputs, True, how)
-
 
 def launch_swiglu_casts(dtype, more):
     x, smooth = empty(ROWS["SwiGLU"] + more, 4096, dtype=dtype), empty(4096)
@@ -157,15 +147,9 @@ def launch_swiglu_casts(dtype, more):
         BackwardInputs(x, *inputs, smooth, dtype) for inputs in ((x, None, x, None), saved(x) * 2)
     ]
     for cast, inputs in itertools.product(casts(2), backward):
-        swiglu_backward.swiglu_backward_quantize(inputs, cast)
+        swiglu_backward.swiglu_backward_quantize(inputs, cast, *of_dup(cast))
     for cast, inputs in itertools.product(casts(), backward):
         gate_up.gate_up_backward_quantize(inputs, True, cast)
-    for how in delayed_casts(FORWARD):
-        for save in (True, False):
-            swiglu.swiglu_quantize(x, x, smooth, how, save)
-    for how, inputs in itertools.product(delayed_casts(), backward):
-        swiglu_backward.swiglu_backward_quantize(inputs, how, *history())
-        gate_up.gate_up_backward_quantize(inputs, True, how)
 
 
 def launch_smoothing(x):
@@ -177,6 +161,7 @@ def launch_smoothing(x):
     for how in ("tensorwise", "block_1x128", "block_128x128"):
         cast = CastOptions(E4M3, how, True, True, how != "block_128x128", amax=known.get(how))
         smooth.quantize_columns(x, empty(x.shape[1]), cast)
+    smooth.quantize_columns(x, empty(x.shape[1]), raising())
 
 
 def launch_whole_tiles(dtype):
@@ -203,7 +188,6 @@ def assert_fits(launches, compile_all):
 def test_norm_compiles_and_fits(record_launches, compile_all, group):
     with (
         record_launches(quantize),
-        record_launches(quantize_delayed),
         record_launches(rms_norm) as launches,
     ):
         for name in GROUPS[group]:
@@ -218,7 +202,6 @@ def test_norm_compiles_and_fits(record_launches, compile_all, group):
 def test_swiglu_compiles_and_fits(record_launches, compile_all, group):
     with (
         record_launches(quantize),
-        record_launches(quantize_delayed),
         record_launches(swiglu) as forward,
         record_launches(swiglu_backward) as backward,
     ):
@@ -304,7 +287,7 @@ def test_launches_of_a_gated_mlp(record_launches):
             continue  # see is_fused
         with record_launches(swiglu_backward) as launches:
             inputs = BackwardInputs(x, *saved(x) * 2, None, x.dtype)
-            swiglu_backward.swiglu_backward_quantize(inputs, cast)
+            swiglu_backward.swiglu_backward_quantize(inputs, cast, *of_dup(cast))
         assert names(launches) == ["swiglu_backward_cast"]
     for cast in casts():
         if cast.granularity == "block_1x128" and not (cast.power_of_two and cast.rowwise):
@@ -344,7 +327,6 @@ def test_one_launch_finds_the_amax_of_what_one_tile_holds(
     with record_launches(quantize), record_launches(swiglu) as product:
         others = swiglu.swiglu_quantize(x, x, None, cast, False)
     assert [t.shape for t in made[:2]] == [t.shape for t in others[:2]] == [shape, ()]
-    assert made[7] is others[8] is None, "an amax that nobody has a history for"
     if whole:
         assert names(casts_of_it) == ["cast"]
         assert names(norm) == ["norm_cast_once"]
@@ -358,11 +340,10 @@ def test_one_launch_finds_the_amax_of_what_one_tile_holds(
 
 
 @pytest.mark.parametrize("rows", [33792, 33791])
-def test_delayed_casts_are_one_launch_for_any_number_of_rows(record_launches, rows):
-    x, how = torch.empty(rows, 512, dtype=torch.bfloat16), next(delayed_casts())
+def test_casts_that_raise_slots_are_one_launch_for_any_number_of_rows(record_launches, rows):
+    x, how = torch.empty(rows, 512, dtype=torch.bfloat16), raising()
     with (
         record_launches(quantize) as casts_after,
-        record_launches(quantize_delayed) as scales,
         record_launches(rms_norm) as norm,
         record_launches(swiglu) as forward,
         record_launches(swiglu_backward) as backward,
@@ -370,13 +351,15 @@ def test_delayed_casts_are_one_launch_for_any_number_of_rows(record_launches, ro
         made = rms_norm.rms_norm_quantize_once(NormInputs(x, x[0], EPS, 0.0, x.dtype), how, True)
         swiglu.swiglu_quantize(x, x, None, how, True)
         inputs = BackwardInputs(x, *saved(x) * 2, None, x.dtype)
-        swiglu_backward.swiglu_backward_quantize(inputs, how, *history())
+        swiglu_backward.swiglu_backward_quantize(inputs, how, *of_dup(how))
         gate_up.gate_up_backward_quantize(inputs, True, how)
     assert [t.shape for t in (made[0], made[2])] == [(rows, 512), (512, 33792)]
-    assert casts_after == scales == []
+    assert casts_after == []
     assert names(norm) == ["norm_cast_once"]
     assert names(forward) == ["swiglu_cast"]
     assert names(backward) == ["swiglu_backward_cast"] * 2
+    for launch in (*norm, *forward, *backward):
+        assert dict(launch.constants)["AMAX"] in (True, "tensor")
 
 
 @pytest.mark.parametrize(
@@ -421,9 +404,9 @@ def test_tiles_move_in_16_byte_accesses(record_launches, compile_for):
 
 
 @pytest.mark.parametrize("module", [rms_norm, swiglu, swiglu_backward], ids=lambda m: m.__name__)
-def test_a_program_counts_itself_in_when_it_has_written(record_launches, compile_for, module):
-    """A barrier for its threads, the count with release and acquire, then what the last does."""
-    x, how = torch.empty(8192, 2048, dtype=torch.bfloat16), next(delayed_casts())
+def test_a_program_raises_one_slot_once(record_launches, compile_for, module):
+    """Of two gradients, each program raises that of its own."""
+    x, how = torch.empty(8192, 2048, dtype=torch.bfloat16), raising()
     with record_launches(module) as launches:
         if module is rms_norm:
             rms_norm.rms_norm_quantize_once(NormInputs(x, x[0], EPS, 0.0, x.dtype), how, True)
@@ -431,13 +414,9 @@ def test_a_program_counts_itself_in_when_it_has_written(record_launches, compile
             swiglu.swiglu_quantize(x, x, None, how, True)
         else:
             inputs = BackwardInputs(x, *saved(x) * 2, None, x.dtype)
-            swiglu_backward.swiglu_backward_quantize(inputs, how, *history())
+            swiglu_backward.swiglu_backward_quantize(inputs, how, *of_dup(how))
     ptx, _ = compile_for(launches[0], "sm_90")
-    code = [line.strip() for line in ptx.splitlines()]
-    (count,) = [i for i, line in enumerate(code) if "atom.global" in line and ".add." in line]
-    assert ".gpu.acq_rel." in code[count]
-    accesses = [i for i, line in enumerate(code) if "ld.global" in line or "st.global" in line]
-    before = max(i for i in accesses if i < count)
-    assert any("bar.sync" in line for line in code[before:count])
-    (taken,) = [i for i, line in enumerate(code) if "atom.global" in line and "exch" in line]
-    assert count < taken < max(accesses)
+    atomics = [line for line in ptx.splitlines() if "atom.global" in line]
+    assert len(atomics) == 1, atomics
+    assert ".relaxed." in atomics[0]
+    assert ".max.s32" in atomics[0]

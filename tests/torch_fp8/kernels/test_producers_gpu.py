@@ -66,13 +66,6 @@ def test_one_gradient_of_gate_and_up_and_its_casts(shape, gate_first):
     producers.check_gate_up(OPS, "cuda", shape, gate_first)
 
 
-@pytest.mark.parametrize("filled", [True, False])
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("shape", [*SHAPES, (8192, 4096)], ids=str)
-def test_delayed_casts(shape, kind, filled):
-    producers.check_delayed(OPS, "cuda", shape, kind, filled)
-
-
 def test_more_than_2_to_the_31_elements():
     rows, cols = 2**17 + 16, 2**14
     if torch.cuda.mem_get_info()[0] < 16 * 2**30:

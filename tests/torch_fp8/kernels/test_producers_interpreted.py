@@ -29,7 +29,7 @@ INPUTS = (
     "nan",
 )
 KINDS = (
-    *("norm", "norm casts", "norm once", "norm delayed", "norm backward"),
+    *("norm", "norm casts", "norm once", "norm backward"),
     *("swiglu", "swiglu backward", "gate_up backward"),
 )
 SMOOTHED = ("tails", "odd", "no rows", "sliced", "inf", "nan")
@@ -38,7 +38,7 @@ CASES = [
     *(f"{kind}, {name}" for kind, name in itertools.product(KINDS, INPUTS)),
     "norm without offset",
     "norm casts without offset",
-    "norm delayed, two launches",
+    "norm once, two launches",
     "swiglu, not smooth",
     "swiglu backward, not smooth",
     "gate_up backward, whole tiles",

@@ -11,7 +11,6 @@ from torch_fp8.kernels import (
     column_sums,
     gate_up,
     quantize,
-    quantize_delayed,
     rms_norm,
     smooth,
     swiglu,
@@ -21,7 +20,6 @@ from torch_fp8.kernels import (
 from torch_fp8.kernels.arguments import (
     BackwardInputs,
     CastOptions,
-    DelayedCastOptions,
     NormBackwardInputs,
     NormInputs,
     NormWithRstd,
@@ -31,7 +29,6 @@ from torch_fp8.kernels.column_sums import TileSums
 MODULES = (
     column_sums,
     quantize,
-    quantize_delayed,
     rms_norm,
     smooth,
     swiglu,
@@ -54,8 +51,8 @@ def cast(how, each=(True, True), **more):
     return CastOptions(E4M3, how, how in ("block_1x128", "block_1x32"), *each, **more)
 
 
-def delayed():
-    return DelayedCastOptions(torch.zeros(1024), torch.zeros(2), E4M3, "max", 0, True, True)
+def raising():
+    return cast("tensorwise", scale=torch.ones(()), amax=torch.zeros(()))
 
 
 def quantizations():
@@ -71,13 +68,14 @@ def quantizations():
     for given in ("scale", "amax"):
         made = cast("tensorwise", **{given: torch.ones(())})
         yield f"tensorwise with {given}", lambda x, made=made: quantize.quantize_2d(x, made)
-    yield "delayed", lambda x: quantize_delayed.quantize_2d_delayed(x, delayed(), None)
+    yield "with a slot", lambda x: quantize.quantize_2d(x, raising())
+    yield "with a slot and sums", lambda x: quantize.quantize_2d(x, raising(), TileSums())
 
 
 def producers():
     """The same of norms, SwiGLU, their gradients, smoothing, sums and transposes."""
-    for how in ("tensorwise", "block_1x128", "block_128x128", "block_1x32", "delayed"):
-        made = delayed() if how == "delayed" else cast(how)
+    for how in ("tensorwise", "block_1x128", "block_128x128", "block_1x32", "slot"):
+        made = raising() if how == "slot" else cast(how)
         known = cast("tensorwise", amax=torch.ones(())) if how == "tensorwise" else made
 
         def norm(x, made=made):

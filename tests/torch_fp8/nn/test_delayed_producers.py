@@ -1,7 +1,7 @@
-"""Norms and gated MLPs that cast with delayed scaling: one read, and whose history gets the amax.
+"""Norms and gated MLPs that cast with delayed scaling: one read, and whose slot gets the amax.
 
 The twin of a model here has hooks that make plain tensors of everything that is handed over in FP8:
-its layers cast for themselves, each with its own history. Both compute the same, bit for bit.
+its layers cast for themselves, each with its own scale. Both compute the same, bit for bit.
 """
 
 import copy
@@ -14,19 +14,15 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.torch_fp8.nn.test_gated_mlp import Joined, Pair
-from tests.torch_fp8.ops.test_swiglu import CHECKS
-from tests.torch_fp8.training_step import Calls, assert_equal, gaussian, train
+from tests.torch_fp8.training_step import Calls, assert_equal, gaussian, renew_scales, train
 from torch_fp8 import FP8Config, convert_to_float8
-from torch_fp8.kernels.arguments import BackwardInputs, NormInputs, NormWithRstd
+from torch_fp8.kernels.arguments import BackwardInputs, CastOptions, NormInputs, NormWithRstd
 from torch_fp8.nn.gated_mlp import Float8GatedMLP
 from torch_fp8.nn.rms_norm import Float8RMSNorm
 from torch_fp8.nn.scaling_buffers import INPUT
 from torch_fp8.ops import gate_up, rms_norm, swiglu, swiglu_backward
-from torch_fp8.ops.quantize_delayed import History
-from torch_fp8.quantization.formats import E4M3
 from torch_fp8.quantization.recipe import make_recipe
-from torch_fp8.quantization.scaling import delayed_scale, tensor_amax
-from torch_fp8.tensor.lazy_quantized import LazyQuantizedTensor
+from torch_fp8.quantization.scaling import tensor_amax
 
 SPEC = make_recipe("delayed").input
 SIZE, INNER = 64, 128
@@ -89,14 +85,16 @@ def _plain(model):
 
 
 def _assert_same(model, twin, x):
-    """One step of both: results, gradients, histories and scales."""
+    """One step of both: results, gradients, slots, histories and scales."""
     assert_equal(train(twin, x), train(model, x))
-    _assert_same_histories(model, twin)
+    _assert_same_buffers(model, twin)
+    renew_scales()
+    _assert_same_buffers(model, twin)
     for m in (model, twin):
         m.zero_grad()
 
 
-def _assert_same_histories(model, twin):
+def _assert_same_buffers(model, twin):
     buffers = dict(twin.named_buffers())
     for name, buffer in model.named_buffers():
         assert torch.equal(buffer, buffers[name]), name
@@ -121,7 +119,7 @@ def test_results_and_histories_are_those_of_layers_that_cast_for_themselves(mlp,
     for x, mode in itertools.product([gaussian(2, 17, SIZE, seed=9)], ("eval", "train")):
         with torch.no_grad():
             assert torch.equal(getattr(model, mode)()(x), getattr(twin, mode)()(x))
-        _assert_same_histories(model, twin)
+        _assert_same_buffers(model, twin)
     _assert_same(model, twin, gaussian(2, 17, SIZE, seed=10))
 
 
@@ -145,38 +143,28 @@ def test_layers_in_high_precision_among_them(skipped):
 
 
 def test_who_reads_first_may_change():
-    """A norm that cast for another layer casts again."""
+    """A norm that has cast for another layer has cast: that layer's scale serves this one."""
     model = _block()
-    twin = _plain(copy.deepcopy(model))
-    orders = (("a", "b"), ("b",), ("a",), ("b",))
-    for order, x in zip(orders, _steps(zeros=False), strict=True):
-        model.readers.order = twin.readers.order = order
-        _assert_same(model, twin, x)
+    _assert_same(model, _plain(copy.deepcopy(model)), gaussian(8, SIZE))
+    model.readers.order = ("b", "a")
+    scales = [layer.quantizer(INPUT).source.scale for layer in (model.readers.a, model.readers.b)]
+    assert torch.equal(*scales)
+    model(gaussian(8, SIZE, seed=2))
+    slots = [layer.scaling_buffers()[2][INPUT] for layer in (model.readers.a, model.readers.b)]
+    assert torch.equal(*slots)
+    assert slots[0] > 0
+    model(gaussian(8, SIZE, seed=2))
+    assert model.readers.norm.fp8_reader is model.readers.b.quantizer(INPUT)
 
 
 def test_a_reader_in_evaluation_behind_a_norm_in_training():
     model = _block()
+    for layer in (model.readers.a, model.readers.b, model.mlp.down_proj):
+        layer.eval()
     twin = _plain(copy.deepcopy(model))
     for x in _steps(zeros=False):
         _assert_same(model, twin, x)
-        for m in (model, twin):
-            for layer in (m.readers.a, m.readers.b, m.mlp.down_proj):
-                layer.eval()
-
-
-def test_what_was_cast_ahead_yields_to_a_scale_that_a_reader_brings():
-    """As layers of a tensor-parallel group do, which agree on one."""
-    model, scale, made = _block(), torch.tensor(0.25), []
-
-    def read(activation):
-        assert isinstance(activation, LazyQuantizedTensor)
-        made.append(activation.production.layouts(SPEC, scale, rowwise=True, columnwise=True))
-
-    model(gaussian(8, SIZE))
-    model.mlp.down_proj.register_forward_pre_hook(lambda m, args: read(args[0]))
-    model.readers.norm.register_forward_hook(lambda m, args, y: read(y))
-    model(gaussian(8, SIZE))
-    assert [payload.scale for layouts in made for payload in layouts] == [scale] * 4
+    assert not model.readers.a.fp8_ready
 
 
 # What runs.
@@ -186,21 +174,19 @@ def test_what_was_cast_ahead_yields_to_a_scale_that_a_reader_brings():
 def test_one_operator_casts_each_of_them_and_takes_the_amax(mlp):
     model = _block(mlp)
     model(gaussian(32, SIZE).requires_grad_()).sum().backward()
+    renew_scales()
     with Calls() as calls:
         model(gaussian(32, SIZE).requires_grad_()).sum().backward()
     count = calls.names.count
-    assert count("rms_norm_quantize_delayed") == 2
-    assert count("swiglu_quantize_delayed") == 1
-    assert count("swiglu_backward_quantize_delayed") == (mlp is Pair)
-    assert count("gate_up_backward_quantize_delayed") == (mlp is Joined)
+    assert count("rms_norm_quantize_once") == 2
+    assert count("swiglu_quantize") == 1
+    assert count("swiglu_backward_quantize") == (mlp is Pair)
+    assert count("gate_up_backward_quantize") == (mlp is Joined)
     layers = 2 if mlp is Pair else 1
-    inputs, gradients = 2 + layers + 1, layers
-    assert count("advance_history") == inputs + gradients
     weights, others = 3 + layers, 3  # the gradients of a, b and down
-    assert count("quantize_2d_delayed") == weights + others
-    assert count("quantize_2d") == weights  # transposed
+    assert count("quantize_2d") == 2 * weights + others  # weights are transposed in backward
     assert count("rms_norm_backward") == 2
-    assert len(calls.names) == 4 + count("advance_history") + 2 * weights + others + 2
+    assert len(calls.names) == 4 + 2 * weights + others + 2
 
 
 def test_a_norm_learns_who_reads_it():
@@ -210,25 +196,27 @@ def test_a_norm_learns_who_reads_it():
     with Calls() as calls:
         model(gaussian(8, SIZE))
     assert calls.names.count("rms_norm_statistics") == 2
-    assert norm.fp8_reader.history.is_same(model.readers.a.quantizer(INPUT).history)
+    renew_scales()
+    model(gaussian(8, SIZE))
+    assert norm.fp8_reader is model.readers.a.quantizer(INPUT)
     with Calls() as calls:
         model(gaussian(8, SIZE))
     assert "rms_norm_statistics" not in calls.names
 
 
-def test_copies_have_readers_of_their_own():
+def test_copies_have_scales_and_slots_of_their_own():
     model = _block()
-    model(gaussian(8, SIZE))
+    _assert_same(model, _plain(copy.deepcopy(model)), gaussian(8, SIZE))
     copied = copy.deepcopy(model)
-    history = copied.readers.norm.fp8_reader.history
-    assert history.is_same(copied.readers.a.quantizer(INPUT).history)
-    assert not history.is_same(model.readers.a.quantizer(INPUT).history)
     file = io.BytesIO()
     torch.save(model, file)
     file.seek(0)
     loaded = torch.load(file, weights_only=False)
+    before = model.readers.a.scaling_buffers()[2].clone()
     for x in _steps():
         _assert_same(copied, loaded, x)
+    assert torch.equal(model.readers.a.scaling_buffers()[2], before)
+    assert copied.readers.norm.fp8_reader.source.slot is not model.readers.norm.fp8_reader
 
 
 def test_a_norm_that_is_converted_again_has_met_nobody():
@@ -242,7 +230,6 @@ def test_a_norm_that_is_converted_again_has_met_nobody():
 
 
 def test_a_checkpointed_block_has_the_same_gradients_and_histories():
-    """The first forward of a norm is that of a first pass; by the second it has met its reader."""
     model = _block()
     twin = _plain(copy.deepcopy(model))
     model.context = {}
@@ -250,18 +237,19 @@ def test_a_checkpointed_block_has_the_same_gradients_and_histories():
         _assert_same(model, twin, x)
 
 
-def test_a_forward_that_runs_again_casts_once_with_the_scale_that_it_had():
+def test_a_forward_that_runs_again_casts_as_it_did():
+    """The scale is known beforehand: nothing has to be remembered of the first pass."""
     model = _block()
+    model(gaussian(8, SIZE))
+    renew_scales()
     model(gaussian(8, SIZE))
     model.context = {}
     with Calls() as calls:
         model(gaussian(8, SIZE).requires_grad_()).sum().backward()
-    norms, again = "rms_norm_quantize_delayed", "rms_norm_quantize"
-    assert calls.names.count(norms) == calls.names.count(again) == 2
+    assert calls.names.count("rms_norm_quantize_once") == 4
 
 
 def test_two_forwards_before_their_backwards():
-    """The second one's norms know their readers, the first one's did not."""
     model = _block()
     twin = copy.deepcopy(model)
     model.context = {}
@@ -274,7 +262,7 @@ def test_two_forwards_before_their_backwards():
             y.float().square().sum().backward()
         found.append([x.grad for x in xs] + [p.grad for p in m.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
-    _assert_same_histories(model, twin)
+    _assert_same_buffers(model, twin)
 
 
 # Operators.
@@ -282,69 +270,35 @@ def test_two_forwards_before_their_backwards():
 LAYOUTS = ((True, True), (True, False), (False, True))
 
 
-def _history(filled, length=3):
-    amaxes = torch.tensor([0.5, 3.0, 1.0])[:length] if filled else torch.zeros(length)
-    return History(amaxes, torch.zeros(2))
-
-
-def _casts(filled, algorithm="max", margin=0):
-    config = FP8Config(recipe="delayed", amax_compute_algo=algorithm, margin=margin)
-    for row, col in LAYOUTS:
-        yield _history(filled).options(SPEC, config, rowwise=row, columnwise=col)
-
-
 def _check(made, y, how):
-    """``(q, scale, qt, amax)`` of y against the rules of delayed scaling."""
-    q, scale, qt, amax = made
-    assert amax == tensor_amax(y)
-    assert scale == delayed_scale(how.amaxes, amax, E4M3, how.algorithm, how.margin)
-    ops = torch.ops.torch_fp8
-    want, _, want_t, _ = ops.quantize_2d(y, *how.with_scale(scale))
-    assert torch.equal(q.view(torch.uint8), want.view(torch.uint8))
-    assert torch.equal(qt.view(torch.uint8), want_t.view(torch.uint8))
+    """``(q, qt)`` of y with a given scale, whose slot was raised."""
+    assert torch.equal(how.amax, tensor_amax(y))
+    want, _, want_t, _ = torch.ops.torch_fp8.quantize_2d(y, *how._replace(amax=None))
+    for got, wanted in zip(made, (want, want_t), strict=True):
+        assert got is None or torch.equal(got.view(torch.uint8), wanted.view(torch.uint8))
 
 
-@pytest.mark.parametrize("filled", [True, False])
-@pytest.mark.parametrize(("algorithm", "margin"), [("max", 0), ("most_recent", 2)])
+@pytest.mark.parametrize("layouts", LAYOUTS, ids=str)
 @pytest.mark.parametrize("shape", [(48, 160), (3, 5), (0, 16)], ids=str)
-def test_values_are_those_of_the_result_and_the_rules(shape, algorithm, margin, filled):
+def test_producers_cast_with_a_given_scale_and_raise_the_slot(shape, layouts):
+    def cast(scale):
+        rowwise, columnwise = layouts
+        scale, slot = torch.tensor(scale), torch.zeros(())
+        return CastOptions.of(SPEC, scale, slot, rowwise=rowwise, columnwise=columnwise)
+
     x, up, grad = (gaussian(*shape, seed=s) for s in range(3))
     weight = gaussian(shape[1], seed=3)
-    for how in _casts(filled, algorithm, margin):
-        q, s, qt, _, rstd, *_, amax = rms_norm.rms_norm_quantize_once(
-            NormInputs(x, weight, 1e-5, 1.0, x.dtype), how, True
-        )
-        _check(
-            (q, s, qt, amax), rms_norm.rms_norm(NormWithRstd(x, weight, rstd, 1.0, x.dtype)), how
-        )
-        *made, amax = swiglu.swiglu_quantize(x, up, None, how, True)
-        _check((*made[:3], amax), swiglu.swiglu(x, up, None), how)
-        inputs = BackwardInputs(grad, *made[4:], None, x.dtype)
-        other = how._replace(amaxes=torch.full((3,), 7.0), progress=how.progress.clone())
-        gradients = swiglu_backward.swiglu_backward(inputs)
-        made = swiglu_backward.swiglu_backward_quantize(inputs, how, *other[:2])
-        for i, (d, its) in enumerate(zip(gradients, (how, other), strict=True)):
-            _check((*made[4 * i : 4 * i + 3], made[8][i]), d, its)
-        both = gate_up.gate_up_backward(inputs, False)
-        q, s, qt, _, amax = gate_up.gate_up_backward_quantize(inputs, False, how)
-        _check((q, s, qt, amax), both, how)
-        assert torch.equal(how.amaxes, _history(filled).amaxes)
-
-
-@pytest.mark.parametrize("save", [True, False])
-def test_operators_are_well_formed(save):
-    library, check = torch.ops.torch_fp8, torch.library.opcheck
-    x, up, grad = (gaussian(20, 140, seed=s) for s in range(3))
-    saved = swiglu.swiglu_save(x, up, None)[:4] if save else (x, None, up, None)
-    for how in _casts(True):
-        check(library.rms_norm_quantize_delayed.default, (x, x[0], 1e-5, 0.0, x.dtype, *how, save))
-        check(library.swiglu_quantize_delayed.default, (x, up, None, *how, save))
-        inputs = (grad, *saved, None, x.dtype)
-        other = _history(False)
-        of_both = (*inputs, *how, other.amaxes, other.progress)
-        operator, joined = (
-            library.swiglu_backward_quantize_delayed.default,
-            library.gate_up_backward_quantize_delayed.default,
-        )
-        check(operator, of_both, test_utils=CHECKS[save])
-        check(joined, (*inputs, True, *how), test_utils=CHECKS[save])
+    inputs, how = NormInputs(x, weight, 1e-5, 1.0, x.dtype), cast(0.01)
+    q, _, qt, _, rstd, *_ = rms_norm.rms_norm_quantize_once(inputs, how, True)
+    _check((q, qt), rms_norm.rms_norm(NormWithRstd(x, weight, rstd, 1.0, x.dtype)), how)
+    how = cast(0.01)
+    made = swiglu.swiglu_quantize(x, up, None, how, True)
+    _check(made[:3:2], swiglu.swiglu(x, up, None), how)
+    inputs, how, other = BackwardInputs(grad, *made[4:], None, x.dtype), cast(0.01), cast(0.03)
+    gradients = swiglu_backward.swiglu_backward(inputs)
+    made = swiglu_backward.swiglu_backward_quantize(inputs, how, other.scale, other.amax)
+    for i, (d, its) in enumerate(zip(gradients, (how, other), strict=True)):
+        _check(made[4 * i : 4 * i + 3 : 2], d, its)
+    how = cast(0.01)
+    made = gate_up.gate_up_backward_quantize(inputs, False, how)
+    _check(made[:3:2], gate_up.gate_up_backward(inputs, False), how)

@@ -54,7 +54,7 @@ def test_halves_are_views(gate_first):
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 def test_bytes_are_those_of_the_gradients_and_a_cast(granularity, shape, gate_first):
-    scales = ("none",) if granularity != "tensorwise" else ("amax", "scale")
+    scales = ("none",) if granularity != "tensorwise" else ("amax", "scale", "slot")
     for smooth, saved, known, dtype, (row, col) in itertools.product(
         (True, False), (True, False), scales, (E4M3.dtype, E5M2.dtype), LAYOUTS
     ):
@@ -64,17 +64,18 @@ def test_bytes_are_those_of_the_gradients_and_a_cast(granularity, shape, gate_fi
         assert same_bits(ops.gate_up_backward(tensors, gate_first), want)
         amax = ops.gate_up_backward_amax(tensors)
         assert same_bits(amax, tensor_amax(want))
-        scale = torch.tensor(0.02) if known == "scale" else None
-        known_amax = amax if known == "amax" else None
-        options = CastOptions(dtype, granularity, True, row, col, scale, known_amax)
-        *made, taken = ops.gate_up_backward_quantize(tensors, gate_first, options)
-        if known_amax is not None:
+        scale = torch.tensor(0.02) if known in ("scale", "slot") else None
+        given = {"amax": amax, "slot": torch.zeros(())}.get(known)
+        options = CastOptions(dtype, granularity, True, row, col, scale, given)
+        made = ops.gate_up_backward_quantize(tensors, gate_first, options)
+        if options.raises_amax:
+            assert same_bits(options.amax, amax)
+        if known == "amax":
             scale = scale_from_amax(amax, E4M3 if dtype == E4M3.dtype else E5M2, True)
         unfused = options._replace(scale=scale, amax=None)
         q, s, qt, st = torch.ops.torch_fp8.quantize_2d(want, *unfused)
-        s = scale if known_amax is not None else s
+        s = scale if known == "amax" else s
         assert all(same_bits(a, b) for a, b in zip(made, (q, s, qt, st), strict=True))
-        assert same_bits(taken, amax if known == "scale" else torch.empty(0))
 
 
 def test_one_scale_is_that_of_the_larger_half():
@@ -83,7 +84,7 @@ def test_one_scale_is_that_of_the_larger_half():
     arguments = BackwardInputs(grad, gate, None, up, None, None, torch.float32)
     assert ops.gate_up_backward_amax(arguments) == 50  # dup is silu(gate)
     options = CastOptions(E4M3.dtype, "tensorwise", False, True, False, amax=torch.tensor(50.0))
-    q, s, _, _, _ = ops.gate_up_backward_quantize(arguments, True, options)
+    q, s, _, _ = ops.gate_up_backward_quantize(arguments, True, options)
     assert torch.allclose(q.float() * s, torch.tensor([[0.5] * 16 + [50.0] * 16] * 4), rtol=0.04)
 
 
@@ -99,10 +100,9 @@ def test_an_element_that_is_not_finite_is_seen(bad):
 
 def test_scales_that_cannot_be_known_are_refused():
     arguments, one = inputs((4, 16), False), torch.ones(())
-    for known in ((None, None), (one, one)):
-        options = CastOptions(E4M3.dtype, "tensorwise", True, True, True, *known)
-        with pytest.raises(ValueError, match="either amax or scale"):
-            ops.gate_up_backward_quantize(arguments, True, options)
+    options = CastOptions(E4M3.dtype, "tensorwise", True, True, True)
+    with pytest.raises(ValueError, match="takes amax or scale"):
+        ops.gate_up_backward_quantize(arguments, True, options)
     options = CastOptions(E4M3.dtype, "rowwise", True, True, True, amax=one)
     with pytest.raises(ValueError, match="made from the tensor"):
         ops.gate_up_backward_quantize(arguments, True, options)

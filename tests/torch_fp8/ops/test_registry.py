@@ -102,12 +102,12 @@ def test_a_compiled_graph_has_the_operator(direct):
 
 
 def test_a_schema_is_read_from_annotations():
-    """Tuples are flat, what is written is marked, and a default is one of the schema."""
+    """Tuples are flat, and a default is one of the schema."""
     ops = torch.ops.torch_fp8
-    assert str(ops.quantize_2d_delayed.default._schema) == (
-        "torch_fp8::quantize_2d_delayed(Tensor x, Tensor(a!) amaxes, Tensor(b!) progress, "
-        "ScalarType dtype, str algorithm, int margin, bool rowwise, bool columnwise, "
-        "Tensor(c!)? last, ScalarType? sum_dtype) -> (Tensor, Tensor, Tensor, Tensor)"
+    assert str(ops.quantize_2d.default._schema) == (
+        "torch_fp8::quantize_2d(Tensor x, ScalarType dtype, str granularity, bool power_of_two, "
+        "bool rowwise, bool columnwise, Tensor? scale, Tensor? amax) "
+        "-> (Tensor, Tensor, Tensor, Tensor)"
     )
     assert str(ops.swiglu_save.default._schema) == (
         "torch_fp8::swiglu_save(Tensor gate, Tensor up, Tensor? smooth, bool save=True) "

@@ -74,6 +74,10 @@ def test_columns_are_cast_as_if_they_had_been_multiplied_before(granularity):
     for got, wanted in zip(made, expected, strict=True):
         assert (got is None) == (wanted is None)
         assert got is None or torch.equal(got.float(), wanted.float())
+    if granularity == "tensorwise":
+        raising = options._replace(scale=torch.ones(()), amax=torch.zeros(()))
+        smooth.quantize_columns(x, factors, raising)
+        assert torch.equal(raising.amax, amax)
 
 
 def test_torch_finds_nothing_wrong_with_the_operators():

@@ -37,11 +37,19 @@ def same_bits(a, b):
 def quantize_2d(x, options):
     """The unfused cast, returning what the producers return."""
     amax, scale = options.amax, options.scale
+    if scale is not None:
+        amax = None
     if amax is not None:
         format = E4M3 if options.dtype == E4M3.dtype else E5M2
         scale = scale_from_amax(amax, format, options.power_of_two)
     q, s, qt, st = torch.ops.torch_fp8.quantize_2d(x, *options._replace(scale=scale, amax=None))
     return q, s if amax is None else scale, qt, st
+
+
+def tensors_of(known, amax):
+    """The scale and the amax of a cast, of which something is known: a slot is zero."""
+    scale = torch.tensor(0.02) if known in ("scale", "slot") else None
+    return scale, {"amax": amax, "slot": torch.zeros(())}.get(known)
 
 
 @pytest.mark.parametrize("smooth", [False, True])
@@ -57,22 +65,21 @@ def test_product_is_that_of_the_formula(dtype, smooth):
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 def test_bytes_are_those_of_the_product_and_a_cast(granularity, shape):
     gate, up, factor = inputs(*shape)
-    scales = ("none",) if granularity != "tensorwise" else ("amax", "scale")
+    scales = ("none",) if granularity != "tensorwise" else ("amax", "scale", "slot")
     for smooth, known, dtype, (row, col) in itertools.product(
         (factor, None), scales, (E4M3.dtype, E5M2.dtype), LAYOUTS
     ):
         h = ops.swiglu(gate, up, smooth)
         *saved, amax = ops.swiglu_save(gate, up, smooth)
         assert amax == (h.abs().max() if h.numel() else 0)
-        scale = torch.tensor(0.02) if known == "scale" else None
-        known_amax = amax if known == "amax" else None
-        options = CastOptions(dtype, granularity, True, row, col, scale, known_amax)
+        options = CastOptions(dtype, granularity, True, row, col, *tensors_of(known, amax))
         made = ops.swiglu_quantize(gate, up, smooth, options, True)
+        if options.raises_amax:
+            assert same_bits(options.amax, amax)
         want = (*quantize_2d(h, options), *saved)
-        assert all(same_bits(a, b) for a, b in zip(made[:8], want, strict=True))
-        assert same_bits(made[8], amax if known == "scale" else torch.empty(0))
+        assert all(same_bits(a, b) for a, b in zip(made, want, strict=True))
         without = ops.swiglu_quantize(gate, up, smooth, options, False)
-        assert [t.shape for t in without[4:8]] == [(0,)] * 4
+        assert [t.shape for t in without[4:]] == [(0,)] * 4
     *nothing, alone = ops.swiglu_save(gate, up, None, False)
     assert same_bits(alone, ops.swiglu_save(gate, up, None)[4])
     assert [t.shape for t in nothing] == [(0,)] * 4
@@ -126,7 +133,7 @@ def test_backward_of_what_was_saved():
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 def test_bytes_are_those_of_the_gradients_and_a_cast(granularity, shape):
-    scales = ("none",) if granularity != "tensorwise" else ("amax", "scale")
+    scales = ("none",) if granularity != "tensorwise" else ("amax", "scale", "slot")
     for smooth, saved, known, dtype, (row, col) in itertools.product(
         (True, False), (True, False), scales, (E4M3.dtype, E5M2.dtype), LAYOUTS
     ):
@@ -137,16 +144,14 @@ def test_bytes_are_those_of_the_gradients_and_a_cast(granularity, shape):
         )
         for g, largest in zip(gradients, amax, strict=True):
             assert largest == (g.abs().max() if g.numel() else 0)
-        scale = torch.tensor([0.02, 0.3]) if known == "scale" else None
-        known_amax = amax if known == "amax" else None
-        options = CastOptions(dtype, granularity, True, row, col, scale, known_amax)
-        *made, taken = backward.swiglu_backward_quantize(tensors, options)
-        want = []
-        for i, g in enumerate(gradients):
-            of_one = [None if t is None else t[i] for t in (scale, known_amax)]
-            want += quantize_2d(g, CastOptions(*options[:5], *of_one))
+        options = CastOptions(dtype, granularity, True, row, col, *tensors_of(known, amax))
+        of_dup = () if options.scale is None else (torch.tensor(0.3), tensors_of(known, None)[1])
+        made = backward.swiglu_backward_quantize(tensors, options, *of_dup)
+        each = options.of_gradients(*of_dup)
+        if options.raises_amax:
+            assert same_bits(torch.stack([how.amax for how in each]), amax)
+        want = [t for g, how in zip(gradients, each, strict=True) for t in quantize_2d(g, how)]
         assert all(same_bits(a, b) for a, b in zip(made, want, strict=True))
-        assert same_bits(taken, amax if known == "scale" else torch.empty(0))
 
 
 def test_strides_do_not_matter():
@@ -189,17 +194,13 @@ def test_large_gates_pass_and_small_ones_close():
     assert dup.tolist() == [[1e4, 0.0, 0.0, 200.0, 0.0]]
 
 
-def test_scales_are_found_where_unknown_and_refused_where_two_are_given():
+def test_scales_are_found_where_unknown_and_refused_where_they_are_made_from_the_tensor():
     gate, up, _ = inputs(4, 16)
-    one = torch.ones(())
-    options = CastOptions(E4M3.dtype, "tensorwise", True, True, True, one, one)
-    with pytest.raises(ValueError, match="either amax or scale"):
-        ops.swiglu_quantize(gate, up, None, options, True)
     options = CastOptions(E4M3.dtype, "tensorwise", True, True, True)
     found = ops.swiglu_quantize(gate, up, None, options, True)
     *_, amax = ops.swiglu_save(gate, up, None, True)
     given = ops.swiglu_quantize(gate, up, None, options._replace(amax=amax), True)
-    for first, second in zip(found[:8], given[:8], strict=True):
+    for first, second in zip(found, given, strict=True):
         assert (first is None) == (second is None)
         assert first is None or torch.equal(first.float(), second.float())
     options = CastOptions(E4M3.dtype, "rowwise", True, True, True, amax=torch.ones(2))
@@ -218,8 +219,9 @@ def test_operators_that_cast_are_well_formed(granularity, layouts):
     for amax, scale in known:
         scales = [torch.ones(()) if given else None for given in (amax, scale)]
         check(library.swiglu_quantize.default, (gate, up, factor, *cast, *scales, layouts[0]))
-        scales = [torch.ones(2) if given else None for given in (amax, scale)]
-        arguments = (*backward_inputs((20, 140), layouts[0], layouts[1]), *cast, *scales)
+        scales = [torch.ones(()) if scale else None, torch.ones(2) if amax else None]
+        of_dup = (torch.ones(()) if scale else None, None)
+        arguments = (*backward_inputs((20, 140), *layouts), *cast, *scales, *of_dup)
         operator = library.swiglu_backward_quantize.default
         check(operator, arguments, test_utils=CHECKS[layouts[1]])
 

@@ -6,6 +6,7 @@ import torch
 from torch_fp8.quantization.formats import E4M3, E5M2, MIN_SCALE
 from torch_fp8.quantization.scaling import (
     delayed_scale,
+    past_amax,
     push_amax,
     round_up_to_power_of_two,
     scale_from_amax,
@@ -58,36 +59,39 @@ def test_power_of_two_scales_are_exact_in_e8m0():
 
 def test_delayed_scale_follows_the_history():
     history = torch.tensor([2.0, 8.0, 4.0, 0.0])
-    now = torch.tensor(100.0)
-    assert delayed_scale(history, now, E4M3, "max", 0) == torch.tensor(8.0) / 448
-    assert delayed_scale(history, now, E4M3, "most_recent", 0) == torch.tensor(2.0) / 448
-    assert delayed_scale(history, now, E4M3, "max", 2) == torch.tensor(32.0) / 448
-
-
-def test_an_empty_history_means_current_scaling():
-    scale = delayed_scale(torch.zeros(4), torch.tensor(3.0), E5M2, "max", 0)
-    assert scale == torch.tensor(3.0) / 57344
+    largest, newest = (past_amax(history, algorithm) for algorithm in ("max", "most_recent"))
+    assert delayed_scale(largest, E4M3, 0) == torch.tensor(8.0) / 448
+    assert delayed_scale(newest, E4M3, 0) == torch.tensor(2.0) / 448
+    assert delayed_scale(largest, E4M3, 2) == torch.tensor(32.0) / 448
+    both = past_amax(torch.stack([history, 2 * history]), "max")
+    assert delayed_scale(both, E5M2, 0).tolist() == (torch.tensor([8.0, 16.0]) / 57344).tolist()
 
 
 def test_history_shifts_and_survives_a_bad_batch():
     history = torch.zeros(3)
     for amax in (1.0, 2.0, math.inf, math.nan, 4.0):
-        push_amax(history, torch.tensor(amax), "max")
+        history = push_amax(history, torch.tensor(amax), "max")
     assert history.tolist() == [4.0, 2.0, 2.0]
 
 
 def _pushed(amaxes, algorithm="max", length=4):
     history = torch.zeros(length)
     for amax in amaxes:
-        push_amax(history, torch.tensor(amax), algorithm)
+        history = push_amax(history, torch.tensor(amax), algorithm)
     return history
+
+
+def test_what_was_not_cast_leaves_its_history_as_it_is():
+    histories = torch.tensor([[2.0, 8.0], [0.0, 0.0], [4.0, 0.0]])
+    pushed = push_amax(histories, torch.tensor([0.0, 0.0, 5.0]), "max")
+    assert pushed.tolist() == [[2.0, 8.0], [0.0, 0.0], [5.0, 4.0]]
 
 
 def test_one_finite_outlier_does_not_move_the_scale():
     """It would leave nothing but zeros of what is usual, until the history has forgotten it."""
     history = _pushed([2.0, 3.0, 1e38, 1.0])
     assert history.abs().tolist() == [1.0, 3.0, 3.0, 2.0]
-    assert delayed_scale(history, torch.tensor(9.0), E4M3, "max", 0) == torch.tensor(3.0) / 448
+    assert past_amax(history, "max") == 3
     # The next one is a lone one again.
     assert _pushed([2.0, 3.0, 1e38, 1.0, 1e38, math.inf]).abs().amax() == 3
 
@@ -100,7 +104,9 @@ def test_what_is_as_large_again_is_no_outlier():
 
 @pytest.mark.parametrize("algorithm", ["max", "most_recent"])
 def test_ordinary_amaxes_are_recorded_as_transformer_engine_does(algorithm):
-    """Up to 4,096 times the largest so far, and zeros, in any order."""
+    """Up to 4,096 times the largest so far, in any order; but a zero, which says that nothing was
+    cast or nothing but zeros, is left out.
+    """
     generator = torch.Generator().manual_seed(0)
     ours, theirs = torch.zeros(16), torch.zeros(16)
     for step in range(200):
@@ -108,8 +114,8 @@ def test_ordinary_amaxes_are_recorded_as_transformer_engine_does(algorithm):
         amax = amax if step % 7 else torch.zeros(())
         if theirs.amax() > 0:
             amax = amax.clamp(max=4096 * theirs.amax())
-        push_amax(ours, amax, algorithm)
-        theirs = torch.cat([amax[None], theirs[:-1]])
+        ours = push_amax(ours, amax, algorithm)
+        theirs = torch.cat([amax[None], theirs[:-1]]) if amax else theirs
         assert torch.equal(ours, theirs)
 
 

@@ -31,7 +31,7 @@ from torch_fp8.nn.linear import Float8Layer
 from torch_fp8.nn.scaling_buffers import WEIGHT
 from torch_fp8.ops.quantize import QuantizedTensor, cast_saturating, quantize
 from torch_fp8.quantization.payload_shape import BLOCK_SHAPE
-from torch_fp8.quantization.scaling import delayed_scale, scale_from_amax, tensor_amax
+from torch_fp8.quantization.scaling import scale_from_amax, tensor_amax
 from torch_fp8.tensor.split_weight import stored
 
 _ATTRIBUTES = ("fsdp_pre_all_gather", "fsdp_post_all_gather", "to", "__deepcopy__", "__getstate__")
@@ -63,7 +63,6 @@ class WeightGather:
         self.announced = False
         self._made_for_this_gather = False
         self.made: Any = None
-        self._amax: Tensor | None = None
         self._scale: Tensor | None = None
 
     @property
@@ -163,11 +162,9 @@ class WeightGather:
             return
         self._scale = scale.view(())
         if self.spec.delayed:
-            config, history = self.module.fp8_config, self.module.fp8_amax_history[WEIGHT]
-            self._amax = amax.view(())
-            self._scale = delayed_scale(
-                history, self._amax, self.spec.format, config.amax_compute_algo, config.margin
-            )
+            source = self.module.scale_sources()[WEIGHT]
+            source.record(amax)
+            self._scale = self._scale if source.scale is None else source.scale
 
     def _first_row(self) -> int:
         padded_rows: int = self.fsdp_param.padded_sharded_param_size[0]
@@ -194,7 +191,7 @@ class WeightGather:
         inputs = [quantized.qdata.view(torch.uint8)]
         if self.spec.granularity == "block_1x32":
             inputs.append(exponent_bytes(quantized.scale))
-        return tuple(inputs), (self._scale, self._amax)
+        return tuple(inputs), self._scale
 
     @property
     def _ready(self) -> bool:
@@ -220,7 +217,7 @@ class WeightGather:
         """Return the whole weight, or fill `out` again; FSDP frees the outputs that it is made
         of.
         """
-        scale, amax = metadata
+        scale = metadata
         rows, cols = self.fsdp_param._orig_size
         qdata = outputs[0].view(-1)[: rows * cols].view(rows, cols).view(self.spec.format.dtype)
         if len(outputs) == 2:
@@ -228,12 +225,11 @@ class WeightGather:
         elif scale.is_cuda:  # the tensor may belong to the stream in which FSDP casts
             scale.record_stream(torch.cuda.current_stream(scale.device))
         if out is None:
-            payload = Payload(qdata, scale, self.spec, amax, self._own_rows)
+            payload = Payload(qdata, scale, self.spec, self._own_rows)
             return UnshardedFloat8Weight(payload, dtype), ()
         weight = out._local_tensor if isinstance(out, DTensor) else out
         assert isinstance(weight, UnshardedFloat8Weight)
         weight.payload.qdata, weight.payload.scale = qdata, scale
-        weight.payload.amax = amax
         return None
 
 

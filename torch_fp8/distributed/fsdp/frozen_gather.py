@@ -129,7 +129,7 @@ class FrozenGather(WeightGather):
         rows = self.fsdp_param.padded_sharded_param_size[0]
         if bytes_.shape[0] != rows:
             bytes_ = F.pad(bytes_, (0, 0, 0, rows - bytes_.shape[0]))
-        return (bytes_,), (self._scale, None)
+        return (bytes_,), self._scale
 
 
 def connect_frozen(groups: list[Any]) -> int:

@@ -34,14 +34,12 @@ class Payload:
         scale: float32 as of `QuantizedTensor`; or uint8, powers of two as E8M0 bytes, a view of
             what FSDP has gathered.
         spec: how it was cast.
-        amax: () float32 of the weight, where its recipe keeps a history of these.
         shard: returns this rank's rows before they were cast, and the first of them; or None.
     """
 
     qdata: Tensor
     scale: Tensor
     spec: CastSpec
-    amax: Tensor | None = None
     shard: Callable[[], tuple[Tensor, int]] | None = None
 
 
@@ -66,16 +64,14 @@ class UnshardedFloat8Weight(QuantizableTensor):
         return self
 
     def quantize(self, quantizer: Any, *, rowwise: bool, columnwise: bool) -> Payloads:
-        """The payloads as they were gathered; the amax that came along is recorded."""
-        if quantizer.history is not None and quantizer.updates and not quantizer.repeats:
-            quantizer.history.advance(self.weight_amax, quantizer.spec, quantizer.config)
+        """The payloads as they were gathered."""
         row = gathered_rowwise(self, quantizer.spec) if rowwise else None
         return row, gathered_columnwise(self, quantizer.spec) if columnwise else None
 
     def quantize_in_backward(
         self, quantizer: Any, grad_output: Tensor, *, rowwise: bool, columnwise: bool
     ) -> Payloads:
-        """Return the payloads as `quantize` does; no amax is recorded."""
+        """Return the payloads as `quantize` does."""
         row = gathered_rowwise(self, quantizer.spec) if rowwise else None
         return row, gathered_columnwise(self, quantizer.spec, grad_output) if columnwise else None
 
@@ -113,15 +109,14 @@ class UnshardedFloat8Weight(QuantizableTensor):
             )
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        names = ["qdata", "scale", *(["weight_amax"] if self.payload.amax is not None else [])]
-        return names, (self.payload.spec, self.dtype)
+        return ["qdata", "scale"], (self.payload.spec, self.dtype)
 
     @staticmethod
     def __tensor_unflatten__(
         inner: dict[str, Tensor], context: Any, outer_size: Any, outer_stride: Any
     ) -> "UnshardedFloat8Weight":
         spec, dtype = context
-        payload = Payload(inner["qdata"], inner["scale"], spec, inner.get("weight_amax"))
+        payload = Payload(inner["qdata"], inner["scale"], spec)
         return UnshardedFloat8Weight(payload, dtype)
 
     @property
@@ -131,10 +126,6 @@ class UnshardedFloat8Weight(QuantizableTensor):
     @property
     def scale(self) -> Tensor:
         return self.payload.scale
-
-    @property
-    def weight_amax(self) -> Any:
-        return self.payload.amax
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         memo[id(self)] = result = self.dequantize()

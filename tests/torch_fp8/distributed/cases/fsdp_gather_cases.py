@@ -27,6 +27,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 from torch.distributed.tensor import Shard
 
+from tests.torch_fp8.training_step import renew_scales
 from torch_fp8 import FP8Config, convert_to_float8
 from torch_fp8.distributed.fsdp.connect import connect_fsdp
 from torch_fp8.distributed.fsdp.unsharded_weight import UnshardedFloat8Weight
@@ -220,7 +221,9 @@ def case_options():
 
 
 def case_delayed():
-    """The scale comes from the history, and the amax of the whole weight goes into it."""
+    """The scale comes from the history, and the amax of the whole weight goes into it; ranks that
+    see the same batch agree on the scales of one device.
+    """
     config = FP8Config(recipe="delayed", opt_level="O1", amax_history_len=4)
     model, _ = sharded(config)
     alone = model_of()
@@ -235,8 +238,9 @@ def case_delayed():
         for one in (model, alone):
             one.zero_grad()
             loss_of(one, batch(step)).backward()
+        renew_scales()
         histories = [layer.fp8_amax_history[WEIGHT] for layer in layers]
-        scales = [layer.fp8_last_scale[WEIGHT] for layer in layers]
+        scales = [layer.fp8_scales[WEIGHT] for layer in layers]
         result.append([torch.equal(*histories), torch.equal(*scales)])
     unshard(model)
     scale = model[1].up.weight.scale

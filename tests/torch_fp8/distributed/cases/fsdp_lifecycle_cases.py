@@ -27,6 +27,7 @@ from torch.distributed.fsdp import (
 from torch.utils.checkpoint import checkpoint
 
 from tests.torch_fp8.nn.test_conv1d import Conv1D
+from tests.torch_fp8.training_step import renew_scales
 from torch_fp8 import FP8Config, convert_to_float8, count_communication
 from torch_fp8.distributed.fsdp.connect import connect_fsdp
 from torch_fp8.kernels.arguments import CastOptions
@@ -204,6 +205,7 @@ def case_recomputed():
             with count_communication() as count:
                 loss = loss_of(model, batch(step))
                 loss.backward()
+            renew_scales()
         grads = torch.cat([p.grad.to_local().flatten() for p in model.parameters()])
         history = model[1].up.fp8_amax_history.clone()
         made.append((float(loss), grads, history, count.of("all-reduce").calls))

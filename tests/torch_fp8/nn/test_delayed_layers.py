@@ -1,0 +1,103 @@
+"""Layers with delayed scaling: what is cast and read in a step, and what spoils no history."""
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from torch_fp8 import FP8Config, convert_to_float8, load_scaling_state_dict, scaling_state_dict
+from torch_fp8.nn.delayed_scaling import renew_scales
+from torch_fp8.ops import quantize, quantize_dbias
+from torch_fp8.tensor import quantizer
+
+
+def _layer(**options):
+    model = nn.Sequential(nn.Linear(32, 48))
+    convert_to_float8(model, FP8Config(recipe="delayed", **options))
+    return model
+
+
+def test_one_cast_for_each_operand_and_no_other_read(monkeypatch):
+    """An amax that is taken on its own is a read that delayed scaling is there to save."""
+    model, x = _layer(), torch.randn(16, 32)
+    model(x.requires_grad_()).sum().backward()
+    renew_scales(model.children())
+    casts, reads = [], []
+
+    def seen(real):
+        def call(x, options, *rest):
+            how = options.rowwise, options.columnwise, options.raises_amax
+            casts.append((tuple(x.shape), *how))
+            return real(x, options, *rest)
+
+        return call
+
+    for module, name in ((quantize, "quantize_2d"), (quantize_dbias, "quantize_2d_sum")):
+        monkeypatch.setattr(module, name, seen(getattr(module, name)))
+    monkeypatch.setattr(quantizer, "amax", reads.append)
+    model(x).sum().backward()
+    assert sorted(casts) == [
+        ((16, 32), True, True, True),
+        ((16, 48), True, True, True),
+        ((48, 32), False, True, False),  # for dgrad
+        ((48, 32), True, False, True),
+    ]
+    assert not reads
+
+
+def test_a_forward_without_gradients_in_training_moves_the_history():
+    model = _layer(amax_history_len=4)
+    twin, x = copy.deepcopy(model), torch.randn(16, 32)
+    with torch.no_grad():
+        model(x)
+    twin(x)
+    renew_scales([model[0], twin[0]])
+    assert torch.equal(model[0].fp8_amax_history, twin[0].fp8_amax_history)
+    assert (model[0].fp8_amax_history[:2, 0] > 0).all()
+
+
+def test_memory_that_was_never_written_is_made_usable():
+    """``to_empty`` leaves what was there; a slot that starts elsewhere would never be lower."""
+    saved, model = _layer(amax_history_len=4), _layer(amax_history_len=4)
+    for again in (
+        lambda: load_scaling_state_dict(model, scaling_state_dict(saved)),
+        model[0].reset_parameters,
+    ):
+        model[0].fp8_amaxes.fill_(7)
+        model[0].fp8_grad_amax.fill_(7)
+        again()
+        assert not model[0].fp8_amaxes.any()
+        assert not model[0].fp8_grad_amax.any()
+
+
+def test_training_goes_on_after_one_finite_bad_batch():
+    """Compared with a run that has not seen it: its step is skipped, as a loop does that looks."""
+    runs = []
+    for bad in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
+        convert_to_float8(model, FP8Config(recipe="delayed"))
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+        target, x = torch.randn(64, 32), torch.randn(64, 32)
+        for step in range(40):
+            if bad and step == 5:
+                model(x * 1e38).float().mean().backward()
+                optimizer.zero_grad()
+            loss = (model(x) - target).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        runs.append(loss.item())
+    assert runs[1] == pytest.approx(runs[0], rel=0.02)
+
+
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+def test_a_history_that_is_not_finite_is_refused(value):
+    """It would make every scale non-finite for as long as the history lasts."""
+    model = _layer()
+    state = scaling_state_dict(model)
+    state["0.amax_history"][1, 3] = value
+    with pytest.raises(ValueError, match=r"'0.amax_history' holds an Inf or NaN"):
+        load_scaling_state_dict(model, state)

@@ -1,0 +1,25 @@
+"""The largest magnitude of a matrix, as an operator that torch.compile can look through.
+
+In a graph the producer of a matrix may know its amax already: `torch_fp8.compile.quantize_fusion`
+takes it from there, and else traces plain torch in its place.
+"""
+
+import torch
+from torch import Tensor
+
+from torch_fp8.ops.registry import operator
+from torch_fp8.quantization.scaling import tensor_amax
+
+
+def _amax_fake(x: Tensor) -> Tensor:
+    return x.new_empty((), dtype=torch.float32)
+
+
+def _amax_cuda(x: Tensor) -> Tensor:
+    return tensor_amax(x)
+
+
+@operator(_amax_fake, cuda=_amax_cuda)
+def amax(x: Tensor) -> Tensor:
+    """Return max |x| as a () float32 tensor; see `tensor_amax`."""
+    return tensor_amax(x)
