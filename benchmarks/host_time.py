@@ -103,14 +103,14 @@ def block(case: str, recipe: str) -> Run:
         optimizer = torch.optim.AdamW(layer.parameters())
         convert_optimizer(optimizer, config, model=layer)
         layer._optimizer = optimizer  # whose hooks at O3 live as long as it
+        for module in layer.modules():  # as after an optimizer's step
+            if isinstance(module, ScalingBuffers) and module.fp8_recipe.delayed:
+                history, scales = module.scaling_state
+                module.load_scaling_state(history.fill_(1), scales)
 
     generates = case in ("inference", MANY)
     if generates:
         layer.eval()
-        for module in layer.modules():  # delayed scaling comes from training
-            if isinstance(module, ScalingBuffers) and module.fp8_recipe.delayed:
-                history, scales = module.scaling_state
-                module.load_scaling_state(history.fill_(1), scales)
         scope = rollout(layer)  # which ends with the block
         scope.__enter__()
         layer._scope = scope

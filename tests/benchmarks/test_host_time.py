@@ -75,7 +75,7 @@ def rows(run):
 def test_all_gemms_and_kernels_are_launched(rows, recipe):
     training, inference = (rows[case, recipe] for case in ("training", "inference"))
     assert (training["gemms"], inference["gemms"]) == (21, 7)
-    kernels = {"tensorwise": (33, 4), "delayed": (38, 6), "rowwise": (63, 9), "blockwise": (28, 6)}
+    kernels = {"tensorwise": (33, 4), "delayed": (28, 6), "rowwise": (63, 9), "blockwise": (28, 6)}
     assert (training["kernels"], inference["kernels"]) == kernels[recipe]
 
 
@@ -109,7 +109,7 @@ def test_produced_activations_are_asked_seldom(run, recipe):
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_calls_of_a_block(rows, recipe):
-    most = {"tensorwise": 4100, "delayed": 4800, "rowwise": 4700, "blockwise": 4300}
+    most = {"tensorwise": 4100, "delayed": 4100, "rowwise": 4700, "blockwise": 4300}
     assert rows["training", recipe]["calls"] <= most[recipe]
     assert rows["inference", recipe]["calls"] <= 6 * rows["inference", "BF16"]["calls"]
 
