@@ -236,11 +236,10 @@ def _cast_tiles(
     slot = amax_slot(options)
     if x.numel() and (options.rowwise or options.columnwise or slot is not None):
         num_partials = 1 if partial is None else partial.shape[0]
-        # Another length and mask for the column layout leave too few registers beside sums, and in
-        # both layouts of E5M2 beside an amax.
-        both = options.rowwise and options.columnwise and format_of(options.dtype).has_inf
-        beside = source == "given" and (sums is not None or (both and slot is not None))
-        small = is_odd(x) or (pad > 1 and beside)
+        # Another length and mask for the column layout leave too few registers beside sums, and of
+        # E5M2 beside an amax.
+        raises = slot is not None and options.columnwise and format_of(options.dtype).has_inf
+        small = is_odd(x) or (pad > 1 and source == "given" and (sums is not None or raises))
         block, warps = (ODD_BLOCK, ODD_WARPS) if small else (BLOCK, TILE_WARPS)
         block_r, block_c, warps = whole or (block, block, warps)
         cast_kernel[(cdiv(rows, block_r) * cdiv(cols, block_c),)](
