@@ -1,15 +1,13 @@
 """Casts to FP8 on CUDA: the twin of `torch_fp8.ops.quantize.quantize_2d`, byte for byte.
 
-Casting is bound by memory, so what matters is how often the matrix is read. Blocks and tensorwise
-casts with a known scale read it once and write both layouts from the same tile; a tensorwise scale
-from the tensor at hand costs one more read, except where one tile is all of it; row scales and
-column scales of one matrix live in groups that no tile holds, so the column layout of a rowwise
-cast reads it twice on its own.
+Casting is bound by memory. Blocks and tensorwise casts with a known scale read a matrix once and
+write both layouts from the same tile; a tensorwise scale from the tensor at hand costs one more
+read, except where one tile is all of it; row scales and column scales live in groups that no tile
+holds, so the column layout of a rowwise cast reads the matrix twice on its own.
 
 Legend: R rows, C columns of x; rowwise is x quantized along C, columnwise is x^T quantized along R.
 
-Launch configurations are fixed, not tuned at run time, so that a run is reproducible and starts
-fast. The reasons stand beside them.
+Launch configurations are fixed, so that a run is reproducible and starts fast.
 """
 
 from collections.abc import Iterable
@@ -236,8 +234,7 @@ def _cast_tiles(
     slot = amax_slot(options)
     if x.numel() and (options.rowwise or options.columnwise or slot is not None):
         num_partials = 1 if partial is None else partial.shape[0]
-        # Another length and mask for the column layout leave too few registers beside sums, and of
-        # E5M2 beside an amax.
+        # Another length and mask of columns leave few registers beside sums, or an amax in E5M2.
         raises = slot is not None and options.columnwise and format_of(options.dtype).has_inf
         small = is_odd(x) or (pad > 1 and source == "given" and (sums is not None or raises))
         block, warps = (ODD_BLOCK, ODD_WARPS) if small else (BLOCK, TILE_WARPS)
@@ -266,9 +263,7 @@ def _cast_tiles(
 
 
 def _most_partials(options: CastOptions, source: str, cols: int) -> int:
-    """Return a power of two that the partials of a cast do not exceed, the same for every R: each
-    other one is another binary to compile.
-    """
+    """Return a power of two that the partials of a cast do not exceed, one for every R."""
     if source == "columns":
         return next_power_of_2(_most_slabs(cols))
     return AMAX_PROGRAMS if source == "tensor" and options.amax is None else 1
