@@ -21,8 +21,9 @@ def test_the_largest_models():
     for gpus in ("8", "32", "128"):
         of_gpus = [found[gpus, method] for method in methods]
         assert f"| {gpus} | " + " | ".join(f"{n:.1f}" for n in of_gpus) + " |" in page
-        assert 2.0 <= round(of_gpus[-1] / of_gpus[0], 1) <= 2.5
-        assert of_gpus[1] == of_gpus[-1]  # "O3 holds as much"
+        assert 1.9 <= round(of_gpus[-1] / of_gpus[0], 1) <= 2.5
+        fewer = round(1 - of_gpus[-1] / of_gpus[1], 2)  # "as much on 8 GPUs, and 8 to 10 % less"
+        assert fewer == 0 if gpus == "8" else 0.08 <= fewer <= 0.10
     picture = (RESULTS / "largest_model.png").read_bytes()
     assert picture == (PAGES / "images/largest_model.png").read_bytes()
 

@@ -55,7 +55,8 @@ def _after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
     A graph of torch.compile leaves no trace of having run. Ranks agree on these layers, which they
     need not on all that are still in memory.
     """
-    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    groups = (group["params"] for group in optimizer.param_groups)
+    held = set(map(id, itertools.chain.from_iterable(groups)))
     renew_scales(
         layer
         for layer in list(_layers.values())

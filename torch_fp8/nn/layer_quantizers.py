@@ -8,7 +8,6 @@ from torch.distributed.tensor import DTensor
 
 from torch_fp8.nn.dtensor_layout import LocalOperands, local_operands
 from torch_fp8.nn.frozen_storage import FrozenStorage
-from torch_fp8.nn.scaling_buffers import BUFFERS
 from torch_fp8.quantization.recipe import CastSpec
 from torch_fp8.tensor.base import QuantizableTensor
 from torch_fp8.tensor.payload_cache import PayloadCache
@@ -110,11 +109,7 @@ class LayerQuantizers(FrozenStorage):
 
     def graph_buffers(self) -> tuple[Any, ...]:
         """The scales and slots that a graph of torch.compile takes, if they are delayed."""
-        if not self.fp8_delayed:
-            return ()
-        own = self._buffers
-        buffers = tuple(own[name] for name in BUFFERS[1:])
-        return self.scaling_buffers()[1:] if isinstance(buffers[0], DTensor) else buffers
+        return self.scaling_buffers()[1:] if self.fp8_delayed else ()
 
     def quantizer(self, operand: int, group: Any = None) -> Quantizer:
         """That of INPUT, WEIGHT or GRAD_OUTPUT."""

@@ -98,7 +98,7 @@ class Float8Layer(RepeatedForward, RunsFP8):
             quantizers,
             self.fp8_emulate,
             self.training,
-            compiling and self.scales_ready(),
+            compiling and self.fp8_ready,
         )
         if not compiling:
             return operands.whole(linear(x, weight, bias, shape, options))
@@ -124,8 +124,11 @@ class Float8Layer(RepeatedForward, RunsFP8):
     def _in_graph(self, x: Tensor) -> Tensor:
         """What `forward` does with plain tensors in a graph of torch.compile."""
         self._check(x.shape, x.dtype, self.weight)
-        bias, buffers = self.bias if self.fp8_adds_bias else None, self.graph_buffers()
-        ready = self.scales_ready()
+        bias, ready = self.bias if self.fp8_adds_bias else None, False
+        buffers: tuple[Any, ...] = ()
+        if self.fp8_delayed:
+            own, ready = self._buffers, self.fp8_ready
+            buffers = own["fp8_scales"], own["fp8_amaxes"], own["fp8_grad_amax"]
         if not self.training and not torch.is_grad_enabled() and self.fp8_served is not None:
             served: Tensor = served_in_graph(
                 x, *self.fp8_served, bias, (self.fp8_casts, ready), *buffers
@@ -134,10 +137,6 @@ class Float8Layer(RepeatedForward, RunsFP8):
         casts = self.fp8_casts, ready, self.training
         y: Tensor = linear_in_graph(x, self.weight, bias, casts, *buffers)
         return y
-
-    def scales_ready(self) -> bool:
-        """Whether a graph of torch.compile takes scales of past amaxes."""
-        return self.fp8_delayed and self.fp8_ready
 
     def _check(self, shape: torch.Size, dtype: torch.dtype, weight: Tensor) -> None:
         if dtype not in FLOATS:

@@ -131,8 +131,7 @@ class Float8RMSNorm(RunsFP8):
             casts = None if alone else self.fp8_casts
             return _norm_in_graph(x, weight, eps, spec.offset, out_dtype, save_fp8, casts)
         waits = self.fp8_quantizer is not None and not alone
-        ahead = self.training and self.fp8_reader is not None
-        if waits and not (ahead or torch.is_grad_enabled()):  # without autograd's bookkeeping
+        if waits and not torch.is_grad_enabled():  # without autograd's bookkeeping
             matrix = x.reshape(-1, x.shape[-1])
             inputs = NormInputs(matrix.detach(), weight.detach(), eps, spec.offset, out_dtype)
             source = LazySource(self.fp8_name, inputs[:2], _Unread(inputs), self._note_reader)

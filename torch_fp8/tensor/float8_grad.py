@@ -33,6 +33,8 @@ from torch_fp8.quantization.block_scaled import matrix_shape
 from torch_fp8.tensor.encoded import Encoded, EncodedView
 from torch_fp8.tensor.float8_grad_ops import HANDLERS
 
+_unsafe_view: Any = torch.ops.aten._unsafe_view.default._op
+
 
 class Float8Grad(Encoded):
     """A gradient in 8 bits. Its parts are written in place: detached aliases share them.
@@ -109,7 +111,7 @@ class Float8Grad(Encoded):
         """A plain tensor of this shape, in `dtype` or this tensor's own."""
         decoded = decode_gradient(self.parts(), dtype or self.dtype)
         # No view: as a gradient, one would keep this memory after its `.data` is exchanged.
-        plain: Tensor = torch.ops.aten._unsafe_view(decoded, self.shape)
+        plain: Tensor = _unsafe_view(decoded, self.shape)
         return plain
 
     def parts(self) -> GradientParts:
