@@ -20,7 +20,7 @@ from torch_fp8.nn import delayed_scaling
 from torch_fp8.quantization.recipe import Recipe
 from torch_fp8.quantization.scaling import push_amax
 from torch_fp8.tensor.dtensor import local
-from torch_fp8.tensor.payload_cache import PayloadCache
+from torch_fp8.tensor.payload_cache import PayloadCache, is_capturing
 from torch_fp8.tensor.scale_source import ScaleSource
 
 INPUT, WEIGHT, GRAD_OUTPUT = range(3)
@@ -91,7 +91,10 @@ class ScalingBuffers(nn.Module):
             scales: () float32 of each operand, which nobody writes to any more.
         """
         for source, scale in zip(self._sources(), (*scales, *scales[:2]), strict=True):
-            source.scale = scale
+            if source.scale is not None and is_capturing(scale.device):
+                source.scale.copy_(scale)  # where the casts of a CUDA graph of a whole step read it
+            else:
+                source.scale = scale
         self.fp8_ready = True
         if self.fp8_payloads is not None:
             self.fp8_payloads.forget_evaluation()

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 import torch_fp8
 from tests.torch_fp8.training_step import renew_scales
 from torch_fp8 import Float8Linear, FP8Config, convert_optimizer, convert_to_float8, revert
+from torch_fp8.nn import scaling_buffers
 from torch_fp8.quantization.metrics import sqnr_db
 from torch_fp8.quantization.recipe import RECIPES
 
@@ -324,6 +325,19 @@ def test_an_operand_of_zeros_is_expected_to_be_as_large_as_elsewhere():
     model.zero_grad()
     _run(model, torch.randn(4, K), 1e-6 * torch.randn(4, N))
     assert model[0].weight.grad.any()
+
+
+def test_a_step_that_a_cuda_graph_captures_renews_scales_in_place(monkeypatch):
+    _, fp8 = _pair("delayed")
+    _run(fp8, torch.randn(4, K))
+    renew_scales()
+    scales = [source.scale for source in fp8[0].scale_sources()]
+    before = [scale.clone() for scale in scales]
+    monkeypatch.setattr(scaling_buffers, "is_capturing", lambda device: True)
+    _run(fp8, 9 * torch.randn(4, K), 9 * torch.randn(4, N))
+    renew_scales()
+    assert all(s.scale is scale for s, scale in zip(fp8[0].scale_sources(), scales, strict=True))
+    assert [bool(s == b) for s, b in zip(scales, before, strict=True)] == [False, True, False]
 
 
 def test_scales_that_a_backward_needs_outlive_a_step():
