@@ -30,7 +30,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
 from benchmarks import kernels, peers
-from benchmarks.bench_linear import BF16, PEERS, traffic, widen_linears
+from benchmarks.bench_linear import BF16, PEERS, learn_scales, traffic, widen_linears
 from benchmarks.bench_linear import OURS as OF_LINEARS
 from benchmarks.card import free, measured_rates, peak_mib
 from benchmarks.measurement import (
@@ -69,7 +69,9 @@ OURS: dict[str, dict[str, object]] = {
 }
 VARIANTS = (BF16, *OURS, *PEERS)
 COMPILED = (BF16, DEFAULT, "torchao tensorwise", "torchao rowwise", "delayed", "blockwise")
-PROFILED = (f"{BF16}/eager", f"{BF16}/compiled", f"{DEFAULT}/eager", f"{DEFAULT}/compiled")
+PROFILED = tuple(
+    f"{variant}/{mode}" for variant in (BF16, DEFAULT, "delayed") for mode in ("eager", "compiled")
+)
 REPETITIONS, TOY_REPETITIONS = 15, 2
 WAIT_MS = 25.0  # longer than the host takes to launch a layer
 
@@ -131,7 +133,9 @@ def measure(
             called = torch.compile(layer) if mode == "compiled" else layer
             figures[name] = {"recipe": recipe_of(layer)}
             with graphs_counted(figures[name], mode):
-                found = results(called, layer, *inputs)
+                results(called, layer, *inputs)
+            learn_scales(layer)
+            found = results(called, layer, *inputs)
             figures[name] |= errors(exact, found)
             figures[name] |= kept(called, layer, inputs, tokens, device)
             run = step(called, layer, inputs)

@@ -53,6 +53,8 @@ from benchmarks.plot import draw
 from benchmarks.roofline import TRAFFIC, Rates, Traffic, linears_seconds
 from benchmarks.shapes import LLAMA_3_1_8B_BLOCK, TOKENS, TOY_BLOCK, TOY_TOKENS
 from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8
+from torch_fp8.nn.delayed_scaling import renew_scales
+from torch_fp8.nn.scaling_buffers import ScalingBuffers
 from torch_fp8.quantization.metrics import sqnr_db
 from torch_fp8.quantization.recipe import GEMMS, RECIPES
 
@@ -243,6 +245,7 @@ def _variants(
                 run = step(compiled, list(module.parameters()), inputs, grads)
                 with graphs_counted(figures[variant], mode):
                     run()
+                learn_scales(module)
                 if kind == "alone":
                     figures[variant] |= errors(stock, inputs[0], grads[0], *run())
                 figures[variant]["peak_mib"] = round(peak_mib(run, device), 1)
@@ -272,6 +275,11 @@ def _variants(
             row |= speed(timing, timings.get(BF16), variant, linears, m, rates, kind != "alone")
         rows.append(row)
     return rows
+
+
+def learn_scales(module: nn.Module) -> None:
+    """Take the scales of delayed scaling from the pass before, as a step of the optimizer does."""
+    renew_scales(layer for layer in module.modules() if isinstance(layer, ScalingBuffers))
 
 
 def widen_linears(module: nn.Module) -> None:
