@@ -19,6 +19,19 @@ SUMS = {"__add__": "add", "__sub__": "sub", "__mul__": "mul"}
 BITS = {"__and__": "and", "__or__": "or", "__xor__": "xor"}
 
 
+def _fp8_bytes(x: Any, E5M2: Any) -> Any:
+    kind = tl.float8e5 if getattr(E5M2, "value", E5M2) else tl.float8e4nv
+    return x.to(kind).to(tl.uint8, bitcast=True)
+
+
+ASSEMBLY: dict[str, Callable] = {
+    "fp8_bytes": _fp8_bytes,
+    "fast_sigmoid": lambda x: 1.0 / (1.0 + tl.exp(-x)),
+    "_approximate_reciprocal": lambda x: 1.0 / x,
+}
+"""What runs here instead of the functions of `torch_fp8.kernels` that are assembly."""
+
+
 def mend() -> None:
     """Replace functions of the interpreter for the rest of the process.
 
@@ -57,10 +70,13 @@ def _patch_once() -> None:
             pass
 
     def patch_language_once(function: Callable) -> Any:
-        module = id(function.__globals__)
-        if module not in patched:
-            patched.add(module)
+        module = function.__globals__
+        if id(module) not in patched:
+            patched.add(id(module))
             patch_language(function)
+            for name, stub in ASSEMBLY.items():
+                if isinstance(module.get(name), interpreter.InterpretedFunction):
+                    module[name] = stub
         return kept
 
     kept = Kept()

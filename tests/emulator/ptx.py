@@ -102,8 +102,6 @@ def parse(text: str) -> Kernel:
             depth -= 1
             if not depth:
                 break
-        elif statement.startswith(".reg") and depth > 1:
-            raise PtxError(f"line {number}: `{statement}` within inner braces")
         else:
             _read_statement(kernel, statement, number)
     return kernel
@@ -142,7 +140,9 @@ def _read_statement(kernel: Kernel, statement: str, number: int) -> None:
         match = _REGISTERS.match(statement)
         if match is None or match[1] not in WIDTHS:
             raise PtxError(f"line {number}: registers `{statement}` are unknown")
-        kernel.registers[match[2]] = WIDTHS[match[1]]
+        width = WIDTHS[match[1]]
+        if kernel.registers.setdefault(match[2], width) != width:  # of other braces
+            raise PtxError(f"line {number}: `{statement}`: {match[2]} has another width before")
     elif statement.endswith(":"):
         _begin_block(kernel)
         kernel.labels[statement[:-1]] = kernel.blocks[-1].number

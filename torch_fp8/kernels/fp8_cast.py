@@ -7,6 +7,8 @@ compute on the CPU.
   NaN > Inf > finite, so an integer maximum propagates NaN, and is the same in any order.
 * FP8 leaves as uint8, and no ``min.NaN``/``max.NaN`` instruction is used: next to those, Triton
   (3.6 to 3.8 at least) corrupts transposed one-byte stores (triton-lang/triton#11111).
+* The conversion is assembly (`fp8_bytes`), for the assemblers that come with Triton lose bytes of
+  Triton's own.
 * Divisions are fused multiply-adds. IEEE division (`div_rn`) is a branch and a call each: it took
   a hundred more registers per thread, and some kernels spilled.
 * Bit patterns are named where they are used: Triton looks at each global of a kernel in each
@@ -88,6 +90,35 @@ def divide(x, r, s, POWER_OF_TWO: tl.constexpr):
 
 
 @triton.jit
+def fp8_bytes(x, E5M2: tl.constexpr):
+    """Convert float32 to FP8 bytes, to nearest even; overflow and Inf saturate, NaN stays.
+
+    Four values at a time, joined by ``prmt``. Where ``mov.b32`` joins two pairs, as Triton and LLVM
+    have it, ptxas 12.8 and 12.9 let the second conversion write into the word of the first; if a
+    pair is used elsewhere, too, or both are equal, they read a register that nothing has written.
+    """
+    KIND: tl.constexpr = "e5m2x2" if E5M2 else "e4m3x2"
+    return tl.inline_asm_elementwise(
+        f"""
+        {{
+        .reg .b16 %pair<2>;
+        .reg .b32 %half<2>;
+        cvt.rn.satfinite.{KIND}.f32 %pair0, $2, $1;
+        cvt.rn.satfinite.{KIND}.f32 %pair1, $4, $3;
+        cvt.u32.u16 %half0, %pair0;
+        cvt.u32.u16 %half1, %pair1;
+        prmt.b32 $0, %half0, %half1, 0x5410;
+        }}
+        """,
+        "=r,r,r,r,r",
+        [x],
+        dtype=tl.uint8,
+        is_pure=True,
+        pack=4,
+    )
+
+
+@triton.jit
 def cast_bounded(x, scale, E5M2: tl.constexpr, POWER_OF_TWO: tl.constexpr):
     """Cast x / scale to FP8 bytes, to nearest even, for a scale from an amax that includes x.
 
@@ -98,9 +129,7 @@ def cast_bounded(x, scale, E5M2: tl.constexpr, POWER_OF_TWO: tl.constexpr):
     # -0.0 becomes 0.0, as in the reference. Added to a product, 0.0 would be fused with it, and a
     # product that underflows keep its sign.
     y = tl.where(y == 0.0, 0.0, y) if POWER_OF_TWO else y + 0.0
-    if E5M2:
-        return y.to(tl.float8e5).to(tl.uint8, bitcast=True)
-    return y.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    return fp8_bytes(y, E5M2)
 
 
 @triton.jit
@@ -117,9 +146,9 @@ def cast_saturating(x, scale, E5M2: tl.constexpr):
         INF_BITS: tl.constexpr = 0x7F800000
         E5M2_INF: tl.constexpr = 0x7C
         y += tl.where(abs_bits(x) == INF_BITS, x, nonfinite)
-        q = y.to(tl.float8e5).to(tl.uint8, bitcast=True)
+        q = fp8_bytes(y, E5M2)
         # The hardware's saturating conversion turns Inf into 57344.
         infinity = tl.where(y < 0, E5M2_INF + 0x80, E5M2_INF).to(tl.uint8)
         return tl.where(abs_bits(y) == INF_BITS, infinity, q)
     y += nonfinite
-    return y.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    return fp8_bytes(y, E5M2)

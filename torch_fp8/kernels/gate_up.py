@@ -14,8 +14,7 @@ from torch import Tensor
 from torch_fp8.kernels.arguments import BackwardInputs, CastOptions
 from torch_fp8.kernels.fused_launch import amax_bits
 from torch_fp8.kernels.quantize import BLOCK, quantize_2d
-from torch_fp8.kernels.swiglu import is_fused
-from torch_fp8.kernels.swiglu_backward import cast_gradients, store_gradients
+from torch_fp8.kernels.swiglu_backward import cast_gradients, casts_at_once, store_gradients
 from torch_fp8.quantization.payload_shape import Layouts
 
 
@@ -41,7 +40,7 @@ def gate_up_backward_quantize(
     grad = inputs.grad
     # A block that had a part of both would be a matter of two tiles.
     whole = options.granularity == "tensorwise" or grad.shape[1] % BLOCK == 0
-    if not (whole and is_fused(options, grad, inputs.gate, inputs.up)):
+    if not (whole and casts_at_once(inputs, options)):
         return quantize_2d(gate_up_backward(inputs, gate_first), options)
     made = options.new_layouts(grad, 2 * grad.shape[1])
     halves = [_halves(t, dim, gate_first) for t, dim in zip(made, (1, 1, 0, 0), strict=True)]

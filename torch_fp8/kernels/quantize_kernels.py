@@ -20,7 +20,6 @@ from torch_fp8.kernels.quick_launch import quick
 from torch_fp8.kernels.tiles import (
     LINE,
     load_tile,
-    per_row,
     positions,
     push_amax,
     store_blocks,
@@ -150,13 +149,11 @@ def cast_kernel(
         tl.store(scale_ptr + c, scale, mask=(c < cols) & (tile_r == 0))
         scale = scale[None, :]
 
-    if SCALE != "columns":
-        scale = per_row(scale, r, rows)
     if SCALE == "given":
         q = cast_saturating(x, scale, E5M2)
     else:
         q = cast_bounded(x, scale, E5M2, POWER_OF_TWO)
-    store_layouts(q, row_ptr, col_ptr, tile, rows, cols, ROW, COL, PAD, LINES=True)
+    store_layouts(q, scale, row_ptr, col_ptr, tile, rows, cols, ROW, COL, PAD, LINES=True)
 
 
 @quick

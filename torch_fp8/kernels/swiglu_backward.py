@@ -16,7 +16,6 @@ from torch_fp8.kernels.fused_launch import (
     TYPES,
     amax_bits,
     fused_flags,
-    registers,
     scale_source,
 )
 from torch_fp8.kernels.launch_math import cdiv
@@ -115,12 +114,20 @@ def swiglu_backward_quantize(
 ) -> tuple[Tensor | None, ...]:
     """See `torch_fp8.ops.swiglu_backward.swiglu_backward_quantize`."""
     grad, casts = inputs.grad, options.of_gradients(dup_scale, dup_amax)
-    if is_fused(options, grad, inputs.gate, inputs.up):
+    if casts_at_once(inputs, options):
         made = tuple(t for how in casts for t in how.new_layouts(grad))
         cast_gradients(inputs, casts, made)
         return made
     gradients = swiglu_backward(inputs)
     return tuple(t for d, how in zip(gradients, casts, strict=True) for t in quantize_2d(d, how))
+
+
+def casts_at_once(inputs: BackwardInputs, options: CastOptions) -> bool:
+    """Return whether one launch computes and casts both gradients: of a tile of 128 rows registers
+    do not hold both.
+    """
+    fits = is_fused(options, inputs.grad, inputs.gate, inputs.up)
+    return fits and tile(options)[0] < BLOCK
 
 
 def cast_gradients(
@@ -138,9 +145,8 @@ def cast_gradients(
     grad, options = inputs.grad, casts[0]
     rows, cols = grad.shape
     operands, strides, flags = _operands(inputs, grad)
-    block_r, warps = tile(options)
     with torch.cuda.device_of(grad):
-        swiglu_backward_cast_kernel[(2 * cdiv(rows, block_r) * cdiv(cols, BLOCK),)](
+        swiglu_backward_cast_kernel[(cdiv(rows, ROWS) * cdiv(cols, BLOCK),)](
             *operands,
             *(scale_source(how, grad) for how in casts),
             *pointers((*(amax_slot(how) for how in casts), *made), grad),
@@ -151,10 +157,8 @@ def cast_gradients(
             JOINED=joined,
             AMAX=options.raises_amax,
             **fused_flags(options),
-            BLOCK_R=block_r,
+            BLOCK_R=ROWS,
             BLOCK_C=BLOCK,
-            num_warps=warps,
-            # A mask more than there are registers for two programs at a time.
-            maxnreg=registers(warps) if rows % 16 else None,
+            num_warps=WARPS,
             enable_fp_fusion=False,
         )

@@ -9,6 +9,7 @@ Float32 inside; no multiplication is fused with an addition, so that every kerne
 import triton
 import triton.language as tl
 
+from torch_fp8.kernels.fast_math import fast_sigmoid
 from torch_fp8.kernels.quick_launch import quick
 from torch_fp8.kernels.swiglu_kernels import times_smooth
 from torch_fp8.kernels.tiles import (
@@ -24,7 +25,7 @@ from torch_fp8.kernels.tiles import (
 @triton.jit
 def _gradients(grad, gate, up):
     """Return (dgate, dup)."""
-    sig = tl.sigmoid(gate)
+    sig = fast_sigmoid(gate)
     silu = gate * sig
     return grad * up * (sig + silu * (1.0 - sig)), grad * silu
 
@@ -89,36 +90,6 @@ def swiglu_backward_kernel(
         push_amax(amax_ptr + (0 if JOINED else 1), rounded(dup, OUT))
 
 
-@triton.jit
-def _gradient(
-    gradient,
-    inputs,
-    tile,
-    rows,
-    cols,
-    OUT: tl.constexpr,
-    SMOOTH: tl.constexpr,
-    GATE_SAVED: tl.constexpr,
-    UP_SAVED: tl.constexpr,
-):
-    """Compute a tile of dgate (0) or dup (1), rounded; `inputs` are those of the kernel."""
-    grad, gate, up, smooth = inputs
-    grad_ptr, grad_r, grad_c = grad
-    smooth_ptr, smooth_stride = smooth
-    _, _, r, c, mask = tile
-    gate = load_saved(gate, tile, rows, cols, GATE_SAVED)
-    d = load_tile(grad_ptr, grad_r, grad_c, r, c, mask)
-    d = times_smooth(d, smooth_ptr, smooth_stride, c, cols, SMOOTH)
-    sig = tl.sigmoid(gate)
-    silu = gate * sig
-    if gradient == 0:
-        d *= load_saved(up, tile, rows, cols, UP_SAVED)
-        d *= sig + silu * (1.0 - sig)
-    else:
-        d *= silu
-    return rounded(d, OUT)
-
-
 @quick
 @triton.jit(
     do_not_specialize_on_alignment=["scale_ptr", "dup_scale_ptr", "amax_ptr", "dup_amax_ptr"]
@@ -170,33 +141,40 @@ def swiglu_backward_cast_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """Compute and cast one tile of dgate or of dup; see `store_cast`.
-
-    Registers do not hold both. Neighbouring programs make the two of one tile: at the same time, so
-    that what both are made of is read from memory once and comes out of the cache the second time.
-    """
-    gradient = tl.program_id(0) % 2
-    tile = tile_at(tl.program_id(0) // 2, rows, cols, BLOCK_R, BLOCK_C)
-    inputs = (
-        (grad_ptr, grad_r, grad_c),
-        (gate_ptr, gate_s_ptr, gate_r, gate_c, gate_s_r, gate_s_c),
-        (up_ptr, up_s_ptr, up_r, up_c, up_s_r, up_s_c),
-        (smooth_ptr, smooth_stride),
-    )
-    d = _gradient(gradient, inputs, tile, rows, cols, OUT, SMOOTH, GATE_SAVED, UP_SAVED)
-    row_length = _row_length(cols, JOINED)
-    q_ptr, s_ptr, qt_ptr, st_ptr = dgate_q_ptr, dgate_s_ptr, dgate_qt_ptr, dgate_st_ptr
-    if gradient == 1:
-        q_ptr, s_ptr, qt_ptr, st_ptr = dup_q_ptr, dup_s_ptr, dup_qt_ptr, dup_st_ptr
-    made = (q_ptr, s_ptr, qt_ptr, st_ptr)
-    if gradient == 1:
-        scale_ptr, amax_ptr = dup_scale_ptr, dup_amax_ptr
+    """Compute and cast one tile of dgate and of dup; see `store_cast`."""
+    tile = tile_at(tl.program_id(0), rows, cols, BLOCK_R, BLOCK_C)
+    _, _, r, c, mask = tile
+    gate = (gate_ptr, gate_s_ptr, gate_r, gate_c, gate_s_r, gate_s_c)
+    gate = load_saved(gate, tile, rows, cols, GATE_SAVED)
+    up = (up_ptr, up_s_ptr, up_r, up_c, up_s_r, up_s_c)
+    up = load_saved(up, tile, rows, cols, UP_SAVED)
+    grad = load_tile(grad_ptr, grad_r, grad_c, r, c, mask)
+    grad = times_smooth(grad, smooth_ptr, smooth_stride, c, cols, SMOOTH)
+    dgate, dup = _gradients(grad, gate, up)
+    dgate, dup = rounded(dgate, OUT), rounded(dup, OUT)
     if AMAX:
-        push_amax(amax_ptr, d)
+        push_amax(amax_ptr, dgate)
+        push_amax(dup_amax_ptr, dup)
+    row_length = _row_length(cols, JOINED)
     store_cast(
-        d,
+        dgate,
         scale_ptr,
-        made,
+        (dgate_q_ptr, dgate_s_ptr, dgate_qt_ptr, dgate_st_ptr),
+        tile,
+        rows,
+        row_length,
+        SCALE,
+        GROUP,
+        E5M2,
+        POWER_OF_TWO,
+        ROW,
+        COL,
+        width=cols,
+    )
+    store_cast(
+        dup,
+        dup_scale_ptr,
+        (dup_q_ptr, dup_s_ptr, dup_qt_ptr, dup_st_ptr),
         tile,
         rows,
         row_length,

@@ -7,6 +7,7 @@ Float32 inside; no multiplication is fused with an addition, so that every kerne
 import triton
 import triton.language as tl
 
+from torch_fp8.kernels.fast_math import fast_sigmoid
 from torch_fp8.kernels.quick_launch import quick
 from torch_fp8.kernels.tiles import (
     load_tile,
@@ -68,7 +69,7 @@ def swiglu_cast_kernel(
     made = (q_ptr, s_ptr, qt_ptr, st_ptr)
     gate = load_tile(gate_ptr, gate_r, gate_c, r, c, mask)
     up = load_tile(up_ptr, up_r, up_c, r, c, mask)
-    h = gate * tl.sigmoid(gate) * up
+    h = gate * fast_sigmoid(gate) * up
     h = times_smooth(h, smooth_ptr, smooth_stride, c, cols, SMOOTH).to(OUT)
     if SAVE:
         save_tile(gate, gate_q_ptr, gate_s_ptr, tile, rows, cols)

@@ -68,19 +68,9 @@ def store_col(col_ptr, q, r, c, rows, cols, PAD: tl.constexpr):
 
 
 @triton.jit
-def per_row(scale, r, rows):
-    """Broadcast the scalar to a column vector: with the scalar itself the two-layout cast spills.
-
-    Triton 3.6 casts every element twice there, once in the layout of each store, rather than move
-    the bytes through shared memory (see the count of cvt in the PTX); free while memory is the
-    bound, to be looked at again on a card.
-    """
-    return tl.where(r < rows, scale, 1.0)[:, None]
-
-
-@triton.jit
 def store_layouts(
     q,
+    scale,
     row_ptr,
     col_ptr,
     tile,
@@ -94,6 +84,8 @@ def store_layouts(
 ):
     """Store the same bytes in the layouts asked for.
 
+    The column layout reads back what the row layout has stored: of one tensor for two stores Triton
+    would cast every element twice, in the layout of each. scale: that of the tile, () or (1, C);
     width: the columns that the tile belongs to, where a row of `cols` has more; None: all. LINES:
     whether a thread moves a LINE at once.
     """
@@ -103,6 +95,11 @@ def store_layouts(
         if LINES:
             places = tl.max_contiguous(places, (1, LINE))
         tl.store(places, q, mask=mask)
+        if COL:
+            NAN: tl.constexpr = 0x7F
+            tl.debug_barrier()
+            nothing = tl.where(scale == scale, 0, NAN).to(tl.uint8)
+            q = tl.load(places, mask=mask, other=nothing)
     if COL:
         if width is None:
             store_col(col_ptr, q, r, c, rows, cols, PAD)
@@ -225,15 +222,15 @@ def store_blocks(
     else:
         FMAX: tl.constexpr = 57344.0 if E5M2 else 448.0
         scale = scale_from_amax(largest_bits(y), FMAX, POWER_OF_TWO)
-        tile_r, tile_c, r, _, _ = tile
+        tile_r, tile_c, _, _, _ = tile
         # There are fewer than 2^31 tiles of 128 x 128.
         tiles_r, tiles_c = tl.cdiv(rows, y.shape[0]), tl.cdiv(cols, y.shape[1])
         if ROW:
             tl.store(s_ptr + tile_r * tiles_c + tile_c, scale)
         if COL:
             tl.store(st_ptr + tile_c * tiles_r + tile_r, scale)
-        q = cast_bounded(y, per_row(scale, r, rows), E5M2, POWER_OF_TWO)
-        store_layouts(q, q_ptr, qt_ptr, tile, rows, cols, ROW, COL, PAD, width, LINES)
+        q = cast_bounded(y, scale, E5M2, POWER_OF_TWO)
+        store_layouts(q, scale, q_ptr, qt_ptr, tile, rows, cols, ROW, COL, PAD, width, LINES)
 
 
 @triton.jit
@@ -281,7 +278,7 @@ def store_cast(
     tile, made, width: see `tile_at` and `store_blocks`. SCALE: for "whole" the tile is all of the
     matrix, whose amax is then known; for "plain" nothing is cast.
     """
-    tile_r, tile_c, r, _, _ = tile
+    tile_r, tile_c, _, _, _ = tile
     q_ptr, s_ptr, qt_ptr, _ = made
     if SCALE == "square" or SCALE == "groups":
         PAD: tl.constexpr = 1 if SCALE == "square" else 128 if GROUP == 128 else 16
@@ -290,18 +287,19 @@ def store_cast(
         )
     elif SCALE == "plain":
         y = y.to(q_ptr.dtype.element_ty)
-        store_layouts(y, q_ptr, qt_ptr, tile, rows, cols, ROW, COL, 1, width)
+        store_layouts(y, None, q_ptr, qt_ptr, tile, rows, cols, ROW, COL, 1, width)
     else:
         if SCALE == "given":
-            q = cast_saturating(y, per_row(tl.load(scale_ptr), r, rows), E5M2)
+            scale = tl.load(scale_ptr)
+            q = cast_saturating(y, scale, E5M2)
         else:
             FMAX: tl.constexpr = 57344.0 if E5M2 else 448.0
             bits = largest_bits(y) if SCALE == "whole" else tl.load(scale_ptr)
             scale = scale_from_amax(bits, FMAX, POWER_OF_TWO)
             if tile_r + tile_c == 0:
                 tl.store(s_ptr, scale)
-            q = cast_bounded(y, per_row(scale, r, rows), E5M2, POWER_OF_TWO)
-        store_layouts(q, q_ptr, qt_ptr, tile, rows, cols, ROW, COL, 16, width)
+            q = cast_bounded(y, scale, E5M2, POWER_OF_TWO)
+        store_layouts(q, scale, q_ptr, qt_ptr, tile, rows, cols, ROW, COL, 16, width)
 
 
 @triton.jit

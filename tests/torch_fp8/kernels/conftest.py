@@ -21,6 +21,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tests import kernel_code
 from tests.kernel_cases.states import matrix_differences, moved, optimizer_matrix
+from tests.unwritten_registers import unwritten_registers
 from torch_fp8.quantization.stochastic_rounding import random_words
 
 TARGETS = {"sm_90": GPUTarget("cuda", 90, 32), "sm_100": GPUTarget("cuda", 100, 32)}
@@ -197,13 +198,19 @@ def resources(compiled, directory: Path) -> Resources:
     )
 
 
-def instructions(compiled, directory: Path) -> int:
-    """How many the kernel has, as the nvdisasm that comes with Triton lists them."""
+def machine_code(compiled, directory: Path) -> str:
+    """The kernel's instructions, as the nvdisasm that comes with Triton lists them."""
     cubin = directory / "kernel.cubin"
     cubin.write_bytes(compiled.asm["cubin"])
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
-    text = subprocess.run([str(tool), "-c", str(cubin)], check=True, capture_output=True, text=True)
-    return len(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/", text.stdout, re.MULTILINE))
+    command = [str(tool), "-c", str(cubin)]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+def instructions(compiled, directory: Path) -> int:
+    """How many the kernel has."""
+    text = machine_code(compiled, directory)
+    return len(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/", text, re.MULTILINE))
 
 
 def just_rounded_up(rows, cols, keys):
@@ -260,11 +267,18 @@ def record_launches():
 
 
 @pytest.fixture
-def compile_for(tmp_path):
-    """`compile_for(launch, "sm_90")` -> (PTX, Resources), without a GPU."""
+def compile_for(tmp_path, pytestconfig):
+    """`compile_for(launch, "sm_90")` -> (PTX, Resources), without a GPU.
+
+    Where every variant is compiled, none reads registers that nothing has written.
+    """
+    every = pytestconfig.getoption("every_variant", default=False)
 
     def compile_and_measure(launch: Launch, target: str) -> tuple[str, Resources]:
         compiled = compile_launch(launch, TARGETS[target])
+        if every:
+            unwritten = unwritten_registers(machine_code(compiled, tmp_path))
+            assert not unwritten, f"{target} {launch.name}: {unwritten[:3]}"
         return compiled.asm["ptx"], resources(compiled, tmp_path)
 
     return compile_and_measure
