@@ -127,10 +127,10 @@ def _renew(layers: "Sequence[ScalingBuffers]", mesh: Any) -> None:
 
 def _take_scales(layers: "Sequence[ScalingBuffers]", scales: Tensor) -> None:
     """Have layers cast with scales (L, 3) from now on."""
-    of_each = scales.unbind()
+    of_each = scales[..., None].repeat(1, 1, 4).unbind()
     torch._foreach_copy_([layer.scaling_buffers()[1] for layer in layers], of_each)
     for layer, own in zip(layers, of_each, strict=True):
-        layer.take_scales(own.unbind())
+        layer.take_scales(own)
         layer.fp8_recorded = False
 
 

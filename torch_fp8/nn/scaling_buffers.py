@@ -9,7 +9,6 @@ All of it lies in non-persistent buffers, moved with the module and kept out of 
 operands are input (0), weight (1) and gradient of the output (2).
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -25,8 +24,9 @@ from torch_fp8.tensor.scale_source import ScaleSource
 
 INPUT, WEIGHT, GRAD_OUTPUT = range(3)
 BUFFERS = ("fp8_amax_history", "fp8_scales", "fp8_amaxes", "fp8_grad_amax")
-"""Buffers of delayed scaling: histories (3, H), the newest amax first; scales (3,), 0 where they
-are not known; the slots of input and weight (2,); the slot of the gradient (1,).
+"""Buffers of delayed scaling: histories (3, H), the newest amax first; scales (3, 4), each four
+times, since GEMMs take scales at multiples of 16 bytes, and 0 where they are not known; the slots
+of input and weight (2,); the slot of the gradient (1,).
 
 Forward and backward write slots in tensors of their own, as graphs of torch.compile ask for.
 """
@@ -54,7 +54,7 @@ class ScalingBuffers(nn.Module):
         """Create the buffers of delayed scaling, if the recipe has them, with empty histories."""
         if not self.fp8_recipe.delayed:
             return
-        shapes = (3, self.fp8_config.amax_history_len), (3,), (2,), (1,)
+        shapes = (3, self.fp8_config.amax_history_len), (3, 4), (2,), (1,)
         for name, shape in zip(BUFFERS, shapes, strict=True):
             empty = torch.empty(shape, dtype=torch.float32, device=self.weight.device)
             self.register_buffer(name, empty, persistent=False)
@@ -81,16 +81,17 @@ class ScalingBuffers(nn.Module):
                 sources = tuple(ScaleSource(None, slot) for slot in slots)
                 self.__dict__["_fp8_sources"] = sources
                 if self.fp8_ready:
-                    self.take_scales(scales.clone().unbind())
+                    self.take_scales(scales.clone())
         return sources
 
-    def take_scales(self, scales: Sequence[Tensor]) -> None:
+    def take_scales(self, scales: Tensor) -> None:
         """Cast with other scales from now on.
 
         Args:
-            scales: () float32 of each operand, which nobody writes to any more.
+            scales: (3, 4) float32, as in the buffer; nobody writes to it any more.
         """
-        for source, scale in zip(self._sources(), (*scales, *scales[:2]), strict=True):
+        own = scales[:, 0].unbind()
+        for source, scale in zip(self._sources(), (*own, *own[:2]), strict=True):
             if source.scale is not None and is_capturing(scale.device):
                 source.scale.copy_(scale)  # where the casts of a CUDA graph of a whole step read it
             else:

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from torch_fp8.ops.alignment import aligned, is_aligned
 from torch_fp8.ops.quantize import QuantizedTensor
 from torch_fp8.quantization.formats import GEMM_ALIGNMENT
 from torch_fp8.quantization.payload_shape import BLOCK_SHAPE, E8M0_ROWS
@@ -54,6 +55,16 @@ def operand(
         scale = _pad(scale, num_rows - scale.shape[0], num_cols - scale.shape[1], 1.0)
         scale = _LAY_OUT[x.granularity](scale)
     return QuantizedTensor(qdata, scale, x.granularity)
+
+
+def aligned_operand(x: QuantizedTensor) -> QuantizedTensor:
+    """Return an operand at addresses that cuBLASLt takes, scales included.
+
+    Of a scale at another it says CUBLAS_STATUS_NOT_SUPPORTED, after it has chosen a kernel.
+    """
+    if is_aligned(x.scale) and is_aligned(x.qdata):
+        return x
+    return QuantizedTensor(aligned(x.qdata), aligned(x.scale), x.granularity)
 
 
 def with_columns(qdata: Tensor, cols: int) -> Tensor:

@@ -28,11 +28,8 @@ from torch.nn.functional import ScalingType, SwizzleType
 from torch.utils.flop_counter import register_flop_formula
 
 from torch_fp8.ops import refused_rows
-from torch_fp8.ops.gemm_operand import operand, with_columns
-from torch_fp8.ops.hardware import (
-    _cuda_version,
-    _unsupported_recipe,
-)
+from torch_fp8.ops.gemm_operand import aligned_operand, operand, with_columns
+from torch_fp8.ops.hardware import _cuda_version, _unsupported_recipe
 from torch_fp8.ops.quantize import QuantizedTensor, dequantize
 from torch_fp8.ops.registry import define, is_watched
 from torch_fp8.quantization.formats import GEMM_ALIGNMENT
@@ -248,7 +245,7 @@ def lay_out(b: QuantizedTensor, contracted: int) -> LaidOut:
     Args:
         contracted: C, without the zeros that a cast has padded.
     """
-    laid_out = operand(b, contracted, is_b=True)
+    laid_out = aligned_operand(operand(b, contracted, is_b=True))
     qdata, scale, granularity = laid_out
     scales = [scale.t() if granularity == "rowwise" else scale]
     arguments = qdata.t(), scales, _SCALING_VALUE[granularity]
@@ -263,7 +260,7 @@ def _scaled_mm_at_once(
     bias: Tensor | None,
 ) -> Tensor:
     """Call the operator behind ``F.scaled_mm``, which makes its lists anew in each call."""
-    qdata, scale, granularity = a
+    qdata, scale, granularity = aligned_operand(a)
     qdata_b, scales_b, kind_b = b.arguments
     swizzle = _SWIZZLE if granularity == "block_1x32" else _NO_SWIZZLE
     output: Tensor = torch._scaled_mm_v2(

@@ -251,7 +251,7 @@ class Quantizers(NamedTuple):
             return self
         scales, amaxes, _ = buffers
         # Backward keeps them, whoever renews the buffer in between.
-        known = scales.clone().unbind() if ready else (None,) * 3
+        known = scales.clone()[:, 0].unbind() if ready else (None,) * 3
         slots = (*(amaxes.unbind() if training else (None,) * 2), None)
         of_input, of_weight, of_gradient = (
             ScaleSource(*pair) for pair in zip(known, slots, strict=True)

@@ -33,9 +33,9 @@ from torch import Tensor
 from torch_fp8.distributed.collectives import CommunicationStream, all_gather, all_to_all
 from torch_fp8.distributed.ddp.fp8_grad_reducer import Float8GradReducer
 from torch_fp8.ops import messages
+from torch_fp8.ops.alignment import aligned, is_aligned
 from torch_fp8.quantization.block_scaled import MIN_NUMEL
 from torch_fp8.quantization.formats import GROUP_SIZE
-from torch_fp8.tensor.alignment import aligned, is_aligned
 
 _WIRE_DTYPES = (torch.bfloat16, torch.float32)
 _DTYPES = (*_WIRE_DTYPES, torch.float16)
