@@ -8,6 +8,7 @@ to the next, and every input takes a gradient. Legend: M tokens, K in, N out.
 import contextlib
 import functools
 import statistics
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -23,6 +24,10 @@ from torch_fp8.tensor.payload_cache import keeps_scale
 from torch_fp8.tensor.split_weight import split_parameter
 
 WARMUP, REPETITIONS = 1, 5
+CYCLES = 2e9
+"""The cycles of a card in a second, at most."""
+LONGEST_LAUNCH = 0.02
+"""The seconds that the host takes for a pass, at most, but for the first one, which compiles."""
 
 
 class LayerShape(NamedTuple):
@@ -123,14 +128,18 @@ def layer_times(
 
 
 def seconds(device: torch.device, run: Callable[[], None]) -> float:
-    """Measure the seconds of one call of `run` on a CUDA device that has work already.
+    """Measure the seconds that a CUDA device takes for one call of `run`, launched before it
+    begins.
 
-    The call before keeps it busy while the host launches this one, as in a training step: what the
-    host takes shows where it is the slower of the two.
+    A layer alone is launched more slowly than it runs. In a model the attention, the loss and
+    layers that take longer give the host time for that, and a compiled one launches at once.
     """
     with torch.cuda.device(device):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        began = time.perf_counter()
         run()
+        host = min(time.perf_counter() - began, LONGEST_LAUNCH)
+        torch.cuda._sleep(int(2 * host * CYCLES))
         start.record()
         run()
         end.record()

@@ -47,7 +47,7 @@ def name(run):
     return None if run.recipe is None else run.recipe.name
 
 
-def test_the_clock_runs_while_a_card_that_has_work_does_more(monkeypatch):
+def test_the_clock_runs_when_all_is_launched(monkeypatch):
     done = []
 
     class Event:
@@ -65,9 +65,10 @@ def test_the_clock_runs_while_a_card_that_has_work_does_more(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: done.append("sleep"))
     taken = layer_benchmark.seconds(torch.device("cuda"), lambda: done.append("run"))
     assert taken == 2.5e-3
-    assert done == ["run", "event", "run", "event", "wait"]
+    assert done == ["run", "sleep", "event", "run", "event", "wait"]
 
 
 def test_the_median_of_each_recipe_and_of_none(timer):
