@@ -31,12 +31,10 @@ def same_bits(got: Tensor | None, want: Tensor | None, what: str = "result") -> 
         return
     _same_form(got, want, what)
     got = got.cpu()
-    if got.ndim == 2:
-        require(got.t().is_contiguous() == want.t().is_contiguous(), f"{what}: another layout")
     integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[want.dtype.itemsize]
     same = got.view(integer) == want.view(integer)
     same |= got.float().isnan() & want.float().isnan()
-    require(same.all(), f"{what}: {int((~same).sum())} of {same.numel()} differ")
+    _all(same, got, want, what)
 
 
 def same_values(got: Tensor | None, want: Tensor | None, what: str = "result") -> None:
@@ -47,7 +45,7 @@ def same_values(got: Tensor | None, want: Tensor | None, what: str = "result") -
     _same_form(got, want, what)
     got, want = got.cpu(), want.cpu()
     same = (got.float() == want.float()) | (got.float().isnan() & want.float().isnan())
-    require(same.all(), f"{what}: {int((~same).sum())} of {same.numel()} differ")
+    _all(same, got, want, what)
 
 
 def near(got: Tensor, want: Tensor, what: str = "result") -> None:
@@ -75,6 +73,13 @@ def close(got: Tensor, want: Tensor, rtol: float, what: str = "result") -> None:
     )
 
 
+def _all(same: Tensor, got: Tensor, want: Tensor, what: str) -> None:
+    if not same.all():
+        place = tuple((~same).nonzero()[0].tolist())
+        first = f"the first at {place}: {float(got[place])!r}, not {float(want[place])!r}"
+        raise Mismatch(f"{what}: {int((~same).sum())} of {same.numel()} differ, {first}")
+
+
 def _both_absent(got: Tensor | None, want: Tensor | None, what: str) -> None:
     absent = [t is None or t.shape == (0,) for t in (got, want)]
     require(all(absent), f"{what}: only one of the two exists")
@@ -83,4 +88,5 @@ def _both_absent(got: Tensor | None, want: Tensor | None, what: str) -> None:
 def _same_form(got: Tensor, want: Tensor, what: str) -> None:
     require(got.shape == want.shape, f"{what}: shape {tuple(got.shape)}, not {tuple(want.shape)}")
     require(got.dtype == want.dtype, f"{what}: {got.dtype}, not {want.dtype}")
-    require(got.is_contiguous() == want.is_contiguous(), f"{what}: another layout")
+    for a, b in ((got, want), (got.t(), want.t())) if got.ndim == 2 else ((got, want),):
+        require(a.is_contiguous() == b.is_contiguous(), f"{what}: another layout")

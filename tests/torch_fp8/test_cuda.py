@@ -59,7 +59,7 @@ def test_layer_agrees_with_the_cpu(recipe, wgrad):
         results = []
         for net in (model, on_card):
             device = net[0].weight.device
-            leaf = x.to(device).requires_grad_()
+            leaf = x.to(device, copy=True).requires_grad_()
             net.zero_grad()
             y = net(leaf)
             y.backward(grad.to(device))

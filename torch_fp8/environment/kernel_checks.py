@@ -26,7 +26,9 @@ GRANULARITIES: tuple[Granularity, ...] = (
 SHAPE = (129, 272)
 """Rows and columns that are no multiples of a tile."""
 NEIGHBOURS = 0.01
-"""The share of results that may be the neighbours of the reference's: sums have another order."""
+"""The share of results in 16 bits that may be the neighbours of the reference's: sums have another
+order, of which float32 shows the last bits.
+"""
 
 
 def check_casts(device: str) -> str:
@@ -146,7 +148,8 @@ def _compare(
         step = max(_eps(reference.dtype), 2.0**-14)
         near = (got - want).abs() <= step * (want.abs() + want.abs().max() * 2.0**-14)
         share = float((got != want).float().mean())
-        if not bool(near.all()) or share > (0 if exact else NEIGHBOURS):
+        most = 0.0 if exact else 1.0 if reference.dtype == torch.float32 else NEIGHBOURS
+        if not bool(near.all()) or share > most:
             raise RuntimeError(
                 f"{what}: {share:.2%} of result {i} differ from the reference, "
                 f"{int((~near).sum())} by more than a neighbour"
