@@ -281,6 +281,7 @@ def results(
     """Return what is added to the input and to its gradient, and gradients of the linears'
     weights.
     """
+    layer.zero_grad()
     leaf = hidden.detach().requires_grad_()
     owner = called if isinstance(called, nn.Module) else layer
     out = called(leaf, position_embeddings=(cos, sin))

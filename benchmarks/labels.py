@@ -7,6 +7,8 @@ AXES = {
     "ceiling": "speed-up over BF16 at best",
     "contracted": "contraction dimension K",
     "error": "relative error of the result",
+    "loss": "training loss",
+    "step": "steps of 8,192 tokens",
     "held_bytes_per_token": "memory kept for backward (bytes per token)",
     "host_ms": "host time (ms)",
     "median_ms": "time (ms)",

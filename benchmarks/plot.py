@@ -348,6 +348,10 @@ PICTURES: dict[str, tuple[str, list[Panels]]] = {
             bars(["host_ms"], ("variant",), title="On the host"),
         ],
     ),
+    "loss_curves": (
+        "A Llama of 127 million parameters from scratch, the same tokens in the same order",
+        [lines("step", "loss", ("variant",))],
+    ),
 }
 
 

@@ -199,7 +199,7 @@ def test_optimizer_counts_the_bytes_of_each_variant(results):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", [*(f"{part}.csv" for part in PARTS), "gpu_run.csv"])
+@pytest.mark.parametrize("name", [*(f"{part}.csv" for part in (*PARTS, "loss")), "gpu_run.csv"])
 def test_rows_say_where_they_come_from(results, name):
     found = rows(results, name)
     assert found
@@ -213,7 +213,7 @@ def test_rows_say_where_they_come_from(results, name):
 @pytest.mark.long
 def test_every_part_is_drawn(results):
     pytest.importorskip("matplotlib")
-    assert {path.stem for path in results.glob("*.png")} == set(PARTS)
+    assert {path.stem for path in results.glob("*.png")} == {*PARTS, "loss_curves"}
 
 
 @pytest.mark.long
