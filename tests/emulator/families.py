@@ -66,7 +66,7 @@ def families() -> dict[str, Callable[[], None]]:
     few: dict[str, Any] = {"few": True}
     return {
         **{f"cast {g}": partial(_cast, g, "row spread") for g in casts.GRANULARITIES},
-        "cast with NaN": partial(_cast, "block_1x128", "nan"),
+        **{f"cast {g} with NaN": partial(_cast, g, "nan") for g in casts.GRANULARITIES},
         "known scale": partial(
             casts.check_known_scale, casts.kernel(), "cpu", "boundaries", [WHOLE]
         ),

@@ -153,7 +153,19 @@ def cast_kernel(
         q = cast_saturating(x, scale, E5M2)
     else:
         q = cast_bounded(x, scale, E5M2, POWER_OF_TWO)
-    store_layouts(q, scale, row_ptr, col_ptr, tile, rows, cols, ROW, COL, PAD, LINES=True)
+    store_layouts(
+        q,
+        row_ptr,
+        col_ptr,
+        tile,
+        rows,
+        cols,
+        ROW,
+        COL,
+        PAD,
+        LINES=True,
+        PLAIN_PADS=SCALE == "columns",
+    )
 
 
 @quick

@@ -70,7 +70,6 @@ def store_col(col_ptr, q, r, c, rows, cols, PAD: tl.constexpr):
 @triton.jit
 def store_layouts(
     q,
-    scale,
     row_ptr,
     col_ptr,
     tile,
@@ -81,13 +80,15 @@ def store_layouts(
     PAD: tl.constexpr,
     width=None,
     LINES: tl.constexpr = False,
+    PLAIN_PADS: tl.constexpr = False,
 ):
     """Store the same bytes in the layouts asked for.
 
     The column layout reads back what the row layout has stored: of one tensor for two stores Triton
-    would cast every element twice, in the layout of each. scale: that of the tile, () or (1, C);
-    width: the columns that the tile belongs to, where a row of `cols` has more; None: all. LINES:
-    whether a thread moves a LINE at once.
+    would cast every element twice, in the layout of each. It is padded with zeros, but where it is
+    alone with a scale per column, PLAIN_PADS, which NaN pads with NaN. width: the columns that the
+    tile belongs to, where a row of `cols` has more; None: all. LINES: whether a thread moves a LINE
+    at once.
     """
     _, _, r, c, mask = tile
     if ROW:
@@ -96,10 +97,10 @@ def store_layouts(
             places = tl.max_contiguous(places, (1, LINE))
         tl.store(places, q, mask=mask)
         if COL:
-            NAN: tl.constexpr = 0x7F
             tl.debug_barrier()
-            nothing = tl.where(scale == scale, 0, NAN).to(tl.uint8)
-            q = tl.load(places, mask=mask, other=nothing)
+            q = tl.load(places, mask=mask, other=0)
+    elif not PLAIN_PADS:
+        q = tl.where(mask, q, 0)
     if COL:
         if width is None:
             store_col(col_ptr, q, r, c, rows, cols, PAD)
@@ -230,7 +231,7 @@ def store_blocks(
         if COL:
             tl.store(st_ptr + tile_c * tiles_r + tile_r, scale)
         q = cast_bounded(y, scale, E5M2, POWER_OF_TWO)
-        store_layouts(q, scale, q_ptr, qt_ptr, tile, rows, cols, ROW, COL, PAD, width, LINES)
+        store_layouts(q, q_ptr, qt_ptr, tile, rows, cols, ROW, COL, PAD, width, LINES)
 
 
 @triton.jit
@@ -287,7 +288,7 @@ def store_cast(
         )
     elif SCALE == "plain":
         y = y.to(q_ptr.dtype.element_ty)
-        store_layouts(y, None, q_ptr, qt_ptr, tile, rows, cols, ROW, COL, 1, width)
+        store_layouts(y, q_ptr, qt_ptr, tile, rows, cols, ROW, COL, 1, width)
     else:
         if SCALE == "given":
             scale = tl.load(scale_ptr)
@@ -299,7 +300,7 @@ def store_cast(
             if tile_r + tile_c == 0:
                 tl.store(s_ptr, scale)
             q = cast_bounded(y, scale, E5M2, POWER_OF_TWO)
-        store_layouts(q, scale, q_ptr, qt_ptr, tile, rows, cols, ROW, COL, 16, width)
+        store_layouts(q, q_ptr, qt_ptr, tile, rows, cols, ROW, COL, 16, width)
 
 
 @triton.jit
