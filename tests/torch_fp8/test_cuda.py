@@ -68,6 +68,25 @@ def test_layer_agrees_with_the_cpu(recipe, wgrad):
             assert sqnr_db(expected, ours) > 40
 
 
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_a_model_with_gradients_moves_to_the_cpu_and_back(level):
+    """As Lightning moves it at the end of a fit."""
+    model = nn.Sequential(nn.Linear(256, 512), nn.Linear(512, 256)).to(CUDA)
+    config = FP8Config(recipe="tensorwise", opt_level=level)
+    torch_fp8.convert_to_float8(model, config)
+    optimizer = torch.optim.AdamW(model.parameters())
+    torch_fp8.convert_optimizer(optimizer, config, model=model)
+    for device in (CUDA, torch.device("cpu"), CUDA):
+        model.to(device)
+        assert {p.device.type for p in model.parameters()} == {device.type}
+        grads = [p.grad for p in model.parameters() if p.grad is not None]
+        assert {grad.device.type for grad in grads} <= {device.type}
+        if device == CUDA:
+            optimizer.zero_grad()
+            model(torch.randn(64, 256, device=device)).sum().backward()
+            optimizer.step()
+
+
 def test_compiled_layer_gives_the_same_values(recipe):
     torch._dynamo.reset()
     model = nn.Sequential(nn.Linear(256, 512), nn.GELU(), nn.Linear(512, 256)).to(CUDA)

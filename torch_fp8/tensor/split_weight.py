@@ -108,9 +108,9 @@ class SplitWeight(SplitTensor):
             other = nn.Parameter(plain(value), self.requires_grad)
         grad = self.grad
         exchange(self, other)
-        if grad is not None:  # of the old dtype or device, as stock leaves it
+        if grad is not None:  # of the old dtype, as stock leaves it; of another device none may be
             self.grad_dtype = None
-            self.grad = plain(grad)
+            self.grad = plain(grad).to(self.device)
 
     @property
     def grad(self) -> Tensor | None:
