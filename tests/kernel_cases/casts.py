@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.kernel_cases.comparison import require, same_bits
+from tests.kernel_cases.comparison import require, same_bits, same_values
 from torch_fp8.kernels.arguments import CastOptions
 from torch_fp8.ops.quantize import quantize_2d
 from torch_fp8.ops.quantize_dbias import quantize_layouts_and_sum
@@ -124,7 +124,9 @@ def check_cast(
                 made, want, (row, row or by_tensor, col, col), strict=True
             ):
                 what = f"{granularity} {dtype} of {shape} {source}, {kind}"
-                if wanted:
+                if wanted and kind == "range":  # a last bit of a denormal decides a zero's sign
+                    same_values(got, expected, what)
+                elif wanted:
                     same_bits(got, expected, what)
                 else:
                     require(got is None, f"{what}: made what was not asked for")

@@ -23,14 +23,14 @@ def same_bits(got: Tensor | None, want: Tensor | None, what: str = "result") -> 
 
     Args:
         got: the kernel's result, on any device.
-        want: the reference's result, on the CPU.
+        want: the reference's result, on the CPU; or another one of the kernel's.
         what: it is, for the message.
     """
     if got is None or want is None:
         _both_absent(got, want, what)
         return
     _same_form(got, want, what)
-    got = got.cpu()
+    got, want = got.cpu(), want.cpu()
     integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[want.dtype.itemsize]
     same = got.view(integer) == want.view(integer)
     same |= got.float().isnan() & want.float().isnan()

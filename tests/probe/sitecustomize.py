@@ -35,6 +35,8 @@ def _wrap(module):
     for name in _counts:
         setattr(module, name, _counting(name, getattr(module, name)))
     torch = module.torch
+    if hasattr(torch, "_scaled_mm_v2"):  # which a card calls without the function before it
+        torch._scaled_mm_v2 = _counting("scaled_mm", torch._scaled_mm_v2, "torch_fp8")
     if not torch._C._dispatch_has_kernel_for_dispatch_key("aten::_scaled_mm_v2", "CPU"):
         torch._scaled_mm = _counting("scaled_mm", torch._scaled_mm, "torch_fp8")  # torch 2.11
 

@@ -69,7 +69,8 @@ class Evidence:
             raise RuntimeError(f"weights of level {level} are not of its kind: {'; '.join(found)}")
         if not torch.tensor(loss).isfinite():
             raise RuntimeError(f"the loss is {loss}")
-        if all(torch.equal(weight.float(), old.float()) for weight, old in self.before):
+        # A host may have moved the model back to the CPU.
+        if all(torch.equal(weight.float().cpu(), old.float().cpu()) for weight, old in self.before):
             raise RuntimeError("no weight has changed")
         return f"{len(self.states)} FP8 layers, loss {loss:.3f}"
 
