@@ -63,6 +63,7 @@ def main() -> None:
     arguments = parser("loss", __doc__)
     arguments.add_argument("--steps", type=int, help=f"default: {STEPS}")
     arguments.add_argument("--variants", nargs="+", choices=VARIANTS)
+    arguments.add_argument("--corpus", type=Path, help="file that keeps the tokens for another run")
     arguments.add_argument("--one", nargs=2, metavar=("TOKENS", "RESULT"), help=argparse.SUPPRESS)
     arguments = arguments.parse_args()
     steps = arguments.steps or (10 if arguments.toy else STEPS)
@@ -76,7 +77,11 @@ def main() -> None:
     table = Table(arguments.csv, COLUMNS, ("variant", "steps"), environment(default_device()))
     where = arguments.csv.with_name(f"{arguments.csv.stem}_curves.csv")
     curves = Table(where, ("variant", "steps", "step", "loss"), ("variant", "steps"), table.about)
-    results = train_all(names, corpus(sizes), steps, arguments.toy)
+    kept = arguments.corpus
+    tokens = torch.load(kept) if kept and kept.exists() else corpus(sizes)
+    if kept and not kept.exists():
+        torch.save(tokens, kept)
+    results = train_all(names, tokens, steps, arguments.toy)
     for name, result in results.items():
         table.add([row_of(name, steps, result, results.get(BF16, {}))])
         losses = result.get("losses", [])
@@ -171,7 +176,7 @@ def windows(
 ) -> Tensor:
     """Return (count, length) of the tokens, on the device."""
     starts = torch.randint(len(tokens) - sizes["length"], (count,), generator=generator)
-    return tokens[starts[:, None] + torch.arange(sizes["length"])].to(default_device())
+    return tokens[starts[:, None] + torch.arange(sizes["length"])].to(default_device(), torch.int64)
 
 
 def loss_of(model: torch.nn.Module, tokens: Tensor) -> Tensor:
