@@ -2,6 +2,7 @@
 
 import re
 import statistics
+from collections import Counter
 
 import pytest
 
@@ -33,6 +34,41 @@ def _differences(name, column, **wanted):
         if all(row[key] == value for key, value in wanted.items()):
             found.setdefault(row[column], []).append(float(row["rel_diff"]))
     return found
+
+
+def test_times_on_a_card():
+    table, block = _table("On an H200"), read_rows(RESULTS / "block.csv")
+    ms = {(r["variant"], r["mode"]): float(r["median_ms"]) for r in block}
+    shown = table["a Llama-3.1-8B block, forward and backward, 8,192 tokens"]
+    columns = [(v, m) for v in ("bf16", "default") for m in ("eager", "compiled")]
+    columns.append(("torchao tensorwise", "compiled"))
+    assert shown == [f"{ms[column]:.2f}" for column in columns]
+    step = read_rows(RESULTS / "step.csv")
+    ms = {(r["variant"], r["mode"]): r["median_ms"] for r in step}
+    found = [ms.get((v.replace("default", "fp8-mixed"), m), "") for v, m in columns[2:]]
+    found = [ms[("bf16-mixed", m)] for m in ("eager", "compiled")] + found
+    shown = table["a step of Llama-3.2-1B in Lightning's Trainer, 16,384 tokens"]
+    assert shown == [f"{float(x):.1f}" if x else "none" for x in found]
+    adamw = {r["variant"]: float(r["median_ms"]) for r in read_rows(RESULTS / "optimizer.csv")}
+    ours, torchs = adamw["fp8, 8 residual bits"], adamw["torch AdamW, fp32"]
+    shown = table["AdamW's step on 1.03 billion parameters"]
+    assert shown[0::2][:2] == [f"{torchs:.2f}", f"{ours:.2f}"]
+    times = [ms[("bf16-mixed", "eager")], ms[("fp8-mixed", "eager")]]
+    block = {(r["variant"], r["mode"]): r["speedup"] for r in block}
+    both = [float(block["default", mode]) for mode in ("eager", "compiled")]
+    assert f"| {both[0]:.2f} and {both[1]:.2f} times as fast |" in README
+    assert f"| {float(times[0]) / float(times[1]):.2f} times as fast | `step.csv`" in README
+    assert f"| {torchs / ours:.2f} times as fast | `optimizer.csv`" in README
+
+
+def test_what_a_card_has_run():
+    results = Counter(row["result"] for row in read_rows(RESULTS / "gpu_tests.csv"))
+    ran = results.total() - results["not run"]
+    counts = f"{results['passed']} passed, {results['skipped']} were skipped, {results['failed']}"
+    text = " ".join(PAGE.split())
+    assert f"Of {results.total()} GPU tests the time was enough for {ran}: {counts} failed" in text
+    (memory,) = read_rows(RESULTS / "memory.csv")
+    assert f"allocates {float(memory['measured_mib']) / 1024:.1f} GiB at its peak" in text
 
 
 def test_loss_by_recipe():
