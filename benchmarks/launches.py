@@ -339,11 +339,15 @@ def _interpreted(launches: list[Launch], names: _Names) -> Iterator[None]:
         yield
 
 
-def _distinct(pointers: list[np.ndarray], address: int, size: int) -> int:
-    """Count the distinct addresses, of a tensor of `size` bytes."""
+def _distinct(
+    pointers: list[np.ndarray], written: list[np.ndarray], address: int, size: int
+) -> int:
+    """Count the distinct addresses, of a tensor of `size` bytes, but for those written."""
     touched = np.zeros(size, dtype=bool)
     for some in pointers:
         touched[some - address] = True
+    for some in written:
+        touched[some - address] = False
     return int(np.count_nonzero(touched))
 
 
@@ -360,7 +364,9 @@ def _launch(executor, args, accesses, names) -> Launch:
     for address, (name, tensor) in tensors.items():
         size = Tensor.untyped_storage(tensor).nbytes()
         traffic = Traffic()
-        for is_write in (False, True):
+        # What a program reads back is in a cache still: the writes of a window come first.
+        written: dict[tuple[int, int], list[np.ndarray]] = {}
+        for is_write in (True, False):
             parts: dict[tuple[int, int], list[np.ndarray]] = {}  # window, size of an element
             requested = 0
             for access in accesses:
@@ -375,11 +381,11 @@ def _launch(executor, args, accesses, names) -> Launch:
             moved = requested
             if size <= IN_L2 or not is_write:
                 moved = sum(
-                    _distinct(pointers, address, size) * itemsize
-                    for (_, itemsize), pointers in parts.items()
+                    _distinct(pointers, written.get(key, []), address, size) * key[1]
+                    for key, pointers in parts.items()
                 )
             if is_write:
-                traffic.written = moved
+                traffic.written, written = moved, parts
             else:
                 traffic.read = moved
             traffic.requested += requested

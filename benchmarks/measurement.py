@@ -205,7 +205,8 @@ NOT_REACHED = "not reached within the budget"
 
 def note_of(error: BaseException) -> str:
     """Return a failure as one line of a row."""
-    message = (str(error).strip().splitlines() or [""])[0][:160]
+    longest = 600 if isinstance(error, GraphBreaksError) else 160
+    message = (str(error).strip().splitlines() or [""])[0][:longest]
     if isinstance(error, torch.cuda.OutOfMemoryError):
         return f"out of memory: {message}"
     return f"{type(error).__name__}: {message}"
@@ -238,8 +239,8 @@ def graphs_counted(figures: dict[str, object], mode: str) -> Iterator[None]:
     new = {r: n - before.get(r, 0) for r, n in reasons.items() if n > before.get(r, 0)}
     figures |= {"graphs": stats["unique_graphs"] - graphs, "breaks": sum(new.values())}
     if new:
-        first = next(iter(new)).strip().splitlines()[0]
-        raise GraphBreaksError(f"not valid as compiled, {sum(new.values())} breaks: {first}")
+        texts = "; ".join(" ".join(reason.split())[:200] for reason in new)
+        raise GraphBreaksError(f"not valid as compiled, {sum(new.values())} breaks: {texts}")
 
 
 class Table:

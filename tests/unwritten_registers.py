@@ -19,7 +19,7 @@ _WRITES_PREDICATES = ("ISETP", "FSETP", "R2P", "PLOP", "HSETP2", "DSETP")
 def unwritten_registers(sass: str) -> list[str]:
     """Return the instructions that read a register which no earlier line writes.
 
-    A register whose half is replaced is read by ``PRMT``, whatever is in the other half.
+    A register of which a half or a bit is replaced is read, whatever is in the rest.
 
     Args:
         sass: of one kernel, as ``nvdisasm -c`` has it.
@@ -37,10 +37,16 @@ def unwritten_registers(sass: str) -> list[str]:
                 results = range(number, number + _width(opcode))
             sources = operands[first + 1 :]
         read = {int(number) for x in sources for number in _REGISTER.findall(x)}
-        if read - written and not opcode.startswith("PRMT"):
+        if read - written and not opcode.startswith("PRMT") and not _replaces_a_bit(operands):
             found.append(f"{address}: {opcode} {text}")
         written.update(results)
     return found
+
+
+def _replaces_a_bit(operands: list[str]) -> bool:
+    """Return whether one bit is cleared: a register holds predicates."""
+    masks = [int(x, 16) for x in operands if x.startswith("0xff") and len(x) == 10]
+    return any((mask ^ 0xFFFFFFFF).bit_count() == 1 for mask in masks)
 
 
 def _width(opcode: str) -> int:

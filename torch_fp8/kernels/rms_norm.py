@@ -133,6 +133,7 @@ def _tiles(norm: NormWithRstd, options: CastOptions | None, made: Layouts) -> No
     block_r, block_c, warps = (BLOCK, BLOCK, TILE_WARPS) if options else PLAIN_TILE
     if slot is not None:  # one more value for each element than a whole tile has registers for
         block_r, warps = block_r // 2, warps // 2
+    by_columns = options is not None and options.granularity == "block_1x128" and options.columnwise
     if x.numel():
         with torch.cuda.device_of(x):
             norm_cast_kernel[(cdiv(rows, block_r) * cdiv(cols, block_c),)](
@@ -153,6 +154,7 @@ def _tiles(norm: NormWithRstd, options: CastOptions | None, made: Layouts) -> No
                 BLOCK_R=block_r,
                 BLOCK_C=block_c,
                 num_warps=warps,
+                maxnreg=registers(warps) if by_columns else None,
                 enable_fp_fusion=False,
             )
 

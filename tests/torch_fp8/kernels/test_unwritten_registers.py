@@ -19,6 +19,7 @@ RIGHT = """
         /*0060*/                   ISETP.GE.AND P0, PT, R23, R15, PT ;
         /*0070*/                   PRMT R9, R14, 0x7610, R9 ;
         /*0080*/                   FADD R9, R3, R5 ;
+        /*0088*/                   LOP3.LUT R33, R33, 0xffffff7f, RZ, 0xc0, !PT ;
         /*0090*/               @P0 STG.E.128 desc[UR4][R4.64], R20 ;
 """
 
