@@ -212,7 +212,7 @@ def weight_payload(layer: Float8Layer, weight: Tensor, *, current: bool = False)
         current: whether its scale is its own, with delayed scaling, too: factors are folded into
             it, and the history is that of the weight without.
     """
-    scale = layer.scaling_buffers()[1][WEIGHT] if layer.fp8_ready and not current else None
+    scale = layer.scaling_buffers()[1][WEIGHT, 0] if layer.fp8_ready and not current else None
     quantizer = Quantizer(layer.operand_spec(WEIGHT), ScaleSource(scale))
     return WeightQuantizer(quantizer, transposed=layer.fp8_transposed).for_fprop(weight)
 
