@@ -43,7 +43,8 @@ def test_gradients_in_one_bucket_count_once():
 def test_histories_count_as_scales():
     model = nn.Sequential(nn.Linear(32, 32))
     convert_to_float8(model, FP8Config(recipe="delayed", amax_history_len=16))
-    assert memory_report(model).scales == 4 * 3 * (16 + 2)  # amaxes, the scale and the slot
+    # Amaxes, a scale in 16 bytes and a slot of each operand.
+    assert memory_report(model).scales == 4 * 3 * (16 + 4 + 1)
 
 
 @pytest.mark.parametrize(
