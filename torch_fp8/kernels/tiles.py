@@ -84,11 +84,11 @@ def store_layouts(
 ):
     """Store the same bytes in the layouts asked for.
 
-    The column layout reads back what the row layout has stored: of one tensor for two stores Triton
-    would cast every element twice, in the layout of each. It is padded with zeros, but where it is
-    alone with a scale per column, PLAIN_PADS, which NaN pads with NaN. width: the columns that the
-    tile belongs to, where a row of `cols` has more; None: all. LINES: whether a thread moves a LINE
-    at once.
+    With both layouts, the column layout is made of what the row layout has stored, read back:
+    otherwise Triton would cast every element twice, once for each store. Rows beyond the last one
+    are zeros; with PLAIN_PADS, which is for a scale per column, they keep what the cast made of
+    them. width: the columns that the tile belongs to, where a row of `cols` has more; None: all.
+    LINES: whether a thread moves a LINE at once.
     """
     _, _, r, c, mask = tile
     if ROW:

@@ -1,4 +1,4 @@
-"""Machine code that reads registers without a value is told from code that does not."""
+"""Instructions that read a register which nothing has written are found, and no others."""
 
 import pytest
 
