@@ -6,8 +6,9 @@ equal to their references.
 Every variant that `benchmarks.kernel_resources` records is launched with few rows, with tails and
 odd sizes, compiled for Hopper and Blackwell; Triton's launcher launches and `tests.emulator` runs
 it. A row is a kernel, its compile-time choices and the case that launched it; variants that no case
-has launched are rows without a case. Cases that are in the file with this version of Triton and the
-digest of this code are not run again. Nothing is timed:
+has launched are rows without a case. A row has the digest of its kernel's code and of all that it
+calls; cases that are in the file with this version of Triton and today's digests are not run again.
+Nothing is timed:
 
 * ``equal``: whether results were equal to the reference's, bit for bit where it promises that, else
   within the bounds of the GPU tests;
@@ -181,23 +182,26 @@ def key_of(row: dict[str, Any]) -> tuple[str, ...]:
     return row["kernel"], row["variant"], row["target"], str(row["warps"])
 
 
-def read(paths: list[Path], digest: str) -> list[dict[str, Any]]:
-    """Return the rows of cases in files, of this code; each once."""
-    rows: dict[tuple[str, ...], dict[str, Any]] = {}
+def read(paths: list[Path], digests: dict[str, str]) -> list[dict[str, Any]]:
+    """Return the rows of files, each once, of cases whose kernels all have today's code."""
+    cases: dict[tuple[str, ...], dict[tuple[str, ...], dict[str, Any]]] = defaultdict(dict)
     for row in itertools.chain.from_iterable(map(read_rows, paths)):
-        if row["digest"] == digest and row["case"]:
-            rows[(row["case"], row["triton"], *key_of(row))] = row
-    return list(rows.values())
+        if row["case"]:
+            cases[row["case"], row["triton"], row["target"]][key_of(row)] = row
+    rows = [list(of_case.values()) for of_case in cases.values()]
+    current = (r for r in rows if all(digests.get(x["kernel"]) == x["digest"] for x in r))
+    return list(itertools.chain.from_iterable(current))
 
 
-def write(path: Path, rows: list[dict[str, Any]], digest: str) -> None:
+def write(path: Path, rows: list[dict[str, Any]], digests: dict[str, str]) -> None:
     """Write rows, and one for each recorded variant that none of them has."""
     seen = {(row["triton"], *key_of(row)) for row in rows}
     triton, missing = metadata.version("triton"), []
     for key in recorded_registers():
         if (triton, *key) not in seen:
             row = dict(zip(("kernel", "variant", "target", "warps"), key, strict=True))
-            missing.append({**row, "equal": "missing", "triton": triton, "digest": digest})
+            row |= {"equal": "missing", "triton": triton, "digest": digests.get(key[0], "")}
+            missing.append(row)
     write_rows(path, COLUMNS, [*rows, *missing])
 
 
@@ -210,8 +214,8 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=60, help="none begins after as many")
     chosen = parser.parse_args()
     tell_kept(chosen.csv)
-    triton, digest = metadata.version("triton"), kernel_code.digest()
-    rows = read([chosen.csv, *chosen.rows], digest)
+    triton, digests = metadata.version("triton"), kernel_code.digests()
+    rows = read([chosen.csv, *chosen.rows], digests)
     done = {(r["case"], r["target"]) for r in rows if r["triton"] == triton}
     start = time.monotonic()
     for target, (name, case) in itertools.product(chosen.targets, cases()):
@@ -224,10 +228,11 @@ def main() -> None:
         seconds = time.process_time() - case_start
         print(f"{target}, {name}: {differences or 'equal'}, {seconds:.0f} s", flush=True)
         for row in new:
-            row |= {"case": name, "target": target, "triton": triton, "digest": digest}
+            row |= {"case": name, "target": target, "triton": triton}
+            row |= {"digest": digests[row["kernel"]]}
             rows.append(row | {"registers": recorded_registers().get(key_of(row), "")})
-        write(chosen.csv, rows, digest)
-    write(chosen.csv, rows, digest)
+        write(chosen.csv, rows, digests)
+    write(chosen.csv, rows, digests)
     seen = {key_of(row) for row in rows if row["triton"] == triton}
     recorded = recorded_registers().keys()
     print(f"{len(seen & recorded)} of {len(recorded)} recorded variants, in {chosen.csv}")
