@@ -34,6 +34,7 @@ from benchmarks.bench_linear import BF16, PEERS, learn_scales, traffic, widen_li
 from benchmarks.bench_linear import OURS as OF_LINEARS
 from benchmarks.card import free, measured_rates, peak_mib
 from benchmarks.measurement import (
+    COMPILER,
     GRAPHS,
     NOT_REACHED,
     Budget,
@@ -130,7 +131,7 @@ def measure(
         try:
             layer = build(variant, copy.deepcopy(stock))
             # The optimizer's copies of weights, our own autograd functions: all is in `layer`.
-            called = torch.compile(layer) if mode == "compiled" else layer
+            called = torch.compile(layer, backend=COMPILER) if mode == "compiled" else layer
             figures[name] = {"recipe": recipe_of(layer)}
             with graphs_counted(figures[name], mode):
                 results(called, layer, *inputs)

@@ -34,6 +34,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 from benchmarks import peers
 from benchmarks.card import free, measured_rates, peak_mib
 from benchmarks.measurement import (
+    COMPILER,
     GRAPHS,
     NOT_REACHED,
     Budget,
@@ -241,7 +242,7 @@ def _variants(
         with budget.piece() if mode == "compiled" else contextlib.nullcontext():
             try:
                 module = build(variant, copy.deepcopy(stock))
-                compiled = torch.compile(module) if mode == "compiled" else module
+                compiled = torch.compile(module, backend=COMPILER) if mode == "compiled" else module
                 run = step(compiled, list(module.parameters()), inputs, grads)
                 with graphs_counted(figures[variant], mode):
                     run()

@@ -212,6 +212,8 @@ def note_of(error: BaseException) -> str:
     return f"{type(error).__name__}: {message}"
 
 
+COMPILER = "inductor" if torch.cuda.is_available() else "aot_eager"
+"""The backend of torch.compile. Without a card no time counts, and Inductor's C++ takes minutes."""
 GRAPHS = ("graphs", "breaks")
 """The columns of a compiled row that say what torch.compile made of it."""
 

@@ -22,6 +22,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from accelerate_fp8 import FP8Kwargs
 from benchmarks import peers
 from benchmarks.card import synchronize
+from benchmarks.measurement import COMPILER
 from lightning_fp8 import FP8Precision
 from torch_fp8 import Float8Linear, FP8Config
 
@@ -198,7 +199,7 @@ def compile_layers(model: nn.Module) -> None:
     """Compile decoder layer by decoder layer, after whoever converts has converted them."""
     for module in model.modules():
         if type(module).__name__ == "LlamaDecoderLayer":
-            module.compile()
+            module.compile(backend=COMPILER)
 
 
 class CausalLM(lightning.LightningModule):

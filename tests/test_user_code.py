@@ -12,6 +12,8 @@ from tests.host_loops import WAYS, Net
 from tests.weight_walk import walk
 from torch_fp8 import FP8Config
 
+WAYS_APART = ("own_loop", "trainer", "accelerate", "fabric", "lightning")
+
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("level", ["O2", "O3"])
@@ -24,7 +26,9 @@ def test_user_code_finds_float32_weights(way, level, tmp_path, monkeypatch):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("level", "ways"), [("O2", ["own_loop", "trainer"]), ("O3", [])])
+@pytest.mark.parametrize(
+    ("level", "ways"), [("O2", WAYS_APART[:2]), ("O3", WAYS_APART[2:])], ids=["O2", "O3"]
+)
 def test_user_code_finds_float32_weights_on_two_ranks(level, ways, tmp_path, forked_hosts):
     """Under DDP in each loop, where the first rank alone saves from hooks."""
     environment = {**os.environ, **_chosen(level), "OMP_NUM_THREADS": "1", "WORLD_SIZE": "2"}

@@ -40,7 +40,7 @@ def once(tmp_path_factory) -> Callable[[str, Callable[[Path], None]], Path]:
 @pytest.fixture(scope="session")
 def assets_cache(once) -> Path:
     """The cache that `--assets` takes, holding the quick preset."""
-    return once("assets", lambda folder: example_assets.prepare(example_assets.QUICK, folder, 100))
+    return once("assets", lambda folder: example_assets.prepare(example_assets.QUICK, folder, 25))
 
 
 def environment_in(folder: Path) -> dict[str, str]:

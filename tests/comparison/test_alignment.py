@@ -35,7 +35,7 @@ for script in scripts:
 
 def options(assets_cache: Path) -> list[str]:
     """A model that was shown few answers, and few and short ones of its own."""
-    short = ["--batch-size", "8", "--max-answer", "12", "--eval-rows", "8"]
+    short = ["--batch-size", "8", "--max-answer", "12", "--eval-rows", "4"]
     short += ["--steps", "2", "--start-steps", "2"]
     return ["--quick", *short, "--assets", str(assets_cache)]
 

@@ -49,7 +49,8 @@ HOSTS = {
 
 
 def arguments(assets_cache: Path) -> list[str]:
-    return ["--quick", "--steps", "6", "--eval-every", "2", "--assets", str(assets_cache)]
+    short = ["--steps", "6", "--eval-every", "2", "--eval-examples", "6", "--max-length", "256"]
+    return ["--quick", *short, "--assets", str(assets_cache)]
 
 
 @pytest.fixture(params=HOSTS.values(), ids=list(HOSTS))
