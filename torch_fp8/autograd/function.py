@@ -103,7 +103,7 @@ def as_text(value: Any) -> str:
     """How something is computed, without tensors, as one constant on which torch.compile guards.
 
     What Dynamo leaves as one call of its graph (``torch.compiler.allow_in_graph``) takes tensors
-    and constants, and is traced without its Python (`benchmarks.trace_time`).
+    and constants, and is traced without its Python.
     """
     return pickle.dumps(value, 0).decode("latin1")
 
