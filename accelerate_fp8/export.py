@@ -40,9 +40,9 @@ def save_exported(
 
     Args:
         preparation: whose configuration counts.
-        model: that was prepared; wrappers are looked through.
+        model: a prepared model; wrappers are looked through.
         folder: its other files stay.
-        max_shard_size: of tensors in one file.
+        max_shard_size: the size of the tensors in one file.
         is_main_process: the others do nothing.
     Returns:
         False if nothing is to be done: no format was chosen, the folder is a checkpoint to resume

@@ -32,8 +32,8 @@ class Measured:
     """What was measured between two lines of the log, over all ranks.
 
     Attributes:
-        mean: of ``|log p - log q|`` per token.
-        tokens: of a sequence, on average.
+        mean: the mean of ``|log p - log q|`` per token.
+        tokens: the number of tokens of a sequence, on average.
         dropped: the share of sequences whose importance ratio is zero; None: there are no ratios.
     """
 
@@ -82,7 +82,7 @@ class LogprobDifference:
         """Return what all ranks have added since the last time; None: nothing. All ranks call it.
 
         Args:
-            accelerator: of the ranks.
+            accelerator: the ranks' Accelerator.
         """
         own = self._sums
         self._sums = None
@@ -102,7 +102,7 @@ def kept_weight(mean: float, tokens: float, cap: float) -> float:
 
     Args:
         mean: absolute difference of log-probabilities per token.
-        tokens: of a sequence.
+        tokens: the tokens of a sequence.
         cap: the largest ratio that is not thrown away.
     """
     deviation = mean * math.sqrt(math.pi / 2 * tokens)
@@ -115,9 +115,9 @@ def warnings_of(measured: Measured, recipes: list[str], trainer: Any) -> Iterato
     """Yield (kind, text) of what is to be said.
 
     Args:
-        measured: by `LogprobDifference`.
+        measured: what `LogprobDifference` measured.
         recipes: those that the layers run.
-        trainer: of TRL, whose correction is looked at.
+        trainer: a TRL trainer, whose correction is looked at.
     """
     found = (
         f"FP8: rollouts differ from training by {measured.mean:.4f} in the log-probability of a "

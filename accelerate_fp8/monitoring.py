@@ -88,7 +88,7 @@ class Monitoring:
 
         Args:
             loss: before it is divided by the steps of an accumulation.
-            steps: of an accumulation.
+            steps: the steps of an accumulation.
         """
         before = {m: _gradients(m) for m in self._monitors} if len(self._monitors) > 1 else {}
         yield

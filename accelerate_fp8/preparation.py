@@ -35,7 +35,7 @@ class Preparation:
         config: resolved from the script, the environment and the launcher's flags.
         optimizers: the optimizers that were prepared.
         evaluated: the models that were prepared for evaluation.
-        monitoring: of the models that are trained.
+        monitoring: the monitors of the models that are trained.
         communication: model to what travels between ranks in FP8, and why not.
         saves_checkpoint: whether what is saved now is a checkpoint from which training goes on.
     """

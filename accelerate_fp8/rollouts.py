@@ -38,9 +38,9 @@ class RolloutState:
     """What one trainer's rollouts are remembered by.
 
     Attributes:
-        sampled: of the rollout that is being scored; None: it was not watched, or cannot be told.
+        sampled: the rollout that is being scored; None: it was not watched, or cannot be told.
         scored: the log-probabilities that the trainer has computed within `scoring`.
-        differences: by mode, "train" and "eval".
+        differences: the differences by mode, "train" and "eval".
     """
 
     def __init__(self) -> None:

@@ -24,7 +24,7 @@ class SampledLogprobs:
     """Watches one rollout.
 
     Args:
-        temperature: that logits are divided by before a token is sampled.
+        temperature: the divisor of logits before a token is sampled.
     """
 
     def __init__(self, temperature: float) -> None:
@@ -40,7 +40,7 @@ class SampledLogprobs:
         """Watch, within, what `model` generates.
 
         Args:
-            model: of transformers, perhaps in wrappers of PEFT.
+            model: a transformers model, perhaps in wrappers of PEFT.
             batching: the trainer's configuration of ``generate_batch``; None: it has none.
         """
         asks = getattr(batching, "return_logprobs", None)

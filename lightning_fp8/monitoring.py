@@ -38,8 +38,8 @@ class MonitoredPrecision:
 
         Args:
             module: converted.
-            optimizers: that train it.
-            trainer: of the model; None under Fabric.
+            optimizers: the model's optimizers.
+            trainer: the model's Trainer; None under Fabric.
         Raises:
             ValueError: see `Monitor`.
         """

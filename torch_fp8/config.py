@@ -81,7 +81,7 @@ class FP8Config:
             where nobody writes. Default: ``True``.
         update_clipping (bool): StableAdamW's: divide a parameter's learning rate by the RMS of
             ``g / sqrt(v)`` where that is above 1 (arXiv 2304.13013). Default: ``False``.
-        seed (int): of stochastic rounding in the optimizer. Equal on all ranks; kept in
+        seed (int): the seed of stochastic rounding in the optimizer. Equal on all ranks; kept in
             checkpoints. Default: ``0``.
         frozen_weights (str): how weights that nobody trains are stored at O2 and O3. ``auto``: as
             FP8 alone, one byte per parameter, where they are proven frozen: by PEFT, or because a

@@ -25,7 +25,7 @@ def batches_of_file(
 
     Args:
         path: text, or JSONL if its name ends so, whose objects have the text in `field`.
-        tokenizer: of the model.
+        tokenizer: the tokenizer of the model.
         count: the most batches.
     Raises:
         ValueError: it cannot be read, is no JSONL, has no such field or too few tokens.

@@ -40,8 +40,8 @@ class LayerFindings:
         calls: the tokens of each forward.
         ratio: the largest input channel's amax, in multiples of the median channel's.
         channel: its index.
-        db: by the name of a recipe, or ``smooth_swiglu``, the median row's SQNR of the product.
-        aligned: of a down projection, how many channels of gate and up are aligned.
+        db: the median row's SQNR of the product, by the name of a recipe or ``smooth_swiglu``.
+        aligned: the number of aligned channels of gate and up, for a down projection.
         is_down: whether it is the down projection of a gated MLP.
     """
 

@@ -24,7 +24,7 @@ class LayerProposal:
 
     Attributes:
         found: what it rests on.
-        options: of `FP8Config.overrides`; empty: the recipe of the model; None: high precision.
+        options: an entry of `FP8Config.overrides`; empty: the model's recipe; None: high precision.
         reasons: sentences without a full stop.
     """
 
@@ -41,7 +41,7 @@ class Proposal:
         config: the configuration, with its overrides.
         layers: the proposal of each layer.
         notes: what concerns the whole run.
-        skipped: by qualified name, why FP8 does not take a layer by itself.
+        skipped: the reasons why FP8 does not take layers by itself, by qualified name.
     """
 
     config: FP8Config
@@ -54,8 +54,8 @@ def propose(findings: Sequence[LayerFindings], recipe: str, skipped: Mapping[str
     """Propose a configuration.
 
     Args:
-        findings: of all layers that FP8 can take.
-        recipe: of the model, whose casts were tried, and of `FINER`.
+        findings: the findings for all layers that FP8 can take.
+        recipe: the model's recipe, whose casts were tried, and those of `FINER`.
         skipped: why FP8 does not take others.
     """
     layers = tuple(_for_layer(found, recipe) for found in findings)

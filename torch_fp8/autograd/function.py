@@ -90,7 +90,7 @@ def reshaped(result: Tensor, shape: Sequence[int]) -> Tensor:
     """A function's result in another shape, and no view: autograd refuses to have these written to.
 
     Args:
-        result: that nobody else holds.
+        result: a tensor that nobody else holds.
         shape: with as many elements.
     """
     # Eager code calls the operator itself: its wrapper in Python is the host's time.

@@ -52,8 +52,8 @@ class ExportReport:
         kept: (name, reason) of layers that run in FP8 and are written in BF16, with the values that
             training multiplied by.
         ignored: names of the linear layers that are not in FP8, those of `kept` too.
-        num_elements: of the weights in FP8.
-        num_bytes: of these weights and their scales in the files.
+        num_elements: the elements of the weights in FP8.
+        num_bytes: the bytes of these weights and their scales in the files.
     """
 
     path: Path
@@ -99,7 +99,7 @@ def export(
     The folder is there as a whole or not at all. The model stays as it is.
 
     Args:
-        model: of transformers, converted by `torch_fp8.convert_to_float8`; its weights may be
+        model: a transformers model, converted by `torch_fp8.convert_to_float8`; its weights may be
             trained or frozen. DistributedDataParallel's wrapper is looked through; call this on one
             rank.
         path: a folder that does not exist; the one above it does.

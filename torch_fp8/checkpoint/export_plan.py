@@ -55,7 +55,7 @@ class ModelTensors:
 
         Args:
             key: its name.
-            tensor: of the model.
+            tensor: a tensor of the model.
         """
         del key
         return stored(tensor).dtype
@@ -65,7 +65,7 @@ class ModelTensors:
 
         Args:
             key: its name.
-            tensor: of the model.
+            tensor: a tensor of the model.
             layer: whose weight it is, if that runs in FP8.
         Raises:
             ValueError: it has none here.
@@ -109,7 +109,7 @@ class ExportPlan:
         """Add the weight of an FP8 layer.
 
         Args:
-            name: of the layer.
+            name: the layer's name.
             layer: whose weight it is.
             get: returns the weight as it is stored.
             reason: why it is written in BF16; empty: in FP8.
@@ -149,7 +149,7 @@ def plan_export(
 
     Args:
         model: converted; its tensors may be on the meta device if `source` has their values.
-        name: of the format.
+        name: the name of the format.
         modules: yields the modules under their names in the checkpoint.
         source: gives the values of the tensors; None: the model.
         adapted: adds to a weight in float32 what is folded into it; None: nothing is.

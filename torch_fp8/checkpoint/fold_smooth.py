@@ -82,7 +82,7 @@ class SmoothFold:
         """Return delayed scaling's scale () of a layer's input with its factors.
 
         Args:
-            scale: of the input as it is, for as large a one as the history has. Its largest value
+            scale: the input's scale, for as large an input as the history has. Its largest value
                 is taken to stand in the channel that was the largest in the last forward.
         """
         factors = self._factors.get(layer)

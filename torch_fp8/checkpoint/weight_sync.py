@@ -42,8 +42,8 @@ def weights_for_engine(
     """Return an iterator over (name, tensor) of a policy's weights, for an inference engine.
 
     Args:
-        model: of transformers, converted by `torch_fp8.convert_to_float8`; wrappers of torch and
-            PEFT are looked through.
+        model: a transformers model, converted by `torch_fp8.convert_to_float8`; wrappers of torch
+            and PEFT are looked through.
         engine: ``bf16``: BF16 tensors, trained weights as they are; buffers, and parameters that
             transformers keeps in float32, keep their dtype. ``fp8_per_block``: BF16 tensors for an
             engine that quantizes them online in blocks of 128 x 128: those of FP8 layers have the

@@ -52,9 +52,9 @@ class RecipeChoice:
     Attributes:
         recipe: the name of the chosen recipe.
         tokens: the number of tokens measured with.
-        speedups: by recipe, the time of all layers in BF16 over theirs with it, those left in BF16
-            included; empty if nothing was measured.
-        left: by qualified name, why a layer stays in BF16.
+        speedups: the time of all layers in BF16 over theirs with a recipe, by its name, with those
+            that stay in BF16; empty if nothing was measured.
+        left: the reasons why layers stay in BF16, by qualified name.
         not_measured: why nothing was measured; None: it was.
     """
 

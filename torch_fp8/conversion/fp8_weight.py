@@ -77,11 +77,11 @@ def frozen_payload(
     """Return the very bytes as a frozen weight holds them.
 
     Args:
-        weight: of a checkpoint.
-        spec: of the frozen weight: ``block_128x128`` or ``tensorwise``. One scale for the whole
-            weight is also that of each of its blocks.
+        weight: a weight of a checkpoint.
+        spec: how the frozen weight is cast: ``block_128x128`` or ``tensorwise``. One scale for the
+            whole weight is also that of each of its blocks.
         name: qualified, for errors.
-        dtype: that the weight has when it is thawed.
+        dtype: the weight's dtype when it is thawed.
     Returns:
         The payload, which shares memory with `weight`; None if its blocks are not those of `spec`.
     """
@@ -139,7 +139,7 @@ def known_payload(weight: Tensor, spec: CastSpec, name: str) -> FrozenPayload | 
 
     Args:
         weight: (N, K), beside which `remember_scales` may have put scales.
-        spec: of the frozen weight.
+        spec: how the frozen weight is cast.
         name: qualified, for errors.
     Returns:
         The payload; None if the bytes are not known, or their blocks are not those of `spec`.

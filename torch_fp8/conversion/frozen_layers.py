@@ -35,9 +35,9 @@ class FreezeReport:
     Attributes:
         frozen: qualified names of the layers whose weights are held in FP8 alone.
         kept: (name, reason) of the other FP8 layers.
-        recipe: of the frozen layers; None: there are none.
+        recipe: the recipe of the frozen layers; None: there are none.
         num_params: elements of the frozen weights.
-        bytes_before, bytes_after: of the frozen weights.
+        bytes_before, bytes_after: the bytes of the frozen weights.
         num_merge_aware: LoRA layers that multiply by merged weights.
     """
 

@@ -159,7 +159,7 @@ def convert_rms_norm(
     Args:
         name: the qualified name of the module.
         config: the options of the norm.
-        quantizer: of the FP8 layers that read its output; None: it returns plain tensors at once.
+        quantizer: the quantizer of the FP8 layers that read its output; None: there are none.
     """
     if not isinstance(module, Float8RMSNorm):
         spec = rms_norm_spec(module)

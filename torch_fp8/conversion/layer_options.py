@@ -25,7 +25,7 @@ def layer_options(names: Iterable[str], config: FP8Config) -> dict[str, FP8Confi
 
     Args:
         names: qualified, of the layers that run in FP8.
-        config: of the model.
+        config: the model's configuration.
     Raises:
         ValueError: options of several patterns that exclude each other.
     """
@@ -55,7 +55,7 @@ def own_recipe(config: FP8Config, resolved: str, device: torch.device) -> Recipe
     """Return the recipe of a layer with options of its own.
 
     Args:
-        config: of the layer.
+        config: the layer's configuration.
         resolved: the name of the recipe that ``auto`` is on this device.
         device: on which the layer will run.
     Raises:

@@ -71,7 +71,7 @@ class ConversionReport:
         choice: how ``auto`` was resolved; None for a named recipe.
         frozen: the layers whose weights are stored as FP8 alone.
         num_liger: the number of modules that Liger Kernel computes, such as norms and MLPs.
-        overridden: by qualified name, the recipes of layers that `config.overrides` gives options.
+        overridden: the recipes of layers that `config.overrides` gives options, by qualified name.
         unused_overrides: patterns of `config.overrides` that match no module.
         unfused: qualified names of norms and gated MLPs that hand over plain tensors, for the
             layers that they connect cast differently.

@@ -16,7 +16,7 @@ def down_projections(model: nn.Module, configs: Iterable[FP8Config]) -> dict[nn.
     Of an adapter around such a layer it is the base, PEFT's ``base_layer``.
 
     Args:
-        configs: of the layers; without one that asks for Smooth-SwiGLU nothing is looked for.
+        configs: the layers' configurations; nothing is done unless one asks for Smooth-SwiGLU.
     """
     found: dict[nn.Module, str] = {}
     if not any(config.smooth_swiglu for config in configs):

@@ -35,7 +35,7 @@ class Evidence:
 
     Attributes:
         calls: forwards of converted layers.
-        states: of each weight of them before the optimizer steps: dtype, and whether its gradient
+        states: the dtype of each weight before the optimizer steps, and whether its gradient
             has 8 bits.
         before: values of those weights at that time.
     """

@@ -78,7 +78,7 @@ class Tape(NamedTuple):
         constants: the first of the values; the call's tensors are next, then what steps make.
         steps: in their order.
         results: chooses what is returned.
-        hooks: of the kernels, as Triton lists them; where there are any, nothing is played.
+        hooks: the kernels' hooks, as Triton lists them; where there are any, nothing is played.
     """
 
     constants: list[Any]
@@ -149,7 +149,7 @@ class Recording(TorchDispatchMode):
         """Write down a launch.
 
         Args:
-            kernel: of Triton.
+            kernel: a Triton kernel.
             args: tensors and numbers.
             found: who runs its binary, and the constants that follow; None: it is not known.
         """
@@ -191,7 +191,7 @@ class _Writer:
 
     Args:
         on_demand: who makes a tensor that no event has made, by its id.
-        places: of the values that are there at first, by their ids.
+        places: the places of the values that are there at first, by their ids.
     """
 
     def __init__(self, on_demand: dict[int, _Event], places: dict[int, int]) -> None:

@@ -78,7 +78,7 @@ def _runner(kernel: Any, grid: tuple[int, ...]) -> Callable[..., None]:
     """Return what launches a binary.
 
     Args:
-        kernel: of Triton 3.6 or 3.7, which has been launched.
+        kernel: a kernel of Triton 3.6 or 3.7, which has been launched.
         grid: the numbers of its programs.
     """
     hooked = kernel[grid]

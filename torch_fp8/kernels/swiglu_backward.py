@@ -139,7 +139,7 @@ def cast_gradients(
     """Fill the layouts of both gradients, and raise their amaxes where there are slots.
 
     Args:
-        casts: of dgate and of dup, which differ in scale and amax alone.
+        casts: the casts of dgate and dup, which differ in scale and amax alone.
         made: ``(q, s, qt, st)`` of dgate and of dup; `joined`, views of those of one matrix.
     """
     grad, options = inputs.grad, casts[0]

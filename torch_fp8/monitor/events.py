@@ -23,9 +23,9 @@ class Events:
     """The events of a model's run: in a list, in the run's file, as warnings, in the host's log.
 
     Args:
-        name: of the model, where a run trains several.
+        name: the model's name, where a run trains several.
         say: called on every rank with an event's text.
-        file: of rank zero, or None.
+        file: the file of rank zero, or None.
     """
 
     def __init__(

@@ -41,9 +41,9 @@ def draw_loss(
 
     Args:
         losses: step to loss.
-        events: of the run.
+        events: the events of the run.
         beside: name to losses of other runs, to compare; the first is the one to compare with.
-        name: of the run.
+        name: the name of the run.
     """
     differences = _differences(losses, beside, name)
     tall, below = 3.6, 1.9 if differences else 0.0

@@ -18,7 +18,7 @@ class Topic(NamedTuple):
     Attributes:
         key: for file names.
         title: above it.
-        statistic, kinds: of which numbers; of several kinds of a layer, the worst is drawn.
+        statistic, kinds: what is drawn; of several kinds of a layer, the worst.
         small_is_bad: which end is the worst.
         logarithmic: the scale of its colours.
         unit: behind numbers.
@@ -134,7 +134,7 @@ class HeatMap(NamedTuple):
         rows: names of layers.
         columns: the first step of each column.
         values: row by row; NaN where nothing was measured.
-        bounds: of the alarm, each once.
+        bounds: the bounds of the alarm, each once.
         away: row, first and last column of each time that a layer was out of FP8.
     """
 

@@ -34,10 +34,10 @@ def write_report(
     """Write ``report.html``, and a PNG for each picture in it.
 
     Args:
-        record: of the run.
+        record: the record of the run.
         folder: where they are written; made if it is not there.
         beside: name to other runs, whose losses are drawn, too; the first is compared with.
-        name: of the run.
+        name: the name of the run.
     Returns:
         The files, the page first.
     Raises:

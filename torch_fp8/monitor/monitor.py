@@ -49,7 +49,7 @@ class Monitor:
 
     Args:
         model: converted, not wrapped.
-        optimizers: that train it; the one with the most elements says where a step ends.
+        optimizers: its optimizers; the one with the most elements says where a step ends.
         config: ``monitor`` and what belongs to it.
         folder: where rank zero writes `fp8_monitor.jsonl`; None: nowhere.
         log: called on every rank with name to number and the step.
@@ -57,8 +57,8 @@ class Monitor:
         ddp: returns the DistributedDataParallel around the model, if there is one.
         restore: goes back to the host's last checkpoint and returns its name, None where there is
             none yet; None: the host has no such way.
-        bounds: of the alarm.
-        name: of the model, where a run trains several: in what is told, and in the file's name.
+        bounds: the bounds of the alarm.
+        name: the model's name, where a run trains several: in messages, and in the file's name.
     Raises:
         ValueError: ``monitor=0``, no optimizer, or a way back that is not there.
     """

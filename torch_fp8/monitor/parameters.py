@@ -48,7 +48,7 @@ def look_at_histories(layers: Layers, reported: dict[str, Tensor]) -> Iterator[t
     """Yield how many amaxes each layer's histories have left out since they were looked at last.
 
     Args:
-        layers: of the model.
+        layers: the model's layers.
         reported: name to what `left_out` returned last; written.
     """
     ours = (layer for _, layer in layers if isinstance(layer, Float8Layer))

@@ -23,8 +23,8 @@ class RunLog:
     """Writes a run's statistics into a folder; the file is made when something is written.
 
     Args:
-        folder: of the run.
-        names: of the values.
+        folder: the folder of the run.
+        names: the names of the values.
         config: to be shown beside them.
         model: its name, where a run trains several.
 
@@ -49,7 +49,7 @@ class RunLog:
         """Append one line.
 
         Args:
-            step: of the run.
+            step: the step of the run.
             what: numbers are written with four digits, those that are not finite as null or text.
         """
         lines = [_line({"step": step, **what})]
@@ -67,9 +67,9 @@ class RunRecord:
     """A run's statistics, read again.
 
     Attributes:
-        path: of the file.
-        config: of the run, as it was written last.
-        steps: that were measured, rising.
+        path: the path of the file.
+        config: the configuration of the run, as it was written last.
+        steps: the measured steps, rising.
         values: name to step to value.
         losses: step to loss.
         events: in the order of their steps; each has ``step``, ``event`` and ``what``.

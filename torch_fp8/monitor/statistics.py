@@ -158,8 +158,8 @@ def update_statistics(
 
     Args:
         grad: (R, K), of any floating dtype.
-        state: of a `Float8Optimizer` or of torch's Adam, before the step, with elements (R, K).
-        beta2, eps: of the parameter's group.
+        state: the optimizer's state before the step, ours or torch's Adam's, with elements (R, K).
+        beta2, eps: the values of the parameter's group.
         step: the number of this step, from 1.
     """
     rows = _rows(grad.shape[0], grad.shape[1])
@@ -192,7 +192,7 @@ def logit_sharpness(logits: Tensor, grad: Tensor, eps: float = 1e-3) -> Tensor:
 
     Args:
         logits: (..., V).
-        grad: of the loss by the logits; tokens without a gradient do not count.
+        grad: the gradient of the loss by the logits; tokens without a gradient do not count.
     """
     logits, grad = logits.reshape(-1, logits.shape[-1]), grad.reshape(-1, grad.shape[-1])
     lowest, target = grad.min(1)

@@ -26,7 +26,7 @@ class WayBack:
     """What has left FP8, since when, and when it returns.
 
     Args:
-        layers, mlps: of the model.
+        layers, mlps: the model's FP8 layers and gated MLPs.
         config: ``on_alarm`` and ``fallback_steps``.
     Raises:
         ValueError: a device that cannot run the recipe of ``on_alarm``, or sharded weights, which
@@ -55,7 +55,7 @@ class WayBack:
         """Let layers fall back and return after a measured step; return the events.
 
         Args:
-            step: that was measured.
+            step: the measured step.
             crossed: its bounds that were crossed.
         """
         if self.config.on_alarm == "warn":

@@ -28,10 +28,10 @@ class LocalOperands(NamedTuple):
     Attributes:
         input: (..., K) or a rank's part of it.
         weight: (N, K) or a rank's part of it.
-        mesh: of one dimension.
+        mesh: a mesh of one dimension.
         output: how the output lies on the mesh.
         bias_grad: how the gradient of the bias does.
-        shape: of the whole output.
+        shape: the shape of the whole output.
     """
 
     input: Tensor

@@ -30,8 +30,8 @@ class ThawNotice:
     """What weights share that were frozen together: which warnings of them have been given.
 
     Attributes:
-        given: that some thaw.
-        lost: that FP8 is too coarse for a change which somebody makes to them.
+        given: whether the user was told that some weights thaw.
+        lost: whether the user was told that FP8 is too coarse for a change that somebody makes.
     """
 
     given = False
@@ -76,7 +76,7 @@ class FrozenStorage(ScalingBuffers):
         """Hold the weight in FP8 alone from now on; who holds the Parameter holds the new one.
 
         Args:
-            recipe: of the frozen layer, whose scales of weights are blocks or one per tensor.
+            recipe: the frozen layer's recipe; its weights have scales of blocks or one per tensor.
             emulate: run its GEMMs through the reference path.
             payload: the bytes, where somebody has quantized them already; None: of the weight.
         """

@@ -30,7 +30,7 @@ def shared(x: Tensor, name: str) -> Tensor:
 
     Args:
         x: anything else is returned as it is.
-        name: of the module whose layers share it.
+        name: the name of the module whose layers share it.
     """
     if type(x) not in PLAIN or torch.compiler.is_compiling() or is_transformed():
         return x

@@ -270,8 +270,8 @@ class _Produced(_Unread):
     will be asked for it is made with the statistics, in the same read.
 
     Args:
-        inputs: of the operators.
-        options: of the norm.
+        inputs: the operators' inputs.
+        options: the norm's options.
         save: whether to keep x in FP8.
         col: whether a backward will want the result transposed.
     """

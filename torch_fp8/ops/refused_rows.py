@@ -26,7 +26,7 @@ class Sizes(NamedTuple):
         device: the card.
         scales: granularities of the operands.
         options: all else on which the choice of an algorithm depends.
-        rows, contracted, cols: of the product, the first two in multiples of 128.
+        rows, contracted, cols: the sizes of the product, the first two in multiples of 128.
     """
 
     device: torch.device

@@ -66,7 +66,7 @@ def rms_norm_statistics(
     """Compute in one read of x: rstd, the amax of the norm's result, and x as backward saves it.
 
     Args:
-        inputs: of the norm whose result's amax is taken.
+        inputs: the inputs of the norm whose result's amax is taken.
         save: whether to return x in FP8.
     Returns:
         rstd (R,) float32; amax () float32, NaN if any element of the result is; x in E4M3 (R, C)
@@ -88,7 +88,7 @@ def rms_norm_quantize(norm: NormWithRstd, options: CastOptions) -> Layouts:
     """Cast `rms_norm` to FP8 in the layouts asked for, in one read of x (rowwise: unfused).
 
     Args:
-        norm: of whose result.
+        norm: the norm whose result is cast.
         options: the cast; tensorwise with the amax of `rms_norm_statistics`, or with a scale,
             whose slot is raised.
     Returns:

@@ -229,7 +229,7 @@ class LaidOut(NamedTuple):
 
     Attributes:
         operand: padded, with scales laid out.
-        cols, contracted: of the product, without padding.
+        cols, contracted: the sizes of the product, without padding.
         arguments: the operator's, of this operand: the payload's transpose, scales and their kind.
     """
 
@@ -291,7 +291,7 @@ def multiply_laid_out(
 
     Args:
         a: (R, C), with at least one row.
-        laid_out: by `lay_out`.
+        laid_out: an operand that `lay_out` returned.
         out_dtype, fast_accum: as there.
         bias: (S,) of `out_dtype`, or None.
     """

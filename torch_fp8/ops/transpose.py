@@ -57,7 +57,7 @@ def transposed_in_backward(qdata: Tensor, grad_output: Tensor) -> Tensor:
 
     Args:
         qdata: (N, K), FP8.
-        grad_output: that backward begins with; not read.
+        grad_output: the gradient with which backward begins; not read.
     Returns:
         (K, N), FP8.
     """

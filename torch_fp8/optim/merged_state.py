@@ -58,7 +58,7 @@ def stream_state_dict(
 
     Args:
         model, optimizer: see `merged_state_dict`.
-        dtype: of the floating-point parameters. None: BF16 for weights that are stored as FP8
+        dtype: the dtype of floating-point parameters. None: BF16 for weights that are stored as FP8
             alone, float32 for those with a residual, and else their own.
     Yields:
         The keys of ``model.state_dict()``, in its order, and plain tensors on the CPU. Weights that

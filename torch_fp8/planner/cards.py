@@ -17,7 +17,7 @@ class Card:
         name: as people say it.
         capability: CUDA compute capability.
         memory: GiB.
-        bandwidth: of its memory, bytes per second.
+        bandwidth: the bandwidth of its memory, bytes per second.
         bf16, fp8: dense tensor-core peaks, FLOP per second.
         link: to the other GPUs of its node, bytes per second in each direction.
         network: to other nodes, bytes per second in each direction: one 400 Gbit/s adapter per GPU

@@ -45,8 +45,8 @@ class Seconds:
     """The seconds of a step by what they go to; those of the wire may be hidden by the others.
 
     Attributes:
-        gemms: of linear layers.
-        casts: of FP8.
+        gemms: the seconds of the linear layers' GEMMs.
+        casts: the seconds of casts to FP8.
         others: attention, norms, activation functions, loss.
         optimizer: its step.
         wire: collectives that run beside the arithmetic.

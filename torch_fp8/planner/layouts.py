@@ -124,8 +124,8 @@ def build(config: Any, *, num_layers: int | None = None, judges: bool = False) -
     """Build the model on the meta device in float32, in training mode.
 
     Args:
-        config: of `read_config`.
-        num_layers: that many layers instead of all.
+        config: what `read_config` returned.
+        num_layers: the number of layers instead of all.
         judges: with a head of one number, as value and reward models have it.
     Raises:
         ValueError: transformers has no such class for the configuration, or refuses it.

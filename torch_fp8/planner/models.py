@@ -35,7 +35,7 @@ def make_model(setup: Setup, role: str, level: str, *, layers: int | None = None
 
     Args:
         role: one of `torch_fp8.planner.setup.ROLES`.
-        layers: that many of its layers; None: all.
+        layers: the number of its layers; None: all.
     """
     model = build(setup.config, num_layers=layers, judges=role in JUDGES)
     split_for_tensor_parallel(model, setup.config, setup.tensor)

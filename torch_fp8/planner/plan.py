@@ -45,8 +45,8 @@ class LevelPlan:
         fits: whether `peak` is within the card's memory, with what a card takes beside it.
         headroom: bytes that are left (`left_of`); negative where it does not fit.
         wire: bytes that a GPU sends in an optimizer step.
-        seconds: of an optimizer step, estimated.
-        detail: by what the seconds go to.
+        seconds: the estimated seconds of an optimizer step.
+        detail: the parts of the seconds.
         config: what to copy: the FP8Config of the level, as JSON; empty for BF16.
     """
 
@@ -67,7 +67,7 @@ class Plan:
     Attributes:
         setup: what was planned.
         levels: ``bf16-mixed``, ``O1``, ``O2``, ``O3`` -> what it needs.
-        num_params: of all models of the run together, on all GPUs of one replica.
+        num_params: the parameters of all models of the run, on all GPUs of one replica.
     """
 
     setup: Setup
@@ -108,7 +108,7 @@ def plan(model: Any, *, levels: tuple[str, ...] = LEVELS, **options: Any) -> Pla
     Args:
         model: a preset (``llama-3.1-8b``, ...), a folder with a ``config.json``, such a file, or a
             configuration of transformers.
-        levels: of ``bf16-mixed``, ``O1``, ``O2``, ``O3``.
+        levels: some of ``bf16-mixed``, ``O1``, ``O2``, ``O3``.
         **options: the cluster and the run:
 
             * ``gpus``: number of GPUs. Default: 1.

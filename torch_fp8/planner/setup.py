@@ -38,12 +38,12 @@ class Setup:
         accumulate: micro-batches of a step.
         data, fsdp, tensor, pipeline: the degrees of replicas, of FSDP2's shards, and of tensor and
             pipeline parallelism.
-        recipe: of FP8; ``tensorwise`` stands for ``auto``.
+        recipe: the FP8 recipe; ``tensorwise`` stands for ``auto``.
         recipe_is_auto: whether the user named none.
         checkpointing: whether layers are computed again in backward.
         method: ``full``, ``lora`` or ``rlhf``.
         roles: the models that exist; of ``rlhf``.
-        rank: of LoRA's adapters.
+        rank: the rank of LoRA's adapters.
     """
 
     config: Any

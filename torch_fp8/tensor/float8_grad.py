@@ -84,7 +84,7 @@ class Float8Grad(Encoded):
         Args:
             x: bfloat16 or float32, at least one dimension.
             rounding: None: random bits of its own.
-            dtype: that it reads as; None: that of `x`.
+            dtype: the dtype as which it reads; None: that of `x`.
             exchanged: whether it is an average over ranks, which all of them round alike.
         """
         rounding = rounding or Rounding()

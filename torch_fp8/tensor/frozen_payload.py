@@ -33,7 +33,7 @@ class FrozenPayload:
         owner: the layer whose weight it is, a weak reference; or None.
         first_row: None; or, of one rank's shard of a weight, the place of its first row in its
             block of 128 rows, the first of `scale`.
-        rewrite: of a shard, what quantizes new values together with the other ranks, for they share
+        rewrite: a function that quantizes new values of a shard with the other ranks, which share
             scales: they all write at the same time.
         writes: how often the values have been written, which no version of a tensor tells.
         sharers: the payloads that `share` has given the same memory, this one among them; None:
@@ -134,7 +134,7 @@ def freeze_tensor(
         weight: float32, bfloat16 or float16.
         spec: ``block_128x128`` or ``tensorwise``, E4M3.
         name: qualified, for errors.
-        dtype: that it has again when it is thawed; None: its own.
+        dtype: its dtype when it is thawed; None: its own.
     """
     row = quantize(weight.detach(), spec)
     return FrozenPayload(_compact(row.qdata), row.scale, spec, name, dtype or weight.dtype)

@@ -263,7 +263,7 @@ def frozen_payloads(
 
     Args:
         weight: whole.
-        spec: of the layer that asks, whose scales must be those of the weight.
+        spec: how the asking layer casts; its scales must be those of the weight.
         rowwise, columnwise: what is asked for.
         grad_output: in a backward; see `torch_fp8.ops.transpose.transposed_in_backward`.
     """

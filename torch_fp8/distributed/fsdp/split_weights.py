@@ -37,7 +37,7 @@ def split_sharded(
     Args:
         model: not in the middle of a forward or backward.
         optimizers: all that train it; each holds the sharded parameters.
-        config: of any level; nothing is done at O1.
+        config: a configuration; nothing is done at O1.
     Raises:
         ValueError: a parameter sharded as states cannot be (`torch_fp8.optim.state_sharding`); see
             `torch_fp8.convert_optimizer`.

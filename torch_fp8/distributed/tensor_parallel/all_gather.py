@@ -29,7 +29,7 @@ class Shards(NamedTuple):
     """How the parts of a tensor lie on the ranks of a group, as DTensor's ``Shard(dim)``.
 
     Attributes:
-        shape: of the whole tensor.
+        shape: the shape of the whole tensor.
         dim: along which it is divided, in parts of ceil(size / ranks); the last may be less.
         group: the ranks.
     """
@@ -77,7 +77,7 @@ class Gather:
     """An all-gather of messages under way; `result` waits for it.
 
     Args:
-        message: of `pack_shard`.
+        message: what `pack_shard` returned.
         shards, spec: as given to it.
         scale: () float32 of all parts, for tensorwise; else None.
 
@@ -178,7 +178,7 @@ class AllGatheredFloat8Tensor(QuantizableTensor):
     """(..., C), read-only, in FP8; reads as a tensor of another dtype.
 
     Attributes:
-        gather: of its shards, maybe still under way; shared with all aliases.
+        gather: the gather of its shards, maybe still under way; shared with all aliases.
         source: what backward needs of it.
     """
 
@@ -267,7 +267,7 @@ def gather_activation(
         shards: where it belongs.
         spec: format and granularity.
         scale: () float32, equal on all ranks, for tensorwise; else None.
-        dtype: that the result shall have for those who read it.
+        dtype: the dtype of the result for those who read it.
         gather_again: whether backward gathers it again instead of keeping it.
         keep_part: whether the result keeps `shard`, for a monitor.
     """
