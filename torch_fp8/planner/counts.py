@@ -36,9 +36,9 @@ from torch_fp8.planner.models import (
 from torch_fp8.planner.setup import BF16, JUDGES, TRAINED, Setup
 
 _GATHERS = ("all-gather", "all-reduce")
-_LAYERS = 3, 4
-"""The layers of the models that run a step: with three there is one between first and last, for
-which FSDP2 gathers the next one's weights ahead.
+_FEWEST_LAYERS, _FEWEST_SHARDED = 2, 3
+"""The layers of the smaller model that runs a step: with three there is one between first and last,
+for which FSDP2 gathers the next one's weights ahead.
 """
 _MOST_FAKE_RANKS = 64
 """The ranks that a step is counted with at most; a ring's bytes beyond differ by 1/64 at most, and
@@ -53,7 +53,7 @@ class StepBytes:
     Attributes:
         forward: beside what stands, at most, until the last layer's backward ends.
         backward: the same from there on, gradients included.
-        saved: of `forward`, what is saved for backward.
+        saved: the part of `forward` that is saved for backward.
         gathered, scattered: bytes that FSDP2 sends for weights and for gradients.
         calls: the collectives of FSDP2.
     """
@@ -85,11 +85,12 @@ def standing_bytes(setup: Setup, role: str, level: str) -> MemoryReport:
 def step_bytes(setup: Setup, role: str, level: str) -> StepBytes:
     """Count what a step of a model holds and sends beside what stands."""
     unit = period(setup.config)
-    few, more = (_few_layers(setup, role, level, n * unit) for n in _LAYERS)
+    fewest = _FEWEST_SHARDED if setup.fsdp > 1 else _FEWEST_LAYERS
+    few, more = (_few_layers(setup, role, level, n * unit) for n in (fewest, fewest + 1))
     layers = stages(setup)[0][1]
     total = {
         name: getattr(few, name)
-        + (getattr(more, name) - getattr(few, name)) * (layers / unit - _LAYERS[0])
+        + (getattr(more, name) - getattr(few, name)) * (layers / unit - fewest)
         for name in StepBytes.__dataclass_fields__
     }
     return StepBytes(**total)
@@ -102,7 +103,7 @@ def _few_layers(setup: Setup, role: str, level: str, layers: int) -> StepBytes:
     trained = role in TRAINED
     if trained and level not in (BF16, "O1"):
         _split(model, setup, role, level, all_of_them=ranks > 1)
-    made = CommunicationCount()
+    sent = CommunicationCount()
     with warnings.catch_warnings(), fake_ranks(ranks) as mesh:
         warnings.simplefilter("ignore")
         with FakeTensorMode(allow_non_fake_inputs=True):
@@ -119,18 +120,18 @@ def _few_layers(setup: Setup, role: str, level: str, layers: int) -> StepBytes:
                 tracker.resized = _gathered(model)
             watch = _Watch(tracker, blocks_of(model))
             before = tracker.total
-            with tracker, contextlib.nullcontext() if mesh is None else FakeRecorder(made):
+            with tracker, contextlib.nullcontext() if mesh is None else FakeRecorder(sent):
                 run()
             watch.remove()
     factor = _ring(setup.fsdp) / _ring(ranks) if ranks > 1 else 1.0
-    gathers = sum(made.of(kind).bytes_sent for kind in _GATHERS)
+    gathers = sum(sent.of(kind).bytes_sent for kind in _GATHERS)
     return StepBytes(
         forward=max(watch.forward, 0 if trained else tracker.peak_total) - before,
         backward=tracker.peak_total - before if trained else 0.0,
         saved=watch.saved,
         gathered=gathers * factor,
-        scattered=(made.bytes_sent - gathers) * factor,
-        calls=made.calls,
+        scattered=(sent.bytes_sent - gathers) * factor,
+        calls=sent.calls,
     )
 
 
