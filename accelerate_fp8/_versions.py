@@ -20,13 +20,13 @@ def refusal(host: str) -> str | None:
     """Return one line about a host that is too old; None if it is not, or not known."""
     lowest, highest = TRIED[host]
     try:
-        found = version(host)
+        installed = version(host)
     except PackageNotFoundError:
         return None
-    if _minor(found) >= _minor(lowest):
+    if _minor(installed) >= _minor(lowest):
         return None
     return (
-        f"torch-fp8 supports {host} {lowest} to {highest}, found {found}: "
+        f"torch-fp8 supports {host} {lowest} to {highest}, found {installed}: "
         f"pip install '{host}>={lowest}', or train without FP8 (--mixed_precision bf16)"
     )
 

@@ -119,7 +119,7 @@ def warnings_of(measured: Measured, recipes: list[str], trainer: Any) -> Iterato
         recipes: those that the layers run.
         trainer: a TRL trainer, whose correction is looked at.
     """
-    found = (
+    finding = (
         f"FP8: rollouts differ from training by {measured.mean:.4f} in the log-probability of a "
         f"token, fp8/logprob_multiplicative_error={measured.error:.3f}"
     )
@@ -135,21 +135,21 @@ def warnings_of(measured: Measured, recipes: list[str], trainer: Any) -> Iterato
                 "else is in it. Take a recipe with scales for each token: recipe='rowwise' or "
                 "'blockwise'"
             )
-        yield "bound", f"{found}, above {bound}: {why}"
+        yield "bound", f"{finding}, above {bound}: {why}"
     mode = getattr(trainer, "vllm_importance_sampling_mode", None)
     corrects = trainer.use_vllm and getattr(trainer, "vllm_importance_sampling_correction", False)
     cap = getattr(trainer, "vllm_importance_sampling_clip_max", None)
     cap = getattr(trainer, "vllm_importance_sampling_cap", None) if cap is None else cap
     if not corrects or mode != "sequence_mask" or cap is None or cap <= 0:
         return
-    kept, dropped = kept_weight(measured.mean, measured.tokens, cap), measured.dropped or 0.0
-    if min(kept, 1 - dropped) < LEAST_KEPT:
+    share, dropped = kept_weight(measured.mean, measured.tokens, cap), measured.dropped or 0.0
+    if min(share, 1 - dropped) < LEAST_KEPT:
         yield (
             "correction",
-            f"{found}. vllm_importance_sampling_mode='sequence_mask' throws rollouts away whose "
+            f"{finding}. vllm_importance_sampling_mode='sequence_mask' throws rollouts away whose "
             f"ratio is above {cap}: {dropped:.0%} of these, and with {measured.tokens:.0f} tokens "
-            f"each about {kept:.0%} of the gradients' weight is kept. Correct each token by itself "
-            "(vllm_importance_sampling_mode='token_truncate', "
+            f"each about {share:.0%} of the gradients' weight is kept. Correct each token by "
+            "itself (vllm_importance_sampling_mode='token_truncate', "
             "vllm_importance_sampling_clip_max=2.0), or make the difference small: one recipe with "
             "scales for each token, in training and in the engine",
         )

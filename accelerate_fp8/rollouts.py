@@ -79,14 +79,14 @@ def generate_single_turn(original: Any, self: Any, *args: Any, **kwargs: Any) ->
         stack.enter_context(watch.watching(model, batching))
         if any(getattr(self, name, False) for name in _IN_BATCHES):
             stack.enter_context(bf16_stream(model))
-        made = original(self, *args, **kwargs)
-    several = isinstance(made, tuple)
-    state.sampled = watch.of(made[0] if several else made)
+        result = original(self, *args, **kwargs)
+    several = isinstance(result, tuple)
+    state.sampled = watch.of(result[0] if several else result)
     if state.sampled is None:
         _unmeasured(self, "the forwards of this way to generate do not tell what they sample from")
-    if not several or made[1] is not None:
-        return made
-    return (made[0], state.sampled, *made[2:])
+    if not several or result[1] is not None:
+        return result
+    return (result[0], state.sampled, *result[2:])
 
 
 @contextlib.contextmanager
@@ -99,11 +99,11 @@ def _vllm_asked(trainer: Any, state: RolloutState) -> Any:
     original = generation.generate
 
     def generate(*args: Any, **kwargs: Any) -> Any:
-        made = original(*args, **kwargs)
-        logprobs = made[2]
+        result = original(*args, **kwargs)
+        logprobs = result[2]
         if logprobs is not None:
             state.sampled = [[_number(token[0]) for token in row] for row in logprobs]
-        return made
+        return result
 
     generation.logprobs, vars(generation)["generate"] = 0, generate
     try:
@@ -142,11 +142,11 @@ def generate_and_score_completions(original: Any, self: Any, *args: Any, **kwarg
 
 def per_token_logps(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Extend ``_get_per_token_logps_and_entropies``: note what it returns first."""
-    made = original(self, *args, **kwargs)
+    logps = original(self, *args, **kwargs)
     state = vars(self).get("_fp8_rollouts")
     if state is not None and state.is_scoring and state.scored is None:
-        state.scored = (made[0] if isinstance(made, tuple) else made).detach()
-    return made
+        state.scored = (logps[0] if isinstance(logps, tuple) else logps).detach()
+    return logps
 
 
 def compute_loss(
@@ -194,8 +194,8 @@ def _measure(trainer: Any, inputs: dict[str, Any], sampled: Tensor, scored: Tens
     if inputs.get("tool_mask") is not None:
         mask = mask * inputs["tool_mask"]
     mode = "train" if trainer.model.training else "eval"
-    kept = inputs.get("importance_sampling_ratio")
-    _state_of(trainer).differences[mode].add(sampled, scored, mask, kept)
+    ratio = inputs.get("importance_sampling_ratio")
+    _state_of(trainer).differences[mode].add(sampled, scored, mask, ratio)
 
 
 def _state_of(trainer: Any) -> RolloutState:
@@ -205,10 +205,10 @@ def _state_of(trainer: Any) -> RolloutState:
 
 def _padded(rows: Logprobs, like: Tensor) -> Tensor:
     """Return rows as a tensor of the shape of `like`, NaN where there is none."""
-    made = torch.full(like.shape, float("nan"))
-    for i, row in enumerate(rows[: len(made)]):
-        made[i, : len(row)] = torch.tensor(row[: made.shape[1]])
-    return made.to(like.device)
+    padded = torch.full(like.shape, float("nan"))
+    for i, row in enumerate(rows[: len(padded)]):
+        padded[i, : len(row)] = torch.tensor(row[: padded.shape[1]])
+    return padded.to(like.device)
 
 
 def _number(value: float | None) -> float:

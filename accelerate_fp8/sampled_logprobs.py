@@ -49,10 +49,10 @@ class SampledLogprobs:
         def generate_batch(*args: Any, **kwargs: Any) -> Any:
             assert original is not None
             self._batching = True
-            made = original(*args, **kwargs)
-            found = [getattr(output, "logprobs", None) or [] for output in made.values()]
-            self._requests = found if asks is not None else None
-            return made
+            outputs = original(*args, **kwargs)
+            logprobs = [getattr(output, "logprobs", None) or [] for output in outputs.values()]
+            self._requests = logprobs if asks is not None else None
+            return outputs
 
         handle = _innermost(model).register_forward_hook(self._note, with_kwargs=True)
         if original is not None:
@@ -95,8 +95,8 @@ class SampledLogprobs:
             completions: the tokens of each sequence, as the rollout returned them.
         """
         if self._batching:
-            found = self._requests or []
-            return found if [*map(len, found)] == [*map(len, completions)] else None
+            requests = self._requests or []
+            return requests if [*map(len, requests)] == [*map(len, completions)] else None
         steps = max(map(len, completions), default=0)
         if not steps or self._last is None or self._last.shape[0] != len(completions):
             return None

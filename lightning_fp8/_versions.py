@@ -22,13 +22,13 @@ def refusal(package: str) -> str | None:
     """
     for distribution in _DISTRIBUTIONS.get(package, ()):
         try:
-            found = version(distribution)
+            installed = version(distribution)
         except PackageNotFoundError:
             continue
-        if _minor(found) >= _minor(LOWEST):
+        if _minor(installed) >= _minor(LOWEST):
             return None
         return (
-            f"torch-fp8 supports {distribution} {LOWEST} to {HIGHEST}, found {found}: "
+            f"torch-fp8 supports {distribution} {LOWEST} to {HIGHEST}, found {installed}: "
             f"pip install '{distribution}>={LOWEST}', or train without FP8 "
             "(precision='bf16-mixed')"
         )

@@ -59,25 +59,25 @@ def find_roots(model: nn.Module) -> list[nn.Module]:
 
 def _outermost(model: nn.Module, names: Iterable[str]) -> list[nn.Module]:
     wanted = set(names)
-    found, inner = [], set[nn.Module]()
+    outermost, inner = [], set[nn.Module]()
     for module in model.modules():  # from the outside inwards
         if module not in inner and type(module).__name__ in wanted:
-            found.append(module)
+            outermost.append(module)
             inner.update(module.modules())
-    return found
+    return outermost
 
 
 def _repeated(model: nn.Module) -> list[nn.Module]:
-    found, inner = [], set[nn.Module]()
+    repeated, inner = [], set[nn.Module]()
     for container in model.modules():
         if not isinstance(container, (nn.ModuleList, nn.Sequential)):
             continue
         count = Counter(map(type, container))
         for module in dict.fromkeys(container):
             if count[type(module)] > 1 and module not in inner and _is_block(module):
-                found.append(module)
+                repeated.append(module)
                 inner.update(module.modules())
-    return found
+    return repeated
 
 
 def _is_block(module: nn.Module) -> bool:

@@ -21,8 +21,8 @@ def installed_version() -> str:
     except metadata.PackageNotFoundError:
         project = Path(__file__).resolve().parent.parent / "pyproject.toml"
         text = project.read_text() if project.is_file() else ""
-        found = re.search(r'^name = "torch-fp8"\nversion = "(.*)"$', text, re.MULTILINE)
-        return found[1] if found else "unknown"
+        match = re.search(r'^name = "torch-fp8"\nversion = "(.*)"$', text, re.MULTILINE)
+        return match[1] if match else "unknown"
 
 
 def check_torch(version: str) -> None:

@@ -259,8 +259,8 @@ class FP8Config:
                 left.append("grad_format")
             changes.update((name, _DEFAULTS[name]) for name in left)
         if options.get("wgrad") == "bf16":
-            kept = tuple(gemm for gemm in self.fast_accum if gemm != "wgrad")
-            changes["fast_accum"] = kept
+            gemms = tuple(gemm for gemm in self.fast_accum if gemm != "wgrad")
+            changes["fast_accum"] = gemms
         return replace(self, **{**changes, **options})
 
     def to_json(self) -> str:
@@ -313,12 +313,12 @@ def config_or_default(config: object) -> FP8Config:
     if isinstance(config, str) and config in recipes:
         return FP8Config(recipe=config)
     names = f"({', '.join(recipes)}){suggestion(config, recipes)}"
-    how = f"FP8Config(...), or the name of a recipe {names}"
+    way_out = f"FP8Config(...), or the name of a recipe {names}"
     if isinstance(config, Mapping):
-        how = "FP8Config(**options)"
+        way_out = "FP8Config(**options)"
     elif isinstance(config, os.PathLike) or (isinstance(config, str) and set(config) & set("{/.")):
-        how = "FP8Config.from_json(text_or_path)"
-    raise TypeError(f"config is {config!r}, a {type(config).__name__}; pass {how}")
+        way_out = "FP8Config.from_json(text_or_path)"
+    raise TypeError(f"config is {config!r}, a {type(config).__name__}; pass {way_out}")
 
 
 def is_high_precision(options: Mapping[str, Any] | None) -> bool:

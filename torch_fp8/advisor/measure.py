@@ -93,8 +93,10 @@ def measure(
         recipes: whose casts are tried.
     """
     modules = dict(model.named_modules())
-    kept = {name: _Kept() for name in names}
-    handles = [modules[name].register_forward_pre_hook(_hook(kept[name])) for name in kept]
+    statistics = {name: _Kept() for name in names}
+    handles = [
+        modules[name].register_forward_pre_hook(_hook(statistics[name])) for name in statistics
+    ]
     try:
         for batch in batches:
             forward(model, batch)
@@ -102,8 +104,8 @@ def measure(
         for handle in handles:
             handle.remove()
     downs = _gated_mlps(model)
-    return [_findings(name, modules[name], kept[name], downs.get(modules[name]), recipes)
-            for name in kept]  # fmt: skip
+    return [_findings(name, modules[name], statistics[name], downs.get(modules[name]), recipes)
+            for name in statistics]  # fmt: skip
 
 
 def _hook(kept: _Kept) -> Callable[..., None]:
@@ -116,7 +118,7 @@ def _hook(kept: _Kept) -> Callable[..., None]:
 
 def _gated_mlps(model: nn.Module) -> dict[nn.Module, int]:
     """Return the down projections, and how many channels in front of each are aligned."""
-    found: dict[nn.Module, int] = {}
+    mlps: dict[nn.Module, int] = {}
     for module in model.modules():
         spec = gated_mlp_spec(module, any_activation=True)
         if spec is None:
@@ -129,8 +131,8 @@ def _gated_mlps(model: nn.Module) -> dict[nn.Module, int]:
         else:
             layers = getattr(module, spec.gate), getattr(module, spec.up)
             rows = tuple(map(_weight, layers)) if all(map(is_linear, layers)) else None
-        found[down] = 0 if rows is None else _num_aligned(*rows)
-    return found
+        mlps[down] = 0 if rows is None else _num_aligned(*rows)
+    return mlps
 
 
 def _num_aligned(gate: Tensor, up: Tensor) -> int:
@@ -147,21 +149,23 @@ def _weight(layer: Any) -> Tensor:
 def _findings(
     name: str, layer: nn.Module, kept: _Kept, aligned: int | None, recipes: Sequence[str]
 ) -> LayerFindings:
-    found = LayerFindings(name, *features(layer), kept.calls)
-    found.is_down, found.aligned = aligned is not None, aligned or 0
+    findings = LayerFindings(name, *features(layer), kept.calls)
+    findings.is_down, findings.aligned = aligned is not None, aligned or 0
     if kept.amax is None or not kept.rows:
-        return found
+        return findings
     median = kept.amax.median().clamp(min=torch.finfo(torch.float32).tiny)
-    found.channel = int(kept.amax.argmax())
-    found.ratio = float(kept.amax[found.channel] / median)
+    findings.channel = int(kept.amax.argmax())
+    findings.ratio = float(kept.amax[findings.channel] / median)
     x, weight = torch.cat(kept.rows), _weight(layer)
     exact = x @ weight.t()
     for recipe in recipes:
-        found.db[recipe] = _median_db(exact, _product(x, weight, recipe))
-    if found.is_down:
+        findings.db[recipe] = _median_db(exact, _product(x, weight, recipe))
+    if findings.is_down:
         s, inverse, _ = smooth_factors(kept.amax)
-        found.db["smooth_swiglu"] = _median_db(exact, _product(x * s, weight * inverse, recipes[0]))
-    return found
+        findings.db["smooth_swiglu"] = _median_db(
+            exact, _product(x * s, weight * inverse, recipes[0])
+        )
+    return findings
 
 
 def _product(x: Tensor, weight: Tensor, recipe: str) -> Tensor:

@@ -58,7 +58,7 @@ def propose(findings: Sequence[LayerFindings], recipe: str, skipped: Mapping[str
         recipe: the model's recipe, whose casts were tried, and those of `FINER`.
         skipped: why FP8 does not take others.
     """
-    layers = tuple(_for_layer(found, recipe) for found in findings)
+    layers = tuple(_for_layer(finding, recipe) for finding in findings)
     smooth = [p for p in layers if p.options == {"smooth_swiglu": True}]
     downs = [p for p in layers if p.found.is_down]
     whole = bool(smooth) and len(smooth) == len(downs)
@@ -123,7 +123,7 @@ def _overrides(
 
 
 def _notes(findings: Sequence[LayerFindings]) -> list[str]:
-    counts = sorted({tokens for found in findings for tokens in found.calls})
+    counts = sorted({tokens for finding in findings for tokens in finding.calls})
     odd = [tokens for tokens in counts if tokens % _MULTIPLE]
     if not odd:
         return []

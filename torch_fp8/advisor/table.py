@@ -27,9 +27,9 @@ def _lines(proposal: Proposal) -> Iterator[str]:
         yield from _row(layer, recipe)
     rest = [layer for layer in proposal.layers if layer.options == {} and not layer.reasons]
     if rest:
-        found = sorted(layer.found.db[recipe] for layer in rest)
+        decibels = sorted(layer.found.db[recipe] for layer in rest)
         many = "all" if len(rest) == len(proposal.layers) else "the others"
-        yield f"{f'{many} ({len(rest)})':<{_NAME}}{_db(found[0]):>{_DB + 4}}  {recipe}"
+        yield f"{f'{many} ({len(rest)})':<{_NAME}}{_db(decibels[0]):>{_DB + 4}}  {recipe}"
     for reason, names in _skipped(proposal).items():
         shown = ", ".join(names[:2]) + (f" and {len(names) - 2} more" if len(names) > 2 else "")
         yield from _wrapped(f"not in FP8: {shown}: {reason}")
@@ -38,9 +38,9 @@ def _lines(proposal: Proposal) -> Iterator[str]:
 
 
 def _row(layer: LayerProposal, recipe: str) -> Iterator[str]:
-    found = layer.found
-    name = found.name if len(found.name) < _NAME else "..." + found.name[-(_NAME - 4) :]
-    yield f"{name:<{_NAME}}{_db(found.db.get(recipe)):>{_DB + 4}}  {_proposed(layer, recipe)}"
+    finding = layer.found
+    name = finding.name if len(finding.name) < _NAME else "..." + finding.name[-(_NAME - 4) :]
+    yield f"{name:<{_NAME}}{_db(finding.db.get(recipe)):>{_DB + 4}}  {_proposed(layer, recipe)}"
     yield from _wrapped("; ".join(layer.reasons), "    ")
 
 

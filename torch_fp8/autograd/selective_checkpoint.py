@@ -69,10 +69,10 @@ def _is_traced() -> bool:
 
 
 def _policy(context: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    kept = operator_name(func) in CASTS or operator_name(func) in ATTENTION
+    is_kept = operator_name(func) in CASTS or operator_name(func) in ATTENTION
     if argument_of(func, "columnwise", args, kwargs) is False:  # a weight's, or of a frozen layer
-        kept = False
-    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+        is_kept = False
+    return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 @functools.cache

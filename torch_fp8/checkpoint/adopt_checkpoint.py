@@ -151,12 +151,12 @@ def take_over(
     if not (already or (trained and sharded)):
         lines += [str(report) for report in adopt_checkpoints(model, config, trained=trained)]
     elif config.large_residual_bits is not None:
-        found = {(source.format.name, str(source.files.path)) for source in _sources(model)}
+        formats = {(source.format.name, str(source.files.path)) for source in _sources(model)}
         lines += [
             f"weights of the {name} checkpoint {path!r} continue from the values that they were "
             "dequantized to, and frozen ones are quantized anew: where weights are sharded (FSDP2, "
             "tensor parallelism), the bits below are not kept"
-            for name, path in sorted(found)
+            for name, path in sorted(formats)
         ]
     return [*lines, SAVED_DEQUANTIZED] if save_dequantized(model) else lines
 
@@ -200,14 +200,14 @@ def adopt_checkpoints(
                 continue
             if weight.dtype != torch.bfloat16 or known_residual(weight) is not None:
                 continue
-            found = source.weight_behind(key, weight.detach())
-            if found is None:
+            stored = source.weight_behind(key, weight.detach())
+            if stored is None:
                 changed += 1
             elif trained and weight.requires_grad:
-                split_parts(weight, found.parts(), config.residual_bits)
+                split_parts(weight, stored.parts(), config.residual_bits)
                 exact += 1
-            elif found.has_frozen_blocks():
-                remember_scales(weight, found)
+            elif stored.has_frozen_blocks():
+                remember_scales(weight, stored)
                 frozen += 1
         if exact or frozen:
             path, name = str(source.files.path), source.format.name
@@ -234,17 +234,17 @@ def save_dequantized(model: nn.Module) -> int:
         conversions = vars(module).get("_weight_conversions")
         if not conversions or getattr(module, "is_quantized", False):
             continue
-        kept = []
+        entries = []
         for conversion in conversions:
             operations = getattr(conversion, "operations", None) or []
             others = [op for op in operations if type(op).__name__ not in _DEQUANTIZERS]
             if len(others) == len(operations):
-                kept.append(conversion)
+                entries.append(conversion)
                 continue
             dropped += 1
             if others:
-                kept.append(_without_scales(conversion, others))
-        module.__dict__["_weight_conversions"] = kept
+                entries.append(_without_scales(conversion, others))
+        module.__dict__["_weight_conversions"] = entries
     return dropped
 
 

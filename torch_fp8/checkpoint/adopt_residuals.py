@@ -99,10 +99,10 @@ def _read_shards(
 ) -> Iterator[tuple[str, tuple[Tensor, int] | None]]:
     reader = dcp.FileSystemReader(folder)
     entries = reader.read_metadata().state_dict_metadata
-    found = {match[1]: key for key in entries if (match := _RESIDUAL.search(key))}
+    key_of_weight = {match[1]: key for key in entries if (match := _RESIDUAL.search(key))}
     bits: dict[str, int | None] = {}
     wanted: dict[str, Any] = {}
-    for name, key in found.items():
+    for name, key in key_of_weight.items():
         if name in weights:
             bits[name] = k = _bits(weights[name], getattr(entries[key], "size", None))
             if k is not None:
@@ -110,7 +110,7 @@ def _read_shards(
     if wanted:
         dcp.load(dict(wanted), storage_reader=reader)
     for name, k in bits.items():
-        yield name, None if k is None else (local(wanted[found[name]]), k)
+        yield name, None if k is None else (local(wanted[key_of_weight[name]]), k)
 
 
 def _bits(weight: Tensor, shape: torch.Size | None) -> int | None:

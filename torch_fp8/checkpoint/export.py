@@ -127,10 +127,10 @@ def export(
             "None to copy the files of the folder that the model is from"
         )
     most, path = parse_size(max_shard_size), refuse_existing(path)
-    made = prepare_export(model, format, adapters)
+    plan = prepare_export(model, format, adapters)
     with whole_folder(path) as folder:
-        made.write(folder, most, tokenizer)
-    report = made.report(path)
+        plan.write(folder, most, tokenizer)
+    report = plan.report(path)
     warn_kept(report)
     return report
 
@@ -152,10 +152,10 @@ def export_into(
     Raises:
         ValueError, TypeError, OSError: see `export`.
     """
-    most, made = parse_size(max_shard_size), prepare_export(model, format)
+    most, plan = parse_size(max_shard_size), prepare_export(model, format)
     with replaced_files(folder) as partial:
-        made.write(partial, most)
-    return made.report(Path(folder))
+        plan.write(partial, most)
+    return plan.report(Path(folder))
 
 
 def refuse_unsavable(model: nn.Module, config: FP8Config) -> None:
@@ -210,12 +210,12 @@ def prepare_export(model: nn.Module, format: str, adapters: str | None = None) -
         ValueError, TypeError: see `export`.
     """
     root = unwrapped(model)
-    found = adapted_layers(root)
+    adapted = adapted_layers(root)
     if adapters not in (None, *ADAPTERS):
         raise ValueError(f"adapters={adapters!r} is unknown; 'merge' and 'apart' are known")
-    if found and adapters is None:
+    if adapted and adapters is None:
         raise ValueError(
-            f"'{found[0]}' has an adapter, and no FP8 format holds one: adapters='merge' folds "
+            f"'{adapted[0]}' has an adapter, and no FP8 format holds one: adapters='merge' folds "
             "all into the weights, which loses what is below the resolution of FP8; "
             "adapters='apart' writes the base alone, for an engine that serves the adapter of "
             "model.save_pretrained beside it"
@@ -223,9 +223,9 @@ def prepare_export(model: nn.Module, format: str, adapters: str | None = None) -
     if adapters != "apart":
         refuse_prompts(model)
     fold = AdapterFold(root, merge=adapters == "merge")
-    smooth = None if found else SmoothFold(root)
-    modules = fold.walk if found else walk
-    plan = plan_export(root, format, modules, adapted=fold if found else None, smooth=smooth)
+    smooth = None if adapted else SmoothFold(root)
+    modules = fold.walk if adapted else walk
+    plan = plan_export(root, format, modules, adapted=fold if adapted else None, smooth=smooth)
     refuse_other_names(root, plan)
     return PreparedExport(root, plan)
 

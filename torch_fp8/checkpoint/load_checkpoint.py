@@ -260,8 +260,8 @@ def check_keys(
     """
     what = f"the checkpoint {str(files.path)!r} does not fit {type(model).__name__}"
     why = "nothing was loaded; from_pretrained knows models whose checkpoints have other names"
-    found = {id(homes[key]) for key in files if key in homes}
-    missing = [name for name, owners in homes.items() if id(owners) not in found]
+    present = {id(homes[key]) for key in files if key in homes}
+    missing = [name for name, owners in homes.items() if id(owners) not in present]
     unknown = [key for key in files if key not in homes and key not in companions]
     if missing or unknown:
         lacks = f"it lacks {missing[0]!r} and {len(missing) - 1} more" if missing else ""

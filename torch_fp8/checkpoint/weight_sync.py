@@ -66,11 +66,11 @@ def weights_for_engine(
     if adapters not in ADAPTERS:
         raise ValueError(f"adapters={adapters!r} is unknown; 'merge' and 'apart' are known")
     root = unwrapped(model)
-    found = bool(adapted_layers(root))
+    is_adapted = bool(adapted_layers(root))
     if adapters == "merge":
         refuse_prompts(model)
     fold = AdapterFold(root, merge=adapters == "merge")
-    modules = fold.walk if found else walk
+    modules = fold.walk if is_adapted else walk
     if engine == "bf16":
         for name, module in fold.walk(root):
             for full, _ in expert_weights(name, module):
@@ -86,8 +86,8 @@ def weights_for_engine(
                 f"{module.fp8_recipe.name!r}; convert the model with recipe='blockwise', or start "
                 "an engine in BF16"
             )
-    smooth = None if found else SmoothFold(root)
-    adapted = fold if found else None
+    smooth = None if is_adapted else SmoothFold(root)
+    adapted = fold if is_adapted else None
     plan = plan_export(root, "fine-grained", modules, adapted=adapted, smooth=smooth, paused=True)
     refuse_other_names(root, plan)
     if engine == "fine-grained":

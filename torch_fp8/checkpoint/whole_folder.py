@@ -46,14 +46,14 @@ def whole_folder(path: str | Path) -> Iterator[Path]:
         OSError: the files cannot be written; of a full disk the message says so, with the path.
     """
     path = refuse_existing(path)
-    with _temporary(path.parent, f".{path.name}.") as made:
+    with _temporary(path.parent, f".{path.name}.") as partial:
         with _naming_full_disks(path):
-            yield made
-            made.chmod(0o777 & ~_umask())
-            for file in made.iterdir():
+            yield partial
+            partial.chmod(0o777 & ~_umask())
+            for file in partial.iterdir():
                 _sync(file)
-            _sync(made)
-        os.rename(made, path)
+            _sync(partial)
+        os.rename(partial, path)
     _sync(path.parent)
 
 
@@ -73,23 +73,23 @@ def replaced_files(folder: str | os.PathLike[str]) -> Iterator[Path]:
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    with _temporary(folder, ".export.") as made:
+    with _temporary(folder, ".export.") as partial:
         with _naming_full_disks(folder):
-            yield made
-            for file in made.iterdir():
+            yield partial
+            for file in partial.iterdir():
                 _sync(file)
-        names = sorted(file.name for file in made.iterdir())
+        names = sorted(file.name for file in partial.iterdir())
         (folder / _CONFIG).unlink(missing_ok=True)
         _sync(folder)
         for name in names:
             if name != _CONFIG:
-                os.replace(made / name, folder / name)
+                os.replace(partial / name, folder / name)
         for pattern in ("model*.safetensors", "model*.safetensors.index.json", "hf_quant_*.json"):
             for file in folder.glob(pattern):
                 if file.name not in names:
                     file.unlink()
         if _CONFIG in names:
-            os.replace(made / _CONFIG, folder / _CONFIG)
+            os.replace(partial / _CONFIG, folder / _CONFIG)
         _sync(folder)
 
 
@@ -103,12 +103,12 @@ def _temporary(parent: Path, prefix: str) -> Iterator[Path]:
         with _lock(old) as is_ours:
             if is_ours:
                 shutil.rmtree(old, ignore_errors=True)
-    made = Path(tempfile.mkdtemp(prefix=prefix, suffix=".partial", dir=parent))
+    folder = Path(tempfile.mkdtemp(prefix=prefix, suffix=".partial", dir=parent))
     try:
-        with _lock(made):
-            yield made
+        with _lock(folder):
+            yield folder
     finally:
-        shutil.rmtree(made, ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextlib.contextmanager

@@ -100,12 +100,12 @@ class TracedGraph:
 
     def results(self, call: Call) -> Any:
         """Return the results of a call, which is put in the graph if it is not there yet."""
-        made = next(self.calls(call.func, *call.args), None)
-        if made is None:
+        node = next(self.calls(call.func, *call.args), None)
+        if node is None:
             args = tuple(Proxy(a, self.tracer) if isinstance(a, Node) else a for a in call.args)
             proxy = self.tracer.create_proxy("call_function", call.func, args, {})
         else:
-            proxy = Proxy(made, self.tracer)
+            proxy = Proxy(node, self.tracer)
         with disable_proxy_modes_tracing():
             values = call.func(*(a.meta["val"] if isinstance(a, Node) else a for a in call.args))
         return track_tensor_tree(values, proxy, constant=None, tracer=self.tracer)
@@ -140,8 +140,8 @@ def _trace_cast(
             call = _fused(graph, source, cast._replace(scale=scale))
     if call is None:
         return mode.__torch_dispatch__(func, types, args, kwargs)
-    made = graph.results(call)[call.first : call.first + 4]
-    return made if scale is None else (made[0], graph.tensor_of(scale), *made[2:])
+    results = graph.results(call)[call.first : call.first + 4]
+    return results if scale is None else (results[0], graph.tensor_of(scale), *results[2:])
 
 
 def _first_scale(
@@ -156,8 +156,8 @@ def _first_scale(
     func = _CASTS.get(source.target)
     if scale is None or func is None:
         return scale
-    for made in graph.calls(func, *source.args):
-        of = CastOptions(*made.args[len(source.args) :][:7])
+    for node in graph.calls(func, *source.args):
+        of = CastOptions(*node.args[len(source.args) :][:7])
         if of.scale is not None and of.dtype == cast.dtype:
             first: Any = of.scale
             return _as_node(first)
@@ -191,18 +191,18 @@ def _trace_amax(
 
 def _amax_of_norm(graph: TracedGraph, norm: Node) -> Node | None:
     x, weight, rstd, offset, out_dtype = norm.args
-    for made in graph.calls(_ops.rms_norm_statistics.default, x, weight):
-        if made in rstd.args and made.args[3:5] == (offset, out_dtype):
-            return result(made, 1)
+    for node in graph.calls(_ops.rms_norm_statistics.default, x, weight):
+        if node in rstd.args and node.args[3:5] == (offset, out_dtype):
+            return result(node, 1)
     return None
 
 
 def _amax_of_product(graph: TracedGraph, product: Node) -> Node:
     save = _ops.swiglu_save.default
-    made = next(graph.calls(save, *product.args), None)
-    if made is None:  # nothing is saved
-        made = graph.node_of_call(Call(save, (*product.args, False)))
-    return result(made, 4)
+    node = next(graph.calls(save, *product.args), None)
+    if node is None:  # nothing is saved
+        node = graph.node_of_call(Call(save, (*product.args, False)))
+    return result(node, 4)
 
 
 def _amax_of_joined_gradient(graph: TracedGraph, backward: Node) -> Node:
@@ -213,10 +213,10 @@ def _of_norm(graph: TracedGraph, norm: Node, cast: CastOptions) -> Call | None:
     x, weight, rstd, offset, out_dtype = norm.args
     # The call that made rstd has the other results as well.
     once = _ops.rms_norm_quantize_once.default
-    for made in graph.calls(once, x, weight):
-        of_it = made in rstd.args and made.args[3:5] == (offset, out_dtype)
-        if of_it and _is_made_by(cast, CastOptions(*made.args[5:12])):
-            return Call(once, made.args)
+    for node in graph.calls(once, x, weight):
+        of_it = node in rstd.args and node.args[3:5] == (offset, out_dtype)
+        if of_it and _is_made_by(cast, CastOptions(*node.args[5:12])):
+            return Call(once, node.args)
     amax: Any = None
     if cast.needs_amax:
         amax = _amax_of_norm(graph, norm)
@@ -235,9 +235,9 @@ def _of_product(graph: TracedGraph, product: Node, cast: CastOptions) -> Call | 
         if amax is None:
             return None
     cast = cast._replace(amax=amax)
-    for made in graph.calls(quantized, *product.args):
-        if _is_made_by(cast, CastOptions(*made.args[3:10])):
-            return Call(quantized, made.args)
+    for node in graph.calls(quantized, *product.args):
+        if _is_made_by(cast, CastOptions(*node.args[3:10])):
+            return Call(quantized, node.args)
     return Call(quantized, (*product.args, *cast, False))
 
 

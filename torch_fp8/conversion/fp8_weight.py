@@ -117,16 +117,16 @@ def bytes_behind(weight: Tensor, scale: Tensor, block: tuple[int, int]) -> FP8We
     if not weight.numel() or float(scale.min()) < _LEAST_SCALE:
         return None
     qdata = torch.empty(weight.shape, dtype=torch.float8_e4m3fn, device=weight.device)
-    found = FP8Weight(qdata, scale.to(weight.device), block)
+    stored = FP8Weight(qdata, scale.to(weight.device), block)
     for rows in row_parts(*weight.shape):
-        factor = _spread(found, rows)
+        factor = _spread(stored, rows)
         part = weight[rows]
         # What lies beyond the largest code is refused by the comparison, saturated or NaN.
         codes = (part.float() / factor).to(torch.float8_e4m3fn)
         if not torch.equal(codes.float().mul_(factor).to(weight.dtype), part):
             return None
         qdata[rows] = codes
-    return found
+    return stored
 
 
 def remember_scales(weight: Tensor, known: FP8Weight) -> None:

@@ -146,7 +146,7 @@ def freeze_layers(
     shared, notice = _shared_weights(model), ThawNotice()
     sharded, waiting = _sharded_weights(model), False
     merged = _merged_layers(model)
-    frozen, kept = [], []
+    frozen, left = [], []
     num_params = before = after = 0
     for name, layer in model.named_modules():
         if not isinstance(layer, Float8Layer):
@@ -160,7 +160,7 @@ def freeze_layers(
         if layer.frozen_weight is None:
             reason = MERGED if layer in merged else _why_not(layer, shared, of_fsdp)
         if reason is not None:
-            kept.append((name, reason))
+            left.append((name, reason))
             continue
         held = layer.frozen_weight
         if held is None and of_fsdp:
@@ -197,7 +197,7 @@ def freeze_layers(
     if frozen:
         convert_producers(model, config)
     return FreezeReport(
-        tuple(frozen), tuple(kept), recipe if frozen else None, num_params, before, after
+        tuple(frozen), tuple(left), recipe if frozen else None, num_params, before, after
     )
 
 

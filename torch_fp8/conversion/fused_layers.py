@@ -106,8 +106,8 @@ def _cast_alike(layers: Iterable[Float8Layer]) -> bool:
     for layer in layers:
         config = layer.fp8_config
         recipe = layer.fp8_recipe if layer.fp8_thawed_recipe is None else layer.fp8_thawed_recipe
-        how = [getattr(config, option) for option in (*named(config, "delayed"), "eval_fp8")]
-        recipes.add((replace(recipe, smooth=False), *how))
+        options = [getattr(config, option) for option in (*named(config, "delayed"), "eval_fp8")]
+        recipes.add((replace(recipe, smooth=False), *options))
     return len(recipes) <= 1
 
 

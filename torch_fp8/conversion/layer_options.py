@@ -30,19 +30,19 @@ def layer_options(names: Iterable[str], config: FP8Config) -> dict[str, FP8Confi
         ValueError: options of several patterns that exclude each other.
     """
     # A configuration for each set of options, not for each layer: layers compare theirs.
-    made: dict[str, FP8Config] = {}
-    found = {}
+    configs: dict[str, FP8Config] = {}
+    options_of = {}
     for name in names if config.overrides else ():
         options = _options(name, config)
         if not options:
             continue
-        if repr(options) not in made:
+        if repr(options) not in configs:
             try:
-                made[repr(options)] = config.overridden(options)
+                configs[repr(options)] = config.overridden(options)
             except ValueError as error:
                 raise ValueError(f"FP8Config.overrides, together, for '{name}': {error}") from error
-        found[name] = made[repr(options)]
-    return found
+        options_of[name] = configs[repr(options)]
+    return options_of
 
 
 def base_config(layers: Sequence[Float8Layer]) -> FP8Config:

@@ -250,7 +250,7 @@ def _optimizers(optimizer: Optimizer | Iterable[Optimizer] | None) -> list[Optim
 
 def _by_category(optimizers: list[Optimizer], parameters: list[Tensor]) -> dict[str, list[Tensor]]:
     """Collect the tensors of the optimizers' states of these parameters, without 0-d counters."""
-    found: dict[str, list[Tensor]] = {"moments": [], "master": [], "scales": []}
+    tensors_of: dict[str, list[Tensor]] = {"moments": [], "master": [], "scales": []}
     wanted = set(parameters)
     for optimizer in optimizers:
         for parameter, state in optimizer.state.items():
@@ -258,13 +258,13 @@ def _by_category(optimizers: list[Optimizer], parameters: list[Tensor]) -> dict[
                 for value in state.values():
                     shard = local(value)
                     if isinstance(shard, Float8Moment):
-                        found["moments"].append(shard.qdata)
-                        found["scales"].append(shard.scale)
+                        tensors_of["moments"].append(shard.qdata)
+                        tensors_of["scales"].append(shard.scale)
                     elif isinstance(value, Tensor) and value.ndim > 0:
-                        found["moments"].append(value)
+                        tensors_of["moments"].append(value)
     residuals = map(residual_of, parameters)
-    found["master"] = [residual for residual in residuals if residual is not None]
-    return found
+    tensors_of["master"] = [residual for residual in residuals if residual is not None]
+    return tensors_of
 
 
 def _gradient_parts(grad: Tensor) -> tuple[Tensor, list[Tensor]]:

@@ -197,9 +197,9 @@ class ConversionReport:
         if self.producers:
             number = len(self.producers)
             noun = "norm or gated MLP" if number == 1 else "norms and gated MLPs"
-            kept = "in FP8" if self.config.save_activations == "fp8" else "as it is"
+            storage = "in FP8" if self.config.save_activations == "fp8" else "as it is"
             lines.append(
-                f"  fused     {number} {noun}, which hand over FP8 and keep {kept} what "
+                f"  fused     {number} {noun}, which hand over FP8 and keep {storage} what "
                 "backward needs"
             )
         if self.unfused:

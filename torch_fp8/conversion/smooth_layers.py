@@ -18,15 +18,15 @@ def down_projections(model: nn.Module, configs: Iterable[FP8Config]) -> dict[nn.
     Args:
         configs: the layers' configurations; nothing is done unless one asks for Smooth-SwiGLU.
     """
-    found: dict[nn.Module, str] = {}
+    names: dict[nn.Module, str] = {}
     if not any(config.smooth_swiglu for config in configs):
-        return found
+        return names
     for name, module, spec in gated_mlps(model):
         layer = getattr(module, spec.down)
         layer = layer._modules.get("base_layer", layer)
         if layer is not None and is_linear(layer):
-            found[layer] = name
-    return found
+            names[layer] = name
+    return names
 
 
 def gated_mlps(

@@ -21,9 +21,11 @@ def autoload() -> list[Result]:
 
 
 def _entry_point() -> Result:
-    found = [e for e in metadata.entry_points(group=GROUP) if e.value.startswith(f"{MODULE}:")]
-    if found:
-        return Result(SECTION, "entry point", OK, f"{GROUP}: {found[0].name} = {found[0].value}")
+    entries = [e for e in metadata.entry_points(group=GROUP) if e.value.startswith(f"{MODULE}:")]
+    if entries:
+        return Result(
+            SECTION, "entry point", OK, f"{GROUP}: {entries[0].name} = {entries[0].value}"
+        )
     return Result(
         SECTION,
         "entry point",

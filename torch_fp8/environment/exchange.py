@@ -71,10 +71,12 @@ def verdict(averages: list[Tensor], gradients: list[Tensor]) -> str:
     """
     if any(not torch.equal(average, averages[0]) for average in averages):
         raise RuntimeError("the ranks got different averages")
-    found = sqnr_db(torch.stack(gradients).double().mean(0), averages[0])
-    if not found >= FLOOR_DB:
-        raise RuntimeError(f"the average has {found:.1f} dB, below its floor of {FLOOR_DB:.1f} dB")
-    return f"average of gradients {found:.1f} dB, equal on all ranks"
+    decibels = sqnr_db(torch.stack(gradients).double().mean(0), averages[0])
+    if not decibels >= FLOOR_DB:
+        raise RuntimeError(
+            f"the average has {decibels:.1f} dB, below its floor of {FLOOR_DB:.1f} dB"
+        )
+    return f"average of gradients {decibels:.1f} dB, equal on all ranks"
 
 
 def _rank(rank: int, store: str, backend: str) -> None:

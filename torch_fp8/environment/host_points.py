@@ -62,7 +62,7 @@ def inspect_host(modules: list[str]) -> dict[str, Any]:
     """Return what `python -m` prints: version, error, warnings about the flag, state of each
     point.
     """
-    found: dict[str, Any] = {"version": None, "errors": {}, "warnings": [], "points": {}}
+    report: dict[str, Any] = {"version": None, "errors": {}, "warnings": [], "points": {}}
     host = modules[0].partition(".")[0]
     points = POINTS[host]
     with warnings.catch_warnings(record=True) as said:
@@ -71,14 +71,14 @@ def inspect_host(modules: list[str]) -> dict[str, Any]:
             try:
                 module = importlib.import_module(name)
             except BaseException as error:  # a host may do anything
-                found["errors"][name] = last_line(error)
+                report["errors"][name] = last_line(error)
                 continue
             states = {point: state_of(module, point) for point in points[name]}
             more = set(extended_names(module)) - states.keys()
-            found["points"][name] = states | dict.fromkeys(sorted(more), HELD)
-    found["warnings"] = [str(w.message) for w in said if "FP8" in str(w.message)]
-    found["version"] = getattr(sys.modules.get(host), "__version__", None)
-    return found
+            report["points"][name] = states | dict.fromkeys(sorted(more), HELD)
+    report["warnings"] = [str(w.message) for w in said if "FP8" in str(w.message)]
+    report["version"] = getattr(sys.modules.get(host), "__version__", None)
+    return report
 
 
 if __name__ == "__main__":

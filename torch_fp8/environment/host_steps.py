@@ -65,8 +65,8 @@ class Evidence:
             raise RuntimeError("no FP8 layer took part: the flag is silently off")
         wanted = (torch.float32 if level == "O1" else torch.bfloat16, level == "O3")
         if set(self.states) != {wanted}:
-            found = sorted({f"{dtype}, 8-bit gradient: {is_fp8}" for dtype, is_fp8 in self.states})
-            raise RuntimeError(f"weights of level {level} are not of its kind: {'; '.join(found)}")
+            kinds = sorted({f"{dtype}, 8-bit gradient: {is_fp8}" for dtype, is_fp8 in self.states})
+            raise RuntimeError(f"weights of level {level} are not of its kind: {'; '.join(kinds)}")
         if not torch.tensor(loss).isfinite():
             raise RuntimeError(f"the loss is {loss}")
         # A host may have moved the model back to the CPU.

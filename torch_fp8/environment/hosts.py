@@ -54,8 +54,8 @@ def hosts() -> list[Result]:
     running: set[subprocess.Popen[str]] = set()
     with ThreadPoolExecutor(max(1, min(4, os.cpu_count() or 1))) as pool:
         try:
-            found = pool.map(lambda host: _extended(host, running), installed)
-            looked = dict(zip(installed, found, strict=True))
+            reports = pool.map(lambda host: _extended(host, running), installed)
+            looked = dict(zip(installed, reports, strict=True))
         except BaseException:  # interrupted: nobody waits for them
             pool.shutdown(wait=False, cancel_futures=True)
             for process in list(running):
@@ -73,22 +73,22 @@ def hosts() -> list[Result]:
 
 def _extended(host: str, running: set[subprocess.Popen[str]]) -> list[Result]:
     version = distribution_version(*_DISTRIBUTIONS[host])
-    found = _look(host, running)
-    if isinstance(found, str):
-        return [Result(SECTION, host, FAILED, f"{version or 'version unknown'}, {found}")]
-    version = found["version"] or version or "version unknown"
+    report = _look(host, running)
+    if isinstance(report, str):
+        return [Result(SECTION, host, FAILED, f"{version or 'version unknown'}, {report}")]
+    version = report["version"] or version or "version unknown"
     lines = [
-        _point(module, name, state, found["warnings"])
-        for module, states in found["points"].items()
+        _point(module, name, state, report["warnings"])
+        for module, states in report["points"].items()
         for name, state in states.items()
     ]
     lines += [
         Result(SECTION, module, FAILED, f"cannot be imported: {error}")
-        for module, error in found["errors"].items()
+        for module, error in report["errors"].items()
     ]
     bad = sum(line.status == FAILED for line in lines)
     held = f"{version}, {len(lines) - bad} of {len(lines)} extension points took hold"
-    told = [one_line(text) for text in found["warnings"] if not _is_about_a_point(host, text)]
+    told = [one_line(text) for text in report["warnings"] if not _is_about_a_point(host, text)]
     return [Result(SECTION, host, FAILED if bad else OK, "; ".join([held, *told])), *lines]
 
 
@@ -129,8 +129,8 @@ def _look(host: str, running: set[subprocess.Popen[str]]) -> dict[str, Any] | st
         process.communicate()
         running.discard(process)
     try:
-        found: dict[str, Any] = json.loads(printed)
+        report: dict[str, Any] = json.loads(printed)
     except ValueError:
         last = one_line((errors.strip() or "nothing was printed").splitlines()[-1])
         return f"importing it ended the process with status {process.returncode}: {last}"
-    return found
+    return report

@@ -99,7 +99,7 @@ def _report_path(options: argparse.Namespace) -> Path | None:
         return path
     if not options.self_test:
         return None
-    here = Path.cwd()
-    folder = here if os.access(here, os.W_OK) else Path(tempfile.gettempdir())
+    current = Path.cwd()
+    folder = current if os.access(current, os.W_OK) else Path(tempfile.gettempdir())
     now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
     return folder / f"torch-fp8-env-{now}.txt"

@@ -60,13 +60,13 @@ def check_recipe(recipe: str) -> str:
 
 def check_gemms(recipe: str) -> str:
     """Check output and both gradients of an eager layer, and return their SQNRs."""
-    layer, how = _layer(recipe)
-    return f"{_measured(layer, layer, recipe)}, {how}"
+    layer, path = _layer(recipe)
+    return f"{_measured(layer, layer, recipe)}, {path}"
 
 
 def check_compiled(recipe: str) -> str:
     """Check the compiled layer likewise, which must be one graph for each shape without a break."""
-    layer, how = _layer(recipe)
+    layer, path = _layer(recipe)
     torch._dynamo.reset()
     counters = torch._dynamo.utils.counters
     counters.clear()
@@ -75,28 +75,28 @@ def check_compiled(recipe: str) -> str:
     compiled = torch.compile(layer, backend=backend, dynamic=False)
     measured = _measured(layer, compiled, recipe)
     breaks = sum(counters["graph_break"].values())
-    found = f"{backend.graphs} graphs for {len(TOKENS)} shapes, {breaks} breaks"
+    counts = f"{backend.graphs} graphs for {len(TOKENS)} shapes, {breaks} breaks"
     if breaks:
         reasons = [reason.partition("\n")[0] for reason in counters["graph_break"]]
-        raise RuntimeError(f"{found}: {'; '.join(reasons)}")
+        raise RuntimeError(f"{counts}: {'; '.join(reasons)}")
     if backend.graphs != len(TOKENS):
-        raise RuntimeError(f"{found}, instead of one graph for each")
-    return f"{measured}, {found} ({backend.name}), {how}"
+        raise RuntimeError(f"{counts}, instead of one graph for each")
+    return f"{measured}, {counts} ({backend.name}), {path}"
 
 
 def check_few_tokens(recipe: str) -> str:
     """Check output and gradients of a large layer with few tokens, and a token that it decodes."""
-    layer, how = _layer(recipe, large=True)
-    return f"{_few_tokens(layer, recipe)}, {how}"
+    layer, path = _layer(recipe, large=True)
+    return f"{_few_tokens(layer, recipe)}, {path}"
 
 
 def check_frozen() -> str:
     """Check the same of a layer whose weight is held in FP8 alone, as the base of adapters is."""
-    layer, how = _layer("tensorwise", large=True)
+    layer, path = _layer("tensorwise", large=True)
     weight = layer.weight.detach().clone()
     recipe = freeze(layer).recipe
     assert recipe is not None
-    return f"{_few_tokens(layer, recipe.name, weight)}, {recipe.name}, {how}"
+    return f"{_few_tokens(layer, recipe.name, weight)}, {recipe.name}, {path}"
 
 
 def _few_tokens(layer: Float8Linear, recipe: str, frozen: Tensor | None = None) -> str:
@@ -105,26 +105,26 @@ def _few_tokens(layer: Float8Linear, recipe: str, frozen: Tensor | None = None) 
         name: floor_db(gemm) - ROW_ALLOWANCE_DB
         for name, gemm in zip(GEMMS, make_recipe(recipe).gemms, strict=True)
     }
-    found = []
+    decibels = []
     for tokens in FEW_TOKENS:
         for name, (got, want) in _results(layer, layer, tokens, frozen).items():
-            found.append((name, tokens, sqnr_db(want, got)))
+            decibels.append((name, tokens, sqnr_db(want, got)))
     layer.eval()
     prompt, token = (_gaussian(layer, n, layer.in_features) for n in FEW_TOKENS[::2])
     with torch.no_grad():
         layer(prompt)
         output = layer(token)
-    kept = layer.fp8_payloads
-    repeated = " (repeated)" if kept is not None and kept.operand is not None else ""
+    cache = layer.fp8_payloads
+    repeated = " (repeated)" if cache is not None and cache.operand is not None else ""
     weight = layer.weight.detach() if frozen is None else frozen
-    found.append(("fprop", 1, sqnr_db(token.double() @ weight.double().t(), output)))
-    for name, tokens, sqnr in found:
+    decibels.append(("fprop", 1, sqnr_db(token.double() @ weight.double().t(), output)))
+    for name, tokens, sqnr in decibels:
         if not sqnr >= floors[name]:  # NaN is not
             wanted = f"{floors[name]:.1f} dB"
             raise RuntimeError(
                 f"{name} of {tokens} tokens has {sqnr:.1f} dB, its floor is {wanted}"
             )
-    least = min(found, key=lambda gemm: gemm[2] - floors[gemm[0]])
+    least = min(decibels, key=lambda gemm: gemm[2] - floors[gemm[0]])
     sizes = len(refused_rows.padded)
     padded = f", refused sizes of GEMMs that run padded: {sizes}" if sizes else ""
     return (
@@ -218,11 +218,11 @@ def _results(
     output.backward(grad)
     assert leaf.grad is not None
     w, x, grad = weight.double(), x.double(), grad.double()
-    found = {"fprop": (output.detach(), x @ w.t()), "dgrad": (leaf.grad, grad @ w)}
+    pairs = {"fprop": (output.detach(), x @ w.t()), "dgrad": (leaf.grad, grad @ w)}
     if frozen is None:
         assert layer.weight.grad is not None
-        found["wgrad"] = layer.weight.grad, grad.t() @ x
-    return found
+        pairs["wgrad"] = layer.weight.grad, grad.t() @ x
+    return pairs
 
 
 def _gaussian(layer: nn.Linear, tokens: int, features: int) -> Tensor:

@@ -150,7 +150,7 @@ def _environment(folder: Path, check: Check) -> dict[str, str]:
         cards = {"CUDA_VISIBLE_DEVICES": first}
     else:
         cards = {}
-    kept = {
+    inherited = {
         name: value
         for name, value in child_environment().items()
         if not name.startswith(_NOT_INHERITED)
@@ -158,7 +158,7 @@ def _environment(folder: Path, check: Check) -> dict[str, str]:
     return {
         "OMP_NUM_THREADS": "1",  # tiny models; threads that wait would spin
         "TOKENIZERS_PARALLELISM": "false",
-        **kept,
+        **inherited,
         **cards,
         "HF_HUB_OFFLINE": "1",
         "TMPDIR": str(folder),

@@ -21,7 +21,7 @@ _DRIVER = Path("/proc/driver/nvidia/version")
 
 def versions() -> list[Result]:
     """List the versions of this package, Python, torch and the libraries that torch brings."""
-    found = {
+    known = {
         "torch-fp8": f"{torch_fp8.__version__} in {Path(torch_fp8.__file__).parent}",
         "Python": f"{platform.python_version()} at {sys.executable}",
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
@@ -32,7 +32,7 @@ def versions() -> list[Result]:
         "NCCL": _nccl(),
         "Triton": distribution_version("triton") or "not installed: no kernel can run on a card",
     }
-    rows = [Result(SECTION, name, INFO, detail) for name, detail in found.items()]
+    rows = [Result(SECTION, name, INFO, detail) for name, detail in known.items()]
     return [*rows, _compiler()]
 
 
@@ -72,8 +72,8 @@ def _compiler() -> Result:
         return Result(SECTION, "C compiler", FAILED, " ".join(str(error).split()))
     missing = ", and ".join(missing_tools())
     needed = f"{missing}. A GPU needs them, or a warm Triton cache: apt-get install {PACKAGES}"
-    found = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
-    return Result(SECTION, "C compiler", INFO, needed if missing else f"{found}, with Python.h")
+    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+    return Result(SECTION, "C compiler", INFO, needed if missing else f"{compiler}, with Python.h")
 
 
 def _cuda() -> str:
@@ -85,8 +85,8 @@ def _cuda() -> str:
 def _cublas() -> str:
     if torch.version.cuda is None:
         return "none"
-    found = distribution_version(*_CUBLAS)
-    return found or "comes with CUDA; torch does not tell its version"
+    version = distribution_version(*_CUBLAS)
+    return version or "comes with CUDA; torch does not tell its version"
 
 
 def _nccl() -> str:

@@ -76,13 +76,13 @@ def crossings(
         bounds: one for a kind and a statistic.
     """
     of = {(bound.kind, bound.statistic): bound for bound in bounds}
-    found = []
+    crossed = []
     for name, value in series.items():
         place, _, statistic = name.rpartition("/")
         bound = of.get((place.rpartition("/")[2], statistic))
         if bound is not None and not bound.least <= value <= bound.most:
-            found.append(Crossing(name, value, bound))
-    return found
+            crossed.append(Crossing(name, value, bound))
+    return crossed
 
 
 def layer_of(name: str) -> str:

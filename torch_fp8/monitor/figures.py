@@ -90,7 +90,7 @@ def _differences(
         return {}
     first, *_ = beside
     runs = {name: losses} | {other: run for other, run in beside.items() if other != first}
-    found = {}
+    differences = {}
     for run, own in runs.items():
         base = beside[first]
         apart = {
@@ -100,8 +100,8 @@ def _differences(
         }
         if len(apart) > 1:
             last = [apart[step] for step in sorted(apart)[-max(1, len(apart) // 20) :]]
-            found[run] = sum(last) / len(last), _smoothed(apart)
-    return found
+            differences[run] = sum(last) / len(last), _smoothed(apart)
+    return differences
 
 
 def _mark(axes: Any, events: Sequence[Mapping[str, Any]]) -> None:
@@ -216,12 +216,12 @@ def _set_bar_ticks(bar: Any, topic: Topic, place: Any) -> None:
     else:
         each = 5 if high > 10 else 0.2
         ticks = [low + each * i for i in range(int((high - low) / each + 1e-9) + 1)]
-    kept: list[float] = []
+    labelled: list[float] = []
     for tick in ticks if topic.small_is_bad else reversed(ticks):  # the bad end is labelled first
-        if not kept or abs(place(tick) - place(kept[-1])) > _APART:
-            kept.append(tick)
+        if not labelled or abs(place(tick) - place(labelled[-1])) > _APART:
+            labelled.append(tick)
     factor = 100 if topic.is_share else 1
-    bar.set_ticks(kept, labels=[f"{factor * tick:,.6g}{topic.unit}" for tick in kept])
+    bar.set_ticks(labelled, labels=[f"{factor * tick:,.6g}{topic.unit}" for tick in labelled])
     bar.ax.minorticks_off()
 
 
@@ -234,12 +234,12 @@ def _figure(
     width: float, height: float, left: float, bottom: float, wide: float, tall: float
 ) -> tuple[Any, Any]:
     try:
-        made = importlib.import_module("matplotlib.figure")
+        module = importlib.import_module("matplotlib.figure")
     except ImportError as error:
         raise ImportError(
             "torch-fp8 report draws with matplotlib: pip install 'torch-fp8[report]'"
         ) from error
-    figure = made.Figure(figsize=(width, height), facecolor="white")
+    figure = module.Figure(figsize=(width, height), facecolor="white")
     axes = figure.add_axes((left, bottom, wide, tall))
     axes.tick_params(colors=INK, labelsize=8.5)
     axes.xaxis.label.set_color(INK)

@@ -44,7 +44,7 @@ def write_report(
         ImportError: matplotlib is missing.
     """
     pictures: dict[str, bytes] = {}
-    maps = [found for topic in TOPICS if (found := heat_map(record, topic)) is not None]
+    maps = [drawing for topic in TOPICS if (drawing := heat_map(record, topic)) is not None]
     drawn = [heat for heat in maps if not heat.is_blank]
     others = {name: run.losses for name, run in (beside or {}).items() if run.losses}
     if record.losses:
@@ -159,7 +159,7 @@ def _events(record: RunRecord) -> str:
 
 def _worst(record: RunRecord) -> str:
     bounds = {(bound.kind, bound.statistic): bound for bound in DEFAULT_BOUNDS}
-    found: list[tuple[float, str, int, dict[int, float], Bound]] = []
+    worst: list[tuple[float, str, int, dict[int, float], Bound]] = []
     for name, values in record.values.items():
         place, _, statistic = name.rpartition("/")
         bound = bounds.get((place.rpartition("/")[2], statistic))
@@ -167,10 +167,10 @@ def _worst(record: RunRecord) -> str:
             continue
         nearest = {_nearness(value, bound): step for step, value in values.items()}
         step = nearest[max(nearest)]
-        found.append((_nearness(values[step], bound), name, step, values, bound))
-    found.sort(key=lambda row: -row[0])
+        worst.append((_nearness(values[step], bound), name, step, values, bound))
+    worst.sort(key=lambda row: -row[0])
     rows = []
-    for nearness, name, step, values, bound in found[:_WORST]:
+    for nearness, name, step, values, bound in worst[:_WORST]:
         least = values[step] < bound.least or math.isinf(bound.most)
         limit = f"&ge; {bound.least:g}" if least else f"&le; {bound.most:g}"
         state = "over" if nearness > 1 else "near" if nearness > 0.5 else "fine"

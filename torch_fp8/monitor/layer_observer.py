@@ -136,10 +136,10 @@ class LayerObserver:
         with apart(), guarded(self.step.failed):
             first = 0
             if isinstance(x, QuantizableTensor):
-                found = x.before_cast(row, col)
-                if found is None:
+                produced = x.before_cast(row, col)
+                if produced is None:
                     return
-                x, row, col, first = found
+                x, row, col, first = produced
             x = matrix(x)
             if not x.numel():
                 return
@@ -161,12 +161,12 @@ class LayerObserver:
         self, kind: str, x: Tensor, payload: QuantizedTensor, turned: bool, first: int
     ) -> None:
         place, source = f"{self.name}/{kind}", x.to(payload.qdata.device)
-        found = operand_statistics(source, payload, turned=turned, first=first)
+        statistics = operand_statistics(source, payload, turned=turned, first=first)
         spec = self.layer.fp8_recipe.grad_output
         if kind == GRAD_OUTPUT and self.step.clip_search and spec.granularity == "tensorwise":
-            found = torch.cat([found, clip_statistics(source, spec, found[0])])
+            statistics = torch.cat([statistics, clip_statistics(source, spec, statistics[0])])
         before = self.seen.get(place)
-        self.seen[place] = found if before is None else worst(before, found)
+        self.seen[place] = statistics if before is None else worst(before, statistics)
 
     # ---- a layer that is out of FP8 --------------------------------------------------------------
 
@@ -220,8 +220,8 @@ def matrix(x: Tensor) -> Tensor:
     """Return a tensor's values, this rank's, as (R, C), and leave all that it holds as it is."""
     x = waited(local(x))
     if isinstance(x, QuantizableTensor):
-        found = x.before_cast(None, None)
-        return x.matrix() if found is None else found[0]
+        value = x.before_cast(None, None)
+        return x.matrix() if value is None else value[0]
     return x.reshape(-1, x.shape[-1])  # not detached, which would count as a use of a weight
 
 

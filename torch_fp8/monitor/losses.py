@@ -54,10 +54,10 @@ class Losses:
         if is_distributed():
             dist.all_reduce(losses)
             losses = losses / dist.get_world_size()
-        found = list(zip((step for step, _ in self._waiting), losses.tolist(), strict=True))
+        values = list(zip((step for step, _ in self._waiting), losses.tolist(), strict=True))
         self._waiting.clear()
-        self.fetched += found
-        return [(step, loss, self.spikes.count(loss)) for step, loss in found]
+        self.fetched += values
+        return [(step, loss, self.spikes.count(loss)) for step, loss in values]
 
     def taken(self) -> list[tuple[int, float]]:
         """Return what is not yet written, which counts as written from now on."""

@@ -162,8 +162,8 @@ def kinds_of(layers: Layers, mlps: GatedMLPs, probes: Sequence[str]) -> dict[str
 def logits_layer(model: nn.Module) -> nn.Module | None:
     """Return the layer whose output is the logits."""
     get = getattr(model, "get_output_embeddings", None)
-    found = get() if callable(get) else getattr(model, "lm_head", None)
-    return found if isinstance(found, nn.Module) else None
+    layer = get() if callable(get) else getattr(model, "lm_head", None)
+    return layer if isinstance(layer, nn.Module) else None
 
 
 def is_compiled(module: nn.Module) -> bool:

@@ -172,16 +172,16 @@ def _find(run: Path) -> Path:
         raise FileNotFoundError(f"{run} is neither a folder nor a file")
     if (run / FILE_NAME).is_file():
         return run / FILE_NAME  # of the first model, where there are several
-    found = sorted(run.rglob(FILE_NAME))
-    if not found:
+    paths = sorted(run.rglob(FILE_NAME))
+    if not paths:
         raise FileNotFoundError(
             f"{run} holds no statistics: there is no {FILE_NAME} in it or below. A run writes them "
             "with FP8Config(monitor=100), or TORCH_FP8_CONFIG='{\"monitor\": 100}'"
         )
-    if len(found) > 1:
-        names = ", ".join(str(path.parent) for path in found[:5])
-        raise ValueError(f"{run} holds the statistics of {len(found)} runs; name one: {names}")
-    return found[0]
+    if len(paths) > 1:
+        names = ", ".join(str(path.parent) for path in paths[:5])
+        raise ValueError(f"{run} holds the statistics of {len(paths)} runs; name one: {names}")
+    return paths[0]
 
 
 def _was_cut_off(path: Path) -> bool:

@@ -32,8 +32,8 @@ class Series:
             place: [-math.inf if REDUCTIONS[name] == "min" else math.inf for name in own]
             for place, own in self.kinds.items()
         }
-        how = [REDUCTIONS[name] for _, name in names]
-        self._signs = [{"max": 1.0, "min": -1.0, "mean": 0.0}[h] for h in how]
+        reductions = [REDUCTIONS[name] for _, name in names]
+        self._signs = [{"max": 1.0, "min": -1.0, "mean": 0.0}[h] for h in reductions]
 
     def vector(self, seen: Mapping[str, Tensor], device: torch.device) -> Tensor:
         """Return all numbers as one float32 vector, NaN where nothing was seen.
@@ -44,13 +44,13 @@ class Series:
         """
         parts = []
         for place, own in self.kinds.items():
-            found = seen.get(place)
-            if found is None:
+            value = seen.get(place)
+            if value is None:
                 parts.append(torch.full((len(own),), torch.nan, device=device))
             else:  # NaN was seen, the worst of all: as a number it is for what was not seen
-                found = found.detach().float().to(device)
+                value = value.detach().float().to(device)
                 worst = torch.tensor(self._worst[place], device=device)
-                parts.append(torch.where(found.isnan(), worst, found))
+                parts.append(torch.where(value.isnan(), worst, value))
         return torch.cat(parts) if parts else torch.empty(0, device=device)
 
     def joined(self, vector: Tensor) -> list[float]:

@@ -83,14 +83,14 @@ def operand_statistics(
         _codes_and_values(payload, slice(row + part.start, row + part.stop), cols)
         for part in rows or [slice(0, matrix.shape[0])]
     ]
-    codes, kept = (torch.cat(part) for part in zip(*parts, strict=True))
-    noise = (exact - kept).square().sum()
+    codes, values = (torch.cat(part) for part in zip(*parts, strict=True))
+    noise = (exact - values).square().sum()
     power = exact.square()
     signal, fourth = power.sum(), power.square().mean()
     nonzero = exact != 0
-    flushed = ((kept == 0) & nonzero).sum() / nonzero.sum().clamp(min=1)
+    flushed = ((values == 0) & nonzero).sum() / nonzero.sum().clamp(min=1)
     format = format_of(payload.qdata.dtype)
-    beyond = (codes.abs() >= format.max) & (exact.abs() > kept.abs() * _half_step(format))
+    beyond = (codes.abs() >= format.max) & (exact.abs() > values.abs() * _half_step(format))
     median = columns.median().clamp(min=torch.finfo(torch.float32).tiny)
     return torch.stack(
         [
@@ -99,7 +99,7 @@ def operand_statistics(
             flushed.float(),
             beyond.float().mean(),
             decibel(signal, noise),
-            direction_error(exact, kept),
+            direction_error(exact, values),
             torch.where(amax == 0, 1.0, amax / median),
             torch.where(signal == 0, 0.0, fourth / power.mean().square()),
         ]

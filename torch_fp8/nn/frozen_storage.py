@@ -233,8 +233,8 @@ class FrozenStorage(ScalingBuffers):
         if given.shape == frozen.shape:
             if frozen.is_meta and not given.is_meta:  # to be assigned
                 payload, recipe = frozen.payload, self.fp8_recipe
-                made = freeze_tensor(given, recipe.weight, payload.name, payload.thawed_dtype)
-                self.freeze_weight(recipe, self.fp8_emulate, made)
+                weight = freeze_tensor(given, recipe.weight, payload.name, payload.thawed_dtype)
+                self.freeze_weight(recipe, self.fp8_emulate, weight)
             else:
                 frozen.copy_(given)
             given = self.weight  # nothing is left to copy, or to assign in its place

@@ -202,13 +202,13 @@ class _SwiGLUFunction(torch.autograd.Function):
         shape, dtype = (*inputs[0].shape[:-1], gate.shape[1]), gate.dtype
         keep = options.keep and any(ctx.needs_input_grad[1:])
         save = keep and options.save_fp8
-        made: Payloads | None = None
+        payloads: Payloads | None = None
         amax: Tensor | None = None
         saved = inputs
         dropped = save and saves_nothing()
         ahead = options.ahead
         if save and ahead is not None and not dropped:
-            made, saved = cast_and_save(gate, up, ahead)
+            payloads, saved = cast_and_save(gate, up, ahead)
         elif save and options.smooth:
             *parts, amax = swiglu_save_columns(gate, up, not dropped)
             saved = tuple(parts)
@@ -226,8 +226,8 @@ class _SwiGLUFunction(torch.autograd.Function):
         if options.in_graph:
             return swiglu(gate, up, None).view(shape)
         production = Product(gate.detach(), up.detach(), amax).source(options.name)
-        if made is not None and ahead is not None:
-            production.keep(ahead, made)
+        if payloads is not None and ahead is not None:
+            production.keep(ahead, payloads)
         return LazyQuantizedTensor(production, shape, dtype)
 
     @staticmethod
@@ -240,20 +240,20 @@ class _SwiGLUFunction(torch.autograd.Function):
             gate_scale = up_scale = None
         rows = _matrix(plain(grad))
         inputs = BackwardInputs(rows, gate, gate_scale, up, up_scale, None, ctx.dtype)
-        made: JoinedGradient | Gradients
+        gradients: JoinedGradient | Gradients
         if ctx.joined:
-            made = JoinedGradient(inputs, ctx.gate_first)
+            gradients = JoinedGradient(inputs, ctx.gate_first)
         else:
-            made = Gradients(inputs, ctx.readers)
+            gradients = Gradients(inputs, ctx.readers)
         grads: list[Tensor | None] = []
         for i, wanted in enumerate(ctx.needs_input_grad[1:]):
             if not wanted:
                 grads.append(None)
             elif ctx.plain:
-                grads.append(made.dense(i).view(ctx.shape))
+                grads.append(gradients.dense(i).view(ctx.shape))
             else:
                 grads.append(
-                    LazyQuantizedTensor(made.production(i, ctx.name), ctx.shape, ctx.dtype)
+                    LazyQuantizedTensor(gradients.production(i, ctx.name), ctx.shape, ctx.dtype)
                 )
         return (None, *grads)
 

@@ -78,19 +78,19 @@ def high_precision_modules(model: nn.Module, skip: tuple[str, ...]) -> dict[nn.M
     """
     if "lm_head" not in skip:
         return {}
-    found: dict[nn.Module, str] = {}
+    reasons: dict[nn.Module, str] = {}
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     for module in model.modules():
         if isinstance(module, nn.Linear) and id(module._parameters.get("weight")) in embeddings:
-            found[module] = "output layer (weight tied to an embedding), as lm_head"
+            reasons[module] = "output layer (weight tied to an embedding), as lm_head"
         if callable(ask := getattr(module, "get_output_embeddings", None)):
             try:
                 head = ask()
             except (AttributeError, NotImplementedError):  # transformers: the model has no head
                 head = None
             if isinstance(head, nn.Linear):
-                found.setdefault(head, "output layer (get_output_embeddings), as lm_head")
-    return found
+                reasons.setdefault(head, "output layer (get_output_embeddings), as lm_head")
+    return reasons
 
 
 def skip_reason(

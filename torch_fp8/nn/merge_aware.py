@@ -186,12 +186,12 @@ def _product(
     quantizer, observer = layer.quantizers().input, layer.fp8_observer
     if observer is not None and not wgrad:
         observer = observer.without_gradients(layer.training)
-    how = {"wgrad": wgrad, "fp8_wgrad": False, "dtype": dtype, "observer": observer}
-    made = quantize_input(quantizer, x, **how)
+    needs = {"wgrad": wgrad, "fp8_wgrad": False, "dtype": dtype, "observer": observer}
+    payloads = quantize_input(quantizer, x, **needs)
     fast, emulate = layer.fp8_recipe.fprop.fast_accum, layer.fp8_emulate
     bias = None if bias is None else cast(bias, dtype)
-    y = scaled_matmul(made.rowwise, w, dtype, bias=bias, fast_accum=fast, emulate=emulate)
-    return y.view(*shape[:-1], y.shape[-1]), made.qdata
+    y = scaled_matmul(payloads.rowwise, w, dtype, bias=bias, fast_accum=fast, emulate=emulate)
+    return y.view(*shape[:-1], y.shape[-1]), payloads.qdata
 
 
 def make_merge_aware(model: nn.Module) -> int:

@@ -200,8 +200,8 @@ class _RMSNormFunction(torch.autograd.Function):
         weight, rstd, x, *scale = ctx.saved_tensors
         wants_x, wants_weight = ctx.needs_input_grad[:2]
         grad, x = (t.reshape(-1, ctx.shape[-1]) for t in (plain(grad), x))
-        how = (scale[0] if scale else None, weight, rstd, ctx.offset, ctx.dtype, wants_weight)
-        grad_x, grad_weight = rms_norm_backward(NormBackwardInputs(grad, x, *how))
+        arguments = (scale[0] if scale else None, weight, rstd, ctx.offset, ctx.dtype, wants_weight)
+        grad_x, grad_weight = rms_norm_backward(NormBackwardInputs(grad, x, *arguments))
         dx = grad_x.view(ctx.shape) if wants_x else None
         dw = cast(grad_weight, weight.dtype) if wants_weight else None
         return dx, dw, None, None, None
@@ -253,9 +253,9 @@ class _Unread(Producer):
     def layouts(self, options: CastOptions) -> Payloads:
         if self._norm is not None:
             return self._later(options)
-        made = rms_norm_quantize_once(self._inputs, options, False)
-        self._norm = self._inputs.with_rstd(made[4])
-        return as_layouts(made[:4], options)
+        results = rms_norm_quantize_once(self._inputs, options, False)
+        self._norm = self._inputs.with_rstd(results[4])
+        return as_layouts(results[:4], options)
 
     def _later(self, options: CastOptions) -> Payloads:
         if options.needs_amax:
@@ -290,9 +290,9 @@ class _Produced(_Unread):
         if cast is None:
             rstd, self._amax, *saved = rms_norm_statistics(inputs, save)
         else:
-            made = rms_norm_quantize_once(inputs, cast, save)
-            self.made = as_layouts(made[:4], cast)
-            rstd, *saved = made[4:7]
+            results = rms_norm_quantize_once(inputs, cast, save)
+            self.made = as_layouts(results[:4], cast)
+            rstd, *saved = results[4:7]
         self.saved: tuple[Tensor | None, ...] = tuple(saved)
         self._norm = inputs.with_rstd(rstd)
 

@@ -150,15 +150,15 @@ class ScalingBuffers(nn.Module):
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         # Amaxes follow the device only: Module.to(bfloat16) casts, to_empty leaves garbage.
-        kept = {n: b for n, b in self._buffers.items() if n.startswith("fp8_") and b is not None}
+        own = {n: b for n, b in self._buffers.items() if n.startswith("fp8_") and b is not None}
         super()._apply(fn, recurse)
-        for name, buffer in kept.items():
+        for name, buffer in own.items():
             moved = self._buffers[name]
             if moved is not None and moved is not buffer and not buffer.is_meta:
                 self._buffers[name] = buffer.to(moved.device)
-        if kept:
+        if own:
             self.forget_scales()
-        if any(buffer.is_meta for buffer in kept.values()):
+        if any(buffer.is_meta for buffer in own.values()):
             self.reset_scaling()
         return self
 

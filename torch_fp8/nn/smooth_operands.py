@@ -86,12 +86,12 @@ def smooth_operands(
     if quantizers.observer is not None:
         quantizers.observer.input(x, row, col, factors)
     if dropped:
-        made = InputPayloads(row, *input_stand_ins(row, fp8_wgrad, dtype), None)
+        payloads = InputPayloads(row, *input_stand_ins(row, fp8_wgrad, dtype), None)
     elif col is not None:
-        made = InputPayloads(row, col.qdata, col.scale, None)
+        payloads = InputPayloads(row, col.qdata, col.scale, None)
     else:
-        made = InputPayloads(row, matrix(x).to(dtype) if wgrad else None, None, None)
-    return SmoothOperands(made, *_smooth_weight(quantizers, weight, inverse), inverse)
+        payloads = InputPayloads(row, matrix(x).to(dtype) if wgrad else None, None, None)
+    return SmoothOperands(payloads, *_smooth_weight(quantizers, weight, inverse), inverse)
 
 
 def _smooth_weight(
@@ -127,10 +127,10 @@ def _scale(quantizer: Quantizer, columns: Tensor) -> Tensor:
 def _cast(
     quantizer: Quantizer, rows: Tensor, factors: Tensor, amax: Tensor | None
 ) -> tuple[QuantizedTensor, QuantizedTensor | None]:
-    made: Payloads = smoothed_layouts(
+    payloads: Payloads = smoothed_layouts(
         rows, factors, _options(quantizer, amax, rowwise=True, columnwise=False)
     )
-    row, col = made
+    row, col = payloads
     assert row is not None
     return row, col
 

@@ -62,16 +62,16 @@ class Product(Producer):
     def channel_amax(self) -> Tensor:
         if self._amax is not None and self._amax.ndim:
             return self._amax
-        found = swiglu_save_columns(self._gate, self._up, False)[-1]
-        assert found is not None
-        return found
+        amax = swiglu_save_columns(self._gate, self._up, False)[-1]
+        assert amax is not None
+        return amax
 
     def smoothed(self, factors: Tensor, options: CastOptions) -> Payloads:
         return self._cast(factors, options)
 
     def _cast(self, factors: Tensor | None, options: CastOptions) -> Payloads:
-        made = swiglu_quantize(self._gate, self._up, factors, options, False)
-        return as_layouts(made[:4], options)
+        results = swiglu_quantize(self._gate, self._up, factors, options, False)
+        return as_layouts(results[:4], options)
 
 
 def cast_and_save(
@@ -84,8 +84,8 @@ def cast_and_save(
         quantizer: what the layer behind casts with; in blocks, or tensorwise with a known scale.
     """
     options = quantizer.known_options(rowwise=True, columnwise=quantizer.columnwise_usage)
-    made = swiglu_quantize(gate, up, None, options, True)
-    return as_layouts(made[:4], options), made[4:8]
+    results = swiglu_quantize(gate, up, None, options, True)
+    return as_layouts(results[:4], options), results[4:8]
 
 
 class Gradients:
@@ -132,9 +132,9 @@ class Gradients:
                 casts = [options._replace(amax=self.amax())] * 2
             of_gate, of_up = casts
             of_both = (of_up.scale, of_up.amax) if of_up.scale is not None else (None, None)
-            made = swiglu_backward_quantize(self.inputs, of_gate, *of_both)
+            results = swiglu_backward_quantize(self.inputs, of_gate, *of_both)
             for j in range(2):
-                layouts = as_layouts(made[4 * j : 4 * j + 4], casts[j])
+                layouts = as_layouts(results[4 * j : 4 * j + 4], casts[j])
                 self._made[j, key[1]] = layouts
         return self._made.pop(key)
 
@@ -180,5 +180,5 @@ class JoinedGradient(Producer):
     def layouts(self, options: CastOptions) -> Payloads:
         if options.needs_amax:
             options = options._replace(amax=self.amax())
-        made = gate_up_backward_quantize(self.inputs, self.gate_first, options)
-        return as_layouts(made[:4], options)
+        results = gate_up_backward_quantize(self.inputs, self.gate_first, options)
+        return as_layouts(results[:4], options)

@@ -51,9 +51,9 @@ def cast_result(y: Tensor, options: CastOptions, finds_amax: bool = False) -> La
     check_scale(options, finds_amax)
     if options.amax is None or options.scale is not None:
         return quantize_2d(y, options)
-    made = scale_from_amax(options.amax, format_of(options.dtype), options.power_of_two)
-    q, _, qt, st = quantize_2d(y, options._replace(scale=made, amax=None))
-    return q, made, qt, st
+    scale = scale_from_amax(options.amax, format_of(options.dtype), options.power_of_two)
+    q, _, qt, st = quantize_2d(y, options._replace(scale=scale, amax=None))
+    return q, scale, qt, st
 
 
 def cast_result_fake(y: Tensor, options: CastOptions, finds_amax: bool = False) -> Layouts:

@@ -128,8 +128,8 @@ def decode_gradient(source: GradientParts, dtype: torch.dtype) -> Tensor:
     if source.qdata.is_cuda:
         from torch_fp8.kernels.grad_codec import dequantize_gradient
 
-        made = dtype if dtype in (torch.bfloat16, torch.float32) else torch.float32
-        return dequantize_gradient(*source, made).to(dtype)
+        decoded_dtype = dtype if dtype in (torch.bfloat16, torch.float32) else torch.float32
+        return dequantize_gradient(*source, decoded_dtype).to(dtype)
     dense = torch.empty(source.qdata.shape, dtype=dtype, device=source.qdata.device)
     if dense.device.type != "meta":
         for part in row_parts(*dense.shape):

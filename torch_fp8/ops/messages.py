@@ -216,9 +216,9 @@ def reduce_and_repack(
     for part in _parts(layout.num_groups) if _has_values(messages) else ():
         total = _sum_groups(messages, layout, part) * scale
         random = _random(total.shape, part.start, total.device, keys)
-        made = encode(total, GRADIENT, random)
-        codes[part.start * GROUP_SIZE : part.stop * GROUP_SIZE] = made.qdata.view(-1)
-        scales[part] = made.scale.view(-1)
+        encoded = encode(total, GRADIENT, random)
+        codes[part.start * GROUP_SIZE : part.stop * GROUP_SIZE] = encoded.qdata.view(-1)
+        scales[part] = encoded.scale.view(-1)
     if layout.num_plain:
         layout.plain(combined)[0] = _sum_plain(messages, layout) * scale
     return combined
@@ -291,9 +291,9 @@ def _encode(values: Tensor, layout: Layout, messages: Tensor, keys: Keys | None)
             wanted = (part.stop - part.start) * GROUP_SIZE
             x = values[first * GROUP_SIZE :][:wanted].float()
             x = F.pad(x, (0, wanted - x.numel())).view(-1, GROUP_SIZE)
-            made = encode(x, GRADIENT, _random(x.shape, first, x.device, keys))
-            codes[part.start * GROUP_SIZE : part.stop * GROUP_SIZE] = made.qdata.view(-1)
-            scales[part] = made.scale.view(-1)
+            encoded = encode(x, GRADIENT, _random(x.shape, first, x.device, keys))
+            codes[part.start * GROUP_SIZE : part.stop * GROUP_SIZE] = encoded.qdata.view(-1)
+            scales[part] = encoded.scale.view(-1)
 
 
 def _decode(messages: Tensor, layout: Layout, out: Tensor) -> None:

@@ -200,16 +200,16 @@ def quantize_2d(x: Tensor, options: CastOptions) -> Layouts:
     format, granularity = format_of(options.dtype), options.granularity
     more = padded_rows(x.shape[0], granularity) - x.shape[0]
     if granularity == "tensorwise":
-        made, scale, amax = None, options.scale, options.amax
+        new_scale, scale, amax = None, options.scale, options.amax
         if scale is None:
             amax = tensor_amax(x) if amax is None else amax
-            scale = made = scale_from_amax(amax, format, options.power_of_two)
+            scale = new_scale = scale_from_amax(amax, format, options.power_of_two)
         elif amax is not None:
             torch.maximum(amax, tensor_amax(x), out=amax)
         qdata = cast_saturating(x.float(), scale, format)
         row = qdata.contiguous() if options.rowwise else None
         col = transposed_bytes.reference(qdata, x.shape[0] + more) if options.columnwise else None
-        return row, made, col, None
+        return row, new_scale, col, None
 
     def one(matrix: Tensor, wanted: bool) -> tuple[Tensor | None, Tensor | None]:
         if not wanted:

@@ -21,8 +21,8 @@ def quantize_layouts_and_sum(
     """Cast as `quantize_layouts`, and return (C,) ``x.sum(0)``, in float32, rounded once to
     `sum_dtype`.
     """
-    *made, sums = quantize_2d_sum(x, options, sum_dtype)
-    return as_layouts(made, options), sums
+    *layouts, sums = quantize_2d_sum(x, options, sum_dtype)
+    return as_layouts(layouts, options), sums
 
 
 def quantize_2d_sum_cuda(x: Tensor, options: CastOptions, sum_dtype: torch.dtype) -> Outputs:
@@ -33,8 +33,8 @@ def quantize_2d_sum_cuda(x: Tensor, options: CastOptions, sum_dtype: torch.dtype
     from torch_fp8.kernels.column_sums import TileSums
 
     sums = TileSums()
-    made = quantize.quantize_2d(x, options, sums)
-    return (*made, sums.total(x, sum_dtype))
+    results = quantize.quantize_2d(x, options, sums)
+    return (*results, sums.total(x, sum_dtype))
 
 
 def _quantize_2d_sum_fake(x: Tensor, options: CastOptions, sum_dtype: torch.dtype) -> Outputs:

@@ -151,11 +151,11 @@ def _unflattened(
                 break
             grouped.append(args[start] if cls is None else cls(*args[start : start + size]))
             start += size
-        made = function(*grouped)
-        if not isinstance(made, tuple):
-            return made
+        results = function(*grouped)
+        if not isinstance(results, tuple):
+            return results
         float32 = torch.float32
-        return tuple(args[0].new_empty(0, dtype=float32) if t is None else t for t in made)
+        return tuple(args[0].new_empty(0, dtype=float32) if t is None else t for t in results)
 
     return of_flat
 

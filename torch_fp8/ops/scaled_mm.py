@@ -113,8 +113,8 @@ def _narrowed(x: QuantizedTensor, cols: int) -> QuantizedTensor:
 
 
 def _scaled_mm_impl(*args: Any) -> Tensor:
-    a, b, how = QuantizedTensor(*args[:3]), QuantizedTensor(*args[3:6]), args[6:]
-    return _multiply(a, b, *how).contiguous()
+    a, b, options = QuantizedTensor(*args[:3]), QuantizedTensor(*args[3:6]), args[6:]
+    return _multiply(a, b, *options).contiguous()
 
 
 def _scaled_mm_fake(a: Tensor, *args: Any) -> Tensor:

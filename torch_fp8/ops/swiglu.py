@@ -75,8 +75,8 @@ def swiglu_save(
 def _quantize_fake(
     gate: Tensor, up: Tensor, smooth: Tensor | None, options: CastOptions, save: bool
 ) -> tuple[Tensor | None, ...]:
-    made = cast_result_fake(gate, options, finds_amax=True)
-    return (*made, *save_input(gate, save), *save_input(up, save))
+    results = cast_result_fake(gate, options, finds_amax=True)
+    return (*results, *save_input(gate, save), *save_input(up, save))
 
 
 @operator(_quantize_fake, _kernels, results=8)
@@ -97,5 +97,5 @@ def swiglu_quantize(
     Raises:
         ValueError: if another granularity than tensorwise has an amax or a scale.
     """
-    made = cast_result(swiglu.reference(gate, up, smooth), options, finds_amax=True)
-    return (*made, *save_input(gate, save), *save_input(up, save))
+    results = cast_result(swiglu.reference(gate, up, smooth), options, finds_amax=True)
+    return (*results, *save_input(gate, save), *save_input(up, save))

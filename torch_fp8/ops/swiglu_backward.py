@@ -60,7 +60,7 @@ def _quantize_fake(
     inputs: BackwardInputs, options: CastOptions, *of_up: Tensor | None
 ) -> tuple[Tensor | None, ...]:
     casts = options.of_gradients(*of_up)
-    return tuple(t for how in casts for t in cast_result_fake(inputs.grad, how))
+    return tuple(t for cast in casts for t in cast_result_fake(inputs.grad, cast))
 
 
 @operator(_quantize_fake, _kernels, results=8)
@@ -82,4 +82,4 @@ def swiglu_backward_quantize(
         ValueError: if tensorwise has neither amax nor scale, or another granularity has any.
     """
     gradients, casts = swiglu_backward.reference(inputs), options.of_gradients(dup_scale, dup_amax)
-    return tuple(t for d, how in zip(gradients, casts, strict=True) for t in cast_result(d, how))
+    return tuple(t for d, cast in zip(gradients, casts, strict=True) for t in cast_result(d, cast))

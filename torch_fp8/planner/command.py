@@ -85,12 +85,12 @@ def _plan(options: argparse.Namespace) -> int:
     levels = tuple(options.level or LEVELS)
     if len(options.gpus) > 1:
         return _scaling(options, levels)
-    made = plan(options.model, levels=levels, gpus=options.gpus[0], **_arguments(options))
+    result = plan(options.model, levels=levels, gpus=options.gpus[0], **_arguments(options))
     if options.json:
-        print(json.dumps(made.as_dict(), indent=2))
+        print(json.dumps(result.as_dict(), indent=2))
     else:
-        show(made, sys.stdout, rich=display.use_rich(sys.stdout))
-    return 0 if any(level.fits for level in made.levels.values()) else 1
+        show(result, sys.stdout, rich=display.use_rich(sys.stdout))
+    return 0 if any(level.fits for level in result.levels.values()) else 1
 
 
 def _scaling(options: argparse.Namespace, levels: tuple[str, ...]) -> int:
@@ -98,10 +98,10 @@ def _scaling(options: argparse.Namespace, levels: tuple[str, ...]) -> int:
 
     plans = scaling(options.model, options.gpus, levels=levels, **_arguments(options))
     if options.json:
-        print(json.dumps([made.as_dict() for made in plans], indent=2))
+        print(json.dumps([result.as_dict() for result in plans], indent=2))
     else:
         print(scaling_text(plans))
-    return 0 if any(level.fits for made in plans for level in made.levels.values()) else 1
+    return 0 if any(level.fits for result in plans for level in result.levels.values()) else 1
 
 
 def _largest(options: argparse.Namespace) -> int:
@@ -110,21 +110,21 @@ def _largest(options: argparse.Namespace) -> int:
 
     if len(options.gpus) > 1:
         raise ValueError("--largest takes one number of --gpus")
-    found: dict[str, Any] = {}
+    largest_of: dict[str, Any] = {}
     for level in options.level or LEVELS:
         name, tried = largest(
             options.model, level=level, gpus=options.gpus[0], **_arguments(options)
         )
-        found[level] = {"largest": name, "peak": {n: plan.peak for n, plan in tried.items()}}
+        largest_of[level] = {"largest": name, "peak": {n: plan.peak for n, plan in tried.items()}}
     if options.json:
-        print(json.dumps(found, indent=2))
+        print(json.dumps(largest_of, indent=2))
     else:
-        names = list(next(iter(found.values()))["peak"])
-        rows = [["peak, GiB per GPU", *found]]
-        rows += [[n, *(gib(of["peak"][n]) for of in found.values())] for n in names]
-        rows.append(["largest that fits", *(of["largest"] or "none" for of in found.values())])
+        names = list(next(iter(largest_of.values()))["peak"])
+        rows = [["peak, GiB per GPU", *largest_of]]
+        rows += [[n, *(gib(of["peak"][n]) for of in largest_of.values())] for n in names]
+        rows.append(["largest that fits", *(of["largest"] or "none" for of in largest_of.values())])
         print(aligned(rows))
-    return 0 if any(of["largest"] for of in found.values()) else 1
+    return 0 if any(of["largest"] for of in largest_of.values()) else 1
 
 
 def _arguments(options: argparse.Namespace) -> dict[str, Any]:

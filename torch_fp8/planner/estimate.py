@@ -110,11 +110,11 @@ def seconds_of_step(
             model, the counted bytes, and the elements of its gradients.
     """
     gemms = casts = others = optimizer = 0.0
-    for role, found in linears.items():
+    for role, shapes in linears.items():
         trained = role in TRAINED
-        gemms += setup.accumulate * _gemm_seconds(setup, found, level, trained=trained)
+        gemms += setup.accumulate * _gemm_seconds(setup, shapes, level, trained=trained)
         if level != BF16:
-            casts += setup.accumulate * _cast_seconds(setup, found, trained=trained)
+            casts += setup.accumulate * _cast_seconds(setup, shapes, trained=trained)
         others += setup.accumulate * _other_seconds(setup, trained=trained)
         if trained:
             optimizer += _optimizer_bytes(standing[role]) / _bandwidth(setup)

@@ -165,10 +165,10 @@ def plan_beside(
 def _plan(
     setup: Setup, levels: tuple[str, ...], counted: dict[tuple[str, str, int], StepBytes]
 ) -> Plan:
-    made = {level: _plan_level(setup, level, counted) for level in levels}
+    plans = {level: _plan_level(setup, level, counted) for level in levels}
     roles = {role: make_model(setup, role, BF16) for role in setup.roles}
     num_params = sum(p.numel() for m in roles.values() for p in m.parameters()) * setup.tensor
-    return Plan(setup, made, num_params)
+    return Plan(setup, plans, num_params)
 
 
 def largest(

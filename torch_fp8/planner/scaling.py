@@ -42,14 +42,14 @@ def scaling_text(plans: Sequence[Plan]) -> str:
     parts = [head]
     for title, cells in tables:
         rows = [[title, *levels]]
-        rows += [[_degrees(made), *cells(made)] for made in plans]
+        rows += [[_degrees(result), *cells(result)] for result in plans]
         parts.append(aligned(rows))
     rows = [["tokens/s", *levels, "of linear"]]
     first = _tokens_per_second(plans[0])
-    for made in plans:
-        speeds = _tokens_per_second(made)
-        share = max(speeds) / max(first) * plans[0].setup.gpus / made.setup.gpus
-        rows.append([_degrees(made), *(f"{speed:,.0f}" for speed in speeds), f"{share:.0%}"])
+    for result in plans:
+        speeds = _tokens_per_second(result)
+        share = max(speeds) / max(first) * plans[0].setup.gpus / result.setup.gpus
+        rows.append([_degrees(result), *(f"{speed:,.0f}" for speed in speeds), f"{share:.0%}"])
     parts.append(aligned(rows))
     parts.append(
         "Bytes are counted by the code that trains, on up to 64 ranks; rings beyond are\n"

@@ -60,11 +60,11 @@ def new_group_scales(x: Tensor, rows: int, cols: int, group: int = 128) -> Tenso
     blocks = _num_blocks(cols, group)
     if group == 128:
         room = multiple_of_16(rows)
-        made = x.new_empty((blocks, room), dtype=torch.float32).t()
+        scales = x.new_empty((blocks, room), dtype=torch.float32).t()
     else:
         room = _num_blocks(rows, E8M0_ROWS) * E8M0_ROWS
-        made = x.new_empty((room, blocks), dtype=torch.float32)
-    return made if room == rows else made[:rows]
+        scales = x.new_empty((room, blocks), dtype=torch.float32)
+    return scales if room == rows else scales[:rows]
 
 
 def new_scales(x: Tensor, rows: int, cols: int, granularity: str) -> Tensor:
@@ -79,8 +79,8 @@ def new_payload(x: Tensor, rows: int, cols: int, dtype: torch.dtype, granularity
     rows, in which a GEMM takes it.
     """
     room = multiple_of_16(rows) if granularity == "block_1x128" else rows
-    made = x.new_empty((room, cols), dtype=dtype)
-    return made if room == rows else made[:rows]
+    payload = x.new_empty((room, cols), dtype=dtype)
+    return payload if room == rows else payload[:rows]
 
 
 def multiple_of_16(rows: int) -> int:

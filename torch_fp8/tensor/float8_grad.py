@@ -97,8 +97,8 @@ class Float8Grad(Encoded):
     def store(self, x: Tensor, *, exchanged: bool = False) -> None:
         """Encode `x`, of this shape; `exchanged` as of `quantize`."""
         keys = self.rounding.next_exchanged() if exchanged else self.rounding.next()
-        made = quantize_gradient(self._matrix(x), keys)
-        for target, part in zip(self.parts(), made, strict=True):
+        encoded = quantize_gradient(self._matrix(x), keys)
+        for target, part in zip(self.parts(), encoded, strict=True):
             target.copy_(part)
 
     @torch.no_grad()

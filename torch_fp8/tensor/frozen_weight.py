@@ -40,8 +40,8 @@ class _Step:
     index: int | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
-        made = self.func(x, *self.args, **self.kwargs)
-        result: Tensor = made if self.index is None else made[self.index]
+        value = self.func(x, *self.args, **self.kwargs)
+        result: Tensor = value if self.index is None else value[self.index]
         return result
 
 
@@ -208,8 +208,8 @@ class Float8FrozenWeight(QuantizableTensor):
         return whole.__reduce_ex__(protocol)
 
     def __repr__(self) -> str:
-        how = f"{self.payload.spec}, view" if self.chain else f"{self.payload.spec}"
-        return f"Float8FrozenWeight(shape={tuple(self.shape)}, {how})"
+        cast = f"{self.payload.spec}, view" if self.chain else f"{self.payload.spec}"
+        return f"Float8FrozenWeight(shape={tuple(self.shape)}, {cast})"
 
     @classmethod
     def __torch_dispatch__(
@@ -235,10 +235,10 @@ class Float8FrozenWeight(QuantizableTensor):
             own[id(part)] = (part, value)
             return part
 
-        made = func(*map_tensors(args, plain), **map_tensors(kwargs, plain))
+        result = func(*map_tensors(args, plain), **map_tensors(kwargs, plain))
         for key, payload in written.items():
             write_change(payload, whole[key], func)
-        return map_tensors(made, lambda x: own[id(x)][1] if id(x) in own else x)
+        return map_tensors(result, lambda x: own[id(x)][1] if id(x) in own else x)
 
 
 def frozen_parameter(payload: FrozenPayload) -> nn.Parameter:
@@ -302,13 +302,13 @@ def _makes_view(func: Any) -> bool:
 def _view(weight: Float8FrozenWeight, func: Any, args: Any, kwargs: Any) -> Any:
     if func in (_aten.detach.default, _aten.alias.default):
         return Float8FrozenWeight(weight.payload, weight.chain, _geometry(weight))
-    made = func(_geometry(weight), *args, **kwargs)
-    several = isinstance(made, (list, tuple))
+    geometry = func(_geometry(weight), *args, **kwargs)
+    several = isinstance(geometry, (list, tuple))
     views = [
         Float8FrozenWeight(
             weight.payload, (*weight.chain, _Step(func, args, kwargs, i if several else None)), like
         )
-        for i, like in enumerate(made if several else [made])
+        for i, like in enumerate(geometry if several else [geometry])
     ]
     return views if several else views[0]
 
@@ -325,13 +325,13 @@ def _geometry(weight: Tensor) -> Tensor:
 
 def _written(func: Any, args: Any, kwargs: Any) -> list[Float8FrozenWeight]:
     """The frozen weights that an operator writes."""
-    found: list[Float8FrozenWeight] = []
+    written: list[Float8FrozenWeight] = []
     for i, argument in enumerate(func._schema.arguments):
         if argument.is_write or (argument.alias_info is not None and argument.alias_info.is_write):
             value = args[i] if i < len(args) else kwargs.get(argument.name)
             values = value if isinstance(value, (list, tuple)) else [value]
-            found += [x for x in values if isinstance(x, Float8FrozenWeight)]
-    return found
+            written += [x for x in values if isinstance(x, Float8FrozenWeight)]
+    return written
 
 
 def _same_bytes(target: Any, source: Any) -> bool:

@@ -61,8 +61,8 @@ def write_change(payload: FrozenPayload, values: Tensor, func: Any) -> None:
     before = payload.dequantize(torch.float32)
     payload.write(values)
     wanted = values - before
-    made = payload.dequantize(torch.float32).sub_(before)
-    if (wanted * made).sum() < 0.5 * wanted.square().sum():
+    change = payload.dequantize(torch.float32).sub_(before)
+    if (wanted * change).sum() < 0.5 * wanted.square().sum():
         _warn_of_loss(payload, func)
 
 

@@ -97,7 +97,7 @@ class Halves:
             )
         rows, cols = _matrix_shape(self.high)
         row, col, row_length = origin or (0, 0, cols)
-        kept = empty_residual(self.high, self.step_bits)
+        residual = empty_residual(self.high, self.step_bits)
         matrix = self.high.view(rows, cols)
         for part in row_parts(rows, cols) if self.high.numel() else ():
             assert self.residual is not None
@@ -109,10 +109,10 @@ class Halves:
             )
             upper, lower = split(joined, self.step_bits, random_words(index, keys))
             matrix[part] = upper
-            if kept is not None:
+            if residual is not None:
                 assert lower is not None
-                kept[part] = pack(lower, self.step_bits)
-        self.residual, self.bits = kept, self.step_bits
+                residual[part] = pack(lower, self.step_bits)
+        self.residual, self.bits = residual, self.step_bits
 
     def adopt(self, residual: Tensor) -> bool:
         """Take the residual of a file that has these weights as BF16; return whether they are.

@@ -153,14 +153,14 @@ class LazySource:
             other: the layout that is there, whose tensorwise scale serves both.
         """
         spec, scale, slot = quantizer.spec, quantizer.source.scale, quantizer.source.slot
-        how = {"rowwise": rowwise, "columnwise": columnwise}
+        layouts = {"rowwise": rowwise, "columnwise": columnwise}
         if spec.granularity != "tensorwise":
-            return CastOptions.of(spec, **how)
+            return CastOptions.of(spec, **layouts)
         if other is not None:
-            return CastOptions.of(spec, other.scale, **how)
+            return CastOptions.of(spec, other.scale, **layouts)
         if scale is None and quantizer.group is not None:
-            return CastOptions.of(spec, None, group_amax(self.amax(), quantizer.group), **how)
-        return CastOptions.of(spec, scale, None if scale is None else slot, **how)
+            return CastOptions.of(spec, None, group_amax(self.amax(), quantizer.group), **layouts)
+        return CastOptions.of(spec, scale, None if scale is None else slot, **layouts)
 
     def _note(self, slot: Tensor) -> None:
         """Remember that a cast has raised a slot, which other readers' slots are raised to."""

@@ -86,14 +86,14 @@ class Quantizer(NamedTuple):
         """
         scale, slot = self.source.scale, self.source.slot
         if slot is not None and (scale is None or is_traced()):  # graphs find an amax by itself
-            found = amax(x)
-            self.source.record(found)
+            largest = amax(x)
+            self.source.record(largest)
             slot = None
             if scale is None and not (is_traced() and self.group is None):
-                slot = found if self.group is None else group_amax(found, self.group)
+                slot = largest if self.group is None else group_amax(largest, self.group)
         spec = self.spec
-        how = spec.format.dtype, spec.granularity, spec.power_of_two
-        return CastOptions(*how, rowwise, columnwise, scale, slot)
+        cast = spec.format.dtype, spec.granularity, spec.power_of_two
+        return CastOptions(*cast, rowwise, columnwise, scale, slot)
 
     def in_backward(self, buffers: tuple[Tensor, ...]) -> "Quantizer":
         """The same with the slot that a graph's backward has in these buffers, if there are any.

@@ -214,9 +214,9 @@ class SplitWeight(SplitTensor):
     def __tensor_unflatten__(
         inner: dict[str, Tensor], context: Any, outer_size: Any, outer_stride: Any
     ) -> "SplitWeight":
-        made = SplitWeight(Halves(inner["high"], inner.get("residual"), *context))
-        made.grad_dtype = None  # a compiled layer's gradient is BF16, too
-        return made
+        weight = SplitWeight(Halves(inner["high"], inner.get("residual"), *context))
+        weight.grad_dtype = None  # a compiled layer's gradient is BF16, too
+        return weight
 
 
 def _unswapped(weight: SplitWeight) -> Tensor:

@@ -137,12 +137,12 @@ class Float8GradReducer:
 
     def take_part(self) -> None:
         """Send zeros in a backward of the other ranks; gradients of this rank stay as they are."""
-        kept = [(parameter, stored_grad(parameter)) for parameter in self._order]
-        for parameter, _ in kept:
+        stored = [(parameter, stored_grad(parameter)) for parameter in self._order]
+        for parameter, _ in stored:
             parameter.grad = None
         self._start()
         self._finish()
-        for parameter, grad in kept:
+        for parameter, grad in stored:
             parameter.grad = grad
 
     def _begin(self, _: Any = None) -> None:

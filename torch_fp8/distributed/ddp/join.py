@@ -103,9 +103,9 @@ class _Join(JoinHook):
     def post_hook(self, is_last_joiner: bool) -> None:
         """Take part in the end of training, once all ranks have joined."""
         self._of_ddp.post_hook(is_last_joiner)
-        kept = frozenset() if self._reducer is None else self._reducer.parameters
+        reduced = frozenset() if self._reducer is None else self._reducer.parameters
         group, source = self._ddp.process_group, self._ddp._authoritative_rank
-        broadcast_state(self._ddp.module, self._optimizers, kept, group, source)
+        broadcast_state(self._ddp.module, self._optimizers, reduced, group, source)
 
 
 @torch.no_grad()

@@ -63,14 +63,14 @@ def ddp_options(
     Raises:
         ValueError: gradient release is on; the ranks have converted different weights.
     """
-    made = {"gradient_as_bucket_view": True, **(options or {})}
+    settings = {"gradient_as_bucket_view": True, **(options or {})}
     ours = [o for o in optimizers if isinstance(o, Float8Optimizer)]
     if any(o.fp8_config.gradient_release for o in ours):
         raise ValueError(
             "FP8Config(gradient_release=True) steps on gradients before DistributedDataParallel "
             "has averaged them; set gradient_release=False, or run on one device"
         )
-    asked = [name for name in ("find_unused_parameters", "static_graph") if made.get(name)]
+    asked = [name for name in ("find_unused_parameters", "static_graph") if settings.get(name)]
     eight_bit = [(o, _eight_bit(o, module)) for o in ours]
     if asked and any(weights for _, weights in eight_bit):
         reason = f"DistributedDataParallel({asked[0]}=True) needs plain ones"
@@ -85,10 +85,10 @@ def ddp_options(
         for optimizer in ours:
             _keep_plain(optimizer, {smallest}, None)
     _ignore(module, [p for p in module.parameters() if p in beside])
-    if ours and dist.is_available() and dist.is_initialized() and made.get("init_sync", True):
-        kept = set(module.__dict__.get(_NAMES, {}).values())
-        broadcast_state(module, ours, kept, _process_group(made))
-    return made
+    if ours and dist.is_available() and dist.is_initialized() and settings.get("init_sync", True):
+        ignored = set(module.__dict__.get(_NAMES, {}).values())
+        broadcast_state(module, ours, ignored, _process_group(settings))
+    return settings
 
 
 def connect_ddp(
@@ -118,13 +118,13 @@ def connect_ddp(
     assert isinstance(ddp, DistributedDataParallel)
     optimizers = list(optimizers)
     config = config or _config_of(optimizers)
-    kept = _unignore(ddp.module)
-    for parameter in kept:
+    names = _unignore(ddp.module)
+    for parameter in names:
         average_beside(parameter, ddp)
     num_ranks = dist.get_world_size(ddp.process_group)
     reason = reason or reason_without_hook(ddp)
     if not any(isinstance(hook, ForwardHook) for hook in ddp._forward_hooks.values()):
-        rule, reducer = config.communication, _connect_reducer(ddp, optimizers, kept, config)
+        rule, reducer = config.communication, _connect_reducer(ddp, optimizers, names, config)
         wanted = reason is None and (rule != "off" or reducer is not None)
         if wanted and num_ranks > 1 and not is_connected(ddp):
             connect_hook(ddp, rule, reducer)

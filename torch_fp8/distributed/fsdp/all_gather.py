@@ -275,9 +275,9 @@ def _make_scales(group: Any, gathers: list[WeightGather]) -> None:
         )
     for gather, part, scale, shape in zip(gathers, amaxes, scales, shapes, strict=True):
         gather.set_amax(part.view(shape), scale.view(shape))
-    made = torch.cuda.current_stream(amax.device).record_event() if amax.is_cuda else None
+    event = torch.cuda.current_stream(amax.device).record_event() if amax.is_cuda else None
     for gather in gathers:
-        gather.made = made
+        gather.made = event
 
 
 def _write_amaxes(shards: list[Tensor], target: Tensor) -> None:

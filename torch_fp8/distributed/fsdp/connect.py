@@ -153,7 +153,7 @@ class ScalePrefetch:
 
 def _parts(model: nn.Module, names: dict[nn.Module, str]) -> dict[Any, dict[str, str]]:
     """Describe, for each process group that shards parameters, these parameters by name."""
-    made: dict[Any, dict[str, str]] = {}
+    parts: dict[Any, dict[str, str]] = {}
     for group in dict.fromkeys(g for m in _sharded_modules(model) for g in param_groups(m)):
         process_group = getattr(group.mesh_info, "shard_process_group", None)
         if process_group is None:
@@ -162,13 +162,13 @@ def _parts(model: nn.Module, names: dict[nn.Module, str]) -> dict[Any, dict[str,
         for param in group.fsdp_params:
             info = param._module_info
             name = f"{names.get(info.module, '')}.{info.param_name}".lstrip(".")
-            how = "in high precision"
+            precision = "in high precision"
             if isinstance(info.module, Float8Layer):
-                how = f"in FP8 ({info.module.fp8_recipe.name})"
+                precision = f"in FP8 ({info.module.fp8_recipe.name})"
             what = f"{tuple(param._orig_size)} {param.sharded_param.dtype}"
             sharded = f"sharded by '{place}' along dimension {param.fsdp_placement.dim}"
-            made.setdefault(process_group, {})[f"'{name}'"] = f"{what}, {sharded}, {how}"
-    return made
+            parts.setdefault(process_group, {})[f"'{name}'"] = f"{what}, {sharded}, {precision}"
+    return parts
 
 
 def _gathers_of(

@@ -109,9 +109,11 @@ def _gathered(
     shard = waited(x._local_tensor)
     shards = Shards(x.shape, x.placements[0].dim, x.device_mesh.get_group())
     quantizer = linear.quantizer(operand, shards.group)
-    how = quantizer.spec, quantizer.shared_scale(shard), dtype
+    cast = quantizer.spec, quantizer.shared_scale(shard), dtype
     observed = linear.fp8_observer is not None
-    gathered = gather_activation(shard, shards, *how, gather_again=gather_again, keep_part=observed)
+    gathered = gather_activation(
+        shard, shards, *cast, gather_again=gather_again, keep_part=observed
+    )
     return DTensor.from_local(gathered, x.device_mesh, [Replicate()], run_check=False)
 
 

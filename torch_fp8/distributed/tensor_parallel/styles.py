@@ -207,7 +207,7 @@ def _gathers(module: nn.Module) -> TypeGuard[Float8Linear]:
 def _consumer(module: nn.Module | None) -> Float8Linear | None:
     """Return the first column-wise FP8 layer in `module`; None: there is none."""
     assert module is not None
-    found = [
+    consumers = [
         layer
         for layer in module.modules()
         if isinstance(layer, Float8Linear)
@@ -215,11 +215,11 @@ def _consumer(module: nn.Module | None) -> Float8Linear | None:
         and isinstance(layer.weight, DTensor)
         and layer.weight.placements[-1].is_shard(0)
     ]
-    casts = {str(layer.fp8_recipe.input): layer.fp8_name for layer in found}
+    casts = {str(layer.fp8_recipe.input): layer.fp8_name for layer in consumers}
     if len(casts) > 1:
         raise ValueError(
             f"FP8 layers {sorted(casts.values())} share an input that PrepareFloat8ModuleInput "
             f"casts once, but their recipes cast it differently ({', '.join(sorted(casts))}); "
             "convert them with one recipe, or use torch's PrepareModuleInput"
         )
-    return found[0] if found else None
+    return consumers[0] if consumers else None
