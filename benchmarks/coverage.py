@@ -22,9 +22,9 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import small_models_loss
 from benchmarks.architectures import KINDS, batch_for, make
-from benchmarks.recipes_loss import ROOT, commit
+from benchmarks.evidence import small_models_loss
+from benchmarks.evidence.recipes_loss import ROOT, commit
 from benchmarks.rows import add_csv, read_rows, tell_kept, write_rows
 from torch_fp8 import ConversionReport, FP8Config, convert_optimizer, convert_to_float8
 
@@ -74,7 +74,7 @@ all in percent of BF16's loss: BF16 from weights perturbed by a millionth, which
 stock BF16 whose linear layers see operands rounded to 8 bits in forward, and in all three GEMMs,
 with nothing of this package; level O2; and O2 against the run before it, seed by seed. O2 costs
 what rounding to 8 bits costs models of this size, and nothing systematic beyond
-(`python -m benchmarks.small_models_loss`, `benchmarks/results/small_models_loss.csv`).
+(`python -m benchmarks.evidence.small_models_loss`, `benchmarks/results/small_models_loss.csv`).
 
 | model | BF16, perturbed | rounded in forward | in all GEMMs | O2 | O2 beyond that |
 |---|---|---|---|---|---|

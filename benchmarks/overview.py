@@ -5,7 +5,7 @@
     python -m benchmarks.overview --runs runs/sft_lightning   # takes the losses of a run first
 
 It measures nothing and draws what is committed: ``benchmarks/results/fine_tuning_curves.csv``, the
-losses of ``comparison/sft_lightning.py`` with the arguments of `benchmarks.recipes_loss`, and
+losses of ``comparison/sft_lightning.py`` with the arguments of `evidence.recipes_loss`, and
 ``memory_counted.csv`` of `benchmarks.bench_memory`. Needs matplotlib (torch-fp8[examples]).
 """
 
@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
+from benchmarks.evidence.recipes_loss import RUN
 from benchmarks.plot import COLOURS
-from benchmarks.recipes_loss import RUN
 from benchmarks.rows import OUTPUT, RESULTS, ROOT, add_csv, read_rows, write_rows
 from torch_fp8.planner.memory_tracker import CATEGORIES
 

@@ -1,7 +1,7 @@
 """Triton's interpreter, mended: it runs with any NumPy, and in a third of the time.
 
 For processes of their own, in which ``TRITON_INTERPRET=1`` was set before Triton was imported: the
-tests' cases, and the counts of bytes and launches (`benchmarks.launches`).
+tests' cases, and the counts of bytes and launches (`benchmarks.evidence.launches`).
 """
 
 import dataclasses

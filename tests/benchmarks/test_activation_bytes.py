@@ -1,10 +1,10 @@
-"""Bytes that a Llama block keeps for backward; see benchmarks/activation_bytes.py."""
+"""Bytes that a Llama block keeps for backward; see benchmarks/evidence/activation_bytes.py."""
 
 import csv
 
 import pytest
 
-from benchmarks.activation_bytes import CHECKPOINTED, LAYOUTS, VARIANTS, kept_checkpointed
+from benchmarks.evidence.activation_bytes import CHECKPOINTED, LAYOUTS, VARIANTS, kept_checkpointed
 from benchmarks.rows import RESULTS
 
 

@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 RECIPES = ("tensorwise", "delayed", "blockwise", "mxfp8")
 SCRIPT = f"""
 import json
-from benchmarks import block_bytes as block
+from benchmarks.evidence import block_bytes as block
 block.TOKENS = 256  # two bands of the coarsest scales: the interpreter takes a minute for 512
 rows = [row for recipe in {RECIPES} for row in block.rows(recipe)]
 launches = block.count("delayed")

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from benchmarks.emulated_kernels import rows_of
+from benchmarks.evidence.emulated_kernels import rows_of
 from benchmarks.rows import RESULTS, read_rows
 from tests.emulator.accesses import Access
 from tests.emulator.counts import Counts

@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.emulated_sectors import cases
+from benchmarks.evidence.emulated_sectors import cases
 from tests.emulator.counts import Counts
 from tests.emulator.driver import emulated
 

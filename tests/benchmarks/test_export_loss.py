@@ -5,7 +5,7 @@ import csv
 import pytest
 import torch
 
-from benchmarks import export_loss, pretraining
+from benchmarks.evidence import export_loss, pretraining
 
 
 def test_recorded_perplexities_are_within_the_band():

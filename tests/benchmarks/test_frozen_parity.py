@@ -6,7 +6,7 @@ import statistics
 
 import pytest
 
-from benchmarks import frozen_parity
+from benchmarks.evidence import frozen_parity
 from benchmarks.measurement import RESULTS, ROOT, read_rows
 
 BF16_ROWS = [(2.00, 0.50, 0.10), (2.02, 0.60, 0.12), (1.98, 0.55, 0.11)]

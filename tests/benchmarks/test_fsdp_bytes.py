@@ -1,8 +1,8 @@
-"""Bytes that FSDP2 sends, counted on fake tensors; see benchmarks/fsdp_bytes.py."""
+"""Bytes that FSDP2 sends, counted on fake tensors; see benchmarks/evidence/fsdp_bytes.py."""
 
 import pytest
 
-from benchmarks.fsdp_bytes import rows
+from benchmarks.evidence.fsdp_bytes import rows
 
 pytestmark = pytest.mark.long
 

@@ -11,8 +11,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = """
 import collections, json, os, sys
-from benchmarks import host_time
-from benchmarks.stub_driver import stub_driver
+from benchmarks.evidence import host_time
+from benchmarks.evidence.stub_driver import stub_driver
 
 def called(run):
     names = collections.Counter()

@@ -1,6 +1,6 @@
 import pytest
 
-from benchmarks import kernel_resources as bench
+from benchmarks.evidence import kernel_resources as bench
 from benchmarks.rows import read_rows
 from tests import kernel_code
 from tests.torch_fp8.kernels.conftest import FAR_FROM_SPILLING
@@ -48,7 +48,9 @@ def test_all_variants_were_compiled_of_this_code(recorded):
     """Of what tests compile, every choice is covered; the record has every variant."""
     code = kernel_code.digests()
     changed = {row["kernel"] for row in recorded if row["digest"] != code.get(row["kernel"])}
-    assert not changed, "run `python -m benchmarks.kernel_resources --changed` and commit the CSV"
+    assert not changed, (
+        "run `python -m benchmarks.evidence.kernel_resources --changed` and commit the CSV"
+    )
     assert len({row["triton"] for row in recorded}) == 1
 
 

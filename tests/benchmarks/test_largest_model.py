@@ -2,8 +2,8 @@
 
 import pytest
 
-from benchmarks import largest_model
-from benchmarks.largest_model import _MOST_LAYERS, _STEP, figure
+from benchmarks.evidence import largest_model
+from benchmarks.evidence.largest_model import _MOST_LAYERS, _STEP, figure
 
 
 @pytest.mark.parametrize("last", [0, 4, 120, 400])

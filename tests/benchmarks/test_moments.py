@@ -5,7 +5,7 @@ import csv
 import pytest
 import torch
 
-from benchmarks import moments as bench
+from benchmarks.evidence import moments as bench
 from benchmarks.rows import RESULTS
 from torch_fp8.quantization.block_scaled import decode, encode
 from torch_fp8.quantization.formats import MOMENT2

@@ -1,10 +1,10 @@
-"""The signal-to-noise ratios of casts and products that `benchmarks.numerics` records."""
+"""The signal-to-noise ratios of casts and products that `benchmarks.evidence.numerics` records."""
 
 import csv
 
 import pytest
 
-from benchmarks import numerics as bench
+from benchmarks.evidence import numerics as bench
 from benchmarks.rows import RESULTS
 from torch_fp8.quantization.formats import GEMM_SQNR_DB
 from torch_fp8.quantization.recipe import RECIPES, make_recipe

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import optimizer_loss as bench
-from benchmarks import pretraining
+from benchmarks.evidence import optimizer_loss as bench
+from benchmarks.evidence import pretraining
 
 
 @pytest.fixture
@@ -21,7 +21,7 @@ def runs(monkeypatch):
         if command[0] == "git":
             return subprocess.CompletedProcess(command, 0, stdout="abc1234\n")
         script = command[1] if command[1] != "-m" else command[2]
-        if script == "benchmarks.pretraining":
+        if script == "benchmarks.evidence.pretraining":
             level = command[command.index("--level") + 1] if "--level" in command else "bf16-mixed"
         else:
             level = json.loads(env.get("TORCH_FP8_CONFIG", '{"opt_level": "bf16-mixed"}'))
@@ -70,7 +70,7 @@ def test_finished_rows_are_not_run_again(runs, monkeypatch, tmp_path):
     _start(monkeypatch, path, "--seeds", "0", "--levels", "O2")
     _start(monkeypatch, path, "--seeds", "0", "--levels", "O2", "O3")
     _start(monkeypatch, path, "--seeds", "0", "--levels", "O2", "--pretraining")
-    script, long = "benchmarks/comparison/sft_lightning.py", "benchmarks.pretraining"
+    script, long = "benchmarks/comparison/sft_lightning.py", "benchmarks.evidence.pretraining"
     fine_tuning = [(script, level, 0) for level in ("bf16-mixed", "O2", "O3")]
     assert runs == [*fine_tuning, (long, "bf16-mixed", 0), (long, "O2", 0)]
 

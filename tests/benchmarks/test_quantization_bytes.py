@@ -13,7 +13,7 @@ pytestmark = pytest.mark.long
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = """
 import json
-from benchmarks.quantization_bytes import CASES, applies, rows
+from benchmarks.evidence.quantization_bytes import CASES, applies, rows
 wanted = {named}
 made = [row for recipe in {recipes} for case in CASES
         if case.name in wanted and applies(recipe, case) for row in rows(recipe, case)]
@@ -132,7 +132,7 @@ def test_the_count_is_of_what_runs(forked_interpreter):
     counts = _run(
         forked_interpreter,
         """
-from benchmarks.launches import AT_ONCE, count_launches
+from benchmarks.evidence.launches import AT_ONCE, count_launches
 import json, torch, triton, triton.language as tl
 
 @triton.jit

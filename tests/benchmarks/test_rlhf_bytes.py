@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from benchmarks import rlhf_bytes
+from benchmarks.evidence import rlhf_bytes
 from benchmarks.measurement import RESULTS, ROOT
 
 

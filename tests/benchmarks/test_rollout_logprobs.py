@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from accelerate_fp8.logprob_difference import BATCH_BOUND, BOUND
-from benchmarks import merge_aware, rollout_grpo, rollout_logprobs
 from benchmarks.comparison import tiny_llama
 from benchmarks.comparison.code_tokenizer import train_tokenizer
-from benchmarks.rollout_logprobs import PER_TOKEN
+from benchmarks.evidence import merge_aware, rollout_grpo, rollout_logprobs
+from benchmarks.evidence.rollout_logprobs import PER_TOKEN
 from torch_fp8.quantization.recipe import RECIPES
 
 

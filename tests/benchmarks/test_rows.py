@@ -8,7 +8,9 @@ import pytest
 from benchmarks import rows
 from benchmarks.rows import CODE, EARLIER, RESULTS, ROOT, append_rows, read_rows, write_rows
 
-SOURCES = sorted((ROOT / "benchmarks").glob("*.py"))
+SOURCES = sorted(
+    [*(ROOT / "benchmarks").glob("*.py"), *(ROOT / "benchmarks/evidence").glob("*.py")]
+)
 
 
 @pytest.mark.parametrize("path", sorted(RESULTS.glob("*.csv")), ids=lambda path: path.stem)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from benchmarks import small_models_loss as bench
+from benchmarks.evidence import small_models_loss as bench
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """The table of docs/smooth_swiglu.md: the square root loses nothing, its alternatives do."""
 
-from benchmarks import smooth_factors
+from benchmarks.evidence import smooth_factors
 from benchmarks.rows import RESULTS, ROOT, read_rows
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.tensor_parallel_bytes import rows
+from benchmarks.evidence.tensor_parallel_bytes import rows
 
 pytestmark = pytest.mark.long
 

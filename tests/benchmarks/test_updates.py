@@ -5,7 +5,7 @@ import csv
 import pytest
 import torch
 
-from benchmarks import updates as bench
+from benchmarks.evidence import updates as bench
 from benchmarks.rows import RESULTS
 
 

@@ -4,7 +4,7 @@ import csv
 
 import pytest
 
-from benchmarks import wire as bench
+from benchmarks.evidence import wire as bench
 from benchmarks.rows import RESULTS
 
 pytestmark = pytest.mark.long

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import optimizer_loss
-from benchmarks import wire_loss as bench
+from benchmarks.evidence import optimizer_loss
+from benchmarks.evidence import wire_loss as bench
 from benchmarks.rows import RESULTS
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-PATH = Path(__file__).parents[2] / "benchmarks/recipes_loss.py"
+PATH = Path(__file__).parents[2] / "benchmarks/evidence/recipes_loss.py"
 
 
 @pytest.fixture

@@ -236,7 +236,7 @@ def _init_handles(self: CompiledKernel) -> None:
 
 
 def _variant(src: Any) -> str:
-    """Return what `benchmarks.kernel_resources` calls a kernel's variant."""
+    """Return what `benchmarks.evidence.kernel_resources` calls a kernel's variant."""
     names = src.fn.arg_names
     flags = [(names[place], value) for (place, *_), value in src.constants.items()]
     types = [kind for kind in src.signature.values() if kind.startswith("*")]

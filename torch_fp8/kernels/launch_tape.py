@@ -4,7 +4,7 @@ A launcher decides in Python which kernel runs, in which tiles, with how many wa
 writes. It decides the same whenever tensors of the same shapes come with the same options, as they
 do in every step and with every generated token. So `Replayed` writes down what a call allocates and
 launches, and does just that in later calls, with their tensors. ``TORCH_FP8_REPLAY=0 python -m
-benchmarks.host_time`` measures the host's time without it.
+benchmarks.evidence.host_time`` measures the host's time without it.
 
 What is written down is seen, not told: a mode of torch's dispatcher sees all operators that the
 launcher calls, and `torch_fp8.kernels.quick_launch` reports every launch. A launcher that does more

@@ -3,7 +3,7 @@
 A sum over micro-batches is decoded, added to and encoded again each time, a few rows at a time, and
 every encoding rounds stochastically, with random bits of its own: the expectation of the stored sum
 is the sum. To nearest, it would lose whatever is the same in each micro-batch; with bits that
-depend on earlier ones it would be biased (benchmarks/accumulation.py).
+depend on earlier ones it would be biased (benchmarks/results/accumulation.csv).
 
 On CUDA these functions call `kernels.grad_codec`, with the same bytes.
 """

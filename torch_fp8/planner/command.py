@@ -66,8 +66,9 @@ def run(options: argparse.Namespace) -> int:
     try:
         if options.plot is not None:
             raise ValueError(
-                "--plot drew FP8-LM's Figure 1 and is gone; `python -m benchmarks.largest_model` "
-                "of the project's repository draws it, and --largest finds the largest preset"
+                "--plot drew FP8-LM's Figure 1 and is gone; `python -m "
+                "benchmarks.evidence.largest_model` of the project's repository draws it, and "
+                "--largest finds the largest preset"
             )
         return _largest(options) if options.largest else _plan(options)
     except (ValueError, TypeError, ImportError, OSError) as error:

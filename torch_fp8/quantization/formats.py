@@ -128,7 +128,7 @@ A v that is rounded at every step walks at random: relative to v, the variance o
 about half the spacing, whatever beta2 is, as long as a step moves v by a small part of the spacing.
 So one bit more halves it. Of a small Llama's v, nine tenths are in the upper eight binades of their
 group. Four bits in all binades would reach down to 2^-19 of the largest, these reach 2^-26
-(benchmarks/moments.py).
+(benchmarks/evidence/moments.py).
 """
 
 GRADIENT = ByteFloat("tapered", 3, 3, 0x7F, True, (48, 96))
@@ -137,7 +137,7 @@ GRADIENT = ByteFloat("tapered", 3, 3, 0x7F, True, (48, 96))
 Five mantissa bits in the largest binade, four in the next three, three in five more and in the
 subnormals. Every micro-batch rounds the sum again, and most of its noise is that of the elements
 that are largest in their group: there the spacing is finest. The smallest step is 2^-12 of the
-range, so that small elements stay, too (benchmarks/accumulation.py).
+range, so that small elements stay, too (benchmarks/results/accumulation.csv).
 """
 
 GROUP_SIZE = 32

@@ -29,7 +29,7 @@ FAR_FROM_SPILLING = 0.5
 """What takes a smaller part of a thread's registers on Hopper is not compiled for Blackwell, too.
 
 Such variants take at most 0.66 of them there: test_kernel_resources.py holds this against what
-`benchmarks.kernel_resources` recorded, which compiles every variant for both. Where that record is
+`evidence.kernel_resources` recorded, which compiles every variant for both. Where that record is
 of this code and this Triton, the tests compile one variant of a kernel for Blackwell.
 """
 
@@ -89,7 +89,7 @@ def covering(launches: Sequence[Launch]) -> list[Launch]:
     """Few of these launches, in order, that have of each kernel every choice that one of them has.
 
     Greedy: always the launch with the most choices that are still missing. What fails only where
-    several choices meet is found by `benchmarks.kernel_resources`, which compiles every launch.
+    several choices meet is found by `evidence.kernel_resources`, which compiles every launch.
     """
     choices = {launch.key: {(launch.kernel, c) for c in launch.choices} for launch in launches}
     missing = set().union(*choices.values())
@@ -229,7 +229,7 @@ def just_rounded_up(rows, cols, keys):
 def pytest_addoption(parser):
     text = "compile every variant of every kernel, for Hopper and Blackwell, not a covering part"
     parser.addoption("--every-variant", action="store_true", help=text)
-    text = "compile only what `benchmarks.kernel_resources` has not recorded of this code"
+    text = "compile only what `benchmarks.evidence.kernel_resources` has not recorded of this code"
     parser.addoption("--unrecorded", action="store_true", help=text)
 
 
@@ -286,7 +286,7 @@ def compile_for(tmp_path, pytestconfig):
 
 @pytest.fixture(scope="session")
 def recorded_resources():
-    """Registers and shared memory of every variant, as `benchmarks.kernel_resources` recorded them.
+    """Registers and shared memory of every variant, as `evidence.kernel_resources` recorded them.
 
     Without those of another release of Triton, whose figures are others, and of other code.
     """
@@ -338,7 +338,7 @@ def compile_all(compile_for, record_property, pytestconfig, recorded_resources):
             known = (f"{target} {launch.name}", launch.num_warps) in recorded_resources
             assert known or every or not recorded_resources, (
                 f"{target} {launch.name} is not recorded: run "
-                "`python -m benchmarks.kernel_resources --changed` and commit the CSV"
+                "`python -m benchmarks.evidence.kernel_resources --changed` and commit the CSV"
             )
         for launch in distinct if every else covering(distinct):
             # One program fits the register file.

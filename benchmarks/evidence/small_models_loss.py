@@ -1,6 +1,6 @@
 """Loss of small random models after 30 steps in FP8, against BF16 and BF16's own spread.
 
-    nice -n 19 python -m benchmarks.small_models_loss       # from the repository's root
+    nice -n 19 python -m benchmarks.evidence.small_models_loss       # from the repository's root
 
 One run says little: two BF16 runs whose weights differ by a millionth at the start end apart, too.
 So each architecture runs from ten seeds, each seed in BF16, in BF16 from perturbed weights and in
@@ -37,7 +37,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.recipes_loss import ROOT, commit
+from benchmarks.evidence.recipes_loss import ROOT, commit
 from benchmarks.rows import add_csv, append_rows, tell_kept
 from benchmarks.rows import read_rows as read_csv
 from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8
@@ -46,6 +46,7 @@ from torch_fp8.quantization.formats import GEMM_ALIGNMENT
 BASELINE, PERTURBED = "bf16", "bf16, perturbed by 1e-6"
 ROUNDED = "bf16, operands rounded to E4M3"
 ROUNDED_ALL = "bf16, all three GEMMs' operands rounded"
+MODULE = "benchmarks.evidence.small_models_loss"
 STEPS, ROWS, LENGTH, VOCABULARY, LEARNING_RATE = 30, 8, 32, 128, 2e-3
 BAND, ERRORS = 0.005, 3
 """A mean difference beyond both, 0.5 % and so many standard errors, is called systematic."""
@@ -296,7 +297,7 @@ def as_columns(model: str, run: str, seed: int, steps: int, loss: float, rows: d
         "transformers": transformers.__version__,
         "commit": commit(),
         "date": f"{datetime.date.today():%Y-%m-%d}",
-        "command": f"python -m benchmarks.small_models_loss --models {model} --runs '{run}'",
+        "command": f"python -m {MODULE} --models {model} --runs '{run}'",
     }
 
 

@@ -1,7 +1,7 @@
 """The largest model that a cluster can train, and FP8-LM's published memory beside the planner's.
 
-    python -m benchmarks.largest_model              # runs/benchmarks/largest_model.csv, .png
-    python -m benchmarks.largest_model --published  # runs/benchmarks/published_memory.csv
+    python -m benchmarks.evidence.largest_model  # runs/benchmarks/largest_model.csv, .png
+    python -m benchmarks.evidence.largest_model --published  # runs/benchmarks/published_memory.csv
 
 * ``largest_model``: FP8-LM's Figure 1 (arXiv 2310.18313): GPTs of n layers, n heads and 128 n
   features on 8, 32 and 128 GPUs of 80 GB, all of which shard by FSDP2, sequences of 2,048, one at a

@@ -1,6 +1,6 @@
 """What Smooth-SwiGLU's factors leave of the channels beside an aligned one, in dB.
 
-    python -m benchmarks.smooth_factors    # runs/benchmarks/smooth_factors.csv
+    python -m benchmarks.evidence.smooth_factors    # runs/benchmarks/smooth_factors.csv
 
 Of 2,048 Gaussian channels one is 200 times larger in gate and up. Activation and weight are cast to
 E4M3 with a scale each: as they are, with factors that make all channels equal, and with their

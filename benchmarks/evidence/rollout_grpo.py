@@ -1,8 +1,8 @@
 """``fp8/logprob_difference`` as TRL's GRPO logs it: in BF16, in FP8, and mixed.
 
-    nice -n 19 python -m benchmarks.rollout_grpo   # from the root; two minutes
+    nice -n 19 python -m benchmarks.evidence.rollout_grpo   # from the root; two minutes
 
-The small Llama of `benchmarks.rollout_logprobs` continues lines of held-out files of the standard
+The small Llama of `evidence.rollout_logprobs` continues lines of held-out files of the standard
 library, 4 answers of 32 tokens to each of 4 prompts, and is rewarded for lower-case letters. TRL's
 `GRPOTrainer` runs unmodified under ``mixed_precision="fp8"`` for 8 steps, and logs in each the mean
 of ``|log p - log q|`` over the tokens that it sampled.
@@ -26,9 +26,9 @@ from typing import Any
 
 import torch
 
-from benchmarks import pretraining
-from benchmarks.recipes_loss import ROOT
-from benchmarks.rollout_logprobs import learned, write
+from benchmarks.evidence import pretraining
+from benchmarks.evidence.recipes_loss import ROOT
+from benchmarks.evidence.rollout_logprobs import learned, write
 from benchmarks.rows import add_csv
 from torch_fp8.nn.linear import Float8Layer
 from torch_fp8.nn.paused import pause, resume
@@ -55,7 +55,7 @@ def main() -> None:
         base.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
         rows = measure(folder, lines[: STEPS * PROMPTS], RECIPES, STEPS)
-    write(rows, arguments.csv, COLUMNS, "benchmarks.rollout_grpo")
+    write(rows, arguments.csv, COLUMNS, "benchmarks.evidence.rollout_grpo")
 
 
 def measure(folder: str, prompts: list[str], recipes: Any, steps: int) -> list[dict[str, Any]]:

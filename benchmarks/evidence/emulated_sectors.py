@@ -1,12 +1,12 @@
 """Instructions and sectors of kernels at shapes without tails, counted in the emulator of PTX.
 
-    python -m benchmarks.emulated_sectors         # rows "now"
-    python -m benchmarks.emulated_sectors --docs  # the table of docs/results.md
+    python -m benchmarks.evidence.emulated_sectors         # rows "now"
+    python -m benchmarks.evidence.emulated_sectors --docs  # the table of docs/results.md
 
 A warp's access asks for sectors of 32 bytes; it needs as many as its bytes fill. What it asks for
 twice comes out of a cache, but takes the multiprocessor's time. Rows "before" are of the commit
 before accesses were told how many bytes a thread moves at once (``--as before``, run there). For
-Hopper; `benchmarks.emulated_kernels` has every variant, both targets and tails. Nothing is timed.
+Hopper; `evidence.emulated_kernels` has every variant, both targets and tails. Nothing is timed.
 """
 
 import argparse
@@ -20,8 +20,8 @@ from torch import Tensor
 
 import torch_fp8.ops.grad_codec
 import torch_fp8.ops.messages
-from benchmarks import kernel_resources
-from benchmarks.emulated_kernels import rows_of
+from benchmarks.evidence import kernel_resources
+from benchmarks.evidence.emulated_kernels import rows_of
 from benchmarks.rows import add_csv, read_rows, write_rows
 from tests import kernel_code
 from tests.emulator.counts import Counts
@@ -42,7 +42,7 @@ from torch_fp8.ops.messages import Layout
 
 RESULTS = kernel_resources.RESULTS.with_name("emulated_sectors.csv")
 PAGE = kernel_resources.ROOT / "docs" / "results.md"
-MARK = "<!-- table: python -m benchmarks.emulated_sectors --docs -->"
+MARK = "<!-- table: python -m benchmarks.evidence.emulated_sectors --docs -->"
 _COUNTS = ("instructions_per_element", "sectors_per_element", "sectors_over_least")
 COLUMNS = ("as", "what", "kernel", *_COUNTS, "triton", "digest")
 SHAPE = (128, 4096)

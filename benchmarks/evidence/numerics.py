@@ -1,6 +1,6 @@
 """Error of every recipe's casts and forward GEMM on kind and unkind inputs, as CSV.
 
-    python -m benchmarks.numerics        # runs/benchmarks/numerics.csv
+    python -m benchmarks.evidence.numerics        # runs/benchmarks/numerics.csv
 
 Shapes: x (384, 512), w (320, 512), both float32; the GEMM's reference is float32.
 """

@@ -1,14 +1,14 @@
 """Bytes that quantization adds to a whole Llama block's forward and backward, and its launches.
 
 Hugging Face's decoder layer runs converted, its real kernels in Triton's interpreter
-(`benchmarks.launches`), and every load and store is counted, those of GEMMs apart. Taken off is
+(`evidence.launches`), and every load and store is counted, those of GEMMs apart. Taken off is
 what the same block moves in BF16 between its GEMMs, each operand read once and each result written
 once: an RMSNorm, its backward, SwiGLU and its backward, counted of one kernel each. GEMMs in BF16
 take inputs and gradients as they are. Attention, rotary angles and residuals are the same in both
 and left out.
 
 The layer is a small one. Where a launcher asks whether its shape suits a card it gets the answer
-for `SHAPE`. `benchmarks.quantization_bytes` runs this and writes the rows.
+for `SHAPE`. `benchmarks.evidence.quantization_bytes` runs this and writes the rows.
 """
 
 import functools
@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 from unittest import mock
 
-from benchmarks.launches import Launch, Recording, recorded  # before torch_fp8
+from benchmarks.evidence.launches import Launch, Recording, recorded  # before torch_fp8
 
 # isort: split
 import torch

@@ -1,6 +1,6 @@
 """Bytes per token that one Llama block keeps from forward to backward, counted.
 
-    python -m benchmarks.activation_bytes    # runs/benchmarks/activation_bytes.csv
+    python -m benchmarks.evidence.activation_bytes    # runs/benchmarks/activation_bytes.csv
 
 Hugging Face's decoder layer with BF16 weights and torch's attention, on 256 tokens: eager BF16, and
 converted with each recipe. Counted are the distinct storages that saved-tensor hooks see in one

@@ -1,11 +1,11 @@
 """What the host takes to launch a Llama block and an optimizer step, measured without a card.
 
-    python -m benchmarks.host_time    # runs/benchmarks/host_time.csv
+    python -m benchmarks.evidence.host_time    # runs/benchmarks/host_time.csv
 
 A Hugging Face LlamaDecoderLayer runs forward and backward in eager mode on a few tokens and
 features, so that arithmetic takes next to nothing. Our implementations for CUDA run, on CPU
 tensors, and their launches go through Triton to a driver that does nothing
-(`benchmarks.stub_driver`). What a real driver takes for a launch, 2 to 3 us, comes on top, in BF16
+(`evidence.stub_driver`). What a real driver takes for a launch, 2 to 3 us, comes on top, in BF16
 as in FP8. Variants are interleaved in this process, each behind a run of its own that does not
 count: a block of a model comes behind another one.
 
@@ -29,7 +29,7 @@ import time
 from collections.abc import Callable, Iterator
 from unittest import mock
 
-from benchmarks.stub_driver import Counts, references, stub_driver  # before torch_fp8
+from benchmarks.evidence.stub_driver import Counts, references, stub_driver  # before torch_fp8
 
 # isort: split
 import torch

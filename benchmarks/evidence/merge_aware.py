@@ -1,8 +1,8 @@
 """What of LoRA's improvement is left when the adapter has been merged into an FP8 base.
 
-    nice -n 19 python -m benchmarks.merge_aware   # from the root; two minutes
+    nice -n 19 python -m benchmarks.evidence.merge_aware   # from the root; two minutes
 
-A small Llama has learned the standard library in BF16 (as in `benchmarks.rollout_logprobs`). Its
+A small Llama has learned the standard library in BF16 (as in `evidence.rollout_logprobs`). Its
 parameters are rounded to BF16, as a base is loaded for LoRA: exports hold BF16 beside FP8, and with
 a float32 embedding the hidden states between layers would be float32 in training alone. LoRA over
 its FP8 base then learns the same text read backwards, as PEFT has it (``plain``) and with
@@ -32,9 +32,9 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from benchmarks import pretraining
-from benchmarks.recipes_loss import ROOT
-from benchmarks.rollout_logprobs import learned, write
+from benchmarks.evidence import pretraining
+from benchmarks.evidence.recipes_loss import ROOT
+from benchmarks.evidence.rollout_logprobs import learned, write
 from benchmarks.rows import add_csv
 from torch_fp8 import FP8Config, convert_to_float8, export, load_frozen
 from torch_fp8.nn.merge_aware import MergeAware
@@ -56,7 +56,7 @@ def main() -> None:
     arguments = parser.parse_args()
     base, tokens, _ = learned()
     rows = [row for rate in RATES for row in measure(base, tokens.flip(0), rate, STEPS)]
-    write(rows, arguments.csv, COLUMNS, "benchmarks.merge_aware")
+    write(rows, arguments.csv, COLUMNS, "benchmarks.evidence.merge_aware")
 
 
 def measure(base: Any, tokens: Tensor, rate: float, steps: int) -> list[dict[str, Any]]:

@@ -1,6 +1,6 @@
 """Whether small updates arrive: how far weights are after 2,000 steps, against FP32, as CSV.
 
-    python -m benchmarks.updates         # runs/benchmarks/updates.csv
+    python -m benchmarks.evidence.updates         # runs/benchmarks/updates.csv
 
 AdamW on the regression ``|x (w - w*)|^2 / 2B`` with w, w* (256, 256), w ~ 0.02 N(0, 1),
 w* - w ~ 0.02 N(0, 1), batches x (32, 256) ~ N(0, 1), labels with noise of 0.2 N(0, 1); every store

@@ -1,6 +1,6 @@
 """LoRA SFT, DPO, GRPO and PPO in FP8 against BF16: loss, reward and KL divergence from equal seeds.
 
-    nice -n 19 python -m benchmarks.frozen_parity       # from the repository's root
+    nice -n 19 python -m benchmarks.evidence.frozen_parity       # from the repository's root
 
 Every run is the unmodified script of comparison/ in a process of its own, with the variable that
 `accelerate launch --mixed_precision` sets and with the small checkpoint that its ``--quick`` makes;

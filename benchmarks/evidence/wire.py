@@ -1,6 +1,6 @@
 """Error of a gradient averaged over ranks, by how it travels, against the mean in float32, as CSV.
 
-    python -m benchmarks.wire       # from the repository's root; runs/benchmarks/wire.csv
+    python -m benchmarks.evidence.wire       # from the repository's root; runs/benchmarks/wire.csv
 
 2, 4 and 8 processes on the CPU with gloo, each with a Gaussian gradient (1024, 1024) of its own; in
 ``spread``, rows grow from 2^-8 to 2^8. Independent gradients are the hard case: their mean is
@@ -195,7 +195,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=RANKS)
     add_csv(parser, "wire")
     arguments = parser.parse_args()
-    here = environment(torch.device("cpu")) | {"command": "python -m benchmarks.wire"}
+    here = environment(torch.device("cpu")) | {"command": "python -m benchmarks.evidence.wire"}
     rows: list[dict[str, object]] = []
     for ranks in arguments.ranks:
         with tempfile.TemporaryDirectory() as folder:

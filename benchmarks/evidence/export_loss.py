@@ -1,9 +1,9 @@
 """Perplexity of a small Llama that is served from its export, against the forward of its training.
 
-    nice -n 19 python -m benchmarks.export_loss   # from the root; a quarter of an hour
+    nice -n 19 python -m benchmarks.evidence.export_loss   # from the root; a quarter of an hour
 
 A Llama of two million parameters learns the standard library from scratch in BF16
-(`benchmarks.pretraining` has the text). For each recipe a copy goes on in FP8, at level O2, and is
+(`evidence.pretraining` has the text). For each recipe a copy goes on in FP8, at level O2, and is
 exported in each format that can say the recipe. Stock transformers opens the folder on the CPU,
 where it dequantizes: weights are those of training, activations stay in BF16. It opens no ModelOpt
 folder, which `torch_fp8.load_trainable` reads here.
@@ -27,9 +27,9 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from benchmarks import pretraining
 from benchmarks.comparison import tiny_llama
-from benchmarks.recipes_loss import ROOT, commit
+from benchmarks.evidence import pretraining
+from benchmarks.evidence.recipes_loss import ROOT, commit
 from benchmarks.rows import add_csv, write_rows
 from torch_fp8 import (
     FP8Config,
@@ -191,7 +191,7 @@ def write(rows: list[dict[str, Any]], path: Path) -> None:
         "transformers": transformers.__version__,
         "commit": commit(),
         "date": f"{datetime.date.today():%Y-%m-%d}",
-        "command": "python -m benchmarks.export_loss",
+        "command": "python -m benchmarks.evidence.export_loss",
     }
     write_rows(path, COLUMNS, [{**row, **about} for row in rows])
 

@@ -1,6 +1,6 @@
 """Bytes that FSDP2 sends for Llama-3.1-8B in a step, counted without running it.
 
-    python -m benchmarks.fsdp_bytes
+    python -m benchmarks.evidence.fsdp_bytes
 
 The model is made of fake tensors, which have shapes and no memory, on a fake process group; FSDP2,
 our gathers and our scatters run as ever, and `torch_fp8.count_communication` counts what they hand
@@ -133,7 +133,10 @@ def main():
     others = [
         row for row in read_rows(options.csv) if not row["case"].startswith("FSDP2")
     ]  # of others
-    where = {**environment(torch.device("cpu")), "command": "python -m benchmarks.fsdp_bytes"}
+    where = {
+        **environment(torch.device("cpu")),
+        "command": "python -m benchmarks.evidence.fsdp_bytes",
+    }
     made = []
     for ranks in options.ranks:
         made += [{**row, **{c: where[c] for c in COLUMNS[6:]}} for row in rows(ranks)]

@@ -1,7 +1,7 @@
 """Registers, spills and shared memory of every Triton kernel, compiled without a card.
 
-    python -m benchmarks.kernel_resources              # runs/benchmarks/kernel_resources.csv
-    python -m benchmarks.kernel_resources --changed    # only what is not recorded of this code
+    python -m benchmarks.evidence.kernel_resources  # runs/benchmarks/kernel_resources.csv
+    python -m benchmarks.evidence.kernel_resources --changed  # what is not recorded of this code
 
 The tests that compile what is launched for Hopper and Blackwell (``test_*compiled.py``) record what
 the assembler made of each variant; this runs them with every variant for both, of which the tests

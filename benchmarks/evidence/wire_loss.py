@@ -1,11 +1,11 @@
 """Evaluation loss on two ranks whose gradients travel in 8 bits, against BF16 on two ranks.
 
-    python -m benchmarks.wire_loss        # from the repository's root
+    python -m benchmarks.evidence.wire_loss        # from the repository's root
 
 The fine-tuning of comparison/sft_lightning.py, unmodified: Lightning takes the number of processes
 from ``PL_TRAINER_DEVICES`` and starts the second one itself, on the CPU with gloo. With one
 micro-batch for each rank instead of two on one, a step sees the same rows as the one process of
-benchmarks/optimizer_loss.py, so its rows are what one rank gets on the same data. A finished run
+optimizer_loss.py, so its rows are what one rank gets on the same data. A finished run
 becomes a row of the CSV at once, and a row that is there is not run again.
 """
 
@@ -15,9 +15,9 @@ import json
 import os
 from pathlib import Path
 
-from benchmarks import optimizer_loss
-from benchmarks.optimizer_loss import BASELINE, FINE_TUNING
-from benchmarks.recipes_loss import RUN, SCRIPT
+from benchmarks.evidence import optimizer_loss
+from benchmarks.evidence.optimizer_loss import BASELINE, FINE_TUNING
+from benchmarks.evidence.recipes_loss import RUN, SCRIPT
 from benchmarks.rows import RESULTS, add_csv, append_rows, tell_kept
 from benchmarks.rows import read_rows as read_csv
 
@@ -93,7 +93,7 @@ def as_columns(result: dict, baseline: dict | None, one_rank: dict | None) -> di
     Args:
         result: of the run.
         baseline: the row of BF16 on as many ranks; None for that row itself.
-        one_rank: the row of benchmarks/optimizer_loss.py for the level and seed, if it is there.
+        one_rank: the row of optimizer_loss.py for the level and seed, if it is there.
     """
     row = optimizer_loss.as_columns(result, baseline)
     alone = "" if one_rank is None else one_rank["final_eval_loss"]

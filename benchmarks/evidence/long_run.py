@@ -1,6 +1,6 @@
 """A long run of a small model in BF16 and FP8, with the monitor's files of each.
 
-    nice -n 19 python -m benchmarks.long_run --output runs/long            # from the root
+    nice -n 19 python -m benchmarks.evidence.long_run --output runs/long            # from the root
     torch-fp8 report runs/long/fp8 --beside runs/long/bf16
 
 10,000 steps of 128 tokens of the standard library for a Llama of a quarter of a million parameters,
@@ -23,7 +23,7 @@ from torch import nn
 from transformers import get_cosine_schedule_with_warmup
 
 from benchmarks.comparison import tiny_llama
-from benchmarks.pretraining import corpus, evaluate, windows
+from benchmarks.evidence.pretraining import corpus, evaluate, windows
 from benchmarks.rows import add_csv, write_rows
 from torch_fp8 import FP8Config, Monitor, convert_to_float8
 from torch_fp8.monitor.run_log import RunLog

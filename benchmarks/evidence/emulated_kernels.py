@@ -1,9 +1,9 @@
 """What compiled kernels ask of a card, counted in the emulator of their PTX, and whether they are
 equal to their references.
 
-    python -m benchmarks.emulated_kernels    # runs/benchmarks/emulated_kernels.csv
+    python -m benchmarks.evidence.emulated_kernels    # runs/benchmarks/emulated_kernels.csv
 
-Every variant that `benchmarks.kernel_resources` records is launched with few rows, with tails and
+Every variant that `evidence.kernel_resources` records is launched with few rows, with tails and
 odd sizes, compiled for Hopper and Blackwell; Triton's launcher launches and `tests.emulator` runs
 it. A row is a kernel, its compile-time choices and the case that launched it; variants that no case
 has launched are rows without a case. A row has the digest of its kernel's code and of all that it
@@ -17,7 +17,7 @@ Nothing is timed:
 * ``requested_over_needed``: bytes that threads load and store, over the different ones among them;
 * ``sectors_over_least``: of 32 bytes, over as many as the bytes of each request of a warp fill;
 * ``passes_over_least``: over the banks of shared memory, one is without conflicts;
-* ``registers``: of a thread, as `benchmarks.kernel_resources` has recorded them.
+* ``registers``: of a thread, as `benchmarks.evidence.kernel_resources` has recorded them.
 
 Several processes share the work: each writes the rows of one target to a file of its own, and
 ``--rows FILE ...`` takes them over.
@@ -38,7 +38,7 @@ import torch
 
 import torch_fp8.ops.grad_codec
 import torch_fp8.ops.messages
-from benchmarks import kernel_resources
+from benchmarks.evidence import kernel_resources
 from benchmarks.rows import add_csv, read_rows, tell_kept, write_rows
 from tests import kernel_code
 from tests.emulator.compared import Comparison

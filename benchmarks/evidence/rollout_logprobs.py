@@ -1,9 +1,9 @@
 """Log-probabilities of rollouts against those of training, in BF16, in FP8, and mixed.
 
-    nice -n 19 python -m benchmarks.rollout_logprobs   # from the root; two minutes
+    nice -n 19 python -m benchmarks.evidence.rollout_logprobs   # from the root; two minutes
 
 A Llama of half a million parameters has learned the standard library in BF16 for 150 short steps
-(`benchmarks.pretraining` has the text). A policy samples 32 tokens for each of 8 prompts with a
+(`evidence.pretraining` has the text). A policy samples 32 tokens for each of 8 prompts with a
 cache, one after the other, as TRL's trainers do it; then the trainer's forward scores all of them
 at once. Both run under BF16 autocast.
 
@@ -27,9 +27,9 @@ import torch
 from torch import Tensor
 
 from accelerate_fp8.sampled_logprobs import SampledLogprobs
-from benchmarks import pretraining
 from benchmarks.comparison import tiny_llama
-from benchmarks.recipes_loss import ROOT, commit
+from benchmarks.evidence import pretraining
+from benchmarks.evidence.recipes_loss import ROOT, commit
 from benchmarks.rows import add_csv, write_rows
 from torch_fp8 import FP8Config, convert_to_float8
 from torch_fp8.nn.rollout import rollout
@@ -53,7 +53,7 @@ def main() -> None:
     arguments = parser.parse_args()
     base, _, held_out = learned(arguments.steps)
     rows = [{**row, "steps": arguments.steps} for row in measure(base, held_out, SEEDS)]
-    write(rows, arguments.csv, COLUMNS, "benchmarks.rollout_logprobs")
+    write(rows, arguments.csv, COLUMNS, "benchmarks.evidence.rollout_logprobs")
 
 
 def learned(steps: int = STEPS) -> tuple[Any, Tensor, Tensor]:

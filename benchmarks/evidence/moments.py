@@ -1,6 +1,6 @@
 """8-bit formats of Adam's second moment, each rounded to nearest and stochastically, as CSV.
 
-    python -m benchmarks.moments         # runs/benchmarks/moments.csv
+    python -m benchmarks.evidence.moments         # runs/benchmarks/moments.csv
 
 Formats, in groups of 32 or 128 along a row:
 

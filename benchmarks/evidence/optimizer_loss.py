@@ -1,7 +1,7 @@
 """Evaluation loss of the levels O1, O2 and O3 against BF16 with a float32 AdamW.
 
-    python -m benchmarks.optimizer_loss                  # fine-tuning, comparison/sft_lightning.py
-    python -m benchmarks.optimizer_loss --pretraining    # 3,000 steps, benchmarks/pretraining.py
+    python -m benchmarks.evidence.optimizer_loss  # fine-tuning, comparison/sft_lightning.py
+    python -m benchmarks.evidence.optimizer_loss --pretraining  # 3,000 steps, `pretraining`
 
 Both from the repository's root.
 Every run is a process of its own, the fine-tuning with the unmodified script and the level in
@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.recipes_loss import ROOT, RUN, SCRIPT, commit, print_means
+from benchmarks.evidence.recipes_loss import ROOT, RUN, SCRIPT, commit, print_means
 from benchmarks.rows import add_csv, append_rows, tell_kept
 from benchmarks.rows import read_rows as read_csv
 
@@ -88,7 +88,7 @@ def pretraining(level: str, seed: int) -> tuple[list[str], dict[str, str]]:
     arguments = [] if level == BASELINE else ["--level", level]
     if level in PERTURBED:
         arguments = ["--perturbed", str(PERTURBED[level])]
-    return ["-m", "benchmarks.pretraining", *arguments, "--seed", str(seed)], {}
+    return ["-m", "benchmarks.evidence.pretraining", *arguments, "--seed", str(seed)], {}
 
 
 def measure(script: list[str], config: dict[str, str], script_arguments: list[str]) -> dict:

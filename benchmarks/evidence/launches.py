@@ -36,7 +36,7 @@ mend()
 
 def _cuda_implementations() -> dict[str, Callable]:
     """Map each operator of torch_fp8 to its implementation for CUDA."""
-    assert "torch_fp8" not in sys.modules, "import benchmarks.launches first"
+    assert "torch_fp8" not in sys.modules, "import benchmarks.evidence.launches first"
     found: dict[str, Callable] = {}
     register = torch.library.Library.impl
 

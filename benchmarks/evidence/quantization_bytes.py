@@ -1,21 +1,21 @@
 """Bytes that quantization reads and writes in a linear layer's forward and backward, and launches.
 
-    python -m benchmarks.quantization_bytes    # --block: only a whole block's rows
+    python -m benchmarks.evidence.quantization_bytes    # --block: only a whole block's rows
 
 A `Float8Linear` runs once per recipe and circumstance, its real kernels in Triton's interpreter
-(`benchmarks.launches`), and every load and store is counted. Written to
+(`benchmarks.evidence.launches`), and every load and store is counted. Written to
 ``quantization_bytes.csv``: for input, gradient and weight the bytes per element, the
 launches, and the bytes that programs asked for, which come from L2 where all read the same few kB
 (partial maxima). Bytes and launches do not depend on the card. Rows of a block
-say what it adds to BF16's bytes (`benchmarks.block_bytes`).
+say what it adds to BF16's bytes (`benchmarks.evidence.block_bytes`).
 """
 
 import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from benchmarks import block_bytes  # before torch_fp8
-from benchmarks.launches import Launch, count_launches
+from benchmarks.evidence import block_bytes  # before torch_fp8
+from benchmarks.evidence.launches import Launch, count_launches
 
 # isort: split
 import torch

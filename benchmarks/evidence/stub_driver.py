@@ -29,7 +29,7 @@ CAPABILITY = (9, 0)
 
 def _cuda_implementations_on_cpu() -> None:
     """Import ``torch_fp8`` with its operators' CUDA implementations registered for the CPU."""
-    assert "torch_fp8" not in sys.modules, "import benchmarks.stub_driver first"
+    assert "torch_fp8" not in sys.modules, "import benchmarks.evidence.stub_driver first"
     register = torch.library.Library.impl
 
     def registering(self, name, function, dispatch_key="", **options):

@@ -1,7 +1,7 @@
 """Bytes of the models that RLHF holds at once: BF16-mixed beside FP8, counted on the meta device.
 
-    python -m benchmarks.rlhf_bytes              # runs/benchmarks/rlhf_bytes.csv
-    python -m benchmarks.rlhf_bytes --example runs/rlhf_ppo
+    python -m benchmarks.evidence.rlhf_bytes              # runs/benchmarks/rlhf_bytes.csv
+    python -m benchmarks.evidence.rlhf_bytes --example runs/rlhf_ppo
 
 Nothing is computed: models are built without memory and converted by this package, and the bytes
 of what exists, and of the gradients and states that training will make, are summed up.

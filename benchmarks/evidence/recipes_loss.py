@@ -1,6 +1,6 @@
 """Evaluation loss of each FP8 recipe against BF16, in the fine-tuning of the comparison.
 
-    python -m benchmarks.recipes_loss
+    python -m benchmarks.evidence.recipes_loss
 
 Every run is the unmodified script in a process of its own, with the recipe in TORCH_FP8_CONFIG. A
 finished run becomes a row of the CSV at once, and a row that is there is not run again, so an
@@ -24,7 +24,7 @@ import torch
 from benchmarks.rows import add_csv, append_rows, tell_kept
 from benchmarks.rows import read_rows as read_csv
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 BASELINE = "bf16-mixed"
 RECIPES = ["tensorwise", "delayed", "rowwise", "blockwise", "mxfp8"]
 SCRIPT = "benchmarks/comparison/sft_lightning.py"

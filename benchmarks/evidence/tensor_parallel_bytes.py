@@ -1,6 +1,6 @@
 """Bytes that tensor and sequence parallelism send, counted without running anything.
 
-    python -m benchmarks.tensor_parallel_bytes
+    python -m benchmarks.evidence.tensor_parallel_bytes
 
 The MLP and the attention's projections of a Llama-3.1-8B block on 8,192 tokens, forward and
 backward, made of fake tensors on a fake process group; `torch_fp8.count_communication` counts what
@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 
-from benchmarks.fsdp_bytes import COLUMNS, HIDDEN
+from benchmarks.evidence.fsdp_bytes import COLUMNS, HIDDEN
 from benchmarks.measurement import environment, print_table
 from benchmarks.rows import add_csv, read_rows, write_rows
 from benchmarks.shapes import LLAMA_3_1_8B_BLOCK
@@ -119,7 +119,7 @@ def main():
     add_csv(parser, "wire_bytes")
     options = parser.parse_args()
     made = []
-    command = "python -m benchmarks.tensor_parallel_bytes"
+    command = "python -m benchmarks.evidence.tensor_parallel_bytes"
     where = {**environment(torch.device("cpu")), "command": command}
     for ranks in options.ranks:
         made += [{**row, **{c: where[c] for c in COLUMNS[6:]}} for row in rows(ranks)]

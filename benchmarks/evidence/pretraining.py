@@ -1,9 +1,9 @@
 """A Llama of half a million parameters from scratch, in BF16 or on a level of FP8.
 
-    python -m benchmarks.pretraining --level O2 --output runs/pretraining    # from the root
+    python -m benchmarks.evidence.pretraining --level O2 --output runs/pretraining  # from the root
 
 3,000 steps of 512 tokens of the standard library at a learning rate of 3e-3, a loop of its own with
-`convert_to_float8` and `convert_optimizer`. `benchmarks.optimizer_loss --pretraining` compares the
+`convert_to_float8` and `convert_optimizer`. `evidence.optimizer_loss --pretraining` compares the
 levels.
 """
 
