@@ -25,6 +25,10 @@ from torch_fp8.tensor.split_weight import SplitWeight, stored
 from torch_fp8.tensor.weight_half import half
 
 _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
+_HIDES_IN_GRAPHS = torch.__version__ >= "2.12"
+"""Whether Dynamo traces how `WholeWeight` ends what `HalfWeight` began. Where it breaks the graph
+instead, compiled code joins the halves of the weight, and autocast rounds them.
+"""
 
 
 class Float32Output:
@@ -51,7 +55,7 @@ class HalfWeight:
         weight = module._parameters.get("weight")
         if not isinstance(weight, SplitWeight) or getattr(module, "runs_fp8", False):
             return
-        if in_high_precision():
+        if in_high_precision() or (torch.compiler.is_compiling() and not _HIDES_IN_GRAPHS):
             return
         if isinstance(module, _EMBEDDINGS) or torch.is_autocast_enabled(weight.device.type):
             # The attribute hides the Parameter of this name, which stays where it is.
@@ -62,7 +66,7 @@ class WholeWeight:
     """A forward hook that ends what `HalfWeight` began, also where the forward raised."""
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        if "weight" in module.__dict__:  # torch 2.11 breaks a compiled graph here
+        if "weight" in module.__dict__:
             del module.__dict__["weight"]
 
 

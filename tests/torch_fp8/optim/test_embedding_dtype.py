@@ -9,8 +9,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8, restore_weights, revert
-from torch_fp8.optim.embedding_dtype import Float32Output
-from torch_fp8.tensor.split_weight import SplitWeight, stored, stored_grad
+from torch_fp8.optim.embedding_dtype import Float32Output, multiply_half
+from torch_fp8.tensor.split_weight import SplitWeight, split_parameter, stored, stored_grad
 
 IDS = torch.arange(8).view(2, 4)
 
@@ -166,6 +166,15 @@ def test_compiled_without_a_graph_break():
     model, _ = converted()
     compiled = torch.compile(model.embed, backend="eager", fullgraph=True)
     assert compiled(IDS).dtype == torch.float32
+
+
+def test_a_compiled_linear_layer_is_one_graph():
+    layer, x = nn.Linear(64, 64, bias=False), torch.randn(4, 64)
+    split_parameter(layer.weight, 8)
+    multiply_half(layer)
+    compiled = torch.compile(layer, backend="eager", fullgraph=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(compiled(x), layer(x), rtol=2**-7, atol=2**-7)
 
 
 @pytest.mark.usefixtures("single_process_group")
