@@ -35,6 +35,6 @@ def __getattr__(name: str) -> Any:
         from accelerate_fp8.handler import FP8Kwargs
     except ModuleNotFoundError as error:
         raise ImportError(
-            f"accelerate_fp8.FP8Kwargs needs {error.name}; install torch-fp8[accelerate]"
+            f"accelerate_fp8.FP8Kwargs needs {error.name}: pip install accelerate"
         ) from error
     return FP8Kwargs

@@ -33,7 +33,8 @@ FLOORS = [
     {"__main__"},
 ]
 FLOORS_OF_DISTRIBUTED = [
-    {"collectives", "comm_counter", "config_check"},
+    {"collectives", "agreement", "comm_counter"},
+    {"config_check"},
     {"fsdp"},
     {"ddp", "tensor_parallel"},
 ]

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import socket
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from typing import NamedTuple
 
 import pytest
 
+from scripts.publish import setting
 from torch_fp8 import FP8Config
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -28,7 +30,7 @@ NOT_EXECUTED = {
     "pip": "needs a network",
     "git": "needs a network",
     "cd": "goes into the clone",
-    "mkdocs": "serves until it is ended; the site is built below",
+    "zensical": "serves until it is ended; the site is built below",
 }
 """Other commands, but for accelerate's, take minutes or a card: what they name is checked."""
 
@@ -124,6 +126,7 @@ def test_launcher_commands_run_the_script_shown(tmp_path):
         line
         for block, line in COMMANDS
         if "accelerate launch" in line and "train.py" in line and not _of_file(block)
+        if "--num_machines" not in line  # tests/launchers runs these
     }
     assert len(commands) == 2
     for command in commands:
@@ -183,6 +186,10 @@ def _check(words):
 
         assert rest[0] == "launch"
         launch_command_parser().parse_args(rest[1:])
+    elif first == "torchrun":
+        from torch.distributed.run import get_args_parser
+
+        get_args_parser().parse_args(rest)
     elif first.startswith("./scripts/"):
         assert os.access(ROOT / first, os.X_OK)
         if first.endswith("finetune.sh"):
@@ -330,7 +337,36 @@ def test_the_site_builds_strictly(tmp_path):
     for name in FP8Config.__dataclass_fields__:
         assert f'title="torch_fp8.FP8Config.{name}"' in page, name
     assert len(list(tmp_path.glob("*.html"))) > 15
-    reference = (tmp_path / "reference.html").read_text()
+    _check_reference(tmp_path)
+
+
+@pytest.mark.long
+def test_the_published_site_builds_strictly_and_is_searched_without_a_server(tmp_path):
+    """By Zensical, which writes beside its configuration."""
+    pytest.importorskip("zensical", reason="zensical is not installed: pip install -e '.[docs]'")
+    for name in ("docs", "scripts", "torch_fp8", "lightning_fp8", "accelerate_fp8"):
+        shutil.copytree(ROOT / name, tmp_path / name)
+    for path in (ROOT / "mkdocs.yml", *ROOT.glob("_fp8_*.py")):
+        shutil.copy(path, tmp_path)
+    done = subprocess.run(
+        [Path(sys.executable).with_name("zensical"), "build", "--strict", "-f", "mkdocs.yml"],
+        cwd=tmp_path,
+        env=_environment(PYTHONPATH=str(tmp_path)),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
+    site = tmp_path / "site"
+    _check_reference(site)
+    assert (site / "search.js").exists()
+    assert f"torch-fp8 {setting('version')}" in (site / "index.html").read_text()
+
+
+def _check_reference(site):
+    reference = (site / "reference.html").read_text()
     assert ">Raises:</span>" in reference
     for section in ("Args:", "Returns:", "Raises:"):
         assert f"{section} " not in reference, f"{section} was taken for text"

@@ -25,6 +25,16 @@ def installed_version() -> str:
         return match[1] if match else "unknown"
 
 
+def triton_version() -> str:
+    """Return the version of the installed Triton, which compiles the kernels; ``none`` if there is
+    none.
+    """
+    try:
+        return metadata.version("triton")
+    except metadata.PackageNotFoundError:
+        return "none"
+
+
 def check_torch(version: str) -> None:
     """Raise ImportError where torch is too old.
 

@@ -7,9 +7,12 @@ Exit status: 0 all is well, 1 something failed, 2 a mistake in the call, 130 int
 
 import argparse
 import contextlib
+import os
 import re
 import signal
 import sys
+import tempfile
+import traceback
 from collections.abc import Iterator, Sequence
 from typing import NoReturn
 
@@ -32,9 +35,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.command is None:
         parser.print_help(sys.stderr)
         return 2
-    with _terminated_as_interrupted():
-        status: int = options.run(options)
-    return status
+    try:
+        with _terminated_as_interrupted():
+            status: int = options.run(options)
+        return status
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # the reader has closed the pipe
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except Exception as error:
+        return _failed(options.command, error)
+
+
+def _failed(command: str, error: Exception) -> int:
+    """Say in one line what has failed that no sub-command expects, and keep the traceback."""
+    with tempfile.NamedTemporaryFile(
+        "w", prefix="torch-fp8-", suffix=".txt", delete=False, encoding="utf-8"
+    ) as file:
+        file.write("".join(traceback.format_exception(error)))
+    text = " ".join(str(error).split())
+    print(
+        f"torch-fp8 {command}: {type(error).__name__}: {text}. This is a fault of torch-fp8; "
+        f"please report it with the file {file.name}",
+        file=sys.stderr,
+    )
+    return 1
 
 
 class _Parser(argparse.ArgumentParser):

@@ -101,6 +101,10 @@ class FP8Config:
             ranks. ``fp8``: 8-bit values in groups of 32 with power-of-two scales, 1.03 bytes each,
             summed in float32; a DDP communication hook of your own wins. ``off``: torch's own
             collectives, in the tensors' dtype. Default: ``"fp8"``.
+        agreement_timeout (int | None): seconds for which ranks wait for each other before the first
+            step, to compare versions and configurations; then an error names the ranks that have
+            not asked for FP8. None: 120, and 1 for each rank, or the timeout of the process group
+            if that is shorter. Default: ``None``.
         smooth_swiglu (bool): Smooth-SwiGLU (arXiv 2409.12517): cast what goes into the down
             projection of a gated MLP with a scale for each channel, a power of two from the tokens
             at hand, whose reciprocal goes into the weight as it is cast. The function and the
@@ -180,6 +184,7 @@ class FP8Config:
     merge_aware: bool = option(False, of="torch")
     save_format: str | None = option(None, choices=(None, *SAVE_FORMATS), of="torch")
     communication: str = option("fp8", choices=("fp8", "off"), gone=_GONE)
+    agreement_timeout: int | None = option(None, least=1)
     smooth_swiglu: bool = option(False, of="layer torch")
     save_activations: str = option("fp8", choices=("fp8", "bf16"))
     eval_fp8: bool = option(True, of="layer")

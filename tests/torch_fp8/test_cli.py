@@ -134,7 +134,7 @@ def test_a_card_that_is_not_there_and_a_name_of_the_hub_have_a_way_out(
         assert error.count("\n") == 1  # no usage in front of it
         return error
 
-    assert "hf download org/tiny --local-dir tiny" in run("org/tiny")
+    assert "hf download org/tiny" in run("org/tiny")
     (tmp_path / "tiny").mkdir()
     (tmp_path / "tiny" / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
     assert "--device cuda: this torch was built" in run("tiny", "--device", "cuda")

@@ -17,7 +17,7 @@ from torch_fp8.advisor.table import text_of
 from torch_fp8.config import FP8Config
 from torch_fp8.conversion.convert import conversion_report
 from torch_fp8.environment.cards import usable_device
-from torch_fp8.environment.host_models import model_class
+from torch_fp8.environment.host_models import model_class, model_folder
 
 _DEFAULTS = FP8Config()
 _LENGTH = 512
@@ -57,8 +57,8 @@ def changed_options(config: FP8Config) -> dict[str, Any]:
 
 def _model(options: argparse.Namespace) -> nn.Module:
     device = usable_device(options.device)
-    cls = model_class(options.model)
-    model: nn.Module = cls.from_pretrained(options.model, dtype=torch.bfloat16)
+    folder = model_folder(options.model) or options.model
+    model: nn.Module = model_class(folder).from_pretrained(folder, dtype=torch.bfloat16)
     return model.eval().to(device)
 
 

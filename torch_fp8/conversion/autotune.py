@@ -6,11 +6,15 @@ with which its layers take the least time together; a layer that is no faster wi
 stays in BF16, and counts as that. Frozen layers are timed as trained ones are, so that a model and
 its frozen copy run alike.
 
-One rank measures for all (`torch_fp8.distributed.config_check.answer_of_one`). Where nothing is
-measured ``auto`` is `torch_fp8.ops.hardware.resolve_auto`'s.
+One rank measures for all that have its kind of card
+(`torch_fp8.distributed.agreement.answer_of_one`). A job with several kinds is refused when its
+ranks compare their configurations. A process that converts before there is a process group measures
+for itself, and its choice is compared when the model is wrapped. Where nothing is measured ``auto``
+is `torch_fp8.ops.hardware.resolve_auto`'s.
 """
 
 import json
+import os
 import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -31,10 +35,10 @@ from torch_fp8.conversion.layer_benchmark import (
     kept_weights,
     layer_times,
 )
-from torch_fp8.distributed.config_check import answer_of_one, can_ask
+from torch_fp8.distributed.agreement import answer_of_one, can_ask, in_several_ranks
 from torch_fp8.distributed.fsdp.split_weights import param_groups
 from torch_fp8.distributed.tensor_parallel.styles import gathers_features
-from torch_fp8.ops.hardware import resolve_auto, runs_natively
+from torch_fp8.ops.hardware import card_name, resolve_auto, runs_natively
 from torch_fp8.quantization.recipe import E4M3_ONLY, Recipe, make_recipe
 
 CANDIDATES = ("tensorwise", "rowwise", "blockwise")
@@ -56,6 +60,8 @@ class RecipeChoice:
             that stay in BF16; empty if nothing was measured.
         left: the reasons why layers stay in BF16, by qualified name.
         not_measured: why nothing was measured; None: it was.
+        alone: whether this process measured for itself in a job of several, before there was a
+            process group.
     """
 
     recipe: str
@@ -63,6 +69,7 @@ class RecipeChoice:
     speedups: Mapping[str, float] = field(default_factory=dict)
     left: Mapping[str, str] = field(default_factory=dict)
     not_measured: str | None = None
+    alone: bool = False
 
     @property
     def label(self) -> str:
@@ -74,9 +81,15 @@ class RecipeChoice:
             return f"takes {self.recipe} here without measuring: {self.not_measured}"
         rest = [f"{n} {ratio:.2f}" for n, ratio in self.speedups.items() if n != self.recipe]
         others = f" ({', '.join(rest)})" if rest else ""
+        alone = (
+            "; measured by this process for itself, before there was a process group: ranks "
+            "compare their layers when the model is wrapped"
+            if self.alone
+            else ""
+        )
         return (
             f"{self.recipe} {self.speedups[self.recipe]:.2f} times as fast as BF16{others}, linear "
-            f"layers alone, forward and backward of {self.tokens} tokens"
+            f"layers alone, forward and backward of {self.tokens} tokens{alone}"
         )
 
 
@@ -91,7 +104,7 @@ def choose_recipe(
         config: the options of every candidate.
         device: the device on which the model will run.
     Raises:
-        RuntimeError: see `torch_fp8.distributed.config_check.answer_of_one`.
+        RuntimeError: see `torch_fp8.distributed.agreement.answer_of_one`.
     """
     default, names = resolve_auto(device), candidates(config, device)
     by_tensor = config.communication != "off" and any(map(gathers_features, layers.values()))
@@ -109,7 +122,7 @@ def choose_recipe(
     options = (config.tokens, config.wgrad, config.grad_format, config.fast_accum, kept, by_tensor)
     answer: dict[str, Any] = json.loads(
         answer_of_one(
-            repr((options, distinct)),
+            repr((card_name(device), options, distinct)),
             lambda: json.dumps(_measured(device, distinct, config.tokens, recipes, kept, default)),
         )
     )
@@ -241,7 +254,8 @@ def _choice(
         if not _is_faster(times[shape], best)
     }
     speedups = {name: plain / total[name] for name in names}
-    return RecipeChoice(best, tokens, speedups, left)
+    alone = not in_several_ranks() and int(os.environ.get("WORLD_SIZE") or 1) > 1
+    return RecipeChoice(best, tokens, speedups, left, alone=alone)
 
 
 def _is_faster(times: LayerTimes, recipe: str) -> bool:

@@ -5,7 +5,6 @@ input alone and gives one of these on trial data. Gemma's is of the second kind.
 takes more, as the gate of Mamba 2's, does with it what no trial of the input alone can tell.
 """
 
-import copy
 import functools
 import inspect
 import warnings
@@ -54,8 +53,8 @@ class _Trial:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self.module = copy.copy(module)
-        self.module.__dict__ = {**module.__dict__, "_parameters": {}}
+        self.module = _twin(module)
+        self.module._parameters = {}
         self.size = module._parameters["weight"].shape[0]
         plain_attributes = {
             k: v for k, v in vars(module).items() if isinstance(v, (int, float, str, tuple))
@@ -68,6 +67,13 @@ class _Trial:
 
     def __hash__(self) -> int:
         return hash(self.key)
+
+
+def _twin(module: nn.Module) -> nn.Module:
+    """Copy a module without its class's help: FSDP2's classes take a copy for a new module."""
+    twin = object.__new__(type(module))
+    twin.__dict__ = dict(module.__dict__)
+    return twin
 
 
 @functools.lru_cache(maxsize=64)
@@ -94,8 +100,8 @@ def _try(trial: _Trial, eps_name: str) -> RMSNormSpec | None:
 
 
 def _agrees(module: nn.Module, spec: RMSNormSpec, x: Tensor, weight: Tensor) -> bool:
-    twin = copy.copy(module)
-    twin.__dict__ = {**module.__dict__, "_parameters": {"weight": nn.Parameter(weight)}}
+    twin = _twin(module)
+    twin._parameters = {"weight": nn.Parameter(weight)}
     try:
         with torch.no_grad(), torch.autocast("cpu", enabled=False), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # a norm of mixed dtypes

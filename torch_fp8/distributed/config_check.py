@@ -1,224 +1,178 @@
 """Checks at the start that all ranks agree on what runs in FP8, before they could wait for ever.
 
-With another level or recipe a rank exchanges other tensors than its peers, and the collectives of
-both hang or, worse, do not. `check_same_config` finds that out first: by way of the store that the
-process group was made with, that all ranks have come (a rank that does not ask for FP8 never does),
-then with a collective of 8 bytes that their configurations are the same; the configurations
-themselves travel where they are not. `check_same_parts` does so with the parts of a sharded model.
-
-What is measured differs from rank to rank by itself: `answer_of_one` gives all the same.
+With another level, recipe or version a rank exchanges other tensors than its peers, and the
+collectives of both hang or, worse, do not. `check_same_config` finds that out first, with no
+collective (`torch_fp8.distributed.agreement`), and names the hosts. `check_same_parts` does so with
+the parts of a model.
 """
 
-import hashlib
-import json
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import warnings
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from itertools import groupby
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from torch_fp8._version import __version__, triton_version
 from torch_fp8.config import ENV_VAR, FP8Config
+from torch_fp8.distributed.agreement import (
+    Compared,
+    NotAllCame,
+    Rank,
+    compare,
+    format_ranks,
+    store_timeout,
+)
+from torch_fp8.ops.hardware import card_name
 
-_KEY = "torch_fp8/agreement"
 _UNKNOWN = "no option"
+_VERSIONS = ("torch-fp8", "torch", "Triton")
+_CARD = "the card"
+_MOST_HOSTS = 4
 
 
 def check_same_config(config: FP8Config, group: Any = None) -> None:
-    """Raise on every rank if the ranks of a process group have different configurations.
+    """Raise on every rank if a process group's ranks have different configurations or versions.
 
     All ranks must call it, as often. One that does not, because it asks for no FP8 or for another
-    backend's, is found missing after the timeout of the process group, as with any collective: then
-    the others raise. Without a process group, and in one of a single rank, it does nothing.
+    backend's, is found missing after ``config.agreement_timeout``: then the others raise. Without a
+    process group, and in one of a single rank, it does nothing. Different kinds of cards are a
+    warning of the group's first rank, and an error with recipe ``auto``, which measures one.
 
     Args:
         config: this rank's.
         group: process group; None: the default one.
     Raises:
-        ValueError: different configurations (the message names the fields, the values and the
-            ranks that have them), or ranks that have not come.
+        ValueError: different configurations, or different versions of this package, torch or
+            Triton (the message names the values, and the hosts or ranks that have them); ranks that
+            have not come.
     """
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size(group) == 1:
         return
-    gathered = _different((asdict(config), bool(os.environ.get(ENV_VAR))), asdict(config), group)
-    if gathered:
-        raise ValueError(_difference(gathered, dist.get_process_group_ranks(group)))
+    group = group or dist.group.WORLD
+    options = {name: repr(value) for name, value in asdict(config).items()}
+    versions = dict(zip(_VERSIONS, (__version__, torch.__version__, triton_version()), strict=True))
+    description = {**versions, _CARD: _card(group), **options}
+    note = ENV_VAR if os.environ.get(ENV_VAR) else ""
+    compared = _compare(description, group, config.agreement_timeout, note)
+    if compared is None:
+        return
+    differing = _differing(compared, _UNKNOWN)
+    other_versions = [differing.pop(name) for name in _VERSIONS if name in differing]
+    other_cards = differing.pop(_CARD, None)
+    if other_versions:
+        raise ValueError(
+            f"ranks have different versions: {'; '.join(other_versions)}. Install the same ones on "
+            "all hosts"
+        )
+    if differing:
+        said = "; ".join(differing.values())
+        raise ValueError(
+            f"ranks have different FP8Configs: {said}{_hint(compared)}. Give all ranks the same one"
+        )
+    if config.recipe == "auto" and not config.emulate and config.backend == "torch":
+        raise ValueError(
+            f"recipe 'auto' measures one kind of card, and here {other_cards}. Name a recipe that "
+            "all of them run, such as FP8Config(recipe='tensorwise')"
+        )
+    if dist.get_rank(group) == 0:
+        warnings.warn(f"the slowest card sets the pace: {other_cards}", stacklevel=2)
 
 
-def check_same_parts(parts: Mapping[str, str], group: Any) -> None:
+def check_same_parts(parts: Mapping[str, str], group: Any, absent: str = "missing") -> None:
     """Raise on every rank of a process group if their models have different parts.
 
-    All ranks of the group must call it, as often; as `check_same_config`.
+    All ranks of the group must call it, as often, within the timeout of the process group: one may
+    load a model for longer than another.
 
     Args:
         parts: name of a part, and what it is on this rank, in words.
         group: process group.
+        absent: what a part is that a rank does not name.
     Raises:
-        ValueError: different parts (the message names some, what they are and on which ranks), or
-            ranks that have not come.
+        ValueError: different parts (the message names some, what they are and where), or ranks that
+            have not come.
     """
-    if dist.get_world_size(group) == 1 or not can_ask():
+    if dist.get_world_size(group) == 1:
         return
-    gathered = _different(dict(parts), dict(parts), group)
-    if not gathered:
+    compared = _compare(parts, group, store_timeout(), "")
+    if compared is None:
         return
-    differing = _differing(gathered, dist.get_process_group_ranks(group), "missing")
+    differing = list(_differing(compared, absent).values())
     more = f"; and {len(differing) - 3} more" if len(differing) > 3 else ""
     raise ValueError(
-        f"ranks that shard one model have different ones: {'; '.join(differing[:3])}{more}. Build, "
-        "convert and shard the same model on all ranks"
+        f"ranks that train one model have different ones: {'; '.join(differing[:3])}{more}. Build, "
+        "convert and shard the same model on all ranks, after init_process_group if the recipe is "
+        "'auto'"
     )
 
 
-def _different(mine: Any, compared: dict[str, Any], group: Any) -> list[Any]:
-    """Gather every rank's description of itself; return nothing if `compared` is the same on all.
-
-    Args:
-        mine: the description of this rank.
-        compared: the part that must agree; 7 bytes of its digest are compared first.
-    """
-    _wait_for_all(group or dist.group.WORLD)
-    digest = hashlib.sha256(json.dumps(compared, sort_keys=True).encode()).digest()[:7]
-    number = torch.tensor([int.from_bytes(digest, "big")], device=_device(group))
-    every = [torch.empty_like(number) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(every, number, group=group)
-    if len({int(t) for t in every}) == 1:
-        return []
-    gathered: list[Any] = [None] * len(every)
-    dist.all_gather_object(gathered, mine, group=group)
-    return gathered
-
-
-def answer_of_one(question: str, answer: Callable[[], str]) -> str:
-    """Return what `answer` returned on the rank of the default process group that asked first.
-
-    This is no collective: only some ranks may ask, in any order, at any time and repeatedly. A rank
-    that comes while the first one finds the answer waits. In a single process, and before there is
-    a process group, each answers for itself.
-
-    Args:
-        question: what ranks that are to have the same answer have in common.
-        answer: called here or not at all.
-    Raises:
-        RuntimeError: the first one has not answered within the timeout of the process group.
-    """
-    store = _store() if in_several_ranks() else None
-    if store is None:
-        return answer()
-    key = f"{_KEY}/{_attempt()}/{hashlib.sha256(question.encode()).hexdigest()}"
-    if store.add(f"{key}/asked", 1) == 1:
-        store.set(f"{key}/answer", said := answer())
-        return said
+def _compare(
+    description: Mapping[str, str], group: Any, seconds: float | None, note: str
+) -> Compared | None:
+    """Compare descriptions; missing ranks are a ValueError that names them."""
     try:
-        store.wait([f"{key}/answer"])
-    except RuntimeError as error:  # DistStoreError, in a timeout
-        raise RuntimeError(
-            "another rank was to measure what this one waits for, and has not finished within the "
-            "timeout of the process group; look for its error, or name FP8Config(recipe=...), "
-            "with which nothing is measured"
-        ) from error
-    return bytes(store.get(f"{key}/answer")).decode()
-
-
-def in_several_ranks() -> bool:
-    """Return whether this process has other ranks to agree with."""
-    initialized = dist.is_available() and dist.is_initialized()
-    return initialized and dist.get_world_size() > 1
-
-
-def can_ask() -> bool:
-    """Return whether `answer_of_one` works here: not with MPI, nor with a fake process group."""
-    return not in_several_ranks() or (dist.get_backend() != "fake" and _store() is not None)
-
-
-def _wait_for_all(group: Any) -> None:
-    """Raise ValueError with the ranks that have not come within the timeout.
-
-    Through the store, not a barrier, which would meet whatever collective such a rank is in.
-    """
-    store = _store()
-    if store is None:
-        return
-    size, rank = dist.get_world_size(group), dist.get_rank(group)
-    prefix = f"{_KEY}/{_attempt()}/{group.group_name}"
-    turn = store.add(f"{prefix}/turn of {rank}", 1)
-    if store.add(f"{prefix}/{turn}/count", 1) == size:
-        store.set(f"{prefix}/{turn}/all", "")
-    try:
-        store.wait([f"{prefix}/{turn}/all"])
-    except RuntimeError as error:  # DistStoreError, in a timeout
-        ranks = dist.get_process_group_ranks(group)
-        came = [store.add(f"{prefix}/turn of {i}", 0) >= turn for i in range(size)]
-        if all(came):
-            raise
-        missing = _ranks(rank for rank, has in zip(ranks, came, strict=True) if not has)
-        others = _ranks(rank for rank, has in zip(ranks, came, strict=True) if has)
+        return compare(description, group, seconds, note)
+    except NotAllCame as error:
+        missing, came = format_ranks(error.missing), _places(error.came)
         raise ValueError(
-            f"{missing} did not ask for FP8 while {others} did, or did not come in time; give all "
-            "ranks the same script, flags and environment "
-            f"({ENV_VAR} is {'' if os.environ.get(ENV_VAR) else 'not '}set on this one)"
+            f"{missing} did not ask for FP8 while {came} did, or did not come within "
+            f"{error.seconds:.0f} s; give all ranks the same script, flags and environment "
+            f"({ENV_VAR} is {'' if os.environ.get(ENV_VAR) else 'not '}set on this one), and "
+            "install torch-fp8 on all hosts"
         ) from error
 
 
-def _attempt() -> str:
-    """Return the restart count of torchrun, whose store outlives a restart with all that was
-    written.
-    """
-    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+def _card(group: Any) -> str:
+    """Return the card with which this rank trains, and its compute capability."""
+    kinds = {device.type for device in group._device_types}
+    has_card = "cuda" in kinds and torch.cuda.is_available()
+    return card_name(torch.device("cuda" if has_card else "cpu"))
 
 
-def _store() -> Any:
-    """Return the default process group's store; None with a backend that has none (MPI)."""
-    return dist.distributed_c10d._get_default_store()
-
-
-def _device(group: Any) -> torch.device:
-    """Return the device from which the group's collectives take tensors: the CPU if they can."""
-    kinds = [device.type for device in (group or dist.group.WORLD)._device_types]
-    return torch.device("cpu" if "cpu" in kinds else kinds[0])
-
-
-def _difference(gathered: Sequence[tuple[dict[str, Any], bool]], ranks: Sequence[int]) -> str:
-    """Describe, for the error, how the ranks differ.
+def _differing(compared: Compared, absent: str) -> dict[str, str]:
+    """Describe each name whose value is not the same everywhere: its values, and where they are.
 
     Args:
-        gathered: the options of each of `ranks`, and whether the environment variable is set.
-    """
-    options = [{k: repr(v) for k, v in those.items()} for those, _ in gathered]
-    differing = _differing(options, ranks, _UNKNOWN)
-    given = [rank for rank, (_, is_set) in zip(ranks, gathered, strict=True) if is_set]
-    hint = f" ({ENV_VAR} is set on {_ranks(given)} only)" if 0 < len(given) < len(ranks) else ""
-    said = "; ".join(differing)
-    return f"ranks have different FP8Configs: {said}{hint}. Give all ranks the same one"
-
-
-def _differing(
-    gathered: Sequence[Mapping[str, str]], ranks: Sequence[int], absent: str
-) -> list[str]:
-    """Describe each name that is not the same on all ranks: its values, and on which ranks.
-
-    Args:
-        gathered: the description of each of `ranks`.
+        compared: the descriptions of all ranks.
         absent: the value shown for a name that a rank does not have.
     """
-    differing = []
-    for name in dict.fromkeys(name for those in gathered for name in those):
-        having: dict[str, list[int]] = {}
-        for rank, those in zip(ranks, gathered, strict=True):
-            having.setdefault(those.get(name, absent), []).append(rank)
+    differing = {}
+    for name in dict.fromkeys(name for given in compared.descriptions for name in given):
+        having: dict[str, list[Rank]] = {}
+        for rank, given in zip(compared.ranks, compared.descriptions, strict=True):
+            having.setdefault(given.get(name, absent), []).append(rank)
         if len(having) > 1:
-            parts = [f"{value} on {_ranks(some)}" for value, some in having.items()]
-            differing.append(f"{name} is {', '.join(parts)}")
+            one_host = len({rank.host for rank in compared.ranks}) == 1
+            parts = [f"{value} on {_places(some, one_host)}" for value, some in having.items()]
+            differing[name] = f"{name} is {', '.join(parts)}"
     return differing
 
 
-def _ranks(ranks: Iterable[int]) -> str:
-    """Format rank numbers as ``rank 3`` or ``ranks 0-2, 5``."""
-    runs = []
-    for _, run in groupby(enumerate(ranks), lambda pair: pair[1] - pair[0]):
-        members = [rank for _, rank in run]
-        runs.append(str(members[0]) if len(members) == 1 else f"{members[0]}-{members[-1]}")
-    several = len(runs) > 1 or "-" in runs[0]
-    return f"{'ranks' if several else 'rank'} {', '.join(runs)}"
+def _hint(compared: Compared) -> str:
+    """Say on which ranks the environment variable is set, if on some."""
+    given = [rank for rank in compared.ranks if rank.note]
+    if not 0 < len(given) < len(compared.ranks):
+        return ""
+    one_host = len({rank.host for rank in compared.ranks}) == 1
+    return f" ({ENV_VAR} is set on {_places(given, one_host)} only)"
+
+
+def _places(ranks: Sequence[Rank], ranks_alone: bool = False) -> str:
+    """Name where ranks are: ``node-1 (ranks 8-15), node-2 (ranks 16-23)``.
+
+    Args:
+        ranks: some of the ranks.
+        ranks_alone: whether to leave out the hosts, where there is one only.
+    """
+    if ranks_alone:
+        return format_ranks([rank.number for rank in ranks])
+    hosts: dict[str, list[int]] = {}
+    for rank in ranks:
+        hosts.setdefault(rank.host, []).append(rank.number)
+    shown = list(hosts.items())[:_MOST_HOSTS]
+    text = ", ".join(f"{host} ({format_ranks(numbers)})" for host, numbers in shown)
+    more = len(hosts) - len(shown)
+    return f"{text} and {more} more hosts" if more else text

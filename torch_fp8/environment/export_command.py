@@ -37,15 +37,16 @@ def run(options: argparse.Namespace) -> int:
     from torch_fp8.checkpoint.export_checkpoint import export_checkpoint
     from torch_fp8.config import FP8Config
     from torch_fp8.environment.cards import usable_device
-    from torch_fp8.environment.host_models import model_class
+    from torch_fp8.environment.host_models import model_class, model_folder
 
     try:
         config = FP8Config() if options.config is None else FP8Config.from_json(options.config)
         if options.recipe is not None:
             config = dataclasses.replace(config, recipe=options.recipe)
+        checkpoint = model_folder(options.checkpoint) or options.checkpoint
         report = export_checkpoint(
-            model_class(options.checkpoint),
-            options.checkpoint,
+            model_class(checkpoint),
+            checkpoint,
             options.path,
             options.format,
             config,

@@ -1,10 +1,29 @@
-"""`model_class`: the class of transformers that a checkpoint is of."""
+"""`model_folder` and `model_class`: where a model of transformers lies, and its class."""
 
 import importlib
 import json
 import re
 from pathlib import Path
 from typing import Any
+
+
+def model_folder(name: str | Path) -> Path | None:
+    """Return the folder of a model: `name` itself, or the hub's cache of it on this machine.
+
+    Nothing is downloaded. None: there is no such folder, and no such model in the cache.
+
+    Args:
+        name: a folder, or the name of a model of the Hugging Face hub such as ``org/model``.
+    """
+    folder = Path(name)
+    if folder.exists() or not re.fullmatch(r"[\w.-]+/[\w.-]+", str(name)):
+        return folder if folder.exists() else None
+    try:
+        hub = importlib.import_module("huggingface_hub")
+        cached = hub.try_to_load_from_cache(str(name), "config.json")
+    except (ImportError, ValueError):
+        return None
+    return Path(cached).parent if isinstance(cached, str) else None
 
 
 def model_class(checkpoint: Path) -> Any:
@@ -19,8 +38,8 @@ def model_class(checkpoint: Path) -> Any:
     file = checkpoint / "config.json"
     if not checkpoint.exists() and re.fullmatch(r"[\w.-]+/[\w.-]+", str(checkpoint)):
         raise ValueError(
-            f"{str(checkpoint)!r} is no folder here. If it is a model of the Hugging Face hub, "
-            f"download it: hf download {checkpoint} --local-dir {checkpoint.name}"
+            f"{str(checkpoint)!r} is no folder here, nor in the cache of the Hugging Face hub. If "
+            f"it is a model of the hub, download it: hf download {checkpoint}"
         )
     try:
         names = json.loads(file.read_text()).get("architectures") or [None]

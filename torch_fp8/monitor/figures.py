@@ -237,7 +237,7 @@ def _figure(
         module = importlib.import_module("matplotlib.figure")
     except ImportError as error:
         raise ImportError(
-            "torch-fp8 report draws with matplotlib: pip install 'torch-fp8[report]'"
+            "torch-fp8 report draws with matplotlib: pip install matplotlib"
         ) from error
     figure = module.Figure(figsize=(width, height), facecolor="white")
     axes = figure.add_axes((left, bottom, wide, tall))

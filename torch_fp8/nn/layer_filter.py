@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import is_parametrized
@@ -111,6 +112,11 @@ def skip_reason(
     if reason is not None:
         return reason
     if "forward" in module.__dict__:
+        if isinstance(module._parameters.get("weight"), DTensor):
+            return (
+                "its forward was replaced on the instance, for tensor parallelism of another "
+                "library (transformers' tp_plan); torch_fp8.distributed has styles that run FP8"
+            )
         return "its forward was replaced on the instance (a device-map or offload hook)"
     return _weight_reason(module)
 

@@ -18,7 +18,7 @@ from torch_fp8.quantization.formats import E5M2, GEMM_ALIGNMENT
 from torch_fp8.quantization.recipe import Recipe
 
 _ASKED = "FP8Config(backend='transformer-engine')"
-_INSTALL = "pip install --no-build-isolation {}'torch-fp8[transformer-engine]'"
+_INSTALL = "pip install --no-build-isolation {}'transformer-engine[pytorch]>=2.20'"
 NOT_SHARDED = (
     f"{_ASKED} runs on one device and under DDP; of weights sharded by FSDP or tensor parallelism "
     "Transformer Engine would keep a whole FP8 copy from forward to backward. Leave backend out"

@@ -30,7 +30,7 @@ def check_device(device: torch.device, recipe_name: str, emulate: bool) -> None:
         )
     if emulate:
         return
-    _check(_card(device), torch.cuda.get_device_capability(device), recipe_name, device)
+    _check(card_name(device), torch.cuda.get_device_capability(device), recipe_name, device)
 
 
 def check_card(name: str, capability: tuple[int, int], recipe_name: str) -> None:
@@ -83,10 +83,13 @@ def backend_name(device: torch.device, emulated: bool) -> str:
     """Describe in one line what runs the GEMMs, for the start-up summary."""
     if device.type != "cuda":
         return f"emulation on {device.type.upper() if device.type == 'cpu' else device.type}"
-    return f"{'emulation' if emulated else 'torch scaled_mm'} on {_card(device)}"
+    return f"{'emulation' if emulated else 'torch scaled_mm'} on {card_name(device)}"
 
 
-def _card(device: torch.device) -> str:
+def card_name(device: torch.device) -> str:
+    """Return the name of a CUDA device with its compute capability; ``the CPU`` for others."""
+    if device.type != "cuda":
+        return "the CPU"
     capability = torch.cuda.get_device_capability(device)
     return f"{torch.cuda.get_device_name(device)} (sm_{capability[0]}{capability[1]})"
 
@@ -94,7 +97,7 @@ def _card(device: torch.device) -> str:
 def _unsupported_recipe(name: str, device: torch.device) -> str | None:
     """Return why `device` cannot run the GEMMs of the recipe, or None."""
     capability = torch.cuda.get_device_capability(device)
-    reason = _unsupported(name, capability, _card(device))
+    reason = _unsupported(name, capability, card_name(device))
     blocks = [g for g in _granularities(name) if g.startswith("block_")]
     if reason is None and blocks and _cuda_version() < _MIN_CUDA_OF_BLOCKS:
         return f"{blocks[0]} GEMMs need CUDA 12.9, this torch was built with {torch.version.cuda}"

@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from torch_fp8.environment.host_models import model_folder
+
 _LLAMA_3 = {
     "model_type": "llama",
     "vocab_size": 128256,
@@ -225,14 +227,14 @@ def _from_name(model: Any) -> Any:
     if preset is not None:
         sizes = dict(preset)
         return transformers.AutoConfig.for_model(sizes.pop("model_type"), **sizes)
-    path = Path(model)
+    path = model_folder(model) or Path(model)
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
         near = difflib.get_close_matches(str(model).lower(), PRESETS, n=1)
         hint = f" Did you mean {near[0]!r}?" if near else ""
         raise ValueError(
-            f"{str(model)!r} is neither a preset nor a folder with a config.json.{hint} Presets: "
-            f"{', '.join(PRESETS)}"
+            f"{str(model)!r} is neither a preset, nor a folder with a config.json, nor a model in "
+            f"the cache of the Hugging Face hub.{hint} Presets: {', '.join(PRESETS)}"
         )
     try:
         fields = json.loads(file.read_text(encoding="utf-8"))
@@ -255,9 +257,7 @@ def _transformers() -> Any:
     try:
         return importlib.import_module("transformers")
     except ImportError as error:
-        raise ImportError(
-            "models are built by transformers: pip install 'torch-fp8[accelerate]' transformers"
-        ) from error
+        raise ImportError("models are built by transformers: pip install transformers") from error
 
 
 def _text(config: Any) -> Any:

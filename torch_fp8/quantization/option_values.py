@@ -66,7 +66,7 @@ def option(
 
     Args:
         default: default, whose type says what values are: a bool, an int, a tuple of strings, or
-            one of `choices`.
+            one of `choices`; None with `least`: an int or None.
         choices: valid values, or valid items of a tuple; for a bool, valid values beside True and
             False.
         least, most: bounds of an int, with the reason `why` for the upper one.
@@ -107,7 +107,7 @@ def checked(of_field: "Field[Any]", value: Any) -> Any:
         if not isinstance(value, bool) and value not in choices:
             valid = "".join(f" or {choice!r}" for choice in choices)
             raise TypeError(f"FP8Config.{name} must be a bool{valid}, got {value!r}")
-    elif isinstance(default, int):
+    elif isinstance(default, int) or (rule["least"] is not None and value is not None):
         check_int(name, value, rule["least"])
         if rule["most"] is not None and value > rule["most"]:
             raise ValueError(

@@ -482,6 +482,17 @@ def test_a_norm_that_is_sharded_by_itself_computes_at_once(single_process_group)
     assert not isinstance(model.layers[0].attn_norm, Float8RMSNorm)
 
 
+def test_a_model_whose_norms_are_sharded_before_the_conversion(single_process_group):
+    """As transformers' from_pretrained(distributed_config=...) shards them."""
+    model = nn.Sequential(nn.RMSNorm(64), nn.Linear(64, 64))
+    mesh = init_device_mesh("cpu", (1,))
+    for module in (*model, model):
+        fully_shard(module, mesh=mesh)
+    report = convert_to_float8(model)
+    assert report.converted == ("1",)
+    model(gaussian(2, 5, 64)).sum().backward()
+
+
 def test_writing_to_an_output_in_place_is_refused_by_name():
     block = _model().layers[1]
     y = block.attn_norm(gaussian(4, 64))

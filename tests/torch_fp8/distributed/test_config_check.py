@@ -2,6 +2,7 @@
 
 import pytest
 
+import torch_fp8
 from torch_fp8 import FP8Config, count_communication
 from torch_fp8.distributed.config_check import check_same_config
 
@@ -18,8 +19,9 @@ def errors(ranks, name):
     return [results[name][0] for results in ranks if name in results]
 
 
-def test_the_same_configuration_costs_8_bytes(ranks):
-    assert [results["same"] for results in ranks] == [[None, [4 * 8]]] * 4
+def test_no_collective_is_needed(ranks):
+    for name in ("same", "level", "version"):
+        assert [results[name][1] for results in ranks] == [[]] * 4
 
 
 @pytest.mark.parametrize(
@@ -53,16 +55,46 @@ def test_after_an_error_checks_go_on(ranks):
     assert errors(ranks, "again") == [None] * 4
 
 
+def test_comparisons_that_follow_each_other_are_kept_apart(ranks):
+    assert [results["many"] for results in ranks] == [[None] * 200] * 4
+
+
 def test_after_a_restart_before_which_not_all_had_come(ranks):
     assert errors(ranks, "restarted") == [None] * 4
 
 
-def test_a_rank_that_does_not_ask_for_fp8_is_named_after_the_timeout(ranks):
-    for results in ranks[:3]:
-        message, sent = results["missing"]
-        assert message.startswith("rank 3 did not ask for FP8 while ranks 0-2 did")
+def test_other_versions_are_named_with_their_hosts(ranks):
+    said = (
+        f"ranks have different versions: torch-fp8 is {torch_fp8.__version__} on node-0 "
+        "(ranks 0-1), node-1 (rank 2), 0.0.9 on node-1 (rank 3). Install the same ones on all hosts"
+    )
+    assert errors(ranks, "version") == [said] * 4
+
+
+def test_auto_is_refused_on_several_kinds_of_cards(ranks):
+    said = (
+        "recipe 'auto' measures one kind of card, and here the card is H000 (sm_90) on node-0 "
+        "(ranks 0-1), H100 (sm_90) on node-1 (ranks 2-3). Name a recipe that all of them run"
+    )
+    assert all(message.startswith(said) for message in errors(ranks, "cards and auto"))
+
+
+def test_a_named_recipe_runs_on_several_kinds_of_cards_with_one_warning(ranks):
+    assert errors(ranks, "cards") == [None] * 4
+    first, *others = [results["warned"] for results in ranks]
+    assert others == [[]] * 3
+    assert len(first) == 1
+    assert "H000 (sm_90) on node-0" in first[0]
+
+
+@pytest.mark.parametrize(("missing", "came"), [(3, [0, 1, 2]), (0, [1, 2, 3])])
+def test_a_rank_that_does_not_ask_for_fp8_is_named_after_the_timeout(ranks, missing, came):
+    """Rank 0 leads the comparison; another one takes its place."""
+    for results in (ranks[rank] for rank in came):
+        message, sent = results[f"missing {missing}"]
+        assert message.startswith(f"rank {missing} did not ask for FP8 while node-0 (rank")
         assert sent == []  # whoever is missing is in a collective of its own
-        assert 2 <= results["waited"] < 10
+        assert 2 <= results[f"waited for {missing}"] < 20
 
 
 def test_one_process_checks_nothing(single_process_group):

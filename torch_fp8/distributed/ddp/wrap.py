@@ -25,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from torch_fp8.config import FP8Config
+from torch_fp8.distributed.config_check import check_same_config, check_same_parts
 from torch_fp8.distributed.ddp.fp8_grad_reducer import Float8GradReducer, ForwardHook
 from torch_fp8.distributed.ddp.hook_registration import (
     DDPReport,
@@ -33,6 +34,7 @@ from torch_fp8.distributed.ddp.hook_registration import (
     reason_without_hook,
 )
 from torch_fp8.distributed.ddp.join import broadcast_state, connect_join
+from torch_fp8.nn.linear import Float8Layer
 from torch_fp8.optim.grad_hooks import attach_hooks
 from torch_fp8.optim.optimizer import Float8Optimizer
 from torch_fp8.tensor.split_weight import SplitWeight
@@ -113,6 +115,8 @@ def connect_ddp(
         reason: why our hook is not wanted, such as a hook of the user's that the host has dropped.
     Returns:
         How the gradients will be averaged.
+    Raises:
+        ValueError: ranks with different configurations, versions or FP8 layers.
     """
     ddp = getattr(ddp, "_orig_mod", ddp)
     assert isinstance(ddp, DistributedDataParallel)
@@ -122,6 +126,9 @@ def connect_ddp(
     for parameter in names:
         average_beside(parameter, ddp)
     num_ranks = dist.get_world_size(ddp.process_group)
+    check_same_config(config, ddp.process_group)
+    layers = {f"'{name}'": f"in FP8 ({recipe})" for name, recipe in _recipes(ddp.module)}
+    check_same_parts(layers, ddp.process_group, absent="in high precision")
     reason = reason or reason_without_hook(ddp)
     if not any(isinstance(hook, ForwardHook) for hook in ddp._forward_hooks.values()):
         rule, reducer = config.communication, _connect_reducer(ddp, optimizers, names, config)
@@ -135,6 +142,12 @@ def connect_ddp(
     reducers = {e for o in optimizers for e in getattr(o, "fp8_reducers", ())}
     parameters = {p for e in reducers for p in e.parameters}.intersection(ddp.module.parameters())
     return DDPReport(num_ranks, reason, len(parameters), config.communication != "off")
+
+
+def _recipes(module: nn.Module) -> list[tuple[str, str]]:
+    """Return the qualified name and the recipe's name of each FP8 layer."""
+    layers = module.named_modules()
+    return [(name, m.fp8_recipe.name) for name, m in layers if isinstance(m, Float8Layer)]
 
 
 def _config_of(optimizers: Iterable[Optimizer]) -> FP8Config:

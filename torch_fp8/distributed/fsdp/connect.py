@@ -23,7 +23,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 
 from torch_fp8.config import FP8Config
-from torch_fp8.distributed.config_check import check_same_parts
+from torch_fp8.distributed.config_check import check_same_config, check_same_parts
 from torch_fp8.distributed.fsdp.all_gather import WeightGather, make_scales
 from torch_fp8.distributed.fsdp.frozen_gather import connect_frozen, is_frozen
 from torch_fp8.distributed.fsdp.reduce_scatter import Float8ReduceScatter, in_groups
@@ -78,8 +78,8 @@ def connect_fsdp(model: nn.Module, config: FP8Config) -> FSDPReport:
     Returns:
         What travels in FP8, and why the rest does not.
     Raises:
-        ValueError: the backend is Transformer Engine; the ranks have different models, or have
-            converted or sharded them in different ways.
+        ValueError: the backend is Transformer Engine; the ranks have different versions,
+            configurations or models, or have converted or sharded them in different ways.
     """
     refuse_sharding(config)
     _disconnect(model)
@@ -90,6 +90,7 @@ def connect_fsdp(model: nn.Module, config: FP8Config) -> FSDPReport:
     names = {module: name for name, module in model.named_modules()}
     for process_group, parts in _parts(model, names).items():
         check_same_parts(parts, process_group)
+        check_same_config(config, process_group)
     skipped: list[tuple[str, str]] = []
     gathers: dict[Any, list[WeightGather]] = {}
     for module in _sharded_modules(model):

@@ -6,12 +6,16 @@ Started by test_agreement.py: ``python agreement_cases.py <rank> <ranks> <store>
 import datetime
 import json
 import os
+import socket
 import sys
 import time
+import warnings
 
 import torch.distributed as dist
 
+import torch_fp8
 from torch_fp8 import FP8Config, count_communication
+from torch_fp8.distributed import agreement, config_check
 from torch_fp8.distributed.config_check import check_same_config
 
 RANK, RANKS = int(sys.argv[1]), int(sys.argv[2])
@@ -27,13 +31,20 @@ def error(config, group=None):
     return None, [row.payload_bytes for row in count.rows]
 
 
+def leader_key():
+    """Where the ranks of the default group read the name of a comparison."""
+    text = json.dumps({})
+    group = dist.group.WORLD
+    return agreement._Meeting(agreement._store(), group, 1, text, "").leader_key
+
+
 def main():
     dist.init_process_group(
         "gloo",
         init_method=f"file://{sys.argv[3]}",
         rank=RANK,
         world_size=RANKS,
-        timeout=datetime.timedelta(seconds=20),
+        timeout=datetime.timedelta(seconds=60),
     )
     results = {}
     results["same"] = error(FP8Config(recipe="rowwise", skip=("a", "b")))
@@ -48,17 +59,38 @@ def main():
     if RANK in (1, 3):
         results["group"] = error(FP8Config(seed=RANK), pair)
     results["again"] = error(FP8Config())
-    # As after a restart by torchrun, before which not all ranks had come: the store is the same.
-    if RANK != 2:
-        dist.distributed_c10d._get_default_store().add(f"torch_fp8/agreement/0/0/turn of {RANK}", 1)
-    os.environ["TORCHELASTIC_RESTART_COUNT"] = "1"
-    results["restarted"] = error(FP8Config())
-    # Rank 3 goes on as a script without FP8 does, into a collective that nobody else comes to.
+    name = torch_fp8.__version__
+    config_check.__version__ = "0.0.9" if RANK == 3 else name
+    socket.gethostname = lambda: f"node-{RANK // 2}"
+    results["version"] = error(FP8Config())
+    config_check.__version__ = name
+    config_check.card_name = lambda device: f"H{RANK // 2}00 (sm_90)"
+    results["cards and auto"] = error(FP8Config())
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        results["cards"] = error(FP8Config(recipe="rowwise"))
+    results["warned"] = [str(warning.message) for warning in warned]
+    config_check.card_name = lambda device: "the CPU"
+    # One comparison after the other: none may take a rank's description of the one before.
+    results["many"] = [error(FP8Config(seed=seed))[0] for seed in range(200)]
+    # What an earlier process of rank 1 and a leader left behind, which died before all had come.
     store = dist.distributed_c10d._get_default_store()
-    store.set_timeout(datetime.timedelta(seconds=2))
-    start = time.monotonic()
-    results["missing"] = error(FP8Config()) if RANK != 3 else (None, [])
-    results["waited"] = time.monotonic() - start
+    if RANK == 1:
+        store.set(leader_key(), "torch_fp8/agreement/of the dead")
+        for rank in range(RANKS):
+            about = ["other digest", "no token", [rank, "gone", ""]]
+            store.set(f"torch_fp8/agreement/of the dead/{rank}", json.dumps(about))
+        store.set("torch_fp8/agreement/of the dead/result", '{"missing": [3], "came": []}')
+    results["restarted"] = error(FP8Config())
+    # A rank goes on as a script without FP8 does, into a collective that nobody else comes to.
+    for missing in (3, 0):
+        store.add(f"before {missing}", 1)
+        while store.add(f"before {missing}", 0) < RANKS:
+            time.sleep(0.01)
+        start = time.monotonic()
+        config = FP8Config(agreement_timeout=2)
+        results[f"missing {missing}"] = error(config) if missing != RANK else (None, [])
+        results[f"waited for {missing}"] = time.monotonic() - start
     with open(sys.argv[4], "w") as file:
         json.dump(results, file)
     os._exit(0)  # gloo may hang at exit

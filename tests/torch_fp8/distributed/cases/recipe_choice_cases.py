@@ -17,11 +17,13 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import parallelize_module
+from torch.nn.parallel import DistributedDataParallel
 
 from torch_fp8 import FP8Config, convert_to_float8
 from torch_fp8.conversion import autotune, layer_benchmark
 from torch_fp8.conversion.autotune import layer_shapes
-from torch_fp8.distributed.config_check import answer_of_one, can_ask
+from torch_fp8.distributed.agreement import answer_of_one, can_ask
+from torch_fp8.distributed.ddp.wrap import connect_ddp
 from torch_fp8.distributed.fsdp.connect import connect_fsdp
 from torch_fp8.distributed.tensor_parallel.styles import (
     Float8ColwiseParallel,
@@ -103,6 +105,9 @@ def main():
     autotune.runs_natively = lambda device, recipe: True
     layer_benchmark.seconds = seconds
     results = {}
+    os.environ["WORLD_SIZE"] = str(RANKS)
+    early, config = model(), FP8Config(tokens=24)
+    results["early"] = str(convert_to_float8(early, config).choice)
     if RANK == 1:  # on its own, before there is anybody to agree with
         results["before"] = choice()
     dist.init_process_group(
@@ -112,6 +117,10 @@ def main():
         world_size=RANKS,
         timeout=datetime.timedelta(seconds=30),
     )
+    try:
+        connect_ddp(DistributedDataParallel(early), [], config)
+    except ValueError as error:
+        results["early, wrapped"] = str(error)
     results["together"] = choice(tokens=32)
     results["again"] = choice(tokens=32)
     results["after"] = choice()  # rank 1 has measured this one already
