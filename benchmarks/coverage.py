@@ -128,7 +128,7 @@ def measure(name: str) -> dict[str, str]:
     assert report is not None
     return row | {
         "parameters": str(sum(p.numel() for p in make(name).parameters())),
-        "layers": str(len(report.converted)),
+        "layers": str(report.num_converted),
         "linear_layers": str(report.num_layers),
         "fused": str(len(report.producers)),
         "flops_share": f"{report.flops_share:.4f}",
