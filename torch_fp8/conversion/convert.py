@@ -31,7 +31,8 @@ from torch_fp8.conversion.layer_swap import to_float8, to_stock
 from torch_fp8.conversion.report import ConversionReport, SkippedModule, matmul_flops
 from torch_fp8.conversion.selection import Product, first_reasons, select
 from torch_fp8.conversion.smooth_layers import down_projections
-from torch_fp8.nn.experts import Float8Experts
+from torch_fp8.nn.expert_adapters import take_adapters
+from torch_fp8.nn.experts import Float8Experts, is_expert_module
 from torch_fp8.nn.foreign_layer import QUANTIZED, is_ligers
 from torch_fp8.nn.layer_filter import is_linear, matches
 from torch_fp8.nn.linear import Float8Layer
@@ -207,6 +208,7 @@ def _finish(
     frozen = freeze_as_configured(model, config, target)
     fused = convert_producers(model, config) if fuses else NO_PRODUCERS
     place_regions(model)
+    take_adapters(model, is_expert_module)
     _keep_scaling_local(model)
     return frozen, fused
 
@@ -261,6 +263,7 @@ def revert(model: nn.Module) -> int:
     experts = [m for m in model.modules() if isinstance(m, Float8Experts)]
     for module in experts:
         experts_to_stock(module)
+    take_adapters(model, is_expert_module)
     place_regions(model)
     _keep_scaling_local(model)
     for parameter in model.parameters():

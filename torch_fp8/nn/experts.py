@@ -15,6 +15,7 @@ experts what the first GEMM returns and the payload that the second takes.
 Legend: T tokens, k experts of a token, R rows of all experts, E experts, H hidden, I expert width.
 """
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,9 +26,11 @@ from torch.utils.checkpoint import checkpoint
 from torch_fp8.autograd.current_pass import RunsFP8, is_transformed
 from torch_fp8.config import FP8Config
 from torch_fp8.nn import experts_dispatch
+from torch_fp8.nn.expert_adapters import Factors, multiply_factors, weight_and_factors
 from torch_fp8.nn.grouped_linear_function import (
     CombineFunction,
     GroupedOptions,
+    SpreadFunction,
     grouped_linear,
 )
 from torch_fp8.ops.moe_route import Route, group_of_rows, moe_route
@@ -64,6 +67,8 @@ class Float8Experts(RunsFP8):
     fp8_emulate: bool
     fp8_name: str
     fp8_was_eager: bool
+    fp8_factors: Mapping[str, Sequence[Factors]] | None = None
+    """Adapters that are active in this forward, by the name of their weight."""
 
     def configure(self, name: str, config: FP8Config, emulate: bool) -> None:
         """Run in FP8 from now on.
@@ -125,7 +130,16 @@ class Float8Experts(RunsFP8):
     def _grouped(self, x: Tensor, name: str, offs: Tensor, route: Route | None) -> Tensor:
         shown = "" if torch.compiler.is_compiling() else f"{self.fp8_name}.{name}"
         options = GroupedOptions(shown, self.fp8_recipe, self.is_transposed, self.fp8_emulate)
-        return grouped_linear(x, getattr(self, name), offs, route, options)
+        weight, adapters = weight_and_factors(self, name)
+        y = grouped_linear(x, weight, offs, route, options)
+        if not adapters:
+            return y
+        rows = plain(x).to(y.dtype)
+        if route is not None:
+            rows = SpreadFunction.apply(rows, route.token, route.row)
+        for factors in adapters:
+            y = y + multiply_factors(rows, offs, factors, self.is_transposed)
+        return y
 
     def _activated(self, rows: Tensor, score: Tensor | None) -> Tensor:
         """Apply the activation, times `score`; in eager code it runs again in backward."""

@@ -182,6 +182,20 @@ def _wgrad(
     )
 
 
+class SpreadFunction(torch.autograd.Function):
+    """Hand each row its token, `spread_rows`; backward adds up the gradients of a token's rows."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, token: Tensor, row: Tensor) -> Tensor:
+        ctx.save_for_backward(row)
+        return spread_rows(x, token)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (row,) = ctx.saved_tensors
+        return combine_rows(grad, row), None, None
+
+
 class CombineFunction(torch.autograd.Function):
     """Add up the rows of each token, `combine_rows`; backward hands each row its token's gradient.
 

@@ -10,6 +10,10 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from tests.moe_experts import CLASSES, CONFIG, WIDTH, E, H, K
+from tests.moe_experts import batch as _batch
+from tests.moe_experts import experts as _experts
+from tests.moe_experts import run as _run
 from tests.saved_activations import count_saved
 from torch_fp8 import (
     FP8Config,
@@ -26,64 +30,12 @@ from torch_fp8.ops.moe_route import moe_route
 from torch_fp8.quantization.metrics import sqnr_db
 from torch_fp8.tensor.split_weight import SplitWeight
 
-E, K, H, WIDTH = 4, 2, 64, 48
 RELEASE = {"opt_level": "O3", "gradient_release": True}
 FLOOR = 22.5
 """A GEMM of two casts has 28.5 dB. What leaves a block has gone through three that are as noisy,
 23.7 dB (gate, up and down, say), within 1 dB for few values; a post norm adds one more.
 """
-_CONFIG = {
-    "_experts_implementation": "grouped_mm",
-    "num_experts": E,
-    "num_local_experts": E,
-    "moe_num_experts": E,
-    "n_routed_experts": E,
-    "hidden_size": H,
-    "intermediate_size": WIDTH,
-    "moe_intermediate_size": WIDTH,
-    "moe_hidden_size": H,
-    "moe_latent_size": None,
-    "hidden_act": "silu",
-    "mlp_hidden_act": "relu2",
-    "post_norm_eps": 1e-6,
-    "swiglu_alpha": 1.702,
-    "swiglu_limit": 7.0,
-}
-CLASSES = {
-    "plain": ("qwen3_moe", "Qwen3MoeExperts"),
-    "gpt-oss": ("gpt_oss", "GptOssExperts"),
-    "transposed": ("aria", "AriaExperts"),
-    "transposed-bias": ("openai_privacy_filter", "OpenAIPrivacyFilterExperts"),
-    "no-gate": ("nemotron_h", "NemotronHExperts"),
-    "post-norm": ("muse_spark", "MuseSparkExperts"),
-}
 LAYOUTS = pytest.mark.parametrize("layout", CLASSES)
-
-
-def _experts(layout="plain", **changes):
-    model, name = CLASSES[layout]
-    module = __import__(f"transformers.models.{model}.modeling_{model}", fromlist=[name])
-    experts = getattr(module, name)(SimpleNamespace(**_CONFIG | changes))
-    for parameter in experts.parameters():
-        nn.init.normal_(parameter, std=0.1)
-    return experts
-
-
-def _batch(tokens, num_experts=E, top_k=K):
-    x = torch.randn(tokens, H)
-    scores, index = torch.randn(tokens, num_experts).softmax(-1).topk(min(top_k, num_experts))
-    return x, index, scores
-
-
-def _run(experts, x, index, scores, grad=None):
-    """Return the output and all gradients."""
-    x, scores = x.clone().requires_grad_(), scores.clone().requires_grad_()
-    experts.zero_grad()
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        y = experts(x, index, scores)
-    y.float().backward(torch.ones_like(y, dtype=torch.float32) if grad is None else grad)
-    grads = {name: p.grad.clone() for name, p in experts.named_parameters()}
-    return {"y": y.detach(), "x": x.grad, "scores": scores.grad, **grads}
 
 
 @LAYOUTS
@@ -184,7 +136,7 @@ def test_expert_parallel_sentinels_add_nothing():
 def test_batched_experts_of_llama_4():
     from transformers.models.llama4.modeling_llama4 import Llama4TextExperts
 
-    experts = Llama4TextExperts(SimpleNamespace(**_CONFIG))
+    experts = Llama4TextExperts(SimpleNamespace(**CONFIG))
     for parameter in experts.parameters():
         nn.init.normal_(parameter, std=0.1)
     x, grad = torch.randn(E * 21, H), torch.randn(E * 21, H)
