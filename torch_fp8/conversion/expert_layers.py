@@ -7,11 +7,12 @@ import torch
 from torch import nn
 
 from torch_fp8.config import FP8Config
+from torch_fp8.conversion.frozen_layers import option_that_keeps
 from torch_fp8.nn import experts_dispatch
 from torch_fp8.nn.class_swap import add_mixin, remove_mixin, stock_class
 from torch_fp8.nn.experts import OWN, Float8BatchedExperts, Float8Experts
 from torch_fp8.nn.layer_filter import expert_weights, matches, weight_reason
-from torch_fp8.ops.scaled_grouped_mm import reason_not_grouped, unaligned
+from torch_fp8.ops.scaled_grouped_mm import reason_not_grouped, too_many
 
 UNKNOWN = "fused expert weights in a layout that is not known"
 _FLAGS = ("has_gate", "has_bias", "has_post_expert_norm", "is_transposed")
@@ -48,7 +49,7 @@ def expert_reason(
         return f"backend={config.backend!r} has no grouped GEMM here"
     if recipe_name == "mxfp8":
         return "grouped GEMMs with scales of mxfp8 are not built yet; other recipes run experts"
-    reasons = [weight_reason(weight) or unaligned(tuple(weight.shape)) for weight in weights]
+    reasons = [weight_reason(weight) or too_many(tuple(weight.shape)) for weight in weights]
     return next(
         (reason for reason in reasons if reason is not None),
         _implementation_reason(module) or reason_not_grouped(device, config.emulate),
@@ -123,6 +124,8 @@ def to_float8(module: nn.Module, name: str, config: FP8Config, emulate: bool) ->
     if not isinstance(module, Float8Experts):
         add_mixin(module, Float8BatchedExperts if _is_batched(module) else Float8Experts)
     experts: Any = module
+    if option_that_keeps(config) is not None:
+        experts.thaw_weights()
     experts.configure(name, config, emulate)
     if not _is_batched(module) and experts.config._experts_implementation == "eager":
         experts.fp8_was_eager = True
@@ -132,6 +135,7 @@ def to_float8(module: nn.Module, name: str, config: FP8Config, emulate: bool) ->
 def to_stock(module: Float8Experts) -> None:
     """Give a module its original class."""
     experts: Any = module
+    experts.thaw_weights()
     if vars(module).get("fp8_was_eager"):
         experts.config._experts_implementation = "eager"
     experts_dispatch.remove(module)

@@ -13,11 +13,16 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from torch_fp8.autograd.current_pass import in_high_precision
 from torch_fp8.nn.class_swap import add_mixin, remove_mixin
 from torch_fp8.ops.moe_route import group_of_rows
+from torch_fp8.tensor.base import QuantizableTensor
+from torch_fp8.tensor.split_weight import SplitWeight
+from torch_fp8.tensor.weight_half import half
 
 _ALIGNMENT = 8
 """The BF16 elements of which grouped GEMMs take multiples: 16 bytes."""
@@ -96,6 +101,34 @@ def weight_and_factors(module: Any, name: str) -> tuple[Tensor, Sequence[Factors
     if not all(hasattr(proxy, "lhs") and hasattr(proxy, "rhs") for proxy in proxies):
         return getattr(module, name), handed
     return lists[name].original, [Factors(p.lhs, p.rhs, p.scaling) for p in proxies]
+
+
+@contextlib.contextmanager
+def whole_weights(module: Any) -> Iterator[None]:
+    """Show a module's own forward its weights with the active adapters in them, within.
+
+    A weight in two halves shows its BF16 half under autocast, which would cast the whole one.
+    """
+    shown: list[str] = []
+    for name in module.fp8_weight_names:
+        weight, factors = module._parameters.get(name), (module.fp8_factors or {}).get(name, ())
+        if weight is None:
+            continue
+        value = weight.dequantize() if isinstance(weight, QuantizableTensor) else weight
+        casts = torch.is_autocast_enabled(weight.device.type) and not in_high_precision()
+        if casts and isinstance(weight, SplitWeight):
+            value = half(weight)
+        for lhs, rhs, scaling in factors:
+            value = torch.baddbmm(value, lhs.to(value.dtype), rhs.to(value.dtype), alpha=scaling)
+        if value is not weight:
+            # The attribute hides the Parameter of this name, which stays where it is.
+            module.__dict__[name] = value
+            shown.append(name)
+    try:
+        yield
+    finally:
+        for name in shown:
+            del module.__dict__[name]
 
 
 def multiply_factors(rows: Tensor, offs: Tensor, factors: Factors, transposed: bool) -> Tensor:

@@ -23,10 +23,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from torch_fp8.autograd.current_pass import RunsFP8, is_transformed
+from torch_fp8.autograd.current_pass import is_transformed
 from torch_fp8.config import FP8Config
 from torch_fp8.nn import experts_dispatch
-from torch_fp8.nn.expert_adapters import Factors, multiply_factors, weight_and_factors
+from torch_fp8.nn.expert_adapters import (
+    Factors,
+    multiply_factors,
+    weight_and_factors,
+    whole_weights,
+)
+from torch_fp8.nn.expert_storage import ExpertStorage
 from torch_fp8.nn.grouped_linear_function import (
     CombineFunction,
     GroupedOptions,
@@ -38,7 +44,10 @@ from torch_fp8.quantization.formats import GEMM_ALIGNMENT
 from torch_fp8.quantization.recipe import Recipe, make_recipe
 from torch_fp8.tensor.lazy_quantized import plain
 
-OWN = ("fp8_config", "fp8_recipe", "fp8_emulate", "fp8_name", "fp8_was_eager")
+OWN = (
+    *("fp8_config", "fp8_recipe", "fp8_emulate", "fp8_name"),
+    *("fp8_was_eager", "fp8_unmerged", "fp8_factors"),
+)
 """What `Float8Experts.configure` leaves in a module."""
 
 
@@ -49,7 +58,7 @@ def expert_recipe(config: FP8Config) -> Recipe:
     return make_recipe("rowwise", wgrad=config.wgrad, fast_accum=config.fast_accum)
 
 
-class Float8Experts(RunsFP8):
+class Float8Experts(ExpertStorage):
     """The part of an expert module that runs its GEMMs in FP8; transformers calls it.
 
     Shapes: hidden_states (T, H), top_k_index and top_k_weights (T, k), output (T, H).
@@ -63,9 +72,7 @@ class Float8Experts(RunsFP8):
     act_fn: Any
     post_expert_norm: Any
     fp8_config: FP8Config
-    fp8_recipe: Recipe
     fp8_emulate: bool
-    fp8_name: str
     fp8_was_eager: bool
     fp8_factors: Mapping[str, Sequence[Factors]] | None = None
     """Adapters that are active in this forward, by the name of their weight."""
@@ -84,7 +91,6 @@ class Float8Experts(RunsFP8):
 
     @property
     def fp8_weight_names(self) -> tuple[str, str]:
-        """The names of the first and the second weight."""
         return "gate_up_proj" if getattr(self, "has_gate", True) else "up_proj", "down_proj"
 
     @property
@@ -173,7 +179,8 @@ class Float8BatchedExperts(Float8Experts):
     def forward(self, hidden_states: Tensor) -> Tensor:
         if not self.runs_fp8 or (not torch.compiler.is_compiling() and is_transformed()):
             stock: Any = super().forward
-            output: Tensor = stock(plain(hidden_states))
+            with whole_weights(self):
+                output: Tensor = stock(plain(hidden_states))
             return output
         first, second = self.fp8_weight_names
         num_experts, hidden = getattr(self, first).shape[0], hidden_states.shape[-1]

@@ -5,22 +5,16 @@ entry of ours stands there in place of ``grouped_mm`` while a converted module e
 the modules that are not converted. Names and configurations stay as they are, so that expert
 parallelism, which keeps a bound method, finds what it expects. ``generate`` switches to
 ``batched_mm`` for a while, which multiplies by the weights of single tokens' experts: it runs in
-high precision. Functions of transformers get the BF16 halves of weights that are stored in two,
-where autocast would cast the whole ones.
+high precision, unless it would merge adapters or dequantize frozen weights for each token.
 """
 
-import contextlib
 import sys
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from torch_fp8.autograd.current_pass import in_high_precision
-from torch_fp8.tensor.split_weight import SplitWeight
-from torch_fp8.tensor.weight_half import half
+from torch_fp8.nn.expert_adapters import whole_weights
 
 ENTRY = "grouped_mm"
 _ENTRIES = (ENTRY, "batched_mm")
@@ -48,31 +42,12 @@ class Dispatch:
         if not hasattr(module, "fp8_experts_forward"):
             return self.previous(module, *args, **kwargs)
         output: Tensor | None = None
-        if self.name == ENTRY:
+        if self.name == ENTRY or module.fp8_factors or module.frozen_weights:
             output = module.fp8_experts_forward(*args, **kwargs)
         if output is None:
-            with _halves(module):
+            with whole_weights(module):
                 output = self.previous(module, *args, **kwargs)
         return output
-
-
-@contextlib.contextmanager
-def _halves(module: Any) -> Iterator[None]:
-    """Show the BF16 halves of split weights under autocast, within; no-op for other weights."""
-    weights = {name: module._parameters.get(name) for name in module.fp8_weight_names}
-    hidden: list[str] = []
-    for name, weight in weights.items():
-        if not isinstance(weight, SplitWeight) or in_high_precision():
-            continue
-        if torch.is_autocast_enabled(weight.device.type):
-            # The attribute hides the Parameter of this name, which stays where it is.
-            module.__dict__[name] = half(weight)
-            hidden.append(name)
-    try:
-        yield
-    finally:
-        for name in hidden:
-            del module.__dict__[name]
 
 
 def add(module: nn.Module) -> None:

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torch_fp8.autograd.function import is_returned, once_differentiable
+from torch_fp8.nn.expert_storage import transposed_stacked
 from torch_fp8.ops.moe_route import (
     Route,
     combine_rows,
@@ -27,6 +28,7 @@ from torch_fp8.ops.quantize import QuantizedTensor
 from torch_fp8.ops.scaled_grouped_mm import scaled_grouped_matmul
 from torch_fp8.ops.scaled_mm import cast
 from torch_fp8.quantization.recipe import Recipe
+from torch_fp8.tensor.frozen_weight import Float8FrozenWeight
 from torch_fp8.tensor.lazy_quantized import plain
 from torch_fp8.tensor.quantizer import Quantizer, matrix, output_dtype
 from torch_fp8.tensor.split_weight import SplitWeight
@@ -69,10 +71,14 @@ def grouped_linear(
 
 def _cast_weight(weight: Tensor, options: GroupedOptions, *, flip: bool) -> QuantizedTensor:
     """Return a weight (E, R, C), or with `flip` its transpose (E, C, R), with a scale a row."""
+    spec = options.recipe.weight
+    if isinstance(weight, Float8FrozenWeight):
+        payload = weight.payload.quantized
+        return transposed_stacked(payload, spec) if flip else payload
     values = weight.halves.high if isinstance(weight, SplitWeight) else weight
     if flip:
         values = values.transpose(1, 2)
-    row, _, _ = Quantizer(options.recipe.weight)(values, rowwise=True, columnwise=False)
+    row, _, _ = Quantizer(spec)(values, rowwise=True, columnwise=False)
     assert row is not None
     return row._replace(
         qdata=row.qdata.view(values.shape), scale=row.scale.view(*values.shape[:2], 1)

@@ -17,6 +17,7 @@ Legend: E experts, M rows of all experts, K in, N out.
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
@@ -120,11 +121,16 @@ def _on_cuda(
         return _reference(a, a_scale, b, b_scale, offs, *options)
     if not (a.numel() and b.numel()):
         return _fake(a, a_scale, b, b_scale, offs, *options).zero_()
+    size = _fake(a, a_scale, b, b_scale, offs, form, torch.bfloat16).shape[-2:]
+    if form == "rows":
+        (a, _), (b, b_scale) = _aligned(a, a_scale, rows=False), _aligned(b, b_scale.squeeze(-1))
+    else:
+        (a, a_scale), (b, b_scale) = _aligned(a, a_scale), _aligned(b, b_scale)
     output: Tensor = torch._scaled_grouped_mm(
         a,
         b.transpose(-2, -1),  # (E, K, N) or (M, K), column-major
         a_scale.reshape(-1),
-        b_scale.reshape(b.shape[0], -1) if form == "rows" else b_scale.reshape(-1),
+        b_scale if form == "rows" else b_scale.reshape(-1),
         offs=offs,
         out_dtype=torch.bfloat16,
         use_fast_accum=fast_accum,
@@ -132,7 +138,23 @@ def _on_cuda(
     if form == "rows":  # the kernel leaves what lies behind the last group as it was
         behind = torch.arange(a.shape[0], device=a.device) >= offs[-1]
         output.masked_fill_(behind[:, None], 0)
-    return cast(output, out_dtype)
+    return cast(output[..., : size[0], : size[1]], out_dtype)
+
+
+def _aligned(x: Tensor, scale: Tensor, *, rows: bool = True) -> tuple[Tensor, Tensor]:
+    """Pad a payload (..., R, C), and its scales (..., R), to the multiples that the kernel takes.
+
+    Args:
+        x: zeros are added.
+        scale: ones are added.
+        rows: whether the kernel asks R to be a multiple, too.
+    """
+    more_rows = -x.shape[-2] % GEMM_ALIGNMENT if rows else 0
+    more_cols = -x.shape[-1] % GEMM_ALIGNMENT
+    if more_rows or more_cols:
+        padded = F.pad(x.view(torch.uint8), (0, more_cols, 0, more_rows))
+        x, scale = padded.view(x.dtype), F.pad(scale, (0, more_rows), value=1.0)
+    return x, scale
 
 
 def _fake(
@@ -165,11 +187,8 @@ def _flops(a_shape: tuple[int, int], *args: Any, **_: Any) -> int:
     return 2 * a_shape[0] * a_shape[1] * b_shape[-2 if len(b_shape) == 3 else 0]
 
 
-def unaligned(sizes: tuple[int, ...]) -> str | None:
+def too_many(sizes: tuple[int, ...]) -> str | None:
     """Return why torch's kernel does not take weights of these sizes (E, N, K); None: it does."""
     if sizes[0] > MOST_GROUPS:
         return f"{sizes[0]} experts are more than the {MOST_GROUPS} of a grouped GEMM"
-    if any(size % GEMM_ALIGNMENT for size in sizes[1:]):
-        shape = "x".join(map(str, sizes[1:]))
-        return f"FP8 grouped GEMMs take multiples of {GEMM_ALIGNMENT} features, got {shape}"
     return None

@@ -338,7 +338,6 @@ def test_an_implementation_without_backward_is_refused(implementation):
     ("changes", "options", "reason"),
     [
         ({"_experts_implementation": "sonicmoe"}, {}, "experts_implementation='sonicmoe' computes"),
-        ({"moe_intermediate_size": 40}, {}, "multiples of 16 features, got 64x40"),
         ({}, {"recipe": "mxfp8"}, "mxfp8"),
         ({}, {"skip": ("experts.down_proj",)}, "skip='experts.down_proj'"),
         ({}, {"overrides": {"experts": {"recipe": "bf16"}}}, "overrides={'experts': bf16}"),

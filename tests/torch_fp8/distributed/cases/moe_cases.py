@@ -42,8 +42,8 @@ def _batch():
 
 
 def _train(model, optimizer, batches):
-    """Return the losses of each step, averaged over `batches`, and the last gradients."""
-    losses = []
+    """Return the losses of each step, averaged over `batches`, and the first gradients."""
+    losses, first = [], {}
     for _ in range(STEPS):
         optimizer.zero_grad()
         total = 0.0
@@ -53,9 +53,10 @@ def _train(model, optimizer, batches):
             loss.backward()
             total += loss.item()
         grads = {n: full(p.grad).float() for n, p in model.named_parameters() if p.grad is not None}
+        first = first or grads
         optimizer.step()
         losses.append(total)
-    return losses, grads
+    return losses, first
 
 
 def _one_process(folder, config):
