@@ -215,7 +215,10 @@ def _may_be_frozen(*_: Any) -> bool:
 
 
 def _has_frozen_base(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    return getattr(layer.get_base_layer(), "fp8_thawed_recipe", None) is not None
+    base = layer.get_base_layer()
+    if getattr(base, "fp8_thawed_recipe", None) is not None:
+        return True
+    return bool(getattr(base, "frozen_weights", None) or getattr(base, "fp8_unmerged", None))
 
 
 def extend_trl_models(module: ModuleType) -> None:

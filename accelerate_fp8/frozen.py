@@ -13,10 +13,11 @@ from torch.optim import Optimizer
 
 from accelerate_fp8.optimizers import WeakKeys
 from torch_fp8 import FP8Config
+from torch_fp8.autograd.current_pass import RunsFP8
+from torch_fp8.conversion.frozen_experts import freeze_experts
 from torch_fp8.conversion.frozen_layers import FreezeReport, freeze_layers, option_that_keeps
 from torch_fp8.conversion.memory import size_text
 from torch_fp8.conversion.share_frozen import share_equal_weights
-from torch_fp8.nn.linear import Float8Layer
 from torch_fp8.tensor.dtensor import local
 from torch_fp8.tensor.frozen_weight import Float8FrozenWeight
 
@@ -55,6 +56,7 @@ class EvaluationModels:
             if trained.isdisjoint(model.parameters()):
                 device = next(model.parameters()).device
                 report = freeze_layers(model, self.config, device, _any)
+                report += freeze_experts(model, _any)
                 if report.frozen:
                     reports[model] = report
                     self._frozen[model] = None
@@ -91,6 +93,6 @@ def _refuse_training(model: nn.Module, trained: set[Tensor]) -> None:
             )
 
 
-def _any(layer: Float8Layer) -> bool:
-    del layer
+def _any(module: RunsFP8) -> bool:
+    del module
     return True

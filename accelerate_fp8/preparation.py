@@ -220,9 +220,9 @@ class Preparation:
         if model in self._announced:
             return
         report = self._reports[model]
-        total = len(report.converted) + len(report.skipped)
+        total = report.num_converted + len(report.skipped)
         log_visibly(
-            f"FP8: {type(model).__name__}, prepared for evaluation: {len(report.converted)} of "
+            f"FP8: {type(model).__name__}, prepared for evaluation: {report.num_converted} of "
             f"{total} linear layers, recipe {report.recipe.name}"
         )
 

@@ -31,9 +31,12 @@ from torch_fp8 import ConversionReport, FP8Config, convert_optimizer, convert_to
 STEPS, LEARNING_RATE = 30, 1e-3
 RESULTS, TABLE = ROOT / "benchmarks/results/coverage.csv", ROOT / "docs/coverage.md"
 EXPERTS = ROOT / "benchmarks/results/coverage_experts.csv"
-MIXTURES = ("mixtral", "gpt_oss", "olmoe", "qwen3_moe", "deepseek_v3", "llama4_text")
+MIXTURES = (
+    *("mixtral", "gpt_oss", "olmoe", "qwen3_moe", "qwen3_next", "deepseek_v3", "nemotron_h"),
+    "llama4_text",
+)
 EXPERT_COLUMNS = [
-    *("architecture", "parameters", "flops_share", "expert_share"),
+    *("architecture", "parameters", "flops_share", "outside_head"),
     *("torch", "transformers", "commit", "date", "command"),
 ]
 COLUMNS = [
@@ -54,17 +57,14 @@ one seed.
 
 ## Mixture of experts
 
-Where transformers holds the weights of all experts in one 3-D parameter (Mixtral, GPT-OSS, OLMoE,
-Qwen3-MoE, DeepSeek-V3, Llama-4 and others) they stay in high precision: they need FP8 GEMMs over
-groups, which this package does not have yet. Attention, shared experts and dense layers run in FP8.
-What is not in FP8 is as fast as in BF16, so little is to be gained there. These are the FLOPs of a
-token, with the experts that it visits, in the sizes that transformers' configuration classes have
-by default (`python -m benchmarks.coverage --experts`); the last column is how many times as fast
-all GEMMs with a weight are together where FP8 doubles the speed of one. The start-up summary says
-both of your model. Adam's moments have 8 bits at level O2, those of experts, too.
+transformers holds the weights of all experts of a block in 3-D parameters (Mixtral, GPT-OSS, OLMoE,
+Qwen3-MoE, DeepSeek-V3, Llama-4 and others). [They run in FP8 grouped GEMMs](moe.md). These are the
+shares of a token's FLOPs, with the experts that it visits, in the sizes that transformers'
+configuration classes have by default (`python -m benchmarks.coverage --experts`): of all matrix
+products with a weight, and of those outside the output layer, which stays in high precision.
 
-| architecture | parameters | FLOPs in FP8 | of experts | at best |
-|---|---|---|---|---|
+| architecture | parameters | FLOPs in FP8 | outside `lm_head` |
+|---|---|---|---|
 {experts}
 
 ## Ten seeds
@@ -81,6 +81,8 @@ what rounding to 8 bits costs models of this size, and nothing systematic beyond
 {seeds}
 
 ## {count} architectures
+
+The rows with a share of experts were trained before experts ran in FP8.
 
 | architecture | kind | layers | FLOPs in FP8 | of experts | loss in BF16 | in FP8 | difference |
 |---|---|---|---|---|---|---|---|
@@ -128,7 +130,7 @@ def measure(name: str) -> dict[str, str]:
     assert report is not None
     return row | {
         "parameters": str(sum(p.numel() for p in make(name).parameters())),
-        "layers": str(len(report.converted)),
+        "layers": str(report.num_converted),
         "linear_layers": str(report.num_layers),
         "fused": str(len(report.producers)),
         "flops_share": f"{report.flops_share:.4f}",
@@ -146,11 +148,12 @@ def count_mixture(name: str) -> dict[str, str]:
         config = transformers.CONFIG_MAPPING[name]()
         model = transformers.AutoModelForCausalLM.from_config(config)
     report = convert_to_float8(model, FP8Config())
+    head = 3 * model.get_output_embeddings().weight.numel()
     return {
         "architecture": name,
         "parameters": str(sum(p.numel() for p in model.parameters())),
         "flops_share": f"{report.flops_share:.4f}",
-        "expert_share": f"{report.flops.experts / report.flops.total:.4f}",
+        "outside_head": f"{report.flops.fp8 / (report.flops.total - head):.4f}",
         **_origin("--experts"),
     }
 
@@ -225,10 +228,9 @@ def document(rows: dict[str, dict[str, str]], mixtures: dict[str, dict[str, str]
 
 
 def _mixture_line(row: dict[str, str]) -> str:
-    share, experts = float(row["flops_share"]), _percent(row["expert_share"])
     return (
         f"| {row['architecture']} | {int(row['parameters']) / 1e9:.1f} billion | "
-        f"{_percent(row['flops_share'])} | {experts} | {1 / (1 - share / 2):.2f} |"
+        f"{_percent(row['flops_share'])} | {_percent(row['outside_head'])} |"
     )
 
 

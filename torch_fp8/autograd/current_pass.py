@@ -67,6 +67,11 @@ class RunsFP8(nn.Module):
     fp8_config: Any
 
     @property
+    def fp8_weights(self) -> tuple[Tensor, ...]:
+        """The weights that the module multiplies in FP8."""
+        return ()
+
+    @property
     def runs_fp8(self) -> bool:
         """Whether a forward runs in FP8 now, unless it is `is_transformed`."""
         if requested or torch.compiler._is_exporting_flag:

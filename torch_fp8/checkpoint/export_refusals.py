@@ -35,10 +35,10 @@ def one_recipe(layers: dict[str, Float8Layer], format: str) -> str:
 
 def refuse_experts(name: str, module: nn.Module) -> None:
     """Refuse fused experts."""
-    for full, why in expert_weights(name, module):
+    for full in expert_weights(name, module):
         raise ValueError(
             f"'{full}' holds fused experts, which the engines read expert by expert and this "
-            f"export does not split ({why}); save the model with save_pretrained"
+            f"export does not split; save the model with save_pretrained"
         )
 
 

@@ -73,7 +73,7 @@ def weights_for_engine(
     modules = fold.walk if is_adapted else walk
     if engine == "bf16":
         for name, module in fold.walk(root):
-            for full, _ in expert_weights(name, module):
+            for full in expert_weights(name, module):
                 raise ValueError(
                     f"'{full}' has another name in checkpoints, where each expert has weights of "
                     "its own, and engines know these names; save the model with save_pretrained"

@@ -16,7 +16,16 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torch_fp8.config import FP8Config, config_or_default
 from torch_fp8.conversion.autotune import RecipeChoice, choose_recipe, recipe_of
-from torch_fp8.conversion.frozen_layers import FreezeReport, freeze_as_configured
+from torch_fp8.conversion.expert_layers import to_float8 as experts_to_float8
+from torch_fp8.conversion.expert_layers import to_stock as experts_to_stock
+from torch_fp8.conversion.expert_layers import were_eager
+from torch_fp8.conversion.frozen_experts import freeze_experts
+from torch_fp8.conversion.frozen_layers import (
+    FreezeReport,
+    freeze_as_configured,
+    frozen_by,
+    option_that_keeps,
+)
 from torch_fp8.conversion.fused_layers import (
     NO_PRODUCERS,
     Producers,
@@ -28,14 +37,17 @@ from torch_fp8.conversion.layer_swap import to_float8, to_stock
 from torch_fp8.conversion.report import ConversionReport, SkippedModule, matmul_flops
 from torch_fp8.conversion.selection import Product, first_reasons, select
 from torch_fp8.conversion.smooth_layers import down_projections
+from torch_fp8.nn.expert_adapters import take_adapters
+from torch_fp8.nn.experts import Float8Experts, is_expert_module
 from torch_fp8.nn.foreign_layer import QUANTIZED, is_ligers
-from torch_fp8.nn.layer_filter import matches
+from torch_fp8.nn.layer_filter import is_linear, matches
 from torch_fp8.nn.linear import Float8Layer
 from torch_fp8.nn.merge_aware import stop_merge_aware
 from torch_fp8.nn.transformer_engine import NOT_SHARDED, RECIPES, check_transformer_engine
 from torch_fp8.nn.transformer_engine_linear import place_regions
 from torch_fp8.ops.hardware import check_device, resolve_auto, runs_natively
 from torch_fp8.ops.kernel_driver import check_driver
+from torch_fp8.ops.scaled_grouped_mm import reason_not_grouped
 from torch_fp8.optim.embedding_dtype import restore_output_dtype
 from torch_fp8.optim.grad_hooks import remove_hook
 from torch_fp8.quantization.recipe import Recipe
@@ -82,9 +94,10 @@ def convert_to_float8(
     recipe = check_config(config, target)
     if _is_te(config) and any(isinstance(p, DTensor) for p in model.parameters()):
         raise ValueError(NOT_SHARDED)
-    products = select(model, config, recipe)
-    linears = {product.name: product.module for product in products if product.reason is None}
-    own = layer_options(linears, config)
+    products = select(model, config, recipe, target)
+    in_fp8 = {product.name: product.module for product in products if product.reason is None}
+    linears = {name: module for name, module in in_fp8.items() if is_linear(module)}
+    own = layer_options(in_fp8, config)
     choice, recipe = _choose(model, linears, own, config, recipe, target)
     layers = _swap(model, products, own, choice, config, recipe, target)
     frozen, fused = _finish(model, config, target, bool(layers.converted))
@@ -106,6 +119,8 @@ def convert_to_float8(
         unused_overrides=unused_overrides(model, config),
         unfused=fused.unfused,
         smooth=tuple(name for name, m in model.named_modules() if _is_smooth(m)),
+        experts=tuple(layers.experts),
+        were_eager=were_eager(model.modules()),
     )
 
 
@@ -132,6 +147,7 @@ class _Layers(NamedTuple):
     """What was done with each layer: `ConversionReport` has the fields."""
 
     converted: list[str]
+    experts: list[str]
     skipped: list[SkippedModule]
     overridden: dict[str, Recipe]
 
@@ -153,15 +169,23 @@ def _swap(
     """
     slower = {} if choice is None else choice.left
     downs = down_projections(model, (config, *own.values()))
-    layers = _Layers([], [], {})
+    native = reason_not_grouped(target, False) is None
+    layers = _Layers([], [], [], {})
     for name, module, reason in products:
         reason = slower.get(name) if reason is None else reason
         if reason is not None:
             if isinstance(module, Float8Layer):  # a second conversion that skips more
                 to_stock(module)
+            elif isinstance(module, Float8Experts):
+                experts_to_stock(module)
             layers.skipped.append(SkippedModule(name, reason))
             continue
         options = own.get(name, config)
+        if not is_linear(module):
+            holder = name.rpartition(".")[0]
+            experts_to_float8(module, holder, options, options.emulate and not native)
+            layers.experts.append(name)
+            continue
         theirs = own_recipe(options, recipe.name, target) if name in own else recipe
         theirs = replace(theirs, smooth=options.smooth_swiglu and module in downs)
         emulate = config.emulate and not runs_natively(target, theirs.name)
@@ -170,7 +194,7 @@ def _swap(
         if name in own:
             layers.overridden[name] = theirs
     quantized = any((product.reason or "").startswith(QUANTIZED) for product in products)
-    if not (layers.converted or quantized):
+    if not (layers.converted or layers.experts or quantized):
         warnings.warn(
             f"no linear layer of {type(model).__name__} is faster in FP8 on this device, so all "
             f"stay in high precision ({first_reasons(layers.skipped)}). Name a recipe to run them "
@@ -188,8 +212,11 @@ def _finish(
     if not fuses:
         revert_producers(model)
     frozen = freeze_as_configured(model, config, target)
+    if option_that_keeps(config) is None:
+        frozen += freeze_experts(model, frozen_by(model, config))
     fused = convert_producers(model, config) if fuses else NO_PRODUCERS
     place_regions(model)
+    take_adapters(model, is_expert_module)
     _keep_scaling_local(model)
     return frozen, fused
 
@@ -225,7 +252,7 @@ def conversion_report(
 
 
 def revert(model: nn.Module) -> int:
-    """Turn every FP8 linear layer of `model` back into its original class, in place.
+    """Turn every FP8 layer of `model` back into its original class, in place.
 
     Weights in two halves become plain float32 Parameters, one after the other. Nothing of ours is
     left in a model that is not sharded; its optimizer keeps its 8-bit moments.
@@ -241,6 +268,10 @@ def revert(model: nn.Module) -> int:
     modules = [m for m in model.modules() if isinstance(m, Float8Layer)]
     for module in modules:
         to_stock(module)
+    experts = [m for m in model.modules() if isinstance(m, Float8Experts)]
+    for module in experts:
+        experts_to_stock(module)
+    take_adapters(model, is_expert_module)
     place_regions(model)
     _keep_scaling_local(model)
     for parameter in model.parameters():
@@ -249,7 +280,7 @@ def revert(model: nn.Module) -> int:
             join_parameter(parameter)
             if parameter.grad is not None:
                 parameter.grad = plain(parameter.grad)
-    return len(modules)
+    return len(modules) + len(experts)
 
 
 def check_config(config: FP8Config, device: torch.device) -> Recipe:

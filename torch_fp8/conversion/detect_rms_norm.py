@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from torch_fp8.kernels.arguments import NormInputs
+from torch_fp8.nn.class_swap import stock_class
 from torch_fp8.nn.rms_norm import RMSNormSpec
 from torch_fp8.ops.rms_norm import rms_norm, rms_norm_statistics
 
@@ -47,33 +48,36 @@ def takes_input_alone(cls: type[nn.Module]) -> bool:
     return len(named) == 1
 
 
+def _twin(module: nn.Module, parameters: dict[str, nn.Parameter]) -> nn.Module:
+    """Return a module of the class and attributes of `module`, with other parameters.
+
+    The class that ``fully_shard`` makes cannot be instantiated without arguments: the stock one is.
+    """
+    cls: Any = stock_class(type(module))
+    twin: nn.Module = cls.__new__(cls)
+    twin.__dict__ = {**module.__dict__, "_parameters": parameters}
+    return twin
+
+
 class _Trial:
     """A module without its weight, with what decides its spec as the key, so that its kind is tried
     once.
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self.module = _twin(module)
-        self.module._parameters = {}
+        self.module = _twin(module, {})
         self.size = module._parameters["weight"].shape[0]
         plain_attributes = {
             k: v for k, v in vars(module).items() if isinstance(v, (int, float, str, tuple))
         }
         plain_attributes.pop("training")
-        self.key = (type(module), self.size, tuple(sorted(plain_attributes.items())))
+        self.key = (type(self.module), self.size, tuple(sorted(plain_attributes.items())))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Trial) and self.key == other.key
 
     def __hash__(self) -> int:
         return hash(self.key)
-
-
-def _twin(module: nn.Module) -> nn.Module:
-    """Copy a module without its class's help: FSDP2's classes take a copy for a new module."""
-    twin = object.__new__(type(module))
-    twin.__dict__ = dict(module.__dict__)
-    return twin
 
 
 @functools.lru_cache(maxsize=64)
@@ -100,12 +104,11 @@ def _try(trial: _Trial, eps_name: str) -> RMSNormSpec | None:
 
 
 def _agrees(module: nn.Module, spec: RMSNormSpec, x: Tensor, weight: Tensor) -> bool:
-    twin = _twin(module)
-    twin._parameters = {"weight": nn.Parameter(weight)}
+    twin = _twin(module, {"weight": nn.Parameter(weight)})
     try:
         with torch.no_grad(), torch.autocast("cpu", enabled=False), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # a norm of mixed dtypes
-            got = type(module).forward(twin, x)
+            got = type(twin).forward(twin, x)
     except Exception:
         return False
     dtype = torch.promote_types(x.dtype, weight.dtype) if spec.promotes else x.dtype

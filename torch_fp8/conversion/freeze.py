@@ -6,11 +6,14 @@ has prepared a model for evaluation and no optimizer has it. What a script has f
 unfreeze later: this is stored so with ``FP8Config(frozen_weights="fp8")``, or by `freeze`.
 """
 
+from typing import Any
+
 import torch
 from torch import nn
 
 from torch_fp8.config import FP8Config, config_or_default
 from torch_fp8.conversion.convert import convert_to_float8
+from torch_fp8.conversion.frozen_experts import freeze_experts, thaw_experts
 from torch_fp8.conversion.frozen_layers import (
     FreezeReport,
     freeze_layers,
@@ -20,6 +23,7 @@ from torch_fp8.conversion.frozen_layers import (
 )
 from torch_fp8.conversion.fused_layers import convert_producers
 from torch_fp8.conversion.layer_options import base_config
+from torch_fp8.nn.experts import Float8Experts
 from torch_fp8.nn.linear import Float8Layer
 from torch_fp8.nn.training_guard import guard
 
@@ -56,11 +60,12 @@ def freeze(
         layers = _layers(model)
     config = base_config(layers)
     refuse_kept(config)
-    target = torch.device(device) if device is not None else layers[0].weight.device
+    target = torch.device(device) if device is not None else layers[0].fp8_weights[0].device
     proven = proven_frozen(model)
     adapted = any(proven(layer) for layer in layers)
     guard(model)
-    return freeze_layers(model, config, target, proven if adapted else lambda layer: True)
+    meant = proven if adapted else lambda module: True
+    return freeze_layers(model, config, target, meant) + freeze_experts(model, meant)
 
 
 def thaw(model: nn.Module) -> int:
@@ -76,15 +81,17 @@ def thaw(model: nn.Module) -> int:
     Raises:
         RuntimeError: weights that FSDP2 has sharded.
     """
-    count = thaw_layers(model)
+    count = thaw_layers(model) + thaw_experts(model)
     layers = _layers(model)
     if count:
         convert_producers(model, base_config(layers))
     return count
 
 
-def _layers(model: nn.Module) -> list[Float8Layer]:
-    return [module for module in model.modules() if isinstance(module, Float8Layer)]
+def _layers(model: nn.Module) -> list[Any]:
+    """Return the linear layers and the modules of experts that run in FP8."""
+    ours = (Float8Layer, Float8Experts)
+    return [module for module in model.modules() if isinstance(module, ours)]
 
 
 def refuse_kept(config: FP8Config, function: str = "freeze") -> None:

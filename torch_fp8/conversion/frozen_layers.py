@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from torch_fp8.autograd.current_pass import RunsFP8
 from torch_fp8.config import FP8Config
 from torch_fp8.conversion.fp8_weight import known_payload
 from torch_fp8.conversion.fused_layers import convert_producers
@@ -89,19 +90,19 @@ def frozen_recipe(config: FP8Config, device: torch.device) -> tuple[Recipe, bool
     return recipe, config.emulate and not runs_natively(device, name)
 
 
-def proven_frozen(model: nn.Module) -> Callable[[Float8Layer], bool]:
-    """Return what tells of a layer whether nobody will train its weight: PEFT has frozen it."""
+def proven_frozen(model: nn.Module) -> Callable[[RunsFP8], bool]:
+    """Return what tells of a module whether nobody will train its weights: PEFT has frozen it."""
     adapted = any(
         cls.__module__.partition(".")[0] == "peft"
         for module in model.modules()
         for cls in type(module).__mro__
     )
-    return lambda layer: adapted and not layer.weight.requires_grad
+    return lambda module: adapted and by_hand(module)
 
 
-def by_hand(layer: Float8Layer) -> bool:
-    """Return whether a layer's weight does not require gradients, whoever said so."""
-    return not layer.weight.requires_grad
+def by_hand(module: RunsFP8) -> bool:
+    """Return whether a module's weights do not require gradients, whoever said so."""
+    return not any(weight.requires_grad for weight in module.fp8_weights)
 
 
 def option_that_keeps(config: FP8Config) -> str | None:
@@ -114,6 +115,11 @@ def option_that_keeps(config: FP8Config) -> str | None:
     return next((option for option, given in options.items() if given), None)
 
 
+def frozen_by(model: nn.Module, config: FP8Config) -> Callable[[RunsFP8], bool]:
+    """Return what tells of a module whether `config.frozen_weights` means it."""
+    return by_hand if config.frozen_weights == "fp8" else proven_frozen(model)
+
+
 def freeze_as_configured(model: nn.Module, config: FP8Config, device: torch.device) -> FreezeReport:
     """Freeze the layers of a converted model that `config.frozen_weights` means, and have LoRA
     layers over them multiply by merged weights, with `config.merge_aware`.
@@ -121,8 +127,7 @@ def freeze_as_configured(model: nn.Module, config: FP8Config, device: torch.devi
     stop_merge_aware(model)
     if option_that_keeps(config) is not None:
         return NOTHING
-    meant = by_hand if config.frozen_weights == "fp8" else proven_frozen(model)
-    report = freeze_layers(model, config, device, meant)
+    report = freeze_layers(model, config, device, frozen_by(model, config))
     if config.merge_aware:
         report = replace(report, num_merge_aware=make_merge_aware(model))
     return report

@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from torch_fp8.autograd.current_pass import RunsFP8
 from torch_fp8.config import FP8Config, is_high_precision
 from torch_fp8.conversion.autotune import recipe_of
 from torch_fp8.nn.class_swap import unwrapped_name
 from torch_fp8.nn.layer_filter import matches
-from torch_fp8.nn.linear import Float8Layer
 from torch_fp8.ops.hardware import check_device
 from torch_fp8.quantization.recipe import Recipe
 
@@ -45,7 +45,7 @@ def layer_options(names: Iterable[str], config: FP8Config) -> dict[str, FP8Confi
     return options_of
 
 
-def base_config(layers: Sequence[Float8Layer]) -> FP8Config:
+def base_config(layers: Sequence[RunsFP8]) -> FP8Config:
     """Return the configuration of a model, of which some layers may have options of their own."""
     configs = [layer.fp8_config for layer in layers]
     return next((config for config in configs if config.overrides), configs[0])

@@ -13,6 +13,7 @@ from torch_fp8.config import FP8Config
 from torch_fp8.conversion.autotune import RecipeChoice
 from torch_fp8.conversion.frozen_layers import NOTHING, FreezeReport
 from torch_fp8.conversion.memory import expected_bytes_per_param
+from torch_fp8.nn.experts import Float8Experts, expert_recipe
 from torch_fp8.nn.foreign_layer import QUANTIZED
 from torch_fp8.nn.layer_filter import ADAPTER, expert_weights, features, is_linear
 from torch_fp8.nn.linear import Float8Layer
@@ -46,7 +47,7 @@ class MatmulFlops(NamedTuple):
     Attributes:
         total: those of all GEMMs.
         fp8: those of the GEMMs in FP8.
-        experts: those of fused experts, which are not in FP8.
+        experts: those of fused experts that stay in high precision.
     """
 
     total: float
@@ -76,6 +77,8 @@ class ConversionReport:
         unfused: qualified names of norms and gated MLPs that hand over plain tensors, for the
             layers that they connect cast differently.
         smooth: qualified names of the layers whose input has scales per channel (Smooth-SwiGLU).
+        experts: qualified names of the fused expert weights that run in FP8.
+        were_eager: whether these experts ran as a loop in Python before.
     """
 
     converted: tuple[str, ...]
@@ -94,6 +97,8 @@ class ConversionReport:
     unused_overrides: tuple[str, ...] = ()
     unfused: tuple[str, ...] = ()
     smooth: tuple[str, ...] = ()
+    experts: tuple[str, ...] = ()
+    were_eager: bool = False
 
     @property
     def flops_share(self) -> float:
@@ -115,7 +120,12 @@ class ConversionReport:
     @property
     def num_layers(self) -> int:
         """The number of linear layers without adapters, and of fused expert weights."""
-        return len(self.converted) + len(self.skipped) - len(self.adapters)
+        return self.num_converted + len(self.skipped) - len(self.adapters)
+
+    @property
+    def num_converted(self) -> int:
+        """The number of linear layers and of fused expert weights that run in FP8."""
+        return len(self.converted) + len(self.experts)
 
     def summary(
         self,
@@ -139,7 +149,7 @@ class ConversionReport:
         if self.config.backend == "transformer-engine":
             backend = backend.replace("torch scaled_mm", f"Transformer Engine {version()}")
         lines = [
-            f"FP8: {len(self.converted)} of {counted(self.num_layers, 'linear layer')}, "
+            f"FP8: {self.num_converted} of {counted(self.num_layers, 'linear layer')}, "
             f"{100 * self.flops_share:.1f} % of the matmul FLOPs, level {self.config.opt_level}",
             f"  recipe    {chosen}{self.recipe}",
             *([f"  {self.choice.label:<9} {self.choice}"] if self.choice is not None else []),
@@ -147,6 +157,7 @@ class ConversionReport:
             f"  GEMMs     {backend}",
             *self._producer_lines(),
             *self._smooth_lines(),
+            *self._expert_lines(),
             *([f"  frozen    {self.frozen}"] if self.frozen.frozen else []),
             *self._high_precision_lines(),
             *(f"  skipped   {line}" for line in self._skipped_by_reason()),
@@ -214,9 +225,20 @@ class ConversionReport:
             )
         return lines
 
+    def _expert_lines(self) -> list[str]:
+        if not self.experts:
+            return []
+        lines = [
+            f"  experts   {counted(len(self.experts), 'fused weight')} in FP8 grouped GEMMs, "
+            f"{expert_recipe(self.config)}"
+        ]
+        if self.were_eager:
+            lines.append("  experts   experts_implementation='eager' is 'grouped_mm' now")
+        return lines
+
     def _high_precision_lines(self) -> list[str]:
-        """Describe layers of another quantization, adapters, and fused experts with what they mean
-        for speed, in lines of their own.
+        """Describe layers of another quantization, adapters, and fused experts that stay, with what
+        they mean for speed, in lines of their own.
         """
         libraries = Counter(r.removeprefix(QUANTIZED) for _, r in self.skipped if _is_foreign(r))
         lines = [
@@ -231,9 +253,9 @@ class ConversionReport:
             of_all = 100 * self.flops.experts / self.flops.total
             faster = 1 / (1 - self.flops_share * (1 - 1 / _FASTER))
             lines.append(
-                f"  experts   {of_all:.1f} % of the matmul FLOPs are those of fused experts, which "
-                "need grouped GEMMs and stay in high precision: where FP8 doubles a GEMM's speed, "
-                f"all of them together are {faster:.2f} times as fast"
+                f"  experts   {of_all:.1f} % of the matmul FLOPs are those of fused experts that "
+                "stay in high precision: where FP8 doubles a GEMM's speed, all GEMMs together are "
+                f"{faster:.2f} times as fast"
             )
         return lines
 
@@ -261,8 +283,13 @@ def matmul_flops(model: nn.Module) -> MatmulFlops:
     for name, module in model.named_modules():
         if not is_linear(module):
             for parameter in _experts(name, module):
-                gemms = 2 + parameter.requires_grad
-                experts += gemms * parameter.numel() * _active_share(model, module, parameter)
+                numel = parameter.numel() * _active_share(model, module, parameter)
+                if isinstance(module, Float8Experts):
+                    total += (2 + parameter.requires_grad) * numel
+                    wgrad = parameter.requires_grad and module.fp8_recipe.wgrad is not None
+                    fp8 += (2 + wgrad) * numel
+                else:
+                    experts += (2 + parameter.requires_grad) * numel
             continue
         weight = module._parameters.get("weight")  # which may be packed, or not there at all
         trained = weight is not None and weight.requires_grad
@@ -287,7 +314,7 @@ def _experts(name: str, module: nn.Module) -> list[torch.Tensor]:
     prefix = f"{name}." if name else ""
     return [
         getattr(module, full_name.removeprefix(prefix))
-        for full_name, _ in expert_weights(name, module)
+        for full_name in expert_weights(name, module)
     ]
 
 

@@ -3,13 +3,20 @@
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
 from torch_fp8.config import FP8Config
+from torch_fp8.conversion.expert_layers import expert_reason, routers
 from torch_fp8.conversion.layer_options import high_precision_pattern
 from torch_fp8.conversion.report import SkippedModule
 from torch_fp8.nn.foreign_layer import QUANTIZED, quantized_by
-from torch_fp8.nn.layer_filter import expert_weights, high_precision_modules, is_linear, skip_reason
+from torch_fp8.nn.layer_filter import (
+    expert_weights,
+    high_precision_modules,
+    is_linear,
+    skip_reason,
+)
 from torch_fp8.nn.transformer_engine import unaligned
 from torch_fp8.quantization.recipe import Recipe
 
@@ -41,13 +48,15 @@ class Product(NamedTuple):
     reason: str | None
 
 
-def select(model: nn.Module, config: FP8Config, recipe: Recipe) -> list[Product]:
-    """Return each matrix product of `model` with a weight.
+def select(
+    model: nn.Module, config: FP8Config, recipe: Recipe, device: torch.device
+) -> list[Product]:
+    """Return each matrix product of `model` with a weight, as it is to run on `device`.
 
     Raises:
         NothingToConvertError: none can run in FP8, and no other library quantizes one.
     """
-    products = list(_products(model, config, recipe))
+    products = list(_products(model, config, recipe, device))
     skipped = [SkippedModule(name, reason) for name, _, reason in products if reason is not None]
     if len(skipped) < len(products) or any(s.reason.startswith(QUANTIZED) for s in skipped):
         return products
@@ -59,15 +68,21 @@ def select(model: nn.Module, config: FP8Config, recipe: Recipe) -> list[Product]
     )
 
 
-def _products(model: nn.Module, config: FP8Config, recipe: Recipe) -> Iterator[Product]:
-    kept_high = high_precision_modules(model, config.skip)
+def _products(
+    model: nn.Module, config: FP8Config, recipe: Recipe, device: torch.device
+) -> Iterator[Product]:
+    kept_high = high_precision_modules(model, config.skip) | routers(model)
     for name, module in model.named_modules():
         if not is_linear(module):
             library = quantized_by(module)
             if library is not None:
                 yield Product(name, module, f"{QUANTIZED}{library}")
                 continue
-            yield from (Product(full, module, why) for full, why in expert_weights(name, module))
+            experts = list(expert_weights(name, module))
+            if experts:
+                why = high_precision_pattern(name, config)
+                why = why or expert_reason(name, module, config, recipe.name, device)
+                yield from (Product(full, module, why) for full in experts)
             continue
         reason = skip_reason(name, module, config.skip, kept_high)
         if reason is None:

@@ -253,7 +253,7 @@ def left_unread(model: nn.Module) -> Iterator[None]:
 
     It is for who takes few values of it: of those `plain_copy` makes what is to be saved.
     """
-    layers = [module for module in model.modules() if isinstance(module, FrozenStorage)]
+    layers: list[Any] = [module for module in model.modules() if hasattr(module, "fp8_unread")]
     for layer in layers:
         layer.fp8_unread = True
     try:
@@ -270,17 +270,17 @@ def plain_copy(value: Any) -> Any:
     return _plain(value, frozen) if isinstance(frozen, Float8FrozenWeight) else value
 
 
-def replace_parameter(layer: nn.Module, new: nn.Parameter) -> None:
-    """Put `new` in the place of a layer's weight, for everybody who holds that.
+def replace_parameter(layer: nn.Module, new: nn.Parameter, name: str = "weight") -> None:
+    """Put `new` in the place of a layer's weight `name`, for everybody who holds that.
 
     Where weak references forbid it, the layer alone has the new one, and the old one is emptied.
     """
-    old = layer._parameters["weight"]
+    old = layer._parameters[name]
     assert old is not None
     try:
         torch.utils.swap_tensors(old, new)
     except RuntimeError:
-        layer._parameters["weight"] = new
+        layer._parameters[name] = new
         if not isinstance(old, Float8FrozenWeight):
             old.data = old.data.new_empty(0)
 

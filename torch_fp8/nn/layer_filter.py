@@ -118,11 +118,12 @@ def skip_reason(
                 "library (transformers' tp_plan); torch_fp8.distributed has styles that run FP8"
             )
         return "its forward was replaced on the instance (a device-map or offload hook)"
-    return _weight_reason(module)
+    return weight_reason(module.weight) or _size_reason(module)
 
 
-def expert_weights(name: str, module: nn.Module) -> Iterator[tuple[str, str]]:
-    """The fused expert weights, 3-D parameters, that `module` itself holds, with the reason.
+def expert_weights(name: str, module: nn.Module) -> Iterator[str]:
+    """Yield the qualified names of the fused expert weights, 3-D parameters, that `module` itself
+    holds.
 
     Not torch's own modules, convolutions for instance, nor a single matrix (position embeddings).
     """
@@ -132,8 +133,7 @@ def expert_weights(name: str, module: nn.Module) -> Iterator[tuple[str, str]]:
         if parameter.ndim != 3 or parameter.shape[0] == 1:
             continue
         if min(parameter.shape[1:]) >= GEMM_ALIGNMENT:
-            full_name = f"{name}.{parameter_name}" if name else parameter_name
-            yield full_name, "fused expert weights need a grouped GEMM"
+            yield f"{name}.{parameter_name}" if name else parameter_name
 
 
 def _is_conv1d(module: nn.Module) -> bool:
@@ -162,9 +162,8 @@ def _class_reason(module: nn.Module) -> str | None:
     return f"{cls.__name__} computes something else than nn.Linear"
 
 
-def _weight_reason(module: nn.Module) -> str | None:
-    weight = module.weight
-    assert isinstance(weight, torch.Tensor)
+def weight_reason(weight: Any) -> str | None:
+    """Return why a weight stays as it is, whatever its sizes; None: FP8 takes it."""
     if is_lazy(weight):
         return UNINITIALIZED
     if weight.dtype not in _DTYPES:
@@ -172,6 +171,10 @@ def _weight_reason(module: nn.Module) -> str | None:
     sharded = hasattr(weight, "_local_tensor") or isinstance(weight, QuantizableTensor)
     if not (sharded or type(weight) in _WEIGHTS):
         return f"weight is a {type(weight).__name__}"
+    return None
+
+
+def _size_reason(module: nn.Module) -> str | None:
     names = ("in_features", "out_features")
     for dim, size in zip(names, features(module), strict=True):
         if size < GEMM_ALIGNMENT:

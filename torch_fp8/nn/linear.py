@@ -70,6 +70,10 @@ class Float8Layer(RepeatedForward, RunsFP8):
     fp8_adds_bias: bool = True
     """False where a parallel style adds it, after its group has summed the output."""
 
+    @property
+    def fp8_weights(self) -> tuple[Tensor, ...]:
+        return (self.weight,)
+
     def forward(self, input: Tensor) -> Tensor:
         compiling = torch.compiler.is_compiling()
         if not self.runs_fp8 or (not compiling and is_transformed()):

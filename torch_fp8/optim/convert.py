@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.optim import Adam, AdamW, Optimizer
 
+from torch_fp8.autograd.current_pass import RunsFP8
 from torch_fp8.config import FP8Config, config_or_default
 from torch_fp8.nn.linear import Float8Layer
 from torch_fp8.optim.arguments import check_arguments
@@ -176,8 +177,9 @@ def _convert_gradients(optimizer: Float8Optimizer, model: nn.Module | None) -> N
         if isinstance(model, DistributedDataParallel):
             optimizer.fp8_why_bf16_gradients = _WRAPPED
         else:
-            layers = (m for m in model.modules() if isinstance(m, Float8Layer))
-            optimizer.fp8_layers = tuple(weakref.ref(m) for m in layers if is_large(m.weight))
+            layers = (m for m in model.modules() if isinstance(m, RunsFP8))
+            large = (m for m in layers if any(map(is_large, m.fp8_weights)))
+            optimizer.fp8_layers = tuple(map(weakref.ref, large))
     missing = attach_hooks(optimizer)
     if had_hooks:
         optimizer.fp8_hooks_restored += missing

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from torch_fp8.autograd.current_pass import RunsFP8
 from torch_fp8.config import FP8Config
-from torch_fp8.nn.linear import Float8Layer
 from torch_fp8.optim.checkpoint import (
     FORMAT_VERSION,
     OPTIONS_KEY,
@@ -86,7 +86,7 @@ class Float8Optimizer(Optimizer):
     """
 
     fp8_config: FP8Config
-    fp8_layers: tuple["weakref.ref[Float8Layer]", ...]
+    fp8_layers: tuple["weakref.ref[RunsFP8]", ...]
     fp8_why_bf16_gradients: str | None
     fp8_hooks_restored: int
     fp8_released: set[Tensor]
@@ -110,7 +110,8 @@ class Float8Optimizer(Optimizer):
     def fp8_gradients(self) -> set[Tensor]:
         """The weights that get 8-bit gradients, as their layers have them now."""
         layers = [layer for ref in self.fp8_layers if (layer := ref()) is not None]
-        return {layer.weight for layer in layers if isinstance(layer, Float8Layer)}
+        layers = [layer for layer in layers if isinstance(layer, RunsFP8)]
+        return {w for layer in layers for w in layer.fp8_weights if is_large(w)}
 
     def indexed_parameters(self) -> list[tuple[int, dict[str, Any], Tensor]]:
         """Return every parameter with its group and its index among all, which keys the random

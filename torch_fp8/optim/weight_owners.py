@@ -5,16 +5,16 @@ parametrization, ``autocast(enabled=False)``, a merge of adapters or a fused ope
 next to float32. A split weight (`torch_fp8.quantization.split_float`) is BF16 for all of them. So
 only weights are split that are known to be read by their own forward alone:
 
-* weights of FP8 layers, which take any dtype;
+* weights of FP8 layers and of experts in FP8, which take any dtype;
 * of embeddings, whose output goes on to be float32 (`torch_fp8.optim.embedding_dtype`);
 * of output layers and other layers that compute what ``nn.Linear`` does, but stay in high precision
   by themselves: too small, say, or not faster in FP8. Outside autocast they multiply in float32.
 
 Everything else keeps its dtype, and its moments have 8 bits all the same: adapters of PEFT, which
 are merged outside autocast; parametrized tensors; parameters of any other module (convolutions,
-fused experts, bags of embeddings, which sum in float32, recurrent layers, the user's own); and what
-``FP8Config(skip=...)`` names, output layers excepted. That is the way out where other code reads a
-weight of these layers.
+experts in high precision, bags of embeddings, which sum in float32, recurrent layers, the user's
+own); and what ``FP8Config(skip=...)`` names, output layers excepted. That is the way out where
+other code reads a weight of these layers.
 """
 
 import re
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
 
 from torch_fp8.config import FP8Config
+from torch_fp8.nn.experts import Float8Experts
 from torch_fp8.nn.layer_filter import high_precision_modules, matches
 from torch_fp8.nn.linear import Float8Layer
 
@@ -48,7 +49,8 @@ def reasons_to_stay(model: nn.Module, config: FP8Config) -> dict[Tensor, str | N
             if parameter is None:
                 continue
             reason = None if module in heads else _reason(name, module, parents.get(module), config)
-            if reason is None and key != "weight":
+            own = module.fp8_weights if isinstance(module, Float8Experts) else ()
+            if reason is None and key != "weight" and not any(w is parameter for w in own):
                 reason = f"of {type(module).__name__}, beside its weight"
             if reasons.get(parameter) is None:  # one owner that reads it elsewhere is enough
                 reasons[parameter] = reason
@@ -76,5 +78,7 @@ def _reason(
         return "of nn.TransformerEncoderLayer, which reads them itself in evaluation"
     if isinstance(module, ParametrizationList):
         return "parametrized"
-    known = isinstance(module, (Float8Layer, nn.Embedding)) or has_linear_forward(module)
+    known = isinstance(module, (Float8Layer, Float8Experts, nn.Embedding)) or has_linear_forward(
+        module
+    )
     return None if known else f"of {type(module).__name__}"

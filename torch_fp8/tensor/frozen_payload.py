@@ -22,12 +22,13 @@ DTYPE = torch.bfloat16
 
 @dataclass(eq=False)
 class FrozenPayload:
-    """The bytes of a weight (R, C), shared by all views of it.
+    """The bytes of a weight (R, C), or of stacked ones (E, R, C), shared by all views of it.
 
     Attributes:
-        qdata: (R, C) E4M3, contiguous.
-        scale: float32 dequantization scale, (ceil(R / 128), ceil(C / 128)) or ().
-        spec: how it is cast: ``block_128x128`` or ``tensorwise``.
+        qdata: (R, C) or (E, R, C) E4M3, contiguous.
+        scale: float32 dequantization scale, (ceil(R / 128), ceil(C / 128)) or (); (E, R, 1) of
+            stacked weights.
+        spec: how it is cast: ``block_128x128`` or ``tensorwise``; ``rowwise`` if stacked.
         name: qualified name of the weight, for errors.
         thawed_dtype: the dtype that it had, and has again when it is thawed.
         owner: the layer whose weight it is, a weak reference; or None.
@@ -75,7 +76,7 @@ class FrozenPayload:
             return
         if not values.is_meta and self.equals(values):
             return
-        row = quantize(values, self.spec)
+        row = quantize_stacked(values, self.spec)
         self.take_own_memory()
         self.qdata.copy_(row.qdata)
         self.scale.copy_(row.scale)
@@ -125,18 +126,27 @@ class FrozenPayload:
         return copied
 
 
+def quantize_stacked(x: Tensor, spec: CastSpec) -> QuantizedTensor:
+    """Cast x (..., C) to FP8 along its last dimension; rowwise, if it is no matrix."""
+    if x.ndim == 2:
+        return quantize(x, spec)
+    assert spec.granularity == "rowwise"
+    row = quantize(x.reshape(-1, x.shape[-1]), spec)
+    return row._replace(qdata=row.qdata.view(x.shape), scale=row.scale.view(*x.shape[:-1], 1))
+
+
 def freeze_tensor(
     weight: Tensor, spec: CastSpec, name: str, dtype: torch.dtype | None = None
 ) -> FrozenPayload:
-    """Quantize a weight (R, C).
+    """Quantize a weight (R, C), or stacked ones (E, R, C).
 
     Args:
         weight: float32, bfloat16 or float16.
-        spec: ``block_128x128`` or ``tensorwise``, E4M3.
+        spec: ``block_128x128`` or ``tensorwise``, E4M3; ``rowwise`` if stacked.
         name: qualified, for errors.
         dtype: its dtype when it is thawed; None: its own.
     """
-    row = quantize(weight.detach(), spec)
+    row = quantize_stacked(weight.detach(), spec)
     return FrozenPayload(_compact(row.qdata), row.scale, spec, name, dtype or weight.dtype)
 
 

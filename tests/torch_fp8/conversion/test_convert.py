@@ -286,7 +286,7 @@ def _hooked():
     ("module", "skipped"),
     [
         (_Adapter(), {"lora_A.default": "LoRA adapter", "lora_B.default": "LoRA adapter"}),
-        (_Experts(), {"gate_up_proj": "fused expert weights need a grouped GEMM"}),
+        (_Experts(), {"gate_up_proj": "fused expert weights in a layout that is not known"}),
         (_Subclass(32, 32), {"": "_Subclass computes something else than nn.Linear"}),
         (nn.Linear(32, 1), {"": "out_features=1 is below 16"}),
         (nn.Linear(8, 32), {"": "in_features=8 is below 16"}),
@@ -409,7 +409,7 @@ def test_summary_says_what_fused_experts_mean():
     assert report.flops_share == pytest.approx(1 / 3)
     text = report.summary()
     assert "  experts   66.7 % of the matmul FLOPs are those of fused experts" in text
-    assert "all of them together are 1.20 times as fast" in text
+    assert "all GEMMs together are 1.20 times as fast" in text
     assert "experts" not in convert_to_float8(Model()).summary()
 
 

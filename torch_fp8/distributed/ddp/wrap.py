@@ -187,7 +187,7 @@ def _eight_bit(optimizer: Float8Optimizer, module: nn.Module) -> set[Tensor]:
 def _keep_plain(optimizer: Float8Optimizer, weights: set[Tensor], reason: str | None) -> None:
     layers = [(ref, ref()) for ref in optimizer.fp8_layers]
     optimizer.fp8_layers = tuple(
-        ref for ref, layer in layers if layer is not None and layer.weight not in weights
+        ref for ref, layer in layers if layer is not None and weights.isdisjoint(layer.fp8_weights)
     )
     if not optimizer.fp8_layers:
         optimizer.fp8_why_bf16_gradients = reason

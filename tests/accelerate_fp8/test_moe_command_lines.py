@@ -1,0 +1,82 @@
+"""``trl sft`` of mixtures of experts as users type it, with one flag."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import PreTrainedTokenizerFast
+
+from tests.moe_models import moe_model
+
+LAUNCH = ("-m", "accelerate.commands.launch", "--cpu", "--num_processes", "1")
+TARGETS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
+LORA = (
+    "--use_peft",
+    "--lora_dropout",
+    "0",
+    "--lora_target_modules",
+    "q_proj",
+    "--lora_target_parameters",
+    *TARGETS,
+)
+ROWS = [{"text": sentence} for sentence in ("the cat sat on a mat", "one dog ran in this park")] * 4
+slow = pytest.mark.slow
+
+
+def _folder(name: str, tiny_model: Path, tmp_path: Path) -> Path:
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(tiny_model)
+    tokenizer.save_pretrained(tmp_path / "model")
+    torch.manual_seed(0)
+    sizes = {"num_hidden_layers": 1, "eos_token_id": 3, "bos_token_id": 2, "pad_token_id": 1}
+    moe_model(name, **sizes).save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("name", "extra"),
+    [
+        pytest.param("Qwen3Moe", LORA, id="qwen3-lora"),
+        pytest.param("Qwen3Moe", (), id="qwen3", marks=slow),
+        pytest.param("GptOss", LORA, id="gpt-oss-lora", marks=slow),
+        pytest.param("GptOss", (), id="gpt-oss", marks=slow),
+    ],
+)
+def test_trl_sft_trains_experts_in_fp8(
+    name: str,
+    extra: tuple[str, ...],
+    tiny_model: Path,
+    tmp_path: Path,
+    environment: dict[str, str],
+) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "train.jsonl").write_text("\n".join(map(json.dumps, ROWS)))
+    given = {
+        "model_name_or_path": _folder(name, tiny_model, tmp_path),
+        "dataset_name": tmp_path / "data",
+        "output_dir": tmp_path / "out",
+        "max_steps": 2,
+        "per_device_train_batch_size": 2,
+        "report_to": "none",
+        "use_cpu": True,
+    }
+    options = [text for key, value in given.items() for text in (f"--{key}", str(value))]
+    command = (*LAUNCH, "--mixed_precision", "fp8", "-m", "trl.scripts.sft", *options, *extra)
+    done = subprocess.run(
+        [sys.executable, *command],
+        env=environment,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    output = done.stdout + done.stderr
+    assert done.returncode == 0, output
+    assert "2 fused weights in FP8 grouped GEMMs" in output
+    assert "FP8 was asked for" not in output
+    assert ("stored as FP8 alone" in output) == bool(extra)
+    saved = "adapter_model.safetensors" if extra else "model.safetensors"
+    assert (tmp_path / "out" / saved).exists()

@@ -1,0 +1,375 @@
+"""Modules of fused experts on their own: each layout of transformers against itself in BF16."""
+
+import copy
+import io
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from tests.moe_experts import CLASSES, CONFIG, WIDTH, E, H, K
+from tests.moe_experts import batch as _batch
+from tests.moe_experts import experts as _experts
+from tests.moe_experts import run as _run
+from tests.saved_activations import count_saved
+from torch_fp8 import (
+    FP8Config,
+    convert_optimizer,
+    convert_to_float8,
+    memory_report,
+    revert,
+)
+from torch_fp8.conversion.memory import expected_memory
+from torch_fp8.nn import experts_dispatch
+from torch_fp8.nn.experts import expert_recipe
+from torch_fp8.nn.grouped_linear_function import GroupedOptions, grouped_linear
+from torch_fp8.ops.moe_route import moe_route
+from torch_fp8.quantization.metrics import sqnr_db
+from torch_fp8.tensor.split_weight import SplitWeight
+
+RELEASE = {"opt_level": "O3", "gradient_release": True}
+FLOOR = 22.5
+"""A GEMM of two casts has 28.5 dB. What leaves a block has gone through three that are as noisy,
+23.7 dB (gate, up and down, say), within 1 dB for few values; a post norm adds one more.
+"""
+LAYOUTS = pytest.mark.parametrize("layout", CLASSES)
+
+
+@LAYOUTS
+@pytest.mark.parametrize("wgrad", ["fp8", "bf16"])
+def test_every_layout_computes_what_transformers_does(layout, wgrad):
+    experts, batch, grad = _experts(layout), _batch(150), torch.randn(150, H)
+    want = _run(experts, *batch, grad)
+    report = convert_to_float8(experts, FP8Config(recipe="rowwise", wgrad=wgrad))
+    assert len(report.experts) == 2
+    got = _run(experts, *batch, grad)
+    assert set(got) == set(want)
+    for name, value in want.items():
+        assert sqnr_db(value, got[name]) >= FLOOR - (layout == "post-norm"), name
+    assert revert(experts) == 1
+    again = _run(experts, *batch, grad)
+    assert all(torch.equal(again[name], value) for name, value in want.items())
+
+
+@pytest.mark.parametrize("rows", [1, 3, 16, 64, 512])
+def test_gradients_keep_their_bits_for_few_and_many_rows(rows):
+    experts = _experts()
+    index = torch.arange(E).repeat_interleave(rows)[:, None]
+    x, scores = torch.randn(E * rows, H), torch.rand(E * rows, 1) + 0.5
+    grad = torch.randn(E * rows, H)
+    want = _run(experts, x, index, scores, grad)
+    convert_to_float8(experts)
+    got = _run(experts, x, index, scores, grad)
+    want.pop("scores"), got.pop("scores")  # too few of them for a ratio
+    for name, value in want.items():
+        assert sqnr_db(value, got[name]) >= FLOOR - 0.5, name
+
+
+@pytest.mark.parametrize("rows", [1, 3, 16, 64, 512])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_each_gradient_of_a_grouped_layer_has_the_bits_of_its_casts(rows, transposed):
+    """One GEMM: 28.5 dB of two casts, and at least 26 for any number of rows."""
+    route = moe_route(torch.arange(E).repeat_interleave(rows)[:, None], E)
+    x = torch.randn(E * rows, H, dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.randn(E, *((H, 80) if transposed else (80, H)), requires_grad=True)
+    options = GroupedOptions("experts", expert_recipe(FP8Config()), transposed, False)
+    y = grouped_linear(x, weight, route.offs, route, options)
+    grad = torch.randn_like(y)
+    got = torch.autograd.grad(y, (x, weight), grad)
+    stacked = x.view(E, rows, H).float()
+    want_y = stacked @ (weight if transposed else weight.transpose(1, 2))
+    grad = grad[route.row[:, 0]].view(E, rows, -1).float()
+    want = torch.autograd.grad(want_y, (x, weight), grad)
+    for value, other in zip((want_y.flatten(0, 1), *want), (y[route.row[:, 0]], *got), strict=True):
+        assert sqnr_db(value, other) >= 26
+
+
+@pytest.mark.parametrize(
+    ("tokens", "index"),
+    [
+        pytest.param(1, torch.tensor([[1, 3]]), id="one-token"),
+        pytest.param(13, torch.tensor([[2, 0]]).expand(13, 2), id="experts-without-tokens"),
+        pytest.param(0, torch.empty(0, 2, dtype=torch.long), id="no-token"),
+    ],
+)
+def test_experts_without_tokens_get_zero_gradients(tokens, index):
+    experts = _experts("gpt-oss")
+    convert_to_float8(experts)
+    got = _run(experts, torch.randn(tokens, H), index, torch.rand(tokens, 2))
+    for name, value in got.items():
+        assert value.isfinite().all(), name
+    for name in ("gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias"):
+        for i in range(E):
+            assert got[name][i].any() == bool((index == i).any())
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_what_is_not_finite_stays_in_its_token(bad):
+    experts, (x, index, scores) = _experts(), _batch(40)
+    convert_to_float8(experts)
+    x[7, 3] = bad
+    got = _run(experts, x, index, scores)
+    rest = torch.arange(40) != 7
+    for name in ("y", "x", "scores"):
+        assert got[name][rest].isfinite().all(), name
+    assert not got["y"][7].isfinite().all()
+    assert not got["gate_up_proj"].isfinite().all()
+
+
+def test_expert_parallel_sentinels_add_nothing():
+    """Expert parallelism marks entries of other ranks' experts with the number of experts."""
+    experts, (x, index, scores) = _experts(), _batch(40)
+    experts._is_expert_parallel = True
+    index[::3, 1] = E
+    scores = scores.masked_fill(index == E, 0.0)
+    want = _run(experts, x, index, scores)
+    convert_to_float8(experts)
+    got = _run(experts, x, index, scores)
+    for name, value in want.items():
+        assert sqnr_db(value, got[name]) >= FLOOR - 0.5, name
+    assert not got["scores"][index == E].any()
+
+
+def test_batched_experts_of_llama_4():
+    from transformers.models.llama4.modeling_llama4 import Llama4TextExperts
+
+    experts = Llama4TextExperts(SimpleNamespace(**CONFIG))
+    for parameter in experts.parameters():
+        nn.init.normal_(parameter, std=0.1)
+    x, grad = torch.randn(E * 21, H), torch.randn(E * 21, H)
+
+    def run():
+        leaf = x.clone().requires_grad_()
+        experts.zero_grad()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y = experts(leaf)
+        y.backward(grad.to(y.dtype))
+        return y.detach(), leaf.grad, *(p.grad.clone() for p in experts.parameters())
+
+    want = run()
+    assert len(convert_to_float8(experts).experts) == 2
+    assert "Float8" not in type(experts).__name__
+    for value, other in zip(want, run(), strict=True):
+        assert sqnr_db(value, other) >= FLOOR
+    assert revert(experts) == 1
+    assert type(experts) is Llama4TextExperts
+    assert all(torch.equal(a, b) for a, b in zip(want, run(), strict=True))
+
+
+def test_six_grouped_gemms_run_for_a_block():
+    experts, batch = _experts(), _batch(64)
+    convert_to_float8(experts)
+    with FlopCounterMode(display=False) as counter:
+        _run(experts, *batch)
+    rows = 64 * K + 16 * E
+    counts = counter.get_flop_counts()["Global"]
+    assert counts == {torch.ops.torch_fp8.scaled_grouped_mm: 3 * 2 * rows * 3 * WIDTH * H}
+
+
+def test_less_than_half_of_the_bytes_are_saved():
+    """At sizes in the ratio of Qwen3-30B's: 0.29 of stock's, whose weights are BF16."""
+    sizes = {"hidden_size": 256, "moe_intermediate_size": 96, "num_experts": 8}
+    experts = _experts(**sizes).bfloat16()
+    x = torch.randn(1024, 256, dtype=torch.bfloat16, requires_grad=True)
+    scores, index = torch.randn(1024, 8).softmax(-1).topk(4)
+    scores = scores.bfloat16().requires_grad_()
+    with count_saved(experts.parameters()) as stock:
+        experts(x, index, scores)
+    convert_to_float8(experts)
+    with count_saved(experts.parameters()) as ours:
+        experts(x, index, scores)
+    assert ours.total <= 0.5 * stock.total
+
+
+def test_two_models_are_independent_and_the_entry_goes_with_the_last():
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
+
+    first, second, stock = _experts(), _experts(), _experts()
+    batch = _batch(20)
+    want = [_run(m, *batch)["y"] for m in (first, second, stock)]
+    convert_to_float8(first)
+    convert_to_float8(second)
+    assert ALL_EXPERTS_FUNCTIONS["grouped_mm"] is not grouped_mm_experts_forward
+    assert torch.equal(_run(stock, *batch)["y"], want[2])
+    assert not torch.equal(_run(first, *batch)["y"], want[0])
+    revert(first)
+    assert torch.equal(_run(first, *batch)["y"], want[0])
+    assert not torch.equal(_run(second, *batch)["y"], want[1])
+    revert(second)
+    assert ALL_EXPERTS_FUNCTIONS["grouped_mm"] is grouped_mm_experts_forward
+    assert not experts_dispatch._converted
+
+
+def test_an_entry_of_somebody_else_comes_back():
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    def theirs(module, x, *args):
+        return x + 1
+
+    ALL_EXPERTS_FUNCTIONS["grouped_mm"] = theirs
+    try:
+        experts, batch = _experts(), _batch(20)
+        convert_to_float8(experts)
+        assert not torch.equal(experts(*batch), batch[0] + 1)
+        revert(experts)
+        assert ALL_EXPERTS_FUNCTIONS["grouped_mm"] is theirs
+    finally:
+        del ALL_EXPERTS_FUNCTIONS["grouped_mm"]
+
+
+def test_copies_and_pickles_run_in_fp8_by_themselves():
+    experts, batch = _experts(), _batch(20)
+    convert_to_float8(experts)
+    want = _run(experts, *batch)
+    file = io.BytesIO()
+    torch.save(experts, file)
+    copied = copy.deepcopy(experts)
+    revert(experts)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    for other in (copied, loaded):
+        got = _run(other, *batch)
+        assert all(torch.equal(got[name], value) for name, value in want.items())
+        assert revert(other) == 1
+
+
+@pytest.mark.parametrize("layout", ["plain", "gpt-oss"])
+def test_one_graph_computes_what_eager_code_does(layout):
+    experts, batch = _experts(layout), _batch(20)
+    convert_to_float8(experts)
+    want = _run(experts, *batch)
+    got = _run(torch.compile(experts, backend="aot_eager", fullgraph=True), *batch)
+    for name, value in want.items():
+        assert torch.equal(value, got.get(name, got.get(f"_orig_mod.{name}"))), name
+
+
+def test_evaluation_in_high_precision_is_transformers_own():
+    experts, batch = _experts().eval(), _batch(20)
+    want = experts(*batch)
+    convert_to_float8(experts, FP8Config(eval_fp8=False))
+    assert torch.equal(experts(*batch), want)
+    assert not torch.equal(experts.train()(*batch), want)
+
+
+def test_other_functions_get_the_halves_of_split_weights_under_autocast():
+    """As ``generate`` does on CUDA, which decodes by ``batched_mm``."""
+    experts, (x, index, scores) = _experts().eval(), _batch(20)
+    config = FP8Config()
+    convert_to_float8(experts, config)
+    optimizer = torch.optim.AdamW(experts.parameters())
+    convert_optimizer(optimizer, config, model=experts)
+    assert isinstance(experts.gate_up_proj, SplitWeight)
+    experts.config._experts_implementation = "batched_mm"
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        assert experts(x, index, scores).dtype == x.dtype
+        seen = []
+        handle = experts.act_fn.register_forward_pre_hook(
+            lambda module, args: seen.append((args[0].dtype, experts.gate_up_proj.dtype))
+        )
+        experts(x, index, scores)
+        handle.remove()
+    assert seen == [(torch.bfloat16, torch.bfloat16)]
+    assert isinstance(experts.gate_up_proj, SplitWeight)
+
+
+@pytest.mark.parametrize(
+    ("options", "bound"), [({}, 7.1), ({"opt_level": "O3"}, 6.1), (RELEASE, 5.1)]
+)
+def test_bytes_of_trained_experts(options, bound):
+    experts, config = _experts(hidden_size=256, moe_intermediate_size=128), FP8Config(**options)
+    convert_to_float8(experts, config)
+    optimizer = torch.optim.AdamW(experts.parameters(), lr=1e-3)
+    report = convert_optimizer(optimizer, config, model=experts)
+    assert report.num_split == 2
+    expected = expected_memory(experts, [optimizer]).bytes_per_param
+    _, index, scores = _batch(64)
+    for _ in range(2):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            y = experts(torch.randn(64, 256), index, scores)
+        y.float().square().sum().backward()
+        held = memory_report(experts, optimizer).bytes_per_param
+        optimizer.step()
+    assert held <= bound
+    assert held == pytest.approx(expected, abs=0.01)
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_training_experts_with_eight_bit_states_follows_stock(level):
+    """Losses with float32 states and ours; the weight of an expert without tokens stays."""
+
+    def losses(config):
+        torch.manual_seed(0)
+        experts, (x, index, scores) = _experts(), _batch(24, E - 1)
+        target = torch.randn(24, H)
+        optimizer = torch.optim.AdamW(experts.parameters(), lr=3e-3, weight_decay=0.0)
+        before = experts.down_proj[E - 1].detach().clone()
+        if config is not None:
+            convert_to_float8(experts, config)
+            convert_optimizer(optimizer, config, model=experts)
+        values = []
+        for _ in range(5):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = (experts(x, index, scores) - target).square().mean()
+            loss.backward()
+            optimizer.step()
+            values.append(loss.item())
+        unused = experts.down_proj[E - 1].detach()
+        assert (unused - before).abs().max() <= before.abs().max() * 2**-16  # a split's rounding
+        return values
+
+    want, got = losses(None), losses(FP8Config(opt_level=level))
+    assert got[-1] < got[0]
+    assert got == pytest.approx(want, rel=0.02)
+
+
+@pytest.mark.parametrize("implementation", ["deepgemm", "deepgemm_megamoe"])
+def test_an_implementation_without_backward_is_refused(implementation):
+    experts = _experts(_experts_implementation=implementation)
+    with pytest.raises(ValueError, match="has no backward"):
+        convert_to_float8(experts)
+
+
+@pytest.mark.parametrize(
+    ("changes", "options", "reason"),
+    [
+        ({"_experts_implementation": "sonicmoe"}, {}, "experts_implementation='sonicmoe' computes"),
+        ({}, {"recipe": "mxfp8"}, "mxfp8"),
+        ({}, {"skip": ("experts.down_proj",)}, "skip='experts.down_proj'"),
+        ({}, {"overrides": {"experts": {"recipe": "bf16"}}}, "overrides={'experts': bf16}"),
+    ],
+)
+def test_experts_that_stay_say_why(changes, options, reason):
+    model = nn.ModuleDict({"experts": _experts(**changes), "linear": nn.Linear(64, 64)})
+    report = convert_to_float8(model, FP8Config(**options))
+    assert report.experts == ()
+    assert {s.name for s in report.skipped} == {"experts.gate_up_proj", "experts.down_proj"}
+    assert all(reason in s.reason for s in report.skipped), report.skipped
+
+
+def test_eager_becomes_grouped_and_the_summary_says_so():
+    experts, batch = _experts(_experts_implementation="eager"), _batch(20)
+    want = experts(*batch)
+    report = convert_to_float8(experts)
+    assert "experts_implementation='eager' is 'grouped_mm' now" in report.summary()
+    assert sqnr_db(want, experts(*batch)) > FLOOR - 0.5
+    revert(experts)
+    assert experts.config._experts_implementation == "eager"
+    assert torch.equal(experts(*batch), want)
+
+
+def test_a_card_without_the_operator_leaves_experts(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
+    from torch_fp8.conversion.expert_layers import expert_reason
+
+    reason = expert_reason("", _experts(), FP8Config(), "tensorwise", torch.device("cuda"))
+    assert "this card is sm_89" in reason
+
+
+def test_transformers_is_not_needed(monkeypatch):
+    monkeypatch.delitem(sys.modules, "transformers.integrations.moe", raising=False)
+    assert experts_dispatch.functions() is None

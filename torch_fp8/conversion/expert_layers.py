@@ -1,0 +1,150 @@
+"""Which modules of fused expert weights run in FP8, and their way there and back."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from torch_fp8.config import FP8Config
+from torch_fp8.conversion.frozen_layers import option_that_keeps
+from torch_fp8.nn import experts_dispatch
+from torch_fp8.nn.class_swap import add_mixin, remove_mixin, stock_class
+from torch_fp8.nn.experts import OWN, Float8BatchedExperts, Float8Experts
+from torch_fp8.nn.layer_filter import expert_weights, matches, weight_reason
+from torch_fp8.ops.scaled_grouped_mm import reason_not_grouped, too_many
+
+UNKNOWN = "fused expert weights in a layout that is not known"
+_FLAGS = ("has_gate", "has_bias", "has_post_expert_norm", "is_transposed")
+_BATCHED = "Llama4TextExperts"
+_LEFT = "experts_implementation={!r} computes them"
+_ROUTERS = ("router", "gate", "classifier")
+ROUTER = "router of experts"
+
+
+def expert_reason(
+    name: str, module: nn.Module, config: FP8Config, recipe_name: str, device: torch.device
+) -> str | None:
+    """Return why the fused experts of a module stay in high precision; None: they run in FP8.
+
+    Args:
+        name: qualified, of the module.
+        module: with fused expert weights, see `expert_weights`.
+        config: whose `skip` and backend count.
+        recipe_name: of the linear layers.
+        device: on which the model will run.
+    Raises:
+        ValueError: the experts run by DeepGEMM, which transformers gives no backward.
+    """
+    names = [name, *expert_weights(name, module)]
+    for pattern in config.skip:
+        if any(matches(pattern, full) for full in names):
+            return f"skip={pattern!r}"
+    if not (_is_dispatched(module) or _is_batched(module)):
+        return UNKNOWN
+    weights: list[Any] = [module._parameters.get(key) for key in _weight_names(module)]
+    if any(weight is None for weight in weights):
+        return UNKNOWN
+    if config.backend != "torch":
+        return f"backend={config.backend!r} has no grouped GEMM here"
+    if recipe_name == "mxfp8":
+        return "grouped GEMMs with scales of mxfp8 are not built yet; other recipes run experts"
+    reasons = [weight_reason(weight) or too_many(tuple(weight.shape)) for weight in weights]
+    return next(
+        (reason for reason in reasons if reason is not None),
+        _implementation_reason(module) or reason_not_grouped(device, config.emulate),
+    )
+
+
+def _weight_names(module: Any) -> tuple[str, str]:
+    return "gate_up_proj" if getattr(module, "has_gate", True) else "up_proj", "down_proj"
+
+
+def _is_dispatched(module: nn.Module) -> bool:
+    """Return whether transformers' decorator has put its flags into a module."""
+    return experts_dispatch.functions() is not None and all(f in vars(module) for f in _FLAGS)
+
+
+def _is_batched(module: nn.Module) -> bool:
+    cls = stock_class(type(module))
+    return cls.__name__ == _BATCHED and cls.__module__.startswith("transformers.")
+
+
+def _implementation_reason(module: Any) -> str | None:
+    """Return why the function that the model asks for keeps the experts; None: ours takes its
+    place.
+    """
+    if _is_batched(module):
+        replaced = "forward" in vars(module)
+        return "its forward was replaced on the instance" if replaced else None
+    implementation = module.config._experts_implementation
+    if str(implementation).startswith("deepgemm"):
+        raise ValueError(
+            f"experts_implementation={implementation!r} has no backward in transformers, so a "
+            "model with it cannot be trained; load it with experts_implementation='grouped_mm'"
+        )
+    if implementation in (experts_dispatch.ENTRY, "eager", None):
+        return None
+    return _LEFT.format(implementation)
+
+
+def routers(model: nn.Module) -> dict[nn.Module, str]:
+    """Return the linear layers that choose experts, which are never converted, with the reason.
+
+    A router lies beside the experts, or in a module beside them, and has an output for each.
+    """
+    found: dict[nn.Module, str] = {}
+    for parent in model.modules():
+        for child in parent.children():
+            count = _num_experts(child)
+            if count < 2:
+                continue
+            beside = (
+                layer
+                for key, sibling in parent.named_children()
+                if sibling is not child and key.rpartition(".")[2] in _ROUTERS
+                for layer in sibling.modules()
+            )
+            for layer in beside:
+                if isinstance(layer, nn.Linear) and layer.out_features == count:
+                    found[layer] = ROUTER
+    return found
+
+
+def _num_experts(module: nn.Module) -> int:
+    if isinstance(module, nn.ModuleList):
+        return len(module)
+    if any(True for _ in expert_weights("", module)):
+        return next(p.shape[0] for p in module.parameters(recurse=False) if p.ndim == 3)
+    return 0
+
+
+def to_float8(module: nn.Module, name: str, config: FP8Config, emulate: bool) -> None:
+    """Have a module compute its experts in FP8; `Float8Experts.configure` has the arguments."""
+    if not isinstance(module, Float8Experts):
+        add_mixin(module, Float8BatchedExperts if _is_batched(module) else Float8Experts)
+    experts: Any = module
+    if option_that_keeps(config) is not None:
+        experts.thaw_weights()
+    experts.configure(name, config, emulate)
+    if not _is_batched(module) and experts.config._experts_implementation == "eager":
+        experts.fp8_was_eager = True
+        experts.config._experts_implementation = experts_dispatch.ENTRY
+
+
+def to_stock(module: Float8Experts) -> None:
+    """Give a module its original class."""
+    experts: Any = module
+    experts.thaw_weights()
+    if vars(module).get("fp8_was_eager"):
+        experts.config._experts_implementation = "eager"
+    experts_dispatch.remove(module)
+    for name in OWN:
+        module.__dict__.pop(name, None)
+    batched = isinstance(module, Float8BatchedExperts)
+    remove_mixin(module, Float8BatchedExperts if batched else Float8Experts)
+
+
+def were_eager(modules: Iterable[nn.Module]) -> bool:
+    """Return whether the model asked for its own loop over experts."""
+    return any(vars(module).get("fp8_was_eager", False) for module in modules)

@@ -1,0 +1,206 @@
+"""`Float8Experts`: a module of fused expert weights whose GEMMs run in FP8.
+
+transformers holds the weights of all experts of a block in 3-D parameters, in layouts that flags of
+the module describe: ``gate_up_proj`` (E, 2I, H), or ``up_proj`` (E, I, H) without a gate, and
+``down_proj`` (E, H, I); both transposed where ``is_transposed``; with biases; with gate and up
+interleaved, which the module's own ``_apply_gate`` knows. The module keeps its forward, which
+transformers dispatches (`torch_fp8.nn.experts_dispatch`), and its Parameters.
+
+What runs in FP8 are the six GEMMs (`torch_fp8.nn.grouped_linear_function`). The router, its
+biases, and whatever is computed from its logits stay as they are. The activation runs again in
+backward instead of keeping what lies between the GEMMs, and the router's weights are multiplied in
+before the second GEMM: what autograd keeps of a token is one payload of it, and for each of its
+experts what the first GEMM returns and the payload that the second takes.
+
+Legend: T tokens, k experts of a token, R rows of all experts, E experts, H hidden, I expert width.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from torch_fp8.autograd.current_pass import is_transformed
+from torch_fp8.config import FP8Config
+from torch_fp8.nn import experts_dispatch
+from torch_fp8.nn.expert_adapters import (
+    Factors,
+    multiply_factors,
+    weight_and_factors,
+    whole_weights,
+)
+from torch_fp8.nn.expert_storage import ExpertStorage
+from torch_fp8.nn.grouped_linear_function import (
+    CombineFunction,
+    GroupedOptions,
+    SpreadFunction,
+    grouped_linear,
+)
+from torch_fp8.ops.moe_route import Route, group_of_rows, moe_route
+from torch_fp8.quantization.formats import GEMM_ALIGNMENT
+from torch_fp8.quantization.recipe import Recipe, make_recipe
+from torch_fp8.tensor.lazy_quantized import plain
+
+OWN = (
+    *("fp8_config", "fp8_recipe", "fp8_emulate", "fp8_name"),
+    *("fp8_was_eager", "fp8_unmerged", "fp8_factors"),
+)
+"""What `Float8Experts.configure` leaves in a module."""
+
+
+def expert_recipe(config: FP8Config) -> Recipe:
+    """Return the recipe of experts: E4M3 with a power-of-two scale for each row, whatever the
+    recipe of other layers, because the grouped GEMM takes no other scales.
+    """
+    return make_recipe("rowwise", wgrad=config.wgrad, fast_accum=config.fast_accum)
+
+
+class Float8Experts(ExpertStorage):
+    """The part of an expert module that runs its GEMMs in FP8; transformers calls it.
+
+    Shapes: hidden_states (T, H), top_k_index and top_k_weights (T, k), output (T, H).
+    """
+
+    num_experts: int
+    has_gate: bool
+    has_bias: bool
+    has_post_expert_norm: bool
+    is_transposed: bool
+    act_fn: Any
+    post_expert_norm: Any
+    fp8_config: FP8Config
+    fp8_emulate: bool
+    fp8_was_eager: bool
+    fp8_factors: Mapping[str, Sequence[Factors]] | None = None
+    """Adapters that are active in this forward, by the name of their weight."""
+
+    def configure(self, name: str, config: FP8Config, emulate: bool) -> None:
+        """Run in FP8 from now on.
+
+        Args:
+            name: qualified, for errors.
+            config: the configuration of the model, or of this module.
+            emulate: run its GEMMs through the reference path.
+        """
+        self.fp8_config, self.fp8_recipe = config, expert_recipe(config)
+        self.fp8_name, self.fp8_emulate = name, emulate
+        experts_dispatch.add(self)
+
+    @property
+    def fp8_weight_names(self) -> tuple[str, str]:
+        return "gate_up_proj" if getattr(self, "has_gate", True) else "up_proj", "down_proj"
+
+    @property
+    def fp8_weights(self) -> tuple[Tensor, ...]:
+        weights: Any = [self._parameters.get(name) for name in self.fp8_weight_names]
+        return tuple(weight for weight in weights if weight is not None)
+
+    def fp8_experts_forward(
+        self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+    ) -> Tensor | None:
+        """Return the output, or None where this forward does not run in FP8."""
+        if not self.runs_fp8 or (not torch.compiler.is_compiling() and is_transformed()):
+            return None
+        route = moe_route(top_k_index, self.num_experts)
+        first, second = self.fp8_weight_names
+        rows = self._product(hidden_states, first, route, gather=True)
+        score = F.pad(top_k_weights.reshape(-1), (0, 1))[route.slot][:, None]  # (R, 1)
+        if self.has_post_expert_norm:
+            rows = self._product(self._activated(rows, None), second, route)
+            rows = self.post_expert_norm(rows) * score
+        else:
+            rows = self._product(self._activated(rows, score), second, route, score)
+        output: Tensor = CombineFunction.apply(rows, route.token, route.row)
+        return output.to(hidden_states.dtype)
+
+    def _product(
+        self,
+        x: Tensor,
+        name: str,
+        route: Route,
+        score: Tensor | None = None,
+        *,
+        gather: bool = False,
+    ) -> Tensor:
+        """Multiply by a weight and add its bias, if there is one, times `score`."""
+        y = self._grouped(x, name, route.offs, route if gather else None)
+        if not self.has_bias:
+            return y
+        group = group_of_rows(route.offs, y.shape[0]).clamp(max=self.num_experts - 1)
+        bias = getattr(self, f"{name}_bias")[group]
+        return (y + (bias if score is None else bias * score)).to(y.dtype)
+
+    def _grouped(self, x: Tensor, name: str, offs: Tensor, route: Route | None) -> Tensor:
+        shown = "" if torch.compiler.is_compiling() else f"{self.fp8_name}.{name}"
+        options = GroupedOptions(shown, self.fp8_recipe, self.is_transposed, self.fp8_emulate)
+        weight, adapters = weight_and_factors(self, name)
+        y = grouped_linear(x, weight, offs, route, options)
+        if not adapters:
+            return y
+        rows = plain(x).to(y.dtype)
+        if route is not None:
+            rows = SpreadFunction.apply(rows, route.token, route.row)
+        for factors in adapters:
+            y = y + multiply_factors(rows, offs, factors, self.is_transposed)
+        return y
+
+    def _activated(self, rows: Tensor, score: Tensor | None) -> Tensor:
+        """Apply the activation, times `score`; in eager code it runs again in backward."""
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return self._activate(rows, score)
+        options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+        activated: Tensor = checkpoint(self._activate, rows, score, **options)
+        return activated
+
+    def _activate(self, rows: Tensor, score: Tensor | None) -> Tensor:
+        activate: Any = self._apply_gate if self.has_gate else self.act_fn
+        activated: Tensor = activate(rows)
+        return activated if score is None else (activated * score).to(activated.dtype)
+
+    def __setstate__(self, state: Any) -> None:
+        super().__setstate__(state)
+        experts_dispatch.add(self)  # a copy or an unpickled module
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, fp8={self.fp8_recipe}".removeprefix(", ")
+
+
+class Float8BatchedExperts(Float8Experts):
+    """Llama-4's experts, which transformers does not dispatch: each computes every token.
+
+    Shapes: hidden_states (E * T, H), those of one expert behind those of another; output likewise.
+    """
+
+    is_transposed = True
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        if not self.runs_fp8 or (not torch.compiler.is_compiling() and is_transformed()):
+            stock: Any = super().forward
+            with whole_weights(self):
+                output: Tensor = stock(plain(hidden_states))
+            return output
+        first, second = self.fp8_weight_names
+        num_experts, hidden = getattr(self, first).shape[0], hidden_states.shape[-1]
+        x = hidden_states.reshape(num_experts, -1, hidden)
+        tokens = x.shape[1]
+        padded = -(-tokens // GEMM_ALIGNMENT) * GEMM_ALIGNMENT
+        rows = F.pad(x, (0, 0, 0, padded - tokens)).reshape(-1, hidden)
+        ends = torch.arange(1, num_experts + 1, device=x.device, dtype=torch.int32)
+        offs = ends * padded
+        rows = self._activated(self._grouped(rows, first, offs, None), None)
+        rows = self._grouped(rows, second, offs, None)
+        rows = rows.view(num_experts, padded, -1)[:, :tokens]
+        return rows.reshape(-1, rows.shape[-1]).to(hidden_states.dtype)
+
+    def _activate(self, rows: Tensor, score: Tensor | None) -> Tensor:
+        gate, up = rows.chunk(2, dim=-1)
+        activated: Tensor = up * self.act_fn(gate)
+        return activated
+
+
+def is_expert_module(module: nn.Module) -> bool:
+    """Return whether a module of experts runs in FP8."""
+    return isinstance(module, Float8Experts)

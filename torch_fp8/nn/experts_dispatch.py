@@ -1,0 +1,75 @@
+"""The way from transformers' expert modules to `torch_fp8.nn.experts.Float8Experts`.
+
+transformers asks a global mapping at every call which function computes a module's experts. An
+entry of ours stands there in place of ``grouped_mm`` while a converted module exists, and hands on
+the modules that are not converted. Names and configurations stay as they are, so that expert
+parallelism, which keeps a bound method, finds what it expects. ``generate`` switches to
+``batched_mm`` for a while, which multiplies by the weights of single tokens' experts: it runs in
+high precision, unless it would merge adapters or dequantize frozen weights for each token.
+"""
+
+import sys
+import weakref
+from typing import Any
+
+from torch import Tensor, nn
+
+from torch_fp8.nn.expert_adapters import whole_weights
+
+ENTRY = "grouped_mm"
+_ENTRIES = (ENTRY, "batched_mm")
+
+_converted: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
+
+
+def functions() -> Any:
+    """Return transformers' mapping of expert functions; None where it is not imported."""
+    return getattr(sys.modules.get("transformers.integrations.moe"), "ALL_EXPERTS_FUNCTIONS", None)
+
+
+class Dispatch:
+    """An entry: computes converted modules in FP8, and others as the entry before it did.
+
+    Attributes:
+        name: the entry's.
+        previous: the entry before.
+    """
+
+    def __init__(self, name: str, previous: Any) -> None:
+        self.name, self.previous = name, previous
+
+    def __call__(self, module: Any, *args: Any, **kwargs: Any) -> Tensor:
+        if not hasattr(module, "fp8_experts_forward"):
+            return self.previous(module, *args, **kwargs)
+        output: Tensor | None = None
+        if self.name == ENTRY or module.fp8_factors or module.frozen_weights:
+            output = module.fp8_experts_forward(*args, **kwargs)
+        if output is None:
+            with whole_weights(module):
+                output = self.previous(module, *args, **kwargs)
+        return output
+
+
+def add(module: nn.Module) -> None:
+    """Dispatch the calls of a converted module from now on."""
+    registry = functions()
+    if registry is None:
+        return
+    _converted.add(module)
+    for name in _ENTRIES:
+        if not isinstance(registry[name], Dispatch):
+            registry[name] = Dispatch(name, registry[name])
+
+
+def remove(module: nn.Module) -> None:
+    """Leave a module to transformers again; with the last one the entries go."""
+    _converted.discard(module)
+    registry = functions()
+    if registry is None or _converted:
+        return
+    for name in _ENTRIES:
+        if isinstance(registry[name], Dispatch):
+            previous = registry[name].previous
+            del registry[name]
+            if registry[name] is not previous:  # somebody else's entry, not transformers' own
+                registry[name] = previous

@@ -1,0 +1,219 @@
+"""The three grouped GEMMs of an expert layer on FP8 payloads, as a function for autograd.
+
+``y = x w_e^T`` for the rows of each expert e, and in backward ``dx = g w_e`` and ``dw_e = g^T x``.
+Tokens are cast before they are gathered: once each, however many experts compute them. Saved for
+backward is that payload, 1 byte an element of (T, K), and the weight itself. All scales are powers
+of two, one for each row, so that wgrad takes the same payloads, transposed
+(`torch_fp8.ops.moe_route.transpose_groups`).
+
+Legend: T tokens, R rows of all experts, E experts, K in, N out.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from torch_fp8.autograd.function import is_returned, once_differentiable
+from torch_fp8.nn.expert_storage import transposed_stacked
+from torch_fp8.ops.moe_route import (
+    Route,
+    combine_rows,
+    gather_rows,
+    spread_rows,
+    transpose_groups,
+)
+from torch_fp8.ops.quantize import QuantizedTensor
+from torch_fp8.ops.scaled_grouped_mm import scaled_grouped_matmul
+from torch_fp8.ops.scaled_mm import cast
+from torch_fp8.quantization.recipe import Recipe
+from torch_fp8.tensor.frozen_weight import Float8FrozenWeight
+from torch_fp8.tensor.lazy_quantized import plain
+from torch_fp8.tensor.quantizer import Quantizer, matrix, output_dtype
+from torch_fp8.tensor.split_weight import SplitWeight
+from torch_fp8.tensor.weight_half import gradient_dtype
+
+
+class GroupedOptions(NamedTuple):
+    """What the function needs beside tensors.
+
+    Attributes:
+        name: qualified, of the weight, for errors.
+        recipe: casts and options of the GEMMs.
+        transposed: whether the weight is stored as (E, K, N).
+        emulate: whether the GEMMs run through the reference path.
+    """
+
+    name: str
+    recipe: Recipe
+    transposed: bool
+    emulate: bool
+
+
+def grouped_linear(
+    x: Tensor, weight: Tensor, offs: Tensor, route: Route | None, options: GroupedOptions
+) -> Tensor:
+    """y (R, N), in autocast's dtype where autocast is on, else in x's; zeros behind the groups.
+
+    Args:
+        x: (T, K), whose tokens `route` gathers; (R, K) where there is none.
+        weight: (E, N, K), or (E, K, N) if transposed.
+        offs: see `Route`.
+        route: the rows of tokens; None: x has rows.
+    """
+    token, row = (None, None) if route is None else (route.token, route.row)
+    y: Tensor = GroupedLinearFunction.apply(
+        x, weight, offs, token, row, output_dtype(x), gradient_dtype(weight), options
+    )
+    return y
+
+
+def _cast_weight(weight: Tensor, options: GroupedOptions, *, flip: bool) -> QuantizedTensor:
+    """Return a weight (E, R, C), or with `flip` its transpose (E, C, R), with a scale a row."""
+    spec = options.recipe.weight
+    if isinstance(weight, Float8FrozenWeight):
+        payload = weight.payload.quantized
+        return transposed_stacked(payload, spec) if flip else payload
+    values = weight.halves.high if isinstance(weight, SplitWeight) else weight
+    if flip:
+        values = values.transpose(1, 2)
+    row, _, _ = Quantizer(spec)(values, rowwise=True, columnwise=False)
+    assert row is not None
+    return row._replace(
+        qdata=row.qdata.view(values.shape), scale=row.scale.view(*values.shape[:2], 1)
+    )
+
+
+class GroupedLinearFunction(torch.autograd.Function):
+    """y = x w^T by expert on FP8 payloads, with dgrad and wgrad likewise; see `grouped_linear`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        offs: Tensor,
+        token: Tensor | None,
+        row: Tensor | None,
+        out_dtype: torch.dtype,
+        grad_dtype: torch.dtype,
+        options: GroupedOptions,
+    ) -> Tensor:
+        wants_dgrad, wants_wgrad = ctx.needs_input_grad[:2]
+        recipe = options.recipe
+        payload, _, _ = Quantizer(recipe.input)(x, rowwise=True, columnwise=False)
+        assert payload is not None
+        y = scaled_grouped_matmul(
+            payload if token is None else gather_rows(payload, token),
+            _cast_weight(weight, options, flip=options.transposed),
+            offs,
+            "rows",
+            out_dtype,
+            fast_accum=recipe.fprop.fast_accum,
+            emulate=options.emulate,
+        )
+        saved: dict[str, Tensor | None] = {"offs": offs, "token": token, "row": row}
+        if wants_dgrad:
+            saved["weight"] = weight
+        if wants_wgrad and recipe.wgrad is None:
+            saved["x"] = matrix(x).to(out_dtype)
+        elif wants_wgrad:
+            saved["x"], saved["x_scale"] = payload.qdata, payload.scale
+        present = {name: t for name, t in saved.items() if t is not None}
+        ctx.saved_names = tuple(present)
+        ctx.save_for_backward(*present.values())
+        ctx.options, ctx.name = options, options.name
+        ctx.dtypes = x.dtype, grad_dtype, weight.dtype
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        saved = dict(zip(ctx.saved_names, ctx.saved_tensors, strict=True))
+        options: GroupedOptions = ctx.options
+        recipe, offs = options.recipe, saved["offs"]
+        wants_dgrad, wants_wgrad = ctx.needs_input_grad[:2]
+        fp8_wgrad = wants_wgrad and recipe.wgrad is not None
+        input_dtype, weight_dtype, own_dtype = ctx.dtypes
+        if wants_wgrad and weight_dtype != own_dtype and is_returned(ctx, 1):
+            weight_dtype = own_dtype
+        grad_input = grad_weight = None
+        g, _, _ = Quantizer(recipe.grad_output)(
+            grad_output, rowwise=wants_dgrad or fp8_wgrad, columnwise=False
+        )
+        if wants_dgrad:
+            assert g is not None
+            grad_input = scaled_grouped_matmul(
+                g,
+                _cast_weight(saved["weight"], options, flip=not options.transposed),
+                offs,
+                "rows",
+                input_dtype,
+                fast_accum=recipe.dgrad.fast_accum,
+                emulate=options.emulate,
+            )
+            if "row" in saved:
+                grad_input = combine_rows(grad_input, saved["row"])
+        if fp8_wgrad:
+            assert g is not None
+            grad_weight = _wgrad(saved, g, weight_dtype, options)
+        elif wants_wgrad:
+            x, dense = saved["x"], plain(grad_output)
+            x = x if "token" not in saved else spread_rows(x, saved["token"])
+            a, b = (x, dense) if options.transposed else (dense, x)
+            product = F.grouped_mm(a.to(dense.dtype).t(), b.to(dense.dtype), offs=offs)
+            grad_weight = cast(product, weight_dtype)
+        return grad_input, grad_weight, None, None, None, None, None, None
+
+
+def _wgrad(
+    saved: dict[str, Tensor], g: QuantizedTensor, dtype: torch.dtype, options: GroupedOptions
+) -> Tensor:
+    """Return the gradient of the weight, as the weight is stored."""
+    assert options.recipe.wgrad is not None
+    x = QuantizedTensor(saved["x"], saved["x_scale"], g.granularity)
+    if "token" in saved:
+        x = gather_rows(x, saved["token"])
+    x_t, g_t = transpose_groups(x, saved["offs"]), transpose_groups(g, saved["offs"])
+    a, b = (x_t, g_t) if options.transposed else (g_t, x_t)
+    return scaled_grouped_matmul(
+        a,
+        b,
+        saved["offs"],
+        "sums",
+        dtype,
+        fast_accum=options.recipe.wgrad.fast_accum,
+        emulate=options.emulate,
+    )
+
+
+class SpreadFunction(torch.autograd.Function):
+    """Hand each row its token, `spread_rows`; backward adds up the gradients of a token's rows."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, token: Tensor, row: Tensor) -> Tensor:
+        ctx.save_for_backward(row)
+        return spread_rows(x, token)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (row,) = ctx.saved_tensors
+        return combine_rows(grad, row), None, None
+
+
+class CombineFunction(torch.autograd.Function):
+    """Add up the rows of each token, `combine_rows`; backward hands each row its token's gradient.
+
+    torch's own backward of an index adds gradients up, which it need not: no row belongs to two.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, token: Tensor, row: Tensor) -> Tensor:
+        ctx.save_for_backward(token)
+        return combine_rows(rows, row)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (token,) = ctx.saved_tensors
+        return spread_rows(grad, token), None, None
