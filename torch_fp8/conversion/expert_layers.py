@@ -31,7 +31,7 @@ def expert_reason(
         name: qualified, of the module.
         module: with fused expert weights, see `expert_weights`.
         config: whose `skip` and backend count.
-        recipe_name: of the linear layers.
+        recipe_name: the recipe of the linear layers.
         device: on which the model will run.
     Raises:
         ValueError: the experts run by DeepGEMM, which transformers gives no backward.
@@ -93,7 +93,7 @@ def routers(model: nn.Module) -> dict[nn.Module, str]:
 
     A router lies beside the experts, or in a module beside them, and has an output for each.
     """
-    found: dict[nn.Module, str] = {}
+    reasons: dict[nn.Module, str] = {}
     for parent in model.modules():
         for child in parent.children():
             count = _num_experts(child)
@@ -107,8 +107,8 @@ def routers(model: nn.Module) -> dict[nn.Module, str]:
             )
             for layer in beside:
                 if isinstance(layer, nn.Linear) and layer.out_features == count:
-                    found[layer] = ROUTER
-    return found
+                    reasons[layer] = ROUTER
+    return reasons
 
 
 def _num_experts(module: nn.Module) -> int:

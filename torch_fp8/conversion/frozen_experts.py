@@ -40,8 +40,8 @@ def freeze_experts(model: nn.Module, meant: Callable[[RunsFP8], bool]) -> Freeze
             reason = "its weight is shared with another module"
         names = tuple(f"{name}.{key}".lstrip(".") for key in experts.fp8_weight_names)
         if reason is not None:
-            kept = tuple((full, reason) for full in names)
-            report += FreezeReport((), kept, None, 0, 0, 0)
+            left = tuple((full, reason) for full in names)
+            report += FreezeReport((), left, None, 0, 0, 0)
             continue
         before = sum(w.numel() * _element_size(w) for w in weights)
         del weights  # or the Parameters could not be replaced

@@ -77,7 +77,7 @@ def compare(
     All ranks must call it, as often. Digests are compared; descriptions travel where these differ.
 
     Args:
-        description: of this rank.
+        description: what this rank is and asks for.
         group: process group of several ranks.
         seconds: how long to wait for all ranks; None: 120, and 1 for each rank of the group, or the
             timeout of the process group if that is shorter.
@@ -107,11 +107,11 @@ class _Meeting:
     """One comparison, seen from one rank; see the module's text.
 
     Args:
-        store: of the default process group.
+        store: the store of the default process group.
         group: the process group.
         seconds: how long to wait for all ranks.
         text: this rank's description.
-        note: of this rank's `Rank`.
+        note: this rank's `Rank` as text.
     """
 
     def __init__(self, store: Any, group: Any, seconds: float, text: str, note: str) -> None:

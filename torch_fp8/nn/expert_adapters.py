@@ -137,7 +137,7 @@ def multiply_factors(rows: Tensor, offs: Tensor, factors: Factors, transposed: b
     Args:
         rows: (R, K), in the dtype in which to multiply.
         offs: see `torch_fp8.ops.moe_route.Route`.
-        factors: of the weight as it is stored.
+        factors: the factors of the weight as it is stored.
         transposed: whether that is (E, K, N).
     """
     lhs, rhs = (factor.to(rows.dtype) for factor in factors[:2])

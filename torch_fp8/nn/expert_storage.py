@@ -117,7 +117,7 @@ class ExpertStorage(RunsFP8):
         """Round a weight that has adapters merged into it to BF16; or give back its bytes.
 
         Args:
-            name: of the weight.
+            name: the name of the weight.
             merged: whether an adapter is merged into it.
         """
         if merged:
