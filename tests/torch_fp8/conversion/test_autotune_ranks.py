@@ -74,5 +74,5 @@ def test_ranks_that_measured_before_there_was_a_group_do_not_train_different_fun
         assert "measured by this process for itself, before there was a process" in results["early"]
         said = results["early, wrapped"]
         assert "ranks that train one model have different ones: '0' is in FP8 (rowwise) on" in said
-        assert "in FP8 (blockwise) on rank 1; '1' is in high precision on rank 0" in said
+        assert "'1' is in high precision on rank 0, in FP8 (blockwise) on rank 1" in said
         assert "after init_process_group if the recipe is 'auto'" in said
