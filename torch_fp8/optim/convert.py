@@ -32,6 +32,7 @@ from torch_fp8.optim.split_optimizer import SplitOptimizer, reason_to_keep_weigh
 from torch_fp8.optim.state import State, is_large, settle_moments
 from torch_fp8.optim.state_sharding import check_shardings
 from torch_fp8.optim.weight_owners import NO_MODEL, has_linear_forward, reasons_to_stay
+from torch_fp8.quantization.option_values import given
 from torch_fp8.tensor.dtensor import local
 from torch_fp8.tensor.payload_cache import keeps_scale
 from torch_fp8.tensor.split_shard import SplitShard
@@ -126,8 +127,9 @@ def _keep_states(
     optimizer.set_config(config)
     num_split, float32 = _split_weights(optimizer, model)
     _convert_gradients(optimizer, model)
-    of_adam = [o for o in ("gradient_release", "update_clipping") if getattr(config, o)]
-    of_adam = [f"{' and '.join(of_adam)} are for Adam and AdamW"] if of_adam else []
+    options = given(config, "adam")
+    verb = "is" if len(options) == 1 else "are"
+    of_adam = [f"{' and '.join(options)} {verb} for Adam and AdamW"] if options else []
     report = replace(
         report,
         converted=True,

@@ -11,7 +11,7 @@ Where a copy is asked for its state, the state of the weight is found.
 
 import contextlib
 import sys
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterator, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -74,21 +74,26 @@ class Lending:
             parameter.grad = None
 
 
-class LentList(list[Tensor]):
+class LentList(Sequence[Tensor]):
     """The parameters of a group, of which readers get copies."""
 
     def __init__(self, parameters: list[Tensor], lending: Lending) -> None:
-        super().__init__(parameters)
-        self._lending = lending
+        self._parameters, self._lending = parameters, lending
 
     def __iter__(self) -> Iterator[Tensor]:
-        return (self._lending.lend(parameter) for parameter in super().__iter__())
+        return (self._lending.lend(parameter) for parameter in self._parameters)
 
     def __getitem__(self, index: Any) -> Any:
-        found = super().__getitem__(index)
+        found = self._parameters[index]
         if isinstance(index, slice):
-            return [self._lending.lend(parameter) for parameter in found]
+            return LentList(found, self._lending)
         return self._lending.lend(found)
+
+    def __len__(self) -> int:
+        return len(self._parameters)
+
+    def __add__(self, others: list[Tensor]) -> list[Tensor]:
+        return [*self, *others]
 
 
 class LentState(MutableMapping[Any, Any]):

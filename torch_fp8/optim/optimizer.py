@@ -29,6 +29,7 @@ from torch_fp8.optim.checkpoint import (
     saved_options,
 )
 from torch_fp8.optim.converted import ConvertedOptimizer
+from torch_fp8.optim.encoded_states import FORMATS_KEY, STATE_FORMATS
 from torch_fp8.optim.grad_hooks import attach_hooks, finish_release
 from torch_fp8.optim.residual import (
     residual_to_checkpoint,
@@ -157,7 +158,8 @@ class Float8Optimizer(ConvertedOptimizer):
         return self.fp8_config.large_residual_bits or 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state in torch.optim.AdamW's format, on the CPU.
+        """Return the state in torch.optim.AdamW's format, on the CPU; with
+        ``checkpoint_states="fp8"`` moments of 8 bits stay as they are stored.
 
         Weights that their user holds in BF16 have a ``residual`` beside it. Beside ``state`` and
         ``param_groups`` are options of ours and the residuals of weights that were not stepped.
@@ -174,10 +176,13 @@ class Float8Optimizer(ConvertedOptimizer):
 
     def _to_checkpoint(self, packed: dict[str, Any]) -> dict[str, Any]:
         parameters = {i: p for i, _, p in self.indexed_parameters()}
+        encoded = self.fp8_config.checkpoint_states == "fp8"
         for i, state in packed["state"].items():
             if i in parameters:  # beside them may be what a hook has put there
                 ours = "step" in state
-                state = to_checkpoint(parameters[i], state) if ours else dict(state)
+                state = (
+                    to_checkpoint(parameters[i], state, encoded=encoded) if ours else dict(state)
+                )
                 residual = residual_to_checkpoint(parameters[i]) if ours else None
                 packed["state"][i] = state
                 if residual is not None:
@@ -187,6 +192,7 @@ class Float8Optimizer(ConvertedOptimizer):
             "version": FORMAT_VERSION,
             "residual_bits": self.fp8_config.residual_bits,
             "seed": self.fp8_config.seed,
+            **({FORMATS_KEY: STATE_FORMATS} if encoded else {}),
         }
         unstepped = {i: p for i, p in parameters.items() if "step" not in self.state.get(p, {})}
         residuals = {i: residual_to_checkpoint(p) for i, p in unstepped.items()}

@@ -91,7 +91,8 @@ class Collecting(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure=None):
-        with_grad = [p for g in self.param_groups for p in g["params"] if p.grad is not None]
+        every = [p for g in self.param_groups for p in g["params"] + [torch.zeros(1)]]
+        with_grad = [p for p in every if p.grad is not None]
         norm = torch.stack([p.grad.norm() for p in with_grad]).norm()
         torch._foreach_add_(with_grad, [-0.1 / norm * p.grad for p in with_grad])
 
@@ -145,6 +146,10 @@ class OwnStep(torch.optim.AdamW):
         return super().step(closure)
 
 
+def _muon(parameters):
+    return torch.optim.Muon([p for p in parameters if p.ndim == 2], lr=1e-3)
+
+
 def _adafactor(parameters):
     transformers = pytest.importorskip("transformers")
     return transformers.Adafactor(parameters, lr=1e-3, relative_step=False, scale_parameter=False)
@@ -167,6 +172,7 @@ OPTIMIZERS = {
     "adadelta": torch.optim.Adadelta,
     "asgd": lambda p: torch.optim.ASGD(p, lr=0.1),
     "rprop": lambda p: torch.optim.Rprop(p, lr=0.001),
+    "muon": _muon,
     "own step": lambda p: OwnStep(p, lr=1e-3),
     "adafactor of transformers": _adafactor,
     "8 bits of torchao": _eight_bit,
