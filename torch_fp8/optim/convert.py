@@ -19,7 +19,7 @@ from torch_fp8.config import FP8Config, config_or_default
 from torch_fp8.nn.linear import Float8Layer
 from torch_fp8.optim.arguments import check_arguments
 from torch_fp8.optim.checkpoint import REFUSED_OPTIONS
-from torch_fp8.optim.converted import ConvertedOptimizer, converted_class
+from torch_fp8.optim.converted import ConvertedOptimizer, converted_class, unhooked
 from torch_fp8.optim.embedding_dtype import (
     keep_output_dtype,
     multiply_half,
@@ -29,6 +29,7 @@ from torch_fp8.optim.optimizer import Float8Optimizer
 from torch_fp8.optim.report import OptimizerReport, in_words
 from torch_fp8.optim.residual import drop_residuals
 from torch_fp8.optim.split_optimizer import SplitOptimizer, reason_to_keep_weights
+from torch_fp8.optim.stable_adamw import adopt_stable_adamw
 from torch_fp8.optim.state import State, is_large, settle_moments
 from torch_fp8.optim.state_sharding import check_shardings
 from torch_fp8.optim.weight_owners import NO_MODEL, has_linear_forward, reasons_to_stay
@@ -79,6 +80,8 @@ def convert_optimizer(
             "opt_level='O3' makes the gradients of FP8 layers 8 bits wide: pass the model that has "
             "them, convert_optimizer(optimizer, config, model=model)"
         )
+    if config.opt_level != "O1":
+        config = adopt_stable_adamw(optimizer, config)
     name = _name(optimizer)
     reason = "level O1" if config.opt_level == "O1" else _reason_to_leave(optimizer)
     if reason is not None:
@@ -284,7 +287,7 @@ def _reason_to_leave(optimizer: Optimizer) -> str | None:
     if not isinstance(optimizer, _BASES):
         return "8-bit states are for Adam and AdamW"
     inherited = all(
-        getattr(cls, method) in [getattr(base, method) for base in _BASES]
+        unhooked(getattr(cls, method)) in [unhooked(getattr(base, method)) for base in _BASES]
         for method in ("step", "state_dict", "load_state_dict", "_init_group")
     )
     return None if inherited else f"{cls.__name__} has a step of its own"

@@ -114,6 +114,11 @@ def converted_class(ours: Any, base: Any) -> type[ConvertedOptimizer]:
     return type(base.__name__, (ours, base), {**named, "__doc__": base.__doc__})
 
 
+def unhooked(method: Any) -> Any:
+    """Return a ``step`` without what torch puts around it, for a class, at its first object."""
+    return method.__wrapped__ if getattr(method, "hooked", False) else method
+
+
 def _rebuild(ours: Any, base: Any) -> Any:
     cls: Any = converted_class(ours, base)
     return cls.__new__(cls)

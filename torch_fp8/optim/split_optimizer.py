@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from torch_fp8.config import FP8Config
 from torch_fp8.optim.checkpoint import FORMAT_VERSION, OPTIONS_KEY
-from torch_fp8.optim.converted import ConvertedOptimizer
+from torch_fp8.optim.converted import ConvertedOptimizer, unhooked
 from torch_fp8.optim.grad_hooks import attach_hooks
 from torch_fp8.optim.lent_weights import Lending, lent
 from torch_fp8.tensor.dtensor import local
@@ -50,7 +50,7 @@ class SplitOptimizer(ConvertedOptimizer):
                 loss = closure()
         self.fp8_hooks_restored += attach_hooks(self)
         self.fp8_steps += 1
-        step, result = _own_step(self._fp8_base), None
+        step, result = unhooked(self._fp8_base.step), None
         indices = {parameter: i for i, _, parameter in self.indexed_parameters()}
         buckets = _buckets(list(indices)) if _is_torchs(step) else [set(indices)]
         for bucket in buckets:
@@ -92,7 +92,7 @@ class SplitOptimizer(ConvertedOptimizer):
 
 def reason_to_keep_weights(optimizer: Optimizer) -> str | None:
     """Explain why the weights of an optimizer cannot be lent to its step; None: they can."""
-    parameters = inspect.signature(_own_step(type(optimizer))).parameters
+    parameters = inspect.signature(unhooked(type(optimizer).step)).parameters
     closure = parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         return "its step runs the closure itself"
@@ -106,11 +106,6 @@ def reason_to_keep_weights(optimizer: Optimizer) -> str | None:
         if isinstance(value, Tensor) and (value in held or _address(value) in places):
             return "it refers to its weights outside of its parameter groups"
     return None
-
-
-def _own_step(base: Any) -> Any:
-    """Return the ``step`` of a class without the hooks and the profiler around it."""
-    return base.step.__wrapped__ if getattr(base.step, "hooked", False) else base.step
 
 
 def _is_torchs(step: Any) -> bool:

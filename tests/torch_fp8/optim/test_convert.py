@@ -1,5 +1,8 @@
 """`convert_optimizer`: whom it converts, what it refuses, and what it leaves as it was."""
 
+import subprocess
+import sys
+import textwrap
 import warnings
 
 import pytest
@@ -212,6 +215,25 @@ def test_a_subclass_that_inherits_step_is_converted():
     assert convert_optimizer(optimizer, model=model).converted
     assert isinstance(optimizer, _WithHyperparameters)
     _step(model, optimizer)
+
+
+def test_the_first_optimizer_of_a_process_may_be_a_subclass():
+    """torch puts its hooks around the ``step`` of whichever class comes first."""
+    script = """
+        import torch
+        from torch import nn
+        from torch_fp8 import convert_optimizer
+
+        class First(torch.optim.AdamW):
+            pass
+
+        model = nn.Sequential(nn.Linear(64, 64))
+        print(convert_optimizer(First(model.parameters()), model=model))
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)], check=True, capture_output=True, text=True
+    )
+    assert done.stdout == "First with 8-bit states\n"
 
 
 @pytest.mark.parametrize("option", ["amsgrad", "capturable", "differentiable"])
