@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from lightning_fp8.monitoring import MonitoredPrecision
 from lightning_fp8.precision import RELEASE, HostPrecision
-from torch_fp8.optim.optimizer import Float8Optimizer
+from torch_fp8.optim.converted import ConvertedOptimizer
 from torch_fp8.optim.whole_weights import whole_weights
 
 
@@ -73,7 +73,7 @@ class TrainerPrecision(MonitoredPrecision, HostPrecision):
         if not module.automatic_optimization and getattr(ddp, "require_backward_grad_sync", False):
             # The forward ran with this off, for Lightning turns it on for backward alone.
             for converted in self._live():
-                ours = [o for o in converted.optimizers if isinstance(o, Float8Optimizer)]
+                ours = [o for o in converted.optimizers if isinstance(o, ConvertedOptimizer)]
                 for reducer in {reducer for o in ours for reducer in o.fp8_reducers}:
                     reducer.prepare(tensor, synchronize=True)
         return super().pre_backward(tensor, module)

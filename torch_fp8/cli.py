@@ -19,7 +19,7 @@ from typing import NoReturn
 from torch_fp8._version import __version__
 from torch_fp8.advisor import command as check_command
 from torch_fp8.environment import command as env_command
-from torch_fp8.environment import export_command
+from torch_fp8.environment import convert_command, export_command
 from torch_fp8.monitor import command as report_command
 from torch_fp8.planner import command as plan_command
 from torch_fp8.quantization.suggestions import suggestion
@@ -87,6 +87,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     env_command.add_parser(commands)
     export_command.add_parser(commands)
+    convert_command.add_parser(commands)
     plan_command.add_parser(commands)
     check_command.add_parser(commands)
     report_command.add_parser(commands)

@@ -81,7 +81,11 @@ class FP8Config:
             where nobody writes. Default: ``True``.
         update_clipping (bool): StableAdamW's: divide a parameter's learning rate by the RMS of
             ``g / sqrt(v)`` where that is above 1 (arXiv 2304.13013). Default: ``False``.
-        seed (int): the seed of stochastic rounding in the optimizer. Equal on all ranks; kept in
+        checkpoint_states (str): how ``optimizer.state_dict()`` has the moments of Adam and AdamW.
+            ``float32``: as stock AdamW, which opens it. ``fp8``: codes and scales as they are in
+            memory, 2.1 bytes per parameter instead of 8; ``torch-fp8 convert-optimizer`` makes
+            stock's format of it. Both are loaded whatever this says. Default: ``"float32"``.
+        seed (int): the seed of rounding in the optimizer. Equal on all ranks; kept in
             checkpoints. Default: ``0``.
         frozen_weights (str): how weights that nobody trains are stored at O2 and O3. ``auto``: as
             FP8 alone, one byte per parameter, where they are proven frozen: by PEFT, or because a
@@ -175,10 +179,11 @@ class FP8Config:
     opt_level: str = option("O2", choices=("O1", "O2", "O3"))
     split_weights: bool = option(True, of="optimizer")
     residual_bits: int = option(8, choices=RESIDUAL_BITS, of="optimizer")
-    gradient_release: bool = option(False, of="optimizer")
+    gradient_release: bool = option(False, of="optimizer adam")
     cache_weights: bool | str = option(False, choices=("both",), of="optimizer torch")
     keep_eval_weights: bool = option(True, of="torch")
-    update_clipping: bool = option(False, of="optimizer")
+    update_clipping: bool = option(False, of="optimizer adam")
+    checkpoint_states: str = option("float32", choices=("float32", "fp8"), of="optimizer adam")
     seed: int = option(0, of="optimizer")
     frozen_weights: str = option("auto", choices=("auto", "fp8", "keep"), of="torch")
     merge_aware: bool = option(False, of="torch")

@@ -102,7 +102,7 @@ def test_several_optimizers_and_a_scheduler():
     same.step()
     assert first.param_groups[0]["lr"] == 5e-3
     assert isinstance(net[0].weight, SplitWeight)
-    assert not isinstance(net[3].weight, SplitWeight)  # SGD keeps float32
+    assert isinstance(net[3].weight, SplitWeight)
 
 
 def test_optimizer_that_takes_over_goes_on_from_the_whole_weights():

@@ -12,6 +12,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from torch_fp8.nn.linear import Float8Layer
+from torch_fp8.optim.converted import ConvertedOptimizer
 from torch_fp8.optim.optimizer import Float8Optimizer
 from torch_fp8.optim.residual import residual_of, residual_shape
 from torch_fp8.optim.state import is_large
@@ -191,7 +192,7 @@ def _expected(parameter: Tensor, optimizer: Optimizer | None, *, converted: bool
         return _NOTHING
     numel = shard.numel()
     size = stored(shard).element_size() if converted else shard.element_size()
-    ours = optimizer if isinstance(optimizer, Float8Optimizer) else None
+    ours = optimizer if isinstance(optimizer, ConvertedOptimizer) else None
     if isinstance(shard, Float8FrozenWeight):
         payload = shard.payload
         if converted:
@@ -200,8 +201,8 @@ def _expected(parameter: Tensor, optimizer: Optimizer | None, *, converted: bool
     if not parameter.requires_grad:
         return MemoryReport(numel, numel * size, 0, 0, 0, 0)
     if ours is None or not converted:
-        num_moments = 0 if optimizer is None else _num_moments(optimizer) or 0
-        return MemoryReport(numel, numel * size, numel * size, num_moments * numel * size, 0, 0)
+        states = _num_states(optimizer) * numel * size
+        return MemoryReport(numel, numel * size, numel * size, states, 0, 0)
     split = isinstance(shard, SplitWeight)
     bits = shard.halves.step_bits if split else ours.residual_bits(parameter)
     master = math.prod(residual_shape(shard.shape, bits)) * (2 if bits > 8 else 1) if bits else 0
@@ -211,6 +212,9 @@ def _expected(parameter: Tensor, optimizer: Optimizer | None, *, converted: bool
         gradients, scales = numel, groups + 4  # the multiplier, which clipping changes
     if ours.fp8_config.gradient_release:
         gradients, scales = 0, 0
+    if not isinstance(ours, Float8Optimizer):
+        states = _num_states(ours) * numel * parameter.element_size()
+        return MemoryReport(numel, numel * size, gradients, states, master, scales)
     if is_large(parameter):
         return MemoryReport(numel, numel * size, gradients, 2 * numel, master, scales + 2 * groups)
     return MemoryReport(numel, numel * size, gradients, 2 * 4 * numel, master, 0)
@@ -225,6 +229,11 @@ def _num_scales(shard: Tensor) -> int:
         return 0
     rows, cols = matrix_shape(shard.shape)
     return rows * num_groups(cols)
+
+
+def _num_states(optimizer: Optimizer | None) -> int:
+    """Return the states of a parameter's size that an optimizer is known to keep."""
+    return 0 if optimizer is None else _num_moments(optimizer) or 0
 
 
 def _num_moments(optimizer: Optimizer) -> int | None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from torch_fp8.optim.encoded_states import FORMATS_KEY, STATE_FORMATS, is_encoded, misfit
 from torch_fp8.optim.residual import residual_shape, sharded_residual_shape
 from torch_fp8.optim.state import is_large
 from torch_fp8.quantization.split_float import RESIDUAL_BITS
@@ -134,16 +135,28 @@ def _check_options(saved: Any, where: str) -> None:
         raise ValueError(f"{where}['seed'] is {seed!r}, expected a whole number")
     if isinstance(bits, bool) or bits not in RESIDUAL_BITS:
         raise ValueError(f"{where}['residual_bits'] is {bits!r}, expected one of {RESIDUAL_BITS}")
+    formats = saved.get(FORMATS_KEY, STATE_FORMATS)
+    if formats != STATE_FORMATS:
+        raise ValueError(
+            f"{where}[{FORMATS_KEY!r}] is {formats!r:.200}, but this version of torch-fp8 reads "
+            f"{STATE_FORMATS}; save the states with checkpoint_states='float32'"
+        )
 
 
 def _check_entry(parameter: Tensor, entry: Mapping[str, Any], where: str) -> None:
     """Raise ValueError unless a checkpoint's entry is a state of this parameter."""
     for name in ("step", *_MOMENTS):
-        if name not in entry:
+        if name not in entry and not is_encoded(name, entry):
             raise ValueError(f"{where} has no {name!r}; is it a checkpoint of Adam or AdamW?")
     if not _is_count(entry["step"]):
         raise ValueError(f"{where}['step'] is {entry['step']!r:.80}, expected a number of steps")
     for name in _MOMENTS:
+        if is_encoded(name, entry):
+            reason = misfit(name, entry, parameter)
+            if reason is not None:
+                raise ValueError(f"{where}{reason}")
+            _check_has_data(parameter, entry[f"{name}_codes"], f"{where}[{name!r}]")
+            continue
         value = entry[name]
         if not isinstance(value, Tensor) or not value.is_floating_point():
             raise ValueError(f"{where}[{name!r}] is no floating-point tensor: {value!r:.80}")

@@ -20,17 +20,21 @@ from torch_fp8.config import FP8Config, config_or_default
 from torch_fp8.nn.linear import Float8Layer
 from torch_fp8.optim.arguments import check_arguments
 from torch_fp8.optim.checkpoint import REFUSED_OPTIONS
+from torch_fp8.optim.converted import ConvertedOptimizer, converted_class, unhooked
 from torch_fp8.optim.embedding_dtype import (
     keep_output_dtype,
     multiply_half,
 )
 from torch_fp8.optim.grad_hooks import attach_hooks, detach_hooks
-from torch_fp8.optim.optimizer import Float8Optimizer, float8_class
+from torch_fp8.optim.optimizer import Float8Optimizer
 from torch_fp8.optim.report import OptimizerReport, in_words
 from torch_fp8.optim.residual import drop_residuals
+from torch_fp8.optim.split_optimizer import SplitOptimizer, reason_to_keep_weights
+from torch_fp8.optim.stable_adamw import adopt_stable_adamw
 from torch_fp8.optim.state import State, is_large, settle_moments
 from torch_fp8.optim.state_sharding import check_shardings
 from torch_fp8.optim.weight_owners import NO_MODEL, has_linear_forward, reasons_to_stay
+from torch_fp8.quantization.option_values import given
 from torch_fp8.tensor.dtensor import local
 from torch_fp8.tensor.payload_cache import keeps_scale
 from torch_fp8.tensor.split_shard import SplitShard
@@ -44,16 +48,18 @@ _SHARDED = "they were sharded before"
 def convert_optimizer(
     optimizer: Optimizer, config: FP8Config | str | None = None, *, model: nn.Module | None = None
 ) -> OptimizerReport:
-    """Give Adam or AdamW 8-bit moments and split master weights, in place.
+    """Give an optimizer split master weights, and Adam or AdamW 8-bit moments, in place.
 
     The optimizer stays the same object, with its groups, hooks and scheduler, and so do the
     Parameters. Large float32 weights of FP8 layers, embeddings and output layers are stored as
-    a BF16 half and a residual (`torch_fp8.tensor.split_weight`). States that exist are quantized.
-    Other optimizers, and (with a warning) subclasses with a ``step`` of their own, are left alone,
-    and the report says why. A second call changes nothing.
+    a BF16 half and a residual (`torch_fp8.tensor.split_weight`). States of Adam and AdamW that
+    exist are quantized. Other optimizers, and (with a warning) subclasses with a ``step`` of their
+    own, keep their states, and step float32 copies of their weights
+    (`torch_fp8.optim.split_optimizer`). Those that cannot are left alone, and the report says why.
+    A second call changes nothing.
 
     Args:
-        optimizer: Adam or AdamW, or a subclass that inherits their ``step``.
+        optimizer: Adam, AdamW and subclasses that inherit their ``step``; any other.
         config: a configuration, or the name of a recipe; None: as in `convert_to_float8`. At level
             O1 nothing is done.
         model: the converted model that it trains, which tells which weights may be split
@@ -70,27 +76,31 @@ def convert_optimizer(
     """
     config = config_or_default(config)
     check_arguments(optimizer, model)
+    if config.opt_level == "O3" and model is None:
+        raise ValueError(
+            "opt_level='O3' makes the gradients of FP8 layers 8 bits wide: pass the model that has "
+            "them, convert_optimizer(optimizer, config, model=model)"
+        )
+    if config.opt_level != "O1":
+        config = adopt_stable_adamw(optimizer, config)
     name = _name(optimizer)
     reason = "level O1" if config.opt_level == "O1" else _reason_to_leave(optimizer)
     if reason is not None:
         drop_residuals(optimizer)
         if isinstance(optimizer, _BASES) and config.opt_level != "O1":
             warnings.warn(f"{reason}: it keeps its own states", stacklevel=2)
-        return OptimizerReport(name, False, reason)
+        return _keep_states(optimizer, OptimizerReport(name, False, reason), model, config)
     _refuse_options(optimizer, name, config)
     check_shardings(optimizer, model, config)
-    if config.opt_level == "O3" and model is None:
-        raise ValueError(
-            "opt_level='O3' makes the gradients of FP8 layers 8 bits wide: pass the model that has "
-            "them, convert_optimizer(optimizer, config, model=model)"
-        )
     _warn_if_lossy(optimizer, config)
     if not isinstance(optimizer, Float8Optimizer):
-        _swap_class(optimizer)
+        _swap_class(optimizer, Float8Optimizer)
     elif not config.split_weights:
         restore_weights(optimizer)
     assert isinstance(optimizer, Float8Optimizer)
     optimizer.set_config(config)
+    for _, _, parameter in optimizer.indexed_parameters():
+        _quantize_state(optimizer, parameter)
     num_split, float32 = _split_weights(optimizer, model)
     report = OptimizerReport(
         name,
@@ -105,7 +115,37 @@ def convert_optimizer(
     return gradients_report(optimizer, report)
 
 
-def _split_weights(optimizer: Float8Optimizer, model: nn.Module | None) -> tuple[int, list[str]]:
+def _keep_states(
+    optimizer: Optimizer, report: OptimizerReport, model: nn.Module | None, config: FP8Config
+) -> OptimizerReport:
+    """Split the weights of an optimizer that keeps its own states."""
+    if config.opt_level == "O1" or not config.split_weights:
+        restore_weights(optimizer)
+        return report
+    why = None if isinstance(optimizer, SplitOptimizer) else reason_to_keep_weights(optimizer)
+    if why is not None:
+        return replace(report, reason=f"{report.reason}; its weights stay float32: {why}")
+    if not isinstance(optimizer, SplitOptimizer):
+        _swap_class(optimizer, SplitOptimizer)
+    assert isinstance(optimizer, SplitOptimizer)
+    optimizer.set_config(config)
+    num_split, float32 = _split_weights(optimizer, model)
+    _convert_gradients(optimizer, model)
+    options = given(config, "adam")
+    verb = "is" if len(options) == 1 else "are"
+    of_adam = [f"{' and '.join(options)} {verb} for Adam and AdamW"] if options else []
+    report = replace(
+        report,
+        converted=True,
+        reason="; ".join([str(report.reason), *of_adam]),
+        num_split=num_split,
+        num_float32=len(float32),
+        why_float32=in_words(float32),
+    )
+    return gradients_report(optimizer, report)
+
+
+def _split_weights(optimizer: ConvertedOptimizer, model: nn.Module | None) -> tuple[int, list[str]]:
     """Split the weights that may be; return how many, and why each other large one stays
     float32.
     """
@@ -114,7 +154,6 @@ def _split_weights(optimizer: Float8Optimizer, model: nn.Module | None) -> tuple
     wrapped = isinstance(model, DistributedDataParallel)
     num_split, stay = 0, []
     for _, _, parameter in optimizer.indexed_parameters():
-        _quantize_state(optimizer, parameter)
         if parameter.dtype != torch.float32 or not is_large(parameter):
             continue
         if not parameter.requires_grad:
@@ -140,7 +179,7 @@ def _split_weights(optimizer: Float8Optimizer, model: nn.Module | None) -> tuple
     return num_split, stay
 
 
-def _keep_dtypes(optimizer: Float8Optimizer, model: nn.Module) -> None:
+def _keep_dtypes(optimizer: ConvertedOptimizer, model: nn.Module) -> None:
     """Let high-precision modules compute in float32 though their weights were split."""
     split = {p for _, _, p in optimizer.indexed_parameters() if isinstance(p, SplitWeight)}
     keep_output_dtype(model, split)
@@ -154,7 +193,7 @@ def _keep_dtypes(optimizer: Float8Optimizer, model: nn.Module) -> None:
 
 def gradients_report(optimizer: Optimizer, report: OptimizerReport) -> OptimizerReport:
     """Update `report` with what wrapping can change: the number of 8-bit gradients, and hooks."""
-    if not isinstance(optimizer, Float8Optimizer):
+    if not isinstance(optimizer, ConvertedOptimizer):
         return report
     parameters = optimizer.indexed_parameters()
     count = sum(optimizer.has_fp8_gradient(parameter) for _, _, parameter in parameters)
@@ -168,7 +207,7 @@ def gradients_report(optimizer: Optimizer, report: OptimizerReport) -> Optimizer
     )
 
 
-def _convert_gradients(optimizer: Float8Optimizer, model: nn.Module | None) -> None:
+def _convert_gradients(optimizer: ConvertedOptimizer, model: nn.Module | None) -> None:
     """Put hooks on the parameters whose gradients have 8 bits or are released, and only there."""
     had_hooks = optimizer.fp8_layers
     optimizer.fp8_layers, optimizer.fp8_why_bf16_gradients = (), None
@@ -195,7 +234,7 @@ def restore_weights(optimizer: Optimizer) -> int:
     Returns:
         The number of weights that are float32 again; 0 for an optimizer that was not converted.
     """
-    if not isinstance(optimizer, Float8Optimizer):
+    if not isinstance(optimizer, ConvertedOptimizer):
         return 0
     detach_hooks(optimizer)
     optimizer.fp8_layers = ()
@@ -238,19 +277,19 @@ _LIBRARIES = ("bitsandbytes", "torchao", "apex", "deepspeed", "transformer_engin
 
 
 def _name(optimizer: Optimizer) -> str:
-    base = optimizer._fp8_base if isinstance(optimizer, Float8Optimizer) else type(optimizer)
+    base = optimizer._fp8_base if isinstance(optimizer, ConvertedOptimizer) else type(optimizer)
     library = base.__module__.partition(".")[0]
     return f"{base.__name__} of {library}" if library in _LIBRARIES else base.__name__
 
 
 def _reason_to_leave(optimizer: Optimizer) -> str | None:
-    cls = optimizer._fp8_base if isinstance(optimizer, Float8Optimizer) else type(optimizer)
+    cls = optimizer._fp8_base if isinstance(optimizer, ConvertedOptimizer) else type(optimizer)
     if cls in _BASES:
         return None
     if not isinstance(optimizer, _BASES):
         return "8-bit states are for Adam and AdamW"
     inherited = all(
-        getattr(cls, method) in [getattr(base, method) for base in _BASES]
+        unhooked(getattr(cls, method)) in [unhooked(getattr(base, method)) for base in _BASES]
         for method in ("step", "state_dict", "load_state_dict", "_init_group")
     )
     return None if inherited else f"{cls.__name__} has a step of its own"
@@ -300,10 +339,10 @@ def _quantize_state(optimizer: Float8Optimizer, parameter: Tensor) -> None:
         settle_moments(parameter, state)
 
 
-def _swap_class(optimizer: Optimizer) -> None:
+def _swap_class(optimizer: Optimizer, ours: type[ConvertedOptimizer]) -> None:
     """Change the class; whatever wraps the old ``step`` on the instance then wraps the new one."""
     base: Any = type(optimizer)
-    cls: Any = float8_class(base)
+    cls: Any = converted_class(ours, base)  # type: ignore[arg-type]
     optimizer.__class__ = cls
     optimizer.__dict__["_fp8_base"] = base
     optimizer._patch_step_function()  # hooks and the profiler are put around step once per class

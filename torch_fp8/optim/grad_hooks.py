@@ -208,8 +208,8 @@ class GradientHook:
             return (self.index,)
         every = (p for group in optimizer.param_groups for p in group["params"])
         parameter = next(itertools.islice(every, self.index, None), None)
-        step = optimizer.state.get(parameter, {}).get("step", 0)
-        return optimizer.fp8_config.seed, int(step), self.index
+        step = 0 if parameter is None else optimizer.step_of(parameter)
+        return optimizer.fp8_config.seed, step, self.index
 
     def belongs_to(self, optimizer: Optimizer) -> bool:
         """Return whether this hook belongs to `optimizer`."""

@@ -12,16 +12,12 @@ BF16 gradient a weight then takes 2 + 1 + 2 + 1 + 1 bytes and the scales, 7.06, 
 
 import contextlib
 import dataclasses
-import functools
-import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
-from torch_fp8.autograd.current_pass import RunsFP8
 from torch_fp8.config import FP8Config
 from torch_fp8.optim.checkpoint import (
     FORMAT_VERSION,
@@ -32,9 +28,10 @@ from torch_fp8.optim.checkpoint import (
     has_residual,
     saved_options,
 )
-from torch_fp8.optim.grad_hooks import attach_hooks, finish_release, hook_of
+from torch_fp8.optim.converted import ConvertedOptimizer
+from torch_fp8.optim.encoded_states import FORMATS_KEY, STATE_FORMATS
+from torch_fp8.optim.grad_hooks import attach_hooks, finish_release
 from torch_fp8.optim.residual import (
-    known_residual,
     residual_to_checkpoint,
     set_residual,
     shard_of,
@@ -59,11 +56,8 @@ from torch_fp8.optim.step import (
 )
 from torch_fp8.tensor.dtensor import local
 from torch_fp8.tensor.float8_moment import Float8Moment
-from torch_fp8.tensor.halves import EXACT_BITS
 from torch_fp8.tensor.split_weight import (
-    SplitWeight,
     halves_of,
-    split_parameter,
     stored,
     stored_grad,
 )
@@ -71,28 +65,17 @@ from torch_fp8.tensor.split_weight import (
 _HOOKS = ("state_dict_pre", "state_dict_post", "load_state_dict_pre", "load_state_dict_post")
 
 
-class Float8Optimizer(Optimizer):
-    """The class that `convert_optimizer` puts in front of Adam and AdamW: methods, and no
-    ``__init__``.
+class Float8Optimizer(ConvertedOptimizer):
+    """The class that `convert_optimizer` puts in front of Adam and AdamW.
 
     Attributes:
-        fp8_config: the configuration with which the optimizer was converted.
-        fp8_layers: layers whose weights get 8-bit gradients.
-        fp8_why_bf16_gradients: why at level O3 there are none of these; None where there are.
-        fp8_hooks_restored: gradient hooks that were lost and put back so far.
         fp8_released: the parameters that were stepped in backward, since ``step``.
         fp8_caches: payload caches of the weights; a copy has none, its layers cast when they run.
-        fp8_reducers: reducers of 8-bit gradients over ranks, one for each DDP module.
     """
 
-    fp8_config: FP8Config
-    fp8_layers: tuple["weakref.ref[RunsFP8]", ...]
-    fp8_why_bf16_gradients: str | None
-    fp8_hooks_restored: int
     fp8_released: set[Tensor]
     fp8_caches: Caches
-    fp8_reducers: tuple[Any, ...] = ()
-    _fp8_base: type[Optimizer]
+    _fp8_attributes = (*ConvertedOptimizer._fp8_attributes, "fp8_released")
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -105,20 +88,6 @@ class Float8Optimizer(Optimizer):
         finish_release(self)
         self.step_parameters(self.indexed_parameters())
         return loss
-
-    @property
-    def fp8_gradients(self) -> set[Tensor]:
-        """The weights that get 8-bit gradients, as their layers have them now."""
-        layers = [layer for ref in self.fp8_layers if (layer := ref()) is not None]
-        layers = [layer for layer in layers if isinstance(layer, RunsFP8)]
-        return {w for layer in layers for w in layer.fp8_weights if is_large(w)}
-
-    def indexed_parameters(self) -> list[tuple[int, dict[str, Any], Tensor]]:
-        """Return every parameter with its group and its index among all, which keys the random
-        bits.
-        """
-        parameters = ((g, p) for g in self.param_groups for p in g["params"])
-        return [(i, group, parameter) for i, (group, parameter) in enumerate(parameters)]
 
     def step_parameters(self, indexed: Iterable[tuple[int, dict[str, Any], Tensor]]) -> None:
         """Step those of some `indexed_parameters` that have a gradient."""
@@ -169,19 +138,16 @@ class Float8Optimizer(Optimizer):
 
     def set_config(self, config: FP8Config) -> None:
         """Take over a configuration; residuals change their bits at the next step."""
-        self.fp8_config = config
+        super().set_config(config)
         self.fp8_caches = {}
-        self.__dict__.setdefault("fp8_layers", ())
-        self.__dict__.setdefault("fp8_why_bf16_gradients", None)
-        self.__dict__.setdefault("fp8_hooks_restored", 0)
         self.__dict__.setdefault("fp8_released", set())
         # GradScaler shall unscale and check the gradients itself, not leave it to a fused step;
         # only where they are gone by then does the step tell it that it cannot.
         self._step_supports_amp_scaling = config.gradient_release
-        for _, _, parameter in self.indexed_parameters():
-            halves = halves_of(parameter)
-            if halves is not None:
-                halves.step_bits = config.residual_bits
+
+    def step_of(self, parameter: Tensor) -> int:
+        """Return how often a parameter was stepped."""
+        return int(self.state.get(parameter, {}).get("step", 0))
 
     def residual_bits(self, parameter: Tensor) -> int:
         """Return k, the residual bits of a parameter: 0 where it is not BF16 (any more)."""
@@ -191,13 +157,9 @@ class Float8Optimizer(Optimizer):
             return SMALL_RESIDUAL_BITS
         return self.fp8_config.large_residual_bits or 0
 
-    def has_fp8_gradient(self, parameter: Tensor) -> bool:
-        """Return whether the gradient of a parameter is quantized as soon as it is there."""
-        hook = hook_of(parameter)
-        return hook is not None and hook.quantize
-
     def state_dict(self) -> dict[str, Any]:
-        """Return the state in torch.optim.AdamW's format, on the CPU.
+        """Return the state in torch.optim.AdamW's format, on the CPU; with
+        ``checkpoint_states="fp8"`` moments of 8 bits stay as they are stored.
 
         Weights that their user holds in BF16 have a ``residual`` beside it. Beside ``state`` and
         ``param_groups`` are options of ours and the residuals of weights that were not stepped.
@@ -214,10 +176,13 @@ class Float8Optimizer(Optimizer):
 
     def _to_checkpoint(self, packed: dict[str, Any]) -> dict[str, Any]:
         parameters = {i: p for i, _, p in self.indexed_parameters()}
+        encoded = self.fp8_config.checkpoint_states == "fp8"
         for i, state in packed["state"].items():
             if i in parameters:  # beside them may be what a hook has put there
                 ours = "step" in state
-                state = to_checkpoint(parameters[i], state) if ours else dict(state)
+                state = (
+                    to_checkpoint(parameters[i], state, encoded=encoded) if ours else dict(state)
+                )
                 residual = residual_to_checkpoint(parameters[i]) if ours else None
                 packed["state"][i] = state
                 if residual is not None:
@@ -227,6 +192,7 @@ class Float8Optimizer(Optimizer):
             "version": FORMAT_VERSION,
             "residual_bits": self.fp8_config.residual_bits,
             "seed": self.fp8_config.seed,
+            **({FORMATS_KEY: STATE_FORMATS} if encoded else {}),
         }
         unstepped = {i: p for i, p in parameters.items() if "step" not in self.state.get(p, {})}
         residuals = {i: residual_to_checkpoint(p) for i, p in unstepped.items()}
@@ -294,50 +260,8 @@ class Float8Optimizer(Optimizer):
         finally:
             self.__dict__.update(kept)
 
-    def __getstate__(self) -> dict[str, Any]:
-        ours = (
-            "fp8_config",
-            "fp8_why_bf16_gradients",
-            "fp8_hooks_restored",
-            "fp8_released",
-            "_fp8_base",
-        )
-        state = {**super().__getstate__(), **{name: self.__dict__[name] for name in ours}}
-        indexed = self.indexed_parameters()
-        # Copies of these are plain float32, and of BF16 weights without residual.
-        split = [i for i, _, p in indexed if isinstance(p, SplitWeight)]
-        residuals = {i: known for i, _, p in indexed if (known := known_residual(p)) is not None}
-        layers = [layer for ref in self.fp8_layers if (layer := ref())]
-        return {**state, "fp8_layers": layers, "fp8_split": split, "fp8_residuals": residuals}
-
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        if "fp8_layers" in state:  # of a copy; load_state_dict calls this, too
-            self.fp8_layers = tuple(map(weakref.ref, state["fp8_layers"]))
-            split, residuals = self.__dict__.pop("fp8_split"), self.__dict__.pop("fp8_residuals")
-            for i, _, parameter in self.indexed_parameters():
-                if i in split and not isinstance(parameter, SplitWeight):
-                    split_parameter(parameter, EXACT_BITS, self.fp8_config.residual_bits)
-                if i in residuals:
-                    set_residual(parameter, *residuals[i])
         self.fp8_caches = self.__dict__.get("fp8_caches", {})
         self._step_supports_amp_scaling = self.fp8_config.gradient_release
         attach_hooks(self)  # the copied parameters have none
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        # The class is made at run time; pickle and deepcopy rebuild it from the user's.
-        return _rebuild, (self._fp8_base,), self.__getstate__()
-
-
-@functools.cache
-def float8_class(base: Any) -> type[Float8Optimizer]:
-    """Return a subclass of `base` with `Float8Optimizer` in front, under its name, which hosts log
-    learning rates by.
-    """
-    named = {"__module__": base.__module__, "__qualname__": base.__qualname__}
-    return type(base.__name__, (Float8Optimizer, base), {**named, "__doc__": base.__doc__})
-
-
-def _rebuild(base: Any) -> Any:
-    cls: Any = float8_class(base)
-    return cls.__new__(cls)

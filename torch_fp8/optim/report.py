@@ -12,8 +12,8 @@ class OptimizerReport:
 
     Attributes:
         optimizer: the name of the user's class.
-        converted: whether the optimizer has 8-bit states now.
-        reason: why it was not converted; None if it was.
+        converted: whether the optimizer has 8-bit states or split weights now.
+        reason: why it keeps its own states; None if it has 8-bit ones.
         num_split: the number of float32 weights that became BF16 with a residual.
         num_float32: the number of large weights that stay float32.
         why_float32: the reasons for that, each with its number of weights; None if there are none.
@@ -38,24 +38,34 @@ class OptimizerReport:
     num_large: int = 1
 
     def __str__(self) -> str:
-        if not self.converted:
-            return f"{self.optimizer} keeps its own states: {self.reason}"
+        if self.reason is not None:
+            text = f"{self.optimizer} keeps its own states: {self.reason}"
+            if self.num_split:
+                text += f"; {counted(self.num_split, 'weight')} in two halves"
+            return text + self._gradients() + self._float32()
         if not self.num_large:
             least = f"fewer than {MIN_NUMEL:,} elements, or is no matrix"
             return f"{self.optimizer} with states as they are: each of its parameters has {least}"
-        text = f"{self.optimizer} with 8-bit states"
+        text = f"{self.optimizer} with 8-bit states{self._gradients()}"
+        if self.num_cached:
+            text += f", {counted(self.num_cached, 'weight payload')} kept"
+        return text + self._float32()
+
+    def _gradients(self) -> str:
+        text = ""
         if self.num_fp8_gradients:
             text += f", {counted(self.num_fp8_gradients, 'gradient')} in 8 bits"
         if self.num_hooks_restored:
             text += f" ({counted(self.num_hooks_restored, 'hook')} put back)"
         if self.why_bf16_gradients:
             text += f", no gradients in 8 bits: {self.why_bf16_gradients}"
-        if self.num_cached:
-            text += f", {counted(self.num_cached, 'weight payload')} kept"
-        if self.num_float32:
-            weights = "weight stays" if self.num_float32 == 1 else "weights stay"
-            text += f", {self.num_float32} {weights} float32: {self.why_float32}"
         return text
+
+    def _float32(self) -> str:
+        if not self.num_float32:
+            return ""
+        weights = "weight stays" if self.num_float32 == 1 else "weights stay"
+        return f", {self.num_float32} {weights} float32: {self.why_float32}"
 
 
 def in_words(reasons: list[str]) -> str | None:

@@ -13,7 +13,9 @@ You may write to the moments or assign others: the next step quantizes those tha
 
 In a checkpoint it has torch.optim.AdamW's own names, shapes and dtype (``step``, ``exp_avg``,
 ``exp_avg_sq`` float32), so that stock AdamW opens it; beside them stands the ``residual`` of a
-weight that its user holds in BF16 (`torch_fp8.optim.residual`).
+weight that its user holds in BF16 (`torch_fp8.optim.residual`). With
+``FP8Config(checkpoint_states="fp8")`` it has the codes and scales of the moments instead
+(`torch_fp8.optim.encoded_states`).
 """
 
 from collections.abc import Mapping
@@ -23,6 +25,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from torch_fp8.optim.encoded_states import decoded, encoded_entry, restore, shards_rows
 from torch_fp8.quantization.block_scaled import (
     MIN_NUMEL,
     BlockScaled,
@@ -90,14 +93,22 @@ def moment(state: State, name: str) -> BlockScaled:
     return codes
 
 
-def to_checkpoint(parameter: Tensor, state: State) -> State:
+def to_checkpoint(parameter: Tensor, state: State, *, encoded: bool = False) -> State:
     """Return the state in torch.optim.AdamW's format, on the CPU (a DTensor's stays where it
     is).
+
+    Args:
+        parameter: the parameter.
+        state: the state that its optimizer keeps for it.
+        encoded: whether 8-bit moments stay as they are stored.
     """
     entry: State = {"step": state["step"].clone()}
     for name in MOMENT_FORMATS:
         value = state.get(name)
         if isinstance(local(value), Float8Moment):
+            if encoded and shards_rows(parameter):
+                entry |= encoded_entry(name, local(value), parameter, _saved_on(parameter))
+                continue
             dense = local(value).dequantize(_saved_on(parameter))
             entry[name] = like_parameter(parameter, dense, tuple(parameter.shape))
         elif value is not None:
@@ -116,6 +127,8 @@ def from_checkpoint(parameter: Tensor, entry: Mapping[str, Any], large: bool) ->
         if isinstance(step, Tensor)
         else torch.tensor(float(step), device="cpu")
     )
+    if not large or not shards_rows(parameter):
+        entry = decoded(entry)
     if not large:
         dtype = torch.float32 if parameter.dtype == torch.bfloat16 else parameter.dtype
         return {
@@ -127,7 +140,10 @@ def from_checkpoint(parameter: Tensor, entry: Mapping[str, Any], large: bool) ->
         }
     state = {**new_moments(parameter), "step": step}
     for name in MOMENT_FORMATS:
-        local(state[name]).store(local(entry[name]).detach())
+        if name in entry:
+            local(state[name]).store(local(entry[name]).detach())
+        else:
+            restore(name, entry, local(state[name]))
     return state
 
 

@@ -76,6 +76,8 @@ def _reason(
             return f"skip={pattern!r}"
     if isinstance(parent, nn.TransformerEncoderLayer):
         return "of nn.TransformerEncoderLayer, which reads them itself in evaluation"
+    if getattr(module, "sparse", False):
+        return "of an embedding with sparse gradients"
     if isinstance(module, ParametrizationList):
         return "parametrized"
     known = isinstance(module, (Float8Layer, Float8Experts, nn.Embedding)) or has_linear_forward(

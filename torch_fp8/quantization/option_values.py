@@ -72,8 +72,8 @@ def option(
         least, most: bounds of an int, with the reason `why` for the upper one.
         gone: former choices, each with what to take instead.
         of: words, for `named`: ``layer`` (it may differ from layer to layer), or what it belongs
-            to: recipe ``auto`` or ``delayed``, the ``optimizer``, backend ``torch``, the
-            ``monitor``.
+            to: recipe ``auto`` or ``delayed``, the ``optimizer``, Adam and AdamW alone (``adam``),
+            backend ``torch``, the ``monitor``.
     """
     rule = {"choices": choices, "least": least, "most": most, "why": why, "gone": gone or {}}
     return field(default=default, metadata={**rule, "of": of.split()})

@@ -177,7 +177,7 @@ class SplitWeight(SplitTensor):
         if _is_parameter(self) and self.__dict__.pop("_swapped", None) is None:
             bits = self.halves.step_bits
             again = functools.partial(split_parameter, bits=EXACT_BITS, step_bits=bits)
-            self._swapped = SwappedParameter(self, _attributes(self), again)
+            self._swapped = SwappedParameter(self, attributes_of(self), again)
         count: int = super()._use_count()
         return count
 
@@ -294,7 +294,7 @@ def exchange(parameter: Tensor, other: Tensor) -> None:
     hooks, accumulated = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
     torch.Tensor.grad.__set__(parameter, None)
     parameter._backward_hooks = None
-    own = _attributes(parameter)
+    own = attributes_of(parameter)
     parts = {name: x for name, x in vars(parameter).items() if name in _OWN}
     attributes = {**own, **vars(other)}
     parameter.__class__, other.__class__ = type(other), type(parameter)
@@ -313,7 +313,8 @@ def exchange(parameter: Tensor, other: Tensor) -> None:
         parameter._post_accumulate_grad_hooks = accumulated
 
 
-def _attributes(parameter: Tensor) -> dict[str, Any]:
+def attributes_of(parameter: Tensor) -> dict[str, Any]:
+    """Return the attributes that others have set on a Parameter."""
     return {name: x for name, x in vars(parameter).items() if name not in _OWN}
 
 

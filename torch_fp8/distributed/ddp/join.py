@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from torch_fp8.distributed.ddp.fp8_grad_reducer import Float8GradReducer
-from torch_fp8.optim.optimizer import Float8Optimizer
+from torch_fp8.optim.converted import ConvertedOptimizer
 from torch_fp8.optim.residual import settled_residual
 from torch_fp8.tensor.halves import VERSIONS
 from torch_fp8.tensor.split_weight import SplitWeight
@@ -38,7 +38,7 @@ def connect_join(
         reducer: the reducer of its 8-bit gradients, if it has some.
         optimizers: the optimizers that train it.
     """
-    ours = [weakref.ref(o) for o in optimizers if isinstance(o, Float8Optimizer)]
+    ours = [weakref.ref(o) for o in optimizers if isinstance(o, ConvertedOptimizer)]
     if ours:
         ddp.join_hook = _JoinHooks(ddp, ddp.__dict__.get("join_hook"), reducer, ours)
 
@@ -51,7 +51,7 @@ class _JoinHooks:
         ddp: DistributedDataParallel,
         inner: Any,
         reducer: Float8GradReducer | None,
-        optimizers: list["weakref.ref[Float8Optimizer]"],
+        optimizers: list["weakref.ref[ConvertedOptimizer]"],
     ) -> None:
         self._ddp, self._inner = weakref.ref(ddp), inner
         self._reducer, self._optimizers = reducer, optimizers
@@ -81,7 +81,7 @@ class _Join(JoinHook):
         ddp: DistributedDataParallel,
         of_ddp: JoinHook,
         reducer: Float8GradReducer | None,
-        optimizers: list[Float8Optimizer],
+        optimizers: list[ConvertedOptimizer],
     ) -> None:
         self._ddp, self._of_ddp = ddp, of_ddp
         self._reducer, self._optimizers = reducer, optimizers
@@ -111,7 +111,7 @@ class _Join(JoinHook):
 @torch.no_grad()
 def broadcast_state(
     module: nn.Module,
-    optimizers: Iterable[Float8Optimizer],
+    optimizers: Iterable[ConvertedOptimizer],
     kept: Container[Tensor],
     group: Any,
     source: int = 0,

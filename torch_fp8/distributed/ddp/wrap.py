@@ -35,8 +35,8 @@ from torch_fp8.distributed.ddp.hook_registration import (
 )
 from torch_fp8.distributed.ddp.join import broadcast_state, connect_join
 from torch_fp8.nn.linear import Float8Layer
+from torch_fp8.optim.converted import ConvertedOptimizer
 from torch_fp8.optim.grad_hooks import attach_hooks
-from torch_fp8.optim.optimizer import Float8Optimizer
 from torch_fp8.tensor.split_weight import SplitWeight
 from torch_fp8.tensor.weight_half import average_beside
 
@@ -66,7 +66,7 @@ def ddp_options(
         ValueError: gradient release is on; the ranks have converted different weights.
     """
     settings = {"gradient_as_bucket_view": True, **(options or {})}
-    ours = [o for o in optimizers if isinstance(o, Float8Optimizer)]
+    ours = [o for o in optimizers if isinstance(o, ConvertedOptimizer)]
     if any(o.fp8_config.gradient_release for o in ours):
         raise ValueError(
             "FP8Config(gradient_release=True) steps on gradients before DistributedDataParallel "
@@ -152,7 +152,7 @@ def _recipes(module: nn.Module) -> list[tuple[str, str]]:
 
 def _config_of(optimizers: Iterable[Optimizer]) -> FP8Config:
     for optimizer in optimizers:
-        if isinstance(optimizer, Float8Optimizer):
+        if isinstance(optimizer, ConvertedOptimizer):
             return optimizer.fp8_config
     return FP8Config.from_env() or FP8Config()
 
@@ -170,7 +170,7 @@ def _connect_reducer(
         ddp.register_forward_hook(ForwardHook(reducer))
     parameters = frozenset(ddp.module.parameters())
     for optimizer in optimizers:
-        if isinstance(optimizer, Float8Optimizer):
+        if isinstance(optimizer, ConvertedOptimizer):
             # Reducers of other modules stay: an optimizer may train several.
             others = [e for e in optimizer.fp8_reducers if not e.parameters & parameters]
             optimizer.fp8_reducers = tuple(others if reducer is None else [*others, reducer])
@@ -178,13 +178,13 @@ def _connect_reducer(
     return reducer
 
 
-def _eight_bit(optimizer: Float8Optimizer, module: nn.Module) -> set[Tensor]:
+def _eight_bit(optimizer: ConvertedOptimizer, module: nn.Module) -> set[Tensor]:
     """Return the module's parameters that the optimizer steps and that have 8-bit gradients."""
     stepped = {p for _, _, p in optimizer.indexed_parameters()}
     return optimizer.fp8_gradients & stepped & set(module.parameters())
 
 
-def _keep_plain(optimizer: Float8Optimizer, weights: set[Tensor], reason: str | None) -> None:
+def _keep_plain(optimizer: ConvertedOptimizer, weights: set[Tensor], reason: str | None) -> None:
     layers = [(ref, ref()) for ref in optimizer.fp8_layers]
     optimizer.fp8_layers = tuple(
         ref for ref, layer in layers if layer is not None and weights.isdisjoint(layer.fp8_weights)
@@ -194,7 +194,7 @@ def _keep_plain(optimizer: Float8Optimizer, weights: set[Tensor], reason: str | 
     attach_hooks(optimizer)
 
 
-def _averaged_beside(optimizers: list[Float8Optimizer]) -> set[Tensor]:
+def _averaged_beside(optimizers: list[ConvertedOptimizer]) -> set[Tensor]:
     """Return the weights that are kept from DDP, whose buckets have the dtype that they read as.
 
     Those with 8-bit gradients, and split weights whose gradients travel in FP8.

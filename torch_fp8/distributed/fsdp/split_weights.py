@@ -18,8 +18,8 @@ from torch.optim import Optimizer
 
 from torch_fp8.config import FP8Config
 from torch_fp8.optim.convert import OptimizerReport, convert_optimizer
+from torch_fp8.optim.converted import ConvertedOptimizer
 from torch_fp8.optim.grad_hooks import detach_hooks
-from torch_fp8.optim.optimizer import Float8Optimizer
 from torch_fp8.optim.state import is_large
 from torch_fp8.tensor.dtensor import local
 from torch_fp8.tensor.encoded import plain
@@ -47,7 +47,7 @@ def split_sharded(
     bits = config.large_residual_bits
     if bits is None:
         return reports
-    ours = [o for o in optimizers if isinstance(o, Float8Optimizer)]
+    ours = [o for o in optimizers if isinstance(o, ConvertedOptimizer)]
     trained = {p for o in ours for _, _, p in o.indexed_parameters() if p.requires_grad}
     reshard(model)
     whole = [
@@ -113,7 +113,7 @@ def join_sharded(model: nn.Module, optimizers: Iterable[Optimizer] = ()) -> int:
             parameter.grad = grad
     for optimizer in optimizers:
         detach_hooks(optimizer)
-        if isinstance(optimizer, Float8Optimizer):
+        if isinstance(optimizer, ConvertedOptimizer):
             optimizer.fp8_layers = ()
     return len(split)
 

@@ -64,11 +64,13 @@ def model_of(rank, width=96):
     )
 
 
-def wrapped(level="O3", model=None, options=None, wrap=True, communication="fp8"):
+def wrapped(
+    level="O3", model=None, options=None, wrap=True, communication="fp8", make=torch.optim.AdamW
+):
     model = model or model_of(RANK)
     config = FP8Config(opt_level=level, communication=communication)
     convert_to_float8(model, config)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer = make(model.parameters(), lr=1e-3)
     report = convert_optimizer(optimizer, config, model=model)
     options = ddp_options(model, [optimizer], options)
     if not wrap:
@@ -166,6 +168,23 @@ def case_bytes():
             "plain gradients": storage_bytes(plain) / numel,
             "total": memory_report(ddp.module, optimizer).bytes_per_param,
         }
+    return made
+
+
+def case_own_states():
+    """An optimizer that keeps its states, on weights in two halves."""
+    made = {}
+    for level in ("O2", "O3"):
+        ddp, optimizer, report = wrapped(level, make=torch.optim.RMSprop)
+        train(ddp, optimizer, 3)
+        backward(ddp, 9)
+        grads = [stored_grad(p) for p in ddp.parameters() if p.ndim == 2]
+        optimizer.step()
+        made[level] = [
+            report.num_split,
+            equal_on_ranks(merged_state_dict(ddp, optimizer).values()),
+            sorted({f"{type(g).__name__} {g.dtype}" for g in grads}),
+        ]
     return made
 
 

@@ -6,6 +6,7 @@ import functools
 import torch
 import torch.distributed as dist
 from fsdp_ranks import (
+    BF16,
     RANKS,
     Block,
     attached,
@@ -24,15 +25,43 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
+from torch.distributed.tensor import distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 from tests.torch_fp8.nn.test_conv1d import Conv1D
 from tests.torch_fp8.training_step import renew_scales
-from torch_fp8 import FP8Config, convert_to_float8, count_communication
+from torch_fp8 import FP8Config, convert_optimizer, convert_to_float8, count_communication
 from torch_fp8.distributed.fsdp.connect import connect_fsdp
+from torch_fp8.distributed.fsdp.split_weights import split_sharded
 from torch_fp8.kernels.arguments import CastOptions
 from torch_fp8.ops.quantize import quantize_layouts
 from torch_fp8.quantization.metrics import sqnr_db
+from torch_fp8.tensor.dtensor import local
+from torch_fp8.tensor.split_shard import SplitShard
+
+
+def case_own_states():
+    """An optimizer that keeps its states steps shards as one rank steps the whole weights."""
+    config = FP8Config()
+    model, _ = sharded(config, BF16, model_of(hidden=99), connected=False)
+    alone = model_of(hidden=99)
+    convert_to_float8(alone, config)
+    optimizers = [torch.optim.RMSprop(m.parameters(), lr=1e-3) for m in (model, alone)]
+    (report,) = split_sharded(model, optimizers[:1], config)
+    convert_optimizer(optimizers[1], config, model=alone)
+    connect_fsdp(model, config)
+    for step in range(3):
+        for i, (name, p) in enumerate(alone.named_parameters()):
+            p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(9 * step + i))
+            shard = model.get_parameter(name)
+            shard.grad = distribute_tensor(p.grad, shard.device_mesh, shard.placements)
+        for optimizer in optimizers:
+            optimizer.step()
+    split = [n for n, p in model.named_parameters() if isinstance(local(p), SplitShard)]
+    names = [name for name, _ in alone.named_parameters()]
+    wholes = [model.get_parameter(name).full_tensor() for name in names]
+    equal = [torch.equal(w, p.detach()) for w, p in zip(wholes, alone.parameters(), strict=True)]
+    return report.num_split, len(split), all(equal)
 
 
 def case_lost():

@@ -41,6 +41,12 @@ def test_bytes_are_those_of_one_process(case):
         assert value["O3"]["total"] <= 6.2
 
 
+def test_an_optimizer_that_keeps_its_states_has_split_weights_and_narrow_gradients(case):
+    for value in case("own_states"):
+        assert value["O2"] == [3, True, ["Tensor torch.bfloat16"]]
+        assert value["O3"] == [3, True, ["Float8Grad torch.float32"]]
+
+
 @pytest.mark.parametrize("micro_batches", ["1", "3"])
 def test_replicas_stay_equal_bit_for_bit(case, micro_batches):
     for value in case("replicas"):

@@ -41,6 +41,12 @@ def test_gathered_bytes_are_those_of_a_cast_on_one_device(gathers, recipe, dtype
         assert equal
 
 
+def test_an_optimizer_that_keeps_its_states_steps_shards_as_the_whole(gathers):
+    for num_split, split, equal in gathers["own_states"]:
+        assert num_split == split == 4
+        assert equal
+
+
 @pytest.mark.parametrize(("after_forward", "kept"), [(True, 0), (False, 1)])
 @pytest.mark.parametrize("recipe", ["tensorwise", "mxfp8"])
 def test_payloads_are_freed_as_fsdp_frees_weights(gathers, recipe, after_forward, kept):

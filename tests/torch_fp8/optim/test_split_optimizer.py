@@ -1,0 +1,482 @@
+"""Any optimizer steps weights in two halves as it steps float32 ones, with its own states."""
+
+import copy
+import ctypes
+import gc
+import io
+import pickle
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+from torch_fp8 import (
+    FP8Config,
+    convert_optimizer,
+    convert_to_float8,
+    memory_report,
+    restore_weights,
+)
+from torch_fp8.conversion.memory import expected_memory
+from torch_fp8.optim import split_optimizer
+from torch_fp8.optim.lent_weights import Lending
+from torch_fp8.tensor.float8_grad import Float8Grad
+from torch_fp8.tensor.split_weight import SplitWeight, stored_grad
+
+STEPS = 6
+
+
+class Lion(torch.optim.Optimizer):
+    """As published: a loop over the weights, and ``p.data``."""
+
+    def __init__(self, params, lr=1e-3, betas=(0.9, 0.99), weight_decay=0.1):
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                p.data.mul_(1 - group["lr"] * group["weight_decay"])
+                state, (beta1, beta2) = self.state[p], group["betas"]
+                if len(state) == 0:
+                    state["exp_avg"] = torch.zeros_like(p)
+                update = state["exp_avg"] * beta1 + p.grad * (1 - beta1)
+                p.add_(update.sign_(), alpha=-group["lr"])
+                state["exp_avg"].mul_(beta2).add_(p.grad, alpha=1 - beta2)
+
+
+class ScheduleFree(torch.optim.Optimizer):
+    """As published: counts in its groups, and writes weights outside of its step."""
+
+    def __init__(self, params, lr=0.1, beta=0.9):
+        super().__init__(params, {"lr": lr, "beta": beta, "k": 0, "training": True})
+
+    def _swap(self, training, weight):
+        for group in self.param_groups:
+            for p in group["params"] if group["training"] != training else ():
+                if "z" in self.state[p]:
+                    p.data.lerp_(end=self.state[p]["z"], weight=weight(group["beta"]))
+            group["training"] = training
+
+    def eval(self):
+        self._swap(False, lambda beta: 1 - 1 / beta)
+
+    def train(self):
+        self._swap(True, lambda beta: 1 - beta)
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            weight, lr, beta = 1 / (group["k"] + 1), group["lr"], group["beta"]
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                if "z" not in self.state[p]:
+                    self.state[p]["z"] = torch.clone(p.data)
+                z = self.state[p]["z"]
+                p.data.lerp_(end=z, weight=weight)
+                p.data.add_(p.grad, alpha=lr * (beta * (1 - weight) - 1))
+                z.sub_(p.grad, alpha=lr)
+            group["k"] += 1
+
+
+class Collecting(torch.optim.Optimizer):
+    """It reads all weights before it writes one, as an optimizer with a global norm does."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        every = [p for g in self.param_groups for p in g["params"] + [torch.zeros(1)]]
+        with_grad = [p for p in every if p.grad is not None]
+        norm = torch.stack([p.grad.norm() for p in with_grad]).norm()
+        torch._foreach_add_(with_grad, [-0.1 / norm * p.grad for p in with_grad])
+
+
+class TwoLoops(torch.optim.Optimizer):
+    """Two loops, by index, as Prodigy's: states of all weights first, weights after that."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        total = 0.0
+        for group in self.param_groups:
+            for i in range(len(group["params"])):
+                p = group["params"][i]
+                if p not in self.state:
+                    self.state[p] = {"sum": torch.zeros_like(p)}
+                self.state.get(p)["sum"].add_(p.grad)
+                total += float(self.state[p]["sum"].square().sum())
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.data = p.data - group["lr"] / total**0.5 * self.state[p]["sum"]
+
+
+class RawPointers(torch.optim.Optimizer):
+    """It writes to addresses, as kernels of other libraries do."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for i, p in enumerate(group["params"]):
+                self.state[p]["step"] = i
+                moved = (p - group["lr"] * p.grad).contiguous()
+                ctypes.memmove(p.data_ptr(), moved.data_ptr(), 4 * p.numel())
+
+
+class Closures(torch.optim.Optimizer):
+    def __init__(self, params):
+        super().__init__(params, {})
+
+    def step(self, closure):
+        closure()
+
+
+class OwnStep(torch.optim.AdamW):
+    def step(self, closure=None):
+        return super().step(closure)
+
+
+def _muon(parameters):
+    return torch.optim.Muon([p for p in parameters if p.ndim == 2], lr=1e-3)
+
+
+def _adafactor(parameters):
+    transformers = pytest.importorskip("transformers")
+    return transformers.Adafactor(parameters, lr=1e-3, relative_step=False, scale_parameter=False)
+
+
+def _eight_bit(parameters):
+    return pytest.importorskip("torchao.optim").AdamW8bit(parameters, lr=1e-3)
+
+
+OPTIMIZERS = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.1),
+    "sgd, foreach": lambda p: torch.optim.SGD(p, lr=0.1, foreach=True),
+    "sgd, fused": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, fused=True),
+    "rmsprop": torch.optim.RMSprop,
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.01),
+    "adafactor": lambda p: torch.optim.Adafactor(p, lr=0.01),
+    "nadam": torch.optim.NAdam,
+    "radam": torch.optim.RAdam,
+    "adamax": torch.optim.Adamax,
+    "adadelta": torch.optim.Adadelta,
+    "asgd": lambda p: torch.optim.ASGD(p, lr=0.1),
+    "rprop": lambda p: torch.optim.Rprop(p, lr=0.001),
+    "muon": _muon,
+    "own step": lambda p: OwnStep(p, lr=1e-3),
+    "adafactor of transformers": _adafactor,
+    "8 bits of torchao": _eight_bit,
+    "lion": Lion,
+    "schedule-free": ScheduleFree,
+    "collecting": Collecting,
+    "two loops": TwoLoops,
+    "raw pointers": RawPointers,
+}
+every_optimizer = pytest.mark.parametrize("name", OPTIMIZERS)
+
+
+def _model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(96, 128), nn.LayerNorm(128), nn.Linear(128, 70))
+
+
+def _converted(make, config=None):
+    model = _model()
+    config = config or FP8Config()
+    convert_to_float8(model, config)
+    optimizer = make(model.parameters())
+    return model, optimizer, convert_optimizer(optimizer, config, model=model)
+
+
+def _step(models, optimizers, steps=STEPS, first=0):
+    for step in range(first, first + steps):
+        generator = torch.Generator().manual_seed(step)
+        shapes = [p.shape for p in models[0].parameters()]
+        grads = [torch.randn(shape, generator=generator).bfloat16().float() for shape in shapes]
+        for model, optimizer in zip(models, optimizers, strict=True):
+            for p, grad in zip(model.parameters(), grads, strict=True):
+                p.grad = grad.clone()
+            optimizer.step()
+
+
+@pytest.fixture(autouse=True)
+def _eager():
+    """torchao compiles its arithmetic, which is not what is tested."""
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+@pytest.mark.filterwarnings("ignore:OwnStep has a step of its own")
+@every_optimizer
+def test_it_trains_as_on_float32_weights(name, monkeypatch):
+    """What is lost is a part of 2^-17 of each weight and step; several buckets, too."""
+    monkeypatch.setattr(split_optimizer, "BUCKET_NUMEL", 10_000)
+    stock = _model()
+    optimizers = [OPTIMIZERS[name](stock.parameters())]
+    start = [p.detach().clone() for p in stock.parameters()]
+    model, ours, report = _converted(OPTIMIZERS[name])
+    assert (report.converted, report.num_split) == (True, 2)
+    assert "keeps its own states" in str(report)
+    assert "2 weights in two halves" in str(report)
+    _step([stock, model], [*optimizers, ours])
+    for p, q, before in zip(stock.parameters(), model.parameters(), start, strict=True):
+        assert isinstance(q, SplitWeight) == (q.ndim == 2)
+        if q.ndim == 2:
+            assert [part.dtype for part in q.halves.tensors] == [torch.bfloat16, torch.int8]
+        bound = STEPS * 2**-16 * before.abs().amax() + 0.02 * (p - before).abs().amax()
+        assert (q - p).abs().amax() <= bound
+    states = [[s.keys() for s in o.state.values()] for o in (*optimizers, ours)]
+    assert states[0] == states[1]
+    assert set(ours.state) <= set(model.parameters())
+    assert all(type(group["params"]) is list for group in ours.param_groups)
+
+
+@pytest.mark.filterwarnings("ignore:OwnStep has a step of its own")
+@pytest.mark.parametrize("name", ["sgd", "adafactor", "8 bits of torchao", "schedule-free"])
+def test_a_resumed_run_goes_on_bit_for_bit(name):
+    model, optimizer, _ = _converted(OPTIMIZERS[name])
+    _step([model], [optimizer], 3)
+    file = io.BytesIO()
+    torch.save([model.state_dict(), optimizer.state_dict()], file)
+    file.seek(0)
+    saved = torch.load(file, weights_only=False)
+    other, resumed, _ = _converted(OPTIMIZERS[name])
+    other.load_state_dict(saved[0])
+    resumed.load_state_dict(saved[1])
+    _step([model, other], [optimizer, resumed], 3, first=3)
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
+def test_the_state_is_stocks_and_loads_into_it_and_from_it():
+    model, optimizer, _ = _converted(OPTIMIZERS["sgd"])
+    _step([model], [optimizer])
+    stock = OPTIMIZERS["sgd"](_model().parameters())
+    stock.load_state_dict(optimizer.state_dict())
+    assert all(s["momentum_buffer"].dtype == torch.float32 for s in stock.state.values())
+    optimizer.load_state_dict(stock.state_dict())
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_a_copy_trains_on_as_the_original(copied):
+    model, optimizer, _ = _converted(OPTIMIZERS["sgd"])
+    _step([model], [optimizer], 2)
+    twin, other = copied((model, optimizer))
+    _step([model, twin], [optimizer, other], 2, first=2)
+    assert type(other) is type(optimizer)
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        assert type(p) is type(q)
+        assert torch.equal(p, q)
+
+
+@pytest.mark.parametrize(("name", "most"), [("lion", 2), ("collecting", 4), ("sgd", 2)])
+def test_few_copies_exist_at_a_time(name, most, monkeypatch):
+    monkeypatch.setattr(split_optimizer, "BUCKET_NUMEL", 2 * 64 * 64)
+    counts, lend = [], Lending.lend
+
+    def counting(self, parameter):
+        found = lend(self, parameter)
+        counts.append(len(self._copies))
+        return found
+
+    monkeypatch.setattr(Lending, "lend", counting)
+    model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4)))
+    optimizer = OPTIMIZERS[name](model.parameters())
+    convert_optimizer(optimizer, model=model)
+    _step([model], [optimizer], 1)
+    assert max(counts) == most
+
+
+def test_bytes_are_five_of_weight_and_gradient():
+    model, optimizer, _ = _converted(OPTIMIZERS["sgd"])
+    with torch.autocast("cpu", torch.bfloat16):
+        model(torch.randn(4, 96)).float().square().mean().backward()
+    optimizer.step()
+    weights = [model[0].weight, model[2].weight]
+    report = memory_report(model, optimizer, parameters=weights)
+    numel = sum(w.numel() for w in weights)
+    assert (report.weights, report.master, report.gradients) == (2 * numel, numel, 2 * numel)
+    assert report.moments == 4 * numel
+    whole = memory_report(model, optimizer)
+    expected = expected_memory(model, [optimizer])
+    for category in ("weights", "master", "gradients", "moments"):
+        assert getattr(expected, category) == getattr(whole, category)
+
+
+def test_level_o3_has_gradients_of_8_bits():
+    model, optimizer, report = _converted(OPTIMIZERS["lion"], FP8Config(opt_level="O3"))
+    assert report.num_fp8_gradients == 2
+    before = model[0].weight.detach().clone()
+    with torch.autocast("cpu", torch.bfloat16):
+        model(torch.randn(4, 96)).float().square().mean().backward()
+    assert isinstance(stored_grad(model[0].weight), Float8Grad)
+    optimizer.step()
+    assert not torch.equal(before, model[0].weight)
+
+
+def test_a_closure_runs_once_and_before_the_step():
+    model, optimizer, _ = _converted(OPTIMIZERS["sgd"])
+    calls = []
+
+    def closure():
+        calls.append(torch.is_grad_enabled())
+        optimizer.zero_grad()
+        loss = model(torch.randn(4, 96)).square().mean()
+        loss.backward()
+        return loss
+
+    before = model[0].weight.detach().clone()
+    assert optimizer.step(closure).requires_grad
+    assert calls == [True]
+    assert not torch.equal(before, model[0].weight)
+
+
+def test_hooks_and_a_scheduler_work_on():
+    model = _model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    calls = []
+    optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+    optimizer.register_step_post_hook(lambda *_: calls.append("after"))
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    convert_optimizer(optimizer, model=model)
+    _step([model], [optimizer], 1)
+    scheduler.step()
+    assert calls == ["before", "after"]
+    assert isinstance(optimizer, torch.optim.SGD)
+
+
+def test_what_the_optimizer_writes_outside_of_its_step_arrives():
+    stock = _model()
+    reference = ScheduleFree(stock.parameters())
+    model, optimizer, _ = _converted(ScheduleFree)
+    _step([stock, model], [reference, optimizer], 2)
+    for each in (reference, optimizer):
+        each.eval()
+    averaged = model[0].weight.detach().clone()
+    torch.testing.assert_close(averaged, stock[0].weight.detach(), rtol=1e-3, atol=1e-5)
+    for each in (reference, optimizer):
+        each.train()
+    assert not torch.equal(averaged, model[0].weight)
+
+
+def test_attributes_of_a_weight_are_those_of_its_copy():
+    model, optimizer, _ = _converted(Lion)
+    seen = []
+
+    def step(self, closure=None):
+        seen.extend(getattr(p, "use_muon", False) for p in self.param_groups[0]["params"])
+
+    optimizer._fp8_base = type("Watching", (Lion,), {"step": step})
+    model[0].weight.use_muon = True
+    _step([model], [optimizer], 1)
+    assert seen == [p is model[0].weight for p in model.parameters()]
+
+
+def test_a_step_that_fails_leaves_groups_and_weights_whole():
+    model, optimizer, _ = _converted(Collecting)
+    model[2].weight.grad = None
+    before = model[0].weight.detach().clone()
+    with pytest.raises(RuntimeError):
+        optimizer.step()  # no gradients: torch.stack has nothing
+    assert [type(p) for p in optimizer.param_groups[0]["params"]] == [
+        type(p) for p in model.parameters()
+    ]
+    assert torch.equal(before, model[0].weight)
+
+
+def _keeps_list(parameters):
+    optimizer = Lion(parameters)
+    optimizer.all_weights = [p for group in optimizer.param_groups for p in group["params"]]
+    return optimizer
+
+
+def _flattened(parameters):
+    optimizer = Lion(parameters)
+    optimizer.flat = [p.detach().view(-1) for p in optimizer.param_groups[0]["params"]]
+    return optimizer
+
+
+def _wrapper(parameters):
+    optimizer = Lion(parameters)
+    optimizer.inner = torch.optim.SGD(optimizer.param_groups[0]["params"])
+    return optimizer
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (torch.optim.LBFGS, "its step runs the closure itself"),
+        (Closures, "its step runs the closure itself"),
+        (_keeps_list, "it refers to its weights outside of its parameter groups"),
+        (_flattened, "it refers to its weights outside of its parameter groups"),
+        (_wrapper, "it has SGD within, which may write its weights"),
+    ],
+)
+def test_an_optimizer_that_cannot_is_left_alone_with_the_reason(make, reason):
+    model = _model()
+    optimizer = make(model.parameters())
+    cls = type(optimizer)
+    report = convert_optimizer(optimizer, model=model)
+    assert not report.converted
+    assert f"its weights stay float32: {reason}" in str(report)
+    assert type(optimizer) is cls
+    assert {type(p) for p in model.parameters()} == {nn.Parameter}
+
+
+def test_options_of_adam_are_named_where_they_do_not_apply():
+    config = FP8Config(gradient_release=True, update_clipping=True)
+    _, optimizer, report = _converted(Lion, config)
+    assert "gradient_release and update_clipping are for Adam and AdamW" in str(report)
+    assert not optimizer.fp8_config.gradient_release
+
+
+def test_sparse_gradients_keep_an_embedding_in_float32():
+    model = nn.Sequential(nn.Embedding(64, 128, sparse=True), nn.Linear(128, 64))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    report = convert_optimizer(optimizer, model=model)
+    assert (report.num_split, report.num_float32) == (1, 1)
+    assert "sparse gradients" in str(report)
+    model(torch.tensor([1, 2])).sum().backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("config", [FP8Config(opt_level="O1"), FP8Config(split_weights=False)])
+def test_weights_are_float32_again_without_splitting(config):
+    model, optimizer, _ = _converted(Lion)
+    report = convert_optimizer(optimizer, config, model=model)
+    assert not report.converted
+    assert {type(p) for p in model.parameters()} == {nn.Parameter}
+    _step([model], [optimizer], 1)
+
+
+def test_weights_are_restored_and_split_again():
+    model, optimizer, _ = _converted(Lion)
+    assert restore_weights(optimizer) == 2
+    _step([model], [optimizer], 1)
+    assert convert_optimizer(optimizer, model=model).num_split == 2
+
+
+def test_nothing_holds_the_copies_after_a_step():
+    model, optimizer, _ = _converted(Lion)
+    seen, lend = [], Lending.lend
+
+    def watching(self, parameter):
+        found = lend(self, parameter)
+        seen.append(weakref.ref(found) if found is not parameter else lambda: None)
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Lending, "lend", watching)
+        _step([model], [optimizer], 1)
+    gc.collect()
+    assert not any(ref() for ref in seen)

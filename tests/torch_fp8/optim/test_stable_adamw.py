@@ -1,0 +1,116 @@
+"""optimi's StableAdamW becomes AdamW with update clipping, and trains as it did."""
+
+import torch
+from torch import nn
+
+from torch_fp8 import FP8Config, convert_optimizer
+from torch_fp8.optim.optimizer import Float8Optimizer
+from torch_fp8.optim.split_optimizer import SplitOptimizer
+
+
+class StableAdamW(torch.optim.Optimizer):
+    """The arithmetic and the groups of optimi 0.3.3, which is not installed."""
+
+    def __init__(self, params, lr, decouple_lr=False):
+        options = {"beta1": 0.9, "beta2": 0.99, "eps": 1e-6, "weight_decay": 1e-2, "triton": None}
+        options |= {"decouple_lr": decouple_lr, "gradient_release": False, "max_lr": None}
+        super().__init__(params, {"lr": lr, **options, "foreach": None, "setup": False})
+        self.register_load_state_dict_post_hook(_restore)
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            t = group["step"] = group.get("step", 0) + 1
+            beta1, beta2 = (_debiased(group[name], t) for name in ("beta1", "beta2"))
+            for p in group["params"]:
+                state = self.state[p]
+                if not state:
+                    state.update(exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
+                m, v = state["exp_avg"], state["exp_avg_sq"]
+                m.lerp_(p.grad, 1 - beta1)
+                v.mul_(beta2).addcmul_(p.grad, p.grad, value=1 - beta2)
+                rms = (p.grad.square() / v.clamp(min=group["eps"] ** 2)).mean().sqrt()
+                lr = group["lr"] / max(1, float(rms))
+                p.mul_(1 - lr * group["weight_decay"])
+                p.addcdiv_(m, v.sqrt() + group["eps"], value=-lr)
+
+
+def _debiased(beta, t):
+    return (beta**t - beta) / (beta**t - 1)
+
+
+def _restore(optimizer):
+    assert all(group["triton"] is None for group in optimizer.param_groups)
+
+
+StableAdamW.__module__, _restore.__module__ = "optimi.stableadamw", "optimi.stableadamw"
+
+
+def _model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(96, 128), nn.Linear(128, 70))
+
+
+def _step(models, optimizers, steps):
+    for step in range(steps):
+        for model in models:
+            for i, p in enumerate(model.parameters()):
+                generator = torch.Generator().manual_seed(9 * step + i)
+                p.grad = torch.randn(p.shape, generator=generator) * 3**step
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+def test_it_trains_as_optimis():
+    """Gradients that grow threefold a step clip every update."""
+    ours, stock = _model(), _model()
+    start = [p.detach().clone() for p in stock.parameters()]
+    optimizers = [StableAdamW(m.parameters(), lr=1e-3) for m in (ours, stock)]
+    report = convert_optimizer(optimizers[0], model=ours)
+    assert str(report) == "StableAdamW with 8-bit states"
+    assert isinstance(optimizers[0], Float8Optimizer)
+    assert optimizers[0].fp8_config.update_clipping
+    _step([ours, stock], optimizers, 5)
+    assert all(float(s["update_rms"]) > 1 for s in optimizers[0].state.values() if len(s) > 3)
+    for p, q, before in zip(ours.parameters(), stock.parameters(), start, strict=True):
+        moved, expected = p.detach() - before, q.detach() - before
+        if p.ndim == 2:
+            assert (moved - expected).norm() < 0.05 * expected.norm()
+
+
+def test_again_and_loading_keep_the_clipping():
+    model = _model()
+    optimizer = StableAdamW(model.parameters(), lr=1e-3)
+    convert_optimizer(optimizer, model=model)
+    assert convert_optimizer(optimizer, model=model).converted
+    assert optimizer.fp8_config.update_clipping
+    _step([model], [optimizer], 1)
+    optimizer.load_state_dict(optimizer.state_dict())
+
+
+def test_what_adamw_does_not_do_stays_with_its_own_step():
+    model = _model()
+    optimizer = StableAdamW(model.parameters(), lr=1e-3, decouple_lr=True)
+    report = convert_optimizer(optimizer, model=model)
+    assert "keeps its own states" in str(report)
+    assert isinstance(optimizer, SplitOptimizer)
+    stepped = StableAdamW(model.parameters(), lr=1e-3)
+    _step([model], [stepped], 1)
+    convert_optimizer(stepped, model=model)
+    assert isinstance(stepped, SplitOptimizer)
+
+
+def test_level_o1_leaves_it_alone():
+    model = _model()
+    optimizer = StableAdamW(model.parameters(), lr=1e-3)
+    assert not convert_optimizer(optimizer, FP8Config(opt_level="O1"), model=model).converted
+    assert type(optimizer) is StableAdamW
+
+
+def test_small_parameters_are_not_clipped():
+    """They are stepped by torch's Adam, as those of any AdamW with update clipping."""
+    model = _model()
+    optimizer = StableAdamW(model.parameters(), lr=1e-3)
+    convert_optimizer(optimizer, model=model)
+    _step([model], [optimizer], 2)
+    assert "update_rms" not in optimizer.state[model[0].bias]

@@ -1,0 +1,37 @@
+"""The sub-command ``torch-fp8 convert-optimizer``."""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+
+def add_parser(commands: Any) -> None:
+    """Add the sub-command to those of ``torch-fp8``."""
+    converted = commands.add_parser(
+        "convert-optimizer",
+        help="make stock AdamW's format of an optimizer's 8-bit states",
+        description=(
+            "Write an optimizer's checkpoint, saved with FP8Config(checkpoint_states='fp8'), in "
+            "the format of torch.optim.AdamW. Exit status: 0 all is well, 1 a file cannot be read "
+            "or written, 2 a mistake in the call."
+        ),
+    )
+    converted.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="a file")
+    converted.add_argument("path", type=Path, metavar="OUTPUT", help="a file that does not exist")
+    converted.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the sub-command; returns the exit status."""
+    from torch_fp8.checkpoint.stock_states import convert_optimizer_file
+
+    try:
+        print(convert_optimizer_file(options.checkpoint, options.path))
+    except ValueError as error:
+        print(f"torch-fp8 convert-optimizer: {error}", file=sys.stderr)
+        return 2
+    except (OSError, RuntimeError) as error:
+        print(f"torch-fp8 convert-optimizer: {error}", file=sys.stderr)
+        return 1
+    return 0

@@ -1,0 +1,126 @@
+"""`ConvertedOptimizer`: what the classes have in common that `convert_optimizer` puts in front of a
+user's.
+"""
+
+import functools
+import weakref
+from typing import Any, ClassVar
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from torch_fp8.autograd.current_pass import RunsFP8
+from torch_fp8.config import FP8Config
+from torch_fp8.optim.grad_hooks import hook_of
+from torch_fp8.optim.residual import known_residual, set_residual
+from torch_fp8.optim.state import is_large
+from torch_fp8.tensor.halves import EXACT_BITS
+from torch_fp8.tensor.split_weight import SplitWeight, halves_of, split_parameter
+
+
+class ConvertedOptimizer(Optimizer):
+    """An optimizer whose class was exchanged: methods, and no ``__init__``.
+
+    Attributes:
+        fp8_config: the configuration with which the optimizer was converted.
+        fp8_layers: layers whose weights get 8-bit gradients.
+        fp8_why_bf16_gradients: why at level O3 there are none of these; None where there are.
+        fp8_hooks_restored: gradient hooks that were lost and put back so far.
+        fp8_reducers: reducers of 8-bit gradients over ranks, one for each DDP module.
+    """
+
+    fp8_config: FP8Config
+    fp8_layers: tuple["weakref.ref[RunsFP8]", ...]
+    fp8_why_bf16_gradients: str | None
+    fp8_hooks_restored: int
+    fp8_reducers: tuple[Any, ...] = ()
+    _fp8_base: type[Optimizer]
+    _fp8_attributes: ClassVar[tuple[str, ...]] = (
+        "fp8_config",
+        "fp8_why_bf16_gradients",
+        "fp8_hooks_restored",
+        "_fp8_base",
+    )
+
+    def set_config(self, config: FP8Config) -> None:
+        """Take over a configuration; residuals change their bits at the next step."""
+        self.fp8_config = config
+        self.__dict__.setdefault("fp8_layers", ())
+        self.__dict__.setdefault("fp8_why_bf16_gradients", None)
+        self.__dict__.setdefault("fp8_hooks_restored", 0)
+        for _, _, parameter in self.indexed_parameters():
+            halves = halves_of(parameter)
+            if halves is not None:
+                halves.step_bits = config.residual_bits
+
+    @property
+    def fp8_gradients(self) -> set[Tensor]:
+        """The weights that get 8-bit gradients, as their layers have them now."""
+        layers = [layer for ref in self.fp8_layers if (layer := ref()) is not None]
+        layers = [layer for layer in layers if isinstance(layer, RunsFP8)]
+        return {w for layer in layers for w in layer.fp8_weights if is_large(w)}
+
+    def has_fp8_gradient(self, parameter: Tensor) -> bool:
+        """Return whether the gradient of a parameter is quantized as soon as it is there."""
+        hook = hook_of(parameter)
+        return hook is not None and hook.quantize
+
+    def indexed_parameters(self) -> list[tuple[int, dict[str, Any], Tensor]]:
+        """Return every parameter with its group and its index among all, which keys the
+        rounding.
+        """
+        parameters = ((g, p) for g in self.param_groups for p in g["params"])
+        return [(i, group, parameter) for i, (group, parameter) in enumerate(parameters)]
+
+    def step_of(self, parameter: Tensor) -> int:
+        """Return how often a parameter was stepped, which keys the rounding, too."""
+        raise NotImplementedError
+
+    def residual_bits(self, parameter: Tensor) -> int:
+        """Return k, the residual bits of a BF16 parameter; 0: it has none."""
+        return 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        own = {name: self.__dict__[name] for name in self._fp8_attributes}
+        indexed = self.indexed_parameters()
+        # Copies of these are plain float32, and of BF16 weights without residual.
+        split = [i for i, _, p in indexed if isinstance(p, SplitWeight)]
+        residuals = {i: known for i, _, p in indexed if (known := known_residual(p)) is not None}
+        layers = [layer for ref in self.fp8_layers if (layer := ref())]
+        ours = {"fp8_layers": layers, "fp8_split": split, "fp8_residuals": residuals}
+        return {**super().__getstate__(), **own, **ours}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if "fp8_layers" not in state:  # load_state_dict calls this, too
+            return
+        self.fp8_layers = tuple(map(weakref.ref, state["fp8_layers"]))
+        split, residuals = self.__dict__.pop("fp8_split"), self.__dict__.pop("fp8_residuals")
+        for i, _, parameter in self.indexed_parameters():
+            if i in split and not isinstance(parameter, SplitWeight):
+                split_parameter(parameter, EXACT_BITS, self.fp8_config.residual_bits)
+            if i in residuals:
+                set_residual(parameter, *residuals[i])
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # The class is made at run time; pickle and deepcopy rebuild it from ours and the user's.
+        return _rebuild, (type(self).__mro__[1], self._fp8_base), self.__getstate__()
+
+
+@functools.cache
+def converted_class(ours: Any, base: Any) -> type[ConvertedOptimizer]:
+    """Return a subclass of `base` with `ours` in front, under its name, which hosts log learning
+    rates by.
+    """
+    named = {"__module__": base.__module__, "__qualname__": base.__qualname__}
+    return type(base.__name__, (ours, base), {**named, "__doc__": base.__doc__})
+
+
+def unhooked(method: Any) -> Any:
+    """Return a ``step`` without what torch puts around it, for a class, at its first object."""
+    return method.__wrapped__ if getattr(method, "hooked", False) else method
+
+
+def _rebuild(ours: Any, base: Any) -> Any:
+    cls: Any = converted_class(ours, base)
+    return cls.__new__(cls)

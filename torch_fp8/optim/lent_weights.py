@@ -1,0 +1,157 @@
+"""Float32 copies of split weights, lent to an optimizer for its own step.
+
+An optimizer that the user brings steps plain float32 tensors: it may call kernels that take
+addresses, exchange ``p.data``, or compile its arithmetic. So while it steps, its groups hand out a
+copy of each weight that is stored in two halves, with a float32 gradient. A copy goes back into the
+halves as soon as nobody else refers to it. A loop over the weights thus has two copies at a time; a
+step that first collects all weights in a list has as many as it collects.
+
+Where a copy is asked for its state, the state of the weight is found.
+"""
+
+import contextlib
+import sys
+from collections.abc import Iterator, MutableMapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from torch_fp8.optim.step import shard_origin
+from torch_fp8.quantization.stochastic_rounding import stream_keys
+from torch_fp8.tensor.dtensor import local, with_data
+from torch_fp8.tensor.encoded import plain
+from torch_fp8.tensor.halves import Halves
+from torch_fp8.tensor.split_weight import attributes_of, halves_of, stored_grad
+
+_LENT = "_fp8_lent"
+_OWN_REFERENCES = 2  # of a copy that only `Lending` has: in its dictionary, and as an argument
+
+
+class Lending:
+    """The copies of one step.
+
+    Args:
+        seed, step: they key the rounding, with a weight's index.
+        indices: the index of each weight.
+    """
+
+    def __init__(self, seed: int, step: int, indices: dict[Tensor, int]) -> None:
+        self._seed, self._step, self._indices = seed, step, indices
+        self._copies: dict[Tensor, nn.Parameter] = {}
+
+    def lend(self, parameter: Tensor) -> Tensor:
+        """Return the copy of a split weight that has a gradient; any other parameter itself."""
+        self.take_back()
+        halves = halves_of(parameter)
+        if halves is None or stored_grad(parameter) is None:
+            return parameter
+        if parameter not in self._copies:
+            self._copies[parameter] = _copy(parameter, halves)
+        return self._copies[parameter]
+
+    def take_back(self, *, everything: bool = False) -> None:
+        """Put copies back into the halves of their weights: those that nobody uses any more."""
+        for parameter in list(self._copies):
+            if everything or sys.getrefcount(self._copies[parameter]) <= _OWN_REFERENCES:
+                self._put_back(parameter, self._copies.pop(parameter))
+
+    def _put_back(self, parameter: Tensor, copy: nn.Parameter) -> None:
+        halves, weight = halves_of(parameter), local(copy.detach())
+        assert halves is not None
+        if weight.shape != halves.high.shape:
+            raise RuntimeError(
+                f"the optimizer gave a weight of shape {tuple(halves.high.shape)} the shape "
+                f"{tuple(weight.shape)}; keep its weights with FP8Config(split_weights=False)"
+            )
+        torch.autograd.graph.increment_version([parameter])
+        halves.awaited = None
+        halves.write(weight.to(halves.high.device, torch.float32).contiguous())
+        keys = stream_keys(self._seed, self._step, self._indices[parameter])
+        halves.settle(keys, shard_origin(parameter))
+        if copy.grad is None:
+            parameter.grad = None
+
+
+class LentList(Sequence[Tensor]):
+    """The parameters of a group, of which readers get copies."""
+
+    def __init__(self, parameters: list[Tensor], lending: Lending) -> None:
+        self._parameters, self._lending = parameters, lending
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return (self._lending.lend(parameter) for parameter in self._parameters)
+
+    def __getitem__(self, index: Any) -> Any:
+        found = self._parameters[index]
+        if isinstance(index, slice):
+            return LentList(found, self._lending)
+        return self._lending.lend(found)
+
+    def __len__(self) -> int:
+        return len(self._parameters)
+
+    def __add__(self, others: list[Tensor]) -> list[Tensor]:
+        return [*self, *others]
+
+
+class LentState(MutableMapping[Any, Any]):
+    """The optimizer's ``state``, of which a copy is asked for its weight's."""
+
+    def __init__(self, state: MutableMapping[Any, Any]) -> None:
+        self._state = state
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._state[_owner(key)]
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._state[_owner(key)] = value
+
+    def __delitem__(self, key: Any) -> None:
+        del self._state[_owner(key)]
+
+    def __contains__(self, key: object) -> bool:
+        return _owner(key) in self._state
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._state)
+
+    def __len__(self) -> int:
+        return len(self._state)
+
+
+@contextlib.contextmanager
+def lent(optimizer: Optimizer, lending: Lending, chosen: set[Tensor]) -> Iterator[None]:
+    """Let the groups of an optimizer hand out copies of their weights.
+
+    Args:
+        optimizer: its groups stay the same objects.
+        lending: the copies.
+        chosen: the parameters that its groups have meanwhile.
+    """
+    kept, state = [(group, group["params"]) for group in optimizer.param_groups], optimizer.state
+    optimizer.state = LentState(state)
+    try:
+        for group, parameters in kept:
+            group["params"] = LentList([p for p in parameters if p in chosen], lending)
+        yield
+    finally:
+        optimizer.state = state
+        for group, parameters in kept:
+            group["params"] = parameters
+        lending.take_back(everything=True)
+
+
+def _owner(key: Any) -> Any:
+    return vars(key).get(_LENT, key) if isinstance(key, Tensor) else key
+
+
+def _copy(parameter: Tensor, halves: Halves) -> nn.Parameter:
+    copy = nn.Parameter(with_data(parameter, halves.join()), parameter.requires_grad)
+    attributes = {k: v for k, v in attributes_of(parameter).items() if k not in vars(copy)}
+    vars(copy).update({**attributes, _LENT: parameter})
+    grad = stored_grad(parameter)
+    assert grad is not None
+    copy.grad = with_data(grad, plain(local(grad)).to(torch.float32))
+    return copy

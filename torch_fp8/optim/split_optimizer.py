@@ -1,0 +1,144 @@
+"""`SplitOptimizer`: any optimizer of the user's, with its own step and states, over weights that
+are stored in two halves.
+
+`torch_fp8.convert_optimizer` swaps the class of optimizers whose states it does not know. A float32
+weight and its gradient then take 5 bytes instead of 8: 2 + 1 for the weight and 2 for the gradient.
+States stay as they are, in memory and in checkpoints, which have the optimizer's own format.
+
+The step is the optimizer's own, on float32 copies of the weights (`torch_fp8.optim.lent_weights`).
+Those of `torch.optim` collect all weights before they step any; since each weight is stepped by
+itself there, they run on some weights after the other.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from torch_fp8.config import FP8Config
+from torch_fp8.optim.checkpoint import FORMAT_VERSION, OPTIONS_KEY
+from torch_fp8.optim.converted import ConvertedOptimizer, unhooked
+from torch_fp8.optim.grad_hooks import attach_hooks
+from torch_fp8.optim.lent_weights import Lending, lent
+from torch_fp8.tensor.dtensor import local
+
+BUCKET_NUMEL = 1 << 25
+"""The elements of which an optimizer of `torch.optim` has float32 copies at a time, or a weight."""
+_SEARCH_DEPTH = 4
+
+
+class SplitOptimizer(ConvertedOptimizer):
+    """The class that `convert_optimizer` puts in front of any optimizer but Adam and AdamW.
+
+    Attributes:
+        fp8_steps: the steps so far, which key the rounding.
+    """
+
+    fp8_steps: int
+    _fp8_attributes = (*ConvertedOptimizer._fp8_attributes, "fp8_steps")
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
+        """Step as the user's optimizer does; a closure runs once, before that."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self.fp8_hooks_restored += attach_hooks(self)
+        self.fp8_steps += 1
+        step, result = unhooked(self._fp8_base.step), None
+        indices = {parameter: i for i, _, parameter in self.indexed_parameters()}
+        buckets = _buckets(list(indices)) if _is_torchs(step) else [set(indices)]
+        for bucket in buckets:
+            lending = Lending(self.fp8_config.seed, self.fp8_steps, indices)
+            with lent(self, lending, bucket):
+                result = step(self, **options)
+        return result if closure is None else loss
+
+    def set_config(self, config: FP8Config) -> None:
+        """Take over what of a configuration applies to weights and gradients."""
+        super().set_config(replace(config, gradient_release=False, update_clipping=False))
+        self.__dict__.setdefault("fp8_steps", 0)
+
+    def step_of(self, parameter: Tensor) -> int:
+        """Return the steps of all parameters."""
+        return self.fp8_steps
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the user's optimizer's own, and beside it what keys the rounding."""
+        packed: dict[str, Any] = super().state_dict()
+        packed[OPTIONS_KEY] = {
+            "version": FORMAT_VERSION,
+            "residual_bits": self.fp8_config.residual_bits,
+            "seed": self.fp8_config.seed,
+            "steps": self.fp8_steps,
+        }
+        return packed
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state of this class, or of the user's optimizer."""
+        options = state_dict.get(OPTIONS_KEY, {})
+        super().load_state_dict({k: v for k, v in state_dict.items() if k != OPTIONS_KEY})
+        self.fp8_steps = options.get("steps", self.fp8_steps)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        attach_hooks(self)  # the copied parameters have none
+
+
+def reason_to_keep_weights(optimizer: Optimizer) -> str | None:
+    """Explain why the weights of an optimizer cannot be lent to its step; None: they can."""
+    parameters = inspect.signature(unhooked(type(optimizer).step)).parameters
+    closure = parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        return "its step runs the closure itself"
+    held = {p for group in optimizer.param_groups for p in group["params"]}
+    places = {_address(p) for p in held} - {0}
+    groups = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+    attributes = {k: v for k, v in vars(optimizer).items() if k not in ("param_groups", "state")}
+    for value in _within([attributes, groups, list(optimizer.state.values())], _SEARCH_DEPTH):
+        if isinstance(value, (Optimizer, nn.Module)):
+            return f"it has {type(value).__name__} within, which may write its weights"
+        if isinstance(value, Tensor) and (value in held or _address(value) in places):
+            return "it refers to its weights outside of its parameter groups"
+    return None
+
+
+def _is_torchs(step: Any) -> bool:
+    return str(step.__module__).startswith("torch.optim.")
+
+
+def _buckets(parameters: list[Tensor]) -> Iterator[set[Tensor]]:
+    """Yield all parameters in parts of about `BUCKET_NUMEL` elements."""
+    bucket: set[Tensor] = set()
+    numel = 0
+    for parameter in parameters:
+        if bucket and numel + local(parameter).numel() > BUCKET_NUMEL:
+            yield bucket
+            bucket, numel = set(), 0
+        bucket.add(parameter)
+        numel += local(parameter).numel()
+    if bucket:
+        yield bucket
+
+
+def _address(tensor: Tensor) -> int:
+    shard = local(tensor)
+    if shard.is_sparse or type(shard) not in (Tensor, nn.Parameter):
+        return 0
+    return shard.untyped_storage().data_ptr()
+
+
+def _within(value: Any, depth: int) -> Iterator[Any]:
+    """Yield what containers hold."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, (list, tuple, set)):
+        for item in value if depth else ():
+            yield from _within(item, depth - 1)
+    else:
+        yield value
