@@ -35,9 +35,11 @@ def fma(a: Values, b: Values, c: Values) -> Values:
     total = product + addend
     bits = total.view(_U64)
     doubtful = (bits & _BELOW) == _HALF
-    doubtful |= np.abs(total) < _SMALLEST
+    doubtful |= (np.abs(total) < _SMALLEST) & (total != 0)  # a sum of 0 is exact
     if np.any(doubtful):
-        total = _to_odd(total, product, addend)
+        parts = np.broadcast_arrays(total, product, addend)
+        total = np.array(total)
+        total[doubtful] = _to_odd(*(part[doubtful] for part in parts))
     return total.astype(_F32)
 
 
@@ -91,6 +93,10 @@ def shift_right(x: Values, amount: Values) -> Values:
 def permute(a: Values, b: Values, selector: Values) -> Values:
     """Compute `prmt.b32`: four of the eight bytes of a and b, or their signs."""
     both = a.astype(_U64) | (b.astype(_U64) << _U64(32))
+    if np.ndim(selector) == 0 and not int(selector) & 0x8888 and np.ndim(both):
+        octets = np.ascontiguousarray(both).view(np.uint8).reshape(-1, 8)
+        places = [(int(selector) >> 4 * i) & 7 for i in range(4)]
+        return np.ascontiguousarray(octets[:, places]).view(_U32).reshape(both.shape)
     result: Values = _U32(0)
     for i in range(4):
         nibble = (selector >> _U32(4 * i)) & _U32(15)
