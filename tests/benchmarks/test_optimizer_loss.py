@@ -10,6 +10,7 @@ import torch
 
 from benchmarks.evidence import optimizer_loss as bench
 from benchmarks.evidence import pretraining
+from benchmarks.rows import RESULTS
 
 
 @pytest.fixture
@@ -111,7 +112,7 @@ def test_the_pretraining_learns_on_every_level(monkeypatch, level):
 
 @pytest.mark.parametrize("level", bench.LEVELS)
 def test_recorded_fine_tunings_are_complete_and_within_the_band(level):
-    rows = bench.read_rows(Path(bench.__file__).parent / "results/optimizer_loss.csv")
+    rows = bench.read_rows(RESULTS / "optimizer_loss.csv")
     of_level = [
         row for (run, name, _), row in rows.items() if (run, name) == ("fine-tuning", level)
     ]
@@ -124,7 +125,7 @@ def differences_to_bf16(level, loss):
 
     A seed ends elsewhere on another kind of CPU, as it does where a weight differs by a millionth.
     """
-    rows = bench.read_rows(Path(bench.__file__).parent / "results/optimizer_loss.csv")
+    rows = bench.read_rows(RESULTS / "optimizer_loss.csv")
     of_bf16 = {}
     for (run, name, seed), row in rows.items():
         if run == "pretraining" and name.startswith(bench.BASELINE):

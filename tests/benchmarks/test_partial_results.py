@@ -18,7 +18,7 @@ RATES = Rates(1e9, 1e12, 2e12)
 def compiled(monkeypatch):
     """What was given to torch.compile, which does nothing."""
     modules = []
-    monkeypatch.setattr(torch, "compile", lambda module: modules.append(module) or module)
+    monkeypatch.setattr(torch, "compile", lambda module, **_: modules.append(module) or module)
     return modules
 
 

@@ -78,7 +78,7 @@ def test_a_failed_run_says_why_and_leaves_no_row(recipes_loss, monkeypatch, tmp_
 
 
 def test_recorded_runs_are_complete_and_within_the_band(recipes_loss):
-    with (PATH.parent / "results/recipes_loss.csv").open() as file:
+    with (PATH.parents[1] / "results/recipes_loss.csv").open() as file:
         rows = list(csv.DictReader(file))
     for recipe in recipes_loss.RECIPES:
         differences = {int(r["seed"]): float(r["rel_diff"]) for r in rows if r["recipe"] == recipe}

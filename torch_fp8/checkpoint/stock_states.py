@@ -68,10 +68,10 @@ def _converted(value: Any, count: list[int]) -> Any:
             _check_formats(value)
         plain = decoded(value) if any(is_encoded(name, value) for name in STATE_FORMATS) else value
         count[0] += sum(is_encoded(name, value) for name in STATE_FORMATS)
-        made = {key: _converted(item, count) for key, item in plain.items()}
-        if isinstance(made.get(OPTIONS_KEY), dict):
-            made[OPTIONS_KEY].pop(FORMATS_KEY, None)
-        return made
+        result = {key: _converted(item, count) for key, item in plain.items()}
+        if isinstance(result.get(OPTIONS_KEY), dict):
+            result[OPTIONS_KEY].pop(FORMATS_KEY, None)
+        return result
     if isinstance(value, (list, tuple)) and not isinstance(value, Tensor):
         return type(value)(_converted(item, count) for item in value)
     return value

@@ -84,10 +84,10 @@ class LentList(Sequence[Tensor]):
         return (self._lending.lend(parameter) for parameter in self._parameters)
 
     def __getitem__(self, index: Any) -> Any:
-        found = self._parameters[index]
+        chosen = self._parameters[index]
         if isinstance(index, slice):
-            return LentList(found, self._lending)
-        return self._lending.lend(found)
+            return LentList(chosen, self._lending)
+        return self._lending.lend(chosen)
 
     def __len__(self) -> int:
         return len(self._parameters)
@@ -130,15 +130,15 @@ def lent(optimizer: Optimizer, lending: Lending, chosen: set[Tensor]) -> Iterato
         lending: the copies.
         chosen: the parameters that its groups have meanwhile.
     """
-    kept, state = [(group, group["params"]) for group in optimizer.param_groups], optimizer.state
+    groups, state = [(group, group["params"]) for group in optimizer.param_groups], optimizer.state
     optimizer.state = LentState(state)
     try:
-        for group, parameters in kept:
+        for group, parameters in groups:
             group["params"] = LentList([p for p in parameters if p in chosen], lending)
         yield
     finally:
         optimizer.state = state
-        for group, parameters in kept:
+        for group, parameters in groups:
             group["params"] = parameters
         lending.take_back(everything=True)
 

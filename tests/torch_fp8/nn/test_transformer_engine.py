@@ -464,7 +464,7 @@ def test_not_installed(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformer_engine", None)
     monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", None)
     linear = nn.Linear(32, 32)
-    with pytest.raises(ImportError, match=r"pip install .*torch-fp8\[transformer-engine\]"):
+    with pytest.raises(ImportError, match=r"pip install .*transformer-engine\[pytorch\]"):
         convert_to_float8(linear, TE)
     assert type(linear) is nn.Linear
 
