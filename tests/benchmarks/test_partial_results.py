@@ -167,7 +167,7 @@ def test_peers_that_are_not_reached_have_a_row(tmp_path):
 def test_a_compiled_row_says_its_graphs_and_has_no_time_with_a_break(monkeypatch, broken):
     compiler = torch.compile
 
-    def compiled(module):
+    def compiled(module, **_):
         if broken:
             forward = module.forward
 
