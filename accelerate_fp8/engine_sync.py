@@ -61,8 +61,8 @@ def _is_handed_over(generation: Any) -> bool:
 
 
 def _fused_experts(model: Any) -> str:
-    found = (full for n, m in model.named_modules() for full in expert_weights(n, m))
-    first = next(found, "")
+    names = (full for n, m in model.named_modules() for full in expert_weights(n, m))
+    first = next(names, "")
     return first and f"'{first}' holds fused experts, which have other names in checkpoints"
 
 

@@ -302,12 +302,14 @@ def check_config(config: FP8Config, device: torch.device) -> Recipe:
 def _check_model(model: object) -> None:
     if isinstance(model, nn.Module):
         return
-    how = "pass the model"
+    way_out = "pass the model"
     if isinstance(model, torch.optim.Optimizer):
-        how = "torch_fp8.convert_optimizer(optimizer, config, model=model) converts an optimizer"
+        way_out = (
+            "torch_fp8.convert_optimizer(optimizer, config, model=model) converts an optimizer"
+        )
     elif isinstance(model, type) and issubclass(model, nn.Module):
-        how = "pass an instance of the class"
-    raise TypeError(f"convert_to_float8 takes an nn.Module, got {type(model).__name__}; {how}")
+        way_out = "pass an instance of the class"
+    raise TypeError(f"convert_to_float8 takes an nn.Module, got {type(model).__name__}; {way_out}")
 
 
 def _is_te(config: FP8Config) -> bool:

@@ -17,11 +17,11 @@ def check_arguments(optimizer: object, model: object) -> None:
         ValueError: none of the optimizer's parameters is the model's, or one was frozen.
     """
     if not isinstance(optimizer, Optimizer):
-        how = "pass the optimizer"
+        way_out = "pass the optimizer"
         if isinstance(optimizer, nn.Module):
-            how = "torch_fp8.convert_to_float8(model, config) converts a model"
+            way_out = "torch_fp8.convert_to_float8(model, config) converts a model"
         got = type(optimizer).__name__
-        raise TypeError(f"convert_optimizer takes a torch.optim.Optimizer, got {got}; {how}")
+        raise TypeError(f"convert_optimizer takes a torch.optim.Optimizer, got {got}; {way_out}")
     refuse_training(optimizer)
     if model is None:
         return

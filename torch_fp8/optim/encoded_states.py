@@ -54,7 +54,7 @@ def encoded_entry(
     """Return codes and scales of a moment, of this rank's part, under their names.
 
     Args:
-        name: of the moment.
+        name: the name of the moment.
         moment: this rank's part.
         parameter: sharded by rows, or not.
         device: where what is returned shall be.

@@ -253,12 +253,12 @@ class Float8Optimizer(ConvertedOptimizer):
     def _without_hooks(self) -> Iterator[None]:
         """Run no hooks in stock methods called within: ours run them on what is complete."""
         names = [f"_optimizer_{hook}_hooks" for hook in _HOOKS]
-        kept = {name: self.__dict__[name] for name in names}
-        self.__dict__.update({name: type(hooks)() for name, hooks in kept.items()})
+        own = {name: self.__dict__[name] for name in names}
+        self.__dict__.update({name: type(hooks)() for name, hooks in own.items()})
         try:
             yield
         finally:
-            self.__dict__.update(kept)
+            self.__dict__.update(own)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

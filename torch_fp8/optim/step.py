@@ -74,12 +74,12 @@ def step_large(entries: list[Entry], config: FP8Config, caches: Caches) -> None:
 
 def _zeros(parameters: list[Tensor]) -> dict[Tensor, Tensor]:
     """Return (2, 4) float32 zeros for each parameter; one launch for all of a device."""
-    made: dict[Tensor, Tensor] = {}
+    zeros_of: dict[Tensor, Tensor] = {}
     for device in dict.fromkeys(local(p).device for p in parameters):
-        here = [p for p in parameters if local(p).device == device]
-        zeros = torch.zeros(len(here), 2, 4, dtype=torch.float32, device=device)
-        made |= zip(here, zeros.unbind(), strict=True)
-    return made
+        parameters_there = [p for p in parameters if local(p).device == device]
+        zeros = torch.zeros(len(parameters_there), 2, 4, dtype=torch.float32, device=device)
+        zeros_of |= zip(parameters_there, zeros.unbind(), strict=True)
+    return zeros_of
 
 
 def _with_payload(
@@ -131,8 +131,8 @@ def _update_rms(
 
 def _alive(caches: Caches, parameter: Tensor) -> list[tuple[PayloadCache, CastSpec]]:
     """Return the caches of a weight whose layers still use them."""
-    found = ((reference(), spec) for reference, spec in caches.get(parameter, ()))
-    return [(cache, spec) for cache, spec in found if cache is not None]
+    pairs = ((reference(), spec) for reference, spec in caches.get(parameter, ()))
+    return [(cache, spec) for cache, spec in pairs if cache is not None]
 
 
 def step_small(group: dict[str, Any], entries: list[tuple[Tensor, State]]) -> None:

@@ -138,7 +138,7 @@ def connect_frozen(groups: list[Any]) -> int:
     Args:
         groups: FSDP's groups of parameters that are gathered together, the same on all ranks.
     """
-    made, held = [], 0
+    gathered, held = [], 0
     for group in groups:
         for param in group.fsdp_params:
             module = param._module_info.module
@@ -146,10 +146,10 @@ def connect_frozen(groups: list[Any]) -> int:
                 continue
             held += 1
             if not isinstance(param._sharded_local_tensor, Float8FrozenWeight):
-                made.append(FrozenGather(param, group, module))
-    if made:
-        make_scales(made)
-    for gather in made:
+                gathered.append(FrozenGather(param, group, module))
+    if gathered:
+        make_scales(gathered)
+    for gather in gathered:
         gather.freeze()
     return held
 
