@@ -115,7 +115,7 @@ def warnings_of(measured: Measured, recipes: list[str], trainer: Any) -> Iterato
     """Yield (kind, text) of what is to be said.
 
     Args:
-        measured: what `LogprobDifference` measured.
+        measured: the result of `LogprobDifference`.
         recipes: those that the layers run.
         trainer: a TRL trainer, whose correction is looked at.
     """

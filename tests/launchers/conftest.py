@@ -19,9 +19,9 @@ def free_port() -> int:
 
 
 def _environment(folder: Path, variables: dict[str, str]) -> dict[str, str]:
-    kept = {n: v for n, v in os.environ.items() if not n.startswith(INHERITED_NOT)}
+    inherited = {n: v for n, v in os.environ.items() if not n.startswith(INHERITED_NOT)}
     return {
-        **kept,
+        **inherited,
         "HF_HOME": str(folder / "hf_home"),
         "OMP_NUM_THREADS": "1",
         "CUDA_VISIBLE_DEVICES": "",

@@ -56,8 +56,7 @@ class ConvertedOptimizer(Optimizer):
     @property
     def fp8_gradients(self) -> set[Tensor]:
         """The weights that get 8-bit gradients, as their layers have them now."""
-        layers = [layer for ref in self.fp8_layers if (layer := ref()) is not None]
-        layers = [layer for layer in layers if isinstance(layer, RunsFP8)]
+        layers = (layer for ref in self.fp8_layers if isinstance(layer := ref(), RunsFP8))
         return {w for layer in layers for w in layer.fp8_weights if is_large(w)}
 
     def has_fp8_gradient(self, parameter: Tensor) -> bool:
