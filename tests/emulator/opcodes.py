@@ -177,6 +177,15 @@ def _float(w: BlockWriter, ins: Instruction, name: str, ftz: str) -> None:
     w.define(d, _flushed(f"{a} {sign} {b}", ftz), "f32", computed=True)
 
 
+@opcode(r"(add|sub)\.rn\.f32\.(bf16|f16)")
+def _add_half(w: BlockWriter, ins: Instruction, name: str, half: str) -> None:
+    """Add a half, made float32, and a float32; Blackwell's, as Triton 3.7 writes it."""
+    d, a, b = ins.operands
+    sign = "+" if name == "add" else "-"
+    wide = f"f32_of_{half}({w.use(a, 'u16')})"
+    w.define(d, f"{wide} {sign} {w.use(b, 'f32')}", "f32", computed=True)
+
+
 @opcode(r"fma\.rn(\.ftz)?\.f32")
 def _fma(w: BlockWriter, ins: Instruction, ftz: str) -> None:
     d, *rest = ins.operands
