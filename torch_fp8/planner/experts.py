@@ -1,11 +1,11 @@
 """Experts on paper: what a grouped GEMM takes in BF16 and in FP8, and whether FP8 pays.
 
 Each expert computes ``tokens * top_k / num_experts`` rows on average. GEMMs work on tiles of 128
-rows, so that few rows waste arithmetic, in BF16 and FP8 alike. What FP8 adds are casts, in bytes
-per element: tokens are cast before they are gathered (3), gathered as bytes (2, where BF16 gathers
-4), gradients are cast (3), both are transposed for wgrad (3), and a trained weight is cast twice in
-each micro-batch (3 and 3), however few rows its expert has. A frozen one is transposed in backward
-(2).
+rows, so that few rows waste arithmetic, in BF16 and FP8 alike. What FP8 adds are bytes, here per
+element: tokens and their gradients are cast (3) before they are gathered (2, where BF16 gathers 4),
+both operands of wgrad are transposed (3), and a trained weight is cast twice in each micro-batch (3
+and 3), however few rows its expert has. A frozen one is transposed in backward (2). The activation
+and its gradient write FP8 instead of BF16, which costs nothing.
 """
 
 from collections.abc import Iterable
@@ -127,12 +127,13 @@ def expert_seconds(
 
 def _moved_bytes(setup: Setup, weight: ExpertWeight, in_fp8: bool, trained: bool) -> float:
     n, k, m = weight.rows, weight.cols, setup.tokens * weight.top_k
+    # Tokens go in at the first weight; their gradients come in at the second one.
+    hidden, has_tokens = (k, True) if weight.gathers else (n, trained)
     if not in_fp8:
-        return _BF16_GATHER * m * k * weight.gathers
+        return _BF16_GATHER * m * hidden * has_tokens
     elements, updates = weight.num_experts * n * k, trained and not weight.frozen
-    moved = _CAST * (setup.tokens if weight.gathers else m) * k
-    moved += _GATHER * m * k * weight.gathers * (1 + updates)
-    moved += _TRANSPOSE * m * (n + k) * updates + _CAST * m * n * trained
+    moved = (_CAST * setup.tokens + _GATHER * m) * hidden * has_tokens
+    moved += _TRANSPOSE * m * (n + k) * updates
     if weight.frozen:
         return moved + _TURN * elements * trained
     return moved + _CAST * elements * (1 + trained)
