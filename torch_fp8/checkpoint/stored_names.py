@@ -8,7 +8,7 @@ numbers that come out tell which rows a stored matrix has.
 
 import sys
 from collections.abc import Collection, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -49,28 +49,36 @@ def stored_parts(
     revert = getattr(loading, "revert_weight_conversion", None)
     if revert is None:  # transformers 4, or a model of another library
         return {key: [StoredPart(key)] for key in shapes}
-    counts = [shapes[key][:2].numel() if key in fused else 1 for key in shapes]
-    numbers, owners = {}, []
-    for key, rows in zip(shapes, torch.arange(sum(counts)).split(counts), strict=True):
-        numbers[key] = rows.view(*shapes[key][:2], 1) if key in fused else rows
-        owners += [key] * len(rows)
+    plain = [key for key in shapes if key not in fused]
+    numbers = {key: torch.tensor([i]) for i, key in enumerate(plain)}
     parts: dict[str, list[StoredPart]] = {key: [] for key in shapes}
     for name, converted in revert(model, dict(numbers)).items():
+        parts[plain[int(converted.flatten()[0])]].append(StoredPart(name))
+    for key in shapes:
+        if key in fused:
+            parts[key] = _of_fused(key, shapes[key], revert, model)
+        elif len(parts[key]) != 1:
+            raise _unknown(key)
+    return parts
+
+
+def _of_fused(key: str, shape: torch.Size, revert: Any, model: nn.Module) -> list[StoredPart]:
+    """Return the parts of a fused weight (E, R, C)."""
+    numbers = torch.arange(shape[:2].numel()).view(*shape[:2], 1)
+    parts = []
+    for name, converted in revert(model, {key: numbers}).items():
         rows = converted.flatten()
-        key = owners[int(rows[0])]
-        if torch.equal(rows, numbers[key].flatten()):
-            parts[key].append(StoredPart(name))
-            continue
-        expert, begin = divmod(int(rows[0] - numbers[key].flatten()[0]), shapes[key][1])
-        part = StoredPart(name, expert, begin, begin + rows.numel())
-        if not torch.equal(part.of(numbers[key]).flatten(), rows):
+        expert, begin = divmod(int(rows[0]), shape[1])
+        whole = rows.numel() == numbers.numel()
+        part = StoredPart(name) if whole else StoredPart(name, expert, begin, begin + rows.numel())
+        if not torch.equal(part.of(numbers).flatten(), rows):
             raise _unknown(key)
-        parts[key].append(part)
-    for key, of_key in parts.items():
-        of_key.sort(key=lambda part: (part.expert or 0, part.begin))
-        rows = [part.of(numbers[key]).flatten() for part in of_key]
-        if not (rows and torch.equal(torch.cat(rows), numbers[key].flatten())):
-            raise _unknown(key)
+        parts.append(part)
+    parts.sort(key=lambda part: (part.expert or 0, part.begin))
+    if not torch.equal(
+        torch.cat([part.of(numbers).flatten() for part in parts]), numbers.flatten()
+    ):
+        raise _unknown(key)
     return parts
 
 

@@ -20,7 +20,7 @@ from torch_fp8 import (
 )
 from torch_fp8.checkpoint.adopt_checkpoint import take_over
 from torch_fp8.checkpoint.export_checkpoint import export_checkpoint
-from torch_fp8.nn import grouped_linear_function
+from torch_fp8.nn import expert_block, grouped_linear_function
 from torch_fp8.ops.quantize import dequantize, quantize
 from torch_fp8.quantization.recipe import make_recipe
 
@@ -57,15 +57,16 @@ def loss(model):
 
 
 def multiplied(monkeypatch, model):
-    """The values of the fused weights (E, R, C) in the next forward, by name."""
-    seen, original = {}, grouped_linear_function._cast_weight
+    """The values of the fused weights (E, R, C) in the next forward, by module and R."""
+    seen, original = {}, grouped_linear_function.cast_weight
 
     def spy(weight, options, *, flip):
         payload = original(weight, options, flip=flip)
-        seen[options.name] = payload.qdata.float() * payload.scale
+        seen[options.name, weight.shape[1]] = payload.qdata.float() * payload.scale
         return payload
 
-    monkeypatch.setattr(grouped_linear_function, "_cast_weight", spy)
+    for module in (grouped_linear_function, expert_block):
+        monkeypatch.setattr(module, "cast_weight", spy)
     with torch.no_grad():
         loss(model)
     monkeypatch.undo()
@@ -99,11 +100,8 @@ def test_the_file_holds_what_training_multiplies_by(tmp_path, monkeypatch, recip
     for layer in (0, 1):
         prefix = f"model.layers.{layer}.mlp.experts"
         assert (prefix in report.fp8) == (recipe == "rowwise")
-        for key, names in {
-            "gate_up_proj": ("gate_proj", "up_proj"),
-            "down_proj": ("down_proj",),
-        }.items():
-            assert torch.equal(joined(stored, prefix, names), seen[f"{prefix}.{key}"]), key
+        for names, rows in ((("gate_proj", "up_proj"), 96), (("down_proj",), 64)):
+            assert torch.equal(joined(stored, prefix, names), seen[prefix, rows]), names
     in_fp8 = stored["model.layers.0.mlp.experts.3.up_proj.weight"].dtype == torch.float8_e4m3fn
     assert in_fp8 == (recipe == "rowwise")
     ignored = json.loads((tmp_path / "out/config.json").read_text())["quantization_config"][
